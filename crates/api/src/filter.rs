@@ -1,0 +1,250 @@
+//! The contract between the agent and a `vmseal-filter` process.
+//!
+//! The agent starts one filter per VM with a [`FilterConfig`] and open descriptors; the filter holds
+//! no path it would have to be permitted to open, and reads each key once from an inherited
+//! `memfd_secret`. From then on the two talk over the control socket: one JSON object a line, a
+//! [`ControlRequest`] answered by a [`ControlReply`], in order. A filter outlives its agent; the next
+//! agent connects to the same socket.
+
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+use crate::id::{DiskId, VmId};
+
+/// The version of this contract. A filter refuses a configuration of another version.
+pub const VERSION: u32 = 1;
+
+/// The longest line on the control socket, in bytes; a status of [`DISKS_MAX`] disks fits well within.
+pub const LINE_MAX: usize = 256 * 1024;
+
+/// The most disks one filter serves: virtio's practical limit of one PCI bus.
+pub const DISKS_MAX: usize = 28;
+
+/// The most request queues of a disk; QEMU's default is one per vCPU, and more than 16 gain nothing.
+pub const QUEUES_MAX: u16 = 16;
+
+/// The unit in which an encrypted disk is encrypted, in bytes.
+pub const CRYPT_SECTOR: u32 = 4096;
+
+/// The length of a disk's device id (virtio-blk `VIRTIO_BLK_T_GET_ID`), in bytes.
+pub const SERIAL_MAX: usize = 20;
+
+/// Something that is open already or is to be opened.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Handle {
+    /// An inherited descriptor: what the agent passes.
+    Fd(i32),
+    /// A path: for starting a filter by hand.
+    Path(PathBuf),
+}
+
+/// All that a filter process is told at its start. Nothing secret is in it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct FilterConfig {
+    /// [`VERSION`].
+    pub version: u32,
+    /// Whose disks these are; named in every log line.
+    pub vm: VmId,
+    /// The control socket: a listening unix stream socket, or the path to make one at (mode 0600).
+    pub control: Handle,
+    /// The only user that may connect to the control socket, by SO_PEERCRED; none means the filter's own.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub control_uid: Option<u32>,
+    /// The disks, at most [`DISKS_MAX`].
+    pub disks: Vec<DiskConfig>,
+}
+
+/// One disk: front end → filters → backend.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DiskConfig {
+    /// Which disk this is.
+    pub disk: DiskId,
+    /// What the guest sees as the disk's size, in bytes; a multiple of [`CRYPT_SECTOR`].
+    pub size: u64,
+    /// What the guest sees as the device id; at most [`SERIAL_MAX`] bytes of ASCII.
+    pub serial: String,
+    /// Refuse everything that changes the disk.
+    #[serde(default)]
+    pub read_only: bool,
+    /// The filters, from the guest downwards.
+    pub chain: Vec<FilterSpec>,
+    /// Where the data rests.
+    pub backend: BackendSpec,
+    /// Who serves the guest; none for a filter that only runs an [`ImportSpec`].
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub front_end: Option<FrontEndSpec>,
+    /// A raw image to be written through the chain once, before anything else happens to the disk.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub import: Option<ImportSpec>,
+}
+
+/// A link of the chain.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)]
+pub enum FilterSpec {
+    /// AES-256-XTS as dm-crypt's `aes-xts-plain64` does it with 4096-byte sectors: the tweak counts
+    /// 512-byte units from the start of the data segment.
+    Crypt {
+        /// The DEK: 64 bytes (two AES-256 keys, data key first) in a `memfd_secret`.
+        key: Handle,
+        /// What a sector of zeroes on the datastore means.
+        holes: Holes,
+    },
+}
+
+/// What a 4096-byte sector means whose ciphertext is all zeroes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Holes {
+    /// It was never written or was discarded, and reads as zeroes.
+    Zero,
+    /// It is ciphertext as any other, as dm-crypt has it; discard then never punches holes.
+    Ciphertext,
+}
+
+/// Where data rests.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)]
+pub enum BackendSpec {
+    /// A raw file or block device.
+    File {
+        /// The file, open for reading and (unless read-only) writing, its lock held.
+        file: Handle,
+        /// Where the guest's first byte is, in bytes from the start of the file (LUKS2: the data segment).
+        offset: u64,
+        /// Whether to bypass the page cache.
+        #[serde(default)]
+        direct: Direct,
+    },
+}
+
+/// Whether the page cache is bypassed (O_DIRECT).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Direct {
+    /// Where the file system allows it and the file's pages are not in memory anyway (tmpfs).
+    #[default]
+    Auto,
+    /// Always; an error where the file system does not allow it.
+    On,
+    /// Never.
+    Off,
+}
+
+/// Who serves the guest.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)]
+pub enum FrontEndSpec {
+    /// vhost-user-blk: QEMU's fast path, on shared guest memory.
+    VhostUserBlk {
+        /// The listening unix stream socket, or the path to make one at (mode 0600).
+        listen: Handle,
+        /// The only user that may connect, by SO_PEERCRED; none means the filter's own.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        peer_uid: Option<u32>,
+        /// The number of request queues, 1 to [`QUEUES_MAX`].
+        queues: u16,
+    },
+}
+
+/// A raw image to be written through the chain. Zeroes and holes of the source stay holes.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ImportSpec {
+    /// The image, open for reading; not longer than the disk, the rest of which reads as zeroes.
+    pub source: Handle,
+}
+
+/// What the agent asks of a filter.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "do", rename_all = "snake_case", deny_unknown_fields)]
+pub enum ControlRequest {
+    /// How things stand; answered by [`ControlReply::Status`].
+    Status,
+    /// Finish what is under way, flush, answer [`ControlReply::Done`], and exit with 0.
+    Shutdown,
+}
+
+/// What a filter answers.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "answer", rename_all = "snake_case", deny_unknown_fields)]
+pub enum ControlReply {
+    /// The answer to [`ControlRequest::Status`].
+    Status(FilterStatus),
+    /// It is done.
+    Done,
+    /// It was not done, or not understood.
+    Error {
+        /// What happened, to which disk, and what to do.
+        message: String,
+    },
+}
+
+/// How a filter process stands.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FilterStatus {
+    /// [`VERSION`] of the running process.
+    pub version: u32,
+    /// Its process id.
+    pub pid: u32,
+    /// Whose disks it serves.
+    pub vm: VmId,
+    /// The disks, in the configuration's order.
+    pub disks: Vec<DiskStatus>,
+}
+
+/// How one disk stands.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DiskStatus {
+    /// Which disk.
+    pub disk: DiskId,
+    /// What it is doing.
+    pub state: DiskActivity,
+    /// What it has done since the process started.
+    pub counters: DiskCounters,
+}
+
+/// What a disk is doing.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "is", rename_all = "snake_case")]
+pub enum DiskActivity {
+    /// An import runs.
+    Importing {
+        /// Bytes of the source dealt with.
+        done: u64,
+        /// Bytes of the source.
+        total: u64,
+    },
+    /// Nobody is connected; an import, if one was asked for, is finished and flushed.
+    Idle,
+    /// A front end is connected.
+    Connected,
+    /// It cannot go on.
+    Failed {
+        /// What happened and what to do.
+        message: String,
+    },
+}
+
+/// Requests and bytes as the guest counts them, since the process started.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DiskCounters {
+    /// Reads completed.
+    pub reads: u64,
+    /// Bytes read.
+    pub read_bytes: u64,
+    /// Writes completed.
+    pub writes: u64,
+    /// Bytes written.
+    pub written_bytes: u64,
+    /// Flushes completed.
+    pub flushes: u64,
+    /// Discards and write-zeroes completed.
+    pub discards: u64,
+    /// Requests answered with an error.
+    pub errors: u64,
+}

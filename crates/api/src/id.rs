@@ -1,0 +1,138 @@
+//! Identities. A resource has a UUID for life and a name that people choose; ids are what
+//! processes exchange, names are what people type.
+
+use std::fmt;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+use uuid::Uuid;
+
+/// The longest name a person may give a resource, in bytes; a DNS label, as names end up in
+/// file names, certificates and URLs.
+pub const NAME_MAX: usize = 63;
+
+macro_rules! identity {
+    ($(#[$doc:meta] $name:ident),* $(,)?) => {$(
+        #[$doc]
+        #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+        #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+        #[serde(transparent)]
+        pub struct $name(pub Uuid);
+
+        impl $name {
+            /// A new identity; time-ordered (UUID version 7), so that listings are in order of creation.
+            #[must_use]
+            pub fn new() -> Self {
+                Self(Uuid::now_v7())
+            }
+        }
+
+        impl Default for $name {
+            fn default() -> Self {
+                Self::new()
+            }
+        }
+
+        impl fmt::Display for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                self.0.hyphenated().fmt(f)
+            }
+        }
+
+        impl fmt::Debug for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                write!(f, concat!(stringify!($name), "({})"), self.0)
+            }
+        }
+
+        impl FromStr for $name {
+            type Err = uuid::Error;
+            fn from_str(text: &str) -> Result<Self, Self::Err> {
+                Uuid::parse_str(text).map(Self)
+            }
+        }
+    )*};
+}
+
+identity! {
+    /// A virtual machine.
+    VmId,
+    /// A virtual disk; never reused, not even for the copy of a disk.
+    DiskId,
+    /// A machine with an agent.
+    HostId,
+    /// A place where disks are kept.
+    DatastoreId,
+    /// A key provider.
+    ProviderId,
+    /// A storage policy.
+    PolicyId,
+    /// A task: durable work of the server.
+    TaskId,
+    /// One life of an agent process: changes when the agent restarts and its keys are gone.
+    Incarnation,
+}
+
+/// Why a text cannot be the name of a resource.
+#[derive(Debug, thiserror::Error, PartialEq, Eq)]
+pub enum NameError {
+    /// Nothing was given.
+    #[error("a name is needed")]
+    Empty,
+    /// Longer than [`NAME_MAX`].
+    #[error("the name is {0} bytes long; at most {NAME_MAX} are allowed")]
+    TooLong(usize),
+    /// Something other than letters, digits and inner hyphens.
+    #[error("the name may hold only letters a-z and A-Z, digits and hyphens, and must begin and end with a letter or digit")]
+    Characters,
+    /// A name that reads as an id would make `vm show <id>` ambiguous.
+    #[error("the name has the form of an id; choose one that has not")]
+    LooksLikeId,
+}
+
+/// Checks a name that a person chose for a resource.
+///
+/// # Errors
+/// [`NameError`], which says what is allowed.
+pub fn check_name(name: &str) -> Result<(), NameError> {
+    if name.is_empty() {
+        return Err(NameError::Empty);
+    }
+    if name.len() > NAME_MAX {
+        return Err(NameError::TooLong(name.len()));
+    }
+    let inner = |c: char| c.is_ascii_alphanumeric() || c == '-';
+    if !name.chars().all(inner) || name.starts_with('-') || name.ends_with('-') {
+        return Err(NameError::Characters);
+    }
+    if Uuid::parse_str(name).is_ok() {
+        return Err(NameError::LooksLikeId);
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_that_people_give_are_accepted_and_dangerous_ones_refused() {
+        for good in ["web1", "a", "DB-01", "x--y"] {
+            assert_eq!(check_name(good), Ok(()), "{good}");
+        }
+        assert_eq!(check_name(""), Err(NameError::Empty));
+        assert_eq!(check_name(&"a".repeat(64)), Err(NameError::TooLong(64)));
+        for bad in ["../x", "a b", "-a", "a-", "a/b", "ä", "a.b", "a\0"] {
+            assert_eq!(check_name(bad), Err(NameError::Characters), "{bad:?}");
+        }
+        let id = VmId::new().to_string();
+        assert_eq!(check_name(&id), Err(NameError::LooksLikeId));
+    }
+
+    #[test]
+    fn ids_are_time_ordered_and_survive_text() {
+        let (first, second) = (VmId::new(), VmId::new());
+        assert!(first < second);
+        assert_eq!(first.to_string().parse::<VmId>(), Ok(first));
+    }
+}

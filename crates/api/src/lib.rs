@@ -1,0 +1,16 @@
+//! The contracts that vmseal's processes share: what they call each other, in types.
+//!
+//! | module | between | carried by |
+//! |---|---|---|
+//! | [`filter`] | agent → `vmseal-filter` | JSON lines on a unix socket, descriptors by inheritance |
+//! | [`host`] | server → agent | JSON over HTTPS with client certificates |
+//! | [`model`], [`request`] | CLI, console → server | REST under `/api/v1` |
+//!
+//! No type here can hold a raw key: a key travels as [`host::SealedKey`] or as an inherited descriptor.
+
+pub mod filter;
+pub mod host;
+pub mod id;
+pub mod model;
+pub mod problem;
+pub mod request;
