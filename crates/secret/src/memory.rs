@@ -1,0 +1,265 @@
+//! Memory for secrets: the one module of this crate that maps memory.
+//!
+//! A region is a mapping of its own `memfd_secret` (Linux 5.14): its pages are locked, are taken out
+//! of the kernel's direct map, and appear in no core dump, no swap and no `/proc/PID/mem`. Where the
+//! kernel has none (`ENOSYS`: old, or `secretmem.enable=0`) it is anonymous memory that is locked and
+//! left out of dumps. Either way a forked child does not get it, so that the child's destructors
+//! cannot wipe the parent's secret through a shared mapping.
+//!
+//! A region is at least one page. vmseal holds at most a few secrets per VM, so that a hundred VMs
+//! cost some megabytes; all of it counts against `RLIMIT_MEMLOCK` for a process without CAP_IPC_LOCK.
+
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::ptr::NonNull;
+use std::sync::OnceLock;
+
+use nix::errno::Errno;
+use nix::fcntl::{FcntlArg, SealFlag, fcntl};
+use nix::sys::memfd::{MFdFlags, memfd_create};
+use nix::sys::stat::fstat;
+use nix::unistd::ftruncate;
+use zeroize::Zeroize;
+
+/// The longest secret, in bytes: far above a key, a passphrase or a private key in PEM form, and low
+/// enough that a wrong length is an error and not a shortage of locked memory.
+pub const SECRET_LEN_MAX: usize = 64 * 1024;
+
+/// `SECRETMEM_MAGIC` of linux/magic.h: the file system type of a `memfd_secret`.
+const SECRETMEM_MAGIC: i64 = 0x5345_434d;
+
+/// Why there is no memory for a secret, or why a descriptor holds none.
+#[derive(Debug, thiserror::Error)]
+pub enum MemoryError {
+    /// Zero bytes, or more than [`SECRET_LEN_MAX`].
+    #[error("a secret of {0} bytes was asked for; 1 to {SECRET_LEN_MAX} are allowed")]
+    Length(usize),
+    /// The process may not lock so much memory.
+    #[error(
+        "no more memory can be locked for secrets: raise the limit (ulimit -l, or LimitMEMLOCK= in the systemd unit)"
+    )]
+    LockLimit,
+    /// The descriptor is not one that [`crate::SecretBytes::to_memfd`] made.
+    #[error(
+        "descriptor {0} holds no secret: it is not a memfd_secret (or, without those, a sealed memfd)"
+    )]
+    NotSecretMemory(i32),
+    /// The descriptor holds another number of bytes than the secret has.
+    #[error("descriptor {fd} holds {found} bytes where a secret of {expected} is expected")]
+    Size {
+        /// The descriptor's number.
+        fd: i32,
+        /// How long the secret has to be.
+        expected: usize,
+        /// The size that the descriptor reports.
+        found: i64,
+    },
+    /// The random generator failed; the secret would be predictable.
+    #[error("the random generator of AWS-LC failed")]
+    Random,
+    /// A system call failed.
+    #[error("{call} for secret memory failed")]
+    System {
+        /// Which one.
+        call: &'static str,
+        /// How.
+        source: io::Error,
+    },
+}
+
+fn system(call: &'static str) -> impl FnOnce(Errno) -> MemoryError {
+    move |errno| match errno {
+        // What mmap of a memfd_secret and mlock answer beyond RLIMIT_MEMLOCK.
+        Errno::EAGAIN | Errno::EPERM | Errno::ENOMEM => MemoryError::LockLimit,
+        errno => MemoryError::System { call, source: errno.into() },
+    }
+}
+
+/// What kind of memory holds a secret.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Backing {
+    /// `memfd_secret`: not even the kernel's direct map has it.
+    SecretMemory,
+    /// Anonymous memory, locked and left out of dumps: the kernel has no `memfd_secret`.
+    LockedMemory,
+}
+
+impl Backing {
+    /// What this machine has; asked of the kernel once.
+    #[must_use]
+    pub fn of_this_machine() -> Self {
+        static FOUND: OnceLock<Backing> = OnceLock::new();
+        *FOUND.get_or_init(|| match memfd_secret() {
+            // Only a kernel without them is a reason to do with less; any other failure comes up
+            // as an error when a secret is made.
+            Err(Errno::ENOSYS) => Self::LockedMemory,
+            _ => Self::SecretMemory,
+        })
+    }
+}
+
+/// A new, empty `memfd_secret`, close-on-exec.
+fn memfd_secret() -> Result<OwnedFd, Errno> {
+    // SAFETY: the call takes one integer and touches no memory of ours.
+    let fd = unsafe { libc::syscall(libc::SYS_memfd_secret, libc::O_CLOEXEC) };
+    let fd = Errno::result(fd)?;
+    // SAFETY: the kernel has just returned this descriptor, and nobody else knows it. It is an int.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd as i32) })
+}
+
+/// A mapping of `len` bytes that nobody else has, wiped and unmapped at its end.
+pub(crate) struct Region {
+    start: NonNull<u8>,
+    len: usize,
+    backing: Backing,
+}
+
+// SAFETY: the mapping is owned by this value alone and is reached only through its `&` and `&mut`.
+unsafe impl Send for Region {}
+// SAFETY: as above; `&Region` gives only shared reads.
+unsafe impl Sync for Region {}
+
+impl Region {
+    /// `len` zero bytes.
+    pub(crate) fn zeroed(len: usize, backing: Backing) -> Result<Self, MemoryError> {
+        check_len(len)?;
+        match backing {
+            Backing::SecretMemory => {
+                let fd = memfd_secret().map_err(system("memfd_secret"))?;
+                ftruncate(&fd, len as i64).map_err(system("ftruncate"))?;
+                // The mapping keeps the memory; the descriptor is closed here, so that no other
+                // process can be handed it by accident.
+                Self::map_secret(&fd, len)
+            }
+            Backing::LockedMemory => Self::map_locked(len),
+        }
+    }
+
+    fn map_secret(fd: &OwnedFd, len: usize) -> Result<Self, MemoryError> {
+        let start = map(len, libc::MAP_SHARED, fd.as_raw_fd())?;
+        let region = Self { start, len, backing: Backing::SecretMemory };
+        region.advise(libc::MADV_DONTFORK)?;
+        Ok(region)
+    }
+
+    fn map_locked(len: usize) -> Result<Self, MemoryError> {
+        let start = map(len, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1)?;
+        let region = Self { start, len, backing: Backing::LockedMemory };
+        // SAFETY: the range is the mapping that `region` owns.
+        let locked = unsafe { libc::mlock(region.start.as_ptr().cast(), len) };
+        Errno::result(locked).map_err(system("mlock"))?;
+        region.advise(libc::MADV_DONTDUMP)?;
+        region.advise(libc::MADV_DONTFORK)?;
+        Ok(region)
+    }
+
+    fn advise(&self, advice: i32) -> Result<(), MemoryError> {
+        // SAFETY: the range is our mapping; none of the advice used here changes what it holds.
+        let done = unsafe { libc::madvise(self.start.as_ptr().cast(), self.len, advice) };
+        Errno::result(done).map_err(system("madvise"))?;
+        Ok(())
+    }
+
+    pub(crate) fn backing(&self) -> Backing {
+        self.backing
+    }
+
+    pub(crate) fn as_slice(&self) -> &[u8] {
+        // SAFETY: `len` bytes from `start` are mapped and initialized while `self` lives.
+        unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.len) }
+    }
+
+    pub(crate) fn as_mut_slice(&mut self) -> &mut [u8] {
+        // SAFETY: as in `as_slice`, and `&mut self` makes this the only reference.
+        unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.len) }
+    }
+
+    /// A new descriptor that holds a copy.
+    pub(crate) fn to_memfd(&self) -> Result<OwnedFd, MemoryError> {
+        match self.backing {
+            Backing::SecretMemory => {
+                let fd = memfd_secret().map_err(system("memfd_secret"))?;
+                ftruncate(&fd, self.len as i64).map_err(system("ftruncate"))?;
+                // A memfd_secret can only be filled through a mapping. This one must not be wiped
+                // when it goes: its bytes are what the descriptor holds.
+                let mut copy = std::mem::ManuallyDrop::new(Self::map_secret(&fd, self.len)?);
+                copy.as_mut_slice().copy_from_slice(self.as_slice());
+                copy.unmap();
+                Ok(fd)
+            }
+            Backing::LockedMemory => {
+                let flags = MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING;
+                let fd = memfd_create(c"vmseal-secret", flags).map_err(system("memfd_create"))?;
+                let written = nix::sys::uio::pwrite(&fd, self.as_slice(), 0);
+                if written.map_err(system("pwrite"))? != self.len {
+                    return Err(system("pwrite")(Errno::EIO));
+                }
+                fcntl(&fd, FcntlArg::F_ADD_SEALS(all_seals())).map_err(system("fcntl"))?;
+                Ok(fd)
+            }
+        }
+    }
+
+    /// A copy of what a descriptor of [`Region::to_memfd`] holds.
+    pub(crate) fn from_memfd(fd: BorrowedFd<'_>, len: usize) -> Result<Self, MemoryError> {
+        check_len(len)?;
+        let number = fd.as_raw_fd();
+        let kind = nix::sys::statfs::fstatfs(fd).map_err(system("fstatfs"))?.filesystem_type();
+        let secret = kind.0 == SECRETMEM_MAGIC;
+        if !secret && fcntl(fd, FcntlArg::F_GET_SEALS) != Ok(all_seals().bits()) {
+            return Err(MemoryError::NotSecretMemory(number));
+        }
+        let found = fstat(fd).map_err(system("fstat"))?.st_size;
+        if found != len as i64 {
+            return Err(MemoryError::Size { fd: number, expected: len, found });
+        }
+        let mut region = Self::zeroed(len, Backing::of_this_machine())?;
+        if secret {
+            // The size of a memfd_secret is set once and for all, so that this mapping cannot be cut
+            // short under us. It belongs to the descriptor: unmapped, not wiped.
+            let start = map(len, libc::MAP_SHARED, number)?;
+            let mut source =
+                std::mem::ManuallyDrop::new(Self { start, len, backing: Backing::SecretMemory });
+            region.as_mut_slice().copy_from_slice(source.as_slice());
+            source.unmap();
+        } else if nix::sys::uio::pread(fd, region.as_mut_slice(), 0).map_err(system("pread"))?
+            != len
+        {
+            return Err(MemoryError::NotSecretMemory(number));
+        }
+        Ok(region)
+    }
+
+    /// Unmaps; the region must not be used again.
+    fn unmap(&mut self) {
+        // SAFETY: the range is our mapping, and every caller lets go of `self` at once. munmap of a
+        // whole mapping has no failure that could be acted on.
+        unsafe { libc::munmap(self.start.as_ptr().cast(), self.len) };
+    }
+}
+
+impl Drop for Region {
+    fn drop(&mut self) {
+        self.as_mut_slice().zeroize();
+        self.unmap();
+    }
+}
+
+fn all_seals() -> SealFlag {
+    SealFlag::F_SEAL_SEAL | SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW | SealFlag::F_SEAL_WRITE
+}
+
+fn check_len(len: usize) -> Result<(), MemoryError> {
+    if len == 0 || len > SECRET_LEN_MAX { Err(MemoryError::Length(len)) } else { Ok(()) }
+}
+
+fn map(len: usize, flags: i32, fd: i32) -> Result<NonNull<u8>, MemoryError> {
+    // SAFETY: a new mapping at an address of the kernel's choice; nothing of ours is replaced.
+    let start = unsafe {
+        libc::mmap(std::ptr::null_mut(), len, libc::PROT_READ | libc::PROT_WRITE, flags, fd, 0)
+    };
+    if start == libc::MAP_FAILED {
+        return Err(system("mmap")(Errno::last()));
+    }
+    NonNull::new(start.cast()).ok_or_else(|| system("mmap")(Errno::EINVAL))
+}
