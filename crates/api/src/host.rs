@@ -1,1 +1,456 @@
-//! x
+//! The contract between the server and a host's agent.
+//!
+//! The server calls, the agent answers; an agent never asks for a key, and no request of an agent
+//! names a key id. Every call may be repeated: a call that finds its work done already answers as if it
+//! had done it. Long work (making a disk, starting a VM) is begun by a call and followed in
+//! [`HostState`], which the server reads by long poll.
+//!
+//! A KEK crosses as a [`SealedKey`]: encrypted to a key pair that the agent makes in locked memory at
+//! its start, so that neither side's HTTP and TLS buffers ever hold it.
+//!
+//! ```text
+//! GET    /v1/host                          describe
+//! GET    /v1/state?after=N&wait_seconds=S  state, at once if it is newer than N
+//! POST   /v1/datastores                    probe_datastore
+//! PUT    /v1/vms/{vm}                      register_vm
+//! DELETE /v1/vms/{vm}                      unregister_vm
+//! PUT    /v1/vms/{vm}/key                  offer_key
+//! PUT    /v1/vms/{vm}/disks/{disk}         create_disk
+//! DELETE /v1/vms/{vm}/disks/{disk}         delete_disk
+//! POST   /v1/vms/{vm}/power-on             power_on
+//! POST   /v1/vms/{vm}/power-off            power_off
+//! GET    /v1/vms/{vm}/console              console (WebSocket, binary frames)
+//! ```
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use jiff::Timestamp;
+use serde::{Deserialize, Serialize};
+
+use crate::id::{DatastoreId, DiskId, Incarnation, ProviderId, VmId};
+use crate::problem::Problem;
+
+/// The version of this contract; the server refuses an agent of another version.
+pub const VERSION: u32 = 1;
+
+/// The longest that [`HostAgent::state`] waits for news; below the usual idle time-outs of TCP middleboxes.
+pub const STATE_WAIT_MAX: Duration = Duration::from_secs(25);
+
+/// The longest request body between server and agent, in bytes; a VM with the most disks fits well within.
+pub const BODY_MAX: usize = 1024 * 1024;
+
+/// What a host is.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct HostDescription {
+    /// [`VERSION`] of the agent.
+    pub contract: u32,
+    /// The version of vmseal that the agent is.
+    pub vmseal: String,
+    /// The life of the agent process that answers; with a new one all keys are gone.
+    pub incarnation: Incarnation,
+    /// What the machine calls itself.
+    pub hostname: String,
+    /// The public half of the key pair that KEKs are sealed to (X25519, 32 bytes, base64).
+    pub key_box: String,
+    /// How guests are run here, found by running one.
+    pub accelerator: Accelerator,
+    /// QEMU's version.
+    pub qemu: String,
+    /// Logical processors.
+    pub cpus: u32,
+    /// Memory, in bytes.
+    pub memory: u64,
+    /// Whether the processor has AES instructions.
+    pub aes_hardware: bool,
+    /// What could not be protected on this host as it should be (swap in the clear, memory not lockable).
+    pub weaknesses: Vec<String>,
+}
+
+/// How guests are run.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct Accelerator {
+    /// KVM or TCG.
+    pub kind: AcceleratorKind,
+    /// Why this one: what the probe saw.
+    pub reason: String,
+}
+
+/// KVM or software emulation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(rename_all = "snake_case")]
+pub enum AcceleratorKind {
+    /// Hardware virtualization.
+    Kvm,
+    /// QEMU's emulation: correct, and 10 to 50 times slower.
+    Tcg,
+}
+
+/// A place for disks, as an agent needs to know it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DatastoreSpec {
+    /// Which datastore; written into it at the first use, so that another (or an unmounted) one is noticed.
+    pub datastore: DatastoreId,
+    /// Where it is.
+    pub location: DatastoreLocation,
+}
+
+/// Where a datastore is.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)]
+pub enum DatastoreLocation {
+    /// A directory that belongs to one host.
+    Dir {
+        /// Its absolute path on the host.
+        #[cfg_attr(feature = "openapi", schema(value_type = String))]
+        path: PathBuf,
+    },
+}
+
+/// Room in a datastore, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct DatastoreUsage {
+    /// In all.
+    pub capacity: u64,
+    /// Free for the agent.
+    pub free: u64,
+}
+
+/// Which key of which provider, and how to know that it is the right one.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct KeyReference {
+    /// The provider.
+    pub provider: ProviderId,
+    /// The key's id at the provider.
+    pub key_id: String,
+    /// The check value: 128 bits derived from the key, in hexadecimal.
+    pub check: String,
+}
+
+/// A KEK, encrypted to an agent's key box (HPKE base mode, X25519, HKDF-SHA256, AES-256-GCM; the info
+/// string is [`key_info`]).
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SealedKey {
+    /// The key box it is sealed to; an agent that has restarted since answers `wrong-state`.
+    pub key_box: String,
+    /// The sealed box, base64.
+    pub sealed: String,
+}
+
+/// What a KEK is bound to when it is sealed for an agent: it cannot be offered as another VM's or as
+/// another key.
+#[must_use]
+pub fn key_info(vm: VmId, key: &KeyReference) -> Vec<u8> {
+    format!("vmseal kek v1\0{vm}\0{}\0{}\0{}", key.provider, key.check, key.key_id).into_bytes()
+}
+
+/// A VM as a host runs it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct VmSpec {
+    /// Which VM.
+    pub vm: VmId,
+    /// Its name, for people: process titles, logs.
+    pub name: String,
+    /// Virtual processors.
+    pub vcpus: u32,
+    /// Memory in bytes, a multiple of 1 MiB.
+    pub memory: u64,
+    /// Its KEK; none when nothing of it is encrypted.
+    pub key: Option<KeyReference>,
+    /// Its disks, in boot order.
+    pub disks: Vec<DiskSpec>,
+}
+
+/// A disk as a host opens it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DiskSpec {
+    /// Which disk.
+    pub disk: DiskId,
+    /// Its name within the VM.
+    pub name: String,
+    /// Where it is kept.
+    pub datastore: DatastoreSpec,
+    /// What the guest sees as its size, in bytes; a multiple of 4096.
+    pub size: u64,
+    /// Whether it is encrypted.
+    pub encrypted: bool,
+    /// What the inventory knows of the finished disk; none until it has been made.
+    pub facts: Option<DiskFacts>,
+}
+
+/// What the inventory pins of a disk: opening it compares the datastore with this.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(tag = "format", rename_all = "snake_case", deny_unknown_fields)]
+pub enum DiskFacts {
+    /// A raw image in the clear.
+    Raw,
+    /// LUKS2 as docs/formats/disk.md has it.
+    Luks2 {
+        /// The version of the `vmseal` token.
+        version: u32,
+        /// dm-crypt's name of the cipher.
+        cipher: String,
+        /// Length of the volume key in bits.
+        key_bits: u32,
+        /// The encryption unit in bytes.
+        sector_size: u32,
+        /// Where the data segment begins, in bytes.
+        data_offset: u64,
+    },
+}
+
+/// A raw image on the host to fill a new disk from. The format is what the caller says: raw.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ImageSource {
+    /// Its absolute path on the host; a regular file, not longer than the disk.
+    pub path: PathBuf,
+}
+
+/// How a host stands. The server compares it with what it wants.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HostState {
+    /// The life of the agent.
+    pub incarnation: Incarnation,
+    /// Grows with every change within one incarnation.
+    pub version: u64,
+    /// The registered VMs, and those found running.
+    pub vms: Vec<VmState>,
+}
+
+/// How a VM stands on its host.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct VmState {
+    /// Which VM.
+    pub vm: VmId,
+    /// Whether it runs.
+    pub power: Power,
+    /// Whether its key is there.
+    pub key: KeyState,
+    /// Why it last stopped, or could not start; none until then.
+    pub stopped: Option<Stopped>,
+    /// Its disks, as far as this agent has made or opened them.
+    pub disks: Vec<DiskState>,
+    /// What needs an operator's eye and does not stop the VM.
+    pub notices: Vec<Notice>,
+}
+
+/// Whether a VM runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(rename_all = "snake_case")]
+pub enum Power {
+    /// No process of it lives.
+    Off,
+    /// Its processes are being started.
+    Starting,
+    /// The guest runs.
+    Running,
+    /// It has been asked to stop.
+    Stopping,
+}
+
+/// Whether a VM's KEK is on its host.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(rename_all = "snake_case")]
+pub enum KeyState {
+    /// Nothing of the VM is encrypted.
+    NotNeeded,
+    /// It is there, and it is the right one.
+    Held,
+    /// It is not there: the VM is locked.
+    Missing,
+}
+
+/// Why a VM stopped.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct Stopped {
+    /// When.
+    #[cfg_attr(feature = "openapi", schema(value_type = String, format = DateTime))]
+    pub at: Timestamp,
+    /// Why.
+    pub reason: StopReason,
+    /// The same for people, with what to do where something is to be done.
+    pub detail: String,
+}
+
+/// The kinds of end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(rename_all = "snake_case")]
+pub enum StopReason {
+    /// The guest powered itself off, by its own or an operator's wish.
+    GuestShutdown,
+    /// An operator cut the power.
+    PoweredOff,
+    /// The guest's firmware or kernel asked QEMU to end in an abnormal way.
+    GuestPanicked,
+    /// The filter process died; the VM was stopped so that it writes nothing it believes written.
+    FilterDied,
+    /// QEMU died.
+    QemuDied,
+    /// It could not be started.
+    FailedToStart,
+    /// The agent restarted and found the VM half-started or gone.
+    FoundDead,
+}
+
+/// How a disk stands.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DiskState {
+    /// Which disk.
+    pub disk: DiskId,
+    /// What is so.
+    pub phase: DiskPhase,
+}
+
+/// What is so of a disk.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "is", rename_all = "snake_case")]
+pub enum DiskPhase {
+    /// It is being made.
+    Creating {
+        /// Bytes of the source image dealt with.
+        done: u64,
+        /// Bytes of the source image; 0 without one.
+        total: u64,
+    },
+    /// It is whole.
+    Ready {
+        /// What the inventory is to pin.
+        facts: DiskFacts,
+    },
+    /// It could not be made; what had been made is removed.
+    Failed {
+        /// Why.
+        problem: Problem,
+    },
+}
+
+/// Something that an operator should see.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Notice {
+    /// What kind.
+    pub code: NoticeCode,
+    /// Which disk, where it is about one.
+    pub disk: Option<DiskId>,
+    /// What happened and what to do.
+    pub detail: String,
+}
+
+/// The kinds of notice.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(rename_all = "snake_case")]
+pub enum NoticeCode {
+    /// One copy of a disk's header is damaged; the other one serves.
+    HeaderCopyDamaged,
+    /// A disk answers errors.
+    DiskErrors,
+}
+
+/// How to power off.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "how", rename_all = "snake_case", deny_unknown_fields)]
+pub enum PowerOff {
+    /// The ACPI power button; the call answers at once, and the guest may take its time or refuse.
+    Shutdown,
+    /// The plug: answers when the processes are gone.
+    Force,
+}
+
+#[cfg(feature = "client")]
+pub use service::{ConsoleStream, HostAgent};
+
+#[cfg(feature = "client")]
+mod service {
+    use async_trait::async_trait;
+    use tokio::io::{AsyncRead, AsyncWrite};
+
+    use super::*;
+
+    /// Both directions of a serial console.
+    pub trait Duplex: AsyncRead + AsyncWrite + Send + Unpin {}
+    impl<T: AsyncRead + AsyncWrite + Send + Unpin> Duplex for T {}
+
+    /// A guest's serial console: bytes both ways.
+    pub type ConsoleStream = Box<dyn Duplex>;
+
+    /// What an agent does; the real host, the simulated one and the HTTPS client are behind this trait.
+    #[async_trait]
+    pub trait HostAgent: Send + Sync {
+        /// What this host is.
+        async fn describe(&self) -> Result<HostDescription, Problem>;
+
+        /// How it stands; answers when the state is newer than `after`, at the latest after `wait`
+        /// (bounded by [`STATE_WAIT_MAX`]). `after` of another incarnation counts as none.
+        async fn state(
+            &self,
+            after: Option<(Incarnation, u64)>,
+            wait: Duration,
+        ) -> Result<HostState, Problem>;
+
+        /// Makes the datastore known: marks it with its id at the first use, and measures it.
+        ///
+        /// # Errors
+        /// `key-mismatch` is never answered; `wrong-state` when the place carries another datastore's mark.
+        async fn probe_datastore(&self, spec: DatastoreSpec) -> Result<DatastoreUsage, Problem>;
+
+        /// Makes a VM known, or replaces what is known of one that is off.
+        async fn register_vm(&self, spec: VmSpec) -> Result<(), Problem>;
+
+        /// Forgets a VM that is off, and its key.
+        async fn unregister_vm(&self, vm: VmId) -> Result<(), Problem>;
+
+        /// Gives the host a VM's KEK; it is compared with the check value of the registered key
+        /// reference.
+        ///
+        /// # Errors
+        /// `key-mismatch` for another key; `wrong-state` when it is sealed to an earlier incarnation.
+        async fn offer_key(&self, vm: VmId, key: SealedKey) -> Result<(), Problem>;
+
+        /// Begins to make a disk of a registered VM, filled from `source` where one is given; follow
+        /// [`DiskState`]. A disk that is there and whole becomes `Ready` without being touched.
+        ///
+        /// # Errors
+        /// `locked` when the disk is to be encrypted and the KEK is not there.
+        async fn create_disk(
+            &self,
+            vm: VmId,
+            disk: DiskId,
+            source: Option<ImageSource>,
+        ) -> Result<(), Problem>;
+
+        /// Removes a disk's file, made or half-made; works without the key.
+        ///
+        /// # Errors
+        /// `in-use` while the VM runs or the file is locked.
+        async fn delete_disk(&self, vm: VmId, disk: DiskId) -> Result<(), Problem>;
+
+        /// Begins to start a registered VM; follow [`VmState`].
+        ///
+        /// # Errors
+        /// `locked` without its KEK; `wrong-state` while it is stopping.
+        async fn power_on(&self, vm: VmId) -> Result<(), Problem>;
+
+        /// Stops a VM; one that is off stays off.
+        async fn power_off(&self, vm: VmId, how: PowerOff) -> Result<(), Problem>;
+
+        /// The guest's serial console; a new one takes it over from the last.
+        async fn console(&self, vm: VmId) -> Result<ConsoleStream, Problem>;
+    }
+}

@@ -83,7 +83,9 @@ pub enum NameError {
     #[error("the name is {0} bytes long; at most {NAME_MAX} are allowed")]
     TooLong(usize),
     /// Something other than letters, digits and inner hyphens.
-    #[error("the name may hold only letters a-z and A-Z, digits and hyphens, and must begin and end with a letter or digit")]
+    #[error(
+        "the name may hold only letters a-z and A-Z, digits and hyphens, and must begin and end with a letter or digit"
+    )]
     Characters,
     /// A name that reads as an id would make `vm show <id>` ambiguous.
     #[error("the name has the form of an id; choose one that has not")]

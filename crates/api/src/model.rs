@@ -1,1 +1,289 @@
-//! x
+//! The resources of the REST API, as the server shows them.
+
+use jiff::Timestamp;
+use serde::{Deserialize, Serialize};
+
+use crate::host::{
+    DatastoreLocation, DatastoreUsage, DiskFacts, HostDescription, KeyReference, KeyState, Power,
+    Stopped,
+};
+use crate::id::{DatastoreId, DiskId, HostId, PolicyId, ProviderId, TaskId, VmId};
+use crate::problem::Problem;
+
+/// A list, oldest first.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct Page<T> {
+    /// The resources.
+    pub items: Vec<T>,
+    /// Pass this as `after` to get what follows; none at the end.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub next: Option<String>,
+}
+
+/// The server itself.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct About {
+    /// The version of vmseal that the server is.
+    pub vmseal: String,
+    /// The public key that passphrases for this server are sealed to (X25519, 32 bytes, base64); a new
+    /// one with every start.
+    pub passphrase_box: String,
+}
+
+/// A machine with an agent.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct Host {
+    /// Its id.
+    pub id: HostId,
+    /// Its name.
+    pub name: String,
+    /// Where its agent listens (`host:port`).
+    pub address: String,
+    /// Whether it answers.
+    pub connection: Connection,
+    /// What it was when it last answered.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub description: Option<HostDescription>,
+}
+
+/// Whether a host answers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(rename_all = "snake_case")]
+pub enum Connection {
+    /// It answers, and all its VMs are registered.
+    Connected,
+    /// It does not answer: what is shown of its VMs is what was last known.
+    Disconnected,
+}
+
+/// A token that lets one machine join as a host.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct JoinToken {
+    /// The token: shown once, valid once. It carries the fingerprint of the server's CA, so that the
+    /// joining host knows whom it joins.
+    pub token: String,
+    /// Until when it is valid.
+    #[cfg_attr(feature = "openapi", schema(value_type = String, format = DateTime))]
+    pub expires: Timestamp,
+}
+
+/// A place where disks are kept.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct Datastore {
+    /// Its id.
+    pub id: DatastoreId,
+    /// Its name.
+    pub name: String,
+    /// The host that it belongs to.
+    pub host: String,
+    /// Where it is.
+    pub location: DatastoreLocation,
+    /// Its room when last measured.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub usage: Option<DatastoreUsage>,
+}
+
+/// A key provider.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct Provider {
+    /// Its id.
+    pub id: ProviderId,
+    /// Its name.
+    pub name: String,
+    /// What kind it is.
+    pub kind: ProviderKind,
+    /// Whether policies that name none use it.
+    pub default: bool,
+    /// Whether it can be used.
+    pub status: ProviderStatus,
+}
+
+/// The kinds of key provider.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(rename_all = "snake_case")]
+pub enum ProviderKind {
+    /// The embedded one: keys derived from a key-derivation key that a passphrase seals.
+    Native,
+}
+
+/// Whether a provider can be used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(rename_all = "snake_case")]
+pub enum ProviderStatus {
+    /// It makes and gives keys.
+    Normal,
+    /// Its passphrase has not been given since the server's start (`vmseal provider unlock`).
+    Sealed,
+    /// Its backup has not been written and verified yet (`vmseal provider backup`, `verify`): it makes no keys.
+    NeedsBackup,
+}
+
+/// A storage policy.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct Policy {
+    /// Its id.
+    pub id: PolicyId,
+    /// Its name.
+    pub name: String,
+    /// Whether what it is applied to is encrypted.
+    pub encryption: bool,
+    /// The provider of the keys; none means the default one at the time a VM is made.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub provider: Option<String>,
+}
+
+/// A virtual machine.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct Vm {
+    /// Its id.
+    pub id: VmId,
+    /// Its name.
+    pub name: String,
+    /// The host that it is on.
+    pub host: String,
+    /// Its policy.
+    pub policy: String,
+    /// Virtual processors.
+    pub vcpus: u32,
+    /// Memory in bytes.
+    pub memory: u64,
+    /// Its KEK; none when nothing of it is encrypted.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub key: Option<KeyReference>,
+    /// Its disks, in boot order.
+    pub disks: Vec<Disk>,
+    /// How far it is made.
+    pub lifecycle: Lifecycle,
+    /// Whether it runs; none while its host does not answer.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub power: Option<Power>,
+    /// Whether its key is on its host; none while its host does not answer.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub key_state: Option<KeyState>,
+    /// Why it last stopped.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub stopped: Option<Stopped>,
+}
+
+/// How far a VM is made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(rename_all = "snake_case")]
+pub enum Lifecycle {
+    /// A task makes it.
+    Creating,
+    /// It is whole.
+    Ready,
+    /// A task removes it.
+    Deleting,
+}
+
+/// A virtual disk.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct Disk {
+    /// Its id.
+    pub id: DiskId,
+    /// Its name within the VM.
+    pub name: String,
+    /// The datastore.
+    pub datastore: String,
+    /// Size in bytes as the guest sees it.
+    pub size: u64,
+    /// Whether it is encrypted.
+    pub encrypted: bool,
+    /// What the inventory pins of it; none until it is made.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub facts: Option<DiskFacts>,
+}
+
+/// Durable work of the server.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct Task {
+    /// Its id.
+    pub id: TaskId,
+    /// What it does (`vm.create`, `vm.start`, …).
+    pub kind: String,
+    /// The resource that it is about, by name.
+    pub target: String,
+    /// How it stands.
+    pub state: TaskState,
+    /// The step that it is at or ended at, for people.
+    pub step: String,
+    /// How far it is, from 0 to 100, where that is known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub percent: Option<u8>,
+    /// When it was asked for.
+    #[cfg_attr(feature = "openapi", schema(value_type = String, format = DateTime))]
+    pub created: Timestamp,
+    /// When it ended.
+    #[cfg_attr(feature = "openapi", schema(value_type = Option<String>, format = DateTime))]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ended: Option<Timestamp>,
+    /// Why it failed or is unknown.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub problem: Option<Problem>,
+}
+
+/// How a task stands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(rename_all = "snake_case")]
+pub enum TaskState {
+    /// It goes on, also after a restart of the server.
+    Running,
+    /// A step failed or it was cancelled; what had been done is being undone.
+    Undoing,
+    /// All of it is done.
+    Done,
+    /// None of it is left.
+    Failed,
+    /// Undoing failed: what is left is in `problem`, and an operator is needed.
+    Unknown,
+}
+
+/// Something that happened; never changed, kept in order. Every use of a key is one.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct Event {
+    /// Its place in the order.
+    pub sequence: i64,
+    /// When.
+    #[cfg_attr(feature = "openapi", schema(value_type = String, format = DateTime))]
+    pub at: Timestamp,
+    /// What kind (`key.created`, `key.delivered`, `vm.started`, …).
+    pub kind: String,
+    /// Who asked for it: a user, or `vmseal` itself.
+    pub actor: String,
+    /// The resource, by name.
+    pub target: String,
+    /// What happened, for people; ids, never secrets.
+    pub detail: String,
+}
+
+/// Something that needs an operator; it goes when its cause goes.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct Alarm {
+    /// What kind (`vm-locked`, `filter-died`, `host-disconnected`, …).
+    pub code: String,
+    /// The resource, by name.
+    pub target: String,
+    /// Since when.
+    #[cfg_attr(feature = "openapi", schema(value_type = String, format = DateTime))]
+    pub since: Timestamp,
+    /// What happened and what to do.
+    pub detail: String,
+}

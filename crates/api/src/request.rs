@@ -1,1 +1,200 @@
-//! x
+//! The bodies that the REST API takes. Unknown fields are refused, so that a misspelt option is an
+//! error and not a silent default.
+
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+use crate::host::DatastoreLocation;
+
+/// The longest request body that the REST API takes, in bytes.
+pub const BODY_MAX: usize = 256 * 1024;
+
+/// The most disks of a VM; the filter's limit.
+pub const DISKS_MAX: usize = crate::filter::DISKS_MAX;
+
+/// The smallest disk, in bytes.
+pub const DISK_SIZE_MIN: u64 = 1 << 20;
+
+/// The largest disk, in bytes: 62 TiB, vSphere's limit.
+pub const DISK_SIZE_MAX: u64 = 62 << 40;
+
+/// The most virtual processors of a VM.
+pub const VCPUS_MAX: u32 = 255;
+
+/// The least memory of a VM in bytes.
+pub const MEMORY_MIN: u64 = 16 << 20;
+
+/// The most memory of a VM in bytes.
+pub const MEMORY_MAX: u64 = 6 << 40;
+
+/// A machine joins as a host. The only request that a join token, not a user, authorizes.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct JoinHost {
+    /// The one-time token.
+    pub token: String,
+    /// The name to be known by.
+    pub name: String,
+    /// Where the agent will listen (`host:port`).
+    pub address: String,
+    /// A PKCS#10 certificate request (PEM) for the agent's key, which never leaves the host.
+    pub certificate_request: String,
+}
+
+/// What a machine that joined receives.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct Joined {
+    /// The host's certificate (PEM), for its server and client side.
+    pub certificate: String,
+    /// The certificate of the control plane's CA (PEM): the only one the agent trusts.
+    pub authority: String,
+    /// The host's id.
+    pub host: crate::id::HostId,
+}
+
+/// Adds a datastore.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct AddDatastore {
+    /// Its name.
+    pub name: String,
+    /// The host that it belongs to, by name or id.
+    pub host: String,
+    /// Where it is.
+    pub location: DatastoreLocation,
+}
+
+/// A passphrase, sealed to the server's passphrase box (`GET /api/v1/about`) with the info string
+/// [`passphrase_info`]: HTTP buffers never hold it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct SealedPassphrase {
+    /// The box it is sealed to.
+    pub passphrase_box: String,
+    /// The sealed box, base64.
+    pub sealed: String,
+}
+
+/// What a passphrase is bound to when it is sealed: one provider's, by name.
+#[must_use]
+pub fn passphrase_info(provider: &str) -> Vec<u8> {
+    format!("vmseal passphrase v1\0{provider}").into_bytes()
+}
+
+/// Adds a native key provider.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct AddProvider {
+    /// Its name.
+    pub name: String,
+    /// The passphrase that seals its key-derivation key from now on; none takes the one that the
+    /// server was given as credential `vmseal-provider-NAME`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub passphrase: Option<SealedPassphrase>,
+    /// A backup to restore, base64, in place of making a new key; its passphrase is `backup_passphrase`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub backup: Option<String>,
+    /// The backup's passphrase.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub backup_passphrase: Option<SealedPassphrase>,
+}
+
+/// Unlocks a provider, or names the passphrase of a backup to be written.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct GivePassphrase {
+    /// The passphrase.
+    pub passphrase: SealedPassphrase,
+}
+
+/// A provider's backup, sealed by its own passphrase.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct Backup {
+    /// The sealed file, base64.
+    pub backup: String,
+}
+
+/// Verifies a backup: it must open and hold the provider's key.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct VerifyBackup {
+    /// The sealed file, base64.
+    pub backup: String,
+    /// Its passphrase.
+    pub passphrase: SealedPassphrase,
+}
+
+/// Adds a storage policy.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct AddPolicy {
+    /// Its name.
+    pub name: String,
+    /// Whether what it is applied to is encrypted.
+    pub encryption: bool,
+    /// The provider of the keys, by name or id; none means the default one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub provider: Option<String>,
+}
+
+/// Makes a VM.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct CreateVm {
+    /// Its name.
+    pub name: String,
+    /// The policy, by name or id.
+    pub policy: String,
+    /// Virtual processors.
+    #[serde(default = "one")]
+    pub vcpus: u32,
+    /// Memory in bytes, a multiple of 1 MiB.
+    pub memory: u64,
+    /// The disks, in boot order; all on datastores of one host.
+    pub disks: Vec<CreateDisk>,
+}
+
+fn one() -> u32 {
+    1
+}
+
+/// A disk of a VM that is made.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct CreateDisk {
+    /// Its name within the VM.
+    pub name: String,
+    /// The datastore, by name or id.
+    pub datastore: String,
+    /// Size in bytes, a multiple of 4096.
+    pub size: u64,
+    /// A raw image on the datastore's host, by absolute path, to fill the disk from.
+    #[cfg_attr(feature = "openapi", schema(value_type = Option<String>))]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub image: Option<PathBuf>,
+}
+
+/// Stops a VM.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct StopVm {
+    /// Cut the power instead of asking the guest to shut down.
+    #[serde(default)]
+    pub force: bool,
+    /// How long the guest may take to shut down, in seconds, before the task fails.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub timeout_seconds: Option<u32>,
+}
