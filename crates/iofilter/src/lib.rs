@@ -1,1 +1,13 @@
-//! vmseal-iofilter
+//! The I/O-filter framework and what `vmseal-filter` is made of: chains of filters over backends, the
+//! front ends that serve guests, the control socket and the import of images.
+//!
+//! Start reading at [`chain`]; [`disk`] puts a disk together.
+
+pub mod align;
+pub mod backend;
+pub mod chain;
+pub mod crypt;
+pub mod disk;
+pub mod memory;
+pub mod pool;
+pub mod request;

@@ -1,0 +1,121 @@
+//! Which stretches of a disk are being written whole (shared) or read-modified-written (exclusive),
+//! over all its queues.
+//!
+//! ```text
+//!   count n, unclaimed --try_shared--> n+1          count n, unclaimed --claim--> count n, claimed
+//!   count n, claimed   --try_shared--> refused      count n, claimed   --claim--> refused
+//!   count 0, claimed   = held exclusively, until release_exclusive
+//! ```
+//! A claim stops new writers and waits for those under way, so it is never starved. Nobody who holds a
+//! lock waits for another one; whoever is refused holds nothing and tries again.
+
+use std::sync::atomic::{AtomicU32, Ordering};
+
+/// How many counters there are; stretches this many apart share one.
+const COUNTERS: usize = 1024;
+
+/// The length of a stretch, in bytes: most requests lie in one, and a bulk write in few.
+const STRETCH: u64 = 256 * 1024;
+
+/// Set while somebody wants, or has, the stretch for itself.
+const CLAIMED: u32 = 1 << 31;
+
+/// The counters of one disk, shared by its queues.
+#[derive(Debug)]
+pub struct SectorLocks {
+    counters: Box<[AtomicU32]>,
+}
+
+impl Default for SectorLocks {
+    fn default() -> Self {
+        Self { counters: (0..COUNTERS).map(|_| AtomicU32::new(0)).collect() }
+    }
+}
+
+impl SectorLocks {
+    /// Tries to share the range with other whole writes. Everything or nothing.
+    pub fn try_shared(&self, offset: u64, length: u64) -> bool {
+        for (taken, index) in stretches(offset, length).enumerate() {
+            if !self.enter(index) {
+                stretches(offset, length).take(taken).for_each(|index| self.leave(index));
+                return false;
+            }
+        }
+        true
+    }
+
+    /// Gives back what [`Self::try_shared`] took.
+    pub fn release_shared(&self, offset: u64, length: u64) {
+        stretches(offset, length).for_each(|index| self.leave(index));
+    }
+
+    /// Announces that the stretch at `offset` is wanted exclusively; refused while another wants it.
+    pub fn claim(&self, offset: u64) -> bool {
+        self.at(offset).fetch_or(CLAIMED, Ordering::AcqRel) & CLAIMED == 0
+    }
+
+    /// Whether the stretch that was claimed is now free of others.
+    pub fn is_exclusive(&self, offset: u64) -> bool {
+        self.at(offset).load(Ordering::Acquire) == CLAIMED
+    }
+
+    /// Gives back what [`Self::claim`] took.
+    pub fn release_exclusive(&self, offset: u64) {
+        self.at(offset).fetch_and(!CLAIMED, Ordering::Release);
+    }
+
+    fn at(&self, offset: u64) -> &AtomicU32 {
+        &self.counters[(offset / STRETCH) as usize % COUNTERS]
+    }
+
+    fn enter(&self, index: usize) -> bool {
+        let free = |value: u32| (value & CLAIMED == 0).then_some(value + 1);
+        self.counters[index].try_update(Ordering::AcqRel, Ordering::Acquire, free).is_ok()
+    }
+
+    fn leave(&self, index: usize) {
+        let before = self.counters[index].fetch_sub(1, Ordering::Release);
+        debug_assert_ne!(before & !CLAIMED, 0, "released more often than taken");
+    }
+}
+
+/// The counters that a range needs, each once.
+fn stretches(offset: u64, length: u64) -> impl Iterator<Item = usize> {
+    let first = offset / STRETCH;
+    let last = offset.saturating_add(length.max(1) - 1) / STRETCH;
+    let count = (last - first + 1).min(COUNTERS as u64);
+    (first..first + count).map(|stretch| stretch as usize % COUNTERS)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn whole_writes_share_and_a_claim_waits_for_them_and_keeps_new_ones_out() {
+        let locks = SectorLocks::default();
+        assert!(locks.try_shared(0, STRETCH * 3));
+        assert!(locks.try_shared(STRETCH, 4096));
+        assert!(locks.claim(STRETCH + 4096));
+        assert!(!locks.is_exclusive(STRETCH + 4096));
+        assert!(!locks.try_shared(STRETCH * 2 - 4096, 8192), "the claim keeps new ones out");
+        assert!(!locks.claim(STRETCH), "one claim at a time");
+        locks.release_shared(0, STRETCH * 3);
+        assert!(!locks.is_exclusive(STRETCH));
+        locks.release_shared(STRETCH, 4096);
+        assert!(locks.is_exclusive(STRETCH));
+        locks.release_exclusive(STRETCH);
+        assert!(locks.try_shared(0, STRETCH * COUNTERS as u64 * 5), "larger than the table");
+        locks.release_shared(0, STRETCH * COUNTERS as u64 * 5);
+        assert!(locks.counters.iter().all(|counter| counter.load(Ordering::Relaxed) == 0));
+    }
+
+    #[test]
+    fn a_refused_share_leaves_nothing_behind() {
+        let locks = SectorLocks::default();
+        assert!(locks.claim(STRETCH * 2));
+        assert!(!locks.try_shared(0, STRETCH * 4));
+        locks.release_exclusive(STRETCH * 2);
+        assert!(locks.counters.iter().all(|counter| counter.load(Ordering::Relaxed) == 0));
+    }
+}

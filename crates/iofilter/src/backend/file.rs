@@ -1,0 +1,222 @@
+//! A raw file or block device.
+//!
+//! Two engines with one contract, chosen when the disk is opened: where the file's pages are in memory
+//! (tmpfs, ramfs, hugetlbfs) a system call copies at once and io_uring would hand the request to a
+//! kernel worker, so [`super::sync`] is used; else [`super::uring`], unless the kernel refuses to make a
+//! ring.
+//!
+//! O_DIRECT is set on the open file description that was passed in, so its other holders get it too.
+
+use std::io;
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use nix::fcntl::{FcntlArg, OFlag, fcntl};
+use nix::sys::statfs::{FsType, fstatfs};
+use vmseal_api::filter::Direct;
+
+use crate::backend::sync::SyncFile;
+use crate::backend::uring::UringFile;
+use crate::chain::Backend;
+
+/// hugetlbfs and ramfs (linux/magic.h); tmpfs is in nix.
+const HUGETLBFS_MAGIC: i64 = 0x958_458f6;
+const RAMFS_MAGIC: i64 = 0x8584_58f6;
+
+/// What direct I/O needs where the kernel does not say: the block of nearly every device.
+const DIRECT_ALIGNMENT: u32 = 4096;
+
+/// Why a disk's file cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum OpenError {
+    /// A system call failed.
+    #[error("cannot look at the image: {0}")]
+    Look(#[source] io::Error),
+    /// Neither a file nor a block device.
+    #[error("the image is neither a regular file nor a block device")]
+    Kind,
+    /// Shorter than the disk.
+    #[error(
+        "the image has {has} bytes where the disk needs {needs}: it was truncated; restore it from a copy"
+    )]
+    Truncated {
+        /// Its length.
+        has: u64,
+        /// Offset and size of the disk.
+        needs: u64,
+    },
+    /// The data does not start where direct I/O can read.
+    #[error("the data starts at byte {offset}, but the storage works in blocks of {block} bytes")]
+    Offset {
+        /// Where the data starts.
+        offset: u64,
+        /// The storage's block.
+        block: u32,
+    },
+    /// O_DIRECT was asked for and is not to be had.
+    #[error(
+        "the file system does not allow direct I/O (O_DIRECT): {0}; configure `direct` as auto or off"
+    )]
+    Direct(#[source] io::Error),
+    /// Opened without the right to write.
+    #[error("the image is open for reading only, but the disk is not read-only")]
+    NotWritable,
+}
+
+/// The part of a file that is a disk.
+#[derive(Debug)]
+pub struct Target {
+    pub(super) fd: OwnedFd,
+    /// Where the disk starts in the file.
+    pub(super) offset: u64,
+    /// Cleared when the file system says that it cannot.
+    pub(super) punches: AtomicBool,
+    /// Cleared when the file system says that it cannot.
+    pub(super) zeroes: AtomicBool,
+}
+
+/// An open disk, from which each queue gets its backend.
+#[derive(Clone, Debug)]
+pub struct FileDisk {
+    target: Arc<Target>,
+    in_memory: bool,
+    block: u32,
+    memory: u32,
+}
+
+impl FileDisk {
+    /// Looks at the file and decides how to use it. The disk is `size` bytes from `offset` on.
+    ///
+    /// # Errors
+    /// [`OpenError`].
+    pub fn open(
+        fd: OwnedFd,
+        offset: u64,
+        size: u64,
+        direct: Direct,
+        read_only: bool,
+    ) -> Result<Self, OpenError> {
+        check_length(&fd, offset, size)?;
+        check_mode(&fd, read_only)?;
+        let in_memory = in_memory(&fd).map_err(OpenError::Look)?;
+        let direct = match direct {
+            Direct::Off => false,
+            Direct::On => set_direct(&fd).map(|()| true).map_err(OpenError::Direct)?,
+            Direct::Auto => !in_memory && set_direct(&fd).is_ok(),
+        };
+        let (memory, block) = if direct { direct_alignment(&fd) } else { (1, 512) };
+        if !offset.is_multiple_of(u64::from(block)) {
+            return Err(OpenError::Offset { offset, block });
+        }
+        let target =
+            Target { fd, offset, punches: AtomicBool::new(true), zeroes: AtomicBool::new(true) };
+        Ok(Self { target: Arc::new(target), in_memory, block, memory })
+    }
+
+    /// The smallest unit the file takes, in bytes.
+    #[must_use]
+    pub fn block(&self) -> u32 {
+        self.block
+    }
+
+    /// What addresses and lengths of memory have to be multiples of.
+    #[must_use]
+    pub fn memory_alignment(&self) -> u32 {
+        self.memory
+    }
+
+    /// A backend for one queue.
+    #[must_use]
+    pub fn queue(&self) -> Box<dyn Backend> {
+        if !self.in_memory {
+            match UringFile::new(Arc::clone(&self.target)) {
+                Ok(backend) => return Box::new(backend),
+                Err(error) => tracing::warn!(%error, "no io_uring; each request blocks its queue"),
+            }
+        }
+        Box::new(SyncFile::new(Arc::clone(&self.target)))
+    }
+}
+
+impl Target {
+    /// Remembers that the file system lacks a kind of `fallocate`, if that is what the error means.
+    pub(super) fn cannot(&self, errno: i32, flag: &AtomicBool) -> bool {
+        let cannot = matches!(errno, libc::EOPNOTSUPP | libc::ENOSYS | libc::ENODEV);
+        if cannot {
+            flag.store(false, Ordering::Relaxed);
+        }
+        cannot
+    }
+}
+
+fn check_length(fd: &OwnedFd, offset: u64, size: u64) -> Result<(), OpenError> {
+    let look = |error: nix::Error| OpenError::Look(error.into());
+    let stat = nix::sys::stat::fstat(fd).map_err(look)?;
+    let has = match stat.st_mode & libc::S_IFMT {
+        libc::S_IFREG => u64::try_from(stat.st_size).unwrap_or(0),
+        libc::S_IFBLK => {
+            let end = nix::unistd::lseek(fd, 0, nix::unistd::Whence::SeekEnd).map_err(look)?;
+            u64::try_from(end).unwrap_or(0)
+        }
+        _ => return Err(OpenError::Kind),
+    };
+    let needs = offset.saturating_add(size);
+    if has < needs { Err(OpenError::Truncated { has, needs }) } else { Ok(()) }
+}
+
+fn check_mode(fd: &OwnedFd, read_only: bool) -> Result<(), OpenError> {
+    let flags = fcntl(fd, FcntlArg::F_GETFL).map_err(|error| OpenError::Look(error.into()))?;
+    let writable = flags & libc::O_ACCMODE == libc::O_RDWR;
+    if read_only || writable { Ok(()) } else { Err(OpenError::NotWritable) }
+}
+
+fn in_memory(fd: &OwnedFd) -> io::Result<bool> {
+    let kind: FsType = fstatfs(fd.as_fd())?.filesystem_type();
+    Ok(kind == nix::sys::statfs::TMPFS_MAGIC
+        || matches!(kind.0 as i64, HUGETLBFS_MAGIC | RAMFS_MAGIC))
+}
+
+fn set_direct(fd: &OwnedFd) -> io::Result<()> {
+    let flags = OFlag::from_bits_retain(fcntl(fd, FcntlArg::F_GETFL)?);
+    fcntl(fd, FcntlArg::F_SETFL(flags | OFlag::O_DIRECT))?;
+    Ok(())
+}
+
+/// What direct I/O on this file wants of memory and of offsets (`STATX_DIOALIGN`, Linux 6.1).
+fn direct_alignment(fd: &OwnedFd) -> (u32, u32) {
+    let mut statx = MaybeUninit::<libc::statx>::zeroed();
+    // SAFETY: an empty path with AT_EMPTY_PATH names the descriptor; the kernel fills the structure,
+    // of which all-zero is a valid value.
+    let statx = unsafe {
+        let failed = libc::statx(
+            fd.as_raw_fd(),
+            c"".as_ptr(),
+            libc::AT_EMPTY_PATH,
+            libc::STATX_DIOALIGN,
+            statx.as_mut_ptr(),
+        );
+        if failed != 0 {
+            return (DIRECT_ALIGNMENT, DIRECT_ALIGNMENT);
+        }
+        statx.assume_init()
+    };
+    let known = statx.stx_mask & libc::STATX_DIOALIGN != 0;
+    let sane = |value: u32| value.is_power_of_two() && value <= DIRECT_ALIGNMENT;
+    let (memory, block) = (statx.stx_dio_mem_align, statx.stx_dio_offset_align);
+    if known && sane(memory) && sane(block) {
+        (memory, block.max(512))
+    } else {
+        (DIRECT_ALIGNMENT, DIRECT_ALIGNMENT)
+    }
+}
+
+/// Zeroes to write where the file system cannot make them; aligned for direct I/O.
+#[repr(align(4096))]
+pub(super) struct Zeroes(pub(super) [u8; ZEROES]);
+
+/// How many of them.
+pub(super) const ZEROES: usize = 64 * 1024;
+
+pub(super) static ZERO: Zeroes = Zeroes([0; ZEROES]);

@@ -1,0 +1,114 @@
+//! A disk put together: what its chains are made of, shared by its queues.
+
+use std::io;
+use std::sync::Arc;
+
+use vmseal_api::filter::{CRYPT_SECTOR, Holes};
+use vmseal_secret::SecretBytes;
+
+use crate::align::Align;
+use crate::align::locks::SectorLocks;
+use crate::backend::file::FileDisk;
+use crate::backend::mem::MemDisk;
+use crate::chain::{Backend, Chain, Filter};
+use crate::crypt::{Crypt, CryptError};
+use crate::request::LOGICAL_BLOCK;
+
+/// What all bounce buffers of a process may take together. With tables, stacks and the program's own
+/// memory a process stays under 32 MiB.
+pub const POOLS_BYTES: usize = 16 * 1024 * 1024;
+
+/// What one queue can use: 32 requests of 64 KiB.
+const QUEUE_POOL_BYTES: usize = 2 * 1024 * 1024;
+
+/// Where a disk's data rests.
+#[derive(Clone, Debug)]
+pub enum Rest {
+    /// A file or block device.
+    File(FileDisk),
+    /// Memory, for tests.
+    Mem(MemDisk),
+}
+
+/// How a disk is encrypted.
+#[derive(Debug)]
+pub struct Encryption {
+    /// The DEK.
+    pub key: SecretBytes,
+    /// What a sector of zeroes on the datastore means.
+    pub holes: Holes,
+}
+
+/// A disk from which chains are made, one a queue.
+#[derive(Debug)]
+pub struct Disk {
+    size: u64,
+    read_only: bool,
+    encryption: Option<Encryption>,
+    rest: Rest,
+    locks: Arc<SectorLocks>,
+    pool_bytes: usize,
+}
+
+impl Disk {
+    /// A disk of `size` bytes. `queues` is how many chains the whole process makes, to share
+    /// [`POOLS_BYTES`] among them.
+    #[must_use]
+    pub fn new(
+        size: u64,
+        read_only: bool,
+        encryption: Option<Encryption>,
+        rest: Rest,
+        queues: usize,
+    ) -> Self {
+        let pool_bytes = (POOLS_BYTES / queues.max(1)).min(QUEUE_POOL_BYTES);
+        Self { size, read_only, encryption, rest, locks: Arc::default(), pool_bytes }
+    }
+
+    /// The disk's size in bytes.
+    #[must_use]
+    pub fn size(&self) -> u64 {
+        self.size
+    }
+
+    /// Whether everything that changes the disk is refused.
+    #[must_use]
+    pub fn read_only(&self) -> bool {
+        self.read_only
+    }
+
+    /// A chain for one queue.
+    ///
+    /// # Errors
+    /// [`CryptError`]: the key is no good, or no memory for buffers.
+    pub fn chain(&self) -> Result<Chain, CryptError> {
+        let mut filters: Vec<Box<dyn Filter>> = Vec::with_capacity(2);
+        if let Some(align) = self.align()? {
+            filters.push(Box::new(align));
+        }
+        if let Some(Encryption { key, holes }) = &self.encryption {
+            filters.push(Box::new(Crypt::new(key, *holes, self.pool_bytes / 4 * 3)?));
+        }
+        Ok(Chain::new(self.size, self.read_only, filters, self.backend()))
+    }
+
+    fn backend(&self) -> Box<dyn Backend> {
+        match &self.rest {
+            Rest::File(file) => file.queue(),
+            Rest::Mem(mem) => mem.queue(),
+        }
+    }
+
+    fn align(&self) -> io::Result<Option<Align>> {
+        let (block, memory) = match &self.rest {
+            Rest::File(file) => (file.block(), file.memory_alignment()),
+            Rest::Mem(_) => (LOGICAL_BLOCK as u32, 1),
+        };
+        let block = if self.encryption.is_some() { block.max(CRYPT_SECTOR) } else { block };
+        if u64::from(block) == LOGICAL_BLOCK && memory == 1 {
+            return Ok(None);
+        }
+        let locks = Arc::clone(&self.locks);
+        Align::new(block, memory as usize, locks, self.pool_bytes / 4).map(Some)
+    }
+}

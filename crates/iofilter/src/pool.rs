@@ -1,0 +1,201 @@
+//! Bounce buffers: a fixed arena of page-aligned blocks, owned by one queue.
+//!
+//! A buffer is 1, 2, 4, 8 or 16 blocks of 4096 bytes. The arena is mapped once and never grows: who
+//! finds it empty waits until a buffer comes back, which bounds the process's memory.
+
+use std::io;
+use std::num::NonZeroUsize;
+use std::ptr::NonNull;
+
+use nix::sys::mman::{MapFlags, ProtFlags, mmap_anonymous, munmap};
+
+use crate::memory::Segment;
+
+/// The unit of allocation, in bytes.
+pub const BLOCK: usize = 4096;
+
+/// The most blocks of a buffer: 64 KiB stay in the second-level cache between encryption and write.
+pub const BLOCKS_MAX: usize = 16;
+
+/// Blocks that one bitmap word stands for.
+const WORD: usize = 64;
+
+/// A buffer that was taken; it is given back with [`Pool::give`].
+#[derive(Debug)]
+#[must_use = "a buffer that is dropped is lost to its pool"]
+pub struct Buffer {
+    first: usize,
+    blocks: usize,
+}
+
+impl Buffer {
+    /// Its length in bytes.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.blocks * BLOCK
+    }
+
+    /// Whether it is empty: never.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.blocks == 0
+    }
+}
+
+/// The arena and its free blocks.
+#[derive(Debug)]
+pub struct Pool {
+    base: NonNull<libc::c_void>,
+    length: NonZeroUsize,
+    free: Vec<u64>,
+}
+
+// SAFETY: the mapping belongs to the pool alone and is not bound to a thread.
+unsafe impl Send for Pool {}
+
+impl Pool {
+    /// Maps an arena of at least `bytes` (one block at the least). Pages become resident when first used.
+    ///
+    /// # Errors
+    /// What `mmap` says: out of memory, or beyond the limit of locked memory.
+    pub fn new(bytes: usize) -> io::Result<Self> {
+        let blocks = bytes.div_ceil(BLOCK).max(1);
+        let length = NonZeroUsize::MIN.saturating_add(blocks * BLOCK - 1);
+        // SAFETY: a new private anonymous mapping at an address of the kernel's choice.
+        let base = unsafe {
+            mmap_anonymous(
+                None,
+                length,
+                ProtFlags::PROT_READ | ProtFlags::PROT_WRITE,
+                MapFlags::MAP_PRIVATE | MapFlags::MAP_NORESERVE,
+            )
+        }?;
+        let mut free = vec![u64::MAX; blocks.div_ceil(WORD)];
+        let rest = blocks % WORD;
+        if rest != 0 {
+            let last = free.len() - 1;
+            free[last] = (1 << rest) - 1;
+        }
+        Ok(Self { base, length, free })
+    }
+
+    /// How many blocks the arena has.
+    #[must_use]
+    pub fn blocks(&self) -> usize {
+        self.length.get() / BLOCK
+    }
+
+    /// Takes a buffer for `bytes`, or a smaller one if there is no other; none if all are in use.
+    pub fn take(&mut self, bytes: usize) -> Option<Buffer> {
+        let wanted = bytes.div_ceil(BLOCK).clamp(1, BLOCKS_MAX);
+        let mut blocks = if bytes.div_ceil(BLOCK) >= BLOCKS_MAX {
+            BLOCKS_MAX
+        } else {
+            wanted.next_power_of_two()
+        };
+        loop {
+            if let Some(first) = self.claim(blocks) {
+                return Some(Buffer { first, blocks });
+            }
+            if blocks == 1 {
+                return None;
+            }
+            blocks /= 2;
+        }
+    }
+
+    /// Gives a buffer back.
+    pub fn give(&mut self, buffer: Buffer) {
+        let mask = mask(buffer.blocks) << (buffer.first % WORD);
+        debug_assert_eq!(self.free[buffer.first / WORD] & mask, 0, "given back twice");
+        self.free[buffer.first / WORD] |= mask;
+    }
+
+    /// The memory of a buffer; valid as long as the pool.
+    #[must_use]
+    pub fn segment(&self, buffer: &Buffer) -> Segment {
+        let base = self.base.as_ptr().cast::<u8>().wrapping_add(buffer.first * BLOCK);
+        // SAFETY: inside the arena, which lives as long as the pool, and which the holder of the buffer
+        // uses alone.
+        unsafe { Segment::new(base, buffer.len()) }
+    }
+
+    fn claim(&mut self, blocks: usize) -> Option<usize> {
+        for (index, word) in self.free.iter_mut().enumerate() {
+            let starts = runs(*word, blocks);
+            if starts != 0 {
+                let bit = starts.trailing_zeros() as usize;
+                *word &= !(mask(blocks) << bit);
+                return Some(index * WORD + bit);
+            }
+        }
+        None
+    }
+}
+
+impl Drop for Pool {
+    fn drop(&mut self) {
+        // SAFETY: the pool's own mapping; whoever held a buffer of it has finished.
+        let unmapped = unsafe { munmap(self.base, self.length.get()) };
+        debug_assert!(unmapped.is_ok());
+    }
+}
+
+fn mask(blocks: usize) -> u64 {
+    (1 << blocks) - 1
+}
+
+/// The bits of `word` at which an aligned run of `blocks` (a power of two) free blocks starts.
+fn runs(word: u64, blocks: usize) -> u64 {
+    let (mut starts, mut reach) = (word, 1);
+    while reach < blocks {
+        starts &= starts >> reach;
+        reach *= 2;
+    }
+    let aligned = match blocks {
+        1 => u64::MAX,
+        2 => 0x5555_5555_5555_5555,
+        4 => 0x1111_1111_1111_1111,
+        8 => 0x0101_0101_0101_0101,
+        _ => 0x0001_0001_0001_0001,
+    };
+    starts & aligned
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn buffers_never_overlap_and_all_come_back() {
+        let mut pool = Pool::new(70 * BLOCK).unwrap();
+        let mut held = Vec::new();
+        let mut owned = [false; 70];
+        for size in [1, 3, 16, 5, 2, 40, 1, 16, 9, 7, 1].into_iter().cycle() {
+            let Some(buffer) = pool.take(size * BLOCK) else { break };
+            for block in &mut owned[buffer.first..buffer.first + buffer.blocks] {
+                assert!(!*block, "handed out twice");
+                *block = true;
+            }
+            held.push(buffer);
+        }
+        assert!(owned.iter().all(|&taken| taken), "all 70 blocks are used before it says none");
+        for buffer in held {
+            pool.give(buffer);
+        }
+        assert_eq!(pool.take(BLOCKS_MAX * BLOCK).map(|buffer| buffer.blocks), Some(BLOCKS_MAX));
+    }
+
+    #[test]
+    fn a_smaller_buffer_is_given_where_the_wanted_one_is_not_free() {
+        let mut pool = Pool::new(3 * BLOCK).unwrap();
+        let first = pool.take(16 * BLOCK).unwrap();
+        assert_eq!(first.blocks, 2);
+        let second = pool.take(2 * BLOCK).unwrap();
+        assert_eq!(second.blocks, 1);
+        assert!(pool.take(1).is_none());
+        pool.give(first);
+        assert!(pool.take(1).is_some());
+        pool.give(second);
+    }
+}

@@ -1,0 +1,308 @@
+//! Whatever guests ask, a disk behaves as an array of bytes: random requests of odd sizes, many at
+//! once, on several queues, over every backend, encrypted and not, reopened in between.
+
+use std::fs::File;
+use std::os::fd::OwnedFd;
+use std::thread;
+
+use proptest::prelude::*;
+use vmseal_api::filter::{Direct, Holes};
+use vmseal_iofilter::backend::file::FileDisk;
+use vmseal_iofilter::backend::mem::MemDisk;
+use vmseal_iofilter::chain::Chain;
+use vmseal_iofilter::disk::{Disk, Encryption, Rest};
+use vmseal_iofilter::memory::Segment;
+use vmseal_iofilter::request::{IoError, Operation};
+use vmseal_secret::SecretBytes;
+
+const SIZE: u64 = 1 << 20;
+const BLOCK: u64 = 512;
+const OFFSET: u64 = 1 << 16;
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Place {
+    Mem,
+    /// tmpfs: synchronous calls.
+    Memory,
+    /// The build directory's file system: io_uring, direct where it can be.
+    Storage,
+}
+
+struct Store {
+    place: Place,
+    mem: MemDisk,
+    file: tempfile::NamedTempFile,
+    holes: Option<Holes>,
+}
+
+impl Store {
+    fn new(place: Place, holes: Option<Holes>) -> Self {
+        let directory =
+            if place == Place::Storage { env!("CARGO_TARGET_TMPDIR") } else { "/dev/shm" };
+        let file = tempfile::NamedTempFile::new_in(directory).unwrap();
+        file.as_file().set_len(OFFSET + SIZE).unwrap();
+        Self { place, mem: MemDisk::new(SIZE as usize), file, holes }
+    }
+
+    fn open(&self) -> Disk {
+        let mut key: Vec<u8> = (0..64).collect();
+        let key = SecretBytes::from_wiped(&mut key).unwrap();
+        let encryption = self.holes.map(|holes| Encryption { key, holes });
+        let rest = if self.place == Place::Mem {
+            Rest::Mem(self.mem.clone())
+        } else {
+            let file = File::options().read(true).write(true).open(self.file.path()).unwrap();
+            Rest::File(
+                FileDisk::open(OwnedFd::from(file), OFFSET, SIZE, Direct::Auto, false).unwrap(),
+            )
+        };
+        // As if 100 queues shared the budget: buffers run out, and requests have to wait for them.
+        Disk::new(SIZE, false, encryption, rest, 100)
+    }
+}
+
+/// One request: where, how long (in 512-byte blocks), what, and how its memory is cut.
+#[derive(Clone, Debug)]
+struct Ask {
+    what: What,
+    start: u64,
+    blocks: u64,
+    fill: u8,
+    cut: usize,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum What {
+    Read,
+    Write,
+    Flush,
+    Discard,
+    Zero,
+    Unmap,
+}
+
+fn asks() -> impl Strategy<Value = Vec<Ask>> {
+    let what = prop_oneof![
+        4 => Just(What::Read), 6 => Just(What::Write), 1 => Just(What::Flush),
+        1 => Just(What::Discard), 1 => Just(What::Zero), 1 => Just(What::Unmap),
+    ];
+    let blocks = prop_oneof![4 => 1u64..20, 1 => 1u64..600];
+    let ask = (what, 0..SIZE / BLOCK, blocks, any::<u8>(), 1usize..9000).prop_map(
+        |(what, start, blocks, fill, cut)| Ask {
+            what,
+            start,
+            blocks: blocks.min(SIZE / BLOCK - start),
+            fill,
+            cut,
+        },
+    );
+    prop::collection::vec(ask, 1..60)
+}
+
+impl Ask {
+    fn range(&self) -> std::ops::Range<usize> {
+        (self.start * BLOCK) as usize..((self.start + self.blocks) * BLOCK) as usize
+    }
+
+    fn operation(&self) -> Operation {
+        match self.what {
+            What::Read => Operation::Read,
+            What::Write => Operation::Write,
+            What::Flush => Operation::Flush,
+            What::Discard => Operation::Discard,
+            What::Zero => Operation::WriteZeroes { unmap: false },
+            What::Unmap => Operation::WriteZeroes { unmap: true },
+        }
+    }
+
+    fn content(&self) -> Vec<u8> {
+        self.range().map(|at| (at as u8).wrapping_mul(31) ^ self.fill).collect()
+    }
+}
+
+/// Submits `buffer` as the request's memory, cut into segments of `cut` bytes.
+fn submit(chain: &mut Chain, ask: &Ask, buffer: &mut [u8], tag: u64) {
+    let id = chain.begin().expect("few enough are under way");
+    if matches!(ask.what, What::Read | What::Write) {
+        for part in buffer.chunks_mut(ask.cut) {
+            // SAFETY: the buffers live until the chain has completed everything.
+            chain.data_mut(id).push(unsafe { Segment::new(part.as_mut_ptr(), part.len()) });
+        }
+    }
+    chain.submit(id, ask.operation(), ask.start * BLOCK, ask.blocks * BLOCK, tag);
+}
+
+fn drain(chain: &mut Chain) {
+    while chain.in_flight() > 0 {
+        chain.poll();
+        while let Some(done) = chain.next_done() {
+            done.result.unwrap();
+        }
+        thread::yield_now();
+    }
+}
+
+/// Submits requests that do not touch the same 512-byte blocks together (as guests do), and waits
+/// for a batch before one that would.
+fn run(chain: &mut Chain, asks: &[Ask], model: &mut [u8]) {
+    let mut rest = asks;
+    while !rest.is_empty() {
+        let mut count = 0;
+        while count < rest.len() {
+            let next = rest[count].range();
+            let apart =
+                |other: &Ask| other.range().end <= next.start || next.end <= other.range().start;
+            if !rest[..count].iter().all(apart) {
+                break;
+            }
+            count += 1;
+        }
+        let (batch, later) = rest.split_at(count.max(1));
+        let mut buffers: Vec<Vec<u8>> = batch.iter().map(Ask::content).collect();
+        for (tag, (ask, buffer)) in batch.iter().zip(&mut buffers).enumerate() {
+            submit(chain, ask, buffer, tag as u64);
+        }
+        drain(chain);
+        for (ask, buffer) in batch.iter().zip(&buffers) {
+            let range = ask.range();
+            match ask.what {
+                What::Read => assert!(buffer[..] == model[range.clone()], "read of {range:?}"),
+                What::Write => {
+                    assert!(*buffer == ask.content(), "a write changed the guest's memory");
+                    model[range].copy_from_slice(buffer);
+                }
+                What::Zero | What::Unmap => model[range].fill(0),
+                What::Flush => {}
+                What::Discard => follow_discard(chain, ask, model),
+            }
+        }
+        rest = later;
+    }
+}
+
+/// After a discard each block is as before or zeroes; the model takes what it is.
+fn follow_discard(chain: &mut Chain, ask: &Ask, model: &mut [u8]) {
+    let mut now = vec![1; ask.range().len()];
+    submit(chain, &Ask { what: What::Read, cut: 4096, ..ask.clone() }, &mut now, 0);
+    drain(chain);
+    for (old, new) in model[ask.range()].chunks_mut(512).zip(now.chunks(512)) {
+        assert!(old == new || new.iter().all(|&byte| byte == 0), "discard made something else");
+        old.copy_from_slice(new);
+    }
+}
+
+fn check(place: Place, holes: Option<Holes>, batches: &[Vec<Ask>]) {
+    let store = Store::new(place, holes);
+    let mut model = vec![0; SIZE as usize];
+    if holes == Some(Holes::Ciphertext) {
+        let all = Ask { what: What::Zero, start: 0, blocks: SIZE / BLOCK, fill: 0, cut: 1 };
+        let mut chain = store.open().chain().unwrap();
+        submit(&mut chain, &all, &mut [], 0);
+        drain(&mut chain);
+    }
+    for asks in batches {
+        let mut chain = store.open().chain().unwrap();
+        run(&mut chain, asks, &mut model);
+        let all = Ask { what: What::Read, start: 0, blocks: SIZE / BLOCK, fill: 0, cut: 9000 };
+        run(&mut chain, &[all], &mut model);
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 256, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn a_disk_is_an_array_of_bytes(
+        batches in prop::collection::vec(asks(), 1..4),
+        place in prop_oneof![Just(Place::Mem), Just(Place::Memory), Just(Place::Storage)],
+        holes in prop_oneof![Just(None), Just(Some(Holes::Zero)), Just(Some(Holes::Ciphertext))],
+    ) {
+        check(place, holes, &batches);
+    }
+}
+
+/// Several queues write their own 512-byte blocks of the same sectors at the same time, some by whole
+/// sectors: nobody's block is lost.
+#[test]
+fn neighbours_in_one_sector_do_not_lose_each_other() {
+    for place in [Place::Mem, Place::Memory, Place::Storage] {
+        let store = Store::new(place, Some(Holes::Zero));
+        let disk = store.open();
+        thread::scope(|scope| {
+            for writer in 0..4u64 {
+                let disk = &disk;
+                scope.spawn(move || write_own_blocks(disk, writer));
+            }
+        });
+        let mut chain = disk.chain().unwrap();
+        let mut all = vec![0; 64 * 4096];
+        let ask = Ask { what: What::Read, start: 0, blocks: 64 * 8, fill: 0, cut: 4096 };
+        submit(&mut chain, &ask, &mut all, 0);
+        drain(&mut chain);
+        for (block, bytes) in all.chunks(512).enumerate() {
+            let expected = 50 + (block as u8 / 2) % 4;
+            assert!(
+                bytes.iter().all(|&byte| byte == expected),
+                "{place:?}: block {block} was lost"
+            );
+        }
+    }
+}
+
+/// Writer `n` owns the blocks 2n and 2n+1 of each sector; ends with 50 + n in all of them.
+fn write_own_blocks(disk: &Disk, writer: u64) {
+    let mut chain = disk.chain().unwrap();
+    for round in 0..8u64 {
+        let fill = if round == 7 { 50 + writer as u8 } else { round as u8 };
+        let mut buffers = vec![vec![fill; 1024]; 64];
+        for (sector, buffer) in buffers.iter_mut().enumerate() {
+            let start = sector as u64 * 8 + writer * 2;
+            let ask = Ask { what: What::Write, start, blocks: 2, fill, cut: 4096 };
+            submit(&mut chain, &ask, buffer, 0);
+        }
+        drain(&mut chain);
+    }
+}
+
+#[test]
+fn what_is_not_on_the_disk_or_not_in_blocks_is_refused() {
+    let disk = Disk::new(SIZE, true, None, Rest::Mem(MemDisk::new(SIZE as usize)), 1);
+    let mut chain = disk.chain().unwrap();
+    let cases = [
+        (Operation::Discard, SIZE, 512, IoError::OutOfRange),
+        (Operation::Discard, u64::MAX - 511, 512, IoError::OutOfRange),
+        (Operation::WriteZeroes { unmap: true }, 0, SIZE + 512, IoError::OutOfRange),
+        (Operation::WriteZeroes { unmap: true }, 1, 512, IoError::OutOfRange),
+        (Operation::Discard, 0, 100, IoError::OutOfRange),
+        (Operation::Discard, 0, 512, IoError::ReadOnly),
+    ];
+    for (operation, offset, length, refusal) in cases {
+        let id = chain.begin().unwrap();
+        chain.submit(id, operation, offset, length, 7);
+        chain.poll();
+        let done = chain.next_done().unwrap();
+        assert_eq!((done.result, done.tag), (Err(refusal), 7), "{operation:?} {offset} {length}");
+    }
+}
+
+#[test]
+fn a_truncated_image_is_an_error_and_never_zeroes() {
+    for place in [Place::Memory, Place::Storage] {
+        let store = Store::new(place, Some(Holes::Zero));
+        let disk = store.open();
+        store.file.as_file().set_len(OFFSET + 8192).unwrap();
+        let mut chain = disk.chain().unwrap();
+        let mut buffer = vec![7; 16384];
+        let ask = Ask { what: What::Read, start: 0, blocks: 32, fill: 0, cut: 16384 };
+        submit(&mut chain, &ask, &mut buffer, 0);
+        while chain.in_flight() > 0 {
+            chain.poll();
+            if let Some(done) = chain.next_done() {
+                assert_eq!(done.result, Err(IoError::Truncated), "{place:?}");
+            }
+        }
+        let file = File::options().read(true).write(true).open(store.file.path()).unwrap();
+        let refused = FileDisk::open(OwnedFd::from(file), OFFSET, SIZE, Direct::Auto, false);
+        assert!(refused.unwrap_err().to_string().contains("truncated"));
+    }
+}
