@@ -1,0 +1,34 @@
+# What one does with vmseal; the work is in scripts/.
+.PHONY: help prerequisites build test demo bench fmt clippy images clean
+
+help: ## this list
+	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 24
+
+prerequisites: ## check Rust and Debian packages, as root install what is missing
+	@scripts/prerequisites
+
+build: prerequisites ## build everything (dev profile, the one that demo and test use)
+	cargo build --workspace --locked
+
+test: prerequisites ## every check and every test, real guests included
+	scripts/test
+
+demo: prerequisites ## an encrypted VM on this machine, from creation to proof
+	scripts/demo
+
+bench: prerequisites ## measure vmseal beside QEMU's storage daemon
+	scripts/bench
+
+fmt: prerequisites ## format the Rust code
+	cargo fmt --all
+
+clippy: prerequisites ## lint; warnings are errors
+	cargo clippy --workspace --all-targets --locked -- -D warnings
+
+images: prerequisites ## build the guests of demo and tests now
+	scripts/build-debian-image
+	scripts/build-test-initramfs
+
+clean: ## remove all that was built, cached guests too
+	cargo clean
+	rm -rf .cache
