@@ -13,7 +13,7 @@ build: prerequisites ## build everything (dev profile, the one that demo and tes
 test: prerequisites ## every check and every test, real guests included
 	scripts/test
 
-demo: prerequisites ## an encrypted VM on this machine, from creation to proof
+demo: build ## an encrypted VM on this machine, from creation to proof
 	scripts/demo
 
 bench: prerequisites ## measure vmseal beside QEMU's storage daemon
