@@ -4,7 +4,21 @@
 //! No I/O other than memory, no async. Formats are described in docs/formats/.
 
 mod bytes;
+pub mod derive;
+mod hpke;
+pub mod mac;
 mod memory;
+pub mod passphrase;
+pub mod process;
+pub mod sealed_box;
+pub mod wrap;
 
 pub use bytes::{DEK_LEN, KEK_LEN, SecretBytes};
 pub use memory::{Backing, MemoryError, SECRET_LEN_MAX};
+
+/// The bytes of a test vector.
+#[cfg(test)]
+fn hex(digits: &str) -> Vec<u8> {
+    let byte = |at| u8::from_str_radix(&digits[at..at + 2], 16).unwrap();
+    (0..digits.len()).step_by(2).map(byte).collect()
+}

@@ -245,6 +245,11 @@ impl Drop for Region {
     }
 }
 
+/// Whether a page can be locked at all right now.
+pub(crate) fn can_lock() -> bool {
+    Region::map_locked(1).is_ok()
+}
+
 fn all_seals() -> SealFlag {
     SealFlag::F_SEAL_SEAL | SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW | SealFlag::F_SEAL_WRITE
 }
