@@ -206,6 +206,9 @@ pub struct DiskStatus {
     pub state: DiskActivity,
     /// What it has done since the process started.
     pub counters: DiskCounters,
+    /// The last error the datastore gave the guest, and what to do about it; the disk goes on.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub trouble: Option<String>,
 }
 
 /// What a disk is doing.
