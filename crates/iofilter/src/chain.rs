@@ -30,7 +30,7 @@ use std::collections::VecDeque;
 use std::os::fd::RawFd;
 use std::time::Duration;
 
-use crate::memory::{Cursor, Segment, Segments};
+use crate::memory::{Cursor, SEGMENTS_MAX, Segment, Segments};
 use crate::request::{IoError, LOGICAL_BLOCK, Operation, Request, RequestId, Requests};
 
 /// The most requests of the front end that are under way in one chain. QEMU's rings have 128 entries
@@ -283,7 +283,10 @@ impl Chain {
         };
         (request.operation, request.offset, request.length) = (operation, offset, length);
         request.tag = tag;
-        match self.check(operation, offset, length) {
+        let scattered = request.data.as_slice().len() > SEGMENTS_MAX;
+        let checked =
+            if scattered { Err(IoError::Scattered) } else { self.check(operation, offset, length) };
+        match checked {
             Err(refusal) => {
                 self.requests.get_mut(id).result = Err(refusal);
                 self.done.push_back(id);

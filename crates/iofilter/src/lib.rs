@@ -5,9 +5,19 @@
 
 pub mod align;
 pub mod backend;
+pub mod blocking;
 pub mod chain;
+pub mod config;
+pub mod control;
 pub mod crypt;
 pub mod disk;
+pub mod handle;
+pub mod import;
 pub mod memory;
+pub mod peer;
 pub mod pool;
+pub mod process;
 pub mod request;
+pub mod status;
+pub mod stop;
+pub mod vhost_user;

@@ -37,6 +37,9 @@ pub enum IoError {
     /// Not on the disk, or not in whole logical blocks.
     #[error("the request is beyond the end of the disk or not in whole 512-byte blocks")]
     OutOfRange,
+    /// More than [`crate::memory::SEGMENTS_MAX`] segments.
+    #[error("the request's memory is in too many pieces")]
+    Scattered,
     /// The disk is served read-only.
     #[error("the disk is read-only")]
     ReadOnly,

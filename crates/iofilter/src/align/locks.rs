@@ -70,7 +70,7 @@ impl SectorLocks {
 
     fn enter(&self, index: usize) -> bool {
         let free = |value: u32| (value & CLAIMED == 0).then_some(value + 1);
-        self.counters[index].try_update(Ordering::AcqRel, Ordering::Acquire, free).is_ok()
+        self.counters[index].fetch_update(Ordering::AcqRel, Ordering::Acquire, free).is_ok()
     }
 
     fn leave(&self, index: usize) {

@@ -63,7 +63,7 @@ fn by_hand(key: &[u8], unit: u64, data: &[u8]) -> Vec<u8> {
 #[test]
 fn the_tweak_counts_512_byte_units_although_sectors_have_4096() {
     let key: Vec<u8> = (0..64u8).map(|at| at * 3 + 1).collect();
-    let plain: Vec<u8> = (0..3 * SECTOR).map(|at| (at * at >> 5) as u8).collect();
+    let plain: Vec<u8> = (0..3 * SECTOR).map(|at| ((at * at) >> 5) as u8).collect();
     let offset = 5_000_000 * SECTOR as u64;
     let mut sealed = plain.clone();
     encrypt(&key, offset, &mut sealed);

@@ -1,0 +1,207 @@
+//! Turning what the configuration names into open descriptors.
+//!
+//! An inherited descriptor is taken once: it is ours from then on, is not inherited further, and is
+//! closed when it is no longer needed.
+
+use std::collections::HashSet;
+use std::fs::{File, OpenOptions};
+use std::io::{self, Read};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+
+use nix::fcntl::{FcntlArg, FdFlag, fcntl};
+use nix::sys::socket::{getsockopt, sockopt};
+use nix::sys::stat::{Mode, umask};
+use vmseal_api::filter::Handle;
+use vmseal_secret::{DEK_LEN, MemoryError, SecretBytes};
+
+/// The first descriptor that can be passed: not standard input, output and error.
+const FIRST: RawFd = 3;
+
+/// Why something that the configuration names cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum HandleError {
+    /// Named twice, or one of the standard descriptors.
+    #[error("descriptor {0} is named twice, or is a standard one")]
+    Taken(RawFd),
+    /// Not open, or not what it should be.
+    #[error("descriptor {fd} cannot be used: {error}")]
+    Descriptor {
+        /// Which.
+        fd: RawFd,
+        /// Why.
+        error: io::Error,
+    },
+    /// Not to be opened.
+    #[error("cannot open {path}: {error}")]
+    Path {
+        /// Which.
+        path: PathBuf,
+        /// Why.
+        error: io::Error,
+    },
+    /// The path of a socket is taken.
+    #[error("{0} exists already and is in use, or is not a socket")]
+    InUse(PathBuf),
+    /// A key file that others can read, or of another length.
+    #[error(
+        "key file {0} must be a file of {DEK_LEN} bytes that nobody but its owner can read (mode 0600)"
+    )]
+    KeyFile(PathBuf),
+    /// A key's memory cannot be mapped.
+    #[error("the key cannot be taken: {0}")]
+    Key(#[from] MemoryError),
+}
+
+/// Opens handles, each descriptor once.
+#[derive(Debug, Default)]
+pub struct Handles {
+    taken: HashSet<RawFd>,
+}
+
+impl Handles {
+    /// A file.
+    ///
+    /// # Errors
+    /// [`HandleError`].
+    pub fn file(&mut self, handle: &Handle, write: bool) -> Result<OwnedFd, HandleError> {
+        match handle {
+            Handle::Fd(fd) => self.inherited(*fd),
+            Handle::Path(path) => open(path, write).map(OwnedFd::from),
+        }
+    }
+
+    /// A disk's key: an inherited `memfd_secret`, or (to start a filter by hand) a file of raw bytes.
+    ///
+    /// # Errors
+    /// [`HandleError`].
+    pub fn key(&mut self, handle: &Handle) -> Result<SecretBytes, HandleError> {
+        match handle {
+            Handle::Fd(fd) => Ok(SecretBytes::from_memfd(self.inherited(*fd)?, DEK_LEN)?),
+            Handle::Path(path) => key_file(path),
+        }
+    }
+
+    /// A listening unix socket. One at a path is made with mode 0600; a left-over that nobody listens
+    /// on is replaced.
+    ///
+    /// # Errors
+    /// [`HandleError`].
+    pub fn listener(&mut self, handle: &Handle) -> Result<UnixListener, HandleError> {
+        match handle {
+            Handle::Path(path) => listen(path),
+            Handle::Fd(number) => {
+                let fd = self.inherited(*number)?;
+                if getsockopt(&fd, sockopt::AcceptConn).is_ok_and(|listens| listens) {
+                    return Ok(UnixListener::from(fd));
+                }
+                let error = io::Error::new(io::ErrorKind::InvalidInput, "not a listening socket");
+                Err(HandleError::Descriptor { fd: *number, error })
+            }
+        }
+    }
+
+    /// An inherited descriptor.
+    ///
+    /// # Errors
+    /// [`HandleError`]: not open, or taken already.
+    pub fn inherited(&mut self, fd: RawFd) -> Result<OwnedFd, HandleError> {
+        if fd < FIRST || !self.taken.insert(fd) {
+            return Err(HandleError::Taken(fd));
+        }
+        // SAFETY: F_GETFD only asks whether the number is open.
+        if unsafe { libc::fcntl(fd, libc::F_GETFD) } < 0 {
+            return Err(HandleError::Descriptor { fd, error: io::Error::last_os_error() });
+        }
+        // SAFETY: it is open, passed to us by whoever started the process, and taken only once; this
+        // happens before the process opens anything of its own.
+        let owned = unsafe { OwnedFd::from_raw_fd(fd) };
+        fcntl(&owned, FcntlArg::F_SETFD(FdFlag::FD_CLOEXEC))
+            .map_err(|error| HandleError::Descriptor { fd, error: error.into() })?;
+        Ok(owned)
+    }
+}
+
+fn open(path: &Path, write: bool) -> Result<File, HandleError> {
+    OpenOptions::new()
+        .read(true)
+        .write(write)
+        .open(path)
+        .map_err(|error| HandleError::Path { path: path.into(), error })
+}
+
+fn key_file(path: &Path) -> Result<SecretBytes, HandleError> {
+    let failed = |error| HandleError::Path { path: path.into(), error };
+    let options = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path);
+    let mut file = options.map_err(failed)?;
+    let metadata = file.metadata().map_err(failed)?;
+    let private = metadata.is_file() && metadata.mode() & 0o077 == 0;
+    if !private || metadata.len() != DEK_LEN as u64 {
+        return Err(HandleError::KeyFile(path.into()));
+    }
+    let mut key = SecretBytes::zeroed(DEK_LEN)?;
+    file.read_exact(key.expose_mut()).map_err(failed)?;
+    Ok(key)
+}
+
+fn listen(path: &Path) -> Result<UnixListener, HandleError> {
+    if let Ok(metadata) = path.symlink_metadata() {
+        if !metadata.file_type().is_socket() || UnixStream::connect(path).is_ok() {
+            return Err(HandleError::InUse(path.into()));
+        }
+        let removed = std::fs::remove_file(path);
+        removed.map_err(|error| HandleError::Path { path: path.into(), error })?;
+    }
+    let before = umask(Mode::from_bits_truncate(0o177));
+    let bound = UnixListener::bind(path);
+    umask(before);
+    let listener = bound.map_err(|error| HandleError::Path { path: path.into(), error })?;
+    tracing::debug!(path = %path.display(), fd = listener.as_raw_fd(), "listening");
+    Ok(listener)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::*;
+
+    #[test]
+    fn a_key_file_that_others_can_read_or_of_another_length_is_refused() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("key");
+        std::fs::write(&path, [7; DEK_LEN]).unwrap();
+        let handle = Handle::Path(path.clone());
+        std::fs::set_permissions(&path, PermissionsExt::from_mode(0o640)).unwrap();
+        let refused = Handles::default().key(&handle);
+        assert!(matches!(refused, Err(HandleError::KeyFile(_))));
+        std::fs::set_permissions(&path, PermissionsExt::from_mode(0o600)).unwrap();
+        assert_eq!(Handles::default().key(&handle).unwrap().expose(), [7; DEK_LEN]);
+        std::fs::write(&path, [7; DEK_LEN + 1]).unwrap();
+        assert!(matches!(Handles::default().key(&handle), Err(HandleError::KeyFile(_))));
+    }
+
+    #[test]
+    fn descriptors_that_are_not_open_or_named_twice_are_refused() {
+        let mut handles = Handles::default();
+        let closed = handles.file(&Handle::Fd(1_000_000), false);
+        assert!(matches!(closed, Err(HandleError::Descriptor { .. })));
+        let again = handles.file(&Handle::Fd(1_000_000), false);
+        assert!(matches!(again, Err(HandleError::Taken(_))));
+        assert!(matches!(handles.file(&Handle::Fd(1), false), Err(HandleError::Taken(1))));
+    }
+
+    #[test]
+    fn a_left_over_socket_is_replaced_and_one_in_use_is_not() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("socket");
+        let handle = Handle::Path(path.clone());
+        let first = Handles::default().listener(&handle).unwrap();
+        assert_eq!(path.metadata().unwrap().mode() & 0o777, 0o600);
+        assert!(matches!(Handles::default().listener(&handle), Err(HandleError::InUse(_))));
+        drop(first);
+        assert!(Handles::default().listener(&handle).is_ok());
+    }
+}

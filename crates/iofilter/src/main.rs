@@ -1,0 +1,147 @@
+//! `vmseal-filter --config FILE|-|fd:N`: serves the disks of one VM.
+//!
+//! It reads its configuration ([`vmseal_api::filter::FilterConfig`]) once, takes the keys from
+//! inherited descriptors, and serves until SIGTERM or a shutdown over its control socket; then it
+//! finishes what is under way, flushes, and exits with 0.
+
+use std::fs::File;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::mpsc::{self, Receiver, Sender};
+use std::time::Duration;
+
+use anyhow::{Context, bail};
+use nix::sys::signal::{SigSet, Signal};
+use vmseal_api::filter::{ControlReply, FilterConfig};
+use vmseal_iofilter::config;
+use vmseal_iofilter::control::{self, Control, Event};
+use vmseal_iofilter::handle::Handles;
+use vmseal_iofilter::process::Running;
+use vmseal_secret::process::{Hardening, MemoryLock, harden};
+
+const USAGE: &str = "usage: vmseal-filter --config FILE|-|fd:N
+
+Serves the disks of one VM as its JSON configuration says, which is read from a file, from standard
+input (-) or from an inherited descriptor (fd:N). Logs go to standard error; RUST_LOG sets how much.";
+
+/// How long to wait for the outcome of a shutdown to be sent to whoever asked for it.
+const LAST_WORDS: Duration = Duration::from_secs(2);
+
+/// The stack of the two small threads.
+const STACK: usize = 256 * 1024;
+
+fn main() -> ExitCode {
+    // Before there are threads, keys or anything else worth a dump.
+    let hardening = harden();
+    let privileges = nix::sys::prctl::set_no_new_privs();
+    log();
+    report(&hardening);
+    if let Err(error) = privileges {
+        tracing::warn!(%error, "new privileges could not be forbidden");
+    }
+    match run() {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(error) => {
+            tracing::error!("{error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn log() {
+    let filter = tracing_subscriber::EnvFilter::try_from_default_env()
+        .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("info"));
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_ansi(false)
+        .with_writer(std::io::stderr)
+        .init();
+    std::panic::set_hook(Box::new(|panic| {
+        tracing::error!(%panic, "a defect; the process ends");
+        std::process::abort();
+    }));
+}
+
+fn report(hardening: &Hardening) {
+    match hardening.memory {
+        MemoryLock::Locked => {}
+        MemoryLock::LimitTooLow(limit) => {
+            tracing::warn!(limit, "memory is not locked: RLIMIT_MEMLOCK is too low");
+        }
+        MemoryLock::Refused(error) => tracing::warn!(%error, "memory is not locked"),
+    }
+    if !hardening.not_dumpable || !hardening.no_core {
+        tracing::warn!("the process could be dumped");
+    }
+}
+
+fn run() -> anyhow::Result<bool> {
+    let mut handles = Handles::default();
+    let config = read_config(&mut handles)?;
+    // Blocked before there are threads, so that only the waiting one gets them.
+    let signals = SigSet::from_iter([Signal::SIGTERM, Signal::SIGINT]);
+    signals.thread_block().context("signals cannot be blocked")?;
+    let listener = handles.listener(&config.control).context("the control socket")?;
+    let running = Running::start(&config, &mut handles)?;
+    let (events, asked) = mpsc::channel();
+    let control = Arc::new(Control {
+        vm: config.vm,
+        uid: config.control_uid.unwrap_or(nix::unistd::geteuid().as_raw()),
+        disks: running.states().to_vec(),
+        events: events.clone(),
+    });
+    std::thread::Builder::new()
+        .name("control".into())
+        .stack_size(STACK)
+        .spawn(move || control::serve(&listener, &control))?;
+    std::thread::Builder::new()
+        .name("signals".into())
+        .stack_size(STACK)
+        .spawn(move || on_signal(&signals, &events))?;
+    tracing::info!(vm = %config.vm, disks = config.disks.len(), "serving");
+    Ok(end(running, &asked))
+}
+
+fn on_signal(signals: &SigSet, events: &Sender<Event>) {
+    if let Ok(signal) = signals.wait() {
+        tracing::info!(%signal, "asked to end");
+        let _ = events.send(Event::Shutdown { reply: None, sent: None });
+    }
+}
+
+/// Waits for a shutdown and does it; whether all went well.
+fn end(running: Running, asked: &Receiver<Event>) -> bool {
+    let Ok(Event::Shutdown { reply, sent }) = asked.recv() else { return false };
+    let well = running.shut_down();
+    let outcome = if well {
+        tracing::info!("everything is finished and flushed");
+        ControlReply::Done
+    } else {
+        let message = "a disk could not be finished or flushed; the filter's log says which".into();
+        ControlReply::Error { message }
+    };
+    if let (Some(reply), Some(sent)) = (reply, sent) {
+        let _ = reply.send(outcome);
+        let _ = sent.recv_timeout(LAST_WORDS);
+    }
+    well
+}
+
+fn read_config(handles: &mut Handles) -> anyhow::Result<FilterConfig> {
+    let mut arguments = std::env::args().skip(1);
+    let (Some("--config"), Some(from), None) =
+        (arguments.next().as_deref(), arguments.next(), arguments.next())
+    else {
+        bail!("{USAGE}");
+    };
+    if from == "-" {
+        return Ok(config::read(std::io::stdin().lock())?);
+    }
+    if let Some(number) = from.strip_prefix("fd:") {
+        let fd: i32 = number.parse().with_context(|| format!("{number} is not a descriptor"))?;
+        return Ok(config::read(File::from(handles.inherited(fd)?))?);
+    }
+    let file = File::open(&from).with_context(|| format!("cannot open {from}"))?;
+    Ok(config::read(file)?)
+}

@@ -1,0 +1,193 @@
+//! The running filter: a thread per disk, and how it all ends.
+//!
+//! ```text
+//!  disk:  [Importing] → Idle ⇄ Connected → stopped: drained, flushed
+//!              └────────── any of them ──> Failed (says why; the other disks go on)
+//! ```
+
+use std::fs::File;
+use std::os::unix::net::UnixListener;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+
+use nix::unistd::geteuid;
+use vmseal_api::filter::{
+    BackendSpec, DiskActivity, DiskConfig, FilterConfig, FilterSpec, FrontEndSpec,
+};
+use vmseal_api::id::DiskId;
+
+use crate::backend::file::{FileDisk, OpenError};
+use crate::chain::Chain;
+use crate::config;
+use crate::crypt::CryptError;
+use crate::disk::{Disk, Encryption, Rest};
+use crate::handle::{HandleError, Handles};
+use crate::status::DiskState;
+use crate::stop::Stop;
+use crate::vhost_user::session::Served;
+use crate::{blocking, import, vhost_user};
+
+/// The stack of a disk's thread.
+const STACK: usize = 512 * 1024;
+
+/// Why the process cannot start.
+#[derive(Debug, thiserror::Error)]
+pub enum StartError {
+    /// Something that the configuration names.
+    #[error("{what}: {error}")]
+    Handle {
+        /// Which part of the configuration.
+        what: String,
+        /// Why.
+        error: HandleError,
+    },
+    /// A disk's file.
+    #[error("disk {disk}: {error}")]
+    Open {
+        /// Which.
+        disk: DiskId,
+        /// Why.
+        error: OpenError,
+    },
+    /// A disk's cipher or memory.
+    #[error("disk {disk}: {error}")]
+    Crypt {
+        /// Which.
+        disk: DiskId,
+        /// Why.
+        error: CryptError,
+    },
+    /// No thread, no descriptor.
+    #[error("the system refuses what the process needs: {0}")]
+    System(#[from] std::io::Error),
+}
+
+/// A disk with all it needs, not yet running.
+struct Prepared {
+    chains: Vec<Chain>,
+    import: Option<File>,
+    front_end: Option<(UnixListener, u32)>,
+    served: Arc<Served>,
+    disk: DiskId,
+}
+
+/// A running filter.
+pub struct Running {
+    stop: Arc<Stop>,
+    threads: Vec<JoinHandle<bool>>,
+    states: Vec<Arc<DiskState>>,
+}
+
+impl Running {
+    /// Opens everything that the configuration names, takes the keys, and starts the disks. Nothing
+    /// runs if anything is refused.
+    ///
+    /// # Errors
+    /// [`StartError`].
+    pub fn start(config: &FilterConfig, handles: &mut Handles) -> Result<Self, StartError> {
+        let all = config.disks.iter().map(config::queues).sum();
+        let prepared = config.disks.iter().map(|disk| prepare(disk, handles, all));
+        let prepared = prepared.collect::<Result<Vec<_>, _>>()?;
+        let stop = Arc::new(Stop::new()?);
+        let mut running = Self { stop, threads: Vec::new(), states: Vec::new() };
+        for disk in prepared {
+            running.states.push(Arc::clone(&disk.served.state));
+            let stop = Arc::clone(&running.stop);
+            let span = tracing::info_span!("filter", vm = %config.vm, disk = %disk.disk);
+            let thread = std::thread::Builder::new()
+                .name("disk".into())
+                .stack_size(STACK)
+                .spawn(move || span.in_scope(|| disk.run(&stop)))?;
+            running.threads.push(thread);
+        }
+        Ok(running)
+    }
+
+    /// How the disks stand, in the configuration's order.
+    #[must_use]
+    pub fn states(&self) -> &[Arc<DiskState>] {
+        &self.states
+    }
+
+    /// Finishes what is under way and flushes; false if some disk could not.
+    #[must_use]
+    pub fn shut_down(self) -> bool {
+        self.stop.ask();
+        let ended: Vec<bool> =
+            self.threads.into_iter().map(|thread| thread.join().unwrap_or(false)).collect();
+        ended.into_iter().all(|well| well)
+    }
+}
+
+fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Prepared, StartError> {
+    let id = config.disk;
+    let named = |what: &str| {
+        let what = format!("disk {id}, {what}");
+        move |error| StartError::Handle { what, error }
+    };
+    let BackendSpec::File { file, offset, direct } = &config.backend;
+    let fd = handles.file(file, !config.read_only).map_err(named("its image"))?;
+    let file = FileDisk::open(fd, *offset, config.size, *direct, config.read_only)
+        .map_err(|error| StartError::Open { disk: id, error })?;
+    let encryption = match config.chain.first() {
+        Some(FilterSpec::Crypt { key, holes }) => {
+            Some(Encryption { key: handles.key(key).map_err(named("its key"))?, holes: *holes })
+        }
+        None => None,
+    };
+    let import = config.import.as_ref().map(|spec| handles.file(&spec.source, false)).transpose();
+    let import = import.map_err(named("the image to import"))?.map(File::from);
+    let front_end = match &config.front_end {
+        Some(FrontEndSpec::VhostUserBlk { listen, peer_uid, .. }) => {
+            let listener = handles.listener(listen).map_err(named("its socket"))?;
+            Some((listener, peer_uid.unwrap_or(geteuid().as_raw())))
+        }
+        None => None,
+    };
+    let queues = config::queues(config);
+    let disk = Disk::new(config.size, config.read_only, encryption, Rest::File(file), all);
+    let chains = (0..queues).map(|_| disk.chain()).collect::<Result<_, _>>();
+    let chains = chains.map_err(|error| StartError::Crypt { disk: id, error })?;
+    let served = Arc::new(Served {
+        size: config.size,
+        read_only: config.read_only,
+        serial: config.serial.as_str().into(),
+        state: Arc::new(DiskState::new(id, queues)),
+    });
+    if import.is_some() {
+        served.state.set(DiskActivity::Importing { done: 0, total: 0 });
+    }
+    Ok(Prepared { chains, import, front_end, served, disk: id })
+}
+
+impl Prepared {
+    /// The life of a disk; whether it ended well, with everything flushed.
+    fn run(mut self, stop: &Stop) -> bool {
+        match self.live(stop) {
+            Ok(()) => true,
+            Err(message) => {
+                tracing::error!(%message, "the disk cannot go on");
+                self.served.state.set(DiskActivity::Failed { message });
+                false
+            }
+        }
+    }
+
+    fn live(&mut self, stop: &Stop) -> Result<(), String> {
+        let state = &self.served.state;
+        if let (Some(source), Some(chain)) = (self.import.take(), self.chains.first_mut()) {
+            import::run(&source, chain, state, stop).map_err(|error| error.to_string())?;
+            tracing::info!("the image is imported and flushed");
+            state.set(DiskActivity::Idle);
+        }
+        if let Some((listener, peer_uid)) = &self.front_end {
+            let chains = std::mem::take(&mut self.chains);
+            self.chains = vhost_user::serve(listener, *peer_uid, &self.served, chains, stop)
+                .map_err(|error| error.to_string())?;
+        }
+        if let Some(chain) = self.chains.first_mut() {
+            blocking::flush(chain).map_err(|error| format!("the last flush failed: {error}"))?;
+        }
+        Ok(())
+    }
+}

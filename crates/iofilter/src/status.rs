@@ -1,0 +1,143 @@
+//! How a disk stands: written by its threads, read by the control socket.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use vmseal_api::filter::{DiskActivity, DiskCounters, DiskStatus};
+use vmseal_api::id::DiskId;
+
+use crate::chain::Done;
+use crate::request::{IoError, Operation};
+
+/// At most one line of log per disk in this time for errors that guests can cause at will.
+const LOG_EVERY: Duration = Duration::from_secs(5);
+
+/// What one queue has done. Only its own thread writes; a cache line of its own.
+#[derive(Debug, Default)]
+#[repr(align(128))]
+pub struct Counters {
+    reads: AtomicU64,
+    read_bytes: AtomicU64,
+    writes: AtomicU64,
+    written_bytes: AtomicU64,
+    flushes: AtomicU64,
+    discards: AtomicU64,
+    errors: AtomicU64,
+}
+
+/// Adds without a locked instruction: there is one writer.
+fn add(counter: &AtomicU64, value: u64) {
+    counter.store(counter.load(Ordering::Relaxed).wrapping_add(value), Ordering::Relaxed);
+}
+
+impl Counters {
+    /// Counts a request that was answered well.
+    pub fn succeeded(&self, operation: Operation, bytes: u64) {
+        match operation {
+            Operation::Read => {
+                add(&self.reads, 1);
+                add(&self.read_bytes, bytes);
+            }
+            Operation::Write => {
+                add(&self.writes, 1);
+                add(&self.written_bytes, bytes);
+            }
+            Operation::Flush => add(&self.flushes, 1),
+            Operation::Discard | Operation::WriteZeroes { .. } => add(&self.discards, 1),
+        }
+    }
+
+    /// Counts a request that was answered with an error.
+    pub fn failed(&self) {
+        add(&self.errors, 1);
+    }
+}
+
+/// How one disk stands.
+#[derive(Debug)]
+pub struct DiskState {
+    disk: DiskId,
+    activity: Mutex<DiskActivity>,
+    trouble: Mutex<Trouble>,
+    queues: Vec<Counters>,
+}
+
+#[derive(Debug, Default)]
+struct Trouble {
+    message: Option<String>,
+    logged: Option<Instant>,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl DiskState {
+    /// An idle disk with that many queues.
+    #[must_use]
+    pub fn new(disk: DiskId, queues: usize) -> Self {
+        Self {
+            disk,
+            activity: Mutex::new(DiskActivity::Idle),
+            trouble: Mutex::default(),
+            queues: (0..queues.max(1)).map(|_| Counters::default()).collect(),
+        }
+    }
+
+    /// The counters of one queue.
+    #[must_use]
+    pub fn counters(&self, queue: usize) -> &Counters {
+        &self.queues[queue]
+    }
+
+    /// Says what the disk is doing.
+    pub fn set(&self, activity: DiskActivity) {
+        *lock(&self.activity) = activity;
+    }
+
+    /// Notes and logs (now and then) that a request failed for a reason that lies with us or below us,
+    /// or that the guest asked for something that cannot be.
+    pub fn note(&self, done: &Done, error: IoError) {
+        let mut trouble = lock(&self.trouble);
+        if !matches!(error, IoError::OutOfRange | IoError::Scattered | IoError::ReadOnly) {
+            trouble.message = Some(error.to_string());
+        }
+        if trouble.logged.is_none_or(|last| last.elapsed() > LOG_EVERY) {
+            trouble.logged = Some(Instant::now());
+            drop(trouble);
+            tracing::error!(
+                operation = ?done.operation, offset = done.offset, length = done.length, %error,
+                "a request failed; the guest sees an I/O error and goes on"
+            );
+        }
+    }
+
+    /// The sum over all queues.
+    #[must_use]
+    pub fn totals(&self) -> DiskCounters {
+        let sum = |field: fn(&Counters) -> &AtomicU64| {
+            self.queues.iter().map(|queue| field(queue).load(Ordering::Relaxed)).sum()
+        };
+        DiskCounters {
+            reads: sum(|queue| &queue.reads),
+            read_bytes: sum(|queue| &queue.read_bytes),
+            writes: sum(|queue| &queue.writes),
+            written_bytes: sum(|queue| &queue.written_bytes),
+            flushes: sum(|queue| &queue.flushes),
+            discards: sum(|queue| &queue.discards),
+            errors: sum(|queue| &queue.errors),
+        }
+    }
+
+    /// What the control socket says of the disk.
+    #[must_use]
+    pub fn status(&self) -> DiskStatus {
+        DiskStatus {
+            disk: self.disk,
+            state: lock(&self.activity).clone(),
+            counters: self.totals(),
+            trouble: lock(&self.trouble).message.clone(),
+        }
+    }
+}

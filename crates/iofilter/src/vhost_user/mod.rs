@@ -1,0 +1,110 @@
+//! The vhost-user-blk front end: QEMU's fast path, on shared guest memory.
+//!
+//! ```text
+//!   Listening --connection, peer allowed--> Connected --disconnected | protocol error--> Listening
+//!        └──────────────── stop ────────────────┴──> ended, rings drained
+//! ```
+//! One thread per disk speaks the protocol ([`session`]); one per queue moves data ([`queue`]). The
+//! crate `vhost-user-backend` is not used: it takes a lock per request and cannot track those in flight.
+
+pub mod config;
+pub mod queue;
+pub mod request;
+pub mod session;
+
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use vhost::vhost_user::BackendReqHandler;
+use vmseal_api::filter::DiskActivity;
+
+use crate::chain::Chain;
+use crate::peer;
+use crate::stop::Stop;
+use crate::vhost_user::session::{Served, Session};
+
+/// Serves VMMs, one after the other, until told to stop; gives the chains back. Fewer chains than came
+/// in, or an error, mean that the disk cannot be served any more.
+///
+/// # Errors
+/// What happened.
+pub fn serve(
+    listener: &UnixListener,
+    peer_uid: u32,
+    served: &Arc<Served>,
+    mut chains: Vec<Chain>,
+    stop: &Stop,
+) -> std::io::Result<Vec<Chain>> {
+    let queues = chains.len();
+    listener.set_nonblocking(true)?;
+    while chains.len() == queues && stop.wait_or_readable(listener.as_fd())? {
+        let stream = match listener.accept() {
+            Ok((stream, _)) => stream,
+            Err(error) if passing(&error) => continue,
+            Err(error) => return Err(error),
+        };
+        if let Err(refusal) = peer::check(&stream, peer_uid) {
+            tracing::warn!(%refusal, "a connection to the disk is refused");
+            continue;
+        }
+        stream.set_nonblocking(false)?;
+        served.state.set(DiskActivity::Connected);
+        tracing::info!("a VMM is connected");
+        chains = session(stream, served, chains, stop)?;
+        served.state.set(DiskActivity::Idle);
+        tracing::info!("the VMM is gone; all its requests are finished");
+    }
+    if chains.len() < queues {
+        return Err(std::io::Error::other("a queue's thread died; restart the filter"));
+    }
+    Ok(chains)
+}
+
+/// Errors of `accept` that concern one connection only.
+fn passing(error: &std::io::Error) -> bool {
+    use std::io::ErrorKind::{ConnectionAborted, Interrupted, WouldBlock};
+    matches!(error.kind(), ConnectionAborted | Interrupted | WouldBlock)
+}
+
+fn session(
+    stream: UnixStream,
+    served: &Arc<Served>,
+    chains: Vec<Chain>,
+    stop: &Stop,
+) -> std::io::Result<Vec<Chain>> {
+    let session = Session::new(Arc::clone(served), chains).map_err(std::io::Error::other)?;
+    let session = Arc::new(Mutex::new(session));
+    let connection = stream.try_clone()?;
+    let mut handler = BackendReqHandler::from_stream(stream, Arc::clone(&session));
+    while stop.wait_or_readable(connection.as_fd())? {
+        match handler.handle_request() {
+            Ok(()) => {}
+            // The VMM was told (or did not ask); what the guest makes of it is the VMM's business.
+            Err(
+                error @ (vhost::vhost_user::Error::InvalidParam
+                | vhost::vhost_user::Error::ReqHandlerError(_)
+                | vhost::vhost_user::Error::InvalidOperation(_)),
+            ) => tracing::warn!(%error, "a request of the VMM could not be met"),
+            Err(vhost::vhost_user::Error::Disconnected) => break,
+            Err(error) => {
+                tracing::warn!(%error, "the connection is ended");
+                break;
+            }
+        }
+        if hung_up(connection.as_fd()) {
+            break;
+        }
+    }
+    let mut session = session.lock().unwrap_or_else(PoisonError::into_inner);
+    Ok(session.end())
+}
+
+/// Whether the other side is gone and has left nothing to read.
+fn hung_up(fd: BorrowedFd<'_>) -> bool {
+    let mut fds = [PollFd::new(fd, PollFlags::POLLIN)];
+    let _ = poll(&mut fds, PollTimeout::ZERO);
+    let events = fds[0].revents().unwrap_or(PollFlags::empty());
+    events.contains(PollFlags::POLLHUP) && !events.contains(PollFlags::POLLIN)
+}

@@ -1,0 +1,411 @@
+//! One request queue: a thread that takes requests from the guest's ring, runs them through its chain
+//! and answers.
+//!
+//! ```text
+//!            pass: take ≤ BATCH from the ring → chain → answer all that is done → one notification
+//!   Serving ──stop──> Draining ──nothing in flight──> ended: the chain and the ring's position go back
+//!      └──malformed──> Broken ──nothing in flight, then stop──> ended
+//!
+//!   something moved:          pass again
+//!   nothing moved:            look again for the polling window; then ask the guest to kick, look once
+//!                             more, and sleep on kick, stop and the backend's completions
+//! ```
+//! The polling window adapts: it grows when sleeps turn out short and falls to nothing when one was
+//! long, so an idle disk costs no CPU.
+
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use nix::poll::{PollFd, PollFlags, ppoll};
+use nix::sys::time::TimeSpec;
+use virtio_bindings::virtio_blk::{VIRTIO_BLK_S_IOERR, VIRTIO_BLK_S_OK};
+use virtio_queue::{Queue, QueueOwnedT, QueueT};
+use vm_memory::GuestMemoryMmap;
+
+use crate::chain::{Chain, Done};
+use crate::memory::{Cursor, Segment};
+use crate::request::{Operation, RequestId};
+use crate::status::DiskState;
+use crate::stop::Stop;
+use crate::vhost_user::request::{Asked, Malformed, Parsed, Parser};
+
+/// The most requests taken in one pass, so that answers are not held back for long.
+const BATCH: usize = 64;
+
+/// The longest time to poll before sleeping: about what a sleep and wake-up cost.
+const WINDOW_MAX: Duration = Duration::from_micros(32);
+
+/// The first polling window after a short sleep.
+const WINDOW_MIN: Duration = Duration::from_micros(4);
+
+/// The stack of a worker: its frames are small, and the process's memory is locked.
+const STACK: usize = 256 * 1024;
+
+/// What a queue's thread is given.
+pub struct Setup {
+    /// The number of the queue.
+    pub index: usize,
+    /// The ring.
+    pub queue: Queue,
+    /// The guest's memory.
+    pub memory: GuestMemoryMmap,
+    /// The guest's notifications.
+    pub kick: Arc<OwnedFd>,
+    /// Where to notify the guest.
+    pub call: Option<Arc<OwnedFd>>,
+    /// Where to tell the VMM that the ring is broken.
+    pub error: Option<Arc<OwnedFd>>,
+    /// Whether each write is to be flushed, as the guest's driver does not know of flushes.
+    pub write_through: bool,
+    /// The device id.
+    pub serial: Arc<str>,
+    /// Where to count.
+    pub state: Arc<DiskState>,
+}
+
+/// A running queue.
+pub struct Running {
+    thread: JoinHandle<(Chain, u16)>,
+    stop: Arc<Stop>,
+}
+
+impl Running {
+    /// Starts the thread.
+    ///
+    /// # Errors
+    /// The chain back, with the reason.
+    pub fn start(setup: Setup, chain: Chain) -> Result<Self, (Box<Chain>, std::io::Error)> {
+        // Made anew for each thread: a stale one would end the next at once.
+        let stop = match Stop::new() {
+            Ok(stop) => Arc::new(stop),
+            Err(error) => return Err((Box::new(chain), error)),
+        };
+        // The chain travels by channel, so that it is not lost if there is no thread for it.
+        let (send, receive) = std::sync::mpsc::sync_channel::<Chain>(1);
+        let (span, stopping) = (tracing::Span::current(), Arc::clone(&stop));
+        let spawned = std::thread::Builder::new()
+            .name(format!("queue{}", setup.index))
+            .stack_size(STACK)
+            .spawn(move || {
+                let _entered = span.entered();
+                let Ok(chain) = receive.recv() else {
+                    unreachable!("the chain is sent once the thread exists")
+                };
+                Worker::new(setup, chain, stopping).run()
+            });
+        match spawned {
+            Err(error) => Err((Box::new(chain), error)),
+            Ok(thread) => {
+                let _ = send.send(chain);
+                Ok(Self { thread, stop })
+            }
+        }
+    }
+
+    /// Stops taking requests, waits for those under way, and returns the chain and the ring's next
+    /// available index; none if the thread died.
+    #[must_use]
+    pub fn stop(self) -> Option<(Chain, u16)> {
+        self.stop.ask();
+        self.thread.join().ok()
+    }
+}
+
+/// A request under way.
+#[derive(Clone, Copy, Debug)]
+struct Pending {
+    head: u16,
+    status: Segment,
+    written: u32,
+    /// What the guest asked, when what is under way is the flush that follows it.
+    flushed: Option<(Operation, u64)>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Phase {
+    Serving,
+    Draining,
+    Broken,
+}
+
+struct Worker {
+    setup: Setup,
+    chain: Chain,
+    stop: Arc<Stop>,
+    phase: Phase,
+    parser: Parser,
+    pending: Vec<Option<Pending>>,
+    window: Duration,
+}
+
+/// Why a queue cannot go on.
+#[derive(Debug, thiserror::Error)]
+enum Broken {
+    #[error("{0}")]
+    Malformed(#[from] Malformed),
+    #[error("the ring is invalid: {0}")]
+    Ring(#[from] virtio_queue::Error),
+}
+
+impl Worker {
+    fn new(setup: Setup, chain: Chain, stop: Arc<Stop>) -> Self {
+        let pending = vec![None; chain.capacity()];
+        let (phase, parser) = (Phase::Serving, Parser::default());
+        Self { setup, chain, stop, phase, parser, pending, window: Duration::ZERO }
+    }
+
+    fn run(mut self) -> (Chain, u16) {
+        if !self.setup.queue.is_valid(&self.setup.memory) {
+            self.broken(&Broken::Ring(virtio_queue::Error::QueueNotReady));
+        }
+        loop {
+            if self.stop.asked() {
+                self.phase = Phase::Draining;
+            }
+            let moved = self.pass();
+            if self.phase == Phase::Draining && self.chain.in_flight() == 0 {
+                return (self.chain, self.setup.queue.next_avail());
+            }
+            if !moved && !self.poll_window() {
+                self.sleep();
+            }
+        }
+    }
+
+    /// The ring cannot be trusted any more: nothing is taken from it until the guest sets it up anew.
+    fn broken(&mut self, error: &Broken) {
+        if self.phase == Phase::Serving {
+            tracing::error!(queue = self.setup.index, %error, "the guest's queue is stopped");
+            self.setup.state.counters(self.setup.index).failed();
+            self.phase = Phase::Broken;
+            if let Some(event) = &self.setup.error {
+                signal(event.as_fd());
+            }
+        }
+    }
+
+    /// One round; whether anything moved.
+    fn pass(&mut self) -> bool {
+        let taken = if self.phase == Phase::Serving { self.take() } else { Ok(0) };
+        self.chain.poll();
+        let answered = self.answer_all();
+        match (taken, answered) {
+            (Ok(taken), Ok(answered)) => taken + answered > 0,
+            (Err(error), _) | (_, Err(error)) => {
+                self.broken(&error);
+                true
+            }
+        }
+    }
+
+    /// Takes what the guest has made available.
+    fn take(&mut self) -> Result<usize, Broken> {
+        let mut taken = 0;
+        while taken < BATCH {
+            let Some(id) = self.chain.begin() else { break };
+            let memory = &self.setup.memory;
+            let next = self.setup.queue.iter(memory).map(|mut chains| chains.next());
+            let chain = match next {
+                Ok(Some(chain)) => chain,
+                Ok(None) => {
+                    self.chain.cancel(id);
+                    break;
+                }
+                Err(error) => {
+                    self.chain.cancel(id);
+                    return Err(error.into());
+                }
+            };
+            let head = chain.head_index();
+            match self.parser.parse(chain, memory, self.chain.data_mut(id)) {
+                Ok(parsed) => self.begin(id, head, &parsed)?,
+                Err(error) => {
+                    self.chain.cancel(id);
+                    return Err(error.into());
+                }
+            }
+            taken += 1;
+        }
+        Ok(taken)
+    }
+
+    fn begin(&mut self, id: RequestId, head: u16, parsed: &Parsed) -> Result<(), Broken> {
+        let written = match parsed.asked {
+            Asked::Io { operation: Operation::Read, .. } => parsed.writable + 1,
+            _ => 1,
+        };
+        let pending = Pending { head, status: parsed.status, written, flushed: None };
+        match parsed.asked {
+            Asked::Io { operation, offset, length } => {
+                self.pending[id.index()] = Some(pending);
+                self.chain.submit(id, operation, offset, length, id.index() as u64);
+                return Ok(());
+            }
+            Asked::Id => {
+                let mut text = [0; vmseal_api::filter::SERIAL_MAX];
+                let serial = self.setup.serial.as_bytes();
+                let length = serial.len().min(text.len());
+                text[..length].copy_from_slice(&serial[..length]);
+                let put = Cursor::default().scatter(self.chain.data_mut(id), &text);
+                let written = u32::try_from(put).unwrap_or(0) + 1;
+                self.answer(Pending { written, ..pending }, VIRTIO_BLK_S_OK as u8)?;
+            }
+            Asked::Refused(status) => {
+                self.setup.state.counters(self.setup.index).failed();
+                self.answer(pending, status)?;
+            }
+        }
+        self.chain.cancel(id);
+        // Answered outside of `answer_all`, so it has to notify by itself.
+        self.notify()
+    }
+
+    fn answer_all(&mut self) -> Result<usize, Broken> {
+        let mut answered = 0;
+        while let Some(done) = self.chain.next_done() {
+            let index = usize::try_from(done.tag).unwrap_or(usize::MAX);
+            let Some(pending) = self.pending.get_mut(index).and_then(Option::take) else {
+                continue;
+            };
+            if self.flush_instead(&done, pending) {
+                continue;
+            }
+            let status = self.count(&done, &pending);
+            self.answer(pending, status)?;
+            answered += 1;
+        }
+        if answered > 0 {
+            self.notify()?;
+        }
+        Ok(answered)
+    }
+
+    /// For a driver that does not flush: makes a write durable before it is answered.
+    fn flush_instead(&mut self, done: &Done, pending: Pending) -> bool {
+        let needed = self.setup.write_through
+            && done.operation.changes()
+            && done.result.is_ok()
+            && pending.flushed.is_none();
+        if !needed {
+            return false;
+        }
+        let Some(id) = self.chain.begin() else {
+            unreachable!("the slot of the request that is done is free")
+        };
+        let flushed = Some((done.operation, done.length));
+        self.pending[id.index()] = Some(Pending { flushed, ..pending });
+        self.chain.submit(id, Operation::Flush, 0, 0, id.index() as u64);
+        self.chain.poll();
+        true
+    }
+
+    fn count(&self, done: &Done, pending: &Pending) -> u8 {
+        let counters = self.setup.state.counters(self.setup.index);
+        match done.result {
+            Ok(()) => {
+                let (operation, length) = pending.flushed.unwrap_or((done.operation, done.length));
+                counters.succeeded(operation, length);
+                VIRTIO_BLK_S_OK as u8
+            }
+            Err(error) => {
+                counters.failed();
+                self.setup.state.note(done, error);
+                VIRTIO_BLK_S_IOERR as u8
+            }
+        }
+    }
+
+    fn answer(&mut self, pending: Pending, status: u8) -> Result<(), Broken> {
+        pending.status.copy_from(&[status]);
+        self.setup.queue.add_used(&self.setup.memory, pending.head, pending.written)?;
+        Ok(())
+    }
+
+    fn notify(&mut self) -> Result<(), Broken> {
+        let needed = self.setup.queue.needs_notification(&self.setup.memory)?;
+        if let (true, Some(call)) = (needed, &self.setup.call) {
+            signal(call.as_fd());
+        }
+        Ok(())
+    }
+
+    /// Looks for work for the polling window; whether there is some.
+    fn poll_window(&mut self) -> bool {
+        if self.window.is_zero() || self.phase != Phase::Serving {
+            return false;
+        }
+        let start = Instant::now();
+        while start.elapsed() < self.window {
+            if self.pass() {
+                return true;
+            }
+            std::hint::spin_loop();
+        }
+        false
+    }
+
+    /// Sleeps until there may be something to do.
+    fn sleep(&mut self) {
+        if self.phase == Phase::Serving {
+            match self.setup.queue.enable_notification(&self.setup.memory) {
+                Ok(false) => {}
+                Ok(true) => return,
+                Err(error) => return self.broken(&error.into()),
+            }
+        }
+        let start = Instant::now();
+        self.wait();
+        let slept = start.elapsed();
+        self.window = if slept > WINDOW_MAX * 2 {
+            Duration::ZERO
+        } else {
+            (self.window * 2).clamp(WINDOW_MIN, WINDOW_MAX)
+        };
+        if self.phase == Phase::Serving
+            && let Err(error) = self.setup.queue.disable_notification(&self.setup.memory)
+        {
+            self.broken(&error.into());
+        }
+    }
+
+    fn wait(&self) {
+        let readable = PollFlags::POLLIN;
+        let mut fds = [
+            PollFd::new(self.setup.kick.as_fd(), readable),
+            PollFd::new(self.stop.event(), readable),
+            PollFd::new(self.stop.event(), PollFlags::empty()),
+        ];
+        let in_flight = self.chain.in_flight() > 0;
+        if let (true, Some(handle)) = (in_flight, self.chain.wait_handle()) {
+            fds[2] = PollFd::new(borrow(handle, &self.chain), readable);
+        }
+        // Once stopping or broken, neither kicks nor the stop event (still set) are looked at.
+        let from = match self.phase {
+            Phase::Serving => 0,
+            Phase::Broken => 1,
+            Phase::Draining => 2,
+        };
+        let timeout = self.chain.wake_after().map(TimeSpec::from);
+        if ppoll(&mut fds[from..], timeout, None).is_ok() && from == 0 {
+            let kicked = fds[0].revents().is_some_and(|events| events.contains(readable));
+            if kicked {
+                let _ = nix::unistd::read(&self.setup.kick, &mut [0; 8]);
+            }
+        }
+    }
+}
+
+/// The backend's descriptor for as long as its chain is borrowed.
+fn borrow(handle: RawFd, _owner: &Chain) -> BorrowedFd<'_> {
+    // SAFETY: the backend in the chain owns the descriptor and lives as long as the chain.
+    unsafe { BorrowedFd::borrow_raw(handle) }
+}
+
+/// Adds one to an eventfd.
+fn signal(event: BorrowedFd<'_>) {
+    if let Err(error) = nix::unistd::write(event, &1u64.to_ne_bytes()) {
+        tracing::debug!(fd = event.as_raw_fd(), %error, "an event could not be signalled");
+    }
+}
