@@ -96,7 +96,7 @@ fn asks() -> impl Strategy<Value = Vec<Ask>> {
             blocks: blocks.min(SIZE / BLOCK - start),
             fill,
             // At most 1000 segments, as a request may have 1024.
-            cut: cut.max(blocks as usize * 512 / 1000),
+            cut: cut.max((blocks as usize * 512).div_ceil(1000)),
         },
     );
     prop::collection::vec(ask, 1..60)
