@@ -11,6 +11,7 @@
 pub mod filter;
 pub mod host;
 pub mod id;
+pub mod join_token;
 pub mod model;
 pub mod problem;
 pub mod request;

@@ -33,7 +33,7 @@ pub const MEMORY_MAX: u64 = 6 << 40;
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct JoinHost {
-    /// The one-time token.
+    /// The one-time token ([`crate::join_token::JoinToken`]).
     pub token: String,
     /// The name to be known by.
     pub name: String,
