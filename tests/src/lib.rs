@@ -1,1 +1,45 @@
-//! Whole-system tests
+//! What the whole-system tests (in `tests/tests/`) stand on: a complete vmseal on this machine, driven
+//! through its command line as a user drives it, with real guests.
+//!
+//! | module | what |
+//! |---|---|
+//! | [`installation`] | a server and an agent of their own, on a loopback address of their own |
+//! | [`guest`] | disks that guests boot from, and their consoles |
+//! | [`process`] | children that never outlive their test |
+
+pub mod guest;
+pub mod installation;
+pub mod process;
+
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, bail};
+
+/// How long anything may take that is not a guest's boot. Generous: the machine may be busy with other tests.
+pub const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Waits until `test` gives something, and gives it; fails with `what` after [`PATIENCE`].
+pub fn eventually<T>(what: &str, mut test: impl FnMut() -> Option<T>) -> anyhow::Result<T> {
+    let begun = Instant::now();
+    loop {
+        if let Some(found) = test() {
+            return Ok(found);
+        }
+        if begun.elapsed() > PATIENCE {
+            bail!("not so after {PATIENCE:?}: {what}");
+        }
+        std::thread::sleep(Duration::from_millis(50));
+    }
+}
+
+/// A program of this workspace, as `cargo build` left it beside the tests.
+pub fn program(name: &str) -> anyhow::Result<PathBuf> {
+    let test = std::env::current_exe()?;
+    let directory = test.ancestors().nth(2).context("the test lies in no target directory")?;
+    let program = directory.join(name);
+    if !program.exists() {
+        bail!("{} is not built: run `cargo build --workspace` first", program.display());
+    }
+    Ok(program)
+}

@@ -1,0 +1,128 @@
+//! Disks that guests boot from, and their consoles.
+
+use std::io::{Read, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, Command, Stdio};
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, bail, ensure};
+
+/// How long a guest may take to say something: emulated, on a machine that runs other tests.
+pub const GUEST_PATIENCE: Duration = Duration::from_secs(120);
+
+/// What the counting guest prints before its number.
+pub const COUNT: &str = "VMSEAL-COUNT ";
+
+/// Makes the raw disk of the counting guest (`tests/images/counter.S`), `size` bytes long.
+pub fn counter_disk(path: &Path, size: u64) -> anyhow::Result<()> {
+    let source = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("images/counter.S");
+    let built = tempfile::tempdir()?;
+    let (object, sector) = (built.path().join("counter.o"), built.path().join("counter.bin"));
+    run(Command::new("as").arg("--32").arg(source).arg("-o").arg(&object))?;
+    run(Command::new("ld")
+        .args(["-m", "elf_i386", "-Ttext", "0x7c00", "--oformat", "binary"])
+        .arg(&object)
+        .arg("-o")
+        .arg(&sector))?;
+    let code = std::fs::read(&sector)?;
+    ensure!(code.len() == 512, "the boot sector has {} bytes, not 512", code.len());
+    std::fs::write(path, code)?;
+    std::fs::File::options().write(true).open(path)?.set_len(size)?;
+    Ok(())
+}
+
+fn run(command: &mut Command) -> anyhow::Result<()> {
+    let output = command.output().with_context(|| format!("cannot run {command:?}"))?;
+    ensure!(
+        output.status.success(),
+        "{command:?} failed: {}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+    Ok(())
+}
+
+/// A guest's serial console, through `vmseal vm console`.
+pub struct Console {
+    child: Child,
+    input: ChildStdin,
+    heard: Arc<(Mutex<Heard>, Condvar)>,
+}
+
+#[derive(Default)]
+struct Heard {
+    text: String,
+    ended: bool,
+}
+
+impl Console {
+    /// Opens it with `command`, whose standard input and output are the serial line.
+    pub fn open(command: &mut Command) -> anyhow::Result<Self> {
+        let mut child = command
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            .spawn()?;
+        let input = child.stdin.take().context("no standard input")?;
+        let mut output = child.stdout.take().context("no standard output")?;
+        let heard = Arc::new((Mutex::new(Heard::default()), Condvar::new()));
+        let listener = Arc::clone(&heard);
+        std::thread::spawn(move || {
+            let mut buffer = [0; 4096];
+            loop {
+                let count = output.read(&mut buffer).unwrap_or(0);
+                let (lock, news) = &*listener;
+                let Ok(mut heard) = lock.lock() else { return };
+                heard.text.push_str(&String::from_utf8_lossy(&buffer[..count]));
+                heard.ended |= count == 0;
+                news.notify_all();
+                if heard.ended {
+                    return;
+                }
+            }
+        });
+        Ok(Self { child, input, heard })
+    }
+
+    /// Types at the guest.
+    pub fn type_text(&mut self, text: &str) -> anyhow::Result<()> {
+        self.input.write_all(text.as_bytes())?;
+        Ok(self.input.flush()?)
+    }
+
+    /// Waits for `pattern`; gives the `following` characters after it and forgets all up to there.
+    pub fn expect(&mut self, pattern: &str, following: usize) -> anyhow::Result<String> {
+        let begun = Instant::now();
+        let (lock, news) = &*self.heard;
+        let mut heard = lock.lock().map_err(|_| anyhow::anyhow!("the listener panicked"))?;
+        loop {
+            if let Some(at) = heard.text.find(pattern) {
+                let from = at + pattern.len();
+                if let Some(found) = heard.text.get(from..from + following) {
+                    let found = found.to_owned();
+                    heard.text.drain(..from + following);
+                    return Ok(found);
+                }
+            }
+            if heard.ended || begun.elapsed() > GUEST_PATIENCE {
+                bail!("the guest never said '{pattern}'; it said: {}", heard.text);
+            }
+            (heard, _) = news
+                .wait_timeout(heard, Duration::from_millis(200))
+                .map_err(|_| anyhow::anyhow!("the listener panicked"))?;
+        }
+    }
+
+    /// The next number of the counting guest.
+    pub fn next_count(&mut self) -> anyhow::Result<u32> {
+        let digits = self.expect(COUNT, 8)?;
+        u32::from_str_radix(&digits, 16).with_context(|| format!("'{digits}' is no count"))
+    }
+}
+
+impl Drop for Console {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}

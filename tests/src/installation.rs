@@ -1,0 +1,286 @@
+//! A complete vmseal on this machine: a server and an agent of their own, on a loopback address of their
+//! own, in a directory of their own.
+
+use std::fs::Permissions;
+use std::net::Ipv4Addr;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use std::sync::atomic::{AtomicU8, Ordering};
+
+use anyhow::{Context, bail, ensure};
+use serde_json::Value;
+use tempfile::TempDir;
+
+use crate::guest::{Console, counter_disk};
+use crate::process::{Process, kill_hard, naming};
+use crate::{eventually, program};
+
+const SERVER_PORT: u16 = 8443;
+const AGENT_PORT: u16 = 8444;
+
+/// The passphrase of the native provider in every test.
+pub const PASSPHRASE: &str = "correct horse battery staple";
+
+/// The size of the counting guest's disk; small, so that whole images can be searched.
+pub const DISK_SIZE: u64 = 8 << 20;
+
+/// A server, an agent, and a directory with all that they keep.
+pub struct Installation {
+    directory: TempDir,
+    address: Ipv4Addr,
+    server: Option<Process>,
+    agent: Option<Process>,
+}
+
+/// Every installation of this process gets an address of its own, so that ports never collide.
+fn next_address() -> Ipv4Addr {
+    static NEXT: AtomicU8 = AtomicU8::new(1);
+    let [.., high, low] = std::process::id().to_be_bytes();
+    Ipv4Addr::new(127, high | 0x80, low, NEXT.fetch_add(1, Ordering::Relaxed))
+}
+
+impl Installation {
+    /// A server and a joined host named `here`, with a datastore `local`, a usable default provider
+    /// `keys`, and the policies `encrypted` and `plain`.
+    pub fn new() -> anyhow::Result<Self> {
+        let directory = tempfile::Builder::new().prefix("vmseal-test-").tempdir()?;
+        std::fs::set_permissions(directory.path(), Permissions::from_mode(0o711))?;
+        let mut this = Self { directory, address: next_address(), server: None, agent: None };
+        this.start_server()?;
+        let token = this.path("join.token");
+        std::fs::write(&token, this.vmseal(&["host", "token"])?)?;
+        this.vmseal(&[
+            "agent", "join", "--to", &this.url(), "--name", "here",
+            "--join-token-file", text(&token)?,
+            "--address", &format!("{}:{AGENT_PORT}", this.address),
+            "--state-dir", text(&this.path("agent"))?,
+        ])?;
+        this.start_agent()?;
+        this.add_resources()?;
+        Ok(this)
+    }
+
+    fn add_resources(&self) -> anyhow::Result<()> {
+        let store = self.path("datastore");
+        std::fs::create_dir(&store)?;
+        self.vmseal(&["datastore", "add", "local", "--host", "here", "--path", text(&store)?])?;
+        let passphrase = self.path("passphrase");
+        std::fs::write(&passphrase, PASSPHRASE)?;
+        let given = ["--passphrase-file", text(&passphrase)?];
+        let backup = self.path("keys.backup");
+        self.vmseal(&[&["provider", "add", "keys"], &given[..]].concat())?;
+        self.vmseal(&[&["provider", "backup", "keys", "--to", text(&backup)?], &given[..]].concat())?;
+        self.vmseal(&[&["provider", "verify", "keys", "--from", text(&backup)?], &given[..]].concat())?;
+        self.vmseal(&["provider", "default", "keys"])?;
+        self.vmseal(&["policy", "add", "encrypted", "--encrypt"])?;
+        self.vmseal(&["policy", "add", "plain", "--plain"])?;
+        Ok(())
+    }
+
+    /// A path in the installation's directory.
+    #[must_use]
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.directory.path().join(name)
+    }
+
+    /// The server's address.
+    #[must_use]
+    pub fn url(&self) -> String {
+        format!("https://{}:{SERVER_PORT}", self.address)
+    }
+
+    /// A command that will talk to this server.
+    pub fn command(&self) -> anyhow::Result<Command> {
+        let mut command = Command::new(program("vmseal")?);
+        command
+            .env("VMSEAL_SERVER", self.url())
+            .env("VMSEAL_CA", self.path("server/ca.pem"))
+            .env("VMSEAL_TOKEN_FILE", self.path("server/admin.token"))
+            .env("HOME", self.directory.path());
+        Ok(command)
+    }
+
+    /// Runs a vmseal command, whatever comes of it.
+    pub fn try_vmseal(&self, arguments: &[&str]) -> anyhow::Result<Output> {
+        Ok(self.command()?.args(arguments).output()?)
+    }
+
+    /// Runs a vmseal command that must succeed; gives what it prints.
+    pub fn vmseal(&self, arguments: &[&str]) -> anyhow::Result<String> {
+        let output = self.try_vmseal(arguments)?;
+        ensure!(
+            output.status.success(),
+            "`vmseal {}` failed: {}\nthe server's log ends:\n{}\nthe agent's log ends:\n{}",
+            arguments.join(" "),
+            String::from_utf8_lossy(&output.stderr),
+            tail(&self.path("server.log")),
+            tail(&self.path("agent.log")),
+        );
+        Ok(String::from_utf8(output.stdout)?)
+    }
+
+    /// Runs a vmseal command that must fail; gives what it says on standard error.
+    pub fn refused(&self, arguments: &[&str]) -> anyhow::Result<String> {
+        let output = self.try_vmseal(arguments)?;
+        if output.status.success() {
+            bail!("`vmseal {}` succeeded and should not have", arguments.join(" "));
+        }
+        Ok(String::from_utf8(output.stderr)?)
+    }
+
+    /// What a vmseal command prints as JSON.
+    pub fn json(&self, arguments: &[&str]) -> anyhow::Result<Value> {
+        let printed = self.vmseal(&[arguments, &["-o", "json"]].concat())?;
+        serde_json::from_str(&printed).with_context(|| format!("not JSON: {printed}"))
+    }
+
+    /// Starts the server, and waits until it answers.
+    pub fn start_server(&mut self) -> anyhow::Result<()> {
+        let mut command = Command::new(program("vmseal")?);
+        command
+            .arg("server")
+            .arg("--data-dir").arg(self.path("server"))
+            .arg("--listen").arg(format!("{}:{SERVER_PORT}", self.address))
+            .arg("--name").arg(self.address.to_string())
+            .env("CREDENTIALS_DIRECTORY", self.credentials()?);
+        let mut server = Process::start(&mut command, &self.path("server.log"))?;
+        eventually("the server answers", || {
+            let answered = self.try_vmseal(&["host", "list"]).is_ok_and(|o| o.status.success());
+            (answered || server.ended()).then_some(())
+        })?;
+        ensure!(!server.ended(), "the server ended: {}", tail(&self.path("server.log")));
+        self.server = Some(server);
+        Ok(())
+    }
+
+    /// A credentials directory as systemd makes it, with the provider's passphrase: a server that
+    /// restarts unlocks its provider by itself.
+    fn credentials(&self) -> anyhow::Result<PathBuf> {
+        let directory = self.path("credentials");
+        std::fs::create_dir_all(&directory)?;
+        std::fs::set_permissions(&directory, Permissions::from_mode(0o700))?;
+        let file = directory.join("vmseal-provider-keys");
+        std::fs::write(&file, PASSPHRASE)?;
+        std::fs::set_permissions(&file, Permissions::from_mode(0o400))?;
+        Ok(directory)
+    }
+
+    /// Starts the agent, and waits until the server has it connected.
+    pub fn start_agent(&mut self) -> anyhow::Result<()> {
+        let mut command = Command::new(program("vmseal")?);
+        command
+            .arg("agent")
+            .arg("--state-dir").arg(self.path("agent"))
+            .arg("--run-dir").arg(self.path("run"))
+            // Which accelerator the probe finds is its own test's matter; here every guest runs the same.
+            .args(["--accelerator", "tcg"]);
+        let mut agent = Process::start(&mut command, &self.path("agent.log"))?;
+        self.wait_connected(&mut agent)?;
+        self.agent = Some(agent);
+        Ok(())
+    }
+
+    fn wait_connected(&self, agent: &mut Process) -> anyhow::Result<()> {
+        eventually("the host is connected", || {
+            let hosts = self.json(&["host", "list"]).ok()?;
+            let connected = hosts[0]["connection"] == "connected";
+            (connected || agent.ended()).then_some(())
+        })?;
+        ensure!(!agent.ended(), "the agent ended: {}", tail(&self.path("agent.log")));
+        Ok(())
+    }
+
+    /// Kills the server as a power cut would.
+    pub fn kill_server(&mut self) {
+        self.server.take().into_iter().for_each(Process::kill);
+    }
+
+    /// Kills the agent as a power cut would; guests and filters go on.
+    pub fn kill_agent(&mut self) {
+        self.agent.take().into_iter().for_each(Process::kill);
+    }
+
+    /// Process ids of server and agent, as far as they run.
+    #[must_use]
+    pub fn own_processes(&self) -> Vec<i32> {
+        self.server.iter().chain(&self.agent).map(Process::id).collect()
+    }
+
+    /// Process ids of a VM whose program is `name` (`vmseal-filter`, `qemu-system-x86_64`).
+    #[must_use]
+    pub fn guest_processes(&self, name: &str) -> Vec<i32> {
+        let own = self.own_processes();
+        naming(&self.path("run").to_string_lossy())
+            .into_iter()
+            .filter(|pid| !own.contains(pid))
+            .filter(|pid| {
+                std::fs::read_link(format!("/proc/{pid}/exe"))
+                    .is_ok_and(|exe| exe.file_name().is_some_and(|file| file == name))
+            })
+            .collect()
+    }
+
+    /// Makes a VM whose only disk holds the counting guest.
+    pub fn create_counter(&self, vm: &str, policy: &str) -> anyhow::Result<()> {
+        let image = self.path("counter.raw");
+        if !image.exists() {
+            counter_disk(&image, DISK_SIZE)?;
+        }
+        let disk = format!("datastore=local,image={}", text(&image)?);
+        self.vmseal(&["vm", "create", vm, "--policy", policy, "--memory", "32MiB", "--disk", &disk])?;
+        Ok(())
+    }
+
+    /// A VM's serial console.
+    pub fn console(&self, vm: &str) -> anyhow::Result<Console> {
+        Console::open(self.command()?.args(["vm", "console", vm]))
+    }
+
+    /// A VM as `vm show` has it.
+    pub fn vm(&self, vm: &str) -> anyhow::Result<Value> {
+        self.json(&["vm", "show", vm])
+    }
+
+    /// Waits until a VM's `power` is so.
+    pub fn wait_power(&self, vm: &str, power: &str) -> anyhow::Result<Value> {
+        eventually(&format!("{vm} is {power}"), || {
+            self.vm(vm).ok().filter(|shown| shown["power"] == power)
+        })
+    }
+
+    /// The files of a VM's disks on the datastore.
+    pub fn images(&self, vm: &str) -> anyhow::Result<Vec<PathBuf>> {
+        let shown = self.vm(vm)?;
+        let directory = self.path("datastore").join(shown["id"].as_str().context("no id")?);
+        let disks = shown["disks"].as_array().context("no disks")?;
+        disks
+            .iter()
+            .map(|disk| Ok(directory.join(format!("{}.raw", disk["id"].as_str().context("no id")?))))
+            .collect()
+    }
+}
+
+impl Drop for Installation {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            eprintln!("the server's log ends:\n{}", tail(&self.path("server.log")));
+            eprintln!("the agent's log ends:\n{}", tail(&self.path("agent.log")));
+        }
+        self.kill_agent();
+        self.kill_server();
+        naming(&self.path("run").to_string_lossy()).into_iter().for_each(kill_hard);
+    }
+}
+
+/// A path as text; the tests' own are.
+pub fn text(path: &Path) -> anyhow::Result<&str> {
+    path.to_str().context("a path that is not UTF-8")
+}
+
+/// The end of a log.
+fn tail(log: &Path) -> String {
+    let content = std::fs::read_to_string(log).unwrap_or_default();
+    let lines: Vec<_> = content.lines().collect();
+    lines[lines.len().saturating_sub(30)..].join("\n")
+}
