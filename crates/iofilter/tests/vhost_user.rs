@@ -5,7 +5,9 @@
 
 mod initiator;
 
+use std::fs::File;
 use std::os::unix::net::{UnixListener, UnixStream};
+use std::process::Command;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -14,8 +16,9 @@ use initiator::{BASE, DATA, INDIRECT, Initiator, NEXT, RING, WRITE};
 use proptest::prelude::*;
 use vhost::VhostBackend;
 use vm_memory::{Bytes, GuestAddress};
-use vmseal_api::filter::{DiskActivity, Holes};
+use vmseal_api::filter::{Direct, DiskActivity, Holes};
 use vmseal_api::id::DiskId;
+use vmseal_iofilter::backend::file::FileDisk;
 use vmseal_iofilter::backend::mem::MemDisk;
 use vmseal_iofilter::chain::Chain;
 use vmseal_iofilter::disk::{Disk, Encryption, Rest};
@@ -46,13 +49,17 @@ struct Server {
 
 impl Server {
     fn start(read_only: bool) -> Self {
+        let mem = MemDisk::new(SIZE as usize);
+        Self::start_on(Rest::Mem(mem.clone()), mem, read_only)
+    }
+
+    fn start_on(rest: Rest, mem: MemDisk, read_only: bool) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("disk");
         let listener = UnixListener::bind(&path).unwrap();
-        let mem = MemDisk::new(SIZE as usize);
         let key = SecretBytes::random(64).unwrap();
         let encryption = Some(Encryption { key, holes: Holes::Zero });
-        let disk = Disk::new(SIZE, read_only, encryption, Rest::Mem(mem.clone()), 2);
+        let disk = Disk::new(SIZE, read_only, encryption, rest, 2);
         let chains = (0..2).map(|_| disk.chain().unwrap()).collect();
         let state = Arc::new(DiskState::new(DiskId::new(), 2));
         let served = Arc::new(Served {
@@ -108,7 +115,7 @@ fn all_that_a_guest_may_ask() {
         assert_eq!(guest.request(11, 0, &range(16, 8, 0)).0, OK, "discard");
         let (status, read) = guest.request(0, 3, &vec![1; written.len()]);
         assert_eq!((status, &read[..512]), (OK, &written[..512]));
-        assert!(read[512..512 * 21 - 512 * 1].iter().take(512 * 10).all(|&byte| byte == 0));
+        assert!(read[512..512 * 11].iter().all(|&byte| byte == 0));
         assert!(guest.notifications() > 0);
         let counters = server.state.totals();
         assert_eq!((counters.reads, counters.writes, counters.discards), (2, 1, 3));
@@ -255,6 +262,49 @@ fn a_driver_that_does_not_flush_gets_its_writes_flushed_and_counted_as_writes() 
     assert_eq!(guest.request(1, 1, &[3; 1024]).0, OK);
     let counters = server.state.totals();
     assert_eq!((counters.writes, counters.written_bytes, counters.flushes), (1, 1024, 0));
+}
+
+/// A file system of 256 KiB; it can be made by root only.
+struct Small(tempfile::TempDir);
+
+impl Small {
+    fn mount() -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let mounted = Command::new("mount")
+            .args(["-t", "tmpfs", "-o", "size=256k", "small"])
+            .arg(directory.path())
+            .status();
+        assert!(mounted.unwrap().success());
+        Self(directory)
+    }
+}
+
+impl Drop for Small {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg("-l").arg(self.0.path()).status();
+    }
+}
+
+#[test]
+fn a_full_datastore_is_an_io_error_and_a_mark_and_the_disk_goes_on() {
+    if !nix::unistd::geteuid().is_root() {
+        eprintln!("skipped: mounting a small file system needs root");
+        return;
+    }
+    let small = Small::mount();
+    let mut options = File::options();
+    let options = options.create_new(true).read(true).write(true);
+    let file = options.open(small.0.path().join("disk")).unwrap();
+    file.set_len(SIZE).unwrap();
+    let file = FileDisk::open(file.into(), 0, SIZE, Direct::Auto, false).unwrap();
+    let server = Server::start_on(Rest::File(file), MemDisk::new(0), false);
+    let mut guest = server.connect(ALL);
+    assert_eq!(guest.request(1, 0, &vec![7; 128 << 10]).0, OK);
+    assert_eq!(guest.request(1, 512, &vec![8; 256 << 10]).0, IOERR);
+    assert!(server.state.status().trouble.unwrap().contains("no space"));
+    assert_eq!(guest.request(0, 0, &vec![0; 128 << 10]), (OK, vec![7; 128 << 10]));
+    assert_eq!(guest.request(11, 0, &range(0, 2048, 0)).0, OK, "the guest makes room");
+    assert_eq!(guest.request(1, 512, &vec![8; 128 << 10]).0, OK);
 }
 
 proptest! {

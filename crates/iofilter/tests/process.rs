@@ -1,0 +1,292 @@
+//! The program itself: started as the agent starts it, watched over its control socket, ended.
+
+#![allow(clippy::unwrap_used)] // a test
+
+use std::fs::File;
+use std::io::{BufRead, BufReader, Write};
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use serde_json::{Value, json};
+use vmseal_api::filter::{
+    ControlReply, ControlRequest, Direct, DiskActivity, DiskStatus, Holes, LINE_MAX,
+};
+use vmseal_iofilter::backend::file::FileDisk;
+use vmseal_iofilter::blocking;
+use vmseal_iofilter::disk::{Disk, Encryption, Rest};
+use vmseal_iofilter::memory::Segment;
+use vmseal_iofilter::request::Operation;
+use vmseal_secret::SecretBytes;
+
+const DATA: u64 = 16 << 20;
+const SIZE: u64 = 64 << 20;
+const PATIENCE: Duration = Duration::from_secs(30);
+
+struct Place {
+    directory: tempfile::TempDir,
+}
+
+impl Place {
+    fn new() -> Self {
+        let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        let place = Self { directory };
+        std::fs::write(place.path("key"), (0..64u8).collect::<Vec<_>>()).unwrap();
+        std::fs::set_permissions(place.path("key"), PermissionsExt::from_mode(0o600)).unwrap();
+        File::create(place.path("disk")).unwrap().set_len(DATA + SIZE).unwrap();
+        place
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.directory.path().join(name)
+    }
+
+    fn config(&self) -> Value {
+        json!({
+            "version": 1,
+            "vm": "01890a5d-ac96-774b-bcce-b302099a8057",
+            "control": { "path": self.path("control") },
+            "disks": [{
+                "disk": "01890a5d-ac96-774b-bcce-b302099a8058",
+                "size": SIZE,
+                "serial": "vmseal-0",
+                "chain": [{ "kind": "crypt", "key": { "path": self.path("key") }, "holes": "zero" }],
+                "backend": { "kind": "file", "file": { "path": self.path("disk") }, "offset": DATA },
+                "front_end": {
+                    "kind": "vhost_user_blk", "listen": { "path": self.path("vhost") }, "queues": 1
+                }
+            }]
+        })
+    }
+
+    fn start(&self, config: &Value) -> Filter {
+        self.start_with(config, &[])
+    }
+
+    /// Starts the program, which inherits `fds` under their numbers.
+    fn start_with(&self, config: &Value, fds: &[&OwnedFd]) -> Filter {
+        std::fs::write(self.path("config"), config.to_string()).unwrap();
+        let numbers: Vec<i32> = fds.iter().map(|fd| fd.as_raw_fd()).collect();
+        let mut command = Command::new(env!("CARGO_BIN_EXE_vmseal-filter"));
+        command.arg("--config").arg(self.path("config")).stderr(Stdio::piped());
+        // SAFETY: fcntl is async-signal-safe, and nothing is allocated.
+        unsafe {
+            command.pre_exec(move || {
+                for &number in &numbers {
+                    libc::fcntl(number, libc::F_SETFD, 0);
+                }
+                Ok(())
+            });
+        }
+        Filter { child: command.spawn().unwrap(), control: self.path("control") }
+    }
+
+    /// What the disk holds, decrypted.
+    fn content(&self) -> Vec<u8> {
+        let file = File::options().read(true).write(true).open(self.path("disk")).unwrap();
+        let file = FileDisk::open(OwnedFd::from(file), DATA, SIZE, Direct::Off, false).unwrap();
+        let mut key: Vec<u8> = (0..64).collect();
+        let key = SecretBytes::from_wiped(&mut key).unwrap();
+        let encryption = Some(Encryption { key, holes: Holes::Zero });
+        let mut chain = Disk::new(SIZE, true, encryption, Rest::File(file), 1).chain().unwrap();
+        let mut bytes = vec![1; SIZE as usize];
+        let id = chain.begin().unwrap();
+        // SAFETY: the buffer outlives the drained chain.
+        chain.data_mut(id).push(unsafe { Segment::new(bytes.as_mut_ptr(), bytes.len()) });
+        chain.submit(id, Operation::Read, 0, 0, 0);
+        blocking::drain(&mut chain).unwrap();
+        bytes
+    }
+}
+
+struct Filter {
+    child: Child,
+    control: PathBuf,
+}
+
+impl Filter {
+    fn connect(&self) -> UnixStream {
+        let until = Instant::now() + PATIENCE;
+        loop {
+            match UnixStream::connect(&self.control) {
+                Ok(stream) => return stream,
+                Err(error) => assert!(Instant::now() < until, "no control socket: {error}"),
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+
+    fn ask(&self, request: &ControlRequest) -> ControlReply {
+        self.send(&serde_json::to_vec(request).unwrap())
+    }
+
+    fn send(&self, line: &[u8]) -> ControlReply {
+        let mut stream = self.connect();
+        stream.write_all(&[line, b"\n"].concat()).unwrap();
+        let mut answer = String::new();
+        BufReader::new(stream).read_line(&mut answer).unwrap();
+        serde_json::from_str(&answer).unwrap()
+    }
+
+    fn disk(&self) -> DiskStatus {
+        let ControlReply::Status(mut status) = self.ask(&ControlRequest::Status) else {
+            panic!("not a status")
+        };
+        status.disks.remove(0)
+    }
+
+    /// Waits until the disk no longer imports.
+    fn settled(&self) -> DiskActivity {
+        let until = Instant::now() + PATIENCE;
+        loop {
+            match self.disk().state {
+                DiskActivity::Importing { .. } => assert!(Instant::now() < until),
+                state => return state,
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+
+    fn ended(mut self) -> (Option<i32>, String) {
+        let until = Instant::now() + PATIENCE;
+        while self.child.try_wait().unwrap().is_none() {
+            assert!(Instant::now() < until, "the filter does not end");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        let status = self.child.wait().unwrap();
+        let log = std::io::read_to_string(self.child.stderr.take().unwrap()).unwrap();
+        (status.code(), log)
+    }
+}
+
+impl Drop for Filter {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// A sparse image of odd length with data here and there.
+fn image(path: &Path) -> Vec<u8> {
+    let mut bytes = vec![0; (20 << 20) + 1234];
+    for (at, length) in [(0, 5000), (3 << 20, 70_000), ((9 << 20) - 3, 6), ((20 << 20) + 1000, 234)]
+    {
+        bytes[at..at + length].iter_mut().enumerate().for_each(|(at, byte)| *byte = at as u8 | 1);
+    }
+    let file = File::create(path).unwrap();
+    file.set_len(bytes.len() as u64).unwrap();
+    for (index, chunk) in bytes.chunks(4096).enumerate() {
+        if chunk.iter().any(|&byte| byte != 0) {
+            file.write_all_at(chunk, index as u64 * 4096).unwrap();
+        }
+    }
+    bytes
+}
+
+#[test]
+fn an_image_is_imported_encrypted_sparse_and_whole_and_the_filter_ends_on_request() {
+    let place = Place::new();
+    let bytes = image(&place.path("image"));
+    let mut config = place.config();
+    config["disks"][0]["import"] = json!({ "source": { "path": place.path("image") } });
+    let filter = place.start(&config);
+    assert_eq!(filter.settled(), DiskActivity::Idle);
+    assert_eq!(filter.ask(&ControlRequest::Shutdown), ControlReply::Done);
+    let (code, log) = filter.ended();
+    assert_eq!(code, Some(0), "{log}");
+    let content = place.content();
+    assert!(content[..bytes.len()] == bytes[..], "the import differs");
+    assert!(content[bytes.len()..].iter().all(|&byte| byte == 0), "the rest is zero");
+    let used = std::fs::metadata(place.path("disk")).unwrap().blocks() * 512;
+    assert!(used < 512 * 1024, "{used} bytes are allocated; the image's holes stay holes");
+    let raw = std::fs::read(place.path("disk")).unwrap();
+    assert!(raw.windows(64).all(|window| *window != bytes[..64]), "plaintext is in the image");
+}
+
+#[test]
+fn an_import_over_old_data_leaves_none_of_it() {
+    let place = Place::new();
+    let file = File::options().write(true).open(place.path("disk")).unwrap();
+    file.write_all_at(&vec![0x77; SIZE as usize], DATA).unwrap();
+    let bytes = image(&place.path("image"));
+    let mut config = place.config();
+    config["disks"][0]["import"] = json!({ "source": { "path": place.path("image") } });
+    let filter = place.start(&config);
+    assert_eq!(filter.settled(), DiskActivity::Idle);
+    kill(Pid::from_raw(filter.child.id() as i32), Signal::SIGTERM).unwrap();
+    assert_eq!(filter.ended().0, Some(0), "SIGTERM is a clean end");
+    let content = place.content();
+    assert!(content[..bytes.len()] == bytes[..] && content[bytes.len()..].iter().all(|&b| b == 0));
+}
+
+#[test]
+fn an_import_that_fails_is_said_to_have_failed() {
+    let place = Place::new();
+    File::create(place.path("image")).unwrap().set_len(SIZE + 4096).unwrap();
+    let mut config = place.config();
+    config["disks"][0]["import"] = json!({ "source": { "path": place.path("image") } });
+    let filter = place.start(&config);
+    let DiskActivity::Failed { message } = filter.settled() else { panic!("it did not fail") };
+    assert!(message.contains("does not fit"), "{message}");
+    assert!(matches!(filter.ask(&ControlRequest::Shutdown), ControlReply::Error { .. }));
+    assert_eq!(filter.ended().0, Some(1));
+}
+
+#[test]
+fn keys_come_by_inherited_memory_and_their_descriptor_is_closed() {
+    let place = Place::new();
+    let mut bytes: Vec<u8> = (0..64).collect();
+    let key = SecretBytes::from_wiped(&mut bytes).unwrap().to_memfd().unwrap();
+    std::fs::write(place.path("image"), vec![0x42; 1 << 20]).unwrap();
+    let source = OwnedFd::from(File::open(place.path("image")).unwrap());
+    let mut config = place.config();
+    config["disks"][0]["chain"][0]["key"] = json!({ "fd": key.as_raw_fd() });
+    config["disks"][0]["import"] = json!({ "source": { "fd": source.as_raw_fd() } });
+    let filter = place.start_with(&config, &[&key, &source]);
+    assert_eq!(filter.settled(), DiskActivity::Idle);
+    let descriptor = format!("/proc/{}/fd/{}", filter.child.id(), key.as_raw_fd());
+    let link = std::fs::read_link(descriptor).map(|link| link.display().to_string());
+    let closed = !link.unwrap_or_default().contains("secretmem");
+    assert!(closed, "the key's descriptor is closed once it was read");
+    assert_eq!(filter.ask(&ControlRequest::Shutdown), ControlReply::Done);
+    assert_eq!(filter.ended().0, Some(0));
+    assert!(place.content()[..1 << 20].iter().all(|&byte| byte == 0x42));
+}
+
+#[test]
+fn nonsense_on_the_control_socket_is_answered_or_ended() {
+    let place = Place::new();
+    let filter = place.start(&place.config());
+    let ControlReply::Error { message } = filter.send(b"{\"do\":\"fly\"}") else { panic!() };
+    assert!(message.contains("fly"), "{message}");
+    let ControlReply::Error { message } = filter.send(&vec![b'x'; LINE_MAX + 1]) else { panic!() };
+    assert!(message.contains("longer"), "{message}");
+    assert_eq!(filter.disk().state, DiskActivity::Idle);
+}
+
+#[test]
+fn a_truncated_image_a_wrong_key_and_a_bad_config_are_refused_by_name() {
+    let place = Place::new();
+    let refused = |config: &Value, reason: &str| {
+        let (code, log) = place.start(config).ended();
+        assert_eq!(code, Some(1), "{log}");
+        assert!(log.contains(reason), "{reason}: {log}");
+    };
+    let mut config = place.config();
+    config["disks"][0]["size"] = json!(SIZE * 2);
+    refused(&config, "truncated");
+    std::fs::write(place.path("key"), [7; 64]).unwrap();
+    refused(&place.config(), "halves must differ");
+    std::fs::write(place.path("key"), [7; 63]).unwrap();
+    refused(&place.config(), "64 bytes");
+    let mut config = place.config();
+    config["disks"][0]["backend"]["file"] = json!({ "fd": 999 });
+    refused(&config, "descriptor 999");
+    refused(&json!({}), "not understood");
+}
