@@ -1,1 +1,34 @@
-//! vmseal-luks
+//! LUKS2 headers of vmseal's disks: made and changed by libcryptsetup on a copy in memory, checked
+//! before and authenticated after unlocking, written back in an order that survives a power cut at any
+//! point. docs/formats/disk.md describes the format.
+//!
+//! | module | subject |
+//! |---|---|
+//! | [`store`] | where a header lies: any backend |
+//! | [`facts`] | what the inventory pins about a disk |
+//! | `layout` | the binary part of the two header copies |
+//! | `metadata` | the JSON part: bounded, and exactly as expected |
+//! | `token` | the `vmseal` token and its authentication code |
+//! | `library` | libcryptsetup; the only unsafe code |
+//! | `loaded`, `session` | a header in memory, and one that is checked and unlocked |
+//! | `write_back` | the order of writes |
+//! | [`header`] | create, open, inspect, change of key, repair, adopt |
+
+pub mod error;
+pub mod facts;
+pub mod header;
+mod layout;
+mod library;
+mod loaded;
+mod metadata;
+mod session;
+pub mod store;
+mod token;
+mod write_back;
+
+pub use error::{HeaderError, Refusal};
+pub use facts::{DATA_OFFSET, Facts, Holes, Identity, SECTOR_SIZE};
+pub use header::{Opened, add_kek, adopt, create, drop_other_keks, inspect, open, repair};
+pub use layout::{Copy, CopyFault, HeaderNotice};
+pub use store::HeaderStore;
+pub use token::KeyReference;

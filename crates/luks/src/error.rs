@@ -1,0 +1,193 @@
+//! What can be wrong with a header, told precisely: a refusal names the field that is not as it must be.
+
+use std::io;
+
+use uuid::Uuid;
+use vmseal_secret::MemoryError;
+use vmseal_secret::derive::DeriveError;
+
+use crate::facts::Facts;
+use crate::layout::CopyFault;
+
+/// How much of a text from a hostile header is repeated in a message, in characters.
+const QUOTE_MAX: usize = 64;
+
+/// Why a header was not made, opened or changed. On any of these nothing has been written, but for
+/// [`HeaderError::Write`].
+#[derive(Debug, thiserror::Error)]
+pub enum HeaderError {
+    /// The backend failed while it was read.
+    #[error("the disk's header cannot be read")]
+    Read(#[source] io::Error),
+    /// The backend failed while it was written. What is there opens; repeat the operation.
+    #[error("the disk's header cannot be written")]
+    Write(#[source] io::Error),
+    /// The image ends too early.
+    #[error("the disk image is truncated: it has {found} bytes and needs {needed}")]
+    Truncated {
+        /// Its size, in bytes.
+        found: u64,
+        /// The size that header and data need, in bytes.
+        needed: u64,
+    },
+    /// The disk's size is out of range.
+    #[error("{0} bytes cannot be the size of an encrypted disk: it must be a multiple of 4096")]
+    Size(u64),
+    /// The inventory describes a disk as this vmseal does not know it.
+    #[error("the inventory describes disk {disk} in a way that this vmseal does not know: use a newer one", disk = .0.disk)]
+    UnknownFacts(Box<Facts>),
+    /// Neither copy of the header can be used.
+    #[error(
+        "both copies of the disk's header are unusable: the first {primary}, the second {secondary}; restore the header from a backup"
+    )]
+    BothCopies {
+        /// The first copy.
+        primary: CopyFault,
+        /// The second copy.
+        secondary: CopyFault,
+    },
+    /// The header is whole, and not what it has to be.
+    #[error("the disk's header is refused: {0}")]
+    Refused(#[from] Refusal),
+    /// There is a whole header of another disk where a new one was to be made.
+    #[error("the image holds the encrypted disk {0}: nothing was overwritten")]
+    Occupied(String),
+    /// The header is wrapped under other keys than the one that was given.
+    #[error("the disk is encrypted under key {found}, not under key {wanted}")]
+    OtherKey {
+        /// Provider and key id that were given.
+        wanted: String,
+        /// Those that the header names; not authenticated.
+        found: String,
+    },
+    /// The key has the right id and is another key: its check value differs.
+    #[error(
+        "key {0} is not the key this disk was encrypted under: a provider gives another key for the same id"
+    )]
+    WrongKek(String),
+    /// The check value matches, and yet the key slot does not open.
+    #[error(
+        "the key slot of key {0} does not open: it is damaged; restore the header from a backup"
+    )]
+    SlotDamaged(String),
+    /// A change of key is under way that has to be ended first.
+    #[error("the disk is under two keys already: drop the old one before another is added")]
+    TwoKeys,
+    /// A DEK or KEK has a wrong length.
+    #[error("a {0} has the wrong length: {1} bytes")]
+    KeyLength(&'static str, usize),
+    /// libcryptsetup failed.
+    #[error("libcryptsetup failed in {call}: {source}{messages}")]
+    Library {
+        /// Which function.
+        call: &'static str,
+        /// How.
+        source: io::Error,
+        /// What it said about it.
+        messages: String,
+    },
+    /// A key could not be derived.
+    #[error(transparent)]
+    Derive(#[from] DeriveError),
+    /// There is no memory for a secret.
+    #[error(transparent)]
+    Memory(#[from] MemoryError),
+}
+
+/// In which way a header is not what it has to be: damaged in a way that its checksum does not show,
+/// or forged. Found texts are quoted and cut.
+#[derive(Debug, thiserror::Error, PartialEq, Eq)]
+pub enum Refusal {
+    /// The JSON part is not JSON, or has fields that vmseal never writes.
+    #[error("its metadata is not as vmseal writes it: {0}")]
+    Json(String),
+    /// It asks for a feature.
+    #[error("it requires the feature {0}")]
+    Requirement(String),
+    /// Not one data segment.
+    #[error("it has {0} data segments instead of one")]
+    Segments(usize),
+    /// Another cipher.
+    #[error("the data's cipher is {found} instead of {expected}")]
+    Cipher {
+        /// What it says.
+        found: String,
+        /// What the inventory says.
+        expected: String,
+    },
+    /// The data begins elsewhere.
+    #[error("the data begins at byte {found} instead of {expected}")]
+    Offset {
+        /// What it says.
+        found: u64,
+        /// What the inventory says.
+        expected: u64,
+    },
+    /// Another sector size.
+    #[error("the data's sector size is {found} instead of {expected}")]
+    SectorSize {
+        /// What it says.
+        found: u64,
+        /// What the inventory says.
+        expected: u32,
+    },
+    /// A key derivation that is too costly, or of another kind. It was not run.
+    #[error("{place} demands {found} where {limit} is the limit; it was not run")]
+    Kdf {
+        /// `key slot` or `digest`.
+        place: &'static str,
+        /// What it demands.
+        found: String,
+        /// What is allowed.
+        limit: String,
+    },
+    /// A field with a value that vmseal never writes.
+    #[error("{field} is {found} instead of {expected}")]
+    Field {
+        /// Its path.
+        field: &'static str,
+        /// Its value.
+        found: String,
+        /// What it has to be.
+        expected: String,
+    },
+    /// The token is of a version that this vmseal does not know.
+    #[error("its token has version {0}: use a newer vmseal")]
+    TokenVersion(u64),
+    /// There is no `vmseal` token.
+    #[error("it has no token of vmseal: a disk made by cryptsetup has to be adopted first")]
+    NoToken,
+    /// It belongs to another disk.
+    #[error("it is the header of disk {found}, and disk {expected} was to be opened")]
+    OtherDisk {
+        /// What it says.
+        found: Uuid,
+        /// What the inventory says.
+        expected: Uuid,
+    },
+    /// It belongs to another VM.
+    #[error("it is the header of a disk of VM {found}, and one of VM {expected} was to be opened")]
+    OtherVm {
+        /// What it says.
+        found: Uuid,
+        /// What the inventory says.
+        expected: Uuid,
+    },
+    /// The authentication code does not match: something it covers was changed.
+    #[error("its authentication code does not match: somebody without the key has changed it")]
+    Mac,
+}
+
+/// A text of the header, fit for a message and a log: short, in quotes, control characters escaped.
+pub(crate) fn quote(text: &str) -> String {
+    let mut quoted: String = text.chars().take(QUOTE_MAX).flat_map(char::escape_debug).collect();
+    if text.chars().nth(QUOTE_MAX).is_some() {
+        quoted.push('…');
+    }
+    format!("\"{quoted}\"")
+}
+
+/// A JSON error, as a refusal.
+pub(crate) fn json(error: &serde_json::Error) -> Refusal {
+    Refusal::Json(quote(&error.to_string()))
+}

@@ -1,0 +1,99 @@
+//! What the inventory pins about a disk, so that nothing the datastore says has to be trusted.
+
+use serde::{Deserialize, Serialize};
+use uuid::Uuid;
+
+use crate::error::HeaderError;
+
+/// The version of vmseal's use of LUKS2: of the token, its MAC and the parameters below.
+pub const FORMAT_VERSION: u32 = 1;
+
+/// Where the data segment begins, in bytes: cryptsetup's default, 16 MiB.
+pub const DATA_OFFSET: u64 = 16 << 20;
+
+/// The unit of encryption, in bytes.
+pub const SECTOR_SIZE: u32 = 4096;
+
+/// The length of the DEK, in bits.
+pub const KEY_BITS: u32 = 512;
+
+/// The cipher, as dm-crypt names it.
+pub const CIPHER: &str = "aes-xts-plain64";
+
+/// The smallest and largest disk, in bytes: one sector, and what fits a file offset with room to spare.
+const SIZE_MIN: u64 = SECTOR_SIZE as u64;
+const SIZE_MAX: u64 = 1 << 60;
+
+/// What a disk is: kept in the inventory from its creation, compared at each opening. Not secret.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Facts {
+    /// Version 1 of the format.
+    pub version: u32,
+    /// The disk's id.
+    pub disk: Uuid,
+    /// What the guest sees as the size, in bytes. The header does not say it (`size: dynamic`).
+    pub size: u64,
+    /// Where the guest's first byte is, in bytes from the start.
+    pub data_offset: u64,
+    /// The unit of encryption, in bytes.
+    pub sector_size: u32,
+    /// The length of the DEK, in bits.
+    pub key_bits: u32,
+    /// The cipher, as dm-crypt names it.
+    pub cipher: String,
+}
+
+impl Facts {
+    /// A disk as this version makes it.
+    ///
+    /// # Errors
+    /// [`HeaderError::Size`]: the size is no multiple of the sector size, or out of range.
+    pub fn new(disk: Uuid, size: u64) -> Result<Self, HeaderError> {
+        let facts = Self {
+            version: FORMAT_VERSION,
+            disk,
+            size,
+            data_offset: DATA_OFFSET,
+            sector_size: SECTOR_SIZE,
+            key_bits: KEY_BITS,
+            cipher: CIPHER.to_owned(),
+        };
+        facts.check()?;
+        Ok(facts)
+    }
+
+    /// Whether this vmseal can work with such a disk: the inventory may come from a newer one.
+    pub(crate) fn check(&self) -> Result<(), HeaderError> {
+        if !(SIZE_MIN..=SIZE_MAX).contains(&self.size)
+            || !self.size.is_multiple_of(SECTOR_SIZE.into())
+        {
+            return Err(HeaderError::Size(self.size));
+        }
+        let known = self.version == FORMAT_VERSION
+            && self.data_offset == DATA_OFFSET
+            && self.sector_size == SECTOR_SIZE
+            && self.key_bits == KEY_BITS
+            && self.cipher == CIPHER;
+        if known { Ok(()) } else { Err(HeaderError::UnknownFacts(Box::new(self.clone()))) }
+    }
+}
+
+/// Who a disk is, and how its holes read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Identity {
+    /// The disk's id.
+    pub disk: Uuid,
+    /// How holes read.
+    pub holes: Holes,
+}
+
+/// What a sector of zeroes on the datastore means. Authenticated by the token's MAC.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Holes {
+    /// It was never written or was discarded, and reads as zeroes.
+    Zero,
+    /// It is ciphertext as any other, as dm-crypt has it.
+    Ciphertext,
+}

@@ -1,0 +1,238 @@
+//! Create, open, inspect, change of key, repair, adopt. Every function that changes a header may be
+//! killed anywhere and repeated.
+//!
+//! A change of KEK (shallow recrypt), as the inventory sees it:
+//!
+//! ```text
+//!  one key ── add_kek ──▶ two keys ── the inventory names the new one ── drop_other_keks ──▶ one key
+//!     ▲                      │
+//!     └── drop_other_keks ───┘ (with the old key: the change is called off)
+//! ```
+
+use vmseal_secret::derive::KeyContext;
+use vmseal_secret::{DEK_LEN, KEK_LEN, SecretBytes};
+
+use crate::error::{HeaderError, Refusal};
+use crate::facts::{Facts, Holes, Identity};
+use crate::layout::{self, COPY_LEN, Copy, CopyFault, HeaderNotice};
+use crate::library::Device;
+use crate::loaded::{Copies, Loaded, WorkingCopy};
+use crate::metadata::{Metadata, SLOTS_MAX, area_offsets};
+use crate::session::{Attached, Session, check_len, check_size, name};
+use crate::store::HeaderStore;
+use crate::token::{KeyReference, Token};
+use crate::write_back::Plan;
+
+/// An opened disk.
+#[derive(Debug)]
+pub struct Opened {
+    /// The key of its data.
+    pub dek: SecretBytes,
+    /// How its holes read; authenticated.
+    pub holes: Holes,
+    /// Something to be repaired.
+    pub notice: Option<HeaderNotice>,
+}
+
+/// Makes the header of a new disk of `size` bytes (a multiple of 4096) that is encrypted with `dek`
+/// (64 bytes) and opens with `kek` (32 bytes). The store has to be as long as header and data.
+///
+/// Only with the returned facts in the inventory is the disk finished; until then it may be made again,
+/// with another DEK. A whole header of another disk is never overwritten.
+///
+/// # Errors
+/// [`HeaderError`]; nothing has been written but on [`HeaderError::Write`].
+pub fn create(
+    store: &mut impl HeaderStore,
+    size: u64,
+    dek: &SecretBytes,
+    kek: &SecretBytes,
+    context: &KeyContext<'_>,
+    identity: Identity,
+) -> Result<Facts, HeaderError> {
+    let facts = Facts::new(identity.disk, size)?;
+    check_len("data-encryption key", dek, DEK_LEN)?;
+    check_len("key-encryption key", kek, KEK_LEN)?;
+    check_size(store, &facts)?;
+    let before = Copies::read(store)?;
+    check_vacant(&before, &facts)?;
+
+    let working = WorkingCopy::empty()?;
+    let device = Device::format(&working, facts.disk, dek)?;
+    device.add_slot(0, dek, kek)?;
+    let token = Token::new(0, &facts, identity.holes, dek, kek, context)?;
+    device.set_token(0, &token.encode()?)?;
+    drop(device);
+
+    let mut plan = Plan::default();
+    // What an earlier attempt left must not refer to the area that is written next.
+    for copy in [Copy::Primary, Copy::Secondary] {
+        if before.get(copy).iter().any(|byte| *byte != 0) {
+            plan.write(copy.offset(), vec![0; COPY_LEN]);
+        }
+    }
+    for offset in working.check(&facts)?.areas.values() {
+        plan.area(&working, *offset)?;
+    }
+    plan.copies(&working)?;
+    plan.run(store)?;
+    Ok(facts)
+}
+
+/// Opens a disk. `expected` is what the inventory pinned, `context` whose key `kek` is.
+///
+/// # Errors
+/// [`HeaderError`] says what is wrong; no key derivation beyond the limits has been run.
+pub fn open(
+    store: &impl HeaderStore,
+    expected: &Facts,
+    kek: &SecretBytes,
+    context: &KeyContext<'_>,
+) -> Result<Opened, HeaderError> {
+    let session = Session::open(store, expected, kek, context)?;
+    Ok(Opened { dek: session.dek, holes: session.holes, notice: session.attached.loaded.notice })
+}
+
+/// Whose disk this is and which keys open it, by what the header says. Needs no key, and nothing of it is
+/// authenticated: for listings.
+///
+/// # Errors
+/// [`HeaderError`]: there is no header, or none of vmseal.
+pub fn inspect(
+    store: &impl HeaderStore,
+) -> Result<(Vec<KeyReference>, Option<HeaderNotice>), HeaderError> {
+    let loaded = Loaded::read(store)?;
+    let tokens = Metadata::tokens(loaded.json())?;
+    if tokens.is_empty() {
+        return Err(Refusal::NoToken.into());
+    }
+    Ok((tokens.iter().map(Token::reference).collect(), loaded.notice))
+}
+
+/// Restores the copy of the header that [`Opened::notice`] tells of. Does nothing if there is none.
+///
+/// # Errors
+/// As [`open`], or [`HeaderError::Write`].
+pub fn repair(
+    store: &mut impl HeaderStore,
+    expected: &Facts,
+    kek: &SecretBytes,
+    context: &KeyContext<'_>,
+) -> Result<(), HeaderError> {
+    Session::open(store, expected, kek, context)?.attached.plan().run(store)
+}
+
+/// Lets a disk open with a second KEK, beside the first (shallow recrypt, first half). Nothing happens
+/// if it opens with that already.
+///
+/// # Errors
+/// As [`open`], [`HeaderError::TwoKeys`], or [`HeaderError::Write`].
+pub fn add_kek(
+    store: &mut impl HeaderStore,
+    expected: &Facts,
+    (old, old_context): (&SecretBytes, &KeyContext<'_>),
+    (new, new_context): (&SecretBytes, &KeyContext<'_>),
+) -> Result<(), HeaderError> {
+    check_len("key-encryption key", new, KEK_LEN)?;
+    let session = Session::open(store, expected, old, old_context)?;
+    let Session { attached, dek, holes, .. } = &session;
+    let mut plan = attached.plan();
+    if attached.metadata.tokens.values().any(|token| token.is_of(new_context)) {
+        drop(session);
+        Session::open(store, expected, new, new_context)?;
+        return plan.run(store);
+    }
+    let areas = &attached.metadata.areas;
+    let free = (0..SLOTS_MAX as u32).find(|slot| !areas.contains_key(slot));
+    let slot = free.filter(|_| areas.len() < SLOTS_MAX).ok_or(HeaderError::TwoKeys)?;
+    attached.device.add_slot(slot, dek, new)?;
+    let token = Token::new(slot, expected, *holes, dek, new, new_context)?;
+    attached.device.set_token(slot, &token.encode()?)?;
+    if let Some(area) = attached.working.check(expected)?.areas.get(&slot) {
+        plan.area(&attached.working, *area)?;
+    }
+    plan.copies(&attached.working)?;
+    plan.run(store)
+}
+
+/// Leaves `kek` as the only one that opens the disk, and overwrites what the others have left (shallow
+/// recrypt, second half).
+///
+/// # Errors
+/// As [`open`], or [`HeaderError::Write`].
+pub fn drop_other_keks(
+    store: &mut impl HeaderStore,
+    expected: &Facts,
+    kek: &SecretBytes,
+    context: &KeyContext<'_>,
+) -> Result<(), HeaderError> {
+    let Session { attached, slot, .. } = Session::open(store, expected, kek, context)?;
+    let mut plan = attached.plan();
+    let others: Vec<u32> =
+        attached.metadata.areas.keys().copied().filter(|other| *other != slot).collect();
+    for other in &others {
+        attached.device.remove_slot(*other)?;
+    }
+    if !others.is_empty() {
+        plan.copies(&attached.working)?;
+    }
+    let used = attached.working.check(expected)?.areas;
+    // Also when there was nothing to drop: a power cut may have come before the wipe.
+    for area in area_offsets().into_iter().filter(|area| !used.values().any(|used| used == area)) {
+        plan.wipe_area(area);
+    }
+    plan.run(store)
+}
+
+/// Takes over a disk that cryptsetup made with vmseal's parameters (docs/formats/disk.md) and `kek` as its
+/// key file: adds the token. Its holes read as ciphertext, as dm-crypt has it.
+///
+/// # Errors
+/// [`HeaderError`]; [`HeaderError::Occupied`] if it is a disk of vmseal already.
+pub fn adopt(
+    store: &mut impl HeaderStore,
+    size: u64,
+    kek: &SecretBytes,
+    context: &KeyContext<'_>,
+    disk: uuid::Uuid,
+) -> Result<Facts, HeaderError> {
+    let facts = Facts::new(disk, size)?;
+    check_len("key-encryption key", kek, KEK_LEN)?;
+    check_size(store, &facts)?;
+    let loaded = Loaded::read(store)?;
+    let metadata = Metadata::parse(loaded.json(), &facts)?;
+    if let Some(token) = metadata.tokens.values().next() {
+        return Err(HeaderError::Occupied(token.disk.to_string()));
+    }
+    let (1, Some(slot)) = (metadata.areas.len(), metadata.areas.keys().next().copied()) else {
+        return Err(HeaderError::TwoKeys);
+    };
+    let attached = Attached::new(store, loaded, metadata, &facts)?;
+    let dek = attached.device.unlock(slot, kek, DEK_LEN)?;
+    let dek = dek.ok_or_else(|| HeaderError::WrongKek(name(context)))?;
+    let mut plan = attached.plan();
+    let token = Token::new(slot, &facts, Holes::Ciphertext, &dek, kek, context)?;
+    attached.device.set_token(slot, &token.encode()?)?;
+    attached.working.check(&facts)?;
+    plan.copies(&attached.working)?;
+    plan.run(store)?;
+    Ok(facts)
+}
+
+/// Whether a new header may be written: there is none, or what an earlier attempt at this disk left.
+fn check_vacant(before: &Copies, facts: &Facts) -> Result<(), HeaderError> {
+    for copy in [Copy::Primary, Copy::Secondary] {
+        let owner = match layout::parse(copy, before.get(copy)) {
+            // Torn, or not a header at all.
+            Err(CopyFault::Magic | CopyFault::Checksum) => continue,
+            Err(_) => "of an unknown kind".to_owned(),
+            Ok(valid) => match Metadata::tokens(valid.json).as_deref() {
+                Ok([token, ..]) if token.disk == facts.disk => continue,
+                Ok([token, ..]) => token.disk.to_string(),
+                _ => "of another maker".to_owned(),
+            },
+        };
+        return Err(HeaderError::Occupied(owner));
+    }
+    Ok(())
+}

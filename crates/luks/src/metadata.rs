@@ -1,0 +1,405 @@
+//! The JSON part of a LUKS2 header (specification section 3), in types that hold what vmseal writes and
+//! nothing else. All of it is checked before libcryptsetup sees it and before any key derivation runs.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::marker::PhantomData;
+
+use serde::de::{Error as _, MapAccess, Visitor};
+use serde::{Deserialize, Deserializer};
+
+use crate::error::{Refusal, json, quote};
+use crate::facts::{FORMAT_VERSION, Facts};
+use crate::layout::{AREA_LEN, JSON_LEN, SLOTS_LEN, SLOTS_OFFSET};
+use crate::token::{TYPE, Token};
+
+/// The most key slots: two, while a change of key is under way.
+pub(crate) const SLOTS_MAX: usize = 2;
+
+/// The most entries of any JSON object that is keyed by numbers; bounds what is kept in memory.
+const ENTRIES_MAX: usize = 32;
+
+/// The iterations of PBKDF2 that vmseal asks for: the least that LUKS2 allows, as a KEK is random.
+pub(crate) const ITERATIONS: u32 = 1000;
+
+/// The most iterations that are run for a header: cryptsetup's own minimum may rise.
+const ITERATIONS_MAX: u64 = 10_000;
+
+/// The stripes of the anti-forensic splitter: what LUKS2 has always used.
+const STRIPES: u64 = 4000;
+
+/// An object keyed by number, as LUKS2 has them. A key that comes twice is an error: parsers differ in
+/// which one they take, and libcryptsetup's is another than ours.
+struct Numbered<T>(BTreeMap<u32, T>);
+
+impl<'de, T: Deserialize<'de>> Deserialize<'de> for Numbered<T> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Entries<T>(PhantomData<T>);
+        impl<'de, T: Deserialize<'de>> Visitor<'de> for Entries<T> {
+            type Value = Numbered<T>;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                write!(f, "an object of at most {ENTRIES_MAX} numbered entries")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
+                let mut entries = BTreeMap::new();
+                while let Some(key) = map.next_key::<String>()? {
+                    let number = decimal(&key)
+                        .and_then(|number| u32::try_from(number).ok())
+                        .ok_or_else(|| A::Error::custom("an entry is not numbered"))?;
+                    if entries.insert(number, map.next_value()?).is_some() {
+                        return Err(A::Error::custom(format!("entry {number} comes twice")));
+                    }
+                    if entries.len() > ENTRIES_MAX {
+                        return Err(A::Error::custom("too many entries"));
+                    }
+                }
+                Ok(Numbered(entries))
+            }
+        }
+        deserializer.deserialize_map(Entries(PhantomData))
+    }
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Json {
+    keyslots: Numbered<Keyslot>,
+    tokens: Numbered<Token>,
+    segments: Numbered<Segment>,
+    digests: Numbered<Digest>,
+    config: Config,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Keyslot {
+    #[serde(rename = "type")]
+    kind: String,
+    key_size: u64,
+    af: Splitter,
+    area: Area,
+    kdf: Kdf,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Splitter {
+    #[serde(rename = "type")]
+    kind: String,
+    stripes: u64,
+    hash: String,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Area {
+    #[serde(rename = "type")]
+    kind: String,
+    offset: String,
+    size: String,
+    encryption: String,
+    key_size: u64,
+}
+
+/// The parameters of PBKDF2, and those of Argon2 so that it can be refused by name.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Kdf {
+    #[serde(rename = "type")]
+    kind: String,
+    hash: Option<String>,
+    iterations: Option<u64>,
+    time: Option<u64>,
+    memory: Option<u64>,
+    cpus: Option<u64>,
+    #[serde(rename = "salt")]
+    _salt: String,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Segment {
+    #[serde(rename = "type")]
+    kind: String,
+    offset: String,
+    size: String,
+    iv_tweak: String,
+    encryption: String,
+    sector_size: u64,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Digest {
+    #[serde(rename = "type")]
+    kind: String,
+    keyslots: Vec<String>,
+    segments: Vec<String>,
+    hash: String,
+    iterations: u64,
+    #[serde(rename = "salt")]
+    _salt: String,
+    #[serde(rename = "digest")]
+    _digest: String,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Config {
+    json_size: String,
+    keyslots_size: String,
+    #[serde(default)]
+    requirements: Requirements,
+}
+
+#[derive(Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Requirements {
+    #[serde(default)]
+    mandatory: Vec<String>,
+}
+
+/// What is left to know of a header once it has been checked.
+#[derive(Debug)]
+pub(crate) struct Metadata {
+    /// The key slots, with where their areas begin; one or two, none overlapping.
+    pub(crate) areas: BTreeMap<u32, u64>,
+    /// The tokens by the slot each is for: one per slot, or none at all.
+    pub(crate) tokens: BTreeMap<u32, Token>,
+}
+
+/// A number as LUKS2 writes it in a string: decimal digits, no sign, no leading zero.
+fn decimal(text: &str) -> Option<u64> {
+    let canonical = text == "0" || !text.starts_with('0');
+    let digits = text.bytes().all(|c| c.is_ascii_digit());
+    if canonical && digits { text.parse().ok() } else { None }
+}
+
+fn expect(field: &'static str, found: &str, expected: &str) -> Result<(), Refusal> {
+    if found == expected {
+        return Ok(());
+    }
+    Err(Refusal::Field { field, found: quote(found), expected: quote(expected) })
+}
+
+fn expect_number(field: &'static str, found: u64, expected: u64) -> Result<(), Refusal> {
+    if found == expected {
+        return Ok(());
+    }
+    Err(Refusal::Field { field, found: found.to_string(), expected: expected.to_string() })
+}
+
+impl Metadata {
+    /// Takes apart the JSON part of a copy and checks everything that is the same for every disk.
+    /// `facts` are what the segment has to be.
+    pub(crate) fn parse(json_area: &[u8], facts: &Facts) -> Result<Self, Refusal> {
+        let json = Self::read(json_area)?;
+        check_config(&json.config)?;
+        check_segment(&json.segments.0, facts)?;
+        let areas = check_slots(&json.keyslots.0, facts)?;
+        check_digest(&json.digests.0, &areas)?;
+        let tokens = check_tokens(json.tokens.0, &areas)?;
+        Ok(Self { areas, tokens })
+    }
+
+    /// The tokens alone, of a header that is only looked at.
+    pub(crate) fn tokens(json_area: &[u8]) -> Result<Vec<Token>, Refusal> {
+        Ok(Self::read(json_area)?.tokens.0.into_values().collect())
+    }
+
+    fn read(json_area: &[u8]) -> Result<Json, Refusal> {
+        let end = json_area.iter().position(|byte| *byte == 0);
+        let end = end.ok_or_else(|| Refusal::Json("it fills its area to the end".to_owned()))?;
+        if json_area[end..].iter().any(|byte| *byte != 0) {
+            return Err(Refusal::Json("there is something behind its end".to_owned()));
+        }
+        // Said by name, before the types: a header of a later cryptsetup announces itself so.
+        if let Ok(probe) = serde_json::from_slice::<RequirementsProbe>(&json_area[..end])
+            && let Some(name) = probe.config.requirements.mandatory.first()
+        {
+            return Err(Refusal::Requirement(quote(name)));
+        }
+        // Likewise a token whose version tells why it has unknown fields.
+        if let Ok(probe) = serde_json::from_slice::<VersionProbe>(&json_area[..end])
+            && let Some(token) = probe
+                .tokens
+                .0
+                .values()
+                .find(|token| token.kind == TYPE && token.version != u64::from(FORMAT_VERSION))
+        {
+            return Err(Refusal::TokenVersion(token.version));
+        }
+        serde_json::from_slice(&json_area[..end]).map_err(|error| json(&error))
+    }
+}
+
+#[derive(Deserialize)]
+struct RequirementsProbe {
+    config: ConfigProbe,
+}
+
+#[derive(Deserialize)]
+struct ConfigProbe {
+    requirements: Requirements,
+}
+
+#[derive(Deserialize)]
+struct VersionProbe {
+    tokens: Numbered<TokenProbe>,
+}
+
+#[derive(Deserialize)]
+struct TokenProbe {
+    #[serde(rename = "type")]
+    kind: String,
+    version: u64,
+}
+
+fn check_config(config: &Config) -> Result<(), Refusal> {
+    if let Some(name) = config.requirements.mandatory.first() {
+        return Err(Refusal::Requirement(quote(name)));
+    }
+    expect("config.json_size", &config.json_size, &JSON_LEN.to_string())?;
+    expect("config.keyslots_size", &config.keyslots_size, &SLOTS_LEN.to_string())
+}
+
+fn check_segment(segments: &BTreeMap<u32, Segment>, facts: &Facts) -> Result<(), Refusal> {
+    let (1, Some(segment)) = (segments.len(), segments.get(&0)) else {
+        return Err(Refusal::Segments(segments.len()));
+    };
+    expect("segment.type", &segment.kind, "crypt")?;
+    if segment.encryption != facts.cipher {
+        let (found, expected) = (quote(&segment.encryption), quote(&facts.cipher));
+        return Err(Refusal::Cipher { found, expected });
+    }
+    match decimal(&segment.offset) {
+        Some(found) if found == facts.data_offset => {}
+        Some(found) => return Err(Refusal::Offset { found, expected: facts.data_offset }),
+        None => expect("segment.offset", &segment.offset, &facts.data_offset.to_string())?,
+    }
+    if segment.sector_size != u64::from(facts.sector_size) {
+        let (found, expected) = (segment.sector_size, facts.sector_size);
+        return Err(Refusal::SectorSize { found, expected });
+    }
+    expect("segment.size", &segment.size, "dynamic")?;
+    expect("segment.iv_tweak", &segment.iv_tweak, "0")
+}
+
+fn check_slots(
+    slots: &BTreeMap<u32, Keyslot>,
+    facts: &Facts,
+) -> Result<BTreeMap<u32, u64>, Refusal> {
+    if slots.is_empty() || slots.len() > SLOTS_MAX {
+        return Err(Refusal::Field {
+            field: "the number of key slots",
+            found: slots.len().to_string(),
+            expected: "1 or 2".to_owned(),
+        });
+    }
+    let mut areas = BTreeMap::<u32, u64>::new();
+    for (number, slot) in slots {
+        check_kdf(&slot.kdf)?;
+        let key_len = u64::from(facts.key_bits / 8);
+        expect("keyslot.type", &slot.kind, "luks2")?;
+        expect_number("keyslot.key_size", slot.key_size, key_len)?;
+        expect("keyslot.af.type", &slot.af.kind, "luks1")?;
+        expect_number("keyslot.af.stripes", slot.af.stripes, STRIPES)?;
+        expect("keyslot.af.hash", &slot.af.hash, "sha256")?;
+        expect("keyslot.area.type", &slot.area.kind, "raw")?;
+        expect("keyslot.area.encryption", &slot.area.encryption, "aes-xts-plain64")?;
+        expect_number("keyslot.area.key_size", slot.area.key_size, 64)?;
+        expect("keyslot.area.size", &slot.area.size, &AREA_LEN.to_string())?;
+        let offset = decimal(&slot.area.offset)
+            .filter(|offset| area_offsets().contains(offset))
+            .filter(|offset| !areas.values().any(|taken| taken == offset))
+            .ok_or_else(|| Refusal::Field {
+                field: "keyslot.area.offset",
+                found: quote(&slot.area.offset),
+                expected: "one of vmseal's two areas".to_owned(),
+            })?;
+        areas.insert(*number, offset);
+    }
+    Ok(areas)
+}
+
+/// Where key slots lie: the first two areas that libcryptsetup gives out.
+pub(crate) fn area_offsets() -> [u64; SLOTS_MAX] {
+    [SLOTS_OFFSET, SLOTS_OFFSET + AREA_LEN]
+}
+
+fn check_kdf(kdf: &Kdf) -> Result<(), Refusal> {
+    let limit = || format!("pbkdf2 with sha256 and {ITERATIONS_MAX} iterations");
+    let refuse = |found: String| Err(Refusal::Kdf { place: "a key slot", found, limit: limit() });
+    if kdf.kind != "pbkdf2" {
+        let cost = |name: &str, value: Option<u64>| {
+            value.map_or(String::new(), |value| format!(", {name} {value}"))
+        };
+        return refuse(format!(
+            "{}{}{}{}",
+            quote(&kdf.kind),
+            cost("time", kdf.time),
+            cost("memory", kdf.memory),
+            cost("cpus", kdf.cpus)
+        ));
+    }
+    match (kdf.hash.as_deref(), kdf.iterations, kdf.time, kdf.memory, kdf.cpus) {
+        (Some("sha256"), Some(1..=ITERATIONS_MAX), None, None, None) => Ok(()),
+        (Some(hash), Some(iterations), ..) => {
+            refuse(format!("pbkdf2 with {} and {iterations} iterations", quote(hash)))
+        }
+        _ => refuse("pbkdf2 with incomplete parameters".to_owned()),
+    }
+}
+
+fn check_digest(
+    digests: &BTreeMap<u32, Digest>,
+    areas: &BTreeMap<u32, u64>,
+) -> Result<(), Refusal> {
+    let (1, Some(digest)) = (digests.len(), digests.get(&0)) else {
+        return Err(Refusal::Field {
+            field: "the number of digests",
+            found: digests.len().to_string(),
+            expected: "1".to_owned(),
+        });
+    };
+    expect("digest.type", &digest.kind, "pbkdf2")?;
+    if digest.hash != "sha256" || !(1..=ITERATIONS_MAX).contains(&digest.iterations) {
+        return Err(Refusal::Kdf {
+            place: "the digest",
+            found: format!(
+                "pbkdf2 with {} and {} iterations",
+                quote(&digest.hash),
+                digest.iterations
+            ),
+            limit: format!("pbkdf2 with sha256 and {ITERATIONS_MAX} iterations"),
+        });
+    }
+    let mut slots: Vec<&str> = digest.keyslots.iter().map(String::as_str).collect();
+    slots.sort_unstable();
+
+    let mut expected: Vec<String> = areas.keys().map(u32::to_string).collect();
+    expected.sort_unstable();
+    expect("digest.keyslots", &slots.join(","), &expected.join(","))?;
+    expect("digest.segments", &digest.segments.join(","), "0")
+}
+
+fn check_tokens(
+    tokens: BTreeMap<u32, Token>,
+    areas: &BTreeMap<u32, u64>,
+) -> Result<BTreeMap<u32, Token>, Refusal> {
+    for (slot, token) in &tokens {
+        expect("token.type", &token.kind, TYPE)?;
+        expect("token.keyslots", &token.keyslots.join(","), &slot.to_string())?;
+    }
+    // Each key slot has the token of the same number; none at all is what cryptsetup makes.
+    if !tokens.is_empty() && tokens.keys().ne(areas.keys()) {
+        return Err(Refusal::Field {
+            field: "the number of tokens",
+            found: tokens.len().to_string(),
+            expected: areas.len().to_string(),
+        });
+    }
+    Ok(tokens)
+}

@@ -1,0 +1,139 @@
+//! A header that has been checked and unlocked, ready to be changed.
+
+use uuid::Uuid;
+use vmseal_secret::derive::KeyContext;
+use vmseal_secret::{DEK_LEN, KEK_LEN, SecretBytes};
+
+use crate::error::{HeaderError, Refusal, quote};
+use crate::facts::{Facts, Holes};
+use crate::layout::Copy;
+use crate::library::Device;
+use crate::loaded::{Loaded, WorkingCopy};
+use crate::metadata::Metadata;
+use crate::store::HeaderStore;
+use crate::token::Token;
+use crate::write_back::Plan;
+
+/// A header in libcryptsetup's hands, checked but not unlocked.
+pub(crate) struct Attached {
+    pub(crate) loaded: Loaded,
+    pub(crate) metadata: Metadata,
+    pub(crate) working: WorkingCopy,
+    pub(crate) device: Device,
+    /// The copy that has to be restored in the store, as it was before any change.
+    repair: Option<(Copy, Vec<u8>)>,
+}
+
+impl Attached {
+    pub(crate) fn new(
+        store: &impl HeaderStore,
+        loaded: Loaded,
+        metadata: Metadata,
+        facts: &Facts,
+    ) -> Result<Self, HeaderError> {
+        let working = loaded.working_copy(store, &metadata)?;
+        let device = Device::load(&working)?;
+        working.check(facts)?;
+        let repair = match loaded.to_repair() {
+            Some(copy) => Some((copy, working.header(copy)?)),
+            None => None,
+        };
+        Ok(Self { loaded, metadata, working, device, repair })
+    }
+
+    /// A plan that begins with the repair, if one is needed: two whole copies are what the rest of
+    /// every plan counts on.
+    pub(crate) fn plan(&self) -> Plan {
+        let mut plan = Plan::default();
+        if let Some((copy, bytes)) = &self.repair {
+            plan.write(copy.offset(), bytes.clone());
+        }
+        plan
+    }
+}
+
+/// An opened disk.
+pub(crate) struct Session {
+    pub(crate) attached: Attached,
+    /// The key slot of the KEK in hand.
+    pub(crate) slot: u32,
+    pub(crate) dek: SecretBytes,
+    pub(crate) holes: Holes,
+}
+
+impl Session {
+    /// Checks everything, cheap things first, then unlocks and authenticates.
+    pub(crate) fn open(
+        store: &impl HeaderStore,
+        expected: &Facts,
+        kek: &SecretBytes,
+        context: &KeyContext<'_>,
+    ) -> Result<Self, HeaderError> {
+        expected.check()?;
+        check_len("key-encryption key", kek, KEK_LEN)?;
+        check_size(store, expected)?;
+        let loaded = Loaded::read(store)?;
+        let metadata = Metadata::parse(loaded.json(), expected)?;
+        let (slot, token) = choose_token(&metadata, expected, context)?;
+        if !token.check_kek(kek, context)? {
+            return Err(HeaderError::WrongKek(name(context)));
+        }
+        let token = token.clone();
+        let attached = Attached::new(store, loaded, metadata, expected)?;
+        let dek = attached
+            .device
+            .unlock(slot, kek, DEK_LEN)?
+            .ok_or_else(|| HeaderError::SlotDamaged(name(context)))?;
+        token.authenticate(expected, &dek, kek, context)?;
+        Ok(Self { attached, slot, dek, holes: token.holes })
+    }
+}
+
+/// The token of the key that the context names, once all tokens are known to be of this disk.
+fn choose_token<'a>(
+    metadata: &'a Metadata,
+    expected: &Facts,
+    context: &KeyContext<'_>,
+) -> Result<(u32, &'a Token), HeaderError> {
+    let vm = Uuid::from_bytes(context.vm);
+    for token in metadata.tokens.values() {
+        if token.disk != expected.disk {
+            return Err(Refusal::OtherDisk { found: token.disk, expected: expected.disk }.into());
+        }
+        if token.vm != vm {
+            return Err(Refusal::OtherVm { found: token.vm, expected: vm }.into());
+        }
+    }
+    if metadata.tokens.is_empty() {
+        return Err(Refusal::NoToken.into());
+    }
+    let found = metadata.tokens.iter().find(|(_, token)| token.is_of(context));
+    found.map(|(slot, token)| (*slot, token)).ok_or_else(|| HeaderError::OtherKey {
+        wanted: name(context),
+        found: metadata.tokens.values().map(token_name).collect::<Vec<_>>().join(" and "),
+    })
+}
+
+/// A key, for messages.
+pub(crate) fn name(context: &KeyContext<'_>) -> String {
+    format!("{} of provider {}", quote(context.key_id), Uuid::from_bytes(context.provider))
+}
+
+fn token_name(token: &Token) -> String {
+    format!("{} of provider {}", quote(&token.key_id), token.provider)
+}
+
+pub(crate) fn check_len(
+    what: &'static str,
+    key: &SecretBytes,
+    len: usize,
+) -> Result<(), HeaderError> {
+    if key.len() == len { Ok(()) } else { Err(HeaderError::KeyLength(what, key.len())) }
+}
+
+/// Whether header and data fit the store: an image that was cut short is noticed before it is used.
+pub(crate) fn check_size(store: &impl HeaderStore, facts: &Facts) -> Result<(), HeaderError> {
+    let found = store.size().map_err(HeaderError::Read)?;
+    let needed = facts.data_offset + facts.size;
+    if found < needed { Err(HeaderError::Truncated { found, needed }) } else { Ok(()) }
+}

@@ -1,0 +1,179 @@
+//! The LUKS2 token `vmseal`: whose disk it is, which key opens which slot, and the MAC that makes the
+//! header's parameters trustworthy. One per key slot; described in docs/formats/disk.md.
+
+use serde::{Deserialize, Serialize};
+use uuid::Uuid;
+use vmseal_secret::derive::{CheckValue, KeyContext, Purpose, derive};
+use vmseal_secret::mac::{self, MAC_LEN};
+use vmseal_secret::{DEK_LEN, SecretBytes};
+
+use crate::error::{HeaderError, Refusal, json};
+use crate::facts::{FORMAT_VERSION, Facts, Holes};
+
+/// The token's type.
+pub(crate) const TYPE: &str = "vmseal";
+
+/// The MAC's first field.
+const LABEL: &[u8] = b"vmseal disk header v1";
+
+/// What a header says about the key that opens it, readable without any key and not authenticated.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct KeyReference {
+    /// The key provider.
+    pub provider: Uuid,
+    /// The key's id there.
+    pub key_id: String,
+    /// The key's check value, in hex.
+    pub check: String,
+    /// The VM that the key belongs to.
+    pub vm: Uuid,
+    /// The disk.
+    pub disk: Uuid,
+    /// How holes read.
+    pub holes: Holes,
+}
+
+/// The token's JSON.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Token {
+    #[serde(rename = "type")]
+    pub(crate) kind: String,
+    pub(crate) keyslots: Vec<String>,
+    pub(crate) version: u64,
+    pub(crate) provider: Uuid,
+    pub(crate) key_id: String,
+    pub(crate) check: String,
+    pub(crate) vm: Uuid,
+    pub(crate) disk: Uuid,
+    pub(crate) holes: Holes,
+    pub(crate) mac: String,
+}
+
+impl Token {
+    /// The token for one key slot.
+    pub(crate) fn new(
+        slot: u32,
+        facts: &Facts,
+        holes: Holes,
+        dek: &SecretBytes,
+        kek: &SecretBytes,
+        context: &KeyContext<'_>,
+    ) -> Result<Self, HeaderError> {
+        let code = header_mac(facts, holes, dek, kek, context)?;
+        Ok(Self {
+            kind: TYPE.to_owned(),
+            keyslots: vec![slot.to_string()],
+            version: FORMAT_VERSION.into(),
+            provider: Uuid::from_bytes(context.provider),
+            key_id: context.key_id.to_owned(),
+            check: vmseal_secret::derive::check_value(kek, context)?.to_string(),
+            vm: Uuid::from_bytes(context.vm),
+            disk: facts.disk,
+            holes,
+            mac: code.iter().map(|byte| format!("{byte:02x}")).collect(),
+        })
+    }
+
+    pub(crate) fn encode(&self) -> Result<String, HeaderError> {
+        Ok(serde_json::to_string(self).map_err(|error| json(&error))?)
+    }
+
+    pub(crate) fn reference(&self) -> KeyReference {
+        KeyReference {
+            provider: self.provider,
+            key_id: self.key_id.clone(),
+            check: self.check.clone(),
+            vm: self.vm,
+            disk: self.disk,
+            holes: self.holes,
+        }
+    }
+
+    /// Whether this token is of the key that the context names.
+    pub(crate) fn is_of(&self, context: &KeyContext<'_>) -> bool {
+        self.provider.as_bytes() == &context.provider && self.key_id == context.key_id
+    }
+
+    /// Whether the KEK has this token's check value.
+    pub(crate) fn check_kek(
+        &self,
+        kek: &SecretBytes,
+        context: &KeyContext<'_>,
+    ) -> Result<bool, HeaderError> {
+        let expected: CheckValue = self.check.parse().map_err(|_| Refusal::Field {
+            field: "token.check",
+            found: crate::error::quote(&self.check),
+            expected: "32 hexadecimal digits".to_owned(),
+        })?;
+        Ok(vmseal_secret::derive::check_value(kek, context)? == expected)
+    }
+
+    /// Checks the MAC: only who has the KEK could have made this header for this DEK.
+    pub(crate) fn authenticate(
+        &self,
+        facts: &Facts,
+        dek: &SecretBytes,
+        kek: &SecretBytes,
+        context: &KeyContext<'_>,
+    ) -> Result<(), HeaderError> {
+        let found = unhex(&self.mac).ok_or(Refusal::Mac)?;
+        let key = derive(kek, context, Purpose::Header)?;
+        with_message(facts, self.holes, dek, |parts| mac::verify(&key, parts, &found))
+            .map_err(|_| Refusal::Mac)?;
+        Ok(())
+    }
+}
+
+fn header_mac(
+    facts: &Facts,
+    holes: Holes,
+    dek: &SecretBytes,
+    kek: &SecretBytes,
+    context: &KeyContext<'_>,
+) -> Result<[u8; MAC_LEN], HeaderError> {
+    let key = derive(kek, context, Purpose::Header)?;
+    Ok(with_message(facts, holes, dek, |parts| mac::mac(&key, parts)))
+}
+
+/// The message of the MAC. VM, provider and key id are in the MAC's key; the disk's size may change.
+fn with_message<T>(
+    facts: &Facts,
+    holes: Holes,
+    dek: &SecretBytes,
+    use_it: impl FnOnce(&[&[u8]]) -> T,
+) -> T {
+    let holes: &[u8] = match holes {
+        Holes::Zero => b"zero",
+        Holes::Ciphertext => b"ciphertext",
+    };
+    let mut public = Vec::with_capacity(128);
+    for field in [
+        LABEL,
+        facts.disk.as_bytes(),
+        facts.cipher.as_bytes(),
+        &facts.key_bits.to_be_bytes(),
+        &facts.sector_size.to_be_bytes(),
+        &facts.data_offset.to_be_bytes(),
+        holes,
+    ] {
+        // The longest field is the cipher's name, which has been compared with the one known.
+        public.extend_from_slice(&(field.len() as u16).to_be_bytes());
+        public.extend_from_slice(field);
+    }
+    public.extend_from_slice(&(DEK_LEN as u16).to_be_bytes());
+    use_it(&[&public, dek.expose()])
+}
+
+fn unhex(digits: &str) -> Option<[u8; MAC_LEN]> {
+    let mut bytes = [0; MAC_LEN];
+    if digits.len() != MAC_LEN * 2
+        || !digits.bytes().all(|c| matches!(c, b'0'..=b'9' | b'a'..=b'f'))
+    {
+        return None;
+    }
+    for (at, byte) in bytes.iter_mut().enumerate() {
+        *byte = u8::from_str_radix(&digits[at * 2..at * 2 + 2], 16).ok()?;
+    }
+    Some(bytes)
+}
