@@ -6,22 +6,25 @@
 mod initiator;
 
 use std::fs::File;
+use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::process::Command;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use initiator::{BASE, DATA, INDIRECT, Initiator, NEXT, RING, WRITE};
 use proptest::prelude::*;
 use vhost::VhostBackend;
 use vm_memory::{Bytes, GuestAddress};
+use vmm_sys_util::eventfd::EventFd;
 use vmseal_api::filter::{Direct, DiskActivity, Holes};
 use vmseal_api::id::DiskId;
 use vmseal_iofilter::backend::file::FileDisk;
 use vmseal_iofilter::backend::mem::MemDisk;
-use vmseal_iofilter::chain::Chain;
+use vmseal_iofilter::chain::{Backend, Chain, Io};
 use vmseal_iofilter::disk::{Disk, Encryption, Rest};
+use vmseal_iofilter::request::{Operation, RequestId};
 use vmseal_iofilter::status::DiskState;
 use vmseal_iofilter::stop::Stop;
 use vmseal_iofilter::vhost_user::serve;
@@ -54,13 +57,16 @@ impl Server {
     }
 
     fn start_on(rest: Rest, mem: MemDisk, read_only: bool) -> Self {
-        let directory = tempfile::tempdir().unwrap();
-        let path = directory.path().join("disk");
-        let listener = UnixListener::bind(&path).unwrap();
         let key = SecretBytes::random(64).unwrap();
         let encryption = Some(Encryption { key, holes: Holes::Zero });
         let disk = Disk::new(SIZE, read_only, encryption, rest, 2);
-        let chains = (0..2).map(|_| disk.chain().unwrap()).collect();
+        Self::start_chains((0..2).map(|_| disk.chain().unwrap()).collect(), mem, read_only)
+    }
+
+    fn start_chains(chains: Vec<Chain>, mem: MemDisk, read_only: bool) -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("disk");
+        let listener = UnixListener::bind(&path).unwrap();
         let state = Arc::new(DiskState::new(DiskId::new(), 2));
         let served = Arc::new(Served {
             size: SIZE,
@@ -165,8 +171,12 @@ fn a_read_only_disk_is_not_changed() {
 fn malformed_chains_stop_the_queue_and_nothing_else() {
     let outside = BASE + (64 << 20);
     type Trick = (&'static str, fn(&mut Initiator, u64));
-    let tricks: [Trick; 10] = [
+    let tricks: [Trick; 11] = [
         ("loop", |guest, _| guest.describe(0, (DATA, 16, NEXT, 0))),
+        ("loop that has a place for the status", |guest, _| {
+            guest.describe(0, (DATA, 16, NEXT, 1));
+            guest.describe(1, (DATA + 512, 512, NEXT | WRITE, 1));
+        }),
         ("next out of the table", |guest, _| guest.describe(0, (DATA, 16, NEXT, RING))),
         ("address outside", |guest, outside| guest.describe(0, (outside, 16, 0, 0))),
         ("address wraps", |guest, _| guest.describe(0, (u64::MAX - 8, 16, WRITE, 0))),
@@ -255,13 +265,92 @@ fn a_new_vmm_is_served_when_one_is_gone_and_stopped_rings_start_again() {
     assert_eq!((read[0], read[512], read[1024]), (1, 2, 3));
 }
 
+/// A backend that takes its time and remembers what it was asked.
+struct Slow {
+    asked: Arc<Mutex<Vec<Operation>>>,
+    waiting: Vec<(Instant, RequestId)>,
+    always_readable: EventFd,
+}
+
+impl Slow {
+    fn chain(asked: &Arc<Mutex<Vec<Operation>>>) -> Chain {
+        let (asked, always_readable) = (Arc::clone(asked), EventFd::new(0).unwrap());
+        always_readable.write(1).unwrap();
+        let backend = Self { asked, waiting: Vec::new(), always_readable };
+        Chain::new(SIZE, false, Vec::new(), Box::new(backend))
+    }
+}
+
+impl Backend for Slow {
+    fn prepare(&mut self, _capacity: usize) {}
+
+    fn submit(&mut self, id: RequestId, io: &mut Io<'_>) {
+        self.asked.lock().unwrap().push(io.request(id).operation);
+        self.waiting.push((Instant::now(), id));
+    }
+
+    fn poll(&mut self, io: &mut Io<'_>) {
+        self.waiting.retain(|&(since, id)| {
+            let done = since.elapsed() > Duration::from_millis(30);
+            if done {
+                io.complete(id, Ok(()));
+            }
+            !done
+        });
+    }
+
+    fn wait_handle(&self) -> Option<RawFd> {
+        Some(self.always_readable.as_raw_fd())
+    }
+}
+
 #[test]
 fn a_driver_that_does_not_flush_gets_its_writes_flushed_and_counted_as_writes() {
-    let server = Server::start(false);
-    let mut guest = server.connect(ALL & !FLUSH);
-    assert_eq!(guest.request(1, 1, &[3; 1024]).0, OK);
-    let counters = server.state.totals();
-    assert_eq!((counters.writes, counters.written_bytes, counters.flushes), (1, 1024, 0));
+    for (features, flushed) in [(ALL, false), (ALL & !FLUSH, true)] {
+        let asked = Arc::default();
+        let chains = (0..2).map(|_| Slow::chain(&asked)).collect();
+        let server = Server::start_chains(chains, MemDisk::new(0), false);
+        let mut guest = server.connect(features);
+        assert_eq!(guest.request(1, 1, &[3; 1024]).0, OK);
+        let expected =
+            if flushed { vec![Operation::Write, Operation::Flush] } else { vec![Operation::Write] };
+        assert_eq!(*asked.lock().unwrap(), expected);
+        let counters = server.state.totals();
+        assert_eq!((counters.writes, counters.written_bytes, counters.flushes), (1, 1024, 0));
+    }
+}
+
+/// Offers five writes at once and notifies the device.
+fn offer_five(guest: &mut Initiator) {
+    for index in 0..5u16 {
+        let header = BASE + 0x3000 + u64::from(index) * 64;
+        guest.memory.write_slice(&1u32.to_le_bytes(), GuestAddress(header)).unwrap();
+        guest.memory.write_slice(&0u64.to_le_bytes(), GuestAddress(header + 8)).unwrap();
+        guest.describe(index * 3, (header, 16, NEXT, index * 3 + 1));
+        guest.describe(index * 3 + 1, (DATA, 512, NEXT, index * 3 + 2));
+        guest.describe(index * 3 + 2, (header + 32, 1, WRITE, 0));
+        guest.offer(index * 3);
+    }
+    guest.kick();
+}
+
+#[test]
+fn a_ring_that_is_stopped_has_answered_all_that_it_took() {
+    let asked = Arc::default();
+    let chains = (0..2).map(|_| Slow::chain(&asked)).collect();
+    let server = Server::start_chains(chains, MemDisk::new(0), false);
+    let mut guest = server.connect(ALL);
+    offer_five(&mut guest);
+    while asked.lock().unwrap().is_empty() {
+        std::thread::yield_now();
+    }
+    let base = guest.frontend.get_vring_base(0).unwrap();
+    let mut answers = 0;
+    while guest.answer(Duration::ZERO).is_some() {
+        answers += 1;
+    }
+    assert_eq!(base, answers, "the ring's position and its answers agree");
+    assert_eq!(asked.lock().unwrap().len(), answers as usize);
 }
 
 /// A file system of 256 KiB; it can be made by root only.
