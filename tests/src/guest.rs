@@ -58,11 +58,8 @@ struct Heard {
 impl Console {
     /// Opens it with `command`, whose standard input and output are the serial line.
     pub fn open(command: &mut Command) -> anyhow::Result<Self> {
-        let mut child = command
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::null())
-            .spawn()?;
+        let mut child =
+            command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null()).spawn()?;
         let input = child.stdin.take().context("no standard input")?;
         let mut output = child.stdout.take().context("no standard output")?;
         let heard = Arc::new((Mutex::new(Heard::default()), Condvar::new()));

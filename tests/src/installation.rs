@@ -51,10 +51,18 @@ impl Installation {
         let token = this.path("join.token");
         std::fs::write(&token, this.vmseal(&["host", "token"])?)?;
         this.vmseal(&[
-            "agent", "join", "--to", &this.url(), "--name", "here",
-            "--join-token-file", text(&token)?,
-            "--address", &format!("{}:{AGENT_PORT}", this.address),
-            "--state-dir", text(&this.path("agent"))?,
+            "agent",
+            "join",
+            "--to",
+            &this.url(),
+            "--name",
+            "here",
+            "--join-token-file",
+            text(&token)?,
+            "--address",
+            &format!("{}:{AGENT_PORT}", this.address),
+            "--state-dir",
+            text(&this.path("agent"))?,
         ])?;
         this.start_agent()?;
         this.add_resources()?;
@@ -70,8 +78,12 @@ impl Installation {
         let given = ["--passphrase-file", text(&passphrase)?];
         let backup = self.path("keys.backup");
         self.vmseal(&[&["provider", "add", "keys"], &given[..]].concat())?;
-        self.vmseal(&[&["provider", "backup", "keys", "--to", text(&backup)?], &given[..]].concat())?;
-        self.vmseal(&[&["provider", "verify", "keys", "--from", text(&backup)?], &given[..]].concat())?;
+        self.vmseal(
+            &[&["provider", "backup", "keys", "--to", text(&backup)?], &given[..]].concat(),
+        )?;
+        self.vmseal(
+            &[&["provider", "verify", "keys", "--from", text(&backup)?], &given[..]].concat(),
+        )?;
         self.vmseal(&["provider", "default", "keys"])?;
         self.vmseal(&["policy", "add", "encrypted", "--encrypt"])?;
         self.vmseal(&["policy", "add", "plain", "--plain"])?;
@@ -140,9 +152,12 @@ impl Installation {
         let mut command = Command::new(program("vmseal")?);
         command
             .arg("server")
-            .arg("--data-dir").arg(self.path("server"))
-            .arg("--listen").arg(format!("{}:{SERVER_PORT}", self.address))
-            .arg("--name").arg(self.address.to_string())
+            .arg("--data-dir")
+            .arg(self.path("server"))
+            .arg("--listen")
+            .arg(format!("{}:{SERVER_PORT}", self.address))
+            .arg("--name")
+            .arg(self.address.to_string())
             .env("CREDENTIALS_DIRECTORY", self.credentials()?);
         let mut server = Process::start(&mut command, &self.path("server.log"))?;
         eventually("the server answers", || {
@@ -171,8 +186,10 @@ impl Installation {
         let mut command = Command::new(program("vmseal")?);
         command
             .arg("agent")
-            .arg("--state-dir").arg(self.path("agent"))
-            .arg("--run-dir").arg(self.path("run"))
+            .arg("--state-dir")
+            .arg(self.path("agent"))
+            .arg("--run-dir")
+            .arg(self.path("run"))
             // Which accelerator the probe finds is its own test's matter; here every guest runs the same.
             .args(["--accelerator", "tcg"]);
         let mut agent = Process::start(&mut command, &self.path("agent.log"))?;
@@ -228,7 +245,9 @@ impl Installation {
             counter_disk(&image, DISK_SIZE)?;
         }
         let disk = format!("datastore=local,image={}", text(&image)?);
-        self.vmseal(&["vm", "create", vm, "--policy", policy, "--memory", "32MiB", "--disk", &disk])?;
+        self.vmseal(&[
+            "vm", "create", vm, "--policy", policy, "--memory", "32MiB", "--disk", &disk,
+        ])?;
         Ok(())
     }
 
@@ -256,7 +275,9 @@ impl Installation {
         let disks = shown["disks"].as_array().context("no disks")?;
         disks
             .iter()
-            .map(|disk| Ok(directory.join(format!("{}.raw", disk["id"].as_str().context("no id")?))))
+            .map(
+                |disk| Ok(directory.join(format!("{}.raw", disk["id"].as_str().context("no id")?))),
+            )
             .collect()
     }
 }

@@ -4,12 +4,16 @@
 //! | module | what |
 //! |---|---|
 //! | [`installation`] | a server and an agent of their own, on a loopback address of their own |
+//! | [`filter`] | a `vmseal-filter` started by hand, without server or agent |
 //! | [`guest`] | disks that guests boot from, and their consoles |
+//! | [`test_guest`] | a small Linux guest that runs a script with real dm-crypt and fio |
 //! | [`process`] | children that never outlive their test |
 
+pub mod filter;
 pub mod guest;
 pub mod installation;
 pub mod process;
+pub mod test_guest;
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};

@@ -34,6 +34,11 @@ impl Process {
         matches!(self.0.try_wait(), Ok(Some(_)))
     }
 
+    /// Asks it to end in good order (SIGTERM).
+    pub fn terminate(&self) {
+        let _ = kill(Pid::from_raw(self.id()), Signal::SIGTERM);
+    }
+
     /// Ends it as a power cut would (SIGKILL).
     pub fn kill(mut self) {
         self.end();
