@@ -1,6 +1,8 @@
 //! A disk through `vmseal-filter`, in a real guest: fio's verification, and both directions against the
 //! kernel's own dm-crypt with cryptsetup.
 
+#![allow(clippy::unwrap_used)] // a test that cannot go on ends
+
 use std::fs::File;
 use std::path::Path;
 use std::process::{Command, Stdio};

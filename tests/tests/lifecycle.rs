@@ -1,6 +1,8 @@
 //! A VM's life: created, booted from its disk through firmware, stopped, started, deleted; encrypted and
 //! in the clear.
 
+#![allow(clippy::unwrap_used)] // a test that cannot go on ends
+
 use std::path::Path;
 
 use vmseal_tests::guest::COUNT;
