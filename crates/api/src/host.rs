@@ -10,7 +10,7 @@
 //!
 //! ```text
 //! GET    /v1/host                          describe
-//! GET    /v1/state?after=N&wait_seconds=S  state, at once if it is newer than N
+//! GET    /v1/state?incarnation=I&after=N&wait_seconds=S  state, at once if it is newer than N of I
 //! POST   /v1/datastores                    probe_datastore
 //! PUT    /v1/vms/{vm}                      register_vm
 //! DELETE /v1/vms/{vm}                      unregister_vm
@@ -21,6 +21,10 @@
 //! POST   /v1/vms/{vm}/power-off            power_off
 //! GET    /v1/vms/{vm}/console              console (WebSocket, binary frames)
 //! ```
+//!
+//! A request's body is the JSON of the argument that is not in the path (for `create_disk` an
+//! [`ImageSource`] or `null`; none for power-on and DELETE); an answer's is the JSON of the result, with
+//! 204 and no body where there is none. `incarnation` and `after` come together or not at all.
 
 use std::path::PathBuf;
 use std::time::Duration;

@@ -8,6 +8,8 @@
 //!
 //! No type here can hold a raw key: a key travels as [`host::SealedKey`] or as an inherited descriptor.
 
+#[cfg(feature = "client")]
+pub mod client;
 pub mod filter;
 pub mod host;
 pub mod id;

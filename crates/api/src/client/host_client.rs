@@ -1,0 +1,194 @@
+//! The server's client of an agent: [`HostAgent`] over HTTPS with certificates on both sides.
+//!
+//! An agent's certificate carries its host's id as a DNS name, [`host_server_name`]. The client connects to the
+//! host's address and asks TLS for that name: another host of the same CA is refused.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use reqwest::dns::{Addrs, Name, Resolve, Resolving};
+use reqwest::{Client, Method, RequestBuilder};
+use rustls::ClientConfig;
+use rustls::pki_types::ServerName;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use super::exchange::{CONNECT_TIMEOUT, Peer};
+use super::tls::{self, ClientIdentity, TlsError};
+use super::websocket;
+use crate::host::{
+    ConsoleStream, DatastoreSpec, DatastoreUsage, HostAgent, HostDescription, HostState,
+    ImageSource, PowerOff, STATE_WAIT_MAX, SealedKey, VmSpec,
+};
+use crate::id::{DiskId, HostId, Incarnation, VmId};
+use crate::problem::{ErrorCode, Problem};
+
+/// How long an agent may take to answer: a VM's processes are given half a minute to go.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// What an answer may need beyond the time that the agent was asked to wait for news.
+const STATE_MARGIN: Duration = Duration::from_secs(10);
+
+/// The name in the certificate of a host's agent.
+#[must_use]
+pub fn host_server_name(host: HostId) -> String {
+    format!("{host}.host.vmseal.internal")
+}
+
+/// An agent, by its host's id and address.
+pub struct HostClient {
+    /// As messages name it.
+    name: String,
+    address: String,
+    server_name: String,
+    http: Client,
+    tls: Arc<ClientConfig>,
+}
+
+/// Whatever name is asked for is at the host's address: the name is for the certificate alone.
+struct AtAddress(Arc<str>);
+
+impl Resolve for AtAddress {
+    fn resolve(&self, _: Name) -> Resolving {
+        let address = Arc::clone(&self.0);
+        Box::pin(async move {
+            let found: Vec<SocketAddr> = tokio::net::lookup_host(&*address).await?.collect();
+            Ok(Box::new(found.into_iter()) as Addrs)
+        })
+    }
+}
+
+impl HostClient {
+    /// The agent of `host`, which listens at `address` (`host:port`). Connects when it is first used.
+    ///
+    /// # Errors
+    /// [`TlsError`]: the identity is not one.
+    pub fn new(
+        host: HostId,
+        name: &str,
+        address: &str,
+        identity: &ClientIdentity,
+    ) -> Result<Self, TlsError> {
+        let tls = tls::identified(identity)?;
+        let http = Client::builder()
+            .tls_backend_preconfigured(tls.clone())
+            .dns_resolver(Arc::new(AtAddress(Arc::from(address))))
+            .connect_timeout(CONNECT_TIMEOUT)
+            .timeout(ANSWER_TIMEOUT)
+            .redirect(reqwest::redirect::Policy::none())
+            .no_proxy()
+            .build()
+            .map_err(|error| TlsError::Setup(rustls::Error::General(error.to_string())))?;
+        Ok(Self {
+            name: format!("host '{name}' at {address}"),
+            address: address.to_owned(),
+            server_name: host_server_name(host),
+            http,
+            tls: Arc::new(tls),
+        })
+    }
+
+    fn peer(&self) -> Peer<'_> {
+        Peer(&self.name)
+    }
+
+    fn url(&self, path: &str) -> String {
+        // The port belongs to the address that the resolver gives; naming it keeps the Host header true.
+        let port = self.address.rsplit_once(':').map_or("443", |(_, port)| port);
+        format!("https://{}:{port}/v1/{path}", self.server_name)
+    }
+
+    fn request(&self, method: Method, path: &str) -> RequestBuilder {
+        self.http.request(method, self.url(path))
+    }
+
+    async fn call<T: DeserializeOwned>(&self, request: RequestBuilder) -> Result<T, Problem> {
+        let body = self.peer().exchange(request).await?;
+        self.peer().parse(&body)
+    }
+
+    async fn command(&self, method: Method, path: &str) -> Result<(), Problem> {
+        self.peer().exchange(self.request(method, path)).await.map(drop)
+    }
+
+    async fn command_with(
+        &self,
+        method: Method,
+        path: &str,
+        body: &(impl Serialize + Sync),
+    ) -> Result<(), Problem> {
+        self.peer().exchange(self.request(method, path).json(body)).await.map(drop)
+    }
+}
+
+#[async_trait]
+impl HostAgent for HostClient {
+    async fn describe(&self) -> Result<HostDescription, Problem> {
+        self.call(self.request(Method::GET, "host")).await
+    }
+
+    async fn state(
+        &self,
+        after: Option<(Incarnation, u64)>,
+        wait: Duration,
+    ) -> Result<HostState, Problem> {
+        let wait = wait.min(STATE_WAIT_MAX);
+        let mut path = format!("state?wait_seconds={}", wait.as_secs());
+        if let Some((incarnation, version)) = after {
+            path.push_str(&format!("&incarnation={incarnation}&after={version}"));
+        }
+        self.call(self.request(Method::GET, &path).timeout(wait + STATE_MARGIN)).await
+    }
+
+    async fn probe_datastore(&self, spec: DatastoreSpec) -> Result<DatastoreUsage, Problem> {
+        self.call(self.request(Method::POST, "datastores").json(&spec)).await
+    }
+
+    async fn register_vm(&self, spec: VmSpec) -> Result<(), Problem> {
+        self.command_with(Method::PUT, &format!("vms/{}", spec.vm), &spec).await
+    }
+
+    async fn unregister_vm(&self, vm: VmId) -> Result<(), Problem> {
+        self.command(Method::DELETE, &format!("vms/{vm}")).await
+    }
+
+    async fn offer_key(&self, vm: VmId, key: SealedKey) -> Result<(), Problem> {
+        self.command_with(Method::PUT, &format!("vms/{vm}/key"), &key).await
+    }
+
+    async fn create_disk(
+        &self,
+        vm: VmId,
+        disk: DiskId,
+        source: Option<ImageSource>,
+    ) -> Result<(), Problem> {
+        self.command_with(Method::PUT, &format!("vms/{vm}/disks/{disk}"), &source).await
+    }
+
+    async fn delete_disk(&self, vm: VmId, disk: DiskId) -> Result<(), Problem> {
+        self.command(Method::DELETE, &format!("vms/{vm}/disks/{disk}")).await
+    }
+
+    async fn power_on(&self, vm: VmId) -> Result<(), Problem> {
+        self.command(Method::POST, &format!("vms/{vm}/power-on")).await
+    }
+
+    async fn power_off(&self, vm: VmId, how: PowerOff) -> Result<(), Problem> {
+        self.command_with(Method::POST, &format!("vms/{vm}/power-off"), &how).await
+    }
+
+    async fn console(&self, vm: VmId) -> Result<ConsoleStream, Problem> {
+        let server_name = ServerName::try_from(self.server_name.clone())
+            .map_err(|error| Problem::new(ErrorCode::Internal, error.to_string()))?;
+        let address = websocket::Address {
+            peer: self.peer(),
+            socket: self.address.clone(),
+            server_name,
+            url: self.url(&format!("vms/{vm}/console")).replacen("https", "wss", 1),
+            authorization: None,
+        };
+        websocket::open(address, Arc::clone(&self.tls)).await
+    }
+}

@@ -1,0 +1,27 @@
+//! HTTPS clients: [`ServerClient`] for the command line, [`HostClient`] for the server.
+//!
+//! Both speak HTTP/1.1 over TLS 1.3 or 1.2 and trust one CA only, the control plane's own. What goes
+//! wrong is a [`Problem`]: the one that the other side answered, or `unreachable` or `timed-out`.
+
+mod exchange;
+mod host_client;
+mod server_client;
+mod tls;
+mod websocket;
+
+pub use host_client::{HostClient, host_server_name};
+pub use server_client::ServerClient;
+pub use tls::{ClientIdentity, TlsError};
+
+use crate::problem::Problem;
+
+/// What is between the schema and the path: no user, no query, a host and a port.
+fn base_url(text: &str) -> Result<url::Url, Problem> {
+    let url = url::Url::parse(text)
+        .map_err(|error| Problem::invalid("server", format!("'{text}' is no URL: {error}")))?;
+    if url.scheme() != "https" || url.host().is_none() || url.path() != "/" {
+        let detail = format!("'{text}' does not have the form https://HOST:PORT");
+        return Err(Problem::invalid("server", detail));
+    }
+    Ok(url)
+}

@@ -1,0 +1,185 @@
+//! The REST client of the command line: bearer token, pinned CA.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use reqwest::{Client, Method, RequestBuilder};
+use rustls::ClientConfig;
+use rustls::pki_types::ServerName;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use url::Url;
+use zeroize::Zeroizing;
+
+use super::exchange::{CONNECT_TIMEOUT, Peer};
+use super::{base_url, tls, websocket};
+use crate::host::ConsoleStream;
+use crate::model::{Page, Task};
+use crate::problem::{ErrorCode, Problem};
+
+/// How long the server may take to answer: its own limit of a minute, and some.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(70);
+
+/// A server, and a user of it. Paths are relative to `/api/v1/` and may carry a query
+/// (`events?after=3`).
+pub struct ServerClient {
+    base: Url,
+    http: Client,
+    tls: Arc<ClientConfig>,
+    token: Zeroizing<String>,
+}
+
+impl std::fmt::Debug for ServerClient {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("ServerClient").field("base", &self.base.as_str()).finish_non_exhaustive()
+    }
+}
+
+impl ServerClient {
+    /// The server at `url` (`https://HOST:PORT`), whose certificate the CA `authority` (PEM) signed.
+    ///
+    /// # Errors
+    /// `invalid-request`: the URL or the certificate is none.
+    pub fn new(url: &str, authority: &str, token: &str) -> Result<Self, Problem> {
+        let base = base_url(url)?;
+        let invalid = |detail: String| Problem::invalid("ca", detail);
+        let tls = tls::anonymous(authority).map_err(|error| invalid(error.to_string()))?;
+        let http = Client::builder()
+            .tls_backend_preconfigured(tls.clone())
+            .connect_timeout(CONNECT_TIMEOUT)
+            .timeout(ANSWER_TIMEOUT)
+            .redirect(reqwest::redirect::Policy::none())
+            .no_proxy()
+            .build()
+            .map_err(|error| invalid(error.to_string()))?;
+        Ok(Self { base, http, tls: Arc::new(tls), token: Zeroizing::new(token.to_owned()) })
+    }
+
+    fn url(&self, path: &str) -> Url {
+        let (path, query) = match path.split_once('?') {
+            Some((path, query)) => (path, Some(query)),
+            None => (path, None),
+        };
+        let mut url = self.base.clone();
+        // Segment by segment: what a user typed as a name cannot become another path.
+        if let Ok(mut segments) = url.path_segments_mut() {
+            segments.clear().extend(["api", "v1"]).extend(path.split('/'));
+        }
+        url.set_query(query);
+        url
+    }
+
+    fn request(&self, method: Method, path: &str) -> RequestBuilder {
+        self.http.request(method, self.url(path)).bearer_auth(self.token.as_str())
+    }
+
+    fn peer(&self) -> Peer<'_> {
+        Peer(self.base.as_str())
+    }
+
+    /// Reads a resource or a page of a list.
+    ///
+    /// # Errors
+    /// The server's [`Problem`], or `unreachable`, or `timed-out`; so it is for every call.
+    pub async fn get<T: DeserializeOwned>(&self, path: &str) -> Result<T, Problem> {
+        let body = self.peer().exchange(self.request(Method::GET, path)).await?;
+        self.peer().parse(&body)
+    }
+
+    /// Reads a whole list, page by page.
+    ///
+    /// # Errors
+    /// As [`ServerClient::get`].
+    pub async fn all<T: DeserializeOwned>(&self, path: &str) -> Result<Vec<T>, Problem> {
+        let mut page: Page<T> = self.get(path).await?;
+        let mut items = std::mem::take(&mut page.items);
+        while let Some(after) = page.next.take() {
+            page = self.get(&format!("{path}?after={after}")).await?;
+            items.append(&mut page.items);
+        }
+        Ok(items)
+    }
+
+    /// Makes a resource or does something with one.
+    ///
+    /// # Errors
+    /// As [`ServerClient::get`].
+    pub async fn post<T: DeserializeOwned>(
+        &self,
+        path: &str,
+        body: &(impl Serialize + Sync),
+    ) -> Result<T, Problem> {
+        let request = self.request(Method::POST, path).json(body);
+        let body = self.peer().exchange(request).await?;
+        self.peer().parse(&body)
+    }
+
+    /// Removes a resource at once.
+    ///
+    /// # Errors
+    /// As [`ServerClient::get`].
+    pub async fn delete(&self, path: &str) -> Result<(), Problem> {
+        self.peer().exchange(self.request(Method::DELETE, path)).await.map(drop)
+    }
+
+    /// Begins to remove a resource.
+    ///
+    /// # Errors
+    /// As [`ServerClient::get`].
+    pub async fn delete_task(&self, path: &str) -> Result<Task, Problem> {
+        let body = self.peer().exchange(self.request(Method::DELETE, path)).await?;
+        self.peer().parse(&body)
+    }
+
+    /// A guest's serial console.
+    ///
+    /// # Errors
+    /// As [`ServerClient::get`].
+    pub async fn console(&self, vm: &str) -> Result<ConsoleStream, Problem> {
+        let mut url = self.url(&format!("vms/{vm}/console"));
+        let host = self.base.host_str().unwrap_or_default();
+        let server_name = ServerName::try_from(host.trim_matches(['[', ']']).to_owned())
+            .map_err(|_| Problem::new(ErrorCode::InvalidRequest, format!("'{host}' is no host name")))?;
+        let socket = format!("{host}:{}", self.base.port_or_known_default().unwrap_or(443));
+        // The scheme of WebSockets over TLS; `Url` allows this change between special schemes.
+        let _ = url.set_scheme("wss");
+        let address = websocket::Address {
+            peer: self.peer(),
+            socket,
+            server_name,
+            url: url.into(),
+            authorization: Some(Zeroizing::new(format!("Bearer {}", self.token.as_str()))),
+        };
+        websocket::open(address, Arc::clone(&self.tls)).await
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_stay_one_segment_and_queries_queries() {
+        let pem = rcgen_free_pem();
+        let client = ServerClient::new("https://127.0.0.1:8443", pem, "t").unwrap();
+        assert_eq!(client.url("vms/a b").as_str(), "https://127.0.0.1:8443/api/v1/vms/a%20b");
+        let events = client.url("events?after=3&wait_seconds=20");
+        assert_eq!(events.as_str(), "https://127.0.0.1:8443/api/v1/events?after=3&wait_seconds=20");
+        assert!(!client.url("vms/..").as_str().contains(".."));
+        for bad in ["http://x:1", "https://x/path", "x", "https://"] {
+            assert_eq!(
+                ServerClient::new(bad, pem, "t").unwrap_err().field.as_deref(),
+                Some("server"),
+                "{bad}"
+            );
+        }
+        let no_pem = ServerClient::new("https://x", "nothing", "t").unwrap_err();
+        assert_eq!(no_pem.field.as_deref(), Some("ca"));
+        assert!(!format!("{client:?}").contains("\"t\""));
+    }
+
+    /// A self-signed P-256 certificate, valid until 2126.
+    fn rcgen_free_pem() -> &'static str {
+        include_str!("../../tests/ca.pem")
+    }
+}

@@ -1,0 +1,56 @@
+//! TLS settings of the clients: one CA, and a certificate where the other side asks for one.
+
+use std::sync::Arc;
+
+use rustls::client::ResolvesClientCert;
+use rustls::pki_types::CertificateDer;
+use rustls::pki_types::pem::PemObject;
+use rustls::{ClientConfig, RootCertStore};
+
+/// Why there is no TLS with these settings.
+#[derive(Debug, thiserror::Error)]
+pub enum TlsError {
+    /// The CA certificate cannot be read.
+    #[error("the authority's certificate is not a PEM file with one certificate: {0}")]
+    Authority(String),
+    /// AWS-LC or rustls refuses.
+    #[error("TLS cannot be set up: {0}")]
+    Setup(#[from] rustls::Error),
+}
+
+/// Whom this side trusts and what it proves itself with.
+#[derive(Clone, Debug)]
+pub struct ClientIdentity {
+    /// The CA's certificate, PEM.
+    pub authority: String,
+    /// The certificate to show; a resolver, as certificates are renewed while a process runs.
+    pub certificate: Arc<dyn ResolvesClientCert>,
+}
+
+fn roots(authority: &str) -> Result<RootCertStore, TlsError> {
+    let certificate = CertificateDer::from_pem_slice(authority.as_bytes())
+        .map_err(|error| TlsError::Authority(error.to_string()))?;
+    let mut roots = RootCertStore::empty();
+    roots.add(certificate).map_err(|error| TlsError::Authority(error.to_string()))?;
+    Ok(roots)
+}
+
+fn builder(
+    authority: &str,
+) -> Result<rustls::ConfigBuilder<ClientConfig, rustls::client::WantsClientCert>, TlsError> {
+    let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
+    Ok(ClientConfig::builder_with_provider(provider)
+        .with_safe_default_protocol_versions()?
+        .with_root_certificates(roots(authority)?))
+}
+
+/// A client that shows no certificate.
+pub(super) fn anonymous(authority: &str) -> Result<ClientConfig, TlsError> {
+    Ok(builder(authority)?.with_no_client_auth())
+}
+
+/// A client that shows a certificate.
+pub(super) fn identified(identity: &ClientIdentity) -> Result<ClientConfig, TlsError> {
+    let certificate = Arc::clone(&identity.certificate);
+    Ok(builder(&identity.authority)?.with_client_cert_resolver(certificate))
+}

@@ -1,0 +1,130 @@
+//! A guest's console over a WebSocket: binary frames both ways.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures_util::{SinkExt, StreamExt};
+use rustls::ClientConfig;
+use rustls::pki_types::ServerName;
+use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream};
+use tokio::net::TcpStream;
+use tokio_rustls::TlsConnector;
+use tokio_tungstenite::WebSocketStream;
+use tokio_tungstenite::tungstenite::client::IntoClientRequest;
+use tokio_tungstenite::tungstenite::http::header::AUTHORIZATION;
+use tokio_tungstenite::tungstenite::protocol::WebSocketConfig;
+use tokio_tungstenite::tungstenite::{Error, Message};
+use zeroize::Zeroizing;
+
+use super::exchange::{CONNECT_TIMEOUT, Peer};
+use crate::host::ConsoleStream;
+use crate::problem::{ErrorCode, Problem};
+
+/// What is on its way in one direction, in bytes: a screen or two.
+const BUFFER: usize = 16 * 1024;
+
+/// The longest frame, in bytes; a console sends what a guest printed since the last.
+const FRAME_MAX: usize = 64 * 1024;
+
+/// How long a socket that is closed may take to say so.
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// Where a console is.
+pub(super) struct Address<'a> {
+    /// How messages name the other end.
+    pub peer: Peer<'a>,
+    /// `host:port` to connect to.
+    pub socket: String,
+    /// The name in the other end's certificate.
+    pub server_name: ServerName<'static>,
+    /// The path.
+    pub url: String,
+    /// `Authorization`, where one is needed.
+    pub authorization: Option<Zeroizing<String>>,
+}
+
+/// Connects; gives both directions of the console.
+pub(super) async fn open(
+    address: Address<'_>,
+    tls: Arc<ClientConfig>,
+) -> Result<ConsoleStream, Problem> {
+    let peer = Peer(address.peer.0);
+    match tokio::time::timeout(CONNECT_TIMEOUT, connect(address, tls)).await {
+        Ok(connected) => connected,
+        Err(_) => Err(peer.unreachable(&"it took too long")),
+    }
+}
+
+async fn connect(
+    address: Address<'_>,
+    tls: Arc<ClientConfig>,
+) -> Result<ConsoleStream, Problem> {
+    let peer = &address.peer;
+    let tcp =
+        TcpStream::connect(&address.socket).await.map_err(|error| peer.unreachable(&error))?;
+    // Key strokes are small and wait for nobody. A socket that refuses this still works.
+    let _ = tcp.set_nodelay(true);
+    let stream = TlsConnector::from(tls)
+        .connect(address.server_name.clone(), tcp)
+        .await
+        .map_err(|error| peer.unreachable(&error))?;
+    let mut request =
+        address.url.as_str().into_client_request().map_err(|error| peer.unreachable(&error))?;
+    if let Some(authorization) = &address.authorization {
+        let value = authorization.as_str().try_into().map_err(|_| {
+            Problem::new(ErrorCode::Unauthenticated, "the token holds characters that no token has")
+        })?;
+        request.headers_mut().insert(AUTHORIZATION, value);
+    }
+    let limits =
+        WebSocketConfig::default().max_message_size(Some(FRAME_MAX)).max_frame_size(Some(FRAME_MAX));
+    let (socket, _) =
+        tokio_tungstenite::client_async_with_config(request, stream, Some(limits))
+            .await
+            .map_err(|error| refusal(peer, error))?;
+    let (ours, theirs) = tokio::io::duplex(BUFFER);
+    tokio::spawn(pump(socket, theirs));
+    Ok(Box::new(ours))
+}
+
+/// A server that refuses the upgrade answers with a problem.
+fn refusal(peer: &Peer<'_>, error: Error) -> Problem {
+    if let Error::Http(answer) = &error
+        && let Some(Ok(problem)) = answer.body().as_deref().map(serde_json::from_slice)
+    {
+        return problem;
+    }
+    peer.unreachable(&error)
+}
+
+/// Carries bytes until either side ends.
+async fn pump<S>(mut socket: WebSocketStream<S>, stream: DuplexStream)
+where
+    S: tokio::io::AsyncRead + tokio::io::AsyncWrite + Unpin,
+{
+    let (mut from_user, mut to_user) = tokio::io::split(stream);
+    let mut buffer = vec![0; BUFFER];
+    loop {
+        tokio::select! {
+            read = from_user.read(&mut buffer) => match read {
+                Ok(count) if count > 0 => {
+                    let message = Message::binary(buffer[..count].to_vec());
+                    if socket.send(message).await.is_err() {
+                        break;
+                    }
+                }
+                _ => break,
+            },
+            message = socket.next() => match message {
+                Some(Ok(Message::Binary(bytes))) => {
+                    if to_user.write_all(&bytes).await.is_err() {
+                        break;
+                    }
+                }
+                Some(Ok(Message::Ping(_) | Message::Pong(_))) => {}
+                _ => break,
+            },
+        }
+    }
+    let _ = tokio::time::timeout(CLOSE_TIMEOUT, socket.close(None)).await;
+}
