@@ -5,7 +5,7 @@ use std::fs::Permissions;
 use std::net::Ipv4Addr;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::{Command, ExitStatus, Output};
 use std::sync::atomic::{AtomicU8, Ordering};
 
 use anyhow::{Context, bail, ensure};
@@ -13,7 +13,7 @@ use serde_json::Value;
 use tempfile::TempDir;
 
 use crate::guest::{Console, counter_disk};
-use crate::process::{Process, kill_hard, naming};
+use crate::process::{Process, kill_hard, using};
 use crate::{eventually, program};
 
 const SERVER_PORT: u16 = 8443;
@@ -25,12 +25,17 @@ pub const PASSPHRASE: &str = "correct horse battery staple";
 /// The size of the counting guest's disk; small, so that whole images can be searched.
 pub const DISK_SIZE: u64 = 8 << 20;
 
+/// The file by which a datastore is known again.
+const DATASTORE_MARK: &str = "vmseal-datastore.json";
+
 /// A server, an agent, and a directory with all that they keep.
 pub struct Installation {
     directory: TempDir,
     address: Ipv4Addr,
     server: Option<Process>,
     agent: Option<Process>,
+    /// Whether a starting server is given the provider's passphrase.
+    unlocks: bool,
 }
 
 /// Every installation of this process gets an address of its own, so that ports never collide.
@@ -46,7 +51,8 @@ impl Installation {
     pub fn new() -> anyhow::Result<Self> {
         let directory = tempfile::Builder::new().prefix("vmseal-test-").tempdir()?;
         std::fs::set_permissions(directory.path(), Permissions::from_mode(0o711))?;
-        let mut this = Self { directory, address: next_address(), server: None, agent: None };
+        let mut this =
+            Self { directory, address: next_address(), server: None, agent: None, unlocks: true };
         this.start_server()?;
         let token = this.path("join.token");
         std::fs::write(&token, this.vmseal(&["host", "token"])?)?;
@@ -176,9 +182,18 @@ impl Installation {
         std::fs::create_dir_all(&directory)?;
         std::fs::set_permissions(&directory, Permissions::from_mode(0o700))?;
         let file = directory.join("vmseal-provider-keys");
+        let _ = std::fs::remove_file(&file);
+        if !self.unlocks {
+            return Ok(directory);
+        }
         std::fs::write(&file, PASSPHRASE)?;
         std::fs::set_permissions(&file, Permissions::from_mode(0o400))?;
         Ok(directory)
+    }
+
+    /// From its next start the server is not given the provider's passphrase: its provider stays sealed.
+    pub fn withhold_passphrase(&mut self) {
+        self.unlocks = false;
     }
 
     /// Starts the agent, and waits until the server has it connected.
@@ -218,6 +233,11 @@ impl Installation {
         self.agent.take().into_iter().for_each(Process::kill);
     }
 
+    /// Waits until server and agent have ended of themselves, and tells how.
+    pub fn wait_for_ends(&mut self) -> anyhow::Result<Vec<ExitStatus>> {
+        self.server.take().into_iter().chain(self.agent.take()).map(Process::wait).collect()
+    }
+
     /// Process ids of server and agent, as far as they run.
     #[must_use]
     pub fn own_processes(&self) -> Vec<i32> {
@@ -227,28 +247,102 @@ impl Installation {
     /// Process ids of a VM whose program is `name` (`vmseal-filter`, `qemu-system-x86_64`).
     #[must_use]
     pub fn guest_processes(&self, name: &str) -> Vec<i32> {
-        let own = self.own_processes();
-        naming(&self.path("run").to_string_lossy())
-            .into_iter()
-            .filter(|pid| !own.contains(pid))
-            .filter(|pid| {
-                std::fs::read_link(format!("/proc/{pid}/exe"))
-                    .is_ok_and(|exe| exe.file_name().is_some_and(|file| file == name))
-            })
-            .collect()
+        self.processes_below(&self.path("run"), name)
     }
 
-    /// Makes a VM whose only disk holds the counting guest.
-    pub fn create_counter(&self, vm: &str, policy: &str) -> anyhow::Result<()> {
+    fn processes_below(&self, directory: &Path, name: &str) -> Vec<i32> {
+        let mut found = using(directory);
+        found.retain(|pid| {
+            let ours = self.own_processes().contains(pid);
+            let exe = std::fs::read_link(format!("/proc/{pid}/exe"));
+            !ours && exe.is_ok_and(|exe| exe.file_name().is_some_and(|file| file == name))
+        });
+        found
+    }
+
+    /// Process ids of everything that runs for guests, whatever program it is.
+    #[must_use]
+    pub fn all_guest_processes(&self) -> Vec<i32> {
+        let own = self.own_processes();
+        using(&self.path("run")).into_iter().filter(|pid| !own.contains(pid)).collect()
+    }
+
+    /// Process ids of one VM whose program is `name`.
+    pub fn processes_of(&self, vm: &str, name: &str) -> anyhow::Result<Vec<i32>> {
+        let shown = self.vm(vm)?;
+        let directory = self.path("run/vms").join(shown["id"].as_str().context("no id")?);
+        Ok(self.processes_below(&directory, name))
+    }
+
+    /// The raw disk of the counting guest.
+    pub fn counter_image(&self) -> anyhow::Result<PathBuf> {
         let image = self.path("counter.raw");
         if !image.exists() {
             counter_disk(&image, DISK_SIZE)?;
         }
-        let disk = format!("datastore=local,image={}", text(&image)?);
-        self.vmseal(&[
-            "vm", "create", vm, "--policy", policy, "--memory", "32MiB", "--disk", &disk,
-        ])?;
+        Ok(image)
+    }
+
+    /// Makes a VM whose only disk holds the counting guest.
+    pub fn create_counter(&self, vm: &str, policy: &str) -> anyhow::Result<()> {
+        let disk = format!("datastore=local,image={}", text(&self.counter_image()?)?);
+        self.vmseal(&create(vm, policy, &disk))?;
         Ok(())
+    }
+
+    /// Boots the counting guest; gives its number.
+    pub fn boot_counter(&self, vm: &str) -> anyhow::Result<u32> {
+        self.vmseal(&["vm", "start", vm])?;
+        self.console(vm)?.next_count()
+    }
+
+    /// The alarms about a VM or another resource.
+    pub fn alarms(&self, target: &str) -> anyhow::Result<Vec<Value>> {
+        let mut alarms = self.json(&["alarms"])?;
+        let alarms = alarms.as_array_mut().context("no list")?;
+        Ok(alarms.drain(..).filter(|alarm| alarm["target"] == target).collect())
+    }
+
+    /// Waits for an alarm of this kind about a VM or another resource; gives its detail.
+    pub fn wait_alarm(&self, target: &str, code: &str) -> anyhow::Result<String> {
+        eventually(&format!("an alarm {code} about {target}"), || {
+            let alarms = self.alarms(target).ok()?;
+            let alarm = alarms.iter().find(|alarm| alarm["code"] == code)?;
+            alarm["detail"].as_str().map(str::to_owned)
+        })
+    }
+
+    /// Waits until no alarm of this kind about it stands.
+    pub fn wait_no_alarm(&self, target: &str, code: &str) -> anyhow::Result<()> {
+        eventually(&format!("no alarm {code} about {target}"), || {
+            let alarms = self.alarms(target).ok()?;
+            (!alarms.iter().any(|alarm| alarm["code"] == code)).then_some(())
+        })
+    }
+
+    /// Waits until the server has the host connected.
+    pub fn wait_host(&mut self) -> anyhow::Result<()> {
+        let mut agent = self.agent.take().context("no agent runs")?;
+        let connected = self.wait_connected(&mut agent);
+        self.agent = Some(agent);
+        connected
+    }
+
+    /// What lies in a datastore besides its mark, at any depth.
+    pub fn datastore_entries(&self, directory: &Path) -> anyhow::Result<Vec<PathBuf>> {
+        let (mut found, mut todo) = (Vec::new(), vec![directory.to_owned()]);
+        while let Some(directory) = todo.pop() {
+            for entry in std::fs::read_dir(&directory)? {
+                let entry = entry?;
+                if entry.file_type()?.is_dir() {
+                    todo.push(entry.path());
+                }
+                if entry.file_name() != DATASTORE_MARK {
+                    found.push(entry.path());
+                }
+            }
+        }
+        Ok(found)
     }
 
     /// A VM's serial console.
@@ -290,8 +384,14 @@ impl Drop for Installation {
         }
         self.kill_agent();
         self.kill_server();
-        naming(&self.path("run").to_string_lossy()).into_iter().for_each(kill_hard);
+        using(&self.path("run")).into_iter().for_each(kill_hard);
     }
+}
+
+/// The command that makes a small VM with one disk.
+#[must_use]
+pub fn create<'a>(vm: &'a str, policy: &'a str, disk: &'a str) -> [&'a str; 9] {
+    ["vm", "create", vm, "--policy", policy, "--memory", "32MiB", "--disk", disk]
 }
 
 /// A path as text; the tests' own are.

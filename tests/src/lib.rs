@@ -8,11 +8,17 @@
 //! | [`guest`] | disks that guests boot from, and their consoles |
 //! | [`test_guest`] | a small Linux guest that runs a script with real dm-crypt and fio |
 //! | [`process`] | children that never outlive their test |
+//! | [`header`] | damage and forgery of an image's LUKS2 header |
+//! | [`rest`] | the REST API through curl |
+//! | [`scan`] | a search for secrets in files and processes |
 
 pub mod filter;
 pub mod guest;
+pub mod header;
 pub mod installation;
 pub mod process;
+pub mod rest;
+pub mod scan;
 pub mod test_guest;
 
 use std::path::PathBuf;
