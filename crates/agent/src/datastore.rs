@@ -1,0 +1,537 @@
+//! Directory datastores.
+//!
+//! ```text
+//! <path>/vmseal-datastore.json           which datastore this is
+//! <path>/<vm id>/vm.json                 whose disks these are, readable without any key
+//! <path>/<vm id>/<disk id>.raw           a disk
+//! <path>/<vm id>/<disk id>.raw.creating  a disk that is being made, or debris of one
+//! ```
+//! A disk is renamed to its name when it is whole and flushed. Whoever works on an image holds a lock on
+//! the open file (F_OFD_SETLK); the filter inherits the open file and the lock with it.
+
+use std::fs::{DirBuilder, File, OpenOptions};
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use nix::fcntl::{FcntlArg, fcntl};
+use serde::{Deserialize, Serialize};
+use vmseal_api::host::{DatastoreLocation, DatastoreSpec, DatastoreUsage, KeyReference, VmSpec};
+use vmseal_api::id::{DatastoreId, DiskId, VmId};
+use vmseal_api::problem::{ErrorCode, Problem};
+
+use crate::atomic_file;
+
+/// The file that says which datastore this is.
+const MARKER: &str = "vmseal-datastore.json";
+
+/// The file that says whose disks are in a directory.
+const DESCRIPTOR: &str = "vm.json";
+
+/// The version of both files.
+const VERSION: u32 = 1;
+
+/// The longest marker, in bytes.
+const MARKER_MAX: u64 = 4096;
+
+/// How long a lock may linger after its holder has died: the kernel ends a dead process' requests first.
+const LOCK_PATIENCE: Duration = Duration::from_secs(3);
+
+/// How often a lock is tried.
+const LOCK_INTERVAL: Duration = Duration::from_millis(50);
+
+/// Below this much free room (bytes), a failed write is taken for a full datastore.
+const FULL_BELOW: u64 = 16 << 20;
+
+#[derive(Serialize, Deserialize)]
+struct Marker {
+    version: u32,
+    datastore: DatastoreId,
+}
+
+/// What is known of a VM without any key. Nothing trusts it: it is for people and for listing.
+#[derive(Serialize)]
+struct Descriptor<'a> {
+    version: u32,
+    vm: VmId,
+    name: &'a str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    key: Option<&'a KeyReference>,
+    disks: Vec<DescribedDisk<'a>>,
+}
+
+#[derive(Serialize)]
+struct DescribedDisk<'a> {
+    disk: DiskId,
+    name: &'a str,
+    size: u64,
+    encrypted: bool,
+    file: String,
+}
+
+fn failed(path: &Path, what: &str, error: &io::Error) -> Problem {
+    let code = match error.raw_os_error() {
+        Some(libc::ENOSPC | libc::EDQUOT) => ErrorCode::NoSpace,
+        _ => ErrorCode::Internal,
+    };
+    Problem::new(code, format!("{} cannot be {what}: {error}", path.display()))
+}
+
+fn directory(spec: &DatastoreSpec) -> Result<&Path, Problem> {
+    let DatastoreLocation::Dir { path } = &spec.location;
+    if !path.is_absolute() {
+        return Err(Problem::invalid("location.path", "must be an absolute path"));
+    }
+    match path.metadata() {
+        Ok(metadata) if metadata.is_dir() => Ok(path),
+        Ok(_) => {
+            Err(Problem::invalid("location.path", format!("{} is no directory", path.display())))
+        }
+        Err(error) => Err(Problem::invalid(
+            "location.path",
+            format!("{}: {error}. Make or mount it on this host first", path.display()),
+        )),
+    }
+}
+
+fn marker(path: &Path) -> Result<Option<Marker>, Problem> {
+    use std::io::Read;
+    let path = path.join(MARKER);
+    let mut text = Vec::new();
+    match File::open(&path).and_then(|file| file.take(MARKER_MAX).read_to_end(&mut text)) {
+        Ok(_) => {}
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(failed(&path, "read", &error)),
+    }
+    match serde_json::from_slice::<Marker>(&text) {
+        Ok(marker) if marker.version == VERSION => Ok(Some(marker)),
+        Ok(marker) => Err(Problem::new(
+            ErrorCode::Damaged,
+            format!("{} has version {}; use a newer vmseal", path.display(), marker.version),
+        )),
+        Err(error) => {
+            Err(Problem::new(ErrorCode::Damaged, format!("{} is damaged: {error}", path.display())))
+        }
+    }
+}
+
+/// Makes a datastore known: marks it at the first use, removes debris, and measures it.
+///
+/// # Errors
+/// `wrong-state` when it carries another datastore's mark; `invalid-request` without the directory.
+pub fn probe(spec: &DatastoreSpec) -> Result<DatastoreUsage, Problem> {
+    let path = directory(spec)?;
+    match marker(path)? {
+        Some(marker) => check_marker(path, &marker, spec)?,
+        None => {
+            let marker = Marker { version: VERSION, datastore: spec.datastore };
+            let path = path.join(MARKER);
+            serde_json::to_vec(&marker)
+                .map_err(io::Error::from)
+                .and_then(|json| atomic_file::write(&path, &json))
+                .map_err(|error| failed(&path, "written", &error))?;
+        }
+    }
+    sweep(path);
+    usage(path)
+}
+
+fn check_marker(path: &Path, marker: &Marker, spec: &DatastoreSpec) -> Result<(), Problem> {
+    if marker.datastore == spec.datastore {
+        return Ok(());
+    }
+    Err(Problem::new(
+        ErrorCode::WrongState,
+        format!(
+            "{} holds datastore {}, not {}: is the right file system mounted?",
+            path.display(),
+            marker.datastore,
+            spec.datastore
+        ),
+    ))
+}
+
+/// Room at `path`, in bytes.
+///
+/// # Errors
+/// As statvfs.
+pub fn usage(path: &Path) -> Result<DatastoreUsage, Problem> {
+    let stat = nix::sys::statvfs::statvfs(path)
+        .map_err(|error| failed(path, "measured", &error.into()))?;
+    let block = stat.fragment_size();
+    Ok(DatastoreUsage {
+        capacity: stat.blocks().saturating_mul(block),
+        free: stat.blocks_available().saturating_mul(block),
+    })
+}
+
+/// Removes half-made disks that nobody works on.
+fn sweep(path: &Path) {
+    let entries = |path: &Path| {
+        std::fs::read_dir(path)
+            .into_iter()
+            .flatten()
+            .filter_map(Result::ok)
+            .map(|entry| entry.path())
+    };
+    let homes = entries(path).filter(|home| {
+        home.file_name().is_some_and(|name| name.to_string_lossy().parse::<VmId>().is_ok())
+    });
+    for debris in homes.flat_map(|home| entries(&home).collect::<Vec<_>>()) {
+        if debris.extension().is_some_and(|extension| extension == "creating")
+            && open_once(&debris).is_ok_and(|file| file.is_some())
+        {
+            tracing::info!(path = %debris.display(), "removing a half-made disk");
+            if let Err(error) = std::fs::remove_file(&debris) {
+                tracing::warn!(path = %debris.display(), %error, "cannot remove a half-made disk");
+            }
+        }
+    }
+}
+
+/// The directory of a VM's disks on one datastore.
+#[derive(Clone, Debug)]
+pub struct Home {
+    path: PathBuf,
+}
+
+impl Home {
+    /// Where a VM's disks are, on a datastore that is the right one.
+    ///
+    /// # Errors
+    /// `wrong-state` when the place carries no mark, or another one (not mounted?).
+    pub fn of(spec: &DatastoreSpec, vm: VmId) -> Result<Self, Problem> {
+        let path = directory(spec)?;
+        let marker = marker(path)?.ok_or_else(|| {
+            let what = format!(
+                "{} is not marked as a datastore: is the file system mounted?",
+                path.display()
+            );
+            Problem::new(ErrorCode::WrongState, what)
+        })?;
+        check_marker(path, &marker, spec)?;
+        Ok(Self { path: path.join(vm.to_string()) })
+    }
+
+    /// A disk's file.
+    #[must_use]
+    pub fn image(&self, disk: DiskId) -> PathBuf {
+        self.path.join(format!("{disk}.raw"))
+    }
+
+    fn creating(&self, disk: DiskId) -> PathBuf {
+        self.path.join(format!("{disk}.raw.creating"))
+    }
+
+    /// Makes the directory, and writes what it holds.
+    ///
+    /// # Errors
+    /// `no-space`, or as the file system.
+    pub fn describe(&self, spec: &VmSpec, here: &DatastoreSpec) -> Result<(), Problem> {
+        DirBuilder::new()
+            .recursive(true)
+            .mode(0o700)
+            .create(&self.path)
+            .and_then(|()| atomic_file::flush_directory_of(&self.path))
+            .map_err(|error| failed(&self.path, "made", &error))?;
+        let described = |disk: &vmseal_api::host::DiskSpec| disk.datastore == *here;
+        let disks = spec.disks.iter().filter(|disk| described(disk)).map(|disk| DescribedDisk {
+            disk: disk.disk,
+            name: &disk.name,
+            size: disk.size,
+            encrypted: disk.encrypted,
+            file: format!("{}.raw", disk.disk),
+        });
+        let descriptor = Descriptor {
+            version: VERSION,
+            vm: spec.vm,
+            name: &spec.name,
+            key: spec.key.as_ref(),
+            disks: disks.collect(),
+        };
+        let path = self.path.join(DESCRIPTOR);
+        serde_json::to_vec_pretty(&descriptor)
+            .map_err(io::Error::from)
+            .and_then(|json| atomic_file::write(&path, &json))
+            .map_err(|error| failed(&path, "written", &error))
+    }
+
+    /// Begins a disk of so many bytes (sparse), locked. Debris of an earlier attempt is removed.
+    ///
+    /// # Errors
+    /// `in-use` when somebody works on it.
+    pub fn begin(&self, disk: DiskId, length: u64) -> Result<File, Problem> {
+        let path = self.creating(disk);
+        if open_locked(&path)?.is_some() {
+            std::fs::remove_file(&path).map_err(|error| failed(&path, "removed", &error))?;
+        }
+        let file = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .create_new(true)
+            .mode(0o600)
+            .custom_flags(libc::O_NOFOLLOW)
+            .open(&path)
+            .map_err(|error| failed(&path, "made", &error))?;
+        if !lock(&file).map_err(|error| failed(&path, "locked", &error))? {
+            return Err(in_use(&path));
+        }
+        file.set_len(length).map_err(|error| failed(&path, "made", &error))?;
+        Ok(file)
+    }
+
+    /// Makes a disk that was begun final: flushed, and under its name.
+    ///
+    /// # Errors
+    /// `no-space`, or as the file system.
+    pub fn finish(&self, disk: DiskId, file: &File) -> Result<(), Problem> {
+        let (from, to) = (self.creating(disk), self.image(disk));
+        file.sync_all()
+            .and_then(|()| std::fs::rename(&from, &to))
+            .and_then(|()| atomic_file::flush_directory_of(&to))
+            .map_err(|error| failed(&to, "finished", &error))
+    }
+
+    /// Opens a whole disk, locked; none when there is none.
+    ///
+    /// # Errors
+    /// `in-use` when somebody else has it; `damaged` when it is no regular file.
+    pub fn open(&self, disk: DiskId) -> Result<Option<File>, Problem> {
+        open_locked(&self.image(disk))
+    }
+
+    /// Removes a half-made disk of which nobody holds the lock.
+    ///
+    /// # Errors
+    /// `in-use`, or as the file system.
+    pub fn discard(&self, disk: DiskId) -> Result<(), Problem> {
+        self.remove_file(&self.creating(disk))?;
+        self.remove_empty();
+        Ok(())
+    }
+
+    /// Removes a disk, whole or half-made, and with the last one the directory.
+    ///
+    /// # Errors
+    /// `in-use`, or as the file system.
+    pub fn delete(&self, disk: DiskId) -> Result<(), Problem> {
+        self.remove_file(&self.image(disk))?;
+        self.discard(disk)
+    }
+
+    fn remove_file(&self, path: &Path) -> Result<(), Problem> {
+        // The lock is held while the file is removed: nobody can have begun to use it.
+        let Some(_lock) = open_locked(path)? else { return Ok(()) };
+        std::fs::remove_file(path)
+            .and_then(|()| atomic_file::flush_directory_of(path))
+            .map_err(|error| failed(path, "removed", &error))
+    }
+
+    /// Removes the directory when no disk is left in it.
+    fn remove_empty(&self) {
+        let Ok(mut entries) = std::fs::read_dir(&self.path) else { return };
+        let only_ours = entries.all(|entry| {
+            entry.is_ok_and(|entry| entry.file_name().to_string_lossy().starts_with(DESCRIPTOR))
+        });
+        if only_ours && let Err(error) = std::fs::remove_dir_all(&self.path) {
+            tracing::warn!(path = %self.path.display(), %error, "cannot remove an empty directory");
+        }
+    }
+
+    /// Whether the datastore is so full that this is why something failed.
+    #[must_use]
+    pub fn is_full(&self) -> bool {
+        usage(&self.path).is_ok_and(|usage| usage.free < FULL_BELOW)
+    }
+
+    /// Refuses to begin what cannot fit.
+    ///
+    /// # Errors
+    /// `no-space`.
+    pub fn check_room(&self, needed: u64) -> Result<(), Problem> {
+        let free = usage(&self.path)?.free;
+        if needed <= free {
+            return Ok(());
+        }
+        Err(Problem::new(
+            ErrorCode::NoSpace,
+            format!(
+                "{needed} bytes are needed in {} and {free} are free: make room or take another datastore",
+                self.path.display()
+            ),
+        ))
+    }
+}
+
+fn in_use(path: &Path) -> Problem {
+    let what = format!("{} is in use: another process holds its lock", path.display());
+    Problem::new(ErrorCode::InUse, what)
+}
+
+/// Opens a regular file for reading and writing and locks it; none when there is no such file.
+fn open_locked(path: &Path) -> Result<Option<File>, Problem> {
+    let give_up = Instant::now() + LOCK_PATIENCE;
+    loop {
+        match open_once(path) {
+            Ok(file) => return Ok(file),
+            Err(problem) if problem.code == ErrorCode::InUse && Instant::now() < give_up => {
+                std::thread::sleep(LOCK_INTERVAL);
+            }
+            Err(problem) => return Err(problem),
+        }
+    }
+}
+
+fn open_once(path: &Path) -> Result<Option<File>, Problem> {
+    let opened = OpenOptions::new()
+        .read(true)
+        .write(true)
+        // Neither a link to elsewhere nor a pipe that would make us wait.
+        .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
+        .open(path);
+    let file = match opened {
+        Ok(file) => file,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(error) if error.raw_os_error() == Some(libc::ELOOP) => return Err(irregular(path)),
+        Err(error) => return Err(failed(path, "opened", &error)),
+    };
+    let metadata = file.metadata().map_err(|error| failed(path, "read", &error))?;
+    if !metadata.is_file() {
+        return Err(irregular(path));
+    }
+    if lock(&file).map_err(|error| failed(path, "locked", &error))? {
+        Ok(Some(file))
+    } else {
+        Err(in_use(path))
+    }
+}
+
+fn irregular(path: &Path) -> Problem {
+    Problem::new(
+        ErrorCode::Damaged,
+        format!("{} is not a regular file: somebody has changed the datastore", path.display()),
+    )
+}
+
+/// Locks an open file as a whole; false when somebody else has.
+fn lock(file: &File) -> io::Result<bool> {
+    let whole = libc::flock {
+        l_type: libc::F_WRLCK as libc::c_short,
+        l_whence: libc::SEEK_SET as libc::c_short,
+        l_start: 0,
+        l_len: 0,
+        l_pid: 0,
+    };
+    match fcntl(file, FcntlArg::F_OFD_SETLK(&whole)) {
+        Ok(_) => Ok(true),
+        Err(nix::errno::Errno::EAGAIN | nix::errno::Errno::EACCES) => Ok(false),
+        Err(error) => Err(error.into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::{MetadataExt, PermissionsExt};
+
+    use super::*;
+
+    fn datastore() -> (tempfile::TempDir, DatastoreSpec) {
+        let directory = tempfile::tempdir().unwrap();
+        let location = DatastoreLocation::Dir { path: directory.path().to_owned() };
+        let spec = DatastoreSpec { datastore: DatastoreId::new(), location };
+        (directory, spec)
+    }
+
+    fn home(spec: &DatastoreSpec) -> Home {
+        let home = Home::of(spec, VmId::new()).unwrap();
+        std::fs::create_dir(&home.path).unwrap();
+        home
+    }
+
+    #[test]
+    fn a_datastore_is_marked_once_and_another_ones_place_is_refused() {
+        let (directory, spec) = datastore();
+        assert_eq!(Home::of(&spec, VmId::new()).unwrap_err().code, ErrorCode::WrongState);
+        let usage = probe(&spec).unwrap();
+        assert!(usage.capacity >= usage.free && usage.free > 0);
+        probe(&spec).unwrap();
+        let other = DatastoreSpec { datastore: DatastoreId::new(), ..spec.clone() };
+        assert_eq!(probe(&other).unwrap_err().code, ErrorCode::WrongState);
+        assert_eq!(Home::of(&other, VmId::new()).unwrap_err().code, ErrorCode::WrongState);
+        std::fs::write(directory.path().join(MARKER), "{").unwrap();
+        assert_eq!(probe(&spec).unwrap_err().code, ErrorCode::Damaged);
+        for path in ["relative", "/no/such/place", "/dev/null"] {
+            let location = DatastoreLocation::Dir { path: path.into() };
+            let problem = probe(&DatastoreSpec { location, ..spec.clone() }).unwrap_err();
+            assert_eq!(problem.code, ErrorCode::InvalidRequest, "{path}");
+        }
+    }
+
+    #[test]
+    fn a_disk_appears_whole_and_one_at_a_time_has_it() {
+        let (_directory, spec) = datastore();
+        probe(&spec).unwrap();
+        let (home, disk) = (home(&spec), DiskId::new());
+        let file = home.begin(disk, 1 << 30).unwrap();
+        assert!(home.open(disk).unwrap().is_none(), "it was there before it was whole");
+        assert_eq!(home.begin(disk, 1 << 30).unwrap_err().code, ErrorCode::InUse);
+        home.finish(disk, &file).unwrap();
+        assert_eq!(home.open(disk).unwrap_err().code, ErrorCode::InUse);
+        assert_eq!(home.delete(disk).unwrap_err().code, ErrorCode::InUse);
+        drop(file);
+        let file = home.open(disk).unwrap().unwrap();
+        let metadata = file.metadata().unwrap();
+        assert_eq!((metadata.len(), metadata.permissions().mode() & 0o777), (1 << 30, 0o600));
+        assert_eq!(metadata.blocks(), 0, "it is not sparse");
+        drop(file);
+        home.delete(disk).unwrap();
+        home.delete(disk).unwrap();
+        assert!(!home.path.exists());
+    }
+
+    #[test]
+    fn a_lock_outlives_its_maker_in_whoever_inherited_the_file() {
+        let (_directory, spec) = datastore();
+        probe(&spec).unwrap();
+        let (home, disk) = (home(&spec), DiskId::new());
+        let file = home.begin(disk, 4096).unwrap();
+        let mut child = std::process::Command::new("sleep")
+            .arg("60")
+            .stdin(file.try_clone().unwrap())
+            .spawn()
+            .unwrap();
+        drop(file);
+        assert_eq!(home.discard(disk).unwrap_err().code, ErrorCode::InUse);
+        child.kill().unwrap();
+        child.wait().unwrap();
+        home.discard(disk).unwrap();
+    }
+
+    #[test]
+    fn what_is_no_regular_file_is_refused() {
+        let (_directory, spec) = datastore();
+        probe(&spec).unwrap();
+        let home = home(&spec);
+        let (link, pipe) = (DiskId::new(), DiskId::new());
+        std::os::unix::fs::symlink("/etc/passwd", home.image(link)).unwrap();
+        nix::unistd::mkfifo(&home.image(pipe), nix::sys::stat::Mode::S_IRWXU).unwrap();
+        assert_eq!(home.open(link).unwrap_err().code, ErrorCode::Damaged);
+        assert_eq!(home.open(pipe).unwrap_err().code, ErrorCode::Damaged);
+    }
+
+    #[test]
+    fn debris_is_swept_and_work_under_way_is_not() {
+        let (_directory, spec) = datastore();
+        probe(&spec).unwrap();
+        let home = home(&spec);
+        let (dead, alive) = (DiskId::new(), DiskId::new());
+        drop(home.begin(dead, 4096).unwrap());
+        let _file = home.begin(alive, 4096).unwrap();
+        probe(&spec).unwrap();
+        assert!(!home.creating(dead).exists());
+        assert!(home.creating(alive).exists());
+        assert_eq!(home.check_room(u64::MAX).unwrap_err().code, ErrorCode::NoSpace);
+        home.check_room(1).unwrap();
+    }
+}

@@ -1,0 +1,551 @@
+//! Making a disk and opening one: header, key, image, and what the inventory pins of it.
+//!
+//! ```text
+//! begin (sparse, locked, *.creating) ─► LUKS2 header ─► import through a filter ─► flush ─► rename
+//! ```
+//! Killed at any point, what is left is debris that the next attempt, a delete or a probe removes.
+
+use std::fs::{File, OpenOptions};
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::task::spawn_blocking;
+use vmseal_api::filter::{DiskActivity, Holes};
+use vmseal_api::host::{
+    DiskFacts, DiskSpec, ImageSource, KeyReference, Notice, NoticeCode, VmSpec,
+};
+use vmseal_api::id::VmId;
+use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_luks::{Facts, HeaderError, Identity};
+use vmseal_secret::{DEK_LEN, SecretBytes};
+
+use crate::datastore::Home;
+use crate::filter::{self, Control};
+use crate::keys;
+use crate::process::Process;
+use crate::run_dir::ProcessDir;
+use crate::users::Users;
+
+/// How often an import is asked how far it is.
+const PROGRESS_INTERVAL: Duration = Duration::from_millis(250);
+
+/// What a disk is to be made with.
+pub struct Recipe {
+    /// The VM.
+    pub spec: VmSpec,
+    /// The disk, one of the VM's.
+    pub disk: DiskSpec,
+    /// The VM's KEK, where the disk is to be encrypted.
+    pub kek: Option<SecretBytes>,
+    /// What to fill it from.
+    pub source: Option<ImageSource>,
+}
+
+/// What an import needs of the host.
+#[derive(Clone)]
+pub struct Workshop {
+    /// The filter program.
+    pub filter: Arc<File>,
+    /// Whom it may run as.
+    pub users: Users,
+    /// Where its sockets and logs are.
+    pub directory: ProcessDir,
+}
+
+fn internal(error: impl std::fmt::Display) -> Problem {
+    Problem::new(ErrorCode::Internal, error.to_string())
+}
+
+/// Makes a disk, or finds it made. `progress` is told bytes done and in all.
+///
+/// # Errors
+/// What is wrong; nothing half-made is left then.
+pub async fn create(
+    recipe: Recipe,
+    workshop: &Workshop,
+    progress: impl Fn(u64, u64) + Send,
+) -> Result<DiskFacts, Problem> {
+    let home = Home::of(&recipe.disk.datastore, recipe.spec.vm)?;
+    let (vm, disk) = (recipe.spec.vm, recipe.disk.disk);
+    let result = make(recipe, &home, workshop, progress).await;
+    if result.is_err() {
+        discard(&home, workshop, vm, disk).await;
+    }
+    result
+}
+
+/// Removes what an attempt has left; the filter that held the image's lock goes first.
+pub async fn discard(home: &Home, workshop: &Workshop, vm: VmId, disk: vmseal_api::id::DiskId) {
+    if let Err(error) = workshop.directory.sweep().await {
+        tracing::warn!(%vm, %disk, %error, "cannot remove an import's directory");
+    }
+    let home = home.clone();
+    match spawn_blocking(move || home.discard(disk)).await {
+        Ok(Ok(())) => {}
+        Ok(Err(problem)) => tracing::warn!(%vm, %disk, %problem, "a half-made disk is left"),
+        Err(error) => tracing::warn!(%vm, %disk, %error, "a half-made disk is left"),
+    }
+}
+
+async fn make(
+    recipe: Recipe,
+    home: &Home,
+    workshop: &Workshop,
+    progress: impl Fn(u64, u64) + Send,
+) -> Result<DiskFacts, Problem> {
+    let source =
+        recipe.source.as_ref().map(|source| open_source(source, &recipe.disk)).transpose()?;
+    let (vm, disk, size) = (recipe.spec.vm, recipe.disk.disk, recipe.disk.size);
+    let place = home.clone();
+    let needed = source.as_ref().map_or(Ok(0), allocated)?;
+    let begun =
+        spawn_blocking(move || begin(&recipe, &place, needed)).await.map_err(internal)??;
+    let Begun { file, facts, key } = match begun {
+        Attempt::Whole(facts) => return Ok(facts),
+        Attempt::Begun(begun) => begun,
+    };
+    if let Some(source) = source {
+        let whole = filter::Disk {
+            disk,
+            size,
+            file: file.try_clone().map_err(internal)?,
+            offset: data_offset(&facts),
+            key: key.map(|dek| Ok((dek.to_memfd().map_err(internal)?, Holes::Zero))).transpose()?,
+            listen: None,
+            source: Some(source),
+        };
+        import(vm, whole, workshop, progress)
+            .await
+            .map_err(|problem| if home.is_full() { no_space(home, &problem) } else { problem })?;
+    }
+    let place = home.clone();
+    spawn_blocking(move || place.finish(disk, &file)).await.map_err(internal)??;
+    Ok(facts)
+}
+
+fn no_space(home: &Home, problem: &Problem) -> Problem {
+    Problem::new(ErrorCode::NoSpace, format!("{home:?} is full: {problem}"))
+}
+
+fn data_offset(facts: &DiskFacts) -> u64 {
+    match facts {
+        DiskFacts::Raw => 0,
+        DiskFacts::Luks2 { data_offset, .. } => *data_offset,
+    }
+}
+
+/// Opens the image that a disk is filled from.
+fn open_source(source: &ImageSource, disk: &DiskSpec) -> Result<File, Problem> {
+    let invalid =
+        |what: String| Problem::invalid("path", format!("{}: {what}", source.path.display()));
+    if !source.path.is_absolute() {
+        return Err(invalid("must be an absolute path".to_owned()));
+    }
+    let file = OpenOptions::new()
+        .read(true)
+        // A pipe would make us wait for its other end.
+        .custom_flags(libc::O_NONBLOCK)
+        .open(&source.path)
+        .map_err(|error| invalid(error.to_string()))?;
+    let metadata = file.metadata().map_err(|error| invalid(error.to_string()))?;
+    if !metadata.is_file() {
+        return Err(invalid("is no regular file".to_owned()));
+    }
+    if metadata.len() > disk.size {
+        return Err(invalid(format!(
+            "has {} bytes, the disk '{}' only {}; make the disk larger",
+            metadata.len(),
+            disk.name,
+            disk.size
+        )));
+    }
+    Ok(file)
+}
+
+/// What of a file is not holes, in bytes.
+fn allocated(file: &File) -> Result<u64, Problem> {
+    let metadata = file.metadata().map_err(internal)?;
+    Ok(metadata.blocks().saturating_mul(512).min(metadata.len()))
+}
+
+struct Begun {
+    file: File,
+    facts: DiskFacts,
+    key: Option<SecretBytes>,
+}
+
+enum Attempt {
+    /// It is there.
+    Whole(DiskFacts),
+    Begun(Begun),
+}
+
+fn begin(recipe: &Recipe, home: &Home, needed: u64) -> Result<Attempt, Problem> {
+    let (spec, disk) = (&recipe.spec, &recipe.disk);
+    let encryption = match (disk.encrypted, &recipe.kek, &spec.key) {
+        (false, ..) => None,
+        (true, Some(kek), Some(reference)) => Some((kek, reference)),
+        _ => return Err(internal("an encrypted disk was begun without its key")),
+    };
+    if let Some(file) = home.open(disk.disk)? {
+        return check_whole(&file, spec.vm, disk, encryption).map(Attempt::Whole);
+    }
+    home.describe(spec, &disk.datastore)?;
+    home.check_room(needed)?;
+    let Some((kek, reference)) = encryption else {
+        let file = home.begin(disk.disk, disk.size)?;
+        return Ok(Attempt::Begun(Begun { file, facts: DiskFacts::Raw, key: None }));
+    };
+    let mut file = home.begin(disk.disk, vmseal_luks::DATA_OFFSET + disk.size)?;
+    let dek = SecretBytes::random(DEK_LEN).map_err(internal)?;
+    let context = keys::context(spec.vm, reference);
+    let identity = Identity { disk: disk.disk.0, holes: vmseal_luks::Holes::Zero };
+    let facts = vmseal_luks::create(&mut file, disk.size, &dek, kek, &context, identity)
+        .map_err(|error| header_problem(disk, &error))?;
+    Ok(Attempt::Begun(Begun { file, facts: to_api(&facts), key: Some(dek) }))
+}
+
+/// A disk that is there already has to be the one that would have been made.
+fn check_whole(
+    file: &File,
+    vm: VmId,
+    disk: &DiskSpec,
+    encryption: Option<(&SecretBytes, &KeyReference)>,
+) -> Result<DiskFacts, Problem> {
+    let Some((kek, reference)) = encryption else {
+        check_length(file, disk, 0)?;
+        return Ok(DiskFacts::Raw);
+    };
+    let facts = Facts::new(disk.disk.0, disk.size).map_err(|error| header_problem(disk, &error))?;
+    check_length(file, disk, facts.data_offset)?;
+    vmseal_luks::open(file, &facts, kek, &keys::context(vm, reference))
+        .map_err(|error| header_problem(disk, &error))?;
+    Ok(to_api(&facts))
+}
+
+fn check_length(file: &File, disk: &DiskSpec, offset: u64) -> Result<(), Problem> {
+    let found = file.metadata().map_err(internal)?.len();
+    let needed = offset.saturating_add(disk.size);
+    if found >= needed {
+        return Ok(());
+    }
+    Err(Problem::new(
+        ErrorCode::Damaged,
+        format!(
+            "disk '{}' is truncated: its image has {found} bytes and needs {needed}; restore it from a backup",
+            disk.name
+        ),
+    ))
+}
+
+fn to_api(facts: &Facts) -> DiskFacts {
+    DiskFacts::Luks2 {
+        version: facts.version,
+        cipher: facts.cipher.clone(),
+        key_bits: facts.key_bits,
+        sector_size: facts.sector_size,
+        data_offset: facts.data_offset,
+    }
+}
+
+/// The pinned facts as crate luks has them; none for a raw disk.
+fn from_api(disk: &DiskSpec, facts: &DiskFacts) -> Option<Facts> {
+    match facts {
+        DiskFacts::Raw => None,
+        DiskFacts::Luks2 { version, cipher, key_bits, sector_size, data_offset } => Some(Facts {
+            version: *version,
+            disk: disk.disk.0,
+            size: disk.size,
+            data_offset: *data_offset,
+            sector_size: *sector_size,
+            key_bits: *key_bits,
+            cipher: cipher.clone(),
+        }),
+    }
+}
+
+/// What a header's error is called outside.
+fn header_problem(disk: &DiskSpec, error: &HeaderError) -> Problem {
+    let code = match error {
+        HeaderError::OtherKey { .. } | HeaderError::WrongKek(_) => ErrorCode::KeyMismatch,
+        HeaderError::Truncated { .. }
+        | HeaderError::BothCopies { .. }
+        | HeaderError::Refused(_)
+        | HeaderError::SlotDamaged(_)
+        | HeaderError::Occupied(_) => ErrorCode::Damaged,
+        HeaderError::UnknownFacts(_) => ErrorCode::Unsupported,
+        HeaderError::Write(error)
+            if matches!(error.raw_os_error(), Some(libc::ENOSPC | libc::EDQUOT)) =>
+        {
+            ErrorCode::NoSpace
+        }
+        _ => ErrorCode::Internal,
+    };
+    let mut detail = format!("disk '{}': {error}", disk.name);
+    let mut cause = std::error::Error::source(error);
+    while let Some(error) = cause {
+        let more = error.to_string();
+        if !detail.contains(&more) {
+            detail = format!("{detail}: {more}");
+        }
+        cause = error.source();
+    }
+    Problem::new(code, detail)
+}
+
+/// Writes an image through a filter process of its own.
+async fn import(
+    vm: VmId,
+    disk: filter::Disk,
+    workshop: &Workshop,
+    progress: impl Fn(u64, u64) + Send,
+) -> Result<(), Problem> {
+    let directory = &workshop.directory;
+    let slot = workshop.users.take().ok_or_else(too_many)?;
+    directory.renew().await.map_err(internal)?;
+    let process = filter::start(&workshop.filter, vm, directory, vec![disk], slot.filter())
+        .map_err(internal)?;
+    let control = Control::of(directory);
+    control.ready(&process, directory).await.map_err(internal)?;
+    follow(&control, &process, directory, progress).await?;
+    control.shut_down().await.map_err(internal)?;
+    process.end_within(filter::SHUTDOWN_TIMEOUT).await;
+    directory.sweep().await.map_err(internal)
+}
+
+/// No user is left for another process.
+#[must_use]
+pub fn too_many() -> Problem {
+    Problem::new(ErrorCode::LimitExceeded, "too many VMs and imports run on this host")
+}
+
+async fn follow(
+    control: &Control,
+    process: &Process,
+    directory: &ProcessDir,
+    progress: impl Fn(u64, u64) + Send,
+) -> Result<(), Problem> {
+    loop {
+        let status = tokio::select! {
+            exit = process.ended() => return Err(internal(filter::ended(exit, directory))),
+            status = control.status() => status.map_err(internal)?,
+        };
+        match status.disks.into_iter().next().map(|disk| disk.state) {
+            Some(DiskActivity::Importing { done, total }) => progress(done, total),
+            Some(DiskActivity::Idle) => return Ok(()),
+            Some(DiskActivity::Failed { message }) => return Err(internal(message)),
+            other => return Err(internal(format!("an import's filter answers {other:?}"))),
+        }
+        tokio::time::sleep(PROGRESS_INTERVAL).await;
+    }
+}
+
+/// A disk, open for a guest.
+#[derive(Debug)]
+pub struct Open {
+    /// The image, its lock held.
+    pub file: File,
+    /// Where the guest's first byte is, in bytes.
+    pub offset: u64,
+    /// The DEK in a `memfd_secret`, and what holes mean; none in the clear.
+    pub key: Option<(OwnedFd, Holes)>,
+    /// What an operator should see.
+    pub notice: Option<Notice>,
+}
+
+/// Opens a disk as the inventory pins it. Blocks.
+///
+/// # Errors
+/// `damaged`, `key-mismatch`, `in-use`, `not-found`, `locked`; nothing is written.
+pub fn open(
+    spec: &VmSpec,
+    disk: &DiskSpec,
+    facts: &DiskFacts,
+    kek: Option<&SecretBytes>,
+) -> Result<Open, Problem> {
+    let home = Home::of(&disk.datastore, spec.vm)?;
+    let missing = || {
+        let path = home.image(disk.disk);
+        let what = format!("disk '{}' has no image: {} is not there", disk.name, path.display());
+        Problem::new(ErrorCode::NotFound, what)
+    };
+    let file = home.open(disk.disk)?.ok_or_else(missing)?;
+    let Some(pinned) = from_api(disk, facts) else {
+        // What is to be encrypted is never opened in the clear, whatever the datastore holds.
+        if disk.encrypted {
+            let what = format!("disk '{}' is to be encrypted, and its facts say raw", disk.name);
+            return Err(Problem::new(ErrorCode::Damaged, what));
+        }
+        check_length(&file, disk, 0)?;
+        return Ok(Open { file, offset: 0, key: None, notice: None });
+    };
+    check_length(&file, disk, pinned.data_offset)?;
+    let (Some(kek), Some(reference)) = (kek, &spec.key) else {
+        let what = format!("disk '{}' is locked: its key is not on this host", disk.name);
+        return Err(Problem::new(ErrorCode::Locked, what));
+    };
+    let opened = vmseal_luks::open(&file, &pinned, kek, &keys::context(spec.vm, reference))
+        .map_err(|error| header_problem(disk, &error))?;
+    let holes = match opened.holes {
+        vmseal_luks::Holes::Zero => Holes::Zero,
+        vmseal_luks::Holes::Ciphertext => Holes::Ciphertext,
+    };
+    let notice = opened.notice.map(|notice| Notice {
+        code: NoticeCode::HeaderCopyDamaged,
+        disk: Some(disk.disk),
+        detail: format!("disk '{}': {notice}", disk.name),
+    });
+    let dek = opened.dek.to_memfd().map_err(internal)?;
+    Ok(Open { file, offset: pinned.data_offset, key: Some((dek, holes)), notice })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::FileExt;
+
+    use vmseal_api::host::{DatastoreLocation, DatastoreSpec};
+    use vmseal_api::id::{DatastoreId, DiskId};
+    use vmseal_secret::KEK_LEN;
+
+    use super::*;
+    use crate::datastore;
+
+    struct Bench {
+        _directory: tempfile::TempDir,
+        workshop: Workshop,
+        spec: VmSpec,
+        kek: SecretBytes,
+    }
+
+    /// A VM with an encrypted and a plain disk; no filter program is needed as nothing is imported.
+    fn bench() -> Bench {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("store");
+        std::fs::create_dir(&path).unwrap();
+        let location = DatastoreLocation::Dir { path };
+        let place = DatastoreSpec { datastore: DatastoreId::new(), location };
+        datastore::probe(&place).unwrap();
+        let kek = SecretBytes::random(KEK_LEN).unwrap();
+        let mut spec = crate::run_dir::tests::spec();
+        spec.key = Some(keys::reference_of(&kek, spec.vm, "k"));
+        spec.disks = [true, false]
+            .map(|encrypted| DiskSpec {
+                disk: DiskId::new(),
+                name: "d".to_owned(),
+                datastore: place.clone(),
+                size: 1 << 20,
+                encrypted,
+                facts: None,
+            })
+            .into();
+        let run = crate::run_dir::RunDir::open(&directory.path().join("run")).unwrap();
+        let workshop = Workshop {
+            filter: Arc::new(File::open("/bin/false").unwrap()),
+            users: Users::new(None),
+            directory: run.import(DiskId::new()),
+        };
+        Bench { _directory: directory, workshop, spec, kek }
+    }
+
+    impl Bench {
+        async fn create(&self, index: usize) -> Result<DiskFacts, Problem> {
+            self.create_from(index, None).await
+        }
+
+        async fn create_from(
+            &self,
+            index: usize,
+            source: Option<ImageSource>,
+        ) -> Result<DiskFacts, Problem> {
+            let kek = Some(self.kek.try_clone().unwrap());
+            let disk = self.spec.disks[index].clone();
+            let recipe = Recipe { spec: self.spec.clone(), disk, kek, source };
+            create(recipe, &self.workshop, |_, _| {}).await
+        }
+
+        fn open(&self, index: usize, facts: &DiskFacts) -> Result<Open, Problem> {
+            open(&self.spec, &self.spec.disks[index], facts, Some(&self.kek))
+        }
+
+        fn image(&self, index: usize) -> File {
+            let disk = &self.spec.disks[index];
+            let path = Home::of(&disk.datastore, self.spec.vm).unwrap().image(disk.disk);
+            OpenOptions::new().read(true).write(true).open(path).unwrap()
+        }
+    }
+
+    #[tokio::test]
+    async fn a_disk_is_made_once_found_made_again_and_opens_with_its_key() {
+        let bench = bench();
+        let facts = bench.create(0).await.unwrap();
+        assert!(matches!(facts, DiskFacts::Luks2 { sector_size: 4096, .. }));
+        assert_eq!(bench.create(0).await.unwrap(), facts);
+        let opened = bench.open(0, &facts).unwrap();
+        assert!(opened.notice.is_none() && opened.offset == vmseal_luks::DATA_OFFSET);
+        let key = opened.key.as_ref().unwrap();
+        let dek = SecretBytes::from_memfd(&key.0, DEK_LEN).unwrap();
+        assert_eq!(bench.open(0, &facts).unwrap_err().code, ErrorCode::InUse);
+        drop(opened);
+        let again = bench.open(0, &facts).unwrap();
+        assert_eq!(SecretBytes::from_memfd(&again.key.unwrap().0, DEK_LEN).unwrap(), dek);
+        assert_eq!(bench.create(1).await.unwrap(), DiskFacts::Raw);
+        assert!(bench.open(1, &DiskFacts::Raw).unwrap().key.is_none());
+    }
+
+    #[tokio::test]
+    async fn what_is_wrong_with_a_disk_is_told_and_nothing_is_written() {
+        let mut bench = bench();
+        let facts = bench.create(0).await.unwrap();
+        assert_eq!(bench.open(0, &DiskFacts::Raw).unwrap_err().code, ErrorCode::Damaged);
+
+        let right = std::mem::replace(&mut bench.kek, SecretBytes::random(KEK_LEN).unwrap());
+        assert_eq!(bench.open(0, &facts).unwrap_err().code, ErrorCode::KeyMismatch);
+        assert_eq!(bench.create(0).await.unwrap_err().code, ErrorCode::KeyMismatch);
+        bench.kek = right;
+
+        let image = bench.image(0);
+        let mut first = vec![0; 4096];
+        image.read_exact_at(&mut first, 0).unwrap();
+        image.write_all_at(&[0; 4096], 0).unwrap();
+        let notice = bench.open(0, &facts).unwrap().notice.unwrap();
+        assert_eq!(notice.code, NoticeCode::HeaderCopyDamaged);
+        image.write_all_at(&first, 0).unwrap();
+        assert!(bench.open(0, &facts).unwrap().notice.is_none());
+
+        image.set_len(vmseal_luks::DATA_OFFSET + 4096).unwrap();
+        let problem = bench.open(0, &facts).unwrap_err();
+        assert_eq!(problem.code, ErrorCode::Damaged);
+        assert!(problem.detail.contains("truncated"), "{problem}");
+
+        image.set_len(vmseal_luks::DATA_OFFSET + (1 << 20)).unwrap();
+        image.write_all_at(&vec![0; 16 << 20], 0).unwrap();
+        assert_eq!(bench.open(0, &facts).unwrap_err().code, ErrorCode::Damaged);
+        assert_eq!(bench.open(1, &DiskFacts::Raw).unwrap_err().code, ErrorCode::NotFound);
+    }
+
+    #[tokio::test]
+    async fn a_source_that_cannot_be_imported_leaves_nothing() {
+        let bench = bench();
+        let directory = tempfile::tempdir().unwrap();
+        let large = directory.path().join("large");
+        File::create(&large).unwrap().set_len((1 << 20) + 1).unwrap();
+        let good = directory.path().join("good");
+        std::fs::write(&good, [1; 4096]).unwrap();
+        for (path, code) in [
+            (large, ErrorCode::InvalidRequest),
+            (directory.path().to_owned(), ErrorCode::InvalidRequest),
+            (directory.path().join("none"), ErrorCode::InvalidRequest),
+            ("relative".into(), ErrorCode::InvalidRequest),
+            // The filter of this test ends at once.
+            (good, ErrorCode::Internal),
+        ] {
+            let problem = bench.create_from(0, Some(ImageSource { path })).await.unwrap_err();
+            assert_eq!(problem.code, code, "{problem}");
+            let home = Home::of(&bench.spec.disks[0].datastore, bench.spec.vm).unwrap();
+            let left = home.image(bench.spec.disks[0].disk);
+            assert!(!left.parent().unwrap().exists(), "{problem}");
+        }
+    }
+}

@@ -1,0 +1,313 @@
+//! The agent's side of a `vmseal-filter` process: starting it with open descriptors and talking to it
+//! over its control socket ([`vmseal_api::filter`]).
+
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixListener;
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::time::{Duration, Instant};
+
+use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
+use tokio::net::UnixStream;
+use tokio::time::timeout;
+use vmseal_api::filter::{
+    BackendSpec, ControlReply, ControlRequest, Direct, DiskConfig, FilterConfig, FilterSpec,
+    FilterStatus, FrontEndSpec, Handle, Holes, ImportSpec, LINE_MAX, SERIAL_MAX, VERSION,
+};
+use vmseal_api::id::{DiskId, VmId};
+
+use crate::process::{self, Launch, Process, User};
+use crate::run_dir::ProcessDir;
+
+/// The name of the process in its directory.
+pub const NAME: &str = "filter";
+
+/// The longest that a filter may take until it answers: it locks its memory and opens its disks.
+const READY_TIMEOUT: Duration = Duration::from_secs(20);
+
+/// The longest that a status may take; it waits for no disk.
+const STATUS_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// The longest that a flush and end may take: a slow datastore with what the kernel has not written yet.
+pub const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(20);
+
+/// How often a filter that is starting is asked.
+const READY_INTERVAL: Duration = Duration::from_millis(20);
+
+/// Why a filter does not answer as it should.
+#[derive(Debug, thiserror::Error)]
+pub enum FilterError {
+    /// The socket or process does not work.
+    #[error("the filter process: {0}")]
+    Io(#[from] io::Error),
+    /// It has ended.
+    #[error("the filter process {exit}: {said}")]
+    Ended {
+        /// How.
+        exit: process::Exit,
+        /// The last line of its log.
+        said: String,
+    },
+    /// No answer in time.
+    #[error("the filter process does not answer")]
+    TimedOut,
+    /// It says that it could not.
+    #[error("the filter process: {0}")]
+    Refused(String),
+    /// Not what was asked for.
+    #[error("the filter process answers with something unexpected: {0}")]
+    Protocol(String),
+}
+
+/// A disk that a filter is to serve or fill.
+pub struct Disk {
+    /// Which.
+    pub disk: DiskId,
+    /// What the guest sees as its size, in bytes.
+    pub size: u64,
+    /// The image, its lock held.
+    pub file: File,
+    /// Where the guest's first byte is, in bytes.
+    pub offset: u64,
+    /// The DEK in a `memfd_secret`, and what holes mean; none in the clear.
+    pub key: Option<(OwnedFd, Holes)>,
+    /// The socket for QEMU, and how many queues it has.
+    pub listen: Option<(UnixListener, u16)>,
+    /// An image to be written through the chain.
+    pub source: Option<File>,
+}
+
+impl Disk {
+    fn config(&self, peer: u32) -> DiskConfig {
+        let fd = |fd: BorrowedFd<'_>| Handle::Fd(fd.as_raw_fd());
+        let chain = self
+            .key
+            .iter()
+            .map(|(key, holes)| FilterSpec::Crypt { key: fd(key.as_fd()), holes: *holes });
+        DiskConfig {
+            disk: self.disk,
+            size: self.size,
+            serial: serial(self.disk),
+            read_only: false,
+            chain: chain.collect(),
+            backend: BackendSpec::File {
+                file: fd(self.file.as_fd()),
+                offset: self.offset,
+                direct: Direct::Auto,
+            },
+            front_end: self.listen.as_ref().map(|(socket, queues)| FrontEndSpec::VhostUserBlk {
+                listen: fd(socket.as_fd()),
+                peer_uid: Some(peer),
+                queues: *queues,
+            }),
+            import: self.source.as_ref().map(|source| ImportSpec { source: fd(source.as_fd()) }),
+        }
+    }
+
+    fn descriptors(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+        [Some(self.file.as_fd())]
+            .into_iter()
+            .chain([self.key.as_ref().map(|(key, _)| key.as_fd())])
+            .chain([self.listen.as_ref().map(|(socket, _)| socket.as_fd())])
+            .chain([self.source.as_ref().map(AsFd::as_fd)])
+            .flatten()
+    }
+}
+
+/// What the guest sees as the device id: the last digits of the disk's id, the random ones.
+fn serial(disk: DiskId) -> String {
+    let digits = disk.0.simple().to_string();
+    digits[digits.len() - SERIAL_MAX..].to_owned()
+}
+
+/// Starts a filter. Its descriptors are closed here when the call returns; the locks live on in it.
+///
+/// # Errors
+/// As making the socket and starting the process.
+pub fn start(
+    program: &File,
+    vm: VmId,
+    directory: &ProcessDir,
+    disks: Vec<Disk>,
+    user: Option<u32>,
+) -> io::Result<Process> {
+    let control = directory.listen(NAME)?;
+    let own = nix::unistd::geteuid().as_raw();
+    let config = FilterConfig {
+        version: VERSION,
+        vm,
+        control: Handle::Fd(control.as_raw_fd()),
+        control_uid: Some(own),
+        disks: disks.iter().map(|disk| disk.config(own)).collect(),
+    };
+    process::launch(Launch {
+        program,
+        name: "vmseal-filter",
+        arguments: vec!["--config".into(), "-".into()],
+        keep: disks.iter().flat_map(Disk::descriptors).chain([control.as_fd()]).collect(),
+        input: Stdio::from(in_memory(&serde_json::to_vec(&config)?)?),
+        log: directory.log(NAME)?,
+        user: user.map(|id| User { id, group: None }),
+        record: &directory.process(NAME),
+    })
+}
+
+/// A file that is nowhere but in memory.
+fn in_memory(contents: &[u8]) -> io::Result<File> {
+    use std::io::{Seek, Write};
+    let flags = nix::sys::memfd::MFdFlags::MFD_CLOEXEC;
+    let mut file = File::from(nix::sys::memfd::memfd_create("filter-config", flags)?);
+    file.write_all(contents)?;
+    file.rewind()?;
+    Ok(file)
+}
+
+/// The way to a running filter.
+#[derive(Clone, Debug)]
+pub struct Control(PathBuf);
+
+impl Control {
+    /// The filter of this directory.
+    #[must_use]
+    pub fn of(directory: &ProcessDir) -> Self {
+        Self(directory.socket(NAME))
+    }
+
+    /// How it stands.
+    ///
+    /// # Errors
+    /// [`FilterError`].
+    pub async fn status(&self) -> Result<FilterStatus, FilterError> {
+        match ask(&self.0, &ControlRequest::Status, STATUS_TIMEOUT).await? {
+            ControlReply::Status(status) => Ok(status),
+            other => Err(unexpected(other)),
+        }
+    }
+
+    /// Waits until it serves.
+    ///
+    /// # Errors
+    /// [`FilterError::Ended`] with what it said, when it did not come up.
+    pub async fn ready(
+        &self,
+        process: &Process,
+        directory: &ProcessDir,
+    ) -> Result<FilterStatus, FilterError> {
+        let give_up = Instant::now() + READY_TIMEOUT;
+        loop {
+            // The socket is there before the process: it answers as soon as it can.
+            let answer = tokio::select! {
+                exit = process.ended() => return Err(ended(exit, directory)),
+                answer = self.status() => answer,
+            };
+            match answer {
+                Ok(status) => return Ok(status),
+                Err(FilterError::Io(_) | FilterError::TimedOut) if Instant::now() < give_up => {
+                    tokio::time::sleep(READY_INTERVAL).await;
+                }
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
+    /// Has it finish, flush and end. When the answer is [`FilterError::Refused`], something could not be
+    /// flushed.
+    ///
+    /// # Errors
+    /// [`FilterError`].
+    pub async fn shut_down(&self) -> Result<(), FilterError> {
+        match ask(&self.0, &ControlRequest::Shutdown, SHUTDOWN_TIMEOUT).await? {
+            ControlReply::Done => Ok(()),
+            other => Err(unexpected(other)),
+        }
+    }
+}
+
+/// A filter that has ended, and what it said last.
+#[must_use]
+pub fn ended(exit: process::Exit, directory: &ProcessDir) -> FilterError {
+    let said = directory.last_words(NAME).unwrap_or_else(|| "without a word".to_owned());
+    FilterError::Ended { exit, said }
+}
+
+fn unexpected(reply: ControlReply) -> FilterError {
+    match reply {
+        ControlReply::Error { message } => FilterError::Refused(message),
+        other => FilterError::Protocol(format!("{other:?}")),
+    }
+}
+
+async fn ask(
+    socket: &Path,
+    request: &ControlRequest,
+    patience: Duration,
+) -> Result<ControlReply, FilterError> {
+    let exchange = async {
+        let mut stream = UnixStream::connect(socket).await?;
+        let mut line = serde_json::to_vec(request).map_err(io::Error::from)?;
+        line.push(b'\n');
+        stream.write_all(&line).await?;
+        let mut answer = Vec::new();
+        let mut reader = BufReader::new(stream).take(LINE_MAX as u64 + 1);
+        reader.read_until(b'\n', &mut answer).await?;
+        match answer.pop() {
+            Some(b'\n') => serde_json::from_slice(&answer)
+                .map_err(|error| FilterError::Protocol(error.to_string())),
+            Some(_) if answer.len() >= LINE_MAX => {
+                Err(FilterError::Protocol(format!("more than {LINE_MAX} bytes in a line")))
+            }
+            _ => Err(io::Error::from(io::ErrorKind::UnexpectedEof).into()),
+        }
+    };
+    timeout(patience, exchange).await.map_err(|_| FilterError::TimedOut)?
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::io::AsyncWrite;
+    use tokio::net::UnixListener;
+
+    use super::*;
+
+    /// Answers one request with these bytes.
+    async fn answered(answer: &'static [u8]) -> Result<FilterStatus, FilterError> {
+        async fn send(stream: &mut (impl AsyncWrite + Unpin), answer: &[u8]) {
+            // The client may have seen enough before the end.
+            let _ = stream.write_all(answer).await;
+        }
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("filter.sock");
+        let listener = UnixListener::bind(&path).unwrap();
+        let server = async {
+            let (mut stream, _) = listener.accept().await.unwrap();
+            let mut request = [0; 64];
+            let length = stream.read(&mut request).await.unwrap();
+            assert_eq!(&request[..length], b"{\"do\":\"status\"}\n");
+            send(&mut stream, answer).await;
+        };
+        let control = Control(path);
+        tokio::join!(control.status(), server).0
+    }
+
+    #[tokio::test]
+    async fn answers_are_understood_and_wrong_ones_are_errors() {
+        let refused = answered(b"{\"answer\":\"error\",\"message\":\"no\"}\n").await.unwrap_err();
+        assert!(matches!(refused, FilterError::Refused(message) if message == "no"));
+        let done = answered(b"{\"answer\":\"done\"}\n").await.unwrap_err();
+        assert!(matches!(done, FilterError::Protocol(_)));
+        assert!(matches!(answered(b"x\n").await.unwrap_err(), FilterError::Protocol(_)));
+        assert!(matches!(answered(b"").await.unwrap_err(), FilterError::Io(_)));
+        assert!(matches!(answered(b"{\"answer\":").await.unwrap_err(), FilterError::Io(_)));
+        static LONG: [u8; LINE_MAX + 10] = [b'x'; LINE_MAX + 10];
+        assert!(matches!(answered(&LONG).await.unwrap_err(), FilterError::Protocol(_)));
+    }
+
+    #[test]
+    fn a_serial_is_as_long_as_virtio_allows_and_tells_disks_apart() {
+        let (one, two) = (serial(DiskId::new()), serial(DiskId::new()));
+        assert_eq!(one.len(), SERIAL_MAX);
+        assert_ne!(one, two);
+    }
+}

@@ -1,0 +1,234 @@
+//! The real host behind [`HostAgent`]: QEMU, filter processes, files.
+
+use std::collections::HashMap;
+use std::fs::DirBuilder;
+use std::io;
+use std::os::unix::fs::DirBuilderExt;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use tokio::sync::Mutex;
+use tokio::task::spawn_blocking;
+use vmseal_api::host::{
+    ConsoleStream, DatastoreSpec, DatastoreUsage, HostAgent, HostDescription, HostState,
+    ImageSource, PowerOff, SealedKey, VERSION, VmSpec,
+};
+use vmseal_api::id::{DiskId, Incarnation, VmId};
+use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_secret::process::Hardening;
+
+use crate::accelerator::{self, Choice};
+use crate::board::Board;
+use crate::keys::KeyBox;
+use crate::machine::{self, Machine};
+use crate::process;
+use crate::qemu::Qemu;
+use crate::run_dir::RunDir;
+use crate::users::Users;
+use crate::vm::{self, Beginning, Call, Shared, Vm};
+use crate::{datastore, rules};
+
+/// The most VMs that a host takes.
+const VMS_MAX: usize = 1024;
+
+/// How an agent is set up.
+#[derive(Clone, Debug)]
+pub struct AgentOptions {
+    /// Where sockets and process ids are; emptied by a reboot.
+    pub run_dir: PathBuf,
+    /// The `vmseal-filter` program.
+    pub filter: PathBuf,
+    /// The QEMU program, by path or name.
+    pub qemu: PathBuf,
+    /// The first of the user ids that processes run under; used as root only.
+    pub uid_base: u32,
+    /// KVM or emulation.
+    pub accelerator: Choice,
+    /// What [`vmseal_secret::process::harden`] achieved; none when it was not called.
+    pub hardening: Option<Hardening>,
+}
+
+/// Why an agent does not start.
+#[derive(Debug, thiserror::Error)]
+pub enum StartError {
+    /// The run directory.
+    #[error("the run directory {path}: {error}")]
+    RunDir {
+        /// Which.
+        path: PathBuf,
+        /// What is wrong.
+        error: io::Error,
+    },
+    /// Another agent works in the run directory.
+    #[error("another agent works in {0}: stop it, or give another --run-dir")]
+    Running(PathBuf),
+    /// QEMU.
+    #[error("QEMU: {0}")]
+    Qemu(io::Error),
+    /// The filter program.
+    #[error("the filter program {path}: {error}. Give --filter")]
+    Filter {
+        /// Which.
+        path: PathBuf,
+        /// What is wrong.
+        error: io::Error,
+    },
+    /// No memory that can be locked.
+    #[error("the key pair that keys are sealed to: {0}")]
+    KeyBox(#[from] vmseal_secret::sealed_box::BoxError),
+}
+
+/// This machine.
+pub struct RealHost {
+    shared: Arc<Shared>,
+    description: HostDescription,
+    vms: Mutex<HashMap<VmId, Vm>>,
+    /// Keeps other agents out of the run directory.
+    _lock: nix::fcntl::Flock<std::fs::File>,
+}
+
+impl RealHost {
+    /// Takes the machine over: adopts the VMs that run, sweeps what is left of others.
+    ///
+    /// # Errors
+    /// [`StartError`].
+    pub async fn start(options: AgentOptions) -> Result<Self, StartError> {
+        let run_error = |error| StartError::RunDir { path: options.run_dir.clone(), error };
+        let lock = lock_run_dir(&options)?;
+        let run_dir = RunDir::open(&options.run_dir).map_err(run_error)?;
+        let qemu = Qemu::find(&options.qemu).map_err(StartError::Qemu)?;
+        let filter = process::open_program(&options.filter)
+            .map_err(|error| StartError::Filter { path: options.filter.clone(), error })?;
+        let accelerator = accelerator::choose(
+            options.accelerator,
+            qemu.path(),
+            qemu.version(),
+            &run_dir.accelerator(),
+        )
+        .await;
+        tracing::info!(kind = ?accelerator.kind, reason = accelerator.reason, "guests are run by");
+        let root = nix::unistd::geteuid().is_root();
+        let shared = Arc::new(Shared {
+            board: Board::new(Incarnation::new()),
+            key_box: KeyBox::new()?,
+            run_dir,
+            users: Users::new(root.then_some(options.uid_base)),
+            filter: Arc::new(filter),
+            qemu,
+            accelerator,
+        });
+        let vms = vm::adopt(&shared).await.map_err(run_error)?;
+        let weaknesses = machine::weaknesses(options.hardening, root);
+        let description = describe(&shared, weaknesses);
+        Ok(Self { shared, description, vms: Mutex::new(vms.into_iter().collect()), _lock: lock })
+    }
+
+    async fn vm(&self, vm: VmId) -> Result<Vm, Problem> {
+        self.vms.lock().await.get(&vm).cloned().ok_or_else(|| rules::unknown(vm))
+    }
+}
+
+fn lock_run_dir(options: &AgentOptions) -> Result<nix::fcntl::Flock<std::fs::File>, StartError> {
+    let run_error = |error| StartError::RunDir { path: options.run_dir.clone(), error };
+    DirBuilder::new().recursive(true).mode(0o700).create(&options.run_dir).map_err(run_error)?;
+    let file = std::fs::File::create(options.run_dir.join("lock")).map_err(run_error)?;
+    nix::fcntl::Flock::lock(file, nix::fcntl::FlockArg::LockExclusiveNonblock).map_err(
+        |(_, errno)| match errno {
+            nix::errno::Errno::EWOULDBLOCK => StartError::Running(options.run_dir.clone()),
+            other => run_error(other.into()),
+        },
+    )
+}
+
+fn describe(shared: &Shared, weaknesses: Vec<String>) -> HostDescription {
+    let machine = Machine::this();
+    HostDescription {
+        contract: VERSION,
+        vmseal: env!("CARGO_PKG_VERSION").to_owned(),
+        incarnation: shared.board.incarnation(),
+        hostname: machine.hostname,
+        key_box: shared.key_box.public(),
+        accelerator: shared.accelerator.clone(),
+        qemu: shared.qemu.version().to_owned(),
+        cpus: machine.cpus,
+        memory: machine.memory,
+        aes_hardware: machine.aes_hardware,
+        weaknesses,
+    }
+}
+
+#[async_trait]
+impl HostAgent for RealHost {
+    async fn describe(&self) -> Result<HostDescription, Problem> {
+        Ok(self.description.clone())
+    }
+
+    async fn state(
+        &self,
+        after: Option<(Incarnation, u64)>,
+        wait: Duration,
+    ) -> Result<HostState, Problem> {
+        Ok(self.shared.board.state(after, wait).await)
+    }
+
+    async fn probe_datastore(&self, spec: DatastoreSpec) -> Result<DatastoreUsage, Problem> {
+        spawn_blocking(move || datastore::probe(&spec))
+            .await
+            .map_err(|error| Problem::new(ErrorCode::Internal, error.to_string()))?
+    }
+
+    async fn register_vm(&self, spec: VmSpec) -> Result<(), Problem> {
+        rules::check_spec(&spec)?;
+        let vm = spec.vm;
+        // Held while the owner answers: registering and forgetting one VM come one after the other.
+        let mut vms = self.vms.lock().await;
+        if let Some(known) = vms.get(&vm) {
+            return known.ask(vm, |reply| Call::Register(spec, reply)).await;
+        }
+        if vms.len() >= VMS_MAX {
+            let what = format!("a host takes at most {VMS_MAX} VMs");
+            return Err(Problem::new(ErrorCode::LimitExceeded, what));
+        }
+        vms.insert(vm, Vm::own(self.shared.clone(), spec, Beginning::New));
+        Ok(())
+    }
+
+    async fn unregister_vm(&self, vm: VmId) -> Result<(), Problem> {
+        let mut vms = self.vms.lock().await;
+        let Some(known) = vms.get(&vm) else { return Ok(()) };
+        known.ask(vm, Call::Unregister).await?;
+        vms.remove(&vm);
+        Ok(())
+    }
+
+    async fn offer_key(&self, vm: VmId, key: SealedKey) -> Result<(), Problem> {
+        self.vm(vm).await?.ask(vm, |reply| Call::OfferKey(key, reply)).await
+    }
+
+    async fn create_disk(
+        &self,
+        vm: VmId,
+        disk: DiskId,
+        source: Option<ImageSource>,
+    ) -> Result<(), Problem> {
+        self.vm(vm).await?.ask(vm, |reply| Call::CreateDisk(disk, source, reply)).await
+    }
+
+    async fn delete_disk(&self, vm: VmId, disk: DiskId) -> Result<(), Problem> {
+        self.vm(vm).await?.ask(vm, |reply| Call::DeleteDisk(disk, reply)).await
+    }
+
+    async fn power_on(&self, vm: VmId) -> Result<(), Problem> {
+        self.vm(vm).await?.ask(vm, Call::PowerOn).await
+    }
+
+    async fn power_off(&self, vm: VmId, how: PowerOff) -> Result<(), Problem> {
+        self.vm(vm).await?.ask(vm, |reply| Call::PowerOff(how, reply)).await
+    }
+
+    async fn console(&self, vm: VmId) -> Result<ConsoleStream, Problem> {
+        self.vm(vm).await?.ask(vm, Call::Console).await
+    }
+}

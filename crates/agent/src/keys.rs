@@ -1,0 +1,141 @@
+//! The KEKs of the VMs on this host, in locked memory only, and the key pair they are sealed to.
+
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
+use vmseal_api::host::{KeyReference, SealedKey, key_info};
+use vmseal_api::id::VmId;
+use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_secret::derive::{KeyContext, check_value};
+use vmseal_secret::sealed_box::{BoxError, Recipient, SealedBox};
+use vmseal_secret::{KEK_LEN, SecretBytes};
+
+/// The receiving end for KEKs: a key pair that lives as long as the agent.
+pub struct KeyBox(Recipient);
+
+impl KeyBox {
+    /// A new key pair.
+    ///
+    /// # Errors
+    /// [`BoxError`]: no memory that can be locked.
+    pub fn new() -> Result<Self, BoxError> {
+        Recipient::generate().map(Self)
+    }
+
+    /// The public half, as [`vmseal_api::host::HostDescription::key_box`] has it.
+    #[must_use]
+    pub fn public(&self) -> String {
+        STANDARD.encode(self.0.public_key())
+    }
+
+    /// Opens a delivery, and makes sure that it is the key which `reference` means.
+    ///
+    /// # Errors
+    /// `wrong-state` when it is sealed to an earlier life of the agent, `invalid-request` when it is no
+    /// sealed box, `key-mismatch` when it is another key or another VM's.
+    pub fn open(
+        &self,
+        vm: VmId,
+        reference: &KeyReference,
+        offered: &SealedKey,
+    ) -> Result<SecretBytes, Problem> {
+        if offered.key_box != self.public() {
+            return Err(Problem::new(
+                ErrorCode::WrongState,
+                "the key is sealed to an earlier life of this agent; read its description and seal it again",
+            ));
+        }
+        let sealed = STANDARD
+            .decode(&offered.sealed)
+            .map_err(|error| Problem::invalid("sealed", error.to_string()))?;
+        let sealed = SealedBox::from_bytes(sealed)
+            .map_err(|error| Problem::invalid("sealed", error.to_string()))?;
+        let kek = self.0.open(&sealed, &key_info(vm, reference)).map_err(|error| match error {
+            BoxError::Open => mismatch(vm, reference, "the sealed key is for another VM or key"),
+            other => Problem::new(ErrorCode::Internal, other.to_string()),
+        })?;
+        if kek.len() != KEK_LEN {
+            return Err(mismatch(vm, reference, "it has a wrong length"));
+        }
+        let check = check_value(&kek, &context(vm, reference))
+            .map_err(|error| Problem::new(ErrorCode::Internal, error.to_string()))?;
+        if check.to_string() != reference.check {
+            return Err(mismatch(vm, reference, "its check value is another one"));
+        }
+        Ok(kek)
+    }
+}
+
+/// Whose KEK it is, for everything that is derived from it.
+#[must_use]
+pub fn context(vm: VmId, reference: &KeyReference) -> KeyContext<'_> {
+    KeyContext {
+        vm: *vm.0.as_bytes(),
+        provider: *reference.provider.0.as_bytes(),
+        key_id: &reference.key_id,
+    }
+}
+
+fn mismatch(vm: VmId, reference: &KeyReference, why: &str) -> Problem {
+    Problem::new(
+        ErrorCode::KeyMismatch,
+        format!(
+            "key '{}' offered for VM {vm} is not the VM's key: {why}. Are the provider's servers replicated?",
+            reference.key_id
+        ),
+    )
+}
+
+/// Seals a KEK as the server does. For tests.
+#[cfg(any(test, feature = "contract-suite"))]
+pub fn seal_for(key_box: &str, vm: VmId, reference: &KeyReference, kek: &SecretBytes) -> SealedKey {
+    let public = STANDARD.decode(key_box).ok().and_then(|bytes| bytes.try_into().ok());
+    let public: [u8; 32] = public.expect("a key box is 32 bytes in base64");
+    let info = key_info(vm, reference);
+    let sealed = vmseal_secret::sealed_box::seal(&public, &info, kek).expect("sealing");
+    SealedKey { key_box: key_box.to_owned(), sealed: STANDARD.encode(sealed.as_bytes()) }
+}
+
+/// The reference of a KEK, with its true check value. For tests.
+#[cfg(any(test, feature = "contract-suite"))]
+pub fn reference_of(kek: &SecretBytes, vm: VmId, key_id: &str) -> KeyReference {
+    let mut reference = KeyReference {
+        provider: vmseal_api::id::ProviderId::new(),
+        key_id: key_id.to_owned(),
+        check: String::new(),
+    };
+    let check = check_value(kek, &context(vm, &reference)).expect("deriving").to_string();
+    reference.check = check;
+    reference
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_the_right_key_for_the_right_vm_in_this_life_is_taken() {
+        let key_box = KeyBox::new().unwrap();
+        let (vm, kek) = (VmId::new(), SecretBytes::random(KEK_LEN).unwrap());
+        let reference = reference_of(&kek, vm, "k1");
+        let good = seal_for(&key_box.public(), vm, &reference, &kek);
+        assert_eq!(key_box.open(vm, &reference, &good).unwrap(), kek);
+
+        let code = |vm, reference: &KeyReference, sealed: &SealedKey| {
+            key_box.open(vm, reference, sealed).unwrap_err().code
+        };
+        assert_eq!(code(VmId::new(), &reference, &good), ErrorCode::KeyMismatch);
+        let other = SecretBytes::random(KEK_LEN).unwrap();
+        let wrong = seal_for(&key_box.public(), vm, &reference, &other);
+        assert_eq!(code(vm, &reference, &wrong), ErrorCode::KeyMismatch);
+        let short = SecretBytes::random(16).unwrap();
+        let short = seal_for(&key_box.public(), vm, &reference, &short);
+        assert_eq!(code(vm, &reference, &short), ErrorCode::KeyMismatch);
+        let earlier = KeyBox::new().unwrap();
+        let stale = seal_for(&earlier.public(), vm, &reference, &kek);
+        assert_eq!(code(vm, &reference, &stale), ErrorCode::WrongState);
+        for sealed in ["", "%", "AAAA"] {
+            let garbage = SealedKey { sealed: sealed.to_owned(), ..good.clone() };
+            assert_eq!(code(vm, &reference, &garbage), ErrorCode::InvalidRequest, "{sealed:?}");
+        }
+    }
+}

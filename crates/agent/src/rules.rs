@@ -1,0 +1,192 @@
+//! What may be done with a VM when. The real host and the simulated one ask here, so that they cannot
+//! come to differ.
+
+use vmseal_api::filter::{CRYPT_SECTOR, DISKS_MAX};
+use vmseal_api::host::{DiskPhase, DiskSpec, KeyState, Power, VmSpec};
+use vmseal_api::id::DiskId;
+use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::request::{DISK_SIZE_MAX, MEMORY_MAX, MEMORY_MIN, VCPUS_MAX};
+
+/// The unit of a VM's memory, in bytes.
+const MEMORY_UNIT: u64 = 1 << 20;
+
+/// Checks a specification on its own. The server has checked what users typed; this is for what would
+/// hurt this host.
+///
+/// # Errors
+/// `invalid-request`, with the field.
+pub fn check_spec(spec: &VmSpec) -> Result<(), Problem> {
+    vmseal_api::id::check_name(&spec.name)
+        .map_err(|error| Problem::invalid("name", error.to_string()))?;
+    if spec.vcpus == 0 || spec.vcpus > VCPUS_MAX {
+        return Err(Problem::invalid("vcpus", format!("must be 1 to {VCPUS_MAX}")));
+    }
+    if !(MEMORY_MIN..=MEMORY_MAX).contains(&spec.memory) || spec.memory % MEMORY_UNIT != 0 {
+        return Err(Problem::invalid(
+            "memory",
+            format!("must be a multiple of 1 MiB from {MEMORY_MIN} to {MEMORY_MAX} bytes"),
+        ));
+    }
+    if spec.disks.len() > DISKS_MAX {
+        return Err(Problem::invalid("disks", format!("at most {DISKS_MAX} are possible")));
+    }
+    spec.disks.iter().enumerate().try_for_each(|(index, disk)| {
+        let field = |name: &str| format!("disks[{index}].{name}");
+        if disk.size == 0 || disk.size > DISK_SIZE_MAX || disk.size % u64::from(CRYPT_SECTOR) != 0 {
+            return Err(Problem::invalid(
+                field("size"),
+                format!("must be a multiple of {CRYPT_SECTOR} up to {DISK_SIZE_MAX} bytes"),
+            ));
+        }
+        if disk.encrypted && spec.key.is_none() {
+            return Err(Problem::invalid(field("encrypted"), "the VM has no key"));
+        }
+        if spec.disks[..index].iter().any(|other| other.disk == disk.disk) {
+            return Err(Problem::invalid(field("disk"), "is given twice"));
+        }
+        Ok(())
+    })
+}
+
+/// The VM's key state, given whether its KEK is here.
+#[must_use]
+pub fn key_state(spec: &VmSpec, held: bool) -> KeyState {
+    match (&spec.key, held) {
+        (None, _) => KeyState::NotNeeded,
+        (Some(_), true) => KeyState::Held,
+        (Some(_), false) => KeyState::Missing,
+    }
+}
+
+/// Whether a registered VM's specification may be replaced. Repeating the same is always allowed.
+///
+/// # Errors
+/// `wrong-state` while it is not off.
+pub fn may_register(old: &VmSpec, new: &VmSpec, power: Power) -> Result<(), Problem> {
+    if power == Power::Off || old == new {
+        return Ok(());
+    }
+    Err(wrong_state(old, "is not off: what is known of it cannot be replaced. Stop it first"))
+}
+
+/// Whether a VM may be forgotten.
+///
+/// # Errors
+/// `wrong-state` while it is not off.
+pub fn may_unregister(spec: &VmSpec, power: Power) -> Result<(), Problem> {
+    if power == Power::Off {
+        return Ok(());
+    }
+    Err(wrong_state(spec, "is not off. Stop it first"))
+}
+
+/// The disk of this id in a specification.
+///
+/// # Errors
+/// `not-found`.
+pub fn find_disk(spec: &VmSpec, disk: DiskId) -> Result<&DiskSpec, Problem> {
+    spec.disks.iter().find(|spec| spec.disk == disk).ok_or_else(|| {
+        Problem::new(
+            ErrorCode::NotFound,
+            format!("VM '{}' has no disk {disk}; register the VM with it first", spec.name),
+        )
+    })
+}
+
+/// Whether a disk may be made now.
+///
+/// # Errors
+/// `locked` when it needs a key that is not here; `in-use` while the VM runs.
+pub fn may_create_disk(
+    spec: &VmSpec,
+    disk: &DiskSpec,
+    power: Power,
+    key: KeyState,
+) -> Result<(), Problem> {
+    if power != Power::Off {
+        return Err(in_use(spec, disk));
+    }
+    if disk.encrypted && key != KeyState::Held {
+        return Err(locked(spec));
+    }
+    Ok(())
+}
+
+/// Whether a disk may be removed now.
+///
+/// # Errors
+/// `in-use` while the VM runs.
+pub fn may_delete_disk(spec: &VmSpec, disk: &DiskSpec, power: Power) -> Result<(), Problem> {
+    if power == Power::Off { Ok(()) } else { Err(in_use(spec, disk)) }
+}
+
+/// What [`may_power_on`] allows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PowerOn {
+    /// To begin.
+    Start,
+    /// Nothing: it runs, or is about to.
+    Already,
+}
+
+/// Whether a VM may be started now.
+///
+/// # Errors
+/// `wrong-state` while it is stopping or a disk is not whole; `locked` when a disk needs a key that
+/// is not here.
+pub fn may_power_on(
+    spec: &VmSpec,
+    power: Power,
+    key: KeyState,
+    phase: impl Fn(DiskId) -> Option<DiskPhase>,
+) -> Result<PowerOn, Problem> {
+    match power {
+        Power::Running | Power::Starting => return Ok(PowerOn::Already),
+        Power::Stopping => return Err(wrong_state(spec, "is stopping. Wait until it is off")),
+        Power::Off => {}
+    }
+    if spec.disks.is_empty() {
+        return Err(wrong_state(spec, "has no disk to start from"));
+    }
+    for disk in &spec.disks {
+        let made = match phase(disk.disk) {
+            Some(DiskPhase::Creating { .. } | DiskPhase::Failed { .. }) => false,
+            Some(DiskPhase::Ready { .. }) => true,
+            None => disk.facts.is_some(),
+        };
+        if !made {
+            let what = format!("cannot start: its disk '{}' has not been made", disk.name);
+            return Err(wrong_state(spec, &what));
+        }
+    }
+    if key == KeyState::Missing && spec.disks.iter().any(|disk| disk.encrypted) {
+        return Err(locked(spec));
+    }
+    Ok(PowerOn::Start)
+}
+
+/// The VM is not known here.
+#[must_use]
+pub fn unknown(vm: impl std::fmt::Display) -> Problem {
+    Problem::not_found("VM on this host", vm)
+}
+
+/// Something that the VM's state does not allow.
+#[must_use]
+pub fn wrong_state(spec: &VmSpec, what: &str) -> Problem {
+    Problem::new(ErrorCode::WrongState, format!("VM '{}' {what}", spec.name))
+}
+
+fn locked(spec: &VmSpec) -> Problem {
+    Problem::new(
+        ErrorCode::Locked,
+        format!("VM '{}' is locked: its key has not been given to this host", spec.name),
+    )
+}
+
+fn in_use(spec: &VmSpec, disk: &DiskSpec) -> Problem {
+    Problem::new(
+        ErrorCode::InUse,
+        format!("disk '{}' is in use: VM '{}' is not off", disk.name, spec.name),
+    )
+}

@@ -1,0 +1,377 @@
+//! What a restarted agent finds: a directory for each VM that has processes, and for each import.
+//!
+//! ```text
+//! <run dir>/vms/<vm id>/         run.json, *.process, sockets, logs
+//! <run dir>/imports/<disk id>/   filter.process, filter.sock, filter.log
+//! ```
+//! A directory is made before the first process of it is started and removed after the last has ended;
+//! every process in it is on record (see [`crate::process`]). Sweeping one therefore leaves nothing behind.
+
+use std::fs::{DirBuilder, File, OpenOptions};
+use std::io::{self, Read, Seek, SeekFrom};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::os::unix::net::UnixListener;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+use vmseal_api::host::VmSpec;
+use vmseal_api::id::{DiskId, VmId};
+
+use crate::process::Process;
+use crate::{atomic_file, machine};
+
+/// The version of `run.json`.
+const VERSION: u32 = 1;
+
+/// The longest path of a socket (sockaddr_un), in bytes, its end mark included.
+const SOCKET_PATH_MAX: usize = 108;
+
+/// The longest path below the run directory: of a disk's socket.
+const LONGEST_INSIDE: usize = "/imports/00000000-0000-0000-0000-000000000000/console.sock".len();
+
+/// A log that has grown beyond this is cut, in bytes.
+pub const LOG_MAX: u64 = 4 << 20;
+
+/// How much of a log's end is looked at, in bytes.
+const LOG_TAIL: u64 = 8 * 1024;
+
+/// What is on record of a VM.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Record {
+    /// Of the format.
+    version: u32,
+    /// The run of the kernel in which its processes live.
+    boot: String,
+    /// What it was started as.
+    pub spec: VmSpec,
+    /// Its pair of users.
+    pub slot: u32,
+    /// How far it got.
+    pub phase: Phase,
+}
+
+/// How far a VM got.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Phase {
+    /// Its processes are being started; the guest has not run.
+    Starting,
+    /// The guest runs, or is about to.
+    Running,
+}
+
+/// The run directory.
+#[derive(Clone, Debug)]
+pub struct RunDir {
+    root: PathBuf,
+}
+
+impl RunDir {
+    /// Opens it; made when missing.
+    ///
+    /// # Errors
+    /// As the file system, or when sockets in it would have too long a path.
+    pub fn open(root: &Path) -> io::Result<Self> {
+        if root.as_os_str().len() + LONGEST_INSIDE >= SOCKET_PATH_MAX {
+            let message = format!(
+                "{} is too long a path for sockets: at most {} bytes are possible",
+                root.display(),
+                SOCKET_PATH_MAX - LONGEST_INSIDE - 1
+            );
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, message));
+        }
+        for directory in [root.to_owned(), root.join("vms"), root.join("imports")] {
+            DirBuilder::new().recursive(true).mode(0o700).create(directory)?;
+        }
+        Ok(Self { root: root.to_owned() })
+    }
+
+    /// Where the accelerator's probe is kept.
+    #[must_use]
+    pub fn accelerator(&self) -> PathBuf {
+        self.root.join("accelerator.json")
+    }
+
+    /// The directory of a VM.
+    #[must_use]
+    pub fn vm(&self, vm: VmId) -> ProcessDir {
+        ProcessDir { path: self.root.join("vms").join(vm.to_string()) }
+    }
+
+    /// The directory of a disk's import.
+    #[must_use]
+    pub fn import(&self, disk: DiskId) -> ProcessDir {
+        ProcessDir { path: self.root.join("imports").join(disk.to_string()) }
+    }
+
+    /// The directories of VMs that are there.
+    ///
+    /// # Errors
+    /// As the file system.
+    pub fn vms(&self) -> io::Result<Vec<ProcessDir>> {
+        inside(&self.root.join("vms"))
+    }
+
+    /// The directories of imports that are there.
+    ///
+    /// # Errors
+    /// As the file system.
+    pub fn imports(&self) -> io::Result<Vec<ProcessDir>> {
+        inside(&self.root.join("imports"))
+    }
+}
+
+fn inside(path: &Path) -> io::Result<Vec<ProcessDir>> {
+    std::fs::read_dir(path)?.map(|entry| Ok(ProcessDir { path: entry?.path() })).collect()
+}
+
+/// The directory of processes that belong together.
+#[derive(Clone, Debug)]
+pub struct ProcessDir {
+    path: PathBuf,
+}
+
+impl ProcessDir {
+    /// Makes it anew; whatever was there is ended and removed.
+    ///
+    /// # Errors
+    /// As the file system.
+    pub async fn renew(&self) -> io::Result<()> {
+        self.sweep().await?;
+        DirBuilder::new().mode(0o700).create(&self.path)
+    }
+
+    /// Ends all processes in it, and removes it.
+    ///
+    /// # Errors
+    /// As the file system.
+    pub async fn sweep(&self) -> io::Result<()> {
+        let entries = match std::fs::read_dir(&self.path) {
+            Ok(entries) => entries,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+            Err(error) => return Err(error),
+        };
+        for entry in entries {
+            let path = entry?.path();
+            if path.extension().is_some_and(|extension| extension == "process")
+                && self.is_of_this_boot()
+                && let Some(process) = Process::adopt(&path)?
+            {
+                process.kill();
+                process.ended().await;
+            }
+        }
+        std::fs::remove_dir_all(&self.path)
+    }
+
+    /// Process ids on record mean something. Imports have no record: their start times must do.
+    fn is_of_this_boot(&self) -> bool {
+        self.read().ok().flatten().is_none_or(|record| record.boot == machine::boot_id())
+    }
+
+    /// What its name says: the id of the VM or disk.
+    #[must_use]
+    pub fn name(&self) -> String {
+        self.path.file_name().unwrap_or_default().to_string_lossy().into_owned()
+    }
+
+    /// The record of the process of this name.
+    #[must_use]
+    pub fn process(&self, name: &str) -> PathBuf {
+        self.path.join(format!("{name}.process"))
+    }
+
+    /// The socket of this name.
+    #[must_use]
+    pub fn socket(&self, name: &str) -> PathBuf {
+        self.path.join(format!("{name}.sock"))
+    }
+
+    /// Makes the socket of this name. Nobody else reaches it: the directory is the agent's.
+    ///
+    /// # Errors
+    /// As bind.
+    pub fn listen(&self, name: &str) -> io::Result<UnixListener> {
+        use std::os::unix::fs::PermissionsExt;
+        let path = self.socket(name);
+        let listener = UnixListener::bind(&path)?;
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o600))?;
+        Ok(listener)
+    }
+
+    /// Opens the log of this name, to be appended to.
+    ///
+    /// # Errors
+    /// As the file system.
+    pub fn log(&self, name: &str) -> io::Result<File> {
+        OpenOptions::new().append(true).create(true).mode(0o600).open(self.log_path(name))
+    }
+
+    fn log_path(&self, name: &str) -> PathBuf {
+        self.path.join(format!("{name}.log"))
+    }
+
+    /// The end of a log, at most `most` bytes; empty when there is none.
+    #[must_use]
+    pub fn log_end(&self, name: &str, most: u64) -> Vec<u8> {
+        let read = || {
+            let mut file = File::open(self.log_path(name))?;
+            let length = file.metadata()?.len();
+            file.seek(SeekFrom::Start(length.saturating_sub(most)))?;
+            let mut end = Vec::new();
+            file.take(most).read_to_end(&mut end)?;
+            io::Result::Ok(end)
+        };
+        read().unwrap_or_default()
+    }
+
+    /// The last line of a log that says something, for an error message.
+    #[must_use]
+    pub fn last_words(&self, name: &str) -> Option<String> {
+        let end = self.log_end(name, LOG_TAIL);
+        let text = String::from_utf8_lossy(&end);
+        let line = text.lines().rev().map(str::trim).find(|line| !line.is_empty())?;
+        Some(line.chars().filter(|c| !c.is_control()).take(500).collect())
+    }
+
+    /// Cuts the logs that have grown too long. Their writers append: they go on at the beginning.
+    pub fn bound_logs(&self) {
+        for name in ["filter", "qemu", "console"] {
+            let cut = || {
+                let file = OpenOptions::new().write(true).open(self.log_path(name))?;
+                if file.metadata()?.len() > LOG_MAX { file.set_len(0) } else { Ok(()) }
+            };
+            match cut() {
+                Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                    tracing::warn!(path = %self.log_path(name).display(), %error, "cannot cut a log");
+                }
+                _ => {}
+            }
+        }
+    }
+
+    /// Puts a VM on record.
+    ///
+    /// # Errors
+    /// As the file system.
+    pub fn write(&self, spec: &VmSpec, slot: u32, phase: Phase) -> io::Result<()> {
+        let record =
+            Record { version: VERSION, boot: machine::boot_id(), spec: spec.clone(), slot, phase };
+        atomic_file::write(&self.path.join("run.json"), &serde_json::to_vec_pretty(&record)?)
+    }
+
+    /// What is on record; none when it is from before a reboot, or from another version.
+    ///
+    /// # Errors
+    /// As the file system; a record that cannot be understood.
+    pub fn read(&self) -> io::Result<Option<Record>> {
+        let text = match std::fs::read(self.path.join("run.json")) {
+            Ok(text) => text,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(error) => return Err(error),
+        };
+        Ok(Some(serde_json::from_slice(&text)?))
+    }
+}
+
+impl Record {
+    /// Whether its processes can still live.
+    #[must_use]
+    pub fn is_of_this_boot(&self) -> bool {
+        self.version == VERSION && self.boot == machine::boot_id()
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use std::process::Stdio;
+
+    use super::*;
+    use crate::process::{self, Launch};
+
+    pub fn spec() -> VmSpec {
+        VmSpec {
+            vm: VmId::new(),
+            name: "guest".to_owned(),
+            vcpus: 2,
+            memory: 64 << 20,
+            key: None,
+            disks: vec![],
+        }
+    }
+
+    fn sleeper(directory: &ProcessDir) -> Process {
+        process::launch(Launch {
+            program: &process::open_program(Path::new("/bin/sleep")).unwrap(),
+            name: "sleep",
+            arguments: vec!["60".into()],
+            keep: vec![],
+            input: Stdio::null(),
+            log: directory.log("filter").unwrap(),
+            user: None,
+            record: &directory.process("filter"),
+        })
+        .unwrap()
+    }
+
+    #[tokio::test]
+    async fn a_sweep_ends_what_is_on_record_and_leaves_nothing() {
+        let root = tempfile::tempdir().unwrap();
+        let run = RunDir::open(root.path()).unwrap();
+        let spec = spec();
+        let directory = run.vm(spec.vm);
+        directory.renew().await.unwrap();
+        directory.write(&spec, 3, Phase::Starting).unwrap();
+        let process = sleeper(&directory);
+        assert_eq!(run.vms().unwrap().len(), 1);
+        let record = directory.read().unwrap().unwrap();
+        assert_eq!((record.slot, record.phase, &record.spec), (3, Phase::Starting, &spec));
+        assert!(record.is_of_this_boot());
+        directory.sweep().await.unwrap();
+        directory.sweep().await.unwrap();
+        assert_ne!(process.ended().await, process::Exit::Status(0));
+        assert!(run.vms().unwrap().is_empty());
+    }
+
+    #[tokio::test]
+    async fn a_record_from_before_a_reboot_ends_nothing() {
+        let root = tempfile::tempdir().unwrap();
+        let run = RunDir::open(root.path()).unwrap();
+        let spec = spec();
+        let directory = run.vm(spec.vm);
+        directory.renew().await.unwrap();
+        directory.write(&spec, 0, Phase::Running).unwrap();
+        let process = sleeper(&directory);
+        let path = directory.path.join("run.json");
+        let text = std::fs::read_to_string(&path).unwrap();
+        std::fs::write(&path, text.replace(&machine::boot_id(), "another")).unwrap();
+        assert!(!directory.read().unwrap().unwrap().is_of_this_boot());
+        directory.sweep().await.unwrap();
+        let lives = tokio::time::timeout(std::time::Duration::from_millis(100), process.ended());
+        assert!(lives.await.is_err(), "a process of this boot was ended");
+        process.kill();
+    }
+
+    #[tokio::test]
+    async fn logs_are_bounded_and_have_last_words() {
+        use std::io::Write;
+        let root = tempfile::tempdir().unwrap();
+        let directory = RunDir::open(root.path()).unwrap().import(DiskId::new());
+        directory.renew().await.unwrap();
+        assert_eq!(directory.last_words("filter"), None);
+        let mut log = directory.log("filter").unwrap();
+        log.write_all(&vec![b'x'; LOG_MAX as usize]).unwrap();
+        log.write_all(b"\nthe reason\x1b[0m\n\n").unwrap();
+        assert_eq!(directory.last_words("filter").unwrap(), "the reason[0m");
+        directory.bound_logs();
+        log.write_all(b"more\n").unwrap();
+        assert_eq!(directory.log_end("filter", 100), b"more\n");
+    }
+
+    #[test]
+    fn a_path_too_long_for_sockets_is_refused_at_once() {
+        let root = tempfile::tempdir().unwrap();
+        let error = RunDir::open(&root.path().join("x".repeat(80))).unwrap_err();
+        assert!(error.to_string().contains("too long"), "{error}");
+    }
+}

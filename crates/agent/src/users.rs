@@ -1,0 +1,99 @@
+//! The users that guests' processes run under: two of their own for each VM, from a range that nothing
+//! else on the host uses, so that a broken-out guest finds nothing that it may touch.
+
+use std::collections::BTreeSet;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// How many VMs and imports may run at a time.
+const SLOTS: u32 = 4096;
+
+/// The users of this host's VMs; none are given where the agent is not root.
+#[derive(Clone, Debug)]
+pub struct Users {
+    base: Option<u32>,
+    taken: Arc<Mutex<BTreeSet<u32>>>,
+}
+
+/// A pair of users, free again when dropped.
+#[derive(Debug)]
+pub struct Slot {
+    users: Users,
+    number: u32,
+}
+
+impl Users {
+    /// The users from `base` on; without a base everything runs as the agent's own user.
+    #[must_use]
+    pub fn new(base: Option<u32>) -> Self {
+        Self { base, taken: Arc::default() }
+    }
+
+    /// The lowest pair that is free; none when all are taken.
+    #[must_use]
+    pub fn take(&self) -> Option<Slot> {
+        let mut taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
+        let number = (0..SLOTS).find(|number| !taken.contains(number))?;
+        taken.insert(number);
+        Some(Slot { users: self.clone(), number })
+    }
+
+    /// The pair that a VM has had since before the agent's start.
+    #[must_use]
+    pub fn take_again(&self, number: u32) -> Slot {
+        self.taken.lock().unwrap_or_else(PoisonError::into_inner).insert(number);
+        Slot { users: self.clone(), number }
+    }
+}
+
+impl Slot {
+    /// Which pair it is.
+    #[must_use]
+    pub fn number(&self) -> u32 {
+        self.number
+    }
+
+    /// Who the filter runs as.
+    #[must_use]
+    pub fn filter(&self) -> Option<u32> {
+        self.users.base.map(|base| base + 2 * self.number)
+    }
+
+    /// Who QEMU runs as.
+    #[must_use]
+    pub fn qemu(&self) -> Option<u32> {
+        self.users.base.map(|base| base + 2 * self.number + 1)
+    }
+}
+
+impl Drop for Slot {
+    fn drop(&mut self) {
+        self.users.taken.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.number);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_two_processes_share_a_user() {
+        let users = Users::new(Some(1000));
+        let again = users.take_again(1);
+        let (first, second) = (users.take().unwrap(), users.take().unwrap());
+        let of = |slot: &Slot| [slot.filter().unwrap(), slot.qemu().unwrap()];
+        assert_eq!(
+            [of(&first), of(&again), of(&second)],
+            [[1000, 1001], [1002, 1003], [1004, 1005]]
+        );
+        drop(first);
+        assert_eq!(users.take().unwrap().number(), 0);
+        assert_eq!(Users::new(None).take().unwrap().filter(), None);
+    }
+
+    #[test]
+    fn there_is_an_end_to_them() {
+        let users = Users::new(Some(0));
+        let slots: Vec<Slot> = std::iter::from_fn(|| users.take()).collect();
+        assert_eq!(slots.len(), SLOTS as usize);
+    }
+}

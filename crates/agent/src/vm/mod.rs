@@ -1,0 +1,122 @@
+//! A VM on this host. One task owns it: its state, its key, its processes.
+//!
+//! ```text
+//!            power on              all connected, guest goes
+//!    Off ───────────────► Starting ────────────────────────► Running ◄───────────┐
+//!     ▲                      │ failed, or force                 │ shutdown asked │ the guest did
+//!     │◄─────────────────────┘                                  ▼                │ not heed it
+//!     │◄─────────────────────── force, QEMU or filter ended ─ Stopping ──────────┘
+//!     │◄─────────────────────── force, QEMU or filter ended ─ Running
+//! ```
+//! Whatever happens comes to the owner as an event and is applied by it alone; after each event it posts
+//! what the server is to see. `Off` is entered when no process is left and the run directory is gone.
+
+mod adopt;
+mod jobs;
+mod owner;
+mod running;
+mod start;
+
+use std::fs::File;
+use std::sync::Arc;
+
+use tokio::sync::{mpsc, oneshot};
+use vmseal_api::host::{
+    Accelerator, ConsoleStream, ImageSource, PowerOff, SealedKey, Stopped, VmSpec,
+};
+use vmseal_api::id::{DiskId, VmId};
+use vmseal_api::problem::{ErrorCode, Problem};
+
+use crate::board::Board;
+use crate::keys::KeyBox;
+use crate::qemu::Qemu;
+use crate::run_dir::RunDir;
+use crate::users::Users;
+
+pub use adopt::adopt;
+use running::Running;
+
+/// Calls that may wait for a VM's owner.
+const CALLS_MAX: usize = 32;
+
+/// What the owners of a host's VMs share.
+pub struct Shared {
+    /// Where they post.
+    pub board: Board,
+    /// What keys are sealed to.
+    pub key_box: KeyBox,
+    /// Where processes are on record.
+    pub run_dir: RunDir,
+    /// Whom processes run as.
+    pub users: Users,
+    /// The filter program.
+    pub filter: Arc<File>,
+    /// QEMU.
+    pub qemu: Qemu,
+    /// How guests are run.
+    pub accelerator: Accelerator,
+}
+
+type Reply<T> = oneshot::Sender<Result<T, Problem>>;
+
+/// What a VM's owner is asked.
+pub enum Call {
+    /// To take another specification.
+    Register(VmSpec, Reply<()>),
+    /// To forget the VM; the owner ends.
+    Unregister(Reply<()>),
+    /// To take the KEK.
+    OfferKey(SealedKey, Reply<()>),
+    /// To make a disk.
+    CreateDisk(DiskId, Option<ImageSource>, Reply<()>),
+    /// To remove a disk.
+    DeleteDisk(DiskId, Reply<()>),
+    /// To start.
+    PowerOn(Reply<()>),
+    /// To stop.
+    PowerOff(PowerOff, Reply<()>),
+    /// For the console.
+    Console(Reply<ConsoleStream>),
+}
+
+/// The way to a VM's owner.
+#[derive(Clone)]
+pub struct Vm(mpsc::Sender<Call>);
+
+/// What a VM begins its time with this agent as.
+pub enum Beginning {
+    /// Off, never seen.
+    New,
+    /// Off, and found dead.
+    Dead(Stopped),
+    /// Running since before the agent's start.
+    Alive(Box<Running>),
+}
+
+impl Vm {
+    /// Begins to own a VM.
+    #[must_use]
+    pub fn own(shared: Arc<Shared>, spec: VmSpec, beginning: Beginning) -> Self {
+        let (sender, calls) = mpsc::channel(CALLS_MAX);
+        tokio::spawn(owner::Owner::new(shared, spec, beginning).run(calls));
+        Self(sender)
+    }
+
+    /// Asks, and waits for the answer.
+    ///
+    /// # Errors
+    /// As the owner answers; `not-found` when the VM has just been forgotten.
+    pub async fn ask<T>(
+        &self,
+        vm: VmId,
+        call: impl FnOnce(Reply<T>) -> Call,
+    ) -> Result<T, Problem> {
+        let (reply, answer) = oneshot::channel();
+        self.0.send(call(reply)).await.map_err(|_| crate::rules::unknown(vm))?;
+        answer.await.map_err(|_| crate::rules::unknown(vm))?
+    }
+}
+
+fn internal(error: impl std::fmt::Display) -> Problem {
+    Problem::new(ErrorCode::Internal, error.to_string())
+}

@@ -1,0 +1,400 @@
+//! The task that owns a VM. See the diagram in [`super`].
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use jiff::Timestamp;
+use tokio::sync::{mpsc, oneshot};
+use tokio::task::{JoinHandle, spawn_blocking};
+use tokio::time::{Instant, sleep_until};
+use vmseal_api::host::{
+    ConsoleStream, DiskFacts, DiskPhase, DiskSpec, DiskState, ImageSource, KeyState, Notice, Power,
+    PowerOff, SealedKey, StopReason, Stopped, VmSpec, VmState,
+};
+use vmseal_api::id::DiskId;
+use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_secret::SecretBytes;
+
+use super::jobs::Jobs;
+use super::running::{Ending, Happening, Running};
+use super::start::{Plan, start};
+use super::{Beginning, Call, Shared, internal};
+use crate::datastore::Home;
+use crate::disk::Recipe;
+use crate::rules::{self, PowerOn};
+
+/// How long a guest that was asked to shut down counts as stopping; then it runs on.
+const SHUTDOWN_PATIENCE: Duration = Duration::from_secs(180);
+
+/// How often running processes are looked after.
+const CARE_INTERVAL: Duration = Duration::from_secs(10);
+
+type StartResult = Result<(Running, Vec<Notice>), Problem>;
+
+enum State {
+    Off,
+    Starting { task: JoinHandle<StartResult>, cancel: oneshot::Sender<()> },
+    Running(Box<Running>),
+    Stopping { running: Box<Running>, until: Instant },
+}
+
+/// What comes to the owner.
+enum Event {
+    Call(Option<Call>),
+    Started(Box<StartResult>),
+    Happened(Happening),
+    PatienceOver,
+    Disk(DiskId, DiskPhase),
+    Care,
+}
+
+pub struct Owner {
+    shared: Arc<Shared>,
+    spec: VmSpec,
+    state: State,
+    kek: Option<SecretBytes>,
+    stopped: Option<Stopped>,
+    phases: BTreeMap<DiskId, DiskPhase>,
+    jobs: Jobs,
+    /// From opening the disks; stay until the next start.
+    header_notices: Vec<Notice>,
+    /// From the filter, while it runs.
+    troubles: Vec<Notice>,
+}
+
+impl Owner {
+    pub fn new(shared: Arc<Shared>, spec: VmSpec, beginning: Beginning) -> Self {
+        let (state, stopped) = match beginning {
+            Beginning::New => (State::Off, None),
+            Beginning::Dead(stopped) => (State::Off, Some(stopped)),
+            Beginning::Alive(running) => (State::Running(running), None),
+        };
+        Self {
+            shared,
+            spec,
+            state,
+            kek: None,
+            stopped,
+            phases: BTreeMap::new(),
+            jobs: Jobs::new(),
+            header_notices: Vec::new(),
+            troubles: Vec::new(),
+        }
+    }
+
+    pub async fn run(mut self, mut calls: mpsc::Receiver<Call>) {
+        let mut care = tokio::time::interval(CARE_INTERVAL);
+        care.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+        self.post();
+        loop {
+            let event = tokio::select! {
+                call = calls.recv() => Event::Call(call),
+                event = next(&mut self.state) => event,
+                (disk, phase) = self.jobs.next() => Event::Disk(disk, phase),
+                _ = care.tick() => Event::Care,
+            };
+            match event {
+                Event::Call(None) => return,
+                Event::Call(Some(Call::Unregister(reply))) => {
+                    let result = self.unregister().await;
+                    let done = result.is_ok();
+                    if done {
+                        self.shared.board.post(self.spec.vm, None);
+                    }
+                    let _ = reply.send(result);
+                    if done {
+                        return;
+                    }
+                }
+                Event::Call(Some(call)) => self.answer(call).await,
+                event => {
+                    self.apply(event).await;
+                    self.post();
+                }
+            }
+        }
+    }
+
+    fn power(&self) -> Power {
+        match self.state {
+            State::Off => Power::Off,
+            State::Starting { .. } => Power::Starting,
+            State::Running(_) => Power::Running,
+            State::Stopping { .. } => Power::Stopping,
+        }
+    }
+
+    fn key(&self) -> KeyState {
+        rules::key_state(&self.spec, self.kek.is_some())
+    }
+
+    fn post(&self) {
+        let disk =
+            |(disk, phase): (&DiskId, &DiskPhase)| DiskState { disk: *disk, phase: phase.clone() };
+        let state = VmState {
+            vm: self.spec.vm,
+            power: self.power(),
+            key: self.key(),
+            stopped: self.stopped.clone(),
+            disks: self.phases.iter().map(disk).collect(),
+            notices: self.header_notices.iter().chain(&self.troubles).cloned().collect(),
+        };
+        self.shared.board.post(self.spec.vm, Some(state));
+    }
+
+    /// Does what is asked. The state is posted before the answer is sent: who has the answer and reads
+    /// the state sees what was done.
+    async fn answer(&mut self, call: Call) {
+        // Whoever asked may have gone; what was done stays done.
+        macro_rules! reply {
+            ($reply:expr, $result:expr) => {{
+                let result = $result;
+                self.post();
+                let _ = $reply.send(result);
+            }};
+        }
+        match call {
+            Call::Register(spec, to) => reply!(to, self.register(spec)),
+            Call::OfferKey(key, to) => reply!(to, self.offer_key(&key)),
+            Call::CreateDisk(disk, source, to) => reply!(to, self.create_disk(disk, source)),
+            Call::DeleteDisk(disk, to) => reply!(to, self.delete_disk(disk).await),
+            Call::PowerOn(to) => reply!(to, self.power_on()),
+            Call::PowerOff(how, to) => reply!(to, self.power_off(how).await),
+            Call::Console(to) => reply!(to, self.console().await),
+            Call::Unregister(_) => {}
+        }
+    }
+
+    async fn apply(&mut self, event: Event) {
+        match event {
+            Event::Started(result) => self.started(*result).await,
+            Event::Happened(Happening::Reported(event)) => {
+                if let State::Running(running) | State::Stopping { running, .. } = &mut self.state {
+                    running.last_words.hear(event);
+                }
+            }
+            Event::Happened(happening) => {
+                if let Some(running) = self.take_running() {
+                    let ending = running.end_after(happening).await;
+                    self.went_off(ending);
+                }
+            }
+            Event::PatienceOver => {
+                if let Some(running) = self.take_running() {
+                    tracing::info!(vm = %self.spec.vm, "the guest has not heeded the wish to shut down");
+                    self.state = State::Running(Box::new(running));
+                }
+            }
+            Event::Disk(disk, phase) => {
+                self.phases.insert(disk, phase);
+            }
+            Event::Care => {
+                if let State::Running(running) | State::Stopping { running, .. } = &self.state {
+                    self.troubles = running.look_after().await;
+                }
+            }
+            Event::Call(_) => {}
+        }
+    }
+
+    fn take_running(&mut self) -> Option<Running> {
+        match std::mem::replace(&mut self.state, State::Off) {
+            State::Running(running) | State::Stopping { running, .. } => Some(*running),
+            other => {
+                self.state = other;
+                None
+            }
+        }
+    }
+
+    fn went_off(&mut self, (reason, detail): Ending) {
+        tracing::info!(vm = %self.spec.vm, ?reason, detail, "the VM is off");
+        self.state = State::Off;
+        self.troubles.clear();
+        self.stopped = Some(Stopped { at: Timestamp::now(), reason, detail });
+    }
+
+    async fn started(&mut self, result: StartResult) {
+        match result {
+            Ok((running, notices)) => {
+                tracing::info!(vm = %self.spec.vm, qemu = running.qemu.pid(), "the VM runs");
+                self.header_notices = notices;
+                self.state = State::Running(Box::new(running));
+            }
+            Err(problem) => {
+                self.sweep().await;
+                self.went_off((StopReason::FailedToStart, problem.detail));
+            }
+        }
+    }
+
+    async fn sweep(&self) {
+        if let Err(error) = self.shared.run_dir.vm(self.spec.vm).sweep().await {
+            tracing::warn!(vm = %self.spec.vm, %error, "cannot remove the run directory");
+        }
+    }
+
+    fn register(&mut self, spec: VmSpec) -> Result<(), Problem> {
+        rules::may_register(&self.spec, &spec, self.power())?;
+        if self.spec.key != spec.key {
+            self.kek = None;
+        }
+        self.phases.retain(|id, _| spec.disks.iter().any(|disk| disk.disk == *id));
+        self.spec = spec;
+        Ok(())
+    }
+
+    async fn unregister(&mut self) -> Result<(), Problem> {
+        rules::may_unregister(&self.spec, self.power())?;
+        for disk in self.spec.disks.iter().map(|disk| disk.disk) {
+            self.jobs.cancel(disk).await;
+        }
+        Ok(())
+    }
+
+    fn offer_key(&mut self, offered: &SealedKey) -> Result<(), Problem> {
+        let Some(reference) = &self.spec.key else {
+            return Err(rules::wrong_state(&self.spec, "has no key"));
+        };
+        self.kek = Some(self.shared.key_box.open(self.spec.vm, reference, offered)?);
+        Ok(())
+    }
+
+    fn clone_kek(&self) -> Result<Option<SecretBytes>, Problem> {
+        self.kek.as_ref().map(SecretBytes::try_clone).transpose().map_err(internal)
+    }
+
+    fn create_disk(&mut self, disk: DiskId, source: Option<ImageSource>) -> Result<(), Problem> {
+        let disk = rules::find_disk(&self.spec, disk)?.clone();
+        if self.jobs.has(disk.disk) {
+            return Ok(());
+        }
+        rules::may_create_disk(&self.spec, &disk, self.power(), self.key())?;
+        let kek = if disk.encrypted { self.clone_kek()? } else { None };
+        // A disk that is made stays so while it is looked at again.
+        let ready = matches!(self.phases.get(&disk.disk), Some(DiskPhase::Ready { .. }));
+        if !ready {
+            self.phases.insert(disk.disk, DiskPhase::Creating { done: 0, total: 0 });
+        }
+        let recipe = Recipe { spec: self.spec.clone(), disk, kek, source };
+        self.jobs.begin(&self.shared, recipe);
+        Ok(())
+    }
+
+    async fn delete_disk(&mut self, disk: DiskId) -> Result<(), Problem> {
+        let disk = rules::find_disk(&self.spec, disk)?.clone();
+        rules::may_delete_disk(&self.spec, &disk, self.power())?;
+        self.jobs.cancel(disk.disk).await;
+        let (vm, id) = (self.spec.vm, disk.disk);
+        spawn_blocking(move || Home::of(&disk.datastore, vm)?.delete(id))
+            .await
+            .map_err(internal)??;
+        self.phases.remove(&id);
+        self.header_notices.retain(|notice| notice.disk != Some(id));
+        Ok(())
+    }
+
+    /// What is pinned of a disk, by the inventory or by the work that has just made it.
+    fn facts(&self, disk: &DiskSpec) -> Option<DiskFacts> {
+        disk.facts.clone().or_else(|| match self.phases.get(&disk.disk) {
+            Some(DiskPhase::Ready { facts }) => Some(facts.clone()),
+            _ => None,
+        })
+    }
+
+    fn power_on(&mut self) -> Result<(), Problem> {
+        let phase = |disk| self.phases.get(&disk).cloned();
+        if rules::may_power_on(&self.spec, self.power(), self.key(), phase)? == PowerOn::Already {
+            return Ok(());
+        }
+        if !self.jobs.is_empty() {
+            return Err(rules::wrong_state(&self.spec, "cannot start: a disk is being looked at"));
+        }
+        let disks = self.spec.disks.iter();
+        let disks = disks.filter_map(|disk| Some((disk.clone(), self.facts(disk)?))).collect();
+        let plan = Plan { spec: self.spec.clone(), disks, kek: self.clone_kek()? };
+        let (shared, directory) = (self.shared.clone(), self.shared.run_dir.vm(self.spec.vm));
+        let (cancel, cancelled) = oneshot::channel();
+        let task = tokio::spawn(async move {
+            tokio::select! {
+                result = start(&shared, &directory, plan) => result,
+                _ = cancelled => Err(Problem::new(ErrorCode::Cancelled, "the start was cancelled")),
+            }
+        });
+        self.header_notices.clear();
+        self.state = State::Starting { task, cancel };
+        Ok(())
+    }
+
+    async fn power_off(&mut self, how: PowerOff) -> Result<(), Problem> {
+        match (std::mem::replace(&mut self.state, State::Off), how) {
+            (State::Off, _) => {}
+            (state @ State::Starting { .. }, PowerOff::Shutdown) => {
+                self.state = state;
+                let what =
+                    "is only being started: its guest cannot be asked yet. Wait, or force it off";
+                return Err(rules::wrong_state(&self.spec, what));
+            }
+            (State::Starting { task, cancel }, PowerOff::Force) => {
+                // It may just have got there; then it is ended like one that runs.
+                let _ = cancel.send(());
+                let ending = match task.await {
+                    Ok(Ok((running, _))) => running.force_off().await,
+                    Ok(Err(_)) | Err(_) => {
+                        self.sweep().await;
+                        (StopReason::PoweredOff, "an operator cancelled the start".to_owned())
+                    }
+                };
+                self.went_off(ending);
+            }
+            (State::Running(running), PowerOff::Shutdown) => {
+                let asked = running.ask_to_shut_down().await;
+                self.state = match asked {
+                    Ok(()) => {
+                        State::Stopping { running, until: Instant::now() + SHUTDOWN_PATIENCE }
+                    }
+                    Err(_) => State::Running(running),
+                };
+                asked.map_err(internal)?;
+            }
+            (State::Stopping { running, .. }, PowerOff::Shutdown) => {
+                // Pressed again: some guests heed only what comes after they are up.
+                let asked = running.ask_to_shut_down().await;
+                let until = Instant::now() + SHUTDOWN_PATIENCE;
+                self.state = State::Stopping { running, until };
+                asked.map_err(internal)?;
+            }
+            (State::Running(running) | State::Stopping { running, .. }, PowerOff::Force) => {
+                let ending = running.force_off().await;
+                self.went_off(ending);
+            }
+        }
+        Ok(())
+    }
+
+    async fn console(&mut self) -> Result<ConsoleStream, Problem> {
+        let stream = match &self.state {
+            State::Running(running) | State::Stopping { running, .. } => {
+                running.console.attach().await
+            }
+            State::Off | State::Starting { .. } => None,
+        };
+        stream.ok_or_else(|| rules::wrong_state(&self.spec, "does not run: it has no console"))
+    }
+}
+
+/// The next thing that the state brings by itself.
+async fn next(state: &mut State) -> Event {
+    match state {
+        State::Off => std::future::pending().await,
+        State::Starting { task, .. } => {
+            Event::Started(Box::new(task.await.unwrap_or_else(|error| Err(internal(error)))))
+        }
+        State::Running(running) => Event::Happened(running.next().await),
+        State::Stopping { running, until } => tokio::select! {
+            happening = running.next() => Event::Happened(happening),
+            () = sleep_until(*until) => Event::PatienceOver,
+        },
+    }
+}

@@ -1,0 +1,221 @@
+//! The processes of a VM whose guest runs: watching them, and ending them in the right order.
+
+use std::time::Duration;
+
+use serde_json::Value;
+use tokio::sync::mpsc;
+use tokio::time::timeout;
+use vmseal_api::filter::FilterStatus;
+use vmseal_api::host::{Notice, NoticeCode, StopReason};
+
+use crate::console::Console;
+use crate::filter::{self, Control, FilterError};
+use crate::process::{Exit, Process};
+use crate::qemu;
+use crate::qmp::{Event, Qmp, ShutdownReason};
+use crate::run_dir::ProcessDir;
+use crate::users::Slot;
+
+/// How long QEMU may take to end by itself.
+const QUIT_PATIENCE: Duration = Duration::from_secs(5);
+
+/// How long to wait for QEMU's last words when it has ended.
+const LAST_EVENTS: Duration = Duration::from_secs(1);
+
+/// Processes, and the ways to them.
+pub struct Running {
+    pub directory: ProcessDir,
+    pub qemu: Process,
+    pub filter: Process,
+    pub qmp: Qmp,
+    pub events: mpsc::Receiver<Event>,
+    pub console: Console,
+    pub control: Control,
+    /// Freed when the processes are gone.
+    pub slot: Slot,
+    /// What QEMU has said about its end.
+    pub last_words: LastWords,
+}
+
+/// What QEMU has said about its end.
+#[derive(Clone, Debug, Default)]
+pub struct LastWords {
+    shutdown: Option<ShutdownReason>,
+    panicked: bool,
+}
+
+impl LastWords {
+    pub fn hear(&mut self, event: Event) {
+        match event {
+            Event::Shutdown(reason) => self.shutdown = Some(reason),
+            Event::GuestPanicked => self.panicked = true,
+            Event::Other(_) => {}
+        }
+    }
+
+    fn reason(&self) -> StopReason {
+        match &self.shutdown {
+            _ if self.panicked => StopReason::GuestPanicked,
+            Some(ShutdownReason::Panic) => StopReason::GuestPanicked,
+            Some(ShutdownReason::Guest) => StopReason::GuestShutdown,
+            Some(ShutdownReason::Host | ShutdownReason::Other(_)) | None => StopReason::QemuDied,
+        }
+    }
+}
+
+/// What can happen to running processes.
+#[derive(Debug)]
+pub enum Happening {
+    /// QEMU has ended.
+    QemuEnded(Exit),
+    /// The filter has ended.
+    FilterEnded(Exit),
+    /// QEMU reports something.
+    Reported(Event),
+    /// QEMU's monitor is gone; QEMU ends, or must be ended.
+    MonitorLost,
+}
+
+/// Why, and in words.
+pub type Ending = (StopReason, String);
+
+impl Running {
+    /// The next thing that happens.
+    pub async fn next(&mut self) -> Happening {
+        tokio::select! {
+            // In this order: what QEMU says about its end comes before its end.
+            biased;
+            event = self.events.recv() => event.map_or(Happening::MonitorLost, Happening::Reported),
+            exit = self.filter.ended() => Happening::FilterEnded(exit),
+            exit = self.qemu.ended() => Happening::QemuEnded(exit),
+        }
+    }
+
+    /// Asks the guest to shut down (ACPI).
+    pub async fn ask_to_shut_down(&self) -> Result<(), crate::qmp::QmpError> {
+        self.qmp.execute("system_powerdown", Value::Null).await.map(drop)
+    }
+
+    /// Ends everything after something has ended by itself, and says why.
+    pub async fn end_after(mut self, happening: Happening) -> Ending {
+        let ending = match happening {
+            Happening::FilterEnded(exit) => self.after_filter(exit).await,
+            Happening::QemuEnded(exit) => self.after_qemu(exit).await,
+            Happening::MonitorLost | Happening::Reported(_) => {
+                let exit = self.qemu.end_within(QUIT_PATIENCE).await;
+                self.after_qemu(exit).await
+            }
+        };
+        self.clear().await;
+        ending
+    }
+
+    /// The filter is gone: the guest must not go on believing that it writes.
+    async fn after_filter(&mut self, exit: Exit) -> Ending {
+        self.qemu.kill();
+        self.qemu.ended().await;
+        let error = filter::ended(exit, &self.directory);
+        (
+            StopReason::FilterDied,
+            format!(
+                "{error}. The VM was stopped; its disks are as a power cut leaves them. Start it again"
+            ),
+        )
+    }
+
+    async fn after_qemu(&mut self, exit: Exit) -> Ending {
+        let words = async {
+            while let Some(event) = self.events.recv().await {
+                self.last_words.hear(event);
+            }
+        };
+        // A monitor that stays open after its process has ended is none.
+        let _ = timeout(LAST_EVENTS, words).await;
+        let flushed = self.end_filter().await;
+        let reason = self.last_words.reason();
+        let said =
+            self.directory.last_words(qemu::NAME).unwrap_or_else(|| "without a word".to_owned());
+        let mut detail = match reason {
+            StopReason::GuestShutdown => "the guest powered itself off".to_owned(),
+            StopReason::GuestPanicked => "the guest panicked; its console shows why".to_owned(),
+            _ => format!("QEMU {exit}: {said}"),
+        };
+        if let Err(error) = flushed {
+            detail = format!("{detail}. Afterwards {error}");
+        }
+        (reason, detail)
+    }
+
+    /// Cuts the power.
+    pub async fn force_off(self) -> Ending {
+        if let Err(error) = self.qmp.execute("quit", Value::Null).await {
+            tracing::info!(%error, "QEMU does not take 'quit' and is killed");
+            self.qemu.kill();
+        }
+        self.qemu.end_within(QUIT_PATIENCE).await;
+        let flushed = self.end_filter().await;
+        self.clear().await;
+        let mut detail = "an operator cut the power".to_owned();
+        if let Err(error) = flushed {
+            detail = format!("{detail}. Afterwards {error}");
+        }
+        (StopReason::PoweredOff, detail)
+    }
+
+    /// Has the filter flush and end.
+    async fn end_filter(&self) -> Result<(), FilterError> {
+        let result = self.control.shut_down().await;
+        match &result {
+            Ok(()) => self.filter.end_within(filter::SHUTDOWN_TIMEOUT).await,
+            Err(error) => {
+                tracing::warn!(%error, "the filter has not ended as it should");
+                self.filter.kill();
+                self.filter.ended().await
+            }
+        };
+        result
+    }
+
+    async fn clear(self) {
+        if let Err(error) = self.directory.sweep().await {
+            tracing::warn!(%error, "cannot remove the run directory of a VM");
+        }
+    }
+
+    /// Looks after logs and asks the filter for trouble.
+    pub async fn look_after(&self) -> Vec<Notice> {
+        self.directory.bound_logs();
+        self.control.status().await.map(|status| troubles(&status)).unwrap_or_default()
+    }
+}
+
+/// What a filter's status holds that an operator should see.
+fn troubles(status: &FilterStatus) -> Vec<Notice> {
+    let trouble = status.disks.iter().filter_map(|disk| {
+        let detail = disk.trouble.clone()?;
+        Some(Notice { code: NoticeCode::DiskErrors, disk: Some(disk.disk), detail })
+    });
+    trouble.collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_reason_is_what_qemu_said_last_and_a_panic_is_one_in_any_case() {
+        let after = |events: &[Event]| {
+            let mut words = LastWords::default();
+            events.iter().cloned().for_each(|event| words.hear(event));
+            words.reason()
+        };
+        let guest = Event::Shutdown(ShutdownReason::Guest);
+        assert_eq!(after(&[]), StopReason::QemuDied);
+        assert_eq!(after(&[Event::Other("RTC_CHANGE".into()), guest]), StopReason::GuestShutdown);
+        let panic = Event::Shutdown(ShutdownReason::Panic);
+        assert_eq!(after(&[panic]), StopReason::GuestPanicked);
+        let host = Event::Shutdown(ShutdownReason::Host);
+        assert_eq!(after(&[Event::GuestPanicked, host.clone()]), StopReason::GuestPanicked);
+        assert_eq!(after(&[host]), StopReason::QemuDied);
+    }
+}

@@ -1,0 +1,186 @@
+//! Starting a VM: disks opened, filter, QEMU, monitor and console connected, guest let go.
+//!
+//! Every process is on record before it runs, and the guest goes only when all disks are connected. When
+//! a step fails, or the start is cancelled, the caller sweeps the run directory and nothing is left.
+
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+use tokio::task::spawn_blocking;
+use vmseal_api::filter::DiskActivity;
+use vmseal_api::host::{DiskFacts, DiskSpec, Notice, VmSpec};
+use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_secret::SecretBytes;
+
+use super::running::{LastWords, Running};
+use super::{Shared, internal};
+use crate::console::Console;
+use crate::disk;
+use crate::filter::{self, Control};
+use crate::process::Process;
+use crate::qemu;
+use crate::qmp::{Event, Qmp};
+use crate::run_dir::{Phase, ProcessDir};
+
+/// The longest that a disk may take to be connected once QEMU's monitor answers.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// How often the filter is asked meanwhile.
+const CONNECT_INTERVAL: Duration = Duration::from_millis(20);
+
+/// What is started.
+pub struct Plan {
+    pub spec: VmSpec,
+    /// The disks in boot order, with what is pinned of them.
+    pub disks: Vec<(DiskSpec, DiskFacts)>,
+    pub kek: Option<SecretBytes>,
+}
+
+/// Starts it.
+pub async fn start(
+    shared: &Shared,
+    directory: &ProcessDir,
+    plan: Plan,
+) -> Result<(Running, Vec<Notice>), Problem> {
+    let slot = shared.users.take().ok_or_else(disk::too_many)?;
+    directory.renew().await.map_err(internal)?;
+    directory.write(&plan.spec, slot.number(), Phase::Starting).map_err(internal)?;
+    let plan = Arc::new(plan);
+    let to_open = plan.clone();
+    let opened = spawn_blocking(move || open_disks(&to_open)).await.map_err(internal)??;
+    let spec = &plan.spec;
+
+    let mut notices = Vec::new();
+    let mut disks = Vec::new();
+    for (index, ((disk, _), open)) in plan.disks.iter().zip(opened).enumerate() {
+        notices.extend(open.notice);
+        let listener = directory.listen(&socket(index)).map_err(internal)?;
+        disks.push(filter::Disk {
+            disk: disk.disk,
+            size: disk.size,
+            file: open.file,
+            offset: open.offset,
+            key: open.key,
+            listen: Some((listener, qemu::queues(spec))),
+            source: None,
+        });
+    }
+    let filter = filter::start(&shared.filter, spec.vm, directory, disks, slot.filter())
+        .map_err(|error| internal(format!("vmseal-filter cannot be started: {error}")))?;
+    let control = Control::of(directory);
+    control.ready(&filter, directory).await.map_err(internal)?;
+
+    let connections = (0..plan.disks.len())
+        .map(|index| UnixStream::connect(directory.socket(&socket(index))))
+        .collect::<Result<Vec<_>, _>>()
+        .map_err(internal)?;
+    let accelerator = shared.accelerator.kind;
+    let qemu = shared
+        .qemu
+        .start(spec, accelerator, directory, &connections, slot.qemu())
+        .map_err(|error| internal(format!("QEMU cannot be started: {error}")))?;
+    drop(connections);
+
+    let (console, qmp, events) = connect(directory, &qemu, &filter).await?;
+    wait_connected(&control).await?;
+    let running = Running {
+        directory: directory.clone(),
+        qemu,
+        filter,
+        qmp,
+        events,
+        console,
+        control,
+        slot,
+        last_words: LastWords::default(),
+    };
+    directory.write(spec, running.slot.number(), Phase::Running).map_err(internal)?;
+    running.qmp.execute("cont", Value::Null).await.map_err(internal)?;
+    Ok((running, notices))
+}
+
+/// The name of a disk's socket.
+fn socket(index: usize) -> String {
+    format!("disk{index}")
+}
+
+fn open_disks(plan: &Plan) -> Result<Vec<disk::Open>, Problem> {
+    plan.disks
+        .iter()
+        .map(|(disk, facts)| disk::open(&plan.spec, disk, facts, plan.kek.as_ref()))
+        .collect()
+}
+
+/// Connects console and monitor; tells what QEMU or the filter said when one of them ends instead.
+async fn connect(
+    directory: &ProcessDir,
+    qemu: &Process,
+    filter: &Process,
+) -> Result<(Console, Qmp, tokio::sync::mpsc::Receiver<Event>), Problem> {
+    let connecting = async {
+        let earlier = directory.log_end(qemu::CONSOLE, crate::console::REPLAY_MAX as u64);
+        let socket = directory.socket(qemu::CONSOLE);
+        let console = Console::connect(&socket, &earlier).await.map_err(internal)?;
+        let (qmp, events) =
+            Qmp::connect(&directory.socket(qemu::MONITOR)).await.map_err(internal)?;
+        Ok((console, qmp, events))
+    };
+    let result = tokio::select! {
+        exit = qemu.ended() => {
+            let said = directory.last_words(qemu::NAME).unwrap_or_else(|| "without a word".to_owned());
+            return Err(Problem::new(ErrorCode::Internal, format!("QEMU {exit}: {said}")));
+        }
+        exit = filter.ended() => return Err(internal(filter::ended(exit, directory))),
+        result = connecting => result,
+    };
+    result
+}
+
+/// Waits until every disk is connected.
+async fn wait_connected(control: &Control) -> Result<(), Problem> {
+    let give_up = Instant::now() + CONNECT_TIMEOUT;
+    loop {
+        let status = control.status().await.map_err(internal)?;
+        let waiting = status.disks.iter().find(|disk| disk.state != DiskActivity::Connected);
+        let Some(disk) = waiting else { return Ok(()) };
+        if let DiskActivity::Failed { message } = &disk.state {
+            return Err(internal(format!("disk {}: {message}", disk.disk)));
+        }
+        if Instant::now() > give_up {
+            return Err(internal(format!("QEMU has not connected to disk {}", disk.disk)));
+        }
+        tokio::time::sleep(CONNECT_INTERVAL).await;
+    }
+}
+
+/// Connects to the processes of a VM that an earlier agent started, and lets its guest go if that agent
+/// died just before.
+pub async fn reconnect(
+    shared: &Shared,
+    directory: &ProcessDir,
+    slot: u32,
+    qemu: Process,
+    filter: Process,
+) -> Result<Running, Problem> {
+    let (console, qmp, events) = connect(directory, &qemu, &filter).await?;
+    let control = Control::of(directory);
+    control.ready(&filter, directory).await.map_err(internal)?;
+    let status = qmp.execute("query-status", Value::Null).await.map_err(internal)?;
+    if status["running"] != Value::Bool(true) {
+        wait_connected(&control).await?;
+        qmp.execute("cont", Value::Null).await.map_err(internal)?;
+    }
+    Ok(Running {
+        directory: directory.clone(),
+        qemu,
+        filter,
+        qmp,
+        events,
+        console,
+        control,
+        slot: shared.users.take_again(slot),
+        last_words: LastWords::default(),
+    })
+}
