@@ -1,1 +1,24 @@
-//! vmseal-lab
+//! The laboratory: proves what encryption costs on the hardware it is run on.
+//!
+//! | module | subject |
+//! |---|---|
+//! | [`arguments`] | what a user may choose, and the way from there to a report |
+//! | [`systems`] | the servers under test |
+//! | [`initiator`], [`load`], [`pattern`], [`clock`] | driving one and measuring it |
+//! | [`experiment`] | the order of measuring |
+//! | [`statistics`], [`goals`] | what may be concluded |
+//! | [`report`], [`machine`] | how it is told |
+
+pub mod arguments;
+pub mod clock;
+pub mod experiment;
+pub mod goals;
+pub mod initiator;
+pub mod load;
+pub mod machine;
+pub mod pattern;
+pub mod report;
+pub mod statistics;
+pub mod systems;
+
+pub use arguments::{BenchArguments, BenchError, SYSTEMS, run};

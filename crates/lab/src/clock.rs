@@ -1,0 +1,95 @@
+//! CPU time: of a server process from outside, of the calling thread, and of the whole machine.
+
+use std::io;
+use std::time::Duration;
+
+use nix::time::{ClockId, clock_getcpuclockid};
+use nix::unistd::Pid;
+
+/// The CPU time of another process: all its threads, those that ended and the kernel's io_uring
+/// workers for it included, in nanoseconds.
+#[derive(Clone, Copy, Debug)]
+pub struct ProcessClock(ClockId);
+
+impl ProcessClock {
+    /// The clock of process `pid`.
+    ///
+    /// # Errors
+    /// There is no such process.
+    pub fn of(pid: u32) -> io::Result<Self> {
+        let pid = i32::try_from(pid).map_err(io::Error::other)?;
+        Ok(Self(clock_getcpuclockid(Pid::from_raw(pid))?))
+    }
+
+    /// What the process has used since it started.
+    ///
+    /// # Errors
+    /// The process has ended.
+    pub fn read(&self) -> io::Result<Duration> {
+        Ok(self.0.now()?.into())
+    }
+}
+
+/// What the calling thread has used since it started.
+///
+/// # Errors
+/// The kernel's.
+pub fn thread() -> io::Result<Duration> {
+    Ok(ClockId::CLOCK_THREAD_CPUTIME_ID.now()?.into())
+}
+
+/// What all CPUs together were busy with since the machine started, the time that its host took away
+/// included; in steps of the kernel's ticks (10 ms).
+///
+/// # Errors
+/// /proc/stat cannot be read.
+pub fn machine() -> io::Result<Duration> {
+    let text = std::fs::read_to_string("/proc/stat")?;
+    busy_of(&text).ok_or_else(|| io::Error::other("/proc/stat has no line for all CPUs"))
+}
+
+/// From proc(5): `cpu user nice system idle iowait irq softirq steal …`, in 1/100 s (USER_HZ).
+fn busy_of(stat: &str) -> Option<Duration> {
+    let line = stat.lines().find_map(|line| line.strip_prefix("cpu "))?;
+    let ticks: Vec<u64> = line.split_whitespace().map_while(|word| word.parse().ok()).collect();
+    let busy: u64 = [0, 1, 2, 5, 6, 7].iter().map(|i| ticks.get(*i).copied().unwrap_or(0)).sum();
+    Some(Duration::from_millis(busy * 10))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::{Command, Stdio};
+    use std::time::Instant;
+
+    use super::*;
+
+    #[test]
+    fn idle_time_is_not_busy_time() {
+        let stat = "cpu  100 20 30 9999 777 4 5 6 0 0\ncpu0 1 1 1 1\n";
+        assert_eq!(busy_of(stat), Some(Duration::from_millis(1650)));
+        assert_eq!(busy_of("intr 1 2 3\n"), None);
+    }
+
+    #[test]
+    fn a_process_that_works_is_told_from_one_that_sleeps() {
+        let mut sleeper = Command::new("sleep").arg("60").spawn().unwrap();
+        let mut worker = Command::new("sh")
+            .args(["-c", "while :; do :; done"])
+            .stdin(Stdio::null())
+            .spawn()
+            .unwrap();
+        let clocks =
+            [ProcessClock::of(sleeper.id()).unwrap(), ProcessClock::of(worker.id()).unwrap()];
+        let begin = Instant::now();
+        while clocks[1].read().unwrap() < Duration::from_millis(50) {
+            assert!(begin.elapsed() < Duration::from_secs(30), "the worker got no CPU");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        assert!(clocks[0].read().unwrap() < Duration::from_millis(50));
+        for child in [&mut sleeper, &mut worker] {
+            child.kill().unwrap();
+            child.wait().unwrap();
+        }
+        assert!(clocks[1].read().is_err(), "the process has ended");
+    }
+}

@@ -1,0 +1,327 @@
+//! The order in which things are measured, so that the machine's moods hit all systems alike.
+//!
+//! ```text
+//! once:   each system: make the disk → fill it through the server → look at the file
+//!         → restart the server → read all back
+//! round:  start all servers → for each workload: each system in turn, one cell → stop all
+//! ```
+//!
+//! The systems' order turns by one from round to round. What is compared is compared within a round.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use hdrhistogram::Histogram;
+use serde::Serialize;
+
+use crate::clock::ProcessClock;
+use crate::initiator::{Initiator, InitiatorError, Operation, Wait};
+use crate::load::{self, Direction, Extent, LoadError, Order, Workload};
+use crate::pattern::Pattern;
+use crate::systems::{Place, Server, System, SystemError, check_at_rest};
+
+/// What filling and checking use: large and sequential, for every system's sake.
+const FILL: Workload = Workload {
+    id: "fill",
+    order: Order::Sequential,
+    direction: Direction::Write,
+    block: 512 * 1024,
+    depth: 8,
+};
+/// Every disk holds this.
+const PATTERN_SEED: u64 = 0x766d_7365_616c;
+
+/// What to measure.
+#[derive(Clone, Debug)]
+pub struct Plan {
+    /// The loads.
+    pub workloads: Vec<Workload>,
+    /// How often everything is measured.
+    pub rounds: u32,
+    /// How long a cell is measured.
+    pub cell: Duration,
+    /// How long a cell runs before that.
+    pub warm_up: Duration,
+    /// How the client waits.
+    pub wait: Wait,
+    /// Whether content is written and compared while measuring.
+    pub verify: bool,
+    /// Where the disks are.
+    pub directory: PathBuf,
+    /// The size of a disk, in bytes; a multiple of the largest block.
+    pub size: u64,
+    /// The cores of server and client; none on a machine of one core.
+    pub cores: Option<Cores>,
+}
+
+/// Which core does what.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct Cores {
+    /// All threads of the server.
+    pub server: usize,
+    /// The thread that makes the load.
+    pub client: usize,
+}
+
+/// One system under one load in one round.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Cell {
+    /// From 0.
+    pub round: u32,
+    /// [`System::id`].
+    pub system: String,
+    /// [`Workload::id`].
+    pub workload: String,
+    /// Requests that came back.
+    pub requests: u64,
+    /// The measured time, in seconds.
+    pub seconds: f64,
+    /// Requests per second.
+    pub iops: f64,
+    /// Bytes per second.
+    pub throughput: f64,
+    /// The server's CPU time for a request, in nanoseconds.
+    pub cpu_per_io: f64,
+    /// The share of the time that the server was on a CPU; above 1 with several threads.
+    pub server_busy: f64,
+    /// The share of the time that the client was on its CPU.
+    pub client_busy: f64,
+    /// The share of the time of one CPU that everything else used.
+    pub others_busy: f64,
+}
+
+/// What came out.
+#[derive(Debug)]
+pub struct Outcome {
+    /// In the order in which they were measured.
+    pub cells: Vec<Cell>,
+    /// Of all rounds together, by system and workload, in nanoseconds.
+    pub latencies: BTreeMap<(String, String), Histogram<u64>>,
+}
+
+/// Why an experiment ended early.
+#[derive(Debug, thiserror::Error)]
+pub enum ExperimentError {
+    /// A system did not come up.
+    #[error(transparent)]
+    System(#[from] SystemError),
+    /// A load failed.
+    #[error("{system} under {workload}")]
+    Load {
+        /// Which system.
+        system: &'static str,
+        /// Which load.
+        workload: &'static str,
+        /// How.
+        source: LoadError,
+    },
+    /// Not enough room for the disks.
+    #[error(
+        "{} has room for {available} bytes, and the disks need {needed}; choose smaller disks or another directory",
+        directory.display()
+    )]
+    Room {
+        /// Where.
+        directory: PathBuf,
+        /// How much is free.
+        available: u64,
+        /// How much is needed.
+        needed: u64,
+    },
+    /// The directory or the core of the client cannot be used.
+    #[error("{what}")]
+    Setting {
+        /// What was tried.
+        what: String,
+        /// Why not.
+        source: std::io::Error,
+    },
+}
+
+/// What an experiment is about to do, for whoever waits.
+#[derive(Clone, Debug)]
+pub enum Progress<'a> {
+    /// A disk is made, filled and checked.
+    Filling(&'a str),
+    /// A round begins: its number from 1, and how many there are.
+    Round(u32, u32),
+    /// A cell is done.
+    Done(&'a Cell),
+}
+
+/// Runs a plan over systems.
+///
+/// # Errors
+/// [`ExperimentError`]; nothing is left behind in any case.
+pub fn run(
+    plan: &Plan,
+    systems: &[Box<dyn System>],
+    observe: &mut dyn FnMut(Progress<'_>),
+) -> Result<Outcome, ExperimentError> {
+    check_room(plan, systems.len())?;
+    let root = tempfile::Builder::new().prefix("vmseal-lab-").tempdir_in(&plan.directory);
+    let root = root.map_err(|source| setting(&plan.directory, source))?;
+    pin_client(plan)?;
+    let mut experiment = Experiment { plan, stands: Vec::new(), observe };
+    for system in systems {
+        experiment.set_up(system.as_ref(), root.path())?;
+    }
+    let mut outcome = Outcome { cells: Vec::new(), latencies: BTreeMap::new() };
+    for round in 0..plan.rounds {
+        experiment.round(round, &mut outcome)?;
+    }
+    Ok(outcome)
+}
+
+fn setting(directory: &Path, source: std::io::Error) -> ExperimentError {
+    let what = format!("the directory {} cannot be used", directory.display());
+    ExperimentError::Setting { what, source }
+}
+
+/// A disk takes its size, and headers and file system a little.
+fn check_room(plan: &Plan, systems: usize) -> Result<(), ExperimentError> {
+    let directory = plan.directory.clone();
+    let space = nix::sys::statvfs::statvfs(&directory)
+        .map_err(|errno| setting(&directory, errno.into()))?;
+    let available = space.blocks_available() as u64 * space.fragment_size() as u64;
+    let needed = (plan.size + (64 << 20)) * systems as u64;
+    if available < needed {
+        return Err(ExperimentError::Room { directory, available, needed });
+    }
+    Ok(())
+}
+
+fn pin_client(plan: &Plan) -> Result<(), ExperimentError> {
+    let Some(cores) = plan.cores else { return Ok(()) };
+    let mut set = nix::sched::CpuSet::new();
+    set.set(cores.client)
+        .and_then(|()| nix::sched::sched_setaffinity(nix::unistd::Pid::from_raw(0), &set))
+        .map_err(|errno| ExperimentError::Setting {
+            what: format!("this thread cannot run on core {}", cores.client),
+            source: errno.into(),
+        })
+}
+
+/// A system and where its files are.
+struct Stand<'a> {
+    system: &'a dyn System,
+    place: Place,
+}
+
+struct Experiment<'a, 'o> {
+    plan: &'a Plan,
+    stands: Vec<Stand<'a>>,
+    observe: &'o mut dyn FnMut(Progress<'_>),
+}
+
+impl<'a> Experiment<'a, '_> {
+    fn start(&self, stand: &Stand<'_>) -> Result<Server, ExperimentError> {
+        Ok(stand.system.start(&stand.place, self.plan.cores.map(|cores| cores.server))?)
+    }
+
+    /// Makes a disk full of the pattern; the read-back goes through another life of the server.
+    fn set_up(&mut self, system: &'a dyn System, root: &Path) -> Result<(), ExperimentError> {
+        (self.observe)(Progress::Filling(system.id()));
+        let directory = root.join(system.id());
+        std::fs::create_dir(&directory).map_err(|source| setting(&directory, source))?;
+        let stand = Stand { system, place: Place { directory, size: self.plan.size } };
+        system.prepare(&stand.place)?;
+        for direction in [Direction::Write, Direction::Read] {
+            let server = self.start(&stand)?;
+            let workload = Workload { direction, ..FILL };
+            self.whole_disk(&server, &workload).map_err(|source| ExperimentError::Load {
+                system: system.id(),
+                workload: workload.id,
+                source,
+            })?;
+        }
+        check_at_rest(system, &stand.place, Pattern::new(PATTERN_SEED))?;
+        self.stands.push(stand);
+        Ok(())
+    }
+
+    fn whole_disk(&self, server: &Server, workload: &Workload) -> Result<(), LoadError> {
+        let mut initiator = connect(server, workload, Wait::Sleep)?;
+        let clock = ProcessClock::of(server.pid()).map_err(LoadError::Clock)?;
+        let extent = Extent::Requests(self.plan.size / u64::from(workload.block));
+        let pattern = Some(Pattern::new(PATTERN_SEED));
+        load::run(&mut initiator, workload, extent, pattern, &clock, 0)?;
+        let status = initiator.run_one(Operation::Flush, 0, 0)?;
+        if status != 0 {
+            let operation = Operation::Flush;
+            return Err(LoadError::Request { operation, offset: 0, status });
+        }
+        Ok(())
+    }
+
+    fn round(&mut self, round: u32, outcome: &mut Outcome) -> Result<(), ExperimentError> {
+        (self.observe)(Progress::Round(round + 1, self.plan.rounds));
+        let count = self.stands.len();
+        let order: Vec<usize> = (0..count).map(|i| (i + round as usize) % count).collect();
+        let mut servers = Vec::new();
+        for stand in &self.stands {
+            servers.push(self.start(stand)?);
+        }
+        for workload in &self.plan.workloads {
+            for &i in &order {
+                self.cell(round, workload, &self.stands[i], &servers[i], outcome).map_err(
+                    |source| ExperimentError::Load {
+                        system: self.stands[i].system.id(),
+                        workload: workload.id,
+                        source,
+                    },
+                )?;
+                if let Some(cell) = outcome.cells.last() {
+                    (self.observe)(Progress::Done(cell));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn cell(
+        &self,
+        round: u32,
+        workload: &Workload,
+        stand: &Stand<'_>,
+        server: &Server,
+        outcome: &mut Outcome,
+    ) -> Result<(), LoadError> {
+        let clock = ProcessClock::of(server.pid()).map_err(LoadError::Clock)?;
+        let mut initiator = connect(server, workload, self.plan.wait)?;
+        let extent = Extent::Time { warm_up: self.plan.warm_up, measured: self.plan.cell };
+        let pattern = self.plan.verify.then(|| Pattern::new(PATTERN_SEED));
+        // The same places in the same order for every system of a round.
+        let seed = u64::from(round);
+        let measured = load::run(&mut initiator, workload, extent, pattern, &clock, seed)?;
+
+        let seconds = measured.elapsed.as_secs_f64();
+        let requests = measured.requests as f64;
+        let share = |time: Duration| time.as_secs_f64() / seconds;
+        let cell = Cell {
+            round,
+            system: stand.system.id().to_owned(),
+            workload: workload.id.to_owned(),
+            requests: measured.requests,
+            seconds,
+            iops: requests / seconds,
+            throughput: requests * f64::from(workload.block) / seconds,
+            cpu_per_io: measured.server.as_nanos() as f64 / requests,
+            server_busy: share(measured.server),
+            client_busy: share(measured.client),
+            others_busy: share(measured.others),
+        };
+        let key = (cell.system.clone(), cell.workload.clone());
+        outcome.cells.push(cell);
+        match outcome.latencies.get_mut(&key) {
+            Some(merged) => merged.add(&measured.latency).expect("all have the same bounds"),
+            None => drop(outcome.latencies.insert(key, measured.latency)),
+        }
+        Ok(())
+    }
+}
+
+fn connect(server: &Server, workload: &Workload, wait: Wait) -> Result<Initiator, InitiatorError> {
+    Initiator::connect(server.socket(), workload.depth, workload.block, wait)
+}

@@ -1,0 +1,341 @@
+//! Goals as data (`bench/goals.toml`), and the verdict on each.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use crate::experiment::Cell;
+use crate::statistics::Interval;
+
+/// The longest goals file, in bytes: a hundred goals fit.
+const FILE_MAX: u64 = 64 * 1024;
+
+/// What is compared.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Metric {
+    /// Requests per second.
+    Iops,
+    /// Bytes per second.
+    Throughput,
+    /// The server's CPU time for a request, in nanoseconds.
+    CpuPerIo,
+}
+
+impl Metric {
+    /// The value of a cell.
+    #[must_use]
+    pub fn of(self, cell: &Cell) -> f64 {
+        match self {
+            Self::Iops => cell.iops,
+            Self::Throughput => cell.throughput,
+            Self::CpuPerIo => cell.cpu_per_io,
+        }
+    }
+
+    /// A value with its unit, for people.
+    #[must_use]
+    pub fn show(self, value: f64) -> String {
+        match self {
+            Self::Iops => format!("{:.1} kIOPS", value / 1e3),
+            Self::Throughput => format!("{:.0} MB/s", value / 1e6),
+            Self::CpuPerIo => format!("{:.2} µs", value / 1e3),
+        }
+    }
+}
+
+/// On which side of the value the ratio has to be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Relation {
+    /// The ratio is the value or more.
+    AtLeast,
+    /// The ratio is the value or less.
+    AtMost,
+}
+
+/// A goal: the ratio of one metric of two systems under one load.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Goal {
+    /// Its name; what it is about comes first (`disk.`).
+    pub id: String,
+    /// What it says, for people.
+    pub description: String,
+    /// What is compared.
+    pub metric: Metric,
+    /// The system above the line.
+    pub numerator: String,
+    /// The system below the line.
+    pub denominator: String,
+    /// The load.
+    pub workload: String,
+    /// On which side of `value` the ratio has to be.
+    pub relation: Relation,
+    /// The value.
+    pub value: f64,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Goals {
+    goal: Vec<Goal>,
+}
+
+/// Why goals could not be read.
+#[derive(Debug, thiserror::Error)]
+pub enum GoalsError {
+    /// No such file, or too long.
+    #[error("the goals in {} cannot be read (at most {FILE_MAX} bytes)", path.display())]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// Not what a goals file looks like.
+    #[error("the goals in {} are not understood", path.display())]
+    Parse {
+        /// The file.
+        path: PathBuf,
+        /// Where and why.
+        source: toml::de::Error,
+    },
+    /// A goal that cannot be told from another, or can never be judged.
+    #[error("goal {id} {what}")]
+    Goal {
+        /// Which.
+        id: String,
+        /// What is wrong with it.
+        what: &'static str,
+    },
+}
+
+/// Reads goals.
+///
+/// # Errors
+/// [`GoalsError`].
+pub fn read(path: &Path) -> Result<Vec<Goal>, GoalsError> {
+    let failed = |source| GoalsError::Read { path: path.into(), source };
+    if std::fs::metadata(path).map_err(failed)?.len() > FILE_MAX {
+        return Err(failed(std::io::ErrorKind::FileTooLarge.into()));
+    }
+    let text = std::fs::read_to_string(path).map_err(failed)?;
+    parse(path, &text)
+}
+
+fn parse(path: &Path, text: &str) -> Result<Vec<Goal>, GoalsError> {
+    let goals: Goals =
+        toml::from_str(text).map_err(|source| GoalsError::Parse { path: path.into(), source })?;
+    let mut seen = std::collections::BTreeSet::new();
+    for goal in &goals.goal {
+        let wrong = |what| Err(GoalsError::Goal { id: goal.id.clone(), what });
+        if !seen.insert(&goal.id) {
+            return wrong("is there twice");
+        }
+        if !(goal.value.is_finite() && goal.value > 0.0) {
+            return wrong("has a value that is not a positive number");
+        }
+        if goal.numerator == goal.denominator {
+            return wrong("compares a system with itself");
+        }
+    }
+    Ok(goals.goal)
+}
+
+/// What is said of a goal.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Verdict {
+    /// The 95 % bound passes.
+    Met,
+    /// The other 95 % bound fails.
+    NotMet,
+    /// The noise is larger than the question, or there are too few rounds.
+    NotResolved,
+    /// One of the systems or the load was left out.
+    NotMeasured,
+}
+
+impl fmt::Display for Verdict {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Met => "met",
+            Self::NotMet => "not met",
+            Self::NotResolved => "not resolved",
+            Self::NotMeasured => "not measured",
+        })
+    }
+}
+
+/// A goal, judged.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Assessment {
+    /// The goal.
+    #[serde(flatten)]
+    pub goal: Goal,
+    /// What is said of it.
+    pub verdict: Verdict,
+    /// Numerator over denominator, within each round.
+    pub ratio: Option<Interval>,
+    /// Numerator minus denominator, within each round, in the metric's unit.
+    pub difference: Option<Interval>,
+}
+
+/// Judges a goal by the rounds in which both systems were measured.
+#[must_use]
+pub fn assess(goal: &Goal, cells: &[Cell]) -> Assessment {
+    let value = |system: &str, round: u32| {
+        let mut cells = cells.iter();
+        let wanted = |cell: &&Cell| {
+            cell.round == round && cell.system == system && cell.workload == goal.workload
+        };
+        cells.find(wanted).map(|cell| goal.metric.of(cell))
+    };
+    let rounds = cells.iter().map(|cell| cell.round + 1).max().unwrap_or(0);
+    let pairs: Vec<(f64, f64)> = (0..rounds)
+        .filter_map(|round| value(&goal.numerator, round).zip(value(&goal.denominator, round)))
+        .collect();
+    let ratio = Interval::of(pairs.iter().map(|(numerator, denominator)| numerator / denominator));
+    let difference =
+        Interval::of(pairs.iter().map(|(numerator, denominator)| numerator - denominator));
+    let verdict = ratio.as_ref().map_or(Verdict::NotMeasured, |ratio| judge(goal, ratio));
+    Assessment { goal: goal.clone(), verdict, ratio, difference }
+}
+
+fn judge(goal: &Goal, ratio: &Interval) -> Verdict {
+    let (Some(lower), Some(upper)) = (ratio.lower, ratio.upper) else {
+        return Verdict::NotResolved;
+    };
+    let (met, not_met) = match goal.relation {
+        Relation::AtLeast => (lower >= goal.value, upper < goal.value),
+        Relation::AtMost => (upper <= goal.value, lower > goal.value),
+    };
+    match (met, not_met) {
+        (true, _) => Verdict::Met,
+        (_, true) => Verdict::NotMet,
+        _ => Verdict::NotResolved,
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+    use crate::load::WORKLOADS;
+
+    pub(crate) fn cell(round: u32, system: &str, workload: &str, iops: f64) -> Cell {
+        Cell {
+            round,
+            system: system.to_owned(),
+            workload: workload.to_owned(),
+            requests: iops as u64,
+            seconds: 1.0,
+            iops,
+            throughput: iops * 4096.0,
+            cpu_per_io: 1e9 / iops,
+            server_busy: 1.0,
+            client_busy: 0.5,
+            others_busy: 0.0,
+        }
+    }
+
+    pub(crate) fn goal(metric: Metric, relation: Relation, value: f64) -> Goal {
+        Goal {
+            id: "disk.test".to_owned(),
+            description: "ours is quicker".to_owned(),
+            metric,
+            numerator: "ours".to_owned(),
+            denominator: "theirs".to_owned(),
+            workload: "w".to_owned(),
+            relation,
+            value,
+        }
+    }
+
+    /// Rounds in which theirs reaches 100 and ours 100 × the ratio.
+    pub(crate) fn rounds(ratios: &[f64]) -> Vec<Cell> {
+        let pair = |(round, ratio): (usize, &f64)| {
+            let round = round as u32;
+            [cell(round, "ours", "w", 100.0 * ratio), cell(round, "theirs", "w", 100.0)]
+        };
+        ratios.iter().enumerate().flat_map(pair).collect()
+    }
+
+    #[test]
+    fn every_verdict_has_its_rounds() {
+        use Metric::{CpuPerIo, Iops};
+        use Relation::{AtLeast, AtMost};
+        let cases: [(Metric, Relation, f64, &[f64], Verdict); 10] = [
+            (Iops, AtLeast, 3.0, &[3.1, 3.2, 3.3, 3.4, 3.5], Verdict::Met),
+            (Iops, AtLeast, 3.0, &[3.0, 3.2, 3.3, 3.4, 3.5], Verdict::Met),
+            (Iops, AtLeast, 3.0, &[2.9, 3.2, 3.3, 3.4, 3.5], Verdict::NotResolved),
+            (Iops, AtLeast, 3.0, &[2.9, 2.8, 2.9, 2.9, 2.99], Verdict::NotMet),
+            (Iops, AtLeast, 3.0, &[2.9, 2.8, 2.9, 2.9, 3.0], Verdict::NotResolved),
+            (Iops, AtLeast, 3.0, &[9.0, 9.0, 9.0, 9.0], Verdict::NotResolved),
+            (Iops, AtLeast, 3.0, &[], Verdict::NotMeasured),
+            (CpuPerIo, AtMost, 0.5, &[2.1, 2.2, 2.0, 4.0, 8.0], Verdict::Met),
+            (CpuPerIo, AtMost, 0.5, &[1.9, 2.2, 2.0, 4.0, 8.0], Verdict::NotResolved),
+            (CpuPerIo, AtMost, 0.5, &[1.9, 1.0, 1.1, 1.2, 1.3], Verdict::NotMet),
+        ];
+        for (metric, relation, value, ratios, verdict) in cases {
+            let judged = assess(&goal(metric, relation, value), &rounds(ratios));
+            assert_eq!(judged.verdict, verdict, "{metric:?} {relation:?} {value} {ratios:?}");
+        }
+    }
+
+    #[test]
+    fn systems_are_compared_within_a_round() {
+        // Both double from round to round: across rounds the ratio would be anything.
+        let cells: Vec<Cell> = (0..5)
+            .flat_map(|round| {
+                let base = 100.0 * f64::from(1 << round);
+                [cell(round, "theirs", "w", base), cell(round, "ours", "w", 2.0 * base)]
+            })
+            .collect();
+        let judged = assess(&goal(Metric::Iops, Relation::AtLeast, 2.0), &cells);
+        let two = Some(Interval { median: 2.0, lower: Some(2.0), upper: Some(2.0) });
+        assert_eq!((judged.verdict, judged.ratio), (Verdict::Met, two));
+        assert_eq!(judged.difference.unwrap().median, 400.0);
+    }
+
+    #[test]
+    fn a_system_that_was_left_out_is_not_judged() {
+        let cells: Vec<Cell> = (0..5).map(|round| cell(round, "ours", "w", 1.0)).collect();
+        let judged = assess(&goal(Metric::Iops, Relation::AtLeast, 2.0), &cells);
+        assert_eq!(judged.verdict, Verdict::NotMeasured);
+    }
+
+    #[test]
+    fn the_project_s_goals_name_systems_and_loads_that_exist() {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../bench/goals.toml");
+        let goals = read(&path).unwrap();
+        assert!(!goals.is_empty());
+        for goal in goals {
+            assert!(goal.id.starts_with("disk."), "{}", goal.id);
+            assert!(WORKLOADS.iter().any(|w| w.id == goal.workload), "{}", goal.id);
+            for system in [&goal.numerator, &goal.denominator] {
+                assert!(crate::SYSTEMS.contains(&system.as_str()), "{}: {system}", goal.id);
+            }
+        }
+    }
+
+    #[test]
+    fn goals_that_make_no_sense_are_refused() {
+        let text = |id: &str, value: &str, denominator: &str, more: &str| {
+            format!(
+                "[[goal]]\nid = \"{id}\"\ndescription = \"\"\nmetric = \"iops\"\nnumerator = \"a\"\n\
+                 denominator = \"{denominator}\"\nworkload = \"w\"\nrelation = \"at_least\"\nvalue = {value}\n{more}\n"
+            )
+        };
+        let path = Path::new("goals.toml");
+        let refused = |text: &str| parse(path, text).unwrap_err().to_string();
+        assert_eq!(parse(path, &text("x", "2.0", "b", "")).unwrap().len(), 1);
+        assert!(refused(&text("x", "0.0", "b", "")).contains("not a positive number"));
+        assert!(refused(&text("x", "nan", "b", "")).contains("not a positive number"));
+        assert!(refused(&text("x", "1.0", "a", "")).contains("with itself"));
+        assert!(refused(&text("x", "1.0", "b", "note = 1")).contains("not understood"));
+        let twice = text("x", "1.0", "b", "").repeat(2);
+        assert!(refused(&twice).contains("is there twice"));
+    }
+}

@@ -1,0 +1,421 @@
+//! The guest's side of vhost-user-blk without a guest: one queue, requests in slots, as fast as a
+//! driver can be, so that what is measured is the server.
+//!
+//! ```text
+//! submit … submit → publish (notifies the server if it asked) → reap ⇄ wait → submit …
+//! ```
+//!
+//! It negotiates the event index as Linux's driver does and asks for an interrupt only when it has
+//! nothing left to do ([`Wait::Sleep`]), or never ([`Wait::Poll`]).
+
+mod memory;
+mod queue;
+
+use std::io;
+use std::os::fd::AsRawFd;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use vhost::vhost_user::message::{
+    VhostUserConfigFlags, VhostUserHeaderFlag, VhostUserProtocolFeatures, VhostUserVirtioFeatures,
+};
+use vhost::vhost_user::{Frontend, VhostUserFrontend};
+use vhost::{VhostBackend, VringConfigData};
+use virtio_bindings::virtio_blk::{
+    VIRTIO_BLK_F_FLUSH, VIRTIO_BLK_T_FLUSH, VIRTIO_BLK_T_IN, VIRTIO_BLK_T_OUT,
+};
+use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
+use virtio_bindings::virtio_ring::VIRTIO_RING_F_EVENT_IDX;
+use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
+use vmm_sys_util::eventfd::EventFd;
+
+use self::memory::SharedMemory;
+use self::queue::{Layout, Queue};
+
+/// The deepest queue: three descriptors a request in a ring of at most 1024, QEMU's own limit.
+pub const DEPTH_MAX: u16 = 1024 / 3;
+/// The largest request, in bytes.
+pub const BLOCK_MAX: u32 = 4 << 20;
+/// How long no request may come back before the server counts as stuck; well above a busy machine's
+/// hiccups, well below the patience of who waits for the result.
+pub const STALL: Duration = Duration::from_secs(10);
+
+const CALLED: u64 = 1;
+const CLOSED: u64 = 2;
+
+/// What a request does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Operation {
+    /// Disk to buffer.
+    Read,
+    /// Buffer to disk.
+    Write,
+    /// Make what was written durable.
+    Flush,
+}
+
+impl Operation {
+    fn request_type(self) -> u32 {
+        match self {
+            Self::Read => VIRTIO_BLK_T_IN,
+            Self::Write => VIRTIO_BLK_T_OUT,
+            Self::Flush => VIRTIO_BLK_T_FLUSH,
+        }
+    }
+}
+
+/// What the initiator does when nothing has come back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Wait {
+    /// Sleep until the server interrupts, as a guest's kernel does.
+    Sleep,
+    /// Look again, and have the server interrupt nobody.
+    Poll,
+}
+
+/// Why a server could not be driven.
+#[derive(Debug, thiserror::Error)]
+pub enum InitiatorError {
+    /// A queue that cannot be laid out.
+    #[error(
+        "a queue of depth {depth} with blocks of {block} bytes: depths of 1 to {DEPTH_MAX} and blocks of 512 to {BLOCK_MAX} bytes, a multiple of 512, are allowed"
+    )]
+    Shape {
+        /// The depth asked for.
+        depth: u16,
+        /// The block size asked for, in bytes.
+        block: u32,
+    },
+    /// No memory to share.
+    #[error("{size} bytes of memory to share with the server could not be had")]
+    Memory {
+        /// How much.
+        size: usize,
+        /// Why.
+        source: io::Error,
+    },
+    /// Nobody answers on the socket.
+    #[error("no connection to the server's socket {}", path.display())]
+    Connect {
+        /// The socket.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// A message of the vhost-user handshake failed.
+    #[error("the server did not accept {message}")]
+    Handshake {
+        /// The message, as the vhost-user specification calls it.
+        message: &'static str,
+        /// How it failed.
+        source: vhost::Error,
+    },
+    /// A server that is not what it has to be.
+    #[error("the server does not offer {0}")]
+    Missing(&'static str),
+    /// A descriptor for events failed.
+    #[error("event descriptors failed")]
+    Events(#[source] io::Error),
+    /// The server closed its socket with requests in flight.
+    #[error("the server closed the connection; see its log")]
+    Closed,
+    /// [`STALL`] passed.
+    #[error("the server completed nothing for {} s", STALL.as_secs())]
+    Stalled,
+    /// The used ring names a request that is not in flight.
+    #[error("the server completed descriptor {id}, which is not in flight")]
+    NotInFlight {
+        /// The head of a descriptor chain.
+        id: u32,
+    },
+}
+
+/// A request that came back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Completion {
+    /// The slot it was submitted in.
+    pub slot: u16,
+    /// VIRTIO_BLK_S_OK (0) or how it failed.
+    pub status: u8,
+}
+
+/// A connection to a vhost-user-blk server.
+pub struct Initiator {
+    queue: Queue,
+    depth: u16,
+    block: u32,
+    wait: Wait,
+    capacity: u64,
+    kick: EventFd,
+    epoll: Epoll,
+    // The server holds duplicates of these; the connection ends with the socket.
+    _call: EventFd,
+    _stream: UnixStream,
+    _frontend: Frontend,
+}
+
+fn handshake(message: &'static str) -> impl FnOnce(vhost::Error) -> InitiatorError {
+    move |source| InitiatorError::Handshake { message, source }
+}
+
+impl Initiator {
+    /// Connects and sets up one queue for `depth` requests of up to `block` bytes.
+    ///
+    /// # Errors
+    /// Any [`InitiatorError`] but those of a running queue.
+    pub fn connect(
+        path: &Path,
+        depth: u16,
+        block: u32,
+        wait: Wait,
+    ) -> Result<Self, InitiatorError> {
+        let whole_sectors = block.is_multiple_of(512) && (512..=BLOCK_MAX).contains(&block);
+        if !whole_sectors || !(1..=DEPTH_MAX).contains(&depth) {
+            return Err(InitiatorError::Shape { depth, block });
+        }
+        let stream = UnixStream::connect(path)
+            .map_err(|source| InitiatorError::Connect { path: path.into(), source })?;
+        let watched = stream.try_clone().map_err(InitiatorError::Events)?;
+        let mut frontend = Frontend::from_stream(stream, 1);
+
+        let features = negotiate(&mut frontend)?;
+        let capacity = read_capacity(&mut frontend)?;
+        frontend.set_features(features).map_err(handshake("SET_FEATURES"))?;
+
+        let layout = Layout::new(depth, block);
+        let memory = SharedMemory::new(layout.total)?;
+        let (call, kick) = (event_descriptor()?, event_descriptor()?);
+        start_ring(&mut frontend, &memory, &layout, &call, &kick)?;
+        let epoll = watch(&call, &watched)?;
+
+        let event_index = features & (1 << VIRTIO_RING_F_EVENT_IDX) != 0;
+        let queue = Queue::new(memory, layout, depth, event_index);
+        let (_call, _stream, _frontend) = (call, watched, frontend);
+        Ok(Self { queue, depth, block, wait, capacity, kick, epoll, _call, _stream, _frontend })
+    }
+
+    /// The disk's size in bytes.
+    #[must_use]
+    pub fn capacity(&self) -> u64 {
+        self.capacity
+    }
+
+    /// The number of slots.
+    #[must_use]
+    pub fn depth(&self) -> u16 {
+        self.depth
+    }
+
+    /// Fills the start of a slot's buffer.
+    ///
+    /// # Panics
+    /// If the slot does not exist or `bytes` are more than a block.
+    pub fn fill(&self, slot: u16, bytes: &[u8]) {
+        assert!(slot < self.depth && bytes.len() <= self.block as usize);
+        self.queue.memory().write(self.queue.layout().buffer(slot), bytes);
+    }
+
+    /// Copies from the start of a slot's buffer.
+    ///
+    /// # Panics
+    /// If the slot does not exist or `bytes` are more than a block.
+    pub fn copy(&self, slot: u16, bytes: &mut [u8]) {
+        assert!(slot < self.depth && bytes.len() <= self.block as usize);
+        self.queue.memory().read(self.queue.layout().buffer(slot), bytes);
+    }
+
+    /// Puts a request of `length` bytes at byte `offset` into a slot; [`Self::publish`] starts it.
+    ///
+    /// # Panics
+    /// If the slot is in flight or does not exist, or the request is longer than a block.
+    pub fn submit(&mut self, slot: u16, operation: Operation, offset: u64, length: u32) {
+        assert!(slot < self.depth && length <= self.block);
+        self.queue.push(slot, operation, offset, length);
+    }
+
+    /// Starts what was submitted.
+    ///
+    /// # Errors
+    /// [`InitiatorError::Events`].
+    pub fn publish(&mut self) -> Result<(), InitiatorError> {
+        if self.queue.publish() {
+            self.kick.write(1).map_err(InitiatorError::Events)?;
+        }
+        Ok(())
+    }
+
+    /// Appends what has come back; returns without waiting.
+    ///
+    /// # Errors
+    /// [`InitiatorError::NotInFlight`].
+    pub fn reap(&mut self, completions: &mut Vec<Completion>) -> Result<(), InitiatorError> {
+        while let Some((slot, status)) = self.queue.pop()? {
+            completions.push(Completion { slot, status });
+        }
+        Ok(())
+    }
+
+    /// Waits until something has come back.
+    ///
+    /// # Errors
+    /// [`InitiatorError::Closed`], [`InitiatorError::Stalled`], [`InitiatorError::Events`].
+    pub fn wait(&mut self) -> Result<(), InitiatorError> {
+        match self.wait {
+            Wait::Sleep => self.sleep(),
+            Wait::Poll => self.poll(),
+        }
+    }
+
+    fn sleep(&self) -> Result<(), InitiatorError> {
+        if !self.queue.arm() {
+            self.event(STALL)?;
+        }
+        self.queue.disarm();
+        Ok(())
+    }
+
+    fn poll(&self) -> Result<(), InitiatorError> {
+        let begin = Instant::now();
+        while !self.queue.has_used() {
+            for _ in 0..100_000 {
+                if self.queue.has_used() {
+                    return Ok(());
+                }
+                std::hint::spin_loop();
+            }
+            if begin.elapsed() > STALL {
+                return Err(InitiatorError::Stalled);
+            }
+            match self.event(Duration::ZERO) {
+                Err(InitiatorError::Stalled) | Ok(()) => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+
+    /// The call descriptor is watched for edges and never read: one system call per interrupt.
+    fn event(&self, timeout: Duration) -> Result<(), InitiatorError> {
+        let mut events = [EpollEvent::default(); 2];
+        let timeout = i32::try_from(timeout.as_millis()).unwrap_or(i32::MAX);
+        let count = loop {
+            match self.epoll.wait(timeout, &mut events) {
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                result => break result.map_err(InitiatorError::Events)?,
+            }
+        };
+        if events[..count].iter().any(|event| event.data() == CLOSED) {
+            return Err(InitiatorError::Closed);
+        }
+        if count == 0 { Err(InitiatorError::Stalled) } else { Ok(()) }
+    }
+
+    /// Runs one request and waits for it; for set-up work, not for measuring.
+    ///
+    /// # Errors
+    /// As [`Self::wait`] and [`Self::reap`].
+    pub fn run_one(
+        &mut self,
+        operation: Operation,
+        offset: u64,
+        length: u32,
+    ) -> Result<u8, InitiatorError> {
+        self.submit(0, operation, offset, length);
+        self.publish()?;
+        let mut completions = Vec::new();
+        loop {
+            self.reap(&mut completions)?;
+            if let Some(completion) = completions.first() {
+                return Ok(completion.status);
+            }
+            self.wait()?;
+        }
+    }
+}
+
+fn event_descriptor() -> Result<EventFd, InitiatorError> {
+    EventFd::new(nix::libc::EFD_NONBLOCK | nix::libc::EFD_CLOEXEC).map_err(InitiatorError::Events)
+}
+
+/// Virtio features that both sides have, of those that this initiator can use.
+fn negotiate(frontend: &mut Frontend) -> Result<u64, InitiatorError> {
+    frontend.set_owner().map_err(handshake("SET_OWNER"))?;
+    let offered = frontend.get_features().map_err(handshake("GET_FEATURES"))?;
+    let protocol = VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits();
+    for (bit, name) in
+        [(1 << VIRTIO_F_VERSION_1, "virtio 1"), (protocol, "vhost-user protocol features")]
+    {
+        if offered & bit == 0 {
+            return Err(InitiatorError::Missing(name));
+        }
+    }
+    let offered_protocol =
+        frontend.get_protocol_features().map_err(handshake("GET_PROTOCOL_FEATURES"))?;
+    let wanted = VhostUserProtocolFeatures::CONFIG | VhostUserProtocolFeatures::REPLY_ACK;
+    let agreed = offered_protocol & wanted;
+    if !agreed.contains(VhostUserProtocolFeatures::CONFIG) {
+        return Err(InitiatorError::Missing("the device's configuration (CONFIG)"));
+    }
+    frontend.set_protocol_features(agreed).map_err(handshake("SET_PROTOCOL_FEATURES"))?;
+    if agreed.contains(VhostUserProtocolFeatures::REPLY_ACK) {
+        frontend.set_hdr_flags(VhostUserHeaderFlag::NEED_REPLY);
+    }
+    let usable =
+        protocol | 1 << VIRTIO_F_VERSION_1 | 1 << VIRTIO_RING_F_EVENT_IDX | 1 << VIRTIO_BLK_F_FLUSH;
+    Ok(offered & usable)
+}
+
+/// The first field of virtio-blk's configuration: sectors of 512 bytes.
+fn read_capacity(frontend: &mut Frontend) -> Result<u64, InitiatorError> {
+    let mut sectors = [0; 8];
+    let (_, payload) = frontend
+        .get_config(0, 8, VhostUserConfigFlags::empty(), &sectors)
+        .map_err(handshake("GET_CONFIG"))?;
+    sectors.copy_from_slice(&payload[..8]);
+    u64::from_le_bytes(sectors)
+        .checked_mul(512)
+        .ok_or(InitiatorError::Missing("a size that fits 64 bits"))
+}
+
+fn start_ring(
+    frontend: &mut Frontend,
+    memory: &SharedMemory,
+    layout: &Layout,
+    call: &EventFd,
+    kick: &EventFd,
+) -> Result<(), InitiatorError> {
+    let region = memory.info().map_err(handshake("the memory region"))?;
+    frontend.set_mem_table(&[region]).map_err(handshake("SET_MEM_TABLE"))?;
+    let address = |offset: usize| region.userspace_addr + offset as u64;
+    let ring = VringConfigData {
+        queue_max_size: layout.queue_size,
+        queue_size: layout.queue_size,
+        flags: 0,
+        desc_table_addr: address(0),
+        used_ring_addr: address(layout.used),
+        avail_ring_addr: address(layout.available),
+        log_addr: None,
+    };
+    frontend.set_vring_num(0, layout.queue_size).map_err(handshake("SET_VRING_NUM"))?;
+    frontend.set_vring_base(0, 0).map_err(handshake("SET_VRING_BASE"))?;
+    frontend.set_vring_addr(0, &ring).map_err(handshake("SET_VRING_ADDR"))?;
+    frontend.set_vring_call(0, call).map_err(handshake("SET_VRING_CALL"))?;
+    frontend.set_vring_kick(0, kick).map_err(handshake("SET_VRING_KICK"))?;
+    frontend.set_vring_enable(0, true).map_err(handshake("SET_VRING_ENABLE"))
+}
+
+fn watch(call: &EventFd, stream: &UnixStream) -> Result<Epoll, InitiatorError> {
+    let epoll = Epoll::new().map_err(InitiatorError::Events)?;
+    let sources = [
+        (call.as_raw_fd(), EventSet::IN | EventSet::EDGE_TRIGGERED, CALLED),
+        (stream.as_raw_fd(), EventSet::READ_HANG_UP | EventSet::HANG_UP, CLOSED),
+    ];
+    for (fd, events, name) in sources {
+        epoll
+            .ctl(ControlOperation::Add, fd, EpollEvent::new(events, name))
+            .map_err(InitiatorError::Events)?;
+    }
+    Ok(epoll)
+}

@@ -1,0 +1,374 @@
+//! Workloads, and the loop that drives one through an [`Initiator`] and measures it.
+
+use std::io;
+use std::time::{Duration, Instant};
+
+use hdrhistogram::Histogram;
+use serde::Serialize;
+
+use crate::clock::{self, ProcessClock};
+use crate::initiator::{Completion, Initiator, InitiatorError, Operation};
+use crate::pattern::Pattern;
+
+/// Latencies are kept from 1 ns to a minute, with two significant digits: below the noise of a run.
+const LATENCY_MAX: u64 = 60_000_000_000;
+const LATENCY_DIGITS: u8 = 2;
+
+/// In which order blocks are visited.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Order {
+    /// Uniformly at random.
+    Random,
+    /// One after the other, and again from the start.
+    Sequential,
+}
+
+/// What the requests do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Direction {
+    /// Only reads.
+    Read,
+    /// Only writes.
+    Write,
+}
+
+/// One kind of load.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct Workload {
+    /// Its name in goals and results.
+    pub id: &'static str,
+    /// In which order blocks are visited.
+    pub order: Order,
+    /// What the requests do.
+    pub direction: Direction,
+    /// Bytes of a request.
+    pub block: u32,
+    /// Requests in flight.
+    pub depth: u16,
+}
+
+/// What `vmseal lab disk` runs.
+pub const WORKLOADS: [Workload; 4] = [
+    small("4k-random-read", Direction::Read),
+    small("4k-random-write", Direction::Write),
+    large("512k-sequential-read", Direction::Read),
+    large("512k-sequential-write", Direction::Write),
+];
+
+const fn small(id: &'static str, direction: Direction) -> Workload {
+    Workload { id, order: Order::Random, direction, block: 4096, depth: 32 }
+}
+
+const fn large(id: &'static str, direction: Direction) -> Workload {
+    Workload { id, order: Order::Sequential, direction, block: 512 * 1024, depth: 8 }
+}
+
+/// How much to run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Extent {
+    /// For a time, after a time that does not count.
+    Time {
+        /// Not counted: caches fill, a polling server notices that there is work.
+        warm_up: Duration,
+        /// Counted.
+        measured: Duration,
+    },
+    /// So many requests; all count.
+    Requests(u64),
+}
+
+/// What came out.
+#[derive(Clone, Debug)]
+pub struct Measured {
+    /// Requests that came back within the measured time.
+    pub requests: u64,
+    /// The measured time.
+    pub elapsed: Duration,
+    /// CPU time of the server within it.
+    pub server: Duration,
+    /// CPU time of the calling thread within it.
+    pub client: Duration,
+    /// CPU time of everything else on the machine within it, in ticks of 10 ms.
+    pub others: Duration,
+    /// Nanoseconds from submitting to reaping.
+    pub latency: Histogram<u64>,
+}
+
+/// Why a load ended early.
+#[derive(Debug, thiserror::Error)]
+pub enum LoadError {
+    /// The server does not keep to the protocol, or is gone.
+    #[error(transparent)]
+    Initiator(#[from] InitiatorError),
+    /// A request failed.
+    #[error("the server answered a request ({operation:?}) at byte {offset} with status {status}")]
+    Request {
+        /// Which.
+        operation: Operation,
+        /// Where, in bytes from the start of the disk.
+        offset: u64,
+        /// VIRTIO_BLK_S_IOERR (1), VIRTIO_BLK_S_UNSUPP (2), or 255 if none was written.
+        status: u8,
+    },
+    /// A read brought something other than what was written there.
+    #[error("the disk does not hold at byte {at} what was written there")]
+    Mismatch {
+        /// Where the first wrong word is, in bytes from the start of the disk.
+        at: u64,
+    },
+    /// The disk holds not one block.
+    #[error("the disk of {capacity} bytes is smaller than one block of {block}")]
+    TooSmall {
+        /// The disk's size.
+        capacity: u64,
+        /// The workload's block.
+        block: u32,
+    },
+    /// CPU clocks cannot be read.
+    #[error("the CPU time of the server (process ended?) or of this machine cannot be read")]
+    Clock(#[source] io::Error),
+}
+
+/// Drives `workload` until `extent` is done. With a `pattern`, writes carry it and reads are compared
+/// with it, at some cost of the calling thread.
+///
+/// # Errors
+/// [`LoadError`]; the first one ends the load.
+pub fn run(
+    initiator: &mut Initiator,
+    workload: &Workload,
+    extent: Extent,
+    pattern: Option<Pattern>,
+    server: &ProcessClock,
+    seed: u64,
+) -> Result<Measured, LoadError> {
+    let mut load = Load::new(initiator, workload, extent, pattern, seed)?;
+    load.prime()?;
+    let begin = load.warm_up()?;
+    let start = Reading::now(server)?;
+    load.measure(begin)?;
+    let measured = load.finish(&start, &Reading::now(server)?);
+    load.drain()?;
+    Ok(measured)
+}
+
+/// The clocks at one moment.
+struct Reading {
+    wall: Instant,
+    server: Duration,
+    client: Duration,
+    machine: Duration,
+}
+
+impl Reading {
+    fn now(server: &ProcessClock) -> Result<Self, LoadError> {
+        Ok(Self {
+            wall: Instant::now(),
+            server: server.read().map_err(LoadError::Clock)?,
+            client: clock::thread().map_err(LoadError::Clock)?,
+            machine: clock::machine().map_err(LoadError::Clock)?,
+        })
+    }
+}
+
+/// What is in a slot.
+#[derive(Clone, Copy)]
+struct Request {
+    offset: u64,
+    submitted: Instant,
+}
+
+struct Load<'a> {
+    initiator: &'a mut Initiator,
+    workload: Workload,
+    extent: Extent,
+    pattern: Option<Pattern>,
+    blocks: u64,
+    next_block: u64,
+    random: fastrand::Rng,
+    slots: Vec<Option<Request>>,
+    in_flight: usize,
+    submitted: u64,
+    completed: u64,
+    latency: Histogram<u64>,
+    completions: Vec<Completion>,
+    scratch: Vec<u8>,
+}
+
+impl<'a> Load<'a> {
+    fn new(
+        initiator: &'a mut Initiator,
+        workload: &Workload,
+        extent: Extent,
+        pattern: Option<Pattern>,
+        seed: u64,
+    ) -> Result<Self, LoadError> {
+        let (capacity, block) = (initiator.capacity(), workload.block);
+        let blocks = capacity / u64::from(block);
+        if blocks == 0 {
+            return Err(LoadError::TooSmall { capacity, block });
+        }
+        let depth = usize::from(workload.depth.min(initiator.depth()));
+        let latency = Histogram::new_with_bounds(1, LATENCY_MAX, LATENCY_DIGITS)
+            .expect("the bounds are constants");
+        Ok(Self {
+            initiator,
+            workload: *workload,
+            extent,
+            pattern,
+            blocks,
+            next_block: 0,
+            random: fastrand::Rng::with_seed(seed),
+            slots: vec![None; depth],
+            in_flight: 0,
+            submitted: 0,
+            completed: 0,
+            latency,
+            completions: Vec::with_capacity(depth),
+            scratch: vec![0; block as usize],
+        })
+    }
+
+    /// Fills the queue. Buffers of a load without a pattern get one content for good: no constant,
+    /// which a server might treat specially.
+    fn prime(&mut self) -> Result<(), LoadError> {
+        let slots = 0..self.slots.len() as u16;
+        for slot in slots.clone() {
+            Pattern::new(u64::from(slot)).fill(0, &mut self.scratch);
+            self.initiator.fill(slot, &self.scratch);
+        }
+        let now = Instant::now();
+        for slot in slots {
+            self.submit(slot, now);
+        }
+        Ok(self.initiator.publish()?)
+    }
+
+    fn operation(&self) -> Operation {
+        match self.workload.direction {
+            Direction::Read => Operation::Read,
+            Direction::Write => Operation::Write,
+        }
+    }
+
+    fn next_offset(&mut self) -> u64 {
+        let block = match self.workload.order {
+            Order::Random => self.random.u64(..self.blocks),
+            Order::Sequential => {
+                let block = self.next_block;
+                self.next_block = (block + 1) % self.blocks;
+                block
+            }
+        };
+        block * u64::from(self.workload.block)
+    }
+
+    /// Submits the next request unless all that were asked for are submitted.
+    fn submit(&mut self, slot: u16, now: Instant) {
+        if matches!(self.extent, Extent::Requests(count) if self.submitted == count) {
+            return;
+        }
+        let offset = self.next_offset();
+        if let (Some(pattern), Direction::Write) = (self.pattern, self.workload.direction) {
+            pattern.fill(offset, &mut self.scratch);
+            self.initiator.fill(slot, &self.scratch);
+        }
+        self.initiator.submit(slot, self.operation(), offset, self.workload.block);
+        self.slots[usize::from(slot)] = Some(Request { offset, submitted: now });
+        self.in_flight += 1;
+        self.submitted += 1;
+    }
+
+    /// Waits for at least one completion and checks all that are there; says when they were seen.
+    fn reap(&mut self) -> Result<Instant, LoadError> {
+        self.completions.clear();
+        loop {
+            self.initiator.reap(&mut self.completions)?;
+            if !self.completions.is_empty() {
+                break;
+            }
+            self.initiator.wait()?;
+        }
+        let now = Instant::now();
+        for i in 0..self.completions.len() {
+            self.check(self.completions[i], now)?;
+        }
+        Ok(now)
+    }
+
+    fn check(&mut self, completion: Completion, now: Instant) -> Result<(), LoadError> {
+        let Completion { slot, status } = completion;
+        let request = self.slots[usize::from(slot)].take();
+        let request = request.ok_or(InitiatorError::NotInFlight { id: slot.into() })?;
+        self.in_flight -= 1;
+        self.completed += 1;
+        let nanoseconds = now.duration_since(request.submitted).as_nanos();
+        self.latency.saturating_record(u64::try_from(nanoseconds).unwrap_or(u64::MAX));
+        if status != 0 {
+            let (operation, offset) = (self.operation(), request.offset);
+            return Err(LoadError::Request { operation, offset, status });
+        }
+        if let (Some(pattern), Direction::Read) = (self.pattern, self.workload.direction) {
+            self.initiator.copy(slot, &mut self.scratch);
+            if let Some(at) = pattern.mismatch(request.offset, &self.scratch) {
+                return Err(LoadError::Mismatch { at });
+            }
+        }
+        Ok(())
+    }
+
+    /// One pass: what has come back is replaced by new requests.
+    fn turn(&mut self) -> Result<Instant, LoadError> {
+        let now = self.reap()?;
+        for i in 0..self.completions.len() {
+            self.submit(self.completions[i].slot, now);
+        }
+        self.initiator.publish()?;
+        Ok(now)
+    }
+
+    fn warm_up(&mut self) -> Result<Instant, LoadError> {
+        let begin = Instant::now();
+        if let Extent::Time { warm_up, .. } = self.extent {
+            while self.turn()?.duration_since(begin) < warm_up {}
+            self.latency.reset();
+            self.completed = 0;
+        }
+        Ok(Instant::now())
+    }
+
+    fn measure(&mut self, begin: Instant) -> Result<(), LoadError> {
+        match self.extent {
+            Extent::Time { measured, .. } => while self.turn()?.duration_since(begin) < measured {},
+            Extent::Requests(_) => {
+                while self.in_flight > 0 {
+                    self.turn()?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn finish(&self, start: &Reading, end: &Reading) -> Measured {
+        let server = end.server.saturating_sub(start.server);
+        let client = end.client.saturating_sub(start.client);
+        let machine = end.machine.saturating_sub(start.machine);
+        Measured {
+            requests: self.completed,
+            elapsed: end.wall - start.wall,
+            server,
+            client,
+            others: machine.saturating_sub(server + client),
+            latency: self.latency.clone(),
+        }
+    }
+
+    fn drain(&mut self) -> Result<(), LoadError> {
+        while self.in_flight > 0 {
+            self.reap()?;
+        }
+        Ok(())
+    }
+}

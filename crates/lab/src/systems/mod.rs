@@ -1,0 +1,156 @@
+//! The systems under test: how each is given a disk in a file and serves it over vhost-user-blk.
+
+mod server;
+mod storage_daemon;
+mod vmseal;
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+pub use self::server::{Program, Server};
+pub use self::storage_daemon::StorageDaemon;
+pub use self::vmseal::Vmseal;
+use crate::pattern::Pattern;
+
+/// Why a system could not be made ready or started.
+#[derive(Debug, thiserror::Error)]
+pub enum SystemError {
+    /// A program is missing or cannot be run.
+    #[error("{} cannot be run; {advice}", program.display())]
+    Program {
+        /// Which.
+        program: PathBuf,
+        /// Where it comes from.
+        advice: &'static str,
+        /// Why.
+        source: io::Error,
+    },
+    /// The server ended, or made no socket in time.
+    #[error("{system} does not serve: {what}; its last words: {log}")]
+    NotServing {
+        /// Which system.
+        system: &'static str,
+        /// What it did instead.
+        what: String,
+        /// The end of its log.
+        log: String,
+    },
+    /// A file of the test cannot be made, read or written.
+    #[error("{} cannot be used", path.display())]
+    File {
+        /// Which file.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// No secret memory for a key.
+    #[error("no key could be made")]
+    Key(#[from] vmseal_secret::MemoryError),
+    /// Plaintext where ciphertext belongs, or the reverse.
+    #[error(
+        "{system} left {found} of {sectors} sectors in plaintext in its file, where {expected} are expected"
+    )]
+    AtRest {
+        /// Which system.
+        system: &'static str,
+        /// Sectors of the file that hold the test's pattern.
+        found: u64,
+        /// All sectors of the disk.
+        sectors: u64,
+        /// How many should hold it.
+        expected: u64,
+    },
+}
+
+/// Where a system keeps its files.
+#[derive(Clone, Debug)]
+pub struct Place {
+    /// A directory of the system's own.
+    pub directory: PathBuf,
+    /// The size of the disk, in bytes.
+    pub size: u64,
+}
+
+impl Place {
+    /// The file that the disk is in.
+    #[must_use]
+    pub fn disk(&self) -> PathBuf {
+        self.directory.join("disk")
+    }
+
+    fn socket(&self) -> PathBuf {
+        self.directory.join("socket")
+    }
+
+    fn make_disk(&self, length: u64) -> Result<(), SystemError> {
+        let path = self.disk();
+        let made = File::create_new(&path).and_then(|file| file.set_len(length));
+        made.map_err(|source| SystemError::File { path, source })
+    }
+}
+
+/// Something that serves a disk.
+pub trait System {
+    /// Its name in goals and results.
+    fn id(&self) -> &'static str;
+
+    /// Whether the file holds ciphertext.
+    fn encrypts(&self) -> bool;
+
+    /// Makes an empty disk.
+    ///
+    /// # Errors
+    /// [`SystemError`].
+    fn prepare(&self, place: &Place) -> Result<(), SystemError>;
+
+    /// Starts a server on the disk; it is stopped when the [`Server`] is dropped.
+    ///
+    /// # Errors
+    /// [`SystemError`].
+    fn start(&self, place: &Place, core: Option<usize>) -> Result<Server, SystemError>;
+}
+
+/// The granularity at which [`check_at_rest`] looks for plaintext.
+const SECTOR: u64 = 4096;
+
+/// Looks into the file of a disk that was filled with `pattern`: a system that encrypts must have left
+/// none of it, one that does not must have left all, so that neither is mistaken for the other.
+///
+/// # Errors
+/// [`SystemError::AtRest`], or the file cannot be read.
+pub fn check_at_rest(
+    system: &dyn System,
+    place: &Place,
+    pattern: Pattern,
+) -> Result<(), SystemError> {
+    let sectors = place.size / SECTOR;
+    let expected = if system.encrypts() { 0 } else { sectors };
+    let path = place.disk();
+    let found = plain_sectors(&path, pattern, sectors)
+        .map_err(|source| SystemError::File { path: path.clone(), source })?;
+    if found == expected {
+        return Ok(());
+    }
+    Err(SystemError::AtRest { system: system.id(), found, sectors, expected })
+}
+
+/// How many sectors of the file, wherever in it, begin as a sector of the filled disk begins.
+fn plain_sectors(path: &Path, pattern: Pattern, sectors: u64) -> io::Result<u64> {
+    let beginning = |sector: u64| {
+        let mut bytes = [0; 16];
+        pattern.fill(sector * SECTOR, &mut bytes);
+        bytes
+    };
+    let beginnings: std::collections::HashSet<[u8; 16]> = (0..sectors).map(beginning).collect();
+    let file = File::open(path)?;
+    let length = file.metadata()?.len();
+    let mut found = 0;
+    let mut bytes = [0; 16];
+    for at in (0..length / SECTOR).map(|sector| sector * SECTOR) {
+        file.read_exact_at(&mut bytes, at)?;
+        found += u64::from(beginnings.contains(&bytes));
+    }
+    Ok(found)
+}

@@ -1,0 +1,157 @@
+//! A server process: started on a core, watched until it serves, stopped for certain.
+
+use std::fs::File;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+
+use super::SystemError;
+
+/// How long a server may take until its socket is there. QEMU's key derivation takes about a second.
+const START: Duration = Duration::from_secs(30);
+/// How long it may take to end by itself.
+const STOP: Duration = Duration::from_secs(5);
+/// How much of the log an error quotes, in bytes.
+const QUOTED: usize = 600;
+
+/// A program, and where to get it.
+#[derive(Clone, Debug)]
+pub struct Program {
+    /// A path, or a name to be looked up in PATH.
+    pub path: PathBuf,
+    /// What to do if it is missing.
+    pub advice: &'static str,
+}
+
+impl Program {
+    pub(super) fn failed(&self, source: io::Error) -> SystemError {
+        SystemError::Program { program: self.path.clone(), advice: self.advice, source }
+    }
+
+    pub(super) fn command(&self) -> Command {
+        let mut command = Command::new(&self.path);
+        command.stdin(Stdio::null());
+        command
+    }
+}
+
+/// A running server. Dropping it ends the process and removes its socket.
+#[derive(Debug)]
+pub struct Server {
+    child: Child,
+    socket: PathBuf,
+}
+
+impl Server {
+    /// Starts `command` on `core` and waits until `socket` is there.
+    pub(super) fn start(
+        system: &'static str,
+        program: &Program,
+        mut command: Command,
+        core: Option<usize>,
+        socket: PathBuf,
+    ) -> Result<Self, SystemError> {
+        let log = socket.with_extension("log");
+        let file_error = |path: &Path| {
+            let path = path.to_owned();
+            move |source| SystemError::File { path, source }
+        };
+        remove(&socket).map_err(file_error(&socket))?;
+        let output = File::create(&log).map_err(file_error(&log))?;
+        command.stdout(Stdio::null()).stderr(output);
+        let child = on_core(core, || command.spawn()).map_err(|e| program.failed(e))?;
+        let mut server = Self { child, socket };
+        server.until_it_serves().map_err(|what| SystemError::NotServing {
+            system,
+            what,
+            log: last_words(&log),
+        })?;
+        Ok(server)
+    }
+
+    fn until_it_serves(&mut self) -> Result<(), String> {
+        let begin = Instant::now();
+        while !self.socket.exists() {
+            if let Ok(Some(status)) = self.child.try_wait() {
+                return Err(format!("it ended with {status}"));
+            }
+            if begin.elapsed() > START {
+                return Err(format!("no socket after {} s", START.as_secs()));
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        Ok(())
+    }
+
+    /// Where it serves vhost-user-blk.
+    #[must_use]
+    pub fn socket(&self) -> &Path {
+        &self.socket
+    }
+
+    /// The process.
+    #[must_use]
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    fn stop(&mut self) -> io::Result<()> {
+        if self.child.try_wait()?.is_some() {
+            return Ok(());
+        }
+        let pid = i32::try_from(self.child.id()).map_err(io::Error::other)?;
+        kill(Pid::from_raw(pid), Signal::SIGTERM)?;
+        let begin = Instant::now();
+        while begin.elapsed() < STOP {
+            if self.child.try_wait()?.is_some() {
+                return Ok(());
+            }
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        self.child.kill()?;
+        self.child.wait().map(drop)
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        if self.stop().is_err() {
+            // The polite way failed; this one cannot, as the child is ours and not yet waited for.
+            let _ = self.child.kill();
+            let _ = self.child.wait();
+        }
+        let _ = remove(&self.socket);
+    }
+}
+
+fn remove(path: &Path) -> io::Result<()> {
+    match std::fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+        _ => Ok(()),
+    }
+}
+
+/// Runs `spawn` with this thread on `core`, which the child inherits with all threads it will have.
+fn on_core<T>(core: Option<usize>, spawn: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
+    let Some(core) = core else { return spawn() };
+    let this = Pid::from_raw(0);
+    let before = sched_getaffinity(this)?;
+    let mut only = CpuSet::new();
+    only.set(core)?;
+    sched_setaffinity(this, &only)?;
+    let spawned = spawn();
+    sched_setaffinity(this, &before)?;
+    spawned
+}
+
+fn last_words(log: &Path) -> String {
+    let bytes = std::fs::read(log).unwrap_or_default();
+    let end = &bytes[bytes.len().saturating_sub(QUOTED)..];
+    let text = String::from_utf8_lossy(end).trim().to_owned();
+    if text.is_empty() { "(none)".to_owned() } else { text }
+}

@@ -1,0 +1,210 @@
+//! The initiator, the loads and the experiment against a real server: QEMU's storage daemon.
+
+#![allow(clippy::unwrap_used)] // a test may
+
+use std::fs::OpenOptions;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use vmseal_lab::clock::ProcessClock;
+use vmseal_lab::experiment::{self, Plan};
+use vmseal_lab::initiator::{Initiator, InitiatorError, Operation, Wait};
+use vmseal_lab::load::{self, Direction, Extent, LoadError, Order, WORKLOADS, Workload};
+use vmseal_lab::pattern::Pattern;
+use vmseal_lab::systems::{
+    Place, Program, Server, StorageDaemon, System, SystemError, check_at_rest,
+};
+
+const SIZE: u64 = 16 << 20;
+const PATTERN: u64 = 42;
+
+fn program(path: &str) -> Program {
+    Program { path: path.into(), advice: "install QEMU" }
+}
+
+fn storage_daemon(luks: bool) -> StorageDaemon {
+    StorageDaemon { luks, daemon: program("qemu-storage-daemon"), image_tool: program("qemu-img") }
+}
+
+/// A disk in memory, and a server on it.
+struct Stand {
+    server: Server,
+    place: Place,
+    _directory: tempfile::TempDir,
+}
+
+fn stand() -> Stand {
+    let directory = tempfile::tempdir_in("/dev/shm").unwrap();
+    let place = Place { directory: directory.path().to_owned(), size: SIZE };
+    let system = storage_daemon(false);
+    system.prepare(&place).unwrap();
+    let server = system.start(&place, None).unwrap();
+    Stand { server, place, _directory: directory }
+}
+
+fn workload(order: Order, direction: Direction, block: u32, depth: u16) -> Workload {
+    Workload { id: "test", order, direction, block, depth }
+}
+
+impl Stand {
+    fn connect(&self, workload: &Workload, wait: Wait) -> Initiator {
+        let socket = self.server.socket();
+        Initiator::connect(socket, workload.depth, workload.block, wait).unwrap()
+    }
+
+    fn run(&self, workload: &Workload, wait: Wait, requests: u64) -> Result<(), LoadError> {
+        let clock = ProcessClock::of(self.server.pid()).unwrap();
+        let mut initiator = self.connect(workload, wait);
+        let pattern = Some(Pattern::new(PATTERN));
+        let extent = Extent::Requests(requests);
+        let measured = load::run(&mut initiator, workload, extent, pattern, &clock, 1)?;
+        assert_eq!(measured.requests, requests);
+        assert_eq!(measured.latency.len(), requests);
+        Ok(())
+    }
+
+    fn fill(&self, wait: Wait) {
+        let fill = workload(Order::Sequential, Direction::Write, 64 << 10, 4);
+        self.run(&fill, wait, SIZE / u64::from(fill.block)).unwrap();
+    }
+}
+
+#[test]
+fn what_is_written_is_read_back_sleeping_and_polling() {
+    for wait in [Wait::Sleep, Wait::Poll] {
+        let stand = stand();
+        stand.fill(wait);
+        check_at_rest(&storage_daemon(false), &stand.place, Pattern::new(PATTERN)).unwrap();
+        stand.run(&workload(Order::Random, Direction::Read, 4096, 32), wait, 5000).unwrap();
+        stand.run(&workload(Order::Random, Direction::Write, 512, 7), wait, 5000).unwrap();
+        stand.run(&workload(Order::Sequential, Direction::Read, 1 << 20, 1), wait, 32).unwrap();
+    }
+}
+
+#[test]
+fn one_changed_byte_on_the_disk_is_found() {
+    let stand = stand();
+    stand.fill(Wait::Sleep);
+    let file = OpenOptions::new().read(true).write(true).open(stand.place.disk()).unwrap();
+    let at = 5_000_003;
+    let mut byte = [0];
+    file.read_exact_at(&mut byte, at).unwrap();
+    file.write_all_at(&[!byte[0]], at).unwrap();
+    let read = workload(Order::Sequential, Direction::Read, 64 << 10, 4);
+    let found = stand.run(&read, Wait::Sleep, SIZE >> 16);
+    assert!(matches!(found, Err(LoadError::Mismatch { at: 5_000_000 })), "{found:?}");
+}
+
+#[test]
+fn a_request_beyond_the_disk_is_an_error_and_not_a_figure() {
+    let stand = stand();
+    let shape = workload(Order::Random, Direction::Read, 4096, 1);
+    let mut initiator = stand.connect(&shape, Wait::Sleep);
+    assert_eq!(initiator.capacity(), SIZE);
+    assert_eq!(initiator.run_one(Operation::Read, 0, 4096).unwrap(), 0);
+    assert_ne!(initiator.run_one(Operation::Read, SIZE, 4096).unwrap(), 0);
+    // A load through which requests fail ends with the first: a file cut short under the server.
+    let file = OpenOptions::new().write(true).open(stand.place.disk()).unwrap();
+    drop(initiator);
+    stand.fill(Wait::Sleep);
+    file.set_len(0).unwrap();
+    let cut = stand.run(&workload(Order::Random, Direction::Read, 4096, 8), Wait::Sleep, 100);
+    assert!(matches!(cut, Err(LoadError::Request { .. } | LoadError::Mismatch { .. })), "{cut:?}");
+}
+
+#[test]
+fn a_server_that_dies_ends_the_load_at_once() {
+    for wait in [Wait::Sleep, Wait::Poll] {
+        let stand = stand();
+        let shape = workload(Order::Random, Direction::Read, 4096, 32);
+        let mut initiator = stand.connect(&shape, wait);
+        let clock = ProcessClock::of(stand.server.pid()).unwrap();
+        let pid = Pid::from_raw(stand.server.pid().try_into().unwrap());
+        let (begin, killer) = (Instant::now(), Duration::from_millis(200));
+        let killer = std::thread::spawn(move || {
+            std::thread::sleep(killer);
+            kill(pid, Signal::SIGKILL).unwrap();
+        });
+        let extent = Extent::Time { warm_up: Duration::ZERO, measured: Duration::from_secs(60) };
+        let ended = load::run(&mut initiator, &shape, extent, None, &clock, 1);
+        killer.join().unwrap();
+        let closed = matches!(ended, Err(LoadError::Initiator(InitiatorError::Closed)));
+        assert!(closed, "{wait:?}: {ended:?}");
+        assert!(begin.elapsed() < Duration::from_secs(9), "noticed before it counts as stuck");
+    }
+}
+
+#[test]
+fn queues_that_cannot_be_are_refused() {
+    let stand = stand();
+    for (depth, block) in [(0, 4096), (342, 4096), (1, 0), (1, 513), (1, 8 << 20)] {
+        let refused = Initiator::connect(stand.server.socket(), depth, block, Wait::Sleep);
+        assert!(matches!(refused, Err(InitiatorError::Shape { .. })), "{depth} {block}");
+    }
+}
+
+#[test]
+fn plaintext_is_told_from_ciphertext() {
+    let stand = stand();
+    let pattern = Pattern::new(PATTERN);
+    // Nothing written: a system that does not encrypt should have left the pattern.
+    let empty = check_at_rest(&storage_daemon(false), &stand.place, pattern);
+    assert!(matches!(empty, Err(SystemError::AtRest { found: 0, .. })), "{empty:?}");
+    stand.fill(Wait::Sleep);
+    // The same file, had it come from a system that encrypts.
+    let leak = check_at_rest(&storage_daemon(true), &stand.place, pattern);
+    assert!(matches!(leak, Err(SystemError::AtRest { expected: 0, found: 4096, .. })), "{leak:?}");
+}
+
+#[test]
+fn a_server_that_cannot_start_says_why() {
+    let directory = tempfile::tempdir().unwrap();
+    let place = Place { directory: directory.path().to_owned(), size: SIZE };
+    let error = storage_daemon(false).start(&place, None).unwrap_err().to_string();
+    assert!(error.contains("it ended with") && error.contains("No such file"), "{error}");
+    let missing = StorageDaemon { daemon: program("/nonexistent/daemon"), ..storage_daemon(false) };
+    let error = missing.start(&place, None).unwrap_err().to_string();
+    assert!(error.contains("/nonexistent/daemon cannot be run; install QEMU"), "{error}");
+}
+
+fn plan(directory: &Path, size: u64) -> Plan {
+    Plan {
+        workloads: vec![WORKLOADS[0], WORKLOADS[3]],
+        rounds: 2,
+        cell: Duration::from_millis(100),
+        warm_up: Duration::from_millis(10),
+        wait: Wait::Sleep,
+        verify: true,
+        directory: directory.to_owned(),
+        size,
+        cores: None,
+    }
+}
+
+#[test]
+fn an_experiment_measures_every_cell_and_leaves_nothing() {
+    let directory = tempfile::tempdir_in("/dev/shm").unwrap();
+    let systems: Vec<Box<dyn System>> =
+        vec![Box::new(storage_daemon(false)), Box::new(storage_daemon(true))];
+    let outcome = experiment::run(&plan(directory.path(), SIZE), &systems, &mut |_| {}).unwrap();
+    assert_eq!(outcome.cells.len(), 8);
+    assert_eq!(outcome.latencies.len(), 4);
+    for cell in &outcome.cells {
+        assert!(cell.requests > 0 && cell.cpu_per_io > 0.0 && cell.server_busy > 0.0, "{cell:?}");
+    }
+    // Who goes first changes from round to round.
+    let first = |round| outcome.cells.iter().find(|cell| cell.round == round).unwrap();
+    assert_ne!(first(0).system, first(1).system);
+    assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0, "debris");
+}
+
+#[test]
+fn an_experiment_without_room_is_refused_before_it_writes() {
+    let systems: Vec<Box<dyn System>> = vec![Box::new(storage_daemon(false))];
+    let plan = plan(Path::new("/dev/shm"), 1 << 50);
+    let refused = experiment::run(&plan, &systems, &mut |_| {}).unwrap_err().to_string();
+    assert!(refused.contains("choose smaller disks"), "{refused}");
+}
