@@ -1,1 +1,44 @@
-//! vmseal-control
+//! The control plane: inventory, policies, key providers, hosts, tasks, and the REST API before them.
+//!
+//! | module | what |
+//! |---|---|
+//! | [`initialise`], [`authority`], [`identity`] | the data directory; the CA; the server's certificate |
+//! | [`store`] | the inventory |
+//! | [`providers`], [`keys`] | where keys come from, and how they get to hosts |
+//! | [`hosts`], [`alarms`] | joining, one monitor per host, what stands |
+//! | [`tasks`] | durable work |
+//! | [`http`], [`server`] | the API, and the process |
+
+pub mod alarms;
+pub mod authority;
+mod files;
+pub mod hosts;
+pub mod http;
+pub mod identity;
+pub mod initialise;
+pub mod keys;
+pub mod providers;
+pub mod server;
+pub mod store;
+pub mod tasks;
+#[cfg(test)]
+mod testing;
+
+use aws_lc_rs::digest::{SHA256, digest};
+use vmseal_api::problem::{ErrorCode, Problem};
+
+pub use server::{Server, ServerError, ServerOptions, serve};
+
+/// Who acts where no user does.
+pub const SELF: &str = "vmseal";
+
+/// An error that is nobody's business but the operator's: it is logged, and the user is told that.
+fn internal(error: &(dyn std::error::Error + '_)) -> Problem {
+    tracing::error!(error = %error, "internal error");
+    Problem::new(ErrorCode::Internal, "an internal error; the server's log says which")
+}
+
+/// SHA-256 in hexadecimal.
+fn sha256_hex(bytes: &[u8]) -> String {
+    digest(&SHA256, bytes).as_ref().iter().map(|byte| format!("{byte:02x}")).collect()
+}

@@ -1,6 +1,5 @@
 //! One request and its answer: limits, and what each failure is called.
 
-use std::error::Error as _;
 use std::time::Duration;
 
 use reqwest::{RequestBuilder, Response};

@@ -138,8 +138,10 @@ impl ServerClient {
     pub async fn console(&self, vm: &str) -> Result<ConsoleStream, Problem> {
         let mut url = self.url(&format!("vms/{vm}/console"));
         let host = self.base.host_str().unwrap_or_default();
-        let server_name = ServerName::try_from(host.trim_matches(['[', ']']).to_owned())
-            .map_err(|_| Problem::new(ErrorCode::InvalidRequest, format!("'{host}' is no host name")))?;
+        let server_name =
+            ServerName::try_from(host.trim_matches(['[', ']']).to_owned()).map_err(|_| {
+                Problem::new(ErrorCode::InvalidRequest, format!("'{host}' is no host name"))
+            })?;
         let socket = format!("{host}:{}", self.base.port_or_known_default().unwrap_or(443));
         // The scheme of WebSockets over TLS; `Url` allows this change between special schemes.
         let _ = url.set_scheme("wss");

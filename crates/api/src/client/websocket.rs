@@ -55,10 +55,7 @@ pub(super) async fn open(
     }
 }
 
-async fn connect(
-    address: Address<'_>,
-    tls: Arc<ClientConfig>,
-) -> Result<ConsoleStream, Problem> {
+async fn connect(address: Address<'_>, tls: Arc<ClientConfig>) -> Result<ConsoleStream, Problem> {
     let peer = &address.peer;
     let tcp =
         TcpStream::connect(&address.socket).await.map_err(|error| peer.unreachable(&error))?;
@@ -76,12 +73,12 @@ async fn connect(
         })?;
         request.headers_mut().insert(AUTHORIZATION, value);
     }
-    let limits =
-        WebSocketConfig::default().max_message_size(Some(FRAME_MAX)).max_frame_size(Some(FRAME_MAX));
-    let (socket, _) =
-        tokio_tungstenite::client_async_with_config(request, stream, Some(limits))
-            .await
-            .map_err(|error| refusal(peer, error))?;
+    let limits = WebSocketConfig::default()
+        .max_message_size(Some(FRAME_MAX))
+        .max_frame_size(Some(FRAME_MAX));
+    let (socket, _) = tokio_tungstenite::client_async_with_config(request, stream, Some(limits))
+        .await
+        .map_err(|error| refusal(peer, error))?;
     let (ours, theirs) = tokio::io::duplex(BUFFER);
     tokio::spawn(pump(socket, theirs));
     Ok(Box::new(ours))

@@ -1,0 +1,29 @@
+//! How the server gets to an agent: over HTTPS, or in tests to a simulated one.
+
+use std::sync::Arc;
+
+use vmseal_api::client::{ClientIdentity, HostClient};
+use vmseal_api::host::HostAgent;
+use vmseal_api::problem::Problem;
+
+use crate::store::hosts::Host;
+
+/// Makes the agents of hosts.
+pub trait HostConnector: Send + Sync {
+    /// The agent of a host; it need not answer yet.
+    ///
+    /// # Errors
+    /// There can be no connection with these settings.
+    fn connect(&self, host: &Host) -> Result<Arc<dyn HostAgent>, Problem>;
+}
+
+/// Over HTTPS, with certificates on both sides.
+pub struct HttpsConnector(pub ClientIdentity);
+
+impl HostConnector for HttpsConnector {
+    fn connect(&self, host: &Host) -> Result<Arc<dyn HostAgent>, Problem> {
+        let client = HostClient::new(host.id, &host.name, &host.address, &self.0)
+            .map_err(|error| crate::internal(&error))?;
+        Ok(Arc::new(client))
+    }
+}

@@ -1,0 +1,206 @@
+//! The hosts: one monitor each, what they last said, and the way to their agents.
+
+pub mod connector;
+pub mod join;
+mod monitor;
+mod registration;
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use tokio::sync::{OwnedMutexGuard, watch};
+use tokio::task::JoinHandle;
+use vmseal_api::host::{HostAgent, HostDescription, HostState, VmState};
+use vmseal_api::id::{HostId, VmId};
+use vmseal_api::model::Connection;
+use vmseal_api::problem::{ErrorCode, Problem};
+
+use self::connector::HostConnector;
+use self::monitor::Monitor;
+pub use self::registration::{register, spec_of};
+use crate::providers::Providers;
+use crate::store::hosts::Host;
+use crate::store::vms::Vm;
+use crate::store::{Part, Store, StoreError, hosts};
+
+/// What is known of a host now.
+#[derive(Clone, Debug)]
+pub struct View {
+    /// Whether it answers, and its VMs are registered.
+    pub connection: Connection,
+    /// What it is; the key box in it belongs to the life of the agent that `state` is of.
+    pub description: Option<HostDescription>,
+    /// How it stands; what was last known while it does not answer.
+    pub state: Option<HostState>,
+}
+
+impl View {
+    const NOTHING: Self =
+        Self { connection: Connection::Disconnected, description: None, state: None };
+
+    /// What a connected host says of a VM.
+    #[must_use]
+    pub fn vm(&self, vm: VmId) -> Option<&VmState> {
+        if self.connection == Connection::Disconnected {
+            return None;
+        }
+        self.state.as_ref()?.vms.iter().find(|state| state.vm == vm)
+    }
+}
+
+/// A host with its monitor, which ends with it.
+struct Entry {
+    name: String,
+    agent: Arc<dyn HostAgent>,
+    view: watch::Receiver<View>,
+    monitor: JoinHandle<()>,
+}
+
+impl Drop for Entry {
+    fn drop(&mut self) {
+        self.monitor.abort();
+    }
+}
+
+/// The hosts of this server.
+pub struct Hosts {
+    store: Arc<Store>,
+    providers: Arc<Providers>,
+    connector: Arc<dyn HostConnector>,
+    entries: Mutex<HashMap<HostId, Entry>>,
+    locks: Arc<VmLocks>,
+}
+
+impl Hosts {
+    /// Begins to monitor the hosts of the inventory.
+    ///
+    /// # Errors
+    /// [`StoreError`].
+    pub async fn start(
+        store: Arc<Store>,
+        providers: Arc<Providers>,
+        connector: Arc<dyn HostConnector>,
+    ) -> Result<Self, StoreError> {
+        let known = hosts::list(&mut *store.read().await?, &Part::all()).await?;
+        let locks = Arc::new(VmLocks::default());
+        let this = Self { store, providers, connector, entries: Mutex::default(), locks };
+        for host in known {
+            if let Err(problem) = this.add(&host) {
+                tracing::error!(host = host.name, %problem, "it cannot be monitored");
+            }
+        }
+        Ok(this)
+    }
+
+    fn entries(&self) -> MutexGuard<'_, HashMap<HostId, Entry>> {
+        self.entries.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Begins to monitor a host.
+    ///
+    /// # Errors
+    /// The connector's.
+    pub fn add(&self, host: &Host) -> Result<(), Problem> {
+        let agent = self.connector.connect(host)?;
+        let (view, seen) = watch::channel(View::NOTHING);
+        let monitor = Monitor::new(
+            host,
+            Arc::clone(&self.store),
+            Arc::clone(&self.providers),
+            Arc::clone(&agent),
+            Arc::clone(&self.locks),
+            view,
+        );
+        let entry = Entry {
+            name: host.name.clone(),
+            agent,
+            view: seen,
+            monitor: tokio::spawn(monitor.run()),
+        };
+        self.entries().insert(host.id, entry);
+        Ok(())
+    }
+
+    /// Ends the monitoring of a host.
+    pub fn remove(&self, host: HostId) {
+        self.entries().remove(&host);
+    }
+
+    /// What is known of a host now.
+    #[must_use]
+    pub fn view(&self, host: HostId) -> View {
+        self.entries().get(&host).map_or(View::NOTHING, |entry| entry.view.borrow().clone())
+    }
+
+    /// The agent of a host, whether it answers or not.
+    ///
+    /// # Errors
+    /// `not-found`.
+    pub fn agent(&self, host: HostId) -> Result<Arc<dyn HostAgent>, Problem> {
+        let entries = self.entries();
+        let entry = entries.get(&host).ok_or_else(|| Problem::not_found("host", host))?;
+        Ok(Arc::clone(&entry.agent))
+    }
+
+    /// The agent of a host that answers.
+    ///
+    /// # Errors
+    /// `unreachable`.
+    pub fn connected(&self, host: HostId) -> Result<Arc<dyn HostAgent>, Problem> {
+        let entries = self.entries();
+        let entry = entries.get(&host).ok_or_else(|| Problem::not_found("host", host))?;
+        if entry.view.borrow().connection == Connection::Disconnected {
+            let detail = format!(
+                "host '{}' does not answer: see that its agent runs (vmseal host show {})",
+                entry.name, entry.name
+            );
+            return Err(Problem::new(ErrorCode::Unreachable, detail));
+        }
+        Ok(Arc::clone(&entry.agent))
+    }
+
+    /// Sees that a VM is registered on its host and that its key is there.
+    ///
+    /// # Errors
+    /// The host's or the provider's.
+    pub async fn prepare(&self, vm: VmId) -> Result<(), Problem> {
+        let vm = register(&self.store, self, vm).await?;
+        self.deliver(&vm).await
+    }
+
+    /// Gives a VM's key to its host.
+    ///
+    /// # Errors
+    /// The host's or the provider's.
+    pub async fn deliver(&self, vm: &Vm) -> Result<(), Problem> {
+        if vm.key.is_none() {
+            return Ok(());
+        }
+        let agent = self.agent(vm.host)?;
+        // Asked anew: the box that the view has may be that of an agent that is gone.
+        let key_box = agent.describe().await?.key_box;
+        crate::keys::deliver(&self.store, &self.providers, &*agent, &key_box, vm).await
+    }
+
+    /// Holds a VM's registration as it is: what a host is told of a VM, and what the inventory says of
+    /// its life, change only under this lock.
+    pub async fn lock(&self, vm: VmId) -> OwnedMutexGuard<()> {
+        self.locks.lock(vm).await
+    }
+}
+
+/// One lock per VM.
+#[derive(Default)]
+struct VmLocks(Mutex<HashMap<VmId, Arc<tokio::sync::Mutex<()>>>>);
+
+impl VmLocks {
+    async fn lock(&self, vm: VmId) -> OwnedMutexGuard<()> {
+        let lock = {
+            let mut locks = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+            // Those that nobody holds or waits for.
+            locks.retain(|_, lock| Arc::strong_count(lock) > 1);
+            Arc::clone(locks.entry(vm).or_default())
+        };
+        lock.lock_owned().await
+    }
+}

@@ -1,0 +1,333 @@
+//! One host's monitor: keeps the host's VMs registered and their keys delivered, and follows its state.
+//!
+//! ```text
+//!              describe fails, or another contract
+//!             ┌──────────────┐
+//!             ▼              │
+//!      ┌─► Connecting ───────┘
+//!      │      │ describe: a life of the agent, and its key box
+//!      │      ▼
+//!      │   Settling      read the state, register the VMs, deliver the keys
+//!      │      │ done: the host is connected from here on
+//!      │      ▼
+//!      └── Watching ◄─┐  long poll; what is new is shown, told, and alarms follow it
+//!  no answer,   │     │
+//!  or a new     └─────┘  a provider was unlocked: deliver what could not be delivered
+//!  life
+//! ```
+//!
+//! The monitor deals with VMs that are whole. Those that a task makes or removes are the task's.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::watch;
+use vmseal_api::host::{
+    self, HostAgent, HostDescription, HostState, KeyState, Power, STATE_WAIT_MAX, Stopped, VmState,
+};
+use vmseal_api::id::{HostId, VmId};
+use vmseal_api::model::{Connection, Lifecycle};
+use vmseal_api::problem::{ErrorCode, Problem};
+
+use super::{View, VmLocks, registration};
+use crate::alarms;
+use crate::providers::Providers;
+use crate::store::events::NewEvent;
+use crate::store::hosts::Host;
+use crate::store::vms::Vm;
+use crate::store::{self, Store, StoreError, Write};
+
+/// How soon a host that does not answer is asked again, at first and at most: an agent that restarts
+/// is noticed at once, and one that stays away costs little.
+const RECONNECT: (Duration, Duration) = (Duration::from_millis(250), Duration::from_secs(5));
+
+/// A monitor's state.
+enum Phase {
+    /// The host does not answer, so often in a row.
+    Connecting { failures: u32 },
+    /// It answers: this life of its agent is to learn what it has to know.
+    Settling(Box<HostDescription>),
+    /// It knows, and is followed.
+    Watching(Box<HostDescription>, Box<HostState>),
+}
+
+pub(super) struct Monitor {
+    id: HostId,
+    name: String,
+    store: Arc<Store>,
+    providers: Arc<Providers>,
+    agent: Arc<dyn HostAgent>,
+    locks: Arc<VmLocks>,
+    view: watch::Sender<View>,
+    /// Why keys could not be delivered in this life of the agent.
+    failures: HashMap<VmId, Problem>,
+}
+
+impl Monitor {
+    pub(super) fn new(
+        host: &Host,
+        store: Arc<Store>,
+        providers: Arc<Providers>,
+        agent: Arc<dyn HostAgent>,
+        locks: Arc<VmLocks>,
+        view: watch::Sender<View>,
+    ) -> Self {
+        let (id, name) = (host.id, host.name.clone());
+        Self { id, name, store, providers, agent, locks, view, failures: HashMap::new() }
+    }
+
+    /// Runs until it is dropped.
+    pub(super) async fn run(mut self) {
+        let mut unlocks = self.providers.unlocks();
+        let mut phase = Phase::Connecting { failures: 0 };
+        loop {
+            phase = match phase {
+                Phase::Connecting { failures } => self.connect(failures).await,
+                Phase::Settling(description) => self.settle(description).await,
+                Phase::Watching(description, state) => {
+                    self.watch(description, state, &mut unlocks).await
+                }
+            };
+        }
+    }
+
+    async fn connect(&mut self, failures: u32) -> Phase {
+        let problem = match self.agent.describe().await {
+            Ok(description) if description.contract == host::VERSION => {
+                return Phase::Settling(Box::new(description));
+            }
+            Ok(description) => Problem::new(
+                ErrorCode::Unsupported,
+                format!(
+                    "host '{}' has vmseal {}, which speaks version {} of the contract; this server speaks {}: upgrade the older one",
+                    self.name,
+                    description.vmseal,
+                    description.contract,
+                    host::VERSION
+                ),
+            ),
+            Err(problem) => problem,
+        };
+        self.lost(&problem).await;
+        let pause = RECONNECT.0.saturating_mul(1 << failures.min(10)).min(RECONNECT.1);
+        tokio::time::sleep(pause).await;
+        Phase::Connecting { failures: failures.saturating_add(1) }
+    }
+
+    /// Shows and tells that the host does not answer.
+    async fn lost(&mut self, why: &Problem) {
+        self.view.send_if_modified(|view| {
+            let changed = view.connection == Connection::Connected;
+            view.connection = Connection::Disconnected;
+            changed
+        });
+        let alarm = alarms::disconnected(&self.name, why);
+        let told = async {
+            let mut write = self.store.write().await?;
+            store::alarms::raise(&mut write, &self.id.to_string(), &alarm).await?;
+            write.commit().await
+        };
+        self.note(told.await);
+    }
+
+    /// The inventory failed: nothing that a monitor can mend, and the host goes on.
+    fn note(&self, outcome: Result<(), StoreError>) {
+        if let Err(error) = outcome {
+            tracing::error!(host = self.name, %error, "the inventory could not be written");
+        }
+    }
+
+    async fn settle(&mut self, description: Box<HostDescription>) -> Phase {
+        self.failures.clear();
+        let settled = async {
+            let state = self.agent.state(None, Duration::ZERO).await?;
+            if state.incarnation != description.incarnation {
+                return Ok(None);
+            }
+            self.supply(&description, &state).await?;
+            // Read again, now that the VMs are registered.
+            let state = self.agent.state(None, Duration::ZERO).await?;
+            Ok((state.incarnation == description.incarnation).then_some(state))
+        };
+        match settled.await {
+            Ok(Some(state)) => {
+                let noted = async {
+                    let mut write = self.store.write().await?;
+                    store::hosts::set_description(&mut write, self.id, &description).await?;
+                    write.commit().await
+                };
+                self.note(noted.await);
+                self.show(&description, &state).await;
+                Phase::Watching(description, Box::new(state))
+            }
+            // The agent restarted meanwhile.
+            Ok(None) => Phase::Connecting { failures: 0 },
+            Err(problem) => self.failed(problem).await,
+        }
+    }
+
+    async fn failed(&mut self, problem: Problem) -> Phase {
+        self.lost(&problem).await;
+        tokio::time::sleep(RECONNECT.0).await;
+        Phase::Connecting { failures: 1 }
+    }
+
+    async fn watch(
+        &mut self,
+        description: Box<HostDescription>,
+        state: Box<HostState>,
+        unlocks: &mut watch::Receiver<u64>,
+    ) -> Phase {
+        let after = Some((state.incarnation, state.version));
+        let news = tokio::select! {
+            news = self.agent.state(after, STATE_WAIT_MAX) => news,
+            Ok(()) = unlocks.changed() => {
+                self.failures.clear();
+                Ok(*state)
+            }
+        };
+        let supplied = match news {
+            Ok(state) if state.incarnation != description.incarnation => {
+                return Phase::Connecting { failures: 0 };
+            }
+            Ok(state) => self.supply(&description, &state).await.map(|()| state),
+            Err(problem) => Err(problem),
+        };
+        match supplied {
+            Ok(state) => {
+                self.show(&description, &state).await;
+                Phase::Watching(description, Box::new(state))
+            }
+            Err(problem) => self.failed(problem).await,
+        }
+    }
+
+    /// Registers the VMs that the host does not know, delivers the keys that it lacks, and has it forget
+    /// VMs that the inventory does not have. Fails only when the host does not answer.
+    async fn supply(
+        &mut self,
+        description: &HostDescription,
+        state: &HostState,
+    ) -> Result<(), Problem> {
+        let vms = store::vms::on_host(&mut *self.store.read().await?, self.id).await?;
+        for vm in vms.iter().filter(|vm| vm.lifecycle == Lifecycle::Ready) {
+            let seen = state.vms.iter().find(|seen| seen.vm == vm.id);
+            let lacks = match seen {
+                None => true,
+                Some(seen) => seen.key == KeyState::Missing,
+            };
+            if !lacks || self.failures.contains_key(&vm.id) {
+                continue;
+            }
+            match self.supply_vm(description, vm.id, seen).await {
+                Ok(()) => {}
+                Err(problem) if is_silence(&problem) => return Err(problem),
+                Err(problem) => {
+                    tracing::warn!(host = self.name, vm = vm.name, %problem, "it stays locked");
+                    self.failures.insert(vm.id, problem);
+                }
+            }
+        }
+        for seen in state.vms.iter().filter(|seen| seen.power == Power::Off) {
+            if !vms.iter().any(|vm| vm.id == seen.vm) {
+                self.forget(seen.vm).await?;
+            }
+        }
+        Ok(())
+    }
+
+    async fn supply_vm(
+        &self,
+        description: &HostDescription,
+        vm: VmId,
+        seen: Option<&VmState>,
+    ) -> Result<(), Problem> {
+        let _unchanged = self.locks.lock(vm).await;
+        // A task may have begun to remove it since.
+        let Some((vm, spec)) = registration::read(&self.store, vm).await? else { return Ok(()) };
+        if vm.lifecycle != Lifecycle::Ready {
+            return Ok(());
+        }
+        // One that runs was adopted with all that there is to know of it.
+        if seen.is_none_or(|seen| seen.power == Power::Off) {
+            self.agent.register_vm(spec).await?;
+        }
+        let (store, providers) = (&self.store, &self.providers);
+        crate::keys::deliver(store, providers, &*self.agent, &description.key_box, &vm).await
+    }
+
+    /// Has the host forget a VM that the inventory does not have: what a crash left.
+    async fn forget(&self, vm: VmId) -> Result<(), Problem> {
+        let _unchanged = self.locks.lock(vm).await;
+        if registration::read(&self.store, vm).await?.is_some() {
+            return Ok(());
+        }
+        match self.agent.unregister_vm(vm).await {
+            Err(problem) if is_silence(&problem) => Err(problem),
+            _ => Ok(()),
+        }
+    }
+
+    /// Shows what the host says, and tells what is new in it.
+    async fn show(&self, description: &HostDescription, state: &HostState) {
+        let told = self.tell(description, state).await;
+        self.note(told);
+        self.view.send_replace(View {
+            connection: Connection::Connected,
+            description: Some(description.clone()),
+            state: Some(state.clone()),
+        });
+    }
+
+    async fn tell(
+        &self,
+        description: &HostDescription,
+        state: &HostState,
+    ) -> Result<(), StoreError> {
+        let source = self.id.to_string();
+        let mut read = self.store.read().await?;
+        let vms = store::vms::on_host(&mut read, self.id).await?;
+        let standing = alarms::of_host(&self.name, description, state, &vms, &self.failures);
+        let new_alarms = store::alarms::differ(&mut read, &source, &standing).await?;
+        drop(read);
+        let changed: Vec<_> = vms
+            .iter()
+            .filter_map(|vm| Some((vm, state.vms.iter().find(|seen| seen.vm == vm.id)?)))
+            .filter(|(vm, seen)| {
+                vm.seen_power != Some(seen.power) || vm.seen_stopped != seen.stopped
+            })
+            .collect();
+        if changed.is_empty() && !new_alarms {
+            return Ok(());
+        }
+        let mut write = self.store.write().await?;
+        for (vm, seen) in changed {
+            tell_power(&mut write, vm, seen).await?;
+            let stopped = seen.stopped.as_ref();
+            store::vms::set_seen(&mut write, vm.id, seen.power, stopped).await?;
+        }
+        store::alarms::replace(&mut write, &source, &standing).await?;
+        write.commit().await
+    }
+}
+
+/// Whether the host may not have heard the question, or may have.
+fn is_silence(problem: &Problem) -> bool {
+    matches!(problem.code, ErrorCode::Unreachable | ErrorCode::TimedOut)
+}
+
+async fn tell_power(write: &mut Write<'_>, vm: &Vm, seen: &VmState) -> Result<(), StoreError> {
+    let (actor, target) = (crate::SELF, vm.name.as_str());
+    if let Some(Stopped { reason, detail, .. }) = &seen.stopped
+        && vm.seen_stopped != seen.stopped
+    {
+        let detail = format!("{reason:?}: {detail}");
+        write.event(NewEvent { kind: "vm.stopped", actor, target, detail: &detail }).await?;
+    }
+    if seen.power == Power::Running && vm.seen_power != Some(Power::Running) {
+        let detail = format!("on host '{}'", vm.host_name);
+        write.event(NewEvent { kind: "vm.started", actor, target, detail: &detail }).await?;
+    }
+    Ok(())
+}

@@ -1,0 +1,118 @@
+//! What comes with a request: bodies, queries and names, each with its limits, each error a problem
+//! that names the field.
+
+use axum::body::{Body, Bytes};
+use axum::extract::{FromRequest, FromRequestParts, Path, Query, Request};
+use axum::http::header::CONTENT_TYPE;
+use axum::http::request::Parts;
+use http_body_util::{BodyExt, LengthLimitError, Limited};
+use serde::de::DeserializeOwned;
+use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::request::BODY_MAX;
+
+use super::problem::Refusal;
+
+async fn read(body: Body) -> Result<Bytes, Refusal> {
+    match Limited::new(body, BODY_MAX).collect().await {
+        Ok(collected) => Ok(collected.to_bytes()),
+        Err(error) if error.is::<LengthLimitError>() => {
+            let detail = format!("the request body is longer than {BODY_MAX} bytes");
+            Err(Problem::new(ErrorCode::TooLarge, detail).into())
+        }
+        Err(error) => {
+            let detail = format!("the request body could not be read: {error}");
+            Err(Problem::new(ErrorCode::InvalidRequest, detail).into())
+        }
+    }
+}
+
+/// Understands JSON; an error names the field by its path.
+fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, Problem> {
+    let mut deserializer = serde_json::Deserializer::from_slice(bytes);
+    let parsed = serde_path_to_error::deserialize(&mut deserializer).map_err(|error| {
+        let path = error.path().to_string();
+        let error = error.into_inner();
+        if error.is_data() && path != "." {
+            Problem::invalid(path, error.to_string())
+        } else {
+            Problem::new(
+                ErrorCode::InvalidRequest,
+                format!("the body is not what it should be: {error}"),
+            )
+        }
+    })?;
+    deserializer.end().map_err(|error| {
+        Problem::new(ErrorCode::InvalidRequest, format!("the body goes on after its end: {error}"))
+    })?;
+    Ok(parsed)
+}
+
+/// A JSON body.
+pub(super) struct Json<T>(pub T);
+
+impl<T: DeserializeOwned, S: Sync> FromRequest<S> for Json<T> {
+    type Rejection = Refusal;
+
+    async fn from_request(request: Request, _: &S) -> Result<Self, Refusal> {
+        check_type(&request)?;
+        Ok(Self(parse(&read(request.into_body()).await?)?))
+    }
+}
+
+fn check_type(request: &Request) -> Result<(), Refusal> {
+    let media_type = request.headers().get(CONTENT_TYPE).and_then(|value| value.to_str().ok());
+    let essence = media_type.and_then(|value| value.split(';').next()).map(str::trim);
+    if essence.is_some_and(|essence| essence.eq_ignore_ascii_case("application/json")) {
+        return Ok(());
+    }
+    let detail = "the body must be JSON, and Content-Type must say application/json";
+    Err(Problem::new(ErrorCode::InvalidRequest, detail).into())
+}
+
+/// A JSON body, or none for what is usual.
+pub(super) struct OptionalJson<T>(pub T);
+
+impl<T: DeserializeOwned + Default, S: Sync> FromRequest<S> for OptionalJson<T> {
+    type Rejection = Refusal;
+
+    async fn from_request(request: Request, _: &S) -> Result<Self, Refusal> {
+        let bytes = read(request.into_body()).await?;
+        if bytes.is_empty() {
+            return Ok(Self(T::default()));
+        }
+        Ok(Self(parse::<Option<T>>(&bytes)?.unwrap_or_default()))
+    }
+}
+
+/// What a request without parameters may have as its body: nothing, `null` or `{}`.
+#[derive(Default, serde::Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Nothing {}
+
+/// The query.
+pub(super) struct Asked<T>(pub T);
+
+impl<T: DeserializeOwned, S: Sync> FromRequestParts<S> for Asked<T> {
+    type Rejection = Refusal;
+
+    async fn from_request_parts(parts: &mut Parts, _: &S) -> Result<Self, Refusal> {
+        match Query::try_from_uri(&parts.uri) {
+            Ok(Query(query)) => Ok(Self(query)),
+            Err(error) => Err(Problem::invalid("query", error.body_text()).into()),
+        }
+    }
+}
+
+/// The name or id in a path.
+pub(super) struct Named(pub String);
+
+impl<S: Send + Sync> FromRequestParts<S> for Named {
+    type Rejection = Refusal;
+
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, Refusal> {
+        match Path::from_request_parts(parts, state).await {
+            Ok(Path(name)) => Ok(Self(name)),
+            Err(error) => Err(Problem::new(ErrorCode::InvalidRequest, error.body_text()).into()),
+        }
+    }
+}

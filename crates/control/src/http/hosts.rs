@@ -1,0 +1,109 @@
+//! Hosts.
+
+use std::sync::Arc;
+
+use axum::Json;
+use axum::extract::State;
+use axum::http::StatusCode;
+use vmseal_api::model::{Host, JoinToken, Page};
+use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::request::{JoinHost, Joined};
+
+use super::auth::User;
+use super::body::{self, Asked, Named, Nothing, OptionalJson};
+use super::problem::Refusal;
+use super::{App, PageQuery, page};
+use crate::hosts::join as joining;
+use crate::store::events::NewEvent;
+use crate::store::hosts;
+
+fn shown(app: &App, host: hosts::Host) -> Host {
+    let view = app.hosts.view(host.id);
+    Host {
+        id: host.id,
+        name: host.name,
+        address: host.address,
+        connection: view.connection,
+        description: view.description.or(host.description),
+    }
+}
+
+async fn find(app: &App, name: &str) -> Result<hosts::Host, Refusal> {
+    let found = hosts::find(&mut *app.store.read().await?, name).await?;
+    Ok(found.ok_or_else(|| Problem::not_found("host", name))?)
+}
+
+/// Lists the hosts.
+#[utoipa::path(get, path = "/api/v1/hosts", tag = "hosts", params(PageQuery),
+    responses((status = 200, body = Page<Host>), Refusal))]
+pub(super) async fn list(
+    State(app): State<Arc<App>>,
+    Asked(query): Asked<PageQuery>,
+) -> Result<Json<Page<Host>>, Refusal> {
+    let part = query.part();
+    let found = hosts::list(&mut *app.store.read().await?, &part).await?;
+    let items = found.into_iter().map(|host| shown(&app, host)).collect();
+    Ok(Json(page(items, part.limit, |host: &Host| host.id.to_string())))
+}
+
+/// Shows a host.
+#[utoipa::path(get, path = "/api/v1/hosts/{host}", tag = "hosts",
+    params(("host" = String, Path, description = "Its name or id")),
+    responses((status = 200, body = Host), Refusal))]
+pub(super) async fn show(
+    State(app): State<Arc<App>>,
+    Named(name): Named,
+) -> Result<Json<Host>, Refusal> {
+    Ok(Json(shown(&app, find(&app, &name).await?)))
+}
+
+/// Removes a host that has neither datastores nor VMs.
+#[utoipa::path(delete, path = "/api/v1/hosts/{host}", tag = "hosts",
+    params(("host" = String, Path, description = "Its name or id")),
+    responses((status = 204, description = "It is removed"), Refusal))]
+pub(super) async fn remove(
+    State(app): State<Arc<App>>,
+    Named(name): Named,
+    User(actor): User,
+) -> Result<StatusCode, Refusal> {
+    let host = find(&app, &name).await?;
+    let mut write = app.store.write().await?;
+    let (datastores, vms) = hosts::uses(&mut write, host.id).await?;
+    if datastores + vms > 0 {
+        let detail = format!(
+            "host '{}' has {datastores} datastores and {vms} VMs: remove them first",
+            host.name
+        );
+        return Err(Problem::new(ErrorCode::InUse, detail).into());
+    }
+    hosts::delete(&mut write, host.id).await?;
+    let (kind, target, detail) = ("host.removed", host.name.as_str(), host.address.as_str());
+    write.event(NewEvent { kind, actor: &actor, target, detail }).await?;
+    write.commit().await?;
+    app.hosts.remove(host.id);
+    Ok(StatusCode::NO_CONTENT)
+}
+
+/// Makes a one-time token that lets a machine join as a host.
+#[utoipa::path(post, path = "/api/v1/hosts/tokens", tag = "hosts",
+    responses((status = 201, body = JoinToken), Refusal))]
+pub(super) async fn make_token(
+    State(app): State<Arc<App>>,
+    User(actor): User,
+    OptionalJson(Nothing {}): OptionalJson<Nothing>,
+) -> Result<(StatusCode, Json<JoinToken>), Refusal> {
+    let token = joining::make_token(&app.store, &app.authority, &actor).await?;
+    Ok((StatusCode::CREATED, Json(token)))
+}
+
+/// Joins as a host; the token in the request is what authorizes it.
+#[utoipa::path(post, path = "/api/v1/hosts/join", tag = "hosts", security(()),
+    request_body = JoinHost, responses((status = 201, body = Joined), Refusal))]
+pub(super) async fn join(
+    State(app): State<Arc<App>>,
+    body::Json(request): body::Json<JoinHost>,
+) -> Result<(StatusCode, Json<Joined>), Refusal> {
+    let (host, joined) = joining::join(&app.store, &app.authority, request).await?;
+    app.hosts.add(&host)?;
+    Ok((StatusCode::CREATED, Json(joined)))
+}

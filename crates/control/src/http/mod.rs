@@ -1,0 +1,191 @@
+//! The REST API under `/api/v1`: one module per resource, and what they share.
+//!
+//! Every answer that is not a success is a problem (RFC 9457), also for what no handler sees.
+
+mod about;
+mod auth;
+mod body;
+mod console;
+mod datastores;
+mod events;
+mod hosts;
+mod policies;
+mod problem;
+mod providers;
+mod tasks;
+mod vms;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::extract::Request;
+use axum::http::StatusCode;
+use axum::middleware::{self, Next};
+use axum::response::{IntoResponse, Response};
+use serde::Deserialize;
+use utoipa::openapi::security::{HttpAuthScheme, HttpBuilder, SecurityScheme};
+use utoipa::{IntoParams, Modify, OpenApi};
+use utoipa_axum::router::OpenApiRouter;
+use utoipa_axum::routes;
+use vmseal_api::model::Page;
+use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_secret::sealed_box::Recipient;
+
+use self::problem::Refusal;
+use crate::authority::Authority;
+use crate::hosts::Hosts;
+use crate::providers::Providers;
+use crate::store::{PAGE_MAX, Part, Store};
+use crate::tasks::Engine;
+
+/// How long a request may take in all; console connections are no requests any more once they stand.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// How many resources a page has where nobody says otherwise.
+const PAGE_DEFAULT: u32 = 100;
+
+/// What the handlers work with.
+pub struct App {
+    /// The inventory.
+    pub store: Arc<Store>,
+    /// The key providers.
+    pub providers: Arc<Providers>,
+    /// The hosts.
+    pub hosts: Arc<Hosts>,
+    /// The tasks.
+    pub engine: Arc<Engine>,
+    /// The authority.
+    pub authority: Arc<Authority>,
+    /// What passphrases are sealed to.
+    pub recipient: Recipient,
+}
+
+#[derive(OpenApi)]
+#[openapi(
+    info(
+        title = "vmseal",
+        description = "Encrypts virtual machines by policy. Long work answers 202 with a task; every \
+                       error is a problem (RFC 9457).",
+    ),
+    modifiers(&Credentials),
+    security(("token" = [])),
+)]
+struct Document;
+
+struct Credentials;
+
+impl Modify for Credentials {
+    fn modify(&self, document: &mut utoipa::openapi::OpenApi) {
+        let scheme = HttpBuilder::new().scheme(HttpAuthScheme::Bearer).build();
+        let components = document.components.get_or_insert_default();
+        components.add_security_scheme("token", SecurityScheme::Http(scheme));
+        components.schemas.extend(problem::schemas());
+    }
+}
+
+fn open_routes() -> OpenApiRouter<Arc<App>> {
+    OpenApiRouter::with_openapi(Document::openapi())
+        .routes(routes!(about::show))
+        .routes(routes!(hosts::join))
+}
+
+fn user_routes() -> OpenApiRouter<Arc<App>> {
+    OpenApiRouter::new()
+        .routes(routes!(hosts::list))
+        .routes(routes!(hosts::show, hosts::remove))
+        .routes(routes!(hosts::make_token))
+        .routes(routes!(datastores::list, datastores::add))
+        .routes(routes!(datastores::show, datastores::remove))
+        .routes(routes!(providers::list, providers::add))
+        .routes(routes!(providers::show, providers::remove))
+        .routes(routes!(providers::unlock))
+        .routes(routes!(providers::backup))
+        .routes(routes!(providers::verify))
+        .routes(routes!(providers::make_default))
+        .routes(routes!(policies::list, policies::add))
+        .routes(routes!(policies::show, policies::remove))
+        .routes(routes!(vms::list, vms::create))
+        .routes(routes!(vms::show, vms::delete))
+        .routes(routes!(vms::start))
+        .routes(routes!(vms::stop))
+        .routes(routes!(console::open))
+        .routes(routes!(tasks::list))
+        .routes(routes!(tasks::show))
+        .routes(routes!(tasks::cancel))
+        .routes(routes!(events::list))
+        .routes(routes!(events::alarms))
+}
+
+/// The API as a document.
+#[must_use]
+pub fn document() -> utoipa::openapi::OpenApi {
+    open_routes().merge(user_routes()).into_openapi()
+}
+
+/// The API.
+#[must_use]
+pub fn router(app: Arc<App>) -> axum::Router {
+    let authenticate = middleware::from_fn_with_state(Arc::clone(&app), auth::authenticate);
+    let users = axum::Router::from(user_routes()).route_layer(authenticate);
+    axum::Router::from(open_routes())
+        .merge(users)
+        .fallback(unknown_path)
+        .method_not_allowed_fallback(wrong_method)
+        .layer(middleware::from_fn(limit_time))
+        .with_state(app)
+}
+
+async fn unknown_path(request: Request) -> Refusal {
+    Problem::new(ErrorCode::NotFound, format!("there is no path '{}'", request.uri().path())).into()
+}
+
+async fn wrong_method(request: Request) -> Refusal {
+    let detail = format!("{} cannot be done with {}", request.method(), request.uri().path());
+    let mut problem = Problem::new(ErrorCode::InvalidRequest, detail);
+    problem.status = StatusCode::METHOD_NOT_ALLOWED.as_u16();
+    problem.into()
+}
+
+async fn limit_time(request: Request, next: Next) -> Response {
+    match tokio::time::timeout(REQUEST_TIMEOUT, next.run(request)).await {
+        Ok(response) => response,
+        Err(_) => {
+            let detail = format!(
+                "the request took longer than {} s; whether it was done is not known",
+                REQUEST_TIMEOUT.as_secs()
+            );
+            Refusal::from(Problem::new(ErrorCode::TimedOut, detail)).into_response()
+        }
+    }
+}
+
+/// Which part of a list.
+#[derive(Debug, Deserialize, IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+struct PageQuery {
+    /// The `next` of the last page.
+    after: Option<String>,
+    /// How many resources at most.
+    limit: Option<u32>,
+}
+
+impl PageQuery {
+    fn part(&self) -> Part {
+        Part { after: self.after.clone().unwrap_or_default(), limit: page_limit(self.limit) }
+    }
+}
+
+fn page_limit(asked: Option<u32>) -> u32 {
+    asked.unwrap_or(PAGE_DEFAULT).clamp(1, PAGE_MAX)
+}
+
+/// A page; there may be another one when it is full.
+fn page<T>(items: Vec<T>, limit: u32, place: impl FnOnce(&T) -> String) -> Page<T> {
+    let full = u32::try_from(items.len()).is_ok_and(|count| count >= limit);
+    let next = items.last().filter(|_| full).map(place);
+    Page { items, next }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,184 @@
+//! Key providers.
+
+use std::sync::Arc;
+
+use axum::Json;
+use axum::extract::State;
+use axum::http::StatusCode;
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
+use vmseal_api::id::check_name;
+use vmseal_api::model::{Page, Provider};
+use vmseal_api::problem::Problem;
+use vmseal_api::request::{AddProvider, Backup, GivePassphrase, VerifyBackup};
+
+use super::about::open_passphrase;
+use super::auth::User;
+use super::body::{self, Asked, Named, Nothing, OptionalJson};
+use super::problem::Refusal;
+use super::{App, PageQuery, page};
+use crate::providers::Restore;
+use crate::store::events::NewEvent;
+use crate::store::providers;
+
+fn shown(app: &App, provider: providers::Provider) -> Provider {
+    let status = app.providers.status(&provider);
+    Provider {
+        id: provider.id,
+        name: provider.name,
+        kind: provider.kind,
+        default: provider.default,
+        status,
+    }
+}
+
+async fn find(app: &App, name: &str) -> Result<providers::Provider, Refusal> {
+    let found = providers::find(&mut *app.store.read().await?, name).await?;
+    Ok(found.ok_or_else(|| Problem::not_found("provider", name))?)
+}
+
+fn decode(backup: &str) -> Result<Vec<u8>, Problem> {
+    STANDARD.decode(backup).map_err(|_| Problem::invalid("backup", "it is not base64"))
+}
+
+/// Lists the key providers.
+#[utoipa::path(get, path = "/api/v1/providers", tag = "providers", params(PageQuery),
+    responses((status = 200, body = Page<Provider>), Refusal))]
+pub(super) async fn list(
+    State(app): State<Arc<App>>,
+    Asked(query): Asked<PageQuery>,
+) -> Result<Json<Page<Provider>>, Refusal> {
+    let part = query.part();
+    let found = providers::list(&mut *app.store.read().await?, &part).await?;
+    let items = found.into_iter().map(|provider| shown(&app, provider)).collect();
+    Ok(Json(page(items, part.limit, |it: &Provider| it.id.to_string())))
+}
+
+/// Adds a native key provider, with a new key or from a backup.
+#[utoipa::path(post, path = "/api/v1/providers", tag = "providers", request_body = AddProvider,
+    responses((status = 201, body = Provider), Refusal))]
+pub(super) async fn add(
+    State(app): State<Arc<App>>,
+    User(actor): User,
+    body::Json(request): body::Json<AddProvider>,
+) -> Result<(StatusCode, Json<Provider>), Refusal> {
+    let name = &request.name;
+    check_name(name).map_err(|error| Problem::invalid("name", error.to_string()))?;
+    let passphrase = match &request.passphrase {
+        Some(sealed) => Some(open_passphrase(&app, name, sealed, "passphrase")?),
+        None => None,
+    };
+    let restore = match (&request.backup, &request.backup_passphrase) {
+        (Some(backup), Some(sealed)) => Some(Restore {
+            backup: decode(backup)?,
+            passphrase: open_passphrase(&app, name, sealed, "backup_passphrase")?,
+        }),
+        (None, None) => None,
+        (Some(_), None) => {
+            let detail = "the backup's passphrase is needed with the backup";
+            return Err(Problem::invalid("backup_passphrase", detail).into());
+        }
+        (None, Some(_)) => {
+            return Err(Problem::invalid("backup", "a passphrase came without a backup").into());
+        }
+    };
+    let provider = app.providers.add(name, passphrase, restore, &actor).await?;
+    Ok((StatusCode::CREATED, Json(shown(&app, provider))))
+}
+
+/// Shows a key provider.
+#[utoipa::path(get, path = "/api/v1/providers/{provider}", tag = "providers",
+    params(("provider" = String, Path, description = "Its name or id")),
+    responses((status = 200, body = Provider), Refusal))]
+pub(super) async fn show(
+    State(app): State<Arc<App>>,
+    Named(name): Named,
+) -> Result<Json<Provider>, Refusal> {
+    let provider = find(&app, &name).await?;
+    Ok(Json(shown(&app, provider)))
+}
+
+/// Removes a key provider that nothing uses, with its key.
+#[utoipa::path(delete, path = "/api/v1/providers/{provider}", tag = "providers",
+    params(("provider" = String, Path, description = "Its name or id")),
+    responses((status = 204, description = "It is removed"), Refusal))]
+pub(super) async fn remove(
+    State(app): State<Arc<App>>,
+    Named(name): Named,
+    User(actor): User,
+) -> Result<StatusCode, Refusal> {
+    let provider = find(&app, &name).await?;
+    app.providers.remove(&provider, &actor).await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+/// Gives a provider's passphrase, after a start of the server.
+#[utoipa::path(post, path = "/api/v1/providers/{provider}/unlock", tag = "providers",
+    params(("provider" = String, Path, description = "Its name or id")),
+    request_body = GivePassphrase, responses((status = 200, body = Provider), Refusal))]
+pub(super) async fn unlock(
+    State(app): State<Arc<App>>,
+    Named(name): Named,
+    User(actor): User,
+    body::Json(request): body::Json<GivePassphrase>,
+) -> Result<Json<Provider>, Refusal> {
+    let provider = find(&app, &name).await?;
+    let passphrase = open_passphrase(&app, &provider.name, &request.passphrase, "passphrase")?;
+    app.providers.unlock(&provider, passphrase, &actor).await?;
+    Ok(Json(shown(&app, provider)))
+}
+
+/// Gives a backup of the provider's key, sealed under the passphrase of the request.
+#[utoipa::path(post, path = "/api/v1/providers/{provider}/backup", tag = "providers",
+    params(("provider" = String, Path, description = "Its name or id")),
+    request_body = GivePassphrase, responses((status = 200, body = Backup), Refusal))]
+pub(super) async fn backup(
+    State(app): State<Arc<App>>,
+    Named(name): Named,
+    User(actor): User,
+    body::Json(request): body::Json<GivePassphrase>,
+) -> Result<Json<Backup>, Refusal> {
+    let provider = find(&app, &name).await?;
+    let passphrase = open_passphrase(&app, &provider.name, &request.passphrase, "passphrase")?;
+    let backup = app.providers.backup(&provider, passphrase, &actor).await?;
+    Ok(Json(Backup { backup: STANDARD.encode(backup) }))
+}
+
+/// Verifies a backup; the provider makes keys from the first success on.
+#[utoipa::path(post, path = "/api/v1/providers/{provider}/verify", tag = "providers",
+    params(("provider" = String, Path, description = "Its name or id")),
+    request_body = VerifyBackup, responses((status = 200, body = Provider), Refusal))]
+pub(super) async fn verify(
+    State(app): State<Arc<App>>,
+    Named(name): Named,
+    User(actor): User,
+    body::Json(request): body::Json<VerifyBackup>,
+) -> Result<Json<Provider>, Refusal> {
+    let provider = find(&app, &name).await?;
+    let restore = Restore {
+        backup: decode(&request.backup)?,
+        passphrase: open_passphrase(&app, &provider.name, &request.passphrase, "passphrase")?,
+    };
+    app.providers.verify(&provider, restore, &actor).await?;
+    Ok(Json(shown(&app, find(&app, &name).await?)))
+}
+
+/// Makes a provider the default one.
+#[utoipa::path(post, path = "/api/v1/providers/{provider}/default", tag = "providers",
+    params(("provider" = String, Path, description = "Its name or id")),
+    responses((status = 200, body = Provider), Refusal))]
+pub(super) async fn make_default(
+    State(app): State<Arc<App>>,
+    Named(name): Named,
+    User(actor): User,
+    OptionalJson(Nothing {}): OptionalJson<Nothing>,
+) -> Result<Json<Provider>, Refusal> {
+    let provider = find(&app, &name).await?;
+    let mut write = app.store.write().await?;
+    providers::set_default(&mut write, provider.id).await?;
+    let (kind, target) = ("provider.made-default", provider.name.as_str());
+    let detail = "policies that name none use it";
+    write.event(NewEvent { kind, actor: &actor, target, detail }).await?;
+    write.commit().await?;
+    Ok(Json(shown(&app, find(&app, &name).await?)))
+}

@@ -1,0 +1,71 @@
+//! Tasks.
+
+use std::sync::Arc;
+
+use axum::Json;
+use axum::extract::State;
+use axum::http::{HeaderValue, StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use vmseal_api::model::{Page, Task};
+use vmseal_api::problem::Problem;
+
+use super::auth::User;
+use super::body::{Asked, Named, Nothing, OptionalJson};
+use super::problem::Refusal;
+use super::{App, PageQuery, page};
+use crate::store::tasks;
+
+/// The answer to a request for long work: 202, the task, and where it is.
+pub(super) struct Accepted(pub Task);
+
+impl IntoResponse for Accepted {
+    fn into_response(self) -> Response {
+        let place = format!("/api/v1/tasks/{}", self.0.id);
+        let mut response = (StatusCode::ACCEPTED, Json(self.0)).into_response();
+        // A UUID has nothing that a header cannot hold.
+        if let Ok(place) = HeaderValue::try_from(place) {
+            response.headers_mut().insert(header::LOCATION, place);
+        }
+        response
+    }
+}
+
+/// Lists the tasks, oldest first.
+#[utoipa::path(get, path = "/api/v1/tasks", tag = "tasks", params(PageQuery),
+    responses((status = 200, body = Page<Task>), Refusal))]
+pub(super) async fn list(
+    State(app): State<Arc<App>>,
+    Asked(query): Asked<PageQuery>,
+) -> Result<Json<Page<Task>>, Refusal> {
+    let part = query.part();
+    let found = tasks::list(&mut *app.store.read().await?, &part).await?;
+    let items = found.iter().map(|task| app.engine.shown(task)).collect();
+    Ok(Json(page(items, part.limit, |it: &Task| it.id.to_string())))
+}
+
+/// Shows a task.
+#[utoipa::path(get, path = "/api/v1/tasks/{task}", tag = "tasks",
+    params(("task" = String, Path, description = "Its id")),
+    responses((status = 200, body = Task), Refusal))]
+pub(super) async fn show(
+    State(app): State<Arc<App>>,
+    Named(id): Named,
+) -> Result<Json<Task>, Refusal> {
+    let found = tasks::get(&mut *app.store.read().await?, &id).await?;
+    let task = found.ok_or_else(|| Problem::not_found("task", &id))?;
+    Ok(Json(app.engine.shown(&task)))
+}
+
+/// Asks a task to stop and to undo what it has done.
+#[utoipa::path(post, path = "/api/v1/tasks/{task}/cancel", tag = "tasks",
+    params(("task" = String, Path, description = "Its id")),
+    responses((status = 202, body = Task), Refusal))]
+pub(super) async fn cancel(
+    State(app): State<Arc<App>>,
+    Named(id): Named,
+    User(actor): User,
+    OptionalJson(Nothing {}): OptionalJson<Nothing>,
+) -> Result<Accepted, Refusal> {
+    let task = app.engine.cancel(&id, &actor).await?;
+    Ok(Accepted(app.engine.shown(&task)))
+}

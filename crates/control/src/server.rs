@@ -1,0 +1,281 @@
+//! The server process: everything above, put together, behind TLS.
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use hyper::server::conn::http1;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use hyper_util::service::TowerToHyperService;
+use rustls::ServerConfig;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::{Semaphore, watch};
+use tokio::task::{JoinHandle, JoinSet};
+use tokio_rustls::TlsAcceptor;
+use vmseal_api::client::ClientIdentity;
+use vmseal_secret::sealed_box::Recipient;
+
+use crate::authority::Authority;
+use crate::hosts::Hosts;
+use crate::hosts::connector::{HostConnector, HttpsConnector};
+use crate::http::{App, router};
+use crate::identity::Identity;
+use crate::initialise::{InitialiseError, Initialised, certificate_names, initialise};
+use crate::providers::Providers;
+use crate::store::{Store, StoreError};
+use crate::tasks::{Engine, Retry};
+
+/// How many connections stand at once; more wait in the kernel's queue.
+const CONNECTIONS_MAX: usize = 512;
+
+/// How long a client may take for its TLS handshake, and for a request's header.
+const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// The longest request header, in bytes.
+const HEADER_MAX: usize = 32 * 1024;
+
+/// How long requests that are under way may take when the server stops.
+const FAREWELL: Duration = Duration::from_secs(5);
+
+/// How often the server looks whether its certificate is to be renewed.
+const RENEW_EVERY: Duration = Duration::from_secs(24 * 3600);
+
+/// How long to wait when a connection cannot be accepted (no descriptors left).
+const ACCEPT_PAUSE: Duration = Duration::from_millis(200);
+
+/// How to run a server.
+#[derive(Clone, Debug)]
+pub struct ServerOptions {
+    /// Where all that it keeps is.
+    pub data_dir: PathBuf,
+    /// Where it listens; port 0 takes a free one.
+    pub listen: SocketAddr,
+    /// Names and addresses for its certificate, beside those of `listen`.
+    pub names: Vec<String>,
+    /// Where credentials are (systemd's `$CREDENTIALS_DIRECTORY`).
+    pub credentials_dir: Option<PathBuf>,
+}
+
+/// Why the server cannot run.
+#[derive(Debug, thiserror::Error)]
+pub enum ServerError {
+    /// The data directory.
+    #[error(transparent)]
+    Initialise(#[from] InitialiseError),
+    /// The inventory.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    /// The listening socket.
+    #[error("cannot listen on {0}: {1}")]
+    Listen(SocketAddr, std::io::Error),
+    /// TLS cannot be set up.
+    #[error("TLS cannot be set up: {0}")]
+    Tls(#[from] rustls::Error),
+    /// There is no key pair for passphrases.
+    #[error(transparent)]
+    Box(#[from] vmseal_secret::sealed_box::BoxError),
+    /// Signals cannot be waited for.
+    #[error("cannot wait for signals: {0}")]
+    Signals(std::io::Error),
+}
+
+/// A server that runs.
+pub struct Server {
+    address: SocketAddr,
+    store: Arc<Store>,
+    engine: Arc<Engine>,
+    stop: watch::Sender<bool>,
+    accepting: JoinHandle<()>,
+    renewing: JoinHandle<()>,
+    _lock: nix::fcntl::Flock<std::fs::File>,
+}
+
+impl Server {
+    /// Starts a server. The process should have hardened itself ([`vmseal_secret::process::harden`]).
+    ///
+    /// # Errors
+    /// [`ServerError`].
+    pub async fn start(options: ServerOptions) -> Result<Self, ServerError> {
+        Self::start_with(options, None).await
+    }
+
+    /// Starts a server that gets to agents in another way than over HTTPS.
+    ///
+    /// # Errors
+    /// [`ServerError`].
+    pub async fn start_with(
+        options: ServerOptions,
+        connector: Option<Arc<dyn HostConnector>>,
+    ) -> Result<Self, ServerError> {
+        let names = certificate_names(options.listen, &options.names);
+        let Initialised { lock, authority, identity, store } =
+            initialise(&options.data_dir, names).await?;
+        let listener = TcpListener::bind(options.listen)
+            .await
+            .map_err(|error| ServerError::Listen(options.listen, error))?;
+        let address =
+            listener.local_addr().map_err(|error| ServerError::Listen(options.listen, error))?;
+        let (store, authority, identity) =
+            (Arc::new(store), Arc::new(authority), Arc::new(identity));
+        let connector = connector.unwrap_or_else(|| {
+            Arc::new(HttpsConnector(ClientIdentity {
+                authority: authority.pem().to_owned(),
+                certificate: Arc::clone(&identity) as _,
+            }))
+        });
+        let providers =
+            Providers::open(Arc::clone(&store), &options.data_dir, options.credentials_dir).await?;
+        let providers = Arc::new(providers);
+        let hosts = Hosts::start(Arc::clone(&store), Arc::clone(&providers), connector).await?;
+        let hosts = Arc::new(hosts);
+        let engine = Arc::new(Engine::new(
+            Arc::clone(&store),
+            Arc::clone(&providers),
+            Arc::clone(&hosts),
+            Retry::USUAL,
+        ));
+        engine.resume().await?;
+        let app = Arc::new(App {
+            store: Arc::clone(&store),
+            providers,
+            hosts,
+            engine: Arc::clone(&engine),
+            authority: Arc::clone(&authority),
+            recipient: Recipient::generate()?,
+        });
+        let tls = TlsAcceptor::from(Arc::new(tls(&identity)?));
+        let (stop, stopped) = watch::channel(false);
+        let accepting = tokio::spawn(accept(listener, tls, router(app), stopped));
+        let renewing = tokio::spawn(renew(identity, authority));
+        tracing::info!(%address, "the server runs");
+        Ok(Self { address, store, engine, stop, accepting, renewing, _lock: lock })
+    }
+
+    /// Where it listens.
+    #[must_use]
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Stops: requests under way may end, tasks stop where they are and go on with the next start.
+    pub async fn shutdown(self) {
+        self.renewing.abort();
+        self.engine.stop();
+        self.stop.send_replace(true);
+        // It bounds its own farewell; that it panicked is in the log.
+        let _ = self.accepting.await;
+        self.store.close().await;
+    }
+}
+
+/// Runs a server until it is told to end (SIGTERM, SIGINT).
+///
+/// # Errors
+/// [`ServerError`].
+pub async fn serve(options: ServerOptions) -> Result<(), ServerError> {
+    use tokio::signal::unix::{SignalKind, signal};
+    let mut terminate = signal(SignalKind::terminate()).map_err(ServerError::Signals)?;
+    let mut interrupt = signal(SignalKind::interrupt()).map_err(ServerError::Signals)?;
+    let server = Server::start(options).await?;
+    tokio::select! {
+        _ = terminate.recv() => {}
+        _ = interrupt.recv() => {}
+    }
+    server.shutdown().await;
+    Ok(())
+}
+
+fn tls(identity: &Arc<Identity>) -> Result<ServerConfig, rustls::Error> {
+    let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
+    let mut config = ServerConfig::builder_with_provider(provider)
+        .with_safe_default_protocol_versions()?
+        .with_no_client_auth()
+        .with_cert_resolver(Arc::clone(identity) as _);
+    config.alpn_protocols = vec![b"http/1.1".to_vec()];
+    Ok(config)
+}
+
+async fn renew(identity: Arc<Identity>, authority: Arc<Authority>) {
+    loop {
+        tokio::time::sleep(RENEW_EVERY).await;
+        if let Err(error) = identity.renew(&authority) {
+            tracing::error!(%error, "the server's certificate could not be renewed");
+        }
+    }
+}
+
+async fn accept(
+    listener: TcpListener,
+    tls: TlsAcceptor,
+    router: axum::Router,
+    mut stopped: watch::Receiver<bool>,
+) {
+    let places = Arc::new(Semaphore::new(CONNECTIONS_MAX));
+    let mut connections = JoinSet::new();
+    loop {
+        let accepted = tokio::select! {
+            accepted = next(&listener, &places) => accepted,
+            _ = connections.join_next(), if !connections.is_empty() => continue,
+            _ = stopped.changed() => break,
+        };
+        match accepted {
+            Ok((stream, place)) => {
+                let served = serve_connection(stream, tls.clone(), router.clone(), stopped.clone());
+                connections.spawn(async move {
+                    served.await;
+                    drop(place);
+                });
+            }
+            Err(error) => {
+                tracing::warn!(%error, "a connection could not be accepted");
+                tokio::time::sleep(ACCEPT_PAUSE).await;
+            }
+        }
+    }
+    drop(listener);
+    let farewell = async { while connections.join_next().await.is_some() {} };
+    // What is still there then is aborted with the set.
+    let _ = tokio::time::timeout(FAREWELL, farewell).await;
+}
+
+async fn next(
+    listener: &TcpListener,
+    places: &Arc<Semaphore>,
+) -> std::io::Result<(TcpStream, tokio::sync::OwnedSemaphorePermit)> {
+    let place = Arc::clone(places).acquire_owned().await.map_err(std::io::Error::other)?;
+    let (stream, _) = listener.accept().await?;
+    Ok((stream, place))
+}
+
+async fn serve_connection(
+    stream: TcpStream,
+    tls: TlsAcceptor,
+    router: axum::Router,
+    mut stopped: watch::Receiver<bool>,
+) {
+    // Answers are small and waited for; a socket that refuses this still works.
+    let _ = stream.set_nodelay(true);
+    let stream = match tokio::time::timeout(HELLO_TIMEOUT, tls.accept(stream)).await {
+        Ok(Ok(stream)) => stream,
+        Ok(Err(error)) => return tracing::debug!(%error, "no TLS"),
+        Err(_) => return tracing::debug!("no TLS in time"),
+    };
+    let connection = http1::Builder::new()
+        .timer(TokioTimer::new())
+        .header_read_timeout(HELLO_TIMEOUT)
+        .max_buf_size(HEADER_MAX)
+        .serve_connection(TokioIo::new(stream), TowerToHyperService::new(router))
+        .with_upgrades();
+    let mut connection = std::pin::pin!(connection);
+    let ended = tokio::select! {
+        ended = connection.as_mut() => ended,
+        _ = stopped.changed() => {
+            connection.as_mut().graceful_shutdown();
+            connection.await
+        }
+    };
+    if let Err(error) = ended {
+        tracing::debug!(%error, "a connection ended early");
+    }
+}

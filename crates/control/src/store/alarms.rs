@@ -1,0 +1,135 @@
+//! Alarms that stand. Each source says all of its alarms at once; what it no longer says is gone.
+
+use jiff::Timestamp;
+use sqlx::{FromRow, SqliteConnection};
+use vmseal_api::model::Alarm;
+
+use super::events::NewEvent;
+use super::{StoreError, Write, parse};
+
+/// An alarm as its source sees it; since when is the store's matter.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Standing {
+    /// What kind.
+    pub code: &'static str,
+    /// The resource, by name.
+    pub target: String,
+    /// What happened and what to do.
+    pub detail: String,
+}
+
+#[derive(FromRow)]
+struct Row {
+    code: String,
+    target: String,
+    since: String,
+    detail: String,
+}
+
+async fn of_source(from: &mut SqliteConnection, source: &str) -> Result<Vec<Row>, StoreError> {
+    Ok(sqlx::query_as("SELECT code, target, since, detail FROM alarms WHERE source = ?")
+        .bind(source)
+        .fetch_all(from)
+        .await?)
+}
+
+/// Whether a source's alarms are others than these.
+pub async fn differ(
+    from: &mut SqliteConnection,
+    source: &str,
+    standing: &[Standing],
+) -> Result<bool, StoreError> {
+    let known = of_source(from, source).await?;
+    let same = known.len() == standing.len()
+        && standing.iter().all(|alarm| {
+            known.iter().any(|row| {
+                row.code == alarm.code && row.target == alarm.target && row.detail == alarm.detail
+            })
+        });
+    Ok(!same)
+}
+
+/// Replaces a source's alarms, and tells of those that came and went. `standing` names every
+/// (code, target) once.
+pub async fn replace(
+    write: &mut Write<'_>,
+    source: &str,
+    standing: &[Standing],
+) -> Result<(), StoreError> {
+    let known = of_source(write, source).await?;
+    for row in &known {
+        if !standing.iter().any(|alarm| alarm.code == row.code && alarm.target == row.target) {
+            sqlx::query("DELETE FROM alarms WHERE source = ? AND code = ? AND target = ?")
+                .bind(source)
+                .bind(&row.code)
+                .bind(&row.target)
+                .execute(&mut **write)
+                .await?;
+            tell(write, "alarm.cleared", &row.target, &row.code).await?;
+        }
+    }
+    for alarm in standing {
+        raise(write, source, alarm).await?;
+    }
+    Ok(())
+}
+
+/// Adds one alarm to a source's, and tells of it where it is new.
+pub async fn raise(
+    write: &mut Write<'_>,
+    source: &str,
+    alarm: &Standing,
+) -> Result<(), StoreError> {
+    let known: i64 = sqlx::query_scalar(
+        "SELECT COUNT(*) FROM alarms WHERE source = ? AND code = ? AND target = ?",
+    )
+    .bind(source)
+    .bind(alarm.code)
+    .bind(&alarm.target)
+    .fetch_one(&mut **write)
+    .await?;
+    sqlx::query(
+        "INSERT INTO alarms (source, code, target, since, detail) VALUES (?, ?, ?, ?, ?)
+         ON CONFLICT (source, code, target) DO UPDATE SET detail = excluded.detail",
+    )
+    .bind(source)
+    .bind(alarm.code)
+    .bind(&alarm.target)
+    .bind(Timestamp::now().to_string())
+    .bind(&alarm.detail)
+    .execute(&mut **write)
+    .await?;
+    if known == 0 {
+        let detail = format!("{}: {}", alarm.code, alarm.detail);
+        tell(write, "alarm.raised", &alarm.target, &detail).await?;
+    }
+    Ok(())
+}
+
+async fn tell(
+    write: &mut Write<'_>,
+    kind: &str,
+    target: &str,
+    detail: &str,
+) -> Result<(), StoreError> {
+    write.event(NewEvent { kind, actor: crate::SELF, target, detail }).await
+}
+
+/// All that stand, oldest first.
+pub async fn list(from: &mut SqliteConnection) -> Result<Vec<Alarm>, StoreError> {
+    let rows: Vec<Row> = sqlx::query_as(
+        "SELECT code, target, since, detail FROM alarms ORDER BY since, code, target",
+    )
+    .fetch_all(from)
+    .await?;
+    rows.into_iter()
+        .map(|row| {
+            Ok(Alarm {
+                since: parse(&row.since, "a time")?,
+                code: row.code,
+                target: row.target,
+                detail: row.detail,
+            })
+        })
+        .collect()
+}

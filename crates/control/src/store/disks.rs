@@ -1,0 +1,134 @@
+//! Virtual disks.
+
+use std::path::PathBuf;
+
+use sqlx::{FromRow, SqliteConnection};
+use vmseal_api::host::{DatastoreLocation, DatastoreSpec, DiskFacts};
+use vmseal_api::id::{DatastoreId, DiskId, VmId};
+
+use super::{StoreError, from_json, parse, to_json, unsigned};
+
+/// A disk as the inventory has it.
+#[derive(Clone, Debug)]
+pub struct Disk {
+    /// Its id.
+    pub id: DiskId,
+    /// Its name within the VM.
+    pub name: String,
+    /// The datastore.
+    pub datastore: DatastoreSpec,
+    /// The datastore's name.
+    pub datastore_name: String,
+    /// Size in bytes.
+    pub size: u64,
+    /// Whether it is encrypted.
+    pub encrypted: bool,
+    /// What it is to be filled from.
+    pub image: Option<PathBuf>,
+    /// What is pinned of it; none until it is made.
+    pub facts: Option<DiskFacts>,
+    /// Whether its host has been asked to delete it.
+    pub deleting: bool,
+}
+
+#[derive(FromRow)]
+struct Row {
+    id: String,
+    name: String,
+    datastore_id: String,
+    datastore_name: String,
+    location: String,
+    size: i64,
+    encrypted: bool,
+    image: Option<String>,
+    facts: Option<String>,
+    deleting: bool,
+}
+
+impl TryFrom<Row> for Disk {
+    type Error = StoreError;
+    fn try_from(row: Row) -> Result<Self, StoreError> {
+        let datastore: DatastoreId = parse(&row.datastore_id, "a datastore's id")?;
+        let location: DatastoreLocation = from_json(&row.location, "a datastore's location")?;
+        Ok(Self {
+            id: parse(&row.id, "a disk's id")?,
+            name: row.name,
+            datastore: DatastoreSpec { datastore, location },
+            datastore_name: row.datastore_name,
+            size: unsigned(row.size, "a disk's size")?,
+            encrypted: row.encrypted,
+            image: row.image.map(PathBuf::from),
+            facts: row
+                .facts
+                .map(|json| from_json(&json, "what is pinned of a disk"))
+                .transpose()?,
+            deleting: row.deleting,
+        })
+    }
+}
+
+/// Adds a disk that is to be made.
+pub async fn insert(
+    to: &mut SqliteConnection,
+    vm: VmId,
+    position: usize,
+    disk: &Disk,
+) -> Result<(), StoreError> {
+    sqlx::query(
+        "INSERT INTO disks (id, vm_id, position, name, datastore_id, size, encrypted, image)
+         VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+    )
+    .bind(disk.id.to_string())
+    .bind(vm.to_string())
+    .bind(i64::try_from(position).unwrap_or(i64::MAX))
+    .bind(&disk.name)
+    .bind(disk.datastore.datastore.to_string())
+    .bind(i64::try_from(disk.size).unwrap_or(i64::MAX))
+    .bind(disk.encrypted)
+    .bind(disk.image.as_ref().map(|path| path.to_string_lossy()))
+    .execute(to)
+    .await?;
+    Ok(())
+}
+
+/// The disks of a VM, in boot order.
+pub async fn of_vm(from: &mut SqliteConnection, vm: VmId) -> Result<Vec<Disk>, StoreError> {
+    let rows: Vec<Row> = sqlx::query_as(
+        "SELECT d.id, d.name, d.datastore_id, s.name AS datastore_name, s.location, d.size,
+                d.encrypted, d.image, d.facts, d.deleting
+         FROM disks d JOIN datastores s ON s.id = d.datastore_id
+         WHERE d.vm_id = ? ORDER BY d.position",
+    )
+    .bind(vm.to_string())
+    .fetch_all(from)
+    .await?;
+    rows.into_iter().map(Disk::try_from).collect()
+}
+
+/// Pins what is known of a finished disk.
+pub async fn set_facts(
+    to: &mut SqliteConnection,
+    disk: DiskId,
+    facts: &DiskFacts,
+) -> Result<(), StoreError> {
+    sqlx::query("UPDATE disks SET facts = ? WHERE id = ?")
+        .bind(to_json(facts))
+        .bind(disk.to_string())
+        .execute(to)
+        .await?;
+    Ok(())
+}
+
+/// Notes that a disk may be gone from now on, or that it certainly is not.
+pub async fn set_deleting(
+    to: &mut SqliteConnection,
+    disk: DiskId,
+    deleting: bool,
+) -> Result<(), StoreError> {
+    sqlx::query("UPDATE disks SET deleting = ? WHERE id = ?")
+        .bind(deleting)
+        .bind(disk.to_string())
+        .execute(to)
+        .await?;
+    Ok(())
+}

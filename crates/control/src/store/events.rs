@@ -1,0 +1,83 @@
+//! Events: appended, never changed.
+
+use jiff::Timestamp;
+use sqlx::{FromRow, SqliteConnection};
+use vmseal_api::model::Event;
+
+use super::{StoreError, parse};
+
+/// An event that is to be told.
+#[derive(Clone, Copy, Debug)]
+pub struct NewEvent<'a> {
+    /// What kind.
+    pub kind: &'a str,
+    /// Who asked for it.
+    pub actor: &'a str,
+    /// The resource, by name.
+    pub target: &'a str,
+    /// What happened, for people.
+    pub detail: &'a str,
+}
+
+#[derive(FromRow)]
+struct Row {
+    sequence: i64,
+    at: String,
+    kind: String,
+    actor: String,
+    target: String,
+    detail: String,
+}
+
+/// Appends; gives the sequence number.
+pub(super) async fn append(
+    to: &mut SqliteConnection,
+    event: NewEvent<'_>,
+) -> Result<i64, StoreError> {
+    Ok(sqlx::query_scalar(
+        "INSERT INTO events (at, kind, actor, target, detail) VALUES (?, ?, ?, ?, ?)
+         RETURNING sequence",
+    )
+    .bind(Timestamp::now().to_string())
+    .bind(event.kind)
+    .bind(event.actor)
+    .bind(event.target)
+    .bind(event.detail)
+    .fetch_one(to)
+    .await?)
+}
+
+/// The sequence number of the newest; 0 when there is none.
+pub async fn last(from: &mut SqliteConnection) -> Result<i64, StoreError> {
+    let last: Option<i64> =
+        sqlx::query_scalar("SELECT MAX(sequence) FROM events").fetch_one(from).await?;
+    Ok(last.unwrap_or(0))
+}
+
+/// The events after a sequence number, oldest first.
+pub async fn after(
+    from: &mut SqliteConnection,
+    sequence: i64,
+    limit: u32,
+) -> Result<Vec<Event>, StoreError> {
+    let rows: Vec<Row> = sqlx::query_as(
+        "SELECT sequence, at, kind, actor, target, detail FROM events
+         WHERE sequence > ? ORDER BY sequence LIMIT ?",
+    )
+    .bind(sequence)
+    .bind(limit)
+    .fetch_all(from)
+    .await?;
+    rows.into_iter()
+        .map(|row| {
+            Ok(Event {
+                sequence: row.sequence,
+                at: parse(&row.at, "a time")?,
+                kind: row.kind,
+                actor: row.actor,
+                target: row.target,
+                detail: row.detail,
+            })
+        })
+        .collect()
+}

@@ -1,0 +1,116 @@
+//! Hosts.
+
+use sqlx::{FromRow, SqliteConnection};
+use vmseal_api::host::HostDescription;
+use vmseal_api::id::HostId;
+
+use super::{Part, StoreError, from_json, parse, taken, to_json};
+
+/// A host as the inventory has it.
+#[derive(Clone, Debug)]
+pub struct Host {
+    /// Its id.
+    pub id: HostId,
+    /// Its name.
+    pub name: String,
+    /// Where its agent listens.
+    pub address: String,
+    /// What it was when it last answered.
+    pub description: Option<HostDescription>,
+}
+
+#[derive(FromRow)]
+struct Row {
+    id: String,
+    name: String,
+    address: String,
+    description: Option<String>,
+}
+
+impl TryFrom<Row> for Host {
+    type Error = StoreError;
+    fn try_from(row: Row) -> Result<Self, StoreError> {
+        // A description is a cache: one that an older vmseal wrote is as good as none.
+        let description = row.description.and_then(|text| from_json(&text, "a host").ok());
+        Ok(Self {
+            id: parse(&row.id, "a host's id")?,
+            name: row.name,
+            address: row.address,
+            description,
+        })
+    }
+}
+
+/// Adds a host.
+pub async fn insert(to: &mut SqliteConnection, host: &Host) -> Result<(), StoreError> {
+    sqlx::query("INSERT INTO hosts (id, name, address) VALUES (?, ?, ?)")
+        .bind(host.id.to_string())
+        .bind(&host.name)
+        .bind(&host.address)
+        .execute(to)
+        .await
+        .map_err(taken(|| format!("a host '{}'", host.name)))?;
+    Ok(())
+}
+
+/// Notes what a host is.
+pub async fn set_description(
+    to: &mut SqliteConnection,
+    host: HostId,
+    description: &HostDescription,
+) -> Result<(), StoreError> {
+    sqlx::query("UPDATE hosts SET description = ? WHERE id = ?")
+        .bind(to_json(description))
+        .bind(host.to_string())
+        .execute(to)
+        .await?;
+    Ok(())
+}
+
+/// A host by its name or id.
+pub async fn find(
+    from: &mut SqliteConnection,
+    name_or_id: &str,
+) -> Result<Option<Host>, StoreError> {
+    let row: Option<Row> =
+        sqlx::query_as("SELECT id, name, address, description FROM hosts WHERE name = ? OR id = ?")
+            .bind(name_or_id)
+            .bind(name_or_id)
+            .fetch_optional(from)
+            .await?;
+    row.map(Host::try_from).transpose()
+}
+
+/// Hosts in order of their ids.
+pub async fn list(from: &mut SqliteConnection, part: &Part) -> Result<Vec<Host>, StoreError> {
+    let rows: Vec<Row> = sqlx::query_as(
+        "SELECT id, name, address, description FROM hosts WHERE id > ? ORDER BY id LIMIT ?",
+    )
+    .bind(&part.after)
+    .bind(part.limit)
+    .fetch_all(from)
+    .await?;
+    rows.into_iter().map(Host::try_from).collect()
+}
+
+/// How many datastores and VMs are on a host.
+pub async fn uses(from: &mut SqliteConnection, host: HostId) -> Result<(i64, i64), StoreError> {
+    Ok(sqlx::query_as(
+        "SELECT (SELECT COUNT(*) FROM datastores WHERE host_id = ?),
+                (SELECT COUNT(*) FROM vms WHERE host_id = ?)",
+    )
+    .bind(host.to_string())
+    .bind(host.to_string())
+    .fetch_one(from)
+    .await?)
+}
+
+/// Removes a host and the alarms that its monitor raised.
+pub async fn delete(to: &mut SqliteConnection, host: HostId) -> Result<(), StoreError> {
+    sqlx::query("DELETE FROM alarms WHERE source = ?")
+        .bind(host.to_string())
+        .execute(&mut *to)
+        .await?;
+    sqlx::query("DELETE FROM hosts WHERE id = ?").bind(host.to_string()).execute(to).await?;
+    Ok(())
+}

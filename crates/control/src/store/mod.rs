@@ -1,0 +1,281 @@
+//! The inventory: SQLite through sqlx, one module per resource. No secret is ever in it.
+//!
+//! One connection writes and a few read. A [`Write`] is a transaction that is either committed or
+//! undone when it is dropped; what belongs together (a state and the event that tells of it) is
+//! written in one. The file is in WAL mode with `synchronous=FULL`: what was committed is on disk.
+
+pub mod alarms;
+pub mod datastores;
+pub mod disks;
+pub mod events;
+pub mod hosts;
+pub mod keys;
+pub mod policies;
+pub mod providers;
+pub mod tasks;
+pub mod users;
+pub mod vms;
+
+use std::ops::{Deref, DerefMut};
+use std::path::Path;
+use std::str::FromStr;
+use std::time::Duration;
+
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use sqlx::pool::PoolConnection;
+use sqlx::sqlite::{
+    SqliteConnectOptions, SqliteJournalMode, SqlitePool, SqlitePoolOptions, SqliteSynchronous,
+};
+use sqlx::{Sqlite, SqliteConnection, Transaction};
+use tokio::sync::watch;
+use vmseal_api::problem::{ErrorCode, Problem};
+
+/// Connections that read; a request needs one for some milliseconds.
+const READERS: u32 = 4;
+
+/// How long a request waits for a connection before it fails.
+const ACQUIRE_TIMEOUT: Duration = Duration::from_secs(15);
+
+/// How many rows a page of a list has at most.
+pub const PAGE_MAX: u32 = 1000;
+
+/// Why the inventory could not be read or written.
+#[derive(Debug, thiserror::Error)]
+pub enum StoreError {
+    /// SQLite, or the disk below it.
+    #[error("the inventory failed: {0}")]
+    Database(#[from] sqlx::Error),
+    /// The schema could not be brought up to date.
+    #[error("the inventory's schema cannot be brought up to date: {0}")]
+    Migration(#[from] sqlx::migrate::MigrateError),
+    /// Something in it that this version did not write.
+    #[error("the inventory holds '{value}' where {expected} is expected")]
+    Unreadable {
+        /// What is there.
+        value: String,
+        /// What should be there.
+        expected: &'static str,
+    },
+    /// A name or id is taken.
+    #[error("{0} exists already")]
+    Taken(String),
+}
+
+impl From<StoreError> for Problem {
+    fn from(error: StoreError) -> Self {
+        match error {
+            StoreError::Taken(_) => Problem::new(ErrorCode::AlreadyExists, error.to_string()),
+            error => crate::internal(&error),
+        }
+    }
+}
+
+/// What went wrong with an insert: a name that is taken, or the database.
+pub(crate) fn taken(what: impl FnOnce() -> String) -> impl FnOnce(sqlx::Error) -> StoreError {
+    move |error| match error.as_database_error() {
+        Some(database) if database.is_unique_violation() => StoreError::Taken(what()),
+        _ => error.into(),
+    }
+}
+
+/// The inventory.
+pub struct Store {
+    writer: SqlitePool,
+    readers: SqlitePool,
+    /// The sequence number of the newest event.
+    events: watch::Sender<i64>,
+}
+
+impl Store {
+    /// Opens the inventory, makes it if there is none, and brings its schema up to date.
+    ///
+    /// # Errors
+    /// [`StoreError`].
+    pub async fn open(file: &Path) -> Result<Self, StoreError> {
+        let options = SqliteConnectOptions::new()
+            .filename(file)
+            .create_if_missing(true)
+            .journal_mode(SqliteJournalMode::Wal)
+            .synchronous(SqliteSynchronous::Full)
+            .foreign_keys(true)
+            .busy_timeout(ACQUIRE_TIMEOUT);
+        let pool = |connections| {
+            SqlitePoolOptions::new().max_connections(connections).acquire_timeout(ACQUIRE_TIMEOUT)
+        };
+        let writer = pool(1).connect_with(options.clone()).await?;
+        sqlx::migrate!().run(&writer).await?;
+        let readers = pool(READERS).connect_with(options.pragma("query_only", "on")).await?;
+        let store = Self { writer, readers, events: watch::Sender::new(0) };
+        let last = events::last(&mut *store.read().await?).await?;
+        store.events.send_replace(last);
+        Ok(store)
+    }
+
+    /// A connection to read with.
+    ///
+    /// # Errors
+    /// [`StoreError::Database`].
+    pub async fn read(&self) -> Result<PoolConnection<Sqlite>, StoreError> {
+        Ok(self.readers.acquire().await?)
+    }
+
+    /// A transaction to write with. There is one at a time: do not wait for anything else in it.
+    ///
+    /// # Errors
+    /// [`StoreError::Database`].
+    pub async fn write(&self) -> Result<Write<'_>, StoreError> {
+        let transaction = self.writer.begin_with("BEGIN IMMEDIATE").await?;
+        Ok(Write { transaction, events: &self.events, newest: None })
+    }
+
+    /// Follows the sequence number of the newest event.
+    #[must_use]
+    pub fn newest_event(&self) -> watch::Receiver<i64> {
+        self.events.subscribe()
+    }
+
+    /// Waits for what is under way, and closes the file.
+    pub async fn close(&self) {
+        self.writer.close().await;
+        self.readers.close().await;
+    }
+}
+
+/// A transaction: all of it happens at [`Write::commit`], or nothing.
+pub struct Write<'a> {
+    transaction: Transaction<'a, Sqlite>,
+    events: &'a watch::Sender<i64>,
+    newest: Option<i64>,
+}
+
+impl Write<'_> {
+    /// Adds an event to what is written.
+    ///
+    /// # Errors
+    /// [`StoreError::Database`].
+    pub async fn event(&mut self, event: events::NewEvent<'_>) -> Result<(), StoreError> {
+        self.newest = Some(events::append(&mut self.transaction, event).await?);
+        Ok(())
+    }
+
+    /// Makes it so, durably, and wakes whoever waits for events.
+    ///
+    /// # Errors
+    /// [`StoreError::Database`]: nothing of it is so.
+    pub async fn commit(self) -> Result<(), StoreError> {
+        self.transaction.commit().await?;
+        if let Some(newest) = self.newest {
+            // Whoever committed later may have come here first.
+            self.events.send_modify(|last| *last = newest.max(*last));
+        }
+        Ok(())
+    }
+}
+
+impl Deref for Write<'_> {
+    type Target = SqliteConnection;
+    fn deref(&self) -> &SqliteConnection {
+        &self.transaction
+    }
+}
+
+impl DerefMut for Write<'_> {
+    fn deref_mut(&mut self) -> &mut SqliteConnection {
+        &mut self.transaction
+    }
+}
+
+/// Which part of a list.
+#[derive(Clone, Debug)]
+pub struct Part {
+    /// What the last part ended with; empty for the beginning.
+    pub after: String,
+    /// How many rows at most.
+    pub limit: u32,
+}
+
+impl Part {
+    /// All of a list that is bounded by other means.
+    #[must_use]
+    pub fn all() -> Self {
+        Self { after: String::new(), limit: u32::MAX }
+    }
+}
+
+/// A text column that holds something with a text form.
+fn parse<T: FromStr>(value: &str, expected: &'static str) -> Result<T, StoreError> {
+    value.parse().map_err(|_| StoreError::Unreadable { value: value.to_owned(), expected })
+}
+
+/// A column that holds JSON.
+fn from_json<T: DeserializeOwned>(value: &str, expected: &'static str) -> Result<T, StoreError> {
+    serde_json::from_str(value)
+        .map_err(|_| StoreError::Unreadable { value: value.to_owned(), expected })
+}
+
+/// JSON for a column. Our own types have nothing that JSON cannot hold.
+fn to_json<T: Serialize>(value: &T) -> String {
+    serde_json::to_string(value).unwrap_or_default()
+}
+
+/// A column that holds the name of a variant.
+fn from_name<T: DeserializeOwned>(value: &str, expected: &'static str) -> Result<T, StoreError> {
+    serde_json::from_value(serde_json::Value::String(value.to_owned()))
+        .map_err(|_| StoreError::Unreadable { value: value.to_owned(), expected })
+}
+
+/// The name of a variant, as serde has it.
+fn to_name<T: Serialize>(value: &T) -> String {
+    match serde_json::to_value(value) {
+        Ok(serde_json::Value::String(name)) => name,
+        _ => String::new(),
+    }
+}
+
+/// An unsigned column; SQL has none, and our limits keep sizes below 2^63.
+fn unsigned(value: i64, expected: &'static str) -> Result<u64, StoreError> {
+    value.try_into().map_err(|_| StoreError::Unreadable { value: value.to_string(), expected })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn what_is_not_committed_never_was_and_events_wake_readers() {
+        let directory = tempfile::tempdir().unwrap();
+        let store = Store::open(&directory.path().join("db")).await.unwrap();
+        let mut newest = store.newest_event();
+        let event = events::NewEvent { kind: "test", actor: "me", target: "it", detail: "" };
+        let mut write = store.write().await.unwrap();
+        write.event(event).await.unwrap();
+        drop(write);
+        assert_eq!(events::last(&mut store.read().await.unwrap()).await.unwrap(), 0);
+        assert!(!newest.has_changed().unwrap());
+        let mut write = store.write().await.unwrap();
+        write.event(event).await.unwrap();
+        write.commit().await.unwrap();
+        assert!(newest.has_changed().unwrap());
+        let last = *newest.borrow_and_update();
+        store.close().await;
+        let store = Store::open(&directory.path().join("db")).await.unwrap();
+        assert_eq!(*store.newest_event().borrow(), last);
+    }
+
+    #[tokio::test]
+    async fn a_power_cut_cannot_lose_a_commit_and_readers_cannot_write() {
+        let directory = tempfile::tempdir().unwrap();
+        let store = Store::open(&directory.path().join("db")).await.unwrap();
+        let pragma = |name| sqlx::AssertSqlSafe(format!("PRAGMA {name}"));
+        let mut write = store.write().await.unwrap();
+        let mode: String =
+            sqlx::query_scalar(pragma("journal_mode")).fetch_one(&mut *write).await.unwrap();
+        let synchronous: i64 =
+            sqlx::query_scalar(pragma("synchronous")).fetch_one(&mut *write).await.unwrap();
+        assert_eq!((mode.as_str(), synchronous), ("wal", 2));
+        drop(write);
+        let mut read = store.read().await.unwrap();
+        assert!(sqlx::query("DELETE FROM events").execute(&mut *read).await.is_err());
+    }
+}

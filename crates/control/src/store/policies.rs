@@ -1,0 +1,102 @@
+//! Storage policies.
+
+use sqlx::{FromRow, SqliteConnection};
+use vmseal_api::id::{PolicyId, ProviderId};
+
+use super::{Part, StoreError, parse, taken};
+
+/// A policy as the inventory has it.
+#[derive(Clone, Debug)]
+pub struct Policy {
+    /// Its id.
+    pub id: PolicyId,
+    /// Its name.
+    pub name: String,
+    /// Whether what it is applied to is encrypted.
+    pub encryption: bool,
+    /// The provider of the keys, by id and name; none means the default one.
+    pub provider: Option<(ProviderId, String)>,
+}
+
+#[derive(FromRow)]
+struct Row {
+    id: String,
+    name: String,
+    encryption: bool,
+    provider_id: Option<String>,
+    provider_name: Option<String>,
+}
+
+impl TryFrom<Row> for Policy {
+    type Error = StoreError;
+    fn try_from(row: Row) -> Result<Self, StoreError> {
+        let provider = match (row.provider_id, row.provider_name) {
+            (Some(id), Some(name)) => Some((parse(&id, "a provider's id")?, name)),
+            _ => None,
+        };
+        Ok(Self {
+            id: parse(&row.id, "a policy's id")?,
+            name: row.name,
+            encryption: row.encryption,
+            provider,
+        })
+    }
+}
+
+/// Adds a policy.
+pub async fn insert(to: &mut SqliteConnection, policy: &Policy) -> Result<(), StoreError> {
+    sqlx::query("INSERT INTO policies (id, name, encryption, provider_id) VALUES (?, ?, ?, ?)")
+        .bind(policy.id.to_string())
+        .bind(&policy.name)
+        .bind(policy.encryption)
+        .bind(policy.provider.as_ref().map(|(id, _)| id.to_string()))
+        .execute(to)
+        .await
+        .map_err(taken(|| format!("a policy '{}'", policy.name)))?;
+    Ok(())
+}
+
+/// A policy by its name or id.
+pub async fn find(
+    from: &mut SqliteConnection,
+    name_or_id: &str,
+) -> Result<Option<Policy>, StoreError> {
+    let row: Option<Row> = sqlx::query_as(
+        "SELECT p.id, p.name, p.encryption, p.provider_id, k.name AS provider_name
+         FROM policies p LEFT JOIN providers k ON k.id = p.provider_id
+         WHERE p.name = ? OR p.id = ?",
+    )
+    .bind(name_or_id)
+    .bind(name_or_id)
+    .fetch_optional(from)
+    .await?;
+    row.map(Policy::try_from).transpose()
+}
+
+/// Policies in order of their ids.
+pub async fn list(from: &mut SqliteConnection, part: &Part) -> Result<Vec<Policy>, StoreError> {
+    let rows: Vec<Row> = sqlx::query_as(
+        "SELECT p.id, p.name, p.encryption, p.provider_id, k.name AS provider_name
+         FROM policies p LEFT JOIN providers k ON k.id = p.provider_id
+         WHERE p.id > ? ORDER BY p.id LIMIT ?",
+    )
+    .bind(&part.after)
+    .bind(part.limit)
+    .fetch_all(from)
+    .await?;
+    rows.into_iter().map(Policy::try_from).collect()
+}
+
+/// How many VMs have a policy.
+pub async fn uses(from: &mut SqliteConnection, policy: PolicyId) -> Result<i64, StoreError> {
+    Ok(sqlx::query_scalar("SELECT COUNT(*) FROM vms WHERE policy_id = ?")
+        .bind(policy.to_string())
+        .fetch_one(from)
+        .await?)
+}
+
+/// Removes a policy.
+pub async fn delete(to: &mut SqliteConnection, policy: PolicyId) -> Result<(), StoreError> {
+    sqlx::query("DELETE FROM policies WHERE id = ?").bind(policy.to_string()).execute(to).await?;
+    Ok(())
+}

@@ -1,0 +1,151 @@
+//! Key providers: what is known of them, not their keys.
+
+use sqlx::{FromRow, SqliteConnection};
+use vmseal_api::id::ProviderId;
+use vmseal_api::model::ProviderKind;
+
+use super::{Part, StoreError, from_name, parse, taken, to_name};
+
+/// A provider as the inventory has it.
+#[derive(Clone, Debug)]
+pub struct Provider {
+    /// Its id.
+    pub id: ProviderId,
+    /// Its name.
+    pub name: String,
+    /// What kind it is.
+    pub kind: ProviderKind,
+    /// Whether it is the default one.
+    pub default: bool,
+    /// Whether its backup has been verified.
+    pub verified: bool,
+}
+
+#[derive(FromRow)]
+struct Row {
+    id: String,
+    name: String,
+    kind: String,
+    is_default: bool,
+    verified: bool,
+}
+
+impl TryFrom<Row> for Provider {
+    type Error = StoreError;
+    fn try_from(row: Row) -> Result<Self, StoreError> {
+        Ok(Self {
+            id: parse(&row.id, "a provider's id")?,
+            name: row.name,
+            kind: from_name(&row.kind, "a kind of provider")?,
+            default: row.is_default,
+            verified: row.verified,
+        })
+    }
+}
+
+/// Adds a provider.
+pub async fn insert(to: &mut SqliteConnection, provider: &Provider) -> Result<(), StoreError> {
+    sqlx::query(
+        "INSERT INTO providers (id, name, kind, is_default, verified) VALUES (?, ?, ?, ?, ?)",
+    )
+    .bind(provider.id.to_string())
+    .bind(&provider.name)
+    .bind(to_name(&provider.kind))
+    .bind(provider.default)
+    .bind(provider.verified)
+    .execute(to)
+    .await
+    .map_err(taken(|| format!("a provider '{}', or the one of this backup,", provider.name)))?;
+    Ok(())
+}
+
+/// A provider by its name or id.
+pub async fn find(
+    from: &mut SqliteConnection,
+    name_or_id: &str,
+) -> Result<Option<Provider>, StoreError> {
+    let row: Option<Row> = sqlx::query_as(
+        "SELECT id, name, kind, is_default, verified FROM providers WHERE name = ? OR id = ?",
+    )
+    .bind(name_or_id)
+    .bind(name_or_id)
+    .fetch_optional(from)
+    .await?;
+    row.map(Provider::try_from).transpose()
+}
+
+/// The default provider.
+pub async fn default(from: &mut SqliteConnection) -> Result<Option<Provider>, StoreError> {
+    let row: Option<Row> = sqlx::query_as(
+        "SELECT id, name, kind, is_default, verified FROM providers WHERE is_default = 1",
+    )
+    .fetch_optional(from)
+    .await?;
+    row.map(Provider::try_from).transpose()
+}
+
+/// Providers in order of their ids.
+pub async fn list(from: &mut SqliteConnection, part: &Part) -> Result<Vec<Provider>, StoreError> {
+    let rows: Vec<Row> = sqlx::query_as(
+        "SELECT id, name, kind, is_default, verified FROM providers
+         WHERE id > ? ORDER BY id LIMIT ?",
+    )
+    .bind(&part.after)
+    .bind(part.limit)
+    .fetch_all(from)
+    .await?;
+    rows.into_iter().map(Provider::try_from).collect()
+}
+
+/// Makes a provider the default one.
+pub async fn set_default(
+    to: &mut SqliteConnection,
+    provider: ProviderId,
+) -> Result<(), StoreError> {
+    sqlx::query("UPDATE providers SET is_default = 0 WHERE is_default = 1")
+        .execute(&mut *to)
+        .await?;
+    sqlx::query("UPDATE providers SET is_default = 1 WHERE id = ?")
+        .bind(provider.to_string())
+        .execute(to)
+        .await?;
+    Ok(())
+}
+
+/// Notes that a provider's backup has been verified.
+pub async fn set_verified(
+    to: &mut SqliteConnection,
+    provider: ProviderId,
+) -> Result<(), StoreError> {
+    sqlx::query("UPDATE providers SET verified = 1 WHERE id = ?")
+        .bind(provider.to_string())
+        .execute(to)
+        .await?;
+    Ok(())
+}
+
+/// How many living keys, and policies that name it, a provider has.
+pub async fn uses(
+    from: &mut SqliteConnection,
+    provider: ProviderId,
+) -> Result<(i64, i64), StoreError> {
+    Ok(sqlx::query_as(
+        "SELECT (SELECT COUNT(*) FROM keys WHERE provider_id = ? AND destroyed = 0)
+                  + (SELECT COUNT(*) FROM vms WHERE provider_id = ? AND key_id IS NULL),
+                (SELECT COUNT(*) FROM policies WHERE provider_id = ?)",
+    )
+    .bind(provider.to_string())
+    .bind(provider.to_string())
+    .bind(provider.to_string())
+    .fetch_one(from)
+    .await?)
+}
+
+/// Removes a provider. The tombstones of its keys stay.
+pub async fn delete(to: &mut SqliteConnection, provider: ProviderId) -> Result<(), StoreError> {
+    sqlx::query("DELETE FROM providers WHERE id = ?")
+        .bind(provider.to_string())
+        .execute(to)
+        .await?;
+    Ok(())
+}

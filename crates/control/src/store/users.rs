@@ -1,0 +1,59 @@
+//! Who may use the API, and the one-time tokens of hosts that are to join. Tokens are stored as
+//! SHA-256, in hexadecimal: they are 256 random bits, which need no slow hash.
+
+use jiff::Timestamp;
+use sqlx::SqliteConnection;
+
+use super::StoreError;
+
+/// Users with the SHA-256 of their tokens.
+pub async fn list(from: &mut SqliteConnection) -> Result<Vec<(String, String)>, StoreError> {
+    Ok(sqlx::query_as("SELECT name, token_sha256 FROM users ORDER BY name").fetch_all(from).await?)
+}
+
+/// Adds a user.
+pub async fn insert(
+    to: &mut SqliteConnection,
+    name: &str,
+    token_sha256: &str,
+) -> Result<(), StoreError> {
+    sqlx::query("INSERT INTO users (name, token_sha256) VALUES (?, ?)")
+        .bind(name)
+        .bind(token_sha256)
+        .execute(to)
+        .await?;
+    Ok(())
+}
+
+/// Adds a join token, and drops those that have expired.
+pub async fn insert_join_token(
+    to: &mut SqliteConnection,
+    sha256: &str,
+    expires: Timestamp,
+) -> Result<(), StoreError> {
+    // RFC 3339 in UTC with the same number of digits sorts as time does.
+    sqlx::query("DELETE FROM join_tokens WHERE expires < ?")
+        .bind(sortable(Timestamp::now()))
+        .execute(&mut *to)
+        .await?;
+    sqlx::query("INSERT INTO join_tokens (sha256, expires) VALUES (?, ?)")
+        .bind(sha256)
+        .bind(sortable(expires))
+        .execute(to)
+        .await?;
+    Ok(())
+}
+
+/// Uses up a join token; false when there is no such token, or it has expired.
+pub async fn take_join_token(to: &mut SqliteConnection, sha256: &str) -> Result<bool, StoreError> {
+    let taken = sqlx::query("DELETE FROM join_tokens WHERE sha256 = ? AND expires >= ?")
+        .bind(sha256)
+        .bind(sortable(Timestamp::now()))
+        .execute(to)
+        .await?;
+    Ok(taken.rows_affected() == 1)
+}
+
+fn sortable(at: Timestamp) -> String {
+    format!("{at:.3}")
+}

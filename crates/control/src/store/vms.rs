@@ -1,0 +1,209 @@
+//! Virtual machines.
+
+use sqlx::{FromRow, SqliteConnection};
+use vmseal_api::host::{KeyReference, Power, Stopped};
+use vmseal_api::id::{HostId, PolicyId, ProviderId, VmId};
+use vmseal_api::model::Lifecycle;
+
+use super::{Part, StoreError, from_json, from_name, parse, taken, to_json, to_name, unsigned};
+
+/// A VM as the inventory has it, without its disks.
+#[derive(Clone, Debug)]
+pub struct Vm {
+    /// Its id.
+    pub id: VmId,
+    /// Its name.
+    pub name: String,
+    /// The host that it is on.
+    pub host: HostId,
+    /// That host's name.
+    pub host_name: String,
+    /// Its policy.
+    pub policy: PolicyId,
+    /// That policy's name.
+    pub policy_name: String,
+    /// Virtual processors.
+    pub vcpus: u32,
+    /// Memory in bytes.
+    pub memory: u64,
+    /// The provider of its KEK; none when nothing of it is encrypted.
+    pub provider: Option<ProviderId>,
+    /// Its KEK, once it is made.
+    pub key: Option<KeyReference>,
+    /// How far it is made.
+    pub lifecycle: Lifecycle,
+    /// Its power when its host last spoke of it.
+    pub seen_power: Option<Power>,
+    /// Why it stopped, as its host last said.
+    pub seen_stopped: Option<Stopped>,
+}
+
+#[derive(FromRow)]
+struct Row {
+    id: String,
+    name: String,
+    host_id: String,
+    host_name: String,
+    policy_id: String,
+    policy_name: String,
+    vcpus: u32,
+    memory: i64,
+    provider_id: Option<String>,
+    key_id: Option<String>,
+    key_check: Option<String>,
+    lifecycle: String,
+    seen_power: Option<String>,
+    seen_stopped: Option<String>,
+}
+
+/// All columns, with the names that people know.
+macro_rules! select {
+    ($rest:literal) => {
+        concat!(
+            "SELECT v.id, v.name, v.host_id, h.name AS host_name, v.policy_id, p.name AS policy_name,
+                    v.vcpus, v.memory, v.provider_id, v.key_id, v.key_check, v.lifecycle,
+                    v.seen_power, v.seen_stopped
+             FROM vms v JOIN hosts h ON h.id = v.host_id JOIN policies p ON p.id = v.policy_id ",
+            $rest
+        )
+    };
+}
+
+impl TryFrom<Row> for Vm {
+    type Error = StoreError;
+    fn try_from(row: Row) -> Result<Self, StoreError> {
+        let provider: Option<ProviderId> =
+            row.provider_id.map(|id| parse(&id, "a provider's id")).transpose()?;
+        let key = match (provider, row.key_id, row.key_check) {
+            (Some(provider), Some(key_id), Some(check)) => {
+                Some(KeyReference { provider, key_id, check })
+            }
+            _ => None,
+        };
+        Ok(Self {
+            id: parse(&row.id, "a VM's id")?,
+            name: row.name,
+            host: parse(&row.host_id, "a host's id")?,
+            host_name: row.host_name,
+            policy: parse(&row.policy_id, "a policy's id")?,
+            policy_name: row.policy_name,
+            vcpus: row.vcpus,
+            memory: unsigned(row.memory, "an amount of memory")?,
+            provider,
+            key,
+            lifecycle: from_name(&row.lifecycle, "a lifecycle")?,
+            seen_power: row.seen_power.map(|name| from_name(&name, "a power state")).transpose()?,
+            seen_stopped: row
+                .seen_stopped
+                .map(|json| from_json(&json, "why a VM stopped"))
+                .transpose()?,
+        })
+    }
+}
+
+/// Adds a VM that is to be made.
+pub async fn insert(to: &mut SqliteConnection, vm: &Vm) -> Result<(), StoreError> {
+    sqlx::query(
+        "INSERT INTO vms (id, name, host_id, policy_id, vcpus, memory, provider_id, lifecycle)
+         VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+    )
+    .bind(vm.id.to_string())
+    .bind(&vm.name)
+    .bind(vm.host.to_string())
+    .bind(vm.policy.to_string())
+    .bind(vm.vcpus)
+    .bind(i64::try_from(vm.memory).unwrap_or(i64::MAX))
+    .bind(vm.provider.map(|id| id.to_string()))
+    .bind(to_name(&vm.lifecycle))
+    .execute(to)
+    .await
+    .map_err(taken(|| format!("a VM '{}'", vm.name)))?;
+    Ok(())
+}
+
+/// A VM by its name or id.
+pub async fn find(from: &mut SqliteConnection, name_or_id: &str) -> Result<Option<Vm>, StoreError> {
+    let row: Option<Row> = sqlx::query_as(select!("WHERE v.name = ? OR v.id = ?"))
+        .bind(name_or_id)
+        .bind(name_or_id)
+        .fetch_optional(from)
+        .await?;
+    row.map(Vm::try_from).transpose()
+}
+
+/// A VM by its id.
+pub async fn get(from: &mut SqliteConnection, vm: VmId) -> Result<Option<Vm>, StoreError> {
+    find(from, &vm.to_string()).await
+}
+
+/// VMs in order of their ids.
+pub async fn list(from: &mut SqliteConnection, part: &Part) -> Result<Vec<Vm>, StoreError> {
+    let rows: Vec<Row> = sqlx::query_as(select!("WHERE v.id > ? ORDER BY v.id LIMIT ?"))
+        .bind(&part.after)
+        .bind(part.limit)
+        .fetch_all(from)
+        .await?;
+    rows.into_iter().map(Vm::try_from).collect()
+}
+
+/// The VMs of a host.
+pub async fn on_host(from: &mut SqliteConnection, host: HostId) -> Result<Vec<Vm>, StoreError> {
+    let rows: Vec<Row> = sqlx::query_as(select!("WHERE v.host_id = ? ORDER BY v.id"))
+        .bind(host.to_string())
+        .fetch_all(from)
+        .await?;
+    rows.into_iter().map(Vm::try_from).collect()
+}
+
+/// Notes a VM's key.
+pub async fn set_key(
+    to: &mut SqliteConnection,
+    vm: VmId,
+    key: &KeyReference,
+) -> Result<(), StoreError> {
+    sqlx::query("UPDATE vms SET provider_id = ?, key_id = ?, key_check = ? WHERE id = ?")
+        .bind(key.provider.to_string())
+        .bind(&key.key_id)
+        .bind(&key.check)
+        .bind(vm.to_string())
+        .execute(to)
+        .await?;
+    Ok(())
+}
+
+/// Notes how far a VM is made.
+pub async fn set_lifecycle(
+    to: &mut SqliteConnection,
+    vm: VmId,
+    lifecycle: Lifecycle,
+) -> Result<(), StoreError> {
+    sqlx::query("UPDATE vms SET lifecycle = ? WHERE id = ?")
+        .bind(to_name(&lifecycle))
+        .bind(vm.to_string())
+        .execute(to)
+        .await?;
+    Ok(())
+}
+
+/// Notes what the host said of a VM.
+pub async fn set_seen(
+    to: &mut SqliteConnection,
+    vm: VmId,
+    power: Power,
+    stopped: Option<&Stopped>,
+) -> Result<(), StoreError> {
+    sqlx::query("UPDATE vms SET seen_power = ?, seen_stopped = ? WHERE id = ?")
+        .bind(to_name(&power))
+        .bind(stopped.map(to_json))
+        .bind(vm.to_string())
+        .execute(to)
+        .await?;
+    Ok(())
+}
+
+/// Removes a VM and what is left of its disks.
+pub async fn delete(to: &mut SqliteConnection, vm: VmId) -> Result<(), StoreError> {
+    sqlx::query("DELETE FROM disks WHERE vm_id = ?").bind(vm.to_string()).execute(&mut *to).await?;
+    sqlx::query("DELETE FROM vms WHERE id = ?").bind(vm.to_string()).execute(to).await?;
+    Ok(())
+}

@@ -1,0 +1,149 @@
+//! What a step has to work with.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::time::Duration;
+
+use tokio::sync::watch;
+use vmseal_api::host::{HostAgent, HostState, VmState};
+use vmseal_api::id::VmId;
+use vmseal_api::problem::{ErrorCode, Problem};
+
+use crate::hosts::Hosts;
+use crate::providers::Providers;
+use crate::store::disks::{self, Disk};
+use crate::store::tasks::Task;
+use crate::store::vms::{self, Vm};
+use crate::store::{Store, StoreError};
+
+/// No percentage.
+pub(super) const NOT_KNOWN: u8 = u8::MAX;
+
+/// How long one wait for a host's news is: a cancelled task notices within it.
+const NEWS_WAIT: Duration = Duration::from_secs(2);
+
+/// Why a step did not succeed.
+#[derive(Debug)]
+pub(super) enum StepError {
+    /// It may be so or not, or may go better soon: try again.
+    Again(Problem),
+    /// It is certain, and trying again would change nothing.
+    Final(Problem),
+}
+
+impl StepError {
+    pub(super) fn problem(self) -> Problem {
+        match self {
+            Self::Again(problem) | Self::Final(problem) => problem,
+        }
+    }
+}
+
+impl From<Problem> for StepError {
+    fn from(problem: Problem) -> Self {
+        match problem.code {
+            ErrorCode::Unreachable | ErrorCode::TimedOut => Self::Again(problem),
+            _ => Self::Final(problem),
+        }
+    }
+}
+
+impl From<StoreError> for StepError {
+    fn from(error: StoreError) -> Self {
+        Self::Final(error.into())
+    }
+}
+
+/// What all tasks work with.
+pub(super) struct Means {
+    pub(super) store: Arc<Store>,
+    pub(super) providers: Arc<Providers>,
+    pub(super) hosts: Arc<Hosts>,
+}
+
+/// A task that is being carried out.
+pub(super) struct Run<'a> {
+    pub(super) means: &'a Means,
+    pub(super) task: &'a Task,
+    pub(super) cancelled: watch::Receiver<bool>,
+    pub(super) percent: &'a AtomicU8,
+}
+
+impl Run<'_> {
+    pub(super) fn store(&self) -> &Store {
+        &self.means.store
+    }
+
+    pub(super) fn hosts(&self) -> &Hosts {
+        &self.means.hosts
+    }
+
+    pub(super) fn vm_id(&self) -> VmId {
+        self.task.operation.vm()
+    }
+
+    /// The task's VM; none when it is removed already.
+    pub(super) async fn find_vm(&self) -> Result<Option<Vm>, StoreError> {
+        vms::get(&mut *self.store().read().await?, self.vm_id()).await
+    }
+
+    /// The task's VM.
+    pub(super) async fn vm(&self) -> Result<Vm, StepError> {
+        let found = self.find_vm().await?;
+        found.ok_or_else(|| StepError::Final(Problem::not_found("VM", &self.task.target)))
+    }
+
+    pub(super) async fn disks(&self) -> Result<Vec<Disk>, StoreError> {
+        disks::of_vm(&mut *self.store().read().await?, self.vm_id()).await
+    }
+
+    pub(super) fn agent(&self, vm: &Vm) -> Result<Arc<dyn HostAgent>, Problem> {
+        self.hosts().agent(vm.host)
+    }
+
+    pub(super) fn show_percent(&self, percent: Option<u8>) {
+        self.percent.store(percent.unwrap_or(NOT_KNOWN), Ordering::Relaxed);
+    }
+
+    /// Ends a step when somebody cancelled the task.
+    pub(super) fn check_cancelled(&self) -> Result<(), StepError> {
+        if *self.cancelled.borrow() {
+            let detail =
+                format!("{} of '{}' was cancelled", self.task.operation.kind(), self.task.target);
+            return Err(StepError::Final(Problem::new(ErrorCode::Cancelled, detail)));
+        }
+        Ok(())
+    }
+
+    /// Reads the host's state, at once or as soon as it differs from the last one.
+    pub(super) async fn news(
+        &self,
+        agent: &dyn HostAgent,
+        last: Option<&HostState>,
+    ) -> Result<HostState, Problem> {
+        let after = last.map(|state| (state.incarnation, state.version));
+        let wait = if last.is_some() { NEWS_WAIT } else { Duration::ZERO };
+        let mut cancelled = self.cancelled.clone();
+        tokio::select! {
+            state = agent.state(after, wait) => state,
+            // The caller checks; it goes on with what it has.
+            Ok(()) = cancelled.changed() => match last {
+                Some(state) => Ok(state.clone()),
+                None => agent.state(None, Duration::ZERO).await,
+            },
+        }
+    }
+}
+
+/// What a host says of a VM.
+pub(super) fn state_of(state: &HostState, vm: VmId) -> Option<&VmState> {
+    state.vms.iter().find(|seen| seen.vm == vm)
+}
+
+/// No such VM there is what was wanted.
+pub(super) fn absent_is_fine(answer: Result<(), Problem>) -> Result<(), StepError> {
+    match answer {
+        Err(problem) if problem.code == ErrorCode::NotFound => Ok(()),
+        other => Ok(other?),
+    }
+}

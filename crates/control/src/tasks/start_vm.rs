@@ -1,0 +1,106 @@
+//! Starting a VM.
+
+use std::time::Duration;
+
+use tokio::time::Instant;
+use vmseal_api::host::{HostAgent, HostState, Power, PowerOff, StopReason};
+use vmseal_api::problem::{ErrorCode, Problem};
+
+use super::run::{Run, StepError, absent_is_fine, state_of};
+
+/// How long QEMU and the filter may take from their start until the guest runs: seconds, and some more
+/// where a host starts many at once.
+const START_TIMEOUT: Duration = Duration::from_secs(120);
+
+/// How long processes may take to go when their power is cut.
+const OFF_TIMEOUT: Duration = Duration::from_secs(60);
+
+pub(super) async fn prepare(run: &Run<'_>) -> Result<(), StepError> {
+    let vm = run.vm().await?;
+    let agent = run.agent(&vm)?;
+    let state = run.news(&*agent, None).await?;
+    // Processes of an earlier try at this start may be there: they have what they need.
+    if state_of(&state, vm.id).is_some_and(|seen| seen.power != Power::Off) {
+        return Ok(());
+    }
+    Ok(run.hosts().prepare(vm.id).await.map_err(locked)?)
+}
+
+/// A provider that gives no key makes the VM locked.
+fn locked(problem: Problem) -> Problem {
+    match problem.code {
+        ErrorCode::WrongState | ErrorCode::NotFound | ErrorCode::KeyMismatch => {
+            Problem::new(ErrorCode::Locked, format!("the VM's key cannot be had: {problem}"))
+        }
+        _ => problem,
+    }
+}
+
+pub(super) async fn power_on(run: &Run<'_>) -> Result<(), StepError> {
+    let vm = run.vm().await?;
+    let agent = run.agent(&vm)?;
+    match agent.power_on(vm.id).await {
+        // The agent restarted since it was told of the VM and its key.
+        Err(problem) if matches!(problem.code, ErrorCode::NotFound | ErrorCode::Locked) => {
+            run.hosts().prepare(vm.id).await.map_err(locked)?;
+            agent.power_on(vm.id).await?;
+        }
+        other => other?,
+    }
+    let deadline = Instant::now() + START_TIMEOUT;
+    let mut state: Option<HostState> = None;
+    loop {
+        let next = run.news(&*agent, state.as_ref()).await?;
+        let seen = state_of(&next, vm.id);
+        match seen.map(|seen| (seen.power, &seen.stopped)) {
+            Some((Power::Running, _)) => return Ok(()),
+            Some((Power::Off, Some(stopped))) => match stopped.reason {
+                // It ran, and has ended already.
+                StopReason::GuestShutdown | StopReason::PoweredOff => return Ok(()),
+                StopReason::FoundDead => return Err(again(&stopped.detail)),
+                _ => {
+                    let detail = format!("it did not start: {}", stopped.detail);
+                    return Err(StepError::Final(Problem::new(ErrorCode::WrongState, detail)));
+                }
+            },
+            Some((Power::Off, None)) | None => {
+                return Err(again("the host's agent restarted while it started the VM"));
+            }
+            Some((Power::Starting | Power::Stopping, _)) => {}
+        }
+        run.check_cancelled()?;
+        if Instant::now() > deadline {
+            let detail = format!("it did not run after {} s", START_TIMEOUT.as_secs());
+            return Err(StepError::Final(Problem::new(ErrorCode::TimedOut, detail)));
+        }
+        state = Some(next);
+    }
+}
+
+fn again(why: &str) -> StepError {
+    StepError::Again(Problem::new(ErrorCode::Unreachable, why))
+}
+
+/// Undoes [`power_on`]: the VM is off.
+pub(super) async fn power_off(run: &Run<'_>) -> Result<(), StepError> {
+    let vm = run.vm().await?;
+    let agent = run.agent(&vm)?;
+    absent_is_fine(agent.power_off(vm.id, PowerOff::Force).await)?;
+    wait_off(run, &*agent).await
+}
+
+/// Waits until the VM is off; its power has been cut.
+pub(super) async fn wait_off(run: &Run<'_>, agent: &dyn HostAgent) -> Result<(), StepError> {
+    let deadline = Instant::now() + OFF_TIMEOUT;
+    let mut state: Option<HostState> = None;
+    loop {
+        let next = run.news(agent, state.as_ref()).await?;
+        if state_of(&next, run.vm_id()).is_none_or(|seen| seen.power == Power::Off) {
+            return Ok(());
+        }
+        if Instant::now() > deadline {
+            return Err(again("its power was cut, and its processes are still there"));
+        }
+        state = Some(next);
+    }
+}
