@@ -1,1 +1,47 @@
-fn main() {}
+//! The `vmseal` program: command line, server and agent.
+//!
+//! Exit codes: 0 done, 1 failed (the reason is on standard error), 2 wrong usage.
+
+mod arguments;
+mod commands;
+mod connection;
+mod disk_option;
+mod passphrase;
+mod print;
+
+use std::process::ExitCode;
+
+use clap::Parser;
+
+fn main() -> ExitCode {
+    // Before there are threads, keys or passphrases.
+    let hardening = vmseal_secret::process::harden();
+    let arguments = arguments::Arguments::parse();
+    let runtime = match tokio::runtime::Builder::new_multi_thread().enable_all().build() {
+        Ok(runtime) => runtime,
+        Err(error) => {
+            eprintln!("vmseal: cannot start: {error}");
+            return ExitCode::FAILURE;
+        }
+    };
+    let ended = runtime.block_on(commands::run(arguments, hardening));
+    // A read of the terminal may still be waiting in its thread; it must not hold up the exit.
+    runtime.shutdown_background();
+    match ended {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("vmseal: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        crate::arguments::Arguments::command().debug_assert();
+    }
+}

@@ -1,0 +1,43 @@
+//! What each command does.
+
+mod console;
+mod lab;
+mod policy;
+mod processes;
+mod provider;
+mod resources;
+mod task;
+mod vm;
+
+use vmseal_secret::process::Hardening;
+
+use crate::arguments::{Arguments, Command, Lab};
+use crate::connection;
+
+/// Carries out the command line.
+pub async fn run(arguments: Arguments, hardening: Hardening) -> anyhow::Result<()> {
+    let Arguments { global, command } = arguments;
+    // Roles first: they need no server to talk to.
+    let command = match command {
+        Command::Server(options) => return processes::server(options, hardening).await,
+        Command::Agent(options) => return processes::agent(options, hardening).await,
+        Command::Login(options) => return connection::login(&global, &options).await,
+        Command::Lab(Lab::Disk(options)) => return lab::disk(&options),
+        other => other,
+    };
+    let server = connection::connect(&global)?;
+    let output = global.output;
+    match command {
+        Command::Host(verb) => resources::host(&server, output, verb).await,
+        Command::Datastore(verb) => resources::datastore(&server, output, verb).await,
+        Command::Events(options) => resources::events(&server, output, &options).await,
+        Command::Alarms => resources::alarms(&server, output).await,
+        Command::Provider(verb) => provider::run(&server, output, verb).await,
+        Command::Policy(verb) => policy::run(&server, output, verb).await,
+        Command::Vm(verb) => vm::run(&server, output, verb).await,
+        Command::Task(verb) => task::run(&server, output, verb).await,
+        Command::Server(_) | Command::Agent(_) | Command::Login(_) | Command::Lab(_) => {
+            unreachable!("carried out above")
+        }
+    }
+}

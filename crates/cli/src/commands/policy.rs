@@ -1,0 +1,30 @@
+//! Storage policies.
+
+use vmseal_api::client::ServerClient;
+use vmseal_api::model::Policy;
+use vmseal_api::request::AddPolicy;
+
+use crate::arguments::{self, Output};
+use crate::print;
+
+pub async fn run(
+    server: &ServerClient,
+    output: Output,
+    verb: arguments::Policy,
+) -> anyhow::Result<()> {
+    match verb {
+        arguments::Policy::List => print::list(output, &server.all::<Policy>("policies").await?),
+        arguments::Policy::Show(of) => {
+            let policy: Policy = server.get(&format!("policies/{}", of.name)).await?;
+            print::one(output, &policy, &[("ID", policy.id.to_string())])
+        }
+        arguments::Policy::Add { name, encrypt, plain: _, provider } => {
+            let request = AddPolicy { name, encryption: encrypt, provider };
+            let policy: Policy = server.post("policies", &request).await?;
+            print::one(output, &policy, &[])
+        }
+        arguments::Policy::Remove(of) => {
+            Ok(server.delete(&format!("policies/{}", of.name)).await?)
+        }
+    }
+}

@@ -1,0 +1,114 @@
+//! The roles: `vmseal server`, `vmseal agent`.
+
+use std::io::Read;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, ensure};
+use tokio::signal::unix::{SignalKind, signal};
+use tracing_subscriber::EnvFilter;
+use vmseal_agent::{AcceleratorChoice as Choice, AgentOptions, JoinOptions};
+use vmseal_control::ServerOptions;
+use vmseal_secret::process::{Hardening, MemoryLock};
+use zeroize::Zeroizing;
+
+use crate::arguments::{Accelerator, Agent, AgentCommand, JoinAgent, RunAgent, RunServer};
+
+/// The longest join token that is read, in bytes; a real one has 108.
+const TOKEN_MAX: u64 = 1024;
+
+pub async fn server(options: RunServer, hardening: Hardening) -> anyhow::Result<()> {
+    start_log();
+    report(hardening);
+    let credentials_dir = std::env::var_os("CREDENTIALS_DIRECTORY").map(PathBuf::from);
+    let RunServer { data_dir, listen, names } = options;
+    vmseal_control::serve(ServerOptions { data_dir, listen, names, credentials_dir }).await?;
+    Ok(())
+}
+
+pub async fn agent(options: Agent, hardening: Hardening) -> anyhow::Result<()> {
+    match options.command {
+        Some(AgentCommand::Join(join)) => join_host(join).await,
+        None => run_agent(options.run, hardening).await,
+    }
+}
+
+async fn run_agent(options: RunAgent, hardening: Hardening) -> anyhow::Result<()> {
+    start_log();
+    report(hardening);
+    let filter = match options.filter {
+        Some(filter) => filter,
+        None => beside_this_program("vmseal-filter")?,
+    };
+    let host = AgentOptions {
+        run_dir: options.run_dir,
+        filter,
+        qemu: options.qemu,
+        uid_base: options.uid_base,
+        accelerator: match options.accelerator {
+            Accelerator::Auto => Choice::Auto,
+            Accelerator::Kvm => Choice::Kvm,
+            Accelerator::Tcg => Choice::Tcg,
+        },
+        hardening: Some(hardening),
+    };
+    let mut terminate = signal(SignalKind::terminate())?;
+    let mut interrupt = signal(SignalKind::interrupt())?;
+    let told = async move {
+        tokio::select! {
+            _ = terminate.recv() => {}
+            _ = interrupt.recv() => {}
+        }
+    };
+    vmseal_agent::run(options.state_dir, host, told).await?;
+    Ok(())
+}
+
+fn beside_this_program(name: &str) -> anyhow::Result<PathBuf> {
+    let own = std::env::current_exe().context("where is this program?")?;
+    let filter = own.with_file_name(name);
+    ensure!(filter.exists(), "there is no {}: give --filter FILE", filter.display());
+    Ok(filter)
+}
+
+async fn join_host(options: JoinAgent) -> anyhow::Result<()> {
+    let token = read_token(&options.join_token_file)?;
+    let host = vmseal_agent::join(JoinOptions {
+        server: options.to,
+        token,
+        name: options.name.clone(),
+        address: options.address,
+        state_dir: options.state_dir,
+    })
+    .await?;
+    eprintln!("joined as host '{}' ({host}); now run `vmseal agent`", options.name);
+    Ok(())
+}
+
+fn read_token(file: &Path) -> anyhow::Result<Zeroizing<String>> {
+    let mut token = Zeroizing::new(String::with_capacity(TOKEN_MAX as usize));
+    let read = if file == Path::new("-") {
+        std::io::stdin().lock().take(TOKEN_MAX).read_to_string(&mut token)
+    } else {
+        std::fs::File::open(file).and_then(|open| open.take(TOKEN_MAX).read_to_string(&mut token))
+    };
+    read.with_context(|| format!("cannot read the join token from {}", file.display()))?;
+    Ok(Zeroizing::new(token.trim().to_owned()))
+}
+
+/// Logs to standard error; `RUST_LOG` says how much.
+fn start_log() {
+    let level = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("info"));
+    tracing_subscriber::fmt().with_env_filter(level).with_writer(std::io::stderr).init();
+}
+
+fn report(hardening: Hardening) {
+    if hardening.memory != MemoryLock::Locked {
+        tracing::warn!(
+            memory = ?hardening.memory,
+            "memory is not locked: only keys themselves are kept from swap; run as root or with LimitMEMLOCK=infinity"
+        );
+    }
+    if !hardening.not_dumpable || !hardening.no_core {
+        tracing::warn!("core dumps of this process could not be forbidden");
+    }
+}

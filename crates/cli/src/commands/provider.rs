@@ -1,0 +1,155 @@
+//! Key providers.
+
+use std::fs::OpenOptions;
+use std::io::{Read, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
+
+use anyhow::{Context, ensure};
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
+use vmseal_api::client::ServerClient;
+use vmseal_api::model::{About, Provider};
+use vmseal_api::request::{AddProvider, Backup, GivePassphrase, SealedPassphrase, VerifyBackup};
+use vmseal_secret::SecretBytes;
+
+use crate::arguments::{self, Output, Passphrase};
+use crate::passphrase::{self, Prompt};
+use crate::print;
+
+/// The longest backup file that is read, in bytes; a real one has a few hundred.
+const BACKUP_MAX: u64 = 64 * 1024;
+
+pub async fn run(
+    server: &ServerClient,
+    output: Output,
+    verb: arguments::Provider,
+) -> anyhow::Result<()> {
+    match verb {
+        arguments::Provider::List => {
+            print::list(output, &server.all::<Provider>("providers").await?)
+        }
+        arguments::Provider::Show(of) => {
+            let provider: Provider = server.get(&format!("providers/{}", of.name)).await?;
+            print::one(output, &provider, &[("ID", provider.id.to_string())])
+        }
+        arguments::Provider::Add { name, passphrase, restore, backup_passphrase_file } => {
+            add(server, output, name, &passphrase, restore.as_deref(), backup_passphrase_file).await
+        }
+        arguments::Provider::Unlock { name, passphrase } => {
+            let given = passphrase::obtain(&passphrase, "Passphrase", Prompt::Once)?;
+            let request = GivePassphrase { passphrase: sealed(server, &name, &given).await? };
+            let provider: Provider =
+                server.post(&format!("providers/{name}/unlock"), &request).await?;
+            print::one(output, &provider, &[])
+        }
+        arguments::Provider::Backup { name, to, passphrase } => {
+            backup(server, &name, &to, &passphrase).await
+        }
+        arguments::Provider::Verify { name, from, passphrase } => {
+            let given = passphrase::obtain(&passphrase, "Passphrase of the backup", Prompt::Once)?;
+            let request = VerifyBackup {
+                backup: read_backup(&from)?,
+                passphrase: sealed(server, &name, &given).await?,
+            };
+            let provider: Provider =
+                server.post(&format!("providers/{name}/verify"), &request).await?;
+            print::one(output, &provider, &[])
+        }
+        arguments::Provider::Default(of) => {
+            let provider: Provider = server
+                .post(&format!("providers/{}/default", of.name), &serde_json::Value::Null)
+                .await?;
+            print::one(output, &provider, &[])
+        }
+        arguments::Provider::Remove(of) => {
+            Ok(server.delete(&format!("providers/{}", of.name)).await?)
+        }
+    }
+}
+
+async fn sealed(
+    server: &ServerClient,
+    provider: &str,
+    passphrase: &SecretBytes,
+) -> anyhow::Result<SealedPassphrase> {
+    let about: About = server.get("about").await?;
+    // Sealed for the provider's name, also where the command named its id.
+    passphrase::seal(passphrase, &name_of(server, provider).await, &about.passphrase_box)
+}
+
+/// The name of a provider given by name or id; what was given when it does not exist yet.
+async fn name_of(server: &ServerClient, provider: &str) -> String {
+    match server.get::<Provider>(&format!("providers/{provider}")).await {
+        Ok(found) => found.name,
+        Err(_) => provider.to_owned(),
+    }
+}
+
+async fn add(
+    server: &ServerClient,
+    output: Output,
+    name: String,
+    passphrase: &Passphrase,
+    restore: Option<&Path>,
+    backup_passphrase_file: Option<std::path::PathBuf>,
+) -> anyhow::Result<()> {
+    let mut request =
+        AddProvider { name: name.clone(), passphrase: None, backup: None, backup_passphrase: None };
+    if let Some(file) = restore {
+        request.backup = Some(read_backup(file)?);
+        let options = Passphrase { passphrase_file: backup_passphrase_file };
+        let given = passphrase::obtain(&options, "Passphrase of the backup", Prompt::Once)?;
+        request.backup_passphrase = Some(sealed(server, &name, &given).await?);
+    }
+    let given = passphrase::obtain(passphrase, "New passphrase of the provider", Prompt::Twice)?;
+    request.passphrase = Some(sealed(server, &name, &given).await?);
+    let provider: Provider = server.post("providers", &request).await?;
+    print::one(output, &provider, &[])
+}
+
+async fn backup(
+    server: &ServerClient,
+    name: &str,
+    to: &Path,
+    passphrase: &Passphrase,
+) -> anyhow::Result<()> {
+    let given = passphrase::obtain(passphrase, "New passphrase of the backup", Prompt::Twice)?;
+    // Made before the request, so that nothing is asked of the server when it cannot be kept.
+    let mut file = OpenOptions::new()
+        .write(true)
+        .create_new(true)
+        .mode(0o600)
+        .open(to)
+        .with_context(|| format!("cannot make the backup file {}", to.display()))?;
+    let written = async {
+        let request = GivePassphrase { passphrase: sealed(server, name, &given).await? };
+        let backup: Backup = server.post(&format!("providers/{name}/backup"), &request).await?;
+        let bytes = STANDARD.decode(&backup.backup).context("the server's answer is not base64")?;
+        file.write_all(&bytes)?;
+        file.sync_all()?;
+        anyhow::Ok(())
+    }
+    .await;
+    if written.is_err() {
+        // An empty file would pass for a backup at a glance.
+        let _ = std::fs::remove_file(to);
+    }
+    written.with_context(|| format!("no backup of provider '{name}' was written"))?;
+    eprintln!("wrote {}", to.display());
+    eprintln!("now verify it: vmseal provider verify {name} --from {}", to.display());
+    Ok(())
+}
+
+fn read_backup(file: &Path) -> anyhow::Result<String> {
+    let mut bytes = Vec::new();
+    std::fs::File::open(file)
+        .and_then(|open| open.take(BACKUP_MAX + 1).read_to_end(&mut bytes))
+        .with_context(|| format!("cannot read the backup {}", file.display()))?;
+    ensure!(
+        bytes.len() as u64 <= BACKUP_MAX,
+        "{} is larger than {BACKUP_MAX} bytes: it is not a provider's backup",
+        file.display()
+    );
+    Ok(STANDARD.encode(&bytes))
+}

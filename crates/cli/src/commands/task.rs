@@ -1,0 +1,111 @@
+//! Tasks, and waiting for one with a progress bar.
+
+use std::io::IsTerminal;
+use std::time::Duration;
+
+use anyhow::bail;
+use indicatif::{ProgressBar, ProgressStyle};
+use vmseal_api::client::ServerClient;
+use vmseal_api::model::{Task, TaskState};
+
+use crate::arguments::{self, Output};
+use crate::print;
+
+/// How often a task that is waited for is asked about.
+const POLL: Duration = Duration::from_millis(250);
+
+pub async fn run(
+    server: &ServerClient,
+    output: Output,
+    verb: arguments::Task,
+) -> anyhow::Result<()> {
+    match verb {
+        arguments::Task::List => print::list(output, &server.all::<Task>("tasks").await?),
+        arguments::Task::Show(of) => {
+            let task: Task = server.get(&format!("tasks/{}", of.name)).await?;
+            show(output, &task)
+        }
+        arguments::Task::Wait(of) => {
+            let task: Task = server.get(&format!("tasks/{}", of.name)).await?;
+            finish(server, output, task).await
+        }
+        arguments::Task::Cancel(of) => {
+            let path = format!("tasks/{}/cancel", of.name);
+            let task: Task = server.post(&path, &serde_json::Value::Null).await?;
+            show(output, &task)
+        }
+    }
+}
+
+fn show(output: Output, task: &Task) -> anyhow::Result<()> {
+    let problem = task.problem.as_ref().map(|problem| ("PROBLEM", problem.to_string()));
+    print::one(output, task, problem.as_slice())
+}
+
+/// Waits for a task's end, or only shows it where the user does not want to wait.
+pub async fn settle(
+    server: &ServerClient,
+    output: Output,
+    task: Task,
+    wait: &arguments::Wait,
+) -> anyhow::Result<()> {
+    if wait.no_wait { show(output, &task) } else { finish(server, output, task).await }
+}
+
+/// Follows a task to its end. Leaving (Ctrl-C) does not stop it: `vmseal task cancel` does.
+async fn finish(server: &ServerClient, output: Output, mut task: Task) -> anyhow::Result<()> {
+    let bar = bar(&task);
+    while matches!(task.state, TaskState::Running | TaskState::Undoing) {
+        advance(&bar, &task);
+        tokio::time::sleep(POLL).await;
+        task = server.get(&format!("tasks/{}", task.id)).await?;
+    }
+    bar.finish_and_clear();
+    if output == Output::Json {
+        print::json(&task)?;
+    }
+    let problem = task.problem.as_ref().map(ToString::to_string).unwrap_or_default();
+    match task.state {
+        TaskState::Done => {
+            if output == Output::Table {
+                eprintln!("{} {}: done", task.kind, task.target);
+            }
+            Ok(())
+        }
+        TaskState::Unknown => bail!(
+            "{} {}: the outcome is not known at step '{}': {problem}",
+            task.kind,
+            task.target,
+            task.step
+        ),
+        _ => bail!("{} {} failed at step '{}': {problem}", task.kind, task.target, task.step),
+    }
+}
+
+fn bar(task: &Task) -> ProgressBar {
+    if !std::io::stderr().is_terminal() {
+        return ProgressBar::hidden();
+    }
+    let bar = ProgressBar::new_spinner();
+    bar.set_prefix(format!("{} {}", task.kind, task.target));
+    bar.enable_steady_tick(Duration::from_millis(120));
+    bar
+}
+
+fn advance(bar: &ProgressBar, task: &Task) {
+    let template = match task.percent {
+        Some(percent) => {
+            bar.set_length(100);
+            bar.set_position(u64::from(percent));
+            "{prefix} {bar:30} {pos} % {msg} ({elapsed})"
+        }
+        None => "{prefix} {spinner} {msg} ({elapsed})",
+    };
+    if let Ok(style) = ProgressStyle::with_template(template) {
+        bar.set_style(style);
+    }
+    bar.set_message(match task.state {
+        TaskState::Undoing => format!("undoing: {}", task.step),
+        _ => task.step.clone(),
+    });
+}

@@ -1,0 +1,107 @@
+//! Which server to talk to, and as whom: options, environment, or what `vmseal login` saved.
+
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, bail};
+use serde::{Deserialize, Serialize};
+use vmseal_api::client::ServerClient;
+use vmseal_api::model::{About, Host, Page};
+use zeroize::Zeroizing;
+
+use crate::arguments::{Global, Login};
+
+/// What `vmseal login` saves. Paths, not contents: the token stays in its own file.
+#[derive(Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Saved {
+    server: Option<String>,
+    ca: Option<PathBuf>,
+    token_file: Option<PathBuf>,
+}
+
+/// Where `vmseal login` saves, after the XDG base directory specification.
+fn saved_path() -> Option<PathBuf> {
+    let base = std::env::var_os("XDG_CONFIG_HOME")
+        .map(PathBuf::from)
+        .filter(|path| path.is_absolute())
+        .or_else(|| std::env::var_os("HOME").map(|home| PathBuf::from(home).join(".config")))?;
+    Some(base.join("vmseal").join("client.toml"))
+}
+
+fn saved() -> anyhow::Result<Saved> {
+    let Some(path) = saved_path() else { return Ok(Saved::default()) };
+    match std::fs::read_to_string(&path) {
+        Ok(text) => toml::from_str(&text)
+            .with_context(|| format!("{} is damaged: run vmseal login again", path.display())),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(Saved::default()),
+        Err(error) => Err(error).with_context(|| format!("cannot read {}", path.display())),
+    }
+}
+
+/// The server that options, environment or `vmseal login` name, in this order.
+pub fn connect(global: &Global) -> anyhow::Result<ServerClient> {
+    let saved = saved()?;
+    let missing = |option: &str, what: &str| {
+        format!("no {what} is known: give --{option}, or run vmseal login once")
+    };
+    let server =
+        global.server.clone().or(saved.server).with_context(|| missing("server", "server"))?;
+    let ca = global.ca.clone().or(saved.ca).with_context(|| missing("ca", "authority"))?;
+    let token_file = global
+        .token_file
+        .clone()
+        .or(saved.token_file)
+        .with_context(|| missing("token-file", "access token"))?;
+    open(&server, &ca, &token_file)
+}
+
+fn open(server: &str, ca: &Path, token_file: &Path) -> anyhow::Result<ServerClient> {
+    let authority = std::fs::read_to_string(ca)
+        .with_context(|| format!("cannot read the authority's certificate {}", ca.display()))?;
+    let token = std::fs::read_to_string(token_file)
+        .map(Zeroizing::new)
+        .with_context(|| format!("cannot read the token file {}", token_file.display()))?;
+    Ok(ServerClient::new(server, &authority, token.trim())?)
+}
+
+/// Checks the connection and saves it.
+pub async fn login(global: &Global, options: &Login) -> anyhow::Result<()> {
+    let (Some(server), Some(ca), Some(token_file)) =
+        (&global.server, &global.ca, &global.token_file)
+    else {
+        bail!("give --server, --ca and --token-file");
+    };
+    let absolute = |path: &Path| {
+        std::path::absolute(path).with_context(|| format!("where is {}?", path.display()))
+    };
+    let (ca, token_file) = (absolute(ca)?, absolute(token_file)?);
+    if !options.no_check {
+        let client = open(server, &ca, &token_file)?;
+        let about: About = client.get("about").await?;
+        // `about` needs no credentials; a list does.
+        let _: Page<Host> = client.get("hosts").await?;
+        eprintln!("{server} is vmseal {}", about.vmseal);
+    }
+    let path = saved_path().context("there is no home directory to save in: set HOME")?;
+    let text = toml::to_string(&Saved {
+        server: Some(server.clone()),
+        ca: Some(ca),
+        token_file: Some(token_file),
+    })?;
+    if let Some(directory) = path.parent() {
+        std::fs::create_dir_all(directory)?;
+    }
+    let next = path.with_extension("new");
+    let mut file = std::fs::OpenOptions::new()
+        .write(true)
+        .create(true)
+        .truncate(true)
+        .mode(0o600)
+        .open(&next)
+        .with_context(|| format!("cannot write {}", next.display()))?;
+    std::io::Write::write_all(&mut file, text.as_bytes())?;
+    std::fs::rename(&next, &path)?;
+    eprintln!("saved in {}", path.display());
+    Ok(())
+}

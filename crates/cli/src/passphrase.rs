@@ -1,0 +1,83 @@
+//! Passphrases: read from a file or asked for, held in locked memory, sealed for the server.
+
+use std::fs::File;
+use std::io::{IsTerminal, Read};
+use std::path::Path;
+
+use anyhow::{Context, bail, ensure};
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
+use vmseal_api::request::{SealedPassphrase, passphrase_info};
+use vmseal_secret::SecretBytes;
+use vmseal_secret::sealed_box;
+use zeroize::{Zeroize, Zeroizing};
+
+use crate::arguments::Passphrase;
+
+/// The longest passphrase, in bytes; cryptsetup's limit for one that is typed.
+const PASSPHRASE_MAX: usize = 512;
+
+/// Asks once, or twice where a typing error would lock its owner out.
+pub enum Prompt {
+    /// An existing passphrase.
+    Once,
+    /// A new passphrase.
+    Twice,
+}
+
+/// The passphrase that the options name, or asked for as `what`.
+pub fn obtain(options: &Passphrase, what: &str, prompt: Prompt) -> anyhow::Result<SecretBytes> {
+    match &options.passphrase_file {
+        Some(file) => from_file(file),
+        None => ask(what, prompt),
+    }
+}
+
+/// The passphrase in `file`, without one trailing newline.
+pub fn from_file(file: &Path) -> anyhow::Result<SecretBytes> {
+    let mut content = Zeroizing::new(Vec::with_capacity(PASSPHRASE_MAX + 2));
+    File::open(file)
+        .and_then(|open| open.take(PASSPHRASE_MAX as u64 + 2).read_to_end(&mut content))
+        .with_context(|| format!("cannot read the passphrase file {}", file.display()))?;
+    if content.last() == Some(&b'\n') {
+        content.pop();
+    }
+    checked(&mut content).with_context(|| format!("the passphrase file {}", file.display()))
+}
+
+fn ask(what: &str, prompt: Prompt) -> anyhow::Result<SecretBytes> {
+    if !std::io::stdin().is_terminal() {
+        bail!("{what} is needed and there is no terminal to ask at: give --passphrase-file FILE");
+    }
+    let mut first = Zeroizing::new(rpassword::prompt_password(format!("{what}: "))?.into_bytes());
+    if let Prompt::Twice = prompt {
+        let again = Zeroizing::new(rpassword::prompt_password(format!("{what}, again: "))?);
+        ensure!(first.as_slice() == again.as_bytes(), "the two passphrases differ");
+    }
+    checked(&mut first)
+}
+
+fn checked(content: &mut Zeroizing<Vec<u8>>) -> anyhow::Result<SecretBytes> {
+    ensure!(!content.is_empty(), "the passphrase is empty");
+    ensure!(content.len() <= PASSPHRASE_MAX, "it is longer than {PASSPHRASE_MAX} bytes");
+    let secret = SecretBytes::from_wiped(content)?;
+    content.zeroize();
+    Ok(secret)
+}
+
+/// Seals a passphrase for the server's box, so that no HTTP buffer on the way holds it.
+pub fn seal(
+    passphrase: &SecretBytes,
+    provider: &str,
+    passphrase_box: &str,
+) -> anyhow::Result<SealedPassphrase> {
+    let public: [u8; 32] =
+        STANDARD.decode(passphrase_box).ok().and_then(|bytes| bytes.try_into().ok()).context(
+            "the server's passphrase box is not a key of 32 bytes: is it a vmseal server?",
+        )?;
+    let sealed = sealed_box::seal(&public, &passphrase_info(provider), passphrase)?;
+    Ok(SealedPassphrase {
+        passphrase_box: passphrase_box.to_owned(),
+        sealed: STANDARD.encode(sealed.as_bytes()),
+    })
+}
