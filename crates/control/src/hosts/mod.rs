@@ -4,6 +4,8 @@ pub mod connector;
 pub mod join;
 mod monitor;
 mod registration;
+#[cfg(test)]
+mod tests;
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

@@ -1,1 +1,409 @@
+//! Every operation, with every step failing, unanswered, repeated, and the server crashing before and
+//! after it: at the end the VM is whole or nothing of it is left, and what is shown is so.
 
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex};
+
+use vmseal_api::host::Power;
+use vmseal_api::id::VmId;
+use vmseal_api::model::{Lifecycle, TaskState};
+use vmseal_api::problem::{ErrorCode, Problem};
+
+use super::engine::{Fault, Faults, Moment};
+use super::operation::{Operation, Step};
+use super::Engine;
+use crate::testing::{Failure, Plant};
+
+/// Interferes at one place, a given number of times; counts how often it did.
+fn at(
+    step: Step,
+    state: TaskState,
+    moment: Moment,
+    fault: Fault,
+    times: u32,
+) -> (Faults, Arc<AtomicU32>) {
+    let done = Arc::new(AtomicU32::new(0));
+    let count = Arc::clone(&done);
+    let faults: Faults = Arc::new(move |at_step, at_state, at_moment| {
+        let here = (at_step, at_state, at_moment) == (step, state, moment);
+        if here && count.fetch_add(1, Ordering::SeqCst) < times {
+            fault.clone()
+        } else {
+            Fault::None
+        }
+    });
+    (faults, done)
+}
+
+fn refused() -> Problem {
+    Problem::new(ErrorCode::WrongState, "refused on purpose")
+}
+
+fn silent() -> Problem {
+    Problem::new(ErrorCode::Unreachable, "silent on purpose")
+}
+
+/// The operations of the matrix, from a VM in the state that each needs.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Kind {
+    Create,
+    Start,
+    Stop,
+    Delete,
+}
+
+impl Kind {
+    /// Brings about what the operation starts from, with no faults.
+    async fn before(self, plant: &Plant) -> Option<VmId> {
+        match self {
+            Self::Create => None,
+            Self::Start | Self::Delete => Some(plant.made("web", "encrypted").await),
+            Self::Stop => Some(plant.running("web").await),
+        }
+    }
+
+    async fn begin(self, plant: &Plant, vm: Option<VmId>) -> (VmId, vmseal_api::id::TaskId) {
+        let Some(vm) = vm else { return plant.create("web", "encrypted").await };
+        let operation = match self {
+            Self::Create => unreachable!("it has no VM yet"),
+            Self::Start => Operation::StartVm { vm },
+            Self::Stop => Operation::StopVm { vm, force: true, timeout_seconds: 10 },
+            Self::Delete => Operation::DeleteVm { vm, was: Lifecycle::Ready },
+        };
+        (vm, plant.begin(operation, "web").await)
+    }
+
+    fn steps(self) -> &'static [Step] {
+        let vm = VmId::new();
+        match self {
+            Self::Create => Operation::CreateVm { vm }.steps(),
+            Self::Start => Operation::StartVm { vm }.steps(),
+            Self::Stop => Operation::StopVm { vm, force: true, timeout_seconds: 1 }.steps(),
+            Self::Delete => Operation::DeleteVm { vm, was: Lifecycle::Ready }.steps(),
+        }
+    }
+
+    /// What is to be when the operation is done.
+    async fn assert_done(self, plant: &Plant, vm: VmId, what: &str) {
+        match self {
+            Self::Create | Self::Stop => plant.assert_whole(vm, Power::Off, what).await,
+            Self::Start => plant.assert_whole(vm, Power::Running, what).await,
+            Self::Delete => plant.assert_nothing_left(vm, what).await,
+        }
+    }
+
+    /// What is to be when the operation has failed.
+    async fn assert_undone(self, plant: &Plant, vm: VmId, what: &str) {
+        match self {
+            Self::Create => plant.assert_nothing_left(vm, what).await,
+            Self::Start | Self::Delete => plant.assert_whole(vm, Power::Off, what).await,
+            // A stop that was done cannot be taken back; what is must be what is shown.
+            Self::Stop => {
+                let power = plant.fake.power(vm).unwrap();
+                plant.assert_whole(vm, power, what).await;
+            }
+        }
+    }
+}
+
+/// Carries an operation out under a fault; crashes of the server are followed by a start without faults.
+async fn carry_out(
+    kind: Kind,
+    faults: Faults,
+    done: &AtomicU32,
+    crashes: bool,
+) -> (Plant, VmId, vmseal_api::id::TaskId) {
+    let mut plant = Plant::new().await;
+    let before = kind.before(&plant).await;
+    plant.restart(|engine: &mut Engine| engine.faults = Some(faults)).await;
+    let (vm, task) = kind.begin(&plant, before).await;
+    if crashes {
+        plant
+            .eventually("it crashes", async || (done.load(Ordering::SeqCst) > 0).then_some(()))
+            .await;
+        assert!(plant.task(task).await.ended.is_none());
+        plant.restart(|_| {}).await;
+    }
+    plant.ended(task).await;
+    (plant, vm, task)
+}
+
+async fn matrix(kind: Kind) {
+    for step in kind.steps().iter().copied() {
+        for moment in [Moment::Before, Moment::After] {
+            let what = format!("{kind:?}, crash {moment:?} {step:?}");
+            let (faults, done) = at(step, TaskState::Running, moment, Fault::Crash, 1);
+            let (plant, vm, task) = carry_out(kind, faults, &done, true).await;
+            assert_eq!(plant.task(task).await.state, TaskState::Done, "{what}");
+            kind.assert_done(&plant, vm, &what).await;
+
+            let what = format!("{kind:?}, {step:?} unanswered once {moment:?}");
+            let (faults, done) = at(step, TaskState::Running, moment, Fault::Fail(silent()), 1);
+            let (plant, vm, task) = carry_out(kind, faults, &done, false).await;
+            assert_eq!(plant.task(task).await.state, TaskState::Done, "{what}");
+            kind.assert_done(&plant, vm, &what).await;
+
+            let what = format!("{kind:?}, {step:?} refused {moment:?}");
+            let (faults, done) = at(step, TaskState::Running, moment, Fault::Fail(refused()), 1);
+            let (plant, vm, task) = carry_out(kind, faults, &done, false).await;
+            assert_failed_truly(kind, &plant, vm, task, &what).await;
+
+            let what = format!("{kind:?}, {step:?} never answered {moment:?}");
+            let (faults, done) =
+                at(step, TaskState::Running, moment, Fault::Fail(silent()), u32::MAX);
+            let (plant, vm, task) = carry_out(kind, faults, &done, false).await;
+            assert_failed_truly(kind, &plant, vm, task, &what).await;
+        }
+        let what = format!("{kind:?}, {step:?} done twice");
+        let (faults, done) = at(step, TaskState::Running, Moment::After, Fault::Twice, 1);
+        let (plant, vm, task) = carry_out(kind, faults, &done, false).await;
+        assert_eq!(plant.task(task).await.state, TaskState::Done, "{what}");
+        kind.assert_done(&plant, vm, &what).await;
+    }
+}
+
+/// Either nothing of it is left, or it is said that something is, and deleting again removes it.
+async fn assert_failed_truly(
+    kind: Kind,
+    plant: &Plant,
+    vm: VmId,
+    task: vmseal_api::id::TaskId,
+    what: &str,
+) {
+    let ended = plant.task(task).await;
+    let problem = ended.problem.clone().unwrap();
+    match ended.state {
+        TaskState::Failed => kind.assert_undone(plant, vm, what).await,
+        TaskState::Unknown => {
+            assert_eq!(kind, Kind::Delete, "{what}: {problem}");
+            assert!(problem.detail.contains("delete it again"), "{what}: {problem}");
+            if let Some(row) = plant.vm(vm).await {
+                assert_eq!(row.lifecycle, Lifecycle::Deleting, "{what}");
+                // The fault is still there: without it, deleting again succeeds.
+                plant.engine.stop();
+            }
+        }
+        other => panic!("{what}: {other:?} {problem}"),
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn create_survives_every_fault_at_every_step() {
+    matrix(Kind::Create).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn start_survives_every_fault_at_every_step() {
+    matrix(Kind::Start).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn stop_survives_every_fault_at_every_step() {
+    matrix(Kind::Stop).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn delete_survives_every_fault_at_every_step() {
+    matrix(Kind::Delete).await;
+}
+
+/// Fails the last step for good, and interferes with the undoing of every step.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn undoing_a_creation_survives_every_fault_at_every_step() {
+    for step in Kind::Create.steps().iter().copied() {
+        for (moment, fault) in [
+            (Moment::Before, Fault::Crash),
+            (Moment::After, Fault::Crash),
+            (Moment::Before, Fault::Fail(silent())),
+            (Moment::After, Fault::Fail(silent())),
+            (Moment::After, Fault::Twice),
+        ] {
+            let what = format!("{fault:?} {moment:?} undoing {step:?}");
+            let crashes = matches!(fault, Fault::Crash);
+            let (undoing, done) = at(step, TaskState::Undoing, moment, fault, 1);
+            let (failing, _) =
+                at(Step::Finish, TaskState::Running, Moment::After, Fault::Fail(refused()), 1);
+            let both: Faults = Arc::new(move |step, state, moment| {
+                match failing(step, state, moment) {
+                    Fault::None => undoing(step, state, moment),
+                    fault => fault,
+                }
+            });
+            let (plant, vm, task) = carry_out(Kind::Create, both, &done, crashes).await;
+            assert_eq!(plant.task(task).await.state, TaskState::Failed, "{what}");
+            plant.assert_nothing_left(vm, &what).await;
+        }
+    }
+}
+
+#[tokio::test]
+async fn what_cannot_be_undone_is_said_and_can_be_deleted() {
+    let mut plant = Plant::new().await;
+    plant.fake.fail("delete_disk", Failure::Unheard, 100);
+    let (failing, _) =
+        at(Step::Finish, TaskState::Running, Moment::Before, Fault::Fail(refused()), 1);
+    plant.restart(|engine| engine.faults = Some(failing)).await;
+    let (vm, task) = plant.create("web", "encrypted").await;
+    let ended = plant.ended(task).await;
+    assert_eq!(ended.state, TaskState::Unknown);
+    let detail = ended.problem.unwrap().detail;
+    assert!(detail.contains("refused on purpose") && detail.contains("create the disks"), "{detail}");
+    assert_eq!(plant.vm(vm).await.unwrap().lifecycle, Lifecycle::Creating);
+    plant.fake.fail("delete_disk", Failure::Unheard, 0);
+    let delete = Operation::DeleteVm { vm, was: Lifecycle::Creating };
+    let task = plant.begin(delete, "web").await;
+    assert_eq!(plant.ended(task).await.state, TaskState::Done);
+    plant.assert_nothing_left(vm, "after deletion").await;
+}
+
+#[tokio::test]
+async fn a_deletion_that_was_cut_short_can_be_repeated() {
+    let plant = Plant::new().await;
+    let vm = plant.made("web", "encrypted").await;
+    plant.fake.fail("unregister_vm", Failure::Unheard, 100);
+    let task = plant.begin(Operation::DeleteVm { vm, was: Lifecycle::Ready }, "web").await;
+    assert_eq!(plant.ended(task).await.state, TaskState::Unknown);
+    assert_eq!(plant.vm(vm).await.unwrap().lifecycle, Lifecycle::Deleting);
+    plant.fake.fail("unregister_vm", Failure::Unheard, 0);
+    let task = plant.begin(Operation::DeleteVm { vm, was: Lifecycle::Deleting }, "web").await;
+    assert_eq!(plant.ended(task).await.state, TaskState::Done);
+    plant.assert_nothing_left(vm, "after the second deletion").await;
+}
+
+/// The calls to the host themselves: lost on their way, or their answers lost, or the agent restarts.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn lost_calls_and_answers_do_not_matter() {
+    for call in ["describe", "register_vm", "offer_key", "create_disk", "unregister_vm",
+        "delete_disk", "power_on", "power_off"]
+    {
+        for failure in [Failure::Unheard, Failure::Unanswered] {
+            let plant = Plant::new().await;
+            let what = format!("{call} {failure:?}");
+            plant.fake.fail(call, failure.clone(), 1);
+            let vm = plant.running("web").await;
+            plant.assert_whole(vm, Power::Running, &what).await;
+            plant.fake.fail(call, failure.clone(), 1);
+            let stop = Operation::StopVm { vm, force: false, timeout_seconds: 10 };
+            let task = plant.begin(stop, "web").await;
+            assert_eq!(plant.ended(task).await.state, TaskState::Done, "{what}");
+            plant.fake.fail(call, failure, 1);
+            let task = plant.begin(Operation::DeleteVm { vm, was: Lifecycle::Ready }, "web").await;
+            assert_eq!(plant.ended(task).await.state, TaskState::Done, "{what}");
+            plant.assert_nothing_left(vm, &what).await;
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_agent_that_restarts_in_the_middle_of_any_step_is_told_again() {
+    for step in [Step::Register, Step::DeliverKey, Step::CreateDisks, Step::Finish] {
+        let mut plant = Plant::new().await;
+        let fake = plant.fake.clone();
+        let restarted = Mutex::new(false);
+        let faults: Faults = Arc::new(move |at_step, _, moment| {
+            let mut restarted = restarted.lock().unwrap();
+            if at_step == step && moment == Moment::Before && !*restarted {
+                *restarted = true;
+                fake.restart();
+            }
+            Fault::None
+        });
+        plant.restart(|engine| engine.faults = Some(faults)).await;
+        let (vm, task) = plant.create("web", "encrypted").await;
+        let ended = plant.ended(task).await;
+        assert_eq!(ended.state, TaskState::Done, "{step:?} {:?}", ended.problem);
+        plant.assert_whole(vm, Power::Off, &format!("{step:?}")).await;
+    }
+}
+
+#[tokio::test]
+async fn a_cancelled_creation_leaves_nothing() {
+    let plant = Plant::new().await;
+    plant.fake.set_slow(true);
+    let (vm, task) = plant.create("web", "encrypted").await;
+    plant
+        .eventually("the disks are being made", async || {
+            let shown = plant.engine.shown(&plant.task(task).await);
+            (shown.percent == Some(25)).then_some(())
+        })
+        .await;
+    plant.engine.cancel(&task.to_string(), "me").await.unwrap();
+    let ended = plant.ended(task).await;
+    assert_eq!(ended.state, TaskState::Failed);
+    assert_eq!(ended.problem.unwrap().code, ErrorCode::Cancelled);
+    plant.assert_nothing_left(vm, "cancelled").await;
+    let again = plant.engine.cancel(&task.to_string(), "me").await.unwrap_err();
+    assert_eq!(again.code, ErrorCode::WrongState);
+}
+
+#[tokio::test]
+async fn a_task_that_was_cancelled_before_a_crash_is_undone_after_it() {
+    let mut plant = Plant::new().await;
+    plant.fake.set_slow(true);
+    let (vm, task) = plant.create("web", "encrypted").await;
+    plant.eventually("disks", async || (plant.fake.calls("create_disk") > 1).then_some(())).await;
+    plant.engine.stop();
+    plant.engine.cancel(&task.to_string(), "me").await.unwrap();
+    plant.restart(|_| {}).await;
+    assert_eq!(plant.ended(task).await.state, TaskState::Failed);
+    plant.assert_nothing_left(vm, "cancelled before a crash").await;
+}
+
+#[tokio::test]
+async fn one_task_works_on_a_vm_at_a_time() {
+    let plant = Plant::new().await;
+    plant.fake.set_slow(true);
+    let (vm, task) = plant.create("web", "encrypted").await;
+    let mut write = plant.store.write().await.unwrap();
+    let second = Engine::record(&mut write, Operation::StartVm { vm }, "web", "me").await;
+    assert_eq!(second.unwrap_err().code, ErrorCode::WrongState);
+    drop(write);
+    plant.fake.set_slow(false);
+    assert_eq!(plant.ended(task).await.state, TaskState::Done);
+    let mut write = plant.store.write().await.unwrap();
+    Engine::record(&mut write, Operation::StartVm { vm }, "web", "me").await.unwrap();
+}
+
+#[tokio::test]
+async fn a_guest_that_does_not_shut_down_goes_on_and_is_shown_so() {
+    let plant = Plant::new().await;
+    let vm = plant.running("web").await;
+    plant.fake.set_stubborn(true);
+    let stop = Operation::StopVm { vm, force: false, timeout_seconds: 1 };
+    let task = plant.begin(stop, "web").await;
+    let ended = plant.ended(task).await;
+    assert_eq!(ended.state, TaskState::Failed);
+    let problem = ended.problem.unwrap();
+    assert!(problem.detail.contains("--force"), "{problem}");
+    assert_eq!(plant.fake.calls("power_off"), 1, "it was asked more than once");
+    plant.assert_whole(vm, Power::Running, "a stubborn guest").await;
+}
+
+#[tokio::test]
+async fn every_use_of_a_key_is_an_event() {
+    let plant = Plant::new().await;
+    let vm = plant.running("web").await;
+    let key = plant.vm(vm).await.unwrap().key.unwrap();
+    let created = plant.events("key.created").await;
+    assert!(created.len() == 1 && created[0].detail.contains(&key.key_id), "{created:?}");
+    let delivered = plant.events("key.delivered").await.len();
+    assert_eq!(delivered, plant.fake.calls("offer_key"));
+    assert!(delivered > 0);
+    let stop = Operation::StopVm { vm, force: true, timeout_seconds: 1 };
+    let task = plant.begin(stop, "web").await;
+    plant.ended(task).await;
+    let task = plant.begin(Operation::DeleteVm { vm, was: Lifecycle::Ready }, "web").await;
+    plant.ended(task).await;
+    let destroyed = plant.events("key.destroyed").await;
+    assert!(destroyed.len() == 1 && destroyed[0].detail.contains(&key.key_id), "{destroyed:?}");
+}
+
+#[tokio::test]
+async fn a_plain_vm_has_no_key_and_needs_none() {
+    let plant = Plant::new().await;
+    let vm = plant.made("open", "plain").await;
+    assert_eq!(plant.vm(vm).await.unwrap().key, None);
+    assert_eq!((plant.fake.calls("offer_key"), plant.events("key.created").await.len()), (0, 0));
+    let task = plant.begin(Operation::StartVm { vm }, "open").await;
+    assert_eq!(plant.ended(task).await.state, TaskState::Done);
+}

@@ -1,1 +1,7 @@
-//! What the unit tests stand on.
+//! What the unit tests stand on: a host in memory, and a control plane around it that can crash.
+
+mod fake_host;
+mod plant;
+
+pub use fake_host::{FakeHost, Failure};
+pub use plant::{Plant, encrypted_request};

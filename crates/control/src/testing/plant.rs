@@ -1,0 +1,307 @@
+//! A control plane without HTTP around one [`FakeHost`]: it can crash, and start again from its inventory.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use vmseal_api::host::{DatastoreLocation, DatastoreSpec, Power};
+use vmseal_api::id::{DatastoreId, DiskId, HostId, PolicyId, TaskId, VmId};
+use vmseal_api::model::{Lifecycle, ProviderStatus, TaskState};
+use vmseal_api::request::{CreateDisk, CreateVm};
+use vmseal_secret::SecretBytes;
+
+use super::FakeHost;
+use super::fake_host::host;
+use crate::hosts::Hosts;
+use crate::providers::Providers;
+use crate::store::tasks::Task;
+use crate::store::vms::Vm;
+use crate::store::{Part, Store, alarms, datastores, disks, events, hosts, policies, providers, tasks, vms};
+use crate::tasks::{Engine, Operation, Retry};
+
+/// How long anything may take in a test.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// Short, as nothing in a test needs time to come back.
+const RETRY: Retry = Retry {
+    attempts: 3,
+    first_pause: Duration::from_millis(2),
+    longest_pause: Duration::from_millis(10),
+};
+
+pub struct Plant {
+    pub directory: tempfile::TempDir,
+    pub fake: FakeHost,
+    pub store: Arc<Store>,
+    pub providers: Arc<Providers>,
+    pub hosts: Arc<Hosts>,
+    pub engine: Arc<Engine>,
+    pub host: HostId,
+    provider: vmseal_api::id::ProviderId,
+    datastore: DatastoreSpec,
+}
+
+pub fn encrypted_request(name: &str) -> CreateVm {
+    let disk = |name: &str| CreateDisk {
+        name: name.to_owned(),
+        datastore: "local".to_owned(),
+        size: 1 << 20,
+        image: None,
+    };
+    CreateVm {
+        name: name.to_owned(),
+        policy: "encrypted".to_owned(),
+        vcpus: 1,
+        memory: 32 << 20,
+        disks: vec![disk("disk0"), disk("disk1")],
+    }
+}
+
+impl Plant {
+    pub async fn new() -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let store = Arc::new(Store::open(&directory.path().join("db")).await.unwrap());
+        let providers =
+            Arc::new(Providers::open(Arc::clone(&store), directory.path(), None).await.unwrap());
+        let fake = FakeHost::new();
+        let passphrase = SecretBytes::from_wiped(&mut b"pass".to_vec()).unwrap();
+        let provider = providers.add("keys", Some(passphrase), None, "me").await.unwrap();
+        let host_row = host(HostId::new());
+        let location = DatastoreLocation::Dir { path: "/store".into() };
+        let datastore = datastores::Datastore {
+            id: DatastoreId::new(),
+            name: "local".to_owned(),
+            host: host_row.id,
+            host_name: host_row.name.clone(),
+            location: location.clone(),
+            usage: None,
+        };
+        let mut write = store.write().await.unwrap();
+        providers::set_verified(&mut write, provider.id).await.unwrap();
+        providers::set_default(&mut write, provider.id).await.unwrap();
+        hosts::insert(&mut write, &host_row).await.unwrap();
+        datastores::insert(&mut write, &datastore).await.unwrap();
+        for (name, encryption) in [("encrypted", true), ("plain", false)] {
+            let (id, name) = (PolicyId::new(), name.to_owned());
+            let policy = policies::Policy { id, name, encryption, provider: None };
+            policies::insert(&mut write, &policy).await.unwrap();
+        }
+        write.commit().await.unwrap();
+        let (hosts, engine) = begin(&store, &providers, &fake, RETRY).await;
+        let this = Self {
+            directory,
+            fake,
+            store,
+            providers,
+            hosts,
+            engine,
+            host: host_row.id,
+            provider: provider.id,
+            datastore: DatastoreSpec { datastore: datastore.id, location },
+        };
+        this.connected().await;
+        this
+    }
+
+    /// The server's process ends at once, and another one starts; `prepare` sees the new engine before it
+    /// goes on with its tasks.
+    pub async fn restart(&mut self, prepare: impl FnOnce(&mut Engine)) {
+        self.engine.stop();
+        let hosts = Hosts::start(
+            Arc::clone(&self.store),
+            Arc::clone(&self.providers),
+            Arc::new(self.fake.clone()),
+        );
+        self.hosts = Arc::new(hosts.await.unwrap());
+        let mut engine = Engine::new(
+            Arc::clone(&self.store),
+            Arc::clone(&self.providers),
+            Arc::clone(&self.hosts),
+            RETRY,
+        );
+        prepare(&mut engine);
+        self.engine = Arc::new(engine);
+        self.connected().await;
+        self.engine.resume().await.unwrap();
+    }
+
+    pub async fn connected(&self) {
+        self.eventually("the host is connected", async || {
+            self.hosts.connected(self.host).is_ok().then_some(())
+        })
+        .await;
+    }
+
+    pub async fn eventually<T>(&self, what: &str, test: impl AsyncFn() -> Option<T>) -> T {
+        let begun = std::time::Instant::now();
+        loop {
+            if let Some(found) = test().await {
+                return found;
+            }
+            assert!(begun.elapsed() < PATIENCE, "not so after {PATIENCE:?}: {what}");
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+    }
+
+    /// Begins to make a VM with two disks; gives it and the task.
+    pub async fn create(&self, name: &str, policy: &str) -> (VmId, TaskId) {
+        let mut write = self.store.write().await.unwrap();
+        let policy = policies::find(&mut write, policy).await.unwrap().unwrap();
+        let vm = Vm {
+            id: VmId::new(),
+            name: name.to_owned(),
+            host: self.host,
+            host_name: "here".to_owned(),
+            policy: policy.id,
+            policy_name: policy.name,
+            vcpus: 1,
+            memory: 32 << 20,
+            provider: policy.encryption.then_some(self.provider),
+            key: None,
+            lifecycle: Lifecycle::Creating,
+            seen_power: None,
+            seen_stopped: None,
+        };
+        vms::insert(&mut write, &vm).await.unwrap();
+        for position in 0..2 {
+            let disk = disks::Disk {
+                id: DiskId::new(),
+                name: format!("disk{position}"),
+                datastore: self.datastore.clone(),
+                datastore_name: "local".to_owned(),
+                size: 1 << 20,
+                encrypted: policy.encryption,
+                image: None,
+                facts: None,
+                deleting: false,
+            };
+            disks::insert(&mut write, vm.id, position, &disk).await.unwrap();
+        }
+        write.commit().await.unwrap();
+        (vm.id, self.begin(Operation::CreateVm { vm: vm.id }, name).await)
+    }
+
+    pub async fn begin(&self, operation: Operation, target: &str) -> TaskId {
+        let mut write = self.store.write().await.unwrap();
+        if let Operation::DeleteVm { vm, .. } = operation {
+            vms::set_lifecycle(&mut write, vm, Lifecycle::Deleting).await.unwrap();
+        }
+        let task = Engine::record(&mut write, operation, target, "me").await.unwrap();
+        write.commit().await.unwrap();
+        let id = task.id;
+        self.engine.begin(task);
+        id
+    }
+
+    /// A VM that is whole.
+    pub async fn made(&self, name: &str, policy: &str) -> VmId {
+        let (vm, task) = self.create(name, policy).await;
+        let ended = self.ended(task).await;
+        assert_eq!(ended.state, TaskState::Done, "{:?}", ended.problem);
+        vm
+    }
+
+    /// A VM that runs.
+    pub async fn running(&self, name: &str) -> VmId {
+        let vm = self.made(name, "encrypted").await;
+        let task = self.begin(Operation::StartVm { vm }, name).await;
+        assert_eq!(self.ended(task).await.state, TaskState::Done);
+        vm
+    }
+
+    pub async fn task(&self, task: TaskId) -> Task {
+        let mut read = self.store.read().await.unwrap();
+        tasks::get(&mut read, &task.to_string()).await.unwrap().unwrap()
+    }
+
+    pub async fn ended(&self, task: TaskId) -> Task {
+        self.eventually("the task ends", async || {
+            Some(self.task(task).await).filter(|task| task.ended.is_some())
+        })
+        .await
+    }
+
+    pub async fn vm(&self, vm: VmId) -> Option<Vm> {
+        vms::get(&mut self.store.read().await.unwrap(), vm).await.unwrap()
+    }
+
+    pub async fn disks(&self, vm: VmId) -> Vec<disks::Disk> {
+        disks::of_vm(&mut self.store.read().await.unwrap(), vm).await.unwrap()
+    }
+
+    pub async fn events(&self, kind: &str) -> Vec<vmseal_api::model::Event> {
+        let mut read = self.store.read().await.unwrap();
+        let mut events = events::after(&mut read, 0, u32::MAX).await.unwrap();
+        events.retain(|event| event.kind == kind);
+        events
+    }
+
+    pub async fn alarms(&self) -> Vec<String> {
+        let standing = alarms::list(&mut self.store.read().await.unwrap()).await.unwrap();
+        standing.into_iter().map(|alarm| format!("{} {}", alarm.code, alarm.target)).collect()
+    }
+
+    /// Nothing is left of a VM: no rows, no file, no registration, and its keys are destroyed.
+    pub async fn assert_nothing_left(&self, vm: VmId, what: &str) {
+        assert!(self.vm(vm).await.is_none(), "{what}: its row is left");
+        assert!(self.disks(vm).await.is_empty(), "{what}: rows of disks are left");
+        assert_eq!(self.fake.files(), 0, "{what}: files are left");
+        assert_eq!(self.fake.knows(vm), None, "{what}: its host knows it");
+        let mut read = self.store.read().await.unwrap();
+        let living: i64 = sqlx::query_scalar("SELECT COUNT(*) FROM keys WHERE destroyed = 0")
+            .fetch_one(&mut *read)
+            .await
+            .unwrap();
+        assert_eq!(living, 0, "{what}: its key is not destroyed");
+    }
+
+    /// A VM is whole: its disks are there and pinned, its host knows it as it is, and has its key.
+    pub async fn assert_whole(&self, vm: VmId, power: Power, what: &str) {
+        let row = self.vm(vm).await.unwrap_or_else(|| panic!("{what}: its row is gone"));
+        assert_eq!(row.lifecycle, Lifecycle::Ready, "{what}");
+        let disks = self.disks(vm).await;
+        assert_eq!(disks.len(), 2, "{what}");
+        for disk in &disks {
+            assert!(disk.facts.is_some() && !disk.deleting, "{what}: {disk:?}");
+            assert!(self.fake.has_file(disk.id), "{what}: a file is gone");
+        }
+        if power == Power::Off {
+            let wanted = crate::hosts::spec_of(&row, &disks);
+            self.eventually("its host knows it", async || {
+                self.fake.spec(vm).filter(|spec| *spec == wanted)
+            })
+            .await;
+        }
+        self.eventually("its host has its key", async || {
+            self.fake.knows(vm).filter(|key| *key != vmseal_api::host::KeyState::Missing)
+        })
+        .await;
+        assert_eq!(self.fake.power(vm), Some(power), "{what}");
+        self.eventually("the server sees its power", async || {
+            self.hosts.view(self.host).vm(vm).filter(|seen| seen.power == power).map(drop)
+        })
+        .await;
+        let key = row.key.unwrap();
+        self.providers.get(key.provider).unwrap().get_key(vm, &key).await.unwrap();
+    }
+
+    /// The status of its provider.
+    pub async fn provider_status(&self) -> ProviderStatus {
+        let mut read = self.store.read().await.unwrap();
+        let all = providers::list(&mut read, &Part::all()).await.unwrap();
+        self.providers.status(&all[0])
+    }
+}
+
+async fn begin(
+    store: &Arc<Store>,
+    providers: &Arc<Providers>,
+    fake: &FakeHost,
+    retry: Retry,
+) -> (Arc<Hosts>, Arc<Engine>) {
+    let hosts =
+        Hosts::start(Arc::clone(store), Arc::clone(providers), Arc::new(fake.clone())).await;
+    let hosts = Arc::new(hosts.unwrap());
+    let engine =
+        Engine::new(Arc::clone(store), Arc::clone(providers), Arc::clone(&hosts), retry);
+    (hosts, Arc::new(engine))
+}
