@@ -124,7 +124,8 @@ fn prepare(keep: &[RawFd], user: Option<User>, record: RawFd) -> io::Result<()> 
         limit(libc::RLIMIT_CORE, CORE_LIMIT)?;
         limit(libc::RLIMIT_NOFILE, OPEN_FILES)?;
         if user.is_some() {
-            limit(libc::RLIMIT_MEMLOCK, libc::RLIM_INFINITY)?;
+            // Root without CAP_SYS_RESOURCE may not raise it: the filter then locks what it may, and says so.
+            let _ = limit(libc::RLIMIT_MEMLOCK, libc::RLIM_INFINITY);
         }
         put_on_record(record)?;
         if let Some(user) = user {
@@ -150,7 +151,14 @@ unsafe fn limit(resource: libc::__rlimit_resource_t, most: libc::rlim_t) -> io::
         let raise = resource == libc::RLIMIT_MEMLOCK;
         let most = if raise { most } else { most.min(now.rlim_max) };
         let new = libc::rlimit { rlim_cur: most, rlim_max: most };
-        check(libc::setrlimit(resource, &new))
+        let set = check(libc::setrlimit(resource, &new));
+        if set.is_err() && raise {
+            // The root of a container may lack CAP_SYS_RESOURCE: then as much as there is. The child
+            // says in its log what it could not lock.
+            let new = libc::rlimit { rlim_cur: now.rlim_max, ..now };
+            return check(libc::setrlimit(resource, &new));
+        }
+        set
     }
 }
 
