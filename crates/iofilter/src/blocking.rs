@@ -1,7 +1,5 @@
 //! Using a chain from a thread that may sleep: import, shutdown.
 
-use std::os::fd::BorrowedFd;
-
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, ppoll};
 use nix::sys::time::TimeSpec;
@@ -39,8 +37,7 @@ pub fn flush(chain: &mut Chain) -> Result<(), IoError> {
 
 /// Sleeps until the backend has something, or the chain wants to be looked at.
 fn wait(chain: &Chain) -> Result<(), IoError> {
-    // SAFETY: the backend in the chain owns the descriptor, and the chain is borrowed.
-    let handle = chain.wait_handle().map(|fd| unsafe { BorrowedFd::borrow_raw(fd) });
+    let handle = chain.wait_handle();
     let mut fds: Vec<PollFd<'_>> =
         handle.iter().map(|handle| PollFd::new(*handle, PollFlags::POLLIN)).collect();
     let timeout = chain.wake_after().map(TimeSpec::from);

@@ -27,7 +27,7 @@
 //! [`Limits::children`] children a filter.
 
 use std::collections::VecDeque;
-use std::os::fd::RawFd;
+use std::os::fd::BorrowedFd;
 use std::time::Duration;
 
 use crate::memory::{Cursor, SEGMENTS_MAX, Segment, Segments};
@@ -79,7 +79,7 @@ pub trait Backend: Send {
 
     /// A descriptor that becomes readable when [`Backend::poll`] has something to complete; none if
     /// requests are always completed within `submit`.
-    fn wait_handle(&self) -> Option<RawFd>;
+    fn wait_handle(&self) -> Option<BorrowedFd<'_>>;
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -379,7 +379,7 @@ impl Chain {
 
     /// A descriptor that becomes readable when [`Chain::poll`] has something to do.
     #[must_use]
-    pub fn wait_handle(&self) -> Option<RawFd> {
+    pub fn wait_handle(&self) -> Option<BorrowedFd<'_>> {
         self.backend.wait_handle()
     }
 }

@@ -21,10 +21,10 @@ use crate::chain::Chain;
 use crate::config;
 use crate::crypt::CryptError;
 use crate::disk::{Disk, Encryption, Rest};
+use crate::front_end::Served;
 use crate::handle::{HandleError, Handles};
 use crate::status::DiskState;
 use crate::stop::Stop;
-use crate::vhost_user::session::Served;
 use crate::{blocking, import, vhost_user};
 
 /// The stack of a disk's thread.

@@ -6,7 +6,7 @@
 mod initiator;
 
 use std::fs::File;
-use std::os::fd::{AsRawFd, RawFd};
+use std::os::fd::BorrowedFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::process::Command;
 use std::sync::{Arc, Mutex};
@@ -17,18 +17,17 @@ use initiator::{BASE, DATA, INDIRECT, Initiator, NEXT, RING, WRITE};
 use proptest::prelude::*;
 use vhost::VhostBackend;
 use vm_memory::{Bytes, GuestAddress};
-use vmm_sys_util::eventfd::EventFd;
 use vmseal_api::filter::{Direct, DiskActivity, Holes};
 use vmseal_api::id::DiskId;
 use vmseal_iofilter::backend::file::FileDisk;
 use vmseal_iofilter::backend::mem::MemDisk;
 use vmseal_iofilter::chain::{Backend, Chain, Io};
 use vmseal_iofilter::disk::{Disk, Encryption, Rest};
+use vmseal_iofilter::front_end::Served;
 use vmseal_iofilter::request::{Operation, RequestId};
 use vmseal_iofilter::status::DiskState;
 use vmseal_iofilter::stop::Stop;
 use vmseal_iofilter::vhost_user::serve;
-use vmseal_iofilter::vhost_user::session::Served;
 use vmseal_secret::SecretBytes;
 
 const SIZE: u64 = 1 << 20;
@@ -269,13 +268,13 @@ fn a_new_vmm_is_served_when_one_is_gone_and_stopped_rings_start_again() {
 struct Slow {
     asked: Arc<Mutex<Vec<Operation>>>,
     waiting: Vec<(Instant, RequestId)>,
-    always_readable: EventFd,
+    always_readable: Stop,
 }
 
 impl Slow {
     fn chain(asked: &Arc<Mutex<Vec<Operation>>>) -> Chain {
-        let (asked, always_readable) = (Arc::clone(asked), EventFd::new(0).unwrap());
-        always_readable.write(1).unwrap();
+        let (asked, always_readable) = (Arc::clone(asked), Stop::new().unwrap());
+        always_readable.ask();
         let backend = Self { asked, waiting: Vec::new(), always_readable };
         Chain::new(SIZE, false, Vec::new(), Box::new(backend))
     }
@@ -299,8 +298,8 @@ impl Backend for Slow {
         });
     }
 
-    fn wait_handle(&self) -> Option<RawFd> {
-        Some(self.always_readable.as_raw_fd())
+    fn wait_handle(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.always_readable.event())
     }
 }
 

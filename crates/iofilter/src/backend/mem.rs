@@ -1,6 +1,6 @@
 //! A disk in memory, for tests: shared by its queues, gone with the process.
 
-use std::os::fd::RawFd;
+use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::chain::{Backend, Io};
@@ -72,7 +72,7 @@ impl Backend for Mem {
         }
     }
 
-    fn wait_handle(&self) -> Option<RawFd> {
+    fn wait_handle(&self) -> Option<BorrowedFd<'_>> {
         None
     }
 }

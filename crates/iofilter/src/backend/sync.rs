@@ -1,6 +1,6 @@
 //! The file engine that does each request at once: `preadv`, `pwritev`, `fallocate`, `fdatasync`.
 
-use std::os::fd::{AsRawFd, RawFd};
+use std::os::fd::{AsRawFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -55,7 +55,7 @@ impl Backend for SyncFile {
 
     fn poll(&mut self, _io: &mut Io<'_>) {}
 
-    fn wait_handle(&self) -> Option<RawFd> {
+    fn wait_handle(&self) -> Option<BorrowedFd<'_>> {
         None
     }
 }

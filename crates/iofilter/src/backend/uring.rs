@@ -9,7 +9,7 @@
 //! keeps the slot, and `rest` is only rewritten between two submissions of the same request.
 
 use std::io;
-use std::os::fd::{AsRawFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -199,8 +199,8 @@ impl Backend for UringFile {
         self.finished = finished;
     }
 
-    fn wait_handle(&self) -> Option<RawFd> {
-        Some(self.ring.as_raw_fd())
+    fn wait_handle(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.ring.as_fd())
     }
 }
 

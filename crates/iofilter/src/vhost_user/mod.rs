@@ -21,9 +21,9 @@ use vhost::vhost_user::BackendReqHandler;
 use vmseal_api::filter::DiskActivity;
 
 use crate::chain::Chain;
-use crate::peer;
+use crate::front_end::{self, Served};
 use crate::stop::Stop;
-use crate::vhost_user::session::{Served, Session};
+use crate::vhost_user::session::Session;
 
 /// Serves VMMs, one after the other, until told to stop; gives the chains back. Fewer chains than came
 /// in, or an error, mean that the disk cannot be served any more.
@@ -40,15 +40,7 @@ pub fn serve(
     let queues = chains.len();
     listener.set_nonblocking(true)?;
     while chains.len() == queues && stop.wait_or_readable(listener.as_fd())? {
-        let stream = match listener.accept() {
-            Ok((stream, _)) => stream,
-            Err(error) if passing(&error) => continue,
-            Err(error) => return Err(error),
-        };
-        if let Err(refusal) = peer::check(&stream, peer_uid) {
-            tracing::warn!(%refusal, "a connection to the disk is refused");
-            continue;
-        }
+        let Some(stream) = front_end::accept(listener, peer_uid)? else { continue };
         stream.set_nonblocking(false)?;
         served.state.set(DiskActivity::Connected);
         tracing::info!("a VMM is connected");
@@ -60,12 +52,6 @@ pub fn serve(
         return Err(std::io::Error::other("a queue's thread died; restart the filter"));
     }
     Ok(chains)
-}
-
-/// Errors of `accept` that concern one connection only.
-fn passing(error: &std::io::Error) -> bool {
-    use std::io::ErrorKind::{ConnectionAborted, Interrupted, WouldBlock};
-    matches!(error.kind(), ConnectionAborted | Interrupted | WouldBlock)
 }
 
 fn session(

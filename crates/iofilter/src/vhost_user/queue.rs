@@ -13,7 +13,7 @@
 //! The polling window adapts: it grows when sleeps turn out short and falls to nothing when one was
 //! long, so an idle disk costs no CPU.
 
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -379,7 +379,7 @@ impl Worker {
         ];
         let in_flight = self.chain.in_flight() > 0;
         if let (true, Some(handle)) = (in_flight, self.chain.wait_handle()) {
-            fds[2] = PollFd::new(borrow(handle, &self.chain), readable);
+            fds[2] = PollFd::new(handle, readable);
         }
         // Once stopping or broken, neither kicks nor the stop event (still set) are looked at.
         let from = match self.phase {
@@ -395,12 +395,6 @@ impl Worker {
             }
         }
     }
-}
-
-/// The backend's descriptor for as long as its chain is borrowed.
-fn borrow(handle: RawFd, _owner: &Chain) -> BorrowedFd<'_> {
-    // SAFETY: the backend in the chain owns the descriptor and lives as long as the chain.
-    unsafe { BorrowedFd::borrow_raw(handle) }
 }
 
 /// Adds one to an eventfd.

@@ -26,24 +26,12 @@ use vm_memory::{
 };
 
 use crate::chain::Chain;
-use crate::status::DiskState;
+use crate::front_end::Served;
 use crate::vhost_user::config::{self, RING_MAX, SPACE};
 use crate::vhost_user::queue::{Running, Setup};
 
 /// The most memory regions of a guest: what QEMU uses without memory slots, times four.
 pub const REGIONS_MAX: usize = 32;
-
-/// What a session serves, for the life of the process.
-pub struct Served {
-    /// The disk's size in bytes.
-    pub size: u64,
-    /// Whether it is read-only.
-    pub read_only: bool,
-    /// The device id.
-    pub serial: Arc<str>,
-    /// Where to count.
-    pub state: Arc<DiskState>,
-}
 
 enum Serving {
     Stopped(Chain),
