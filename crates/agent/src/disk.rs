@@ -137,7 +137,10 @@ fn data_offset(facts: &DiskFacts) -> u64 {
 }
 
 /// Opens the image that a disk is filled from.
-fn open_source(source: &ImageSource, disk: &DiskSpec) -> Result<File, Problem> {
+///
+/// # Errors
+/// `invalid-request`: it is no regular file, or longer than the disk.
+pub fn open_source(source: &ImageSource, disk: &DiskSpec) -> Result<File, Problem> {
     let invalid =
         |what: String| Problem::invalid("path", format!("{}: {what}", source.path.display()));
     if !source.path.is_absolute() {
@@ -240,7 +243,9 @@ fn check_length(file: &File, disk: &DiskSpec, offset: u64) -> Result<(), Problem
     ))
 }
 
-fn to_api(facts: &Facts) -> DiskFacts {
+/// Facts as the inventory keeps them.
+#[must_use]
+pub fn to_api(facts: &Facts) -> DiskFacts {
     DiskFacts::Luks2 {
         version: facts.version,
         cipher: facts.cipher.clone(),

@@ -1,18 +1,87 @@
-//! vmseal-agent
+//! The host: runs VMs for a control plane.
+//!
+//! ```text
+//!  server ── HTTPS, client certificate ──► http ─► HostAgent ─┬─ host ─► vm (one task per VM)
+//!                                                             │            ├─ QEMU       (qmp, console)
+//!                                                             │            └─ vmseal-filter (control)
+//!                                                             └─ simulated: the same rules, no processes
+//! ```
+//! | module | subject |
+//! |---|---|
+//! | [`host`] | the real host behind [`vmseal_api::host::HostAgent`] |
+//! | [`simulated`] | a simulated one with failure injection, for tests of the control plane |
+//! | `contract` | the suite that both pass (feature `contract-suite`) |
+//! | `vm` | the state machine of a VM and its owner; start, watch, end, adopt |
+//! | `rules` | what may be done when |
+//! | `disk`, `datastore` | making and opening disks; files, locks, debris |
+//! | `filter`, `qemu`, [`qmp`], `console` | the two processes of a VM and the ways to them |
+//! | `process`, `run_dir`, `users` | processes that outlive the agent, on record, under own users |
+//! | `keys` | KEKs: in locked memory, checked against what the inventory means |
+//! | [`accelerator`], `machine` | what this machine can do, and where it falls short |
+//! | [`join`], `identity`, `tls`, [`http`] | becoming a host, and being called |
+
 pub mod accelerator;
 mod atomic_file;
 mod board;
 mod console;
+#[cfg(any(test, feature = "contract-suite"))]
+pub mod contract;
 mod datastore;
 mod disk;
 mod filter;
 pub mod host;
+pub mod http;
+pub mod identity;
+pub mod join;
 mod keys;
 mod machine;
 mod process;
 mod qemu;
-mod qmp;
+pub mod qmp;
 mod rules;
 mod run_dir;
+pub mod simulated;
+pub mod tls;
 mod users;
 mod vm;
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+pub use accelerator::Choice as AcceleratorChoice;
+pub use host::{AgentOptions, RealHost};
+pub use join::{JoinError, JoinOptions, join};
+
+/// Why an agent ended.
+#[derive(Debug, thiserror::Error)]
+pub enum AgentError {
+    /// It has no identity, or a damaged one.
+    #[error(transparent)]
+    Identity(#[from] identity::IdentityError),
+    /// It did not start.
+    #[error(transparent)]
+    Start(#[from] host::StartError),
+    /// It could not listen.
+    #[error(transparent)]
+    Listen(#[from] http::ListenError),
+    /// Its listening socket failed.
+    #[error("the listening socket: {0}")]
+    Serve(#[from] std::io::Error),
+}
+
+/// Runs this machine as a host until `shutdown`. VMs run on when it ends; the next agent adopts them.
+///
+/// # Errors
+/// [`AgentError`].
+pub async fn run(
+    state_dir: PathBuf,
+    options: AgentOptions,
+    shutdown: impl Future<Output = ()> + Send + 'static,
+) -> Result<(), AgentError> {
+    let identity = identity::Identity::load(&state_dir)?;
+    let host = RealHost::start(options).await?;
+    let endpoint = http::Endpoint::bind(&identity).await?;
+    tracing::info!(host = %identity.host, address = %endpoint.address(), "serving");
+    endpoint.serve(Arc::new(host), shutdown).await?;
+    Ok(())
+}

@@ -98,7 +98,10 @@ impl Vm {
     #[must_use]
     pub fn own(shared: Arc<Shared>, spec: VmSpec, beginning: Beginning) -> Self {
         let (sender, calls) = mpsc::channel(CALLS_MAX);
-        tokio::spawn(owner::Owner::new(shared, spec, beginning).run(calls));
+        let owner = owner::Owner::new(shared, spec, beginning);
+        // Before it is known: who knows it sees it.
+        owner.post();
+        tokio::spawn(owner.run(calls));
         Self(sender)
     }
 

@@ -86,7 +86,6 @@ impl Owner {
     pub async fn run(mut self, mut calls: mpsc::Receiver<Call>) {
         let mut care = tokio::time::interval(CARE_INTERVAL);
         care.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
-        self.post();
         loop {
             let event = tokio::select! {
                 call = calls.recv() => Event::Call(call),
@@ -129,7 +128,8 @@ impl Owner {
         rules::key_state(&self.spec, self.kek.is_some())
     }
 
-    fn post(&self) {
+    /// Shows the server how the VM stands.
+    pub fn post(&self) {
         let disk =
             |(disk, phase): (&DiskId, &DiskPhase)| DiskState { disk: *disk, phase: phase.clone() };
         let state = VmState {

@@ -1,0 +1,422 @@
+//! What every [`HostAgent`] has to do, as a suite: the real host, the simulated one, and the HTTPS
+//! client with a router behind it pass the same.
+//!
+//! It panics where an agent does not keep the contract; a test calls it.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::time::{Instant, timeout};
+use vmseal_api::host::{
+    DatastoreLocation, DatastoreSpec, DiskFacts, DiskPhase, DiskSpec, HostAgent, HostState,
+    ImageSource, KeyState, Power, PowerOff, STATE_WAIT_MAX, StopReason, VERSION, VmSpec, VmState,
+};
+use vmseal_api::id::{DatastoreId, DiskId, VmId};
+use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_secret::{KEK_LEN, SecretBytes};
+
+use crate::keys::{reference_of, seal_for};
+
+/// A boot sector that says [`BANNER`] on the first serial port and then echoes what comes:
+///
+/// ```text
+///       cli; xor ax,ax; mov ds,ax; mov ss,ax; mov sp,7c00h; mov si,banner
+/// say:  lodsb; test al,al; jz wait; call put; jmp say
+/// wait: mov dx,3fdh; in al,dx; pause; test al,1; jz wait
+///       mov dx,3f8h; in al,dx; call put; jmp wait
+/// put:  mov ah,al; mov dx,3fdh
+/// full: in al,dx; test al,20h; jz full; mov dx,3f8h; mov al,ah; out dx,al; ret
+/// ```
+const BOOT_CODE: [u8; 59] = [
+    0xfa, 0x31, 0xc0, 0x8e, 0xd8, 0x8e, 0xd0, 0xbc, 0x00, 0x7c, 0xbe, 0x3b, 0x7c, 0xac, 0x84, 0xc0,
+    0x74, 0x05, 0xe8, 0x15, 0x00, 0xeb, 0xf6, 0xba, 0xfd, 0x03, 0xec, 0xf3, 0x90, 0xa8, 0x01, 0x74,
+    0xf6, 0xba, 0xf8, 0x03, 0xec, 0xe8, 0x02, 0x00, 0xeb, 0xed, 0x88, 0xc4, 0xba, 0xfd, 0x03, 0xec,
+    0xa8, 0x20, 0x74, 0xfb, 0xba, 0xf8, 0x03, 0x88, 0xe0, 0xee, 0xc3,
+];
+
+/// What the suite's guest says first.
+pub const BANNER: &str = "vmseal contract guest\r\n";
+
+/// The size of the suite's disks, in bytes.
+const DISK_SIZE: u64 = 8 << 20;
+
+/// Where and how the suite works.
+pub struct Fixture {
+    /// A directory on the agent's host for a datastore, empty.
+    pub datastore: PathBuf,
+    /// The guest's image, as [`write_guest`] made it.
+    pub image: PathBuf,
+    /// How long anything that is begun may take.
+    pub patience: Duration,
+}
+
+/// Writes the image of the suite's guest.
+///
+/// # Errors
+/// As writing a file.
+pub fn write_guest(path: &Path) -> std::io::Result<()> {
+    let mut sector = [0; 512];
+    sector[..BOOT_CODE.len()].copy_from_slice(&BOOT_CODE);
+    let banner = BANNER.as_bytes();
+    sector[BOOT_CODE.len()..BOOT_CODE.len() + banner.len()].copy_from_slice(banner);
+    sector[510..].copy_from_slice(&[0x55, 0xaa]);
+    std::fs::write(path, sector)
+}
+
+/// A VM of the suite, between two lives of the agent.
+pub struct Session {
+    fixture: Fixture,
+    place: DatastoreSpec,
+    kek: SecretBytes,
+    spec: VmSpec,
+    key_box: String,
+}
+
+fn refused<T: std::fmt::Debug>(result: Result<T, Problem>, code: ErrorCode, what: &str) {
+    match result {
+        Err(problem) => assert_eq!(problem.code, code, "{what}: {problem}"),
+        Ok(value) => panic!("{what}: answered {value:?} instead of {code:?}"),
+    }
+}
+
+fn done<T>(result: Result<T, Problem>, what: &str) -> T {
+    result.unwrap_or_else(|problem| panic!("{what}: {problem} ({:?})", problem.code))
+}
+
+async fn state(agent: &dyn HostAgent) -> HostState {
+    done(agent.state(None, Duration::ZERO).await, "state")
+}
+
+impl Session {
+    fn begin(fixture: Fixture, key_box: String) -> Self {
+        let kek = SecretBytes::random(KEK_LEN).expect("locked memory");
+        let vm = VmId::new();
+        let location = DatastoreLocation::Dir { path: fixture.datastore.clone() };
+        let place = DatastoreSpec { datastore: DatastoreId::new(), location };
+        let disk = |name: &str, encrypted| DiskSpec {
+            disk: DiskId::new(),
+            name: name.to_owned(),
+            datastore: place.clone(),
+            size: DISK_SIZE,
+            encrypted,
+            facts: None,
+        };
+        let spec = VmSpec {
+            vm,
+            name: "contract".to_owned(),
+            vcpus: 1,
+            memory: 64 << 20,
+            key: Some(reference_of(&kek, vm, "contract-key")),
+            disks: vec![disk("system", true), disk("data", false)],
+        };
+        Self { fixture, place, kek, spec, key_box }
+    }
+
+    fn vm(&self) -> VmId {
+        self.spec.vm
+    }
+
+    async fn seen(&self, agent: &dyn HostAgent) -> Option<VmState> {
+        state(agent).await.vms.into_iter().find(|state| state.vm == self.vm())
+    }
+
+    async fn now(&self, agent: &dyn HostAgent) -> VmState {
+        self.seen(agent).await.expect("the VM is known")
+    }
+
+    /// Waits by long poll, as the server does.
+    async fn wait(
+        &self,
+        agent: &dyn HostAgent,
+        what: &str,
+        wanted: impl Fn(&VmState) -> bool,
+    ) -> VmState {
+        let give_up = Instant::now() + self.fixture.patience;
+        let mut after = None;
+        loop {
+            let state = done(agent.state(after, Duration::from_secs(5)).await, "state");
+            after = Some((state.incarnation, state.version));
+            let vm = state.vms.into_iter().find(|state| state.vm == self.vm());
+            if let Some(vm) = vm.clone().filter(&wanted) {
+                return vm;
+            }
+            assert!(Instant::now() < give_up, "{what} has not come: {vm:?}");
+        }
+    }
+
+    async fn power(&self, agent: &dyn HostAgent, power: Power) -> VmState {
+        let what = format!("{power:?}");
+        self.wait(agent, &what, |state| {
+            let failed = power == Power::Running && state.power == Power::Off;
+            assert!(!failed || state.stopped.is_none(), "it does not start: {:?}", state.stopped);
+            state.power == power
+        })
+        .await
+    }
+
+    async fn made(&self, agent: &dyn HostAgent, disk: DiskId) -> DiskFacts {
+        let phase = |state: &VmState| {
+            let disk = state.disks.iter().find(|state| state.disk == disk)?;
+            match &disk.phase {
+                DiskPhase::Ready { facts } => Some(facts.clone()),
+                DiskPhase::Failed { problem } => panic!("the disk could not be made: {problem}"),
+                DiskPhase::Creating { .. } => None,
+            }
+        };
+        let state = self.wait(agent, "a disk", |state| phase(state).is_some()).await;
+        phase(&state).expect("it was there")
+    }
+
+    async fn offer(&self, agent: &dyn HostAgent) -> Result<(), Problem> {
+        let reference = self.spec.key.as_ref().expect("the VM has a key");
+        let sealed = seal_for(&self.key_box, self.vm(), reference, &self.kek);
+        agent.offer_key(self.vm(), sealed).await
+    }
+}
+
+/// The first part: from nothing to a running VM, every call repeated, every refusal provoked.
+pub async fn first_life(agent: &dyn HostAgent, fixture: Fixture) -> Session {
+    let description = done(agent.describe().await, "describe");
+    assert_eq!(description.contract, VERSION);
+    assert!(description.cpus > 0 && description.memory > 0);
+    assert!(!description.accelerator.reason.is_empty());
+    let mut session = Session::begin(fixture, description.key_box);
+    unknown_vms(agent, &session).await;
+    datastores(agent, &session).await;
+    registration(agent, &session).await;
+    keys(agent, &session).await;
+    disks(agent, &mut session).await;
+    running(agent, &session).await;
+    session
+}
+
+async fn unknown_vms(agent: &dyn HostAgent, session: &Session) {
+    let (vm, disk) = (session.vm(), session.spec.disks[0].disk);
+    let code = ErrorCode::NotFound;
+    refused(session.offer(agent).await, code, "a key for an unknown VM");
+    refused(agent.create_disk(vm, disk, None).await, code, "a disk of an unknown VM");
+    refused(agent.delete_disk(vm, disk).await, code, "removing a disk of an unknown VM");
+    refused(agent.power_on(vm).await, code, "starting an unknown VM");
+    refused(agent.power_off(vm, PowerOff::Force).await, code, "stopping an unknown VM");
+    refused(agent.console(vm).await.map(drop), code, "the console of an unknown VM");
+    done(agent.unregister_vm(vm).await, "forgetting an unknown VM");
+    assert!(session.seen(agent).await.is_none());
+}
+
+async fn datastores(agent: &dyn HostAgent, session: &Session) {
+    let usage = done(agent.probe_datastore(session.place.clone()).await, "probing");
+    assert!(usage.capacity >= usage.free && usage.free > 0);
+    done(agent.probe_datastore(session.place.clone()).await, "probing again");
+    let other = DatastoreSpec { datastore: DatastoreId::new(), ..session.place.clone() };
+    refused(agent.probe_datastore(other).await, ErrorCode::WrongState, "another one's place");
+    let location = DatastoreLocation::Dir { path: session.fixture.datastore.join("missing") };
+    let missing = DatastoreSpec { location, ..session.place.clone() };
+    refused(agent.probe_datastore(missing).await, ErrorCode::InvalidRequest, "a missing place");
+}
+
+async fn registration(agent: &dyn HostAgent, session: &Session) {
+    let spec = &session.spec;
+    for broken in [
+        VmSpec { vcpus: 0, ..spec.clone() },
+        VmSpec { memory: 1, ..spec.clone() },
+        VmSpec { name: "a,b".to_owned(), ..spec.clone() },
+        VmSpec { key: None, ..spec.clone() },
+        VmSpec { disks: vec![spec.disks[0].clone(), spec.disks[0].clone()], ..spec.clone() },
+    ] {
+        refused(agent.register_vm(broken).await, ErrorCode::InvalidRequest, "a broken VM");
+    }
+    assert!(session.seen(agent).await.is_none());
+    let before = state(agent).await;
+    done(agent.register_vm(spec.clone()).await, "registering");
+    let vm = session.now(agent).await;
+    assert_eq!((vm.power, vm.key), (Power::Off, KeyState::Missing));
+    assert!(vm.stopped.is_none() && vm.disks.is_empty());
+    let after =
+        done(agent.state(Some((before.incarnation, before.version)), STATE_WAIT_MAX).await, "news");
+    assert!(after.version > before.version);
+    done(agent.register_vm(spec.clone()).await, "registering again");
+    // Without news the answer comes when the time is over, and not before.
+    let now = state(agent).await;
+    let started = Instant::now();
+    let wait = Duration::from_millis(1100);
+    done(agent.state(Some((now.incarnation, now.version)), wait).await, "no news");
+    // Over HTTP the time is given in whole seconds.
+    assert!(started.elapsed() >= Duration::from_secs(1));
+    let larger = VmSpec { memory: 128 << 20, ..spec.clone() };
+    done(agent.register_vm(larger).await, "replacing one that is off");
+    done(agent.register_vm(spec.clone()).await, "and back");
+}
+
+async fn keys(agent: &dyn HostAgent, session: &Session) {
+    let (vm, spec) = (session.vm(), &session.spec);
+    let locked = "without its key";
+    let disk = spec.disks[0].disk;
+    refused(agent.create_disk(vm, disk, None).await, ErrorCode::Locked, locked);
+    let reference = spec.key.as_ref().expect("the VM has a key");
+    let other = SecretBytes::random(KEK_LEN).expect("locked memory");
+    let wrong = seal_for(&session.key_box, vm, reference, &other);
+    refused(agent.offer_key(vm, wrong).await, ErrorCode::KeyMismatch, "another key");
+    let elsewhere = seal_for(&session.key_box, VmId::new(), reference, &session.kek);
+    refused(agent.offer_key(vm, elsewhere).await, ErrorCode::KeyMismatch, "another VM's key");
+    let stale_box = crate::keys::KeyBox::new().expect("locked memory").public();
+    let stale = seal_for(&stale_box, vm, reference, &session.kek);
+    refused(agent.offer_key(vm, stale).await, ErrorCode::WrongState, "another life's key");
+    assert_eq!(session.now(agent).await.key, KeyState::Missing);
+    done(session.offer(agent).await, "the key");
+    done(session.offer(agent).await, "the key again");
+    assert_eq!(session.now(agent).await.key, KeyState::Held);
+    let mut changed = spec.clone();
+    changed.key = Some(reference_of(&other, vm, "another-key"));
+    done(agent.register_vm(changed).await, "another key reference");
+    assert_eq!(session.now(agent).await.key, KeyState::Missing, "the key of another reference");
+    done(agent.register_vm(spec.clone()).await, "and back");
+    assert_eq!(session.now(agent).await.key, KeyState::Missing);
+    done(session.offer(agent).await, "the key once more");
+}
+
+async fn disks(agent: &dyn HostAgent, session: &mut Session) {
+    let vm = session.vm();
+    let [system, data] = [0, 1].map(|index| session.spec.disks[index].disk);
+    let begun = agent.power_on(vm).await;
+    refused(begun, ErrorCode::WrongState, "starting without disks");
+    refused(
+        agent.create_disk(vm, DiskId::new(), None).await,
+        ErrorCode::NotFound,
+        "a disk that the VM has not",
+    );
+    let missing = Some(ImageSource { path: session.fixture.datastore.join("no-such-image") });
+    if agent.create_disk(vm, data, missing).await.is_ok() {
+        let failed = |state: &VmState| {
+            let disk = state.disks.iter().find(|state| state.disk == data);
+            matches!(disk.map(|disk| &disk.phase), Some(DiskPhase::Failed { .. }))
+        };
+        session.wait(agent, "a failed disk", failed).await;
+    }
+    let guest = Some(ImageSource { path: session.fixture.image.clone() });
+    done(agent.create_disk(vm, system, guest.clone()).await, "the encrypted disk");
+    done(agent.create_disk(vm, system, guest.clone()).await, "the same, while it is made");
+    let facts = session.made(agent, system).await;
+    assert!(matches!(facts, DiskFacts::Luks2 { sector_size: 4096, key_bits: 512, .. }));
+    done(agent.create_disk(vm, data, None).await, "the plain disk");
+    assert_eq!(session.made(agent, data).await, DiskFacts::Raw);
+    done(agent.create_disk(vm, system, guest.clone()).await, "the same, when it is made");
+    assert_eq!(session.made(agent, system).await, facts);
+
+    // Removed and made again.
+    done(agent.delete_disk(vm, system).await, "removing");
+    done(agent.delete_disk(vm, system).await, "removing again");
+    assert!(session.now(agent).await.disks.iter().all(|state| state.disk != system));
+    done(agent.create_disk(vm, system, guest.clone()).await, "making");
+    done(agent.delete_disk(vm, system).await, "removing while it is made");
+    done(agent.create_disk(vm, system, guest).await, "making again");
+    let facts = session.made(agent, system).await;
+    session.spec.disks[0].facts = Some(facts);
+    session.spec.disks[1].facts = Some(DiskFacts::Raw);
+    // As the server does when it has pinned them.
+    done(agent.register_vm(session.spec.clone()).await, "registering with facts");
+}
+
+/// Waits for the banner on the console, and has a word echoed.
+async fn console(agent: &dyn HostAgent, session: &Session) {
+    let mut console = done(agent.console(session.vm()).await, "the console");
+    let mut seen = Vec::new();
+    // Another one each time: an earlier echo may be shown again.
+    let word = DiskId::new().to_string();
+    let mut to_type = Some(word.as_str());
+    let talk = async {
+        let mut wanted = BANNER;
+        loop {
+            let text = String::from_utf8_lossy(&seen);
+            if let Some((_, after)) = text.rsplit_once(wanted) {
+                let Some(next) = to_type.take() else { return };
+                seen = after.as_bytes().to_vec();
+                wanted = next;
+                console.write_all(next.as_bytes()).await.expect("typing");
+            }
+            let mut chunk = [0; 1024];
+            let length = console.read(&mut chunk).await.expect("reading the console");
+            assert!(length > 0, "the console ended: {}", String::from_utf8_lossy(&seen));
+            seen.extend_from_slice(&chunk[..length]);
+        }
+    };
+    let outcome = timeout(session.fixture.patience, talk).await;
+    assert!(outcome.is_ok(), "the console shows no guest");
+}
+
+async fn running(agent: &dyn HostAgent, session: &Session) {
+    let (vm, spec) = (session.vm(), &session.spec);
+    refused(agent.console(vm).await.map(drop), ErrorCode::WrongState, "a console of none");
+    done(agent.power_off(vm, PowerOff::Force).await, "stopping one that is off");
+    done(agent.power_off(vm, PowerOff::Shutdown).await, "the same, gently");
+    done(agent.power_on(vm).await, "starting");
+    done(agent.power_on(vm).await, "starting again");
+    session.power(agent, Power::Running).await;
+    done(agent.power_on(vm).await, "starting one that runs");
+    console(agent, session).await;
+    console(agent, session).await;
+
+    done(agent.register_vm(spec.clone()).await, "registering the same while it runs");
+    let changed = VmSpec { vcpus: 2, ..spec.clone() };
+    refused(agent.register_vm(changed).await, ErrorCode::WrongState, "a change while it runs");
+    refused(agent.unregister_vm(vm).await, ErrorCode::WrongState, "forgetting while it runs");
+    for disk in &spec.disks {
+        refused(agent.delete_disk(vm, disk.disk).await, ErrorCode::InUse, "a disk in use");
+        let made = agent.create_disk(vm, disk.disk, None).await;
+        refused(made, ErrorCode::InUse, "making a disk in use");
+    }
+    let mut held = done(agent.console(vm).await, "the console");
+    done(agent.power_off(vm, PowerOff::Force).await, "the plug");
+    let vm_state = session.now(agent).await;
+    assert_eq!(vm_state.power, Power::Off);
+    assert_eq!(vm_state.stopped.expect("why").reason, StopReason::PoweredOff);
+    let end = timeout(session.fixture.patience, held.read_to_end(&mut Vec::new())).await;
+    assert!(end.is_ok(), "the console does not end with the VM");
+    done(agent.power_on(vm).await, "starting after the plug");
+    session.wait(agent, "running", |state| state.power == Power::Running).await;
+    console(agent, session).await;
+}
+
+/// The second part, with the next life of the agent: the VM still runs, the key is gone.
+pub async fn second_life(agent: &dyn HostAgent, mut session: Session) {
+    let (vm, spec) = (session.vm(), session.spec.clone());
+    let found = session.now(agent).await;
+    assert_eq!((found.power, found.key), (Power::Running, KeyState::Missing));
+    refused(session.offer(agent).await, ErrorCode::WrongState, "a key for the earlier life");
+    session.key_box = done(agent.describe().await, "describe").key_box;
+    done(agent.register_vm(spec.clone()).await, "registering one that was found");
+    done(session.offer(agent).await, "the key");
+    let known = session.now(agent).await;
+    assert_eq!((known.power, known.key), (Power::Running, KeyState::Held));
+    console(agent, &session).await;
+    done(agent.power_off(vm, PowerOff::Force).await, "the plug");
+    done(agent.power_on(vm).await, "starting");
+    session.wait(agent, "running", |state| state.power == Power::Running).await;
+    console(agent, &session).await;
+    done(agent.power_off(vm, PowerOff::Force).await, "the plug");
+
+    done(agent.unregister_vm(vm).await, "forgetting");
+    done(agent.unregister_vm(vm).await, "forgetting again");
+    assert!(session.seen(agent).await.is_none());
+    // Removing disks needs no key.
+    done(agent.register_vm(spec.clone()).await, "registering to remove");
+    refused(agent.power_on(vm).await, ErrorCode::Locked, "starting without the key");
+    for disk in &spec.disks {
+        done(agent.delete_disk(vm, disk.disk).await, "removing a disk");
+    }
+    done(agent.unregister_vm(vm).await, "forgetting at last");
+    assert!(state(agent).await.vms.is_empty());
+}
+
+/// Both parts on agents that are made by `next`, one after the other.
+pub async fn both_lives<F, A>(fixture: Fixture, mut next: F)
+where
+    F: FnMut() -> A,
+    A: Future<Output = Arc<dyn HostAgent>>,
+{
+    let agent = next().await;
+    let session = first_life(&*agent, fixture).await;
+    drop(agent);
+    second_life(&*next().await, session).await;
+}

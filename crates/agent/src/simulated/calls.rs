@@ -1,0 +1,392 @@
+//! The calls of a simulated host.
+
+use std::time::Duration;
+
+use async_trait::async_trait;
+use vmseal_api::host::{
+    ConsoleStream, DatastoreLocation, DatastoreSpec, DatastoreUsage, DiskFacts, DiskPhase,
+    DiskSpec, HostAgent, HostDescription, HostState, ImageSource, Power, PowerOff, SealedKey,
+    StopReason, VmSpec,
+};
+use vmseal_api::id::{DiskId, Incarnation, VmId};
+use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_luks::Facts;
+
+use super::console::Guest;
+use super::{CAPACITY, Call, Fault, Inside, SimulatedDisk, SimulatedHost, Work, gone};
+use crate::disk::open_source;
+use crate::rules::{self, PowerOn};
+
+/// Work that goes on after a call has been answered.
+type Later = Option<(VmId, Work, u64)>;
+
+impl SimulatedHost {
+    /// Does a call, with the fault that is planned for it.
+    fn call<T>(
+        &self,
+        call: Call,
+        work: impl FnOnce(&mut Inside) -> Result<T, Problem>,
+    ) -> Result<T, Problem> {
+        let mut inside = self.inside();
+        if !inside.reachable {
+            return Err(gone());
+        }
+        match inside.faults.count(call) {
+            None => work(&mut inside),
+            Some(Fault::Refuse(code)) => Err(Problem::new(code, "an injected refusal")),
+            Some(Fault::LoseRequest) => Err(gone()),
+            Some(Fault::LoseAnswer) => {
+                // Whatever it would have answered is lost.
+                let _ = work(&mut inside);
+                Err(Problem::new(ErrorCode::TimedOut, "an injected time-out"))
+            }
+            Some(Fault::Crash) => {
+                inside.restart();
+                Err(gone())
+            }
+            Some(Fault::CrashAfter) => {
+                let _ = work(&mut inside);
+                inside.restart();
+                Err(gone())
+            }
+        }
+    }
+
+    /// A call that begins work which ends later; the work goes on even when the answer is lost.
+    fn begin(
+        &self,
+        call: Call,
+        work: impl FnOnce(&mut Inside) -> Result<Later, Problem>,
+        end: fn(&mut Inside, VmId, Work),
+    ) -> Result<(), Problem> {
+        self.call(call, |inside| {
+            let Some((vm, work, number)) = work(inside)? else { return Ok(()) };
+            let (host, duration) = (self.clone(), inside.work);
+            let incarnation = inside.life.board.incarnation();
+            tokio::spawn(async move {
+                tokio::time::sleep(duration).await;
+                let mut inside = host.inside();
+                let current = inside.life.vms.get(&vm).and_then(|known| known.work.get(&work));
+                if inside.life.board.incarnation() == incarnation && current == Some(&number) {
+                    if let Ok(known) = inside.known(vm) {
+                        known.work.remove(&work);
+                    }
+                    end(&mut inside, vm, work);
+                    inside.life.post(vm);
+                }
+            });
+            Ok(())
+        })
+    }
+}
+
+impl Inside {
+    fn numbered(&mut self, vm: VmId, work: Work) -> Result<Later, Problem> {
+        self.life.works += 1;
+        let number = self.life.works;
+        self.known(vm)?.work.insert(work, number);
+        self.life.post(vm);
+        Ok(Some((vm, work, number)))
+    }
+
+    fn probe(&mut self, spec: &DatastoreSpec) -> Result<DatastoreUsage, Problem> {
+        let DatastoreLocation::Dir { path } = &spec.location;
+        if !path.is_absolute() || path.ends_with("missing") {
+            return Err(Problem::invalid("location.path", "is no directory on this host"));
+        }
+        let mark = self.world.marks.entry(path.clone()).or_insert(spec.datastore);
+        if *mark != spec.datastore {
+            let what = format!("{} holds datastore {mark}", path.display());
+            return Err(Problem::new(ErrorCode::WrongState, what));
+        }
+        Ok(DatastoreUsage { capacity: CAPACITY, free: if self.full { 0 } else { CAPACITY } })
+    }
+
+    fn check_place(&self, spec: &DatastoreSpec) -> Result<(), Problem> {
+        let DatastoreLocation::Dir { path } = &spec.location;
+        if self.world.marks.get(path) == Some(&spec.datastore) {
+            return Ok(());
+        }
+        let what = format!("{} is not marked as datastore {}", path.display(), spec.datastore);
+        Err(Problem::new(ErrorCode::WrongState, what))
+    }
+
+    fn register(&mut self, spec: VmSpec) -> Result<(), Problem> {
+        rules::check_spec(&spec)?;
+        let vm = spec.vm;
+        match self.life.vms.get_mut(&vm) {
+            None => {
+                self.life.vms.insert(vm, super::Known::new(spec));
+            }
+            Some(known) => {
+                rules::may_register(&known.spec, &spec, known.power)?;
+                if known.spec.key != spec.key {
+                    known.key_held = false;
+                }
+                known.phases.retain(|id, _| spec.disks.iter().any(|disk| disk.disk == *id));
+                known.spec = spec;
+            }
+        }
+        self.life.post(vm);
+        Ok(())
+    }
+
+    fn unregister(&mut self, vm: VmId) -> Result<(), Problem> {
+        if let Some(known) = self.life.vms.get(&vm) {
+            rules::may_unregister(&known.spec, known.power)?;
+            self.life.vms.remove(&vm);
+            self.life.post(vm);
+        }
+        Ok(())
+    }
+
+    fn offer_key(&mut self, vm: VmId, offered: &SealedKey) -> Result<(), Problem> {
+        let key_box = self.life.key_box.clone();
+        let known = self.known(vm)?;
+        let Some(reference) = &known.spec.key else {
+            return Err(rules::wrong_state(&known.spec, "has no key"));
+        };
+        key_box.open(vm, reference, offered)?;
+        known.key_held = true;
+        self.life.post(vm);
+        Ok(())
+    }
+
+    fn create_disk(
+        &mut self,
+        vm: VmId,
+        disk: DiskId,
+        source: Option<&ImageSource>,
+    ) -> Result<Later, Problem> {
+        let known = self.known(vm)?;
+        let spec = rules::find_disk(&known.spec, disk)?.clone();
+        if known.work.contains_key(&Work::Disk(disk)) {
+            return Ok(None);
+        }
+        let key = rules::key_state(&known.spec, known.key_held);
+        rules::may_create_disk(&known.spec, &spec, known.power, key)?;
+        let wrong_source = source.and_then(|source| open_source(source, &spec).err());
+        let ready = matches!(known.phases.get(&disk), Some(DiskPhase::Ready { .. }));
+        if !ready {
+            let phase = match wrong_source {
+                Some(problem) => DiskPhase::Failed { problem },
+                None => DiskPhase::Creating { done: 0, total: 0 },
+            };
+            let failed = matches!(phase, DiskPhase::Failed { .. });
+            known.phases.insert(disk, phase);
+            if failed {
+                self.life.post(vm);
+                return Ok(None);
+            }
+        }
+        self.numbered(vm, Work::Disk(disk))
+    }
+
+    fn disk_made(&mut self, vm: VmId, work: Work) {
+        let Work::Disk(disk) = work else { return };
+        let phase = match self.make_disk(vm, disk) {
+            Ok(facts) => DiskPhase::Ready { facts },
+            Err(problem) => DiskPhase::Failed { problem },
+        };
+        if let Ok(known) = self.known(vm) {
+            known.phases.insert(disk, phase);
+        }
+    }
+
+    fn make_disk(&mut self, vm: VmId, disk: DiskId) -> Result<DiskFacts, Problem> {
+        let known = self.known(vm)?;
+        let spec = rules::find_disk(&known.spec, disk)?.clone();
+        let reference = known.spec.key.as_ref().filter(|_| spec.encrypted);
+        let check = reference.map(|reference| reference.check.clone());
+        self.check_place(&spec.datastore)?;
+        if let Some(there) = self.world.disks.get(&disk) {
+            check_key(&spec, there, check.as_deref())?;
+            return Ok(there.facts.clone());
+        }
+        if self.fail_disks.remove(&disk) {
+            return Err(Problem::new(ErrorCode::Internal, "an injected failure"));
+        }
+        if self.full {
+            return Err(Problem::new(ErrorCode::NoSpace, "the simulated datastore is full"));
+        }
+        let facts = facts(&spec)?;
+        let made =
+            SimulatedDisk { vm, datastore: spec.datastore.datastore, facts: facts.clone(), check };
+        self.world.disks.insert(disk, made);
+        Ok(facts)
+    }
+
+    fn delete_disk(&mut self, vm: VmId, disk: DiskId) -> Result<(), Problem> {
+        let known = self.known(vm)?;
+        let spec = rules::find_disk(&known.spec, disk)?.clone();
+        rules::may_delete_disk(&known.spec, &spec, known.power)?;
+        self.check_place(&spec.datastore)?;
+        let known = self.known(vm)?;
+        known.work.remove(&Work::Disk(disk));
+        known.phases.remove(&disk);
+        self.world.disks.remove(&disk);
+        self.life.post(vm);
+        Ok(())
+    }
+
+    fn power_on(&mut self, vm: VmId) -> Result<Later, Problem> {
+        let known = self.known(vm)?;
+        let key = rules::key_state(&known.spec, known.key_held);
+        let phase = |disk| known.phases.get(&disk).cloned();
+        if rules::may_power_on(&known.spec, known.power, key, phase)? == PowerOn::Already {
+            return Ok(None);
+        }
+        known.power = Power::Starting;
+        self.numbered(vm, Work::Power)
+    }
+
+    fn started(&mut self, vm: VmId, _: Work) {
+        let opened = self.open_disks(vm);
+        let Ok(known) = self.known(vm) else { return };
+        match opened {
+            Ok(()) => {
+                known.power = Power::Running;
+                let guest = (known.spec.clone(), Guest::new());
+                self.world.guests.insert(vm, guest);
+            }
+            Err(problem) => known.stop(StopReason::FailedToStart, &problem.detail),
+        }
+    }
+
+    fn open_disks(&mut self, vm: VmId) -> Result<(), Problem> {
+        let spec = self.known(vm)?.spec.clone();
+        spec.disks.iter().try_for_each(|disk| {
+            self.check_place(&disk.datastore)?;
+            let there = self.world.disks.get(&disk.disk).ok_or_else(|| {
+                Problem::new(ErrorCode::NotFound, format!("disk '{}' has no image", disk.name))
+            })?;
+            if disk.facts.as_ref().is_some_and(|facts| *facts != there.facts) {
+                let what = format!("disk '{}' is not as the inventory has it", disk.name);
+                return Err(Problem::new(ErrorCode::Damaged, what));
+            }
+            let reference = spec.key.as_ref().filter(|_| disk.encrypted);
+            check_key(disk, there, reference.map(|reference| reference.check.as_str()))
+        })
+    }
+
+    fn power_off(&mut self, vm: VmId, how: PowerOff) -> Result<Later, Problem> {
+        let heeds = self.heeds_shutdown;
+        let known = self.known(vm)?;
+        match (known.power, how) {
+            (Power::Off, _) => Ok(None),
+            (Power::Starting, PowerOff::Shutdown) => {
+                Err(rules::wrong_state(&known.spec, "is only being started"))
+            }
+            (_, PowerOff::Force) => {
+                known.stop(StopReason::PoweredOff, "an operator cut the power");
+                self.world.guests.remove(&vm);
+                self.life.post(vm);
+                Ok(None)
+            }
+            (Power::Running | Power::Stopping, PowerOff::Shutdown) => {
+                known.power = Power::Stopping;
+                if heeds {
+                    return self.numbered(vm, Work::Power);
+                }
+                self.life.post(vm);
+                Ok(None)
+            }
+        }
+    }
+
+    fn shut_down(&mut self, vm: VmId, _: Work) {
+        self.world.guests.remove(&vm);
+        if let Ok(known) = self.known(vm) {
+            known.stop(StopReason::GuestShutdown, "the guest powered itself off");
+        }
+    }
+
+    fn console(&mut self, vm: VmId) -> Result<ConsoleStream, Problem> {
+        let spec = self.known(vm)?.spec.clone();
+        match self.world.guests.get(&vm) {
+            Some((_, guest)) => Ok(guest.console()),
+            None => Err(rules::wrong_state(&spec, "does not run: it has no console")),
+        }
+    }
+}
+
+/// What the real host would make.
+fn facts(disk: &DiskSpec) -> Result<DiskFacts, Problem> {
+    if !disk.encrypted {
+        return Ok(DiskFacts::Raw);
+    }
+    let facts = Facts::new(disk.disk.0, disk.size)
+        .map_err(|error| Problem::new(ErrorCode::Internal, error.to_string()))?;
+    Ok(crate::disk::to_api(&facts))
+}
+
+fn check_key(disk: &DiskSpec, there: &SimulatedDisk, check: Option<&str>) -> Result<(), Problem> {
+    if there.check.as_deref() == check {
+        return Ok(());
+    }
+    let what = format!("disk '{}' is encrypted under another key", disk.name);
+    Err(Problem::new(ErrorCode::KeyMismatch, what))
+}
+
+#[async_trait]
+impl HostAgent for SimulatedHost {
+    async fn describe(&self) -> Result<HostDescription, Problem> {
+        self.call(Call::Describe, |inside| Ok(inside.describe()))
+    }
+
+    async fn state(
+        &self,
+        after: Option<(Incarnation, u64)>,
+        wait: Duration,
+    ) -> Result<HostState, Problem> {
+        let (board, mut ended) = self.call(Call::State, |inside| {
+            Ok((inside.life.board.clone(), inside.life.ended.subscribe()))
+        })?;
+        tokio::select! {
+            state = board.state(after, wait) => Ok(state),
+            _ = ended.wait_for(|ended| *ended) => Err(gone()),
+        }
+    }
+
+    async fn probe_datastore(&self, spec: DatastoreSpec) -> Result<DatastoreUsage, Problem> {
+        self.call(Call::ProbeDatastore, |inside| inside.probe(&spec))
+    }
+
+    async fn register_vm(&self, spec: VmSpec) -> Result<(), Problem> {
+        self.call(Call::RegisterVm, |inside| inside.register(spec))
+    }
+
+    async fn unregister_vm(&self, vm: VmId) -> Result<(), Problem> {
+        self.call(Call::UnregisterVm, |inside| inside.unregister(vm))
+    }
+
+    async fn offer_key(&self, vm: VmId, key: SealedKey) -> Result<(), Problem> {
+        self.call(Call::OfferKey, |inside| inside.offer_key(vm, &key))
+    }
+
+    async fn create_disk(
+        &self,
+        vm: VmId,
+        disk: DiskId,
+        source: Option<ImageSource>,
+    ) -> Result<(), Problem> {
+        let begin = |inside: &mut Inside| inside.create_disk(vm, disk, source.as_ref());
+        self.begin(Call::CreateDisk, begin, Inside::disk_made)
+    }
+
+    async fn delete_disk(&self, vm: VmId, disk: DiskId) -> Result<(), Problem> {
+        self.call(Call::DeleteDisk, |inside| inside.delete_disk(vm, disk))
+    }
+
+    async fn power_on(&self, vm: VmId) -> Result<(), Problem> {
+        self.begin(Call::PowerOn, |inside| inside.power_on(vm), Inside::started)
+    }
+
+    async fn power_off(&self, vm: VmId, how: PowerOff) -> Result<(), Problem> {
+        self.begin(Call::PowerOff, |inside| inside.power_off(vm, how), Inside::shut_down)
+    }
+
+    async fn console(&self, vm: VmId) -> Result<ConsoleStream, Problem> {
+        self.call(Call::Console, |inside| inside.console(vm))
+    }
+}

@@ -1,0 +1,93 @@
+//! Which call of a simulated host goes wrong, and how.
+
+use std::collections::BTreeMap;
+
+use vmseal_api::problem::ErrorCode;
+
+/// The kinds of call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Call {
+    /// `describe`
+    Describe,
+    /// `state`
+    State,
+    /// `probe_datastore`
+    ProbeDatastore,
+    /// `register_vm`
+    RegisterVm,
+    /// `unregister_vm`
+    UnregisterVm,
+    /// `offer_key`
+    OfferKey,
+    /// `create_disk`
+    CreateDisk,
+    /// `delete_disk`
+    DeleteDisk,
+    /// `power_on`
+    PowerOn,
+    /// `power_off`
+    PowerOff,
+    /// `console`
+    Console,
+}
+
+impl Call {
+    /// The calls that change something.
+    pub const CHANGING: [Self; 8] = [
+        Self::ProbeDatastore,
+        Self::RegisterVm,
+        Self::UnregisterVm,
+        Self::OfferKey,
+        Self::CreateDisk,
+        Self::DeleteDisk,
+        Self::PowerOn,
+        Self::PowerOff,
+    ];
+}
+
+/// What goes wrong.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fault {
+    /// Nothing is done, and this is answered.
+    Refuse(ErrorCode),
+    /// Nothing is done; the caller sees an unreachable host.
+    LoseRequest,
+    /// It is done; the caller sees a time-out.
+    LoseAnswer,
+    /// The agent dies before it does anything, and another one starts.
+    Crash,
+    /// It is done; then the agent dies, and another one starts. The caller sees an unreachable host.
+    CrashAfter,
+}
+
+/// The plan of faults, and the record of calls.
+#[derive(Default)]
+pub struct Faults {
+    calls: Vec<Call>,
+    counts: BTreeMap<Call, u32>,
+    plan: Vec<(Call, u32, Fault)>,
+}
+
+impl Faults {
+    pub fn inject(&mut self, call: Call, nth: u32, fault: Fault) {
+        let so_far = self.counts.get(&call).copied().unwrap_or(0);
+        self.plan.push((call, so_far + nth, fault));
+    }
+
+    pub fn calls(&self) -> &[Call] {
+        &self.calls
+    }
+
+    /// Counts a call, and says what is to go wrong with it.
+    pub fn count(&mut self, call: Call) -> Option<Fault> {
+        // Long polls come without end and say nothing.
+        if call != Call::State {
+            self.calls.push(call);
+        }
+        let count = self.counts.entry(call).or_default();
+        *count += 1;
+        let now = (call, *count);
+        let index = self.plan.iter().position(|(call, nth, _)| (*call, *nth) == now)?;
+        Some(self.plan.swap_remove(index).2)
+    }
+}

@@ -1,0 +1,330 @@
+//! A host without processes behind the same contract: the same [`rules`], the same [`Board`], real
+//! cryptography (key boxes, check values), disks as records. For tests of the control plane.
+//!
+//! ```text
+//! SimulatedHost ─► Life    what dies with the agent: incarnation, key box, registered VMs, keys
+//!              └─► World   what outlives it: datastores, disks, running guests
+//! ```
+//! [`SimulatedHost::restart`] and [`Fault::Crash`] end a life and begin the next. Faults are injected at the
+//! n-th of a kind of call ([`SimulatedHost::inject`]); an answer that is lost after the work was done is one.
+
+mod calls;
+mod console;
+mod faults;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use jiff::Timestamp;
+use tokio::sync::watch;
+use vmseal_api::host::{
+    Accelerator, AcceleratorKind, DiskFacts, DiskPhase, DiskState, HostDescription, Notice, Power,
+    StopReason, Stopped, VERSION, VmSpec, VmState,
+};
+use vmseal_api::id::{DatastoreId, DiskId, Incarnation, VmId};
+use vmseal_api::problem::{ErrorCode, Problem};
+
+use crate::board::Board;
+use crate::keys::KeyBox;
+use crate::rules;
+
+use console::Guest;
+use faults::Faults;
+pub use faults::{Call, Fault};
+
+/// How long simulated work takes unless it is told otherwise: long enough for a caller to see it begin.
+const WORK: Duration = Duration::from_millis(5);
+
+/// The room of a simulated datastore, in bytes.
+const CAPACITY: u64 = 1 << 40;
+
+/// A disk as the world has it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SimulatedDisk {
+    /// Whose it is.
+    pub vm: VmId,
+    /// Where it is.
+    pub datastore: DatastoreId,
+    /// What was made.
+    pub facts: DiskFacts,
+    /// The check value of the key that it was made with.
+    pub check: Option<String>,
+}
+
+/// What outlives an agent.
+#[derive(Default)]
+struct World {
+    marks: BTreeMap<PathBuf, DatastoreId>,
+    disks: BTreeMap<DiskId, SimulatedDisk>,
+    guests: BTreeMap<VmId, (VmSpec, Guest)>,
+}
+
+/// A registered VM.
+struct Known {
+    spec: VmSpec,
+    power: Power,
+    /// The check value stands for the key, which was opened and checked: nothing here uses its bytes.
+    key_held: bool,
+    stopped: Option<Stopped>,
+    phases: BTreeMap<DiskId, DiskPhase>,
+    notices: Vec<Notice>,
+    /// The number of the work that may still change it; work under an older number is void.
+    work: BTreeMap<Work, u64>,
+}
+
+/// What can be under way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Work {
+    Power,
+    Disk(DiskId),
+}
+
+impl Known {
+    fn new(spec: VmSpec) -> Self {
+        Self {
+            spec,
+            power: Power::Off,
+            key_held: false,
+            stopped: None,
+            phases: BTreeMap::new(),
+            notices: Vec::new(),
+            work: BTreeMap::new(),
+        }
+    }
+
+    fn state(&self) -> VmState {
+        let disk =
+            |(disk, phase): (&DiskId, &DiskPhase)| DiskState { disk: *disk, phase: phase.clone() };
+        VmState {
+            vm: self.spec.vm,
+            power: self.power,
+            key: rules::key_state(&self.spec, self.key_held),
+            stopped: self.stopped.clone(),
+            disks: self.phases.iter().map(disk).collect(),
+            notices: self.notices.clone(),
+        }
+    }
+
+    fn stop(&mut self, reason: StopReason, detail: &str) {
+        self.power = Power::Off;
+        self.work.remove(&Work::Power);
+        self.stopped = Some(Stopped { at: Timestamp::now(), reason, detail: detail.to_owned() });
+    }
+}
+
+/// What dies with an agent.
+struct Life {
+    key_box: Arc<KeyBox>,
+    board: Arc<Board>,
+    vms: BTreeMap<VmId, Known>,
+    works: u64,
+    /// Turns true when it ends: calls that wait then fail.
+    ended: watch::Sender<bool>,
+}
+
+impl Life {
+    fn new() -> Self {
+        Self {
+            key_box: Arc::new(KeyBox::new().expect("locked memory for a key box")),
+            board: Arc::new(Board::new(Incarnation::new())),
+            vms: BTreeMap::new(),
+            works: 0,
+            ended: watch::Sender::new(false),
+        }
+    }
+
+    fn post(&self, vm: VmId) {
+        self.board.post(vm, self.vms.get(&vm).map(Known::state));
+    }
+}
+
+struct Inside {
+    life: Life,
+    world: World,
+    faults: Faults,
+    work: Duration,
+    heeds_shutdown: bool,
+    reachable: bool,
+    full: bool,
+    fail_disks: BTreeSet<DiskId>,
+}
+
+/// A simulated host. Clones are the same host.
+#[derive(Clone)]
+pub struct SimulatedHost(Arc<Mutex<Inside>>);
+
+impl Default for SimulatedHost {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl SimulatedHost {
+    /// A host with nothing on it.
+    ///
+    /// # Panics
+    /// Without memory that can be locked.
+    #[must_use]
+    pub fn new() -> Self {
+        Self(Arc::new(Mutex::new(Inside {
+            life: Life::new(),
+            world: World::default(),
+            faults: Faults::default(),
+            work: WORK,
+            heeds_shutdown: true,
+            reachable: true,
+            full: false,
+            fail_disks: BTreeSet::new(),
+        })))
+    }
+
+    fn inside(&self) -> MutexGuard<'_, Inside> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Ends this life of the agent and begins the next: keys, registrations and work under way are gone,
+    /// running guests are found again, half-started ones are found dead.
+    pub fn restart(&self) {
+        self.inside().restart();
+    }
+
+    /// Injects a fault at the `nth` call of a kind from now on (1 is the next).
+    pub fn inject(&self, call: Call, nth: u32, fault: Fault) {
+        self.inside().faults.inject(call, nth, fault);
+    }
+
+    /// The calls so far, in order.
+    #[must_use]
+    pub fn calls(&self) -> Vec<Call> {
+        self.inside().faults.calls().to_vec()
+    }
+
+    /// Takes the host off the network, or back.
+    pub fn set_reachable(&self, reachable: bool) {
+        let mut inside = self.inside();
+        inside.reachable = reachable;
+        if !reachable {
+            // Long polls end as connections do.
+            inside.life.ended.send_replace(true);
+            inside.life.ended = watch::Sender::new(false);
+        }
+    }
+
+    /// How long making a disk, starting and shutting down take.
+    pub fn set_work(&self, work: Duration) {
+        self.inside().work = work;
+    }
+
+    /// Whether guests heed the power button.
+    pub fn set_heeds_shutdown(&self, heeds: bool) {
+        self.inside().heeds_shutdown = heeds;
+    }
+
+    /// Whether the datastores are full.
+    pub fn set_full(&self, full: bool) {
+        self.inside().full = full;
+    }
+
+    /// Has the making of this disk fail after it has begun.
+    pub fn fail_disk(&self, disk: DiskId) {
+        self.inside().fail_disks.insert(disk);
+    }
+
+    /// A running VM stops by itself, for this reason.
+    pub fn stop_guest(&self, vm: VmId, reason: StopReason) {
+        let mut inside = self.inside();
+        if inside.world.guests.remove(&vm).is_some()
+            && let Some(known) = inside.life.vms.get_mut(&vm)
+        {
+            known.stop(reason, "simulated");
+            inside.life.post(vm);
+        }
+    }
+
+    /// Something that an operator should see of a VM, from now on.
+    pub fn notice(&self, vm: VmId, notice: Notice) {
+        let mut inside = self.inside();
+        if let Some(known) = inside.life.vms.get_mut(&vm) {
+            known.notices.push(notice);
+            inside.life.post(vm);
+        }
+    }
+
+    /// The disks in the world: what a test looks at to see that nothing is left over or lost.
+    #[must_use]
+    pub fn disks(&self) -> BTreeMap<DiskId, SimulatedDisk> {
+        self.inside().world.disks.clone()
+    }
+
+    /// The guests that run.
+    #[must_use]
+    pub fn running(&self) -> Vec<VmId> {
+        self.inside().world.guests.keys().copied().collect()
+    }
+
+    /// The VMs that are registered.
+    #[must_use]
+    pub fn registered(&self) -> Vec<VmId> {
+        self.inside().life.vms.keys().copied().collect()
+    }
+
+    /// The VMs whose key is held.
+    #[must_use]
+    pub fn keys_held(&self) -> Vec<VmId> {
+        let inside = self.inside();
+        let held = inside.life.vms.iter().filter(|(_, known)| known.key_held);
+        held.map(|(vm, _)| *vm).collect()
+    }
+}
+
+fn gone() -> Problem {
+    Problem::new(ErrorCode::Unreachable, "the simulated host cannot be reached")
+}
+
+impl Inside {
+    fn restart(&mut self) {
+        let before = std::mem::replace(&mut self.life, Life::new());
+        before.ended.send_replace(true);
+        for (vm, (spec, _)) in &self.world.guests {
+            let known = Known { power: Power::Running, ..Known::new(spec.clone()) };
+            self.life.vms.insert(*vm, known);
+        }
+        for (vm, before) in before.vms {
+            if before.power == Power::Starting {
+                let mut known = Known::new(before.spec);
+                known.stop(StopReason::FoundDead, "the agent ended while the VM was being started");
+                self.life.vms.insert(vm, known);
+            }
+        }
+        let vms: Vec<VmId> = self.life.vms.keys().copied().collect();
+        vms.into_iter().for_each(|vm| self.life.post(vm));
+    }
+
+    fn describe(&self) -> HostDescription {
+        HostDescription {
+            contract: VERSION,
+            vmseal: env!("CARGO_PKG_VERSION").to_owned(),
+            incarnation: self.life.board.incarnation(),
+            hostname: "simulated".to_owned(),
+            key_box: self.life.key_box.public(),
+            accelerator: Accelerator {
+                kind: AcceleratorKind::Tcg,
+                reason: "nothing runs on a simulated host".to_owned(),
+            },
+            qemu: "simulated".to_owned(),
+            cpus: 8,
+            memory: 64 << 30,
+            aes_hardware: true,
+            weaknesses: Vec::new(),
+        }
+    }
+
+    fn known(&mut self, vm: VmId) -> Result<&mut Known, Problem> {
+        self.life.vms.get_mut(&vm).ok_or_else(|| rules::unknown(vm))
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,150 @@
+use std::sync::Arc;
+
+use vmseal_api::host::{DatastoreLocation, DatastoreSpec, DiskSpec, HostAgent, PowerOff};
+
+use super::*;
+use crate::contract::{self, Fixture};
+
+fn fixture(directory: &tempfile::TempDir) -> Fixture {
+    let image = directory.path().join("guest");
+    contract::write_guest(&image).unwrap();
+    Fixture { datastore: directory.path().to_owned(), image, patience: Duration::from_secs(10) }
+}
+
+#[tokio::test]
+async fn the_simulated_host_keeps_the_contract() {
+    let directory = tempfile::tempdir().unwrap();
+    let host = SimulatedHost::new();
+    let mut first = true;
+    contract::both_lives(fixture(&directory), || {
+        if !std::mem::take(&mut first) {
+            host.restart();
+        }
+        std::future::ready(Arc::new(host.clone()) as Arc<dyn HostAgent>)
+    })
+    .await;
+    assert!(host.disks().is_empty() && host.running().is_empty() && host.registered().is_empty());
+}
+
+/// A host with a plain VM whose disk is made.
+async fn with_vm() -> (SimulatedHost, VmSpec) {
+    let host = SimulatedHost::new();
+    let location = DatastoreLocation::Dir { path: "/simulated".into() };
+    let place = DatastoreSpec { datastore: DatastoreId::new(), location };
+    let mut spec = crate::run_dir::tests::spec();
+    spec.disks.push(DiskSpec {
+        disk: DiskId::new(),
+        name: "d".to_owned(),
+        datastore: place.clone(),
+        size: 1 << 20,
+        encrypted: false,
+        facts: Some(DiskFacts::Raw),
+    });
+    host.probe_datastore(place).await.unwrap();
+    host.register_vm(spec.clone()).await.unwrap();
+    host.create_disk(spec.vm, spec.disks[0].disk, None).await.unwrap();
+    wait(&host, |state| matches!(state.disks.first(), Some(disk) if disk.phase == READY)).await;
+    (host, spec)
+}
+
+const READY: DiskPhase = DiskPhase::Ready { facts: DiskFacts::Raw };
+
+async fn wait(host: &SimulatedHost, wanted: impl Fn(&VmState) -> bool) -> VmState {
+    let mut after = None;
+    for _ in 0..100 {
+        let state = host.state(after, Duration::from_secs(1)).await.unwrap();
+        after = Some((state.incarnation, state.version));
+        if let Some(vm) = state.vms.into_iter().find(|vm| wanted(vm)) {
+            return vm;
+        }
+    }
+    panic!("it has not come");
+}
+
+#[tokio::test]
+async fn faults_strike_where_they_are_planned_and_once() {
+    let (host, spec) = with_vm().await;
+    let vm = spec.vm;
+    let code = |result: Result<(), Problem>| result.unwrap_err().code;
+    host.inject(Call::PowerOn, 2, Fault::Refuse(ErrorCode::Internal));
+    host.inject(Call::PowerOff, 1, Fault::LoseRequest);
+    host.power_on(vm).await.unwrap();
+    assert_eq!(code(host.power_on(vm).await), ErrorCode::Internal);
+    host.power_on(vm).await.unwrap();
+    wait(&host, |state| state.power == Power::Running).await;
+    assert_eq!(code(host.power_off(vm, PowerOff::Force).await), ErrorCode::Unreachable);
+    assert_eq!(host.running(), [vm], "the lost request was done");
+    host.inject(Call::PowerOff, 1, Fault::LoseAnswer);
+    assert_eq!(code(host.power_off(vm, PowerOff::Force).await), ErrorCode::TimedOut);
+    assert!(host.running().is_empty(), "the request whose answer was lost was not done");
+    host.inject(Call::RegisterVm, 1, Fault::CrashAfter);
+    assert_eq!(code(host.register_vm(spec).await), ErrorCode::Unreachable);
+    assert!(host.registered().is_empty() && host.disks().len() == 1);
+    let last = &host.calls()[host.calls().len() - 2..];
+    assert_eq!(last, [Call::PowerOff, Call::RegisterVm]);
+}
+
+#[tokio::test]
+async fn a_crash_voids_work_under_way_and_ends_long_polls() {
+    let (host, spec) = with_vm().await;
+    host.set_work(Duration::from_millis(50));
+    host.power_on(spec.vm).await.unwrap();
+    let before = host.state(None, Duration::ZERO).await.unwrap();
+    let seen = Some((before.incarnation, before.version));
+    let restart = async {
+        tokio::time::sleep(Duration::from_millis(10)).await;
+        host.restart();
+    };
+    let (poll, ()) = tokio::join!(host.state(seen, Duration::from_secs(20)), restart);
+    assert_eq!(poll.unwrap_err().code, ErrorCode::Unreachable);
+    let found = wait(&host, |state| state.power == Power::Off).await;
+    assert_eq!(found.stopped.unwrap().reason, StopReason::FoundDead);
+    tokio::time::sleep(Duration::from_millis(80)).await;
+    assert!(host.running().is_empty(), "work of an earlier life went on");
+}
+
+#[tokio::test]
+async fn guests_stop_by_themselves_heed_or_do_not_and_hosts_vanish() {
+    let (host, spec) = with_vm().await;
+    let vm = spec.vm;
+    host.power_on(vm).await.unwrap();
+    wait(&host, |state| state.power == Power::Running).await;
+    host.set_heeds_shutdown(false);
+    host.power_off(vm, PowerOff::Shutdown).await.unwrap();
+    let stopping = host.power_on(vm).await.unwrap_err();
+    assert_eq!(stopping.code, ErrorCode::WrongState);
+    host.set_heeds_shutdown(true);
+    host.power_off(vm, PowerOff::Shutdown).await.unwrap();
+    let off = wait(&host, |state| state.power == Power::Off).await;
+    assert_eq!(off.stopped.unwrap().reason, StopReason::GuestShutdown);
+    host.power_on(vm).await.unwrap();
+    wait(&host, |state| state.power == Power::Running).await;
+    host.stop_guest(vm, StopReason::FilterDied);
+    let off = wait(&host, |state| state.power == Power::Off).await;
+    assert_eq!(off.stopped.unwrap().reason, StopReason::FilterDied);
+    host.set_reachable(false);
+    assert_eq!(host.describe().await.unwrap_err().code, ErrorCode::Unreachable);
+    host.set_reachable(true);
+    assert_eq!(host.registered(), [vm]);
+}
+
+#[tokio::test]
+async fn a_full_datastore_and_an_injected_failure_leave_no_disk() {
+    let (host, mut spec) = with_vm().await;
+    spec.disks[0].disk = DiskId::new();
+    let disk = spec.disks[0].disk;
+    host.register_vm(spec.clone()).await.unwrap();
+    host.set_full(true);
+    for code in [ErrorCode::NoSpace, ErrorCode::Internal] {
+        host.create_disk(spec.vm, disk, None).await.unwrap();
+        let failed = wait(&host, |state| {
+            state.disks.iter().any(|state| {
+                matches!(&state.phase, DiskPhase::Failed { problem } if problem.code == code)
+            })
+        });
+        failed.await;
+        assert!(!host.disks().contains_key(&disk));
+        host.set_full(false);
+        host.fail_disk(disk);
+    }
+}

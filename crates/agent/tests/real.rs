@@ -1,0 +1,289 @@
+//! The real host: real QEMU, real filter processes, the contract suite, and deaths of processes.
+//!
+//! The filter program is `vmseal-filter` beside the test's target directory (`cargo build -p
+//! vmseal-iofilter` makes it), or what `VMSEAL_FILTER` names. Emulation is used: no KVM is needed.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::io::AsyncReadExt;
+use vmseal_agent::contract::{self, BANNER, Fixture};
+use vmseal_agent::{AcceleratorChoice, AgentOptions, RealHost};
+use vmseal_api::host::{
+    DatastoreLocation, DatastoreSpec, DiskFacts, DiskPhase, DiskSpec, HostAgent, ImageSource,
+    Power, PowerOff, StopReason, VmSpec, VmState,
+};
+use vmseal_api::id::{DatastoreId, DiskId, VmId};
+use vmseal_api::problem::ErrorCode;
+
+/// Two cores, emulation, and other tests beside: nothing here takes as long by itself.
+const PATIENCE: Duration = Duration::from_secs(90);
+
+fn filter() -> PathBuf {
+    if let Some(path) = std::env::var_os("VMSEAL_FILTER") {
+        return path.into();
+    }
+    // target/PROFILE/deps/real-HASH
+    let test = std::env::current_exe().unwrap();
+    let path = test.ancestors().nth(2).unwrap().join("vmseal-filter");
+    assert!(path.exists(), "{} is missing: cargo build -p vmseal-iofilter", path.display());
+    path
+}
+
+/// Directories of a host, and agents on it. Dropping an agent leaves its VMs running, as its death does.
+struct Bench {
+    directory: tempfile::TempDir,
+}
+
+impl Bench {
+    fn new() -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        std::fs::create_dir(directory.path().join("store")).unwrap();
+        contract::write_guest(&directory.path().join("guest")).unwrap();
+        Self { directory }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.directory.path().join(name)
+    }
+
+    async fn agent(&self) -> Arc<dyn HostAgent> {
+        let options = AgentOptions {
+            run_dir: self.path("run"),
+            filter: filter(),
+            qemu: "qemu-system-x86_64".into(),
+            uid_base: 1_900_000_000,
+            accelerator: AcceleratorChoice::Tcg,
+            hardening: None,
+        };
+        Arc::new(RealHost::start(options).await.unwrap())
+    }
+
+    fn fixture(&self) -> Fixture {
+        Fixture { datastore: self.path("store"), image: self.path("guest"), patience: PATIENCE }
+    }
+
+    /// The process of this name of a VM, from the record of it.
+    fn process(&self, vm: VmId, name: &str) -> i32 {
+        let record = self.path("run/vms").join(vm.to_string()).join(format!("{name}.process"));
+        let stat = std::fs::read_to_string(record).unwrap();
+        stat.split(' ').next().unwrap().parse().unwrap()
+    }
+
+    fn kill(&self, vm: VmId, name: &str) {
+        let pid = nix::unistd::Pid::from_raw(self.process(vm, name));
+        nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGKILL).unwrap();
+    }
+
+    fn nothing_runs(&self) {
+        let left = std::fs::read_dir(self.path("run/vms")).unwrap().count();
+        assert_eq!(left, 0, "a run directory is left");
+        let mark = self.path("run").display().to_string();
+        for process in std::fs::read_dir("/proc").unwrap() {
+            let path = process.unwrap().path().join("cmdline");
+            let line = std::fs::read(path).unwrap_or_default();
+            assert!(!String::from_utf8_lossy(&line).contains(&mark), "a process is left");
+        }
+    }
+}
+
+async fn wait(agent: &dyn HostAgent, vm: VmId, wanted: impl Fn(&VmState) -> bool) -> VmState {
+    let give_up = tokio::time::Instant::now() + PATIENCE;
+    let mut after = None;
+    loop {
+        let state = agent.state(after, Duration::from_secs(5)).await.unwrap();
+        after = Some((state.incarnation, state.version));
+        let found = state.vms.into_iter().find(|state| state.vm == vm);
+        if let Some(state) = found.clone().filter(&wanted) {
+            return state;
+        }
+        assert!(tokio::time::Instant::now() < give_up, "it has not come: {found:?}");
+    }
+}
+
+async fn off(agent: &dyn HostAgent, vm: VmId, reason: StopReason) -> String {
+    let state = wait(agent, vm, |state| state.power == Power::Off).await;
+    let stopped = state.stopped.unwrap();
+    assert_eq!(stopped.reason, reason, "{}", stopped.detail);
+    stopped.detail
+}
+
+/// A VM with a plain disk that holds the guest, running.
+async fn running(bench: &Bench, agent: &dyn HostAgent) -> VmSpec {
+    let location = DatastoreLocation::Dir { path: bench.path("store") };
+    let place = DatastoreSpec { datastore: DatastoreId::new(), location };
+    let disk = DiskSpec {
+        disk: DiskId::new(),
+        name: "system".to_owned(),
+        datastore: place.clone(),
+        size: 1 << 20,
+        encrypted: false,
+        facts: Some(DiskFacts::Raw),
+    };
+    let spec = VmSpec {
+        vm: VmId::new(),
+        name: "victim".to_owned(),
+        vcpus: 1,
+        memory: 64 << 20,
+        key: None,
+        disks: vec![disk],
+    };
+    let (vm, disk) = (spec.vm, spec.disks[0].disk);
+    agent.probe_datastore(place).await.unwrap();
+    agent.register_vm(spec.clone()).await.unwrap();
+    let source = Some(ImageSource { path: bench.path("guest") });
+    agent.create_disk(vm, disk, source).await.unwrap();
+    wait(agent, vm, |state| {
+        let phase = state.disks.first().map(|disk| disk.phase.clone());
+        assert!(!matches!(phase, Some(DiskPhase::Failed { .. })), "{phase:?}");
+        matches!(phase, Some(DiskPhase::Ready { .. }))
+    })
+    .await;
+    start(agent, vm).await;
+    spec
+}
+
+async fn start(agent: &dyn HostAgent, vm: VmId) {
+    agent.power_on(vm).await.unwrap();
+    wait(agent, vm, |state| {
+        assert!(state.power != Power::Off, "it does not start: {:?}", state.stopped);
+        state.power == Power::Running
+    })
+    .await;
+    let mut console = agent.console(vm).await.unwrap();
+    let mut seen = Vec::new();
+    let shown = async {
+        while !String::from_utf8_lossy(&seen).contains(BANNER) {
+            let mut chunk = [0; 1024];
+            let length = console.read(&mut chunk).await.unwrap();
+            assert!(length > 0, "the console ended");
+            seen.extend_from_slice(&chunk[..length]);
+        }
+    };
+    tokio::time::timeout(PATIENCE, shown).await.expect("the guest says nothing");
+}
+
+#[tokio::test]
+async fn the_real_host_keeps_the_contract() {
+    let bench = Bench::new();
+    contract::both_lives(bench.fixture(), || bench.agent()).await;
+    bench.nothing_runs();
+    let mut left = std::fs::read_dir(bench.path("store")).unwrap();
+    assert!(left.all(|entry| entry.unwrap().file_name() == "vmseal-datastore.json"));
+}
+
+#[tokio::test]
+async fn the_death_of_a_process_stops_its_vm_and_it_starts_again() {
+    let bench = Bench::new();
+    let agent = bench.agent().await;
+    let vm = running(&bench, &*agent).await.vm;
+    bench.kill(vm, "filter");
+    let why = off(&*agent, vm, StopReason::FilterDied).await;
+    assert!(why.contains("SIGKILL"), "{why}");
+    bench.nothing_runs();
+    start(&*agent, vm).await;
+    bench.kill(vm, "qemu");
+    let why = off(&*agent, vm, StopReason::QemuDied).await;
+    assert!(why.contains("SIGKILL"), "{why}");
+    bench.nothing_runs();
+    start(&*agent, vm).await;
+    agent.power_off(vm, PowerOff::Force).await.unwrap();
+    bench.nothing_runs();
+}
+
+#[tokio::test]
+async fn what_died_while_no_agent_was_there_is_found_dead() {
+    for (name, word) in [("qemu", "no agent"), ("filter", "filter")] {
+        let bench = Bench::new();
+        let agent = bench.agent().await;
+        let vm = running(&bench, &*agent).await.vm;
+        drop(agent);
+        bench.kill(vm, name);
+        // The dead one is this test's child: only its parent can clear it away.
+        tokio::time::sleep(Duration::from_millis(300)).await;
+        let agent = bench.agent().await;
+        let why = off(&*agent, vm, StopReason::FoundDead).await;
+        assert!(why.contains(word), "{why}");
+        bench.nothing_runs();
+        start(&*agent, vm).await;
+        agent.power_off(vm, PowerOff::Force).await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn a_half_started_vm_is_swept_and_two_agents_cannot_work_in_one_place() {
+    let bench = Bench::new();
+    let agent = bench.agent().await;
+    let spec = running(&bench, &*agent).await;
+    drop(agent);
+    let record = bench.path("run/vms").join(spec.vm.to_string()).join("run.json");
+    let text = std::fs::read_to_string(&record).unwrap();
+    assert!(text.contains("\"running\""));
+    std::fs::write(&record, text.replace("\"running\"", "\"starting\"")).unwrap();
+    let agent = bench.agent().await;
+    off(&*agent, spec.vm, StopReason::FoundDead).await;
+    bench.nothing_runs();
+    let second = RealHost::start(AgentOptions {
+        run_dir: bench.path("run"),
+        filter: filter(),
+        qemu: "qemu-system-x86_64".into(),
+        uid_base: 1_900_000_000,
+        accelerator: AcceleratorChoice::Tcg,
+        hardening: None,
+    });
+    let error = second.await.err().expect("a second agent started");
+    assert!(error.to_string().contains("another agent"), "{error}");
+}
+
+#[tokio::test]
+async fn a_start_can_be_cancelled_and_what_cannot_start_says_why() {
+    let bench = Bench::new();
+    let agent = bench.agent().await;
+    let spec = running(&bench, &*agent).await;
+    let vm = spec.vm;
+    agent.power_off(vm, PowerOff::Force).await.unwrap();
+    for pause in [0, 10, 50, 150, 400] {
+        agent.power_on(vm).await.unwrap();
+        tokio::time::sleep(Duration::from_millis(pause)).await;
+        agent.power_off(vm, PowerOff::Force).await.unwrap();
+        bench.nothing_runs();
+    }
+    let image =
+        bench.path("store").join(vm.to_string()).join(format!("{}.raw", spec.disks[0].disk));
+    std::fs::OpenOptions::new().write(true).open(&image).unwrap().set_len(4096).unwrap();
+    agent.power_on(vm).await.unwrap();
+    let why = off(&*agent, vm, StopReason::FailedToStart).await;
+    assert!(why.contains("truncated"), "{why}");
+    std::fs::remove_file(&image).unwrap();
+    agent.power_on(vm).await.unwrap();
+    let why = off(&*agent, vm, StopReason::FailedToStart).await;
+    assert!(why.contains("no image"), "{why}");
+}
+
+/// Every process of a VM is another user, and none of them is root (where the tests run as root).
+#[tokio::test]
+async fn processes_run_under_users_of_their_own() {
+    if !nix::unistd::geteuid().is_root() {
+        return; // there is nobody else to be
+    }
+    let bench = Bench::new();
+    let agent = bench.agent().await;
+    let vm = running(&bench, &*agent).await.vm;
+    let users = ["filter", "qemu"].map(|name| {
+        let status = Path::new("/proc").join(bench.process(vm, name).to_string()).join("status");
+        let status = std::fs::read_to_string(status).unwrap();
+        let field = |name: &str| {
+            let line = status.lines().find(|line| line.starts_with(name)).unwrap().to_owned();
+            line[name.len()..].split_whitespace().map(str::to_owned).collect::<Vec<_>>()
+        };
+        assert_eq!(field("NoNewPrivs:"), ["1"]);
+        assert_eq!(field("CapEff:"), ["0000000000000000"]);
+        field("Uid:")
+    });
+    assert_ne!(users[0], users[1]);
+    assert!(users.iter().flatten().all(|uid| uid.starts_with("19000000")), "{users:?}");
+    agent.power_off(vm, PowerOff::Force).await.unwrap();
+    agent.unregister_vm(vm).await.unwrap();
+    assert_eq!(agent.power_on(vm).await.unwrap_err().code, ErrorCode::NotFound);
+}
