@@ -74,6 +74,7 @@ off:
 
 disk:                               # ah: what to do with the sector in `packet`
     movw    $packet, %si
+    movw    $1, 2(%si)              # firmware leaves there how many it did: none after an error
     movb    drive, %dl
     int     $0x13
     jc      failed

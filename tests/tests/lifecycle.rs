@@ -30,7 +30,8 @@ fn an_encrypted_guest_boots_from_ciphertext_and_keeps_its_data() {
     assert_eq!(boot(&here, "sealed"), 2, "the first boot's write is gone");
 
     // The guest's own end, asked for on its console.
-    here.console("sealed").unwrap().type_text("p").unwrap();
+    let mut console = here.console("sealed").unwrap();
+    console.type_text("p").unwrap();
     let stopped = here.wait_power("sealed", "off").unwrap();
     assert_eq!(stopped["stopped"]["reason"], "guest_shutdown");
     assert!(!holds(&image, COUNT), "the guest's code is readable in {}", image.display());
@@ -58,5 +59,6 @@ fn a_guest_that_does_not_shut_down_is_not_reported_as_off() {
     // A boot sector hears no ACPI power button.
     let said = here.refused(&["vm", "stop", "stubborn", "--timeout", "2"]).unwrap();
     assert!(said.contains("--force"), "it does not say what to do: {said}");
-    assert_eq!(here.vm("stubborn").unwrap()["power"], "running");
+    let power = here.vm("stubborn").unwrap()["power"].clone();
+    assert!(power == "running" || power == "stopping", "{power}");
 }
