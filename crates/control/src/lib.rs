@@ -19,6 +19,8 @@ pub mod initialise;
 pub mod keys;
 pub mod providers;
 pub mod server;
+#[cfg(test)]
+mod server_tests;
 pub mod store;
 pub mod tasks;
 #[cfg(test)]

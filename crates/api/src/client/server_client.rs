@@ -94,7 +94,8 @@ impl ServerClient {
         let mut page: Page<T> = self.get(path).await?;
         let mut items = std::mem::take(&mut page.items);
         while let Some(after) = page.next.take() {
-            page = self.get(&format!("{path}?after={after}")).await?;
+            let separator = if path.contains('?') { '&' } else { '?' };
+            page = self.get(&format!("{path}{separator}after={after}")).await?;
             items.append(&mut page.items);
         }
         Ok(items)

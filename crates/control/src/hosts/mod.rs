@@ -1,6 +1,8 @@
 //! The hosts: one monitor each, what they last said, and the way to their agents.
 
 pub mod connector;
+#[cfg(test)]
+mod connector_tests;
 pub mod join;
 mod monitor;
 mod registration;
@@ -9,6 +11,7 @@ mod tests;
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use tokio::sync::{OwnedMutexGuard, watch};
 use tokio::task::JoinHandle;
@@ -24,6 +27,9 @@ use crate::providers::Providers;
 use crate::store::hosts::Host;
 use crate::store::vms::Vm;
 use crate::store::{Part, Store, StoreError, hosts};
+
+/// How long [`Hosts::until_shown`] waits; a monitor's round takes milliseconds.
+const SHOWN_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// What is known of a host now.
 #[derive(Clone, Debug)]
@@ -159,6 +165,21 @@ impl Hosts {
             return Err(Problem::new(ErrorCode::Unreachable, detail));
         }
         Ok(Arc::clone(&entry.agent))
+    }
+
+    /// Waits until what is shown of a host is at least as new as a state that was read from it, so that
+    /// whoever waited for a task sees what it did. A monitor that is busy elsewhere is not waited for long.
+    pub async fn until_shown(&self, host: HostId, read: &HostState) {
+        let Some(mut view) = self.entries().get(&host).map(|entry| entry.view.clone()) else {
+            return;
+        };
+        let shown = view.wait_for(|view| {
+            view.state.as_ref().is_some_and(|shown| {
+                shown.incarnation != read.incarnation || shown.version >= read.version
+            })
+        });
+        // Nothing is wrong when it takes longer: the view follows.
+        let _ = tokio::time::timeout(SHOWN_TIMEOUT, shown).await;
     }
 
     /// Sees that a VM is registered on its host and that its key is there.

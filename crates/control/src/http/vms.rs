@@ -2,6 +2,7 @@
 
 use std::collections::HashSet;
 use std::sync::Arc;
+use std::time::Duration;
 
 use axum::Json;
 use axum::extract::State;
@@ -270,10 +271,10 @@ async fn place(
     Ok((host, made))
 }
 
-/// The power of a VM on a host that answers.
-fn power(app: &App, vm: &vms::Vm) -> Result<Option<Power>, Problem> {
-    app.hosts.connected(vm.host)?;
-    Ok(app.hosts.view(vm.host).vm(vm.id).map(|seen| seen.power))
+/// The power of a VM, asked of its host: what is shown may be a moment old.
+async fn power(app: &App, vm: &vms::Vm) -> Result<Option<Power>, Problem> {
+    let state = app.hosts.connected(vm.host)?.state(None, Duration::ZERO).await?;
+    Ok(state.vms.iter().find(|seen| seen.vm == vm.id).map(|seen| seen.power))
 }
 
 fn require_ready(vm: &vms::Vm) -> Result<(), Problem> {
@@ -297,7 +298,7 @@ pub(super) async fn start(
 ) -> Result<Accepted, Refusal> {
     let (vm, _) = find(&app, &name).await?;
     require_ready(&vm)?;
-    if let Some(power) = power(&app, &vm)?
+    if let Some(power) = power(&app, &vm).await?
         && power != Power::Off
     {
         let detail = format!("VM '{}' is not off: it is {}", vm.name, word(power));
@@ -334,7 +335,7 @@ pub(super) async fn stop(
     }
     let (vm, _) = find(&app, &name).await?;
     require_ready(&vm)?;
-    power(&app, &vm)?;
+    power(&app, &vm).await?;
     let write = app.store.write().await?;
     let operation = Operation::StopVm { vm: vm.id, force: request.force, timeout_seconds };
     begin(&app, write, operation, &vm.name, &actor).await
@@ -350,7 +351,7 @@ pub(super) async fn delete(
     User(actor): User,
 ) -> Result<Accepted, Refusal> {
     let (vm, _) = find(&app, &name).await?;
-    if let Some(power) = power(&app, &vm)?
+    if let Some(power) = power(&app, &vm).await?
         && power != Power::Off
     {
         let detail = format!(

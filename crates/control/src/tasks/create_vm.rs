@@ -150,6 +150,9 @@ pub(super) async fn finish(run: &Run<'_>) -> Result<(), StepError> {
             write.commit().await?;
         }
     }
+    let vm = run.vm().await?;
+    let state = run.news(&*run.agent(&vm)?, None).await?;
+    run.hosts().until_shown(vm.host, &state).await;
     measure_datastores(run).await;
     Ok(())
 }

@@ -74,7 +74,7 @@ struct Running {
 /// Where a test may interfere.
 #[cfg(test)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Moment {
+pub(crate) enum Moment {
     Before,
     After,
 }
@@ -82,7 +82,7 @@ pub(super) enum Moment {
 /// What a test may do there.
 #[cfg(test)]
 #[derive(Clone, Debug)]
-pub(super) enum Fault {
+pub(crate) enum Fault {
     None,
     /// As if the server's process ended here.
     Crash,
@@ -93,7 +93,7 @@ pub(super) enum Fault {
 }
 
 #[cfg(test)]
-pub(super) type Faults = Arc<dyn Fn(Step, TaskState, Moment) -> Fault + Send + Sync>;
+pub(crate) type Faults = Arc<dyn Fn(Step, TaskState, Moment) -> Fault + Send + Sync>;
 
 /// Carries tasks out until [`Engine::stop`].
 pub struct Engine {
@@ -101,7 +101,7 @@ pub struct Engine {
     retry: Retry,
     running: Mutex<HashMap<TaskId, Running>>,
     #[cfg(test)]
-    pub(super) faults: Option<Faults>,
+    pub(crate) faults: Option<Faults>,
 }
 
 /// Why [`Engine::carry_out`] stopped before the task's end.

@@ -7,6 +7,7 @@ use vmseal_api::host::{HostAgent, HostState, Power, PowerOff, StopReason};
 use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::run::{Run, StepError, absent_is_fine, state_of};
+use crate::store::vms::Vm;
 
 /// How long QEMU and the filter may take from their start until the guest runs: seconds, and some more
 /// where a host starts many at once.
@@ -53,10 +54,16 @@ pub(super) async fn power_on(run: &Run<'_>) -> Result<(), StepError> {
         let next = run.news(&*agent, state.as_ref()).await?;
         let seen = state_of(&next, vm.id);
         match seen.map(|seen| (seen.power, &seen.stopped)) {
-            Some((Power::Running, _)) => return Ok(()),
+            Some((Power::Running, _)) => {
+                run.hosts().until_shown(vm.host, &next).await;
+                return Ok(());
+            }
             Some((Power::Off, Some(stopped))) => match stopped.reason {
                 // It ran, and has ended already.
-                StopReason::GuestShutdown | StopReason::PoweredOff => return Ok(()),
+                StopReason::GuestShutdown | StopReason::PoweredOff => {
+                    run.hosts().until_shown(vm.host, &next).await;
+                    return Ok(());
+                }
                 StopReason::FoundDead => return Err(again(&stopped.detail)),
                 _ => {
                     let detail = format!("it did not start: {}", stopped.detail);
@@ -86,16 +93,21 @@ pub(super) async fn power_off(run: &Run<'_>) -> Result<(), StepError> {
     let vm = run.vm().await?;
     let agent = run.agent(&vm)?;
     absent_is_fine(agent.power_off(vm.id, PowerOff::Force).await)?;
-    wait_off(run, &*agent).await
+    wait_off(run, &vm, &*agent).await
 }
 
 /// Waits until the VM is off; its power has been cut.
-pub(super) async fn wait_off(run: &Run<'_>, agent: &dyn HostAgent) -> Result<(), StepError> {
+pub(super) async fn wait_off(
+    run: &Run<'_>,
+    vm: &Vm,
+    agent: &dyn HostAgent,
+) -> Result<(), StepError> {
     let deadline = Instant::now() + OFF_TIMEOUT;
     let mut state: Option<HostState> = None;
     loop {
         let next = run.news(agent, state.as_ref()).await?;
-        if state_of(&next, run.vm_id()).is_none_or(|seen| seen.power == Power::Off) {
+        if state_of(&next, vm.id).is_none_or(|seen| seen.power == Power::Off) {
+            run.hosts().until_shown(vm.host, &next).await;
             return Ok(());
         }
         if Instant::now() > deadline {

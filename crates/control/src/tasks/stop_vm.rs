@@ -23,7 +23,7 @@ pub(super) async fn power_off(run: &Run<'_>) -> Result<(), StepError> {
     }
     if force {
         absent_is_fine(agent.power_off(vm.id, PowerOff::Force).await)?;
-        return wait_off(run, &*agent).await;
+        return wait_off(run, &vm, &*agent).await;
     }
     absent_is_fine(agent.power_off(vm.id, PowerOff::Shutdown).await)?;
     let deadline = Instant::now() + Duration::from_secs(timeout_seconds.into());
@@ -39,6 +39,7 @@ pub(super) async fn power_off(run: &Run<'_>) -> Result<(), StepError> {
             }
         }
         if state_of(&state, vm.id).is_none_or(|seen| seen.power == Power::Off) {
+            run.hosts().until_shown(vm.host, &state).await;
             return Ok(());
         }
         run.check_cancelled()?;

@@ -9,9 +9,9 @@ use vmseal_api::id::VmId;
 use vmseal_api::model::{Lifecycle, TaskState};
 use vmseal_api::problem::{ErrorCode, Problem};
 
+use super::Engine;
 use super::engine::{Fault, Faults, Moment};
 use super::operation::{Operation, Step};
-use super::Engine;
 use crate::testing::{Failure, Plant};
 
 /// Interferes at one place, a given number of times; counts how often it did.
@@ -223,12 +223,11 @@ async fn undoing_a_creation_survives_every_fault_at_every_step() {
             let (undoing, done) = at(step, TaskState::Undoing, moment, fault, 1);
             let (failing, _) =
                 at(Step::Finish, TaskState::Running, Moment::After, Fault::Fail(refused()), 1);
-            let both: Faults = Arc::new(move |step, state, moment| {
-                match failing(step, state, moment) {
+            let both: Faults =
+                Arc::new(move |step, state, moment| match failing(step, state, moment) {
                     Fault::None => undoing(step, state, moment),
                     fault => fault,
-                }
-            });
+                });
             let (plant, vm, task) = carry_out(Kind::Create, both, &done, crashes).await;
             assert_eq!(plant.task(task).await.state, TaskState::Failed, "{what}");
             plant.assert_nothing_left(vm, &what).await;
@@ -247,7 +246,10 @@ async fn what_cannot_be_undone_is_said_and_can_be_deleted() {
     let ended = plant.ended(task).await;
     assert_eq!(ended.state, TaskState::Unknown);
     let detail = ended.problem.unwrap().detail;
-    assert!(detail.contains("refused on purpose") && detail.contains("create the disks"), "{detail}");
+    assert!(
+        detail.contains("refused on purpose") && detail.contains("create the disks"),
+        "{detail}"
+    );
     assert_eq!(plant.vm(vm).await.unwrap().lifecycle, Lifecycle::Creating);
     plant.fake.fail("delete_disk", Failure::Unheard, 0);
     let delete = Operation::DeleteVm { vm, was: Lifecycle::Creating };
@@ -273,9 +275,16 @@ async fn a_deletion_that_was_cut_short_can_be_repeated() {
 /// The calls to the host themselves: lost on their way, or their answers lost, or the agent restarts.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn lost_calls_and_answers_do_not_matter() {
-    for call in ["describe", "register_vm", "offer_key", "create_disk", "unregister_vm",
-        "delete_disk", "power_on", "power_off"]
-    {
+    for call in [
+        "describe",
+        "register_vm",
+        "offer_key",
+        "create_disk",
+        "unregister_vm",
+        "delete_disk",
+        "power_on",
+        "power_off",
+    ] {
         for failure in [Failure::Unheard, Failure::Unanswered] {
             let plant = Plant::new().await;
             let what = format!("{call} {failure:?}");
@@ -406,4 +415,16 @@ async fn a_plain_vm_has_no_key_and_needs_none() {
     assert_eq!((plant.fake.calls("offer_key"), plant.events("key.created").await.len()), (0, 0));
     let task = plant.begin(Operation::StartVm { vm }, "open").await;
     assert_eq!(plant.ended(task).await.state, TaskState::Done);
+}
+
+#[tokio::test]
+async fn a_disk_that_cannot_be_made_fails_the_creation_with_the_hosts_words() {
+    let plant = Plant::new().await;
+    let full = Problem::new(ErrorCode::NoSpace, "datastore 'local' has no room");
+    plant.fake.fail("create_disk", Failure::Refused(full.clone()), 1);
+    let (vm, task) = plant.create("web", "encrypted").await;
+    let ended = plant.ended(task).await;
+    assert_eq!((ended.state, ended.problem), (TaskState::Failed, Some(full)));
+    assert_eq!(ended.step, Step::CreateDisks.name(), "where it failed is not shown");
+    plant.assert_nothing_left(vm, "no room").await;
 }

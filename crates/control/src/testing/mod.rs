@@ -3,5 +3,5 @@
 mod fake_host;
 mod plant;
 
-pub use fake_host::{FakeHost, Failure};
-pub use plant::{Plant, encrypted_request};
+pub use fake_host::{Failure, FakeHost};
+pub use plant::Plant;

@@ -5,8 +5,7 @@ use std::time::Duration;
 
 use vmseal_api::host::{DatastoreLocation, DatastoreSpec, Power};
 use vmseal_api::id::{DatastoreId, DiskId, HostId, PolicyId, TaskId, VmId};
-use vmseal_api::model::{Lifecycle, ProviderStatus, TaskState};
-use vmseal_api::request::{CreateDisk, CreateVm};
+use vmseal_api::model::{Lifecycle, TaskState};
 use vmseal_secret::SecretBytes;
 
 use super::FakeHost;
@@ -15,7 +14,9 @@ use crate::hosts::Hosts;
 use crate::providers::Providers;
 use crate::store::tasks::Task;
 use crate::store::vms::Vm;
-use crate::store::{Part, Store, alarms, datastores, disks, events, hosts, policies, providers, tasks, vms};
+use crate::store::{
+    Store, alarms, datastores, disks, events, hosts, policies, providers, tasks, vms,
+};
 use crate::tasks::{Engine, Operation, Retry};
 
 /// How long anything may take in a test.
@@ -38,22 +39,6 @@ pub struct Plant {
     pub host: HostId,
     provider: vmseal_api::id::ProviderId,
     datastore: DatastoreSpec,
-}
-
-pub fn encrypted_request(name: &str) -> CreateVm {
-    let disk = |name: &str| CreateDisk {
-        name: name.to_owned(),
-        datastore: "local".to_owned(),
-        size: 1 << 20,
-        image: None,
-    };
-    CreateVm {
-        name: name.to_owned(),
-        policy: "encrypted".to_owned(),
-        vcpus: 1,
-        memory: 32 << 20,
-        disks: vec![disk("disk0"), disk("disk1")],
-    }
 }
 
 impl Plant {
@@ -283,13 +268,6 @@ impl Plant {
         let key = row.key.unwrap();
         self.providers.get(key.provider).unwrap().get_key(vm, &key).await.unwrap();
     }
-
-    /// The status of its provider.
-    pub async fn provider_status(&self) -> ProviderStatus {
-        let mut read = self.store.read().await.unwrap();
-        let all = providers::list(&mut read, &Part::all()).await.unwrap();
-        self.providers.status(&all[0])
-    }
 }
 
 async fn begin(
@@ -301,7 +279,6 @@ async fn begin(
     let hosts =
         Hosts::start(Arc::clone(store), Arc::clone(providers), Arc::new(fake.clone())).await;
     let hosts = Arc::new(hosts.unwrap());
-    let engine =
-        Engine::new(Arc::clone(store), Arc::clone(providers), Arc::clone(&hosts), retry);
+    let engine = Engine::new(Arc::clone(store), Arc::clone(providers), Arc::clone(&hosts), retry);
     (hosts, Arc::new(engine))
 }

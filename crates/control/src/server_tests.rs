@@ -1,0 +1,214 @@
+//! The whole server over TLS, through the command line's client, around one host in memory.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+use serde_json::Value;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use vmseal_api::client::ServerClient;
+use vmseal_api::host::DatastoreLocation;
+use vmseal_api::model::*;
+use vmseal_api::problem::ErrorCode;
+use vmseal_api::request::*;
+use vmseal_secret::SecretBytes;
+use vmseal_secret::sealed_box::seal;
+
+use crate::server::{Server, ServerOptions};
+use crate::testing::FakeHost;
+
+struct Installation {
+    directory: tempfile::TempDir,
+    fake: FakeHost,
+    server: Option<Server>,
+}
+
+impl Installation {
+    async fn new() -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let credentials = directory.path().join("credentials");
+        std::fs::create_dir(&credentials).unwrap();
+        std::fs::write(credentials.join("vmseal-provider-keys"), "pass").unwrap();
+        let mut this = Self { directory, fake: FakeHost::new(), server: None };
+        this.start().await;
+        this
+    }
+
+    async fn start(&mut self) {
+        let options = ServerOptions {
+            data_dir: self.directory.path().join("data"),
+            listen: "127.0.0.1:0".parse().unwrap(),
+            names: Vec::new(),
+            credentials_dir: Some(self.directory.path().join("credentials")),
+        };
+        let connector = Arc::new(self.fake.clone());
+        self.server = Some(Server::start_with(options, Some(connector)).await.unwrap());
+    }
+
+    fn file(&self, name: &str) -> String {
+        std::fs::read_to_string(self.directory.path().join("data").join(name)).unwrap()
+    }
+
+    fn client_with(&self, token: &str) -> ServerClient {
+        let url = format!("https://{}", self.server.as_ref().unwrap().address());
+        ServerClient::new(&url, &self.file("ca.pem"), token).unwrap()
+    }
+
+    fn client(&self) -> ServerClient {
+        self.client_with(self.file("admin.token").trim())
+    }
+
+    async fn sealed(&self, passphrase: &str) -> SealedPassphrase {
+        let about: About = self.client().get("about").await.unwrap();
+        let public = STANDARD.decode(&about.passphrase_box).unwrap().try_into().unwrap();
+        let secret = SecretBytes::from_wiped(&mut passphrase.as_bytes().to_vec()).unwrap();
+        let sealed = seal(&public, &passphrase_info("keys"), &secret).unwrap();
+        SealedPassphrase {
+            passphrase_box: about.passphrase_box,
+            sealed: STANDARD.encode(sealed.as_bytes()),
+        }
+    }
+
+    async fn set_up(&self) {
+        let client = self.client();
+        let token: JoinToken = client.post("hosts/tokens", &Value::Null).await.unwrap();
+        let key = rcgen::KeyPair::generate().unwrap();
+        let csr = rcgen::CertificateParams::default().serialize_request(&key).unwrap();
+        let join = JoinHost {
+            token: token.token,
+            name: "here".to_owned(),
+            address: "127.0.0.1:1".to_owned(),
+            certificate_request: csr.pem().unwrap(),
+        };
+        // Without a user's token.
+        let joined: Joined = self.client_with("").post("hosts/join", &join).await.unwrap();
+        assert_eq!(joined.authority, self.file("ca.pem"));
+        self.until(async || {
+            let host: Host = client.get("hosts/here").await.unwrap();
+            host.connection == Connection::Connected
+        })
+        .await;
+        let datastore = AddDatastore {
+            name: "local".to_owned(),
+            host: "here".to_owned(),
+            location: DatastoreLocation::Dir { path: "/store".into() },
+        };
+        let _: Datastore = client.post("datastores", &datastore).await.unwrap();
+        // The passphrase comes as a credential.
+        let provider = AddProvider {
+            name: "keys".to_owned(),
+            passphrase: None,
+            backup: None,
+            backup_passphrase: None,
+        };
+        let _: Provider = client.post("providers", &provider).await.unwrap();
+        let request = GivePassphrase { passphrase: self.sealed("b").await };
+        let backup: Backup = client.post("providers/keys/backup", &request).await.unwrap();
+        let verify = VerifyBackup { backup: backup.backup, passphrase: self.sealed("b").await };
+        let _: Provider = client.post("providers/keys/verify", &verify).await.unwrap();
+        let _: Provider = client.post("providers/keys/default", &Value::Null).await.unwrap();
+        let policy = AddPolicy { name: "encrypted".to_owned(), encryption: true, provider: None };
+        let _: Policy = client.post("policies", &policy).await.unwrap();
+    }
+
+    async fn until(&self, test: impl AsyncFn() -> bool) {
+        let begun = Instant::now();
+        while !test().await {
+            assert!(begun.elapsed() < Duration::from_secs(20));
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    }
+
+    async fn done(&self, task: Task) {
+        let path = format!("tasks/{}", task.id);
+        self.until(async || {
+            let task: Task = self.client().get(&path).await.unwrap();
+            assert!(matches!(task.state, TaskState::Running | TaskState::Done), "{task:?}");
+            task.state == TaskState::Done
+        })
+        .await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_encrypted_vm_through_the_command_lines_client_and_a_restart_of_the_server() {
+    let mut here = Installation::new().await;
+    here.set_up().await;
+    let client = here.client();
+    let request = CreateVm {
+        name: "web".to_owned(),
+        policy: "encrypted".to_owned(),
+        vcpus: 1,
+        memory: 32 << 20,
+        disks: vec![CreateDisk {
+            name: "root".to_owned(),
+            datastore: "local".to_owned(),
+            size: 1 << 20,
+            image: None,
+        }],
+    };
+    here.done(client.post("vms", &request).await.unwrap()).await;
+    here.done(client.post("vms/web/start", &Value::Null).await.unwrap()).await;
+
+    let mut console = client.console("web").await.unwrap();
+    console.write_all(b"hello").await.unwrap();
+    let mut heard = [0; 5];
+    console.read_exact(&mut heard).await.unwrap();
+    assert_eq!(&heard, b"hello");
+    let refused = client.console("nobody").await.err().unwrap();
+    assert_eq!(refused.code, ErrorCode::NotFound, "{refused}");
+
+    // It ends although a console is open, and starts with its provider unlocked by the credential.
+    here.server.take().unwrap().shutdown().await;
+    here.fake.restart();
+    here.start().await;
+    let client = here.client();
+    here.until(async || {
+        let vm: Vm = client.get("vms/web").await.unwrap();
+        vm.key_state == Some(vmseal_api::host::KeyState::Held)
+    })
+    .await;
+    let stop = StopVm { force: true, timeout_seconds: None };
+    here.done(client.post("vms/web/stop", &stop).await.unwrap()).await;
+    here.done(client.delete_task("vms/web").await.unwrap()).await;
+    let vms: Vec<Vm> = client.all("vms").await.unwrap();
+    assert_eq!(vms, []);
+    let events: Vec<Event> = client.all("events").await.unwrap();
+    let in_small_pages: Vec<Event> = client.all("events?limit=3").await.unwrap();
+    assert!(events.len() > 20);
+    assert_eq!(in_small_pages, events);
+    client.delete("policies/encrypted").await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn wrong_tokens_and_wrong_authorities_are_refused() {
+    let here = Installation::new().await;
+    let refused = here.client_with("wrong").get::<Page<Vm>>("vms").await.unwrap_err();
+    assert_eq!(refused.code, ErrorCode::Unauthenticated);
+    let console = here.client_with("wrong").console("web").await.err().unwrap();
+    assert_eq!(console.code, ErrorCode::Unauthenticated);
+    let other = Installation::new().await;
+    let url = format!("https://{}", here.server.as_ref().unwrap().address());
+    let client = ServerClient::new(&url, &other.file("ca.pem"), "x").unwrap();
+    let refused = client.get::<About>("about").await.unwrap_err();
+    assert_eq!(refused.code, ErrorCode::Unreachable);
+    assert!(refused.detail.contains("certificate"), "{refused}");
+}
+
+/// A client that says nothing, or half a header, is hung up on, and disturbs nobody.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn silent_clients_disturb_nobody_and_headers_have_a_limit() {
+    let here = Installation::new().await;
+    let address = here.server.as_ref().unwrap().address();
+    let mut silent = Vec::new();
+    for _ in 0..20 {
+        silent.push(tokio::net::TcpStream::connect(address).await.unwrap());
+    }
+    let _: About = here.client().get("about").await.unwrap();
+    let long = here.client_with(&"x".repeat(64 * 1024)).get::<Page<Vm>>("vms").await.unwrap_err();
+    assert!(long.detail.contains("431"), "a header of 64 KiB was taken: {long}");
+    let mut byte = [0];
+    let hung_up = tokio::time::timeout(Duration::from_secs(15), silent[0].read(&mut byte)).await;
+    assert!(matches!(hung_up, Ok(Ok(0) | Err(_))), "{hung_up:?}");
+}
