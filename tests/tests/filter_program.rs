@@ -1,0 +1,20 @@
+//! What `vmseal-filter` is made of: it holds the disk keys, so it maps no code that it does not need.
+
+use vmseal_tests::program;
+
+/// Symbols of HTTP, SQL and TLS code, as linkers keep them in programs that use it.
+const UNWANTED: [&str; 4] = ["rustls", "hyper", "sqlite3_", "SSL_CTX_new"];
+
+fn found_in(name: &str) -> Vec<&'static str> {
+    let path = program(name).expect("built before the tests");
+    let content = std::fs::read(path).expect("readable");
+    let holds = |text: &str| content.windows(text.len()).any(|window| window == text.as_bytes());
+    UNWANTED.into_iter().filter(|text| holds(text)).collect()
+}
+
+#[test]
+fn the_filter_has_no_http_sql_or_tls_code() {
+    assert_eq!(found_in("vmseal-filter"), Vec::<&str>::new());
+    // The same search finds them where they are.
+    assert_eq!(found_in("vmseal"), ["rustls", "hyper", "sqlite3_"]);
+}
