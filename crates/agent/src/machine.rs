@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use nix::sys::resource::{Resource, setrlimit};
 use vmseal_secret::process::{Hardening, MemoryLock};
 
 /// The facts of a machine that do not change while it runs.
@@ -73,6 +74,14 @@ pub fn weaknesses(hardening: Option<Hardening>, root: bool) -> Vec<String> {
                 found.push("the agent can be dumped".to_owned());
             }
         }
+    }
+    // What filters get; mlockall does not outlive their execve and change of user.
+    let unlimited = nix::libc::RLIM_INFINITY;
+    if root && setrlimit(Resource::RLIMIT_MEMLOCK, unlimited, unlimited).is_err() {
+        found.push(
+            "filter processes may not lock all their memory, where ciphers keep their keys; set LimitMEMLOCK=infinity or encrypt swap"
+                .to_owned(),
+        );
     }
     if !root {
         found.push(
