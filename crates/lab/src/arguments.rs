@@ -107,13 +107,14 @@ pub fn run(
     let goals = goals::read(&arguments.goals)?;
     let plan = arguments.plan();
     let systems = arguments.systems()?;
-    let (started, machine) = (jiff::Timestamp::now(), Machine::here(&arguments.storage_daemon));
+    let (started, commit) = (jiff::Timestamp::now(), machine::commit());
+    let machine = Machine::here(&arguments.storage_daemon);
     let outcome = experiment::run(&plan, &systems, observe)?;
     let assess = |goal: &Goal| goals::assess(goal, &outcome.cells);
     let report = Report {
         version: report::VERSION,
         started,
-        commit: machine::commit(),
+        commit,
         machine,
         settings: Settings::of(&plan),
         goals: goals.iter().map(assess).collect(),

@@ -34,6 +34,15 @@ impl Metric {
         }
     }
 
+    /// The same in requests or bytes per second of CPU time, where the metric is a rate.
+    fn by_cpu_time(self) -> Option<fn(&Cell) -> f64> {
+        match self {
+            Self::Iops => Some(|cell| 1e9 / cell.cpu_per_io),
+            Self::Throughput => Some(|cell| cell.throughput / cell.iops * 1e9 / cell.cpu_per_io),
+            Self::CpuPerIo => None,
+        }
+    }
+
     /// A value with its unit, for people.
     #[must_use]
     pub fn show(self, value: f64) -> String {
@@ -181,27 +190,54 @@ pub struct Assessment {
     pub ratio: Option<Interval>,
     /// Numerator minus denominator, within each round, in the metric's unit.
     pub difference: Option<Interval>,
+    /// What decides where a rate is not resolved.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub by_cpu_time: Option<ByCpuTime>,
+}
+
+/// A rate that the machine's other work made too noisy, taken per second of the server's CPU time
+/// instead of per second of the clock: what the ratio is where CPU is what limits.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct ByCpuTime {
+    /// What is said of the goal.
+    pub verdict: Verdict,
+    /// Numerator over denominator, within each round.
+    pub ratio: Interval,
 }
 
 /// Judges a goal by the rounds in which both systems were measured.
 #[must_use]
 pub fn assess(goal: &Goal, cells: &[Cell]) -> Assessment {
-    let value = |system: &str, round: u32| {
+    let pairs = pairs(goal, cells, |cell| goal.metric.of(cell));
+    let ratio = ratio_of(&pairs);
+    let difference = Interval::of(pairs.iter().map(|(above, below)| above - below));
+    let verdict = ratio.as_ref().map_or(Verdict::NotMeasured, |ratio| judge(goal, ratio));
+    let by_cpu_time = if verdict == Verdict::NotResolved { by_cpu_time(goal, cells) } else { None };
+    Assessment { goal: goal.clone(), verdict, ratio, difference, by_cpu_time }
+}
+
+fn by_cpu_time(goal: &Goal, cells: &[Cell]) -> Option<ByCpuTime> {
+    let ratio = ratio_of(&pairs(goal, cells, goal.metric.by_cpu_time()?))?;
+    Some(ByCpuTime { verdict: judge(goal, &ratio), ratio })
+}
+
+/// The values of both systems, for each round that has both.
+fn pairs(goal: &Goal, cells: &[Cell], value: impl Fn(&Cell) -> f64) -> Vec<(f64, f64)> {
+    let find = |system: &str, round: u32| {
         let mut cells = cells.iter();
         let wanted = |cell: &&Cell| {
             cell.round == round && cell.system == system && cell.workload == goal.workload
         };
-        cells.find(wanted).map(|cell| goal.metric.of(cell))
+        cells.find(wanted).map(&value)
     };
     let rounds = cells.iter().map(|cell| cell.round + 1).max().unwrap_or(0);
-    let pairs: Vec<(f64, f64)> = (0..rounds)
-        .filter_map(|round| value(&goal.numerator, round).zip(value(&goal.denominator, round)))
-        .collect();
-    let ratio = Interval::of(pairs.iter().map(|(numerator, denominator)| numerator / denominator));
-    let difference =
-        Interval::of(pairs.iter().map(|(numerator, denominator)| numerator - denominator));
-    let verdict = ratio.as_ref().map_or(Verdict::NotMeasured, |ratio| judge(goal, ratio));
-    Assessment { goal: goal.clone(), verdict, ratio, difference }
+    (0..rounds)
+        .filter_map(|round| find(&goal.numerator, round).zip(find(&goal.denominator, round)))
+        .collect()
+}
+
+fn ratio_of(pairs: &[(f64, f64)]) -> Option<Interval> {
+    Interval::of(pairs.iter().map(|(above, below)| above / below))
 }
 
 fn judge(goal: &Goal, ratio: &Interval) -> Verdict {
@@ -297,6 +333,23 @@ pub(crate) mod tests {
         let two = Some(Interval { median: 2.0, lower: Some(2.0), upper: Some(2.0) });
         assert_eq!((judged.verdict, judged.ratio), (Verdict::Met, two));
         assert_eq!(judged.difference.unwrap().median, 400.0);
+    }
+
+    #[test]
+    fn cpu_time_decides_what_the_clock_does_not() {
+        let goal = goal(Metric::Iops, Relation::AtLeast, 3.0);
+        let mut cells = rounds(&[1.0, 3.5, 3.5, 3.5, 9.0]);
+        let of = |cells: &[Cell]| assess(&goal, cells).by_cpu_time;
+        for (cpu_ratio, verdict) in [(4.0, Verdict::Met), (2.0, Verdict::NotMet)] {
+            for cell in &mut cells {
+                let ours = cell.system == "ours";
+                cell.cpu_per_io = if ours { 1000.0 } else { 1000.0 * cpu_ratio };
+            }
+            assert_eq!(of(&cells).map(|decided| decided.verdict), Some(verdict));
+        }
+        // The clock's own verdict stands where there is one, and CPU time needs rounds too.
+        assert_eq!(of(&rounds(&[4.0; 5])), None);
+        assert_eq!(of(&rounds(&[4.0; 4])).unwrap().verdict, Verdict::NotResolved);
     }
 
     #[test]

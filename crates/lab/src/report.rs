@@ -267,7 +267,10 @@ impl Report {
             };
             table.add_row(vec![
                 goal.id.clone(),
-                judged.verdict.to_string(),
+                judged.by_cpu_time.as_ref().map_or_else(
+                    || judged.verdict.to_string(),
+                    |decided| format!("{} (by CPU time: {})", judged.verdict, decided.verdict),
+                ),
                 judged
                     .ratio
                     .map_or_else(String::new, |ratio| bounded(&ratio, |x| format!("{x:.3}"))),
@@ -365,6 +368,7 @@ mod tests {
         let goals = [
             goal(Metric::Iops, Relation::AtLeast, 3.0),
             goal(Metric::CpuPerIo, Relation::AtMost, 0.25),
+            goal(Metric::Throughput, Relation::AtLeast, 3.3),
         ];
         Report {
             version: VERSION,
