@@ -68,9 +68,14 @@ fn of_vm(vm: &Vm, seen: &VmState, failure: Option<&Problem>) -> Vec<Standing> {
     }
     if seen.power == Power::Off
         && let Some(stopped) = &seen.stopped
-        && stopped.reason == StopReason::FilterDied
     {
-        standing.push(alarm("filter-died", stopped.detail.clone()));
+        // Ends that nobody wished for.
+        let code = match stopped.reason {
+            StopReason::FilterDied => Some("filter-died"),
+            StopReason::QemuDied => Some("qemu-died"),
+            _ => None,
+        };
+        standing.extend(code.map(|code| alarm(code, stopped.detail.clone())));
     }
     for (code, notice) in [
         ("header-copy-damaged", NoticeCode::HeaderCopyDamaged),

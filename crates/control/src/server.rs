@@ -18,7 +18,7 @@ use vmseal_secret::sealed_box::Recipient;
 
 use crate::authority::Authority;
 use crate::hosts::Hosts;
-use crate::hosts::connector::{HostConnector, HttpsConnector};
+use crate::hosts::connector::HttpsConnector;
 use crate::http::{App, router};
 use crate::identity::Identity;
 use crate::initialise::{InitialiseError, Initialised, certificate_names, initialise};
@@ -97,17 +97,6 @@ impl Server {
     /// # Errors
     /// [`ServerError`].
     pub async fn start(options: ServerOptions) -> Result<Self, ServerError> {
-        Self::start_with(options, None).await
-    }
-
-    /// Starts a server that gets to agents in another way than over HTTPS.
-    ///
-    /// # Errors
-    /// [`ServerError`].
-    pub async fn start_with(
-        options: ServerOptions,
-        connector: Option<Arc<dyn HostConnector>>,
-    ) -> Result<Self, ServerError> {
         let names = certificate_names(options.listen, &options.names);
         let Initialised { lock, authority, identity, store } =
             initialise(&options.data_dir, names).await?;
@@ -118,12 +107,10 @@ impl Server {
             listener.local_addr().map_err(|error| ServerError::Listen(options.listen, error))?;
         let (store, authority, identity) =
             (Arc::new(store), Arc::new(authority), Arc::new(identity));
-        let connector = connector.unwrap_or_else(|| {
-            Arc::new(HttpsConnector(ClientIdentity {
-                authority: authority.pem().to_owned(),
-                certificate: Arc::clone(&identity) as _,
-            }))
-        });
+        let connector = Arc::new(HttpsConnector(ClientIdentity {
+            authority: authority.pem().to_owned(),
+            certificate: Arc::clone(&identity) as _,
+        }));
         let providers =
             Providers::open(Arc::clone(&store), &options.data_dir, options.credentials_dir).await?;
         let providers = Arc::new(providers);

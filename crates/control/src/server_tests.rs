@@ -1,4 +1,5 @@
-//! The whole server over TLS, through the command line's client, around one host in memory.
+//! The whole server over TLS, through the command line's client, with a simulated host that joined as
+//! real ones do and is called over HTTPS.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -7,6 +8,10 @@ use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use serde_json::Value;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use vmseal_agent::http::Endpoint;
+use vmseal_agent::identity::Identity;
+use vmseal_agent::simulated::SimulatedHost;
+use vmseal_agent::{JoinOptions, join};
 use vmseal_api::client::ServerClient;
 use vmseal_api::host::DatastoreLocation;
 use vmseal_api::model::*;
@@ -16,11 +21,10 @@ use vmseal_secret::SecretBytes;
 use vmseal_secret::sealed_box::seal;
 
 use crate::server::{Server, ServerOptions};
-use crate::testing::FakeHost;
 
 struct Installation {
     directory: tempfile::TempDir,
-    fake: FakeHost,
+    agent: SimulatedHost,
     server: Option<Server>,
 }
 
@@ -30,7 +34,7 @@ impl Installation {
         let credentials = directory.path().join("credentials");
         std::fs::create_dir(&credentials).unwrap();
         std::fs::write(credentials.join("vmseal-provider-keys"), "pass").unwrap();
-        let mut this = Self { directory, fake: FakeHost::new(), server: None };
+        let mut this = Self { directory, agent: SimulatedHost::new(), server: None };
         this.start().await;
         this
     }
@@ -42,8 +46,7 @@ impl Installation {
             names: Vec::new(),
             credentials_dir: Some(self.directory.path().join("credentials")),
         };
-        let connector = Arc::new(self.fake.clone());
-        self.server = Some(Server::start_with(options, Some(connector)).await.unwrap());
+        self.server = Some(Server::start(options).await.unwrap());
     }
 
     fn file(&self, name: &str) -> String {
@@ -73,17 +76,21 @@ impl Installation {
     async fn set_up(&self) {
         let client = self.client();
         let token: JoinToken = client.post("hosts/tokens", &Value::Null).await.unwrap();
-        let key = rcgen::KeyPair::generate().unwrap();
-        let csr = rcgen::CertificateParams::default().serialize_request(&key).unwrap();
-        let join = JoinHost {
-            token: token.token,
-            name: "here".to_owned(),
-            address: "127.0.0.1:1".to_owned(),
-            certificate_request: csr.pem().unwrap(),
+        let address = {
+            let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+            free.local_addr().unwrap().to_string()
         };
-        // Without a user's token.
-        let joined: Joined = self.client_with("").post("hosts/join", &join).await.unwrap();
-        assert_eq!(joined.authority, self.file("ca.pem"));
+        let state_dir = self.directory.path().join("agent");
+        let options = JoinOptions {
+            server: format!("https://{}", self.server.as_ref().unwrap().address()),
+            token: token.token.into(),
+            name: "here".to_owned(),
+            address,
+            state_dir: state_dir.clone(),
+        };
+        join(options).await.unwrap();
+        let endpoint = Endpoint::bind(&Identity::load(&state_dir).unwrap()).await.unwrap();
+        tokio::spawn(endpoint.serve(Arc::new(self.agent.clone()), std::future::pending()));
         self.until(async || {
             let host: Host = client.get("hosts/here").await.unwrap();
             host.connection == Connection::Connected
@@ -153,15 +160,16 @@ async fn an_encrypted_vm_through_the_command_lines_client_and_a_restart_of_the_s
 
     let mut console = client.console("web").await.unwrap();
     console.write_all(b"hello").await.unwrap();
-    let mut heard = [0; 5];
-    console.read_exact(&mut heard).await.unwrap();
-    assert_eq!(&heard, b"hello");
+    let mut heard = Vec::new();
+    while !heard.ends_with(b"hello") {
+        heard.push(console.read_u8().await.unwrap());
+    }
     let refused = client.console("nobody").await.err().unwrap();
     assert_eq!(refused.code, ErrorCode::NotFound, "{refused}");
 
     // It ends although a console is open, and starts with its provider unlocked by the credential.
     here.server.take().unwrap().shutdown().await;
-    here.fake.restart();
+    here.agent.restart();
     here.start().await;
     let client = here.client();
     here.until(async || {

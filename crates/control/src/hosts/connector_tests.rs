@@ -1,33 +1,23 @@
-//! The HTTPS client of agents against a TLS server with certificates of the authority: it takes the host
-//! that it asks for and no other, shows who it is, and understands what it is told.
+//! The way to agents over HTTPS: the server's client and certificates, the agent's own router and TLS.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use axum::extract::{Path, Query, State};
-use axum::http::StatusCode;
-use axum::response::IntoResponse;
-use axum::routing::{get, post};
-use axum::{Json, Router};
-use hyper_util::rt::TokioIo;
-use hyper_util::service::TowerToHyperService;
-use rustls::pki_types::pem::PemObject;
-use rustls::pki_types::{CertificateDer, PrivateKeyDer};
-use rustls::server::WebPkiClientVerifier;
-use rustls::{RootCertStore, ServerConfig};
-use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpListener;
-use tokio_rustls::TlsAcceptor;
+use vmseal_agent::http::Endpoint;
+use vmseal_agent::identity::Identity as HostIdentity;
+use vmseal_agent::simulated::SimulatedHost;
 use vmseal_api::client::{ClientIdentity, HostClient};
 use vmseal_api::host::{HostAgent, PowerOff, STATE_WAIT_MAX};
 use vmseal_api::id::{HostId, VmId};
-use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::problem::ErrorCode;
+use zeroize::Zeroizing;
 
 use crate::authority::Authority;
 use crate::identity::Identity;
-use crate::testing::FakeHost;
+use crate::testing::Plant;
 
 struct Peers {
     _directory: tempfile::TempDir,
@@ -48,42 +38,27 @@ impl Peers {
         Self { _directory: directory, authority, identity }
     }
 
-    /// An agent with a certificate for `host`, on loopback.
-    async fn agent(&self, host: HostId, router: Router) -> SocketAddr {
+    fn host_identity(&self, host: HostId) -> HostIdentity {
         let key = rcgen::KeyPair::generate().unwrap();
         let csr = rcgen::CertificateParams::default().serialize_request(&key).unwrap();
-        let certificate =
-            self.authority.host_certificate(&csr.pem().unwrap(), host, "127.0.0.1:1").unwrap();
-        let certificate = CertificateDer::from_pem_slice(certificate.as_bytes()).unwrap();
-        let key = PrivateKeyDer::from_pem_slice(key.serialize_pem().as_bytes()).unwrap();
-        let mut roots = RootCertStore::empty();
-        roots.add(self.authority.der().clone()).unwrap();
-        let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
-        let verifier =
-            WebPkiClientVerifier::builder_with_provider(Arc::new(roots), Arc::clone(&provider));
-        let config = ServerConfig::builder_with_provider(provider)
-            .with_safe_default_protocol_versions()
-            .unwrap()
-            .with_client_cert_verifier(verifier.build().unwrap())
-            .with_single_cert(vec![certificate], key)
-            .unwrap();
-        let tls = TlsAcceptor::from(Arc::new(config));
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let address = listener.local_addr().unwrap();
-        tokio::spawn(async move {
-            loop {
-                let (tcp, _) = listener.accept().await.unwrap();
-                let (tls, router) = (tls.clone(), router.clone());
-                tokio::spawn(async move {
-                    let Ok(stream) = tls.accept(tcp).await else { return };
-                    let service = TowerToHyperService::new(router);
-                    let _ = hyper::server::conn::http1::Builder::new()
-                        .serve_connection(TokioIo::new(stream), service)
-                        .with_upgrades()
-                        .await;
-                });
-            }
-        });
+        let address = "127.0.0.1:0".to_owned();
+        let csr = csr.pem().unwrap();
+        HostIdentity {
+            host,
+            name: "here".to_owned(),
+            certificate: self.authority.host_certificate(&csr, host, &address).unwrap(),
+            address,
+            server: "https://127.0.0.1:1".to_owned(),
+            authority: self.authority.pem().to_owned(),
+            key: Zeroizing::new(key.serialize_pem()),
+        }
+    }
+
+    /// An agent with a certificate for `host`, on loopback.
+    async fn agent(&self, host: HostId, agent: SimulatedHost) -> SocketAddr {
+        let endpoint = Endpoint::bind(&self.host_identity(host)).await.unwrap();
+        let address = endpoint.address();
+        tokio::spawn(endpoint.serve(Arc::new(agent), std::future::pending()));
         address
     }
 
@@ -92,75 +67,37 @@ impl Peers {
     }
 }
 
-/// As much of an agent's API as shows how it is spoken to.
-fn router(fake: FakeHost) -> Router {
-    Router::new()
-        .route(
-            "/v1/host",
-            get(|State(fake): State<FakeHost>| async move { Json(fake.describe().await.unwrap()) }),
-        )
-        .route(
-            "/v1/state",
-            get(|State(fake): State<FakeHost>, Query(query): Query<Value>| async move {
-                assert_eq!(query, json!({ "wait_seconds": "25" }));
-                Json(fake.state(None, Duration::ZERO).await.unwrap())
-            }),
-        )
-        .route(
-            "/v1/vms/{vm}/power-off",
-            post(|Path(vm): Path<VmId>, Json(how): Json<PowerOff>| async move {
-                assert_eq!(how, PowerOff::Force);
-                let problem = Problem::not_found("VM", vm);
-                (StatusCode::NOT_FOUND, Json(problem))
-            }),
-        )
-        .route("/v1/vms/{vm}/power-on", post(|| async { StatusCode::NO_CONTENT }))
-        .route(
-            "/v1/vms/{vm}/console",
-            get(|upgrade: axum::extract::WebSocketUpgrade| async {
-                upgrade
-                    .on_upgrade(|mut socket| async move {
-                        while let Some(Ok(message)) = socket.recv().await {
-                            if socket.send(message).await.is_err() {
-                                break;
-                            }
-                        }
-                    })
-                    .into_response()
-            }),
-        )
-        .with_state(fake)
-}
-
 #[tokio::test]
-async fn it_speaks_as_the_contract_says() {
-    let (peers, host, fake) = (Peers::new(), HostId::new(), FakeHost::new());
-    let address = peers.agent(host, router(fake.clone())).await;
-    let client = peers.client(host, address);
-    assert_eq!(client.describe().await.unwrap(), fake.describe().await.unwrap());
+async fn a_vm_is_seen_and_worked_on_through_it() {
+    let (peers, plant, host) = (Peers::new(), Plant::new().await, HostId::new());
+    let vm = plant.running("web").await;
+    let client = peers.client(host, peers.agent(host, plant.agent.clone()).await);
+    assert_eq!(client.describe().await.unwrap(), plant.agent.describe().await.unwrap());
     let state = client.state(None, STATE_WAIT_MAX * 2).await.unwrap();
-    assert_eq!(state.incarnation, fake.describe().await.unwrap().incarnation);
-    client.power_on(VmId::new()).await.unwrap();
-    let vm = VmId::new();
-    let problem = client.power_off(vm, PowerOff::Force).await.unwrap_err();
-    assert_eq!(problem, Problem::not_found("VM", vm));
-    // A path that the agent does not have: not a problem's body.
-    let strange = client.unregister_vm(vm).await.unwrap_err();
-    assert_eq!(strange.code, ErrorCode::Unreachable);
-    assert!(strange.detail.contains("is it vmseal?"), "{strange}");
+    assert_eq!(state, plant.agent.state(None, Duration::ZERO).await.unwrap());
 
     let mut console = client.console(vm).await.unwrap();
     console.write_all(b"hello").await.unwrap();
-    let mut heard = [0; 5];
-    console.read_exact(&mut heard).await.unwrap();
-    assert_eq!(&heard, b"hello");
+    let mut heard = Vec::new();
+    while !heard.ends_with(b"hello") {
+        heard.push(console.read_u8().await.unwrap());
+    }
+    let after = Some((state.incarnation, state.version));
+    let waiting = client.state(after, STATE_WAIT_MAX);
+    let stopping = client.power_off(vm, PowerOff::Force);
+    let (news, stopped) = tokio::join!(waiting, stopping);
+    stopped.unwrap();
+    assert!(news.unwrap().version > state.version);
+    let refused = client.console(vm).await.err().unwrap();
+    assert_eq!(refused.code, ErrorCode::WrongState, "{refused}");
+    let nobody = client.power_on(VmId::new()).await.unwrap_err();
+    assert_eq!(nobody.code, ErrorCode::NotFound, "{nobody}");
 }
 
 #[tokio::test]
 async fn another_host_of_the_same_authority_is_refused() {
     let (peers, host) = (Peers::new(), HostId::new());
-    let address = peers.agent(HostId::new(), router(FakeHost::new())).await;
-    let client = peers.client(host, address);
+    let client = peers.client(host, peers.agent(HostId::new(), SimulatedHost::new()).await);
     let problem = client.describe().await.unwrap_err();
     assert_eq!(problem.code, ErrorCode::Unreachable, "{problem}");
     let console = client.console(VmId::new()).await.err().unwrap();
@@ -170,10 +107,10 @@ async fn another_host_of_the_same_authority_is_refused() {
 #[tokio::test]
 async fn an_agent_of_another_authority_is_refused_and_refuses() {
     let (ours, theirs, host) = (Peers::new(), Peers::new(), HostId::new());
-    let address = theirs.agent(host, router(FakeHost::new())).await;
+    let address = theirs.agent(host, SimulatedHost::new()).await;
     let problem = ours.client(host, address).describe().await.unwrap_err();
     assert_eq!(problem.code, ErrorCode::Unreachable, "{problem}");
-    // Our authority trusted, and still the certificate of another shown.
+    // Their authority trusted, and still our certificate shown.
     let mixed = ClientIdentity {
         authority: theirs.identity.authority.clone(),
         certificate: Arc::clone(&ours.identity.certificate),
@@ -190,4 +127,18 @@ async fn nobody_there_is_unreachable_and_says_so() {
     assert_eq!(problem.code, ErrorCode::Unreachable);
     assert!(problem.detail.contains("host 'here'"), "{problem}");
     assert!(problem.detail.contains("refused"), "{problem}");
+}
+
+/// What is no agent of vmseal answers something else than problems.
+#[tokio::test]
+async fn something_else_that_listens_there_is_told_apart() {
+    let (peers, host) = (Peers::new(), HostId::new());
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    tokio::spawn(async move {
+        let (mut stream, _) = listener.accept().await.unwrap();
+        stream.write_all(b"SSH-2.0-OpenSSH_9.2\r\n").await.unwrap();
+    });
+    let problem = peers.client(host, address).describe().await.unwrap_err();
+    assert_eq!(problem.code, ErrorCode::Unreachable, "{problem}");
 }

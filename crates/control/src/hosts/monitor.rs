@@ -322,7 +322,7 @@ async fn tell_power(write: &mut Write<'_>, vm: &Vm, seen: &VmState) -> Result<()
     if let Some(Stopped { reason, detail, .. }) = &seen.stopped
         && vm.seen_stopped != seen.stopped
     {
-        let detail = format!("{reason:?}: {detail}");
+        let detail = format!("{}: {detail}", store::to_name(reason));
         write.event(NewEvent { kind: "vm.stopped", actor, target, detail: &detail }).await?;
     }
     if seen.power == Power::Running && vm.seen_power != Some(Power::Running) {

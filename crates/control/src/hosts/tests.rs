@@ -1,10 +1,11 @@
 //! What a monitor sees to, against a host in memory.
 
-use vmseal_api::host::{KeyState, Power, VmSpec};
+use vmseal_agent::simulated::{Call, Fault};
+use vmseal_api::host::{HostAgent, Notice, NoticeCode, Power, StopReason, VmSpec};
 use vmseal_api::id::VmId;
 use vmseal_api::model::Connection;
 
-use crate::testing::{Failure, Plant};
+use crate::testing::Plant;
 
 async fn alarm(plant: &Plant, wanted: &str) {
     plant
@@ -22,7 +23,7 @@ async fn no_alarms(plant: &Plant) {
 async fn a_host_that_restarts_gets_its_vms_and_keys_again() {
     let plant = Plant::new().await;
     let (off, on) = (plant.made("off", "encrypted").await, plant.running("on").await);
-    plant.fake.restart();
+    plant.agent.restart();
     plant.assert_whole(off, Power::Off, "off").await;
     plant.assert_whole(on, Power::Running, "on").await;
     no_alarms(&plant).await;
@@ -32,12 +33,12 @@ async fn a_host_that_restarts_gets_its_vms_and_keys_again() {
 async fn a_host_that_is_away_is_an_alarm_until_it_is_back() {
     let plant = Plant::new().await;
     let vm = plant.made("web", "encrypted").await;
-    plant.fake.set_down(true);
+    plant.agent.set_reachable(false);
     alarm(&plant, "host-disconnected here").await;
     let view = plant.hosts.view(plant.host);
     assert_eq!(view.connection, Connection::Disconnected);
     assert_eq!(view.vm(vm), None, "what is not known is shown");
-    plant.fake.set_down(false);
+    plant.agent.set_reachable(true);
     plant.connected().await;
     no_alarms(&plant).await;
     let told: Vec<_> = plant.events("alarm.cleared").await;
@@ -55,10 +56,10 @@ async fn a_vm_whose_key_cannot_be_had_is_locked_until_the_provider_is_unlocked()
         None,
     );
     plant.providers = std::sync::Arc::new(sealed.await.unwrap());
-    plant.fake.restart();
+    plant.agent.restart();
     plant.restart(|_| {}).await;
     alarm(&plant, "vm-locked web").await;
-    assert_eq!(plant.fake.knows(vm), Some(KeyState::Missing));
+    assert_eq!((plant.agent.registered(), plant.agent.keys_held()), (vec![vm], vec![]));
     let mut read = plant.store.read().await.unwrap();
     let standing = crate::store::alarms::list(&mut read).await.unwrap();
     let provider = crate::store::providers::find(&mut read, "keys").await.unwrap().unwrap();
@@ -74,12 +75,13 @@ async fn a_vm_whose_key_cannot_be_had_is_locked_until_the_provider_is_unlocked()
 async fn a_dead_filter_and_a_damaged_header_are_alarms() {
     let plant = Plant::new().await;
     let vm = plant.running("web").await;
-    plant.fake.notice(vm);
+    let detail = "the first header copy is damaged".to_owned();
+    plant.agent.notice(vm, Notice { code: NoticeCode::HeaderCopyDamaged, disk: None, detail });
     alarm(&plant, "header-copy-damaged web").await;
-    plant.fake.kill_filter(vm);
+    plant.agent.stop_guest(vm, StopReason::FilterDied);
     alarm(&plant, "filter-died web").await;
     let stopped = plant.events("vm.stopped").await;
-    assert!(stopped.last().unwrap().detail.contains("the filter process died"), "{stopped:?}");
+    assert!(stopped.last().unwrap().detail.contains("filter_died"), "{stopped:?}");
     let task = plant.begin(crate::tasks::Operation::StartVm { vm }, "web").await;
     plant.ended(task).await;
     plant
@@ -95,10 +97,10 @@ async fn starts_and_stops_are_told_once_also_across_restarts_of_the_server() {
     let mut plant = Plant::new().await;
     let vm = plant.running("web").await;
     plant.restart(|_| {}).await;
-    plant.fake.restart();
+    plant.agent.restart();
     plant.assert_whole(vm, Power::Running, "after restarts").await;
     assert_eq!(plant.events("vm.started").await.len(), 1);
-    plant.fake.kill_filter(vm);
+    plant.agent.stop_guest(vm, StopReason::FilterDied);
     alarm(&plant, "filter-died web").await;
     plant.restart(|_| {}).await;
     assert_eq!(plant.events("vm.stopped").await.len(), 1);
@@ -117,21 +119,23 @@ async fn what_the_inventory_does_not_have_the_host_is_to_forget() {
         disks: Vec::new(),
     };
     let ghost = spec.vm;
-    plant.fake.plant_debris(spec);
+    plant.agent.register_vm(spec).await.unwrap();
     plant
-        .eventually("it is forgotten", async || plant.fake.knows(ghost).is_none().then_some(()))
+        .eventually("it is forgotten", async || {
+            (!plant.agent.registered().contains(&ghost)).then_some(())
+        })
         .await;
 }
 
 #[tokio::test]
-async fn a_lost_answer_in_settling_is_mended() {
-    for call in ["describe", "register_vm", "offer_key"] {
-        for failure in [Failure::Unheard, Failure::Unanswered] {
+async fn whatever_is_lost_in_settling_is_mended() {
+    for call in [Call::Describe, Call::State, Call::RegisterVm, Call::OfferKey] {
+        for fault in [Fault::LoseRequest, Fault::LoseAnswer, Fault::Crash, Fault::CrashAfter] {
             let plant = Plant::new().await;
             let vm = plant.made("web", "encrypted").await;
-            plant.fake.fail(call, failure, 1);
-            plant.fake.restart();
-            plant.assert_whole(vm, Power::Off, call).await;
+            plant.inject(call, fault, 1);
+            plant.agent.restart();
+            plant.assert_whole(vm, Power::Off, &format!("{call:?} {fault:?}")).await;
         }
     }
 }

@@ -123,7 +123,6 @@ pub fn document() -> utoipa::openapi::OpenApi {
 }
 
 /// The API.
-#[must_use]
 pub fn router(app: Arc<App>) -> axum::Router {
     let authenticate = middleware::from_fn_with_state(Arc::clone(&app), auth::authenticate);
     let users = axum::Router::from(user_routes()).route_layer(authenticate);

@@ -322,7 +322,7 @@ async fn a_vm_through_its_life() {
 async fn while_a_host_is_away_its_vms_power_is_not_known_and_nothing_begins() {
     let api = Api::new().await;
     api.plant.made("web", "encrypted").await;
-    api.plant.fake.set_down(true);
+    api.plant.agent.set_reachable(false);
     api.plant
         .eventually("away", async || {
             (api.get("hosts/here").await.body["connection"] == "disconnected").then_some(())

@@ -265,5 +265,17 @@ mod tests {
         let hex: String = kek.expose().iter().map(|byte| format!("{byte:02x}")).collect();
         assert_eq!(hex, "f4fbd15162929d247dc58f2939c3a792a7257dc197e31ff12cc5b04e4e82e47a");
         assert_ne!(root.kek("key-8").unwrap(), kek);
+        golden_backup_holds(&root);
+    }
+
+    /// Made from the written format by another implementation (argon2-cffi and pyca/cryptography): it has to
+    /// open for ever.
+    fn golden_backup_holds(root: &RootKey) {
+        let backup = include_bytes!("../../tests/golden/native-backup-v1.bin");
+        let passphrase = SecretBytes::from_wiped(&mut b"correct horse".to_vec()).unwrap();
+        assert!(RootKey::from_backup(backup, &passphrase).unwrap().same(root));
+        // A backup put in the place of a key file is none.
+        let refused = RootKey::open(backup, &passphrase, KEY_FILE, "it").err().unwrap();
+        assert_eq!(refused.code, ErrorCode::KeyMismatch);
     }
 }

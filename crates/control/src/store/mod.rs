@@ -226,7 +226,7 @@ fn from_name<T: DeserializeOwned>(value: &str, expected: &'static str) -> Result
 }
 
 /// The name of a variant, as serde has it.
-fn to_name<T: Serialize>(value: &T) -> String {
+pub(crate) fn to_name<T: Serialize>(value: &T) -> String {
     match serde_json::to_value(value) {
         Ok(serde_json::Value::String(name)) => name,
         _ => String::new(),

@@ -192,3 +192,16 @@ pub(super) async fn remove_rows(run: &Run<'_>) -> Result<(), StepError> {
     vms::delete(&mut write, run.vm_id()).await?;
     Ok(write.commit().await?)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::percent;
+
+    #[test]
+    fn a_percentage_is_shown_only_of_something_and_never_above_100() {
+        assert_eq!(percent((0, 0)), None);
+        assert_eq!(percent((1, 4)), Some(25));
+        assert_eq!(percent((9, 4)), Some(100));
+        assert_eq!(percent((u64::MAX, u64::MAX)), Some(100));
+    }
+}

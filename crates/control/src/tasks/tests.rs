@@ -4,6 +4,7 @@
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 
+use vmseal_agent::simulated::{Call, Fault as HostFault};
 use vmseal_api::host::Power;
 use vmseal_api::id::VmId;
 use vmseal_api::model::{Lifecycle, TaskState};
@@ -12,7 +13,7 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use super::Engine;
 use super::engine::{Fault, Faults, Moment};
 use super::operation::{Operation, Step};
-use crate::testing::{Failure, Plant};
+use crate::testing::Plant;
 
 /// Interferes at one place, a given number of times; counts how often it did.
 fn at(
@@ -34,6 +35,12 @@ fn at(
     });
     (faults, done)
 }
+
+/// How often a step is tried in these tests.
+const ATTEMPTS: u32 = crate::testing::ATTEMPTS;
+
+/// Longer than any test.
+const LONG: std::time::Duration = std::time::Duration::from_secs(600);
 
 fn refused() -> Problem {
     Problem::new(ErrorCode::WrongState, "refused on purpose")
@@ -99,7 +106,8 @@ impl Kind {
             Self::Start | Self::Delete => plant.assert_whole(vm, Power::Off, what).await,
             // A stop that was done cannot be taken back; what is must be what is shown.
             Self::Stop => {
-                let power = plant.fake.power(vm).unwrap();
+                let runs = plant.agent.running().contains(&vm);
+                let power = if runs { Power::Running } else { Power::Off };
                 plant.assert_whole(vm, power, what).await;
             }
         }
@@ -238,7 +246,7 @@ async fn undoing_a_creation_survives_every_fault_at_every_step() {
 #[tokio::test]
 async fn what_cannot_be_undone_is_said_and_can_be_deleted() {
     let mut plant = Plant::new().await;
-    plant.fake.fail("delete_disk", Failure::Unheard, 100);
+    plant.inject(Call::DeleteDisk, HostFault::LoseRequest, ATTEMPTS);
     let (failing, _) =
         at(Step::Finish, TaskState::Running, Moment::Before, Fault::Fail(refused()), 1);
     plant.restart(|engine| engine.faults = Some(failing)).await;
@@ -251,7 +259,6 @@ async fn what_cannot_be_undone_is_said_and_can_be_deleted() {
         "{detail}"
     );
     assert_eq!(plant.vm(vm).await.unwrap().lifecycle, Lifecycle::Creating);
-    plant.fake.fail("delete_disk", Failure::Unheard, 0);
     let delete = Operation::DeleteVm { vm, was: Lifecycle::Creating };
     let task = plant.begin(delete, "web").await;
     assert_eq!(plant.ended(task).await.state, TaskState::Done);
@@ -262,11 +269,10 @@ async fn what_cannot_be_undone_is_said_and_can_be_deleted() {
 async fn a_deletion_that_was_cut_short_can_be_repeated() {
     let plant = Plant::new().await;
     let vm = plant.made("web", "encrypted").await;
-    plant.fake.fail("unregister_vm", Failure::Unheard, 100);
+    plant.inject(Call::UnregisterVm, HostFault::LoseRequest, ATTEMPTS);
     let task = plant.begin(Operation::DeleteVm { vm, was: Lifecycle::Ready }, "web").await;
     assert_eq!(plant.ended(task).await.state, TaskState::Unknown);
     assert_eq!(plant.vm(vm).await.unwrap().lifecycle, Lifecycle::Deleting);
-    plant.fake.fail("unregister_vm", Failure::Unheard, 0);
     let task = plant.begin(Operation::DeleteVm { vm, was: Lifecycle::Deleting }, "web").await;
     assert_eq!(plant.ended(task).await.state, TaskState::Done);
     plant.assert_nothing_left(vm, "after the second deletion").await;
@@ -274,30 +280,30 @@ async fn a_deletion_that_was_cut_short_can_be_repeated() {
 
 /// The calls to the host themselves: lost on their way, or their answers lost, or the agent restarts.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn lost_calls_and_answers_do_not_matter() {
-    for call in [
-        "describe",
-        "register_vm",
-        "offer_key",
-        "create_disk",
-        "unregister_vm",
-        "delete_disk",
-        "power_on",
-        "power_off",
-    ] {
-        for failure in [Failure::Unheard, Failure::Unanswered] {
+async fn lost_calls_lost_answers_and_crashes_of_the_agent_do_not_matter() {
+    let calls = Call::CHANGING.into_iter().chain([Call::Describe, Call::State]);
+    for call in calls.filter(|call| *call != Call::ProbeDatastore) {
+        for fault in
+            [HostFault::LoseRequest, HostFault::LoseAnswer, HostFault::Crash, HostFault::CrashAfter]
+        {
             let plant = Plant::new().await;
-            let what = format!("{call} {failure:?}");
-            plant.fake.fail(call, failure.clone(), 1);
-            let vm = plant.running("web").await;
+            let what = format!("{call:?} {fault:?}");
+            plant.inject(call, fault, 1);
+            let vm = plant.made("web", "encrypted").await;
+            plant.assert_whole(vm, Power::Off, &what).await;
+            plant.inject(call, fault, 1);
+            let task = plant.begin(Operation::StartVm { vm }, "web").await;
+            assert_eq!(plant.ended(task).await.state, TaskState::Done, "{what}");
             plant.assert_whole(vm, Power::Running, &what).await;
-            plant.fake.fail(call, failure.clone(), 1);
+            plant.inject(call, fault, 1);
             let stop = Operation::StopVm { vm, force: false, timeout_seconds: 10 };
             let task = plant.begin(stop, "web").await;
-            assert_eq!(plant.ended(task).await.state, TaskState::Done, "{what}");
-            plant.fake.fail(call, failure, 1);
+            let ended = plant.ended(task).await;
+            assert_eq!(ended.state, TaskState::Done, "{what} {:?}", ended.problem);
+            plant.inject(call, fault, 1);
             let task = plant.begin(Operation::DeleteVm { vm, was: Lifecycle::Ready }, "web").await;
-            assert_eq!(plant.ended(task).await.state, TaskState::Done, "{what}");
+            let ended = plant.ended(task).await;
+            assert_eq!(ended.state, TaskState::Done, "{what} {:?}", ended.problem);
             plant.assert_nothing_left(vm, &what).await;
         }
     }
@@ -307,13 +313,13 @@ async fn lost_calls_and_answers_do_not_matter() {
 async fn an_agent_that_restarts_in_the_middle_of_any_step_is_told_again() {
     for step in [Step::Register, Step::DeliverKey, Step::CreateDisks, Step::Finish] {
         let mut plant = Plant::new().await;
-        let fake = plant.fake.clone();
+        let agent = plant.agent.clone();
         let restarted = Mutex::new(false);
         let faults: Faults = Arc::new(move |at_step, _, moment| {
             let mut restarted = restarted.lock().unwrap();
             if at_step == step && moment == Moment::Before && !*restarted {
                 *restarted = true;
-                fake.restart();
+                agent.restart();
             }
             Fault::None
         });
@@ -328,14 +334,9 @@ async fn an_agent_that_restarts_in_the_middle_of_any_step_is_told_again() {
 #[tokio::test]
 async fn a_cancelled_creation_leaves_nothing() {
     let plant = Plant::new().await;
-    plant.fake.set_slow(true);
+    plant.agent.set_work(LONG);
     let (vm, task) = plant.create("web", "encrypted").await;
-    plant
-        .eventually("the disks are being made", async || {
-            let shown = plant.engine.shown(&plant.task(task).await);
-            (shown.percent == Some(25)).then_some(())
-        })
-        .await;
+    plant.eventually("disks", async || (plant.calls(Call::CreateDisk) > 1).then_some(())).await;
     plant.engine.cancel(&task.to_string(), "me").await.unwrap();
     let ended = plant.ended(task).await;
     assert_eq!(ended.state, TaskState::Failed);
@@ -348,9 +349,9 @@ async fn a_cancelled_creation_leaves_nothing() {
 #[tokio::test]
 async fn a_task_that_was_cancelled_before_a_crash_is_undone_after_it() {
     let mut plant = Plant::new().await;
-    plant.fake.set_slow(true);
+    plant.agent.set_work(LONG);
     let (vm, task) = plant.create("web", "encrypted").await;
-    plant.eventually("disks", async || (plant.fake.calls("create_disk") > 1).then_some(())).await;
+    plant.eventually("disks", async || (plant.calls(Call::CreateDisk) > 1).then_some(())).await;
     plant.engine.stop();
     plant.engine.cancel(&task.to_string(), "me").await.unwrap();
     plant.restart(|_| {}).await;
@@ -361,13 +362,12 @@ async fn a_task_that_was_cancelled_before_a_crash_is_undone_after_it() {
 #[tokio::test]
 async fn one_task_works_on_a_vm_at_a_time() {
     let plant = Plant::new().await;
-    plant.fake.set_slow(true);
+    plant.agent.set_work(std::time::Duration::from_millis(200));
     let (vm, task) = plant.create("web", "encrypted").await;
     let mut write = plant.store.write().await.unwrap();
     let second = Engine::record(&mut write, Operation::StartVm { vm }, "web", "me").await;
     assert_eq!(second.unwrap_err().code, ErrorCode::WrongState);
     drop(write);
-    plant.fake.set_slow(false);
     assert_eq!(plant.ended(task).await.state, TaskState::Done);
     let mut write = plant.store.write().await.unwrap();
     Engine::record(&mut write, Operation::StartVm { vm }, "web", "me").await.unwrap();
@@ -377,15 +377,17 @@ async fn one_task_works_on_a_vm_at_a_time() {
 async fn a_guest_that_does_not_shut_down_goes_on_and_is_shown_so() {
     let plant = Plant::new().await;
     let vm = plant.running("web").await;
-    plant.fake.set_stubborn(true);
+    plant.agent.set_heeds_shutdown(false);
     let stop = Operation::StopVm { vm, force: false, timeout_seconds: 1 };
     let task = plant.begin(stop, "web").await;
     let ended = plant.ended(task).await;
     assert_eq!(ended.state, TaskState::Failed);
     let problem = ended.problem.unwrap();
     assert!(problem.detail.contains("--force"), "{problem}");
-    assert_eq!(plant.fake.calls("power_off"), 1, "it was asked more than once");
-    plant.assert_whole(vm, Power::Running, "a stubborn guest").await;
+    assert_eq!(plant.calls(Call::PowerOff), 1, "it was asked more than once");
+    assert_eq!(plant.agent.running(), [vm]);
+    let view = plant.hosts.view(plant.host);
+    assert_ne!(view.vm(vm).unwrap().power, Power::Off);
 }
 
 #[tokio::test]
@@ -396,7 +398,7 @@ async fn every_use_of_a_key_is_an_event() {
     let created = plant.events("key.created").await;
     assert!(created.len() == 1 && created[0].detail.contains(&key.key_id), "{created:?}");
     let delivered = plant.events("key.delivered").await.len();
-    assert_eq!(delivered, plant.fake.calls("offer_key"));
+    assert_eq!(delivered, plant.calls(Call::OfferKey));
     assert!(delivered > 0);
     let stop = Operation::StopVm { vm, force: true, timeout_seconds: 1 };
     let task = plant.begin(stop, "web").await;
@@ -412,7 +414,7 @@ async fn a_plain_vm_has_no_key_and_needs_none() {
     let plant = Plant::new().await;
     let vm = plant.made("open", "plain").await;
     assert_eq!(plant.vm(vm).await.unwrap().key, None);
-    assert_eq!((plant.fake.calls("offer_key"), plant.events("key.created").await.len()), (0, 0));
+    assert_eq!((plant.calls(Call::OfferKey), plant.events("key.created").await.len()), (0, 0));
     let task = plant.begin(Operation::StartVm { vm }, "open").await;
     assert_eq!(plant.ended(task).await.state, TaskState::Done);
 }
@@ -420,11 +422,11 @@ async fn a_plain_vm_has_no_key_and_needs_none() {
 #[tokio::test]
 async fn a_disk_that_cannot_be_made_fails_the_creation_with_the_hosts_words() {
     let plant = Plant::new().await;
-    let full = Problem::new(ErrorCode::NoSpace, "datastore 'local' has no room");
-    plant.fake.fail("create_disk", Failure::Refused(full.clone()), 1);
+    plant.agent.set_full(true);
     let (vm, task) = plant.create("web", "encrypted").await;
     let ended = plant.ended(task).await;
-    assert_eq!((ended.state, ended.problem), (TaskState::Failed, Some(full)));
+    assert_eq!(ended.state, TaskState::Failed);
+    assert_eq!(ended.problem.unwrap().code, ErrorCode::NoSpace);
     assert_eq!(ended.step, Step::CreateDisks.name(), "where it failed is not shown");
     plant.assert_nothing_left(vm, "no room").await;
 }

@@ -1,7 +1,22 @@
-//! What the unit tests stand on: a host in memory, and a control plane around it that can crash.
+//! What the unit tests stand on: a control plane around one simulated host, which can crash.
 
-mod fake_host;
 mod plant;
 
-pub use fake_host::{Failure, FakeHost};
-pub use plant::Plant;
+use std::sync::Arc;
+
+use vmseal_agent::simulated::SimulatedHost;
+use vmseal_api::host::HostAgent;
+use vmseal_api::problem::Problem;
+
+pub use self::plant::{ATTEMPTS, Plant};
+use crate::hosts::connector::HostConnector;
+use crate::store::hosts::Host;
+
+/// Every host is this one.
+pub struct ToSimulated(pub SimulatedHost);
+
+impl HostConnector for ToSimulated {
+    fn connect(&self, _: &Host) -> Result<Arc<dyn HostAgent>, Problem> {
+        Ok(Arc::new(self.0.clone()))
+    }
+}

@@ -1,4 +1,4 @@
-//! A control plane without HTTP around one [`FakeHost`]: it can crash, and start again from its inventory.
+//! A control plane without HTTP around one simulated host: it can crash, and start again from its inventory.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -8,8 +8,10 @@ use vmseal_api::id::{DatastoreId, DiskId, HostId, PolicyId, TaskId, VmId};
 use vmseal_api::model::{Lifecycle, TaskState};
 use vmseal_secret::SecretBytes;
 
-use super::FakeHost;
-use super::fake_host::host;
+use vmseal_agent::simulated::{Call, Fault, SimulatedHost};
+use vmseal_api::host::HostAgent;
+
+use super::ToSimulated;
 use crate::hosts::Hosts;
 use crate::providers::Providers;
 use crate::store::tasks::Task;
@@ -22,16 +24,19 @@ use crate::tasks::{Engine, Operation, Retry};
 /// How long anything may take in a test.
 const PATIENCE: Duration = Duration::from_secs(20);
 
+/// How often a step is tried.
+pub const ATTEMPTS: u32 = 3;
+
 /// Short, as nothing in a test needs time to come back.
 const RETRY: Retry = Retry {
-    attempts: 3,
+    attempts: ATTEMPTS,
     first_pause: Duration::from_millis(2),
     longest_pause: Duration::from_millis(10),
 };
 
 pub struct Plant {
     pub directory: tempfile::TempDir,
-    pub fake: FakeHost,
+    pub agent: SimulatedHost,
     pub store: Arc<Store>,
     pub providers: Arc<Providers>,
     pub hosts: Arc<Hosts>,
@@ -47,10 +52,15 @@ impl Plant {
         let store = Arc::new(Store::open(&directory.path().join("db")).await.unwrap());
         let providers =
             Arc::new(Providers::open(Arc::clone(&store), directory.path(), None).await.unwrap());
-        let fake = FakeHost::new();
+        let agent = SimulatedHost::new();
         let passphrase = SecretBytes::from_wiped(&mut b"pass".to_vec()).unwrap();
         let provider = providers.add("keys", Some(passphrase), None, "me").await.unwrap();
-        let host_row = host(HostId::new());
+        let host_row = hosts::Host {
+            id: HostId::new(),
+            name: "here".to_owned(),
+            address: "127.0.0.1:1".to_owned(),
+            description: None,
+        };
         let location = DatastoreLocation::Dir { path: "/store".into() };
         let datastore = datastores::Datastore {
             id: DatastoreId::new(),
@@ -71,10 +81,12 @@ impl Plant {
             policies::insert(&mut write, &policy).await.unwrap();
         }
         write.commit().await.unwrap();
-        let (hosts, engine) = begin(&store, &providers, &fake, RETRY).await;
+        let spec = DatastoreSpec { datastore: datastore.id, location: location.clone() };
+        agent.probe_datastore(spec).await.unwrap();
+        let (hosts, engine) = begin(&store, &providers, &agent, RETRY).await;
         let this = Self {
             directory,
-            fake,
+            agent,
             store,
             providers,
             hosts,
@@ -94,7 +106,7 @@ impl Plant {
         let hosts = Hosts::start(
             Arc::clone(&self.store),
             Arc::clone(&self.providers),
-            Arc::new(self.fake.clone()),
+            Arc::new(ToSimulated(self.agent.clone())),
         );
         self.hosts = Arc::new(hosts.await.unwrap());
         let mut engine = Engine::new(
@@ -107,6 +119,16 @@ impl Plant {
         self.engine = Arc::new(engine);
         self.connected().await;
         self.engine.resume().await.unwrap();
+    }
+
+    /// The next `times` calls of this kind go wrong.
+    pub fn inject(&self, call: Call, fault: Fault, times: u32) {
+        (1..=times).for_each(|nth| self.agent.inject(call, nth, fault));
+    }
+
+    /// How often the host was called so.
+    pub fn calls(&self, call: Call) -> usize {
+        self.agent.calls().iter().filter(|made| **made == call).count()
     }
 
     pub async fn connected(&self) {
@@ -229,8 +251,10 @@ impl Plant {
     pub async fn assert_nothing_left(&self, vm: VmId, what: &str) {
         assert!(self.vm(vm).await.is_none(), "{what}: its row is left");
         assert!(self.disks(vm).await.is_empty(), "{what}: rows of disks are left");
-        assert_eq!(self.fake.files(), 0, "{what}: files are left");
-        assert_eq!(self.fake.knows(vm), None, "{what}: its host knows it");
+        assert!(self.agent.disks().is_empty(), "{what}: disks are left");
+        assert!(self.agent.running().is_empty(), "{what}: it runs");
+        // A host that has restarted since may have been told of it by its monitor meanwhile.
+        assert_eq!(self.agent.registered(), [], "{what}: its host knows it");
         let mut read = self.store.read().await.unwrap();
         let living: i64 = sqlx::query_scalar("SELECT COUNT(*) FROM keys WHERE destroyed = 0")
             .fetch_one(&mut *read)
@@ -247,25 +271,20 @@ impl Plant {
         assert_eq!(disks.len(), 2, "{what}");
         for disk in &disks {
             assert!(disk.facts.is_some() && !disk.deleting, "{what}: {disk:?}");
-            assert!(self.fake.has_file(disk.id), "{what}: a file is gone");
+            assert!(self.agent.disks().contains_key(&disk.id), "{what}: a file is gone");
         }
-        if power == Power::Off {
-            let wanted = crate::hosts::spec_of(&row, &disks);
-            self.eventually("its host knows it", async || {
-                self.fake.spec(vm).filter(|spec| *spec == wanted)
-            })
-            .await;
-        }
-        self.eventually("its host has its key", async || {
-            self.fake.knows(vm).filter(|key| *key != vmseal_api::host::KeyState::Missing)
+        let encrypted = row.key.is_some();
+        self.eventually("its host knows it and has its key", async || {
+            let held = !encrypted || self.agent.keys_held().contains(&vm);
+            (held && self.agent.registered().contains(&vm)).then_some(())
         })
         .await;
-        assert_eq!(self.fake.power(vm), Some(power), "{what}");
+        assert_eq!(self.agent.running().contains(&vm), power != Power::Off, "{what}");
         self.eventually("the server sees its power", async || {
             self.hosts.view(self.host).vm(vm).filter(|seen| seen.power == power).map(drop)
         })
         .await;
-        let key = row.key.unwrap();
+        let Some(key) = row.key else { return };
         self.providers.get(key.provider).unwrap().get_key(vm, &key).await.unwrap();
     }
 }
@@ -273,11 +292,15 @@ impl Plant {
 async fn begin(
     store: &Arc<Store>,
     providers: &Arc<Providers>,
-    fake: &FakeHost,
+    agent: &SimulatedHost,
     retry: Retry,
 ) -> (Arc<Hosts>, Arc<Engine>) {
-    let hosts =
-        Hosts::start(Arc::clone(store), Arc::clone(providers), Arc::new(fake.clone())).await;
+    let hosts = Hosts::start(
+        Arc::clone(store),
+        Arc::clone(providers),
+        Arc::new(ToSimulated(agent.clone())),
+    )
+    .await;
     let hosts = Arc::new(hosts.unwrap());
     let engine = Engine::new(Arc::clone(store), Arc::clone(providers), Arc::clone(&hosts), retry);
     (hosts, Arc::new(engine))
