@@ -309,3 +309,35 @@ fn a_truncated_image_is_an_error_and_never_zeroes() {
         assert!(refused.unwrap_err().to_string().contains("truncated"));
     }
 }
+
+/// The outcome of a request alone.
+fn outcome(chain: &mut Chain, what: What, buffer: &mut [u8]) -> Result<(), IoError> {
+    let ask = Ask { what, start: 64, blocks: 32, fill: 0, cut: 16384 };
+    submit(chain, &ask, buffer, 0);
+    loop {
+        chain.poll();
+        if let Some(done) = chain.next_done() {
+            return done.result;
+        }
+    }
+}
+
+#[test]
+fn an_image_cut_while_in_use_is_not_made_longer_by_what_the_guest_writes() {
+    for place in [Place::Memory, Place::Storage] {
+        let store = Store::new(place, Some(Holes::Zero));
+        let mut chain = store.open().chain().unwrap();
+        let mut buffer = vec![7; 16384];
+        let changes = [What::Write, What::Discard, What::Zero, What::Unmap, What::Flush];
+        for what in changes {
+            assert_eq!(outcome(&mut chain, what, &mut buffer), Ok(()), "{place:?} {what:?}");
+        }
+        let short = OFFSET + 8192;
+        store.file.as_file().set_len(short).unwrap();
+        for what in changes {
+            let cut = outcome(&mut chain, what, &mut buffer);
+            assert_eq!(cut, Err(IoError::Truncated), "{place:?} {what:?}");
+        }
+        assert_eq!(store.file.as_file().metadata().unwrap().len(), short, "{place:?}");
+    }
+}

@@ -5,6 +5,12 @@
 //! kernel worker, so [`super::sync`] is used; else [`super::uring`], unless the kernel refuses to make a
 //! ring.
 //!
+//! A regular file that someone truncates while it is in use must not be made longer again by the next
+//! write behind its new end: what was cut off would read as zeroes. So its length is looked at before
+//! anything but a read, once a pass of the queue ([`Intact`]); an image that is too short then refuses
+//! all of them. No system call writes only below the end of a file, so what is under way when the file
+//! is cut can still extend it.
+//!
 //! O_DIRECT is set on the open file description that was passed in, so its other holders get it too.
 
 use std::io;
@@ -20,6 +26,7 @@ use vmseal_api::filter::Direct;
 use crate::backend::sync::SyncFile;
 use crate::backend::uring::UringFile;
 use crate::chain::Backend;
+use crate::request::{IoError, Operation};
 
 /// hugetlbfs and ramfs (linux/magic.h); tmpfs is in nix.
 const HUGETLBFS_MAGIC: i64 = 0x958_458f6;
@@ -71,6 +78,8 @@ pub struct Target {
     pub(super) fd: OwnedFd,
     /// Where the disk starts in the file.
     pub(super) offset: u64,
+    /// Where it ends; none for a block device, whose length is not the file's to say.
+    end: Option<u64>,
     /// Cleared when the file system says that it cannot.
     pub(super) punches: AtomicBool,
     /// Cleared when the file system says that it cannot.
@@ -98,7 +107,7 @@ impl FileDisk {
         direct: Direct,
         read_only: bool,
     ) -> Result<Self, OpenError> {
-        check_length(&fd, offset, size)?;
+        let end = check_length(&fd, offset, size)?;
         check_mode(&fd, read_only)?;
         let in_memory = in_memory(&fd).map_err(OpenError::Look)?;
         let direct = match direct {
@@ -110,8 +119,8 @@ impl FileDisk {
         if !offset.is_multiple_of(u64::from(block)) {
             return Err(OpenError::Offset { offset, block });
         }
-        let target =
-            Target { fd, offset, punches: AtomicBool::new(true), zeroes: AtomicBool::new(true) };
+        let (punches, zeroes) = (AtomicBool::new(true), AtomicBool::new(true));
+        let target = Target { fd, offset, end, punches, zeroes };
         Ok(Self { target: Arc::new(target), in_memory, block, memory })
     }
 
@@ -149,12 +158,46 @@ impl Target {
         }
         cannot
     }
+
+    /// Whether the file still has all of the disk.
+    fn intact(&self) -> Result<(), IoError> {
+        let Some(end) = self.end else { return Ok(()) };
+        let stat =
+            nix::sys::stat::fstat(&self.fd).map_err(|error| IoError::Device(error as i32))?;
+        if stat.st_size >= 0 && stat.st_size as u64 >= end {
+            Ok(())
+        } else {
+            Err(IoError::Truncated)
+        }
+    }
 }
 
-fn check_length(fd: &OwnedFd, offset: u64, size: u64) -> Result<(), OpenError> {
+/// What the first look of a pass at the file's length said.
+#[derive(Debug, Default)]
+pub(super) struct Intact(Option<Result<(), IoError>>);
+
+impl Intact {
+    /// Whether the request may go to the file: a read may, as it never makes the file longer and says
+    /// itself when it is too short.
+    pub(super) fn allows(&mut self, target: &Target, operation: Operation) -> Result<(), IoError> {
+        if operation == Operation::Read {
+            return Ok(());
+        }
+        *self.0.get_or_insert_with(|| target.intact())
+    }
+
+    /// The next pass looks again.
+    pub(super) fn forget(&mut self) {
+        self.0 = None;
+    }
+}
+
+/// Where the disk ends in a regular file.
+fn check_length(fd: &OwnedFd, offset: u64, size: u64) -> Result<Option<u64>, OpenError> {
     let look = |error: nix::Error| OpenError::Look(error.into());
     let stat = nix::sys::stat::fstat(fd).map_err(look)?;
-    let has = match stat.st_mode & libc::S_IFMT {
+    let kind = stat.st_mode & libc::S_IFMT;
+    let has = match kind {
         libc::S_IFREG => u64::try_from(stat.st_size).unwrap_or(0),
         libc::S_IFBLK => {
             let end = nix::unistd::lseek(fd, 0, nix::unistd::Whence::SeekEnd).map_err(look)?;
@@ -163,7 +206,10 @@ fn check_length(fd: &OwnedFd, offset: u64, size: u64) -> Result<(), OpenError> {
         _ => return Err(OpenError::Kind),
     };
     let needs = offset.saturating_add(size);
-    if has < needs { Err(OpenError::Truncated { has, needs }) } else { Ok(()) }
+    if has < needs {
+        return Err(OpenError::Truncated { has, needs });
+    }
+    Ok((kind == libc::S_IFREG).then_some(needs))
 }
 
 fn check_mode(fd: &OwnedFd, read_only: bool) -> Result<(), OpenError> {

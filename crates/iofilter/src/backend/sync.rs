@@ -4,7 +4,7 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use crate::backend::file::{Target, ZERO, ZEROES};
+use crate::backend::file::{Intact, Target, ZERO, ZEROES};
 use crate::chain::{Backend, Io};
 use crate::memory::{Cursor, Segment, Segments};
 use crate::request::{IoError, Operation, Request, RequestId};
@@ -12,16 +12,18 @@ use crate::request::{IoError, Operation, Request, RequestId};
 /// See the module.
 pub struct SyncFile {
     target: Arc<Target>,
+    intact: Intact,
     rest: Segments,
 }
 
 impl SyncFile {
     pub(super) fn new(target: Arc<Target>) -> Self {
-        Self { target, rest: Segments::default() }
+        Self { target, intact: Intact::default(), rest: Segments::default() }
     }
 
     fn perform(&mut self, request: &Request) -> Result<(), IoError> {
         let (offset, length) = (request.offset, request.length);
+        self.intact.allows(&self.target, request.operation)?;
         match request.operation {
             Operation::Read | Operation::Write => self.transfer(request),
             Operation::Flush => flush(&self.target),
@@ -53,7 +55,9 @@ impl Backend for SyncFile {
         io.complete(id, result);
     }
 
-    fn poll(&mut self, _io: &mut Io<'_>) {}
+    fn poll(&mut self, _io: &mut Io<'_>) {
+        self.intact.forget();
+    }
 
     fn wait_handle(&self) -> Option<BorrowedFd<'_>> {
         None

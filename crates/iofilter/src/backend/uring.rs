@@ -15,7 +15,7 @@ use std::sync::atomic::Ordering;
 
 use io_uring::{IoUring, opcode, squeue, types};
 
-use crate::backend::file::Target;
+use crate::backend::file::{Intact, Target};
 use crate::backend::sync::{self, PUNCH, ZERO_RANGE};
 use crate::chain::{Backend, Io};
 use crate::memory::{Cursor, Segments};
@@ -39,6 +39,7 @@ struct Flight {
 pub struct UringFile {
     ring: IoUring,
     target: Arc<Target>,
+    intact: Intact,
     flights: Vec<Flight>,
     in_flight: usize,
     finished: Vec<(u64, i32)>,
@@ -52,7 +53,8 @@ impl UringFile {
             .build(ENTRIES)
             .or_else(|_| IoUring::builder().dontfork().build(ENTRIES))?;
         ring.submitter().register_files(&[target.fd.as_raw_fd()])?;
-        Ok(Self { ring, target, flights: Vec::new(), in_flight: 0, finished: Vec::new() })
+        let (intact, flights, finished) = (Intact::default(), Vec::new(), Vec::new());
+        Ok(Self { ring, target, intact, flights, in_flight: 0, finished })
     }
 
     fn entry(&self, request: &Request, id: RequestId) -> squeue::Entry {
@@ -167,8 +169,12 @@ impl Backend for UringFile {
     }
 
     fn submit(&mut self, id: RequestId, io: &mut Io<'_>) {
+        let operation = io.request(id).operation;
+        if let Err(refusal) = self.intact.allows(&self.target, operation) {
+            return io.complete(id, Err(refusal));
+        }
         self.flights[id.index()].done = 0;
-        let flag = match io.request(id).operation {
+        let flag = match operation {
             Operation::Discard | Operation::WriteZeroes { unmap: true } => &self.target.punches,
             Operation::WriteZeroes { unmap: false } => &self.target.zeroes,
             _ => return self.push(id, io),
@@ -182,6 +188,7 @@ impl Backend for UringFile {
     }
 
     fn poll(&mut self, io: &mut Io<'_>) {
+        self.intact.forget();
         if self.in_flight == 0 {
             return;
         }
