@@ -26,6 +26,7 @@ count:
     incl    0x7e00
     movw    $0x4300, %ax            # write, without verify
     call    disk
+    cli                             # firmware's own last characters must not come in between
     movw    $text_count, %si
     call    print
     movl    0x7e00, %ebx
@@ -42,6 +43,7 @@ digit:
     loop    digit
     movw    $text_end, %si
     call    print
+    sti
 
 wait:
     hlt                             # the timer wakes us 18 times a second
@@ -80,8 +82,10 @@ disk:                               # ah: what to do with the sector in `packet`
     jc      failed
     ret
 failed:
+    cli
     movw    $text_error, %si
     call    print
+    sti
     jmp     wait
 
 print:                              # si: text that ends with a zero

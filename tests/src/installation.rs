@@ -303,6 +303,13 @@ impl Installation {
         Ok(alarms.drain(..).filter(|alarm| alarm["target"] == target).collect())
     }
 
+    /// Whether the host says that it has a weakness of this kind.
+    pub fn weakness(&self, text: &str) -> anyhow::Result<bool> {
+        let host = self.json(&["host", "show", "here"])?;
+        let all = host["description"]["weaknesses"].as_array().context("no weaknesses")?;
+        Ok(all.iter().any(|weakness| weakness.as_str().is_some_and(|said| said.contains(text))))
+    }
+
     /// Waits for an alarm of this kind about a VM or another resource; gives its detail.
     pub fn wait_alarm(&self, target: &str, code: &str) -> anyhow::Result<String> {
         eventually(&format!("an alarm {code} about {target}"), || {

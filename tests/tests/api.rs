@@ -109,7 +109,8 @@ fn bodies_have_a_limit_and_a_type() {
         // The same without its length said beforehand. Not the longest: the server hangs up on who sends
         // on and on, and curl may not get to read its answer.
         if length <= BODY_MAX + 1 {
-            let chunked = [&json_body("POST", &from_file)[..], &["-H", "Transfer-Encoding: chunked"]];
+            let chunked =
+                [&json_body("POST", &from_file)[..], &["-H", "Transfer-Encoding: chunked"]];
             is_problem(&call(&chunked.concat()), status, code);
         }
     }

@@ -457,7 +457,10 @@ fn a_host_that_restarts_while_the_provider_is_sealed_has_locked_vms_until_it_is_
     assert_eq!(here.vm("running").unwrap()["power"], "running");
     assert_eq!(processes(&here, "running"), before);
     let said = here.refused(&["vm", "start", "resting"]).unwrap();
-    assert!(said.contains("locked"), "{said}");
+    assert!(said.contains("sealed") && said.contains("vmseal provider unlock"), "{said}");
+    let tasks = here.json(&["task", "list"]).unwrap();
+    let last = tasks.as_array().unwrap().last().unwrap();
+    assert_eq!(last["problem"]["code"], "locked", "{last}");
     assert_eq!(here.vm("resting").unwrap()["power"], "off");
 
     let wrong = here.path("wrong-passphrase");

@@ -18,6 +18,7 @@ use std::io::Write;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::time::Duration;
 
 use aws_lc_rs::hkdf::{HKDF_SHA256, KeyType, Salt};
 use nix::sys::signal::{Signal, kill};
@@ -210,18 +211,20 @@ fn no_key_is_in_files_arguments_environments_or_memory() {
         found.iter().any(|find| find.needle.contains("half, raw")),
         "no DEK where one must be: the search does not work"
     );
-    for (what, pid) in
-        [("server", processes.server), ("agent", processes.agent), ("filter", processes.filter)]
-    {
-        let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
-        let kib = |field: &str| -> u64 {
-            let line = status.lines().find(|line| line.starts_with(field)).unwrap();
-            line.split_whitespace().nth(1).unwrap().parse().unwrap()
-        };
-        // What is resident and not a file's is locked; pages shared with files need no lock.
-        assert!(kib("VmLck:") >= kib("RssAnon:"), "the {what}'s memory is not locked:\n{status}");
-        assert_eq!(kib("VmSwap:"), 0, "{what}");
+    for (what, pid) in &processes.all()[..3] {
+        let locked = status(*pid, "VmLck:") >= status(*pid, "RssAnon:");
+        // Where the agent may not raise the limit for a filter's user, this is said.
+        let told = *what == "filter" && here.weakness("filter processes may not lock").unwrap();
+        assert!(locked != told, "the {what}'s memory: locked {locked}, told not to be {told}");
+        assert_eq!(status(*pid, "VmSwap:"), 0, "{what}");
     }
+}
+
+/// A field of `/proc/PID/status`, in KiB.
+fn status(pid: i32, field: &str) -> u64 {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    let line = status.lines().find(|line| line.starts_with(field)).unwrap();
+    line.split_whitespace().nth(1).unwrap().parse().unwrap()
 }
 
 #[test]
@@ -253,8 +256,12 @@ fn core_limits(pid: i32) -> (String, String) {
     (fields.next().unwrap().to_owned(), fields.next().unwrap().to_owned())
 }
 
+/// Sends it twice: Rust's own handler of SIGSEGV takes the first for a stack overflow that is none, and
+/// steps aside.
 fn send(pid: i32, signal: Signal) {
     kill(Pid::from_raw(pid), signal).unwrap();
+    std::thread::sleep(Duration::from_millis(50));
+    let _ = kill(Pid::from_raw(pid), signal);
 }
 
 /// Whether a file below the directory looks like a core: an ELF file of type 4.
