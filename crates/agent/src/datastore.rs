@@ -13,11 +13,14 @@ use std::fs::{DirBuilder, File, OpenOptions};
 use std::io;
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use nix::fcntl::{FcntlArg, fcntl};
 use serde::{Deserialize, Serialize};
-use vmseal_api::host::{DatastoreLocation, DatastoreSpec, DatastoreUsage, KeyReference, VmSpec};
+use vmseal_api::host::{
+    DatastoreLocation, DatastoreSpec, DatastoreUsage, DiskSpec, KeyReference, VmSpec,
+};
 use vmseal_api::id::{DatastoreId, DiskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 
@@ -43,6 +46,10 @@ const LOCK_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Below this much free room (bytes), a failed write is taken for a full datastore.
 const FULL_BELOW: u64 = 16 << 20;
+
+/// Held while a home gets a file and while an empty one is removed: disks of one VM are made and removed
+/// beside each other.
+static HOMES: Mutex<()> = Mutex::new(());
 
 #[derive(Serialize, Deserialize)]
 struct Marker {
@@ -225,17 +232,14 @@ impl Home {
     }
 
     /// Makes the directory, and writes what it holds.
-    ///
-    /// # Errors
-    /// `no-space`, or as the file system.
-    pub fn describe(&self, spec: &VmSpec, here: &DatastoreSpec) -> Result<(), Problem> {
+    fn describe(&self, spec: &VmSpec, here: &DatastoreSpec) -> Result<(), Problem> {
         DirBuilder::new()
             .recursive(true)
             .mode(0o700)
             .create(&self.path)
             .and_then(|()| atomic_file::flush_directory_of(&self.path))
             .map_err(|error| failed(&self.path, "made", &error))?;
-        let described = |disk: &vmseal_api::host::DiskSpec| disk.datastore == *here;
+        let described = |disk: &DiskSpec| disk.datastore == *here;
         let disks = spec.disks.iter().filter(|disk| described(disk)).map(|disk| DescribedDisk {
             disk: disk.disk,
             name: &disk.name,
@@ -257,15 +261,16 @@ impl Home {
             .map_err(|error| failed(&path, "written", &error))
     }
 
-    /// Begins a disk of so many bytes (sparse), locked. Debris of an earlier attempt is removed.
+    /// Begins a disk of so many bytes (sparse), locked, one of `spec`'s. Debris of an earlier attempt is
+    /// removed.
     ///
     /// # Errors
-    /// `in-use` when somebody works on it.
-    pub fn begin(&self, disk: DiskId, length: u64) -> Result<File, Problem> {
-        let path = self.creating(disk);
-        if open_locked(&path)?.is_some() {
-            std::fs::remove_file(&path).map_err(|error| failed(&path, "removed", &error))?;
-        }
+    /// `in-use` when somebody works on it; `no-space`.
+    pub fn begin(&self, spec: &VmSpec, disk: &DiskSpec, length: u64) -> Result<File, Problem> {
+        let path = self.creating(disk.disk);
+        self.remove_file(&path)?;
+        let _homes = HOMES.lock().unwrap_or_else(PoisonError::into_inner);
+        self.describe(spec, &disk.datastore)?;
         let file = OpenOptions::new()
             .read(true)
             .write(true)
@@ -330,6 +335,7 @@ impl Home {
 
     /// Removes the directory when no disk is left in it.
     fn remove_empty(&self) {
+        let _homes = HOMES.lock().unwrap_or_else(PoisonError::into_inner);
         let Ok(mut entries) = std::fs::read_dir(&self.path) else { return };
         let only_ours = entries.all(|entry| {
             entry.is_ok_and(|entry| entry.file_name().to_string_lossy().starts_with(DESCRIPTOR))
@@ -342,7 +348,7 @@ impl Home {
     /// Whether the datastore is so full that this is why something failed.
     #[must_use]
     pub fn is_full(&self) -> bool {
-        usage(&self.path).is_ok_and(|usage| usage.free < FULL_BELOW)
+        usage(self.datastore()).is_ok_and(|usage| usage.free < FULL_BELOW)
     }
 
     /// Refuses to begin what cannot fit.
@@ -350,7 +356,7 @@ impl Home {
     /// # Errors
     /// `no-space`.
     pub fn check_room(&self, needed: u64) -> Result<(), Problem> {
-        let free = usage(&self.path)?.free;
+        let free = usage(self.datastore())?.free;
         if needed <= free {
             return Ok(());
         }
@@ -358,9 +364,15 @@ impl Home {
             ErrorCode::NoSpace,
             format!(
                 "{needed} bytes are needed in {} and {free} are free: make room or take another datastore",
-                self.path.display()
+                self.datastore().display()
             ),
         ))
+    }
+
+    /// The directory that the home is in.
+    #[must_use]
+    pub fn datastore(&self) -> &Path {
+        self.path.parent().unwrap_or(&self.path)
     }
 }
 
@@ -443,10 +455,24 @@ mod tests {
         (directory, spec)
     }
 
-    fn home(spec: &DatastoreSpec) -> Home {
-        let home = Home::of(spec, VmId::new()).unwrap();
-        std::fs::create_dir(&home.path).unwrap();
-        home
+    /// A VM with two disks, and their home.
+    fn home(place: &DatastoreSpec) -> (Home, VmSpec) {
+        let mut spec = crate::run_dir::tests::spec();
+        spec.disks = [4096, 1 << 30]
+            .map(|size| DiskSpec {
+                disk: DiskId::new(),
+                name: "d".to_owned(),
+                datastore: place.clone(),
+                size,
+                encrypted: false,
+                facts: None,
+            })
+            .into();
+        (Home::of(place, spec.vm).unwrap(), spec)
+    }
+
+    fn begin(home: &Home, spec: &VmSpec, index: usize) -> Result<File, Problem> {
+        home.begin(spec, &spec.disks[index], spec.disks[index].size)
     }
 
     #[test]
@@ -472,10 +498,11 @@ mod tests {
     fn a_disk_appears_whole_and_one_at_a_time_has_it() {
         let (_directory, spec) = datastore();
         probe(&spec).unwrap();
-        let (home, disk) = (home(&spec), DiskId::new());
-        let file = home.begin(disk, 1 << 30).unwrap();
+        let (home, vm) = home(&spec);
+        let disk = vm.disks[1].disk;
+        let file = begin(&home, &vm, 1).unwrap();
         assert!(home.open(disk).unwrap().is_none(), "it was there before it was whole");
-        assert_eq!(home.begin(disk, 1 << 30).unwrap_err().code, ErrorCode::InUse);
+        assert_eq!(begin(&home, &vm, 1).unwrap_err().code, ErrorCode::InUse);
         home.finish(disk, &file).unwrap();
         assert_eq!(home.open(disk).unwrap_err().code, ErrorCode::InUse);
         assert_eq!(home.delete(disk).unwrap_err().code, ErrorCode::InUse);
@@ -494,8 +521,9 @@ mod tests {
     fn a_lock_outlives_its_maker_in_whoever_inherited_the_file() {
         let (_directory, spec) = datastore();
         probe(&spec).unwrap();
-        let (home, disk) = (home(&spec), DiskId::new());
-        let file = home.begin(disk, 4096).unwrap();
+        let (home, vm) = home(&spec);
+        let disk = vm.disks[0].disk;
+        let file = begin(&home, &vm, 0).unwrap();
         let mut child = std::process::Command::new("sleep")
             .arg("60")
             .stdin(file.try_clone().unwrap())
@@ -512,7 +540,8 @@ mod tests {
     fn what_is_no_regular_file_is_refused() {
         let (_directory, spec) = datastore();
         probe(&spec).unwrap();
-        let home = home(&spec);
+        let (home, _) = home(&spec);
+        std::fs::create_dir(&home.path).unwrap();
         let (link, pipe) = (DiskId::new(), DiskId::new());
         std::os::unix::fs::symlink("/etc/passwd", home.image(link)).unwrap();
         nix::unistd::mkfifo(&home.image(pipe), nix::sys::stat::Mode::S_IRWXU).unwrap();
@@ -524,14 +553,33 @@ mod tests {
     fn debris_is_swept_and_work_under_way_is_not() {
         let (_directory, spec) = datastore();
         probe(&spec).unwrap();
-        let home = home(&spec);
-        let (dead, alive) = (DiskId::new(), DiskId::new());
-        drop(home.begin(dead, 4096).unwrap());
-        let _file = home.begin(alive, 4096).unwrap();
+        let (home, vm) = home(&spec);
+        let (dead, alive) = (vm.disks[0].disk, vm.disks[1].disk);
+        drop(begin(&home, &vm, 0).unwrap());
+        let _file = begin(&home, &vm, 1).unwrap();
         probe(&spec).unwrap();
         assert!(!home.creating(dead).exists());
         assert!(home.creating(alive).exists());
         assert_eq!(home.check_room(u64::MAX).unwrap_err().code, ErrorCode::NoSpace);
         home.check_room(1).unwrap();
+    }
+
+    #[test]
+    fn disks_of_one_vm_come_and_go_beside_each_other() {
+        let (_directory, spec) = datastore();
+        probe(&spec).unwrap();
+        let (home, vm) = home(&spec);
+        std::thread::scope(|scope| {
+            for index in [0, 1] {
+                let (home, vm) = (&home, &vm);
+                scope.spawn(move || {
+                    for _ in 0..100 {
+                        drop(begin(home, vm, index).unwrap());
+                        home.discard(vm.disks[index].disk).unwrap();
+                    }
+                });
+            }
+        });
+        assert!(!home.path.exists());
     }
 }

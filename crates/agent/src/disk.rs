@@ -11,6 +11,7 @@ use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::sync::Arc;
 use std::time::Duration;
 
+use tokio::sync::oneshot;
 use tokio::task::spawn_blocking;
 use vmseal_api::filter::{DiskActivity, Holes};
 use vmseal_api::host::{
@@ -58,7 +59,8 @@ fn internal(error: impl std::fmt::Display) -> Problem {
     Problem::new(ErrorCode::Internal, error.to_string())
 }
 
-/// Makes a disk, or finds it made. `progress` is told bytes done and in all.
+/// Makes a disk, or finds it made. `progress` is told bytes done and in all. Cancelling it ends an import;
+/// the short steps before and after run to their end, so that nothing is written behind the caller's back.
 ///
 /// # Errors
 /// What is wrong; nothing half-made is left then.
@@ -66,10 +68,11 @@ pub async fn create(
     recipe: Recipe,
     workshop: &Workshop,
     progress: impl Fn(u64, u64) + Send,
+    cancelled: oneshot::Receiver<()>,
 ) -> Result<DiskFacts, Problem> {
     let home = Home::of(&recipe.disk.datastore, recipe.spec.vm)?;
     let (vm, disk) = (recipe.spec.vm, recipe.disk.disk);
-    let result = make(recipe, &home, workshop, progress).await;
+    let result = make(recipe, &home, workshop, progress, cancelled).await;
     if result.is_err() {
         discard(&home, workshop, vm, disk).await;
     }
@@ -77,7 +80,7 @@ pub async fn create(
 }
 
 /// Removes what an attempt has left; the filter that held the image's lock goes first.
-pub async fn discard(home: &Home, workshop: &Workshop, vm: VmId, disk: vmseal_api::id::DiskId) {
+async fn discard(home: &Home, workshop: &Workshop, vm: VmId, disk: vmseal_api::id::DiskId) {
     if let Err(error) = workshop.directory.sweep().await {
         tracing::warn!(%vm, %disk, %error, "cannot remove an import's directory");
     }
@@ -94,6 +97,7 @@ async fn make(
     home: &Home,
     workshop: &Workshop,
     progress: impl Fn(u64, u64) + Send,
+    cancelled: oneshot::Receiver<()>,
 ) -> Result<DiskFacts, Problem> {
     let source =
         recipe.source.as_ref().map(|source| open_source(source, &recipe.disk)).transpose()?;
@@ -116,17 +120,27 @@ async fn make(
             listen: None,
             source: Some(source),
         };
-        import(vm, whole, workshop, progress)
-            .await
-            .map_err(|problem| if home.is_full() { no_space(home, &problem) } else { problem })?;
+        tokio::select! {
+            imported = import(vm, whole, workshop, progress) => {
+                imported.map_err(|problem| told_if_full(home, problem))?;
+            }
+            Ok(()) = cancelled => {
+                let what = "the disk was removed while it was being made";
+                return Err(Problem::new(ErrorCode::Cancelled, what));
+            }
+        }
     }
     let place = home.clone();
     spawn_blocking(move || place.finish(disk, &file)).await.map_err(internal)??;
     Ok(facts)
 }
 
-fn no_space(home: &Home, problem: &Problem) -> Problem {
-    Problem::new(ErrorCode::NoSpace, format!("{home:?} is full: {problem}"))
+fn told_if_full(home: &Home, problem: Problem) -> Problem {
+    if !home.is_full() {
+        return problem;
+    }
+    let what = format!("{} is full: make room. {problem}", home.datastore().display());
+    Problem::new(ErrorCode::NoSpace, what)
 }
 
 fn data_offset(facts: &DiskFacts) -> u64 {
@@ -195,13 +209,12 @@ fn begin(recipe: &Recipe, home: &Home, needed: u64) -> Result<Attempt, Problem> 
     if let Some(file) = home.open(disk.disk)? {
         return check_whole(&file, spec.vm, disk, encryption).map(Attempt::Whole);
     }
-    home.describe(spec, &disk.datastore)?;
     home.check_room(needed)?;
     let Some((kek, reference)) = encryption else {
-        let file = home.begin(disk.disk, disk.size)?;
+        let file = home.begin(spec, disk, disk.size)?;
         return Ok(Attempt::Begun(Begun { file, facts: DiskFacts::Raw, key: None }));
     };
-    let mut file = home.begin(disk.disk, vmseal_luks::DATA_OFFSET + disk.size)?;
+    let mut file = home.begin(spec, disk, vmseal_luks::DATA_OFFSET + disk.size)?;
     let dek = SecretBytes::random(DEK_LEN).map_err(internal)?;
     let context = keys::context(spec.vm, reference);
     let identity = Identity { disk: disk.disk.0, holes: vmseal_luks::Holes::Zero };
@@ -467,7 +480,8 @@ mod tests {
             let kek = Some(self.kek.try_clone().unwrap());
             let disk = self.spec.disks[index].clone();
             let recipe = Recipe { spec: self.spec.clone(), disk, kek, source };
-            create(recipe, &self.workshop, |_, _| {}).await
+            let (_running, cancelled) = oneshot::channel();
+            create(recipe, &self.workshop, |_, _| {}, cancelled).await
         }
 
         fn open(&self, index: usize, facts: &DiskFacts) -> Result<Open, Problem> {

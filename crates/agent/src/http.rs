@@ -17,7 +17,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::{Semaphore, mpsc};
+use tokio::sync::{Notify, Semaphore, mpsc};
 use tokio::time::timeout;
 use tokio_rustls::TlsAcceptor;
 use tokio_rustls::server::TlsStream;
@@ -38,6 +38,9 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 /// Accepted connections that may wait to be served.
 const ACCEPTED_MAX: usize = 16;
+
+/// How long requests under way may take to end when the agent is told to.
+const SHUTDOWN_GRACE: Duration = Duration::from_secs(2);
 
 /// The longest message on a console, in bytes.
 const CONSOLE_MESSAGE_MAX: usize = 64 * 1024;
@@ -358,7 +361,8 @@ impl Endpoint {
         self.listener.address
     }
 
-    /// Serves an agent until `shutdown`.
+    /// Serves an agent until `shutdown`; what is being answered then gets a moment to end. Long polls and
+    /// consoles do not hold it up.
     ///
     /// # Errors
     /// Of the listening socket.
@@ -367,6 +371,19 @@ impl Endpoint {
         agent: Agent,
         shutdown: impl Future<Output = ()> + Send + 'static,
     ) -> io::Result<()> {
-        axum::serve(self.listener, router(agent)).with_graceful_shutdown(shutdown).await
+        let heard = Arc::new(Notify::new());
+        let tell = heard.clone();
+        let serving =
+            axum::serve(self.listener, router(agent)).with_graceful_shutdown(async move {
+                shutdown.await;
+                tell.notify_one();
+            });
+        tokio::select! {
+            result = serving => result,
+            () = async {
+                heard.notified().await;
+                tokio::time::sleep(SHUTDOWN_GRACE).await;
+            } => Ok(()),
+        }
     }
 }

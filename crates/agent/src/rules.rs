@@ -21,7 +21,8 @@ pub fn check_spec(spec: &VmSpec) -> Result<(), Problem> {
     if spec.vcpus == 0 || spec.vcpus > VCPUS_MAX {
         return Err(Problem::invalid("vcpus", format!("must be 1 to {VCPUS_MAX}")));
     }
-    if !(MEMORY_MIN..=MEMORY_MAX).contains(&spec.memory) || spec.memory % MEMORY_UNIT != 0 {
+    if !(MEMORY_MIN..=MEMORY_MAX).contains(&spec.memory) || !spec.memory.is_multiple_of(MEMORY_UNIT)
+    {
         return Err(Problem::invalid(
             "memory",
             format!("must be a multiple of 1 MiB from {MEMORY_MIN} to {MEMORY_MAX} bytes"),
@@ -32,7 +33,10 @@ pub fn check_spec(spec: &VmSpec) -> Result<(), Problem> {
     }
     spec.disks.iter().enumerate().try_for_each(|(index, disk)| {
         let field = |name: &str| format!("disks[{index}].{name}");
-        if disk.size == 0 || disk.size > DISK_SIZE_MAX || disk.size % u64::from(CRYPT_SECTOR) != 0 {
+        if disk.size == 0
+            || disk.size > DISK_SIZE_MAX
+            || !disk.size.is_multiple_of(u64::from(CRYPT_SECTOR))
+        {
             return Err(Problem::invalid(
                 field("size"),
                 format!("must be a multiple of {CRYPT_SECTOR} up to {DISK_SIZE_MAX} bytes"),

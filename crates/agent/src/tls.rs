@@ -42,7 +42,7 @@ impl ServerRole {
 fn has_role(certificate: &CertificateDer<'_>) -> bool {
     let Ok((_, certificate)) = X509Certificate::from_der(certificate) else { return false };
     let Ok(Some(names)) = certificate.subject_alternative_name() else { return false };
-    names.value.general_names.iter().any(|name| *name == GeneralName::URI(SERVER_ROLE))
+    names.value.general_names.contains(&GeneralName::URI(SERVER_ROLE))
 }
 
 impl ClientCertVerifier for ServerRole {

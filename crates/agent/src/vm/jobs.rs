@@ -7,10 +7,8 @@ use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinHandle;
 use vmseal_api::host::DiskPhase;
 use vmseal_api::id::DiskId;
-use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::Shared;
-use crate::datastore::Home;
 use crate::disk::{self, Recipe, Workshop};
 
 /// Progress that may wait for the owner.
@@ -108,16 +106,7 @@ async fn work(
     progress: impl Fn(u64, u64) + Send,
 ) -> DiskPhase {
     let (vm, disk) = (recipe.spec.vm, recipe.disk.disk);
-    let home = Home::of(&recipe.disk.datastore, vm);
-    let result = tokio::select! {
-        result = disk::create(recipe, &workshop, progress) => result,
-        _ = cancelled => {
-            if let Ok(home) = home {
-                disk::discard(&home, &workshop, vm, disk).await;
-            }
-            Err(Problem::new(ErrorCode::Cancelled, "the disk was removed while it was being made"))
-        }
-    };
+    let result = disk::create(recipe, &workshop, progress, cancelled).await;
     match result {
         Ok(facts) => DiskPhase::Ready { facts },
         Err(problem) => {

@@ -1,0 +1,241 @@
+//! The contract suite through the wire: the server's HTTPS client, certificates on both sides, the
+//! agent's router, a simulated host behind it. And what the wire refuses.
+
+#![allow(clippy::unwrap_used)] // in tests a panic is the report
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair, SanType};
+use rustls::client::ResolvesClientCert;
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use rustls::sign::CertifiedKey;
+use vmseal_agent::contract::{self, Fixture};
+use vmseal_agent::http::Endpoint;
+use vmseal_agent::identity::Identity;
+use vmseal_agent::simulated::{Call, SimulatedHost};
+use vmseal_agent::tls::SERVER_ROLE;
+use vmseal_api::client::{ClientIdentity, HostClient, host_server_name};
+use vmseal_api::host::{HostAgent, STATE_WAIT_MAX};
+use vmseal_api::id::HostId;
+use vmseal_api::problem::ErrorCode;
+use zeroize::Zeroizing;
+
+/// One certificate, whatever is asked for.
+#[derive(Debug)]
+struct Fixed(Arc<CertifiedKey>);
+
+impl ResolvesClientCert for Fixed {
+    fn resolve(&self, _: &[&[u8]], _: &[rustls::SignatureScheme]) -> Option<Arc<CertifiedKey>> {
+        Some(self.0.clone())
+    }
+
+    fn has_certs(&self) -> bool {
+        true
+    }
+}
+
+/// A control plane's authority.
+struct Authority {
+    pem: String,
+    issuer: Issuer<'static, KeyPair>,
+}
+
+impl Authority {
+    fn new() -> Self {
+        let key = KeyPair::generate().unwrap();
+        let mut params = CertificateParams::default();
+        params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
+        Self { pem: params.self_signed(&key).unwrap().pem(), issuer: Issuer::new(params, key) }
+    }
+
+    fn sign(&self, name: SanType) -> (String, KeyPair) {
+        let key = KeyPair::generate().unwrap();
+        let mut params = CertificateParams::default();
+        params.subject_alt_names = vec![name];
+        (params.signed_by(&key, &self.issuer).unwrap().pem(), key)
+    }
+
+    fn host(&self) -> Identity {
+        let host = HostId::new();
+        let name = SanType::DnsName(host_server_name(host).try_into().unwrap());
+        let (certificate, key) = self.sign(name);
+        Identity {
+            host,
+            name: "here".to_owned(),
+            address: "127.0.0.1:0".to_owned(),
+            server: "https://127.0.0.1:1".to_owned(),
+            certificate,
+            authority: self.pem.clone(),
+            key: Zeroizing::new(key.serialize_pem()),
+        }
+    }
+
+    fn client(&self, name: SanType) -> ClientIdentity {
+        let (certificate, key) = self.sign(name);
+        let certificate = CertificateDer::from_pem_slice(certificate.as_bytes()).unwrap();
+        let key = PrivateKeyDer::try_from(key.serialize_der()).unwrap();
+        let key = rustls::crypto::aws_lc_rs::sign::any_supported_type(&key).unwrap();
+        ClientIdentity {
+            authority: self.pem.clone(),
+            certificate: Arc::new(Fixed(Arc::new(CertifiedKey::new(vec![certificate], key)))),
+        }
+    }
+
+    fn server(&self) -> ClientIdentity {
+        self.client(SanType::URI(SERVER_ROLE.try_into().unwrap()))
+    }
+}
+
+/// Serves a simulated host; gives its id and address.
+async fn serve(authority: &Authority, host: &SimulatedHost) -> (HostId, String) {
+    let identity = authority.host();
+    let endpoint = Endpoint::bind(&identity).await.unwrap();
+    let address = endpoint.address().to_string();
+    let agent = Arc::new(host.clone());
+    tokio::spawn(async move { endpoint.serve(agent, std::future::pending()).await });
+    (identity.host, address)
+}
+
+#[tokio::test]
+async fn the_contract_holds_over_https() {
+    let directory = tempfile::tempdir().unwrap();
+    let image = directory.path().join("guest");
+    contract::write_guest(&image).unwrap();
+    let authority = Authority::new();
+    let host = SimulatedHost::new();
+    let (id, address) = serve(&authority, &host).await;
+    let fixture = Fixture {
+        datastore: directory.path().to_owned(),
+        image,
+        patience: Duration::from_secs(20),
+    };
+    let mut first = true;
+    contract::both_lives(fixture, || {
+        if !std::mem::take(&mut first) {
+            host.restart();
+        }
+        let client = HostClient::new(id, "here", &address, &authority.server()).unwrap();
+        std::future::ready(Arc::new(client) as Arc<dyn HostAgent>)
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn only_the_server_of_the_same_control_plane_is_let_in_and_only_the_right_host_is_talked_to()
+{
+    let authority = Authority::new();
+    let host = SimulatedHost::new();
+    let (id, address) = serve(&authority, &host).await;
+    let describe = async |id: HostId, identity: ClientIdentity| {
+        HostClient::new(id, "here", &address, &identity).unwrap().describe().await
+    };
+    describe(id, authority.server()).await.unwrap();
+    let another_host = SanType::DnsName(host_server_name(HostId::new()).try_into().unwrap());
+    let stranger = Authority::new();
+    let strange_certificate =
+        ClientIdentity { authority: authority.pem.clone(), ..stranger.server() };
+    for (id, identity, who) in [
+        (id, authority.client(another_host), "another host's certificate"),
+        (id, strange_certificate, "another authority's certificate"),
+        (id, stranger.server(), "a server that trusts another authority"),
+        (HostId::new(), authority.server(), "a host with another id"),
+    ] {
+        let problem = describe(id, identity).await.expect_err(who);
+        assert_eq!(problem.code, ErrorCode::Unreachable, "{who}: {problem}");
+    }
+    let calls = host.calls();
+    assert_eq!(calls, [Call::Describe], "a call got through");
+}
+
+#[tokio::test]
+async fn an_agent_that_is_told_to_end_does_not_wait_for_long_polls() {
+    let authority = Authority::new();
+    let identity = authority.host();
+    let endpoint = Endpoint::bind(&identity).await.unwrap();
+    let address = endpoint.address().to_string();
+    let client = HostClient::new(identity.host, "here", &address, &authority.server()).unwrap();
+    let (tell, told) = tokio::sync::oneshot::channel::<()>();
+    let serving = tokio::spawn(endpoint.serve(Arc::new(SimulatedHost::new()), async {
+        told.await.unwrap();
+    }));
+    let state = client.state(None, Duration::ZERO).await.unwrap();
+    let poll = tokio::spawn(async move {
+        client.state(Some((state.incarnation, state.version)), STATE_WAIT_MAX).await
+    });
+    tokio::time::sleep(Duration::from_millis(200)).await;
+    tell.send(()).unwrap();
+    let ended = tokio::time::timeout(Duration::from_secs(10), serving).await;
+    ended.expect("it waits for the long poll").unwrap().unwrap();
+    poll.abort();
+}
+
+/// Sends raw requests as the server.
+async fn raw(
+    authority: &Authority,
+    id: HostId,
+    address: &str,
+    request: impl Fn(&reqwest::Client, String) -> reqwest::RequestBuilder,
+    path: &str,
+) -> (u16, String, String) {
+    let identity = authority.server();
+    let ca = CertificateDer::from_pem_slice(authority.pem.as_bytes()).unwrap();
+    let mut roots = rustls::RootCertStore::empty();
+    roots.add(ca).unwrap();
+    let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
+    let tls = rustls::ClientConfig::builder_with_provider(provider)
+        .with_safe_default_protocol_versions()
+        .unwrap()
+        .with_root_certificates(roots)
+        .with_client_cert_resolver(identity.certificate);
+    let name = host_server_name(id);
+    let client = reqwest::Client::builder()
+        .tls_backend_preconfigured(tls)
+        .resolve(&name, address.parse().unwrap())
+        .no_proxy()
+        .build()
+        .unwrap();
+    let port = address.rsplit_once(':').unwrap().1;
+    let answer = request(&client, format!("https://{name}:{port}{path}")).send().await.unwrap();
+    let kind = answer.headers().get("content-type").map(|kind| kind.to_str().unwrap().to_owned());
+    (answer.status().as_u16(), kind.unwrap_or_default(), answer.text().await.unwrap())
+}
+
+#[tokio::test]
+async fn what_is_not_the_contract_is_answered_with_a_problem() {
+    let authority = Authority::new();
+    let host = SimulatedHost::new();
+    let (id, address) = serve(&authority, &host).await;
+    let vm = vmseal_api::id::VmId::new();
+    let body = |body: &'static str| {
+        move |client: &reqwest::Client, url: String| client.put(url).body(body)
+    };
+    let huge = "x".repeat(vmseal_api::host::BODY_MAX + 1);
+    let too_large = |client: &reqwest::Client, url: String| client.put(url).body(huge.clone());
+    let get = |client: &reqwest::Client, url: String| client.get(url);
+    let path = format!("/v1/vms/{vm}");
+    let key = format!("{path}/key");
+    let console = format!("{path}/console");
+    let ask = async |request: &dyn Fn(&reqwest::Client, String) -> reqwest::RequestBuilder,
+                     path: &str,
+                     status: u16,
+                     code: &str| {
+        let (found, kind, text) = raw(&authority, id, &address, request, path).await;
+        assert_eq!((found, kind.as_str()), (status, "application/problem+json"), "{path}: {text}");
+        assert!(text.contains(&format!("urn:vmseal:problem:{code}")), "{path}: {text}");
+    };
+    ask(&body("{}"), &path, 400, "invalid-request").await;
+    ask(&body("not JSON"), &key, 400, "invalid-request").await;
+    ask(&body(r#"{"key_box":"","sealed":"","more":1}"#), &key, 400, "invalid-request").await;
+    ask(&too_large, &path, 413, "too-large").await;
+    ask(&body("{}"), "/v1/vms/no-id/key", 400, "invalid-request").await;
+    ask(&get, "/v1/nothing", 404, "not-found").await;
+    ask(&get, &key, 400, "invalid-request").await;
+    ask(&get, "/v1/state?after=x", 400, "invalid-request").await;
+    ask(&get, &console, 400, "invalid-request").await;
+    // Asked for more than there is: the wait is bounded, so that the answer comes at all.
+    assert!(STATE_WAIT_MAX < Duration::from_secs(60));
+    let (status, _, text) = raw(&authority, id, &address, get, "/v1/state").await;
+    assert_eq!(status, 200, "{text}");
+}
