@@ -27,7 +27,7 @@ use crate::filter::{self, Control};
 use crate::keys;
 use crate::process::Process;
 use crate::run_dir::ProcessDir;
-use crate::users::Users;
+use crate::users::{Slot, Users};
 
 /// How often an import is asked how far it is.
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(250);
@@ -72,7 +72,9 @@ pub async fn create(
 ) -> Result<DiskFacts, Problem> {
     let home = Home::of(&recipe.disk.datastore, recipe.spec.vm)?;
     let (vm, disk) = (recipe.spec.vm, recipe.disk.disk);
-    let result = make(recipe, &home, workshop, progress, cancelled).await;
+    // Not free for another process before this one's is gone.
+    let slot = workshop.users.take().ok_or_else(too_many)?;
+    let result = make(recipe, &home, workshop, &slot, progress, cancelled).await;
     if result.is_err() {
         discard(&home, workshop, vm, disk).await;
     }
@@ -96,6 +98,7 @@ async fn make(
     recipe: Recipe,
     home: &Home,
     workshop: &Workshop,
+    slot: &Slot,
     progress: impl Fn(u64, u64) + Send,
     cancelled: oneshot::Receiver<()>,
 ) -> Result<DiskFacts, Problem> {
@@ -121,7 +124,7 @@ async fn make(
             source: Some(source),
         };
         tokio::select! {
-            imported = import(vm, whole, workshop, progress) => {
+            imported = import(vm, whole, workshop, slot, progress) => {
                 imported.map_err(|problem| told_if_full(home, problem))?;
             }
             Ok(()) = cancelled => {
@@ -318,10 +321,10 @@ async fn import(
     vm: VmId,
     disk: filter::Disk,
     workshop: &Workshop,
+    slot: &Slot,
     progress: impl Fn(u64, u64) + Send,
 ) -> Result<(), Problem> {
     let directory = &workshop.directory;
-    let slot = workshop.users.take().ok_or_else(too_many)?;
     directory.renew().await.map_err(internal)?;
     let process = filter::start(&workshop.filter, vm, directory, vec![disk], slot.filter())
         .map_err(internal)?;

@@ -289,6 +289,70 @@ async fn a_start_can_be_cancelled_and_what_cannot_start_says_why() {
     assert!(why.contains("no image"), "{why}");
 }
 
+/// A file system of a few megabytes, gone with the value.
+struct Small(PathBuf);
+
+impl Small {
+    fn mount(path: PathBuf, size: &str) -> Self {
+        std::fs::create_dir(&path).unwrap();
+        let mount = std::process::Command::new("mount")
+            .args(["-t", "tmpfs", "-o", size, "none"])
+            .arg(&path)
+            .status();
+        assert!(mount.unwrap().success());
+        Self(path)
+    }
+}
+
+impl Drop for Small {
+    fn drop(&mut self) {
+        let unmounted = std::process::Command::new("umount").arg("-l").arg(&self.0).status();
+        assert!(unmounted.unwrap().success());
+    }
+}
+
+#[tokio::test]
+async fn a_datastore_that_fills_up_while_a_disk_is_made_is_told_and_left_clean() {
+    if !nix::unistd::geteuid().is_root() {
+        return; // only root mounts
+    }
+    let bench = Bench::new();
+    let agent = bench.agent().await;
+    let mut spec = running(&bench, &*agent).await;
+    let (vm, disk) = (spec.vm, DiskId::new());
+    agent.power_off(vm, PowerOff::Force).await.unwrap();
+    let small = Small::mount(bench.path("small"), "size=4m");
+    let location = DatastoreLocation::Dir { path: small.0.clone() };
+    let place = DatastoreSpec { datastore: DatastoreId::new(), location };
+    let usage = agent.probe_datastore(place.clone()).await.unwrap();
+    assert!(usage.capacity == 4 << 20);
+    spec.disks[0] = DiskSpec { disk, datastore: place, size: 8 << 20, ..spec.disks[0].clone() };
+    agent.register_vm(spec.clone()).await.unwrap();
+    // More than there is room for is refused at once; what just fits, only when it no longer does.
+    for length in [6 << 20, (4 << 20) - 8192] {
+        let path = bench.path("image");
+        std::fs::write(&path, vec![7; length]).unwrap();
+        if length < 4 << 20 {
+            std::fs::write(small.0.join("other"), vec![0; 4096]).unwrap();
+        }
+        agent.create_disk(vm, disk, Some(ImageSource { path })).await.unwrap();
+        wait(&*agent, vm, |state| {
+            let phase = state.disks.iter().find(|state| state.disk == disk).map(|disk| &disk.phase);
+            match phase {
+                Some(DiskPhase::Failed { problem }) => {
+                    assert_eq!(problem.code, ErrorCode::NoSpace, "{problem}");
+                    true
+                }
+                Some(DiskPhase::Creating { .. }) | None => false,
+                other => panic!("{other:?}"),
+            }
+        })
+        .await;
+        assert!(!small.0.join(vm.to_string()).exists(), "something is left");
+    }
+    bench.nothing_runs();
+}
+
 /// Every process of a VM is another user, and none of them is root (where the tests run as root).
 #[tokio::test]
 async fn processes_run_under_users_of_their_own() {

@@ -4,6 +4,7 @@
 use std::io;
 use std::sync::Arc;
 
+use futures_util::future::try_join_all;
 use jiff::Timestamp;
 use vmseal_api::host::{StopReason, Stopped};
 use vmseal_api::id::VmId;
@@ -15,6 +16,9 @@ use crate::process::Process;
 use crate::qemu;
 use crate::run_dir::{Phase, ProcessDir, Record};
 
+/// How often it is tried to connect to a VM whose processes live.
+const ATTEMPTS: u32 = 3;
+
 /// Goes through the run directory. Gives the VMs found; imports are swept, as their disks are made anew.
 ///
 /// # Errors
@@ -23,32 +27,36 @@ pub async fn adopt(shared: &Arc<Shared>) -> io::Result<Vec<(VmId, Vm)>> {
     for import in shared.run_dir.imports()? {
         import.sweep().await?;
     }
-    let mut found = Vec::new();
-    for directory in shared.run_dir.vms()? {
-        let Some(record) = directory.read().unwrap_or_else(|error| {
-            tracing::warn!(vm = directory.name(), %error, "a VM's record is damaged; it is swept");
-            None
-        }) else {
-            directory.sweep().await?;
-            continue;
-        };
-        let vm = record.spec.vm;
-        let beginning = match alive(shared, &directory, &record).await {
-            Ok(running) => {
-                tracing::info!(%vm, qemu = running.qemu.pid(), "adopted a running VM");
-                Beginning::Alive(Box::new(running))
-            }
-            Err(why) => {
-                tracing::warn!(%vm, %why, "found a VM dead");
-                bury(&directory).await?;
-                let detail = why.detail;
-                let reason = StopReason::FoundDead;
-                Beginning::Dead(Stopped { at: Timestamp::now(), reason, detail })
-            }
-        };
-        found.push((vm, Vm::own(shared.clone(), record.spec, beginning)));
-    }
-    Ok(found)
+    // Beside each other: one that does not answer holds up no other.
+    let found = shared.run_dir.vms()?.into_iter().map(|directory| adopt_one(shared, directory));
+    let found = try_join_all(found).await?;
+    Ok(found.into_iter().flatten().collect())
+}
+
+async fn adopt_one(shared: &Arc<Shared>, directory: ProcessDir) -> io::Result<Option<(VmId, Vm)>> {
+    let record = directory.read().unwrap_or_else(|error| {
+        tracing::warn!(vm = directory.name(), %error, "a VM's record is damaged; it is swept");
+        None
+    });
+    let Some(record) = record else {
+        directory.sweep().await?;
+        return Ok(None);
+    };
+    let vm = record.spec.vm;
+    let beginning = match alive(shared, &directory, &record).await {
+        Ok(running) => {
+            tracing::info!(%vm, qemu = running.qemu.pid(), "adopted a running VM");
+            Beginning::Alive(Box::new(running))
+        }
+        Err(why) => {
+            tracing::warn!(%vm, %why, "found a VM dead");
+            bury(&directory).await?;
+            let detail = why.detail;
+            let reason = StopReason::FoundDead;
+            Beginning::Dead(Stopped { at: Timestamp::now(), reason, detail })
+        }
+    };
+    Ok(Some((vm, Vm::own(shared.clone(), record.spec, beginning))))
 }
 
 /// Connects to a VM's processes; an error says why it is dead.
@@ -65,12 +73,32 @@ async fn alive(
     }
     let process = |name: &str| Process::adopt(&directory.process(name)).map_err(internal);
     match (process(qemu::NAME)?, process(filter::NAME)?) {
-        (Some(qemu), Some(filter)) => {
-            start::reconnect(shared, directory, record.slot, qemu, filter).await
-        }
+        (Some(_), Some(_)) => reconnect(shared, directory, record).await,
         (None, _) => Err(internal("the VM stopped while no agent was there to see why")),
         (Some(_), None) => {
             Err(internal("the filter process died while no agent was there; the VM was stopped"))
+        }
+    }
+}
+
+/// Connects again to processes that live. A guest is not given up for one answer that is late.
+async fn reconnect(
+    shared: &Shared,
+    directory: &ProcessDir,
+    record: &Record,
+) -> Result<Running, Problem> {
+    let mut attempt = 1;
+    loop {
+        let process = |name: &str| Process::adopt(&directory.process(name)).map_err(internal);
+        let (Some(qemu), Some(filter)) = (process(qemu::NAME)?, process(filter::NAME)?) else {
+            return Err(internal("the VM stopped while the agent was connecting to it"));
+        };
+        match start::reconnect(shared, directory, record.slot, qemu, filter).await {
+            Err(problem) if attempt < ATTEMPTS => {
+                tracing::warn!(vm = %record.spec.vm, %problem, attempt, "cannot connect to a VM yet");
+                attempt += 1;
+            }
+            result => return result,
         }
     }
 }

@@ -21,7 +21,7 @@ use super::running::{Ending, Happening, Running};
 use super::start::{Plan, start};
 use super::{Beginning, Call, Shared, internal};
 use crate::datastore::Home;
-use crate::disk::Recipe;
+use crate::disk::{self, Recipe};
 use crate::rules::{self, PowerOn};
 
 /// How long a guest that was asked to shut down counts as stopping; then it runs on.
@@ -168,7 +168,7 @@ impl Owner {
 
     async fn apply(&mut self, event: Event) {
         match event {
-            Event::Started(result) => self.started(*result).await,
+            Event::Started(result) => self.started(*result),
             Event::Happened(Happening::Reported(event)) => {
                 if let State::Running(running) | State::Stopping { running, .. } = &mut self.state {
                     running.last_words.hear(event);
@@ -215,23 +215,14 @@ impl Owner {
         self.stopped = Some(Stopped { at: Timestamp::now(), reason, detail });
     }
 
-    async fn started(&mut self, result: StartResult) {
+    fn started(&mut self, result: StartResult) {
         match result {
             Ok((running, notices)) => {
                 tracing::info!(vm = %self.spec.vm, qemu = running.qemu.pid(), "the VM runs");
                 self.header_notices = notices;
                 self.state = State::Running(Box::new(running));
             }
-            Err(problem) => {
-                self.sweep().await;
-                self.went_off((StopReason::FailedToStart, problem.detail));
-            }
-        }
-    }
-
-    async fn sweep(&self) {
-        if let Err(error) = self.shared.run_dir.vm(self.spec.vm).sweep().await {
-            tracing::warn!(vm = %self.spec.vm, %error, "cannot remove the run directory");
+            Err(problem) => self.went_off((StopReason::FailedToStart, problem.detail)),
         }
     }
 
@@ -315,12 +306,20 @@ impl Owner {
         let disks = disks.filter_map(|disk| Some((disk.clone(), self.facts(disk)?))).collect();
         let plan = Plan { spec: self.spec.clone(), disks, kek: self.clone_kek()? };
         let (shared, directory) = (self.shared.clone(), self.shared.run_dir.vm(self.spec.vm));
+        // Not free for another VM before the last process of this one is gone.
+        let slot = Arc::new(self.shared.users.take().ok_or_else(disk::too_many)?);
         let (cancel, cancelled) = oneshot::channel();
         let task = tokio::spawn(async move {
-            tokio::select! {
-                result = start(&shared, &directory, plan) => result,
+            let result = tokio::select! {
+                result = start(&shared, &directory, plan, slot.clone()) => result,
                 _ = cancelled => Err(Problem::new(ErrorCode::Cancelled, "the start was cancelled")),
+            };
+            if result.is_err()
+                && let Err(error) = directory.sweep().await
+            {
+                tracing::warn!(directory = directory.name(), %error, "cannot remove a run directory");
             }
+            result
         });
         self.header_notices.clear();
         self.state = State::Starting { task, cancel };
@@ -342,7 +341,6 @@ impl Owner {
                 let ending = match task.await {
                     Ok(Ok((running, _))) => running.force_off().await,
                     Ok(Err(_)) | Err(_) => {
-                        self.sweep().await;
                         (StopReason::PoweredOff, "an operator cancelled the start".to_owned())
                     }
                 };

@@ -1,5 +1,6 @@
 //! The processes of a VM whose guest runs: watching them, and ending them in the right order.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use serde_json::Value;
@@ -32,7 +33,7 @@ pub struct Running {
     pub console: Console,
     pub control: Control,
     /// Freed when the processes are gone.
-    pub slot: Slot,
+    pub slot: Arc<Slot>,
     /// What QEMU has said about its end.
     pub last_words: LastWords,
 }

@@ -23,6 +23,7 @@ use crate::process::Process;
 use crate::qemu;
 use crate::qmp::{Event, Qmp};
 use crate::run_dir::{Phase, ProcessDir};
+use crate::users::Slot;
 
 /// The longest that a disk may take to be connected once QEMU's monitor answers.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
@@ -43,8 +44,8 @@ pub async fn start(
     shared: &Shared,
     directory: &ProcessDir,
     plan: Plan,
+    slot: Arc<Slot>,
 ) -> Result<(Running, Vec<Notice>), Problem> {
-    let slot = shared.users.take().ok_or_else(disk::too_many)?;
     directory.renew().await.map_err(internal)?;
     directory.write(&plan.spec, slot.number(), Phase::Starting).map_err(internal)?;
     let plan = Arc::new(plan);
@@ -180,7 +181,7 @@ pub async fn reconnect(
         events,
         console,
         control,
-        slot: shared.users.take_again(slot),
+        slot: Arc::new(shared.users.take_again(slot)),
         last_words: LastWords::default(),
     })
 }
