@@ -14,7 +14,7 @@ use crate::load::{WORKLOADS, Workload};
 use crate::machine::{self, Machine};
 use crate::report::{self, Report, Settings};
 use crate::statistics::VALUES_MAX;
-use crate::systems::{Program, StorageDaemon, System, SystemError, Vmseal};
+use crate::systems::{Program, StorageDaemon, System, Vmseal};
 
 /// The systems under test, by name.
 pub const SYSTEMS: [&str; 4] =
@@ -80,9 +80,6 @@ pub enum BenchError {
     /// The goals cannot be used.
     #[error(transparent)]
     Goals(#[from] GoalsError),
-    /// A system cannot be set up.
-    #[error(transparent)]
-    System(#[from] SystemError),
     /// Measuring failed.
     #[error(transparent)]
     Experiment(#[from] ExperimentError),
@@ -106,7 +103,7 @@ pub fn run(
 ) -> Result<Report, BenchError> {
     let goals = goals::read(&arguments.goals)?;
     let plan = arguments.plan();
-    let systems = arguments.systems()?;
+    let systems = arguments.systems();
     let (started, commit) = (jiff::Timestamp::now(), machine::commit());
     let machine = Machine::here(&arguments.storage_daemon);
     let outcome = experiment::run(&plan, &systems, observe)?;
@@ -146,12 +143,12 @@ impl BenchArguments {
         }
     }
 
-    fn systems(&self) -> Result<Vec<Box<dyn System>>, SystemError> {
+    fn systems(&self) -> Vec<Box<dyn System>> {
         let chosen = |id: &&str| self.systems.is_empty() || self.systems.iter().any(|s| s == id);
         SYSTEMS.iter().filter(|id| chosen(id)).map(|id| self.system(id)).collect()
     }
 
-    fn system(&self, id: &str) -> Result<Box<dyn System>, SystemError> {
+    fn system(&self, id: &str) -> Box<dyn System> {
         let advice = "build it with: cargo build --release -p vmseal-iofilter";
         let path = self.filter.clone().unwrap_or_else(beside_this_program);
         let filter = Program { path, advice };
@@ -161,14 +158,14 @@ impl BenchArguments {
             advice: "install Debian's package qemu-system-common",
         };
         let image_tool = Program { path: self.image_tool.clone(), advice };
-        Ok(match id {
-            "vmseal-encrypted" => Box::new(Vmseal::encrypted(filter)?),
-            "vmseal-plain" => Box::new(Vmseal::plain(filter)),
+        match id {
+            "vmseal-encrypted" => Box::new(Vmseal { filter, encrypted: true }),
+            "vmseal-plain" => Box::new(Vmseal { filter, encrypted: false }),
             _ => {
                 let luks = id == "storage-daemon-luks";
                 Box::new(StorageDaemon { luks, daemon, image_tool })
             }
-        })
+        }
     }
 }
 
@@ -209,7 +206,7 @@ mod tests {
 
     #[test]
     fn every_system_has_the_name_it_is_chosen_by() {
-        let systems = parse("").unwrap().systems().unwrap();
+        let systems = parse("").unwrap().systems();
         assert_eq!(systems.iter().map(|system| system.id()).collect::<Vec<_>>(), SYSTEMS);
         let encrypting: Vec<bool> = systems.iter().map(|system| system.encrypts()).collect();
         assert_eq!(encrypting, [true, false, false, true]);
@@ -219,7 +216,7 @@ mod tests {
     fn systems_and_loads_can_be_chosen() {
         let chosen =
             parse("--systems storage-daemon-plain --workloads 4k-random-read --poll").unwrap();
-        assert_eq!(chosen.systems().unwrap().len(), 1);
+        assert_eq!(chosen.systems().len(), 1);
         let plan = chosen.plan();
         assert_eq!((plan.workloads.len(), plan.wait), (1, Wait::Poll));
     }

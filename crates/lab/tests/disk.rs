@@ -1,4 +1,4 @@
-//! The initiator, the loads and the experiment against a real server: QEMU's storage daemon.
+//! The initiator, the loads and the experiment against real servers.
 
 #![allow(clippy::unwrap_used)] // a test may
 
@@ -15,7 +15,7 @@ use vmseal_lab::initiator::{Initiator, InitiatorError, Operation, Wait};
 use vmseal_lab::load::{self, Direction, Extent, LoadError, Order, WORKLOADS, Workload};
 use vmseal_lab::pattern::Pattern;
 use vmseal_lab::systems::{
-    Place, Program, Server, StorageDaemon, System, SystemError, check_at_rest,
+    Place, Program, Server, StorageDaemon, System, SystemError, Vmseal, check_at_rest,
 };
 
 const SIZE: u64 = 16 << 20;
@@ -36,10 +36,21 @@ struct Stand {
     _directory: tempfile::TempDir,
 }
 
+fn vmseal(encrypted: bool) -> Vmseal {
+    // target/PROFILE/deps/disk-HASH
+    let test = std::env::current_exe().unwrap();
+    let path = test.ancestors().nth(2).unwrap().join("vmseal-filter");
+    assert!(path.exists(), "{} is missing: cargo build -p vmseal-iofilter", path.display());
+    Vmseal { filter: Program { path, advice: "build it" }, encrypted }
+}
+
 fn stand() -> Stand {
+    stand_of(&storage_daemon(false))
+}
+
+fn stand_of(system: &dyn System) -> Stand {
     let directory = tempfile::tempdir_in("/dev/shm").unwrap();
     let place = Place { directory: directory.path().to_owned(), size: SIZE };
-    let system = storage_daemon(false);
     system.prepare(&place).unwrap();
     let server = system.start(&place, None).unwrap();
     Stand { server, place, _directory: directory }
@@ -106,13 +117,19 @@ fn a_request_beyond_the_disk_is_an_error_and_not_a_figure() {
     assert_eq!(initiator.capacity(), SIZE);
     assert_eq!(initiator.run_one(Operation::Read, 0, 4096).unwrap(), 0);
     assert_ne!(initiator.run_one(Operation::Read, SIZE, 4096).unwrap(), 0);
-    // A load through which requests fail ends with the first: a file cut short under the server.
-    let file = OpenOptions::new().write(true).open(stand.place.disk()).unwrap();
-    drop(initiator);
+}
+
+#[test]
+fn a_load_ends_with_the_first_request_that_fails() {
+    let stand = stand_of(&vmseal(false));
     stand.fill(Wait::Sleep);
-    file.set_len(0).unwrap();
-    let cut = stand.run(&workload(Order::Random, Direction::Read, 4096, 8), Wait::Sleep, 100);
-    assert!(matches!(cut, Err(LoadError::Request { .. } | LoadError::Mismatch { .. })), "{cut:?}");
+    let file = OpenOptions::new().write(true).open(stand.place.disk()).unwrap();
+    file.set_len(SIZE / 2).unwrap();
+    let read = workload(Order::Sequential, Direction::Read, 64 << 10, 1);
+    let cut = stand.run(&read, Wait::Sleep, SIZE >> 16);
+    let half = SIZE / 2;
+    let failed = matches!(cut, Err(LoadError::Request { offset, status: 1, .. }) if offset == half);
+    assert!(failed, "{cut:?}");
 }
 
 #[test]
@@ -160,6 +177,14 @@ fn plaintext_is_told_from_ciphertext() {
 }
 
 #[test]
+fn qemu_s_luks_keeps_what_is_written_and_no_plaintext() {
+    let stand = stand_of(&storage_daemon(true));
+    stand.fill(Wait::Sleep);
+    stand.run(&workload(Order::Random, Direction::Read, 4096, 32), Wait::Sleep, 1000).unwrap();
+    check_at_rest(&storage_daemon(true), &stand.place, Pattern::new(PATTERN)).unwrap();
+}
+
+#[test]
 fn a_server_that_cannot_start_says_why() {
     let directory = tempfile::tempdir().unwrap();
     let place = Place { directory: directory.path().to_owned(), size: SIZE };
@@ -188,10 +213,10 @@ fn plan(directory: &Path, size: u64) -> Plan {
 fn an_experiment_measures_every_cell_and_leaves_nothing() {
     let directory = tempfile::tempdir_in("/dev/shm").unwrap();
     let systems: Vec<Box<dyn System>> =
-        vec![Box::new(storage_daemon(false)), Box::new(storage_daemon(true))];
+        vec![Box::new(storage_daemon(false)), Box::new(vmseal(false)), Box::new(vmseal(true))];
     let outcome = experiment::run(&plan(directory.path(), SIZE), &systems, &mut |_| {}).unwrap();
-    assert_eq!(outcome.cells.len(), 8);
-    assert_eq!(outcome.latencies.len(), 4);
+    assert_eq!(outcome.cells.len(), 12);
+    assert_eq!(outcome.latencies.len(), 6);
     for cell in &outcome.cells {
         assert!(cell.requests > 0 && cell.cpu_per_io > 0.0 && cell.server_busy > 0.0, "{cell:?}");
     }

@@ -45,9 +45,6 @@ pub enum SystemError {
         /// Why.
         source: io::Error,
     },
-    /// No secret memory for a key.
-    #[error("no key could be made")]
-    Key(#[from] vmseal_secret::MemoryError),
     /// Plaintext where ciphertext belongs, or the reverse.
     #[error(
         "{system} left {found} of {sectors} sectors in plaintext in its file, where {expected} are expected"

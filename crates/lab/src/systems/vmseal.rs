@@ -1,14 +1,15 @@
 //! vmseal itself: a `vmseal-filter` process, started by hand as its agent would start it.
 
-use std::fs;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Read, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
 
 use vmseal_api::filter::{
     BackendSpec, CRYPT_SECTOR, DiskConfig, FilterConfig, FilterSpec, FrontEndSpec, Handle, Holes,
     VERSION,
 };
 use vmseal_api::id::{DiskId, VmId};
-use vmseal_secret::SecretBytes;
 
 use super::{Place, Program, Server, System, SystemError};
 
@@ -18,34 +19,18 @@ const DATA_OFFSET: u64 = 16 << 20;
 const KEY_LENGTH: usize = 64;
 
 /// A `vmseal-filter` on a raw file.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Vmseal {
-    filter: Program,
-    key: Option<OwnedFd>,
+    /// vmseal-filter.
+    pub filter: Program,
+    /// With encryption, under a key of the disk's own.
+    pub encrypted: bool,
 }
 
 impl Vmseal {
-    /// Without encryption.
-    #[must_use]
-    pub fn plain(filter: Program) -> Self {
-        Self { filter, key: None }
-    }
-
-    /// With a key of its own for as long as this value lives.
-    ///
-    /// # Errors
-    /// There is no memory for secrets.
-    pub fn encrypted(filter: Program) -> Result<Self, SystemError> {
-        let key = SecretBytes::random(KEY_LENGTH)?.to_memfd()?;
-        Ok(Self { filter, key: Some(key) })
-    }
-
-    fn configuration(&self, place: &Place, key: Option<&OwnedFd>) -> FilterConfig {
-        let offset = if self.encrypts() { DATA_OFFSET } else { 0 };
-        let crypt = |key: &OwnedFd| FilterSpec::Crypt {
-            key: Handle::Fd(key.as_raw_fd()),
-            holes: Holes::Zero,
-        };
+    fn configuration(&self, place: &Place) -> FilterConfig {
+        let offset = if self.encrypted { DATA_OFFSET } else { 0 };
+        let crypt = FilterSpec::Crypt { key: Handle::Path(key_path(place)), holes: Holes::Zero };
         FilterConfig {
             version: VERSION,
             vm: VmId::new(),
@@ -56,7 +41,7 @@ impl Vmseal {
                 size: place.size / u64::from(CRYPT_SECTOR) * u64::from(CRYPT_SECTOR),
                 serial: "laboratory".to_owned(),
                 read_only: false,
-                chain: key.map(crypt).into_iter().collect(),
+                chain: self.encrypted.then_some(crypt).into_iter().collect(),
                 backend: BackendSpec::File {
                     file: Handle::Path(place.disk()),
                     offset,
@@ -75,29 +60,41 @@ impl Vmseal {
 
 impl System for Vmseal {
     fn id(&self) -> &'static str {
-        if self.encrypts() { "vmseal-encrypted" } else { "vmseal-plain" }
+        if self.encrypted { "vmseal-encrypted" } else { "vmseal-plain" }
     }
 
     fn encrypts(&self) -> bool {
-        self.key.is_some()
+        self.encrypted
     }
 
     fn prepare(&self, place: &Place) -> Result<(), SystemError> {
-        place.make_disk(place.size + if self.encrypts() { DATA_OFFSET } else { 0 })
+        if self.encrypted {
+            let path = key_path(place);
+            make_key(&path).map_err(|source| SystemError::File { path, source })?;
+        }
+        place.make_disk(place.size + if self.encrypted { DATA_OFFSET } else { 0 })
     }
 
     fn start(&self, place: &Place, core: Option<usize>) -> Result<Server, SystemError> {
-        // A duplicate that the child inherits; ours is closed on exec.
-        let inherited = self.key.as_ref().map(nix::unistd::dup).transpose().map_err(|errno| {
-            SystemError::File { path: "the key's descriptor".into(), source: errno.into() }
-        })?;
         let path = place.directory.join("filter.json");
         let failed = |source| SystemError::File { path: path.clone(), source };
-        let text = serde_json::to_vec_pretty(&self.configuration(place, inherited.as_ref()))
+        let text = serde_json::to_vec_pretty(&self.configuration(place))
             .map_err(|error| failed(error.into()))?;
         fs::write(&path, text).map_err(failed)?;
         let mut command = self.filter.command();
         command.arg("--config").arg(&path);
         Server::start(self.id(), &self.filter, command, core, place.socket())
     }
+}
+
+fn key_path(place: &Place) -> PathBuf {
+    place.directory.join("key")
+}
+
+/// A key that protects nothing but a test's pattern and goes with the directory, so that a file may
+/// hold it.
+fn make_key(path: &Path) -> io::Result<()> {
+    let mut key = [0; KEY_LENGTH];
+    File::open("/dev/urandom")?.read_exact(&mut key)?;
+    OpenOptions::new().write(true).create_new(true).mode(0o600).open(path)?.write_all(&key)
 }
