@@ -76,18 +76,20 @@ pub async fn datastore(
 }
 
 pub async fn events(server: &ServerClient, output: Output, options: &Events) -> anyhow::Result<()> {
-    let mut events = server.all::<Event>("events").await?;
+    let events = server.all::<Event>("events").await?;
     print::list(output, &events)?;
-    while options.follow {
-        let last = events.last().map_or(0, |event| event.sequence);
+    if !options.follow {
+        return Ok(());
+    }
+    let mut last = events.last().map_or(0, |event| event.sequence);
+    loop {
         let path = format!("events?after={last}&wait_seconds={FOLLOW_WAIT}");
         let page: Page<Event> = server.get(&path).await?;
-        if !page.items.is_empty() {
+        if let Some(newest) = page.items.last() {
+            last = newest.sequence;
             print::list(output, &page.items)?;
-            events = page.items;
         }
     }
-    Ok(())
 }
 
 pub async fn alarms(server: &ServerClient, output: Output) -> anyhow::Result<()> {
