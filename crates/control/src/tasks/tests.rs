@@ -430,3 +430,25 @@ async fn a_disk_that_cannot_be_made_fails_the_creation_with_the_hosts_words() {
     assert_eq!(ended.step, Step::CreateDisks.name(), "where it failed is not shown");
     plant.assert_nothing_left(vm, "no room").await;
 }
+
+#[tokio::test]
+async fn a_deletion_that_the_host_refuses_leaves_the_vm_whole() {
+    let plant = Plant::new().await;
+    let vm = plant.made("web", "encrypted").await;
+    plant.inject(Call::DeleteDisk, HostFault::Refuse(ErrorCode::InUse), 1);
+    let task = plant.begin(Operation::DeleteVm { vm, was: Lifecycle::Ready }, "web").await;
+    let ended = plant.ended(task).await;
+    assert_eq!(ended.state, TaskState::Failed);
+    assert_eq!(ended.problem.unwrap().code, ErrorCode::InUse);
+    plant.assert_whole(vm, Power::Off, "refused").await;
+
+    // The first disk is gone when the second is refused: that is said, and the rest can go.
+    plant.agent.inject(Call::DeleteDisk, 2, HostFault::Refuse(ErrorCode::InUse));
+    let task = plant.begin(Operation::DeleteVm { vm, was: Lifecycle::Ready }, "web").await;
+    let ended = plant.ended(task).await;
+    assert_eq!(ended.state, TaskState::Unknown);
+    assert!(ended.problem.unwrap().detail.contains("delete it again"));
+    let task = plant.begin(Operation::DeleteVm { vm, was: Lifecycle::Deleting }, "web").await;
+    assert_eq!(plant.ended(task).await.state, TaskState::Done);
+    plant.assert_nothing_left(vm, "deleted again").await;
+}
