@@ -24,6 +24,10 @@ pub const DISKS_MAX: usize = 28;
 /// The most request queues of a disk; QEMU's default is one per vCPU, and more than 16 gain nothing.
 pub const QUEUES_MAX: u16 = 16;
 
+/// The connections of one NBD front end that are served at a time: what nbdcopy opens by default. More
+/// of them wait until one ends.
+pub const NBD_CONNECTIONS: u16 = 4;
+
 /// The unit in which an encrypted disk is encrypted, in bytes.
 pub const CRYPT_SECTOR: u32 = 4096;
 
@@ -135,7 +139,7 @@ pub enum Direct {
     Off,
 }
 
-/// Who serves the guest.
+/// Who serves the guest, or whoever else the disk is for.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)]
 pub enum FrontEndSpec {
@@ -148,6 +152,15 @@ pub enum FrontEndSpec {
         peer_uid: Option<u32>,
         /// The number of request queues, 1 to [`QUEUES_MAX`].
         queues: u16,
+    },
+    /// NBD (fixed newstyle, without TLS): tools on the host, such as nbdcopy, qemu-img and fio. The
+    /// export is called by the disk's id, or not at all; up to [`NBD_CONNECTIONS`] are served at a time.
+    Nbd {
+        /// The listening unix stream socket, or the path to make one at (mode 0600).
+        listen: Handle,
+        /// The only user that may connect, by SO_PEERCRED; none means the filter's own.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        peer_uid: Option<u32>,
     },
 }
 

@@ -4,8 +4,8 @@ use std::collections::HashSet;
 use std::io::Read;
 
 use vmseal_api::filter::{
-    CRYPT_SECTOR, DISKS_MAX, DiskConfig, FilterConfig, FrontEndSpec, QUEUES_MAX, SERIAL_MAX,
-    VERSION,
+    CRYPT_SECTOR, DISKS_MAX, DiskConfig, FilterConfig, FrontEndSpec, NBD_CONNECTIONS, QUEUES_MAX,
+    SERIAL_MAX, VERSION,
 };
 use vmseal_api::id::DiskId;
 
@@ -66,7 +66,18 @@ pub fn read(from: impl Read) -> Result<FilterConfig, ConfigError> {
 pub fn queues(disk: &DiskConfig) -> usize {
     match &disk.front_end {
         Some(FrontEndSpec::VhostUserBlk { queues, .. }) => usize::from(*queues),
+        Some(FrontEndSpec::Nbd { .. }) => usize::from(NBD_CONNECTIONS),
         None => 1,
+    }
+}
+
+/// How many pools of buffers a disk needs: one a chain, and one for the data of each NBD connection,
+/// which lies in no guest's memory.
+#[must_use]
+pub fn pools(disk: &DiskConfig) -> usize {
+    match &disk.front_end {
+        Some(FrontEndSpec::Nbd { .. }) => 2 * queues(disk),
+        Some(FrontEndSpec::VhostUserBlk { .. }) | None => queues(disk),
     }
 }
 
@@ -171,6 +182,17 @@ mod tests {
         let disk = config["disks"][0].clone();
         config["disks"] = json!([disk, disk]);
         assert!(read_value(&config).unwrap_err().to_string().contains("twice"));
+        let mut config = good();
+        let nbd = |number: usize| {
+            let mut disk = disk.clone();
+            disk["disk"] = json!(format!("01890a5d-ac96-774b-bcce-{number:012}"));
+            disk["front_end"] = json!({ "kind": "nbd", "listen": { "path": "/run/y" } });
+            disk
+        };
+        config["disks"] = (0..16).map(nbd).collect();
+        assert_eq!(read_value(&config).unwrap().disks.iter().map(pools).sum::<usize>(), 128);
+        config["disks"] = (0..17).map(nbd).collect();
+        assert!(read_value(&config).unwrap_err().to_string().contains("68 queues in all"));
         let endless = std::io::repeat(b' ');
         assert!(matches!(read(endless), Err(ConfigError::TooLong)));
     }

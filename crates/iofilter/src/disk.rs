@@ -51,17 +51,17 @@ pub struct Disk {
 }
 
 impl Disk {
-    /// A disk of `size` bytes. `queues` is how many chains the whole process makes, to share
-    /// [`POOLS_BYTES`] among them.
+    /// A disk of `size` bytes. `pools` is how many chains the whole process makes, and front ends with
+    /// buffers of their own, to share [`POOLS_BYTES`] among them.
     #[must_use]
     pub fn new(
         size: u64,
         read_only: bool,
         encryption: Option<Encryption>,
         rest: Rest,
-        queues: usize,
+        pools: usize,
     ) -> Self {
-        let pool_bytes = (POOLS_BYTES / queues.max(1)).min(QUEUE_POOL_BYTES);
+        let pool_bytes = (POOLS_BYTES / pools.max(1)).min(QUEUE_POOL_BYTES);
         Self { size, read_only, encryption, rest, locks: Arc::default(), pool_bytes }
     }
 
@@ -75,6 +75,12 @@ impl Disk {
     #[must_use]
     pub fn read_only(&self) -> bool {
         self.read_only
+    }
+
+    /// What the buffers of a front end may take, for each of its chains.
+    #[must_use]
+    pub fn pool_bytes(&self) -> usize {
+        self.pool_bytes
     }
 
     /// A chain for one queue.

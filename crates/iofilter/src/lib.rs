@@ -15,6 +15,7 @@ pub mod front_end;
 pub mod handle;
 pub mod import;
 pub mod memory;
+pub mod nbd;
 pub mod peer;
 pub mod pool;
 pub mod process;

@@ -25,7 +25,7 @@ use crate::front_end::Served;
 use crate::handle::{HandleError, Handles};
 use crate::status::DiskState;
 use crate::stop::Stop;
-use crate::{blocking, import, vhost_user};
+use crate::{blocking, import, nbd, vhost_user};
 
 /// The stack of a disk's thread.
 const STACK: usize = 512 * 1024;
@@ -66,9 +66,17 @@ pub enum StartError {
 struct Prepared {
     chains: Vec<Chain>,
     import: Option<File>,
-    front_end: Option<(UnixListener, u32)>,
+    front_end: Option<FrontEnd>,
+    /// What a front end's own buffers may take, for each chain.
+    pool_bytes: usize,
     served: Arc<Served>,
     disk: DiskId,
+}
+
+/// Who serves, and to which user.
+enum FrontEnd {
+    VhostUser(UnixListener, u32),
+    Nbd(UnixListener, u32),
 }
 
 /// A running filter.
@@ -85,7 +93,7 @@ impl Running {
     /// # Errors
     /// [`StartError`].
     pub fn start(config: &FilterConfig, handles: &mut Handles) -> Result<Self, StartError> {
-        let all = config.disks.iter().map(config::queues).sum();
+        let all = config.disks.iter().map(config::pools).sum();
         let prepared = config.disks.iter().map(|disk| prepare(disk, handles, all));
         let prepared = prepared.collect::<Result<Vec<_>, _>>()?;
         let stop = Arc::new(Stop::new()?);
@@ -137,10 +145,14 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
     };
     let import = config.import.as_ref().map(|spec| handles.file(&spec.source, false)).transpose();
     let import = import.map_err(named("the image to import"))?.map(File::from);
+    let mut listener = |listen| handles.listener(listen).map_err(named("its socket"));
+    let uid = |peer_uid: &Option<u32>| peer_uid.unwrap_or(geteuid().as_raw());
     let front_end = match &config.front_end {
         Some(FrontEndSpec::VhostUserBlk { listen, peer_uid, .. }) => {
-            let listener = handles.listener(listen).map_err(named("its socket"))?;
-            Some((listener, peer_uid.unwrap_or(geteuid().as_raw())))
+            Some(FrontEnd::VhostUser(listener(listen)?, uid(peer_uid)))
+        }
+        Some(FrontEndSpec::Nbd { listen, peer_uid }) => {
+            Some(FrontEnd::Nbd(listener(listen)?, uid(peer_uid)))
         }
         None => None,
     };
@@ -157,7 +169,8 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
     if import.is_some() {
         served.state.set(DiskActivity::Importing { done: 0, total: 0 });
     }
-    Ok(Prepared { chains, import, front_end, served, disk: id })
+    let pool_bytes = disk.pool_bytes();
+    Ok(Prepared { chains, import, front_end, pool_bytes, served, disk: id })
 }
 
 impl Prepared {
@@ -180,10 +193,17 @@ impl Prepared {
             tracing::info!("the image is imported and flushed");
             state.set(DiskActivity::Idle);
         }
-        if let Some((listener, peer_uid)) = &self.front_end {
-            let chains = std::mem::take(&mut self.chains);
-            self.chains = vhost_user::serve(listener, *peer_uid, &self.served, chains, stop)
-                .map_err(|error| error.to_string())?;
+        if let Some(front_end) = &self.front_end {
+            let (chains, served) = (std::mem::take(&mut self.chains), &self.served);
+            let chains = match front_end {
+                FrontEnd::VhostUser(listener, uid) => {
+                    vhost_user::serve(listener, *uid, served, chains, stop)
+                }
+                FrontEnd::Nbd(listener, uid) => {
+                    nbd::serve(listener, *uid, served, chains, self.pool_bytes, stop)
+                }
+            };
+            self.chains = chains.map_err(|error| error.to_string())?;
         }
         if let Some(chain) = self.chains.first_mut() {
             blocking::flush(chain).map_err(|error| format!("the last flush failed: {error}"))?;

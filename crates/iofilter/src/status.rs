@@ -85,6 +85,12 @@ impl DiskState {
         }
     }
 
+    /// Which disk.
+    #[must_use]
+    pub fn disk(&self) -> DiskId {
+        self.disk
+    }
+
     /// The counters of one queue.
     #[must_use]
     pub fn counters(&self, queue: usize) -> &Counters {

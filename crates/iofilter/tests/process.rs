@@ -260,6 +260,38 @@ fn keys_come_by_inherited_memory_and_their_descriptor_is_closed() {
 }
 
 #[test]
+fn an_imported_image_is_served_over_nbd() {
+    let place = Place::new();
+    let bytes = image(&place.path("image"));
+    let mut config = place.config();
+    config["disks"][0]["import"] = json!({ "source": { "path": place.path("image") } });
+    config["disks"][0]["front_end"] =
+        json!({ "kind": "nbd", "listen": { "path": place.path("nbd") } });
+    let filter = place.start(&config);
+    assert_eq!(filter.settled(), DiskActivity::Idle);
+    let mode = std::fs::metadata(place.path("nbd")).unwrap().permissions().mode() & 0o777;
+    assert_eq!(mode, 0o600, "the socket is for its owner");
+    let uri = format!("nbd+unix:///?socket={}", place.path("nbd").display());
+    let copied = Command::new("nbdcopy").arg(&uri).arg(place.path("copy")).status().unwrap();
+    assert!(copied.success());
+    let copy = std::fs::read(place.path("copy")).unwrap();
+    assert!(copy[..bytes.len()] == bytes[..] && copy.len() as u64 == SIZE, "the copy differs");
+    let disk = filter.disk();
+    assert!(disk.counters.read_bytes >= SIZE && disk.counters.errors == 0, "{disk:?}");
+    config["disks"][0]["front_end"]["peer_uid"] = json!(4242);
+    assert_eq!(filter.ask(&ControlRequest::Shutdown), ControlReply::Done);
+    assert_eq!(filter.ended().0, Some(0));
+    config["disks"][0]["import"] = Value::Null;
+    let filter = place.start(&config);
+    assert_eq!(filter.settled(), DiskActivity::Idle);
+    let refused = Command::new("nbdinfo").arg(&uri).output().unwrap();
+    assert!(!refused.status.success(), "another user's socket");
+    kill(Pid::from_raw(filter.child.id() as i32), Signal::SIGTERM).unwrap();
+    let (code, log) = filter.ended();
+    assert!(code == Some(0) && log.contains("may not connect"), "{log}");
+}
+
+#[test]
 fn nonsense_on_the_control_socket_is_answered_or_ended() {
     let place = Place::new();
     let filter = place.start(&place.config());

@@ -1,0 +1,147 @@
+//! The NBD front end: a disk for tools on the host, over a unix socket (NetworkBlockDevice/nbd,
+//! `doc/proto.md`).
+//!
+//! ```text
+//!   each worker:  Listening --connection, peer allowed--> Negotiating --GO--> Transmitting
+//!                     ^  └──stop──> ended                     |                   |
+//!                     └───── refused | aborted | too slow ────┴──── ended ────────┘
+//! ```
+//! A disk has as many workers as chains; each serves one connection at a time. Connections beyond that
+//! wait to be accepted. [`wire`], [`option`] and [`request`] know the protocol and do no I/O;
+//! [`negotiation`] and [`transmission`] move the bytes.
+//!
+//! No crate is used: `nbd` on crates.io serves one request after the other from a blocking stream and
+//! does not know `GO`, `nbd-async` is for the kernel's side.
+
+pub mod arrivals;
+pub mod negotiation;
+pub mod option;
+pub mod request;
+pub mod socket;
+pub mod transmission;
+pub mod wire;
+
+use std::io;
+use std::os::fd::AsFd;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::sync::{Mutex, PoisonError};
+use std::thread;
+use std::time::Duration;
+
+use vmseal_api::filter::DiskActivity;
+
+use crate::chain::Chain;
+use crate::front_end::{self, Served};
+use crate::nbd::negotiation::NegotiationError;
+use crate::nbd::option::Export;
+use crate::nbd::transmission::Transmission;
+use crate::stop::Stop;
+
+/// The stack of a worker: its frames are small, and the process's memory is locked.
+const STACK: usize = 256 * 1024;
+
+/// How long to wait when the system has no descriptor for a connection.
+const RETRY: Duration = Duration::from_millis(100);
+
+/// What workers share.
+struct Server<'a> {
+    listener: &'a UnixListener,
+    peer_uid: u32,
+    served: &'a Served,
+    export: Export,
+    pool_bytes: usize,
+    stop: &'a Stop,
+    connections: Mutex<usize>,
+}
+
+/// Serves as many connections at a time as there are chains, until told to stop; gives the chains back.
+/// `pool_bytes` bounds the buffers of each connection.
+///
+/// # Errors
+/// What happened to the listener.
+pub fn serve(
+    listener: &UnixListener,
+    peer_uid: u32,
+    served: &Served,
+    chains: Vec<Chain>,
+    pool_bytes: usize,
+    stop: &Stop,
+) -> io::Result<Vec<Chain>> {
+    listener.set_nonblocking(true)?;
+    let export = Export {
+        name: served.state.disk().to_string(),
+        size: served.size,
+        read_only: served.read_only,
+    };
+    let connections = Mutex::new(0);
+    let server = Server { listener, peer_uid, served, export, pool_bytes, stop, connections };
+    let (server, span) = (&server, tracing::Span::current());
+    thread::scope(|scope| {
+        let mut threads = Vec::new();
+        for (queue, chain) in chains.into_iter().enumerate() {
+            let span = span.clone();
+            let worker = move || span.in_scope(|| server.work(queue, chain));
+            let builder = thread::Builder::new().name(format!("nbd{queue}")).stack_size(STACK);
+            match builder.spawn_scoped(scope, worker) {
+                Ok(thread) => threads.push(thread),
+                Err(error) => tracing::warn!(%error, "one connection less is possible at a time"),
+            }
+        }
+        if threads.is_empty() {
+            return Err(io::Error::other("there is no thread to serve the disk with"));
+        }
+        let died = |_| io::Error::other("a connection's thread died; restart the filter");
+        threads.into_iter().map(|thread| thread.join().map_err(died)?).collect()
+    })
+}
+
+impl Server<'_> {
+    fn work(&self, queue: usize, mut chain: Chain) -> io::Result<Chain> {
+        while self.stop.wait_or_readable(self.listener.as_fd())? {
+            match front_end::accept(self.listener, self.peer_uid) {
+                Ok(Some(stream)) => chain = self.connection(&stream, queue, chain)?,
+                Ok(None) => {}
+                Err(error) => {
+                    tracing::warn!(%error, "a connection was not accepted");
+                    thread::sleep(RETRY);
+                }
+            }
+        }
+        Ok(chain)
+    }
+
+    fn connection(&self, stream: &UnixStream, queue: usize, chain: Chain) -> io::Result<Chain> {
+        stream.set_nonblocking(false)?;
+        match negotiation::run(stream, &self.export, self.stop) {
+            Ok(true) => {}
+            Ok(false) | Err(NegotiationError::Stopped) => return Ok(chain),
+            Err(error) => {
+                tracing::warn!(%error, "the connection is ended");
+                return Ok(chain);
+            }
+        }
+        let (served, stop) = (self.served, self.stop);
+        let transmission = Transmission::new(stream, served, stop, (queue, chain), self.pool_bytes);
+        match transmission {
+            Ok(transmission) => {
+                self.count(|connections| connections + 1);
+                tracing::info!(connection = queue, "a client is connected");
+                let chain = transmission.run();
+                self.count(|connections| connections - 1);
+                tracing::info!(connection = queue, "the client is gone; all it asked is finished");
+                Ok(chain)
+            }
+            Err((chain, error)) => {
+                tracing::warn!(%error, "no memory for the connection, which is ended");
+                Ok(*chain)
+            }
+        }
+    }
+
+    fn count(&self, change: impl FnOnce(usize) -> usize) {
+        let mut connections = self.connections.lock().unwrap_or_else(PoisonError::into_inner);
+        *connections = change(*connections);
+        let idle = *connections == 0;
+        self.served.state.set(if idle { DiskActivity::Idle } else { DiskActivity::Connected });
+    }
+}
