@@ -245,6 +245,21 @@ mod tests {
         assert_eq!(choose(Choice::Kvm, &qemu, "8.0", &cache).await.kind, AcceleratorKind::Kvm);
     }
 
+    /// Whatever this machine is: KVM is only ever chosen where the same kernel then runs under it again.
+    #[tokio::test]
+    async fn this_machine_is_judged_in_time_and_kvm_holds_what_the_probe_says() {
+        let qemu = Path::new("qemu-system-x86_64");
+        let (device, kernel) = (Path::new("/dev/kvm"), kernel(Path::new("/boot")));
+        let started = std::time::Instant::now();
+        let found = probe(qemu, device, kernel.clone(), PROBE_TIMEOUT).await;
+        assert!(started.elapsed() < PROBE_TIMEOUT + Duration::from_secs(5));
+        eprintln!("{found:?}");
+        if found.kind == AcceleratorKind::Kvm {
+            let again = run(qemu, AcceleratorKind::Kvm, &kernel.unwrap(), PROBE_TIMEOUT).await;
+            assert_eq!(again, Ok(()));
+        }
+    }
+
     /// The probe's own words, from a real kernel, under the accelerator that runs everywhere.
     #[tokio::test]
     async fn a_real_kernel_comes_through_under_emulation() {

@@ -156,6 +156,8 @@ mod tests {
 
     use super::*;
 
+    const PATIENCE: std::time::Duration = std::time::Duration::from_secs(30);
+
     async fn guest() -> (tempfile::TempDir, UnixStream, Console) {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("console");
@@ -201,8 +203,9 @@ mod tests {
         guest.write_all(&flood).await.unwrap();
         guest.write_all(b"end").await.unwrap();
         let mut got = Vec::new();
-        lazy.read_to_end(&mut got).await.unwrap();
-        assert!(got.len() < flood.len(), "it was not cut");
+        let cut = tokio::time::timeout(PATIENCE, lazy.read_to_end(&mut got)).await;
+        cut.expect("it was not cut").unwrap();
+        assert!(got.len() < flood.len(), "it was not cut before the end");
         // Until all of the flood is read, a newcomer may be shown an earlier state.
         loop {
             let mut next = console.attach().await.unwrap();

@@ -137,8 +137,15 @@ async fn off(agent: &dyn HostAgent, vm: VmId, reason: StopReason) -> String {
     stopped.detail
 }
 
-/// A VM with a plain disk that holds the guest, running.
+/// A VM with a plain disk that holds the suite's guest, running.
 async fn running(bench: &Bench, agent: &dyn HostAgent) -> VmSpec {
+    let spec = made(bench, agent).await;
+    start(agent, spec.vm).await;
+    spec
+}
+
+/// A VM with a plain disk that holds what is in the file `guest`.
+async fn made(bench: &Bench, agent: &dyn HostAgent) -> VmSpec {
     let location = DatastoreLocation::Dir { path: bench.path("store") };
     let place = DatastoreSpec { datastore: DatastoreId::new(), location };
     let disk = DiskSpec {
@@ -168,7 +175,6 @@ async fn running(bench: &Bench, agent: &dyn HostAgent) -> VmSpec {
         matches!(phase, Some(DiskPhase::Ready { .. }))
     })
     .await;
-    start(agent, vm).await;
     spec
 }
 
@@ -218,6 +224,43 @@ async fn the_death_of_a_process_stops_its_vm_and_it_starts_again() {
     start(&*agent, vm).await;
     agent.power_off(vm, PowerOff::Force).await.unwrap();
     bench.nothing_runs();
+}
+
+/// Guests of a few instructions: `code`, then halt for ever.
+async fn end_of(code: &[u8], reason: StopReason) {
+    let bench = Bench::new();
+    let mut sector = vec![0; 512];
+    sector[..code.len()].copy_from_slice(code);
+    sector[code.len()..code.len() + 4].copy_from_slice(&[0xfa, 0xf4, 0xeb, 0xfd]);
+    sector[510..].copy_from_slice(&[0x55, 0xaa]);
+    std::fs::write(bench.path("guest"), sector).unwrap();
+    let agent = bench.agent().await;
+    let vm = made(&bench, &*agent).await.vm;
+    agent.power_on(vm).await.unwrap();
+    wait(&*agent, vm, |state| state.stopped.is_some()).await;
+    off(&*agent, vm, reason).await;
+    bench.nothing_runs();
+}
+
+#[tokio::test]
+async fn a_guest_that_powers_itself_off_and_one_that_panics_are_told_apart() {
+    // mov dx,604h; mov ax,2000h; out dx,ax: ACPI's sleep register, state S5
+    end_of(&[0xba, 0x04, 0x06, 0xb8, 0x00, 0x20, 0xef], StopReason::GuestShutdown).await;
+    // mov dx,505h; mov al,1; out dx,al: the pvpanic device
+    end_of(&[0xba, 0x05, 0x05, 0xb0, 0x01, 0xee], StopReason::GuestPanicked).await;
+}
+
+#[tokio::test]
+async fn a_guest_may_refuse_to_shut_down_and_can_still_be_forced() {
+    let bench = Bench::new();
+    let agent = bench.agent().await;
+    let vm = running(&bench, &*agent).await.vm;
+    agent.power_off(vm, PowerOff::Shutdown).await.unwrap();
+    wait(&*agent, vm, |state| state.power == Power::Stopping).await;
+    assert_eq!(agent.power_on(vm).await.unwrap_err().code, ErrorCode::WrongState);
+    agent.power_off(vm, PowerOff::Shutdown).await.unwrap();
+    agent.power_off(vm, PowerOff::Force).await.unwrap();
+    off(&*agent, vm, StopReason::PoweredOff).await;
 }
 
 #[tokio::test]
