@@ -123,6 +123,22 @@ pub fn run(
     Ok(report)
 }
 
+/// Tells on standard error what an experiment is about to do.
+pub fn narrate(progress: Progress<'_>) {
+    match progress {
+        Progress::Filling(system) => eprintln!("{system}: fill a disk and read it back"),
+        Progress::Round(round, rounds) => eprintln!("round {round} of {rounds}"),
+        Progress::Done(cell) => eprintln!(
+            "  {:<22} {:<22} {:>8.1} kIOPS {:>7.0} MB/s {:>9.2} µs CPU",
+            cell.workload,
+            cell.system,
+            cell.iops / 1e3,
+            cell.throughput / 1e6,
+            cell.cpu_per_io / 1e3
+        ),
+    }
+}
+
 impl BenchArguments {
     fn plan(&self) -> Plan {
         let chosen = |workload: &Workload| {

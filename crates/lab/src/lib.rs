@@ -21,4 +21,4 @@ pub mod report;
 pub mod statistics;
 pub mod systems;
 
-pub use arguments::{BenchArguments, BenchError, SYSTEMS, run};
+pub use arguments::{BenchArguments, BenchError, SYSTEMS, narrate, run};

@@ -219,6 +219,14 @@ impl Report {
         if let Some(warning) = self.disturbance() {
             text.push_str(&warning);
         }
+        let _ = writeln!(
+            text,
+            "{} met, {} not met, {} not resolved, {} not measured",
+            self.count(Verdict::Met),
+            self.count(Verdict::NotMet),
+            self.count(Verdict::NotResolved),
+            self.count(Verdict::NotMeasured),
+        );
         text
     }
 
