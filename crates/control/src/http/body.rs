@@ -1,29 +1,43 @@
 //! What comes with a request: bodies, queries and names, each with its limits, each error a problem
 //! that names the field.
 
-use axum::body::{Body, Bytes};
+use axum::body::{Body, Bytes, HttpBody};
 use axum::extract::{FromRequest, FromRequestParts, Path, Query, Request};
 use axum::http::header::CONTENT_TYPE;
 use axum::http::request::Parts;
-use http_body_util::{BodyExt, LengthLimitError, Limited};
+use http_body_util::BodyExt;
 use serde::de::DeserializeOwned;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::BODY_MAX;
 
 use super::problem::Refusal;
 
-async fn read(body: Body) -> Result<Bytes, Refusal> {
-    match Limited::new(body, BODY_MAX).collect().await {
-        Ok(collected) => Ok(collected.to_bytes()),
-        Err(error) if error.is::<LengthLimitError>() => {
-            let detail = format!("the request body is longer than {BODY_MAX} bytes");
-            Err(Problem::new(ErrorCode::TooLarge, detail).into())
-        }
-        Err(error) => {
+/// The most of a body over its limit that is read and dropped, in bytes. Who is answered while still
+/// sending loses the connection, and often the answer with it; but nobody may send on for ever.
+const DRAIN_MAX: usize = 4 * BODY_MAX;
+
+async fn read(mut body: Body) -> Result<Bytes, Refusal> {
+    let mut content = Vec::new();
+    let mut length = 0;
+    // A client that says its length, and waits to be told to go on, is answered before it sends anything.
+    let said = usize::try_from(body.size_hint().lower()).unwrap_or(usize::MAX);
+    while length <= DRAIN_MAX && said <= DRAIN_MAX {
+        let Some(frame) = body.frame().await else { break };
+        let frame = frame.map_err(|error| {
             let detail = format!("the request body could not be read: {error}");
-            Err(Problem::new(ErrorCode::InvalidRequest, detail).into())
+            Problem::new(ErrorCode::InvalidRequest, detail)
+        })?;
+        let Ok(data) = frame.into_data() else { continue };
+        length += data.len();
+        if length <= BODY_MAX {
+            content.extend_from_slice(&data);
         }
     }
+    if length.max(said) > BODY_MAX {
+        let detail = format!("the request body is longer than {BODY_MAX} bytes");
+        return Err(Problem::new(ErrorCode::TooLarge, detail).into());
+    }
+    Ok(content.into())
 }
 
 /// Understands JSON; an error names the field by its path.
