@@ -23,16 +23,31 @@ pub struct Arguments {
 #[derive(Args, Clone)]
 pub struct Global {
     /// The server's address; `vmseal login` saves it
-    #[arg(long, global = true, env = "VMSEAL_SERVER", value_name = "URL", help_heading = "Global")]
+    #[arg(
+        long,
+        global = true,
+        env = "VMSEAL_SERVER",
+        hide_env_values = true,
+        value_name = "URL",
+        help_heading = "Global"
+    )]
     pub server: Option<String>,
     /// The certificate (PEM) of the server's authority
-    #[arg(long, global = true, env = "VMSEAL_CA", value_name = "FILE", help_heading = "Global")]
+    #[arg(
+        long,
+        global = true,
+        env = "VMSEAL_CA",
+        hide_env_values = true,
+        value_name = "FILE",
+        help_heading = "Global"
+    )]
     pub ca: Option<PathBuf>,
     /// The file that holds the access token
     #[arg(
         long,
         global = true,
         env = "VMSEAL_TOKEN_FILE",
+        hide_env_values = true,
         value_name = "FILE",
         help_heading = "Global"
     )]

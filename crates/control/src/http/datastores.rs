@@ -133,7 +133,10 @@ pub(super) async fn remove(
     let mut write = app.store.write().await?;
     let disks = datastores::uses(&mut write, datastore.id).await?;
     if disks > 0 {
-        let detail = format!("datastore '{}' holds {disks} disks", datastore.name);
+        let detail = format!(
+            "datastore '{}' is in use (disks: {disks}): delete their VMs first",
+            datastore.name
+        );
         return Err(Problem::new(ErrorCode::InUse, detail).into());
     }
     datastores::delete(&mut write, datastore.id).await?;

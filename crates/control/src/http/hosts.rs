@@ -71,7 +71,7 @@ pub(super) async fn remove(
     let (datastores, vms) = hosts::uses(&mut write, host.id).await?;
     if datastores + vms > 0 {
         let detail = format!(
-            "host '{}' has {datastores} datastores and {vms} VMs: remove them first",
+            "host '{}' is in use (datastores: {datastores}, VMs: {vms}): remove them first",
             host.name
         );
         return Err(Problem::new(ErrorCode::InUse, detail).into());

@@ -107,7 +107,7 @@ pub(super) async fn remove(
     let mut write = app.store.write().await?;
     let vms = policies::uses(&mut write, policy.id).await?;
     if vms > 0 {
-        let detail = format!("{vms} VMs have the policy '{}'", policy.name);
+        let detail = format!("policy '{}' is in use (VMs: {vms}): delete them first", policy.name);
         return Err(Problem::new(ErrorCode::InUse, detail).into());
     }
     policies::delete(&mut write, policy.id).await?;
