@@ -1,0 +1,197 @@
+//! One connection: opened, then one exchange after the other.
+
+use std::future::Future;
+use std::io;
+use std::os::fd::AsRawFd;
+use std::sync::Arc;
+use std::time::Duration;
+
+use nix::errno::Errno;
+use nix::sys::socket::{MsgFlags, recv};
+use rustls::ClientConfig;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpStream, lookup_host};
+use tokio::time::timeout;
+use tokio_rustls::TlsConnector;
+use tokio_rustls::client::TlsStream;
+use vmseal_secret::SecretBytes;
+
+use super::error::{Error, OwnCertificate, Step, TlsProblem};
+use super::settings::{Endpoint, Timeouts};
+use super::tls::Identity;
+use crate::message::Violation;
+use crate::ttlv::{HEADER_LEN, Tag, message_len};
+
+/// The most addresses of a name that are tried.
+const ADDRESSES_MAX: usize = 8;
+
+/// A server and how it is spoken to.
+#[derive(Debug)]
+pub(super) struct Peer {
+    pub(super) endpoint: Endpoint,
+    pub(super) tls: Arc<ClientConfig>,
+    pub(super) identity: Identity,
+    pub(super) timeouts: Timeouts,
+}
+
+impl Peer {
+    fn broken(&self, error: io::Error) -> Error {
+        Error::broken(&self.endpoint, OwnCertificate::now(&self.identity), error)
+    }
+}
+
+/// Runs a step within its time.
+pub(super) async fn within<T>(
+    server: &Endpoint,
+    step: Step,
+    after: Duration,
+    work: impl Future<Output = Result<T, Error>>,
+) -> Result<T, Error> {
+    match timeout(after, work).await {
+        Ok(result) => result,
+        Err(_) => Err(Error::TimedOut { server: server.clone(), step, after }),
+    }
+}
+
+/// Resolves a name and connects to the first of its addresses that answers.
+pub(super) async fn connect(server: &Endpoint, limit: Duration) -> Result<TcpStream, Error> {
+    let not_resolved = |source| Error::NotResolved { server: server.clone(), source };
+    let addresses = within(server, Step::Resolve, limit, async {
+        let found = lookup_host((server.host(), server.port())).await.map_err(not_resolved)?;
+        Ok(found.take(ADDRESSES_MAX).collect::<Vec<_>>())
+    });
+    let addresses = addresses.await?;
+    within(server, Step::Connect, limit, async {
+        let mut last = not_resolved(io::Error::other("it has no address"));
+        for address in addresses {
+            match TcpStream::connect(address).await {
+                Ok(stream) => {
+                    // A request is one small write that waits for its answer.
+                    stream.set_nodelay(true).map_err(|source| unreachable(server, source))?;
+                    return Ok(stream);
+                }
+                Err(source) => last = unreachable(server, source),
+            }
+        }
+        Err(last)
+    })
+    .await
+}
+
+fn unreachable(server: &Endpoint, source: io::Error) -> Error {
+    let server = server.clone();
+    if source.kind() == io::ErrorKind::ConnectionRefused {
+        Error::ConnectionRefused { server }
+    } else {
+        Error::Unreachable { server, source }
+    }
+}
+
+/// An exchange that failed.
+pub(super) struct Failure {
+    /// Why.
+    pub(super) error: Error,
+    /// The connection ended before a byte of the answer came.
+    pub(super) was_dead: bool,
+}
+
+impl From<Error> for Failure {
+    fn from(error: Error) -> Self {
+        Self { error, was_dead: false }
+    }
+}
+
+/// An open connection on which every request has had its answer. Whoever drops it in the middle of an
+/// exchange closes it, so that no answer is ever taken for that of a later request.
+pub(super) struct Connection {
+    stream: TlsStream<TcpStream>,
+}
+
+impl Connection {
+    /// Connects, and does the handshake.
+    pub(super) async fn open(peer: &Peer) -> Result<Self, Error> {
+        let server = &peer.endpoint;
+        let socket = connect(server, peer.timeouts.connect).await?;
+        let connector = TlsConnector::from(Arc::clone(&peer.tls));
+        let stream = within(server, Step::Handshake, peer.timeouts.handshake, async {
+            connector.connect(server.name(), socket).await.map_err(|error| Error::Tls {
+                server: server.clone(),
+                problem: TlsProblem::of_handshake(&error, OwnCertificate::now(&peer.identity)),
+            })
+        });
+        Ok(Self { stream: stream.await? })
+    }
+
+    /// Whether the server has neither closed it nor said anything unasked. It may yet be dead: only the
+    /// next exchange can tell.
+    pub(super) fn is_quiet(&self) -> bool {
+        let (socket, session) = self.stream.get_ref();
+        let peeked =
+            recv(socket.as_raw_fd(), &mut [0; 1], MsgFlags::MSG_PEEK | MsgFlags::MSG_DONTWAIT);
+        // rustls wants to read when it holds nothing that was not asked for.
+        session.wants_read() && peeked == Err(Errno::EAGAIN)
+    }
+
+    /// Sends a request and receives its answer, into secret memory.
+    pub(super) async fn exchange(
+        &mut self,
+        peer: &Peer,
+        request: &[u8],
+    ) -> Result<SecretBytes, Failure> {
+        let (server, timeouts) = (&peer.endpoint, &peer.timeouts);
+        let write = async {
+            self.stream.write_all(request).await?;
+            self.stream.flush().await
+        };
+        let written = within(server, Step::Write, timeouts.write, async {
+            write.await.map_err(|error| peer.broken(error))
+        });
+        written.await.map_err(|error| Failure { was_dead: was_lost(&error), error })?;
+
+        let mut received = 0;
+        let answer = self.receive(peer, &mut received);
+        let answer = within(server, Step::Read, timeouts.read, answer).await;
+        answer.map_err(|error| Failure { was_dead: received == 0 && was_lost(&error), error })
+    }
+
+    /// Receives a message. `received` counts its bytes, also when there is an error.
+    async fn receive(&mut self, peer: &Peer, received: &mut usize) -> Result<SecretBytes, Error> {
+        let mut header = [0; HEADER_LEN];
+        self.fill(peer, &mut header, received).await?;
+        let len = message_len(header, Tag::RESPONSE_MESSAGE).map_err(|garbage| {
+            Error::Violation { server: peer.endpoint.clone(), source: Violation::from(garbage) }
+        })?;
+        let mut message = SecretBytes::zeroed(len)?;
+        let (start, rest) = message.expose_mut().split_at_mut(HEADER_LEN);
+        start.copy_from_slice(&header);
+        self.fill(peer, rest, received).await?;
+        Ok(message)
+    }
+
+    async fn fill(
+        &mut self,
+        peer: &Peer,
+        buffer: &mut [u8],
+        received: &mut usize,
+    ) -> Result<(), Error> {
+        let mut filled = 0;
+        while filled < buffer.len() {
+            let read = self.stream.read(&mut buffer[filled..]).await;
+            match read.map_err(|error| peer.broken(error))? {
+                0 => {
+                    let server = peer.endpoint.clone();
+                    return Err(Error::ConnectionLost { server, source: None });
+                }
+                read => {
+                    filled += read;
+                    *received += read;
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+fn was_lost(error: &Error) -> bool {
+    matches!(error, Error::ConnectionLost { .. })
+}

@@ -1,0 +1,344 @@
+//! [`Client`]: what is done with keys at one server.
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use tokio::sync::Mutex;
+use vmseal_secret::SecretBytes;
+
+use super::connection::Peer;
+use super::error::Error;
+use super::pool::Pool;
+use super::settings::{Endpoint, Settings};
+use super::tls::{self, SetupError};
+use crate::message::{BATCH_MAX, Outcome, Refusal, Violation, request, responses};
+use crate::operation::{
+    Activate, AddAttribute, Create, Destroy, DiscoverVersions, Get, GetState, KeyId, Locate,
+    Operation, Query, Revoke, ServerDescription, Text,
+};
+use crate::{ProtocolVersion, ResultReason, RevocationReason, State};
+
+/// What a server speaks.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Versions {
+    /// The version that is spoken with it.
+    pub spoken: ProtocolVersion,
+    /// All that it names; a server of KMIP 1.0 names none.
+    pub offered: Vec<ProtocolVersion>,
+}
+
+/// A key to be made. The default is a key like vCenter's, without attributes.
+#[derive(Clone, Debug, Default)]
+pub struct NewKey {
+    /// The key.
+    pub create: Create,
+    /// Attributes by which an operator finds it at the server, sent as `x-NAME`; may be refused.
+    pub attributes: Vec<(Text, Text)>,
+}
+
+/// A key that was made and activated.
+#[derive(Debug)]
+pub struct CreatedKey {
+    /// Its id.
+    pub id: KeyId,
+    /// What became of the attributes. The key is as good without them.
+    pub attributes: Result<Vec<Outcome<()>>, Error>,
+}
+
+/// A client of one server. Cheap to share by reference; every method may be called by many tasks at a
+/// time, and may be cancelled.
+///
+/// A request that changes something and gets no answer is [`Error::OutcomeUnknown`]: look at the key's
+/// state before it is sent again.
+pub struct Client {
+    pool: Arc<Pool>,
+    allowed: Vec<ProtocolVersion>,
+    spoken: Mutex<Option<ProtocolVersion>>,
+    next_batch_item: AtomicU64,
+}
+
+impl fmt::Debug for Client {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Client").field("endpoint", self.endpoint()).finish_non_exhaustive()
+    }
+}
+
+impl Client {
+    /// A client; does not connect yet.
+    ///
+    /// # Errors
+    /// [`SetupError`].
+    pub fn new(settings: Settings) -> Result<Self, SetupError> {
+        let Settings { endpoint, trust, identity, timeouts, limits, versions } = settings;
+        let mut allowed = ProtocolVersion::SPOKEN.to_vec();
+        allowed.retain(|version| versions.contains(version));
+        if allowed.is_empty() {
+            return Err(SetupError::NoVersion);
+        }
+        if limits.connections == 0 {
+            return Err(SetupError::NoConnection);
+        }
+        let tls = Arc::new(tls::config(&trust, &identity)?);
+        let pool = Pool::new(Peer { endpoint, tls, identity, timeouts }, limits);
+        let (spoken, next_batch_item) = (Mutex::default(), AtomicU64::new(1));
+        Ok(Self { pool, allowed, spoken, next_batch_item })
+    }
+
+    /// The server.
+    #[must_use]
+    pub fn endpoint(&self) -> &Endpoint {
+        &self.pool.peer.endpoint
+    }
+
+    /// How many connections are open with nothing to do.
+    #[must_use]
+    pub fn idle_connections(&self) -> usize {
+        self.pool.idle_count()
+    }
+
+    /// Asks which versions the server speaks, and speaks the latest common one from now on. The first
+    /// operation does so too; a server may be upgraded later: ask now and then, as vCenter does every five minutes.
+    ///
+    /// # Errors
+    /// [`Error`]; [`Error::VersionNotSupported`] if there is none in common.
+    pub async fn discover(&self) -> Result<Versions, Error> {
+        let mut spoken = self.spoken.lock().await;
+        let versions = self.negotiate().await?;
+        *spoken = Some(versions.spoken);
+        Ok(versions)
+    }
+
+    /// Asks what the server is and which operations it offers.
+    ///
+    /// # Errors
+    /// [`Error`].
+    pub async fn query(&self) -> Result<ServerDescription, Error> {
+        self.one(Query).await
+    }
+
+    /// Makes a key, which is Pre-Active then. An operation of its own for those who record the id before
+    /// anything else happens.
+    ///
+    /// # Errors
+    /// [`Error`].
+    pub async fn create(&self, create: Create) -> Result<KeyId, Error> {
+        self.one(create).await
+    }
+
+    /// Makes a key and activates it, then adds its attributes, which may fail: what vCenter does.
+    ///
+    /// # Errors
+    /// [`Error`]; [`Error::NotActivated`] names the key if there is one already.
+    pub async fn create_key(&self, new: NewKey) -> Result<CreatedKey, Error> {
+        let id = self.create(new.create).await?;
+        if let Err(error) = self.activate(&id).await {
+            return Err(Error::NotActivated { id, source: Box::new(error) });
+        }
+        let attributes = self.add_attributes(&id, new.attributes).await;
+        Ok(CreatedKey { id, attributes })
+    }
+
+    /// Activates a Pre-Active key.
+    ///
+    /// # Errors
+    /// [`Error`]; servers refuse it for a key in another state, also if it is active already.
+    pub async fn activate(&self, id: &KeyId) -> Result<(), Error> {
+        self.one(Activate { id: id.clone() }).await
+    }
+
+    /// Reads the bytes of a key, whatever its state.
+    ///
+    /// # Errors
+    /// [`Error`]; [`Error::UnusableKey`] if the object is no AES-256 key that the server gives.
+    pub async fn get_key(&self, id: &KeyId) -> Result<SecretBytes, Error> {
+        self.one(Get { id: id.clone() }).await
+    }
+
+    /// Reads the state of a key.
+    ///
+    /// # Errors
+    /// [`Error`]; a key that was destroyed is at many servers [`ResultReason::ItemNotFound`].
+    pub async fn key_state(&self, id: &KeyId) -> Result<State, Error> {
+        self.one(GetState { id: id.clone() }).await
+    }
+
+    /// Reads the states of many keys, in batches; one result for each, in their order.
+    ///
+    /// # Errors
+    /// [`Error`], if the server cannot be asked at all.
+    pub async fn key_states(&self, ids: &[KeyId]) -> Result<Vec<Result<State, Error>>, Error> {
+        let mut states = Vec::with_capacity(ids.len());
+        for ids in ids.chunks(BATCH_MAX) {
+            let wanted: Vec<_> = ids.iter().map(|id| GetState { id: id.clone() }).collect();
+            for (outcome, wanted) in self.batch(&wanted).await?.into_iter().zip(wanted) {
+                states.push(match outcome {
+                    // Some servers stop at the first item that they refuse, though asked to go on.
+                    Outcome::NotAttempted => self.one(wanted).await,
+                    outcome => self.done::<GetState>(outcome),
+                });
+            }
+        }
+        Ok(states)
+    }
+
+    /// Finds keys.
+    ///
+    /// # Errors
+    /// [`Error`].
+    pub async fn locate(&self, what: Locate) -> Result<Vec<KeyId>, Error> {
+        self.one(what).await
+    }
+
+    /// Adds text attributes, in one batch. Servers that do not have the operation refuse it, which is in
+    /// the outcomes, and no error.
+    ///
+    /// # Errors
+    /// [`Error`].
+    pub async fn add_attributes(
+        &self,
+        id: &KeyId,
+        attributes: Vec<(Text, Text)>,
+    ) -> Result<Vec<Outcome<()>>, Error> {
+        let add = |(name, value)| AddAttribute { id: id.clone(), name, value };
+        let attributes: Vec<_> = attributes.into_iter().map(add).collect();
+        if attributes.is_empty() {
+            return Ok(Vec::new());
+        }
+        self.batch(&attributes).await
+    }
+
+    /// Takes a key out of use. A compromised key is said to be so since now.
+    ///
+    /// # Errors
+    /// [`Error`].
+    pub async fn revoke(&self, id: &KeyId, reason: RevocationReason) -> Result<(), Error> {
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
+        let compromised_at = i64::try_from(now).unwrap_or(i64::MAX);
+        self.one(Revoke { id: id.clone(), reason, compromised_at }).await
+    }
+
+    /// Destroys a key, for good.
+    ///
+    /// # Errors
+    /// [`Error`]; servers refuse it for an Active key.
+    pub async fn destroy(&self, id: &KeyId) -> Result<(), Error> {
+        self.one(Destroy { id: id.clone() }).await
+    }
+
+    async fn one<O: Operation>(&self, operation: O) -> Result<O::Answer, Error> {
+        let outcomes = self.batch(std::slice::from_ref(&operation)).await?;
+        self.single::<O>(outcomes)
+    }
+
+    async fn batch<O: Operation>(
+        &self,
+        operations: &[O],
+    ) -> Result<Vec<Outcome<O::Answer>>, Error> {
+        let version = self.version().await?;
+        self.exchange(version, operations).await
+    }
+
+    async fn exchange<O: Operation>(
+        &self,
+        version: ProtocolVersion,
+        operations: &[O],
+    ) -> Result<Vec<Outcome<O::Answer>>, Error> {
+        let count = operations.len() as u64;
+        let first_id = self.next_batch_item.fetch_add(count, Ordering::Relaxed);
+        let request = request(version, first_id, operations)?;
+        let read = |answer: &SecretBytes| {
+            responses(operations, first_id, answer.expose())
+                .map_err(|error| Error::answer(self.endpoint(), error))
+        };
+        match self.pool.exchange(&request, O::REPEATABLE, read).await {
+            Err(error) if !O::REPEATABLE && error.leaves_open() => {
+                Err(Error::OutcomeUnknown { operation: O::CODE, source: Box::new(error) })
+            }
+            result => result,
+        }
+    }
+
+    fn single<O: Operation>(&self, outcomes: Vec<Outcome<O::Answer>>) -> Result<O::Answer, Error> {
+        match outcomes.into_iter().next() {
+            Some(outcome) => self.done::<O>(outcome),
+            None => Err(self.no_result()),
+        }
+    }
+
+    fn done<O: Operation>(&self, outcome: Outcome<O::Answer>) -> Result<O::Answer, Error> {
+        match outcome {
+            Outcome::Done(answer) => Ok(answer),
+            Outcome::Refused(refusal) => Err(self.refused::<O>(refusal)),
+            Outcome::NotAttempted => Err(self.no_result()),
+        }
+    }
+
+    fn no_result(&self) -> Error {
+        Error::Violation { server: self.endpoint().clone(), source: Violation::NoResult }
+    }
+
+    fn refused<O: Operation>(&self, refusal: Refusal) -> Error {
+        Error::Refused { server: self.endpoint().clone(), operation: O::CODE, refusal }
+    }
+
+    /// The version that is spoken; negotiated if it has not been.
+    async fn version(&self) -> Result<ProtocolVersion, Error> {
+        let mut spoken = self.spoken.lock().await;
+        if let Some(version) = *spoken {
+            return Ok(version);
+        }
+        let version = self.negotiate().await?.spoken;
+        *spoken = Some(version);
+        Ok(version)
+    }
+
+    /// Asks in 1.1, the first version that has the question; in 1.4, if the server no longer knows 1.1;
+    /// and tries 1.0.
+    async fn negotiate(&self) -> Result<Versions, Error> {
+        for version in [ProtocolVersion::V1_1, ProtocolVersion::V1_4] {
+            let outcomes = self.exchange(version, &[DiscoverVersions]).await?;
+            match self.single::<DiscoverVersions>(outcomes) {
+                Ok(offered) => return self.choose(offered),
+                Err(error) if is_not_understood(&error) => {}
+                Err(error) => return Err(error),
+            }
+        }
+        let outcomes = self.exchange(ProtocolVersion::V1_0, &[Query]).await?;
+        match self.single::<Query>(outcomes) {
+            Ok(_) if self.allowed.contains(&ProtocolVersion::V1_0) => {
+                Ok(Versions { spoken: ProtocolVersion::V1_0, offered: Vec::new() })
+            }
+            Ok(_) => Err(self.not_supported(vec![ProtocolVersion::V1_0])),
+            Err(error) if is_not_understood(&error) => Err(self.not_supported(Vec::new())),
+            Err(error) => Err(error),
+        }
+    }
+
+    fn choose(&self, offered: Vec<ProtocolVersion>) -> Result<Versions, Error> {
+        match self.allowed.iter().find(|version| offered.contains(version)) {
+            Some(&spoken) => Ok(Versions { spoken, offered }),
+            None => Err(self.not_supported(offered)),
+        }
+    }
+
+    fn not_supported(&self, offered: Vec<ProtocolVersion>) -> Error {
+        let (server, allowed) = (self.endpoint().clone(), self.allowed.clone());
+        Error::VersionNotSupported { server, allowed, offered }
+    }
+}
+
+/// Whether a refusal says that the server does not know the version or the operation (section 11.1).
+fn is_not_understood(error: &Error) -> bool {
+    matches!(
+        error.refusal(),
+        Some(
+            ResultReason::InvalidMessage
+                | ResultReason::OperationNotSupported
+                | ResultReason::FeatureNotSupported
+                | ResultReason::InvalidField
+                | ResultReason::GeneralFailure
+        )
+    )
+}

@@ -1,0 +1,30 @@
+//! The client: connections over mutual TLS, a pool of them, and [`Client`].
+//!
+//! | module | what |
+//! |---|---|
+//! | [`settings`](Settings) | a server, whom to trust, who we are, time-outs, limits |
+//! | `tls` | what is checked of a server's certificate, and our own |
+//! | [`certificate`](show_certificate) | the certificate that a server shows, to be trusted by an operator |
+//! | `connection` | one connection: opened, one exchange after the other |
+//! | `pool` | the connections to a server |
+//! | `keys` | [`Client`]: what is done with keys |
+//! | [`error`](Error) | what goes wrong, told apart |
+//!
+//! The answer to a request is read into secret memory, and a key is taken from there into a
+//! [`SecretBytes`](vmseal_secret::SecretBytes) of its own. Before that it passes through the TLS library's
+//! buffers, which are ordinary memory: the process has to be hardened
+//! ([`vmseal_secret::process::harden`]).
+
+mod certificate;
+mod connection;
+mod error;
+mod keys;
+mod pool;
+mod settings;
+mod tls;
+
+pub use certificate::{Fingerprint, ShownCertificate, show_certificate};
+pub use error::{Error, OwnCertificate, Step, TlsProblem};
+pub use keys::{Client, CreatedKey, NewKey, Versions};
+pub use settings::{Endpoint, InvalidEndpoint, KMIP_PORT, PoolLimits, Settings, Timeouts};
+pub use tls::{Identity, SetupError, Trust};

@@ -1,0 +1,158 @@
+//! Which server, and how patient and how busy to be with it.
+
+use std::fmt;
+use std::net::IpAddr;
+use std::time::Duration;
+
+use rustls::pki_types::ServerName;
+
+use super::tls::{Identity, Trust};
+use crate::ProtocolVersion;
+
+/// The port that IANA gave KMIP.
+pub const KMIP_PORT: u16 = 5696;
+
+/// A host that is neither a DNS name nor an IP address.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{0:?} is neither a DNS name nor an IP address")]
+pub struct InvalidEndpoint(String);
+
+/// Where a server listens.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Endpoint {
+    host: String,
+    port: u16,
+    name: ServerName<'static>,
+}
+
+impl Endpoint {
+    /// A DNS name or IP address, and a port. The server's certificate has to be for this name or address.
+    ///
+    /// # Errors
+    /// [`InvalidEndpoint`].
+    pub fn new(host: impl Into<String>, port: u16) -> Result<Self, InvalidEndpoint> {
+        let host = host.into();
+        match ServerName::try_from(host.clone()) {
+            Ok(name) => Ok(Self { host, port, name }),
+            Err(_) => Err(InvalidEndpoint(host)),
+        }
+    }
+
+    /// As given.
+    #[must_use]
+    pub fn host(&self) -> &str {
+        &self.host
+    }
+
+    /// As given.
+    #[must_use]
+    pub fn port(&self) -> u16 {
+        self.port
+    }
+
+    pub(super) fn name(&self) -> ServerName<'static> {
+        self.name.clone()
+    }
+}
+
+impl fmt::Display for Endpoint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.host.parse::<IpAddr>() {
+            Ok(IpAddr::V6(address)) => write!(f, "[{address}]:{}", self.port),
+            _ => write!(f, "{}:{}", self.host, self.port),
+        }
+    }
+}
+
+/// How long each step may take. A VM that starts waits for all of them in turn.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Timeouts {
+    /// For a free connection of the pool.
+    pub wait: Duration,
+    /// To resolve the name and connect, all addresses together.
+    pub connect: Duration,
+    /// For TLS.
+    pub handshake: Duration,
+    /// To send a request.
+    pub write: Duration,
+    /// For the whole answer. A key may be made in hardware: some seconds.
+    pub read: Duration,
+}
+
+impl Default for Timeouts {
+    fn default() -> Self {
+        Self {
+            wait: Duration::from_secs(30),
+            connect: Duration::from_secs(5),
+            handshake: Duration::from_secs(10),
+            write: Duration::from_secs(10),
+            read: Duration::from_secs(20),
+        }
+    }
+}
+
+/// How many connections to one server. KMSs limit and license them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PoolLimits {
+    /// At a time; further requests wait.
+    pub connections: usize,
+    /// Kept open without a request.
+    pub idle: usize,
+    /// For how long, before they are closed. Servers close idle connections too, often after a minute.
+    pub idle_for: Duration,
+}
+
+impl Default for PoolLimits {
+    fn default() -> Self {
+        Self { connections: 8, idle: 2, idle_for: Duration::from_secs(30) }
+    }
+}
+
+/// All that makes a client.
+#[derive(Debug)]
+pub struct Settings {
+    /// The server.
+    pub endpoint: Endpoint,
+    /// How its certificate is checked.
+    pub trust: Trust,
+    /// The certificate that is shown to it.
+    pub identity: Identity,
+    /// How patient to be.
+    pub timeouts: Timeouts,
+    /// How many connections.
+    pub limits: PoolLimits,
+    /// The versions that may be spoken: the latest that the server speaks too is chosen. For servers
+    /// that do a later one badly.
+    pub versions: Vec<ProtocolVersion>,
+}
+
+impl Settings {
+    /// Settings with default time-outs and limits, and all versions.
+    #[must_use]
+    pub fn new(endpoint: Endpoint, trust: Trust, identity: Identity) -> Self {
+        Self {
+            endpoint,
+            trust,
+            identity,
+            timeouts: Timeouts::default(),
+            limits: PoolLimits::default(),
+            versions: ProtocolVersion::SPOKEN.to_vec(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hosts_are_names_or_addresses() {
+        let shown = |host, port| Endpoint::new(host, port).map(|endpoint| endpoint.to_string());
+        assert_eq!(shown("kms-1.example.org", KMIP_PORT).unwrap(), "kms-1.example.org:5696");
+        assert_eq!(shown("127.0.0.1", 1).unwrap(), "127.0.0.1:1");
+        assert_eq!(shown("::1", 1).unwrap(), "[::1]:1");
+        for wrong in ["", "a b", "kms:5696", "[::1]", "https://kms", "-", "a..b"] {
+            assert_eq!(shown(wrong, 1), Err(InvalidEndpoint(wrong.to_owned())));
+        }
+    }
+}

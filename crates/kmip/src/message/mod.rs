@@ -1,0 +1,26 @@
+//! Requests and responses: headers and batch items around the payloads of operations (KMIP 1.4
+//! specification, sections 6 and 7). No I/O.
+//!
+//! ```text
+//! Request Message                        Response Message
+//!   Request Header                         Response Header
+//!     Protocol Version                       Protocol Version, Time Stamp, Batch Count
+//!     Maximum Response Size                Batch Item, as many as were asked or fewer
+//!     Batch Error Continuation Option        Operation, Unique Batch Item ID
+//!     Batch Count                            Result Status, Result Reason, Result Message
+//!   Batch Item, one or more                  Response Payload
+//!     Operation, Unique Batch Item ID
+//!     Request Payload
+//! ```
+//! Every item of a request has an id of its own, also when it is alone, and a result is taken for the
+//! item that it names: never for the one in its place.
+
+mod fields;
+mod request;
+mod response;
+#[cfg(test)]
+mod tests;
+
+pub use fields::{Fields, Violation};
+pub use request::{BATCH_MAX, request};
+pub use response::{Outcome, REFUSAL_TEXT_MAX, Refusal, responses};
