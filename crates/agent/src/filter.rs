@@ -57,7 +57,7 @@ pub enum FilterError {
     #[error("the filter process: {0}")]
     Refused(String),
     /// Not what was asked for.
-    #[error("the filter process answers with something unexpected: {0}")]
+    #[error("the filter process answers what it was not asked for: {0}")]
     Protocol(String),
 }
 
@@ -150,6 +150,7 @@ pub fn start(
         input: Stdio::from(in_memory(&serde_json::to_vec(&config)?)?),
         log: directory.log(NAME)?,
         user: user.map(|id| User { id, group: None }),
+        locks_memory: true,
         record: &directory.process(NAME),
     })
 }
@@ -235,7 +236,8 @@ pub fn ended(exit: process::Exit, directory: &ProcessDir) -> FilterError {
 fn unexpected(reply: ControlReply) -> FilterError {
     match reply {
         ControlReply::Error { message } => FilterError::Refused(message),
-        other => FilterError::Protocol(format!("{other:?}")),
+        ControlReply::Status(_) => FilterError::Protocol("how it stands".to_owned()),
+        ControlReply::Done => FilterError::Protocol("that it is done".to_owned()),
     }
 }
 

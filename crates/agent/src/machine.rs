@@ -2,8 +2,9 @@
 
 use std::path::Path;
 
-use nix::sys::resource::{Resource, setrlimit};
 use vmseal_secret::process::{Hardening, MemoryLock};
+
+use crate::process;
 
 /// The facts of a machine that do not change while it runs.
 #[derive(Clone, Debug)]
@@ -67,19 +68,21 @@ pub fn weaknesses(hardening: Option<Hardening>, root: bool) -> Vec<String> {
                     "the agent may lock only {bytes} bytes of its memory; set LimitMEMLOCK=infinity or run it as root"
                 )),
                 MemoryLock::Refused(errno) => {
-                    found.push(format!("the agent's memory cannot be locked: {errno}"));
+                    found.push(format!(
+                        "the agent's memory cannot be locked: {errno}; encrypt swap or turn it off"
+                    ));
                 }
             }
             if !hardening.not_dumpable || !hardening.no_core {
-                found.push("the agent can be dumped".to_owned());
+                found.push("the agent can be dumped; start it with LimitCORE=0".to_owned());
             }
         }
     }
-    // What filters get; mlockall does not outlive their execve and change of user.
-    let unlimited = nix::libc::RLIM_INFINITY;
-    if root && setrlimit(Resource::RLIMIT_MEMLOCK, unlimited, unlimited).is_err() {
+    // In a user namespace capabilities of memory do not count: the agent has tried, filters get no more.
+    let agent_locks = hardening.is_none_or(|hardening| hardening.memory == MemoryLock::Locked);
+    if root && !(agent_locks && process::child_can_lock()) {
         found.push(
-            "filter processes may not lock all their memory, where ciphers keep their keys; set LimitMEMLOCK=infinity or encrypt swap"
+            "filter processes may not lock all their memory, where ciphers keep their keys; set LimitMEMLOCK=infinity, give the agent CAP_IPC_LOCK, or encrypt swap"
                 .to_owned(),
         );
     }
@@ -138,6 +141,12 @@ mod tests {
         assert_eq!(boot_id().len(), 36);
         assert!(weaknesses(None, false).len() >= 2);
         let hardening = Hardening { memory: MemoryLock::Locked, not_dumpable: true, no_core: true };
-        assert!(!weaknesses(Some(hardening), true).iter().any(|text| text.contains("the agent")));
+        let filters = |found: &[String]| found.iter().any(|text| text.starts_with("filter"));
+        let found = weaknesses(Some(hardening), true);
+        assert!(!found.iter().any(|text| text.starts_with("the agent")), "{found:?}");
+        assert_eq!(filters(&found), !process::child_can_lock(), "{found:?}");
+        // What does not count for the agent does not count for a filter.
+        let limited = Hardening { memory: MemoryLock::LimitTooLow(65536), ..hardening };
+        assert!(filters(&weaknesses(Some(limited), true)));
     }
 }

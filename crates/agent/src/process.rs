@@ -26,6 +26,15 @@ const CORE_LIMIT: libc::rlim_t = 1;
 /// Open descriptors of a child: some per disk and queue, with room.
 const OPEN_FILES: libc::rlim_t = 4096;
 
+/// The capability to lock memory beyond RLIMIT_MEMLOCK (linux/capability.h).
+const CAP_IPC_LOCK: u32 = 14;
+
+/// The layout of [`CapabilitySets`] (linux/capability.h, `_LINUX_CAPABILITY_VERSION_3`).
+const CAPABILITY_VERSION: u32 = 0x2008_0522;
+
+/// Bits 0 to 31 and 32 to 63 of the effective, permitted and inheritable sets.
+type CapabilitySets = [[u32; 3]; 2];
+
 /// The longest `/proc/PID/stat`; 52 numbers and a 16-byte name fit well within.
 const STAT_MAX: usize = 1024;
 
@@ -54,6 +63,8 @@ pub struct Launch<'a> {
     pub log: File,
     /// Who it runs as; none means as the agent.
     pub user: Option<User>,
+    /// Whether it holds keys, and is to be able to lock all its memory under `user` as well.
+    pub locks_memory: bool,
     /// Where it is put on record.
     pub record: &'a Path,
 }
@@ -103,17 +114,18 @@ pub fn launch(launch: Launch<'_>) -> io::Result<Process> {
         .stderr(launch.log);
     let keep: Vec<RawFd> = launch.keep.iter().map(AsRawFd::as_raw_fd).collect();
     let (user, record_fd) = (launch.user, record.as_raw_fd());
+    let grant = launch.locks_memory && !limit_lets_lock() && can_grant_lock();
     // SAFETY: between fork and exec the closure makes only system calls, on values made before the
     // fork; it neither allocates nor locks.
-    unsafe { command.pre_exec(move || prepare(&keep, user, record_fd)) };
+    unsafe { command.pre_exec(move || prepare(&keep, user, grant, record_fd)) };
     let child = command.spawn()?;
     // Child has no Drop: the process is waited for by its pidfd.
     let pid = child.id();
     Process::with_identity(identity(launch.record)?.filter(|identity| identity.pid == pid))
 }
 
-/// What the child does before it becomes the program.
-fn prepare(keep: &[RawFd], user: Option<User>, record: RawFd) -> io::Result<()> {
+/// What the child does before it becomes the program. `grant_lock` leaves it CAP_IPC_LOCK under its user.
+fn prepare(keep: &[RawFd], user: Option<User>, grant_lock: bool, record: RawFd) -> io::Result<()> {
     // SAFETY: plain system calls; pointers refer to locals that outlive the calls.
     unsafe {
         check(libc::setsid())?;
@@ -123,16 +135,19 @@ fn prepare(keep: &[RawFd], user: Option<User>, record: RawFd) -> io::Result<()> 
         }
         limit(libc::RLIMIT_CORE, CORE_LIMIT)?;
         limit(libc::RLIMIT_NOFILE, OPEN_FILES)?;
-        if user.is_some() {
-            // Root without CAP_SYS_RESOURCE may not raise it: the filter then locks what it may, and says so.
-            let _ = limit(libc::RLIMIT_MEMLOCK, libc::RLIM_INFINITY);
-        }
         put_on_record(record)?;
         if let Some(user) = user {
+            if grant_lock {
+                // Until exec: the change of user takes all capabilities away otherwise.
+                check(libc::prctl(libc::PR_SET_KEEPCAPS, 1, 0, 0, 0))?;
+            }
             let groups = [user.group.unwrap_or(user.id)];
             check(libc::setgroups(1, groups.as_ptr()))?;
             check(libc::setresgid(user.id, user.id, user.id))?;
             check(libc::setresuid(user.id, user.id, user.id))?;
+            if grant_lock {
+                keep_only_lock()?;
+            }
         }
         check(libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
     }
@@ -148,17 +163,49 @@ unsafe fn limit(resource: libc::__rlimit_resource_t, most: libc::rlim_t) -> io::
     // SAFETY: `now` and `new` outlive the calls.
     unsafe {
         check(libc::getrlimit(resource, &mut now))?;
-        let raise = resource == libc::RLIMIT_MEMLOCK;
-        let most = if raise { most } else { most.min(now.rlim_max) };
-        let new = libc::rlimit { rlim_cur: most, rlim_max: most };
-        let set = check(libc::setrlimit(resource, &new));
-        if set.is_err() && raise {
-            // The root of a container may lack CAP_SYS_RESOURCE: then as much as there is. The child
-            // says in its log what it could not lock.
-            let new = libc::rlimit { rlim_cur: now.rlim_max, ..now };
-            return check(libc::setrlimit(resource, &new));
+        let most = most.min(now.rlim_max);
+        check(libc::setrlimit(resource, &libc::rlimit { rlim_cur: most, rlim_max: most }))
+    }
+}
+
+/// Whether a child under a user of its own can lock all its memory: the limit that it inherits lets it,
+/// or it can be given CAP_IPC_LOCK. Root that lacks CAP_SYS_RESOURCE cannot raise the limit for it.
+#[must_use]
+pub fn child_can_lock() -> bool {
+    limit_lets_lock() || can_grant_lock()
+}
+
+fn limit_lets_lock() -> bool {
+    use nix::sys::resource::{Resource, getrlimit};
+    getrlimit(Resource::RLIMIT_MEMLOCK).is_ok_and(|(_, hard)| hard == libc::RLIM_INFINITY)
+}
+
+fn can_grant_lock() -> bool {
+    let mut header = [CAPABILITY_VERSION, 0];
+    let mut sets: CapabilitySets = [[0; 3]; 2];
+    // SAFETY: the kernel writes into header and sets, which are laid out as it expects and outlive the call.
+    let got = unsafe { libc::syscall(libc::SYS_capget, &raw mut header, &raw mut sets) } == 0;
+    // SAFETY: no pointers are passed.
+    let bits = unsafe { libc::prctl(libc::PR_GET_SECUREBITS) };
+    let [_, permitted, _] = sets[0];
+    got && permitted & (1 << CAP_IPC_LOCK) != 0
+        && bits >= 0
+        && bits & libc::SECBIT_NO_CAP_AMBIENT_RAISE == 0
+}
+
+/// Gives all capabilities away but CAP_IPC_LOCK, and has that one outlive exec: ambient, as neither the
+/// user nor the program's file gives it.
+unsafe fn keep_only_lock() -> io::Result<()> {
+    let (header, lock) = ([CAPABILITY_VERSION, 0], 1 << CAP_IPC_LOCK);
+    let sets: CapabilitySets = [[0, lock, lock], [0; 3]];
+    // SAFETY: header and sets are laid out as the kernel expects and outlive the call.
+    unsafe {
+        if libc::syscall(libc::SYS_capset, &raw const header, &raw const sets) != 0 {
+            return Err(io::Error::last_os_error());
         }
-        set
+        let raise = libc::PR_CAP_AMBIENT_RAISE as libc::c_ulong;
+        let (lock, none): (libc::c_ulong, libc::c_ulong) = (CAP_IPC_LOCK.into(), 0);
+        check(libc::prctl(libc::PR_CAP_AMBIENT, raise, lock, none, none))
     }
 }
 
@@ -368,6 +415,7 @@ mod tests {
             input: Stdio::null(),
             log: File::create(directory.join("log")).unwrap(),
             user: None,
+            locks_memory: false,
             record,
         }
     }

@@ -110,6 +110,7 @@ impl Qemu {
             input: Stdio::null(),
             log: directory.log(NAME)?,
             user: user.map(|id| User { id, group: kvm_group(accelerator) }),
+            locks_memory: false,
             record: &directory.process(NAME),
         })
     }

@@ -3,6 +3,7 @@
 //! ```text
 //! <run dir>/vms/<vm id>/         run.json, *.process, sockets, logs
 //! <run dir>/imports/<disk id>/   filter.process, filter.sock, filter.log
+//! <run dir>/deaths/              see [`crate::deaths`]
 //! ```
 //! A directory is made before the first process of it is started and removed after the last has ended;
 //! every process in it is on record (see [`crate::process`]). Sweeping one therefore leaves nothing behind.
@@ -309,6 +310,7 @@ pub(crate) mod tests {
             input: Stdio::null(),
             log: directory.log("filter").unwrap(),
             user: None,
+            locks_memory: false,
             record: &directory.process("filter"),
         })
         .unwrap()

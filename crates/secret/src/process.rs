@@ -14,7 +14,8 @@ const CORE_LIMIT: rlim_t = 1;
 /// What became of the memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MemoryLock {
-    /// All memory is locked as it comes into use: nothing of it goes to swap.
+    /// All memory is locked as it comes into use: nothing of it goes to swap. A process that owes this to
+    /// CAP_IPC_LOCK must keep it: without it, every later mapping beyond the limit fails with EAGAIN.
     Locked,
     /// The limit on locked memory (`RLIMIT_MEMLOCK`, in bytes) is finite and the process may not
     /// exceed it. Locking everything would make a later allocation fail and end the process, so only
