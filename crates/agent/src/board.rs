@@ -81,6 +81,7 @@ mod tests {
             power: Power::Off,
             key: KeyState::Missing,
             stopped: None,
+            died: None,
             disks: vec![],
             notices: vec![],
         }

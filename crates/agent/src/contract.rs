@@ -11,7 +11,8 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::time::{Instant, timeout};
 use vmseal_api::host::{
     DatastoreLocation, DatastoreSpec, DiskFacts, DiskPhase, DiskSpec, HostAgent, HostState,
-    ImageSource, KeyState, Power, PowerOff, STATE_WAIT_MAX, StopReason, VERSION, VmSpec, VmState,
+    ImageSource, KeyState, Power, PowerOff, SHUTDOWN_SECONDS_MAX, STATE_WAIT_MAX, StopReason,
+    Stopped, VERSION, VmSpec, VmState,
 };
 use vmseal_api::id::{DatastoreId, DiskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -42,6 +43,9 @@ pub const BANNER: &str = "vmseal contract guest\r\n";
 /// The size of the suite's disks, in bytes.
 const DISK_SIZE: u64 = 8 << 20;
 
+/// The longest that a guest which was given 2 seconds may be shown as stopping.
+const NOT_HEEDED_MAX: Duration = Duration::from_secs(20);
+
 /// Where and how the suite works.
 pub struct Fixture {
     /// A directory on the agent's host for a datastore, empty.
@@ -50,6 +54,8 @@ pub struct Fixture {
     pub image: PathBuf,
     /// How long anything that is begun may take.
     pub patience: Duration,
+    /// Kills the filter of a VM that runs.
+    pub kill_filter: Box<dyn Fn(VmId) + Send + Sync>,
 }
 
 /// Writes the image of the suite's guest.
@@ -349,7 +355,8 @@ async fn running(agent: &dyn HostAgent, session: &Session) {
     let (vm, spec) = (session.vm(), &session.spec);
     refused(agent.console(vm).await.map(drop), ErrorCode::WrongState, "a console of none");
     done(agent.power_off(vm, PowerOff::Force).await, "stopping one that is off");
-    done(agent.power_off(vm, PowerOff::Shutdown).await, "the same, gently");
+    let press = PowerOff::Shutdown { seconds: 2 };
+    done(agent.power_off(vm, press).await, "the same, gently");
     done(agent.power_on(vm).await, "starting");
     done(agent.power_on(vm).await, "starting again");
     session.power(agent, Power::Running).await;
@@ -366,7 +373,9 @@ async fn running(agent: &dyn HostAgent, session: &Session) {
         let made = agent.create_disk(vm, disk.disk, None).await;
         refused(made, ErrorCode::InUse, "making a disk in use");
     }
+    not_heeding(agent, session).await;
     let mut held = done(agent.console(vm).await, "the console");
+    done(agent.power_off(vm, press).await, "the button");
     done(agent.power_off(vm, PowerOff::Force).await, "the plug");
     let vm_state = session.now(agent).await;
     assert_eq!(vm_state.power, Power::Off);
@@ -378,8 +387,27 @@ async fn running(agent: &dyn HostAgent, session: &Session) {
     console(agent, session).await;
 }
 
-/// The second part, with the next life of the agent: the VM still runs, the key is gone.
-pub async fn second_life(agent: &dyn HostAgent, mut session: Session) {
+/// The suite's guest does not hear the power button.
+async fn not_heeding(agent: &dyn HostAgent, session: &Session) {
+    let (vm, code) = (session.vm(), ErrorCode::InvalidRequest);
+    for seconds in [0, SHUTDOWN_SECONDS_MAX + 1] {
+        refused(agent.power_off(vm, PowerOff::Shutdown { seconds }).await, code, "no such time");
+    }
+    assert_eq!(session.now(agent).await.power, Power::Running);
+    let began = Instant::now();
+    done(agent.power_off(vm, PowerOff::Shutdown { seconds: 1 }).await, "the button");
+    done(agent.power_off(vm, PowerOff::Shutdown { seconds: 2 }).await, "the button again");
+    assert_eq!(session.now(agent).await.power, Power::Stopping);
+    refused(agent.power_on(vm).await, ErrorCode::WrongState, "starting one that is stopping");
+    session.wait(agent, "running on", |state| state.power == Power::Running).await;
+    // The later press counts; and nobody waits longer for the guest than they said.
+    let waited = began.elapsed();
+    assert!((Duration::from_millis(1900)..NOT_HEEDED_MAX).contains(&waited), "{waited:?}");
+}
+
+/// The second part, with the next life of the agent: the VM still runs, the key is gone; in the end its
+/// filter dies.
+pub async fn second_life(agent: &dyn HostAgent, mut session: Session) -> (Session, Stopped) {
     let (vm, spec) = (session.vm(), session.spec.clone());
     let found = session.now(agent).await;
     assert_eq!((found.power, found.key), (Power::Running, KeyState::Missing));
@@ -394,7 +422,32 @@ pub async fn second_life(agent: &dyn HostAgent, mut session: Session) {
     done(agent.power_on(vm).await, "starting");
     session.wait(agent, "running", |state| state.power == Power::Running).await;
     console(agent, &session).await;
+    (session.fixture.kill_filter)(vm);
+    let dead = session.wait(agent, "its death", |state| state.power == Power::Off).await;
+    let died = dead.died.expect("an alarm");
+    assert_eq!(died.reason, StopReason::FilterDied, "{}", died.detail);
+    assert_eq!(dead.stopped.as_ref(), Some(&died));
+    (session, died)
+}
+
+/// The third part, with one more life: the death is told as before until the VM runs again.
+pub async fn third_life(agent: &dyn HostAgent, (mut session, died): (Session, Stopped)) {
+    let (vm, spec) = (session.vm(), session.spec.clone());
+    let told = Some(died);
+    let found = session.now(agent).await;
+    assert_eq!((found.power, found.key), (Power::Off, KeyState::Missing));
+    assert_eq!((&found.died, &found.stopped), (&told, &told), "it is forgotten, or another one");
+    refused(agent.power_on(vm).await, ErrorCode::Locked, "starting without the key");
+    assert_eq!(session.now(agent).await.died, told, "a start that did not come about ended it");
+    session.key_box = done(agent.describe().await, "describe").key_box;
+    done(agent.register_vm(spec.clone()).await, "registering one that was found dead");
+    done(session.offer(agent).await, "the key");
+    done(agent.power_on(vm).await, "starting");
+    let runs = session.wait(agent, "running", |state| state.power == Power::Running).await;
+    assert_eq!(runs.died, None, "it runs");
+    console(agent, &session).await;
     done(agent.power_off(vm, PowerOff::Force).await, "the plug");
+    assert_eq!(session.now(agent).await.died, None, "an end that was wished for is no death");
 
     done(agent.unregister_vm(vm).await, "forgetting");
     done(agent.unregister_vm(vm).await, "forgetting again");
@@ -409,8 +462,8 @@ pub async fn second_life(agent: &dyn HostAgent, mut session: Session) {
     assert!(state(agent).await.vms.is_empty());
 }
 
-/// Both parts on agents that are made by `next`, one after the other.
-pub async fn both_lives<F, A>(fixture: Fixture, mut next: F)
+/// All parts on agents that are made by `next`, one after the other.
+pub async fn all_lives<F, A>(fixture: Fixture, mut next: F)
 where
     F: FnMut() -> A,
     A: Future<Output = Arc<dyn HostAgent>>,
@@ -418,5 +471,8 @@ where
     let agent = next().await;
     let session = first_life(&*agent, fixture).await;
     drop(agent);
-    second_life(&*next().await, session).await;
+    let agent = next().await;
+    let session = second_life(&*agent, session).await;
+    drop(agent);
+    third_life(&*next().await, session).await;
 }

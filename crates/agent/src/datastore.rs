@@ -377,7 +377,10 @@ impl Home {
 }
 
 fn in_use(path: &Path) -> Problem {
-    let what = format!("{} is in use: another process holds its lock", path.display());
+    let what = format!(
+        "{} is in use: another process holds its lock. End the VM or the tool that works on it",
+        path.display()
+    );
     Problem::new(ErrorCode::InUse, what)
 }
 
@@ -422,7 +425,10 @@ fn open_once(path: &Path) -> Result<Option<File>, Problem> {
 fn irregular(path: &Path) -> Problem {
     Problem::new(
         ErrorCode::Damaged,
-        format!("{} is not a regular file: somebody has changed the datastore", path.display()),
+        format!(
+            "{} is not a regular file: somebody has changed the datastore. Put the image back",
+            path.display()
+        ),
     )
 }
 

@@ -339,7 +339,8 @@ async fn import(
 /// No user is left for another process.
 #[must_use]
 pub fn too_many() -> Problem {
-    Problem::new(ErrorCode::LimitExceeded, "too many VMs and imports run on this host")
+    let what = "too many VMs and imports run on this host: stop some, or wait for imports to end";
+    Problem::new(ErrorCode::LimitExceeded, what)
 }
 
 async fn follow(
@@ -357,7 +358,12 @@ async fn follow(
             Some(DiskActivity::Importing { done, total }) => progress(done, total),
             Some(DiskActivity::Idle) => return Ok(()),
             Some(DiskActivity::Failed { message }) => return Err(internal(message)),
-            other => return Err(internal(format!("an import's filter answers {other:?}"))),
+            Some(DiskActivity::Connected) => {
+                return Err(internal(
+                    "the filter that fills a disk says that a guest is connected",
+                ));
+            }
+            None => return Err(internal("the filter that fills a disk knows of no disk")),
         }
         tokio::time::sleep(PROGRESS_INTERVAL).await;
     }
@@ -389,14 +395,19 @@ pub fn open(
     let home = Home::of(&disk.datastore, spec.vm)?;
     let missing = || {
         let path = home.image(disk.disk);
-        let what = format!("disk '{}' has no image: {} is not there", disk.name, path.display());
+        let (name, path) = (&disk.name, path.display());
+        let what =
+            format!("disk '{name}' has no image: {path} is not there; restore it from a backup");
         Problem::new(ErrorCode::NotFound, what)
     };
     let file = home.open(disk.disk)?.ok_or_else(missing)?;
     let Some(pinned) = from_api(disk, facts) else {
         // What is to be encrypted is never opened in the clear, whatever the datastore holds.
         if disk.encrypted {
-            let what = format!("disk '{}' is to be encrypted, and its facts say raw", disk.name);
+            let what = format!(
+                "disk '{}' is to be encrypted, and the inventory says that its image is raw: was an old inventory restored?",
+                disk.name
+            );
             return Err(Problem::new(ErrorCode::Damaged, what));
         }
         check_length(&file, disk, 0)?;

@@ -21,6 +21,7 @@ use vmseal_secret::process::Hardening;
 
 use crate::accelerator::{self, Choice};
 use crate::board::Board;
+use crate::deaths::Deaths;
 use crate::keys::KeyBox;
 use crate::machine::{self, Machine};
 use crate::process;
@@ -98,6 +99,7 @@ impl RealHost {
         let run_error = |error| StartError::RunDir { path: options.run_dir.clone(), error };
         let lock = lock_run_dir(&options)?;
         let run_dir = RunDir::open(&options.run_dir).map_err(run_error)?;
+        let deaths = Deaths::open(&options.run_dir).map_err(run_error)?;
         let qemu = Qemu::find(&options.qemu).map_err(StartError::Qemu)?;
         let filter = process::open_program(&options.filter)
             .map_err(|error| StartError::Filter { path: options.filter.clone(), error })?;
@@ -114,6 +116,7 @@ impl RealHost {
             board: Board::new(Incarnation::new()),
             key_box: KeyBox::new()?,
             run_dir,
+            deaths,
             users: Users::new(root.then_some(options.uid_base)),
             filter: Arc::new(filter),
             qemu,
@@ -188,7 +191,7 @@ impl HostAgent for RealHost {
             return known.ask(vm, |reply| Call::Register(spec, reply)).await;
         }
         if vms.len() >= VMS_MAX {
-            let what = format!("a host takes at most {VMS_MAX} VMs");
+            let what = format!("a host takes at most {VMS_MAX} VMs: place it on another one");
             return Err(Problem::new(ErrorCode::LimitExceeded, what));
         }
         vms.insert(vm, Vm::own(self.shared.clone(), spec, Beginning::New));

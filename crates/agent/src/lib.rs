@@ -16,6 +16,7 @@
 //! | `disk`, `datastore` | making and opening disks; files, locks, debris |
 //! | `filter`, `qemu`, [`qmp`], `console` | the two processes of a VM and the ways to them |
 //! | `process`, `run_dir`, `users` | processes that outlive the agent, on record, under own users |
+//! | `deaths` | deaths that nobody has seen to yet, on record |
 //! | `keys` | KEKs: in locked memory, checked against what the inventory means |
 //! | [`accelerator`], `machine` | what this machine can do, and where it falls short |
 //! | [`join`], `identity`, `tls`, [`http`] | becoming a host, and being called |
@@ -27,6 +28,7 @@ mod console;
 #[cfg(any(test, feature = "contract-suite"))]
 pub mod contract;
 mod datastore;
+mod deaths;
 mod disk;
 mod filter;
 pub mod host;

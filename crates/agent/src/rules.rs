@@ -1,8 +1,10 @@
 //! What may be done with a VM when. The real host and the simulated one ask here, so that they cannot
 //! come to differ.
 
+use std::time::Duration;
+
 use vmseal_api::filter::{CRYPT_SECTOR, DISKS_MAX};
-use vmseal_api::host::{DiskPhase, DiskSpec, KeyState, Power, VmSpec};
+use vmseal_api::host::{DiskPhase, DiskSpec, KeyState, Power, SHUTDOWN_SECONDS_MAX, VmSpec};
 use vmseal_api::id::DiskId;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::{DISK_SIZE_MAX, MEMORY_MAX, MEMORY_MIN, VCPUS_MAX};
@@ -169,6 +171,17 @@ pub fn may_power_on(
     Ok(PowerOn::Start)
 }
 
+/// How long a guest that is asked to shut down counts as stopping.
+///
+/// # Errors
+/// `invalid-request` for none at all and for too long.
+pub fn patience(seconds: u32) -> Result<Duration, Problem> {
+    if (1..=SHUTDOWN_SECONDS_MAX).contains(&seconds) {
+        return Ok(Duration::from_secs(seconds.into()));
+    }
+    Err(Problem::invalid("seconds", format!("must be 1 to {SHUTDOWN_SECONDS_MAX}")))
+}
+
 /// The VM is not known here.
 #[must_use]
 pub fn unknown(vm: impl std::fmt::Display) -> Problem {
@@ -184,13 +197,16 @@ pub fn wrong_state(spec: &VmSpec, what: &str) -> Problem {
 fn locked(spec: &VmSpec) -> Problem {
     Problem::new(
         ErrorCode::Locked,
-        format!("VM '{}' is locked: its key has not been given to this host", spec.name),
+        format!(
+            "VM '{}' is locked: its key has not been given to this host. The alarm 'vm-locked' says why",
+            spec.name
+        ),
     )
 }
 
 fn in_use(spec: &VmSpec, disk: &DiskSpec) -> Problem {
     Problem::new(
         ErrorCode::InUse,
-        format!("disk '{}' is in use: VM '{}' is not off", disk.name, spec.name),
+        format!("disk '{}' is in use: VM '{}' is not off. Stop it first", disk.name, spec.name),
     )
 }

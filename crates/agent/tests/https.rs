@@ -17,7 +17,7 @@ use vmseal_agent::identity::Identity;
 use vmseal_agent::simulated::{Call, SimulatedHost};
 use vmseal_agent::tls::SERVER_ROLE;
 use vmseal_api::client::{ClientIdentity, HostClient, host_server_name};
-use vmseal_api::host::{HostAgent, STATE_WAIT_MAX};
+use vmseal_api::host::{HostAgent, STATE_WAIT_MAX, StopReason};
 use vmseal_api::id::HostId;
 use vmseal_api::problem::ErrorCode;
 use zeroize::Zeroizing;
@@ -106,13 +106,16 @@ async fn the_contract_holds_over_https() {
     let authority = Authority::new();
     let host = SimulatedHost::new();
     let (id, address) = serve(&authority, &host).await;
+    let victims = host.clone();
+    host.set_heeds_shutdown(false);
     let fixture = Fixture {
         datastore: directory.path().to_owned(),
         image,
         patience: Duration::from_secs(20),
+        kill_filter: Box::new(move |vm| victims.stop_guest(vm, StopReason::FilterDied)),
     };
     let mut first = true;
-    contract::both_lives(fixture, || {
+    contract::all_lives(fixture, || {
         if !std::mem::take(&mut first) {
             host.restart();
         }

@@ -41,6 +41,9 @@ pub const VERSION: u32 = 1;
 /// The longest that [`HostAgent::state`] waits for news; below the usual idle time-outs of TCP middleboxes.
 pub const STATE_WAIT_MAX: Duration = Duration::from_secs(25);
 
+/// The longest that a guest may be given to shut down, in seconds: databases flush for minutes, not hours.
+pub const SHUTDOWN_SECONDS_MAX: u32 = 3600;
+
 /// The longest request body between server and agent, in bytes; a VM with the most disks fits well within.
 pub const BODY_MAX: usize = 1024 * 1024;
 
@@ -245,6 +248,10 @@ pub struct VmState {
     pub key: KeyState,
     /// Why it last stopped, or could not start; none until then.
     pub stopped: Option<Stopped>,
+    /// Its last end that nobody wished for ([`StopReason::is_death`]), until it runs again: an alarm. The
+    /// host keeps it across restarts of the agent.
+    #[serde(default)]
+    pub died: Option<Stopped>,
     /// Its disks, as far as this agent has made or opened them.
     pub disks: Vec<DiskState>,
     /// What needs an operator's eye and does not stop the VM.
@@ -313,6 +320,19 @@ pub enum StopReason {
     FoundDead,
 }
 
+impl StopReason {
+    /// Whether it is the death of a VM's process, as against an end that the guest or an operator made.
+    #[must_use]
+    pub fn is_death(self) -> bool {
+        match self {
+            Self::FilterDied | Self::QemuDied | Self::FoundDead => true,
+            Self::GuestShutdown | Self::PoweredOff | Self::GuestPanicked | Self::FailedToStart => {
+                false
+            }
+        }
+    }
+}
+
 /// How a disk stands.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DiskState {
@@ -372,7 +392,10 @@ pub enum NoticeCode {
 #[serde(tag = "how", rename_all = "snake_case", deny_unknown_fields)]
 pub enum PowerOff {
     /// The ACPI power button; the call answers at once, and the guest may take its time or refuse.
-    Shutdown,
+    Shutdown {
+        /// How long it counts as stopping; then it is taken to run on. At most [`SHUTDOWN_SECONDS_MAX`].
+        seconds: u32,
+    },
     /// The plug: answers when the processes are gone.
     Force,
 }

@@ -66,16 +66,13 @@ fn of_vm(vm: &Vm, seen: &VmState, failure: Option<&Problem>) -> Vec<Standing> {
         let running = if seen.power == Power::Off { "" } else { "; it goes on running" };
         standing.push(alarm("vm-locked", format!("its key is not on its host: {why}{running}")));
     }
-    if seen.power == Power::Off
-        && let Some(stopped) = &seen.stopped
-    {
-        // Ends that nobody wished for.
-        let code = match stopped.reason {
-            StopReason::FilterDied => Some("filter-died"),
-            StopReason::QemuDied => Some("qemu-died"),
-            _ => None,
+    if let Some(died) = &seen.died {
+        let code = match died.reason {
+            StopReason::FilterDied => "filter-died",
+            StopReason::QemuDied => "qemu-died",
+            _ => "vm-found-dead",
         };
-        standing.extend(code.map(|code| alarm(code, stopped.detail.clone())));
+        standing.push(alarm(code, died.detail.clone()));
     }
     for (code, notice) in [
         ("header-copy-damaged", NoticeCode::HeaderCopyDamaged),

@@ -102,7 +102,9 @@ impl Qmp {
             .ok_or(QmpError::Closed)?;
         match wire::parse(&greeting)? {
             Incoming::Greeting => {}
-            other => return Err(QmpError::Protocol(format!("no greeting but {other:?}"))),
+            Incoming::Event(_) | Incoming::Answer { .. } => {
+                return Err(QmpError::Protocol("it does not begin with a greeting".to_owned()));
+            }
         }
         let waiting: Waiting = Arc::new(Mutex::new(Some(HashMap::new())));
         let (events, receiver) = mpsc::channel(EVENTS_MAX);

@@ -18,7 +18,7 @@ use crate::disk::open_source;
 use crate::rules::{self, PowerOn};
 
 /// Work that goes on after a call has been answered.
-type Later = Option<(VmId, Work, u64)>;
+type Later = Option<(VmId, Work, u64, Duration)>;
 
 impl SimulatedHost {
     /// Does a call, with the fault that is planned for it.
@@ -60,8 +60,8 @@ impl SimulatedHost {
         end: fn(&mut Inside, VmId, Work),
     ) -> Result<(), Problem> {
         self.call(call, |inside| {
-            let Some((vm, work, number)) = work(inside)? else { return Ok(()) };
-            let (host, duration) = (self.clone(), inside.work);
+            let Some((vm, work, number, duration)) = work(inside)? else { return Ok(()) };
+            let host = self.clone();
             let incarnation = inside.life.board.incarnation();
             tokio::spawn(async move {
                 tokio::time::sleep(duration).await;
@@ -81,12 +81,12 @@ impl SimulatedHost {
 }
 
 impl Inside {
-    fn numbered(&mut self, vm: VmId, work: Work) -> Result<Later, Problem> {
+    fn numbered(&mut self, vm: VmId, work: Work, duration: Duration) -> Result<Later, Problem> {
         self.life.works += 1;
         let number = self.life.works;
         self.known(vm)?.work.insert(work, number);
         self.life.post(vm);
-        Ok(Some((vm, work, number)))
+        Ok(Some((vm, work, number, duration)))
     }
 
     fn probe(&mut self, spec: &DatastoreSpec) -> Result<DatastoreUsage, Problem> {
@@ -179,7 +179,7 @@ impl Inside {
                 return Ok(None);
             }
         }
-        self.numbered(vm, Work::Disk(disk))
+        self.numbered(vm, Work::Disk(disk), self.work)
     }
 
     fn disk_made(&mut self, vm: VmId, work: Work) {
@@ -237,7 +237,7 @@ impl Inside {
             return Ok(None);
         }
         known.power = Power::Starting;
-        self.numbered(vm, Work::Power)
+        self.numbered(vm, Work::Power, self.work)
     }
 
     fn started(&mut self, vm: VmId, _: Work) {
@@ -246,6 +246,7 @@ impl Inside {
         match opened {
             Ok(()) => {
                 known.power = Power::Running;
+                known.died = None;
                 let guest = (known.spec.clone(), Guest::new());
                 self.world.guests.insert(vm, guest);
             }
@@ -270,11 +271,15 @@ impl Inside {
     }
 
     fn power_off(&mut self, vm: VmId, how: PowerOff) -> Result<Later, Problem> {
-        let heeds = self.heeds_shutdown;
+        let heeded = self.heeds_shutdown.then_some(self.work);
+        let patience = match how {
+            PowerOff::Shutdown { seconds } => rules::patience(seconds)?,
+            PowerOff::Force => Duration::ZERO,
+        };
         let known = self.known(vm)?;
         match (known.power, how) {
             (Power::Off, _) => Ok(None),
-            (Power::Starting, PowerOff::Shutdown) => {
+            (Power::Starting, PowerOff::Shutdown { .. }) => {
                 Err(rules::wrong_state(&known.spec, "is only being started"))
             }
             (_, PowerOff::Force) => {
@@ -283,22 +288,25 @@ impl Inside {
                 self.life.post(vm);
                 Ok(None)
             }
-            (Power::Running | Power::Stopping, PowerOff::Shutdown) => {
+            (Power::Running | Power::Stopping, PowerOff::Shutdown { .. }) => {
                 known.power = Power::Stopping;
-                if heeds {
-                    return self.numbered(vm, Work::Power);
+                known.work.remove(&Work::Patience);
+                match heeded {
+                    Some(work) => self.numbered(vm, Work::Power, work),
+                    None => self.numbered(vm, Work::Patience, patience),
                 }
-                self.life.post(vm);
-                Ok(None)
             }
         }
     }
 
-    fn shut_down(&mut self, vm: VmId, _: Work) {
-        self.world.guests.remove(&vm);
-        if let Ok(known) = self.known(vm) {
-            known.stop(StopReason::GuestShutdown, "the guest powered itself off");
+    fn shut_down(&mut self, vm: VmId, work: Work) {
+        let Ok(known) = self.known(vm) else { return };
+        if work == Work::Patience {
+            known.power = Power::Running;
+            return;
         }
+        known.stop(StopReason::GuestShutdown, "the guest powered itself off");
+        self.world.guests.remove(&vm);
     }
 
     fn console(&mut self, vm: VmId) -> Result<ConsoleStream, Problem> {

@@ -68,6 +68,7 @@ struct Known {
     /// The check value stands for the key, which was opened and checked: nothing here uses its bytes.
     key_held: bool,
     stopped: Option<Stopped>,
+    died: Option<Stopped>,
     phases: BTreeMap<DiskId, DiskPhase>,
     notices: Vec<Notice>,
     /// The number of the work that may still change it; work under an older number is void.
@@ -78,6 +79,8 @@ struct Known {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Work {
     Power,
+    /// A guest that does not heed the power button is given up.
+    Patience,
     Disk(DiskId),
 }
 
@@ -88,6 +91,7 @@ impl Known {
             power: Power::Off,
             key_held: false,
             stopped: None,
+            died: None,
             phases: BTreeMap::new(),
             notices: Vec::new(),
             work: BTreeMap::new(),
@@ -102,6 +106,7 @@ impl Known {
             power: self.power,
             key: rules::key_state(&self.spec, self.key_held),
             stopped: self.stopped.clone(),
+            died: self.died.clone(),
             disks: self.phases.iter().map(disk).collect(),
             notices: self.notices.clone(),
         }
@@ -109,8 +114,12 @@ impl Known {
 
     fn stop(&mut self, reason: StopReason, detail: &str) {
         self.power = Power::Off;
-        self.work.remove(&Work::Power);
-        self.stopped = Some(Stopped { at: Timestamp::now(), reason, detail: detail.to_owned() });
+        self.work.retain(|work, _| matches!(work, Work::Disk(_)));
+        let stopped = Stopped { at: Timestamp::now(), reason, detail: detail.to_owned() };
+        if reason.is_death() {
+            self.died = Some(stopped.clone());
+        }
+        self.stopped = Some(stopped);
     }
 }
 
@@ -185,7 +194,7 @@ impl SimulatedHost {
     }
 
     /// Ends this life of the agent and begins the next: keys, registrations and work under way are gone,
-    /// running guests are found again, half-started ones are found dead.
+    /// running guests are found again, half-started ones are found dead, deaths are told as before.
     pub fn restart(&self) {
         self.inside().restart();
     }
@@ -238,7 +247,7 @@ impl SimulatedHost {
         if inside.world.guests.remove(&vm).is_some()
             && let Some(known) = inside.life.vms.get_mut(&vm)
         {
-            known.stop(reason, "simulated");
+            known.stop(reason, "the simulated guest has stopped");
             inside.life.post(vm);
         }
     }
@@ -295,6 +304,10 @@ impl Inside {
             if before.power == Power::Starting {
                 let mut known = Known::new(before.spec);
                 known.stop(StopReason::FoundDead, "the agent ended while the VM was being started");
+                self.life.vms.insert(vm, known);
+            } else if let Some(died) = before.died {
+                let (stopped, died) = (Some(died.clone()), Some(died));
+                let known = Known { stopped, died, ..Known::new(before.spec) };
                 self.life.vms.insert(vm, known);
             }
         }

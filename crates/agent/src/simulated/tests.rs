@@ -5,10 +5,16 @@ use vmseal_api::host::{DatastoreLocation, DatastoreSpec, DiskSpec, HostAgent, Po
 use super::*;
 use crate::contract::{self, Fixture};
 
-fn fixture(directory: &tempfile::TempDir) -> Fixture {
+fn fixture(directory: &tempfile::TempDir, host: &SimulatedHost) -> Fixture {
     let image = directory.path().join("guest");
     contract::write_guest(&image).unwrap();
-    Fixture { datastore: directory.path().to_owned(), image, patience: Duration::from_secs(10) }
+    let victims = host.clone();
+    Fixture {
+        datastore: directory.path().to_owned(),
+        image,
+        patience: Duration::from_secs(10),
+        kill_filter: Box::new(move |vm| victims.stop_guest(vm, StopReason::FilterDied)),
+    }
 }
 
 #[tokio::test]
@@ -16,7 +22,8 @@ async fn the_simulated_host_keeps_the_contract() {
     let directory = tempfile::tempdir().unwrap();
     let host = SimulatedHost::new();
     let mut first = true;
-    contract::both_lives(fixture(&directory), || {
+    host.set_heeds_shutdown(false);
+    contract::all_lives(fixture(&directory, &host), || {
         if !std::mem::take(&mut first) {
             host.restart();
         }
@@ -110,11 +117,12 @@ async fn guests_stop_by_themselves_heed_or_do_not_and_hosts_vanish() {
     host.power_on(vm).await.unwrap();
     wait(&host, |state| state.power == Power::Running).await;
     host.set_heeds_shutdown(false);
-    host.power_off(vm, PowerOff::Shutdown).await.unwrap();
+    let press = PowerOff::Shutdown { seconds: 60 };
+    host.power_off(vm, press).await.unwrap();
     let stopping = host.power_on(vm).await.unwrap_err();
     assert_eq!(stopping.code, ErrorCode::WrongState);
     host.set_heeds_shutdown(true);
-    host.power_off(vm, PowerOff::Shutdown).await.unwrap();
+    host.power_off(vm, press).await.unwrap();
     let off = wait(&host, |state| state.power == Power::Off).await;
     assert_eq!(off.stopped.unwrap().reason, StopReason::GuestShutdown);
     host.power_on(vm).await.unwrap();

@@ -1,6 +1,7 @@
 //! What a starting agent does with the VMs of its predecessor: those that run are adopted, those that
 //! were half-started or have died are swept and reported.
 
+use std::collections::BTreeMap;
 use std::io;
 use std::sync::Arc;
 
@@ -11,6 +12,7 @@ use vmseal_api::id::VmId;
 use vmseal_api::problem::Problem;
 
 use super::{Beginning, Running, Shared, Vm, internal, start};
+use crate::deaths::Death;
 use crate::filter::{self, Control};
 use crate::process::Process;
 use crate::qemu;
@@ -19,7 +21,8 @@ use crate::run_dir::{Phase, ProcessDir, Record};
 /// How often it is tried to connect to a VM whose processes live.
 const ATTEMPTS: u32 = 3;
 
-/// Goes through the run directory. Gives the VMs found; imports are swept, as their disks are made anew.
+/// Goes through the run directory. Gives the VMs found, with those that died under an earlier agent and
+/// have not run since; imports are swept, as their disks are made anew.
 ///
 /// # Errors
 /// As reading the run directory: without it nothing is known, and the agent must not start.
@@ -27,13 +30,24 @@ pub async fn adopt(shared: &Arc<Shared>) -> io::Result<Vec<(VmId, Vm)>> {
     for import in shared.run_dir.imports()? {
         import.sweep().await?;
     }
+    let deaths = shared.deaths.all()?;
     // Beside each other: one that does not answer holds up no other.
-    let found = shared.run_dir.vms()?.into_iter().map(|directory| adopt_one(shared, directory));
-    let found = try_join_all(found).await?;
-    Ok(found.into_iter().flatten().collect())
+    let found =
+        shared.run_dir.vms()?.into_iter().map(|directory| adopt_one(shared, directory, &deaths));
+    let mut found: BTreeMap<VmId, Vm> = try_join_all(found).await?.into_iter().flatten().collect();
+    for (vm, death) in deaths {
+        found
+            .entry(vm)
+            .or_insert_with(|| Vm::own(shared.clone(), death.spec, Beginning::Dead(death.stopped)));
+    }
+    Ok(found.into_iter().collect())
 }
 
-async fn adopt_one(shared: &Arc<Shared>, directory: ProcessDir) -> io::Result<Option<(VmId, Vm)>> {
+async fn adopt_one(
+    shared: &Arc<Shared>,
+    directory: ProcessDir,
+    deaths: &BTreeMap<VmId, Death>,
+) -> io::Result<Option<(VmId, Vm)>> {
     let record = directory.read().unwrap_or_else(|error| {
         tracing::warn!(vm = directory.name(), %error, "a VM's record is damaged; it is swept");
         None
@@ -50,10 +64,18 @@ async fn adopt_one(shared: &Arc<Shared>, directory: ProcessDir) -> io::Result<Op
         }
         Err(why) => {
             tracing::warn!(%vm, %why, "found a VM dead");
+            let stopped = match deaths.get(&vm) {
+                // The earlier agent saw it die, and was only kept from clearing it away.
+                Some(death) if record.phase == Phase::Running => death.stopped.clone(),
+                _ => {
+                    let (reason, detail) = (StopReason::FoundDead, why.detail);
+                    let stopped = Stopped { at: Timestamp::now(), reason, detail };
+                    shared.deaths.record(&record.spec, &stopped)?;
+                    stopped
+                }
+            };
             bury(&directory).await?;
-            let detail = why.detail;
-            let reason = StopReason::FoundDead;
-            Beginning::Dead(Stopped { at: Timestamp::now(), reason, detail })
+            Beginning::Dead(stopped)
         }
     };
     Ok(Some((vm, Vm::own(shared.clone(), record.spec, beginning))))
@@ -65,19 +87,32 @@ async fn alive(
     directory: &ProcessDir,
     record: &Record,
 ) -> Result<Running, Problem> {
+    let name = &record.spec.name;
+    let dead = |what: String| Err(internal(what));
+    let cut = || super::remedy(name);
+    let again = format!("start it again (vmseal vm start {name})");
     if !record.is_of_this_boot() {
-        return Err(internal("the host was restarted while the VM ran"));
+        return dead(format!("VM '{name}' ended with its host, which was restarted. {}", cut()));
     }
     if record.phase == Phase::Starting {
-        return Err(internal("the agent ended while the VM was being started; start it again"));
+        return dead(format!("the agent ended while it was starting VM '{name}': {again}"));
     }
     let process = |name: &str| Process::adopt(&directory.process(name)).map_err(internal);
     match (process(qemu::NAME)?, process(filter::NAME)?) {
-        (Some(_), Some(_)) => reconnect(shared, directory, record).await,
-        (None, _) => Err(internal("the VM stopped while no agent was there to see why")),
-        (Some(_), None) => {
-            Err(internal("the filter process died while no agent was there; the VM was stopped"))
-        }
+        (Some(_), Some(_)) => match reconnect(shared, directory, record).await {
+            Err(why) => dead(format!(
+                "VM '{name}' was stopped, as the restarted agent could not take it over: {why}. {}",
+                cut()
+            )),
+            running => running,
+        },
+        (None, _) => dead(format!(
+            "VM '{name}' stopped while no agent was there to see why: its guest may have shut down, or QEMU died. If it is to run, {again}"
+        )),
+        (Some(_), None) => dead(format!(
+            "VM '{name}' was stopped: its filter process died while no agent was there. {}",
+            cut()
+        )),
     }
 }
 
@@ -93,7 +128,7 @@ async fn reconnect(
         let (Some(qemu), Some(filter)) = (process(qemu::NAME)?, process(filter::NAME)?) else {
             return Err(internal("the VM stopped while the agent was connecting to it"));
         };
-        match start::reconnect(shared, directory, record.slot, qemu, filter).await {
+        match start::reconnect(shared, directory, record, qemu, filter).await {
             Err(problem) if attempt < ATTEMPTS => {
                 tracing::warn!(vm = %record.spec.vm, %problem, attempt, "cannot connect to a VM yet");
                 attempt += 1;

@@ -8,6 +8,8 @@
 //!     │◄─────────────────────── force, QEMU or filter ended ─ Stopping ──────────┘
 //!     │◄─────────────────────── force, QEMU or filter ended ─ Running
 //! ```
+//! A death of QEMU or filter goes on record, and stays there until the guest runs again ([`crate::deaths`]).
+//!
 //! Whatever happens comes to the owner as an event and is applied by it alone; after each event it posts
 //! what the server is to see. `Off` is entered when no process is left and the run directory is gone.
 
@@ -28,6 +30,7 @@ use vmseal_api::id::{DiskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 
 use crate::board::Board;
+use crate::deaths::Deaths;
 use crate::keys::KeyBox;
 use crate::qemu::Qemu;
 use crate::run_dir::RunDir;
@@ -47,6 +50,8 @@ pub struct Shared {
     pub key_box: KeyBox,
     /// Where processes are on record.
     pub run_dir: RunDir,
+    /// Where deaths are.
+    pub deaths: Deaths,
     /// Whom processes run as.
     pub users: Users,
     /// The filter program.
@@ -87,7 +92,7 @@ pub struct Vm(mpsc::Sender<Call>);
 pub enum Beginning {
     /// Off, never seen.
     New,
-    /// Off, and found dead.
+    /// Off: it died, or was found dead.
     Dead(Stopped),
     /// Running since before the agent's start.
     Alive(Box<Running>),
@@ -118,6 +123,11 @@ impl Vm {
         self.0.send(call(reply)).await.map_err(|_| crate::rules::unknown(vm))?;
         answer.await.map_err(|_| crate::rules::unknown(vm))?
     }
+}
+
+/// What to do about a VM that died.
+fn remedy(vm: &str) -> String {
+    format!("Its disks are as a power cut leaves them: start it again (vmseal vm start {vm})")
 }
 
 fn internal(error: impl std::fmt::Display) -> Problem {

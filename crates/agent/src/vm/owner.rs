@@ -24,9 +24,6 @@ use crate::datastore::Home;
 use crate::disk::{self, Recipe};
 use crate::rules::{self, PowerOn};
 
-/// How long a guest that was asked to shut down counts as stopping; then it runs on.
-const SHUTDOWN_PATIENCE: Duration = Duration::from_secs(180);
-
 /// How often running processes are looked after.
 const CARE_INTERVAL: Duration = Duration::from_secs(10);
 
@@ -55,6 +52,8 @@ pub struct Owner {
     state: State,
     kek: Option<SecretBytes>,
     stopped: Option<Stopped>,
+    /// Also on record.
+    died: Option<Stopped>,
     phases: BTreeMap<DiskId, DiskPhase>,
     jobs: Jobs,
     /// From opening the disks; stay until the next start.
@@ -65,7 +64,7 @@ pub struct Owner {
 
 impl Owner {
     pub fn new(shared: Arc<Shared>, spec: VmSpec, beginning: Beginning) -> Self {
-        let (state, stopped) = match beginning {
+        let (state, died) = match beginning {
             Beginning::New => (State::Off, None),
             Beginning::Dead(stopped) => (State::Off, Some(stopped)),
             Beginning::Alive(running) => (State::Running(running), None),
@@ -75,7 +74,8 @@ impl Owner {
             spec,
             state,
             kek: None,
-            stopped,
+            stopped: died.clone(),
+            died,
             phases: BTreeMap::new(),
             jobs: Jobs::new(),
             header_notices: Vec::new(),
@@ -137,6 +137,7 @@ impl Owner {
             power: self.power(),
             key: self.key(),
             stopped: self.stopped.clone(),
+            died: self.died.clone(),
             disks: self.phases.iter().map(disk).collect(),
             notices: self.header_notices.iter().chain(&self.troubles).cloned().collect(),
         };
@@ -168,7 +169,7 @@ impl Owner {
 
     async fn apply(&mut self, event: Event) {
         match event {
-            Event::Started(result) => self.started(*result),
+            Event::Started(result) => self.started(*result).await,
             Event::Happened(Happening::Reported(event)) => {
                 if let State::Running(running) | State::Stopping { running, .. } = &mut self.state {
                     running.last_words.hear(event);
@@ -176,8 +177,8 @@ impl Owner {
             }
             Event::Happened(happening) => {
                 if let Some(running) = self.take_running() {
-                    let ending = running.end_after(happening).await;
-                    self.went_off(ending);
+                    let ending = running.end_after(&self.spec.name, happening).await;
+                    self.went_off(ending).await;
                 }
             }
             Event::PatienceOver => {
@@ -191,7 +192,7 @@ impl Owner {
             }
             Event::Care => {
                 if let State::Running(running) | State::Stopping { running, .. } = &self.state {
-                    self.troubles = running.look_after().await;
+                    self.troubles = running.look_after(&self.spec).await;
                 }
             }
             Event::Call(_) => {}
@@ -208,21 +209,37 @@ impl Owner {
         }
     }
 
-    fn went_off(&mut self, (reason, detail): Ending) {
-        tracing::info!(vm = %self.spec.vm, ?reason, detail, "the VM is off");
+    /// No process is left: records what there is to record, and only then clears away.
+    async fn went_off(&mut self, (reason, detail): Ending) {
+        let vm = self.spec.vm;
+        tracing::info!(%vm, ?reason, detail, "the VM is off");
         self.state = State::Off;
         self.troubles.clear();
-        self.stopped = Some(Stopped { at: Timestamp::now(), reason, detail });
+        let stopped = Stopped { at: Timestamp::now(), reason, detail };
+        if reason.is_death() {
+            self.died = Some(stopped.clone());
+        }
+        self.stopped = Some(stopped);
+        // A start that got far enough to forget the last death may have failed after all.
+        if let Some(died) = &self.died
+            && let Err(error) = self.shared.deaths.record(&self.spec, died)
+        {
+            tracing::warn!(%vm, %error, "the death of a VM cannot be put on record");
+        }
+        if let Err(error) = self.shared.run_dir.vm(vm).sweep().await {
+            tracing::warn!(%vm, %error, "cannot remove the run directory of a VM");
+        }
     }
 
-    fn started(&mut self, result: StartResult) {
+    async fn started(&mut self, result: StartResult) {
         match result {
             Ok((running, notices)) => {
                 tracing::info!(vm = %self.spec.vm, qemu = running.qemu.pid(), "the VM runs");
+                self.died = None;
                 self.header_notices = notices;
                 self.state = State::Running(Box::new(running));
             }
-            Err(problem) => self.went_off((StopReason::FailedToStart, problem.detail)),
+            Err(problem) => self.went_off((StopReason::FailedToStart, problem.detail)).await,
         }
     }
 
@@ -241,7 +258,7 @@ impl Owner {
         for disk in self.spec.disks.iter().map(|disk| disk.disk) {
             self.jobs.cancel(disk).await;
         }
-        Ok(())
+        self.shared.deaths.forget(self.spec.vm).map_err(internal)
     }
 
     fn offer_key(&mut self, offered: &SealedKey) -> Result<(), Problem> {
@@ -300,7 +317,8 @@ impl Owner {
             return Ok(());
         }
         if !self.jobs.is_empty() {
-            return Err(rules::wrong_state(&self.spec, "cannot start: a disk is being looked at"));
+            let what = "cannot start while a disk is being looked at. Try again in a moment";
+            return Err(rules::wrong_state(&self.spec, what));
         }
         let disks = self.spec.disks.iter();
         let disks = disks.filter_map(|disk| Some((disk.clone(), self.facts(disk)?))).collect();
@@ -327,9 +345,13 @@ impl Owner {
     }
 
     async fn power_off(&mut self, how: PowerOff) -> Result<(), Problem> {
+        let patience = match how {
+            PowerOff::Shutdown { seconds } => rules::patience(seconds)?,
+            PowerOff::Force => Duration::ZERO,
+        };
         match (std::mem::replace(&mut self.state, State::Off), how) {
             (State::Off, _) => {}
-            (state @ State::Starting { .. }, PowerOff::Shutdown) => {
+            (state @ State::Starting { .. }, PowerOff::Shutdown { .. }) => {
                 self.state = state;
                 let what =
                     "is only being started: its guest cannot be asked yet. Wait, or force it off";
@@ -344,28 +366,23 @@ impl Owner {
                         (StopReason::PoweredOff, "an operator cancelled the start".to_owned())
                     }
                 };
-                self.went_off(ending);
+                self.went_off(ending).await;
             }
-            (State::Running(running), PowerOff::Shutdown) => {
+            (
+                // Pressed again: some guests heed only what comes after they are up.
+                State::Running(running) | State::Stopping { running, .. },
+                PowerOff::Shutdown { .. },
+            ) => {
                 let asked = running.ask_to_shut_down().await;
                 self.state = match asked {
-                    Ok(()) => {
-                        State::Stopping { running, until: Instant::now() + SHUTDOWN_PATIENCE }
-                    }
+                    Ok(()) => State::Stopping { running, until: Instant::now() + patience },
                     Err(_) => State::Running(running),
                 };
                 asked.map_err(internal)?;
             }
-            (State::Stopping { running, .. }, PowerOff::Shutdown) => {
-                // Pressed again: some guests heed only what comes after they are up.
-                let asked = running.ask_to_shut_down().await;
-                let until = Instant::now() + SHUTDOWN_PATIENCE;
-                self.state = State::Stopping { running, until };
-                asked.map_err(internal)?;
-            }
             (State::Running(running) | State::Stopping { running, .. }, PowerOff::Force) => {
                 let ending = running.force_off().await;
-                self.went_off(ending);
+                self.went_off(ending).await;
             }
         }
         Ok(())
@@ -378,7 +395,8 @@ impl Owner {
             }
             State::Off | State::Starting { .. } => None,
         };
-        stream.ok_or_else(|| rules::wrong_state(&self.spec, "does not run: it has no console"))
+        let what = "does not run: it has no console. Start it first";
+        stream.ok_or_else(|| rules::wrong_state(&self.spec, what))
     }
 }
 

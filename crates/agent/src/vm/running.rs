@@ -7,7 +7,7 @@ use serde_json::Value;
 use tokio::sync::mpsc;
 use tokio::time::timeout;
 use vmseal_api::filter::FilterStatus;
-use vmseal_api::host::{Notice, NoticeCode, StopReason};
+use vmseal_api::host::{DatastoreLocation, Notice, NoticeCode, StopReason, VmSpec};
 
 use crate::console::Console;
 use crate::filter::{self, Control, FilterError};
@@ -97,34 +97,31 @@ impl Running {
         self.qmp.execute("system_powerdown", Value::Null).await.map(drop)
     }
 
-    /// Ends everything after something has ended by itself, and says why.
-    pub async fn end_after(mut self, happening: Happening) -> Ending {
-        let ending = match happening {
-            Happening::FilterEnded(exit) => self.after_filter(exit).await,
-            Happening::QemuEnded(exit) => self.after_qemu(exit).await,
+    /// Ends everything after something has ended by itself, and says why. What is left of the VM is its
+    /// directory.
+    pub async fn end_after(mut self, vm: &str, happening: Happening) -> Ending {
+        match happening {
+            Happening::FilterEnded(exit) => self.after_filter(vm, exit).await,
+            Happening::QemuEnded(exit) => self.after_qemu(vm, exit).await,
             Happening::MonitorLost | Happening::Reported(_) => {
                 let exit = self.qemu.end_within(QUIT_PATIENCE).await;
-                self.after_qemu(exit).await
+                self.after_qemu(vm, exit).await
             }
-        };
-        self.clear().await;
-        ending
+        }
     }
 
     /// The filter is gone: the guest must not go on believing that it writes.
-    async fn after_filter(&mut self, exit: Exit) -> Ending {
+    async fn after_filter(&mut self, vm: &str, exit: Exit) -> Ending {
         self.qemu.kill();
         self.qemu.ended().await;
         let error = filter::ended(exit, &self.directory);
         (
             StopReason::FilterDied,
-            format!(
-                "{error}. The VM was stopped; its disks are as a power cut leaves them. Start it again"
-            ),
+            format!("VM '{vm}' was stopped because of {error}. {}", super::remedy(vm)),
         )
     }
 
-    async fn after_qemu(&mut self, exit: Exit) -> Ending {
+    async fn after_qemu(&mut self, vm: &str, exit: Exit) -> Ending {
         let words = async {
             while let Some(event) = self.events.recv().await {
                 self.last_words.hear(event);
@@ -135,11 +132,20 @@ impl Running {
         let flushed = self.end_filter().await;
         let reason = self.last_words.reason();
         let said =
-            self.directory.last_words(qemu::NAME).unwrap_or_else(|| "without a word".to_owned());
+            |log| self.directory.last_words(log).unwrap_or_else(|| "without a word".to_owned());
         let mut detail = match reason {
             StopReason::GuestShutdown => "the guest powered itself off".to_owned(),
-            StopReason::GuestPanicked => "the guest panicked; its console shows why".to_owned(),
-            _ => format!("QEMU {exit}: {said}"),
+            StopReason::GuestPanicked => {
+                let said = said(qemu::CONSOLE);
+                format!("the guest panicked; its console ends: {said}. {}", super::remedy(vm))
+            }
+            _ => {
+                let said = said(qemu::NAME);
+                format!(
+                    "QEMU of VM '{vm}' {exit}: {said}. {}. If that repeats, the kernel's log of the host may say why",
+                    super::remedy(vm)
+                )
+            }
         };
         if let Err(error) = flushed {
             detail = format!("{detail}. Afterwards {error}");
@@ -147,7 +153,7 @@ impl Running {
         (reason, detail)
     }
 
-    /// Cuts the power.
+    /// Cuts the power. What is left of the VM is its directory.
     pub async fn force_off(self) -> Ending {
         if let Err(error) = self.qmp.execute("quit", Value::Null).await {
             tracing::info!(%error, "QEMU does not take 'quit' and is killed");
@@ -155,7 +161,6 @@ impl Running {
         }
         self.qemu.end_within(QUIT_PATIENCE).await;
         let flushed = self.end_filter().await;
-        self.clear().await;
         let mut detail = "an operator cut the power".to_owned();
         if let Err(error) = flushed {
             detail = format!("{detail}. Afterwards {error}");
@@ -177,23 +182,24 @@ impl Running {
         result
     }
 
-    async fn clear(self) {
-        if let Err(error) = self.directory.sweep().await {
-            tracing::warn!(%error, "cannot remove the run directory of a VM");
-        }
-    }
-
     /// Looks after logs and asks the filter for trouble.
-    pub async fn look_after(&self) -> Vec<Notice> {
+    pub async fn look_after(&self, spec: &VmSpec) -> Vec<Notice> {
         self.directory.bound_logs();
-        self.control.status().await.map(|status| troubles(&status)).unwrap_or_default()
+        self.control.status().await.map(|status| troubles(spec, &status)).unwrap_or_default()
     }
 }
 
 /// What a filter's status holds that an operator should see.
-fn troubles(status: &FilterStatus) -> Vec<Notice> {
+fn troubles(spec: &VmSpec, status: &FilterStatus) -> Vec<Notice> {
     let trouble = status.disks.iter().filter_map(|disk| {
-        let detail = disk.trouble.clone()?;
+        let trouble = disk.trouble.as_ref()?;
+        let known = spec.disks.iter().find(|known| known.disk == disk.disk)?;
+        let DatastoreLocation::Dir { path } = &known.datastore.location;
+        let detail = format!(
+            "disk '{}' answers its guest with errors: {trouble}. See that {} is there, has room and works; the guest runs on",
+            known.name,
+            path.display()
+        );
         Some(Notice { code: NoticeCode::DiskErrors, disk: Some(disk.disk), detail })
     });
     trouble.collect()

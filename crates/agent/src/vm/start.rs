@@ -11,6 +11,7 @@ use serde_json::Value;
 use tokio::task::spawn_blocking;
 use vmseal_api::filter::DiskActivity;
 use vmseal_api::host::{DiskFacts, DiskSpec, Notice, VmSpec};
+use vmseal_api::id::DiskId;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_secret::SecretBytes;
 
@@ -22,7 +23,7 @@ use crate::filter::{self, Control};
 use crate::process::Process;
 use crate::qemu;
 use crate::qmp::{Event, Qmp};
-use crate::run_dir::{Phase, ProcessDir};
+use crate::run_dir::{Phase, ProcessDir, Record};
 use crate::users::Slot;
 
 /// The longest that a disk may take to be connected once QEMU's monitor answers.
@@ -85,7 +86,7 @@ pub async fn start(
     drop(connections);
 
     let (console, qmp, events) = connect(directory, &qemu, &filter).await?;
-    wait_connected(&control).await?;
+    wait_connected(&control, spec).await?;
     let running = Running {
         directory: directory.clone(),
         qemu,
@@ -97,6 +98,8 @@ pub async fn start(
         slot,
         last_words: LastWords::default(),
     };
+    // In this order: a VM on record as running that is found dead has no older death on record.
+    shared.deaths.forget(spec.vm).map_err(internal)?;
     directory.write(spec, running.slot.number(), Phase::Running).map_err(internal)?;
     running.qmp.execute("cont", Value::Null).await.map_err(internal)?;
     Ok((running, notices))
@@ -140,20 +143,29 @@ async fn connect(
 }
 
 /// Waits until every disk is connected.
-async fn wait_connected(control: &Control) -> Result<(), Problem> {
+async fn wait_connected(control: &Control, spec: &VmSpec) -> Result<(), Problem> {
     let give_up = Instant::now() + CONNECT_TIMEOUT;
     loop {
         let status = control.status().await.map_err(internal)?;
         let waiting = status.disks.iter().find(|disk| disk.state != DiskActivity::Connected);
         let Some(disk) = waiting else { return Ok(()) };
         if let DiskActivity::Failed { message } = &disk.state {
-            return Err(internal(format!("disk {}: {message}", disk.disk)));
+            let name = name(spec, disk.disk);
+            return Err(internal(format!("disk '{name}' cannot be served: {message}")));
         }
         if Instant::now() > give_up {
-            return Err(internal(format!("QEMU has not connected to disk {}", disk.disk)));
+            let (name, seconds) = (name(spec, disk.disk), CONNECT_TIMEOUT.as_secs());
+            return Err(internal(format!(
+                "QEMU has not connected to disk '{name}' within {seconds} s; try again when the host has less to do"
+            )));
         }
         tokio::time::sleep(CONNECT_INTERVAL).await;
     }
+}
+
+fn name(spec: &VmSpec, disk: DiskId) -> String {
+    let known = spec.disks.iter().find(|known| known.disk == disk);
+    known.map_or_else(|| disk.to_string(), |known| known.name.clone())
 }
 
 /// Connects to the processes of a VM that an earlier agent started, and lets its guest go if that agent
@@ -161,16 +173,17 @@ async fn wait_connected(control: &Control) -> Result<(), Problem> {
 pub async fn reconnect(
     shared: &Shared,
     directory: &ProcessDir,
-    slot: u32,
+    record: &Record,
     qemu: Process,
     filter: Process,
 ) -> Result<Running, Problem> {
+    let spec = &record.spec;
     let (console, qmp, events) = connect(directory, &qemu, &filter).await?;
     let control = Control::of(directory);
     control.ready(&filter, directory).await.map_err(internal)?;
     let status = qmp.execute("query-status", Value::Null).await.map_err(internal)?;
     if status["running"] != Value::Bool(true) {
-        wait_connected(&control).await?;
+        wait_connected(&control, spec).await?;
         qmp.execute("cont", Value::Null).await.map_err(internal)?;
     }
     Ok(Running {
@@ -181,7 +194,7 @@ pub async fn reconnect(
         events,
         console,
         control,
-        slot: Arc::new(shared.users.take_again(slot)),
+        slot: Arc::new(shared.users.take_again(record.slot)),
         last_words: LastWords::default(),
     })
 }

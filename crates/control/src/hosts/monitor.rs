@@ -319,11 +319,10 @@ fn is_silence(problem: &Problem) -> bool {
 
 async fn tell_power(write: &mut Write<'_>, vm: &Vm, seen: &VmState) -> Result<(), StoreError> {
     let (actor, target) = (crate::SELF, vm.name.as_str());
-    if let Some(Stopped { reason, detail, .. }) = &seen.stopped
+    if let Some(Stopped { detail, .. }) = &seen.stopped
         && vm.seen_stopped != seen.stopped
     {
-        let detail = format!("{}: {detail}", store::to_name(reason));
-        write.event(NewEvent { kind: "vm.stopped", actor, target, detail: &detail }).await?;
+        write.event(NewEvent { kind: "vm.stopped", actor, target, detail }).await?;
     }
     if seen.power == Power::Running && vm.seen_power != Some(Power::Running) {
         let detail = format!("on host '{}'", vm.host_name);

@@ -225,7 +225,7 @@ impl KeyProvider for NativeProvider {
         let kek = self.root()?.kek(&key.key_id)?;
         if self.check(vm, &key.key_id, &kek)? != key.check {
             let detail = format!(
-                "key '{}' of provider '{}' is not the one that the VM was made with",
+                "key '{}' of provider '{}' is not the one that the VM was made with: is its key file from another backup? Restore the right one",
                 key.key_id, self.name
             );
             return Err(Problem::new(ErrorCode::KeyMismatch, detail));

@@ -4,12 +4,16 @@
 use std::time::Duration;
 
 use tokio::time::Instant;
-use vmseal_api::host::{HostState, Power, PowerOff};
+use vmseal_api::host::{HostAgent, HostState, Power, PowerOff};
 use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::operation::Operation;
 use super::run::{Run, StepError, absent_is_fine, state_of};
 use super::start_vm::wait_off;
+use crate::store::vms::Vm;
+
+/// How much later than the task a host may notice that the guest's time is over.
+const HOST_LAG: Duration = Duration::from_secs(5);
 
 pub(super) async fn power_off(run: &Run<'_>) -> Result<(), StepError> {
     let Operation::StopVm { force, timeout_seconds, .. } = run.task.operation else {
@@ -25,18 +29,14 @@ pub(super) async fn power_off(run: &Run<'_>) -> Result<(), StepError> {
         absent_is_fine(agent.power_off(vm.id, PowerOff::Force).await)?;
         return wait_off(run, &vm, &*agent).await;
     }
-    absent_is_fine(agent.power_off(vm.id, PowerOff::Shutdown).await)?;
+    let how = PowerOff::Shutdown { seconds: timeout_seconds };
+    absent_is_fine(agent.power_off(vm.id, how).await)?;
     let deadline = Instant::now() + Duration::from_secs(timeout_seconds.into());
     loop {
         let left = deadline.saturating_duration_since(Instant::now());
         match tokio::time::timeout(left, run.news(&*agent, Some(&state))).await {
             Ok(next) => state = next?,
-            Err(_) => {
-                let detail = format!(
-                    "the guest did not shut down within {timeout_seconds} s: give it longer (--timeout), or cut its power (--force)"
-                );
-                return Err(StepError::Final(Problem::new(ErrorCode::TimedOut, detail)));
-            }
+            Err(_) => return not_heeded(run, &vm, &*agent, timeout_seconds).await,
         }
         if state_of(&state, vm.id).is_none_or(|seen| seen.power == Power::Off) {
             run.hosts().until_shown(vm.host, &state).await;
@@ -44,6 +44,30 @@ pub(super) async fn power_off(run: &Run<'_>) -> Result<(), StepError> {
         }
         run.check_cancelled()?;
     }
+}
+
+/// Fails when it is shown that the guest runs on: the host has counted the same time.
+async fn not_heeded(
+    run: &Run<'_>,
+    vm: &Vm,
+    agent: &dyn HostAgent,
+    seconds: u32,
+) -> Result<(), StepError> {
+    let give_up = Instant::now() + HOST_LAG;
+    let mut state = run.news(agent, None).await?;
+    let power = |state: &HostState| state_of(state, vm.id).map_or(Power::Off, |seen| seen.power);
+    while power(&state) == Power::Stopping && Instant::now() < give_up {
+        state = run.news(agent, Some(&state)).await?;
+    }
+    run.hosts().until_shown(vm.host, &state).await;
+    if power(&state) == Power::Off {
+        return Ok(());
+    }
+    let name = &vm.name;
+    let detail = format!(
+        "the guest of VM '{name}' did not shut down within {seconds} s and runs on: give it longer (vmseal vm stop {name} --timeout SECONDS), or cut its power (vmseal vm stop {name} --force)"
+    );
+    Err(StepError::Final(Problem::new(ErrorCode::TimedOut, detail)))
 }
 
 /// Nothing is undone; but without the host's word it is not known whether the VM runs.

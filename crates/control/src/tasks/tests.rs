@@ -387,7 +387,7 @@ async fn a_guest_that_does_not_shut_down_goes_on_and_is_shown_so() {
     assert_eq!(plant.calls(Call::PowerOff), 1, "it was asked more than once");
     assert_eq!(plant.agent.running(), [vm]);
     let view = plant.hosts.view(plant.host);
-    assert_ne!(view.vm(vm).unwrap().power, Power::Off);
+    assert_eq!(view.vm(vm).unwrap().power, Power::Running, "it is shown to be stopping");
 }
 
 #[tokio::test]
