@@ -49,6 +49,11 @@ pub enum IoError {
     /// The file ends where data should be.
     #[error("the image ends before the end of the disk: it was truncated; restore it from a copy")]
     Truncated,
+    /// A flush has failed before: the kernel may have dropped what it was to write, and tells only once.
+    #[error(
+        "an earlier flush failed, so what was written before it may be lost; look at the datastore, then stop and start the VM"
+    )]
+    Lost,
     /// Anything else that the kernel answers.
     #[error("the datastore answers: {}", std::io::Error::from_raw_os_error(*.0))]
     Device(i32),

@@ -84,6 +84,10 @@ pub struct Target {
     pub(super) punches: AtomicBool,
     /// Cleared when the file system says that it cannot.
     pub(super) zeroes: AtomicBool,
+    /// Whether the page cache is bypassed.
+    direct: bool,
+    /// Set when a flush has failed; see [`Target::flushed`].
+    lost: AtomicBool,
 }
 
 /// An open disk, from which each queue gets its backend.
@@ -120,7 +124,8 @@ impl FileDisk {
             return Err(OpenError::Offset { offset, block });
         }
         let (punches, zeroes) = (AtomicBool::new(true), AtomicBool::new(true));
-        let target = Target { fd, offset, end, punches, zeroes };
+        let target =
+            Target { fd, offset, end, punches, zeroes, direct, lost: AtomicBool::new(false) };
         Ok(Self { target: Arc::new(target), in_memory, block, memory })
     }
 
@@ -157,6 +162,17 @@ impl Target {
             flag.store(false, Ordering::Relaxed);
         }
         cannot
+    }
+
+    /// What a flush comes to that the kernel has answered. Where one fails, the kernel drops from the page
+    /// cache what it could not write, says so once, and to one of those who ask; so from then on no flush
+    /// of the disk is good, whoever asks for it. Without a page cache each flush speaks for itself.
+    pub(super) fn flushed(&self, answer: Result<(), IoError>) -> Result<(), IoError> {
+        if answer.is_err() && !self.direct {
+            self.lost.store(true, Ordering::Release);
+        }
+        answer?;
+        if self.lost.load(Ordering::Acquire) { Err(IoError::Lost) } else { Ok(()) }
     }
 
     /// Whether the file still has all of the disk.
@@ -266,3 +282,24 @@ pub(super) struct Zeroes(pub(super) [u8; ZEROES]);
 pub(super) const ZEROES: usize = 64 * 1024;
 
 pub(super) static ZERO: Zeroes = Zeroes([0; ZEROES]);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn after_a_failed_flush_none_is_good_unless_the_page_cache_is_bypassed() {
+        let device = Err(IoError::Device(libc::EIO));
+        for direct in [false, true] {
+            let fd = OwnedFd::from(tempfile::tempfile().unwrap());
+            let (punches, zeroes) = (AtomicBool::new(true), AtomicBool::new(true));
+            let lost = AtomicBool::new(false);
+            let target = Target { fd, offset: 0, end: None, punches, zeroes, direct, lost };
+            assert_eq!(target.flushed(Ok(())), Ok(()));
+            assert_eq!(target.flushed(device), device);
+            let next = if direct { Ok(()) } else { Err(IoError::Lost) };
+            assert_eq!(target.flushed(Ok(())), next);
+            assert_eq!(target.flushed(device), device, "what the kernel says now comes first");
+        }
+    }
+}

@@ -93,7 +93,8 @@ fn once(target: &Target, write: bool, at: u64, segments: &[Segment]) -> Result<u
 }
 
 fn flush(target: &Target) -> Result<(), IoError> {
-    nix::unistd::fdatasync(&target.fd).map_err(|error| IoError::from_errno(error as i32))
+    let answer = nix::unistd::fdatasync(&target.fd);
+    target.flushed(answer.map_err(|error| IoError::from_errno(error as i32)))
 }
 
 /// How a hole is asked for.

@@ -101,9 +101,12 @@ impl UringFile {
         let request = io.request(id);
         match request.operation {
             Operation::Read | Operation::Write => self.moved(id, answer, io),
-            _ if answer >= 0 => io.complete(id, Ok(())),
             _ if matches!(-answer, libc::EINTR | libc::EAGAIN) => self.push(id, io),
-            Operation::Flush => io.complete(id, Err(IoError::from_errno(-answer))),
+            Operation::Flush => {
+                let answer = if answer < 0 { Err(IoError::from_errno(-answer)) } else { Ok(()) };
+                io.complete(id, self.target.flushed(answer));
+            }
+            _ if answer >= 0 => io.complete(id, Ok(())),
             Operation::Discard | Operation::WriteZeroes { .. } => {
                 let result = self.fall_back(request, -answer);
                 io.complete(id, result);

@@ -13,9 +13,9 @@ use crate::nbd::wire::{
     handshake, info, option, option_reply, transmission,
 };
 
-/// The longest option, in bytes: a name of 4096 bytes, which is what the protocol allows, and what
-/// goes with it.
-pub const OPTION_MAX: usize = 4096 + 256;
+/// The longest option, in bytes: some strings of 4096 bytes, which is what the protocol allows, also where
+/// the option is one that is not known here (nbdkit takes as much).
+pub const OPTION_MAX: usize = 4 * 4096;
 
 /// The most options of one connection: more than any client has use for.
 pub const OPTIONS_MAX: usize = 64;
@@ -347,7 +347,10 @@ mod tests {
             Header::decode(&bytes)
         };
         assert_eq!(header(OPTION_MAGIC, OPTION_MAX), Ok(Header { option: 0, length: OPTION_MAX }));
-        assert_eq!(header(OPTION_MAGIC, OPTION_MAX + 1), Err(Hostile::Length(4353)));
+        assert_eq!(
+            header(OPTION_MAGIC, OPTION_MAX + 1),
+            Err(Hostile::Length(OPTION_MAX as u32 + 1))
+        );
         assert_eq!(header(OPTION_MAGIC - 1, 0), Err(Hostile::Magic));
     }
 

@@ -58,8 +58,8 @@ const BATCH: usize = 64;
 /// The most segments that are sent at once, before the last reply's.
 const SEND_BATCH: usize = 256;
 
-/// How long a client may take to take its last replies.
-const ENDING_MAX: Duration = Duration::from_secs(5);
+/// How long a client may take to take its last replies, once the disk has done its part.
+pub const ENDING_MAX: Duration = Duration::from_secs(5);
 
 /// Why a connection cannot go on.
 #[derive(Debug, thiserror::Error)]
@@ -224,6 +224,7 @@ impl<'a> Transmission<'a> {
                 moved = true;
             }
         }
+        let disk_works = self.chain.in_flight() > 0;
         self.chain.poll();
         while let Some(done) = self.chain.next_done() {
             moved = true;
@@ -233,6 +234,9 @@ impl<'a> Transmission<'a> {
                 self.fail(slot, wire::number(error));
             }
             self.done(slot, done.length)?;
+        }
+        if let (Phase::Ending { until }, true) = (&mut self.phase, disk_works) {
+            *until = Instant::now() + ENDING_MAX;
         }
         if self.phase != Phase::Broken {
             moved |= self.send()?;

@@ -146,6 +146,7 @@ pub fn number(error: IoError) -> u32 {
         IoError::NoSpace => error::ENOSPC,
         IoError::Scattered
         | IoError::Truncated
+        | IoError::Lost
         | IoError::Device(_)
         | IoError::Cipher
         | IoError::Overload => error::EIO,

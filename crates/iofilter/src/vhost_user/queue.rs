@@ -113,6 +113,25 @@ impl Running {
     }
 }
 
+/// Does on the caller's thread what a queue's thread does, until nothing moves or for that many passes;
+/// then ends as it does. For the fuzz targets.
+///
+/// # Errors
+/// No eventfd is to be had.
+#[doc(hidden)]
+pub fn serve_now(setup: Setup, chain: Chain, passes: usize) -> std::io::Result<(Chain, u16)> {
+    let stop = Arc::new(Stop::new()?);
+    let mut worker = Worker::new(setup, chain, Arc::clone(&stop));
+    worker.check_ring();
+    for _ in 0..passes {
+        if !worker.pass() {
+            break;
+        }
+    }
+    stop.ask();
+    Ok(worker.run())
+}
+
 /// A request under way.
 #[derive(Clone, Copy, Debug)]
 struct Pending {
@@ -156,10 +175,14 @@ impl Worker {
         Self { setup, chain, stop, phase, parser, pending, window: Duration::ZERO }
     }
 
-    fn run(mut self) -> (Chain, u16) {
+    fn check_ring(&mut self) {
         if !self.setup.queue.is_valid(&self.setup.memory) {
             self.broken(&Broken::Ring(virtio_queue::Error::QueueNotReady));
         }
+    }
+
+    fn run(mut self) -> (Chain, u16) {
+        self.check_ring();
         loop {
             if self.stop.asked() {
                 self.phase = Phase::Draining;
