@@ -1,0 +1,72 @@
+//! What every parser of outside bytes has to stand: any bytes. It must not panic, not take long, not
+//! take much memory, and answer as its contract says.
+//!
+//! A target is a module here with `run`, a line in [`TARGETS`], one in `tests/replay.rs`, and a folder of
+//! small seeds in `corpus/`. `cargo test -p vmseal-fuzz` replays the seeds and mutations of them;
+//! `scripts/fuzz` looks for new ones, guided by coverage. A find becomes a seed, with a test beside the
+//! code that was mended.
+
+#![allow(clippy::unwrap_used)] // a test
+
+pub mod filter_config;
+pub mod filter_control;
+pub mod join_token;
+pub mod key_file;
+pub mod luks_header;
+pub mod nbd_negotiation;
+pub mod nbd_transmission;
+pub mod qmp;
+pub mod rest_body;
+pub mod sealed;
+pub mod vhost_user_messages;
+pub mod vhost_user_queue;
+
+use std::sync::Arc;
+
+use vmseal_api::filter::Holes;
+use vmseal_api::id::DiskId;
+use vmseal_iofilter::backend::mem::MemDisk;
+use vmseal_iofilter::disk::{Disk, Encryption, Rest};
+use vmseal_iofilter::front_end::Served;
+use vmseal_iofilter::status::DiskState;
+use vmseal_secret::SecretBytes;
+
+/// Runs a parser on bytes, and panics if it does not do what it should.
+pub type Run = fn(&[u8]);
+
+/// All targets, by name.
+pub const TARGETS: &[(&str, Run)] = &[
+    ("filter_config", filter_config::run),
+    ("filter_control", filter_control::run),
+    ("join_token", join_token::run),
+    ("key_file", key_file::run),
+    ("luks_header", luks_header::run),
+    ("nbd_negotiation", nbd_negotiation::run),
+    ("nbd_transmission", nbd_transmission::run),
+    ("qmp", qmp::run),
+    ("rest_body", rest_body::run),
+    ("sealed", sealed::run),
+    ("vhost_user_messages", vhost_user_messages::run),
+    ("vhost_user_queue", vhost_user_queue::run),
+];
+
+/// The longest input that a target looks at, in bytes: it fits a socket's buffer, so that a target can
+/// send it before anyone reads.
+pub const INPUT_MAX: usize = 16 * 1024;
+
+fn secret(mut bytes: Vec<u8>) -> SecretBytes {
+    SecretBytes::from_wiped(&mut bytes).unwrap()
+}
+
+/// A disk in memory with buffers so small that requests have to wait for them, and what serves it.
+fn disk(bytes: &MemDisk, read_only: bool, encrypted: bool, queues: usize) -> (Disk, Arc<Served>) {
+    /// Each has 64 KiB of buffers then.
+    const POOLS: usize = 256;
+    let size = bytes.bytes().len() as u64;
+    let key = || secret((0..64).collect());
+    let encryption = encrypted.then(|| Encryption { key: key(), holes: Holes::Zero });
+    let disk = Disk::new(size, read_only, encryption, Rest::Mem(bytes.clone()), POOLS);
+    let state = Arc::new(DiskState::new(DiskId::new(), queues));
+    let served = Served { size, read_only, serial: "serial-1".into(), state };
+    (disk, Arc::new(served))
+}

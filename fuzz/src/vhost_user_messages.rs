@@ -1,0 +1,120 @@
+//! What a VMM sends to a disk's socket: messages with the descriptors that each kind has. Memory that it
+//! shares begins with the same bytes. The session ends, and gives its disk back.
+
+use std::io::{IoSlice, Read};
+use std::net::Shutdown;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
+use std::thread;
+
+use nix::sys::eventfd::EventFd;
+use nix::sys::memfd::{MFdFlags, memfd_create};
+use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
+use vmseal_iofilter::backend::mem::MemDisk;
+use vmseal_iofilter::chain::Chain;
+use vmseal_iofilter::stop::Stop;
+use vmseal_iofilter::vhost_user::serve;
+
+use crate::{INPUT_MAX, disk};
+
+const SIZE: usize = 128 * 1024;
+const QUEUES: usize = 2;
+
+/// The most messages: all their answers fit the socket's buffer, as nobody reads them meanwhile.
+const MESSAGES_MAX: usize = 64;
+
+/// The length of the memory that is shared.
+const MEMORY: i64 = 64 * 1024;
+
+/// The length of what precedes a message's payload: request, flags, length of the payload.
+const HEADER: usize = 12;
+
+/// Kinds of messages that come with descriptors (QEMU docs/interop/vhost-user).
+const SET_MEM_TABLE: u32 = 5;
+const ADD_MEM_REG: u32 = 37;
+const VRING_DESCRIPTORS: std::ops::RangeInclusive<u32> = 12..=14;
+/// In the payload of [`VRING_DESCRIPTORS`]: that there is none.
+const NO_DESCRIPTOR: u8 = 1;
+
+struct Server {
+    listener: UnixListener,
+    address: SocketAddr,
+}
+
+impl Server {
+    fn new() -> Self {
+        let thread = thread::current().id();
+        let name = format!("vmseal-fuzz-vhost-user-{}-{thread:?}", std::process::id());
+        let address = SocketAddr::from_abstract_name(name).unwrap();
+        Self { listener: UnixListener::bind_addr(&address).unwrap(), address }
+    }
+}
+
+thread_local! {
+    static SERVER: Server = Server::new();
+}
+
+fn number(bytes: &[u8]) -> u32 {
+    bytes.first_chunk().map_or(0, |bytes| u32::from_ne_bytes(*bytes))
+}
+
+/// The first message of `bytes` and what is behind it.
+fn message(bytes: &[u8]) -> (&[u8], &[u8]) {
+    let length = HEADER.saturating_add(number(bytes.get(8..).unwrap_or_default()) as usize);
+    bytes.split_at(length.min(bytes.len()))
+}
+
+fn send(stream: &UnixStream, message: &[u8], memory: &OwnedFd, event: &EventFd) {
+    let payload = message.get(HEADER..).unwrap_or_default();
+    let (fd, count): (BorrowedFd<'_>, usize) = match number(message) {
+        SET_MEM_TABLE => (memory.as_fd(), number(payload).min(8) as usize),
+        ADD_MEM_REG => (memory.as_fd(), 1),
+        kind if VRING_DESCRIPTORS.contains(&kind) => (
+            event.as_fd(),
+            usize::from(payload.get(1).is_none_or(|flags| flags & NO_DESCRIPTOR == 0)),
+        ),
+        _ => (event.as_fd(), 0),
+    };
+    let fds = vec![fd.as_raw_fd(); count];
+    let rights = [ControlMessage::ScmRights(&fds)];
+    let control = if count > 0 { &rights[..] } else { &[] };
+    // The other side may have ended the connection.
+    let parts = [IoSlice::new(message)];
+    let _ = sendmsg::<()>(stream.as_raw_fd(), &parts, control, MsgFlags::MSG_NOSIGNAL, None);
+}
+
+fn vmm(address: &SocketAddr, mut bytes: &[u8]) {
+    let memory = memfd_create("guest", MFdFlags::MFD_CLOEXEC).unwrap();
+    nix::unistd::ftruncate(&memory, MEMORY).unwrap();
+    nix::sys::uio::pwrite(&memory, bytes, 0).unwrap();
+    let event = EventFd::new().unwrap();
+    let mut stream = UnixStream::connect_addr(address).unwrap();
+    for _ in 0..MESSAGES_MAX {
+        if bytes.is_empty() {
+            break;
+        }
+        let (first, rest) = message(bytes);
+        send(&stream, first, &memory, &event);
+        bytes = rest;
+    }
+    let _ = stream.shutdown(Shutdown::Write);
+    let _ = stream.read_to_end(&mut Vec::new());
+}
+
+/// See the module.
+pub fn run(data: &[u8]) {
+    let data = &data[..data.len().min(INPUT_MAX)];
+    let (disk, served) = disk(&MemDisk::new(SIZE), false, true, QUEUES);
+    let chains: Vec<Chain> = (0..QUEUES).map(|_| disk.chain().unwrap()).collect();
+    let (stop, uid) = (Stop::new().unwrap(), nix::unistd::geteuid().as_raw());
+    let chains = SERVER.with(|Server { listener, address }| {
+        thread::scope(|scope| {
+            let serving = scope.spawn(|| serve(listener, uid, &served, chains, &stop));
+            vmm(address, data);
+            stop.ask();
+            serving.join().unwrap().unwrap()
+        })
+    });
+    assert!(chains.len() == QUEUES && chains.iter().all(|chain| chain.in_flight() == 0));
+}

@@ -1,0 +1,94 @@
+//! What a guest writes into its memory for a queue of its disk: the first byte says how the queue is set
+//! up, the rest is the memory from its start on, where the ring is. What the parser gives for data is
+//! in the guest's memory, and the queue comes to an end.
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use nix::sys::eventfd::EventFd;
+use virtio_queue::{Queue, QueueOwnedT, QueueT};
+use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion};
+use vmseal_iofilter::backend::mem::MemDisk;
+use vmseal_iofilter::memory::{Segment, Segments};
+use vmseal_iofilter::vhost_user::queue::{Setup, serve_now};
+use vmseal_iofilter::vhost_user::request::Parser;
+
+use crate::{INPUT_MAX, disk};
+
+const SIZE: usize = 128 * 1024;
+
+/// The guest's memory: two regions, with a gap between them. The second is so large that descriptors of
+/// the same memory can come to more than 4 GiB.
+const REGIONS: [(GuestAddress, usize); 2] =
+    [(GuestAddress(0), 64 * 1024), (GuestAddress(128 * 1024), 8 << 20)];
+
+/// Where the used ring is: behind all input.
+const USED: u64 = 0xf000;
+
+/// The largest queue.
+const RING_MAX: u16 = 1024;
+
+/// The most passes. A queue whose used ring lies over its available ring feeds itself without end.
+const PASSES: usize = 64;
+
+fn queue(size: u16, event_idx: bool) -> Queue {
+    let mut queue = Queue::new(RING_MAX).unwrap();
+    queue.set_size(size);
+    queue.try_set_desc_table_address(GuestAddress(0)).unwrap();
+    queue.try_set_avail_ring_address(GuestAddress(u64::from(size) * 16)).unwrap();
+    queue.try_set_used_ring_address(GuestAddress(USED)).unwrap();
+    queue.set_event_idx(event_idx);
+    queue.set_ready(true);
+    queue
+}
+
+/// Whether a segment lies in one region of the guest's memory.
+fn is_inside(segment: &Segment, memory: &GuestMemoryMmap) -> bool {
+    let start = segment.base() as usize;
+    memory.iter().any(|region| {
+        let base = memory.get_host_address(region.start_addr()).unwrap() as usize;
+        start >= base && start + segment.len() <= base + region.len() as usize
+    })
+}
+
+fn check_parser(mut queue: Queue, memory: &GuestMemoryMmap) {
+    let mut parser = Parser::default();
+    let Ok(chains) = queue.iter(memory) else { return };
+    for chain in chains {
+        let mut data = Segments::default();
+        if let Ok(parsed) = parser.parse(chain, memory, &mut data) {
+            assert_eq!(parsed.status.len(), 1);
+            assert!(is_inside(&parsed.status, memory));
+            assert!(data.as_slice().iter().all(|segment| is_inside(segment, memory)));
+        }
+    }
+}
+
+/// See the module.
+pub fn run(data: &[u8]) {
+    let Some((&kind, content)) = data.split_first() else { return };
+    let content = &content[..content.len().min(INPUT_MAX)];
+    let (size, event_idx) = (1 << (kind & 7), kind & 8 != 0);
+    let (write_through, read_only, encrypted) = (kind & 16 != 0, kind & 32 != 0, kind & 64 == 0);
+    let memory = GuestMemoryMmap::from_ranges(&REGIONS).unwrap();
+    memory.write_slice(content, GuestAddress(0)).unwrap();
+    check_parser(queue(size, event_idx), &memory);
+
+    let bytes = MemDisk::new(SIZE);
+    let (disk, served) = disk(&bytes, read_only, encrypted, 1);
+    let event = || Arc::new(OwnedFd::from(EventFd::new().unwrap()));
+    let setup = Setup {
+        index: 0,
+        queue: queue(size, event_idx),
+        memory,
+        kick: event(),
+        call: Some(event()),
+        error: Some(event()),
+        write_through,
+        serial: Arc::clone(&served.serial),
+        state: Arc::clone(&served.state),
+    };
+    let (chain, _) = serve_now(setup, disk.chain().unwrap(), PASSES).unwrap();
+    assert_eq!(chain.in_flight(), 0);
+    assert!(!read_only || bytes.bytes().iter().all(|&byte| byte == 0), "read-only, and changed");
+}
