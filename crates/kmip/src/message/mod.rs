@@ -22,5 +22,6 @@ mod response;
 mod tests;
 
 pub use fields::{Fields, Violation};
+pub(crate) use request::write_version;
 pub use request::{BATCH_MAX, request};
 pub use response::{Outcome, REFUSAL_TEXT_MAX, Refusal, responses};

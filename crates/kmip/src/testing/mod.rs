@@ -1,1 +1,23 @@
-//! x
+//! For the tests of this crate and of those that use it: certificates, a real PyKMIP server, and a server
+//! that does wrong on purpose. Panics with a clear message when something is missing.
+//!
+//! ```no_run
+//! use vmseal_kmip::client::{Client, Settings};
+//! use vmseal_kmip::testing::{Authority, PyKmip, Validity};
+//!
+//! let authority = Authority::new("kms");
+//! let server = PyKmip::start(&authority);
+//! let identity = authority.client("vmseal", Validity::Now).identity();
+//! let settings = Settings::new(server.endpoint(), authority.trust(), identity);
+//! let client = Client::new(settings).unwrap();
+//! ```
+//!
+//! PyKMIP has to be installed first: `scripts/pykmip-environment`.
+
+mod certificates;
+mod pykmip;
+mod scripted;
+
+pub use certificates::{Authority, Issued, Validity, self_signed};
+pub use pykmip::PyKmip;
+pub use scripted::{Asked, Reaction, ScriptedServer};
