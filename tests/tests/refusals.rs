@@ -11,10 +11,12 @@ use std::time::{Duration, Instant};
 use nix::fcntl::{FcntlArg, fcntl};
 use nix::libc;
 use serde_json::{Value, json};
+use vmseal_secret::SecretBytes;
+use vmseal_secret::passphrase::{Cost, open_with_passphrase, seal_with_passphrase};
 use vmseal_tests::eventually;
 use vmseal_tests::guest::counter_disk;
 use vmseal_tests::header;
-use vmseal_tests::installation::{Installation, create, text};
+use vmseal_tests::installation::{Installation, PASSPHRASE, create, text};
 
 /// How long a refusal may take: nothing that a hostile header asks for is computed.
 const REFUSAL: Duration = Duration::from_secs(5);
@@ -159,6 +161,70 @@ fn the_header_of_another_vms_disk_is_refused() {
     header::write(&image, &others).unwrap();
     let (own_id, other_id) = (disk_id(&here, "sealed"), disk_id(&here, "other"));
     refuses_to_start(&here, &image, &["header of disk", &own_id, &other_id]);
+}
+
+/// The wrong KEK is one of the right id with other bytes. The host meets it in a header that another KEK
+/// made, the server in a provider that derives from another root key (of a backup of before, or of a server
+/// that does not replicate).
+#[test]
+fn another_key_under_the_right_id_is_refused_by_host_and_server() {
+    let (mut here, image) = with_stopped_vm();
+    let key_id = here.vm("sealed").unwrap()["key"]["key_id"].as_str().unwrap().to_owned();
+    let good = header::read(&image).unwrap();
+    let mut own = Value::Null;
+    header::forge(&image, |json| own = json["tokens"]["0"].clone()).unwrap();
+    here.create_counter("other", "encrypted").unwrap();
+    let others = header::read(&here.images("other").unwrap()[0]).unwrap();
+    header::write(&image, &others).unwrap();
+    let takes = |fields: &[&str]| {
+        let forged = header::forge(&image, |json| {
+            fields.iter().for_each(|field| json["tokens"]["0"][field] = own[field].clone());
+        });
+        forged.unwrap();
+    };
+    takes(&["provider", "key_id", "vm", "disk"]);
+    refuses_to_start(&here, &image, &["disk0", &key_id, "another key for the same id"]);
+    takes(&["check"]);
+    refuses_to_start(&here, &image, &["disk0", &key_id, "does not open"]);
+    header::write(&image, &good).unwrap();
+    assert_eq!(here.boot_counter("sealed").unwrap(), 2);
+    here.vmseal(&["vm", "stop", "sealed", "--force"]).unwrap();
+
+    let key_file = root_key_file(&here);
+    let right = exchange_root_key(&key_file);
+    here.kill_agent();
+    here.kill_server();
+    here.start_server().unwrap();
+    here.start_agent().unwrap();
+    assert_eq!(here.json(&["provider", "show", "keys"]).unwrap()["status"], "normal");
+    let said = here.wait_alarm("sealed", "vm-locked").unwrap();
+    println!("the alarm says: {said}");
+    assert!(said.contains(&key_id) && said.contains("not the one"), "{said}");
+    refuses_to_start(&here, &image, &["'keys'", &key_id, "not the one", "backup"]);
+    assert_eq!(here.vm("sealed").unwrap()["key_state"], "missing");
+
+    here.kill_server();
+    std::fs::write(&key_file, right).unwrap();
+    here.start_server().unwrap();
+    here.wait_no_alarm("sealed", "vm-locked").unwrap();
+    assert_eq!(here.boot_counter("sealed").unwrap(), 3);
+}
+
+fn root_key_file(here: &Installation) -> PathBuf {
+    let provider = here.json(&["provider", "show", "keys"]).unwrap();
+    here.path("server/providers").join(provider["id"].as_str().unwrap()).join("key")
+}
+
+/// Puts a key file of the same provider with another key-derivation key in place; gives what was there.
+fn exchange_root_key(path: &Path) -> Vec<u8> {
+    const PURPOSE: &[u8] = b"vmseal native provider key v1";
+    let sealed = std::fs::read(path).unwrap();
+    let passphrase = SecretBytes::from_wiped(&mut PASSPHRASE.as_bytes().to_vec()).unwrap();
+    let mut root = open_with_passphrase(&sealed, &passphrase, PURPOSE).unwrap();
+    *root.expose_mut().last_mut().unwrap() ^= 1;
+    let other = seal_with_passphrase(&root, &passphrase, PURPOSE, Cost::RECOMMENDED).unwrap();
+    std::fs::write(path, other).unwrap();
+    sealed
 }
 
 fn disk_id(here: &Installation, vm: &str) -> String {
