@@ -43,11 +43,11 @@ pub enum FilterError {
     #[error("the filter process: {0}")]
     Io(#[from] io::Error),
     /// It has ended.
-    #[error("the filter process {exit}: {said}")]
+    #[error("the filter process {exit}, {said}")]
     Ended {
         /// How.
         exit: process::Exit,
-        /// The last line of its log.
+        /// How its log ends.
         said: String,
     },
     /// No answer in time.
@@ -229,8 +229,7 @@ impl Control {
 /// A filter that has ended, and what it said last.
 #[must_use]
 pub fn ended(exit: process::Exit, directory: &ProcessDir) -> FilterError {
-    let said = directory.last_words(NAME).unwrap_or_else(|| "without a word".to_owned());
-    FilterError::Ended { exit, said }
+    FilterError::Ended { exit, said: directory.log_ends(NAME) }
 }
 
 fn unexpected(reply: ControlReply) -> FilterError {

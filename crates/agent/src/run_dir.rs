@@ -235,6 +235,15 @@ impl ProcessDir {
         Some(line.chars().filter(|c| !c.is_control()).take(500).collect())
     }
 
+    /// How a log ends, as a part of a sentence about its process' end.
+    #[must_use]
+    pub fn log_ends(&self, name: &str) -> String {
+        match self.last_words(name) {
+            Some(words) => format!("and its log ends '{words}'"),
+            None => "without a word in its log".to_owned(),
+        }
+    }
+
     /// Cuts the logs that have grown too long. Their writers append: they go on at the beginning.
     pub fn bound_logs(&self) {
         for name in ["filter", "qemu", "console"] {
@@ -361,10 +370,12 @@ pub(crate) mod tests {
         let directory = RunDir::open(root.path()).unwrap().import(DiskId::new());
         directory.renew().await.unwrap();
         assert_eq!(directory.last_words("filter"), None);
+        assert_eq!(directory.log_ends("filter"), "without a word in its log");
         let mut log = directory.log("filter").unwrap();
         log.write_all(&vec![b'x'; LOG_MAX as usize]).unwrap();
         log.write_all(b"\nthe reason\x1b[0m\n\n").unwrap();
         assert_eq!(directory.last_words("filter").unwrap(), "the reason[0m");
+        assert_eq!(directory.log_ends("filter"), "and its log ends 'the reason[0m'");
         directory.bound_logs();
         log.write_all(b"more\n").unwrap();
         assert_eq!(directory.log_end("filter", 100), b"more\n");

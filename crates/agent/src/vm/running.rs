@@ -117,7 +117,7 @@ impl Running {
         let error = filter::ended(exit, &self.directory);
         (
             StopReason::FilterDied,
-            format!("VM '{vm}' was stopped because of {error}. {}", super::remedy(vm)),
+            format!("VM '{vm}' was stopped because {error}. {}", super::remedy(vm)),
         )
     }
 
@@ -131,21 +131,17 @@ impl Running {
         let _ = timeout(LAST_EVENTS, words).await;
         let flushed = self.end_filter().await;
         let reason = self.last_words.reason();
-        let said =
-            |log| self.directory.last_words(log).unwrap_or_else(|| "without a word".to_owned());
+        let remedy = super::remedy(vm);
         let mut detail = match reason {
             StopReason::GuestShutdown => "the guest powered itself off".to_owned(),
             StopReason::GuestPanicked => {
-                let said = said(qemu::CONSOLE);
-                format!("the guest panicked; its console ends: {said}. {}", super::remedy(vm))
+                let said = self.directory.last_words(qemu::CONSOLE).unwrap_or_default();
+                format!("the guest of VM '{vm}' panicked; its console ends '{said}'. {remedy}")
             }
-            _ => {
-                let said = said(qemu::NAME);
-                format!(
-                    "QEMU of VM '{vm}' {exit}: {said}. {}. If that repeats, the kernel's log of the host may say why",
-                    super::remedy(vm)
-                )
-            }
+            _ => format!(
+                "QEMU of VM '{vm}' {exit}, {}. {remedy}. If that repeats, the kernel's log of the host may say why",
+                self.directory.log_ends(qemu::NAME)
+            ),
         };
         if let Err(error) = flushed {
             detail = format!("{detail}. Afterwards {error}");

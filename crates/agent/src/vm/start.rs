@@ -12,7 +12,7 @@ use tokio::task::spawn_blocking;
 use vmseal_api::filter::DiskActivity;
 use vmseal_api::host::{DiskFacts, DiskSpec, Notice, VmSpec};
 use vmseal_api::id::DiskId;
-use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::problem::Problem;
 use vmseal_secret::SecretBytes;
 
 use super::running::{LastWords, Running};
@@ -133,8 +133,7 @@ async fn connect(
     };
     let result = tokio::select! {
         exit = qemu.ended() => {
-            let said = directory.last_words(qemu::NAME).unwrap_or_else(|| "without a word".to_owned());
-            return Err(Problem::new(ErrorCode::Internal, format!("QEMU {exit}: {said}")));
+            return Err(internal(format!("QEMU {exit}, {}", directory.log_ends(qemu::NAME))));
         }
         exit = filter.ended() => return Err(internal(filter::ended(exit, directory))),
         result = connecting => result,
