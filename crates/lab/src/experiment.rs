@@ -323,5 +323,5 @@ impl<'a> Experiment<'a, '_> {
 }
 
 fn connect(server: &Server, workload: &Workload, wait: Wait) -> Result<Initiator, InitiatorError> {
-    Initiator::connect(server.socket(), workload.depth, workload.block, wait)
+    server.connect(workload.depth, workload.block, wait)
 }

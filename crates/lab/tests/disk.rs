@@ -62,8 +62,7 @@ fn workload(order: Order, direction: Direction, block: u32, depth: u16) -> Workl
 
 impl Stand {
     fn connect(&self, workload: &Workload, wait: Wait) -> Initiator {
-        let socket = self.server.socket();
-        Initiator::connect(socket, workload.depth, workload.block, wait).unwrap()
+        self.server.connect(workload.depth, workload.block, wait).unwrap()
     }
 
     fn run(&self, workload: &Workload, wait: Wait, requests: u64) -> Result<(), LoadError> {

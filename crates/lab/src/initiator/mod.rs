@@ -41,6 +41,9 @@ pub const BLOCK_MAX: u32 = 4 << 20;
 /// hiccups, well below the patience of who waits for the result.
 pub const STALL: Duration = Duration::from_secs(10);
 
+/// How long a server that may have missed a notification is waited for before it gets another.
+const RENOTIFY: Duration = Duration::from_millis(100);
+
 const CALLED: u64 = 1;
 const CLOSED: u64 = 2;
 
@@ -148,6 +151,7 @@ pub struct Initiator {
     block: u32,
     wait: Wait,
     capacity: u64,
+    misses_notifications: bool,
     kick: EventFd,
     epoll: Epoll,
     // The server holds duplicates of these; the connection ends with the socket.
@@ -193,7 +197,26 @@ impl Initiator {
         let event_index = features & (1 << VIRTIO_RING_F_EVENT_IDX) != 0;
         let queue = Queue::new(memory, layout, depth, event_index);
         let (_call, _stream, _frontend) = (call, watched, frontend);
-        Ok(Self { queue, depth, block, wait, capacity, kick, epoll, _call, _stream, _frontend })
+        Ok(Self {
+            queue,
+            depth,
+            block,
+            wait,
+            capacity,
+            misses_notifications: false,
+            kick,
+            epoll,
+            _call,
+            _stream,
+            _frontend,
+        })
+    }
+
+    /// The same for a server known to miss a notification now and then: while one that sleeps is waited
+    /// for, it is notified again. Not the default, as it would hide that a server began to miss them.
+    #[must_use]
+    pub fn renotifying(self) -> Self {
+        Self { misses_notifications: true, ..self }
     }
 
     /// The disk's size in bytes.
@@ -270,14 +293,27 @@ impl Initiator {
 
     fn sleep(&self) -> Result<(), InitiatorError> {
         if !self.queue.arm() {
-            self.event(STALL)?;
+            self.event_or_renotify()?;
         }
         self.queue.disarm();
         Ok(())
     }
 
+    fn event_or_renotify(&self) -> Result<(), InitiatorError> {
+        if self.misses_notifications {
+            match self.event(RENOTIFY) {
+                Err(InitiatorError::Stalled) => {
+                    self.kick.write(1).map_err(InitiatorError::Events)?
+                }
+                result => return result,
+            }
+        }
+        self.event(STALL)
+    }
+
     fn poll(&self) -> Result<(), InitiatorError> {
         let begin = Instant::now();
+        let mut renotify = self.misses_notifications;
         while !self.queue.has_used() {
             for _ in 0..100_000 {
                 if self.queue.has_used() {
@@ -285,8 +321,13 @@ impl Initiator {
                 }
                 std::hint::spin_loop();
             }
-            if begin.elapsed() > STALL {
+            let elapsed = begin.elapsed();
+            if elapsed > STALL {
                 return Err(InitiatorError::Stalled);
+            }
+            if renotify && elapsed > RENOTIFY {
+                renotify = false;
+                self.kick.write(1).map_err(InitiatorError::Events)?;
             }
             match self.event(Duration::ZERO) {
                 Err(InitiatorError::Stalled) | Ok(()) => {}

@@ -11,6 +11,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
 use super::SystemError;
+use crate::initiator::{Initiator, InitiatorError, Wait};
 
 /// How long a server may take until its socket is there. QEMU's key derivation takes about a second.
 const START: Duration = Duration::from_secs(30);
@@ -45,6 +46,7 @@ impl Program {
 pub struct Server {
     child: Child,
     socket: PathBuf,
+    misses_notifications: bool,
 }
 
 impl Server {
@@ -65,7 +67,7 @@ impl Server {
         let output = File::create(&log).map_err(file_error(&log))?;
         command.stdout(Stdio::null()).stderr(output);
         let child = on_core(core, || command.spawn()).map_err(|e| program.failed(e))?;
-        let mut server = Self { child, socket };
+        let mut server = Self { child, socket, misses_notifications: false };
         server.until_it_serves().map_err(|what| SystemError::NotServing {
             system,
             what,
@@ -86,6 +88,22 @@ impl Server {
             std::thread::sleep(Duration::from_millis(5));
         }
         Ok(())
+    }
+
+    /// The same server, known to miss a notification now and then.
+    pub(super) fn that_misses_notifications(self) -> Self {
+        let mut server = self;
+        server.misses_notifications = true;
+        server
+    }
+
+    /// A client of its disk; see [`Initiator::connect`].
+    ///
+    /// # Errors
+    /// As [`Initiator::connect`].
+    pub fn connect(&self, depth: u16, block: u32, wait: Wait) -> Result<Initiator, InitiatorError> {
+        let initiator = Initiator::connect(&self.socket, depth, block, wait)?;
+        Ok(if self.misses_notifications { initiator.renotifying() } else { initiator })
     }
 
     /// Where it serves vhost-user-blk.
