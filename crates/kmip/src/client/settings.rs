@@ -50,7 +50,7 @@ impl Endpoint {
         self.port
     }
 
-    pub(super) fn name(&self) -> ServerName<'static> {
+    pub(crate) fn name(&self) -> ServerName<'static> {
         self.name.clone()
     }
 }

@@ -18,8 +18,6 @@
 mod fields;
 mod request;
 mod response;
-#[cfg(test)]
-mod tests;
 
 pub use fields::{Fields, Violation};
 pub(crate) use request::write_version;

@@ -7,8 +7,6 @@ mod get;
 mod lifecycle;
 mod locate;
 mod server;
-#[cfg(test)]
-mod tests;
 
 use std::fmt;
 

@@ -16,8 +16,10 @@
 
 mod certificates;
 mod pykmip;
+mod raw;
 mod scripted;
 
 pub use certificates::{Authority, Issued, Validity, self_signed};
 pub use pykmip::PyKmip;
+pub use raw::RawConnection;
 pub use scripted::{Asked, Reaction, ScriptedServer};
