@@ -29,7 +29,7 @@ use crate::tasks::{Engine, Operation};
 const SHUTDOWN_DEFAULT: u32 = 120;
 
 /// The longest that a guest may be given, in seconds.
-const SHUTDOWN_MAX: u32 = 3600;
+const SHUTDOWN_MAX: u32 = vmseal_api::host::SHUTDOWN_SECONDS_MAX;
 
 /// The unit of a VM's memory, in bytes.
 const MEMORY_UNIT: u64 = 1 << 20;
