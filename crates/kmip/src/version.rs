@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use crate::ttlv::{Encoder, Tag};
+
 /// A version, as messages and DiscoverVersions carry it. Later ones compare greater.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ProtocolVersion {
@@ -26,6 +28,14 @@ impl ProtocolVersion {
     /// Those that this crate speaks, latest first: the order in which they are offered. KMIP 2.x codes
     /// attributes differently and is not spoken.
     pub const SPOKEN: [Self; 5] = [Self::V1_4, Self::V1_3, Self::V1_2, Self::V1_1, Self::V1_0];
+
+    /// Writes it as a `Protocol Version`.
+    pub fn encode(self, encoder: &mut Encoder) {
+        encoder.structure(Tag::PROTOCOL_VERSION, |structure| {
+            structure.integer(Tag::PROTOCOL_VERSION_MAJOR, self.major);
+            structure.integer(Tag::PROTOCOL_VERSION_MINOR, self.minor);
+        });
+    }
 }
 
 impl fmt::Display for ProtocolVersion {

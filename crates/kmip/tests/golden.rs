@@ -2,6 +2,7 @@
 //!
 //! `RECORD_KMIP=1 cargo test -p vmseal-kmip --test golden` records anew, from a PyKMIP that is started for
 //! it. The key in it has never been used.
+#![allow(clippy::unwrap_used)] // in tests a panic is the report
 
 use std::path::PathBuf;
 
@@ -96,7 +97,7 @@ fn life(source: &mut Source, version: ProtocolVersion) {
     for outcome in source.ask(version, "add-attributes", &[add.clone(), add.clone(), add]) {
         assert_eq!(refused(outcome), ResultReason::InvalidMessage);
     }
-    assert_eq!(done(source.one(version, "locate", Locate::default())), [id.clone()]);
+    assert_eq!(done(source.one(version, "locate", Locate::default())), vec![id.clone()]);
     let destroy = || Destroy { id: id.clone() };
     assert_eq!(
         refused(source.one(version, "destroy-active", destroy())),

@@ -1,4 +1,5 @@
 //! Requests as they are written, and responses that are right, odd or wrong.
+#![allow(clippy::unwrap_used)] // in tests a panic is the report
 
 use vmseal_kmip::message::{BATCH_MAX, Outcome, Violation, request, responses};
 use vmseal_kmip::operation::{

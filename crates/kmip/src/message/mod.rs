@@ -20,6 +20,5 @@ mod request;
 mod response;
 
 pub use fields::{Fields, Violation};
-pub(crate) use request::write_version;
 pub use request::{BATCH_MAX, request};
 pub use response::{Outcome, REFUSAL_TEXT_MAX, Refusal, responses};

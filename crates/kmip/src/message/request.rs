@@ -23,7 +23,7 @@ pub fn request<O: Operation>(
     let mut encoder = Encoder::new();
     encoder.structure(Tag::REQUEST_MESSAGE, |message| {
         message.structure(Tag::REQUEST_HEADER, |header| {
-            write_version(header, version);
+            version.encode(header);
             header.integer(Tag::MAXIMUM_RESPONSE_SIZE, MESSAGE_LEN_MAX as i32); // 2^16
             if operations.len() > 1 {
                 header.enumeration(Tag::BATCH_ERROR_CONTINUATION_OPTION, BATCH_CONTINUE);
@@ -44,12 +44,4 @@ pub fn request<O: Operation>(
 /// The ids of a request's items, in their order.
 pub(super) fn batch_item_ids(first: u64) -> impl Iterator<Item = [u8; 8]> {
     (0..).map(move |index: u64| first.wrapping_add(index).to_be_bytes())
-}
-
-/// A `Protocol Version`.
-pub(crate) fn write_version(encoder: &mut Encoder, version: ProtocolVersion) {
-    encoder.structure(Tag::PROTOCOL_VERSION, |structure| {
-        structure.integer(Tag::PROTOCOL_VERSION_MAJOR, version.major);
-        structure.integer(Tag::PROTOCOL_VERSION_MINOR, version.minor);
-    });
 }

@@ -76,7 +76,7 @@ impl Asked {
         let mut encoder = Encoder::new();
         encoder.structure(Tag::RESPONSE_MESSAGE, |message| {
             message.structure(Tag::RESPONSE_HEADER, |header| {
-                crate::message::write_version(header, self.version);
+                self.version.encode(header);
                 header.date_time(Tag::TIME_STAMP, 0);
                 header.integer(Tag::BATCH_COUNT, count.try_into().expect("a small count"));
             });
@@ -118,7 +118,7 @@ impl Asked {
     #[must_use]
     pub fn versions(&self, versions: &[ProtocolVersion]) -> Reaction {
         Reaction::Send(self.done(|payload| {
-            versions.iter().for_each(|version| crate::message::write_version(payload, *version));
+            versions.iter().for_each(|version| version.encode(payload));
         }))
     }
 

@@ -1,4 +1,5 @@
 //! One PyKMIP for all tests of a file, and clients of it.
+#![allow(dead_code, reason = "each file of tests uses a part")]
 
 use std::sync::LazyLock;
 
