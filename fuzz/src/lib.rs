@@ -12,6 +12,7 @@ pub mod filter_config;
 pub mod filter_control;
 pub mod join_token;
 pub mod key_file;
+pub mod kmip_ttlv;
 pub mod luks_header;
 pub mod nbd_negotiation;
 pub mod nbd_transmission;
@@ -40,6 +41,7 @@ pub const TARGETS: &[(&str, Run)] = &[
     ("filter_control", filter_control::run),
     ("join_token", join_token::run),
     ("key_file", key_file::run),
+    ("kmip_ttlv", kmip_ttlv::run),
     ("luks_header", luks_header::run),
     ("nbd_negotiation", nbd_negotiation::run),
     ("nbd_transmission", nbd_transmission::run),

@@ -141,6 +141,7 @@ replayed! {
     filter_control
     join_token
     key_file
+    kmip_ttlv
     luks_header
     nbd_negotiation
     nbd_transmission
