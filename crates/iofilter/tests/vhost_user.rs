@@ -6,7 +6,7 @@
 mod initiator;
 
 use std::fs::File;
-use std::os::fd::BorrowedFd;
+use std::os::fd::{AsRawFd, BorrowedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::process::Command;
 use std::sync::{Arc, Mutex};
@@ -15,7 +15,8 @@ use std::time::{Duration, Instant};
 
 use initiator::{BASE, DATA, INDIRECT, Initiator, NEXT, RING, WRITE};
 use proptest::prelude::*;
-use vhost::VhostBackend;
+use vhost::vhost_user::message::VhostUserHeaderFlag;
+use vhost::{VhostBackend, VhostUserMemoryRegionInfo};
 use vm_memory::{Bytes, GuestAddress};
 use vmseal_api::filter::{Direct, DiskActivity, Holes};
 use vmseal_api::id::DiskId;
@@ -262,6 +263,27 @@ fn a_new_vmm_is_served_when_one_is_gone_and_stopped_rings_start_again() {
     let mut guest = server.connect(ALL);
     let (_, read) = guest.request(0, 0, &[0; 1536]);
     assert_eq!((read[0], read[512], read[1024]), (1, 2, 3));
+}
+
+#[test]
+fn memory_beyond_the_end_of_its_file_is_refused() {
+    let server = Server::start(false);
+    let mut guest = server.connect(ALL);
+    guest.frontend.set_hdr_flags(VhostUserHeaderFlag::NEED_REPLY);
+    let file = tempfile::tempfile().unwrap();
+    file.set_len(1 << 16).unwrap();
+    let region = |memory_size, mmap_offset| VhostUserMemoryRegionInfo {
+        guest_phys_addr: 0,
+        memory_size,
+        userspace_addr: 0x1000,
+        mmap_offset,
+        mmap_handle: file.as_raw_fd(),
+    };
+    for (size, offset) in [(1 << 17, 0), (1 << 16, 4096), (4096, 1 << 16)] {
+        assert!(guest.frontend.set_mem_table(&[region(size, offset)]).is_err(), "{size} {offset}");
+    }
+    assert_eq!(guest.request(1, 0, &[5; 512]).0, OK, "the memory that was is still used");
+    assert!(guest.frontend.set_mem_table(&[region(1 << 15, 1 << 15)]).is_ok());
 }
 
 /// A backend that takes its time and remembers what it was asked.

@@ -198,6 +198,12 @@ impl Session {
             .checked_add(region.memory_size)
             .and(region.user_addr.checked_add(region.memory_size))
             .ok_or_else(|| invalid("a region wraps around"))?;
+        // Behind the end of its file there would be a SIGBUS in place of memory.
+        let about = file.metadata().map_err(failed)?;
+        let end = region.mmap_offset.checked_add(region.memory_size);
+        if about.is_file() && end.is_none_or(|end| end > about.len()) {
+            return Err(invalid("a region reaches beyond the end of its file"));
+        }
         let mapping = MmapRegion::from_file(FileOffset::new(file, region.mmap_offset), size);
         let mapping = mapping.map_err(failed)?;
         GuestRegionMmap::new(mapping, GuestAddress(region.guest_phys_addr))
