@@ -4,8 +4,11 @@
 #![allow(clippy::unwrap_used)] // a test
 
 use std::hash::{BuildHasher, RandomState};
+use std::io::Write;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::{Path, PathBuf};
+use std::sync::mpsc::{self, RecvTimeoutError, Sender};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use vmseal_fuzz::{INPUT_MAX, TARGETS};
@@ -15,6 +18,9 @@ const WHILE: Duration = Duration::from_millis(1500);
 
 /// The longest that one input may take, on a busy machine.
 const SLOW: Duration = Duration::from_secs(10);
+
+/// After how long an input is given up that does not come to an end.
+const STUCK: Duration = Duration::from_secs(60);
 
 /// The most changes to one input.
 const CHANGES_MAX: u64 = 6;
@@ -99,6 +105,25 @@ fn attempt(target: &str, run: fn(&[u8]), input: &[u8], what: &str) {
     }
 }
 
+/// Ends the process when nothing is sent for too long: a thread that is stuck cannot be ended.
+fn watch(message: String) -> Sender<()> {
+    let (alive, heard) = mpsc::channel();
+    thread::spawn(move || {
+        loop {
+            match heard.recv_timeout(STUCK) {
+                Ok(()) => {}
+                Err(RecvTimeoutError::Disconnected) => return,
+                Err(RecvTimeoutError::Timeout) => {
+                    // Not by a macro: the test's output is kept until its end.
+                    let _ = writeln!(std::io::stderr(), "{message}");
+                    std::process::abort();
+                }
+            }
+        }
+    });
+    alive
+}
+
 fn replay(target: &str) {
     let (_, run) = TARGETS.iter().find(|(name, _)| *name == target).unwrap();
     let seeds = seeds(target);
@@ -110,6 +135,7 @@ fn replay(target: &str) {
     let given = std::env::var("VMSEAL_FUZZ_SEED").map(|seed| seed.parse().unwrap());
     let seed = given.unwrap_or_else(|_| RandomState::new().hash_one(target));
     println!("VMSEAL_FUZZ_SEED={seed}");
+    let alive = watch(format!("{target} is stuck; VMSEAL_FUZZ_SEED={seed}"));
     let (mut chance, start) = (Chance(seed), Instant::now());
     let contents: Vec<Vec<u8>> = seeds.into_iter().map(|(_, content)| content).collect();
     let mut count = 0u64;
@@ -119,6 +145,7 @@ fn replay(target: &str) {
             change(&mut input, &contents, &mut chance);
         }
         count += 1;
+        alive.send(()).unwrap();
         attempt(target, *run, &input, &format!("VMSEAL_FUZZ_SEED={seed}, mutation {count}"));
     }
     println!("{target}: {} seeds and {count} mutations", contents.len());
