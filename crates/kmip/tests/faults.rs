@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use tokio::time::timeout;
 use vmseal_kmip::client::{Client, Error, NewKey, Settings, Step};
 use vmseal_kmip::message::{Outcome, Violation};
-use vmseal_kmip::operation::{Create, KeyId, Text};
+use vmseal_kmip::operation::{Create, KeyId, Locate, Text};
 use vmseal_kmip::testing::{Asked, Authority, PyKmip, Reaction, ScriptedServer, Validity};
 use vmseal_kmip::ttlv::{Encoder, Garbage, Tag};
 use vmseal_kmip::{OperationCode, ProtocolVersion, ResultReason, State};
@@ -123,6 +123,26 @@ async fn more_than_was_asked_for_is_not_taken_for_the_next_answer() {
         assert_eq!(client.key_state(&id()).await.unwrap(), State::Active);
         assert_eq!(server.accepted(), connections, "a new connection after each");
     }
+}
+
+#[tokio::test]
+async fn a_long_answer_arrives_whole_and_in_order() {
+    // Near the limit of a message: several records of TLS, and many reads.
+    let ids: Vec<String> = (0..240).map(|number| format!("{number:0>250}")).collect();
+    let expected = ids.clone();
+    let server = scripted(move |asked| {
+        let answer = asked.done(|payload| {
+            ids.iter().for_each(|id| payload.text(Tag::UNIQUE_IDENTIFIER, id));
+        });
+        assert!(answer.len() > 60_000);
+        Reaction::Send(answer)
+    });
+    let client = client(&server);
+    for _ in 0..3 {
+        let found = client.locate(Locate::default()).await.unwrap();
+        assert!(found.iter().map(KeyId::as_str).eq(expected.iter()));
+    }
+    assert_eq!(server.accepted(), 1);
 }
 
 /// A server that answers `answered` requests on each of its first connections, then closes it as `end` says.

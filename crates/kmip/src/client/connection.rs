@@ -1,15 +1,16 @@
 //! One connection: opened, then one exchange after the other.
 
-use std::future::Future;
+use std::future::{Future, poll_fn};
 use std::io;
 use std::os::fd::AsRawFd;
+use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
 use nix::errno::Errno;
 use nix::sys::socket::{MsgFlags, recv};
 use rustls::ClientConfig;
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::io::{AsyncRead, AsyncWriteExt, ReadBuf};
 use tokio::net::{TcpStream, lookup_host};
 use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
@@ -17,6 +18,7 @@ use tokio_rustls::client::TlsStream;
 use vmseal_secret::SecretBytes;
 
 use super::error::{Error, OwnCertificate, Step, TlsProblem};
+use super::plaintext::{Plaintext, READ_MAX};
 use super::settings::{Endpoint, Timeouts};
 use super::tls::Identity;
 use crate::message::Violation;
@@ -105,6 +107,8 @@ impl From<Error> for Failure {
 /// exchange closes it, so that no answer is ever taken for that of a later request.
 pub(super) struct Connection {
     stream: TlsStream<TcpStream>,
+    /// Not here only while the stream is polled.
+    plaintext: Option<Plaintext>,
 }
 
 impl Connection {
@@ -119,7 +123,7 @@ impl Connection {
                 problem: TlsProblem::of_handshake(&error, OwnCertificate::now(&peer.identity)),
             })
         });
-        Ok(Self { stream: stream.await? })
+        Ok(Self { stream: stream.await?, plaintext: Some(Plaintext::new()?) })
     }
 
     /// Whether the server has neither closed it nor said anything unasked. It may yet be dead: only the
@@ -168,6 +172,26 @@ impl Connection {
         Ok(message)
     }
 
+    /// Some bytes, or none at the end. rustls hands on zeroes for them: they are in `plaintext`.
+    async fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let Self { stream, plaintext } = self;
+        let mut zeroes = [0; READ_MAX];
+        let most = buffer.len().min(READ_MAX);
+        let read = poll_fn(|context| {
+            let mut window = ReadBuf::new(&mut zeroes[..most]);
+            let polled = Plaintext::lend(plaintext, || {
+                Pin::new(&mut *stream).poll_read(context, &mut window)
+            });
+            polled.map_ok(|()| window.filled().len())
+        });
+        let read = read.await?;
+        match plaintext {
+            Some(plaintext) => plaintext.take(&mut buffer[..read])?,
+            None => return Err(io::Error::other("the connection is not usable any more")),
+        }
+        Ok(read)
+    }
+
     async fn fill(
         &mut self,
         peer: &Peer,
@@ -176,7 +200,7 @@ impl Connection {
     ) -> Result<(), Error> {
         let mut filled = 0;
         while filled < buffer.len() {
-            let read = self.stream.read(&mut buffer[filled..]).await;
+            let read = self.read(&mut buffer[filled..]).await;
             match read.map_err(|error| peer.broken(error))? {
                 0 => {
                     let server = peer.endpoint.clone();

@@ -6,19 +6,19 @@
 //! | `tls` | what is checked of a server's certificate, and our own |
 //! | [`certificate`](show_certificate) | the certificate that a server shows, to be trusted by an operator |
 //! | `connection` | one connection: opened, one exchange after the other |
+//! | `plaintext` | what TLS decrypts, in secret memory |
 //! | `pool` | the connections to a server |
 //! | `keys` | [`Client`]: what is done with keys |
 //! | [`error`](Error) | what goes wrong, told apart |
 //!
-//! The answer to a request is read into secret memory, and a key is taken from there into a
-//! [`SecretBytes`](vmseal_secret::SecretBytes) of its own. Before that it passes through the TLS library's
-//! buffers, which are ordinary memory: the process has to be hardened
-//! ([`vmseal_secret::process::harden`]).
+//! The answer to a request is decrypted into secret memory, and a key is taken from there into a
+//! [`SecretBytes`](vmseal_secret::SecretBytes) of its own: no byte of it is ever in ordinary memory.
 
 mod certificate;
 mod connection;
 mod error;
 mod keys;
+mod plaintext;
 mod pool;
 mod settings;
 mod tls;

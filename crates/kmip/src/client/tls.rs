@@ -16,6 +16,8 @@ use vmseal_secret::SecretBytes;
 use x509_parser::certificate::X509Certificate;
 use x509_parser::prelude::FromDer;
 
+use super::plaintext;
+
 /// Why there can be no client with these settings.
 #[derive(Debug, thiserror::Error)]
 pub enum SetupError {
@@ -131,7 +133,7 @@ fn validity(certificate: &[u8]) -> Option<(i64, i64)> {
 
 /// The settings of TLS for a client.
 pub(super) fn config(trust: &Trust, identity: &Identity) -> Result<ClientConfig, SetupError> {
-    let provider = Arc::new(aws_lc_rs::default_provider());
+    let provider = plaintext::provider();
     let verifier: Arc<dyn ServerCertVerifier> = match trust {
         Trust::Authorities(authorities) => {
             let mut roots = RootCertStore::empty();

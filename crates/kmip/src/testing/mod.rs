@@ -22,4 +22,6 @@ mod scripted;
 pub use certificates::{Authority, Issued, Validity, self_signed};
 pub use pykmip::PyKmip;
 pub use raw::RawConnection;
+#[cfg(test)]
+pub(crate) use scripted::server_config;
 pub use scripted::{Asked, Reaction, ScriptedServer};

@@ -9,7 +9,7 @@ use std::time::Duration;
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
 use rustls::server::WebPkiClientVerifier;
-use rustls::{RootCertStore, ServerConfig};
+use rustls::{ALL_VERSIONS, RootCertStore, ServerConfig, SupportedProtocolVersion};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::oneshot;
@@ -171,7 +171,8 @@ impl ScriptedServer {
         clients: Option<&Authority>,
         script: impl Fn(&Asked) -> Reaction + Send + Sync + 'static,
     ) -> Self {
-        let acceptor = TlsAcceptor::from(Arc::new(server_config(certificate, clients)));
+        let acceptor =
+            TlsAcceptor::from(Arc::new(server_config(certificate, clients, ALL_VERSIONS)));
         let (stop, stopped) = oneshot::channel();
         let (started, start) = std::sync::mpsc::channel();
         let counters = Arc::new(Counters::default());
@@ -219,12 +220,17 @@ impl ScriptedServer {
 
 type Script = dyn Fn(&Asked) -> Reaction + Send + Sync;
 
-fn server_config(certificate: &Issued, clients: Option<&Authority>) -> ServerConfig {
+/// TLS of a server in some of its versions.
+pub(crate) fn server_config(
+    certificate: &Issued,
+    clients: Option<&Authority>,
+    versions: &[&'static SupportedProtocolVersion],
+) -> ServerConfig {
     let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
     let der = |pem: &str| CertificateDer::from_pem_slice(pem.as_bytes()).expect("PEM");
     let builder = ServerConfig::builder_with_provider(Arc::clone(&provider))
-        .with_safe_default_protocol_versions()
-        .expect("TLS 1.2 and 1.3");
+        .with_protocol_versions(versions)
+        .expect("versions that AWS-LC has");
     let builder = match clients {
         None => builder.with_no_client_auth(),
         Some(authority) => {
