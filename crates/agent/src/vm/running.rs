@@ -135,8 +135,8 @@ impl Running {
         let mut detail = match reason {
             StopReason::GuestShutdown => "the guest powered itself off".to_owned(),
             StopReason::GuestPanicked => {
-                let said = self.directory.last_words(qemu::CONSOLE).unwrap_or_default();
-                format!("the guest of VM '{vm}' panicked; its console ends '{said}'. {remedy}")
+                // Not what its console says: that is for those who may open it.
+                format!("the guest of VM '{vm}' panicked. {remedy}")
             }
             _ => format!(
                 "QEMU of VM '{vm}' {exit}, {}. {remedy}. If that repeats, the kernel's log of the host may say why",
