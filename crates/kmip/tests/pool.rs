@@ -59,8 +59,10 @@ async fn eventually(what: &str, mut test: impl FnMut() -> bool) {
 #[tokio::test]
 async fn no_more_connections_are_opened_than_are_allowed() {
     let server = slow(Duration::from_millis(20));
-    let limits = PoolLimits { connections: 4, idle: 4, idle_for: PATIENCE };
+    let limits =
+        PoolLimits { connections: 4, idle: 4, idle_for: PATIENCE, ..PoolLimits::default() };
     let client = Arc::new(Client::new(settings(&server, limits)).unwrap());
+    client.discover().await.unwrap();
     ask_at_once(&client, 40).await;
     assert_eq!(server.accepted(), 4, "each is used ten times");
     assert_eq!(server.requests(), 41);
@@ -88,7 +90,8 @@ async fn who_waits_too_long_for_a_connection_is_told() {
 #[tokio::test]
 async fn few_connections_stay_open_when_there_is_nothing_to_do() {
     let server = slow(Duration::from_millis(50));
-    let limits = PoolLimits { connections: 10, idle: 2, idle_for: PATIENCE };
+    let limits =
+        PoolLimits { connections: 10, idle: 2, idle_for: PATIENCE, ..PoolLimits::default() };
     let client = Arc::new(Client::new(settings(&server, limits)).unwrap());
     ask_at_once(&client, 10).await;
     assert_eq!(client.idle_connections(), 2);
@@ -99,7 +102,7 @@ async fn few_connections_stay_open_when_there_is_nothing_to_do() {
 async fn a_hundred_idle_connections_are_closed_in_their_time() {
     let server = slow(Duration::from_millis(500));
     let idle_for = Duration::from_secs(2);
-    let limits = PoolLimits { connections: 100, idle: 100, idle_for };
+    let limits = PoolLimits { connections: 100, idle: 100, idle_for, ..PoolLimits::default() };
     let client = Arc::new(Client::new(settings(&server, limits)).unwrap());
     client.discover().await.unwrap();
     ask_at_once(&client, 100).await;
@@ -110,6 +113,17 @@ async fn a_hundred_idle_connections_are_closed_in_their_time() {
     ask_at_once(&client, 1).await;
     assert_eq!(client.idle_connections(), 1);
     eventually("this one too", || client.idle_connections() == 0).await;
+}
+
+#[tokio::test]
+async fn a_connection_that_is_too_old_is_not_used_again() {
+    let server = slow(Duration::ZERO);
+    let limits = PoolLimits { lifetime: Duration::ZERO, ..PoolLimits::default() };
+    let client = Arc::new(Client::new(settings(&server, limits)).unwrap());
+    ask_at_once(&client, 1).await;
+    ask_at_once(&client, 1).await;
+    assert_eq!((server.accepted(), server.requests()), (3, 3), "one to negotiate, and two");
+    assert_eq!(client.idle_connections(), 0);
 }
 
 #[tokio::test]

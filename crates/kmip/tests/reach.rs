@@ -49,7 +49,9 @@ fn problem(result: Result<(), Error>) -> TlsProblem {
 async fn a_server_certificate_has_to_be_of_the_authority_valid_and_for_the_name() {
     let of = async |certificate: Issued, trust: Trust| {
         let server = shown_by(&certificate);
-        discover(server.endpoint(), trust).await
+        let outcome = discover(server.endpoint(), trust).await;
+        assert_eq!(server.requests(), usize::from(outcome.is_ok()), "only who is trusted is asked");
+        outcome
     };
     let good = |validity| AUTHORITY.server(&["127.0.0.1"], validity);
     of(good(Validity::Now), AUTHORITY.trust()).await.unwrap();
@@ -77,7 +79,9 @@ async fn a_server_certificate_has_to_be_of_the_authority_valid_and_for_the_name(
 async fn a_pinned_certificate_is_trusted_alone_and_while_it_is_valid() {
     let of = async |certificate: &Issued, trust: Trust| {
         let server = shown_by(certificate);
-        discover(server.endpoint(), trust).await
+        let outcome = discover(server.endpoint(), trust).await;
+        assert_eq!(server.requests(), usize::from(outcome.is_ok()), "only who is trusted is asked");
+        outcome
     };
     // As a KMS makes it at its installation: for no name that matters.
     let alone = self_signed(&["kms.example.org"], Validity::Now);

@@ -5,7 +5,7 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
 use nix::sys::socket::{MsgFlags, recv};
@@ -109,6 +109,7 @@ pub(super) struct Connection {
     stream: TlsStream<TcpStream>,
     /// Not here only while the stream is polled.
     plaintext: Option<Plaintext>,
+    opened: Instant,
 }
 
 impl Connection {
@@ -123,7 +124,13 @@ impl Connection {
                 problem: TlsProblem::of_handshake(&error, OwnCertificate::now(&peer.identity)),
             })
         });
-        Ok(Self { stream: stream.await?, plaintext: Some(Plaintext::new()?) })
+        let stream = stream.await?;
+        Ok(Self { stream, plaintext: Some(Plaintext::new()?), opened: Instant::now() })
+    }
+
+    /// Since when it is open.
+    pub(super) fn age(&self) -> Duration {
+        self.opened.elapsed()
     }
 
     /// Whether the server has neither closed it nor said anything unasked. It may yet be dead: only the
@@ -174,7 +181,7 @@ impl Connection {
 
     /// Some bytes, or none at the end. rustls hands on zeroes for them: they are in `plaintext`.
     async fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        let Self { stream, plaintext } = self;
+        let Self { stream, plaintext, .. } = self;
         let mut zeroes = [0; READ_MAX];
         let most = buffer.len().min(READ_MAX);
         let read = poll_fn(|context| {

@@ -1,11 +1,10 @@
 //! [`Client`]: what is done with keys at one server.
 
 use std::fmt;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use tokio::sync::Mutex;
 use vmseal_secret::SecretBytes;
 
 use super::connection::Peer;
@@ -104,9 +103,8 @@ impl Client {
     /// # Errors
     /// [`Error`]; [`Error::VersionNotSupported`] if there is none in common.
     pub async fn discover(&self) -> Result<Versions, Error> {
-        let mut spoken = self.spoken.lock().await;
         let versions = self.negotiate().await?;
-        *spoken = Some(versions.spoken);
+        *self.spoken() = Some(versions.spoken);
         Ok(versions)
     }
 
@@ -283,15 +281,18 @@ impl Client {
         Error::Refused { server: self.endpoint().clone(), operation: O::CODE, refusal }
     }
 
-    /// The version that is spoken; negotiated if it has not been.
+    fn spoken(&self) -> MutexGuard<'_, Option<ProtocolVersion>> {
+        self.spoken.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The version that is spoken; negotiated if it has not been. Nobody waits for another's negotiation,
+    /// which may hang: each of the first requests does its own.
     async fn version(&self) -> Result<ProtocolVersion, Error> {
-        let mut spoken = self.spoken.lock().await;
-        if let Some(version) = *spoken {
-            return Ok(version);
+        let known = *self.spoken();
+        match known {
+            Some(version) => Ok(version),
+            None => Ok(self.discover().await?.spoken),
         }
-        let version = self.negotiate().await?.spoken;
-        *spoken = Some(version);
-        Ok(version)
     }
 
     /// Asks in 1.1, the first version that has the question; in 1.4, if the server no longer knows 1.1;

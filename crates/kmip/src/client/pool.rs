@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!            permit, not quiet or none idle             exchange done, answer understood,
-//!   request ------------------------------> opened ---+  room among the idle
+//!   request ------------------------------> opened ---+  not too old, room among the idle
 //!      |                                              +----------------------------> idle
 //!      | permit, an idle one is quiet                 |                               |
 //!      +----------------------------------> taken ----+                               |
@@ -106,7 +106,7 @@ impl Pool {
 
     fn put_back(self: &Arc<Self>, connection: Connection) {
         let mut idle = self.idle();
-        if idle.connections.len() >= self.limits.idle {
+        if idle.connections.len() >= self.limits.idle || connection.age() >= self.limits.lifetime {
             return;
         }
         idle.connections.push((connection, Instant::now()));

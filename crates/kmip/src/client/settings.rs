@@ -100,11 +100,18 @@ pub struct PoolLimits {
     pub idle: usize,
     /// For how long, before they are closed. Servers close idle connections too, often after a minute.
     pub idle_for: Duration,
+    /// The age at which a connection is not used any more, so that certificates are checked again.
+    pub lifetime: Duration,
 }
 
 impl Default for PoolLimits {
     fn default() -> Self {
-        Self { connections: 8, idle: 2, idle_for: Duration::from_secs(30) }
+        Self {
+            connections: 8,
+            idle: 2,
+            idle_for: Duration::from_secs(30),
+            lifetime: Duration::from_secs(600),
+        }
     }
 }
 
