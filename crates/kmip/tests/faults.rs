@@ -268,7 +268,7 @@ async fn attributes_that_are_refused_or_lost_do_not_hurt_the_key() {
 }
 
 fn bare(script: impl Fn(&Asked) -> Reaction + Send + Sync + 'static) -> ScriptedServer {
-    ScriptedServer::start_bare(&AUTHORITY.server(&["127.0.0.1"], Validity::Now), None, script)
+    ScriptedServer::start_on(0, &AUTHORITY.server(&["127.0.0.1"], Validity::Now), None, script)
 }
 
 #[tokio::test]
@@ -323,17 +323,34 @@ async fn versions_are_negotiated() {
     assert_eq!(stranger.requests(), 1, "no other version is tried");
 }
 
-fn pykmip() -> (PyKmip, Client) {
+/// An authority, a server, and a client of it.
+fn pykmip() -> (Authority, PyKmip, Client) {
     let authority = Authority::new("kms");
     let server = PyKmip::start(&authority);
     let identity = authority.client("vmseal", Validity::Now).identity();
     let settings = Settings::new(server.endpoint(), authority.trust(), identity);
-    (server, Client::new(settings).unwrap())
+    (authority, server, Client::new(settings).unwrap())
+}
+
+#[tokio::test]
+async fn a_server_that_went_mad_is_told_and_used_again_when_it_is_well() {
+    let (authority, mut server, client) = pykmip();
+    let id = client.create_key(NewKey::default()).await.unwrap().id;
+    let key = client.get_key(&id).await.unwrap();
+    server.kill();
+    let certificate = authority.server(&["127.0.0.1"], Validity::Now);
+    let garbage = |_: &Asked| Reaction::Send(b"out of order".to_vec());
+    let mad = ScriptedServer::start_on(server.port(), &certificate, Some(&authority), garbage);
+    let error = client.get_key(&id).await.unwrap_err();
+    assert!(matches!(error, Error::Violation { .. }), "{error}");
+    drop(mad);
+    server.restart();
+    assert_eq!(client.get_key(&id).await.unwrap(), key);
 }
 
 #[tokio::test]
 async fn a_restart_of_the_server_is_not_noticed() {
-    let (mut server, client) = pykmip();
+    let (_, mut server, client) = pykmip();
     let id = client.create_key(NewKey::default()).await.unwrap().id;
     let key = client.get_key(&id).await.unwrap();
     assert_eq!(client.idle_connections(), 1);
@@ -347,7 +364,7 @@ async fn a_restart_of_the_server_is_not_noticed() {
 
 #[tokio::test]
 async fn a_server_that_is_killed_in_the_middle_of_a_request_is_told() {
-    let (mut server, client) = pykmip();
+    let (_, mut server, client) = pykmip();
     let id = client.create_key(NewKey::default()).await.unwrap().id;
     server.freeze();
     let (error, ()) = tokio::join!(client.create(Create::default()), async {

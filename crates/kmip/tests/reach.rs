@@ -223,6 +223,17 @@ async fn a_port_that_speaks_something_else_is_told() {
     answer.join().unwrap();
 }
 
+#[tokio::test]
+async fn a_port_that_closes_in_the_handshake_is_told() {
+    let closing = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = closing.local_addr().unwrap().port();
+    let close = std::thread::spawn(move || drop(closing.accept().unwrap()));
+    let endpoint = Endpoint::new("127.0.0.1", port).unwrap();
+    let ended = problem(discover(endpoint, AUTHORITY.trust()).await);
+    assert_eq!(ended, TlsProblem::HandshakeEnded { own: OwnCertificate::Valid });
+    close.join().unwrap();
+}
+
 #[test]
 fn settings_that_cannot_work_are_refused() {
     let (ours, other) =

@@ -1,6 +1,6 @@
 //! A real server: PyKMIP, as a child process on a loopback port of its own.
 
-use std::net::{TcpListener, TcpStream};
+use std::net::TcpListener;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -18,6 +18,9 @@ const PATIENCE: Duration = Duration::from_secs(60);
 
 /// How often another port is tried: somebody else may take a free one first.
 const ATTEMPTS: usize = 5;
+
+/// What PyKMIP logs when it listens.
+const LISTENING: &str = "Starting connection service";
 
 /// A PyKMIP server, with keys in a database of its own; gone when it is dropped.
 pub struct PyKmip {
@@ -50,16 +53,16 @@ impl PyKmip {
         panic!("PyKMIP does not start; its log:\n{}", log(directory.path()));
     }
 
+    /// The port that it listens on, and keeps.
+    #[must_use]
+    pub fn port(&self) -> u16 {
+        self.port
+    }
+
     /// Where it listens.
     #[must_use]
     pub fn endpoint(&self) -> Endpoint {
         Endpoint::new("127.0.0.1", self.port).expect("an address")
-    }
-
-    /// Where it listens, by a name.
-    #[must_use]
-    pub fn endpoint_as(&self, host: &str) -> Endpoint {
-        Endpoint::new(host, self.port).expect("a host of a test")
     }
 
     /// Kills it, at whatever it is doing. Its keys stay.
@@ -84,7 +87,7 @@ impl PyKmip {
         signal(&self.child, Signal::SIGCONT);
     }
 
-    /// What it has logged.
+    /// What it has logged since it was started.
     #[must_use]
     pub fn log(&self) -> String {
         log(self.directory.path())
@@ -146,6 +149,7 @@ fn launch(directory: &Path, port: u16) -> Option<Child> {
         path("keys.db"),
     );
     put(directory, "server.conf", &configuration);
+    put(directory, "server.log", "");
     let output = std::fs::File::create(directory.join("output")).expect("a file");
     let mut child = Command::new(python())
         .args(["-c", include_str!("pykmip_server.py")])
@@ -162,7 +166,8 @@ fn launch(directory: &Path, port: u16) -> Option<Child> {
         if !matches!(child.try_wait(), Ok(None)) {
             return None;
         }
-        if TcpStream::connect(("127.0.0.1", port)).is_ok() {
+        // Its own word: whoever else took the port would accept a connection too.
+        if log(directory).contains(LISTENING) {
             return Some(child);
         }
         std::thread::sleep(Duration::from_millis(20));

@@ -4,6 +4,7 @@
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread::JoinHandle;
 use std::time::Duration;
 
 use rustls::pki_types::pem::PemObject;
@@ -146,7 +147,17 @@ struct Counters {
 pub struct ScriptedServer {
     address: SocketAddr,
     counters: Arc<Counters>,
-    _stop: oneshot::Sender<()>,
+    stop: Option<oneshot::Sender<()>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Drop for ScriptedServer {
+    /// Its port is free afterwards.
+    fn drop(&mut self) {
+        drop(self.stop.take());
+        let ended = self.thread.take().map(JoinHandle::join);
+        assert!(std::thread::panicking() || !matches!(ended, Some(Err(_))), "the server failed");
+    }
 }
 
 impl ScriptedServer {
@@ -158,15 +169,17 @@ impl ScriptedServer {
         clients: Option<&Authority>,
         script: impl Fn(&Asked) -> Reaction + Send + Sync + 'static,
     ) -> Self {
-        Self::start_bare(certificate, clients, move |asked| match asked.operation {
+        Self::start_on(0, certificate, clients, move |asked| match asked.operation {
             OperationCode::DiscoverVersions => asked.versions(&ProtocolVersion::SPOKEN),
             _ => script(asked),
         })
     }
 
-    /// A server that answers everything as `script` says.
+    /// A server on a port of 127.0.0.1, 0 for any free one, that answers everything as `script` says: in
+    /// place of one that was there before, for instance.
     #[must_use]
-    pub fn start_bare(
+    pub fn start_on(
+        port: u16,
         certificate: &Issued,
         clients: Option<&Authority>,
         script: impl Fn(&Asked) -> Reaction + Send + Sync + 'static,
@@ -179,10 +192,10 @@ impl ScriptedServer {
         let shared = Arc::clone(&counters);
         let script: Arc<Script> = Arc::new(script);
         // A runtime of its own: it goes on when the test's blocks.
-        std::thread::spawn(move || {
+        let thread = std::thread::spawn(move || {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
             runtime.expect("a runtime").block_on(async {
-                let listener = TcpListener::bind("127.0.0.1:0").await.expect("a free port");
+                let listener = TcpListener::bind(("127.0.0.1", port)).await.expect("a free port");
                 started.send(listener.local_addr().expect("an address")).expect("the test waits");
                 tokio::select! {
                     () = accept(listener, acceptor, shared, script) => {}
@@ -190,7 +203,8 @@ impl ScriptedServer {
                 }
             });
         });
-        Self { address: start.recv().expect("a server"), counters, _stop: stop }
+        let address = start.recv().expect("a server");
+        Self { address, counters, stop: Some(stop), thread: Some(thread) }
     }
 
     /// Where it listens.
