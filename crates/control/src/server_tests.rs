@@ -215,7 +215,10 @@ async fn silent_clients_disturb_nobody_and_headers_have_a_limit() {
     }
     let _: About = here.client().get("about").await.unwrap();
     let long = here.client_with(&"x".repeat(64 * 1024)).get::<Page<Vm>>("vms").await.unwrap_err();
-    assert!(long.detail.contains("431"), "a header of 64 KiB was taken: {long}");
+    // A server that hangs up on who still sends may take its answer with it.
+    let hung_up = long.code == ErrorCode::Unreachable && long.detail.contains("Broken pipe");
+    let hung_up = hung_up || long.detail.contains("Connection reset");
+    assert!(hung_up || long.detail.contains("431"), "a header of 64 KiB was taken: {long}");
     let mut byte = [0];
     let hung_up = tokio::time::timeout(Duration::from_secs(15), silent[0].read(&mut byte)).await;
     assert!(matches!(hung_up, Ok(Ok(0) | Err(_))), "{hung_up:?}");
