@@ -94,6 +94,7 @@ fn configuration(directory: &Path, socket: &Path, disk: &Disk<'_>) -> anyhow::Re
                 file: Handle::Path(disk.image.to_owned()),
                 offset: disk.offset,
                 direct: Direct::Auto,
+                keeps_room: false,
             },
             front_end: Some(FrontEndSpec::VhostUserBlk {
                 listen: Handle::Path(socket.to_owned()),

@@ -9,10 +9,11 @@ use std::time::Duration;
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::time::{Instant, timeout};
+use vmseal_api::datastore::DatastoreCondition;
 use vmseal_api::host::{
-    DatastoreLocation, DatastoreSpec, DiskFacts, DiskPhase, DiskSpec, HostAgent, HostState,
-    ImageSource, KeyState, Power, PowerOff, SHUTDOWN_SECONDS_MAX, STATE_WAIT_MAX, StopReason,
-    Stopped, VERSION, VmSpec, VmState,
+    Allocation, DatastoreLocation, DatastoreSpec, DiskFacts, DiskPhase, DiskSpec, HostAgent,
+    HostState, ImageSource, KeyState, Power, PowerOff, SHUTDOWN_SECONDS_MAX, STATE_WAIT_MAX,
+    StopReason, Stopped, VERSION, VmSpec, VmState,
 };
 use vmseal_api::id::{DatastoreId, DiskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -107,6 +108,7 @@ impl Session {
             datastore: place.clone(),
             size: DISK_SIZE,
             encrypted,
+            allocation: Allocation::Thin,
             facts: None,
         };
         let spec = VmSpec {
@@ -220,6 +222,16 @@ async fn datastores(agent: &dyn HostAgent, session: &Session) {
     let location = DatastoreLocation::Dir { path: session.fixture.datastore.join("missing") };
     let missing = DatastoreSpec { location, ..session.place.clone() };
     refused(agent.probe_datastore(missing).await, ErrorCode::InvalidRequest, "a missing place");
+
+    let condition = done(agent.measure_datastore(session.place.clone()).await, "measuring");
+    let DatastoreCondition::Available { usage } = condition else { panic!("{condition:?}") };
+    assert!(usage.capacity >= usage.free && usage.free > 0);
+    let other = DatastoreSpec { datastore: DatastoreId::new(), ..session.place.clone() };
+    let condition = done(agent.measure_datastore(other.clone()).await, "measuring another's place");
+    assert!(matches!(condition, DatastoreCondition::WrongMark { .. }), "{condition:?}");
+    let contents = done(agent.scan_datastore(session.place.clone()).await, "scanning");
+    assert!(contents.images.is_empty() && contents.incomplete.is_none(), "{contents:?}");
+    refused(agent.scan_datastore(other).await, ErrorCode::WrongState, "scanning another's place");
 }
 
 async fn registration(agent: &dyn HostAgent, session: &Session) {
@@ -320,6 +332,10 @@ async fn disks(agent: &dyn HostAgent, session: &mut Session) {
     let facts = session.made(agent, system).await;
     session.spec.disks[0].facts = Some(facts);
     session.spec.disks[1].facts = Some(DiskFacts::Raw);
+    let contents = done(agent.scan_datastore(session.place.clone()).await, "scanning");
+    let found: Vec<_> = contents.images.iter().filter_map(|image| image.named).collect();
+    assert_eq!(found.len(), 2, "{contents:?}");
+    assert!(found.iter().all(|name| name.vm == vm && [system, data].contains(&name.disk)));
     // As the server does when it has pinned them.
     done(agent.register_vm(session.spec.clone()).await, "registering with facts");
 }

@@ -11,13 +11,16 @@
 
 use std::fs::{DirBuilder, File, OpenOptions};
 use std::io;
+use std::ops::Range;
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use nix::fcntl::{FcntlArg, fcntl};
+use nix::errno::Errno;
+use nix::fcntl::{FallocateFlags, FcntlArg, fallocate, fcntl};
 use serde::{Deserialize, Serialize};
+use vmseal_api::datastore::DatastoreCondition;
 use vmseal_api::host::{
     DatastoreLocation, DatastoreSpec, DatastoreUsage, DiskSpec, KeyReference, VmSpec,
 };
@@ -27,10 +30,10 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use crate::atomic_file;
 
 /// The file that says which datastore this is.
-const MARKER: &str = "vmseal-datastore.json";
+pub const MARKER: &str = "vmseal-datastore.json";
 
 /// The file that says whose disks are in a directory.
-const DESCRIPTOR: &str = "vm.json";
+pub const DESCRIPTOR: &str = "vm.json";
 
 /// The version of both files.
 const VERSION: u32 = 1;
@@ -159,6 +162,33 @@ fn check_marker(path: &Path, marker: &Marker, spec: &DatastoreSpec) -> Result<()
     ))
 }
 
+/// The directory of a datastore that carries the right mark.
+///
+/// # Errors
+/// `wrong-state` when the place carries no mark, or another one (not mounted?).
+pub fn marked(spec: &DatastoreSpec) -> Result<&Path, Problem> {
+    let path = directory(spec)?;
+    let marker = marker(path)?.ok_or_else(|| {
+        let what =
+            format!("{} is not marked as a datastore: is the file system mounted?", path.display());
+        Problem::new(ErrorCode::WrongState, what)
+    })?;
+    check_marker(path, &marker, spec)?;
+    Ok(path)
+}
+
+/// How a datastore stands. Blocks, and for long where a file system hangs.
+#[must_use]
+pub fn condition(spec: &DatastoreSpec) -> DatastoreCondition {
+    match marked(spec).and_then(usage) {
+        Ok(usage) => DatastoreCondition::Available { usage },
+        Err(problem) if problem.code == ErrorCode::WrongState => {
+            DatastoreCondition::WrongMark { detail: problem.detail }
+        }
+        Err(problem) => DatastoreCondition::Unavailable { detail: problem.detail },
+    }
+}
+
 /// Room at `path`, in bytes.
 ///
 /// # Errors
@@ -209,16 +239,7 @@ impl Home {
     /// # Errors
     /// `wrong-state` when the place carries no mark, or another one (not mounted?).
     pub fn of(spec: &DatastoreSpec, vm: VmId) -> Result<Self, Problem> {
-        let path = directory(spec)?;
-        let marker = marker(path)?.ok_or_else(|| {
-            let what = format!(
-                "{} is not marked as a datastore: is the file system mounted?",
-                path.display()
-            );
-            Problem::new(ErrorCode::WrongState, what)
-        })?;
-        check_marker(path, &marker, spec)?;
-        Ok(Self { path: path.join(vm.to_string()) })
+        Ok(Self { path: marked(spec)?.join(vm.to_string()) })
     }
 
     /// A disk's file.
@@ -284,6 +305,27 @@ impl Home {
         }
         file.set_len(length).map_err(|error| failed(&path, "made", &error))?;
         Ok(file)
+    }
+
+    /// Takes room for a part of a disk that was begun.
+    ///
+    /// # Errors
+    /// `no-space`; `unsupported` where the file system cannot.
+    pub fn allocate(&self, disk: DiskId, file: &File, part: Range<u64>) -> Result<(), Problem> {
+        let path = self.creating(disk);
+        let sign = |at: u64| i64::try_from(at).unwrap_or(i64::MAX);
+        let (from, length) = (sign(part.start), sign(part.end - part.start));
+        match fallocate(file, FallocateFlags::empty(), from, length) {
+            Ok(()) => Ok(()),
+            Err(Errno::EOPNOTSUPP | Errno::ENOSYS) => Err(Problem::new(
+                ErrorCode::Unsupported,
+                format!(
+                    "the file system of {} cannot take room ahead (fallocate): use a policy with thin allocation",
+                    path.display()
+                ),
+            )),
+            Err(error) => Err(failed(&path, "allocated", &error.into())),
+        }
     }
 
     /// Makes a disk that was begun final: flushed, and under its name.
@@ -452,6 +494,8 @@ fn lock(file: &File) -> io::Result<bool> {
 mod tests {
     use std::os::unix::fs::{MetadataExt, PermissionsExt};
 
+    use vmseal_api::host::Allocation;
+
     use super::*;
 
     fn datastore() -> (tempfile::TempDir, DatastoreSpec) {
@@ -471,6 +515,7 @@ mod tests {
                 datastore: place.clone(),
                 size,
                 encrypted: false,
+                allocation: Allocation::Thin,
                 facts: None,
             })
             .into();

@@ -15,9 +15,9 @@ use tokio::sync::oneshot;
 use tokio::task::spawn_blocking;
 use vmseal_api::filter::{DiskActivity, Holes};
 use vmseal_api::host::{
-    DiskFacts, DiskSpec, ImageSource, KeyReference, Notice, NoticeCode, VmSpec,
+    Allocation, DiskFacts, DiskSpec, ImageSource, KeyReference, Notice, NoticeCode, VmSpec,
 };
-use vmseal_api::id::VmId;
+use vmseal_api::id::{DiskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_luks::{Facts, HeaderError, Identity};
 use vmseal_secret::{DEK_LEN, SecretBytes};
@@ -31,6 +31,9 @@ use crate::users::{Slot, Users};
 
 /// How often an import is asked how far it is.
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(250);
+
+/// How much room is taken in one step, in bytes: a moment's work on most file systems.
+const ALLOCATION_STEP: u64 = 1 << 30;
 
 /// What a disk is to be made with.
 pub struct Recipe {
@@ -82,7 +85,7 @@ pub async fn create(
 }
 
 /// Removes what an attempt has left; the filter that held the image's lock goes first.
-async fn discard(home: &Home, workshop: &Workshop, vm: VmId, disk: vmseal_api::id::DiskId) {
+async fn discard(home: &Home, workshop: &Workshop, vm: VmId, disk: DiskId) {
     if let Err(error) = workshop.directory.sweep().await {
         tracing::warn!(%vm, %disk, %error, "cannot remove an import's directory");
     }
@@ -100,19 +103,27 @@ async fn make(
     workshop: &Workshop,
     slot: &Slot,
     progress: impl Fn(u64, u64) + Send,
-    cancelled: oneshot::Receiver<()>,
+    mut cancelled: oneshot::Receiver<()>,
 ) -> Result<DiskFacts, Problem> {
     let source =
         recipe.source.as_ref().map(|source| open_source(source, &recipe.disk)).transpose()?;
     let (vm, disk, size) = (recipe.spec.vm, recipe.disk.disk, recipe.disk.size);
-    let place = home.clone();
-    let needed = source.as_ref().map_or(Ok(0), allocated)?;
+    let (place, preallocated) = (home.clone(), is_preallocated(&recipe.disk));
+    let needed = if preallocated {
+        vmseal_luks::DATA_OFFSET + size
+    } else {
+        source.as_ref().map_or(Ok(0), allocated)?
+    };
     let begun =
         spawn_blocking(move || begin(&recipe, &place, needed)).await.map_err(internal)??;
     let Begun { file, facts, key } = match begun {
         Attempt::Whole(facts) => return Ok(facts),
         Attempt::Begun(begun) => begun,
     };
+    if preallocated {
+        let file = file.try_clone().map_err(internal)?;
+        take_room(home, disk, file, &progress, &mut cancelled).await?;
+    }
     if let Some(source) = source {
         let whole = filter::Disk {
             disk,
@@ -120,6 +131,7 @@ async fn make(
             file: file.try_clone().map_err(internal)?,
             offset: data_offset(&facts),
             key: key.map(|dek| Ok((dek.to_memfd().map_err(internal)?, Holes::Zero))).transpose()?,
+            keeps_room: preallocated,
             listen: None,
             source: Some(source),
         };
@@ -127,15 +139,45 @@ async fn make(
             imported = import(vm, whole, workshop, slot, progress) => {
                 imported.map_err(|problem| told_if_full(home, problem))?;
             }
-            Ok(()) = cancelled => {
-                let what = "the disk was removed while it was being made";
-                return Err(Problem::new(ErrorCode::Cancelled, what));
-            }
+            Ok(()) = cancelled => return Err(removed_meanwhile()),
         }
     }
     let place = home.clone();
     spawn_blocking(move || place.finish(disk, &file)).await.map_err(internal)??;
     Ok(facts)
+}
+
+fn removed_meanwhile() -> Problem {
+    Problem::new(ErrorCode::Cancelled, "the disk was removed while it was being made")
+}
+
+/// Whether all of a disk's room is taken when it is made.
+#[must_use]
+pub fn is_preallocated(disk: &DiskSpec) -> bool {
+    disk.allocation == Allocation::Preallocated
+}
+
+/// Takes the room of the whole image, part by part: where that is slow it is seen and can be ended.
+async fn take_room(
+    home: &Home,
+    disk: DiskId,
+    file: File,
+    progress: &(impl Fn(u64, u64) + Send),
+    cancelled: &mut oneshot::Receiver<()>,
+) -> Result<(), Problem> {
+    let (home, file) = (home.clone(), Arc::new(file));
+    let (mut done, total) = (0, file.metadata().map_err(internal)?.len());
+    while done < total {
+        if cancelled.try_recv().is_ok() {
+            return Err(removed_meanwhile());
+        }
+        let part = done..total.min(done + ALLOCATION_STEP);
+        let (home, file, to) = (home.clone(), Arc::clone(&file), part.end);
+        spawn_blocking(move || home.allocate(disk, &file, part)).await.map_err(internal)??;
+        done = to;
+        progress(done, total);
+    }
+    Ok(())
 }
 
 fn told_if_full(home: &Home, problem: Problem) -> Problem {
@@ -469,6 +511,7 @@ mod tests {
                 datastore: place.clone(),
                 size: 1 << 20,
                 encrypted,
+                allocation: Allocation::Thin,
                 facts: None,
             })
             .into();
@@ -525,6 +568,51 @@ mod tests {
         assert_eq!(SecretBytes::from_memfd(&again.key.unwrap().0, DEK_LEN).unwrap(), dek);
         assert_eq!(bench.create(1).await.unwrap(), DiskFacts::Raw);
         assert!(bench.open(1, &DiskFacts::Raw).unwrap().key.is_none());
+    }
+
+    #[tokio::test]
+    async fn a_preallocated_disk_has_all_its_room_and_one_that_does_not_fit_leaves_nothing() {
+        let mut bench = bench();
+        for (index, header) in [(0, vmseal_luks::DATA_OFFSET), (1, 0)] {
+            let disk = &mut bench.spec.disks[index];
+            disk.allocation = Allocation::Preallocated;
+            disk.size = 8 << 20;
+            bench.create(index).await.unwrap();
+            let metadata = bench.image(index).metadata().unwrap();
+            assert_eq!(metadata.len(), header + (8 << 20));
+            assert!(metadata.blocks() * 512 >= metadata.len(), "{} blocks", metadata.blocks());
+            let home = Home::of(&bench.spec.disks[index].datastore, bench.spec.vm).unwrap();
+            home.delete(bench.spec.disks[index].disk).unwrap();
+
+            bench.spec.disks[index].size = 1 << 60;
+            let problem = bench.create(index).await.unwrap_err();
+            assert_eq!(problem.code, ErrorCode::NoSpace, "{problem}");
+            assert!(!home.image(bench.spec.disks[index].disk).parent().unwrap().exists());
+        }
+        // The same, thin: the room is not asked for.
+        bench.spec.disks[1].allocation = Allocation::Thin;
+        bench.spec.disks[1].size = 1 << 40;
+        bench.create(1).await.unwrap();
+        assert!(bench.image(1).metadata().unwrap().blocks() < 100);
+    }
+
+    #[tokio::test]
+    async fn the_making_of_a_preallocated_disk_shows_how_far_it_is_and_can_be_ended() {
+        let bench = bench();
+        let home = Home::of(&bench.spec.disks[1].datastore, bench.spec.vm).unwrap();
+        let disk = &bench.spec.disks[1];
+        let length = ALLOCATION_STEP + 4096;
+        let file = home.begin(&bench.spec, disk, length).unwrap();
+        let seen = std::sync::Mutex::new(Vec::new());
+        let progress = |done, total| seen.lock().unwrap().push((done, total));
+        let (_running, mut cancelled) = oneshot::channel();
+        let copy = file.try_clone().unwrap();
+        take_room(&home, disk.disk, copy, &progress, &mut cancelled).await.unwrap();
+        assert_eq!(*seen.lock().unwrap(), [(ALLOCATION_STEP, length), (length, length)]);
+        let (cancel, mut cancelled) = oneshot::channel();
+        cancel.send(()).unwrap();
+        let ended = take_room(&home, disk.disk, file, &progress, &mut cancelled).await;
+        assert_eq!(ended.unwrap_err().code, ErrorCode::Cancelled);
     }
 
     #[tokio::test]

@@ -73,6 +73,8 @@ pub struct Disk {
     pub offset: u64,
     /// The DEK in a `memfd_secret`, and what holes mean; none in the clear.
     pub key: Option<(OwnedFd, Holes)>,
+    /// Whether the image keeps its room whatever is discarded.
+    pub keeps_room: bool,
     /// The socket for QEMU, and how many queues it has.
     pub listen: Option<(UnixListener, u16)>,
     /// An image to be written through the chain.
@@ -96,6 +98,7 @@ impl Disk {
                 file: fd(self.file.as_fd()),
                 offset: self.offset,
                 direct: Direct::Auto,
+                keeps_room: self.keeps_room,
             },
             front_end: self.listen.as_ref().map(|(socket, queues)| FrontEndSpec::VhostUserBlk {
                 listen: fd(socket.as_fd()),

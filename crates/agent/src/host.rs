@@ -11,6 +11,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use tokio::sync::Mutex;
 use tokio::task::spawn_blocking;
+use vmseal_api::datastore::{DatastoreCondition, DatastoreContents};
 use vmseal_api::host::{
     ConsoleStream, DatastoreSpec, DatastoreUsage, HostAgent, HostDescription, HostState,
     ImageSource, PowerOff, SealedKey, VERSION, VmSpec,
@@ -24,12 +25,13 @@ use crate::board::Board;
 use crate::deaths::Deaths;
 use crate::keys::KeyBox;
 use crate::machine::{self, Machine};
+use crate::measure::Measuring;
 use crate::process;
 use crate::qemu::Qemu;
 use crate::run_dir::RunDir;
 use crate::users::Users;
 use crate::vm::{self, Beginning, Call, Shared, Vm};
-use crate::{datastore, rules};
+use crate::{contents, datastore, rules};
 
 /// The most VMs that a host takes.
 const VMS_MAX: usize = 1024;
@@ -86,6 +88,7 @@ pub struct RealHost {
     shared: Arc<Shared>,
     description: HostDescription,
     vms: Mutex<HashMap<VmId, Vm>>,
+    measuring: Measuring,
     /// Keeps other agents out of the run directory.
     _lock: nix::fcntl::Flock<std::fs::File>,
 }
@@ -125,7 +128,13 @@ impl RealHost {
         let vms = vm::adopt(&shared).await.map_err(run_error)?;
         let weaknesses = machine::weaknesses(options.hardening, root);
         let description = describe(&shared, weaknesses);
-        Ok(Self { shared, description, vms: Mutex::new(vms.into_iter().collect()), _lock: lock })
+        Ok(Self {
+            shared,
+            description,
+            vms: Mutex::new(vms.into_iter().collect()),
+            measuring: Measuring::default(),
+            _lock: lock,
+        })
     }
 
     async fn vm(&self, vm: VmId) -> Result<Vm, Problem> {
@@ -178,6 +187,16 @@ impl HostAgent for RealHost {
 
     async fn probe_datastore(&self, spec: DatastoreSpec) -> Result<DatastoreUsage, Problem> {
         spawn_blocking(move || datastore::probe(&spec))
+            .await
+            .map_err(|error| Problem::new(ErrorCode::Internal, error.to_string()))?
+    }
+
+    async fn measure_datastore(&self, spec: DatastoreSpec) -> Result<DatastoreCondition, Problem> {
+        Ok(self.measuring.measure(spec).await)
+    }
+
+    async fn scan_datastore(&self, spec: DatastoreSpec) -> Result<DatastoreContents, Problem> {
+        spawn_blocking(move || contents::scan(&spec))
             .await
             .map_err(|error| Problem::new(ErrorCode::Internal, error.to_string()))?
     }

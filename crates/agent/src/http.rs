@@ -99,6 +99,8 @@ pub fn router(agent: Agent) -> Router {
         .route("/v1/host", get(describe))
         .route("/v1/state", get(state))
         .route("/v1/datastores", post(probe_datastore))
+        .route("/v1/datastores/measure", post(measure_datastore))
+        .route("/v1/datastores/scan", post(scan_datastore))
         .route("/v1/vms/{vm}", put(register_vm).delete(unregister_vm))
         .route("/v1/vms/{vm}/key", put(offer_key))
         .route("/v1/vms/{vm}/disks/{disk}", put(create_disk).delete(delete_disk))
@@ -136,6 +138,14 @@ async fn state(
 
 async fn probe_datastore(State(agent): State<Agent>, request: Body) -> Answer<Response> {
     json(&agent.probe_datastore(body(request).await?).await?)
+}
+
+async fn measure_datastore(State(agent): State<Agent>, request: Body) -> Answer<Response> {
+    json(&agent.measure_datastore(body(request).await?).await?)
+}
+
+async fn scan_datastore(State(agent): State<Agent>, request: Body) -> Answer<Response> {
+    json(&agent.scan_datastore(body(request).await?).await?)
 }
 
 async fn register_vm(

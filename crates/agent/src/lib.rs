@@ -15,6 +15,7 @@
 //! | `rules` | what may be done when |
 //! | `disk`, `datastore` | making and opening disks; files, locks, debris |
 //! | `filter`, `qemu`, [`qmp`], `console` | the two processes of a VM and the ways to them |
+//! | `measure`, `contents` | how datastores stand; what is on one |
 //! | `process`, `run_dir`, `users` | processes that outlive the agent, on record, under own users |
 //! | `deaths` | deaths that nobody has seen to yet, on record |
 //! | `keys` | KEKs: in locked memory, checked against what the inventory means |
@@ -25,6 +26,7 @@ pub mod accelerator;
 mod atomic_file;
 mod board;
 mod console;
+mod contents;
 #[cfg(any(test, feature = "contract-suite"))]
 pub mod contract;
 mod datastore;
@@ -37,6 +39,7 @@ pub mod identity;
 pub mod join;
 mod keys;
 mod machine;
+mod measure;
 mod process;
 mod qemu;
 pub mod qmp;

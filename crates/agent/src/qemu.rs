@@ -218,6 +218,7 @@ mod tests {
             datastore: DatastoreSpec { datastore: DatastoreId::new(), location },
             size: 1 << 30,
             encrypted: false,
+            allocation: Default::default(),
             facts: None,
         }
     }

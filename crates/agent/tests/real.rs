@@ -13,8 +13,8 @@ use tokio::io::AsyncReadExt;
 use vmseal_agent::contract::{self, BANNER, Fixture};
 use vmseal_agent::{AcceleratorChoice, AgentOptions, RealHost};
 use vmseal_api::host::{
-    DatastoreLocation, DatastoreSpec, DiskFacts, DiskPhase, DiskSpec, HostAgent, ImageSource,
-    Power, PowerOff, StopReason, VmSpec, VmState,
+    Allocation, DatastoreLocation, DatastoreSpec, DiskFacts, DiskPhase, DiskSpec, HostAgent,
+    ImageSource, Power, PowerOff, StopReason, VmSpec, VmState,
 };
 use vmseal_api::id::{DatastoreId, DiskId, VmId};
 use vmseal_api::problem::ErrorCode;
@@ -185,6 +185,7 @@ async fn made(bench: &Bench, agent: &dyn HostAgent) -> VmSpec {
         datastore: place.clone(),
         size: 1 << 20,
         encrypted: false,
+        allocation: Allocation::Thin,
         facts: Some(DiskFacts::Raw),
     };
     let spec = VmSpec {

@@ -123,6 +123,9 @@ pub enum BackendSpec {
         /// Whether to bypass the page cache.
         #[serde(default)]
         direct: Direct,
+        /// Whether the file keeps its room whatever the guest discards: a preallocated disk.
+        #[serde(default)]
+        keeps_room: bool,
     },
 }
 

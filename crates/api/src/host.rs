@@ -12,6 +12,8 @@
 //! GET    /v1/host                          describe
 //! GET    /v1/state?incarnation=I&after=N&wait_seconds=S  state, at once if it is newer than N of I
 //! POST   /v1/datastores                    probe_datastore
+//! POST   /v1/datastores/measure            measure_datastore
+//! POST   /v1/datastores/scan               scan_datastore
 //! PUT    /v1/vms/{vm}                      register_vm
 //! DELETE /v1/vms/{vm}                      unregister_vm
 //! PUT    /v1/vms/{vm}/key                  offer_key
@@ -192,8 +194,23 @@ pub struct DiskSpec {
     pub size: u64,
     /// Whether it is encrypted.
     pub encrypted: bool,
+    /// Whether its room is taken when it is made.
+    #[serde(default)]
+    pub allocation: Allocation,
     /// What the inventory knows of the finished disk; none until it has been made.
     pub facts: Option<DiskFacts>,
+}
+
+/// When a disk takes room on its datastore.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(rename_all = "snake_case")]
+pub enum Allocation {
+    /// As it is written to; what the guest discards is given back.
+    #[default]
+    Thin,
+    /// All of it when it is made; a discard gives nothing back.
+    Preallocated,
 }
 
 /// What the inventory pins of a disk: opening it compares the datastore with this.
@@ -409,6 +426,7 @@ mod service {
     use tokio::io::{AsyncRead, AsyncWrite};
 
     use super::*;
+    use crate::datastore::{DatastoreCondition, DatastoreContents};
 
     /// Both directions of a serial console.
     pub trait Duplex: AsyncRead + AsyncWrite + Send + Unpin {}
@@ -436,6 +454,18 @@ mod service {
         /// # Errors
         /// `key-mismatch` is never answered; `wrong-state` when the place carries another datastore's mark.
         async fn probe_datastore(&self, spec: DatastoreSpec) -> Result<DatastoreUsage, Problem>;
+
+        /// How a datastore stands. Nothing is written to it.
+        async fn measure_datastore(
+            &self,
+            spec: DatastoreSpec,
+        ) -> Result<DatastoreCondition, Problem>;
+
+        /// Looks at what is on a datastore. Nothing is changed on it.
+        ///
+        /// # Errors
+        /// `wrong-state` when the place does not carry the datastore's mark.
+        async fn scan_datastore(&self, spec: DatastoreSpec) -> Result<DatastoreContents, Problem>;
 
         /// Makes a VM known, or replaces what is known of one that is off.
         async fn register_vm(&self, spec: VmSpec) -> Result<(), Problem>;

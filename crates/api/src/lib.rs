@@ -10,6 +10,7 @@
 
 #[cfg(feature = "client")]
 pub mod client;
+pub mod datastore;
 pub mod filter;
 pub mod host;
 pub mod id;

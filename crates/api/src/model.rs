@@ -4,8 +4,8 @@ use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
 use crate::host::{
-    DatastoreLocation, DatastoreUsage, DiskFacts, HostDescription, KeyReference, KeyState, Power,
-    Stopped,
+    Allocation, DatastoreLocation, DatastoreUsage, DiskFacts, HostDescription, KeyReference,
+    KeyState, Power, Stopped,
 };
 use crate::id::{DatastoreId, DiskId, HostId, PolicyId, ProviderId, TaskId, VmId};
 use crate::problem::Problem;
@@ -140,6 +140,9 @@ pub struct Policy {
     /// The provider of the keys; none means the default one at the time a VM is made.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub provider: Option<String>,
+    /// When its disks take room.
+    #[serde(default)]
+    pub allocation: Allocation,
 }
 
 /// A virtual machine.
@@ -203,6 +206,9 @@ pub struct Disk {
     pub size: u64,
     /// Whether it is encrypted.
     pub encrypted: bool,
+    /// When it takes room.
+    #[serde(default)]
+    pub allocation: Allocation,
     /// What the inventory pins of it; none until it is made.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub facts: Option<DiskFacts>,

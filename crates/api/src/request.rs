@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use crate::host::DatastoreLocation;
+use crate::host::{Allocation, DatastoreLocation};
 
 /// The longest request body that the REST API takes, in bytes.
 pub const BODY_MAX: usize = 256 * 1024;
@@ -145,6 +145,9 @@ pub struct AddPolicy {
     /// The provider of the keys, by name or id; none means the default one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub provider: Option<String>,
+    /// When its disks take room.
+    #[serde(default)]
+    pub allocation: Allocation,
 }
 
 /// Makes a VM.

@@ -227,6 +227,8 @@ pub enum Datastore {
         #[arg(long)]
         path: PathBuf,
     },
+    /// Look at what is on a datastore: disks of no VM, missing and half-made ones. Changes nothing
+    Scan(Name),
     /// Remove a datastore that holds no disk
     #[command(visible_alias = "rm")]
     Remove(Name),
@@ -314,6 +316,12 @@ pub enum Policy {
         /// The provider of the keys; else the default one
         #[arg(long)]
         provider: Option<String>,
+        /// Disks take room as they are written to; the default
+        #[arg(long, conflicts_with = "preallocate")]
+        thin: bool,
+        /// Disks take all of their room when they are made, and keep it
+        #[arg(long)]
+        preallocate: bool,
     },
     /// Remove a policy that no VM uses
     #[command(visible_alias = "rm")]

@@ -8,6 +8,7 @@ mod connection;
 mod disk_option;
 mod passphrase;
 mod print;
+mod print_scan;
 
 use std::process::ExitCode;
 

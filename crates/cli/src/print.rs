@@ -126,14 +126,19 @@ impl Row for Provider {
 }
 
 impl Row for Policy {
-    const HEADS: &'static [&'static str] = &["NAME", "ENCRYPTION", "PROVIDER"];
+    const HEADS: &'static [&'static str] = &["NAME", "ENCRYPTION", "PROVIDER", "ALLOCATION"];
     fn cells(&self) -> Vec<String> {
         let provider = match (&self.provider, self.encryption) {
             (Some(provider), _) => provider.clone(),
             (None, true) => "(default)".into(),
             (None, false) => "-".into(),
         };
-        vec![self.name.clone(), if self.encryption { "yes" } else { "no" }.into(), provider]
+        vec![
+            self.name.clone(),
+            if self.encryption { "yes" } else { "no" }.into(),
+            provider,
+            word(&self.allocation),
+        ]
     }
 }
 
@@ -174,9 +179,10 @@ pub fn vm_details(vm: &Vm) -> Vec<(&'static str, String)> {
         lines.push((
             "DISK",
             format!(
-                "{} {} on {}: {format} ({})",
+                "{} {} {} on {}: {format} ({})",
                 disk.name,
                 bytes(disk.size),
+                word(&disk.allocation),
                 disk.datastore,
                 disk.id
             ),

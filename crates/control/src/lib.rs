@@ -18,6 +18,7 @@ pub mod identity;
 pub mod initialise;
 pub mod keys;
 pub mod providers;
+mod scan;
 pub mod server;
 #[cfg(test)]
 mod server_tests;

@@ -115,7 +115,12 @@ impl Installation {
         let verify = VerifyBackup { backup: backup.backup, passphrase: self.sealed("b").await };
         let _: Provider = client.post("providers/keys/verify", &verify).await.unwrap();
         let _: Provider = client.post("providers/keys/default", &Value::Null).await.unwrap();
-        let policy = AddPolicy { name: "encrypted".to_owned(), encryption: true, provider: None };
+        let policy = AddPolicy {
+            name: "encrypted".to_owned(),
+            encryption: true,
+            provider: None,
+            allocation: Default::default(),
+        };
         let _: Policy = client.post("policies", &policy).await.unwrap();
     }
 

@@ -133,10 +133,13 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
         let what = format!("disk {id}, {what}");
         move |error| StartError::Handle { what, error }
     };
-    let BackendSpec::File { file, offset, direct } = &config.backend;
+    let BackendSpec::File { file, offset, direct, keeps_room } = &config.backend;
     let fd = handles.file(file, !config.read_only).map_err(named("its image"))?;
     let file = FileDisk::open(fd, *offset, config.size, *direct, config.read_only)
         .map_err(|error| StartError::Open { disk: id, error })?;
+    if *keeps_room {
+        file.keep_room();
+    }
     let encryption = match config.chain.first() {
         Some(FilterSpec::Crypt { key, holes }) => {
             Some(Encryption { key: handles.key(key).map_err(named("its key"))?, holes: *holes })

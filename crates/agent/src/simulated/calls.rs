@@ -3,10 +3,13 @@
 use std::time::Duration;
 
 use async_trait::async_trait;
+use vmseal_api::datastore::{
+    DatastoreCondition, DatastoreContents, FoundImage, ImageContent, NamedImage,
+};
 use vmseal_api::host::{
-    ConsoleStream, DatastoreLocation, DatastoreSpec, DatastoreUsage, DiskFacts, DiskPhase,
-    DiskSpec, HostAgent, HostDescription, HostState, ImageSource, Power, PowerOff, SealedKey,
-    StopReason, VmSpec,
+    Allocation, ConsoleStream, DatastoreLocation, DatastoreSpec, DatastoreUsage, DiskFacts,
+    DiskPhase, DiskSpec, HostAgent, HostDescription, HostState, ImageSource, Power, PowerOff,
+    SealedKey, StopReason, VmSpec,
 };
 use vmseal_api::id::{DiskId, Incarnation, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -100,6 +103,35 @@ impl Inside {
             return Err(Problem::new(ErrorCode::WrongState, what));
         }
         Ok(DatastoreUsage { capacity: CAPACITY, free: if self.full { 0 } else { CAPACITY } })
+    }
+
+    fn condition(&self, spec: &DatastoreSpec) -> DatastoreCondition {
+        if let Some(free) = self.free {
+            let usage = DatastoreUsage { capacity: CAPACITY, free };
+            return DatastoreCondition::Available { usage };
+        }
+        match self.check_place(spec) {
+            Ok(()) => {
+                let usage = DatastoreUsage { capacity: CAPACITY, free: CAPACITY };
+                DatastoreCondition::Available { usage }
+            }
+            Err(problem) => DatastoreCondition::WrongMark { detail: problem.detail },
+        }
+    }
+
+    /// What a real host would find of the disks that are there.
+    fn contents(&self, spec: &DatastoreSpec) -> Result<DatastoreContents, Problem> {
+        self.check_place(spec)?;
+        let here = self.world.disks.iter().filter(|(_, it)| it.datastore == spec.datastore);
+        let image = |(disk, it): (&DiskId, &SimulatedDisk)| FoundImage {
+            path: format!("{}/{disk}.raw", it.vm),
+            named: Some(NamedImage { vm: it.vm, disk: *disk, half_made: false }),
+            size: 0,
+            allocated: 0,
+            modified: None,
+            content: ImageContent::Raw,
+        };
+        Ok(DatastoreContents { images: here.map(image).collect(), ..Default::default() })
     }
 
     fn check_place(&self, spec: &DatastoreSpec) -> Result<(), Problem> {
@@ -206,7 +238,7 @@ impl Inside {
         if self.fail_disks.remove(&disk) {
             return Err(Problem::new(ErrorCode::Internal, "an injected failure"));
         }
-        if self.full {
+        if self.full || spec.allocation == Allocation::Preallocated && spec.size > CAPACITY {
             return Err(Problem::new(ErrorCode::NoSpace, "the simulated datastore is full"));
         }
         let facts = facts(&spec)?;
@@ -358,6 +390,14 @@ impl HostAgent for SimulatedHost {
 
     async fn probe_datastore(&self, spec: DatastoreSpec) -> Result<DatastoreUsage, Problem> {
         self.call(Call::ProbeDatastore, |inside| inside.probe(&spec))
+    }
+
+    async fn measure_datastore(&self, spec: DatastoreSpec) -> Result<DatastoreCondition, Problem> {
+        self.call(Call::MeasureDatastore, |inside| Ok(inside.condition(&spec)))
+    }
+
+    async fn scan_datastore(&self, spec: DatastoreSpec) -> Result<DatastoreContents, Problem> {
+        self.call(Call::ScanDatastore, |inside| inside.contents(&spec))
     }
 
     async fn register_vm(&self, spec: VmSpec) -> Result<(), Problem> {

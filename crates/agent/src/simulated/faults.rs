@@ -13,6 +13,10 @@ pub enum Call {
     State,
     /// `probe_datastore`
     ProbeDatastore,
+    /// `measure_datastore`
+    MeasureDatastore,
+    /// `scan_datastore`
+    ScanDatastore,
     /// `register_vm`
     RegisterVm,
     /// `unregister_vm`

@@ -157,6 +157,8 @@ struct Inside {
     heeds_shutdown: bool,
     reachable: bool,
     full: bool,
+    /// What measuring a datastore finds, where a test says so.
+    free: Option<u64>,
     fail_disks: BTreeSet<DiskId>,
 }
 
@@ -185,6 +187,7 @@ impl SimulatedHost {
             heeds_shutdown: true,
             reachable: true,
             full: false,
+            free: None,
             fail_disks: BTreeSet::new(),
         })))
     }
@@ -234,6 +237,16 @@ impl SimulatedHost {
     /// Whether the datastores are full.
     pub fn set_full(&self, full: bool) {
         self.inside().full = full;
+    }
+
+    /// How much room the datastores have from now on, in bytes.
+    pub fn set_free(&self, free: u64) {
+        self.inside().free = Some(free);
+    }
+
+    /// The datastore at a path is another one from now on.
+    pub fn change_mark(&self, path: &std::path::Path) {
+        self.inside().world.marks.insert(path.to_owned(), DatastoreId::new());
     }
 
     /// Has the making of this disk fail after it has begun.

@@ -45,6 +45,7 @@ async fn with_vm() -> (SimulatedHost, VmSpec) {
         datastore: place.clone(),
         size: 1 << 20,
         encrypted: false,
+        allocation: Default::default(),
         facts: Some(DiskFacts::Raw),
     });
     host.probe_datastore(place).await.unwrap();

@@ -65,6 +65,7 @@ pub async fn start(
             file: open.file,
             offset: open.offset,
             key: open.key,
+            keeps_room: disk::is_preallocated(disk),
             listen: Some((listener, qemu::queues(spec))),
             source: None,
         });

@@ -18,6 +18,7 @@ use serde::de::DeserializeOwned;
 use super::exchange::{CONNECT_TIMEOUT, Peer};
 use super::tls::{self, ClientIdentity, TlsError};
 use super::websocket;
+use crate::datastore::{DatastoreCondition, DatastoreContents};
 use crate::host::{
     ConsoleStream, DatastoreSpec, DatastoreUsage, HostAgent, HostDescription, HostState,
     ImageSource, PowerOff, STATE_WAIT_MAX, SealedKey, VmSpec,
@@ -144,6 +145,14 @@ impl HostAgent for HostClient {
 
     async fn probe_datastore(&self, spec: DatastoreSpec) -> Result<DatastoreUsage, Problem> {
         self.call(self.request(Method::POST, "datastores").json(&spec)).await
+    }
+
+    async fn measure_datastore(&self, spec: DatastoreSpec) -> Result<DatastoreCondition, Problem> {
+        self.call(self.request(Method::POST, "datastores/measure").json(&spec)).await
+    }
+
+    async fn scan_datastore(&self, spec: DatastoreSpec) -> Result<DatastoreContents, Problem> {
+        self.call(self.request(Method::POST, "datastores/scan").json(&spec)).await
     }
 
     async fn register_vm(&self, spec: VmSpec) -> Result<(), Problem> {

@@ -1,6 +1,7 @@
 //! Storage policies.
 
 use vmseal_api::client::ServerClient;
+use vmseal_api::host::Allocation;
 use vmseal_api::model::Policy;
 use vmseal_api::request::AddPolicy;
 
@@ -18,8 +19,9 @@ pub async fn run(
             let policy: Policy = server.get(&format!("policies/{}", of.name)).await?;
             print::one(output, &policy, &[("ID", policy.id.to_string())])
         }
-        arguments::Policy::Add { name, encrypt, plain: _, provider } => {
-            let request = AddPolicy { name, encryption: encrypt, provider };
+        arguments::Policy::Add { name, encrypt, plain: _, provider, thin: _, preallocate } => {
+            let allocation = if preallocate { Allocation::Preallocated } else { Allocation::Thin };
+            let request = AddPolicy { name, encryption: encrypt, provider, allocation };
             let policy: Policy = server.post("policies", &request).await?;
             print::one(output, &policy, &[])
         }

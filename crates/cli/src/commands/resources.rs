@@ -69,6 +69,10 @@ pub async fn datastore(
             let datastore: Datastore = server.post("datastores", &request).await?;
             print::one(output, &datastore, &[])
         }
+        arguments::Datastore::Scan(of) => {
+            let scan = server.get(&format!("datastores/{}/scan", of.name)).await?;
+            crate::print_scan::scan(output, &scan)
+        }
         arguments::Datastore::Remove(of) => {
             Ok(server.delete(&format!("datastores/{}", of.name)).await?)
         }

@@ -3,13 +3,14 @@
 pub mod connector;
 #[cfg(test)]
 mod connector_tests;
+mod datastores;
 pub mod join;
 mod monitor;
 mod registration;
 #[cfg(test)]
 mod tests;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -21,6 +22,7 @@ use vmseal_api::model::Connection;
 use vmseal_api::problem::{ErrorCode, Problem};
 
 use self::connector::HostConnector;
+use self::datastores::Watch;
 use self::monitor::Monitor;
 pub use self::registration::{register, spec_of};
 use crate::providers::Providers;
@@ -62,11 +64,13 @@ struct Entry {
     agent: Arc<dyn HostAgent>,
     view: watch::Receiver<View>,
     monitor: JoinHandle<()>,
+    datastores: JoinHandle<()>,
 }
 
 impl Drop for Entry {
     fn drop(&mut self) {
         self.monitor.abort();
+        self.datastores.abort();
     }
 }
 
@@ -119,11 +123,19 @@ impl Hosts {
             Arc::clone(&self.locks),
             view,
         );
+        let datastores = Watch {
+            host: host.id,
+            store: Arc::clone(&self.store),
+            agent: Arc::clone(&agent),
+            view: seen.clone(),
+            full: HashSet::new(),
+        };
         let entry = Entry {
             name: host.name.clone(),
             agent,
             view: seen,
             monitor: tokio::spawn(monitor.run()),
+            datastores: tokio::spawn(datastores.run()),
         };
         self.entries().insert(host.id, entry);
         Ok(())

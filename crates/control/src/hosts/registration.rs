@@ -18,6 +18,7 @@ pub fn spec_of(vm: &Vm, disks: &[Disk]) -> VmSpec {
         datastore: disk.datastore.clone(),
         size: disk.size,
         encrypted: disk.encrypted,
+        allocation: disk.allocation,
         facts: disk.facts.clone(),
     });
     VmSpec {

@@ -32,7 +32,7 @@ fn shown(datastore: datastores::Datastore) -> Datastore {
     }
 }
 
-async fn find(app: &App, name: &str) -> Result<datastores::Datastore, Refusal> {
+pub(super) async fn find(app: &App, name: &str) -> Result<datastores::Datastore, Refusal> {
     let found = datastores::find(&mut *app.store.read().await?, name).await?;
     Ok(found.ok_or_else(|| Problem::not_found("datastore", name))?)
 }

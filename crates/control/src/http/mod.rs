@@ -6,6 +6,7 @@ mod about;
 mod auth;
 mod body;
 mod console;
+mod datastore_scan;
 mod datastores;
 mod events;
 mod hosts;
@@ -96,6 +97,7 @@ fn user_routes() -> OpenApiRouter<Arc<App>> {
         .routes(routes!(hosts::make_token))
         .routes(routes!(datastores::list, datastores::add))
         .routes(routes!(datastores::show, datastores::remove))
+        .routes(routes!(datastore_scan::scan))
         .routes(routes!(providers::list, providers::add))
         .routes(routes!(providers::show, providers::remove))
         .routes(routes!(providers::unlock))

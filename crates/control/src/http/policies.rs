@@ -23,6 +23,7 @@ fn shown(policy: policies::Policy) -> Policy {
         name: policy.name,
         encryption: policy.encryption,
         provider: policy.provider.map(|(_, name)| name),
+        allocation: policy.allocation,
     }
 }
 
@@ -74,6 +75,7 @@ pub(super) async fn add(
         name: request.name,
         encryption: request.encryption,
         provider,
+        allocation: request.allocation,
     };
     policies::insert(&mut write, &policy).await?;
     let detail = if policy.encryption { "encrypts" } else { "does not encrypt" };

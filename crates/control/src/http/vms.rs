@@ -43,6 +43,7 @@ fn shown(app: &App, vm: vms::Vm, disks: Vec<disks::Disk>) -> Vm {
         datastore: disk.datastore_name,
         size: disk.size,
         encrypted: disk.encrypted,
+        allocation: disk.allocation,
         facts: disk.facts,
     });
     Vm {
@@ -112,7 +113,7 @@ pub(super) async fn create(
         ..Problem::not_found("policy", &request.policy)
     })?;
     let provider = provider_of(&app, &mut write, &policy).await?;
-    let (host, made) = place(&mut write, &request.disks, policy.encryption).await?;
+    let (host, made) = place(&mut write, &request.disks, &policy).await?;
     app.hosts.connected(host.id)?;
     let vm = vms::Vm {
         id: VmId::new(),
@@ -237,7 +238,7 @@ struct OnHost {
 async fn place(
     write: &mut Write<'_>,
     wanted: &[CreateDisk],
-    encrypted: bool,
+    policy: &Policy,
 ) -> Result<(OnHost, Vec<disks::Disk>), Problem> {
     let mut host: Option<OnHost> = None;
     let mut made = Vec::new();
@@ -261,7 +262,8 @@ async fn place(
             datastore: DatastoreSpec { datastore: found.id, location: found.location },
             datastore_name: found.name,
             size: disk.size,
-            encrypted,
+            encrypted: policy.encryption,
+            allocation: policy.allocation,
             image: disk.image.clone(),
             facts: None,
             deleting: false,

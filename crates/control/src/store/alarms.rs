@@ -2,6 +2,7 @@
 
 use jiff::Timestamp;
 use sqlx::{FromRow, SqliteConnection};
+use vmseal_api::id::HostId;
 use vmseal_api::model::Alarm;
 
 use super::events::NewEvent;
@@ -16,6 +17,12 @@ pub struct Standing {
     pub target: String,
     /// What happened and what to do.
     pub detail: String,
+}
+
+/// The source of the alarms about a host's datastores; those about the host and its VMs have the host's id.
+#[must_use]
+pub fn source_of_datastores(host: HostId) -> String {
+    format!("datastores of {host}")
 }
 
 #[derive(FromRow)]

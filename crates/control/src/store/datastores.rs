@@ -123,6 +123,21 @@ pub async fn list(from: &mut SqliteConnection, part: &Part) -> Result<Vec<Datast
     rows.into_iter().map(Datastore::try_from).collect()
 }
 
+/// The datastores of a host.
+pub async fn of_host(
+    from: &mut SqliteConnection,
+    host: HostId,
+) -> Result<Vec<Datastore>, StoreError> {
+    let rows: Vec<Row> = sqlx::query_as(
+        "SELECT d.id, d.name, d.host_id, h.name AS host_name, d.location, d.capacity, d.free
+         FROM datastores d JOIN hosts h ON h.id = d.host_id WHERE d.host_id = ? ORDER BY d.id",
+    )
+    .bind(host.to_string())
+    .fetch_all(from)
+    .await?;
+    rows.into_iter().map(Datastore::try_from).collect()
+}
+
 /// How many disks are on a datastore.
 pub async fn uses(from: &mut SqliteConnection, datastore: DatastoreId) -> Result<i64, StoreError> {
     Ok(sqlx::query_scalar("SELECT COUNT(*) FROM disks WHERE datastore_id = ?")

@@ -3,10 +3,10 @@
 use std::path::PathBuf;
 
 use sqlx::{FromRow, SqliteConnection};
-use vmseal_api::host::{DatastoreLocation, DatastoreSpec, DiskFacts};
+use vmseal_api::host::{Allocation, DatastoreLocation, DatastoreSpec, DiskFacts};
 use vmseal_api::id::{DatastoreId, DiskId, VmId};
 
-use super::{StoreError, from_json, parse, to_json, unsigned};
+use super::{StoreError, from_json, from_name, parse, to_json, to_name, unsigned};
 
 /// A disk as the inventory has it.
 #[derive(Clone, Debug)]
@@ -23,6 +23,8 @@ pub struct Disk {
     pub size: u64,
     /// Whether it is encrypted.
     pub encrypted: bool,
+    /// When it takes room.
+    pub allocation: Allocation,
     /// What it is to be filled from.
     pub image: Option<PathBuf>,
     /// What is pinned of it; none until it is made.
@@ -40,6 +42,7 @@ struct Row {
     location: String,
     size: i64,
     encrypted: bool,
+    allocation: String,
     image: Option<String>,
     facts: Option<String>,
     deleting: bool,
@@ -57,6 +60,7 @@ impl TryFrom<Row> for Disk {
             datastore_name: row.datastore_name,
             size: unsigned(row.size, "a disk's size")?,
             encrypted: row.encrypted,
+            allocation: from_name(&row.allocation, "an allocation")?,
             image: row.image.map(PathBuf::from),
             facts: row
                 .facts
@@ -75,8 +79,8 @@ pub async fn insert(
     disk: &Disk,
 ) -> Result<(), StoreError> {
     sqlx::query(
-        "INSERT INTO disks (id, vm_id, position, name, datastore_id, size, encrypted, image)
-         VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+        "INSERT INTO disks (id, vm_id, position, name, datastore_id, size, encrypted, image, allocation)
+         VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
     )
     .bind(disk.id.to_string())
     .bind(vm.to_string())
@@ -86,6 +90,7 @@ pub async fn insert(
     .bind(i64::try_from(disk.size).unwrap_or(i64::MAX))
     .bind(disk.encrypted)
     .bind(disk.image.as_ref().map(|path| path.to_string_lossy()))
+    .bind(to_name(&disk.allocation))
     .execute(to)
     .await?;
     Ok(())
@@ -95,7 +100,7 @@ pub async fn insert(
 pub async fn of_vm(from: &mut SqliteConnection, vm: VmId) -> Result<Vec<Disk>, StoreError> {
     let rows: Vec<Row> = sqlx::query_as(
         "SELECT d.id, d.name, d.datastore_id, s.name AS datastore_name, s.location, d.size,
-                d.encrypted, d.image, d.facts, d.deleting
+                d.encrypted, d.allocation, d.image, d.facts, d.deleting
          FROM disks d JOIN datastores s ON s.id = d.datastore_id
          WHERE d.vm_id = ? ORDER BY d.position",
     )
@@ -131,4 +136,38 @@ pub async fn set_deleting(
         .execute(to)
         .await?;
     Ok(())
+}
+
+/// A disk of the inventory, as a scan of a datastore needs it.
+#[derive(Clone, Debug, FromRow)]
+pub struct Placed {
+    /// Its id.
+    pub id: String,
+    /// Its name.
+    pub name: String,
+    /// Its VM's id.
+    pub vm_id: String,
+    /// Its VM's name.
+    pub vm_name: String,
+    /// Its datastore's id.
+    pub datastore_id: String,
+    /// Its datastore's name.
+    pub datastore_name: String,
+    /// Whether it is encrypted.
+    pub encrypted: bool,
+    /// Whether it has been made, and its host has not been asked to delete it.
+    pub whole: bool,
+}
+
+/// All disks.
+pub async fn placed(from: &mut SqliteConnection) -> Result<Vec<Placed>, StoreError> {
+    Ok(sqlx::query_as(
+        "SELECT d.id, d.name, d.vm_id, v.name AS vm_name, d.datastore_id,
+                s.name AS datastore_name, d.encrypted,
+                d.facts IS NOT NULL AND d.deleting = 0 AS whole
+         FROM disks d JOIN vms v ON v.id = d.vm_id JOIN datastores s ON s.id = d.datastore_id
+         ORDER BY v.name, d.position",
+    )
+    .fetch_all(from)
+    .await?)
 }

@@ -105,10 +105,11 @@ pub async fn uses(from: &mut SqliteConnection, host: HostId) -> Result<(i64, i64
     .await?)
 }
 
-/// Removes a host and the alarms that its monitor raised.
+/// Removes a host and the alarms that those who watch it raised.
 pub async fn delete(to: &mut SqliteConnection, host: HostId) -> Result<(), StoreError> {
-    sqlx::query("DELETE FROM alarms WHERE source = ?")
+    sqlx::query("DELETE FROM alarms WHERE source = ? OR source = ?")
         .bind(host.to_string())
+        .bind(super::alarms::source_of_datastores(host))
         .execute(&mut *to)
         .await?;
     sqlx::query("DELETE FROM hosts WHERE id = ?").bind(host.to_string()).execute(to).await?;

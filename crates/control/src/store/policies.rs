@@ -1,9 +1,10 @@
 //! Storage policies.
 
 use sqlx::{FromRow, SqliteConnection};
+use vmseal_api::host::Allocation;
 use vmseal_api::id::{PolicyId, ProviderId};
 
-use super::{Part, StoreError, parse, taken};
+use super::{Part, StoreError, from_name, parse, taken, to_name};
 
 /// A policy as the inventory has it.
 #[derive(Clone, Debug)]
@@ -16,6 +17,8 @@ pub struct Policy {
     pub encryption: bool,
     /// The provider of the keys, by id and name; none means the default one.
     pub provider: Option<(ProviderId, String)>,
+    /// When disks take room.
+    pub allocation: Allocation,
 }
 
 #[derive(FromRow)]
@@ -25,6 +28,7 @@ struct Row {
     encryption: bool,
     provider_id: Option<String>,
     provider_name: Option<String>,
+    allocation: String,
 }
 
 impl TryFrom<Row> for Policy {
@@ -39,17 +43,21 @@ impl TryFrom<Row> for Policy {
             name: row.name,
             encryption: row.encryption,
             provider,
+            allocation: from_name(&row.allocation, "an allocation")?,
         })
     }
 }
 
 /// Adds a policy.
 pub async fn insert(to: &mut SqliteConnection, policy: &Policy) -> Result<(), StoreError> {
-    sqlx::query("INSERT INTO policies (id, name, encryption, provider_id) VALUES (?, ?, ?, ?)")
+    sqlx::query(
+        "INSERT INTO policies (id, name, encryption, provider_id, allocation) VALUES (?, ?, ?, ?, ?)",
+    )
         .bind(policy.id.to_string())
         .bind(&policy.name)
         .bind(policy.encryption)
         .bind(policy.provider.as_ref().map(|(id, _)| id.to_string()))
+        .bind(to_name(&policy.allocation))
         .execute(to)
         .await
         .map_err(taken(|| format!("a policy '{}'", policy.name)))?;
@@ -62,7 +70,7 @@ pub async fn find(
     name_or_id: &str,
 ) -> Result<Option<Policy>, StoreError> {
     let row: Option<Row> = sqlx::query_as(
-        "SELECT p.id, p.name, p.encryption, p.provider_id, k.name AS provider_name
+        "SELECT p.id, p.name, p.encryption, p.provider_id, k.name AS provider_name, p.allocation
          FROM policies p LEFT JOIN providers k ON k.id = p.provider_id
          WHERE p.name = ? OR p.id = ?",
     )
@@ -76,7 +84,7 @@ pub async fn find(
 /// Policies in order of their ids.
 pub async fn list(from: &mut SqliteConnection, part: &Part) -> Result<Vec<Policy>, StoreError> {
     let rows: Vec<Row> = sqlx::query_as(
-        "SELECT p.id, p.name, p.encryption, p.provider_id, k.name AS provider_name
+        "SELECT p.id, p.name, p.encryption, p.provider_id, k.name AS provider_name, p.allocation
          FROM policies p LEFT JOIN providers k ON k.id = p.provider_id
          WHERE p.id > ? ORDER BY p.id LIMIT ?",
     )

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use vmseal_api::host::{DatastoreLocation, DatastoreSpec, Power};
+use vmseal_api::host::{Allocation, DatastoreLocation, DatastoreSpec, Power};
 use vmseal_api::id::{DatastoreId, DiskId, HostId, PolicyId, TaskId, VmId};
 use vmseal_api::model::{Lifecycle, TaskState};
 use vmseal_secret::SecretBytes;
@@ -77,7 +77,13 @@ impl Plant {
         datastores::insert(&mut write, &datastore).await.unwrap();
         for (name, encryption) in [("encrypted", true), ("plain", false)] {
             let (id, name) = (PolicyId::new(), name.to_owned());
-            let policy = policies::Policy { id, name, encryption, provider: None };
+            let policy = policies::Policy {
+                id,
+                name,
+                encryption,
+                provider: None,
+                allocation: Allocation::Thin,
+            };
             policies::insert(&mut write, &policy).await.unwrap();
         }
         write.commit().await.unwrap();
@@ -177,6 +183,7 @@ impl Plant {
                 datastore_name: "local".to_owned(),
                 size: 1 << 20,
                 encrypted: policy.encryption,
+                allocation: policy.allocation,
                 image: None,
                 facts: None,
                 deleting: false,

@@ -80,7 +80,7 @@ pub struct Target {
     pub(super) offset: u64,
     /// Where it ends; none for a block device, whose length is not the file's to say.
     end: Option<u64>,
-    /// Cleared when the file system says that it cannot.
+    /// Cleared when the file system says that it cannot, or the file is to keep its room.
     pub(super) punches: AtomicBool,
     /// Cleared when the file system says that it cannot.
     pub(super) zeroes: AtomicBool,
@@ -127,6 +127,12 @@ impl FileDisk {
         let target =
             Target { fd, offset, end, punches, zeroes, direct, lost: AtomicBool::new(false) };
         Ok(Self { target: Arc::new(target), in_memory, block, memory })
+    }
+
+    /// Never gives room back, as where the file system cannot: a discard does nothing, and what is to
+    /// read as zeroes becomes zeroes that are allocated.
+    pub fn keep_room(&self) {
+        self.target.punches.store(false, Ordering::Relaxed);
     }
 
     /// The smallest unit the file takes, in bytes.
@@ -286,6 +292,33 @@ pub(super) static ZERO: Zeroes = Zeroes([0; ZEROES]);
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_file_that_keeps_its_room_gives_none_back_and_reads_zeroes_where_they_are_asked_for() {
+        use std::io::Write;
+        use std::os::unix::fs::{FileExt, MetadataExt};
+        const SIZE: u64 = 1 << 20;
+        let file_of = |keeps: bool| {
+            let mut file = tempfile::tempfile().unwrap();
+            file.write_all(&vec![7; SIZE as usize]).unwrap();
+            file.sync_all().unwrap();
+            let fd = OwnedFd::from(file.try_clone().unwrap());
+            let disk = FileDisk::open(fd, 0, SIZE, Direct::Off, false).unwrap();
+            if keeps {
+                disk.keep_room();
+            }
+            crate::backend::sync::discard(&disk.target, 0, SIZE / 2).unwrap();
+            crate::backend::sync::zero(&disk.target, SIZE / 2, SIZE / 2, true).unwrap();
+            let mut half = vec![1; SIZE as usize / 2];
+            file.read_exact_at(&mut half, SIZE / 2).unwrap();
+            assert!(half.iter().all(|byte| *byte == 0));
+            file.sync_all().unwrap();
+            file.metadata().unwrap().blocks() * 512
+        };
+        assert!(file_of(true) >= SIZE, "room was given back");
+        // Without this the test would prove nothing on a file system that cannot punch holes.
+        assert!(file_of(false) < SIZE, "this file system gives no room back");
+    }
 
     #[test]
     fn after_a_failed_flush_none_is_good_unless_the_page_cache_is_bypassed() {

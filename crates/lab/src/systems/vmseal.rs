@@ -46,6 +46,7 @@ impl Vmseal {
                     file: Handle::Path(place.disk()),
                     offset,
                     direct: Default::default(),
+                    keeps_room: false,
                 },
                 front_end: Some(FrontEndSpec::VhostUserBlk {
                     listen: Handle::Path(place.socket()),

@@ -1,0 +1,169 @@
+//! What can be said of a datastore: how it stands, and what is on it.
+
+use jiff::Timestamp;
+use serde::{Deserialize, Serialize};
+
+use crate::host::DatastoreUsage;
+use crate::id::{DiskId, VmId};
+
+/// The most images that a scan lists: as many disks as 1024 VMs with some disks each have.
+pub const SCAN_IMAGES_MAX: usize = 10_000;
+
+/// The most directory entries that a scan looks at, so that a foreign tree does not hold it up for long.
+pub const SCAN_ENTRIES_MAX: u64 = 200_000;
+
+/// How a datastore stands, as its host sees it. Asking changes nothing on it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "is", rename_all = "snake_case")]
+pub enum DatastoreCondition {
+    /// It is there, and it is the right one.
+    Available {
+        /// Its room.
+        usage: DatastoreUsage,
+    },
+    /// Something else is at its place: another datastore, or a directory without a mark.
+    WrongMark {
+        /// What is there, and what to do.
+        detail: String,
+    },
+    /// It is not there, or does not answer.
+    Unavailable {
+        /// What happened, and what to do.
+        detail: String,
+    },
+}
+
+/// What a host finds on a datastore. Nothing of it is authenticated: whoever can write to the datastore
+/// can make it say anything.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DatastoreContents {
+    /// The disk images, in the order of their paths.
+    pub images: Vec<FoundImage>,
+    /// Files that are no disk images, pipes, links and devices included.
+    pub others: u64,
+    /// Why the list is not whole; none when it is.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub incomplete: Option<String>,
+}
+
+/// A disk image as a host finds it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct FoundImage {
+    /// Its path within the datastore.
+    pub path: String,
+    /// Which disk of which VM its name says it is; none for a name that is not ours.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub named: Option<NamedImage>,
+    /// Its length, in bytes.
+    pub size: u64,
+    /// What of it takes room on the datastore, in bytes.
+    pub allocated: u64,
+    /// When it was last written to.
+    #[cfg_attr(feature = "openapi", schema(value_type = Option<String>, format = DateTime))]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub modified: Option<Timestamp>,
+    /// What its content looks like.
+    pub content: ImageContent,
+}
+
+/// What an image's name says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct NamedImage {
+    /// The VM that its directory is called by.
+    pub vm: VmId,
+    /// The disk that it is called by.
+    pub disk: DiskId,
+    /// Whether its name says that it is still being made.
+    pub half_made: bool,
+}
+
+/// What an image's content looks like. What it claims is not authenticated.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(tag = "is", rename_all = "snake_case")]
+pub enum ImageContent {
+    /// No LUKS header: a raw image, or nothing yet.
+    Raw,
+    /// A LUKS2 header with tokens of vmseal.
+    Vmseal {
+        /// What each token says.
+        claims: Vec<Claim>,
+    },
+    /// A LUKS header that is not vmseal's, or a damaged one.
+    ForeignLuks {
+        /// What it lacks of ours.
+        detail: String,
+    },
+    /// It cannot be read.
+    Unreadable {
+        /// Why.
+        detail: String,
+    },
+}
+
+/// What a token in an image's header says.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct Claim {
+    /// The VM.
+    pub vm: VmId,
+    /// The disk.
+    pub disk: DiskId,
+    /// The key provider.
+    pub provider: crate::id::ProviderId,
+    /// The key's id there.
+    pub key_id: String,
+}
+
+/// What is on a datastore, compared with the inventory.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct DatastoreScan {
+    /// The datastore.
+    pub datastore: String,
+    /// The images, in the order of their paths, and then the disks that are missing.
+    pub images: Vec<ScannedImage>,
+    /// Files that are no disk images.
+    pub others: u64,
+    /// Why the list is not whole, and so nothing is called missing; none when it is.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub incomplete: Option<String>,
+}
+
+/// An image, or the lack of one.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct ScannedImage {
+    /// How it stands to the inventory.
+    pub standing: Standing,
+    /// The VM that it belongs to, by name.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub vm: Option<String>,
+    /// The disk of that VM, by name.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub disk: Option<String>,
+    /// What was found; none for a disk that is missing.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub found: Option<FoundImage>,
+    /// What an operator should know.
+    pub detail: String,
+}
+
+/// How an image stands to the inventory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(rename_all = "snake_case")]
+pub enum Standing {
+    /// The disk of a VM.
+    InUse,
+    /// No VM of the inventory has it.
+    Orphan,
+    /// A disk that is being made, or debris of one.
+    HalfMade,
+    /// An image that vmseal did not make.
+    Foreign,
+    /// The inventory has the disk, and the datastore does not.
+    Missing,
+}

@@ -1,0 +1,189 @@
+//! One host's datastores: measured again and again while the host answers, with an alarm for each that is
+//! nearly full, does not answer, or is another one than it should be.
+
+use std::collections::HashSet;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::watch;
+use vmseal_api::datastore::DatastoreCondition;
+use vmseal_api::host::{DatastoreSpec, DatastoreUsage, HostAgent};
+use vmseal_api::id::{DatastoreId, HostId};
+use vmseal_api::model::Connection;
+use vmseal_api::problem::Problem;
+
+use super::View;
+use crate::store::alarms::Standing;
+use crate::store::datastores::Datastore;
+use crate::store::{self, Store};
+
+/// How often: a guest that writes 1 GiB/s fills 10 GiB between two looks.
+const EVERY: Duration = Duration::from_secs(10);
+
+/// From how full on it is an alarm, in percent: vSphere's red line for datastores.
+const FULL_FROM: u64 = 85;
+
+/// Below how full the alarm goes, in percent: it does not come and go with every file.
+const FULL_UNTIL: u64 = 80;
+
+/// From how full on guests are told to be about to fail, in percent.
+const CRITICAL_FROM: u64 = 95;
+
+/// Changes of the free room that are noted in the inventory, as a part of the capacity: each is a
+/// transaction.
+const NOTED_CHANGE: u64 = 1000;
+
+pub(super) struct Watch {
+    pub(super) host: HostId,
+    pub(super) store: Arc<Store>,
+    pub(super) agent: Arc<dyn HostAgent>,
+    pub(super) view: watch::Receiver<View>,
+    /// Those with an alarm for being full.
+    pub(super) full: HashSet<DatastoreId>,
+}
+
+impl Watch {
+    /// Runs until it is dropped.
+    pub(super) async fn run(mut self) {
+        // The sender lives as long as the monitor, which ends together with this.
+        while self.view.wait_for(|view| view.connection == Connection::Connected).await.is_ok() {
+            if let Err(problem) = self.round().await {
+                tracing::warn!(host = %self.host, %problem, "its datastores are not measured");
+            }
+            tokio::time::sleep(EVERY).await;
+        }
+    }
+
+    /// Measures all datastores of the host once. What is not answered says nothing about them.
+    pub(super) async fn round(&mut self) -> Result<(), Problem> {
+        let here = store::datastores::of_host(&mut *self.store.read().await?, self.host).await?;
+        let (mut standing, mut changed) = (Vec::new(), Vec::new());
+        for datastore in here {
+            let location = datastore.location.clone();
+            let spec = DatastoreSpec { datastore: datastore.id, location };
+            let condition = self.agent.measure_datastore(spec).await?;
+            if let DatastoreCondition::Available { usage } = condition
+                && is_news(datastore.usage, usage)
+            {
+                changed.push((datastore.id, usage));
+            }
+            standing.extend(self.judge(&datastore, condition));
+        }
+        let source = store::alarms::source_of_datastores(self.host);
+        let mut read = self.store.read().await?;
+        let new_alarms = store::alarms::differ(&mut read, &source, &standing).await?;
+        drop(read);
+        if changed.is_empty() && !new_alarms {
+            return Ok(());
+        }
+        let mut write = self.store.write().await?;
+        for (datastore, usage) in changed {
+            store::datastores::set_usage(&mut write, datastore, usage).await?;
+        }
+        store::alarms::replace(&mut write, &source, &standing).await?;
+        Ok(write.commit().await?)
+    }
+
+    fn judge(&mut self, datastore: &Datastore, condition: DatastoreCondition) -> Option<Standing> {
+        let alarm = |code, detail| Some(Standing { code, target: datastore.name.clone(), detail });
+        match condition {
+            DatastoreCondition::Available { usage } => {
+                let used = used_percent(usage);
+                let from = if self.full.contains(&datastore.id) { FULL_UNTIL } else { FULL_FROM };
+                if used < from {
+                    self.full.remove(&datastore.id);
+                    return None;
+                }
+                self.full.insert(datastore.id);
+                let what = if used < CRITICAL_FROM {
+                    "make room or move disks before thin disks run out of it"
+                } else {
+                    "guests with thin disks on it are about to get write errors; make room now"
+                };
+                // By steps of five, so that it is the same alarm while little changes.
+                alarm(
+                    "datastore-full",
+                    format!("at least {} % of it are used: {what}", used / 5 * 5),
+                )
+            }
+            DatastoreCondition::WrongMark { detail } => alarm("datastore-wrong", detail),
+            DatastoreCondition::Unavailable { detail } => alarm("datastore-unavailable", detail),
+        }
+    }
+}
+
+fn used_percent(usage: DatastoreUsage) -> u64 {
+    let used = u128::from(usage.capacity.saturating_sub(usage.free));
+    u64::try_from(used * 100 / u128::from(usage.capacity.max(1))).unwrap_or(100)
+}
+
+/// Whether the room differs enough from what the inventory has.
+fn is_news(known: Option<DatastoreUsage>, now: DatastoreUsage) -> bool {
+    known.is_none_or(|known| {
+        known.capacity != now.capacity
+            || known.free.abs_diff(now.free) > now.capacity / NOTED_CHANGE
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::Plant;
+
+    const TIB: u64 = 1 << 40;
+
+    async fn watch(plant: &Plant) -> Watch {
+        let (_, view) = watch::channel(View::NOTHING);
+        let (store, host) = (Arc::clone(&plant.store), plant.host);
+        Watch { host, store, agent: Arc::new(plant.agent.clone()), view, full: HashSet::new() }
+    }
+
+    async fn free_shown(plant: &Plant) -> u64 {
+        let mut read = plant.store.read().await.unwrap();
+        let found = store::datastores::find(&mut read, "local").await.unwrap().unwrap();
+        found.usage.unwrap().free
+    }
+
+    #[tokio::test]
+    async fn a_datastore_that_fills_is_an_alarm_at_its_thresholds_and_its_room_is_noted() {
+        let plant = Plant::new().await;
+        let mut watch = watch(&plant).await;
+        let steps: [(u64, &[&str]); 7] = [
+            (50, &[]),
+            (84, &[]),
+            (85, &["datastore-full local"]),
+            (81, &["datastore-full local"]),
+            (79, &[]),
+            (84, &[]),
+            (99, &["datastore-full local"]),
+        ];
+        for (percent, alarms) in steps {
+            let free = TIB - TIB / 100 * percent - (1 << 30);
+            plant.agent.set_free(free);
+            watch.round().await.unwrap();
+            assert_eq!(plant.alarms().await, alarms, "{percent} %");
+            assert_eq!(free_shown(&plant).await, free, "{percent} %");
+        }
+        let told = plant.events("alarm.raised").await;
+        assert!(told.last().unwrap().detail.contains("write errors"), "{told:?}");
+        // Too little to be noted.
+        let before = free_shown(&plant).await;
+        plant.agent.set_free(before - 4096);
+        watch.round().await.unwrap();
+        assert_eq!(free_shown(&plant).await, before);
+    }
+
+    #[tokio::test]
+    async fn another_ones_mark_is_an_alarm_and_a_hosts_silence_is_not_the_datastores() {
+        let plant = Plant::new().await;
+        let mut watch = watch(&plant).await;
+        watch.round().await.unwrap();
+        assert!(plant.alarms().await.is_empty());
+        plant.agent.change_mark(std::path::Path::new("/store"));
+        watch.round().await.unwrap();
+        assert_eq!(plant.alarms().await, ["datastore-wrong local"]);
+        plant.agent.set_reachable(false);
+        watch.round().await.unwrap_err();
+        assert!(plant.alarms().await.contains(&"datastore-wrong local".to_owned()));
+    }
+}

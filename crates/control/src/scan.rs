@@ -1,0 +1,213 @@
+//! What a host found on a datastore, compared with the inventory: a pure function.
+
+use std::collections::{HashMap, HashSet};
+
+use vmseal_api::datastore::{
+    DatastoreContents, DatastoreScan, FoundImage, ImageContent, NamedImage, ScannedImage, Standing,
+};
+
+use crate::store::datastores::Datastore;
+use crate::store::disks::Placed;
+
+/// Compares.
+#[must_use]
+pub fn compare(
+    datastore: &Datastore,
+    contents: DatastoreContents,
+    known: &[Placed],
+) -> DatastoreScan {
+    let by_id: HashMap<&str, &Placed> = known.iter().map(|disk| (disk.id.as_str(), disk)).collect();
+    let here = datastore.id.to_string();
+    let mut seen = HashSet::new();
+    let mut images = Vec::new();
+    for found in contents.images {
+        let image = judge(&here, found, &by_id);
+        if image.standing == Standing::InUse
+            && let Some(name) = image.found.as_ref().and_then(|found| found.named)
+        {
+            seen.insert(name.disk.to_string());
+        }
+        images.push(image);
+    }
+    if contents.incomplete.is_none() {
+        let missing = known
+            .iter()
+            .filter(|disk| disk.datastore_id == here && disk.whole && !seen.contains(&disk.id));
+        images.extend(missing.map(|disk| ScannedImage {
+            standing: Standing::Missing,
+            vm: Some(disk.vm_name.clone()),
+            disk: Some(disk.name.clone()),
+            found: None,
+            detail: format!(
+                "{}/{}.raw is not there: restore it from a backup",
+                disk.vm_id, disk.id
+            ),
+        }));
+    }
+    DatastoreScan {
+        datastore: datastore.name.clone(),
+        images,
+        others: contents.others,
+        incomplete: contents.incomplete,
+    }
+}
+
+fn judge(here: &str, found: FoundImage, known: &HashMap<&str, &Placed>) -> ScannedImage {
+    let disk = found.named.and_then(|name| known.get(name.disk.to_string().as_str()).copied());
+    let disk =
+        disk.filter(|disk| found.named.is_some_and(|name| disk.vm_id == name.vm.to_string()));
+    let (standing, detail) = match (found.named, disk) {
+        (Some(NamedImage { half_made: true, .. }), _) => {
+            let what = "being made, or debris: the next probe of the datastore removes it if nobody works on it";
+            (Standing::HalfMade, what.to_owned())
+        }
+        (Some(_), Some(disk)) if disk.datastore_id == here => {
+            (Standing::InUse, against_inventory(disk, &found.content))
+        }
+        (Some(_), Some(disk)) => {
+            let place = &disk.datastore_name;
+            (
+                Standing::Orphan,
+                format!("a copy: the inventory has this disk on datastore '{place}'"),
+            )
+        }
+        (Some(_), None) => (Standing::Orphan, "no VM of the inventory has this disk".to_owned()),
+        (None, _) => match &found.content {
+            ImageContent::Vmseal { .. } => {
+                let what = "a disk of vmseal under a name that is not its own: a copy, or moved";
+                (Standing::Orphan, what.to_owned())
+            }
+            _ => (Standing::Foreign, "not made by vmseal".to_owned()),
+        },
+    };
+    ScannedImage {
+        standing,
+        vm: disk.map(|disk| disk.vm_name.clone()),
+        disk: disk.map(|disk| disk.name.clone()),
+        found: Some(found),
+        detail,
+    }
+}
+
+/// Where the content is not what the inventory has; empty when it is. The start of the VM decides: only
+/// that has the key.
+fn against_inventory(disk: &Placed, content: &ImageContent) -> String {
+    match content {
+        ImageContent::Vmseal { claims } if disk.encrypted => {
+            let its_own = claims.iter().any(|claim| {
+                claim.disk.to_string() == disk.id && claim.vm.to_string() == disk.vm_id
+            });
+            if its_own { String::new() } else { "its header claims to be another disk".to_owned() }
+        }
+        ImageContent::Raw if disk.encrypted => {
+            "it should be encrypted, and has no header".to_owned()
+        }
+        ImageContent::ForeignLuks { detail } if disk.encrypted => detail.clone(),
+        ImageContent::Unreadable { detail } => detail.clone(),
+        // What a guest writes on a plain disk is its own matter.
+        _ => String::new(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use vmseal_api::datastore::Claim;
+    use vmseal_api::host::DatastoreLocation;
+    use vmseal_api::id::{DatastoreId, DiskId, HostId, ProviderId, VmId};
+
+    use super::*;
+
+    fn datastore() -> Datastore {
+        Datastore {
+            id: DatastoreId::new(),
+            name: "local".to_owned(),
+            host: HostId::new(),
+            host_name: "here".to_owned(),
+            location: DatastoreLocation::Dir { path: "/store".into() },
+            usage: None,
+        }
+    }
+
+    fn placed(on: &Datastore, vm: VmId, disk: DiskId, name: &str) -> Placed {
+        Placed {
+            id: disk.to_string(),
+            name: name.to_owned(),
+            vm_id: vm.to_string(),
+            vm_name: "web".to_owned(),
+            datastore_id: on.id.to_string(),
+            datastore_name: on.name.clone(),
+            encrypted: true,
+            whole: true,
+        }
+    }
+
+    fn found(path: &str, named: Option<NamedImage>, content: ImageContent) -> FoundImage {
+        FoundImage { path: path.to_owned(), named, size: 1, allocated: 1, modified: None, content }
+    }
+
+    fn claims(vm: VmId, disk: DiskId) -> ImageContent {
+        let provider = ProviderId::new();
+        ImageContent::Vmseal { claims: vec![Claim { vm, disk, provider, key_id: "k".to_owned() }] }
+    }
+
+    #[test]
+    fn each_image_is_told_for_what_it_is_to_the_inventory() {
+        let (here, there) = (datastore(), Datastore { name: "other".to_owned(), ..datastore() });
+        let (vm, stranger) = (VmId::new(), VmId::new());
+        let [whole, bare, forged, copy, gone] = std::array::from_fn(|_| DiskId::new());
+        let known = [
+            placed(&here, vm, whole, "whole"),
+            placed(&here, vm, bare, "bare"),
+            placed(&here, vm, forged, "forged"),
+            placed(&there, vm, copy, "copy"),
+            placed(&here, vm, gone, "gone"),
+            Placed { whole: false, ..placed(&here, vm, DiskId::new(), "not made yet") },
+        ];
+        let name = |vm, disk| Some(NamedImage { vm, disk, half_made: false });
+        let half = Some(NamedImage { vm, disk: gone, half_made: true });
+        let foreign = ImageContent::ForeignLuks { detail: "no token".to_owned() };
+        let images = vec![
+            found("whole", name(vm, whole), claims(vm, whole)),
+            found("bare", name(vm, bare), ImageContent::Raw),
+            found("forged", name(vm, forged), claims(vm, whole)),
+            found("copy", name(vm, copy), claims(vm, copy)),
+            found("stolen", name(stranger, whole), claims(vm, whole)),
+            found("stranger", name(stranger, DiskId::new()), ImageContent::Raw),
+            found("half", half, ImageContent::Raw),
+            found("renamed", None, claims(vm, whole)),
+            found("foreign", None, foreign),
+        ];
+        let contents = DatastoreContents { images, others: 3, incomplete: None };
+        let scan = compare(&here, contents.clone(), &known);
+        let told: Vec<_> = scan
+            .images
+            .iter()
+            .map(|it| (it.found.as_ref().map_or("-", |found| found.path.as_str()), it.standing))
+            .collect();
+        assert_eq!(
+            told,
+            [
+                ("whole", Standing::InUse),
+                ("bare", Standing::InUse),
+                ("forged", Standing::InUse),
+                ("copy", Standing::Orphan),
+                ("stolen", Standing::Orphan),
+                ("stranger", Standing::Orphan),
+                ("half", Standing::HalfMade),
+                ("renamed", Standing::Orphan),
+                ("foreign", Standing::Foreign),
+                ("-", Standing::Missing),
+            ]
+        );
+        assert_eq!(scan.images[0].detail, "");
+        assert!(scan.images[1].detail.contains("has no header"));
+        assert!(scan.images[2].detail.contains("another disk"));
+        assert!(scan.images[3].detail.contains("'other'"));
+        assert_eq!(scan.images[9].disk.as_deref(), Some("gone"));
+        assert_eq!(scan.others, 3);
+        // A list that is not whole proves nothing missing.
+        let part = DatastoreContents { incomplete: Some("too many".to_owned()), ..contents };
+        let scan = compare(&here, part, &known);
+        assert!(scan.images.iter().all(|image| image.standing != Standing::Missing));
+    }
+}
