@@ -35,6 +35,9 @@ const KEY_ID_MAX: usize = 256;
 /// The most tokens of one image that are listed; a header that vmseal made has one, or two for a while.
 const CLAIMS_MAX: usize = 4;
 
+/// The most bytes of paths and key ids in all: even if each becomes six in JSON, the answer is taken.
+const TEXT_MAX: usize = 1536 * 1024;
+
 /// How the two copies of a LUKS header begin, and where.
 const MAGICS: [(&[u8; 6], u64); 2] = [(b"LUKS\xba\xbe", 0), (b"SKUL\xba\xbe", 16 * 1024)];
 
@@ -60,7 +63,7 @@ pub fn scan(spec: &DatastoreSpec) -> Result<DatastoreContents, Problem> {
 }
 
 fn scan_within(root: &Path, limits: Limits) -> io::Result<DatastoreContents> {
-    let mut scan = Scan { limits, entries: 0, contents: DatastoreContents::default() };
+    let mut scan = Scan { limits, entries: 0, text: 0, contents: DatastoreContents::default() };
     scan.directory(&open_directory(root)?, Path::new(""), 0)?;
     let mut contents = scan.contents;
     contents.images.sort_by(|one, other| one.path.cmp(&other.path));
@@ -75,6 +78,8 @@ fn open_directory(path: &Path) -> io::Result<File> {
 struct Scan {
     limits: Limits,
     entries: u64,
+    /// Bytes of paths and key ids so far.
+    text: usize,
     contents: DatastoreContents,
 }
 
@@ -122,6 +127,10 @@ impl Scan {
                     }
                     return;
                 }
+                self.text += place.as_os_str().len();
+                if let ImageContent::Vmseal { claims } = &content {
+                    self.text += claims.iter().map(|claim| claim.key_id.len()).sum::<usize>();
+                }
                 self.contents.images.push(FoundImage {
                     path: place.to_string_lossy().into_owned(),
                     named,
@@ -135,6 +144,7 @@ impl Scan {
             // It was removed meanwhile.
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}
             Err(error) => {
+                self.text += place.as_os_str().len();
                 let content = ImageContent::Unreadable { detail: error.to_string() };
                 let path = place.to_string_lossy().into_owned();
                 let (size, allocated, modified) = (0, 0, None);
@@ -146,7 +156,9 @@ impl Scan {
 
     fn exhausted(&mut self) -> bool {
         let Limits { images, entries, until } = self.limits;
-        if self.entries >= entries {
+        if self.text >= TEXT_MAX {
+            self.incomplete("names and key ids are too long".to_owned());
+        } else if self.entries >= entries {
             self.incomplete(format!("there are more than {entries} entries"));
         } else if self.contents.images.len() >= images {
             self.incomplete(format!("there are more than {images} images"));
