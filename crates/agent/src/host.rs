@@ -6,7 +6,7 @@ use std::io;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use tokio::sync::Mutex;
@@ -100,7 +100,7 @@ impl RealHost {
     /// [`StartError`].
     pub async fn start(options: AgentOptions) -> Result<Self, StartError> {
         let run_error = |error| StartError::RunDir { path: options.run_dir.clone(), error };
-        let lock = lock_run_dir(&options)?;
+        let lock = lock_run_dir(&options).await?;
         let run_dir = RunDir::open(&options.run_dir).map_err(run_error)?;
         let deaths = Deaths::open(&options.run_dir).map_err(run_error)?;
         let qemu = Qemu::find(&options.qemu).map_err(StartError::Qemu)?;
@@ -142,16 +142,31 @@ impl RealHost {
     }
 }
 
-fn lock_run_dir(options: &AgentOptions) -> Result<nix::fcntl::Flock<std::fs::File>, StartError> {
+/// How long the run directory may be taken. A child that a killed agent was about to start holds the
+/// lock until it becomes its program, and by then it is on record: who waits sees it there.
+const LOCK_PATIENCE: Duration = Duration::from_secs(5);
+
+/// How often it is tried meanwhile.
+const LOCK_INTERVAL: Duration = Duration::from_millis(20);
+
+async fn lock_run_dir(
+    options: &AgentOptions,
+) -> Result<nix::fcntl::Flock<std::fs::File>, StartError> {
     let run_error = |error| StartError::RunDir { path: options.run_dir.clone(), error };
     DirBuilder::new().recursive(true).mode(0o700).create(&options.run_dir).map_err(run_error)?;
-    let file = std::fs::File::create(options.run_dir.join("lock")).map_err(run_error)?;
-    nix::fcntl::Flock::lock(file, nix::fcntl::FlockArg::LockExclusiveNonblock).map_err(
-        |(_, errno)| match errno {
-            nix::errno::Errno::EWOULDBLOCK => StartError::Running(options.run_dir.clone()),
-            other => run_error(other.into()),
-        },
-    )
+    let mut file = std::fs::File::create(options.run_dir.join("lock")).map_err(run_error)?;
+    let begin = Instant::now();
+    loop {
+        match nix::fcntl::Flock::lock(file, nix::fcntl::FlockArg::LockExclusiveNonblock) {
+            Ok(lock) => return Ok(lock),
+            Err((_, nix::errno::Errno::EWOULDBLOCK)) if begin.elapsed() > LOCK_PATIENCE => {
+                return Err(StartError::Running(options.run_dir.clone()));
+            }
+            Err((same, nix::errno::Errno::EWOULDBLOCK)) => file = same,
+            Err((_, error)) => return Err(run_error(error.into())),
+        }
+        tokio::time::sleep(LOCK_INTERVAL).await;
+    }
 }
 
 fn describe(shared: &Shared, weaknesses: Vec<String>) -> HostDescription {

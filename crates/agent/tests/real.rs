@@ -7,7 +7,7 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tokio::io::AsyncReadExt;
 use vmseal_agent::contract::{self, BANNER, Fixture};
@@ -396,6 +396,23 @@ async fn a_half_started_vm_is_swept_and_two_agents_cannot_work_in_one_place() {
     });
     let error = second.await.err().expect("a second agent started");
     assert!(error.to_string().contains("another agent"), "{error}");
+}
+
+/// As a child of a killed agent does, between its fork and its becoming QEMU or a filter.
+#[tokio::test]
+async fn an_agent_waits_for_what_is_left_of_its_predecessor() {
+    let bench = Bench::new();
+    drop(bench.agent().await);
+    let lock = std::fs::File::open(bench.path("run/lock")).unwrap();
+    let held = nix::fcntl::Flock::lock(lock, nix::fcntl::FlockArg::LockExclusive).unwrap();
+    let released = std::thread::spawn(move || {
+        std::thread::sleep(Duration::from_millis(300));
+        drop(held);
+        Instant::now()
+    });
+    bench.agent().await;
+    let started = Instant::now();
+    assert!(started > released.join().unwrap(), "it did not wait");
 }
 
 #[tokio::test]
