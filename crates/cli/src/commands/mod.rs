@@ -1,11 +1,13 @@
 //! What each command does.
 
 mod console;
+mod datastore;
+mod events;
+mod host;
 mod lab;
 mod policy;
 mod processes;
 mod provider;
-mod resources;
 mod task;
 mod vm;
 
@@ -28,10 +30,10 @@ pub async fn run(arguments: Arguments, hardening: Hardening) -> anyhow::Result<(
     let server = connection::connect(&global)?;
     let output = global.output;
     match command {
-        Command::Host(verb) => resources::host(&server, output, verb).await,
-        Command::Datastore(verb) => resources::datastore(&server, output, verb).await,
-        Command::Events(options) => resources::events(&server, output, &options).await,
-        Command::Alarms => resources::alarms(&server, output).await,
+        Command::Host(verb) => host::run(&server, output, verb).await,
+        Command::Datastore(verb) => datastore::run(&server, output, verb).await,
+        Command::Events(options) => events::events(&server, output, &options).await,
+        Command::Alarms => events::alarms(&server, output).await,
         Command::Provider(verb) => provider::run(&server, output, verb).await,
         Command::Policy(verb) => policy::run(&server, output, verb).await,
         Command::Vm(verb) => vm::run(&server, output, verb).await,

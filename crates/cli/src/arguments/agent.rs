@@ -1,0 +1,70 @@
+//! `vmseal agent`.
+
+use std::path::PathBuf;
+
+use clap::{Args, Subcommand, ValueEnum};
+
+#[derive(Args)]
+#[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
+pub struct Agent {
+    #[command(subcommand)]
+    pub command: Option<AgentCommand>,
+    #[command(flatten)]
+    pub run: RunAgent,
+}
+
+#[derive(Subcommand)]
+pub enum AgentCommand {
+    /// Join this machine to a server, with a token from `vmseal host token`
+    Join(JoinAgent),
+}
+
+#[derive(Args)]
+pub struct RunAgent {
+    /// Where the agent keeps its certificate
+    #[arg(long, value_name = "DIR", default_value = "/var/lib/vmseal/agent")]
+    pub state_dir: PathBuf,
+    /// Where sockets and process ids of running VMs are; must not survive a reboot
+    #[arg(long, value_name = "DIR", default_value = "/run/vmseal")]
+    pub run_dir: PathBuf,
+    /// How to run guests; auto uses KVM only where a probe guest really runs under it
+    #[arg(long, value_enum, default_value_t)]
+    pub accelerator: Accelerator,
+    /// The QEMU to run
+    #[arg(long, value_name = "FILE", default_value = "qemu-system-x86_64")]
+    pub qemu: PathBuf,
+    /// The filter to run; by default the vmseal-filter beside this program
+    #[arg(long, value_name = "FILE")]
+    pub filter: Option<PathBuf>,
+    /// The first of the user ids that guests' processes run under (as root only)
+    #[arg(long, value_name = "UID", default_value_t = 2_000_000)]
+    pub uid_base: u32,
+}
+
+/// The choice of accelerator.
+#[derive(Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
+pub enum Accelerator {
+    #[default]
+    Auto,
+    Kvm,
+    Tcg,
+}
+
+#[derive(Args)]
+pub struct JoinAgent {
+    /// The server to join
+    #[arg(long = "to", value_name = "URL")]
+    pub to: String,
+    /// The file that holds the join token; - reads it from standard input
+    #[arg(long, value_name = "FILE", default_value = "-")]
+    pub join_token_file: PathBuf,
+    /// The name of this host
+    #[arg(long, value_name = "NAME")]
+    pub name: String,
+    /// Where the agent will listen, as the server reaches it
+    #[arg(long, value_name = "HOST:PORT", default_value = "127.0.0.1:8444")]
+    pub address: String,
+    /// Where the agent keeps its certificate
+    #[arg(long, value_name = "DIR", default_value = "/var/lib/vmseal/agent")]
+    pub state_dir: PathBuf,
+}

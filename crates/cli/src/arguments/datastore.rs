@@ -1,0 +1,32 @@
+//! `vmseal datastore`.
+
+use std::path::PathBuf;
+
+use clap::Subcommand;
+
+use super::Name;
+
+#[derive(Subcommand)]
+pub enum Datastore {
+    /// List the datastores
+    #[command(visible_alias = "ls")]
+    List,
+    /// Show one datastore
+    Show(Name),
+    /// Add a directory of a host
+    Add {
+        /// Its name
+        name: String,
+        /// The host
+        #[arg(long)]
+        host: String,
+        /// The directory's absolute path on the host
+        #[arg(long)]
+        path: PathBuf,
+    },
+    /// Look at what is on a datastore: disks of no VM, missing and half-made ones. Changes nothing
+    Scan(Name),
+    /// Remove a datastore that holds no disk
+    #[command(visible_alias = "rm")]
+    Remove(Name),
+}

@@ -1,0 +1,69 @@
+//! Options of every command, and what several commands take.
+
+use std::path::PathBuf;
+
+use clap::{Args, ValueEnum};
+
+/// Options of every command.
+#[derive(Args, Clone)]
+pub struct Global {
+    /// The server's address; `vmseal login` saves it
+    #[arg(
+        long,
+        global = true,
+        env = "VMSEAL_SERVER",
+        hide_env_values = true,
+        value_name = "URL",
+        help_heading = "Global"
+    )]
+    pub server: Option<String>,
+    /// The certificate (PEM) of the server's authority
+    #[arg(
+        long,
+        global = true,
+        env = "VMSEAL_CA",
+        hide_env_values = true,
+        value_name = "FILE",
+        help_heading = "Global"
+    )]
+    pub ca: Option<PathBuf>,
+    /// The file that holds the access token
+    #[arg(
+        long,
+        global = true,
+        env = "VMSEAL_TOKEN_FILE",
+        hide_env_values = true,
+        value_name = "FILE",
+        help_heading = "Global"
+    )]
+    pub token_file: Option<PathBuf>,
+    /// How to print results
+    #[arg(short, long, global = true, value_enum, default_value_t, help_heading = "Global")]
+    pub output: Output,
+}
+
+/// How results are printed.
+#[derive(Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
+pub enum Output {
+    /// For people.
+    #[default]
+    Table,
+    /// For programs: the API's own documents.
+    Json,
+}
+
+/// A resource by its name or id.
+#[derive(Args)]
+pub struct Name {
+    /// Its name or id
+    #[arg(value_name = "NAME")]
+    pub name: String,
+}
+
+/// Whether to wait for the task's end.
+#[derive(Args)]
+pub struct Wait {
+    /// Print the task and return at once
+    #[arg(long)]
+    pub no_wait: bool,
+}

@@ -1,0 +1,75 @@
+//! What can be typed: the whole command line as types, one module per noun.
+
+mod agent;
+mod datastore;
+mod events;
+mod global;
+mod host;
+mod lab;
+mod policy;
+mod provider;
+mod server;
+mod task;
+mod vm;
+
+use clap::{Parser, Subcommand};
+
+pub use self::agent::{Accelerator, Agent, AgentCommand, JoinAgent, RunAgent};
+pub use self::datastore::Datastore;
+pub use self::events::Events;
+pub use self::global::{Global, Name, Output, Wait};
+pub use self::host::Host;
+pub use self::lab::Lab;
+pub use self::policy::Policy;
+pub use self::provider::{Passphrase, Provider};
+pub use self::server::{Login, RunServer};
+pub use self::task::Task;
+pub use self::vm::Vm;
+
+/// vmseal encrypts virtual machines on QEMU/KVM by policy.
+///
+/// Run `vmseal server` on the machine that decides, `vmseal agent` on every machine that runs guests,
+/// and the other commands from anywhere.
+#[derive(Parser)]
+#[command(version, propagate_version = true, max_term_width = 100)]
+pub struct Arguments {
+    #[command(flatten)]
+    pub global: Global,
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+#[derive(Subcommand)]
+pub enum Command {
+    /// Run the control plane
+    Server(RunServer),
+    /// Run this machine as a host, or join it to a server
+    Agent(Agent),
+    /// Save which server to talk to, and as whom
+    Login(Login),
+    /// Machines that run guests
+    #[command(subcommand, visible_alias = "hosts")]
+    Host(Host),
+    /// Places where disks are kept
+    #[command(subcommand, visible_alias = "datastores")]
+    Datastore(Datastore),
+    /// Where keys come from
+    #[command(subcommand, visible_alias = "providers")]
+    Provider(Provider),
+    /// Storage policies: what is encrypted, with whose keys
+    #[command(subcommand, visible_alias = "policies")]
+    Policy(Policy),
+    /// Virtual machines
+    #[command(subcommand, visible_alias = "vms")]
+    Vm(Vm),
+    /// Durable work of the server
+    #[command(subcommand, visible_alias = "tasks")]
+    Task(Task),
+    /// What happened, oldest first; every use of a key is in it
+    Events(Events),
+    /// What needs an operator now
+    Alarms,
+    /// Measure what encryption costs on this machine
+    #[command(subcommand)]
+    Lab(Lab),
+}

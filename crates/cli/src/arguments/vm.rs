@@ -1,0 +1,66 @@
+//! `vmseal vm`.
+
+use bytesize::ByteSize;
+use clap::Subcommand;
+
+use super::{Name, Wait};
+
+#[derive(Subcommand)]
+pub enum Vm {
+    /// List the VMs
+    #[command(visible_alias = "ls")]
+    List,
+    /// Show one VM
+    Show(Name),
+    /// Make a VM
+    Create {
+        /// Its name
+        name: String,
+        /// The storage policy
+        #[arg(long)]
+        policy: String,
+        /// Virtual processors
+        #[arg(long, default_value_t = 1)]
+        vcpus: u32,
+        /// Memory
+        #[arg(long, default_value = "512MiB", value_name = "SIZE")]
+        memory: ByteSize,
+        /// A disk: `datastore=NAME,size=SIZE[,name=NAME][,image=FILE]`; may be repeated, in boot order.
+        /// `image` is a raw image on the host that the disk is filled from; without `size` the disk is
+        /// as large as the image is, where the image is on this machine.
+        #[arg(long = "disk", value_name = "OPTIONS", required = true)]
+        disks: Vec<String>,
+        #[command(flatten)]
+        wait: Wait,
+    },
+    /// Power a VM on
+    Start {
+        /// Its name or id
+        name: String,
+        #[command(flatten)]
+        wait: Wait,
+    },
+    /// Ask a VM's guest to shut down
+    Stop {
+        /// Its name or id
+        name: String,
+        /// Cut the power instead
+        #[arg(long)]
+        force: bool,
+        /// How long the guest may take, in seconds
+        #[arg(long, value_name = "SECONDS", conflicts_with = "force")]
+        timeout: Option<u32>,
+        #[command(flatten)]
+        wait: Wait,
+    },
+    /// Open a VM's serial console; Ctrl-] leaves it
+    Console(Name),
+    /// Delete a VM that is off, and its disks
+    #[command(visible_alias = "rm")]
+    Delete {
+        /// Its name or id
+        name: String,
+        #[command(flatten)]
+        wait: Wait,
+    },
+}
