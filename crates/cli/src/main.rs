@@ -1,11 +1,12 @@
 //! The `vmseal` program: command line, server and agent.
 //!
-//! Exit codes: 0 done, 1 failed (the reason is on standard error), 2 wrong usage.
+//! The reason of a failure is on standard error; `exit` has the exit codes.
 
 mod arguments;
 mod commands;
 mod connection;
 mod disk_option;
+mod exit;
 mod passphrase;
 mod print;
 mod print_scan;
@@ -32,7 +33,7 @@ fn main() -> ExitCode {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("vmseal: {error:#}");
-            ExitCode::FAILURE
+            ExitCode::from(exit::Exit::of(&error) as u8)
         }
     }
 }

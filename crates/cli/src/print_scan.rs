@@ -1,18 +1,17 @@
 //! What a scan of a datastore found, as a table or as the API's own document.
 
-use serde::Serialize;
-use vmseal_api::datastore::{DatastoreScan, ImageContent, ScannedImage};
+use vmseal_api::datastore::{DatastoreScan, FoundImage, ImageContent, ScannedImage};
 
 use crate::arguments::Output;
-use crate::print::{self, Row, bytes, word};
+use crate::print::column::{Cell, Column, usual};
+use crate::print::{self, Lines, Row, word};
 
 /// Prints it. What is beside the images goes to standard error, so that a table stays one.
 pub fn scan(output: Output, scan: &DatastoreScan) -> anyhow::Result<()> {
-    if output != Output::Table {
-        return print::json(scan);
+    if !matches!(output, Output::Table | Output::Csv) {
+        return print::whole(output, scan);
     }
-    let rows: Vec<_> = scan.images.iter().map(Line).collect();
-    print::list(output, &rows)?;
+    print::append(output, &mut Lines::all(output), &scan.images)?;
     eprintln!(
         "other files: {}; nothing was changed, and what headers say is not authenticated",
         scan.others
@@ -23,31 +22,32 @@ pub fn scan(output: Output, scan: &DatastoreScan) -> anyhow::Result<()> {
     Ok(())
 }
 
-#[derive(Serialize)]
-struct Line<'a>(&'a ScannedImage);
+fn found(image: &ScannedImage, cell: fn(&FoundImage) -> Cell) -> Cell {
+    image.found.as_ref().map_or(Cell::Nothing, cell)
+}
 
-impl Row for Line<'_> {
-    const HEADS: &'static [&'static str] =
-        &["STANDING", "VM", "DISK", "SIZE", "ALLOCATED", "CLAIMED KEY", "PATH", "DETAIL"];
-    fn cells(&self) -> Vec<String> {
-        let (image, dash) = (self.0, || "-".to_owned());
-        let found = image.found.as_ref();
-        let key = found.and_then(|found| match &found.content {
-            ImageContent::Vmseal { claims } => Some(
-                claims.iter().map(|claim| printable(&claim.key_id)).collect::<Vec<_>>().join(","),
-            ),
-            _ => None,
-        });
-        vec![
-            word(&image.standing),
-            image.vm.clone().unwrap_or_else(dash),
-            image.disk.clone().unwrap_or_else(dash),
-            found.map_or_else(dash, |found| bytes(found.size)),
-            found.map_or_else(dash, |found| bytes(found.allocated)),
-            key.unwrap_or_else(dash),
-            found.map_or_else(dash, |found| printable(&found.path)),
-            printable(&image.detail),
-        ]
+impl Row for ScannedImage {
+    const COLUMNS: &'static [Column<Self>] = &[
+        usual("standing", |it| word(&it.standing).into()),
+        usual("vm", |it| it.vm.clone().into()),
+        usual("disk", |it| it.disk.clone().into()),
+        usual("size", |it| found(it, |image| Cell::Bytes(image.size))),
+        usual("allocated", |it| found(it, |image| Cell::Bytes(image.allocated))),
+        usual("claimed-key", |it| {
+            found(it, |image| match &image.content {
+                ImageContent::Vmseal { claims } => {
+                    let keys: Vec<_> =
+                        claims.iter().map(|claim| printable(&claim.key_id)).collect();
+                    keys.join(",").into()
+                }
+                _ => Cell::Nothing,
+            })
+        }),
+        usual("path", |it| found(it, |image| printable(&image.path).into())),
+        usual("detail", |it| printable(&it.detail).into()),
+    ];
+    fn identity(&self) -> String {
+        self.found.as_ref().map_or_else(|| self.detail.clone(), |image| image.path.clone())
     }
 }
 

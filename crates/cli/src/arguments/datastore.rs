@@ -3,14 +3,15 @@
 use std::path::PathBuf;
 
 use clap::Subcommand;
+use vmseal_api::model;
 
-use super::Name;
+use super::{List, Name};
 
 #[derive(Subcommand)]
 pub enum Datastore {
     /// List the datastores
     #[command(visible_alias = "ls")]
-    List,
+    List(List<model::Datastore>),
     /// Show one datastore
     Show(Name),
     /// Add a directory of a host

@@ -1,8 +1,12 @@
 //! Options of every command, and what several commands take.
 
+use std::marker::PhantomData;
 use std::path::PathBuf;
 
+use clap::builder::PossibleValuesParser;
 use clap::{Args, ValueEnum};
+
+use crate::print::Row;
 
 /// Options of every command.
 #[derive(Args, Clone)]
@@ -50,6 +54,30 @@ pub enum Output {
     Table,
     /// For programs: the API's own documents.
     Json,
+    /// The same as YAML.
+    Yaml,
+    /// The table for programs: plain numbers, nothing where nothing is known.
+    Csv,
+}
+
+/// How a list is printed.
+#[derive(Args)]
+pub struct List<T: Row> {
+    /// The columns of the table or CSV, in this order
+    #[arg(
+        short,
+        long,
+        value_name = "COLUMN,...",
+        value_delimiter = ',',
+        value_parser = PossibleValuesParser::new(T::names()),
+        default_values = T::usual_names(),
+    )]
+    pub columns: Vec<String>,
+    /// Leave out the line with the names of the columns
+    #[arg(long, visible_alias = "no-headers")]
+    pub no_header: bool,
+    #[arg(skip)]
+    of: PhantomData<T>,
 }
 
 /// A resource by its name or id.

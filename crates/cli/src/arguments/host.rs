@@ -1,14 +1,15 @@
 //! `vmseal host`.
 
 use clap::Subcommand;
+use vmseal_api::model;
 
-use super::Name;
+use super::{List, Name};
 
 #[derive(Subcommand)]
 pub enum Host {
     /// List the hosts
     #[command(visible_alias = "ls")]
-    List,
+    List(List<model::Host>),
     /// Show one host
     Show(Name),
     /// Make a one-time token that lets a machine join

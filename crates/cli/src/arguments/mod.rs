@@ -13,11 +13,12 @@ mod task;
 mod vm;
 
 use clap::{Parser, Subcommand};
+use vmseal_api::model;
 
 pub use self::agent::{Accelerator, Agent, AgentCommand, JoinAgent, RunAgent};
 pub use self::datastore::Datastore;
 pub use self::events::Events;
-pub use self::global::{Global, Name, Output, Wait};
+pub use self::global::{Global, List, Name, Output, Wait};
 pub use self::host::Host;
 pub use self::lab::Lab;
 pub use self::policy::Policy;
@@ -31,7 +32,7 @@ pub use self::vm::Vm;
 /// Run `vmseal server` on the machine that decides, `vmseal agent` on every machine that runs guests,
 /// and the other commands from anywhere.
 #[derive(Parser)]
-#[command(version, propagate_version = true, max_term_width = 100)]
+#[command(version, propagate_version = true, max_term_width = 100, after_long_help = crate::exit::help())]
 pub struct Arguments {
     #[command(flatten)]
     pub global: Global,
@@ -68,7 +69,7 @@ pub enum Command {
     /// What happened, oldest first; every use of a key is in it
     Events(Events),
     /// What needs an operator now
-    Alarms,
+    Alarms(List<model::Alarm>),
     /// Measure what encryption costs on this machine
     #[command(subcommand)]
     Lab(Lab),

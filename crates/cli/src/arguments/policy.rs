@@ -1,14 +1,15 @@
 //! `vmseal policy`.
 
 use clap::Subcommand;
+use vmseal_api::model;
 
-use super::Name;
+use super::{List, Name};
 
 #[derive(Subcommand)]
 pub enum Policy {
     /// List the policies
     #[command(visible_alias = "ls")]
-    List,
+    List(List<model::Policy>),
     /// Show one policy
     Show(Name),
     /// Add a policy

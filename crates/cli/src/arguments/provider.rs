@@ -3,8 +3,9 @@
 use std::path::PathBuf;
 
 use clap::{Args, Subcommand};
+use vmseal_api::model;
 
-use super::Name;
+use super::{List, Name};
 
 /// A passphrase: from a file, or asked for at the terminal.
 #[derive(Args)]
@@ -18,7 +19,7 @@ pub struct Passphrase {
 pub enum Provider {
     /// List the key providers
     #[command(visible_alias = "ls")]
-    List,
+    List(List<model::Provider>),
     /// Show one key provider
     Show(Name),
     /// Add a native key provider, new or restored from a backup

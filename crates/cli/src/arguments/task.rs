@@ -1,14 +1,15 @@
 //! `vmseal task`.
 
 use clap::Subcommand;
+use vmseal_api::model;
 
-use super::Name;
+use super::{List, Name};
 
 #[derive(Subcommand)]
 pub enum Task {
     /// List the tasks
     #[command(visible_alias = "ls")]
-    List,
+    List(List<model::Task>),
     /// Show one task
     Show(Name),
     /// Follow a task to its end

@@ -2,14 +2,15 @@
 
 use bytesize::ByteSize;
 use clap::Subcommand;
+use vmseal_api::model;
 
-use super::{Name, Wait};
+use super::{List, Name, Wait};
 
 #[derive(Subcommand)]
 pub enum Vm {
     /// List the VMs
     #[command(visible_alias = "ls")]
-    List,
+    List(List<model::Vm>),
     /// Show one VM
     Show(Name),
     /// Make a VM

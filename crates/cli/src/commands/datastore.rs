@@ -5,6 +5,7 @@ use vmseal_api::host::DatastoreLocation;
 use vmseal_api::model::Datastore;
 use vmseal_api::request::AddDatastore;
 
+use super::list;
 use crate::arguments::{self, Output};
 use crate::print;
 
@@ -14,12 +15,11 @@ pub async fn run(
     verb: arguments::Datastore,
 ) -> anyhow::Result<()> {
     match verb {
-        arguments::Datastore::List => {
-            print::list(output, &server.all::<Datastore>("datastores").await?)
-        }
+        arguments::Datastore::List(how) => list::run(server, output, &how, "datastores").await,
+
         arguments::Datastore::Show(of) => {
             let datastore: Datastore = server.get(&format!("datastores/{}", of.name)).await?;
-            print::one(output, &datastore, &[("ID", datastore.id.to_string())])
+            print::one(output, &datastore, &[])
         }
         arguments::Datastore::Add { name, host, path } => {
             let request = AddDatastore { name, host, location: DatastoreLocation::Dir { path } };

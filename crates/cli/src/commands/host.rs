@@ -4,6 +4,7 @@ use serde_json::Value;
 use vmseal_api::client::ServerClient;
 use vmseal_api::model::{Host, JoinToken};
 
+use super::list;
 use crate::arguments::{self, Output};
 use crate::print;
 
@@ -13,34 +14,25 @@ pub async fn run(
     verb: arguments::Host,
 ) -> anyhow::Result<()> {
     match verb {
-        arguments::Host::List => print::list(output, &server.all::<Host>("hosts").await?),
+        arguments::Host::List(how) => list::run(server, output, &how, "hosts").await,
+
         arguments::Host::Show(of) => {
             let host: Host = server.get(&format!("hosts/{}", of.name)).await?;
-            let mut more = vec![("ID", host.id.to_string())];
+            let mut more = Vec::new();
             if let Some(described) = &host.description {
                 more.push(("ACCELERATOR BECAUSE", described.accelerator.reason.clone()));
-                more.push(("QEMU", described.qemu.clone()));
-                more.push((
-                    "AES INSTRUCTIONS",
-                    if described.aes_hardware { "yes" } else { "no" }.into(),
-                ));
                 more.extend(described.weaknesses.iter().map(|text| ("WEAKNESS", text.clone())));
             }
             print::one(output, &host, &more)
         }
         arguments::Host::Token => {
             let token: JoinToken = server.post("hosts/tokens", &Value::Null).await?;
-            match output {
-                Output::Json => print::json(&token),
-                Output::Table => {
-                    println!("{}", token.token);
-                    eprintln!(
-                        "valid once, until {:.0}: give it to `vmseal agent join`",
-                        token.expires
-                    );
-                    Ok(())
-                }
+            if output != Output::Table {
+                return print::one(output, &token, &[]);
             }
+            print::line(&token.token);
+            eprintln!("valid once, until {:.0}: give it to `vmseal agent join`", token.expires);
+            Ok(())
         }
         arguments::Host::Remove(of) => Ok(server.delete(&format!("hosts/{}", of.name)).await?),
     }

@@ -5,6 +5,7 @@ mod datastore;
 mod events;
 mod host;
 mod lab;
+mod list;
 mod policy;
 mod processes;
 mod provider;
@@ -32,8 +33,8 @@ pub async fn run(arguments: Arguments, hardening: Hardening) -> anyhow::Result<(
     match command {
         Command::Host(verb) => host::run(&server, output, verb).await,
         Command::Datastore(verb) => datastore::run(&server, output, verb).await,
-        Command::Events(options) => events::events(&server, output, &options).await,
-        Command::Alarms => events::alarms(&server, output).await,
+        Command::Events(options) => events::run(&server, output, &options).await,
+        Command::Alarms(how) => list::run(&server, output, &how, "alarms").await,
         Command::Provider(verb) => provider::run(&server, output, verb).await,
         Command::Policy(verb) => policy::run(&server, output, verb).await,
         Command::Vm(verb) => vm::run(&server, output, verb).await,

@@ -5,6 +5,7 @@ use vmseal_api::host::Allocation;
 use vmseal_api::model::Policy;
 use vmseal_api::request::AddPolicy;
 
+use super::list;
 use crate::arguments::{self, Output};
 use crate::print;
 
@@ -14,10 +15,11 @@ pub async fn run(
     verb: arguments::Policy,
 ) -> anyhow::Result<()> {
     match verb {
-        arguments::Policy::List => print::list(output, &server.all::<Policy>("policies").await?),
+        arguments::Policy::List(how) => list::run(server, output, &how, "policies").await,
+
         arguments::Policy::Show(of) => {
             let policy: Policy = server.get(&format!("policies/{}", of.name)).await?;
-            print::one(output, &policy, &[("ID", policy.id.to_string())])
+            print::one(output, &policy, &[])
         }
         arguments::Policy::Add { name, encrypt, plain: _, provider, thin: _, preallocate } => {
             let allocation = if preallocate { Allocation::Preallocated } else { Allocation::Thin };

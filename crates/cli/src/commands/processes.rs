@@ -1,6 +1,6 @@
 //! The roles: `vmseal server`, `vmseal agent`.
 
-use std::io::Read;
+use std::io::{IsTerminal, Read};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, ensure};
@@ -95,10 +95,15 @@ fn read_token(file: &Path) -> anyhow::Result<Zeroizing<String>> {
     Ok(Zeroizing::new(token.trim().to_owned()))
 }
 
-/// Logs to standard error; `RUST_LOG` says how much.
+/// Logs to standard error; `RUST_LOG` says how much. Colours only for a person who wants them.
 fn start_log() {
+    let colours = std::io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none();
     let level = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("info"));
-    tracing_subscriber::fmt().with_env_filter(level).with_writer(std::io::stderr).init();
+    tracing_subscriber::fmt()
+        .with_env_filter(level)
+        .with_ansi(colours)
+        .with_writer(std::io::stderr)
+        .init();
 }
 
 fn report(hardening: Hardening) {

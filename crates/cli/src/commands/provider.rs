@@ -13,6 +13,7 @@ use vmseal_api::model::{About, Provider};
 use vmseal_api::request::{AddProvider, Backup, GivePassphrase, SealedPassphrase, VerifyBackup};
 use vmseal_secret::SecretBytes;
 
+use super::list;
 use crate::arguments::{self, Output, Passphrase};
 use crate::passphrase::{self, Prompt};
 use crate::print;
@@ -26,12 +27,11 @@ pub async fn run(
     verb: arguments::Provider,
 ) -> anyhow::Result<()> {
     match verb {
-        arguments::Provider::List => {
-            print::list(output, &server.all::<Provider>("providers").await?)
-        }
+        arguments::Provider::List(how) => list::run(server, output, &how, "providers").await,
+
         arguments::Provider::Show(of) => {
             let provider: Provider = server.get(&format!("providers/{}", of.name)).await?;
-            print::one(output, &provider, &[("ID", provider.id.to_string())])
+            print::one(output, &provider, &[])
         }
         arguments::Provider::Add { name, passphrase, restore, backup_passphrase_file } => {
             add(server, output, name, &passphrase, restore.as_deref(), backup_passphrase_file).await

@@ -3,12 +3,13 @@
 use std::io::IsTerminal;
 use std::time::Duration;
 
-use anyhow::bail;
 use indicatif::{ProgressBar, ProgressStyle};
 use vmseal_api::client::ServerClient;
 use vmseal_api::model::{Task, TaskState};
 
+use super::list;
 use crate::arguments::{self, Output};
+use crate::exit::{Ended, Exit};
 use crate::print;
 
 /// How often a task that is waited for is asked about.
@@ -20,7 +21,8 @@ pub async fn run(
     verb: arguments::Task,
 ) -> anyhow::Result<()> {
     match verb {
-        arguments::Task::List => print::list(output, &server.all::<Task>("tasks").await?),
+        arguments::Task::List(how) => list::run(server, output, &how, "tasks").await,
+
         arguments::Task::Show(of) => {
             let task: Task = server.get(&format!("tasks/{}", of.name)).await?;
             show(output, &task)
@@ -38,8 +40,7 @@ pub async fn run(
 }
 
 fn show(output: Output, task: &Task) -> anyhow::Result<()> {
-    let problem = task.problem.as_ref().map(|problem| ("PROBLEM", problem.to_string()));
-    print::one(output, task, problem.as_slice())
+    print::one(output, task, &print::task_details(task))
 }
 
 /// Waits for a task's end, or only shows it where the user does not want to wait.
@@ -61,24 +62,30 @@ async fn finish(server: &ServerClient, output: Output, mut task: Task) -> anyhow
         task = server.get(&format!("tasks/{}", task.id)).await?;
     }
     bar.finish_and_clear();
-    if output == Output::Json {
-        print::json(&task)?;
+    if output != Output::Table {
+        print::one(output, &task, &[])?;
+    } else if task.state == TaskState::Done {
+        eprintln!("{} {}: done", task.kind, task.target);
     }
-    let problem = task.problem.as_ref().map(ToString::to_string).unwrap_or_default();
+    ended(&task)
+}
+
+/// How the program ends for a task that has: as it would have if the task's problem had been its own.
+fn ended(task: &Task) -> anyhow::Result<()> {
+    let Task { kind, target, step, problem, .. } = task;
+    let because = problem.as_ref().map(ToString::to_string).unwrap_or_default();
     match task.state {
-        TaskState::Done => {
-            if output == Output::Table {
-                eprintln!("{} {}: done", task.kind, task.target);
-            }
-            Ok(())
+        TaskState::Done => Ok(()),
+        TaskState::Unknown => {
+            let message =
+                format!("{kind} {target}: the outcome is not known at step '{step}': {because}");
+            Err(Ended::new(Exit::OutcomeUnknown, message).into())
         }
-        TaskState::Unknown => bail!(
-            "{} {}: the outcome is not known at step '{}': {problem}",
-            task.kind,
-            task.target,
-            task.step
-        ),
-        _ => bail!("{} {} failed at step '{}': {problem}", task.kind, task.target, task.step),
+        _ => {
+            let exit = problem.as_ref().map_or(Exit::Failed, |problem| problem.code.into());
+            let message = format!("{kind} {target} failed at step '{step}': {because}");
+            Err(Ended::new(exit, message).into())
+        }
     }
 }
 

@@ -4,13 +4,14 @@ use vmseal_api::client::ServerClient;
 use vmseal_api::model::{Task, Vm};
 use vmseal_api::request::{CreateVm, StopVm};
 
-use super::{console, task};
+use super::{console, list, task};
 use crate::arguments::{self, Output};
 use crate::{disk_option, print};
 
 pub async fn run(server: &ServerClient, output: Output, verb: arguments::Vm) -> anyhow::Result<()> {
     match verb {
-        arguments::Vm::List => print::list(output, &server.all::<Vm>("vms").await?),
+        arguments::Vm::List(how) => list::run(server, output, &how, "vms").await,
+
         arguments::Vm::Show(of) => {
             let vm: Vm = server.get(&format!("vms/{}", of.name)).await?;
             print::one(output, &vm, &print::vm_details(&vm))

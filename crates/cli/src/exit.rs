@@ -1,0 +1,135 @@
+//! How the program ends, for scripts: one code for each thing that a script may want to do differently.
+//!
+//! The codes are part of the interface: they are added to, never changed.
+
+use vmseal_api::problem::{ErrorCode, Problem};
+
+/// How it ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Exit {
+    Done = 0,
+    Failed = 1,
+    Usage = 2,
+    NotFound = 3,
+    Conflict = 4,
+    NotPermitted = 5,
+    NoAnswer = 6,
+    OutcomeUnknown = 7,
+    NoKey = 8,
+    GoesOn = 9,
+    Interrupted = 130,
+}
+
+/// Every code with what it means, as --help and the man pages say it.
+pub const ALL: &[(Exit, &str)] = &[
+    (Exit::Done, "done"),
+    (Exit::Failed, "failed for another reason than those below"),
+    (Exit::Usage, "wrong usage: an option, or a value that is not allowed"),
+    (Exit::NotFound, "what was named does not exist"),
+    (Exit::Conflict, "it exists already, is in use, or is in a state in which this cannot be done"),
+    (
+        Exit::NotPermitted,
+        "not permitted: no access token, a wrong one, or one that may not do this",
+    ),
+    (Exit::NoAnswer, "the server or a host did not answer, or not in time"),
+    (
+        Exit::OutcomeUnknown,
+        "the task could be neither finished nor undone: an operator has to look",
+    ),
+    (Exit::NoKey, "the VM's key is not available, or is not the right one"),
+    (Exit::GoesOn, "--timeout has passed; the task goes on"),
+    (Exit::Interrupted, "interrupted (Ctrl-C); a task that was waited for goes on"),
+];
+
+/// An error that is known to end the program in one way.
+#[derive(Debug, thiserror::Error)]
+#[error("{message}")]
+pub struct Ended {
+    exit: Exit,
+    message: String,
+}
+
+impl Ended {
+    pub fn new(exit: Exit, message: impl Into<String>) -> Self {
+        Self { exit, message: message.into() }
+    }
+}
+
+impl Exit {
+    /// How the program ends with an error.
+    pub fn of(error: &anyhow::Error) -> Self {
+        if let Some(ended) = error.downcast_ref::<Ended>() {
+            ended.exit
+        } else if let Some(problem) = error.downcast_ref::<Problem>() {
+            problem.code.into()
+        } else {
+            Self::Failed
+        }
+    }
+}
+
+impl From<ErrorCode> for Exit {
+    fn from(code: ErrorCode) -> Self {
+        match code {
+            ErrorCode::InvalidRequest => Self::Usage,
+            ErrorCode::Unauthenticated | ErrorCode::Forbidden => Self::NotPermitted,
+            ErrorCode::NotFound => Self::NotFound,
+            ErrorCode::AlreadyExists | ErrorCode::WrongState | ErrorCode::InUse => Self::Conflict,
+            ErrorCode::Unreachable | ErrorCode::TimedOut => Self::NoAnswer,
+            ErrorCode::Locked | ErrorCode::KeyMismatch => Self::NoKey,
+            ErrorCode::TooLarge
+            | ErrorCode::Damaged
+            | ErrorCode::NoSpace
+            | ErrorCode::LimitExceeded
+            | ErrorCode::Cancelled
+            | ErrorCode::Unsupported
+            | ErrorCode::Internal => Self::Failed,
+        }
+    }
+}
+
+/// The table as `--help` ends with it.
+pub fn help() -> String {
+    let lines = ALL.iter().map(|(exit, meaning)| format!("  {:>3}  {meaning}", *exit as u8));
+    format!("Exit codes:\n{}", lines.collect::<Vec<_>>().join("\n"))
+}
+
+#[cfg(test)]
+mod tests {
+    use anyhow::Context;
+
+    use super::*;
+
+    #[test]
+    fn each_code_is_told_once_and_is_what_scripts_know() {
+        let codes: Vec<u8> = ALL.iter().map(|(exit, _)| *exit as u8).collect();
+        assert_eq!(codes, [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 130]);
+    }
+
+    #[test]
+    fn an_error_ends_the_program_as_its_problem_says_however_it_is_wrapped() {
+        for (code, exit) in [
+            (ErrorCode::InvalidRequest, Exit::Usage),
+            (ErrorCode::Unauthenticated, Exit::NotPermitted),
+            (ErrorCode::Forbidden, Exit::NotPermitted),
+            (ErrorCode::NotFound, Exit::NotFound),
+            (ErrorCode::AlreadyExists, Exit::Conflict),
+            (ErrorCode::WrongState, Exit::Conflict),
+            (ErrorCode::InUse, Exit::Conflict),
+            (ErrorCode::Locked, Exit::NoKey),
+            (ErrorCode::KeyMismatch, Exit::NoKey),
+            (ErrorCode::Unreachable, Exit::NoAnswer),
+            (ErrorCode::TimedOut, Exit::NoAnswer),
+            (ErrorCode::Internal, Exit::Failed),
+        ] {
+            let plain = anyhow::Error::from(Problem::new(code, "why"));
+            assert_eq!(Exit::of(&plain), exit, "{code:?}");
+            let wrapped = Err::<(), _>(plain).context("while doing this").unwrap_err();
+            assert_eq!(Exit::of(&wrapped), exit, "{code:?} with context");
+        }
+        let unknown = Ended::new(Exit::OutcomeUnknown, "stuck").into();
+        assert_eq!(Exit::of(&unknown), Exit::OutcomeUnknown);
+        assert_eq!(Exit::of(&anyhow::anyhow!("a file is missing")), Exit::Failed);
+    }
+}

@@ -1,0 +1,219 @@
+//! Results on standard output: tables for people, CSV and the API's own documents for programs.
+
+pub mod column;
+mod rows;
+mod table;
+
+use serde::Serialize;
+use vmseal_api::host::DiskFacts;
+use vmseal_api::model::{Task, Vm};
+
+pub use self::column::Row;
+pub use self::table::Lines;
+use crate::arguments::{List, Output};
+
+/// Prints a list, in the order of its kind.
+pub fn list<T: Row>(output: Output, how: &List<T>, mut items: Vec<T>) -> anyhow::Result<()> {
+    items.sort_by(T::order);
+    match output {
+        Output::Json | Output::Yaml => return whole(output, &items),
+        Output::Table | Output::Csv => print(&Lines::new(output, how).of(&items)?),
+    }
+    Ok(())
+}
+
+/// Prints one resource: all of it. Tables have name and value lines, with `details` at their end.
+pub fn one<T: Row>(output: Output, item: &T, details: &[(&str, String)]) -> anyhow::Result<()> {
+    match output {
+        Output::Json | Output::Yaml => return whole(output, item),
+        Output::Csv => print(&Lines::all(output).of(std::slice::from_ref(item))?),
+        Output::Table => line(&table::upright(item, details)),
+    }
+    Ok(())
+}
+
+/// Prints more of a list that goes on: further lines, or a document for each.
+pub fn append<T: Row>(output: Output, lines: &mut Lines<T>, items: &[T]) -> anyhow::Result<()> {
+    match output {
+        Output::Json | Output::Yaml => items.iter().try_for_each(|item| document(output, item)),
+        Output::Table | Output::Csv => {
+            print(&lines.of(items)?);
+            Ok(())
+        }
+    }
+}
+
+/// Prints one of a row of documents, each of which can be read by itself: a line of JSON, a document of YAML.
+fn document<T: Serialize>(output: Output, item: &T) -> anyhow::Result<()> {
+    match output {
+        Output::Yaml => print(&format!("---\n{}", yaml(item)?)),
+        _ => line(&serde_json::to_string(item)?),
+    }
+    Ok(())
+}
+
+/// Prints one document of the API, as YAML or else as JSON.
+pub fn whole<T: Serialize>(output: Output, item: &T) -> anyhow::Result<()> {
+    match output {
+        Output::Yaml => print(&yaml(item)?),
+        _ => line(&serde_json::to_string_pretty(item)?),
+    }
+    Ok(())
+}
+
+fn yaml<T: Serialize>(item: &T) -> anyhow::Result<String> {
+    let mut text = serde_saphyr::to_string(item)?;
+    if !text.ends_with('\n') {
+        text.push('\n');
+    }
+    Ok(text)
+}
+
+/// Prints a line.
+pub fn line(text: &str) {
+    print(&format!("{text}\n"));
+}
+
+/// Prints; a reader that has gone away (`vmseal vm list | head -1`) is no error.
+fn print(text: &str) {
+    use std::io::Write;
+    let mut out = std::io::stdout().lock();
+    if out.write_all(text.as_bytes()).and_then(|()| out.flush()).is_err() {
+        std::process::exit(0);
+    }
+}
+
+/// The word that the API uses for an enum's value.
+pub fn word<T: Serialize>(value: &T) -> String {
+    match serde_json::to_value(value) {
+        Ok(serde_json::Value::String(word)) => word.replace('_', "-"),
+        _ => String::new(),
+    }
+}
+
+/// What `task show` says beyond the columns.
+pub fn task_details(task: &Task) -> Vec<(&'static str, String)> {
+    task.problem.iter().map(|problem| ("PROBLEM CODE", word(&problem.code))).collect()
+}
+
+/// What `vm show` says beyond the columns.
+pub fn vm_details(vm: &Vm) -> Vec<(&'static str, String)> {
+    let mut lines = Vec::new();
+    if let Some(key) = &vm.key {
+        lines.push(("CHECK VALUE", key.check.clone()));
+    }
+    for disk in &vm.disks {
+        let format = match &disk.facts {
+            None => "not made yet".to_owned(),
+            Some(DiskFacts::Raw) => "raw, in the clear".to_owned(),
+            Some(DiskFacts::Luks2 { cipher, key_bits, sector_size, .. }) => {
+                format!("LUKS2 {cipher}, {key_bits}-bit key, {sector_size}-byte sectors")
+            }
+        };
+        let size = column::Cell::Bytes(disk.size).for_people();
+        lines.push((
+            "DISK",
+            format!(
+                "{} {size} {} on {}: {format} ({})",
+                disk.name,
+                word(&disk.allocation),
+                disk.datastore,
+                disk.id
+            ),
+        ));
+    }
+    if let Some(stopped) = &vm.stopped {
+        lines.push((
+            "LAST STOP",
+            format!("{} at {:.0}: {}", word(&stopped.reason), stopped.at, stopped.detail),
+        ));
+    }
+    lines
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::{Command, FromArgMatches};
+    use vmseal_api::model::TaskState;
+
+    use super::*;
+
+    fn how(arguments: &[&str]) -> Result<List<Task>, clap::Error> {
+        let command = <List<Task> as clap::Args>::augment_args(Command::new("list"));
+        let arguments = std::iter::once("list").chain(arguments.iter().copied());
+        List::from_arg_matches(&command.try_get_matches_from(arguments)?)
+    }
+
+    fn task(target: &str, percent: Option<u8>) -> Task {
+        Task {
+            id: "018f0000-0000-7000-8000-000000000001".parse().unwrap(),
+            kind: "vm.create".into(),
+            target: target.into(),
+            state: TaskState::Running,
+            step: "create, \"the\" disks".into(),
+            percent,
+            created: "2026-01-02T03:04:05.678901Z".parse().unwrap(),
+            ended: None,
+            problem: None,
+        }
+    }
+
+    fn printed(output: Output, arguments: &[&str], items: &[Task]) -> String {
+        Lines::new(output, &how(arguments).unwrap()).of(items).unwrap()
+    }
+
+    #[test]
+    fn a_table_is_for_people() {
+        let tasks = [task("a", None), task("a-long-name", Some(7))];
+        let chosen = ["-c", "target,percent,created"];
+        assert_eq!(
+            printed(Output::Table, &chosen, &tasks),
+            "TARGET       PERCENT  CREATED\n\
+             a            -        2026-01-02T03:04:05Z\n\
+             a-long-name  7        2026-01-02T03:04:05Z\n"
+        );
+        let bare = ["-c", "target", "--no-header"];
+        assert_eq!(printed(Output::Table, &bare, &tasks), "a\na-long-name\n");
+        assert_eq!(printed(Output::Table, &bare, &[]), "");
+        assert_eq!(printed(Output::Table, &["-c", "target"], &[]), "TARGET\n");
+    }
+
+    #[test]
+    fn csv_is_for_programs_and_quotes_what_needs_it() {
+        let tasks = [task("a", None), task("b", Some(7))];
+        assert_eq!(
+            printed(Output::Csv, &["--columns", "target,percent", "-c", "created,step"], &tasks),
+            "target,percent,created,step\n\
+             a,,2026-01-02T03:04:05.678901Z,\"create, \"\"the\"\" disks\"\n\
+             b,7,2026-01-02T03:04:05.678901Z,\"create, \"\"the\"\" disks\"\n"
+        );
+        assert_eq!(printed(Output::Csv, &["-c", "target", "--no-header"], &tasks), "a\nb\n");
+    }
+
+    #[test]
+    fn lines_that_come_later_line_up_and_have_no_second_header() {
+        let mut lines = Lines::new(Output::Table, &how(&["-c", "target,percent"]).unwrap());
+        assert_eq!(lines.of(&[]).unwrap(), "TARGET  PERCENT\n");
+        assert_eq!(lines.of(&[task("abcdefgh", None)]).unwrap(), "abcdefgh  -\n");
+        assert_eq!(lines.of(&[task("b", Some(1))]).unwrap(), "b         1\n");
+        assert_eq!(lines.of(&[]).unwrap(), "");
+    }
+
+    #[test]
+    fn a_column_that_is_none_is_refused_with_the_names_of_all() {
+        let error = how(&["-c", "target,colour"]).err().unwrap();
+        assert_eq!(error.exit_code(), 2);
+        let said = error.to_string();
+        assert!(said.contains("'colour'") && said.contains("target, state, step"), "{said}");
+    }
+
+    #[test]
+    fn yaml_is_what_json_is() {
+        let text = yaml(&[task("a: b # c", None), task("no", Some(7))]).unwrap();
+        assert!(text.starts_with("- id: 018f0000-0000-7000-8000-000000000001\n"), "{text}");
+        // A name that YAML would take for something else is quoted.
+        assert!(text.contains("target: \"no\"\n") || text.contains("target: 'no'\n"), "{text}");
+        assert!(text.contains("percent: 7\n"), "{text}");
+        assert!(text.contains("a: b # c") && !text.contains("target: a: b"), "{text}");
+    }
+}

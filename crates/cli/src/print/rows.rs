@@ -1,0 +1,173 @@
+//! The resources as rows.
+
+use std::cmp::Ordering;
+
+use vmseal_api::host::{DatastoreLocation, HostDescription};
+use vmseal_api::model::{
+    Alarm, Datastore, Event, Host, JoinToken, Policy, Provider, Task, TaskState, Vm,
+};
+
+use super::column::{Cell, Column, Row, more, usual};
+use super::word;
+
+fn described(host: &Host, cell: fn(&HostDescription) -> Cell) -> Cell {
+    host.description.as_ref().map_or(Cell::Nothing, cell)
+}
+
+impl Row for Host {
+    const COLUMNS: &'static [Column<Self>] = &[
+        usual("name", |it| (&it.name).into()),
+        usual("connection", |it| word(&it.connection).into()),
+        usual("address", |it| (&it.address).into()),
+        usual("accelerator", |it| described(it, |host| word(&host.accelerator.kind).into())),
+        usual("cpus", |it| described(it, |host| Cell::Number(host.cpus.into()))),
+        usual("memory", |it| described(it, |host| Cell::Bytes(host.memory))),
+        more("id", |it| it.id.to_string().into()),
+        more("hostname", |it| described(it, |host| (&host.hostname).into())),
+        more("qemu", |it| described(it, |host| (&host.qemu).into())),
+        more("vmseal", |it| described(it, |host| (&host.vmseal).into())),
+        more("aes-hardware", |it| described(it, |host| Cell::YesNo(host.aes_hardware))),
+        more("weaknesses", |it| described(it, |host| Cell::Number(host.weaknesses.len() as u64))),
+    ];
+    fn identity(&self) -> String {
+        self.id.to_string()
+    }
+    fn order(&self, other: &Self) -> Ordering {
+        self.name.cmp(&other.name)
+    }
+}
+
+impl Row for Datastore {
+    const COLUMNS: &'static [Column<Self>] = &[
+        usual("name", |it| (&it.name).into()),
+        usual("host", |it| (&it.host).into()),
+        usual("location", |it| {
+            let DatastoreLocation::Dir { path } = &it.location;
+            format!("dir:{}", path.display()).into()
+        }),
+        usual("free", |it| it.usage.map_or(Cell::Nothing, |usage| Cell::Bytes(usage.free))),
+        usual("capacity", |it| it.usage.map_or(Cell::Nothing, |usage| Cell::Bytes(usage.capacity))),
+        more("id", |it| it.id.to_string().into()),
+    ];
+    fn identity(&self) -> String {
+        self.id.to_string()
+    }
+    fn order(&self, other: &Self) -> Ordering {
+        self.name.cmp(&other.name)
+    }
+}
+
+impl Row for Provider {
+    const COLUMNS: &'static [Column<Self>] = &[
+        usual("name", |it| (&it.name).into()),
+        usual("kind", |it| word(&it.kind).into()),
+        usual("default", |it| Cell::YesNo(it.default)),
+        usual("status", |it| word(&it.status).into()),
+        more("id", |it| it.id.to_string().into()),
+    ];
+    fn identity(&self) -> String {
+        self.id.to_string()
+    }
+    fn order(&self, other: &Self) -> Ordering {
+        self.name.cmp(&other.name)
+    }
+}
+
+impl Row for Policy {
+    const COLUMNS: &'static [Column<Self>] = &[
+        usual("name", |it| (&it.name).into()),
+        usual("encryption", |it| Cell::YesNo(it.encryption)),
+        usual("provider", |it| match (&it.provider, it.encryption) {
+            (Some(provider), _) => provider.into(),
+            (None, true) => "(default)".into(),
+            (None, false) => Cell::Nothing,
+        }),
+        usual("allocation", |it| word(&it.allocation).into()),
+        more("id", |it| it.id.to_string().into()),
+    ];
+    fn identity(&self) -> String {
+        self.id.to_string()
+    }
+    fn order(&self, other: &Self) -> Ordering {
+        self.name.cmp(&other.name)
+    }
+}
+
+impl Row for Vm {
+    const COLUMNS: &'static [Column<Self>] = &[
+        usual("name", |it| (&it.name).into()),
+        usual("power", |it| it.power.as_ref().map(word).into()),
+        usual("key", |it| it.key_state.as_ref().map(word).into()),
+        usual("policy", |it| (&it.policy).into()),
+        usual("host", |it| (&it.host).into()),
+        usual("vcpus", |it| Cell::Number(it.vcpus.into())),
+        usual("memory", |it| Cell::Bytes(it.memory)),
+        usual("lifecycle", |it| word(&it.lifecycle).into()),
+        more("id", |it| it.id.to_string().into()),
+        more("provider", |it| it.key.as_ref().map(|key| key.provider.to_string()).into()),
+        more("key-id", |it| it.key.as_ref().map(|key| key.key_id.to_string()).into()),
+        more("disks", |it| Cell::Number(it.disks.len() as u64)),
+        more("size", |it| Cell::Bytes(it.disks.iter().map(|disk| disk.size).sum())),
+        more("stopped", |it| it.stopped.as_ref().map(|stopped| word(&stopped.reason)).into()),
+    ];
+    fn identity(&self) -> String {
+        self.id.to_string()
+    }
+    fn order(&self, other: &Self) -> Ordering {
+        self.name.cmp(&other.name)
+    }
+}
+
+impl Row for Task {
+    const COLUMNS: &'static [Column<Self>] = &[
+        usual("id", |it| it.id.to_string().into()),
+        usual("kind", |it| (&it.kind).into()),
+        usual("target", |it| (&it.target).into()),
+        usual("state", |it| word(&it.state).into()),
+        usual("step", |it| match it.state {
+            TaskState::Done => Cell::Nothing,
+            _ => (&it.step).into(),
+        }),
+        usual("created", |it| Cell::Time(it.created)),
+        more("ended", |it| it.ended.map_or(Cell::Nothing, Cell::Time)),
+        more("percent", |it| it.percent.map_or(Cell::Nothing, |it| Cell::Number(it.into()))),
+        more("problem", |it| it.problem.as_ref().map(ToString::to_string).into()),
+    ];
+    fn identity(&self) -> String {
+        self.id.to_string()
+    }
+}
+
+impl Row for Event {
+    const COLUMNS: &'static [Column<Self>] = &[
+        usual("at", |it| Cell::Time(it.at)),
+        usual("kind", |it| (&it.kind).into()),
+        usual("target", |it| (&it.target).into()),
+        usual("actor", |it| (&it.actor).into()),
+        usual("detail", |it| (&it.detail).into()),
+        more("sequence", |it| Cell::Number(it.sequence.unsigned_abs())),
+    ];
+    fn identity(&self) -> String {
+        self.sequence.to_string()
+    }
+}
+
+impl Row for Alarm {
+    const COLUMNS: &'static [Column<Self>] = &[
+        usual("alarm", |it| (&it.code).into()),
+        usual("target", |it| (&it.target).into()),
+        usual("since", |it| Cell::Time(it.since)),
+        usual("detail", |it| (&it.detail).into()),
+    ];
+    fn identity(&self) -> String {
+        format!("{} {}", self.code, self.target)
+    }
+}
+
+impl Row for JoinToken {
+    const COLUMNS: &'static [Column<Self>] =
+        &[usual("token", |it| (&it.token).into()), usual("expires", |it| Cell::Time(it.expires))];
+    fn identity(&self) -> String {
+        self.token.clone()
+    }
+}
