@@ -260,6 +260,18 @@ pub enum TaskState {
     Unknown,
 }
 
+/// What a request would do that is only tried (`dry_run=true`).
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct Plan {
+    /// What it would do (`vm.create`, `policy.remove`, …).
+    pub kind: String,
+    /// The resource that it is about, by name.
+    pub target: String,
+    /// What would be done, in order, for people.
+    pub steps: Vec<String>,
+}
+
 /// Something that happened; never changed, kept in order. Every use of a key is one.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
@@ -277,6 +289,14 @@ pub struct Event {
     pub target: String,
     /// What happened, for people; ids, never secrets.
     pub detail: String,
+}
+
+/// A number that is another one whenever something that the API shows has changed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct Changes {
+    /// The number; only whether it is the same says something.
+    pub change: u64,
 }
 
 /// Something that needs an operator; it goes when its cause goes.

@@ -117,11 +117,14 @@ impl Monitor {
 
     /// Shows and tells that the host does not answer.
     async fn lost(&mut self, why: &Problem) {
-        self.view.send_if_modified(|view| {
+        let lost = self.view.send_if_modified(|view| {
             let changed = view.connection == Connection::Connected;
             view.connection = Connection::Disconnected;
             changed
         });
+        if lost {
+            self.store.note_change();
+        }
         let alarm = alarms::disconnected(&self.name, why);
         let told = async {
             let mut write = self.store.write().await?;
@@ -273,11 +276,17 @@ impl Monitor {
     async fn show(&self, description: &HostDescription, state: &HostState) {
         let told = self.tell(description, state).await;
         self.note(told);
-        self.view.send_replace(View {
+        let before = self.view.send_replace(View {
             connection: Connection::Connected,
             description: Some(description.clone()),
             state: Some(state.clone()),
         });
+        let version = |state: &HostState| (state.incarnation, state.version);
+        if before.connection == Connection::Disconnected
+            || before.state.as_ref().map(version) != Some(version(state))
+        {
+            self.store.note_change();
+        }
     }
 
     async fn tell(

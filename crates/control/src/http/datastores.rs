@@ -8,12 +8,13 @@ use axum::extract::State;
 use axum::http::StatusCode;
 use vmseal_api::host::{DatastoreLocation, DatastoreSpec};
 use vmseal_api::id::{DatastoreId, HostId, check_name};
-use vmseal_api::model::{Datastore, Page};
+use vmseal_api::model::{Datastore, Page, Plan};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::AddDatastore;
 
 use super::auth::User;
 use super::body::{self, Asked, Named};
+use super::dry_run::{Intent, Outcome};
 use super::problem::Refusal;
 use super::{App, PageQuery, page};
 use crate::store::events::NewEvent;
@@ -63,13 +64,15 @@ pub(super) async fn list(
 }
 
 /// Adds a datastore of a host, which marks it and measures it.
-#[utoipa::path(post, path = "/api/v1/datastores", tag = "datastores", request_body = AddDatastore,
-    responses((status = 201, body = Datastore), Refusal))]
+#[utoipa::path(post, path = "/api/v1/datastores", tag = "datastores", params(Intent),
+    request_body = AddDatastore,
+    responses((status = 201, body = Datastore), (status = 200, body = Plan), Refusal))]
 pub(super) async fn add(
     State(app): State<Arc<App>>,
     User(actor): User,
+    Asked(intent): Asked<Intent>,
     body::Json(request): body::Json<AddDatastore>,
-) -> Result<(StatusCode, Json<Datastore>), Refusal> {
+) -> Result<Outcome<(StatusCode, Json<Datastore>)>, Refusal> {
     check_name(&request.name).map_err(|error| Problem::invalid("name", error.to_string()))?;
     let DatastoreLocation::Dir { path } = &request.location;
     if !path.is_absolute() || path.as_os_str().len() > PATH_LEN_MAX {
@@ -91,7 +94,18 @@ pub(super) async fn add(
     }
     drop(read);
     let spec = DatastoreSpec { datastore: id, location: request.location.clone() };
-    let usage = app.hosts.connected(host.id)?.probe_datastore(spec).await?;
+    let agent = app.hosts.connected(host.id)?;
+    if intent.dry_run {
+        // The host's probe marks the directory: a dry run leaves it alone.
+        let DatastoreLocation::Dir { path } = &request.location;
+        let steps = vec![
+            format!("have host '{}' look at {} and mark it", host.name, path.display()),
+            "add it to the inventory".to_owned(),
+        ];
+        let kind = "datastore.add".to_owned();
+        return Ok(Outcome::Planned(Plan { kind, target: request.name, steps }));
+    }
+    let usage = agent.probe_datastore(spec).await?;
     let datastore = datastores::Datastore {
         id,
         name: request.name,
@@ -106,7 +120,7 @@ pub(super) async fn add(
     let detail = format!("on host '{}', id {id}", datastore.host_name);
     write.event(NewEvent { kind, actor: &actor, target, detail: &detail }).await?;
     write.commit().await?;
-    Ok((StatusCode::CREATED, Json(shown(datastore))))
+    Ok(Outcome::Done((StatusCode::CREATED, Json(shown(datastore)))))
 }
 
 /// Shows a datastore.
@@ -122,13 +136,14 @@ pub(super) async fn show(
 
 /// Forgets a datastore without disks; what else is on it stays.
 #[utoipa::path(delete, path = "/api/v1/datastores/{datastore}", tag = "datastores",
-    params(("datastore" = String, Path, description = "Its name or id")),
-    responses((status = 204, description = "It is forgotten"), Refusal))]
+    params(("datastore" = String, Path, description = "Its name or id"), Intent),
+    responses((status = 204, description = "It is forgotten"), (status = 200, body = Plan), Refusal))]
 pub(super) async fn remove(
     State(app): State<Arc<App>>,
     Named(name): Named,
     User(actor): User,
-) -> Result<StatusCode, Refusal> {
+    Asked(intent): Asked<Intent>,
+) -> Result<Outcome<StatusCode>, Refusal> {
     let datastore = find(&app, &name).await?;
     let mut write = app.store.write().await?;
     let disks = datastores::uses(&mut write, datastore.id).await?;
@@ -142,6 +157,10 @@ pub(super) async fn remove(
     datastores::delete(&mut write, datastore.id).await?;
     let (kind, target) = ("datastore.removed", datastore.name.as_str());
     write.event(NewEvent { kind, actor: &actor, target, detail: "what is on it stays" }).await?;
+    if intent.dry_run {
+        let step = "forget it; what is on it stays".to_owned();
+        return Ok(Outcome::planned("datastore.remove", target, step));
+    }
     write.commit().await?;
-    Ok(StatusCode::NO_CONTENT)
+    Ok(Outcome::Done(StatusCode::NO_CONTENT))
 }

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use axum::Json;
 use axum::extract::State;
+use jiff::Timestamp;
 use serde::Deserialize;
 use tokio::time::Instant;
 use utoipa::IntoParams;
@@ -13,10 +14,11 @@ use vmseal_api::model::{Alarm, Event, Page};
 use super::body::Asked;
 use super::problem::Refusal;
 use super::{App, page, page_limit};
+use crate::store::events::Filter;
 use crate::store::{alarms, events};
 
 /// The longest wait for an event; below the usual idle time-outs of what lies between.
-const WAIT_MAX: Duration = Duration::from_secs(25);
+pub(super) const WAIT_MAX: Duration = Duration::from_secs(25);
 
 /// Which events.
 #[derive(Debug, Deserialize, IntoParams)]
@@ -27,8 +29,15 @@ pub(super) struct EventQuery {
     after: Option<i64>,
     /// How many at most.
     limit: Option<u32>,
-    /// How long to wait where there is none yet, at most 25.
+    /// How long to wait where there is none yet, in seconds, at most 25.
     wait_seconds: Option<u32>,
+    /// Those of this kind (`vm.started`), or of all kinds that begin so (`vm`).
+    kind: Option<String>,
+    /// Those about the resource of this name.
+    target: Option<String>,
+    /// Those since this time (RFC 3339), to the second.
+    #[param(value_type = Option<String>, format = DateTime)]
+    since: Option<Timestamp>,
 }
 
 /// Lists events, oldest first; waits for the next one where that is asked for.
@@ -38,15 +47,18 @@ pub(super) async fn list(
     State(app): State<Arc<App>>,
     Asked(query): Asked<EventQuery>,
 ) -> Result<Json<Page<Event>>, Refusal> {
-    let (after, limit) = (query.after.unwrap_or(0), page_limit(query.limit));
+    let (mut after, limit) = (query.after.unwrap_or(0), page_limit(query.limit));
+    let filter = Filter { kind: query.kind, target: query.target, since: query.since };
     let wait = Duration::from_secs(query.wait_seconds.unwrap_or(0).into()).min(WAIT_MAX);
     let deadline = Instant::now() + wait;
     let mut newest = app.store.newest_event();
     loop {
-        newest.mark_unchanged();
-        let items = events::after(&mut *app.store.read().await?, after, limit).await?;
+        let known = *newest.borrow_and_update();
+        let items = events::after(&mut *app.store.read().await?, after, limit, &filter).await?;
         let waited = items.is_empty()
             && matches!(tokio::time::timeout_at(deadline, newest.changed()).await, Ok(Ok(())));
+        // None of those that were there is wanted: they need not be looked at again.
+        after = after.max(known);
         if !waited {
             return Ok(Json(page(items, limit, |it: &Event| it.sequence.to_string())));
         }

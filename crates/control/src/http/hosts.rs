@@ -5,12 +5,13 @@ use std::sync::Arc;
 use axum::Json;
 use axum::extract::State;
 use axum::http::StatusCode;
-use vmseal_api::model::{Host, JoinToken, Page};
+use vmseal_api::model::{Host, JoinToken, Page, Plan};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::{JoinHost, Joined};
 
 use super::auth::User;
 use super::body::{self, Asked, Named, Nothing, OptionalJson};
+use super::dry_run::{Intent, Outcome};
 use super::problem::Refusal;
 use super::{App, PageQuery, page};
 use crate::hosts::join as joining;
@@ -59,13 +60,14 @@ pub(super) async fn show(
 
 /// Removes a host that has neither datastores nor VMs.
 #[utoipa::path(delete, path = "/api/v1/hosts/{host}", tag = "hosts",
-    params(("host" = String, Path, description = "Its name or id")),
-    responses((status = 204, description = "It is removed"), Refusal))]
+    params(("host" = String, Path, description = "Its name or id"), Intent),
+    responses((status = 204, description = "It is removed"), (status = 200, body = Plan), Refusal))]
 pub(super) async fn remove(
     State(app): State<Arc<App>>,
     Named(name): Named,
     User(actor): User,
-) -> Result<StatusCode, Refusal> {
+    Asked(intent): Asked<Intent>,
+) -> Result<Outcome<StatusCode>, Refusal> {
     let host = find(&app, &name).await?;
     let mut write = app.store.write().await?;
     let (datastores, vms) = hosts::uses(&mut write, host.id).await?;
@@ -79,9 +81,13 @@ pub(super) async fn remove(
     hosts::delete(&mut write, host.id).await?;
     let (kind, target, detail) = ("host.removed", host.name.as_str(), host.address.as_str());
     write.event(NewEvent { kind, actor: &actor, target, detail }).await?;
+    if intent.dry_run {
+        let step = "remove it; it has neither datastores nor VMs".to_owned();
+        return Ok(Outcome::planned("host.remove", target, step));
+    }
     write.commit().await?;
     app.hosts.remove(host.id);
-    Ok(StatusCode::NO_CONTENT)
+    Ok(Outcome::Done(StatusCode::NO_CONTENT))
 }
 
 /// Makes a one-time token that lets a machine join as a host.

@@ -5,9 +5,11 @@
 mod about;
 mod auth;
 mod body;
+mod changes;
 mod console;
 mod datastore_scan;
 mod datastores;
+mod dry_run;
 mod events;
 mod hosts;
 mod policies;
@@ -116,6 +118,7 @@ fn user_routes() -> OpenApiRouter<Arc<App>> {
         .routes(routes!(tasks::cancel))
         .routes(routes!(events::list))
         .routes(routes!(events::alarms))
+        .routes(routes!(changes::show))
 }
 
 /// The API as a document.
@@ -127,7 +130,10 @@ pub fn document() -> utoipa::openapi::OpenApi {
 /// The API.
 pub fn router(app: Arc<App>) -> axum::Router {
     let authenticate = middleware::from_fn_with_state(Arc::clone(&app), auth::authenticate);
-    let users = axum::Router::from(user_routes()).route_layer(authenticate);
+    let parameterized = dry_run::Parameterized::of(&document());
+    let users = axum::Router::from(user_routes())
+        .route_layer(middleware::from_fn_with_state(parameterized, dry_run::refuse_others))
+        .route_layer(authenticate);
     axum::Router::from(open_routes())
         .merge(users)
         .fallback(unknown_path)

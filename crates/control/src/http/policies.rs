@@ -6,12 +6,13 @@ use axum::Json;
 use axum::extract::State;
 use axum::http::StatusCode;
 use vmseal_api::id::{PolicyId, check_name};
-use vmseal_api::model::{Page, Policy};
+use vmseal_api::model::{Page, Plan, Policy};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::AddPolicy;
 
 use super::auth::User;
 use super::body::{self, Asked, Named};
+use super::dry_run::{Intent, Outcome};
 use super::problem::Refusal;
 use super::{App, PageQuery, page};
 use crate::store::events::NewEvent;
@@ -46,13 +47,15 @@ pub(super) async fn list(
 }
 
 /// Adds a storage policy.
-#[utoipa::path(post, path = "/api/v1/policies", tag = "policies", request_body = AddPolicy,
-    responses((status = 201, body = Policy), Refusal))]
+#[utoipa::path(post, path = "/api/v1/policies", tag = "policies", params(Intent),
+    request_body = AddPolicy,
+    responses((status = 201, body = Policy), (status = 200, body = Plan), Refusal))]
 pub(super) async fn add(
     State(app): State<Arc<App>>,
     User(actor): User,
+    Asked(intent): Asked<Intent>,
     body::Json(request): body::Json<AddPolicy>,
-) -> Result<(StatusCode, Json<Policy>), Refusal> {
+) -> Result<Outcome<(StatusCode, Json<Policy>)>, Refusal> {
     check_name(&request.name).map_err(|error| Problem::invalid("name", error.to_string()))?;
     let mut write = app.store.write().await?;
     let provider = match &request.provider {
@@ -81,8 +84,12 @@ pub(super) async fn add(
     let detail = if policy.encryption { "encrypts" } else { "does not encrypt" };
     let (kind, target) = ("policy.added", policy.name.as_str());
     write.event(NewEvent { kind, actor: &actor, target, detail }).await?;
+    if intent.dry_run {
+        let step = format!("add a policy that {detail}");
+        return Ok(Outcome::planned("policy.add", target, step));
+    }
     write.commit().await?;
-    Ok((StatusCode::CREATED, Json(shown(policy))))
+    Ok(Outcome::Done((StatusCode::CREATED, Json(shown(policy)))))
 }
 
 /// Shows a storage policy.
@@ -98,13 +105,14 @@ pub(super) async fn show(
 
 /// Removes a storage policy that no VM has.
 #[utoipa::path(delete, path = "/api/v1/policies/{policy}", tag = "policies",
-    params(("policy" = String, Path, description = "Its name or id")),
-    responses((status = 204, description = "It is removed"), Refusal))]
+    params(("policy" = String, Path, description = "Its name or id"), Intent),
+    responses((status = 204, description = "It is removed"), (status = 200, body = Plan), Refusal))]
 pub(super) async fn remove(
     State(app): State<Arc<App>>,
     Named(name): Named,
     User(actor): User,
-) -> Result<StatusCode, Refusal> {
+    Asked(intent): Asked<Intent>,
+) -> Result<Outcome<StatusCode>, Refusal> {
     let policy = find(&app, &name).await?;
     let mut write = app.store.write().await?;
     let vms = policies::uses(&mut write, policy.id).await?;
@@ -115,6 +123,10 @@ pub(super) async fn remove(
     policies::delete(&mut write, policy.id).await?;
     let (kind, target) = ("policy.removed", policy.name.as_str());
     write.event(NewEvent { kind, actor: &actor, target, detail: "" }).await?;
+    if intent.dry_run {
+        let step = "remove it; no VM has it".to_owned();
+        return Ok(Outcome::planned("policy.remove", target, step));
+    }
     write.commit().await?;
-    Ok(StatusCode::NO_CONTENT)
+    Ok(Outcome::Done(StatusCode::NO_CONTENT))
 }

@@ -8,16 +8,17 @@ use axum::http::StatusCode;
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use vmseal_api::id::check_name;
-use vmseal_api::model::{Page, Provider};
+use vmseal_api::model::{Page, Plan, Provider};
 use vmseal_api::problem::Problem;
 use vmseal_api::request::{AddProvider, Backup, GivePassphrase, VerifyBackup};
 
 use super::about::open_passphrase;
 use super::auth::User;
 use super::body::{self, Asked, Named, Nothing, OptionalJson};
+use super::dry_run::{Intent, Outcome};
 use super::problem::Refusal;
 use super::{App, PageQuery, page};
-use crate::providers::Restore;
+use crate::providers::{Providers, Restore};
 use crate::store::events::NewEvent;
 use crate::store::providers;
 
@@ -55,13 +56,15 @@ pub(super) async fn list(
 }
 
 /// Adds a native key provider, with a new key or from a backup.
-#[utoipa::path(post, path = "/api/v1/providers", tag = "providers", request_body = AddProvider,
-    responses((status = 201, body = Provider), Refusal))]
+#[utoipa::path(post, path = "/api/v1/providers", tag = "providers", params(Intent),
+    request_body = AddProvider,
+    responses((status = 201, body = Provider), (status = 200, body = Plan), Refusal))]
 pub(super) async fn add(
     State(app): State<Arc<App>>,
     User(actor): User,
+    Asked(intent): Asked<Intent>,
     body::Json(request): body::Json<AddProvider>,
-) -> Result<(StatusCode, Json<Provider>), Refusal> {
+) -> Result<Outcome<(StatusCode, Json<Provider>)>, Refusal> {
     let name = &request.name;
     check_name(name).map_err(|error| Problem::invalid("name", error.to_string()))?;
     let passphrase = match &request.passphrase {
@@ -82,8 +85,14 @@ pub(super) async fn add(
             return Err(Problem::invalid("backup", "a passphrase came without a backup").into());
         }
     };
+    if intent.dry_run {
+        let step =
+            if restore.is_some() { "restore its key from the backup" } else { "make its key" };
+        app.providers.check_new(name, passphrase, restore).await?;
+        return Ok(Outcome::planned("provider.add", name, step.to_owned()));
+    }
     let provider = app.providers.add(name, passphrase, restore, &actor).await?;
-    Ok((StatusCode::CREATED, Json(shown(&app, provider))))
+    Ok(Outcome::Done((StatusCode::CREATED, Json(shown(&app, provider)))))
 }
 
 /// Shows a key provider.
@@ -100,16 +109,22 @@ pub(super) async fn show(
 
 /// Removes a key provider that nothing uses, with its key.
 #[utoipa::path(delete, path = "/api/v1/providers/{provider}", tag = "providers",
-    params(("provider" = String, Path, description = "Its name or id")),
-    responses((status = 204, description = "It is removed"), Refusal))]
+    params(("provider" = String, Path, description = "Its name or id"), Intent),
+    responses((status = 204, description = "It is removed"), (status = 200, body = Plan), Refusal))]
 pub(super) async fn remove(
     State(app): State<Arc<App>>,
     Named(name): Named,
     User(actor): User,
-) -> Result<StatusCode, Refusal> {
+    Asked(intent): Asked<Intent>,
+) -> Result<Outcome<StatusCode>, Refusal> {
     let provider = find(&app, &name).await?;
+    if intent.dry_run {
+        Providers::check_unused(&mut *app.store.read().await?, &provider).await?;
+        let step = "remove it with its key; nothing uses it".to_owned();
+        return Ok(Outcome::planned("provider.remove", &provider.name, step));
+    }
     app.providers.remove(&provider, &actor).await?;
-    Ok(StatusCode::NO_CONTENT)
+    Ok(Outcome::Done(StatusCode::NO_CONTENT))
 }
 
 /// Gives a provider's passphrase, after a start of the server.

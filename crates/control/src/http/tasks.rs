@@ -6,7 +6,9 @@ use axum::Json;
 use axum::extract::State;
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
-use vmseal_api::model::{Page, Task};
+use serde::Deserialize;
+use utoipa::IntoParams;
+use vmseal_api::model::{Page, Task, TaskState};
 use vmseal_api::problem::Problem;
 
 use super::auth::User;
@@ -30,15 +32,28 @@ impl IntoResponse for Accepted {
     }
 }
 
+/// Which tasks.
+#[derive(Debug, Deserialize, IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+pub(super) struct TaskQuery {
+    /// The `next` of the last page.
+    after: Option<String>,
+    /// How many tasks at most.
+    limit: Option<u32>,
+    /// Those in this state.
+    state: Option<TaskState>,
+}
+
 /// Lists the tasks, oldest first.
-#[utoipa::path(get, path = "/api/v1/tasks", tag = "tasks", params(PageQuery),
+#[utoipa::path(get, path = "/api/v1/tasks", tag = "tasks", params(TaskQuery),
     responses((status = 200, body = Page<Task>), Refusal))]
 pub(super) async fn list(
     State(app): State<Arc<App>>,
-    Asked(query): Asked<PageQuery>,
+    Asked(query): Asked<TaskQuery>,
 ) -> Result<Json<Page<Task>>, Refusal> {
-    let part = query.part();
-    let found = tasks::list(&mut *app.store.read().await?, &part).await?;
+    let part = PageQuery { after: query.after, limit: query.limit }.part();
+    let found = tasks::list(&mut *app.store.read().await?, &part, query.state).await?;
     let items = found.iter().map(|task| app.engine.shown(task)).collect();
     Ok(Json(page(items, part.limit, |it: &Task| it.id.to_string())))
 }

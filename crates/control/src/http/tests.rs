@@ -1,5 +1,8 @@
 //! The API from outside: every guard with the input that trips it, and the document.
 
+mod dry_run;
+mod watching;
+
 use std::sync::Arc;
 
 use axum::body::Body;

@@ -7,9 +7,9 @@ use std::time::Duration;
 use axum::Json;
 use axum::extract::State;
 use vmseal_api::filter::{CRYPT_SECTOR, SERIAL_MAX};
-use vmseal_api::host::{DatastoreSpec, Power};
+use vmseal_api::host::{DatastoreSpec, KeyState, Power};
 use vmseal_api::id::{DiskId, VmId, check_name};
-use vmseal_api::model::{Disk, Lifecycle, Page, ProviderStatus, Task, Vm};
+use vmseal_api::model::{self, Disk, Lifecycle, Page, Plan, ProviderStatus, Vm};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::{
     CreateDisk, CreateVm, DISK_SIZE_MAX, DISK_SIZE_MIN, DISKS_MAX, MEMORY_MAX, MEMORY_MIN, StopVm,
@@ -18,10 +18,12 @@ use vmseal_api::request::{
 
 use super::auth::User;
 use super::body::{self, Asked, Named, Nothing, OptionalJson};
+use super::dry_run::{Intent, Outcome};
 use super::problem::Refusal;
 use super::tasks::Accepted;
 use super::{App, PageQuery, page};
 use crate::store::policies::Policy;
+use crate::store::tasks::Task;
 use crate::store::{Write, datastores, disks, policies, providers, vms};
 use crate::tasks::{Engine, Operation};
 
@@ -99,13 +101,14 @@ pub(super) async fn show(
 }
 
 /// Makes a VM.
-#[utoipa::path(post, path = "/api/v1/vms", tag = "vms", request_body = CreateVm,
-    responses((status = 202, body = Task), Refusal))]
+#[utoipa::path(post, path = "/api/v1/vms", tag = "vms", params(Intent), request_body = CreateVm,
+    responses((status = 202, body = model::Task), (status = 200, body = Plan), Refusal))]
 pub(super) async fn create(
     State(app): State<Arc<App>>,
     User(actor): User,
+    Asked(intent): Asked<Intent>,
     body::Json(request): body::Json<CreateVm>,
-) -> Result<Accepted, Refusal> {
+) -> Result<Outcome<Accepted>, Refusal> {
     check(&request)?;
     let mut write = app.store.write().await?;
     let policy = policies::find(&mut write, &request.policy).await?.ok_or_else(|| Problem {
@@ -135,22 +138,41 @@ pub(super) async fn create(
         disks::insert(&mut write, vm.id, position, disk).await?;
     }
     let operation = Operation::CreateVm { vm: vm.id };
-    begin(&app, write, operation, &vm.name, &actor).await
+    begin(&app, write, operation, &vm, Caller { actor: &actor, intent }).await
 }
 
-/// Commits what is written together with a task, and begins the task.
+/// Who asks, and whether it is meant.
+struct Caller<'a> {
+    actor: &'a str,
+    intent: Intent,
+}
+
+/// Commits what is written together with a task, and begins the task; or only says what it would do.
 async fn begin(
     app: &App,
     mut write: Write<'_>,
     operation: Operation,
-    target: &str,
-    actor: &str,
-) -> Result<Accepted, Refusal> {
-    let task = Engine::record(&mut write, operation, target, actor).await?;
+    vm: &vms::Vm,
+    caller: Caller<'_>,
+) -> Result<Outcome<Accepted>, Refusal> {
+    let task = Engine::record(&mut write, operation, &vm.name, caller.actor).await?;
+    if caller.intent.dry_run {
+        return Ok(Outcome::Planned(plan(&task, vm)));
+    }
     write.commit().await?;
     let shown = app.engine.shown(&task);
     app.engine.begin(task);
-    Ok(Accepted(shown))
+    Ok(Outcome::Done(Accepted(shown)))
+}
+
+fn plan(task: &Task, vm: &vms::Vm) -> Plan {
+    let keyless = vm.provider.is_none();
+    let steps = task.operation.steps().iter().filter(|step| !(keyless && step.is_of_key()));
+    Plan {
+        kind: task.operation.kind().to_owned(),
+        target: vm.name.clone(),
+        steps: steps.map(|step| step.name().to_owned()).collect(),
+    }
 }
 
 fn check(request: &CreateVm) -> Result<(), Problem> {
@@ -290,14 +312,15 @@ fn require_ready(vm: &vms::Vm) -> Result<(), Problem> {
 
 /// Starts a VM that is off.
 #[utoipa::path(post, path = "/api/v1/vms/{vm}/start", tag = "vms",
-    params(("vm" = String, Path, description = "Its name or id")),
-    responses((status = 202, body = Task), Refusal))]
+    params(("vm" = String, Path, description = "Its name or id"), Intent),
+    responses((status = 202, body = model::Task), (status = 200, body = Plan), Refusal))]
 pub(super) async fn start(
     State(app): State<Arc<App>>,
     Named(name): Named,
     User(actor): User,
+    Asked(intent): Asked<Intent>,
     OptionalJson(Nothing {}): OptionalJson<Nothing>,
-) -> Result<Accepted, Refusal> {
+) -> Result<Outcome<Accepted>, Refusal> {
     let (vm, _) = find(&app, &name).await?;
     require_ready(&vm)?;
     if let Some(power) = power(&app, &vm).await?
@@ -306,8 +329,23 @@ pub(super) async fn start(
         let detail = format!("VM '{}' is not off: it is {}", vm.name, word(power));
         return Err(Problem::new(ErrorCode::WrongState, detail).into());
     }
+    if intent.dry_run {
+        check_key(&app, &vm)?;
+    }
     let write = app.store.write().await?;
-    begin(&app, write, Operation::StartVm { vm: vm.id }, &vm.name, &actor).await
+    let operation = Operation::StartVm { vm: vm.id };
+    begin(&app, write, operation, &vm, Caller { actor: &actor, intent }).await
+}
+
+/// A key that the monitor could not deliver so far: a start would try again, and most likely fail.
+fn check_key(app: &App, vm: &vms::Vm) -> Result<(), Problem> {
+    let missing =
+        app.hosts.view(vm.host).vm(vm.id).is_some_and(|seen| seen.key == KeyState::Missing);
+    if !missing {
+        return Ok(());
+    }
+    let detail = format!("the key of VM '{}' is not on its host (vmseal alarms says why)", vm.name);
+    Err(Problem::new(ErrorCode::Locked, detail))
 }
 
 fn word(power: Power) -> &'static str {
@@ -321,14 +359,15 @@ fn word(power: Power) -> &'static str {
 
 /// Stops a VM; one that is off stays off.
 #[utoipa::path(post, path = "/api/v1/vms/{vm}/stop", tag = "vms",
-    params(("vm" = String, Path, description = "Its name or id")),
-    request_body = Option<StopVm>, responses((status = 202, body = Task), Refusal))]
+    params(("vm" = String, Path, description = "Its name or id"), Intent),
+    request_body = Option<StopVm>, responses((status = 202, body = model::Task), (status = 200, body = Plan), Refusal))]
 pub(super) async fn stop(
     State(app): State<Arc<App>>,
     Named(name): Named,
     User(actor): User,
+    Asked(intent): Asked<Intent>,
     OptionalJson(request): OptionalJson<StopVm>,
-) -> Result<Accepted, Refusal> {
+) -> Result<Outcome<Accepted>, Refusal> {
     let timeout_seconds = request.timeout_seconds.unwrap_or(SHUTDOWN_DEFAULT);
     if !(1..=SHUTDOWN_MAX).contains(&timeout_seconds) {
         return Err(
@@ -340,18 +379,19 @@ pub(super) async fn stop(
     power(&app, &vm).await?;
     let write = app.store.write().await?;
     let operation = Operation::StopVm { vm: vm.id, force: request.force, timeout_seconds };
-    begin(&app, write, operation, &vm.name, &actor).await
+    begin(&app, write, operation, &vm, Caller { actor: &actor, intent }).await
 }
 
 /// Deletes a VM that is off, with its disks and its key; also what is left of one.
 #[utoipa::path(delete, path = "/api/v1/vms/{vm}", tag = "vms",
-    params(("vm" = String, Path, description = "Its name or id")),
-    responses((status = 202, body = Task), Refusal))]
+    params(("vm" = String, Path, description = "Its name or id"), Intent),
+    responses((status = 202, body = model::Task), (status = 200, body = Plan), Refusal))]
 pub(super) async fn delete(
     State(app): State<Arc<App>>,
     Named(name): Named,
     User(actor): User,
-) -> Result<Accepted, Refusal> {
+    Asked(intent): Asked<Intent>,
+) -> Result<Outcome<Accepted>, Refusal> {
     let (vm, _) = find(&app, &name).await?;
     if let Some(power) = power(&app, &vm).await?
         && power != Power::Off
@@ -370,5 +410,5 @@ pub(super) async fn delete(
     let now = vms::get(&mut write, vm.id).await?.ok_or_else(|| Problem::not_found("VM", &name))?;
     vms::set_lifecycle(&mut write, vm.id, Lifecycle::Deleting).await?;
     let operation = Operation::DeleteVm { vm: vm.id, was: now.lifecycle };
-    begin(&app, write, operation, &vm.name, &actor).await
+    begin(&app, write, operation, &vm, Caller { actor: &actor, intent }).await
 }

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, PoisonError, RwLock};
 
 use async_trait::async_trait;
+use sqlx::SqliteConnection;
 use tokio::sync::{Semaphore, watch};
 use uuid::Uuid;
 use vmseal_api::host::KeyReference;
@@ -184,6 +185,57 @@ impl Providers {
         tokio::task::spawn_blocking(work).await.map_err(|error| crate::internal(&error))?
     }
 
+    /// The passphrase of a provider that is to be added under a name that is free.
+    async fn passphrase_of_new(
+        &self,
+        name: &str,
+        given: Option<SecretBytes>,
+    ) -> Result<SecretBytes, Problem> {
+        let passphrase = match given {
+            Some(passphrase) => passphrase,
+            None => self.credential(name)?.ok_or_else(|| {
+                let detail = format!(
+                    "a passphrase is needed, or the server's credential vmseal-provider-{name}"
+                );
+                Problem::invalid("passphrase", detail)
+            })?,
+        };
+        let mut read = self.store.read().await?;
+        if providers::find(&mut read, name).await?.is_some() {
+            return Err(StoreError::Taken(format!("a provider '{name}'")).into());
+        }
+        Ok(passphrase)
+    }
+
+    /// Whether [`Providers::add`] would add it: a backup is opened, nothing is written, no key is made.
+    ///
+    /// # Errors
+    /// As [`Providers::add`].
+    pub async fn check_new(
+        &self,
+        name: &str,
+        passphrase: Option<SecretBytes>,
+        restore: Option<Restore>,
+    ) -> Result<(), Problem> {
+        self.passphrase_of_new(name, passphrase).await?;
+        let Some(restore) = restore else { return Ok(()) };
+        let open = move || native::RootKey::from_backup(&restore.backup, &restore.passphrase);
+        let id = self.derive(open).await?.provider();
+        self.check_not_here(id).await
+    }
+
+    /// A backup of a provider that is here is not to be restored beside it.
+    async fn check_not_here(&self, id: ProviderId) -> Result<(), Problem> {
+        match providers::find(&mut *self.store.read().await?, &id.to_string()).await? {
+            None => Ok(()),
+            Some(known) => {
+                let detail =
+                    format!("this is a backup of provider '{}', which is here", known.name);
+                Err(Problem::new(ErrorCode::AlreadyExists, detail))
+            }
+        }
+    }
+
     /// Adds a native provider: with a new key, or with the one of a backup. Its key file is on disk
     /// before the inventory knows of it; after a crash between the two the file is left, as key files
     /// are never removed on a guess.
@@ -198,20 +250,7 @@ impl Providers {
         restore: Option<Restore>,
         actor: &str,
     ) -> Result<Provider, Problem> {
-        let passphrase = match passphrase {
-            Some(passphrase) => passphrase,
-            None => self.credential(name)?.ok_or_else(|| {
-                let detail = format!(
-                    "a passphrase is needed, or the server's credential vmseal-provider-{name}"
-                );
-                Problem::invalid("passphrase", detail)
-            })?,
-        };
-        let mut read = self.store.read().await?;
-        if providers::find(&mut read, name).await?.is_some() {
-            return Err(StoreError::Taken(format!("a provider '{name}'")).into());
-        }
-        drop(read);
+        let passphrase = self.passphrase_of_new(name, passphrase).await?;
         let restored = restore.is_some();
         let root = self
             .derive(move || match restore {
@@ -227,12 +266,7 @@ impl Providers {
             // What came from a backup has one.
             verified: restored,
         };
-        let known =
-            providers::find(&mut *self.store.read().await?, &provider.id.to_string()).await?;
-        if let Some(known) = known {
-            let detail = format!("this is a backup of provider '{}', which is here", known.name);
-            return Err(Problem::new(ErrorCode::AlreadyExists, detail));
-        }
+        self.check_not_here(provider.id).await?;
         let directory = self.directory.join(provider.id.to_string());
         let root = self
             .derive(move || {
@@ -313,13 +347,15 @@ impl Providers {
         Ok(write.commit().await?)
     }
 
-    /// Removes a provider that nothing uses, with its key.
+    /// Whether a provider may be removed.
     ///
     /// # Errors
     /// `in-use`.
-    pub async fn remove(&self, provider: &Provider, actor: &str) -> Result<(), Problem> {
-        let mut write = self.store.write().await?;
-        let (keys, policies) = providers::uses(&mut write, provider.id).await?;
+    pub async fn check_unused(
+        from: &mut SqliteConnection,
+        provider: &Provider,
+    ) -> Result<(), Problem> {
+        let (keys, policies) = providers::uses(from, provider.id).await?;
         if keys + policies > 0 {
             let detail = format!(
                 "provider '{}' has {keys} keys in use and {policies} policies name it",
@@ -327,6 +363,16 @@ impl Providers {
             );
             return Err(Problem::new(ErrorCode::InUse, detail));
         }
+        Ok(())
+    }
+
+    /// Removes a provider that nothing uses, with its key.
+    ///
+    /// # Errors
+    /// `in-use`.
+    pub async fn remove(&self, provider: &Provider, actor: &str) -> Result<(), Problem> {
+        let mut write = self.store.write().await?;
+        Self::check_unused(&mut write, provider).await?;
         providers::delete(&mut write, provider.id).await?;
         let (kind, target) = ("provider.removed", provider.name.as_str());
         write.event(NewEvent { kind, actor, target, detail: "with its key" }).await?;

@@ -123,7 +123,7 @@ async fn the_same_request_gives_the_same_key_and_a_destroyed_one_is_not_given() 
         keys.destroy_key(vm, "web", &reference).await.unwrap();
     }
     let mut read = here.store.read().await.unwrap();
-    let events = crate::store::events::after(&mut read, 0, 100).await.unwrap();
+    let events = crate::store::events::after(&mut read, 0, 100, &Default::default()).await.unwrap();
     assert_eq!(events.iter().filter(|event| event.kind == "key.destroyed").count(), 1);
     drop(read);
     let gone = keys.get_key(vm, &reference).await.unwrap_err();

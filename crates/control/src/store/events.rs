@@ -54,17 +54,37 @@ pub async fn last(from: &mut SqliteConnection) -> Result<i64, StoreError> {
     Ok(last.unwrap_or(0))
 }
 
-/// The events after a sequence number, oldest first.
+/// Which events are wanted; by default all.
+#[derive(Clone, Debug, Default)]
+pub struct Filter {
+    /// Of this kind, or of one that begins with it and a dot.
+    pub kind: Option<String>,
+    /// About this resource.
+    pub target: Option<String>,
+    /// Since this second.
+    pub since: Option<Timestamp>,
+}
+
+/// The events after a sequence number that are wanted, oldest first.
 pub async fn after(
     from: &mut SqliteConnection,
     sequence: i64,
     limit: u32,
+    filter: &Filter,
 ) -> Result<Vec<Event>, StoreError> {
     let rows: Vec<Row> = sqlx::query_as(
         "SELECT sequence, at, kind, actor, target, detail FROM events
-         WHERE sequence > ? ORDER BY sequence LIMIT ?",
+         WHERE sequence > ?1
+           AND (?2 IS NULL OR kind = ?2 OR substr(kind, 1, length(?2) + 1) = ?2 || '.')
+           AND (?3 IS NULL OR target = ?3)
+           AND (?4 IS NULL OR substr(at, 1, 19) >= ?4)
+         ORDER BY sequence LIMIT ?5",
     )
     .bind(sequence)
+    .bind(&filter.kind)
+    .bind(&filter.target)
+    // Whole seconds compare as text; fractions of different lengths do not.
+    .bind(filter.since.map(|at| at.strftime("%Y-%m-%dT%H:%M:%S").to_string()))
     .bind(limit)
     .fetch_all(from)
     .await?;

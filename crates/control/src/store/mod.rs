@@ -85,6 +85,8 @@ pub struct Store {
     readers: SqlitePool,
     /// The sequence number of the newest event.
     events: watch::Sender<i64>,
+    /// Counts what changes of what is shown; from the time on, so that two runs have no number in common.
+    changes: watch::Sender<u64>,
 }
 
 impl Store {
@@ -106,7 +108,8 @@ impl Store {
         let writer = pool(1).connect_with(options.clone()).await?;
         sqlx::migrate!().run(&writer).await?;
         let readers = pool(READERS).connect_with(options.pragma("query_only", "on")).await?;
-        let store = Self { writer, readers, events: watch::Sender::new(0) };
+        let changes = watch::Sender::new(jiff::Timestamp::now().as_microsecond().unsigned_abs());
+        let store = Self { writer, readers, events: watch::Sender::new(0), changes };
         let last = events::last(&mut *store.read().await?).await?;
         store.events.send_replace(last);
         Ok(store)
@@ -126,13 +129,24 @@ impl Store {
     /// [`StoreError::Database`].
     pub async fn write(&self) -> Result<Write<'_>, StoreError> {
         let transaction = self.writer.begin_with("BEGIN IMMEDIATE").await?;
-        Ok(Write { transaction, events: &self.events, newest: None })
+        Ok(Write { transaction, store: self, newest: None })
     }
 
     /// Follows the sequence number of the newest event.
     #[must_use]
     pub fn newest_event(&self) -> watch::Receiver<i64> {
         self.events.subscribe()
+    }
+
+    /// Follows the number of changes of what is shown.
+    #[must_use]
+    pub fn changes(&self) -> watch::Receiver<u64> {
+        self.changes.subscribe()
+    }
+
+    /// Notes that something that is shown, and not in the inventory, has changed.
+    pub fn note_change(&self) {
+        self.changes.send_modify(|count| *count += 1);
     }
 
     /// Waits for what is under way, and closes the file.
@@ -145,7 +159,7 @@ impl Store {
 /// A transaction: all of it happens at [`Write::commit`], or nothing.
 pub struct Write<'a> {
     transaction: Transaction<'a, Sqlite>,
-    events: &'a watch::Sender<i64>,
+    store: &'a Store,
     newest: Option<i64>,
 }
 
@@ -167,8 +181,9 @@ impl Write<'_> {
         self.transaction.commit().await?;
         if let Some(newest) = self.newest {
             // Whoever committed later may have come here first.
-            self.events.send_modify(|last| *last = newest.max(*last));
+            self.store.events.send_modify(|last| *last = newest.max(*last));
         }
+        self.store.note_change();
         Ok(())
     }
 }

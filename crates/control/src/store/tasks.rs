@@ -158,13 +158,18 @@ pub async fn get(from: &mut SqliteConnection, id: &str) -> Result<Option<Task>, 
     row.map(Task::try_from).transpose()
 }
 
-/// Tasks in order of their ids, which is that of their beginning.
-pub async fn list(from: &mut SqliteConnection, part: &Part) -> Result<Vec<Task>, StoreError> {
+/// Tasks in order of their ids, which is that of their beginning; those in one state, where one is given.
+pub async fn list(
+    from: &mut SqliteConnection,
+    part: &Part,
+    state: Option<TaskState>,
+) -> Result<Vec<Task>, StoreError> {
     let rows: Vec<Row> = sqlx::query_as(
         "SELECT id, target, actor, operation, state, position, step, cancelled, created, ended, problem
-         FROM tasks WHERE id > ? ORDER BY id LIMIT ?",
+         FROM tasks WHERE id > ?1 AND (?2 IS NULL OR state = ?2) ORDER BY id LIMIT ?3",
     )
     .bind(&part.after)
+    .bind(state.as_ref().map(to_name))
     .bind(part.limit)
     .fetch_all(from)
     .await?;

@@ -145,6 +145,12 @@ impl Step {
         }
     }
 
+    /// Whether it is nothing for a VM without a key.
+    #[must_use]
+    pub fn is_of_key(self) -> bool {
+        matches!(self, Self::MakeKey | Self::DeliverKey | Self::DestroyKey)
+    }
+
     /// Does it.
     pub(super) async fn forward(self, run: &Run<'_>) -> Result<(), StepError> {
         match self {

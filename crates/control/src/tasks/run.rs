@@ -102,7 +102,10 @@ impl Run<'_> {
     }
 
     pub(super) fn show_percent(&self, percent: Option<u8>) {
-        self.percent.store(percent.unwrap_or(NOT_KNOWN), Ordering::Relaxed);
+        let percent = percent.unwrap_or(NOT_KNOWN);
+        if self.percent.swap(percent, Ordering::Relaxed) != percent {
+            self.means.store.note_change();
+        }
     }
 
     /// Ends a step when somebody cancelled the task.

@@ -244,7 +244,7 @@ impl Plant {
 
     pub async fn events(&self, kind: &str) -> Vec<vmseal_api::model::Event> {
         let mut read = self.store.read().await.unwrap();
-        let mut events = events::after(&mut read, 0, u32::MAX).await.unwrap();
+        let mut events = events::after(&mut read, 0, u32::MAX, &Default::default()).await.unwrap();
         events.retain(|event| event.kind == kind);
         events
     }

@@ -1,0 +1,89 @@
+//! Requests that are only tried.
+
+use super::*;
+
+/// All that a request could have changed: the inventory, the events, and what providers have on disk.
+async fn everything(api: &Api) -> Vec<Value> {
+    let mut all = Vec::new();
+    for list in ["hosts", "datastores", "providers", "policies", "vms", "tasks", "events"] {
+        all.push(api.get(&format!("{list}?limit=1000")).await.body["items"].clone());
+    }
+    let mut files: Vec<_> = std::fs::read_dir(api.plant.directory.path().join("providers"))
+        .unwrap()
+        .map(|entry| entry.unwrap().path().display().to_string())
+        .collect();
+    files.sort();
+    all.push(json!(files));
+    let keys: i64 = sqlx::query_scalar("SELECT COUNT(*) FROM keys")
+        .fetch_one(&mut *api.plant.store.read().await.unwrap())
+        .await
+        .unwrap();
+    all.push(json!(keys));
+    all
+}
+
+#[tokio::test]
+async fn a_dry_run_says_what_would_be_done_and_changes_nothing() {
+    let api = Api::new().await;
+    api.done(api.post("vms", vm()).await).await;
+    assert_eq!(
+        api.post("policies", json!({ "name": "free", "encryption": true })).await.status,
+        201
+    );
+    let (before, calls) = (everything(&api).await, api.plant.agent.calls().len());
+    let policy = json!({ "name": "new", "encryption": true });
+    let datastore = |path: &str| json!({ "name": "more", "host": "here", "location": { "kind": "dir", "path": path } });
+    let provider = json!({ "name": "other", "passphrase": api.sealed("other", "pass") });
+    for (method, path, body, kind, step) in [
+        (Method::POST, "vms", vm_with("/name", json!("two")), "vm.create", "make the key"),
+        (Method::POST, "vms/web/start", Value::Null, "vm.start", "power on"),
+        (Method::POST, "vms/web/stop", Value::Null, "vm.stop", "power off"),
+        (Method::DELETE, "vms/web", Value::Null, "vm.delete", "destroy the key"),
+        (Method::POST, "policies", policy, "policy.add", "add a policy that encrypts"),
+        (Method::DELETE, "policies/free", Value::Null, "policy.remove", "remove it"),
+        (Method::POST, "datastores", datastore("/more"), "datastore.add", "mark it"),
+        (Method::POST, "providers", provider, "provider.add", "make its key"),
+    ] {
+        let answer = api.raw(method, &format!("{path}?dry_run=true"), body.to_string()).await;
+        assert_eq!(answer.status, 200, "{path}: {}", answer.body);
+        assert_eq!(answer.body["kind"], kind);
+        let steps = answer.body["steps"].to_string();
+        assert!(steps.contains(step), "{path}: {steps}");
+    }
+    assert_eq!(everything(&api).await, before);
+    let told = &api.plant.agent.calls()[calls..];
+    assert!(told.iter().all(|call| format!("{call:?}").contains("State")), "{told:?}");
+}
+
+#[tokio::test]
+async fn a_dry_run_is_refused_as_the_request_would_be() {
+    let api = Api::new().await;
+    api.done(api.post("vms", vm()).await).await;
+    let before = everything(&api).await;
+    let taken = json!({ "name": "encrypted", "encryption": true });
+    for (method, path, body, status) in [
+        (Method::POST, "vms", vm(), 409),
+        (Method::POST, "vms", vm_with("/policy", json!("none")), 404),
+        (Method::POST, "vms", vm_with("/memory", json!(1)), 400),
+        (Method::POST, "vms/none/start", Value::Null, 404),
+        (Method::DELETE, "policies/encrypted", Value::Null, 409),
+        (Method::DELETE, "datastores/local", Value::Null, 409),
+        (Method::DELETE, "providers/keys", Value::Null, 409),
+        (Method::DELETE, "hosts/here", Value::Null, 409),
+        (Method::POST, "policies", taken, 409),
+    ] {
+        let answer = api.raw(method, &format!("{path}?dry_run=true"), body.to_string()).await;
+        assert_eq!(answer.status.as_u16(), status, "{path}: {}", answer.body);
+    }
+    // What cannot be tried is not carried out instead, however the question is spelt.
+    for query in ["dry_run=true", "dry%5Frun=true", "x=1"] {
+        for path in ["hosts/tokens", "providers/keys/default", "tasks/x/cancel"] {
+            let answer = api.post(&format!("{path}?{query}"), Value::Null).await;
+            answer.assert_field("query");
+        }
+        let answer = api.post("vms/web/start?dry_run=maybe", Value::Null).await;
+        answer.assert_field("query");
+    }
+    api.post("vms/web/start?dryrun=true", Value::Null).await.assert_field("query");
+    assert_eq!(everything(&api).await, before);
+}
