@@ -57,7 +57,7 @@ fn a_guest_that_does_not_shut_down_is_not_reported_as_off() {
     here.create_counter("stubborn", "encrypted").unwrap();
     assert_eq!(boot(&here, "stubborn"), 1);
     // A boot sector hears no ACPI power button.
-    let said = here.refused(&["vm", "stop", "stubborn", "--timeout", "2"]).unwrap();
+    let said = here.refused(&["vm", "stop", "stubborn", "--grace-period", "2s"]).unwrap();
     assert!(said.contains("--force"), "it does not say what to do: {said}");
     assert_eq!(here.vm("stubborn").unwrap()["power"], "running");
 }

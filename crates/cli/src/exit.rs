@@ -32,7 +32,7 @@ pub const ALL: &[(Exit, &str)] = &[
         Exit::NotPermitted,
         "not permitted: no access token, a wrong one, or one that may not do this",
     ),
-    (Exit::NoAnswer, "the server or a host did not answer, or not in time"),
+    (Exit::NoAnswer, "the server, a host or a guest did not answer, or not in time"),
     (
         Exit::OutcomeUnknown,
         "the task could be neither finished nor undone: an operator has to look",

@@ -14,7 +14,7 @@ use zeroize::Zeroizing;
 use super::exchange::{CONNECT_TIMEOUT, Peer};
 use super::{base_url, tls, websocket};
 use crate::host::ConsoleStream;
-use crate::model::{Page, Task};
+use crate::model::{Page, Plan, Task};
 use crate::problem::{ErrorCode, Problem};
 
 /// How long the server may take to answer: its own limit of a minute, and some.
@@ -129,6 +129,28 @@ impl ServerClient {
     /// As [`ServerClient::get`].
     pub async fn delete_task(&self, path: &str) -> Result<Task, Problem> {
         let body = self.peer().exchange(self.request(Method::DELETE, path)).await?;
+        self.peer().parse(&body)
+    }
+
+    /// Has the server check what [`ServerClient::post`] would do, without doing it.
+    ///
+    /// # Errors
+    /// Those that the request itself would meet.
+    pub async fn try_post(
+        &self,
+        path: &str,
+        body: &(impl Serialize + Sync),
+    ) -> Result<Plan, Problem> {
+        self.post(&format!("{path}?dry_run=true"), body).await
+    }
+
+    /// Has the server check what a removal would do, without doing it.
+    ///
+    /// # Errors
+    /// Those that the request itself would meet.
+    pub async fn try_delete(&self, path: &str) -> Result<Plan, Problem> {
+        let request = self.request(Method::DELETE, &format!("{path}?dry_run=true"));
+        let body = self.peer().exchange(request).await?;
         self.peer().parse(&body)
     }
 

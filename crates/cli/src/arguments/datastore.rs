@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::Subcommand;
 use vmseal_api::model;
 
-use super::{List, Name};
+use super::{DryRun, List, Show};
 
 #[derive(Subcommand)]
 pub enum Datastore {
@@ -13,7 +13,7 @@ pub enum Datastore {
     #[command(visible_alias = "ls")]
     List(List<model::Datastore>),
     /// Show one datastore
-    Show(Name),
+    Show(Show),
     /// Add a directory of a host
     Add {
         /// Its name
@@ -24,10 +24,17 @@ pub enum Datastore {
         /// The directory's absolute path on the host
         #[arg(long)]
         path: PathBuf,
+        #[command(flatten)]
+        dry_run: DryRun,
     },
     /// Look at what is on a datastore: disks of no VM, missing and half-made ones. Changes nothing
     Scan(Name),
     /// Remove a datastore that holds no disk
     #[command(visible_alias = "rm")]
-    Remove(Name),
+    Remove {
+        /// Its name or id
+        name: String,
+        #[command(flatten)]
+        dry_run: DryRun,
+    },
 }

@@ -62,6 +62,7 @@ pub enum Output {
 
 /// How a list is printed.
 #[derive(Args)]
+#[group(skip)]
 pub struct List<T: Row> {
     /// The columns of the table or CSV, in this order
     #[arg(
@@ -76,8 +77,30 @@ pub struct List<T: Row> {
     /// Leave out the line with the names of the columns
     #[arg(long, visible_alias = "no-headers")]
     pub no_header: bool,
+    /// Stay, and print what is added, changed or removed
+    #[arg(short, long)]
+    pub watch: bool,
     #[arg(skip)]
     of: PhantomData<T>,
+}
+
+impl<T: Row> List<T> {
+    /// As without options.
+    pub fn usual() -> Self {
+        let columns = T::usual_names().into_iter().map(str::to_owned).collect();
+        Self { columns, no_header: false, watch: false, of: PhantomData }
+    }
+}
+
+/// Which resource is shown, and how.
+#[derive(Args)]
+pub struct Show {
+    /// Its name or id
+    #[arg(value_name = "NAME")]
+    pub name: String,
+    /// Print a line for it, and one for every change until it is removed
+    #[arg(short, long)]
+    pub watch: bool,
 }
 
 /// A resource by its name or id.
@@ -86,12 +109,4 @@ pub struct Name {
     /// Its name or id
     #[arg(value_name = "NAME")]
     pub name: String,
-}
-
-/// Whether to wait for the task's end.
-#[derive(Args)]
-pub struct Wait {
-    /// Print the task and return at once
-    #[arg(long)]
-    pub no_wait: bool,
 }

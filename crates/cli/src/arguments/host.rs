@@ -3,7 +3,7 @@
 use clap::Subcommand;
 use vmseal_api::model;
 
-use super::{List, Name};
+use super::{DryRun, List, Show};
 
 #[derive(Subcommand)]
 pub enum Host {
@@ -11,10 +11,15 @@ pub enum Host {
     #[command(visible_alias = "ls")]
     List(List<model::Host>),
     /// Show one host
-    Show(Name),
+    Show(Show),
     /// Make a one-time token that lets a machine join
     Token,
     /// Remove a host that has no VMs
     #[command(visible_alias = "rm")]
-    Remove(Name),
+    Remove {
+        /// Its name or id
+        name: String,
+        #[command(flatten)]
+        dry_run: DryRun,
+    },
 }

@@ -11,6 +11,7 @@ mod provider;
 mod server;
 mod task;
 mod vm;
+mod wait;
 
 use clap::{Parser, Subcommand};
 use vmseal_api::model;
@@ -18,7 +19,7 @@ use vmseal_api::model;
 pub use self::agent::{Accelerator, Agent, AgentCommand, JoinAgent, RunAgent};
 pub use self::datastore::Datastore;
 pub use self::events::Events;
-pub use self::global::{Global, List, Name, Output, Wait};
+pub use self::global::{Global, List, Name, Output, Show};
 pub use self::host::Host;
 pub use self::lab::Lab;
 pub use self::policy::Policy;
@@ -26,6 +27,7 @@ pub use self::provider::{Passphrase, Provider};
 pub use self::server::{Login, RunServer};
 pub use self::task::Task;
 pub use self::vm::Vm;
+pub use self::wait::{DryRun, Wait};
 
 /// vmseal encrypts virtual machines on QEMU/KVM by policy.
 ///

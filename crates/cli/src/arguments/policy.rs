@@ -3,7 +3,7 @@
 use clap::Subcommand;
 use vmseal_api::model;
 
-use super::{List, Name};
+use super::{DryRun, List, Show};
 
 #[derive(Subcommand)]
 pub enum Policy {
@@ -11,7 +11,7 @@ pub enum Policy {
     #[command(visible_alias = "ls")]
     List(List<model::Policy>),
     /// Show one policy
-    Show(Name),
+    Show(Show),
     /// Add a policy
     Add {
         /// Its name
@@ -31,8 +31,15 @@ pub enum Policy {
         /// Disks take all of their room when they are made, and keep it
         #[arg(long)]
         preallocate: bool,
+        #[command(flatten)]
+        dry_run: DryRun,
     },
     /// Remove a policy that no VM uses
     #[command(visible_alias = "rm")]
-    Remove(Name),
+    Remove {
+        /// Its name or id
+        name: String,
+        #[command(flatten)]
+        dry_run: DryRun,
+    },
 }

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::{Args, Subcommand};
 use vmseal_api::model;
 
-use super::{List, Name};
+use super::{DryRun, List, Name, Show};
 
 /// A passphrase: from a file, or asked for at the terminal.
 #[derive(Args)]
@@ -21,7 +21,7 @@ pub enum Provider {
     #[command(visible_alias = "ls")]
     List(List<model::Provider>),
     /// Show one key provider
-    Show(Name),
+    Show(Show),
     /// Add a native key provider, new or restored from a backup
     Add {
         /// Its name
@@ -34,6 +34,8 @@ pub enum Provider {
         /// Read the backup's passphrase from this file; else it is asked for
         #[arg(long, value_name = "FILE", requires = "restore")]
         backup_passphrase_file: Option<PathBuf>,
+        #[command(flatten)]
+        dry_run: DryRun,
     },
     /// Give a provider's passphrase after a start of the server
     Unlock {
@@ -66,5 +68,10 @@ pub enum Provider {
     Default(Name),
     /// Remove a provider that holds no key in use
     #[command(visible_alias = "rm")]
-    Remove(Name),
+    Remove {
+        /// Its name or id
+        name: String,
+        #[command(flatten)]
+        dry_run: DryRun,
+    },
 }

@@ -1,10 +1,13 @@
 //! `vmseal vm`.
 
+use std::time::Duration;
+
 use bytesize::ByteSize;
 use clap::Subcommand;
 use vmseal_api::model;
 
-use super::{List, Name, Wait};
+use super::wait::duration;
+use super::{DryRun, List, Name, Show, Wait};
 
 #[derive(Subcommand)]
 pub enum Vm {
@@ -12,7 +15,7 @@ pub enum Vm {
     #[command(visible_alias = "ls")]
     List(List<model::Vm>),
     /// Show one VM
-    Show(Name),
+    Show(Show),
     /// Make a VM
     Create {
         /// Its name
@@ -32,12 +35,16 @@ pub enum Vm {
         #[arg(long = "disk", value_name = "OPTIONS", required = true)]
         disks: Vec<String>,
         #[command(flatten)]
+        dry_run: DryRun,
+        #[command(flatten)]
         wait: Wait,
     },
     /// Power a VM on
     Start {
         /// Its name or id
         name: String,
+        #[command(flatten)]
+        dry_run: DryRun,
         #[command(flatten)]
         wait: Wait,
     },
@@ -48,9 +55,11 @@ pub enum Vm {
         /// Cut the power instead
         #[arg(long)]
         force: bool,
-        /// How long the guest may take, in seconds
-        #[arg(long, value_name = "SECONDS", conflicts_with = "force")]
-        timeout: Option<u32>,
+        /// How long the guest may take (90s, 5m) before the task fails
+        #[arg(long, value_name = "DURATION", value_parser = duration, conflicts_with = "force")]
+        grace_period: Option<Duration>,
+        #[command(flatten)]
+        dry_run: DryRun,
         #[command(flatten)]
         wait: Wait,
     },
@@ -61,6 +70,8 @@ pub enum Vm {
     Delete {
         /// Its name or id
         name: String,
+        #[command(flatten)]
+        dry_run: DryRun,
         #[command(flatten)]
         wait: Wait,
     },

@@ -4,7 +4,7 @@ use serde_json::Value;
 use vmseal_api::client::ServerClient;
 use vmseal_api::model::{Host, JoinToken};
 
-use super::list;
+use super::{list, plan};
 use crate::arguments::{self, Output};
 use crate::print;
 
@@ -15,16 +15,7 @@ pub async fn run(
 ) -> anyhow::Result<()> {
     match verb {
         arguments::Host::List(how) => list::run(server, output, &how, "hosts").await,
-
-        arguments::Host::Show(of) => {
-            let host: Host = server.get(&format!("hosts/{}", of.name)).await?;
-            let mut more = Vec::new();
-            if let Some(described) = &host.description {
-                more.push(("ACCELERATOR BECAUSE", described.accelerator.reason.clone()));
-                more.extend(described.weaknesses.iter().map(|text| ("WEAKNESS", text.clone())));
-            }
-            print::one(output, &host, &more)
-        }
+        arguments::Host::Show(of) => list::one(server, output, &of, "hosts", details).await,
         arguments::Host::Token => {
             let token: JoinToken = server.post("hosts/tokens", &Value::Null).await?;
             if output != Output::Table {
@@ -34,6 +25,20 @@ pub async fn run(
             eprintln!("valid once, until {:.0}: give it to `vmseal agent join`", token.expires);
             Ok(())
         }
-        arguments::Host::Remove(of) => Ok(server.delete(&format!("hosts/{}", of.name)).await?),
+        arguments::Host::Remove { name, dry_run } => {
+            let path = format!("hosts/{name}");
+            if dry_run.dry_run {
+                return plan::show(output, &server.try_delete(&path).await?);
+            }
+            Ok(server.delete(&path).await?)
+        }
     }
+}
+
+/// What `host show` says beyond the columns.
+fn details(host: &Host) -> Vec<(&'static str, String)> {
+    let Some(described) = &host.description else { return Vec::new() };
+    let because = ("ACCELERATOR BECAUSE", described.accelerator.reason.clone());
+    let weaknesses = described.weaknesses.iter().map(|text| ("WEAKNESS", text.clone()));
+    std::iter::once(because).chain(weaknesses).collect()
 }

@@ -1,17 +1,67 @@
-//! Lists of resources.
+//! Lists of resources and single ones, once or watched.
 
 use serde::de::DeserializeOwned;
 use vmseal_api::client::ServerClient;
+use vmseal_api::problem::ErrorCode;
 
-use crate::arguments::{List, Output};
-use crate::print::{self, Row};
+use super::follow::{Change, Changes, differences};
+use crate::arguments::{List, Output, Show};
+use crate::print::{self, Lines, Row};
 
-/// Prints the list at `path` of the API.
+/// What a table says of a resource beyond its columns.
+type Details<T> = fn(&T) -> Vec<(&'static str, String)>;
+
+/// Prints the list at `path` of the API; goes on with what changes, where that is wanted.
 pub async fn run<T: Row + DeserializeOwned>(
     server: &ServerClient,
     output: Output,
     how: &List<T>,
     path: &str,
 ) -> anyhow::Result<()> {
-    print::list(output, how, server.all(path).await?)
+    if !how.watch {
+        return print::list(output, how, server.all(path).await?);
+    }
+    let mut lines = Lines::new(output, how);
+    let mut changes = Changes::begin(server).await?;
+    let mut before: Option<Vec<T>> = None;
+    loop {
+        let mut now: Vec<T> = server.all(path).await?;
+        now.sort_by(T::order);
+        print::changes(output, &mut lines, &differences(before.as_deref(), &now))?;
+        before = Some(now);
+        changes.next().await?;
+    }
+}
+
+/// Prints the resource `how` names among those at `path`; with `--watch` a line for it now, and for every change
+/// until it is gone.
+pub async fn one<T: Row + DeserializeOwned>(
+    server: &ServerClient,
+    output: Output,
+    how: &Show,
+    path: &str,
+    details: Details<T>,
+) -> anyhow::Result<()> {
+    let path = format!("{path}/{}", how.name);
+    if !how.watch {
+        let item: T = server.get(&path).await?;
+        return print::one(output, &item, &details(&item));
+    }
+    let mut lines = Lines::usual(output);
+    let mut changes = Changes::begin(server).await?;
+    let mut before: Option<Vec<T>> = None;
+    loop {
+        let now = match server.get(&path).await {
+            Ok(item) => vec![item],
+            Err(problem) if problem.code == ErrorCode::NotFound && before.is_some() => Vec::new(),
+            Err(problem) => return Err(problem.into()),
+        };
+        let news = differences(before.as_deref(), &now);
+        print::changes(output, &mut lines, &news)?;
+        if news.iter().any(|(change, _)| *change == Change::Removed) {
+            return Ok(());
+        }
+        before = Some(now);
+        changes.next().await?;
+    }
 }

@@ -3,11 +3,14 @@
 mod console;
 mod datastore;
 mod events;
+pub mod follow;
 mod host;
 mod lab;
 mod list;
+mod plan;
 mod policy;
 mod processes;
+mod progress;
 mod provider;
 mod task;
 mod vm;

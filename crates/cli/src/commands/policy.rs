@@ -5,7 +5,7 @@ use vmseal_api::host::Allocation;
 use vmseal_api::model::Policy;
 use vmseal_api::request::AddPolicy;
 
-use super::list;
+use super::{list, plan};
 use crate::arguments::{self, Output};
 use crate::print;
 
@@ -16,19 +16,32 @@ pub async fn run(
 ) -> anyhow::Result<()> {
     match verb {
         arguments::Policy::List(how) => list::run(server, output, &how, "policies").await,
-
         arguments::Policy::Show(of) => {
-            let policy: Policy = server.get(&format!("policies/{}", of.name)).await?;
-            print::one(output, &policy, &[])
+            list::one::<Policy>(server, output, &of, "policies", |_| Vec::new()).await
         }
-        arguments::Policy::Add { name, encrypt, plain: _, provider, thin: _, preallocate } => {
+        arguments::Policy::Add {
+            name,
+            encrypt,
+            plain: _,
+            provider,
+            thin: _,
+            preallocate,
+            dry_run,
+        } => {
             let allocation = if preallocate { Allocation::Preallocated } else { Allocation::Thin };
             let request = AddPolicy { name, encryption: encrypt, provider, allocation };
+            if dry_run.dry_run {
+                return plan::show(output, &server.try_post("policies", &request).await?);
+            }
             let policy: Policy = server.post("policies", &request).await?;
             print::one(output, &policy, &[])
         }
-        arguments::Policy::Remove(of) => {
-            Ok(server.delete(&format!("policies/{}", of.name)).await?)
+        arguments::Policy::Remove { name, dry_run } => {
+            let path = format!("policies/{name}");
+            if dry_run.dry_run {
+                return plan::show(output, &server.try_delete(&path).await?);
+            }
+            Ok(server.delete(&path).await?)
         }
     }
 }

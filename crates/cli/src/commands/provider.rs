@@ -3,7 +3,7 @@
 use std::fs::OpenOptions;
 use std::io::{Read, Write};
 use std::os::unix::fs::OpenOptionsExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, ensure};
 use base64::Engine;
@@ -13,7 +13,7 @@ use vmseal_api::model::{About, Provider};
 use vmseal_api::request::{AddProvider, Backup, GivePassphrase, SealedPassphrase, VerifyBackup};
 use vmseal_secret::SecretBytes;
 
-use super::list;
+use super::{list, plan};
 use crate::arguments::{self, Output, Passphrase};
 use crate::passphrase::{self, Prompt};
 use crate::print;
@@ -28,13 +28,17 @@ pub async fn run(
 ) -> anyhow::Result<()> {
     match verb {
         arguments::Provider::List(how) => list::run(server, output, &how, "providers").await,
-
         arguments::Provider::Show(of) => {
-            let provider: Provider = server.get(&format!("providers/{}", of.name)).await?;
-            print::one(output, &provider, &[])
+            list::one::<Provider>(server, output, &of, "providers", |_| Vec::new()).await
         }
-        arguments::Provider::Add { name, passphrase, restore, backup_passphrase_file } => {
-            add(server, output, name, &passphrase, restore.as_deref(), backup_passphrase_file).await
+        arguments::Provider::Add { name, passphrase, restore, backup_passphrase_file, dry_run } => {
+            let backup = restore.map(|file| (file, backup_passphrase_file));
+            let request = new_provider(server, name, &passphrase, backup).await?;
+            if dry_run.dry_run {
+                return plan::show(output, &server.try_post("providers", &request).await?);
+            }
+            let provider: Provider = server.post("providers", &request).await?;
+            print::one(output, &provider, &[])
         }
         arguments::Provider::Unlock { name, passphrase } => {
             let given = passphrase::obtain(&passphrase, "Passphrase", Prompt::Once)?;
@@ -62,8 +66,12 @@ pub async fn run(
                 .await?;
             print::one(output, &provider, &[])
         }
-        arguments::Provider::Remove(of) => {
-            Ok(server.delete(&format!("providers/{}", of.name)).await?)
+        arguments::Provider::Remove { name, dry_run } => {
+            let path = format!("providers/{name}");
+            if dry_run.dry_run {
+                return plan::show(output, &server.try_delete(&path).await?);
+            }
+            Ok(server.delete(&path).await?)
         }
     }
 }
@@ -86,26 +94,23 @@ async fn name_of(server: &ServerClient, provider: &str) -> String {
     }
 }
 
-async fn add(
+async fn new_provider(
     server: &ServerClient,
-    output: Output,
     name: String,
     passphrase: &Passphrase,
-    restore: Option<&Path>,
-    backup_passphrase_file: Option<std::path::PathBuf>,
-) -> anyhow::Result<()> {
+    backup: Option<(PathBuf, Option<PathBuf>)>,
+) -> anyhow::Result<AddProvider> {
     let mut request =
         AddProvider { name: name.clone(), passphrase: None, backup: None, backup_passphrase: None };
-    if let Some(file) = restore {
-        request.backup = Some(read_backup(file)?);
-        let options = Passphrase { passphrase_file: backup_passphrase_file };
+    if let Some((file, passphrase_file)) = backup {
+        request.backup = Some(read_backup(&file)?);
+        let options = Passphrase { passphrase_file };
         let given = passphrase::obtain(&options, "Passphrase of the backup", Prompt::Once)?;
         request.backup_passphrase = Some(sealed(server, &name, &given).await?);
     }
     let given = passphrase::obtain(passphrase, "New passphrase of the provider", Prompt::Twice)?;
     request.passphrase = Some(sealed(server, &name, &given).await?);
-    let provider: Provider = server.post("providers", &request).await?;
-    print::one(output, &provider, &[])
+    Ok(request)
 }
 
 async fn backup(

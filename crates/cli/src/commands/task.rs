@@ -1,19 +1,17 @@
-//! Tasks, and waiting for one with a progress bar.
+//! Tasks, and waiting for them.
 
-use std::io::IsTerminal;
 use std::time::Duration;
 
-use indicatif::{ProgressBar, ProgressStyle};
+use anyhow::Context;
 use vmseal_api::client::ServerClient;
 use vmseal_api::model::{Task, TaskState};
 
+use super::follow::Changes;
 use super::list;
-use crate::arguments::{self, Output};
+use super::progress::Progress;
+use crate::arguments::{self, Output, Wait};
 use crate::exit::{Ended, Exit};
 use crate::print;
-
-/// How often a task that is waited for is asked about.
-const POLL: Duration = Duration::from_millis(250);
 
 pub async fn run(
     server: &ServerClient,
@@ -21,26 +19,44 @@ pub async fn run(
     verb: arguments::Task,
 ) -> anyhow::Result<()> {
     match verb {
-        arguments::Task::List(how) => list::run(server, output, &how, "tasks").await,
-
-        arguments::Task::Show(of) => {
-            let task: Task = server.get(&format!("tasks/{}", of.name)).await?;
-            show(output, &task)
+        arguments::Task::List { list: how, state } => {
+            let path = match state {
+                Some(state) => format!("tasks?state={state}"),
+                None => "tasks".to_owned(),
+            };
+            list::run(server, output, &how, &path).await
         }
-        arguments::Task::Wait(of) => {
-            let task: Task = server.get(&format!("tasks/{}", of.name)).await?;
-            finish(server, output, task).await
+        arguments::Task::Show(of) => {
+            list::one(server, output, &of, "tasks", print::task_details).await
+        }
+        arguments::Task::Wait { tasks, timeout } => {
+            let tasks = named(server, &tasks).await?;
+            follow(server, output, tasks, timeout, Progress::quiet()).await
+        }
+        arguments::Task::Watch { tasks } => {
+            let tasks = match tasks.is_empty() {
+                true => server.all("tasks?state=running").await?,
+                false => named(server, &tasks).await?,
+            };
+            if tasks.is_empty() {
+                eprintln!("no task is running");
+            }
+            follow(server, output, tasks, None, Progress::telling()).await
         }
         arguments::Task::Cancel(of) => {
             let path = format!("tasks/{}/cancel", of.name);
             let task: Task = server.post(&path, &serde_json::Value::Null).await?;
-            show(output, &task)
+            print::one(output, &task, &print::task_details(&task))
         }
     }
 }
 
-fn show(output: Output, task: &Task) -> anyhow::Result<()> {
-    print::one(output, task, &print::task_details(task))
+async fn named(server: &ServerClient, ids: &[String]) -> anyhow::Result<Vec<Task>> {
+    let mut tasks = Vec::new();
+    for id in ids {
+        tasks.push(server.get(&format!("tasks/{id}")).await?);
+    }
+    Ok(tasks)
 }
 
 /// Waits for a task's end, or only shows it where the user does not want to wait.
@@ -48,71 +64,140 @@ pub async fn settle(
     server: &ServerClient,
     output: Output,
     task: Task,
-    wait: &arguments::Wait,
+    wait: &Wait,
 ) -> anyhow::Result<()> {
-    if wait.no_wait { show(output, &task) } else { finish(server, output, task).await }
+    if wait.no_wait {
+        return print::one(output, &task, &print::task_details(&task));
+    }
+    follow(server, output, vec![task], wait.timeout, Progress::quiet()).await
 }
 
-/// Follows a task to its end. Leaving (Ctrl-C) does not stop it: `vmseal task cancel` does.
-async fn finish(server: &ServerClient, output: Output, mut task: Task) -> anyhow::Result<()> {
-    let bar = bar(&task);
-    while matches!(task.state, TaskState::Running | TaskState::Undoing) {
-        advance(&bar, &task);
-        tokio::time::sleep(POLL).await;
-        task = server.get(&format!("tasks/{}", task.id)).await?;
+/// Follows tasks to their ends. Leaving them, by Ctrl-C or because time is over, does not stop them.
+async fn follow(
+    server: &ServerClient,
+    output: Output,
+    tasks: Vec<Task>,
+    timeout: Option<Duration>,
+    mut progress: Progress,
+) -> anyhow::Result<()> {
+    let several = tasks.len() > 1;
+    let going = going(&tasks);
+    let ended = tokio::select! {
+        ended = to_ends(server, tasks, &mut progress) => {
+            ended.with_context(|| left("lost sight of the task", &going))?
+        }
+        () = over(timeout) => {
+            return Err(Ended::new(Exit::GoesOn, left("--timeout has passed", &going)).into());
+        }
+        Ok(()) = tokio::signal::ctrl_c() => {
+            return Err(Ended::new(Exit::Interrupted, left("interrupted", &going)).into());
+        }
+    };
+    match (output, ended.as_slice()) {
+        (Output::Table, _) => {}
+        (_, [task]) if !several => print::one(output, task, &[])?,
+        (_, tasks) => print::list(output, &arguments::List::usual(), tasks.to_vec())?,
     }
-    bar.finish_and_clear();
-    if output != Output::Table {
-        print::one(output, &task, &[])?;
-    } else if task.state == TaskState::Done {
-        eprintln!("{} {}: done", task.kind, task.target);
-    }
-    ended(&task)
+    outcome(&ended)
 }
 
-/// How the program ends for a task that has: as it would have if the task's problem had been its own.
-fn ended(task: &Task) -> anyhow::Result<()> {
+/// The ids of those that have not ended.
+fn going(tasks: &[Task]) -> String {
+    let ids = tasks.iter().filter(|task| is_open(task)).map(|task| task.id.to_string());
+    ids.collect::<Vec<_>>().join(" ")
+}
+
+fn left(why: &str, ids: &str) -> String {
+    format!(
+        "{why}; it goes on. To follow it: vmseal task wait {ids}. To cancel it: vmseal task cancel {ids}"
+    )
+}
+
+async fn over(timeout: Option<Duration>) {
+    match timeout {
+        Some(timeout) => tokio::time::sleep(timeout).await,
+        None => std::future::pending().await,
+    }
+}
+
+fn is_open(task: &Task) -> bool {
+    matches!(task.state, TaskState::Running | TaskState::Undoing)
+}
+
+async fn to_ends(
+    server: &ServerClient,
+    mut tasks: Vec<Task>,
+    progress: &mut Progress,
+) -> anyhow::Result<Vec<Task>> {
+    let mut changes = Changes::begin(server).await?;
+    loop {
+        for task in tasks.iter_mut().filter(|task| is_open(task)) {
+            *task = server.get(&format!("tasks/{}", task.id)).await?;
+        }
+        progress.show(&tasks);
+        if !tasks.iter().any(is_open) {
+            return Ok(tasks);
+        }
+        changes.next().await?;
+    }
+}
+
+/// How the program ends for tasks that have: as it would have if the first problem had been its own.
+fn outcome(tasks: &[Task]) -> anyhow::Result<()> {
+    let failures: Vec<_> = tasks.iter().filter_map(failure).collect();
+    let Some((exit, _)) = failures.first() else { return Ok(()) };
+    let messages: Vec<_> = failures.iter().map(|(_, message)| message.as_str()).collect();
+    Err(Ended::new(*exit, messages.join("\n")).into())
+}
+
+fn failure(task: &Task) -> Option<(Exit, String)> {
     let Task { kind, target, step, problem, .. } = task;
     let because = problem.as_ref().map(ToString::to_string).unwrap_or_default();
     match task.state {
-        TaskState::Done => Ok(()),
-        TaskState::Unknown => {
-            let message =
-                format!("{kind} {target}: the outcome is not known at step '{step}': {because}");
-            Err(Ended::new(Exit::OutcomeUnknown, message).into())
-        }
-        _ => {
+        TaskState::Failed => {
             let exit = problem.as_ref().map_or(Exit::Failed, |problem| problem.code.into());
-            let message = format!("{kind} {target} failed at step '{step}': {because}");
-            Err(Ended::new(exit, message).into())
+            Some((exit, format!("{kind} {target} failed at step '{step}': {because}")))
         }
+        TaskState::Unknown => Some((
+            Exit::OutcomeUnknown,
+            format!("{kind} {target}: the outcome is not known at step '{step}': {because}"),
+        )),
+        TaskState::Done | TaskState::Running | TaskState::Undoing => None,
     }
 }
 
-fn bar(task: &Task) -> ProgressBar {
-    if !std::io::stderr().is_terminal() {
-        return ProgressBar::hidden();
-    }
-    let bar = ProgressBar::new_spinner();
-    bar.set_prefix(format!("{} {}", task.kind, task.target));
-    bar.enable_steady_tick(Duration::from_millis(120));
-    bar
-}
+#[cfg(test)]
+mod tests {
+    use vmseal_api::problem::{ErrorCode, Problem};
 
-fn advance(bar: &ProgressBar, task: &Task) {
-    let template = match task.percent {
-        Some(percent) => {
-            bar.set_length(100);
-            bar.set_position(u64::from(percent));
-            "{prefix} {bar:30} {pos} % {msg} ({elapsed})"
+    use super::*;
+
+    fn task(state: TaskState, code: Option<ErrorCode>) -> Task {
+        Task {
+            id: vmseal_api::id::TaskId::new(),
+            kind: "vm.start".into(),
+            target: "web".into(),
+            state,
+            step: "power on".into(),
+            percent: None,
+            created: jiff::Timestamp::UNIX_EPOCH,
+            ended: None,
+            problem: code.map(|code| Problem::new(code, "why")),
         }
-        None => "{prefix} {spinner} {msg} ({elapsed})",
-    };
-    if let Ok(style) = ProgressStyle::with_template(template) {
-        bar.set_style(style);
     }
-    bar.set_message(match task.state {
-        TaskState::Undoing => format!("undoing: {}", task.step),
-        _ => task.step.clone(),
-    });
+
+    #[test]
+    fn a_tasks_end_is_the_programs() {
+        let exit = |tasks: &[Task]| outcome(tasks).err().map(|error| Exit::of(&error));
+        let done = task(TaskState::Done, None);
+        let locked = task(TaskState::Failed, Some(ErrorCode::Locked));
+        let unknown = task(TaskState::Unknown, Some(ErrorCode::Unreachable));
+        assert_eq!(exit(&[]), None);
+        assert_eq!(exit(std::slice::from_ref(&done)), None);
+        assert_eq!(exit(&[done, locked.clone()]), Some(Exit::NoKey));
+        assert_eq!(exit(std::slice::from_ref(&unknown)), Some(Exit::OutcomeUnknown));
+        let both = outcome(&[unknown, locked]).unwrap_err();
+        assert_eq!(Exit::of(&both), Exit::OutcomeUnknown);
+        assert_eq!(both.to_string().lines().count(), 2);
+    }
 }

@@ -11,6 +11,7 @@ use vmseal_api::model::{Task, Vm};
 pub use self::column::Row;
 pub use self::table::Lines;
 use crate::arguments::{List, Output};
+use crate::commands::follow::Change;
 
 /// Prints a list, in the order of its kind.
 pub fn list<T: Row>(output: Output, how: &List<T>, mut items: Vec<T>) -> anyhow::Result<()> {
@@ -38,6 +39,28 @@ pub fn append<T: Row>(output: Output, lines: &mut Lines<T>, items: &[T]) -> anyh
         Output::Json | Output::Yaml => items.iter().try_for_each(|item| document(output, item)),
         Output::Table | Output::Csv => {
             print(&lines.of(items)?);
+            Ok(())
+        }
+    }
+}
+
+/// Prints what is new in a list that is watched: lines, or documents, that say first what has changed.
+pub fn changes<T: Row>(
+    output: Output,
+    lines: &mut Lines<T>,
+    news: &[(Change, T)],
+) -> anyhow::Result<()> {
+    #[derive(Serialize)]
+    struct Document<'a, T> {
+        change: Change,
+        item: &'a T,
+    }
+    match output {
+        Output::Json | Output::Yaml => news
+            .iter()
+            .try_for_each(|(change, item)| document(output, &Document { change: *change, item })),
+        Output::Table | Output::Csv => {
+            print(&lines.of_changes(news)?);
             Ok(())
         }
     }

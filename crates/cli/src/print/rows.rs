@@ -4,7 +4,7 @@ use std::cmp::Ordering;
 
 use vmseal_api::host::{DatastoreLocation, HostDescription};
 use vmseal_api::model::{
-    Alarm, Datastore, Event, Host, JoinToken, Policy, Provider, Task, TaskState, Vm,
+    Alarm, Datastore, Event, Host, JoinToken, Plan, Policy, Provider, Task, TaskState, Vm,
 };
 
 use super::column::{Cell, Column, Row, more, usual};
@@ -161,6 +161,17 @@ impl Row for Alarm {
     ];
     fn identity(&self) -> String {
         format!("{} {}", self.code, self.target)
+    }
+}
+
+impl Row for Plan {
+    const COLUMNS: &'static [Column<Self>] = &[
+        usual("kind", |it| (&it.kind).into()),
+        usual("target", |it| (&it.target).into()),
+        usual("steps", |it| it.steps.join("; ").into()),
+    ];
+    fn identity(&self) -> String {
+        format!("{} {}", self.kind, self.target)
     }
 }
 

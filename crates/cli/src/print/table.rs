@@ -3,8 +3,10 @@
 use comfy_table::presets::NOTHING;
 use comfy_table::{ColumnConstraint, Table, Width};
 
-use super::column::{Column, Row};
+use super::column::{Cell, Column, Row};
+use super::word;
 use crate::arguments::{List, Output};
+use crate::commands::follow::Change;
 
 /// The spaces between two columns.
 const GAP: u16 = 2;
@@ -15,7 +17,7 @@ pub struct Lines<T: Row> {
     columns: Vec<&'static Column<T>>,
     /// Whether the names of the columns are still to be printed.
     header: bool,
-    widths: Vec<usize>,
+    widths: Vec<u16>,
 }
 
 impl<T: Row> Lines<T> {
@@ -31,51 +33,80 @@ impl<T: Row> Lines<T> {
         Self { output, columns: T::COLUMNS.iter().collect(), header: true, widths: Vec::new() }
     }
 
+    /// The columns that a list has where nobody chooses.
+    pub fn usual(output: Output) -> Self {
+        Self::new(output, &List::usual())
+    }
+
     /// The next lines; with the header if it is still to come.
     pub fn of(&mut self, items: &[T]) -> anyhow::Result<String> {
-        let header = std::mem::take(&mut self.header);
-        if self.output == Output::Csv {
-            self.csv(header, items)
-        } else {
-            Ok(self.table(header, items))
+        let rows = items.iter().map(|item| (None, item)).collect();
+        self.lines(None, rows)
+    }
+
+    /// The next lines of a list that is watched: what has changed comes first.
+    pub fn of_changes(&mut self, news: &[(Change, T)]) -> anyhow::Result<String> {
+        let rows = news.iter().map(|(change, item)| (Some(word(change)), item)).collect();
+        self.lines(Some("change"), rows)
+    }
+
+    fn lines(
+        &mut self,
+        lead: Option<&str>,
+        rows: Vec<(Option<String>, &T)>,
+    ) -> anyhow::Result<String> {
+        let heads: Option<Vec<String>> = std::mem::take(&mut self.header).then(|| {
+            let names = self.columns.iter().map(|column| column.name);
+            lead.into_iter().chain(names).map(str::to_owned).collect()
+        });
+        let form = match self.output {
+            Output::Csv => Cell::for_programs,
+            _ => Cell::for_people,
+        };
+        let cells = |(lead, item): (Option<String>, &T)| -> Vec<String> {
+            lead.into_iter().chain(self.columns.iter().map(|it| form(&(it.cell)(item)))).collect()
+        };
+        let records: Vec<_> = rows.into_iter().map(cells).collect();
+        match self.output {
+            Output::Csv => csv_of(heads, records),
+            _ => Ok(self.table(heads, records)),
         }
     }
 
-    fn csv(&self, header: bool, items: &[T]) -> anyhow::Result<String> {
-        let mut writer = csv::Writer::from_writer(Vec::new());
-        if header {
-            writer.write_record(self.columns.iter().map(|column| column.name))?;
+    fn table(&mut self, heads: Option<Vec<String>>, records: Vec<Vec<String>>) -> String {
+        if heads.is_none() && records.is_empty() {
+            return String::new();
         }
-        for item in items {
-            writer.write_record(self.columns.iter().map(|it| (it.cell)(item).for_programs()))?;
-        }
-        Ok(String::from_utf8(writer.into_inner()?)?)
-    }
-
-    fn table(&mut self, header: bool, items: &[T]) -> String {
         let mut table = Table::new();
         table.load_style(NOTHING);
-        if header {
-            table.add_row(self.columns.iter().map(|column| column.name.to_uppercase()));
+        if let Some(heads) = heads {
+            table.add_row(heads.iter().map(|head| head.to_uppercase()));
         }
-        for item in items {
-            table.add_row(self.columns.iter().map(|column| (column.cell)(item).for_people()));
+        for record in records {
+            table.add_row(record);
         }
-        if header || !items.is_empty() {
-            let before = self.widths.iter().map(|width| {
-                ColumnConstraint::LowerBoundary(Width::Fixed(
-                    u16::try_from(*width).unwrap_or(u16::MAX).saturating_add(GAP),
-                ))
-            });
-            table.set_constraints(before);
-            space(&mut table);
-            self.widths =
-                table.column_max_content_widths().iter().map(|it| usize::from(*it)).collect();
-            ended(&table.trim_fmt())
-        } else {
-            String::new()
-        }
+        let before = self
+            .widths
+            .iter()
+            .map(|width| ColumnConstraint::LowerBoundary(Width::Fixed(width.saturating_add(GAP))));
+        table.set_constraints(before);
+        space(&mut table);
+        let widths = table.column_max_content_widths();
+        self.widths = widths
+            .iter()
+            .enumerate()
+            .map(|(index, width)| (*width).max(self.widths.get(index).copied().unwrap_or(0)))
+            .collect();
+        format!("{}\n", table.trim_fmt())
     }
+}
+
+fn csv_of(heads: Option<Vec<String>>, records: Vec<Vec<String>>) -> anyhow::Result<String> {
+    let mut writer = csv::Writer::from_writer(Vec::new());
+    for record in heads.into_iter().chain(records) {
+        writer.write_record(record)?;
+    }
+    Ok(String::from_utf8(writer.into_inner()?)?)
 }
 
 /// Two spaces between columns, none before the first.
@@ -83,10 +114,6 @@ fn space(table: &mut Table) {
     table.column_iter_mut().for_each(|column| {
         column.set_padding((0, GAP));
     });
-}
-
-fn ended(text: &str) -> String {
-    if text.is_empty() { String::new() } else { format!("{text}\n") }
 }
 
 /// Name and value lines.

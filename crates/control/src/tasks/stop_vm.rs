@@ -65,7 +65,7 @@ async fn not_heeded(
     }
     let name = &vm.name;
     let detail = format!(
-        "the guest of VM '{name}' did not shut down within {seconds} s and runs on: give it longer (vmseal vm stop {name} --timeout SECONDS), or cut its power (vmseal vm stop {name} --force)"
+        "the guest of VM '{name}' did not shut down within {seconds} s and runs on: give it longer (vmseal vm stop {name} --grace-period DURATION), or cut its power (vmseal vm stop {name} --force)"
     );
     Err(StepError::Final(Problem::new(ErrorCode::TimedOut, detail)))
 }

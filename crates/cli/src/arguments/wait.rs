@@ -1,0 +1,68 @@
+//! How a command deals with the task that it begins, and whether it is meant at all.
+
+use std::time::Duration;
+
+use clap::Args;
+use jiff::{SignedDuration, Timestamp};
+
+/// Whether to wait for the task's end.
+#[derive(Args)]
+pub struct Wait {
+    /// Wait for the end of the task; so it is anyway
+    #[arg(long, overrides_with = "no_wait")]
+    wait: bool,
+    /// Print the task and return at once
+    #[arg(long, overrides_with = "wait")]
+    pub no_wait: bool,
+    /// Wait no longer than this (30s, 5m, 1h); the task goes on, and the exit code is 9
+    #[arg(long, value_name = "DURATION", value_parser = duration, conflicts_with = "no_wait")]
+    pub timeout: Option<Duration>,
+}
+
+/// Whether the command is only tried.
+#[derive(Args)]
+pub struct DryRun {
+    /// Have everything checked and say what would be done, without doing it
+    #[arg(long)]
+    pub dry_run: bool,
+}
+
+/// A span of time: `90` seconds, `30s`, `5m`, `1h30m`.
+pub fn duration(text: &str) -> Result<Duration, String> {
+    let said = if text.bytes().all(|byte| byte.is_ascii_digit()) {
+        text.parse().ok().map(Duration::from_secs)
+    } else {
+        text.parse::<SignedDuration>().ok().and_then(|span| Duration::try_from(span).ok())
+    };
+    said.filter(|_| !text.is_empty()).ok_or_else(|| "give it as 30s, 5m or 1h".to_owned())
+}
+
+/// A moment: a time (RFC 3339), or how long ago.
+pub fn since(text: &str) -> Result<Timestamp, String> {
+    if let Ok(at) = text.parse() {
+        return Ok(at);
+    }
+    let ago = duration(text).ok().and_then(|ago| SignedDuration::try_from(ago).ok());
+    ago.and_then(|ago| Timestamp::now().checked_sub(ago).ok())
+        .ok_or_else(|| "give it as 2026-01-31T08:00:00Z, or as how long ago: 30m, 2h".to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn spans_and_moments_are_read_as_people_write_them() {
+        assert_eq!(duration("90"), Ok(Duration::from_secs(90)));
+        assert_eq!(duration("1h30m"), Ok(Duration::from_secs(5400)));
+        assert_eq!(duration("0.5s"), Ok(Duration::from_millis(500)));
+        for bad in ["", "-5s", "soon", "5 parsecs", "99999999999999999999"] {
+            assert!(duration(bad).is_err(), "{bad}");
+        }
+        assert_eq!(since("2026-01-31T08:00:00Z").unwrap().to_string(), "2026-01-31T08:00:00Z");
+        let then = since("1h").unwrap();
+        let ago = Timestamp::now().duration_since(then);
+        assert!((3600..3700).contains(&ago.as_secs()), "{ago:?}");
+        assert!(since("yesterday").is_err() && since("").is_err());
+    }
+}

@@ -1,0 +1,102 @@
+//! Following what the server shows, without asking in between: it says when something has changed.
+
+use std::time::Duration;
+
+use serde::Serialize;
+use vmseal_api::client::ServerClient;
+use vmseal_api::model;
+use vmseal_api::problem::Problem;
+
+use crate::print::Row;
+
+/// How long the server holds a question for changes, in seconds; below the usual idle time-outs.
+const WAIT: u32 = 20;
+
+/// The least time between two questions: many changes at once are read once.
+const PAUSE: Duration = Duration::from_millis(100);
+
+/// The server's changes. Begun before what is shown is read, it misses none.
+pub struct Changes<'a> {
+    server: &'a ServerClient,
+    number: u64,
+}
+
+impl<'a> Changes<'a> {
+    pub async fn begin(server: &'a ServerClient) -> Result<Self, Problem> {
+        let now: model::Changes = server.get("changes").await?;
+        Ok(Self { server, number: now.change })
+    }
+
+    /// Waits until something that the server shows has changed.
+    pub async fn next(&mut self) -> Result<(), Problem> {
+        tokio::time::sleep(PAUSE).await;
+        loop {
+            let path = format!("changes?after={}&wait_seconds={WAIT}", self.number);
+            let now: model::Changes = self.server.get(&path).await?;
+            if now.change != self.number {
+                self.number = now.change;
+                return Ok(());
+            }
+        }
+    }
+}
+
+/// What is new about an item of a list.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Change {
+    /// It was there when watching began.
+    Listed,
+    Added,
+    Changed,
+    Removed,
+}
+
+/// What is different now; `before` is none at first.
+pub fn differences<T: Row>(before: Option<&[T]>, now: &[T]) -> Vec<(Change, T)> {
+    let Some(before) = before else {
+        return now.iter().map(|item| (Change::Listed, item.clone())).collect();
+    };
+    let same = |one: &T, other: &T| one.identity() == other.identity();
+    let gone = before.iter().filter(|old| !now.iter().any(|item| same(old, item)));
+    let gone = gone.map(|old| (Change::Removed, old.clone()));
+    let news = now.iter().filter_map(|item| match before.iter().find(|old| same(old, item)) {
+        None => Some((Change::Added, item.clone())),
+        Some(old) if old != item => Some((Change::Changed, item.clone())),
+        Some(_) => None,
+    });
+    gone.chain(news).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use vmseal_api::model::Alarm;
+
+    use super::*;
+
+    fn alarm(target: &str, detail: &str) -> Alarm {
+        Alarm {
+            code: "vm-locked".into(),
+            target: target.into(),
+            since: jiff::Timestamp::UNIX_EPOCH,
+            detail: detail.into(),
+        }
+    }
+
+    #[test]
+    fn what_came_changed_and_went_is_told_once() {
+        let first = [alarm("a", "x"), alarm("b", "x")];
+        let told = differences(None, &first);
+        assert!(told.iter().all(|(change, _)| *change == Change::Listed) && told.len() == 2);
+        assert_eq!(differences(Some(&first), &first), []);
+        let second = [alarm("b", "y"), alarm("c", "x")];
+        assert_eq!(
+            differences(Some(&first), &second),
+            [
+                (Change::Removed, alarm("a", "x")),
+                (Change::Changed, alarm("b", "y")),
+                (Change::Added, alarm("c", "x")),
+            ]
+        );
+    }
+}

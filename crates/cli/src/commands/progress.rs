@@ -1,0 +1,96 @@
+//! How far tasks are: a bar for each on a terminal, else a line for each step where that is wanted.
+
+use std::collections::HashMap;
+use std::io::IsTerminal;
+use std::time::Duration;
+
+use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
+use vmseal_api::id::TaskId;
+use vmseal_api::model::{Task, TaskState};
+
+use crate::print;
+
+/// How often a bar without a percentage turns.
+const TICK: Duration = Duration::from_millis(120);
+
+pub struct Progress {
+    bars: Option<MultiProgress>,
+    shown: HashMap<TaskId, (ProgressBar, TaskState, String)>,
+    /// Whether steps are told where there is no terminal.
+    tells: bool,
+}
+
+impl Progress {
+    /// Without a terminal, only ends are told.
+    pub fn quiet() -> Self {
+        let terminal = std::io::stderr().is_terminal();
+        Self { bars: terminal.then(MultiProgress::new), shown: HashMap::new(), tells: false }
+    }
+
+    /// Without a terminal, every step is a line.
+    pub fn telling() -> Self {
+        Self { tells: true, ..Self::quiet() }
+    }
+
+    /// Shows how the tasks stand now.
+    pub fn show(&mut self, tasks: &[Task]) {
+        for task in tasks {
+            let open = matches!(task.state, TaskState::Running | TaskState::Undoing);
+            let (bar, known) = match self.shown.get(&task.id) {
+                Some((bar, state, step)) => {
+                    (bar.clone(), (*state, step) == (task.state, &task.step))
+                }
+                None => (self.bar(task), false),
+            };
+            if open {
+                advance(&bar, task);
+            } else {
+                bar.finish_and_clear();
+            }
+            self.shown.insert(task.id, (bar, task.state, task.step.clone()));
+            // Failures are told by the program's end.
+            if !known && (task.state == TaskState::Done || (self.tells && self.bars.is_none())) {
+                self.tell(task);
+            }
+        }
+    }
+
+    fn tell(&self, task: &Task) {
+        let state = match task.state {
+            TaskState::Running => task.step.clone(),
+            TaskState::Undoing => format!("undoing: {}", task.step),
+            ended => print::word(&ended),
+        };
+        let tell = || eprintln!("{} {}: {state}", task.kind, task.target);
+        match &self.bars {
+            Some(bars) => bars.suspend(tell),
+            None => tell(),
+        }
+    }
+
+    fn bar(&self, task: &Task) -> ProgressBar {
+        let Some(bars) = &self.bars else { return ProgressBar::hidden() };
+        let bar = bars.add(ProgressBar::new_spinner());
+        bar.set_prefix(format!("{} {}", task.kind, task.target));
+        bar.enable_steady_tick(TICK);
+        bar
+    }
+}
+
+fn advance(bar: &ProgressBar, task: &Task) {
+    let template = match task.percent {
+        Some(percent) => {
+            bar.set_length(100);
+            bar.set_position(u64::from(percent));
+            "{prefix} {bar:30} {pos} % {msg} ({elapsed})"
+        }
+        None => "{prefix} {spinner} {msg} ({elapsed})",
+    };
+    if let Ok(style) = ProgressStyle::with_template(template) {
+        bar.set_style(style);
+    }
+    bar.set_message(match task.state {
+        TaskState::Undoing => format!("undoing: {}", task.step),
+        _ => task.step.clone(),
+    });
+}

@@ -1,0 +1,158 @@
+//! The command line as scripts use it: exit codes, formats, watching, waiting, trying.
+
+#![allow(clippy::unwrap_used)] // a test that cannot go on ends
+
+use std::io::{BufRead, BufReader};
+use std::process::{Child, ChildStdout, Stdio};
+use std::sync::mpsc::{Receiver, channel};
+use std::time::Duration;
+
+use serde_json::Value;
+use vmseal_tests::installation::{Installation, create};
+
+/// How long a line that has to come may take.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// A command that goes on printing, read line by line.
+struct Watch {
+    child: Child,
+    lines: Receiver<String>,
+}
+
+impl Watch {
+    fn start(here: &Installation, arguments: &[&str]) -> Self {
+        let mut command = here.command().unwrap();
+        let mut child = command.args(arguments).stdout(Stdio::piped()).spawn().unwrap();
+        let lines = read_lines(child.stdout.take().unwrap());
+        Self { child, lines }
+    }
+
+    /// The next line that holds all these words.
+    fn line_with(&self, words: &[&str]) -> String {
+        loop {
+            let line = self.lines.recv_timeout(PATIENCE).expect("no such line came");
+            if words.iter().all(|word| line.contains(word)) {
+                return line;
+            }
+        }
+    }
+}
+
+impl Drop for Watch {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn read_lines(from: ChildStdout) -> Receiver<String> {
+    let (sender, receiver) = channel();
+    std::thread::spawn(move || {
+        for line in BufReader::new(from).lines().map_while(Result::ok) {
+            if sender.send(line).is_err() {
+                break;
+            }
+        }
+    });
+    receiver
+}
+
+fn exit_code(here: &Installation, arguments: &[&str]) -> i32 {
+    here.try_vmseal(arguments).unwrap().status.code().unwrap()
+}
+
+const DISK: &str = "datastore=local,size=1MiB";
+
+#[test]
+fn scripts_can_tell_failures_apart_and_read_every_format() {
+    let here = Installation::new().unwrap();
+    here.vmseal(&create("b", "encrypted", DISK)).unwrap();
+    here.vmseal(&create("a", "plain", DISK)).unwrap();
+
+    for (code, arguments) in [
+        (0, &["vm", "list"][..]),
+        (2, &["vm", "lisst"]),
+        (2, &["vm", "list", "-c", "colour"]),
+        (2, &["policy", "add", "not a name", "--encrypt"]),
+        (3, &["vm", "show", "c"]),
+        (3, &["vm", "start", "c"]),
+        (4, &["policy", "remove", "encrypted"]),
+        (4, &["policy", "add", "encrypted", "--encrypt"]),
+        (5, &["vm", "list", "--token-file", "/dev/null"]),
+        (6, &["vm", "list", "--server", "https://127.0.0.1:1"]),
+        (1, &["vm", "list", "--ca", "/nowhere"]),
+    ] {
+        assert_eq!(exit_code(&here, arguments), code, "{arguments:?}");
+    }
+
+    assert_eq!(here.vmseal(&["vm", "list", "-c", "name", "--no-header"]).unwrap(), "a\nb\n");
+    assert_eq!(
+        here.vmseal(&["vm", "list", "-o", "csv", "-c", "name,memory,policy"]).unwrap(),
+        "name,memory,policy\na,33554432,plain\nb,33554432,encrypted\n"
+    );
+    let json = here.json(&["vm", "list"]).unwrap();
+    assert_eq!((&json[0]["name"], &json[1]["name"]), (&"a".into(), &"b".into()));
+    let yaml = here.vmseal(&["vm", "show", "a", "-o", "yaml"]).unwrap();
+    assert!(yaml.contains("\nname: a\n") && yaml.contains("\nmemory: 33554432\n"), "{yaml}");
+    let all = [&["vm", "list"][..], &["vm", "--help"], &["vm", "show", "b"], &["alarms"]];
+    for arguments in all {
+        let printed = here.vmseal(arguments).unwrap();
+        assert!(!printed.contains('\u{1b}'), "{arguments:?} prints colours to a pipe");
+    }
+    let events = here.json(&["events", "--kind", "vm", "--target", "a"]).unwrap();
+    let kinds: Vec<_> = events.as_array().unwrap().iter().map(|it| &it["kind"]).collect();
+    assert!(kinds.iter().all(|kind| kind.as_str().unwrap().starts_with("vm.")), "{kinds:?}");
+    assert_eq!(here.json(&["events", "--since", "2999-01-01T00:00:00Z"]).unwrap(), Value::Array(vec![]));
+}
+
+#[test]
+fn what_is_tried_is_not_done_and_what_is_watched_is_seen() {
+    let here = Installation::new().unwrap();
+    let list = Watch::start(&here, &["vm", "list", "-w", "-c", "name,power,lifecycle"]);
+    list.line_with(&["CHANGE", "NAME", "POWER", "LIFECYCLE"]);
+    let events = Watch::start(&here, &["events", "-f", "--kind", "vm.started", "-c", "kind,target"]);
+
+    let tried = here.vmseal(&[&create("vm1", "encrypted", DISK)[..], &["--dry-run"]].concat()).unwrap();
+    assert!(tried.contains("vm.create vm1") && tried.contains("make the key"), "{tried}");
+    assert_eq!(exit_code(&here, &["vm", "show", "vm1"]), 3, "it was done");
+    assert_eq!(here.json(&["task", "list"]).unwrap(), Value::Array(vec![]));
+
+    here.create_counter("vm1", "encrypted").unwrap();
+    list.line_with(&["added", "vm1"]);
+    list.line_with(&["changed", "vm1", "off", "ready"]);
+    let single = Watch::start(&here, &["vm", "show", "vm1", "-w", "-o", "json"]);
+    let listed: Value = serde_json::from_str(&single.line_with(&["listed"])).unwrap();
+    assert_eq!(listed["item"]["name"], "vm1");
+    assert_eq!(exit_code(&here, &["vm", "start", "vm1", "--dry-run"]), 0);
+    here.vmseal(&["vm", "start", "vm1"]).unwrap();
+    list.line_with(&["changed", "vm1", "running"]);
+    single.line_with(&["changed", "\"power\":\"running\""]);
+    events.line_with(&["vm.started", "vm1"]);
+    assert_eq!(exit_code(&here, &["vm", "start", "vm1", "--dry-run"]), 4);
+    assert_eq!(exit_code(&here, &["vm", "delete", "vm1", "--dry-run"]), 4);
+
+    // A boot sector hears no power button: the task goes on after the command has lost patience.
+    let stop = ["vm", "stop", "vm1", "--grace-period", "20s"];
+    let output = here.try_vmseal(&[&stop[..], &["--timeout", "1s"]].concat()).unwrap();
+    assert_eq!(output.status.code(), Some(9));
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(said.contains("vmseal task wait ") && said.contains("vmseal task cancel "), "{said}");
+    let running = here.json(&["task", "list", "--state", "running"]).unwrap();
+    let task = running[0]["id"].as_str().unwrap().to_owned();
+    assert!(said.contains(&task), "{said}");
+
+    // Ctrl-C leaves it running as well.
+    let mut watch = Watch::start(&here, &["task", "watch"]);
+    std::thread::sleep(Duration::from_secs(1));
+    let pid = nix::unistd::Pid::from_raw(watch.child.id().try_into().unwrap());
+    nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGINT).unwrap();
+    assert_eq!(watch.child.wait().unwrap().code(), Some(130));
+    assert_eq!(here.json(&["task", "show", &task]).unwrap()["state"], "running");
+
+    here.vmseal(&["task", "cancel", &task]).unwrap();
+    assert_eq!(exit_code(&here, &["task", "wait", &task]), 1);
+    here.vmseal(&["vm", "stop", "vm1", "--force"]).unwrap();
+    here.vmseal(&["vm", "delete", "vm1"]).unwrap();
+    list.line_with(&["removed", "vm1"]);
+    single.line_with(&["removed", "vm1"]);
+}
