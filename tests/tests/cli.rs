@@ -102,7 +102,10 @@ fn scripts_can_tell_failures_apart_and_read_every_format() {
     let events = here.json(&["events", "--kind", "vm", "--target", "a"]).unwrap();
     let kinds: Vec<_> = events.as_array().unwrap().iter().map(|it| &it["kind"]).collect();
     assert!(kinds.iter().all(|kind| kind.as_str().unwrap().starts_with("vm.")), "{kinds:?}");
-    assert_eq!(here.json(&["events", "--since", "2999-01-01T00:00:00Z"]).unwrap(), Value::Array(vec![]));
+    assert_eq!(
+        here.json(&["events", "--since", "2999-01-01T00:00:00Z"]).unwrap(),
+        Value::Array(vec![])
+    );
 }
 
 #[test]
@@ -110,9 +113,11 @@ fn what_is_tried_is_not_done_and_what_is_watched_is_seen() {
     let here = Installation::new().unwrap();
     let list = Watch::start(&here, &["vm", "list", "-w", "-c", "name,power,lifecycle"]);
     list.line_with(&["CHANGE", "NAME", "POWER", "LIFECYCLE"]);
-    let events = Watch::start(&here, &["events", "-f", "--kind", "vm.started", "-c", "kind,target"]);
+    let events =
+        Watch::start(&here, &["events", "-f", "--kind", "vm.started", "-c", "kind,target"]);
 
-    let tried = here.vmseal(&[&create("vm1", "encrypted", DISK)[..], &["--dry-run"]].concat()).unwrap();
+    let tried =
+        here.vmseal(&[&create("vm1", "encrypted", DISK)[..], &["--dry-run"]].concat()).unwrap();
     assert!(tried.contains("vm.create vm1") && tried.contains("make the key"), "{tried}");
     assert_eq!(exit_code(&here, &["vm", "show", "vm1"]), 3, "it was done");
     assert_eq!(here.json(&["task", "list"]).unwrap(), Value::Array(vec![]));

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::Subcommand;
 use vmseal_api::model;
 
-use super::{DryRun, List, Show};
+use super::{DryRun, List, Name, Show};
 
 #[derive(Subcommand)]
 pub enum Datastore {
