@@ -1,5 +1,7 @@
 # What one does with vmseal; the work is in scripts/.
-.PHONY: help prerequisites build test demo bench fmt clippy images clean
+.PHONY: help prerequisites build test demo bench install man fmt clippy images clean
+
+PREFIX ?= /usr/local
 
 help: ## this list
 	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 24
@@ -18,6 +20,13 @@ demo: build ## an encrypted VM on this machine, from creation to proof
 
 bench: prerequisites ## measure vmseal beside QEMU's storage daemon
 	scripts/bench
+
+install: prerequisites ## programs, manual pages, completions, systemd units; PREFIX=/usr/local, DESTDIR=
+	cargo build --release --locked -p vmseal -p vmseal-iofilter
+	PREFIX=$(PREFIX) DESTDIR=$(DESTDIR) scripts/install
+
+man: build ## write the manual pages to target/man
+	target/debug/vmseal man --dir target/man
 
 fmt: prerequisites ## format the Rust code
 	cargo fmt --all

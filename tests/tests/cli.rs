@@ -2,13 +2,18 @@
 
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Write};
+use std::os::fd::OwnedFd;
 use std::process::{Child, ChildStdout, Stdio};
 use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
+use nix::sys::signal::{Signal, kill};
+use nix::sys::termios::{LocalFlags, tcgetattr};
+use nix::unistd::Pid;
 use serde_json::Value;
-use vmseal_tests::installation::{Installation, create};
+use vmseal_tests::eventually;
+use vmseal_tests::installation::{Installation, create, text};
 
 /// How long a line that has to come may take.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -109,6 +114,53 @@ fn scripts_can_tell_failures_apart_and_read_every_format() {
 }
 
 #[test]
+fn a_host_is_examined_and_what_is_wrong_is_told_with_its_remedy() {
+    let here = Installation::new().unwrap();
+    let (state, data, store) = (here.path("agent"), here.path("server"), here.path("datastore"));
+    let usual = [
+        "doctor",
+        "--state-dir",
+        text(&state).unwrap(),
+        "--data-dir",
+        text(&data).unwrap(),
+        "--datastore",
+        text(&store).unwrap(),
+    ];
+    let findings = here.json(&usual).unwrap();
+    let result = |findings: &Value, check: &str| {
+        let all = findings.as_array().unwrap();
+        let found = all.iter().find(|it| it["check"].as_str().unwrap().starts_with(check));
+        found.unwrap_or_else(|| panic!("no {check} in {findings}"))["result"].clone()
+    };
+    for check in [
+        "qemu",
+        "vhost-user-blk",
+        "filter",
+        "cores",
+        "host-certificate",
+        "host-authority",
+        "server-certificate",
+        "server-authority",
+        "server",
+        "agent",
+    ] {
+        assert_eq!(result(&findings, check), "ok", "{check}: {findings}");
+    }
+    for check in
+        ["accelerator", "processor", "memory-lock", "swap", "clock", "io-uring", "datastore"]
+    {
+        assert_ne!(result(&findings, check), "failed", "{check}: {findings}");
+    }
+    let wrong = [&usual[..], &["--filter", "/bin/false", "--qemu", "/nowhere/qemu"]].concat();
+    let output = here.try_vmseal(&wrong).unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    let said = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(said.contains("failed   qemu: ") && said.contains("to mend it: install"), "{said}");
+    assert!(said.contains("failed   filter: "), "{said}");
+    assert!(said.lines().all(|line| line.starts_with(['o', 'w', 'f', ' '])), "{said}");
+}
+
+#[test]
 fn what_is_tried_is_not_done_and_what_is_watched_is_seen() {
     let here = Installation::new().unwrap();
     let list = Watch::start(&here, &["vm", "list", "-w", "-c", "name,power,lifecycle"]);
@@ -133,6 +185,7 @@ fn what_is_tried_is_not_done_and_what_is_watched_is_seen() {
     list.line_with(&["changed", "vm1", "running"]);
     single.line_with(&["changed", "\"power\":\"running\""]);
     events.line_with(&["vm.started", "vm1"]);
+    consoles_put_the_terminal_back(&here, "vm1");
     assert_eq!(exit_code(&here, &["vm", "start", "vm1", "--dry-run"]), 4);
     assert_eq!(exit_code(&here, &["vm", "delete", "vm1", "--dry-run"]), 4);
 
@@ -149,8 +202,7 @@ fn what_is_tried_is_not_done_and_what_is_watched_is_seen() {
     // Ctrl-C leaves it running as well.
     let mut watch = Watch::start(&here, &["task", "watch"]);
     std::thread::sleep(Duration::from_secs(1));
-    let pid = nix::unistd::Pid::from_raw(watch.child.id().try_into().unwrap());
-    nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGINT).unwrap();
+    kill(Pid::from_raw(watch.child.id().try_into().unwrap()), Signal::SIGINT).unwrap();
     assert_eq!(watch.child.wait().unwrap().code(), Some(130));
     assert_eq!(here.json(&["task", "show", &task]).unwrap()["state"], "running");
 
@@ -160,4 +212,59 @@ fn what_is_tried_is_not_done_and_what_is_watched_is_seen() {
     here.vmseal(&["vm", "delete", "vm1"]).unwrap();
     list.line_with(&["removed", "vm1"]);
     single.line_with(&["removed", "vm1"]);
+}
+
+/// A console on a terminal of its own, by its descriptors.
+struct OnTerminal {
+    child: Child,
+    keyboard: std::fs::File,
+    terminal: OwnedFd,
+}
+
+impl OnTerminal {
+    fn attach(here: &Installation, vm: &str, options: &[&str]) -> Self {
+        let pair = nix::pty::openpty(None, None).unwrap();
+        let end = || Stdio::from(pair.slave.try_clone().unwrap());
+        let mut command = here.command().unwrap();
+        command.args(["vm", "console", vm]).args(options);
+        let child = command.stdin(end()).stdout(end()).stderr(end()).spawn().unwrap();
+        let this = Self { child, keyboard: pair.master.into(), terminal: pair.slave };
+        eventually("the terminal is raw", || (!this.is_usual()).then_some(())).unwrap();
+        this
+    }
+
+    /// Whether lines are edited and echoed, as a shell finds them.
+    fn is_usual(&self) -> bool {
+        let flags = tcgetattr(&self.terminal).unwrap().local_flags;
+        flags.contains(LocalFlags::ICANON | LocalFlags::ECHO | LocalFlags::ISIG)
+    }
+
+    fn code(mut self) -> Option<i32> {
+        let code = self.child.wait().unwrap().code();
+        assert!(self.is_usual(), "the terminal was left raw");
+        code
+    }
+}
+
+/// However a console ends, the terminal is as before.
+fn consoles_put_the_terminal_back(here: &Installation, vm: &str) {
+    let mut console = OnTerminal::attach(here, vm, &[]);
+    console.keyboard.write_all(b"\x1d").unwrap();
+    assert_eq!(console.code(), Some(0));
+
+    let mut console = OnTerminal::attach(here, vm, &["--escape", "^A"]);
+    console.keyboard.write_all(b"\x01").unwrap();
+    assert_eq!(console.code(), Some(0));
+
+    for end in [Signal::SIGTERM, Signal::SIGHUP] {
+        let console = OnTerminal::attach(here, vm, &[]);
+        kill(Pid::from_raw(console.child.id().try_into().unwrap()), end).unwrap();
+        assert_eq!(console.code(), Some(130), "{end}");
+    }
+
+    let first = OnTerminal::attach(here, vm, &[]);
+    let mut second = OnTerminal::attach(here, vm, &[]);
+    assert_eq!(first.code(), Some(4), "it was not told that it was taken over");
+    second.keyboard.write_all(b"\x1d").unwrap();
+    assert_eq!(second.code(), Some(0));
 }

@@ -61,7 +61,7 @@ pub async fn choose(choice: Choice, qemu: &Path, qemu_version: &str, cache: &Pat
     {
         return cached.found;
     }
-    let found = probe(qemu, Path::new("/dev/kvm"), kernel(Path::new("/boot")), PROBE_TIMEOUT).await;
+    let found = examine(qemu).await;
     let cached = Cached { boot, qemu: qemu_version.to_owned(), found: found.clone() };
     let written = serde_json::to_vec(&cached)
         .map_err(io::Error::from)
@@ -70,6 +70,11 @@ pub async fn choose(choice: Choice, qemu: &Path, qemu_version: &str, cache: &Pat
         tracing::warn!(path = %cache.display(), %error, "the accelerator's probe is not kept");
     }
     found
+}
+
+/// What the probe finds now, whatever it found before.
+pub async fn examine(qemu: &Path) -> Accelerator {
+    probe(qemu, Path::new("/dev/kvm"), kernel(Path::new("/boot")), PROBE_TIMEOUT).await
 }
 
 fn read_cache(cache: &Path) -> Option<Cached> {

@@ -20,6 +20,7 @@
 //! | `deaths` | deaths that nobody has seen to yet, on record |
 //! | `keys` | KEKs: in locked memory, checked against what the inventory means |
 //! | [`accelerator`], `machine` | what this machine can do, and where it falls short |
+//! | [`doctor`] | what an operator has to mend here |
 //! | [`join`], `identity`, `tls`, [`http`] | becoming a host, and being called |
 
 pub mod accelerator;
@@ -32,6 +33,7 @@ pub mod contract;
 mod datastore;
 mod deaths;
 mod disk;
+pub mod doctor;
 mod filter;
 pub mod host;
 pub mod http;

@@ -92,11 +92,17 @@ pub fn weaknesses(hardening: Option<Hardening>, root: bool) -> Vec<String> {
                 .to_owned(),
         );
     }
-    let swaps = std::fs::read_to_string("/proc/swaps").unwrap_or_default();
-    found.extend(clear_swaps(&swaps, Path::new("/sys/class/block")).into_iter().map(|area| {
+    found.extend(swaps_in_the_clear().into_iter().map(|area| {
         format!("swap area {area} is not encrypted: memory of guests may reach it. Encrypt it or turn it off")
     }));
     found
+}
+
+/// This machine's swap areas that are neither encrypted nor in memory.
+#[must_use]
+pub fn swaps_in_the_clear() -> Vec<String> {
+    let swaps = std::fs::read_to_string("/proc/swaps").unwrap_or_default();
+    clear_swaps(&swaps, Path::new("/sys/class/block"))
 }
 
 /// The swap areas that are neither in memory (zram) nor on dm-crypt.

@@ -4,9 +4,11 @@
 
 mod arguments;
 mod commands;
+mod completion;
 mod connection;
 mod disk_option;
 mod exit;
+mod man;
 mod passphrase;
 mod print;
 mod print_scan;
@@ -18,6 +20,7 @@ use clap::Parser;
 fn main() -> ExitCode {
     // Before there are threads, keys or passphrases.
     let hardening = vmseal_secret::process::harden();
+    completion::answer();
     let arguments = arguments::Arguments::parse();
     let runtime = match tokio::runtime::Builder::new_multi_thread().enable_all().build() {
         Ok(runtime) => runtime,

@@ -19,7 +19,7 @@ use vmseal_iofilter::handle::Handles;
 use vmseal_iofilter::process::Running;
 use vmseal_secret::process::{Hardening, MemoryLock, harden};
 
-const USAGE: &str = "usage: vmseal-filter --config FILE|-|fd:N
+const USAGE: &str = "usage: vmseal-filter --config FILE|-|fd:N | --version
 
 Serves the disks of one VM as its JSON configuration says, which is read from a file, from standard
 input (-) or from an inherited descriptor (fd:N). Logs go to standard error; RUST_LOG sets how much.";
@@ -31,6 +31,10 @@ const LAST_WORDS: Duration = Duration::from_secs(2);
 const STACK: usize = 256 * 1024;
 
 fn main() -> ExitCode {
+    if std::env::args_os().skip(1).eq(["--version"]) {
+        println!("vmseal-filter {}", env!("CARGO_PKG_VERSION"));
+        return ExitCode::SUCCESS;
+    }
     // Before there are threads, keys or anything else worth a dump.
     let hardening = harden();
     let privileges = nix::sys::prctl::set_no_new_privs();

@@ -46,6 +46,18 @@ pub struct Global {
     pub output: Output,
 }
 
+impl Global {
+    /// What the environment says, without a command line.
+    pub fn from_environment() -> Self {
+        Self {
+            server: std::env::var("VMSEAL_SERVER").ok(),
+            ca: std::env::var_os("VMSEAL_CA").map(PathBuf::from),
+            token_file: std::env::var_os("VMSEAL_TOKEN_FILE").map(PathBuf::from),
+            output: Output::default(),
+        }
+    }
+}
+
 /// How results are printed.
 #[derive(Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
 pub enum Output {

@@ -1,7 +1,9 @@
 //! What can be typed: the whole command line as types, one module per noun.
 
 mod agent;
+mod console;
 mod datastore;
+mod doctor;
 mod events;
 mod global;
 mod host;
@@ -9,6 +11,7 @@ mod lab;
 mod policy;
 mod provider;
 mod server;
+mod shell;
 mod task;
 mod vm;
 mod wait;
@@ -17,7 +20,9 @@ use clap::{Parser, Subcommand};
 use vmseal_api::model;
 
 pub use self::agent::{Accelerator, Agent, AgentCommand, JoinAgent, RunAgent};
+pub use self::console::{Console, Escape};
 pub use self::datastore::Datastore;
+pub use self::doctor::Doctor;
 pub use self::events::Events;
 pub use self::global::{Global, List, Name, Output, Show};
 pub use self::host::Host;
@@ -25,6 +30,7 @@ pub use self::lab::Lab;
 pub use self::policy::Policy;
 pub use self::provider::{Passphrase, Provider};
 pub use self::server::{Login, RunServer};
+pub use self::shell::{Completion, Man, Shell};
 pub use self::task::Task;
 pub use self::vm::Vm;
 pub use self::wait::{DryRun, Wait};
@@ -72,6 +78,17 @@ pub enum Command {
     Events(Events),
     /// What needs an operator now
     Alarms(List<model::Alarm>),
+    /// Look at this host and say what to mend
+    #[command(
+        after_help = "The exit code is 1 when something has failed, and 0 with warnings only."
+    )]
+    Doctor(Doctor),
+    /// Print what a shell needs to complete this program's command lines
+    #[command(after_help = "For bash: source <(vmseal completion bash), in ~/.bashrc for good.")]
+    Completion(Completion),
+    /// Write the manual pages
+    #[command(hide = true)]
+    Man(Man),
     /// Measure what encryption costs on this machine
     #[command(subcommand)]
     Lab(Lab),

@@ -7,7 +7,7 @@ use clap::Subcommand;
 use vmseal_api::model;
 
 use super::wait::duration;
-use super::{DryRun, List, Name, Show, Wait};
+use super::{Console, DryRun, List, Show, Wait};
 
 #[derive(Subcommand)]
 pub enum Vm {
@@ -63,8 +63,8 @@ pub enum Vm {
         #[command(flatten)]
         wait: Wait,
     },
-    /// Open a VM's serial console; Ctrl-] leaves it
-    Console(Name),
+    /// Open a VM's serial console; it is taken over from whoever has it
+    Console(Console),
     /// Delete a VM that is off, and its disks
     #[command(visible_alias = "rm")]
     Delete {

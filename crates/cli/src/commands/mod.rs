@@ -2,6 +2,7 @@
 
 mod console;
 mod datastore;
+mod doctor;
 mod events;
 pub mod follow;
 mod host;
@@ -18,7 +19,7 @@ mod vm;
 use vmseal_secret::process::Hardening;
 
 use crate::arguments::{Arguments, Command, Lab};
-use crate::connection;
+use crate::{completion, connection, man, print};
 
 /// Carries out the command line.
 pub async fn run(arguments: Arguments, hardening: Hardening) -> anyhow::Result<()> {
@@ -29,6 +30,12 @@ pub async fn run(arguments: Arguments, hardening: Hardening) -> anyhow::Result<(
         Command::Agent(options) => return processes::agent(options, hardening).await,
         Command::Login(options) => return connection::login(&global, &options).await,
         Command::Lab(Lab::Disk(options)) => return lab::disk(&options),
+        Command::Doctor(options) => return doctor::run(global.output, options, hardening).await,
+        Command::Completion(options) => {
+            print::print(&completion::script(options.shell)?);
+            return Ok(());
+        }
+        Command::Man(options) => return man::write(&options.dir),
         other => other,
     };
     let server = connection::connect(&global)?;
@@ -42,7 +49,13 @@ pub async fn run(arguments: Arguments, hardening: Hardening) -> anyhow::Result<(
         Command::Policy(verb) => policy::run(&server, output, verb).await,
         Command::Vm(verb) => vm::run(&server, output, verb).await,
         Command::Task(verb) => task::run(&server, output, verb).await,
-        Command::Server(_) | Command::Agent(_) | Command::Login(_) | Command::Lab(_) => {
+        Command::Server(_)
+        | Command::Agent(_)
+        | Command::Login(_)
+        | Command::Doctor(_)
+        | Command::Completion(_)
+        | Command::Man(_)
+        | Command::Lab(_) => {
             unreachable!("carried out above")
         }
     }

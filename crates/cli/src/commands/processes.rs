@@ -63,7 +63,7 @@ async fn run_agent(options: RunAgent, hardening: Hardening) -> anyhow::Result<()
     Ok(())
 }
 
-fn beside_this_program(name: &str) -> anyhow::Result<PathBuf> {
+pub(super) fn beside_this_program(name: &str) -> anyhow::Result<PathBuf> {
     let own = std::env::current_exe().context("where is this program?")?;
     let filter = own.with_file_name(name);
     ensure!(filter.exists(), "there is no {}: give --filter FILE", filter.display());

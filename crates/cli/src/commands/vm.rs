@@ -34,7 +34,7 @@ pub async fn run(server: &ServerClient, output: Output, verb: arguments::Vm) -> 
             let request = StopVm { force, timeout_seconds };
             begin(server, output, &format!("vms/{name}/stop"), &request, &dry_run, &wait).await
         }
-        arguments::Vm::Console(of) => console::attach(server, &of.name).await,
+        arguments::Vm::Console(options) => console::attach(server, &options).await,
         arguments::Vm::Delete { name, dry_run, wait } => {
             let path = format!("vms/{name}");
             if dry_run.dry_run {

@@ -98,7 +98,7 @@ pub fn line(text: &str) {
 }
 
 /// Prints; a reader that has gone away (`vmseal vm list | head -1`) is no error.
-fn print(text: &str) {
+pub fn print(text: &str) {
     use std::io::Write;
     let mut out = std::io::stdout().lock();
     if out.write_all(text.as_bytes()).and_then(|()| out.flush()).is_err() {

@@ -2,6 +2,7 @@
 
 use std::cmp::Ordering;
 
+use vmseal_agent::doctor::Finding;
 use vmseal_api::host::{DatastoreLocation, HostDescription};
 use vmseal_api::model::{
     Alarm, Datastore, Event, Host, JoinToken, Plan, Policy, Provider, Task, TaskState, Vm,
@@ -161,6 +162,18 @@ impl Row for Alarm {
     ];
     fn identity(&self) -> String {
         format!("{} {}", self.code, self.target)
+    }
+}
+
+impl Row for Finding {
+    const COLUMNS: &'static [Column<Self>] = &[
+        usual("check", |it| (&it.check).into()),
+        usual("result", |it| word(&it.result).into()),
+        usual("found", |it| (&it.found).into()),
+        usual("remedy", |it| it.remedy.clone().into()),
+    ];
+    fn identity(&self) -> String {
+        self.check.clone()
     }
 }
 

@@ -1,0 +1,29 @@
+//! `vmseal doctor`.
+
+use std::path::PathBuf;
+
+use clap::Args;
+use vmseal_agent::doctor::Finding;
+
+use super::List;
+
+#[derive(Args)]
+pub struct Doctor {
+    /// Where the agent keeps its certificate
+    #[arg(long, value_name = "DIR", default_value = "/var/lib/vmseal/agent")]
+    pub state_dir: PathBuf,
+    /// Where a server on this machine keeps its data
+    #[arg(long, value_name = "DIR", default_value = "/var/lib/vmseal/server")]
+    pub data_dir: PathBuf,
+    /// The QEMU to look at
+    #[arg(long, value_name = "FILE", default_value = "qemu-system-x86_64")]
+    pub qemu: PathBuf,
+    /// The filter to look at; by default the vmseal-filter beside this program
+    #[arg(long, value_name = "FILE")]
+    pub filter: Option<PathBuf>,
+    /// A directory that is, or is to be, a datastore; may be repeated
+    #[arg(long = "datastore", value_name = "DIR")]
+    pub datastores: Vec<PathBuf>,
+    #[command(flatten)]
+    pub list: List<Finding>,
+}

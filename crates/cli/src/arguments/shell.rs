@@ -1,0 +1,27 @@
+//! `vmseal completion` and `vmseal man`.
+
+use std::path::PathBuf;
+
+use clap::{Args, ValueEnum};
+
+#[derive(Args)]
+pub struct Completion {
+    /// The shell
+    #[arg(value_enum)]
+    pub shell: Shell,
+}
+
+/// The shells that can be helped.
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Shell {
+    Bash,
+    Zsh,
+    Fish,
+}
+
+#[derive(Args)]
+pub struct Man {
+    /// The directory to write them to
+    #[arg(long, value_name = "DIR")]
+    pub dir: PathBuf,
+}

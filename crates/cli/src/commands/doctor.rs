@@ -1,0 +1,45 @@
+//! `vmseal doctor`: what is to be mended on this host.
+
+use vmseal_agent::doctor::{self, Finding, Options, Verdict};
+use vmseal_secret::process::Hardening;
+
+use super::processes::beside_this_program;
+use crate::arguments::{Doctor, Output};
+use crate::exit::{Ended, Exit};
+use crate::print;
+
+pub async fn run(output: Output, asked: Doctor, hardening: Hardening) -> anyhow::Result<()> {
+    let filter = match asked.filter {
+        Some(filter) => filter,
+        None => beside_this_program("vmseal-filter")?,
+    };
+    let options = Options {
+        state_dir: asked.state_dir,
+        data_dir: asked.data_dir,
+        qemu: asked.qemu,
+        filter,
+        datastores: asked.datastores,
+        hardening,
+    };
+    let findings = doctor::examine(&options).await;
+    let failed = findings.iter().filter(|it| it.result == Verdict::Failed).count();
+    match output {
+        Output::Table => findings.iter().for_each(|finding| print::line(&report(finding))),
+        _ => print::list(output, &asked.list, findings)?,
+    }
+    match failed {
+        0 => Ok(()),
+        1 => Err(Ended::new(Exit::Failed, "one thing has to be mended").into()),
+        some => Err(Ended::new(Exit::Failed, format!("{some} things have to be mended")).into()),
+    }
+}
+
+/// A line, and one below it where something is to be done.
+fn report(finding: &Finding) -> String {
+    let Finding { check, result, found, remedy } = finding;
+    let line = format!("{:<8} {check}: {found}", print::word(result));
+    match remedy {
+        None => line,
+        Some(remedy) => format!("{line}\n{:<8} to mend it: {remedy}", ""),
+    }
+}
