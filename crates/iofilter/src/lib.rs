@@ -11,6 +11,7 @@ pub mod config;
 pub mod control;
 pub mod crypt;
 pub mod disk;
+pub mod figures;
 pub mod front_end;
 pub mod handle;
 pub mod import;

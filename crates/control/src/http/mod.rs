@@ -12,6 +12,7 @@ mod datastores;
 mod dry_run;
 mod events;
 mod hosts;
+mod metrics;
 mod policies;
 mod problem;
 mod providers;
@@ -25,6 +26,7 @@ use axum::extract::Request;
 use axum::http::StatusCode;
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
+use axum::routing::get;
 use serde::Deserialize;
 use utoipa::openapi::security::{HttpAuthScheme, HttpBuilder, SecurityScheme};
 use utoipa::{IntoParams, Modify, OpenApi};
@@ -133,12 +135,16 @@ pub fn router(app: Arc<App>) -> axum::Router {
     let parameterized = dry_run::Parameterized::of(&document());
     let users = axum::Router::from(user_routes())
         .route_layer(middleware::from_fn_with_state(parameterized, dry_run::refuse_others))
+        .route("/metrics", get(metrics::server))
+        .route("/metrics/hosts/{host}", get(metrics::host))
+        .route("/metrics/targets", get(metrics::targets))
         .route_layer(authenticate);
     axum::Router::from(open_routes())
         .merge(users)
         .fallback(unknown_path)
         .method_not_allowed_fallback(wrong_method)
         .layer(middleware::from_fn(limit_time))
+        .layer(middleware::from_fn(metrics::count))
         .with_state(app)
 }
 

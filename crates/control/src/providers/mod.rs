@@ -1,5 +1,6 @@
 //! Key providers: where KEKs come from. Nothing above [`KeyProvider`] knows which kind it deals with.
 
+mod measured;
 pub mod native;
 
 use std::collections::HashMap;
@@ -16,6 +17,7 @@ use vmseal_api::model::{ProviderKind, ProviderStatus};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_secret::SecretBytes;
 
+use self::measured::Measured;
 use self::native::NativeProvider;
 use crate::store::events::NewEvent;
 use crate::store::providers::Provider;
@@ -132,7 +134,8 @@ impl Providers {
     /// # Errors
     /// `not-found`.
     pub fn get(&self, id: ProviderId) -> Result<Arc<dyn KeyProvider>, Problem> {
-        Ok(self.native(id)?)
+        let inner = self.native(id)?;
+        Ok(Arc::new(Measured { provider: id.to_string(), inner }))
     }
 
     /// Changes whenever a provider was unlocked: then locked VMs can have their keys.
