@@ -46,7 +46,8 @@ impl Buckets {
         for (to, from) in sum.counts.iter_mut().zip(&self.counts) {
             *to += from.load(Ordering::Relaxed);
         }
-        sum.nanoseconds += self.nanoseconds.load(Ordering::Relaxed);
+        let nanoseconds = self.nanoseconds.load(Ordering::Relaxed);
+        sum.nanoseconds = sum.nanoseconds.saturating_add(nanoseconds);
     }
 }
 
