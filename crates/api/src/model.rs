@@ -8,6 +8,7 @@ use crate::host::{
     KeyState, Power, Stopped,
 };
 use crate::id::{DatastoreId, DiskId, HostId, PolicyId, ProviderId, TaskId, VmId};
+use crate::kmip::{KeyFault, KmipDetails};
 use crate::problem::Problem;
 
 /// A list, oldest first.
@@ -103,6 +104,9 @@ pub struct Provider {
     pub default: bool,
     /// Whether it can be used.
     pub status: ProviderStatus,
+    /// What it is made of, where it is a KMIP provider.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub kmip: Option<KmipDetails>,
 }
 
 /// The kinds of key provider.
@@ -112,6 +116,8 @@ pub struct Provider {
 pub enum ProviderKind {
     /// The embedded one: keys derived from a key-derivation key that a passphrase seals.
     Native,
+    /// A key management system, reached over KMIP.
+    Kmip,
 }
 
 /// Whether a provider can be used.
@@ -125,6 +131,12 @@ pub enum ProviderStatus {
     Sealed,
     /// Its backup has not been written and verified yet (`vmseal provider backup`, `verify`): it makes no keys.
     NeedsBackup,
+    /// No server's certificate has been trusted yet (`vmseal provider trust`).
+    NeedsTrust,
+    /// It has no client certificate yet (`vmseal provider certificate`).
+    NeedsCertificate,
+    /// None of its servers could be used when last tried; `kmip` and the alarms say why.
+    Failing,
 }
 
 /// A storage policy.
@@ -312,4 +324,7 @@ pub struct Alarm {
     pub since: Timestamp,
     /// What happened and what to do.
     pub detail: String,
+    /// Why a key cannot be had, where it is about that.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reason: Option<KeyFault>,
 }

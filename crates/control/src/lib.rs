@@ -12,6 +12,7 @@
 
 pub mod alarms;
 pub mod authority;
+mod backoff;
 mod files;
 pub mod hosts;
 pub mod http;

@@ -6,6 +6,7 @@ mod doctor;
 mod events;
 pub mod follow;
 mod host;
+mod kmip;
 mod lab;
 mod list;
 mod plan;

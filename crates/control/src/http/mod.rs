@@ -12,6 +12,7 @@ mod datastores;
 mod dry_run;
 mod events;
 mod hosts;
+mod kmip;
 mod metrics;
 mod policies;
 mod problem;
@@ -108,6 +109,12 @@ fn user_routes() -> OpenApiRouter<Arc<App>> {
         .routes(routes!(providers::backup))
         .routes(routes!(providers::verify))
         .routes(routes!(providers::make_default))
+        .routes(routes!(kmip::certificate))
+        .routes(routes!(kmip::trust))
+        .routes(routes!(kmip::request_certificate))
+        .routes(routes!(kmip::self_sign))
+        .routes(routes!(kmip::set_certificate))
+        .routes(routes!(kmip::test))
         .routes(routes!(policies::list, policies::add))
         .routes(routes!(policies::show, policies::remove))
         .routes(routes!(vms::list, vms::create))

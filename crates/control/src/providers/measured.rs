@@ -11,7 +11,7 @@ use vmseal_api::id::VmId;
 use vmseal_api::problem::Problem;
 use vmseal_secret::SecretBytes;
 
-use super::KeyProvider;
+use super::{GivenKey, KeyProvider};
 use crate::metrics;
 
 /// See the module.
@@ -34,7 +34,7 @@ impl KeyProvider for Measured {
         metrics::get().key_operation(&self.provider, "create", began, outcome)
     }
 
-    async fn get_key(&self, vm: VmId, key: &KeyReference) -> Result<SecretBytes, Problem> {
+    async fn get_key(&self, vm: VmId, key: &KeyReference) -> Result<GivenKey, Problem> {
         let began = Instant::now();
         let outcome = self.inner.get_key(vm, key).await;
         metrics::get().key_operation(&self.provider, "get", began, outcome)
@@ -49,5 +49,13 @@ impl KeyProvider for Measured {
         let began = Instant::now();
         let outcome = self.inner.destroy_key(vm, vm_name, key).await;
         metrics::get().key_operation(&self.provider, "destroy", began, outcome)
+    }
+
+    async fn abandon(&self, request: Uuid) -> Result<(), Problem> {
+        self.inner.abandon(request).await
+    }
+
+    fn known_fault(&self) -> Option<Problem> {
+        self.inner.known_fault()
     }
 }
