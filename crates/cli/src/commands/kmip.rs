@@ -203,7 +203,7 @@ async fn show(server: &ServerClient, output: Output, name: &str) -> anyhow::Resu
 
 /// What `provider show` says beyond the list's columns.
 pub fn details(provider: &Provider) -> Vec<(&'static str, String)> {
-    let mut lines = vec![("ID", provider.id.to_string())];
+    let mut lines = Vec::new();
     let Some(KmipDetails { servers, client }) = &provider.kmip else { return lines };
     for server in servers {
         let seen = server.seen.as_ref().map_or_else(|| "not tried yet".to_owned(), words);

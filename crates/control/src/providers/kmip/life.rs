@@ -130,7 +130,7 @@ impl Providers {
         kmip::insert_servers(&mut write, id, &servers).await?;
         let client = kmip::ClientRow { key_file, certificate: None };
         kmip::set_client(&mut write, id, &client).await?;
-        let detail = format!("over KMIP, with {} servers and a new client key", servers.len());
+        let detail = format!("over KMIP, with a new client key; servers: {}", servers.len());
         let kind = "provider.added";
         write.event(NewEvent { kind, actor, target: name, detail: &detail }).await?;
         write.commit().await?;
