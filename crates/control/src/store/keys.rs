@@ -34,6 +34,8 @@ pub struct LivingKey {
     pub vm: VmId,
     /// That VM's name, while there is one.
     pub vm_name: Option<String>,
+    /// Its check value; empty for one that was gone before it could be read.
+    pub check: String,
     /// It is to be destroyed as soon as the provider can be asked to.
     pub unwanted: bool,
 }
@@ -43,16 +45,16 @@ pub async fn living(
     from: &mut SqliteConnection,
     provider: ProviderId,
 ) -> Result<Vec<LivingKey>, StoreError> {
-    let rows: Vec<(String, String, Option<String>, bool)> = sqlx::query_as(
-        "SELECT k.key_id, k.vm_id, v.name, k.unwanted FROM keys k LEFT JOIN vms v ON v.id = k.vm_id
+    let rows: Vec<(String, String, Option<String>, String, bool)> = sqlx::query_as(
+        "SELECT k.key_id, k.vm_id, v.name, k.check_value, k.unwanted FROM keys k LEFT JOIN vms v ON v.id = k.vm_id
          WHERE k.provider_id = ? AND k.destroyed = 0 ORDER BY k.key_id",
     )
     .bind(provider.to_string())
     .fetch_all(from)
     .await?;
     rows.into_iter()
-        .map(|(key_id, vm, vm_name, unwanted)| {
-            Ok(LivingKey { key_id, vm: parse(&vm, "a VM's id")?, vm_name, unwanted })
+        .map(|(key_id, vm, vm_name, check, unwanted)| {
+            Ok(LivingKey { key_id, vm: parse(&vm, "a VM's id")?, vm_name, check, unwanted })
         })
         .collect()
 }

@@ -9,6 +9,7 @@ use vmseal_api::problem::Problem;
 use vmseal_kmip::client::{Client, Error};
 use vmseal_kmip::operation::KeyId;
 use vmseal_kmip::{ResultReason, RevocationReason, State};
+use vmseal_secret::SecretBytes;
 
 use super::KmipProvider;
 use super::create::Located;
@@ -51,9 +52,18 @@ impl KmipProvider {
         let id = self.key_id(&key.key_id)?;
         let asked = self.ask(|client| {
             let id = id.clone();
-            async move { revoke_and_destroy(&client, &id).await }
+            async move { read_if_there(&client, &id).await }
         });
-        let (server, was_there) = asked.await?;
+        let (server, kek) = asked.await?;
+        let was_there = match kek {
+            None => false,
+            Some(kek) => {
+                // Read first: what is destroyed under a wrong id cannot be had back.
+                self.compare(vm, key, &kek, &server)?;
+                let work = |client| async move { revoke_and_destroy(&client, &id).await };
+                self.ask_one(&server, work).await?
+            }
+        };
         let what = if was_there { "destroyed" } else { "was destroyed already" };
         let detail = format!(
             "key '{}' of provider '{}': {what} at server '{}'",
@@ -72,7 +82,7 @@ impl KmipProvider {
         let living = keys::living(&mut *self.store.read().await?, self.id).await?;
         for key in living.into_iter().filter(|key| key.unwanted) {
             let reference =
-                KeyReference { provider: self.id, key_id: key.key_id, check: String::new() };
+                KeyReference { provider: self.id, key_id: key.key_id, check: key.check };
             let name = key.vm_name.unwrap_or_else(|| key.vm.to_string());
             match self.destroy_now(key.vm, &name, &reference).await {
                 Ok(()) => {}
@@ -97,10 +107,12 @@ impl KmipProvider {
 
     async fn settle(&self, noted: KeyRequest) -> Result<(), Problem> {
         let server = self.servers().into_iter().find(|server| server.row.alias == noted.server);
-        let located = match (&noted.key_id, server) {
-            (Some(id), _) => Located::Found(self.key_id(id)?),
-            (None, Some(server)) => self.locate(&server, &noted).await?,
-            (None, None) => Located::CannotTell,
+        let Some(server) = server else {
+            return self.tell_orphan(&noted, "which the provider does not have any more").await;
+        };
+        let located = match &noted.key_id {
+            Some(id) => Located::Found(self.key_id(id)?),
+            None => self.locate(&server, &noted).await?,
         };
         let mut write = match located {
             Located::CannotTell => {
@@ -108,7 +120,13 @@ impl KmipProvider {
             }
             Located::Found(id) => {
                 let key_id = id.as_str().to_owned();
-                let key = KeyReference { provider: self.id, key_id, check: String::new() };
+                let work = |client| async move { read_if_there(&client, &id).await };
+                // Without a check value nothing is destroyed; there is nothing any more.
+                let check = match self.ask_one(&server, work).await? {
+                    Some(kek) => self.check(noted.vm, &key_id, &kek)?,
+                    None => String::new(),
+                };
+                let key = KeyReference { provider: self.id, key_id, check };
                 let mut write = self.store.write().await?;
                 // One that became a VM's key after all is not touched.
                 if !keys::is_known(&mut write, self.id, &key.key_id).await? {
@@ -127,8 +145,27 @@ impl KmipProvider {
 fn is_about_the_key(problem: &Problem) -> bool {
     matches!(
         problem.reason,
-        Some(KeyFault::KmsDenies | KeyFault::KmsRefuses | KeyFault::KeyMissing)
+        Some(
+            KeyFault::KmsDenies
+                | KeyFault::KmsRefuses
+                | KeyFault::KeyMissing
+                | KeyFault::KeyMismatch
+        )
     )
+}
+
+/// A key, whatever its state; none when it is destroyed, or not there.
+async fn read_if_there(client: &Arc<Client>, id: &KeyId) -> Result<Option<SecretBytes>, Error> {
+    let read = async {
+        match client.key_state(id).await? {
+            State::Destroyed | State::DestroyedCompromised => Ok(None),
+            _ => client.get_key(id).await.map(Some),
+        }
+    };
+    match read.await {
+        Err(error) if error.refusal() == Some(ResultReason::ItemNotFound) => Ok(None),
+        other => other,
+    }
 }
 
 /// Takes a key out of use and destroys it; false when there is none any more.

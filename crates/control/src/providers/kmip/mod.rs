@@ -274,6 +274,26 @@ impl KmipProvider {
         Ok(check.to_string())
     }
 
+    /// Refuses a key that has other bytes than its reference says: an id alone says nothing, as servers
+    /// that do not replicate have different keys under one.
+    fn compare(
+        &self,
+        vm: VmId,
+        key: &KeyReference,
+        kek: &SecretBytes,
+        server: &Server,
+    ) -> Result<(), Problem> {
+        if self.check(vm, &key.key_id, kek)? == key.check {
+            return Ok(());
+        }
+        let what = format!(
+            "has other bytes at server '{}' than the one that was made for the VM",
+            server.row.alias
+        );
+        let fault = KeyFault::KeyMismatch;
+        Err(self.wrong_key(ErrorCode::KeyMismatch, fault, &key.key_id, &what))
+    }
+
     fn key_id(&self, key_id: &str) -> Result<KeyId, Problem> {
         KeyId::new(key_id).map_err(|error| {
             let what = format!("key '{key_id}': {error}");
@@ -337,14 +357,7 @@ impl KeyProvider for KmipProvider {
             let what = format!("is {state} at server '{}'", server.row.alias);
             return Err(self.wrong_key(ErrorCode::NotFound, fault, key_id, &what));
         };
-        if self.check(vm, key_id, &kek)? != key.check {
-            let what = format!(
-                "has other bytes at server '{}' than the one that the VM was encrypted with",
-                server.row.alias
-            );
-            let fault = KeyFault::KeyMismatch;
-            return Err(self.wrong_key(ErrorCode::KeyMismatch, fault, key_id, &what));
-        }
+        self.compare(vm, key, &kek, &server)?;
         if fault.is_some() {
             // Its alarm.
             self.wake.notify_one();

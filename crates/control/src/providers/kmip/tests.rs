@@ -144,6 +144,14 @@ async fn a_key_is_made_once_given_checked_and_destroyed() {
         assert!(given.kek == kek, "it opens what there is");
         assert_eq!(given.fault, Some(fault));
     }
+    // Another key under a known id stays, whoever's it is.
+    let stranger = KeyReference { check: "00".repeat(16), ..other.clone() };
+    kms.destroy_key(vm, "web", &stranger).await.unwrap();
+    let pending = here.events("key.destruction-pending").await;
+    assert!(pending.len() == 1 && pending[0].contains("other bytes"), "{pending:?}");
+    assert_eq!(here.events("key.destroyed").await.len(), 0);
+    own.key_state(&KeyId::new(other.key_id.clone()).unwrap()).await.unwrap();
+
     kms.destroy_key(vm, "web", &key).await.unwrap();
     assert_eq!(here.events("key.destroyed").await.len(), 1);
     let gone = own.key_state(&id).await.unwrap_err();
