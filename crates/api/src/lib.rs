@@ -18,3 +18,4 @@ pub mod join_token;
 pub mod model;
 pub mod problem;
 pub mod request;
+pub mod transfer;

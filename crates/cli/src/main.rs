@@ -9,6 +9,7 @@ mod connection;
 mod disk_option;
 mod exit;
 mod man;
+mod libvirt;
 mod passphrase;
 mod print;
 mod print_scan;

@@ -3,9 +3,11 @@
 mod console;
 mod datastore;
 mod doctor;
+mod disk;
 mod events;
 pub mod follow;
 mod host;
+mod import;
 mod lab;
 mod list;
 mod plan;
@@ -48,6 +50,7 @@ pub async fn run(arguments: Arguments, hardening: Hardening) -> anyhow::Result<(
         Command::Provider(verb) => provider::run(&server, output, verb).await,
         Command::Policy(verb) => policy::run(&server, output, verb).await,
         Command::Vm(verb) => vm::run(&server, output, verb).await,
+        Command::Disk(verb) => disk::run(&server, output, verb).await,
         Command::Task(verb) => task::run(&server, output, verb).await,
         Command::Server(_)
         | Command::Agent(_)
