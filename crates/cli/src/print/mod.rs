@@ -181,6 +181,7 @@ mod tests {
             state: TaskState::Running,
             step: "create, \"the\" disks".into(),
             percent,
+            progress: None,
             created: "2026-01-02T03:04:05.678901Z".parse().unwrap(),
             ended: None,
             problem: None,
@@ -243,7 +244,6 @@ mod tests {
         // A name that YAML would take for something else is quoted.
         assert!(text.contains("target: \"no\"\n") || text.contains("target: 'no'\n"), "{text}");
         assert!(text.contains("percent: 7\n"), "{text}");
-            progress: None,
         assert!(text.contains("a: b # c") && !text.contains("target: a: b"), "{text}");
     }
 }
