@@ -2,8 +2,8 @@
 
 mod console;
 mod datastore;
-mod doctor;
 mod disk;
+mod doctor;
 mod events;
 pub mod follow;
 mod host;

@@ -2,8 +2,8 @@
 
 use std::cmp::Ordering;
 
-use vmseal_agent::doctor::Finding;
 use serde::Serialize;
+use vmseal_agent::doctor::Finding;
 use vmseal_api::host::{DatastoreLocation, HostDescription};
 use vmseal_api::model::{
     Alarm, Datastore, Disk, Event, Host, JoinToken, Plan, Policy, Provider, Task, TaskState, Vm,
