@@ -15,8 +15,8 @@ build: prerequisites ## build everything (dev profile, the one that demo and tes
 test: prerequisites ## every check and every test, real guests included
 	scripts/test
 
-demo: build ## an encrypted VM on this machine, from creation to proof
-	scripts/demo
+demo: build ## an encrypted VM on this machine, from creation to proof; PROVIDER=kmip: with keys of a key server
+	scripts/demo --provider $(or $(PROVIDER),native)
 
 bench: prerequisites ## measure vmseal beside QEMU's storage daemon
 	scripts/bench

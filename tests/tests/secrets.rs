@@ -30,6 +30,7 @@ use vmseal_secret::passphrase::open_with_passphrase;
 use vmseal_secret::{Backing, KEK_LEN, SecretBytes};
 use vmseal_tests::eventually;
 use vmseal_tests::installation::{Installation, PASSPHRASE};
+use vmseal_tests::rest::{Caller, call};
 use vmseal_tests::scan::{Find, Needle, Scanner, forms};
 
 /// The keys of an installation with one encrypted VM, got without asking any of its processes.
@@ -192,6 +193,12 @@ fn no_key_is_in_files_arguments_environments_or_memory() {
     let scanner = Scanner::new(keys.forms()).unwrap();
     let processes = Processes::of(&here);
 
+    // What Prometheus is told lies beside the logs, for the same search.
+    for (name, path) in [("server.prom", "/metrics"), ("host.prom", "/metrics/hosts/here")] {
+        let told = call(&here, &Caller::Admin, path, &[]).unwrap();
+        assert!(told.status == 200 && told.text.contains("vmseal_"), "{told:?}");
+        std::fs::write(here.path(name), told.text).unwrap();
+    }
     nothing(scanner.directory(&here.path(""), &passphrase_files(&here)).unwrap());
     for (_, pid) in processes.all() {
         nothing(scanner.arguments_and_environment(pid).unwrap());

@@ -14,12 +14,13 @@ use tokio::net::UnixStream;
 use tokio::time::timeout;
 use vmseal_api::filter::{
     BackendSpec, ControlReply, ControlRequest, Direct, DiskConfig, ExportSpec, FilterConfig,
-    FilterSpec, FilterStatus, FrontEndSpec, Handle, Holes, ImportSpec, LINE_MAX, SERIAL_MAX,
-    TargetFormat, VERSION,
+    FilterFigures, FilterSpec, FilterStatus, FrontEndSpec, Handle, Holes, ImportSpec, LINE_MAX,
+    SERIAL_MAX, TargetFormat, VERSION,
 };
 use vmseal_api::id::{DiskId, VmId};
 use vmseal_api::transfer::ImageFormat;
 
+use crate::metrics;
 use crate::process::{self, Launch, Process, User};
 use crate::run_dir::ProcessDir;
 
@@ -223,7 +224,7 @@ pub fn start(
         control_uid: Some(own),
         disks: disks.iter().map(|disk| disk.config(own)).collect(),
     };
-    process::launch(Launch {
+    let launched = process::launch(Launch {
         program,
         name: "vmseal-filter",
         arguments: vec!["--config".into(), "-".into()],
@@ -233,7 +234,9 @@ pub fn start(
         user: user.map(|id| User { id, group: None }),
         locks_memory: true,
         record: &directory.process(NAME),
-    })
+    })?;
+    metrics::FILTERS_STARTED.add();
+    Ok(launched)
 }
 
 /// A file that is nowhere but in memory.
@@ -264,6 +267,17 @@ impl Control {
     pub async fn status(&self) -> Result<FilterStatus, FilterError> {
         match ask(&self.0, &ControlRequest::Status, STATUS_TIMEOUT).await? {
             ControlReply::Status(status) => Ok(status),
+            other => Err(unexpected(other)),
+        }
+    }
+
+    /// What it has measured.
+    ///
+    /// # Errors
+    /// [`FilterError`]; one of an earlier vmseal does not know the question.
+    pub async fn figures(&self) -> Result<FilterFigures, FilterError> {
+        match ask(&self.0, &ControlRequest::Figures, STATUS_TIMEOUT).await? {
+            ControlReply::Figures(figures) => Ok(figures),
             other => Err(unexpected(other)),
         }
     }
@@ -317,6 +331,7 @@ fn unexpected(reply: ControlReply) -> FilterError {
     match reply {
         ControlReply::Error { message } => FilterError::Refused(message),
         ControlReply::Status(_) => FilterError::Protocol("how it stands".to_owned()),
+        ControlReply::Figures(_) => FilterError::Protocol("what it measured".to_owned()),
         ControlReply::Done => FilterError::Protocol("that it is done".to_owned()),
     }
 }

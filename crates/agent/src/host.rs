@@ -31,7 +31,7 @@ use crate::qemu::Qemu;
 use crate::run_dir::RunDir;
 use crate::users::Users;
 use crate::vm::{self, Beginning, Call, Shared, Vm};
-use crate::{contents, datastore, rules};
+use crate::{contents, datastore, metrics, rules};
 
 /// The most VMs that a host takes.
 const VMS_MAX: usize = 1024;
@@ -215,6 +215,11 @@ impl HostAgent for RealHost {
         spawn_blocking(move || contents::scan(&spec))
             .await
             .map_err(|error| Problem::new(ErrorCode::Internal, error.to_string()))?
+    }
+
+    async fn metrics(&self) -> Result<String, Problem> {
+        let state = self.shared.board.state(None, Duration::ZERO).await;
+        metrics::exposition(&self.shared.run_dir, state).await
     }
 
     async fn register_vm(&self, spec: VmSpec) -> Result<(), Problem> {

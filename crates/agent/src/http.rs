@@ -101,6 +101,7 @@ pub fn router(agent: Agent) -> Router {
         .route("/v1/datastores", post(probe_datastore))
         .route("/v1/datastores/measure", post(measure_datastore))
         .route("/v1/datastores/scan", post(scan_datastore))
+        .route("/v1/metrics", get(metrics))
         .route("/v1/vms/{vm}", put(register_vm).delete(unregister_vm))
         .route("/v1/vms/{vm}/key", put(offer_key))
         .route("/v1/vms/{vm}/disks/{disk}", put(create_disk).delete(delete_disk))
@@ -147,6 +148,10 @@ async fn measure_datastore(State(agent): State<Agent>, request: Body) -> Answer<
 
 async fn scan_datastore(State(agent): State<Agent>, request: Body) -> Answer<Response> {
     json(&agent.scan_datastore(body(request).await?).await?)
+}
+
+async fn metrics(State(agent): State<Agent>) -> Answer<Response> {
+    Ok(agent.metrics().await?.into_response())
 }
 
 async fn register_vm(

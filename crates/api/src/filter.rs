@@ -222,6 +222,8 @@ pub enum TargetFormat {
 pub enum ControlRequest {
     /// How things stand; answered by [`ControlReply::Status`].
     Status,
+    /// What was measured; answered by [`ControlReply::Figures`].
+    Figures,
     /// Finish what is under way, flush, answer [`ControlReply::Done`], and exit with 0.
     Shutdown,
 }
@@ -232,6 +234,8 @@ pub enum ControlRequest {
 pub enum ControlReply {
     /// The answer to [`ControlRequest::Status`].
     Status(FilterStatus),
+    /// The answer to [`ControlRequest::Figures`].
+    Figures(FilterFigures),
     /// It is done.
     Done,
     /// It was not done, or not understood.
@@ -316,4 +320,76 @@ pub struct DiskCounters {
     pub discards: u64,
     /// Requests answered with an error.
     pub errors: u64,
+}
+
+/// How many buckets a latency histogram has; the last one has no bound.
+pub const LATENCY_BUCKETS: usize = 22;
+
+/// The first bucket of a latency histogram ends at 2 to this power, in nanoseconds: about 8 µs.
+pub const LATENCY_FIRST_BITS: u32 = 13;
+
+/// Where a bucket of a latency histogram ends, in seconds; each ends at twice the one before, and the last
+/// has no end.
+#[must_use]
+pub fn latency_bound_seconds(bucket: usize) -> Option<f64> {
+    (bucket + 1 < LATENCY_BUCKETS)
+        .then(|| (1u64 << (LATENCY_FIRST_BITS as usize + bucket)) as f64 / 1e9)
+}
+
+/// What a filter has measured since it started.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FilterFigures {
+    /// The disks, in the configuration's order.
+    pub disks: Vec<DiskFigures>,
+}
+
+/// What was measured of one disk.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DiskFigures {
+    /// Which disk.
+    pub disk: DiskId,
+    /// Requests and bytes.
+    pub counters: DiskCounters,
+    /// How long the requests took that were answered well.
+    pub latencies: LatencyFigures,
+    /// The CPU time of the cipher; none for a disk in the clear.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cipher: Option<CipherFigures>,
+}
+
+/// How long requests took, from being taken from the front end until their answer.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LatencyFigures {
+    /// Reads.
+    pub read: Histogram,
+    /// Writes.
+    pub write: Histogram,
+    /// Flushes.
+    pub flush: Histogram,
+    /// Discards and write-zeroes.
+    pub discard: Histogram,
+}
+
+/// Durations in buckets.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Histogram {
+    /// How many in each bucket alone; [`LATENCY_BUCKETS`] of them.
+    pub counts: Vec<u64>,
+    /// Their sum.
+    pub nanoseconds: u64,
+}
+
+impl Default for Histogram {
+    fn default() -> Self {
+        Self { counts: vec![0; LATENCY_BUCKETS], nanoseconds: 0 }
+    }
+}
+
+/// The CPU time of a disk's cipher, estimated from samples.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CipherFigures {
+    /// Of writes, in nanoseconds.
+    pub encrypt_nanoseconds: u64,
+    /// Of reads, in nanoseconds.
+    pub decrypt_nanoseconds: u64,
 }

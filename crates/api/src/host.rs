@@ -14,6 +14,7 @@
 //! POST   /v1/datastores                    probe_datastore
 //! POST   /v1/datastores/measure            measure_datastore
 //! POST   /v1/datastores/scan               scan_datastore
+//! GET    /v1/metrics                       metrics (OpenMetrics text)
 //! PUT    /v1/vms/{vm}                      register_vm
 //! DELETE /v1/vms/{vm}                      unregister_vm
 //! PUT    /v1/vms/{vm}/key                  offer_key
@@ -546,6 +547,9 @@ mod service {
         /// # Errors
         /// `wrong-state` when the place does not carry the datastore's mark.
         async fn scan_datastore(&self, spec: DatastoreSpec) -> Result<DatastoreContents, Problem>;
+
+        /// What agent and filters have measured, as OpenMetrics text.
+        async fn metrics(&self) -> Result<String, Problem>;
 
         /// Makes a VM known, or replaces what is known of one that is off.
         async fn register_vm(&self, spec: VmSpec) -> Result<(), Problem>;

@@ -4,7 +4,7 @@
 //! |---|---|---|
 //! | [`filter`] | agent → `vmseal-filter` | JSON lines on a unix socket, descriptors by inheritance |
 //! | [`host`] | server → agent | JSON over HTTPS with client certificates |
-//! | [`model`], [`request`] | CLI, console → server | REST under `/api/v1` |
+//! | [`model`], [`request`], [`kmip`] | CLI, console → server | REST under `/api/v1` |
 //!
 //! No type here can hold a raw key: a key travels as [`host::SealedKey`] or as an inherited descriptor.
 
@@ -15,6 +15,7 @@ pub mod filter;
 pub mod host;
 pub mod id;
 pub mod join_token;
+pub mod kmip;
 pub mod model;
 pub mod problem;
 pub mod request;

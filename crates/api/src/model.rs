@@ -8,6 +8,7 @@ use crate::host::{
     KeyState, Power, Stopped,
 };
 use crate::id::{DatastoreId, DiskId, HostId, PolicyId, ProviderId, TaskId, VmId};
+use crate::kmip::{KeyFault, KmipDetails};
 use crate::problem::Problem;
 use crate::transfer::Progress;
 
@@ -104,6 +105,9 @@ pub struct Provider {
     pub default: bool,
     /// Whether it can be used.
     pub status: ProviderStatus,
+    /// What it is made of, where it is a KMIP provider.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub kmip: Option<KmipDetails>,
 }
 
 /// The kinds of key provider.
@@ -113,6 +117,8 @@ pub struct Provider {
 pub enum ProviderKind {
     /// The embedded one: keys derived from a key-derivation key that a passphrase seals.
     Native,
+    /// A key management system, reached over KMIP.
+    Kmip,
 }
 
 /// Whether a provider can be used.
@@ -126,6 +132,12 @@ pub enum ProviderStatus {
     Sealed,
     /// Its backup has not been written and verified yet (`vmseal provider backup`, `verify`): it makes no keys.
     NeedsBackup,
+    /// No server's certificate has been trusted yet (`vmseal provider trust`).
+    NeedsTrust,
+    /// It has no client certificate yet (`vmseal provider certificate`).
+    NeedsCertificate,
+    /// None of its servers could be used when last tried; `kmip` and the alarms say why.
+    Failing,
 }
 
 /// A storage policy.
@@ -316,4 +328,7 @@ pub struct Alarm {
     pub since: Timestamp,
     /// What happened and what to do.
     pub detail: String,
+    /// Why a key cannot be had, where it is about that.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reason: Option<KeyFault>,
 }

@@ -4,6 +4,8 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
+use crate::kmip::KeyFault;
+
 /// What kind of error it is; stable, for programs. The HTTP status follows from it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
@@ -112,6 +114,9 @@ pub struct Problem {
     /// The field of the request that is at fault, as a path (`disks[0].size`).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub field: Option<String>,
+    /// Why a key cannot be had, where it is about that.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reason: Option<KeyFault>,
 }
 
 impl Problem {
@@ -129,6 +134,7 @@ impl Problem {
             detail: detail.into(),
             code,
             field: None,
+            reason: None,
         }
     }
 
@@ -136,6 +142,12 @@ impl Problem {
     #[must_use]
     pub fn invalid(field: impl Into<String>, detail: impl Into<String>) -> Self {
         Self { field: Some(field.into()), ..Self::new(ErrorCode::InvalidRequest, detail) }
+    }
+
+    /// The same, because of this fault of a key or of its provider.
+    #[must_use]
+    pub fn because(self, fault: KeyFault) -> Self {
+        Self { reason: Some(fault), ..self }
     }
 
     /// No such resource.

@@ -87,14 +87,14 @@ pub fn passphrase_info(provider: &str) -> Vec<u8> {
     format!("vmseal passphrase v1\0{provider}").into_bytes()
 }
 
-/// Adds a native key provider.
+/// Adds a key provider: a native one, or one over KMIP.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct AddProvider {
     /// Its name.
     pub name: String,
-    /// The passphrase that seals its key-derivation key from now on; none takes the one that the
+    /// The passphrase that seals its key-derivation key, or its client key, from now on; none takes the one that the
     /// server was given as credential `vmseal-provider-NAME`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub passphrase: Option<SealedPassphrase>,
@@ -104,6 +104,9 @@ pub struct AddProvider {
     /// The backup's passphrase.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub backup_passphrase: Option<SealedPassphrase>,
+    /// The servers of a KMIP provider; none adds a native one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub kmip: Option<crate::kmip::AddKmip>,
 }
 
 /// Unlocks a provider, or names the passphrase of a backup to be written.

@@ -19,6 +19,7 @@ pub fn disconnected(host: &str, why: &Problem) -> Standing {
         code: "host-disconnected",
         target: host.to_owned(),
         detail: format!("{why}. Its VMs are shown as last known; see that its agent runs"),
+        reason: None,
     }
 }
 
@@ -34,7 +35,12 @@ pub fn of_host(
     let mut standing = Vec::new();
     if !description.weaknesses.is_empty() {
         let detail = description.weaknesses.join("; ");
-        standing.push(Standing { code: "host-weakness", target: host.to_owned(), detail });
+        standing.push(Standing {
+            code: "host-weakness",
+            target: host.to_owned(),
+            detail,
+            reason: None,
+        });
     }
     for seen in &state.vms {
         match vms.iter().find(|vm| vm.id == seen.vm) {
@@ -49,6 +55,7 @@ pub fn of_host(
                 detail: format!(
                     "host '{host}' runs a VM that the inventory does not have: was an old inventory restored?"
                 ),
+                reason: None,
             }),
         }
     }
@@ -56,7 +63,8 @@ pub fn of_host(
 }
 
 fn of_vm(vm: &Vm, seen: &VmState, failure: Option<&Problem>) -> Vec<Standing> {
-    let alarm = |code, detail: String| Standing { code, target: vm.name.clone(), detail };
+    let alarm =
+        |code, detail: String| Standing { code, target: vm.name.clone(), detail, reason: None };
     let mut standing = Vec::new();
     if seen.key == KeyState::Missing {
         let why = match failure {
@@ -64,7 +72,8 @@ fn of_vm(vm: &Vm, seen: &VmState, failure: Option<&Problem>) -> Vec<Standing> {
             None => "its key is being delivered".to_owned(),
         };
         let running = if seen.power == Power::Off { "" } else { "; it goes on running" };
-        standing.push(alarm("vm-locked", format!("its key is not on its host: {why}{running}")));
+        let locked = alarm("vm-locked", format!("its key is not on its host: {why}{running}"));
+        standing.push(Standing { reason: failure.and_then(|problem| problem.reason), ..locked });
     }
     if let Some(died) = &seen.died {
         let code = match died.reason {

@@ -233,7 +233,8 @@ fn leaf(common_name: &str, days: i32) -> Result<CertificateParams, AuthorityErro
     Ok(params)
 }
 
-fn valid_for(common_name: &str, days: i32) -> Result<CertificateParams, AuthorityError> {
+/// A certificate of this name, from yesterday on, with a random serial number and no other word yet.
+pub(crate) fn valid_for(common_name: &str, days: i32) -> Result<CertificateParams, AuthorityError> {
     let mut params = CertificateParams::default();
     params.distinguished_name = rcgen::DistinguishedName::new();
     params.distinguished_name.push(DnType::CommonName, common_name);

@@ -1,42 +1,74 @@
 //! Keys on their way: from a provider to the host of their VM, sealed, and each use on record.
 //!
 //! A KEK is in the server's memory from the provider's answer until it is sealed to the agent's key
-//! box, in [`SecretBytes`](vmseal_secret::SecretBytes) alone.
+//! box, in [`SecretBytes`] alone.
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
-use vmseal_api::host::{HostAgent, SealedKey, key_info};
+use vmseal_api::host::{HostAgent, KeyReference, SealedKey, key_info};
+use vmseal_api::kmip::KeyFault;
+use vmseal_api::model::Lifecycle;
 use vmseal_api::problem::{ErrorCode, Problem};
-use vmseal_secret::sealed_box;
+use vmseal_secret::{SecretBytes, sealed_box};
 
 use crate::providers::Providers;
 use crate::store::Store;
 use crate::store::events::NewEvent;
 use crate::store::vms::Vm;
 
-/// Gives a VM's key to the agent whose key box this is. A VM without one needs nothing.
+/// A VM's key from its provider. One that may encrypt nothing new is given only to a VM that is whole:
+/// it opens what there is.
 ///
 /// # Errors
-/// The provider's or the agent's problem; `wrong-state` when the agent has restarted since it
-/// announced the key box.
-pub async fn deliver(
-    store: &Store,
+/// `locked`, with the provider's reason.
+pub async fn fetch(
     providers: &Providers,
+    vm: &Vm,
+    key: &KeyReference,
+) -> Result<SecretBytes, Problem> {
+    let locked = |problem: Problem| Problem {
+        reason: problem.reason,
+        ..Problem::new(ErrorCode::Locked, problem.detail)
+    };
+    let provider = providers.get(key.provider).map_err(locked)?;
+    let given = provider.get_key(vm.id, key).await.map_err(locked)?;
+    match given.fault {
+        Some(fault) if vm.lifecycle == Lifecycle::Creating => {
+            let detail = format!("key '{}' {}", key.key_id, encrypts_nothing_new(fault));
+            Err(Problem::new(ErrorCode::Locked, detail).because(fault))
+        }
+        _ => Ok(given.kek),
+    }
+}
+
+fn encrypts_nothing_new(fault: KeyFault) -> &'static str {
+    match fault {
+        KeyFault::KeyDeactivated => "is Deactivated at its KMS: it encrypts nothing new",
+        KeyFault::KeyCompromised => "is Compromised, as its KMS says: it encrypts nothing new",
+        _ => "may not encrypt anything new",
+    }
+}
+
+/// Gives a VM's key to the agent whose key box this is.
+///
+/// # Errors
+/// The agent's problem; `wrong-state` when it has restarted since it announced the key box.
+pub async fn hand_over(
+    store: &Store,
     agent: &dyn HostAgent,
     key_box: &str,
     vm: &Vm,
+    key: &KeyReference,
+    kek: SecretBytes,
 ) -> Result<(), Problem> {
-    let Some(key) = &vm.key else { return Ok(()) };
     let public: [u8; 32] =
         STANDARD.decode(key_box).ok().and_then(|bytes| bytes.try_into().ok()).ok_or_else(|| {
             let detail = format!("host '{}' announced something that is no key box", vm.host_name);
             Problem::new(ErrorCode::Internal, detail)
         })?;
-    let sealed = {
-        let kek = providers.get(key.provider)?.get_key(vm.id, key).await?;
-        sealed_box::seal(&public, &key_info(vm.id, key), &kek)
-            .map_err(|error| crate::internal(&error))?
-    };
+    let sealed = sealed_box::seal(&public, &key_info(vm.id, key), &kek)
+        .map_err(|error| crate::internal(&error))?;
+    drop(kek);
     // On record before it leaves: no use of a key without its event, whatever happens next.
     let detail = format!("key '{}' to host '{}'", key.key_id, vm.host_name);
     tell(store, "key.delivered", vm, &detail).await?;

@@ -7,16 +7,19 @@
 //! | [`providers`], [`keys`] | where keys come from, and how they get to hosts |
 //! | [`hosts`], [`alarms`] | joining, one monitor per host, what stands |
 //! | [`tasks`] | durable work |
+//! | [`metrics`] | what the server measures |
 //! | [`http`], [`server`] | the API, and the process |
 
 pub mod alarms;
 pub mod authority;
+mod backoff;
 mod files;
 pub mod hosts;
 pub mod http;
 pub mod identity;
 pub mod initialise;
 pub mod keys;
+pub mod metrics;
 pub mod providers;
 mod scan;
 pub mod server;

@@ -108,6 +108,7 @@ impl Installation {
             passphrase: None,
             backup: None,
             backup_passphrase: None,
+            kmip: None,
         };
         let _: Provider = client.post("providers", &provider).await.unwrap();
         let request = GivePassphrase { passphrase: self.sealed("b").await };

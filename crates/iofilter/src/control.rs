@@ -9,7 +9,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{self, Receiver, Sender};
 
-use vmseal_api::filter::{ControlReply, ControlRequest, FilterStatus, LINE_MAX, VERSION};
+use vmseal_api::filter::{
+    ControlReply, ControlRequest, FilterFigures, FilterStatus, LINE_MAX, VERSION,
+};
 use vmseal_api::id::VmId;
 
 use crate::peer;
@@ -96,6 +98,10 @@ impl Control {
             }
             match serde_json::from_slice(&line) {
                 Ok(ControlRequest::Status) => send(stream, &ControlReply::Status(self.status()))?,
+                Ok(ControlRequest::Figures) => {
+                    let disks = self.disks.iter().map(|disk| disk.figures()).collect();
+                    send(stream, &ControlReply::Figures(FilterFigures { disks }))?;
+                }
                 Ok(ControlRequest::Shutdown) => return self.shutdown(stream),
                 Err(error) => {
                     let message = format!("the request is not understood: {error}");

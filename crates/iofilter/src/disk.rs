@@ -12,6 +12,7 @@ use crate::backend::file::FileDisk;
 use crate::backend::mem::MemDisk;
 use crate::chain::{Backend, Chain, Filter};
 use crate::crypt::{Crypt, CryptError};
+use crate::figures::CipherTime;
 use crate::request::LOGICAL_BLOCK;
 
 /// What all bounce buffers of a process may take together. With tables, stacks and the program's own
@@ -48,6 +49,7 @@ pub struct Disk {
     rest: Rest,
     locks: Arc<SectorLocks>,
     pool_bytes: usize,
+    cipher_time: Arc<CipherTime>,
 }
 
 impl Disk {
@@ -62,7 +64,8 @@ impl Disk {
         pools: usize,
     ) -> Self {
         let pool_bytes = (POOLS_BYTES / pools.max(1)).min(QUEUE_POOL_BYTES);
-        Self { size, read_only, encryption, rest, locks: Arc::default(), pool_bytes }
+        let (locks, cipher_time) = (Arc::default(), Arc::default());
+        Self { size, read_only, encryption, rest, locks, pool_bytes, cipher_time }
     }
 
     /// The disk's size in bytes.
@@ -75,6 +78,12 @@ impl Disk {
     #[must_use]
     pub fn read_only(&self) -> bool {
         self.read_only
+    }
+
+    /// The CPU time of the cipher, where there is one.
+    #[must_use]
+    pub fn cipher_time(&self) -> Option<Arc<CipherTime>> {
+        self.encryption.as_ref().map(|_| Arc::clone(&self.cipher_time))
     }
 
     /// What the buffers of a front end may take, for each of its chains.
@@ -93,7 +102,12 @@ impl Disk {
             filters.push(Box::new(align));
         }
         if let Some(Encryption { key, holes }) = &self.encryption {
-            filters.push(Box::new(Crypt::new(key, *holes, self.pool_bytes / 4 * 3)?));
+            filters.push(Box::new(Crypt::new(
+                key,
+                *holes,
+                self.pool_bytes / 4 * 3,
+                Arc::clone(&self.cipher_time),
+            )?));
         }
         Ok(Chain::new(self.size, self.read_only, filters, self.backend()))
     }

@@ -12,6 +12,7 @@ pub mod control;
 pub mod crypt;
 pub mod disk;
 pub mod export;
+pub mod figures;
 pub mod front_end;
 pub mod handle;
 pub mod import;

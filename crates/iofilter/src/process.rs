@@ -207,7 +207,7 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
         size: config.size,
         read_only: config.read_only,
         serial: config.serial.as_str().into(),
-        state: Arc::new(DiskState::new(id, queues)),
+        state: Arc::new(DiskState::new(id, queues).with_cipher(disk.cipher_time())),
     });
     if export.is_some() {
         served.state.set(DiskActivity::Exporting { done: 0, total: config.size });

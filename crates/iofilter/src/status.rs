@@ -1,13 +1,14 @@
 //! How a disk stands: written by its threads, read by the control socket.
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use vmseal_api::filter::{DiskActivity, DiskCounters, DiskStatus};
+use vmseal_api::filter::{DiskActivity, DiskCounters, DiskFigures, DiskStatus, LatencyFigures};
 use vmseal_api::id::DiskId;
 
 use crate::chain::Done;
+use crate::figures::{CipherTime, Latencies};
 use crate::request::{IoError, Operation};
 
 /// At most one line of log per disk in this time for errors that guests can cause at will.
@@ -24,6 +25,7 @@ pub struct Counters {
     flushes: AtomicU64,
     discards: AtomicU64,
     errors: AtomicU64,
+    latencies: Latencies,
 }
 
 /// Adds without a locked instruction: there is one writer.
@@ -48,6 +50,11 @@ impl Counters {
         }
     }
 
+    /// Notes how long a request took that was answered well.
+    pub fn took(&self, operation: Operation, took: Duration) {
+        self.latencies.took(operation, took);
+    }
+
     /// Counts a request that was answered with an error.
     pub fn failed(&self) {
         add(&self.errors, 1);
@@ -61,6 +68,7 @@ pub struct DiskState {
     activity: Mutex<DiskActivity>,
     trouble: Mutex<Trouble>,
     queues: Vec<Counters>,
+    cipher: Option<Arc<CipherTime>>,
 }
 
 #[derive(Debug, Default)]
@@ -82,7 +90,14 @@ impl DiskState {
             activity: Mutex::new(DiskActivity::Idle),
             trouble: Mutex::default(),
             queues: (0..queues.max(1)).map(|_| Counters::default()).collect(),
+            cipher: None,
         }
+    }
+
+    /// The same, of a disk whose cipher's time is measured here.
+    #[must_use]
+    pub fn with_cipher(self, cipher: Option<Arc<CipherTime>>) -> Self {
+        Self { cipher, ..self }
     }
 
     /// Which disk.
@@ -133,6 +148,19 @@ impl DiskState {
             flushes: sum(|queue| &queue.flushes),
             discards: sum(|queue| &queue.discards),
             errors: sum(|queue| &queue.errors),
+        }
+    }
+
+    /// What was measured of the disk.
+    #[must_use]
+    pub fn figures(&self) -> DiskFigures {
+        let mut latencies = LatencyFigures::default();
+        self.queues.iter().for_each(|queue| queue.latencies.add_to(&mut latencies));
+        DiskFigures {
+            disk: self.disk,
+            counters: self.totals(),
+            latencies,
+            cipher: self.cipher.as_ref().map(|cipher| cipher.figures()),
         }
     }
 

@@ -179,6 +179,7 @@ impl Drop for Qmp {
 }
 
 fn time_out(command: &str, after: Duration) -> QmpError {
+    crate::metrics::QMP_TIMEOUTS.add();
     QmpError::TimedOut { command: command.to_owned(), seconds: after.as_secs() }
 }
 

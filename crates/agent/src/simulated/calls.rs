@@ -400,6 +400,10 @@ impl HostAgent for SimulatedHost {
         self.call(Call::ScanDatastore, |inside| inside.contents(&spec))
     }
 
+    async fn metrics(&self) -> Result<String, Problem> {
+        self.call(Call::Metrics, |_| Ok("# EOF\n".to_owned()))
+    }
+
     async fn register_vm(&self, spec: VmSpec) -> Result<(), Problem> {
         self.call(Call::RegisterVm, |inside| inside.register(spec))
     }

@@ -15,6 +15,8 @@ pub enum Call {
     ProbeDatastore,
     /// `measure_datastore`
     MeasureDatastore,
+    /// `metrics`
+    Metrics,
     /// `scan_datastore`
     ScanDatastore,
     /// `register_vm`

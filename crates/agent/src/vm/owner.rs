@@ -24,6 +24,7 @@ use super::{Beginning, Call, Shared, internal};
 use crate::datastore::Home;
 use crate::disk::{self, Recipe};
 use crate::export::{self, Order};
+use crate::metrics;
 use crate::rules::{self, PowerOn};
 
 /// How often running processes are looked after.
@@ -224,6 +225,7 @@ impl Owner {
     async fn went_off(&mut self, (reason, detail): Ending) {
         let vm = self.spec.vm;
         tracing::info!(%vm, ?reason, detail, "the VM is off");
+        metrics::vm_ended(reason);
         self.state = State::Off;
         self.troubles.clear();
         let stopped = Stopped { at: Timestamp::now(), reason, detail };
@@ -277,7 +279,9 @@ impl Owner {
         let Some(reference) = &self.spec.key else {
             return Err(rules::wrong_state(&self.spec, "has no key"));
         };
-        self.kek = Some(self.shared.key_box.open(self.spec.vm, reference, offered)?);
+        let opened = self.shared.key_box.open(self.spec.vm, reference, offered);
+        if opened.is_ok() { &metrics::KEYS_TAKEN } else { &metrics::KEYS_REFUSED }.add();
+        self.kek = Some(opened?);
         Ok(())
     }
 

@@ -20,6 +20,7 @@ use super::{Shared, internal};
 use crate::console::Console;
 use crate::disk;
 use crate::filter::{self, Control};
+use crate::metrics;
 use crate::process::Process;
 use crate::qemu;
 use crate::qmp::{Event, Qmp};
@@ -84,6 +85,7 @@ pub async fn start(
         .start(spec, accelerator, directory, &connections, slot.qemu())
         .map_err(|error| internal(format!("QEMU cannot be started: {error}")))?;
     drop(connections);
+    metrics::QEMU_STARTED.add();
 
     let (console, qmp, events) = connect(directory, &qemu, &filter).await?;
     wait_connected(&control, spec).await?;

@@ -155,6 +155,14 @@ impl HostAgent for HostClient {
         self.call(self.request(Method::POST, "datastores/scan").json(&spec)).await
     }
 
+    async fn metrics(&self) -> Result<String, Problem> {
+        let body = self.peer().exchange(self.request(Method::GET, "metrics")).await?;
+        String::from_utf8(body).map_err(|error| {
+            let detail = format!("{} answered with something unexpected: {error}", self.name);
+            Problem::new(ErrorCode::Unreachable, detail)
+        })
+    }
+
     async fn register_vm(&self, spec: VmSpec) -> Result<(), Problem> {
         self.command_with(Method::PUT, &format!("vms/{}", spec.vm), &spec).await
     }

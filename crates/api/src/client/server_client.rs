@@ -115,6 +115,20 @@ impl ServerClient {
         self.peer().parse(&body)
     }
 
+    /// Replaces something of a resource.
+    ///
+    /// # Errors
+    /// As [`ServerClient::get`].
+    pub async fn put<T: DeserializeOwned>(
+        &self,
+        path: &str,
+        body: &(impl Serialize + Sync),
+    ) -> Result<T, Problem> {
+        let request = self.request(Method::PUT, path).json(body);
+        let body = self.peer().exchange(request).await?;
+        self.peer().parse(&body)
+    }
+
     /// Removes a resource at once.
     ///
     /// # Errors

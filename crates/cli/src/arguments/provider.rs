@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use clap::{Args, Subcommand};
 use vmseal_api::model;
 
+use super::kmip::{Kmip, Servers};
 use super::{DryRun, List, Name, Show};
 
 /// A passphrase: from a file, or asked for at the terminal.
@@ -22,7 +23,7 @@ pub enum Provider {
     List(List<model::Provider>),
     /// Show one key provider
     Show(Show),
-    /// Add a native key provider, new or restored from a backup
+    /// Add a key provider: a native one, new or restored from a backup, or key servers over KMIP
     Add {
         /// Its name
         name: String,
@@ -35,8 +36,12 @@ pub enum Provider {
         #[arg(long, value_name = "FILE", requires = "restore")]
         backup_passphrase_file: Option<PathBuf>,
         #[command(flatten)]
+        kmip: Servers,
+        #[command(flatten)]
         dry_run: DryRun,
     },
+    #[command(flatten)]
+    Kmip(Kmip),
     /// Give a provider's passphrase after a start of the server
     Unlock {
         /// Its name or id

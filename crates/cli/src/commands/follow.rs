@@ -80,6 +80,7 @@ mod tests {
             target: target.into(),
             since: jiff::Timestamp::UNIX_EPOCH,
             detail: detail.into(),
+            reason: None,
         }
     }
 

@@ -8,6 +8,7 @@ mod events;
 pub mod follow;
 mod host;
 mod import;
+mod kmip;
 mod lab;
 mod list;
 mod plan;

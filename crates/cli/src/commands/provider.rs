@@ -13,7 +13,7 @@ use vmseal_api::model::{About, Provider};
 use vmseal_api::request::{AddProvider, Backup, GivePassphrase, SealedPassphrase, VerifyBackup};
 use vmseal_secret::SecretBytes;
 
-use super::{list, plan};
+use super::{kmip, list, plan};
 use crate::arguments::{self, Output, Passphrase};
 use crate::passphrase::{self, Prompt};
 use crate::print;
@@ -29,17 +29,32 @@ pub async fn run(
     match verb {
         arguments::Provider::List(how) => list::run(server, output, &how, "providers").await,
         arguments::Provider::Show(of) => {
-            list::one::<Provider>(server, output, &of, "providers", |_| Vec::new()).await
+            list::one(server, output, &of, "providers", kmip::details).await
         }
-        arguments::Provider::Add { name, passphrase, restore, backup_passphrase_file, dry_run } => {
+        arguments::Provider::Add {
+            name,
+            passphrase,
+            restore,
+            backup_passphrase_file,
+            kmip: servers,
+            dry_run,
+        } => {
             let backup = restore.map(|file| (file, backup_passphrase_file));
-            let request = new_provider(server, name, &passphrase, backup).await?;
+            let mut request = new_provider(server, name, &passphrase, backup).await?;
+            request.kmip = kmip::servers(&servers.servers)?;
             if dry_run.dry_run {
                 return plan::show(output, &server.try_post("providers", &request).await?);
             }
             let provider: Provider = server.post("providers", &request).await?;
-            print::one(output, &provider, &[])
+            if provider.kmip.is_some() {
+                let name = &provider.name;
+                eprintln!(
+                    "next: vmseal provider trust {name}, then vmseal provider certificate {name}"
+                );
+            }
+            print::one(output, &provider, &kmip::details(&provider))
         }
+        arguments::Provider::Kmip(verb) => kmip::run(server, output, verb).await,
         arguments::Provider::Unlock { name, passphrase } => {
             let given = passphrase::obtain(&passphrase, "Passphrase", Prompt::Once)?;
             let request = GivePassphrase { passphrase: sealed(server, &name, &given).await? };
@@ -76,7 +91,7 @@ pub async fn run(
     }
 }
 
-async fn sealed(
+pub(super) async fn sealed(
     server: &ServerClient,
     provider: &str,
     passphrase: &SecretBytes,
@@ -100,8 +115,13 @@ async fn new_provider(
     passphrase: &Passphrase,
     backup: Option<(PathBuf, Option<PathBuf>)>,
 ) -> anyhow::Result<AddProvider> {
-    let mut request =
-        AddProvider { name: name.clone(), passphrase: None, backup: None, backup_passphrase: None };
+    let mut request = AddProvider {
+        name: name.clone(),
+        passphrase: None,
+        backup: None,
+        backup_passphrase: None,
+        kmip: None,
+    };
     if let Some((file, passphrase_file)) = backup {
         request.backup = Some(read_backup(&file)?);
         let options = Passphrase { passphrase_file };

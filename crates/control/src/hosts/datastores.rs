@@ -85,7 +85,9 @@ impl Watch {
     }
 
     fn judge(&mut self, datastore: &Datastore, condition: DatastoreCondition) -> Option<Standing> {
-        let alarm = |code, detail| Some(Standing { code, target: datastore.name.clone(), detail });
+        let alarm = |code, detail| {
+            Some(Standing { code, target: datastore.name.clone(), detail, reason: None })
+        };
         match condition {
             DatastoreCondition::Available { usage } => {
                 let used = used_percent(usage);

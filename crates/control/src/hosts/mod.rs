@@ -3,6 +3,7 @@
 pub mod connector;
 #[cfg(test)]
 mod connector_tests;
+mod courier;
 mod datastores;
 pub mod join;
 mod monitor;
@@ -25,6 +26,7 @@ use self::connector::HostConnector;
 use self::datastores::Watch;
 use self::monitor::Monitor;
 pub use self::registration::{register, spec_of};
+use crate::keys;
 use crate::providers::Providers;
 use crate::store::hosts::Host;
 use crate::store::vms::Vm;
@@ -208,13 +210,12 @@ impl Hosts {
     /// # Errors
     /// The host's or the provider's.
     pub async fn deliver(&self, vm: &Vm) -> Result<(), Problem> {
-        if vm.key.is_none() {
-            return Ok(());
-        }
+        let Some(key) = &vm.key else { return Ok(()) };
         let agent = self.agent(vm.host)?;
+        let kek = keys::fetch(&self.providers, vm, key).await?;
         // Asked anew: the box that the view has may be that of an agent that is gone.
         let key_box = agent.describe().await?.key_box;
-        crate::keys::deliver(&self.store, &self.providers, &*agent, &key_box, vm).await
+        keys::hand_over(&self.store, &*agent, &key_box, vm, key, kek).await
     }
 
     /// Holds a VM's registration as it is: what a host is told of a VM, and what the inventory says of

@@ -7,18 +7,19 @@
 //!      ┌─► Connecting ───────┘
 //!      │      │ describe: a life of the agent, and its key box
 //!      │      ▼
-//!      │   Settling      read the state, register the VMs, deliver the keys
+//!      │   Settling      read the state, register the VMs, deliver the keys that come at once
 //!      │      │ done: the host is connected from here on
 //!      │      ▼
 //!      └── Watching ◄─┐  long poll; what is new is shown, told, and alarms follow it
 //!  no answer,   │     │
-//!  or a new     └─────┘  a provider was unlocked: deliver what could not be delivered
-//!  life
+//!  or a new     └─────┘  a provider was unlocked, or it is time to try again: deliver what could not
+//!  life                  be delivered
 //! ```
 //!
-//! The monitor deals with VMs that are whole. Those that a task makes or removes are the task's.
+//! The monitor deals with VMs that are whole. Those that a task makes or removes are the task's. Keys are
+//! brought by a courier beside it: a KMS that hangs does not keep a host from being followed.
 
-use std::collections::HashMap;
+use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -30,6 +31,7 @@ use vmseal_api::id::{HostId, VmId};
 use vmseal_api::model::{Connection, Lifecycle};
 use vmseal_api::problem::{ErrorCode, Problem};
 
+use super::courier::{Courier, Delivery};
 use super::{View, VmLocks, registration};
 use crate::alarms;
 use crate::providers::Providers;
@@ -60,8 +62,8 @@ pub(super) struct Monitor {
     agent: Arc<dyn HostAgent>,
     locks: Arc<VmLocks>,
     view: watch::Sender<View>,
-    /// Why keys could not be delivered in this life of the agent.
-    failures: HashMap<VmId, Problem>,
+    /// Brings keys in this life of the agent.
+    courier: Courier,
 }
 
 impl Monitor {
@@ -74,7 +76,8 @@ impl Monitor {
         view: watch::Sender<View>,
     ) -> Self {
         let (id, name) = (host.id, host.name.clone());
-        Self { id, name, store, providers, agent, locks, view, failures: HashMap::new() }
+        let courier = Courier::default();
+        Self { id, name, store, providers, agent, locks, view, courier }
     }
 
     /// Runs until it is dropped.
@@ -142,13 +145,14 @@ impl Monitor {
     }
 
     async fn settle(&mut self, description: Box<HostDescription>) -> Phase {
-        self.failures.clear();
+        self.courier = Courier::default();
         let settled = async {
             let state = self.agent.state(None, Duration::ZERO).await?;
             if state.incarnation != description.incarnation {
                 return Ok(None);
             }
             self.supply(&description, &state).await?;
+            self.courier.patiently().await?;
             // Read again, now that the VMs are registered.
             let state = self.agent.state(None, Duration::ZERO).await?;
             Ok((state.incarnation == description.incarnation).then_some(state))
@@ -186,15 +190,20 @@ impl Monitor {
         let news = tokio::select! {
             news = self.agent.state(after, STATE_WAIT_MAX) => news,
             Ok(()) = unlocks.changed() => {
-                self.failures.clear();
+                self.courier.try_all_again();
                 Ok(*state)
             }
+            // A key was brought, or could not be, or it is time to try again.
+            brought = self.courier.next() => brought.map(|()| *state),
         };
         let supplied = match news {
             Ok(state) if state.incarnation != description.incarnation => {
                 return Phase::Connecting { failures: 0 };
             }
-            Ok(state) => self.supply(&description, &state).await.map(|()| state),
+            Ok(state) => match self.supply(&description, &state).await {
+                Ok(()) => self.courier.patiently().await.map(|()| state),
+                Err(problem) => Err(problem),
+            },
             Err(problem) => Err(problem),
         };
         match supplied {
@@ -206,7 +215,7 @@ impl Monitor {
         }
     }
 
-    /// Registers the VMs that the host does not know, delivers the keys that it lacks, and has it forget
+    /// Registers the VMs that the host does not know, sends for the keys that it lacks, and has it forget
     /// VMs that the inventory does not have. Fails only when the host does not answer.
     async fn supply(
         &mut self,
@@ -214,22 +223,30 @@ impl Monitor {
         state: &HostState,
     ) -> Result<(), Problem> {
         let vms = store::vms::on_host(&mut *self.store.read().await?, self.id).await?;
-        for vm in vms.iter().filter(|vm| vm.lifecycle == Lifecycle::Ready) {
-            let seen = state.vms.iter().find(|seen| seen.vm == vm.id);
-            let lacks = match seen {
-                None => true,
-                Some(seen) => seen.key == KeyState::Missing,
-            };
-            if !lacks || self.failures.contains_key(&vm.id) {
+        let seen = |vm: VmId| state.vms.iter().find(|seen| seen.vm == vm);
+        let lacking: HashSet<_> = vms
+            .iter()
+            .filter(|vm| vm.lifecycle == Lifecycle::Ready)
+            .filter(|vm| seen(vm.id).is_none_or(|seen| seen.key == KeyState::Missing))
+            .map(|vm| vm.id)
+            .collect();
+        self.courier.keep_only(&lacking);
+        for vm in lacking {
+            if !self.courier.may_begin(vm) {
                 continue;
             }
-            match self.supply_vm(description, vm.id, seen).await {
-                Ok(()) => {}
+            match self.register(vm, seen(vm)).await {
+                Ok(true) => self.courier.begin(Delivery {
+                    vm,
+                    key_box: description.key_box.clone(),
+                    store: Arc::clone(&self.store),
+                    providers: Arc::clone(&self.providers),
+                    agent: Arc::clone(&self.agent),
+                    locks: Arc::clone(&self.locks),
+                }),
+                Ok(false) => {}
                 Err(problem) if is_silence(&problem) => return Err(problem),
-                Err(problem) => {
-                    tracing::warn!(host = self.name, vm = vm.name, %problem, "it stays locked");
-                    self.failures.insert(vm.id, problem);
-                }
+                Err(problem) => self.courier.failed(vm, problem),
             }
         }
         for seen in state.vms.iter().filter(|seen| seen.power == Power::Off) {
@@ -240,24 +257,18 @@ impl Monitor {
         Ok(())
     }
 
-    async fn supply_vm(
-        &self,
-        description: &HostDescription,
-        vm: VmId,
-        seen: Option<&VmState>,
-    ) -> Result<(), Problem> {
+    /// Registers a VM; false when a task has begun to remove it since.
+    async fn register(&self, vm: VmId, seen: Option<&VmState>) -> Result<bool, Problem> {
         let _unchanged = self.locks.lock(vm).await;
-        // A task may have begun to remove it since.
-        let Some((vm, spec)) = registration::read(&self.store, vm).await? else { return Ok(()) };
+        let Some((vm, spec)) = registration::read(&self.store, vm).await? else { return Ok(false) };
         if vm.lifecycle != Lifecycle::Ready {
-            return Ok(());
+            return Ok(false);
         }
         // One that runs was adopted with all that there is to know of it.
         if seen.is_none_or(|seen| seen.power == Power::Off) {
             self.agent.register_vm(spec).await?;
         }
-        let (store, providers) = (&self.store, &self.providers);
-        crate::keys::deliver(store, providers, &*self.agent, &description.key_box, &vm).await
+        Ok(true)
     }
 
     /// Has the host forget a VM that the inventory does not have: what a crash left.
@@ -297,7 +308,8 @@ impl Monitor {
         let source = self.id.to_string();
         let mut read = self.store.read().await?;
         let vms = store::vms::on_host(&mut read, self.id).await?;
-        let standing = alarms::of_host(&self.name, description, state, &vms, &self.failures);
+        let standing =
+            alarms::of_host(&self.name, description, state, &vms, &self.courier.problems());
         let new_alarms = store::alarms::differ(&mut read, &source, &standing).await?;
         drop(read);
         let changed: Vec<_> = vms
@@ -322,7 +334,7 @@ impl Monitor {
 }
 
 /// Whether the host may not have heard the question, or may have.
-fn is_silence(problem: &Problem) -> bool {
+pub(super) fn is_silence(problem: &Problem) -> bool {
     matches!(problem.code, ErrorCode::Unreachable | ErrorCode::TimedOut)
 }
 

@@ -13,6 +13,8 @@ mod disks;
 mod dry_run;
 mod events;
 mod hosts;
+mod kmip;
+mod metrics;
 mod policies;
 mod problem;
 mod providers;
@@ -26,6 +28,7 @@ use axum::extract::Request;
 use axum::http::StatusCode;
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
+use axum::routing::get;
 use serde::Deserialize;
 use utoipa::openapi::security::{HttpAuthScheme, HttpBuilder, SecurityScheme};
 use utoipa::{IntoParams, Modify, OpenApi};
@@ -107,6 +110,12 @@ fn user_routes() -> OpenApiRouter<Arc<App>> {
         .routes(routes!(providers::backup))
         .routes(routes!(providers::verify))
         .routes(routes!(providers::make_default))
+        .routes(routes!(kmip::certificate))
+        .routes(routes!(kmip::trust))
+        .routes(routes!(kmip::request_certificate))
+        .routes(routes!(kmip::self_sign))
+        .routes(routes!(kmip::set_certificate))
+        .routes(routes!(kmip::test))
         .routes(routes!(policies::list, policies::add))
         .routes(routes!(policies::show, policies::remove))
         .routes(routes!(vms::list, vms::create))
@@ -135,12 +144,16 @@ pub fn router(app: Arc<App>) -> axum::Router {
     let parameterized = dry_run::Parameterized::of(&document());
     let users = axum::Router::from(user_routes())
         .route_layer(middleware::from_fn_with_state(parameterized, dry_run::refuse_others))
+        .route("/metrics", get(metrics::server))
+        .route("/metrics/hosts/{host}", get(metrics::host))
+        .route("/metrics/targets", get(metrics::targets))
         .route_layer(authenticate);
     axum::Router::from(open_routes())
         .merge(users)
         .fallback(unknown_path)
         .method_not_allowed_fallback(wrong_method)
         .layer(middleware::from_fn(limit_time))
+        .layer(middleware::from_fn(metrics::count))
         .with_state(app)
 }
 

@@ -22,18 +22,20 @@ use crate::providers::{Providers, Restore};
 use crate::store::events::NewEvent;
 use crate::store::providers;
 
-fn shown(app: &App, provider: providers::Provider) -> Provider {
+pub(super) fn shown(app: &App, provider: providers::Provider) -> Provider {
     let status = app.providers.status(&provider);
+    let kmip = app.providers.kmip_details(&provider);
     Provider {
         id: provider.id,
         name: provider.name,
         kind: provider.kind,
         default: provider.default,
         status,
+        kmip,
     }
 }
 
-async fn find(app: &App, name: &str) -> Result<providers::Provider, Refusal> {
+pub(super) async fn find(app: &App, name: &str) -> Result<providers::Provider, Refusal> {
     let found = providers::find(&mut *app.store.read().await?, name).await?;
     Ok(found.ok_or_else(|| Problem::not_found("provider", name))?)
 }
@@ -55,7 +57,7 @@ pub(super) async fn list(
     Ok(Json(page(items, part.limit, |it: &Provider| it.id.to_string())))
 }
 
-/// Adds a native key provider, with a new key or from a backup.
+/// Adds a key provider: a native one, with a new key or from a backup, or one over KMIP.
 #[utoipa::path(post, path = "/api/v1/providers", tag = "providers", params(Intent),
     request_body = AddProvider,
     responses((status = 201, body = Provider), (status = 200, body = Plan), Refusal))]
@@ -71,6 +73,18 @@ pub(super) async fn add(
         Some(sealed) => Some(open_passphrase(&app, name, sealed, "passphrase")?),
         None => None,
     };
+    if let Some(kmip) = &request.kmip {
+        if request.backup.is_some() || request.backup_passphrase.is_some() {
+            let detail = "a KMIP provider is not restored from a backup: its KMS keeps the keys";
+            return Err(Problem::invalid("backup", detail).into());
+        }
+        if intent.dry_run {
+            app.providers.check_new_kmip(name, &kmip.servers, passphrase).await?;
+            return Ok(Outcome::planned("provider.add", name, "make its client key".to_owned()));
+        }
+        let provider = app.providers.add_kmip(name, &kmip.servers, passphrase, &actor).await?;
+        return Ok(Outcome::Done((StatusCode::CREATED, Json(shown(&app, provider)))));
+    }
     let restore = match (&request.backup, &request.backup_passphrase) {
         (Some(backup), Some(sealed)) => Some(Restore {
             backup: decode(backup)?,

@@ -495,3 +495,73 @@ async fn an_export_says_what_it_is_and_is_on_record() {
     answer.assert_problem(409, "wrong-state");
     assert!(answer.body["detail"].as_str().unwrap().contains("stop it first"), "{}", answer.body);
 }
+
+impl Api {
+    /// What Prometheus gets.
+    async fn scrape(&self, path: &str) -> String {
+        let request = Request::builder()
+            .uri(path)
+            .header(header::AUTHORIZATION, format!("Bearer {TOKEN}"))
+            .header(header::HOST, "server.example:8443")
+            .body(Body::empty())
+            .unwrap();
+        let response = self.router.clone().oneshot(request).await.unwrap();
+        assert_eq!(response.status(), StatusCode::OK, "{path}");
+        let bytes = response.into_body().collect().await.unwrap().to_bytes();
+        String::from_utf8(bytes.to_vec()).unwrap()
+    }
+}
+
+/// The value of a sample; 0 where it is not told.
+fn sample(text: &str, name: &str) -> f64 {
+    let line =
+        text.lines().find(|line| line.strip_prefix(name).is_some_and(|it| it.starts_with(' ')));
+    line.map_or(0.0, |line| line.rsplit_once(' ').unwrap().1.parse().unwrap())
+}
+
+#[tokio::test]
+async fn what_the_server_does_is_counted_for_prometheus_and_for_nobody_without_a_token() {
+    let api = Api::new().await;
+    for path in ["/metrics", "/metrics/targets", "/metrics/hosts/here"] {
+        let request = Request::builder().uri(path).body(Body::empty()).unwrap();
+        api.send(request).await.assert_problem(401, "unauthenticated");
+    }
+    // Other tests of this process count in the same registry.
+    let tasks = "vmseal_server_tasks_total{kind=\"vm.create\",outcome=\"done\"}";
+    let lists =
+        "vmseal_server_http_requests_total{method=\"GET\",route=\"/api/v1/vms\",status=\"200\"}";
+    let before = api.scrape("/metrics").await;
+    assert_eq!(api.done(api.post("vms", vm()).await).await["state"], "done");
+    for _ in 0..3 {
+        api.get("vms").await;
+    }
+    let strange = Request::builder().method("BREW").uri("/coffee/17").body(Body::empty()).unwrap();
+    api.send(strange).await;
+    api.plant.agent.set_free(1 << 30);
+    let after = api.scrape("/metrics").await;
+    assert!(sample(&after, tasks) > sample(&before, tasks), "{after}");
+    assert!(sample(&after, lists) >= sample(&before, lists) + 3.0, "{after}");
+    let none = "vmseal_server_http_requests_total{method=\"other\",route=\"none\",status=\"404\"}";
+    assert!(sample(&after, none) >= 1.0, "{after}");
+    assert!(!after.contains("coffee") && !after.contains("BREW"), "clients choose labels");
+    let keys = after.lines().find(|line| {
+        line.starts_with("vmseal_server_key_operations_total{")
+            && line.contains("operation=\"create\",outcome=\"done\"")
+    });
+    assert!(keys.is_some(), "{after}");
+    assert_eq!(sample(&after, "vmseal_host_up{host=\"here\"}"), 1.0);
+    assert!(
+        after
+            .lines()
+            .any(|line| line.starts_with("vmseal_vm_info{") && line.contains("name=\"web\""))
+    );
+    assert!(after.ends_with("# EOF\n"), "{after}");
+    assert_eq!(after.matches("# EOF").count(), 1);
+
+    let targets: Value = serde_json::from_str(&api.scrape("/metrics/targets").await).unwrap();
+    assert_eq!(targets.as_array().unwrap().len(), 2);
+    assert_eq!(targets[0]["targets"], json!(["server.example:8443"]));
+    let path = targets[1]["labels"]["__metrics_path__"].as_str().unwrap();
+    assert_eq!(targets[1]["labels"]["instance"], "here");
+    assert_eq!(api.scrape(path).await, "# EOF\n");
+}

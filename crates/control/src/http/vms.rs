@@ -255,6 +255,19 @@ async fn provider_of(
         ProviderStatus::Sealed => wrong(format!(
             "key provider '{name}' is sealed: unlock it (vmseal provider unlock {name})"
         )),
+        ProviderStatus::NeedsTrust => wrong(format!(
+            "nobody has trusted a server of key provider '{name}' yet (vmseal provider trust {name})"
+        )),
+        ProviderStatus::NeedsCertificate => wrong(format!(
+            "key provider '{name}' has no client certificate yet (vmseal provider certificate {name})"
+        )),
+        ProviderStatus::Failing => {
+            let fault = app.providers.get(provider.id)?.known_fault();
+            Err(fault.unwrap_or_else(|| {
+                let detail = format!("key provider '{name}' does not answer");
+                Problem::new(ErrorCode::Unreachable, detail)
+            }))
+        }
         ProviderStatus::NeedsBackup => wrong(format!(
             "key provider '{name}' makes no keys before its backup is verified (vmseal provider backup {name}, then verify)"
         )),

@@ -1,6 +1,17 @@
 //! Key providers: where KEKs come from. Nothing above [`KeyProvider`] knows which kind it deals with.
+//!
+//! | module | what |
+//! |---|---|
+//! | this | the providers of a server: opened, unlocked, removed |
+//! | [`native`], `native_life` | the embedded one |
+//! | [`kmip`] | key management systems |
+//! | `sealed_file` | what rests on disk under a passphrase |
 
+pub mod kmip;
+mod measured;
 pub mod native;
+mod native_life;
+mod sealed_file;
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -12,20 +23,32 @@ use tokio::sync::{Semaphore, watch};
 use uuid::Uuid;
 use vmseal_api::host::KeyReference;
 use vmseal_api::id::{ProviderId, VmId};
+use vmseal_api::kmip::KeyFault;
 use vmseal_api::model::{ProviderKind, ProviderStatus};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_secret::SecretBytes;
 
+use self::kmip::{KmipProvider, Watched};
+use self::measured::Measured;
 use self::native::NativeProvider;
 use crate::store::events::NewEvent;
 use crate::store::providers::Provider;
-use crate::store::{Part, Store, StoreError, providers};
+use crate::store::{Part, Store, StoreError, alarms, providers};
 
 /// The longest passphrase that a credential file may hold, in bytes; the command line's limit.
 const PASSPHRASE_MAX: usize = 512;
 
 /// Argon2 takes 64 MiB and most of a core for a good part of a second: one at a time.
 const KEY_DERIVATIONS: usize = 1;
+
+/// A key that a provider gives.
+#[derive(Debug)]
+pub struct GivenKey {
+    /// The key.
+    pub kek: SecretBytes,
+    /// Why nothing new may be encrypted with it; it opens what there is.
+    pub fault: Option<KeyFault>,
+}
 
 /// What gives keys. Every call may be repeated.
 #[async_trait]
@@ -44,14 +67,31 @@ pub trait KeyProvider: Send + Sync {
     ///
     /// # Errors
     /// As [`KeyProvider::create_key`]; `key-mismatch` when it is another key; `not-found` when it is destroyed.
-    async fn get_key(&self, vm: VmId, key: &KeyReference) -> Result<SecretBytes, Problem>;
+    async fn get_key(&self, vm: VmId, key: &KeyReference) -> Result<GivenKey, Problem>;
 
-    /// Destroys a VM's key, and tells of it.
+    /// Destroys a VM's key, and tells of it; where the provider is elsewhere and does not answer, as soon
+    /// as it does.
     ///
     /// # Errors
-    /// `unreachable` and `timed-out` where the provider is elsewhere.
+    /// The inventory's.
     async fn destroy_key(&self, vm: VmId, vm_name: &str, key: &KeyReference)
     -> Result<(), Problem>;
+
+    /// Nobody wants the key of this request any more, if it was made: it is not in the inventory.
+    ///
+    /// # Errors
+    /// The inventory's.
+    async fn abandon(&self, request: Uuid) -> Result<(), Problem>;
+
+    /// Why it cannot give any key, as far as is known without asking anybody else: who could wait does
+    /// not ask then.
+    fn known_fault(&self) -> Option<Problem>;
+}
+
+/// A provider by its kind.
+enum Open {
+    Native(Arc<NativeProvider>),
+    Kmip(Watched),
 }
 
 /// The providers of this server.
@@ -59,7 +99,7 @@ pub struct Providers {
     store: Arc<Store>,
     directory: PathBuf,
     credentials: Option<PathBuf>,
-    open: RwLock<HashMap<ProviderId, Arc<NativeProvider>>>,
+    open: RwLock<HashMap<ProviderId, Open>>,
     derivations: Semaphore,
     unlocked: watch::Sender<u64>,
 }
@@ -92,7 +132,7 @@ impl Providers {
             unlocked: watch::Sender::new(0),
         };
         for provider in known {
-            this.keep(&provider);
+            this.keep(&provider).await?;
             match this.credential(&provider.name) {
                 Ok(None) => {}
                 Ok(Some(passphrase)) => {
@@ -104,27 +144,52 @@ impl Providers {
                     tracing::warn!(provider = provider.name, %problem, "it stays sealed");
                 }
             }
+            // Only now: nobody is alarmed by one that is just being unlocked.
+            if let Ok(kmip) = this.kmip(provider.id) {
+                kmip.look_now();
+            }
         }
         Ok(this)
     }
 
-    fn keep(&self, provider: &Provider) -> Arc<NativeProvider> {
-        let file = self.directory.join(provider.id.to_string()).join("key");
-        let native = NativeProvider::sealed(
-            provider.id,
-            provider.name.clone(),
-            file,
-            Arc::clone(&self.store),
-        );
-        let native = Arc::new(native);
-        let mut open = self.open.write().unwrap_or_else(PoisonError::into_inner);
-        open.insert(provider.id, Arc::clone(&native));
-        native
+    /// Has a provider of the inventory, sealed.
+    async fn keep(&self, provider: &Provider) -> Result<(), StoreError> {
+        match provider.kind {
+            ProviderKind::Native => drop(self.keep_native(provider)),
+            ProviderKind::Kmip => self.keep_kmip(provider).load(None).await?,
+        }
+        Ok(())
+    }
+
+    fn insert(&self, id: ProviderId, provider: Open) {
+        self.open.write().unwrap_or_else(PoisonError::into_inner).insert(id, provider);
+    }
+
+    /// Where a provider's sealed files are.
+    fn directory_of(&self, id: ProviderId) -> PathBuf {
+        self.directory.join(id.to_string())
     }
 
     fn native(&self, id: ProviderId) -> Result<Arc<NativeProvider>, Problem> {
-        let open = self.open.read().unwrap_or_else(PoisonError::into_inner);
-        open.get(&id).cloned().ok_or_else(|| Problem::not_found("provider", id))
+        match self.open.read().unwrap_or_else(PoisonError::into_inner).get(&id) {
+            Some(Open::Native(native)) => Ok(Arc::clone(native)),
+            Some(Open::Kmip(_)) => {
+                let detail = "its keys are kept by a KMS: back up the KMS";
+                Err(Problem::new(ErrorCode::Unsupported, detail))
+            }
+            None => Err(Problem::not_found("provider", id)),
+        }
+    }
+
+    fn kmip(&self, id: ProviderId) -> Result<Arc<KmipProvider>, Problem> {
+        match self.open.read().unwrap_or_else(PoisonError::into_inner).get(&id) {
+            Some(Open::Kmip(watched)) => Ok(Arc::clone(&watched.provider)),
+            Some(Open::Native(_)) => {
+                let detail = "it is a native provider, which has no servers and no certificate";
+                Err(Problem::new(ErrorCode::Unsupported, detail))
+            }
+            None => Err(Problem::not_found("provider", id)),
+        }
     }
 
     /// A provider by its id.
@@ -132,10 +197,16 @@ impl Providers {
     /// # Errors
     /// `not-found`.
     pub fn get(&self, id: ProviderId) -> Result<Arc<dyn KeyProvider>, Problem> {
-        Ok(self.native(id)?)
+        let inner: Arc<dyn KeyProvider> =
+            match self.open.read().unwrap_or_else(PoisonError::into_inner).get(&id) {
+                Some(Open::Native(native)) => Arc::clone(native) as _,
+                Some(Open::Kmip(watched)) => Arc::clone(&watched.provider) as _,
+                None => return Err(Problem::not_found("provider", id)),
+            };
+        Ok(Arc::new(Measured { provider: id.to_string(), inner }))
     }
 
-    /// Changes whenever a provider was unlocked: then locked VMs can have their keys.
+    /// Changes whenever a provider was unlocked or answers again: then locked VMs can have their keys.
     #[must_use]
     pub fn unlocks(&self) -> watch::Receiver<u64> {
         self.unlocked.subscribe()
@@ -144,10 +215,12 @@ impl Providers {
     /// Whether a provider can be used.
     #[must_use]
     pub fn status(&self, provider: &Provider) -> ProviderStatus {
-        match self.native(provider.id) {
-            Ok(native) if !native.is_sealed() && provider.verified => ProviderStatus::Normal,
-            Ok(native) if !native.is_sealed() => ProviderStatus::NeedsBackup,
-            _ => ProviderStatus::Sealed,
+        match self.open.read().unwrap_or_else(PoisonError::into_inner).get(&provider.id) {
+            Some(Open::Native(native)) if native.is_sealed() => ProviderStatus::Sealed,
+            Some(Open::Native(_)) if provider.verified => ProviderStatus::Normal,
+            Some(Open::Native(_)) => ProviderStatus::NeedsBackup,
+            Some(Open::Kmip(watched)) => watched.provider.status(),
+            None => ProviderStatus::Sealed,
         }
     }
 
@@ -176,13 +249,21 @@ impl Providers {
         SecretBytes::from_wiped(&mut content).map(Some).map_err(|error| crate::internal(&error))
     }
 
-    /// Runs what derives a key from a passphrase, outside the threads that serve requests.
-    async fn derive<T: Send + 'static>(
+    /// The passphrase that seals what a provider keeps: the one that was given, or the credential.
+    fn passphrase_for(
         &self,
-        work: impl FnOnce() -> Result<T, Problem> + Send + 'static,
-    ) -> Result<T, Problem> {
-        let _turn = self.derivations.acquire().await.map_err(|error| crate::internal(&error))?;
-        tokio::task::spawn_blocking(work).await.map_err(|error| crate::internal(&error))?
+        name: &str,
+        given: Option<SecretBytes>,
+    ) -> Result<SecretBytes, Problem> {
+        if let Some(given) = given {
+            return Ok(given);
+        }
+        self.credential(name)?.ok_or_else(|| {
+            let detail = format!(
+                "a passphrase is needed, or the server's credential vmseal-provider-{name}"
+            );
+            Problem::invalid("passphrase", detail)
+        })
     }
 
     /// The passphrase of a provider that is to be added under a name that is free.
@@ -191,97 +272,20 @@ impl Providers {
         name: &str,
         given: Option<SecretBytes>,
     ) -> Result<SecretBytes, Problem> {
-        let passphrase = match given {
-            Some(passphrase) => passphrase,
-            None => self.credential(name)?.ok_or_else(|| {
-                let detail = format!(
-                    "a passphrase is needed, or the server's credential vmseal-provider-{name}"
-                );
-                Problem::invalid("passphrase", detail)
-            })?,
-        };
-        let mut read = self.store.read().await?;
-        if providers::find(&mut read, name).await?.is_some() {
-            return Err(StoreError::Taken(format!("a provider '{name}'")).into());
-        }
-        Ok(passphrase)
-    }
-
-    /// Whether [`Providers::add`] would add it: a backup is opened, nothing is written, no key is made.
-    ///
-    /// # Errors
-    /// As [`Providers::add`].
-    pub async fn check_new(
-        &self,
-        name: &str,
-        passphrase: Option<SecretBytes>,
-        restore: Option<Restore>,
-    ) -> Result<(), Problem> {
-        self.passphrase_of_new(name, passphrase).await?;
-        let Some(restore) = restore else { return Ok(()) };
-        let open = move || native::RootKey::from_backup(&restore.backup, &restore.passphrase);
-        let id = self.derive(open).await?.provider();
-        self.check_not_here(id).await
-    }
-
-    /// A backup of a provider that is here is not to be restored beside it.
-    async fn check_not_here(&self, id: ProviderId) -> Result<(), Problem> {
-        match providers::find(&mut *self.store.read().await?, &id.to_string()).await? {
-            None => Ok(()),
-            Some(known) => {
-                let detail =
-                    format!("this is a backup of provider '{}', which is here", known.name);
-                Err(Problem::new(ErrorCode::AlreadyExists, detail))
-            }
+        let passphrase = self.passphrase_for(name, given)?;
+        match providers::find(&mut *self.store.read().await?, name).await? {
+            Some(_) => Err(StoreError::Taken(format!("a provider '{name}'")).into()),
+            None => Ok(passphrase),
         }
     }
 
-    /// Adds a native provider: with a new key, or with the one of a backup. Its key file is on disk
-    /// before the inventory knows of it; after a crash between the two the file is left, as key files
-    /// are never removed on a guess.
-    ///
-    /// # Errors
-    /// `already-exists`; `invalid-request` without a passphrase; `key-mismatch` or `damaged` for a
-    /// backup that does not open.
-    pub async fn add(
+    /// Runs what derives a key from a passphrase, outside the threads that serve requests.
+    async fn derive<T: Send + 'static>(
         &self,
-        name: &str,
-        passphrase: Option<SecretBytes>,
-        restore: Option<Restore>,
-        actor: &str,
-    ) -> Result<Provider, Problem> {
-        let passphrase = self.passphrase_of_new(name, passphrase).await?;
-        let restored = restore.is_some();
-        let root = self
-            .derive(move || match restore {
-                None => native::RootKey::generate(),
-                Some(restore) => native::RootKey::from_backup(&restore.backup, &restore.passphrase),
-            })
-            .await?;
-        let provider = Provider {
-            id: root.provider(),
-            name: name.to_owned(),
-            kind: ProviderKind::Native,
-            default: false,
-            // What came from a backup has one.
-            verified: restored,
-        };
-        self.check_not_here(provider.id).await?;
-        let directory = self.directory.join(provider.id.to_string());
-        let root = self
-            .derive(move || {
-                root.write(&directory, &passphrase)?;
-                Ok(root)
-            })
-            .await?;
-        let mut write = self.store.write().await?;
-        providers::insert(&mut write, &provider).await?;
-        let detail = if restored { "restored from a backup" } else { "with a new key" };
-        write.event(NewEvent { kind: "provider.added", actor, target: name, detail }).await?;
-        write.commit().await?;
-        self.keep(&provider).set(root);
-        self.unlocked.send_modify(|count| *count += 1);
-        Ok(provider)
+        work: impl FnOnce() -> Result<T, Problem> + Send + 'static,
+    ) -> Result<T, Problem> {
+        let _turn = self.derivations.acquire().await.map_err(|error| crate::internal(&error))?;
+        tokio::task::spawn_blocking(work).await.map_err(|error| crate::internal(&error))?
     }
 
     /// Unlocks a provider.
@@ -294,57 +298,17 @@ impl Providers {
         passphrase: SecretBytes,
         actor: &str,
     ) -> Result<(), Problem> {
-        let native = self.native(provider.id)?;
-        let opened = {
-            let native = Arc::clone(&native);
-            self.derive(move || native.read_root(&passphrase)).await?
-        };
-        native.set(opened);
+        match provider.kind {
+            ProviderKind::Native => {
+                let native = self.native(provider.id)?;
+                let reading = Arc::clone(&native);
+                native.set(self.derive(move || reading.read_root(&passphrase)).await?);
+            }
+            ProviderKind::Kmip => self.unlock_kmip(provider, passphrase).await?,
+        }
         self.tell("provider.unlocked", provider, actor, "its passphrase was given").await?;
         self.unlocked.send_modify(|count| *count += 1);
         Ok(())
-    }
-
-    /// A provider's backup, sealed under a passphrase of its own.
-    ///
-    /// # Errors
-    /// `wrong-state` while the provider is sealed.
-    pub async fn backup(
-        &self,
-        provider: &Provider,
-        passphrase: SecretBytes,
-        actor: &str,
-    ) -> Result<Vec<u8>, Problem> {
-        let root = self.native(provider.id)?.root()?;
-        let backup = self.derive(move || root.backup(&passphrase)).await?;
-        self.tell("provider.backed-up", provider, actor, "a backup was written").await?;
-        Ok(backup)
-    }
-
-    /// Verifies a backup: it opens, and holds this provider's key.
-    ///
-    /// # Errors
-    /// `key-mismatch` when it does not; `wrong-state` while the provider is sealed.
-    pub async fn verify(
-        &self,
-        provider: &Provider,
-        restore: Restore,
-        actor: &str,
-    ) -> Result<(), Problem> {
-        let root = self.native(provider.id)?.root()?;
-        let backup = self
-            .derive(move || native::RootKey::from_backup(&restore.backup, &restore.passphrase))
-            .await?;
-        if !backup.same(&root) {
-            let detail = format!("the backup opens, but is not one of '{}'", provider.name);
-            return Err(Problem::new(ErrorCode::KeyMismatch, detail));
-        }
-        let mut write = self.store.write().await?;
-        providers::set_verified(&mut write, provider.id).await?;
-        let (kind, target) = ("provider.verified", provider.name.as_str());
-        let detail = "a backup opened and held its key";
-        write.event(NewEvent { kind, actor, target, detail }).await?;
-        Ok(write.commit().await?)
     }
 
     /// Whether a provider may be removed.
@@ -378,7 +342,11 @@ impl Providers {
         write.event(NewEvent { kind, actor, target, detail: "with its key" }).await?;
         write.commit().await?;
         self.open.write().unwrap_or_else(PoisonError::into_inner).remove(&provider.id);
-        let directory = self.directory.join(provider.id.to_string());
+        // Its watch has ended: nobody else would clear its alarms.
+        let mut write = self.store.write().await?;
+        alarms::replace(&mut write, &provider.id.to_string(), &[]).await?;
+        write.commit().await?;
+        let directory = self.directory_of(provider.id);
         if let Err(error) = std::fs::remove_dir_all(&directory) {
             // It is sealed, and nothing refers to it any more.
             tracing::warn!(directory = %directory.display(), %error, "a removed provider's file is left");

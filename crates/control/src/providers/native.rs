@@ -21,15 +21,13 @@ use aws_lc_rs::hkdf::{HKDF_SHA256, KeyType, Salt};
 use uuid::Uuid;
 use vmseal_api::host::KeyReference;
 use vmseal_api::id::{ProviderId, VmId};
+use vmseal_api::kmip::KeyFault;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_secret::derive::{KeyContext, check_value};
-use vmseal_secret::passphrase::{
-    Cost, ENVELOPE_OVERHEAD, PassphraseError, open_with_passphrase, seal_with_passphrase,
-};
+use vmseal_secret::passphrase::ENVELOPE_OVERHEAD;
 use vmseal_secret::{KEK_LEN, SecretBytes};
 
-use super::KeyProvider;
-use crate::files;
+use super::{GivenKey, KeyProvider, sealed_file};
 use crate::store::events::NewEvent;
 use crate::store::{Store, keys};
 
@@ -67,9 +65,7 @@ impl RootKey {
             );
             return Err(Problem::new(ErrorCode::Damaged, detail));
         }
-        open_with_passphrase(sealed, passphrase, associated)
-            .map(Self)
-            .map_err(|error| passphrase_problem(what, &error))
+        sealed_file::open(sealed, passphrase, associated, what).map(Self)
     }
 
     /// The one in a backup.
@@ -79,21 +75,13 @@ impl RootKey {
 
     /// A backup of it.
     pub(super) fn backup(&self, passphrase: &SecretBytes) -> Result<Vec<u8>, Problem> {
-        seal_with_passphrase(&self.0, passphrase, BACKUP, Cost::RECOMMENDED)
-            .map_err(|error| crate::internal(&error))
+        sealed_file::seal(&self.0, passphrase, BACKUP)
     }
 
     /// Writes the key file into the provider's directory.
     pub(super) fn write(&self, directory: &Path, passphrase: &SecretBytes) -> Result<(), Problem> {
-        let sealed = seal_with_passphrase(&self.0, passphrase, KEY_FILE, Cost::RECOMMENDED)
-            .map_err(|error| crate::internal(&error))?;
-        let written = files::private_directory(directory)
-            .and_then(|()| files::put(&directory.join("key"), &sealed, files::PRIVATE));
-        written.map_err(|error| {
-            let detail =
-                format!("the key file in {} cannot be written: {error}", directory.display());
-            Problem::new(ErrorCode::NoSpace, detail)
-        })
+        let sealed = sealed_file::seal(&self.0, passphrase, KEY_FILE)?;
+        sealed_file::write(directory, "key", &sealed)
     }
 
     /// Whose it is.
@@ -126,18 +114,6 @@ impl RootKey {
     }
 }
 
-/// What is wrong with a sealed file, as a problem of the API.
-fn passphrase_problem(what: &str, error: &PassphraseError) -> Problem {
-    let code = match error {
-        PassphraseError::WrongPassphraseOrDamaged => ErrorCode::KeyMismatch,
-        PassphraseError::NotAnEnvelope
-        | PassphraseError::UnknownVersion(_)
-        | PassphraseError::Cost { .. } => ErrorCode::Damaged,
-        _ => return crate::internal(error),
-    };
-    Problem::new(code, format!("{what} does not open: {error}"))
-}
-
 /// A native provider; sealed until its passphrase is given.
 pub struct NativeProvider {
     id: ProviderId,
@@ -168,7 +144,7 @@ impl NativeProvider {
                 "provider '{}' is sealed: unlock it (vmseal provider unlock {})",
                 self.name, self.name
             );
-            Problem::new(ErrorCode::WrongState, detail)
+            Problem::new(ErrorCode::WrongState, detail).because(KeyFault::ProviderSealed)
         })
     }
 
@@ -200,7 +176,7 @@ impl NativeProvider {
     async fn refuse_destroyed(&self, key_id: &str) -> Result<(), Problem> {
         if keys::is_destroyed(&mut *self.store.read().await?, self.id, key_id).await? {
             let detail = format!("key '{key_id}' of provider '{}' is destroyed", self.name);
-            return Err(Problem::new(ErrorCode::NotFound, detail));
+            return Err(Problem::new(ErrorCode::NotFound, detail).because(KeyFault::KeyDestroyed));
         }
         Ok(())
     }
@@ -220,7 +196,7 @@ impl KeyProvider for NativeProvider {
         Ok((KeyReference { provider: self.id, key_id, check }, kek))
     }
 
-    async fn get_key(&self, vm: VmId, key: &KeyReference) -> Result<SecretBytes, Problem> {
+    async fn get_key(&self, vm: VmId, key: &KeyReference) -> Result<GivenKey, Problem> {
         self.refuse_destroyed(&key.key_id).await?;
         let kek = self.root()?.kek(&key.key_id)?;
         if self.check(vm, &key.key_id, &kek)? != key.check {
@@ -228,9 +204,9 @@ impl KeyProvider for NativeProvider {
                 "key '{}' of provider '{}' is not the one that the VM was made with: is its key file from another backup? Restore the right one",
                 key.key_id, self.name
             );
-            return Err(Problem::new(ErrorCode::KeyMismatch, detail));
+            return Err(Problem::new(ErrorCode::KeyMismatch, detail).because(KeyFault::KeyMismatch));
         }
-        Ok(kek)
+        Ok(GivenKey { kek, fault: None })
     }
 
     async fn destroy_key(
@@ -249,6 +225,16 @@ impl KeyProvider for NativeProvider {
             write.event(NewEvent { kind, actor, target: vm_name, detail: &detail }).await?;
         }
         Ok(write.commit().await?)
+    }
+
+    /// The same request gives the same key: there is nothing that could have been made.
+    async fn abandon(&self, _: Uuid) -> Result<(), Problem> {
+        Ok(())
+    }
+
+    /// What is wrong with it can be asked at once.
+    fn known_fault(&self) -> Option<Problem> {
+        self.root().err()
     }
 }
 

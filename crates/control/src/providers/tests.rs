@@ -75,14 +75,14 @@ async fn after_a_restart_it_is_sealed_until_the_passphrase_is_given_or_a_credent
     let wrong = restarted.unlock(&provider, secret("wrong"), "me").await.unwrap_err();
     assert_eq!(wrong.code, ErrorCode::KeyMismatch);
     restarted.unlock(&provider, secret("pass"), "me").await.unwrap();
-    assert_eq!(keys.get_key(vm, &reference).await.unwrap(), kek);
+    assert_eq!(keys.get_key(vm, &reference).await.unwrap().kek, kek);
 
     let credentials = here.directory.path().join("credentials");
     std::fs::create_dir(&credentials).unwrap();
     std::fs::write(credentials.join("vmseal-provider-keys"), "pass\n").unwrap();
     let restarted = here.restarted(Some(credentials)).await;
     let keys = restarted.get(provider.id).unwrap();
-    assert_eq!(keys.get_key(vm, &reference).await.unwrap(), kek);
+    assert_eq!(keys.get_key(vm, &reference).await.unwrap().kek, kek);
 }
 
 #[tokio::test]
@@ -98,7 +98,7 @@ async fn a_backup_restored_elsewhere_gives_the_same_keys() {
     let restored = there.providers.add("copy", Some(secret("new")), restore(), "me").await.unwrap();
     assert_eq!(there.providers.status(&restored), ProviderStatus::Normal);
     let keys = there.providers.get(restored.id).unwrap();
-    assert_eq!(keys.get_key(vm, &reference).await.unwrap(), kek);
+    assert_eq!(keys.get_key(vm, &reference).await.unwrap().kek, kek);
     let twice = here.providers.add("copy", Some(secret("new")), restore(), "me").await;
     assert_eq!(twice.unwrap_err().code, ErrorCode::AlreadyExists);
 }

@@ -3,13 +3,14 @@
 use jiff::Timestamp;
 use sqlx::{FromRow, SqliteConnection};
 use vmseal_api::id::HostId;
+use vmseal_api::kmip::KeyFault;
 use vmseal_api::model::Alarm;
 
 use super::events::NewEvent;
-use super::{StoreError, Write, parse};
+use super::{StoreError, Write, from_name, parse, to_name};
 
 /// An alarm as its source sees it; since when is the store's matter.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Standing {
     /// What kind.
     pub code: &'static str,
@@ -17,6 +18,8 @@ pub struct Standing {
     pub target: String,
     /// What happened and what to do.
     pub detail: String,
+    /// Why a key cannot be had, where it is about that.
+    pub reason: Option<KeyFault>,
 }
 
 /// The source of the alarms about a host's datastores; those about the host and its VMs have the host's id.
@@ -31,10 +34,11 @@ struct Row {
     target: String,
     since: String,
     detail: String,
+    reason: Option<String>,
 }
 
 async fn of_source(from: &mut SqliteConnection, source: &str) -> Result<Vec<Row>, StoreError> {
-    Ok(sqlx::query_as("SELECT code, target, since, detail FROM alarms WHERE source = ?")
+    Ok(sqlx::query_as("SELECT code, target, since, detail, reason FROM alarms WHERE source = ?")
         .bind(source)
         .fetch_all(from)
         .await?)
@@ -50,7 +54,10 @@ pub async fn differ(
     let same = known.len() == standing.len()
         && standing.iter().all(|alarm| {
             known.iter().any(|row| {
-                row.code == alarm.code && row.target == alarm.target && row.detail == alarm.detail
+                row.code == alarm.code
+                    && row.target == alarm.target
+                    && row.detail == alarm.detail
+                    && row.reason == alarm.reason.as_ref().map(to_name)
             })
         });
     Ok(!same)
@@ -96,14 +103,16 @@ pub async fn raise(
     .fetch_one(&mut **write)
     .await?;
     sqlx::query(
-        "INSERT INTO alarms (source, code, target, since, detail) VALUES (?, ?, ?, ?, ?)
-         ON CONFLICT (source, code, target) DO UPDATE SET detail = excluded.detail",
+        "INSERT INTO alarms (source, code, target, since, detail, reason) VALUES (?, ?, ?, ?, ?, ?)
+         ON CONFLICT (source, code, target) DO UPDATE
+         SET detail = excluded.detail, reason = excluded.reason",
     )
     .bind(source)
     .bind(alarm.code)
     .bind(&alarm.target)
     .bind(Timestamp::now().to_string())
     .bind(&alarm.detail)
+    .bind(alarm.reason.as_ref().map(to_name))
     .execute(&mut **write)
     .await?;
     if known == 0 {
@@ -125,7 +134,7 @@ async fn tell(
 /// All that stand, oldest first.
 pub async fn list(from: &mut SqliteConnection) -> Result<Vec<Alarm>, StoreError> {
     let rows: Vec<Row> = sqlx::query_as(
-        "SELECT code, target, since, detail FROM alarms ORDER BY since, code, target",
+        "SELECT code, target, since, detail, reason FROM alarms ORDER BY since, code, target",
     )
     .fetch_all(from)
     .await?;
@@ -136,6 +145,7 @@ pub async fn list(from: &mut SqliteConnection) -> Result<Vec<Alarm>, StoreError>
                 code: row.code,
                 target: row.target,
                 detail: row.detail,
+                reason: row.reason.map(|name| from_name(&name, "a fault of a key")).transpose()?,
             })
         })
         .collect()

@@ -4,7 +4,7 @@ use sqlx::SqliteConnection;
 use vmseal_api::host::KeyReference;
 use vmseal_api::id::{ProviderId, VmId};
 
-use super::StoreError;
+use super::{StoreError, parse};
 
 /// Notes that a key was made; a key that is known already stays as it is.
 pub async fn insert(
@@ -22,6 +22,68 @@ pub async fn insert(
     .bind(&key.check)
     .execute(to)
     .await?;
+    Ok(())
+}
+
+/// A key of a provider that is not destroyed, with its VM.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LivingKey {
+    /// Its id at the provider.
+    pub key_id: String,
+    /// The VM that it was made for.
+    pub vm: VmId,
+    /// That VM's name, while there is one.
+    pub vm_name: Option<String>,
+    /// It is to be destroyed as soon as the provider can be asked to.
+    pub unwanted: bool,
+}
+
+/// The keys of a provider that are not destroyed.
+pub async fn living(
+    from: &mut SqliteConnection,
+    provider: ProviderId,
+) -> Result<Vec<LivingKey>, StoreError> {
+    let rows: Vec<(String, String, Option<String>, bool)> = sqlx::query_as(
+        "SELECT k.key_id, k.vm_id, v.name, k.unwanted FROM keys k LEFT JOIN vms v ON v.id = k.vm_id
+         WHERE k.provider_id = ? AND k.destroyed = 0 ORDER BY k.key_id",
+    )
+    .bind(provider.to_string())
+    .fetch_all(from)
+    .await?;
+    rows.into_iter()
+        .map(|(key_id, vm, vm_name, unwanted)| {
+            Ok(LivingKey { key_id, vm: parse(&vm, "a VM's id")?, vm_name, unwanted })
+        })
+        .collect()
+}
+
+/// Whether a key of this id was ever made.
+pub async fn is_known(
+    from: &mut SqliteConnection,
+    provider: ProviderId,
+    key_id: &str,
+) -> Result<bool, StoreError> {
+    let found: i64 =
+        sqlx::query_scalar("SELECT COUNT(*) FROM keys WHERE provider_id = ? AND key_id = ?")
+            .bind(provider.to_string())
+            .bind(key_id)
+            .fetch_one(from)
+            .await?;
+    Ok(found > 0)
+}
+
+/// Notes that a key is to be destroyed; one that was never noted is noted so.
+pub async fn set_unwanted(
+    to: &mut SqliteConnection,
+    vm: VmId,
+    key: &KeyReference,
+) -> Result<(), StoreError> {
+    insert(to, vm, key).await?;
+    sqlx::query("UPDATE keys SET unwanted = 1 WHERE provider_id = ? AND key_id = ?")
+        .bind(key.provider.to_string())
+        .bind(&key.key_id)
+        .execute(to)
+        .await?;
     Ok(())
 }
 

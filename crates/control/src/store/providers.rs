@@ -130,7 +130,7 @@ pub async fn uses(
     provider: ProviderId,
 ) -> Result<(i64, i64), StoreError> {
     Ok(sqlx::query_as(
-        "SELECT (SELECT COUNT(*) FROM keys WHERE provider_id = ? AND destroyed = 0)
+        "SELECT (SELECT COUNT(*) FROM keys WHERE provider_id = ? AND destroyed = 0 AND unwanted = 0)
                   + (SELECT COUNT(*) FROM vms WHERE provider_id = ? AND key_id IS NULL),
                 (SELECT COUNT(*) FROM policies WHERE provider_id = ?)",
     )

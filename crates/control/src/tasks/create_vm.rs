@@ -10,7 +10,7 @@ use super::run::{Run, StepError, absent_is_fine, state_of};
 use crate::store::disks::{self, Disk};
 use crate::store::events::NewEvent;
 use crate::store::vms::{self, Vm};
-use crate::store::{datastores, keys};
+use crate::store::{datastores, key_requests, keys};
 
 /// The same task asks for the same key, however often.
 pub(super) async fn make_key(run: &Run<'_>) -> Result<(), StepError> {
@@ -23,11 +23,22 @@ pub(super) async fn make_key(run: &Run<'_>) -> Result<(), StepError> {
     drop(kek);
     let mut write = run.store().write().await?;
     keys::insert(&mut write, vm.id, &key).await?;
+    key_requests::delete(&mut write, provider, run.task.id.0).await?;
     vms::set_key(&mut write, vm.id, &key).await?;
     let detail = format!("key '{}' of provider {}", key.key_id, key.provider);
     let (kind, actor) = ("key.created", run.task.actor.as_str());
     write.event(NewEvent { kind, actor, target: &vm.name, detail: &detail }).await?;
     Ok(write.commit().await?)
+}
+
+/// Undoes [`make_key`], whether or not it is known what it did.
+pub(super) async fn unmake_key(run: &Run<'_>) -> Result<(), StepError> {
+    let Some(vm) = run.find_vm().await? else { return Ok(()) };
+    if vm.key.is_some() {
+        return super::delete_vm::destroy_key(run).await;
+    }
+    let Some(provider) = vm.provider else { return Ok(()) };
+    Ok(run.means.providers.get(provider)?.abandon(run.task.id.0).await?)
 }
 
 pub(super) async fn register(run: &Run<'_>) -> Result<(), StepError> {

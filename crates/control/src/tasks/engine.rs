@@ -31,6 +31,7 @@ use vmseal_api::transfer::Progress;
 use super::operation::{Operation, Step};
 use super::run::{Gauge, Means, Run, StepError};
 use crate::hosts::Hosts;
+use crate::metrics;
 use crate::providers::Providers;
 use crate::store::events::NewEvent;
 use crate::store::tasks::{self, Task};
@@ -372,6 +373,9 @@ impl Engine {
             _ => "task.failed",
         };
         self.save(task, Some(kind)).await;
+        let took = task.ended.map(|ended| ended.duration_since(task.created).unsigned_abs());
+        let outcome = kind.trim_start_matches("task.");
+        metrics::get().task(task.operation.kind(), outcome, took.unwrap_or_default());
     }
 
     /// Records how the task stands; an inventory that cannot be written is tried until it can, as going

@@ -204,7 +204,7 @@ impl Step {
     pub(super) async fn back(self, run: &Run<'_>, cause: &Problem) -> Result<(), StepError> {
         match self {
             Self::Reserve => create_vm::remove_rows(run).await,
-            Self::MakeKey => delete_vm::destroy_key(run).await,
+            Self::MakeKey => create_vm::unmake_key(run).await,
             Self::Register => delete_vm::forget(run).await,
             Self::CreateDisks => create_vm::delete_disks(run).await,
             Self::Finish => create_vm::unfinish(run).await,

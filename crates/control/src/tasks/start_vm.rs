@@ -30,8 +30,12 @@ pub(super) async fn prepare(run: &Run<'_>) -> Result<(), StepError> {
 /// A provider that gives no key makes the VM locked.
 fn locked(problem: Problem) -> Problem {
     match problem.code {
-        ErrorCode::WrongState | ErrorCode::NotFound | ErrorCode::KeyMismatch => {
-            Problem::new(ErrorCode::Locked, format!("the VM's key cannot be had: {problem}"))
+        ErrorCode::WrongState
+        | ErrorCode::NotFound
+        | ErrorCode::KeyMismatch
+        | ErrorCode::Locked => {
+            let detail = format!("the VM's key cannot be had: {problem}");
+            Problem { reason: problem.reason, ..Problem::new(ErrorCode::Locked, detail) }
         }
         _ => problem,
     }

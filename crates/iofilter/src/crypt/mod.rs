@@ -17,12 +17,14 @@ pub mod xts;
 
 use std::collections::VecDeque;
 use std::io;
+use std::sync::Arc;
 
 use vmseal_api::filter::Holes;
 use vmseal_secret::SecretBytes;
 
 use crate::chain::{Filter, Io, Limits};
 use crate::crypt::xts::{Direction, SECTOR, Xts, XtsError};
+use crate::figures::{CipherTime, CipherWork, Sampler};
 use crate::memory::{Cursor, Segment, Segments};
 use crate::pool::{Buffer, Pool};
 use crate::request::{IoError, Operation, RequestId};
@@ -59,6 +61,7 @@ pub struct Crypt {
     encrypt: Xts,
     decrypt: Xts,
     pool: Pool,
+    sampler: Sampler,
     /// Writes under way, by request.
     sealing: Vec<Option<Sealing>>,
     /// The buffers of children, by child.
@@ -70,16 +73,23 @@ pub struct Crypt {
 }
 
 impl Crypt {
-    /// A filter for one queue with the disk's key; `pool_bytes` bounds its buffers.
+    /// A filter for one queue with the disk's key; `pool_bytes` bounds its buffers, and `times` learns the
+    /// cipher's CPU time.
     ///
     /// # Errors
     /// [`CryptError`].
-    pub fn new(key: &SecretBytes, holes: Holes, pool_bytes: usize) -> Result<Self, CryptError> {
+    pub fn new(
+        key: &SecretBytes,
+        holes: Holes,
+        pool_bytes: usize,
+        times: Arc<CipherTime>,
+    ) -> Result<Self, CryptError> {
         Ok(Self {
             holes,
             encrypt: Xts::new(key.expose(), Direction::Encrypt)?,
             decrypt: Xts::new(key.expose(), Direction::Decrypt)?,
             pool: Pool::new(pool_bytes)?,
+            sampler: Sampler::new(times),
             sealing: Vec::new(),
             buffers: Vec::new(),
             waiting: VecDeque::new(),
@@ -108,6 +118,7 @@ impl Crypt {
             let bytes = left.min(buffer.len() as u64);
             let target = self.pool.segment(&buffer).part(0, bytes as usize);
             let at = offset + state.sealed;
+            let timed = self.sampler.begin();
             let sealed = if operation == Operation::Write {
                 seal(
                     &mut self.encrypt,
@@ -120,6 +131,7 @@ impl Crypt {
             } else {
                 seal_zeroes(&mut self.encrypt, at, target)
             };
+            self.sampler.end(timed, CipherWork::Encrypt);
             let child = match sealed {
                 Ok(()) => io.child(id, Operation::Write, at, bytes).ok_or(IoError::Overload),
                 Err(_) => Err(IoError::Cipher),
@@ -308,7 +320,9 @@ impl Filter for Crypt {
         let request = io.request(id);
         let (operation, mut result) = (request.operation, request.result);
         if operation == Operation::Read && result.is_ok() {
+            let timed = self.sampler.begin();
             result = self.open(id, io);
+            self.sampler.end(timed, CipherWork::Decrypt);
         }
         io.complete(id, result);
     }

@@ -12,6 +12,8 @@
 //! A long request goes through its buffers piece by piece, so that no client has more of our memory than
 //! others.
 
+use std::time::Instant;
+
 use crate::memory::Segments;
 use crate::nbd::wire::{BLOCK_MAX, Request, command, command_flag, error};
 use crate::pool::{Buffer, Pool};
@@ -103,6 +105,8 @@ pub struct Slot {
     pub done: u64,
     /// Whether a reply has begun that data is to follow.
     pub begun: bool,
+    /// When it was received.
+    pub began: Instant,
     /// What the client is told; 0 while all is well.
     pub error: u32,
     /// The memory of the piece that is under way.
@@ -119,6 +123,7 @@ impl Default for Slot {
             stage: Stage::Receiving,
             done: 0,
             begun: false,
+            began: Instant::now(),
             error: 0,
             memory: Segments::default(),
             buffers: Vec::new(),
@@ -130,6 +135,7 @@ impl Slot {
     /// Begins anew.
     pub fn begin(&mut self, request: Request, asked: Asked) {
         debug_assert!(self.buffers.is_empty());
+        self.began = Instant::now();
         let (operation, durable, error) = match asked {
             Asked::Io { operation, durable } => (operation, durable, 0),
             // What is refused with data behind it is read as a write.

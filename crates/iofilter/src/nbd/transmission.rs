@@ -462,6 +462,7 @@ impl<'a> Transmission<'a> {
             counters.failed();
         } else if state.left() == 0 {
             counters.succeeded(state.operation, u64::from(state.request.length));
+            counters.took(state.operation, state.began.elapsed());
         }
     }
 

@@ -138,6 +138,8 @@ struct Pending {
     head: u16,
     status: Segment,
     written: u32,
+    /// When it was taken from the ring, to the accuracy of a pass.
+    began: Instant,
     /// What the guest asked, when what is under way is the flush that follows it.
     flushed: Option<(Operation, u64)>,
 }
@@ -226,6 +228,8 @@ impl Worker {
     /// Takes what the guest has made available.
     fn take(&mut self) -> Result<usize, Broken> {
         let mut taken = 0;
+        // Read once, and only by a pass that takes something.
+        let mut began = None;
         while taken < BATCH {
             let Some(id) = self.chain.begin() else { break };
             let memory = &self.setup.memory;
@@ -243,7 +247,10 @@ impl Worker {
             };
             let head = chain.head_index();
             match self.parser.parse(chain, memory, self.chain.data_mut(id)) {
-                Ok(parsed) => self.begin(id, head, &parsed)?,
+                Ok(parsed) => {
+                    let began = *began.get_or_insert_with(Instant::now);
+                    self.begin(id, head, &parsed, began)?;
+                }
                 Err(error) => {
                     self.chain.cancel(id);
                     return Err(error.into());
@@ -254,12 +261,18 @@ impl Worker {
         Ok(taken)
     }
 
-    fn begin(&mut self, id: RequestId, head: u16, parsed: &Parsed) -> Result<(), Broken> {
+    fn begin(
+        &mut self,
+        id: RequestId,
+        head: u16,
+        parsed: &Parsed,
+        began: Instant,
+    ) -> Result<(), Broken> {
         let written = match parsed.asked {
             Asked::Io { operation: Operation::Read, .. } => parsed.writable + 1,
             _ => 1,
         };
-        let pending = Pending { head, status: parsed.status, written, flushed: None };
+        let pending = Pending { head, status: parsed.status, written, began, flushed: None };
         match parsed.asked {
             Asked::Io { operation, offset, length } => {
                 self.pending[id.index()] = Some(pending);
@@ -287,6 +300,7 @@ impl Worker {
 
     fn answer_all(&mut self) -> Result<usize, Broken> {
         let mut answered = 0;
+        let mut now = None;
         while let Some(done) = self.chain.next_done() {
             let index = usize::try_from(done.tag).unwrap_or(usize::MAX);
             let Some(pending) = self.pending.get_mut(index).and_then(Option::take) else {
@@ -295,7 +309,8 @@ impl Worker {
             if self.flush_instead(&done, pending) {
                 continue;
             }
-            let status = self.count(&done, &pending);
+            let now = *now.get_or_insert_with(Instant::now);
+            let status = self.count(&done, &pending, now);
             self.answer(pending, status)?;
             answered += 1;
         }
@@ -324,12 +339,13 @@ impl Worker {
         true
     }
 
-    fn count(&self, done: &Done, pending: &Pending) -> u8 {
+    fn count(&self, done: &Done, pending: &Pending, now: Instant) -> u8 {
         let counters = self.setup.state.counters(self.setup.index);
         match done.result {
             Ok(()) => {
                 let (operation, length) = pending.flushed.unwrap_or((done.operation, done.length));
                 counters.succeeded(operation, length);
+                counters.took(operation, now - pending.began);
                 VIRTIO_BLK_S_OK as u8
             }
             Err(error) => {

@@ -1,0 +1,266 @@
+//! Key providers that are key servers over KMIP: what the REST API shows of them and takes.
+
+use jiff::Timestamp;
+use serde::{Deserialize, Serialize};
+
+use crate::problem::Problem;
+use crate::request::SealedPassphrase;
+
+/// The most servers of one provider.
+pub const SERVERS_MAX: usize = 8;
+
+/// The longest PEM that is taken, in bytes: a chain or a few authorities.
+pub const PEM_MAX: usize = 64 * 1024;
+
+/// Why a key cannot be had, as the `reason` of a problem and of an alarm: stable, for programs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(rename_all = "kebab-case")]
+pub enum KeyFault {
+    /// The provider's passphrase has not been given since the server's start.
+    ProviderSealed,
+    /// Nobody has said which certificate of the KMS to trust.
+    NotTrusted,
+    /// The provider has no client certificate yet.
+    NoClientCertificate,
+    /// The KMS cannot be connected to, or ends the connection.
+    KmsUnreachable,
+    /// The KMS takes the connection and does not answer in time.
+    KmsTimeout,
+    /// The KMS answers something that is no KMIP.
+    KmsGarbage,
+    /// The KMS speaks no version of KMIP that vmseal does.
+    KmsVersion,
+    /// The KMS shows a certificate that is not trusted, or not for its name.
+    KmsUntrusted,
+    /// The certificate of the KMS has expired.
+    KmsCertificateExpired,
+    /// The certificate of the KMS is not valid yet.
+    KmsCertificateNotYetValid,
+    /// The KMS does not accept the client certificate.
+    ClientCertificateRefused,
+    /// The client certificate has expired.
+    ClientCertificateExpired,
+    /// The client certificate is not valid yet.
+    ClientCertificateNotYetValid,
+    /// The KMS knows this client and does not give it the key: it belongs to another identity.
+    KmsDenies,
+    /// The KMS refuses for another reason.
+    KmsRefuses,
+    /// The KMS has no such key.
+    KeyMissing,
+    /// The key was never activated.
+    KeyNotActive,
+    /// The key is Deactivated: it opens what there is and encrypts nothing new.
+    KeyDeactivated,
+    /// The key is Compromised: it opens what there is and encrypts nothing new.
+    KeyCompromised,
+    /// The key is destroyed.
+    KeyDestroyed,
+    /// The key of this id has other bytes than the one that the VM was encrypted with.
+    KeyMismatch,
+    /// The object is no AES-256 key that the KMS gives out.
+    KeyUnusable,
+}
+
+impl KeyFault {
+    /// Its name, as JSON has it.
+    #[must_use]
+    pub fn name(self) -> String {
+        serde_json::to_value(self)
+            .ok()
+            .and_then(|value| value.as_str().map(str::to_owned))
+            .unwrap_or_default()
+    }
+}
+
+/// What a KMIP provider is made of.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct KmipDetails {
+    /// Its servers, in the order in which they are asked.
+    pub servers: Vec<KmipServer>,
+    /// The certificate that is shown to them; none until there is one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub client: Option<Certificate>,
+}
+
+/// A server of a KMIP provider.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct KmipServer {
+    /// Its name within the provider.
+    pub alias: String,
+    /// A DNS name or an IP address.
+    pub host: String,
+    /// Its port.
+    pub port: u16,
+    /// Whose word is taken for its certificate; none until an operator has said so.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub trust: Option<KmipTrust>,
+    /// What came of the last attempt to use it; none until there was one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub seen: Option<KmipSeen>,
+}
+
+/// Whose word is taken for a server's certificate.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(tag = "kind", rename_all = "snake_case")]
+pub enum KmipTrust {
+    /// An operator's, for this very certificate.
+    Pinned {
+        /// The certificate.
+        certificate: Certificate,
+    },
+    /// Authorities'.
+    Authorities {
+        /// Their certificates.
+        certificates: Vec<Certificate>,
+    },
+}
+
+/// What came of the last attempt to use a server.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct KmipSeen {
+    /// When.
+    #[cfg_attr(feature = "openapi", schema(value_type = String, format = DateTime))]
+    pub at: Timestamp,
+    /// The version of KMIP that is spoken with it (`1.4`).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub version: Option<String>,
+    /// Its maker and product, in its own words.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub vendor: Option<String>,
+    /// What is wrong with it; none when it can be used.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub problem: Option<Problem>,
+}
+
+/// A certificate, for people.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct Certificate {
+    /// SHA-256 of its DER form (`AB:CD:…`).
+    pub fingerprint: String,
+    /// Whose it is.
+    pub subject: String,
+    /// Who signed it.
+    pub issuer: String,
+    /// Since when it is valid.
+    #[cfg_attr(feature = "openapi", schema(value_type = String, format = DateTime))]
+    pub not_before: Timestamp,
+    /// Until when it is valid.
+    #[cfg_attr(feature = "openapi", schema(value_type = String, format = DateTime))]
+    pub not_after: Timestamp,
+}
+
+/// The certificate that a server shows now. Nobody has vouched for it yet.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct KmipShown {
+    /// The certificate.
+    pub certificate: Certificate,
+    /// The DNS names and IP addresses that it is for.
+    pub names: Vec<String>,
+    /// Whether this provider trusts it as things stand.
+    pub trusted: bool,
+}
+
+/// What came of a test of a provider.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct ProviderTest {
+    /// One for each server, in their order.
+    pub servers: Vec<KmipTested>,
+}
+
+/// What came of a test of one server.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct KmipTested {
+    /// Its name within the provider.
+    pub alias: String,
+    /// What it is, or what is wrong with it.
+    pub seen: KmipSeen,
+    /// Whether a key was made, read and destroyed there.
+    pub key: bool,
+}
+
+/// A KMIP provider that is added: the servers of one key management system.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct AddKmip {
+    /// Its servers, in the order in which they are asked; they have to replicate their keys.
+    pub servers: Vec<AddKmipServer>,
+}
+
+/// A server of a KMIP provider that is added.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct AddKmipServer {
+    /// Its name within the provider.
+    pub alias: String,
+    /// A DNS name or an IP address; its certificate has to be for this one.
+    pub host: String,
+    /// Its port; KMIP's own is 5696.
+    pub port: u16,
+}
+
+/// Trusts a server: exactly one of the two.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct TrustServer {
+    /// The certificate with this SHA-256 fingerprint, if the server shows it now.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub fingerprint: Option<String>,
+    /// What these authorities (PEM) sign.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub authorities: Option<String>,
+}
+
+/// Whose name a client certificate or a request for one carries.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct ClientName {
+    /// The common name. Many KMSs take it for the client's identity: a renewal has to keep it.
+    pub common_name: String,
+}
+
+/// A certificate or a certificate request.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct Pem {
+    /// PEM.
+    pub pem: String,
+}
+
+/// Sets the client certificate: of the key that the provider has, or with another key.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct SetClientCertificate {
+    /// The certificate, with its chain (PEM).
+    pub certificate: String,
+    /// Its private key (PKCS #8 DER), sealed as a passphrase is; none for the key that is there.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub private_key: Option<SealedPassphrase>,
+    /// The provider's passphrase, which seals another key; none takes the server's credential.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub passphrase: Option<SealedPassphrase>,
+}
+
+/// Tests a provider.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct TestProvider {
+    /// Also make a key at each server, read it and destroy it.
+    #[serde(default)]
+    pub key: bool,
+}

@@ -1,0 +1,312 @@
+//! Key providers over KMIP: servers, trust, certificates, tests.
+
+use std::io::{IsTerminal, Read, Write};
+use std::path::Path;
+
+use anyhow::{Context, bail, ensure};
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
+use vmseal_api::client::ServerClient;
+use vmseal_api::kmip::{
+    AddKmip, AddKmipServer, ClientName, KmipDetails, KmipSeen, KmipShown, KmipTrust, PEM_MAX, Pem,
+    ProviderTest, SetClientCertificate, TestProvider, TrustServer,
+};
+use vmseal_api::model::Provider;
+use vmseal_secret::SecretBytes;
+use zeroize::Zeroizing;
+
+use super::provider::sealed;
+use crate::arguments::{Certificate, Kmip, Output};
+use crate::passphrase::{self, Prompt};
+use crate::print;
+
+/// The port that IANA gave KMIP.
+const KMIP_PORT: u16 = 5696;
+
+pub async fn run(server: &ServerClient, output: Output, verb: Kmip) -> anyhow::Result<()> {
+    match verb {
+        Kmip::Trust { name, kms, fingerprint, authority } => {
+            let authority = authority.as_deref().map(read_pem).transpose()?;
+            trust(server, output, &name, kms.as_deref(), fingerprint, authority).await
+        }
+        Kmip::Certificate(certificate) => set_certificate(server, output, certificate).await,
+        Kmip::Test { name, key } => test(server, output, &name, key).await,
+    }
+}
+
+/// The servers of a provider to be added, as they were typed; none for a native provider.
+pub fn servers(typed: &[String]) -> anyhow::Result<Option<AddKmip>> {
+    if typed.is_empty() {
+        return Ok(None);
+    }
+    let servers = typed.iter().map(|text| server_of(text)).collect::<anyhow::Result<_>>()?;
+    Ok(Some(AddKmip { servers }))
+}
+
+fn server_of(typed: &str) -> anyhow::Result<AddKmipServer> {
+    let wrong = || format!("'{typed}' is not ALIAS=HOST[:PORT]");
+    let (alias, address) = typed.split_once('=').with_context(wrong)?;
+    let bracketed = address.strip_prefix('[').and_then(|rest| rest.split_once(']'));
+    let (host, port) = match (bracketed, address.rsplit_once(':')) {
+        (Some((host, "")), _) => (host, None),
+        (Some((host, port)), _) => (host, Some(port.strip_prefix(':').with_context(wrong)?)),
+        // An IPv6 address without brackets has no port.
+        (None, Some((host, _))) if host.contains(':') => (address, None),
+        (None, Some((host, port))) => (host, Some(port)),
+        (None, None) => (address, None),
+    };
+    let port = match port {
+        Some(port) => port.parse().ok().filter(|port| *port > 0).with_context(wrong)?,
+        None => KMIP_PORT,
+    };
+    ensure!(!alias.is_empty() && !host.is_empty(), wrong());
+    Ok(AddKmipServer { alias: alias.to_owned(), host: host.to_owned(), port })
+}
+
+async fn trust(
+    server: &ServerClient,
+    output: Output,
+    name: &str,
+    only: Option<&str>,
+    fingerprint: Option<String>,
+    authority: Option<String>,
+) -> anyhow::Result<()> {
+    let provider: Provider = server.get(&format!("providers/{name}")).await?;
+    let details = provider.kmip.with_context(|| format!("'{name}' is no KMIP provider"))?;
+    let wanted: Vec<_> = details
+        .servers
+        .iter()
+        .map(|it| it.alias.as_str())
+        .filter(|alias| only.is_none_or(|only| only == *alias))
+        .collect();
+    ensure!(!wanted.is_empty(), "provider '{name}' has no server '{}'", only.unwrap_or_default());
+    for alias in wanted {
+        let path = format!("providers/{name}/servers/{alias}");
+        let request = match (&authority, &fingerprint) {
+            (Some(authority), _) => {
+                TrustServer { authorities: Some(authority.clone()), fingerprint: None }
+            }
+            (None, Some(known)) => {
+                TrustServer { fingerprint: Some(known.clone()), authorities: None }
+            }
+            (None, None) => {
+                let shown: KmipShown = server.get(&format!("{path}/certificate")).await?;
+                match confirmed(alias, &shown)? {
+                    Some(fingerprint) => {
+                        TrustServer { fingerprint: Some(fingerprint), authorities: None }
+                    }
+                    None => continue,
+                }
+            }
+        };
+        let _: Provider = server.post(&format!("{path}/trust"), &request).await?;
+    }
+    show(server, output, name).await
+}
+
+/// Asks whether a certificate is to be trusted; its fingerprint if so, nothing if it is already.
+fn confirmed(alias: &str, shown: &KmipShown) -> anyhow::Result<Option<String>> {
+    let certificate = &shown.certificate;
+    eprintln!("Server '{alias}' shows this certificate:");
+    for (head, text) in [
+        ("SHA-256", certificate.fingerprint.as_str()),
+        ("subject", &certificate.subject),
+        ("issuer", &certificate.issuer),
+        ("for", &shown.names.join(", ")),
+        ("valid from", &certificate.not_before.to_string()),
+        ("valid until", &certificate.not_after.to_string()),
+    ] {
+        eprintln!("  {head:<12} {text}");
+    }
+    if shown.trusted {
+        eprintln!("It is trusted.");
+        return Ok(None);
+    }
+    ensure!(
+        std::io::stdin().is_terminal(),
+        "nobody is there to compare it with what the KMS displays: give --fingerprint or --authority"
+    );
+    eprint!("Is it the one that the KMS displays? Trust it (yes/no): ");
+    std::io::stderr().flush()?;
+    let mut answer = String::new();
+    std::io::stdin().read_line(&mut answer)?;
+    if !matches!(answer.trim(), "y" | "yes") {
+        bail!("nothing was trusted");
+    }
+    Ok(Some(certificate.fingerprint.clone()))
+}
+
+async fn set_certificate(
+    server: &ServerClient,
+    output: Output,
+    asked: Certificate,
+) -> anyhow::Result<()> {
+    let path = format!("providers/{}", asked.name);
+    if let Some(file) = &asked.import {
+        let mut request = SetClientCertificate {
+            certificate: read_pem(file)?,
+            private_key: None,
+            passphrase: None,
+        };
+        if let Some(key) = &asked.key {
+            let key = read_key(key)?;
+            request.private_key = Some(sealed(server, &asked.name, &key).await?);
+            let what = "Passphrase of the provider";
+            let given = passphrase::obtain(&asked.passphrase, what, Prompt::Once)?;
+            request.passphrase = Some(sealed(server, &asked.name, &given).await?);
+        }
+        let provider: Provider = server.put(&format!("{path}/certificate"), &request).await?;
+        return print::one(output, &provider, &details(&provider));
+    }
+    let verb = if asked.csr { "certificate-request" } else { "self-signed-certificate" };
+    let request = ClientName { common_name: asked.common_name };
+    let made: Pem = server.post(&format!("{path}/{verb}"), &request).await?;
+    match output {
+        Output::Json | Output::Yaml => print::whole(output, &made),
+        Output::Table | Output::Csv => {
+            print::line(made.pem.trim_end());
+            Ok(())
+        }
+    }
+}
+
+async fn test(server: &ServerClient, output: Output, name: &str, key: bool) -> anyhow::Result<()> {
+    let path = format!("providers/{name}/test");
+    let tested: ProviderTest = server.post(&path, &TestProvider { key }).await?;
+    if matches!(output, Output::Json | Output::Yaml) {
+        print::whole(output, &tested)?;
+    } else {
+        for it in &tested.servers {
+            let key = if it.key { ", made, read and destroyed a key" } else { "" };
+            print::line(&format!("{}: {}{key}", it.alias, words(&it.seen)));
+        }
+    }
+    let bad = tested.servers.iter().filter(|it| it.seen.problem.is_some()).count();
+    ensure!(bad == 0, "{bad} of {} servers cannot be used", tested.servers.len());
+    Ok(())
+}
+
+fn words(seen: &KmipSeen) -> String {
+    match &seen.problem {
+        Some(problem) => problem.to_string(),
+        None => {
+            let vendor = seen.vendor.as_deref().map(|it| format!(", {it}")).unwrap_or_default();
+            format!("KMIP {}{vendor}", seen.version.as_deref().unwrap_or("?"))
+        }
+    }
+}
+
+async fn show(server: &ServerClient, output: Output, name: &str) -> anyhow::Result<()> {
+    let provider: Provider = server.get(&format!("providers/{name}")).await?;
+    print::one(output, &provider, &details(&provider))
+}
+
+/// What `provider show` says beyond the list's columns.
+pub fn details(provider: &Provider) -> Vec<(&'static str, String)> {
+    let mut lines = vec![("ID", provider.id.to_string())];
+    let Some(KmipDetails { servers, client }) = &provider.kmip else { return lines };
+    for server in servers {
+        let seen = server.seen.as_ref().map_or_else(|| "not tried yet".to_owned(), words);
+        lines.push((
+            "SERVER",
+            format!("{} at {} port {}: {seen}", server.alias, server.host, server.port),
+        ));
+        let trusted = match &server.trust {
+            None => "nothing (vmseal provider trust)".to_owned(),
+            Some(KmipTrust::Pinned { certificate }) => format!(
+                "the certificate {} of {}, valid until {}",
+                certificate.fingerprint, certificate.subject, certificate.not_after
+            ),
+            Some(KmipTrust::Authorities { certificates }) => {
+                let names: Vec<_> = certificates
+                    .iter()
+                    .map(|it| {
+                        format!("{} ({}, until {})", it.subject, it.fingerprint, it.not_after)
+                    })
+                    .collect();
+                format!("what is signed by {}", names.join(", "))
+            }
+        };
+        lines.push(("TRUSTED", format!("{}: {trusted}", server.alias)));
+    }
+    lines.push(match client {
+        None => ("CLIENT", "no certificate yet (vmseal provider certificate)".to_owned()),
+        Some(it) => (
+            "CLIENT",
+            format!(
+                "{}, signed by {}, SHA-256 {}, valid until {}",
+                it.subject, it.issuer, it.fingerprint, it.not_after
+            ),
+        ),
+    });
+    lines
+}
+
+fn read_pem(file: &Path) -> anyhow::Result<String> {
+    let mut text = String::new();
+    std::fs::File::open(file)
+        .and_then(|open| open.take(PEM_MAX as u64 + 1).read_to_string(&mut text))
+        .with_context(|| format!("cannot read {}", file.display()))?;
+    ensure!(text.len() <= PEM_MAX, "{} is larger than {PEM_MAX} bytes", file.display());
+    ensure!(
+        text.contains("-----BEGIN CERTIFICATE-----"),
+        "{} holds no certificate",
+        file.display()
+    );
+    Ok(text)
+}
+
+/// The private key in a PEM file, as DER.
+fn read_key(file: &Path) -> anyhow::Result<SecretBytes> {
+    let mut text = Zeroizing::new(String::with_capacity(PEM_MAX + 1));
+    std::fs::File::open(file)
+        .and_then(|open| open.take(PEM_MAX as u64).read_to_string(&mut text))
+        .with_context(|| format!("cannot read {}", file.display()))?;
+    key_of(&text).with_context(|| {
+        format!(
+            "{} holds no private key in PEM, PKCS #8, without a password (openssl pkcs8 -topk8 -nocrypt makes one)",
+            file.display()
+        )
+    })
+}
+
+fn key_of(pem: &str) -> Option<SecretBytes> {
+    let (_, rest) = pem.split_once("-----BEGIN PRIVATE KEY-----")?;
+    let (body, _) = rest.split_once("-----END PRIVATE KEY-----")?;
+    let mut base64 = Zeroizing::new(String::with_capacity(body.len()));
+    base64.extend(body.chars().filter(|c| !c.is_whitespace()));
+    let mut der = Zeroizing::new(STANDARD.decode(base64.as_bytes()).ok()?);
+    SecretBytes::from_wiped(&mut der).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn servers_are_read_as_people_write_them() {
+        let read = |text| server_of(text).map(|it| (it.alias, it.host, it.port)).ok();
+        let is = |alias: &str, host: &str, port| Some((alias.to_owned(), host.to_owned(), port));
+        assert_eq!(read("a=kms.example.org"), is("a", "kms.example.org", 5696));
+        assert_eq!(read("a=kms:1"), is("a", "kms", 1));
+        assert_eq!(read("a=[::1]"), is("a", "::1", 5696));
+        assert_eq!(read("a=[::1]:7"), is("a", "::1", 7));
+        assert_eq!(read("a=fd00::1"), is("a", "fd00::1", 5696));
+        for bad in ["kms", "=kms", "a=", "a=kms:", "a=kms:x", "a=kms:0", "a=kms:65536", "a=[::1]7"]
+        {
+            assert_eq!(read(bad), None, "{bad}");
+        }
+        assert!(servers(&[]).unwrap().is_none());
+    }
+
+    #[test]
+    fn only_a_plain_pkcs8_key_is_read() {
+        let pem = "-----BEGIN PRIVATE KEY-----\nAQID\nBA==\n-----END PRIVATE KEY-----\n";
+        assert_eq!(key_of(pem).unwrap().expose(), [1, 2, 3, 4]);
+        for bad in
+            ["", "-----BEGIN PRIVATE KEY-----\nAQID\n", &pem.replace("PRIVATE", "EC PRIVATE")]
+        {
+            assert!(key_of(bad).is_none(), "{bad}");
+        }
+    }
+}

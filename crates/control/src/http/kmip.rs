@@ -1,0 +1,124 @@
+//! What KMIP providers have and others do not: servers to trust, a client certificate, a test.
+
+use std::sync::Arc;
+
+use axum::Json;
+use axum::extract::{Path, State};
+use axum::http::StatusCode;
+use vmseal_api::kmip::{
+    ClientName, KmipShown, Pem, ProviderTest, SetClientCertificate, TestProvider, TrustServer,
+};
+use vmseal_api::model::Provider;
+use vmseal_api::problem::Problem;
+
+use super::App;
+use super::about::open_passphrase;
+use super::auth::User;
+use super::body::{self, Named};
+use super::problem::Refusal;
+use super::providers::{find, shown};
+
+/// Shows the certificate that a server shows now; nothing is trusted by that.
+#[utoipa::path(get, path = "/api/v1/providers/{provider}/servers/{server}/certificate", tag = "providers",
+    params(("provider" = String, Path, description = "Its name or id"),
+           ("server" = String, Path, description = "The server's alias")),
+    responses((status = 200, body = KmipShown), Refusal))]
+pub(super) async fn certificate(
+    State(app): State<Arc<App>>,
+    Path((name, alias)): Path<(String, String)>,
+) -> Result<Json<KmipShown>, Refusal> {
+    let provider = find(&app, &name).await?;
+    Ok(Json(app.providers.shown_certificate(&provider, &alias).await?))
+}
+
+/// Trusts a server: the certificate with a fingerprint, or what authorities sign.
+#[utoipa::path(post, path = "/api/v1/providers/{provider}/servers/{server}/trust", tag = "providers",
+    params(("provider" = String, Path, description = "Its name or id"),
+           ("server" = String, Path, description = "The server's alias")),
+    request_body = TrustServer, responses((status = 200, body = Provider), Refusal))]
+pub(super) async fn trust(
+    State(app): State<Arc<App>>,
+    Path((name, alias)): Path<(String, String)>,
+    User(actor): User,
+    body::Json(request): body::Json<TrustServer>,
+) -> Result<Json<Provider>, Refusal> {
+    let provider = find(&app, &name).await?;
+    match (request.fingerprint, request.authorities) {
+        (Some(fingerprint), None) => {
+            app.providers.trust_certificate(&provider, &alias, &fingerprint, &actor).await?;
+        }
+        (None, Some(authorities)) => {
+            app.providers.trust_authorities(&provider, &alias, authorities, &actor).await?;
+        }
+        _ => {
+            let detail = "either a fingerprint or authorities";
+            return Err(Problem::invalid("fingerprint", detail).into());
+        }
+    }
+    Ok(Json(shown(&app, provider)))
+}
+
+/// Makes a certificate request for the provider's client key, for somebody else to sign.
+#[utoipa::path(post, path = "/api/v1/providers/{provider}/certificate-request", tag = "providers",
+    params(("provider" = String, Path, description = "Its name or id")),
+    request_body = ClientName, responses((status = 200, body = Pem), Refusal))]
+pub(super) async fn request_certificate(
+    State(app): State<Arc<App>>,
+    Named(name): Named,
+    body::Json(request): body::Json<ClientName>,
+) -> Result<Json<Pem>, Refusal> {
+    let provider = find(&app, &name).await?;
+    let pem = app.providers.certificate_request(&provider, &request.common_name)?;
+    Ok(Json(Pem { pem }))
+}
+
+/// Makes a client certificate that nobody else signs, and uses it from now on.
+#[utoipa::path(post, path = "/api/v1/providers/{provider}/self-signed-certificate", tag = "providers",
+    params(("provider" = String, Path, description = "Its name or id")),
+    request_body = ClientName, responses((status = 200, body = Pem), Refusal))]
+pub(super) async fn self_sign(
+    State(app): State<Arc<App>>,
+    Named(name): Named,
+    User(actor): User,
+    body::Json(request): body::Json<ClientName>,
+) -> Result<Json<Pem>, Refusal> {
+    let provider = find(&app, &name).await?;
+    let pem = app.providers.self_sign(&provider, &request.common_name, &actor).await?;
+    Ok(Json(Pem { pem }))
+}
+
+/// Sets the client certificate: a signed one for the key that is there, or one with another key.
+#[utoipa::path(put, path = "/api/v1/providers/{provider}/certificate", tag = "providers",
+    params(("provider" = String, Path, description = "Its name or id")),
+    request_body = SetClientCertificate, responses((status = 200, body = Provider), Refusal))]
+pub(super) async fn set_certificate(
+    State(app): State<Arc<App>>,
+    Named(name): Named,
+    User(actor): User,
+    body::Json(request): body::Json<SetClientCertificate>,
+) -> Result<Json<Provider>, Refusal> {
+    let provider = find(&app, &name).await?;
+    let open = |sealed: &Option<_>, field| {
+        let sealed = sealed.as_ref();
+        sealed.map(|sealed| open_passphrase(&app, &provider.name, sealed, field)).transpose()
+    };
+    let key = open(&request.private_key, "private_key")?;
+    let passphrase = open(&request.passphrase, "passphrase")?;
+    let (providers, certificate) = (&app.providers, request.certificate);
+    providers.set_certificate(&provider, certificate, key, passphrase, &actor).await?;
+    Ok(Json(shown(&app, provider)))
+}
+
+/// Tries every server of a provider, with a key of its own where that is wanted.
+#[utoipa::path(post, path = "/api/v1/providers/{provider}/test", tag = "providers",
+    params(("provider" = String, Path, description = "Its name or id")),
+    request_body = TestProvider, responses((status = 200, body = ProviderTest), Refusal))]
+pub(super) async fn test(
+    State(app): State<Arc<App>>,
+    Named(name): Named,
+    body::Json(request): body::Json<TestProvider>,
+) -> Result<(StatusCode, Json<ProviderTest>), Refusal> {
+    let provider = find(&app, &name).await?;
+    let servers = app.providers.test(&provider, request.key).await?;
+    Ok((StatusCode::OK, Json(ProviderTest { servers })))
+}

@@ -1,0 +1,175 @@
+//! What the server measures, for Prometheus (OpenMetrics text).
+//!
+//! One registry for the process, as is usual: whoever does something worth counting counts it here. Labels
+//! are of bounded kinds only (routes, kinds of task, names of resources), never ids of requests or tasks.
+//! What is true now (hosts, VMs, alarms, room) is read when it is asked for: [`crate::http`].
+
+use std::sync::LazyLock;
+use std::time::{Duration, Instant};
+
+use prometheus_client::encoding::EncodeLabelSet;
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::histogram::Histogram;
+use prometheus_client::registry::{Registry, Unit};
+use vmseal_api::problem::Problem;
+
+/// The content type of an exposition.
+pub const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+
+/// Where the buckets of requests to server and provider end, in seconds: a read of the inventory takes
+/// milliseconds, a long poll up to a minute.
+const CALL_BUCKETS: [f64; 12] =
+    [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0, 25.0, 60.0];
+
+/// Where the buckets of tasks end, in seconds: a start takes a second or two, an import hours.
+const TASK_BUCKETS: [f64; 10] = [0.1, 0.5, 1.0, 2.5, 5.0, 15.0, 60.0, 300.0, 1800.0, 7200.0];
+
+/// A REST request.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Request {
+    method: String,
+    /// The route's pattern.
+    route: String,
+    status: u16,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Route {
+    method: String,
+    route: String,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Task {
+    kind: &'static str,
+    outcome: &'static str,
+}
+
+/// An operation of a key provider.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct KeyOperation {
+    provider: String,
+    operation: &'static str,
+    /// `done`, or the code of the problem.
+    outcome: String,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct KeyLatency {
+    provider: String,
+    operation: &'static str,
+}
+
+type Histograms<L> = Family<L, Histogram, fn() -> Histogram>;
+
+/// The families of this process.
+pub struct Metrics {
+    registry: Registry,
+    requests: Family<Request, Counter>,
+    request_seconds: Histograms<Route>,
+    tasks: Family<Task, Counter>,
+    task_seconds: Histograms<Task>,
+    key_operations: Family<KeyOperation, Counter>,
+    key_seconds: Histograms<KeyLatency>,
+}
+
+static METRICS: LazyLock<Metrics> = LazyLock::new(Metrics::new);
+
+/// The metrics of this process.
+#[must_use]
+pub fn get() -> &'static Metrics {
+    &METRICS
+}
+
+fn call_histogram() -> Histogram {
+    Histogram::new(CALL_BUCKETS)
+}
+
+fn task_histogram() -> Histogram {
+    Histogram::new(TASK_BUCKETS)
+}
+
+impl Metrics {
+    fn new() -> Self {
+        let mut this = Self {
+            registry: Registry::with_prefix("vmseal_server"),
+            requests: Family::default(),
+            request_seconds: Family::new_with_constructor(call_histogram),
+            tasks: Family::default(),
+            task_seconds: Family::new_with_constructor(task_histogram),
+            key_operations: Family::default(),
+            key_seconds: Family::new_with_constructor(call_histogram),
+        };
+        let to = &mut this.registry;
+        to.register("http_requests", "REST requests, by route and status", this.requests.clone());
+        to.register_with_unit(
+            "http_request_duration",
+            "How long REST requests took, long polls included",
+            Unit::Seconds,
+            this.request_seconds.clone(),
+        );
+        to.register("tasks", "Tasks that ended, by kind and outcome", this.tasks.clone());
+        to.register_with_unit(
+            "task_duration",
+            "How long tasks took, from being asked for to their end",
+            Unit::Seconds,
+            this.task_seconds.clone(),
+        );
+        to.register(
+            "key_operations",
+            "Operations of key providers, by outcome",
+            this.key_operations.clone(),
+        );
+        to.register_with_unit(
+            "key_operation_duration",
+            "How long operations of key providers took",
+            Unit::Seconds,
+            this.key_seconds.clone(),
+        );
+        this
+    }
+
+    /// Counts a REST request.
+    pub fn request(&self, method: &str, route: &str, status: u16, took: Duration) {
+        let (method, route) = (method.to_owned(), route.to_owned());
+        let labels = Route { method: method.clone(), route: route.clone() };
+        self.request_seconds.get_or_create(&labels).observe(took.as_secs_f64());
+        self.requests.get_or_create(&Request { method, route, status }).inc();
+    }
+
+    /// Counts a task that has ended.
+    pub fn task(&self, kind: &'static str, outcome: &'static str, took: Duration) {
+        let labels = Task { kind, outcome };
+        self.task_seconds.get_or_create(&labels).observe(took.as_secs_f64());
+        self.tasks.get_or_create(&labels).inc();
+    }
+
+    /// Counts an operation of a key provider that began at `began`, and passes its outcome on.
+    pub fn key_operation<T>(
+        &self,
+        provider: &str,
+        operation: &'static str,
+        began: Instant,
+        outcome: Result<T, Problem>,
+    ) -> Result<T, Problem> {
+        let provider = provider.to_owned();
+        let word = match &outcome {
+            Ok(_) => "done".to_owned(),
+            Err(problem) => crate::store::to_name(&problem.code),
+        };
+        let latency = KeyLatency { provider: provider.clone(), operation };
+        self.key_seconds.get_or_create(&latency).observe(began.elapsed().as_secs_f64());
+        let labels = KeyOperation { provider, operation, outcome: word };
+        self.key_operations.get_or_create(&labels).inc();
+        outcome
+    }
+
+    /// All of them as text, without the end mark.
+    ///
+    /// # Errors
+    /// The encoder's; ours have none.
+    pub fn encode(&self, to: &mut String) -> std::fmt::Result {
+        prometheus_client::encoding::text::encode_registry(to, &self.registry)
+    }
+}

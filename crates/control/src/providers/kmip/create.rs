@@ -1,0 +1,250 @@
+//! A key made once, whatever is lost on the way: KMIP's Create makes another key every time.
+//!
+//! ```text
+//!              note the request                 Create answered
+//!   nothing ────────────────────► asked ─────────────────────────► known ──► Active, read, checked
+//!                                   │ ▲ no answer, or a crash
+//!                                   ▼ │
+//!                            Locate by the request's id ── found ──► known
+//!                                   │
+//!                                   ├─ the server has none ──► asked again
+//!                                   └─ the server cannot tell ──► key.orphaned, asked again
+//! ```
+//!
+//! The request's id is sent as ApplicationSpecificInformation (namespace `vmseal`), which not every server
+//! has. What Locate finds is believed only of a server that finds nothing for an id that never was.
+
+use std::sync::Arc;
+
+use uuid::Uuid;
+use vmseal_api::host::KeyReference;
+use vmseal_api::id::VmId;
+use vmseal_api::kmip::KeyFault;
+use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_kmip::client::{Client, Error};
+use vmseal_kmip::operation::{ApplicationInformation, Create, KeyId, Locate, Text};
+use vmseal_kmip::{ResultReason, State};
+use vmseal_secret::SecretBytes;
+
+use super::{Answer, KmipProvider, Server, problem};
+use crate::store::events::NewEvent;
+use crate::store::key_requests::{self, KeyRequest};
+use crate::store::keys;
+
+/// Whose data the requests' ids are.
+const NAMESPACE: &str = "vmseal";
+
+/// What a server says of a key that may have been made.
+pub(super) enum Located {
+    /// It is there.
+    Found(KeyId),
+    /// There is none.
+    Nothing,
+    /// The server cannot tell it from others.
+    CannotTell,
+}
+
+impl KmipProvider {
+    pub(super) async fn create(
+        &self,
+        vm: VmId,
+        request: Uuid,
+    ) -> Result<(KeyReference, SecretBytes), Problem> {
+        let noted = key_requests::get(&mut *self.store.read().await?, self.id, request).await?;
+        let (server, id) = match noted {
+            None => self.make(vm, request).await?,
+            Some(noted) => self.make_again(noted).await?,
+        };
+        let kek = self.put_to_use(&server, &id).await?;
+        let key_id = id.as_str().to_owned();
+        if keys::is_known(&mut *self.store.read().await?, self.id, &key_id).await? {
+            let what = format!("was made a second time, by server '{}'", server.row.alias);
+            let fault = KeyFault::KeyMismatch;
+            return Err(self.wrong_key(ErrorCode::KeyMismatch, fault, &key_id, &what));
+        }
+        let check = self.check(vm, &key_id, &kek)?;
+        Ok((KeyReference { provider: self.id, key_id, check }, kek))
+    }
+
+    async fn note_request(&self, request: &KeyRequest) -> Result<(), Problem> {
+        let mut write = self.store.write().await?;
+        key_requests::put(&mut write, self.id, request).await?;
+        Ok(write.commit().await?)
+    }
+
+    async fn forget_request(&self, request: Uuid) -> Result<(), Problem> {
+        let mut write = self.store.write().await?;
+        key_requests::delete(&mut write, self.id, request).await?;
+        Ok(write.commit().await?)
+    }
+
+    /// Has the first server that answers make a key.
+    async fn make(&self, vm: VmId, request: Uuid) -> Result<(Arc<Server>, KeyId), Problem> {
+        let mut first = None;
+        for server in self.servers() {
+            let noted = KeyRequest {
+                request,
+                vm,
+                server: server.row.alias.clone(),
+                marked: true,
+                key_id: None,
+                abandoned: false,
+            };
+            // Asked first whether it is there: a question that changes nothing, so that what follows is
+            // rarely in doubt.
+            let ready =
+                self.ask_one(&server, |client: Arc<Client>| async move { client.discover().await });
+            match ready.await {
+                Ok(_) => {}
+                Err(Answer::None(problem)) => {
+                    first.get_or_insert(problem);
+                    continue;
+                }
+                Err(Answer::No(problem)) => return Err(problem),
+            }
+            self.note_request(&noted).await?;
+            match self.create_at(&server, noted).await {
+                Ok(id) => return Ok((server, id)),
+                Err(problem) => return Err(problem),
+            }
+        }
+        Err(first.unwrap_or_else(|| Problem::not_found("provider", &self.name)))
+    }
+
+    /// Has a server make a key; the request is noted. What is known of it is noted, too.
+    async fn create_at(&self, server: &Server, mut noted: KeyRequest) -> Result<KeyId, Problem> {
+        let client = server.client.as_ref().map_err(Clone::clone)?;
+        let created = client.create(Create { name: None, application: mark(noted.request) }).await;
+        let created = match created {
+            Err(error) if does_not_know_marks(&error) => {
+                noted.marked = false;
+                self.note_request(&noted).await?;
+                client.create(Create::default()).await
+            }
+            other => other,
+        };
+        match created {
+            Ok(id) => {
+                noted.key_id = Some(id.as_str().to_owned());
+                self.note_request(&noted).await?;
+                Ok(id)
+            }
+            Err(error @ Error::OutcomeUnknown { .. }) => Err(problem::of(&self.name, &error)),
+            Err(error) => {
+                // Certainly not made.
+                self.forget_request(noted.request).await?;
+                Err(problem::of(&self.name, &error))
+            }
+        }
+    }
+
+    /// Goes on with a request whose outcome is not known.
+    async fn make_again(&self, noted: KeyRequest) -> Result<(Arc<Server>, KeyId), Problem> {
+        let server = self.servers().into_iter().find(|server| server.row.alias == noted.server);
+        let Some(server) = server else {
+            self.tell_orphan(&noted, "which the provider does not have any more").await?;
+            return self.make(noted.vm, noted.request).await;
+        };
+        if let Some(id) = &noted.key_id {
+            return Ok((server, self.key_id(id)?));
+        }
+        match self.locate(&server, &noted).await? {
+            Located::Found(id) => {
+                let key_id = Some(id.as_str().to_owned());
+                self.note_request(&KeyRequest { key_id, ..noted }).await?;
+                Ok((server, id))
+            }
+            Located::Nothing => self.make(noted.vm, noted.request).await,
+            Located::CannotTell => {
+                self.tell_orphan(&noted, "which cannot find it by the request").await?;
+                self.make(noted.vm, noted.request).await
+            }
+        }
+    }
+
+    /// Looks for the key of a request.
+    pub(super) async fn locate(
+        &self,
+        server: &Server,
+        noted: &KeyRequest,
+    ) -> Result<Located, Problem> {
+        if !noted.marked {
+            return Ok(Located::CannotTell);
+        }
+        let find = |request| {
+            self.ask_one(server, move |client: Arc<Client>| async move {
+                let application = mark(request);
+                match client.locate(Locate { application, name: None }).await {
+                    Err(error) if does_not_know_marks(&error) => Ok(None),
+                    other => other.map(Some),
+                }
+            })
+        };
+        let Some(found) = find(noted.request).await? else { return Ok(Located::CannotTell) };
+        let [id] = found.as_slice() else {
+            return Ok(if found.is_empty() { Located::Nothing } else { Located::CannotTell });
+        };
+        // A server that ignores what it does not know finds something for every id.
+        match find(Uuid::new_v4()).await? {
+            Some(others) if others.is_empty() => Ok(Located::Found(id.clone())),
+            _ => Ok(Located::CannotTell),
+        }
+    }
+
+    /// Says that a server may have made a key which nobody will use.
+    pub(super) async fn tell_orphan(&self, noted: &KeyRequest, why: &str) -> Result<(), Problem> {
+        let detail = format!(
+            "a key for VM {} may have been made by server '{}', {why}: look there for an AES-256 key that no VM uses (request {})",
+            noted.vm, noted.server, noted.request
+        );
+        let mut write = self.store.write().await?;
+        key_requests::delete(&mut write, self.id, noted.request).await?;
+        let (kind, actor, target) = ("key.orphaned", crate::SELF, self.name.as_str());
+        write.event(NewEvent { kind, actor, target, detail: &detail }).await?;
+        Ok(write.commit().await?)
+    }
+
+    /// Activates a key if it has to be, and reads it.
+    async fn put_to_use(&self, server: &Server, id: &KeyId) -> Result<SecretBytes, Problem> {
+        let asked = self.ask_one(server, |client: Arc<Client>| {
+            let id = id.clone();
+            async move {
+                let mut state = client.key_state(&id).await?;
+                if state == State::PreActive {
+                    client.activate(&id).await?;
+                    state = client.key_state(&id).await?;
+                }
+                Ok((state, client.get_key(&id).await?))
+            }
+        });
+        let (state, kek) = asked.await?;
+        match problem::of_state(state) {
+            None => Ok(kek),
+            Some(fault) => {
+                let what = format!("is {state} at server '{}'", server.row.alias);
+                Err(self.wrong_key(ErrorCode::WrongState, fault, id.as_str(), &what))
+            }
+        }
+    }
+}
+
+fn mark(request: Uuid) -> Option<ApplicationInformation> {
+    let namespace = Text::new(NAMESPACE).ok()?;
+    Some(ApplicationInformation { namespace, data: Text::new(request.to_string()).ok()? })
+}
+
+/// Whether a refusal is that of a server which does not have ApplicationSpecificInformation, or not this
+/// namespace. Nothing was done then.
+fn does_not_know_marks(error: &Error) -> bool {
+    matches!(
+        error.refusal(),
+        Some(
+            ResultReason::InvalidField
+                | ResultReason::InvalidMessage
+                | ResultReason::FeatureNotSupported
+                | ResultReason::OperationNotSupported
+                | ResultReason::ApplicationNamespaceNotSupported
+                | ResultReason::GeneralFailure
+        )
+    )
+}

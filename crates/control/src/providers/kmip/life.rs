@@ -1,0 +1,477 @@
+//! KMIP providers through their life: added, trusted, given a certificate, tested.
+
+use std::sync::{Arc, PoisonError};
+
+use futures_util::future::join_all;
+use jiff::Timestamp;
+use rustls::pki_types::CertificateDer;
+use rustls::pki_types::pem::PemObject;
+use vmseal_api::id::{ProviderId, check_name};
+use vmseal_api::kmip::{
+    AddKmipServer, Certificate, KmipDetails, KmipSeen, KmipServer, KmipShown, KmipTested,
+    KmipTrust, PEM_MAX, SERVERS_MAX,
+};
+use vmseal_api::model::ProviderKind;
+use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_kmip::RevocationReason;
+use vmseal_kmip::client::{
+    Client, Endpoint, Fingerprint, NewKey, ShownCertificate, Trust, show_certificate,
+};
+use vmseal_secret::SecretBytes;
+use x509_parser::certificate::X509Certificate;
+use x509_parser::prelude::FromDer;
+
+use super::client_key::ClientKey;
+use super::{KmipProvider, Server, TIMEOUTS, Watched, problem};
+use crate::providers::Providers;
+use crate::store::events::NewEvent;
+use crate::store::providers::Provider;
+use crate::store::{kmip, providers};
+
+/// What a certificate (the first of a PEM) says of itself.
+pub(super) fn summary(pem: &str) -> Option<Certificate> {
+    of_der(&CertificateDer::from_pem_slice(pem.as_bytes()).ok()?)
+}
+
+fn of_der(der: &CertificateDer<'_>) -> Option<Certificate> {
+    let (_, parsed) = X509Certificate::from_der(der).ok()?;
+    let shown = |name: String| name.chars().filter(|c| !c.is_control()).take(200).collect();
+    Some(Certificate {
+        fingerprint: Fingerprint::of(der).to_string(),
+        subject: shown(parsed.subject().to_string()),
+        issuer: shown(parsed.issuer().to_string()),
+        not_before: Timestamp::from_second(parsed.validity().not_before.timestamp()).ok()?,
+        not_after: Timestamp::from_second(parsed.validity().not_after.timestamp()).ok()?,
+    })
+}
+
+fn shown_trust(trust: &kmip::Trust) -> Option<KmipTrust> {
+    match trust {
+        kmip::Trust::Pinned { certificate } => {
+            Some(KmipTrust::Pinned { certificate: summary(certificate)? })
+        }
+        kmip::Trust::Authorities { certificates } => {
+            let all = CertificateDer::pem_slice_iter(certificates.as_bytes());
+            let certificates = all.filter_map(|der| of_der(&der.ok()?)).collect();
+            Some(KmipTrust::Authorities { certificates })
+        }
+    }
+}
+
+fn check_servers(servers: &[AddKmipServer]) -> Result<(), Problem> {
+    if servers.is_empty() || servers.len() > SERVERS_MAX {
+        let detail = format!("a KMIP provider has 1 to {SERVERS_MAX} servers");
+        return Err(Problem::invalid("kmip.servers", detail));
+    }
+    for (index, server) in servers.iter().enumerate() {
+        let field = |name| format!("kmip.servers[{index}].{name}");
+        check_name(&server.alias)
+            .map_err(|error| Problem::invalid(field("alias"), error.to_string()))?;
+        Endpoint::new(server.host.clone(), server.port)
+            .map_err(|error| Problem::invalid(field("host"), error.to_string()))?;
+        if server.port == 0 {
+            return Err(Problem::invalid(field("port"), "must be 1 to 65535"));
+        }
+        if servers[..index].iter().any(|other| other.alias == server.alias) {
+            let detail = format!("'{}' is the alias of another server", server.alias);
+            return Err(Problem::invalid(field("alias"), detail));
+        }
+    }
+    Ok(())
+}
+
+fn check_pem(field: &str, pem: &str) -> Result<(), Problem> {
+    if pem.len() > PEM_MAX {
+        return Err(Problem::invalid(field, format!("at most {PEM_MAX} bytes are taken")));
+    }
+    Ok(())
+}
+
+impl Providers {
+    /// Adds a KMIP provider, with a new client key. The key's file is on disk before the inventory knows
+    /// of it.
+    ///
+    /// # Errors
+    /// `already-exists`; `invalid-request` for its servers, or without a passphrase.
+    pub async fn add_kmip(
+        &self,
+        name: &str,
+        servers: &[AddKmipServer],
+        passphrase: Option<SecretBytes>,
+        actor: &str,
+    ) -> Result<Provider, Problem> {
+        check_servers(servers)?;
+        let passphrase = self.passphrase_of_new(name, passphrase).await?;
+        let provider = Provider {
+            id: ProviderId::new(),
+            name: name.to_owned(),
+            kind: ProviderKind::Kmip,
+            default: false,
+            // What it makes is kept by the KMS.
+            verified: true,
+        };
+        let (id, directory) = (provider.id, self.directory_of(provider.id));
+        let made = self.derive(move || {
+            let key = ClientKey::generate()?;
+            Ok((key.write(&directory, id, &passphrase)?, key))
+        });
+        let (key_file, key) = made.await?;
+        let servers: Vec<_> = servers
+            .iter()
+            .map(|server| kmip::Server {
+                alias: server.alias.clone(),
+                host: server.host.clone(),
+                port: server.port,
+                trust: None,
+            })
+            .collect();
+        let mut write = self.store.write().await?;
+        providers::insert(&mut write, &provider).await?;
+        kmip::insert_servers(&mut write, id, &servers).await?;
+        let client = kmip::ClientRow { key_file, certificate: None };
+        kmip::set_client(&mut write, id, &client).await?;
+        let detail = format!("over KMIP, with {} servers and a new client key", servers.len());
+        let kind = "provider.added";
+        write.event(NewEvent { kind, actor, target: name, detail: &detail }).await?;
+        write.commit().await?;
+        let kmip = self.keep_kmip(&provider);
+        kmip.load(Some(key)).await?;
+        kmip.look_now();
+        Ok(provider)
+    }
+
+    /// Whether [`Providers::add_kmip`] would add it; nothing is written, no server is asked.
+    ///
+    /// # Errors
+    /// As [`Providers::add_kmip`].
+    pub async fn check_new_kmip(
+        &self,
+        name: &str,
+        servers: &[AddKmipServer],
+        passphrase: Option<SecretBytes>,
+    ) -> Result<(), Problem> {
+        check_servers(servers)?;
+        self.passphrase_of_new(name, passphrase).await.map(drop)
+    }
+
+    /// What a KMIP provider is made of; none for one of another kind.
+    #[must_use]
+    pub fn kmip_details(&self, provider: &Provider) -> Option<KmipDetails> {
+        self.kmip(provider.id).ok().map(|kmip| kmip.details())
+    }
+
+    /// The certificate that a server shows now.
+    ///
+    /// # Errors
+    /// `not-found`; the KMS's.
+    pub async fn shown_certificate(
+        &self,
+        provider: &Provider,
+        alias: &str,
+    ) -> Result<KmipShown, Problem> {
+        let kmip = self.kmip(provider.id)?;
+        let server = kmip.server(alias)?;
+        let shown = kmip.look(&server).await?;
+        let trusted = match server.row.trust.as_ref() {
+            None => false,
+            Some(kmip::Trust::Pinned { certificate }) => {
+                Trust::pinned(certificate).is_ok_and(|trust| match trust {
+                    Trust::Pinned(pinned) => pinned == shown.certificate,
+                    Trust::Authorities(_) => false,
+                })
+            }
+            Some(kmip::Trust::Authorities { .. }) => {
+                kmip.probe(&server).await;
+                server.fault().is_none()
+            }
+        };
+        Ok(KmipShown { certificate: kmip.readable(&shown)?, names: shown.names, trusted })
+    }
+
+    /// Trusts the certificate with this fingerprint, if the server shows it now.
+    ///
+    /// # Errors
+    /// `not-found`; `key-mismatch` when it shows another one; the KMS's.
+    pub async fn trust_certificate(
+        &self,
+        provider: &Provider,
+        alias: &str,
+        fingerprint: &str,
+        actor: &str,
+    ) -> Result<(), Problem> {
+        let kmip = self.kmip(provider.id)?;
+        let server = kmip.server(alias)?;
+        let shown = kmip.look(&server).await?;
+        let bare = |text: &str| text.replace([':', ' '], "").to_ascii_uppercase();
+        if bare(fingerprint) != bare(&shown.fingerprint.to_string()) {
+            let detail = format!(
+                "server '{alias}' shows the certificate {}, not {fingerprint}: nothing was trusted",
+                shown.fingerprint
+            );
+            return Err(Problem::new(ErrorCode::KeyMismatch, detail));
+        }
+        let certificate = pem(&shown.certificate);
+        let detail = format!("server '{alias}': the certificate {}", shown.fingerprint);
+        self.trust(provider, alias, kmip::Trust::Pinned { certificate }, &detail, actor).await
+    }
+
+    /// Trusts what these authorities sign.
+    ///
+    /// # Errors
+    /// `not-found`; `invalid-request` when there is no certificate in `authorities`.
+    pub async fn trust_authorities(
+        &self,
+        provider: &Provider,
+        alias: &str,
+        authorities: String,
+        actor: &str,
+    ) -> Result<(), Problem> {
+        check_pem("authorities", &authorities)?;
+        Trust::authorities(&authorities)
+            .map_err(|error| Problem::invalid("authorities", error.to_string()))?;
+        self.kmip(provider.id)?.server(alias)?;
+        let trust = kmip::Trust::Authorities { certificates: authorities };
+        let detail = match shown_trust(&trust) {
+            Some(KmipTrust::Authorities { certificates }) => {
+                let names: Vec<_> = certificates.iter().map(|it| it.subject.as_str()).collect();
+                format!("server '{alias}': what is signed by {}", names.join(", "))
+            }
+            _ => format!("server '{alias}'"),
+        };
+        self.trust(provider, alias, trust, &detail, actor).await
+    }
+
+    async fn trust(
+        &self,
+        provider: &Provider,
+        alias: &str,
+        trust: kmip::Trust,
+        detail: &str,
+        actor: &str,
+    ) -> Result<(), Problem> {
+        let mut write = self.store.write().await?;
+        kmip::set_trust(&mut write, provider.id, alias, &trust).await?;
+        let (kind, target) = ("provider.trusted", provider.name.as_str());
+        write.event(NewEvent { kind, actor, target, detail }).await?;
+        write.commit().await?;
+        self.refreshed(provider, None).await
+    }
+
+    /// A request for a certificate of the provider's client key.
+    ///
+    /// # Errors
+    /// `wrong-state` while the provider is sealed; `invalid-request` for the name.
+    pub fn certificate_request(
+        &self,
+        provider: &Provider,
+        common_name: &str,
+    ) -> Result<String, Problem> {
+        self.kmip(provider.id)?.key()?.request(common_name)
+    }
+
+    /// Makes a certificate that nobody else signs, and uses it from now on.
+    ///
+    /// # Errors
+    /// As [`Providers::certificate_request`].
+    pub async fn self_sign(
+        &self,
+        provider: &Provider,
+        common_name: &str,
+        actor: &str,
+    ) -> Result<String, Problem> {
+        let certificate = self.kmip(provider.id)?.key()?.self_signed(common_name)?;
+        self.set_certificate(provider, certificate.clone(), None, None, actor).await?;
+        Ok(certificate)
+    }
+
+    /// Sets the client certificate: of the key that is there, or with another one, which the passphrase
+    /// seals.
+    ///
+    /// # Errors
+    /// `wrong-state` while the provider is sealed; `invalid-request` when certificate and key do not
+    /// belong together; `key-mismatch` for a wrong passphrase.
+    pub async fn set_certificate(
+        &self,
+        provider: &Provider,
+        certificate: String,
+        key: Option<SecretBytes>,
+        passphrase: Option<SecretBytes>,
+        actor: &str,
+    ) -> Result<(), Problem> {
+        check_pem("certificate", &certificate)?;
+        let kmip = self.kmip(provider.id)?;
+        let present = kmip.key()?;
+        let row = kmip::client(&mut *self.store.read().await?, provider.id).await?;
+        let before = row.ok_or_else(|| Problem::not_found("client key of", &provider.name))?;
+        let (key, key_file) = match key {
+            None => {
+                present.identity(&certificate)?;
+                (None, before.key_file.clone())
+            }
+            Some(key) => {
+                let key = ClientKey::given(key)?;
+                key.identity(&certificate)?;
+                let passphrase = self.passphrase_for(&provider.name, passphrase)?;
+                let (id, name) = (provider.id, provider.name.clone());
+                let directory = self.directory_of(id);
+                let old = directory.join(&before.key_file);
+                let written = self.derive(move || {
+                    // The passphrase opens what is there: one passphrase for a provider.
+                    ClientKey::read(&old, id, &name, &passphrase)?;
+                    Ok((key.write(&directory, id, &passphrase)?, key))
+                });
+                let (file, key) = written.await?;
+                (Some(key), file)
+            }
+        };
+        let fingerprint = summary(&certificate).map(|it| it.fingerprint).unwrap_or_default();
+        let mut write = self.store.write().await?;
+        let client = kmip::ClientRow { key_file, certificate: Some(certificate) };
+        kmip::set_client(&mut write, provider.id, &client).await?;
+        let (kind, target) = ("provider.certificate-set", provider.name.as_str());
+        let detail = format!("the client certificate {fingerprint}");
+        write.event(NewEvent { kind, actor, target, detail: &detail }).await?;
+        write.commit().await?;
+        if client.key_file != before.key_file {
+            // It is sealed, and nothing refers to it any more.
+            let _ = std::fs::remove_file(self.directory_of(provider.id).join(before.key_file));
+        }
+        self.refreshed(provider, key).await
+    }
+
+    /// Has a provider work with what the inventory has now, and looks at its servers, so that whoever
+    /// asks next sees how they answer.
+    async fn refreshed(&self, provider: &Provider, key: Option<ClientKey>) -> Result<(), Problem> {
+        let kmip = self.kmip(provider.id)?;
+        kmip.load(key).await?;
+        let servers = kmip.servers();
+        join_all(servers.iter().map(|server| kmip.probe(server))).await;
+        kmip.look_now();
+        // Whatever waited for this.
+        self.unlocked.send_modify(|count| *count += 1);
+        Ok(())
+    }
+
+    /// Opens the client key of a provider.
+    pub(in crate::providers) async fn unlock_kmip(
+        &self,
+        provider: &Provider,
+        passphrase: SecretBytes,
+    ) -> Result<(), Problem> {
+        let kmip = self.kmip(provider.id)?;
+        let row = kmip::client(&mut *self.store.read().await?, provider.id).await?;
+        let row = row.ok_or_else(|| Problem::not_found("client key of", &provider.name))?;
+        let (id, name) = (provider.id, provider.name.clone());
+        let path = self.directory_of(id).join(row.key_file);
+        let key = self.derive(move || ClientKey::read(&path, id, &name, &passphrase)).await?;
+        kmip.load(Some(key)).await?;
+        kmip.look_now();
+        Ok(())
+    }
+
+    /// Begins to watch a provider of the inventory; it is sealed, and knows its setup after
+    /// [`KmipProvider::load`].
+    pub(in crate::providers) fn keep_kmip(&self, provider: &Provider) -> Arc<KmipProvider> {
+        let kmip = KmipProvider::new(
+            provider.id,
+            provider.name.clone(),
+            Arc::clone(&self.store),
+            self.unlocked.clone(),
+        );
+        let watched = Watched::new(kmip);
+        let kmip = Arc::clone(&watched.provider);
+        self.insert(provider.id, crate::providers::Open::Kmip(watched));
+        kmip
+    }
+
+    /// Tries every server, with a key where that is wanted.
+    ///
+    /// # Errors
+    /// `unsupported` for a provider of another kind.
+    pub async fn test(
+        &self,
+        provider: &Provider,
+        with_key: bool,
+    ) -> Result<Vec<KmipTested>, Problem> {
+        let kmip = self.kmip(provider.id)?;
+        let servers = kmip.servers();
+        let tests = servers.iter().map(|server| kmip.test(server, with_key));
+        Ok(join_all(tests).await)
+    }
+}
+
+fn pem(der: &CertificateDer<'_>) -> String {
+    use base64::Engine;
+    let text = base64::engine::general_purpose::STANDARD.encode(der);
+    let mut pem = String::from("-----BEGIN CERTIFICATE-----\n");
+    for line in text.as_bytes().chunks(64) {
+        pem.push_str(&String::from_utf8_lossy(line));
+        pem.push('\n');
+    }
+    pem + "-----END CERTIFICATE-----\n"
+}
+
+impl KmipProvider {
+    fn details(&self) -> KmipDetails {
+        let setup = self.setup.read().unwrap_or_else(PoisonError::into_inner);
+        let servers = setup.servers.iter().map(|server| KmipServer {
+            alias: server.row.alias.clone(),
+            host: server.row.host.clone(),
+            port: server.row.port,
+            trust: server.row.trust.as_ref().and_then(shown_trust),
+            seen: server.seen(),
+        });
+        let client = setup.certificate.as_deref().and_then(summary);
+        KmipDetails { servers: servers.collect(), client }
+    }
+
+    fn server(&self, alias: &str) -> Result<Arc<Server>, Problem> {
+        let found = self.servers().into_iter().find(|server| server.row.alias == alias);
+        found.ok_or_else(|| {
+            Problem::not_found(&format!("server of provider '{}',", self.name), alias)
+        })
+    }
+
+    /// The certificate that a server shows; nothing is trusted.
+    async fn look(&self, server: &Server) -> Result<ShownCertificate, Problem> {
+        let endpoint = Endpoint::new(server.row.host.clone(), server.row.port)
+            .map_err(|error| Problem::invalid("host", error.to_string()))?;
+        let shown = show_certificate(&endpoint, &TIMEOUTS).await;
+        shown.map_err(|error| problem::of(&self.name, &error))
+    }
+
+    fn readable(&self, shown: &ShownCertificate) -> Result<Certificate, Problem> {
+        of_der(&shown.certificate).ok_or_else(|| {
+            let detail = "the server shows a certificate whose validity cannot be read";
+            Problem::new(ErrorCode::Damaged, detail)
+        })
+    }
+
+    async fn test(&self, server: &Server, with_key: bool) -> KmipTested {
+        self.probe(server).await;
+        let mut seen = match (server.seen(), &server.client) {
+            (Some(seen), Ok(_)) => seen,
+            (_, client) => KmipSeen {
+                at: Timestamp::now(),
+                version: None,
+                vendor: None,
+                problem: client.as_ref().err().cloned(),
+            },
+        };
+        let mut key = false;
+        if with_key && seen.problem.is_none() {
+            let tried = self.ask_one(server, |client: Arc<Client>| async move {
+                let made = client.create_key(NewKey::default()).await?.id;
+                let read = client.get_key(&made).await.map(drop);
+                client.revoke(&made, RevocationReason::CessationOfOperation).await?;
+                client.destroy(&made).await?;
+                read
+            });
+            match tried.await {
+                Ok(()) => key = true,
+                Err(answer) => seen.problem = Some(answer.into()),
+            }
+        }
+        KmipTested { alias: server.row.alias.clone(), seen, key }
+    }
+}

@@ -1,0 +1,179 @@
+//! What goes wrong at a KMS, as problems of the API: what happened, and what to do about it.
+
+use vmseal_api::kmip::KeyFault;
+use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_kmip::client::{Error, OwnCertificate, Step, TlsProblem};
+use vmseal_kmip::{ResultReason, State};
+
+/// An error of a server of the provider `name`.
+pub(super) fn of(name: &str, error: &Error) -> Problem {
+    let (code, fault) = match error {
+        Error::Request(_) | Error::Memory(_) => return crate::internal(error),
+        // Whatever it was: whether the server did it is open, and asking again will tell.
+        Error::OutcomeUnknown { source, .. } => (ErrorCode::Unreachable, kind(source).1),
+        error => kind(error),
+    };
+    new(name, code, fault, &error.to_string())
+}
+
+/// A problem of the provider `name` with its remedy.
+pub(super) fn new(name: &str, code: ErrorCode, fault: KeyFault, what: &str) -> Problem {
+    let detail = format!("key provider '{name}': {what}. {}", remedy(fault, name));
+    Problem::new(code, detail).because(fault)
+}
+
+fn kind(error: &Error) -> (ErrorCode, KeyFault) {
+    match error {
+        Error::NotResolved { .. } | Error::ConnectionRefused { .. } | Error::Unreachable { .. } => {
+            (ErrorCode::Unreachable, KeyFault::KmsUnreachable)
+        }
+        Error::ConnectionLost { .. } => (ErrorCode::Unreachable, KeyFault::KmsUnreachable),
+        Error::TimedOut { step: Step::Wait | Step::Resolve | Step::Connect, .. } => {
+            (ErrorCode::TimedOut, KeyFault::KmsUnreachable)
+        }
+        Error::TimedOut { .. } => (ErrorCode::TimedOut, KeyFault::KmsTimeout),
+        Error::Tls { problem, .. } => tls(problem),
+        Error::Violation { .. } => (ErrorCode::Damaged, KeyFault::KmsGarbage),
+        Error::VersionNotSupported { .. } => (ErrorCode::Unsupported, KeyFault::KmsVersion),
+        Error::UnusableKey { .. } => (ErrorCode::KeyMismatch, KeyFault::KeyUnusable),
+        Error::Refused { refusal, .. } => match refusal.reason {
+            ResultReason::ItemNotFound => (ErrorCode::NotFound, KeyFault::KeyMissing),
+            ResultReason::PermissionDenied => (ErrorCode::Forbidden, KeyFault::KmsDenies),
+            ResultReason::AuthenticationNotSuccessful => {
+                (ErrorCode::Forbidden, KeyFault::ClientCertificateRefused)
+            }
+            _ => (ErrorCode::WrongState, KeyFault::KmsRefuses),
+        },
+        Error::OutcomeUnknown { source, .. } | Error::NotActivated { source, .. } => kind(source),
+        Error::Request(_) | Error::Memory(_) => (ErrorCode::Internal, KeyFault::KmsRefuses),
+    }
+}
+
+fn tls(problem: &TlsProblem) -> (ErrorCode, KeyFault) {
+    let fault = match problem {
+        TlsProblem::UntrustedIssuer
+        | TlsProblem::OtherCertificate
+        | TlsProblem::WrongName
+        | TlsProblem::BadCertificate(_) => KeyFault::KmsUntrusted,
+        TlsProblem::Expired => KeyFault::KmsCertificateExpired,
+        TlsProblem::NotYetValid => KeyFault::KmsCertificateNotYetValid,
+        TlsProblem::ClientCertificateRefused { own, .. } | TlsProblem::HandshakeEnded { own } => {
+            match own {
+                OwnCertificate::Valid => KeyFault::ClientCertificateRefused,
+                OwnCertificate::Expired => KeyFault::ClientCertificateExpired,
+                OwnCertificate::NotYetValid => KeyFault::ClientCertificateNotYetValid,
+            }
+        }
+        TlsProblem::NothingInCommon(_) | TlsProblem::NotTls(_) | TlsProblem::Other(_) => {
+            KeyFault::KmsGarbage
+        }
+    };
+    (ErrorCode::WrongState, fault)
+}
+
+/// Whether another server of the provider may do better: this one said nothing that counts.
+pub(super) fn is_silence(error: &Error) -> bool {
+    match error {
+        Error::NotResolved { .. }
+        | Error::ConnectionRefused { .. }
+        | Error::Unreachable { .. }
+        | Error::Tls { .. }
+        | Error::TimedOut { .. }
+        | Error::ConnectionLost { .. }
+        | Error::Violation { .. }
+        | Error::VersionNotSupported { .. } => true,
+        // This client is not let in at all, which is TLS's business at other servers.
+        Error::Refused { refusal, .. } => {
+            refusal.reason == ResultReason::AuthenticationNotSuccessful
+        }
+        _ => false,
+    }
+}
+
+/// What a key's state keeps it from; none when there is nothing.
+pub(super) fn of_state(state: State) -> Option<KeyFault> {
+    match state {
+        State::Active => None,
+        State::Deactivated => Some(KeyFault::KeyDeactivated),
+        State::Compromised => Some(KeyFault::KeyCompromised),
+        State::Destroyed | State::DestroyedCompromised => Some(KeyFault::KeyDestroyed),
+        State::PreActive | State::Other(_) => Some(KeyFault::KeyNotActive),
+    }
+}
+
+/// What an operator does about it.
+fn remedy(fault: KeyFault, name: &str) -> String {
+    match fault {
+        KeyFault::ProviderSealed => format!("Unlock it (vmseal provider unlock {name})"),
+        KeyFault::NotTrusted => {
+            format!("Look at the certificate of the KMS and trust it (vmseal provider trust {name})")
+        }
+        KeyFault::NoClientCertificate => format!(
+            "Make one, and have the KMS accept it (vmseal provider certificate {name} --self-signed or --csr)"
+        ),
+        KeyFault::KmsUnreachable => format!(
+            "See that the KMS runs and can be reached from this server (vmseal provider show {name}); it is tried again"
+        ),
+        KeyFault::KmsTimeout => {
+            "See that the KMS is not overloaded and answers other clients; it is tried again".to_owned()
+        }
+        KeyFault::KmsGarbage => {
+            "See that it is the KMIP port of a KMS, with TLS and no proxy in between; it is tried again".to_owned()
+        }
+        KeyFault::KmsVersion => "Allow one of KMIP 1.0 to 1.4 at the KMS".to_owned(),
+        KeyFault::KmsUntrusted => format!(
+            "If the KMS has a new certificate, compare it and trust it (vmseal provider trust {name}); if not, somebody may be in between"
+        ),
+        KeyFault::KmsCertificateExpired => format!(
+            "Renew the certificate of the KMS, then trust it (vmseal provider trust {name})"
+        ),
+        KeyFault::KmsCertificateNotYetValid => {
+            "Compare the clocks of the KMS and of this server".to_owned()
+        }
+        KeyFault::ClientCertificateRefused => format!(
+            "Have the KMS accept the client certificate that `vmseal provider show {name}` shows, for a client that may make and read keys"
+        ),
+        KeyFault::ClientCertificateExpired => format!(
+            "Renew it with the same name (vmseal provider certificate {name} --csr, or --self-signed), and have the KMS accept it"
+        ),
+        KeyFault::ClientCertificateNotYetValid => {
+            "Compare the clocks of this server and of whoever signed the certificate".to_owned()
+        }
+        KeyFault::KmsDenies => {
+            "The key belongs to another client: was the client certificate renewed under another name? Use the old name, or have the KMS give this client the key".to_owned()
+        }
+        KeyFault::KmsRefuses => "See the log of the KMS".to_owned(),
+        KeyFault::KeyMissing => {
+            "It was destroyed, or never was at this KMS: restore it from a backup of the KMS; without it the VM's data is lost".to_owned()
+        }
+        KeyFault::KeyNotActive => "Activate it at the KMS".to_owned(),
+        KeyFault::KeyDeactivated | KeyFault::KeyCompromised => {
+            "It opens what there is and encrypts nothing new: copy what the VM holds into one with another key before the KMS destroys this one".to_owned()
+        }
+        KeyFault::KeyDestroyed => {
+            "Restore it from a backup of the KMS; without it the VM's data is lost".to_owned()
+        }
+        KeyFault::KeyMismatch => {
+            "Two key servers that do not replicate give different keys for one id: see that the servers of this provider are those that the VM was made with".to_owned()
+        }
+        KeyFault::KeyUnusable => {
+            "See at the KMS that it is an AES-256 key that may be given out unwrapped".to_owned()
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_state_has_its_meaning() {
+        assert_eq!(of_state(State::Active), None);
+        assert_eq!(of_state(State::PreActive), Some(KeyFault::KeyNotActive));
+        assert_eq!(of_state(State::Deactivated), Some(KeyFault::KeyDeactivated));
+        assert_eq!(of_state(State::Compromised), Some(KeyFault::KeyCompromised));
+        assert_eq!(of_state(State::Destroyed), Some(KeyFault::KeyDestroyed));
+        assert_eq!(of_state(State::DestroyedCompromised), Some(KeyFault::KeyDestroyed));
+        assert_eq!(of_state(State::Other(99)), Some(KeyFault::KeyNotActive));
+    }
+}

@@ -1,0 +1,501 @@
+//! A KMIP provider against a real KMS (PyKMIP), and against one that does wrong on purpose.
+
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
+
+use vmseal_api::kmip::AddKmipServer;
+use vmseal_kmip::operation::{ApplicationInformation, Create, Locate, Text};
+use vmseal_kmip::testing::{
+    Asked, Authority, Issued, PyKmip, Reaction, ScriptedServer, Validity, self_signed,
+};
+use vmseal_kmip::ttlv::{Encoder, Tag};
+use vmseal_kmip::{OperationCode, ResultReason, RevocationReason, State};
+
+use super::*;
+use crate::providers::Providers;
+use crate::store::key_requests::KeyRequest;
+use crate::store::providers::Provider;
+use crate::store::{alarms, events};
+
+/// How long anything may take in a test.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+fn secret(text: &str) -> SecretBytes {
+    SecretBytes::from_wiped(&mut text.as_bytes().to_vec()).unwrap()
+}
+
+fn at(alias: &str, endpoint: &Endpoint) -> AddKmipServer {
+    let (host, port) = (endpoint.host().to_owned(), endpoint.port());
+    AddKmipServer { alias: alias.to_owned(), host, port }
+}
+
+struct Here {
+    directory: tempfile::TempDir,
+    store: Arc<Store>,
+    providers: Providers,
+}
+
+impl Here {
+    async fn new() -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let store = Arc::new(Store::open(&directory.path().join("db")).await.unwrap());
+        let providers = Providers::open(Arc::clone(&store), directory.path(), None).await.unwrap();
+        Self { directory, store, providers }
+    }
+
+    /// A provider of these servers that shows `client` and trusts `authority`.
+    async fn add(
+        &self,
+        servers: &[AddKmipServer],
+        authority: &Authority,
+        client: &Issued,
+    ) -> (Provider, Arc<dyn KeyProvider>) {
+        let name = format!("kms{}", self.names());
+        let added = self.providers.add_kmip(&name, servers, Some(secret("pass")), "me");
+        let provider = added.await.unwrap();
+        assert_eq!(self.providers.status(&provider), ProviderStatus::NeedsTrust);
+        for server in servers {
+            let authorities = authority.certificate().to_owned();
+            let trusted =
+                self.providers.trust_authorities(&provider, &server.alias, authorities, "me");
+            trusted.await.unwrap();
+        }
+        assert_eq!(self.providers.status(&provider), ProviderStatus::NeedsCertificate);
+        let (certificate, key) = (client.certificate.clone(), Some(client.private_key()));
+        let pass = Some(secret("pass"));
+        self.providers.set_certificate(&provider, certificate, key, pass, "me").await.unwrap();
+        let keys = self.providers.get(provider.id).unwrap();
+        (provider, keys)
+    }
+
+    fn names(&self) -> usize {
+        std::fs::read_dir(self.directory.path().join("providers")).map_or(0, Iterator::count)
+    }
+
+    async fn note(&self, vm: VmId, key: &KeyReference) {
+        let mut write = self.store.write().await.unwrap();
+        keys::insert(&mut write, vm, key).await.unwrap();
+        write.commit().await.unwrap();
+    }
+
+    async fn events(&self, kind: &str) -> Vec<String> {
+        let mut read = self.store.read().await.unwrap();
+        let all = events::after(&mut read, 0, 1000, &Default::default()).await.unwrap();
+        all.into_iter().filter(|event| event.kind == kind).map(|event| event.detail).collect()
+    }
+
+    async fn alarms(&self) -> Vec<(String, Option<KeyFault>)> {
+        let standing = alarms::list(&mut self.store.read().await.unwrap()).await.unwrap();
+        standing.into_iter().map(|alarm| (alarm.code, alarm.reason)).collect()
+    }
+
+    async fn eventually(&self, what: &str, test: impl AsyncFn(&Self) -> bool) {
+        let begun = Instant::now();
+        while !test(self).await {
+            let alarms = self.alarms().await;
+            assert!(begun.elapsed() < PATIENCE, "not so after {PATIENCE:?}: {what}; {alarms:?}");
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    }
+}
+
+fn reference(provider: &Provider, key_id: &str) -> KeyReference {
+    let (provider, key_id) = (provider.id, key_id.to_owned());
+    KeyReference { provider, key_id, check: "00".repeat(16) }
+}
+
+/// A client of the test's own, of the same identity.
+fn client(server: &PyKmip, authority: &Authority, identity: &Issued) -> Client {
+    Client::new(Settings::new(server.endpoint(), authority.trust(), identity.identity())).unwrap()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_key_is_made_once_given_checked_and_destroyed() {
+    let authority = Authority::new("kms");
+    let server = PyKmip::start(&authority);
+    let identity = authority.client("vmseal", Validity::Now);
+    let here = Here::new().await;
+    let (provider, kms) = here.add(&[at("one", &server.endpoint())], &authority, &identity).await;
+    assert_eq!(here.providers.status(&provider), ProviderStatus::Normal);
+    let tested = here.providers.test(&provider, true).await.unwrap();
+    assert!(tested[0].key && tested[0].seen.version.as_deref() == Some("1.4"), "{tested:?}");
+
+    let (vm, request) = (VmId::new(), Uuid::from_u128(7));
+    let (key, kek) = kms.create_key(vm, request).await.unwrap();
+    // The same request, as long as the key is not in the inventory.
+    assert_eq!(kms.create_key(vm, request).await.unwrap().0, key);
+    here.note(vm, &key).await;
+    let given = kms.get_key(vm, &key).await.unwrap();
+    assert!(given.kek == kek && given.fault.is_none());
+    let (other, _) = kms.create_key(vm, Uuid::from_u128(8)).await.unwrap();
+    assert_ne!(other.key_id, key.key_id);
+    // The check value binds the key to its VM, too.
+    let wrong = kms.get_key(VmId::new(), &key).await.unwrap_err();
+    assert_eq!(wrong.reason, Some(KeyFault::KeyMismatch));
+
+    let own = client(&server, &authority, &identity);
+    let id = KeyId::new(key.key_id.clone()).unwrap();
+    for (reason, fault) in [
+        (RevocationReason::CessationOfOperation, KeyFault::KeyDeactivated),
+        (RevocationReason::KeyCompromise, KeyFault::KeyCompromised),
+    ] {
+        own.revoke(&id, reason).await.unwrap();
+        let given = kms.get_key(vm, &key).await.unwrap();
+        assert!(given.kek == kek, "it opens what there is");
+        assert_eq!(given.fault, Some(fault));
+    }
+    kms.destroy_key(vm, "web", &key).await.unwrap();
+    assert_eq!(here.events("key.destroyed").await.len(), 1);
+    let gone = own.key_state(&id).await.unwrap_err();
+    assert_eq!(gone.refusal(), Some(ResultReason::ItemNotFound));
+    let destroyed = kms.get_key(vm, &key).await.unwrap_err();
+    assert_eq!(destroyed.reason, Some(KeyFault::KeyDestroyed));
+    kms.destroy_key(vm, "web", &key).await.unwrap();
+    assert_eq!(here.events("key.destroyed").await.len(), 1, "destroyed twice");
+
+    // After a restart it is sealed, and its passphrase brings its key and its servers back.
+    let again =
+        Providers::open(Arc::clone(&here.store), here.directory.path(), None).await.unwrap();
+    assert_eq!(again.status(&provider), ProviderStatus::Sealed);
+    let sealed = again.get(provider.id).unwrap().get_key(vm, &other).await.unwrap_err();
+    assert_eq!(sealed.reason, Some(KeyFault::ProviderSealed));
+    let wrong = again.unlock(&provider, secret("wrong"), "me").await.unwrap_err();
+    assert_eq!(wrong.code, ErrorCode::KeyMismatch);
+    again.unlock(&provider, secret("pass"), "me").await.unwrap();
+    again.get(provider.id).unwrap().get_key(vm, &other).await.unwrap();
+}
+
+/// Every way in which a key cannot be had, with its name.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn whatever_keeps_a_key_away_is_named() {
+    use KeyFault as Fault;
+    let (authority, stranger) = (Authority::new("kms"), Authority::new("stranger"));
+    let names = &["127.0.0.1"];
+    let server = PyKmip::start(&authority);
+    let expired = PyKmip::start_with(&authority.server(names, Validity::Expired), &authority);
+    let early = PyKmip::start_with(&authority.server(names, Validity::NotYet), &authority);
+    let elsewhere =
+        PyKmip::start_with(&authority.server(&["kms.example"], Validity::Now), &authority);
+    let frozen = PyKmip::start(&authority);
+    let mut dead = PyKmip::start(&authority);
+    dead.kill();
+    let certificate = authority.server(names, Validity::Now);
+    let garbage =
+        ScriptedServer::start(&certificate, None, |_| Reaction::SendAndHang(vec![0x17; 64]));
+    let half = ScriptedServer::start(&certificate, None, |asked: &Asked| {
+        let whole = asked.done(|payload| payload.text(Tag::UNIQUE_IDENTIFIER, "1"));
+        Reaction::SendAndHang(whole[..whole.len() / 2].to_vec())
+    });
+    let closing = ScriptedServer::start(&certificate, None, |_| Reaction::SendAndClose(Vec::new()));
+    let destroyed = ScriptedServer::start(&certificate, None, |asked: &Asked| {
+        Reaction::Send(asked.done(|payload| state(payload, 5)))
+    });
+    let refusing = ScriptedServer::start(&certificate, None, |asked: &Asked| {
+        asked.refused(ResultReason::GeneralFailure)
+    });
+
+    let good = authority.client("vmseal", Validity::Now);
+    let owner = client(&server, &authority, &authority.client("owner", Validity::Now));
+    let owned = owner.create(Create::default()).await.unwrap();
+    let own = client(&server, &authority, &good);
+    let not_active = own.create(Create::default()).await.unwrap();
+    let other_bytes = own.create(Create::default()).await.unwrap();
+    own.activate(&other_bytes).await.unwrap();
+
+    let old = authority.client("vmseal", Validity::Expired);
+    let young = authority.client("vmseal", Validity::NotYet);
+    let foreign = stranger.client("vmseal", Validity::Now);
+    let here = Here::new().await;
+    let live = server.endpoint();
+    let cases: [(&str, &Endpoint, &Authority, &Issued, &str, Fault); 17] = [
+        ("not running", &dead.endpoint(), &authority, &good, "1", Fault::KmsUnreachable),
+        ("wrong authority", &live, &stranger, &good, "1", Fault::KmsUntrusted),
+        ("another name", &elsewhere.endpoint(), &authority, &good, "1", Fault::KmsUntrusted),
+        ("expired", &expired.endpoint(), &authority, &good, "1", Fault::KmsCertificateExpired),
+        ("early", &early.endpoint(), &authority, &good, "1", Fault::KmsCertificateNotYetValid),
+        ("foreign client", &live, &authority, &foreign, "1", Fault::ClientCertificateRefused),
+        ("old client", &live, &authority, &old, "1", Fault::ClientCertificateExpired),
+        ("young client", &live, &authority, &young, "1", Fault::ClientCertificateNotYetValid),
+        ("another's key", &live, &authority, &good, owned.as_str(), Fault::KmsDenies),
+        ("missing", &live, &authority, &good, "999999", Fault::KeyMissing),
+        ("not active", &live, &authority, &good, not_active.as_str(), Fault::KeyNotActive),
+        ("other bytes", &live, &authority, &good, other_bytes.as_str(), Fault::KeyMismatch),
+        ("destroyed", &destroyed.endpoint(), &authority, &good, "1", Fault::KeyDestroyed),
+        ("garbage", &garbage.endpoint(), &authority, &good, "1", Fault::KmsGarbage),
+        ("hanging in the middle", &half.endpoint(), &authority, &good, "1", Fault::KmsTimeout),
+        ("closing", &closing.endpoint(), &authority, &good, "1", Fault::KmsUnreachable),
+        ("refusing", &refusing.endpoint(), &authority, &good, "1", Fault::KmsRefuses),
+    ];
+    for (what, endpoint, trusted, identity, key_id, fault) in cases {
+        let (provider, kms) = here.add(&[at("one", endpoint)], trusted, identity).await;
+        let vm = VmId::new();
+        let problem = kms.get_key(vm, &reference(&provider, key_id)).await.unwrap_err();
+        assert_eq!(problem.reason, Some(fault), "{what}: {problem}");
+        assert!(problem.detail.contains(&provider.name), "{what}: {problem}");
+        // And as an alarm, where the KMS is at fault and not one key.
+        if kms.known_fault().is_some() {
+            assert_eq!(here.providers.status(&provider), ProviderStatus::Failing, "{what}");
+            let wanted = ("provider-failing".to_owned(), Some(fault));
+            here.eventually(what, async |here| here.alarms().await.contains(&wanted)).await;
+        }
+        here.providers.remove(&provider, "me").await.unwrap();
+        assert_eq!(here.alarms().await, [], "{what}");
+    }
+    frozen.freeze();
+    let (_, kms) = here.add(&[at("one", &frozen.endpoint())], &authority, &good).await;
+    let begun = Instant::now();
+    let key =
+        KeyReference { provider: ProviderId::new(), key_id: "1".into(), check: String::new() };
+    let problem = kms.get_key(VmId::new(), &key).await.unwrap_err();
+    assert_eq!(problem.reason, Some(Fault::KmsTimeout), "{problem}");
+    assert!(begun.elapsed() < Duration::from_secs(10), "it hung");
+}
+
+fn state(payload: &mut Encoder, number: u32) {
+    payload.text(Tag::UNIQUE_IDENTIFIER, "1");
+    payload.structure(Tag::ATTRIBUTE, |attribute| {
+        attribute.text(Tag::ATTRIBUTE_NAME, "State");
+        attribute.enumeration(Tag::ATTRIBUTE_VALUE, number);
+    });
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_kms_that_is_away_is_an_alarm_and_what_was_put_off_is_done_when_it_is_back() {
+    let authority = Authority::new("kms");
+    let mut server = PyKmip::start(&authority);
+    let identity = authority.client("vmseal", Validity::Now);
+    let here = Here::new().await;
+    let (provider, kms) = here.add(&[at("one", &server.endpoint())], &authority, &identity).await;
+    let vm = VmId::new();
+    let (key, _) = kms.create_key(vm, Uuid::from_u128(1)).await.unwrap();
+    here.note(vm, &key).await;
+    let (abandoned, _) = kms.create_key(vm, Uuid::from_u128(2)).await.unwrap();
+    let in_use = here.providers.remove(&provider, "me").await.unwrap_err();
+    assert_eq!(in_use.code, ErrorCode::InUse);
+
+    server.kill();
+    let mut usable = here.providers.unlocks();
+    usable.mark_unchanged();
+    assert!(kms.get_key(vm, &key).await.is_err());
+    let failing = ("provider-failing".to_owned(), Some(KeyFault::KmsUnreachable));
+    here.eventually("an alarm", async |here| here.alarms().await.contains(&failing)).await;
+    // A VM can go while its KMS is away.
+    kms.destroy_key(vm, "web", &key).await.unwrap();
+    kms.abandon(Uuid::from_u128(2)).await.unwrap();
+    assert_eq!(here.events("key.destruction-pending").await.len(), 1);
+    assert_eq!(here.events("key.destroyed").await.len(), 0);
+
+    server.restart();
+    here.eventually("no alarm", async |here| here.alarms().await.is_empty()).await;
+    assert!(usable.has_changed().unwrap(), "nobody was told");
+    here.eventually("both are destroyed", async |here| {
+        here.events("key.destroyed").await.len() == 2
+    })
+    .await;
+    let own = client(&server, &authority, &identity);
+    for id in [key.key_id, abandoned.key_id] {
+        let gone = own.key_state(&KeyId::new(id).unwrap()).await.unwrap_err();
+        assert_eq!(gone.refusal(), Some(ResultReason::ItemNotFound));
+    }
+    here.providers.remove(&provider, "me").await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_key_of_a_request_without_an_answer_is_found_again() {
+    let authority = Authority::new("kms");
+    let server = PyKmip::start(&authority);
+    let identity = authority.client("vmseal", Validity::Now);
+    let here = Here::new().await;
+    let (provider, kms) = here.add(&[at("one", &server.endpoint())], &authority, &identity).await;
+    let own = client(&server, &authority, &identity);
+    let (vm, request) = (VmId::new(), Uuid::from_u128(3));
+    let noted = KeyRequest {
+        request,
+        vm,
+        server: "one".to_owned(),
+        marked: true,
+        key_id: None,
+        abandoned: false,
+    };
+    let put = async || {
+        let mut write = here.store.write().await.unwrap();
+        key_requests::put(&mut write, provider.id, &noted).await.unwrap();
+        write.commit().await.unwrap();
+    };
+    // The server ended between the note and the question: there is nothing to be found.
+    put().await;
+    let (first, _) = kms.create_key(vm, request).await.unwrap();
+    // It ended between the question and the note of its answer: the key is there.
+    put().await;
+    assert_eq!(kms.create_key(vm, request).await.unwrap().0, first);
+    assert_eq!(own.locate(Locate::default()).await.unwrap().len(), 1, "a second key was made");
+    // It ended before it was activated.
+    let text = |text: &str| Text::new(text).unwrap();
+    let data = text(&Uuid::from_u128(4).to_string());
+    let application = Some(ApplicationInformation { namespace: text("vmseal"), data });
+    let made = own.create(Create { name: None, application }).await.unwrap();
+    let mut write = here.store.write().await.unwrap();
+    let again = KeyRequest { request: Uuid::from_u128(4), ..noted.clone() };
+    key_requests::put(&mut write, provider.id, &again).await.unwrap();
+    write.commit().await.unwrap();
+    let (found, _) = kms.create_key(vm, Uuid::from_u128(4)).await.unwrap();
+    assert_eq!(found.key_id, made.as_str());
+    assert_eq!(own.key_state(&made).await.unwrap(), State::Active);
+    assert!(here.events("key.orphaned").await.is_empty());
+}
+
+/// A KMS in memory whose ways a test chooses.
+fn scripted(
+    authority: &Authority,
+    locate: impl Fn() -> Vec<&'static str> + Send + Sync + 'static,
+    takes_marks: bool,
+    loses_first_create: bool,
+) -> (ScriptedServer, Arc<Mutex<Vec<OperationCode>>>) {
+    let asked_for = Arc::new(Mutex::new(Vec::new()));
+    let log = Arc::clone(&asked_for);
+    let certificate = authority.server(&["127.0.0.1"], Validity::Now);
+    let server = ScriptedServer::start(&certificate, None, move |asked: &Asked| {
+        let mut log = log.lock().unwrap();
+        log.push(asked.operation);
+        let creates = log.iter().filter(|code| **code == OperationCode::Create).count();
+        drop(log);
+        let id = |payload: &mut Encoder| payload.text(Tag::UNIQUE_IDENTIFIER, "1");
+        match asked.operation {
+            OperationCode::Create if creates == 1 && !takes_marks => {
+                asked.refused(ResultReason::InvalidField)
+            }
+            OperationCode::Create if creates == 1 && loses_first_create => {
+                Reaction::SendAndClose(Vec::new())
+            }
+            OperationCode::Locate => Reaction::Send(asked.done(|payload| {
+                for id in locate() {
+                    payload.text(Tag::UNIQUE_IDENTIFIER, id);
+                }
+            })),
+            OperationCode::GetAttributes => Reaction::Send(asked.done(|payload| state(payload, 2))),
+            OperationCode::Get => Reaction::Send(asked.done(|payload| {
+                payload.enumeration(Tag::OBJECT_TYPE, 2);
+                payload.text(Tag::UNIQUE_IDENTIFIER, "1");
+                payload.structure(Tag::SYMMETRIC_KEY, |key| {
+                    key.structure(Tag::KEY_BLOCK, |block| {
+                        block.enumeration(Tag::KEY_FORMAT_TYPE, 1);
+                        block.structure(Tag::KEY_VALUE, |value| {
+                            value.bytes(Tag::KEY_MATERIAL, &[7; 32]);
+                        });
+                    });
+                });
+            })),
+            _ => Reaction::Send(asked.done(id)),
+        }
+    });
+    (server, asked_for)
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_a_kms_that_cannot_tell_may_have_made_is_reported_and_never_guessed() {
+    let authority = Authority::new("kms");
+    let identity = authority.client("vmseal", Validity::Now);
+    let count = |log: &Mutex<Vec<OperationCode>>, code| {
+        log.lock().unwrap().iter().filter(|asked| **asked == code).count()
+    };
+    // It finds something for every id, as one does that ignores what it does not know.
+    let (server, log) = scripted(&authority, || vec!["9"], true, true);
+    let here = Here::new().await;
+    let (_, kms) = here.add(&[at("one", &server.endpoint())], &authority, &identity).await;
+    let (vm, request) = (VmId::new(), Uuid::from_u128(1));
+    let lost = kms.create_key(vm, request).await.unwrap_err();
+    assert_eq!(lost.code, ErrorCode::Unreachable, "a task tries it again: {lost}");
+    let (key, _) = kms.create_key(vm, request).await.unwrap();
+    assert_eq!(key.key_id, "1", "a foreign key was taken for its own");
+    assert_eq!((count(&log, OperationCode::Create), count(&log, OperationCode::Locate)), (2, 2));
+    let orphans = here.events("key.orphaned").await;
+    assert!(orphans.len() == 1 && orphans[0].contains(&request.to_string()), "{orphans:?}");
+
+    // It says that it does not have the attribute: nothing was made, and the key goes without.
+    let (server, log) = scripted(&authority, Vec::new, false, false);
+    let (_, kms) = here.add(&[at("one", &server.endpoint())], &authority, &identity).await;
+    kms.create_key(vm, Uuid::from_u128(2)).await.unwrap();
+    assert_eq!((count(&log, OperationCode::Create), count(&log, OperationCode::Locate)), (2, 0));
+    assert_eq!(here.events("key.orphaned").await.len(), 1);
+
+    // It made nothing, and says so.
+    let (server, log) = scripted(&authority, Vec::new, true, true);
+    let (provider, kms) = here.add(&[at("one", &server.endpoint())], &authority, &identity).await;
+    assert!(kms.create_key(vm, Uuid::from_u128(3)).await.is_err());
+    let (key, _) = kms.create_key(vm, Uuid::from_u128(3)).await.unwrap();
+    assert_eq!((count(&log, OperationCode::Create), count(&log, OperationCode::Locate)), (2, 1));
+    assert_eq!(here.events("key.orphaned").await.len(), 1);
+    // The id of a key that the inventory has already: a server that does not replicate.
+    here.note(vm, &key).await;
+    let twice = kms.create_key(VmId::new(), Uuid::from_u128(4)).await.unwrap_err();
+    assert_eq!(twice.reason, Some(KeyFault::KeyMismatch), "{}: {twice}", provider.name);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_first_server_that_answers_serves_and_one_that_does_not_replicate_is_noticed() {
+    let authority = Authority::new("kms");
+    let identity = authority.client("vmseal", Validity::Now);
+    let (mut one, two) = (PyKmip::start(&authority), PyKmip::start(&authority));
+    let here = Here::new().await;
+    let servers = [at("one", &one.endpoint()), at("two", &two.endpoint())];
+    let (provider, kms) = here.add(&servers, &authority, &identity).await;
+    let vm = VmId::new();
+    let (key, _) = kms.create_key(vm, Uuid::from_u128(1)).await.unwrap();
+    kms.get_key(vm, &key).await.unwrap();
+    // Both give their first key the same id.
+    let own = client(&two, &authority, &identity);
+    let same = own.create(Create::default()).await.unwrap();
+    assert_eq!(same.as_str(), key.key_id);
+    own.activate(&same).await.unwrap();
+    one.kill();
+    let wrong = kms.get_key(vm, &key).await.unwrap_err();
+    assert_eq!(wrong.reason, Some(KeyFault::KeyMismatch), "{wrong}");
+    assert!(wrong.detail.contains("server 'two'"), "{wrong}");
+    let degraded = ("provider-degraded".to_owned(), Some(KeyFault::KmsUnreachable));
+    here.eventually("an alarm", async |here| here.alarms().await.contains(&degraded)).await;
+    assert_eq!(here.providers.status(&provider), ProviderStatus::Normal);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn trust_is_in_the_certificate_that_an_operator_saw() {
+    let clients = Authority::new("clients");
+    let certificate = self_signed(&["kms.example"], Validity::Now);
+    let server = PyKmip::start_with(&certificate, &clients);
+    let here = Here::new().await;
+    let servers = [at("one", &server.endpoint())];
+    let added = here.providers.add_kmip("kms", &servers, Some(secret("pass")), "me");
+    let provider = added.await.unwrap();
+    let shown = here.providers.shown_certificate(&provider, "one").await.unwrap();
+    assert!(!shown.trusted && shown.names == ["kms.example"], "{shown:?}");
+    let fingerprint = shown.certificate.fingerprint;
+    let other = fingerprint.replace(['0', '1', '2', '3'], "4");
+    let refused =
+        here.providers.trust_certificate(&provider, "one", &other, "me").await.unwrap_err();
+    assert_eq!(refused.code, ErrorCode::KeyMismatch);
+    assert_eq!(here.providers.status(&provider), ProviderStatus::NeedsTrust);
+    let bare = fingerprint.replace(':', "").to_lowercase();
+    here.providers.trust_certificate(&provider, "one", &bare, "me").await.unwrap();
+    assert!(here.providers.shown_certificate(&provider, "one").await.unwrap().trusted);
+    // A certificate of our own making, which this server's authority has not signed.
+    let pem = here.providers.self_sign(&provider, "vmseal", "me").await.unwrap();
+    let details = here.providers.kmip_details(&provider).unwrap();
+    assert_eq!(details.client.unwrap().subject, "CN=vmseal");
+    assert!(pem.contains("BEGIN CERTIFICATE"));
+    assert_eq!(here.providers.status(&provider), ProviderStatus::Failing);
+    // Another key's certificate is refused, and nothing is changed by it.
+    let foreign = clients.client("vmseal", Validity::Now);
+    let set = |certificate, key, pass| {
+        here.providers.set_certificate(&provider, certificate, key, pass, "me")
+    };
+    let refused = set(foreign.certificate.clone(), None, None).await.unwrap_err();
+    assert_eq!(refused.field.as_deref(), Some("certificate"));
+    let key = || Some(foreign.private_key());
+    let wrong = set(foreign.certificate.clone(), key(), Some(secret("x"))).await.unwrap_err();
+    assert_eq!(wrong.code, ErrorCode::KeyMismatch);
+    assert_eq!(here.providers.status(&provider), ProviderStatus::Failing);
+    set(foreign.certificate.clone(), key(), Some(secret("pass"))).await.unwrap();
+    assert_eq!(here.providers.status(&provider), ProviderStatus::Normal);
+    let files =
+        std::fs::read_dir(here.directory.path().join("providers").join(provider.id.to_string()));
+    assert_eq!(files.unwrap().count(), 1, "the former key is left");
+}

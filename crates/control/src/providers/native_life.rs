@@ -1,0 +1,146 @@
+//! Native providers through their life: added, restored, backed up, verified.
+
+use std::sync::Arc;
+
+use vmseal_api::id::ProviderId;
+use vmseal_api::model::ProviderKind;
+use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_secret::SecretBytes;
+
+use super::native::{self, NativeProvider};
+use super::{Open, Providers, Restore};
+use crate::store::events::NewEvent;
+use crate::store::providers::{self, Provider};
+
+impl Providers {
+    /// Has a native provider of the inventory, sealed.
+    pub(super) fn keep_native(&self, provider: &Provider) -> Arc<NativeProvider> {
+        let native = Arc::new(NativeProvider::sealed(
+            provider.id,
+            provider.name.clone(),
+            self.directory_of(provider.id).join("key"),
+            Arc::clone(&self.store),
+        ));
+        self.insert(provider.id, Open::Native(Arc::clone(&native)));
+        native
+    }
+
+    /// Whether [`Providers::add`] would add it: a backup is opened, nothing is written, no key is made.
+    ///
+    /// # Errors
+    /// As [`Providers::add`].
+    pub async fn check_new(
+        &self,
+        name: &str,
+        passphrase: Option<SecretBytes>,
+        restore: Option<Restore>,
+    ) -> Result<(), Problem> {
+        self.passphrase_of_new(name, passphrase).await?;
+        let Some(restore) = restore else { return Ok(()) };
+        let open = move || native::RootKey::from_backup(&restore.backup, &restore.passphrase);
+        let id = self.derive(open).await?.provider();
+        self.check_not_here(id).await
+    }
+
+    /// A backup of a provider that is here is not to be restored beside it.
+    async fn check_not_here(&self, id: ProviderId) -> Result<(), Problem> {
+        match providers::find(&mut *self.store.read().await?, &id.to_string()).await? {
+            None => Ok(()),
+            Some(known) => {
+                let detail =
+                    format!("this is a backup of provider '{}', which is here", known.name);
+                Err(Problem::new(ErrorCode::AlreadyExists, detail))
+            }
+        }
+    }
+
+    /// Adds a native provider: with a new key, or with the one of a backup. Its key file is on disk
+    /// before the inventory knows of it; after a crash between the two the file is left, as key files
+    /// are never removed on a guess.
+    ///
+    /// # Errors
+    /// `already-exists`; `invalid-request` without a passphrase; `key-mismatch` or `damaged` for a
+    /// backup that does not open.
+    pub async fn add(
+        &self,
+        name: &str,
+        passphrase: Option<SecretBytes>,
+        restore: Option<Restore>,
+        actor: &str,
+    ) -> Result<Provider, Problem> {
+        let passphrase = self.passphrase_of_new(name, passphrase).await?;
+        let restored = restore.is_some();
+        let root = self
+            .derive(move || match restore {
+                None => native::RootKey::generate(),
+                Some(restore) => native::RootKey::from_backup(&restore.backup, &restore.passphrase),
+            })
+            .await?;
+        let provider = Provider {
+            id: root.provider(),
+            name: name.to_owned(),
+            kind: ProviderKind::Native,
+            default: false,
+            // What came from a backup has one.
+            verified: restored,
+        };
+        self.check_not_here(provider.id).await?;
+        let directory = self.directory_of(provider.id);
+        let root = self
+            .derive(move || {
+                root.write(&directory, &passphrase)?;
+                Ok(root)
+            })
+            .await?;
+        let mut write = self.store.write().await?;
+        providers::insert(&mut write, &provider).await?;
+        let detail = if restored { "restored from a backup" } else { "with a new key" };
+        write.event(NewEvent { kind: "provider.added", actor, target: name, detail }).await?;
+        write.commit().await?;
+        self.keep_native(&provider).set(root);
+        self.unlocked.send_modify(|count| *count += 1);
+        Ok(provider)
+    }
+
+    /// A provider's backup, sealed under a passphrase of its own.
+    ///
+    /// # Errors
+    /// `wrong-state` while the provider is sealed.
+    pub async fn backup(
+        &self,
+        provider: &Provider,
+        passphrase: SecretBytes,
+        actor: &str,
+    ) -> Result<Vec<u8>, Problem> {
+        let root = self.native(provider.id)?.root()?;
+        let backup = self.derive(move || root.backup(&passphrase)).await?;
+        self.tell("provider.backed-up", provider, actor, "a backup was written").await?;
+        Ok(backup)
+    }
+
+    /// Verifies a backup: it opens, and holds this provider's key.
+    ///
+    /// # Errors
+    /// `key-mismatch` when it does not; `wrong-state` while the provider is sealed.
+    pub async fn verify(
+        &self,
+        provider: &Provider,
+        restore: Restore,
+        actor: &str,
+    ) -> Result<(), Problem> {
+        let root = self.native(provider.id)?.root()?;
+        let backup = self
+            .derive(move || native::RootKey::from_backup(&restore.backup, &restore.passphrase))
+            .await?;
+        if !backup.same(&root) {
+            let detail = format!("the backup opens, but is not one of '{}'", provider.name);
+            return Err(Problem::new(ErrorCode::KeyMismatch, detail));
+        }
+        let mut write = self.store.write().await?;
+        providers::set_verified(&mut write, provider.id).await?;
+        let (kind, target) = ("provider.verified", provider.name.as_str());
+        let detail = "a backup opened and held its key";
+        write.event(NewEvent { kind, actor, target, detail }).await?;
+        Ok(write.commit().await?)
+    }
+}

@@ -1,0 +1,51 @@
+//! A secret that rests in a file, sealed under a passphrase (docs/formats/native-key-file.md): native
+//! providers' root keys and KMIP providers' client keys.
+
+use std::path::Path;
+
+use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_secret::SecretBytes;
+use vmseal_secret::passphrase::{
+    Cost, PassphraseError, open_with_passphrase, seal_with_passphrase,
+};
+
+use crate::files;
+
+/// Seals a secret; `associated` says what it is for.
+pub(super) fn seal(
+    secret: &SecretBytes,
+    passphrase: &SecretBytes,
+    associated: &[u8],
+) -> Result<Vec<u8>, Problem> {
+    seal_with_passphrase(secret, passphrase, associated, Cost::RECOMMENDED)
+        .map_err(|error| crate::internal(&error))
+}
+
+/// Opens what [`seal`] made; `what` names it in errors.
+pub(super) fn open(
+    sealed: &[u8],
+    passphrase: &SecretBytes,
+    associated: &[u8],
+    what: &str,
+) -> Result<SecretBytes, Problem> {
+    open_with_passphrase(sealed, passphrase, associated).map_err(|error| {
+        let code = match error {
+            PassphraseError::WrongPassphraseOrDamaged => ErrorCode::KeyMismatch,
+            PassphraseError::NotAnEnvelope
+            | PassphraseError::UnknownVersion(_)
+            | PassphraseError::Cost { .. } => ErrorCode::Damaged,
+            _ => return crate::internal(&error),
+        };
+        Problem::new(code, format!("{what} does not open: {error}"))
+    })
+}
+
+/// Puts a sealed file into a provider's directory, durably.
+pub(super) fn write(directory: &Path, name: &str, sealed: &[u8]) -> Result<(), Problem> {
+    let written = files::private_directory(directory)
+        .and_then(|()| files::put(&directory.join(name), sealed, files::PRIVATE));
+    written.map_err(|error| {
+        let detail = format!("the key file in {} cannot be written: {error}", directory.display());
+        Problem::new(ErrorCode::NoSpace, detail)
+    })
+}

@@ -1,0 +1,120 @@
+//! Keys that a provider was asked to make, from before the question until the key is in the inventory.
+//! For providers that make another key every time they are asked.
+
+use sqlx::{FromRow, SqliteConnection};
+use uuid::Uuid;
+use vmseal_api::id::{ProviderId, VmId};
+
+use super::{StoreError, parse};
+
+/// A question to a provider.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct KeyRequest {
+    /// Its id: what the key is found by again, if the server keeps it.
+    pub request: Uuid,
+    /// For which VM.
+    pub vm: VmId,
+    /// Which server was asked.
+    pub server: String,
+    /// Whether the server was asked to keep the request's id with the key.
+    pub marked: bool,
+    /// The key, once it is known.
+    pub key_id: Option<String>,
+    /// Nobody wants the key any more.
+    pub abandoned: bool,
+}
+
+#[derive(FromRow)]
+struct Row {
+    request: String,
+    vm_id: String,
+    server: String,
+    marked: bool,
+    key_id: Option<String>,
+    abandoned: bool,
+}
+
+impl TryFrom<Row> for KeyRequest {
+    type Error = StoreError;
+    fn try_from(row: Row) -> Result<Self, StoreError> {
+        Ok(Self {
+            request: parse(&row.request, "a request's id")?,
+            vm: parse(&row.vm_id, "a VM's id")?,
+            server: row.server,
+            marked: row.marked,
+            key_id: row.key_id,
+            abandoned: row.abandoned,
+        })
+    }
+}
+
+/// Notes a question, or what is known of its answer.
+pub async fn put(
+    to: &mut SqliteConnection,
+    provider: ProviderId,
+    request: &KeyRequest,
+) -> Result<(), StoreError> {
+    sqlx::query(
+        "INSERT INTO key_requests (provider_id, request, vm_id, server, marked, key_id, abandoned)
+         VALUES (?, ?, ?, ?, ?, ?, ?)
+         ON CONFLICT (provider_id, request) DO UPDATE
+         SET server = excluded.server, marked = excluded.marked, key_id = excluded.key_id,
+             abandoned = excluded.abandoned",
+    )
+    .bind(provider.to_string())
+    .bind(request.request.to_string())
+    .bind(request.vm.to_string())
+    .bind(&request.server)
+    .bind(request.marked)
+    .bind(&request.key_id)
+    .bind(request.abandoned)
+    .execute(to)
+    .await?;
+    Ok(())
+}
+
+/// A question that was noted.
+pub async fn get(
+    from: &mut SqliteConnection,
+    provider: ProviderId,
+    request: Uuid,
+) -> Result<Option<KeyRequest>, StoreError> {
+    let row: Option<Row> = sqlx::query_as(
+        "SELECT request, vm_id, server, marked, key_id, abandoned FROM key_requests
+         WHERE provider_id = ? AND request = ?",
+    )
+    .bind(provider.to_string())
+    .bind(request.to_string())
+    .fetch_optional(from)
+    .await?;
+    row.map(KeyRequest::try_from).transpose()
+}
+
+/// The questions whose keys nobody wants any more.
+pub async fn abandoned(
+    from: &mut SqliteConnection,
+    provider: ProviderId,
+) -> Result<Vec<KeyRequest>, StoreError> {
+    let rows: Vec<Row> = sqlx::query_as(
+        "SELECT request, vm_id, server, marked, key_id, abandoned FROM key_requests
+         WHERE provider_id = ? AND abandoned = 1 ORDER BY request",
+    )
+    .bind(provider.to_string())
+    .fetch_all(from)
+    .await?;
+    rows.into_iter().map(KeyRequest::try_from).collect()
+}
+
+/// Forgets a question: its key is in the inventory, or there is none.
+pub async fn delete(
+    to: &mut SqliteConnection,
+    provider: ProviderId,
+    request: Uuid,
+) -> Result<(), StoreError> {
+    sqlx::query("DELETE FROM key_requests WHERE provider_id = ? AND request = ?")
+        .bind(provider.to_string())
+        .bind(request.to_string())
+        .execute(to)
+        .await?;
+    Ok(())
+}

@@ -1,0 +1,140 @@
+//! KMIP providers: their servers, whom to trust, and the client's certificate.
+
+use serde::{Deserialize, Serialize};
+use sqlx::{FromRow, SqliteConnection};
+use vmseal_api::id::ProviderId;
+
+use super::{StoreError, from_json, taken, to_json};
+
+/// Whose word is taken for a server's certificate.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "kind", rename_all = "snake_case")]
+pub enum Trust {
+    /// An operator's, for this certificate (PEM).
+    Pinned {
+        /// The certificate.
+        certificate: String,
+    },
+    /// Authorities' (PEM).
+    Authorities {
+        /// Their certificates.
+        certificates: String,
+    },
+}
+
+/// A server of a provider.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Server {
+    /// Its name within the provider.
+    pub alias: String,
+    /// A DNS name or an IP address.
+    pub host: String,
+    /// Its port.
+    pub port: u16,
+    /// Whom to trust; none until an operator has said so.
+    pub trust: Option<Trust>,
+}
+
+/// What a provider shows to its servers.
+#[derive(Clone, Debug, PartialEq, Eq, FromRow)]
+pub struct ClientRow {
+    /// The name of the sealed file that holds the private key.
+    pub key_file: String,
+    /// The certificate with its chain (PEM); none until there is one for this key.
+    pub certificate: Option<String>,
+}
+
+#[derive(FromRow)]
+struct Row {
+    alias: String,
+    host: String,
+    port: u16,
+    trust: Option<String>,
+}
+
+/// Adds the servers of a provider, in their order.
+pub async fn insert_servers(
+    to: &mut SqliteConnection,
+    provider: ProviderId,
+    servers: &[Server],
+) -> Result<(), StoreError> {
+    for (position, server) in servers.iter().enumerate() {
+        sqlx::query(
+            "INSERT INTO kmip_servers (provider_id, position, alias, host, port) VALUES (?, ?, ?, ?, ?)",
+        )
+        .bind(provider.to_string())
+        .bind(i64::try_from(position).unwrap_or(i64::MAX))
+        .bind(&server.alias)
+        .bind(&server.host)
+        .bind(server.port)
+        .execute(&mut *to)
+        .await
+        .map_err(taken(|| format!("a server '{}' of this provider", server.alias)))?;
+    }
+    Ok(())
+}
+
+/// The servers of a provider, in their order.
+pub async fn servers(
+    from: &mut SqliteConnection,
+    provider: ProviderId,
+) -> Result<Vec<Server>, StoreError> {
+    let rows: Vec<Row> = sqlx::query_as(
+        "SELECT alias, host, port, trust FROM kmip_servers WHERE provider_id = ? ORDER BY position",
+    )
+    .bind(provider.to_string())
+    .fetch_all(from)
+    .await?;
+    rows.into_iter()
+        .map(|row| {
+            let trust = row.trust.map(|json| from_json(&json, "whom to trust")).transpose()?;
+            Ok(Server { alias: row.alias, host: row.host, port: row.port, trust })
+        })
+        .collect()
+}
+
+/// Notes whom to trust for a server.
+pub async fn set_trust(
+    to: &mut SqliteConnection,
+    provider: ProviderId,
+    alias: &str,
+    trust: &Trust,
+) -> Result<(), StoreError> {
+    sqlx::query("UPDATE kmip_servers SET trust = ? WHERE provider_id = ? AND alias = ?")
+        .bind(to_json(trust))
+        .bind(provider.to_string())
+        .bind(alias)
+        .execute(to)
+        .await?;
+    Ok(())
+}
+
+/// What a provider shows to its servers.
+pub async fn client(
+    from: &mut SqliteConnection,
+    provider: ProviderId,
+) -> Result<Option<ClientRow>, StoreError> {
+    Ok(sqlx::query_as("SELECT key_file, certificate FROM kmip_clients WHERE provider_id = ?")
+        .bind(provider.to_string())
+        .fetch_optional(from)
+        .await?)
+}
+
+/// Sets what a provider shows to its servers.
+pub async fn set_client(
+    to: &mut SqliteConnection,
+    provider: ProviderId,
+    client: &ClientRow,
+) -> Result<(), StoreError> {
+    sqlx::query(
+        "INSERT INTO kmip_clients (provider_id, key_file, certificate) VALUES (?, ?, ?)
+         ON CONFLICT (provider_id) DO UPDATE
+         SET key_file = excluded.key_file, certificate = excluded.certificate",
+    )
+    .bind(provider.to_string())
+    .bind(&client.key_file)
+    .bind(&client.certificate)
+    .execute(to)
+    .await?;
+    Ok(())
+}

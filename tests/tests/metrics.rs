@@ -1,0 +1,67 @@
+//! What Prometheus sees of a guest that reads and writes.
+
+#![allow(clippy::unwrap_used)] // a test that cannot go on ends
+
+use vmseal_tests::installation::Installation;
+use vmseal_tests::rest::{Caller, call};
+
+fn scrape(here: &Installation, path: &str) -> String {
+    let answer = call(here, &Caller::Admin, path, &[]).unwrap();
+    assert_eq!(answer.status, 200, "{answer:?}");
+    assert!(answer.head.contains("openmetrics") || answer.head.contains("json"), "{answer:?}");
+    answer.text
+}
+
+/// The sum over all samples of a name with this label.
+fn sum(text: &str, name: &str, label: &str) -> f64 {
+    let of =
+        text.lines().filter(|line| line.starts_with(&format!("{name}{{")) && line.contains(label));
+    of.map(|line| line.rsplit_once(' ').unwrap().1.parse::<f64>().unwrap()).sum()
+}
+
+#[test]
+fn a_guests_requests_are_counted_and_timed_in_the_filter_and_told_by_the_server() {
+    let here = Installation::new().unwrap();
+    here.create_counter("web", "encrypted").unwrap();
+    assert_eq!(here.boot_counter("web").unwrap(), 1);
+
+    let host = scrape(&here, "/metrics/hosts/here");
+    for operation in ["operation=\"read\"", "operation=\"write\""] {
+        let requests = sum(&host, "vmseal_disk_requests_total", operation);
+        assert!(requests > 0.0, "{operation}: {host}");
+        let timed = sum(&host, "vmseal_disk_latency_seconds_count", operation);
+        assert_eq!(timed, requests, "{operation}: {host}");
+        let infinite = format!("le=\"+Inf\",{operation}");
+        let bucket = host
+            .lines()
+            .filter(|line| line.starts_with("vmseal_disk_latency_seconds_bucket{"))
+            .filter(|line| line.contains("le=\"+Inf\"") && line.contains(operation))
+            .map(|line| line.rsplit_once(' ').unwrap().1.parse::<f64>().unwrap())
+            .sum::<f64>();
+        assert_eq!(bucket, requests, "{infinite}: {host}");
+        assert!(sum(&host, "vmseal_disk_bytes_total", operation) >= 512.0 * requests, "{host}");
+        // From a microsecond to a minute each.
+        let seconds = sum(&host, "vmseal_disk_latency_seconds_sum", operation);
+        assert!((1e-6..60.0).contains(&(seconds / requests)), "{operation}: {host}");
+    }
+    // The first piece of work of a queue is always timed.
+    assert!(sum(&host, "vmseal_disk_cipher_cpu_seconds_total", "decrypt") > 0.0, "{host}");
+    assert_eq!(sum(&host, "vmseal_disk_errors_total", "disk="), 0.0);
+    assert_eq!(sum(&host, "vmseal_agent_vms", "power=\"running\""), 1.0);
+    assert_eq!(sum(&host, "vmseal_agent_vm_keys", "key=\"held\""), 1.0);
+    assert!(sum(&host, "vmseal_agent_keys_offered_total", "taken") >= 1.0);
+    assert!(sum(&host, "vmseal_agent_process_starts_total", "qemu") >= 1.0);
+    assert!(host.contains("vmseal_agent_filters_silent 0"), "{host}");
+
+    let server = scrape(&here, "/metrics");
+    let id = here.vm("web").unwrap()["id"].as_str().unwrap().to_owned();
+    assert_eq!(sum(&server, "vmseal_vm_info", &format!("vm=\"{id}\",name=\"web\"")), 1.0);
+    assert!(sum(&server, "vmseal_server_tasks_total", "kind=\"vm.start\",outcome=\"done\"") >= 1.0);
+    assert!(sum(&server, "vmseal_server_key_operations_total", "operation=\"get\"") >= 1.0);
+    assert!(sum(&server, "vmseal_datastore_capacity_bytes", "datastore=\"local\"") > 0.0);
+
+    here.vmseal(&["vm", "stop", "web", "--force"]).unwrap();
+    let host = scrape(&here, "/metrics/hosts/here");
+    assert_eq!(sum(&host, "vmseal_agent_vm_ends_total", "reason=\"powered_off\""), 1.0);
+    assert_eq!(sum(&host, "vmseal_disk_requests_total", "vm="), 0.0, "a stopped VM has figures");
+}
