@@ -102,6 +102,7 @@ fn configuration(directory: &Path, socket: &Path, disk: &Disk<'_>) -> anyhow::Re
                 queues: 2,
             }),
             import: None,
+            export: None,
         }],
     })
 }

@@ -285,7 +285,7 @@ impl Installation {
 
     /// Makes a VM whose only disk holds the counting guest.
     pub fn create_counter(&self, vm: &str, policy: &str) -> anyhow::Result<()> {
-        let disk = format!("datastore=local,image={}", text(&self.counter_image()?)?);
+        let disk = format!("datastore=local,format=raw,image={}", text(&self.counter_image()?)?);
         self.vmseal(&create(vm, policy, &disk))?;
         Ok(())
     }

@@ -59,7 +59,7 @@ impl Sweep {
         } else {
             here.counter_image().unwrap()
         };
-        let disk = format!("datastore=local,image={}", text(&image).unwrap());
+        let disk = format!("datastore=local,format=raw,image={}", text(&image).unwrap());
         Self { here, operation, disk }
     }
 

@@ -349,7 +349,7 @@ fn a_disk_that_does_not_fit_fails_and_leaves_nothing() {
     let image = here.path("large.raw");
     std::fs::write(&image, vec![0x5a; 32 << 20]).unwrap();
     for policy in ["encrypted", "plain"] {
-        let disk = format!("datastore=small,image={}", text(&image).unwrap());
+        let disk = format!("datastore=small,format=raw,image={}", text(&image).unwrap());
         let said = here.refused(&create("large", policy, &disk)).unwrap();
         println!("refused: {}", said.trim());
         let tasks = here.json(&["task", "list"]).unwrap();
@@ -361,7 +361,10 @@ fn a_disk_that_does_not_fit_fails_and_leaves_nothing() {
         assert!(left.is_empty(), "{left:?}");
     }
     // There is room for a smaller one.
-    let disk = format!("datastore=small,image={}", text(&here.counter_image().unwrap()).unwrap());
+    let disk = format!(
+        "datastore=small,format=raw,image={}",
+        text(&here.counter_image().unwrap()).unwrap()
+    );
     here.vmseal(&create("fits", "encrypted", &disk)).unwrap();
     assert_eq!(here.boot_counter("fits").unwrap(), 1);
     here.vmseal(&["vm", "stop", "fits", "--force"]).unwrap();
@@ -387,7 +390,7 @@ fn a_guest_on_a_full_datastore_gets_an_error_and_lives() {
     let Some(small) = SmallDatastore::add(&here, 4 << 20) else { return };
     let image = here.path("far.raw");
     far_counter(&image);
-    let disk = format!("datastore=small,image={}", text(&image).unwrap());
+    let disk = format!("datastore=small,format=raw,image={}", text(&image).unwrap());
     here.vmseal(&create("full", "encrypted", &disk)).unwrap();
 
     // Write until there is no room left.

@@ -84,6 +84,7 @@ mod tests {
             died: None,
             disks: vec![],
             notices: vec![],
+            exports: vec![],
         }
     }
 

@@ -190,7 +190,9 @@ fn named(place: &Path) -> Option<NamedImage> {
 /// Whether it is a file of ours that is no image.
 fn ours(place: &Path) -> bool {
     let of_home = place.parent().and_then(Path::to_str).is_some_and(|home| {
-        home.parse::<VmId>().is_ok() && place.file_name().is_some_and(|name| name == DESCRIPTOR)
+        let note = place.extension().is_some_and(|extension| extension == "importing");
+        let described = place.file_name().is_some_and(|name| name == DESCRIPTOR);
+        home.parse::<VmId>().is_ok() && (described || note)
     });
     of_home || place == Path::new(MARKER)
 }
@@ -293,6 +295,8 @@ mod tests {
         encrypted(&home.join(format!("{disk}.raw")), vm, disk);
         File::create(home.join(format!("{plain}.raw"))).unwrap().set_len(1 << 20).unwrap();
         File::create(home.join(format!("{making}.raw.creating"))).unwrap();
+        // How far its import is: no image, and no stranger.
+        File::create(home.join(format!("{making}.raw.importing"))).unwrap();
         std::fs::create_dir_all(root.join("lost/and")).unwrap();
         encrypted(&root.join("lost/and/found.img"), vm, disk);
         let mut foreign = vec![0; 1 << 20];

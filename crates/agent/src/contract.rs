@@ -17,6 +17,7 @@ use vmseal_api::host::{
 };
 use vmseal_api::id::{DatastoreId, DiskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::transfer::ImageFormat;
 use vmseal_secret::{KEK_LEN, SecretBytes};
 
 use crate::keys::{reference_of, seal_for};
@@ -304,7 +305,10 @@ async fn disks(agent: &dyn HostAgent, session: &mut Session) {
         ErrorCode::NotFound,
         "a disk that the VM has not",
     );
-    let missing = Some(ImageSource { path: session.fixture.datastore.join("no-such-image") });
+    let missing = Some(ImageSource {
+        path: session.fixture.datastore.join("no-such-image"),
+        format: ImageFormat::Raw,
+    });
     if agent.create_disk(vm, data, missing).await.is_ok() {
         let failed = |state: &VmState| {
             let disk = state.disks.iter().find(|state| state.disk == data);
@@ -312,7 +316,7 @@ async fn disks(agent: &dyn HostAgent, session: &mut Session) {
         };
         session.wait(agent, "a failed disk", failed).await;
     }
-    let guest = Some(ImageSource { path: session.fixture.image.clone() });
+    let guest = Some(ImageSource { path: session.fixture.image.clone(), format: ImageFormat::Raw });
     done(agent.create_disk(vm, system, guest.clone()).await, "the encrypted disk");
     done(agent.create_disk(vm, system, guest.clone()).await, "the same, while it is made");
     let facts = session.made(agent, system).await;

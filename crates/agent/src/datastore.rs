@@ -5,6 +5,7 @@
 //! <path>/<vm id>/vm.json                 whose disks these are, readable without any key
 //! <path>/<vm id>/<disk id>.raw           a disk
 //! <path>/<vm id>/<disk id>.raw.creating  a disk that is being made, or debris of one
+//! <path>/<vm id>/<disk id>.raw.importing how far the import is that makes it ([`Note`])
 //! ```
 //! A disk is renamed to its name when it is whole and flushed. Whoever works on an image holds a lock on
 //! the open file (F_OFD_SETLK); the filter inherits the open file and the lock with it.
@@ -28,6 +29,7 @@ use vmseal_api::id::{DatastoreId, DiskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 
 use crate::atomic_file;
+use crate::image::Identity;
 
 /// The file that says which datastore this is.
 pub const MARKER: &str = "vmseal-datastore.json";
@@ -46,6 +48,12 @@ const LOCK_PATIENCE: Duration = Duration::from_secs(3);
 
 /// How often a lock is tried.
 const LOCK_INTERVAL: Duration = Duration::from_millis(50);
+
+/// How long a half-made disk is kept whose import was interrupted: longer than a host is usually down.
+const INTERRUPTED_KEPT: Duration = Duration::from_secs(7 * 24 * 3600);
+
+/// The longest note of an import, in bytes.
+const NOTE_MAX: u64 = 4096;
 
 /// Below this much free room (bytes), a failed write is taken for a full datastore.
 const FULL_BELOW: u64 = 16 << 20;
@@ -78,6 +86,25 @@ struct DescribedDisk<'a> {
     size: u64,
     encrypted: bool,
     file: String,
+}
+
+/// How far an import is, as noted beside the disk that it makes.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Note {
+    version: u32,
+    /// The image that is imported.
+    pub image: Identity,
+    /// What is before it has been written and flushed, in bytes.
+    pub durable: u64,
+}
+
+impl Note {
+    /// So far.
+    #[must_use]
+    pub fn new(image: Identity, durable: u64) -> Self {
+        Self { version: VERSION, image, durable }
+    }
 }
 
 fn failed(path: &Path, what: &str, error: &io::Error) -> Problem {
@@ -217,14 +244,24 @@ fn sweep(path: &Path) {
     });
     for debris in homes.flat_map(|home| entries(&home).collect::<Vec<_>>()) {
         if debris.extension().is_some_and(|extension| extension == "creating")
+            && !is_interrupted(&debris.with_extension("importing"))
             && open_once(&debris).is_ok_and(|file| file.is_some())
         {
             tracing::info!(path = %debris.display(), "removing a half-made disk");
+            // An old note first: it is about this file.
+            let _ = std::fs::remove_file(debris.with_extension("importing"));
             if let Err(error) = std::fs::remove_file(&debris) {
                 tracing::warn!(path = %debris.display(), %error, "cannot remove a half-made disk");
             }
         }
     }
+}
+
+/// Whether an import has noted how far it is, not too long ago.
+fn is_interrupted(note: &Path) -> bool {
+    let modified = note.metadata().and_then(|metadata| metadata.modified());
+    // A time in the future is not long ago.
+    modified.is_ok_and(|at| at.elapsed().unwrap_or_default() < INTERRUPTED_KEPT)
 }
 
 /// The directory of a VM's disks on one datastore.
@@ -250,6 +287,42 @@ impl Home {
 
     fn creating(&self, disk: DiskId) -> PathBuf {
         self.path.join(format!("{disk}.raw.creating"))
+    }
+
+    fn importing(&self, disk: DiskId) -> PathBuf {
+        self.path.join(format!("{disk}.raw.importing"))
+    }
+
+    /// Notes how far an import is: durable when this returns.
+    ///
+    /// # Errors
+    /// As the file system.
+    pub fn note(&self, disk: DiskId, note: &Note) -> Result<(), Problem> {
+        let path = self.importing(disk);
+        serde_json::to_vec(note)
+            .map_err(io::Error::from)
+            .and_then(|json| atomic_file::write(&path, &json))
+            .map_err(|error| failed(&path, "written", &error))
+    }
+
+    /// A half-made disk, locked, and how far its import was; none when there is none to go on with.
+    ///
+    /// # Errors
+    /// `in-use` when somebody works on it; `damaged` when the note is.
+    pub fn noted(&self, disk: DiskId) -> Result<Option<(File, Note)>, Problem> {
+        use std::io::Read;
+        let path = self.importing(disk);
+        let mut text = Vec::new();
+        match File::open(&path).and_then(|file| file.take(NOTE_MAX).read_to_end(&mut text)) {
+            Ok(_) => {}
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(error) => return Err(failed(&path, "read", &error)),
+        }
+        let note = serde_json::from_slice::<Note>(&text).ok();
+        let note = note.filter(|note| note.version == VERSION).ok_or_else(|| {
+            Problem::new(ErrorCode::Damaged, format!("{} is not understood", path.display()))
+        })?;
+        Ok(open_locked(&self.creating(disk))?.map(|file| (file, note)))
     }
 
     /// Makes the directory, and writes what it holds.
@@ -289,7 +362,7 @@ impl Home {
     /// `in-use` when somebody works on it; `no-space`.
     pub fn begin(&self, spec: &VmSpec, disk: &DiskSpec, length: u64) -> Result<File, Problem> {
         let path = self.creating(disk.disk);
-        self.remove_file(&path)?;
+        self.remove_half_made(disk.disk)?;
         let _homes = HOMES.lock().unwrap_or_else(PoisonError::into_inner);
         self.describe(spec, &disk.datastore)?;
         let file = OpenOptions::new()
@@ -337,7 +410,9 @@ impl Home {
         file.sync_all()
             .and_then(|()| std::fs::rename(&from, &to))
             .and_then(|()| atomic_file::flush_directory_of(&to))
-            .map_err(|error| failed(&to, "finished", &error))
+            .map_err(|error| failed(&to, "finished", &error))?;
+        // Without the half-made disk it means nothing.
+        remove_if_there(&self.importing(disk))
     }
 
     /// Opens a whole disk, locked; none when there is none.
@@ -353,9 +428,25 @@ impl Home {
     /// # Errors
     /// `in-use`, or as the file system.
     pub fn discard(&self, disk: DiskId) -> Result<(), Problem> {
-        self.remove_file(&self.creating(disk))?;
+        self.remove_half_made(disk)?;
         self.remove_empty();
         Ok(())
+    }
+
+    /// In this order: a note is about the file that is there.
+    fn remove_half_made(&self, disk: DiskId) -> Result<(), Problem> {
+        let Some(_lock) = open_locked(&self.creating(disk))? else {
+            return remove_if_there(&self.importing(disk));
+        };
+        let note = self.importing(disk);
+        remove_if_there(&note)?;
+        // What is left of one that was being written.
+        remove_if_there(&self.path.join(format!("{disk}.raw.importing.new")))?;
+        atomic_file::flush_directory_of(&note).map_err(|error| failed(&note, "removed", &error))?;
+        let path = self.creating(disk);
+        std::fs::remove_file(&path)
+            .and_then(|()| atomic_file::flush_directory_of(&path))
+            .map_err(|error| failed(&path, "removed", &error))
     }
 
     /// Removes a disk, whole or half-made, and with the last one the directory.
@@ -415,6 +506,15 @@ impl Home {
     #[must_use]
     pub fn datastore(&self) -> &Path {
         self.path.parent().unwrap_or(&self.path)
+    }
+}
+
+fn remove_if_there(path: &Path) -> Result<(), Problem> {
+    match std::fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => {
+            Err(failed(path, "removed", &error))
+        }
+        _ => Ok(()),
     }
 }
 
@@ -613,6 +713,42 @@ mod tests {
         assert!(home.creating(alive).exists());
         assert_eq!(home.check_room(u64::MAX).unwrap_err().code, ErrorCode::NoSpace);
         home.check_room(1).unwrap();
+    }
+
+    /// As docs/formats/import-note.md has it.
+    const NOTE: &str = r#"{"version":1,"image":{"format":"qcow2","device":2049,"inode":131,"length":1048576,"modified":1700000000,"modified_nanoseconds":5},"durable":4194304}"#;
+
+    #[test]
+    fn an_interrupted_import_is_kept_for_a_while_and_goes_with_its_disk() {
+        let (_directory, spec) = datastore();
+        probe(&spec).unwrap();
+        let (home, vm) = home(&spec);
+        let disk = vm.disks[0].disk;
+        let note: Note = serde_json::from_str(NOTE).unwrap();
+        assert_eq!(serde_json::to_string(&note).unwrap(), NOTE);
+        drop(begin(&home, &vm, 0).unwrap());
+        assert!(home.noted(disk).unwrap().is_none());
+        home.note(disk, &note).unwrap();
+        probe(&spec).unwrap();
+        let (file, found) = home.noted(disk).unwrap().unwrap();
+        assert_eq!((&found.image, found.durable), (&note.image, 4 << 20));
+        drop(file);
+        let path = home.importing(disk);
+        for damaged in ["", "{}", &NOTE.replace("\"version\":1", "\"version\":2"), &NOTE[1..]] {
+            std::fs::write(&path, damaged).unwrap();
+            assert_eq!(home.noted(disk).unwrap_err().code, ErrorCode::Damaged, "{damaged:?}");
+        }
+        // Long ago: nobody will go on with it.
+        let file = File::options().write(true).open(&path).unwrap();
+        file.set_modified(std::time::SystemTime::now() - INTERRUPTED_KEPT).unwrap();
+        probe(&spec).unwrap();
+        assert!(!home.creating(disk).exists() && !path.exists(), "it is kept for ever");
+        home.note(disk, &note).unwrap();
+        drop(begin(&home, &vm, 0).unwrap());
+        assert!(!path.exists(), "a new beginning with an old note");
+        home.note(disk, &note).unwrap();
+        home.discard(disk).unwrap();
+        assert!(!home.path.exists(), "something is left");
     }
 
     #[test]

@@ -3,17 +3,16 @@
 //! ```text
 //! begin (sparse, locked, *.creating) ─► LUKS2 header ─► import through a filter ─► flush ─► rename
 //! ```
-//! Killed at any point, what is left is debris that the next attempt, a delete or a probe removes.
+//! Killed at any point, what is left is debris that the next attempt, a delete or a probe removes; or,
+//! once an import has noted how far it is ([`crate::filling`]), that the next attempt goes on from.
 
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::sync::Arc;
-use std::time::Duration;
 
 use tokio::sync::oneshot;
 use tokio::task::spawn_blocking;
-use vmseal_api::filter::{DiskActivity, Holes};
+use vmseal_api::filter::Holes;
 use vmseal_api::host::{
     Allocation, DiskFacts, DiskSpec, ImageSource, KeyReference, Notice, NoticeCode, VmSpec,
 };
@@ -23,14 +22,11 @@ use vmseal_luks::{Facts, HeaderError, Identity};
 use vmseal_secret::{DEK_LEN, SecretBytes};
 
 use crate::datastore::Home;
-use crate::filter::{self, Control};
+use crate::filling::Filling;
+use crate::image::Image;
 use crate::keys;
-use crate::process::Process;
 use crate::run_dir::ProcessDir;
 use crate::users::{Slot, Users};
-
-/// How often an import is asked how far it is.
-const PROGRESS_INTERVAL: Duration = Duration::from_millis(250);
 
 /// How much room is taken in one step, in bytes: a moment's work on most file systems.
 const ALLOCATION_STEP: u64 = 1 << 30;
@@ -58,7 +54,8 @@ pub struct Workshop {
     pub directory: ProcessDir,
 }
 
-fn internal(error: impl std::fmt::Display) -> Problem {
+/// A defect, or an error that has no name.
+pub fn internal(error: impl std::fmt::Display) -> Problem {
     Problem::new(ErrorCode::Internal, error.to_string())
 }
 
@@ -105,45 +102,42 @@ async fn make(
     progress: impl Fn(u64, u64) + Send,
     mut cancelled: oneshot::Receiver<()>,
 ) -> Result<DiskFacts, Problem> {
-    let source =
-        recipe.source.as_ref().map(|source| open_source(source, &recipe.disk)).transpose()?;
-    let (vm, disk, size) = (recipe.spec.vm, recipe.disk.disk, recipe.disk.size);
-    let (place, preallocated) = (home.clone(), is_preallocated(&recipe.disk));
-    let needed = if preallocated {
-        vmseal_luks::DATA_OFFSET + size
-    } else {
-        source.as_ref().map_or(Ok(0), allocated)?
-    };
-    let begun =
-        spawn_blocking(move || begin(&recipe, &place, needed)).await.map_err(internal)??;
-    let Begun { file, facts, key } = match begun {
+    let image =
+        recipe.source.as_ref().map(|source| Image::open(source, &recipe.disk)).transpose()?;
+    let (vm, disk) = (recipe.spec.vm, recipe.disk.clone());
+    let place = home.clone();
+    let (begun, image) = spawn_blocking(move || {
+        begin(&recipe, &place, image.as_ref()).map(|attempt| (attempt, image))
+    })
+    .await
+    .map_err(internal)??;
+    let Begun { file, facts, key, from } = match begun {
         Attempt::Whole(facts) => return Ok(facts),
         Attempt::Begun(begun) => begun,
     };
-    if preallocated {
+    if is_preallocated(&disk) {
         let file = file.try_clone().map_err(internal)?;
-        take_room(home, disk, file, &progress, &mut cancelled).await?;
+        take_room(home, disk.disk, file, &progress, &mut cancelled).await?;
     }
-    if let Some(source) = source {
-        let whole = filter::Disk {
-            disk,
-            size,
-            file: file.try_clone().map_err(internal)?,
+    if let Some(image) = &image {
+        let filling = Filling {
+            vm,
+            disk: &disk,
+            home,
+            file: &file,
             offset: data_offset(&facts),
-            key: key.map(|dek| Ok((dek.to_memfd().map_err(internal)?, Holes::Zero))).transpose()?,
-            keeps_room: preallocated,
-            listen: None,
-            source: Some(source),
+            key: key.as_ref(),
+            image,
         };
         tokio::select! {
-            imported = import(vm, whole, workshop, slot, progress) => {
-                imported.map_err(|problem| told_if_full(home, problem))?;
+            filled = filling.run(from, workshop, slot, progress) => {
+                filled.map_err(|problem| told_if_full(home, problem))?;
             }
             Ok(()) = cancelled => return Err(removed_meanwhile()),
         }
     }
     let place = home.clone();
-    spawn_blocking(move || place.finish(disk, &file)).await.map_err(internal)??;
+    spawn_blocking(move || place.finish(disk.disk, &file)).await.map_err(internal)??;
     Ok(facts)
 }
 
@@ -195,47 +189,12 @@ fn data_offset(facts: &DiskFacts) -> u64 {
     }
 }
 
-/// Opens the image that a disk is filled from.
-///
-/// # Errors
-/// `invalid-request`: it is no regular file, or longer than the disk.
-pub fn open_source(source: &ImageSource, disk: &DiskSpec) -> Result<File, Problem> {
-    let invalid =
-        |what: String| Problem::invalid("path", format!("{}: {what}", source.path.display()));
-    if !source.path.is_absolute() {
-        return Err(invalid("must be an absolute path".to_owned()));
-    }
-    let file = OpenOptions::new()
-        .read(true)
-        // A pipe would make us wait for its other end.
-        .custom_flags(libc::O_NONBLOCK)
-        .open(&source.path)
-        .map_err(|error| invalid(error.to_string()))?;
-    let metadata = file.metadata().map_err(|error| invalid(error.to_string()))?;
-    if !metadata.is_file() {
-        return Err(invalid("is no regular file".to_owned()));
-    }
-    if metadata.len() > disk.size {
-        return Err(invalid(format!(
-            "has {} bytes, the disk '{}' only {}; make the disk larger",
-            metadata.len(),
-            disk.name,
-            disk.size
-        )));
-    }
-    Ok(file)
-}
-
-/// What of a file is not holes, in bytes.
-fn allocated(file: &File) -> Result<u64, Problem> {
-    let metadata = file.metadata().map_err(internal)?;
-    Ok(metadata.blocks().saturating_mul(512).min(metadata.len()))
-}
-
 struct Begun {
     file: File,
     facts: DiskFacts,
     key: Option<SecretBytes>,
+    /// What is before it is there already, from an earlier attempt; in bytes.
+    from: u64,
 }
 
 enum Attempt {
@@ -244,7 +203,7 @@ enum Attempt {
     Begun(Begun),
 }
 
-fn begin(recipe: &Recipe, home: &Home, needed: u64) -> Result<Attempt, Problem> {
+fn begin(recipe: &Recipe, home: &Home, image: Option<&Image>) -> Result<Attempt, Problem> {
     let (spec, disk) = (&recipe.spec, &recipe.disk);
     let encryption = match (disk.encrypted, &recipe.kek, &spec.key) {
         (false, ..) => None,
@@ -252,12 +211,27 @@ fn begin(recipe: &Recipe, home: &Home, needed: u64) -> Result<Attempt, Problem> 
         _ => return Err(internal("an encrypted disk was begun without its key")),
     };
     if let Some(file) = home.open(disk.disk)? {
-        return check_whole(&file, spec.vm, disk, encryption).map(Attempt::Whole);
+        let (facts, _) = check_whole(&file, spec.vm, disk, encryption)?;
+        return Ok(Attempt::Whole(facts));
     }
-    home.check_room(needed)?;
+    if let Some(image) = image {
+        match go_on(spec.vm, disk, home, image, encryption) {
+            Ok(Some(begun)) => return Ok(Attempt::Begun(begun)),
+            Ok(None) => {}
+            // It is made anew; who works on it is found out then.
+            Err(problem) => {
+                tracing::info!(vm = %spec.vm, disk = %disk.disk, %problem, "no going on");
+            }
+        }
+    }
+    match image {
+        _ if is_preallocated(disk) => home.check_room(vmseal_luks::DATA_OFFSET + disk.size)?,
+        Some(image) => home.check_room(image.allocated)?,
+        None => {}
+    }
     let Some((kek, reference)) = encryption else {
         let file = home.begin(spec, disk, disk.size)?;
-        return Ok(Attempt::Begun(Begun { file, facts: DiskFacts::Raw, key: None }));
+        return Ok(Attempt::Begun(Begun { file, facts: DiskFacts::Raw, key: None, from: 0 }));
     };
     let mut file = home.begin(spec, disk, vmseal_luks::DATA_OFFSET + disk.size)?;
     let dek = SecretBytes::random(DEK_LEN).map_err(internal)?;
@@ -265,25 +239,43 @@ fn begin(recipe: &Recipe, home: &Home, needed: u64) -> Result<Attempt, Problem> 
     let identity = Identity { disk: disk.disk.0, holes: vmseal_luks::Holes::Zero };
     let facts = vmseal_luks::create(&mut file, disk.size, &dek, kek, &context, identity)
         .map_err(|error| header_problem(disk, &error))?;
-    Ok(Attempt::Begun(Begun { file, facts: to_api(&facts), key: Some(dek) }))
+    Ok(Attempt::Begun(Begun { file, facts: to_api(&facts), key: Some(dek), from: 0 }))
 }
 
-/// A disk that is there already has to be the one that would have been made.
+/// What an interrupted import of the same image has left, if it has noted how far it was.
+fn go_on(
+    vm: VmId,
+    disk: &DiskSpec,
+    home: &Home,
+    image: &Image,
+    encryption: Option<(&SecretBytes, &KeyReference)>,
+) -> Result<Option<Begun>, Problem> {
+    let Some((file, note)) = home.noted(disk.disk)? else { return Ok(None) };
+    if note.image != image.identity {
+        let what = "the image is another one, or was changed, since its import was interrupted";
+        return Err(Problem::new(ErrorCode::WrongState, what));
+    }
+    let (facts, key) = check_whole(&file, vm, disk, encryption)?;
+    tracing::info!(%vm, disk = %disk.disk, from = note.durable, "an interrupted import goes on");
+    Ok(Some(Begun { file, facts, key, from: note.durable }))
+}
+
+/// A disk that is there already has to be the one that would have been made. With its DEK.
 fn check_whole(
     file: &File,
     vm: VmId,
     disk: &DiskSpec,
     encryption: Option<(&SecretBytes, &KeyReference)>,
-) -> Result<DiskFacts, Problem> {
+) -> Result<(DiskFacts, Option<SecretBytes>), Problem> {
     let Some((kek, reference)) = encryption else {
         check_length(file, disk, 0)?;
-        return Ok(DiskFacts::Raw);
+        return Ok((DiskFacts::Raw, None));
     };
     let facts = Facts::new(disk.disk.0, disk.size).map_err(|error| header_problem(disk, &error))?;
     check_length(file, disk, facts.data_offset)?;
-    vmseal_luks::open(file, &facts, kek, &keys::context(vm, reference))
+    let opened = vmseal_luks::open(file, &facts, kek, &keys::context(vm, reference))
         .map_err(|error| header_problem(disk, &error))?;
-    Ok(to_api(&facts))
+    Ok((to_api(&facts), Some(opened.dek)))
 }
 
 fn check_length(file: &File, disk: &DiskSpec, offset: u64) -> Result<(), Problem> {
@@ -358,57 +350,11 @@ fn header_problem(disk: &DiskSpec, error: &HeaderError) -> Problem {
     Problem::new(code, detail)
 }
 
-/// Writes an image through a filter process of its own.
-async fn import(
-    vm: VmId,
-    disk: filter::Disk,
-    workshop: &Workshop,
-    slot: &Slot,
-    progress: impl Fn(u64, u64) + Send,
-) -> Result<(), Problem> {
-    let directory = &workshop.directory;
-    directory.renew().await.map_err(internal)?;
-    let process = filter::start(&workshop.filter, vm, directory, vec![disk], slot.filter())
-        .map_err(internal)?;
-    let control = Control::of(directory);
-    control.ready(&process, directory).await.map_err(internal)?;
-    follow(&control, &process, directory, progress).await?;
-    control.shut_down().await.map_err(internal)?;
-    process.end_within(filter::SHUTDOWN_TIMEOUT).await;
-    directory.sweep().await.map_err(internal)
-}
-
 /// No user is left for another process.
 #[must_use]
 pub fn too_many() -> Problem {
     let what = "too many VMs and imports run on this host: stop some, or wait for imports to end";
     Problem::new(ErrorCode::LimitExceeded, what)
-}
-
-async fn follow(
-    control: &Control,
-    process: &Process,
-    directory: &ProcessDir,
-    progress: impl Fn(u64, u64) + Send,
-) -> Result<(), Problem> {
-    loop {
-        let status = tokio::select! {
-            exit = process.ended() => return Err(internal(filter::ended(exit, directory))),
-            status = control.status() => status.map_err(internal)?,
-        };
-        match status.disks.into_iter().next().map(|disk| disk.state) {
-            Some(DiskActivity::Importing { done, total }) => progress(done, total),
-            Some(DiskActivity::Idle) => return Ok(()),
-            Some(DiskActivity::Failed { message }) => return Err(internal(message)),
-            Some(DiskActivity::Connected) => {
-                return Err(internal(
-                    "the filter that fills a disk says that a guest is connected",
-                ));
-            }
-            None => return Err(internal("the filter that fills a disk knows of no disk")),
-        }
-        tokio::time::sleep(PROGRESS_INTERVAL).await;
-    }
 }
 
 /// A disk, open for a guest.
@@ -477,10 +423,12 @@ pub fn open(
 
 #[cfg(test)]
 mod tests {
-    use std::os::unix::fs::FileExt;
+    use std::fs::OpenOptions;
+    use std::os::unix::fs::{FileExt, MetadataExt};
 
     use vmseal_api::host::{DatastoreLocation, DatastoreSpec};
     use vmseal_api::id::{DatastoreId, DiskId};
+    use vmseal_api::transfer::ImageFormat;
     use vmseal_secret::KEK_LEN;
 
     use super::*;
@@ -662,7 +610,10 @@ mod tests {
             // The filter of this test ends at once.
             (good, ErrorCode::Internal),
         ] {
-            let problem = bench.create_from(0, Some(ImageSource { path })).await.unwrap_err();
+            let problem = bench
+                .create_from(0, Some(ImageSource { path, format: ImageFormat::Raw }))
+                .await
+                .unwrap_err();
             assert_eq!(problem.code, code, "{problem}");
             let home = Home::of(&bench.spec.disks[0].datastore, bench.spec.vm).unwrap();
             let left = home.image(bench.spec.disks[0].disk);

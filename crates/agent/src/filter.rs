@@ -13,11 +13,12 @@ use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::UnixStream;
 use tokio::time::timeout;
 use vmseal_api::filter::{
-    BackendSpec, ControlReply, ControlRequest, Direct, DiskConfig, FilterConfig, FilterFigures,
-    FilterSpec, FilterStatus, FrontEndSpec, Handle, Holes, ImportSpec, LINE_MAX, SERIAL_MAX,
-    VERSION,
+    BackendSpec, ControlReply, ControlRequest, Direct, DiskConfig, ExportSpec, FilterConfig,
+    FilterFigures, FilterSpec, FilterStatus, FrontEndSpec, Handle, Holes, ImportSpec, LINE_MAX,
+    SERIAL_MAX, TargetFormat, VERSION,
 };
 use vmseal_api::id::{DiskId, VmId};
+use vmseal_api::transfer::ImageFormat;
 
 use crate::metrics;
 use crate::process::{self, Launch, Process, User};
@@ -77,10 +78,76 @@ pub struct Disk {
     pub key: Option<(OwnedFd, Holes)>,
     /// Whether the image keeps its room whatever is discarded.
     pub keeps_room: bool,
-    /// The socket for QEMU, and how many queues it has.
-    pub listen: Option<(UnixListener, u16)>,
-    /// An image to be written through the chain.
-    pub source: Option<File>,
+    /// What is to be done with it.
+    pub work: Work,
+}
+
+/// What a filter does with a disk.
+pub enum Work {
+    /// Serves a guest.
+    Serve {
+        /// The socket for QEMU.
+        socket: UnixListener,
+        /// How many queues it has.
+        queues: u16,
+    },
+    /// Fills it from an image.
+    Import {
+        /// The image.
+        source: File,
+        /// What it is.
+        format: ImageFormat,
+        /// Where to go on, in bytes.
+        from: u64,
+    },
+    /// Writes all of it to a file.
+    Export {
+        /// The file, new.
+        target: File,
+        /// What is written.
+        format: Volume,
+    },
+}
+
+/// What a disk is written as.
+pub enum Volume {
+    /// Its bytes.
+    Raw,
+    /// QEMU's format.
+    Qcow2,
+    /// The data of a LUKS2 volume.
+    Luks2 {
+        /// The volume's key in a `memfd_secret`.
+        key: OwnedFd,
+        /// Where the data begins, in bytes.
+        offset: u64,
+    },
+}
+
+impl Volume {
+    fn spec(&self) -> TargetFormat {
+        match self {
+            Self::Raw => TargetFormat::Raw,
+            Self::Qcow2 => TargetFormat::Qcow2,
+            Self::Luks2 { key, offset } => {
+                TargetFormat::Luks2 { key: Handle::Fd(key.as_raw_fd()), offset: *offset }
+            }
+        }
+    }
+}
+
+impl Work {
+    fn descriptors(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+        let (one, other) = match self {
+            Self::Serve { socket, .. } => (socket.as_fd(), None),
+            Self::Import { source, .. } => (source.as_fd(), None),
+            Self::Export { target, format: Volume::Luks2 { key, .. } } => {
+                (target.as_fd(), Some(key.as_fd()))
+            }
+            Self::Export { target, .. } => (target.as_fd(), None),
+        };
+        std::iter::once(one).chain(other)
+    }
 }
 
 impl Disk {
@@ -94,7 +161,7 @@ impl Disk {
             disk: self.disk,
             size: self.size,
             serial: serial(self.disk),
-            read_only: false,
+            read_only: matches!(self.work, Work::Export { .. }),
             chain: chain.collect(),
             backend: BackendSpec::File {
                 file: fd(self.file.as_fd()),
@@ -102,22 +169,32 @@ impl Disk {
                 direct: Direct::Auto,
                 keeps_room: self.keeps_room,
             },
-            front_end: self.listen.as_ref().map(|(socket, queues)| FrontEndSpec::VhostUserBlk {
-                listen: fd(socket.as_fd()),
-                peer_uid: Some(peer),
-                queues: *queues,
-            }),
-            import: self.source.as_ref().map(|source| ImportSpec { source: fd(source.as_fd()) }),
+            front_end: match &self.work {
+                Work::Serve { socket, queues } => Some(FrontEndSpec::VhostUserBlk {
+                    listen: fd(socket.as_fd()),
+                    peer_uid: Some(peer),
+                    queues: *queues,
+                }),
+                Work::Import { .. } | Work::Export { .. } => None,
+            },
+            import: match &self.work {
+                Work::Import { source, format, from } => {
+                    Some(ImportSpec { source: fd(source.as_fd()), format: *format, from: *from })
+                }
+                Work::Serve { .. } | Work::Export { .. } => None,
+            },
+            export: match &self.work {
+                Work::Export { target, format } => {
+                    Some(ExportSpec { target: fd(target.as_fd()), format: format.spec() })
+                }
+                Work::Serve { .. } | Work::Import { .. } => None,
+            },
         }
     }
 
     fn descriptors(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
-        [Some(self.file.as_fd())]
-            .into_iter()
-            .chain([self.key.as_ref().map(|(key, _)| key.as_fd())])
-            .chain([self.listen.as_ref().map(|(socket, _)| socket.as_fd())])
-            .chain([self.source.as_ref().map(AsFd::as_fd)])
-            .flatten()
+        let key = self.key.as_ref().map(|(key, _)| key.as_fd());
+        std::iter::once(self.file.as_fd()).chain(self.work.descriptors()).chain(key)
     }
 }
 

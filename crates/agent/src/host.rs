@@ -13,8 +13,8 @@ use tokio::sync::Mutex;
 use tokio::task::spawn_blocking;
 use vmseal_api::datastore::{DatastoreCondition, DatastoreContents};
 use vmseal_api::host::{
-    ConsoleStream, DatastoreSpec, DatastoreUsage, HostAgent, HostDescription, HostState,
-    ImageSource, PowerOff, SealedKey, VERSION, VmSpec,
+    ConsoleStream, DatastoreSpec, DatastoreUsage, ExportSpec, ExportStep, HostAgent,
+    HostDescription, HostState, ImageSource, PowerOff, SealedKey, VERSION, VmSpec,
 };
 use vmseal_api::id::{DiskId, Incarnation, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -182,6 +182,7 @@ fn describe(shared: &Shared, weaknesses: Vec<String>) -> HostDescription {
         cpus: machine.cpus,
         memory: machine.memory,
         aes_hardware: machine.aes_hardware,
+        run_dir: shared.run_dir.path().display().to_string(),
         weaknesses,
     }
 }
@@ -260,6 +261,16 @@ impl HostAgent for RealHost {
 
     async fn delete_disk(&self, vm: VmId, disk: DiskId) -> Result<(), Problem> {
         self.vm(vm).await?.ask(vm, |reply| Call::DeleteDisk(disk, reply)).await
+    }
+
+    async fn export_disk(
+        &self,
+        vm: VmId,
+        disk: DiskId,
+        step: ExportStep,
+        spec: ExportSpec,
+    ) -> Result<(), Problem> {
+        self.vm(vm).await?.ask(vm, |reply| Call::ExportDisk(disk, step, spec, reply)).await
     }
 
     async fn power_on(&self, vm: VmId) -> Result<(), Problem> {

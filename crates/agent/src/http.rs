@@ -105,6 +105,7 @@ pub fn router(agent: Agent) -> Router {
         .route("/v1/vms/{vm}", put(register_vm).delete(unregister_vm))
         .route("/v1/vms/{vm}/key", put(offer_key))
         .route("/v1/vms/{vm}/disks/{disk}", put(create_disk).delete(delete_disk))
+        .route("/v1/vms/{vm}/disks/{disk}/export", post(export_disk))
         .route("/v1/vms/{vm}/power-on", post(power_on))
         .route("/v1/vms/{vm}/power-off", post(power_off))
         .route("/v1/vms/{vm}/console", get(console))
@@ -200,6 +201,17 @@ async fn delete_disk(
 ) -> Answer<Response> {
     let (vm, disk) = disk_of(&path)?;
     agent.delete_disk(vm, disk).await?;
+    done()
+}
+
+async fn export_disk(
+    State(agent): State<Agent>,
+    Path(path): Path<(String, String)>,
+    request: Body,
+) -> Answer<Response> {
+    let (vm, disk) = disk_of(&path)?;
+    let (step, spec) = body(request).await?;
+    agent.export_disk(vm, disk, step, spec).await?;
     done()
 }
 

@@ -2,8 +2,8 @@
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
-use vmseal_api::host::{KeyReference, SealedKey, key_info};
-use vmseal_api::id::VmId;
+use vmseal_api::host::{KeyReference, SealedKey, export_info, key_info};
+use vmseal_api::id::{DiskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_secret::derive::{KeyContext, check_value};
 use vmseal_secret::sealed_box::{BoxError, Recipient, SealedBox};
@@ -27,6 +27,45 @@ impl KeyBox {
         STANDARD.encode(self.0.public_key())
     }
 
+    /// Opens the passphrase of an export.
+    ///
+    /// # Errors
+    /// `wrong-state` when it is sealed to an earlier life of the agent, `invalid-request` when it is no
+    /// sealed box, or one for another disk.
+    pub fn open_passphrase(
+        &self,
+        vm: VmId,
+        disk: DiskId,
+        offered: &SealedKey,
+    ) -> Result<SecretBytes, Problem> {
+        self.open_box(offered, &export_info(vm, disk), || {
+            Problem::invalid("passphrase", "it is sealed for another disk")
+        })
+    }
+
+    fn open_box(
+        &self,
+        offered: &SealedKey,
+        info: &[u8],
+        other: impl FnOnce() -> Problem,
+    ) -> Result<SecretBytes, Problem> {
+        if offered.key_box != self.public() {
+            return Err(Problem::new(
+                ErrorCode::WrongState,
+                "the secret is sealed to an earlier life of this agent; read its description and seal it again",
+            ));
+        }
+        let sealed = STANDARD
+            .decode(&offered.sealed)
+            .map_err(|error| Problem::invalid("sealed", error.to_string()))?;
+        let sealed = SealedBox::from_bytes(sealed)
+            .map_err(|error| Problem::invalid("sealed", error.to_string()))?;
+        self.0.open(&sealed, info).map_err(|error| match error {
+            BoxError::Open => other(),
+            error => Problem::new(ErrorCode::Internal, error.to_string()),
+        })
+    }
+
     /// Opens a delivery, and makes sure that it is the key which `reference` means.
     ///
     /// # Errors
@@ -38,20 +77,8 @@ impl KeyBox {
         reference: &KeyReference,
         offered: &SealedKey,
     ) -> Result<SecretBytes, Problem> {
-        if offered.key_box != self.public() {
-            return Err(Problem::new(
-                ErrorCode::WrongState,
-                "the key is sealed to an earlier life of this agent; read its description and seal it again",
-            ));
-        }
-        let sealed = STANDARD
-            .decode(&offered.sealed)
-            .map_err(|error| Problem::invalid("sealed", error.to_string()))?;
-        let sealed = SealedBox::from_bytes(sealed)
-            .map_err(|error| Problem::invalid("sealed", error.to_string()))?;
-        let kek = self.0.open(&sealed, &key_info(vm, reference)).map_err(|error| match error {
-            BoxError::Open => mismatch(vm, reference, "the sealed key is for another VM or key"),
-            other => Problem::new(ErrorCode::Internal, other.to_string()),
+        let kek = self.open_box(offered, &key_info(vm, reference), || {
+            mismatch(vm, reference, "the sealed key is for another VM or key")
         })?;
         if kek.len() != KEK_LEN {
             return Err(mismatch(vm, reference, "it has a wrong length"));

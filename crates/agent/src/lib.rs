@@ -14,6 +14,8 @@
 //! | `vm` | the state machine of a VM and its owner; start, watch, end, adopt |
 //! | `rules` | what may be done when |
 //! | `disk`, `datastore` | making and opening disks; files, locks, debris |
+//! | `image`, `filling` | what disks are filled from, and the filling, which goes on after a kill |
+//! | `export` | writing a disk to a file for elsewhere |
 //! | `filter`, `qemu`, [`qmp`], `console` | the two processes of a VM and the ways to them |
 //! | `measure`, `contents` | how datastores stand; what is on one |
 //! | `metrics` | what agent and filters have measured |
@@ -35,10 +37,13 @@ mod datastore;
 mod deaths;
 mod disk;
 pub mod doctor;
+mod export;
+mod filling;
 mod filter;
 pub mod host;
 pub mod http;
 pub mod identity;
+mod image;
 pub mod join;
 mod keys;
 mod machine;

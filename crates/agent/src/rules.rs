@@ -4,7 +4,9 @@
 use std::time::Duration;
 
 use vmseal_api::filter::{CRYPT_SECTOR, DISKS_MAX};
-use vmseal_api::host::{DiskPhase, DiskSpec, KeyState, Power, SHUTDOWN_SECONDS_MAX, VmSpec};
+use vmseal_api::host::{
+    DiskPhase, DiskSpec, ExportSpec, KeyState, Power, SHUTDOWN_SECONDS_MAX, VmSpec,
+};
 use vmseal_api::id::DiskId;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::{DISK_SIZE_MAX, MEMORY_MAX, MEMORY_MIN, VCPUS_MAX};
@@ -124,6 +126,45 @@ pub fn may_create_disk(
 /// `in-use` while the VM runs.
 pub fn may_delete_disk(spec: &VmSpec, disk: &DiskSpec, power: Power) -> Result<(), Problem> {
     if power == Power::Off { Ok(()) } else { Err(in_use(spec, disk)) }
+}
+
+/// Whether a disk may be read for an export now.
+///
+/// # Errors
+/// `in-use` while the VM runs; `locked` without its key; `wrong-state` before it is made.
+pub fn may_export(
+    spec: &VmSpec,
+    disk: &DiskSpec,
+    power: Power,
+    key: KeyState,
+    made: bool,
+) -> Result<(), Problem> {
+    if power != Power::Off {
+        return Err(in_use(spec, disk));
+    }
+    if !made {
+        let what = format!("has not made its disk '{}' yet", disk.name);
+        return Err(wrong_state(spec, &what));
+    }
+    if disk.encrypted && key != KeyState::Held {
+        return Err(locked(spec));
+    }
+    Ok(())
+}
+
+/// Whether a disk may be exported so.
+///
+/// # Errors
+/// `invalid-request`.
+pub fn check_export(export: &ExportSpec) -> Result<(), Problem> {
+    if !export.to.is_absolute() || export.to.file_name().is_none() {
+        return Err(Problem::invalid("to", "must be an absolute path that ends with a name"));
+    }
+    match (export.format.is_plain(), &export.passphrase) {
+        (true, Some(_)) => Err(Problem::invalid("passphrase", "is for luks2 alone")),
+        (false, None) => Err(Problem::invalid("passphrase", "is needed for luks2")),
+        _ => Ok(()),
+    }
 }
 
 /// What [`may_power_on`] allows.

@@ -1,8 +1,8 @@
-//! What a restarted agent finds: a directory for each VM that has processes, and for each import.
+//! What a restarted agent finds: a directory for each VM that has processes, and for each import or export.
 //!
 //! ```text
 //! <run dir>/vms/<vm id>/         run.json, *.process, sockets, logs
-//! <run dir>/imports/<disk id>/   filter.process, filter.sock, filter.log
+//! <run dir>/imports/<disk id>/   filter.process, filter.sock, filter.log (of an export, too)
 //! <run dir>/deaths/              see [`crate::deaths`]
 //! ```
 //! A directory is made before the first process of it is started and removed after the last has ended;
@@ -87,6 +87,12 @@ impl RunDir {
         Ok(Self { root: root.to_owned() })
     }
 
+    /// Its path.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.root
+    }
+
     /// Where the accelerator's probe is kept.
     #[must_use]
     pub fn accelerator(&self) -> PathBuf {
@@ -103,6 +109,13 @@ impl RunDir {
     #[must_use]
     pub fn import(&self, disk: DiskId) -> ProcessDir {
         ProcessDir { path: self.root.join("imports").join(disk.to_string()) }
+    }
+
+    /// The directory of a disk's export.
+    #[must_use]
+    pub fn export(&self, disk: DiskId) -> ProcessDir {
+        // A disk is filled or exported, never both at a time.
+        self.import(disk)
     }
 
     /// The directories of VMs that are there.

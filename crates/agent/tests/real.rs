@@ -18,6 +18,7 @@ use vmseal_api::host::{
 };
 use vmseal_api::id::{DatastoreId, DiskId, VmId};
 use vmseal_api::problem::ErrorCode;
+use vmseal_api::transfer::ImageFormat;
 
 /// Two cores, emulation, and other tests beside: nothing here takes as long by itself.
 const PATIENCE: Duration = Duration::from_secs(90);
@@ -199,7 +200,7 @@ async fn made(bench: &Bench, agent: &dyn HostAgent) -> VmSpec {
     let (vm, disk) = (spec.vm, spec.disks[0].disk);
     agent.probe_datastore(place).await.unwrap();
     agent.register_vm(spec.clone()).await.unwrap();
-    let source = Some(ImageSource { path: bench.path("guest") });
+    let source = Some(ImageSource { path: bench.path("guest"), format: ImageFormat::Raw });
     agent.create_disk(vm, disk, source).await.unwrap();
     wait(agent, vm, |state| {
         let phase = state.disks.first().map(|disk| disk.phase.clone());
@@ -486,7 +487,10 @@ async fn a_datastore_that_fills_up_while_a_disk_is_made_is_told_and_left_clean()
         if length < 4 << 20 {
             std::fs::write(small.0.join("other"), vec![0; 4096]).unwrap();
         }
-        agent.create_disk(vm, disk, Some(ImageSource { path })).await.unwrap();
+        agent
+            .create_disk(vm, disk, Some(ImageSource { path, format: ImageFormat::Raw }))
+            .await
+            .unwrap();
         wait(&*agent, vm, |state| {
             let phase = state.disks.iter().find(|state| state.disk == disk).map(|disk| &disk.phase);
             match phase {

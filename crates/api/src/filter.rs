@@ -11,6 +11,7 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 
 use crate::id::{DiskId, VmId};
+use crate::transfer::ImageFormat;
 
 /// The version of this contract. A filter refuses a configuration of another version.
 pub const VERSION: u32 = 1;
@@ -78,12 +79,16 @@ pub struct DiskConfig {
     pub chain: Vec<FilterSpec>,
     /// Where the data rests.
     pub backend: BackendSpec,
-    /// Who serves the guest; none for a filter that only runs an [`ImportSpec`].
+    /// Who serves the guest; none for a filter that only runs an [`ImportSpec`] or [`ExportSpec`].
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub front_end: Option<FrontEndSpec>,
-    /// A raw image to be written through the chain once, before anything else happens to the disk.
+    /// An image to be written through the chain once, before anything else happens to the disk.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub import: Option<ImportSpec>,
+    /// A file that all of the disk is to be written to once. The disk is read-only then, and is neither
+    /// served nor filled.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub export: Option<ExportSpec>,
 }
 
 /// A link of the chain.
@@ -167,12 +172,48 @@ pub enum FrontEndSpec {
     },
 }
 
-/// A raw image to be written through the chain. Zeroes and holes of the source stay holes.
+/// An image to be written through the chain. Zeroes and holes of the source stay holes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ImportSpec {
-    /// The image, open for reading; not longer than the disk, the rest of which reads as zeroes.
+    /// The image, open for reading; its disk is not longer than this one, the rest of which reads as
+    /// zeroes.
     pub source: Handle,
+    /// What the image is.
+    pub format: ImageFormat,
+    /// Where to go on: what is before it has been written and flushed by an earlier import of the same
+    /// image. A multiple of [`CRYPT_SECTOR`].
+    #[serde(default)]
+    pub from: u64,
+}
+
+/// A file that all of a disk is written to. Zeroes and holes of the disk stay holes, where the format
+/// has holes.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ExportSpec {
+    /// The file: new, and open for reading and writing.
+    pub target: Handle,
+    /// What is written.
+    pub format: TargetFormat,
+}
+
+/// What is written to a file.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)]
+pub enum TargetFormat {
+    /// The bytes; the file has the disk's length already.
+    Raw,
+    /// QEMU's format; the file is empty.
+    Qcow2,
+    /// The data segment of a LUKS2 volume, whose header is there already. It has no holes: dm-crypt would
+    /// read them as noise.
+    Luks2 {
+        /// The volume's key: 64 bytes in a `memfd_secret`.
+        key: Handle,
+        /// Where the data segment begins, in bytes.
+        offset: u64,
+    },
 }
 
 /// What the agent asks of a filter.
@@ -241,8 +282,17 @@ pub enum DiskActivity {
         done: u64,
         /// Bytes of the source.
         total: u64,
+        /// What of `done` is flushed: where another import may go on ([`ImportSpec::from`]).
+        durable: u64,
     },
-    /// Nobody is connected; an import, if one was asked for, is finished and flushed.
+    /// An export runs.
+    Exporting {
+        /// Bytes of the disk dealt with.
+        done: u64,
+        /// Bytes of the disk.
+        total: u64,
+    },
+    /// Nobody is connected; an import or export, if one was asked for, is finished and flushed.
     Idle,
     /// A front end is connected.
     Connected,

@@ -20,6 +20,7 @@
 //! PUT    /v1/vms/{vm}/key                  offer_key
 //! PUT    /v1/vms/{vm}/disks/{disk}         create_disk
 //! DELETE /v1/vms/{vm}/disks/{disk}         delete_disk
+//! POST   /v1/vms/{vm}/disks/{disk}/export  export_disk
 //! POST   /v1/vms/{vm}/power-on             power_on
 //! POST   /v1/vms/{vm}/power-off            power_off
 //! GET    /v1/vms/{vm}/console              console (WebSocket, binary frames)
@@ -35,8 +36,9 @@ use std::time::Duration;
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
-use crate::id::{DatastoreId, DiskId, Incarnation, ProviderId, VmId};
+use crate::id::{DatastoreId, DiskId, Incarnation, ProviderId, TaskId, VmId};
 use crate::problem::Problem;
+use crate::transfer::{ExportFormat, ImageFormat};
 
 /// The version of this contract; the server refuses an agent of another version.
 pub const VERSION: u32 = 1;
@@ -74,6 +76,8 @@ pub struct HostDescription {
     pub memory: u64,
     /// Whether the processor has AES instructions.
     pub aes_hardware: bool,
+    /// Where the sockets of the disks of running VMs are, each at `vms/VM/diskN.sock` in it, in boot order.
+    pub run_dir: String,
     /// What could not be protected on this host as it should be (swap in the clear, memory not lockable).
     pub weaknesses: Vec<String>,
 }
@@ -148,6 +152,7 @@ pub struct KeyReference {
 /// A KEK, encrypted to an agent's key box (HPKE base mode, X25519, HKDF-SHA256, AES-256-GCM; the info
 /// string is [`key_info`]).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct SealedKey {
     /// The key box it is sealed to; an agent that has restarted since answers `wrong-state`.
@@ -236,12 +241,84 @@ pub enum DiskFacts {
     },
 }
 
-/// A raw image on the host to fill a new disk from. The format is what the caller says: raw.
+/// An image on the host to fill a new disk from.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ImageSource {
-    /// Its absolute path on the host; a regular file, not longer than the disk.
+    /// Its absolute path on the host; a regular file whose disk is not longer than the new one.
     pub path: PathBuf,
+    /// What it is; never guessed.
+    pub format: ImageFormat,
+}
+
+/// What to do about an export. A file is whole before it has its name: written and flushed beside it
+/// first, and renamed in a step of its own, so that whoever asked knows for certain how far it is.
+///
+/// ```text
+/// Begin ─► Writing ─► Written ─ Finish ─► the file has its name
+///             └──────────┴───── Drop ───► nothing is left
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ExportStep {
+    /// To write it; follow [`ExportState`].
+    Begin,
+    /// To give the file its name. One that has it already is left as it is.
+    Finish,
+    /// To stop writing, and to remove what has been written and has no name yet.
+    Drop,
+}
+
+/// An export of a disk of a VM that is off.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ExportSpec {
+    /// Which one: the server's task.
+    pub export: TaskId,
+    /// The file's absolute path on the host; nothing is there yet.
+    pub to: PathBuf,
+    /// What is written.
+    pub format: ExportFormat,
+    /// The passphrase of a LUKS2 file, sealed to the agent's key box ([`export_info`]).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub passphrase: Option<SealedKey>,
+}
+
+/// What a passphrase of an export is bound to when it is sealed for an agent.
+#[must_use]
+pub fn export_info(vm: VmId, disk: DiskId) -> Vec<u8> {
+    format!("vmseal export passphrase v1\0{vm}\0{disk}").into_bytes()
+}
+
+/// How an export stands.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ExportState {
+    /// Which one.
+    pub export: TaskId,
+    /// Of which disk.
+    pub disk: DiskId,
+    /// What is so.
+    pub phase: ExportPhase,
+}
+
+/// What is so of an export.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "is", rename_all = "snake_case")]
+pub enum ExportPhase {
+    /// It is being written.
+    Writing {
+        /// Bytes of the disk dealt with.
+        done: u64,
+        /// Bytes of the disk.
+        total: u64,
+    },
+    /// It is whole and flushed, and has no name yet.
+    Written,
+    /// It could not be written; what had been is removed.
+    Failed {
+        /// Why.
+        problem: Problem,
+    },
 }
 
 /// How a host stands. The server compares it with what it wants.
@@ -274,6 +351,9 @@ pub struct VmState {
     pub disks: Vec<DiskState>,
     /// What needs an operator's eye and does not stop the VM.
     pub notices: Vec<Notice>,
+    /// The last export of each disk, as far as this agent has been asked for one.
+    #[serde(default)]
+    pub exports: Vec<ExportState>,
 }
 
 /// Whether a VM runs.
@@ -501,6 +581,20 @@ mod service {
         /// # Errors
         /// `in-use` while the VM runs or the file is locked.
         async fn delete_disk(&self, vm: VmId, disk: DiskId) -> Result<(), Problem>;
+
+        /// Takes a step of an export; each may be repeated.
+        ///
+        /// # Errors
+        /// `in-use` while the VM is not off; `locked` without the KEK; `already-exists` when the file is
+        /// there; `wrong-state` when the passphrase is sealed to an earlier incarnation. To drop:
+        /// `not-found` when there is nothing without a name.
+        async fn export_disk(
+            &self,
+            vm: VmId,
+            disk: DiskId,
+            step: ExportStep,
+            spec: ExportSpec,
+        ) -> Result<(), Problem>;
 
         /// Begins to start a registered VM; follow [`VmState`].
         ///

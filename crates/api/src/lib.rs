@@ -19,3 +19,4 @@ pub mod kmip;
 pub mod model;
 pub mod problem;
 pub mod request;
+pub mod transfer;

@@ -10,6 +10,7 @@ use crate::host::{
 use crate::id::{DatastoreId, DiskId, HostId, PolicyId, ProviderId, TaskId, VmId};
 use crate::kmip::{KeyFault, KmipDetails};
 use crate::problem::Problem;
+use crate::transfer::Progress;
 
 /// A list, oldest first.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -243,6 +244,9 @@ pub struct Task {
     /// How far it is, from 0 to 100, where that is known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub percent: Option<u8>,
+    /// The same in bytes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub progress: Option<Progress>,
     /// When it was asked for.
     #[cfg_attr(feature = "openapi", schema(value_type = String, format = DateTime))]
     pub created: Timestamp,

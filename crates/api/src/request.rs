@@ -5,7 +5,8 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use crate::host::{Allocation, DatastoreLocation};
+use crate::host::{Allocation, DatastoreLocation, SealedKey};
+use crate::transfer::{ExportFormat, ImageFormat};
 
 /// The longest request body that the REST API takes, in bytes.
 pub const BODY_MAX: usize = 256 * 1024;
@@ -186,10 +187,32 @@ pub struct CreateDisk {
     pub datastore: String,
     /// Size in bytes, a multiple of 4096.
     pub size: u64,
-    /// A raw image on the datastore's host, by absolute path, to fill the disk from.
+    /// An image on the datastore's host, by absolute path, to fill the disk from.
     #[cfg_attr(feature = "openapi", schema(value_type = Option<String>))]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub image: Option<PathBuf>,
+    /// What the image is: given with one, and never guessed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub format: Option<ImageFormat>,
+}
+
+/// Writes a disk of a VM that is off to a file of its host.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct ExportDisk {
+    /// The file's absolute path on the host; nothing is there yet.
+    #[cfg_attr(feature = "openapi", schema(value_type = String))]
+    pub to: PathBuf,
+    /// What is written.
+    pub format: ExportFormat,
+    /// That the file may be read by whoever has it: said with every format but `luks2`.
+    #[serde(default)]
+    pub plaintext: bool,
+    /// The passphrase of a `luks2` file, sealed to the key box of the host (its `description`) with
+    /// the info string [`crate::host::export_info`].
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub passphrase: Option<SealedKey>,
 }
 
 /// Stops a VM.

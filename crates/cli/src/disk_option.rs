@@ -1,15 +1,21 @@
-//! The value of `--disk`: `datastore=NAME,size=SIZE[,name=NAME][,image=FILE]`.
+//! The value of `--disk`: `datastore=NAME,size=SIZE[,name=NAME][,image=FILE,format=FORMAT]`.
 
+use std::fs::File;
+use std::io::{BufRead, Write};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, bail, ensure};
 use bytesize::ByteSize;
 use vmseal_api::filter::CRYPT_SECTOR;
 use vmseal_api::request::CreateDisk;
+use vmseal_api::transfer::ImageFormat;
 
-/// Parses the `index`th `--disk`; a disk that is not named is called after its place (`disk0`).
-pub fn parse(option: &str, index: usize) -> anyhow::Result<CreateDisk> {
-    let (mut datastore, mut size, mut name, mut image) = (None, None, None, None);
+use crate::exit::{Ended, Exit};
+
+/// Parses the `index`th `--disk`; a disk that is not named is called after its place (`disk0`). An
+/// image's format that is not named is asked for, where there is a terminal to ask at.
+pub fn parse(option: &str, index: usize, terminal: bool) -> anyhow::Result<CreateDisk> {
+    let (mut datastore, mut size, mut name, mut image, mut format) = (None, None, None, None, None);
     for part in option.split(',') {
         let (key, value) = part
             .split_once('=')
@@ -20,22 +26,34 @@ pub fn parse(option: &str, index: usize) -> anyhow::Result<CreateDisk> {
             "size" => size.replace(parse_size(value)?).is_some(),
             "name" => name.replace(value.to_owned()).is_some(),
             "image" => image.replace(PathBuf::from(value)).is_some(),
+            "format" => format.replace(parse_format(value)?).is_some(),
             _ => bail!(
-                "--disk {option}: there is no '{key}'; known are datastore, size, name and image"
+                "--disk {option}: there is no '{key}'; known are datastore, size, name, image and format"
             ),
         };
         ensure!(!taken, "--disk {option}: '{key}' is given twice");
     }
+    let image = match (image, format) {
+        (Some(image), Some(format)) => Some((image, format)),
+        (Some(image), None) => {
+            let format = ask_format(&image, terminal)?;
+            Some((image, format))
+        }
+        (None, Some(_)) => bail!("--disk {option}: 'format' is an image's, and none is given"),
+        (None, None) => None,
+    };
     let size = match (size, &image) {
         (Some(size), _) => size,
-        (None, Some(image)) => size_of_image(image)?,
-        (None, None) => bail!("--disk {option}: give size=SIZE or image=FILE"),
+        (None, Some((image, format))) => size_of_image(image, *format)?,
+        (None, None) => bail!("--disk {option}: give size=SIZE or image=FILE,format=FORMAT"),
     };
+    let (image, format) = image.unzip();
     Ok(CreateDisk {
         name: name.unwrap_or_else(|| format!("disk{index}")),
         datastore: datastore.with_context(|| format!("--disk {option}: give datastore=NAME"))?,
         size,
         image,
+        format,
     })
 }
 
@@ -46,14 +64,45 @@ fn parse_size(text: &str) -> anyhow::Result<u64> {
     }
 }
 
-/// The image's size, rounded up to what a disk's size must be a multiple of.
-fn size_of_image(image: &Path) -> anyhow::Result<u64> {
-    let length = std::fs::metadata(image)
-        .with_context(|| {
-            format!("cannot see how large {} is from here: give size=SIZE", image.display())
-        })?
-        .len();
-    Ok(length.next_multiple_of(u64::from(CRYPT_SECTOR)))
+fn parse_format(text: &str) -> anyhow::Result<ImageFormat> {
+    let found = ImageFormat::ALL.into_iter().find(|format| format.name() == text);
+    found.with_context(|| format!("'{text}' is not a format: raw or qcow2"))
+}
+
+/// Asks what an image is. Looking at it would not do: a guest can write any header into a raw disk.
+fn ask_format(image: &Path, terminal: bool) -> anyhow::Result<ImageFormat> {
+    if !terminal {
+        let message = format!(
+            "what {} is has to be named, as it is never guessed: add format=raw or format=qcow2 to --disk",
+            image.display()
+        );
+        return Err(Ended::new(Exit::Usage, message).into());
+    }
+    loop {
+        eprint!("The format of {} (raw or qcow2): ", image.display());
+        std::io::stderr().flush()?;
+        let mut answer = String::new();
+        ensure!(std::io::stdin().lock().read_line(&mut answer)? > 0, "no format was named");
+        match parse_format(answer.trim()) {
+            Ok(format) => return Ok(format),
+            Err(error) => eprintln!("{error}"),
+        }
+    }
+}
+
+/// The size of the disk in an image, rounded up to what a disk's size must be a multiple of.
+pub fn size_of_image(image: &Path, format: ImageFormat) -> anyhow::Result<u64> {
+    let unseen =
+        || format!("cannot see how large {} is from here: give size=SIZE", image.display());
+    let size = match format {
+        ImageFormat::Raw => std::fs::metadata(image).with_context(unseen)?.len(),
+        ImageFormat::Qcow2 => {
+            let file = File::open(image).with_context(unseen)?;
+            let header = vmseal_qcow2::examine(&file);
+            header.with_context(|| format!("{} cannot be imported", image.display()))?.size
+        }
+    };
+    Ok(size.next_multiple_of(u64::from(CRYPT_SECTOR)))
 }
 
 #[cfg(test)]
@@ -62,18 +111,20 @@ mod tests {
 
     #[test]
     fn a_full_option_and_the_defaults() {
-        let disk = parse("datastore=fast,size=2GiB,name=root,image=/a.raw", 0).unwrap();
+        let disk =
+            parse("datastore=fast,size=2GiB,name=root,image=/a.raw,format=raw", 0, false).unwrap();
         assert_eq!((disk.size, disk.name.as_str()), (2 << 30, "root"));
         assert_eq!(disk.image, Some(PathBuf::from("/a.raw")));
-        assert_eq!(parse("size=4096,datastore=x", 3).unwrap().name, "disk3");
+        assert_eq!(disk.format, Some(ImageFormat::Raw));
+        assert_eq!(parse("size=4096,datastore=x", 3, false).unwrap().name, "disk3");
     }
 
     #[test]
     fn an_image_gives_the_size_rounded_up_to_a_sector() {
         let file = tempfile::NamedTempFile::new().unwrap();
         file.as_file().set_len(10_000).unwrap();
-        let option = format!("datastore=x,image={}", file.path().display());
-        assert_eq!(parse(&option, 0).unwrap().size, 12_288);
+        let option = format!("datastore=x,format=raw,image={}", file.path().display());
+        assert_eq!(parse(&option, 0, false).unwrap().size, 12_288);
     }
 
     #[test]
@@ -86,9 +137,13 @@ mod tests {
             ("datastore=x,colour=red", "'colour'"),
             ("datastore", "key=value"),
             ("datastore=", "no value"),
-            ("datastore=x,image=/does/not/exist", "/does/not/exist"),
+            ("datastore=x,format=raw,image=/does/not/exist", "/does/not/exist"),
+            ("datastore=x,format=qcow2,image=/dev/null", "/dev/null"),
+            ("datastore=x,image=/dev/null,format=vmdk", "vmdk"),
+            ("datastore=x,size=1MiB,format=raw", "none is given"),
+            ("datastore=x,size=1MiB,image=/dev/null", "never guessed"),
         ] {
-            let message = format!("{:#}", parse(option, 0).unwrap_err());
+            let message = format!("{:#}", parse(option, 0, false).unwrap_err());
             assert!(message.contains(named), "{option}: {message}");
         }
     }

@@ -8,6 +8,7 @@ mod completion;
 mod connection;
 mod disk_option;
 mod exit;
+mod libvirt;
 mod man;
 mod passphrase;
 mod print;

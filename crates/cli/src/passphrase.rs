@@ -71,13 +71,17 @@ pub fn seal(
     provider: &str,
     passphrase_box: &str,
 ) -> anyhow::Result<SealedPassphrase> {
+    let sealed = seal_to(passphrase, &passphrase_info(provider), passphrase_box)?;
+    Ok(SealedPassphrase { passphrase_box: passphrase_box.to_owned(), sealed })
+}
+
+/// Seals a passphrase for whoever has the private half of `public` (base64), and for one use, which
+/// `info` says.
+pub fn seal_to(passphrase: &SecretBytes, info: &[u8], public: &str) -> anyhow::Result<String> {
     let public: [u8; 32] =
-        STANDARD.decode(passphrase_box).ok().and_then(|bytes| bytes.try_into().ok()).context(
-            "the server's passphrase box is not a key of 32 bytes: is it a vmseal server?",
+        STANDARD.decode(public).ok().and_then(|bytes| bytes.try_into().ok()).context(
+            "what the passphrase is to be sealed to is not a key of 32 bytes: is it a vmseal server?",
         )?;
-    let sealed = sealed_box::seal(&public, &passphrase_info(provider), passphrase)?;
-    Ok(SealedPassphrase {
-        passphrase_box: passphrase_box.to_owned(),
-        sealed: STANDARD.encode(sealed.as_bytes()),
-    })
+    let sealed = sealed_box::seal(&public, info, passphrase)?;
+    Ok(STANDARD.encode(sealed.as_bytes()))
 }

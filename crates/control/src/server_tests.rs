@@ -159,6 +159,7 @@ async fn an_encrypted_vm_through_the_command_lines_client_and_a_restart_of_the_s
             datastore: "local".to_owned(),
             size: 1 << 20,
             image: None,
+            format: None,
         }],
     };
     here.done(client.post("vms", &request).await.unwrap()).await;

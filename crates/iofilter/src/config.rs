@@ -118,6 +118,10 @@ fn check_disk(disk: &DiskConfig) -> Result<(), ConfigError> {
     if !(1..=usize::from(QUEUES_MAX)).contains(&queues(disk)) {
         return refuse(format!("{} queues; 1 to {QUEUES_MAX} are possible", queues(disk)));
     }
+    let export_alone = disk.read_only && disk.import.is_none() && disk.front_end.is_none();
+    if disk.export.is_some() && !export_alone {
+        return refuse("what is exported must be read-only, and neither filled nor served".into());
+    }
     if disk.read_only && disk.import.is_some() {
         return refuse("an image cannot be imported to a read-only disk".into());
     }
@@ -140,6 +144,7 @@ mod tests {
                 "size": 8192,
                 "serial": "vmseal-0",
                 "chain": [{ "kind": "crypt", "key": { "fd": 5 }, "holes": "zero" }],
+                "export": null,
                 "backend": { "kind": "file", "file": { "fd": 6 }, "offset": 16777216 },
                 "front_end": { "kind": "vhost_user_blk", "listen": { "fd": 7 }, "queues": 2 }
             }]
@@ -157,7 +162,7 @@ mod tests {
 
     #[test]
     fn each_nonsense_is_refused_by_name() {
-        let cases: [(&str, Value, &str); 10] = [
+        let cases: [(&str, Value, &str); 11] = [
             ("/version", json!(2), "version 2"),
             ("/disks", json!([]), "0 disks"),
             ("/disks/0/size", json!(1000), "multiple of 4096"),
@@ -168,6 +173,11 @@ mod tests {
             ("/disks/0/backend/kind", json!("qcow2"), "qcow2"),
             ("/disks/0/chain/0/holes", json!("maybe"), "maybe"),
             ("/disks/0/disk", json!("x"), "not understood"),
+            (
+                "/disks/0/export",
+                json!({ "target": { "fd": 8 }, "format": { "kind": "raw" } }),
+                "must be read-only",
+            ),
         ];
         for (pointer, value, reason) in cases {
             let mut config = good();

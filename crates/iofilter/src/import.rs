@@ -1,20 +1,20 @@
-//! Writing a raw image through a chain.
+//! Writing an image through a chain.
 //!
 //! Holes of the source and blocks of zeroes become write-zeroes that may unmap, and so does the rest
-//! of the disk: a fresh image stays sparse, and an import that was cut off can simply be done again.
+//! of the disk: a fresh image stays sparse.
+//!
+//! Now and then what was written is flushed, and only then said to be durable: whoever notes that can
+//! have a later import go on there.
 
-use std::fs::File;
-use std::io;
-use std::os::unix::fs::{FileExt, FileTypeExt};
+use std::time::{Duration, Instant};
 
-use nix::errno::Errno;
-use nix::unistd::{Whence, lseek};
 use vmseal_api::filter::{CRYPT_SECTOR, DiskActivity};
 
 use crate::blocking;
 use crate::chain::Chain;
 use crate::memory::Segment;
 use crate::request::{IoError, Operation};
+use crate::source::{Source, SourceError};
 use crate::status::DiskState;
 use crate::stop::Stop;
 
@@ -22,10 +22,16 @@ use crate::stop::Stop;
 const CHUNK: usize = 1024 * 1024;
 
 /// The unit in which zeroes are looked for.
-const UNIT: usize = CRYPT_SECTOR as usize;
+const UNIT: u64 = CRYPT_SECTOR as u64;
 
 /// The longest write-zeroes, so that a stop is noticed soon.
 const ZEROES_MAX: u64 = 256 * 1024 * 1024;
+
+/// After how many bytes written at most there is a flush: some tenths of a second's work to do again.
+const FLUSH_BYTES: u64 = 32 * 1024 * 1024;
+
+/// After what time at most there is a flush.
+const FLUSH_EVERY: Duration = Duration::from_secs(2);
 
 /// Why an import failed.
 #[derive(Debug, thiserror::Error)]
@@ -40,60 +46,70 @@ pub enum ImportError {
         /// The disk's size.
         disk: u64,
     },
-    /// The source cannot be read.
-    #[error("the image cannot be read: {0}")]
-    Source(#[from] io::Error),
-    /// The source became shorter.
-    #[error("the image became shorter while it was read")]
-    Shrunk,
+    /// Asked to go on where no import can have stopped.
+    #[error("an import cannot go on at byte {from} of {image}")]
+    From {
+        /// Where.
+        from: u64,
+        /// The image's length.
+        image: u64,
+    },
+    /// The source.
+    #[error(transparent)]
+    Source(#[from] SourceError),
     /// The disk cannot be written.
     #[error("the disk cannot be written: {0}")]
     Disk(#[from] IoError),
     /// Asked to stop.
-    #[error("the import was stopped; start it again, it begins anew")]
+    #[error("the import was stopped")]
     Stopped,
 }
 
-/// Writes `source` to the start of the disk and zeroes to the rest, and flushes.
+/// Writes `source` to the start of the disk and zeroes to the rest, and flushes. What is before `from`
+/// is there already.
 ///
 /// # Errors
-/// [`ImportError`]; the disk's content is undefined then.
+/// [`ImportError`]; the disk's content behind what was last said to be durable is undefined then.
 pub fn run(
-    source: &File,
+    source: &Source,
+    from: u64,
     chain: &mut Chain,
     state: &DiskState,
     stop: &Stop,
 ) -> Result<(), ImportError> {
-    let total = length(source)?;
+    let total = source.size();
     if total > chain.size() {
         return Err(ImportError::TooLong { image: total, disk: chain.size() });
     }
-    let mut import = Import { source, chain, stop, buffer: vec![0; CHUNK] };
-    let mut at = 0;
-    while at < total {
-        state.set(DiskActivity::Importing { done: at, total });
-        at = import.step(at, total)?;
+    if from > total || !from.is_multiple_of(UNIT) {
+        return Err(ImportError::From { from, image: total });
     }
-    state.set(DiskActivity::Importing { done: total, total });
-    let rest = total.next_multiple_of(UNIT as u64);
+    let mut import = Import { source, chain, stop, buffer: vec![0; CHUNK], written: 0 };
+    let (mut at, mut durable, mut flushed) = (from, from, Instant::now());
+    while at < total {
+        state.set(DiskActivity::Importing { done: at, total, durable });
+        at = import.step(at, total)?;
+        if import.written >= FLUSH_BYTES || flushed.elapsed() >= FLUSH_EVERY {
+            blocking::flush(import.chain)?;
+            (import.written, flushed) = (0, Instant::now());
+            // The last sector may be partial: nobody goes on there.
+            durable = at / UNIT * UNIT;
+        }
+    }
+    state.set(DiskActivity::Importing { done: total, total, durable });
+    let rest = total.next_multiple_of(UNIT);
     import.zeroes(rest, import.chain.size().saturating_sub(rest))?;
     blocking::flush(import.chain)?;
     Ok(())
 }
 
-fn length(source: &File) -> io::Result<u64> {
-    let metadata = source.metadata()?;
-    if metadata.file_type().is_block_device() {
-        return Ok(u64::try_from(lseek(source, 0, Whence::SeekEnd)?).unwrap_or(0));
-    }
-    Ok(metadata.len())
-}
-
 struct Import<'a> {
-    source: &'a File,
+    source: &'a Source,
     chain: &'a mut Chain,
     stop: &'a Stop,
     buffer: Vec<u8>,
+    /// Bytes since the last flush.
+    written: u64,
 }
 
 impl Import<'_> {
@@ -102,45 +118,31 @@ impl Import<'_> {
         if self.stop.asked() {
             return Err(ImportError::Stopped);
         }
-        let data = self.next_data(at, total)? / UNIT as u64 * UNIT as u64;
-        if data > at {
-            self.zeroes(at, data - at)?;
-            return Ok(data);
-        }
-        let length = (total - at).min(CHUNK as u64) as usize;
-        self.source.read_exact_at(&mut self.buffer[..length], at).map_err(|error| {
-            match error.kind() {
-                io::ErrorKind::UnexpectedEof => ImportError::Shrunk,
-                _ => ImportError::Source(error),
+        let extent = self.source.extent(at)?;
+        if !extent.data {
+            // What is behind the source's end is zero, too.
+            let end = if extent.end == total { total.next_multiple_of(UNIT) } else { extent.end };
+            let end = end / UNIT * UNIT;
+            if end > at {
+                self.zeroes(at, end - at)?;
+                return Ok(end.min(total));
             }
-        })?;
+        }
+        let end = extent.end.next_multiple_of(UNIT).min(total);
+        let length = (end - at).min(CHUNK as u64) as usize;
+        self.source.read(&mut self.buffer[..length], at)?;
         // The last sector may be partial; what is behind it on the disk is zero.
-        let whole = length.next_multiple_of(UNIT);
+        let whole = length.next_multiple_of(UNIT as usize);
         self.buffer[length..whole].fill(0);
         self.chunk(at, whole)?;
+        self.written += whole as u64;
         Ok(at + length as u64)
-    }
-
-    /// Where data comes next; `total` if there is none.
-    fn next_data(&self, at: u64, total: u64) -> Result<u64, ImportError> {
-        match lseek(self.source, at as i64, Whence::SeekData) {
-            Ok(data) => Ok(u64::try_from(data).unwrap_or(0).clamp(at, total)),
-            Err(Errno::ENXIO) => Ok(total.next_multiple_of(UNIT as u64)),
-            // A file system, or a device, that does not know of holes.
-            Err(Errno::EINVAL | Errno::EOPNOTSUPP) => Ok(at),
-            Err(error) => Err(ImportError::Source(error.into())),
-        }
     }
 
     /// Writes the buffer's first `length` bytes, run by run of zeroes and data.
     fn chunk(&mut self, at: u64, length: usize) -> Result<(), ImportError> {
         let mut start = 0;
-        while start < length {
-            let zero = is_zero(&self.buffer[start..start + UNIT]);
-            let mut end = start + UNIT;
-            while end < length && is_zero(&self.buffer[end..end + UNIT]) == zero {
-                end += UNIT;
-            }
+        while let Some((end, zero)) = run_of_zeroes_or_data(&self.buffer[..length], start) {
             let offset = at + start as u64;
             if zero {
                 self.submit(
@@ -191,6 +193,13 @@ impl Import<'_> {
     }
 }
 
-fn is_zero(bytes: &[u8]) -> bool {
-    bytes.iter().all(|&byte| byte == 0)
+/// Where the run of zeroes or of data ends that begins at `start`, in units, and which of the two it is;
+/// none at the end.
+pub(crate) fn run_of_zeroes_or_data(bytes: &[u8], start: usize) -> Option<(usize, bool)> {
+    let is_zero = |bytes: &[u8]| bytes.iter().all(|&byte| byte == 0);
+    let mut units = bytes.get(start..)?.chunks(UNIT as usize);
+    let first = units.next()?;
+    let zero = is_zero(first);
+    let more = units.take_while(|unit| is_zero(unit) == zero).map(<[u8]>::len).sum::<usize>();
+    Some((start + first.len() + more, zero))
 }

@@ -1,5 +1,5 @@
 //! The I/O-filter framework and what `vmseal-filter` is made of: chains of filters over backends, the
-//! front ends that serve guests, the control socket and the import of images.
+//! front ends that serve guests, the control socket, and the import and export of images.
 //!
 //! Start reading at [`chain`]; [`disk`] puts a disk together.
 
@@ -11,6 +11,7 @@ pub mod config;
 pub mod control;
 pub mod crypt;
 pub mod disk;
+pub mod export;
 pub mod figures;
 pub mod front_end;
 pub mod handle;
@@ -21,6 +22,7 @@ pub mod peer;
 pub mod pool;
 pub mod process;
 pub mod request;
+pub mod source;
 pub mod status;
 pub mod stop;
 pub mod vhost_user;

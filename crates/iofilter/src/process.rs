@@ -1,7 +1,7 @@
 //! The running filter: a thread per disk, and how it all ends.
 //!
 //! ```text
-//!  disk:  [Importing] → Idle ⇄ Connected → stopped: drained, flushed
+//!  disk:  [Importing | Exporting] → Idle ⇄ Connected → stopped: drained, flushed
 //!              └────────── any of them ──> Failed (says why; the other disks go on)
 //! ```
 
@@ -12,20 +12,25 @@ use std::thread::JoinHandle;
 
 use nix::unistd::geteuid;
 use vmseal_api::filter::{
-    BackendSpec, DiskActivity, DiskConfig, FilterConfig, FilterSpec, FrontEndSpec,
+    BackendSpec, DiskActivity, DiskConfig, ExportSpec, FilterConfig, FilterSpec, FrontEndSpec,
+    Holes, ImportSpec, TargetFormat,
 };
 use vmseal_api::id::DiskId;
+use vmseal_api::transfer::ImageFormat;
 
 use crate::backend::file::{FileDisk, OpenError};
 use crate::chain::Chain;
 use crate::config;
 use crate::crypt::CryptError;
 use crate::disk::{Disk, Encryption, Rest};
+use crate::export::{ExportError, Sparse, Target};
 use crate::front_end::Served;
 use crate::handle::{HandleError, Handles};
+use crate::import::ImportError;
+use crate::source::Source;
 use crate::status::DiskState;
 use crate::stop::Stop;
-use crate::{blocking, import, nbd, vhost_user};
+use crate::{blocking, export, import, nbd, vhost_user};
 
 /// The stack of a disk's thread.
 const STACK: usize = 512 * 1024;
@@ -57,6 +62,14 @@ pub enum StartError {
         /// Why.
         error: CryptError,
     },
+    /// The file that a disk is exported to.
+    #[error("disk {disk}: {error}")]
+    Export {
+        /// Which disk.
+        disk: DiskId,
+        /// Why.
+        error: ExportError,
+    },
     /// No thread, no descriptor.
     #[error("the system refuses what the process needs: {0}")]
     System(#[from] std::io::Error),
@@ -65,12 +78,26 @@ pub enum StartError {
 /// A disk with all it needs, not yet running.
 struct Prepared {
     chains: Vec<Chain>,
-    import: Option<File>,
+    import: Option<Import>,
+    export: Option<Export>,
     front_end: Option<FrontEnd>,
     /// What a front end's own buffers may take, for each chain.
     pool_bytes: usize,
     served: Arc<Served>,
     disk: DiskId,
+}
+
+/// An image to be imported, and where to go on.
+struct Import {
+    file: File,
+    format: ImageFormat,
+    from: u64,
+}
+
+/// Where the disk is to be written to, and where its holes are.
+struct Export {
+    target: Target,
+    sparse: Option<Sparse>,
 }
 
 /// Who serves, and to which user.
@@ -135,6 +162,7 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
     };
     let BackendSpec::File { file, offset, direct, keeps_room } = &config.backend;
     let fd = handles.file(file, !config.read_only).map_err(named("its image"))?;
+    let twin = fd.try_clone()?;
     let file = FileDisk::open(fd, *offset, config.size, *direct, config.read_only)
         .map_err(|error| StartError::Open { disk: id, error })?;
     if *keeps_room {
@@ -146,8 +174,20 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
         }
         None => None,
     };
-    let import = config.import.as_ref().map(|spec| handles.file(&spec.source, false)).transpose();
-    let import = import.map_err(named("the image to import"))?.map(File::from);
+    let import = match &config.import {
+        Some(ImportSpec { source, format, from }) => {
+            let file = handles.file(source, false).map_err(named("the image to import"))?;
+            Some(Import { file: file.into(), format: *format, from: *from })
+        }
+        None => None,
+    };
+    // Where there is no cipher, or a hole is a hole to it, too.
+    let zeroes = encryption.as_ref().is_none_or(|encryption| encryption.holes == Holes::Zero);
+    let sparse = zeroes.then(|| Sparse(twin.into(), *offset));
+    let export = match &config.export {
+        Some(spec) => Some(Export { target: target(config, spec, handles)?, sparse }),
+        None => None,
+    };
     let mut listener = |listen| handles.listener(listen).map_err(named("its socket"));
     let uid = |peer_uid: &Option<u32>| peer_uid.unwrap_or(geteuid().as_raw());
     let front_end = match &config.front_end {
@@ -169,11 +209,37 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
         serial: config.serial.as_str().into(),
         state: Arc::new(DiskState::new(id, queues).with_cipher(disk.cipher_time())),
     });
+    if export.is_some() {
+        served.state.set(DiskActivity::Exporting { done: 0, total: config.size });
+    }
     if import.is_some() {
-        served.state.set(DiskActivity::Importing { done: 0, total: 0 });
+        served.state.set(DiskActivity::Importing { done: 0, total: 0, durable: 0 });
     }
     let pool_bytes = disk.pool_bytes();
-    Ok(Prepared { chains, import, front_end, pool_bytes, served, disk: id })
+    Ok(Prepared { chains, import, export, front_end, pool_bytes, served, disk: id })
+}
+
+/// The file that a disk is exported to.
+fn target(
+    config: &DiskConfig,
+    spec: &ExportSpec,
+    handles: &mut Handles,
+) -> Result<Target, StartError> {
+    let id = config.disk;
+    let named = |what: &str| {
+        let what = format!("disk {id}, {what}");
+        move |error| StartError::Handle { what, error }
+    };
+    let file = handles.file(&spec.target, true).map_err(named("the file to export to"))?;
+    let made = match &spec.format {
+        TargetFormat::Raw => Ok(Target::Raw(file.into())),
+        TargetFormat::Qcow2 => Target::qcow2(file.into(), config.size),
+        TargetFormat::Luks2 { key, offset } => {
+            let key = handles.key(key).map_err(named("the key of the export"))?;
+            Target::luks2(file.into(), *offset, config.size, key)
+        }
+    };
+    made.map_err(|error| StartError::Export { disk: id, error })
 }
 
 impl Prepared {
@@ -192,8 +258,18 @@ impl Prepared {
     fn live(&mut self, stop: &Stop) -> Result<(), String> {
         let state = &self.served.state;
         if let (Some(source), Some(chain)) = (self.import.take(), self.chains.first_mut()) {
-            import::run(&source, chain, state, stop).map_err(|error| error.to_string())?;
+            let Import { file, format, from } = source;
+            Source::open(file, format)
+                .map_err(ImportError::from)
+                .and_then(|source| import::run(&source, from, chain, state, stop))
+                .map_err(|error| error.to_string())?;
             tracing::info!("the image is imported and flushed");
+            state.set(DiskActivity::Idle);
+        }
+        if let (Some(mut export), Some(chain)) = (self.export.take(), self.chains.first_mut()) {
+            export::run(chain, export.sparse.as_ref(), &mut export.target, state, stop)
+                .map_err(|error| error.to_string())?;
+            tracing::info!("the disk is exported and flushed");
             state.set(DiskActivity::Idle);
         }
         if let Some(front_end) = &self.front_end {

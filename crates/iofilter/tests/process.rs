@@ -141,12 +141,14 @@ impl Filter {
         status.disks.remove(0)
     }
 
-    /// Waits until the disk no longer imports.
+    /// Waits until the disk no longer imports or exports.
     fn settled(&self) -> DiskActivity {
         let until = Instant::now() + PATIENCE;
         loop {
             match self.disk().state {
-                DiskActivity::Importing { .. } => assert!(Instant::now() < until),
+                DiskActivity::Importing { .. } | DiskActivity::Exporting { .. } => {
+                    assert!(Instant::now() < until);
+                }
                 state => return state,
             }
             std::thread::sleep(Duration::from_millis(10));
@@ -194,7 +196,8 @@ fn an_image_is_imported_encrypted_sparse_and_whole_and_the_filter_ends_on_reques
     let place = Place::new();
     let bytes = image(&place.path("image"));
     let mut config = place.config();
-    config["disks"][0]["import"] = json!({ "source": { "path": place.path("image") } });
+    config["disks"][0]["import"] =
+        json!({ "source": { "path": place.path("image") }, "format": "raw" });
     let filter = place.start(&config);
     assert_eq!(filter.settled(), DiskActivity::Idle);
     assert_eq!(filter.ask(&ControlRequest::Shutdown), ControlReply::Done);
@@ -209,6 +212,81 @@ fn an_image_is_imported_encrypted_sparse_and_whole_and_the_filter_ends_on_reques
     assert!(raw.windows(64).all(|window| *window != bytes[..64]), "plaintext is in the image");
 }
 
+/// Holes and clusters of zeroes in the source make no allocation in the destination, whatever is in a
+/// compressed cluster.
+#[test]
+fn a_qcow2_image_is_imported_as_its_disk_and_stays_sparse() {
+    let place = Place::new();
+    let bytes = image(&place.path("image"));
+    let convert = |to: &str, options: &[&str]| {
+        let mut command = Command::new("qemu-img");
+        command.args(["convert", "-f", "raw", "-O", "qcow2"]).args(options);
+        command.arg(place.path("image")).arg(place.path(to));
+        assert!(command.status().unwrap().success());
+    };
+    convert("plain.qcow2", &[]);
+    convert("compressed.qcow2", &["-c"]);
+    // Clusters that say that they are zero, and clusters full of zeroes.
+    convert("zeroed.qcow2", &["-S", "0", "-o", "cluster_size=4096"]);
+    let zero = Command::new("qemu-io")
+        .args(["-f", "qcow2", "-c", "write -z 5M 3M"])
+        .arg(place.path("zeroed.qcow2"))
+        .output()
+        .unwrap();
+    assert!(zero.status.success());
+    for name in ["plain.qcow2", "compressed.qcow2", "zeroed.qcow2"] {
+        File::create(place.path("disk")).unwrap().set_len(DATA + SIZE).unwrap();
+        let before = std::fs::read(place.path(name)).unwrap();
+        let mut config = place.config();
+        config["disks"][0]["import"] =
+            json!({ "source": { "path": place.path(name) }, "format": "qcow2" });
+        let filter = place.start(&config);
+        assert_eq!(filter.settled(), DiskActivity::Idle, "{name}");
+        assert_eq!(filter.ask(&ControlRequest::Shutdown), ControlReply::Done);
+        assert_eq!(filter.ended().0, Some(0));
+        let content = place.content();
+        assert!(content[..bytes.len()] == bytes[..], "{name}: the import differs");
+        assert!(content[bytes.len()..].iter().all(|&byte| byte == 0), "the rest is zero");
+        let used = std::fs::metadata(place.path("disk")).unwrap().blocks() * 512;
+        println!("{name}: {used} bytes are allocated of {}", content.len());
+        assert!(used < 512 * 1024, "{name}: {used} bytes are allocated");
+        assert!(std::fs::read(place.path(name)).unwrap() == before, "{name} was changed");
+    }
+}
+
+#[test]
+fn a_damaged_qcow2_image_is_refused_by_its_reason() {
+    let place = Place::new();
+    std::fs::write(place.path("image"), b"QFI\xfb and nothing more").unwrap();
+    let mut config = place.config();
+    config["disks"][0]["import"] =
+        json!({ "source": { "path": place.path("image") }, "format": "qcow2" });
+    let filter = place.start(&config);
+    let DiskActivity::Failed { message } = filter.settled() else { panic!("it did not fail") };
+    assert!(message.contains("cannot be imported"), "{message}");
+}
+
+#[test]
+fn an_import_goes_on_where_it_is_told_to_and_says_what_is_flushed() {
+    let place = Place::new();
+    let bytes = image(&place.path("image"));
+    let mut config = place.config();
+    let from = |from: u64| json!({ "source": { "path": place.path("image") }, "format": "raw", "from": from });
+    config["disks"][0]["import"] = from(8 << 20);
+    let filter = place.start(&config);
+    assert_eq!(filter.settled(), DiskActivity::Idle);
+    assert_eq!(filter.ask(&ControlRequest::Shutdown), ControlReply::Done);
+    let content = place.content();
+    assert!(content[..8 << 20].iter().all(|&byte| byte == 0), "what is before was written again");
+    assert!(content[8 << 20..bytes.len()] == bytes[8 << 20..]);
+    for nowhere in [8 << 30, 4095] {
+        config["disks"][0]["import"] = from(nowhere);
+        let filter = place.start(&config);
+        let DiskActivity::Failed { message } = filter.settled() else { panic!("it did not fail") };
+        assert!(message.contains("cannot go on"), "{message}");
+    }
+}
+
 #[test]
 fn an_import_over_old_data_leaves_none_of_it() {
     let place = Place::new();
@@ -216,7 +294,8 @@ fn an_import_over_old_data_leaves_none_of_it() {
     file.write_all_at(&vec![0x77; SIZE as usize], DATA).unwrap();
     let bytes = image(&place.path("image"));
     let mut config = place.config();
-    config["disks"][0]["import"] = json!({ "source": { "path": place.path("image") } });
+    config["disks"][0]["import"] =
+        json!({ "source": { "path": place.path("image") }, "format": "raw" });
     let filter = place.start(&config);
     assert_eq!(filter.settled(), DiskActivity::Idle);
     kill(Pid::from_raw(filter.child.id() as i32), Signal::SIGTERM).unwrap();
@@ -230,7 +309,8 @@ fn an_import_that_fails_is_said_to_have_failed() {
     let place = Place::new();
     File::create(place.path("image")).unwrap().set_len(SIZE + 4096).unwrap();
     let mut config = place.config();
-    config["disks"][0]["import"] = json!({ "source": { "path": place.path("image") } });
+    config["disks"][0]["import"] =
+        json!({ "source": { "path": place.path("image") }, "format": "raw" });
     let filter = place.start(&config);
     let DiskActivity::Failed { message } = filter.settled() else { panic!("it did not fail") };
     assert!(message.contains("does not fit"), "{message}");
@@ -247,7 +327,8 @@ fn keys_come_by_inherited_memory_and_their_descriptor_is_closed() {
     let source = OwnedFd::from(File::open(place.path("image")).unwrap());
     let mut config = place.config();
     config["disks"][0]["chain"][0]["key"] = json!({ "fd": key.as_raw_fd() });
-    config["disks"][0]["import"] = json!({ "source": { "fd": source.as_raw_fd() } });
+    config["disks"][0]["import"] =
+        json!({ "source": { "fd": source.as_raw_fd() }, "format": "raw" });
     let filter = place.start_with(&config, &[&key, &source]);
     assert_eq!(filter.settled(), DiskActivity::Idle);
     let descriptor = format!("/proc/{}/fd/{}", filter.child.id(), key.as_raw_fd());
@@ -264,7 +345,8 @@ fn an_imported_image_is_served_over_nbd() {
     let place = Place::new();
     let bytes = image(&place.path("image"));
     let mut config = place.config();
-    config["disks"][0]["import"] = json!({ "source": { "path": place.path("image") } });
+    config["disks"][0]["import"] =
+        json!({ "source": { "path": place.path("image") }, "format": "raw" });
     config["disks"][0]["front_end"] =
         json!({ "kind": "nbd", "listen": { "path": place.path("nbd") } });
     let filter = place.start(&config);
@@ -289,6 +371,76 @@ fn an_imported_image_is_served_over_nbd() {
     kill(Pid::from_raw(filter.child.id() as i32), Signal::SIGTERM).unwrap();
     let (code, log) = filter.ended();
     assert!(code == Some(0) && log.contains("may not connect"), "{log}");
+}
+
+/// Runs a filter that exports the disk as `format` to the file `out`.
+fn export(place: &Place, format: Value) -> DiskActivity {
+    let mut config = place.config();
+    let disk = &mut config["disks"][0];
+    disk["front_end"] = Value::Null;
+    disk["read_only"] = json!(true);
+    disk["export"] = json!({ "target": { "path": place.path("out") }, "format": format });
+    let filter = place.start(&config);
+    let settled = filter.settled();
+    filter.ask(&ControlRequest::Shutdown);
+    filter.ended();
+    settled
+}
+
+fn compare(place: &Place, format: &str) {
+    let image = place.path("plain");
+    let mut command = Command::new("qemu-img");
+    command.args(["compare", "-f", "raw", "-F", format]).arg(image).arg(place.path("out"));
+    let output = command.output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
+}
+
+#[test]
+fn a_disk_leaves_byte_for_byte_and_sparse() {
+    let place = Place::new();
+    let bytes = image(&place.path("image"));
+    let mut config = place.config();
+    config["disks"][0]["import"] =
+        json!({ "source": { "path": place.path("image") }, "format": "raw" });
+    let filter = place.start(&config);
+    assert_eq!(filter.settled(), DiskActivity::Idle);
+    assert_eq!(filter.ask(&ControlRequest::Shutdown), ControlReply::Done);
+    filter.ended();
+    // What the disk holds, as a file to compare with.
+    std::fs::write(place.path("plain"), place.content()).unwrap();
+    let before = std::fs::read(place.path("disk")).unwrap();
+    let used = || std::fs::metadata(place.path("out")).unwrap().blocks() * 512;
+
+    File::create(place.path("out")).unwrap().set_len(SIZE).unwrap();
+    assert_eq!(export(&place, json!({ "kind": "raw" })), DiskActivity::Idle);
+    compare(&place, "raw");
+    println!("raw: {} bytes are allocated of {SIZE}", used());
+    assert!(used() < 512 * 1024, "raw: {} bytes are allocated", used());
+
+    File::create(place.path("out")).unwrap();
+    assert_eq!(export(&place, json!({ "kind": "qcow2" })), DiskActivity::Idle);
+    compare(&place, "qcow2");
+    println!("qcow2: {} bytes are allocated of {SIZE}", used());
+    assert!(used() < 2 << 20, "qcow2: {} bytes are allocated", used());
+    let checked = Command::new("qemu-img")
+        .args(["check", "-f", "qcow2"])
+        .arg(place.path("out"))
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&checked.stdout).into_owned();
+    assert!(checked.status.success() && said.contains("No errors"), "{said}");
+
+    // The data of a volume: another key, nothing left as a hole.
+    std::fs::write(place.path("key2"), (100..164u8).collect::<Vec<_>>()).unwrap();
+    std::fs::set_permissions(place.path("key2"), PermissionsExt::from_mode(0o600)).unwrap();
+    File::create(place.path("out")).unwrap().set_len(DATA + SIZE).unwrap();
+    let volume = json!({ "kind": "luks2", "key": { "path": place.path("key2") }, "offset": DATA });
+    assert_eq!(export(&place, volume), DiskActivity::Idle);
+    let raw = std::fs::read(place.path("out")).unwrap();
+    let hole = raw[DATA as usize..].chunks(4096).any(|sector| sector.iter().all(|&b| b == 0));
+    assert!(!hole, "a sector of the volume was left as a hole");
+    assert!(raw.windows(64).all(|window| *window != bytes[..64]), "plaintext is in the volume");
+    assert!(std::fs::read(place.path("disk")).unwrap() == before, "the disk was changed");
 }
 
 #[test]

@@ -13,8 +13,10 @@
 //! | `loaded`, `session` | a header in memory, and one that is checked and unlocked |
 //! | `write_back` | the order of writes |
 //! | [`header`] | create, open, inspect, change of key, repair, adopt |
+//! | `export` | headers of volumes that leave vmseal |
 
 pub mod error;
+mod export;
 pub mod facts;
 pub mod header;
 mod layout;
@@ -27,6 +29,7 @@ mod token;
 mod write_back;
 
 pub use error::{HeaderError, Refusal};
+pub use export::create_for_passphrase;
 pub use facts::{DATA_OFFSET, Facts, Holes, Identity, SECTOR_SIZE};
 pub use header::{Opened, add_kek, adopt, create, drop_other_keks, inspect, open, repair};
 pub use layout::{Copy, CopyFault, HeaderNotice};

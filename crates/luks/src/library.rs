@@ -27,6 +27,12 @@ const LOG_ERROR: c_int = 1;
 /// `CRYPT_PBKDF_NO_BENCHMARK`.
 const NO_BENCHMARK: u32 = 1 << 1;
 
+/// What it costs to try a passphrase of an exported volume: cryptsetup's passes and lanes, and a quarter
+/// of its memory, so that an agent with locked memory and a rescue system can both open it.
+const PASSPHRASE_PASSES: u32 = 4;
+const PASSPHRASE_MEMORY_KIB: u32 = 256 * 1024;
+const PASSPHRASE_LANES: u32 = 4;
+
 #[repr(C)]
 struct CryptDevice {
     _opaque: [u8; 0],
@@ -214,6 +220,22 @@ impl Device {
         };
         device.check("crypt_format", answer)?;
         Ok(device)
+    }
+
+    /// Slots that are added from now on open with what people remember: argon2id, as cryptsetup has it.
+    pub(crate) fn derive_slowly(&self) -> Result<(), HeaderError> {
+        let pbkdf = PbkdfType {
+            kind: c"argon2id".as_ptr(),
+            hash: c"sha256".as_ptr(),
+            time_ms: 0,
+            iterations: PASSPHRASE_PASSES,
+            max_memory_kb: PASSPHRASE_MEMORY_KIB,
+            parallel_threads: PASSPHRASE_LANES,
+            flags: NO_BENCHMARK,
+        };
+        // SAFETY: the parameters are read during the call only.
+        let answer = unsafe { crypt_set_pbkdf_type(self.raw.as_ptr(), &pbkdf) };
+        self.check("crypt_set_pbkdf_type", answer)
     }
 
     /// Takes the header that is in the working copy.

@@ -8,8 +8,8 @@ use vmseal_api::datastore::{
 };
 use vmseal_api::host::{
     Allocation, ConsoleStream, DatastoreLocation, DatastoreSpec, DatastoreUsage, DiskFacts,
-    DiskPhase, DiskSpec, HostAgent, HostDescription, HostState, ImageSource, Power, PowerOff,
-    SealedKey, StopReason, VmSpec,
+    DiskPhase, DiskSpec, ExportSpec, ExportStep, HostAgent, HostDescription, HostState,
+    ImageSource, Power, PowerOff, SealedKey, StopReason, VmSpec,
 };
 use vmseal_api::id::{DiskId, Incarnation, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -17,11 +17,11 @@ use vmseal_luks::Facts;
 
 use super::console::Guest;
 use super::{CAPACITY, Call, Fault, Inside, SimulatedDisk, SimulatedHost, Work, gone};
-use crate::disk::open_source;
+use crate::image::Image;
 use crate::rules::{self, PowerOn};
 
 /// Work that goes on after a call has been answered.
-type Later = Option<(VmId, Work, u64, Duration)>;
+pub type Later = Option<(VmId, Work, u64, Duration)>;
 
 impl SimulatedHost {
     /// Does a call, with the fault that is planned for it.
@@ -84,7 +84,7 @@ impl SimulatedHost {
 }
 
 impl Inside {
-    fn numbered(&mut self, vm: VmId, work: Work, duration: Duration) -> Result<Later, Problem> {
+    pub fn numbered(&mut self, vm: VmId, work: Work, duration: Duration) -> Result<Later, Problem> {
         self.life.works += 1;
         let number = self.life.works;
         self.known(vm)?.work.insert(work, number);
@@ -197,7 +197,7 @@ impl Inside {
         }
         let key = rules::key_state(&known.spec, known.key_held);
         rules::may_create_disk(&known.spec, &spec, known.power, key)?;
-        let wrong_source = source.and_then(|source| open_source(source, &spec).err());
+        let wrong_source = source.and_then(|source| Image::open(source, &spec).err());
         let ready = matches!(known.phases.get(&disk), Some(DiskPhase::Ready { .. }));
         if !ready {
             let phase = match wrong_source {
@@ -428,6 +428,17 @@ impl HostAgent for SimulatedHost {
 
     async fn delete_disk(&self, vm: VmId, disk: DiskId) -> Result<(), Problem> {
         self.call(Call::DeleteDisk, |inside| inside.delete_disk(vm, disk))
+    }
+
+    async fn export_disk(
+        &self,
+        vm: VmId,
+        disk: DiskId,
+        step: ExportStep,
+        spec: ExportSpec,
+    ) -> Result<(), Problem> {
+        let begin = |inside: &mut Inside| inside.export(vm, disk, step, &spec);
+        self.begin(Call::ExportDisk, begin, Inside::exported)
     }
 
     async fn power_on(&self, vm: VmId) -> Result<(), Problem> {

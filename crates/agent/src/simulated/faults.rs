@@ -29,6 +29,8 @@ pub enum Call {
     CreateDisk,
     /// `delete_disk`
     DeleteDisk,
+    /// `export_disk`
+    ExportDisk,
     /// `power_on`
     PowerOn,
     /// `power_off`
@@ -39,13 +41,14 @@ pub enum Call {
 
 impl Call {
     /// The calls that change something.
-    pub const CHANGING: [Self; 8] = [
+    pub const CHANGING: [Self; 9] = [
         Self::ProbeDatastore,
         Self::RegisterVm,
         Self::UnregisterVm,
         Self::OfferKey,
         Self::CreateDisk,
         Self::DeleteDisk,
+        Self::ExportDisk,
         Self::PowerOn,
         Self::PowerOff,
     ];

@@ -10,6 +10,7 @@
 
 mod calls;
 mod console;
+mod exports;
 mod faults;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -20,8 +21,8 @@ use std::time::Duration;
 use jiff::Timestamp;
 use tokio::sync::watch;
 use vmseal_api::host::{
-    Accelerator, AcceleratorKind, DiskFacts, DiskPhase, DiskState, HostDescription, Notice, Power,
-    StopReason, Stopped, VERSION, VmSpec, VmState,
+    Accelerator, AcceleratorKind, DiskFacts, DiskPhase, DiskState, ExportState, HostDescription,
+    Notice, Power, StopReason, Stopped, VERSION, VmSpec, VmState,
 };
 use vmseal_api::id::{DatastoreId, DiskId, Incarnation, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -31,6 +32,7 @@ use crate::keys::KeyBox;
 use crate::rules;
 
 use console::Guest;
+use exports::Exports;
 use faults::Faults;
 pub use faults::{Call, Fault};
 
@@ -59,6 +61,7 @@ struct World {
     marks: BTreeMap<PathBuf, DatastoreId>,
     disks: BTreeMap<DiskId, SimulatedDisk>,
     guests: BTreeMap<VmId, (VmSpec, Guest)>,
+    exports: Exports,
 }
 
 /// A registered VM.
@@ -70,6 +73,7 @@ struct Known {
     stopped: Option<Stopped>,
     died: Option<Stopped>,
     phases: BTreeMap<DiskId, DiskPhase>,
+    exports: BTreeMap<DiskId, ExportState>,
     notices: Vec<Notice>,
     /// The number of the work that may still change it; work under an older number is void.
     work: BTreeMap<Work, u64>,
@@ -82,6 +86,7 @@ enum Work {
     /// A guest that does not heed the power button is given up.
     Patience,
     Disk(DiskId),
+    Export(DiskId),
 }
 
 impl Known {
@@ -93,6 +98,7 @@ impl Known {
             stopped: None,
             died: None,
             phases: BTreeMap::new(),
+            exports: BTreeMap::new(),
             notices: Vec::new(),
             work: BTreeMap::new(),
         }
@@ -109,12 +115,13 @@ impl Known {
             died: self.died.clone(),
             disks: self.phases.iter().map(disk).collect(),
             notices: self.notices.clone(),
+            exports: self.exports.values().cloned().collect(),
         }
     }
 
     fn stop(&mut self, reason: StopReason, detail: &str) {
         self.power = Power::Off;
-        self.work.retain(|work, _| matches!(work, Work::Disk(_)));
+        self.work.retain(|work, _| matches!(work, Work::Disk(_) | Work::Export(_)));
         let stopped = Stopped { at: Timestamp::now(), reason, detail: detail.to_owned() };
         if reason.is_death() {
             self.died = Some(stopped.clone());
@@ -280,6 +287,12 @@ impl SimulatedHost {
         self.inside().world.disks.clone()
     }
 
+    /// The files of exports: those that have their name, and how many have none yet.
+    #[must_use]
+    pub fn exports(&self) -> (Vec<PathBuf>, usize) {
+        self.inside().world.exports.files()
+    }
+
     /// The guests that run.
     #[must_use]
     pub fn running(&self) -> Vec<VmId> {
@@ -343,6 +356,7 @@ impl Inside {
             cpus: 8,
             memory: 64 << 30,
             aes_hardware: true,
+            run_dir: "/run/vmseal".to_owned(),
             weaknesses: Vec::new(),
         }
     }

@@ -1,18 +1,38 @@
-//! The disks that are being made for a VM, each by a task that can be cancelled.
+//! The disks that are being made or exported for a VM, each by a task that can be cancelled.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinHandle;
-use vmseal_api::host::DiskPhase;
+use vmseal_api::host::{DiskPhase, ExportPhase, ExportState};
 use vmseal_api::id::DiskId;
 
 use super::Shared;
 use crate::disk::{self, Recipe, Workshop};
+use crate::export::{self, Order};
+use crate::run_dir::ProcessDir;
 
 /// Progress that may wait for the owner.
 const REPORTS_MAX: usize = 16;
+
+/// What a task says of itself.
+pub enum Report {
+    /// A disk is being made, or has been.
+    Making(DiskPhase),
+    /// It is being exported, or has been.
+    Exporting(ExportState),
+}
+
+impl Report {
+    /// Whether the task goes on.
+    fn is_progress(&self) -> bool {
+        match self {
+            Self::Making(phase) => matches!(phase, DiskPhase::Creating { .. }),
+            Self::Exporting(state) => matches!(state.phase, ExportPhase::Writing { .. }),
+        }
+    }
+}
 
 struct Job {
     /// Tells reports of this attempt from those of an earlier one.
@@ -25,8 +45,8 @@ struct Job {
 pub struct Jobs {
     jobs: BTreeMap<DiskId, Job>,
     started: u64,
-    sender: mpsc::Sender<(DiskId, u64, DiskPhase)>,
-    reports: mpsc::Receiver<(DiskId, u64, DiskPhase)>,
+    sender: mpsc::Sender<(DiskId, u64, Report)>,
+    reports: mpsc::Receiver<(DiskId, u64, Report)>,
 }
 
 impl Jobs {
@@ -46,44 +66,67 @@ impl Jobs {
     /// Begins to make a disk.
     pub fn begin(&mut self, shared: &Arc<Shared>, recipe: Recipe) {
         let disk = recipe.disk.disk;
+        let workshop = workshop(shared, shared.run_dir.import(disk));
+        self.spawn(disk, |cancelled, show| async move {
+            let progress =
+                |done, total| show.progress(Report::Making(DiskPhase::Creating { done, total }));
+            Report::Making(make(recipe, workshop, cancelled, progress).await)
+        });
+    }
+
+    /// Begins to export a disk.
+    pub fn begin_export(&mut self, shared: &Arc<Shared>, order: Order) {
+        let (disk, export) = (order.disk.disk, order.export.export);
+        let workshop = workshop(shared, shared.run_dir.export(disk));
+        let report = move |phase| Report::Exporting(ExportState { export, disk, phase });
+        self.spawn(disk, |cancelled, show| async move {
+            let progress =
+                |done, total| show.progress(report(ExportPhase::Writing { done, total }));
+            let written = export::write(order, &workshop, progress, cancelled).await;
+            report(match written {
+                Ok(()) => ExportPhase::Written,
+                Err(problem) => {
+                    tracing::warn!(%disk, %problem, "a disk could not be exported");
+                    ExportPhase::Failed { problem }
+                }
+            })
+        });
+    }
+
+    fn spawn<F>(&mut self, disk: DiskId, work: impl FnOnce(oneshot::Receiver<()>, Progress) -> F)
+    where
+        F: Future<Output = Report> + Send + 'static,
+    {
         self.started += 1;
         let (number, sender) = (self.started, self.sender.clone());
         let (cancel, cancelled) = oneshot::channel();
-        let workshop = Workshop {
-            filter: shared.filter.clone(),
-            users: shared.users.clone(),
-            directory: shared.run_dir.import(disk),
-        };
+        let work = work(cancelled, Progress { disk, number, sender: sender.clone() });
         let task = tokio::spawn(async move {
-            let phase = work(recipe, workshop, cancelled, |done, total| {
-                // A report that finds no room is followed by a newer one.
-                let _ = sender.try_send((disk, number, DiskPhase::Creating { done, total }));
-            })
-            .await;
+            let last = work.await;
             // The owner may be gone.
-            let _ = sender.send((disk, number, phase)).await;
+            let _ = sender.send((disk, number, last)).await;
         });
         self.jobs.insert(disk, Job { number, cancel, task });
     }
 
     /// The next report of an attempt that is still wanted.
-    pub async fn next(&mut self) -> (DiskId, DiskPhase) {
+    pub async fn next(&mut self) -> (DiskId, Report) {
         loop {
             // The sender is held here: there is always an end of the channel.
-            let Some((disk, number, phase)) = self.reports.recv().await else {
+            let Some((disk, number, report)) = self.reports.recv().await else {
                 return std::future::pending().await;
             };
             if self.jobs.get(&disk).is_none_or(|job| job.number != number) {
                 continue;
             }
-            if !matches!(phase, DiskPhase::Creating { .. }) {
+            if !report.is_progress() {
                 self.jobs.remove(&disk);
             }
-            return (disk, phase);
+            return (disk, report);
         }
     }
 
-    /// Stops making a disk; when this returns, nothing of the attempt is left.
+    /// Stops making or exporting a disk; when this returns, nothing of the attempt is left.
     pub async fn cancel(&mut self, disk: DiskId) {
         if let Some(job) = self.jobs.remove(&disk) {
             // It may have ended by itself.
@@ -99,7 +142,25 @@ impl Jobs {
     }
 }
 
-async fn work(
+/// The way of a task to say how far it is.
+struct Progress {
+    disk: DiskId,
+    number: u64,
+    sender: mpsc::Sender<(DiskId, u64, Report)>,
+}
+
+impl Progress {
+    fn progress(&self, report: Report) {
+        // A report that finds no room is followed by a newer one.
+        let _ = self.sender.try_send((self.disk, self.number, report));
+    }
+}
+
+fn workshop(shared: &Shared, directory: ProcessDir) -> Workshop {
+    Workshop { filter: shared.filter.clone(), users: shared.users.clone(), directory }
+}
+
+async fn make(
     recipe: Recipe,
     workshop: Workshop,
     cancelled: oneshot::Receiver<()>,

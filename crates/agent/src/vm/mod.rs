@@ -24,7 +24,8 @@ use std::sync::Arc;
 
 use tokio::sync::{mpsc, oneshot};
 use vmseal_api::host::{
-    Accelerator, ConsoleStream, ImageSource, PowerOff, SealedKey, Stopped, VmSpec,
+    Accelerator, ConsoleStream, ExportSpec, ExportStep, ImageSource, PowerOff, SealedKey, Stopped,
+    VmSpec,
 };
 use vmseal_api::id::{DiskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -76,6 +77,8 @@ pub enum Call {
     CreateDisk(DiskId, Option<ImageSource>, Reply<()>),
     /// To remove a disk.
     DeleteDisk(DiskId, Reply<()>),
+    /// To take a step of an export.
+    ExportDisk(DiskId, ExportStep, ExportSpec, Reply<()>),
     /// To start.
     PowerOn(Reply<()>),
     /// To stop.

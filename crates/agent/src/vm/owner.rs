@@ -9,19 +9,21 @@ use tokio::sync::{mpsc, oneshot};
 use tokio::task::{JoinHandle, spawn_blocking};
 use tokio::time::{Instant, sleep_until};
 use vmseal_api::host::{
-    ConsoleStream, DiskFacts, DiskPhase, DiskSpec, DiskState, ImageSource, KeyState, Notice, Power,
-    PowerOff, SealedKey, StopReason, Stopped, VmSpec, VmState,
+    ConsoleStream, DiskFacts, DiskPhase, DiskSpec, DiskState, ExportPhase, ExportSpec, ExportState,
+    ExportStep, ImageSource, KeyState, Notice, Power, PowerOff, SealedKey, StopReason, Stopped,
+    VmSpec, VmState,
 };
 use vmseal_api::id::DiskId;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_secret::SecretBytes;
 
-use super::jobs::Jobs;
+use super::jobs::{Jobs, Report};
 use super::running::{Ending, Happening, Running};
 use super::start::{Plan, start};
 use super::{Beginning, Call, Shared, internal};
 use crate::datastore::Home;
 use crate::disk::{self, Recipe};
+use crate::export::{self, Order};
 use crate::metrics;
 use crate::rules::{self, PowerOn};
 
@@ -43,7 +45,7 @@ enum Event {
     Started(Box<StartResult>),
     Happened(Happening),
     PatienceOver,
-    Disk(DiskId, DiskPhase),
+    Disk(DiskId, Report),
     Care,
 }
 
@@ -56,6 +58,7 @@ pub struct Owner {
     /// Also on record.
     died: Option<Stopped>,
     phases: BTreeMap<DiskId, DiskPhase>,
+    exports: BTreeMap<DiskId, ExportState>,
     jobs: Jobs,
     /// From opening the disks; stay until the next start.
     header_notices: Vec<Notice>,
@@ -78,6 +81,7 @@ impl Owner {
             stopped: died.clone(),
             died,
             phases: BTreeMap::new(),
+            exports: BTreeMap::new(),
             jobs: Jobs::new(),
             header_notices: Vec::new(),
             troubles: Vec::new(),
@@ -91,7 +95,7 @@ impl Owner {
             let event = tokio::select! {
                 call = calls.recv() => Event::Call(call),
                 event = next(&mut self.state) => event,
-                (disk, phase) = self.jobs.next() => Event::Disk(disk, phase),
+                (disk, report) = self.jobs.next() => Event::Disk(disk, report),
                 _ = care.tick() => Event::Care,
             };
             match event {
@@ -141,6 +145,7 @@ impl Owner {
             died: self.died.clone(),
             disks: self.phases.iter().map(disk).collect(),
             notices: self.header_notices.iter().chain(&self.troubles).cloned().collect(),
+            exports: self.exports.values().cloned().collect(),
         };
         self.shared.board.post(self.spec.vm, Some(state));
     }
@@ -161,6 +166,9 @@ impl Owner {
             Call::OfferKey(key, to) => reply!(to, self.offer_key(&key)),
             Call::CreateDisk(disk, source, to) => reply!(to, self.create_disk(disk, source)),
             Call::DeleteDisk(disk, to) => reply!(to, self.delete_disk(disk).await),
+            Call::ExportDisk(disk, step, spec, to) => {
+                reply!(to, self.export_disk(disk, step, spec).await);
+            }
             Call::PowerOn(to) => reply!(to, self.power_on()),
             Call::PowerOff(how, to) => reply!(to, self.power_off(how).await),
             Call::Console(to) => reply!(to, self.console().await),
@@ -188,8 +196,11 @@ impl Owner {
                     self.state = State::Running(Box::new(running));
                 }
             }
-            Event::Disk(disk, phase) => {
+            Event::Disk(disk, Report::Making(phase)) => {
                 self.phases.insert(disk, phase);
+            }
+            Event::Disk(disk, Report::Exporting(state)) => {
+                self.exports.insert(disk, state);
             }
             Event::Care => {
                 if let State::Running(running) | State::Stopping { running, .. } = &self.state {
@@ -251,6 +262,7 @@ impl Owner {
             self.kek = None;
         }
         self.phases.retain(|id, _| spec.disks.iter().any(|disk| disk.disk == *id));
+        self.exports.retain(|id, _| spec.disks.iter().any(|disk| disk.disk == *id));
         self.spec = spec;
         Ok(())
     }
@@ -280,7 +292,7 @@ impl Owner {
     fn create_disk(&mut self, disk: DiskId, source: Option<ImageSource>) -> Result<(), Problem> {
         let disk = rules::find_disk(&self.spec, disk)?.clone();
         if self.jobs.has(disk.disk) {
-            return Ok(());
+            return self.not_exporting(&disk);
         }
         rules::may_create_disk(&self.spec, &disk, self.power(), self.key())?;
         let kek = if disk.encrypted { self.clone_kek()? } else { None };
@@ -297,6 +309,7 @@ impl Owner {
     async fn delete_disk(&mut self, disk: DiskId) -> Result<(), Problem> {
         let disk = rules::find_disk(&self.spec, disk)?.clone();
         rules::may_delete_disk(&self.spec, &disk, self.power())?;
+        self.not_exporting(&disk)?;
         self.jobs.cancel(disk.disk).await;
         let (vm, id) = (self.spec.vm, disk.disk);
         spawn_blocking(move || Home::of(&disk.datastore, vm)?.delete(id))
@@ -304,6 +317,73 @@ impl Owner {
             .map_err(internal)??;
         self.phases.remove(&id);
         self.header_notices.retain(|notice| notice.disk != Some(id));
+        Ok(())
+    }
+
+    fn not_exporting(&self, disk: &DiskSpec) -> Result<(), Problem> {
+        match self.exports.get(&disk.disk).map(|export| &export.phase) {
+            Some(ExportPhase::Writing { .. }) => {
+                let what =
+                    format!("disk '{}' is being exported: wait, or cancel the task", disk.name);
+                Err(Problem::new(ErrorCode::InUse, what))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    async fn export_disk(
+        &mut self,
+        disk: DiskId,
+        step: ExportStep,
+        spec: ExportSpec,
+    ) -> Result<(), Problem> {
+        let disk = rules::find_disk(&self.spec, disk)?.clone();
+        rules::check_export(&spec)?;
+        let same = self.exports.get(&disk.disk).filter(|known| known.export == spec.export);
+        let phase = same.map(|known| known.phase.clone());
+        match (step, phase) {
+            (ExportStep::Begin, Some(ExportPhase::Writing { .. } | ExportPhase::Written)) => Ok(()),
+            (ExportStep::Begin, _) => self.begin_export(disk, spec),
+            (ExportStep::Finish, Some(ExportPhase::Writing { .. })) => {
+                Err(rules::wrong_state(&self.spec, "has not written the export yet"))
+            }
+            (ExportStep::Finish, _) => {
+                spawn_blocking(move || export::name(&spec)).await.map_err(internal)?
+            }
+            (ExportStep::Drop, phase) => {
+                // Its last words are about what is removed here.
+                let written = matches!(phase, Some(ExportPhase::Writing { .. }));
+                if written {
+                    self.jobs.cancel(disk.disk).await;
+                }
+                if phase.is_some() {
+                    self.exports.remove(&disk.disk);
+                }
+                let removed = spawn_blocking(move || export::remove(&spec)).await;
+                let removed = removed.map_err(internal)?;
+                if written { Ok(()) } else { removed }
+            }
+        }
+    }
+
+    fn begin_export(&mut self, disk: DiskSpec, spec: ExportSpec) -> Result<(), Problem> {
+        let facts = self.facts(&disk);
+        rules::may_export(&self.spec, &disk, self.power(), self.key(), facts.is_some())?;
+        if self.jobs.has(disk.disk) {
+            self.not_exporting(&disk)?;
+            let what = format!("disk '{}' is being looked at. Try again in a moment", disk.name);
+            return Err(Problem::new(ErrorCode::InUse, what));
+        }
+        export::check(&spec)?;
+        let open = |sealed| self.shared.key_box.open_passphrase(self.spec.vm, disk.disk, sealed);
+        let passphrase = spec.passphrase.as_ref().map(open).transpose()?;
+        let Some(facts) = facts else { return Err(internal("a disk without facts")) };
+        let kek = if disk.encrypted { self.clone_kek()? } else { None };
+        let phase = ExportPhase::Writing { done: 0, total: disk.size };
+        let state = ExportState { export: spec.export, disk: disk.disk, phase };
+        self.exports.insert(disk.disk, state);
+        let order = Order { spec: self.spec.clone(), disk, facts, kek, export: spec, passphrase };
+        self.jobs.begin_export(&self.shared, order);
         Ok(())
     }
 
@@ -321,7 +401,7 @@ impl Owner {
             return Ok(());
         }
         if !self.jobs.is_empty() {
-            let what = "cannot start while a disk is being looked at. Try again in a moment";
+            let what = "cannot start while a disk is being looked at or exported. Try again in a moment, or cancel the export's task";
             return Err(rules::wrong_state(&self.spec, what));
         }
         let disks = self.spec.disks.iter();

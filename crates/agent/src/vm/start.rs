@@ -67,8 +67,7 @@ pub async fn start(
             offset: open.offset,
             key: open.key,
             keeps_room: disk::is_preallocated(disk),
-            listen: Some((listener, qemu::queues(spec))),
-            source: None,
+            work: filter::Work::Serve { socket: listener, queues: qemu::queues(spec) },
         });
     }
     let filter = filter::start(&shared.filter, spec.vm, directory, disks, slot.filter())

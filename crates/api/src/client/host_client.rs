@@ -20,8 +20,8 @@ use super::tls::{self, ClientIdentity, TlsError};
 use super::websocket;
 use crate::datastore::{DatastoreCondition, DatastoreContents};
 use crate::host::{
-    ConsoleStream, DatastoreSpec, DatastoreUsage, HostAgent, HostDescription, HostState,
-    ImageSource, PowerOff, STATE_WAIT_MAX, SealedKey, VmSpec,
+    ConsoleStream, DatastoreSpec, DatastoreUsage, ExportSpec, ExportStep, HostAgent,
+    HostDescription, HostState, ImageSource, PowerOff, STATE_WAIT_MAX, SealedKey, VmSpec,
 };
 use crate::id::{DiskId, HostId, Incarnation, VmId};
 use crate::problem::{ErrorCode, Problem};
@@ -186,6 +186,17 @@ impl HostAgent for HostClient {
 
     async fn delete_disk(&self, vm: VmId, disk: DiskId) -> Result<(), Problem> {
         self.command(Method::DELETE, &format!("vms/{vm}/disks/{disk}")).await
+    }
+
+    async fn export_disk(
+        &self,
+        vm: VmId,
+        disk: DiskId,
+        step: ExportStep,
+        spec: ExportSpec,
+    ) -> Result<(), Problem> {
+        let path = format!("vms/{vm}/disks/{disk}/export");
+        self.command_with(Method::POST, &path, &(step, spec)).await
     }
 
     async fn power_on(&self, vm: VmId) -> Result<(), Problem> {

@@ -3,6 +3,7 @@
 mod agent;
 mod console;
 mod datastore;
+mod disk;
 mod doctor;
 mod events;
 mod global;
@@ -23,6 +24,7 @@ use vmseal_api::model;
 pub use self::agent::{Accelerator, Agent, AgentCommand, JoinAgent, RunAgent};
 pub use self::console::{Console, Escape};
 pub use self::datastore::Datastore;
+pub use self::disk::{Disk, ExportFormat};
 pub use self::doctor::Doctor;
 pub use self::events::Events;
 pub use self::global::{Global, List, Name, Output, Show};
@@ -34,7 +36,7 @@ pub use self::provider::{Passphrase, Provider};
 pub use self::server::{Login, RunServer};
 pub use self::shell::{Completion, Man, Shell};
 pub use self::task::Task;
-pub use self::vm::Vm;
+pub use self::vm::{Import, Vm};
 pub use self::wait::{DryRun, Wait};
 
 /// vmseal encrypts virtual machines on QEMU/KVM by policy.
@@ -73,6 +75,9 @@ pub enum Command {
     /// Virtual machines
     #[command(subcommand, visible_alias = "vms")]
     Vm(Vm),
+    /// Virtual disks
+    #[command(subcommand, visible_alias = "disks")]
+    Disk(Disk),
     /// Durable work of the server
     #[command(subcommand, visible_alias = "tasks")]
     Task(Task),

@@ -1,9 +1,10 @@
 //! `vmseal vm`.
 
+use std::path::PathBuf;
 use std::time::Duration;
 
 use bytesize::ByteSize;
-use clap::Subcommand;
+use clap::{Args, Subcommand};
 use vmseal_api::model;
 
 use super::wait::duration;
@@ -15,7 +16,13 @@ pub enum Vm {
     #[command(visible_alias = "ls")]
     List(List<model::Vm>),
     /// Show one VM
-    Show(Show),
+    Show {
+        #[command(flatten)]
+        of: Show,
+        /// Print it as a libvirt domain; it has to run
+        #[arg(long, conflicts_with = "watch")]
+        libvirt: bool,
+    },
     /// Make a VM
     Create {
         /// Its name
@@ -29,9 +36,9 @@ pub enum Vm {
         /// Memory
         #[arg(long, default_value = "512MiB", value_name = "SIZE")]
         memory: ByteSize,
-        /// A disk: `datastore=NAME,size=SIZE[,name=NAME][,image=FILE]`; may be repeated, in boot order.
-        /// `image` is a raw image on the host that the disk is filled from; without `size` the disk is
-        /// as large as the image is, where the image is on this machine.
+        /// A disk: `datastore=NAME,size=SIZE[,name=NAME][,image=FILE,format=raw|qcow2]`; may be repeated,
+        /// in boot order. `image` is an image on the host that the disk is filled from, `format` what it
+        /// is; without `size` the disk is as large as the image's, where the image is on this machine.
         #[arg(long = "disk", value_name = "OPTIONS", required = true)]
         disks: Vec<String>,
         #[command(flatten)]
@@ -39,6 +46,8 @@ pub enum Vm {
         #[command(flatten)]
         wait: Wait,
     },
+    /// Make a VM from images or from a libvirt domain, encrypting on the way in
+    Import(Import),
     /// Power a VM on
     Start {
         /// Its name or id
@@ -75,4 +84,40 @@ pub enum Vm {
         #[command(flatten)]
         wait: Wait,
     },
+}
+
+#[derive(Args)]
+pub struct Import {
+    /// Its name; of a libvirt domain, the domain's where none is given
+    #[arg(required_unless_present = "libvirt")]
+    pub name: Option<String>,
+    /// The storage policy
+    #[arg(long)]
+    pub policy: String,
+    /// Virtual processors [default: 1, or the domain's]
+    #[arg(long)]
+    pub vcpus: Option<u32>,
+    /// Memory [default: 512MiB, or the domain's]
+    #[arg(long, value_name = "SIZE")]
+    pub memory: Option<ByteSize>,
+    /// A disk, as for `vm create`: `datastore=NAME,image=FILE,format=raw|qcow2[,size=SIZE][,name=NAME]`;
+    /// may be repeated, in boot order
+    #[arg(
+        long = "disk",
+        value_name = "OPTIONS",
+        required_unless_present = "libvirt",
+        conflicts_with = "libvirt"
+    )]
+    pub disks: Vec<String>,
+    /// A libvirt domain, as `virsh dumpxml --inactive` prints it, whose images are on this machine. What
+    /// of it stays behind is said
+    #[arg(long, value_name = "FILE", requires = "datastore")]
+    pub libvirt: Option<PathBuf>,
+    /// The datastore for the domain's disks
+    #[arg(long, value_name = "NAME", requires = "libvirt")]
+    pub datastore: Option<String>,
+    #[command(flatten)]
+    pub dry_run: DryRun,
+    #[command(flatten)]
+    pub wait: Wait,
 }

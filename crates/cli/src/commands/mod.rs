@@ -2,10 +2,12 @@
 
 mod console;
 mod datastore;
+mod disk;
 mod doctor;
 mod events;
 pub mod follow;
 mod host;
+mod import;
 mod kmip;
 mod lab;
 mod list;
@@ -49,6 +51,7 @@ pub async fn run(arguments: Arguments, hardening: Hardening) -> anyhow::Result<(
         Command::Provider(verb) => provider::run(&server, output, verb).await,
         Command::Policy(verb) => policy::run(&server, output, verb).await,
         Command::Vm(verb) => vm::run(&server, output, verb).await,
+        Command::Disk(verb) => disk::run(&server, output, verb).await,
         Command::Task(verb) => task::run(&server, output, verb).await,
         Command::Server(_)
         | Command::Agent(_)

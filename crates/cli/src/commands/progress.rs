@@ -4,9 +4,11 @@ use std::collections::HashMap;
 use std::io::IsTerminal;
 use std::time::Duration;
 
+use bytesize::ByteSize;
 use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
 use vmseal_api::id::TaskId;
 use vmseal_api::model::{Task, TaskState};
+use vmseal_api::transfer;
 
 use crate::print;
 
@@ -89,8 +91,15 @@ fn advance(bar: &ProgressBar, task: &Task) {
     if let Ok(style) = ProgressStyle::with_template(template) {
         bar.set_style(style);
     }
-    bar.set_message(match task.state {
+    let step = match task.state {
         TaskState::Undoing => format!("undoing: {}", task.step),
         _ => task.step.clone(),
+    };
+    bar.set_message(match task.progress {
+        Some(transfer::Progress { done, total }) => {
+            let (done, total) = (ByteSize(done).display().iec(), ByteSize(total).display().iec());
+            format!("{step}: {done} of {total}")
+        }
+        None => step,
     });
 }

@@ -180,6 +180,7 @@ mod tests {
             state,
             step: "power on".into(),
             percent: None,
+            progress: None,
             created: jiff::Timestamp::UNIX_EPOCH,
             ended: None,
             problem: code.map(|code| Problem::new(code, "why")),

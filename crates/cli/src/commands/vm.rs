@@ -1,29 +1,33 @@
 //! Virtual machines.
 
+use std::io::IsTerminal;
+
+use anyhow::{Context, ensure};
 use serde_json::Value;
 use vmseal_api::client::ServerClient;
-use vmseal_api::model::Vm;
-use vmseal_api::request::{CreateVm, StopVm};
+use vmseal_api::host::Power;
+use vmseal_api::model::{Host, Vm};
+use vmseal_api::request::{CreateDisk, CreateVm, StopVm};
 
-use super::{console, list, plan, task};
+use super::{console, import, list, plan, task};
 use crate::arguments::{self, DryRun, Output, Wait};
-use crate::{disk_option, print};
+use crate::{disk_option, libvirt, print};
 
 pub async fn run(server: &ServerClient, output: Output, verb: arguments::Vm) -> anyhow::Result<()> {
     match verb {
         arguments::Vm::List(how) => list::run(server, output, &how, "vms").await,
-        arguments::Vm::Show(of) => {
+        arguments::Vm::Show { of, libvirt } if libvirt => {
+            show_domain(server, &server.get(&format!("vms/{}", of.name)).await?).await
+        }
+        arguments::Vm::Show { of, .. } => {
             list::one::<Vm>(server, output, &of, "vms", print::vm_details).await
         }
         arguments::Vm::Create { name, policy, vcpus, memory, disks, dry_run, wait } => {
-            let disks = disks
-                .iter()
-                .enumerate()
-                .map(|(index, option)| disk_option::parse(option, index))
-                .collect::<anyhow::Result<_>>()?;
+            let disks = disk_options(&disks)?;
             let request = CreateVm { name, policy, vcpus, memory: memory.as_u64(), disks };
             begin(server, output, "vms", &request, &dry_run, &wait).await
         }
+        arguments::Vm::Import(options) => import::run(server, output, options).await,
         arguments::Vm::Start { name, dry_run, wait } => {
             let path = format!("vms/{name}/start");
             begin(server, output, &path, &Value::Null, &dry_run, &wait).await
@@ -47,7 +51,7 @@ pub async fn run(server: &ServerClient, output: Output, verb: arguments::Vm) -> 
 }
 
 /// Begins a task and waits for it, as far as that is wanted.
-async fn begin(
+pub(super) async fn begin(
     server: &ServerClient,
     output: Output,
     path: &str,
@@ -60,4 +64,22 @@ async fn begin(
     }
     let begun = server.post(path, request).await?;
     task::settle(server, output, begun, wait).await
+}
+
+async fn show_domain(server: &ServerClient, vm: &Vm) -> anyhow::Result<()> {
+    let (name, host) = (&vm.name, &vm.host);
+    ensure!(
+        vm.power == Some(Power::Running),
+        "VM '{name}' does not run, so there is no filter whose sockets a domain could name: start it first (vmseal vm start {name})"
+    );
+    let host: Host = server.get(&format!("hosts/{host}")).await?;
+    let description = host.description.context("its host does not answer")?;
+    print::line(libvirt::domain(vm, &description).trim_end());
+    Ok(())
+}
+
+pub(super) fn disk_options(options: &[String]) -> anyhow::Result<Vec<CreateDisk>> {
+    let terminal = std::io::stdin().is_terminal();
+    let parse = |(index, option): (usize, &String)| disk_option::parse(option, index, terminal);
+    options.iter().enumerate().map(parse).collect()
 }

@@ -6,9 +6,10 @@ mod table;
 
 use serde::Serialize;
 use vmseal_api::host::DiskFacts;
-use vmseal_api::model::{Task, Vm};
+use vmseal_api::model::{Disk, Task, Vm};
 
 pub use self::column::Row;
+pub use self::rows::VmDisk;
 pub use self::table::Lines;
 use crate::arguments::{List, Output};
 use crate::commands::follow::Change;
@@ -119,6 +120,17 @@ pub fn task_details(task: &Task) -> Vec<(&'static str, String)> {
     task.problem.iter().map(|problem| ("PROBLEM CODE", word(&problem.code))).collect()
 }
 
+/// What a disk is on its datastore.
+fn disk_format(disk: &Disk) -> String {
+    match &disk.facts {
+        None => "not made yet".to_owned(),
+        Some(DiskFacts::Raw) => "raw, in the clear".to_owned(),
+        Some(DiskFacts::Luks2 { cipher, key_bits, sector_size, .. }) => {
+            format!("LUKS2 {cipher}, {key_bits}-bit key, {sector_size}-byte sectors")
+        }
+    }
+}
+
 /// What `vm show` says beyond the columns.
 pub fn vm_details(vm: &Vm) -> Vec<(&'static str, String)> {
     let mut lines = Vec::new();
@@ -126,13 +138,7 @@ pub fn vm_details(vm: &Vm) -> Vec<(&'static str, String)> {
         lines.push(("CHECK VALUE", key.check.clone()));
     }
     for disk in &vm.disks {
-        let format = match &disk.facts {
-            None => "not made yet".to_owned(),
-            Some(DiskFacts::Raw) => "raw, in the clear".to_owned(),
-            Some(DiskFacts::Luks2 { cipher, key_bits, sector_size, .. }) => {
-                format!("LUKS2 {cipher}, {key_bits}-bit key, {sector_size}-byte sectors")
-            }
-        };
+        let format = disk_format(disk);
         let size = column::Cell::Bytes(disk.size).for_people();
         lines.push((
             "DISK",
@@ -175,6 +181,7 @@ mod tests {
             state: TaskState::Running,
             step: "create, \"the\" disks".into(),
             percent,
+            progress: None,
             created: "2026-01-02T03:04:05.678901Z".parse().unwrap(),
             ended: None,
             problem: None,

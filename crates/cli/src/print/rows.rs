@@ -2,14 +2,15 @@
 
 use std::cmp::Ordering;
 
+use serde::Serialize;
 use vmseal_agent::doctor::Finding;
 use vmseal_api::host::{DatastoreLocation, HostDescription};
 use vmseal_api::model::{
-    Alarm, Datastore, Event, Host, JoinToken, Plan, Policy, Provider, Task, TaskState, Vm,
+    Alarm, Datastore, Disk, Event, Host, JoinToken, Plan, Policy, Provider, Task, TaskState, Vm,
 };
 
 use super::column::{Cell, Column, Row, more, usual};
-use super::word;
+use super::{disk_format, word};
 
 fn described(host: &Host, cell: fn(&HostDescription) -> Cell) -> Cell {
     host.description.as_ref().map_or(Cell::Nothing, cell)
@@ -116,6 +117,31 @@ impl Row for Vm {
     }
     fn order(&self, other: &Self) -> Ordering {
         self.name.cmp(&other.name)
+    }
+}
+
+/// A disk, with the VM that it belongs to.
+#[derive(Clone, PartialEq, Serialize)]
+pub struct VmDisk {
+    /// The VM's name.
+    pub vm: String,
+    /// The disk.
+    #[serde(flatten)]
+    pub disk: Disk,
+}
+
+impl Row for VmDisk {
+    const COLUMNS: &'static [Column<Self>] = &[
+        usual("vm", |it| (&it.vm).into()),
+        usual("name", |it| (&it.disk.name).into()),
+        usual("size", |it| Cell::Bytes(it.disk.size)),
+        usual("datastore", |it| (&it.disk.datastore).into()),
+        usual("format", |it| disk_format(&it.disk).into()),
+        more("id", |it| it.disk.id.to_string().into()),
+        more("encrypted", |it| Cell::YesNo(it.disk.encrypted)),
+    ];
+    fn identity(&self) -> String {
+        self.disk.id.to_string()
     }
 }
 

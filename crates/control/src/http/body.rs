@@ -117,6 +117,20 @@ impl<T: DeserializeOwned, S: Sync> FromRequestParts<S> for Asked<T> {
     }
 }
 
+/// The two names or ids in a path.
+pub(super) struct NamedPair(pub String, pub String);
+
+impl<S: Send + Sync> FromRequestParts<S> for NamedPair {
+    type Rejection = Refusal;
+
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, Refusal> {
+        match Path::from_request_parts(parts, state).await {
+            Ok(Path((first, second))) => Ok(Self(first, second)),
+            Err(error) => Err(Problem::new(ErrorCode::InvalidRequest, error.body_text()).into()),
+        }
+    }
+}
+
 /// The name or id in a path.
 pub(super) struct Named(pub String);
 

@@ -9,6 +9,7 @@ mod changes;
 mod console;
 mod datastore_scan;
 mod datastores;
+mod disks;
 mod dry_run;
 mod events;
 mod hosts;
@@ -122,6 +123,7 @@ fn user_routes() -> OpenApiRouter<Arc<App>> {
         .routes(routes!(vms::start))
         .routes(routes!(vms::stop))
         .routes(routes!(console::open))
+        .routes(routes!(disks::export))
         .routes(routes!(tasks::list))
         .routes(routes!(tasks::show))
         .routes(routes!(tasks::cancel))

@@ -182,6 +182,12 @@ async fn a_request_that_is_not_as_described_is_refused_with_the_fields_name() {
     api.post("hosts/tokens", json!({ "x": 1 })).await.assert_field("x");
     api.get("tasks?limit=x").await.assert_field("query");
     api.get("events?befor=1").await.assert_field("query");
+    let mut nameless = vm();
+    nameless["disks"][0]["image"] = json!("/image.raw");
+    api.post("vms", nameless.clone()).await.assert_field("disks[0].format");
+    nameless["disks"][0]["format"] = json!("vmdk");
+    api.post("vms", nameless).await.assert_field("disks[0].format");
+    api.post("vms", vm_with("/disks/0/format", json!("raw"))).await.assert_field("disks[0].format");
     assert_eq!(api.get("vms").await.body["items"], json!([]), "something was made");
 }
 
@@ -447,6 +453,47 @@ fn the_checked_in_document_is_the_one_of_the_code() {
         checked_in == written,
         "crates/control/openapi.json is not what the code describes; after a look at the difference: UPDATE_OPENAPI=1 cargo test -p vmseal-control"
     );
+}
+
+#[tokio::test]
+async fn an_export_says_what_it_is_and_is_on_record() {
+    let api = Api::new().await;
+    let vm = api.plant.made("web", "encrypted").await;
+    let export = |body: Value| {
+        let api = &api;
+        async move { api.post("vms/web/disks/disk0/export", body).await }
+    };
+    let raw = json!({ "to": "/out.raw", "format": "raw", "plaintext": true });
+    for (pointer, value, field) in [
+        ("to", json!("out.raw"), "to"),
+        ("to", json!("/"), "to"),
+        ("format", json!("vmdk"), "format"),
+        ("format", json!("luks2"), "plaintext"),
+        ("plaintext", json!(false), "plaintext"),
+        ("passphrase", json!({ "key_box": "x", "sealed": "y" }), "passphrase"),
+    ] {
+        let mut body = raw.clone();
+        body[pointer] = value;
+        export(body).await.assert_field(field);
+    }
+    let bare = json!({ "to": "/out", "format": "luks2" });
+    export(bare).await.assert_field("passphrase");
+    let none = api.post("vms/web/disks/none/export", raw.clone()).await;
+    none.assert_problem(404, "not-found");
+    assert!(api.plant.events("disk.export").await.is_empty(), "a refused export is on record");
+
+    api.done(export(raw.clone()).await).await;
+    let told = api.plant.events("disk.export").await;
+    assert_eq!(told.len(), 1);
+    let detail = &told[0].detail;
+    assert!(detail.contains("IN THE CLEAR") && detail.contains("/out.raw"), "{detail}");
+    assert_eq!((told[0].actor.as_str(), told[0].target.as_str()), ("me", "web"));
+
+    let task = api.plant.begin(crate::tasks::Operation::StartVm { vm }, "web").await;
+    api.plant.ended(task).await;
+    let answer = export(raw).await;
+    answer.assert_problem(409, "wrong-state");
+    assert!(answer.body["detail"].as_str().unwrap().contains("stop it first"), "{}", answer.body);
 }
 
 impl Api {

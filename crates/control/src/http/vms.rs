@@ -7,7 +7,7 @@ use std::time::Duration;
 use axum::Json;
 use axum::extract::State;
 use vmseal_api::filter::{CRYPT_SECTOR, SERIAL_MAX};
-use vmseal_api::host::{DatastoreSpec, KeyState, Power};
+use vmseal_api::host::{DatastoreSpec, ImageSource, KeyState, Power};
 use vmseal_api::id::{DiskId, VmId, check_name};
 use vmseal_api::model::{self, Disk, Lifecycle, Page, Plan, ProviderStatus, Vm};
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -213,10 +213,20 @@ fn check_disk(disk: &CreateDisk) -> Result<(), (&'static str, String)> {
             format!("must be {DISK_SIZE_MIN} to {DISK_SIZE_MAX}, a multiple of {CRYPT_SECTOR}");
         return Err(("size", detail));
     }
-    match &disk.image {
-        Some(path) if !path.is_absolute() => Err(("image", "must be an absolute path".to_owned())),
+    match (&disk.image, disk.format) {
+        (Some(path), _) if !path.is_absolute() => {
+            Err(("image", "must be an absolute path".to_owned()))
+        }
+        (Some(_), None) => {
+            Err(("format", "is needed with an image: raw or qcow2. It is never guessed".to_owned()))
+        }
+        (None, Some(_)) => Err(("format", "is an image's, and none is given".to_owned())),
         _ => Ok(()),
     }
+}
+
+fn source_of(disk: &CreateDisk) -> Option<ImageSource> {
+    Some(ImageSource { path: disk.image.clone()?, format: disk.format? })
 }
 
 /// The provider of the keys that a policy wants; it must be able to make one.
@@ -299,7 +309,7 @@ async fn place(
             size: disk.size,
             encrypted: policy.encryption,
             allocation: policy.allocation,
-            image: disk.image.clone(),
+            image: source_of(disk),
             facts: None,
             deleting: false,
         });

@@ -1,10 +1,9 @@
 //! Virtual disks.
 
-use std::path::PathBuf;
-
 use sqlx::{FromRow, SqliteConnection};
-use vmseal_api::host::{Allocation, DatastoreLocation, DatastoreSpec, DiskFacts};
+use vmseal_api::host::{Allocation, DatastoreLocation, DatastoreSpec, DiskFacts, ImageSource};
 use vmseal_api::id::{DatastoreId, DiskId, VmId};
+use vmseal_api::transfer::ImageFormat;
 
 use super::{StoreError, from_json, from_name, parse, to_json, to_name, unsigned};
 
@@ -26,7 +25,7 @@ pub struct Disk {
     /// When it takes room.
     pub allocation: Allocation,
     /// What it is to be filled from.
-    pub image: Option<PathBuf>,
+    pub image: Option<ImageSource>,
     /// What is pinned of it; none until it is made.
     pub facts: Option<DiskFacts>,
     /// Whether its host has been asked to delete it.
@@ -44,6 +43,7 @@ struct Row {
     encrypted: bool,
     allocation: String,
     image: Option<String>,
+    image_format: Option<String>,
     facts: Option<String>,
     deleting: bool,
 }
@@ -53,6 +53,10 @@ impl TryFrom<Row> for Disk {
     fn try_from(row: Row) -> Result<Self, StoreError> {
         let datastore: DatastoreId = parse(&row.datastore_id, "a datastore's id")?;
         let location: DatastoreLocation = from_json(&row.location, "a datastore's location")?;
+        let format = match &row.image_format {
+            Some(name) => from_name(name, "an image's format")?,
+            None => ImageFormat::Raw,
+        };
         Ok(Self {
             id: parse(&row.id, "a disk's id")?,
             name: row.name,
@@ -61,7 +65,7 @@ impl TryFrom<Row> for Disk {
             size: unsigned(row.size, "a disk's size")?,
             encrypted: row.encrypted,
             allocation: from_name(&row.allocation, "an allocation")?,
-            image: row.image.map(PathBuf::from),
+            image: row.image.map(|path| ImageSource { path: path.into(), format }),
             facts: row
                 .facts
                 .map(|json| from_json(&json, "what is pinned of a disk"))
@@ -79,8 +83,9 @@ pub async fn insert(
     disk: &Disk,
 ) -> Result<(), StoreError> {
     sqlx::query(
-        "INSERT INTO disks (id, vm_id, position, name, datastore_id, size, encrypted, image, allocation)
-         VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        "INSERT INTO disks (id, vm_id, position, name, datastore_id, size, encrypted, image,
+                            image_format, allocation)
+         VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
     )
     .bind(disk.id.to_string())
     .bind(vm.to_string())
@@ -89,7 +94,8 @@ pub async fn insert(
     .bind(disk.datastore.datastore.to_string())
     .bind(i64::try_from(disk.size).unwrap_or(i64::MAX))
     .bind(disk.encrypted)
-    .bind(disk.image.as_ref().map(|path| path.to_string_lossy()))
+    .bind(disk.image.as_ref().map(|image| image.path.to_string_lossy()))
+    .bind(disk.image.as_ref().map(|image| image.format.name()))
     .bind(to_name(&disk.allocation))
     .execute(to)
     .await?;
@@ -100,7 +106,7 @@ pub async fn insert(
 pub async fn of_vm(from: &mut SqliteConnection, vm: VmId) -> Result<Vec<Disk>, StoreError> {
     let rows: Vec<Row> = sqlx::query_as(
         "SELECT d.id, d.name, d.datastore_id, s.name AS datastore_name, s.location, d.size,
-                d.encrypted, d.allocation, d.image, d.facts, d.deleting
+                d.encrypted, d.allocation, d.image, d.image_format, d.facts, d.deleting
          FROM disks d JOIN datastores s ON s.id = d.datastore_id
          WHERE d.vm_id = ? ORDER BY d.position",
     )

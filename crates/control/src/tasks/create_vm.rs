@@ -1,9 +1,10 @@
 //! Making a VM: its key, its registration, its disks. Until the last step it is `creating`, and undoing
 //! leaves nothing of it.
 
-use vmseal_api::host::{DiskPhase, HostAgent, HostState, ImageSource};
+use vmseal_api::host::{DiskPhase, HostAgent, HostState};
 use vmseal_api::model::Lifecycle;
 use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::transfer::Progress;
 
 use super::run::{Run, StepError, absent_is_fine, state_of};
 use crate::store::disks::{self, Disk};
@@ -66,7 +67,7 @@ pub(super) async fn create_disks(run: &Run<'_>) -> Result<(), StepError> {
         let disks = run.disks().await?;
         let missing: Vec<_> = disks.iter().filter(|disk| disk.facts.is_none()).collect();
         if missing.is_empty() {
-            run.show_percent(None);
+            run.show(Progress::default());
             return Ok(());
         }
         let Some(seen) = &state else {
@@ -77,7 +78,7 @@ pub(super) async fn create_disks(run: &Run<'_>) -> Result<(), StepError> {
             continue;
         };
         let known = state_of(seen, vm.id);
-        let mut progress = (0, 0);
+        let mut progress = Progress::default();
         for disk in &missing {
             let phase = known.and_then(|vm| vm.disks.iter().find(|state| state.disk == disk.id));
             match phase.map(|state| &state.phase) {
@@ -87,7 +88,8 @@ pub(super) async fn create_disks(run: &Run<'_>) -> Result<(), StepError> {
                     write.commit().await?;
                 }
                 Some(DiskPhase::Creating { done, total }) => {
-                    progress = (progress.0 + done, progress.1 + total);
+                    progress.done += done;
+                    progress.total += total;
                 }
                 Some(DiskPhase::Failed { problem }) => {
                     return Err(StepError::Final(problem.clone()));
@@ -100,17 +102,12 @@ pub(super) async fn create_disks(run: &Run<'_>) -> Result<(), StepError> {
                 }
             }
         }
-        run.show_percent(percent(progress));
+        run.show(progress);
         run.check_cancelled()?;
         if run.disks().await?.iter().any(|disk| disk.facts.is_none()) {
             state = Some(run.news(&*agent, Some(seen)).await?);
         }
     }
-}
-
-fn percent((done, total): (u64, u64)) -> Option<u8> {
-    let percent = u128::from(done) * 100 / u128::from(total).max(1);
-    (total > 0).then(|| u8::try_from(percent.min(100)).unwrap_or(100))
 }
 
 async fn begin(
@@ -119,7 +116,7 @@ async fn begin(
     agent: &dyn HostAgent,
     disk: &Disk,
 ) -> Result<(), StepError> {
-    let source = || disk.image.clone().map(|path| ImageSource { path });
+    let source = || disk.image.clone();
     match agent.create_disk(vm.id, disk.id, source()).await {
         // The agent restarted since it was told of the VM and its key.
         Err(problem) if matches!(problem.code, ErrorCode::NotFound | ErrorCode::Locked) => {
@@ -202,17 +199,4 @@ pub(super) async fn remove_rows(run: &Run<'_>) -> Result<(), StepError> {
     let mut write = run.store().write().await?;
     vms::delete(&mut write, run.vm_id()).await?;
     Ok(write.commit().await?)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::percent;
-
-    #[test]
-    fn a_percentage_is_shown_only_of_something_and_never_above_100() {
-        assert_eq!(percent((0, 0)), None);
-        assert_eq!(percent((1, 4)), Some(25));
-        assert_eq!(percent((9, 4)), Some(100));
-        assert_eq!(percent((u64::MAX, u64::MAX)), Some(100));
-    }
 }

@@ -17,7 +17,6 @@
 //! and when that is no use it is undone, as it may have been done.
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -27,9 +26,10 @@ use tokio::task::AbortHandle;
 use vmseal_api::id::TaskId;
 use vmseal_api::model::{self, TaskState};
 use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::transfer::Progress;
 
 use super::operation::{Operation, Step};
-use super::run::{Means, NOT_KNOWN, Run, StepError};
+use super::run::{Gauge, Means, Run, StepError};
 use crate::hosts::Hosts;
 use crate::metrics;
 use crate::providers::Providers;
@@ -68,7 +68,7 @@ const STORE_PAUSE: Duration = Duration::from_secs(2);
 /// A task that is being carried out, as others see it.
 struct Running {
     cancel: watch::Sender<bool>,
-    percent: Arc<AtomicU8>,
+    gauge: Arc<Gauge>,
     work: AbortHandle,
 }
 
@@ -181,20 +181,20 @@ impl Engine {
 
     fn spawn(self: &Arc<Self>, task: Task) {
         let (cancel, cancelled) = watch::channel(task.cancelled);
-        let percent = Arc::new(AtomicU8::new(NOT_KNOWN));
+        let gauge = Arc::new(Gauge::default());
         let id = task.id;
         let engine = Arc::clone(self);
         // Held over the insertion, so that an end cannot come before its beginning.
         let mut running = self.running();
         let work = {
-            let percent = Arc::clone(&percent);
+            let gauge = Arc::clone(&gauge);
             tokio::spawn(async move {
-                if engine.carry_out(task, cancelled, &percent).await.is_ok() {
+                if engine.carry_out(task, cancelled, &gauge).await.is_ok() {
                     engine.running().remove(&id);
                 }
             })
         };
-        running.insert(id, Running { cancel, percent, work: work.abort_handle() });
+        running.insert(id, Running { cancel, gauge, work: work.abort_handle() });
     }
 
     /// Asks a task to stop and to undo what it has done.
@@ -225,14 +225,16 @@ impl Engine {
     /// A task as the API shows it.
     #[must_use]
     pub fn shown(&self, task: &Task) -> model::Task {
-        let percent = self.running().get(&task.id).map(|it| it.percent.load(Ordering::Relaxed));
+        let progress = self.running().get(&task.id).and_then(|it| it.gauge.read());
+        let progress = progress.filter(|_| task.ended.is_none());
         model::Task {
             id: task.id,
             kind: task.operation.kind().to_owned(),
             target: task.target.clone(),
             state: task.state,
             step: task.step.clone(),
-            percent: percent.filter(|percent| *percent != NOT_KNOWN && task.ended.is_none()),
+            percent: progress.and_then(Progress::percent),
+            progress,
             created: task.created,
             ended: task.ended,
             problem: task.problem.clone(),
@@ -250,7 +252,7 @@ impl Engine {
         &self,
         mut task: Task,
         cancelled: watch::Receiver<bool>,
-        percent: &AtomicU8,
+        gauge: &Gauge,
     ) -> Result<(), Crashed> {
         let steps = task.operation.steps();
         while task.state == TaskState::Running {
@@ -258,8 +260,7 @@ impl Engine {
                 self.end(&mut task, TaskState::Done).await;
                 break;
             };
-            let run =
-                Run { means: &self.means, task: &task, cancelled: cancelled.clone(), percent };
+            let run = Run { means: &self.means, task: &task, cancelled: cancelled.clone(), gauge };
             match self.attempt(&run, step, None).await? {
                 Ok(()) => task.position += 1,
                 Err(problem) => {
@@ -281,7 +282,7 @@ impl Engine {
                 self.end(&mut task, TaskState::Failed).await;
                 break;
             };
-            let run = Run { means: &self.means, task: &task, cancelled: never.clone(), percent };
+            let run = Run { means: &self.means, task: &task, cancelled: never.clone(), gauge };
             match self.attempt(&run, step, Some(cause)).await? {
                 Ok(()) if task.position == 0 => self.end(&mut task, TaskState::Failed).await,
                 Ok(()) => {

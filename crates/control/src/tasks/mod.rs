@@ -9,6 +9,7 @@
 mod create_vm;
 mod delete_vm;
 pub mod engine;
+mod export_disk;
 pub mod operation;
 mod run;
 mod start_vm;

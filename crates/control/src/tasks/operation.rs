@@ -1,12 +1,16 @@
 //! The operations and their steps.
 
+use std::path::PathBuf;
+
 use serde::{Deserialize, Serialize};
-use vmseal_api::id::VmId;
+use vmseal_api::host::SealedKey;
+use vmseal_api::id::{DiskId, VmId};
 use vmseal_api::model::Lifecycle;
 use vmseal_api::problem::Problem;
+use vmseal_api::transfer::ExportFormat;
 
 use super::run::{Run, StepError};
-use super::{create_vm, delete_vm, start_vm, stop_vm};
+use super::{create_vm, delete_vm, export_disk, start_vm, stop_vm};
 
 /// What a task does; stored with it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -30,6 +34,20 @@ pub enum Operation {
         force: bool,
         /// How long the guest may take, in seconds.
         timeout_seconds: u32,
+    },
+    /// Writes a disk of a VM that is off to a file of its host.
+    ExportDisk {
+        /// Whose.
+        vm: VmId,
+        /// Which.
+        disk: DiskId,
+        /// The file.
+        to: PathBuf,
+        /// What is written.
+        format: ExportFormat,
+        /// The passphrase of a LUKS2 file, sealed to the host's agent: nobody else can open it, and it not
+        /// any more when it has restarted.
+        passphrase: Option<SealedKey>,
     },
     /// Removes a VM that is off and marked as being deleted.
     DeleteVm {
@@ -61,6 +79,10 @@ pub enum Step {
     PowerOn,
     /// Stops it.
     PowerOff,
+    /// Writes a disk to a file that has no name yet.
+    WriteExport,
+    /// Gives the file its name.
+    NameExport,
     /// The VM is marked as being deleted; this is done with the request.
     Mark,
     /// Removes the disks.
@@ -81,6 +103,7 @@ impl Operation {
             Self::CreateVm { .. } => "vm.create",
             Self::StartVm { .. } => "vm.start",
             Self::StopVm { .. } => "vm.stop",
+            Self::ExportDisk { .. } => "disk.export",
             Self::DeleteVm { .. } => "vm.delete",
         }
     }
@@ -92,6 +115,7 @@ impl Operation {
             Self::CreateVm { vm }
             | Self::StartVm { vm }
             | Self::StopVm { vm, .. }
+            | Self::ExportDisk { vm, .. }
             | Self::DeleteVm { vm, .. } => *vm,
         }
     }
@@ -116,6 +140,7 @@ impl Operation {
             ],
             Self::StartVm { .. } => &[Step::Prepare, Step::PowerOn],
             Self::StopVm { .. } => &[Step::PowerOff],
+            Self::ExportDisk { .. } => &[Step::Prepare, Step::WriteExport, Step::NameExport],
             Self::DeleteVm { .. } => {
                 &[Step::Mark, Step::DeleteDisks, Step::Forget, Step::DestroyKey, Step::RemoveRows]
             }
@@ -137,6 +162,8 @@ impl Step {
             Self::Prepare => "register and deliver the key",
             Self::PowerOn => "power on",
             Self::PowerOff => "power off",
+            Self::WriteExport => "write the file",
+            Self::NameExport => "give the file its name",
             Self::Mark => "mark as being deleted",
             Self::DeleteDisks => "delete the disks",
             Self::Forget => "unregister from the host",
@@ -164,6 +191,8 @@ impl Step {
             Self::Prepare => start_vm::prepare(run).await,
             Self::PowerOn => start_vm::power_on(run).await,
             Self::PowerOff => stop_vm::power_off(run).await,
+            Self::WriteExport => export_disk::write(run).await,
+            Self::NameExport => export_disk::name(run).await,
             Self::DeleteDisks => delete_vm::delete_disks(run).await,
             Self::Forget => delete_vm::forget(run).await,
             Self::DestroyKey => delete_vm::destroy_key(run).await,
@@ -183,6 +212,8 @@ impl Step {
             Self::DeliverKey | Self::Prepare => Ok(()),
             Self::PowerOn => start_vm::power_off(run).await,
             Self::PowerOff => stop_vm::see_what_is(run).await,
+            Self::WriteExport => export_disk::drop_unnamed(run).await,
+            Self::NameExport => export_disk::unname(run, cause).await,
             Self::Mark => delete_vm::unmark(run).await,
             Self::DeleteDisks => delete_vm::are_disks_whole(run, cause).await,
             Self::Forget | Self::DestroyKey | Self::RemoveRows => {

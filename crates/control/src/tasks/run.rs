@@ -1,13 +1,13 @@
 //! What a step has to work with.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use tokio::sync::watch;
 use vmseal_api::host::{HostAgent, HostState, VmState};
 use vmseal_api::id::VmId;
 use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::transfer::Progress;
 
 use crate::hosts::Hosts;
 use crate::providers::Providers;
@@ -16,8 +16,22 @@ use crate::store::tasks::Task;
 use crate::store::vms::{self, Vm};
 use crate::store::{Store, StoreError};
 
-/// No percentage.
-pub(super) const NOT_KNOWN: u8 = u8::MAX;
+/// How far a step is, where that is known.
+#[derive(Default)]
+pub(super) struct Gauge(Mutex<Option<Progress>>);
+
+impl Gauge {
+    /// Shows it; whether the percentage is another one now.
+    pub(super) fn show(&self, progress: Option<Progress>) -> bool {
+        let mut shown = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let before = std::mem::replace(&mut *shown, progress);
+        before.map(Progress::percent) != progress.map(Progress::percent)
+    }
+
+    pub(super) fn read(&self) -> Option<Progress> {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
 
 /// How long one wait for a host's news is: a cancelled task notices within it.
 const NEWS_WAIT: Duration = Duration::from_secs(2);
@@ -66,7 +80,7 @@ pub(super) struct Run<'a> {
     pub(super) means: &'a Means,
     pub(super) task: &'a Task,
     pub(super) cancelled: watch::Receiver<bool>,
-    pub(super) percent: &'a AtomicU8,
+    pub(super) gauge: &'a Gauge,
 }
 
 impl Run<'_> {
@@ -101,9 +115,9 @@ impl Run<'_> {
         self.hosts().agent(vm.host)
     }
 
-    pub(super) fn show_percent(&self, percent: Option<u8>) {
-        let percent = percent.unwrap_or(NOT_KNOWN);
-        if self.percent.swap(percent, Ordering::Relaxed) != percent {
+    /// Shows how far the step is, in bytes; nothing of nothing.
+    pub(super) fn show(&self, progress: Progress) {
+        if self.gauge.show(Some(progress).filter(|progress| progress.total > 0)) {
             self.means.store.note_change();
         }
     }

@@ -6,9 +6,10 @@ use std::sync::{Arc, Mutex};
 
 use vmseal_agent::simulated::{Call, Fault as HostFault};
 use vmseal_api::host::Power;
-use vmseal_api::id::VmId;
+use vmseal_api::id::{DiskId, VmId};
 use vmseal_api::model::{Lifecycle, TaskState};
 use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::transfer::ExportFormat;
 
 use super::Engine;
 use super::engine::{Fault, Faults, Moment};
@@ -50,6 +51,13 @@ fn silent() -> Problem {
     Problem::new(ErrorCode::Unreachable, "silent on purpose")
 }
 
+/// Where disks are exported to.
+const OUT: &str = "/exports/out.raw";
+
+fn exporting(vm: VmId, disk: DiskId) -> Operation {
+    Operation::ExportDisk { vm, disk, to: OUT.into(), format: ExportFormat::Raw, passphrase: None }
+}
+
 /// The operations of the matrix, from a VM in the state that each needs.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Kind {
@@ -57,6 +65,7 @@ enum Kind {
     Start,
     Stop,
     Delete,
+    Export,
 }
 
 impl Kind {
@@ -64,7 +73,7 @@ impl Kind {
     async fn before(self, plant: &Plant) -> Option<VmId> {
         match self {
             Self::Create => None,
-            Self::Start | Self::Delete => Some(plant.made("web", "encrypted").await),
+            Self::Start | Self::Delete | Self::Export => Some(plant.made("web", "encrypted").await),
             Self::Stop => Some(plant.running("web").await),
         }
     }
@@ -76,6 +85,7 @@ impl Kind {
             Self::Start => Operation::StartVm { vm },
             Self::Stop => Operation::StopVm { vm, force: true, timeout_seconds: 10 },
             Self::Delete => Operation::DeleteVm { vm, was: Lifecycle::Ready },
+            Self::Export => exporting(vm, plant.disks(vm).await[0].id),
         };
         (vm, plant.begin(operation, "web").await)
     }
@@ -87,6 +97,7 @@ impl Kind {
             Self::Start => Operation::StartVm { vm }.steps(),
             Self::Stop => Operation::StopVm { vm, force: true, timeout_seconds: 1 }.steps(),
             Self::Delete => Operation::DeleteVm { vm, was: Lifecycle::Ready }.steps(),
+            Self::Export => exporting(vm, DiskId::new()).steps(),
         }
     }
 
@@ -96,6 +107,10 @@ impl Kind {
             Self::Create | Self::Stop => plant.assert_whole(vm, Power::Off, what).await,
             Self::Start => plant.assert_whole(vm, Power::Running, what).await,
             Self::Delete => plant.assert_nothing_left(vm, what).await,
+            Self::Export => {
+                plant.assert_whole(vm, Power::Off, what).await;
+                assert_eq!(plant.agent.exports(), (vec![OUT.into()], 0), "{what}");
+            }
         }
     }
 
@@ -104,6 +119,10 @@ impl Kind {
         match self {
             Self::Create => plant.assert_nothing_left(vm, what).await,
             Self::Start | Self::Delete => plant.assert_whole(vm, Power::Off, what).await,
+            Self::Export => {
+                plant.assert_whole(vm, Power::Off, what).await;
+                assert_eq!(plant.agent.exports(), (vec![], 0), "{what}");
+            }
             // A stop that was done cannot be taken back; what is must be what is shown.
             Self::Stop => {
                 let runs = plant.agent.running().contains(&vm);
@@ -183,6 +202,12 @@ async fn assert_failed_truly(
     match ended.state {
         TaskState::Failed => kind.assert_undone(plant, vm, what).await,
         TaskState::Unknown => {
+            if kind == Kind::Export {
+                // It had its name already: that is said, and it is left.
+                assert!(problem.detail.contains(OUT) && problem.detail.contains("is whole"));
+                assert_eq!(plant.agent.exports(), (vec![OUT.into()], 0), "{what}");
+                return;
+            }
             assert_eq!(kind, Kind::Delete, "{what}: {problem}");
             assert!(problem.detail.contains("delete it again"), "{what}: {problem}");
             if let Some(row) = plant.vm(vm).await {
@@ -208,6 +233,40 @@ async fn start_survives_every_fault_at_every_step() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn stop_survives_every_fault_at_every_step() {
     matrix(Kind::Stop).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn export_survives_every_fault_at_every_step() {
+    matrix(Kind::Export).await;
+}
+
+#[tokio::test]
+async fn an_export_that_is_called_off_or_fails_leaves_nothing() {
+    let plant = Plant::new().await;
+    let vm = plant.made("web", "encrypted").await;
+    let disk = plant.disks(vm).await[0].id;
+    plant.agent.set_work(LONG);
+    let task = plant.begin(exporting(vm, disk), "web").await;
+    plant.eventually("it writes", async || (plant.calls(Call::ExportDisk) > 0).then_some(())).await;
+    plant.engine.cancel(&task.to_string(), "me").await.unwrap();
+    let ended = plant.ended(task).await;
+    assert_eq!(ended.problem.unwrap().code, ErrorCode::Cancelled);
+    Kind::Export.assert_undone(&plant, vm, "cancelled").await;
+
+    plant.agent.set_work(std::time::Duration::from_millis(1));
+    plant.agent.set_full(true);
+    let task = plant.begin(exporting(vm, disk), "web").await;
+    let ended = plant.ended(task).await;
+    assert_eq!(ended.problem.unwrap().code, ErrorCode::NoSpace);
+    Kind::Export.assert_undone(&plant, vm, "full").await;
+
+    plant.agent.set_full(false);
+    let task = plant.begin(exporting(vm, disk), "web").await;
+    assert_eq!(plant.ended(task).await.state, TaskState::Done);
+    let task = plant.begin(exporting(vm, disk), "web").await;
+    let ended = plant.ended(task).await;
+    assert_eq!(ended.problem.unwrap().code, ErrorCode::AlreadyExists);
+    Kind::Export.assert_done(&plant, vm, "it was there").await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

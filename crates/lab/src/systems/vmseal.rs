@@ -54,6 +54,7 @@ impl Vmseal {
                     queues: 1,
                 }),
                 import: None,
+                export: None,
             }],
         }
     }

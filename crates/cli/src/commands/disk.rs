@@ -1,0 +1,104 @@
+//! Virtual disks.
+
+use anyhow::Context;
+use vmseal_api::client::ServerClient;
+use vmseal_api::host::{SealedKey, export_info};
+use vmseal_api::model::{Disk, Host, Task, Vm};
+use vmseal_api::request::ExportDisk;
+use vmseal_api::transfer::ExportFormat;
+
+use super::task;
+use crate::arguments::{self, Output, Passphrase};
+use crate::exit::{Ended, Exit};
+use crate::passphrase::{self, Prompt};
+use crate::print::{self, VmDisk};
+
+pub async fn run(
+    server: &ServerClient,
+    output: Output,
+    verb: arguments::Disk,
+) -> anyhow::Result<()> {
+    match verb {
+        arguments::Disk::List { vm, how } => {
+            if how.watch {
+                return Err(wrong(
+                    "disks cannot be watched: watch their VMs (vmseal vm list --watch)",
+                ));
+            }
+            let vms = match vm {
+                Some(vm) => vec![server.get(&format!("vms/{vm}")).await?],
+                None => server.all::<Vm>("vms").await?,
+            };
+            let of = |vm: Vm| {
+                let name = vm.name;
+                vm.disks.into_iter().map(move |disk| VmDisk { vm: name.clone(), disk })
+            };
+            print::list(output, &how, vms.into_iter().flat_map(of).collect())
+        }
+        arguments::Disk::Show { vm, disk } => {
+            let (vm, disk) = find(server, &vm, &disk).await?;
+            let shown = VmDisk { vm: vm.name, disk };
+            print::one(output, &shown, &[])
+        }
+        arguments::Disk::Export { vm, disk, to, format, plaintext, passphrase, wait } => {
+            let format = match format {
+                arguments::ExportFormat::Raw => ExportFormat::Raw,
+                arguments::ExportFormat::Qcow2 => ExportFormat::Qcow2,
+                arguments::ExportFormat::Luks2 => ExportFormat::Luks2,
+            };
+            check(format, plaintext, &passphrase)?;
+            let (vm, disk) = find(server, &vm, &disk).await?;
+            let passphrase = match format {
+                ExportFormat::Luks2 => Some(sealed(server, &vm, &disk, &passphrase).await?),
+                ExportFormat::Raw | ExportFormat::Qcow2 => None,
+            };
+            let request = ExportDisk { to, format, plaintext, passphrase };
+            let path = format!("vms/{}/disks/{}/export", vm.id, disk.id);
+            let begun: Task = server.post(&path, &request).await?;
+            task::settle(server, output, begun, &wait).await
+        }
+    }
+}
+
+fn wrong(message: impl Into<String>) -> anyhow::Error {
+    Ended::new(Exit::Usage, message).into()
+}
+
+fn check(format: ExportFormat, plaintext: bool, passphrase: &Passphrase) -> anyhow::Result<()> {
+    let name = format.name();
+    let wrong = |message: String| Err(wrong(message));
+    match (format.is_plain(), plaintext, &passphrase.passphrase_file) {
+        (true, false, _) => wrong(format!(
+            "a {name} file is in the clear: say that it may be with --plaintext, or use --format luks2"
+        )),
+        (true, _, Some(_)) => wrong(format!("a {name} file has no passphrase")),
+        (false, true, _) => {
+            wrong(format!("a {name} file is not in the clear: leave out --plaintext"))
+        }
+        _ => Ok(()),
+    }
+}
+
+async fn find(server: &ServerClient, vm: &str, disk: &str) -> anyhow::Result<(Vm, Disk)> {
+    let mut vm: Vm = server.get(&format!("vms/{vm}")).await?;
+    let found = vm.disks.iter().position(|it| it.name == disk || it.id.to_string() == disk);
+    let index = found.with_context(|| format!("VM '{}' has no disk '{disk}'", vm.name))?;
+    let disk = vm.disks.swap_remove(index);
+    Ok((vm, disk))
+}
+
+/// The passphrase of the file, sealed for the host's agent: the server cannot read it.
+async fn sealed(
+    server: &ServerClient,
+    vm: &Vm,
+    disk: &Disk,
+    options: &Passphrase,
+) -> anyhow::Result<SealedKey> {
+    let passphrase = passphrase::obtain(options, "Passphrase of the file", Prompt::Twice)?;
+    let host: Host = server.get(&format!("hosts/{}", vm.host)).await?;
+    let described = host.description;
+    let described = described.with_context(|| format!("host '{}' does not answer", vm.host))?;
+    let info = export_info(vm.id, disk.id);
+    let sealed = passphrase::seal_to(&passphrase, &info, &described.key_box)?;
+    Ok(SealedKey { key_box: described.key_box, sealed })
+}

@@ -1,0 +1,67 @@
+//! Bringing VMs in: from images, or from a libvirt domain.
+
+use std::path::Path;
+
+use vmseal_api::client::ServerClient;
+use vmseal_api::request::{CreateDisk, CreateVm};
+
+use super::vm;
+use crate::arguments::{Import, Output};
+use crate::disk_option::size_of_image;
+use crate::exit::{Ended, Exit};
+use crate::libvirt;
+
+/// A VM's memory where nothing says otherwise, in bytes.
+const MEMORY: u64 = 512 << 20;
+
+pub async fn run(server: &ServerClient, output: Output, options: Import) -> anyhow::Result<()> {
+    let vcpus = options.vcpus;
+    let memory = options.memory.map(|size| size.as_u64());
+    let request = match &options.libvirt {
+        Some(file) => {
+            let datastore = options.datastore.unwrap_or_default();
+            let mut request = from_domain(file, &datastore, options.policy)?;
+            request.name = options.name.unwrap_or(request.name);
+            request.vcpus = vcpus.unwrap_or(request.vcpus);
+            request.memory = memory.unwrap_or(request.memory);
+            request
+        }
+        None => CreateVm {
+            name: options.name.unwrap_or_default(),
+            policy: options.policy,
+            vcpus: vcpus.unwrap_or(1),
+            memory: memory.unwrap_or(MEMORY),
+            disks: images(&options.disks)?,
+        },
+    };
+    vm::begin(server, output, "vms", &request, &options.dry_run, &options.wait).await
+}
+
+fn images(options: &[String]) -> anyhow::Result<Vec<CreateDisk>> {
+    let disks = vm::disk_options(options)?;
+    if disks.iter().all(|disk| disk.image.is_none()) {
+        let message = "no disk has an image to import: add image=FILE,format=FORMAT, or make an empty VM with vmseal vm create";
+        return Err(Ended::new(Exit::Usage, message).into());
+    }
+    Ok(disks)
+}
+
+/// What a domain becomes; says what of it does not come along.
+fn from_domain(file: &Path, datastore: &str, policy: String) -> anyhow::Result<CreateVm> {
+    let domain = libvirt::read(file)?;
+    for warning in &domain.warnings {
+        eprintln!("not taken over: {warning}");
+    }
+    let disk = |disk: &libvirt::Disk| {
+        Ok(CreateDisk {
+            name: disk.name.clone(),
+            datastore: datastore.to_owned(),
+            size: size_of_image(&disk.image, disk.format)?,
+            image: Some(disk.image.clone()),
+            format: Some(disk.format),
+        })
+    };
+    let disks = domain.disks.iter().map(disk).collect::<anyhow::Result<_>>()?;
+    let (name, vcpus, memory) = (domain.name, domain.vcpus, domain.memory);
+    Ok(CreateVm { name, policy, vcpus, memory, disks })
+}

@@ -1,0 +1,7 @@
+//! Domains of libvirt: read to bring a VM in, and printed to show what runs.
+
+mod read;
+mod write;
+
+pub use read::{Disk, read};
+pub use write::domain;

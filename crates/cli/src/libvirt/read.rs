@@ -1,0 +1,346 @@
+//! What of a libvirt domain (<https://libvirt.org/formatdomain.html>) becomes a VM: name, processors,
+//! memory, and its disks with their formats. The rest is said to stay behind; what holds data that would
+//! stay behind is refused.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, bail, ensure};
+use roxmltree::{Document, Node, ParsingOptions};
+use vmseal_api::transfer::ImageFormat;
+
+/// The longest domain, in bytes; libvirt's own are some ten thousand.
+const XML_MAX: u64 = 1024 * 1024;
+
+/// The most nodes of a domain.
+const NODES_MAX: u32 = 100_000;
+
+/// The unit of a VM's memory, in bytes.
+const MEMORY_UNIT: u64 = 1 << 20;
+
+/// What a VM is made of, and what stays behind.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Domain {
+    /// The domain's name.
+    pub name: String,
+    /// Virtual processors.
+    pub vcpus: u32,
+    /// Memory, in bytes, rounded up to a whole MiB.
+    pub memory: u64,
+    /// The disks, in boot order.
+    pub disks: Vec<Disk>,
+    /// What is not taken over.
+    pub warnings: Vec<String>,
+}
+
+/// A disk of a domain.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Disk {
+    /// The target's name (`vda`).
+    pub name: String,
+    /// The image.
+    pub image: PathBuf,
+    /// What it is.
+    pub format: ImageFormat,
+    boot: Option<u32>,
+}
+
+/// Elements of a domain that a VM has its own of, or that are read.
+const KNOWN: [&str; 22] = [
+    "name",
+    "uuid",
+    "title",
+    "description",
+    "metadata",
+    "memory",
+    "currentMemory",
+    "vcpu",
+    "os",
+    "devices",
+    "on_poweroff",
+    "on_reboot",
+    "on_crash",
+    "pm",
+    "clock",
+    "features",
+    "resource",
+    "genid",
+    "seclabel",
+    "memoryBacking",
+    "cpu",
+    "maxMemory",
+];
+
+/// Devices that a VM has its own of, or needs none of.
+const OWN_DEVICES: [&str; 10] = [
+    "disk",
+    "emulator",
+    "controller",
+    "input",
+    "memballoon",
+    "rng",
+    "serial",
+    "console",
+    "panic",
+    "watchdog",
+];
+
+/// Reads a domain from a file.
+pub fn read(file: &Path) -> anyhow::Result<Domain> {
+    let mut text = String::new();
+    File::open(file)
+        .and_then(|open| open.take(XML_MAX + 1).read_to_string(&mut text))
+        .with_context(|| format!("cannot read {}", file.display()))?;
+    ensure!(text.len() as u64 <= XML_MAX, "{} is longer than {XML_MAX} bytes", file.display());
+    parse(&text).with_context(|| format!("the domain in {} cannot be taken over", file.display()))
+}
+
+fn parse(text: &str) -> anyhow::Result<Domain> {
+    let options = ParsingOptions { nodes_limit: NODES_MAX, ..ParsingOptions::default() };
+    let document = Document::parse_with_options(text, options).context("it is not XML")?;
+    let domain = document.root_element();
+    ensure!(domain.tag_name().name() == "domain", "it is not a libvirt domain");
+    let mut warnings = Vec::new();
+    check_system(domain, &mut warnings)?;
+    let name = text_of(domain, "name").context("it has no name")?.to_owned();
+    let vcpus = text_of(domain, "vcpu").unwrap_or("1");
+    let vcpus = vcpus.parse().with_context(|| format!("'{vcpus}' is no number of processors"))?;
+    let memory = memory(child(domain, "memory").context("it says of no memory")?)?;
+    let devices = child(domain, "devices").context("it has no devices")?;
+    let disks = disks(devices, &mut warnings)?;
+    left_behind(domain, devices, &mut warnings);
+    Ok(Domain { name, vcpus, memory, disks, warnings })
+}
+
+fn child<'a>(of: Node<'a, 'a>, name: &str) -> Option<Node<'a, 'a>> {
+    of.children().find(|child| child.has_tag_name(name))
+}
+
+fn text_of<'a>(of: Node<'a, 'a>, name: &str) -> Option<&'a str> {
+    child(of, name)?.text().map(str::trim).filter(|text| !text.is_empty())
+}
+
+/// Whether such a system can run at all, and what of its firmware stays behind.
+fn check_system(domain: Node<'_, '_>, warnings: &mut Vec<String>) -> anyhow::Result<()> {
+    let os = child(domain, "os").context("it says of no operating system")?;
+    let kind = child(os, "type").context("it says of no type of operating system")?;
+    let name = kind.text().unwrap_or_default().trim();
+    ensure!(name == "hvm", "it is of type '{name}'; only fully virtualized ones (hvm) can run");
+    if let Some(arch) = kind.attribute("arch") {
+        ensure!(arch == "x86_64", "it is for {arch} processors; only x86_64 can run");
+    }
+    let devices = child(domain, "devices");
+    let has = |device| devices.is_some_and(|devices| child(devices, device).is_some());
+    ensure!(
+        !has("tpm"),
+        "it has a TPM, whose state would not come along: a guest that has sealed something to it could not open it again. Have the guest unseal it, and remove <tpm>"
+    );
+    ensure!(
+        !has("nvram") && !has("shmem"),
+        "it has memory devices (nvram, shmem) whose content would not come along: remove them first"
+    );
+    if os.attribute("firmware") == Some("efi") || child(os, "loader").is_some() {
+        let what = "UEFI firmware and its variables: a VM boots by BIOS, so its disk needs a boot loader for that";
+        warnings.push(what.to_owned());
+    }
+    if child(os, "kernel").is_some() {
+        warnings.push("a kernel outside of the disks: a VM boots from its first disk".to_owned());
+    }
+    Ok(())
+}
+
+/// An amount of memory (`<memory unit='KiB'>`), in bytes.
+fn memory(node: Node<'_, '_>) -> anyhow::Result<u64> {
+    let text = node.text().unwrap_or_default().trim();
+    let amount: u64 = text.parse().with_context(|| format!("'{text}' is no amount of memory"))?;
+    let unit = match node.attribute("unit").unwrap_or("KiB") {
+        "b" | "bytes" => 1,
+        "KB" => 1000,
+        "k" | "KiB" => 1 << 10,
+        "MB" => 1_000_000,
+        "M" | "MiB" => 1 << 20,
+        "GB" => 1_000_000_000,
+        "G" | "GiB" => 1 << 30,
+        "TB" => 1_000_000_000_000,
+        "T" | "TiB" => 1 << 40,
+        other => bail!("'{other}' is no unit of memory"),
+    };
+    let bytes = amount.checked_mul(unit).and_then(|it| it.checked_next_multiple_of(MEMORY_UNIT));
+    bytes.with_context(|| format!("{amount} is too much memory"))
+}
+
+/// The disks; those with a place in the boot order first.
+fn disks(devices: Node<'_, '_>, warnings: &mut Vec<String>) -> anyhow::Result<Vec<Disk>> {
+    let mut found = Vec::new();
+    for node in devices.children().filter(|child| child.has_tag_name("disk")) {
+        let target = child(node, "target").and_then(|target| target.attribute("dev"));
+        let target = target.context("a disk has no target")?;
+        match node.attribute("device").unwrap_or("disk") {
+            "disk" => {
+                let disk = disk(node, target, warnings);
+                found.push(disk.with_context(|| format!("disk '{target}'"))?);
+            }
+            // Removable media: whose content is elsewhere, too.
+            media @ ("cdrom" | "floppy") => warnings.push(format!("the {media} '{target}'")),
+            other => bail!("disk '{target}' is a {other}, which cannot be taken over"),
+        }
+    }
+    ensure!(!found.is_empty(), "it has no disk");
+    // Stable: the others stay in the order of the domain.
+    found.sort_by_key(|disk| disk.boot.unwrap_or(u32::MAX));
+    Ok(found)
+}
+
+fn disk(node: Node<'_, '_>, name: &str, warnings: &mut Vec<String>) -> anyhow::Result<Disk> {
+    let kind = node.attribute("type").unwrap_or("file");
+    ensure!(
+        kind == "file",
+        "it is of type '{kind}'; only images in files can be imported: make one of it first (qemu-img convert)"
+    );
+    let source = child(node, "source").context("it has no source")?;
+    let image = source.attribute("file").context("its source names no file")?;
+    let encrypted = [node, source].into_iter().any(|at| child(at, "encryption").is_some());
+    ensure!(
+        !encrypted,
+        "it is encrypted by QEMU: decrypt it first (qemu-img convert), it is encrypted again on the way in"
+    );
+    ensure!(
+        child(node, "mirror").is_none(),
+        "it is being copied by libvirt: end that first (virsh blockjob)"
+    );
+    let backing = child(node, "backingStore");
+    ensure!(
+        backing.is_none_or(|backing| child(backing, "source").is_none()),
+        "it is a snapshot over another image, without which it is not whole: make one of both first (virsh blockcommit, or qemu-img convert)"
+    );
+    let format = child(node, "driver").and_then(|driver| driver.attribute("type"));
+    let format = format
+        .context("it names no format (<driver type='raw'/> or 'qcow2'), and none is guessed")?;
+    let format = ImageFormat::ALL.into_iter().find(|known| known.name() == format).with_context(
+        || format!("its format is '{format}'; raw and qcow2 can be imported: convert it first (qemu-img convert)"),
+    )?;
+    for (element, what) in [
+        ("readonly", "it was read-only and will be writable"),
+        ("shareable", "it was shared with other domains"),
+        ("transient", "its changes were forgotten at every stop, and will be kept"),
+        ("iotune", "its limits"),
+    ] {
+        if child(node, element).is_some() {
+            warnings.push(format!("of disk '{name}': {what}"));
+        }
+    }
+    let boot = child(node, "boot").and_then(|boot| boot.attribute("order"));
+    let boot = boot.map(str::parse).transpose().context("its boot order is no number")?;
+    Ok(Disk { name: name.to_owned(), image: PathBuf::from(image), format, boot })
+}
+
+/// Says what is not taken over.
+fn left_behind(domain: Node<'_, '_>, devices: Node<'_, '_>, warnings: &mut Vec<String>) {
+    let elements = |of: Node<'_, '_>, known: &[&str]| {
+        let mut counts = BTreeMap::<String, u32>::new();
+        for child in of.children().filter(Node::is_element) {
+            let name = child.tag_name().name();
+            if !known.contains(&name) {
+                *counts.entry(name.to_owned()).or_default() += 1;
+            }
+        }
+        counts
+    };
+    for (device, count) in elements(devices, &OWN_DEVICES) {
+        warnings.push(match device.as_str() {
+            "interface" => format!("{count} network interfaces: a VM has no network card"),
+            "hostdev" => format!("{count} devices of the host that were passed through"),
+            "filesystem" => format!("{count} shared directories of the host"),
+            "graphics" | "video" => format!("{device}: a VM has a serial console"),
+            other => format!("{count} devices <{other}>"),
+        });
+    }
+    for (element, _) in elements(domain, &KNOWN) {
+        warnings.push(format!("the settings <{element}>"));
+    }
+    if child(domain, "cpu").is_some() {
+        warnings.push("the model of the processor: a VM sees what its host has".to_owned());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A domain as virt-install makes it, shortened.
+    const DOMAIN: &str = include_str!("../../tests/libvirt/web.xml");
+
+    fn changed(from: &str, to: &str) -> String {
+        assert!(DOMAIN.contains(from), "{from}");
+        format!("{:#}", parse(&DOMAIN.replacen(from, to, 1)).unwrap_err())
+    }
+
+    #[test]
+    fn a_domain_becomes_a_vm_and_what_stays_behind_is_said() {
+        let domain = parse(DOMAIN).unwrap();
+        assert_eq!((domain.name.as_str(), domain.vcpus, domain.memory), ("web", 2, 2 << 30));
+        let disk = |name: &str, image: &str, format, boot| Disk {
+            name: name.to_owned(),
+            image: image.into(),
+            format,
+            boot,
+        };
+        let system = disk("vdb", "/var/lib/libvirt/images/web.qcow2", ImageFormat::Qcow2, Some(1));
+        let data = disk("vda", "/srv/data.img", ImageFormat::Raw, None);
+        assert_eq!(domain.disks, [system, data], "not in boot order");
+        let said = domain.warnings.join("\n");
+        for left in [
+            "2 network",
+            "1 devices of the host",
+            "cdrom 'sda'",
+            "UEFI",
+            "<cputune>",
+            "read-only",
+            "graphics",
+            "processor",
+        ] {
+            assert!(said.contains(left), "{left}: {said}");
+        }
+        // What every domain has is no news.
+        assert!(!said.contains("memballoon") && !said.contains("<uuid>"), "{said}");
+    }
+
+    #[test]
+    fn what_would_lose_data_or_cannot_run_is_refused() {
+        let source = "<source file='/srv/data.img'/>";
+        for (from, to, reason) in [
+            ("type='raw'", "type='vmdk'", "'vmdk'"),
+            ("<driver name='qemu' type='raw'/>", "", "names no format"),
+            ("type='file' device='disk'", "type='block' device='disk'", "type 'block'"),
+            ("type='file' device='disk'", "type='network' device='disk'", "type 'network'"),
+            (source, "<source dev='/dev/sdb'/>", "names no file"),
+            (source, "<source file='/x'><encryption format='luks'/></source>", "encrypted by QEMU"),
+            (source, "<source file='/x'/><mirror type='file'/>", "blockjob"),
+            (
+                source,
+                "<source file='/x'/><backingStore type='file'><source file='/b'/></backingStore>",
+                "snapshot over",
+            ),
+            ("device='disk'", "device='lun'", "is a lun"),
+            ("<devices>", "<devices><tpm model='tpm-crb'/>", "TPM"),
+            ("arch='x86_64'", "arch='aarch64'", "aarch64"),
+            (">hvm<", ">exe<", "'exe'"),
+            ("unit='KiB'>2097152", "unit='furlong'>2097152", "'furlong'"),
+            (">2097152<", ">99999999999999999<", "too much"),
+            ("<vcpu placement='static'>2<", "<vcpu placement='static'>two<", "'two'"),
+            (
+                "<domain type='kvm'>",
+                "<!DOCTYPE domain [<!ENTITY a 'b'>]><domain type='kvm'>",
+                "not XML",
+            ),
+            ("</domain>", "", "not XML"),
+        ] {
+            let refusal = changed(from, to);
+            assert!(refusal.contains(reason), "{to}: {refusal}");
+        }
+        let network = "<network><name>x</name></network>";
+        assert!(format!("{:#}", parse(network).unwrap_err()).contains("not a libvirt domain"));
+    }
+}

@@ -1,0 +1,144 @@
+//! A VM that runs, as a libvirt domain: its disks are the sockets of its running filter.
+
+use std::fmt::Write;
+
+use vmseal_api::host::{AcceleratorKind, HostDescription};
+use vmseal_api::model::Vm;
+
+/// What stands above the domain: what it is good for, and what not.
+const NOTE: &str = "
+  What vmseal runs, as a libvirt domain. The disks are the sockets of the running vmseal-filter.
+  libvirt cannot start it as it is: a filter serves one QEMU at a time, and vmseal's own is connected;
+  it takes connections of the agent's user alone; and its sockets go when the VM stops.
+";
+
+/// The domain, for a VM that runs on the host of this description.
+pub fn domain(vm: &Vm, host: &HostDescription) -> String {
+    let (kind, cpu) = match host.accelerator.kind {
+        AcceleratorKind::Kvm => ("kvm", "host-passthrough"),
+        AcceleratorKind::Tcg => ("qemu", "maximum"),
+    };
+    let mut xml = format!("<!--{NOTE}-->\n");
+    let mut line = |text: String| {
+        // Writing to a string cannot fail.
+        let _ = writeln!(xml, "{text}");
+    };
+    line(format!("<domain type='{kind}'>"));
+    line(format!("  <name>{}</name>", escaped(&vm.name)));
+    line(format!("  <uuid>{}</uuid>", vm.id));
+    line(format!("  <memory unit='b'>{}</memory>", vm.memory));
+    line("  <memoryBacking>".to_owned());
+    line("    <source type='memfd'/>".to_owned());
+    line("    <access mode='shared'/>".to_owned());
+    line("  </memoryBacking>".to_owned());
+    line(format!("  <vcpu>{}</vcpu>", vm.vcpus));
+    line("  <os>".to_owned());
+    line("    <type arch='x86_64' machine='q35'>hvm</type>".to_owned());
+    line("  </os>".to_owned());
+    line("  <features><acpi/></features>".to_owned());
+    line(format!("  <cpu mode='{cpu}'/>"));
+    line("  <clock offset='utc'/>".to_owned());
+    line("  <devices>".to_owned());
+    for index in 0..vm.disks.len() {
+        let path = format!("{}/vms/{}/disk{index}.sock", host.run_dir, vm.id);
+        line("    <disk type='vhostuser' device='disk'>".to_owned());
+        line("      <driver name='qemu' type='raw'/>".to_owned());
+        line(format!("      <source type='unix' path='{}'/>", escaped(&path)));
+        line(format!("      <target dev='{}' bus='virtio'/>", target(index)));
+        line(format!("      <boot order='{}'/>", index + 1));
+        line("    </disk>".to_owned());
+    }
+    line("    <serial type='pty'/>".to_owned());
+    line("    <rng model='virtio'><backend model='builtin'/></rng>".to_owned());
+    line("  </devices>".to_owned());
+    line("</domain>".to_owned());
+    xml
+}
+
+/// `vda` to `vdz`, then `vdaa`: a VM has at most 28 disks.
+fn target(index: usize) -> String {
+    let letter = |at: usize| char::from(b'a' + u8::try_from(at % 26).unwrap_or(0));
+    match index / 26 {
+        0 => format!("vd{}", letter(index)),
+        more => format!("vd{}{}", letter(more - 1), letter(index)),
+    }
+}
+
+fn escaped(text: &str) -> String {
+    let mut safe = String::with_capacity(text.len());
+    for c in text.chars() {
+        match c {
+            '&' => safe.push_str("&amp;"),
+            '<' => safe.push_str("&lt;"),
+            '>' => safe.push_str("&gt;"),
+            '\'' => safe.push_str("&apos;"),
+            '"' => safe.push_str("&quot;"),
+            c => safe.push(c),
+        }
+    }
+    safe
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::Command;
+
+    use serde_json::{from_value, json};
+
+    use super::*;
+
+    const GOLDEN: &str = include_str!("../../tests/libvirt/sealed.xml");
+
+    fn vm(disks: usize) -> Vm {
+        let disk = |index: usize| {
+            json!({
+                "id": format!("00000000-0000-7000-8000-0000000000{index:02}"),
+                "name": format!("disk{index}"), "datastore": "local", "size": 1 << 30,
+                "encrypted": true,
+            })
+        };
+        from_value(json!({
+            "id": "11111111-1111-7111-8111-111111111111",
+            "name": "sealed", "host": "here", "policy": "encrypted", "vcpus": 2,
+            "memory": 512 << 20, "disks": (0..disks).map(disk).collect::<Vec<_>>(),
+            "lifecycle": "ready", "power": "running",
+        }))
+        .unwrap()
+    }
+
+    fn host(run_dir: &str) -> HostDescription {
+        from_value(json!({
+            "contract": 1, "vmseal": "0", "incarnation": "22222222-2222-7222-8222-222222222222",
+            "hostname": "here", "key_box": "", "accelerator": { "kind": "kvm", "reason": "" },
+            "qemu": "7.2", "cpus": 2, "memory": 1 << 30, "aes_hardware": true,
+            "run_dir": run_dir, "weaknesses": [],
+        }))
+        .unwrap()
+    }
+
+    /// libvirt's own schema takes what is printed.
+    fn validate(xml: &str) {
+        let file = tempfile::NamedTempFile::with_suffix(".xml").unwrap();
+        std::fs::write(file.path(), xml).unwrap();
+        let judged = Command::new("virt-xml-validate")
+            .arg(file.path())
+            .arg("domain")
+            .output()
+            .expect("virt-xml-validate is installed (scripts/prerequisites)");
+        let said = String::from_utf8_lossy(&judged.stderr).into_owned();
+        assert!(judged.status.success(), "{said}\n{xml}");
+    }
+
+    #[test]
+    fn the_domain_is_as_it_was_and_as_libvirt_has_it() {
+        let xml = domain(&vm(2), &host("/run/vmseal"));
+        assert_eq!(xml, GOLDEN);
+        validate(&xml);
+        // As many disks as there can be, and a directory with a name that XML has to be kept from.
+        validate(&domain(&vm(28), &host("/run/<&'\">")));
+        assert_eq!(
+            (target(0), target(25), target(27)),
+            ("vda".into(), "vdz".into(), "vdab".into())
+        );
+    }
+}

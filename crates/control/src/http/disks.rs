@@ -1,0 +1,96 @@
+//! Disks of VMs.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::extract::State;
+use vmseal_api::host::Power;
+use vmseal_api::model::{Lifecycle, Task};
+use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::request::ExportDisk;
+
+use super::App;
+use super::auth::User;
+use super::body::{self, NamedPair};
+use super::problem::Refusal;
+use super::tasks::Accepted;
+use crate::store::disks::Disk;
+use crate::store::events::NewEvent;
+use crate::store::vms::Vm;
+use crate::tasks::{Engine, Operation};
+
+/// Writes a disk of a VM that is off to a file of its host.
+#[utoipa::path(post, path = "/api/v1/vms/{vm}/disks/{disk}/export", tag = "vms",
+    params(("vm" = String, Path, description = "The VM's name or id"),
+           ("disk" = String, Path, description = "The disk's name within the VM, or its id")),
+    request_body = ExportDisk, responses((status = 202, body = Task), Refusal))]
+pub(super) async fn export(
+    State(app): State<Arc<App>>,
+    NamedPair(vm, disk): NamedPair,
+    User(actor): User,
+    body::Json(request): body::Json<ExportDisk>,
+) -> Result<Accepted, Refusal> {
+    check(&request)?;
+    let (vm, disks) = super::vms::find(&app, &vm).await?;
+    let found = disks.into_iter().find(|it| it.name == disk || it.id.to_string() == disk);
+    let Some(disk) = found else {
+        let detail = format!("VM '{}' has no disk '{disk}'", vm.name);
+        return Err(Problem::new(ErrorCode::NotFound, detail).into());
+    };
+    require_off(&app, &vm).await?;
+    let mut write = app.store.write().await?;
+    let detail = told(&vm, &disk, &request);
+    let event = NewEvent { kind: "disk.export", actor: &actor, target: &vm.name, detail: &detail };
+    write.event(event).await?;
+    let ExportDisk { to, format, passphrase, .. } = request;
+    let operation = Operation::ExportDisk { vm: vm.id, disk: disk.id, to, format, passphrase };
+    let task = Engine::record(&mut write, operation, &vm.name, &actor).await?;
+    write.commit().await?;
+    let shown = app.engine.shown(&task);
+    app.engine.begin(task);
+    Ok(Accepted(shown))
+}
+
+/// What the record of the use of the disk's key says.
+fn told(vm: &Vm, disk: &Disk, request: &ExportDisk) -> String {
+    let how = if request.format.is_plain() { "IN THE CLEAR" } else { "under a passphrase" };
+    let (host, format) = (&vm.host_name, request.format.name());
+    format!("disk '{}' to {} on host '{host}' as {format}, {how}", disk.name, request.to.display())
+}
+
+fn check(request: &ExportDisk) -> Result<(), Problem> {
+    if !request.to.is_absolute() || request.to.file_name().is_none() {
+        return Err(Problem::invalid("to", "must be an absolute path that ends with a name"));
+    }
+    let plain = request.format.is_plain();
+    if plain && !request.plaintext {
+        let detail = format!(
+            "a {} file is in the clear: say that it may be (--plaintext), or export luks2",
+            request.format.name()
+        );
+        return Err(Problem::invalid("plaintext", detail));
+    }
+    match (plain, request.plaintext, &request.passphrase) {
+        (false, true, _) => Err(Problem::invalid("plaintext", "a luks2 file is not in the clear")),
+        (true, _, Some(_)) => Err(Problem::invalid("passphrase", "is for luks2 alone")),
+        (false, _, None) => Err(Problem::invalid("passphrase", "is needed for luks2")),
+        _ => Ok(()),
+    }
+}
+
+async fn require_off(app: &App, vm: &Vm) -> Result<(), Problem> {
+    if vm.lifecycle != Lifecycle::Ready {
+        let detail = format!("VM '{}' is not whole: it is being made or deleted", vm.name);
+        return Err(Problem::new(ErrorCode::WrongState, detail));
+    }
+    let state = app.hosts.connected(vm.host)?.state(None, Duration::ZERO).await?;
+    let seen = state.vms.iter().find(|seen| seen.vm == vm.id);
+    if seen.is_none_or(|seen| seen.power == Power::Off) {
+        return Ok(());
+    }
+    let name = &vm.name;
+    let detail = format!(
+        "VM '{name}' is not off, and a disk that is written to cannot be exported: stop it first (vmseal vm stop {name})"
+    );
+    Err(Problem::new(ErrorCode::WrongState, detail))
+}

@@ -1,0 +1,113 @@
+//! Writing a disk to a file of its host. The host writes it under another name first, and gives it its own
+//! in a step of its own: whether that has happened can always be told.
+
+use vmseal_api::host::{ExportPhase, ExportSpec, ExportStep, HostAgent, HostState};
+use vmseal_api::id::DiskId;
+use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::transfer::Progress;
+
+use super::operation::Operation;
+use super::run::{Run, StepError, state_of};
+use crate::store::vms::Vm;
+
+fn order(run: &Run<'_>) -> Result<(DiskId, ExportSpec), StepError> {
+    let Operation::ExportDisk { disk, to, format, passphrase, .. } = &run.task.operation else {
+        return Err(StepError::Final(Problem::new(ErrorCode::Internal, "it is no export")));
+    };
+    let (export, to) = (run.task.id, to.clone());
+    Ok((*disk, ExportSpec { export, to, format: *format, passphrase: passphrase.clone() }))
+}
+
+pub(super) async fn write(run: &Run<'_>) -> Result<(), StepError> {
+    let vm = run.vm().await?;
+    let agent = run.agent(&vm)?;
+    let (disk, spec) = order(run)?;
+    begin(run, &vm, &*agent, disk, &spec).await?;
+    let mut state: Option<HostState> = None;
+    loop {
+        let next = run.news(&*agent, state.as_ref()).await?;
+        let exports = state_of(&next, vm.id).map(|seen| seen.exports.as_slice());
+        let known = exports.unwrap_or_default().iter().find(|known| known.export == spec.export);
+        match known.map(|known| &known.phase) {
+            Some(ExportPhase::Writing { done, total }) => {
+                run.show(Progress { done: *done, total: *total });
+            }
+            Some(ExportPhase::Written) => {
+                run.show(Progress::default());
+                return Ok(());
+            }
+            Some(ExportPhase::Failed { problem }) => return Err(StepError::Final(problem.clone())),
+            // The agent restarted and knows nothing of it: begin again.
+            None => {
+                let detail = format!("host '{}' lost track of the export", vm.host_name);
+                return Err(StepError::Again(Problem::new(ErrorCode::Unreachable, detail)));
+            }
+        }
+        run.check_cancelled()?;
+        state = Some(next);
+    }
+}
+
+async fn begin(
+    run: &Run<'_>,
+    vm: &Vm,
+    agent: &dyn HostAgent,
+    disk: DiskId,
+    spec: &ExportSpec,
+) -> Result<(), StepError> {
+    let step = || agent.export_disk(vm.id, disk, ExportStep::Begin, spec.clone());
+    let begun = match step().await {
+        // The agent restarted since it was told of the VM and its key.
+        Err(problem) if matches!(problem.code, ErrorCode::NotFound | ErrorCode::Locked) => {
+            run.hosts().prepare(vm.id).await?;
+            step().await
+        }
+        other => other,
+    };
+    match begun {
+        Err(problem) if problem.code == ErrorCode::WrongState && spec.passphrase.is_some() => {
+            let detail = format!(
+                "{problem}. A passphrase is kept nowhere: if the agent of host '{}' has restarted, export again",
+                vm.host_name
+            );
+            Err(StepError::Final(Problem::new(problem.code, detail)))
+        }
+        other => Ok(other?),
+    }
+}
+
+/// Undoes [`write`]: nothing without a name is left.
+pub(super) async fn drop_unnamed(run: &Run<'_>) -> Result<(), StepError> {
+    match step(run, ExportStep::Drop).await {
+        Err(StepError::Final(problem)) if problem.code == ErrorCode::NotFound => Ok(()),
+        other => other,
+    }
+}
+
+pub(super) async fn name(run: &Run<'_>) -> Result<(), StepError> {
+    step(run, ExportStep::Finish).await
+}
+
+/// Undoes [`name`], which can be done only while the file has no name: what has one is the user's.
+pub(super) async fn unname(run: &Run<'_>, cause: &Problem) -> Result<(), StepError> {
+    match step(run, ExportStep::Drop).await {
+        Err(StepError::Final(problem)) if problem.code == ErrorCode::NotFound => {
+            let (_, spec) = order(run)?;
+            let detail = format!(
+                "the export had been given its name when it was called off ({cause}): {} is whole, remove it if it is not wanted",
+                spec.to.display()
+            );
+            Err(StepError::Final(Problem::new(cause.code, detail)))
+        }
+        other => other,
+    }
+}
+
+/// Takes a step; an agent that has restarted is told of the VM again.
+async fn step(run: &Run<'_>, step: ExportStep) -> Result<(), StepError> {
+    let vm = run.vm().await?;
+    let agent = run.agent(&vm)?;
+    let (disk, spec) = order(run)?;
+    crate::hosts::register(run.store(), run.hosts(), vm.id).await?;
+    Ok(agent.export_disk(vm.id, disk, step, spec).await?)
+}

@@ -1,0 +1,311 @@
+//! Bringing images in and taking disks out, through the command line, with QEMU's own tools as the judge.
+
+#![allow(clippy::unwrap_used)] // a test that cannot go on ends
+
+use std::fs::File;
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use vmseal_tests::eventually;
+use vmseal_tests::installation::{Installation, text};
+use vmseal_tests::process::kill_hard;
+
+const FILTER: &str = "vmseal-filter";
+
+/// How large the image is whose import is interrupted: large enough for several flushes.
+const LARGE: u64 = 512 << 20;
+
+fn run(program: &str, arguments: &[&str]) -> String {
+    let ran = Command::new(program).args(arguments).output().unwrap();
+    let (out, error) = (String::from_utf8_lossy(&ran.stdout), String::from_utf8_lossy(&ran.stderr));
+    assert!(ran.status.success(), "{program} {arguments:?}: {out}{error}");
+    out.into_owned()
+}
+
+fn qemu_img(arguments: &[&str]) -> String {
+    run("qemu-img", arguments)
+}
+
+/// What of a file is allocated, in bytes.
+fn allocated(path: &Path) -> u64 {
+    path.metadata().unwrap().blocks() * 512
+}
+
+/// A command of the CLI that makes a small VM from an image.
+fn import(here: &Installation, vm: &str, policy: &str, image: &Path, format: &str) {
+    let disk = format!("datastore=local,image={},format={format}", text(image).unwrap());
+    here.vmseal(&["vm", "import", vm, "--policy", policy, "--memory", "32MiB", "--disk", &disk])
+        .unwrap();
+}
+
+/// The counting guest as a qcow2 image of 256 MiB, all but its first sectors a hole.
+fn counter_qcow2(here: &Installation) -> PathBuf {
+    let image = here.path("counter.qcow2");
+    let counter = here.counter_image().unwrap();
+    let (from, to) = (text(&counter).unwrap(), text(&image).unwrap());
+    qemu_img(&["convert", "-f", "raw", "-O", "qcow2", from, to]);
+    qemu_img(&["resize", "-q", "-f", "qcow2", to, "256M"]);
+    image
+}
+
+#[test]
+fn a_qcow2_image_comes_in_sparse_and_boots() {
+    let here = Installation::new().unwrap();
+    let image = counter_qcow2(&here);
+    let before = std::fs::read(&image).unwrap();
+    import(&here, "sealed", "encrypted", &image, "qcow2");
+    assert!(std::fs::read(&image).unwrap() == before, "the source was changed");
+    let shown = here.vm("sealed").unwrap();
+    assert_eq!(shown["disks"][0]["size"], 256 << 20, "the size comes from the image");
+    let used = allocated(&here.images("sealed").unwrap()[0]);
+    println!("{used} bytes are allocated of a disk of {}", 256 << 20);
+    assert!(used < 2 << 20, "{used} bytes are allocated");
+    assert_eq!(here.boot_counter("sealed").unwrap(), 1);
+}
+
+#[test]
+fn what_cannot_be_imported_is_refused_and_leaves_nothing() {
+    let here = Installation::new().unwrap();
+    let image = counter_qcow2(&here);
+    let image = text(&image).unwrap();
+    let overlay = here.path("overlay.qcow2");
+    qemu_img(&["create", "-q", "-f", "qcow2", "-b", image, "-F", "qcow2", text(&overlay).unwrap()]);
+    let create = |options: &str| {
+        let disk = format!("datastore=local,{options}");
+        let arguments = ["vm", "import", "x", "--policy", "encrypted", "--disk", &disk];
+        here.try_vmseal(&arguments).unwrap()
+    };
+    // There is no terminal here.
+    let output = create(&format!("image={image}"));
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(2), "{said}");
+    assert!(said.contains("never guessed") && said.contains("format=qcow2"), "{said}");
+    for (options, reason) in [
+        (format!("image={},format=qcow2,size=256MiB", text(&overlay).unwrap()), "backing file"),
+        (format!("image={image},format=qcow2,size=128MiB"), "make the disk larger"),
+        (format!("image={image}.none,format=qcow2,size=1MiB"), "No such file"),
+        ("image=/etc/hostname,format=qcow2,size=1MiB".to_owned(), "not a qcow2 image"),
+    ] {
+        let output = create(&options);
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(!output.status.success() && said.contains(reason), "{options}: {said}");
+    }
+    let writer = File::options().append(true).open(image).unwrap();
+    let said = create(&format!("image={image},format=qcow2")).stderr;
+    let said = String::from_utf8_lossy(&said).into_owned();
+    assert!(said.contains("open for writing"), "{said}");
+    drop(writer);
+    assert!(here.datastore_entries(&here.path("datastore")).unwrap().is_empty());
+    assert!(here.refused(&["vm", "show", "x"]).unwrap().contains("no VM"));
+}
+
+/// The half-made disk of an import that runs, and the note beside it, once there is one.
+fn noted(here: &Installation) -> (PathBuf, u64) {
+    eventually("an import has noted how far it is", || {
+        let files = here.datastore_entries(&here.path("datastore")).ok()?;
+        let note = files.iter().find(|file| file.extension().is_some_and(|e| e == "importing"))?;
+        let text = std::fs::read_to_string(note).ok()?;
+        let durable = serde_json::from_str::<serde_json::Value>(&text).ok()?["durable"].as_u64()?;
+        Some((note.with_extension("creating"), durable))
+    })
+    .unwrap()
+}
+
+/// Kills at a moment when a part is flushed and noted. What is changed in that part meanwhile is still
+/// changed in the end: it was not written again. All else is as the image has it.
+#[test]
+fn an_import_goes_on_after_a_kill_of_filter_agent_and_server() {
+    let mut here = Installation::new().unwrap();
+    let image = here.path("large.raw");
+    let file = File::create(&image).unwrap();
+    let mut noise = vec![0; 1 << 20];
+    for at in (0..LARGE).step_by(1 << 20) {
+        noise.iter_mut().enumerate().for_each(|(i, byte)| *byte = (at >> 20) as u8 ^ i as u8 | 1);
+        file.write_all_at(&noise, at).unwrap();
+    }
+    drop(file);
+    for victim in ["filter", "agent", "server"] {
+        let disk = format!("datastore=local,image={},format=raw", text(&image).unwrap());
+        let mut command = here.command().unwrap();
+        command.args(["vm", "import", victim, "--policy", "plain", "--no-wait", "--disk", &disk]);
+        assert!(command.stdout(Stdio::null()).status().unwrap().success());
+        let (half_made, durable) = noted(&here);
+        assert!(durable < LARGE, "it was over before it could be killed");
+        let mark = [0x42; 4096];
+        File::options().write(true).open(&half_made).unwrap().write_all_at(&mark, 8192).unwrap();
+        match victim {
+            "filter" => here.guest_processes(FILTER).into_iter().for_each(kill_hard),
+            "agent" => {
+                here.kill_agent();
+                here.start_agent().unwrap();
+            }
+            _ => {
+                here.kill_server();
+                here.start_server().unwrap();
+                here.wait_host().unwrap();
+            }
+        }
+        let made = eventually("the import is done", || {
+            here.vm(victim).ok().filter(|vm| vm["lifecycle"] == "ready")
+        });
+        made.unwrap();
+        let made = File::open(here.images(victim).unwrap().remove(0)).unwrap();
+        let source = File::open(&image).unwrap();
+        let (mut a, mut b) = (vec![0; 1 << 20], vec![0; 1 << 20]);
+        for at in (0..LARGE).step_by(1 << 20) {
+            made.read_exact_at(&mut a, at).unwrap();
+            source.read_exact_at(&mut b, at).unwrap();
+            if at == 0 {
+                assert_eq!(a[8192..12288], mark, "{victim}: it began anew");
+                b[8192..12288].copy_from_slice(&mark);
+            }
+            assert!(a == b, "{victim}: the disk differs in the MiB at {at}");
+        }
+        let left = here.datastore_entries(&here.path("datastore")).unwrap();
+        let debris = left.iter().filter(|file| file.to_string_lossy().contains(".raw."));
+        assert_eq!(debris.count(), 0, "{victim}: {left:?}");
+        here.vmseal(&["vm", "delete", victim]).unwrap();
+    }
+}
+
+/// What `cryptsetup reencrypt` makes of a file's bytes under a volume key, but for the first 4096-byte
+/// sector; the data begins at 16 MiB.
+fn encrypted_by_cryptsetup(here: &Installation, plain: &Path, key: &Path) -> PathBuf {
+    let image = here.path("theirs.luks");
+    std::fs::copy(plain, &image).unwrap();
+    let length = plain.metadata().unwrap().len() + 2 * LUKS_DATA;
+    let file = File::options().write(true).open(&image).unwrap();
+    file.set_len(length).unwrap();
+    // cryptsetup takes a boot sector's mark for a damaged header, and encrypts nothing then.
+    file.write_all_at(&[0; 2], 510).unwrap();
+    let fixed = "reencrypt --encrypt --force-offline-reencrypt --batch-mode --type luks2 \
+        --reduce-device-size 32M --cipher aes-xts-plain64 --key-size 512 --sector-size 4096 \
+        --pbkdf pbkdf2 --pbkdf-force-iterations 1000";
+    let mut arguments: Vec<&str> = fixed.split_whitespace().collect();
+    let (key, passphrase) = (text(key).unwrap(), here.path("passphrase"));
+    arguments.extend(["--volume-key-file", key, "--key-file", text(&passphrase).unwrap()]);
+    arguments.push(text(&image).unwrap());
+    run("/usr/sbin/cryptsetup", &arguments);
+    image
+}
+
+/// Where the data of a LUKS2 volume begins, in bytes.
+const LUKS_DATA: u64 = 16 << 20;
+
+#[test]
+fn a_disk_goes_out_as_it_came_in_and_opens_with_other_tools() {
+    let here = Installation::new().unwrap();
+    let image = counter_qcow2(&here);
+    let source = text(&image).unwrap();
+    import(&here, "web", "encrypted", &image, "qcow2");
+    let out = |name: &str| text(&here.path(name)).unwrap().to_owned();
+    let export = |format: &str, more: &[&str]| {
+        let to = out(&format!("out.{format}"));
+        let fixed = ["disk", "export", "web", "disk0", "--format", format, "--to", &to];
+        here.try_vmseal(&[&fixed, more].concat()).unwrap()
+    };
+    let done = |format: &str, more: &[&str]| {
+        let output = export(format, more);
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    };
+    // In the clear only when that is said; with a terminal it would be asked for a passphrase.
+    for (format, more) in [("raw", &[][..]), ("qcow2", &[]), ("luks2", &["--plaintext"])] {
+        assert_eq!(export(format, more).status.code(), Some(2), "{format}");
+    }
+    for format in ["raw", "qcow2"] {
+        done(format, &["--plaintext"]);
+        let file = out(&format!("out.{format}"));
+        qemu_img(&["compare", "-f", "qcow2", "-F", format, source, &file]);
+        let used = allocated(Path::new(&file));
+        println!("{format}: {used} bytes are allocated of a disk of {}", 256 << 20);
+        assert!(used < 2 << 20, "{format}: {used} bytes are allocated");
+        assert_eq!(Path::new(&file).metadata().unwrap().mode() & 0o777, 0o600);
+    }
+    assert!(qemu_img(&["check", "-f", "qcow2", &out("out.qcow2")]).contains("No errors"));
+    let refused = export("raw", &["--plaintext"]);
+    let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert!(!refused.status.success() && said.contains("is there already"), "{said}");
+
+    let passphrase = out("passphrase");
+    done("luks2", &["--passphrase-file", &passphrase]);
+    let volume = out("out.luks2");
+    let cryptsetup = "/usr/sbin/cryptsetup";
+    run(cryptsetup, &["open", "--test-passphrase", "--key-file", &passphrase, &volume]);
+    let dump = run(cryptsetup, &["luksDump", &volume]);
+    assert!(!dump.contains("vmseal") && dump.contains("argon2id"), "{dump}");
+    let key = out("volume.key");
+    let dumped = ["luksDump", "--batch-mode", "--dump-volume-key", "--volume-key-file", &key];
+    run(cryptsetup, &[&dumped[..], &["--key-file", &passphrase, &volume]].concat());
+    let theirs = encrypted_by_cryptsetup(&here, Path::new(&out("out.raw")), Path::new(&key));
+    let (ours, theirs) = (File::open(&volume).unwrap(), File::open(theirs).unwrap());
+    let (mut a, mut b) = (vec![0; 1 << 20], vec![0; 1 << 20]);
+    for at in (LUKS_DATA..LUKS_DATA + (256 << 20)).step_by(1 << 20) {
+        ours.read_exact_at(&mut a, at).unwrap();
+        theirs.read_exact_at(&mut b, at).unwrap();
+        let from = if at == LUKS_DATA { 4096 } else { 0 };
+        assert!(
+            a[from..] == b[from..],
+            "the volume's data differs from what cryptsetup writes, at {at}"
+        );
+    }
+    let events = here.json(&["events"]).unwrap().to_string();
+    assert!(events.contains("IN THE CLEAR") && events.contains("under a passphrase"));
+    here.vmseal(&["vm", "start", "web"]).unwrap();
+    let refused = here.refused(&[
+        "disk",
+        "export",
+        "web",
+        "disk0",
+        "--format",
+        "raw",
+        "--to",
+        "/x",
+        "--plaintext",
+    ]);
+    assert!(refused.unwrap().contains("stop it first"));
+    assert!(here.vmseal(&["disk", "list"]).unwrap().contains("LUKS2"));
+}
+
+#[test]
+fn a_libvirt_domain_comes_in_and_what_runs_is_shown_as_one() {
+    let here = Installation::new().unwrap();
+    let image = counter_qcow2(&here);
+    let second = here.path("data.img");
+    File::create(&second).unwrap().set_len(4 << 20).unwrap();
+    let domain = include_str!("../../crates/cli/tests/libvirt/web.xml")
+        .replace("/var/lib/libvirt/images/web.qcow2", text(&image).unwrap())
+        .replace("/srv/data.img", text(&second).unwrap());
+    let xml = here.path("web.xml");
+    std::fs::write(&xml, &domain).unwrap();
+    let fixed =
+        ["vm", "import", "--policy", "encrypted", "--datastore", "local", "--memory", "32MiB"];
+    let arguments = [&fixed[..], &["--libvirt", text(&xml).unwrap()]].concat();
+    let output = here.try_vmseal(&arguments).unwrap();
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(output.status.success() && said.contains("not taken over: 2 network"), "{said}");
+    let shown = here.vm("web").unwrap();
+    let names =
+        ["disks/0/name", "disks/1/name"].map(|at| shown.pointer(&format!("/{at}")).unwrap());
+    assert_eq!((names[0], names[1], &shown["vcpus"]), (&"vdb".into(), &"vda".into(), &2.into()));
+    assert!(here.refused(&["vm", "show", "web", "--libvirt"]).unwrap().contains("does not run"));
+    assert_eq!(
+        here.boot_counter("web").unwrap(),
+        1,
+        "it does not boot from the disk that is first"
+    );
+
+    let printed = here.vmseal(&["vm", "show", "web", "--libvirt"]).unwrap();
+    let sockets =
+        printed.lines().filter_map(|line| line.trim().strip_prefix("<source type='unix' path='"));
+    let sockets: Vec<&str> = sockets.map(|rest| rest.split('\'').next().unwrap()).collect();
+    assert_eq!(sockets.len(), 2);
+    for socket in sockets {
+        use std::os::unix::fs::FileTypeExt;
+        let kind = Path::new(socket).metadata().unwrap().file_type();
+        assert!(kind.is_socket(), "{socket} is no socket");
+    }
+    let file = here.path("printed.xml");
+    std::fs::write(&file, printed).unwrap();
+    run("virt-xml-validate", &[text(&file).unwrap(), "domain"]);
+}
