@@ -16,13 +16,7 @@ pub enum Vm {
     #[command(visible_alias = "ls")]
     List(List<model::Vm>),
     /// Show one VM
-    Show {
-        #[command(flatten)]
-        of: Show,
-        /// Print it as a libvirt domain; it has to run
-        #[arg(long, conflicts_with = "watch")]
-        libvirt: bool,
-    },
+    Show(ShowVm),
     /// Make a VM
     Create {
         /// Its name
@@ -120,4 +114,14 @@ pub struct Import {
     pub dry_run: DryRun,
     #[command(flatten)]
     pub wait: Wait,
+}
+
+/// Which VM is shown, and how.
+#[derive(Args)]
+pub struct ShowVm {
+    #[command(flatten)]
+    pub of: Show,
+    /// Print it as a libvirt domain; it has to run
+    #[arg(long, conflicts_with = "watch")]
+    pub libvirt: bool,
 }

@@ -16,11 +16,11 @@ use crate::{disk_option, libvirt, print};
 pub async fn run(server: &ServerClient, output: Output, verb: arguments::Vm) -> anyhow::Result<()> {
     match verb {
         arguments::Vm::List(how) => list::run(server, output, &how, "vms").await,
-        arguments::Vm::Show { of, libvirt } if libvirt => {
-            show_domain(server, &server.get(&format!("vms/{}", of.name)).await?).await
+        arguments::Vm::Show(how) if how.libvirt => {
+            show_domain(server, &server.get(&format!("vms/{}", how.of.name)).await?).await
         }
-        arguments::Vm::Show { of, .. } => {
-            list::one::<Vm>(server, output, &of, "vms", print::vm_details).await
+        arguments::Vm::Show(how) => {
+            list::one::<Vm>(server, output, &how.of, "vms", print::vm_details).await
         }
         arguments::Vm::Create { name, policy, vcpus, memory, disks, dry_run, wait } => {
             let disks = disk_options(&disks)?;
