@@ -112,11 +112,8 @@ fn noted(here: &Installation) -> (PathBuf, u64) {
     .unwrap()
 }
 
-/// Kills at a moment when a part is flushed and noted. What is changed in that part meanwhile is still
-/// changed in the end: it was not written again. All else is as the image has it.
-#[test]
-fn an_import_goes_on_after_a_kill_of_filter_agent_and_server() {
-    let mut here = Installation::new().unwrap();
+/// A raw image of [`LARGE`] bytes without a hole.
+fn noise(here: &Installation) -> PathBuf {
     let image = here.path("large.raw");
     let file = File::create(&image).unwrap();
     let mut noise = vec![0; 1 << 20];
@@ -124,7 +121,31 @@ fn an_import_goes_on_after_a_kill_of_filter_agent_and_server() {
         noise.iter_mut().enumerate().for_each(|(i, byte)| *byte = (at >> 20) as u8 ^ i as u8 | 1);
         file.write_all_at(&noise, at).unwrap();
     }
-    drop(file);
+    image
+}
+
+/// Kills the filters of guests and disks, the agent, or the server; brings back what does not come by itself.
+fn kill(here: &mut Installation, victim: &str) {
+    match victim {
+        "filter" => here.guest_processes(FILTER).into_iter().for_each(kill_hard),
+        "agent" => {
+            here.kill_agent();
+            here.start_agent().unwrap();
+        }
+        _ => {
+            here.kill_server();
+            here.start_server().unwrap();
+            here.wait_host().unwrap();
+        }
+    }
+}
+
+/// Kills at a moment when a part is flushed and noted. What is changed in that part meanwhile is still
+/// changed in the end: it was not written again. All else is as the image has it.
+#[test]
+fn an_import_goes_on_after_a_kill_of_filter_agent_and_server() {
+    let mut here = Installation::new().unwrap();
+    let image = noise(&here);
     for victim in ["filter", "agent", "server"] {
         let disk = format!("datastore=local,image={},format=raw", text(&image).unwrap());
         let mut command = here.command().unwrap();
@@ -134,18 +155,7 @@ fn an_import_goes_on_after_a_kill_of_filter_agent_and_server() {
         assert!(durable < LARGE, "it was over before it could be killed");
         let mark = [0x42; 4096];
         File::options().write(true).open(&half_made).unwrap().write_all_at(&mark, 8192).unwrap();
-        match victim {
-            "filter" => here.guest_processes(FILTER).into_iter().for_each(kill_hard),
-            "agent" => {
-                here.kill_agent();
-                here.start_agent().unwrap();
-            }
-            _ => {
-                here.kill_server();
-                here.start_server().unwrap();
-                here.wait_host().unwrap();
-            }
-        }
+        kill(&mut here, victim);
         let made = eventually("the import is done", || {
             here.vm(victim).ok().filter(|vm| vm["lifecycle"] == "ready")
         });
@@ -166,6 +176,49 @@ fn an_import_goes_on_after_a_kill_of_filter_agent_and_server() {
         let debris = left.iter().filter(|file| file.to_string_lossy().contains(".raw."));
         assert_eq!(debris.count(), 0, "{victim}: {left:?}");
         here.vmseal(&["vm", "delete", victim]).unwrap();
+    }
+}
+
+/// A file has its name only when it is whole, and nothing half-written stays, whatever dies in the middle.
+#[test]
+fn an_export_that_is_killed_is_whole_or_not_there() {
+    let mut here = Installation::new().unwrap();
+    let image = noise(&here);
+    import(&here, "web", "plain", &image, "raw");
+    let out = here.path("out");
+    std::fs::create_dir(&out).unwrap();
+    let files = || std::fs::read_dir(&out).unwrap().map(|entry| entry.unwrap().path());
+    for victim in ["filter", "agent", "server"] {
+        let to = out.join(victim);
+        let mut command = here.command().unwrap();
+        command.args(["disk", "export", "web", "disk0", "--format", "raw", "--plaintext"]);
+        let begun = command.args(["--no-wait", "-o", "json", "--to", text(&to).unwrap()]).output();
+        let begun = begun.unwrap();
+        assert!(begun.status.success(), "{}", String::from_utf8_lossy(&begun.stderr));
+        let task: serde_json::Value = serde_json::from_slice(&begun.stdout).unwrap();
+        let half = eventually("an export writes", || {
+            files()
+                .find(|file| !to.exists() && allocated(file) > 32 << 20 && allocated(file) < LARGE)
+        });
+        assert_ne!(half.unwrap(), to, "half a file has the whole one's name");
+        kill(&mut here, victim);
+        let ended = eventually("the export ends", || {
+            let task = here.json(&["task", "show", task["id"].as_str()?]).ok()?;
+            Some(task).filter(|task| !task["ended"].is_null())
+        });
+        let ended = ended.unwrap();
+        let left: Vec<PathBuf> = files().collect();
+        if victim == "filter" {
+            assert_eq!(
+                (ended["state"].as_str(), left.len()),
+                (Some("failed"), 0),
+                "{ended} {left:?}"
+            );
+            continue;
+        }
+        assert_eq!((ended["state"].as_str(), left), (Some("done"), vec![to.clone()]), "{ended}");
+        assert!(std::fs::read(&to).unwrap() == std::fs::read(&image).unwrap(), "{victim}: differs");
+        std::fs::remove_file(&to).unwrap();
     }
 }
 

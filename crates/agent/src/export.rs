@@ -150,10 +150,7 @@ async fn fill(
     let control = Control::of(directory);
     control.ready(&process, directory).await.map_err(internal)?;
     loop {
-        let status = tokio::select! {
-            exit = process.ended() => return Err(internal(filter::ended(exit, directory))),
-            status = control.status() => status.map_err(internal)?,
-        };
+        let status = control.status_of(&process, directory).await.map_err(internal)?;
         match status.disks.into_iter().next().map(|disk| disk.state) {
             Some(DiskActivity::Exporting { done, total }) => progress(done, total),
             Some(DiskActivity::Idle) => break,

@@ -145,12 +145,7 @@ impl Filling<'_> {
         progress: &(impl Fn(u64, u64) + Send),
     ) -> Result<(), Failure> {
         loop {
-            let status = tokio::select! {
-                exit = process.ended() => {
-                    return Err(filter::ended(exit, &workshop.directory).into());
-                }
-                status = control.status() => status?,
-            };
+            let status = control.status_of(process, &workshop.directory).await?;
             match status.disks.into_iter().next().map(|disk| disk.state) {
                 Some(DiskActivity::Importing { done, total, durable: flushed }) => {
                     progress(done, total);

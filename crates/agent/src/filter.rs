@@ -39,6 +39,9 @@ pub const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(20);
 /// How often a filter that is starting is asked.
 const READY_INTERVAL: Duration = Duration::from_millis(20);
 
+/// How long after its socket the end of a process may be seen; the kernel closes files first.
+const END_SEEN_WITHIN: Duration = Duration::from_secs(1);
+
 /// Why a filter does not answer as it should.
 #[derive(Debug, thiserror::Error)]
 pub enum FilterError {
@@ -268,6 +271,26 @@ impl Control {
         match ask(&self.0, &ControlRequest::Status, STATUS_TIMEOUT).await? {
             ControlReply::Status(status) => Ok(status),
             other => Err(unexpected(other)),
+        }
+    }
+
+    /// How a filter stands that may end meanwhile.
+    ///
+    /// # Errors
+    /// [`FilterError::Ended`], also when its end is seen by its socket first.
+    pub async fn status_of(
+        &self,
+        process: &Process,
+        directory: &ProcessDir,
+    ) -> Result<FilterStatus, FilterError> {
+        let answer = tokio::select! {
+            exit = process.ended() => return Err(ended(exit, directory)),
+            answer = self.status() => answer,
+        };
+        let Err(FilterError::Io(error)) = answer else { return answer };
+        match tokio::time::timeout(END_SEEN_WITHIN, process.ended()).await {
+            Ok(exit) => Err(ended(exit, directory)),
+            Err(_) => Err(error.into()),
         }
     }
 
