@@ -214,6 +214,8 @@ fn an_export_that_is_killed_is_whole_or_not_there() {
                 (Some("failed"), 0),
                 "{ended} {left:?}"
             );
+            let why = ended["problem"]["detail"].as_str().unwrap();
+            assert!(why.contains("SIGKILL"), "{why}");
             continue;
         }
         assert_eq!((ended["state"].as_str(), left), (Some("done"), vec![to.clone()]), "{ended}");

@@ -203,3 +203,64 @@ pub(crate) fn run_of_zeroes_or_data(bytes: &[u8], start: usize) -> Option<(usize
     let more = units.take_while(|unit| is_zero(unit) == zero).map(<[u8]>::len).sum::<usize>();
     Some((start + first.len() + more, zero))
 }
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+    use std::io::Write;
+    use std::os::fd::BorrowedFd;
+    use std::sync::Arc;
+
+    use vmseal_api::id::DiskId;
+    use vmseal_api::transfer::ImageFormat;
+
+    use super::*;
+    use crate::chain::{Backend, Io};
+    use crate::request::RequestId;
+
+    /// Knows what a power cut would leave, and looks at each request whether more is called durable.
+    struct Forgetful {
+        state: Arc<DiskState>,
+        written: u64,
+        flushed: u64,
+        seen: u64,
+    }
+
+    impl Backend for Forgetful {
+        fn prepare(&mut self, _capacity: usize) {}
+
+        fn submit(&mut self, id: RequestId, io: &mut Io<'_>) {
+            if let DiskActivity::Importing { durable, .. } = self.state.status().state {
+                assert!(durable <= self.flushed, "{durable} durable, {} flushed", self.flushed);
+                self.seen = self.seen.max(durable);
+            }
+            let request = io.request(id);
+            match request.operation {
+                Operation::Flush => self.flushed = self.written,
+                _ => self.written = request.offset + request.length,
+            }
+            io.complete(id, Ok(()));
+        }
+
+        fn poll(&mut self, _io: &mut Io<'_>) {
+            // The last request is the last flush.
+            assert!(self.flushed < 100 << 20 || self.seen >= 2 * FLUSH_BYTES, "{}", self.seen);
+        }
+
+        fn wait_handle(&self) -> Option<BorrowedFd<'_>> {
+            None
+        }
+    }
+
+    #[test]
+    fn nothing_is_called_durable_that_a_power_cut_would_take() {
+        let mut image: File = tempfile::tempfile().unwrap();
+        let size = 100 << 20;
+        image.write_all(&vec![0x5a; size]).unwrap();
+        let source = Source::open(image, ImageFormat::Raw).unwrap();
+        let state = Arc::new(DiskState::new(DiskId::new(), 1));
+        let backend = Forgetful { state: Arc::clone(&state), written: 0, flushed: 0, seen: 0 };
+        let mut chain = Chain::new(size as u64, false, Vec::new(), Box::new(backend));
+        run(&source, 0, &mut chain, &state, &Stop::new().unwrap()).unwrap();
+    }
+}
