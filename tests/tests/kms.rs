@@ -88,7 +88,15 @@ fn a_vm_lives_on_keys_of_a_kms_and_waits_locked_while_it_is_away() {
     let refused = here.refused(&["vm", "start", "sealed"]).unwrap();
     assert!(refused.contains("refuses connections"), "{refused}");
     assert_eq!(here.vm("sealed").unwrap()["disks"][0]["size"], 8 << 20);
-    here.images("sealed").unwrap();
+    // Disks can be handled without a key, and their ciphertext taken to a safe place.
+    let image = here.images("sealed").unwrap().remove(0);
+    let copy = here.path("copy.sealed");
+    let to = copy.to_str().unwrap();
+    here.vmseal(&["disk", "export", "sealed", "disk0", "--format", "sealed", "--to", to]).unwrap();
+    assert!(std::fs::read(&copy).unwrap() == std::fs::read(&image).unwrap(), "another image");
+    let raw = ["--format", "raw", "--plaintext", "--to", "/nowhere"];
+    let refused = here.refused(&[&["disk", "export", "sealed", "disk0"], &raw[..]].concat());
+    assert!(refused.unwrap().contains("refuses connections"), "{copy:?}");
 
     // Once it is back, the key comes by itself.
     kms.restart();

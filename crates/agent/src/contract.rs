@@ -11,13 +11,13 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::time::{Instant, timeout};
 use vmseal_api::datastore::DatastoreCondition;
 use vmseal_api::host::{
-    Allocation, DatastoreLocation, DatastoreSpec, DiskFacts, DiskPhase, DiskSpec, HostAgent,
-    HostState, ImageSource, KeyState, Power, PowerOff, SHUTDOWN_SECONDS_MAX, STATE_WAIT_MAX,
-    StopReason, Stopped, VERSION, VmSpec, VmState,
+    Allocation, DatastoreLocation, DatastoreSpec, DiskFacts, DiskPhase, DiskSpec, ExportPhase,
+    ExportSpec, ExportStep, HostAgent, HostState, ImageSource, KeyState, Power, PowerOff,
+    SHUTDOWN_SECONDS_MAX, STATE_WAIT_MAX, StopReason, Stopped, VERSION, VmSpec, VmState,
 };
-use vmseal_api::id::{DatastoreId, DiskId, VmId};
+use vmseal_api::id::{DatastoreId, DiskId, TaskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
-use vmseal_api::transfer::ImageFormat;
+use vmseal_api::transfer::{ExportFormat, ImageFormat};
 use vmseal_secret::{KEK_LEN, SecretBytes};
 
 use crate::keys::{reference_of, seal_for};
@@ -450,6 +450,62 @@ pub async fn second_life(agent: &dyn HostAgent, mut session: Session) -> (Sessio
     (session, died)
 }
 
+impl Session {
+    fn export(&self, name: &str, format: ExportFormat) -> ExportSpec {
+        let to = self.fixture.image.with_file_name(name);
+        ExportSpec { export: TaskId::new(), to, format, passphrase: None }
+    }
+
+    /// Begins an export and waits until it is written.
+    async fn written(&self, agent: &dyn HostAgent, disk: DiskId, spec: &ExportSpec) {
+        let begin = || agent.export_disk(self.vm(), disk, ExportStep::Begin, spec.clone());
+        done(begin().await, "an export");
+        done(begin().await, "the same, while it is written");
+        self.wait(agent, "an export", |state| {
+            let export = state.exports.iter().find(|export| export.export == spec.export);
+            match export.map(|export| &export.phase) {
+                Some(ExportPhase::Failed { problem }) => panic!("an export failed: {problem}"),
+                phase => matches!(phase, Some(ExportPhase::Written)),
+            }
+        })
+        .await;
+    }
+}
+
+/// What can be taken out without the key: ciphertext, and what is in the clear anyway.
+async fn locked_exports(agent: &dyn HostAgent, session: &Session) {
+    let [system, data] = [0, 1].map(|index| session.spec.disks[index].disk);
+    let step = |disk, step, spec: &ExportSpec| {
+        let spec = spec.clone();
+        async move { agent.export_disk(session.vm(), disk, step, spec).await }
+    };
+    let raw = session.export("locked.raw", ExportFormat::Raw);
+    refused(step(system, ExportStep::Begin, &raw).await, ErrorCode::Locked, "without its key");
+    let sealed = session.export("system.sealed", ExportFormat::Sealed);
+    let begun = step(data, ExportStep::Begin, &sealed).await;
+    refused(begun, ErrorCode::InvalidRequest, "ciphertext of a plain disk");
+    session.written(agent, system, &sealed).await;
+    done(step(system, ExportStep::Finish, &sealed).await, "its name");
+    done(step(system, ExportStep::Finish, &sealed).await, "its name again");
+    let again = ExportSpec { export: TaskId::new(), ..sealed };
+    let begun = step(system, ExportStep::Begin, &again).await;
+    refused(begun, ErrorCode::AlreadyExists, "a file that is there");
+}
+
+async fn exports(agent: &dyn HostAgent, session: &Session) {
+    let system = session.spec.disks[0].disk;
+    let spec = session.export("system.raw", ExportFormat::Raw);
+    let step = |step| agent.export_disk(session.vm(), system, step, spec.clone());
+    refused(step(ExportStep::Finish).await, ErrorCode::NotFound, "naming nothing");
+    session.written(agent, system, &spec).await;
+    done(step(ExportStep::Drop).await, "calling it off");
+    refused(step(ExportStep::Drop).await, ErrorCode::NotFound, "calling nothing off");
+    refused(step(ExportStep::Finish).await, ErrorCode::NotFound, "naming what was called off");
+    session.written(agent, system, &spec).await;
+    done(step(ExportStep::Finish).await, "its name");
+    refused(step(ExportStep::Drop).await, ErrorCode::NotFound, "calling off what has its name");
+}
+
 /// The third part, with one more life: the death is told as before until the VM runs again.
 pub async fn third_life(agent: &dyn HostAgent, (mut session, died): (Session, Stopped)) {
     let (vm, spec) = (session.vm(), session.spec.clone());
@@ -461,7 +517,9 @@ pub async fn third_life(agent: &dyn HostAgent, (mut session, died): (Session, St
     assert_eq!(session.now(agent).await.died, told, "a start that did not come about ended it");
     session.key_box = done(agent.describe().await, "describe").key_box;
     done(agent.register_vm(spec.clone()).await, "registering one that was found dead");
+    locked_exports(agent, &session).await;
     done(session.offer(agent).await, "the key");
+    exports(agent, &session).await;
     done(agent.power_on(vm).await, "starting");
     let runs = session.wait(agent, "running", |state| state.power == Power::Running).await;
     assert_eq!(runs.died, None, "it runs");

@@ -370,6 +370,32 @@ pub struct Open {
     pub notice: Option<Notice>,
 }
 
+fn open_image(spec: &VmSpec, disk: &DiskSpec) -> Result<File, Problem> {
+    let home = Home::of(&disk.datastore, spec.vm)?;
+    home.open(disk.disk)?.ok_or_else(|| {
+        let path = home.image(disk.disk);
+        let (name, path) = (&disk.name, path.display());
+        let what =
+            format!("disk '{name}' has no image: {path} is not there; restore it from a backup");
+        Problem::new(ErrorCode::NotFound, what)
+    })
+}
+
+/// Opens the image of an encrypted disk without its key; also gives its length in bytes. Blocks.
+///
+/// # Errors
+/// `damaged`, `in-use`, `not-found`.
+pub fn open_sealed(
+    spec: &VmSpec,
+    disk: &DiskSpec,
+    facts: &DiskFacts,
+) -> Result<(File, u64), Problem> {
+    let file = open_image(spec, disk)?;
+    let offset = from_api(disk, facts).map_or(0, |pinned| pinned.data_offset);
+    check_length(&file, disk, offset)?;
+    Ok((file, offset + disk.size))
+}
+
 /// Opens a disk as the inventory pins it. Blocks.
 ///
 /// # Errors
@@ -380,15 +406,7 @@ pub fn open(
     facts: &DiskFacts,
     kek: Option<&SecretBytes>,
 ) -> Result<Open, Problem> {
-    let home = Home::of(&disk.datastore, spec.vm)?;
-    let missing = || {
-        let path = home.image(disk.disk);
-        let (name, path) = (&disk.name, path.display());
-        let what =
-            format!("disk '{name}' has no image: {path} is not there; restore it from a backup");
-        Problem::new(ErrorCode::NotFound, what)
-    };
-    let file = home.open(disk.disk)?.ok_or_else(missing)?;
+    let file = open_image(spec, disk)?;
     let Some(pinned) = from_api(disk, facts) else {
         // What is to be encrypted is never opened in the clear, whatever the datastore holds.
         if disk.encrypted {

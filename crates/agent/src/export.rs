@@ -178,18 +178,25 @@ fn told_if_full(export: &ExportSpec, message: String) -> Problem {
 /// Opens the disk and makes the file, with its header where it has one.
 fn begin(order: Order) -> Result<(File, filter::Disk), Problem> {
     let Order { spec, disk, facts, kek, export, passphrase } = order;
-    let Open { file, offset, key, .. } = disk::open(&spec, &disk, &facts, kek.as_ref())?;
+    let (Open { file, offset, key, .. }, size) = match export.format {
+        // All of the image, as it is: its ciphertext is the disk that is written out.
+        ExportFormat::Sealed => {
+            let (file, length) = disk::open_sealed(&spec, &disk, &facts)?;
+            (Open { file, offset: 0, key: None, notice: None }, length)
+        }
+        _ => (disk::open(&spec, &disk, &facts, kek.as_ref())?, disk.size),
+    };
     let allocated = file.metadata().map_err(internal)?.blocks().saturating_mul(512);
     let needed = match export.format {
         // Everything is ciphertext, zeroes too.
         ExportFormat::Luks2 => vmseal_luks::DATA_OFFSET + disk.size,
-        ExportFormat::Raw | ExportFormat::Qcow2 => allocated.min(disk.size),
+        ExportFormat::Raw | ExportFormat::Qcow2 | ExportFormat::Sealed => allocated.min(size),
     };
     let mut target = make(&export, needed)?;
     let format = match export.format {
         ExportFormat::Qcow2 => Volume::Qcow2,
-        ExportFormat::Raw => {
-            target.set_len(disk.size).map_err(|error| failed(&export.to, "made", &error))?;
+        ExportFormat::Raw | ExportFormat::Sealed => {
+            target.set_len(size).map_err(|error| failed(&export.to, "made", &error))?;
             Volume::Raw
         }
         ExportFormat::Luks2 => {
@@ -205,7 +212,7 @@ fn begin(order: Order) -> Result<(File, filter::Disk), Problem> {
     let work = filter::Work::Export { target: target.try_clone().map_err(internal)?, format };
     // Nothing is written to the disk.
     let keeps_room = true;
-    let (disk, size) = (disk.disk, disk.size);
+    let disk = disk.disk;
     let disk = filter::Disk { disk, size, file, offset, key, keeps_room, work };
     Ok((target, disk))
 }

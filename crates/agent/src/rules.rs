@@ -10,6 +10,7 @@ use vmseal_api::host::{
 use vmseal_api::id::DiskId;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::{DISK_SIZE_MAX, MEMORY_MAX, MEMORY_MIN, VCPUS_MAX};
+use vmseal_api::transfer::ExportFormat;
 
 /// The unit of a VM's memory, in bytes.
 const MEMORY_UNIT: u64 = 1 << 20;
@@ -131,10 +132,12 @@ pub fn may_delete_disk(spec: &VmSpec, disk: &DiskSpec, power: Power) -> Result<(
 /// Whether a disk may be read for an export now.
 ///
 /// # Errors
-/// `in-use` while the VM runs; `locked` without its key; `wrong-state` before it is made.
+/// `in-use` while the VM runs; `locked` without its key, where that is needed; `wrong-state` before it is
+/// made; `invalid-request` for the ciphertext of a disk that has none.
 pub fn may_export(
     spec: &VmSpec,
     disk: &DiskSpec,
+    format: ExportFormat,
     power: Power,
     key: KeyState,
     made: bool,
@@ -146,7 +149,12 @@ pub fn may_export(
         let what = format!("has not made its disk '{}' yet", disk.name);
         return Err(wrong_state(spec, &what));
     }
-    if disk.encrypted && key != KeyState::Held {
+    let sealed = format == ExportFormat::Sealed;
+    if sealed && !disk.encrypted {
+        let what = format!("disk '{}' is not encrypted: export it as raw", disk.name);
+        return Err(Problem::invalid("format", what));
+    }
+    if disk.encrypted && !sealed && key != KeyState::Held {
         return Err(locked(spec));
     }
     Ok(())
@@ -160,9 +168,9 @@ pub fn check_export(export: &ExportSpec) -> Result<(), Problem> {
     if !export.to.is_absolute() || export.to.file_name().is_none() {
         return Err(Problem::invalid("to", "must be an absolute path that ends with a name"));
     }
-    match (export.format.is_plain(), &export.passphrase) {
-        (true, Some(_)) => Err(Problem::invalid("passphrase", "is for luks2 alone")),
-        (false, None) => Err(Problem::invalid("passphrase", "is needed for luks2")),
+    match (export.format.has_passphrase(), &export.passphrase) {
+        (false, Some(_)) => Err(Problem::invalid("passphrase", "is for luks2 alone")),
+        (true, None) => Err(Problem::invalid("passphrase", "is needed for luks2")),
         _ => Ok(()),
     }
 }

@@ -25,13 +25,22 @@ pub enum ExportFormat {
     Qcow2,
     /// LUKS2 that opens with a passphrase, as cryptsetup makes it; nothing of vmseal is in it.
     Luks2,
+    /// The image of an encrypted disk as it lies in the datastore, header and all: it opens with the VM's
+    /// key alone, and is copied without it.
+    Sealed,
 }
 
 impl ExportFormat {
     /// Whether whoever reads the file reads the disk.
     #[must_use]
     pub fn is_plain(self) -> bool {
-        !matches!(self, Self::Luks2)
+        matches!(self, Self::Raw | Self::Qcow2)
+    }
+
+    /// Whether it is encrypted anew, under a passphrase.
+    #[must_use]
+    pub fn has_passphrase(self) -> bool {
+        self == Self::Luks2
     }
 
     /// As the API and the command line call it.
@@ -41,6 +50,7 @@ impl ExportFormat {
             Self::Raw => "raw",
             Self::Qcow2 => "qcow2",
             Self::Luks2 => "luks2",
+            Self::Sealed => "sealed",
         }
     }
 }

@@ -73,7 +73,7 @@ impl Inside {
         let key = rules::key_state(&known.spec, known.key_held);
         let ready = matches!(known.phases.get(&disk), Some(DiskPhase::Ready { .. }));
         let made = ready || found.facts.is_some();
-        rules::may_export(&known.spec, &found, known.power, key, made)?;
+        rules::may_export(&known.spec, &found, spec.format, known.power, key, made)?;
         if taken {
             let what = format!("{} is there already", spec.to.display());
             return Err(Problem::new(ErrorCode::AlreadyExists, what));

@@ -368,7 +368,8 @@ impl Owner {
 
     fn begin_export(&mut self, disk: DiskSpec, spec: ExportSpec) -> Result<(), Problem> {
         let facts = self.facts(&disk);
-        rules::may_export(&self.spec, &disk, self.power(), self.key(), facts.is_some())?;
+        let (power, key) = (self.power(), self.key());
+        rules::may_export(&self.spec, &disk, spec.format, power, key, facts.is_some())?;
         if self.jobs.has(disk.disk) {
             self.not_exporting(&disk)?;
             let what = format!("disk '{}' is being looked at. Try again in a moment", disk.name);

@@ -33,7 +33,9 @@ pub enum Disk {
         /// The file's absolute path on the VM's host; it must not exist
         #[arg(long, value_name = "FILE")]
         to: PathBuf,
-        /// What to write: luks2 opens with a passphrase (cryptsetup open), the others are in the clear
+        /// What to write: raw and qcow2 are in the clear, luks2 opens with a passphrase (cryptsetup
+        /// open), sealed is the disk's ciphertext as it lies in the datastore: it needs no key, and opens
+        /// with the VM's alone
         #[arg(long, value_enum)]
         format: ExportFormat,
         /// Allow a file that whoever has it can read (raw, qcow2)
@@ -52,4 +54,5 @@ pub enum ExportFormat {
     Raw,
     Qcow2,
     Luks2,
+    Sealed,
 }

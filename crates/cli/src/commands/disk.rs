@@ -45,12 +45,13 @@ pub async fn run(
                 arguments::ExportFormat::Raw => ExportFormat::Raw,
                 arguments::ExportFormat::Qcow2 => ExportFormat::Qcow2,
                 arguments::ExportFormat::Luks2 => ExportFormat::Luks2,
+                arguments::ExportFormat::Sealed => ExportFormat::Sealed,
             };
             check(format, plaintext, &passphrase)?;
             let (vm, disk) = find(server, &vm, &disk).await?;
             let passphrase = match format {
                 ExportFormat::Luks2 => Some(sealed(server, &vm, &disk, &passphrase).await?),
-                ExportFormat::Raw | ExportFormat::Qcow2 => None,
+                ExportFormat::Raw | ExportFormat::Qcow2 | ExportFormat::Sealed => None,
             };
             let request = ExportDisk { to, format, plaintext, passphrase };
             let path = format!("vms/{}/disks/{}/export", vm.id, disk.id);
@@ -67,13 +68,13 @@ fn wrong(message: impl Into<String>) -> anyhow::Error {
 fn check(format: ExportFormat, plaintext: bool, passphrase: &Passphrase) -> anyhow::Result<()> {
     let name = format.name();
     let wrong = |message: String| Err(wrong(message));
-    match (format.is_plain(), plaintext, &passphrase.passphrase_file) {
-        (true, false, _) => wrong(format!(
+    match (format.is_plain(), plaintext) {
+        (true, false) => wrong(format!(
             "a {name} file is in the clear: say that it may be with --plaintext, or use --format luks2"
         )),
-        (true, _, Some(_)) => wrong(format!("a {name} file has no passphrase")),
-        (false, true, _) => {
-            wrong(format!("a {name} file is not in the clear: leave out --plaintext"))
+        (false, true) => wrong(format!("a {name} file is not in the clear: leave out --plaintext")),
+        _ if !format.has_passphrase() && passphrase.passphrase_file.is_some() => {
+            wrong(format!("a {name} file has no passphrase of its own"))
         }
         _ => Ok(()),
     }

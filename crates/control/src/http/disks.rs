@@ -8,6 +8,7 @@ use vmseal_api::host::Power;
 use vmseal_api::model::{Lifecycle, Task};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::ExportDisk;
+use vmseal_api::transfer::ExportFormat;
 
 use super::App;
 use super::auth::User;
@@ -37,6 +38,10 @@ pub(super) async fn export(
         let detail = format!("VM '{}' has no disk '{disk}'", vm.name);
         return Err(Problem::new(ErrorCode::NotFound, detail).into());
     };
+    if request.format == ExportFormat::Sealed && !disk.encrypted {
+        let detail = format!("disk '{}' is not encrypted: export it as raw", disk.name);
+        return Err(Problem::invalid("format", detail).into());
+    }
     require_off(&app, &vm).await?;
     let mut write = app.store.write().await?;
     let detail = told(&vm, &disk, &request);
@@ -53,7 +58,11 @@ pub(super) async fn export(
 
 /// What the record of the use of the disk's key says.
 fn told(vm: &Vm, disk: &Disk, request: &ExportDisk) -> String {
-    let how = if request.format.is_plain() { "IN THE CLEAR" } else { "under a passphrase" };
+    let how = match request.format {
+        ExportFormat::Raw | ExportFormat::Qcow2 => "IN THE CLEAR",
+        ExportFormat::Luks2 => "under a passphrase",
+        ExportFormat::Sealed => "still under the VM's key",
+    };
     let (host, format) = (&vm.host_name, request.format.name());
     format!("disk '{}' to {} on host '{host}' as {format}, {how}", disk.name, request.to.display())
 }
@@ -62,7 +71,7 @@ fn check(request: &ExportDisk) -> Result<(), Problem> {
     if !request.to.is_absolute() || request.to.file_name().is_none() {
         return Err(Problem::invalid("to", "must be an absolute path that ends with a name"));
     }
-    let plain = request.format.is_plain();
+    let (plain, protected) = (request.format.is_plain(), request.format.has_passphrase());
     if plain && !request.plaintext {
         let detail = format!(
             "a {} file is in the clear: say that it may be (--plaintext), or export luks2",
@@ -70,10 +79,13 @@ fn check(request: &ExportDisk) -> Result<(), Problem> {
         );
         return Err(Problem::invalid("plaintext", detail));
     }
-    match (plain, request.plaintext, &request.passphrase) {
-        (false, true, _) => Err(Problem::invalid("plaintext", "a luks2 file is not in the clear")),
-        (true, _, Some(_)) => Err(Problem::invalid("passphrase", "is for luks2 alone")),
-        (false, _, None) => Err(Problem::invalid("passphrase", "is needed for luks2")),
+    if request.plaintext && !plain {
+        let detail = format!("a {} file is not in the clear", request.format.name());
+        return Err(Problem::invalid("plaintext", detail));
+    }
+    match (protected, &request.passphrase) {
+        (false, Some(_)) => Err(Problem::invalid("passphrase", "is for luks2 alone")),
+        (true, None) => Err(Problem::invalid("passphrase", "is needed for luks2")),
         _ => Ok(()),
     }
 }

@@ -4,7 +4,7 @@
 use vmseal_api::host::{ExportPhase, ExportSpec, ExportStep, HostAgent, HostState};
 use vmseal_api::id::DiskId;
 use vmseal_api::problem::{ErrorCode, Problem};
-use vmseal_api::transfer::Progress;
+use vmseal_api::transfer::{ExportFormat, Progress};
 
 use super::operation::Operation;
 use super::run::{Run, StepError, state_of};
@@ -57,7 +57,14 @@ async fn begin(
 ) -> Result<(), StepError> {
     let step = || agent.export_disk(vm.id, disk, ExportStep::Begin, spec.clone());
     let begun = match step().await {
-        // The agent restarted since it was told of the VM and its key.
+        // The agent restarted since it was told of the VM; ciphertext is copied without the key.
+        Err(problem)
+            if problem.code == ErrorCode::NotFound && spec.format == ExportFormat::Sealed =>
+        {
+            crate::hosts::register(run.store(), run.hosts(), vm.id).await?;
+            step().await
+        }
+        // The same, and of its key.
         Err(problem) if matches!(problem.code, ErrorCode::NotFound | ErrorCode::Locked) => {
             run.hosts().prepare(vm.id).await?;
             step().await

@@ -140,6 +140,10 @@ impl Operation {
             ],
             Self::StartVm { .. } => &[Step::Prepare, Step::PowerOn],
             Self::StopVm { .. } => &[Step::PowerOff],
+            // Without a key, and without asking for one.
+            Self::ExportDisk { format: ExportFormat::Sealed, .. } => {
+                &[Step::WriteExport, Step::NameExport]
+            }
             Self::ExportDisk { .. } => &[Step::Prepare, Step::WriteExport, Step::NameExport],
             Self::DeleteVm { .. } => {
                 &[Step::Mark, Step::DeleteDisks, Step::Forget, Step::DestroyKey, Step::RemoveRows]
