@@ -24,7 +24,7 @@ pub enum Disk {
         /// The disk's name within the VM, or its id
         disk: String,
     },
-    /// Write a disk of a VM that is off to a file of its host
+    /// Write a disk of a VM that is off to a file on its host
     Export {
         /// The VM's name or id
         vm: String,
@@ -33,10 +33,11 @@ pub enum Disk {
         /// The file's absolute path on the VM's host; it must not exist
         #[arg(long, value_name = "FILE")]
         to: PathBuf,
-        /// What to write: luks2 opens with a passphrase (cryptsetup open), the others are in the clear
+        /// What to write: `luks2` opens with a passphrase (cryptsetup open), `raw` and `qcow2` are in the
+        /// clear and need --plaintext
         #[arg(long, value_enum)]
         format: ExportFormat,
-        /// Allow a file that whoever has it can read (raw, qcow2)
+        /// Allow a file that whoever has it can read
         #[arg(long)]
         plaintext: bool,
         #[command(flatten)]

@@ -9,7 +9,7 @@ use super::List;
 
 #[derive(Args)]
 pub struct Doctor {
-    /// Where the agent keeps its certificate
+    /// Where the agent keeps its certificate and key
     #[arg(long, value_name = "DIR", default_value = "/var/lib/vmseal/agent")]
     pub state_dir: PathBuf,
     /// Where a server on this machine keeps its data
