@@ -31,7 +31,7 @@ fn ending(command: &Command, page: &str) -> String {
         let head = if index == 0 { "Examples:\n" } else { "" };
         let what = if what.is_empty() { String::new() } else { format!("  {what}\n") };
         // Writing to memory does not fail.
-        let _ = write!(text, "{head}{what}    {typed}\n");
+        let _ = writeln!(text, "{head}{what}    {typed}");
     }
     if !text.is_empty() {
         text.push('\n');
