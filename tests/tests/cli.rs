@@ -175,6 +175,7 @@ fn what_is_tried_is_not_done_and_what_is_watched_is_seen() {
     assert_eq!(here.json(&["task", "list"]).unwrap(), Value::Array(vec![]));
 
     here.create_counter("vm1", "encrypted").unwrap();
+    nothing_comes_of_a_dry_run(&here);
     list.line_with(&["added", "vm1"]);
     list.line_with(&["changed", "vm1", "off", "ready"]);
     let single = Watch::start(&here, &["vm", "show", "vm1", "-w", "-o", "json"]);
@@ -212,6 +213,51 @@ fn what_is_tried_is_not_done_and_what_is_watched_is_seen() {
     here.vmseal(&["vm", "delete", "vm1"]).unwrap();
     list.line_with(&["removed", "vm1"]);
     single.line_with(&["removed", "vm1"]);
+}
+
+/// What only the machines themselves can say is looked at, and nothing is left on them. VM `vm1` is there.
+fn nothing_comes_of_a_dry_run(here: &Installation) {
+    let (place, out, backup) = (here.path("new"), here.path("out"), here.path("again.backup"));
+    for directory in [&place, &out] {
+        std::fs::create_dir(directory).unwrap();
+    }
+    let path = |path: &std::path::Path| text(path).unwrap().to_owned();
+    let (image, pass) = (path(&out.join("vm1.img")), path(&here.path("passphrase")));
+    let add = |place: &str| {
+        exit_code(here, &["datastore", "add", "n", "--host", "here", "--path", place, "--dry-run"])
+    };
+    let export =
+        ["disk", "export", "vm1", "disk0", "--format", "raw", "--plaintext", "--dry-run", "--to"];
+    let of_provider = |verb: &str, options: &[&str]| {
+        let usual = ["provider", verb, "keys", "--passphrase-file", &pass, "--dry-run"];
+        exit_code(here, &[&usual[..], options].concat())
+    };
+    let known = path(&here.path("keys.backup"));
+    let before = here.json(&["events"]).unwrap();
+    assert_eq!(add(&path(&place)), 0);
+    assert_eq!(add(&path(&here.path("nowhere"))), 2, "the host has not been asked");
+    assert_eq!(exit_code(here, &[&export[..], &[&image]].concat()), 0);
+    assert_eq!(
+        exit_code(here, &[&export[..], &[&pass]].concat()),
+        4,
+        "the host has not been asked"
+    );
+    assert_eq!(of_provider("unlock", &[]), 0);
+    assert_eq!(of_provider("verify", &["--from", &known]), 0);
+    assert_eq!(of_provider("backup", &["--to", &path(&backup)]), 0);
+    assert_eq!(of_provider("backup", &["--to", &known]), 1, "it would not be kept");
+    assert_eq!(exit_code(here, &["provider", "default", "keys", "--dry-run"]), 0);
+    assert_eq!(exit_code(here, &["host", "token", "--dry-run"]), 0);
+    let (url, ca, token) =
+        (here.url(), here.path("server/ca.pem"), here.path("server/admin.token"));
+    let who = ["--server", &url, "--ca", &path(&ca), "--token-file", &path(&token)];
+    assert_eq!(exit_code(here, &[&["login", "--dry-run"], &who[..]].concat()), 0);
+    assert_eq!(here.json(&["events"]).unwrap(), before, "something was done");
+    for empty in [place, out, here.path(".config")] {
+        let left = std::fs::read_dir(&empty).map_or(0, Iterator::count);
+        assert_eq!(left, 0, "something is in {}", empty.display());
+    }
+    assert!(!backup.exists());
 }
 
 /// A console on a terminal of its own, by its descriptors.

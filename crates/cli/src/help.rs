@@ -48,6 +48,9 @@ fn ending(command: &Command, page: &str) -> String {
 }
 
 #[cfg(test)]
+mod habits;
+
+#[cfg(test)]
 mod tests {
     use std::path::PathBuf;
 

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Subcommand, ValueEnum};
 
-use super::{List, Passphrase, Wait};
+use super::{DryRun, List, Passphrase, Wait};
 use crate::print::VmDisk;
 
 #[derive(Subcommand)]
@@ -42,6 +42,8 @@ pub enum Disk {
         plaintext: bool,
         #[command(flatten)]
         passphrase: Passphrase,
+        #[command(flatten)]
+        dry_run: DryRun,
         #[command(flatten)]
         wait: Wait,
     },

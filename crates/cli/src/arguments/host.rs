@@ -13,7 +13,10 @@ pub enum Host {
     /// Show one host
     Show(Show),
     /// Make a token with which one machine may join, once, within 15 minutes
-    Token,
+    Token {
+        #[command(flatten)]
+        dry_run: DryRun,
+    },
     /// Remove a host that has no datastores and no VMs
     #[command(visible_alias = "rm")]
     Remove {

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Subcommand};
 
-use super::Passphrase;
+use super::{DryRun, Passphrase};
 
 /// The servers of a KMIP provider that is added.
 #[derive(Args)]
@@ -31,6 +31,8 @@ pub enum Kmip {
         /// Do not ask: trust every certificate that the authorities in this file (PEM) have signed
         #[arg(long, value_name = "FILE")]
         authority: Option<PathBuf>,
+        #[command(flatten)]
+        dry_run: DryRun,
     },
     /// Give a KMIP provider the certificate that it shows to its servers
     Certificate(Certificate),
@@ -67,4 +69,6 @@ pub struct Certificate {
     pub key: Option<PathBuf>,
     #[command(flatten)]
     pub passphrase: Passphrase,
+    #[command(flatten)]
+    pub dry_run: DryRun,
 }

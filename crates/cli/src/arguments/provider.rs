@@ -6,7 +6,7 @@ use clap::{Args, Subcommand};
 use vmseal_api::model;
 
 use super::kmip::{Kmip, Servers};
-use super::{DryRun, List, Name, Show};
+use super::{DryRun, List, Show};
 
 /// A passphrase: from a file, or asked for at the terminal.
 #[derive(Args)]
@@ -48,6 +48,8 @@ pub enum Provider {
         name: String,
         #[command(flatten)]
         passphrase: Passphrase,
+        #[command(flatten)]
+        dry_run: DryRun,
     },
     /// Write a backup of a native provider to a file here, sealed by a passphrase of its own
     Backup {
@@ -58,6 +60,8 @@ pub enum Provider {
         to: PathBuf,
         #[command(flatten)]
         passphrase: Passphrase,
+        #[command(flatten)]
+        dry_run: DryRun,
     },
     /// Verify a native provider's backup; the provider makes keys from the first time on
     Verify {
@@ -68,9 +72,16 @@ pub enum Provider {
         from: PathBuf,
         #[command(flatten)]
         passphrase: Passphrase,
+        #[command(flatten)]
+        dry_run: DryRun,
     },
     /// Make a provider the default: policies that name none use it
-    Default(Name),
+    Default {
+        /// Name or id
+        name: String,
+        #[command(flatten)]
+        dry_run: DryRun,
+    },
     /// Remove a provider that no VM and no policy uses, with its key
     #[command(visible_alias = "rm")]
     Remove {

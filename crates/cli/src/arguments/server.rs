@@ -5,6 +5,8 @@ use std::path::PathBuf;
 
 use clap::Args;
 
+use super::DryRun;
+
 #[derive(Args)]
 pub struct RunServer {
     /// Where the server keeps its database, certificates and sealed keys; made at the first start
@@ -23,4 +25,6 @@ pub struct Login {
     /// Save without trying the connection first
     #[arg(long)]
     pub no_check: bool,
+    #[command(flatten)]
+    pub dry_run: DryRun,
 }

@@ -6,7 +6,7 @@ use clap::{Arg, Subcommand};
 use vmseal_api::model;
 
 use super::wait::duration;
-use super::{List, Name, Show};
+use super::{DryRun, List, Show};
 
 /// Tasks have no names.
 fn of_task(arg: Arg) -> Arg {
@@ -43,6 +43,11 @@ pub enum Task {
         tasks: Vec<String>,
     },
     /// Stop a task that runs, and undo what it has done
-    #[command(mut_arg("name", of_task))]
-    Cancel(Name),
+    Cancel {
+        /// The task's id
+        #[arg(value_name = "TASK")]
+        name: String,
+        #[command(flatten)]
+        dry_run: DryRun,
+    },
 }

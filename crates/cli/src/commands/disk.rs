@@ -3,11 +3,11 @@
 use anyhow::Context;
 use vmseal_api::client::ServerClient;
 use vmseal_api::host::{SealedKey, export_info};
-use vmseal_api::model::{Disk, Host, Task, Vm};
+use vmseal_api::model::{Disk, Host, Vm};
 use vmseal_api::request::ExportDisk;
 use vmseal_api::transfer::ExportFormat;
 
-use super::task;
+use super::vm;
 use crate::arguments::{self, Output, Passphrase};
 use crate::exit::{Ended, Exit};
 use crate::passphrase::{self, Prompt};
@@ -40,7 +40,7 @@ pub async fn run(
             let shown = VmDisk { vm: vm.name, disk };
             print::one(output, &shown, &[])
         }
-        arguments::Disk::Export { vm, disk, to, format, plaintext, passphrase, wait } => {
+        arguments::Disk::Export { vm, disk, to, format, plaintext, passphrase, dry_run, wait } => {
             let format = match format {
                 arguments::ExportFormat::Raw => ExportFormat::Raw,
                 arguments::ExportFormat::Qcow2 => ExportFormat::Qcow2,
@@ -54,8 +54,7 @@ pub async fn run(
             };
             let request = ExportDisk { to, format, plaintext, passphrase };
             let path = format!("vms/{}/disks/{}/export", vm.id, disk.id);
-            let begun: Task = server.post(&path, &request).await?;
-            task::settle(server, output, begun, &wait).await
+            vm::begin(server, output, &path, &request, &dry_run, &wait).await
         }
     }
 }

@@ -11,7 +11,7 @@ mod import;
 mod kmip;
 mod lab;
 mod list;
-mod plan;
+pub mod plan;
 mod policy;
 mod processes;
 mod progress;

@@ -7,8 +7,8 @@ use vmseal_api::client::ServerClient;
 use vmseal_api::model::{Task, TaskState};
 
 use super::follow::Changes;
-use super::list;
 use super::progress::Progress;
+use super::{list, plan};
 use crate::arguments::{self, Output, Wait};
 use crate::exit::{Ended, Exit};
 use crate::print;
@@ -43,8 +43,12 @@ pub async fn run(
             }
             follow(server, output, tasks, None, Progress::telling()).await
         }
-        arguments::Task::Cancel(of) => {
-            let path = format!("tasks/{}/cancel", of.name);
+        arguments::Task::Cancel { name, dry_run } => {
+            let path = format!("tasks/{name}/cancel");
+            if dry_run.dry_run {
+                let plan = server.try_post(&path, &serde_json::Value::Null).await?;
+                return plan::show(output, &plan);
+            }
             let task: Task = server.post(&path, &serde_json::Value::Null).await?;
             print::one(output, &task, &print::task_details(&task))
         }
