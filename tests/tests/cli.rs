@@ -165,6 +165,8 @@ fn what_is_tried_is_not_done_and_what_is_watched_is_seen() {
     let here = Installation::new().unwrap();
     let list = Watch::start(&here, &["vm", "list", "-w", "-c", "name,power,lifecycle"]);
     list.line_with(&["CHANGE", "NAME", "POWER", "LIFECYCLE"]);
+    let disks = Watch::start(&here, &["disk", "list", "--watch", "-c", "vm,name"]);
+    disks.line_with(&["CHANGE", "VM", "NAME"]);
     let events =
         Watch::start(&here, &["events", "-f", "--kind", "vm.started", "-c", "kind,target"]);
 
@@ -177,6 +179,7 @@ fn what_is_tried_is_not_done_and_what_is_watched_is_seen() {
     here.create_counter("vm1", "encrypted").unwrap();
     nothing_comes_of_a_dry_run(&here);
     list.line_with(&["added", "vm1"]);
+    disks.line_with(&["added", "vm1", "disk0"]);
     list.line_with(&["changed", "vm1", "off", "ready"]);
     let single = Watch::start(&here, &["vm", "show", "vm1", "-w", "-o", "json"]);
     let listed: Value = serde_json::from_str(&single.line_with(&["listed"])).unwrap();
@@ -212,6 +215,7 @@ fn what_is_tried_is_not_done_and_what_is_watched_is_seen() {
     here.vmseal(&["vm", "stop", "vm1", "--force"]).unwrap();
     here.vmseal(&["vm", "delete", "vm1"]).unwrap();
     list.line_with(&["removed", "vm1"]);
+    disks.line_with(&["removed", "vm1", "disk0"]);
     single.line_with(&["removed", "vm1"]);
 }
 

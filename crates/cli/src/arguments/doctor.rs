@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::Args;
 use vmseal_agent::doctor::Finding;
 
-use super::List;
+use super::Columns;
 
 #[derive(Args)]
 pub struct Doctor {
@@ -25,5 +25,5 @@ pub struct Doctor {
     #[arg(long = "datastore", value_name = "DIR")]
     pub datastores: Vec<PathBuf>,
     #[command(flatten)]
-    pub list: List<Finding>,
+    pub columns: Columns<Finding>,
 }

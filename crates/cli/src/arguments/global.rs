@@ -81,10 +81,10 @@ pub enum Output {
     Csv,
 }
 
-/// How a list is printed.
+/// Which columns of a list are printed.
 #[derive(Args)]
 #[group(skip)]
-pub struct List<T: Row> {
+pub struct Columns<T: Row> {
     #[arg(
         short,
         long,
@@ -99,9 +99,6 @@ pub struct List<T: Row> {
     /// Leave out the line with the names of the columns
     #[arg(long, visible_alias = "no-headers")]
     pub no_header: bool,
-    /// Stay, and print what is added, changed or removed; Ctrl-C ends it
-    #[arg(short, long)]
-    pub watch: bool,
     #[arg(skip)]
     of: PhantomData<T>,
 }
@@ -111,12 +108,23 @@ fn columns_help<T: Row>() -> String {
     format!("The columns of the table or CSV, in this order [default: {usual}]")
 }
 
-impl<T: Row> List<T> {
+impl<T: Row> Columns<T> {
     /// As without options.
     pub fn usual() -> Self {
         let columns = T::usual_names().into_iter().map(str::to_owned).collect();
-        Self { columns, no_header: false, watch: false, of: PhantomData }
+        Self { columns, no_header: false, of: PhantomData }
     }
+}
+
+/// How a list is printed.
+#[derive(Args)]
+#[group(skip)]
+pub struct List<T: Row> {
+    #[command(flatten)]
+    pub columns: Columns<T>,
+    /// Stay, and print what is added, changed or removed; Ctrl-C ends it
+    #[arg(short, long)]
+    pub watch: bool,
 }
 
 /// Which resource is shown, and how.

@@ -27,7 +27,7 @@ pub use self::datastore::Datastore;
 pub use self::disk::{Disk, ExportFormat};
 pub use self::doctor::Doctor;
 pub use self::events::Events;
-pub use self::global::{Global, List, Name, Output, Show};
+pub use self::global::{Columns, Global, List, Name, Output, Show};
 pub use self::host::Host;
 pub use self::kmip::{Certificate, Kmip};
 pub use self::lab::Lab;

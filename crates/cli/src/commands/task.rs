@@ -100,7 +100,7 @@ async fn follow(
     match (output, ended.as_slice()) {
         (Output::Table, _) => {}
         (_, [task]) if !several => print::one(output, task, &[])?,
-        (_, tasks) => print::list(output, &arguments::List::usual(), tasks.to_vec())?,
+        (_, tasks) => print::list(output, &arguments::Columns::usual(), tasks.to_vec())?,
     }
     outcome(&ended)
 }

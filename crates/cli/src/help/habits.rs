@@ -76,3 +76,14 @@ fn what_changes_something_can_be_tried() {
         assert!(manual.contains(&format!("| `{verb}` |")), "docs/cli.md: why is {verb} not tried?");
     }
 }
+
+#[test]
+fn every_list_can_be_watched() {
+    let lists = |verb: &str| verb.ends_with(" list") || ["alarms", "events"].contains(&verb);
+    let found: Vec<_> = verbs().into_iter().filter(|(verb, _)| lists(verb)).collect();
+    assert!(found.len() > 6, "{found:?}");
+    for (verb, options) in found {
+        assert!(has(&options, "watch"), "vmseal {verb} has no --watch");
+        assert!(has(&options, "columns"), "vmseal {verb} has no --columns");
+    }
+}
