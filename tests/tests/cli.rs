@@ -4,7 +4,7 @@
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::fd::OwnedFd;
-use std::process::{Child, ChildStdout, Stdio};
+use std::process::{Child, Stdio};
 use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
@@ -50,7 +50,7 @@ impl Drop for Watch {
     }
 }
 
-fn read_lines(from: ChildStdout) -> Receiver<String> {
+fn read_lines(from: impl std::io::Read + Send + 'static) -> Receiver<String> {
     let (sender, receiver) = channel();
     std::thread::spawn(move || {
         for line in BufReader::new(from).lines().map_while(Result::ok) {
@@ -158,6 +158,29 @@ fn a_host_is_examined_and_what_is_wrong_is_told_with_its_remedy() {
     assert!(said.contains("failed   qemu: ") && said.contains("to mend it: install"), "{said}");
     assert!(said.contains("failed   filter: "), "{said}");
     assert!(said.lines().all(|line| line.starts_with(['o', 'w', 'f', ' '])), "{said}");
+}
+
+#[test]
+fn waiting_for_a_task_survives_a_restart_of_the_server() {
+    let mut here = Installation::new().unwrap();
+    here.create_counter("vm1", "encrypted").unwrap();
+    here.boot_counter("vm1").unwrap();
+    // A boot sector hears no power button: the task lasts as long as the guest is given, and fails.
+    let stop = ["vm", "stop", "vm1", "--grace-period", "8s", "--no-wait", "-o", "json"];
+    let begun: Value = serde_json::from_str(&here.vmseal(&stop).unwrap()).unwrap();
+    let task = begun["id"].as_str().unwrap();
+    let mut command = here.command().unwrap();
+    command.args(["task", "watch", task]).stdout(Stdio::null()).stderr(Stdio::piped());
+    let mut child = command.spawn().unwrap();
+    let lines = read_lines(child.stderr.take().unwrap());
+    let mut watch = Watch { child, lines };
+    watch.line_with(&["vm.stop vm1"]);
+    here.kill_server();
+    watch.line_with(&["asking again for 2m"]);
+    here.start_server().unwrap();
+    watch.line_with(&["the server answers again"]);
+    watch.line_with(&["vm.stop vm1", "failed at step"]);
+    assert_eq!(watch.child.wait().unwrap().code(), Some(6), "not as the task ended");
 }
 
 #[test]

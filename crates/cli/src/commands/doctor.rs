@@ -26,7 +26,9 @@ pub async fn run(output: Output, asked: Doctor, hardening: Hardening) -> anyhow:
     let usual = Columns::<Finding>::usual();
     let chosen = asked.columns.columns != usual.columns || asked.columns.no_header;
     match output {
-        Output::Table if !chosen => findings.iter().for_each(|finding| print::line(&report(finding))),
+        Output::Table if !chosen => {
+            findings.iter().for_each(|finding| print::line(&report(finding)))
+        }
         _ => print::list(output, &asked.columns, findings)?,
     }
     match failed {

@@ -16,6 +16,7 @@ mod policy;
 mod processes;
 mod progress;
 mod provider;
+mod reconnect;
 mod task;
 mod vm;
 
