@@ -4,7 +4,7 @@
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::fd::OwnedFd;
-use std::process::{Child, ChildStdout, Stdio};
+use std::process::{Child, Stdio};
 use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
@@ -50,7 +50,7 @@ impl Drop for Watch {
     }
 }
 
-fn read_lines(from: ChildStdout) -> Receiver<String> {
+fn read_lines(from: impl std::io::Read + Send + 'static) -> Receiver<String> {
     let (sender, receiver) = channel();
     std::thread::spawn(move || {
         for line in BufReader::new(from).lines().map_while(Result::ok) {
@@ -161,10 +161,35 @@ fn a_host_is_examined_and_what_is_wrong_is_told_with_its_remedy() {
 }
 
 #[test]
+fn waiting_for_a_task_survives_a_restart_of_the_server() {
+    let mut here = Installation::new().unwrap();
+    here.create_counter("vm1", "encrypted").unwrap();
+    here.boot_counter("vm1").unwrap();
+    // A boot sector hears no power button: the task lasts as long as the guest is given, and fails.
+    let stop = ["vm", "stop", "vm1", "--grace-period", "8s", "--no-wait", "-o", "json"];
+    let begun: Value = serde_json::from_str(&here.vmseal(&stop).unwrap()).unwrap();
+    let task = begun["id"].as_str().unwrap();
+    let mut command = here.command().unwrap();
+    command.args(["task", "watch", task]).stdout(Stdio::null()).stderr(Stdio::piped());
+    let mut child = command.spawn().unwrap();
+    let lines = read_lines(child.stderr.take().unwrap());
+    let mut watch = Watch { child, lines };
+    watch.line_with(&["vm.stop vm1"]);
+    here.kill_server();
+    watch.line_with(&["asking again for 2m"]);
+    here.start_server().unwrap();
+    watch.line_with(&["the server answers again"]);
+    watch.line_with(&["vm.stop vm1", "failed at step"]);
+    assert_eq!(watch.child.wait().unwrap().code(), Some(6), "not as the task ended");
+}
+
+#[test]
 fn what_is_tried_is_not_done_and_what_is_watched_is_seen() {
     let here = Installation::new().unwrap();
     let list = Watch::start(&here, &["vm", "list", "-w", "-c", "name,power,lifecycle"]);
     list.line_with(&["CHANGE", "NAME", "POWER", "LIFECYCLE"]);
+    let disks = Watch::start(&here, &["disk", "list", "--watch", "-c", "vm,name"]);
+    disks.line_with(&["CHANGE", "VM", "NAME"]);
     let events =
         Watch::start(&here, &["events", "-f", "--kind", "vm.started", "-c", "kind,target"]);
 
@@ -175,7 +200,9 @@ fn what_is_tried_is_not_done_and_what_is_watched_is_seen() {
     assert_eq!(here.json(&["task", "list"]).unwrap(), Value::Array(vec![]));
 
     here.create_counter("vm1", "encrypted").unwrap();
+    nothing_comes_of_a_dry_run(&here);
     list.line_with(&["added", "vm1"]);
+    disks.line_with(&["added", "vm1", "disk0"]);
     list.line_with(&["changed", "vm1", "off", "ready"]);
     let single = Watch::start(&here, &["vm", "show", "vm1", "-w", "-o", "json"]);
     let listed: Value = serde_json::from_str(&single.line_with(&["listed"])).unwrap();
@@ -211,7 +238,53 @@ fn what_is_tried_is_not_done_and_what_is_watched_is_seen() {
     here.vmseal(&["vm", "stop", "vm1", "--force"]).unwrap();
     here.vmseal(&["vm", "delete", "vm1"]).unwrap();
     list.line_with(&["removed", "vm1"]);
+    disks.line_with(&["removed", "vm1", "disk0"]);
     single.line_with(&["removed", "vm1"]);
+}
+
+/// What only the machines themselves can say is looked at, and nothing is left on them. VM `vm1` is there.
+fn nothing_comes_of_a_dry_run(here: &Installation) {
+    let (place, out, backup) = (here.path("new"), here.path("out"), here.path("again.backup"));
+    for directory in [&place, &out] {
+        std::fs::create_dir(directory).unwrap();
+    }
+    let path = |path: &std::path::Path| text(path).unwrap().to_owned();
+    let (image, pass) = (path(&out.join("vm1.img")), path(&here.path("passphrase")));
+    let add = |place: &str| {
+        exit_code(here, &["datastore", "add", "n", "--host", "here", "--path", place, "--dry-run"])
+    };
+    let export =
+        ["disk", "export", "vm1", "disk0", "--format", "raw", "--plaintext", "--dry-run", "--to"];
+    let of_provider = |verb: &str, options: &[&str]| {
+        let usual = ["provider", verb, "keys", "--passphrase-file", &pass, "--dry-run"];
+        exit_code(here, &[&usual[..], options].concat())
+    };
+    let known = path(&here.path("keys.backup"));
+    let before = here.json(&["events"]).unwrap();
+    assert_eq!(add(&path(&place)), 0);
+    assert_eq!(add(&path(&here.path("nowhere"))), 2, "the host has not been asked");
+    assert_eq!(exit_code(here, &[&export[..], &[&image]].concat()), 0);
+    assert_eq!(
+        exit_code(here, &[&export[..], &[&pass]].concat()),
+        4,
+        "the host has not been asked"
+    );
+    assert_eq!(of_provider("unlock", &[]), 0);
+    assert_eq!(of_provider("verify", &["--from", &known]), 0);
+    assert_eq!(of_provider("backup", &["--to", &path(&backup)]), 0);
+    assert_eq!(of_provider("backup", &["--to", &known]), 1, "it would not be kept");
+    assert_eq!(exit_code(here, &["provider", "default", "keys", "--dry-run"]), 0);
+    assert_eq!(exit_code(here, &["host", "token", "--dry-run"]), 0);
+    let (url, ca, token) =
+        (here.url(), here.path("server/ca.pem"), here.path("server/admin.token"));
+    let who = ["--server", &url, "--ca", &path(&ca), "--token-file", &path(&token)];
+    assert_eq!(exit_code(here, &[&["login", "--dry-run"], &who[..]].concat()), 0);
+    assert_eq!(here.json(&["events"]).unwrap(), before, "something was done");
+    for empty in [place, out, here.path(".config")] {
+        let left = std::fs::read_dir(&empty).map_or(0, Iterator::count);
+        assert_eq!(left, 0, "something is in {}", empty.display());
+    }
+    assert!(!backup.exists());
 }
 
 /// A console on a terminal of its own, by its descriptors.

@@ -215,14 +215,24 @@ async fn unknown_vms(agent: &dyn HostAgent, session: &Session) {
 }
 
 async fn datastores(agent: &dyn HostAgent, session: &Session) {
+    done(agent.examine_datastore(session.place.clone()).await, "looking at a new place");
+    let condition = done(agent.measure_datastore(session.place.clone()).await, "measuring");
+    assert!(
+        matches!(condition, DatastoreCondition::WrongMark { .. }),
+        "it is marked: {condition:?}"
+    );
     let usage = done(agent.probe_datastore(session.place.clone()).await, "probing");
     assert!(usage.capacity >= usage.free && usage.free > 0);
     done(agent.probe_datastore(session.place.clone()).await, "probing again");
     let other = DatastoreSpec { datastore: DatastoreId::new(), ..session.place.clone() };
-    refused(agent.probe_datastore(other).await, ErrorCode::WrongState, "another one's place");
+    let code = ErrorCode::WrongState;
+    refused(agent.probe_datastore(other.clone()).await, code, "another one's place");
+    refused(agent.examine_datastore(other).await, code, "looking at another one's place");
     let location = DatastoreLocation::Dir { path: session.fixture.datastore.join("missing") };
     let missing = DatastoreSpec { location, ..session.place.clone() };
-    refused(agent.probe_datastore(missing).await, ErrorCode::InvalidRequest, "a missing place");
+    let code = ErrorCode::InvalidRequest;
+    refused(agent.probe_datastore(missing.clone()).await, code, "a missing place");
+    refused(agent.examine_datastore(missing).await, code, "looking at a missing place");
 
     let condition = done(agent.measure_datastore(session.place.clone()).await, "measuring");
     let DatastoreCondition::Available { usage } = condition else { panic!("{condition:?}") };
@@ -342,6 +352,15 @@ async fn disks(agent: &dyn HostAgent, session: &mut Session) {
     assert!(found.iter().all(|name| name.vm == vm && [system, data].contains(&name.disk)));
     // As the server does when it has pinned them.
     done(agent.register_vm(session.spec.clone()).await, "registering with facts");
+    let export = |to: PathBuf| {
+        let spec =
+            ExportSpec { export: TaskId::new(), to, format: ExportFormat::Raw, passphrase: None };
+        agent.export_disk(vm, system, ExportStep::Check, spec)
+    };
+    let to = session.fixture.datastore.join("exported");
+    done(export(to.clone()).await, "looking whether it could be exported");
+    assert!(!to.exists() && session.now(agent).await.exports.is_empty(), "it is exported");
+    refused(export("relative".into()).await, ErrorCode::InvalidRequest, "an export to nowhere");
 }
 
 /// Waits for the banner on the console, and has a word echoed.

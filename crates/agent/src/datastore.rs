@@ -19,7 +19,8 @@ use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
-use nix::fcntl::{FallocateFlags, FcntlArg, fallocate, fcntl};
+use nix::fcntl::{AT_FDCWD, AtFlags, FallocateFlags, FcntlArg, fallocate, fcntl};
+use nix::unistd::{AccessFlags, faccessat};
 use serde::{Deserialize, Serialize};
 use vmseal_api::datastore::DatastoreCondition;
 use vmseal_api::host::{
@@ -171,6 +172,22 @@ pub fn probe(spec: &DatastoreSpec) -> Result<DatastoreUsage, Problem> {
         }
     }
     sweep(path);
+    usage(path)
+}
+
+/// Answers as [`probe`] would, and changes nothing.
+///
+/// # Errors
+/// Those of [`probe`].
+pub fn examine(spec: &DatastoreSpec) -> Result<DatastoreUsage, Problem> {
+    let path = directory(spec)?;
+    match marker(path)? {
+        Some(marker) => check_marker(path, &marker, spec)?,
+        None => {
+            faccessat(AT_FDCWD, path, AccessFlags::W_OK | AccessFlags::X_OK, AtFlags::AT_EACCESS)
+                .map_err(|error| failed(&path.join(MARKER), "written", &error.into()))?
+        }
+    }
     usage(path)
 }
 
@@ -630,18 +647,25 @@ mod tests {
     fn a_datastore_is_marked_once_and_another_ones_place_is_refused() {
         let (directory, spec) = datastore();
         assert_eq!(Home::of(&spec, VmId::new()).unwrap_err().code, ErrorCode::WrongState);
+        let looked_at = examine(&spec).unwrap();
+        assert!(!directory.path().join(MARKER).exists(), "looking at it has marked it");
         let usage = probe(&spec).unwrap();
+        assert_eq!(looked_at.capacity, usage.capacity);
+        examine(&spec).unwrap();
         assert!(usage.capacity >= usage.free && usage.free > 0);
         probe(&spec).unwrap();
         let other = DatastoreSpec { datastore: DatastoreId::new(), ..spec.clone() };
         assert_eq!(probe(&other).unwrap_err().code, ErrorCode::WrongState);
+        assert_eq!(examine(&other).unwrap_err().code, ErrorCode::WrongState);
         assert_eq!(Home::of(&other, VmId::new()).unwrap_err().code, ErrorCode::WrongState);
         std::fs::write(directory.path().join(MARKER), "{").unwrap();
         assert_eq!(probe(&spec).unwrap_err().code, ErrorCode::Damaged);
         for path in ["relative", "/no/such/place", "/dev/null"] {
             let location = DatastoreLocation::Dir { path: path.into() };
-            let problem = probe(&DatastoreSpec { location, ..spec.clone() }).unwrap_err();
-            assert_eq!(problem.code, ErrorCode::InvalidRequest, "{path}");
+            let place = DatastoreSpec { location, ..spec.clone() };
+            for problem in [probe(&place).unwrap_err(), examine(&place).unwrap_err()] {
+                assert_eq!(problem.code, ErrorCode::InvalidRequest, "{path}");
+            }
         }
     }
 

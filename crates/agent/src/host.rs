@@ -207,6 +207,12 @@ impl HostAgent for RealHost {
             .map_err(|error| Problem::new(ErrorCode::Internal, error.to_string()))?
     }
 
+    async fn examine_datastore(&self, spec: DatastoreSpec) -> Result<DatastoreUsage, Problem> {
+        spawn_blocking(move || datastore::examine(&spec))
+            .await
+            .map_err(|error| Problem::new(ErrorCode::Internal, error.to_string()))?
+    }
+
     async fn measure_datastore(&self, spec: DatastoreSpec) -> Result<DatastoreCondition, Problem> {
         Ok(self.measuring.measure(spec).await)
     }

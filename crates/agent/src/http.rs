@@ -99,6 +99,7 @@ pub fn router(agent: Agent) -> Router {
         .route("/v1/host", get(describe))
         .route("/v1/state", get(state))
         .route("/v1/datastores", post(probe_datastore))
+        .route("/v1/datastores/examine", post(examine_datastore))
         .route("/v1/datastores/measure", post(measure_datastore))
         .route("/v1/datastores/scan", post(scan_datastore))
         .route("/v1/metrics", get(metrics))
@@ -140,6 +141,10 @@ async fn state(
 
 async fn probe_datastore(State(agent): State<Agent>, request: Body) -> Answer<Response> {
     json(&agent.probe_datastore(body(request).await?).await?)
+}
+
+async fn examine_datastore(State(agent): State<Agent>, request: Body) -> Answer<Response> {
+    json(&agent.examine_datastore(body(request).await?).await?)
 }
 
 async fn measure_datastore(State(agent): State<Agent>, request: Body) -> Answer<Response> {

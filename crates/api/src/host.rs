@@ -261,6 +261,8 @@ pub struct ImageSource {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ExportStep {
+    /// To see whether it could be begun. Nothing is.
+    Check,
     /// To write it; follow [`ExportState`].
     Begin,
     /// To give the file its name. One that has it already is left as it is.
@@ -535,6 +537,12 @@ mod service {
         /// # Errors
         /// `key-mismatch` is never answered; `wrong-state` when the place carries another datastore's mark.
         async fn probe_datastore(&self, spec: DatastoreSpec) -> Result<DatastoreUsage, Problem>;
+
+        /// Answers as [`HostAgent::probe_datastore`] would, and changes nothing.
+        ///
+        /// # Errors
+        /// Those of [`HostAgent::probe_datastore`].
+        async fn examine_datastore(&self, spec: DatastoreSpec) -> Result<DatastoreUsage, Problem>;
 
         /// How a datastore stands. Nothing is written to it.
         async fn measure_datastore(

@@ -6,10 +6,11 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, bail};
 use serde::{Deserialize, Serialize};
 use vmseal_api::client::ServerClient;
-use vmseal_api::model::{About, Host, Page};
+use vmseal_api::model::{About, Host, Page, Plan};
 use zeroize::Zeroizing;
 
 use crate::arguments::{Global, Login};
+use crate::commands::plan;
 
 /// What `vmseal login` saves. Paths, not contents: the token stays in its own file.
 #[derive(Default, Serialize, Deserialize)]
@@ -84,6 +85,11 @@ pub async fn login(global: &Global, options: &Login) -> anyhow::Result<()> {
         eprintln!("{server} is vmseal {}", about.vmseal);
     }
     let path = saved_path().context("there is no home directory to save in: set HOME")?;
+    if options.dry_run.dry_run {
+        let steps = vec![format!("save it in {}", path.display())];
+        let plan = Plan { kind: "login".to_owned(), target: server.clone(), steps };
+        return plan::show(global.output, &plan);
+    }
     let text = toml::to_string(&Saved {
         server: Some(server.clone()),
         ca: Some(ca),

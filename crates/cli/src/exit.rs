@@ -35,7 +35,7 @@ pub const ALL: &[(Exit, &str)] = &[
     (Exit::NoAnswer, "the server, a host or a guest did not answer, or not in time"),
     (
         Exit::OutcomeUnknown,
-        "the task could be neither finished nor undone: an operator has to look",
+        "it is not known how the task has ended, or it could be neither finished nor undone: look at it",
     ),
     (Exit::NoKey, "the VM's key is not available, or is not the right one"),
     (Exit::GoesOn, "--timeout has passed; the task goes on"),

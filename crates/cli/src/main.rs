@@ -7,7 +7,9 @@ mod commands;
 mod completion;
 mod connection;
 mod disk_option;
+mod examples;
 mod exit;
+mod help;
 mod libvirt;
 mod man;
 mod passphrase;
@@ -16,13 +18,17 @@ mod print_scan;
 
 use std::process::ExitCode;
 
-use clap::Parser;
+use clap::FromArgMatches;
 
 fn main() -> ExitCode {
     // Before there are threads, keys or passphrases.
     let hardening = vmseal_secret::process::harden();
     completion::answer();
-    let arguments = arguments::Arguments::parse();
+    let parsed = help::command().get_matches();
+    let arguments = match arguments::Arguments::from_arg_matches(&parsed) {
+        Ok(arguments) => arguments,
+        Err(error) => error.exit(),
+    };
     let runtime = match tokio::runtime::Builder::new_multi_thread().enable_all().build() {
         Ok(runtime) => runtime,
         Err(error) => {
@@ -44,10 +50,8 @@ fn main() -> ExitCode {
 
 #[cfg(test)]
 mod tests {
-    use clap::CommandFactory;
-
     #[test]
     fn the_command_line_is_consistent() {
-        crate::arguments::Arguments::command().debug_assert();
+        crate::help::command().debug_assert();
     }
 }

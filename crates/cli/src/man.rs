@@ -4,11 +4,10 @@ use std::fmt::Write as _;
 use std::path::Path;
 
 use anyhow::Context;
-use clap::{Command, CommandFactory};
+use clap::Command;
 use clap_mangen::Man;
 
-use crate::arguments::Arguments;
-use crate::exit;
+use crate::{examples, exit, help};
 
 /// Files, by page: where, and what it is.
 const FILES: &[(&str, &str, &str)] = &[
@@ -77,74 +76,11 @@ const ENVIRONMENT: &[(&str, &str, &str)] = &[
     ),
 ];
 
-/// Examples, by page.
-const EXAMPLES: &[(&str, &str, &str)] = &[
-    (
-        "vmseal",
-        "Is anything wrong, and what is under way?",
-        "vmseal alarms; vmseal task list --state running",
-    ),
-    ("vmseal", "What every list can do:", "vmseal vm list -o csv -c name,power,host --no-header"),
-    (
-        "vmseal-server",
-        "A control plane that hosts and people reach by name:",
-        "vmseal server --listen 192.0.2.10:8443 --name control.example.org",
-    ),
-    (
-        "vmseal-agent",
-        "Become a host, then be one:",
-        "vmseal agent join --to https://192.0.2.10:8443 --name host1 --address 192.0.2.21:8444 < token; vmseal agent",
-    ),
-    (
-        "vmseal-login",
-        "Save whom to talk to:",
-        "vmseal --server https://192.0.2.10:8443 --ca ca.pem --token-file admin.token login",
-    ),
-    (
-        "vmseal-vm-create",
-        "An encrypted VM from a raw image:",
-        "vmseal vm create web1 --policy encrypted --vcpus 2 --memory 2GiB --disk datastore=local,size=20GiB,image=/root/debian.raw",
-    ),
-    (
-        "vmseal-vm-create",
-        "Would it work?",
-        "vmseal vm create web1 --policy encrypted --disk datastore=local,size=20GiB --dry-run",
-    ),
-    ("vmseal-vm-list", "Follow the power of all VMs:", "vmseal vm list -w -c name,power,host"),
-    (
-        "vmseal-vm-stop",
-        "Give the guest five minutes, but return after one:",
-        "vmseal vm stop web1 --grace-period 5m --timeout 1m || [ $? -eq 9 ]",
-    ),
-    ("vmseal-vm-console", "With another escape than Ctrl-]:", "vmseal vm console web1 --escape ^A"),
-    ("vmseal-events", "Every use of a key from now on:", "vmseal events --kind key --since 0s -f"),
-    (
-        "vmseal-task-watch",
-        "A bar for each of several tasks:",
-        "for vm in a b c; do vmseal vm start $vm --no-wait; done; vmseal task watch",
-    ),
-    (
-        "vmseal-policy-add",
-        "What is encrypted with keys of another provider than the default:",
-        "vmseal policy add secret --encrypt --provider keys2",
-    ),
-    (
-        "vmseal-doctor",
-        "What is to be mended on this host, for a program:",
-        "vmseal doctor -o json | jq '.[] | select(.result != \"ok\")'",
-    ),
-    (
-        "vmseal-completion",
-        "For this shell, and for all later ones:",
-        "source <(vmseal completion bash); vmseal completion bash > /etc/bash_completion.d/vmseal",
-    ),
-];
-
 /// Writes a page for every command.
 pub fn write(directory: &Path) -> anyhow::Result<()> {
     std::fs::create_dir_all(directory)
         .with_context(|| format!("cannot make {}", directory.display()))?;
-    let mut command = Arguments::command().disable_help_subcommand(true).after_long_help(None);
+    let mut command = help::command().disable_help_subcommand(true);
     command.build();
     for (name, page) in pages(&command, "vmseal") {
         let path = directory.join(format!("{name}.1"));
@@ -162,7 +98,8 @@ fn pages(command: &Command, name: &str) -> Vec<(String, Vec<u8>)> {
 }
 
 fn page(command: &Command, name: &str) -> Vec<u8> {
-    let man = Man::new(command.clone()).title(name.to_uppercase()).manual("vmseal");
+    let source = concat!("vmseal ", env!("CARGO_PKG_VERSION"));
+    let man = Man::new(command.clone()).title(name.to_uppercase()).manual("vmseal").source(source);
     let mut page = Vec::new();
     // Writing to memory does not fail.
     let _ = man.render_title(&mut page);
@@ -187,7 +124,7 @@ fn sections(name: &str) -> String {
     };
     section(&mut text, "FILES", of(FILES));
     section(&mut text, "ENVIRONMENT", of(ENVIRONMENT));
-    section(&mut text, "EXAMPLES", of(EXAMPLES));
+    examples_of(&mut text, name);
     if name != "vmseal" {
         text.push_str(".SH \"SEE ALSO\"\n\\fBvmseal\\fR(1)\n");
     }
@@ -203,6 +140,18 @@ fn section<'a>(text: &mut String, head: &str, items: impl Iterator<Item = (&'a s
     let _ = writeln!(text, ".SH \"{head}\"");
     for (term, said) in items {
         let _ = writeln!(text, ".TP\n\\fB{}\\fR\n{}", escaped(term), escaped(said));
+    }
+}
+
+/// What somebody wants as text, what they type as it is typed.
+fn examples_of(text: &mut String, page: &str) {
+    for (index, (what, typed)) in examples::of(page).enumerate() {
+        if index == 0 {
+            text.push_str(".SH \"EXAMPLES\"\n");
+        }
+        // Writing to memory does not fail.
+        let _ =
+            writeln!(text, ".PP\n{}\n.PP\n.RS 4\n.nf\n{}\n.fi\n.RE", escaped(what), escaped(typed));
     }
 }
 
@@ -228,9 +177,13 @@ mod tests {
             assert!(page.contains(".SH NAME") && page.contains("EXIT STATUS"), "{page}");
         }
         assert!(read("vmseal-man").is_err(), "a hidden command has a page");
-        for (name, term, _) in [FILES, ENVIRONMENT, EXAMPLES].concat() {
+        for (name, term, _) in [FILES, ENVIRONMENT].concat() {
             let page = read(name).unwrap_or_else(|_| panic!("there is no page {name}"));
             assert!(page.contains(&escaped(term)), "{name}: {term}");
+        }
+        for (name, _, typed) in examples::EXAMPLES {
+            let page = read(name).unwrap_or_else(|_| panic!("there is no page {name}"));
+            assert!(page.contains(&escaped(typed)), "{name}: {typed}");
         }
     }
 

@@ -94,15 +94,25 @@ impl Inside {
 
     fn probe(&mut self, spec: &DatastoreSpec) -> Result<DatastoreUsage, Problem> {
         let DatastoreLocation::Dir { path } = &spec.location;
+        self.examine(spec)?;
+        self.world.marks.insert(path.clone(), spec.datastore);
+        Ok(self.usage())
+    }
+
+    fn examine(&self, spec: &DatastoreSpec) -> Result<DatastoreUsage, Problem> {
+        let DatastoreLocation::Dir { path } = &spec.location;
         if !path.is_absolute() || path.ends_with("missing") {
             return Err(Problem::invalid("location.path", "is no directory on this host"));
         }
-        let mark = self.world.marks.entry(path.clone()).or_insert(spec.datastore);
-        if *mark != spec.datastore {
+        if let Some(mark) = self.world.marks.get(path).filter(|mark| **mark != spec.datastore) {
             let what = format!("{} holds datastore {mark}", path.display());
             return Err(Problem::new(ErrorCode::WrongState, what));
         }
-        Ok(DatastoreUsage { capacity: CAPACITY, free: if self.full { 0 } else { CAPACITY } })
+        Ok(self.usage())
+    }
+
+    fn usage(&self) -> DatastoreUsage {
+        DatastoreUsage { capacity: CAPACITY, free: if self.full { 0 } else { CAPACITY } }
     }
 
     fn condition(&self, spec: &DatastoreSpec) -> DatastoreCondition {
@@ -390,6 +400,10 @@ impl HostAgent for SimulatedHost {
 
     async fn probe_datastore(&self, spec: DatastoreSpec) -> Result<DatastoreUsage, Problem> {
         self.call(Call::ProbeDatastore, |inside| inside.probe(&spec))
+    }
+
+    async fn examine_datastore(&self, spec: DatastoreSpec) -> Result<DatastoreUsage, Problem> {
+        self.call(Call::ExamineDatastore, |inside| inside.examine(&spec))
     }
 
     async fn measure_datastore(&self, spec: DatastoreSpec) -> Result<DatastoreCondition, Problem> {

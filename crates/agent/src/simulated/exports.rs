@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use vmseal_api::host::{DiskPhase, ExportPhase, ExportSpec, ExportState, ExportStep};
+use vmseal_api::host::{DiskPhase, DiskSpec, ExportPhase, ExportSpec, ExportState, ExportStep};
 use vmseal_api::id::{DiskId, TaskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 
@@ -42,6 +42,7 @@ impl Inside {
             (ExportStep::Begin, Some(ExportPhase::Writing { .. } | ExportPhase::Written)) => {
                 Ok(None)
             }
+            (ExportStep::Check, _) => self.ready_to_export(vm, disk, spec).map(|_| None),
             (ExportStep::Begin, _) => self.begin_export(vm, disk, spec, self.work),
             (ExportStep::Finish, _) => self.name(spec).map(|()| None),
             (ExportStep::Drop, phase) => {
@@ -59,13 +60,13 @@ impl Inside {
         }
     }
 
-    fn begin_export(
+    /// The disk, where nothing speaks against its export.
+    fn ready_to_export(
         &mut self,
         vm: VmId,
         disk: DiskId,
         spec: &ExportSpec,
-        duration: Duration,
-    ) -> Result<Later, Problem> {
+    ) -> Result<DiskSpec, Problem> {
         let key_box = self.life.key_box.clone();
         let taken = self.world.exports.named.contains(&spec.to);
         let known = self.known(vm)?;
@@ -81,6 +82,18 @@ impl Inside {
         if let Some(sealed) = &spec.passphrase {
             key_box.open_passphrase(vm, disk, sealed)?;
         }
+        Ok(found)
+    }
+
+    fn begin_export(
+        &mut self,
+        vm: VmId,
+        disk: DiskId,
+        spec: &ExportSpec,
+        duration: Duration,
+    ) -> Result<Later, Problem> {
+        let found = self.ready_to_export(vm, disk, spec)?;
+        let known = self.known(vm)?;
         let phase = ExportPhase::Writing { done: 0, total: found.size };
         known.exports.insert(disk, ExportState { export: spec.export, disk, phase });
         self.numbered(vm, Work::Export(disk), duration)

@@ -13,6 +13,8 @@ pub enum Call {
     State,
     /// `probe_datastore`
     ProbeDatastore,
+    /// `examine_datastore`
+    ExamineDatastore,
     /// `measure_datastore`
     MeasureDatastore,
     /// `metrics`

@@ -343,6 +343,7 @@ impl Owner {
         let phase = same.map(|known| known.phase.clone());
         match (step, phase) {
             (ExportStep::Begin, Some(ExportPhase::Writing { .. } | ExportPhase::Written)) => Ok(()),
+            (ExportStep::Check, _) => self.ready_to_export(&disk, spec).map(drop),
             (ExportStep::Begin, _) => self.begin_export(disk, spec),
             (ExportStep::Finish, Some(ExportPhase::Writing { .. })) => {
                 Err(rules::wrong_state(&self.spec, "has not written the export yet"))
@@ -366,12 +367,13 @@ impl Owner {
         }
     }
 
-    fn begin_export(&mut self, disk: DiskSpec, spec: ExportSpec) -> Result<(), Problem> {
-        let facts = self.facts(&disk);
+    /// What is to be done, where nothing speaks against it.
+    fn ready_to_export(&self, disk: &DiskSpec, spec: ExportSpec) -> Result<Order, Problem> {
+        let facts = self.facts(disk);
         let (power, key) = (self.power(), self.key());
-        rules::may_export(&self.spec, &disk, spec.format, power, key, facts.is_some())?;
+        rules::may_export(&self.spec, disk, spec.format, power, key, facts.is_some())?;
         if self.jobs.has(disk.disk) {
-            self.not_exporting(&disk)?;
+            self.not_exporting(disk)?;
             let what = format!("disk '{}' is being looked at. Try again in a moment", disk.name);
             return Err(Problem::new(ErrorCode::InUse, what));
         }
@@ -380,10 +382,15 @@ impl Owner {
         let passphrase = spec.passphrase.as_ref().map(open).transpose()?;
         let Some(facts) = facts else { return Err(internal("a disk without facts")) };
         let kek = if disk.encrypted { self.clone_kek()? } else { None };
+        let (vm, disk) = (self.spec.clone(), disk.clone());
+        Ok(Order { spec: vm, disk, facts, kek, export: spec, passphrase })
+    }
+
+    fn begin_export(&mut self, disk: DiskSpec, spec: ExportSpec) -> Result<(), Problem> {
+        let order = self.ready_to_export(&disk, spec)?;
         let phase = ExportPhase::Writing { done: 0, total: disk.size };
-        let state = ExportState { export: spec.export, disk: disk.disk, phase };
+        let state = ExportState { export: order.export.export, disk: disk.disk, phase };
         self.exports.insert(disk.disk, state);
-        let order = Order { spec: self.spec.clone(), disk, facts, kek, export: spec, passphrase };
         self.jobs.begin_export(&self.shared, order);
         Ok(())
     }

@@ -147,6 +147,10 @@ impl HostAgent for HostClient {
         self.call(self.request(Method::POST, "datastores").json(&spec)).await
     }
 
+    async fn examine_datastore(&self, spec: DatastoreSpec) -> Result<DatastoreUsage, Problem> {
+        self.call(self.request(Method::POST, "datastores/examine").json(&spec)).await
+    }
+
     async fn measure_datastore(&self, spec: DatastoreSpec) -> Result<DatastoreCondition, Problem> {
         self.call(self.request(Method::POST, "datastores/measure").json(&spec)).await
     }

@@ -158,6 +158,18 @@ impl ServerClient {
         self.post(&format!("{path}?dry_run=true"), body).await
     }
 
+    /// Has the server check what [`ServerClient::put`] would do, without doing it.
+    ///
+    /// # Errors
+    /// Those that the request itself would meet.
+    pub async fn try_put(
+        &self,
+        path: &str,
+        body: &(impl Serialize + Sync),
+    ) -> Result<Plan, Problem> {
+        self.put(&format!("{path}?dry_run=true"), body).await
+    }
+
     /// Has the server check what a removal would do, without doing it.
     ///
     /// # Errors

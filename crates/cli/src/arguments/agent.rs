@@ -21,13 +21,14 @@ pub enum AgentCommand {
 
 #[derive(Args)]
 pub struct RunAgent {
-    /// Where the agent keeps its certificate
+    /// Where the agent keeps its certificate and key
     #[arg(long, value_name = "DIR", default_value = "/var/lib/vmseal/agent")]
     pub state_dir: PathBuf,
     /// Where sockets and process ids of running VMs are; must not survive a reboot
     #[arg(long, value_name = "DIR", default_value = "/run/vmseal")]
     pub run_dir: PathBuf,
-    /// How to run guests; auto uses KVM only where a probe guest really runs under it
+    /// How to run guests: `kvm`; `tcg`, which is slow and needs nothing; or `auto`, which is KVM where a
+    /// guest, tried at the start, really runs under it
     #[arg(long, value_enum, default_value_t)]
     pub accelerator: Accelerator,
     /// The QEMU to run
@@ -52,19 +53,19 @@ pub enum Accelerator {
 
 #[derive(Args)]
 pub struct JoinAgent {
-    /// The server to join
+    /// The server's address, `https://HOST:PORT`
     #[arg(long = "to", value_name = "URL")]
     pub to: String,
-    /// The file that holds the join token; - reads it from standard input
+    /// The file with the join token; `-` is standard input
     #[arg(long, value_name = "FILE", default_value = "-")]
     pub join_token_file: PathBuf,
-    /// The name of this host
+    /// The new host's name
     #[arg(long, value_name = "NAME")]
     pub name: String,
-    /// Where the agent will listen, as the server reaches it
+    /// Where the agent is to listen, as the server reaches it
     #[arg(long, value_name = "HOST:PORT", default_value = "127.0.0.1:8444")]
     pub address: String,
-    /// Where the agent keeps its certificate
+    /// Where the agent keeps its certificate and key
     #[arg(long, value_name = "DIR", default_value = "/var/lib/vmseal/agent")]
     pub state_dir: PathBuf,
 }

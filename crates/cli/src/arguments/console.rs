@@ -16,10 +16,10 @@ const LETTER: u8 = 0x40;
 
 #[derive(Args)]
 pub struct Console {
-    /// Its name or id
+    /// The VM's name or id
     #[arg(value_name = "NAME")]
     pub name: String,
-    /// The key that leaves: ^A to ^_ (Ctrl with that key), or none
+    /// The key that leaves the console: `^A` to `^_` (Ctrl with that key), or `none`
     #[arg(long, value_name = "KEY", default_value_t)]
     pub escape: Escape,
 }

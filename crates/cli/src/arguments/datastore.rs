@@ -14,25 +14,25 @@ pub enum Datastore {
     List(List<model::Datastore>),
     /// Show one datastore
     Show(Show),
-    /// Add a directory of a host
+    /// Add a directory of a host; the host marks it as this datastore
     Add {
-        /// Its name
+        /// The new datastore's name
         name: String,
-        /// The host
+        /// The host's name or id
         #[arg(long)]
         host: String,
-        /// The directory's absolute path on the host
-        #[arg(long)]
+        /// The directory's absolute path on the host; it must exist
+        #[arg(long, value_name = "DIR")]
         path: PathBuf,
         #[command(flatten)]
         dry_run: DryRun,
     },
-    /// Look at what is on a datastore: disks of no VM, missing and half-made ones. Changes nothing
+    /// Say what is on a datastore: disks of VMs, of no VM, missing and half-made ones. Changes nothing
     Scan(Name),
-    /// Remove a datastore that holds no disk
+    /// Forget a datastore on which no VM has a disk; what is in the directory stays
     #[command(visible_alias = "rm")]
     Remove {
-        /// Its name or id
+        /// Name or id
         name: String,
         #[command(flatten)]
         dry_run: DryRun,

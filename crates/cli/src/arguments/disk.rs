@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Subcommand, ValueEnum};
 
-use super::{List, Passphrase, Wait};
+use super::{DryRun, List, Passphrase, Wait};
 use crate::print::VmDisk;
 
 #[derive(Subcommand)]
@@ -24,7 +24,7 @@ pub enum Disk {
         /// The disk's name within the VM, or its id
         disk: String,
     },
-    /// Write a disk of a VM that is off to a file of its host
+    /// Write a disk of a VM that is off to a file on its host
     Export {
         /// The VM's name or id
         vm: String,
@@ -33,16 +33,18 @@ pub enum Disk {
         /// The file's absolute path on the VM's host; it must not exist
         #[arg(long, value_name = "FILE")]
         to: PathBuf,
-        /// What to write: raw and qcow2 are in the clear, luks2 opens with a passphrase (cryptsetup
-        /// open), sealed is the disk's ciphertext as it lies in the datastore: it needs no key, and opens
-        /// with the VM's alone
+        /// What to write: `luks2` opens with a passphrase (cryptsetup open), `raw` and `qcow2` are in the
+        /// clear and need --plaintext, `sealed` is the ciphertext as it lies in the datastore: it is taken
+        /// without a key and opens with the VM's alone
         #[arg(long, value_enum)]
         format: ExportFormat,
-        /// Allow a file that whoever has it can read (raw, qcow2)
+        /// Allow a file that whoever has it can read
         #[arg(long)]
         plaintext: bool,
         #[command(flatten)]
         passphrase: Passphrase,
+        #[command(flatten)]
+        dry_run: DryRun,
         #[command(flatten)]
         wait: Wait,
     },

@@ -5,11 +5,11 @@ use std::path::PathBuf;
 use clap::Args;
 use vmseal_agent::doctor::Finding;
 
-use super::List;
+use super::Columns;
 
 #[derive(Args)]
 pub struct Doctor {
-    /// Where the agent keeps its certificate
+    /// Where the agent keeps its certificate and key
     #[arg(long, value_name = "DIR", default_value = "/var/lib/vmseal/agent")]
     pub state_dir: PathBuf,
     /// Where a server on this machine keeps its data
@@ -25,5 +25,5 @@ pub struct Doctor {
     #[arg(long = "datastore", value_name = "DIR")]
     pub datastores: Vec<PathBuf>,
     #[command(flatten)]
-    pub list: List<Finding>,
+    pub columns: Columns<Finding>,
 }

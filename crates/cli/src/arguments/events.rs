@@ -9,16 +9,16 @@ use super::wait::since;
 
 #[derive(Args)]
 pub struct Events {
-    /// Stay and print what happens from now on, too
+    /// Stay, and print what happens from now on too; Ctrl-C ends it
     #[arg(long, short)]
     pub follow: bool,
-    /// Only those of this kind (vm.started), or of all kinds that begin so (vm)
+    /// Only events of this kind (`vm.started`), or of all kinds of a noun (`vm`)
     #[arg(long)]
     pub kind: Option<String>,
-    /// Only those about the resource of this name
+    /// Only events about the resource with this name
     #[arg(long, value_name = "NAME")]
     pub target: Option<String>,
-    /// Only those since then: a time (2026-01-31T08:00:00Z), or how long ago (30m, 2h)
+    /// Only events since then: a time (2026-01-31T08:00:00Z), or how long ago (30m, 2h)
     #[arg(long, value_name = "TIME", value_parser = since)]
     pub since: Option<Timestamp>,
     #[command(flatten)]

@@ -11,7 +11,7 @@ use crate::print::Row;
 /// Options of every command.
 #[derive(Args, Clone)]
 pub struct Global {
-    /// The server's address; `vmseal login` saves it
+    /// The server's address (`https://HOST:PORT`); `vmseal login` saves it
     #[arg(
         long,
         global = true,
@@ -21,7 +21,7 @@ pub struct Global {
         help_heading = "Global"
     )]
     pub server: Option<String>,
-    /// The certificate (PEM) of the server's authority
+    /// The file with the certificate of the server's authority (`ca.pem`, PEM)
     #[arg(
         long,
         global = true,
@@ -31,7 +31,7 @@ pub struct Global {
         help_heading = "Global"
     )]
     pub ca: Option<PathBuf>,
-    /// The file that holds the access token
+    /// The file with the access token
     #[arg(
         long,
         global = true,
@@ -41,8 +41,17 @@ pub struct Global {
         help_heading = "Global"
     )]
     pub token_file: Option<PathBuf>,
-    /// How to print results
-    #[arg(short, long, global = true, value_enum, default_value_t, help_heading = "Global")]
+    /// How to print results: `table` for people, `json` or `yaml` as the API has them, `csv` for programs
+    #[arg(
+        short,
+        long,
+        global = true,
+        value_enum,
+        default_value_t,
+        value_name = "FORMAT",
+        hide_possible_values = true,
+        help_heading = "Global"
+    )]
     pub output: Output,
 }
 
@@ -72,11 +81,10 @@ pub enum Output {
     Csv,
 }
 
-/// How a list is printed.
+/// Which columns of a list are printed.
 #[derive(Args)]
 #[group(skip)]
-pub struct List<T: Row> {
-    /// The columns of the table or CSV, in this order
+pub struct Columns<T: Row> {
     #[arg(
         short,
         long,
@@ -84,30 +92,46 @@ pub struct List<T: Row> {
         value_delimiter = ',',
         value_parser = PossibleValuesParser::new(T::names()),
         default_values = T::usual_names(),
+        hide_default_value = true,
+        help = columns_help::<T>(),
     )]
     pub columns: Vec<String>,
     /// Leave out the line with the names of the columns
     #[arg(long, visible_alias = "no-headers")]
     pub no_header: bool,
-    /// Stay, and print what is added, changed or removed
-    #[arg(short, long)]
-    pub watch: bool,
     #[arg(skip)]
     of: PhantomData<T>,
 }
 
-impl<T: Row> List<T> {
+fn columns_help<T: Row>() -> String {
+    let usual = T::usual_names().join(",");
+    format!("The columns of the table or CSV, in this order [default: {usual}]")
+}
+
+impl<T: Row> Columns<T> {
     /// As without options.
     pub fn usual() -> Self {
         let columns = T::usual_names().into_iter().map(str::to_owned).collect();
-        Self { columns, no_header: false, watch: false, of: PhantomData }
+        Self { columns, no_header: false, of: PhantomData }
     }
+}
+
+/// How a list is printed.
+#[derive(Args)]
+#[group(skip)]
+pub struct List<T: Row> {
+    #[command(flatten)]
+    pub columns: Columns<T>,
+    /// Stay, and print what is added, changed or removed; Ctrl-C ends it
+    #[arg(short, long)]
+    pub watch: bool,
 }
 
 /// Which resource is shown, and how.
 #[derive(Args)]
+#[group(skip)]
 pub struct Show {
-    /// Its name or id
+    /// Name or id
     #[arg(value_name = "NAME")]
     pub name: String,
     /// Print a line for it, and one for every change until it is removed
@@ -118,7 +142,7 @@ pub struct Show {
 /// A resource by its name or id.
 #[derive(Args)]
 pub struct Name {
-    /// Its name or id
+    /// Name or id
     #[arg(value_name = "NAME")]
     pub name: String,
 }

@@ -12,12 +12,15 @@ pub enum Host {
     List(List<model::Host>),
     /// Show one host
     Show(Show),
-    /// Make a one-time token that lets a machine join
-    Token,
-    /// Remove a host that has no VMs
+    /// Make a token with which one machine may join, once, within 15 minutes
+    Token {
+        #[command(flatten)]
+        dry_run: DryRun,
+    },
+    /// Remove a host that has no datastores and no VMs
     #[command(visible_alias = "rm")]
     Remove {
-        /// Its name or id
+        /// Name or id
         name: String,
         #[command(flatten)]
         dry_run: DryRun,

@@ -4,41 +4,43 @@ use std::path::PathBuf;
 
 use clap::{Args, Subcommand};
 
-use super::Passphrase;
+use super::{DryRun, Passphrase};
 
 /// The servers of a KMIP provider that is added.
 #[derive(Args)]
 pub struct Servers {
-    /// Add a KMIP provider with this key server, `ALIAS=HOST[:PORT]` (port 5696 unless given); may be
-    /// repeated for servers that replicate, and they are asked in this order. The passphrase seals the key
-    /// that the provider shows itself with
+    /// Add a KMIP provider with this key server (port 5696 unless given); may be repeated for servers that
+    /// replicate, in the order in which they are to be asked. The passphrase then seals the private key of
+    /// the certificate that the provider shows them
     #[arg(long = "kms", value_name = "ALIAS=HOST[:PORT]", conflicts_with = "restore")]
     pub servers: Vec<String>,
 }
 
 #[derive(Subcommand)]
 pub enum Kmip {
-    /// Show the certificate of a KMIP provider's servers, and trust it
+    /// Show the certificate of each server of a KMIP provider, and ask whether to trust it
     Trust {
-        /// Its name or id
+        /// Name or id
         name: String,
-        /// Only this server; else all of them
+        /// Only this server; without, all of them
         #[arg(long, value_name = "ALIAS")]
         kms: Option<String>,
-        /// Trust the certificate with this SHA-256 fingerprint without asking, if the server shows it
+        /// Do not ask: trust the certificate with this SHA-256 fingerprint, if the server shows it
         #[arg(long, value_name = "SHA256", conflicts_with = "authority")]
         fingerprint: Option<String>,
-        /// Trust what the authorities in this file (PEM) sign, in place of one certificate
+        /// Do not ask: trust every certificate that the authorities in this file (PEM) have signed
         #[arg(long, value_name = "FILE")]
         authority: Option<PathBuf>,
+        #[command(flatten)]
+        dry_run: DryRun,
     },
     /// Give a KMIP provider the certificate that it shows to its servers
     Certificate(Certificate),
-    /// Connect to every server of a KMIP provider, and ask what it is
+    /// Connect to every server of a KMIP provider, and say what it is or what is wrong
     Test {
-        /// Its name or id
+        /// Name or id
         name: String,
-        /// Also make a key, read it and destroy it
+        /// Also make a key on each, read it and destroy it
         #[arg(long)]
         key: bool,
     },
@@ -47,7 +49,7 @@ pub enum Kmip {
 #[derive(Args)]
 #[group(id = "what", required = true, multiple = false, args = ["csr", "self_signed", "import"])]
 pub struct Certificate {
-    /// Its name or id
+    /// Name or id
     pub name: String,
     /// Print a certificate request for the provider's key, for the KMS's authority to sign
     #[arg(long)]
@@ -58,7 +60,8 @@ pub struct Certificate {
     /// Use the certificate in this file (PEM, with its chain)
     #[arg(long, value_name = "FILE")]
     pub import: Option<PathBuf>,
-    /// Whose name it carries; many KMSs take it for the client's identity, so a renewal has to keep it
+    /// The name that the certificate carries; many KMSs take it for the client's identity, so a renewal has
+    /// to keep it
     #[arg(long, value_name = "NAME", default_value = "vmseal", conflicts_with = "import")]
     pub common_name: String,
     /// The certificate's private key (PEM, PKCS #8), in place of the provider's own
@@ -66,4 +69,6 @@ pub struct Certificate {
     pub key: Option<PathBuf>,
     #[command(flatten)]
     pub passphrase: Passphrase,
+    #[command(flatten)]
+    pub dry_run: DryRun,
 }

@@ -27,7 +27,7 @@ pub use self::datastore::Datastore;
 pub use self::disk::{Disk, ExportFormat};
 pub use self::doctor::Doctor;
 pub use self::events::Events;
-pub use self::global::{Global, List, Name, Output, Show};
+pub use self::global::{Columns, Global, List, Name, Output, Show};
 pub use self::host::Host;
 pub use self::kmip::{Certificate, Kmip};
 pub use self::lab::Lab;
@@ -44,7 +44,7 @@ pub use self::wait::{DryRun, Wait};
 /// Run `vmseal server` on the machine that decides, `vmseal agent` on every machine that runs guests,
 /// and the other commands from anywhere.
 #[derive(Parser)]
-#[command(version, propagate_version = true, max_term_width = 100, after_long_help = crate::exit::help())]
+#[command(name = "vmseal", version, max_term_width = 100)]
 pub struct Arguments {
     #[command(flatten)]
     pub global: Global,
@@ -54,9 +54,9 @@ pub struct Arguments {
 
 #[derive(Subcommand)]
 pub enum Command {
-    /// Run the control plane
+    /// Run the control plane on this machine, until it is told to end
     Server(RunServer),
-    /// Run this machine as a host, or join it to a server
+    /// Run this machine as a host, until it is told to end; or join it to a server first
     Agent(Agent),
     /// Save which server to talk to, and as whom
     Login(Login),
@@ -78,22 +78,18 @@ pub enum Command {
     /// Virtual disks
     #[command(subcommand, visible_alias = "disks")]
     Disk(Disk),
-    /// Durable work of the server
+    /// What the server is doing and has done; its restart does not end a task
     #[command(subcommand, visible_alias = "tasks")]
     Task(Task),
     /// What happened, oldest first; every use of a key is in it
     Events(Events),
     /// What needs an operator now
     Alarms(List<model::Alarm>),
-    /// Look at this host and say what to mend
-    #[command(
-        after_help = "The exit code is 1 when something has failed, and 0 with warnings only."
-    )]
+    /// Look at this machine and say what to mend, before or after it has become a host
     Doctor(Doctor),
-    /// Print what a shell needs to complete this program's command lines
-    #[command(after_help = "For bash: source <(vmseal completion bash), in ~/.bashrc for good.")]
+    /// Print the script by which a shell completes this program's command lines
     Completion(Completion),
-    /// Write the manual pages
+    /// Write the manual pages to a directory
     #[command(hide = true)]
     Man(Man),
     /// Measure what encryption costs on this machine

@@ -12,23 +12,23 @@ pub enum Policy {
     List(List<model::Policy>),
     /// Show one policy
     Show(Show),
-    /// Add a policy
+    /// Add a policy: whether disks are encrypted, with whose keys, and when they take their room
     Add {
-        /// Its name
+        /// The new policy's name
         name: String,
-        /// Encrypt what it is applied to
+        /// Encrypt the VMs that have this policy
         #[arg(long, required_unless_present = "plain")]
         encrypt: bool,
-        /// Leave what it is applied to in the clear
+        /// Leave the VMs that have this policy in the clear
         #[arg(long, conflicts_with_all = ["encrypt", "provider"])]
         plain: bool,
-        /// The provider of the keys; else the default one
+        /// The provider of the keys; without, the one that is the default when a VM is made
         #[arg(long)]
         provider: Option<String>,
-        /// Disks take room as they are written to; the default
+        /// Disks take room on their datastore as they are written to (so it is without --preallocate)
         #[arg(long, conflicts_with = "preallocate")]
         thin: bool,
-        /// Disks take all of their room when they are made, and keep it
+        /// Disks take all of their room on their datastore when they are made, and keep it
         #[arg(long)]
         preallocate: bool,
         #[command(flatten)]
@@ -37,7 +37,7 @@ pub enum Policy {
     /// Remove a policy that no VM uses
     #[command(visible_alias = "rm")]
     Remove {
-        /// Its name or id
+        /// Name or id
         name: String,
         #[command(flatten)]
         dry_run: DryRun,

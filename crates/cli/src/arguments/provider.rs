@@ -6,12 +6,12 @@ use clap::{Args, Subcommand};
 use vmseal_api::model;
 
 use super::kmip::{Kmip, Servers};
-use super::{DryRun, List, Name, Show};
+use super::{DryRun, List, Show};
 
 /// A passphrase: from a file, or asked for at the terminal.
 #[derive(Args)]
 pub struct Passphrase {
-    /// Read the passphrase from this file (one trailing newline is dropped); else it is asked for
+    /// The file with the passphrase (one newline at its end does not count); without, it is asked for
     #[arg(long, value_name = "FILE")]
     pub passphrase_file: Option<PathBuf>,
 }
@@ -25,14 +25,14 @@ pub enum Provider {
     Show(Show),
     /// Add a key provider: a native one, new or restored from a backup, or key servers over KMIP
     Add {
-        /// Its name
+        /// The new provider's name
         name: String,
         #[command(flatten)]
         passphrase: Passphrase,
-        /// Restore this backup instead of making a new key
+        /// Restore the key from this backup instead of making a new one
         #[arg(long, value_name = "FILE")]
         restore: Option<PathBuf>,
-        /// Read the backup's passphrase from this file; else it is asked for
+        /// The file with the backup's passphrase; without, it is asked for
         #[arg(long, value_name = "FILE", requires = "restore")]
         backup_passphrase_file: Option<PathBuf>,
         #[command(flatten)]
@@ -42,39 +42,50 @@ pub enum Provider {
     },
     #[command(flatten)]
     Kmip(Kmip),
-    /// Give a provider's passphrase after a start of the server
+    /// Give the server the passphrase of a provider that is sealed, as after a start of the server
     Unlock {
-        /// Its name or id
+        /// Name or id
         name: String,
         #[command(flatten)]
         passphrase: Passphrase,
+        #[command(flatten)]
+        dry_run: DryRun,
     },
-    /// Write a backup of a provider, sealed by a passphrase of its own
+    /// Write a backup of a native provider to a file here, sealed by a passphrase of its own
     Backup {
-        /// Its name or id
+        /// Name or id
         name: String,
         /// The file to write; it must not exist
         #[arg(long, value_name = "FILE")]
         to: PathBuf,
         #[command(flatten)]
         passphrase: Passphrase,
+        #[command(flatten)]
+        dry_run: DryRun,
     },
-    /// Verify a backup: from then on the provider makes keys
+    /// Verify a native provider's backup; the provider makes keys from the first time on
     Verify {
-        /// Its name or id
+        /// Name or id
         name: String,
-        /// The backup
+        /// The file with the backup
         #[arg(long, value_name = "FILE")]
         from: PathBuf,
         #[command(flatten)]
         passphrase: Passphrase,
+        #[command(flatten)]
+        dry_run: DryRun,
     },
-    /// Make a provider the one that policies use which name none
-    Default(Name),
-    /// Remove a provider that holds no key in use
+    /// Make a provider the default: policies that name none use it
+    Default {
+        /// Name or id
+        name: String,
+        #[command(flatten)]
+        dry_run: DryRun,
+    },
+    /// Remove a provider that no VM and no policy uses, with its key
     #[command(visible_alias = "rm")]
     Remove {
-        /// Its name or id
+        /// Name or id
         name: String,
         #[command(flatten)]
         dry_run: DryRun,

@@ -2,40 +2,52 @@
 
 use std::time::Duration;
 
-use clap::Subcommand;
+use clap::{Arg, Subcommand};
 use vmseal_api::model;
 
 use super::wait::duration;
-use super::{List, Name, Show};
+use super::{DryRun, List, Show};
+
+/// Tasks have no names.
+fn of_task(arg: Arg) -> Arg {
+    arg.value_name("TASK").help("The task's id")
+}
 
 #[derive(Subcommand)]
 pub enum Task {
     /// List the tasks
     #[command(visible_alias = "ls")]
     List {
-        /// Only those in this state
-        #[arg(long, value_parser = ["running", "undoing", "done", "failed", "unknown"])]
+        /// Only tasks in this state
+        #[arg(long, value_name = "STATE", value_parser = ["running", "undoing", "done", "failed", "unknown"])]
         state: Option<String>,
         #[command(flatten)]
         list: List<model::Task>,
     },
     /// Show one task
+    #[command(mut_arg("name", of_task))]
     Show(Show),
-    /// Wait for the end of tasks; the exit code says whether all are done
+    /// Wait for the end of tasks; the exit code is 0 when all are done, else that of the first that is not
     Wait {
-        /// Their ids
+        /// The tasks' ids
         #[arg(value_name = "TASK", required = true)]
         tasks: Vec<String>,
         /// Wait no longer than this (30s, 5m, 1h); the tasks go on, and the exit code is 9
         #[arg(long, value_name = "DURATION", value_parser = duration)]
         timeout: Option<Duration>,
     },
-    /// Watch how tasks advance until all have ended
+    /// Show how tasks advance until all have ended, with a bar for each on a terminal
     Watch {
-        /// Their ids; else all that run now
+        /// The tasks' ids; without, all that run now
         #[arg(value_name = "TASK")]
         tasks: Vec<String>,
     },
-    /// Stop a task and undo what it did
-    Cancel(Name),
+    /// Stop a task that runs, and undo what it has done
+    Cancel {
+        /// The task's id
+        #[arg(value_name = "TASK")]
+        name: String,
+        #[command(flatten)]
+        dry_run: DryRun,
+    },
 }

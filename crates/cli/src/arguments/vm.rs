@@ -17,22 +17,23 @@ pub enum Vm {
     List(List<model::Vm>),
     /// Show one VM
     Show(ShowVm),
-    /// Make a VM
+    /// Make a VM with new disks, empty or filled from images; it is off at first
     Create {
-        /// Its name
+        /// The new VM's name
         name: String,
-        /// The storage policy
+        /// The storage policy's name or id
         #[arg(long)]
         policy: String,
-        /// Virtual processors
+        /// How many virtual processors
         #[arg(long, default_value_t = 1)]
         vcpus: u32,
-        /// Memory
+        /// How much memory, with a unit (512MiB, 2GiB)
         #[arg(long, default_value = "512MiB", value_name = "SIZE")]
         memory: ByteSize,
         /// A disk: `datastore=NAME,size=SIZE[,name=NAME][,image=FILE,format=raw|qcow2]`; may be repeated,
-        /// in boot order. `image` is an image on the host that the disk is filled from, `format` what it
-        /// is; without `size` the disk is as large as the image's, where the image is on this machine.
+        /// in boot order. `size` has a unit (20GiB). `image` is an image on the host that the disk is filled
+        /// from, `format` what it is; without `size` the disk is as large as the image's, where the image is
+        /// on this machine too. Without `name` disks are called `disk0`, `disk1` and so on
         #[arg(long = "disk", value_name = "OPTIONS", required = true)]
         disks: Vec<String>,
         #[command(flatten)]
@@ -44,21 +45,21 @@ pub enum Vm {
     Import(Import),
     /// Power a VM on
     Start {
-        /// Its name or id
+        /// Name or id
         name: String,
         #[command(flatten)]
         dry_run: DryRun,
         #[command(flatten)]
         wait: Wait,
     },
-    /// Ask a VM's guest to shut down
+    /// Ask a VM's guest to shut down, and wait until it has
     Stop {
-        /// Its name or id
+        /// Name or id
         name: String,
-        /// Cut the power instead
+        /// Cut the power instead; what the guest has not written is lost
         #[arg(long)]
         force: bool,
-        /// How long the guest may take (90s, 5m) before the task fails
+        /// How long the guest may take (90s, 5m) before the task fails and the guest runs on [default: 2m]
         #[arg(long, value_name = "DURATION", value_parser = duration, conflicts_with = "force")]
         grace_period: Option<Duration>,
         #[command(flatten)]
@@ -71,7 +72,7 @@ pub enum Vm {
     /// Delete a VM that is off, and its disks
     #[command(visible_alias = "rm")]
     Delete {
-        /// Its name or id
+        /// Name or id
         name: String,
         #[command(flatten)]
         dry_run: DryRun,
@@ -82,16 +83,16 @@ pub enum Vm {
 
 #[derive(Args)]
 pub struct Import {
-    /// Its name; of a libvirt domain, the domain's where none is given
+    /// The new VM's name; without, the libvirt domain's
     #[arg(required_unless_present = "libvirt")]
     pub name: Option<String>,
-    /// The storage policy
+    /// The storage policy's name or id
     #[arg(long)]
     pub policy: String,
-    /// Virtual processors [default: 1, or the domain's]
+    /// How many virtual processors [default: 1, or the domain's]
     #[arg(long)]
     pub vcpus: Option<u32>,
-    /// Memory [default: 512MiB, or the domain's]
+    /// How much memory, with a unit (2GiB) [default: 512MiB, or the domain's]
     #[arg(long, value_name = "SIZE")]
     pub memory: Option<ByteSize>,
     /// A disk, as for `vm create`: `datastore=NAME,image=FILE,format=raw|qcow2[,size=SIZE][,name=NAME]`;
@@ -103,11 +104,11 @@ pub struct Import {
         conflicts_with = "libvirt"
     )]
     pub disks: Vec<String>,
-    /// A libvirt domain, as `virsh dumpxml --inactive` prints it, whose images are on this machine. What
-    /// of it stays behind is said
+    /// The file with a libvirt domain, as `virsh dumpxml --inactive` prints it. Its images are on this
+    /// machine, which is the host of the datastore. What of it is not taken over is said
     #[arg(long, value_name = "FILE", requires = "datastore")]
     pub libvirt: Option<PathBuf>,
-    /// The datastore for the domain's disks
+    /// The datastore for the disks of the libvirt domain
     #[arg(long, value_name = "NAME", requires = "libvirt")]
     pub datastore: Option<String>,
     #[command(flatten)]
@@ -121,7 +122,7 @@ pub struct Import {
 pub struct ShowVm {
     #[command(flatten)]
     pub of: Show,
-    /// Print it as a libvirt domain; it has to run
+    /// Print it as a libvirt domain (XML); it has to run
     #[arg(long, conflicts_with = "watch")]
     pub libvirt: bool,
 }

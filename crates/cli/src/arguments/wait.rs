@@ -8,7 +8,7 @@ use jiff::{SignedDuration, Timestamp};
 /// Whether to wait for the task's end.
 #[derive(Args)]
 pub struct Wait {
-    /// Wait for the end of the task; so it is anyway
+    /// Wait for the end of the task (so it is without --no-wait)
     #[arg(long, overrides_with = "no_wait")]
     wait: bool,
     /// Print the task and return at once
@@ -22,7 +22,7 @@ pub struct Wait {
 /// Whether the command is only tried.
 #[derive(Args)]
 pub struct DryRun {
-    /// Have everything checked and say what would be done, without doing it
+    /// Check everything and say what would be done, without doing it
     #[arg(long)]
     pub dry_run: bool,
 }

@@ -3,11 +3,12 @@
 use anyhow::Context;
 use vmseal_api::client::ServerClient;
 use vmseal_api::host::{SealedKey, export_info};
-use vmseal_api::model::{Disk, Host, Task, Vm};
+use vmseal_api::model::{Disk, Host, Vm};
+use vmseal_api::problem::ErrorCode;
 use vmseal_api::request::ExportDisk;
 use vmseal_api::transfer::ExportFormat;
 
-use super::task;
+use super::{list, vm};
 use crate::arguments::{self, Output, Passphrase};
 use crate::exit::{Ended, Exit};
 use crate::passphrase::{self, Prompt};
@@ -20,27 +21,28 @@ pub async fn run(
 ) -> anyhow::Result<()> {
     match verb {
         arguments::Disk::List { vm, how } => {
-            if how.watch {
-                return Err(wrong(
-                    "disks cannot be watched: watch their VMs (vmseal vm list --watch)",
-                ));
-            }
-            let vms = match vm {
-                Some(vm) => vec![server.get(&format!("vms/{vm}")).await?],
-                None => server.all::<Vm>("vms").await?,
-            };
-            let of = |vm: Vm| {
-                let name = vm.name;
-                vm.disks.into_iter().map(move |disk| VmDisk { vm: name.clone(), disk })
-            };
-            print::list(output, &how, vms.into_iter().flat_map(of).collect())
+            let mut found = false;
+            list::read_with(server, output, &how, async || {
+                let vms = match &vm {
+                    None => server.all::<Vm>("vms").await?,
+                    Some(vm) => match server.get::<Vm>(&format!("vms/{vm}")).await {
+                        Ok(vm) => vec![vm],
+                        // Deleted meanwhile, with its disks.
+                        Err(problem) if found && problem.code == ErrorCode::NotFound => Vec::new(),
+                        Err(problem) => return Err(problem.into()),
+                    },
+                };
+                found = true;
+                Ok(vms.into_iter().flat_map(disks_of).collect())
+            })
+            .await
         }
         arguments::Disk::Show { vm, disk } => {
             let (vm, disk) = find(server, &vm, &disk).await?;
             let shown = VmDisk { vm: vm.name, disk };
             print::one(output, &shown, &[])
         }
-        arguments::Disk::Export { vm, disk, to, format, plaintext, passphrase, wait } => {
+        arguments::Disk::Export { vm, disk, to, format, plaintext, passphrase, dry_run, wait } => {
             let format = match format {
                 arguments::ExportFormat::Raw => ExportFormat::Raw,
                 arguments::ExportFormat::Qcow2 => ExportFormat::Qcow2,
@@ -55,10 +57,14 @@ pub async fn run(
             };
             let request = ExportDisk { to, format, plaintext, passphrase };
             let path = format!("vms/{}/disks/{}/export", vm.id, disk.id);
-            let begun: Task = server.post(&path, &request).await?;
-            task::settle(server, output, begun, &wait).await
+            vm::begin(server, output, &path, &request, &dry_run, &wait).await
         }
     }
+}
+
+fn disks_of(vm: Vm) -> impl Iterator<Item = VmDisk> {
+    let name = vm.name;
+    vm.disks.into_iter().map(move |disk| VmDisk { vm: name.clone(), disk })
 }
 
 fn wrong(message: impl Into<String>) -> anyhow::Error {

@@ -4,7 +4,7 @@ use vmseal_agent::doctor::{self, Finding, Options, Verdict};
 use vmseal_secret::process::Hardening;
 
 use super::processes::beside_this_program;
-use crate::arguments::{Doctor, Output};
+use crate::arguments::{Columns, Doctor, Output};
 use crate::exit::{Ended, Exit};
 use crate::print;
 
@@ -23,9 +23,13 @@ pub async fn run(output: Output, asked: Doctor, hardening: Hardening) -> anyhow:
     };
     let findings = doctor::examine(&options).await;
     let failed = findings.iter().filter(|it| it.result == Verdict::Failed).count();
+    let usual = Columns::<Finding>::usual();
+    let chosen = asked.columns.columns != usual.columns || asked.columns.no_header;
     match output {
-        Output::Table => findings.iter().for_each(|finding| print::line(&report(finding))),
-        _ => print::list(output, &asked.list, findings)?,
+        Output::Table if !chosen => {
+            findings.iter().for_each(|finding| print::line(&report(finding)))
+        }
+        _ => print::list(output, &asked.columns, findings)?,
     }
     match failed {
         0 => Ok(()),

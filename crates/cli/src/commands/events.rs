@@ -14,9 +14,9 @@ pub async fn run(server: &ServerClient, output: Output, options: &Events) -> any
     let wanted = query(options);
     let events = server.all::<Event>(&format!("events?{wanted}")).await?;
     if !options.follow && !options.list.watch {
-        return print::list(output, &options.list, events);
+        return print::list(output, &options.list.columns, events);
     }
-    let mut lines = print::Lines::new(output, &options.list);
+    let mut lines = print::Lines::new(output, &options.list.columns);
     print::append(output, &mut lines, &events)?;
     let mut last = events.last().map_or(0, |event| event.sequence);
     loop {

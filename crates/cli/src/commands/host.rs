@@ -16,7 +16,10 @@ pub async fn run(
     match verb {
         arguments::Host::List(how) => list::run(server, output, &how, "hosts").await,
         arguments::Host::Show(of) => list::one(server, output, &of, "hosts", details).await,
-        arguments::Host::Token => {
+        arguments::Host::Token { dry_run } => {
+            if dry_run.dry_run {
+                return plan::show(output, &server.try_post("hosts/tokens", &Value::Null).await?);
+            }
             let token: JoinToken = server.post("hosts/tokens", &Value::Null).await?;
             if output != Output::Table {
                 return print::one(output, &token, &[]);

@@ -15,6 +15,7 @@ use vmseal_api::model::Provider;
 use vmseal_secret::SecretBytes;
 use zeroize::Zeroizing;
 
+use super::plan;
 use super::provider::sealed;
 use crate::arguments::{Certificate, Kmip, Output};
 use crate::passphrase::{self, Prompt};
@@ -25,9 +26,10 @@ const KMIP_PORT: u16 = 5696;
 
 pub async fn run(server: &ServerClient, output: Output, verb: Kmip) -> anyhow::Result<()> {
     match verb {
-        Kmip::Trust { name, kms, fingerprint, authority } => {
+        Kmip::Trust { name, kms, fingerprint, authority, dry_run } => {
             let authority = authority.as_deref().map(read_pem).transpose()?;
-            trust(server, output, &name, kms.as_deref(), fingerprint, authority).await
+            let what = Trusting { only: kms, fingerprint, authority, tried: dry_run.dry_run };
+            trust(server, output, &name, what).await
         }
         Kmip::Certificate(certificate) => set_certificate(server, output, certificate).await,
         Kmip::Test { name, key } => test(server, output, &name, key).await,
@@ -63,21 +65,28 @@ fn server_of(typed: &str) -> anyhow::Result<AddKmipServer> {
     Ok(AddKmipServer { alias: alias.to_owned(), host: host.to_owned(), port })
 }
 
+/// Which servers are trusted, by whose word, and whether it is only tried.
+struct Trusting {
+    only: Option<String>,
+    fingerprint: Option<String>,
+    authority: Option<String>,
+    tried: bool,
+}
+
 async fn trust(
     server: &ServerClient,
     output: Output,
     name: &str,
-    only: Option<&str>,
-    fingerprint: Option<String>,
-    authority: Option<String>,
+    what: Trusting,
 ) -> anyhow::Result<()> {
+    let Trusting { only, fingerprint, authority, tried } = what;
     let provider: Provider = server.get(&format!("providers/{name}")).await?;
     let details = provider.kmip.with_context(|| format!("'{name}' is no KMIP provider"))?;
     let wanted: Vec<_> = details
         .servers
         .iter()
         .map(|it| it.alias.as_str())
-        .filter(|alias| only.is_none_or(|only| only == *alias))
+        .filter(|alias| only.as_deref().is_none_or(|only| only == *alias))
         .collect();
     ensure!(!wanted.is_empty(), "provider '{name}' has no server '{}'", only.unwrap_or_default());
     for alias in wanted {
@@ -91,7 +100,11 @@ async fn trust(
             }
             (None, None) => {
                 let shown: KmipShown = server.get(&format!("{path}/certificate")).await?;
-                match confirmed(alias, &shown)? {
+                let confirmed = match tried {
+                    true => untrusted(alias, &shown),
+                    false => confirmed(alias, &shown)?,
+                };
+                match confirmed {
                     Some(fingerprint) => {
                         TrustServer { fingerprint: Some(fingerprint), authorities: None }
                     }
@@ -99,13 +112,21 @@ async fn trust(
                 }
             }
         };
-        let _: Provider = server.post(&format!("{path}/trust"), &request).await?;
+        let path = format!("{path}/trust");
+        if tried {
+            plan::show(output, &server.try_post(&path, &request).await?)?;
+        } else {
+            let _: Provider = server.post(&path, &request).await?;
+        }
+    }
+    if tried {
+        return Ok(());
     }
     show(server, output, name).await
 }
 
-/// Asks whether a certificate is to be trusted; its fingerprint if so, nothing if it is already.
-fn confirmed(alias: &str, shown: &KmipShown) -> anyhow::Result<Option<String>> {
+/// Shows a certificate; gives its fingerprint, or nothing if it is trusted already.
+fn untrusted(alias: &str, shown: &KmipShown) -> Option<String> {
     let certificate = &shown.certificate;
     eprintln!("Server '{alias}' shows this certificate:");
     for (head, text) in [
@@ -120,8 +141,14 @@ fn confirmed(alias: &str, shown: &KmipShown) -> anyhow::Result<Option<String>> {
     }
     if shown.trusted {
         eprintln!("It is trusted.");
-        return Ok(None);
+        return None;
     }
+    Some(certificate.fingerprint.clone())
+}
+
+/// Asks whether a certificate is to be trusted; its fingerprint if so, nothing if it is already.
+fn confirmed(alias: &str, shown: &KmipShown) -> anyhow::Result<Option<String>> {
+    let Some(fingerprint) = untrusted(alias, shown) else { return Ok(None) };
     ensure!(
         std::io::stdin().is_terminal(),
         "nobody is there to compare it with what the KMS displays: give --fingerprint or --authority"
@@ -133,7 +160,7 @@ fn confirmed(alias: &str, shown: &KmipShown) -> anyhow::Result<Option<String>> {
     if !matches!(answer.trim(), "y" | "yes") {
         bail!("nothing was trusted");
     }
-    Ok(Some(certificate.fingerprint.clone()))
+    Ok(Some(fingerprint))
 }
 
 async fn set_certificate(
@@ -155,12 +182,21 @@ async fn set_certificate(
             let given = passphrase::obtain(&asked.passphrase, what, Prompt::Once)?;
             request.passphrase = Some(sealed(server, &asked.name, &given).await?);
         }
-        let provider: Provider = server.put(&format!("{path}/certificate"), &request).await?;
+        let path = format!("{path}/certificate");
+        if asked.dry_run.dry_run {
+            return plan::show(output, &server.try_put(&path, &request).await?);
+        }
+        let provider: Provider = server.put(&path, &request).await?;
         return print::one(output, &provider, &details(&provider));
     }
     let verb = if asked.csr { "certificate-request" } else { "self-signed-certificate" };
     let request = ClientName { common_name: asked.common_name };
-    let made: Pem = server.post(&format!("{path}/{verb}"), &request).await?;
+    let path = format!("{path}/{verb}");
+    // A request for a certificate changes nothing: it is made.
+    if asked.dry_run.dry_run && !asked.csr {
+        return plan::show(output, &server.try_post(&path, &request).await?);
+    }
+    let made: Pem = server.post(&path, &request).await?;
     match output {
         Output::Json | Output::Yaml => print::whole(output, &made),
         Output::Table | Output::Csv => {

@@ -18,14 +18,24 @@ pub async fn run<T: Row + DeserializeOwned>(
     how: &List<T>,
     path: &str,
 ) -> anyhow::Result<()> {
+    read_with(server, output, how, async || Ok(server.all(path).await?)).await
+}
+
+/// The same of a list that `read` makes from what the server shows.
+pub async fn read_with<T: Row>(
+    server: &ServerClient,
+    output: Output,
+    how: &List<T>,
+    mut read: impl AsyncFnMut() -> anyhow::Result<Vec<T>>,
+) -> anyhow::Result<()> {
     if !how.watch {
-        return print::list(output, how, server.all(path).await?);
+        return print::list(output, &how.columns, read().await?);
     }
-    let mut lines = Lines::new(output, how);
+    let mut lines = Lines::new(output, &how.columns);
     let mut changes = Changes::begin(server).await?;
     let mut before: Option<Vec<T>> = None;
     loop {
-        let mut now: Vec<T> = server.all(path).await?;
+        let mut now = read().await?;
         now.sort_by(T::order);
         print::changes(output, &mut lines, &differences(before.as_deref(), &now))?;
         before = Some(now);

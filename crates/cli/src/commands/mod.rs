@@ -11,11 +11,12 @@ mod import;
 mod kmip;
 mod lab;
 mod list;
-mod plan;
+pub mod plan;
 mod policy;
 mod processes;
 mod progress;
 mod provider;
+mod reconnect;
 mod task;
 mod vm;
 

@@ -10,7 +10,8 @@ pub fn show(output: Output, plan: &Plan) -> anyhow::Result<()> {
     if output != Output::Table {
         return print::one(output, plan, &[]);
     }
-    print::line(&format!("{} {} would:", plan.kind, plan.target));
+    let what = format!("{} {}", plan.kind, plan.target);
+    print::line(&format!("{} would:", what.trim_end()));
     for (index, step) in plan.steps.iter().enumerate() {
         print::line(&format!("{:>3}. {step}", index + 1));
     }

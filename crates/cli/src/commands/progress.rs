@@ -63,7 +63,12 @@ impl Progress {
             TaskState::Undoing => format!("undoing: {}", task.step),
             ended => print::word(&ended),
         };
-        let tell = || eprintln!("{} {}: {state}", task.kind, task.target);
+        self.say(&format!("{} {}: {state}", task.kind, task.target));
+    }
+
+    /// Says something beside the bars.
+    pub fn say(&self, text: &str) {
+        let tell = || eprintln!("{text}");
         match &self.bars {
             Some(bars) => bars.suspend(tell),
             None => tell(),

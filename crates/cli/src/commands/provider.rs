@@ -8,6 +8,8 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, ensure};
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
+use nix::unistd::{AccessFlags, access};
+use serde_json::Value;
 use vmseal_api::client::ServerClient;
 use vmseal_api::model::{About, Provider};
 use vmseal_api::request::{AddProvider, Backup, GivePassphrase, SealedPassphrase, VerifyBackup};
@@ -55,30 +57,41 @@ pub async fn run(
             print::one(output, &provider, &kmip::details(&provider))
         }
         arguments::Provider::Kmip(verb) => kmip::run(server, output, verb).await,
-        arguments::Provider::Unlock { name, passphrase } => {
+        arguments::Provider::Unlock { name, passphrase, dry_run } => {
             let given = passphrase::obtain(&passphrase, "Passphrase", Prompt::Once)?;
             let request = GivePassphrase { passphrase: sealed(server, &name, &given).await? };
-            let provider: Provider =
-                server.post(&format!("providers/{name}/unlock"), &request).await?;
+            let path = format!("providers/{name}/unlock");
+            if dry_run.dry_run {
+                return plan::show(output, &server.try_post(&path, &request).await?);
+            }
+            let provider: Provider = server.post(&path, &request).await?;
             print::one(output, &provider, &[])
         }
-        arguments::Provider::Backup { name, to, passphrase } => {
+        arguments::Provider::Backup { name, to, passphrase, dry_run } if dry_run.dry_run => {
+            try_backup(server, output, &name, &to, &passphrase).await
+        }
+        arguments::Provider::Backup { name, to, passphrase, .. } => {
             backup(server, &name, &to, &passphrase).await
         }
-        arguments::Provider::Verify { name, from, passphrase } => {
+        arguments::Provider::Verify { name, from, passphrase, dry_run } => {
             let given = passphrase::obtain(&passphrase, "Passphrase of the backup", Prompt::Once)?;
             let request = VerifyBackup {
                 backup: read_backup(&from)?,
                 passphrase: sealed(server, &name, &given).await?,
             };
-            let provider: Provider =
-                server.post(&format!("providers/{name}/verify"), &request).await?;
+            let path = format!("providers/{name}/verify");
+            if dry_run.dry_run {
+                return plan::show(output, &server.try_post(&path, &request).await?);
+            }
+            let provider: Provider = server.post(&path, &request).await?;
             print::one(output, &provider, &[])
         }
-        arguments::Provider::Default(of) => {
-            let provider: Provider = server
-                .post(&format!("providers/{}/default", of.name), &serde_json::Value::Null)
-                .await?;
+        arguments::Provider::Default { name, dry_run } => {
+            let path = format!("providers/{name}/default");
+            if dry_run.dry_run {
+                return plan::show(output, &server.try_post(&path, &Value::Null).await?);
+            }
+            let provider: Provider = server.post(&path, &Value::Null).await?;
             print::one(output, &provider, &[])
         }
         arguments::Provider::Remove { name, dry_run } => {
@@ -131,6 +144,28 @@ async fn new_provider(
     let given = passphrase::obtain(passphrase, "New passphrase of the provider", Prompt::Twice)?;
     request.passphrase = Some(sealed(server, &name, &given).await?);
     Ok(request)
+}
+
+/// Sees whether a backup could be made, and whether it could be kept.
+async fn try_backup(
+    server: &ServerClient,
+    output: Output,
+    name: &str,
+    to: &Path,
+    passphrase: &Passphrase,
+) -> anyhow::Result<()> {
+    let given = passphrase::obtain(passphrase, "New passphrase of the backup", Prompt::Twice)?;
+    let directory = match to.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => parent,
+        _ => Path::new("."),
+    };
+    ensure!(to.symlink_metadata().is_err(), "the backup file {} is there already", to.display());
+    access(directory, AccessFlags::W_OK | AccessFlags::X_OK)
+        .with_context(|| format!("cannot make the backup file {}", to.display()))?;
+    let request = GivePassphrase { passphrase: sealed(server, name, &given).await? };
+    let mut plan = server.try_post(&format!("providers/{name}/backup"), &request).await?;
+    plan.steps.push(format!("write it to {}", to.display()));
+    plan::show(output, &plan)
 }
 
 async fn backup(

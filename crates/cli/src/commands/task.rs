@@ -4,11 +4,13 @@ use std::time::Duration;
 
 use anyhow::Context;
 use vmseal_api::client::ServerClient;
-use vmseal_api::model::{Task, TaskState};
+use vmseal_api::model::{self, Task, TaskState};
+use vmseal_api::problem::Problem;
 
 use super::follow::Changes;
-use super::list;
 use super::progress::Progress;
+use super::reconnect::{self, may_pass, until_answer};
+use super::{list, plan};
 use crate::arguments::{self, Output, Wait};
 use crate::exit::{Ended, Exit};
 use crate::print;
@@ -43,8 +45,12 @@ pub async fn run(
             }
             follow(server, output, tasks, None, Progress::telling()).await
         }
-        arguments::Task::Cancel(of) => {
-            let path = format!("tasks/{}/cancel", of.name);
+        arguments::Task::Cancel { name, dry_run } => {
+            let path = format!("tasks/{name}/cancel");
+            if dry_run.dry_run {
+                let plan = server.try_post(&path, &serde_json::Value::Null).await?;
+                return plan::show(output, &plan);
+            }
             let task: Task = server.post(&path, &serde_json::Value::Null).await?;
             print::one(output, &task, &print::task_details(&task))
         }
@@ -83,9 +89,7 @@ async fn follow(
     let several = tasks.len() > 1;
     let going = going(&tasks);
     let ended = tokio::select! {
-        ended = to_ends(server, tasks, &mut progress) => {
-            ended.with_context(|| left("lost sight of the task", &going))?
-        }
+        ended = to_ends(server, tasks, &mut progress) => ended?,
         () = over(timeout) => {
             return Err(Ended::new(Exit::GoesOn, left("--timeout has passed", &going)).into());
         }
@@ -96,7 +100,7 @@ async fn follow(
     match (output, ended.as_slice()) {
         (Output::Table, _) => {}
         (_, [task]) if !several => print::one(output, task, &[])?,
-        (_, tasks) => print::list(output, &arguments::List::usual(), tasks.to_vec())?,
+        (_, tasks) => print::list(output, &arguments::Columns::usual(), tasks.to_vec())?,
     }
     outcome(&ended)
 }
@@ -124,19 +128,55 @@ fn is_open(task: &Task) -> bool {
     matches!(task.state, TaskState::Running | TaskState::Undoing)
 }
 
+/// Follows tasks to their ends, across restarts of the server.
 async fn to_ends(
     server: &ServerClient,
     mut tasks: Vec<Task>,
     progress: &mut Progress,
 ) -> anyhow::Result<Vec<Task>> {
+    while let Err(problem) = while_answered(server, &mut tasks, progress).await {
+        let ids = going(&tasks);
+        if !may_pass(&problem) {
+            return Err(problem).context(left("lost sight of the task", &ids));
+        }
+        progress.say(&format!("{problem}: asking again for {}", within()));
+        let ask = async || server.get::<model::Changes>("changes").await.map(drop);
+        until_answer(reconnect::USUAL, problem, ask).await.map_err(|last| lost(&last, &ids))?;
+        progress.say("the server answers again");
+    }
+    Ok(tasks)
+}
+
+fn within() -> String {
+    format!("{}m", reconnect::USUAL.total.as_secs() / 60)
+}
+
+/// What is said when nobody knows any more what has become of tasks.
+fn lost(last: &Problem, ids: &str) -> anyhow::Error {
+    if !may_pass(last) {
+        return anyhow::Error::from(last.clone()).context(left("lost sight of the task", ids));
+    }
+    let within = within();
+    let message = format!(
+        "the server has not answered for {within} ({last}): whether the task is done is not known. To look again: vmseal task wait {ids}"
+    );
+    Ended::new(Exit::OutcomeUnknown, message).into()
+}
+
+/// The same, as long as the server answers.
+async fn while_answered(
+    server: &ServerClient,
+    tasks: &mut [Task],
+    progress: &mut Progress,
+) -> Result<(), Problem> {
     let mut changes = Changes::begin(server).await?;
     loop {
         for task in tasks.iter_mut().filter(|task| is_open(task)) {
             *task = server.get(&format!("tasks/{}", task.id)).await?;
         }
-        progress.show(&tasks);
+        progress.show(tasks);
         if !tasks.iter().any(is_open) {
-            return Ok(tasks);
+            return Ok(());
         }
         changes.next().await?;
     }
@@ -185,6 +225,17 @@ mod tests {
             ended: None,
             problem: code.map(|code| Problem::new(code, "why")),
         }
+    }
+
+    #[test]
+    fn a_lost_server_is_told_as_an_unknown_end_with_what_to_do() {
+        let away = Problem::new(ErrorCode::Unreachable, "nobody is there");
+        let error = lost(&away, "1 2");
+        assert_eq!(Exit::of(&error), Exit::OutcomeUnknown);
+        let said = error.to_string();
+        assert!(said.contains("2m") && said.contains("vmseal task wait 1 2"), "{said}");
+        let other = Problem::new(ErrorCode::Unauthenticated, "another server");
+        assert_eq!(Exit::of(&lost(&other, "1")), Exit::NotPermitted);
     }
 
     #[test]

@@ -11,11 +11,11 @@ use vmseal_api::model::{Disk, Task, Vm};
 pub use self::column::Row;
 pub use self::rows::VmDisk;
 pub use self::table::Lines;
-use crate::arguments::{List, Output};
+use crate::arguments::{Columns, Output};
 use crate::commands::follow::Change;
 
 /// Prints a list, in the order of its kind.
-pub fn list<T: Row>(output: Output, how: &List<T>, mut items: Vec<T>) -> anyhow::Result<()> {
+pub fn list<T: Row>(output: Output, how: &Columns<T>, mut items: Vec<T>) -> anyhow::Result<()> {
     items.sort_by(T::order);
     match output {
         Output::Json | Output::Yaml => return whole(output, &items),
@@ -167,10 +167,10 @@ mod tests {
 
     use super::*;
 
-    fn how(arguments: &[&str]) -> Result<List<Task>, clap::Error> {
-        let command = <List<Task> as clap::Args>::augment_args(Command::new("list"));
+    fn how(arguments: &[&str]) -> Result<Columns<Task>, clap::Error> {
+        let command = <Columns<Task> as clap::Args>::augment_args(Command::new("list"));
         let arguments = std::iter::once("list").chain(arguments.iter().copied());
-        List::from_arg_matches(&command.try_get_matches_from(arguments)?)
+        Columns::from_arg_matches(&command.try_get_matches_from(arguments)?)
     }
 
     fn task(target: &str, percent: Option<u8>) -> Task {

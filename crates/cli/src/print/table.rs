@@ -5,7 +5,7 @@ use comfy_table::{ColumnConstraint, Table, Width};
 
 use super::column::{Cell, Column, Row};
 use super::word;
-use crate::arguments::{List, Output};
+use crate::arguments::{Columns, Output};
 use crate::commands::follow::Change;
 
 /// The spaces between two columns.
@@ -22,7 +22,7 @@ pub struct Lines<T: Row> {
 
 impl<T: Row> Lines<T> {
     /// As the options of `list` say.
-    pub fn new(output: Output, how: &List<T>) -> Self {
+    pub fn new(output: Output, how: &Columns<T>) -> Self {
         let named = |name: &String| T::COLUMNS.iter().find(|column| column.name == name);
         let columns = how.columns.iter().filter_map(named).collect();
         Self { output, columns, header: !how.no_header, widths: Vec::new() }
@@ -35,7 +35,7 @@ impl<T: Row> Lines<T> {
 
     /// The columns that a list has where nobody chooses.
     pub fn usual(output: Output) -> Self {
-        Self::new(output, &List::usual())
+        Self::new(output, &Columns::usual())
     }
 
     /// The next lines; with the header if it is still to come.

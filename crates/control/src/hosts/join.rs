@@ -15,7 +15,7 @@ use crate::store::hosts::Host;
 use crate::store::{Store, hosts, users};
 
 /// How long a token is valid: long enough to carry it to another machine.
-const TOKEN_VALID: Duration = Duration::from_secs(15 * 60);
+pub(crate) const TOKEN_VALID: Duration = Duration::from_secs(15 * 60);
 
 /// The longest address of an agent, in bytes: a DNS name and a port.
 const ADDRESS_MAX: usize = 253 + 6;

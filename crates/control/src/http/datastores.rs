@@ -96,10 +96,11 @@ pub(super) async fn add(
     let spec = DatastoreSpec { datastore: id, location: request.location.clone() };
     let agent = app.hosts.connected(host.id)?;
     if intent.dry_run {
-        // The host's probe marks the directory: a dry run leaves it alone.
+        // The host's probe marks the directory: a dry run only has it looked at.
+        agent.examine_datastore(spec).await?;
         let DatastoreLocation::Dir { path } = &request.location;
         let steps = vec![
-            format!("have host '{}' look at {} and mark it", host.name, path.display()),
+            format!("have host '{}' mark {} as this datastore", host.name, path.display()),
             "add it to the inventory".to_owned(),
         ];
         let kind = "datastore.add".to_owned();

@@ -4,17 +4,20 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::extract::State;
-use vmseal_api::host::Power;
-use vmseal_api::model::{Lifecycle, Task};
+use vmseal_api::host::{ExportSpec, ExportStep, Power};
+use vmseal_api::id::TaskId;
+use vmseal_api::model::{Lifecycle, Plan, Task};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::ExportDisk;
 use vmseal_api::transfer::ExportFormat;
 
 use super::App;
 use super::auth::User;
-use super::body::{self, NamedPair};
+use super::body::{self, Asked, NamedPair};
+use super::dry_run::{Intent, Outcome};
 use super::problem::Refusal;
 use super::tasks::Accepted;
+use super::vms::plan;
 use crate::store::disks::Disk;
 use crate::store::events::NewEvent;
 use crate::store::vms::Vm;
@@ -23,14 +26,16 @@ use crate::tasks::{Engine, Operation};
 /// Writes a disk of a VM that is off to a file of its host.
 #[utoipa::path(post, path = "/api/v1/vms/{vm}/disks/{disk}/export", tag = "vms",
     params(("vm" = String, Path, description = "The VM's name or id"),
-           ("disk" = String, Path, description = "The disk's name within the VM, or its id")),
-    request_body = ExportDisk, responses((status = 202, body = Task), Refusal))]
+           ("disk" = String, Path, description = "The disk's name within the VM, or its id"), Intent),
+    request_body = ExportDisk,
+    responses((status = 202, body = Task), (status = 200, body = Plan), Refusal))]
 pub(super) async fn export(
     State(app): State<Arc<App>>,
     NamedPair(vm, disk): NamedPair,
     User(actor): User,
+    Asked(intent): Asked<Intent>,
     body::Json(request): body::Json<ExportDisk>,
-) -> Result<Accepted, Refusal> {
+) -> Result<Outcome<Accepted>, Refusal> {
     check(&request)?;
     let (vm, disks) = super::vms::find(&app, &vm).await?;
     let found = disks.into_iter().find(|it| it.name == disk || it.id.to_string() == disk);
@@ -48,12 +53,25 @@ pub(super) async fn export(
     let event = NewEvent { kind: "disk.export", actor: &actor, target: &vm.name, detail: &detail };
     write.event(event).await?;
     let ExportDisk { to, format, passphrase, .. } = request;
+    let spec = intent.dry_run.then(|| ExportSpec {
+        export: TaskId::new(),
+        to: to.clone(),
+        format,
+        passphrase: passphrase.clone(),
+    });
     let operation = Operation::ExportDisk { vm: vm.id, disk: disk.id, to, format, passphrase };
     let task = Engine::record(&mut write, operation, &vm.name, &actor).await?;
+    if let Some(spec) = spec {
+        // The inventory is not kept waiting for a host.
+        drop(write);
+        let agent = app.hosts.connected(vm.host)?;
+        agent.export_disk(vm.id, disk.id, ExportStep::Check, spec).await?;
+        return Ok(Outcome::Planned(plan(&task, &vm)));
+    }
     write.commit().await?;
     let shown = app.engine.shown(&task);
     app.engine.begin(task);
-    Ok(Accepted(shown))
+    Ok(Outcome::Done(Accepted(shown)))
 }
 
 /// What the record of the use of the disk's key says.

@@ -13,11 +13,13 @@ use axum::http::Method;
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use serde::Deserialize;
-use utoipa::IntoParams;
 use utoipa::openapi::path::{Operation, Parameter, ParameterIn, PathItem};
 use utoipa::openapi::{OpenApi, RefOr};
-use vmseal_api::model::Plan;
+use utoipa::{IntoParams, ToSchema};
+use vmseal_api::kmip::Pem;
+use vmseal_api::model::{Plan, Provider};
 use vmseal_api::problem::Problem;
+use vmseal_api::request::Backup;
 
 use super::problem::Refusal;
 
@@ -52,6 +54,39 @@ impl<T: IntoResponse> IntoResponse for Outcome<T> {
             Self::Planned(plan) => Json(plan).into_response(),
         }
     }
+}
+
+/// Answers that come with one status, whether the request is meant or tried, as the document has them.
+#[derive(ToSchema)]
+#[serde(untagged)]
+#[allow(dead_code, reason = "for the document alone")]
+pub(super) enum ProviderOrPlan {
+    /// What it is now.
+    Done(Provider),
+    /// What would be done.
+    Planned(Plan),
+}
+
+/// The same of a backup.
+#[derive(ToSchema)]
+#[serde(untagged)]
+#[allow(dead_code, reason = "for the document alone")]
+pub(super) enum BackupOrPlan {
+    /// The backup.
+    Done(Backup),
+    /// What would be done.
+    Planned(Plan),
+}
+
+/// The same of a certificate.
+#[derive(ToSchema)]
+#[serde(untagged)]
+#[allow(dead_code, reason = "for the document alone")]
+pub(super) enum PemOrPlan {
+    /// The certificate.
+    Done(Pem),
+    /// What would be done.
+    Planned(Plan),
 }
 
 /// The changing requests that take parameters, as the document has them.

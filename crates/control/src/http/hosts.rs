@@ -91,15 +91,21 @@ pub(super) async fn remove(
 }
 
 /// Makes a one-time token that lets a machine join as a host.
-#[utoipa::path(post, path = "/api/v1/hosts/tokens", tag = "hosts",
-    responses((status = 201, body = JoinToken), Refusal))]
+#[utoipa::path(post, path = "/api/v1/hosts/tokens", tag = "hosts", params(Intent),
+    responses((status = 201, body = JoinToken), (status = 200, body = Plan), Refusal))]
 pub(super) async fn make_token(
     State(app): State<Arc<App>>,
     User(actor): User,
+    Asked(intent): Asked<Intent>,
     OptionalJson(Nothing {}): OptionalJson<Nothing>,
-) -> Result<(StatusCode, Json<JoinToken>), Refusal> {
+) -> Result<Outcome<(StatusCode, Json<JoinToken>)>, Refusal> {
+    if intent.dry_run {
+        let minutes = joining::TOKEN_VALID.as_secs() / 60;
+        let step = format!("make a token with which one machine may join within {minutes} minutes");
+        return Ok(Outcome::planned("host.token", "", step));
+    }
     let token = joining::make_token(&app.store, &app.authority, &actor).await?;
-    Ok((StatusCode::CREATED, Json(token)))
+    Ok(Outcome::Done((StatusCode::CREATED, Json(token))))
 }
 
 /// Joins as a host; the token in the request is what authorizes it.

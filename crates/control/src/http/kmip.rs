@@ -14,7 +14,8 @@ use vmseal_api::problem::Problem;
 use super::App;
 use super::about::open_passphrase;
 use super::auth::User;
-use super::body::{self, Named};
+use super::body::{self, Asked, Named};
+use super::dry_run::{Intent, Outcome, PemOrPlan, ProviderOrPlan};
 use super::problem::Refusal;
 use super::providers::{find, shown};
 
@@ -34,16 +35,30 @@ pub(super) async fn certificate(
 /// Trusts a server: the certificate with a fingerprint, or what authorities sign.
 #[utoipa::path(post, path = "/api/v1/providers/{provider}/servers/{server}/trust", tag = "providers",
     params(("provider" = String, Path, description = "Its name or id"),
-           ("server" = String, Path, description = "The server's alias")),
-    request_body = TrustServer, responses((status = 200, body = Provider), Refusal))]
+           ("server" = String, Path, description = "The server's alias"), Intent),
+    request_body = TrustServer, responses((status = 200, body = ProviderOrPlan), Refusal))]
 pub(super) async fn trust(
     State(app): State<Arc<App>>,
     Path((name, alias)): Path<(String, String)>,
     User(actor): User,
+    Asked(intent): Asked<Intent>,
     body::Json(request): body::Json<TrustServer>,
-) -> Result<Json<Provider>, Refusal> {
+) -> Result<Outcome<Json<Provider>>, Refusal> {
     let provider = find(&app, &name).await?;
+    let providers = &app.providers;
+    let planned = |detail: String| {
+        Outcome::planned("provider.trust", &provider.name, format!("trust {detail}"))
+    };
     match (request.fingerprint, request.authorities) {
+        (Some(fingerprint), None) if intent.dry_run => {
+            let checked =
+                providers.check_certificate_trust(&provider, &alias, &fingerprint).await?;
+            return Ok(planned(checked.1));
+        }
+        (None, Some(authorities)) if intent.dry_run => {
+            let checked = providers.check_authorities_trust(&provider, &alias, authorities)?;
+            return Ok(planned(checked.1));
+        }
         (Some(fingerprint), None) => {
             app.providers.trust_certificate(&provider, &alias, &fingerprint, &actor).await?;
         }
@@ -55,7 +70,7 @@ pub(super) async fn trust(
             return Err(Problem::invalid("fingerprint", detail).into());
         }
     }
-    Ok(Json(shown(&app, provider)))
+    Ok(Outcome::Done(Json(shown(&app, provider))))
 }
 
 /// Makes a certificate request for the provider's client key, for somebody else to sign.
@@ -74,29 +89,38 @@ pub(super) async fn request_certificate(
 
 /// Makes a client certificate that nobody else signs, and uses it from now on.
 #[utoipa::path(post, path = "/api/v1/providers/{provider}/self-signed-certificate", tag = "providers",
-    params(("provider" = String, Path, description = "Its name or id")),
-    request_body = ClientName, responses((status = 200, body = Pem), Refusal))]
+    params(("provider" = String, Path, description = "Its name or id"), Intent),
+    request_body = ClientName, responses((status = 200, body = PemOrPlan), Refusal))]
 pub(super) async fn self_sign(
     State(app): State<Arc<App>>,
     Named(name): Named,
     User(actor): User,
+    Asked(intent): Asked<Intent>,
     body::Json(request): body::Json<ClientName>,
-) -> Result<Json<Pem>, Refusal> {
+) -> Result<Outcome<Json<Pem>>, Refusal> {
     let provider = find(&app, &name).await?;
+    if intent.dry_run {
+        app.providers.check_self_sign(&provider, &request.common_name)?;
+        let step =
+            format!("make a certificate for '{}', and show it to its servers", request.common_name);
+        return Ok(Outcome::planned("provider.certificate", &provider.name, step));
+    }
     let pem = app.providers.self_sign(&provider, &request.common_name, &actor).await?;
-    Ok(Json(Pem { pem }))
+    Ok(Outcome::Done(Json(Pem { pem })))
 }
 
 /// Sets the client certificate: a signed one for the key that is there, or one with another key.
 #[utoipa::path(put, path = "/api/v1/providers/{provider}/certificate", tag = "providers",
-    params(("provider" = String, Path, description = "Its name or id")),
-    request_body = SetClientCertificate, responses((status = 200, body = Provider), Refusal))]
+    params(("provider" = String, Path, description = "Its name or id"), Intent),
+    request_body = SetClientCertificate,
+    responses((status = 200, body = ProviderOrPlan), Refusal))]
 pub(super) async fn set_certificate(
     State(app): State<Arc<App>>,
     Named(name): Named,
     User(actor): User,
+    Asked(intent): Asked<Intent>,
     body::Json(request): body::Json<SetClientCertificate>,
-) -> Result<Json<Provider>, Refusal> {
+) -> Result<Outcome<Json<Provider>>, Refusal> {
     let provider = find(&app, &name).await?;
     let open = |sealed: &Option<_>, field| {
         let sealed = sealed.as_ref();
@@ -105,8 +129,13 @@ pub(super) async fn set_certificate(
     let key = open(&request.private_key, "private_key")?;
     let passphrase = open(&request.passphrase, "passphrase")?;
     let (providers, certificate) = (&app.providers, request.certificate);
+    if intent.dry_run {
+        providers.check_certificate(&provider, &certificate, key, passphrase).await?;
+        let step = "show this certificate to its servers".to_owned();
+        return Ok(Outcome::planned("provider.certificate", &provider.name, step));
+    }
     providers.set_certificate(&provider, certificate, key, passphrase, &actor).await?;
-    Ok(Json(shown(&app, provider)))
+    Ok(Outcome::Done(Json(shown(&app, provider))))
 }
 
 /// Tries every server of a provider, with a key of its own where that is wanted.

@@ -15,7 +15,7 @@ use vmseal_api::request::{AddProvider, Backup, GivePassphrase, VerifyBackup};
 use super::about::open_passphrase;
 use super::auth::User;
 use super::body::{self, Asked, Named, Nothing, OptionalJson};
-use super::dry_run::{Intent, Outcome};
+use super::dry_run::{BackupOrPlan, Intent, Outcome, ProviderOrPlan};
 use super::problem::Refusal;
 use super::{App, PageQuery, page};
 use crate::providers::{Providers, Restore};
@@ -143,71 +143,100 @@ pub(super) async fn remove(
 
 /// Gives a provider's passphrase, after a start of the server.
 #[utoipa::path(post, path = "/api/v1/providers/{provider}/unlock", tag = "providers",
-    params(("provider" = String, Path, description = "Its name or id")),
-    request_body = GivePassphrase, responses((status = 200, body = Provider), Refusal))]
+    params(("provider" = String, Path, description = "Its name or id"), Intent),
+    request_body = GivePassphrase, responses((status = 200, body = ProviderOrPlan), Refusal))]
 pub(super) async fn unlock(
     State(app): State<Arc<App>>,
     Named(name): Named,
     User(actor): User,
+    Asked(intent): Asked<Intent>,
     body::Json(request): body::Json<GivePassphrase>,
-) -> Result<Json<Provider>, Refusal> {
+) -> Result<Outcome<Json<Provider>>, Refusal> {
     let provider = find(&app, &name).await?;
     let passphrase = open_passphrase(&app, &provider.name, &request.passphrase, "passphrase")?;
+    if intent.dry_run {
+        app.providers.check_unlock(&provider, passphrase).await?;
+        let step = "unlock it; the passphrase is the right one".to_owned();
+        return Ok(Outcome::planned("provider.unlock", &provider.name, step));
+    }
     app.providers.unlock(&provider, passphrase, &actor).await?;
-    Ok(Json(shown(&app, provider)))
+    Ok(Outcome::Done(Json(shown(&app, provider))))
 }
 
 /// Gives a backup of the provider's key, sealed under the passphrase of the request.
 #[utoipa::path(post, path = "/api/v1/providers/{provider}/backup", tag = "providers",
-    params(("provider" = String, Path, description = "Its name or id")),
-    request_body = GivePassphrase, responses((status = 200, body = Backup), Refusal))]
+    params(("provider" = String, Path, description = "Its name or id"), Intent),
+    request_body = GivePassphrase, responses((status = 200, body = BackupOrPlan), Refusal))]
 pub(super) async fn backup(
     State(app): State<Arc<App>>,
     Named(name): Named,
     User(actor): User,
+    Asked(intent): Asked<Intent>,
     body::Json(request): body::Json<GivePassphrase>,
-) -> Result<Json<Backup>, Refusal> {
+) -> Result<Outcome<Json<Backup>>, Refusal> {
     let provider = find(&app, &name).await?;
     let passphrase = open_passphrase(&app, &provider.name, &request.passphrase, "passphrase")?;
+    if intent.dry_run {
+        app.providers.check_backup(&provider)?;
+        let step = "seal its key under the passphrase, as a backup".to_owned();
+        return Ok(Outcome::planned("provider.backup", &provider.name, step));
+    }
     let backup = app.providers.backup(&provider, passphrase, &actor).await?;
-    Ok(Json(Backup { backup: STANDARD.encode(backup) }))
+    Ok(Outcome::Done(Json(Backup { backup: STANDARD.encode(backup) })))
 }
 
 /// Verifies a backup; the provider makes keys from the first success on.
 #[utoipa::path(post, path = "/api/v1/providers/{provider}/verify", tag = "providers",
-    params(("provider" = String, Path, description = "Its name or id")),
-    request_body = VerifyBackup, responses((status = 200, body = Provider), Refusal))]
+    params(("provider" = String, Path, description = "Its name or id"), Intent),
+    request_body = VerifyBackup, responses((status = 200, body = ProviderOrPlan), Refusal))]
 pub(super) async fn verify(
     State(app): State<Arc<App>>,
     Named(name): Named,
     User(actor): User,
+    Asked(intent): Asked<Intent>,
     body::Json(request): body::Json<VerifyBackup>,
-) -> Result<Json<Provider>, Refusal> {
+) -> Result<Outcome<Json<Provider>>, Refusal> {
     let provider = find(&app, &name).await?;
     let restore = Restore {
         backup: decode(&request.backup)?,
         passphrase: open_passphrase(&app, &provider.name, &request.passphrase, "passphrase")?,
     };
+    if intent.dry_run {
+        app.providers.check_verify(&provider, restore).await?;
+        let step = "have it make keys from now on; the backup opens and holds its key".to_owned();
+        return Ok(Outcome::planned("provider.verify", &provider.name, step));
+    }
     app.providers.verify(&provider, restore, &actor).await?;
-    Ok(Json(shown(&app, find(&app, &name).await?)))
+    Ok(Outcome::Done(Json(shown(&app, find(&app, &name).await?))))
 }
 
 /// Makes a provider the default one.
 #[utoipa::path(post, path = "/api/v1/providers/{provider}/default", tag = "providers",
-    params(("provider" = String, Path, description = "Its name or id")),
-    responses((status = 200, body = Provider), Refusal))]
+    params(("provider" = String, Path, description = "Its name or id"), Intent),
+    responses((status = 200, body = ProviderOrPlan), Refusal))]
 pub(super) async fn make_default(
     State(app): State<Arc<App>>,
     Named(name): Named,
     User(actor): User,
+    Asked(intent): Asked<Intent>,
     OptionalJson(Nothing {}): OptionalJson<Nothing>,
-) -> Result<Json<Provider>, Refusal> {
+) -> Result<Outcome<Json<Provider>>, Refusal> {
     let provider = find(&app, &name).await?;
+    if intent.dry_run {
+        let known = providers::default(&mut *app.store.read().await?).await?;
+        let step = match known.filter(|known| known.id != provider.id) {
+            Some(known) => {
+                format!("have policies that name none use it, in place of '{}'", known.name)
+            }
+            None => "have policies that name none use it".to_owned(),
+        };
+        return Ok(Outcome::planned("provider.default", &provider.name, step));
+    }
     let mut write = app.store.write().await?;
     providers::set_default(&mut write, provider.id).await?;
     let (kind, target) = ("provider.made-default", provider.name.as_str());
     let detail = "policies that name none use it";
     write.event(NewEvent { kind, actor: &actor, target, detail }).await?;
     write.commit().await?;
-    Ok(Json(shown(&app, find(&app, &name).await?)))
+    Ok(Outcome::Done(Json(shown(&app, find(&app, &name).await?))))
 }

@@ -8,11 +8,12 @@ use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use serde::Deserialize;
 use utoipa::IntoParams;
-use vmseal_api::model::{Page, Task, TaskState};
+use vmseal_api::model::{Page, Plan, Task, TaskState};
 use vmseal_api::problem::Problem;
 
 use super::auth::User;
 use super::body::{Asked, Named, Nothing, OptionalJson};
+use super::dry_run::{Intent, Outcome};
 use super::problem::Refusal;
 use super::{App, PageQuery, page};
 use crate::store::tasks;
@@ -73,14 +74,24 @@ pub(super) async fn show(
 
 /// Asks a task to stop and to undo what it has done.
 #[utoipa::path(post, path = "/api/v1/tasks/{task}/cancel", tag = "tasks",
-    params(("task" = String, Path, description = "Its id")),
-    responses((status = 202, body = Task), Refusal))]
+    params(("task" = String, Path, description = "Its id"), Intent),
+    responses((status = 202, body = Task), (status = 200, body = Plan), Refusal))]
 pub(super) async fn cancel(
     State(app): State<Arc<App>>,
     Named(id): Named,
     User(actor): User,
+    Asked(intent): Asked<Intent>,
     OptionalJson(Nothing {}): OptionalJson<Nothing>,
-) -> Result<Accepted, Refusal> {
+) -> Result<Outcome<Accepted>, Refusal> {
+    if intent.dry_run {
+        let task = app.engine.check_cancel(&id).await?;
+        let step = format!(
+            "stop {} at step '{}', and undo what it has done",
+            task.operation.kind(),
+            task.step
+        );
+        return Ok(Outcome::planned("task.cancel", &task.target, step));
+    }
     let task = app.engine.cancel(&id, &actor).await?;
-    Ok(Accepted(app.engine.shown(&task)))
+    Ok(Outcome::Done(Accepted(app.engine.shown(&task))))
 }

@@ -165,7 +165,8 @@ async fn begin(
     Ok(Outcome::Done(Accepted(shown)))
 }
 
-fn plan(task: &Task, vm: &vms::Vm) -> Plan {
+/// What a task would do.
+pub(super) fn plan(task: &Task, vm: &vms::Vm) -> Plan {
     let keyless = vm.provider.is_none();
     let steps = task.operation.steps().iter().filter(|step| !(keyless && step.is_of_key()));
     Plan {

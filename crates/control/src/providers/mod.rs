@@ -300,15 +300,29 @@ impl Providers {
     ) -> Result<(), Problem> {
         match provider.kind {
             ProviderKind::Native => {
-                let native = self.native(provider.id)?;
-                let reading = Arc::clone(&native);
-                native.set(self.derive(move || reading.read_root(&passphrase)).await?);
+                let root = self.read_root(provider, passphrase).await?;
+                self.native(provider.id)?.set(root);
             }
             ProviderKind::Kmip => self.unlock_kmip(provider, passphrase).await?,
         }
         self.tell("provider.unlocked", provider, actor, "its passphrase was given").await?;
         self.unlocked.send_modify(|count| *count += 1);
         Ok(())
+    }
+
+    /// Whether [`Providers::unlock`] would; it stays as it is.
+    ///
+    /// # Errors
+    /// Those of [`Providers::unlock`].
+    pub async fn check_unlock(
+        &self,
+        provider: &Provider,
+        passphrase: SecretBytes,
+    ) -> Result<(), Problem> {
+        match provider.kind {
+            ProviderKind::Native => self.read_root(provider, passphrase).await.map(drop),
+            ProviderKind::Kmip => self.read_client_key(provider, passphrase).await.map(drop),
+        }
     }
 
     /// Whether a provider may be removed.

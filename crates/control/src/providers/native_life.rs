@@ -102,6 +102,24 @@ impl Providers {
         Ok(provider)
     }
 
+    /// The key of a native provider, from its file.
+    pub(super) async fn read_root(
+        &self,
+        provider: &Provider,
+        passphrase: SecretBytes,
+    ) -> Result<native::RootKey, Problem> {
+        let native = self.native(provider.id)?;
+        self.derive(move || native.read_root(&passphrase)).await
+    }
+
+    /// Whether [`Providers::backup`] would give one.
+    ///
+    /// # Errors
+    /// Those of [`Providers::backup`].
+    pub fn check_backup(&self, provider: &Provider) -> Result<(), Problem> {
+        self.native(provider.id)?.root().map(drop)
+    }
+
     /// A provider's backup, sealed under a passphrase of its own.
     ///
     /// # Errors
@@ -128,6 +146,20 @@ impl Providers {
         restore: Restore,
         actor: &str,
     ) -> Result<(), Problem> {
+        self.check_verify(provider, restore).await?;
+        let mut write = self.store.write().await?;
+        providers::set_verified(&mut write, provider.id).await?;
+        let (kind, target) = ("provider.verified", provider.name.as_str());
+        let detail = "a backup opened and held its key";
+        write.event(NewEvent { kind, actor, target, detail }).await?;
+        Ok(write.commit().await?)
+    }
+
+    /// Whether a backup opens and holds this provider's key; nothing follows from it.
+    ///
+    /// # Errors
+    /// Those of [`Providers::verify`].
+    pub async fn check_verify(&self, provider: &Provider, restore: Restore) -> Result<(), Problem> {
         let root = self.native(provider.id)?.root()?;
         let backup = self
             .derive(move || native::RootKey::from_backup(&restore.backup, &restore.passphrase))
@@ -136,11 +168,6 @@ impl Providers {
             let detail = format!("the backup opens, but is not one of '{}'", provider.name);
             return Err(Problem::new(ErrorCode::KeyMismatch, detail));
         }
-        let mut write = self.store.write().await?;
-        providers::set_verified(&mut write, provider.id).await?;
-        let (kind, target) = ("provider.verified", provider.name.as_str());
-        let detail = "a backup opened and held its key";
-        write.event(NewEvent { kind, actor, target, detail }).await?;
-        Ok(write.commit().await?)
+        Ok(())
     }
 }

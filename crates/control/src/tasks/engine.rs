@@ -203,21 +203,34 @@ impl Engine {
     /// `not-found`; `wrong-state` when it has ended, is being undone, or cannot be stopped half-way.
     pub async fn cancel(&self, id: &str, actor: &str) -> Result<Task, Problem> {
         let mut write = self.means.store.write().await?;
-        let task =
-            tasks::get(&mut write, id).await?.ok_or_else(|| Problem::not_found("task", id))?;
-        let refused = |why| Err(Problem::new(ErrorCode::WrongState, why));
-        if !task.operation.can_be_cancelled() {
-            return refused(format!("{} cannot be stopped half-way", task.operation.kind()));
-        }
-        if !tasks::cancel(&mut write, task.id).await? {
-            return refused("the task has ended, or is being undone".to_owned());
-        }
+        let task = Self::note_cancelled(&mut write, id).await?;
         let (kind, target) = ("task.cancelled", task.target.as_str());
         let detail = format!("{} as task {}", task.operation.kind(), task.id);
         write.event(NewEvent { kind, actor, target, detail: &detail }).await?;
         write.commit().await?;
         if let Some(running) = self.running().get(&task.id) {
             running.cancel.send_replace(true);
+        }
+        Ok(task)
+    }
+
+    /// Whether [`Engine::cancel`] would stop it; nothing is stopped.
+    ///
+    /// # Errors
+    /// Those of [`Engine::cancel`].
+    pub async fn check_cancel(&self, id: &str) -> Result<Task, Problem> {
+        // What is written is not committed.
+        Self::note_cancelled(&mut self.means.store.write().await?, id).await
+    }
+
+    async fn note_cancelled(write: &mut Write<'_>, id: &str) -> Result<Task, Problem> {
+        let task = tasks::get(write, id).await?.ok_or_else(|| Problem::not_found("task", id))?;
+        let refused = |why| Err(Problem::new(ErrorCode::WrongState, why));
+        if !task.operation.can_be_cancelled() {
+            return refused(format!("{} cannot be stopped half-way", task.operation.kind()));
+        }
+        if !tasks::cancel(write, task.id).await? {
+            return refused("the task has ended, or is being undone".to_owned());
         }
         Ok(task)
     }

@@ -396,11 +396,15 @@ async fn a_cancelled_creation_leaves_nothing() {
     plant.agent.set_work(LONG);
     let (vm, task) = plant.create("web", "encrypted").await;
     plant.eventually("disks", async || (plant.calls(Call::CreateDisk) > 1).then_some(())).await;
+    let tried = plant.engine.check_cancel(&task.to_string()).await.unwrap();
+    assert_eq!(tried.state, TaskState::Running);
     plant.engine.cancel(&task.to_string(), "me").await.unwrap();
     let ended = plant.ended(task).await;
     assert_eq!(ended.state, TaskState::Failed);
     assert_eq!(ended.problem.unwrap().code, ErrorCode::Cancelled);
     plant.assert_nothing_left(vm, "cancelled").await;
+    let tried = plant.engine.check_cancel(&task.to_string()).await.unwrap_err();
+    assert_eq!(tried.code, ErrorCode::WrongState);
     let again = plant.engine.cancel(&task.to_string(), "me").await.unwrap_err();
     assert_eq!(again.code, ErrorCode::WrongState);
 }

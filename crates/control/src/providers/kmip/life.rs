@@ -199,6 +199,20 @@ impl Providers {
         fingerprint: &str,
         actor: &str,
     ) -> Result<(), Problem> {
+        let (trust, detail) = self.check_certificate_trust(provider, alias, fingerprint).await?;
+        self.trust(provider, alias, trust, &detail, actor).await
+    }
+
+    /// What [`Providers::trust_certificate`] would trust, and how an event would say it.
+    ///
+    /// # Errors
+    /// Those of [`Providers::trust_certificate`].
+    pub async fn check_certificate_trust(
+        &self,
+        provider: &Provider,
+        alias: &str,
+        fingerprint: &str,
+    ) -> Result<(kmip::Trust, String), Problem> {
         let kmip = self.kmip(provider.id)?;
         let server = kmip.server(alias)?;
         let shown = kmip.look(&server).await?;
@@ -212,7 +226,7 @@ impl Providers {
         }
         let certificate = pem(&shown.certificate);
         let detail = format!("server '{alias}': the certificate {}", shown.fingerprint);
-        self.trust(provider, alias, kmip::Trust::Pinned { certificate }, &detail, actor).await
+        Ok((kmip::Trust::Pinned { certificate }, detail))
     }
 
     /// Trusts what these authorities sign.
@@ -226,6 +240,20 @@ impl Providers {
         authorities: String,
         actor: &str,
     ) -> Result<(), Problem> {
+        let (trust, detail) = self.check_authorities_trust(provider, alias, authorities)?;
+        self.trust(provider, alias, trust, &detail, actor).await
+    }
+
+    /// What [`Providers::trust_authorities`] would trust, and how an event would say it.
+    ///
+    /// # Errors
+    /// Those of [`Providers::trust_authorities`].
+    pub fn check_authorities_trust(
+        &self,
+        provider: &Provider,
+        alias: &str,
+        authorities: String,
+    ) -> Result<(kmip::Trust, String), Problem> {
         check_pem("authorities", &authorities)?;
         Trust::authorities(&authorities)
             .map_err(|error| Problem::invalid("authorities", error.to_string()))?;
@@ -238,7 +266,7 @@ impl Providers {
             }
             _ => format!("server '{alias}'"),
         };
-        self.trust(provider, alias, trust, &detail, actor).await
+        Ok((trust, detail))
     }
 
     async fn trust(
@@ -298,28 +326,15 @@ impl Providers {
         passphrase: Option<SecretBytes>,
         actor: &str,
     ) -> Result<(), Problem> {
-        check_pem("certificate", &certificate)?;
-        let kmip = self.kmip(provider.id)?;
-        let present = kmip.key()?;
+        let given = self.matching_key(provider, &certificate, key, passphrase).await?;
         let row = kmip::client(&mut *self.store.read().await?, provider.id).await?;
         let before = row.ok_or_else(|| Problem::not_found("client key of", &provider.name))?;
-        let (key, key_file) = match key {
-            None => {
-                present.identity(&certificate)?;
-                (None, before.key_file.clone())
-            }
-            Some(key) => {
-                let key = ClientKey::given(key)?;
-                key.identity(&certificate)?;
-                let passphrase = self.passphrase_for(&provider.name, passphrase)?;
-                let (id, name) = (provider.id, provider.name.clone());
-                let directory = self.directory_of(id);
-                let old = directory.join(&before.key_file);
-                let written = self.derive(move || {
-                    // The passphrase opens what is there: one passphrase for a provider.
-                    ClientKey::read(&old, id, &name, &passphrase)?;
-                    Ok((key.write(&directory, id, &passphrase)?, key))
-                });
+        let (key, key_file) = match given {
+            None => (None, before.key_file.clone()),
+            Some((key, passphrase)) => {
+                let (id, directory) = (provider.id, self.directory_of(provider.id));
+                let written =
+                    self.derive(move || Ok((key.write(&directory, id, &passphrase)?, key)));
                 let (file, key) = written.await?;
                 (Some(key), file)
             }
@@ -337,6 +352,52 @@ impl Providers {
             let _ = std::fs::remove_file(self.directory_of(provider.id).join(before.key_file));
         }
         self.refreshed(provider, key).await
+    }
+
+    /// Whether [`Providers::set_certificate`] would set it; nothing is written.
+    ///
+    /// # Errors
+    /// Those of [`Providers::set_certificate`].
+    pub async fn check_certificate(
+        &self,
+        provider: &Provider,
+        certificate: &str,
+        key: Option<SecretBytes>,
+        passphrase: Option<SecretBytes>,
+    ) -> Result<(), Problem> {
+        self.matching_key(provider, certificate, key, passphrase).await.map(drop)
+    }
+
+    /// Whether [`Providers::self_sign`] would; nothing is written.
+    ///
+    /// # Errors
+    /// Those of [`Providers::self_sign`].
+    pub fn check_self_sign(&self, provider: &Provider, common_name: &str) -> Result<(), Problem> {
+        self.kmip(provider.id)?.key()?.self_signed(common_name).map(drop)
+    }
+
+    /// Sees that a certificate is of the key that is there, or of the given one; then gives that, and the
+    /// passphrase that is to seal it.
+    async fn matching_key(
+        &self,
+        provider: &Provider,
+        certificate: &str,
+        key: Option<SecretBytes>,
+        passphrase: Option<SecretBytes>,
+    ) -> Result<Option<(ClientKey, SecretBytes)>, Problem> {
+        check_pem("certificate", certificate)?;
+        let present = self.kmip(provider.id)?.key()?;
+        let Some(key) = key else {
+            present.identity(certificate)?;
+            return Ok(None);
+        };
+        let key = ClientKey::given(key)?;
+        key.identity(certificate)?;
+        let passphrase = self.passphrase_for(&provider.name, passphrase)?;
+        let copy = passphrase.try_clone().map_err(|error| crate::internal(&error))?;
+        // It opens what is there: one passphrase for a provider.
+        self.read_client_key(provider, copy).await?;
+        Ok(Some((key, passphrase)))
     }
 
     /// Has a provider work with what the inventory has now, and looks at its servers, so that whoever
@@ -359,14 +420,23 @@ impl Providers {
         passphrase: SecretBytes,
     ) -> Result<(), Problem> {
         let kmip = self.kmip(provider.id)?;
+        let key = self.read_client_key(provider, passphrase).await?;
+        kmip.load(Some(key)).await?;
+        kmip.look_now();
+        Ok(())
+    }
+
+    /// The client key of a provider, from its file.
+    pub(in crate::providers) async fn read_client_key(
+        &self,
+        provider: &Provider,
+        passphrase: SecretBytes,
+    ) -> Result<ClientKey, Problem> {
         let row = kmip::client(&mut *self.store.read().await?, provider.id).await?;
         let row = row.ok_or_else(|| Problem::not_found("client key of", &provider.name))?;
         let (id, name) = (provider.id, provider.name.clone());
         let path = self.directory_of(id).join(row.key_file);
-        let key = self.derive(move || ClientKey::read(&path, id, &name, &passphrase)).await?;
-        kmip.load(Some(key)).await?;
-        kmip.look_now();
-        Ok(())
+        self.derive(move || ClientKey::read(&path, id, &name, &passphrase)).await
     }
 
     /// Begins to watch a provider of the inventory; it is sealed, and knows its setup after

@@ -482,9 +482,13 @@ async fn trust_is_in_the_certificate_that_an_operator_saw() {
     assert_eq!(refused.code, ErrorCode::KeyMismatch);
     assert_eq!(here.providers.status(&provider), ProviderStatus::NeedsTrust);
     let bare = fingerprint.replace(':', "").to_lowercase();
+    here.providers.check_certificate_trust(&provider, "one", &bare).await.unwrap();
+    assert_eq!(here.providers.status(&provider), ProviderStatus::NeedsTrust, "it was tried only");
     here.providers.trust_certificate(&provider, "one", &bare, "me").await.unwrap();
     assert!(here.providers.shown_certificate(&provider, "one").await.unwrap().trusted);
     // A certificate of our own making, which this server's authority has not signed.
+    here.providers.check_self_sign(&provider, "vmseal").unwrap();
+    assert!(here.providers.kmip_details(&provider).unwrap().client.is_none(), "it was tried only");
     let pem = here.providers.self_sign(&provider, "vmseal", "me").await.unwrap();
     let details = here.providers.kmip_details(&provider).unwrap();
     assert_eq!(details.client.unwrap().subject, "CN=vmseal");
@@ -501,6 +505,13 @@ async fn trust_is_in_the_certificate_that_an_operator_saw() {
     let wrong = set(foreign.certificate.clone(), key(), Some(secret("x"))).await.unwrap_err();
     assert_eq!(wrong.code, ErrorCode::KeyMismatch);
     assert_eq!(here.providers.status(&provider), ProviderStatus::Failing);
+    let try_out = |pass| {
+        let certificate = &foreign.certificate;
+        here.providers.check_certificate(&provider, certificate, key(), Some(secret(pass)))
+    };
+    assert_eq!(try_out("x").await.unwrap_err().code, ErrorCode::KeyMismatch);
+    try_out("pass").await.unwrap();
+    assert_eq!(here.providers.status(&provider), ProviderStatus::Failing, "it was tried only");
     set(foreign.certificate.clone(), key(), Some(secret("pass"))).await.unwrap();
     assert_eq!(here.providers.status(&provider), ProviderStatus::Normal);
     let files =

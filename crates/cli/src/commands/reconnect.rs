@@ -1,0 +1,106 @@
+//! A server that is restarted while somebody waits: it is asked until it answers again.
+
+use std::time::Duration;
+
+use tokio::time::{Instant, sleep, timeout};
+use vmseal_api::problem::{ErrorCode, Problem};
+
+/// How long, and how often, a server that does not answer is asked.
+#[derive(Clone, Copy)]
+pub struct Patience {
+    /// How long in all.
+    pub total: Duration,
+    /// Before the second question; twice as long before each further one.
+    pub first: Duration,
+    /// The longest between two.
+    pub longest: Duration,
+}
+
+/// Enough for a restart and for the boot of a machine in a data centre's slower half.
+pub const USUAL: Patience = Patience {
+    total: Duration::from_secs(120),
+    first: Duration::from_millis(250),
+    longest: Duration::from_secs(5),
+};
+
+/// Whether whoever met this problem may meet a server that answers in a while.
+pub fn may_pass(problem: &Problem) -> bool {
+    matches!(problem.code, ErrorCode::Unreachable | ErrorCode::TimedOut)
+}
+
+/// Asks until there is an answer; `lost` is why it was not there.
+///
+/// # Errors
+/// The last problem, when patience is over or it is not one that passes.
+pub async fn until_answer(
+    patience: Patience,
+    lost: Problem,
+    mut ask: impl AsyncFnMut() -> Result<(), Problem>,
+) -> Result<(), Problem> {
+    let over = Instant::now() + patience.total;
+    let (mut last, mut pause) = (lost, patience.first);
+    while may_pass(&last) && Instant::now() < over {
+        sleep(pause.min(over - Instant::now())).await;
+        pause = (pause * 2).min(patience.longest);
+        let left = over.saturating_duration_since(Instant::now()).max(patience.first);
+        match timeout(left, ask()).await {
+            Ok(Ok(())) => return Ok(()),
+            Ok(Err(problem)) => last = problem,
+            // What the last answer said is as true.
+            Err(_) => {}
+        }
+    }
+    Err(last)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SHORT: Patience = Patience {
+        total: Duration::from_millis(300),
+        first: Duration::from_millis(10),
+        longest: Duration::from_millis(40),
+    };
+
+    fn away() -> Problem {
+        Problem::new(ErrorCode::Unreachable, "nobody is there")
+    }
+
+    #[tokio::test]
+    async fn a_server_that_comes_back_is_found_and_one_that_does_not_is_given_up() {
+        let mut asked = 0;
+        let back = until_answer(SHORT, away(), async || {
+            asked += 1;
+            if asked < 4 { Err(away()) } else { Ok(()) }
+        });
+        back.await.unwrap();
+        assert_eq!(asked, 4);
+
+        let (began, mut asked) = (Instant::now(), 0);
+        let never = until_answer(SHORT, away(), async || {
+            asked += 1;
+            Err(away())
+        });
+        assert_eq!(never.await.unwrap_err().code, ErrorCode::Unreachable);
+        assert!(began.elapsed() >= SHORT.total, "{:?}", began.elapsed());
+        // Not in a busy loop: at 10, 30, 70, and every 40 milliseconds from then on.
+        assert!((4..=10).contains(&asked), "it was asked {asked} times");
+
+        let began = Instant::now();
+        let silent = until_answer(SHORT, away(), async || std::future::pending().await);
+        assert!(silent.await.is_err());
+        assert!(began.elapsed() < SHORT.total * 3, "{:?}", began.elapsed());
+    }
+
+    #[tokio::test]
+    async fn what_does_not_pass_is_not_waited_for() {
+        let mut asked = 0;
+        let refused = until_answer(SHORT, away(), async || {
+            asked += 1;
+            Err(Problem::new(ErrorCode::Unauthenticated, "another server"))
+        });
+        assert_eq!(refused.await.unwrap_err().code, ErrorCode::Unauthenticated);
+        assert_eq!(asked, 1);
+    }
+}

@@ -1,0 +1,169 @@
+//! Examples of commands: `--help` and the manual pages end with them.
+
+/// By manual page: what somebody wants, and what they type.
+pub const EXAMPLES: &[(&str, &str, &str)] = &[
+    ("vmseal", "Is anything wrong?", "vmseal alarms"),
+    ("vmseal", "What is under way?", "vmseal task list --state running"),
+    ("vmseal", "For a script:", "vmseal vm list -o csv -c name,power,host --no-header"),
+    (
+        "vmseal-server",
+        "A control plane that hosts and people reach by name:",
+        "vmseal server --listen 192.0.2.10:8443 --name control.example.org",
+    ),
+    (
+        "vmseal-agent",
+        "Be the host that this machine has become by `vmseal agent join`:",
+        "vmseal agent",
+    ),
+    (
+        "vmseal-agent-join",
+        "Become a host, with a token in a file:",
+        "vmseal agent join --to https://192.0.2.10:8443 --name host1 \\\n        --address 192.0.2.21:8444 --join-token-file token",
+    ),
+    (
+        "vmseal-login",
+        "Save whom to talk to, once:",
+        "vmseal login --server https://192.0.2.10:8443 --ca ca.pem --token-file admin.token",
+    ),
+    ("vmseal-host-token", "Take it to the new host as a file:", "vmseal host token > token"),
+    ("vmseal-host-list", "For a program:", "vmseal host list -o json"),
+    (
+        "vmseal-datastore-add",
+        "Would it do?",
+        "vmseal datastore add fast --host host1 --path /srv/nvme --dry-run",
+    ),
+    (
+        "vmseal-datastore-scan",
+        "Which images take how much room?",
+        "vmseal datastore scan fast -o csv",
+    ),
+    (
+        "vmseal-provider-add",
+        "A native provider, which is part of the server:",
+        "vmseal provider add keys",
+    ),
+    (
+        "vmseal-provider-add",
+        "The same one again, on a new server:",
+        "vmseal provider add keys --restore keys.backup",
+    ),
+    (
+        "vmseal-provider-add",
+        "Two key servers that replicate:",
+        "vmseal provider add kms --kms one=kms1.example.org --kms two=kms2.example.org:5696",
+    ),
+    (
+        "vmseal-provider-trust",
+        "After comparing with what the KMS displays:",
+        "vmseal provider trust kms",
+    ),
+    (
+        "vmseal-provider-certificate",
+        "A request for the KMS's authority, and what it has made of it:",
+        "vmseal provider certificate kms --csr > kms.csr",
+    ),
+    ("vmseal-provider-certificate", "", "vmseal provider certificate kms --import kms.pem"),
+    ("vmseal-provider-test", "Can keys be made there?", "vmseal provider test kms --key"),
+    (
+        "vmseal-provider-backup",
+        "Write it, then verify it:",
+        "vmseal provider backup keys --to keys.backup",
+    ),
+    ("vmseal-provider-backup", "", "vmseal provider verify keys --from keys.backup"),
+    (
+        "vmseal-policy-add",
+        "Encrypted, with keys of the default provider:",
+        "vmseal policy add encrypted --encrypt",
+    ),
+    (
+        "vmseal-policy-add",
+        "Encrypted with keys of another one, and preallocated:",
+        "vmseal policy add secret --encrypt --provider keys2 --preallocate",
+    ),
+    (
+        "vmseal-vm-create",
+        "An encrypted VM from a raw image, and an empty disk on another datastore:",
+        "vmseal vm create web1 --policy encrypted --vcpus 2 --memory 2GiB \\\n        --disk datastore=fast,size=20GiB,image=/root/debian.raw,format=raw \\\n        --disk datastore=bulk,size=1TiB,name=data",
+    ),
+    (
+        "vmseal-vm-create",
+        "Would it work?",
+        "vmseal vm create web1 --policy encrypted --disk datastore=fast,size=20GiB --dry-run",
+    ),
+    (
+        "vmseal-vm-import",
+        "From a libvirt domain that is off:",
+        "vmseal vm import --libvirt web.xml --policy encrypted --datastore fast",
+    ),
+    (
+        "vmseal-vm-import",
+        "From an image:",
+        "vmseal vm import web1 --policy encrypted --memory 2GiB \\\n        --disk datastore=fast,image=/srv/old/web1.qcow2,format=qcow2",
+    ),
+    ("vmseal-vm-list", "Follow the power of all VMs:", "vmseal vm list -w -c name,power,host"),
+    (
+        "vmseal-vm-stop",
+        "Give the guest five minutes, but return after one:",
+        "vmseal vm stop web1 --grace-period 5m --timeout 1m",
+    ),
+    ("vmseal-vm-console", "With another escape than Ctrl-]:", "vmseal vm console web1 --escape ^A"),
+    (
+        "vmseal-disk-export",
+        "A file that cryptsetup opens anywhere:",
+        "vmseal disk export web1 disk0 --format luks2 --to /srv/out/web1.luks",
+    ),
+    (
+        "vmseal-disk-export",
+        "One in the clear, for QEMU:",
+        "vmseal disk export web1 disk0 --format qcow2 --plaintext --to /srv/out/web1.qcow2",
+    ),
+    ("vmseal-task-watch", "All that runs now:", "vmseal task watch"),
+    (
+        "vmseal-task-wait",
+        "No longer than ten minutes:",
+        "vmseal task wait 0192f0c1-7a52-7d14-9c1f-5b1c5c6b2c11 --timeout 10m",
+    ),
+    ("vmseal-events", "Every use of a key from now on:", "vmseal events --kind key --since 0s -f"),
+    ("vmseal-events", "What happened to a VM today:", "vmseal events --target web1 --since 24h"),
+    ("vmseal-alarms", "Stay, and print alarms as they come and go:", "vmseal alarms -w"),
+    (
+        "vmseal-doctor",
+        "With a directory that is to be a datastore:",
+        "vmseal doctor --datastore /srv/nvme",
+    ),
+    ("vmseal-completion", "For this shell:", "source <(vmseal completion bash)"),
+    (
+        "vmseal-completion",
+        "For all of them:",
+        "vmseal completion bash > /etc/bash_completion.d/vmseal",
+    ),
+    (
+        "vmseal-lab-disk",
+        "The shortest run that says anything:",
+        "vmseal lab disk --rounds 5 --seconds 1",
+    ),
+];
+
+/// Those of a page.
+pub fn of(page: &str) -> impl Iterator<Item = (&'static str, &'static str)> {
+    EXAMPLES.iter().filter(move |(of, ..)| *of == page).map(|(_, what, typed)| (*what, *typed))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::help;
+
+    /// An example is what this program takes: options are renamed, and examples forgotten.
+    #[test]
+    fn every_example_is_a_command_line_that_is_taken_and_fits() {
+        for (_, _, typed) in EXAMPLES {
+            assert!(typed.lines().all(|line| line.len() <= 92), "it would be broken: {typed}");
+            let inner = typed.trim_start_matches("source <(").trim_end_matches(')');
+            let (ours, _) = inner.split_once(" > ").unwrap_or((inner, ""));
+            let words = ours.split_whitespace().filter(|word| *word != "\\");
+            let parsed = help::command().try_get_matches_from(words);
+            assert!(parsed.is_ok(), "{typed}: {}", parsed.unwrap_err());
+        }
+    }
+}

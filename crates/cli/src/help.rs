@@ -1,0 +1,141 @@
+//! The command line with what `--help` says beyond options: examples, and exit codes.
+
+use std::fmt::Write;
+
+use clap::{Command, CommandFactory};
+
+use crate::arguments::Arguments;
+use crate::{examples, exit};
+
+/// The exit code that is not as for every other command, by page.
+const EXITS: &[(&str, &str)] =
+    &[("vmseal-doctor", "The exit code is 1 when something has failed, and 0 with warnings only.")];
+
+/// The command line as it is parsed and explained.
+pub fn command() -> Command {
+    explained(Arguments::command(), "vmseal")
+}
+
+fn explained(command: Command, page: &str) -> Command {
+    let ends = ending(&command, page);
+    command.after_long_help(ends).mut_subcommands(|verb| {
+        let page = format!("{page}-{}", verb.get_name());
+        explained(verb, &page)
+    })
+}
+
+/// What the long help ends with.
+fn ending(command: &Command, page: &str) -> String {
+    let mut text = String::new();
+    for (index, (what, typed)) in examples::of(page).enumerate() {
+        let head = if index == 0 { "Examples:\n" } else { "" };
+        let what = if what.is_empty() { String::new() } else { format!("  {what}\n") };
+        // Writing to memory does not fail.
+        let _ = writeln!(text, "{head}{what}    {typed}");
+    }
+    if !text.is_empty() {
+        text.push('\n');
+    }
+    match EXITS.iter().find(|(of, _)| *of == page) {
+        _ if page == "vmseal" => text.push_str(&exit::help()),
+        Some((_, said)) => text.push_str(said),
+        None if command.has_subcommands() => {
+            text.push_str("Every command: `vmseal NOUN VERB --help`.")
+        }
+        None => text.push_str("Exit codes: `vmseal --help` has them."),
+    }
+    text
+}
+
+#[cfg(test)]
+mod habits;
+
+#[cfg(test)]
+mod tests {
+    use std::path::PathBuf;
+
+    use super::*;
+
+    /// As wide as help is where there is no terminal.
+    const WIDTH: usize = 100;
+
+    /// The texts of a command and all below it, as one is shown them.
+    fn texts(command: &mut Command, typed: &str) -> String {
+        let mut text = format!("$ {typed} --help\n{}\n", command.render_long_help());
+        for verb in command.get_subcommands_mut().filter(|verb| verb.get_name() != "help") {
+            let typed = format!("{typed} {}", verb.get_name());
+            text.push_str(&texts(verb, &typed));
+        }
+        // Editors and reviewers strip them.
+        text.lines().map(|line| format!("{}\n", line.trim_end())).collect()
+    }
+
+    /// `UPDATE_HELP=1 cargo test -p vmseal help` rewrites the files: read them, then commit them.
+    #[test]
+    fn every_help_text_is_the_one_that_was_read() {
+        let directory = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/help");
+        let mut command = command().term_width(WIDTH);
+        command.build();
+        let mut wanted = vec![(
+            "vmseal.txt".to_owned(),
+            format!("$ vmseal --help\n{}\n", command.render_long_help()),
+        )];
+        for noun in command.get_subcommands_mut().filter(|noun| noun.get_name() != "help") {
+            let name = noun.get_name().to_owned();
+            wanted.push((format!("{name}.txt"), texts(noun, &format!("vmseal {name}"))));
+        }
+        for (_, text) in &mut wanted {
+            *text = text.lines().map(|line| format!("{}\n", line.trim_end())).collect();
+        }
+        if std::env::var_os("UPDATE_HELP").is_some() {
+            std::fs::create_dir_all(&directory).unwrap();
+            for entry in std::fs::read_dir(&directory).unwrap() {
+                std::fs::remove_file(entry.unwrap().path()).unwrap();
+            }
+            for (name, text) in &wanted {
+                std::fs::write(directory.join(name), text).unwrap();
+            }
+        }
+        for (name, text) in &wanted {
+            let known = std::fs::read_to_string(directory.join(name)).unwrap_or_default();
+            let first = known.lines().zip(text.lines()).find(|(known, now)| known != now);
+            assert!(
+                known == *text,
+                "{name} is not what --help says: {first:?}. UPDATE_HELP=1 rewrites it; read it then"
+            );
+        }
+        let mut files: Vec<_> = std::fs::read_dir(&directory)
+            .unwrap()
+            .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+            .collect();
+        let mut names: Vec<_> = wanted.into_iter().map(|(name, _)| name).collect();
+        files.sort();
+        names.sort();
+        assert_eq!(files, names, "a file of a noun that there is no more");
+    }
+
+    /// Every text is one sentence's voice: begins with a capital, ends without a full stop, says something.
+    #[test]
+    fn every_command_and_option_is_explained_in_one_voice() {
+        fn check(command: &Command, typed: &str) {
+            let about = command.get_about().map(ToString::to_string).unwrap_or_default();
+            voice(&about, typed);
+            for arg in command.get_arguments() {
+                let typed = format!("{typed} {}", arg.get_id());
+                let said = arg.get_long_help().or(arg.get_help()).map(ToString::to_string);
+                voice(&said.unwrap_or_default(), &typed);
+            }
+            for verb in command.get_subcommands() {
+                check(verb, &format!("{typed} {}", verb.get_name()));
+            }
+        }
+        fn voice(text: &str, of: &str) {
+            assert!(text.len() >= 6, "{of} is not explained: {text:?}");
+            assert!(!text.starts_with(|c: char| c.is_lowercase()), "{of}: {text}");
+            assert!(!text.ends_with('.'), "{of}: {text}");
+        }
+        for noun in command().get_subcommands() {
+            check(noun, noun.get_name());
+        }
+    }
+}

@@ -1,0 +1,89 @@
+//! What every verb has, as the whole command line: a verb that is added cannot be without it.
+
+use clap::Command;
+
+use super::command;
+
+/// Verbs that change nothing.
+const READING: &[&str] = &[
+    "alarms",
+    "completion",
+    "datastore list",
+    "datastore scan",
+    "datastore show",
+    "disk list",
+    "disk show",
+    "doctor",
+    "events",
+    "host list",
+    "host show",
+    "policy list",
+    "policy show",
+    "provider list",
+    "provider show",
+    "task list",
+    "task show",
+    "task wait",
+    "task watch",
+    "vm list",
+    "vm show",
+];
+
+/// Verbs that change something and cannot be tried; docs/cli.md has the reason of each.
+const NOT_TRIED: &[&str] =
+    &["agent", "agent join", "lab disk", "man", "provider test", "server", "vm console"];
+
+/// Every verb, as it is typed after `vmseal`, with its options' names.
+fn verbs() -> Vec<(String, Vec<String>)> {
+    fn below(command: &Command, typed: &str, found: &mut Vec<(String, Vec<String>)>) {
+        for verb in command.get_subcommands().filter(|verb| verb.get_name() != "help") {
+            let typed = format!("{typed} {}", verb.get_name()).trim().to_owned();
+            if !verb.is_subcommand_required_set() {
+                let options = verb.get_arguments().filter_map(|arg| arg.get_long());
+                found.push((typed.clone(), options.map(str::to_owned).collect()));
+            }
+            below(verb, &typed, found);
+        }
+    }
+    let mut found = Vec::new();
+    below(&command(), "", &mut found);
+    found
+}
+
+fn has(options: &[String], wanted: &str) -> bool {
+    options.iter().any(|option| option == wanted)
+}
+
+#[test]
+fn what_changes_something_can_be_tried() {
+    let manual = include_str!("../../../../docs/cli.md");
+    for (verb, options) in verbs() {
+        let listed = READING.contains(&&*verb) || NOT_TRIED.contains(&&*verb);
+        match has(&options, "dry-run") {
+            true => {
+                assert!(!listed, "vmseal {verb} is listed as one without --dry-run, and has it")
+            }
+            false => assert!(
+                listed,
+                "vmseal {verb} has no --dry-run: give it one; if it changes nothing, say so in READING"
+            ),
+        }
+    }
+    for known in READING.iter().chain(NOT_TRIED) {
+        assert!(verbs().iter().any(|(verb, _)| verb == known), "there is no vmseal {known}");
+    }
+    for verb in NOT_TRIED {
+        assert!(manual.contains(&format!("| `{verb}` |")), "docs/cli.md: why is {verb} not tried?");
+    }
+}
+
+#[test]
+fn every_list_can_be_watched() {
+    let lists = |verb: &str| verb.ends_with(" list") || ["alarms", "events"].contains(&verb);
+    let found: Vec<_> = verbs().into_iter().filter(|(verb, _)| lists(verb)).collect();
+    assert!(found.len() > 6, "{found:?}");
+    for (verb, options) in found {
+        assert!(has(&options, "watch"), "vmseal {verb} has no --watch");
+        assert!(has(&options, "columns"), "vmseal {verb} has no --columns");
+    }
+}
