@@ -16,13 +16,7 @@ pub enum Vm {
     #[command(visible_alias = "ls")]
     List(List<model::Vm>),
     /// Show one VM
-    Show {
-        #[command(flatten)]
-        of: Show,
-        /// Print it as a libvirt domain; it has to run
-        #[arg(long, conflicts_with = "watch")]
-        libvirt: bool,
-    },
+    Show(ShowVm),
     /// Make a VM
     Create {
         /// Its name
@@ -67,6 +61,21 @@ pub enum Vm {
         /// How long the guest may take (90s, 5m) before the task fails
         #[arg(long, value_name = "DURATION", value_parser = duration, conflicts_with = "force")]
         grace_period: Option<Duration>,
+        #[command(flatten)]
+        dry_run: DryRun,
+        #[command(flatten)]
+        wait: Wait,
+    },
+    /// Give a VM that is off another key, of its provider or another one (shallow recrypt)
+    ///
+    /// The data of its disks stays as it is; the keys of the disks are wrapped anew. In the end the old
+    /// key is destroyed: copies of the disks from before, backups among them, cannot be opened any more.
+    Recrypt {
+        /// Its name or id
+        name: String,
+        /// The provider of the new key [default: the one that its key is of]
+        #[arg(long, value_name = "NAME")]
+        provider: Option<String>,
         #[command(flatten)]
         dry_run: DryRun,
         #[command(flatten)]
@@ -120,4 +129,14 @@ pub struct Import {
     pub dry_run: DryRun,
     #[command(flatten)]
     pub wait: Wait,
+}
+
+/// Which VM is shown, and how.
+#[derive(Args)]
+pub struct ShowVm {
+    #[command(flatten)]
+    pub of: Show,
+    /// Print it as a libvirt domain; it has to run
+    #[arg(long, conflicts_with = "watch")]
+    pub libvirt: bool,
 }

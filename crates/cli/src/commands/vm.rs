@@ -7,7 +7,7 @@ use serde_json::Value;
 use vmseal_api::client::ServerClient;
 use vmseal_api::host::Power;
 use vmseal_api::model::{Host, Vm};
-use vmseal_api::request::{CreateDisk, CreateVm, StopVm};
+use vmseal_api::request::{CreateDisk, CreateVm, RecryptVm, StopVm};
 
 use super::{console, import, list, plan, task};
 use crate::arguments::{self, DryRun, Output, Wait};
@@ -16,11 +16,11 @@ use crate::{disk_option, libvirt, print};
 pub async fn run(server: &ServerClient, output: Output, verb: arguments::Vm) -> anyhow::Result<()> {
     match verb {
         arguments::Vm::List(how) => list::run(server, output, &how, "vms").await,
-        arguments::Vm::Show { of, libvirt } if libvirt => {
-            show_domain(server, &server.get(&format!("vms/{}", of.name)).await?).await
+        arguments::Vm::Show(how) if how.libvirt => {
+            show_domain(server, &server.get(&format!("vms/{}", how.of.name)).await?).await
         }
-        arguments::Vm::Show { of, .. } => {
-            list::one::<Vm>(server, output, &of, "vms", print::vm_details).await
+        arguments::Vm::Show(how) => {
+            list::one::<Vm>(server, output, &how.of, "vms", print::vm_details).await
         }
         arguments::Vm::Create { name, policy, vcpus, memory, disks, dry_run, wait } => {
             let disks = disk_options(&disks)?;
@@ -37,6 +37,10 @@ pub async fn run(server: &ServerClient, output: Output, verb: arguments::Vm) -> 
                 grace_period.map(|period| u32::try_from(period.as_secs()).unwrap_or(u32::MAX));
             let request = StopVm { force, timeout_seconds };
             begin(server, output, &format!("vms/{name}/stop"), &request, &dry_run, &wait).await
+        }
+        arguments::Vm::Recrypt { name, provider, dry_run, wait } => {
+            let (path, request) = (format!("vms/{name}/recrypt"), RecryptVm { provider });
+            begin(server, output, &path, &request, &dry_run, &wait).await
         }
         arguments::Vm::Console(options) => console::attach(server, &options).await,
         arguments::Vm::Delete { name, dry_run, wait } => {
