@@ -50,6 +50,17 @@ async fn new_key(run: &Run<'_>) -> Result<KeyReference, StepError> {
     found.ok_or_else(|| internal("the new key is not in the inventory"))
 }
 
+/// Tells the host of the VM and gives it the VM's key; once more when it has restarted in between.
+async fn prepare(run: &Run<'_>) -> Result<(), StepError> {
+    let prepared = match run.hosts().prepare(run.vm_id()).await {
+        Err(problem) if matches!(problem.code, ErrorCode::NotFound | ErrorCode::WrongState) => {
+            run.hosts().prepare(run.vm_id()).await
+        }
+        other => other,
+    };
+    Ok(prepared.map_err(locked)?)
+}
+
 /// Asks the host, and once more when it may have restarted since it was told of the VM and its key, or
 /// knows it with another one.
 async fn ask<F: Future<Output = Result<(), Problem>>>(
@@ -63,7 +74,7 @@ async fn ask<F: Future<Output = Result<(), Problem>>>(
                 ErrorCode::NotFound | ErrorCode::Locked | ErrorCode::WrongState
             ) =>
         {
-            run.hosts().prepare(run.vm_id()).await.map_err(locked)?;
+            prepare(run).await?;
             Ok(question().await?)
         }
         other => Ok(other?),
@@ -86,7 +97,7 @@ pub(super) async fn check(run: &Run<'_>) -> Result<(), StepError> {
     if state_of(&state, vm.id).is_some_and(|seen| seen.power != Power::Off) {
         return refused("is not off: stop it first");
     }
-    run.hosts().prepare(vm.id).await.map_err(locked)?;
+    prepare(run).await?;
     ask(run, || agent.check_key(vm.id, old.clone())).await
 }
 
@@ -211,7 +222,7 @@ async fn set_key(
 
 /// Tells the host of the new key, and gives it.
 pub(super) async fn deliver(run: &Run<'_>) -> Result<(), StepError> {
-    Ok(run.hosts().prepare(run.vm_id()).await.map_err(locked)?)
+    prepare(run).await
 }
 
 /// Leaves the new key as the only one that opens the disks.
