@@ -2,12 +2,17 @@
 
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+use std::process::Command;
+
 use serde_json::Value;
 use vmseal_kmip::ResultReason;
 use vmseal_kmip::client::{Client, Settings};
 use vmseal_kmip::operation::KeyId;
 use vmseal_kmip::testing::{Authority, Issued, PyKmip, Validity};
 use vmseal_tests::eventually;
+use vmseal_tests::header;
 use vmseal_tests::installation::{Installation, PASSPHRASE, text};
 use vmseal_tests::scan::{Scanner, forms};
 
@@ -123,6 +128,132 @@ fn a_vm_lives_on_keys_of_a_kms_and_waits_locked_while_it_is_away() {
     .unwrap();
     let gone = runtime.block_on(own.key_state(&id)).unwrap_err();
     assert_eq!(gone.refusal(), Some(ResultReason::ItemNotFound), "{gone}");
+    here.vmseal(&["policy", "remove", "from-kms"]).unwrap();
+    here.vmseal(&["provider", "remove", "kms"]).unwrap();
+}
+
+/// Whether cryptsetup opens an image with a KEK as its key file.
+fn opens(image: &Path, kek: &[u8]) -> bool {
+    let directory = tempfile::tempdir().unwrap();
+    let key = directory.path().join("key");
+    std::fs::write(&key, kek).unwrap();
+    let arguments = ["open", "--test-passphrase", "--batch-mode", "--key-file"];
+    let output = Command::new("cryptsetup").args(arguments).arg(key).arg(image).output();
+    output.unwrap().status.success()
+}
+
+/// How many key slots an image's header has.
+fn key_slots(image: &Path) -> usize {
+    let arguments = ["luksDump", "--dump-json-metadata"];
+    let dump = Command::new("cryptsetup").args(arguments).arg(image).output().unwrap();
+    let json: Value = serde_json::from_slice(&dump.stdout).unwrap();
+    json["keyslots"].as_object().unwrap().len()
+}
+
+/// What is behind the header.
+fn data(image: &Path) -> Vec<u8> {
+    std::fs::read(image).unwrap().split_off(header::HEAD)
+}
+
+/// Begins to recrypt a VM, and kills the server after `when` has come; the next one is started, and the
+/// task's end awaited. Gives the state that it ends in.
+fn kill_while_recrypting(
+    here: &mut Installation,
+    provider: &str,
+    when: impl FnOnce(&Installation, &str),
+    between: impl FnOnce(),
+) -> String {
+    let begin = ["vm", "recrypt", "sealed", "--provider", provider, "--no-wait"];
+    let task = here.json(&begin).unwrap()["id"].as_str().unwrap().to_owned();
+    when(here, &task);
+    here.kill_server();
+    between();
+    here.start_server().unwrap();
+    let ended = eventually("the task ends", || {
+        let task = here.json(&["task", "show", &task]).ok()?;
+        (!task["ended"].is_null()).then_some(task)
+    });
+    ended.unwrap()["state"].as_str().unwrap().to_owned()
+}
+
+#[test]
+fn a_vm_moves_from_the_native_provider_to_a_kms_and_back() {
+    let authority = Authority::new("kms");
+    let kms = PyKmip::start(&authority);
+    let client = authority.client("vmseal", Validity::Now);
+    let mut here = Installation::new().unwrap();
+    add_provider(&here, &kms, &authority, &client);
+    // A server that starts again can use it at once.
+    let credential = here.path("credentials/vmseal-provider-kms");
+    std::fs::write(&credential, PASSPHRASE).unwrap();
+    std::fs::set_permissions(&credential, PermissionsExt::from_mode(0o400)).unwrap();
+    let settings = Settings::new(kms.endpoint(), authority.trust(), client.identity());
+    let own = Client::new(settings).unwrap();
+    let runtime = tokio::runtime::Runtime::new().unwrap();
+    let key_id = |here: &Installation| {
+        KeyId::new(here.vm("sealed").unwrap()["key"]["key_id"].as_str().unwrap()).unwrap()
+    };
+
+    here.create_counter("sealed", "encrypted").unwrap();
+    assert_eq!(here.boot_counter("sealed").unwrap(), 1);
+    let refused = here.refused(&["vm", "recrypt", "sealed", "--provider", "kms"]).unwrap();
+    assert!(refused.contains("while it is off"), "{refused}");
+    here.vmseal(&["vm", "stop", "sealed", "--force"]).unwrap();
+    let image = here.images("sealed").unwrap().remove(0);
+    let (before, native) = (data(&image), header::read(&image).unwrap());
+    let planned = here.vmseal(&["vm", "recrypt", "sealed", "--provider", "kms", "--dry-run"]);
+    assert!(planned.unwrap().contains("destroy the old key"));
+    assert_eq!(header::read(&image).unwrap(), native);
+
+    // The server is killed while it waits for the KMS to make the key; the next one goes on.
+    let waiting = |here: &Installation, task: &str| {
+        let making = || {
+            let shown = here.json(&["task", "show", task]).ok()?;
+            (shown["step"] == "make the new key").then_some(())
+        };
+        eventually("it waits for the KMS", making).unwrap();
+    };
+    kms.freeze();
+    assert_eq!(kill_while_recrypting(&mut here, "kms", waiting, || kms.resume()), "done");
+    assert_eq!(here.vm("sealed").unwrap()["provider"], "kms");
+    assert_eq!((data(&image) == before, key_slots(&image)), (true, 1));
+    let id = key_id(&here);
+    let kek = runtime.block_on(own.get_key(&id)).unwrap().expose().to_vec();
+    assert!(opens(&image, &kek));
+    // The inventory's key is not what the old header opens with.
+    let moved = header::read(&image).unwrap();
+    header::write(&image, &native).unwrap();
+    assert!(!opens(&image, &kek));
+    assert!(here.refused(&["vm", "start", "sealed"]).unwrap().contains("encrypted under key"));
+    header::write(&image, &moved).unwrap();
+    assert_eq!(here.boot_counter("sealed").unwrap(), 2);
+    here.vmseal(&["vm", "stop", "sealed", "--force"]).unwrap();
+
+    // Killed at any other moment: it opens, with one key, and what the old one was is gone.
+    for pause in [5, 20, 60] {
+        let old = key_id(&here);
+        let moment = |_: &Installation, _: &str| {
+            std::thread::sleep(std::time::Duration::from_millis(pause));
+        };
+        let state = kill_while_recrypting(&mut here, "kms", moment, || {});
+        assert_eq!(state, "done", "killed after {pause} ms");
+        assert_eq!(key_slots(&image), 1, "killed after {pause} ms");
+        let gone = runtime.block_on(own.get_key(&old)).unwrap_err();
+        assert_eq!(gone.refusal(), Some(ResultReason::ItemNotFound), "{gone}");
+    }
+    let (old, before) = (key_id(&here), data(&image));
+    let kek = runtime.block_on(own.get_key(&old)).unwrap().expose().to_vec();
+    assert!(opens(&image, &kek));
+
+    // And back; PyKMIP forgets a key that is destroyed.
+    here.vmseal(&["vm", "recrypt", "sealed", "--provider", "keys"]).unwrap();
+    assert_eq!(here.vm("sealed").unwrap()["provider"], "keys");
+    assert!(!opens(&image, &kek), "the old key opens the disk still");
+    assert_eq!((data(&image) == before, key_slots(&image)), (true, 1));
+    let gone = runtime.block_on(own.key_state(&old)).unwrap_err();
+    assert_eq!(gone.refusal(), Some(ResultReason::ItemNotFound), "{gone}");
+    assert_eq!(here.boot_counter("sealed").unwrap(), 3);
+    here.vmseal(&["vm", "stop", "sealed", "--force"]).unwrap();
     here.vmseal(&["policy", "remove", "from-kms"]).unwrap();
     here.vmseal(&["provider", "remove", "kms"]).unwrap();
 }

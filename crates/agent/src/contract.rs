@@ -12,8 +12,9 @@ use tokio::time::{Instant, timeout};
 use vmseal_api::datastore::DatastoreCondition;
 use vmseal_api::host::{
     Allocation, DatastoreLocation, DatastoreSpec, DiskFacts, DiskPhase, DiskSpec, ExportPhase,
-    ExportSpec, ExportStep, HostAgent, HostState, ImageSource, KeyState, Power, PowerOff,
-    SHUTDOWN_SECONDS_MAX, STATE_WAIT_MAX, StopReason, Stopped, VERSION, VmSpec, VmState,
+    ExportSpec, ExportStep, HostAgent, HostState, ImageSource, KeyReference, KeyState, OtherKey,
+    Power, PowerOff, SHUTDOWN_SECONDS_MAX, STATE_WAIT_MAX, StopReason, Stopped, VERSION, VmSpec,
+    VmState,
 };
 use vmseal_api::id::{DatastoreId, DiskId, TaskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -527,7 +528,8 @@ async fn exports(agent: &dyn HostAgent, session: &Session) {
 
 /// The third part, with one more life: the death is told as before until the VM runs again.
 pub async fn third_life(agent: &dyn HostAgent, (mut session, died): (Session, Stopped)) {
-    let (vm, spec) = (session.vm(), session.spec.clone());
+    let vm = session.vm();
+    let spec = session.spec.clone();
     let told = Some(died);
     let found = session.now(agent).await;
     assert_eq!((found.power, found.key), (Power::Off, KeyState::Missing));
@@ -545,6 +547,8 @@ pub async fn third_life(agent: &dyn HostAgent, (mut session, died): (Session, St
     console(agent, &session).await;
     done(agent.power_off(vm, PowerOff::Force).await, "the plug");
     assert_eq!(session.now(agent).await.died, None, "an end that was wished for is no death");
+    other_keys(agent, &mut session).await;
+    let spec = session.spec.clone();
 
     done(agent.unregister_vm(vm).await, "forgetting");
     done(agent.unregister_vm(vm).await, "forgetting again");
@@ -557,6 +561,66 @@ pub async fn third_life(agent: &dyn HostAgent, (mut session, died): (Session, St
     }
     done(agent.unregister_vm(vm).await, "forgetting at last");
     assert!(state(agent).await.vms.is_empty());
+}
+
+/// Another key for the disks, and others in its place: the VM is off, and its key is there.
+async fn other_keys(agent: &dyn HostAgent, session: &mut Session) {
+    let vm = session.vm();
+    let first = session.spec.key.clone().expect("the VM has a key");
+    let new = |id: &str| {
+        let kek = SecretBytes::random(KEK_LEN).expect("locked memory");
+        let key = reference_of(&kek, vm, id);
+        (kek, key)
+    };
+    let key_box = session.key_box.clone();
+    let other = |beside: &KeyReference, key: &KeyReference, kek: &SecretBytes| OtherKey {
+        beside: beside.clone(),
+        key: key.clone(),
+        sealed: seal_for(&key_box, vm, key, kek),
+    };
+    let ((second_kek, second), (third_kek, third)) = (new("second"), new("third"));
+    done(agent.check_key(vm, first.clone()).await, "the key that it has");
+    let (another, code) = (agent.check_key(vm, second.clone()).await, ErrorCode::WrongState);
+    refused(another, code, "checking one that it is not registered with");
+    let wrong = agent.add_key(vm, other(&first, &second, &third_kek)).await;
+    refused(wrong, ErrorCode::KeyMismatch, "another key than its reference says");
+    let beside_another = agent.add_key(vm, other(&third, &second, &second_kek)).await;
+    refused(beside_another, code, "beside one that it is not registered with");
+    refused(agent.drop_other_keys(vm, second.clone()).await, code, "keeping what it has not");
+    done(agent.drop_other_keys(vm, first.clone()).await, "dropping none");
+    done(agent.add_key(vm, other(&first, &second, &second_kek)).await, "another key");
+    done(agent.add_key(vm, other(&first, &second, &second_kek)).await, "the same again");
+    done(agent.drop_other_keys(vm, first.clone()).await, "calling it off");
+    let called_off = VmSpec { key: Some(second.clone()), ..session.spec.clone() };
+    let new_kek = std::mem::replace(&mut session.kek, second_kek);
+    let old_spec = std::mem::replace(&mut session.spec, called_off);
+    done(agent.register_vm(session.spec.clone()).await, "registering with what was called off");
+    refused(agent.check_key(vm, second.clone()).await, ErrorCode::Locked, "without its key");
+    done(session.offer(agent).await, "what was called off");
+    let gone = agent.check_key(vm, second.clone()).await;
+    refused(gone, ErrorCode::KeyMismatch, "the key that was called off");
+    refused(agent.drop_other_keys(vm, second.clone()).await, ErrorCode::KeyMismatch, "keeping it");
+    let second_kek = std::mem::replace(&mut session.kek, new_kek);
+    session.spec = old_spec;
+    done(agent.register_vm(session.spec.clone()).await, "and back");
+    done(session.offer(agent).await, "the first key");
+    done(agent.add_key(vm, other(&first, &second, &second_kek)).await, "the second once more");
+    done(agent.add_key(vm, other(&first, &third, &third_kek)).await, "a third in its place");
+
+    session.kek = third_kek;
+    session.spec.key = Some(third.clone());
+    done(agent.register_vm(session.spec.clone()).await, "registering with the third");
+    done(session.offer(agent).await, "the third key");
+    done(agent.drop_other_keys(vm, third.clone()).await, "dropping the first");
+    done(agent.drop_other_keys(vm, third.clone()).await, "dropping it again");
+    done(agent.power_on(vm).await, "starting with the third");
+    session.wait(agent, "running", |state| state.power == Power::Running).await;
+    console(agent, session).await;
+    refused(agent.check_key(vm, third.clone()).await, code, "checking while it runs");
+    refused(agent.drop_other_keys(vm, third.clone()).await, code, "dropping while it runs");
+    let running = agent.add_key(vm, other(&third, &second, &second_kek)).await;
+    refused(running, code, "adding while it runs");
+    done(agent.power_off(vm, PowerOff::Force).await, "the plug");
 }
 
 /// All parts on agents that are made by `next`, one after the other.

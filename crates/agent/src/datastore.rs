@@ -342,8 +342,11 @@ impl Home {
         Ok(open_locked(&self.creating(disk))?.map(|file| (file, note)))
     }
 
-    /// Makes the directory, and writes what it holds.
-    fn describe(&self, spec: &VmSpec, here: &DatastoreSpec) -> Result<(), Problem> {
+    /// Makes the directory, and writes what it holds: which VM's disks, and the key that they open with.
+    ///
+    /// # Errors
+    /// As the file system.
+    pub fn describe(&self, spec: &VmSpec, here: &DatastoreSpec) -> Result<(), Problem> {
         DirBuilder::new()
             .recursive(true)
             .mode(0o700)

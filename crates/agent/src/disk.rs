@@ -306,7 +306,7 @@ pub fn to_api(facts: &Facts) -> DiskFacts {
 }
 
 /// The pinned facts as crate luks has them; none for a raw disk.
-fn from_api(disk: &DiskSpec, facts: &DiskFacts) -> Option<Facts> {
+pub(crate) fn from_api(disk: &DiskSpec, facts: &DiskFacts) -> Option<Facts> {
     match facts {
         DiskFacts::Raw => None,
         DiskFacts::Luks2 { version, cipher, key_bits, sector_size, data_offset } => Some(Facts {
@@ -322,13 +322,14 @@ fn from_api(disk: &DiskSpec, facts: &DiskFacts) -> Option<Facts> {
 }
 
 /// What a header's error is called outside.
-fn header_problem(disk: &DiskSpec, error: &HeaderError) -> Problem {
+pub(crate) fn header_problem(disk: &DiskSpec, error: &HeaderError) -> Problem {
     let code = match error {
         HeaderError::OtherKey { .. } | HeaderError::WrongKek(_) => ErrorCode::KeyMismatch,
         HeaderError::Truncated { .. }
         | HeaderError::BothCopies { .. }
         | HeaderError::Refused(_)
         | HeaderError::SlotDamaged(_)
+        | HeaderError::NotKept(_)
         | HeaderError::Occupied(_) => ErrorCode::Damaged,
         HeaderError::UnknownFacts(_) => ErrorCode::Unsupported,
         HeaderError::Write(error)

@@ -14,7 +14,8 @@ use tokio::task::spawn_blocking;
 use vmseal_api::datastore::{DatastoreCondition, DatastoreContents};
 use vmseal_api::host::{
     ConsoleStream, DatastoreSpec, DatastoreUsage, ExportSpec, ExportStep, HostAgent,
-    HostDescription, HostState, ImageSource, PowerOff, SealedKey, VERSION, VmSpec,
+    HostDescription, HostState, ImageSource, KeyReference, OtherKey, PowerOff, SealedKey, VERSION,
+    VmSpec,
 };
 use vmseal_api::id::{DiskId, Incarnation, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -30,7 +31,7 @@ use crate::process;
 use crate::qemu::Qemu;
 use crate::run_dir::RunDir;
 use crate::users::Users;
-use crate::vm::{self, Beginning, Call, Shared, Vm};
+use crate::vm::{self, Beginning, Call, Change, Shared, Vm};
 use crate::{contents, datastore, metrics, rules};
 
 /// The most VMs that a host takes.
@@ -139,6 +140,16 @@ impl RealHost {
 
     async fn vm(&self, vm: VmId) -> Result<Vm, Problem> {
         self.vms.lock().await.get(&vm).cloned().ok_or_else(|| rules::unknown(vm))
+    }
+
+    async fn change_keys(
+        &self,
+        vm: VmId,
+        registered: KeyReference,
+        change: Change,
+    ) -> Result<(), Problem> {
+        let call = |reply| Call::ChangeKeys(registered, Box::new(change), reply);
+        self.vm(vm).await?.ask(vm, call).await
     }
 }
 
@@ -254,6 +265,19 @@ impl HostAgent for RealHost {
 
     async fn offer_key(&self, vm: VmId, key: SealedKey) -> Result<(), Problem> {
         self.vm(vm).await?.ask(vm, |reply| Call::OfferKey(key, reply)).await
+    }
+
+    async fn check_key(&self, vm: VmId, key: KeyReference) -> Result<(), Problem> {
+        self.change_keys(vm, key, Change::Nothing).await
+    }
+
+    async fn add_key(&self, vm: VmId, other: OtherKey) -> Result<(), Problem> {
+        let OtherKey { beside, key, sealed } = other;
+        self.change_keys(vm, beside, Change::Add(key, sealed)).await
+    }
+
+    async fn drop_other_keys(&self, vm: VmId, keep: KeyReference) -> Result<(), Problem> {
+        self.change_keys(vm, keep, Change::DropOthers).await
     }
 
     async fn create_disk(

@@ -105,6 +105,9 @@ pub fn router(agent: Agent) -> Router {
         .route("/v1/metrics", get(metrics))
         .route("/v1/vms/{vm}", put(register_vm).delete(unregister_vm))
         .route("/v1/vms/{vm}/key", put(offer_key))
+        .route("/v1/vms/{vm}/key/check", post(check_key))
+        .route("/v1/vms/{vm}/key/add", post(add_key))
+        .route("/v1/vms/{vm}/key/drop-others", post(drop_other_keys))
         .route("/v1/vms/{vm}/disks/{disk}", put(create_disk).delete(delete_disk))
         .route("/v1/vms/{vm}/disks/{disk}/export", post(export_disk))
         .route("/v1/vms/{vm}/power-on", post(power_on))
@@ -188,6 +191,33 @@ async fn offer_key(
 
 fn disk_of((vm, disk): &(String, String)) -> Result<(VmId, DiskId), Problem> {
     Ok((id("vm", vm)?, id("disk", disk)?))
+}
+
+async fn check_key(
+    State(agent): State<Agent>,
+    Path(vm): Path<String>,
+    request: Body,
+) -> Answer<Response> {
+    agent.check_key(id("vm", &vm)?, body(request).await?).await?;
+    done()
+}
+
+async fn add_key(
+    State(agent): State<Agent>,
+    Path(vm): Path<String>,
+    request: Body,
+) -> Answer<Response> {
+    agent.add_key(id("vm", &vm)?, body(request).await?).await?;
+    done()
+}
+
+async fn drop_other_keys(
+    State(agent): State<Agent>,
+    Path(vm): Path<String>,
+    request: Body,
+) -> Answer<Response> {
+    agent.drop_other_keys(id("vm", &vm)?, body(request).await?).await?;
+    done()
 }
 
 async fn create_disk(

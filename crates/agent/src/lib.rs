@@ -14,6 +14,7 @@
 //! | `vm` | the state machine of a VM and its owner; start, watch, end, adopt |
 //! | `rules` | what may be done when |
 //! | `disk`, `datastore` | making and opening disks; files, locks, debris |
+//! | `disk_keys` | changing the keys that open a VM's disks |
 //! | `image`, `filling` | what disks are filled from, and the filling, which goes on after a kill |
 //! | `export` | writing a disk to a file for elsewhere |
 //! | `filter`, `qemu`, [`qmp`], `console` | the two processes of a VM and the ways to them |
@@ -36,6 +37,7 @@ pub mod contract;
 mod datastore;
 mod deaths;
 mod disk;
+mod disk_keys;
 pub mod doctor;
 mod export;
 mod filling;

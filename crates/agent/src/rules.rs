@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use vmseal_api::filter::{CRYPT_SECTOR, DISKS_MAX};
 use vmseal_api::host::{
-    DiskPhase, DiskSpec, ExportSpec, KeyState, Power, SHUTDOWN_SECONDS_MAX, VmSpec,
+    DiskPhase, DiskSpec, ExportSpec, KeyReference, KeyState, Power, SHUTDOWN_SECONDS_MAX, VmSpec,
 };
 use vmseal_api::id::DiskId;
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -173,6 +173,30 @@ pub fn check_export(export: &ExportSpec) -> Result<(), Problem> {
         (true, None) => Err(Problem::invalid("passphrase", "is needed for luks2")),
         _ => Ok(()),
     }
+}
+
+/// Whether the keys of a VM's disks may be looked at or changed now; `registered` is the key that the server
+/// takes it to be registered with.
+///
+/// # Errors
+/// `wrong-state` while it is not off, or registered with another key; `locked` when its key is not here.
+pub fn may_change_keys(
+    spec: &VmSpec,
+    power: Power,
+    key: KeyState,
+    registered: &KeyReference,
+) -> Result<(), Problem> {
+    if power != Power::Off {
+        let what = "is not off: the keys of its disks cannot be changed. Stop it first";
+        return Err(wrong_state(spec, what));
+    }
+    if spec.key.as_ref() != Some(registered) {
+        return Err(wrong_state(spec, "is registered with another key; register it again"));
+    }
+    if key != KeyState::Held {
+        return Err(locked(spec));
+    }
+    Ok(())
 }
 
 /// What [`may_power_on`] allows.

@@ -18,6 +18,9 @@
 //! PUT    /v1/vms/{vm}                      register_vm
 //! DELETE /v1/vms/{vm}                      unregister_vm
 //! PUT    /v1/vms/{vm}/key                  offer_key
+//! POST   /v1/vms/{vm}/key/check            check_key
+//! POST   /v1/vms/{vm}/key/add              add_key
+//! POST   /v1/vms/{vm}/key/drop-others      drop_other_keys
 //! PUT    /v1/vms/{vm}/disks/{disk}         create_disk
 //! DELETE /v1/vms/{vm}/disks/{disk}         delete_disk
 //! POST   /v1/vms/{vm}/disks/{disk}/export  export_disk
@@ -159,6 +162,18 @@ pub struct SealedKey {
     pub key_box: String,
     /// The sealed box, base64.
     pub sealed: String,
+}
+
+/// Another KEK for a VM's disks, beside the one that it is registered with.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct OtherKey {
+    /// The one that it is registered with.
+    pub beside: KeyReference,
+    /// The other one.
+    pub key: KeyReference,
+    /// The other KEK, sealed as [`key_info`] of `key` has it.
+    pub sealed: SealedKey,
 }
 
 /// What a KEK is bound to when it is sealed for an agent: it cannot be offered as another VM's or as
@@ -571,6 +586,30 @@ mod service {
         /// # Errors
         /// `key-mismatch` for another key; `wrong-state` when it is sealed to an earlier incarnation.
         async fn offer_key(&self, vm: VmId, key: SealedKey) -> Result<(), Problem>;
+
+        /// Sees that every encrypted disk of a VM that is off is there and opens with the KEK that the VM is
+        /// registered with, which has to be `key`. Nothing is written.
+        ///
+        /// # Errors
+        /// `wrong-state` while the VM is not off, or registered with another key; `locked` without the
+        /// KEK; what opening a disk refuses.
+        async fn check_key(&self, vm: VmId, key: KeyReference) -> Result<(), Problem>;
+
+        /// Lets every encrypted disk of a VM that is off open with another KEK, too: on the datastore, and
+        /// read back from it, when this answers. A third one that an earlier attempt left is dropped.
+        /// Nothing is written unless all disks open with the registered KEK.
+        ///
+        /// # Errors
+        /// As [`HostAgent::check_key`]; `key-mismatch` when the other key is not what its reference says;
+        /// `wrong-state` when it is sealed to an earlier incarnation.
+        async fn add_key(&self, vm: VmId, other: OtherKey) -> Result<(), Problem>;
+
+        /// Leaves the registered KEK, which has to be `keep`, as the only one that opens the encrypted disks
+        /// of a VM that is off. Nothing is written unless all of them open with it.
+        ///
+        /// # Errors
+        /// As [`HostAgent::check_key`].
+        async fn drop_other_keys(&self, vm: VmId, keep: KeyReference) -> Result<(), Problem>;
 
         /// Begins to make a disk of a registered VM, filled from `source` where one is given; follow
         /// [`DiskState`]. A disk that is there and whole becomes `Ready` without being touched.

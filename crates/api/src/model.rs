@@ -177,6 +177,9 @@ pub struct Vm {
     /// Its KEK; none when nothing of it is encrypted.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub key: Option<KeyReference>,
+    /// The name of the KEK's provider.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub provider: Option<String>,
     /// Its disks, in boot order.
     pub disks: Vec<Disk>,
     /// How far it is made.

@@ -215,6 +215,16 @@ pub struct ExportDisk {
     pub passphrase: Option<SealedKey>,
 }
 
+/// Gives a VM that is off another KEK.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct RecryptVm {
+    /// The provider of the new key, by name or id; none means the one that the VM's key is of.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub provider: Option<String>,
+}
+
 /// Stops a VM.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]

@@ -61,6 +61,30 @@ pub async fn hand_over(
     key: &KeyReference,
     kek: SecretBytes,
 ) -> Result<(), Problem> {
+    let offer = seal(store, key_box, vm, key, kek).await?;
+    let answer = agent.offer_key(vm.id, offer).await;
+    if let Err(problem) = &answer {
+        let detail = format!("{}: {problem}", on_its_way(vm, key));
+        tell(store, "key.delivery-failed", vm, &detail).await?;
+    }
+    answer
+}
+
+fn on_its_way(vm: &Vm, key: &KeyReference) -> String {
+    format!("key '{}' to host '{}'", key.key_id, vm.host_name)
+}
+
+/// Seals a VM's key to the agent whose key box this is, and puts on record that it leaves.
+///
+/// # Errors
+/// The inventory's; it is no key box.
+pub async fn seal(
+    store: &Store,
+    key_box: &str,
+    vm: &Vm,
+    key: &KeyReference,
+    kek: SecretBytes,
+) -> Result<SealedKey, Problem> {
     let public: [u8; 32] =
         STANDARD.decode(key_box).ok().and_then(|bytes| bytes.try_into().ok()).ok_or_else(|| {
             let detail = format!("host '{}' announced something that is no key box", vm.host_name);
@@ -70,15 +94,8 @@ pub async fn hand_over(
         .map_err(|error| crate::internal(&error))?;
     drop(kek);
     // On record before it leaves: no use of a key without its event, whatever happens next.
-    let detail = format!("key '{}' to host '{}'", key.key_id, vm.host_name);
-    tell(store, "key.delivered", vm, &detail).await?;
-    let offer =
-        SealedKey { key_box: key_box.to_owned(), sealed: STANDARD.encode(sealed.as_bytes()) };
-    let answer = agent.offer_key(vm.id, offer).await;
-    if let Err(problem) = &answer {
-        tell(store, "key.delivery-failed", vm, &format!("{detail}: {problem}")).await?;
-    }
-    answer
+    tell(store, "key.delivered", vm, &on_its_way(vm, key)).await?;
+    Ok(SealedKey { key_box: key_box.to_owned(), sealed: STANDARD.encode(sealed.as_bytes()) })
 }
 
 async fn tell(store: &Store, kind: &str, vm: &Vm, detail: &str) -> Result<(), Problem> {

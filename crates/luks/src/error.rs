@@ -13,7 +13,7 @@ use crate::layout::CopyFault;
 const QUOTE_MAX: usize = 64;
 
 /// Why a header was not made, opened or changed. On any of these nothing has been written, but for
-/// [`HeaderError::Write`].
+/// [`HeaderError::Write`] and [`HeaderError::NotKept`].
 #[derive(Debug, thiserror::Error)]
 pub enum HeaderError {
     /// The backend failed while it was read.
@@ -73,6 +73,11 @@ pub enum HeaderError {
     /// A change of key is under way that has to be ended first.
     #[error("the disk is under two keys already: drop the old one before another is added")]
     TwoKeys,
+    /// What was written is not what is read back.
+    #[error(
+        "the header was written for key {0} and does not open with it when it is read back: the datastore loses writes"
+    )]
+    NotKept(String),
     /// A DEK or KEK has a wrong length.
     #[error("a {0} has the wrong length: {1} bytes")]
     KeyLength(&'static str, usize),

@@ -123,10 +123,11 @@ pub fn repair(
 }
 
 /// Lets a disk open with a second KEK, beside the first (shallow recrypt, first half). Nothing happens
-/// if it opens with that already.
+/// if it opens with that already. What was written is read back and opened with the second one.
 ///
 /// # Errors
-/// As [`open`], [`HeaderError::TwoKeys`], or [`HeaderError::Write`].
+/// As [`open`], [`HeaderError::TwoKeys`], [`HeaderError::Write`], or [`HeaderError::NotKept`]: it opens with
+/// the first one as before.
 pub fn add_kek(
     store: &mut impl HeaderStore,
     expected: &Facts,
@@ -138,9 +139,8 @@ pub fn add_kek(
     let Session { attached, dek, holes, .. } = &session;
     let mut plan = attached.plan();
     if attached.metadata.tokens.values().any(|token| token.is_of(new_context)) {
-        drop(session);
-        Session::open(store, expected, new, new_context)?;
-        return plan.run(store);
+        plan.run(store)?;
+        return session.prove(store, expected, (new, new_context));
     }
     let areas = &attached.metadata.areas;
     let free = (0..SLOTS_MAX as u32).find(|slot| !areas.contains_key(slot));
@@ -152,24 +152,26 @@ pub fn add_kek(
         plan.area(&attached.working, *area)?;
     }
     plan.copies(&attached.working)?;
-    plan.run(store)
+    plan.run(store)?;
+    session.prove(store, expected, (new, new_context))
 }
 
 /// Leaves `kek` as the only one that opens the disk, and overwrites what the others have left (shallow
-/// recrypt, second half).
+/// recrypt, second half). Nothing is written unless the disk opens with it.
 ///
 /// # Errors
-/// As [`open`], or [`HeaderError::Write`].
+/// As [`open`], [`HeaderError::Write`], or [`HeaderError::NotKept`].
 pub fn drop_other_keks(
     store: &mut impl HeaderStore,
     expected: &Facts,
     kek: &SecretBytes,
     context: &KeyContext<'_>,
 ) -> Result<(), HeaderError> {
-    let Session { attached, slot, .. } = Session::open(store, expected, kek, context)?;
+    let session = Session::open(store, expected, kek, context)?;
+    let Session { attached, slot, .. } = &session;
     let mut plan = attached.plan();
     let others: Vec<u32> =
-        attached.metadata.areas.keys().copied().filter(|other| *other != slot).collect();
+        attached.metadata.areas.keys().copied().filter(|other| other != slot).collect();
     for other in &others {
         attached.device.remove_slot(*other)?;
     }
@@ -181,7 +183,8 @@ pub fn drop_other_keks(
     for area in area_offsets().into_iter().filter(|area| !used.values().any(|used| used == area)) {
         plan.wipe_area(area);
     }
-    plan.run(store)
+    plan.run(store)?;
+    session.prove(store, expected, (kek, context))
 }
 
 /// Takes over a disk that cryptsetup made with vmseal's parameters (docs/formats/disk.md) and `kek` as its

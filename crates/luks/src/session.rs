@@ -87,6 +87,24 @@ impl Session {
         token.authenticate(expected, &dek, kek, context)?;
         Ok(Self { attached, slot, dek, holes: token.holes })
     }
+
+    /// Ends with the header read back and opened with a key: a backend may lose what it said it had written,
+    /// and the other key is given up on the strength of this one.
+    pub(crate) fn prove(
+        self,
+        store: &impl HeaderStore,
+        expected: &Facts,
+        (kek, context): (&SecretBytes, &KeyContext<'_>),
+    ) -> Result<(), HeaderError> {
+        let Self { attached, dek, .. } = self;
+        // Two cannot be in libcryptsetup's hands at a time.
+        drop(attached);
+        match Self::open(store, expected, kek, context) {
+            Ok(read) if read.dek == dek => Ok(()),
+            Err(error @ HeaderError::WrongKek(_)) => Err(error),
+            _ => Err(HeaderError::NotKept(name(context))),
+        }
+    }
 }
 
 /// The token of the key that the context names, once all tokens are known to be of this disk.

@@ -257,3 +257,40 @@ fn a_full_datastore_ends_the_change_and_leaves_a_disk_that_opens() {
         }
     }
 }
+
+/// A store that says it has written a range, and has not.
+struct Forgetful {
+    inner: MemoryStore,
+    lost: std::ops::Range<u64>,
+}
+
+impl HeaderStore for Forgetful {
+    fn size(&self) -> std::io::Result<u64> {
+        self.inner.size()
+    }
+
+    fn read_at(&self, buffer: &mut [u8], offset: u64) -> std::io::Result<()> {
+        self.inner.read_at(buffer, offset)
+    }
+
+    fn write_at(&mut self, bytes: &[u8], offset: u64) -> std::io::Result<()> {
+        if self.lost.contains(&offset) { Ok(()) } else { self.inner.write_at(bytes, offset) }
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        self.inner.flush()
+    }
+}
+
+#[test]
+fn a_key_that_was_not_kept_is_not_said_to_open() {
+    let keys = (kek(), new_kek());
+    let (copies, areas) = (0..2 * COPY as u64, 2 * COPY as u64..u64::MAX);
+    for lost in [areas, copies] {
+        let mut store = Forgetful { inner: created(), lost: lost.clone() };
+        let (old, new) = ((&keys.0, &CONTEXT), (&keys.1, &NEW_CONTEXT));
+        let added = vmseal_luks::add_kek(&mut store, &facts(), old, new);
+        assert!(matches!(added, Err(HeaderError::NotKept(_))), "{lost:?}: {added:?}");
+        assert!(opens(&store.inner, &dek()).0, "{lost:?}");
+    }
+}

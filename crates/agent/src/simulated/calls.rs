@@ -9,7 +9,7 @@ use vmseal_api::datastore::{
 use vmseal_api::host::{
     Allocation, ConsoleStream, DatastoreLocation, DatastoreSpec, DatastoreUsage, DiskFacts,
     DiskPhase, DiskSpec, ExportSpec, ExportStep, HostAgent, HostDescription, HostState,
-    ImageSource, Power, PowerOff, SealedKey, StopReason, VmSpec,
+    ImageSource, KeyReference, OtherKey, Power, PowerOff, SealedKey, StopReason, VmSpec,
 };
 use vmseal_api::id::{DiskId, Incarnation, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -44,6 +44,13 @@ impl SimulatedHost {
                 Err(Problem::new(ErrorCode::TimedOut, "an injected time-out"))
             }
             Some(Fault::Crash) => {
+                inside.restart();
+                Err(gone())
+            }
+            Some(Fault::CrashHalfway) => {
+                inside.halfway = true;
+                let _ = work(&mut inside);
+                inside.halfway = false;
                 inside.restart();
                 Err(gone())
             }
@@ -252,8 +259,8 @@ impl Inside {
             return Err(Problem::new(ErrorCode::NoSpace, "the simulated datastore is full"));
         }
         let facts = facts(&spec)?;
-        let made =
-            SimulatedDisk { vm, datastore: spec.datastore.datastore, facts: facts.clone(), check };
+        let (datastore, checks) = (spec.datastore.datastore, check.into_iter().collect());
+        let made = SimulatedDisk { vm, datastore, facts: facts.clone(), checks };
         self.world.disks.insert(disk, made);
         Ok(facts)
     }
@@ -298,18 +305,20 @@ impl Inside {
 
     fn open_disks(&mut self, vm: VmId) -> Result<(), Problem> {
         let spec = self.known(vm)?.spec.clone();
-        spec.disks.iter().try_for_each(|disk| {
-            self.check_place(&disk.datastore)?;
-            let there = self.world.disks.get(&disk.disk).ok_or_else(|| {
-                Problem::new(ErrorCode::NotFound, format!("disk '{}' has no image", disk.name))
-            })?;
-            if disk.facts.as_ref().is_some_and(|facts| *facts != there.facts) {
-                let what = format!("disk '{}' is not as the inventory has it", disk.name);
-                return Err(Problem::new(ErrorCode::Damaged, what));
-            }
-            let reference = spec.key.as_ref().filter(|_| disk.encrypted);
-            check_key(disk, there, reference.map(|reference| reference.check.as_str()))
-        })
+        spec.disks.iter().try_for_each(|disk| self.open_disk(&spec, disk))
+    }
+
+    pub fn open_disk(&self, spec: &VmSpec, disk: &DiskSpec) -> Result<(), Problem> {
+        self.check_place(&disk.datastore)?;
+        let there = self.world.disks.get(&disk.disk).ok_or_else(|| {
+            Problem::new(ErrorCode::NotFound, format!("disk '{}' has no image", disk.name))
+        })?;
+        if disk.facts.as_ref().is_some_and(|facts| *facts != there.facts) {
+            let what = format!("disk '{}' is not as the inventory has it", disk.name);
+            return Err(Problem::new(ErrorCode::Damaged, what));
+        }
+        let reference = spec.key.as_ref().filter(|_| disk.encrypted);
+        check_key(disk, there, reference.map(|reference| reference.check.as_str()))
     }
 
     fn power_off(&mut self, vm: VmId, how: PowerOff) -> Result<Later, Problem> {
@@ -371,7 +380,7 @@ fn facts(disk: &DiskSpec) -> Result<DiskFacts, Problem> {
 }
 
 fn check_key(disk: &DiskSpec, there: &SimulatedDisk, check: Option<&str>) -> Result<(), Problem> {
-    if there.check.as_deref() == check {
+    if check.map_or(there.checks.is_empty(), |check| there.checks.contains(check)) {
         return Ok(());
     }
     let what = format!("disk '{}' is encrypted under another key", disk.name);
@@ -428,6 +437,18 @@ impl HostAgent for SimulatedHost {
 
     async fn offer_key(&self, vm: VmId, key: SealedKey) -> Result<(), Problem> {
         self.call(Call::OfferKey, |inside| inside.offer_key(vm, &key))
+    }
+
+    async fn check_key(&self, vm: VmId, key: KeyReference) -> Result<(), Problem> {
+        self.call(Call::CheckKey, |inside| inside.key_opens(vm, &key).map(drop))
+    }
+
+    async fn add_key(&self, vm: VmId, other: OtherKey) -> Result<(), Problem> {
+        self.call(Call::AddKey, |inside| inside.add_key(vm, &other))
+    }
+
+    async fn drop_other_keys(&self, vm: VmId, keep: KeyReference) -> Result<(), Problem> {
+        self.call(Call::DropOtherKeys, |inside| inside.drop_other_keys(vm, &keep))
     }
 
     async fn create_disk(

@@ -27,6 +27,12 @@ pub enum Call {
     UnregisterVm,
     /// `offer_key`
     OfferKey,
+    /// `check_key`
+    CheckKey,
+    /// `add_key`
+    AddKey,
+    /// `drop_other_keys`
+    DropOtherKeys,
     /// `create_disk`
     CreateDisk,
     /// `delete_disk`
@@ -43,11 +49,13 @@ pub enum Call {
 
 impl Call {
     /// The calls that change something.
-    pub const CHANGING: [Self; 9] = [
+    pub const CHANGING: [Self; 11] = [
         Self::ProbeDatastore,
         Self::RegisterVm,
         Self::UnregisterVm,
         Self::OfferKey,
+        Self::AddKey,
+        Self::DropOtherKeys,
         Self::CreateDisk,
         Self::DeleteDisk,
         Self::ExportDisk,
@@ -67,6 +75,8 @@ pub enum Fault {
     LoseAnswer,
     /// The agent dies before it does anything, and another one starts.
     Crash,
+    /// The agent dies when it has written to one of the VM's disks, and another one starts.
+    CrashHalfway,
     /// It is done; then the agent dies, and another one starts. The caller sees an unreachable host.
     CrashAfter,
 }
@@ -83,6 +93,10 @@ impl Faults {
     pub fn inject(&mut self, call: Call, nth: u32, fault: Fault) {
         let so_far = self.counts.get(&call).copied().unwrap_or(0);
         self.plan.push((call, so_far + nth, fault));
+    }
+
+    pub fn forget(&mut self) {
+        self.plan.clear();
     }
 
     pub fn calls(&self) -> &[Call] {

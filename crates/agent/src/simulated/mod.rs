@@ -12,6 +12,7 @@ mod calls;
 mod console;
 mod exports;
 mod faults;
+mod keys;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -51,8 +52,8 @@ pub struct SimulatedDisk {
     pub datastore: DatastoreId,
     /// What was made.
     pub facts: DiskFacts,
-    /// The check value of the key that it was made with.
-    pub check: Option<String>,
+    /// The check values of the keys that open it.
+    pub checks: BTreeSet<String>,
 }
 
 /// What outlives an agent.
@@ -167,6 +168,8 @@ struct Inside {
     /// What measuring a datastore finds, where a test says so.
     free: Option<u64>,
     fail_disks: BTreeSet<DiskId>,
+    /// The agent is to die when it has written to one disk.
+    halfway: bool,
 }
 
 /// A simulated host. Clones are the same host.
@@ -196,6 +199,7 @@ impl SimulatedHost {
             full: false,
             free: None,
             fail_disks: BTreeSet::new(),
+            halfway: false,
         })))
     }
 
@@ -212,6 +216,11 @@ impl SimulatedHost {
     /// Injects a fault at the `nth` call of a kind from now on (1 is the next).
     pub fn inject(&self, call: Call, nth: u32, fault: Fault) {
         self.inside().faults.inject(call, nth, fault);
+    }
+
+    /// Forgets the faults that have not come yet.
+    pub fn forget_faults(&self) {
+        self.inside().faults.forget();
     }
 
     /// The calls so far, in order.

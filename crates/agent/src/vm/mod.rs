@@ -24,8 +24,8 @@ use std::sync::Arc;
 
 use tokio::sync::{mpsc, oneshot};
 use vmseal_api::host::{
-    Accelerator, ConsoleStream, ExportSpec, ExportStep, ImageSource, PowerOff, SealedKey, Stopped,
-    VmSpec,
+    Accelerator, ConsoleStream, ExportSpec, ExportStep, ImageSource, KeyReference, PowerOff,
+    SealedKey, Stopped, VmSpec,
 };
 use vmseal_api::id::{DiskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -73,6 +73,8 @@ pub enum Call {
     Unregister(Reply<()>),
     /// To take the KEK.
     OfferKey(SealedKey, Reply<()>),
+    /// To see to the keys of its disks, which it is registered with this one for.
+    ChangeKeys(KeyReference, Box<Change>, Reply<()>),
     /// To make a disk.
     CreateDisk(DiskId, Option<ImageSource>, Reply<()>),
     /// To remove a disk.
@@ -85,6 +87,16 @@ pub enum Call {
     PowerOff(PowerOff, Reply<()>),
     /// For the console.
     Console(Reply<ConsoleStream>),
+}
+
+/// What becomes of the keys that open a VM's disks.
+pub enum Change {
+    /// They are only tried.
+    Nothing,
+    /// This one opens them, too.
+    Add(KeyReference, SealedKey),
+    /// The registered one alone opens them.
+    DropOthers,
 }
 
 /// The way to a VM's owner.

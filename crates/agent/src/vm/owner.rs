@@ -10,8 +10,8 @@ use tokio::task::{JoinHandle, spawn_blocking};
 use tokio::time::{Instant, sleep_until};
 use vmseal_api::host::{
     ConsoleStream, DiskFacts, DiskPhase, DiskSpec, DiskState, ExportPhase, ExportSpec, ExportState,
-    ExportStep, ImageSource, KeyState, Notice, Power, PowerOff, SealedKey, StopReason, Stopped,
-    VmSpec, VmState,
+    ExportStep, ImageSource, KeyReference, KeyState, Notice, Power, PowerOff, SealedKey,
+    StopReason, Stopped, VmSpec, VmState,
 };
 use vmseal_api::id::DiskId;
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -20,9 +20,10 @@ use vmseal_secret::SecretBytes;
 use super::jobs::{Jobs, Report};
 use super::running::{Ending, Happening, Running};
 use super::start::{Plan, start};
-use super::{Beginning, Call, Shared, internal};
+use super::{Beginning, Call, Change, Shared, internal};
 use crate::datastore::Home;
 use crate::disk::{self, Recipe};
+use crate::disk_keys::DiskKeys;
 use crate::export::{self, Order};
 use crate::metrics;
 use crate::rules::{self, PowerOn};
@@ -164,6 +165,7 @@ impl Owner {
         match call {
             Call::Register(spec, to) => reply!(to, self.register(spec)),
             Call::OfferKey(key, to) => reply!(to, self.offer_key(&key)),
+            Call::ChangeKeys(key, change, to) => reply!(to, self.change_keys(&key, *change).await),
             Call::CreateDisk(disk, source, to) => reply!(to, self.create_disk(disk, source)),
             Call::DeleteDisk(disk, to) => reply!(to, self.delete_disk(disk).await),
             Call::ExportDisk(disk, step, spec, to) => {
@@ -287,6 +289,32 @@ impl Owner {
 
     fn clone_kek(&self) -> Result<Option<SecretBytes>, Problem> {
         self.kek.as_ref().map(SecretBytes::try_clone).transpose().map_err(internal)
+    }
+
+    /// The owner does nothing else meanwhile: nobody starts the VM.
+    async fn change_keys(&self, registered: &KeyReference, change: Change) -> Result<(), Problem> {
+        rules::may_change_keys(&self.spec, self.power(), self.key(), registered)?;
+        if !self.jobs.is_empty() {
+            let what = format!("a disk of VM '{}' is being looked at or exported", self.spec.name);
+            return Err(Problem::new(ErrorCode::InUse, what));
+        }
+        let kek = self.clone_kek()?.ok_or_else(|| internal("the key that is held is not there"))?;
+        let other = match &change {
+            Change::Add(key, sealed) => {
+                Some((key.clone(), self.shared.key_box.open(self.spec.vm, key, sealed)?))
+            }
+            Change::Nothing | Change::DropOthers => None,
+        };
+        let (spec, registered) = (self.spec.clone(), registered.clone());
+        let work = move || {
+            let mut opened = DiskKeys::open(&spec, &registered, &kek)?;
+            match (change, &other) {
+                (Change::DropOthers, _) => opened.drop_others(),
+                (_, Some((key, other))) => opened.add(key, other),
+                (_, None) => Ok(()),
+            }
+        };
+        spawn_blocking(work).await.map_err(internal)?
     }
 
     fn create_disk(&mut self, disk: DiskId, source: Option<ImageSource>) -> Result<(), Problem> {

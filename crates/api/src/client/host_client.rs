@@ -21,7 +21,8 @@ use super::websocket;
 use crate::datastore::{DatastoreCondition, DatastoreContents};
 use crate::host::{
     ConsoleStream, DatastoreSpec, DatastoreUsage, ExportSpec, ExportStep, HostAgent,
-    HostDescription, HostState, ImageSource, PowerOff, STATE_WAIT_MAX, SealedKey, VmSpec,
+    HostDescription, HostState, ImageSource, KeyReference, OtherKey, PowerOff, STATE_WAIT_MAX,
+    SealedKey, VmSpec,
 };
 use crate::id::{DiskId, HostId, Incarnation, VmId};
 use crate::problem::{ErrorCode, Problem};
@@ -177,6 +178,18 @@ impl HostAgent for HostClient {
 
     async fn offer_key(&self, vm: VmId, key: SealedKey) -> Result<(), Problem> {
         self.command_with(Method::PUT, &format!("vms/{vm}/key"), &key).await
+    }
+
+    async fn check_key(&self, vm: VmId, key: KeyReference) -> Result<(), Problem> {
+        self.command_with(Method::POST, &format!("vms/{vm}/key/check"), &key).await
+    }
+
+    async fn add_key(&self, vm: VmId, other: OtherKey) -> Result<(), Problem> {
+        self.command_with(Method::POST, &format!("vms/{vm}/key/add"), &other).await
+    }
+
+    async fn drop_other_keys(&self, vm: VmId, keep: KeyReference) -> Result<(), Problem> {
+        self.command_with(Method::POST, &format!("vms/{vm}/key/drop-others"), &keep).await
     }
 
     async fn create_disk(

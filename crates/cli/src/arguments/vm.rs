@@ -67,6 +67,21 @@ pub enum Vm {
         #[command(flatten)]
         wait: Wait,
     },
+    /// Give a VM that is off another key, of its provider or another one (shallow recrypt)
+    ///
+    /// The data of its disks stays as it is; the keys of the disks are wrapped anew. In the end the old
+    /// key is destroyed: copies of the disks from before, backups among them, cannot be opened any more.
+    Recrypt {
+        /// Its name or id
+        name: String,
+        /// The provider of the new key [default: the one that its key is of]
+        #[arg(long, value_name = "NAME")]
+        provider: Option<String>,
+        #[command(flatten)]
+        dry_run: DryRun,
+        #[command(flatten)]
+        wait: Wait,
+    },
     /// Open a VM's serial console; it is taken over from whoever has it
     Console(Console),
     /// Delete a VM that is off, and its disks

@@ -7,7 +7,7 @@ use serde_json::Value;
 use vmseal_api::client::ServerClient;
 use vmseal_api::host::Power;
 use vmseal_api::model::{Host, Vm};
-use vmseal_api::request::{CreateDisk, CreateVm, StopVm};
+use vmseal_api::request::{CreateDisk, CreateVm, RecryptVm, StopVm};
 
 use super::{console, import, list, plan, task};
 use crate::arguments::{self, DryRun, Output, Wait};
@@ -37,6 +37,10 @@ pub async fn run(server: &ServerClient, output: Output, verb: arguments::Vm) -> 
                 grace_period.map(|period| u32::try_from(period.as_secs()).unwrap_or(u32::MAX));
             let request = StopVm { force, timeout_seconds };
             begin(server, output, &format!("vms/{name}/stop"), &request, &dry_run, &wait).await
+        }
+        arguments::Vm::Recrypt { name, provider, dry_run, wait } => {
+            let (path, request) = (format!("vms/{name}/recrypt"), RecryptVm { provider });
+            begin(server, output, &path, &request, &dry_run, &wait).await
         }
         arguments::Vm::Console(options) => console::attach(server, &options).await,
         arguments::Vm::Delete { name, dry_run, wait } => {

@@ -18,6 +18,7 @@ mod metrics;
 mod policies;
 mod problem;
 mod providers;
+mod recrypt;
 mod tasks;
 mod vms;
 
@@ -122,6 +123,7 @@ fn user_routes() -> OpenApiRouter<Arc<App>> {
         .routes(routes!(vms::show, vms::delete))
         .routes(routes!(vms::start))
         .routes(routes!(vms::stop))
+        .routes(routes!(recrypt::recrypt))
         .routes(routes!(console::open))
         .routes(routes!(disks::export))
         .routes(routes!(tasks::list))

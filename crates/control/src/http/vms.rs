@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use axum::Json;
 use axum::extract::State;
+use sqlx::SqliteConnection;
 use vmseal_api::filter::{CRYPT_SECTOR, SERIAL_MAX};
 use vmseal_api::host::{DatastoreSpec, ImageSource, KeyState, Power};
 use vmseal_api::id::{DiskId, VmId, check_name};
@@ -24,7 +25,7 @@ use super::tasks::Accepted;
 use super::{App, PageQuery, page};
 use crate::store::policies::Policy;
 use crate::store::tasks::Task;
-use crate::store::{Write, datastores, disks, policies, providers, vms};
+use crate::store::{StoreError, Write, datastores, disks, policies, providers, vms};
 use crate::tasks::{Engine, Operation};
 
 /// How long a guest may take to shut down where nobody says otherwise, in seconds.
@@ -36,7 +37,7 @@ const SHUTDOWN_MAX: u32 = vmseal_api::host::SHUTDOWN_SECONDS_MAX;
 /// The unit of a VM's memory, in bytes.
 const MEMORY_UNIT: u64 = 1 << 20;
 
-fn shown(app: &App, vm: vms::Vm, disks: Vec<disks::Disk>) -> Vm {
+fn shown(app: &App, vm: vms::Vm, disks: Vec<disks::Disk>, provider: Option<String>) -> Vm {
     let view = app.hosts.view(vm.host);
     let seen = view.vm(vm.id);
     let disks = disks.into_iter().map(|disk| Disk {
@@ -56,12 +57,22 @@ fn shown(app: &App, vm: vms::Vm, disks: Vec<disks::Disk>) -> Vm {
         vcpus: vm.vcpus,
         memory: vm.memory,
         key: vm.key,
+        provider,
         disks: disks.collect(),
         lifecycle: vm.lifecycle,
         power: seen.map(|seen| seen.power),
         key_state: seen.map(|seen| seen.key),
         stopped: seen.and_then(|seen| seen.stopped.clone()).or(vm.seen_stopped),
     }
+}
+
+async fn provider_name(
+    from: &mut SqliteConnection,
+    vm: &vms::Vm,
+) -> Result<Option<String>, StoreError> {
+    let Some(key) = &vm.key else { return Ok(None) };
+    let found = providers::find(from, &key.provider.to_string()).await?;
+    Ok(found.map(|provider| provider.name))
 }
 
 pub(super) async fn find(app: &App, name: &str) -> Result<(vms::Vm, Vec<disks::Disk>), Refusal> {
@@ -83,7 +94,8 @@ pub(super) async fn list(
     let mut items = Vec::new();
     for vm in vms::list(&mut read, &part).await? {
         let disks = disks::of_vm(&mut read, vm.id).await?;
-        items.push(shown(&app, vm, disks));
+        let provider = provider_name(&mut read, &vm).await?;
+        items.push(shown(&app, vm, disks, provider));
     }
     Ok(Json(page(items, part.limit, |it: &Vm| it.id.to_string())))
 }
@@ -97,7 +109,8 @@ pub(super) async fn show(
     Named(name): Named,
 ) -> Result<Json<Vm>, Refusal> {
     let (vm, disks) = find(&app, &name).await?;
-    Ok(Json(shown(&app, vm, disks)))
+    let provider = provider_name(&mut *app.store.read().await?, &vm).await?;
+    Ok(Json(shown(&app, vm, disks, provider)))
 }
 
 /// Makes a VM.
@@ -142,13 +155,13 @@ pub(super) async fn create(
 }
 
 /// Who asks, and whether it is meant.
-struct Caller<'a> {
-    actor: &'a str,
-    intent: Intent,
+pub(super) struct Caller<'a> {
+    pub(super) actor: &'a str,
+    pub(super) intent: Intent,
 }
 
 /// Commits what is written together with a task, and begins the task; or only says what it would do.
-async fn begin(
+pub(super) async fn begin(
     app: &App,
     mut write: Write<'_>,
     operation: Operation,
@@ -250,9 +263,18 @@ async fn provider_of(
             policy.name
         ));
     };
+    usable(app, provider).map(Some)
+}
+
+/// A provider, if it can make keys now.
+pub(super) fn usable(
+    app: &App,
+    provider: providers::Provider,
+) -> Result<providers::Provider, Problem> {
+    let wrong = |detail: String| Err(Problem::new(ErrorCode::WrongState, detail));
     let name = &provider.name;
     match app.providers.status(&provider) {
-        ProviderStatus::Normal => Ok(Some(provider)),
+        ProviderStatus::Normal => Ok(provider),
         ProviderStatus::Sealed => wrong(format!(
             "key provider '{name}' is sealed: unlock it (vmseal provider unlock {name})"
         )),
@@ -320,12 +342,12 @@ async fn place(
 }
 
 /// The power of a VM, asked of its host: what is shown may be a moment old.
-async fn power(app: &App, vm: &vms::Vm) -> Result<Option<Power>, Problem> {
+pub(super) async fn power(app: &App, vm: &vms::Vm) -> Result<Option<Power>, Problem> {
     let state = app.hosts.connected(vm.host)?.state(None, Duration::ZERO).await?;
     Ok(state.vms.iter().find(|seen| seen.vm == vm.id).map(|seen| seen.power))
 }
 
-fn require_ready(vm: &vms::Vm) -> Result<(), Problem> {
+pub(super) fn require_ready(vm: &vms::Vm) -> Result<(), Problem> {
     let why = match vm.lifecycle {
         Lifecycle::Ready => return Ok(()),
         Lifecycle::Creating => "is not made yet",
@@ -362,7 +384,7 @@ pub(super) async fn start(
 }
 
 /// A key that the monitor could not deliver so far: a start would try again, and most likely fail.
-fn check_key(app: &App, vm: &vms::Vm) -> Result<(), Problem> {
+pub(super) fn check_key(app: &App, vm: &vms::Vm) -> Result<(), Problem> {
     let missing =
         app.hosts.view(vm.host).vm(vm.id).is_some_and(|seen| seen.key == KeyState::Missing);
     if !missing {
@@ -372,7 +394,7 @@ fn check_key(app: &App, vm: &vms::Vm) -> Result<(), Problem> {
     Err(Problem::new(ErrorCode::Locked, detail))
 }
 
-fn word(power: Power) -> &'static str {
+pub(super) fn word(power: Power) -> &'static str {
     match power {
         Power::Off => "off",
         Power::Starting => "starting",

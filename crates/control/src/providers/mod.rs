@@ -33,7 +33,7 @@ use self::measured::Measured;
 use self::native::NativeProvider;
 use crate::store::events::NewEvent;
 use crate::store::providers::Provider;
-use crate::store::{Part, Store, StoreError, alarms, providers};
+use crate::store::{Part, Store, StoreError, alarms, keys, providers};
 
 /// The longest passphrase that a credential file may hold, in bytes; the command line's limit.
 const PASSPHRASE_MAX: usize = 512;
@@ -351,6 +351,15 @@ impl Providers {
     pub async fn remove(&self, provider: &Provider, actor: &str) -> Result<(), Problem> {
         let mut write = self.store.write().await?;
         Self::check_unused(&mut write, provider).await?;
+        // Nobody will ask for it any more.
+        for key in keys::living(&mut write, provider.id).await? {
+            let detail = format!(
+                "key '{}' of VM {} was to be destroyed when provider '{}' answers, and the provider is removed: destroy it there",
+                key.key_id, key.vm, provider.name
+            );
+            let (kind, target) = ("key.orphaned", provider.name.as_str());
+            write.event(NewEvent { kind, actor, target, detail: &detail }).await?;
+        }
         providers::delete(&mut write, provider.id).await?;
         let (kind, target) = ("provider.removed", provider.name.as_str());
         write.event(NewEvent { kind, actor, target, detail: "with its key" }).await?;

@@ -164,3 +164,26 @@ async fn the_key_file_of_another_provider_is_refused() {
     let refused = here.providers.unlock(&provider, secret("pass"), "me").await.unwrap_err();
     assert_eq!(refused.code, ErrorCode::KeyMismatch);
 }
+
+#[tokio::test]
+async fn keys_that_are_still_to_be_destroyed_are_named_when_their_provider_goes() {
+    let here = Here::new().await;
+    let provider = here.add().await;
+    let vm = VmId::new();
+    let key = |id: &str| KeyReference {
+        provider: provider.id,
+        key_id: id.to_owned(),
+        check: "00".repeat(16),
+    };
+    let mut write = here.store.write().await.unwrap();
+    keys::set_unwanted(&mut write, vm, &key("pending")).await.unwrap();
+    keys::destroy(&mut write, vm, &key("gone")).await.unwrap();
+    write.commit().await.unwrap();
+    here.providers.remove(&provider, "me").await.unwrap();
+    let mut read = here.store.read().await.unwrap();
+    let mut events =
+        crate::store::events::after(&mut read, 0, u32::MAX, &Default::default()).await.unwrap();
+    events.retain(|event| event.kind == "key.orphaned");
+    let [event] = events.as_slice() else { panic!("{events:?}") };
+    assert!(event.detail.contains("'pending'") && event.detail.contains(&vm.to_string()));
+}

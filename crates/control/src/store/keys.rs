@@ -2,7 +2,7 @@
 
 use sqlx::SqliteConnection;
 use vmseal_api::host::KeyReference;
-use vmseal_api::id::{ProviderId, VmId};
+use vmseal_api::id::{ProviderId, TaskId, VmId};
 
 use super::{StoreError, parse};
 
@@ -23,6 +23,57 @@ pub async fn insert(
     .execute(to)
     .await?;
     Ok(())
+}
+
+/// Notes a key that a task had made for a VM which has another one; it is found by the task.
+pub async fn insert_for_task(
+    to: &mut SqliteConnection,
+    vm: VmId,
+    key: &KeyReference,
+    task: TaskId,
+) -> Result<(), StoreError> {
+    insert(to, vm, key).await?;
+    sqlx::query("UPDATE keys SET task_id = ? WHERE provider_id = ? AND key_id = ?")
+        .bind(task.to_string())
+        .bind(key.provider.to_string())
+        .bind(&key.key_id)
+        .execute(to)
+        .await?;
+    Ok(())
+}
+
+/// The key that a task had made, unless it is destroyed or is to be.
+pub async fn of_task(
+    from: &mut SqliteConnection,
+    task: TaskId,
+) -> Result<Option<KeyReference>, StoreError> {
+    let row: Option<(String, String, String)> = sqlx::query_as(
+        "SELECT provider_id, key_id, check_value FROM keys
+         WHERE task_id = ? AND destroyed = 0 AND unwanted = 0",
+    )
+    .bind(task.to_string())
+    .fetch_optional(from)
+    .await?;
+    row.map(reference).transpose()
+}
+
+/// The keys of a VM, of all providers, but those that are destroyed or are to be. More than one while it is
+/// being given another.
+pub async fn of_vm(from: &mut SqliteConnection, vm: VmId) -> Result<Vec<KeyReference>, StoreError> {
+    let rows: Vec<(String, String, String)> = sqlx::query_as(
+        "SELECT provider_id, key_id, check_value FROM keys
+         WHERE vm_id = ? AND destroyed = 0 AND unwanted = 0 ORDER BY provider_id, key_id",
+    )
+    .bind(vm.to_string())
+    .fetch_all(from)
+    .await?;
+    rows.into_iter().map(reference).collect()
+}
+
+fn reference(
+    (provider, key_id, check): (String, String, String),
+) -> Result<KeyReference, StoreError> {
+    Ok(KeyReference { provider: parse(&provider, "a provider's id")?, key_id, check })
 }
 
 /// A key of a provider that is not destroyed, with its VM.

@@ -35,7 +35,7 @@ pub(super) async fn make_key(run: &Run<'_>) -> Result<(), StepError> {
 pub(super) async fn unmake_key(run: &Run<'_>) -> Result<(), StepError> {
     let Some(vm) = run.find_vm().await? else { return Ok(()) };
     if vm.key.is_some() {
-        return super::delete_vm::destroy_key(run).await;
+        return super::delete_vm::destroy_keys(run).await;
     }
     let Some(provider) = vm.provider else { return Ok(()) };
     Ok(run.means.providers.get(provider)?.abandon(run.task.id.0).await?)

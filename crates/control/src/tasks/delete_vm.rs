@@ -8,7 +8,7 @@ use super::create_vm::register;
 use super::operation::Operation;
 use super::run::{Run, StepError, absent_is_fine};
 use crate::store::events::NewEvent;
-use crate::store::{disks, vms};
+use crate::store::{disks, keys, vms};
 
 pub(super) async fn delete_disks(run: &Run<'_>) -> Result<(), StepError> {
     let vm = run.vm().await?;
@@ -56,11 +56,15 @@ pub(super) async fn forget(run: &Run<'_>) -> Result<(), StepError> {
     absent_is_fine(run.agent(&vm)?.unregister_vm(vm.id).await)
 }
 
-pub(super) async fn destroy_key(run: &Run<'_>) -> Result<(), StepError> {
+/// Also those that a recryption has left.
+pub(super) async fn destroy_keys(run: &Run<'_>) -> Result<(), StepError> {
     let Some(vm) = run.find_vm().await? else { return Ok(()) };
-    let Some(key) = &vm.key else { return Ok(()) };
-    let provider = run.means.providers.get(key.provider)?;
-    Ok(provider.destroy_key(vm.id, &vm.name, key).await?)
+    let known = keys::of_vm(&mut *run.store().read().await?, vm.id).await?;
+    let unknown = vm.key.iter().filter(|key| !known.contains(key));
+    for key in known.iter().chain(unknown) {
+        run.means.providers.get(key.provider)?.destroy_key(vm.id, &vm.name, key).await?;
+    }
+    Ok(())
 }
 
 pub(super) async fn remove_rows(run: &Run<'_>) -> Result<(), StepError> {

@@ -3,14 +3,14 @@
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
-use vmseal_api::host::SealedKey;
-use vmseal_api::id::{DiskId, VmId};
+use vmseal_api::host::{KeyReference, SealedKey};
+use vmseal_api::id::{DiskId, ProviderId, VmId};
 use vmseal_api::model::Lifecycle;
 use vmseal_api::problem::Problem;
 use vmseal_api::transfer::ExportFormat;
 
 use super::run::{Run, StepError};
-use super::{create_vm, delete_vm, export_disk, start_vm, stop_vm};
+use super::{create_vm, delete_vm, export_disk, recrypt_vm, start_vm, stop_vm};
 
 /// What a task does; stored with it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -49,6 +49,15 @@ pub enum Operation {
         /// any more when it has restarted.
         passphrase: Option<SealedKey>,
     },
+    /// Gives a VM that is off another KEK.
+    RecryptVm {
+        /// Which.
+        vm: VmId,
+        /// The key that it has when the task begins.
+        old: KeyReference,
+        /// Whose the new one is.
+        provider: ProviderId,
+    },
     /// Removes a VM that is off and marked as being deleted.
     DeleteVm {
         /// Which.
@@ -83,6 +92,20 @@ pub enum Step {
     WriteExport,
     /// Gives the file its name.
     NameExport,
+    /// Sees that all disks open with the KEK that the VM has.
+    CheckKey,
+    /// Has the provider make another KEK.
+    MakeNewKey,
+    /// Lets the disks open with the new KEK, too.
+    AddNewKey,
+    /// Gives the VM the new KEK in the inventory.
+    SwitchKey,
+    /// Gives the host the new KEK.
+    DeliverNewKey,
+    /// Leaves the new KEK as the only one that opens the disks.
+    DropOldKey,
+    /// Has the old KEK destroyed.
+    DestroyOldKey,
     /// The VM is marked as being deleted; this is done with the request.
     Mark,
     /// Removes the disks.
@@ -104,6 +127,7 @@ impl Operation {
             Self::StartVm { .. } => "vm.start",
             Self::StopVm { .. } => "vm.stop",
             Self::ExportDisk { .. } => "disk.export",
+            Self::RecryptVm { .. } => "vm.recrypt",
             Self::DeleteVm { .. } => "vm.delete",
         }
     }
@@ -116,6 +140,7 @@ impl Operation {
             | Self::StartVm { vm }
             | Self::StopVm { vm, .. }
             | Self::ExportDisk { vm, .. }
+            | Self::RecryptVm { vm, .. }
             | Self::DeleteVm { vm, .. } => *vm,
         }
     }
@@ -145,6 +170,15 @@ impl Operation {
                 &[Step::WriteExport, Step::NameExport]
             }
             Self::ExportDisk { .. } => &[Step::Prepare, Step::WriteExport, Step::NameExport],
+            Self::RecryptVm { .. } => &[
+                Step::CheckKey,
+                Step::MakeNewKey,
+                Step::AddNewKey,
+                Step::SwitchKey,
+                Step::DeliverNewKey,
+                Step::DropOldKey,
+                Step::DestroyOldKey,
+            ],
             Self::DeleteVm { .. } => {
                 &[Step::Mark, Step::DeleteDisks, Step::Forget, Step::DestroyKey, Step::RemoveRows]
             }
@@ -168,6 +202,13 @@ impl Step {
             Self::PowerOff => "power off",
             Self::WriteExport => "write the file",
             Self::NameExport => "give the file its name",
+            Self::CheckKey => "open every disk with the key that it has",
+            Self::MakeNewKey => "make the new key",
+            Self::AddNewKey => "add the new key to the disks",
+            Self::SwitchKey => "give the VM the new key",
+            Self::DeliverNewKey => "deliver the new key",
+            Self::DropOldKey => "remove the old key from the disks",
+            Self::DestroyOldKey => "destroy the old key",
             Self::Mark => "mark as being deleted",
             Self::DeleteDisks => "delete the disks",
             Self::Forget => "unregister from the host",
@@ -197,9 +238,16 @@ impl Step {
             Self::PowerOff => stop_vm::power_off(run).await,
             Self::WriteExport => export_disk::write(run).await,
             Self::NameExport => export_disk::name(run).await,
+            Self::CheckKey => recrypt_vm::check(run).await,
+            Self::MakeNewKey => recrypt_vm::make_key(run).await,
+            Self::AddNewKey => recrypt_vm::add_new(run).await,
+            Self::SwitchKey => recrypt_vm::switch(run).await,
+            Self::DeliverNewKey => recrypt_vm::deliver(run).await,
+            Self::DropOldKey => recrypt_vm::drop_old(run).await,
+            Self::DestroyOldKey => recrypt_vm::destroy_old(run).await,
             Self::DeleteDisks => delete_vm::delete_disks(run).await,
             Self::Forget => delete_vm::forget(run).await,
-            Self::DestroyKey => delete_vm::destroy_key(run).await,
+            Self::DestroyKey => delete_vm::destroy_keys(run).await,
             Self::RemoveRows => delete_vm::remove_rows(run).await,
         }
     }
@@ -213,11 +261,16 @@ impl Step {
             Self::CreateDisks => create_vm::delete_disks(run).await,
             Self::Finish => create_vm::unfinish(run).await,
             // What was registered stays registered, and forgetting a VM forgets its key.
-            Self::DeliverKey | Self::Prepare => Ok(()),
+            Self::DeliverKey | Self::Prepare | Self::CheckKey | Self::DeliverNewKey => Ok(()),
             Self::PowerOn => start_vm::power_off(run).await,
             Self::PowerOff => stop_vm::see_what_is(run).await,
             Self::WriteExport => export_disk::drop_unnamed(run).await,
             Self::NameExport => export_disk::unname(run, cause).await,
+            Self::MakeNewKey => recrypt_vm::unmake_key(run).await,
+            Self::AddNewKey => recrypt_vm::drop_new(run).await,
+            Self::SwitchKey => recrypt_vm::switch_back(run).await,
+            Self::DropOldKey => recrypt_vm::add_old(run).await,
+            Self::DestroyOldKey => recrypt_vm::is_old_there(run, cause).await,
             Self::Mark => delete_vm::unmark(run).await,
             Self::DeleteDisks => delete_vm::are_disks_whole(run, cause).await,
             Self::Forget | Self::DestroyKey | Self::RemoveRows => {

@@ -28,7 +28,7 @@ pub(super) async fn prepare(run: &Run<'_>) -> Result<(), StepError> {
 }
 
 /// A provider that gives no key makes the VM locked.
-fn locked(problem: Problem) -> Problem {
+pub(super) fn locked(problem: Problem) -> Problem {
     match problem.code {
         ErrorCode::WrongState
         | ErrorCode::NotFound

@@ -11,6 +11,8 @@ use vmseal_api::model::{Lifecycle, TaskState};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::transfer::ExportFormat;
 
+mod recrypt;
+
 use super::Engine;
 use super::engine::{Fault, Faults, Moment};
 use super::operation::{Operation, Step};
@@ -66,6 +68,7 @@ enum Kind {
     Stop,
     Delete,
     Export,
+    Recrypt,
 }
 
 impl Kind {
@@ -73,7 +76,9 @@ impl Kind {
     async fn before(self, plant: &Plant) -> Option<VmId> {
         match self {
             Self::Create => None,
-            Self::Start | Self::Delete | Self::Export => Some(plant.made("web", "encrypted").await),
+            Self::Start | Self::Delete | Self::Export | Self::Recrypt => {
+                Some(plant.made("web", "encrypted").await)
+            }
             Self::Stop => Some(plant.running("web").await),
         }
     }
@@ -86,6 +91,7 @@ impl Kind {
             Self::Stop => Operation::StopVm { vm, force: true, timeout_seconds: 10 },
             Self::Delete => Operation::DeleteVm { vm, was: Lifecycle::Ready },
             Self::Export => exporting(vm, plant.disks(vm).await[0].id),
+            Self::Recrypt => plant.recryption(vm).await,
         };
         (vm, plant.begin(operation, "web").await)
     }
@@ -98,6 +104,7 @@ impl Kind {
             Self::Stop => Operation::StopVm { vm, force: true, timeout_seconds: 1 }.steps(),
             Self::Delete => Operation::DeleteVm { vm, was: Lifecycle::Ready }.steps(),
             Self::Export => exporting(vm, DiskId::new()).steps(),
+            Self::Recrypt => recrypt::steps(),
         }
     }
 
@@ -111,6 +118,7 @@ impl Kind {
                 plant.assert_whole(vm, Power::Off, what).await;
                 assert_eq!(plant.agent.exports(), (vec![OUT.into()], 0), "{what}");
             }
+            Self::Recrypt => recrypt::assert_done(plant, vm, what).await,
         }
     }
 
@@ -123,6 +131,7 @@ impl Kind {
                 plant.assert_whole(vm, Power::Off, what).await;
                 assert_eq!(plant.agent.exports(), (vec![], 0), "{what}");
             }
+            Self::Recrypt => recrypt::assert_undone(plant, vm, what).await,
             // A stop that was done cannot be taken back; what is must be what is shown.
             Self::Stop => {
                 let runs = plant.agent.running().contains(&vm);
@@ -206,6 +215,12 @@ async fn assert_failed_truly(
                 // It had its name already: that is said, and it is left.
                 assert!(problem.detail.contains(OUT) && problem.detail.contains("is whole"));
                 assert_eq!(plant.agent.exports(), (vec![OUT.into()], 0), "{what}");
+                return;
+            }
+            if kind == Kind::Recrypt {
+                // The old key was destroyed already: that is said, and nothing is left to do.
+                assert!(problem.detail.contains("has its new key alone"), "{what}: {problem}");
+                recrypt::assert_done(plant, vm, what).await;
                 return;
             }
             assert_eq!(kind, Kind::Delete, "{what}: {problem}");

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use vmseal_api::host::{Allocation, DatastoreLocation, DatastoreSpec, Power};
-use vmseal_api::id::{DatastoreId, DiskId, HostId, PolicyId, TaskId, VmId};
+use vmseal_api::id::{DatastoreId, DiskId, HostId, PolicyId, ProviderId, TaskId, VmId};
 use vmseal_api::model::{Lifecycle, TaskState};
 use vmseal_secret::SecretBytes;
 
@@ -42,7 +42,7 @@ pub struct Plant {
     pub hosts: Arc<Hosts>,
     pub engine: Arc<Engine>,
     pub host: HostId,
-    provider: vmseal_api::id::ProviderId,
+    provider: ProviderId,
     datastore: DatastoreSpec,
 }
 
@@ -212,6 +212,25 @@ impl Plant {
         let ended = self.ended(task).await;
         assert_eq!(ended.state, TaskState::Done, "{:?}", ended.problem);
         vm
+    }
+
+    /// The provider of new VMs.
+    pub fn provider(&self) -> ProviderId {
+        self.provider
+    }
+
+    /// Another key for a VM, of another provider.
+    pub async fn recryption(&self, vm: VmId) -> Operation {
+        let other = providers::find(&mut self.store.read().await.unwrap(), "other").await.unwrap();
+        let other = match other {
+            Some(other) => other,
+            None => {
+                let passphrase = SecretBytes::from_wiped(&mut b"pass".to_vec()).unwrap();
+                self.providers.add("other", Some(passphrase), None, "me").await.unwrap()
+            }
+        };
+        let old = self.vm(vm).await.unwrap().key.unwrap();
+        Operation::RecryptVm { vm, old, provider: other.id }
     }
 
     /// A VM that runs.

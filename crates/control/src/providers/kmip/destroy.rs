@@ -11,8 +11,8 @@ use vmseal_kmip::operation::KeyId;
 use vmseal_kmip::{ResultReason, RevocationReason, State};
 use vmseal_secret::SecretBytes;
 
-use super::KmipProvider;
 use super::create::Located;
+use super::{Answer, KmipProvider, Server};
 use crate::store::events::NewEvent;
 use crate::store::key_requests::{self, KeyRequest};
 use crate::store::keys;
@@ -50,31 +50,39 @@ impl KmipProvider {
         key: &KeyReference,
     ) -> Result<(), Problem> {
         let id = self.key_id(&key.key_id)?;
-        let asked = self.ask(|client| {
-            let id = id.clone();
-            async move { read_if_there(&client, &id).await }
-        });
-        let (server, kek) = asked.await?;
-        let was_there = match kek {
-            None => false,
-            Some(kek) => {
+        let what = match self.where_it_is(&id).await? {
+            None => "was destroyed already at every server".to_owned(),
+            Some((server, kek)) => {
                 // Read first: what is destroyed under a wrong id cannot be had back.
                 self.compare(vm, key, &kek, &server)?;
                 let work = |client| async move { revoke_and_destroy(&client, &id).await };
-                self.ask_one(&server, work).await?
+                self.ask_one(&server, work).await?;
+                format!("destroyed at server '{}'", server.row.alias)
             }
         };
-        let what = if was_there { "destroyed" } else { "was destroyed already" };
-        let detail = format!(
-            "key '{}' of provider '{}': {what} at server '{}'",
-            key.key_id, self.name, server.row.alias
-        );
+        let detail = format!("key '{}' of provider '{}': {what}", key.key_id, self.name);
         let mut write = self.store.write().await?;
         if keys::destroy(&mut write, vm, key).await? {
             let (kind, actor) = ("key.destroyed", crate::SELF);
             write.event(NewEvent { kind, actor, target: vm_name, detail: &detail }).await?;
         }
         Ok(write.commit().await?)
+    }
+
+    /// The first server that has a key, with the key; none only when every server says that it has none: one
+    /// alone may not have been replicated to.
+    async fn where_it_is(&self, id: &KeyId) -> Result<Option<(Arc<Server>, SecretBytes)>, Problem> {
+        let mut silent = None;
+        for server in self.servers() {
+            let work = |client| async move { read_if_there(&client, id).await };
+            match self.ask_one(&server, work).await {
+                Ok(Some(kek)) => return Ok(Some((server, kek))),
+                Ok(None) => {}
+                Err(Answer::No(problem)) => return Err(problem),
+                Err(Answer::None(problem)) => silent = Some(problem),
+            }
+        }
+        silent.map_or(Ok(None), Err)
     }
 
     /// Destroys what is still to be destroyed; the first server that does not answer ends it.

@@ -464,6 +464,39 @@ async fn the_first_server_that_answers_serves_and_one_that_does_not_replicate_is
     assert_eq!(here.providers.status(&provider), ProviderStatus::Normal);
 }
 
+/// A key that one server does not have is not gone while another may have it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_key_counts_as_destroyed_only_when_every_server_says_so() {
+    let authority = Authority::new("kms");
+    let (one, mut two) = (PyKmip::start(&authority), PyKmip::start(&authority));
+    let identity = authority.client("vmseal", Validity::Now);
+    let here = Here::new().await;
+    // Made while the provider had the second server alone, as its first.
+    let (vm, servers) = (VmId::new(), [at("two", &two.endpoint()), at("one", &one.endpoint())]);
+    let (provider, kms) = here.add(&servers, &authority, &identity).await;
+    let (key, _) = kms.create_key(vm, Uuid::from_u128(7)).await.unwrap();
+    here.note(vm, &key).await;
+    let mut write = here.store.write().await.unwrap();
+    sqlx::query("UPDATE kmip_servers SET position = CASE alias WHEN 'one' THEN 10 ELSE 11 END")
+        .execute(&mut *write)
+        .await
+        .unwrap();
+    write.commit().await.unwrap();
+    here.providers.kmip(provider.id).unwrap().load(None).await.unwrap();
+
+    two.kill();
+    kms.destroy_key(vm, "web", &key).await.unwrap();
+    assert_eq!(here.events("key.destruction-pending").await.len(), 1);
+    assert_eq!(here.events("key.destroyed").await.len(), 0);
+    two.restart();
+    kms.destroy_key(vm, "web", &key).await.unwrap();
+    let destroyed = here.events("key.destroyed").await;
+    assert!(destroyed.len() == 1 && destroyed[0].contains("'two'"), "{destroyed:?}");
+    let id = KeyId::new(key.key_id.clone()).unwrap();
+    let gone = client(&two, &authority, &identity).key_state(&id).await.unwrap_err();
+    assert_eq!(gone.refusal(), Some(ResultReason::ItemNotFound));
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn trust_is_in_the_certificate_that_an_operator_saw() {
     let clients = Authority::new("clients");

@@ -1,0 +1,60 @@
+//! The keys that open the disks of a simulated host.
+
+use std::collections::BTreeSet;
+
+use vmseal_api::host::{KeyReference, OtherKey};
+use vmseal_api::id::{DiskId, VmId};
+use vmseal_api::problem::Problem;
+
+use super::{Inside, gone};
+use crate::rules;
+
+impl Inside {
+    /// The encrypted disks of a VM, all of which open with the key that it is registered with.
+    pub fn key_opens(
+        &mut self,
+        vm: VmId,
+        registered: &KeyReference,
+    ) -> Result<Vec<DiskId>, Problem> {
+        let known = self.known(vm)?;
+        let key = rules::key_state(&known.spec, known.key_held);
+        rules::may_change_keys(&known.spec, known.power, key, registered)?;
+        let spec = known.spec.clone();
+        let encrypted: Vec<_> = spec.disks.iter().filter(|disk| disk.encrypted).collect();
+        for disk in &encrypted {
+            if disk.facts.is_none() {
+                let what = format!("has not made its disk '{}' yet", disk.name);
+                return Err(rules::wrong_state(&spec, &what));
+            }
+            self.open_disk(&spec, disk)?;
+        }
+        Ok(encrypted.into_iter().map(|disk| disk.disk).collect())
+    }
+
+    pub fn add_key(&mut self, vm: VmId, other: &OtherKey) -> Result<(), Problem> {
+        let disks = self.key_opens(vm, &other.beside)?;
+        self.life.key_box.open(vm, &other.key, &other.sealed)?;
+        self.set_keys(&disks, [&other.beside, &other.key])
+    }
+
+    pub fn drop_other_keys(&mut self, vm: VmId, keep: &KeyReference) -> Result<(), Problem> {
+        let disks = self.key_opens(vm, keep)?;
+        self.set_keys(&disks, [keep])
+    }
+
+    fn set_keys<const N: usize>(
+        &mut self,
+        disks: &[DiskId],
+        keys: [&KeyReference; N],
+    ) -> Result<(), Problem> {
+        for (written, disk) in disks.iter().enumerate() {
+            if self.halfway && written > 0 {
+                return Err(gone());
+            }
+            if let Some(there) = self.world.disks.get_mut(disk) {
+                there.checks = BTreeSet::from(keys.map(|key| key.check.clone()));
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,293 @@
+//! Giving a VM that is off another KEK, perhaps of another provider (shallow recrypt): the keys of its disks
+//! stay, and are wrapped anew. At every point the key of the inventory opens all disks of the VM:
+//!
+//! ```text
+//!   all disks open with the old key ─► make the new key ─► all open with both ─► inventory: the new one
+//!      ─► host: the new one ─► all open with the new one alone ─► the old one is destroyed
+//! ```
+//!
+//! Every step up to the last can be undone: the old key is put back beside the new one where it was dropped. In the
+//! last, the host has tried the new key on every disk once more before the old one goes. The host is always
+//! told which key it is thought to be registered with: what an answer that was lost has left behind is never
+//! taken for the state in which a key may be dropped.
+//!
+//! A task that can be neither finished nor undone leaves its keys in the inventory, as keys of the VM. The next
+//! recryption drops them from the disks and destroys them, and so does the VM's deletion.
+
+use vmseal_api::host::{KeyReference, OtherKey, Power};
+use vmseal_api::id::ProviderId;
+use vmseal_api::model::Lifecycle;
+use vmseal_api::problem::{ErrorCode, Problem};
+
+use super::operation::Operation;
+use super::run::{Run, StepError, state_of};
+use super::start_vm::locked;
+use crate::keys as delivery;
+use crate::store::events::NewEvent;
+use crate::store::vms::{self, Vm};
+use crate::store::{key_requests, keys};
+
+/// The key that the VM had, and the provider of the one that it is given.
+fn order<'a>(run: &'a Run<'_>) -> Result<(&'a KeyReference, ProviderId), StepError> {
+    match &run.task.operation {
+        Operation::RecryptVm { old, provider, .. } => Ok((old, *provider)),
+        _ => Err(internal("it is no recryption")),
+    }
+}
+
+fn internal(what: &str) -> StepError {
+    StepError::Final(Problem::new(ErrorCode::Internal, what))
+}
+
+/// The VM's key, as the inventory has it.
+fn key_of(vm: &Vm) -> Result<&KeyReference, StepError> {
+    vm.key.as_ref().ok_or_else(|| internal("the VM has no key"))
+}
+
+/// The key that this task had made.
+async fn new_key(run: &Run<'_>) -> Result<KeyReference, StepError> {
+    let found = keys::of_task(&mut *run.store().read().await?, run.task.id).await?;
+    found.ok_or_else(|| internal("the new key is not in the inventory"))
+}
+
+/// Tells the host of the VM and gives it the VM's key; once more when it has restarted in between.
+async fn prepare(run: &Run<'_>) -> Result<(), StepError> {
+    let prepared = match run.hosts().prepare(run.vm_id()).await {
+        Err(problem) if matches!(problem.code, ErrorCode::NotFound | ErrorCode::WrongState) => {
+            run.hosts().prepare(run.vm_id()).await
+        }
+        other => other,
+    };
+    Ok(prepared.map_err(locked)?)
+}
+
+/// Asks the host, and once more when it may have restarted since it was told of the VM and its key, or
+/// knows it with another one.
+async fn ask<F: Future<Output = Result<(), Problem>>>(
+    run: &Run<'_>,
+    question: impl Fn() -> F,
+) -> Result<(), StepError> {
+    match question().await {
+        Err(problem)
+            if matches!(
+                problem.code,
+                ErrorCode::NotFound | ErrorCode::Locked | ErrorCode::WrongState
+            ) =>
+        {
+            prepare(run).await?;
+            Ok(question().await?)
+        }
+        other => Ok(other?),
+    }
+}
+
+/// Sees that all is as it has to be: the VM is whole and off, and its key opens all its disks.
+pub(super) async fn check(run: &Run<'_>) -> Result<(), StepError> {
+    let vm = run.vm().await?;
+    let (old, _) = order(run)?;
+    let refused = |what: &str| {
+        let detail = format!("VM '{}' {what}", vm.name);
+        Err(StepError::Final(Problem::new(ErrorCode::WrongState, detail)))
+    };
+    if vm.lifecycle != Lifecycle::Ready || key_of(&vm)? != old {
+        return refused("has been changed meanwhile");
+    }
+    let agent = run.agent(&vm)?;
+    let state = run.news(&*agent, None).await?;
+    if state_of(&state, vm.id).is_some_and(|seen| seen.power != Power::Off) {
+        return refused("is not off: stop it first");
+    }
+    prepare(run).await?;
+    ask(run, || agent.check_key(vm.id, old.clone())).await
+}
+
+/// The same task asks for the same key, however often; it is in the inventory before anything uses it.
+pub(super) async fn make_key(run: &Run<'_>) -> Result<(), StepError> {
+    let vm = run.vm().await?;
+    let (_, provider) = order(run)?;
+    let task = run.task.id;
+    if keys::of_task(&mut *run.store().read().await?, task).await?.is_some() {
+        return Ok(());
+    }
+    let (key, kek) = run.means.providers.get(provider)?.create_key(vm.id, task.0).await?;
+    drop(kek);
+    let mut write = run.store().write().await?;
+    keys::insert_for_task(&mut write, vm.id, &key, task).await?;
+    key_requests::delete(&mut write, provider, task.0).await?;
+    let detail = format!("key '{}' of provider {}", key.key_id, key.provider);
+    let (kind, actor) = ("key.created", run.task.actor.as_str());
+    write.event(NewEvent { kind, actor, target: &vm.name, detail: &detail }).await?;
+    Ok(write.commit().await?)
+}
+
+/// Undoes [`make_key`], whether or not it is known what it did.
+pub(super) async fn unmake_key(run: &Run<'_>) -> Result<(), StepError> {
+    let vm = run.vm().await?;
+    let (_, provider) = order(run)?;
+    let made = keys::of_task(&mut *run.store().read().await?, run.task.id).await?;
+    if made.is_some() && made == vm.key {
+        return Err(internal("the new key is the VM's: it is not destroyed"));
+    }
+    let provider = match run.means.providers.get(provider) {
+        // It was removed before it could make a key.
+        Err(problem) if problem.code == ErrorCode::NotFound && made.is_none() => return Ok(()),
+        other => other?,
+    };
+    if let Some(key) = made {
+        provider.destroy_key(vm.id, &vm.name, &key).await?;
+    }
+    Ok(provider.abandon(run.task.id.0).await?)
+}
+
+/// Lets the disks open with the new key, too.
+pub(super) async fn add_new(run: &Run<'_>) -> Result<(), StepError> {
+    let vm = run.vm().await?;
+    let (old, _) = order(run)?;
+    add(run, &vm, old, &new_key(run).await?).await
+}
+
+/// Puts the old key back beside the new one: undoes [`drop_old`].
+pub(super) async fn add_old(run: &Run<'_>) -> Result<(), StepError> {
+    let vm = run.vm().await?;
+    let (old, _) = order(run)?;
+    if key_of(&vm)? == old {
+        return Ok(());
+    }
+    add(run, &vm, &new_key(run).await?, old).await.map_err(|error| half_done(&vm, error))
+}
+
+/// Lets all disks open with `other` beside the key that the inventory has, which is `beside`.
+async fn add(
+    run: &Run<'_>,
+    vm: &Vm,
+    beside: &KeyReference,
+    other: &KeyReference,
+) -> Result<(), StepError> {
+    if key_of(vm)? != beside {
+        return Err(internal("the VM has another key than the one that is to stay"));
+    }
+    let agent = run.agent(vm)?;
+    let provider = run.means.providers.get(other.provider)?;
+    let (old, _) = order(run)?;
+    ask(run, || async {
+        let given = provider.get_key(vm.id, other).await?;
+        if let Some(fault) = given.fault.filter(|_| other != old) {
+            let detail = format!("key '{}' may not encrypt anything new", other.key_id);
+            return Err(Problem::new(ErrorCode::KeyMismatch, detail).because(fault));
+        }
+        let key_box = agent.describe().await?.key_box;
+        let sealed = delivery::seal(run.store(), &key_box, vm, other, given.kek).await?;
+        let other = OtherKey { beside: beside.clone(), key: other.clone(), sealed };
+        agent.add_key(vm.id, other).await
+    })
+    .await
+}
+
+/// From here on the VM has the new key.
+pub(super) async fn switch(run: &Run<'_>) -> Result<(), StepError> {
+    let (old, _) = order(run)?;
+    set_key(run, old, &new_key(run).await?, "vm.recrypted").await
+}
+
+/// Undoes [`switch`]: the disks open with both keys.
+pub(super) async fn switch_back(run: &Run<'_>) -> Result<(), StepError> {
+    let (old, _) = order(run)?;
+    set_key(run, &new_key(run).await?, old, "vm.recryption-undone").await
+}
+
+async fn set_key(
+    run: &Run<'_>,
+    from: &KeyReference,
+    to: &KeyReference,
+    kind: &str,
+) -> Result<(), StepError> {
+    let _unchanged = run.hosts().lock(run.vm_id()).await;
+    let vm = run.vm().await?;
+    if vm.key.as_ref() == Some(to) {
+        return Ok(());
+    }
+    if vm.key.as_ref() != Some(from) {
+        return Err(internal("the VM has a third key"));
+    }
+    let mut write = run.store().write().await?;
+    vms::set_key(&mut write, vm.id, to).await?;
+    let detail = format!(
+        "key '{}' of provider {} in place of key '{}' of provider {}",
+        to.key_id, to.provider, from.key_id, from.provider
+    );
+    let actor = run.task.actor.as_str();
+    write.event(NewEvent { kind, actor, target: &vm.name, detail: &detail }).await?;
+    Ok(write.commit().await?)
+}
+
+/// Tells the host of the new key, and gives it.
+pub(super) async fn deliver(run: &Run<'_>) -> Result<(), StepError> {
+    prepare(run).await
+}
+
+/// Leaves the new key as the only one that opens the disks.
+pub(super) async fn drop_old(run: &Run<'_>) -> Result<(), StepError> {
+    let vm = run.vm().await?;
+    keep_only(run, &vm, &new_key(run).await?).await
+}
+
+/// Leaves the old key as the only one that opens the disks: undoes [`add_new`].
+pub(super) async fn drop_new(run: &Run<'_>) -> Result<(), StepError> {
+    let vm = run.vm().await?;
+    let (old, _) = order(run)?;
+    keep_only(run, &vm, old).await.map_err(|error| half_done(&vm, error))
+}
+
+async fn keep_only(run: &Run<'_>, vm: &Vm, key: &KeyReference) -> Result<(), StepError> {
+    if key_of(vm)? != key {
+        return Err(internal("the VM has another key than the one that is to stay"));
+    }
+    let agent = run.agent(vm)?;
+    ask(run, || agent.drop_other_keys(vm.id, key.clone())).await
+}
+
+/// Destroys what the VM had before, also what earlier attempts have left, once its key has opened every disk.
+pub(super) async fn destroy_old(run: &Run<'_>) -> Result<(), StepError> {
+    let vm = run.vm().await?;
+    let new = new_key(run).await?;
+    if vm.key.as_ref() != Some(&new) {
+        return Err(internal("the VM does not have its new key"));
+    }
+    let agent = run.agent(&vm)?;
+    ask(run, || agent.check_key(vm.id, new.clone())).await?;
+    let known = keys::of_vm(&mut *run.store().read().await?, vm.id).await?;
+    for key in known.iter().filter(|key| **key != new) {
+        run.means.providers.get(key.provider)?.destroy_key(vm.id, &vm.name, key).await?;
+    }
+    Ok(())
+}
+
+/// Undoes [`destroy_old`], which can be done only while the old key is there.
+pub(super) async fn is_old_there(run: &Run<'_>, cause: &Problem) -> Result<(), StepError> {
+    let vm = run.vm().await?;
+    let (old, _) = order(run)?;
+    if keys::of_vm(&mut *run.store().read().await?, vm.id).await?.contains(old) {
+        return Ok(());
+    }
+    let detail = format!(
+        "VM '{}' has its new key alone, and the old one is being destroyed: there is nothing to do",
+        vm.name
+    );
+    Err(StepError::Final(Problem::new(cause.code, detail)))
+}
+
+/// Says how the VM stands when an undoing has failed.
+fn half_done(vm: &Vm, error: StepError) -> StepError {
+    let say = |problem: Problem| {
+        let key_id = vm.key.as_ref().map_or("", |key| key.key_id.as_str());
+        let detail = format!(
+            "{problem}. VM '{}' is whole and opens with key '{key_id}', and its disks may open with another key as well: recrypt it again when the cause is mended",
+            vm.name
+        );
+        Problem { detail, ..problem }
+    };
+    match error {
+        StepError::Again(problem) => StepError::Again(say(problem)),
+        StepError::Final(problem) => StepError::Final(say(problem)),
+    }
+}
