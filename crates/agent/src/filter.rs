@@ -18,6 +18,7 @@ use vmseal_api::filter::{
     SERIAL_MAX, TargetFormat, VERSION,
 };
 use vmseal_api::id::{DiskId, VmId};
+use vmseal_api::request_id;
 use vmseal_api::transfer::ImageFormat;
 
 use crate::metrics;
@@ -222,6 +223,7 @@ pub fn start(
         vm,
         control: Handle::Fd(control.as_raw_fd()),
         control_uid: Some(own),
+        request_id: request_id::current().map(|id| id.to_string()),
         disks: disks.iter().map(|disk| disk.config(own)).collect(),
     };
     let launched = process::launch(Launch {

@@ -58,6 +58,9 @@ pub struct FilterConfig {
     /// The only user that may connect to the control socket, by SO_PEERCRED; none means the filter's own.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub control_uid: Option<u32>,
+    /// The id of the request that it is started for, for the log.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub request_id: Option<String>,
     /// The disks, at most [`DISKS_MAX`].
     pub disks: Vec<DiskConfig>,
 }

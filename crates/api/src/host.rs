@@ -354,6 +354,9 @@ pub struct VmState {
     /// The last export of each disk, as far as this agent has been asked for one.
     #[serde(default)]
     pub exports: Vec<ExportState>,
+    /// The id of the request that it was last started or stopped for; none when it did so of itself.
+    #[serde(default)]
+    pub request_id: Option<String>,
 }
 
 /// Whether a VM runs.

@@ -254,6 +254,9 @@ pub struct Task {
     #[cfg_attr(feature = "openapi", schema(value_type = Option<String>, format = DateTime))]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ended: Option<Timestamp>,
+    /// The id of the request that asked for it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub request_id: Option<String>,
     /// Why it failed or is unknown.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub problem: Option<Problem>,
@@ -305,6 +308,9 @@ pub struct Event {
     pub target: String,
     /// What happened, for people; ids, never secrets.
     pub detail: String,
+    /// The id of the request that caused it, where one did.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub request_id: Option<String>,
 }
 
 /// A number that is another one whenever something that the API shows has changed.

@@ -117,6 +117,9 @@ pub struct Problem {
     /// Why a key cannot be had, where it is about that.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reason: Option<KeyFault>,
+    /// The id of the request that failed: what its lines in all logs carry.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub request_id: Option<String>,
 }
 
 impl Problem {
@@ -135,6 +138,7 @@ impl Problem {
             code,
             field: None,
             reason: None,
+            request_id: None,
         }
     }
 

@@ -55,6 +55,7 @@ const FILES: &[(&str, &str, &str)] = &[
 /// Environment variables, by page.
 const ENVIRONMENT: &[(&str, &str, &str)] = &[
     ("vmseal", "VMSEAL_SERVER, VMSEAL_CA, VMSEAL_TOKEN_FILE", "as --server, --ca and --token-file"),
+    ("vmseal", "VMSEAL_REQUEST_ID", "as --request-id"),
     (
         "vmseal",
         "NO_COLOR",

@@ -13,6 +13,7 @@ use std::time::Duration;
 use anyhow::{Context, bail};
 use nix::sys::signal::{SigSet, Signal};
 use vmseal_api::filter::{ControlReply, FilterConfig};
+use vmseal_api::request_id::RequestId;
 use vmseal_iofilter::config;
 use vmseal_iofilter::control::{self, Control, Event};
 use vmseal_iofilter::handle::Handles;
@@ -43,14 +44,7 @@ fn main() -> ExitCode {
     if let Err(error) = privileges {
         tracing::warn!(%error, "new privileges could not be forbidden");
     }
-    match run() {
-        Ok(true) => ExitCode::SUCCESS,
-        Ok(false) => ExitCode::FAILURE,
-        Err(error) => {
-            tracing::error!("{error:#}");
-            ExitCode::FAILURE
-        }
-    }
+    if run() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
 fn log() {
@@ -80,14 +74,35 @@ fn report(hardening: &Hardening) {
     }
 }
 
-fn run() -> anyhow::Result<bool> {
+/// Serves as long as it is wanted; whether all went well.
+fn run() -> bool {
     let mut handles = Handles::default();
-    let config = read_config(&mut handles)?;
+    let Ok(config) = read_config(&mut handles).inspect_err(tell) else { return false };
+    let begun = request_span(&config).in_scope(|| begin(&config, &mut handles).inspect_err(tell));
+    begun.is_ok_and(|(running, asked)| end(running, &asked))
+}
+
+fn tell(error: &anyhow::Error) {
+    tracing::error!("{error:#}");
+}
+
+/// The request that the process is started for. Whoever starts it by hand may have written anything there.
+fn request_span(config: &FilterConfig) -> tracing::Span {
+    match RequestId::sent(config.request_id.as_deref().map(str::as_bytes)) {
+        Some(id) => tracing::error_span!("request", request_id = %id),
+        None => tracing::Span::none(),
+    }
+}
+
+fn begin(
+    config: &FilterConfig,
+    handles: &mut Handles,
+) -> anyhow::Result<(Running, Receiver<Event>)> {
     // Blocked before there are threads, so that only the waiting one gets them.
     let signals = SigSet::from_iter([Signal::SIGTERM, Signal::SIGINT]);
     signals.thread_block().context("signals cannot be blocked")?;
     let listener = handles.listener(&config.control).context("the control socket")?;
-    let running = Running::start(&config, &mut handles)?;
+    let running = Running::start(config, handles)?;
     let (events, asked) = mpsc::channel();
     let control = Arc::new(Control {
         vm: config.vm,
@@ -104,7 +119,7 @@ fn run() -> anyhow::Result<bool> {
         .stack_size(STACK)
         .spawn(move || on_signal(&signals, &events))?;
     tracing::info!(vm = %config.vm, disks = config.disks.len(), "serving");
-    Ok(end(running, &asked))
+    Ok((running, asked))
 }
 
 fn on_signal(signals: &SigSet, events: &Sender<Event>) {

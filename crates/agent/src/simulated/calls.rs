@@ -13,6 +13,7 @@ use vmseal_api::host::{
 };
 use vmseal_api::id::{DiskId, Incarnation, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::request_id;
 use vmseal_luks::Facts;
 
 use super::console::Guest;
@@ -269,6 +270,7 @@ impl Inside {
             return Ok(None);
         }
         known.power = Power::Starting;
+        known.request = request_id::current();
         self.numbered(vm, Work::Power, self.work)
     }
 
@@ -309,6 +311,9 @@ impl Inside {
             PowerOff::Force => Duration::ZERO,
         };
         let known = self.known(vm)?;
+        if known.power != Power::Off {
+            known.request = request_id::current();
+        }
         match (known.power, how) {
             (Power::Off, _) => Ok(None),
             (Power::Starting, PowerOff::Shutdown { .. }) => {

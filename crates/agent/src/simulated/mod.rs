@@ -26,6 +26,7 @@ use vmseal_api::host::{
 };
 use vmseal_api::id::{DatastoreId, DiskId, Incarnation, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::request_id::RequestId;
 
 use crate::board::Board;
 use crate::keys::KeyBox;
@@ -75,6 +76,8 @@ struct Known {
     phases: BTreeMap<DiskId, DiskPhase>,
     exports: BTreeMap<DiskId, ExportState>,
     notices: Vec<Notice>,
+    /// That it was started or stopped for.
+    request: Option<RequestId>,
     /// The number of the work that may still change it; work under an older number is void.
     work: BTreeMap<Work, u64>,
 }
@@ -100,6 +103,7 @@ impl Known {
             phases: BTreeMap::new(),
             exports: BTreeMap::new(),
             notices: Vec::new(),
+            request: None,
             work: BTreeMap::new(),
         }
     }
@@ -116,6 +120,7 @@ impl Known {
             disks: self.phases.iter().map(disk).collect(),
             notices: self.notices.clone(),
             exports: self.exports.values().cloned().collect(),
+            request_id: self.request.as_ref().map(ToString::to_string),
         }
     }
 
@@ -217,7 +222,15 @@ impl SimulatedHost {
     /// The calls so far, in order.
     #[must_use]
     pub fn calls(&self) -> Vec<Call> {
-        self.inside().faults.calls().to_vec()
+        self.inside().faults.calls().iter().map(|(call, _)| *call).collect()
+    }
+
+    /// The requests that calls of one kind were made for, in order.
+    #[must_use]
+    pub fn requests(&self, kind: Call) -> Vec<Option<RequestId>> {
+        let inside = self.inside();
+        let of_kind = inside.faults.calls().iter().filter(|(call, _)| *call == kind);
+        of_kind.map(|(_, request)| request.clone()).collect()
     }
 
     /// Takes the host off the network, or back.
@@ -267,6 +280,7 @@ impl SimulatedHost {
         if inside.world.guests.remove(&vm).is_some()
             && let Some(known) = inside.life.vms.get_mut(&vm)
         {
+            known.request = None;
             known.stop(reason, "the simulated guest has stopped");
             inside.life.post(vm);
         }

@@ -19,9 +19,10 @@ mod provider;
 mod task;
 mod vm;
 
+use vmseal_api::request_id;
 use vmseal_secret::process::Hardening;
 
-use crate::arguments::{Arguments, Command, Lab};
+use crate::arguments::{Arguments, Command, Global, Lab};
 use crate::{completion, connection, man, print};
 
 /// Carries out the command line.
@@ -31,7 +32,6 @@ pub async fn run(arguments: Arguments, hardening: Hardening) -> anyhow::Result<(
     let command = match command {
         Command::Server(options) => return processes::server(options, hardening).await,
         Command::Agent(options) => return processes::agent(options, hardening).await,
-        Command::Login(options) => return connection::login(&global, &options).await,
         Command::Lab(Lab::Disk(options)) => return lab::disk(&options),
         Command::Doctor(options) => return doctor::run(global.output, options, hardening).await,
         Command::Completion(options) => {
@@ -41,6 +41,15 @@ pub async fn run(arguments: Arguments, hardening: Hardening) -> anyhow::Result<(
         Command::Man(options) => return man::write(&options.dir),
         other => other,
     };
+    let request = global.request_id.clone().unwrap_or_default();
+    request_id::during(Some(request), ask(global, command)).await
+}
+
+/// Carries out what the server is asked for.
+async fn ask(global: Global, command: Command) -> anyhow::Result<()> {
+    if let Command::Login(options) = command {
+        return connection::login(&global, &options).await;
+    }
     let server = connection::connect(&global)?;
     let output = global.output;
     match command {

@@ -158,6 +158,7 @@ impl Row for Task {
         usual("created", |it| Cell::Time(it.created)),
         more("ended", |it| it.ended.map_or(Cell::Nothing, Cell::Time)),
         more("percent", |it| it.percent.map_or(Cell::Nothing, |it| Cell::Number(it.into()))),
+        more("request-id", |it| it.request_id.clone().into()),
         more("problem", |it| it.problem.as_ref().map(ToString::to_string).into()),
     ];
     fn identity(&self) -> String {
@@ -172,6 +173,7 @@ impl Row for Event {
         usual("target", |it| (&it.target).into()),
         usual("actor", |it| (&it.actor).into()),
         usual("detail", |it| (&it.detail).into()),
+        more("request-id", |it| it.request_id.clone().into()),
         more("sequence", |it| Cell::Number(it.sequence.unsigned_abs())),
     ];
     fn identity(&self) -> String {

@@ -19,6 +19,7 @@ mod policies;
 mod problem;
 mod providers;
 mod tasks;
+mod trace;
 mod vms;
 
 use std::sync::Arc;
@@ -154,6 +155,7 @@ pub fn router(app: Arc<App>) -> axum::Router {
         .method_not_allowed_fallback(wrong_method)
         .layer(middleware::from_fn(limit_time))
         .layer(middleware::from_fn(metrics::count))
+        .layer(middleware::from_fn(trace::identify))
         .with_state(app)
 }
 
