@@ -85,6 +85,7 @@ fn configuration(directory: &Path, socket: &Path, disk: &Disk<'_>) -> anyhow::Re
         control: Handle::Path(directory.join("control.sock")),
         control_uid: None,
         request_id: None,
+        log_levels: None,
         disks: vec![DiskConfig {
             disk: DiskId::new(),
             size: disk.size,

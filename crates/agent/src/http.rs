@@ -103,6 +103,7 @@ pub fn router(agent: Agent) -> Router {
         .route("/v1/datastores/measure", post(measure_datastore))
         .route("/v1/datastores/scan", post(scan_datastore))
         .route("/v1/metrics", get(metrics))
+        .route("/v1/log-level", get(log_level).put(set_log_level))
         .route("/v1/vms/{vm}", put(register_vm).delete(unregister_vm))
         .route("/v1/vms/{vm}/key", put(offer_key))
         .route("/v1/vms/{vm}/disks/{disk}", put(create_disk).delete(delete_disk))
@@ -173,6 +174,14 @@ async fn scan_datastore(State(agent): State<Agent>, request: Body) -> Answer<Res
 
 async fn metrics(State(agent): State<Agent>) -> Answer<Response> {
     Ok(agent.metrics().await?.into_response())
+}
+
+async fn log_level(State(agent): State<Agent>) -> Answer<Response> {
+    json(&agent.log_level().await?)
+}
+
+async fn set_log_level(State(agent): State<Agent>, request: Body) -> Answer<Response> {
+    json(&agent.set_log_level(body(request).await?).await?)
 }
 
 async fn register_vm(

@@ -119,7 +119,8 @@ pub struct Problem {
     pub reason: Option<KeyFault>,
     /// The id of the request that failed: what its lines in all logs carry.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub request_id: Option<String>,
+    #[cfg_attr(feature = "openapi", schema(value_type = Option<String>))]
+    pub request_id: Option<Box<str>>,
 }
 
 impl Problem {

@@ -64,7 +64,7 @@ const ENVIRONMENT: &[(&str, &str, &str)] = &[
     (
         "vmseal-server",
         "RUST_LOG",
-        "how much is logged to standard error: warn, info (so it is without), debug, or as vmseal_control=debug",
+        "how much is logged to standard error at first: warn, info (so it is without), debug, or as vmseal_control=debug",
     ),
     (
         "vmseal-server",
@@ -74,7 +74,7 @@ const ENVIRONMENT: &[(&str, &str, &str)] = &[
     (
         "vmseal-agent",
         "RUST_LOG",
-        "how much is logged to standard error: warn, info (so it is without), debug, or as vmseal_agent=debug",
+        "how much is logged to standard error at first: warn, info (so it is without), debug, or as vmseal_agent=debug",
     ),
 ];
 
@@ -118,6 +118,16 @@ const EXAMPLES: &[(&str, &str, &str)] = &[
         "vmseal vm stop web1 --grace-period 5m --timeout 1m || [ $? -eq 9 ]",
     ),
     ("vmseal-vm-console", "With another escape than Ctrl-]:", "vmseal vm console web1 --escape ^A"),
+    (
+        "vmseal-server-log-level",
+        "See all requests for a while:",
+        "vmseal server log-level info,vmseal_control=debug; sleep 60; vmseal server log-level info",
+    ),
+    (
+        "vmseal-host-log-level",
+        "Have one host's agent and filters say more:",
+        "vmseal host log-level host1 info,vmseal=debug",
+    ),
     ("vmseal-events", "Every use of a key from now on:", "vmseal events --kind key --since 0s -f"),
     (
         "vmseal-task-watch",

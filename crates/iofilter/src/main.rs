@@ -23,7 +23,8 @@ use vmseal_secret::process::{Hardening, MemoryLock, harden};
 const USAGE: &str = "usage: vmseal-filter --config FILE|-|fd:N | --version
 
 Serves the disks of one VM as its JSON configuration says, which is read from a file, from standard
-input (-) or from an inherited descriptor (fd:N). Logs go to standard error; RUST_LOG sets how much.";
+input (-) or from an inherited descriptor (fd:N). Logs go to standard error; its log_levels,
+or else RUST_LOG, say how much.";
 
 /// How long to wait for the outcome of a shutdown to be sent to whoever asked for it.
 const LAST_WORDS: Duration = Duration::from_secs(2);
@@ -48,13 +49,7 @@ fn main() -> ExitCode {
 }
 
 fn log() {
-    let filter = tracing_subscriber::EnvFilter::try_from_default_env()
-        .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("info"));
-    tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_ansi(false)
-        .with_writer(std::io::stderr)
-        .init();
+    vmseal_log::start();
     std::panic::set_hook(Box::new(|panic| {
         tracing::error!(%panic, "a defect; the process ends");
         std::process::abort();
@@ -78,6 +73,14 @@ fn report(hardening: &Hardening) {
 fn run() -> bool {
     let mut handles = Handles::default();
     let Ok(config) = read_config(&mut handles).inspect_err(tell) else { return false };
+    if let Some(levels) = &config.log_levels {
+        match levels.parse() {
+            Ok(levels) => vmseal_log::set_levels(levels),
+            Err(error) => {
+                tracing::warn!(%error, "the configuration's log_levels are not understood")
+            }
+        }
+    }
     let begun = request_span(&config).in_scope(|| begin(&config, &mut handles).inspect_err(tell));
     begun.is_ok_and(|(running, asked)| end(running, &asked))
 }
@@ -118,7 +121,8 @@ fn begin(
         .name("signals".into())
         .stack_size(STACK)
         .spawn(move || on_signal(&signals, &events))?;
-    tracing::info!(vm = %config.vm, disks = config.disks.len(), "serving");
+    let levels = vmseal_log::levels();
+    tracing::info!(vm = %config.vm, disks = config.disks.len(), logging = %levels, "serving");
     Ok((running, asked))
 }
 

@@ -18,6 +18,10 @@ pub enum Call {
     MeasureDatastore,
     /// `metrics`
     Metrics,
+    /// `log_level`
+    LogLevel,
+    /// `set_log_level`
+    SetLogLevel,
     /// `scan_datastore`
     ScanDatastore,
     /// `register_vm`

@@ -27,6 +27,7 @@ use vmseal_api::host::{
 use vmseal_api::id::{DatastoreId, DiskId, Incarnation, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request_id::RequestId;
+use vmseal_log::Levels;
 
 use crate::board::Board;
 use crate::keys::KeyBox;
@@ -140,6 +141,7 @@ struct Life {
     key_box: Arc<KeyBox>,
     board: Arc<Board>,
     vms: BTreeMap<VmId, Known>,
+    log_levels: Levels,
     works: u64,
     /// Turns true when it ends: calls that wait then fail.
     ended: watch::Sender<bool>,
@@ -151,6 +153,7 @@ impl Life {
             key_box: Arc::new(KeyBox::new().expect("locked memory for a key box")),
             board: Arc::new(Board::new(Incarnation::new())),
             vms: BTreeMap::new(),
+            log_levels: Levels::default(),
             works: 0,
             ended: watch::Sender::new(false),
         }

@@ -2,8 +2,9 @@
 
 use clap::Subcommand;
 use vmseal_api::model;
+use vmseal_log::Levels;
 
-use super::{DryRun, List, Show};
+use super::{DryRun, LEVELS_HELP, List, Show};
 
 #[derive(Subcommand)]
 pub enum Host {
@@ -14,6 +15,15 @@ pub enum Host {
     Show(Show),
     /// Make a one-time token that lets a machine join
     Token,
+    /// Show what a host's agent logs, or change it for agent and filters until the agent's process ends
+    #[command(after_help = LEVELS_HELP)]
+    LogLevel {
+        /// The host's name or id
+        name: String,
+        /// The new levels
+        #[arg(value_name = "LEVEL|TARGET=LEVEL,...")]
+        levels: Option<Levels>,
+    },
     /// Remove a host that has no VMs
     #[command(visible_alias = "rm")]
     Remove {

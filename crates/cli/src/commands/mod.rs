@@ -11,6 +11,7 @@ mod import;
 mod kmip;
 mod lab;
 mod list;
+mod log_level;
 mod plan;
 mod policy;
 mod processes;
@@ -22,7 +23,7 @@ mod vm;
 use vmseal_api::request_id;
 use vmseal_secret::process::Hardening;
 
-use crate::arguments::{Arguments, Command, Global, Lab};
+use crate::arguments::{Arguments, Command, Global, Lab, Server, ServerCommand};
 use crate::{completion, connection, man, print};
 
 /// Carries out the command line.
@@ -30,7 +31,9 @@ pub async fn run(arguments: Arguments, hardening: Hardening) -> anyhow::Result<(
     let Arguments { global, command } = arguments;
     // Roles first: they need no server to talk to.
     let command = match command {
-        Command::Server(options) => return processes::server(options, hardening).await,
+        Command::Server(Server { command: None, run }) => {
+            return processes::server(run, hardening).await;
+        }
         Command::Agent(options) => return processes::agent(options, hardening).await,
         Command::Lab(Lab::Disk(options)) => return lab::disk(&options),
         Command::Doctor(options) => return doctor::run(global.output, options, hardening).await,
@@ -62,6 +65,9 @@ async fn ask(global: Global, command: Command) -> anyhow::Result<()> {
         Command::Vm(verb) => vm::run(&server, output, verb).await,
         Command::Disk(verb) => disk::run(&server, output, verb).await,
         Command::Task(verb) => task::run(&server, output, verb).await,
+        Command::Server(Server { command: Some(ServerCommand::LogLevel { levels }), .. }) => {
+            log_level::run(&server, output, "log-level", levels).await
+        }
         Command::Server(_)
         | Command::Agent(_)
         | Command::Login(_)

@@ -6,7 +6,8 @@ use serde::Serialize;
 use vmseal_agent::doctor::Finding;
 use vmseal_api::host::{DatastoreLocation, HostDescription};
 use vmseal_api::model::{
-    Alarm, Datastore, Disk, Event, Host, JoinToken, Plan, Policy, Provider, Task, TaskState, Vm,
+    Alarm, Datastore, Disk, Event, Host, JoinToken, LogLevel, Plan, Policy, Provider, Task,
+    TaskState, Vm,
 };
 
 use super::column::{Cell, Column, Row, more, usual};
@@ -213,6 +214,13 @@ impl Row for Plan {
     ];
     fn identity(&self) -> String {
         format!("{} {}", self.kind, self.target)
+    }
+}
+
+impl Row for LogLevel {
+    const COLUMNS: &'static [Column<Self>] = &[usual("levels", |it| (&it.levels).into())];
+    fn identity(&self) -> String {
+        self.levels.clone()
     }
 }
 

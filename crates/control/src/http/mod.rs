@@ -14,6 +14,7 @@ mod dry_run;
 mod events;
 mod hosts;
 mod kmip;
+mod log_level;
 mod metrics;
 mod policies;
 mod problem;
@@ -73,7 +74,9 @@ pub struct App {
     info(
         title = "vmseal",
         description = "Encrypts virtual machines by policy. Long work answers 202 with a task; every \
-                       error is a problem (RFC 9457).",
+                       error is a problem (RFC 9457). A request may carry an id in the header \
+                       X-Request-Id (1 to 64 ASCII letters, digits, '-', '_' and '.'); else it gets one. \
+                       The answer carries it, and so does all that is logged and recorded for it.",
     ),
     modifiers(&Credentials),
     security(("token" = [])),
@@ -102,6 +105,8 @@ fn user_routes() -> OpenApiRouter<Arc<App>> {
         .routes(routes!(hosts::list))
         .routes(routes!(hosts::show, hosts::remove))
         .routes(routes!(hosts::make_token))
+        .routes(routes!(log_level::show, log_level::set))
+        .routes(routes!(log_level::show_host, log_level::set_host))
         .routes(routes!(datastores::list, datastores::add))
         .routes(routes!(datastores::show, datastores::remove))
         .routes(routes!(datastore_scan::scan))

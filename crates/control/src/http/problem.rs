@@ -32,7 +32,7 @@ impl From<StoreError> for Refusal {
 
 impl IntoResponse for Refusal {
     fn into_response(mut self) -> Response {
-        self.0.request_id = request_id::current().map(|id| id.to_string());
+        self.0.request_id = request_id::current().map(|id| id.as_str().into());
         let status =
             StatusCode::from_u16(self.0.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
         // A problem has nothing that JSON cannot hold.

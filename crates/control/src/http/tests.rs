@@ -1,6 +1,7 @@
 //! The API from outside: every guard with the input that trips it, and the document.
 
 mod dry_run;
+mod log_level;
 mod request_ids;
 mod watching;
 
