@@ -84,6 +84,8 @@ fn configuration(directory: &Path, socket: &Path, disk: &Disk<'_>) -> anyhow::Re
         vm: VmId::new(),
         control: Handle::Path(directory.join("control.sock")),
         control_uid: None,
+        request_id: None,
+        log_levels: None,
         disks: vec![DiskConfig {
             disk: DiskId::new(),
             size: disk.size,

@@ -36,6 +36,8 @@ pub struct Installation {
     agent: Option<Process>,
     /// Whether a starting server is given the provider's passphrase.
     unlocks: bool,
+    /// What server and agent log from their start on.
+    levels: &'static str,
 }
 
 /// Every installation of this process gets an address of its own, so that ports never collide.
@@ -49,10 +51,21 @@ impl Installation {
     /// A server and a joined host named `here`, with a datastore `local`, a usable default provider
     /// `keys`, and the policies `encrypted` and `plain`.
     pub fn new() -> anyhow::Result<Self> {
+        Self::logging("info")
+    }
+
+    /// The same, with a server and an agent that log this.
+    pub fn logging(levels: &'static str) -> anyhow::Result<Self> {
         let directory = tempfile::Builder::new().prefix("vmseal-test-").tempdir()?;
         std::fs::set_permissions(directory.path(), Permissions::from_mode(0o711))?;
-        let mut this =
-            Self { directory, address: next_address(), server: None, agent: None, unlocks: true };
+        let mut this = Self {
+            directory,
+            address: next_address(),
+            server: None,
+            agent: None,
+            unlocks: true,
+            levels,
+        };
         this.start_server()?;
         let token = this.path("join.token");
         std::fs::write(&token, this.vmseal(&["host", "token"])?)?;
@@ -164,6 +177,7 @@ impl Installation {
             .arg(format!("{}:{SERVER_PORT}", self.address))
             .arg("--name")
             .arg(self.address.to_string())
+            .env("RUST_LOG", self.levels)
             .env("CREDENTIALS_DIRECTORY", self.credentials()?);
         let mut server = Process::start(&mut command, &self.path("server.log"))?;
         eventually("the server answers", || {
@@ -206,7 +220,8 @@ impl Installation {
             .arg("--run-dir")
             .arg(self.path("run"))
             // Which accelerator the probe finds is its own test's matter; here every guest runs the same.
-            .args(["--accelerator", "tcg"]);
+            .args(["--accelerator", "tcg"])
+            .env("RUST_LOG", self.levels);
         let mut agent = Process::start(&mut command, &self.path("agent.log"))?;
         self.wait_connected(&mut agent)?;
         self.agent = Some(agent);

@@ -9,6 +9,8 @@
 //! | filter | DEKs: its ciphers' key schedules begin with them, in memory that is locked and not dumped | any KEK |
 //! | QEMU | | any of them |
 //!
+//! Server, agent and filter log all that they can ([`LOUDEST`]) while the installation is used.
+//!
 //! `memfd_secret`, where keys are meant to be, cannot be read from outside, not even by root.
 
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
@@ -111,10 +113,17 @@ fn derive_kek(root: &SecretBytes, key_id: &str) -> SecretBytes {
     SecretBytes::from_wiped(&mut kek).unwrap()
 }
 
+/// Everything, of libraries too as far as anybody can have it.
+const LOUDEST: &str =
+    "trace,tungstenite=trace,tokio_tungstenite=trace,hyper=trace,rustls=trace,sqlx=trace";
+
+/// What is typed at a guest; without the letters that its guest takes for commands.
+const TYPED: &str = "A-SECRET-ONLY-THE-GUEST-MAY-HEAR-4711";
+
 /// Create, start, stop, start; restarts of agent and server while the VM runs; again a stop and a start.
 /// In the end the VM runs.
 fn used_installation() -> Installation {
-    let mut here = Installation::new().unwrap();
+    let mut here = Installation::logging(LOUDEST).unwrap();
     here.create_counter("sealed", "encrypted").unwrap();
     assert_eq!(here.boot_counter("sealed").unwrap(), 1);
     here.vmseal(&["vm", "stop", "sealed", "--force"]).unwrap();
@@ -199,6 +208,7 @@ fn no_key_is_in_files_arguments_environments_or_memory() {
         assert!(told.status == 200 && told.text.contains("vmseal_"), "{told:?}");
         std::fs::write(here.path(name), told.text).unwrap();
     }
+    all_is_logged(&here);
     nothing(scanner.directory(&here.path(""), &passphrase_files(&here)).unwrap());
     for (_, pid) in processes.all() {
         nothing(scanner.arguments_and_environment(pid).unwrap());
@@ -250,9 +260,39 @@ fn tokens_are_in_no_log_database_argument_or_environment() {
         nothing(scanner.arguments_and_environment(pid).unwrap());
     }
     // The log is not empty: there was something to search.
-    for log in ["server.log", "agent.log", "server/inventory.db"] {
-        assert!(std::fs::metadata(here.path(log)).unwrap().len() > 0, "{log} is empty");
+    assert!(std::fs::metadata(here.path("server/inventory.db")).unwrap().len() > 0);
+    all_is_logged(&here);
+}
+
+/// Server, agent and filter have logged at the lowest levels.
+fn all_is_logged(here: &Installation) {
+    for log in ["server.log", "agent.log"] {
+        let text = std::fs::read_to_string(here.path(log)).unwrap();
+        assert!(text.contains("DEBUG request{request_id="), "{log} is not loud: {text}");
     }
+    let filter = std::fs::read_to_string(run_directory(here).join("filter.log")).unwrap();
+    assert!(filter.contains(&format!("logging={LOUDEST}")), "{filter}");
+}
+
+/// Where the agent keeps the logs of the VM.
+fn run_directory(here: &Installation) -> PathBuf {
+    here.path("run/vms").join(here.vm("sealed").unwrap()["id"].as_str().unwrap())
+}
+
+#[test]
+fn what_is_typed_at_a_console_is_in_no_log() {
+    let here = used_installation();
+    let mut console = here.console("sealed").unwrap();
+    assert_eq!(console.next_count().unwrap(), 3);
+    console.type_text(TYPED).unwrap();
+    // The guest echoes what it can keep up with: what was typed has gone all the way.
+    console.expect("-", 0).unwrap();
+    let scanner = Scanner::new(forms("what was typed", TYPED.as_bytes())).unwrap();
+    // QEMU records what the guest answers, for whoever opens the console later.
+    let recorded = run_directory(&here).join("console.log");
+    assert!(recorded.exists());
+    nothing(scanner.directory(&here.path(""), &[recorded]).unwrap());
+    all_is_logged(&here);
 }
 
 /// `Max core file size` of a process, in bytes, soft and hard.

@@ -85,6 +85,7 @@ mod tests {
             disks: vec![],
             notices: vec![],
             exports: vec![],
+            request_id: None,
         }
     }
 

@@ -623,6 +623,21 @@ async fn other_keys(agent: &dyn HostAgent, session: &mut Session) {
     done(agent.power_off(vm, PowerOff::Force).await, "the plug");
 }
 
+/// What it logs can be changed, and is not by what is not understood.
+async fn log_levels(agent: &dyn HostAgent) {
+    let before = done(agent.log_level().await, "log_level").levels;
+    let set = |levels: &str| agent.set_log_level(levels.to_owned());
+    assert_eq!(
+        done(set("WARN, vmseal_agent=debug").await, "set_log_level").levels,
+        "warn,vmseal_agent=debug"
+    );
+    for wrong in ["", "debg", "info,", "x=y", &"a".repeat(10_000)] {
+        refused(set(wrong).await, ErrorCode::InvalidRequest, wrong);
+    }
+    assert_eq!(done(agent.log_level().await, "log_level").levels, "warn,vmseal_agent=debug");
+    assert_eq!(done(set(&before).await, "set_log_level").levels, before);
+}
+
 /// All parts on agents that are made by `next`, one after the other.
 pub async fn all_lives<F, A>(fixture: Fixture, mut next: F)
 where
@@ -630,6 +645,7 @@ where
     A: Future<Output = Arc<dyn HostAgent>>,
 {
     let agent = next().await;
+    log_levels(&*agent).await;
     let session = first_life(&*agent, fixture).await;
     drop(agent);
     let agent = next().await;

@@ -18,6 +18,7 @@ use vmseal_api::filter::{
     SERIAL_MAX, TargetFormat, VERSION,
 };
 use vmseal_api::id::{DiskId, VmId};
+use vmseal_api::request_id;
 use vmseal_api::transfer::ImageFormat;
 
 use crate::metrics;
@@ -225,6 +226,8 @@ pub fn start(
         vm,
         control: Handle::Fd(control.as_raw_fd()),
         control_uid: Some(own),
+        request_id: request_id::current().map(|id| id.to_string()),
+        log_levels: Some(vmseal_log::levels().to_string()),
         disks: disks.iter().map(|disk| disk.config(own)).collect(),
     };
     let launched = process::launch(Launch {
@@ -301,6 +304,17 @@ impl Control {
     pub async fn figures(&self) -> Result<FilterFigures, FilterError> {
         match ask(&self.0, &ControlRequest::Figures, STATUS_TIMEOUT).await? {
             ControlReply::Figures(figures) => Ok(figures),
+            other => Err(unexpected(other)),
+        }
+    }
+
+    /// Has it log this from now on.
+    ///
+    /// # Errors
+    /// [`FilterError`]; one of an earlier vmseal does not know the request.
+    pub async fn set_log_level(&self, levels: String) -> Result<(), FilterError> {
+        match ask(&self.0, &ControlRequest::SetLogLevel { levels }, STATUS_TIMEOUT).await? {
+            ControlReply::Done => Ok(()),
             other => Err(unexpected(other)),
         }
     }

@@ -18,6 +18,7 @@ use vmseal_api::host::{
     VmSpec,
 };
 use vmseal_api::id::{DiskId, Incarnation, VmId};
+use vmseal_api::model::LogLevel;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_secret::process::Hardening;
 
@@ -32,7 +33,7 @@ use crate::qemu::Qemu;
 use crate::run_dir::RunDir;
 use crate::users::Users;
 use crate::vm::{self, Beginning, Call, Change, Shared, Vm};
-use crate::{contents, datastore, metrics, rules};
+use crate::{contents, datastore, log_level, metrics, rules};
 
 /// The most VMs that a host takes.
 const VMS_MAX: usize = 1024;
@@ -237,6 +238,15 @@ impl HostAgent for RealHost {
     async fn metrics(&self) -> Result<String, Problem> {
         let state = self.shared.board.state(None, Duration::ZERO).await;
         metrics::exposition(&self.shared.run_dir, state).await
+    }
+
+    async fn log_level(&self) -> Result<LogLevel, Problem> {
+        Ok(log_level::shown())
+    }
+
+    async fn set_log_level(&self, levels: String) -> Result<LogLevel, Problem> {
+        let state = self.shared.board.state(None, Duration::ZERO).await;
+        log_level::set(&self.shared.run_dir, state, &levels).await
     }
 
     async fn register_vm(&self, spec: VmSpec) -> Result<(), Problem> {

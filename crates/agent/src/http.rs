@@ -24,6 +24,7 @@ use tokio_rustls::server::TlsStream;
 use vmseal_api::host::{BODY_MAX, ConsoleStream, HostAgent, STATE_WAIT_MAX, VmSpec};
 use vmseal_api::id::{DiskId, Incarnation, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::request_id::{self, RequestId};
 
 use crate::identity::{Identity, IdentityError};
 
@@ -103,6 +104,7 @@ pub fn router(agent: Agent) -> Router {
         .route("/v1/datastores/measure", post(measure_datastore))
         .route("/v1/datastores/scan", post(scan_datastore))
         .route("/v1/metrics", get(metrics))
+        .route("/v1/log-level", get(log_level).put(set_log_level))
         .route("/v1/vms/{vm}", put(register_vm).delete(unregister_vm))
         .route("/v1/vms/{vm}/key", put(offer_key))
         .route("/v1/vms/{vm}/key/check", post(check_key))
@@ -117,7 +119,27 @@ pub fn router(agent: Agent) -> Router {
         .method_not_allowed_fallback(async || {
             Failure(Problem::new(ErrorCode::InvalidRequest, "this path has no such method"))
         })
+        .layer(axum::middleware::from_fn(identify))
         .with_state(agent)
+}
+
+/// Works for the request that the server names; what the server does of itself has no id.
+async fn identify(request: axum::extract::Request, next: axum::middleware::Next) -> Response {
+    let sent = request.headers().get(request_id::HEADER).map(header::HeaderValue::as_bytes);
+    request_id::during(RequestId::sent(sent), answer(request, next)).await
+}
+
+/// What only reads, or is asked by the server of itself, is not worth a line each.
+async fn answer(request: axum::extract::Request, next: axum::middleware::Next) -> Response {
+    let (method, path) = (request.method().clone(), request.uri().path().to_owned());
+    let response = next.run(request).await;
+    let status = response.status().as_u16();
+    if method.is_safe() || request_id::current().is_none() {
+        tracing::debug!(%method, path, status, "answered");
+    } else {
+        tracing::info!(%method, path, status, "answered");
+    }
+    response
 }
 
 async fn describe(State(agent): State<Agent>) -> Answer<Response> {
@@ -160,6 +182,14 @@ async fn scan_datastore(State(agent): State<Agent>, request: Body) -> Answer<Res
 
 async fn metrics(State(agent): State<Agent>) -> Answer<Response> {
     Ok(agent.metrics().await?.into_response())
+}
+
+async fn log_level(State(agent): State<Agent>) -> Answer<Response> {
+    json(&agent.log_level().await?)
+}
+
+async fn set_log_level(State(agent): State<Agent>, request: Body) -> Answer<Response> {
+    json(&agent.set_log_level(body(request).await?).await?)
 }
 
 async fn register_vm(

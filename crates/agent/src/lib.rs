@@ -19,7 +19,7 @@
 //! | `export` | writing a disk to a file for elsewhere |
 //! | `filter`, `qemu`, [`qmp`], `console` | the two processes of a VM and the ways to them |
 //! | `measure`, `contents` | how datastores stand; what is on one |
-//! | `metrics` | what agent and filters have measured |
+//! | `metrics`, `log_level` | what agent and filters have measured; what they log |
 //! | `process`, `run_dir`, `users` | processes that outlive the agent, on record, under own users |
 //! | `deaths` | deaths that nobody has seen to yet, on record |
 //! | `keys` | KEKs: in locked memory, checked against what the inventory means |
@@ -48,6 +48,7 @@ pub mod identity;
 mod image;
 pub mod join;
 mod keys;
+mod log_level;
 mod machine;
 mod measure;
 mod metrics;

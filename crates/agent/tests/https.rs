@@ -20,6 +20,7 @@ use vmseal_api::client::{ClientIdentity, HostClient, host_server_name};
 use vmseal_api::host::{HostAgent, STATE_WAIT_MAX, StopReason};
 use vmseal_api::id::HostId;
 use vmseal_api::problem::ErrorCode;
+use vmseal_api::request_id::{HEADER, RequestId, during};
 use zeroize::Zeroizing;
 
 /// One certificate, whatever is asked for.
@@ -203,6 +204,23 @@ async fn raw(
     let answer = request(&client, format!("https://{name}:{port}{path}")).send().await.unwrap();
     let kind = answer.headers().get("content-type").map(|kind| kind.to_str().unwrap().to_owned());
     (answer.status().as_u16(), kind.unwrap_or_default(), answer.text().await.unwrap())
+}
+
+#[tokio::test]
+async fn an_agent_works_for_the_request_that_the_server_works_for() {
+    let authority = Authority::new();
+    let host = SimulatedHost::new();
+    let (id, address) = serve(&authority, &host).await;
+    let client = HostClient::new(id, "here", &address, &authority.server()).unwrap();
+    let request = RequestId::new();
+    during(Some(request.clone()), client.describe()).await.unwrap();
+    client.describe().await.unwrap();
+    // What is no id is none here: it came from no server of ours.
+    for hostile in ["a b", "x\u{9}y", &"x".repeat(65)] {
+        let get = |client: &reqwest::Client, url: String| client.get(url).header(HEADER, hostile);
+        assert_eq!(raw(&authority, id, &address, get, "/v1/host").await.0, 200);
+    }
+    assert_eq!(host.requests(Call::Describe), [Some(request), None, None, None, None]);
 }
 
 #[tokio::test]

@@ -58,6 +58,12 @@ pub struct FilterConfig {
     /// The only user that may connect to the control socket, by SO_PEERCRED; none means the filter's own.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub control_uid: Option<u32>,
+    /// The id of the request that it is started for, for the log.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub request_id: Option<String>,
+    /// What it logs; none means what `RUST_LOG` says.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub log_levels: Option<String>,
     /// The disks, at most [`DISKS_MAX`].
     pub disks: Vec<DiskConfig>,
 }
@@ -224,6 +230,11 @@ pub enum ControlRequest {
     Status,
     /// What was measured; answered by [`ControlReply::Figures`].
     Figures,
+    /// Log this from now on, until the process ends; answered by [`ControlReply::Done`].
+    SetLogLevel {
+        /// Directives, as operators write them.
+        levels: String,
+    },
     /// Finish what is under way, flush, answer [`ControlReply::Done`], and exit with 0.
     Shutdown,
 }

@@ -15,6 +15,8 @@
 //! POST   /v1/datastores/measure            measure_datastore
 //! POST   /v1/datastores/scan               scan_datastore
 //! GET    /v1/metrics                       metrics (OpenMetrics text)
+//! GET    /v1/log-level                     log_level
+//! PUT    /v1/log-level                     set_log_level
 //! PUT    /v1/vms/{vm}                      register_vm
 //! DELETE /v1/vms/{vm}                      unregister_vm
 //! PUT    /v1/vms/{vm}/key                  offer_key
@@ -371,6 +373,9 @@ pub struct VmState {
     /// The last export of each disk, as far as this agent has been asked for one.
     #[serde(default)]
     pub exports: Vec<ExportState>,
+    /// The id of the request that it was last started or stopped for; none when it did so of itself.
+    #[serde(default)]
+    pub request_id: Option<String>,
 }
 
 /// Whether a VM runs.
@@ -525,6 +530,7 @@ mod service {
 
     use super::*;
     use crate::datastore::{DatastoreCondition, DatastoreContents};
+    use crate::model::LogLevel;
 
     /// Both directions of a serial console.
     pub trait Duplex: AsyncRead + AsyncWrite + Send + Unpin {}
@@ -573,6 +579,15 @@ mod service {
 
         /// What agent and filters have measured, as OpenMetrics text.
         async fn metrics(&self) -> Result<String, Problem>;
+
+        /// What the agent logs.
+        async fn log_level(&self) -> Result<LogLevel, Problem>;
+
+        /// Has the agent and the filters of its VMs log this, those that start later too, until the agent ends.
+        ///
+        /// # Errors
+        /// `invalid-request` for what are no levels: nothing is changed.
+        async fn set_log_level(&self, levels: String) -> Result<LogLevel, Problem>;
 
         /// Makes a VM known, or replaces what is known of one that is off.
         async fn register_vm(&self, spec: VmSpec) -> Result<(), Problem>;

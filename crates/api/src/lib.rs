@@ -19,4 +19,5 @@ pub mod kmip;
 pub mod model;
 pub mod problem;
 pub mod request;
+pub mod request_id;
 pub mod transfer;

@@ -257,6 +257,9 @@ pub struct Task {
     #[cfg_attr(feature = "openapi", schema(value_type = Option<String>, format = DateTime))]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ended: Option<Timestamp>,
+    /// The id of the request that asked for it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub request_id: Option<String>,
     /// Why it failed or is unknown.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub problem: Option<Problem>,
@@ -308,6 +311,20 @@ pub struct Event {
     pub target: String,
     /// What happened, for people; ids, never secrets.
     pub detail: String,
+    /// The id of the request that caused it, where one did.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub request_id: Option<String>,
+}
+
+/// What a process logs, until it ends or is told otherwise.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct LogLevel {
+    /// Directives, as in [`crate::request::SetLogLevel`].
+    pub levels: String,
+    /// The running VMs whose filters were told, and did not answer: they log as before.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub silent: Vec<VmId>,
 }
 
 /// A number that is another one whenever something that the API shows has changed.

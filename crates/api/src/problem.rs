@@ -117,6 +117,10 @@ pub struct Problem {
     /// Why a key cannot be had, where it is about that.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reason: Option<KeyFault>,
+    /// The id of the request that failed: what its lines in all logs carry.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[cfg_attr(feature = "openapi", schema(value_type = Option<String>))]
+    pub request_id: Option<Box<str>>,
 }
 
 impl Problem {
@@ -135,6 +139,7 @@ impl Problem {
             code,
             field: None,
             reason: None,
+            request_id: None,
         }
     }
 

@@ -29,6 +29,16 @@ pub const MEMORY_MIN: u64 = 16 << 20;
 /// The most memory of a VM in bytes.
 pub const MEMORY_MAX: u64 = 6 << 40;
 
+/// Changes what a process logs, until it ends.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct SetLogLevel {
+    /// Directives, separated by commas: a level (off, error, warn, info, debug, trace), or TARGET=LEVEL for
+    /// crates and modules whose names begin so.
+    pub levels: String,
+}
+
 /// A machine joins as a host. The only request that a join token, not a user, authorizes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]

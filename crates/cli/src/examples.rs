@@ -100,6 +100,16 @@ pub const EXAMPLES: &[(&str, &str, &str)] = &[
         "From an image:",
         "vmseal vm import web1 --policy encrypted --memory 2GiB \\\n        --disk datastore=fast,image=/srv/old/web1.qcow2,format=qcow2",
     ),
+    (
+        "vmseal-server-log-level",
+        "See all requests for a while, and no more:",
+        "vmseal server log-level info,vmseal_control=debug",
+    ),
+    (
+        "vmseal-host-log-level",
+        "Have one host's agent and filters say more:",
+        "vmseal host log-level host1 info,vmseal=debug",
+    ),
     ("vmseal-vm-list", "Follow the power of all VMs:", "vmseal vm list -w -c name,power,host"),
     (
         "vmseal-vm-stop",

@@ -69,6 +69,19 @@ impl Exit {
     }
 }
 
+/// What a message ends with when the server has failed: by what to find it in the logs.
+pub fn trace(error: &anyhow::Error) -> String {
+    let problem = error.downcast_ref::<Problem>();
+    let request = problem.and_then(|problem| failed_inside(problem, problem.request_id.as_deref()));
+    request.unwrap_or_default()
+}
+
+/// The same for the problem of a request, and of a task that it asked for.
+pub fn failed_inside(problem: &Problem, request: Option<&str>) -> Option<String> {
+    let request = request.filter(|_| problem.code == ErrorCode::Internal)?;
+    Some(format!(" (request id {request})"))
+}
+
 impl From<ErrorCode> for Exit {
     fn from(code: ErrorCode) -> Self {
         match code {
@@ -105,6 +118,16 @@ mod tests {
     fn each_code_is_told_once_and_is_what_scripts_know() {
         let codes: Vec<u8> = ALL.iter().map(|(exit, _)| *exit as u8).collect();
         assert_eq!(codes, [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 130]);
+    }
+
+    #[test]
+    fn only_what_failed_inside_is_to_be_looked_for_in_logs() {
+        let problem =
+            |code| Problem { request_id: Some("r-1".into()), ..Problem::new(code, "why") };
+        let told = |code| trace(&anyhow::Error::from(problem(code)).context("while doing this"));
+        assert_eq!(told(ErrorCode::Internal), " (request id r-1)");
+        assert_eq!(told(ErrorCode::NotFound), "");
+        assert_eq!(trace(&Problem::new(ErrorCode::Internal, "why").into()), "");
     }
 
     #[test]

@@ -42,7 +42,7 @@ fn main() -> ExitCode {
     match ended {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("vmseal: {error:#}");
+            eprintln!("vmseal: {error:#}{}", exit::trace(&error));
             ExitCode::from(exit::Exit::of(&error) as u8)
         }
     }

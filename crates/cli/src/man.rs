@@ -54,6 +54,7 @@ const FILES: &[(&str, &str, &str)] = &[
 /// Environment variables, by page.
 const ENVIRONMENT: &[(&str, &str, &str)] = &[
     ("vmseal", "VMSEAL_SERVER, VMSEAL_CA, VMSEAL_TOKEN_FILE", "as --server, --ca and --token-file"),
+    ("vmseal", "VMSEAL_REQUEST_ID", "as --request-id"),
     (
         "vmseal",
         "NO_COLOR",
@@ -62,7 +63,7 @@ const ENVIRONMENT: &[(&str, &str, &str)] = &[
     (
         "vmseal-server",
         "RUST_LOG",
-        "how much is logged to standard error: warn, info (so it is without), debug, or as vmseal_control=debug",
+        "how much is logged to standard error at first: warn, info (so it is without), debug, or as vmseal_control=debug",
     ),
     (
         "vmseal-server",
@@ -72,7 +73,7 @@ const ENVIRONMENT: &[(&str, &str, &str)] = &[
     (
         "vmseal-agent",
         "RUST_LOG",
-        "how much is logged to standard error: warn, info (so it is without), debug, or as vmseal_agent=debug",
+        "how much is logged to standard error at first: warn, info (so it is without), debug, or as vmseal_agent=debug",
     ),
 ];
 

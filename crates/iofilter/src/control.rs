@@ -102,6 +102,9 @@ impl Control {
                     let disks = self.disks.iter().map(|disk| disk.figures()).collect();
                     send(stream, &ControlReply::Figures(FilterFigures { disks }))?;
                 }
+                Ok(ControlRequest::SetLogLevel { levels }) => {
+                    send(stream, &set_log_level(&levels))?;
+                }
                 Ok(ControlRequest::Shutdown) => return self.shutdown(stream),
                 Err(error) => {
                     let message = format!("the request is not understood: {error}");
@@ -130,6 +133,17 @@ impl Control {
             Err(_) => gone(),
         };
         send(stream, &outcome)
+    }
+}
+
+fn set_log_level(levels: &str) -> ControlReply {
+    match levels.parse() {
+        Ok(levels) => {
+            tracing::info!(%levels, "logging at other levels from now on");
+            vmseal_log::set_levels(levels);
+            ControlReply::Done
+        }
+        Err(error) => ControlReply::Error { message: error.to_string() },
     }
 }
 

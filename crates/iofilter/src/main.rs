@@ -13,6 +13,7 @@ use std::time::Duration;
 use anyhow::{Context, bail};
 use nix::sys::signal::{SigSet, Signal};
 use vmseal_api::filter::{ControlReply, FilterConfig};
+use vmseal_api::request_id::RequestId;
 use vmseal_iofilter::config;
 use vmseal_iofilter::control::{self, Control, Event};
 use vmseal_iofilter::handle::Handles;
@@ -22,7 +23,8 @@ use vmseal_secret::process::{Hardening, MemoryLock, harden};
 const USAGE: &str = "usage: vmseal-filter --config FILE|-|fd:N | --version
 
 Serves the disks of one VM as its JSON configuration says, which is read from a file, from standard
-input (-) or from an inherited descriptor (fd:N). Logs go to standard error; RUST_LOG sets how much.";
+input (-) or from an inherited descriptor (fd:N). Logs go to standard error; its log_levels,
+or else RUST_LOG, say how much.";
 
 /// How long to wait for the outcome of a shutdown to be sent to whoever asked for it.
 const LAST_WORDS: Duration = Duration::from_secs(2);
@@ -43,24 +45,11 @@ fn main() -> ExitCode {
     if let Err(error) = privileges {
         tracing::warn!(%error, "new privileges could not be forbidden");
     }
-    match run() {
-        Ok(true) => ExitCode::SUCCESS,
-        Ok(false) => ExitCode::FAILURE,
-        Err(error) => {
-            tracing::error!("{error:#}");
-            ExitCode::FAILURE
-        }
-    }
+    if run() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
 fn log() {
-    let filter = tracing_subscriber::EnvFilter::try_from_default_env()
-        .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("info"));
-    tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_ansi(false)
-        .with_writer(std::io::stderr)
-        .init();
+    vmseal_log::start();
     std::panic::set_hook(Box::new(|panic| {
         tracing::error!(%panic, "a defect; the process ends");
         std::process::abort();
@@ -80,14 +69,43 @@ fn report(hardening: &Hardening) {
     }
 }
 
-fn run() -> anyhow::Result<bool> {
+/// Serves as long as it is wanted; whether all went well.
+fn run() -> bool {
     let mut handles = Handles::default();
-    let config = read_config(&mut handles)?;
+    let Ok(config) = read_config(&mut handles).inspect_err(tell) else { return false };
+    if let Some(levels) = &config.log_levels {
+        match levels.parse() {
+            Ok(levels) => vmseal_log::set_levels(levels),
+            Err(error) => {
+                tracing::warn!(%error, "the configuration's log_levels are not understood")
+            }
+        }
+    }
+    let begun = request_span(&config).in_scope(|| begin(&config, &mut handles).inspect_err(tell));
+    begun.is_ok_and(|(running, asked)| end(running, &asked))
+}
+
+fn tell(error: &anyhow::Error) {
+    tracing::error!("{error:#}");
+}
+
+/// The request that the process is started for. Whoever starts it by hand may have written anything there.
+fn request_span(config: &FilterConfig) -> tracing::Span {
+    match RequestId::sent(config.request_id.as_deref().map(str::as_bytes)) {
+        Some(id) => tracing::error_span!("request", request_id = %id),
+        None => tracing::Span::none(),
+    }
+}
+
+fn begin(
+    config: &FilterConfig,
+    handles: &mut Handles,
+) -> anyhow::Result<(Running, Receiver<Event>)> {
     // Blocked before there are threads, so that only the waiting one gets them.
     let signals = SigSet::from_iter([Signal::SIGTERM, Signal::SIGINT]);
     signals.thread_block().context("signals cannot be blocked")?;
     let listener = handles.listener(&config.control).context("the control socket")?;
-    let running = Running::start(&config, &mut handles)?;
+    let running = Running::start(config, handles)?;
     let (events, asked) = mpsc::channel();
     let control = Arc::new(Control {
         vm: config.vm,
@@ -103,8 +121,9 @@ fn run() -> anyhow::Result<bool> {
         .name("signals".into())
         .stack_size(STACK)
         .spawn(move || on_signal(&signals, &events))?;
-    tracing::info!(vm = %config.vm, disks = config.disks.len(), "serving");
-    Ok(end(running, &asked))
+    let levels = vmseal_log::levels();
+    tracing::info!(vm = %config.vm, disks = config.disks.len(), logging = %levels, "serving");
+    Ok((running, asked))
 }
 
 fn on_signal(signals: &SigSet, events: &Sender<Event>) {

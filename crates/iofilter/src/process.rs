@@ -128,7 +128,9 @@ impl Running {
         for disk in prepared {
             running.states.push(Arc::clone(&disk.served.state));
             let stop = Arc::clone(&running.stop);
-            let span = tracing::info_span!("filter", vm = %config.vm, disk = %disk.disk);
+            // Of no request: what happens to a disk later is not the start's doing.
+            let span =
+                tracing::info_span!(parent: None, "filter", vm = %config.vm, disk = %disk.disk);
             let thread = std::thread::Builder::new()
                 .name("disk".into())
                 .stack_size(STACK)

@@ -444,6 +444,29 @@ fn a_disk_leaves_byte_for_byte_and_sparse() {
 }
 
 #[test]
+fn what_is_logged_changes_while_it_serves_and_only_to_what_is_understood() {
+    let place = Place::new();
+    let mut config = place.config();
+    config["log_levels"] = json!("vmseal_iofilter=debug");
+    config["request_id"] = json!("r-1");
+    let filter = place.start(&config);
+    let set = |levels: &str| filter.ask(&ControlRequest::SetLogLevel { levels: levels.to_owned() });
+    let ControlReply::Error { message } = set("debg") else { panic!("taken") };
+    assert!(message.contains("\"debg\" is no log level"), "{message}");
+    assert_eq!(set("off"), ControlReply::Done);
+    assert_eq!(filter.ask(&ControlRequest::Shutdown), ControlReply::Done);
+    let (code, log) = filter.ended();
+    assert_eq!(code, Some(0), "{log}");
+    assert!(log.contains("logging=info,vmseal_iofilter=debug"), "{log}");
+    assert!(
+        log.lines().any(|line| line.contains("request_id=r-1") && line.contains("serving")),
+        "{log}"
+    );
+    assert!(log.contains("DEBUG") && log.contains("logging at other levels"), "{log}");
+    assert!(!log.contains("finished and flushed"), "{log}");
+}
+
+#[test]
 fn nonsense_on_the_control_socket_is_answered_or_ended() {
     let place = Place::new();
     let filter = place.start(&place.config());

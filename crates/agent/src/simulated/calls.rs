@@ -12,12 +12,15 @@ use vmseal_api::host::{
     ImageSource, KeyReference, OtherKey, Power, PowerOff, SealedKey, StopReason, VmSpec,
 };
 use vmseal_api::id::{DiskId, Incarnation, VmId};
+use vmseal_api::model::LogLevel;
 use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::request_id;
 use vmseal_luks::Facts;
 
 use super::console::Guest;
 use super::{CAPACITY, Call, Fault, Inside, SimulatedDisk, SimulatedHost, Work, gone};
 use crate::image::Image;
+use crate::log_level;
 use crate::rules::{self, PowerOn};
 
 /// Work that goes on after a call has been answered.
@@ -160,6 +163,10 @@ impl Inside {
         Err(Problem::new(ErrorCode::WrongState, what))
     }
 
+    fn log_level(&self) -> LogLevel {
+        LogLevel { levels: self.life.log_levels.to_string(), silent: Vec::new() }
+    }
+
     fn register(&mut self, spec: VmSpec) -> Result<(), Problem> {
         rules::check_spec(&spec)?;
         let vm = spec.vm;
@@ -286,6 +293,7 @@ impl Inside {
             return Ok(None);
         }
         known.power = Power::Starting;
+        known.request = request_id::current();
         self.numbered(vm, Work::Power, self.work)
     }
 
@@ -328,6 +336,9 @@ impl Inside {
             PowerOff::Force => Duration::ZERO,
         };
         let known = self.known(vm)?;
+        if known.power != Power::Off {
+            known.request = request_id::current();
+        }
         match (known.power, how) {
             (Power::Off, _) => Ok(None),
             (Power::Starting, PowerOff::Shutdown { .. }) => {
@@ -425,6 +436,17 @@ impl HostAgent for SimulatedHost {
 
     async fn metrics(&self) -> Result<String, Problem> {
         self.call(Call::Metrics, |_| Ok("# EOF\n".to_owned()))
+    }
+
+    async fn log_level(&self) -> Result<LogLevel, Problem> {
+        self.call(Call::LogLevel, |inside| Ok(inside.log_level()))
+    }
+
+    async fn set_log_level(&self, levels: String) -> Result<LogLevel, Problem> {
+        self.call(Call::SetLogLevel, |inside| {
+            inside.life.log_levels = log_level::parse(&levels)?;
+            Ok(inside.log_level())
+        })
     }
 
     async fn register_vm(&self, spec: VmSpec) -> Result<(), Problem> {

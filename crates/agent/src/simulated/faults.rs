@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use vmseal_api::problem::ErrorCode;
+use vmseal_api::request_id::{self, RequestId};
 
 /// The kinds of call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -19,6 +20,10 @@ pub enum Call {
     MeasureDatastore,
     /// `metrics`
     Metrics,
+    /// `log_level`
+    LogLevel,
+    /// `set_log_level`
+    SetLogLevel,
     /// `scan_datastore`
     ScanDatastore,
     /// `register_vm`
@@ -84,7 +89,7 @@ pub enum Fault {
 /// The plan of faults, and the record of calls.
 #[derive(Default)]
 pub struct Faults {
-    calls: Vec<Call>,
+    calls: Vec<(Call, Option<RequestId>)>,
     counts: BTreeMap<Call, u32>,
     plan: Vec<(Call, u32, Fault)>,
 }
@@ -99,7 +104,8 @@ impl Faults {
         self.plan.clear();
     }
 
-    pub fn calls(&self) -> &[Call] {
+    /// The calls, and the requests that they were made for.
+    pub fn calls(&self) -> &[(Call, Option<RequestId>)] {
         &self.calls
     }
 
@@ -107,7 +113,7 @@ impl Faults {
     pub fn count(&mut self, call: Call) -> Option<Fault> {
         // Long polls come without end and say nothing.
         if call != Call::State {
-            self.calls.push(call);
+            self.calls.push((call, request_id::current()));
         }
         let count = self.counts.entry(call).or_default();
         *count += 1;

@@ -27,6 +27,8 @@ use vmseal_api::host::{
 };
 use vmseal_api::id::{DatastoreId, DiskId, Incarnation, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::request_id::RequestId;
+use vmseal_log::Levels;
 
 use crate::board::Board;
 use crate::keys::KeyBox;
@@ -76,6 +78,8 @@ struct Known {
     phases: BTreeMap<DiskId, DiskPhase>,
     exports: BTreeMap<DiskId, ExportState>,
     notices: Vec<Notice>,
+    /// That it was started or stopped for.
+    request: Option<RequestId>,
     /// The number of the work that may still change it; work under an older number is void.
     work: BTreeMap<Work, u64>,
 }
@@ -101,6 +105,7 @@ impl Known {
             phases: BTreeMap::new(),
             exports: BTreeMap::new(),
             notices: Vec::new(),
+            request: None,
             work: BTreeMap::new(),
         }
     }
@@ -117,6 +122,7 @@ impl Known {
             disks: self.phases.iter().map(disk).collect(),
             notices: self.notices.clone(),
             exports: self.exports.values().cloned().collect(),
+            request_id: self.request.as_ref().map(ToString::to_string),
         }
     }
 
@@ -136,6 +142,7 @@ struct Life {
     key_box: Arc<KeyBox>,
     board: Arc<Board>,
     vms: BTreeMap<VmId, Known>,
+    log_levels: Levels,
     works: u64,
     /// Turns true when it ends: calls that wait then fail.
     ended: watch::Sender<bool>,
@@ -147,6 +154,7 @@ impl Life {
             key_box: Arc::new(KeyBox::new().expect("locked memory for a key box")),
             board: Arc::new(Board::new(Incarnation::new())),
             vms: BTreeMap::new(),
+            log_levels: Levels::default(),
             works: 0,
             ended: watch::Sender::new(false),
         }
@@ -226,7 +234,15 @@ impl SimulatedHost {
     /// The calls so far, in order.
     #[must_use]
     pub fn calls(&self) -> Vec<Call> {
-        self.inside().faults.calls().to_vec()
+        self.inside().faults.calls().iter().map(|(call, _)| *call).collect()
+    }
+
+    /// The requests that calls of one kind were made for, in order.
+    #[must_use]
+    pub fn requests(&self, kind: Call) -> Vec<Option<RequestId>> {
+        let inside = self.inside();
+        let of_kind = inside.faults.calls().iter().filter(|(call, _)| *call == kind);
+        of_kind.map(|(_, request)| request.clone()).collect()
     }
 
     /// Takes the host off the network, or back.
@@ -276,6 +292,7 @@ impl SimulatedHost {
         if inside.world.guests.remove(&vm).is_some()
             && let Some(known) = inside.life.vms.get_mut(&vm)
         {
+            known.request = None;
             known.stop(reason, "the simulated guest has stopped");
             inside.life.post(vm);
         }

@@ -7,6 +7,7 @@ use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinHandle;
 use vmseal_api::host::{DiskPhase, ExportPhase, ExportState};
 use vmseal_api::id::DiskId;
+use vmseal_api::request_id;
 
 use super::Shared;
 use crate::disk::{self, Recipe, Workshop};
@@ -101,11 +102,12 @@ impl Jobs {
         let (number, sender) = (self.started, self.sender.clone());
         let (cancel, cancelled) = oneshot::channel();
         let work = work(cancelled, Progress { disk, number, sender: sender.clone() });
-        let task = tokio::spawn(async move {
+        let work = async move {
             let last = work.await;
             // The owner may be gone.
             let _ = sender.send((disk, number, last)).await;
-        });
+        };
+        let task = tokio::spawn(request_id::inherit(work));
         self.jobs.insert(disk, Job { number, cancel, task });
     }
 

@@ -29,6 +29,7 @@ use vmseal_api::host::{
 };
 use vmseal_api::id::{DiskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::request_id::{self, RequestId};
 
 use crate::board::Board;
 use crate::deaths::Deaths;
@@ -101,7 +102,10 @@ pub enum Change {
 
 /// The way to a VM's owner.
 #[derive(Clone)]
-pub struct Vm(mpsc::Sender<Call>);
+pub struct Vm(mpsc::Sender<Asked>);
+
+/// A call, and the request that it is made for.
+type Asked = (Option<RequestId>, Call);
 
 /// What a VM begins its time with this agent as.
 pub enum Beginning {
@@ -135,7 +139,8 @@ impl Vm {
         call: impl FnOnce(Reply<T>) -> Call,
     ) -> Result<T, Problem> {
         let (reply, answer) = oneshot::channel();
-        self.0.send(call(reply)).await.map_err(|_| crate::rules::unknown(vm))?;
+        let asked = (request_id::current(), call(reply));
+        self.0.send(asked).await.map_err(|_| crate::rules::unknown(vm))?;
         answer.await.map_err(|_| crate::rules::unknown(vm))?
     }
 }

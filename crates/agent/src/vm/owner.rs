@@ -15,12 +15,13 @@ use vmseal_api::host::{
 };
 use vmseal_api::id::DiskId;
 use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::request_id::{self, RequestId};
 use vmseal_secret::SecretBytes;
 
 use super::jobs::{Jobs, Report};
 use super::running::{Ending, Happening, Running};
 use super::start::{Plan, start};
-use super::{Beginning, Call, Change, Shared, internal};
+use super::{Asked, Beginning, Call, Change, Shared, internal};
 use crate::datastore::Home;
 use crate::disk::{self, Recipe};
 use crate::disk_keys::DiskKeys;
@@ -42,7 +43,7 @@ enum State {
 
 /// What comes to the owner.
 enum Event {
-    Call(Option<Call>),
+    Call(Option<Asked>),
     Started(Box<StartResult>),
     Happened(Happening),
     PatienceOver,
@@ -61,6 +62,8 @@ pub struct Owner {
     phases: BTreeMap<DiskId, DiskPhase>,
     exports: BTreeMap<DiskId, ExportState>,
     jobs: Jobs,
+    /// That the VM was last started or stopped for.
+    request: Option<RequestId>,
     /// From opening the disks; stay until the next start.
     header_notices: Vec<Notice>,
     /// From the filter, while it runs.
@@ -84,12 +87,13 @@ impl Owner {
             phases: BTreeMap::new(),
             exports: BTreeMap::new(),
             jobs: Jobs::new(),
+            request: None,
             header_notices: Vec::new(),
             troubles: Vec::new(),
         }
     }
 
-    pub async fn run(mut self, mut calls: mpsc::Receiver<Call>) {
+    pub async fn run(mut self, mut calls: mpsc::Receiver<Asked>) {
         let mut care = tokio::time::interval(CARE_INTERVAL);
         care.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         loop {
@@ -101,7 +105,7 @@ impl Owner {
             };
             match event {
                 Event::Call(None) => return,
-                Event::Call(Some(Call::Unregister(reply))) => {
+                Event::Call(Some((_, Call::Unregister(reply)))) => {
                     let result = self.unregister().await;
                     let done = result.is_ok();
                     if done {
@@ -112,7 +116,9 @@ impl Owner {
                         return;
                     }
                 }
-                Event::Call(Some(call)) => self.answer(call).await,
+                Event::Call(Some((request, call))) => {
+                    request_id::during(request, self.answer(call)).await;
+                }
                 event => {
                     self.apply(event).await;
                     self.post();
@@ -147,6 +153,7 @@ impl Owner {
             disks: self.phases.iter().map(disk).collect(),
             notices: self.header_notices.iter().chain(&self.troubles).cloned().collect(),
             exports: self.exports.values().cloned().collect(),
+            request_id: self.request.as_ref().map(ToString::to_string),
         };
         self.shared.board.post(self.spec.vm, Some(state));
     }
@@ -180,16 +187,22 @@ impl Owner {
 
     async fn apply(&mut self, event: Event) {
         match event {
-            Event::Started(result) => self.started(*result).await,
+            Event::Started(result) => {
+                request_id::during(self.request.clone(), self.started(*result)).await;
+            }
             Event::Happened(Happening::Reported(event)) => {
                 if let State::Running(running) | State::Stopping { running, .. } = &mut self.state {
                     running.last_words.hear(event);
                 }
             }
             Event::Happened(happening) => {
+                let of_itself = matches!(self.state, State::Running(_));
                 if let Some(running) = self.take_running() {
+                    if of_itself {
+                        self.request = None;
+                    }
                     let ending = running.end_after(&self.spec.name, happening).await;
-                    self.went_off(ending).await;
+                    request_id::during(self.request.clone(), self.went_off(ending)).await;
                 }
             }
             Event::PatienceOver => {
@@ -447,7 +460,8 @@ impl Owner {
         // Not free for another VM before the last process of this one is gone.
         let slot = Arc::new(self.shared.users.take().ok_or_else(disk::too_many)?);
         let (cancel, cancelled) = oneshot::channel();
-        let task = tokio::spawn(async move {
+        tracing::info!(vm = %self.spec.vm, name = self.spec.name, "the VM is being started");
+        let work = async move {
             let result = tokio::select! {
                 result = start(&shared, &directory, plan, slot.clone()) => result,
                 _ = cancelled => Err(Problem::new(ErrorCode::Cancelled, "the start was cancelled")),
@@ -458,8 +472,10 @@ impl Owner {
                 tracing::warn!(directory = directory.name(), %error, "cannot remove a run directory");
             }
             result
-        });
+        };
+        let task = tokio::spawn(request_id::inherit(work));
         self.header_notices.clear();
+        self.request = request_id::current();
         self.state = State::Starting { task, cancel };
         Ok(())
     }
@@ -478,6 +494,7 @@ impl Owner {
                 return Err(rules::wrong_state(&self.spec, what));
             }
             (State::Starting { task, cancel }, PowerOff::Force) => {
+                self.request = request_id::current();
                 // It may just have got there; then it is ended like one that runs.
                 let _ = cancel.send(());
                 let ending = match task.await {
@@ -494,6 +511,7 @@ impl Owner {
                 PowerOff::Shutdown { .. },
             ) => {
                 let asked = running.ask_to_shut_down().await;
+                self.request = request_id::current();
                 self.state = match asked {
                     Ok(()) => State::Stopping { running, until: Instant::now() + patience },
                     Err(_) => State::Running(running),
@@ -501,6 +519,7 @@ impl Owner {
                 asked.map_err(internal)?;
             }
             (State::Running(running) | State::Stopping { running, .. }, PowerOff::Force) => {
+                self.request = request_id::current();
                 let ending = running.force_off().await;
                 self.went_off(ending).await;
             }

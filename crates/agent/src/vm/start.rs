@@ -20,6 +20,7 @@ use super::{Shared, internal};
 use crate::console::Console;
 use crate::disk;
 use crate::filter::{self, Control};
+use crate::log_level;
 use crate::metrics;
 use crate::process::Process;
 use crate::qemu;
@@ -182,6 +183,9 @@ pub async fn reconnect(
     let (console, qmp, events) = connect(directory, &qemu, &filter).await?;
     let control = Control::of(directory);
     control.ready(&filter, directory).await.map_err(internal)?;
+    if !log_level::pass_on(&control).await {
+        tracing::info!(vm = %spec.vm, "a filter of an earlier vmseal logs as before");
+    }
     let status = qmp.execute("query-status", Value::Null).await.map_err(internal)?;
     if status["running"] != Value::Bool(true) {
         wait_connected(&control, spec).await?;

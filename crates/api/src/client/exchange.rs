@@ -6,6 +6,7 @@ use reqwest::{RequestBuilder, Response};
 use serde::de::DeserializeOwned;
 
 use crate::problem::{ErrorCode, Problem};
+use crate::request_id;
 
 /// How long a connection may take to be made, TLS included: a host that is up answers within a
 /// round trip or two, and one that is not should be noticed soon.
@@ -20,6 +21,10 @@ pub(super) struct Peer<'a>(pub &'a str);
 impl Peer<'_> {
     /// Sends a request, reads the answer's body.
     pub(super) async fn exchange(&self, request: RequestBuilder) -> Result<Vec<u8>, Problem> {
+        let request = match request_id::current() {
+            Some(id) => request.header(request_id::HEADER, id.as_str()),
+            None => request,
+        };
         let answer = request.send().await.map_err(|error| self.failure(&error))?;
         let status = answer.status();
         let body = self.body(answer).await?;

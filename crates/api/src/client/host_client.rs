@@ -25,6 +25,7 @@ use crate::host::{
     SealedKey, VmSpec,
 };
 use crate::id::{DiskId, HostId, Incarnation, VmId};
+use crate::model::LogLevel;
 use crate::problem::{ErrorCode, Problem};
 
 /// How long an agent may take to answer: a VM's processes are given half a minute to go.
@@ -166,6 +167,14 @@ impl HostAgent for HostClient {
             let detail = format!("{} answered with something unexpected: {error}", self.name);
             Problem::new(ErrorCode::Unreachable, detail)
         })
+    }
+
+    async fn log_level(&self) -> Result<LogLevel, Problem> {
+        self.call(self.request(Method::GET, "log-level")).await
+    }
+
+    async fn set_log_level(&self, levels: String) -> Result<LogLevel, Problem> {
+        self.call(self.request(Method::PUT, "log-level").json(&levels)).await
     }
 
     async fn register_vm(&self, spec: VmSpec) -> Result<(), Problem> {

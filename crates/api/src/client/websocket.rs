@@ -19,6 +19,7 @@ use zeroize::Zeroizing;
 use super::exchange::{CONNECT_TIMEOUT, Peer};
 use crate::host::ConsoleStream;
 use crate::problem::{ErrorCode, Problem};
+use crate::request_id;
 
 /// What is on its way in one direction, in bytes: a screen or two.
 const BUFFER: usize = 16 * 1024;
@@ -72,6 +73,9 @@ async fn connect(address: Address<'_>, tls: Arc<ClientConfig>) -> Result<Console
             Problem::new(ErrorCode::Unauthenticated, "the token holds characters that no token has")
         })?;
         request.headers_mut().insert(AUTHORIZATION, value);
+    }
+    if let Some(value) = request_id::current().and_then(|id| id.as_str().try_into().ok()) {
+        request.headers_mut().insert(request_id::HEADER, value);
     }
     let limits = WebSocketConfig::default()
         .max_message_size(Some(FRAME_MAX))

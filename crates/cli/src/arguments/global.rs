@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use clap::builder::PossibleValuesParser;
 use clap::{Args, ValueEnum};
+use vmseal_api::request_id::RequestId;
 
 use crate::print::Row;
 
@@ -41,6 +42,16 @@ pub struct Global {
         help_heading = "Global"
     )]
     pub token_file: Option<PathBuf>,
+    /// The id by which this command is found in logs, tasks and events; one is made where none is given
+    #[arg(
+        long,
+        global = true,
+        env = "VMSEAL_REQUEST_ID",
+        hide_env_values = true,
+        value_name = "ID",
+        help_heading = "Global"
+    )]
+    pub request_id: Option<RequestId>,
     /// How to print results: `table` for people, `json` or `yaml` as the API has them, `csv` for programs
     #[arg(
         short,
@@ -62,6 +73,7 @@ impl Global {
             server: std::env::var("VMSEAL_SERVER").ok(),
             ca: std::env::var_os("VMSEAL_CA").map(PathBuf::from),
             token_file: std::env::var_os("VMSEAL_TOKEN_FILE").map(PathBuf::from),
+            request_id: None,
             output: Output::default(),
         }
     }

@@ -2,8 +2,9 @@
 
 use clap::Subcommand;
 use vmseal_api::model;
+use vmseal_log::Levels;
 
-use super::{DryRun, List, Show};
+use super::{DryRun, LEVELS_HELP, List, Show};
 
 #[derive(Subcommand)]
 pub enum Host {
@@ -12,6 +13,15 @@ pub enum Host {
     List(List<model::Host>),
     /// Show one host
     Show(Show),
+    /// Show what a host's agent logs, or change it for agent and filters until the agent's process ends
+    #[command(after_help = LEVELS_HELP)]
+    LogLevel {
+        /// The host's name or id
+        name: String,
+        /// The new levels
+        #[arg(value_name = "LEVEL|TARGET=LEVEL,...")]
+        levels: Option<Levels>,
+    },
     /// Make a token with which one machine may join, once, within 15 minutes
     Token {
         #[command(flatten)]

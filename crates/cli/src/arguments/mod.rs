@@ -33,7 +33,7 @@ pub use self::kmip::{Certificate, Kmip};
 pub use self::lab::Lab;
 pub use self::policy::Policy;
 pub use self::provider::{Passphrase, Provider};
-pub use self::server::{Login, RunServer};
+pub use self::server::{LEVELS_HELP, Login, RunServer, Server, ServerCommand};
 pub use self::shell::{Completion, Man, Shell};
 pub use self::task::Task;
 pub use self::vm::{Import, Vm};
@@ -54,8 +54,8 @@ pub struct Arguments {
 
 #[derive(Subcommand)]
 pub enum Command {
-    /// Run the control plane on this machine, until it is told to end
-    Server(RunServer),
+    /// Run the control plane on this machine, until it is told to end; or change what it logs
+    Server(Server),
     /// Run this machine as a host, until it is told to end; or join it to a server first
     Agent(Agent),
     /// Save which server to talk to, and as whom

@@ -3,7 +3,32 @@
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
-use clap::Args;
+use clap::{Args, Subcommand};
+use vmseal_log::Levels;
+
+#[derive(Args)]
+#[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
+pub struct Server {
+    #[command(subcommand)]
+    pub command: Option<ServerCommand>,
+    #[command(flatten)]
+    pub run: RunServer,
+}
+
+#[derive(Subcommand)]
+pub enum ServerCommand {
+    /// Show what the server logs, or change it until its process ends
+    #[command(after_help = LEVELS_HELP)]
+    LogLevel {
+        /// The new levels
+        #[arg(value_name = "LEVEL|TARGET=LEVEL,...")]
+        levels: Option<Levels>,
+    },
+}
+
+/// What levels are.
+pub const LEVELS_HELP: &str = "LEVEL is off, error, warn, info, debug or trace. TARGET=LEVEL is for the crates \
+and modules whose names begin so: info,vmseal_agent=debug. What libraries say is logged up to info at most.";
 
 use super::DryRun;
 

@@ -4,7 +4,7 @@ use serde_json::Value;
 use vmseal_api::client::ServerClient;
 use vmseal_api::model::{Host, JoinToken};
 
-use super::{list, plan};
+use super::{list, log_level, plan};
 use crate::arguments::{self, Output};
 use crate::print;
 
@@ -27,6 +27,9 @@ pub async fn run(
             print::line(&token.token);
             eprintln!("valid once, until {:.0}: give it to `vmseal agent join`", token.expires);
             Ok(())
+        }
+        arguments::Host::LogLevel { name, levels } => {
+            log_level::run(server, output, &format!("hosts/{name}/log-level"), levels).await
         }
         arguments::Host::Remove { name, dry_run } => {
             let path = format!("hosts/{name}");

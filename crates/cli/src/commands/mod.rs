@@ -11,6 +11,7 @@ mod import;
 mod kmip;
 mod lab;
 mod list;
+mod log_level;
 pub mod plan;
 mod policy;
 mod processes;
@@ -20,9 +21,10 @@ mod reconnect;
 mod task;
 mod vm;
 
+use vmseal_api::request_id;
 use vmseal_secret::process::Hardening;
 
-use crate::arguments::{Arguments, Command, Lab};
+use crate::arguments::{Arguments, Command, Global, Lab, Server, ServerCommand};
 use crate::{completion, connection, man, print};
 
 /// Carries out the command line.
@@ -30,9 +32,10 @@ pub async fn run(arguments: Arguments, hardening: Hardening) -> anyhow::Result<(
     let Arguments { global, command } = arguments;
     // Roles first: they need no server to talk to.
     let command = match command {
-        Command::Server(options) => return processes::server(options, hardening).await,
+        Command::Server(Server { command: None, run }) => {
+            return processes::server(run, hardening).await;
+        }
         Command::Agent(options) => return processes::agent(options, hardening).await,
-        Command::Login(options) => return connection::login(&global, &options).await,
         Command::Lab(Lab::Disk(options)) => return lab::disk(&options),
         Command::Doctor(options) => return doctor::run(global.output, options, hardening).await,
         Command::Completion(options) => {
@@ -42,6 +45,15 @@ pub async fn run(arguments: Arguments, hardening: Hardening) -> anyhow::Result<(
         Command::Man(options) => return man::write(&options.dir),
         other => other,
     };
+    let request = global.request_id.clone().unwrap_or_default();
+    request_id::during(Some(request), ask(global, command)).await
+}
+
+/// Carries out what the server is asked for.
+async fn ask(global: Global, command: Command) -> anyhow::Result<()> {
+    if let Command::Login(options) = command {
+        return connection::login(&global, &options).await;
+    }
     let server = connection::connect(&global)?;
     let output = global.output;
     match command {
@@ -54,6 +66,9 @@ pub async fn run(arguments: Arguments, hardening: Hardening) -> anyhow::Result<(
         Command::Vm(verb) => vm::run(&server, output, verb).await,
         Command::Disk(verb) => disk::run(&server, output, verb).await,
         Command::Task(verb) => task::run(&server, output, verb).await,
+        Command::Server(Server { command: Some(ServerCommand::LogLevel { levels }), .. }) => {
+            log_level::run(&server, output, "log-level", levels).await
+        }
         Command::Server(_)
         | Command::Agent(_)
         | Command::Login(_)

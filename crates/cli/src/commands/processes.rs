@@ -1,11 +1,10 @@
 //! The roles: `vmseal server`, `vmseal agent`.
 
-use std::io::{IsTerminal, Read};
+use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, ensure};
 use tokio::signal::unix::{SignalKind, signal};
-use tracing_subscriber::EnvFilter;
 use vmseal_agent::{AcceleratorChoice as Choice, AgentOptions, JoinOptions};
 use vmseal_control::ServerOptions;
 use vmseal_secret::process::{Hardening, MemoryLock};
@@ -17,7 +16,7 @@ use crate::arguments::{Accelerator, Agent, AgentCommand, JoinAgent, RunAgent, Ru
 const TOKEN_MAX: u64 = 1024;
 
 pub async fn server(options: RunServer, hardening: Hardening) -> anyhow::Result<()> {
-    start_log();
+    vmseal_log::start();
     report(hardening);
     let credentials_dir = std::env::var_os("CREDENTIALS_DIRECTORY").map(PathBuf::from);
     let RunServer { data_dir, listen, names } = options;
@@ -33,7 +32,7 @@ pub async fn agent(options: Agent, hardening: Hardening) -> anyhow::Result<()> {
 }
 
 async fn run_agent(options: RunAgent, hardening: Hardening) -> anyhow::Result<()> {
-    start_log();
+    vmseal_log::start();
     report(hardening);
     let filter = match options.filter {
         Some(filter) => filter,
@@ -93,17 +92,6 @@ fn read_token(file: &Path) -> anyhow::Result<Zeroizing<String>> {
     };
     read.with_context(|| format!("cannot read the join token from {}", file.display()))?;
     Ok(Zeroizing::new(token.trim().to_owned()))
-}
-
-/// Logs to standard error; `RUST_LOG` says how much. Colours only for a person who wants them.
-fn start_log() {
-    let colours = std::io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none();
-    let level = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("info"));
-    tracing_subscriber::fmt()
-        .with_env_filter(level)
-        .with_ansi(colours)
-        .with_writer(std::io::stderr)
-        .init();
 }
 
 fn report(hardening: Hardening) {

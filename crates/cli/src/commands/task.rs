@@ -12,7 +12,7 @@ use super::progress::Progress;
 use super::reconnect::{self, may_pass, until_answer};
 use super::{list, plan};
 use crate::arguments::{self, Output, Wait};
-use crate::exit::{Ended, Exit};
+use crate::exit::{self, Ended, Exit};
 use crate::print;
 
 pub async fn run(
@@ -191,8 +191,12 @@ fn outcome(tasks: &[Task]) -> anyhow::Result<()> {
 }
 
 fn failure(task: &Task) -> Option<(Exit, String)> {
-    let Task { kind, target, step, problem, .. } = task;
-    let because = problem.as_ref().map(ToString::to_string).unwrap_or_default();
+    let Task { kind, target, step, problem, request_id, .. } = task;
+    let told = |problem: &Problem| {
+        let inside = exit::failed_inside(problem, request_id.as_deref()).unwrap_or_default();
+        format!("{problem}{inside}")
+    };
+    let because = problem.as_ref().map(told).unwrap_or_default();
     match task.state {
         TaskState::Failed => {
             let exit = problem.as_ref().map_or(Exit::Failed, |problem| problem.code.into());
@@ -208,7 +212,7 @@ fn failure(task: &Task) -> Option<(Exit, String)> {
 
 #[cfg(test)]
 mod tests {
-    use vmseal_api::problem::{ErrorCode, Problem};
+    use vmseal_api::problem::ErrorCode;
 
     use super::*;
 
@@ -223,6 +227,7 @@ mod tests {
             progress: None,
             created: jiff::Timestamp::UNIX_EPOCH,
             ended: None,
+            request_id: Some("r-1".into()),
             problem: code.map(|code| Problem::new(code, "why")),
         }
     }
@@ -251,5 +256,8 @@ mod tests {
         let both = outcome(&[unknown, locked]).unwrap_err();
         assert_eq!(Exit::of(&both), Exit::OutcomeUnknown);
         assert_eq!(both.to_string().lines().count(), 2);
+        assert!(!both.to_string().contains("r-1"), "{both}");
+        let inside = outcome(&[task(TaskState::Failed, Some(ErrorCode::Internal))]).unwrap_err();
+        assert!(inside.to_string().ends_with("why (request id r-1)"), "{inside}");
     }
 }

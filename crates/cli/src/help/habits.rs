@@ -30,8 +30,17 @@ const READING: &[&str] = &[
 ];
 
 /// Verbs that change something and cannot be tried; docs/cli.md has the reason of each.
-const NOT_TRIED: &[&str] =
-    &["agent", "agent join", "lab disk", "man", "provider test", "server", "vm console"];
+const NOT_TRIED: &[&str] = &[
+    "agent",
+    "agent join",
+    "lab disk",
+    "man",
+    "provider test",
+    "server",
+    "vm console",
+    "server log-level",
+    "host log-level",
+];
 
 /// Every verb, as it is typed after `vmseal`, with its options' names.
 fn verbs() -> Vec<(String, Vec<String>)> {

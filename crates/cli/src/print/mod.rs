@@ -184,6 +184,7 @@ mod tests {
             progress: None,
             created: "2026-01-02T03:04:05.678901Z".parse().unwrap(),
             ended: None,
+            request_id: None,
             problem: None,
         }
     }

@@ -6,7 +6,8 @@ use serde::Serialize;
 use vmseal_agent::doctor::Finding;
 use vmseal_api::host::{DatastoreLocation, HostDescription};
 use vmseal_api::model::{
-    Alarm, Datastore, Disk, Event, Host, JoinToken, Plan, Policy, Provider, Task, TaskState, Vm,
+    Alarm, Datastore, Disk, Event, Host, JoinToken, LogLevel, Plan, Policy, Provider, Task,
+    TaskState, Vm,
 };
 
 use super::column::{Cell, Column, Row, more, usual};
@@ -159,6 +160,7 @@ impl Row for Task {
         usual("created", |it| Cell::Time(it.created)),
         more("ended", |it| it.ended.map_or(Cell::Nothing, Cell::Time)),
         more("percent", |it| it.percent.map_or(Cell::Nothing, |it| Cell::Number(it.into()))),
+        more("request-id", |it| it.request_id.clone().into()),
         more("problem", |it| it.problem.as_ref().map(ToString::to_string).into()),
     ];
     fn identity(&self) -> String {
@@ -173,6 +175,7 @@ impl Row for Event {
         usual("target", |it| (&it.target).into()),
         usual("actor", |it| (&it.actor).into()),
         usual("detail", |it| (&it.detail).into()),
+        more("request-id", |it| it.request_id.clone().into()),
         more("sequence", |it| Cell::Number(it.sequence.unsigned_abs())),
     ];
     fn identity(&self) -> String {
@@ -212,6 +215,13 @@ impl Row for Plan {
     ];
     fn identity(&self) -> String {
         format!("{} {}", self.kind, self.target)
+    }
+}
+
+impl Row for LogLevel {
+    const COLUMNS: &'static [Column<Self>] = &[usual("levels", |it| (&it.levels).into())];
+    fn identity(&self) -> String {
+        self.levels.clone()
     }
 }
 

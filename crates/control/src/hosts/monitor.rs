@@ -30,6 +30,7 @@ use vmseal_api::host::{
 use vmseal_api::id::{HostId, VmId};
 use vmseal_api::model::{Connection, Lifecycle};
 use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::request_id::{self, RequestId};
 
 use super::courier::{Courier, Delivery};
 use super::{View, VmLocks, registration};
@@ -324,7 +325,8 @@ impl Monitor {
         }
         let mut write = self.store.write().await?;
         for (vm, seen) in changed {
-            tell_power(&mut write, vm, seen).await?;
+            let request = RequestId::sent(seen.request_id.as_deref().map(str::as_bytes));
+            request_id::during(request, tell_power(&mut write, vm, seen)).await?;
             let stopped = seen.stopped.as_ref();
             store::vms::set_seen(&mut write, vm.id, seen.power, stopped).await?;
         }

@@ -29,7 +29,7 @@ fn shown(app: &App, host: hosts::Host) -> Host {
     }
 }
 
-async fn find(app: &App, name: &str) -> Result<hosts::Host, Refusal> {
+pub(super) async fn find(app: &App, name: &str) -> Result<hosts::Host, Refusal> {
     let found = hosts::find(&mut *app.store.read().await?, name).await?;
     Ok(found.ok_or_else(|| Problem::not_found("host", name))?)
 }

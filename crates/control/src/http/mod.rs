@@ -14,12 +14,14 @@ mod dry_run;
 mod events;
 mod hosts;
 mod kmip;
+mod log_level;
 mod metrics;
 mod policies;
 mod problem;
 mod providers;
 mod recrypt;
 mod tasks;
+mod trace;
 mod vms;
 
 use std::sync::Arc;
@@ -73,7 +75,9 @@ pub struct App {
     info(
         title = "vmseal",
         description = "Encrypts virtual machines by policy. Long work answers 202 with a task; every \
-                       error is a problem (RFC 9457).",
+                       error is a problem (RFC 9457). A request may carry an id in the header \
+                       X-Request-Id (1 to 64 ASCII letters, digits, '-', '_' and '.'); else it gets one. \
+                       The answer carries it, and so does all that is logged and recorded for it.",
     ),
     modifiers(&Credentials),
     security(("token" = [])),
@@ -102,6 +106,8 @@ fn user_routes() -> OpenApiRouter<Arc<App>> {
         .routes(routes!(hosts::list))
         .routes(routes!(hosts::show, hosts::remove))
         .routes(routes!(hosts::make_token))
+        .routes(routes!(log_level::show, log_level::set))
+        .routes(routes!(log_level::show_host, log_level::set_host))
         .routes(routes!(datastores::list, datastores::add))
         .routes(routes!(datastores::show, datastores::remove))
         .routes(routes!(datastore_scan::scan))
@@ -156,6 +162,7 @@ pub fn router(app: Arc<App>) -> axum::Router {
         .method_not_allowed_fallback(wrong_method)
         .layer(middleware::from_fn(limit_time))
         .layer(middleware::from_fn(metrics::count))
+        .layer(middleware::from_fn(trace::identify))
         .with_state(app)
 }
 

@@ -7,6 +7,7 @@ use axum::response::{IntoResponse, Response};
 use utoipa::openapi::{ContentBuilder, Ref, RefOr, ResponseBuilder, response};
 use utoipa::{IntoResponses, PartialSchema, ToSchema};
 use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::request_id;
 
 use crate::store::StoreError;
 
@@ -30,7 +31,8 @@ impl From<StoreError> for Refusal {
 }
 
 impl IntoResponse for Refusal {
-    fn into_response(self) -> Response {
+    fn into_response(mut self) -> Response {
+        self.0.request_id = request_id::current().map(|id| id.as_str().into());
         let status =
             StatusCode::from_u16(self.0.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
         // A problem has nothing that JSON cannot hold.

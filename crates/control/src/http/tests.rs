@@ -1,7 +1,9 @@
 //! The API from outside: every guard with the input that trips it, and the document.
 
 mod dry_run;
+mod log_level;
 mod recrypt;
+mod request_ids;
 mod watching;
 
 use std::sync::Arc;

@@ -3,6 +3,7 @@
 use jiff::Timestamp;
 use sqlx::{FromRow, SqliteConnection};
 use vmseal_api::model::Event;
+use vmseal_api::request_id;
 
 use super::{StoreError, parse};
 
@@ -27,15 +28,17 @@ struct Row {
     actor: String,
     target: String,
     detail: String,
+    request_id: Option<String>,
 }
 
-/// Appends; gives the sequence number.
+/// Appends, for the request that is being worked for; gives the sequence number.
 pub(super) async fn append(
     to: &mut SqliteConnection,
     event: NewEvent<'_>,
 ) -> Result<i64, StoreError> {
     Ok(sqlx::query_scalar(
-        "INSERT INTO events (at, kind, actor, target, detail) VALUES (?, ?, ?, ?, ?)
+        "INSERT INTO events (at, kind, actor, target, detail, request_id)
+         VALUES (?, ?, ?, ?, ?, ?)
          RETURNING sequence",
     )
     .bind(Timestamp::now().to_string())
@@ -43,6 +46,7 @@ pub(super) async fn append(
     .bind(event.actor)
     .bind(event.target)
     .bind(event.detail)
+    .bind(request_id::current().map(|id| id.to_string()))
     .fetch_one(to)
     .await?)
 }
@@ -73,7 +77,7 @@ pub async fn after(
     filter: &Filter,
 ) -> Result<Vec<Event>, StoreError> {
     let rows: Vec<Row> = sqlx::query_as(
-        "SELECT sequence, at, kind, actor, target, detail FROM events
+        "SELECT sequence, at, kind, actor, target, detail, request_id FROM events
          WHERE sequence > ?1
            AND (?2 IS NULL OR kind = ?2 OR substr(kind, 1, length(?2) + 1) = ?2 || '.')
            AND (?3 IS NULL OR target = ?3)
@@ -97,6 +101,7 @@ pub async fn after(
                 actor: row.actor,
                 target: row.target,
                 detail: row.detail,
+                request_id: row.request_id,
             })
         })
         .collect()

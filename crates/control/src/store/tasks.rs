@@ -5,6 +5,7 @@ use sqlx::{FromRow, SqliteConnection};
 use vmseal_api::id::TaskId;
 use vmseal_api::model::TaskState;
 use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::request_id::RequestId;
 
 use super::{Part, StoreError, from_json, from_name, parse, to_json, to_name};
 use crate::tasks::Operation;
@@ -35,6 +36,8 @@ pub struct Task {
     pub created: Timestamp,
     /// When it ended.
     pub ended: Option<Timestamp>,
+    /// The id of the request that asked for it.
+    pub request_id: Option<RequestId>,
     /// Why it failed.
     pub problem: Option<Problem>,
 }
@@ -51,6 +54,7 @@ struct Row {
     cancelled: bool,
     created: String,
     ended: Option<String>,
+    request_id: Option<String>,
     problem: Option<String>,
 }
 
@@ -68,6 +72,7 @@ impl TryFrom<Row> for Task {
             cancelled: row.cancelled,
             created: parse(&row.created, "a time")?,
             ended: row.ended.map(|text| parse(&text, "a time")).transpose()?,
+            request_id: row.request_id.map(|id| parse(&id, "a request's id")).transpose()?,
             problem: row.problem.map(|json| from_json(&json, "a problem")).transpose()?,
         })
     }
@@ -79,8 +84,9 @@ impl TryFrom<Row> for Task {
 /// `wrong-state` while the VM has another one.
 pub async fn insert(to: &mut SqliteConnection, task: &Task) -> Result<(), Problem> {
     let inserted = sqlx::query(
-        "INSERT INTO tasks (id, kind, target, vm_id, actor, operation, state, position, step, created)
-         VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        "INSERT INTO tasks (id, kind, target, vm_id, actor, operation, state, position, step, created,
+                            request_id)
+         VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
     )
     .bind(task.id.to_string())
     .bind(task.operation.kind())
@@ -92,6 +98,7 @@ pub async fn insert(to: &mut SqliteConnection, task: &Task) -> Result<(), Proble
     .bind(i64::try_from(task.position).unwrap_or(i64::MAX))
     .bind(&task.step)
     .bind(task.created.to_string())
+    .bind(task.request_id.as_ref().map(RequestId::as_str))
     .execute(&mut *to)
     .await;
     match inserted {
@@ -149,7 +156,8 @@ pub async fn cancel(to: &mut SqliteConnection, task: TaskId) -> Result<bool, Sto
 /// A task by its id.
 pub async fn get(from: &mut SqliteConnection, id: &str) -> Result<Option<Task>, StoreError> {
     let row: Option<Row> = sqlx::query_as(
-        "SELECT id, target, actor, operation, state, position, step, cancelled, created, ended, problem
+        "SELECT id, target, actor, operation, state, position, step, cancelled, created, ended,
+                request_id, problem
          FROM tasks WHERE id = ?",
     )
     .bind(id)
@@ -165,7 +173,8 @@ pub async fn list(
     state: Option<TaskState>,
 ) -> Result<Vec<Task>, StoreError> {
     let rows: Vec<Row> = sqlx::query_as(
-        "SELECT id, target, actor, operation, state, position, step, cancelled, created, ended, problem
+        "SELECT id, target, actor, operation, state, position, step, cancelled, created, ended,
+                request_id, problem
          FROM tasks WHERE id > ?1 AND (?2 IS NULL OR state = ?2) ORDER BY id LIMIT ?3",
     )
     .bind(&part.after)
@@ -179,7 +188,8 @@ pub async fn list(
 /// The tasks that have not ended.
 pub async fn open(from: &mut SqliteConnection) -> Result<Vec<Task>, StoreError> {
     let rows: Vec<Row> = sqlx::query_as(
-        "SELECT id, target, actor, operation, state, position, step, cancelled, created, ended, problem
+        "SELECT id, target, actor, operation, state, position, step, cancelled, created, ended,
+                request_id, problem
          FROM tasks WHERE state IN ('running', 'undoing') ORDER BY id",
     )
     .fetch_all(from)

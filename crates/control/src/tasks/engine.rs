@@ -23,9 +23,11 @@ use std::time::Duration;
 use jiff::Timestamp;
 use tokio::sync::watch;
 use tokio::task::AbortHandle;
+use tracing::Instrument;
 use vmseal_api::id::TaskId;
 use vmseal_api::model::{self, TaskState};
 use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::request_id;
 use vmseal_api::transfer::Progress;
 
 use super::operation::{Operation, Step};
@@ -136,7 +138,6 @@ impl Engine {
     /// [`StoreError`].
     pub async fn resume(self: &Arc<Self>) -> Result<(), StoreError> {
         for task in tasks::open(&mut *self.means.store.read().await?).await? {
-            tracing::info!(task = %task.id, kind = task.operation.kind(), "goes on");
             self.spawn(task);
         }
         Ok(())
@@ -165,6 +166,7 @@ impl Engine {
             cancelled: false,
             created: Timestamp::now(),
             ended: None,
+            request_id: request_id::current(),
             problem: None,
         };
         tasks::insert(write, &task).await?;
@@ -188,11 +190,16 @@ impl Engine {
         let mut running = self.running();
         let work = {
             let gauge = Arc::clone(&gauge);
-            tokio::spawn(async move {
+            let request = task.request_id.clone();
+            let span = tracing::error_span!("task", %id);
+            let work = async move {
+                let (kind, target) = (task.operation.kind(), &task.target);
+                tracing::info!(kind, target, step = task.step, "the task goes on");
                 if engine.carry_out(task, cancelled, &gauge).await.is_ok() {
                     engine.running().remove(&id);
                 }
-            })
+            };
+            tokio::spawn(request_id::during(request, work.instrument(span)))
         };
         running.insert(id, Running { cancel, gauge, work: work.abort_handle() });
     }
@@ -250,6 +257,7 @@ impl Engine {
             progress,
             created: task.created,
             ended: task.ended,
+            request_id: task.request_id.as_ref().map(ToString::to_string),
             problem: task.problem.clone(),
         }
     }
@@ -386,6 +394,7 @@ impl Engine {
             _ => "task.failed",
         };
         self.save(task, Some(kind)).await;
+        tracing::info!(kind = task.operation.kind(), outcome = kind, "the task has ended");
         let took = task.ended.map(|ended| ended.duration_since(task.created).unsigned_abs());
         let outcome = kind.trim_start_matches("task.");
         metrics::get().task(task.operation.kind(), outcome, took.unwrap_or_default());

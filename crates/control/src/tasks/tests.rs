@@ -9,6 +9,7 @@ use vmseal_api::host::Power;
 use vmseal_api::id::{DiskId, VmId};
 use vmseal_api::model::{Lifecycle, TaskState};
 use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::request_id::{self, RequestId};
 use vmseal_api::transfer::ExportFormat;
 
 mod recrypt;
@@ -529,4 +530,27 @@ async fn a_deletion_that_the_host_refuses_leaves_the_vm_whole() {
     let task = plant.begin(Operation::DeleteVm { vm, was: Lifecycle::Deleting }, "web").await;
     assert_eq!(plant.ended(task).await.state, TaskState::Done);
     plant.assert_nothing_left(vm, "deleted again").await;
+}
+
+#[tokio::test]
+async fn a_task_that_goes_on_after_a_crash_is_still_for_the_request_that_asked_for_it() {
+    let mut plant = Plant::new().await;
+    let vm = plant.made("web", "encrypted").await;
+    let (faults, crashed) = at(Step::PowerOn, TaskState::Running, Moment::Before, Fault::Crash, 1);
+    plant.restart(|engine: &mut Engine| engine.faults = Some(faults)).await;
+    let request = RequestId::new();
+    let begin = plant.begin(Operation::StartVm { vm }, "web");
+    let task = request_id::during(Some(request.clone()), begin).await;
+    plant
+        .eventually("it crashes", async || (crashed.load(Ordering::SeqCst) > 0).then_some(()))
+        .await;
+    assert_eq!(plant.calls(Call::PowerOn), 0);
+    plant.restart(|_| {}).await;
+    let ended = plant.ended(task).await;
+    assert_eq!((ended.state, ended.request_id), (TaskState::Done, Some(request.clone())));
+    assert_eq!(plant.agent.requests(Call::PowerOn), [Some(request.clone())]);
+    for kind in ["vm.started", "task.done"] {
+        let caused = plant.events(kind).await.pop().unwrap();
+        assert_eq!(caused.request_id.as_deref(), Some(request.as_str()), "{kind}");
+    }
 }

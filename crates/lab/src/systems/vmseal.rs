@@ -36,6 +36,8 @@ impl Vmseal {
             vm: VmId::new(),
             control: Handle::Path(place.directory.join("control")),
             control_uid: None,
+            request_id: None,
+            log_levels: None,
             disks: vec![DiskConfig {
                 disk: DiskId::new(),
                 size: place.size / u64::from(CRYPT_SECTOR) * u64::from(CRYPT_SECTOR),
