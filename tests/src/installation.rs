@@ -352,9 +352,9 @@ impl Installation {
         Ok(found)
     }
 
-    /// A VM's serial console.
+    /// A VM's serial console, also where an earlier one has not been missed yet.
     pub fn console(&self, vm: &str) -> anyhow::Result<Console> {
-        Console::open(self.command()?.args(["vm", "console", vm]))
+        Console::open(self.command()?.args(["vm", "console", vm, "--force"]))
     }
 
     /// A VM as `vm show` has it.

@@ -73,7 +73,7 @@ pub enum Vm {
         #[command(flatten)]
         wait: Wait,
     },
-    /// Open a VM's serial console; it is taken over from whoever has it
+    /// Open a VM's serial console, which one person has at a time
     Console(Console),
     /// Delete a VM that is off, and its disks
     #[command(visible_alias = "rm")]
