@@ -19,6 +19,12 @@ use crate::{eventually, program};
 const SERVER_PORT: u16 = 8443;
 const AGENT_PORT: u16 = 8444;
 
+/// The first user id of the guests of further hosts, beside those of the first one.
+const OTHER_UIDS: u32 = 2_100_000;
+
+/// How many user ids a host may use.
+const UIDS_EACH: u32 = 10_000;
+
 /// The passphrase of the native provider in every test.
 pub const PASSPHRASE: &str = "correct horse battery staple";
 
@@ -34,6 +40,8 @@ pub struct Installation {
     address: Ipv4Addr,
     server: Option<Process>,
     agent: Option<Process>,
+    /// Agents of further hosts.
+    others: Vec<Process>,
     /// Whether a starting server is given the provider's passphrase.
     unlocks: bool,
     /// What server and agent log from their start on.
@@ -63,29 +71,68 @@ impl Installation {
             address: next_address(),
             server: None,
             agent: None,
+            others: Vec::new(),
             unlocks: true,
             levels,
         };
         this.start_server()?;
-        let token = this.path("join.token");
-        std::fs::write(&token, this.vmseal(&["host", "token"])?)?;
-        this.vmseal(&[
-            "agent",
-            "join",
-            "--to",
-            &this.url(),
-            "--name",
-            "here",
-            "--join-token-file",
-            text(&token)?,
-            "--address",
-            &format!("{}:{AGENT_PORT}", this.address),
-            "--state-dir",
-            text(&this.path("agent"))?,
-        ])?;
+        this.join("here", AGENT_PORT, "agent")?;
         this.start_agent()?;
         this.add_resources()?;
         Ok(this)
+    }
+
+    fn join(&self, host: &str, port: u16, state: &str) -> anyhow::Result<()> {
+        let token = self.path("join.token");
+        std::fs::write(&token, self.vmseal(&["host", "token"])?)?;
+        self.vmseal(&[
+            "agent",
+            "join",
+            "--to",
+            &self.url(),
+            "--name",
+            host,
+            "--join-token-file",
+            text(&token)?,
+            "--address",
+            &format!("{}:{port}", self.address),
+            "--state-dir",
+            text(&self.path(state))?,
+        ])?;
+        Ok(())
+    }
+
+    /// Another host on this machine, with an agent, sockets and user ids of its own; `run-HOST` below
+    /// [`Installation::path`] is where its VMs run.
+    pub fn add_host(&mut self, host: &str) -> anyhow::Result<()> {
+        let number = u16::try_from(self.others.len())? + 1;
+        let (state, run) = (format!("agent-{host}"), format!("run-{host}"));
+        self.join(host, AGENT_PORT + number, &state)?;
+        let mut command = self.agent_command(&state, &run)?;
+        command.args(["--uid-base", &(OTHER_UIDS + u32::from(number) * UIDS_EACH).to_string()]);
+        let mut agent = Process::start(&mut command, &self.path(&format!("{state}.log")))?;
+        eventually(&format!("host {host} is connected"), || {
+            let shown = self.json(&["host", "show", host]).ok()?;
+            (shown["connection"] == "connected" || agent.ended()).then_some(())
+        })?;
+        let log = self.path(&format!("{state}.log"));
+        ensure!(!agent.ended(), "the agent of {host} ended: {}", tail(&log));
+        self.others.push(agent);
+        Ok(())
+    }
+
+    fn agent_command(&self, state: &str, run: &str) -> anyhow::Result<Command> {
+        let mut command = Command::new(program("vmseal")?);
+        command
+            .arg("agent")
+            .arg("--state-dir")
+            .arg(self.path(state))
+            .arg("--run-dir")
+            .arg(self.path(run))
+            // Which accelerator the probe finds is its own test's matter; here every guest runs the same.
+            .args(["--accelerator", "tcg"])
+            .env("RUST_LOG", self.levels);
+        Ok(command)
     }
 
     fn add_resources(&self) -> anyhow::Result<()> {
@@ -212,16 +259,7 @@ impl Installation {
 
     /// Starts the agent, and waits until the server has it connected.
     pub fn start_agent(&mut self) -> anyhow::Result<()> {
-        let mut command = Command::new(program("vmseal")?);
-        command
-            .arg("agent")
-            .arg("--state-dir")
-            .arg(self.path("agent"))
-            .arg("--run-dir")
-            .arg(self.path("run"))
-            // Which accelerator the probe finds is its own test's matter; here every guest runs the same.
-            .args(["--accelerator", "tcg"])
-            .env("RUST_LOG", self.levels);
+        let mut command = self.agent_command("agent", "run")?;
         let mut agent = Process::start(&mut command, &self.path("agent.log"))?;
         self.wait_connected(&mut agent)?;
         self.agent = Some(agent);
@@ -230,8 +268,8 @@ impl Installation {
 
     fn wait_connected(&self, agent: &mut Process) -> anyhow::Result<()> {
         eventually("the host is connected", || {
-            let hosts = self.json(&["host", "list"]).ok()?;
-            let connected = hosts[0]["connection"] == "connected";
+            let host = self.json(&["host", "show", "here"]).ok()?;
+            let connected = host["connection"] == "connected";
             (connected || agent.ended()).then_some(())
         })?;
         ensure!(!agent.ended(), "the agent ended: {}", tail(&self.path("agent.log")));
@@ -367,9 +405,9 @@ impl Installation {
         Ok(found)
     }
 
-    /// A VM's serial console.
+    /// A VM's serial console, also where an earlier one has not been missed yet.
     pub fn console(&self, vm: &str) -> anyhow::Result<Console> {
-        Console::open(self.command()?.args(["vm", "console", vm]))
+        Console::open(self.command()?.args(["vm", "console", vm, "--force"]))
     }
 
     /// A VM as `vm show` has it.
@@ -405,8 +443,13 @@ impl Drop for Installation {
             eprintln!("the agent's log ends:\n{}", tail(&self.path("agent.log")));
         }
         self.kill_agent();
+        self.others.drain(..).for_each(Process::kill);
         self.kill_server();
-        using(&self.path("run")).into_iter().for_each(kill_hard);
+        // The directories of sockets, of every host.
+        let entries = std::fs::read_dir(self.directory.path()).into_iter().flatten().flatten();
+        for run in entries.filter(|it| it.file_name().to_string_lossy().starts_with("run")) {
+            using(&run.path()).into_iter().for_each(kill_hard);
+        }
     }
 }
 

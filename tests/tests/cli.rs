@@ -2,7 +2,7 @@
 
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::os::fd::OwnedFd;
 use std::process::{Child, Stdio};
 use std::sync::mpsc::{Receiver, channel};
@@ -50,7 +50,7 @@ impl Drop for Watch {
     }
 }
 
-fn read_lines(from: impl std::io::Read + Send + 'static) -> Receiver<String> {
+fn read_lines(from: impl Read + Send + 'static) -> Receiver<String> {
     let (sender, receiver) = channel();
     std::thread::spawn(move || {
         for line in BufReader::new(from).lines().map_while(Result::ok) {
@@ -312,6 +312,15 @@ impl OnTerminal {
         flags.contains(LocalFlags::ICANON | LocalFlags::ECHO | LocalFlags::ISIG)
     }
 
+    /// What is on the screen in the end, and the exit code.
+    fn rest(mut self) -> (String, Option<i32>) {
+        let code = self.child.wait().unwrap().code();
+        assert!(self.is_usual(), "the terminal was left raw");
+        let mut screen = vec![0; 64 * 1024];
+        let length = self.keyboard.read(&mut screen).unwrap();
+        (String::from_utf8_lossy(&screen[..length]).into_owned(), code)
+    }
+
     fn code(mut self) -> Option<i32> {
         let code = self.child.wait().unwrap().code();
         assert!(self.is_usual(), "the terminal was left raw");
@@ -325,19 +334,25 @@ fn consoles_put_the_terminal_back(here: &Installation, vm: &str) {
     console.keyboard.write_all(b"\x1d").unwrap();
     assert_eq!(console.code(), Some(0));
 
-    let mut console = OnTerminal::attach(here, vm, &["--escape", "^A"]);
+    let mut console = OnTerminal::attach(here, vm, &["--force", "--escape", "^A"]);
     console.keyboard.write_all(b"\x01").unwrap();
     assert_eq!(console.code(), Some(0));
 
     for end in [Signal::SIGTERM, Signal::SIGHUP] {
-        let console = OnTerminal::attach(here, vm, &[]);
+        let console = OnTerminal::attach(here, vm, &["--force"]);
         kill(Pid::from_raw(console.child.id().try_into().unwrap()), end).unwrap();
         assert_eq!(console.code(), Some(130), "{end}");
     }
 
-    let first = OnTerminal::attach(here, vm, &[]);
-    let mut second = OnTerminal::attach(here, vm, &[]);
-    assert_eq!(first.code(), Some(4), "it was not told that it was taken over");
+    let first = OnTerminal::attach(here, vm, &["--force"]);
+    let refused = here.try_vmseal(&["vm", "console", vm]).unwrap();
+    let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert_eq!(refused.status.code(), Some(4), "{said}");
+    assert!(said.contains("in use") && said.contains("--force"), "{said}");
+    let mut second = OnTerminal::attach(here, vm, &["--force"]);
+    let (screen, code) = first.rest();
+    assert_eq!(code, Some(4), "it was not told that it was taken over");
+    assert!(screen.contains("taken over the console"), "{screen}");
     second.keyboard.write_all(b"\x1d").unwrap();
     assert_eq!(second.code(), Some(0));
 }

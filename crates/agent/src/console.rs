@@ -1,16 +1,20 @@
 //! A guest's serial console. The agent holds QEMU's end all the time and keeps the last of the output,
-//! so that whoever comes late sees the login prompt; the newest client takes over from the last.
+//! so that whoever comes late sees the login prompt. One client has it at a time; another one is refused, or
+//! takes it over.
 //!
-//! A client that does not read is cut, so that it cannot hold up the guest.
+//! A client that does not read is cut, so that it cannot hold up the guest; a guest that does not read
+//! holds up nobody but the client that types.
 
 use std::collections::VecDeque;
 use std::io;
 use std::path::Path;
+use std::time::Duration;
 
-use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream, ReadHalf, WriteHalf, duplex, split};
+use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream, ReadHalf, WriteHalf, split};
 use tokio::net::UnixStream;
-use tokio::sync::mpsc;
-use vmseal_api::host::ConsoleStream;
+use tokio::sync::{mpsc, oneshot};
+use tokio::time::timeout;
+use vmseal_api::console::{ConsoleClaim, ConsoleStream, Ending, pair};
 
 /// How much of the output a late client is shown, in bytes.
 pub const REPLAY_MAX: usize = 64 * 1024;
@@ -29,7 +33,22 @@ const NEWCOMERS_MAX: usize = 4;
 
 /// The way to a running guest's console.
 #[derive(Clone, Debug)]
-pub struct Console(mpsc::Sender<DuplexStream>);
+pub struct Console(mpsc::Sender<Newcomer>);
+
+/// Why there is no console for a client.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Refused {
+    /// The guest is gone.
+    Gone,
+    /// Another client has it.
+    InUse,
+}
+
+/// A client that wants the console.
+struct Newcomer {
+    claim: ConsoleClaim,
+    answer: oneshot::Sender<Result<ConsoleStream, Refused>>,
+}
 
 impl Console {
     /// Connects to QEMU's socket. `earlier` is output from before.
@@ -45,11 +64,14 @@ impl Console {
         Ok(Self(sender))
     }
 
-    /// A new client; none when the guest is gone.
-    pub async fn attach(&self) -> Option<ConsoleStream> {
-        let (ours, theirs) = duplex(CLIENT_BUFFER);
-        self.0.send(ours).await.ok()?;
-        Some(Box::new(theirs))
+    /// A new client.
+    ///
+    /// # Errors
+    /// [`Refused`].
+    pub async fn attach(&self, claim: ConsoleClaim) -> Result<ConsoleStream, Refused> {
+        let (answer, answered) = oneshot::channel();
+        self.0.send(Newcomer { claim, answer }).await.map_err(|_| Refused::Gone)?;
+        answered.await.unwrap_or(Err(Refused::Gone))
     }
 }
 
@@ -70,38 +92,60 @@ struct Client {
     writer: WriteHalf<DuplexStream>,
     /// Output that it has not taken yet.
     behind: VecDeque<u8>,
+    ending: Ending,
 }
 
 impl Client {
-    fn new(stream: DuplexStream, replay: &Replay) -> Self {
-        let (reader, writer) = split(stream);
-        Self { reader, writer, behind: replay.0.clone() }
+    fn new(replay: &Replay) -> (Self, ConsoleStream) {
+        let (ours, ending, theirs) = pair(CLIENT_BUFFER);
+        let (reader, writer) = split(ours);
+        (Self { reader, writer, behind: replay.0.clone(), ending }, theirs)
+    }
+
+    /// Whether it has left, as far as can be told at once; what it has typed before goes to `typed`.
+    async fn has_left(&mut self, typed: &mut VecDeque<u8>) -> bool {
+        while typed.len() < CLIENT_BUFFER {
+            let mut input = [0; CHUNK];
+            match timeout(Duration::ZERO, self.reader.read(&mut input)).await {
+                Ok(Ok(length)) if length > 0 => typed.extend(&input[..length]),
+                Ok(_) => return true,
+                Err(_) => return false,
+            }
+        }
+        false
     }
 }
 
 /// What happened, out of all that can.
 enum Happening {
-    Newcomer(Option<DuplexStream>),
+    Newcomer(Option<Newcomer>),
     /// The guest's output; `Ok(0)` is its end.
     Output(io::Result<usize>),
     /// The client's input; `Ok(0)` is its end.
     Input(io::Result<usize>),
+    /// The guest took so much of what was typed.
+    Typed(io::Result<usize>),
     /// The client took so much of its output.
     Taken(io::Result<usize>),
 }
 
-async fn serve(guest: UnixStream, mut newcomers: mpsc::Receiver<DuplexStream>, mut replay: Replay) {
+async fn serve(guest: UnixStream, mut newcomers: mpsc::Receiver<Newcomer>, mut replay: Replay) {
     let (mut from_guest, mut to_guest) = guest.into_split();
     let (mut output, mut input) = ([0; CHUNK], [0; CHUNK]);
     let mut client: Option<Client> = None;
+    // What the guest has not taken yet.
+    let mut typed: VecDeque<u8> = VecDeque::new();
     loop {
         let happening = tokio::select! {
             stream = newcomers.recv() => Happening::Newcomer(stream),
             length = from_guest.read(&mut output) => Happening::Output(length),
-            happening = of_client(&mut client, &mut input) => happening,
+            length = to_guest.write(typed.as_slices().0), if !typed.is_empty() => Happening::Typed(length),
+            happening = of_client(&mut client, &mut input, typed.is_empty()) => happening,
         };
         match happening {
-            Happening::Newcomer(Some(stream)) => client = Some(Client::new(stream, &replay)),
+            Happening::Newcomer(Some(newcomer)) => {
+                take_in(newcomer, &mut client, &mut typed, &replay).await;
+            }
             // The VM's owner has let go: the VM is off.
             Happening::Newcomer(None) => return,
             Happening::Output(Ok(0) | Err(_)) => break,
@@ -115,11 +159,9 @@ async fn serve(guest: UnixStream, mut newcomers: mpsc::Receiver<DuplexStream>, m
                     client = None;
                 }
             }
-            Happening::Input(Ok(length)) if length > 0 => {
-                if to_guest.write_all(&input[..length]).await.is_err() {
-                    break;
-                }
-            }
+            Happening::Input(Ok(length)) if length > 0 => typed.extend(&input[..length]),
+            Happening::Typed(Ok(length)) if length > 0 => drop(typed.drain(..length)),
+            Happening::Typed(_) => break,
             Happening::Taken(Ok(length)) if length > 0 => {
                 if let Some(client) = &mut client {
                     client.behind.drain(..length);
@@ -136,17 +178,40 @@ async fn serve(guest: UnixStream, mut newcomers: mpsc::Receiver<DuplexStream>, m
     }
 }
 
-/// The next thing that the client does; never ends without a client.
-async fn of_client(client: &mut Option<Client>, input: &mut [u8]) -> Happening {
-    let Some(Client { reader, writer, behind }) = client else {
+/// Gives a newcomer the console, or refuses it.
+async fn take_in(
+    newcomer: Newcomer,
+    client: &mut Option<Client>,
+    typed: &mut VecDeque<u8>,
+    replay: &Replay,
+) {
+    if let Some(present) = client {
+        match newcomer.claim {
+            ConsoleClaim::TakeOver => present.ending.taken_over(),
+            ConsoleClaim::IfFree if present.has_left(typed).await => {}
+            ConsoleClaim::IfFree => {
+                // Who does not wait for the answer does not want it.
+                let _ = newcomer.answer.send(Err(Refused::InUse));
+                return;
+            }
+        }
+    }
+    let (taken_in, stream) = Client::new(replay);
+    // One that has gone meanwhile is noticed when it is read from.
+    let _ = newcomer.answer.send(Ok(stream));
+    *client = Some(taken_in);
+}
+
+/// The next thing that the client does; never ends without a client. It is not read from while the guest
+/// has not taken what it typed before.
+async fn of_client(client: &mut Option<Client>, input: &mut [u8], may_type: bool) -> Happening {
+    let Some(Client { reader, writer, behind, .. }) = client else {
         return std::future::pending().await;
     };
-    if behind.is_empty() {
-        return Happening::Input(reader.read(input).await);
-    }
     tokio::select! {
-        length = reader.read(input) => Happening::Input(length),
-        length = writer.write(behind.as_slices().0) => Happening::Taken(length),
+        length = reader.read(input), if may_type => Happening::Input(length),
+        length = writer.write(behind.as_slices().0), if !behind.is_empty() => Happening::Taken(length),
+        else => std::future::pending().await,
     }
 }
 
@@ -155,6 +220,8 @@ mod tests {
     use tokio::net::UnixListener;
 
     use super::*;
+
+    use vmseal_api::console::is_taken_over;
 
     const PATIENCE: std::time::Duration = std::time::Duration::from_secs(30);
 
@@ -174,30 +241,58 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_late_client_sees_the_prompt_types_and_is_taken_over_from() {
+    async fn a_late_client_sees_the_prompt_types_and_is_taken_over_from_by_force_alone() {
         let (_directory, mut guest, console) = guest().await;
         guest.write_all(b"login: ").await.unwrap();
-        let mut first = console.attach().await.unwrap();
+        let mut first = console.attach(ConsoleClaim::IfFree).await.unwrap();
         expect(&mut first, b"earlier login: ").await;
         first.write_all(b"root\n").await.unwrap();
         let mut typed = [0; 5];
         guest.read_exact(&mut typed).await.unwrap();
         assert_eq!(&typed, b"root\n");
 
-        let mut second = console.attach().await.unwrap();
+        let refused = console.attach(ConsoleClaim::IfFree).await.err();
+        assert_eq!(refused, Some(Refused::InUse));
+        first.write_all(b"x").await.unwrap();
+        guest.read_exact(&mut typed[..1]).await.unwrap();
+        let mut second = console.attach(ConsoleClaim::TakeOver).await.unwrap();
         expect(&mut second, b"earlier login: ").await;
-        assert_eq!(first.read(&mut [0; 8]).await.unwrap(), 0, "the first is taken over from");
+        let end = first.read(&mut [0; 8]).await.unwrap_err();
+        assert!(is_taken_over(&end), "{end}");
+        // Who has left has left at once, and what was typed before is not lost.
+        second.write_all(b"yz").await.unwrap();
+        drop(second);
+        let mut second = console.attach(ConsoleClaim::IfFree).await.unwrap();
+        guest.read_exact(&mut typed[..2]).await.unwrap();
+        assert_eq!(&typed[..2], b"yz");
+        expect(&mut second, b"earlier login: ").await;
         guest.write_all(b"bye").await.unwrap();
         drop(guest);
         expect(&mut second, b"bye").await;
         assert_eq!(second.read(&mut [0; 8]).await.unwrap(), 0);
-        assert!(console.attach().await.is_none());
+        let gone = console.attach(ConsoleClaim::TakeOver).await.err();
+        assert_eq!(gone, Some(Refused::Gone));
+    }
+
+    #[tokio::test]
+    async fn a_guest_that_does_not_read_keeps_nobody_from_the_console() {
+        let (_directory, _guest, console) = guest().await;
+        let mut busy = console.attach(ConsoleClaim::IfFree).await.unwrap();
+        let paste = vec![b'x'; 16 * CLIENT_BUFFER];
+        let typing = tokio::spawn(async move { busy.write_all(&paste).await });
+        let tries = async {
+            assert_eq!(console.attach(ConsoleClaim::IfFree).await.err(), Some(Refused::InUse));
+            console.attach(ConsoleClaim::TakeOver).await.unwrap()
+        };
+        tokio::time::sleep(Duration::from_millis(200)).await;
+        timeout(PATIENCE, tries).await.expect("it waits for the guest");
+        assert!(typing.await.unwrap().is_err(), "it types into another one's console");
     }
 
     #[tokio::test]
     async fn a_client_that_does_not_read_does_not_hold_up_the_guest() {
         let (_directory, mut guest, console) = guest().await;
-        let mut lazy = console.attach().await.unwrap();
+        let mut lazy = console.attach(ConsoleClaim::IfFree).await.unwrap();
         // Much more than all buffers on the way, the socket's included.
         let flood = vec![b'x'; 8 * BEHIND_MAX];
         guest.write_all(&flood).await.unwrap();
@@ -208,7 +303,7 @@ mod tests {
         assert!(got.len() < flood.len(), "it was not cut before the end");
         // Until all of the flood is read, a newcomer may be shown an earlier state.
         loop {
-            let mut next = console.attach().await.unwrap();
+            let mut next = console.attach(ConsoleClaim::TakeOver).await.unwrap();
             let mut replay = vec![0; REPLAY_MAX];
             next.read_exact(&mut replay).await.unwrap();
             if replay.ends_with(b"end") {

@@ -9,12 +9,13 @@ use std::time::Duration;
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::time::{Instant, timeout};
+use vmseal_api::console::is_taken_over;
 use vmseal_api::datastore::DatastoreCondition;
 use vmseal_api::host::{
-    Allocation, DatastoreLocation, DatastoreSpec, DiskFacts, DiskPhase, DiskSpec, ExportPhase,
-    ExportSpec, ExportStep, HostAgent, HostState, ImageSource, KeyReference, KeyState, OtherKey,
-    Power, PowerOff, SHUTDOWN_SECONDS_MAX, STATE_WAIT_MAX, StopReason, Stopped, VERSION, VmSpec,
-    VmState,
+    Allocation, ConsoleClaim, DatastoreLocation, DatastoreSpec, DiskFacts, DiskPhase, DiskSpec,
+    ExportPhase, ExportSpec, ExportStep, HostAgent, HostState, ImageSource, KeyReference, KeyState,
+    OtherKey, Power, PowerOff, SHUTDOWN_SECONDS_MAX, STATE_WAIT_MAX, StopReason, Stopped, VERSION,
+    VmSpec, VmState,
 };
 use vmseal_api::id::{DatastoreId, DiskId, TaskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -210,7 +211,8 @@ async fn unknown_vms(agent: &dyn HostAgent, session: &Session) {
     refused(agent.delete_disk(vm, disk).await, code, "removing a disk of an unknown VM");
     refused(agent.power_on(vm).await, code, "starting an unknown VM");
     refused(agent.power_off(vm, PowerOff::Force).await, code, "stopping an unknown VM");
-    refused(agent.console(vm).await.map(drop), code, "the console of an unknown VM");
+    let console = agent.console(vm, ConsoleClaim::IfFree).await;
+    refused(console.map(drop), code, "the console of an unknown VM");
     done(agent.unregister_vm(vm).await, "forgetting an unknown VM");
     assert!(session.seen(agent).await.is_none());
 }
@@ -366,7 +368,9 @@ async fn disks(agent: &dyn HostAgent, session: &mut Session) {
 
 /// Waits for the banner on the console, and has a word echoed.
 async fn console(agent: &dyn HostAgent, session: &Session) {
-    let mut console = done(agent.console(session.vm()).await, "the console");
+    // An earlier client may not have been missed yet.
+    let mut console =
+        done(agent.console(session.vm(), ConsoleClaim::TakeOver).await, "the console");
     let mut seen = Vec::new();
     // Another one each time: an earlier echo may be shown again.
     let word = DiskId::new().to_string();
@@ -391,9 +395,29 @@ async fn console(agent: &dyn HostAgent, session: &Session) {
     assert!(outcome.is_ok(), "the console shows no guest");
 }
 
+/// A console in use is refused; taken over, it ends with the reason; let go, it is free.
+async fn one_console_at_a_time(agent: &dyn HostAgent, session: &Session) {
+    let (vm, patience) = (session.vm(), session.fixture.patience);
+    let mut first = done(agent.console(vm, ConsoleClaim::TakeOver).await, "the console");
+    let second = agent.console(vm, ConsoleClaim::IfFree).await;
+    refused(second.map(drop), ErrorCode::InUse, "a console in use");
+    let second = done(agent.console(vm, ConsoleClaim::TakeOver).await, "taking it over");
+    let end = timeout(patience, first.read_to_end(&mut Vec::new())).await;
+    let end = end.expect("the first console does not end").expect_err("it is not told why");
+    assert!(is_taken_over(&end), "{end}");
+    drop(second);
+    let give_up = Instant::now() + patience;
+    while let Err(problem) = agent.console(vm, ConsoleClaim::IfFree).await {
+        assert_eq!(problem.code, ErrorCode::InUse, "{problem}");
+        assert!(Instant::now() < give_up, "a console that was let go is not free");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
 async fn running(agent: &dyn HostAgent, session: &Session) {
     let (vm, spec) = (session.vm(), &session.spec);
-    refused(agent.console(vm).await.map(drop), ErrorCode::WrongState, "a console of none");
+    let none = agent.console(vm, ConsoleClaim::TakeOver).await;
+    refused(none.map(drop), ErrorCode::WrongState, "a console of none");
     done(agent.power_off(vm, PowerOff::Force).await, "stopping one that is off");
     let press = PowerOff::Shutdown { seconds: 2 };
     done(agent.power_off(vm, press).await, "the same, gently");
@@ -403,6 +427,7 @@ async fn running(agent: &dyn HostAgent, session: &Session) {
     done(agent.power_on(vm).await, "starting one that runs");
     console(agent, session).await;
     console(agent, session).await;
+    one_console_at_a_time(agent, session).await;
 
     done(agent.register_vm(spec.clone()).await, "registering the same while it runs");
     let changed = VmSpec { vcpus: 2, ..spec.clone() };
@@ -414,7 +439,7 @@ async fn running(agent: &dyn HostAgent, session: &Session) {
         refused(made, ErrorCode::InUse, "making a disk in use");
     }
     not_heeding(agent, session).await;
-    let mut held = done(agent.console(vm).await, "the console");
+    let mut held = done(agent.console(vm, ConsoleClaim::TakeOver).await, "the console");
     done(agent.power_off(vm, press).await, "the button");
     done(agent.power_off(vm, PowerOff::Force).await, "the plug");
     let vm_state = session.now(agent).await;

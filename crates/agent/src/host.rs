@@ -13,7 +13,7 @@ use tokio::sync::Mutex;
 use tokio::task::spawn_blocking;
 use vmseal_api::datastore::{DatastoreCondition, DatastoreContents};
 use vmseal_api::host::{
-    ConsoleStream, DatastoreSpec, DatastoreUsage, ExportSpec, ExportStep, HostAgent,
+    ConsoleClaim, ConsoleStream, DatastoreSpec, DatastoreUsage, ExportSpec, ExportStep, HostAgent,
     HostDescription, HostState, ImageSource, KeyReference, OtherKey, PowerOff, SealedKey, VERSION,
     VmSpec,
 };
@@ -321,7 +321,7 @@ impl HostAgent for RealHost {
         self.vm(vm).await?.ask(vm, |reply| Call::PowerOff(how, reply)).await
     }
 
-    async fn console(&self, vm: VmId) -> Result<ConsoleStream, Problem> {
-        self.vm(vm).await?.ask(vm, Call::Console).await
+    async fn console(&self, vm: VmId, claim: ConsoleClaim) -> Result<ConsoleStream, Problem> {
+        self.vm(vm).await?.ask(vm, |reply| Call::Console(claim, reply)).await
     }
 }

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use axum::Router;
 use axum::body::{Body, to_bytes};
-use axum::extract::ws::{Message, WebSocket, WebSocketUpgrade};
+use axum::extract::ws::{CloseFrame, Message, WebSocket, WebSocketUpgrade};
 use axum::extract::{Path, Query, State};
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
@@ -21,7 +21,10 @@ use tokio::sync::{Notify, Semaphore, mpsc};
 use tokio::time::timeout;
 use tokio_rustls::TlsAcceptor;
 use tokio_rustls::server::TlsStream;
-use vmseal_api::host::{BODY_MAX, ConsoleStream, HostAgent, STATE_WAIT_MAX, VmSpec};
+use vmseal_api::console::{
+    ConsoleClaim, ConsoleStream, TAKEN_OVER, TAKEN_OVER_CODE, is_taken_over,
+};
+use vmseal_api::host::{BODY_MAX, HostAgent, STATE_WAIT_MAX, VmSpec};
 use vmseal_api::id::{DiskId, Incarnation, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request_id::{self, RequestId};
@@ -294,14 +297,25 @@ async fn power_off(
     done()
 }
 
+/// Whether a console in use is to be taken over.
+#[derive(Deserialize)]
+struct ConsoleQuery {
+    #[serde(default)]
+    force: bool,
+}
+
 async fn console(
     State(agent): State<Agent>,
     Path(vm): Path<String>,
+    query: Result<Query<ConsoleQuery>, axum::extract::rejection::QueryRejection>,
     upgrade: Result<WebSocketUpgrade, axum::extract::ws::rejection::WebSocketUpgradeRejection>,
 ) -> Answer<Response> {
     let upgrade =
         upgrade.map_err(|error| Problem::new(ErrorCode::InvalidRequest, error.body_text()))?;
-    let stream = agent.console(id("vm", &vm)?).await?;
+    let Query(ConsoleQuery { force }) =
+        query.map_err(|error| Problem::new(ErrorCode::InvalidRequest, error.body_text()))?;
+    let claim = if force { ConsoleClaim::TakeOver } else { ConsoleClaim::IfFree };
+    let stream = agent.console(id("vm", &vm)?, claim).await?;
     let upgrade = upgrade.max_message_size(CONSOLE_MESSAGE_MAX).max_frame_size(CONSOLE_MESSAGE_MAX);
     Ok(upgrade.on_upgrade(move |socket| pump(socket, stream)))
 }
@@ -310,6 +324,7 @@ async fn console(
 async fn pump(mut socket: WebSocket, stream: ConsoleStream) {
     let (mut from_guest, mut to_guest) = tokio::io::split(stream);
     let mut buffer = vec![0; CONSOLE_CHUNK];
+    let mut why = None;
     loop {
         tokio::select! {
             length = from_guest.read(&mut buffer) => match length {
@@ -318,6 +333,10 @@ async fn pump(mut socket: WebSocket, stream: ConsoleStream) {
                     if socket.send(message).await.is_err() {
                         return;
                     }
+                }
+                Err(error) if is_taken_over(&error) => {
+                    why = Some(CloseFrame { code: TAKEN_OVER_CODE, reason: TAKEN_OVER.into() });
+                    break;
                 }
                 _ => break,
             },
@@ -338,7 +357,7 @@ async fn pump(mut socket: WebSocket, stream: ConsoleStream) {
         }
     }
     // The other side may be gone.
-    let _ = socket.send(Message::Close(None)).await;
+    let _ = socket.send(Message::Close(why)).await;
 }
 
 /// Connections whose TLS handshake is done.

@@ -277,6 +277,15 @@ fn locked(spec: &VmSpec) -> Problem {
     )
 }
 
+/// Somebody has the console.
+pub fn console_in_use(spec: &VmSpec) -> Problem {
+    let name = &spec.name;
+    let what = format!(
+        "the console of VM '{name}' is in use: somebody has it open. To take it over: vmseal vm console {name} --force"
+    );
+    Problem::new(ErrorCode::InUse, what)
+}
+
 fn in_use(spec: &VmSpec, disk: &DiskSpec) -> Problem {
     Problem::new(
         ErrorCode::InUse,

@@ -218,7 +218,7 @@ async fn start(agent: &dyn HostAgent, vm: VmId) {
         state.power == Power::Running
     })
     .await;
-    let mut console = agent.console(vm).await.unwrap();
+    let mut console = agent.console(vm, vmseal_api::console::ConsoleClaim::IfFree).await.unwrap();
     let mut seen = Vec::new();
     let shown = async {
         while !String::from_utf8_lossy(&seen).contains(BANNER) {

@@ -521,23 +521,17 @@ pub enum PowerOff {
 }
 
 #[cfg(feature = "client")]
-pub use service::{ConsoleStream, HostAgent};
+pub use service::HostAgent;
+
+#[cfg(feature = "client")]
+pub use crate::console::{ConsoleClaim, ConsoleStream};
 
 #[cfg(feature = "client")]
 mod service {
-    use async_trait::async_trait;
-    use tokio::io::{AsyncRead, AsyncWrite};
-
     use super::*;
     use crate::datastore::{DatastoreCondition, DatastoreContents};
     use crate::model::LogLevel;
-
-    /// Both directions of a serial console.
-    pub trait Duplex: AsyncRead + AsyncWrite + Send + Unpin {}
-    impl<T: AsyncRead + AsyncWrite + Send + Unpin> Duplex for T {}
-
-    /// A guest's serial console: bytes both ways.
-    pub type ConsoleStream = Box<dyn Duplex>;
+    use async_trait::async_trait;
 
     /// What an agent does; the real host, the simulated one and the HTTPS client are behind this trait.
     #[async_trait]
@@ -667,7 +661,12 @@ mod service {
         /// Stops a VM; one that is off stays off.
         async fn power_off(&self, vm: VmId, how: PowerOff) -> Result<(), Problem>;
 
-        /// The guest's serial console; a new one takes it over from the last.
-        async fn console(&self, vm: VmId) -> Result<ConsoleStream, Problem>;
+        /// The guest's serial console, which one client has at a time. Who loses it to another one reads
+        /// [`crate::console::is_taken_over`].
+        ///
+        /// # Errors
+        /// `wrong-state` while the VM does not run; `in-use` while a client has it that it is not to be
+        /// taken over from.
+        async fn console(&self, vm: VmId, claim: ConsoleClaim) -> Result<ConsoleStream, Problem>;
     }
 }

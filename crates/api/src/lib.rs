@@ -10,6 +10,8 @@
 
 #[cfg(feature = "client")]
 pub mod client;
+#[cfg(feature = "client")]
+pub mod console;
 pub mod datastore;
 pub mod filter;
 pub mod host;

@@ -116,6 +116,11 @@ pub const EXAMPLES: &[(&str, &str, &str)] = &[
         "Give the guest five minutes, but return after one:",
         "vmseal vm stop web1 --grace-period 5m --timeout 1m",
     ),
+    (
+        "vmseal-vm-console",
+        "Somebody else has it, and has gone home:",
+        "vmseal vm console web1 --force",
+    ),
     ("vmseal-vm-console", "With another escape than Ctrl-]:", "vmseal vm console web1 --escape ^A"),
     (
         "vmseal-disk-export",

@@ -13,7 +13,7 @@ use vmseal_agent::identity::Identity;
 use vmseal_agent::simulated::SimulatedHost;
 use vmseal_agent::{JoinOptions, join};
 use vmseal_api::client::ServerClient;
-use vmseal_api::host::DatastoreLocation;
+use vmseal_api::host::{ConsoleClaim, DatastoreLocation};
 use vmseal_api::model::*;
 use vmseal_api::problem::ErrorCode;
 use vmseal_api::request::*;
@@ -165,13 +165,13 @@ async fn an_encrypted_vm_through_the_command_lines_client_and_a_restart_of_the_s
     here.done(client.post("vms", &request).await.unwrap()).await;
     here.done(client.post("vms/web/start", &Value::Null).await.unwrap()).await;
 
-    let mut console = client.console("web").await.unwrap();
+    let mut console = client.console("web", ConsoleClaim::IfFree).await.unwrap();
     console.write_all(b"hello").await.unwrap();
     let mut heard = Vec::new();
     while !heard.ends_with(b"hello") {
         heard.push(console.read_u8().await.unwrap());
     }
-    let refused = client.console("nobody").await.err().unwrap();
+    let refused = client.console("nobody", ConsoleClaim::IfFree).await.err().unwrap();
     assert_eq!(refused.code, ErrorCode::NotFound, "{refused}");
 
     // It ends although a console is open, and starts with its provider unlocked by the credential.
@@ -201,7 +201,8 @@ async fn wrong_tokens_and_wrong_authorities_are_refused() {
     let here = Installation::new().await;
     let refused = here.client_with("wrong").get::<Page<Vm>>("vms").await.unwrap_err();
     assert_eq!(refused.code, ErrorCode::Unauthenticated);
-    let console = here.client_with("wrong").console("web").await.err().unwrap();
+    let console =
+        here.client_with("wrong").console("web", ConsoleClaim::IfFree).await.err().unwrap();
     assert_eq!(console.code, ErrorCode::Unauthenticated);
     let other = Installation::new().await;
     let url = format!("https://{}", here.server.as_ref().unwrap().address());

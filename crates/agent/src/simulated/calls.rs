@@ -7,8 +7,8 @@ use vmseal_api::datastore::{
     DatastoreCondition, DatastoreContents, FoundImage, ImageContent, NamedImage,
 };
 use vmseal_api::host::{
-    Allocation, ConsoleStream, DatastoreLocation, DatastoreSpec, DatastoreUsage, DiskFacts,
-    DiskPhase, DiskSpec, ExportSpec, ExportStep, HostAgent, HostDescription, HostState,
+    Allocation, ConsoleClaim, ConsoleStream, DatastoreLocation, DatastoreSpec, DatastoreUsage,
+    DiskFacts, DiskPhase, DiskSpec, ExportSpec, ExportStep, HostAgent, HostDescription, HostState,
     ImageSource, KeyReference, OtherKey, Power, PowerOff, SealedKey, StopReason, VmSpec,
 };
 use vmseal_api::id::{DiskId, Incarnation, VmId};
@@ -371,10 +371,10 @@ impl Inside {
         self.world.guests.remove(&vm);
     }
 
-    fn console(&mut self, vm: VmId) -> Result<ConsoleStream, Problem> {
+    fn console(&mut self, vm: VmId, claim: ConsoleClaim) -> Result<ConsoleStream, Problem> {
         let spec = self.known(vm)?.spec.clone();
         match self.world.guests.get(&vm) {
-            Some((_, guest)) => Ok(guest.console()),
+            Some((_, guest)) => guest.console(claim).ok_or_else(|| rules::console_in_use(&spec)),
             None => Err(rules::wrong_state(&spec, "does not run: it has no console")),
         }
     }
@@ -506,7 +506,7 @@ impl HostAgent for SimulatedHost {
         self.begin(Call::PowerOff, |inside| inside.power_off(vm, how), Inside::shut_down)
     }
 
-    async fn console(&self, vm: VmId) -> Result<ConsoleStream, Problem> {
-        self.call(Call::Console, |inside| inside.console(vm))
+    async fn console(&self, vm: VmId, claim: ConsoleClaim) -> Result<ConsoleStream, Problem> {
+        self.call(Call::Console, |inside| inside.console(vm, claim))
     }
 }

@@ -1,8 +1,10 @@
 //! A guest that says a line and echoes.
 
-use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream, duplex};
-use tokio::sync::watch;
-use vmseal_api::host::ConsoleStream;
+use std::sync::{Mutex, PoisonError};
+
+use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream};
+use tokio::task::JoinHandle;
+use vmseal_api::console::{ConsoleClaim, ConsoleStream, Ending, pair};
 
 /// What a simulated guest says first: the same as the contract suite's.
 const BANNER: &str = "vmseal contract guest\r\n";
@@ -10,39 +12,48 @@ const BANNER: &str = "vmseal contract guest\r\n";
 /// The buffer of a console, each way, in bytes.
 const BUFFER: usize = 64 * 1024;
 
-/// A running guest. Its consoles end with it, and each with the next.
-pub struct Guest(watch::Sender<u64>);
+/// A running guest. Its console ends with it.
+pub struct Guest(Mutex<Option<Client>>);
 
-impl Guest {
-    pub fn new() -> Self {
-        Self(watch::Sender::new(0))
-    }
+struct Client {
+    echo: JoinHandle<()>,
+    ending: Ending,
+}
 
-    pub fn console(&self) -> ConsoleStream {
-        self.0.send_modify(|number| *number += 1);
-        let (ours, theirs) = duplex(BUFFER);
-        tokio::spawn(echo(ours, self.0.subscribe()));
-        Box::new(theirs)
+impl Drop for Client {
+    fn drop(&mut self) {
+        self.echo.abort();
     }
 }
 
-async fn echo(mut stream: DuplexStream, mut newer: watch::Receiver<u64>) {
+impl Guest {
+    pub fn new() -> Self {
+        Self(Mutex::new(None))
+    }
+
+    /// A console for a client; none while another one has it whom it is not to be taken over from.
+    pub fn console(&self, claim: ConsoleClaim) -> Option<ConsoleStream> {
+        let mut client = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(present) = client.as_ref().filter(|present| !present.echo.is_finished()) {
+            match claim {
+                ConsoleClaim::IfFree => return None,
+                ConsoleClaim::TakeOver => present.ending.taken_over(),
+            }
+        }
+        let (ours, ending, theirs) = pair(BUFFER);
+        *client = Some(Client { echo: tokio::spawn(echo(ours)), ending });
+        Some(theirs)
+    }
+}
+
+async fn echo(mut stream: DuplexStream) {
     if stream.write_all(BANNER.as_bytes()).await.is_err() {
         return;
     }
     let mut typed = [0; 1024];
-    loop {
-        tokio::select! {
-            // A newer console, or the guest's end.
-            _ = newer.changed() => return,
-            length = stream.read(&mut typed) => match length {
-                Ok(length) if length > 0 => {
-                    if stream.write_all(&typed[..length]).await.is_err() {
-                        return;
-                    }
-                }
-                _ => return,
-            },
+    while let Ok(length) = stream.read(&mut typed).await {
+        if length == 0 || stream.write_all(&typed[..length]).await.is_err() {
+            return;
         }
     }
 }

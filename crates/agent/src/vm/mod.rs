@@ -24,8 +24,8 @@ use std::sync::Arc;
 
 use tokio::sync::{mpsc, oneshot};
 use vmseal_api::host::{
-    Accelerator, ConsoleStream, ExportSpec, ExportStep, ImageSource, KeyReference, PowerOff,
-    SealedKey, Stopped, VmSpec,
+    Accelerator, ConsoleClaim, ConsoleStream, ExportSpec, ExportStep, ImageSource, KeyReference,
+    PowerOff, SealedKey, Stopped, VmSpec,
 };
 use vmseal_api::id::{DiskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -87,7 +87,7 @@ pub enum Call {
     /// To stop.
     PowerOff(PowerOff, Reply<()>),
     /// For the console.
-    Console(Reply<ConsoleStream>),
+    Console(ConsoleClaim, Reply<ConsoleStream>),
 }
 
 /// What becomes of the keys that open a VM's disks.

@@ -9,9 +9,9 @@ use tokio::sync::{mpsc, oneshot};
 use tokio::task::{JoinHandle, spawn_blocking};
 use tokio::time::{Instant, sleep_until};
 use vmseal_api::host::{
-    ConsoleStream, DiskFacts, DiskPhase, DiskSpec, DiskState, ExportPhase, ExportSpec, ExportState,
-    ExportStep, ImageSource, KeyReference, KeyState, Notice, Power, PowerOff, SealedKey,
-    StopReason, Stopped, VmSpec, VmState,
+    ConsoleClaim, ConsoleStream, DiskFacts, DiskPhase, DiskSpec, DiskState, ExportPhase,
+    ExportSpec, ExportState, ExportStep, ImageSource, KeyReference, KeyState, Notice, Power,
+    PowerOff, SealedKey, StopReason, Stopped, VmSpec, VmState,
 };
 use vmseal_api::id::DiskId;
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -22,6 +22,7 @@ use super::jobs::{Jobs, Report};
 use super::running::{Ending, Happening, Running};
 use super::start::{Plan, start};
 use super::{Asked, Beginning, Call, Change, Shared, internal};
+use crate::console::Refused;
 use crate::datastore::Home;
 use crate::disk::{self, Recipe};
 use crate::disk_keys::DiskKeys;
@@ -180,7 +181,7 @@ impl Owner {
             }
             Call::PowerOn(to) => reply!(to, self.power_on()),
             Call::PowerOff(how, to) => reply!(to, self.power_off(how).await),
-            Call::Console(to) => reply!(to, self.console().await),
+            Call::Console(claim, to) => reply!(to, self.console(claim).await),
             Call::Unregister(_) => {}
         }
     }
@@ -527,15 +528,20 @@ impl Owner {
         Ok(())
     }
 
-    async fn console(&mut self) -> Result<ConsoleStream, Problem> {
-        let stream = match &self.state {
+    async fn console(&mut self, claim: ConsoleClaim) -> Result<ConsoleStream, Problem> {
+        let attached = match &self.state {
             State::Running(running) | State::Stopping { running, .. } => {
-                running.console.attach().await
+                running.console.attach(claim).await
             }
-            State::Off | State::Starting { .. } => None,
+            State::Off | State::Starting { .. } => Err(Refused::Gone),
         };
-        let what = "does not run: it has no console. Start it first";
-        stream.ok_or_else(|| rules::wrong_state(&self.spec, what))
+        attached.map_err(|refused| match refused {
+            Refused::Gone => {
+                let what = "does not run: it has no console. Start it first";
+                rules::wrong_state(&self.spec, what)
+            }
+            Refused::InUse => rules::console_in_use(&self.spec),
+        })
     }
 }
 

@@ -20,7 +20,7 @@ use super::tls::{self, ClientIdentity, TlsError};
 use super::websocket;
 use crate::datastore::{DatastoreCondition, DatastoreContents};
 use crate::host::{
-    ConsoleStream, DatastoreSpec, DatastoreUsage, ExportSpec, ExportStep, HostAgent,
+    ConsoleClaim, ConsoleStream, DatastoreSpec, DatastoreUsage, ExportSpec, ExportStep, HostAgent,
     HostDescription, HostState, ImageSource, KeyReference, OtherKey, PowerOff, STATE_WAIT_MAX,
     SealedKey, VmSpec,
 };
@@ -233,14 +233,15 @@ impl HostAgent for HostClient {
         self.command_with(Method::POST, &format!("vms/{vm}/power-off"), &how).await
     }
 
-    async fn console(&self, vm: VmId) -> Result<ConsoleStream, Problem> {
+    async fn console(&self, vm: VmId, claim: ConsoleClaim) -> Result<ConsoleStream, Problem> {
+        let force = claim == ConsoleClaim::TakeOver;
         let server_name = ServerName::try_from(self.server_name.clone())
             .map_err(|error| Problem::new(ErrorCode::Internal, error.to_string()))?;
         let address = websocket::Address {
             peer: self.peer(),
             socket: self.address.clone(),
             server_name,
-            url: self.url(&format!("vms/{vm}/console")).replacen("https", "wss", 1),
+            url: self.url(&format!("vms/{vm}/console?force={force}")).replacen("https", "wss", 1),
             authorization: None,
         };
         websocket::open(address, Arc::clone(&self.tls)).await

@@ -13,7 +13,7 @@ use zeroize::Zeroizing;
 
 use super::exchange::{CONNECT_TIMEOUT, Peer};
 use super::{base_url, tls, websocket};
-use crate::host::ConsoleStream;
+use crate::host::{ConsoleClaim, ConsoleStream};
 use crate::model::{Page, Plan, Task};
 use crate::problem::{ErrorCode, Problem};
 
@@ -183,9 +183,10 @@ impl ServerClient {
     /// A guest's serial console.
     ///
     /// # Errors
-    /// As [`ServerClient::get`].
-    pub async fn console(&self, vm: &str) -> Result<ConsoleStream, Problem> {
-        let mut url = self.url(&format!("vms/{vm}/console"));
+    /// As [`ServerClient::get`]; `in-use` while somebody has it whom it is not to be taken over from.
+    pub async fn console(&self, vm: &str, claim: ConsoleClaim) -> Result<ConsoleStream, Problem> {
+        let force = claim == ConsoleClaim::TakeOver;
+        let mut url = self.url(&format!("vms/{vm}/console?force={force}"));
         let host = self.base.host_str().unwrap_or_default();
         let server_name =
             ServerName::try_from(host.trim_matches(['[', ']']).to_owned()).map_err(|_| {

@@ -17,7 +17,7 @@ use tokio_tungstenite::tungstenite::{Error, Message};
 use zeroize::Zeroizing;
 
 use super::exchange::{CONNECT_TIMEOUT, Peer};
-use crate::host::ConsoleStream;
+use crate::console::{self, ConsoleStream, Ending};
 use crate::problem::{ErrorCode, Problem};
 use crate::request_id;
 
@@ -83,9 +83,9 @@ async fn connect(address: Address<'_>, tls: Arc<ClientConfig>) -> Result<Console
     let (socket, _) = tokio_tungstenite::client_async_with_config(request, stream, Some(limits))
         .await
         .map_err(|error| refusal(peer, error))?;
-    let (ours, theirs) = tokio::io::duplex(BUFFER);
-    tokio::spawn(pump(socket, theirs));
-    Ok(Box::new(ours))
+    let (ours, ending, theirs) = console::pair(BUFFER);
+    tokio::spawn(pump(socket, ours, ending));
+    Ok(theirs)
 }
 
 /// A server that refuses the upgrade answers with a problem.
@@ -99,7 +99,7 @@ fn refusal(peer: &Peer<'_>, error: Error) -> Problem {
 }
 
 /// Carries bytes until either side ends.
-async fn pump<S>(mut socket: WebSocketStream<S>, stream: DuplexStream)
+async fn pump<S>(mut socket: WebSocketStream<S>, stream: DuplexStream, ending: Ending)
 where
     S: tokio::io::AsyncRead + tokio::io::AsyncWrite + Unpin,
 {
@@ -123,6 +123,12 @@ where
                     }
                 }
                 Some(Ok(Message::Ping(_) | Message::Pong(_))) => {}
+                Some(Ok(Message::Close(Some(frame))))
+                    if u16::from(frame.code) == console::TAKEN_OVER_CODE =>
+                {
+                    ending.taken_over();
+                    break;
+                }
                 _ => break,
             },
         }

@@ -22,6 +22,9 @@ pub struct Console {
     /// The key that leaves the console: `^A` to `^_` (Ctrl with that key), or `none`
     #[arg(long, value_name = "KEY", default_value_t)]
     pub escape: Escape,
+    /// Take the console over from whoever has it; they are told
+    #[arg(long)]
+    pub force: bool,
 }
 
 /// The character that leaves a console; none where nothing does.

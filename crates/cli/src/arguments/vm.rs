@@ -31,7 +31,8 @@ pub enum Vm {
         #[arg(long, default_value = "512MiB", value_name = "SIZE")]
         memory: ByteSize,
         /// A disk: `datastore=NAME,size=SIZE[,name=NAME][,image=FILE,format=raw|qcow2]`; may be repeated,
-        /// in boot order. `size` has a unit (20GiB). `image` is an image on the host that the disk is filled
+        /// in boot order. The datastore decides the host; it is `HOST:NAME` where hosts share a name. `size`
+        /// has a unit (20GiB). `image` is an image on the host that the disk is filled
         /// from, `format` what it is; without `size` the disk is as large as the image's, where the image is
         /// on this machine too. Without `name` disks are called `disk0`, `disk1` and so on
         #[arg(long = "disk", value_name = "OPTIONS", required = true)]
@@ -82,7 +83,7 @@ pub enum Vm {
         #[command(flatten)]
         wait: Wait,
     },
-    /// Open a VM's serial console; it is taken over from whoever has it
+    /// Open a VM's serial console, which one person has at a time
     Console(Console),
     /// Delete a VM that is off, and its disks
     #[command(visible_alias = "rm")]

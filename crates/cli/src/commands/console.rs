@@ -12,7 +12,8 @@ use nix::sys::termios::{SetArg, Termios, cfmakeraw, tcgetattr, tcsetattr};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use vmseal_api::client::ServerClient;
-use vmseal_api::host::{ConsoleStream, Power};
+use vmseal_api::console::{ConsoleClaim, ConsoleStream, is_taken_over};
+use vmseal_api::host::Power;
 use vmseal_api::model::Vm;
 use vmseal_api::problem::Problem;
 
@@ -79,6 +80,8 @@ enum End {
     Left,
     /// The guest's side has closed.
     Closed,
+    /// Somebody else has the console now.
+    TakenOver,
     /// A signal.
     Told,
 }
@@ -88,7 +91,8 @@ pub async fn attach(server: &ServerClient, options: &Console) -> anyhow::Result<
     let vm = &options.name;
     // Heard from before the terminal is changed.
     let ends = Ends::listen().context("signals cannot be heard")?;
-    let guest = server.console(vm).await?;
+    let claim = if options.force { ConsoleClaim::TakeOver } else { ConsoleClaim::IfFree };
+    let guest = server.console(vm, claim).await?;
     let terminal = if std::io::stdin().is_terminal() {
         match options.escape {
             Escape(Some(_)) => eprintln!("connected to {vm}; {} leaves", options.escape),
@@ -104,6 +108,12 @@ pub async fn attach(server: &ServerClient, options: &Console) -> anyhow::Result<
         End::Left => Ok(()),
         End::Told => Err(Ended::new(Exit::Interrupted, "a signal ended the console").into()),
         End::Closed => why_closed(server, vm).await,
+        End::TakenOver => {
+            let message = format!(
+                "somebody has taken over the console of VM '{vm}'. To take it back: vmseal vm console {vm} --force"
+            );
+            Err(Ended::new(Exit::Conflict, message).into())
+        }
     }
 }
 
@@ -120,16 +130,17 @@ async fn join(mut guest: ConsoleStream, escape: Escape, mut ends: Ends) -> anyho
                 0 => typing = false,
                 count => {
                     let (before, left) = until_escape(&from_person[..count], escape);
-                    guest.write_all(before).await?;
-                    guest.flush().await?;
+                    // What is wrong is told by reading.
+                    typing = guest.write_all(before).await.is_ok() && guest.flush().await.is_ok();
                     if left {
                         return Ok(End::Left);
                     }
                 }
             },
-            read = guest.read(&mut from_guest) => match read? {
-                0 => return Ok(End::Closed),
-                count => {
+            read = guest.read(&mut from_guest) => match read {
+                Err(error) if is_taken_over(&error) => return Ok(End::TakenOver),
+                Ok(0) | Err(_) => return Ok(End::Closed),
+                Ok(count) => {
                     screen.write_all(&from_guest[..count]).await?;
                     screen.flush().await?;
                 }
@@ -146,7 +157,7 @@ fn until_escape(typed: &[u8], Escape(escape): Escape) -> (&[u8], bool) {
     }
 }
 
-/// A guest that has ended closes its console; one that runs on has been taken over by a newer console.
+/// A guest that has ended closes its console; one that runs on has been lost on the way.
 async fn why_closed(server: &ServerClient, vm: &str) -> anyhow::Result<()> {
     if let Ok(off) = tokio::time::timeout(SHOWN, until_off(server, vm)).await {
         off?;
@@ -154,9 +165,9 @@ async fn why_closed(server: &ServerClient, vm: &str) -> anyhow::Result<()> {
         return Ok(());
     }
     let message = format!(
-        "the console of '{vm}' was taken over by another one, or the connection was lost; attach again to take it over"
+        "the connection to the console of VM '{vm}' was lost; its guest runs on. To open it again: vmseal vm console {vm}"
     );
-    Err(Ended::new(Exit::Conflict, message).into())
+    Err(Ended::new(Exit::NoAnswer, message).into())
 }
 
 async fn until_off(server: &ServerClient, vm: &str) -> Result<(), Problem> {

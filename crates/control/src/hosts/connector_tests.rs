@@ -10,7 +10,7 @@ use vmseal_agent::http::Endpoint;
 use vmseal_agent::identity::Identity as HostIdentity;
 use vmseal_agent::simulated::SimulatedHost;
 use vmseal_api::client::{ClientIdentity, HostClient};
-use vmseal_api::host::{HostAgent, PowerOff, STATE_WAIT_MAX};
+use vmseal_api::host::{ConsoleClaim, HostAgent, PowerOff, STATE_WAIT_MAX};
 use vmseal_api::id::{HostId, VmId};
 use vmseal_api::problem::ErrorCode;
 use zeroize::Zeroizing;
@@ -76,7 +76,7 @@ async fn a_vm_is_seen_and_worked_on_through_it() {
     let state = client.state(None, STATE_WAIT_MAX * 2).await.unwrap();
     assert_eq!(state, plant.agent.state(None, Duration::ZERO).await.unwrap());
 
-    let mut console = client.console(vm).await.unwrap();
+    let mut console = client.console(vm, ConsoleClaim::IfFree).await.unwrap();
     console.write_all(b"hello").await.unwrap();
     let mut heard = Vec::new();
     while !heard.ends_with(b"hello") {
@@ -88,7 +88,7 @@ async fn a_vm_is_seen_and_worked_on_through_it() {
     let (news, stopped) = tokio::join!(waiting, stopping);
     stopped.unwrap();
     assert!(news.unwrap().version > state.version);
-    let refused = client.console(vm).await.err().unwrap();
+    let refused = client.console(vm, ConsoleClaim::IfFree).await.err().unwrap();
     assert_eq!(refused.code, ErrorCode::WrongState, "{refused}");
     let nobody = client.power_on(VmId::new()).await.unwrap_err();
     assert_eq!(nobody.code, ErrorCode::NotFound, "{nobody}");
@@ -100,7 +100,7 @@ async fn another_host_of_the_same_authority_is_refused() {
     let client = peers.client(host, peers.agent(HostId::new(), SimulatedHost::new()).await);
     let problem = client.describe().await.unwrap_err();
     assert_eq!(problem.code, ErrorCode::Unreachable, "{problem}");
-    let console = client.console(VmId::new()).await.err().unwrap();
+    let console = client.console(VmId::new(), ConsoleClaim::IfFree).await.err().unwrap();
     assert_eq!(console.code, ErrorCode::Unreachable, "{console}");
 }
 

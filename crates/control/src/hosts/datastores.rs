@@ -85,7 +85,9 @@ impl Watch {
     }
 
     fn judge(&mut self, datastore: &Datastore, condition: DatastoreCondition) -> Option<Standing> {
-        let alarm = |code, detail| {
+        let alarm = |code, detail: String| {
+            // Hosts may have datastores of one name.
+            let detail = format!("on host '{}': {detail}", datastore.host_name);
             Some(Standing { code, target: datastore.name.clone(), detail, reason: None })
         };
         match condition {

@@ -4,15 +4,19 @@ use std::sync::Arc;
 
 use axum::extract::State;
 use axum::extract::ws::rejection::WebSocketUpgradeRejection;
-use axum::extract::ws::{Message, WebSocket, WebSocketUpgrade};
+use axum::extract::ws::{CloseFrame, Message, WebSocket, WebSocketUpgrade};
 use axum::response::Response;
+use serde::Deserialize;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use vmseal_api::host::ConsoleStream;
+use utoipa::IntoParams;
+use vmseal_api::console::{
+    ConsoleClaim, ConsoleStream, TAKEN_OVER, TAKEN_OVER_CODE, is_taken_over,
+};
 use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::App;
 use super::auth::User;
-use super::body::Named;
+use super::body::{Asked, Named};
 use super::problem::Refusal;
 use super::vms::find;
 use crate::store::events::NewEvent;
@@ -23,14 +27,26 @@ const MESSAGE_MAX: usize = 64 * 1024;
 /// What is sent to a user at once, in bytes.
 const CHUNK: usize = 16 * 1024;
 
-/// Opens a guest's serial console as a WebSocket of binary messages.
+/// Whether a console in use is to be taken over.
+#[derive(Debug, Deserialize, IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+pub(super) struct ConsoleQuery {
+    /// Take it over from whoever has it, whose WebSocket is closed with code 4000; else it is refused.
+    #[serde(default)]
+    #[param(value_type = Option<bool>)]
+    force: bool,
+}
+
+/// Opens a guest's serial console as a WebSocket of binary messages; one user has it at a time.
 #[utoipa::path(get, path = "/api/v1/vms/{vm}/console", tag = "vms",
-    params(("vm" = String, Path, description = "Its name or id")),
+    params(("vm" = String, Path, description = "Its name or id"), ConsoleQuery),
     responses((status = 101, description = "The WebSocket stands"), Refusal))]
 pub(super) async fn open(
     State(app): State<Arc<App>>,
     Named(name): Named,
     User(actor): User,
+    Asked(query): Asked<ConsoleQuery>,
     upgrade: Result<WebSocketUpgrade, WebSocketUpgradeRejection>,
 ) -> Result<Response, Refusal> {
     let upgrade = upgrade.map_err(|error| {
@@ -39,10 +55,15 @@ pub(super) async fn open(
     })?;
     let (vm, _) = find(&app, &name).await?;
     // Before the upgrade, so that a refusal is an answer that can be read.
-    let console = app.hosts.connected(vm.host)?.console(vm.id).await?;
+    let claim = if query.force { ConsoleClaim::TakeOver } else { ConsoleClaim::IfFree };
+    let console = app.hosts.connected(vm.host)?.console(vm.id, claim).await?;
     let mut write = app.store.write().await?;
     let (kind, target) = ("vm.console-opened", vm.name.as_str());
-    write.event(NewEvent { kind, actor: &actor, target, detail: "its serial line" }).await?;
+    let detail = match claim {
+        ConsoleClaim::IfFree => "its serial line",
+        ConsoleClaim::TakeOver => "its serial line, taken over from whoever had it",
+    };
+    write.event(NewEvent { kind, actor: &actor, target, detail }).await?;
     write.commit().await?;
     Ok(upgrade
         .max_message_size(MESSAGE_MAX)
@@ -54,6 +75,7 @@ pub(super) async fn open(
 async fn join(mut socket: WebSocket, console: ConsoleStream) {
     let (mut from_guest, mut to_guest) = tokio::io::split(console);
     let mut buffer = vec![0; CHUNK];
+    let mut why = None;
     loop {
         tokio::select! {
             read = from_guest.read(&mut buffer) => match read {
@@ -62,6 +84,10 @@ async fn join(mut socket: WebSocket, console: ConsoleStream) {
                     if socket.send(message).await.is_err() {
                         break;
                     }
+                }
+                Err(error) if is_taken_over(&error) => {
+                    why = Some(CloseFrame { code: TAKEN_OVER_CODE, reason: TAKEN_OVER.into() });
+                    break;
                 }
                 _ => break,
             },
@@ -76,5 +102,5 @@ async fn join(mut socket: WebSocket, console: ConsoleStream) {
             },
         }
     }
-    let _ = socket.send(Message::Close(None)).await;
+    let _ = socket.send(Message::Close(why)).await;
 }

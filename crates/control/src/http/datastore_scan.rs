@@ -15,7 +15,7 @@ use crate::store::disks;
 /// Looks at what is on a datastore, and says which images belong to no VM, and which are missing. Changes
 /// nothing.
 #[utoipa::path(get, path = "/api/v1/datastores/{datastore}/scan", tag = "datastores",
-    params(("datastore" = String, Path, description = "Its name or id")),
+    params(("datastore" = String, Path, description = "Its name, HOST:NAME where hosts share one, or id")),
     responses((status = 200, body = DatastoreScan), Refusal))]
 pub(super) async fn scan(
     State(app): State<Arc<App>>,

@@ -86,9 +86,11 @@ pub(super) async fn add(
     })?;
     let id = id_of(host.id, &request.location);
     let mut read = app.store.read().await?;
-    for taken in [request.name.clone(), id.to_string()] {
+    for taken in [format!("{}:{}", host.name, request.name), id.to_string()] {
         if let Some(known) = datastores::find(&mut read, &taken).await? {
-            let detail = format!("datastore '{}' has this name or is at this place", known.name);
+            let (known, host) = (known.name, known.host_name);
+            let detail =
+                format!("datastore '{known}' of host '{host}' has this name or is at this place");
             return Err(Problem::new(ErrorCode::AlreadyExists, detail).into());
         }
     }
@@ -126,7 +128,7 @@ pub(super) async fn add(
 
 /// Shows a datastore.
 #[utoipa::path(get, path = "/api/v1/datastores/{datastore}", tag = "datastores",
-    params(("datastore" = String, Path, description = "Its name or id")),
+    params(("datastore" = String, Path, description = "Its name, HOST:NAME where hosts share one, or id")),
     responses((status = 200, body = Datastore), Refusal))]
 pub(super) async fn show(
     State(app): State<Arc<App>>,
@@ -137,7 +139,7 @@ pub(super) async fn show(
 
 /// Forgets a datastore without disks; what else is on it stays.
 #[utoipa::path(delete, path = "/api/v1/datastores/{datastore}", tag = "datastores",
-    params(("datastore" = String, Path, description = "Its name or id"), Intent),
+    params(("datastore" = String, Path, description = "Its name, HOST:NAME where hosts share one, or id"), Intent),
     responses((status = 204, description = "It is forgotten"), (status = 200, body = Plan), Refusal))]
 pub(super) async fn remove(
     State(app): State<Arc<App>>,
@@ -157,7 +159,8 @@ pub(super) async fn remove(
     }
     datastores::delete(&mut write, datastore.id).await?;
     let (kind, target) = ("datastore.removed", datastore.name.as_str());
-    write.event(NewEvent { kind, actor: &actor, target, detail: "what is on it stays" }).await?;
+    let detail = format!("of host '{}'; what is on it stays", datastore.host_name);
+    write.event(NewEvent { kind, actor: &actor, target, detail: &detail }).await?;
     if intent.dry_run {
         let step = "forget it; what is on it stays".to_owned();
         return Ok(Outcome::planned("datastore.remove", target, step));

@@ -15,6 +15,7 @@ use base64::engine::general_purpose::STANDARD;
 use http_body_util::BodyExt;
 use serde_json::{Value, json};
 use tower::ServiceExt;
+use vmseal_api::id::{DatastoreId, HostId};
 use vmseal_api::model::TaskState;
 use vmseal_api::request::{BODY_MAX, passphrase_info};
 use vmseal_secret::SecretBytes;
@@ -22,7 +23,7 @@ use vmseal_secret::sealed_box::{Recipient, seal};
 
 use super::{App, document, router};
 use crate::authority::Authority;
-use crate::store::users;
+use crate::store::{datastores, hosts, users};
 use crate::testing::Plant;
 
 const TOKEN: &str = "a-token-for-tests";
@@ -144,6 +145,48 @@ fn vm_with(pointer: &str, value: Value) -> Value {
     let mut request = vm();
     *request.pointer_mut(pointer).unwrap() = value;
     request
+}
+
+/// Which of several datastores of one name is meant is said, never guessed.
+#[tokio::test]
+async fn datastores_of_two_hosts_may_have_one_name() {
+    let api = Api::new().await;
+    let mut write = api.plant.store.write().await.unwrap();
+    let known = datastores::find(&mut write, "local").await.unwrap().unwrap();
+    let other = hosts::Host {
+        id: HostId::new(),
+        name: "there".into(),
+        address: "127.0.0.1:1".into(),
+        description: None,
+    };
+    hosts::insert(&mut write, &other).await.unwrap();
+    let twin = |id| datastores::Datastore {
+        id,
+        host: other.id,
+        host_name: other.name.clone(),
+        ..known.clone()
+    };
+    datastores::insert(&mut write, &twin(DatastoreId::new())).await.unwrap();
+    let again = datastores::insert(&mut write, &twin(DatastoreId::new())).await;
+    assert!(again.is_err(), "one host has two of one name");
+    write.commit().await.unwrap();
+    for path in ["datastores/local", "datastores/local/scan"] {
+        let several = api.get(path).await;
+        several.assert_problem(400, "invalid-request");
+        let said = several.body["detail"].to_string();
+        assert!(said.contains("here:local or there:local"), "{said}");
+    }
+    for host in ["here", "there"] {
+        assert_eq!(api.get(&format!("datastores/{host}:local")).await.body["host"], host);
+    }
+    assert_eq!(api.get(&format!("datastores/{}", known.id)).await.body["host"], "here");
+    api.get("datastores/nowhere:local").await.assert_problem(404, "not-found");
+    api.post("vms", vm()).await.assert_field("disks[0].datastore");
+    let mut told = vm_with("/disks/0/datastore", json!("here:local"));
+    told["disks"][1]["datastore"] = json!("here:local");
+    let task = api.done(api.post("vms", told).await).await;
+    assert_eq!(task["state"], "done", "{task}");
+    assert_eq!(api.get("vms/web").await.body["host"], "here");
 }
 
 #[tokio::test]

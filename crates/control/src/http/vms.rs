@@ -312,10 +312,10 @@ async fn place(
     let mut made = Vec::new();
     for (index, disk) in wanted.iter().enumerate() {
         let field = || Some(format!("disks[{index}].datastore"));
-        let found = datastores::find(write, &disk.datastore).await?.ok_or_else(|| Problem {
-            field: field(),
-            ..Problem::not_found("datastore", &disk.datastore)
-        })?;
+        let found = datastores::find(write, &disk.datastore).await;
+        let found = found
+            .and_then(|it| it.ok_or_else(|| Problem::not_found("datastore", &disk.datastore)))
+            .map_err(|problem| Problem { field: field(), ..problem })?;
         let on = host.get_or_insert(OnHost { id: found.host, name: found.host_name.clone() });
         if on.id != found.host {
             let detail = format!(
