@@ -27,7 +27,11 @@ fn add_provider(here: &Installation, kms: &PyKmip, authority: &Authority, client
     here.vmseal(&[&["provider", "add", "kms", "--kms", &server], &given[..]].concat()).unwrap();
     let untrusted = here.refused(&["provider", "test", "kms"]).unwrap();
     assert!(untrusted.contains("1 of 1 servers cannot be used"), "{untrusted}");
-    here.vmseal(&["provider", "trust", "kms", "--authority", &path("authority.pem")]).unwrap();
+    let trust = ["provider", "trust", "kms", "--authority", &path("authority.pem")];
+    let tried = here.vmseal(&[&trust[..], &["--dry-run"]].concat()).unwrap();
+    assert!(tried.contains("what is signed by"), "{tried}");
+    assert_eq!(here.refused(&["provider", "test", "kms"]).unwrap(), untrusted, "it is trusted");
+    here.vmseal(&trust).unwrap();
     let request = here.vmseal(&["provider", "certificate", "kms", "--csr"]).unwrap();
     assert!(request.starts_with("-----BEGIN CERTIFICATE REQUEST-----"), "{request}");
     let (certificate, key) = (path("client.pem"), path("client.key"));

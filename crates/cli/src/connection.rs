@@ -3,7 +3,7 @@
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, bail};
+use anyhow::Context;
 use serde::{Deserialize, Serialize};
 use vmseal_api::client::ServerClient;
 use vmseal_api::model::{About, Host, Page, Plan};
@@ -11,6 +11,7 @@ use zeroize::Zeroizing;
 
 use crate::arguments::{Global, Login};
 use crate::commands::plan;
+use crate::exit::{Ended, Exit};
 
 /// What `vmseal login` saves. Paths, not contents: the token stays in its own file.
 #[derive(Default, Serialize, Deserialize)]
@@ -71,7 +72,8 @@ pub async fn login(global: &Global, options: &Login) -> anyhow::Result<()> {
     let (Some(server), Some(ca), Some(token_file)) =
         (&global.server, &global.ca, &global.token_file)
     else {
-        bail!("give --server, --ca and --token-file");
+        let message = "give --server, --ca and --token-file";
+        return Err(Ended::new(Exit::Usage, message).into());
     };
     let absolute = |path: &Path| {
         std::path::absolute(path).with_context(|| format!("where is {}?", path.display()))

@@ -15,6 +15,43 @@ use crate::exit::{Ended, Exit};
 /// Parses the `index`th `--disk`; a disk that is not named is called after its place (`disk0`). An
 /// image's format that is not named is asked for, where there is a terminal to ask at.
 pub fn parse(option: &str, index: usize, terminal: bool) -> anyhow::Result<CreateDisk> {
+    let parts = split(option).map_err(|why| Ended::new(Exit::Usage, format!("{why:#}")))?;
+    let image = match (parts.image, parts.format) {
+        (Some(image), Some(format)) => Some((image, format)),
+        (Some(image), None) => {
+            let format = ask_format(&image, terminal)?;
+            Some((image, format))
+        }
+        (None, _) => None,
+    };
+    let size = match (parts.size, &image) {
+        (Some(size), _) => size,
+        (None, Some((image, format))) => size_of_image(image, *format)?,
+        (None, None) => {
+            let message = format!("--disk {option}: give size=SIZE or image=FILE,format=FORMAT");
+            return Err(Ended::new(Exit::Usage, message).into());
+        }
+    };
+    let (image, format) = image.unzip();
+    Ok(CreateDisk {
+        name: parts.name.unwrap_or_else(|| format!("disk{index}")),
+        datastore: parts.datastore,
+        size,
+        image,
+        format,
+    })
+}
+
+/// What was typed, before the image is looked at.
+struct Parts {
+    datastore: String,
+    size: Option<u64>,
+    name: Option<String>,
+    image: Option<PathBuf>,
+    format: Option<ImageFormat>,
+}
+
+fn split(option: &str) -> anyhow::Result<Parts> {
     let (mut datastore, mut size, mut name, mut image, mut format) = (None, None, None, None, None);
     for part in option.split(',') {
         let (key, value) = part
@@ -33,28 +70,12 @@ pub fn parse(option: &str, index: usize, terminal: bool) -> anyhow::Result<Creat
         };
         ensure!(!taken, "--disk {option}: '{key}' is given twice");
     }
-    let image = match (image, format) {
-        (Some(image), Some(format)) => Some((image, format)),
-        (Some(image), None) => {
-            let format = ask_format(&image, terminal)?;
-            Some((image, format))
-        }
-        (None, Some(_)) => bail!("--disk {option}: 'format' is an image's, and none is given"),
-        (None, None) => None,
-    };
-    let size = match (size, &image) {
-        (Some(size), _) => size,
-        (None, Some((image, format))) => size_of_image(image, *format)?,
-        (None, None) => bail!("--disk {option}: give size=SIZE or image=FILE,format=FORMAT"),
-    };
-    let (image, format) = image.unzip();
-    Ok(CreateDisk {
-        name: name.unwrap_or_else(|| format!("disk{index}")),
-        datastore: datastore.with_context(|| format!("--disk {option}: give datastore=NAME"))?,
-        size,
-        image,
-        format,
-    })
+    ensure!(
+        image.is_some() || format.is_none(),
+        "--disk {option}: 'format' is an image's, and none is given"
+    );
+    let datastore = datastore.with_context(|| format!("--disk {option}: give datastore=NAME"))?;
+    Ok(Parts { datastore, size, name, image, format })
 }
 
 fn parse_size(text: &str) -> anyhow::Result<u64> {

@@ -56,7 +56,7 @@ fn judge_clock(state: libc::c_int, status: libc::c_int) -> Finding {
         );
     }
     if state == libc::TIME_ERROR || status & libc::STA_UNSYNC != 0 {
-        let found = "it is not synchronised: certificates may seem not valid yet, or no more";
+        let found = "it is not synchronised: certificates may seem not yet valid, or no longer";
         return Finding::warning(CHECK, found, REMEDY);
     }
     Finding::ok(CHECK, "it is synchronised")

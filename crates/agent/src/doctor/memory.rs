@@ -70,7 +70,7 @@ fn secrets(backing: Backing) -> Finding {
 fn swap(clear: &[String]) -> Finding {
     const CHECK: &str = "swap";
     if clear.is_empty() {
-        return Finding::ok(CHECK, "there is no swap that is not encrypted or in memory");
+        return Finding::ok(CHECK, "there is no swap, or all of it is encrypted or in memory");
     }
     let found = format!("not encrypted: {}; memory of guests may reach it", clear.join(", "));
     Finding::warning(CHECK, found, "put it on dm-crypt with a random key, or turn it off (swapoff)")

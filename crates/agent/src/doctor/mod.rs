@@ -92,10 +92,10 @@ pub async fn examine(options: &Options) -> Vec<Finding> {
             findings.extend(certificates::of_host(&identity));
             findings.extend(network::of_host(&identity));
         }
-        Err(error @ IdentityError::None(_)) => findings.push(Finding::warning(
+        Err(IdentityError::None(_)) => findings.push(Finding::warning(
             "host-certificate",
-            error.to_string(),
-            "run vmseal agent join, if this machine is to be a host",
+            format!("this machine is no host yet: there is no identity in {}", options.state_dir.display()),
+            "if it is to be one, join a server: vmseal agent join",
         )),
         Err(error) => findings.push(Finding::failed(
             "host-certificate",

@@ -1,5 +1,6 @@
 //! The processor: what it can, and whether guests run on it.
 
+use std::fs::File;
 use std::path::Path;
 
 use vmseal_api::host::AcceleratorKind;
@@ -32,6 +33,15 @@ fn has_wide_aes() -> bool {
     false
 }
 
+/// What helps where no guest runs under KVM, which may be `openable` all the same.
+fn kvm_remedy(openable: bool) -> &'static str {
+    if openable {
+        "if this is a virtual machine, have its host allow nested virtualization, with all that the processor has; else update kernel and firmware"
+    } else {
+        "turn virtualization on in the firmware (in a virtual machine: nested virtualization on its host), load kvm_intel or kvm_amd, and let the agent's user open /dev/kvm"
+    }
+}
+
 /// Whether a guest runs under KVM, tried anew.
 pub async fn accelerator(qemu: &Path) -> Finding {
     const CHECK: &str = "accelerator";
@@ -43,7 +53,18 @@ pub async fn accelerator(qemu: &Path) -> Finding {
         AcceleratorKind::Tcg => Finding::warning(
             CHECK,
             format!("guests are emulated, which is slow: {}", found.reason),
-            "turn virtualization on in the firmware, load kvm_intel or kvm_amd, and see that /dev/kvm may be opened",
+            kvm_remedy(File::options().read(true).write(true).open("/dev/kvm").is_ok()),
         ),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_can_open_kvm_is_not_told_to_load_it() {
+        assert!(!kvm_remedy(true).contains("load"), "{}", kvm_remedy(true));
+        assert!(kvm_remedy(false).contains("/dev/kvm"), "{}", kvm_remedy(false));
     }
 }

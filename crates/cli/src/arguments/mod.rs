@@ -44,7 +44,7 @@ pub use self::wait::{DryRun, Wait};
 /// Run `vmseal server` on the machine that decides, `vmseal agent` on every machine that runs guests,
 /// and the other commands from anywhere.
 #[derive(Parser)]
-#[command(name = "vmseal", version, max_term_width = 100)]
+#[command(name = "vmseal", version = env!("VMSEAL_VERSION"), max_term_width = 100)]
 pub struct Arguments {
     #[command(flatten)]
     pub global: Global,

@@ -89,7 +89,9 @@ fn check(format: ExportFormat, plaintext: bool, passphrase: &Passphrase) -> anyh
 async fn find(server: &ServerClient, vm: &str, disk: &str) -> anyhow::Result<(Vm, Disk)> {
     let mut vm: Vm = server.get(&format!("vms/{vm}")).await?;
     let found = vm.disks.iter().position(|it| it.name == disk || it.id.to_string() == disk);
-    let index = found.with_context(|| format!("VM '{}' has no disk '{disk}'", vm.name))?;
+    let index = found.ok_or_else(|| {
+        Ended::new(Exit::NotFound, format!("VM '{}' has no disk '{disk}'", vm.name))
+    })?;
     let disk = vm.disks.swap_remove(index);
     Ok((vm, disk))
 }

@@ -18,6 +18,7 @@ use zeroize::Zeroizing;
 use super::plan;
 use super::provider::sealed;
 use crate::arguments::{Certificate, Kmip, Output};
+use crate::exit::{Ended, Exit};
 use crate::passphrase::{self, Prompt};
 use crate::print;
 
@@ -41,7 +42,8 @@ pub fn servers(typed: &[String]) -> anyhow::Result<Option<AddKmip>> {
     if typed.is_empty() {
         return Ok(None);
     }
-    let servers = typed.iter().map(|text| server_of(text)).collect::<anyhow::Result<_>>()?;
+    let servers = typed.iter().map(|text| server_of(text)).collect::<anyhow::Result<_>>();
+    let servers = servers.map_err(|why| Ended::new(Exit::Usage, format!("--kms: {why:#}")))?;
     Ok(Some(AddKmip { servers }))
 }
 
@@ -88,7 +90,10 @@ async fn trust(
         .map(|it| it.alias.as_str())
         .filter(|alias| only.as_deref().is_none_or(|only| only == *alias))
         .collect();
-    ensure!(!wanted.is_empty(), "provider '{name}' has no server '{}'", only.unwrap_or_default());
+    if wanted.is_empty() {
+        let message = format!("provider '{name}' has no server '{}'", only.unwrap_or_default());
+        return Err(Ended::new(Exit::NotFound, message).into());
+    }
     for alias in wanted {
         let path = format!("providers/{name}/servers/{alias}");
         let request = match (&authority, &fingerprint) {
