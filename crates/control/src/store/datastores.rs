@@ -213,7 +213,7 @@ mod tests {
         raw_sql(KNOWN).execute(&mut inventory).await.unwrap();
         raw_sql(TWIN).execute(&mut inventory).await.unwrap_err();
         let mut change = inventory.begin().await.unwrap();
-        let sql = include_str!("../../migrations/0030_datastores_of_one_name.sql");
+        let sql = include_str!("../../migrations/0031_datastores_of_one_name.sql");
         raw_sql(sql).execute(&mut *change).await.unwrap();
         change.commit().await.unwrap();
         raw_sql(TWIN).execute(&mut inventory).await.unwrap();
