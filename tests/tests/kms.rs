@@ -2,9 +2,10 @@
 
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
+use std::io::Write;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
-use std::process::Command;
+use std::process::{Command, Output};
 
 use serde_json::Value;
 use vmseal_kmip::ResultReason;
@@ -31,6 +32,7 @@ fn add_provider(here: &Installation, kms: &PyKmip, authority: &Authority, client
     let tried = here.vmseal(&[&trust[..], &["--dry-run"]].concat()).unwrap();
     assert!(tried.contains("what is signed by"), "{tried}");
     assert_eq!(here.refused(&["provider", "test", "kms"]).unwrap(), untrusted, "it is trusted");
+    asks_before_it_trusts(here, &untrusted);
     here.vmseal(&trust).unwrap();
     let request = here.vmseal(&["provider", "certificate", "kms", "--csr"]).unwrap();
     assert!(request.starts_with("-----BEGIN CERTIFICATE REQUEST-----"), "{request}");
@@ -44,6 +46,34 @@ fn add_provider(here: &Installation, kms: &PyKmip, authority: &Authority, client
     let shown = here.json(&["provider", "show", "kms"]).unwrap();
     assert_eq!((&shown["kind"], &shown["status"]), (&"kmip".into(), &"normal".into()));
     here.vmseal(&["policy", "add", "from-kms", "--encrypt", "--provider", "kms"]).unwrap();
+}
+
+/// A server's certificate is trusted after a "yes" on a terminal alone, having been shown.
+fn asks_before_it_trusts(here: &Installation, untrusted: &str) {
+    let trust = ["provider", "trust", "kms"];
+    let unasked = here.refused(&trust).unwrap();
+    assert!(unasked.contains("--fingerprint"), "it does not say what to give: {unasked}");
+    for answer in ["no\n", "\n", "yes, of course\n"] {
+        let refused = answered(here, &trust, answer);
+        let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+        assert!(!refused.status.success() && said.contains("nothing was trusted"), "{said}");
+        assert_eq!(here.refused(&["provider", "test", "kms"]).unwrap(), untrusted, "{answer:?}");
+    }
+    let trusted = answered(here, &trust, "yes\n");
+    let said = String::from_utf8_lossy(&trusted.stderr).into_owned();
+    assert!(trusted.status.success() && said.contains("(yes/no)"), "{said}");
+    let shown = here.json(&["provider", "show", "kms"]).unwrap().to_string();
+    let fingerprint = said.lines().find_map(|line| line.trim().strip_prefix("SHA-256"));
+    assert!(shown.contains(fingerprint.unwrap().trim()), "{shown} does not have that of {said}");
+    let tested = here.refused(&["provider", "test", "kms"]).unwrap();
+    assert_ne!(tested, untrusted, "it is still not trusted");
+}
+
+/// Runs a command whose standard input is a terminal at which somebody types this.
+fn answered(here: &Installation, arguments: &[&str], answer: &str) -> Output {
+    let pair = nix::pty::openpty(None, None).unwrap();
+    std::fs::File::from(pair.master.try_clone().unwrap()).write_all(answer.as_bytes()).unwrap();
+    here.command().unwrap().args(arguments).stdin(pair.slave).output().unwrap()
 }
 
 /// Waits until a VM is locked for this reason; gives the alarm's words.

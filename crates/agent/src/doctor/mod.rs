@@ -94,7 +94,10 @@ pub async fn examine(options: &Options) -> Vec<Finding> {
         }
         Err(IdentityError::None(_)) => findings.push(Finding::warning(
             "host-certificate",
-            format!("this machine is no host yet: there is no identity in {}", options.state_dir.display()),
+            format!(
+                "this machine is no host yet: there is no identity in {}",
+                options.state_dir.display()
+            ),
             "if it is to be one, join a server: vmseal agent join",
         )),
         Err(error) => findings.push(Finding::failed(
