@@ -87,6 +87,8 @@ pub fn run(data: &[u8]) {
         write_through,
         serial: Arc::clone(&served.serial),
         state: Arc::clone(&served.state),
+        record: None,
+        begun: Vec::new(),
     };
     let (chain, _) = serve_now(setup, disk.chain().unwrap(), PASSES).unwrap();
     assert_eq!(chain.in_flight(), 0);

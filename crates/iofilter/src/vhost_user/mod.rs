@@ -5,10 +5,13 @@
 //!        └──────────────── stop ────────────────┴──> ended, rings drained
 //! ```
 //! One thread per disk speaks the protocol ([`session`]); one per queue moves data ([`queue`]). The
-//! crate `vhost-user-backend` is not used: it takes a lock per request and cannot track those in flight.
+//! crate `vhost-user-backend` is not used: it takes a lock per request and cannot track those in flight
+//! ([`inflight`]).
 
 pub mod config;
+pub mod inflight;
 pub mod queue;
+pub mod replay;
 pub mod request;
 pub mod session;
 

@@ -29,6 +29,8 @@ use crate::memory::{Cursor, Segment};
 use crate::request::{Operation, RequestId};
 use crate::status::DiskState;
 use crate::stop::Stop;
+use crate::vhost_user::inflight::{InflightError, Record};
+use crate::vhost_user::replay::{Replay, ReplayError};
 use crate::vhost_user::request::{Asked, Malformed, Parsed, Parser};
 
 /// The most requests taken in one pass, so that answers are not held back for long.
@@ -63,6 +65,10 @@ pub struct Setup {
     pub serial: Arc<str>,
     /// Where to count.
     pub state: Arc<DiskState>,
+    /// Where requests under way are on record.
+    pub record: Option<Record>,
+    /// Heads that another filter began and did not answer, in order: done first.
+    pub begun: Vec<u16>,
 }
 
 /// A running queue.
@@ -158,6 +164,7 @@ struct Worker {
     phase: Phase,
     parser: Parser,
     pending: Vec<Option<Pending>>,
+    replay: Option<Replay>,
     window: Duration,
 }
 
@@ -168,18 +175,33 @@ enum Broken {
     Malformed(#[from] Malformed),
     #[error("the ring is invalid: {0}")]
     Ring(#[from] virtio_queue::Error),
+    #[error("{0}")]
+    Inflight(#[from] InflightError),
+    #[error("what another filter began cannot be done again: {0}")]
+    Replay(#[from] ReplayError),
 }
 
 impl Worker {
     fn new(setup: Setup, chain: Chain, stop: Arc<Stop>) -> Self {
         let pending = vec![None; chain.capacity()];
         let (phase, parser) = (Phase::Serving, Parser::default());
-        Self { setup, chain, stop, phase, parser, pending, window: Duration::ZERO }
+        Self { setup, chain, stop, phase, parser, pending, replay: None, window: Duration::ZERO }
     }
 
     fn check_ring(&mut self) {
-        if !self.setup.queue.is_valid(&self.setup.memory) {
+        let Setup { queue, memory, begun, .. } = &self.setup;
+        if !queue.is_valid(memory) {
             self.broken(&Broken::Ring(virtio_queue::Error::QueueNotReady));
+        } else if !begun.is_empty() {
+            tracing::info!(
+                queue = self.setup.index,
+                requests = begun.len(),
+                "begun before, done again"
+            );
+            match Replay::new(queue, memory, begun) {
+                Ok(replay) => self.replay = Some(replay),
+                Err(error) => self.broken(&error.into()),
+            }
         }
     }
 
@@ -232,33 +254,41 @@ impl Worker {
         let mut began = None;
         while taken < BATCH {
             let Some(id) = self.chain.begin() else { break };
-            let memory = &self.setup.memory;
-            let next = self.setup.queue.iter(memory).map(|mut chains| chains.next());
-            let chain = match next {
-                Ok(Some(chain)) => chain,
+            match self.next(id) {
+                Ok(Some((head, parsed))) => {
+                    let began = *began.get_or_insert_with(Instant::now);
+                    self.begin(id, head, &parsed, began)?;
+                }
                 Ok(None) => {
                     self.chain.cancel(id);
                     break;
                 }
                 Err(error) => {
                     self.chain.cancel(id);
-                    return Err(error.into());
-                }
-            };
-            let head = chain.head_index();
-            match self.parser.parse(chain, memory, self.chain.data_mut(id)) {
-                Ok(parsed) => {
-                    let began = *began.get_or_insert_with(Instant::now);
-                    self.begin(id, head, &parsed, began)?;
-                }
-                Err(error) => {
-                    self.chain.cancel(id);
-                    return Err(error.into());
+                    return Err(error);
                 }
             }
             taken += 1;
         }
         Ok(taken)
+    }
+
+    /// The next request, its data's memory in the slot: first what another filter began, then the ring's.
+    fn next(&mut self, id: RequestId) -> Result<Option<(u16, Parsed)>, Broken> {
+        let memory = &self.setup.memory;
+        let again = self.replay.as_mut().map(Replay::take).transpose()?.flatten();
+        let chain = match again {
+            Some(chain) => Some(chain),
+            None => self.setup.queue.iter(memory)?.next(),
+        };
+        let Some(chain) = chain else { return Ok(None) };
+        let head = chain.head_index();
+        // Before it is looked at and before the next one is taken: the ring's position follows from it.
+        if let Some(record) = &mut self.setup.record {
+            record.begin(head)?;
+        }
+        let parsed = self.parser.parse(chain, memory, self.chain.data_mut(id))?;
+        Ok(Some((head, parsed)))
     }
 
     fn begin(
@@ -358,7 +388,14 @@ impl Worker {
 
     fn answer(&mut self, pending: Pending, status: u8) -> Result<(), Broken> {
         pending.status.copy_from(&[status]);
-        self.setup.queue.add_used(&self.setup.memory, pending.head, pending.written)?;
+        let Setup { queue, memory, record, .. } = &mut self.setup;
+        if let Some(record) = record {
+            record.answering(pending.head);
+        }
+        queue.add_used(memory, pending.head, pending.written)?;
+        if let Some(record) = record {
+            record.answered(pending.head, queue.next_used());
+        }
         Ok(())
     }
 

@@ -28,6 +28,7 @@ use vm_memory::{
 use crate::chain::Chain;
 use crate::front_end::Served;
 use crate::vhost_user::config::{self, RING_MAX, SPACE};
+use crate::vhost_user::inflight::{Inflight, InflightError, Record};
 use crate::vhost_user::queue::{Running, Setup};
 
 /// The most memory regions of a guest: what QEMU uses without memory slots, times four.
@@ -63,6 +64,7 @@ pub struct Session {
     regions: Vec<Region>,
     memory: GuestMemoryMmap,
     acknowledged: u64,
+    inflight: Option<Inflight>,
 }
 
 /// What the VMM did that cannot be.
@@ -93,7 +95,7 @@ impl Session {
         });
         let rings = rings.collect::<std::result::Result<_, _>>()?;
         let (regions, memory) = (Vec::new(), GuestMemoryMmap::new());
-        Ok(Self { served, rings, regions, memory, acknowledged: 0 })
+        Ok(Self { served, rings, regions, memory, acknowledged: 0, inflight: None })
     }
 
     /// Stops all rings and gives the chains back; fewer than came in if threads died.
@@ -130,7 +132,16 @@ impl Session {
         ring.queue.set_event_idx(self.acknowledged & (1 << VIRTIO_RING_F_EVENT_IDX) != 0);
         ring.queue.set_ready(true);
         let used = ring.queue.used_idx(&memory, std::sync::atomic::Ordering::Acquire);
-        ring.queue.set_next_used(used.map_or(ring.queue.next_avail(), |used| used.0));
+        let used = used.map_or(ring.queue.next_avail(), |used| used.0);
+        ring.queue.set_next_used(used);
+        let resumed = self.inflight.as_ref().map(|kept| resume(kept, index, &mut ring.queue, used));
+        let (record, begun) = match resumed.transpose() {
+            Ok(resumed) => resumed.unzip(),
+            Err(error) => {
+                ring.serving = Serving::Stopped(chain);
+                return Err(failed(error));
+            }
+        };
         let setup = Setup {
             index,
             queue: Queue::try_from(ring.queue.state()).map_err(failed)?,
@@ -141,6 +152,8 @@ impl Session {
             write_through,
             serial: Arc::clone(&served.serial),
             state: Arc::clone(&served.state),
+            record,
+            begun: begun.unwrap_or_default(),
         };
         match Running::start(setup, chain) {
             Ok(running) => ring.serving = Serving::Running(running),
@@ -256,6 +269,7 @@ impl VhostUserBackendReqHandlerMut for Session {
         Ok(VhostUserProtocolFeatures::CONFIG
             | VhostUserProtocolFeatures::MQ
             | VhostUserProtocolFeatures::REPLY_ACK
+            | VhostUserProtocolFeatures::INFLIGHT_SHMFD
             | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS)
     }
 
@@ -419,12 +433,18 @@ impl VhostUserBackendReqHandlerMut for Session {
         Err(not_offered())
     }
 
-    fn get_inflight_fd(&mut self, _asked: &VhostUserInflight) -> Result<(VhostUserInflight, File)> {
-        Err(not_offered())
+    fn get_inflight_fd(&mut self, asked: &VhostUserInflight) -> Result<(VhostUserInflight, File)> {
+        if usize::from(asked.num_queues) > self.rings.len() {
+            return Err(invalid("requests of more queues than there are cannot be on record"));
+        }
+        Inflight::make(asked.num_queues, asked.queue_size).map_err(failed)
     }
 
-    fn set_inflight_fd(&mut self, _inflight: &VhostUserInflight, _file: File) -> Result<()> {
-        Err(not_offered())
+    fn set_inflight_fd(&mut self, about: &VhostUserInflight, file: File) -> Result<()> {
+        let kept = Inflight::adopt(about, file, self.rings.len()).map_err(failed)?;
+        self.stop_all();
+        self.inflight = Some(kept);
+        self.start_all()
     }
 
     fn set_device_state_fd(
@@ -447,6 +467,21 @@ impl VhostUserBackendReqHandlerMut for Session {
     fn set_log_base(&mut self, _log: &VhostUserLog, _file: File) -> Result<()> {
         Err(not_offered())
     }
+}
+
+/// A ring's record, and the requests that are to be done again; the ring goes on behind them.
+fn resume(
+    kept: &Inflight,
+    index: usize,
+    queue: &mut Queue,
+    used: u16,
+) -> std::result::Result<(Record, Vec<u16>), InflightError> {
+    let mut record = kept.record(index, queue.size()).ok_or(InflightError::Shape)?;
+    let begun = record.resume(used)?;
+    if let Some(begun) = &begun {
+        queue.set_next_avail(used.wrapping_add(begun.len() as u16));
+    }
+    Ok((record, begun.unwrap_or_default()))
 }
 
 /// The VMM uses a protocol feature that it was not offered.

@@ -1,5 +1,7 @@
 //! A small vhost-user-blk driver: the guest's side of one queue, which can also misbehave.
 
+#![allow(dead_code)] // not every test uses all of it
+
 use std::fs::File;
 use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
@@ -7,7 +9,9 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use nix::sys::memfd::{MFdFlags, memfd_create};
-use vhost::vhost_user::message::{VhostUserConfigFlags, VhostUserProtocolFeatures};
+use vhost::vhost_user::message::{
+    VhostUserConfigFlags, VhostUserHeaderFlag, VhostUserInflight, VhostUserProtocolFeatures,
+};
 use vhost::vhost_user::{Frontend, VhostUserFrontend};
 use vhost::{VhostBackend, VhostUserMemoryRegionInfo, VringConfigData};
 use vm_memory::{Bytes, FileOffset, GuestAddress, GuestMemoryBackend, GuestMemoryMmap};
@@ -38,6 +42,9 @@ pub type Descriptor = (u64, u32, u16, u16);
 pub struct Initiator {
     pub frontend: Frontend,
     pub memory: GuestMemoryMmap,
+    file: File,
+    features: u64,
+    inflight: Option<(VhostUserInflight, File)>,
     kick: EventFd,
     call: EventFd,
     available: u16,
@@ -47,34 +54,63 @@ pub struct Initiator {
 impl Initiator {
     /// Connects and brings queue `queue` up, `features` acknowledged of those offered.
     pub fn connect(stream: UnixStream, queue: usize, features: u64) -> Self {
+        let mut driver = Self::new(stream, features, VhostUserProtocolFeatures::empty());
+        driver.start(queue, 0);
+        driver
+    }
+
+    /// Connects and brings queue 0 up; requests under way are on record.
+    pub fn connect_with_record(stream: UnixStream, features: u64) -> Self {
+        let mut driver = Self::new(stream, features, VhostUserProtocolFeatures::INFLIGHT_SHMFD);
+        let asked = VhostUserInflight::new(0, 0, 1, RING);
+        driver.inflight = Some(driver.frontend.get_inflight_fd(&asked).unwrap());
+        driver.keep_record();
+        driver.start(0, 0);
+        driver
+    }
+
+    fn new(stream: UnixStream, features: u64, protocol: VhostUserProtocolFeatures) -> Self {
         let file = File::from(memfd_create(c"guest", MFdFlags::MFD_CLOEXEC).unwrap());
         file.set_len(MEMORY).unwrap();
-        let fd = file.as_raw_fd();
-        let range = (GuestAddress(BASE), MEMORY as usize, Some(FileOffset::new(file, 0)));
+        let shared = FileOffset::new(file.try_clone().unwrap(), 0);
+        let range = (GuestAddress(BASE), MEMORY as usize, Some(shared));
         let memory = GuestMemoryMmap::from_ranges_with_files([range]).unwrap();
-        let mut frontend = Frontend::from_stream(stream, 16);
-        frontend.set_owner().unwrap();
-        let offered = frontend.get_features().unwrap();
-        frontend.set_features(offered & features).unwrap();
-        let protocol = frontend.get_protocol_features().unwrap();
-        let wanted = VhostUserProtocolFeatures::CONFIG
-            | VhostUserProtocolFeatures::MQ
-            | VhostUserProtocolFeatures::REPLY_ACK;
-        assert!(protocol.contains(wanted));
-        frontend.set_protocol_features(wanted).unwrap();
+        let frontend = negotiate(stream, features, protocol);
         let (kick, call) = (EventFd::new(0).unwrap(), EventFd::new(0).unwrap());
-        let base = memory.get_host_address(GuestAddress(BASE)).unwrap() as u64;
+        let (inflight, available, seen) = (None, 0, 0);
+        let mut driver =
+            Self { frontend, memory, file, features, inflight, kick, call, available, seen };
+        driver.share_memory();
+        driver
+    }
+
+    /// Goes on with another server after the last one died, as QEMU does: the ring's base is what is in
+    /// the used ring.
+    pub fn reconnect(&mut self, stream: UnixStream) {
+        let protocol = VhostUserProtocolFeatures::INFLIGHT_SHMFD;
+        self.frontend = negotiate(stream, self.features, protocol);
+        self.share_memory();
+        self.keep_record();
+        let used: u16 = self.memory.load(GuestAddress(USED + 2), Ordering::Acquire).unwrap();
+        self.start(0, used);
+        self.kick();
+    }
+
+    fn share_memory(&mut self) {
+        let base = self.memory.get_host_address(GuestAddress(BASE)).unwrap() as u64;
         let region = VhostUserMemoryRegionInfo {
             guest_phys_addr: BASE,
             memory_size: MEMORY,
             userspace_addr: base,
             mmap_offset: 0,
-            mmap_handle: fd,
+            mmap_handle: self.file.as_raw_fd(),
         };
-        frontend.set_mem_table(&[region]).unwrap();
-        let mut driver = Self { frontend, memory, kick, call, available: 0, seen: 0 };
-        driver.start(queue, 0);
-        driver
+        self.frontend.set_mem_table(&[region]).unwrap();
+    }
+
+    fn keep_record(&mut self) {
+        let (about, file) = self.inflight.as_ref().unwrap();
+        self.frontend.set_inflight_fd(about, file.as_raw_fd()).unwrap();
     }
 
     /// Sets the ring up, from `position` on.
@@ -182,4 +218,19 @@ impl Initiator {
         let _ = self.call.write(1);
         self.call.read().unwrap() - 1
     }
+}
+
+fn negotiate(stream: UnixStream, features: u64, protocol: VhostUserProtocolFeatures) -> Frontend {
+    let mut frontend = Frontend::from_stream(stream, 16);
+    frontend.set_owner().unwrap();
+    let offered = frontend.get_features().unwrap();
+    frontend.set_features(offered & features).unwrap();
+    let wanted = protocol
+        | VhostUserProtocolFeatures::CONFIG
+        | VhostUserProtocolFeatures::MQ
+        | VhostUserProtocolFeatures::REPLY_ACK;
+    assert!(frontend.get_protocol_features().unwrap().contains(wanted));
+    frontend.set_protocol_features(wanted).unwrap();
+    frontend.set_hdr_flags(VhostUserHeaderFlag::NEED_REPLY);
+    frontend
 }

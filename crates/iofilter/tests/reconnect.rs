@@ -1,0 +1,257 @@
+//! A filter that is killed at any instant, and another one in its place: the guest sees a pause, and no
+//! request is lost or answered twice.
+
+#![allow(clippy::unwrap_used)] // a test
+
+mod initiator;
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::hash::{BuildHasher, RandomState};
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use initiator::{BASE, DATA, Initiator, NEXT, WRITE};
+use proptest::prelude::Rng;
+use proptest::test_runner::{RngAlgorithm, TestRng};
+use serde_json::json;
+use vm_memory::{Bytes, GuestAddress};
+
+const SIZE: u64 = 16 << 20;
+const BLOCK: u64 = 4096;
+const BLOCKS: u64 = 64;
+const PATIENCE: Duration = Duration::from_secs(30);
+/// Requests of three descriptors in a ring of 16.
+const SLOTS: usize = 5;
+const KILLS: usize = 25;
+
+/// A filter on this image, which it holds the lock of, as the agent starts it.
+struct Filter(Child);
+
+impl Filter {
+    fn start(directory: &Path) -> Self {
+        let _ = std::fs::remove_file(directory.join("vhost"));
+        let image = locked(&directory.join("disk"));
+        let path = |name: &str| directory.join(name);
+        let config = json!({
+            "version": 1,
+            "vm": "01890a5d-ac96-774b-bcce-b302099a8057",
+            "control": { "path": path("control") },
+            "disks": [{
+                "disk": "01890a5d-ac96-774b-bcce-b302099a8058",
+                "size": SIZE,
+                "serial": "vmseal-0",
+                "chain": [{ "kind": "crypt", "key": { "path": path("key") }, "holes": "zero" }],
+                "backend": { "kind": "file", "file": { "fd": image.as_raw_fd() }, "offset": 0 },
+                "front_end": {
+                    "kind": "vhost_user_blk", "listen": { "path": path("vhost") }, "queues": 1
+                }
+            }]
+        });
+        std::fs::write(path("config"), config.to_string()).unwrap();
+        let log = File::options().create(true).append(true).open(path("log")).unwrap();
+        let fd = image.as_raw_fd();
+        let mut command = Command::new(env!("CARGO_BIN_EXE_vmseal-filter"));
+        command.arg("--config").arg(path("config")).stderr(Stdio::from(log));
+        // SAFETY: fcntl is async-signal-safe, and nothing is allocated.
+        unsafe {
+            command.pre_exec(move || {
+                libc::fcntl(fd, libc::F_SETFD, 0);
+                Ok(())
+            });
+        }
+        Self(command.spawn().unwrap())
+    }
+
+    fn kill(&mut self) {
+        self.0.kill().unwrap();
+        self.0.wait().unwrap();
+    }
+}
+
+impl Drop for Filter {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// Opens the image anew and takes its lock: not before the kernel has let go of all that the last filter
+/// had under way.
+fn locked(path: &Path) -> OwnedFd {
+    let file = File::options().read(true).write(true).open(path).unwrap();
+    let whole = libc::flock {
+        l_type: libc::F_WRLCK as i16,
+        l_whence: libc::SEEK_SET as i16,
+        l_start: 0,
+        l_len: 0,
+        l_pid: 0,
+    };
+    let until = Instant::now() + PATIENCE;
+    while nix::fcntl::fcntl(&file, nix::fcntl::FcntlArg::F_OFD_SETLK(&whole)).is_err() {
+        assert!(Instant::now() < until, "the dead filter's lock lingers");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    file.into()
+}
+
+fn connect(path: &Path) -> UnixStream {
+    let until = Instant::now() + PATIENCE;
+    loop {
+        match UnixStream::connect(path) {
+            Ok(stream) => return stream,
+            Err(error) => assert!(Instant::now() < until, "no socket: {error}"),
+        }
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+/// What a slot has asked for and not been answered.
+#[derive(Clone, Copy, Debug)]
+struct Asked {
+    block: u64,
+    /// The stamp that is written; none: it is read.
+    stamp: Option<u64>,
+}
+
+/// A guest that writes stamped blocks and checks each block that it reads.
+struct Load {
+    guest: Initiator,
+    random: TestRng,
+    under_way: HashMap<u16, Asked>,
+    /// The stamp of the last write of a block that was answered.
+    stamps: Vec<u64>,
+    next: u64,
+    answered: u64,
+}
+
+/// The content of a block: its place and stamp, over and over.
+fn content(block: u64, stamp: u64) -> Vec<u8> {
+    if stamp == 0 {
+        return vec![0; BLOCK as usize];
+    }
+    [block.to_le_bytes(), stamp.to_le_bytes()].concat().repeat(BLOCK as usize / 16)
+}
+
+impl Load {
+    fn pick(&mut self, below: u64) -> u64 {
+        self.random.next_u64() % below
+    }
+
+    fn data(head: u16) -> u64 {
+        DATA + u64::from(head) * BLOCK
+    }
+
+    /// Fills every free slot; no two requests under way have a block in common.
+    fn fill(&mut self) {
+        for slot in 0..SLOTS as u16 {
+            let head = slot * 3;
+            let block = self.pick(BLOCKS);
+            let busy = self.under_way.values().any(|asked| asked.block == block);
+            if busy || self.under_way.contains_key(&head) {
+                continue;
+            }
+            let stamp = (self.pick(3) > 0).then_some(self.next);
+            self.next += 1;
+            self.ask(head, Asked { block, stamp });
+        }
+        self.guest.kick();
+    }
+
+    fn ask(&mut self, head: u16, asked: Asked) {
+        let (header, status) =
+            (BASE + 0x3000 + u64::from(head) * 32, BASE + 0x4000 + u64::from(head));
+        let kind = u32::from(asked.stamp.is_some());
+        let put = |bytes: &[u8], at: u64| {
+            self.guest.memory.write_slice(bytes, GuestAddress(at)).unwrap();
+        };
+        put(&kind.to_le_bytes(), header);
+        put(&(asked.block * BLOCK / 512).to_le_bytes(), header + 8);
+        put(&[0xff], status);
+        let data =
+            asked.stamp.map_or(vec![0xee; BLOCK as usize], |stamp| content(asked.block, stamp));
+        put(&data, Self::data(head));
+        let writes = if asked.stamp.is_none() { WRITE } else { 0 };
+        self.guest.describe(head, (header, 16, NEXT, head + 1));
+        self.guest.describe(head + 1, (Self::data(head), BLOCK as u32, NEXT | writes, head + 2));
+        self.guest.describe(head + 2, (status, 1, WRITE, 0));
+        self.guest.offer(head);
+        self.under_way.insert(head, asked);
+    }
+
+    /// Takes one answer and checks it; false if there is none for that long.
+    fn answer(&mut self, patience: Duration) -> bool {
+        let Some((head, _)) = self.guest.answer(patience) else { return false };
+        let head = u16::try_from(head).unwrap();
+        let asked = self.under_way.remove(&head).expect("an answer that nobody waits for");
+        let status: u8 =
+            self.guest.memory.read_obj(GuestAddress(BASE + 0x4000 + u64::from(head))).unwrap();
+        assert_eq!(status, 0, "{asked:?}");
+        match asked.stamp {
+            Some(stamp) => self.stamps[asked.block as usize] = stamp,
+            None => {
+                let mut read = vec![0; BLOCK as usize];
+                self.guest.memory.read_slice(&mut read, GuestAddress(Self::data(head))).unwrap();
+                let expected = content(asked.block, self.stamps[asked.block as usize]);
+                assert!(read == expected, "block {} is not as it was written", asked.block);
+            }
+        }
+        self.answered += 1;
+        true
+    }
+
+    fn finish(&mut self) {
+        while !self.under_way.is_empty() {
+            assert!(self.answer(PATIENCE), "lost: {:?}", self.under_way);
+        }
+    }
+}
+
+#[test]
+fn no_request_is_lost_or_answered_twice_when_the_filter_is_killed() {
+    let seed = match std::env::var("VMSEAL_SEED") {
+        Ok(seed) => seed.parse().unwrap(),
+        Err(_) => RandomState::new().hash_one(()),
+    };
+    println!("VMSEAL_SEED={seed}");
+    let place = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path: PathBuf = place.path().into();
+    std::fs::write(path.join("key"), (0..64u8).collect::<Vec<_>>()).unwrap();
+    std::fs::set_permissions(path.join("key"), PermissionsExt::from_mode(0o600)).unwrap();
+    File::create(path.join("disk")).unwrap().set_len(SIZE).unwrap();
+
+    let mut filter = Filter::start(&path);
+    let guest = Initiator::connect_with_record(connect(&path.join("vhost")), u64::MAX);
+    let random = TestRng::from_seed(RngAlgorithm::ChaCha, &seed.to_le_bytes().repeat(4));
+    let (under_way, stamps) = (HashMap::new(), vec![0; BLOCKS as usize]);
+    let mut load = Load { guest, random, under_way, stamps, next: 1, answered: 0 };
+    let mut resumed = 0;
+    for _ in 0..KILLS {
+        let rounds = load.pick(200);
+        for _ in 0..rounds {
+            load.fill();
+            assert!(load.answer(PATIENCE), "lost: {:?}", load.under_way);
+        }
+        load.fill();
+        let pause = load.pick(300);
+        std::thread::sleep(Duration::from_micros(pause));
+        filter.kill();
+        while load.answer(Duration::ZERO) {}
+        resumed += load.under_way.len();
+        filter = Filter::start(&path);
+        load.guest.reconnect(connect(&path.join("vhost")));
+    }
+    load.finish();
+    for block in 0..BLOCKS {
+        load.ask(0, Asked { block, stamp: None });
+        load.guest.kick();
+        load.finish();
+    }
+    println!("{} answered; {resumed} were under way when a filter was killed", load.answered);
+    assert!(resumed > 0, "no request was ever under way");
+}
