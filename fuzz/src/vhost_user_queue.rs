@@ -1,8 +1,10 @@
 //! What a guest writes into its memory for a queue of its disk: the first byte says how the queue is set
-//! up, the rest is the memory from its start on, where the ring is. What the parser gives for data is
-//! in the guest's memory, and the queue comes to an end.
+//! up, the rest is the memory from its start on, where the ring is, and, if the first byte says so, also
+//! the record of requests under way that a VMM gives back. What the parser gives for data is in the
+//! guest's memory, and the queue comes to an end.
 
 use std::os::fd::OwnedFd;
+use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
 use nix::sys::eventfd::EventFd;
@@ -10,6 +12,7 @@ use virtio_queue::{Queue, QueueOwnedT, QueueT};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion};
 use vmseal_iofilter::backend::mem::MemDisk;
 use vmseal_iofilter::memory::{Segment, Segments};
+use vmseal_iofilter::vhost_user::inflight::{Inflight, Record};
 use vmseal_iofilter::vhost_user::queue::{Setup, serve_now};
 use vmseal_iofilter::vhost_user::request::Parser;
 
@@ -64,6 +67,17 @@ fn check_parser(mut queue: Queue, memory: &GuestMemoryMmap) {
     }
 }
 
+/// A record with this content, and what it says was begun; none if it is refused.
+fn record(content: &[u8], size: u16) -> Option<(Record, Vec<u16>)> {
+    let (about, file) = Inflight::make(1, size).unwrap();
+    let length = content.len().min(about.mmap_size as usize);
+    file.write_all_at(&content[..length], 0).unwrap();
+    let mut record = Inflight::adopt(&about, file, 1).unwrap().record(0, size).unwrap();
+    let begun = record.resume(0).ok()?.unwrap_or_default();
+    assert!(begun.len() <= usize::from(size));
+    Some((record, begun))
+}
+
 /// See the module.
 pub fn run(data: &[u8]) {
     let Some((&kind, content)) = data.split_first() else { return };
@@ -76,6 +90,10 @@ pub fn run(data: &[u8]) {
 
     let bytes = MemDisk::new(SIZE);
     let (disk, served) = disk(&bytes, read_only, encrypted, 1);
+    let (record, begun) = match kind & 128 != 0 {
+        true => record(content, size).map_or((None, Vec::new()), |(one, begun)| (Some(one), begun)),
+        false => (None, Vec::new()),
+    };
     let event = || Arc::new(OwnedFd::from(EventFd::new().unwrap()));
     let setup = Setup {
         index: 0,
@@ -87,8 +105,8 @@ pub fn run(data: &[u8]) {
         write_through,
         serial: Arc::clone(&served.serial),
         state: Arc::clone(&served.state),
-        record: None,
-        begun: Vec::new(),
+        record,
+        begun,
     };
     let (chain, _) = serve_now(setup, disk.chain().unwrap(), PASSES).unwrap();
     assert_eq!(chain.in_flight(), 0);

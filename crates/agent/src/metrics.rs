@@ -344,6 +344,7 @@ mod tests {
                 encrypt_nanoseconds: 0,
                 decrypt_nanoseconds: 1_500_000_000,
             }),
+            layers: Vec::new(),
         };
         let state = HostState { incarnation: Incarnation::new(), version: 1, vms: vec![] };
         let filters = vec![(vm, FilterFigures { disks: vec![figures] })];

@@ -6,6 +6,7 @@
 //! [`ControlRequest`] answered by a [`ControlReply`], in order. A filter outlives its agent; the next
 //! agent connects to the same socket.
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
@@ -28,6 +29,9 @@ pub const QUEUES_MAX: u16 = 16;
 /// The connections of one NBD front end that are served at a time: what nbdcopy opens by default. More
 /// of them wait until one ends.
 pub const NBD_CONNECTIONS: u16 = 4;
+
+/// The most filters of a disk.
+pub const CHAIN_MAX: usize = 8;
 
 /// The unit in which an encrypted disk is encrypted, in bytes.
 pub const CRYPT_SECTOR: u32 = 4096;
@@ -109,6 +113,134 @@ pub enum FilterSpec {
         /// What a sector of zeroes on the datastore means.
         holes: Holes,
     },
+    /// At most so many requests and bytes a second, of all queues together.
+    Limit(LimitSpec),
+    /// Requests are held back for a time: for tests and drills.
+    Delay(DelaySpec),
+    /// Requests fail, tear or get lost: for tests and drills.
+    Fault(FaultSpec),
+}
+
+/// What a disk may use. At least one of the two is given.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct LimitSpec {
+    /// Requests; flushes do not count.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub requests: Option<Budget>,
+    /// Bytes read and written.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bytes: Option<Budget>,
+}
+
+/// So many a second, and so many at once after a pause. Neither is 0.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Budget {
+    /// Units a second.
+    pub per_second: u64,
+    /// Units that may go at once.
+    pub burst: u64,
+}
+
+/// The longest that a request can be told to be held back, in microseconds: a minute, longer than which
+/// guests' own time-outs are what is tested.
+pub const DELAY_MAX: u64 = 60_000_000;
+
+/// How long requests are held back.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DelaySpec {
+    /// Which; none are all.
+    #[serde(default)]
+    pub operations: Vec<OperationKind>,
+    /// At least so long; at most [`DELAY_MAX`].
+    pub microseconds: u64,
+    /// And up to so much longer, at random; at most [`DELAY_MAX`].
+    #[serde(default)]
+    pub jitter_microseconds: u64,
+    /// Whether it is known that jitter makes requests overtake each other; it must be said above
+    /// encryption, where the guest's own order is.
+    #[serde(default)]
+    pub reorders: bool,
+    /// Where the random numbers begin.
+    #[serde(default)]
+    pub seed: u64,
+}
+
+/// A kind of request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum OperationKind {
+    /// Reads.
+    Read,
+    /// Writes.
+    Write,
+    /// Flushes.
+    Flush,
+    /// Discards and write-zeroes.
+    Discard,
+}
+
+/// The most rules of a [`FaultSpec`]: each request is held against each.
+pub const FAULT_RULES_MAX: usize = 16;
+
+/// Which requests fail, and how.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct FaultSpec {
+    /// Where the random numbers begin: the same requests in the same order meet the same faults.
+    #[serde(default)]
+    pub seed: u64,
+    /// The rules; the first one that strikes a request counts. At most [`FAULT_RULES_MAX`].
+    pub rules: Vec<FaultRule>,
+}
+
+/// One way in which requests fail.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct FaultRule {
+    /// Which; none are all.
+    #[serde(default)]
+    pub operations: Vec<OperationKind>,
+    /// Those that touch this part of the disk; none means any. A flush is everywhere.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub range: Option<FaultRange>,
+    /// The first so many of them are spared.
+    #[serde(default)]
+    pub after: u64,
+    /// One in so many, on average; 1 is each.
+    pub one_in: u64,
+    /// At most so many times.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub times: Option<u64>,
+    /// What happens.
+    pub kind: FaultKind,
+}
+
+/// A part of a disk, as the layer sees it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct FaultRange {
+    /// Where it begins, in bytes.
+    pub offset: u64,
+    /// How long it is, in bytes.
+    pub length: u64,
+}
+
+/// What happens to a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "is", rename_all = "snake_case", deny_unknown_fields)]
+pub enum FaultKind {
+    /// It fails and nothing is done.
+    Error {
+        /// As the kernel would answer: 5 is EIO, 28 ENOSPC.
+        errno: i32,
+    },
+    /// A write of which the first half is done, and which fails.
+    Torn,
+    /// It is not done and nobody is told. Not for reads.
+    Lost,
 }
 
 /// What a 4096-byte sector means whose ciphertext is all zeroes.
@@ -366,6 +498,18 @@ pub struct DiskFigures {
     /// The CPU time of the cipher; none for a disk in the clear.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cipher: Option<CipherFigures>,
+    /// The other layers of its chain, from the guest downwards.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub layers: Vec<LayerFigures>,
+}
+
+/// What a layer has done since the process started.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LayerFigures {
+    /// What it is, as in [`FilterSpec`].
+    pub kind: String,
+    /// Its counters, by name.
+    pub counters: BTreeMap<String, u64>,
 }
 
 /// How long requests took, from being taken from the front end until their answer.

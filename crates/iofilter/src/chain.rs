@@ -63,6 +63,10 @@ pub trait Filter: Send {
     fn tick(&mut self, _io: &mut Io<'_>) -> Option<Duration> {
         None
     }
+
+    /// Told when the chain is being drained, and when it goes on: a filter that holds requests back for a
+    /// time does not do so meanwhile.
+    fn hasten(&mut self, _hastened: bool) {}
 }
 
 /// The end of a chain: where data rests. All calls come from the one thread that has the chain.
@@ -369,6 +373,11 @@ impl Chain {
         };
         self.cancel(id);
         Some(done)
+    }
+
+    /// Says whether the chain is being drained ([`Filter::hasten`]).
+    pub fn hasten(&mut self, hastened: bool) {
+        self.filters.iter_mut().for_each(|filter| filter.hasten(hastened));
     }
 
     /// After how long [`Chain::poll`] is to be called again even if nothing happens.

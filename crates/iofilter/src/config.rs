@@ -4,8 +4,9 @@ use std::collections::HashSet;
 use std::io::Read;
 
 use vmseal_api::filter::{
-    CRYPT_SECTOR, DISKS_MAX, DiskConfig, FilterConfig, FrontEndSpec, NBD_CONNECTIONS, QUEUES_MAX,
-    SERIAL_MAX, VERSION,
+    Budget, CHAIN_MAX, CRYPT_SECTOR, DELAY_MAX, DISKS_MAX, DelaySpec, DiskConfig, FAULT_RULES_MAX,
+    FaultKind, FaultRule, FaultSpec, FilterConfig, FilterSpec, FrontEndSpec, LimitSpec,
+    NBD_CONNECTIONS, OperationKind, QUEUES_MAX, SERIAL_MAX, VERSION,
 };
 use vmseal_api::id::DiskId;
 
@@ -15,6 +16,9 @@ pub const CONFIG_MAX: u64 = 1024 * 1024;
 /// The most queues of all disks together: each has tables of about 300 KiB, and the process is to stay
 /// under 32 MiB.
 pub const ALL_QUEUES_MAX: usize = 64;
+
+/// The largest error number of Linux (`MAX_ERRNO`).
+const ERRNO_MAX: i32 = 4095;
 
 /// Why a configuration is refused.
 #[derive(Debug, thiserror::Error)]
@@ -112,8 +116,8 @@ fn check_disk(disk: &DiskConfig) -> Result<(), ConfigError> {
     if disk.serial.len() > SERIAL_MAX || !disk.serial.is_ascii() {
         return refuse(format!("its serial is not {SERIAL_MAX} bytes of ASCII at most"));
     }
-    if disk.chain.len() > 1 {
-        return refuse("it is to be encrypted more than once".into());
+    if let Err(what) = check_chain(&disk.chain) {
+        return refuse(what);
     }
     if !(1..=usize::from(QUEUES_MAX)).contains(&queues(disk)) {
         return refuse(format!("{} queues; 1 to {QUEUES_MAX} are possible", queues(disk)));
@@ -126,6 +130,85 @@ fn check_disk(disk: &DiskConfig) -> Result<(), ConfigError> {
         return refuse("an image cannot be imported to a read-only disk".into());
     }
     Ok(())
+}
+
+/// Whether the links make sense, each and together.
+fn check_chain(chain: &[FilterSpec]) -> Result<(), String> {
+    let is_crypt = |link: &FilterSpec| matches!(link, FilterSpec::Crypt { .. });
+    if chain.len() > CHAIN_MAX {
+        return Err(format!("{} filters; at most {CHAIN_MAX} are possible", chain.len()));
+    }
+    if chain.iter().filter(|link| is_crypt(link)).count() > 1 {
+        return Err("it is to be encrypted more than once".into());
+    }
+    chain.iter().try_for_each(|link| match link {
+        FilterSpec::Crypt { .. } => Ok(()),
+        FilterSpec::Limit(limit) => check_limit(limit),
+        FilterSpec::Delay(delay) => check_delay(delay),
+        FilterSpec::Fault(fault) => check_fault(fault),
+    })?;
+    // Without encryption all of them are in the guest's own order.
+    let above = chain.split(is_crypt).next().unwrap_or(chain);
+    let reorders = |link: &FilterSpec| match link {
+        FilterSpec::Delay(delay) => delay.jitter_microseconds > 0 && !delay.reorders,
+        _ => false,
+    };
+    if above.iter().any(reorders) {
+        return Err(
+            "a delay with jitter reorders what it is given: put it below the encryption, or \
+                    say `reorders`"
+                .into(),
+        );
+    }
+    Ok(())
+}
+
+fn check_limit(limit: &LimitSpec) -> Result<(), String> {
+    let budgets = [limit.requests, limit.bytes];
+    if budgets.iter().all(Option::is_none) {
+        return Err("a limit limits nothing: give `requests`, `bytes` or both".into());
+    }
+    let empty = |budget: &Budget| budget.per_second == 0 || budget.burst == 0;
+    if budgets.iter().flatten().any(empty) {
+        return Err(
+            "a limit of 0 would stop the disk: `per_second` and `burst` are at least 1".into()
+        );
+    }
+    Ok(())
+}
+
+fn check_delay(delay: &DelaySpec) -> Result<(), String> {
+    if delay.microseconds.max(delay.jitter_microseconds) > DELAY_MAX {
+        return Err(format!("a delay of more than {DELAY_MAX} microseconds"));
+    }
+    Ok(())
+}
+
+fn check_fault(fault: &FaultSpec) -> Result<(), String> {
+    if fault.rules.len() > FAULT_RULES_MAX {
+        let count = fault.rules.len();
+        return Err(format!("{count} fault rules; at most {FAULT_RULES_MAX} are possible"));
+    }
+    let only = |rule: &FaultRule, kinds: &[OperationKind]| {
+        !rule.operations.is_empty() && rule.operations.iter().all(|kind| kinds.contains(kind))
+    };
+    fault.rules.iter().try_for_each(|rule| match rule.kind {
+        _ if rule.one_in == 0 => Err("a fault rule's `one_in` is at least 1".into()),
+        FaultKind::Error { errno } if !(1..=ERRNO_MAX).contains(&errno) => {
+            Err(format!("{errno} is no error number of Linux"))
+        }
+        FaultKind::Torn if !only(rule, &[OperationKind::Write]) => {
+            Err("only writes can be torn: give `operations` as [\"write\"]".into())
+        }
+        FaultKind::Lost
+            if rule.operations.is_empty() || rule.operations.contains(&OperationKind::Read) =>
+        {
+            Err("a read cannot be lost, the guest would be given memory that nobody filled: name \
+                 the other `operations`"
+                .into())
+        }
+        FaultKind::Error { .. } | FaultKind::Torn | FaultKind::Lost => Ok(()),
+    })
 }
 
 #[cfg(test)]
@@ -158,6 +241,52 @@ mod tests {
     #[test]
     fn a_good_configuration_is_read() {
         assert_eq!(read_value(&good()).unwrap().disks.len(), 1);
+    }
+
+    #[test]
+    fn a_chain_is_checked_for_sense() {
+        let crypt = || json!({ "kind": "crypt", "key": { "fd": 5 }, "holes": "zero" });
+        let budget = json!({ "per_second": 100, "burst": 10 });
+        let limit = json!({ "kind": "limit", "requests": budget, "bytes": budget });
+        let delay = |reorders: bool| json!({ "kind": "delay", "microseconds": 5, "jitter_microseconds": 5, "reorders": reorders });
+        let fault = |kind: Value, operations: &[&str]| {
+            let rule = json!({ "kind": kind, "operations": operations, "one_in": 10 });
+            json!({ "kind": "fault", "rules": [rule] })
+        };
+        let lost = || json!({ "is": "lost" });
+        let good_chains = [
+            json!([limit, crypt(), delay(false), fault(json!({ "is": "error", "errno": 5 }), &[])]),
+            json!([delay(true), limit, fault(lost(), &["flush", "write"])]),
+            json!([crypt(), fault(json!({ "is": "torn" }), &["write"])]),
+            json!([]),
+        ];
+        for chain in good_chains {
+            let mut config = good();
+            config["disks"][0]["chain"] = chain.clone();
+            read_value(&config).unwrap_or_else(|error| panic!("{chain}: {error}"));
+        }
+        let bad = [
+            (json!([crypt(), limit, crypt()]), "more than once"),
+            (json!([{ "kind": "limit" }]), "limits nothing"),
+            (json!([{ "kind": "limit", "bytes": { "per_second": 0, "burst": 1 } }]), "limit of 0"),
+            (json!([delay(false), crypt()]), "reorders"),
+            (json!([delay(false)]), "reorders"),
+            (json!([{ "kind": "delay", "microseconds": DELAY_MAX + 1 }]), "a delay of more"),
+            (json!([fault(lost(), &[])]), "cannot be lost"),
+            (json!([fault(lost(), &["read"])]), "cannot be lost"),
+            (json!([fault(json!({ "is": "torn" }), &["write", "read"])]), "only writes"),
+            (json!([fault(json!({ "is": "torn" }), &[])]), "only writes"),
+            (json!([fault(json!({ "is": "error", "errno": 0 }), &[])]), "no error number"),
+            (json!([{ "kind": "fault", "rules": [{ "kind": lost(), "one_in": 0 }] }]), "one_in"),
+            (json!([{ "kind": "mirror" }]), "mirror"),
+            (Value::from(vec![limit.clone(); CHAIN_MAX + 1]), "filters"),
+        ];
+        for (chain, reason) in bad {
+            let mut config = good();
+            config["disks"][0]["chain"] = chain.clone();
+            let refusal = read_value(&config).expect_err(&chain.to_string()).to_string();
+            assert!(refusal.contains(reason), "{chain}: {refusal}");
+        }
     }
 
     #[test]

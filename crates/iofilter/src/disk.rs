@@ -13,6 +13,7 @@ use crate::backend::mem::MemDisk;
 use crate::chain::{Backend, Chain, Filter};
 use crate::crypt::{Crypt, CryptError};
 use crate::figures::CipherTime;
+use crate::layer::Layer;
 use crate::request::LOGICAL_BLOCK;
 
 /// What all bounce buffers of a process may take together. With tables, stacks and the program's own
@@ -50,6 +51,8 @@ pub struct Disk {
     locks: Arc<SectorLocks>,
     pool_bytes: usize,
     cipher_time: Arc<CipherTime>,
+    above: Vec<Arc<dyn Layer>>,
+    below: Vec<Arc<dyn Layer>>,
 }
 
 impl Disk {
@@ -65,7 +68,22 @@ impl Disk {
     ) -> Self {
         let pool_bytes = (POOLS_BYTES / pools.max(1)).min(QUEUE_POOL_BYTES);
         let (locks, cipher_time) = (Arc::default(), Arc::default());
-        Self { size, read_only, encryption, rest, locks, pool_bytes, cipher_time }
+        let (above, below) = (Vec::new(), Vec::new());
+        Self { size, read_only, encryption, rest, locks, pool_bytes, cipher_time, above, below }
+    }
+
+    /// The same disk with further layers: `above` encryption, which see what the guest asks, and `below`,
+    /// which see whole sectors of ciphertext; each from the guest downwards. Without encryption both are
+    /// above the backend.
+    #[must_use]
+    pub fn with_layers(self, above: Vec<Arc<dyn Layer>>, below: Vec<Arc<dyn Layer>>) -> Self {
+        Self { above, below, ..self }
+    }
+
+    /// All layers but encryption, from the guest downwards.
+    #[must_use]
+    pub fn layers(&self) -> Vec<Arc<dyn Layer>> {
+        [&self.above[..], &self.below].concat()
     }
 
     /// The disk's size in bytes.
@@ -97,7 +115,10 @@ impl Disk {
     /// # Errors
     /// [`CryptError`]: the key is no good, or no memory for buffers.
     pub fn chain(&self) -> Result<Chain, CryptError> {
-        let mut filters: Vec<Box<dyn Filter>> = Vec::with_capacity(2);
+        let mut filters: Vec<Box<dyn Filter>> = Vec::new();
+        for layer in &self.above {
+            filters.push(layer.filter()?);
+        }
         if let Some(align) = self.align()? {
             filters.push(Box::new(align));
         }
@@ -108,6 +129,9 @@ impl Disk {
                 self.pool_bytes / 4 * 3,
                 Arc::clone(&self.cipher_time),
             )?));
+        }
+        for layer in &self.below {
+            filters.push(layer.filter()?);
         }
         Ok(Chain::new(self.size, self.read_only, filters, self.backend()))
     }

@@ -27,6 +27,7 @@ use crate::export::{ExportError, Sparse, Target};
 use crate::front_end::Served;
 use crate::handle::{HandleError, Handles};
 use crate::import::ImportError;
+use crate::layer;
 use crate::source::Source;
 use crate::status::DiskState;
 use crate::stop::Stop;
@@ -170,9 +171,13 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
     if *keeps_room {
         file.keep_room();
     }
-    let encryption = match config.chain.first() {
-        Some(FilterSpec::Crypt { key, holes }) => {
-            Some(Encryption { key: handles.key(key).map_err(named("its key"))?, holes: *holes })
+    let crypt = config.chain.iter().find_map(|link| match link {
+        FilterSpec::Crypt { key, holes } => Some((key, *holes)),
+        _ => None,
+    });
+    let encryption = match crypt {
+        Some((key, holes)) => {
+            Some(Encryption { key: handles.key(key).map_err(named("its key"))?, holes })
         }
         None => None,
     };
@@ -202,14 +207,20 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
         None => None,
     };
     let queues = config::queues(config);
-    let disk = Disk::new(config.size, config.read_only, encryption, Rest::File(file), all);
+    let is_crypt = |link: &FilterSpec| matches!(link, FilterSpec::Crypt { .. });
+    let mut sides = config.chain.split(is_crypt).map(|side| side.iter().filter_map(layer::of));
+    let mut side = || sides.next().into_iter().flatten().collect();
+    let disk = Disk::new(config.size, config.read_only, encryption, Rest::File(file), all)
+        .with_layers(side(), side());
     let chains = (0..queues).map(|_| disk.chain()).collect::<Result<_, _>>();
     let chains = chains.map_err(|error| StartError::Crypt { disk: id, error })?;
     let served = Arc::new(Served {
         size: config.size,
         read_only: config.read_only,
         serial: config.serial.as_str().into(),
-        state: Arc::new(DiskState::new(id, queues).with_cipher(disk.cipher_time())),
+        state: Arc::new(
+            DiskState::new(id, queues).with_cipher(disk.cipher_time()).with_layers(disk.layers()),
+        ),
     });
     if export.is_some() {
         served.state.set(DiskActivity::Exporting { done: 0, total: config.size });

@@ -1,5 +1,7 @@
 //! A request on its way through a chain, and how it can fail.
 
+use vmseal_api::filter::OperationKind;
+
 use crate::memory::Segments;
 
 /// The smallest unit a request may have, in bytes (virtio-blk counts in it).
@@ -28,6 +30,18 @@ impl Operation {
     #[must_use]
     pub fn changes(self) -> bool {
         matches!(self, Self::Write | Self::Discard | Self::WriteZeroes { .. })
+    }
+
+    /// Whether it is of these kinds; none are all.
+    #[must_use]
+    pub fn is_one_of(self, kinds: &[OperationKind]) -> bool {
+        let kind = match self {
+            Self::Read => OperationKind::Read,
+            Self::Write => OperationKind::Write,
+            Self::Flush => OperationKind::Flush,
+            Self::Discard | Self::WriteZeroes { .. } => OperationKind::Discard,
+        };
+        kinds.is_empty() || kinds.contains(&kind)
     }
 }
 
@@ -77,7 +91,7 @@ impl IoError {
 }
 
 /// Names a request in its chain; an index into tables that filters keep beside it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct RequestId(u32);
 
 impl RequestId {

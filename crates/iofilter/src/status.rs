@@ -9,6 +9,7 @@ use vmseal_api::id::DiskId;
 
 use crate::chain::Done;
 use crate::figures::{CipherTime, Latencies};
+use crate::layer::{self, Layer};
 use crate::request::{IoError, Operation};
 
 /// At most one line of log per disk in this time for errors that guests can cause at will.
@@ -69,6 +70,7 @@ pub struct DiskState {
     trouble: Mutex<Trouble>,
     queues: Vec<Counters>,
     cipher: Option<Arc<CipherTime>>,
+    layers: Vec<Arc<dyn Layer>>,
 }
 
 #[derive(Debug, Default)]
@@ -91,6 +93,7 @@ impl DiskState {
             trouble: Mutex::default(),
             queues: (0..queues.max(1)).map(|_| Counters::default()).collect(),
             cipher: None,
+            layers: Vec::new(),
         }
     }
 
@@ -98,6 +101,12 @@ impl DiskState {
     #[must_use]
     pub fn with_cipher(self, cipher: Option<Arc<CipherTime>>) -> Self {
         Self { cipher, ..self }
+    }
+
+    /// The same, of a disk with these layers.
+    #[must_use]
+    pub fn with_layers(self, layers: Vec<Arc<dyn Layer>>) -> Self {
+        Self { layers, ..self }
     }
 
     /// Which disk.
@@ -161,6 +170,7 @@ impl DiskState {
             counters: self.totals(),
             latencies,
             cipher: self.cipher.as_ref().map(|cipher| cipher.figures()),
+            layers: self.layers.iter().map(|layer| layer::figures(&**layer)).collect(),
         }
     }
 

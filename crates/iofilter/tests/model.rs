@@ -5,14 +5,16 @@
 
 use std::fs::File;
 use std::os::fd::OwnedFd;
+use std::sync::Arc;
 use std::thread;
 
 use proptest::prelude::*;
-use vmseal_api::filter::{Direct, Holes};
+use vmseal_api::filter::{Budget, DelaySpec, Direct, FilterSpec, Holes, LimitSpec};
 use vmseal_iofilter::backend::file::FileDisk;
 use vmseal_iofilter::backend::mem::MemDisk;
 use vmseal_iofilter::chain::Chain;
 use vmseal_iofilter::disk::{Disk, Encryption, Rest};
+use vmseal_iofilter::layer::{self, Layer};
 use vmseal_iofilter::memory::Segment;
 use vmseal_iofilter::request::{IoError, Operation};
 use vmseal_secret::SecretBytes;
@@ -35,15 +37,17 @@ struct Store {
     mem: MemDisk,
     file: tempfile::NamedTempFile,
     holes: Option<Holes>,
+    /// Whether requests wait for a budget above encryption, and overtake each other below it.
+    holds_back: bool,
 }
 
 impl Store {
-    fn new(place: Place, holes: Option<Holes>) -> Self {
+    fn new(place: Place, holes: Option<Holes>, holds_back: bool) -> Self {
         let directory =
             if place == Place::Storage { env!("CARGO_TARGET_TMPDIR") } else { "/dev/shm" };
         let file = tempfile::NamedTempFile::new_in(directory).unwrap();
         file.as_file().set_len(OFFSET + SIZE).unwrap();
-        Self { place, mem: MemDisk::new(SIZE as usize), file, holes }
+        Self { place, mem: MemDisk::new(SIZE as usize), file, holes, holds_back }
     }
 
     fn open(&self) -> Disk {
@@ -59,8 +63,26 @@ impl Store {
             )
         };
         // As if 100 queues shared the budget: buffers run out, and requests have to wait for them.
-        Disk::new(SIZE, false, encryption, rest, 100)
+        let disk = Disk::new(SIZE, false, encryption, rest, 100);
+        if self.holds_back { disk.with_layers(vec![limit()], vec![jitter()]) } else { disk }
     }
+}
+
+/// Fast enough for a test, and short enough for many to wait.
+fn limit() -> Arc<dyn Layer> {
+    let requests = Some(Budget { per_second: 50_000, burst: 4 });
+    layer::of(&FilterSpec::Limit(LimitSpec { requests, bytes: None })).unwrap()
+}
+
+fn jitter() -> Arc<dyn Layer> {
+    let delay = DelaySpec {
+        operations: Vec::new(),
+        microseconds: 0,
+        jitter_microseconds: 50,
+        reorders: false,
+        seed: 0,
+    };
+    layer::of(&FilterSpec::Delay(delay)).unwrap()
 }
 
 /// One request: where, how long (in 512-byte blocks), what, and how its memory is cut.
@@ -194,8 +216,8 @@ fn follow_discard(chain: &mut Chain, ask: &Ask, model: &mut [u8]) {
     }
 }
 
-fn check(place: Place, holes: Option<Holes>, batches: &[Vec<Ask>]) {
-    let store = Store::new(place, holes);
+fn check(place: Place, holes: Option<Holes>, holds_back: bool, batches: &[Vec<Ask>]) {
+    let store = Store::new(place, holes, holds_back);
     let mut model = vec![0; SIZE as usize];
     if holes == Some(Holes::Ciphertext) {
         let all = Ask { what: What::Zero, start: 0, blocks: SIZE / BLOCK, fill: 0, cut: 1 };
@@ -219,8 +241,9 @@ proptest! {
         batches in prop::collection::vec(asks(), 1..4),
         place in prop_oneof![Just(Place::Mem), Just(Place::Memory), Just(Place::Storage)],
         holes in prop_oneof![Just(None), Just(Some(Holes::Zero)), Just(Some(Holes::Ciphertext))],
+        holds_back in any::<bool>(),
     ) {
-        check(place, holes, &batches);
+        check(place, holes, holds_back, &batches);
     }
 }
 
@@ -229,7 +252,7 @@ proptest! {
 #[test]
 fn neighbours_in_one_sector_do_not_lose_each_other() {
     for place in [Place::Mem, Place::Memory, Place::Storage] {
-        let store = Store::new(place, Some(Holes::Zero));
+        let store = Store::new(place, Some(Holes::Zero), false);
         let disk = store.open();
         thread::scope(|scope| {
             for writer in 0..4u64 {
@@ -291,7 +314,7 @@ fn what_is_not_on_the_disk_or_not_in_blocks_is_refused() {
 #[test]
 fn a_truncated_image_is_an_error_and_never_zeroes() {
     for place in [Place::Memory, Place::Storage] {
-        let store = Store::new(place, Some(Holes::Zero));
+        let store = Store::new(place, Some(Holes::Zero), false);
         let disk = store.open();
         store.file.as_file().set_len(OFFSET + 8192).unwrap();
         let mut chain = disk.chain().unwrap();
@@ -325,7 +348,7 @@ fn outcome(chain: &mut Chain, what: What, buffer: &mut [u8]) -> Result<(), IoErr
 #[test]
 fn an_image_cut_while_in_use_is_not_made_longer_by_what_the_guest_writes() {
     for place in [Place::Memory, Place::Storage] {
-        let store = Store::new(place, Some(Holes::Zero));
+        let store = Store::new(place, Some(Holes::Zero), false);
         let mut chain = store.open().chain().unwrap();
         let mut buffer = vec![7; 16384];
         let changes = [What::Write, What::Discard, What::Zero, What::Unmap, What::Flush];

@@ -183,6 +183,7 @@ impl<'a> Transmission<'a> {
                 Err(error) => {
                     tracing::warn!(%error, "the connection is ended");
                     self.phase = Phase::Broken;
+                    self.chain.hasten(true);
                     true
                 }
             };
@@ -192,6 +193,7 @@ impl<'a> Transmission<'a> {
                 Phase::Broken => self.chain.in_flight() == 0,
             };
             if ended {
+                self.chain.hasten(false);
                 return self.chain;
             }
             if !moved {
@@ -206,6 +208,7 @@ impl<'a> Transmission<'a> {
             return;
         }
         self.phase = Phase::Ending { until: Instant::now() + ENDING_MAX };
+        self.chain.hasten(true);
         match std::mem::replace(&mut self.input, Input::Ended) {
             // A write whose data is not there is not answered, and has not happened.
             Input::Memory { slot } | Input::Data { slot, .. } => self.release(slot),

@@ -208,11 +208,13 @@ impl Worker {
     fn run(mut self) -> (Chain, u16) {
         self.check_ring();
         loop {
-            if self.stop.asked() {
+            if self.stop.asked() && self.phase != Phase::Draining {
                 self.phase = Phase::Draining;
+                self.chain.hasten(true);
             }
             let moved = self.pass();
             if self.phase == Phase::Draining && self.chain.in_flight() == 0 {
+                self.chain.hasten(false);
                 return (self.chain, self.setup.queue.next_avail());
             }
             if !moved && !self.poll_window() {
