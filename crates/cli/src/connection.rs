@@ -12,6 +12,7 @@ use zeroize::Zeroizing;
 use crate::arguments::{Global, Login};
 use crate::commands::plan;
 use crate::exit::{Ended, Exit};
+use crate::print;
 
 /// What `vmseal login` saves. Paths, not contents: the token stays in its own file.
 #[derive(Default, Serialize, Deserialize)]
@@ -84,7 +85,7 @@ pub async fn login(global: &Global, options: &Login) -> anyhow::Result<()> {
         let about: About = client.get("about").await?;
         // `about` needs no credentials; a list does.
         let _: Page<Host> = client.get("hosts").await?;
-        eprintln!("{server} is vmseal {}", about.vmseal);
+        print::say(format_args!("{server} is vmseal {}", about.vmseal));
     }
     let path = saved_path().context("there is no home directory to save in: set HOME")?;
     if options.dry_run.dry_run {
@@ -110,6 +111,6 @@ pub async fn login(global: &Global, options: &Login) -> anyhow::Result<()> {
         .with_context(|| format!("cannot write {}", next.display()))?;
     std::io::Write::write_all(&mut file, text.as_bytes())?;
     std::fs::rename(&next, &path)?;
-    eprintln!("saved in {}", path.display());
+    print::say(format_args!("saved in {}", path.display()));
     Ok(())
 }

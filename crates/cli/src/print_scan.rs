@@ -12,12 +12,12 @@ pub fn scan(output: Output, scan: &DatastoreScan) -> anyhow::Result<()> {
         return print::whole(output, scan);
     }
     print::append(output, &mut Lines::all(output), &scan.images)?;
-    eprintln!(
+    print::say(format_args!(
         "other files: {}; nothing was changed, and what headers say is not authenticated",
         scan.others
-    );
+    ));
     if let Some(why) = &scan.incomplete {
-        eprintln!("the list is not whole: {why}");
+        print::say(format_args!("the list is not whole: {why}"));
     }
     Ok(())
 }

@@ -20,6 +20,7 @@ use vmseal_api::problem::Problem;
 use super::follow::Changes;
 use crate::arguments::{Console, Escape};
 use crate::exit::{Ended, Exit};
+use crate::print;
 
 /// What is read from either side at once, in bytes.
 const CHUNK: usize = 4096;
@@ -44,7 +45,7 @@ impl Drop for RawTerminal {
     fn drop(&mut self) {
         let _ = tcsetattr(std::io::stdin().as_fd(), SetArg::TCSANOW, &self.0);
         // The guest may have left the cursor anywhere in a line.
-        eprintln!();
+        print::say("");
     }
 }
 
@@ -95,8 +96,12 @@ pub async fn attach(server: &ServerClient, options: &Console) -> anyhow::Result<
     let guest = server.console(vm, claim).await?;
     let terminal = if std::io::stdin().is_terminal() {
         match options.escape {
-            Escape(Some(_)) => eprintln!("connected to {vm}; {} leaves", options.escape),
-            Escape(None) => eprintln!("connected to {vm}; only the end of the guest leaves"),
+            Escape(Some(_)) => {
+                print::say(format_args!("connected to {vm}; {} leaves", options.escape))
+            }
+            Escape(None) => {
+                print::say(format_args!("connected to {vm}; only the end of the guest leaves"))
+            }
         }
         Some(RawTerminal::enter().context("cannot set the terminal to raw mode")?)
     } else {
@@ -161,7 +166,7 @@ fn until_escape(typed: &[u8], Escape(escape): Escape) -> (&[u8], bool) {
 async fn why_closed(server: &ServerClient, vm: &str) -> anyhow::Result<()> {
     if let Ok(off) = tokio::time::timeout(SHOWN, until_off(server, vm)).await {
         off?;
-        eprintln!("the guest has ended");
+        print::say("the guest has ended");
         return Ok(());
     }
     let message = format!(

@@ -27,7 +27,7 @@ pub async fn run(output: Output, asked: Doctor, hardening: Hardening) -> anyhow:
     let chosen = asked.columns.columns != usual.columns || asked.columns.no_header;
     match output {
         Output::Table if !chosen => {
-            findings.iter().for_each(|finding| print::line(&report(finding)))
+            findings.iter().try_for_each(|finding| print::line(&report(finding)))?
         }
         _ => print::list(output, &asked.columns, findings)?,
     }

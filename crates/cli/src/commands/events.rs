@@ -19,7 +19,7 @@ pub async fn run(server: &ServerClient, output: Output, options: &Events) -> any
     let mut lines = print::Lines::new(output, &options.list.columns);
     print::append(output, &mut lines, &events)?;
     let mut last = events.last().map_or(0, |event| event.sequence);
-    loop {
+    while !print::is_closed() {
         let path = format!("events?{wanted}&after={last}&wait_seconds={FOLLOW_WAIT}");
         let page: Page<Event> = server.get(&path).await?;
         if let Some(newest) = page.items.last() {
@@ -27,6 +27,7 @@ pub async fn run(server: &ServerClient, output: Output, options: &Events) -> any
             print::append(output, &mut lines, &page.items)?;
         }
     }
+    Ok(())
 }
 
 /// The largest page, and what is wanted.

@@ -10,6 +10,7 @@ use crate::arguments::{Import, Output};
 use crate::disk_option::size_of_image;
 use crate::exit::{Ended, Exit};
 use crate::libvirt;
+use crate::print;
 
 /// A VM's memory where nothing says otherwise, in bytes.
 const MEMORY: u64 = 512 << 20;
@@ -50,7 +51,7 @@ fn images(options: &[String]) -> anyhow::Result<Vec<CreateDisk>> {
 fn from_domain(file: &Path, datastore: &str, policy: String) -> anyhow::Result<CreateVm> {
     let domain = libvirt::read(file)?;
     for warning in &domain.warnings {
-        eprintln!("not taken over: {warning}");
+        print::say(format_args!("not taken over: {warning}"));
     }
     let disk = |disk: &libvirt::Disk| {
         Ok(CreateDisk {

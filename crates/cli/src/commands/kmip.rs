@@ -133,7 +133,7 @@ async fn trust(
 /// Shows a certificate; gives its fingerprint, or nothing if it is trusted already.
 fn untrusted(alias: &str, shown: &KmipShown) -> Option<String> {
     let certificate = &shown.certificate;
-    eprintln!("Server '{alias}' shows this certificate:");
+    print::say(format_args!("Server '{alias}' shows this certificate:"));
     for (head, text) in [
         ("SHA-256", certificate.fingerprint.as_str()),
         ("subject", &certificate.subject),
@@ -142,10 +142,10 @@ fn untrusted(alias: &str, shown: &KmipShown) -> Option<String> {
         ("valid from", &certificate.not_before.to_string()),
         ("valid until", &certificate.not_after.to_string()),
     ] {
-        eprintln!("  {head:<12} {text}");
+        print::say(format_args!("  {head:<12} {text}"));
     }
     if shown.trusted {
-        eprintln!("It is trusted.");
+        print::say("It is trusted.");
         return None;
     }
     Some(certificate.fingerprint.clone())
@@ -204,10 +204,7 @@ async fn set_certificate(
     let made: Pem = server.post(&path, &request).await?;
     match output {
         Output::Json | Output::Yaml => print::whole(output, &made),
-        Output::Table | Output::Csv => {
-            print::line(made.pem.trim_end());
-            Ok(())
-        }
+        Output::Table | Output::Csv => print::line(made.pem.trim_end()),
     }
 }
 
@@ -219,7 +216,7 @@ async fn test(server: &ServerClient, output: Output, name: &str, key: bool) -> a
     } else {
         for it in &tested.servers {
             let key = if it.key { ", made, read and destroyed a key" } else { "" };
-            print::line(&format!("{}: {}{key}", it.alias, words(&it.seen)));
+            print::line(&format!("{}: {}{key}", it.alias, words(&it.seen)))?;
         }
     }
     let bad = tested.servers.iter().filter(|it| it.seen.problem.is_some()).count();

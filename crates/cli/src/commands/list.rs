@@ -38,6 +38,9 @@ pub async fn read_with<T: Row>(
         let mut now = read().await?;
         now.sort_by(T::order);
         print::changes(output, &mut lines, &differences(before.as_deref(), &now))?;
+        if print::is_closed() {
+            return Ok(());
+        }
         before = Some(now);
         changes.next().await?;
     }
@@ -68,7 +71,7 @@ pub async fn one<T: Row + DeserializeOwned>(
         };
         let news = differences(before.as_deref(), &now);
         print::changes(output, &mut lines, &news)?;
-        if news.iter().any(|(change, _)| *change == Change::Removed) {
+        if print::is_closed() || news.iter().any(|(change, _)| *change == Change::Removed) {
             return Ok(());
         }
         before = Some(now);

@@ -11,6 +11,7 @@ use vmseal_secret::process::{Hardening, MemoryLock};
 use zeroize::Zeroizing;
 
 use crate::arguments::{Accelerator, Agent, AgentCommand, JoinAgent, RunAgent, RunServer};
+use crate::print;
 
 /// The longest join token that is read, in bytes; a real one has 108.
 const TOKEN_MAX: u64 = 1024;
@@ -79,7 +80,7 @@ async fn join_host(options: JoinAgent) -> anyhow::Result<()> {
         state_dir: options.state_dir,
     })
     .await?;
-    eprintln!("joined as host '{}' ({host}); now run `vmseal agent`", options.name);
+    print::say(format_args!("joined as host '{}' ({host}); now run `vmseal agent`", options.name));
     Ok(())
 }
 

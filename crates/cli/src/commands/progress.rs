@@ -68,7 +68,7 @@ impl Progress {
 
     /// Says something beside the bars.
     pub fn say(&self, text: &str) {
-        let tell = || eprintln!("{text}");
+        let tell = || print::say(format_args!("{text}"));
         match &self.bars {
             Some(bars) => bars.suspend(tell),
             None => tell(),

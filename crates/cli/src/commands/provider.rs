@@ -50,9 +50,9 @@ pub async fn run(
             let provider: Provider = server.post("providers", &request).await?;
             if provider.kmip.is_some() {
                 let name = &provider.name;
-                eprintln!(
+                print::say(format_args!(
                     "next: vmseal provider trust {name}, then vmseal provider certificate {name}"
-                );
+                ));
             }
             print::one(output, &provider, &kmip::details(&provider))
         }
@@ -196,8 +196,11 @@ async fn backup(
         let _ = std::fs::remove_file(to);
     }
     written.with_context(|| format!("no backup of provider '{name}' was written"))?;
-    eprintln!("wrote {}", to.display());
-    eprintln!("now verify it: vmseal provider verify {name} --from {}", to.display());
+    print::say(format_args!("wrote {}", to.display()));
+    print::say(format_args!(
+        "now verify it: vmseal provider verify {name} --from {}",
+        to.display()
+    ));
     Ok(())
 }
 

@@ -41,7 +41,7 @@ pub async fn run(
                 false => named(server, &tasks).await?,
             };
             if tasks.is_empty() {
-                eprintln!("no task is running");
+                print::say("no task is running");
             }
             follow(server, output, tasks, None, Progress::telling()).await
         }

@@ -78,8 +78,7 @@ async fn show_domain(server: &ServerClient, vm: &Vm) -> anyhow::Result<()> {
     );
     let host: Host = server.get(&format!("hosts/{host}")).await?;
     let description = host.description.context("its host does not answer")?;
-    print::line(libvirt::domain(vm, &description).trim_end());
-    Ok(())
+    print::line(libvirt::domain(vm, &description).trim_end())
 }
 
 pub(super) fn disk_options(options: &[String]) -> anyhow::Result<Vec<CreateDisk>> {
