@@ -114,7 +114,13 @@ mod tests {
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
     use tokio::net::TcpListener;
 
+    use super::super::tls;
     use super::*;
+
+    fn client() -> Client {
+        let tls = tls::anonymous(include_str!("../../tests/ca.pem")).unwrap();
+        Client::builder().tls_backend_preconfigured(tls).no_proxy().build().unwrap()
+    }
 
     /// What somebody answers to a request, who then hangs up.
     async fn answered(answer: &str, method: Method, query: &str) -> Result<Vec<u8>, Problem> {
@@ -126,7 +132,7 @@ mod tests {
             let _ = stream.read(&mut [0; 4096]).await.unwrap();
             stream.write_all(answer.as_bytes()).await.unwrap();
         });
-        let request = Client::new().request(method, url).timeout(Duration::from_secs(20));
+        let request = client().request(method, url).timeout(Duration::from_secs(20));
         let id = "r-1".parse().unwrap();
         let answer = request_id::during(Some(id), Peer("the server").exchange(request)).await;
         peer.await.unwrap();
@@ -172,7 +178,7 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let url = format!("http://{}", listener.local_addr().unwrap());
         drop(listener);
-        let problem = Peer("it").exchange(Client::new().post(url)).await.unwrap_err();
+        let problem = Peer("it").exchange(client().post(url)).await.unwrap_err();
         assert_eq!((problem.code, problem.in_doubt), (ErrorCode::Unreachable, false));
     }
 
