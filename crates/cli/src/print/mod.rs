@@ -11,7 +11,7 @@ use vmseal_api::model::{Disk, Task, Vm};
 
 pub use self::column::Row;
 pub use self::rows::VmDisk;
-pub use self::stream::{is_closed, line, print, say};
+pub use self::stream::{is_closed, line, print, printable, say, words};
 pub use self::table::Lines;
 use crate::arguments::{Columns, Output};
 use crate::commands::follow::Change;

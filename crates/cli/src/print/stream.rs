@@ -36,7 +36,35 @@ pub fn is_closed() -> bool {
     CLOSED.load(Ordering::Relaxed)
 }
 
-/// Says a line to the person, on standard error. Where nobody hears it, the command goes on.
+/// Prints a line for people to standard output, made [`printable`].
+pub fn words(text: &str) -> anyhow::Result<()> {
+    line(&printable(text))
+}
+
+/// Says something to the person, on standard error. Where nobody hears it, the command goes on.
 pub fn say(text: impl Display) {
-    let _ = writeln!(std::io::stderr().lock(), "{text}");
+    let text = text.to_string();
+    let mut to = std::io::stderr().lock();
+    for line in text.split('\n') {
+        let _ = writeln!(to, "{}", printable(line));
+    }
+}
+
+/// What people are shown of a text, on one line. Names, headers and messages may be whatever somebody wrote on a
+/// datastore, or a key server told: nothing of it commands the terminal, or turns round what stands beside it.
+pub fn printable(text: &str) -> String {
+    let command =
+        |c: char| c.is_control() || matches!(c, '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
+    text.chars().map(|c| if command(c) { '\u{fffd}' } else { c }).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nothing_that_is_shown_commands_the_terminal() {
+        assert_eq!(printable("a\u{1b}[2Jb\n\u{9b}c"), "a\u{fffd}[2Jb\u{fffd}\u{fffd}c");
+        assert_eq!(printable("gnp\u{202e}.exe äö"), "gnp\u{fffd}.exe äö");
+    }
 }
