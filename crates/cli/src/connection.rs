@@ -46,16 +46,14 @@ fn saved() -> anyhow::Result<Saved> {
 pub fn connect(global: &Global) -> anyhow::Result<ServerClient> {
     let saved = saved()?;
     let missing = |option: &str, what: &str| {
-        format!("no {what} is known: give --{option}, or run vmseal login once")
+        let message = format!("no {what} is known: give --{option}, or run vmseal login once");
+        Ended::new(Exit::NotPermitted, message)
     };
-    let server =
-        global.server.clone().or(saved.server).with_context(|| missing("server", "server"))?;
-    let ca = global.ca.clone().or(saved.ca).with_context(|| missing("ca", "authority"))?;
-    let token_file = global
-        .token_file
-        .clone()
-        .or(saved.token_file)
-        .with_context(|| missing("token-file", "access token"))?;
+    let server = global.server.clone().or(saved.server);
+    let server = server.ok_or_else(|| missing("server", "server"))?;
+    let ca = global.ca.clone().or(saved.ca).ok_or_else(|| missing("ca", "authority"))?;
+    let token_file = global.token_file.clone().or(saved.token_file);
+    let token_file = token_file.ok_or_else(|| missing("token-file", "access token"))?;
     open(&server, &ca, &token_file)
 }
 

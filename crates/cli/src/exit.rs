@@ -30,7 +30,7 @@ pub const ALL: &[(Exit, &str)] = &[
     (Exit::Conflict, "it exists already, is in use, or is in a state in which this cannot be done"),
     (
         Exit::NotPermitted,
-        "not permitted: no access token, a wrong one, or one that may not do this",
+        "not permitted: no server or access token is known, the token is wrong, or it may not do this",
     ),
     (Exit::NoAnswer, "the server, a host or a guest did not answer, or not in time"),
     (
