@@ -37,7 +37,11 @@ async fn run_agent(options: RunAgent, hardening: Hardening) -> anyhow::Result<()
     report(hardening);
     let filter = match options.filter {
         Some(filter) => filter,
-        None => beside_this_program("vmseal-filter")?,
+        None => {
+            let filter = beside_this_program("vmseal-filter")?;
+            ensure!(filter.exists(), "there is no {}: give --filter FILE", filter.display());
+            filter
+        }
     };
     let host = AgentOptions {
         run_dir: options.run_dir,
@@ -63,11 +67,10 @@ async fn run_agent(options: RunAgent, hardening: Hardening) -> anyhow::Result<()
     Ok(())
 }
 
+/// Where a program is that is installed with this one.
 pub(super) fn beside_this_program(name: &str) -> anyhow::Result<PathBuf> {
     let own = std::env::current_exe().context("where is this program?")?;
-    let filter = own.with_file_name(name);
-    ensure!(filter.exists(), "there is no {}: give --filter FILE", filter.display());
-    Ok(filter)
+    Ok(own.with_file_name(name))
 }
 
 async fn join_host(options: JoinAgent) -> anyhow::Result<()> {
