@@ -1,5 +1,7 @@
 //! What becomes of a command whose result cannot be printed.
 
+#![allow(clippy::unwrap_used)] // a test that cannot go on ends
+
 use std::fs::OpenOptions;
 use std::io::pipe;
 use std::path::Path;
