@@ -2,6 +2,7 @@
 //! own, in a directory of their own.
 
 use std::fs::Permissions;
+use std::io::Write;
 use std::net::Ipv4Addr;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
@@ -24,6 +25,10 @@ const OTHER_UIDS: u32 = 2_100_000;
 
 /// How many user ids a host may use.
 const UIDS_EACH: u32 = 10_000;
+
+/// Everything that can be logged, of libraries too as far as anybody can have it.
+pub const LOUDEST: &str =
+    "trace,tungstenite=trace,tokio_tungstenite=trace,hyper=trace,rustls=trace,sqlx=trace";
 
 /// The passphrase of the native provider in every test.
 pub const PASSPHRASE: &str = "correct horse battery staple";
@@ -205,6 +210,13 @@ impl Installation {
             bail!("`vmseal {}` succeeded and should not have", arguments.join(" "));
         }
         Ok(String::from_utf8(output.stderr)?)
+    }
+
+    /// Runs a command whose standard input is a terminal at which somebody types this.
+    pub fn answered(&self, arguments: &[&str], answer: &str) -> anyhow::Result<Output> {
+        let pair = nix::pty::openpty(None, None)?;
+        std::fs::File::from(pair.master.try_clone()?).write_all(answer.as_bytes())?;
+        Ok(self.command()?.args(arguments).stdin(pair.slave).output()?)
     }
 
     /// What a vmseal command prints as JSON.

@@ -91,3 +91,21 @@ fn curl(authority: &Path, directory: &Path) -> anyhow::Result<Command> {
 pub fn json_body<'a>(method: &'a str, body: &'a str) -> [&'a str; 6] {
     ["-X", method, "-H", "Content-Type: application/json", "--data-binary", body]
 }
+
+/// What Prometheus is told at `path`.
+pub fn scrape(here: &Installation, path: &str) -> anyhow::Result<String> {
+    let answer = call(here, &Caller::Admin, path, &[])?;
+    let format = answer.head.contains("openmetrics") || answer.head.contains("json");
+    ensure!(answer.status == 200 && format, "no metrics at {path}: {answer:?}");
+    Ok(answer.text)
+}
+
+/// Lays what Prometheus is told of the server and of the host beside the logs, for the same search.
+pub fn keep_metrics(here: &Installation) -> anyhow::Result<()> {
+    for (name, path) in [("server.prom", "/metrics"), ("host.prom", "/metrics/hosts/here")] {
+        let told = scrape(here, path)?;
+        ensure!(told.contains("vmseal_"), "nothing at {path}: {told}");
+        std::fs::write(here.path(name), told)?;
+    }
+    Ok(())
+}

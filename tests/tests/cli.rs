@@ -8,6 +8,7 @@ use std::process::{Child, Stdio};
 use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
+use nix::pty::Winsize;
 use nix::sys::signal::{Signal, kill};
 use nix::sys::termios::{LocalFlags, tcgetattr};
 use nix::unistd::Pid;
@@ -66,6 +67,9 @@ fn exit_code(here: &Installation, arguments: &[&str]) -> i32 {
     here.try_vmseal(arguments).unwrap().status.code().unwrap()
 }
 
+/// A terminal's size.
+const SCREEN: Winsize = Winsize { ws_row: 24, ws_col: 120, ws_xpixel: 0, ws_ypixel: 0 };
+
 const DISK: &str = "datastore=local,size=1MiB";
 
 #[test]
@@ -74,6 +78,8 @@ fn scripts_can_tell_failures_apart_and_read_every_format() {
     here.vmseal(&create("b", "encrypted", DISK)).unwrap();
     here.vmseal(&create("a", "plain", DISK)).unwrap();
 
+    let files = ["keys.backup", "passphrase"].map(|name| here.path(name));
+    let [backup, passphrase] = files.each_ref().map(|path| text(path).unwrap());
     for (code, arguments) in [
         (0, &["vm", "list"][..]),
         (2, &["vm", "lisst"]),
@@ -86,11 +92,20 @@ fn scripts_can_tell_failures_apart_and_read_every_format() {
         (3, &["disk", "show", "a", "disk9"]),
         (4, &["policy", "remove", "encrypted"]),
         (4, &["policy", "add", "encrypted", "--encrypt"]),
+        (2, &["vm", "show", "a/b"]),
+        (2, &["provider", "unlock", "keys"]),
+        (4, &["vm", "show", "a", "--libvirt"]),
+        (4, &["provider", "trust", "keys"]),
+        (4, &["provider", "backup", "keys", "--to", backup, "--passphrase-file", passphrase]),
         (5, &["vm", "list", "--token-file", "/dev/null"]),
         (6, &["vm", "list", "--server", "https://127.0.0.1:1"]),
         (1, &["vm", "list", "--ca", "/nowhere"]),
     ] {
         assert_eq!(exit_code(&here, arguments), code, "{arguments:?}");
+    }
+    for unknown in ["VMSEAL_SERVER", "VMSEAL_TOKEN_FILE"] {
+        let output = here.command().unwrap().args(["vm", "list"]).env_remove(unknown).output();
+        assert_eq!(output.unwrap().status.code(), Some(5), "without {unknown}");
     }
 
     assert_eq!(here.vmseal(&["vm", "list", "-c", "name", "--no-header"]).unwrap(), "a\nb\n");
@@ -109,11 +124,82 @@ fn scripts_can_tell_failures_apart_and_read_every_format() {
     }
     let events = here.json(&["events", "--kind", "vm", "--target", "a"]).unwrap();
     let kinds: Vec<_> = events.as_array().unwrap().iter().map(|it| &it["kind"]).collect();
+    assert!(events.as_array().unwrap().iter().all(|it| it["target"] == "a"), "{events}");
+    assert!(!kinds.is_empty());
     assert!(kinds.iter().all(|kind| kind.as_str().unwrap().starts_with("vm.")), "{kinds:?}");
     assert_eq!(
         here.json(&["events", "--since", "2999-01-01T00:00:00Z"]).unwrap(),
         Value::Array(vec![])
     );
+    here.vmseal(&["--request-id", "change-7", "policy", "add", "asked-for", "--plain"]).unwrap();
+    let asked = here.json(&["events", "--request", "change-7"]).unwrap();
+    assert_eq!((&asked[0]["kind"], asked.as_array().unwrap().len()), (&"policy.added".into(), 1));
+    let all = here.json(&["events"]).unwrap();
+    let last = here.json(&["events", "-n", "2"]).unwrap();
+    assert_eq!(
+        last.as_array().unwrap(),
+        &all.as_array().unwrap()[all.as_array().unwrap().len() - 2..]
+    );
+    names_on_a_datastore_command_no_terminal(&here);
+    a_shell_is_given_names(&here);
+    the_format_of_an_image_is_asked_for(&here);
+}
+
+/// Whoever may write to a datastore chooses the names of directories.
+fn names_on_a_datastore_command_no_terminal(here: &Installation) {
+    let deep = ["\u{1b}[2Jmine"; 8].iter().fold(here.path("datastore"), |at, name| at.join(name));
+    std::fs::create_dir_all(deep).unwrap();
+    let output = here.try_vmseal(&["datastore", "scan", "local"]).unwrap();
+    let said = String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned();
+    assert!(said.contains("not whole: ") && said.contains("\u{fffd}[2Jmine"), "{said:?}");
+    assert!(!said.contains('\u{1b}'), "{said:?}");
+    std::fs::remove_dir_all(here.path("datastore/\u{1b}[2Jmine")).unwrap();
+}
+
+/// Asks as bash does, for the last of these words.
+fn completed(here: &Installation, typed: &[&str]) -> Vec<String> {
+    let mut command = here.command().unwrap();
+    command.arg("--").arg("vmseal").args(typed);
+    command.envs([("COMPLETE", "bash"), ("_CLAP_IFS", "\n"), ("_CLAP_COMPLETE_SPACE", "true")]);
+    command.env("_CLAP_COMPLETE_INDEX", typed.len().to_string());
+    let output = command.output().unwrap();
+    assert!(output.status.success(), "{output:?}");
+    String::from_utf8(output.stdout).unwrap().lines().map(|line| line.trim().to_owned()).collect()
+}
+
+fn a_shell_is_given_names(here: &Installation) {
+    let has = |typed: &[&str], name: &str| {
+        let given = completed(here, typed);
+        assert!(given.iter().any(|it| it == name), "{name} after {typed:?}: {given:?}");
+    };
+    has(&["vm", "st"], "start");
+    has(&["vm", "show", ""], "a");
+    has(&["disk", "list", ""], "b");
+    has(&["disk", "show", "a", ""], "disk0");
+    has(&["policy", "show", "enc"], "encrypted");
+    has(&["vm", "import", "--datastore", ""], "local");
+    // A server that does not answer says nothing that would disturb the line.
+    let mut command = here.command().unwrap();
+    command.args(["--", "vmseal", "vm", "show", ""]).env("VMSEAL_SERVER", "https://127.0.0.1:1");
+    let output = command.env("COMPLETE", "bash").env("_CLAP_COMPLETE_INDEX", "3").output().unwrap();
+    let printed = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(output.status.success() && output.stderr.is_empty(), "{output:?}");
+    assert!(!printed.split_whitespace().any(|word| word == "a"), "{printed}");
+}
+
+/// What an image is is never guessed: a person is asked until it is said, a script is refused.
+fn the_format_of_an_image_is_asked_for(here: &Installation) {
+    let disk = format!("datastore=local,image={}", text(&here.counter_image().unwrap()).unwrap());
+    let import = ["vm", "import", "asked", "--policy", "plain", "--disk", &disk];
+    assert_eq!(exit_code(here, &import), 2);
+    for (answer, asked) in [("vmdk\nraw\n", 2), ("raw\n", 1)] {
+        let output = here.answered(&[&import[..], &["--dry-run"]].concat(), answer).unwrap();
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(0), "{said}");
+        assert_eq!(said.matches("The format of ").count(), asked, "{said}");
+        assert_eq!(said.contains("'vmdk' is not a format"), asked == 2, "{said}");
+    }
+    assert_eq!(exit_code(here, &["vm", "show", "asked"]), 3, "it was done");
 }
 
 #[test]
@@ -178,12 +264,27 @@ fn waiting_for_a_task_survives_a_restart_of_the_server() {
     let lines = read_lines(child.stderr.take().unwrap());
     let mut watch = Watch { child, lines };
     watch.line_with(&["vm.stop vm1"]);
+    let list = Watch::start(&here, &["policy", "list", "-w", "-c", "name"]);
+    list.line_with(&["listed", "plain"]);
+    let single = Watch::start(&here, &["vm", "show", "vm1", "-w", "-o", "csv"]);
+    single.line_with(&["listed", "vm1"]);
+    let events = Watch::start(&here, &["events", "-f", "-c", "kind,target"]);
+    events.line_with(&["vm.started", "vm1"]);
     here.kill_server();
     watch.line_with(&["asking again for 2m"]);
+    // One that begins while the server is away waits for it, too; one whose time passes then does not know.
+    let mut late = here.command().unwrap();
+    let mut late = late.args(["task", "wait", task]).stderr(Stdio::null()).spawn().unwrap();
     here.start_server().unwrap();
     watch.line_with(&["the server answers again"]);
+    here.vmseal(&["policy", "add", "later", "--plain"]).unwrap();
+    list.line_with(&["added", "later"]);
+    events.line_with(&["policy.added", "later"]);
     watch.line_with(&["vm.stop vm1", "failed at step"]);
     assert_eq!(watch.child.wait().unwrap().code(), Some(6), "not as the task ended");
+    assert_eq!(late.wait().unwrap().code(), Some(6), "not as the task ended");
+    here.vmseal(&["vm", "stop", "vm1", "--force"]).unwrap();
+    single.line_with(&["changed", "off"]);
 }
 
 #[test]
@@ -229,11 +330,20 @@ fn what_is_tried_is_not_done_and_what_is_watched_is_seen() {
     let task = running[0]["id"].as_str().unwrap().to_owned();
     assert!(said.contains(&task), "{said}");
 
-    // Ctrl-C leaves it running as well.
-    let mut watch = Watch::start(&here, &["task", "watch"]);
-    std::thread::sleep(Duration::from_secs(1));
-    kill(Pid::from_raw(watch.child.id().try_into().unwrap()), Signal::SIGINT).unwrap();
-    assert_eq!(watch.child.wait().unwrap().code(), Some(130));
+    // On a terminal there is a bar for it. Ctrl-C leaves it running as well.
+    let pair = nix::pty::openpty(&SCREEN, None).unwrap();
+    let mut command = here.command().unwrap();
+    command.args(["task", "watch"]).stdout(Stdio::null()).stderr(pair.slave);
+    let mut watch = command.spawn().unwrap();
+    drop(command);
+    let (mut screen, mut terminal) = (String::new(), std::fs::File::from(pair.master));
+    while !(screen.contains("vm.stop vm1") && screen.contains("(1s)")) {
+        let mut drawn = [0; 4096];
+        let length = terminal.read(&mut drawn).expect("no bar is drawn");
+        screen.push_str(&String::from_utf8_lossy(&drawn[..length]));
+    }
+    kill(Pid::from_raw(watch.id().try_into().unwrap()), Signal::SIGINT).unwrap();
+    assert_eq!(watch.wait().unwrap().code(), Some(130));
     assert_eq!(here.json(&["task", "show", &task]).unwrap()["state"], "running");
 
     here.vmseal(&["task", "cancel", &task]).unwrap();
@@ -275,7 +385,7 @@ fn nothing_comes_of_a_dry_run(here: &Installation) {
     assert_eq!(of_provider("unlock", &[]), 0);
     assert_eq!(of_provider("verify", &["--from", &known]), 0);
     assert_eq!(of_provider("backup", &["--to", &path(&backup)]), 0);
-    assert_eq!(of_provider("backup", &["--to", &known]), 1, "it would not be kept");
+    assert_eq!(of_provider("backup", &["--to", &known]), 4, "it would not be kept");
     assert_eq!(exit_code(here, &["provider", "default", "keys", "--dry-run"]), 0);
     assert_eq!(exit_code(here, &["host", "token", "--dry-run"]), 0);
     let (url, ca, token) =

@@ -121,6 +121,10 @@ pub struct Problem {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[cfg_attr(feature = "openapi", schema(value_type = Option<String>))]
     pub request_id: Option<Box<str>>,
+    /// Whether nobody knows if the request was carried out: it was sent, and its answer was lost. A client's own
+    /// finding, which is in no document.
+    #[serde(skip)]
+    pub in_doubt: bool,
 }
 
 impl Problem {
@@ -140,6 +144,7 @@ impl Problem {
             field: None,
             reason: None,
             request_id: None,
+            in_doubt: false,
         }
     }
 

@@ -17,12 +17,13 @@ const VARIABLE: &str = "COMPLETE";
 const PATIENCE: Duration = Duration::from_secs(2);
 
 /// The nouns whose verbs take a name, and the lists that have the names.
-const NOUNS: [(&str, &str); 6] = [
+const NOUNS: [(&str, &str); 7] = [
     ("host", "hosts"),
     ("datastore", "datastores"),
     ("provider", "providers"),
     ("policy", "policies"),
     ("vm", "vms"),
+    ("disk", "vms"),
     ("task", "tasks"),
 ];
 
@@ -64,6 +65,9 @@ fn with_names(verb: Command, list: &'static str) -> Command {
         "policy" => named(arg, "policies"),
         "provider" => named(arg, "providers"),
         "host" => named(arg, "hosts"),
+        "vm" => named(arg, "vms"),
+        "disk" => arg.add(ArgValueCandidates::new(disks)),
+        "datastore" => named(arg, "datastores"),
         _ => arg,
     })
 }
@@ -72,8 +76,27 @@ fn named(arg: Arg, list: &'static str) -> Arg {
     arg.add(ArgValueCandidates::new(move || names(list)))
 }
 
-/// The names of a list; none where the server cannot be asked, as nothing may disturb the line that is typed.
+/// The names that disks have.
+fn disks() -> Vec<CompletionCandidate> {
+    let vms = asked("vms");
+    let disks = vms.iter().filter_map(|vm| vm.get("disks")?.as_array()).flatten();
+    let mut names: Vec<_> = disks.filter_map(|disk| disk.get("name")?.as_str()).collect();
+    names.sort_unstable();
+    names.dedup();
+    names.into_iter().map(CompletionCandidate::new).collect()
+}
+
+/// The names of a list.
 fn names(list: &str) -> Vec<CompletionCandidate> {
+    let name = |item: &Value| {
+        let name = item.get("name").or_else(|| item.get("id"))?;
+        name.as_str().map(CompletionCandidate::new)
+    };
+    asked(list).iter().filter_map(name).collect()
+}
+
+/// What is in a list; nothing where the server cannot be asked, as nothing may disturb the line that is typed.
+fn asked(list: &str) -> Vec<Value> {
     let asked = || -> anyhow::Result<Vec<Value>> {
         let server = connection::connect(&Global::from_environment())?;
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
@@ -81,11 +104,7 @@ fn names(list: &str) -> Vec<CompletionCandidate> {
             tokio::time::timeout(PATIENCE, server.all::<Value>(list)).await
         })??)
     };
-    let name = |item: &Value| {
-        let name = item.get("name").or_else(|| item.get("id"))?;
-        name.as_str().map(CompletionCandidate::new)
-    };
-    asked().unwrap_or_default().iter().filter_map(name).collect()
+    asked().unwrap_or_default()
 }
 
 #[cfg(test)]
@@ -102,6 +121,8 @@ mod tests {
         };
         assert!(asks("vm", "start", "name") && asks("vm", "show", "name"));
         assert!(asks("vm", "create", "policy") && asks("task", "wait", "tasks"));
+        assert!(asks("disk", "list", "vm") && asks("disk", "show", "disk"));
+        assert!(asks("vm", "import", "datastore"));
         assert!(!asks("vm", "create", "name") && !asks("policy", "add", "name"));
     }
 

@@ -12,6 +12,7 @@ use zeroize::Zeroizing;
 use crate::arguments::{Global, Login};
 use crate::commands::plan;
 use crate::exit::{Ended, Exit};
+use crate::print;
 
 /// What `vmseal login` saves. Paths, not contents: the token stays in its own file.
 #[derive(Default, Serialize, Deserialize)]
@@ -45,16 +46,14 @@ fn saved() -> anyhow::Result<Saved> {
 pub fn connect(global: &Global) -> anyhow::Result<ServerClient> {
     let saved = saved()?;
     let missing = |option: &str, what: &str| {
-        format!("no {what} is known: give --{option}, or run vmseal login once")
+        let message = format!("no {what} is known: give --{option}, or run vmseal login once");
+        Ended::new(Exit::NotPermitted, message)
     };
-    let server =
-        global.server.clone().or(saved.server).with_context(|| missing("server", "server"))?;
-    let ca = global.ca.clone().or(saved.ca).with_context(|| missing("ca", "authority"))?;
-    let token_file = global
-        .token_file
-        .clone()
-        .or(saved.token_file)
-        .with_context(|| missing("token-file", "access token"))?;
+    let server = global.server.clone().or(saved.server);
+    let server = server.ok_or_else(|| missing("server", "server"))?;
+    let ca = global.ca.clone().or(saved.ca).ok_or_else(|| missing("ca", "authority"))?;
+    let token_file = global.token_file.clone().or(saved.token_file);
+    let token_file = token_file.ok_or_else(|| missing("token-file", "access token"))?;
     open(&server, &ca, &token_file)
 }
 
@@ -84,7 +83,7 @@ pub async fn login(global: &Global, options: &Login) -> anyhow::Result<()> {
         let about: About = client.get("about").await?;
         // `about` needs no credentials; a list does.
         let _: Page<Host> = client.get("hosts").await?;
-        eprintln!("{server} is vmseal {}", about.vmseal);
+        print::say(format_args!("{server} is vmseal {}", about.vmseal));
     }
     let path = saved_path().context("there is no home directory to save in: set HOME")?;
     if options.dry_run.dry_run {
@@ -110,6 +109,6 @@ pub async fn login(global: &Global, options: &Login) -> anyhow::Result<()> {
         .with_context(|| format!("cannot write {}", next.display()))?;
     std::io::Write::write_all(&mut file, text.as_bytes())?;
     std::fs::rename(&next, &path)?;
-    eprintln!("saved in {}", path.display());
+    print::say(format_args!("saved in {}", path.display()));
     Ok(())
 }

@@ -11,6 +11,7 @@ use vmseal_api::request::CreateDisk;
 use vmseal_api::transfer::ImageFormat;
 
 use crate::exit::{Ended, Exit};
+use crate::print;
 
 /// Parses the `index`th `--disk`; a disk that is not named is called after its place (`disk0`). An
 /// image's format that is not named is asked for, where there is a terminal to ask at.
@@ -106,7 +107,7 @@ fn ask_format(image: &Path, terminal: bool) -> anyhow::Result<ImageFormat> {
         ensure!(std::io::stdin().lock().read_line(&mut answer)? > 0, "no format was named");
         match parse_format(answer.trim()) {
             Ok(format) => return Ok(format),
-            Err(error) => eprintln!("{error}"),
+            Err(error) => print::say(error),
         }
     }
 }

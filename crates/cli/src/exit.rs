@@ -30,12 +30,12 @@ pub const ALL: &[(Exit, &str)] = &[
     (Exit::Conflict, "it exists already, is in use, or is in a state in which this cannot be done"),
     (
         Exit::NotPermitted,
-        "not permitted: no access token, a wrong one, or one that may not do this",
+        "not permitted: no server or access token is known, the token is wrong, or it may not do this",
     ),
     (Exit::NoAnswer, "the server, a host or a guest did not answer, or not in time"),
     (
         Exit::OutcomeUnknown,
-        "it is not known how the task has ended, or it could be neither finished nor undone: look at it",
+        "it is not known whether it was done: the answer was lost, or the task could be neither finished nor undone: look at it",
     ),
     (Exit::NoKey, "the VM's key is not available, or is not the right one"),
     (Exit::GoesOn, "--timeout has passed; the task goes on"),
@@ -62,16 +62,21 @@ impl Exit {
         if let Some(ended) = error.downcast_ref::<Ended>() {
             ended.exit
         } else if let Some(problem) = error.downcast_ref::<Problem>() {
-            problem.code.into()
+            if problem.in_doubt { Self::OutcomeUnknown } else { problem.code.into() }
         } else {
             Self::Failed
         }
     }
 }
 
-/// What a message ends with when the server has failed: by what to find it in the logs.
+/// What a message ends with when the server has failed, or its answer was lost: by what to find the request.
 pub fn trace(error: &anyhow::Error) -> String {
     let problem = error.downcast_ref::<Problem>();
+    if let Some(Problem { in_doubt: true, request_id: Some(request), .. }) = problem {
+        return format!(
+            "; whether it was done is not known: look for request id {request} in `vmseal task list -c id,kind,target,state,request-id`"
+        );
+    }
     let request = problem.and_then(|problem| failed_inside(problem, problem.request_id.as_deref()));
     request.unwrap_or_default()
 }
@@ -128,6 +133,28 @@ mod tests {
         assert_eq!(told(ErrorCode::Internal), " (request id r-1)");
         assert_eq!(told(ErrorCode::NotFound), "");
         assert_eq!(trace(&Problem::new(ErrorCode::Internal, "why").into()), "");
+    }
+
+    #[test]
+    fn a_lost_answer_is_an_unknown_end_with_what_to_look_for() {
+        for code in [ErrorCode::Unreachable, ErrorCode::TimedOut] {
+            let lost = Problem { in_doubt: true, ..Problem::new(code, "it did not answer") };
+            let lost = Problem { request_id: Some("r-1".into()), ..lost };
+            let error = anyhow::Error::from(lost).context("while doing this");
+            assert_eq!(Exit::of(&error), Exit::OutcomeUnknown);
+            let told = trace(&error);
+            assert!(told.contains("not known") && told.contains("request id r-1 in"), "{told}");
+        }
+    }
+
+    /// Scripts are written after the manual.
+    #[test]
+    fn the_manual_has_every_code_with_what_it_means() {
+        let manual = include_str!("../../../docs/cli.md");
+        for (exit, meaning) in ALL {
+            let line = format!("| {} | {meaning} |", *exit as u8);
+            assert!(manual.contains(&line), "docs/cli.md has no line: {line}");
+        }
     }
 
     #[test]

@@ -16,7 +16,23 @@ pub fn command() -> Command {
     explained(Arguments::command(), "vmseal")
 }
 
+/// The arguments that become a part of a request's path.
+const IN_PATHS: [&str; 5] = ["name", "vm", "disk", "tasks", "kms"];
+
+/// What is typed as a name stays one: a path's separators, and its words for 'here' and 'above', would make another
+/// request of it.
+fn one_name(typed: &str) -> Result<String, String> {
+    if matches!(typed, "" | "." | "..") || typed.contains(['/', '?']) {
+        return Err("this is neither a name nor an id: they hold no '/' and no '?', and are not '.' or '..'".to_owned());
+    }
+    Ok(typed.to_owned())
+}
+
 fn explained(command: Command, page: &str) -> Command {
+    let command = command.mut_args(|arg| match IN_PATHS.contains(&arg.get_id().as_str()) {
+        true => arg.value_parser(one_name),
+        false => arg,
+    });
     let ends = ending(&command, page);
     command.after_long_help(ends).mut_subcommands(|verb| {
         let page = format!("{page}-{}", verb.get_name());
@@ -112,6 +128,37 @@ mod tests {
         files.sort();
         names.sort();
         assert_eq!(files, names, "a file of a noun that there is no more");
+    }
+
+    /// Whatever a verb calls what it takes: nothing that is typed in its place becomes another path.
+    #[test]
+    fn names_with_which_another_path_would_be_asked_for_are_refused() {
+        for typed in ["a/b", "a?b", "..", ".", ""] {
+            for before in [
+                &["vm", "show"][..],
+                &["vm", "start"],
+                &["vm", "console"],
+                &["vm", "delete"],
+                &["disk", "list"],
+                &["disk", "show", "vm"],
+                &["disk", "show"],
+                &["task", "wait"],
+                &["task", "cancel"],
+                &["provider", "trust", "kms", "--kms"],
+                &["provider", "remove"],
+                &["host", "log-level"],
+                &["datastore", "scan"],
+                &["policy", "show"],
+            ] {
+                let typed = [&["vmseal"], before, &[typed]].concat();
+                let refused = command().try_get_matches_from(&typed).err();
+                let refused = refused.unwrap_or_else(|| panic!("{typed:?} is taken"));
+                assert_eq!(refused.exit_code(), 2);
+                assert!(refused.to_string().contains("neither a name nor an id"), "{refused}");
+            }
+        }
+        let usual = ["vmseal", "datastore", "show", "host1:local"];
+        assert!(command().try_get_matches_from(usual).is_ok());
     }
 
     /// Every text is one sentence's voice: begins with a capital, ends without a full stop, says something.

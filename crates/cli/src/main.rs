@@ -32,7 +32,7 @@ fn main() -> ExitCode {
     let runtime = match tokio::runtime::Builder::new_multi_thread().enable_all().build() {
         Ok(runtime) => runtime,
         Err(error) => {
-            eprintln!("vmseal: cannot start: {error}");
+            print::say(format_args!("vmseal: cannot start: {error}"));
             return ExitCode::FAILURE;
         }
     };
@@ -42,7 +42,7 @@ fn main() -> ExitCode {
     match ended {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("vmseal: {error:#}{}", exit::trace(&error));
+            print::say(format_args!("vmseal: {error:#}{}", exit::trace(&error)));
             ExitCode::from(exit::Exit::of(&error) as u8)
         }
     }

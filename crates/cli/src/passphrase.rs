@@ -4,7 +4,7 @@ use std::fs::File;
 use std::io::{IsTerminal, Read};
 use std::path::Path;
 
-use anyhow::{Context, bail, ensure};
+use anyhow::{Context, ensure};
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use vmseal_api::request::{SealedPassphrase, passphrase_info};
@@ -13,6 +13,7 @@ use vmseal_secret::sealed_box;
 use zeroize::{Zeroize, Zeroizing};
 
 use crate::arguments::Passphrase;
+use crate::exit::{Ended, Exit};
 
 /// The longest passphrase, in bytes; cryptsetup's limit for one that is typed.
 const PASSPHRASE_MAX: usize = 512;
@@ -47,7 +48,10 @@ pub fn from_file(file: &Path) -> anyhow::Result<SecretBytes> {
 
 fn ask(what: &str, prompt: Prompt) -> anyhow::Result<SecretBytes> {
     if !std::io::stdin().is_terminal() {
-        bail!("{what} is needed and there is no terminal to ask at: give --passphrase-file FILE");
+        let message = format!(
+            "{what} is needed and there is no terminal to ask at: give --passphrase-file FILE"
+        );
+        return Err(Ended::new(Exit::Usage, message).into());
     }
     let mut first = Zeroizing::new(rpassword::prompt_password(format!("{what}: "))?.into_bytes());
     if let Prompt::Twice = prompt {

@@ -217,5 +217,11 @@ mod tests {
         let figures = times.figures();
         assert!(figures.decrypt_nanoseconds >= 64 * 1_000_000, "{figures:?}");
         assert_eq!(figures.encrypt_nanoseconds, 0);
+        let began = Timed(thread_nanoseconds());
+        while thread_nanoseconds() < began.0 + 1_000_000 {}
+        sampler.end(Some(began), CipherWork::Encrypt);
+        let both = times.figures();
+        assert!(both.encrypt_nanoseconds >= 64 * 1_000_000, "{both:?}");
+        assert_eq!(both.decrypt_nanoseconds, figures.decrypt_nanoseconds);
     }
 }

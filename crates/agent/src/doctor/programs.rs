@@ -1,13 +1,25 @@
 //! The programs that VMs need: QEMU, and the filter.
 
+use std::io::Read;
 use std::path::Path;
 use std::process::{Command, Stdio};
+use std::sync::mpsc::channel;
+use std::time::{Duration, Instant};
 
 use super::Finding;
 use crate::qemu::Qemu;
 
 /// The device by which a guest sees an encrypted disk.
 const DEVICE: &str = "\"vhost-user-blk-pci\"";
+
+/// How long a program may take to say what it is; a slow disk reads QEMU in a second or two.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// How long one that has said it may take to end.
+const ENDING: Duration = Duration::from_secs(1);
+
+/// The most that is read of what one says, in bytes; QEMU's list of devices has some 20 000.
+const SAID_MAX: u64 = 1024 * 1024;
 
 /// QEMU, and what it can.
 pub fn qemu(program: &Path) -> Vec<Finding> {
@@ -43,15 +55,39 @@ pub fn filter(program: &Path) -> Finding {
     };
     let answer = answer.trim();
     if answer.rsplit(' ').next() == Some(own) {
-        return Finding::ok(CHECK, format!("{} is of this version, {own}", program.display()));
+        return Finding::ok(CHECK, format!("{} says version {own}, as this", program.display()));
     }
     let found = format!("{} is '{answer}', and this is {own}", program.display());
     Finding::failed(CHECK, found, INSTALL)
 }
 
 fn said(program: &Path, arguments: &[&str]) -> Option<String> {
-    let output = Command::new(program).args(arguments).stdin(Stdio::null()).output().ok()?;
-    output.status.success().then(|| String::from_utf8_lossy(&output.stdout).into_owned())
+    said_within(PATIENCE, program, arguments)
+}
+
+/// What a program says that ends well; nothing of one that is still at it after `patience`.
+fn said_within(patience: Duration, program: &Path, arguments: &[&str]) -> Option<String> {
+    let mut command = Command::new(program);
+    command.args(arguments).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
+    let mut child = command.spawn().ok()?;
+    let (sender, answer) = channel();
+    let from = child.stdout.take()?;
+    // In a thread of its own: a program that prints nothing, or without end, must not hold up the others.
+    std::thread::spawn(move || {
+        let mut said = Vec::new();
+        let read = from.take(SAID_MAX).read_to_end(&mut said);
+        // Nobody waits any more where time is over.
+        let _ = sender.send(read.map(|_| said));
+    });
+    let said = answer.recv_timeout(patience);
+    let deadline = Instant::now() + ENDING;
+    while said.is_ok() && Instant::now() < deadline && matches!(child.try_wait(), Ok(None)) {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let _ = child.kill();
+    let ended = child.wait().ok()?;
+    let said = said.ok()?.ok()?;
+    ended.success().then(|| String::from_utf8_lossy(&said).into_owned())
 }
 
 #[cfg(test)]
@@ -77,6 +113,11 @@ mod tests {
         assert_eq!(filter(&run("echo vmseal-filter 0.0.9")).result, Verdict::Failed);
         assert_eq!(filter(&run("exit 1")).result, Verdict::Failed);
         assert_eq!(filter(Path::new("/nowhere")).result, Verdict::Failed);
+        let began = Instant::now();
+        for silent in ["exec sleep 60", "echo vmseal-filter 0.1.0; exec >&-; exec sleep 60"] {
+            assert_eq!(said_within(Duration::from_millis(300), &run(silent), &[]), None);
+        }
+        assert!(began.elapsed() < Duration::from_secs(30), "{:?}", began.elapsed());
         let verdicts =
             |body: &str| qemu(&run(body)).iter().map(|finding| finding.result).collect::<Vec<_>>();
         assert_eq!(

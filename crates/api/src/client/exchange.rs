@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use reqwest::{RequestBuilder, Response};
+use reqwest::{Request, RequestBuilder, Response};
 use serde::de::DeserializeOwned;
 
 use crate::problem::{ErrorCode, Problem};
@@ -25,16 +25,26 @@ impl Peer<'_> {
             Some(id) => request.header(request_id::HEADER, id.as_str()),
             None => request,
         };
-        let answer = request.send().await.map_err(|error| self.failure(&error))?;
+        let (client, request) = request.build_split();
+        let request = request.map_err(|error| self.failure(&error))?;
+        let changes = changes(&request);
+        let answer = client.execute(request).await.map_err(|error| match error.is_connect() {
+            true => self.failure(&error),
+            false => lost(changes, self.failure(&error)),
+        })?;
         let status = answer.status();
-        let body = self.body(answer).await?;
+        let body = self.body(answer).await.map_err(|problem| lost(changes, problem))?;
         if status.is_success() {
             return Ok(body);
         }
-        Err(serde_json::from_slice(&body).unwrap_or_else(|_| {
+        let problem: Problem = serde_json::from_slice(&body).map_err(|_| {
             let detail = format!("{} answered with HTTP status {status}: is it vmseal?", self.0);
-            Problem::new(ErrorCode::Unreachable, detail)
-        }))
+            lost(changes, Problem::new(ErrorCode::Unreachable, detail))
+        })?;
+        Err(match problem.code {
+            ErrorCode::TimedOut => lost(changes, problem),
+            _ => problem,
+        })
     }
 
     async fn body(&self, mut answer: Response) -> Result<Vec<u8>, Problem> {
@@ -47,6 +57,11 @@ impl Peer<'_> {
             body.extend_from_slice(&chunk);
         }
         Ok(body)
+    }
+
+    /// Understands the body of the answer to a request that changes something.
+    pub(super) fn parse_changed<T: DeserializeOwned>(&self, body: &[u8]) -> Result<T, Problem> {
+        self.parse(body).map_err(|problem| lost(true, problem))
     }
 
     /// Understands an answer's body.
@@ -71,6 +86,19 @@ impl Peer<'_> {
     }
 }
 
+/// Whether a request changes something; those that are only tried do not.
+fn changes(request: &Request) -> bool {
+    let tried =
+        request.url().query_pairs().any(|(name, value)| name == "dry_run" && value == "true");
+    !request.method().is_safe() && !tried
+}
+
+/// The answer to a request that was sent is lost: with it, whether what was to be changed is.
+fn lost(changes: bool, problem: Problem) -> Problem {
+    let request_id = request_id::current().map(|id| id.as_str().into());
+    Problem { in_doubt: changes, request_id: problem.request_id.or(request_id), ..problem }
+}
+
 /// The cause at the end of the chain says most ("connection refused"); the links before it repeat it.
 fn deepest(error: &reqwest::Error) -> String {
     let mut cause: &dyn std::error::Error = error;
@@ -78,4 +106,85 @@ fn deepest(error: &reqwest::Error) -> String {
         cause = next;
     }
     cause.to_string()
+}
+
+#[cfg(test)]
+mod tests {
+    use reqwest::{Client, Method};
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    use tokio::net::TcpListener;
+
+    use super::super::tls;
+    use super::*;
+
+    fn client() -> Client {
+        let tls = tls::anonymous(include_str!("../../tests/ca.pem")).unwrap();
+        Client::builder().tls_backend_preconfigured(tls).no_proxy().build().unwrap()
+    }
+
+    /// What somebody answers to a request, who then hangs up.
+    async fn answered(answer: &str, method: Method, query: &str) -> Result<Vec<u8>, Problem> {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let url = format!("http://{}/vms{query}", listener.local_addr().unwrap());
+        let answer = answer.to_owned();
+        let peer = tokio::spawn(async move {
+            let (mut stream, _) = listener.accept().await.unwrap();
+            let _ = stream.read(&mut [0; 4096]).await.unwrap();
+            stream.write_all(answer.as_bytes()).await.unwrap();
+        });
+        let request = client().request(method, url).timeout(Duration::from_secs(20));
+        let id = "r-1".parse().unwrap();
+        let answer = request_id::during(Some(id), Peer("the server").exchange(request)).await;
+        peer.await.unwrap();
+        answer
+    }
+
+    fn http(status: &str, body: &str) -> String {
+        format!("HTTP/1.1 {status}\r\ncontent-length: {}\r\n\r\n{body}", body.len())
+    }
+
+    #[tokio::test]
+    async fn a_change_whose_answer_is_lost_is_in_doubt_and_nothing_else_is() {
+        let slow = serde_json::to_string(&Problem::new(ErrorCode::TimedOut, "60 s")).unwrap();
+        let locked = serde_json::to_string(&Problem::new(ErrorCode::Locked, "no key")).unwrap();
+        let cut = "HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\n{".to_owned();
+        for (answer, in_doubt) in [
+            (String::new(), true),
+            (cut, true),
+            ("rubbish\r\n\r\n".to_owned(), true),
+            (http("502 Bad Gateway", "<html>"), true),
+            (http("504 Gateway Timeout", &slow), true),
+            (http("423 Locked", &locked), false),
+        ] {
+            for (method, query, changes) in [
+                (Method::POST, "", true),
+                (Method::PUT, "", true),
+                (Method::DELETE, "", true),
+                (Method::POST, "?dry_run=true", false),
+                (Method::GET, "", false),
+            ] {
+                let problem = answered(&answer, method.clone(), query).await.unwrap_err();
+                let expected = in_doubt && changes;
+                assert_eq!(problem.in_doubt, expected, "{method}{query}: {answer}: {problem:?}");
+                assert!(!expected || problem.request_id.as_deref() == Some("r-1"), "{problem:?}");
+            }
+        }
+        assert!(Peer("it").parse_changed::<u32>(b"{}").unwrap_err().in_doubt);
+        assert!(!Peer("it").parse::<u32>(b"{}").unwrap_err().in_doubt);
+    }
+
+    #[tokio::test]
+    async fn a_request_that_was_not_sent_is_not_in_doubt() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let url = format!("http://{}", listener.local_addr().unwrap());
+        drop(listener);
+        let problem = Peer("it").exchange(client().post(url)).await.unwrap_err();
+        assert_eq!((problem.code, problem.in_doubt), (ErrorCode::Unreachable, false));
+    }
+
+    #[test]
+    fn doubt_is_the_clients_own_and_not_sent() {
+        let problem = lost(true, Problem::new(ErrorCode::TimedOut, "60 s"));
+        assert!(!serde_json::to_string(&problem).unwrap().contains("doubt"));
+    }
 }

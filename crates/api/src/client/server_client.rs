@@ -112,7 +112,7 @@ impl ServerClient {
     ) -> Result<T, Problem> {
         let request = self.request(Method::POST, path).json(body);
         let body = self.peer().exchange(request).await?;
-        self.peer().parse(&body)
+        self.peer().parse_changed(&body)
     }
 
     /// Replaces something of a resource.
@@ -126,7 +126,7 @@ impl ServerClient {
     ) -> Result<T, Problem> {
         let request = self.request(Method::PUT, path).json(body);
         let body = self.peer().exchange(request).await?;
-        self.peer().parse(&body)
+        self.peer().parse_changed(&body)
     }
 
     /// Removes a resource at once.
@@ -143,7 +143,7 @@ impl ServerClient {
     /// As [`ServerClient::get`].
     pub async fn delete_task(&self, path: &str) -> Result<Task, Problem> {
         let body = self.peer().exchange(self.request(Method::DELETE, path)).await?;
-        self.peer().parse(&body)
+        self.peer().parse_changed(&body)
     }
 
     /// Has the server check what [`ServerClient::post`] would do, without doing it.
@@ -155,7 +155,7 @@ impl ServerClient {
         path: &str,
         body: &(impl Serialize + Sync),
     ) -> Result<Plan, Problem> {
-        self.post(&format!("{path}?dry_run=true"), body).await
+        self.post(&format!("{path}?dry_run=true"), body).await.map_err(tried)
     }
 
     /// Has the server check what [`ServerClient::put`] would do, without doing it.
@@ -167,7 +167,7 @@ impl ServerClient {
         path: &str,
         body: &(impl Serialize + Sync),
     ) -> Result<Plan, Problem> {
-        self.put(&format!("{path}?dry_run=true"), body).await
+        self.put(&format!("{path}?dry_run=true"), body).await.map_err(tried)
     }
 
     /// Has the server check what a removal would do, without doing it.
@@ -204,6 +204,11 @@ impl ServerClient {
         };
         websocket::open(address, Arc::clone(&self.tls)).await
     }
+}
+
+/// Nothing was to be done: there is no doubt about it.
+fn tried(problem: Problem) -> Problem {
+    Problem { in_doubt: false, ..problem }
 }
 
 #[cfg(test)]

@@ -23,6 +23,9 @@ pub enum Disk {
         vm: String,
         /// The disk's name within the VM, or its id
         disk: String,
+        /// Print a line for it, and one for every change until it is removed
+        #[arg(short, long)]
+        watch: bool,
     },
     /// Write a disk of a VM that is off to a file on its host
     Export {

@@ -1,10 +1,9 @@
 //! Virtual disks.
 
-use anyhow::Context;
 use vmseal_api::client::ServerClient;
 use vmseal_api::host::{SealedKey, export_info};
 use vmseal_api::model::{Disk, Host, Vm};
-use vmseal_api::problem::ErrorCode;
+use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::ExportDisk;
 use vmseal_api::transfer::ExportFormat;
 
@@ -12,7 +11,7 @@ use super::{list, vm};
 use crate::arguments::{self, Output, Passphrase};
 use crate::exit::{Ended, Exit};
 use crate::passphrase::{self, Prompt};
-use crate::print::{self, VmDisk};
+use crate::print::VmDisk;
 
 pub async fn run(
     server: &ServerClient,
@@ -29,7 +28,7 @@ pub async fn run(
                         Ok(vm) => vec![vm],
                         // Deleted meanwhile, with its disks.
                         Err(problem) if found && problem.code == ErrorCode::NotFound => Vec::new(),
-                        Err(problem) => return Err(problem.into()),
+                        Err(problem) => return Err(problem),
                     },
                 };
                 found = true;
@@ -37,10 +36,12 @@ pub async fn run(
             })
             .await
         }
-        arguments::Disk::Show { vm, disk } => {
-            let (vm, disk) = find(server, &vm, &disk).await?;
-            let shown = VmDisk { vm: vm.name, disk };
-            print::one(output, &shown, &[])
+        arguments::Disk::Show { vm, disk, watch } => {
+            let read = async || {
+                let (vm, disk) = find(server, &vm, &disk).await?;
+                Ok(VmDisk { vm: vm.name, disk })
+            };
+            list::one_with(server, output, watch, |_| Vec::new(), read).await
         }
         arguments::Disk::Export { vm, disk, to, format, plaintext, passphrase, dry_run, wait } => {
             let format = match format {
@@ -86,11 +87,11 @@ fn check(format: ExportFormat, plaintext: bool, passphrase: &Passphrase) -> anyh
     }
 }
 
-async fn find(server: &ServerClient, vm: &str, disk: &str) -> anyhow::Result<(Vm, Disk)> {
+async fn find(server: &ServerClient, vm: &str, disk: &str) -> Result<(Vm, Disk), Problem> {
     let mut vm: Vm = server.get(&format!("vms/{vm}")).await?;
     let found = vm.disks.iter().position(|it| it.name == disk || it.id.to_string() == disk);
     let index = found.ok_or_else(|| {
-        Ended::new(Exit::NotFound, format!("VM '{}' has no disk '{disk}'", vm.name))
+        Problem::new(ErrorCode::NotFound, format!("VM '{}' has no disk '{disk}'", vm.name))
     })?;
     let disk = vm.disks.swap_remove(index);
     Ok((vm, disk))
@@ -106,7 +107,8 @@ async fn sealed(
     let passphrase = passphrase::obtain(options, "Passphrase of the file", Prompt::Twice)?;
     let host: Host = server.get(&format!("hosts/{}", vm.host)).await?;
     let described = host.description;
-    let described = described.with_context(|| format!("host '{}' does not answer", vm.host))?;
+    let silent = || Ended::new(Exit::NoAnswer, format!("host '{}' does not answer", vm.host));
+    let described = described.ok_or_else(silent)?;
     let info = export_info(vm.id, disk.id);
     let sealed = passphrase::seal_to(&passphrase, &info, &described.key_box)?;
     Ok(SealedKey { key_box: described.key_box, sealed })

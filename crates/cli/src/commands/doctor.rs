@@ -27,7 +27,7 @@ pub async fn run(output: Output, asked: Doctor, hardening: Hardening) -> anyhow:
     let chosen = asked.columns.columns != usual.columns || asked.columns.no_header;
     match output {
         Output::Table if !chosen => {
-            findings.iter().for_each(|finding| print::line(&report(finding)))
+            findings.iter().try_for_each(|finding| print::line(&report(finding)))?
         }
         _ => print::list(output, &asked.columns, findings)?,
     }
@@ -41,7 +41,7 @@ pub async fn run(output: Output, asked: Doctor, hardening: Hardening) -> anyhow:
 /// A line, and one below it where something is to be done.
 fn report(finding: &Finding) -> String {
     let Finding { check, result, found, remedy } = finding;
-    let line = format!("{:<8} {check}: {found}", print::word(result));
+    let line = print::printable(&format!("{:<8} {check}: {found}", print::word(result)));
     match remedy {
         None => line,
         Some(remedy) => format!("{line}\n{:<8} to mend it: {remedy}", ""),

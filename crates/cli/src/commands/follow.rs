@@ -1,5 +1,6 @@
 //! Following what the server shows, without asking in between: it says when something has changed.
 
+use std::collections::HashMap;
 use std::time::Duration;
 
 use serde::Serialize;
@@ -57,10 +58,14 @@ pub fn differences<T: Row>(before: Option<&[T]>, now: &[T]) -> Vec<(Change, T)> 
     let Some(before) = before else {
         return now.iter().map(|item| (Change::Listed, item.clone())).collect();
     };
-    let same = |one: &T, other: &T| one.identity() == other.identity();
-    let gone = before.iter().filter(|old| !now.iter().any(|item| same(old, item)));
+    let by_identity = |items: &[T]| -> HashMap<String, usize> {
+        items.iter().enumerate().map(|(index, item)| (item.identity(), index)).collect()
+    };
+    let (known, there) = (by_identity(before), by_identity(now));
+    let gone = before.iter().filter(|old| !there.contains_key(&old.identity()));
     let gone = gone.map(|old| (Change::Removed, old.clone()));
-    let news = now.iter().filter_map(|item| match before.iter().find(|old| same(old, item)) {
+    let old = |item: &T| known.get(&item.identity()).map(|index| &before[*index]);
+    let news = now.iter().filter_map(|item| match old(item) {
         None => Some((Change::Added, item.clone())),
         Some(old) if old != item => Some((Change::Changed, item.clone())),
         Some(_) => None,
@@ -82,6 +87,17 @@ mod tests {
             detail: detail.into(),
             reason: None,
         }
+    }
+
+    /// Thousands of tasks are compared after every change.
+    #[test]
+    fn long_lists_are_compared_in_one_pass() {
+        let many = |detail: &str| -> Vec<_> {
+            (0..20_000).map(|number| alarm(&number.to_string(), detail)).collect()
+        };
+        let began = std::time::Instant::now();
+        assert_eq!(differences(Some(&many("x")), &many("y")).len(), 20_000);
+        assert!(began.elapsed() < Duration::from_secs(10), "{:?}", began.elapsed());
     }
 
     #[test]

@@ -24,8 +24,11 @@ pub async fn run(
             if output != Output::Table {
                 return print::one(output, &token, &[]);
             }
-            print::line(&token.token);
-            eprintln!("valid once, until {:.0}: give it to `vmseal agent join`", token.expires);
+            print::line(&token.token)?;
+            print::say(format_args!(
+                "valid once, until {:.0}: give it to `vmseal agent join`",
+                token.expires
+            ));
             Ok(())
         }
         arguments::Host::LogLevel { name, levels } => {

@@ -10,6 +10,7 @@ use crate::arguments::{Import, Output};
 use crate::disk_option::size_of_image;
 use crate::exit::{Ended, Exit};
 use crate::libvirt;
+use crate::print;
 
 /// A VM's memory where nothing says otherwise, in bytes.
 const MEMORY: u64 = 512 << 20;
@@ -37,6 +38,14 @@ pub async fn run(server: &ServerClient, output: Output, options: Import) -> anyh
     vm::begin(server, output, "vms", &request, &options.dry_run, &options.wait).await
 }
 
+/// The way out where a domain's image cannot be looked at.
+fn by_hand(disk: &libvirt::Disk) -> String {
+    let (image, format) = (disk.image.display(), disk.format.name());
+    format!(
+        "a domain does not say how large its disks are: run this on the datastore's host, as somebody who may read the image; or leave out --libvirt and give the disk as --disk datastore=NAME,image={image},format={format},size=SIZE"
+    )
+}
+
 fn images(options: &[String]) -> anyhow::Result<Vec<CreateDisk>> {
     let disks = vm::disk_options(options)?;
     if disks.iter().all(|disk| disk.image.is_none()) {
@@ -50,13 +59,18 @@ fn images(options: &[String]) -> anyhow::Result<Vec<CreateDisk>> {
 fn from_domain(file: &Path, datastore: &str, policy: String) -> anyhow::Result<CreateVm> {
     let domain = libvirt::read(file)?;
     for warning in &domain.warnings {
-        eprintln!("not taken over: {warning}");
+        print::say(format_args!("not taken over: {warning}"));
     }
     let disk = |disk: &libvirt::Disk| {
         Ok(CreateDisk {
             name: disk.name.clone(),
             datastore: datastore.to_owned(),
-            size: size_of_image(&disk.image, disk.format)?,
+            size: size_of_image(&disk.image, disk.format).map_err(|error| match error
+                .downcast_ref::<std::io::Error>()
+            {
+                Some(_) => error.context(by_hand(disk)),
+                None => error,
+            })?,
             image: Some(disk.image.clone()),
             format: Some(disk.format),
         })

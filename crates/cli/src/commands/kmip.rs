@@ -83,7 +83,10 @@ async fn trust(
 ) -> anyhow::Result<()> {
     let Trusting { only, fingerprint, authority, tried } = what;
     let provider: Provider = server.get(&format!("providers/{name}")).await?;
-    let details = provider.kmip.with_context(|| format!("'{name}' is no KMIP provider"))?;
+    let details = provider.kmip.ok_or_else(|| {
+        let message = format!("'{name}' is a native provider, which has no servers");
+        Ended::new(Exit::Conflict, message)
+    })?;
     let wanted: Vec<_> = details
         .servers
         .iter()
@@ -94,6 +97,15 @@ async fn trust(
         let message = format!("provider '{name}' has no server '{}'", only.unwrap_or_default());
         return Err(Ended::new(Exit::NotFound, message).into());
     }
+    if fingerprint.is_some() && wanted.len() > 1 {
+        let message = format!(
+            "a fingerprint is of one server's certificate, and provider '{name}' has {}: say which with --kms",
+            wanted.join(", ")
+        );
+        return Err(Ended::new(Exit::Usage, message).into());
+    }
+    // Every answer before the first is acted on: one "no", and nothing is trusted.
+    let mut requests = Vec::new();
     for alias in wanted {
         let path = format!("providers/{name}/servers/{alias}");
         let request = match (&authority, &fingerprint) {
@@ -117,7 +129,9 @@ async fn trust(
                 }
             }
         };
-        let path = format!("{path}/trust");
+        requests.push((format!("{path}/trust"), request));
+    }
+    for (path, request) in requests {
         if tried {
             plan::show(output, &server.try_post(&path, &request).await?)?;
         } else {
@@ -133,7 +147,7 @@ async fn trust(
 /// Shows a certificate; gives its fingerprint, or nothing if it is trusted already.
 fn untrusted(alias: &str, shown: &KmipShown) -> Option<String> {
     let certificate = &shown.certificate;
-    eprintln!("Server '{alias}' shows this certificate:");
+    print::say(format_args!("Server '{alias}' shows this certificate:"));
     for (head, text) in [
         ("SHA-256", certificate.fingerprint.as_str()),
         ("subject", &certificate.subject),
@@ -142,10 +156,10 @@ fn untrusted(alias: &str, shown: &KmipShown) -> Option<String> {
         ("valid from", &certificate.not_before.to_string()),
         ("valid until", &certificate.not_after.to_string()),
     ] {
-        eprintln!("  {head:<12} {text}");
+        print::say(format_args!("  {head:<12} {text}"));
     }
     if shown.trusted {
-        eprintln!("It is trusted.");
+        print::say("It is trusted.");
         return None;
     }
     Some(certificate.fingerprint.clone())
@@ -204,10 +218,7 @@ async fn set_certificate(
     let made: Pem = server.post(&path, &request).await?;
     match output {
         Output::Json | Output::Yaml => print::whole(output, &made),
-        Output::Table | Output::Csv => {
-            print::line(made.pem.trim_end());
-            Ok(())
-        }
+        Output::Table | Output::Csv => print::line(made.pem.trim_end()),
     }
 }
 
@@ -219,7 +230,7 @@ async fn test(server: &ServerClient, output: Output, name: &str, key: bool) -> a
     } else {
         for it in &tested.servers {
             let key = if it.key { ", made, read and destroyed a key" } else { "" };
-            print::line(&format!("{}: {}{key}", it.alias, words(&it.seen)));
+            print::words(&format!("{}: {}{key}", it.alias, words(&it.seen)))?;
         }
     }
     let bad = tested.servers.iter().filter(|it| it.seen.problem.is_some()).count();

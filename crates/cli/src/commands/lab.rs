@@ -2,10 +2,11 @@
 
 use vmseal_lab::BenchArguments;
 
+use crate::print;
+
 /// Compares disks; shows the report.
 pub fn disk(arguments: &BenchArguments) -> anyhow::Result<()> {
     let report = vmseal_lab::run(arguments, &mut vmseal_lab::narrate)?;
-    println!("{}", report.show());
-    println!("results in {}", arguments.json.display());
-    Ok(())
+    print::line(&report.show())?;
+    print::line(&format!("results in {}", arguments.json.display()))
 }

@@ -2,9 +2,10 @@
 
 use serde::de::DeserializeOwned;
 use vmseal_api::client::ServerClient;
-use vmseal_api::problem::ErrorCode;
+use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::follow::{Change, Changes, differences};
+use super::reconnect::across;
 use crate::arguments::{List, Output, Show};
 use crate::print::{self, Lines, Row};
 
@@ -18,7 +19,7 @@ pub async fn run<T: Row + DeserializeOwned>(
     how: &List<T>,
     path: &str,
 ) -> anyhow::Result<()> {
-    read_with(server, output, how, async || Ok(server.all(path).await?)).await
+    read_with(server, output, how, async || server.all(path).await).await
 }
 
 /// The same of a list that `read` makes from what the server shows.
@@ -26,7 +27,7 @@ pub async fn read_with<T: Row>(
     server: &ServerClient,
     output: Output,
     how: &List<T>,
-    mut read: impl AsyncFnMut() -> anyhow::Result<Vec<T>>,
+    mut read: impl AsyncFnMut() -> Result<Vec<T>, Problem>,
 ) -> anyhow::Result<()> {
     if !how.watch {
         return print::list(output, &how.columns, read().await?);
@@ -35,11 +36,14 @@ pub async fn read_with<T: Row>(
     let mut changes = Changes::begin(server).await?;
     let mut before: Option<Vec<T>> = None;
     loop {
-        let mut now = read().await?;
+        let mut now = across(server, &mut read).await?;
         now.sort_by(T::order);
         print::changes(output, &mut lines, &differences(before.as_deref(), &now))?;
+        if print::is_closed() {
+            return Ok(());
+        }
         before = Some(now);
-        changes.next().await?;
+        across(server, async || changes.next().await).await?;
     }
 }
 
@@ -53,25 +57,36 @@ pub async fn one<T: Row + DeserializeOwned>(
     details: Details<T>,
 ) -> anyhow::Result<()> {
     let path = format!("{path}/{}", how.name);
-    if !how.watch {
-        let item: T = server.get(&path).await?;
+    one_with(server, output, how.watch, details, async || server.get(&path).await).await
+}
+
+/// The same of a resource that `read` makes from what the server shows.
+pub async fn one_with<T: Row>(
+    server: &ServerClient,
+    output: Output,
+    watch: bool,
+    details: Details<T>,
+    mut read: impl AsyncFnMut() -> Result<T, Problem>,
+) -> anyhow::Result<()> {
+    if !watch {
+        let item = read().await?;
         return print::one(output, &item, &details(&item));
     }
     let mut lines = Lines::usual(output);
     let mut changes = Changes::begin(server).await?;
     let mut before: Option<Vec<T>> = None;
     loop {
-        let now = match server.get(&path).await {
+        let now = match across(server, &mut read).await {
             Ok(item) => vec![item],
             Err(problem) if problem.code == ErrorCode::NotFound && before.is_some() => Vec::new(),
             Err(problem) => return Err(problem.into()),
         };
         let news = differences(before.as_deref(), &now);
         print::changes(output, &mut lines, &news)?;
-        if news.iter().any(|(change, _)| *change == Change::Removed) {
+        if print::is_closed() || news.iter().any(|(change, _)| *change == Change::Removed) {
             return Ok(());
         }
         before = Some(now);
-        changes.next().await?;
+        across(server, async || changes.next().await).await?;
     }
 }

@@ -20,7 +20,7 @@ pub async fn run(
         Some(levels) => server.put(path, &SetLogLevel { levels: levels.to_string() }).await?,
     };
     for vm in &level.silent {
-        eprintln!("the filter of VM {vm} has not answered; it logs as before");
+        print::say(format_args!("the filter of VM {vm} has not answered; it logs as before"));
     }
     print::one(output, &level, &[])
 }

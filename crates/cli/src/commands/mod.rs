@@ -38,10 +38,7 @@ pub async fn run(arguments: Arguments, hardening: Hardening) -> anyhow::Result<(
         Command::Agent(options) => return processes::agent(options, hardening).await,
         Command::Lab(Lab::Disk(options)) => return lab::disk(&options),
         Command::Doctor(options) => return doctor::run(global.output, options, hardening).await,
-        Command::Completion(options) => {
-            print::print(&completion::script(options.shell)?);
-            return Ok(());
-        }
+        Command::Completion(options) => return print::print(&completion::script(options.shell)?),
         Command::Man(options) => return man::write(&options.dir),
         other => other,
     };

@@ -11,10 +11,10 @@ pub fn show(output: Output, plan: &Plan) -> anyhow::Result<()> {
         return print::one(output, plan, &[]);
     }
     let what = format!("{} {}", plan.kind, plan.target);
-    print::line(&format!("{} would:", what.trim_end()));
+    print::words(&format!("{} would:", what.trim_end()))?;
     for (index, step) in plan.steps.iter().enumerate() {
-        print::line(&format!("{:>3}. {step}", index + 1));
+        print::words(&format!("{:>3}. {step}", index + 1))?;
     }
-    eprintln!("nothing was done: this was a dry run");
+    print::say("nothing was done: this was a dry run");
     Ok(())
 }

@@ -11,6 +11,7 @@ use vmseal_secret::process::{Hardening, MemoryLock};
 use zeroize::Zeroizing;
 
 use crate::arguments::{Accelerator, Agent, AgentCommand, JoinAgent, RunAgent, RunServer};
+use crate::print;
 
 /// The longest join token that is read, in bytes; a real one has 108.
 const TOKEN_MAX: u64 = 1024;
@@ -36,7 +37,11 @@ async fn run_agent(options: RunAgent, hardening: Hardening) -> anyhow::Result<()
     report(hardening);
     let filter = match options.filter {
         Some(filter) => filter,
-        None => beside_this_program("vmseal-filter")?,
+        None => {
+            let filter = beside_this_program("vmseal-filter")?;
+            ensure!(filter.exists(), "there is no {}: give --filter FILE", filter.display());
+            filter
+        }
     };
     let host = AgentOptions {
         run_dir: options.run_dir,
@@ -62,11 +67,10 @@ async fn run_agent(options: RunAgent, hardening: Hardening) -> anyhow::Result<()
     Ok(())
 }
 
+/// Where a program is that is installed with this one.
 pub(super) fn beside_this_program(name: &str) -> anyhow::Result<PathBuf> {
     let own = std::env::current_exe().context("where is this program?")?;
-    let filter = own.with_file_name(name);
-    ensure!(filter.exists(), "there is no {}: give --filter FILE", filter.display());
-    Ok(filter)
+    Ok(own.with_file_name(name))
 }
 
 async fn join_host(options: JoinAgent) -> anyhow::Result<()> {
@@ -79,7 +83,7 @@ async fn join_host(options: JoinAgent) -> anyhow::Result<()> {
         state_dir: options.state_dir,
     })
     .await?;
-    eprintln!("joined as host '{}' ({host}); now run `vmseal agent`", options.name);
+    print::say(format_args!("joined as host '{}' ({host}); now run `vmseal agent`", options.name));
     Ok(())
 }
 

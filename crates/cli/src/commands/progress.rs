@@ -15,6 +15,12 @@ use crate::print;
 /// How often a bar without a percentage turns.
 const TICK: Duration = Duration::from_millis(120);
 
+/// How a task is shown that tells how far it is.
+const MEASURED: &str = "{prefix} {bar:30} {pos} % {msg} ({elapsed})";
+
+/// And one that does not.
+const UNMEASURED: &str = "{prefix} {spinner} {msg} ({elapsed})";
+
 pub struct Progress {
     bars: Option<MultiProgress>,
     shown: HashMap<TaskId, (ProgressBar, TaskState, String)>,
@@ -68,7 +74,7 @@ impl Progress {
 
     /// Says something beside the bars.
     pub fn say(&self, text: &str) {
-        let tell = || eprintln!("{text}");
+        let tell = || print::say(text);
         match &self.bars {
             Some(bars) => bars.suspend(tell),
             None => tell(),
@@ -78,7 +84,7 @@ impl Progress {
     fn bar(&self, task: &Task) -> ProgressBar {
         let Some(bars) = &self.bars else { return ProgressBar::hidden() };
         let bar = bars.add(ProgressBar::new_spinner());
-        bar.set_prefix(format!("{} {}", task.kind, task.target));
+        bar.set_prefix(print::printable(&format!("{} {}", task.kind, task.target)));
         bar.enable_steady_tick(TICK);
         bar
     }
@@ -89,9 +95,9 @@ fn advance(bar: &ProgressBar, task: &Task) {
         Some(percent) => {
             bar.set_length(100);
             bar.set_position(u64::from(percent));
-            "{prefix} {bar:30} {pos} % {msg} ({elapsed})"
+            MEASURED
         }
-        None => "{prefix} {spinner} {msg} ({elapsed})",
+        None => UNMEASURED,
     };
     if let Ok(style) = ProgressStyle::with_template(template) {
         bar.set_style(style);
@@ -100,11 +106,74 @@ fn advance(bar: &ProgressBar, task: &Task) {
         TaskState::Undoing => format!("undoing: {}", task.step),
         _ => task.step.clone(),
     };
-    bar.set_message(match task.progress {
+    let message = match task.progress {
         Some(transfer::Progress { done, total }) => {
             let (done, total) = (ByteSize(done).display().iec(), ByteSize(total).display().iec());
             format!("{step}: {done} of {total}")
         }
         None => step,
-    });
+    };
+    bar.set_message(print::printable(&message));
+}
+
+#[cfg(test)]
+mod tests {
+    use indicatif::ProgressDrawTarget;
+
+    use super::*;
+
+    fn task(state: TaskState, percent: Option<u8>) -> Task {
+        Task {
+            id: TaskId::new(),
+            kind: "vm.import".into(),
+            target: "web".into(),
+            state,
+            step: "copy".into(),
+            percent,
+            progress: None,
+            created: jiff::Timestamp::UNIX_EPOCH,
+            ended: None,
+            request_id: None,
+            problem: None,
+        }
+    }
+
+    fn at_terminal() -> Progress {
+        let bars = MultiProgress::with_draw_target(ProgressDrawTarget::hidden());
+        Progress { bars: Some(bars), shown: HashMap::new(), tells: false }
+    }
+
+    #[test]
+    fn a_bar_has_what_the_task_tells() {
+        let mut progress = at_terminal();
+        let mut task = task(TaskState::Running, None);
+        progress.show(std::slice::from_ref(&task));
+        let bar = progress.shown[&task.id].0.clone();
+        assert_eq!((bar.prefix(), bar.message()), ("vm.import web".to_owned(), "copy".to_owned()));
+        assert_eq!(bar.length(), None);
+
+        task.percent = Some(40);
+        task.progress = Some(transfer::Progress { done: 2 << 30, total: 5 << 30 });
+        progress.show(std::slice::from_ref(&task));
+        assert_eq!((bar.position(), bar.length()), (40, Some(100)));
+        assert_eq!(bar.message(), "copy: 2.0 GiB of 5.0 GiB");
+
+        (task.state, task.progress) = (TaskState::Undoing, None);
+        task.step = "copy \u{1b}[2J".to_owned();
+        progress.show(std::slice::from_ref(&task));
+        assert_eq!(bar.message(), "undoing: copy \u{fffd}[2J");
+        assert!(!bar.is_finished());
+
+        task.state = TaskState::Failed;
+        progress.show(std::slice::from_ref(&task));
+        assert!(bar.is_finished(), "a task that has ended has a bar");
+        assert_eq!(progress.shown.len(), 1, "a bar for each look");
+    }
+
+    #[test]
+    fn the_templates_are_such() {
+        for template in [MEASURED, UNMEASURED] {
+            assert!(ProgressStyle::with_template(template).is_ok(), "{template}");
+        }
+    }
 }

@@ -1,7 +1,7 @@
 //! Key providers.
 
 use std::fs::OpenOptions;
-use std::io::{Read, Write};
+use std::io::{ErrorKind, Read, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
@@ -17,6 +17,7 @@ use vmseal_secret::SecretBytes;
 
 use super::{kmip, list, plan};
 use crate::arguments::{self, Output, Passphrase};
+use crate::exit::{Ended, Exit};
 use crate::passphrase::{self, Prompt};
 use crate::print;
 
@@ -50,9 +51,9 @@ pub async fn run(
             let provider: Provider = server.post("providers", &request).await?;
             if provider.kmip.is_some() {
                 let name = &provider.name;
-                eprintln!(
+                print::say(format_args!(
                     "next: vmseal provider trust {name}, then vmseal provider certificate {name}"
-                );
+                ));
             }
             print::one(output, &provider, &kmip::details(&provider))
         }
@@ -159,7 +160,9 @@ async fn try_backup(
         Some(parent) if !parent.as_os_str().is_empty() => parent,
         _ => Path::new("."),
     };
-    ensure!(to.symlink_metadata().is_err(), "the backup file {} is there already", to.display());
+    if to.symlink_metadata().is_ok() {
+        return Err(taken(to).into());
+    }
     access(directory, AccessFlags::W_OK | AccessFlags::X_OK)
         .with_context(|| format!("cannot make the backup file {}", to.display()))?;
     let request = GivePassphrase { passphrase: sealed(server, name, &given).await? };
@@ -176,12 +179,14 @@ async fn backup(
 ) -> anyhow::Result<()> {
     let given = passphrase::obtain(passphrase, "New passphrase of the backup", Prompt::Twice)?;
     // Made before the request, so that nothing is asked of the server when it cannot be kept.
-    let mut file = OpenOptions::new()
-        .write(true)
-        .create_new(true)
-        .mode(0o600)
-        .open(to)
-        .with_context(|| format!("cannot make the backup file {}", to.display()))?;
+    let mut file =
+        OpenOptions::new().write(true).create_new(true).mode(0o600).open(to).map_err(|error| {
+            match error.kind() {
+                ErrorKind::AlreadyExists => taken(to).into(),
+                _ => anyhow::Error::from(error)
+                    .context(format!("cannot make the backup file {}", to.display())),
+            }
+        })?;
     let written = async {
         let request = GivePassphrase { passphrase: sealed(server, name, &given).await? };
         let backup: Backup = server.post(&format!("providers/{name}/backup"), &request).await?;
@@ -196,9 +201,16 @@ async fn backup(
         let _ = std::fs::remove_file(to);
     }
     written.with_context(|| format!("no backup of provider '{name}' was written"))?;
-    eprintln!("wrote {}", to.display());
-    eprintln!("now verify it: vmseal provider verify {name} --from {}", to.display());
+    print::say(format_args!("wrote {}", to.display()));
+    print::say(format_args!(
+        "now verify it: vmseal provider verify {name} --from {}",
+        to.display()
+    ));
     Ok(())
+}
+
+fn taken(file: &Path) -> Ended {
+    Ended::new(Exit::Conflict, format!("the backup file {} is there already", file.display()))
 }
 
 fn read_backup(file: &Path) -> anyhow::Result<String> {

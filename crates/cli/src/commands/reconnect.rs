@@ -3,7 +3,11 @@
 use std::time::Duration;
 
 use tokio::time::{Instant, sleep, timeout};
+use vmseal_api::client::ServerClient;
+use vmseal_api::model::Changes;
 use vmseal_api::problem::{ErrorCode, Problem};
+
+use crate::print;
 
 /// How long, and how often, a server that does not answer is asked.
 #[derive(Clone, Copy)]
@@ -22,6 +26,36 @@ pub const USUAL: Patience = Patience {
     first: Duration::from_millis(250),
     longest: Duration::from_secs(5),
 };
+
+/// Asks a server that has answered before, across its restarts. Says that it is away, and back.
+///
+/// # Errors
+/// What the server answers; the last problem of one that does not come back.
+pub async fn across<T>(
+    server: &ServerClient,
+    mut ask: impl AsyncFnMut() -> Result<T, Problem>,
+) -> Result<T, Problem> {
+    loop {
+        match ask().await {
+            Err(problem) if may_pass(&problem) => {
+                print::say(format_args!("{problem}: asking again for {}", within()));
+                until_answer(USUAL, problem, async || answers(server).await).await?;
+                print::say("the server answers again");
+            }
+            told => return told,
+        }
+    }
+}
+
+/// Whether the server answers.
+pub async fn answers(server: &ServerClient) -> Result<(), Problem> {
+    server.get::<Changes>("changes").await.map(drop)
+}
+
+/// How long a server that is away is asked, for people.
+pub fn within() -> String {
+    format!("{}m", USUAL.total.as_secs() / 60)
+}
 
 /// Whether whoever met this problem may meet a server that answers in a while.
 pub fn may_pass(problem: &Problem) -> bool {

@@ -4,12 +4,12 @@ use std::time::Duration;
 
 use anyhow::Context;
 use vmseal_api::client::ServerClient;
-use vmseal_api::model::{self, Task, TaskState};
+use vmseal_api::model::{Task, TaskState};
 use vmseal_api::problem::Problem;
 
 use super::follow::Changes;
 use super::progress::Progress;
-use super::reconnect::{self, may_pass, until_answer};
+use super::reconnect::{self, across, answers, may_pass, until_answer, within};
 use super::{list, plan};
 use crate::arguments::{self, Output, Wait};
 use crate::exit::{self, Ended, Exit};
@@ -37,11 +37,11 @@ pub async fn run(
         }
         arguments::Task::Watch { tasks } => {
             let tasks = match tasks.is_empty() {
-                true => server.all("tasks?state=running").await?,
+                true => open(server).await?,
                 false => named(server, &tasks).await?,
             };
             if tasks.is_empty() {
-                eprintln!("no task is running");
+                print::say("no task is running");
             }
             follow(server, output, tasks, None, Progress::telling()).await
         }
@@ -60,8 +60,23 @@ pub async fn run(
 async fn named(server: &ServerClient, ids: &[String]) -> anyhow::Result<Vec<Task>> {
     let mut tasks = Vec::new();
     for id in ids {
-        tasks.push(server.get(&format!("tasks/{id}")).await?);
+        let ask = async || server.get(&format!("tasks/{id}")).await;
+        let task = across(server, ask).await;
+        tasks.push(task.map_err(|last| lost(&last, &ids.join(" ")))?);
     }
+    Ok(tasks)
+}
+
+/// The tasks that have not ended. One that begins to be undone meanwhile is in both lists.
+async fn open(server: &ServerClient) -> Result<Vec<Task>, Problem> {
+    let mut tasks: Vec<Task> = server.all("tasks?state=running").await?;
+    for undone in server.all::<Task>("tasks?state=undoing").await? {
+        match tasks.iter_mut().find(|task| task.id == undone.id) {
+            Some(known) => *known = undone,
+            None => tasks.push(undone),
+        }
+    }
+    tasks.sort_by_key(|task| task.id);
     Ok(tasks)
 }
 
@@ -87,22 +102,46 @@ async fn follow(
     mut progress: Progress,
 ) -> anyhow::Result<()> {
     let several = tasks.len() > 1;
-    let going = going(&tasks);
-    let ended = tokio::select! {
-        ended = to_ends(server, tasks, &mut progress) => ended?,
-        () = over(timeout) => {
-            return Err(Ended::new(Exit::GoesOn, left("--timeout has passed", &going)).into());
-        }
-        Ok(()) = tokio::signal::ctrl_c() => {
-            return Err(Ended::new(Exit::Interrupted, left("interrupted", &going)).into());
-        }
+    let mut followed = Followed { tasks, away: None };
+    let told = tokio::select! {
+        ended = to_ends(server, &mut followed, &mut progress) => ended.map(|()| None)?,
+        () = over(timeout) => Some((Exit::GoesOn, "--timeout has passed")),
+        Ok(()) = tokio::signal::ctrl_c() => Some((Exit::Interrupted, "interrupted")),
     };
+    if let Some((exit, why)) = told {
+        return Err(followed.leave(exit, why).into());
+    }
+    let ended = followed.tasks;
     match (output, ended.as_slice()) {
         (Output::Table, _) => {}
         (_, [task]) if !several => print::one(output, task, &[])?,
         (_, tasks) => print::list(output, &arguments::Columns::usual(), tasks.to_vec())?,
     }
     outcome(&ended)
+}
+
+/// Tasks that are followed.
+struct Followed {
+    /// As they were told last.
+    tasks: Vec<Task>,
+    /// Why the server does not answer now, where it does not.
+    away: Option<Problem>,
+}
+
+impl Followed {
+    /// How the program ends that leaves them.
+    fn leave(&self, exit: Exit, why: &str) -> Ended {
+        let ids = going(&self.tasks);
+        match (&self.away, exit) {
+            (Some(away), Exit::GoesOn) => Ended::new(
+                Exit::OutcomeUnknown,
+                format!(
+                    "{why}, and the server does not answer ({away}): whether the task is done is not known. To look again: vmseal task wait {ids}"
+                ),
+            ),
+            _ => Ended::new(exit, left(why, &ids)),
+        }
+    }
 }
 
 /// The ids of those that have not ended.
@@ -112,9 +151,10 @@ fn going(tasks: &[Task]) -> String {
 }
 
 fn left(why: &str, ids: &str) -> String {
-    format!(
-        "{why}; it goes on. To follow it: vmseal task wait {ids}. To cancel it: vmseal task cancel {ids}"
-    )
+    // A command cancels one task.
+    let cancel: Vec<_> = ids.split(' ').map(|id| format!("vmseal task cancel {id}")).collect();
+    let cancel = cancel.join("; ");
+    format!("{why}; it goes on. To follow it: vmseal task wait {ids}. To cancel it: {cancel}")
 }
 
 async fn over(timeout: Option<Duration>) {
@@ -131,24 +171,22 @@ fn is_open(task: &Task) -> bool {
 /// Follows tasks to their ends, across restarts of the server.
 async fn to_ends(
     server: &ServerClient,
-    mut tasks: Vec<Task>,
+    followed: &mut Followed,
     progress: &mut Progress,
-) -> anyhow::Result<Vec<Task>> {
-    while let Err(problem) = while_answered(server, &mut tasks, progress).await {
-        let ids = going(&tasks);
+) -> anyhow::Result<()> {
+    while let Err(problem) = while_answered(server, &mut followed.tasks, progress).await {
+        let ids = going(&followed.tasks);
         if !may_pass(&problem) {
             return Err(problem).context(left("lost sight of the task", &ids));
         }
         progress.say(&format!("{problem}: asking again for {}", within()));
-        let ask = async || server.get::<model::Changes>("changes").await.map(drop);
+        followed.away = Some(problem.clone());
+        let ask = async || answers(server).await;
         until_answer(reconnect::USUAL, problem, ask).await.map_err(|last| lost(&last, &ids))?;
+        followed.away = None;
         progress.say("the server answers again");
     }
-    Ok(tasks)
-}
-
-fn within() -> String {
-    format!("{}m", reconnect::USUAL.total.as_secs() / 60)
+    Ok(())
 }
 
 /// What is said when nobody knows any more what has become of tasks.
@@ -241,6 +279,27 @@ mod tests {
         assert!(said.contains("2m") && said.contains("vmseal task wait 1 2"), "{said}");
         let other = Problem::new(ErrorCode::Unauthenticated, "another server");
         assert_eq!(Exit::of(&lost(&other, "1")), Exit::NotPermitted);
+    }
+
+    #[test]
+    fn what_is_left_is_told_as_it_stands() {
+        let (going, done) = (task(TaskState::Undoing, None), task(TaskState::Done, None));
+        let (id, other) = (going.id, done.id.to_string());
+        let mut followed = Followed { tasks: vec![done, going], away: None };
+        let exit = |ended: Ended| {
+            let said = ended.to_string();
+            assert!(said.contains(&format!("vmseal task wait {id}")), "{said}");
+            assert!(!said.contains(&other), "one that is done is to be waited for: {said}");
+            (Exit::of(&ended.into()), said)
+        };
+        let (code, said) = exit(followed.leave(Exit::GoesOn, "--timeout has passed"));
+        assert_eq!(code, Exit::GoesOn);
+        assert!(said.contains(&format!("vmseal task cancel {id}")), "{said}");
+        followed.away = Some(Problem::new(ErrorCode::Unreachable, "nobody is there"));
+        assert_eq!(exit(followed.leave(Exit::Interrupted, "interrupted")).0, Exit::Interrupted);
+        let (code, said) = exit(followed.leave(Exit::GoesOn, "--timeout has passed"));
+        assert_eq!(code, Exit::OutcomeUnknown);
+        assert!(said.contains("not known") && !said.contains("it goes on"), "{said}");
     }
 
     #[test]

@@ -2,7 +2,6 @@
 
 use std::io::IsTerminal;
 
-use anyhow::{Context, ensure};
 use serde_json::Value;
 use vmseal_api::client::ServerClient;
 use vmseal_api::host::Power;
@@ -11,6 +10,7 @@ use vmseal_api::request::{CreateDisk, CreateVm, RecryptVm, StopVm};
 
 use super::{console, import, list, plan, task};
 use crate::arguments::{self, DryRun, Output, Wait};
+use crate::exit::{Ended, Exit};
 use crate::{disk_option, libvirt, print};
 
 pub async fn run(server: &ServerClient, output: Output, verb: arguments::Vm) -> anyhow::Result<()> {
@@ -72,14 +72,16 @@ pub(super) async fn begin(
 
 async fn show_domain(server: &ServerClient, vm: &Vm) -> anyhow::Result<()> {
     let (name, host) = (&vm.name, &vm.host);
-    ensure!(
-        vm.power == Some(Power::Running),
-        "VM '{name}' does not run, so there is no filter whose sockets a domain could name: start it first (vmseal vm start {name})"
-    );
+    if vm.power != Some(Power::Running) {
+        let message = format!(
+            "VM '{name}' does not run, so there is no filter whose sockets a domain could name: start it first (vmseal vm start {name})"
+        );
+        return Err(Ended::new(Exit::Conflict, message).into());
+    }
     let host: Host = server.get(&format!("hosts/{host}")).await?;
-    let description = host.description.context("its host does not answer")?;
-    print::line(libvirt::domain(vm, &description).trim_end());
-    Ok(())
+    let silent = || Ended::new(Exit::NoAnswer, format!("host '{}' does not answer", vm.host));
+    let description = host.description.ok_or_else(silent)?;
+    print::line(libvirt::domain(vm, &description).trim_end())
 }
 
 pub(super) fn disk_options(options: &[String]) -> anyhow::Result<Vec<CreateDisk>> {

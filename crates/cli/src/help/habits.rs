@@ -87,7 +87,12 @@ fn what_changes_something_can_be_tried() {
 }
 
 #[test]
-fn every_list_can_be_watched() {
+fn everything_that_is_shown_can_be_watched() {
+    let shown: Vec<_> = verbs().into_iter().filter(|(verb, _)| verb.ends_with(" show")).collect();
+    assert!(shown.len() > 6, "{shown:?}");
+    for (verb, options) in shown {
+        assert!(has(&options, "watch"), "vmseal {verb} has no --watch");
+    }
     let lists = |verb: &str| verb.ends_with(" list") || ["alarms", "events"].contains(&verb);
     let found: Vec<_> = verbs().into_iter().filter(|(verb, _)| lists(verb)).collect();
     assert!(found.len() > 6, "{found:?}");

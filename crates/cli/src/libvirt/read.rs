@@ -74,18 +74,38 @@ const KNOWN: [&str; 22] = [
 ];
 
 /// Devices that a VM has its own of, or needs none of.
-const OWN_DEVICES: [&str; 10] = [
-    "disk",
-    "emulator",
-    "controller",
-    "input",
-    "memballoon",
-    "rng",
-    "serial",
-    "console",
-    "panic",
-    "watchdog",
+const OWN_DEVICES: [&str; 9] =
+    ["disk", "emulator", "controller", "input", "memballoon", "rng", "serial", "console", "panic"];
+
+/// Elements of a disk that are read, refused, or say nothing that a VM does not have of its own.
+const KNOWN_OF_DISK: [&str; 9] = [
+    "driver",
+    "source",
+    "target",
+    "backingStore",
+    "mirror",
+    "encryption",
+    "boot",
+    "alias",
+    "address",
 ];
+
+/// The same of its source.
+const KNOWN_OF_SOURCE: [&str; 3] = ["encryption", "seclabel", "slices"];
+
+/// Elements of a disk that are left behind, and what that means.
+const LEFT_OF_DISK: [(&str, &str); 7] = [
+    ("readonly", "it was read-only and will be writable"),
+    ("shareable", "it was shared with other domains"),
+    ("transient", "its changes were forgotten at every stop, and will be kept"),
+    ("iotune", "its limits"),
+    ("serial", "its serial number: what the guest finds by it (/dev/disk/by-id) it will not find"),
+    ("wwn", "its WWN: what the guest finds by it (/dev/disk/by-id) it will not find"),
+    ("blockio", "the sizes of blocks that it told"),
+];
+
+/// The size of a disk's logical block as every guest of vmseal sees it, in bytes.
+const LOGICAL_BLOCK: &str = "512";
 
 /// Reads a domain from a file.
 pub fn read(file: &Path) -> anyhow::Result<Domain> {
@@ -221,44 +241,70 @@ fn disk(node: Node<'_, '_>, name: &str, warnings: &mut Vec<String>) -> anyhow::R
     let format = ImageFormat::ALL.into_iter().find(|known| known.name() == format).with_context(
         || format!("its format is '{format}'; raw and qcow2 can be imported: convert it first (qemu-img convert)"),
     )?;
-    for (element, what) in [
-        ("readonly", "it was read-only and will be writable"),
-        ("shareable", "it was shared with other domains"),
-        ("transient", "its changes were forgotten at every stop, and will be kept"),
-        ("iotune", "its limits"),
-    ] {
-        if child(node, element).is_some() {
-            warnings.push(format!("of disk '{name}': {what}"));
-        }
-    }
+    ensure!(
+        child(source, "slices").is_none(),
+        "it is a part of its image (<slices>), and the whole would be imported: make an image of that part first (dd)"
+    );
+    let block = child(node, "blockio").and_then(|blockio| blockio.attribute("logical_block_size"));
+    ensure!(
+        block.is_none_or(|block| block == LOGICAL_BLOCK),
+        "it has logical blocks of {} bytes, and would have some of {LOGICAL_BLOCK}: its partition table would not be found",
+        block.unwrap_or_default()
+    );
+    left_of_disk(node, source, name, warnings);
     let boot = child(node, "boot").and_then(|boot| boot.attribute("order"));
     let boot = boot.map(str::parse).transpose().context("its boot order is no number")?;
     Ok(Disk { name: name.to_owned(), image: PathBuf::from(image), format, boot })
 }
 
+/// Says what of a disk is not taken over.
+fn left_of_disk(node: Node<'_, '_>, source: Node<'_, '_>, name: &str, warnings: &mut Vec<String>) {
+    let bus = child(node, "target").and_then(|target| target.attribute("bus"));
+    if let Some(bus) = bus.filter(|bus| *bus != "virtio") {
+        warnings.push(format!(
+            "of disk '{name}': its bus, {bus}: it will be one of virtio, for which the guest needs a driver, and has another name there"
+        ));
+    }
+    for (element, _) in unknown(node, &KNOWN_OF_DISK) {
+        let known = LEFT_OF_DISK.iter().find(|(left, _)| *left == element);
+        let what = known.map_or_else(|| format!("<{element}>"), |(_, what)| (*what).to_owned());
+        warnings.push(format!("of disk '{name}': {what}"));
+    }
+    for (element, _) in unknown(source, &KNOWN_OF_SOURCE) {
+        warnings.push(format!("of disk '{name}': <{element}> of its source"));
+    }
+}
+
+/// The elements that are not known, and how often they are there.
+fn unknown(of: Node<'_, '_>, known: &[&str]) -> BTreeMap<String, u32> {
+    let mut counts = BTreeMap::<String, u32>::new();
+    for child in of.children().filter(Node::is_element) {
+        let name = child.tag_name().name();
+        if !known.contains(&name) {
+            *counts.entry(name.to_owned()).or_default() += 1;
+        }
+    }
+    counts
+}
+
 /// Says what is not taken over.
 fn left_behind(domain: Node<'_, '_>, devices: Node<'_, '_>, warnings: &mut Vec<String>) {
-    let elements = |of: Node<'_, '_>, known: &[&str]| {
-        let mut counts = BTreeMap::<String, u32>::new();
-        for child in of.children().filter(Node::is_element) {
-            let name = child.tag_name().name();
-            if !known.contains(&name) {
-                *counts.entry(name.to_owned()).or_default() += 1;
-            }
-        }
-        counts
-    };
-    for (device, count) in elements(devices, &OWN_DEVICES) {
+    for (device, count) in unknown(devices, &OWN_DEVICES) {
         warnings.push(match device.as_str() {
             "interface" => format!("{count} network interfaces: a VM has no network card"),
             "hostdev" => format!("{count} devices of the host that were passed through"),
             "filesystem" => format!("{count} shared directories of the host"),
             "graphics" | "video" => format!("{device}: a VM has a serial console"),
+            "watchdog" => "the watchdog: nothing restarts a guest that hangs".to_owned(),
             other => format!("{count} devices <{other}>"),
         });
     }
-    for (element, _) in elements(domain, &KNOWN) {
+    for (element, _) in unknown(domain, &KNOWN) {
         warnings.push(format!("the settings <{element}>"));
+    }
+    let clock = child(domain, "clock").and_then(|clock| clock.attribute("offset"));
+    if let Some(offset) = clock.filter(|offset| *offset != "utc") {
+        warnings.push(format!("the clock's offset, {offset}: a VM's clock shows UTC"));
     }
     if child(domain, "cpu").is_some() {
         warnings.push("the model of the processor: a VM sees what its host has".to_owned());
@@ -308,6 +354,35 @@ mod tests {
     }
 
     #[test]
+    fn nothing_of_a_disk_vanishes_in_silence() {
+        let source = "<source file='/srv/data.img'/>";
+        assert!(DOMAIN.contains(source) && DOMAIN.contains("<devices>"));
+        let said = |of_disk: &str, of_devices: &str| {
+            let text = DOMAIN.replacen(source, of_disk, 1);
+            let text = text.replacen("<devices>", of_devices, 1);
+            parse(&text).unwrap().warnings.join("\n")
+        };
+        let usual = said(source, "<devices>");
+        for (of_disk, told) in [
+            ("<source file='/x'/><serial>S1</serial>", "serial number"),
+            ("<source file='/x'/><wwn>5000c50015ea71aa</wwn>", "WWN"),
+            ("<source file='/x'/><blockio physical_block_size='4096'/>", "sizes of blocks"),
+            ("<source file='/x'/><geometry cyls='1'/>", "<geometry>"),
+            ("<source file='/x'><reservations managed='yes'/></source>", "<reservations> of its"),
+        ] {
+            let said = said(of_disk, "<devices>");
+            assert!(said.contains(told) && !usual.contains(told), "{told}: {said}");
+        }
+        let other = said(source, "<devices><watchdog model='i6300esb'/>");
+        assert!(other.contains("the watchdog") && !usual.contains("watchdog"), "{other}");
+        let local = parse(&DOMAIN.replace("offset='utc'", "offset='localtime'")).unwrap();
+        let clock = local.warnings.join("\n");
+        assert!(clock.contains("clock's offset, localtime") && !usual.contains("clock"), "{clock}");
+        let sata = parse(&DOMAIN.replace("bus='virtio'", "bus='sata'")).unwrap();
+        assert!(sata.warnings.join("\n").contains("its bus, sata"), "{:?}", sata.warnings);
+    }
+
+    #[test]
     fn what_would_lose_data_or_cannot_run_is_refused() {
         let source = "<source file='/srv/data.img'/>";
         for (from, to, reason) in [
@@ -323,6 +398,12 @@ mod tests {
                 "<source file='/x'/><backingStore type='file'><source file='/b'/></backingStore>",
                 "snapshot over",
             ),
+            (
+                source,
+                "<source file='/x'><slices><slice type='storage' offset='1' size='2'/></slices></source>",
+                "<slices>",
+            ),
+            (source, "<source file='/x'/><blockio logical_block_size='4096'/>", "of 4096 bytes"),
             ("device='disk'", "device='lun'", "is a lun"),
             ("<devices>", "<devices><tpm model='tpm-crb'/>", "TPM"),
             ("arch='x86_64'", "arch='aarch64'", "aarch64"),

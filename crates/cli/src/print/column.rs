@@ -6,6 +6,8 @@ use bytesize::ByteSize;
 use jiff::Timestamp;
 use serde::Serialize;
 
+use super::printable;
+
 /// What one place of a table holds. People and programs read it in different forms.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Cell {
@@ -19,13 +21,13 @@ pub enum Cell {
 }
 
 impl Cell {
-    /// `512.0 MiB`, whole seconds, a dash for nothing.
+    /// `512.0 MiB`, whole seconds, a dash for nothing; nothing that commands the terminal.
     pub fn for_people(&self) -> String {
         match self {
             Self::Bytes(count) => ByteSize(*count).display().iec().to_string(),
             Self::Time(at) => format!("{at:.0}"),
             Self::Nothing => "-".to_owned(),
-            other => other.for_programs(),
+            other => printable(&other.for_programs()),
         }
     }
 

@@ -2,6 +2,7 @@
 
 pub mod column;
 mod rows;
+mod stream;
 mod table;
 
 use serde::Serialize;
@@ -10,6 +11,7 @@ use vmseal_api::model::{Disk, Task, Vm};
 
 pub use self::column::Row;
 pub use self::rows::VmDisk;
+pub use self::stream::{is_closed, line, print, printable, say, words};
 pub use self::table::Lines;
 use crate::arguments::{Columns, Output};
 use crate::commands::follow::Change;
@@ -18,30 +20,25 @@ use crate::commands::follow::Change;
 pub fn list<T: Row>(output: Output, how: &Columns<T>, mut items: Vec<T>) -> anyhow::Result<()> {
     items.sort_by(T::order);
     match output {
-        Output::Json | Output::Yaml => return whole(output, &items),
+        Output::Json | Output::Yaml => whole(output, &items),
         Output::Table | Output::Csv => print(&Lines::new(output, how).of(&items)?),
     }
-    Ok(())
 }
 
 /// Prints one resource: all of it. Tables have name and value lines, with `details` at their end.
 pub fn one<T: Row>(output: Output, item: &T, details: &[(&str, String)]) -> anyhow::Result<()> {
     match output {
-        Output::Json | Output::Yaml => return whole(output, item),
+        Output::Json | Output::Yaml => whole(output, item),
         Output::Csv => print(&Lines::all(output).of(std::slice::from_ref(item))?),
         Output::Table => line(&table::upright(item, details)),
     }
-    Ok(())
 }
 
 /// Prints more of a list that goes on: further lines, or a document for each.
 pub fn append<T: Row>(output: Output, lines: &mut Lines<T>, items: &[T]) -> anyhow::Result<()> {
     match output {
         Output::Json | Output::Yaml => items.iter().try_for_each(|item| document(output, item)),
-        Output::Table | Output::Csv => {
-            print(&lines.of(items)?);
-            Ok(())
-        }
+        Output::Table | Output::Csv => print(&lines.of(items)?),
     }
 }
 
@@ -60,10 +57,7 @@ pub fn changes<T: Row>(
         Output::Json | Output::Yaml => news
             .iter()
             .try_for_each(|(change, item)| document(output, &Document { change: *change, item })),
-        Output::Table | Output::Csv => {
-            print(&lines.of_changes(news)?);
-            Ok(())
-        }
+        Output::Table | Output::Csv => print(&lines.of_changes(news)?),
     }
 }
 
@@ -73,7 +67,6 @@ fn document<T: Serialize>(output: Output, item: &T) -> anyhow::Result<()> {
         Output::Yaml => print(&format!("---\n{}", yaml(item)?)),
         _ => line(&serde_json::to_string(item)?),
     }
-    Ok(())
 }
 
 /// Prints one document of the API, as YAML or else as JSON.
@@ -82,7 +75,6 @@ pub fn whole<T: Serialize>(output: Output, item: &T) -> anyhow::Result<()> {
         Output::Yaml => print(&yaml(item)?),
         _ => line(&serde_json::to_string_pretty(item)?),
     }
-    Ok(())
 }
 
 fn yaml<T: Serialize>(item: &T) -> anyhow::Result<String> {
@@ -91,20 +83,6 @@ fn yaml<T: Serialize>(item: &T) -> anyhow::Result<String> {
         text.push('\n');
     }
     Ok(text)
-}
-
-/// Prints a line.
-pub fn line(text: &str) {
-    print(&format!("{text}\n"));
-}
-
-/// Prints; a reader that has gone away (`vmseal vm list | head -1`) is no error.
-pub fn print(text: &str) {
-    use std::io::Write;
-    let mut out = std::io::stdout().lock();
-    if out.write_all(text.as_bytes()).and_then(|()| out.flush()).is_err() {
-        std::process::exit(0);
-    }
 }
 
 /// The word that the API uses for an enum's value.

@@ -145,6 +145,9 @@ impl Row for VmDisk {
     fn identity(&self) -> String {
         self.disk.id.to_string()
     }
+    fn order(&self, other: &Self) -> Ordering {
+        self.vm.cmp(&other.vm)
+    }
 }
 
 impl Row for Task {

@@ -4,7 +4,7 @@ use comfy_table::presets::NOTHING;
 use comfy_table::{ColumnConstraint, Table, Width};
 
 use super::column::{Cell, Column, Row};
-use super::word;
+use super::{printable, word};
 use crate::arguments::{Columns, Output};
 use crate::commands::follow::Change;
 
@@ -127,7 +127,7 @@ pub fn upright<T: Row>(item: &T, details: &[(&str, String)]) -> String {
         ]);
     }
     for (head, value) in details {
-        table.add_row([format!("{head}:"), value.clone()]);
+        table.add_row([format!("{head}:"), printable(value)]);
     }
     space(&mut table);
     table.trim_fmt()

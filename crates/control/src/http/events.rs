@@ -38,6 +38,10 @@ pub(super) struct EventQuery {
     /// Those since this time (RFC 3339), to the second.
     #[param(value_type = Option<String>, format = DateTime)]
     since: Option<Timestamp>,
+    /// Those of the request with this id.
+    request: Option<String>,
+    /// The newest so many, in place of those after a sequence number.
+    last: Option<u32>,
 }
 
 /// Lists events, oldest first; waits for the next one where that is asked for.
@@ -48,7 +52,13 @@ pub(super) async fn list(
     Asked(query): Asked<EventQuery>,
 ) -> Result<Json<Page<Event>>, Refusal> {
     let (mut after, limit) = (query.after.unwrap_or(0), page_limit(query.limit));
-    let filter = Filter { kind: query.kind, target: query.target, since: query.since };
+    let EventQuery { kind, target, since, request, .. } = query;
+    let filter = Filter { kind, target, since, request };
+    if let Some(last) = query.last {
+        let last = page_limit(Some(last));
+        let items = events::last_of(&mut *app.store.read().await?, last, &filter).await?;
+        return Ok(Json(Page { items, next: None }));
+    }
     let wait = Duration::from_secs(query.wait_seconds.unwrap_or(0).into()).min(WAIT_MAX);
     let deadline = Instant::now() + wait;
     let mut newest = app.store.newest_event();

@@ -67,6 +67,8 @@ pub struct Filter {
     pub target: Option<String>,
     /// Since this second.
     pub since: Option<Timestamp>,
+    /// Caused by the request with this id.
+    pub request: Option<String>,
 }
 
 /// The events after a sequence number that are wanted, oldest first.
@@ -76,22 +78,56 @@ pub async fn after(
     limit: u32,
     filter: &Filter,
 ) -> Result<Vec<Event>, StoreError> {
-    let rows: Vec<Row> = sqlx::query_as(
-        "SELECT sequence, at, kind, actor, target, detail, request_id FROM events
-         WHERE sequence > ?1
-           AND (?2 IS NULL OR kind = ?2 OR substr(kind, 1, length(?2) + 1) = ?2 || '.')
-           AND (?3 IS NULL OR target = ?3)
-           AND (?4 IS NULL OR substr(at, 1, 19) >= ?4)
-         ORDER BY sequence LIMIT ?5",
-    )
-    .bind(sequence)
-    .bind(&filter.kind)
-    .bind(&filter.target)
-    // Whole seconds compare as text; fractions of different lengths do not.
-    .bind(filter.since.map(|at| at.strftime("%Y-%m-%dT%H:%M:%S").to_string()))
-    .bind(limit)
-    .fetch_all(from)
-    .await?;
+    read(from, OLDEST_FIRST, sequence, limit, filter).await
+}
+
+/// The newest events that are wanted, oldest first.
+pub async fn last_of(
+    from: &mut SqliteConnection,
+    count: u32,
+    filter: &Filter,
+) -> Result<Vec<Event>, StoreError> {
+    let mut events = read(from, NEWEST_FIRST, 0, count, filter).await?;
+    events.reverse();
+    Ok(events)
+}
+
+macro_rules! wanted {
+    ($order:literal) => {
+        concat!(
+            "SELECT sequence, at, kind, actor, target, detail, request_id FROM events
+             WHERE sequence > ?1
+               AND (?2 IS NULL OR kind = ?2 OR substr(kind, 1, length(?2) + 1) = ?2 || '.')
+               AND (?3 IS NULL OR target = ?3)
+               AND (?4 IS NULL OR substr(at, 1, 19) >= ?4)
+               AND (?5 IS NULL OR request_id = ?5)
+             ORDER BY sequence ",
+            $order,
+            " LIMIT ?6"
+        )
+    };
+}
+
+const OLDEST_FIRST: &str = wanted!("ASC");
+const NEWEST_FIRST: &str = wanted!("DESC");
+
+async fn read(
+    from: &mut SqliteConnection,
+    statement: &'static str,
+    sequence: i64,
+    limit: u32,
+    filter: &Filter,
+) -> Result<Vec<Event>, StoreError> {
+    let rows: Vec<Row> = sqlx::query_as(statement)
+        .bind(sequence)
+        .bind(&filter.kind)
+        .bind(&filter.target)
+        // Whole seconds compare as text; fractions of different lengths do not.
+        .bind(filter.since.map(|at| at.strftime("%Y-%m-%dT%H:%M:%S").to_string()))
+        .bind(&filter.request)
+        .bind(limit)
+        .fetch_all(from)
+        .await?;
     rows.into_iter()
         .map(|row| {
             Ok(Event {

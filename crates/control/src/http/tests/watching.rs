@@ -56,6 +56,12 @@ async fn events_and_tasks_are_filtered() {
     let newest = all.last().unwrap()["at"].as_str().unwrap();
     assert!(events(&format!("since={newest}")).await.contains(all.last().unwrap()));
     assert_eq!(events("since=2999-01-01T00:00:00Z").await.len(), 0);
+    let asked = all.last().unwrap()["request_id"].as_str().unwrap();
+    let of_request = events(&format!("request={asked}")).await;
+    assert!(of_request.len() > 1 && of_request.len() < all.len(), "{of_request:?}");
+    assert!(of_request.iter().all(|event| event["request_id"] == asked), "{of_request:?}");
+    assert_eq!(events("last=2").await, all[all.len() - 2..]);
+    assert_eq!(events("last=1&kind=task").await, tasks[tasks.len() - 1..]);
     api.get("events?since=yesterday").await.assert_field("query");
     let listed = async |state: &str| {
         api.get(&format!("tasks?state={state}")).await.body["items"].as_array().unwrap().len()
