@@ -2,10 +2,9 @@
 
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
-use std::io::Write;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
-use std::process::{Command, Output};
+use std::process::Command;
 
 use serde_json::Value;
 use vmseal_kmip::ResultReason;
@@ -14,8 +13,9 @@ use vmseal_kmip::operation::KeyId;
 use vmseal_kmip::testing::{Authority, Issued, PyKmip, Validity};
 use vmseal_tests::eventually;
 use vmseal_tests::header;
-use vmseal_tests::installation::{Installation, PASSPHRASE, text};
-use vmseal_tests::scan::{Scanner, forms};
+use vmseal_tests::installation::{Installation, LOUDEST, PASSPHRASE, text};
+use vmseal_tests::rest::keep_metrics;
+use vmseal_tests::scan::{Needle, Scanner, forms};
 
 /// Adds the provider `kms` and the policy `from-kms`, by the commands that an operator types.
 fn add_provider(here: &Installation, kms: &PyKmip, authority: &Authority, client: &Issued) {
@@ -33,6 +33,7 @@ fn add_provider(here: &Installation, kms: &PyKmip, authority: &Authority, client
     assert!(tried.contains("what is signed by"), "{tried}");
     assert_eq!(here.refused(&["provider", "test", "kms"]).unwrap(), untrusted, "it is trusted");
     asks_before_it_trusts(here, &untrusted);
+    asks_for_each_before_it_trusts_any(here, kms);
     here.vmseal(&trust).unwrap();
     let request = here.vmseal(&["provider", "certificate", "kms", "--csr"]).unwrap();
     assert!(request.starts_with("-----BEGIN CERTIFICATE REQUEST-----"), "{request}");
@@ -48,30 +49,47 @@ fn add_provider(here: &Installation, kms: &PyKmip, authority: &Authority, client
     here.vmseal(&["policy", "add", "from-kms", "--encrypt", "--provider", "kms"]).unwrap();
 }
 
+/// Of several servers all are trusted or none, and a fingerprint is one server's.
+fn asks_for_each_before_it_trusts_any(here: &Installation, kms: &PyKmip) {
+    let [one, two] = ["one", "two"].map(|alias| format!("{alias}=127.0.0.1:{}", kms.port()));
+    let passphrase = here.path("passphrase");
+    let given = ["--passphrase-file", text(&passphrase).unwrap()];
+    let add = ["provider", "add", "pair", "--kms", &one, "--kms", &two];
+    here.vmseal(&[&add[..], &given].concat()).unwrap();
+    let trust = ["provider", "trust", "pair"];
+    let refused = here.answered(&trust, "yes\nno\n").unwrap();
+    let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert!(!refused.status.success() && said.contains("nothing was trusted"), "{said}");
+    assert_eq!(said.matches("(yes/no)").count(), 2, "{said}");
+    let servers = here.json(&["provider", "show", "pair"]).unwrap()["kmip"]["servers"].clone();
+    let trusts: Vec<_> = servers.as_array().unwrap().iter().map(|it| it["trust"].clone()).collect();
+    assert_eq!(trusts, [Value::Null, Value::Null], "one is trusted");
+    let known = "00:".repeat(31);
+    let fingerprint = [&trust[..], &["--fingerprint", &known, "--dry-run"]].concat();
+    let output = here.try_vmseal(&fingerprint).unwrap();
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(2), "{said}");
+    assert!(said.contains("say which with --kms"), "{said}");
+    here.vmseal(&["provider", "remove", "pair"]).unwrap();
+}
+
 /// A server's certificate is trusted after a "yes" on a terminal alone, having been shown.
 fn asks_before_it_trusts(here: &Installation, untrusted: &str) {
     let trust = ["provider", "trust", "kms"];
     let unasked = here.refused(&trust).unwrap();
     assert!(unasked.contains("--fingerprint"), "it does not say what to give: {unasked}");
     for answer in ["no\n", "\n", "yes, of course\n"] {
-        let refused = answered(here, &trust, answer);
+        let refused = here.answered(&trust, answer).unwrap();
         let said = String::from_utf8_lossy(&refused.stderr).into_owned();
         assert!(!refused.status.success() && said.contains("nothing was trusted"), "{said}");
         assert_eq!(here.refused(&["provider", "test", "kms"]).unwrap(), untrusted, "{answer:?}");
     }
-    let trusted = answered(here, &trust, "yes\n");
+    let trusted = here.answered(&trust, "yes\n").unwrap();
     let said = String::from_utf8_lossy(&trusted.stderr).into_owned();
     assert!(trusted.status.success() && said.contains("(yes/no)"), "{said}");
     let shown = here.json(&["provider", "show", "kms"]).unwrap().to_string();
     let fingerprint = said.lines().find_map(|line| line.trim().strip_prefix("SHA-256"));
     assert!(shown.contains(fingerprint.unwrap().trim()), "{shown} does not have that of {said}");
-}
-
-/// Runs a command whose standard input is a terminal at which somebody types this.
-fn answered(here: &Installation, arguments: &[&str], answer: &str) -> Output {
-    let pair = nix::pty::openpty(None, None).unwrap();
-    std::fs::File::from(pair.master.try_clone().unwrap()).write_all(answer.as_bytes()).unwrap();
-    here.command().unwrap().args(arguments).stdin(pair.slave).output().unwrap()
 }
 
 /// Waits until a VM is locked for this reason; gives the alarm's words.
@@ -84,12 +102,48 @@ fn wait_locked(here: &Installation, vm: &str, reason: &str) -> String {
     alarm.unwrap()["detail"].as_str().unwrap().to_owned()
 }
 
+/// The secret number of a client's private key: of P-256, in an ECPrivateKey (RFC 5915) of version 1.
+fn secret_number(client: &Issued) -> Vec<u8> {
+    let key = client.private_key();
+    let key = key.expose();
+    let before = [2, 1, 1, 4, 32];
+    let at = key.windows(before.len()).position(|bytes| bytes == before).unwrap() + before.len();
+    key[at..at + 32].to_vec()
+}
+
+/// The KEKs of a KMS, the passphrase and the client's private key are in no file, log, metric, argument or
+/// environment, and in no memory: but for the private key, with which the server's TLS library signs.
+fn nothing_is_found(here: &Installation, keks: &[Vec<u8>], client: &Issued) {
+    let passphrase = Needle { name: "the passphrase".into(), bytes: PASSPHRASE.into() };
+    let mut needles: Vec<_> = keks.iter().flat_map(|kek| forms("the KEK", kek)).collect();
+    needles.push(passphrase);
+    let in_memory_of_server = Scanner::new(needles.clone()).unwrap();
+    needles.extend(forms("the client's private key", &secret_number(client)));
+    let scanner = Scanner::new(needles).unwrap();
+    keep_metrics(here).unwrap();
+    for log in ["server.log", "agent.log"] {
+        let text = std::fs::read_to_string(here.path(log)).unwrap();
+        assert!(text.contains("DEBUG request{request_id="), "{log} is not loud: {text}");
+    }
+    let given = ["passphrase", "kms-passphrase"].map(|name| here.path(name));
+    let credentials =
+        ["keys", "kms"].map(|of| here.path(&format!("credentials/vmseal-provider-{of}")));
+    let mut found = scanner.directory(&here.path(""), &[given, credentials].concat()).unwrap();
+    let server = here.own_processes()[0];
+    for pid in here.own_processes().into_iter().chain(here.all_guest_processes()) {
+        let memory = if pid == server { &in_memory_of_server } else { &scanner };
+        found.extend(memory.memory(pid).unwrap());
+        found.extend(scanner.arguments_and_environment(pid).unwrap());
+    }
+    assert_eq!(found, []);
+}
+
 #[test]
 fn a_vm_lives_on_keys_of_a_kms_and_waits_locked_while_it_is_away() {
     let authority = Authority::new("kms");
     let mut kms = PyKmip::start(&authority);
     let client = authority.client("vmseal", Validity::Now);
-    let mut here = Installation::new().unwrap();
+    let mut here = Installation::logging(LOUDEST).unwrap();
     add_provider(&here, &kms, &authority, &client);
     here.create_counter("sealed", "from-kms").unwrap();
     assert_eq!(here.boot_counter("sealed").unwrap(), 1);
@@ -101,13 +155,7 @@ fn a_vm_lives_on_keys_of_a_kms_and_waits_locked_while_it_is_away() {
     let own = Client::new(settings).unwrap();
     let runtime = tokio::runtime::Runtime::new().unwrap();
     let kek = runtime.block_on(own.get_key(&id)).unwrap().expose().to_vec();
-    let scanner = Scanner::new(forms("the KEK", &kek)).unwrap();
-    let mut found = scanner.directory(&here.path(""), &[]).unwrap();
-    for pid in here.own_processes().into_iter().chain(here.all_guest_processes()) {
-        found.extend(scanner.memory(pid).unwrap());
-        found.extend(scanner.arguments_and_environment(pid).unwrap());
-    }
-    assert_eq!(found, []);
+    nothing_is_found(&here, &[kek], &client);
 
     // Losing the KMS does not touch a VM that runs, nor one that stops and starts on the same host.
     kms.kill();
@@ -213,7 +261,7 @@ fn a_vm_moves_from_the_native_provider_to_a_kms_and_back() {
     let authority = Authority::new("kms");
     let kms = PyKmip::start(&authority);
     let client = authority.client("vmseal", Validity::Now);
-    let mut here = Installation::new().unwrap();
+    let mut here = Installation::logging(LOUDEST).unwrap();
     add_provider(&here, &kms, &authority, &client);
     // A server that starts again can use it at once.
     let credential = here.path("credentials/vmseal-provider-kms");
@@ -252,6 +300,7 @@ fn a_vm_moves_from_the_native_provider_to_a_kms_and_back() {
     let id = key_id(&here);
     let kek = runtime.block_on(own.get_key(&id)).unwrap().expose().to_vec();
     assert!(opens(&image, &kek));
+    let first = kek.clone();
     // The inventory's key is not what the old header opens with.
     let moved = header::read(&image).unwrap();
     header::write(&image, &native).unwrap();
@@ -285,6 +334,7 @@ fn a_vm_moves_from_the_native_provider_to_a_kms_and_back() {
     let gone = runtime.block_on(own.key_state(&old)).unwrap_err();
     assert_eq!(gone.refusal(), Some(ResultReason::ItemNotFound), "{gone}");
     assert_eq!(here.boot_counter("sealed").unwrap(), 3);
+    nothing_is_found(&here, &[first, kek], &client);
     here.vmseal(&["vm", "stop", "sealed", "--force"]).unwrap();
     here.vmseal(&["policy", "remove", "from-kms"]).unwrap();
     here.vmseal(&["provider", "remove", "kms"]).unwrap();

@@ -3,13 +3,10 @@
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
 use vmseal_tests::installation::Installation;
-use vmseal_tests::rest::{Caller, call};
+use vmseal_tests::rest;
 
 fn scrape(here: &Installation, path: &str) -> String {
-    let answer = call(here, &Caller::Admin, path, &[]).unwrap();
-    assert_eq!(answer.status, 200, "{answer:?}");
-    assert!(answer.head.contains("openmetrics") || answer.head.contains("json"), "{answer:?}");
-    answer.text
+    rest::scrape(here, path).unwrap()
 }
 
 /// The sum over all samples of a name with this label.

@@ -31,8 +31,8 @@ use vmseal_secret::derive::{KeyContext, check_value};
 use vmseal_secret::passphrase::open_with_passphrase;
 use vmseal_secret::{Backing, KEK_LEN, SecretBytes};
 use vmseal_tests::eventually;
-use vmseal_tests::installation::{Installation, PASSPHRASE};
-use vmseal_tests::rest::{Caller, call};
+use vmseal_tests::installation::{Installation, LOUDEST, PASSPHRASE};
+use vmseal_tests::rest::keep_metrics;
 use vmseal_tests::scan::{Find, Needle, Scanner, forms};
 
 /// The keys of an installation with one encrypted VM, got without asking any of its processes.
@@ -112,10 +112,6 @@ fn derive_kek(root: &SecretBytes, key_id: &str) -> SecretBytes {
     derived.expand(&info, Kek).unwrap().fill(&mut kek).unwrap();
     SecretBytes::from_wiped(&mut kek).unwrap()
 }
-
-/// Everything, of libraries too as far as anybody can have it.
-const LOUDEST: &str =
-    "trace,tungstenite=trace,tokio_tungstenite=trace,hyper=trace,rustls=trace,sqlx=trace";
 
 /// What is typed at a guest; without the letters that its guest takes for commands.
 const TYPED: &str = "A-SECRET-ONLY-THE-GUEST-MAY-HEAR-4711";
@@ -202,12 +198,7 @@ fn no_key_is_in_files_arguments_environments_or_memory() {
     let scanner = Scanner::new(keys.forms()).unwrap();
     let processes = Processes::of(&here);
 
-    // What Prometheus is told lies beside the logs, for the same search.
-    for (name, path) in [("server.prom", "/metrics"), ("host.prom", "/metrics/hosts/here")] {
-        let told = call(&here, &Caller::Admin, path, &[]).unwrap();
-        assert!(told.status == 200 && told.text.contains("vmseal_"), "{told:?}");
-        std::fs::write(here.path(name), told.text).unwrap();
-    }
+    keep_metrics(&here).unwrap();
     all_is_logged(&here);
     nothing(scanner.directory(&here.path(""), &passphrase_files(&here)).unwrap());
     for (_, pid) in processes.all() {
@@ -255,6 +246,7 @@ fn tokens_are_in_no_log_database_argument_or_environment() {
         .map(|(name, token)| Needle { name: name.to_owned(), bytes: token.as_bytes().to_vec() });
     let scanner = Scanner::new(needles.to_vec()).unwrap();
     let own_files = [here.path("server/admin.token"), here.path("join.token")];
+    keep_metrics(&here).unwrap();
     nothing(scanner.directory(&here.path(""), &own_files).unwrap());
     for (_, pid) in Processes::of(&here).all() {
         nothing(scanner.arguments_and_environment(pid).unwrap());
@@ -291,6 +283,7 @@ fn what_is_typed_at_a_console_is_in_no_log() {
     // QEMU records what the guest answers, for whoever opens the console later.
     let recorded = run_directory(&here).join("console.log");
     assert!(recorded.exists());
+    keep_metrics(&here).unwrap();
     nothing(scanner.directory(&here.path(""), &[recorded]).unwrap());
     all_is_logged(&here);
 }
