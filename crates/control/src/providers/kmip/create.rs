@@ -26,7 +26,7 @@ use vmseal_kmip::operation::{ApplicationInformation, Create, KeyId, Locate, Text
 use vmseal_kmip::{ResultReason, State};
 use vmseal_secret::SecretBytes;
 
-use super::{Answer, KmipProvider, Server, problem};
+use super::{Answer, KmipProvider, Server, Silent, problem};
 use crate::store::events::NewEvent;
 use crate::store::key_requests::{self, KeyRequest};
 use crate::store::keys;
@@ -148,7 +148,7 @@ impl KmipProvider {
         if let Some(id) = &noted.key_id {
             return Ok((server, self.key_id(id)?));
         }
-        match self.locate(&server, &noted).await? {
+        match self.locate(&server, &noted, &mut Silent::default()).await? {
             Located::Found(id) => {
                 let key_id = Some(id.as_str().to_owned());
                 self.note_request(&KeyRequest { key_id, ..noted }).await?;
@@ -167,28 +167,39 @@ impl KmipProvider {
         &self,
         server: &Server,
         noted: &KeyRequest,
+        silent: &mut Silent,
     ) -> Result<Located, Problem> {
         if !noted.marked {
             return Ok(Located::CannotTell);
         }
-        let find = |request| {
-            self.ask_one(server, move |client: Arc<Client>| async move {
-                let application = mark(request);
-                match client.locate(Locate { application, name: None }).await {
-                    Err(error) if does_not_know_marks(&error) => Ok(None),
-                    other => other.map(Some),
-                }
-            })
+        let Some(found) = self.find(server, noted.request, silent).await? else {
+            return Ok(Located::CannotTell);
         };
-        let Some(found) = find(noted.request).await? else { return Ok(Located::CannotTell) };
         let [id] = found.as_slice() else {
             return Ok(if found.is_empty() { Located::Nothing } else { Located::CannotTell });
         };
         // A server that ignores what it does not know finds something for every id.
-        match find(Uuid::new_v4()).await? {
+        match self.find(server, Uuid::new_v4(), silent).await? {
             Some(others) if others.is_empty() => Ok(Located::Found(id.clone())),
             _ => Ok(Located::CannotTell),
         }
+    }
+
+    /// What a server finds by a request's id; none when it does not have them.
+    async fn find(
+        &self,
+        server: &Server,
+        request: Uuid,
+        silent: &mut Silent,
+    ) -> Result<Option<Vec<KeyId>>, Answer> {
+        let work = |client: Arc<Client>| async move {
+            let application = mark(request);
+            match client.locate(Locate { application, name: None }).await {
+                Err(error) if does_not_know_marks(&error) => Ok(None),
+                other => other.map(Some),
+            }
+        };
+        self.ask_unless(silent, server, work).await
     }
 
     /// Says that a server may have made a key which nobody will use.

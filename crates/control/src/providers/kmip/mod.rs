@@ -23,6 +23,7 @@ pub(crate) mod problem;
 mod tests;
 mod watch;
 
+use std::collections::HashMap;
 use std::future::Future;
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::Duration;
@@ -257,6 +258,27 @@ impl KmipProvider {
         }
     }
 
+    /// As [`Self::ask_one`], but a server that did not answer before in the same pass.
+    async fn ask_unless<T, W, F>(
+        &self,
+        silent: &mut Silent,
+        server: &Server,
+        work: W,
+    ) -> Result<T, Answer>
+    where
+        W: FnOnce(Arc<Client>) -> F,
+        F: Future<Output = Result<T, Error>>,
+    {
+        if let Some(problem) = silent.0.get(&server.row.alias) {
+            return Err(Answer::None(problem.clone()));
+        }
+        let answer = self.ask_one(server, work).await;
+        if let Err(Answer::None(problem)) = &answer {
+            silent.0.insert(server.row.alias.clone(), problem.clone());
+        }
+        answer
+    }
+
     /// Notes how a server answered; when that is new, the watch is to look.
     fn note(&self, server: &Server, problem: Option<Problem>) {
         let was = server.seen().map(|seen| seen.problem.is_some());
@@ -322,6 +344,10 @@ impl From<Answer> for Problem {
         }
     }
 }
+
+/// The servers that did not answer in one pass over many keys, by alias: time-outs add up.
+#[derive(Default)]
+struct Silent(HashMap<String, Problem>);
 
 #[async_trait]
 impl KeyProvider for KmipProvider {

@@ -1,5 +1,7 @@
 //! A KMIP provider against a real KMS (PyKMIP), and against one that does wrong on purpose.
 
+mod upkeep;
+
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
@@ -352,6 +354,22 @@ async fn the_key_of_a_request_without_an_answer_is_found_again() {
     assert!(here.events("key.orphaned").await.is_empty());
 }
 
+/// The answer to Get.
+fn given(asked: &Asked, kek: &[u8]) -> Reaction {
+    Reaction::Send(asked.done(|payload| {
+        payload.enumeration(Tag::OBJECT_TYPE, 2);
+        payload.text(Tag::UNIQUE_IDENTIFIER, &asked.objects[0]);
+        payload.structure(Tag::SYMMETRIC_KEY, |key| {
+            key.structure(Tag::KEY_BLOCK, |block| {
+                block.enumeration(Tag::KEY_FORMAT_TYPE, 1);
+                block.structure(Tag::KEY_VALUE, |value| {
+                    value.bytes(Tag::KEY_MATERIAL, kek);
+                });
+            });
+        });
+    }))
+}
+
 /// A KMS in memory whose ways a test chooses.
 fn scripted(
     authority: &Authority,
@@ -381,18 +399,7 @@ fn scripted(
                 }
             })),
             OperationCode::GetAttributes => Reaction::Send(asked.done(|payload| state(payload, 2))),
-            OperationCode::Get => Reaction::Send(asked.done(|payload| {
-                payload.enumeration(Tag::OBJECT_TYPE, 2);
-                payload.text(Tag::UNIQUE_IDENTIFIER, "1");
-                payload.structure(Tag::SYMMETRIC_KEY, |key| {
-                    key.structure(Tag::KEY_BLOCK, |block| {
-                        block.enumeration(Tag::KEY_FORMAT_TYPE, 1);
-                        block.structure(Tag::KEY_VALUE, |value| {
-                            value.bytes(Tag::KEY_MATERIAL, &[7; 32]);
-                        });
-                    });
-                });
-            })),
+            OperationCode::Get => given(asked, &[7; 32]),
             _ => Reaction::Send(asked.done(id)),
         }
     });

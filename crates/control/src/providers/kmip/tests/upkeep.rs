@@ -1,0 +1,82 @@
+//! What the watch sees to: one thing that cannot be done keeps no other one from being done.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use super::*;
+
+/// The detail of the alarm of this kind.
+async fn detail(here: &Here, code: &str) -> Option<String> {
+    let standing = alarms::list(&mut here.store.read().await.unwrap()).await.unwrap();
+    standing.into_iter().find(|alarm| alarm.code == code).map(|alarm| alarm.detail)
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_cannot_be_cleared_up_keeps_nothing_else_waiting_and_is_an_alarm() {
+    let authority = Authority::new("kms");
+    let identity = authority.client("vmseal", Validity::Now);
+    let certificate = authority.server(&["127.0.0.1"], Validity::Now);
+    let mended = Arc::new(AtomicBool::new(false));
+    let destroyed = Arc::new(Mutex::new(Vec::new()));
+    let (is_mended, gone) = (Arc::clone(&mended), Arc::clone(&destroyed));
+    // A role that may not Locate, and a key that was imported as something else.
+    let server = ScriptedServer::start(&certificate, None, move |asked: &Asked| {
+        let mended = is_mended.load(Ordering::SeqCst);
+        match asked.operation {
+            OperationCode::Locate if mended => Reaction::Send(asked.done(|_| {})),
+            OperationCode::Locate => asked.refused(ResultReason::PermissionDenied),
+            OperationCode::GetAttributes => Reaction::Send(asked.done(|payload| {
+                payload.structure(Tag::ATTRIBUTE, |attribute| {
+                    attribute.text(Tag::ATTRIBUTE_NAME, "State");
+                    attribute.enumeration(Tag::ATTRIBUTE_VALUE, 2);
+                });
+            })),
+            OperationCode::Get if asked.objects == ["0 short"] && !mended => given(asked, &[7; 16]),
+            OperationCode::Get => given(asked, &[7; 32]),
+            code => {
+                if code == OperationCode::Destroy {
+                    gone.lock().unwrap().extend(asked.objects.iter().cloned());
+                }
+                Reaction::Send(asked.done(|_| {}))
+            }
+        }
+    });
+    let here = Here::new().await;
+    let (provider, _) = here.add(&[at("one", &server.endpoint())], &authority, &identity).await;
+    let kmip = here.providers.kmip(provider.id).unwrap();
+    let kek = SecretBytes::from_wiped(&mut vec![7; 32]).unwrap();
+    let vm = VmId::new();
+    let mut write = here.store.write().await.unwrap();
+    for key_id in ["0 short", "1 whole"] {
+        let (key_id, check) = (key_id.to_owned(), kmip.check(vm, key_id, &kek).unwrap());
+        let key = KeyReference { provider: provider.id, key_id, check };
+        keys::set_unwanted(&mut write, vm, &key).await.unwrap();
+    }
+    let stuck = KeyRequest {
+        request: Uuid::from_u128(5),
+        vm,
+        server: "one".to_owned(),
+        marked: true,
+        key_id: None,
+        abandoned: true,
+    };
+    key_requests::put(&mut write, provider.id, &stuck).await.unwrap();
+    write.commit().await.unwrap();
+    kmip.look_now();
+    here.eventually("the other key is destroyed", async |here| {
+        here.events("key.destroyed").await.len() == 1
+    })
+    .await;
+    assert_eq!(*destroyed.lock().unwrap(), ["1 whole"]);
+    let code = "keys-await-destruction";
+    here.eventually("an alarm", async |here| detail(here, code).await.is_some()).await;
+    let told = detail(&here, code).await.unwrap();
+    for part in ["there yet: 2", "key '0 short'", &stuck.request.to_string(), "refuses Locate"] {
+        assert!(told.contains(part), "{part}: {told}");
+    }
+    let wanted = (code.to_owned(), Some(KeyFault::KmsDenies));
+    assert_eq!(here.alarms().await, [wanted], "nothing else is wrong");
+    mended.store(true, Ordering::SeqCst);
+    kmip.look_now();
+    here.eventually("no alarm", async |here| here.alarms().await.is_empty()).await;
+    assert_eq!(*destroyed.lock().unwrap(), ["1 whole", "0 short"]);
+}
