@@ -23,7 +23,6 @@ use tokio::sync::{Semaphore, watch};
 use uuid::Uuid;
 use vmseal_api::host::KeyReference;
 use vmseal_api::id::{ProviderId, VmId};
-use vmseal_api::kmip::KeyFault;
 use vmseal_api::model::{ProviderKind, ProviderStatus};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_secret::SecretBytes;
@@ -46,8 +45,8 @@ const KEY_DERIVATIONS: usize = 1;
 pub struct GivenKey {
     /// The key.
     pub kek: SecretBytes,
-    /// Why nothing new may be encrypted with it; it opens what there is.
-    pub fault: Option<KeyFault>,
+    /// Why nothing new may be encrypted with it, and what to do; it opens what there is.
+    pub fault: Option<Problem>,
 }
 
 /// What gives keys. Every call may be repeated.
@@ -86,6 +85,9 @@ pub trait KeyProvider: Send + Sync {
     /// Why it cannot give any key, as far as is known without asking anybody else: who could wait does
     /// not ask then.
     fn known_fault(&self) -> Option<Problem>;
+
+    /// Why nothing new may be encrypted with a key, as far as is known without asking anybody else.
+    fn known_fault_of(&self, key_id: &str) -> Option<Problem>;
 }
 
 /// A provider by its kind.

@@ -64,6 +64,8 @@ pub struct KmipProvider {
     name: String,
     store: Arc<Store>,
     setup: RwLock<Setup>,
+    /// Keys in use that encrypt nothing new, by id, as the watch saw them last.
+    revoked: Mutex<HashMap<String, Problem>>,
     /// Asks the watch to look now.
     wake: Notify,
     /// Told when a provider can be used again.
@@ -113,7 +115,7 @@ impl KmipProvider {
     /// A provider, sealed.
     fn new(id: ProviderId, name: String, store: Arc<Store>, usable: changes::Sender<u64>) -> Self {
         let (setup, wake) = (RwLock::default(), Notify::new());
-        Self { id, name, store, setup, wake, usable }
+        Self { id, name, store, setup, revoked: Mutex::default(), wake, usable }
     }
 
     /// Reads its setup from the inventory; another private key may come with it.
@@ -384,6 +386,10 @@ impl KeyProvider for KmipProvider {
             return Err(self.wrong_key(ErrorCode::NotFound, fault, key_id, &what));
         };
         self.compare(vm, key, &kek, &server)?;
+        let fault = fault.map(|fault| {
+            let what = format!("is {state} at server '{}'", server.row.alias);
+            self.wrong_key(ErrorCode::WrongState, fault, key_id, &what)
+        });
         if fault.is_some() {
             // Its alarm.
             self.wake.notify_one();
@@ -415,5 +421,9 @@ impl KeyProvider for KmipProvider {
     fn known_fault(&self) -> Option<Problem> {
         let faults: Vec<_> = self.servers().iter().map(|server| server.fault()).collect();
         if faults.iter().any(Option::is_none) { None } else { faults.into_iter().flatten().next() }
+    }
+
+    fn known_fault_of(&self, key_id: &str) -> Option<Problem> {
+        self.revoked.lock().unwrap_or_else(PoisonError::into_inner).get(key_id).cloned()
     }
 }

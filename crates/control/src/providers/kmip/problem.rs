@@ -147,8 +147,11 @@ fn remedy(fault: KeyFault, name: &str) -> String {
             "It was destroyed, or never was at this KMS: restore it from a backup of the KMS; without it the VM's data is lost".to_owned()
         }
         KeyFault::KeyNotActive => "Activate it at the KMS".to_owned(),
-        KeyFault::KeyDeactivated | KeyFault::KeyCompromised => {
-            "It opens what there is and encrypts nothing new: copy what the VM holds into one with another key before the KMS destroys this one".to_owned()
+        KeyFault::KeyDeactivated => {
+            "It opens what there is and encrypts nothing new: give the VM another key before the KMS destroys this one (vmseal vm stop, then vmseal vm recrypt), or activate it again at the KMS where that is possible".to_owned()
+        }
+        KeyFault::KeyCompromised => {
+            "It opens what there is and encrypts nothing new: give the VM another key (vmseal vm stop, then vmseal vm recrypt). The disks' own keys stay: whoever had this key and read a disk can read what is written to it later, so copy such data into a new VM".to_owned()
         }
         KeyFault::KeyDestroyed => {
             "Restore it from a backup of the KMS; without it the VM's data is lost".to_owned()

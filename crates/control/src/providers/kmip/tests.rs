@@ -144,7 +144,7 @@ async fn a_key_is_made_once_given_checked_and_destroyed() {
         own.revoke(&id, reason).await.unwrap();
         let given = kms.get_key(vm, &key).await.unwrap();
         assert!(given.kek == kek, "it opens what there is");
-        assert_eq!(given.fault, Some(fault));
+        assert_eq!(given.fault.unwrap().reason, Some(fault));
     }
     // Another key under a known id stays, whoever's it is.
     let stranger = KeyReference { check: "00".repeat(16), ..other.clone() };

@@ -10,6 +10,7 @@
 //!     └───── one answers: whoever waits for keys is told ──────────────────┘
 //! ```
 
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -240,6 +241,7 @@ impl KmipProvider {
             .filter_map(|key| Some((self.key_id(&key.key_id).ok()?, key.vm_name?)))
             .collect();
         if used.is_empty() {
+            self.note_revoked(HashMap::new());
             return Ok(Vec::new());
         }
         let ids: Vec<_> = used.iter().map(|(id, _)| id.clone()).collect();
@@ -248,7 +250,7 @@ impl KmipProvider {
             async move { client.key_states(&ids).await }
         });
         let (server, states) = asked.await?;
-        let mut standing = Vec::new();
+        let (mut standing, mut revoked) = (Vec::new(), HashMap::new());
         for (state, (id, vm)) in states.into_iter().zip(used) {
             let problem = match state {
                 Ok(state) => match problem::of_state(state) {
@@ -260,6 +262,9 @@ impl KmipProvider {
                 },
                 Err(error) => problem::of(&self.name, &error),
             };
+            if let Some(KeyFault::KeyDeactivated | KeyFault::KeyCompromised) = problem.reason {
+                revoked.insert(id.as_str().to_owned(), problem.clone());
+            }
             // One alarm for a VM that is being given another key and has two.
             match standing.iter_mut().find(|known: &&mut Standing| known.target == vm) {
                 Some(known) => known.detail = format!("{}; {}", known.detail, problem.detail),
@@ -269,6 +274,18 @@ impl KmipProvider {
                 }
             }
         }
+        self.note_revoked(revoked);
         Ok(standing)
+    }
+
+    /// Has the hosts' monitors look when keys can be used no more, or again.
+    fn note_revoked(&self, revoked: HashMap<String, Problem>) {
+        let mut known = self.revoked.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let same = known.len() == revoked.len() && known.keys().all(|id| revoked.contains_key(id));
+        *known = revoked;
+        drop(known);
+        if !same {
+            self.usable.send_modify(|count| *count += 1);
+        }
     }
 }
