@@ -32,7 +32,8 @@ use self::measured::Measured;
 use self::native::NativeProvider;
 use crate::store::events::NewEvent;
 use crate::store::providers::Provider;
-use crate::store::{Part, Store, StoreError, alarms, keys, providers};
+use crate::store::{Part, Store, StoreError, alarms, key_requests, keys, providers, tasks};
+use crate::tasks::Operation;
 
 /// The longest passphrase that a credential file may hold, in bytes; the command line's limit.
 const PASSPHRASE_MAX: usize = 512;
@@ -343,6 +344,16 @@ impl Providers {
             );
             return Err(Problem::new(ErrorCode::InUse, detail));
         }
+        for task in tasks::open(from).await? {
+            if matches!(task.operation, Operation::RecryptVm { provider: to, .. } if to == provider.id)
+            {
+                let detail = format!(
+                    "task {} gives VM '{}' a key of provider '{}': wait for it, or cancel it (vmseal task cancel)",
+                    task.id, task.target, provider.name
+                );
+                return Err(Problem::new(ErrorCode::InUse, detail));
+            }
+        }
         Ok(())
     }
 
@@ -361,6 +372,13 @@ impl Providers {
             );
             let (kind, target) = ("key.orphaned", provider.name.as_str());
             write.event(NewEvent { kind, actor, target, detail: &detail }).await?;
+        }
+        for noted in key_requests::of_provider(&mut write, provider.id).await? {
+            let why = format!("and provider '{}' is removed", provider.name);
+            let (kind, target) = ("key.orphaned", provider.name.as_str());
+            let detail = kmip::orphan(&noted, &why);
+            write.event(NewEvent { kind, actor, target, detail: &detail }).await?;
+            key_requests::delete(&mut write, provider.id, noted.request).await?;
         }
         providers::delete(&mut write, provider.id).await?;
         let (kind, target) = ("provider.removed", provider.name.as_str());

@@ -13,7 +13,7 @@ use vmseal_kmip::operation::KeyId;
 use vmseal_kmip::{ResultReason, RevocationReason, State};
 use vmseal_secret::SecretBytes;
 
-use super::create::Located;
+use super::create::{Located, may_be_late};
 use super::{Answer, KmipProvider, Server, Silent};
 use crate::store::alarms::Standing;
 use crate::store::events::NewEvent;
@@ -36,8 +36,8 @@ impl Undone {
     }
 
     fn request(noted: &KeyRequest, why: Problem) -> Self {
-        let (request, vm) = (noted.request, noted.vm);
-        Self { what: format!("the key of request {request} for VM {vm}"), why }
+        let (mark, vm) = (noted.mark, noted.vm);
+        Self { what: format!("what was asked for as {mark} for VM {vm}"), why }
     }
 }
 
@@ -205,6 +205,8 @@ impl KmipProvider {
                 }
                 write
             }
+            // It is looked for again.
+            Located::Nothing if may_be_late(noted) => return Ok(()),
             Located::Nothing => self.store.write().await?,
         };
         key_requests::delete(&mut write, self.id, noted.request).await?;

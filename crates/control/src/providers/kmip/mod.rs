@@ -46,6 +46,7 @@ use self::client_key::ClientKey;
 use super::{GivenKey, KeyProvider};
 use crate::store::{Store, StoreError, key_requests, keys, kmip};
 
+pub(in crate::providers) use self::create::orphan;
 pub use self::watch::Watched;
 
 /// How long each step may take: a VM that is started waits for all of them, and a request of the API has

@@ -53,6 +53,8 @@ async fn what_cannot_be_cleared_up_keeps_nothing_else_waiting_and_is_an_alarm() 
     }
     let stuck = KeyRequest {
         request: Uuid::from_u128(5),
+        mark: Uuid::from_u128(55),
+        sent: Timestamp::UNIX_EPOCH,
         vm,
         server: "one".to_owned(),
         marked: true,
@@ -68,9 +70,13 @@ async fn what_cannot_be_cleared_up_keeps_nothing_else_waiting_and_is_an_alarm() 
     .await;
     assert_eq!(*destroyed.lock().unwrap(), ["1 whole"]);
     let code = "keys-await-destruction";
-    here.eventually("an alarm", async |here| detail(here, code).await.is_some()).await;
+    // A look may have begun before all of them were there.
+    here.eventually("an alarm", async |here| {
+        detail(here, code).await.is_some_and(|told| told.contains("there yet: 2"))
+    })
+    .await;
     let told = detail(&here, code).await.unwrap();
-    for part in ["there yet: 2", "key '0 short'", &stuck.request.to_string(), "refuses Locate"] {
+    for part in ["key '0 short'", &stuck.mark.to_string(), "refuses Locate"] {
         assert!(told.contains(part), "{part}: {told}");
     }
     let wanted = (code.to_owned(), Some(KeyFault::KmsDenies));
@@ -79,4 +85,48 @@ async fn what_cannot_be_cleared_up_keeps_nothing_else_waiting_and_is_an_alarm() 
     kmip.look_now();
     here.eventually("no alarm", async |here| here.alarms().await.is_empty()).await;
     assert_eq!(*destroyed.lock().unwrap(), ["1 whole", "0 short"]);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn whoever_removes_a_provider_is_told_of_every_key_that_may_be_left() {
+    use crate::tasks::{Engine, Operation};
+    let authority = Authority::new("kms");
+    let mut server = PyKmip::start(&authority);
+    let identity = authority.client("vmseal", Validity::Now);
+    let here = Here::new().await;
+    let (provider, _) = here.add(&[at("one", &server.endpoint())], &authority, &identity).await;
+    server.kill();
+    let mut write = here.store.write().await.unwrap();
+    for (number, key_id, abandoned) in [(1, Some("17"), true), (2, None, false)] {
+        let request = KeyRequest {
+            request: Uuid::from_u128(number),
+            mark: Uuid::from_u128(10 * number),
+            sent: Timestamp::now(),
+            vm: VmId::new(),
+            server: "one".to_owned(),
+            marked: true,
+            key_id: key_id.map(str::to_owned),
+            abandoned,
+        };
+        key_requests::put(&mut write, provider.id, &request).await.unwrap();
+    }
+    let old = reference(&provider, "1");
+    let old = KeyReference { provider: vmseal_api::id::ProviderId::new(), ..old };
+    let recrypt = Operation::RecryptVm { vm: VmId::new(), old, provider: provider.id };
+    let mut task = Engine::record(&mut write, recrypt, "web", "me").await.unwrap();
+    write.commit().await.unwrap();
+    let refused = here.providers.remove(&provider, "me").await.unwrap_err();
+    assert_eq!(refused.code, ErrorCode::InUse);
+    assert!(refused.detail.contains(&task.id.to_string()), "{refused}");
+    assert!(here.events("key.orphaned").await.is_empty());
+    let mut write = here.store.write().await.unwrap();
+    task.state = vmseal_api::model::TaskState::Failed;
+    crate::store::tasks::update(&mut write, &task).await.unwrap();
+    write.commit().await.unwrap();
+    here.providers.remove(&provider, "me").await.unwrap();
+    let told = here.events("key.orphaned").await;
+    assert_eq!(told.len(), 2, "{told:?}");
+    assert!(told[0].contains("key '17'") && told[1].contains(&Uuid::from_u128(20).to_string()));
+    let mut read = here.store.read().await.unwrap();
+    assert_eq!(key_requests::of_provider(&mut read, provider.id).await.unwrap(), []);
 }
