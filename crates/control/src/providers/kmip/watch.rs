@@ -181,7 +181,10 @@ impl KmipProvider {
                 let (at, version) = (Timestamp::now(), Some(version));
                 *seen = Some(KmipSeen { at, version, vendor, problem: None });
             }
-            Err(super::Answer::No(problem)) if server.client.is_ok() => server.saw(Some(problem)),
+            // Without a reason it is not about the KMS.
+            Err(super::Answer::No(problem)) if problem.reason.is_some() => {
+                server.saw(Some(problem))
+            }
             // Noted already.
             Err(_) => {}
         }
