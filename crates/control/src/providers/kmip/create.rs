@@ -238,7 +238,11 @@ impl KmipProvider {
     }
 
     /// Activates a key if it has to be, and reads it.
-    async fn put_to_use(&self, server: &Server, id: &KeyId) -> Result<SecretBytes, Problem> {
+    pub(super) async fn put_to_use(
+        &self,
+        server: &Server,
+        id: &KeyId,
+    ) -> Result<SecretBytes, Problem> {
         let asked = self.ask_one(server, |client: Arc<Client>| {
             let id = id.clone();
             async move {

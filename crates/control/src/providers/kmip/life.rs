@@ -13,10 +13,7 @@ use vmseal_api::kmip::{
 };
 use vmseal_api::model::ProviderKind;
 use vmseal_api::problem::{ErrorCode, Problem};
-use vmseal_kmip::RevocationReason;
-use vmseal_kmip::client::{
-    Client, Endpoint, Fingerprint, NewKey, ShownCertificate, Trust, show_certificate,
-};
+use vmseal_kmip::client::{Endpoint, Fingerprint, ShownCertificate, Trust, show_certificate};
 use vmseal_secret::SecretBytes;
 use x509_parser::certificate::X509Certificate;
 use x509_parser::prelude::FromDer;
@@ -462,10 +459,12 @@ impl Providers {
         &self,
         provider: &Provider,
         with_key: bool,
+        actor: &str,
     ) -> Result<Vec<KmipTested>, Problem> {
         let kmip = self.kmip(provider.id)?;
-        let servers = kmip.servers();
-        let tests = servers.iter().map(|server| kmip.test(server, with_key));
+        let servers = kmip.servers().into_iter();
+        let tests =
+            servers.map(|server| Arc::clone(&kmip).test(server, with_key, actor.to_owned()));
         Ok(join_all(tests).await)
     }
 }
@@ -517,8 +516,13 @@ impl KmipProvider {
         })
     }
 
-    async fn test(&self, server: &Server, with_key: bool) -> KmipTested {
-        self.probe(server).await;
+    async fn test(
+        self: Arc<Self>,
+        server: Arc<Server>,
+        with_key: bool,
+        actor: String,
+    ) -> KmipTested {
+        self.probe(&server).await;
         let mut seen = match (server.seen(), &server.client) {
             (Some(seen), Ok(_)) => seen,
             (_, client) => KmipSeen {
@@ -528,20 +532,16 @@ impl KmipProvider {
                 problem: client.as_ref().err().cloned(),
             },
         };
+        let alias = server.row.alias.clone();
         let mut key = false;
         if with_key && seen.problem.is_none() {
-            let tried = self.ask_one(server, |client: Arc<Client>| async move {
-                let made = client.create_key(NewKey::default()).await?.id;
-                let read = client.get_key(&made).await.map(drop);
-                client.revoke(&made, RevocationReason::CessationOfOperation).await?;
-                client.destroy(&made).await?;
-                read
-            });
-            match tried.await {
+            // Whoever asked may go away: what was begun is brought to its end all the same.
+            let tried = tokio::spawn(async move { self.try_key(&server, &actor).await }).await;
+            match tried.unwrap_or_else(|error| Err(crate::internal(&error))) {
                 Ok(()) => key = true,
-                Err(answer) => seen.problem = Some(answer.into()),
+                Err(problem) => seen.problem = Some(problem),
             }
         }
-        KmipTested { alias: server.row.alias.clone(), seen, key }
+        KmipTested { alias, seen, key }
     }
 }

@@ -7,6 +7,7 @@
 //! | `destroy` | keys that nobody wants any more |
 //! | `watch` | what stands: servers tried, states of keys, alarms |
 //! | `life` | added, trusted, given a certificate, tested |
+//! | `trial` | a key made to see whether that works |
 //! | `client_key` | the private key and its certificate |
 //! | [`problem`] | what goes wrong, with its remedy |
 //!
@@ -21,9 +22,10 @@ mod life;
 pub(crate) mod problem;
 #[cfg(test)]
 mod tests;
+mod trial;
 mod watch;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::future::Future;
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::Duration;
@@ -67,6 +69,8 @@ pub struct KmipProvider {
     setup: RwLock<Setup>,
     /// Keys in use that encrypt nothing new, by id, as the watch saw them last.
     revoked: Mutex<HashMap<String, Problem>>,
+    /// Requests of tests that are under way.
+    trials: Mutex<HashSet<Uuid>>,
     /// Asks the watch to look now.
     wake: Notify,
     /// Told when a provider can be used again.
@@ -116,7 +120,8 @@ impl KmipProvider {
     /// A provider, sealed.
     fn new(id: ProviderId, name: String, store: Arc<Store>, usable: changes::Sender<u64>) -> Self {
         let (setup, wake) = (RwLock::default(), Notify::new());
-        Self { id, name, store, setup, revoked: Mutex::default(), wake, usable }
+        let (revoked, trials) = (Mutex::default(), Mutex::default());
+        Self { id, name, store, setup, revoked, trials, wake, usable }
     }
 
     /// Reads its setup from the inventory; another private key may come with it.

@@ -119,7 +119,7 @@ async fn a_key_is_made_once_given_checked_and_destroyed() {
     let here = Here::new().await;
     let (provider, kms) = here.add(&[at("one", &server.endpoint())], &authority, &identity).await;
     assert_eq!(here.providers.status(&provider), ProviderStatus::Normal);
-    let tested = here.providers.test(&provider, true).await.unwrap();
+    let tested = here.providers.test(&provider, true, "me").await.unwrap();
     assert!(tested[0].key && tested[0].seen.version.as_deref() == Some("1.4"), "{tested:?}");
 
     let (vm, request) = (VmId::new(), Uuid::from_u128(7));

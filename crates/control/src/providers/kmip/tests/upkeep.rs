@@ -130,3 +130,54 @@ async fn whoever_removes_a_provider_is_told_of_every_key_that_may_be_left() {
     let mut read = here.store.read().await.unwrap();
     assert_eq!(key_requests::of_provider(&mut read, provider.id).await.unwrap(), []);
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_key_of_a_test_is_destroyed_whatever_goes_wrong_and_whoever_goes_away() {
+    let authority = Authority::new("kms");
+    let identity = authority.client("vmseal", Validity::Now);
+    let certificate = authority.server(&["127.0.0.1"], Validity::Now);
+    let mended = Arc::new(AtomicBool::new(false));
+    let destroyed = Arc::new(Mutex::new(Vec::new()));
+    let (is_mended, gone) = (Arc::clone(&mended), Arc::clone(&destroyed));
+    let server = ScriptedServer::start(&certificate, None, move |asked: &Asked| {
+        let id = |payload: &mut Encoder| payload.text(Tag::UNIQUE_IDENTIFIER, "1");
+        match asked.operation {
+            OperationCode::GetAttributes => Reaction::Send(asked.done(|payload| state(payload, 2))),
+            OperationCode::Get => given(asked, &[7; 32]),
+            OperationCode::Revoke if !is_mended.load(Ordering::SeqCst) => {
+                asked.refused(ResultReason::PermissionDenied)
+            }
+            OperationCode::Create => Reaction::SendLate(Duration::from_millis(300), asked.done(id)),
+            OperationCode::Destroy => {
+                gone.lock().unwrap().extend(asked.objects.iter().cloned());
+                Reaction::Send(asked.done(id))
+            }
+            _ => Reaction::Send(asked.done(id)),
+        }
+    });
+    let here = Here::new().await;
+    let (provider, _) = here.add(&[at("one", &server.endpoint())], &authority, &identity).await;
+    let tested = here.providers.test(&provider, true, "me").await.unwrap();
+    let problem = tested[0].seen.problem.clone().unwrap();
+    assert!(!tested[0].key && problem.reason == Some(KeyFault::KmsDenies), "{problem}");
+    assert!(problem.detail.contains("key '1'"), "{problem}");
+    here.eventually("an alarm", async |here| {
+        detail(here, "keys-await-destruction").await.is_some()
+    })
+    .await;
+    mended.store(true, Ordering::SeqCst);
+    here.providers.kmip(provider.id).unwrap().look_now();
+    here.eventually("no alarm", async |here| here.alarms().await.is_empty()).await;
+    assert_eq!(*destroyed.lock().unwrap(), ["1"]);
+
+    // The next id is the same at this server: another inventory.
+    let here = Here::new().await;
+    let (provider, _) = here.add(&[at("one", &server.endpoint())], &authority, &identity).await;
+    let caller = here.providers.test(&provider, true, "me");
+    assert!(tokio::time::timeout(Duration::from_millis(150), caller).await.is_err());
+    here.eventually("it is brought to its end", async |here| {
+        here.events("provider.key-tested").await.len() == 1
+    })
+    .await;
+    assert_eq!(*destroyed.lock().unwrap(), ["1", "1"]);
+}
