@@ -43,7 +43,7 @@ async fn what_cannot_be_cleared_up_keeps_nothing_else_waiting_and_is_an_alarm() 
     let here = Here::new().await;
     let (provider, _) = here.add(&[at("one", &server.endpoint())], &authority, &identity).await;
     let kmip = here.providers.kmip(provider.id).unwrap();
-    let kek = SecretBytes::from_wiped(&mut vec![7; 32]).unwrap();
+    let kek = SecretBytes::from_wiped(&mut [7; 32]).unwrap();
     let vm = VmId::new();
     let mut write = here.store.write().await.unwrap();
     for key_id in ["0 short", "1 whole"] {
