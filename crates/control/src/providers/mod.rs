@@ -139,7 +139,8 @@ impl Providers {
             match this.credential(&provider.name) {
                 Ok(None) => {}
                 Ok(Some(passphrase)) => {
-                    if let Err(problem) = this.unlock(&provider, passphrase, crate::SELF).await {
+                    // Nobody waits here for a KMS: its watch tries it.
+                    if let Err(problem) = this.open_up(&provider, passphrase, crate::SELF).await {
                         tracing::warn!(provider = provider.name, %problem, "it stays sealed");
                     }
                 }
@@ -159,7 +160,10 @@ impl Providers {
     async fn keep(&self, provider: &Provider) -> Result<(), StoreError> {
         match provider.kind {
             ProviderKind::Native => drop(self.keep_native(provider)),
-            ProviderKind::Kmip => self.keep_kmip(provider).load(None).await?,
+            ProviderKind::Kmip => {
+                self.keep_kmip(provider).load(None).await?;
+                self.sweep_client_keys(provider).await?;
+            }
         }
         Ok(())
     }
@@ -291,11 +295,24 @@ impl Providers {
         tokio::task::spawn_blocking(work).await.map_err(|error| crate::internal(&error))?
     }
 
-    /// Unlocks a provider.
+    /// Unlocks a provider; when this ends its servers, if it has some, have been tried.
     ///
     /// # Errors
     /// `key-mismatch` for a wrong passphrase; `damaged` when its key file is missing or no key file.
     pub async fn unlock(
+        &self,
+        provider: &Provider,
+        passphrase: SecretBytes,
+        actor: &str,
+    ) -> Result<(), Problem> {
+        self.open_up(provider, passphrase, actor).await?;
+        if let Ok(kmip) = self.kmip(provider.id) {
+            kmip.try_all().await;
+        }
+        Ok(())
+    }
+
+    async fn open_up(
         &self,
         provider: &Provider,
         passphrase: SecretBytes,

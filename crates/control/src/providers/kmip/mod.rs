@@ -50,6 +50,7 @@ use crate::store::{Store, StoreError, key_requests, keys, kmip};
 
 pub(in crate::providers) use self::create::orphan;
 pub use self::watch::Watched;
+pub use vmseal_kmip::client::KMIP_PORT;
 
 /// How long each step may take: a VM that is started waits for all of them, and a request of the API has
 /// a minute in all. A key may be made in hardware: some seconds.
@@ -67,6 +68,8 @@ pub struct KmipProvider {
     name: String,
     store: Arc<Store>,
     setup: RwLock<Setup>,
+    /// Held from the check of a change of its setup until the change is in the inventory and in `setup`.
+    changing: tokio::sync::Mutex<()>,
     /// Keys in use that encrypt nothing new, by id, as the watch saw them last.
     revoked: Mutex<HashMap<String, Problem>>,
     /// Requests of tests that are under way.
@@ -121,7 +124,8 @@ impl KmipProvider {
     fn new(id: ProviderId, name: String, store: Arc<Store>, usable: changes::Sender<u64>) -> Self {
         let (setup, wake) = (RwLock::default(), Notify::new());
         let (revoked, trials) = (Mutex::default(), Mutex::default());
-        Self { id, name, store, setup, revoked, trials, wake, usable }
+        let changing = tokio::sync::Mutex::default();
+        Self { id, name, store, setup, changing, revoked, trials, wake, usable }
     }
 
     /// Reads its setup from the inventory; another private key may come with it.
@@ -198,10 +202,17 @@ impl KmipProvider {
 
     /// Whether it can be used.
     pub(super) fn status(&self) -> ProviderStatus {
-        let faults: Vec<_> = self.servers().iter().map(|server| server.fault()).collect();
+        let servers = self.servers();
+        let faults: Vec<_> = servers.iter().map(|server| server.fault()).collect();
         // The best of its servers decides.
         if faults.iter().any(Option::is_none) {
-            return ProviderStatus::Normal;
+            let answers =
+                |server: &Arc<Server>| server.fault().is_none() && server.seen().is_some();
+            return if servers.iter().any(answers) {
+                ProviderStatus::Normal
+            } else {
+                ProviderStatus::Untried
+            };
         }
         let has =
             |fault| faults.iter().flatten().any(|problem: &Problem| problem.reason == Some(fault));

@@ -171,7 +171,18 @@ async fn a_key_is_made_once_given_checked_and_destroyed() {
     assert_eq!(sealed.reason, Some(KeyFault::ProviderSealed));
     let wrong = again.unlock(&provider, secret("wrong"), "me").await.unwrap_err();
     assert_eq!(wrong.code, ErrorCode::KeyMismatch);
+    // A crash has left a file that nobody names; the next start removes it.
+    let files = here.directory.path().join("providers").join(provider.id.to_string());
+    std::fs::write(files.join("client-left.key"), b"sealed").unwrap();
+    let once_more = Providers::open(Arc::clone(&here.store), here.directory.path(), None).await;
+    assert!(!files.join("client-left.key").exists(), "it is left for ever");
+    drop(once_more);
+    // What nobody has asked is not said to answer.
+    again.open_up(&provider, secret("pass"), "me").await.unwrap();
+    let status = again.status(&provider);
+    assert!(matches!(status, ProviderStatus::Untried | ProviderStatus::Normal), "{status:?}");
     again.unlock(&provider, secret("pass"), "me").await.unwrap();
+    assert_eq!(again.status(&provider), ProviderStatus::Normal);
     again.get(provider.id).unwrap().get_key(vm, &other).await.unwrap();
 }
 
@@ -204,6 +215,15 @@ async fn whatever_keeps_a_key_away_is_named() {
         asked.refused(ResultReason::GeneralFailure)
     });
 
+    let later = ScriptedServer::start_on(0, &certificate, None, |asked: &Asked| {
+        asked.versions(&[vmseal_kmip::ProtocolVersion { major: 2, minor: 0 }])
+    });
+    let short = ScriptedServer::start(&certificate, None, |asked: &Asked| match asked.operation {
+        OperationCode::GetAttributes => Reaction::Send(asked.done(|payload| state(payload, 2))),
+        OperationCode::Get => given(asked, &[7; 16]),
+        _ => Reaction::Send(asked.done(|_| {})),
+    });
+
     let good = authority.client("vmseal", Validity::Now);
     let owner = client(&server, &authority, &authority.client("owner", Validity::Now));
     let owned = owner.create(Create::default()).await.unwrap();
@@ -217,7 +237,7 @@ async fn whatever_keeps_a_key_away_is_named() {
     let foreign = stranger.client("vmseal", Validity::Now);
     let here = Here::new().await;
     let live = server.endpoint();
-    let cases: [(&str, &Endpoint, &Authority, &Issued, &str, Fault); 17] = [
+    let cases: [(&str, &Endpoint, &Authority, &Issued, &str, Fault); 19] = [
         ("not running", &dead.endpoint(), &authority, &good, "1", Fault::KmsUnreachable),
         ("wrong authority", &live, &stranger, &good, "1", Fault::KmsUntrusted),
         ("another name", &elsewhere.endpoint(), &authority, &good, "1", Fault::KmsUntrusted),
@@ -234,6 +254,8 @@ async fn whatever_keeps_a_key_away_is_named() {
         ("garbage", &garbage.endpoint(), &authority, &good, "1", Fault::KmsGarbage),
         ("hanging in the middle", &half.endpoint(), &authority, &good, "1", Fault::KmsTimeout),
         ("closing", &closing.endpoint(), &authority, &good, "1", Fault::KmsUnreachable),
+        ("later KMIP", &later.endpoint(), &authority, &good, "1", Fault::KmsVersion),
+        ("half a key", &short.endpoint(), &authority, &good, "1", Fault::KeyUnusable),
         ("refusing", &refusing.endpoint(), &authority, &good, "1", Fault::KmsRefuses),
     ];
     for (what, endpoint, trusted, identity, key_id, fault) in cases {
@@ -570,6 +592,10 @@ async fn trust_is_in_the_certificate_that_an_operator_saw() {
     let servers = [at("one", &server.endpoint())];
     let added = here.providers.add_kmip("kms", &servers, Some(secret("pass")), "me");
     let provider = added.await.unwrap();
+    let keys = here.providers.get(provider.id).unwrap();
+    let reason =
+        async || keys.get_key(VmId::new(), &reference(&provider, "1")).await.unwrap_err().reason;
+    assert_eq!(reason().await, Some(KeyFault::NotTrusted));
     let shown = here.providers.shown_certificate(&provider, "one").await.unwrap();
     assert!(!shown.trusted && shown.names == ["kms.example"], "{shown:?}");
     let fingerprint = shown.certificate.fingerprint;
@@ -583,6 +609,7 @@ async fn trust_is_in_the_certificate_that_an_operator_saw() {
     assert_eq!(here.providers.status(&provider), ProviderStatus::NeedsTrust, "it was tried only");
     here.providers.trust_certificate(&provider, "one", &bare, "me").await.unwrap();
     assert!(here.providers.shown_certificate(&provider, "one").await.unwrap().trusted);
+    assert_eq!(reason().await, Some(KeyFault::NoClientCertificate));
     // A certificate of our own making, which this server's authority has not signed.
     here.providers.check_self_sign(&provider, "vmseal").unwrap();
     assert!(here.providers.kmip_details(&provider).unwrap().client.is_none(), "it was tried only");
