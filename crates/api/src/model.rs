@@ -136,6 +136,8 @@ pub enum ProviderStatus {
     NeedsTrust,
     /// It has no client certificate yet (`vmseal provider certificate`).
     NeedsCertificate,
+    /// None of its servers has been tried since its passphrase was given: in some seconds one has.
+    Untried,
     /// None of its servers could be used when last tried; `kmip` and the alarms say why.
     Failing,
 }

@@ -6,8 +6,6 @@
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use vmseal_api::host::{HostAgent, KeyReference, SealedKey, key_info};
-use vmseal_api::kmip::KeyFault;
-use vmseal_api::model::Lifecycle;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_secret::{SecretBytes, sealed_box};
 
@@ -16,15 +14,26 @@ use crate::store::Store;
 use crate::store::events::NewEvent;
 use crate::store::vms::Vm;
 
-/// A VM's key from its provider. One that may encrypt nothing new is given only to a VM that is whole:
-/// it opens what there is.
+/// What a VM's key is wanted for. A key that its KMS has deactivated, or calls compromised, opens what there
+/// is and encrypts nothing new.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Purpose {
+    /// To make disks, or to run a VM that is off, which writes: only with a key in force.
+    Encrypt,
+    /// To keep what runs running, or to lead away from what there is (another key, an export): with any key
+    /// that opens it.
+    Open,
+}
+
+/// A VM's key from its provider.
 ///
 /// # Errors
-/// `locked`, with the provider's reason.
+/// `locked`, with the provider's reason, or that of a key which is not for this purpose.
 pub async fn fetch(
     providers: &Providers,
     vm: &Vm,
     key: &KeyReference,
+    purpose: Purpose,
 ) -> Result<SecretBytes, Problem> {
     let locked = |problem: Problem| Problem {
         reason: problem.reason,
@@ -33,19 +42,8 @@ pub async fn fetch(
     let provider = providers.get(key.provider).map_err(locked)?;
     let given = provider.get_key(vm.id, key).await.map_err(locked)?;
     match given.fault {
-        Some(fault) if vm.lifecycle == Lifecycle::Creating => {
-            let detail = format!("key '{}' {}", key.key_id, encrypts_nothing_new(fault));
-            Err(Problem::new(ErrorCode::Locked, detail).because(fault))
-        }
+        Some(fault) if purpose == Purpose::Encrypt => Err(locked(fault)),
         _ => Ok(given.kek),
-    }
-}
-
-fn encrypts_nothing_new(fault: KeyFault) -> &'static str {
-    match fault {
-        KeyFault::KeyDeactivated => "is Deactivated at its KMS: it encrypts nothing new",
-        KeyFault::KeyCompromised => "is Compromised, as its KMS says: it encrypts nothing new",
-        _ => "may not encrypt anything new",
     }
 }
 

@@ -408,3 +408,30 @@ async fn a_server_that_stands_still_is_given_up_and_used_again_when_it_goes_on()
         assert!(begun.elapsed() < PATIENCE);
     }
 }
+
+/// What is not known is decided by whether the request was sent, whatever went wrong.
+#[tokio::test]
+async fn what_was_never_sent_was_surely_not_done() {
+    let server = scripted(|asked| Reaction::Send(good(asked)));
+    // The handshake fails on this side: it shows a certificate that nobody trusts.
+    let stranger = Authority::new("stranger");
+    let mut untrusting = settings(&server);
+    untrusting.trust = stranger.trust();
+    untrusting.versions = vec![ProtocolVersion::V1_4];
+    let error = Client::new(untrusting).unwrap().create(Create::default()).await.unwrap_err();
+    assert!(matches!(error, Error::Tls { .. }), "{error}");
+
+    // With the version known, Create itself is what meets it.
+    let certificate = AUTHORITY.server(&["127.0.0.1"], Validity::Now);
+    let server =
+        ScriptedServer::start(&certificate, None, |asked| Reaction::SendAndClose(good(asked)));
+    let client = client(&server);
+    client.discover().await.unwrap();
+    let port = server.endpoint().port();
+    drop(server);
+    let other = stranger.server(&["127.0.0.1"], Validity::Now);
+    let other = ScriptedServer::start_on(port, &other, None, |asked| Reaction::Send(good(asked)));
+    let error = client.create(Create::default()).await.unwrap_err();
+    assert!(matches!(error, Error::Tls { .. }), "{error}");
+    assert_eq!(other.requests(), 0);
+}

@@ -58,7 +58,14 @@ fn texts_that_cannot_be_shown_or_are_too_long_are_no_ids() {
 /// As if `count` items had been asked for.
 fn asked(operation: OperationCode, count: u64) -> Asked {
     let ids = (FIRST_ID..FIRST_ID + count).map(|id| id.to_be_bytes().to_vec()).collect();
-    Asked { connection: 0, request: 0, version: ProtocolVersion::V1_2, operation, ids }
+    Asked {
+        connection: 0,
+        request: 0,
+        version: ProtocolVersion::V1_2,
+        operation,
+        ids,
+        objects: Vec::new(),
+    }
 }
 
 fn states(ids: &[&str]) -> Vec<GetState> {

@@ -12,6 +12,7 @@ use vmseal_api::kmip::{
     ProviderTest, SetClientCertificate, TestProvider, TrustServer,
 };
 use vmseal_api::model::Provider;
+use vmseal_control::providers::kmip::KMIP_PORT;
 use vmseal_secret::SecretBytes;
 use zeroize::Zeroizing;
 
@@ -21,9 +22,6 @@ use crate::arguments::{Certificate, Kmip, Output};
 use crate::exit::{Ended, Exit};
 use crate::passphrase::{self, Prompt};
 use crate::print;
-
-/// The port that IANA gave KMIP.
-const KMIP_PORT: u16 = 5696;
 
 pub async fn run(server: &ServerClient, output: Output, verb: Kmip) -> anyhow::Result<()> {
     match verb {

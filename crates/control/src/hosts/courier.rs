@@ -22,9 +22,10 @@ use vmseal_api::problem::Problem;
 
 use super::monitor::is_silence;
 use super::{VmLocks, registration};
+use crate::backoff;
+use crate::keys::{self, Purpose};
 use crate::providers::Providers;
 use crate::store::{Store, vms};
-use crate::{backoff, keys};
 
 /// How many keys are under way to a host at a time.
 const AT_ONCE: usize = 4;
@@ -39,6 +40,7 @@ const RETRY: (Duration, Duration) = (Duration::from_secs(2), Duration::from_secs
 /// What a delivery needs.
 pub(super) struct Delivery {
     pub(super) vm: VmId,
+    pub(super) purpose: Purpose,
     pub(super) key_box: String,
     pub(super) store: Arc<Store>,
     pub(super) providers: Arc<Providers>,
@@ -186,7 +188,7 @@ impl Delivery {
         if let Some(fault) = provider.known_fault() {
             return Err(fault.into());
         }
-        let kek = keys::fetch(&self.providers, &vm, &key).await?;
+        let kek = keys::fetch(&self.providers, &vm, &key, self.purpose).await?;
         let _unchanged = self.locks.lock(self.vm).await;
         // A task may have begun to remove it since, or to give it another key.
         let now = registration::read(&self.store, self.vm).await?;

@@ -26,7 +26,7 @@ use self::connector::HostConnector;
 use self::datastores::Watch;
 use self::monitor::Monitor;
 pub use self::registration::{register, spec_of};
-use crate::keys;
+use crate::keys::{self, Purpose};
 use crate::providers::Providers;
 use crate::store::hosts::Host;
 use crate::store::vms::Vm;
@@ -200,19 +200,19 @@ impl Hosts {
     ///
     /// # Errors
     /// The host's or the provider's.
-    pub async fn prepare(&self, vm: VmId) -> Result<(), Problem> {
+    pub async fn prepare(&self, vm: VmId, purpose: Purpose) -> Result<(), Problem> {
         let vm = register(&self.store, self, vm).await?;
-        self.deliver(&vm).await
+        self.deliver(&vm, purpose).await
     }
 
     /// Gives a VM's key to its host.
     ///
     /// # Errors
     /// The host's or the provider's.
-    pub async fn deliver(&self, vm: &Vm) -> Result<(), Problem> {
+    pub async fn deliver(&self, vm: &Vm, purpose: Purpose) -> Result<(), Problem> {
         let Some(key) = &vm.key else { return Ok(()) };
         let agent = self.agent(vm.host)?;
-        let kek = keys::fetch(&self.providers, vm, key).await?;
+        let kek = keys::fetch(&self.providers, vm, key, purpose).await?;
         // Asked anew: the box that the view has may be that of an agent that is gone.
         let key_box = agent.describe().await?.key_box;
         keys::hand_over(&self.store, &*agent, &key_box, vm, key, kek).await

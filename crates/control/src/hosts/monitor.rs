@@ -35,11 +35,13 @@ use vmseal_api::request_id::{self, RequestId};
 use super::courier::{Courier, Delivery};
 use super::{View, VmLocks, registration};
 use crate::alarms;
+use crate::keys::Purpose;
 use crate::providers::Providers;
 use crate::store::events::NewEvent;
 use crate::store::hosts::Host;
 use crate::store::vms::Vm;
 use crate::store::{self, Store, StoreError, Write};
+use crate::tasks::Operation;
 
 /// How soon a host that does not answer is asked again, at first and at most: an agent that restarts
 /// is noticed at once, and one that stays away costs little.
@@ -225,6 +227,13 @@ impl Monitor {
     ) -> Result<(), Problem> {
         let vms = store::vms::on_host(&mut *self.store.read().await?, self.id).await?;
         let seen = |vm: VmId| state.vms.iter().find(|seen| seen.vm == vm);
+        for vm in vms.iter().filter(|vm| vm.lifecycle == Lifecycle::Ready) {
+            if seen(vm.id).is_some_and(|seen| {
+                seen.power == Power::Off && seen.key == KeyState::Held && self.is_revoked(vm)
+            }) {
+                self.lock_up(vm.id).await?;
+            }
+        }
         let lacking: HashSet<_> = vms
             .iter()
             .filter(|vm| vm.lifecycle == Lifecycle::Ready)
@@ -239,6 +248,11 @@ impl Monitor {
             match self.register(vm, seen(vm)).await {
                 Ok(true) => self.courier.begin(Delivery {
                     vm,
+                    // One that runs goes on, whatever has become of its key.
+                    purpose: match seen(vm).map(|seen| seen.power) {
+                        None | Some(Power::Off) => Purpose::Encrypt,
+                        Some(_) => Purpose::Open,
+                    },
                     key_box: description.key_box.clone(),
                     store: Arc::clone(&self.store),
                     providers: Arc::clone(&self.providers),
@@ -270,6 +284,45 @@ impl Monitor {
             self.agent.register_vm(spec).await?;
         }
         Ok(true)
+    }
+
+    /// Whether a VM's key is known to encrypt nothing new.
+    fn is_revoked(&self, vm: &Vm) -> bool {
+        let Some(key) = &vm.key else { return false };
+        let provider = self.providers.get(key.provider);
+        provider.is_ok_and(|provider| provider.known_fault_of(&key.key_id).is_some())
+    }
+
+    /// Takes from the host the key of a VM that is off and may not be run with it; a task that leads
+    /// away from the key has it meanwhile.
+    async fn lock_up(&self, vm: VmId) -> Result<(), Problem> {
+        let _unchanged = self.locks.lock(vm).await;
+        let mut read = self.store.read().await?;
+        let open = store::tasks::open(&mut read).await?;
+        drop(read);
+        let leads_away = |operation: &Operation| {
+            matches!(operation, Operation::RecryptVm { .. } | Operation::ExportDisk { .. })
+        };
+        if open.iter().any(|task| task.operation.vm() == vm && leads_away(&task.operation)) {
+            return Ok(());
+        }
+        let Some((vm, spec)) = registration::read(&self.store, vm).await? else { return Ok(()) };
+        if vm.lifecycle != Lifecycle::Ready {
+            return Ok(());
+        }
+        let again = async {
+            self.agent.unregister_vm(vm.id).await?;
+            self.agent.register_vm(spec).await
+        };
+        match again.await {
+            Err(problem) if is_silence(&problem) => Err(problem),
+            // It has been started since, or a disk is in use: it is looked at again.
+            Err(problem) => {
+                tracing::warn!(vm = vm.name, %problem, "it keeps a key that encrypts nothing new");
+                Ok(())
+            }
+            Ok(()) => Ok(()),
+        }
     }
 
     /// Has the host forget a VM that the inventory does not have: what a crash left.

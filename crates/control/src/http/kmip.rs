@@ -145,9 +145,10 @@ pub(super) async fn set_certificate(
 pub(super) async fn test(
     State(app): State<Arc<App>>,
     Named(name): Named,
+    User(actor): User,
     body::Json(request): body::Json<TestProvider>,
 ) -> Result<(StatusCode, Json<ProviderTest>), Refusal> {
     let provider = find(&app, &name).await?;
-    let servers = app.providers.test(&provider, request.key).await?;
+    let servers = app.providers.test(&provider, request.key, &actor).await?;
     Ok((StatusCode::OK, Json(ProviderTest { servers })))
 }

@@ -274,7 +274,8 @@ pub(super) fn usable(
     let wrong = |detail: String| Err(Problem::new(ErrorCode::WrongState, detail));
     let name = &provider.name;
     match app.providers.status(&provider) {
-        ProviderStatus::Normal => Ok(provider),
+        // Asking it will tell.
+        ProviderStatus::Normal | ProviderStatus::Untried => Ok(provider),
         ProviderStatus::Sealed => wrong(format!(
             "key provider '{name}' is sealed: unlock it (vmseal provider unlock {name})"
         )),

@@ -58,4 +58,8 @@ impl KeyProvider for Measured {
     fn known_fault(&self) -> Option<Problem> {
         self.inner.known_fault()
     }
+
+    fn known_fault_of(&self, key_id: &str) -> Option<Problem> {
+        self.inner.known_fault_of(key_id)
+    }
 }

@@ -23,7 +23,6 @@ use tokio::sync::{Semaphore, watch};
 use uuid::Uuid;
 use vmseal_api::host::KeyReference;
 use vmseal_api::id::{ProviderId, VmId};
-use vmseal_api::kmip::KeyFault;
 use vmseal_api::model::{ProviderKind, ProviderStatus};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_secret::SecretBytes;
@@ -33,7 +32,8 @@ use self::measured::Measured;
 use self::native::NativeProvider;
 use crate::store::events::NewEvent;
 use crate::store::providers::Provider;
-use crate::store::{Part, Store, StoreError, alarms, keys, providers};
+use crate::store::{Part, Store, StoreError, alarms, key_requests, keys, providers, tasks};
+use crate::tasks::Operation;
 
 /// The longest passphrase that a credential file may hold, in bytes; the command line's limit.
 const PASSPHRASE_MAX: usize = 512;
@@ -46,8 +46,8 @@ const KEY_DERIVATIONS: usize = 1;
 pub struct GivenKey {
     /// The key.
     pub kek: SecretBytes,
-    /// Why nothing new may be encrypted with it; it opens what there is.
-    pub fault: Option<KeyFault>,
+    /// Why nothing new may be encrypted with it, and what to do; it opens what there is.
+    pub fault: Option<Problem>,
 }
 
 /// What gives keys. Every call may be repeated.
@@ -86,6 +86,9 @@ pub trait KeyProvider: Send + Sync {
     /// Why it cannot give any key, as far as is known without asking anybody else: who could wait does
     /// not ask then.
     fn known_fault(&self) -> Option<Problem>;
+
+    /// Why nothing new may be encrypted with a key, as far as is known without asking anybody else.
+    fn known_fault_of(&self, key_id: &str) -> Option<Problem>;
 }
 
 /// A provider by its kind.
@@ -136,7 +139,8 @@ impl Providers {
             match this.credential(&provider.name) {
                 Ok(None) => {}
                 Ok(Some(passphrase)) => {
-                    if let Err(problem) = this.unlock(&provider, passphrase, crate::SELF).await {
+                    // Nobody waits here for a KMS: its watch tries it.
+                    if let Err(problem) = this.open_up(&provider, passphrase, crate::SELF).await {
                         tracing::warn!(provider = provider.name, %problem, "it stays sealed");
                     }
                 }
@@ -156,7 +160,10 @@ impl Providers {
     async fn keep(&self, provider: &Provider) -> Result<(), StoreError> {
         match provider.kind {
             ProviderKind::Native => drop(self.keep_native(provider)),
-            ProviderKind::Kmip => self.keep_kmip(provider).load(None).await?,
+            ProviderKind::Kmip => {
+                self.keep_kmip(provider).load(None).await?;
+                self.sweep_client_keys(provider).await?;
+            }
         }
         Ok(())
     }
@@ -288,11 +295,24 @@ impl Providers {
         tokio::task::spawn_blocking(work).await.map_err(|error| crate::internal(&error))?
     }
 
-    /// Unlocks a provider.
+    /// Unlocks a provider; when this ends its servers, if it has some, have been tried.
     ///
     /// # Errors
     /// `key-mismatch` for a wrong passphrase; `damaged` when its key file is missing or no key file.
     pub async fn unlock(
+        &self,
+        provider: &Provider,
+        passphrase: SecretBytes,
+        actor: &str,
+    ) -> Result<(), Problem> {
+        self.open_up(provider, passphrase, actor).await?;
+        if let Ok(kmip) = self.kmip(provider.id) {
+            kmip.try_all().await;
+        }
+        Ok(())
+    }
+
+    async fn open_up(
         &self,
         provider: &Provider,
         passphrase: SecretBytes,
@@ -341,6 +361,16 @@ impl Providers {
             );
             return Err(Problem::new(ErrorCode::InUse, detail));
         }
+        for task in tasks::open(from).await? {
+            if matches!(task.operation, Operation::RecryptVm { provider: to, .. } if to == provider.id)
+            {
+                let detail = format!(
+                    "task {} gives VM '{}' a key of provider '{}': wait for it, or cancel it (vmseal task cancel)",
+                    task.id, task.target, provider.name
+                );
+                return Err(Problem::new(ErrorCode::InUse, detail));
+            }
+        }
         Ok(())
     }
 
@@ -359,6 +389,13 @@ impl Providers {
             );
             let (kind, target) = ("key.orphaned", provider.name.as_str());
             write.event(NewEvent { kind, actor, target, detail: &detail }).await?;
+        }
+        for noted in key_requests::of_provider(&mut write, provider.id).await? {
+            let why = format!("and provider '{}' is removed", provider.name);
+            let (kind, target) = ("key.orphaned", provider.name.as_str());
+            let detail = kmip::orphan(&noted, &why);
+            write.event(NewEvent { kind, actor, target, detail: &detail }).await?;
+            key_requests::delete(&mut write, provider.id, noted.request).await?;
         }
         providers::delete(&mut write, provider.id).await?;
         let (kind, target) = ("provider.removed", provider.name.as_str());

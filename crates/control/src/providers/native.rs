@@ -236,6 +236,10 @@ impl KeyProvider for NativeProvider {
     fn known_fault(&self) -> Option<Problem> {
         self.root().err()
     }
+
+    fn known_fault_of(&self, _: &str) -> Option<Problem> {
+        None
+    }
 }
 
 #[cfg(test)]

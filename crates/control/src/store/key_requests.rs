@@ -1,6 +1,7 @@
 //! Keys that a provider was asked to make, from before the question until the key is in the inventory.
 //! For providers that make another key every time they are asked.
 
+use jiff::Timestamp;
 use sqlx::{FromRow, SqliteConnection};
 use uuid::Uuid;
 use vmseal_api::id::{ProviderId, VmId};
@@ -10,13 +11,17 @@ use super::{StoreError, parse};
 /// A question to a provider.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KeyRequest {
-    /// Its id: what the key is found by again, if the server keeps it.
+    /// Its id.
     pub request: Uuid,
+    /// What the key is found by again, if the server keeps it.
+    pub mark: Uuid,
+    /// When it was sent.
+    pub sent: Timestamp,
     /// For which VM.
     pub vm: VmId,
     /// Which server was asked.
     pub server: String,
-    /// Whether the server was asked to keep the request's id with the key.
+    /// Whether the server was asked to keep the mark with the key.
     pub marked: bool,
     /// The key, once it is known.
     pub key_id: Option<String>,
@@ -27,6 +32,8 @@ pub struct KeyRequest {
 #[derive(FromRow)]
 struct Row {
     request: String,
+    mark: String,
+    sent_at: String,
     vm_id: String,
     server: String,
     marked: bool,
@@ -39,6 +46,8 @@ impl TryFrom<Row> for KeyRequest {
     fn try_from(row: Row) -> Result<Self, StoreError> {
         Ok(Self {
             request: parse(&row.request, "a request's id")?,
+            mark: parse(&row.mark, "a request's mark")?,
+            sent: parse(&row.sent_at, "a time")?,
             vm: parse(&row.vm_id, "a VM's id")?,
             server: row.server,
             marked: row.marked,
@@ -55,14 +64,16 @@ pub async fn put(
     request: &KeyRequest,
 ) -> Result<(), StoreError> {
     sqlx::query(
-        "INSERT INTO key_requests (provider_id, request, vm_id, server, marked, key_id, abandoned)
-         VALUES (?, ?, ?, ?, ?, ?, ?)
+        "INSERT INTO key_requests (provider_id, request, mark, sent_at, vm_id, server, marked, key_id, abandoned)
+         VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)
          ON CONFLICT (provider_id, request) DO UPDATE
-         SET server = excluded.server, marked = excluded.marked, key_id = excluded.key_id,
-             abandoned = excluded.abandoned",
+         SET mark = excluded.mark, sent_at = excluded.sent_at, server = excluded.server,
+             marked = excluded.marked, key_id = excluded.key_id, abandoned = excluded.abandoned",
     )
     .bind(provider.to_string())
     .bind(request.request.to_string())
+    .bind(request.mark.to_string())
+    .bind(request.sent.to_string())
     .bind(request.vm.to_string())
     .bind(&request.server)
     .bind(request.marked)
@@ -80,7 +91,7 @@ pub async fn get(
     request: Uuid,
 ) -> Result<Option<KeyRequest>, StoreError> {
     let row: Option<Row> = sqlx::query_as(
-        "SELECT request, vm_id, server, marked, key_id, abandoned FROM key_requests
+        "SELECT request, mark, sent_at, vm_id, server, marked, key_id, abandoned FROM key_requests
          WHERE provider_id = ? AND request = ?",
     )
     .bind(provider.to_string())
@@ -96,8 +107,23 @@ pub async fn abandoned(
     provider: ProviderId,
 ) -> Result<Vec<KeyRequest>, StoreError> {
     let rows: Vec<Row> = sqlx::query_as(
-        "SELECT request, vm_id, server, marked, key_id, abandoned FROM key_requests
+        "SELECT request, mark, sent_at, vm_id, server, marked, key_id, abandoned FROM key_requests
          WHERE provider_id = ? AND abandoned = 1 ORDER BY request",
+    )
+    .bind(provider.to_string())
+    .fetch_all(from)
+    .await?;
+    rows.into_iter().map(KeyRequest::try_from).collect()
+}
+
+/// All questions to a provider.
+pub async fn of_provider(
+    from: &mut SqliteConnection,
+    provider: ProviderId,
+) -> Result<Vec<KeyRequest>, StoreError> {
+    let rows: Vec<Row> = sqlx::query_as(
+        "SELECT request, mark, sent_at, vm_id, server, marked, key_id, abandoned FROM key_requests
+         WHERE provider_id = ? ORDER BY request",
     )
     .bind(provider.to_string())
     .fetch_all(from)

@@ -120,21 +120,36 @@ pub async fn client(
         .await?)
 }
 
-/// Sets what a provider shows to its servers.
-pub async fn set_client(
+/// Notes what a new provider shows to its servers.
+pub async fn insert_client(
     to: &mut SqliteConnection,
     provider: ProviderId,
     client: &ClientRow,
 ) -> Result<(), StoreError> {
-    sqlx::query(
-        "INSERT INTO kmip_clients (provider_id, key_file, certificate) VALUES (?, ?, ?)
-         ON CONFLICT (provider_id) DO UPDATE
-         SET key_file = excluded.key_file, certificate = excluded.certificate",
+    sqlx::query("INSERT INTO kmip_clients (provider_id, key_file, certificate) VALUES (?, ?, ?)")
+        .bind(provider.to_string())
+        .bind(&client.key_file)
+        .bind(&client.certificate)
+        .execute(to)
+        .await?;
+    Ok(())
+}
+
+/// Changes what a provider shows to its servers, if its key is still in the file `was`; false when it is not.
+pub async fn change_client(
+    to: &mut SqliteConnection,
+    provider: ProviderId,
+    was: &str,
+    client: &ClientRow,
+) -> Result<bool, StoreError> {
+    let changed = sqlx::query(
+        "UPDATE kmip_clients SET key_file = ?, certificate = ? WHERE provider_id = ? AND key_file = ?",
     )
-    .bind(provider.to_string())
     .bind(&client.key_file)
     .bind(&client.certificate)
+    .bind(provider.to_string())
+    .bind(was)
     .execute(to)
     .await?;
-    Ok(())
+    Ok(changed.rows_affected() == 1)
 }

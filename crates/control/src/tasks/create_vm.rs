@@ -7,6 +7,7 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::transfer::Progress;
 
 use super::run::{Run, StepError, absent_is_fine, state_of};
+use crate::keys::Purpose;
 use crate::store::disks::{self, Disk};
 use crate::store::events::NewEvent;
 use crate::store::vms::{self, Vm};
@@ -48,11 +49,11 @@ pub(super) async fn register(run: &Run<'_>) -> Result<(), StepError> {
 
 pub(super) async fn deliver_key(run: &Run<'_>) -> Result<(), StepError> {
     let vm = run.vm().await?;
-    match run.hosts().deliver(&vm).await {
+    match run.hosts().deliver(&vm, Purpose::Encrypt).await {
         // The agent restarted since it was asked for its key box, or since it was told of the VM.
         Err(problem) if matches!(problem.code, ErrorCode::WrongState | ErrorCode::NotFound) => {
             register(run).await?;
-            Ok(run.hosts().deliver(&vm).await?)
+            Ok(run.hosts().deliver(&vm, Purpose::Encrypt).await?)
         }
         other => Ok(other?),
     }
@@ -120,7 +121,7 @@ async fn begin(
     match agent.create_disk(vm.id, disk.id, source()).await {
         // The agent restarted since it was told of the VM and its key.
         Err(problem) if matches!(problem.code, ErrorCode::NotFound | ErrorCode::Locked) => {
-            run.hosts().prepare(vm.id).await?;
+            run.hosts().prepare(vm.id, Purpose::Encrypt).await?;
             Ok(agent.create_disk(vm.id, disk.id, source()).await?)
         }
         other => Ok(other?),

@@ -8,6 +8,7 @@ use vmseal_api::transfer::{ExportFormat, Progress};
 
 use super::operation::Operation;
 use super::run::{Run, StepError, state_of};
+use crate::keys::Purpose;
 use crate::store::vms::Vm;
 
 fn order(run: &Run<'_>) -> Result<(DiskId, ExportSpec), StepError> {
@@ -66,7 +67,7 @@ async fn begin(
         }
         // The same, and of its key.
         Err(problem) if matches!(problem.code, ErrorCode::NotFound | ErrorCode::Locked) => {
-            run.hosts().prepare(vm.id).await?;
+            run.hosts().prepare(vm.id, Purpose::Open).await?;
             step().await
         }
         other => other,

@@ -22,7 +22,7 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use super::operation::Operation;
 use super::run::{Run, StepError, state_of};
 use super::start_vm::locked;
-use crate::keys as delivery;
+use crate::keys::{self as delivery, Purpose};
 use crate::store::events::NewEvent;
 use crate::store::vms::{self, Vm};
 use crate::store::{key_requests, keys};
@@ -52,9 +52,9 @@ async fn new_key(run: &Run<'_>) -> Result<KeyReference, StepError> {
 
 /// Tells the host of the VM and gives it the VM's key; once more when it has restarted in between.
 async fn prepare(run: &Run<'_>) -> Result<(), StepError> {
-    let prepared = match run.hosts().prepare(run.vm_id()).await {
+    let prepared = match run.hosts().prepare(run.vm_id(), Purpose::Open).await {
         Err(problem) if matches!(problem.code, ErrorCode::NotFound | ErrorCode::WrongState) => {
-            run.hosts().prepare(run.vm_id()).await
+            run.hosts().prepare(run.vm_id(), Purpose::Open).await
         }
         other => other,
     };
@@ -172,8 +172,8 @@ async fn add(
     ask(run, || async {
         let given = provider.get_key(vm.id, other).await?;
         if let Some(fault) = given.fault.filter(|_| other != old) {
-            let detail = format!("key '{}' may not encrypt anything new", other.key_id);
-            return Err(Problem::new(ErrorCode::KeyMismatch, detail).because(fault));
+            let problem = Problem::new(ErrorCode::KeyMismatch, fault.detail);
+            return Err(Problem { reason: fault.reason, ..problem });
         }
         let key_box = agent.describe().await?.key_box;
         let sealed = delivery::seal(run.store(), &key_box, vm, other, given.kek).await?;

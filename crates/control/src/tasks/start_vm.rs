@@ -6,7 +6,9 @@ use tokio::time::Instant;
 use vmseal_api::host::{HostAgent, HostState, Power, PowerOff, StopReason};
 use vmseal_api::problem::{ErrorCode, Problem};
 
+use super::operation::Operation;
 use super::run::{Run, StepError, absent_is_fine, state_of};
+use crate::keys::Purpose;
 use crate::store::vms::Vm;
 
 /// How long QEMU and the filter may take from their start until the guest runs: seconds, and some more
@@ -16,6 +18,7 @@ const START_TIMEOUT: Duration = Duration::from_secs(120);
 /// How long processes may take to go when their power is cut.
 const OFF_TIMEOUT: Duration = Duration::from_secs(60);
 
+/// Sees that the host has the VM's key; for an export, any that opens the disk.
 pub(super) async fn prepare(run: &Run<'_>) -> Result<(), StepError> {
     let vm = run.vm().await?;
     let agent = run.agent(&vm)?;
@@ -24,7 +27,11 @@ pub(super) async fn prepare(run: &Run<'_>) -> Result<(), StepError> {
     if state_of(&state, vm.id).is_some_and(|seen| seen.power != Power::Off) {
         return Ok(());
     }
-    Ok(run.hosts().prepare(vm.id).await.map_err(locked)?)
+    let purpose = match run.task.operation {
+        Operation::ExportDisk { .. } => Purpose::Open,
+        _ => Purpose::Encrypt,
+    };
+    Ok(run.hosts().prepare(vm.id, purpose).await.map_err(locked)?)
 }
 
 /// A provider that gives no key makes the VM locked.
@@ -47,7 +54,7 @@ pub(super) async fn power_on(run: &Run<'_>) -> Result<(), StepError> {
     match agent.power_on(vm.id).await {
         // The agent restarted since it was told of the VM and its key.
         Err(problem) if matches!(problem.code, ErrorCode::NotFound | ErrorCode::Locked) => {
-            run.hosts().prepare(vm.id).await.map_err(locked)?;
+            run.hosts().prepare(vm.id, Purpose::Encrypt).await.map_err(locked)?;
             agent.power_on(vm.id).await?;
         }
         other => other?,

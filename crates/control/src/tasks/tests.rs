@@ -13,6 +13,7 @@ use vmseal_api::request_id::{self, RequestId};
 use vmseal_api::transfer::ExportFormat;
 
 mod recrypt;
+mod revoked;
 
 use super::Engine;
 use super::engine::{Fault, Faults, Moment};

@@ -5,7 +5,8 @@ use std::time::Duration;
 
 use vmseal_api::host::{Allocation, DatastoreLocation, DatastoreSpec, Power};
 use vmseal_api::id::{DatastoreId, DiskId, HostId, PolicyId, ProviderId, TaskId, VmId};
-use vmseal_api::model::{Lifecycle, TaskState};
+use vmseal_api::kmip::KeyFault;
+use vmseal_api::model::{Alarm, Lifecycle, TaskState};
 use vmseal_secret::SecretBytes;
 
 use vmseal_agent::simulated::{Call, Fault, SimulatedHost};
@@ -219,6 +220,11 @@ impl Plant {
         self.provider
     }
 
+    /// New VMs have their keys from another provider from now on.
+    pub fn use_provider(&mut self, provider: ProviderId) {
+        self.provider = provider;
+    }
+
     /// Another key for a VM, of another provider.
     pub async fn recryption(&self, vm: VmId) -> Operation {
         let other = providers::find(&mut self.store.read().await.unwrap(), "other").await.unwrap();
@@ -271,6 +277,13 @@ impl Plant {
     pub async fn alarms(&self) -> Vec<String> {
         let standing = alarms::list(&mut self.store.read().await.unwrap()).await.unwrap();
         standing.into_iter().map(|alarm| format!("{} {}", alarm.code, alarm.target)).collect()
+    }
+
+    /// The reason of an alarm; none while it does not stand.
+    pub async fn reason(&self, code: &str, target: &str) -> Option<Option<KeyFault>> {
+        let standing = alarms::list(&mut self.store.read().await.unwrap()).await.unwrap();
+        let wanted = |alarm: &&Alarm| alarm.code == code && alarm.target == target;
+        standing.iter().find(wanted).map(|alarm| alarm.reason)
     }
 
     /// Nothing is left of a VM: no rows, no file, no registration, and its keys are destroyed.

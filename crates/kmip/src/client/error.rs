@@ -155,16 +155,9 @@ impl Error {
         }
     }
 
-    /// Whether the server may have done what it was asked.
-    pub(super) fn leaves_open(&self) -> bool {
-        match self {
-            Self::TimedOut { step, .. } => matches!(step, Step::Write | Step::Read),
-            Self::Tls { problem, .. } => {
-                !matches!(problem, TlsProblem::ClientCertificateRefused { .. })
-            }
-            Self::ConnectionLost { .. } | Self::Violation { .. } => true,
-            _ => false,
-        }
+    /// Whether the server did not take the client that sent a request: nothing of it was read then.
+    pub(super) fn is_not_let_in(&self) -> bool {
+        matches!(self, Self::Tls { problem: TlsProblem::ClientCertificateRefused { .. }, .. })
     }
 }
 

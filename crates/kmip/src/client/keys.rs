@@ -9,7 +9,7 @@ use vmseal_secret::SecretBytes;
 
 use super::connection::Peer;
 use super::error::Error;
-use super::pool::Pool;
+use super::pool::{Pool, Unanswered};
 use super::settings::{Endpoint, Settings};
 use super::tls::{self, SetupError};
 use crate::message::{BATCH_MAX, Outcome, Refusal, Violation, request, responses};
@@ -251,10 +251,11 @@ impl Client {
                 .map_err(|error| Error::answer(self.endpoint(), error))
         };
         match self.pool.exchange(&request, O::REPEATABLE, read).await {
-            Err(error) if !O::REPEATABLE && error.leaves_open() => {
+            Ok(outcomes) => Ok(outcomes),
+            Err(Unanswered { error, sent: true }) if !O::REPEATABLE => {
                 Err(Error::OutcomeUnknown { operation: O::CODE, source: Box::new(error) })
             }
-            result => result,
+            Err(Unanswered { error, .. }) => Err(error),
         }
     }
 

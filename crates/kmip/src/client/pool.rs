@@ -30,6 +30,26 @@ pub(super) struct Pool {
     idle: Mutex<Idle>,
 }
 
+/// A request without an answer.
+pub(super) struct Unanswered {
+    /// Why.
+    pub(super) error: Error,
+    /// Some of the request may have arrived: the server may do it.
+    pub(super) sent: bool,
+}
+
+impl Unanswered {
+    fn sent(error: Error) -> Self {
+        Self { error, sent: true }
+    }
+}
+
+impl From<Error> for Unanswered {
+    fn from(error: Error) -> Self {
+        Self { error, sent: false }
+    }
+}
+
 #[derive(Default)]
 struct Idle {
     /// The longest idle first.
@@ -61,7 +81,7 @@ impl Pool {
         request: &[u8],
         repeatable: bool,
         read: impl FnOnce(&SecretBytes) -> Result<T, Error>,
-    ) -> Result<T, Error> {
+    ) -> Result<T, Unanswered> {
         let (server, patience) = (&self.peer.endpoint, self.peer.timeouts.wait);
         let permit = within(server, Step::Wait, patience, async {
             // The semaphore is never closed.
@@ -69,7 +89,7 @@ impl Pool {
         });
         let _permit = permit.await?;
         let (connection, answer) = self.answer(request, repeatable).await?;
-        let answer = read(&answer)?;
+        let answer = read(&answer).map_err(Unanswered::sent)?;
         self.put_back(connection);
         Ok(answer)
     }
@@ -78,18 +98,20 @@ impl Pool {
         &self,
         request: &[u8],
         repeatable: bool,
-    ) -> Result<(Connection, SecretBytes), Error> {
+    ) -> Result<(Connection, SecretBytes), Unanswered> {
         if let Some(mut connection) = self.take_idle() {
             match connection.exchange(&self.peer, request).await {
                 Ok(answer) => return Ok((connection, answer)),
                 Err(Failure { was_dead: true, .. }) if repeatable => {}
-                Err(failure) => return Err(failure.error),
+                Err(failure) => return Err(Unanswered::sent(failure.error)),
             }
         }
         let mut connection = Connection::open(&self.peer).await?;
         match connection.exchange(&self.peer, request).await {
             Ok(answer) => Ok((connection, answer)),
-            Err(failure) => Err(failure.error),
+            // In TLS 1.3 that comes after the request, which was not read.
+            Err(failure) if failure.error.is_not_let_in() => Err(failure.error.into()),
+            Err(failure) => Err(Unanswered::sent(failure.error)),
         }
     }
 

@@ -36,6 +36,8 @@ pub struct Asked {
     pub operation: OperationCode,
     /// The ids of its items.
     pub ids: Vec<Vec<u8>>,
+    /// The ids of the objects that its items are about, where they are about one.
+    pub objects: Vec<String>,
 }
 
 /// What the server does about it.
@@ -61,6 +63,10 @@ impl Asked {
             fields.structures(Tag::BATCH_ITEM).collect::<Result<_, _>>().expect("items");
         let id =
             |item: &Fields<'_, '_>| item.bytes(Tag::UNIQUE_BATCH_ITEM_ID).expect("an id").to_vec();
+        let object = |item: &Fields<'_, '_>| {
+            let payload = item.structure(Tag::REQUEST_PAYLOAD).expect("a payload");
+            payload.optional_text(Tag::UNIQUE_IDENTIFIER).expect("text").map(str::to_owned)
+        };
         let operation = items.first().expect("an item").enumeration(Tag::OPERATION);
         Self {
             connection,
@@ -68,6 +74,7 @@ impl Asked {
             version: version.version().expect("a version"),
             operation: OperationCode::from_number(operation.expect("an operation")),
             ids: items.iter().map(id).collect(),
+            objects: items.iter().filter_map(object).collect(),
         }
     }
 

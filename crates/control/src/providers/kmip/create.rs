@@ -5,17 +5,19 @@
 //!   nothing ────────────────────► asked ─────────────────────────► known ──► Active, read, checked
 //!                                   │ ▲ no answer, or a crash
 //!                                   ▼ │
-//!                            Locate by the request's id ── found ──► known
+//!                            Locate by the request's mark ── found ──► known
 //!                                   │
 //!                                   ├─ the server has none ──► asked again
+//!                                   ├─ the server has none yet ──► abandoned, settled later; asked again
 //!                                   └─ the server cannot tell ──► key.orphaned, asked again
 //! ```
 //!
-//! The request's id is sent as ApplicationSpecificInformation (namespace `vmseal`), which not every server
-//! has. What Locate finds is believed only of a server that finds nothing for an id that never was.
+//! The mark, another one each time, is sent as ApplicationSpecificInformation (namespace `vmseal`), which not every
+//! server has. A server that has no such key may yet be about to make it: that counts only after some minutes. What Locate finds is believed only of a server that finds nothing for an id that never was.
 
 use std::sync::Arc;
 
+use jiff::{SignedDuration, Timestamp};
 use uuid::Uuid;
 use vmseal_api::host::KeyReference;
 use vmseal_api::id::VmId;
@@ -26,13 +28,17 @@ use vmseal_kmip::operation::{ApplicationInformation, Create, KeyId, Locate, Text
 use vmseal_kmip::{ResultReason, State};
 use vmseal_secret::SecretBytes;
 
-use super::{Answer, KmipProvider, Server, problem};
+use super::{Answer, KmipProvider, Server, Silent, problem};
 use crate::store::events::NewEvent;
 use crate::store::key_requests::{self, KeyRequest};
 use crate::store::keys;
 
-/// Whose data the requests' ids are.
+/// Whose data the requests' marks are.
 const NAMESPACE: &str = "vmseal";
+
+/// How long after a request was sent a server may yet do it: requests wait in its queue, or in that of a
+/// proxy or a module of hardware before it. Time-outs of those are minutes at most.
+const LATE: SignedDuration = SignedDuration::from_mins(5);
 
 /// What a server says of a key that may have been made.
 pub(super) enum Located {
@@ -72,7 +78,16 @@ impl KmipProvider {
         Ok(write.commit().await?)
     }
 
-    async fn forget_request(&self, request: Uuid) -> Result<(), Problem> {
+    /// Goes on without an answer that may yet come: its key, if there will be one, is found by its mark.
+    async fn leave(&self, noted: &KeyRequest) -> Result<(), Problem> {
+        let mut write = self.store.write().await?;
+        key_requests::delete(&mut write, self.id, noted.request).await?;
+        let left = KeyRequest { request: Uuid::new_v4(), abandoned: true, ..noted.clone() };
+        key_requests::put(&mut write, self.id, &left).await?;
+        Ok(write.commit().await?)
+    }
+
+    pub(super) async fn forget_request(&self, request: Uuid) -> Result<(), Problem> {
         let mut write = self.store.write().await?;
         key_requests::delete(&mut write, self.id, request).await?;
         Ok(write.commit().await?)
@@ -84,6 +99,8 @@ impl KmipProvider {
         for server in self.servers() {
             let noted = KeyRequest {
                 request,
+                mark: Uuid::new_v4(),
+                sent: Timestamp::now(),
                 vm,
                 server: server.row.alias.clone(),
                 marked: true,
@@ -102,19 +119,22 @@ impl KmipProvider {
                 }
                 Err(Answer::No(problem)) => return Err(problem),
             }
-            self.note_request(&noted).await?;
-            match self.create_at(&server, noted).await {
-                Ok(id) => return Ok((server, id)),
-                Err(problem) => return Err(problem),
-            }
+            let id = self.create_at(&server, noted).await?;
+            return Ok((server, id));
         }
         Err(first.unwrap_or_else(|| Problem::not_found("provider", &self.name)))
     }
 
-    /// Has a server make a key; the request is noted. What is known of it is noted, too.
-    async fn create_at(&self, server: &Server, mut noted: KeyRequest) -> Result<KeyId, Problem> {
+    /// Has a server make a key. The request is noted, and what is known of it.
+    pub(super) async fn create_at(
+        &self,
+        server: &Server,
+        mut noted: KeyRequest,
+    ) -> Result<KeyId, Problem> {
         let client = server.client.as_ref().map_err(Clone::clone)?;
-        let created = client.create(Create { name: None, application: mark(noted.request) }).await;
+        noted.sent = Timestamp::now();
+        self.note_request(&noted).await?;
+        let created = client.create(Create { name: None, application: mark(noted.mark) }).await;
         let created = match created {
             Err(error) if does_not_know_marks(&error) => {
                 noted.marked = false;
@@ -148,13 +168,18 @@ impl KmipProvider {
         if let Some(id) = &noted.key_id {
             return Ok((server, self.key_id(id)?));
         }
-        match self.locate(&server, &noted).await? {
+        match self.locate(&server, &noted, &mut Silent::default()).await? {
             Located::Found(id) => {
                 let key_id = Some(id.as_str().to_owned());
                 self.note_request(&KeyRequest { key_id, ..noted }).await?;
                 Ok((server, id))
             }
-            Located::Nothing => self.make(noted.vm, noted.request).await,
+            Located::Nothing => {
+                if may_be_late(&noted) {
+                    self.leave(&noted).await?;
+                }
+                self.make(noted.vm, noted.request).await
+            }
             Located::CannotTell => {
                 self.tell_orphan(&noted, "which cannot find it by the request").await?;
                 self.make(noted.vm, noted.request).await
@@ -167,36 +192,44 @@ impl KmipProvider {
         &self,
         server: &Server,
         noted: &KeyRequest,
+        silent: &mut Silent,
     ) -> Result<Located, Problem> {
         if !noted.marked {
             return Ok(Located::CannotTell);
         }
-        let find = |request| {
-            self.ask_one(server, move |client: Arc<Client>| async move {
-                let application = mark(request);
-                match client.locate(Locate { application, name: None }).await {
-                    Err(error) if does_not_know_marks(&error) => Ok(None),
-                    other => other.map(Some),
-                }
-            })
+        let Some(found) = self.find(server, noted.mark, silent).await? else {
+            return Ok(Located::CannotTell);
         };
-        let Some(found) = find(noted.request).await? else { return Ok(Located::CannotTell) };
         let [id] = found.as_slice() else {
             return Ok(if found.is_empty() { Located::Nothing } else { Located::CannotTell });
         };
         // A server that ignores what it does not know finds something for every id.
-        match find(Uuid::new_v4()).await? {
+        match self.find(server, Uuid::new_v4(), silent).await? {
             Some(others) if others.is_empty() => Ok(Located::Found(id.clone())),
             _ => Ok(Located::CannotTell),
         }
     }
 
+    /// What a server finds by a mark; none when it does not have them.
+    async fn find(
+        &self,
+        server: &Server,
+        marked: Uuid,
+        silent: &mut Silent,
+    ) -> Result<Option<Vec<KeyId>>, Answer> {
+        let work = |client: Arc<Client>| async move {
+            let application = mark(marked);
+            match client.locate(Locate { application, name: None }).await {
+                Err(error) if does_not_know_marks(&error) => Ok(None),
+                other => other.map(Some),
+            }
+        };
+        self.ask_unless(silent, server, work).await
+    }
+
     /// Says that a server may have made a key which nobody will use.
     pub(super) async fn tell_orphan(&self, noted: &KeyRequest, why: &str) -> Result<(), Problem> {
-        let detail = format!(
-            "a key for VM {} may have been made by server '{}', {why}: look there for an AES-256 key that no VM uses (request {})",
-            noted.vm, noted.server, noted.request
-        );
+        let detail = orphan(noted, why);
         let mut write = self.store.write().await?;
         key_requests::delete(&mut write, self.id, noted.request).await?;
         let (kind, actor, target) = ("key.orphaned", crate::SELF, self.name.as_str());
@@ -205,7 +238,11 @@ impl KmipProvider {
     }
 
     /// Activates a key if it has to be, and reads it.
-    async fn put_to_use(&self, server: &Server, id: &KeyId) -> Result<SecretBytes, Problem> {
+    pub(super) async fn put_to_use(
+        &self,
+        server: &Server,
+        id: &KeyId,
+    ) -> Result<SecretBytes, Problem> {
         let asked = self.ask_one(server, |client: Arc<Client>| {
             let id = id.clone();
             async move {
@@ -228,9 +265,29 @@ impl KmipProvider {
     }
 }
 
-fn mark(request: Uuid) -> Option<ApplicationInformation> {
+/// What an operator is told of a key that vmseal cannot destroy itself.
+pub(in crate::providers) fn orphan(noted: &KeyRequest, why: &str) -> String {
+    let KeyRequest { vm, server, mark, sent, .. } = noted;
+    match &noted.key_id {
+        Some(key_id) => {
+            format!(
+                "key '{key_id}' for VM {vm} was made by server '{server}', {why}: destroy it there"
+            )
+        }
+        None => format!(
+            "a key for VM {vm} may have been made by server '{server}', {why}: look there for an AES-256 key that no VM uses (asked for at {sent}; {NAMESPACE} {mark} where the server keeps that)"
+        ),
+    }
+}
+
+/// Whether a server that has no key of a request may yet make it.
+pub(super) fn may_be_late(noted: &KeyRequest) -> bool {
+    Timestamp::now().duration_since(noted.sent) < LATE
+}
+
+fn mark(mark: Uuid) -> Option<ApplicationInformation> {
     let namespace = Text::new(NAMESPACE).ok()?;
-    Some(ApplicationInformation { namespace, data: Text::new(request.to_string()).ok()? })
+    Some(ApplicationInformation { namespace, data: Text::new(mark.to_string()).ok()? })
 }
 
 /// Whether a refusal is that of a server which does not have ApplicationSpecificInformation, or not this

@@ -1,21 +1,63 @@
 //! Keys that nobody wants any more. That is noted first; what the KMS cannot do now is done when it can.
+//!
+//! One key or request that cannot be dealt with keeps no other one waiting; a server that does not answer is
+//! asked once in a pass.
 
 use std::sync::Arc;
 
 use vmseal_api::host::KeyReference;
 use vmseal_api::id::VmId;
-use vmseal_api::kmip::KeyFault;
 use vmseal_api::problem::Problem;
 use vmseal_kmip::client::{Client, Error};
 use vmseal_kmip::operation::KeyId;
 use vmseal_kmip::{ResultReason, RevocationReason, State};
 use vmseal_secret::SecretBytes;
 
-use super::create::Located;
-use super::{Answer, KmipProvider, Server};
+use super::create::{Located, may_be_late};
+use super::{Answer, KmipProvider, Server, Silent};
+use crate::store::alarms::Standing;
 use crate::store::events::NewEvent;
 use crate::store::key_requests::{self, KeyRequest};
-use crate::store::keys;
+use crate::store::keys::{self, LivingKey};
+
+/// How many keys an alarm names: it is read by people.
+const NAMED_MAX: usize = 3;
+
+/// What is to be done, and could not be.
+pub(super) struct Undone {
+    what: String,
+    why: Problem,
+}
+
+impl Undone {
+    fn key(key: &LivingKey, why: Problem) -> Self {
+        let vm = key.vm_name.clone().unwrap_or_else(|| key.vm.to_string());
+        Self { what: format!("key '{}' of VM {vm}", key.key_id), why }
+    }
+
+    fn request(noted: &KeyRequest, why: Problem) -> Self {
+        let (mark, vm) = (noted.mark, noted.vm);
+        Self { what: format!("what was asked for as {mark} for VM {vm}"), why }
+    }
+}
+
+/// The alarm about keys that are to be destroyed.
+pub(super) fn alarm_of(provider: &str, undone: &[Undone]) -> Option<Standing> {
+    let first = undone.first()?;
+    let named = undone.iter().take(NAMED_MAX);
+    let mut named: Vec<_> =
+        named.map(|undone| format!("{}: {}", undone.what, undone.why.detail)).collect();
+    if undone.len() > NAMED_MAX {
+        named.push(format!("and {} more", undone.len() - NAMED_MAX));
+    }
+    let detail = format!(
+        "keys that are to be destroyed and are there yet: {}. They are tried again. {}",
+        undone.len(),
+        named.join("; ")
+    );
+    let (code, target) = ("keys-await-destruction", provider.to_owned());
+    Some(Standing { code, target, detail, reason: first.why.reason })
+}
 
 impl KmipProvider {
     /// Destroys a key, now or as soon as the KMS can be asked to: its VM can go meanwhile.
@@ -31,9 +73,11 @@ impl KmipProvider {
         }
         keys::set_unwanted(&mut write, vm, key).await?;
         write.commit().await?;
-        match self.destroy_now(vm, vm_name, key).await {
+        match self.destroy_now(vm, vm_name, key, &mut Silent::default()).await {
             Ok(()) => Ok(()),
             Err(problem) => {
+                // Its alarm.
+                self.wake.notify_one();
                 let detail = format!("key '{}' is destroyed later: {problem}", key.key_id);
                 let mut write = self.store.write().await?;
                 let (kind, actor) = ("key.destruction-pending", crate::SELF);
@@ -43,20 +87,36 @@ impl KmipProvider {
         }
     }
 
+    /// Destroys a key that one server has just given, and is noted as unwanted.
+    pub(super) async fn destroy_at(
+        &self,
+        server: &Server,
+        vm: VmId,
+        key: &KeyReference,
+    ) -> Result<(), Problem> {
+        let id = self.key_id(&key.key_id)?;
+        let work = |client| async move { revoke_and_destroy(&client, &id).await };
+        self.ask_one(server, work).await?;
+        let mut write = self.store.write().await?;
+        keys::destroy(&mut write, vm, key).await?;
+        Ok(write.commit().await?)
+    }
+
     async fn destroy_now(
         &self,
         vm: VmId,
         vm_name: &str,
         key: &KeyReference,
+        silent: &mut Silent,
     ) -> Result<(), Problem> {
         let id = self.key_id(&key.key_id)?;
-        let what = match self.where_it_is(&id).await? {
+        let what = match self.where_it_is(&id, silent).await? {
             None => "was destroyed already at every server".to_owned(),
             Some((server, kek)) => {
                 // Read first: what is destroyed under a wrong id cannot be had back.
                 self.compare(vm, key, &kek, &server)?;
                 let work = |client| async move { revoke_and_destroy(&client, &id).await };
-                self.ask_one(&server, work).await?;
+                self.ask_unless(silent, &server, work).await?;
                 format!("destroyed at server '{}'", server.row.alias)
             }
         };
@@ -71,66 +131,87 @@ impl KmipProvider {
 
     /// The first server that has a key, with the key; none only when every server says that it has none: one
     /// alone may not have been replicated to.
-    async fn where_it_is(&self, id: &KeyId) -> Result<Option<(Arc<Server>, SecretBytes)>, Problem> {
-        let mut silent = None;
+    async fn where_it_is(
+        &self,
+        id: &KeyId,
+        silent: &mut Silent,
+    ) -> Result<Option<(Arc<Server>, SecretBytes)>, Problem> {
+        let mut unanswered = None;
         for server in self.servers() {
             let work = |client| async move { read_if_there(&client, id).await };
-            match self.ask_one(&server, work).await {
+            match self.ask_unless(silent, &server, work).await {
                 Ok(Some(kek)) => return Ok(Some((server, kek))),
                 Ok(None) => {}
                 Err(Answer::No(problem)) => return Err(problem),
-                Err(Answer::None(problem)) => silent = Some(problem),
+                Err(Answer::None(problem)) => unanswered = Some(problem),
             }
         }
-        silent.map_or(Ok(None), Err)
+        unanswered.map_or(Ok(None), Err)
     }
 
-    /// Destroys what is still to be destroyed; the first server that does not answer ends it.
-    pub(super) async fn destroy_unwanted(&self) -> Result<(), Problem> {
+    /// Does what was put off; gives what still is.
+    ///
+    /// # Errors
+    /// The inventory's.
+    pub(super) async fn catch_up(&self) -> Result<Vec<Undone>, Problem> {
+        let (mut undone, mut silent) = (Vec::new(), Silent::default());
+        for noted in key_requests::abandoned(&mut *self.store.read().await?, self.id).await? {
+            if self.is_on_trial(noted.request) {
+                continue;
+            }
+            if let Err(why) = self.settle(&noted, &mut silent).await {
+                tracing::warn!(provider = self.name, request = %noted.request, problem = %why, "a request stays open");
+                undone.push(Undone::request(&noted, why));
+            }
+        }
+        for key in self.unwanted().await? {
+            let (key_id, check) = (key.key_id.clone(), key.check.clone());
+            let reference = KeyReference { provider: self.id, key_id, check };
+            let name = key.vm_name.clone().unwrap_or_else(|| key.vm.to_string());
+            if let Err(why) = self.destroy_now(key.vm, &name, &reference, &mut silent).await {
+                tracing::warn!(provider = self.name, key = key.key_id, problem = %why, "a key stays");
+                undone.push(Undone::key(&key, why));
+            }
+        }
+        Ok(undone)
+    }
+
+    /// What is put off while no server answers.
+    ///
+    /// # Errors
+    /// The inventory's.
+    pub(super) async fn put_off(&self, why: &Problem) -> Result<Vec<Undone>, Problem> {
+        let requests = key_requests::abandoned(&mut *self.store.read().await?, self.id).await?;
+        let mut undone: Vec<_> =
+            requests.iter().map(|noted| Undone::request(noted, why.clone())).collect();
+        undone.extend(self.unwanted().await?.iter().map(|key| Undone::key(key, why.clone())));
+        Ok(undone)
+    }
+
+    async fn unwanted(&self) -> Result<Vec<LivingKey>, Problem> {
         let living = keys::living(&mut *self.store.read().await?, self.id).await?;
-        for key in living.into_iter().filter(|key| key.unwanted) {
-            let reference =
-                KeyReference { provider: self.id, key_id: key.key_id, check: key.check };
-            let name = key.vm_name.unwrap_or_else(|| key.vm.to_string());
-            match self.destroy_now(key.vm, &name, &reference).await {
-                Ok(()) => {}
-                // The KMS answers, and does not do it: the others may go.
-                Err(problem) if is_about_the_key(&problem) => {
-                    tracing::warn!(provider = self.name, key = reference.key_id, %problem, "a key stays");
-                }
-                Err(problem) => return Err(problem),
-            }
-        }
-        Ok(())
+        Ok(living.into_iter().filter(|key| key.unwanted).collect())
     }
 
-    /// Finds out what became of requests whose keys nobody wants any more.
-    pub(super) async fn settle_abandoned(&self) -> Result<(), Problem> {
-        let abandoned = key_requests::abandoned(&mut *self.store.read().await?, self.id).await?;
-        for noted in abandoned {
-            self.settle(noted).await?;
-        }
-        Ok(())
-    }
-
-    async fn settle(&self, noted: KeyRequest) -> Result<(), Problem> {
+    /// Finds out what became of a request whose key nobody wants any more.
+    async fn settle(&self, noted: &KeyRequest, silent: &mut Silent) -> Result<(), Problem> {
         let server = self.servers().into_iter().find(|server| server.row.alias == noted.server);
         let Some(server) = server else {
-            return self.tell_orphan(&noted, "which the provider does not have any more").await;
+            return self.tell_orphan(noted, "which the provider does not have any more").await;
         };
         let located = match &noted.key_id {
             Some(id) => Located::Found(self.key_id(id)?),
-            None => self.locate(&server, &noted).await?,
+            None => self.locate(&server, noted, silent).await?,
         };
         let mut write = match located {
             Located::CannotTell => {
-                return self.tell_orphan(&noted, "which cannot find it by the request").await;
+                return self.tell_orphan(noted, "which cannot find it by the request").await;
             }
             Located::Found(id) => {
                 let key_id = id.as_str().to_owned();
                 let work = |client| async move { read_if_there(&client, &id).await };
                 // Without a check value nothing is destroyed; there is nothing any more.
-                let check = match self.ask_one(&server, work).await? {
+                let check = match self.ask_unless(silent, &server, work).await? {
                     Some(kek) => self.check(noted.vm, &key_id, &kek)?,
                     None => String::new(),
                 };
@@ -142,24 +223,13 @@ impl KmipProvider {
                 }
                 write
             }
+            // It is looked for again.
+            Located::Nothing if may_be_late(noted) => return Ok(()),
             Located::Nothing => self.store.write().await?,
         };
         key_requests::delete(&mut write, self.id, noted.request).await?;
         Ok(write.commit().await?)
     }
-}
-
-/// Whether a problem is one key's, and not the KMS's.
-fn is_about_the_key(problem: &Problem) -> bool {
-    matches!(
-        problem.reason,
-        Some(
-            KeyFault::KmsDenies
-                | KeyFault::KmsRefuses
-                | KeyFault::KeyMissing
-                | KeyFault::KeyMismatch
-        )
-    )
 }
 
 /// A key, whatever its state; none when it is destroyed, or not there.

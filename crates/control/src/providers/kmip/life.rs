@@ -13,10 +13,7 @@ use vmseal_api::kmip::{
 };
 use vmseal_api::model::ProviderKind;
 use vmseal_api::problem::{ErrorCode, Problem};
-use vmseal_kmip::RevocationReason;
-use vmseal_kmip::client::{
-    Client, Endpoint, Fingerprint, NewKey, ShownCertificate, Trust, show_certificate,
-};
+use vmseal_kmip::client::{Endpoint, Fingerprint, ShownCertificate, Trust, show_certificate};
 use vmseal_secret::SecretBytes;
 use x509_parser::certificate::X509Certificate;
 use x509_parser::prelude::FromDer;
@@ -26,7 +23,7 @@ use super::{KmipProvider, Server, TIMEOUTS, Watched, problem};
 use crate::providers::Providers;
 use crate::store::events::NewEvent;
 use crate::store::providers::Provider;
-use crate::store::{kmip, providers};
+use crate::store::{StoreError, kmip, providers};
 
 /// What a certificate (the first of a PEM) says of itself.
 pub(super) fn summary(pem: &str) -> Option<Certificate> {
@@ -129,7 +126,7 @@ impl Providers {
         providers::insert(&mut write, &provider).await?;
         kmip::insert_servers(&mut write, id, &servers).await?;
         let client = kmip::ClientRow { key_file, certificate: None };
-        kmip::set_client(&mut write, id, &client).await?;
+        kmip::insert_client(&mut write, id, &client).await?;
         let detail = format!("over KMIP, with a new client key; servers: {}", servers.len());
         let kind = "provider.added";
         write.event(NewEvent { kind, actor, target: name, detail: &detail }).await?;
@@ -199,6 +196,8 @@ impl Providers {
         fingerprint: &str,
         actor: &str,
     ) -> Result<(), Problem> {
+        let kmip = self.kmip(provider.id)?;
+        let _alone = kmip.changing.lock().await;
         let (trust, detail) = self.check_certificate_trust(provider, alias, fingerprint).await?;
         self.trust(provider, alias, trust, &detail, actor).await
     }
@@ -240,6 +239,8 @@ impl Providers {
         authorities: String,
         actor: &str,
     ) -> Result<(), Problem> {
+        let kmip = self.kmip(provider.id)?;
+        let _alone = kmip.changing.lock().await;
         let (trust, detail) = self.check_authorities_trust(provider, alias, authorities)?;
         self.trust(provider, alias, trust, &detail, actor).await
     }
@@ -307,8 +308,10 @@ impl Providers {
         common_name: &str,
         actor: &str,
     ) -> Result<String, Problem> {
-        let certificate = self.kmip(provider.id)?.key()?.self_signed(common_name)?;
-        self.set_certificate(provider, certificate.clone(), None, None, actor).await?;
+        let kmip = self.kmip(provider.id)?;
+        let _alone = kmip.changing.lock().await;
+        let certificate = kmip.key()?.self_signed(common_name)?;
+        self.set_alone(provider, certificate.clone(), None, None, actor).await?;
         Ok(certificate)
     }
 
@@ -319,6 +322,19 @@ impl Providers {
     /// `wrong-state` while the provider is sealed; `invalid-request` when certificate and key do not
     /// belong together; `key-mismatch` for a wrong passphrase.
     pub async fn set_certificate(
+        &self,
+        provider: &Provider,
+        certificate: String,
+        key: Option<SecretBytes>,
+        passphrase: Option<SecretBytes>,
+        actor: &str,
+    ) -> Result<(), Problem> {
+        let kmip = self.kmip(provider.id)?;
+        let _alone = kmip.changing.lock().await;
+        self.set_alone(provider, certificate, key, passphrase, actor).await
+    }
+
+    async fn set_alone(
         &self,
         provider: &Provider,
         certificate: String,
@@ -342,7 +358,12 @@ impl Providers {
         let fingerprint = summary(&certificate).map(|it| it.fingerprint).unwrap_or_default();
         let mut write = self.store.write().await?;
         let client = kmip::ClientRow { key_file, certificate: Some(certificate) };
-        kmip::set_client(&mut write, provider.id, &client).await?;
+        let changed =
+            kmip::change_client(&mut write, provider.id, &before.key_file, &client).await?;
+        if !changed {
+            let detail = format!("provider '{}' was given another key meanwhile", provider.name);
+            return Err(Problem::new(ErrorCode::WrongState, detail));
+        }
         let (kind, target) = ("provider.certificate-set", provider.name.as_str());
         let detail = format!("the client certificate {fingerprint}");
         write.event(NewEvent { kind, actor, target, detail: &detail }).await?;
@@ -405,8 +426,7 @@ impl Providers {
     async fn refreshed(&self, provider: &Provider, key: Option<ClientKey>) -> Result<(), Problem> {
         let kmip = self.kmip(provider.id)?;
         kmip.load(key).await?;
-        let servers = kmip.servers();
-        join_all(servers.iter().map(|server| kmip.probe(server))).await;
+        kmip.try_all().await;
         kmip.look_now();
         // Whatever waited for this.
         self.unlocked.send_modify(|count| *count += 1);
@@ -420,9 +440,30 @@ impl Providers {
         passphrase: SecretBytes,
     ) -> Result<(), Problem> {
         let kmip = self.kmip(provider.id)?;
+        let _alone = kmip.changing.lock().await;
         let key = self.read_client_key(provider, passphrase).await?;
         kmip.load(Some(key)).await?;
         kmip.look_now();
+        Ok(())
+    }
+
+    /// Removes the files of client keys that a crash has left: what the inventory does not name was never
+    /// used, or is used no more. At the start, when nobody else writes one.
+    pub(in crate::providers) async fn sweep_client_keys(
+        &self,
+        provider: &Provider,
+    ) -> Result<(), StoreError> {
+        let row = kmip::client(&mut *self.store.read().await?, provider.id).await?;
+        let Some(row) = row else { return Ok(()) };
+        let Ok(files) = std::fs::read_dir(self.directory_of(provider.id)) else { return Ok(()) };
+        for file in files.flatten() {
+            let name = file.file_name();
+            let Some(name) = name.to_str() else { continue };
+            if name != row.key_file && name.starts_with("client-") && name.ends_with(".key") {
+                let removed = std::fs::remove_file(file.path()).is_ok();
+                tracing::info!(provider = provider.name, name, removed, "a file of a former key");
+            }
+        }
         Ok(())
     }
 
@@ -462,10 +503,12 @@ impl Providers {
         &self,
         provider: &Provider,
         with_key: bool,
+        actor: &str,
     ) -> Result<Vec<KmipTested>, Problem> {
         let kmip = self.kmip(provider.id)?;
-        let servers = kmip.servers();
-        let tests = servers.iter().map(|server| kmip.test(server, with_key));
+        let servers = kmip.servers().into_iter();
+        let tests =
+            servers.map(|server| Arc::clone(&kmip).test(server, with_key, actor.to_owned()));
         Ok(join_all(tests).await)
     }
 }
@@ -482,6 +525,12 @@ fn pem(der: &CertificateDer<'_>) -> String {
 }
 
 impl KmipProvider {
+    /// Tries all of its servers.
+    pub(in crate::providers) async fn try_all(&self) {
+        let servers = self.servers();
+        join_all(servers.iter().map(|server| self.probe(server))).await;
+    }
+
     fn details(&self) -> KmipDetails {
         let setup = self.setup.read().unwrap_or_else(PoisonError::into_inner);
         let servers = setup.servers.iter().map(|server| KmipServer {
@@ -517,8 +566,13 @@ impl KmipProvider {
         })
     }
 
-    async fn test(&self, server: &Server, with_key: bool) -> KmipTested {
-        self.probe(server).await;
+    async fn test(
+        self: Arc<Self>,
+        server: Arc<Server>,
+        with_key: bool,
+        actor: String,
+    ) -> KmipTested {
+        self.probe(&server).await;
         let mut seen = match (server.seen(), &server.client) {
             (Some(seen), Ok(_)) => seen,
             (_, client) => KmipSeen {
@@ -528,20 +582,16 @@ impl KmipProvider {
                 problem: client.as_ref().err().cloned(),
             },
         };
+        let alias = server.row.alias.clone();
         let mut key = false;
         if with_key && seen.problem.is_none() {
-            let tried = self.ask_one(server, |client: Arc<Client>| async move {
-                let made = client.create_key(NewKey::default()).await?.id;
-                let read = client.get_key(&made).await.map(drop);
-                client.revoke(&made, RevocationReason::CessationOfOperation).await?;
-                client.destroy(&made).await?;
-                read
-            });
-            match tried.await {
+            // Whoever asked may go away: what was begun is brought to its end all the same.
+            let tried = tokio::spawn(async move { self.try_key(&server, &actor).await }).await;
+            match tried.unwrap_or_else(|error| Err(crate::internal(&error))) {
                 Ok(()) => key = true,
-                Err(answer) => seen.problem = Some(answer.into()),
+                Err(problem) => seen.problem = Some(problem),
             }
         }
-        KmipTested { alias: server.row.alias.clone(), seen, key }
+        KmipTested { alias, seen, key }
     }
 }

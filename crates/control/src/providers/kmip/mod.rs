@@ -7,6 +7,7 @@
 //! | `destroy` | keys that nobody wants any more |
 //! | `watch` | what stands: servers tried, states of keys, alarms |
 //! | `life` | added, trusted, given a certificate, tested |
+//! | `trial` | a key made to see whether that works |
 //! | `client_key` | the private key and its certificate |
 //! | [`problem`] | what goes wrong, with its remedy |
 //!
@@ -21,8 +22,10 @@ mod life;
 pub(crate) mod problem;
 #[cfg(test)]
 mod tests;
+mod trial;
 mod watch;
 
+use std::collections::{HashMap, HashSet};
 use std::future::Future;
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::Duration;
@@ -45,7 +48,9 @@ use self::client_key::ClientKey;
 use super::{GivenKey, KeyProvider};
 use crate::store::{Store, StoreError, key_requests, keys, kmip};
 
+pub(in crate::providers) use self::create::orphan;
 pub use self::watch::Watched;
+pub use vmseal_kmip::client::KMIP_PORT;
 
 /// How long each step may take: a VM that is started waits for all of them, and a request of the API has
 /// a minute in all. A key may be made in hardware: some seconds.
@@ -63,6 +68,12 @@ pub struct KmipProvider {
     name: String,
     store: Arc<Store>,
     setup: RwLock<Setup>,
+    /// Held from the check of a change of its setup until the change is in the inventory and in `setup`.
+    changing: tokio::sync::Mutex<()>,
+    /// Keys in use that encrypt nothing new, by id, as the watch saw them last.
+    revoked: Mutex<HashMap<String, Problem>>,
+    /// Requests of tests that are under way.
+    trials: Mutex<HashSet<Uuid>>,
     /// Asks the watch to look now.
     wake: Notify,
     /// Told when a provider can be used again.
@@ -112,7 +123,9 @@ impl KmipProvider {
     /// A provider, sealed.
     fn new(id: ProviderId, name: String, store: Arc<Store>, usable: changes::Sender<u64>) -> Self {
         let (setup, wake) = (RwLock::default(), Notify::new());
-        Self { id, name, store, setup, wake, usable }
+        let (revoked, trials) = (Mutex::default(), Mutex::default());
+        let changing = tokio::sync::Mutex::default();
+        Self { id, name, store, setup, changing, revoked, trials, wake, usable }
     }
 
     /// Reads its setup from the inventory; another private key may come with it.
@@ -189,10 +202,17 @@ impl KmipProvider {
 
     /// Whether it can be used.
     pub(super) fn status(&self) -> ProviderStatus {
-        let faults: Vec<_> = self.servers().iter().map(|server| server.fault()).collect();
+        let servers = self.servers();
+        let faults: Vec<_> = servers.iter().map(|server| server.fault()).collect();
         // The best of its servers decides.
         if faults.iter().any(Option::is_none) {
-            return ProviderStatus::Normal;
+            let answers =
+                |server: &Arc<Server>| server.fault().is_none() && server.seen().is_some();
+            return if servers.iter().any(answers) {
+                ProviderStatus::Normal
+            } else {
+                ProviderStatus::Untried
+            };
         }
         let has =
             |fault| faults.iter().flatten().any(|problem: &Problem| problem.reason == Some(fault));
@@ -255,6 +275,27 @@ impl KmipProvider {
                 }
             }
         }
+    }
+
+    /// As [`Self::ask_one`], but a server that did not answer before in the same pass.
+    async fn ask_unless<T, W, F>(
+        &self,
+        silent: &mut Silent,
+        server: &Server,
+        work: W,
+    ) -> Result<T, Answer>
+    where
+        W: FnOnce(Arc<Client>) -> F,
+        F: Future<Output = Result<T, Error>>,
+    {
+        if let Some(problem) = silent.0.get(&server.row.alias) {
+            return Err(Answer::None(problem.clone()));
+        }
+        let answer = self.ask_one(server, work).await;
+        if let Err(Answer::None(problem)) = &answer {
+            silent.0.insert(server.row.alias.clone(), problem.clone());
+        }
+        answer
     }
 
     /// Notes how a server answered; when that is new, the watch is to look.
@@ -323,6 +364,10 @@ impl From<Answer> for Problem {
     }
 }
 
+/// The servers that did not answer in one pass over many keys, by alias: time-outs add up.
+#[derive(Default)]
+struct Silent(HashMap<String, Problem>);
+
 #[async_trait]
 impl KeyProvider for KmipProvider {
     async fn create_key(
@@ -358,6 +403,10 @@ impl KeyProvider for KmipProvider {
             return Err(self.wrong_key(ErrorCode::NotFound, fault, key_id, &what));
         };
         self.compare(vm, key, &kek, &server)?;
+        let fault = fault.map(|fault| {
+            let what = format!("is {state} at server '{}'", server.row.alias);
+            self.wrong_key(ErrorCode::WrongState, fault, key_id, &what)
+        });
         if fault.is_some() {
             // Its alarm.
             self.wake.notify_one();
@@ -389,5 +438,9 @@ impl KeyProvider for KmipProvider {
     fn known_fault(&self) -> Option<Problem> {
         let faults: Vec<_> = self.servers().iter().map(|server| server.fault()).collect();
         if faults.iter().any(Option::is_none) { None } else { faults.into_iter().flatten().next() }
+    }
+
+    fn known_fault_of(&self, key_id: &str) -> Option<Problem> {
+        self.revoked.lock().unwrap_or_else(PoisonError::into_inner).get(key_id).cloned()
     }
 }

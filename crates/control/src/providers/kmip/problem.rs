@@ -3,12 +3,37 @@
 use vmseal_api::kmip::KeyFault;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_kmip::client::{Error, OwnCertificate, Step, TlsProblem};
-use vmseal_kmip::{ResultReason, State};
+use vmseal_kmip::{OperationCode, ResultReason, State};
 
 /// An error of a server of the provider `name`.
 pub(super) fn of(name: &str, error: &Error) -> Problem {
     let (code, fault) = match error {
         Error::Request(_) | Error::Memory(_) => return crate::internal(error),
+        // Nothing is known of the KMS: it was not asked.
+        Error::TimedOut { step: Step::Wait, after, .. } => {
+            let detail = format!(
+                "key provider '{name}': this server has more to ask its KMS than it answers, and waited {} s for its turn. It is tried again; see how long the KMS takes (vmseal provider test {name})",
+                after.as_secs()
+            );
+            return Problem::new(ErrorCode::TimedOut, detail);
+        }
+        Error::Refused { operation, refusal, .. }
+            if refusal.reason == ResultReason::PermissionDenied
+                && !matches!(operation, OperationCode::Get | OperationCode::GetAttributes) =>
+        {
+            let detail = format!(
+                "key provider '{name}': {error}. Give the client that `vmseal provider show {name}` shows a role at the KMS that may Create, Locate, Activate, Get, Revoke and Destroy keys; a key that was made under another name of the client is another client's"
+            );
+            return Problem::new(ErrorCode::Forbidden, detail).because(KeyFault::KmsDenies);
+        }
+        Error::Tls {
+            problem: TlsProblem::HandshakeEnded { own: OwnCertificate::Valid }, ..
+        } => {
+            let detail = format!(
+                "key provider '{name}': {error}. See that it is the KMIP port of a KMS that runs, and whether its log says that it refuses the client certificate which `vmseal provider show {name}` shows"
+            );
+            return Problem::new(ErrorCode::Unreachable, detail).because(KeyFault::KmsUnreachable);
+        }
         // Whatever it was: whether the server did it is open, and asking again will tell.
         Error::OutcomeUnknown { source, .. } => (ErrorCode::Unreachable, kind(source).1),
         error => kind(error),
@@ -28,7 +53,7 @@ fn kind(error: &Error) -> (ErrorCode, KeyFault) {
             (ErrorCode::Unreachable, KeyFault::KmsUnreachable)
         }
         Error::ConnectionLost { .. } => (ErrorCode::Unreachable, KeyFault::KmsUnreachable),
-        Error::TimedOut { step: Step::Wait | Step::Resolve | Step::Connect, .. } => {
+        Error::TimedOut { step: Step::Resolve | Step::Connect, .. } => {
             (ErrorCode::TimedOut, KeyFault::KmsUnreachable)
         }
         Error::TimedOut { .. } => (ErrorCode::TimedOut, KeyFault::KmsTimeout),
@@ -57,6 +82,7 @@ fn tls(problem: &TlsProblem) -> (ErrorCode, KeyFault) {
         | TlsProblem::BadCertificate(_) => KeyFault::KmsUntrusted,
         TlsProblem::Expired => KeyFault::KmsCertificateExpired,
         TlsProblem::NotYetValid => KeyFault::KmsCertificateNotYetValid,
+        TlsProblem::HandshakeEnded { own: OwnCertificate::Valid } => KeyFault::KmsUnreachable,
         TlsProblem::ClientCertificateRefused { own, .. } | TlsProblem::HandshakeEnded { own } => {
             match own {
                 OwnCertificate::Valid => KeyFault::ClientCertificateRefused,
@@ -74,6 +100,7 @@ fn tls(problem: &TlsProblem) -> (ErrorCode, KeyFault) {
 /// Whether another server of the provider may do better: this one said nothing that counts.
 pub(super) fn is_silence(error: &Error) -> bool {
     match error {
+        Error::TimedOut { step: Step::Wait, .. } => false,
         Error::NotResolved { .. }
         | Error::ConnectionRefused { .. }
         | Error::Unreachable { .. }
@@ -140,15 +167,18 @@ fn remedy(fault: KeyFault, name: &str) -> String {
             "Compare the clocks of this server and of whoever signed the certificate".to_owned()
         }
         KeyFault::KmsDenies => {
-            "The key belongs to another client: was the client certificate renewed under another name? Use the old name, or have the KMS give this client the key".to_owned()
+            "The key belongs to another client, or the client's role may not read keys: was the client certificate renewed under another name? Use the old name, or have the KMS give this client the key".to_owned()
         }
         KeyFault::KmsRefuses => "See the log of the KMS".to_owned(),
         KeyFault::KeyMissing => {
             "It was destroyed, or never was at this KMS: restore it from a backup of the KMS; without it the VM's data is lost".to_owned()
         }
         KeyFault::KeyNotActive => "Activate it at the KMS".to_owned(),
-        KeyFault::KeyDeactivated | KeyFault::KeyCompromised => {
-            "It opens what there is and encrypts nothing new: copy what the VM holds into one with another key before the KMS destroys this one".to_owned()
+        KeyFault::KeyDeactivated => {
+            "It opens what there is and encrypts nothing new: give the VM another key before the KMS destroys this one (vmseal vm stop, then vmseal vm recrypt), or activate it again at the KMS where that is possible".to_owned()
+        }
+        KeyFault::KeyCompromised => {
+            "It opens what there is and encrypts nothing new: give the VM another key (vmseal vm stop, then vmseal vm recrypt). The disks' own keys stay: whoever had this key and read a disk can read what is written to it later, so copy such data into a new VM".to_owned()
         }
         KeyFault::KeyDestroyed => {
             "Restore it from a backup of the KMS; without it the VM's data is lost".to_owned()
@@ -164,7 +194,51 @@ fn remedy(fault: KeyFault, name: &str) -> String {
 
 #[cfg(test)]
 mod tests {
+    use vmseal_kmip::client::Endpoint;
+    use vmseal_kmip::message::Refusal;
+
     use super::*;
+
+    fn endpoint() -> Endpoint {
+        Endpoint::new("kms.example", 5696).unwrap()
+    }
+
+    #[test]
+    fn waiting_for_ones_own_turn_says_nothing_of_the_kms() {
+        let (step, after) = (Step::Wait, std::time::Duration::from_secs(10));
+        let error = Error::TimedOut { server: endpoint(), step, after };
+        let problem = of("kms", &error);
+        assert_eq!((problem.code, problem.reason), (ErrorCode::TimedOut, None));
+        assert!(!is_silence(&error), "another server would be asked, and this one failed");
+    }
+
+    #[test]
+    fn what_to_do_depends_on_what_was_refused() {
+        let denied = |operation| {
+            let refusal = Refusal { reason: ResultReason::PermissionDenied, text: String::new() };
+            of("kms", &Error::Refused { server: endpoint(), operation, refusal })
+        };
+        assert!(denied(OperationCode::Get).detail.contains("renewed under another name"));
+        for operation in [
+            OperationCode::Create,
+            OperationCode::Locate,
+            OperationCode::Revoke,
+            OperationCode::Destroy,
+        ] {
+            let problem = denied(operation);
+            assert_eq!(problem.reason, Some(KeyFault::KmsDenies));
+            assert!(problem.detail.contains("a role at the KMS"), "{problem}");
+        }
+        let ended = |own| {
+            let problem = TlsProblem::HandshakeEnded { own };
+            of("kms", &Error::Tls { server: endpoint(), problem }).reason
+        };
+        assert_eq!(ended(OwnCertificate::Valid), Some(KeyFault::KmsUnreachable));
+        assert_eq!(ended(OwnCertificate::Expired), Some(KeyFault::ClientCertificateExpired));
+        for fault in [KeyFault::KeyDeactivated, KeyFault::KeyCompromised] {
+            assert!(remedy(fault, "kms").contains("vmseal vm recrypt"));
+        }
+    }
 
     #[test]
     fn every_state_has_its_meaning() {

@@ -1,5 +1,7 @@
 //! A KMIP provider against a real KMS (PyKMIP), and against one that does wrong on purpose.
 
+mod upkeep;
+
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
@@ -117,7 +119,7 @@ async fn a_key_is_made_once_given_checked_and_destroyed() {
     let here = Here::new().await;
     let (provider, kms) = here.add(&[at("one", &server.endpoint())], &authority, &identity).await;
     assert_eq!(here.providers.status(&provider), ProviderStatus::Normal);
-    let tested = here.providers.test(&provider, true).await.unwrap();
+    let tested = here.providers.test(&provider, true, "me").await.unwrap();
     assert!(tested[0].key && tested[0].seen.version.as_deref() == Some("1.4"), "{tested:?}");
 
     let (vm, request) = (VmId::new(), Uuid::from_u128(7));
@@ -142,7 +144,7 @@ async fn a_key_is_made_once_given_checked_and_destroyed() {
         own.revoke(&id, reason).await.unwrap();
         let given = kms.get_key(vm, &key).await.unwrap();
         assert!(given.kek == kek, "it opens what there is");
-        assert_eq!(given.fault, Some(fault));
+        assert_eq!(given.fault.unwrap().reason, Some(fault));
     }
     // Another key under a known id stays, whoever's it is.
     let stranger = KeyReference { check: "00".repeat(16), ..other.clone() };
@@ -169,7 +171,18 @@ async fn a_key_is_made_once_given_checked_and_destroyed() {
     assert_eq!(sealed.reason, Some(KeyFault::ProviderSealed));
     let wrong = again.unlock(&provider, secret("wrong"), "me").await.unwrap_err();
     assert_eq!(wrong.code, ErrorCode::KeyMismatch);
+    // A crash has left a file that nobody names; the next start removes it.
+    let files = here.directory.path().join("providers").join(provider.id.to_string());
+    std::fs::write(files.join("client-left.key"), b"sealed").unwrap();
+    let once_more = Providers::open(Arc::clone(&here.store), here.directory.path(), None).await;
+    assert!(!files.join("client-left.key").exists(), "it is left for ever");
+    drop(once_more);
+    // What nobody has asked is not said to answer.
+    again.open_up(&provider, secret("pass"), "me").await.unwrap();
+    let status = again.status(&provider);
+    assert!(matches!(status, ProviderStatus::Untried | ProviderStatus::Normal), "{status:?}");
     again.unlock(&provider, secret("pass"), "me").await.unwrap();
+    assert_eq!(again.status(&provider), ProviderStatus::Normal);
     again.get(provider.id).unwrap().get_key(vm, &other).await.unwrap();
 }
 
@@ -202,6 +215,15 @@ async fn whatever_keeps_a_key_away_is_named() {
         asked.refused(ResultReason::GeneralFailure)
     });
 
+    let later = ScriptedServer::start_on(0, &certificate, None, |asked: &Asked| {
+        asked.versions(&[vmseal_kmip::ProtocolVersion { major: 2, minor: 0 }])
+    });
+    let short = ScriptedServer::start(&certificate, None, |asked: &Asked| match asked.operation {
+        OperationCode::GetAttributes => Reaction::Send(asked.done(|payload| state(payload, 2))),
+        OperationCode::Get => given(asked, &[7; 16]),
+        _ => Reaction::Send(asked.done(|_| {})),
+    });
+
     let good = authority.client("vmseal", Validity::Now);
     let owner = client(&server, &authority, &authority.client("owner", Validity::Now));
     let owned = owner.create(Create::default()).await.unwrap();
@@ -215,7 +237,7 @@ async fn whatever_keeps_a_key_away_is_named() {
     let foreign = stranger.client("vmseal", Validity::Now);
     let here = Here::new().await;
     let live = server.endpoint();
-    let cases: [(&str, &Endpoint, &Authority, &Issued, &str, Fault); 17] = [
+    let cases: [(&str, &Endpoint, &Authority, &Issued, &str, Fault); 19] = [
         ("not running", &dead.endpoint(), &authority, &good, "1", Fault::KmsUnreachable),
         ("wrong authority", &live, &stranger, &good, "1", Fault::KmsUntrusted),
         ("another name", &elsewhere.endpoint(), &authority, &good, "1", Fault::KmsUntrusted),
@@ -232,6 +254,8 @@ async fn whatever_keeps_a_key_away_is_named() {
         ("garbage", &garbage.endpoint(), &authority, &good, "1", Fault::KmsGarbage),
         ("hanging in the middle", &half.endpoint(), &authority, &good, "1", Fault::KmsTimeout),
         ("closing", &closing.endpoint(), &authority, &good, "1", Fault::KmsUnreachable),
+        ("later KMIP", &later.endpoint(), &authority, &good, "1", Fault::KmsVersion),
+        ("half a key", &short.endpoint(), &authority, &good, "1", Fault::KeyUnusable),
         ("refusing", &refusing.endpoint(), &authority, &good, "1", Fault::KmsRefuses),
     ];
     for (what, endpoint, trusted, identity, key_id, fault) in cases {
@@ -319,22 +343,25 @@ async fn the_key_of_a_request_without_an_answer_is_found_again() {
     let (vm, request) = (VmId::new(), Uuid::from_u128(3));
     let noted = KeyRequest {
         request,
+        mark: Uuid::from_u128(33),
+        sent: Timestamp::now(),
         vm,
         server: "one".to_owned(),
         marked: true,
         key_id: None,
         abandoned: false,
     };
-    let put = async || {
+    let put = async |noted: KeyRequest| {
         let mut write = here.store.write().await.unwrap();
         key_requests::put(&mut write, provider.id, &noted).await.unwrap();
         write.commit().await.unwrap();
     };
-    // The server ended between the note and the question: there is nothing to be found.
-    put().await;
-    let (first, _) = kms.create_key(vm, request).await.unwrap();
     // It ended between the question and the note of its answer: the key is there.
-    put().await;
+    let (first, _) = kms.create_key(vm, request).await.unwrap();
+    let mut known =
+        key_requests::get(&mut here.store.read().await.unwrap(), provider.id, request).await;
+    known.as_mut().unwrap().as_mut().unwrap().key_id = None;
+    put(known.unwrap().unwrap()).await;
     assert_eq!(kms.create_key(vm, request).await.unwrap().0, first);
     assert_eq!(own.locate(Locate::default()).await.unwrap().len(), 1, "a second key was made");
     // It ended before it was activated.
@@ -342,14 +369,84 @@ async fn the_key_of_a_request_without_an_answer_is_found_again() {
     let data = text(&Uuid::from_u128(4).to_string());
     let application = Some(ApplicationInformation { namespace: text("vmseal"), data });
     let made = own.create(Create { name: None, application }).await.unwrap();
-    let mut write = here.store.write().await.unwrap();
-    let again = KeyRequest { request: Uuid::from_u128(4), ..noted.clone() };
-    key_requests::put(&mut write, provider.id, &again).await.unwrap();
-    write.commit().await.unwrap();
+    let (request, mark) = (Uuid::from_u128(4), Uuid::from_u128(4));
+    put(KeyRequest { request, mark, ..noted.clone() }).await;
     let (found, _) = kms.create_key(vm, Uuid::from_u128(4)).await.unwrap();
     assert_eq!(found.key_id, made.as_str());
     assert_eq!(own.key_state(&made).await.unwrap(), State::Active);
     assert!(here.events("key.orphaned").await.is_empty());
+}
+
+/// A request that a slow server does after its client has given up.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_key_that_is_made_after_nobody_waits_for_it_is_found_and_destroyed() {
+    let authority = Authority::new("kms");
+    let server = PyKmip::start(&authority);
+    let identity = authority.client("vmseal", Validity::Now);
+    let here = Here::new().await;
+    let (provider, kms) = here.add(&[at("one", &server.endpoint())], &authority, &identity).await;
+    let own = client(&server, &authority, &identity);
+    let open = async || {
+        let mut read = here.store.read().await.unwrap();
+        key_requests::of_provider(&mut read, provider.id).await.unwrap()
+    };
+    let (vm, request) = (VmId::new(), Uuid::from_u128(3));
+    let sent = KeyRequest {
+        request,
+        mark: Uuid::from_u128(33),
+        sent: Timestamp::now(),
+        vm,
+        server: "one".to_owned(),
+        marked: true,
+        key_id: None,
+        abandoned: false,
+    };
+    let put = async |noted: &KeyRequest| {
+        let mut write = here.store.write().await.unwrap();
+        key_requests::put(&mut write, provider.id, noted).await.unwrap();
+        write.commit().await.unwrap();
+    };
+    put(&sent).await;
+    // The task is not kept waiting: it has another key.
+    let (other, _) = kms.create_key(vm, request).await.unwrap();
+    here.note(vm, &other).await;
+    let left = open().await.into_iter().find(|noted| noted.abandoned).expect("it is on record");
+    assert_eq!((left.mark, left.sent.as_second()), (sent.mark, sent.sent.as_second()));
+    // The watch finds nothing either, and does not forget it.
+    let kmip = here.providers.kmip(provider.id).unwrap();
+    kmip.catch_up().await.unwrap();
+    assert!(open().await.contains(&left), "it was forgotten too soon");
+    // It is made now, late.
+    let text = |text: &str| Text::new(text).unwrap();
+    let data = text(&sent.mark.to_string());
+    let application = Some(ApplicationInformation { namespace: text("vmseal"), data });
+    let late = own.create(Create { name: None, application }).await.unwrap();
+    kmip.catch_up().await.unwrap();
+    let gone = own.key_state(&late).await.unwrap_err();
+    assert_eq!(gone.refusal(), Some(ResultReason::ItemNotFound));
+    own.key_state(&KeyId::new(other.key_id.clone()).unwrap()).await.unwrap();
+    assert!(open().await.iter().all(|noted| !noted.abandoned));
+    // One that nobody has made for long never was.
+    put(&KeyRequest { sent: Timestamp::UNIX_EPOCH, mark: Uuid::from_u128(44), ..left }).await;
+    kmip.catch_up().await.unwrap();
+    assert!(open().await.iter().all(|noted| !noted.abandoned), "it is kept for ever");
+    assert!(here.events("key.orphaned").await.is_empty());
+}
+
+/// The answer to Get.
+fn given(asked: &Asked, kek: &[u8]) -> Reaction {
+    Reaction::Send(asked.done(|payload| {
+        payload.enumeration(Tag::OBJECT_TYPE, 2);
+        payload.text(Tag::UNIQUE_IDENTIFIER, &asked.objects[0]);
+        payload.structure(Tag::SYMMETRIC_KEY, |key| {
+            key.structure(Tag::KEY_BLOCK, |block| {
+                block.enumeration(Tag::KEY_FORMAT_TYPE, 1);
+                block.structure(Tag::KEY_VALUE, |value| {
+                    value.bytes(Tag::KEY_MATERIAL, kek);
+                });
+            });
+        });
+    }))
 }
 
 /// A KMS in memory whose ways a test chooses.
@@ -381,18 +478,7 @@ fn scripted(
                 }
             })),
             OperationCode::GetAttributes => Reaction::Send(asked.done(|payload| state(payload, 2))),
-            OperationCode::Get => Reaction::Send(asked.done(|payload| {
-                payload.enumeration(Tag::OBJECT_TYPE, 2);
-                payload.text(Tag::UNIQUE_IDENTIFIER, "1");
-                payload.structure(Tag::SYMMETRIC_KEY, |key| {
-                    key.structure(Tag::KEY_BLOCK, |block| {
-                        block.enumeration(Tag::KEY_FORMAT_TYPE, 1);
-                        block.structure(Tag::KEY_VALUE, |value| {
-                            value.bytes(Tag::KEY_MATERIAL, &[7; 32]);
-                        });
-                    });
-                });
-            })),
+            OperationCode::Get => given(asked, &[7; 32]),
             _ => Reaction::Send(asked.done(id)),
         }
     });
@@ -417,7 +503,7 @@ async fn what_a_kms_that_cannot_tell_may_have_made_is_reported_and_never_guessed
     assert_eq!(key.key_id, "1", "a foreign key was taken for its own");
     assert_eq!((count(&log, OperationCode::Create), count(&log, OperationCode::Locate)), (2, 2));
     let orphans = here.events("key.orphaned").await;
-    assert!(orphans.len() == 1 && orphans[0].contains(&request.to_string()), "{orphans:?}");
+    assert!(orphans.len() == 1 && orphans[0].contains("may have been made"), "{orphans:?}");
 
     // It says that it does not have the attribute: nothing was made, and the key goes without.
     let (server, log) = scripted(&authority, Vec::new, false, false);
@@ -506,6 +592,10 @@ async fn trust_is_in_the_certificate_that_an_operator_saw() {
     let servers = [at("one", &server.endpoint())];
     let added = here.providers.add_kmip("kms", &servers, Some(secret("pass")), "me");
     let provider = added.await.unwrap();
+    let keys = here.providers.get(provider.id).unwrap();
+    let reason =
+        async || keys.get_key(VmId::new(), &reference(&provider, "1")).await.unwrap_err().reason;
+    assert_eq!(reason().await, Some(KeyFault::NotTrusted));
     let shown = here.providers.shown_certificate(&provider, "one").await.unwrap();
     assert!(!shown.trusted && shown.names == ["kms.example"], "{shown:?}");
     let fingerprint = shown.certificate.fingerprint;
@@ -519,6 +609,7 @@ async fn trust_is_in_the_certificate_that_an_operator_saw() {
     assert_eq!(here.providers.status(&provider), ProviderStatus::NeedsTrust, "it was tried only");
     here.providers.trust_certificate(&provider, "one", &bare, "me").await.unwrap();
     assert!(here.providers.shown_certificate(&provider, "one").await.unwrap().trusted);
+    assert_eq!(reason().await, Some(KeyFault::NoClientCertificate));
     // A certificate of our own making, which this server's authority has not signed.
     here.providers.check_self_sign(&provider, "vmseal").unwrap();
     assert!(here.providers.kmip_details(&provider).unwrap().client.is_none(), "it was tried only");

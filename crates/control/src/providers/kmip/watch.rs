@@ -10,6 +10,7 @@
 //!     └───── one answers: whoever waits for keys is told ──────────────────┘
 //! ```
 
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -21,8 +22,9 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_kmip::ResultReason;
 use vmseal_kmip::client::Client;
 
+use super::destroy::{Undone, alarm_of};
 use super::life::summary;
-use super::{KmipProvider, Server, problem};
+use super::{KeyProvider, KmipProvider, Server, problem};
 use crate::backoff;
 use crate::store::alarms::{self, Standing};
 use crate::store::{keys, kmip, providers};
@@ -66,11 +68,13 @@ struct Watch {
     failures: u32,
     /// The alarms about keys, as last known.
     about_keys: Vec<Standing>,
+    /// What is put off, as last known.
+    undone: Vec<Undone>,
 }
 
 impl Watch {
     fn new(provider: Arc<KmipProvider>) -> Self {
-        Self { provider, failures: 0, about_keys: Vec::new() }
+        Self { provider, failures: 0, about_keys: Vec::new(), undone: Vec::new() }
     }
 
     async fn run(mut self) {
@@ -95,23 +99,35 @@ impl Watch {
         join_all(servers.iter().map(|server| provider.probe(server))).await;
         let answers = servers.iter().any(|server| server.fault().is_none());
         if answers {
-            let done = async {
-                self.about_keys = provider.look_at_keys().await?;
-                provider.settle_abandoned().await?;
-                provider.destroy_unwanted().await
-            };
-            if let Err(problem) = done.await {
-                tracing::warn!(provider = provider.name, %problem, "not all that is to be done was");
+            // Each whatever becomes of the other: what is known stays known.
+            match provider.look_at_keys().await {
+                Ok(standing) => self.about_keys = standing,
+                Err(problem) => {
+                    tracing::warn!(provider = provider.name, %problem, "the states of its keys could not be read");
+                }
             }
+            self.note(provider.catch_up().await);
             if self.failures > 0 {
                 provider.usable.send_modify(|count| *count += 1);
             }
             self.failures = 0;
         } else {
             self.failures = self.failures.saturating_add(1);
+            if let Some(why) = provider.known_fault() {
+                self.note(provider.put_off(&why).await);
+            }
         }
         if let Err(problem) = self.raise(&servers).await {
             tracing::error!(provider = provider.name, %problem, "its alarms could not be written");
+        }
+    }
+
+    fn note(&mut self, undone: Result<Vec<Undone>, Problem>) {
+        match undone {
+            Ok(undone) => self.undone = undone,
+            Err(problem) => {
+                tracing::error!(provider = self.provider.name, %problem, "what was put off could not be read");
+            }
         }
     }
 
@@ -134,6 +150,7 @@ impl Watch {
         }
         standing.extend(provider.about_certificates(servers));
         standing.extend(self.about_keys.iter().cloned());
+        standing.extend(alarm_of(&provider.name, &self.undone));
         let source = provider.id.to_string();
         if alarms::differ(&mut *provider.store.read().await?, &source, &standing).await? {
             let mut write = provider.store.write().await?;
@@ -164,7 +181,10 @@ impl KmipProvider {
                 let (at, version) = (Timestamp::now(), Some(version));
                 *seen = Some(KmipSeen { at, version, vendor, problem: None });
             }
-            Err(super::Answer::No(problem)) if server.client.is_ok() => server.saw(Some(problem)),
+            // Without a reason it is not about the KMS.
+            Err(super::Answer::No(problem)) if problem.reason.is_some() => {
+                server.saw(Some(problem))
+            }
             // Noted already.
             Err(_) => {}
         }
@@ -224,6 +244,7 @@ impl KmipProvider {
             .filter_map(|key| Some((self.key_id(&key.key_id).ok()?, key.vm_name?)))
             .collect();
         if used.is_empty() {
+            self.note_revoked(HashMap::new());
             return Ok(Vec::new());
         }
         let ids: Vec<_> = used.iter().map(|(id, _)| id.clone()).collect();
@@ -232,7 +253,7 @@ impl KmipProvider {
             async move { client.key_states(&ids).await }
         });
         let (server, states) = asked.await?;
-        let mut standing = Vec::new();
+        let (mut standing, mut revoked) = (Vec::new(), HashMap::new());
         for (state, (id, vm)) in states.into_iter().zip(used) {
             let problem = match state {
                 Ok(state) => match problem::of_state(state) {
@@ -244,9 +265,30 @@ impl KmipProvider {
                 },
                 Err(error) => problem::of(&self.name, &error),
             };
-            let (code, detail) = ("key-state", problem.detail);
-            standing.push(Standing { code, target: vm, detail, reason: problem.reason });
+            if let Some(KeyFault::KeyDeactivated | KeyFault::KeyCompromised) = problem.reason {
+                revoked.insert(id.as_str().to_owned(), problem.clone());
+            }
+            // One alarm for a VM that is being given another key and has two.
+            match standing.iter_mut().find(|known: &&mut Standing| known.target == vm) {
+                Some(known) => known.detail = format!("{}; {}", known.detail, problem.detail),
+                None => {
+                    let (code, detail) = ("key-state", problem.detail);
+                    standing.push(Standing { code, target: vm, detail, reason: problem.reason });
+                }
+            }
         }
+        self.note_revoked(revoked);
         Ok(standing)
+    }
+
+    /// Has the hosts' monitors look when keys can be used no more, or again.
+    fn note_revoked(&self, revoked: HashMap<String, Problem>) {
+        let mut known = self.revoked.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let same = known.len() == revoked.len() && known.keys().all(|id| revoked.contains_key(id));
+        *known = revoked;
+        drop(known);
+        if !same {
+            self.usable.send_modify(|count| *count += 1);
+        }
     }
 }
