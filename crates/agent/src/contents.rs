@@ -21,7 +21,8 @@ use vmseal_api::id::{DiskId, ProviderId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_luks::KeyReference;
 
-use crate::datastore::{self, DESCRIPTOR, MARKER};
+use crate::datastore::{self, MARKER};
+use crate::home::DESCRIPTOR;
 
 /// How deep directories are looked into: ours have one level, a copied tree a few.
 const DEPTH_MAX: usize = 5;

@@ -21,8 +21,8 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_luks::{Facts, HeaderError, Identity};
 use vmseal_secret::{DEK_LEN, SecretBytes};
 
-use crate::datastore::Home;
 use crate::filling::Filling;
+use crate::home::Home;
 use crate::image::Image;
 use crate::keys;
 use crate::run_dir::ProcessDir;

@@ -18,9 +18,9 @@ use vmseal_api::id::VmId;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_secret::SecretBytes;
 
-use crate::datastore::{Home, Note};
 use crate::disk::{Workshop, internal, is_preallocated};
 use crate::filter::{self, Control, FilterError};
+use crate::home::{Home, Note};
 use crate::image::Image;
 use crate::process::Process;
 use crate::users::Slot;

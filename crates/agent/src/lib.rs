@@ -13,7 +13,8 @@
 //! | `contract` | the suite that both pass (feature `contract-suite`) |
 //! | `vm` | the state machine of a VM and its owner; start, watch, end, adopt |
 //! | `rules` | what may be done when |
-//! | `disk`, `datastore` | making and opening disks; files, locks, debris |
+//! | `disk`, `home` | making and opening disks; their files, locks, and notes |
+//! | `datastore` | marks, room, debris |
 //! | `disk_keys` | changing the keys that open a VM's disks |
 //! | `image`, `filling` | what disks are filled from, and the filling, which goes on after a kill |
 //! | `export` | writing a disk to a file for elsewhere |
@@ -42,6 +43,7 @@ pub mod doctor;
 mod export;
 mod filling;
 mod filter;
+mod home;
 pub mod host;
 pub mod http;
 pub mod identity;

@@ -23,10 +23,10 @@ use super::running::{Ending, Happening, Running};
 use super::start::{Plan, start};
 use super::{Asked, Beginning, Call, Change, Shared, internal};
 use crate::console::Refused;
-use crate::datastore::Home;
 use crate::disk::{self, Recipe};
 use crate::disk_keys::DiskKeys;
 use crate::export::{self, Order};
+use crate::home::Home;
 use crate::metrics;
 use crate::rules::{self, PowerOn};
 
