@@ -68,12 +68,19 @@ fn scan_within(root: &Path, limits: Limits) -> io::Result<DatastoreContents> {
     scan.directory(&open_directory(root)?, Path::new(""), 0)?;
     let mut contents = scan.contents;
     contents.images.sort_by(|one, other| one.path.cmp(&other.path));
+    contents.datastores.sort();
     Ok(contents)
 }
 
 /// A directory itself, and not what a link in its place leads to.
 fn open_directory(path: &Path) -> io::Result<File> {
     OpenOptions::new().read(true).custom_flags(libc::O_DIRECTORY | libc::O_NOFOLLOW).open(path)
+}
+
+/// Whether an open directory is a datastore.
+fn is_marked(directory: &File) -> bool {
+    let mark = format!("/proc/self/fd/{}/{MARKER}", directory.as_raw_fd());
+    Path::new(&mark).symlink_metadata().is_ok()
 }
 
 struct Scan {
@@ -112,7 +119,15 @@ impl Scan {
         if depth > DEPTH_MAX {
             return self.incomplete(format!("{} is too deep to be looked into", place.display()));
         }
-        let looked = open_directory(at).and_then(|open| self.directory(&open, place, depth));
+        let looked = open_directory(at).and_then(|open| {
+            if is_marked(&open) {
+                // Whose disks these are is that one's to say.
+                self.text += place.as_os_str().len();
+                self.contents.datastores.push(place.to_string_lossy().into_owned());
+                return Ok(());
+            }
+            self.directory(&open, place, depth)
+        });
         if let Err(error) = looked {
             self.incomplete(format!("{} cannot be read: {error}", place.display()));
         }
@@ -344,6 +359,20 @@ mod tests {
         assert_eq!(told.len(), 5);
         let sparse = contents.images.iter().find(|it| it.named == name(plain, false)).unwrap();
         assert_eq!((sparse.size, sparse.allocated), (1 << 20, 0));
+    }
+
+    #[test]
+    fn another_datastore_within_is_told_and_not_looked_into() {
+        let (directory, spec) = store();
+        let inner = directory.path().join("vms/inner");
+        let (vm, disk) = (VmId::new(), DiskId::new());
+        std::fs::create_dir_all(inner.join(vm.to_string())).unwrap();
+        encrypted(&inner.join(format!("{vm}/{disk}.raw")), vm, disk);
+        assert_eq!(scan(&spec).unwrap().images.len(), 1);
+        std::fs::copy(directory.path().join(MARKER), inner.join(MARKER)).unwrap();
+        let contents = scan(&spec).unwrap();
+        assert_eq!((contents.images, contents.datastores), (vec![], vec!["vms/inner".to_owned()]));
+        assert_eq!((contents.others, contents.incomplete), (0, None));
     }
 
     #[test]

@@ -29,6 +29,12 @@ const VERSION: u32 = 1;
 /// The longest marker, in bytes.
 const MARKER_MAX: u64 = 4096;
 
+/// How deep it is looked for datastores below a new one.
+const BELOW_DEPTH_MAX: usize = 5;
+
+/// How many entries are looked at for that: a full file system that becomes a datastore takes seconds.
+const BELOW_ENTRIES_MAX: usize = 200_000;
+
 #[derive(Serialize, Deserialize)]
 struct Marker {
     version: u32,
@@ -90,6 +96,7 @@ pub fn probe(spec: &DatastoreSpec) -> Result<DatastoreUsage, Problem> {
     match marker(path)? {
         Some(marker) => check_marker(path, &marker, spec)?,
         None => {
+            check_alone(path)?;
             let marker = Marker { version: VERSION, datastore: spec.datastore };
             let path = path.join(MARKER);
             serde_json::to_vec(&marker)
@@ -111,11 +118,50 @@ pub fn examine(spec: &DatastoreSpec) -> Result<DatastoreUsage, Problem> {
     match marker(path)? {
         Some(marker) => check_marker(path, &marker, spec)?,
         None => {
+            check_alone(path)?;
             faccessat(AT_FDCWD, path, AccessFlags::W_OK | AccessFlags::X_OK, AtFlags::AT_EACCESS)
                 .map_err(|error| failed(&path.join(MARKER), "written", &error.into()))?
         }
     }
     usage(path)
+}
+
+/// Sees that no datastore is above or below a place that is to be one: each would take the other's disks for
+/// its own.
+fn check_alone(place: &Path) -> Result<(), Problem> {
+    let nested = |other: &Path| {
+        let what = format!(
+            "{} is a datastore, and none may lie within another: name a directory beside it",
+            other.display()
+        );
+        Err(Problem::invalid("location.path", what))
+    };
+    let real = place.canonicalize().map_err(|error| failed(place, "read", &error))?;
+    let is_marked = |path: &Path| path.join(MARKER).symlink_metadata().is_ok();
+    if let Some(above) = real.ancestors().skip(1).find(|above| is_marked(above)) {
+        return nested(above);
+    }
+    let (mut todo, mut entries) = (vec![(real, 0)], 0);
+    while let Some((directory, depth)) = todo.pop() {
+        // What cannot be read is not ours: our directories are the agent's.
+        for entry in std::fs::read_dir(&directory).into_iter().flatten().flatten() {
+            entries += 1;
+            if entries > BELOW_ENTRIES_MAX {
+                return Ok(());
+            }
+            // Links are not followed.
+            if !entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+                continue;
+            }
+            if is_marked(&entry.path()) {
+                return nested(&entry.path());
+            }
+            if depth < BELOW_DEPTH_MAX {
+                todo.push((entry.path(), depth + 1));
+            }
+        }
+    }
+    Ok(())
 }
 
 fn check_marker(path: &Path, marker: &Marker, spec: &DatastoreSpec) -> Result<(), Problem> {
@@ -237,5 +283,35 @@ mod tests {
                 assert_eq!(problem.code, ErrorCode::InvalidRequest, "{path}");
             }
         }
+    }
+
+    #[test]
+    fn a_datastore_within_another_is_refused_from_above_and_below() {
+        let (directory, spec) = datastore();
+        let at = |path: &Path| {
+            let location = DatastoreLocation::Dir { path: path.to_owned() };
+            DatastoreSpec { datastore: DatastoreId::new(), location }
+        };
+        let below = directory.path().join("deep/inner");
+        std::fs::create_dir_all(&below).unwrap();
+        let inner = at(&below);
+        probe(&inner).unwrap();
+        for refused in [probe(&spec).unwrap_err(), examine(&spec).unwrap_err()] {
+            assert_eq!(refused.code, ErrorCode::InvalidRequest);
+            assert!(refused.detail.contains("deep/inner"), "{refused}");
+        }
+        assert!(!directory.path().join(MARKER).exists());
+        std::fs::remove_file(below.join(MARKER)).unwrap();
+        probe(&spec).unwrap();
+        let link = directory.path().join("link");
+        std::os::unix::fs::symlink(&below, &link).unwrap();
+        for place in [&below, &link] {
+            for refused in [probe(&at(place)).unwrap_err(), examine(&at(place)).unwrap_err()] {
+                assert_eq!(refused.code, ErrorCode::InvalidRequest, "{}", place.display());
+            }
+        }
+        assert!(!below.join(MARKER).exists());
+        // One that is a datastore already stays one.
+        probe(&spec).unwrap();
     }
 }

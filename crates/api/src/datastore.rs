@@ -41,6 +41,9 @@ pub struct DatastoreContents {
     pub images: Vec<FoundImage>,
     /// Files that are no disk images, pipes, links and devices included.
     pub others: u64,
+    /// Directories that are other datastores, by their paths within this one: not looked into.
+    #[serde(default)]
+    pub datastores: Vec<String>,
     /// Why the list is not whole; none when it is.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub incomplete: Option<String>,
@@ -127,6 +130,9 @@ pub struct DatastoreScan {
     pub images: Vec<ScannedImage>,
     /// Files that are no disk images.
     pub others: u64,
+    /// Directories that are other datastores, by their paths within this one: not looked into.
+    #[serde(default)]
+    pub datastores: Vec<String>,
     /// Why the list is not whole, and so nothing is called missing; none when it is.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub incomplete: Option<String>,

@@ -16,6 +16,9 @@ pub fn scan(output: Output, scan: &DatastoreScan) -> anyhow::Result<()> {
         "other files: {}; nothing was changed, and what headers say is not authenticated",
         scan.others
     );
+    for within in &scan.datastores {
+        eprintln!("another datastore, not looked into: {}", printable(within));
+    }
     if let Some(why) = &scan.incomplete {
         eprintln!("the list is not whole: {why}");
     }

@@ -48,6 +48,7 @@ pub fn compare(
         datastore: datastore.name.clone(),
         images,
         others: contents.others,
+        datastores: contents.datastores,
         incomplete: contents.incomplete,
     }
 }
@@ -177,7 +178,9 @@ mod tests {
             found("renamed", None, claims(vm, whole)),
             found("foreign", None, foreign),
         ];
-        let contents = DatastoreContents { images, others: 3, incomplete: None };
+        let within = vec!["inner".to_owned()];
+        let contents =
+            DatastoreContents { images, others: 3, datastores: within.clone(), incomplete: None };
         let scan = compare(&here, contents.clone(), &known);
         let told: Vec<_> = scan
             .images
@@ -204,7 +207,7 @@ mod tests {
         assert!(scan.images[2].detail.contains("another disk"));
         assert!(scan.images[3].detail.contains("'other'"));
         assert_eq!(scan.images[9].disk.as_deref(), Some("gone"));
-        assert_eq!(scan.others, 3);
+        assert_eq!((scan.others, &scan.datastores), (3, &within));
         // A list that is not whole proves nothing missing.
         let part = DatastoreContents { incomplete: Some("too many".to_owned()), ..contents };
         let scan = compare(&here, part, &known);
