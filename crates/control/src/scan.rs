@@ -9,15 +9,22 @@ use vmseal_api::datastore::{
 use crate::store::datastores::Datastore;
 use crate::store::disks::Placed;
 
-/// Compares.
+/// Compares with the inventory of before and after the host looked: an orphan is in neither, what is missing
+/// was to be there in both.
 #[must_use]
 pub fn compare(
     datastore: &Datastore,
     contents: DatastoreContents,
-    known: &[Placed],
+    before: &[Placed],
+    after: &[Placed],
 ) -> DatastoreScan {
-    let by_id: HashMap<&str, &Placed> = known.iter().map(|disk| (disk.id.as_str(), disk)).collect();
+    // The newer one counts where both have a disk.
+    let both = before.iter().chain(after);
+    let by_id: HashMap<&str, &Placed> = both.map(|disk| (disk.id.as_str(), disk)).collect();
     let here = datastore.id.to_string();
+    let expected = |disk: &&Placed| disk.datastore_id == here && disk.whole;
+    let since_before: HashSet<&str> =
+        before.iter().filter(expected).map(|disk| disk.id.as_str()).collect();
     let mut seen = HashSet::new();
     let mut images = Vec::new();
     for found in contents.images {
@@ -30,9 +37,10 @@ pub fn compare(
         images.push(image);
     }
     if contents.incomplete.is_none() {
-        let missing = known
+        let missing = after
             .iter()
-            .filter(|disk| disk.datastore_id == here && disk.whole && !seen.contains(&disk.id));
+            .filter(expected)
+            .filter(|disk| since_before.contains(disk.id.as_str()) && !seen.contains(&disk.id));
         images.extend(missing.map(|disk| ScannedImage {
             standing: Standing::Missing,
             vm: Some(disk.vm_name.clone()),
@@ -181,7 +189,7 @@ mod tests {
         let within = vec!["inner".to_owned()];
         let contents =
             DatastoreContents { images, others: 3, datastores: within.clone(), incomplete: None };
-        let scan = compare(&here, contents.clone(), &known);
+        let scan = compare(&here, contents.clone(), &known, &known);
         let told: Vec<_> = scan
             .images
             .iter()
@@ -210,7 +218,24 @@ mod tests {
         assert_eq!((scan.others, &scan.datastores), (3, &within));
         // A list that is not whole proves nothing missing.
         let part = DatastoreContents { incomplete: Some("too many".to_owned()), ..contents };
-        let scan = compare(&here, part, &known);
+        let scan = compare(&here, part, &known, &known);
         assert!(scan.images.iter().all(|image| image.standing != Standing::Missing));
+    }
+
+    #[test]
+    fn what_is_made_or_deleted_meanwhile_is_neither_missing_nor_an_orphan() {
+        let (here, vm) = (datastore(), VmId::new());
+        let [made, begun, deleted, gone] = std::array::from_fn(|_| DiskId::new());
+        let whole = |disk| placed(&here, vm, disk, "d");
+        let before = [Placed { whole: false, ..whole(begun) }, whole(deleted), whole(gone)];
+        let after = [whole(made), whole(begun), whole(gone)];
+        let name = |disk| Some(NamedImage { vm, disk, half_made: false });
+        // The host saw the one that was deleted then, and none of those that were made.
+        let images = vec![found("deleted", name(deleted), claims(vm, deleted))];
+        let contents = DatastoreContents { images, ..DatastoreContents::default() };
+        let scan = compare(&here, contents, &before, &after);
+        let told: Vec<_> = scan.images.iter().map(|it| it.standing).collect();
+        assert_eq!(told, [Standing::InUse, Standing::Missing]);
+        assert!(scan.images[1].detail.contains(&gone.to_string()));
     }
 }
