@@ -18,7 +18,7 @@ use vmseal_api::id::{DatastoreId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 
 use crate::atomic_file;
-use crate::home::{is_interrupted, open_once};
+use crate::home;
 
 /// The file that says which datastore this is.
 pub const MARKER: &str = "vmseal-datastore.json";
@@ -220,29 +220,18 @@ pub fn usage(path: &Path) -> Result<DatastoreUsage, Problem> {
     })
 }
 
-/// Removes half-made disks that nobody works on.
-fn sweep(path: &Path) {
+/// Removes half-made disks that nobody works on. Blocks.
+pub fn sweep(path: &Path) {
     let entries = |path: &Path| {
-        std::fs::read_dir(path)
-            .into_iter()
-            .flatten()
-            .filter_map(Result::ok)
-            .map(|entry| entry.path())
+        let entries = std::fs::read_dir(path).into_iter().flatten().filter_map(Result::ok);
+        entries.map(|entry| entry.path())
     };
     let homes = entries(path).filter(|home| {
         home.file_name().is_some_and(|name| name.to_string_lossy().parse::<VmId>().is_ok())
     });
     for debris in homes.flat_map(|home| entries(&home).collect::<Vec<_>>()) {
-        if debris.extension().is_some_and(|extension| extension == "creating")
-            && !is_interrupted(&debris.with_extension("importing"))
-            && open_once(&debris).is_ok_and(|file| file.is_some())
-        {
-            tracing::info!(path = %debris.display(), "removing a half-made disk");
-            // An old note first: it is about this file.
-            let _ = std::fs::remove_file(debris.with_extension("importing"));
-            if let Err(error) = std::fs::remove_file(&debris) {
-                tracing::warn!(path = %debris.display(), %error, "cannot remove a half-made disk");
-            }
+        if debris.extension().is_some_and(|extension| extension == "creating") {
+            home::remove_debris(&debris);
         }
     }
 }

@@ -12,7 +12,7 @@
 use std::fs::{DirBuilder, File, OpenOptions};
 use std::io;
 use std::ops::Range;
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -28,8 +28,11 @@ use crate::atomic_file;
 use crate::datastore::{failed, marked, usage};
 use crate::image::Identity;
 
-/// The version of the files beside disks.
+/// The version of the descriptor.
 const VERSION: u32 = 1;
+
+/// The version of notes.
+const NOTE_VERSION: u32 = 2;
 
 /// The file that says whose disks are in a directory.
 pub const DESCRIPTOR: &str = "vm.json";
@@ -88,15 +91,33 @@ impl Note {
     /// So far.
     #[must_use]
     pub fn new(image: Identity, durable: u64) -> Self {
-        Self { version: VERSION, image, durable }
+        Self { version: NOTE_VERSION, image, durable }
     }
 }
 
 /// Whether an import has noted how far it is, not too long ago.
-pub(crate) fn is_interrupted(note: &Path) -> bool {
+fn is_interrupted(note: &Path) -> bool {
     let modified = note.metadata().and_then(|metadata| metadata.modified());
     // A time in the future is not long ago.
     modified.is_ok_and(|at| at.elapsed().unwrap_or_default() < INTERRUPTED_KEPT)
+}
+
+/// Removes a half-made disk that nobody works on, unless its import may go on.
+pub(crate) fn remove_debris(path: &Path) {
+    // Whoever makes a file here has locked it, too, before this is given back.
+    let _homes = HOMES.lock().unwrap_or_else(PoisonError::into_inner);
+    let note = path.with_extension("importing");
+    if is_interrupted(&note) {
+        return;
+    }
+    // Its lock is held until it is gone: nobody begins to work on it meanwhile.
+    let Ok(Some(_lock)) = open_once(path) else { return };
+    tracing::info!(path = %path.display(), "removing a half-made disk");
+    // An old note first: it is about this file.
+    let _ = std::fs::remove_file(note);
+    if let Err(error) = std::fs::remove_file(path) {
+        tracing::warn!(path = %path.display(), %error, "cannot remove a half-made disk");
+    }
 }
 
 /// The directory of a VM's disks on one datastore.
@@ -154,7 +175,7 @@ impl Home {
             Err(error) => return Err(failed(&path, "read", &error)),
         }
         let note = serde_json::from_slice::<Note>(&text).ok();
-        let note = note.filter(|note| note.version == VERSION).ok_or_else(|| {
+        let note = note.filter(|note| note.version == NOTE_VERSION).ok_or_else(|| {
             Problem::new(ErrorCode::Damaged, format!("{} is not understood", path.display()))
         })?;
         Ok(open_locked(&self.creating(disk))?.map(|file| (file, note)))
@@ -378,7 +399,7 @@ fn open_locked(path: &Path) -> Result<Option<File>, Problem> {
     }
 }
 
-pub(crate) fn open_once(path: &Path) -> Result<Option<File>, Problem> {
+fn open_once(path: &Path) -> Result<Option<File>, Problem> {
     let opened = OpenOptions::new()
         .read(true)
         .write(true)
@@ -395,10 +416,17 @@ pub(crate) fn open_once(path: &Path) -> Result<Option<File>, Problem> {
     if !metadata.is_file() {
         return Err(irregular(path));
     }
-    if lock(&file).map_err(|error| failed(path, "locked", &error))? {
-        Ok(Some(file))
-    } else {
-        Err(in_use(path))
+    if !lock(&file).map_err(|error| failed(path, "locked", &error))? {
+        return Err(in_use(path));
+    }
+    // Between the opening and the locking another one may have been put in its place.
+    match path.symlink_metadata() {
+        Ok(there) if (there.dev(), there.ino()) == (metadata.dev(), metadata.ino()) => {
+            Ok(Some(file))
+        }
+        Ok(_) => Err(in_use(path)),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(failed(path, "read", &error)),
     }
 }
 
@@ -430,7 +458,7 @@ fn lock(file: &File) -> io::Result<bool> {
 
 #[cfg(test)]
 mod tests {
-    use std::os::unix::fs::{MetadataExt, PermissionsExt};
+    use std::os::unix::fs::PermissionsExt;
 
     use vmseal_api::host::{Allocation, DatastoreLocation};
     use vmseal_api::id::DatastoreId;
@@ -537,7 +565,34 @@ mod tests {
     }
 
     /// As docs/formats/import-note.md has it.
-    const NOTE: &str = r#"{"version":1,"image":{"format":"qcow2","device":2049,"inode":131,"length":1048576,"modified":1700000000,"modified_nanoseconds":5},"durable":4194304}"#;
+    const NOTE: &str = r#"{"version":2,"image":{"format":"qcow2","path":"/srv/old/web.qcow2","inode":131,"length":1048576,"modified":1700000000,"modified_nanoseconds":5},"durable":4194304}"#;
+
+    /// Swept again and again beside a disk that is made again and again: what is made is never removed
+    /// under its maker's hands.
+    #[test]
+    fn a_sweep_removes_nothing_that_is_being_made() {
+        let (_directory, spec) = datastore();
+        probe(&spec).unwrap();
+        let (home, vm) = home(&spec);
+        let done = std::sync::atomic::AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !done.load(std::sync::atomic::Ordering::Relaxed) {
+                    crate::datastore::sweep(home.datastore());
+                }
+            });
+            for _ in 0..300 {
+                // What an attempt that died has left, which the sweep may be about to remove.
+                drop(begin(&home, &vm, 0));
+                // The sweep may hold its lock for a moment.
+                let Ok(file) = begin(&home, &vm, 0) else { continue };
+                std::thread::yield_now();
+                let there = home.creating(vm.disks[0].disk).metadata().map(|it| it.ino());
+                assert_eq!(there.ok(), Some(file.metadata().unwrap().ino()));
+            }
+            done.store(true, std::sync::atomic::Ordering::Relaxed);
+        });
+    }
 
     #[test]
     fn an_interrupted_import_is_kept_for_a_while_and_goes_with_its_disk() {
@@ -555,7 +610,7 @@ mod tests {
         assert_eq!((&found.image, found.durable), (&note.image, 4 << 20));
         drop(file);
         let path = home.importing(disk);
-        for damaged in ["", "{}", &NOTE.replace("\"version\":1", "\"version\":2"), &NOTE[1..]] {
+        for damaged in ["", "{}", &NOTE.replace("\"version\":2", "\"version\":1"), &NOTE[1..]] {
             std::fs::write(&path, damaged).unwrap();
             assert_eq!(home.noted(disk).unwrap_err().code, ErrorCode::Damaged, "{damaged:?}");
         }
