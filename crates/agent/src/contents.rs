@@ -4,20 +4,24 @@
 //! and devices are not opened, headers are read by the parser that hostile ones are tried on, and depth,
 //! entries, images and time are bounded.
 
+use std::collections::HashSet;
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use jiff::Timestamp;
+use tokio::task::spawn_blocking;
+use tokio::time::timeout;
 use vmseal_api::datastore::{
     Claim, DatastoreContents, FoundImage, ImageContent, NamedImage, SCAN_ENTRIES_MAX,
     SCAN_IMAGES_MAX,
 };
-use vmseal_api::host::DatastoreSpec;
-use vmseal_api::id::{DiskId, ProviderId, VmId};
+use vmseal_api::host::{DatastoreLocation, DatastoreSpec};
+use vmseal_api::id::{DatastoreId, DiskId, ProviderId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_luks::KeyReference;
 
@@ -29,6 +33,9 @@ const DEPTH_MAX: usize = 5;
 
 /// How long a scan may take; the server waits for a minute.
 const TIME_MAX: Duration = Duration::from_secs(40);
+
+/// How long a scan is waited for, whose time is looked at between two entries only.
+const PATIENCE: Duration = Duration::from_secs(50);
 
 /// The longest key id that is repeated, in bytes; real ones are UUIDs or short numbers.
 const KEY_ID_MAX: usize = 256;
@@ -48,6 +55,38 @@ struct Limits {
     images: usize,
     entries: u64,
     until: Instant,
+}
+
+/// Looks at datastores, at each by one thread at a time.
+#[derive(Default)]
+pub struct Scanning(Arc<Mutex<HashSet<DatastoreId>>>);
+
+impl Scanning {
+    /// [`scan`], on a thread of its own.
+    ///
+    /// # Errors
+    /// Those of [`scan`]; `in-use` while another scan has not ended; `timed-out`.
+    pub async fn scan(&self, spec: DatastoreSpec) -> Result<DatastoreContents, Problem> {
+        let DatastoreLocation::Dir { path } = spec.location.clone();
+        if !self.0.lock().unwrap_or_else(PoisonError::into_inner).insert(spec.datastore) {
+            let what = format!("{} is being scanned already: wait for that", path.display());
+            return Err(Problem::new(ErrorCode::InUse, what));
+        }
+        let busy = Arc::clone(&self.0);
+        let looking = spawn_blocking(move || {
+            let contents = scan(&spec);
+            busy.lock().unwrap_or_else(PoisonError::into_inner).remove(&spec.datastore);
+            contents
+        });
+        match timeout(PATIENCE, looking).await {
+            Ok(Ok(contents)) => contents,
+            Ok(Err(error)) => Err(Problem::new(ErrorCode::Internal, error.to_string())),
+            Err(_) => {
+                let what = format!("the file system at {} does not answer", path.display());
+                Err(Problem::new(ErrorCode::TimedOut, what))
+            }
+        }
+    }
 }
 
 /// Looks at a datastore that is the right one. Blocks.
@@ -260,8 +299,6 @@ fn claims(references: &[KeyReference]) -> ImageContent {
 mod tests {
     use std::os::unix::fs::symlink;
 
-    use vmseal_api::host::DatastoreLocation;
-    use vmseal_api::id::DatastoreId;
     use vmseal_secret::derive::KeyContext;
     use vmseal_secret::{DEK_LEN, KEK_LEN, SecretBytes};
 
@@ -359,6 +396,18 @@ mod tests {
         assert_eq!(told.len(), 5);
         let sparse = contents.images.iter().find(|it| it.named == name(plain, false)).unwrap();
         assert_eq!((sparse.size, sparse.allocated), (1 << 20, 0));
+    }
+
+    #[tokio::test]
+    async fn a_datastore_is_scanned_by_one_at_a_time() {
+        let (_directory, spec) = store();
+        let scanning = Scanning::default();
+        scanning.0.lock().unwrap().insert(spec.datastore);
+        assert_eq!(scanning.scan(spec.clone()).await.unwrap_err().code, ErrorCode::InUse);
+        scanning.0.lock().unwrap().clear();
+        for _ in 0..2 {
+            scanning.scan(spec.clone()).await.unwrap();
+        }
     }
 
     #[test]

@@ -28,7 +28,7 @@ use crate::datastore::usage;
 use crate::disk::{self, Open, Workshop, internal};
 use crate::filter::{self, Control, Volume};
 use crate::users::Slot;
-use crate::{atomic_file, rules};
+use crate::{atomic_file, filling, rules};
 
 /// How often an export is asked how far it is.
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(100);
@@ -145,6 +145,7 @@ async fn fill(
     progress: impl Fn(u64, u64) + Send,
 ) -> Result<(), Problem> {
     let directory = &workshop.directory;
+    let id = disk.disk;
     let process = filter::start(&workshop.filter, vm, directory, vec![disk], slot.filter())
         .map_err(internal)?;
     let control = Control::of(directory);
@@ -159,7 +160,7 @@ async fn fill(
         }
         tokio::time::sleep(PROGRESS_INTERVAL).await;
     }
-    control.shut_down().await.map_err(internal)?;
+    filling::end_idle(&control, id).await?;
     process.end_within(filter::SHUTDOWN_TIMEOUT).await;
     directory.sweep().await.map_err(internal)
 }

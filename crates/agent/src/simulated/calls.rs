@@ -9,7 +9,7 @@ use vmseal_api::datastore::{
 use vmseal_api::host::{
     Allocation, ConsoleClaim, ConsoleStream, DatastoreLocation, DatastoreSpec, DatastoreUsage,
     DiskFacts, DiskPhase, DiskSpec, ExportSpec, ExportStep, HostAgent, HostDescription, HostState,
-    ImageSource, KeyReference, OtherKey, Power, PowerOff, SealedKey, StopReason, VmSpec,
+    ImageSource, KeyReference, NewDisk, OtherKey, Power, PowerOff, SealedKey, StopReason, VmSpec,
 };
 use vmseal_api::id::{DiskId, Incarnation, VmId};
 use vmseal_api::model::LogLevel;
@@ -119,6 +119,17 @@ impl Inside {
             return Err(Problem::new(ErrorCode::WrongState, what));
         }
         Ok(self.usage())
+    }
+
+    fn examine_disk(&self, NewDisk { disk, source }: &NewDisk) -> Result<(), Problem> {
+        self.check_place(&disk.datastore)?;
+        if let Some(source) = source {
+            Image::open(source, disk)?;
+        }
+        if disk.allocation == Allocation::Preallocated && (self.full || disk.size > CAPACITY) {
+            return Err(Problem::new(ErrorCode::NoSpace, "the simulated datastore is full"));
+        }
+        Ok(())
     }
 
     fn usage(&self) -> DatastoreUsage {
@@ -424,6 +435,10 @@ impl HostAgent for SimulatedHost {
 
     async fn examine_datastore(&self, spec: DatastoreSpec) -> Result<DatastoreUsage, Problem> {
         self.call(Call::ExamineDatastore, |inside| inside.examine(&spec))
+    }
+
+    async fn examine_disk(&self, disk: NewDisk) -> Result<(), Problem> {
+        self.call(Call::ExamineDisk, |inside| inside.examine_disk(&disk))
     }
 
     async fn measure_datastore(&self, spec: DatastoreSpec) -> Result<DatastoreCondition, Problem> {
