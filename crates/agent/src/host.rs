@@ -33,7 +33,7 @@ use crate::run_dir::RunDir;
 use crate::users::Users;
 use crate::vm::{self, Beginning, Call, Change, Shared, Vm};
 use crate::vms::Vms;
-use crate::{datastore, disk, log_level, metrics, rules};
+use crate::{datastore, disk, exported, log_level, metrics, patience, rules};
 
 /// How an agent is set up.
 #[derive(Clone, Debug)]
@@ -126,6 +126,14 @@ impl RealHost {
             accelerator,
         });
         let vms = vm::adopt(&shared).await.map_err(run_error)?;
+        let records = shared.run_dir.exports();
+        let sweeping = patience::look(&options.run_dir, move || {
+            exported::sweep(&records);
+            Ok(())
+        });
+        if let Err(problem) = sweeping.await {
+            tracing::warn!(%problem, "unfinished exports may be left");
+        }
         let weaknesses = machine::weaknesses(options.hardening, root);
         let description = describe(&shared, weaknesses);
         Ok(Self {

@@ -17,7 +17,7 @@
 //! | `datastore` | marks, room, debris |
 //! | `disk_keys` | changing the keys that open a VM's disks |
 //! | `image`, `filling` | what disks are filled from, and the filling, which goes on after a kill |
-//! | `export` | writing a disk to a file for elsewhere |
+//! | `export`, `exported` | writing a disk to a file for elsewhere; which file that is, on record |
 //! | `filter`, `qemu`, [`qmp`], `console` | the two processes of a VM and the ways to them |
 //! | `measure`, `contents`, `patience` | how datastores stand; what is on one; file systems that hang |
 //! | `metrics`, `log_level` | what agent and filters have measured; what they log |
@@ -41,6 +41,7 @@ mod disk;
 mod disk_keys;
 pub mod doctor;
 mod export;
+mod exported;
 mod filling;
 mod filter;
 mod home;

@@ -418,6 +418,7 @@ impl Owner {
         rules::check_export(&spec)?;
         let same = self.exports.get(&disk.disk).filter(|known| known.export == spec.export);
         let phase = same.map(|known| known.phase.clone());
+        let record = self.shared.run_dir.exported(disk.disk);
         match (step, phase) {
             (ExportStep::Begin, Some(ExportPhase::Writing { .. } | ExportPhase::Written)) => Ok(()),
             (ExportStep::Check, _) => self.ready_to_export(&disk, spec).await.map(drop),
@@ -426,7 +427,7 @@ impl Owner {
                 Err(rules::wrong_state(&self.spec, "has not written the export yet"))
             }
             (ExportStep::Finish, _) => {
-                spawn_blocking(move || export::name(&spec)).await.map_err(internal)?
+                spawn_blocking(move || export::name(&spec, &record)).await.map_err(internal)?
             }
             (ExportStep::Drop, phase) => {
                 // Its last words are about what is removed here.
@@ -437,7 +438,7 @@ impl Owner {
                 if phase.is_some() {
                     self.exports.remove(&disk.disk);
                 }
-                let removed = spawn_blocking(move || export::remove(&spec)).await;
+                let removed = spawn_blocking(move || export::remove(&spec, &record)).await;
                 let removed = removed.map_err(internal)?;
                 if written { Ok(()) } else { removed }
             }
@@ -461,8 +462,9 @@ impl Owner {
         let passphrase = spec.passphrase.as_ref().map(open).transpose()?;
         let Some(facts) = facts else { return Err(internal("a disk without facts")) };
         let kek = if disk.encrypted { self.clone_kek()? } else { None };
+        let record = self.shared.run_dir.exported(disk.disk);
         let (vm, disk) = (self.spec.clone(), disk.clone());
-        Ok(Order { spec: vm, disk, facts, kek, export: spec, passphrase })
+        Ok(Order { spec: vm, disk, facts, kek, export: spec, passphrase, record })
     }
 
     async fn begin_export(&mut self, disk: DiskSpec, spec: ExportSpec) -> Result<(), Problem> {

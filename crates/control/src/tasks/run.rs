@@ -59,6 +59,16 @@ pub(super) enum StepError {
 }
 
 impl StepError {
+    /// Says more about an answer that did not come.
+    pub(super) fn about(self, more: impl FnOnce(String) -> String) -> Self {
+        match self {
+            Self::Again(problem) => {
+                Self::Again(Problem { detail: more(problem.detail), code: problem.code, ..problem })
+            }
+            said => said,
+        }
+    }
+
     pub(super) fn problem(self) -> Problem {
         match self {
             Self::Again(problem) | Self::Final(problem) => problem,
