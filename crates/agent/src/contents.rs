@@ -26,7 +26,7 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_luks::KeyReference;
 
 use crate::datastore::{self, MARKER};
-use crate::home::DESCRIPTOR;
+use crate::home::{self, DESCRIPTOR};
 
 /// How deep directories are looked into: ours have one level, a copied tree a few.
 const DEPTH_MAX: usize = 5;
@@ -174,6 +174,9 @@ impl Scan {
 
     fn file(&mut self, at: &Path, place: PathBuf) {
         let named = named(&place);
+        let note = named.filter(|name| name.half_made).map(|_| at.with_extension("importing"));
+        let kept_until = note.and_then(|note| home::kept_until(&note));
+        let kept_until = kept_until.and_then(|until| Timestamp::try_from(until).ok());
         match look(at) {
             Ok(Some((metadata, content))) => {
                 if named.is_none() && content == ImageContent::Raw {
@@ -193,6 +196,7 @@ impl Scan {
                     allocated: metadata.blocks().saturating_mul(512),
                     modified: metadata.modified().ok().and_then(|at| Timestamp::try_from(at).ok()),
                     content,
+                    kept_until,
                 });
             }
             Ok(None) => self.contents.others += 1,
@@ -203,7 +207,8 @@ impl Scan {
                 let content = ImageContent::Unreadable { detail: error.to_string() };
                 let path = place.to_string_lossy().into_owned();
                 let (size, allocated, modified) = (0, 0, None);
-                let image = FoundImage { path, named, size, allocated, modified, content };
+                let image =
+                    FoundImage { path, named, size, allocated, modified, content, kept_until };
                 self.contents.images.push(image);
             }
         }
@@ -396,6 +401,9 @@ mod tests {
         assert_eq!(told.len(), 5);
         let sparse = contents.images.iter().find(|it| it.named == name(plain, false)).unwrap();
         assert_eq!((sparse.size, sparse.allocated), (1 << 20, 0));
+        let half = contents.images.iter().find(|it| it.named == name(making, true)).unwrap();
+        assert!(half.kept_until > Some(Timestamp::now()), "{half:?}");
+        assert_eq!(sparse.kept_until, None);
     }
 
     #[tokio::test]

@@ -561,7 +561,8 @@ async fn exports(agent: &dyn HostAgent, session: &Session) {
     refused(step(ExportStep::Finish).await, ErrorCode::NotFound, "naming what was called off");
     session.written(agent, system, &spec).await;
     done(step(ExportStep::Finish).await, "its name");
-    refused(step(ExportStep::Drop).await, ErrorCode::NotFound, "calling off what has its name");
+    let code = ErrorCode::AlreadyExists;
+    refused(step(ExportStep::Drop).await, code, "calling off what has its name");
 }
 
 /// The third part, with one more life: the death is told as before until the VM runs again.

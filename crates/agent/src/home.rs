@@ -15,7 +15,7 @@ use std::ops::Range;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use nix::errno::Errno;
 use nix::fcntl::{FallocateFlags, FcntlArg, fallocate, fcntl};
@@ -97,9 +97,14 @@ impl Note {
 
 /// Whether an import has noted how far it is, not too long ago.
 fn is_interrupted(note: &Path) -> bool {
-    let modified = note.metadata().and_then(|metadata| metadata.modified());
-    // A time in the future is not long ago.
-    modified.is_ok_and(|at| at.elapsed().unwrap_or_default() < INTERRUPTED_KEPT)
+    kept_until(note).is_some_and(|until| until > SystemTime::now())
+}
+
+/// Until when a half-made disk is kept for its import to go on; none where it has noted nothing.
+#[must_use]
+pub fn kept_until(note: &Path) -> Option<SystemTime> {
+    let modified = note.symlink_metadata().and_then(|metadata| metadata.modified());
+    modified.ok()?.checked_add(INTERRUPTED_KEPT)
 }
 
 /// Removes a half-made disk that nobody works on, unless its import may go on.

@@ -26,7 +26,7 @@ use crate::contents::Scanning;
 use crate::deaths::Deaths;
 use crate::keys::KeyBox;
 use crate::machine::{self, Machine};
-use crate::measure::Measuring;
+use crate::measure::{Measuring, Sweeping};
 use crate::process;
 use crate::qemu::Qemu;
 use crate::run_dir::RunDir;
@@ -89,6 +89,7 @@ pub struct RealHost {
     vms: Vms,
     measuring: Measuring,
     scanning: Scanning,
+    sweeping: Sweeping,
     /// Keeps other agents out of the run directory.
     _lock: nix::fcntl::Flock<std::fs::File>,
 }
@@ -142,6 +143,7 @@ impl RealHost {
             vms: Vms::of(vms),
             measuring: Measuring::default(),
             scanning: Scanning::default(),
+            sweeping: Sweeping::default(),
             _lock: lock,
         })
     }
@@ -237,7 +239,11 @@ impl HostAgent for RealHost {
     }
 
     async fn measure_datastore(&self, spec: DatastoreSpec) -> Result<DatastoreCondition, Problem> {
-        Ok(self.measuring.measure(spec).await)
+        let condition = self.measuring.measure(spec.clone()).await;
+        if matches!(condition, DatastoreCondition::Available { .. }) {
+            self.sweeping.when_due(spec);
+        }
+        Ok(condition)
     }
 
     async fn scan_datastore(&self, spec: DatastoreSpec) -> Result<DatastoreContents, Problem> {

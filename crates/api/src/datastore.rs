@@ -68,6 +68,10 @@ pub struct FoundImage {
     pub modified: Option<Timestamp>,
     /// What its content looks like.
     pub content: ImageContent,
+    /// Until when a half-made disk is kept for its interrupted import to go on; none where it is not.
+    #[cfg_attr(feature = "openapi", schema(value_type = Option<String>, format = DateTime))]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub kept_until: Option<Timestamp>,
 }
 
 /// What an image's name says.

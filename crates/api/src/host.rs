@@ -578,7 +578,8 @@ mod service {
         /// What [`HostAgent::create_disk`] would end with.
         async fn examine_disk(&self, disk: NewDisk) -> Result<(), Problem>;
 
-        /// How a datastore stands. Nothing is written to it.
+        /// How a datastore stands. Nothing is written to it; half-made disks that nobody goes on with are
+        /// removed from it now and then.
         async fn measure_datastore(
             &self,
             spec: DatastoreSpec,
@@ -661,7 +662,8 @@ mod service {
         ///
         /// # Errors
         /// `in-use` while the VM is not off; `locked` without the KEK; `already-exists` when the file is
-        /// there; `wrong-state` when the passphrase is sealed to an earlier incarnation. To drop:
+        /// there; `wrong-state` when the passphrase is sealed to an earlier incarnation. To drop: `already-exists`
+        /// when it has its name, or when that cannot be told any more;
         /// `not-found` when there is nothing without a name.
         async fn export_disk(
             &self,

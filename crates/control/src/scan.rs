@@ -67,8 +67,14 @@ fn judge(here: &str, found: FoundImage, known: &HashMap<&str, &Placed>) -> Scann
         disk.filter(|disk| found.named.is_some_and(|name| disk.vm_id == name.vm.to_string()));
     let (standing, detail) = match (found.named, disk) {
         (Some(NamedImage { half_made: true, .. }), _) => {
-            let what = "being made, or debris: the next probe of the datastore removes it if nobody works on it";
-            (Standing::HalfMade, what.to_owned())
+            let what = match found.kept_until {
+                Some(until) => {
+                    let day = until.strftime("%Y-%m-%d");
+                    format!("being imported, or an interrupted import, kept until {day}")
+                }
+                None => "being made, or debris, which the host removes within a day".to_owned(),
+            };
+            (Standing::HalfMade, what)
         }
         (Some(_), Some(disk)) if disk.datastore_id == here => {
             (Standing::InUse, against_inventory(disk, &found.content))
@@ -151,7 +157,9 @@ mod tests {
     }
 
     fn found(path: &str, named: Option<NamedImage>, content: ImageContent) -> FoundImage {
-        FoundImage { path: path.to_owned(), named, size: 1, allocated: 1, modified: None, content }
+        let (modified, kept_until) = (None, None);
+        let path = path.to_owned();
+        FoundImage { path, named, size: 1, allocated: 1, modified, content, kept_until }
     }
 
     fn claims(vm: VmId, disk: DiskId) -> ImageContent {
@@ -182,7 +190,10 @@ mod tests {
             found("copy", name(vm, copy), claims(vm, copy)),
             found("stolen", name(stranger, whole), claims(vm, whole)),
             found("stranger", name(stranger, DiskId::new()), ImageContent::Raw),
-            found("half", half, ImageContent::Raw),
+            FoundImage {
+                kept_until: Some("2026-11-28T10:00:00Z".parse().unwrap()),
+                ..found("half", half, ImageContent::Raw)
+            },
             found("renamed", None, claims(vm, whole)),
             found("foreign", None, foreign),
         ];
@@ -211,6 +222,7 @@ mod tests {
             ]
         );
         assert_eq!(scan.images[0].detail, "");
+        assert!(scan.images[6].detail.contains("kept until 2026-11-28"), "{:?}", scan.images[6]);
         assert!(scan.images[1].detail.contains("has no header"));
         assert!(scan.images[2].detail.contains("another disk"));
         assert!(scan.images[3].detail.contains("'other'"));

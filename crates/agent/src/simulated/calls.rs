@@ -161,6 +161,7 @@ impl Inside {
             allocated: 0,
             modified: None,
             content: ImageContent::Raw,
+            kept_until: None,
         };
         Ok(DatastoreContents { images: here.map(image).collect(), ..Default::default() })
     }
