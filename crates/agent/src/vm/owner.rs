@@ -53,6 +53,13 @@ enum Event {
     Care,
 }
 
+/// The keys of the disks are being looked at or changed.
+struct KeyChange {
+    task: JoinHandle<Result<(), Problem>>,
+    /// Who waits for that.
+    reply: Reply<()>,
+}
+
 pub struct Owner {
     shared: Arc<Shared>,
     spec: VmSpec,
@@ -64,8 +71,7 @@ pub struct Owner {
     phases: BTreeMap<DiskId, DiskPhase>,
     exports: BTreeMap<DiskId, ExportState>,
     jobs: Jobs,
-    /// The keys of its disks are being looked at or changed; who waits for that.
-    changing_keys: Option<(JoinHandle<Result<(), Problem>>, Reply<()>)>,
+    changing_keys: Option<KeyChange>,
     /// That the VM was last started or stopped for.
     request: Option<RequestId>,
     /// From opening the disks; stay until the next start.
@@ -179,7 +185,7 @@ impl Owner {
             Call::Register(spec, to) => reply!(to, self.register(spec)),
             Call::OfferKey(key, to) => reply!(to, self.offer_key(&key)),
             Call::ChangeKeys(key, change, to) => match self.change_keys(&key, *change) {
-                Ok(task) => self.changing_keys = Some((task, to)),
+                Ok(task) => self.changing_keys = Some(KeyChange { task, reply: to }),
                 refused => reply!(to, refused.map(drop)),
             },
             Call::CreateDisk(disk, source, to) => reply!(to, self.create_disk(disk, source)),
@@ -227,8 +233,8 @@ impl Owner {
                 self.exports.insert(disk, state);
             }
             Event::KeysChanged(result) => {
-                if let Some((_, reply)) = self.changing_keys.take() {
-                    let _ = reply.send(result);
+                if let Some(change) = self.changing_keys.take() {
+                    let _ = change.reply.send(result);
                 }
             }
             Event::Care => {
@@ -586,11 +592,9 @@ impl Owner {
 }
 
 /// How the change of the keys went, when it has ended.
-async fn changed(
-    changing: &mut Option<(JoinHandle<Result<(), Problem>>, Reply<()>)>,
-) -> Result<(), Problem> {
+async fn changed(changing: &mut Option<KeyChange>) -> Result<(), Problem> {
     match changing {
-        Some((task, _)) => task.await.unwrap_or_else(|error| Err(internal(error))),
+        Some(change) => (&mut change.task).await.unwrap_or_else(|error| Err(internal(error))),
         None => std::future::pending().await,
     }
 }
