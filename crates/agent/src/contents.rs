@@ -4,30 +4,38 @@
 //! and devices are not opened, headers are read by the parser that hostile ones are tried on, and depth,
 //! entries, images and time are bounded.
 
+use std::collections::HashSet;
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use jiff::Timestamp;
+use tokio::task::spawn_blocking;
+use tokio::time::timeout;
 use vmseal_api::datastore::{
     Claim, DatastoreContents, FoundImage, ImageContent, NamedImage, SCAN_ENTRIES_MAX,
     SCAN_IMAGES_MAX,
 };
-use vmseal_api::host::DatastoreSpec;
-use vmseal_api::id::{DiskId, ProviderId, VmId};
+use vmseal_api::host::{DatastoreLocation, DatastoreSpec};
+use vmseal_api::id::{DatastoreId, DiskId, ProviderId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_luks::KeyReference;
 
-use crate::datastore::{self, DESCRIPTOR, MARKER};
+use crate::datastore::{self, MARKER};
+use crate::home::{self, DESCRIPTOR};
 
 /// How deep directories are looked into: ours have one level, a copied tree a few.
 const DEPTH_MAX: usize = 5;
 
 /// How long a scan may take; the server waits for a minute.
 const TIME_MAX: Duration = Duration::from_secs(40);
+
+/// How long a scan is waited for, whose time is looked at between two entries only.
+const PATIENCE: Duration = Duration::from_secs(50);
 
 /// The longest key id that is repeated, in bytes; real ones are UUIDs or short numbers.
 const KEY_ID_MAX: usize = 256;
@@ -49,6 +57,38 @@ struct Limits {
     until: Instant,
 }
 
+/// Looks at datastores, at each by one thread at a time.
+#[derive(Default)]
+pub struct Scanning(Arc<Mutex<HashSet<DatastoreId>>>);
+
+impl Scanning {
+    /// [`scan`], on a thread of its own.
+    ///
+    /// # Errors
+    /// Those of [`scan`]; `in-use` while another scan has not ended; `timed-out`.
+    pub async fn scan(&self, spec: DatastoreSpec) -> Result<DatastoreContents, Problem> {
+        let DatastoreLocation::Dir { path } = spec.location.clone();
+        if !self.0.lock().unwrap_or_else(PoisonError::into_inner).insert(spec.datastore) {
+            let what = format!("{} is being scanned already: wait for that", path.display());
+            return Err(Problem::new(ErrorCode::InUse, what));
+        }
+        let busy = Arc::clone(&self.0);
+        let looking = spawn_blocking(move || {
+            let contents = scan(&spec);
+            busy.lock().unwrap_or_else(PoisonError::into_inner).remove(&spec.datastore);
+            contents
+        });
+        match timeout(PATIENCE, looking).await {
+            Ok(Ok(contents)) => contents,
+            Ok(Err(error)) => Err(Problem::new(ErrorCode::Internal, error.to_string())),
+            Err(_) => {
+                let what = format!("the file system at {} does not answer", path.display());
+                Err(Problem::new(ErrorCode::TimedOut, what))
+            }
+        }
+    }
+}
+
 /// Looks at a datastore that is the right one. Blocks.
 ///
 /// # Errors
@@ -67,12 +107,19 @@ fn scan_within(root: &Path, limits: Limits) -> io::Result<DatastoreContents> {
     scan.directory(&open_directory(root)?, Path::new(""), 0)?;
     let mut contents = scan.contents;
     contents.images.sort_by(|one, other| one.path.cmp(&other.path));
+    contents.datastores.sort();
     Ok(contents)
 }
 
 /// A directory itself, and not what a link in its place leads to.
 fn open_directory(path: &Path) -> io::Result<File> {
     OpenOptions::new().read(true).custom_flags(libc::O_DIRECTORY | libc::O_NOFOLLOW).open(path)
+}
+
+/// Whether an open directory is a datastore.
+fn is_marked(directory: &File) -> bool {
+    let mark = format!("/proc/self/fd/{}/{MARKER}", directory.as_raw_fd());
+    Path::new(&mark).symlink_metadata().is_ok()
 }
 
 struct Scan {
@@ -111,7 +158,15 @@ impl Scan {
         if depth > DEPTH_MAX {
             return self.incomplete(format!("{} is too deep to be looked into", place.display()));
         }
-        let looked = open_directory(at).and_then(|open| self.directory(&open, place, depth));
+        let looked = open_directory(at).and_then(|open| {
+            if is_marked(&open) {
+                // Whose disks these are is that one's to say.
+                self.text += place.as_os_str().len();
+                self.contents.datastores.push(place.to_string_lossy().into_owned());
+                return Ok(());
+            }
+            self.directory(&open, place, depth)
+        });
         if let Err(error) = looked {
             self.incomplete(format!("{} cannot be read: {error}", place.display()));
         }
@@ -119,6 +174,9 @@ impl Scan {
 
     fn file(&mut self, at: &Path, place: PathBuf) {
         let named = named(&place);
+        let note = named.filter(|name| name.half_made).map(|_| at.with_extension("importing"));
+        let kept_until = note.and_then(|note| home::kept_until(&note));
+        let kept_until = kept_until.and_then(|until| Timestamp::try_from(until).ok());
         match look(at) {
             Ok(Some((metadata, content))) => {
                 if named.is_none() && content == ImageContent::Raw {
@@ -138,6 +196,7 @@ impl Scan {
                     allocated: metadata.blocks().saturating_mul(512),
                     modified: metadata.modified().ok().and_then(|at| Timestamp::try_from(at).ok()),
                     content,
+                    kept_until,
                 });
             }
             Ok(None) => self.contents.others += 1,
@@ -148,7 +207,8 @@ impl Scan {
                 let content = ImageContent::Unreadable { detail: error.to_string() };
                 let path = place.to_string_lossy().into_owned();
                 let (size, allocated, modified) = (0, 0, None);
-                let image = FoundImage { path, named, size, allocated, modified, content };
+                let image =
+                    FoundImage { path, named, size, allocated, modified, content, kept_until };
                 self.contents.images.push(image);
             }
         }
@@ -244,8 +304,6 @@ fn claims(references: &[KeyReference]) -> ImageContent {
 mod tests {
     use std::os::unix::fs::symlink;
 
-    use vmseal_api::host::DatastoreLocation;
-    use vmseal_api::id::DatastoreId;
     use vmseal_secret::derive::KeyContext;
     use vmseal_secret::{DEK_LEN, KEK_LEN, SecretBytes};
 
@@ -343,6 +401,35 @@ mod tests {
         assert_eq!(told.len(), 5);
         let sparse = contents.images.iter().find(|it| it.named == name(plain, false)).unwrap();
         assert_eq!((sparse.size, sparse.allocated), (1 << 20, 0));
+        let half = contents.images.iter().find(|it| it.named == name(making, true)).unwrap();
+        assert!(half.kept_until > Some(Timestamp::now()), "{half:?}");
+        assert_eq!(sparse.kept_until, None);
+    }
+
+    #[tokio::test]
+    async fn a_datastore_is_scanned_by_one_at_a_time() {
+        let (_directory, spec) = store();
+        let scanning = Scanning::default();
+        scanning.0.lock().unwrap().insert(spec.datastore);
+        assert_eq!(scanning.scan(spec.clone()).await.unwrap_err().code, ErrorCode::InUse);
+        scanning.0.lock().unwrap().clear();
+        for _ in 0..2 {
+            scanning.scan(spec.clone()).await.unwrap();
+        }
+    }
+
+    #[test]
+    fn another_datastore_within_is_told_and_not_looked_into() {
+        let (directory, spec) = store();
+        let inner = directory.path().join("vms/inner");
+        let (vm, disk) = (VmId::new(), DiskId::new());
+        std::fs::create_dir_all(inner.join(vm.to_string())).unwrap();
+        encrypted(&inner.join(format!("{vm}/{disk}.raw")), vm, disk);
+        assert_eq!(scan(&spec).unwrap().images.len(), 1);
+        std::fs::copy(directory.path().join(MARKER), inner.join(MARKER)).unwrap();
+        let contents = scan(&spec).unwrap();
+        assert_eq!((contents.images, contents.datastores), (vec![], vec!["vms/inner".to_owned()]));
+        assert_eq!((contents.others, contents.incomplete), (0, None));
     }
 
     #[test]

@@ -14,8 +14,8 @@ use vmseal_api::datastore::DatastoreCondition;
 use vmseal_api::host::{
     Allocation, ConsoleClaim, DatastoreLocation, DatastoreSpec, DiskFacts, DiskPhase, DiskSpec,
     ExportPhase, ExportSpec, ExportStep, HostAgent, HostState, ImageSource, KeyReference, KeyState,
-    OtherKey, Power, PowerOff, SHUTDOWN_SECONDS_MAX, STATE_WAIT_MAX, StopReason, Stopped, VERSION,
-    VmSpec, VmState,
+    NewDisk, OtherKey, Power, PowerOff, SHUTDOWN_SECONDS_MAX, STATE_WAIT_MAX, StopReason, Stopped,
+    VERSION, VmSpec, VmState,
 };
 use vmseal_api::id::{DatastoreId, DiskId, TaskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -236,6 +236,19 @@ async fn datastores(agent: &dyn HostAgent, session: &Session) {
     let code = ErrorCode::InvalidRequest;
     refused(agent.probe_datastore(missing.clone()).await, code, "a missing place");
     refused(agent.examine_datastore(missing).await, code, "looking at a missing place");
+
+    let new = |datastore: &DatastoreSpec, image: Option<&Path>| NewDisk {
+        disk: DiskSpec { datastore: datastore.clone(), ..session.spec.disks[1].clone() },
+        source: image.map(|path| ImageSource { path: path.to_owned(), format: ImageFormat::Raw }),
+    };
+    let disk = new(&session.place, Some(&session.fixture.image));
+    done(agent.examine_disk(disk).await, "looking at a disk that can be made");
+    let disk = new(&session.place, Some(&session.fixture.datastore.join("missing")));
+    let code = ErrorCode::InvalidRequest;
+    refused(agent.examine_disk(disk).await, code, "looking at a disk without its image");
+    let other = DatastoreSpec { datastore: DatastoreId::new(), ..session.place.clone() };
+    let code = ErrorCode::WrongState;
+    refused(agent.examine_disk(new(&other, None)).await, code, "a disk on another datastore");
 
     let condition = done(agent.measure_datastore(session.place.clone()).await, "measuring");
     let DatastoreCondition::Available { usage } = condition else { panic!("{condition:?}") };
@@ -548,7 +561,8 @@ async fn exports(agent: &dyn HostAgent, session: &Session) {
     refused(step(ExportStep::Finish).await, ErrorCode::NotFound, "naming what was called off");
     session.written(agent, system, &spec).await;
     done(step(ExportStep::Finish).await, "its name");
-    refused(step(ExportStep::Drop).await, ErrorCode::NotFound, "calling off what has its name");
+    let code = ErrorCode::AlreadyExists;
+    refused(step(ExportStep::Drop).await, code, "calling off what has its name");
 }
 
 /// The third part, with one more life: the death is told as before until the VM runs again.

@@ -14,19 +14,20 @@ use tokio::sync::oneshot;
 use tokio::task::spawn_blocking;
 use vmseal_api::filter::Holes;
 use vmseal_api::host::{
-    Allocation, DiskFacts, DiskSpec, ImageSource, KeyReference, Notice, NoticeCode, VmSpec,
+    Allocation, DatastoreLocation, DiskFacts, DiskSpec, ImageSource, KeyReference, Notice,
+    NoticeCode, VmSpec,
 };
 use vmseal_api::id::{DiskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_luks::{Facts, HeaderError, Identity};
 use vmseal_secret::{DEK_LEN, SecretBytes};
 
-use crate::datastore::Home;
 use crate::filling::Filling;
+use crate::home::Home;
 use crate::image::Image;
-use crate::keys;
 use crate::run_dir::ProcessDir;
 use crate::users::{Slot, Users};
+use crate::{keys, patience};
 
 /// How much room is taken in one step, in bytes: a moment's work on most file systems.
 const ALLOCATION_STEP: u64 = 1 << 30;
@@ -70,8 +71,9 @@ pub async fn create(
     progress: impl Fn(u64, u64) + Send,
     cancelled: oneshot::Receiver<()>,
 ) -> Result<DiskFacts, Problem> {
-    let home = Home::of(&recipe.disk.datastore, recipe.spec.vm)?;
-    let (vm, disk) = (recipe.spec.vm, recipe.disk.disk);
+    let (vm, disk, place) = (recipe.spec.vm, recipe.disk.disk, recipe.disk.datastore.clone());
+    let DatastoreLocation::Dir { path } = place.location.clone();
+    let home = patience::look(&path, move || Home::of(&place, vm)).await?;
     // Not free for another process before this one's is gone.
     let slot = workshop.users.take().ok_or_else(too_many)?;
     let result = make(recipe, &home, workshop, &slot, progress, cancelled).await;
@@ -102,8 +104,7 @@ async fn make(
     progress: impl Fn(u64, u64) + Send,
     mut cancelled: oneshot::Receiver<()>,
 ) -> Result<DiskFacts, Problem> {
-    let image =
-        recipe.source.as_ref().map(|source| Image::open(source, &recipe.disk)).transpose()?;
+    let image = open_source(recipe.source.clone(), &recipe.disk).await?;
     let (vm, disk) = (recipe.spec.vm, recipe.disk.clone());
     let place = home.clone();
     let (begun, image) = spawn_blocking(move || {
@@ -182,6 +183,37 @@ fn told_if_full(home: &Home, problem: Problem) -> Problem {
     Problem::new(ErrorCode::NoSpace, what)
 }
 
+/// Sees that a disk could be made now; makes nothing.
+///
+/// # Errors
+/// What [`create`] would end with, as far as that can be known before.
+pub async fn examine(disk: DiskSpec, source: Option<ImageSource>) -> Result<(), Problem> {
+    let DatastoreLocation::Dir { path } = disk.datastore.location.clone();
+    let place = disk.datastore.clone();
+    let home = patience::look(&path, move || Home::of(&place, VmId::new())).await?;
+    let image = open_source(source, &disk).await?;
+    patience::look(&path, move || check_room(&home, &disk, image.as_ref())).await
+}
+
+async fn open_source(
+    source: Option<ImageSource>,
+    disk: &DiskSpec,
+) -> Result<Option<Image>, Problem> {
+    let Some(source) = source else { return Ok(None) };
+    let (path, disk) = (source.path.clone(), disk.clone());
+    patience::look(&path, move || Image::open(&source, &disk).map(Some)).await
+}
+
+/// Sees that there is the room that is taken while a disk is made.
+fn check_room(home: &Home, disk: &DiskSpec, image: Option<&Image>) -> Result<(), Problem> {
+    let header = if disk.encrypted { vmseal_luks::DATA_OFFSET } else { 0 };
+    match image {
+        _ if is_preallocated(disk) => home.check_room(header + disk.size),
+        Some(image) => home.check_room(image.allocated),
+        None => Ok(()),
+    }
+}
+
 fn data_offset(facts: &DiskFacts) -> u64 {
     match facts {
         DiskFacts::Raw => 0,
@@ -224,11 +256,7 @@ fn begin(recipe: &Recipe, home: &Home, image: Option<&Image>) -> Result<Attempt,
             }
         }
     }
-    match image {
-        _ if is_preallocated(disk) => home.check_room(vmseal_luks::DATA_OFFSET + disk.size)?,
-        Some(image) => home.check_room(image.allocated)?,
-        None => {}
-    }
+    check_room(home, disk, image)?;
     let Some((kek, reference)) = encryption else {
         let file = home.begin(spec, disk, disk.size)?;
         return Ok(Attempt::Begun(Begun { file, facts: DiskFacts::Raw, key: None, from: 0 }));
@@ -445,7 +473,7 @@ mod tests {
     use std::fs::OpenOptions;
     use std::os::unix::fs::{FileExt, MetadataExt};
 
-    use vmseal_api::host::{DatastoreLocation, DatastoreSpec};
+    use vmseal_api::host::DatastoreSpec;
     use vmseal_api::id::{DatastoreId, DiskId};
     use vmseal_api::transfer::ImageFormat;
     use vmseal_secret::KEK_LEN;
@@ -611,6 +639,44 @@ mod tests {
         image.write_all_at(&vec![0; 16 << 20], 0).unwrap();
         assert_eq!(bench.open(0, &facts).unwrap_err().code, ErrorCode::Damaged);
         assert_eq!(bench.open(1, &DiskFacts::Raw).unwrap_err().code, ErrorCode::NotFound);
+    }
+
+    #[tokio::test]
+    async fn whether_a_disk_could_be_made_is_known_before_it_is() {
+        let bench = bench();
+        let directory = tempfile::tempdir().unwrap();
+        let whole = directory.path().join("whole");
+        std::fs::write(&whole, [1; 4096]).unwrap();
+        // A header of version 2 that names a backing file, and nothing else.
+        let overlay = directory.path().join("overlay");
+        let mut header = vec![0; 4096];
+        header[..8].copy_from_slice(b"QFI\xfb\0\0\0\x02");
+        header[8..20].copy_from_slice(&[0, 0, 0, 0, 0, 0, 8, 0, 0, 0, 0, 4]);
+        header[20..24].copy_from_slice(&16_u32.to_be_bytes());
+        std::fs::write(&overlay, header).unwrap();
+        let from =
+            |path: &std::path::Path, format| Some(ImageSource { path: path.to_owned(), format });
+        let disk = &bench.spec.disks[1];
+        let home = Home::of(&disk.datastore, bench.spec.vm).unwrap();
+        for source in [None, from(&whole, ImageFormat::Raw)] {
+            examine(disk.clone(), source).await.unwrap();
+        }
+        for (source, why) in [
+            (from(&directory.path().join("none"), ImageFormat::Raw), "No such file"),
+            (from(&whole, ImageFormat::Qcow2), "not a qcow2 image"),
+            (from(&overlay, ImageFormat::Qcow2), "backing file"),
+        ] {
+            let refused = examine(disk.clone(), source).await.unwrap_err();
+            assert_eq!(refused.code, ErrorCode::InvalidRequest, "{refused}");
+            assert!(refused.detail.contains(why), "{refused}");
+        }
+        let (allocation, size) = (Allocation::Preallocated, 1 << 60);
+        let huge = DiskSpec { allocation, size, ..disk.clone() };
+        assert_eq!(examine(huge, None).await.unwrap_err().code, ErrorCode::NoSpace);
+        let mut elsewhere = disk.clone();
+        elsewhere.datastore.datastore = DatastoreId::new();
+        assert_eq!(examine(elsewhere, None).await.unwrap_err().code, ErrorCode::WrongState);
+        assert_eq!(std::fs::read_dir(home.datastore()).unwrap().count(), 1, "something was made");
     }
 
     #[tokio::test]

@@ -14,7 +14,7 @@ use vmseal_api::problem::Problem;
 use vmseal_luks::Facts;
 use vmseal_secret::SecretBytes;
 
-use crate::datastore::Home;
+use crate::home::Home;
 use crate::{disk, keys, rules};
 
 /// A disk whose header may be changed.

@@ -26,9 +26,10 @@ use vmseal_secret::{DEK_LEN, SecretBytes};
 
 use crate::datastore::usage;
 use crate::disk::{self, Open, Workshop, internal};
+use crate::exported::Exported;
 use crate::filter::{self, Control, Volume};
 use crate::users::Slot;
-use crate::{atomic_file, rules};
+use crate::{atomic_file, filling, rules};
 
 /// How often an export is asked how far it is.
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(100);
@@ -47,6 +48,8 @@ pub struct Order {
     pub export: ExportSpec,
     /// The passphrase of a LUKS2 file.
     pub passphrase: Option<SecretBytes>,
+    /// Where it is on record.
+    pub record: PathBuf,
 }
 
 /// The name of the file until it is whole.
@@ -97,15 +100,15 @@ pub async fn write(
     progress: impl Fn(u64, u64) + Send,
     cancelled: oneshot::Receiver<()>,
 ) -> Result<(), Problem> {
-    let export = order.export.clone();
+    let (export, record) = (order.export.clone(), order.record.clone());
     let written = attempt(order, workshop, progress, cancelled).await;
     if written.is_err() {
         // The filter first: it has the file open.
         if let Err(error) = workshop.directory.sweep().await {
             tracing::warn!(export = %export.export, %error, "cannot remove an export's directory");
         }
-        if let Err(problem) = remove(&export)
-            && problem.code != ErrorCode::NotFound
+        if let Err(problem) = remove(&export, &record)
+            && !matches!(problem.code, ErrorCode::NotFound | ErrorCode::AlreadyExists)
         {
             tracing::warn!(export = %export.export, %problem, "a half-written export is left");
         }
@@ -123,7 +126,7 @@ async fn attempt(
     let directory = &workshop.directory;
     // Whatever an earlier attempt has left running lets go of the disk.
     directory.renew().await.map_err(internal)?;
-    let (vm, export) = (order.spec.vm, order.export.clone());
+    let (vm, export, record) = (order.spec.vm, order.export.clone(), order.record.clone());
     // Short, and not to be cancelled: a file must not come to be behind the back of whoever removes it.
     let (target, disk) = spawn_blocking(move || begin(order)).await.map_err(internal)??;
     tokio::select! {
@@ -132,7 +135,8 @@ async fn attempt(
             return Err(Problem::new(ErrorCode::Cancelled, "the export was called off"));
         }
     }
-    spawn_blocking(move || target.sync_all()).await.map_err(internal)?.map_err(internal)
+    let flushed = move || target.sync_all().and_then(|()| Exported::written(&record));
+    spawn_blocking(flushed).await.map_err(internal)?.map_err(internal)
 }
 
 /// Has a filter of its own write the file.
@@ -145,6 +149,7 @@ async fn fill(
     progress: impl Fn(u64, u64) + Send,
 ) -> Result<(), Problem> {
     let directory = &workshop.directory;
+    let id = disk.disk;
     let process = filter::start(&workshop.filter, vm, directory, vec![disk], slot.filter())
         .map_err(internal)?;
     let control = Control::of(directory);
@@ -159,7 +164,7 @@ async fn fill(
         }
         tokio::time::sleep(PROGRESS_INTERVAL).await;
     }
-    control.shut_down().await.map_err(internal)?;
+    filling::end_idle(&control, id).await?;
     process.end_within(filter::SHUTDOWN_TIMEOUT).await;
     directory.sweep().await.map_err(internal)
 }
@@ -177,7 +182,7 @@ fn told_if_full(export: &ExportSpec, message: String) -> Problem {
 
 /// Opens the disk and makes the file, with its header where it has one.
 fn begin(order: Order) -> Result<(File, filter::Disk), Problem> {
-    let Order { spec, disk, facts, kek, export, passphrase } = order;
+    let Order { spec, disk, facts, kek, export, passphrase, record } = order;
     let (Open { file, offset, key, .. }, size) = match export.format {
         // All of the image, as it is: its ciphertext is the disk that is written out.
         ExportFormat::Sealed => {
@@ -192,7 +197,7 @@ fn begin(order: Order) -> Result<(File, filter::Disk), Problem> {
         ExportFormat::Luks2 => vmseal_luks::DATA_OFFSET + disk.size,
         ExportFormat::Raw | ExportFormat::Qcow2 | ExportFormat::Sealed => allocated.min(size),
     };
-    let mut target = make(&export, needed)?;
+    let mut target = make(&export, needed, &record)?;
     let format = match export.format {
         ExportFormat::Qcow2 => Volume::Qcow2,
         ExportFormat::Raw | ExportFormat::Sealed => {
@@ -218,8 +223,11 @@ fn begin(order: Order) -> Result<(File, filter::Disk), Problem> {
 }
 
 /// Makes the file; what an earlier attempt has left is removed.
-fn make(export: &ExportSpec, needed: u64) -> Result<File, Problem> {
+fn make(export: &ExportSpec, needed: u64, record: &Path) -> Result<File, Problem> {
     check(export)?;
+    if let Some(before) = Exported::read(record) {
+        before.remove_unnamed();
+    }
     let path = unnamed(export);
     match std::fs::remove_file(&path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => {
@@ -236,6 +244,10 @@ fn make(export: &ExportSpec, needed: u64) -> Result<File, Problem> {
         .custom_flags(libc::O_NOFOLLOW)
         .open(&path)
         .map_err(|error| failed(&export.to, "made", &error))?;
+    // Before anything is in it: from here on it is found again.
+    Exported::begun(export.export, &path, &file)
+        .and_then(|begun| begun.write(record))
+        .map_err(|error| failed(record, "written", &error))?;
     let free = usage(directory)?.free;
     if needed <= free {
         return Ok(file);
@@ -248,21 +260,56 @@ fn make(export: &ExportSpec, needed: u64) -> Result<File, Problem> {
     Err(Problem::new(ErrorCode::NoSpace, what))
 }
 
+/// Whether what has an export's name is the export.
+enum Named {
+    /// Nothing has it.
+    Nothing,
+    /// It is the file that was written.
+    Export,
+    /// It is another one.
+    Other,
+    /// The host was restarted: nothing is on record.
+    Unknown,
+}
+
+fn named(export: &ExportSpec, record: &Path) -> Named {
+    let Ok(metadata) = export.to.symlink_metadata() else { return Named::Nothing };
+    match Exported::read(record).filter(|record| record.is_of(export.export)) {
+        Some(record) if record.is_file(&metadata) => Named::Export,
+        Some(_) => Named::Other,
+        None => Named::Unknown,
+    }
+}
+
+/// Whether it is the export is for somebody who looks at it to say.
+fn untold(to: &Path) -> Problem {
+    let what = format!(
+        "{} is there, and whether it is what was exported is not known any more: look at it",
+        to.display()
+    );
+    Problem::new(ErrorCode::AlreadyExists, what)
+}
+
 /// Gives a written file its name, which nothing has yet. One that has it already is left as it is.
 ///
 /// # Errors
-/// `already-exists` when something else has the name; `not-found` when there is nothing to be named.
-pub fn name(export: &ExportSpec) -> Result<(), Problem> {
+/// `already-exists` when something else has the name, or what cannot be told; `not-found` when there is
+/// nothing to be named.
+pub fn name(export: &ExportSpec, record: &Path) -> Result<(), Problem> {
     let (from, to) = (unnamed(export), &export.to);
     match renameat2(AT_FDCWD, &from, AT_FDCWD, to, RenameFlags::RENAME_NOREPLACE) {
         Ok(()) => {}
         Err(Errno::EEXIST) => return Err(taken(to)),
-        // Named before: the answer was lost.
-        Err(Errno::ENOENT) if to.symlink_metadata().is_ok() => {}
-        Err(Errno::ENOENT) => {
-            let what = format!("what was exported to {} is gone: export it again", to.display());
-            return Err(Problem::new(ErrorCode::NotFound, what));
-        }
+        Err(Errno::ENOENT) => match named(export, record) {
+            // The answer was lost.
+            Named::Export => {}
+            Named::Unknown => return Err(untold(to)),
+            Named::Nothing | Named::Other => {
+                let what =
+                    format!("what was exported to {} is gone: export it again", to.display());
+                return Err(Problem::new(ErrorCode::NotFound, what));
+            }
+        },
         Err(error) => return Err(failed(to, "named", &error.into())),
     }
     atomic_file::flush_directory_of(to).map_err(|error| failed(to, "named", &error))
@@ -271,16 +318,21 @@ pub fn name(export: &ExportSpec) -> Result<(), Problem> {
 /// Removes what has been written and has no name yet.
 ///
 /// # Errors
-/// `not-found` when there is no such thing.
-pub fn remove(export: &ExportSpec) -> Result<(), Problem> {
+/// `already-exists` when it has its name, or when that cannot be told; `not-found` when it is neither there
+/// with its name nor without.
+pub fn remove(export: &ExportSpec, record: &Path) -> Result<(), Problem> {
     rules::check_export(export)?;
     let path = unnamed(export);
     match std::fs::remove_file(&path) {
         Ok(()) => Ok(()),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => {
-            let what = format!("there is no half-written {}", export.to.display());
-            Err(Problem::new(ErrorCode::NotFound, what))
-        }
+        Err(error) if error.kind() == io::ErrorKind::NotFound => match named(export, record) {
+            Named::Export => Err(rules::has_its_name(&export.to)),
+            Named::Unknown => Err(untold(&export.to)),
+            Named::Nothing | Named::Other => {
+                let what = format!("there is no half-written {}", export.to.display());
+                Err(Problem::new(ErrorCode::NotFound, what))
+            }
+        },
         Err(error) => Err(failed(&path, "removed", &error)),
     }
 }
@@ -298,22 +350,59 @@ mod tests {
     #[test]
     fn a_file_gets_its_name_once_and_replaces_nothing() {
         let directory = tempfile::tempdir().unwrap();
+        let record = directory.path().join("record");
         let export = spec(directory.path().join("out.raw"));
-        assert_eq!(name(&export).unwrap_err().code, ErrorCode::NotFound);
-        drop(make(&export, 0).unwrap());
+        assert_eq!(name(&export, &record).unwrap_err().code, ErrorCode::NotFound);
+        drop(make(&export, 0, &record).unwrap());
         // What an earlier attempt left is no hindrance.
-        drop(make(&export, 0).unwrap());
+        drop(make(&export, 0, &record).unwrap());
         assert!(!export.to.exists());
-        name(&export).unwrap();
-        name(&export).unwrap();
+        name(&export, &record).unwrap();
+        name(&export, &record).unwrap();
         assert!(export.to.exists() && !unnamed(&export).exists());
-        assert_eq!(remove(&export).unwrap_err().code, ErrorCode::NotFound);
+        let told = remove(&export, &record).unwrap_err();
+        assert!(
+            told.code == ErrorCode::AlreadyExists && told.detail.contains("is whole"),
+            "{told}"
+        );
         assert!(export.to.exists(), "what has its name is never removed");
         assert_eq!(check(&export).unwrap_err().code, ErrorCode::AlreadyExists);
         let second = ExportSpec { export: TaskId::new(), ..export.clone() };
         std::fs::write(unnamed(&second), "x").unwrap();
-        assert_eq!(name(&second).unwrap_err().code, ErrorCode::AlreadyExists);
-        remove(&second).unwrap();
+        assert_eq!(name(&second, &record).unwrap_err().code, ErrorCode::AlreadyExists);
+        remove(&second, &record).unwrap();
+    }
+
+    #[test]
+    fn a_file_that_has_the_name_is_not_taken_for_the_export() {
+        let directory = tempfile::tempdir().unwrap();
+        let record = directory.path().join("record");
+        let export = spec(directory.path().join("out.raw"));
+        let _inode_is_not_given_again = make(&export, 0, &record).unwrap();
+        std::fs::remove_file(unnamed(&export)).unwrap();
+        assert_eq!(remove(&export, &record).unwrap_err().code, ErrorCode::NotFound);
+        std::fs::write(&export.to, "somebody else's").unwrap();
+        assert_eq!(name(&export, &record).unwrap_err().code, ErrorCode::NotFound);
+        assert_eq!(remove(&export, &record).unwrap_err().code, ErrorCode::NotFound);
+        // After a reboot nobody knows.
+        std::fs::remove_file(&record).unwrap();
+        for told in [name(&export, &record), remove(&export, &record)] {
+            let told = told.unwrap_err();
+            assert!(
+                told.code == ErrorCode::AlreadyExists && !told.detail.contains("whole"),
+                "{told}"
+            );
+        }
+    }
+
+    #[test]
+    fn the_next_export_of_a_disk_removes_what_the_last_one_left_unnamed() {
+        let directory = tempfile::tempdir().unwrap();
+        let record = directory.path().join("record");
+        let left = spec(directory.path().join("left"));
+        drop(make(&left, 0, &record).unwrap());
+        drop(make(&spec(directory.path().join("next")), 0, &record).unwrap());
+        assert!(!unnamed(&left).exists());
     }
 
     #[test]
@@ -323,13 +412,15 @@ mod tests {
             let problem = check(&spec(to.into())).unwrap_err();
             assert_eq!(problem.code, ErrorCode::InvalidRequest, "{to}: {problem}");
         }
+        let records = tempfile::tempdir().unwrap();
+        let record = records.path().join("record");
         let nowhere = spec(directory.path().join("none/out"));
-        assert_eq!(make(&nowhere, 0).unwrap_err().code, ErrorCode::InvalidRequest);
+        assert_eq!(make(&nowhere, 0, &record).unwrap_err().code, ErrorCode::InvalidRequest);
         let link = directory.path().join("link");
         std::os::unix::fs::symlink("/nowhere", &link).unwrap();
         assert_eq!(check(&spec(link)).unwrap_err().code, ErrorCode::AlreadyExists);
         let large = spec(directory.path().join("large"));
-        assert_eq!(make(&large, u64::MAX).unwrap_err().code, ErrorCode::NoSpace);
+        assert_eq!(make(&large, u64::MAX, &record).unwrap_err().code, ErrorCode::NoSpace);
         assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 1, "debris");
         let plain = ExportSpec { format: ExportFormat::Luks2, ..large };
         assert_eq!(check(&plain).unwrap_err().field.as_deref(), Some("passphrase"));

@@ -14,13 +14,13 @@ use std::time::Duration;
 use tokio::task::spawn_blocking;
 use vmseal_api::filter::{DiskActivity, Holes};
 use vmseal_api::host::DiskSpec;
-use vmseal_api::id::VmId;
+use vmseal_api::id::{DiskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_secret::SecretBytes;
 
-use crate::datastore::{Home, Note};
 use crate::disk::{Workshop, internal, is_preallocated};
 use crate::filter::{self, Control, FilterError};
+use crate::home::{Home, Note};
 use crate::image::Image;
 use crate::process::Process;
 use crate::users::Slot;
@@ -60,7 +60,10 @@ enum Failure {
 impl From<FilterError> for Failure {
     fn from(error: FilterError) -> Self {
         match &error {
-            FilterError::Ended { .. } | FilterError::Io(_) => Self::Died(internal(error)),
+            // One that is slow to answer has not done worse than one that died: another one goes on.
+            FilterError::Ended { .. } | FilterError::Io(_) | FilterError::TimedOut => {
+                Self::Died(internal(error))
+            }
             _ => Self::Final(internal(error)),
         }
     }
@@ -114,7 +117,7 @@ impl Filling<'_> {
         let control = Control::of(directory);
         control.ready(&process, directory).await?;
         self.follow(&control, &process, workshop, durable, progress).await?;
-        control.shut_down().await?;
+        end_idle(&control, self.disk.disk).await.map_err(Failure::Final)?;
         process.end_within(filter::SHUTDOWN_TIMEOUT).await;
         directory.sweep().await.map_err(final_)
     }
@@ -172,6 +175,41 @@ impl Filling<'_> {
     }
 }
 
+/// Ends a filter whose work is flushed: it only has to go, and is killed when it does not.
+///
+/// # Errors
+/// It says that its last flush failed.
+pub(crate) async fn end_idle(control: &Control, disk: DiskId) -> Result<(), Problem> {
+    match control.shut_down().await {
+        Ok(()) => Ok(()),
+        Err(error @ FilterError::Refused(_)) => Err(internal(error)),
+        Err(error) => {
+            tracing::warn!(%disk, %error, "a filter that has done its work does not end; it is killed");
+            Ok(())
+        }
+    }
+}
+
 fn final_(error: impl std::fmt::Display) -> Failure {
     Failure::Final(Problem::new(ErrorCode::Internal, error.to_string()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_filter_that_is_slow_is_one_that_died_and_no_end_of_the_import() {
+        let is_final = |error: FilterError| matches!(Failure::from(error), Failure::Final(_));
+        assert!(!is_final(FilterError::TimedOut));
+        assert!(is_final(FilterError::Refused("no".to_owned())));
+    }
+
+    #[tokio::test]
+    async fn what_is_flushed_is_whole_though_its_filter_does_not_answer_any_more() {
+        let directory = tempfile::tempdir().unwrap();
+        let run = crate::run_dir::RunDir::open(directory.path()).unwrap().import(DiskId::new());
+        // Its socket is gone.
+        end_idle(&Control::of(&run), DiskId::new()).await.unwrap();
+    }
 }

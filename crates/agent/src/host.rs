@@ -1,6 +1,5 @@
 //! The real host behind [`HostAgent`]: QEMU, filter processes, files.
 
-use std::collections::HashMap;
 use std::fs::DirBuilder;
 use std::io;
 use std::os::unix::fs::DirBuilderExt;
@@ -9,13 +8,12 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
-use tokio::sync::Mutex;
 use tokio::task::spawn_blocking;
 use vmseal_api::datastore::{DatastoreCondition, DatastoreContents};
 use vmseal_api::host::{
     ConsoleClaim, ConsoleStream, DatastoreSpec, DatastoreUsage, ExportSpec, ExportStep, HostAgent,
-    HostDescription, HostState, ImageSource, KeyReference, OtherKey, PowerOff, SealedKey, VERSION,
-    VmSpec,
+    HostDescription, HostState, ImageSource, KeyReference, NewDisk, OtherKey, PowerOff, SealedKey,
+    VERSION, VmSpec,
 };
 use vmseal_api::id::{DiskId, Incarnation, VmId};
 use vmseal_api::model::LogLevel;
@@ -24,19 +22,18 @@ use vmseal_secret::process::Hardening;
 
 use crate::accelerator::{self, Choice};
 use crate::board::Board;
+use crate::contents::Scanning;
 use crate::deaths::Deaths;
 use crate::keys::KeyBox;
 use crate::machine::{self, Machine};
-use crate::measure::Measuring;
+use crate::measure::{Measuring, Sweeping};
 use crate::process;
 use crate::qemu::Qemu;
 use crate::run_dir::RunDir;
 use crate::users::Users;
 use crate::vm::{self, Beginning, Call, Change, Shared, Vm};
-use crate::{contents, datastore, log_level, metrics, rules};
-
-/// The most VMs that a host takes.
-const VMS_MAX: usize = 1024;
+use crate::vms::Vms;
+use crate::{datastore, disk, exported, log_level, metrics, patience, rules};
 
 /// How an agent is set up.
 #[derive(Clone, Debug)]
@@ -89,8 +86,10 @@ pub enum StartError {
 pub struct RealHost {
     shared: Arc<Shared>,
     description: HostDescription,
-    vms: Mutex<HashMap<VmId, Vm>>,
+    vms: Vms,
     measuring: Measuring,
+    scanning: Scanning,
+    sweeping: Sweeping,
     /// Keeps other agents out of the run directory.
     _lock: nix::fcntl::Flock<std::fs::File>,
 }
@@ -128,19 +127,29 @@ impl RealHost {
             accelerator,
         });
         let vms = vm::adopt(&shared).await.map_err(run_error)?;
+        let records = shared.run_dir.exports();
+        let sweeping = patience::look(&options.run_dir, move || {
+            exported::sweep(&records);
+            Ok(())
+        });
+        if let Err(problem) = sweeping.await {
+            tracing::warn!(%problem, "unfinished exports may be left");
+        }
         let weaknesses = machine::weaknesses(options.hardening, root);
         let description = describe(&shared, weaknesses);
         Ok(Self {
             shared,
             description,
-            vms: Mutex::new(vms.into_iter().collect()),
+            vms: Vms::of(vms),
             measuring: Measuring::default(),
+            scanning: Scanning::default(),
+            sweeping: Sweeping::default(),
             _lock: lock,
         })
     }
 
     async fn vm(&self, vm: VmId) -> Result<Vm, Problem> {
-        self.vms.lock().await.get(&vm).cloned().ok_or_else(|| rules::unknown(vm))
+        self.vms.get(vm)
     }
 
     async fn change_keys(
@@ -225,14 +234,20 @@ impl HostAgent for RealHost {
             .map_err(|error| Problem::new(ErrorCode::Internal, error.to_string()))?
     }
 
+    async fn examine_disk(&self, NewDisk { disk, source }: NewDisk) -> Result<(), Problem> {
+        disk::examine(disk, source).await
+    }
+
     async fn measure_datastore(&self, spec: DatastoreSpec) -> Result<DatastoreCondition, Problem> {
-        Ok(self.measuring.measure(spec).await)
+        let condition = self.measuring.measure(spec.clone()).await;
+        if matches!(condition, DatastoreCondition::Available { .. }) {
+            self.sweeping.when_due(spec);
+        }
+        Ok(condition)
     }
 
     async fn scan_datastore(&self, spec: DatastoreSpec) -> Result<DatastoreContents, Problem> {
-        spawn_blocking(move || contents::scan(&spec))
-            .await
-            .map_err(|error| Problem::new(ErrorCode::Internal, error.to_string()))?
+        self.scanning.scan(spec).await
     }
 
     async fn metrics(&self) -> Result<String, Problem> {
@@ -252,25 +267,12 @@ impl HostAgent for RealHost {
     async fn register_vm(&self, spec: VmSpec) -> Result<(), Problem> {
         rules::check_spec(&spec)?;
         let vm = spec.vm;
-        // Held while the owner answers: registering and forgetting one VM come one after the other.
-        let mut vms = self.vms.lock().await;
-        if let Some(known) = vms.get(&vm) {
-            return known.ask(vm, |reply| Call::Register(spec, reply)).await;
-        }
-        if vms.len() >= VMS_MAX {
-            let what = format!("a host takes at most {VMS_MAX} VMs: place it on another one");
-            return Err(Problem::new(ErrorCode::LimitExceeded, what));
-        }
-        vms.insert(vm, Vm::own(self.shared.clone(), spec, Beginning::New));
-        Ok(())
+        let own = |spec| Vm::own(self.shared.clone(), spec, Beginning::New);
+        self.vms.register(vm, spec, own).await
     }
 
     async fn unregister_vm(&self, vm: VmId) -> Result<(), Problem> {
-        let mut vms = self.vms.lock().await;
-        let Some(known) = vms.get(&vm) else { return Ok(()) };
-        known.ask(vm, Call::Unregister).await?;
-        vms.remove(&vm);
-        Ok(())
+        self.vms.forget(vm).await
     }
 
     async fn offer_key(&self, vm: VmId, key: SealedKey) -> Result<(), Problem> {

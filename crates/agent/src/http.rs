@@ -104,6 +104,7 @@ pub fn router(agent: Agent) -> Router {
         .route("/v1/state", get(state))
         .route("/v1/datastores", post(probe_datastore))
         .route("/v1/datastores/examine", post(examine_datastore))
+        .route("/v1/datastores/examine-disk", post(examine_disk))
         .route("/v1/datastores/measure", post(measure_datastore))
         .route("/v1/datastores/scan", post(scan_datastore))
         .route("/v1/metrics", get(metrics))
@@ -173,6 +174,11 @@ async fn probe_datastore(State(agent): State<Agent>, request: Body) -> Answer<Re
 
 async fn examine_datastore(State(agent): State<Agent>, request: Body) -> Answer<Response> {
     json(&agent.examine_datastore(body(request).await?).await?)
+}
+
+async fn examine_disk(State(agent): State<Agent>, request: Body) -> Answer<Response> {
+    agent.examine_disk(body(request).await?).await?;
+    done()
 }
 
 async fn measure_datastore(State(agent): State<Agent>, request: Body) -> Answer<Response> {

@@ -12,7 +12,7 @@ use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, fcntl};
@@ -38,7 +38,8 @@ const F_SETSIG: libc::c_int = 10;
 #[serde(deny_unknown_fields)]
 pub struct Identity {
     format: ImageFormat,
-    device: u64,
+    /// A reboot may give a file system another number, and leaves its files their paths and inodes.
+    path: PathBuf,
     inode: u64,
     length: u64,
     modified: i64,
@@ -46,11 +47,11 @@ pub struct Identity {
 }
 
 impl Identity {
-    fn of(file: &File, format: ImageFormat) -> io::Result<Self> {
+    fn of(file: &File, path: &Path, format: ImageFormat) -> io::Result<Self> {
         let metadata = file.metadata()?;
         Ok(Self {
             format,
-            device: metadata.dev(),
+            path: path.to_owned(),
             inode: metadata.ino(),
             length: metadata.len(),
             modified: metadata.mtime(),
@@ -107,7 +108,8 @@ impl Image {
                 disk.name, disk.size
             )));
         }
-        let identity = Identity::of(&file, source.format).map_err(|e| invalid(e.to_string()))?;
+        let identity =
+            Identity::of(&file, &source.path, source.format).map_err(|e| invalid(e.to_string()))?;
         let allocated = metadata.blocks().saturating_mul(512).min(metadata.len());
         Ok(Self { file, format: source.format, identity, allocated })
     }
@@ -117,7 +119,7 @@ impl Image {
     /// # Errors
     /// `in-use`: somebody has.
     pub fn check_unchanged(&self) -> Result<(), Problem> {
-        let now = Identity::of(&self.file, self.format)
+        let now = Identity::of(&self.file, &self.identity.path, self.format)
             .map_err(|error| Problem::new(ErrorCode::Internal, error.to_string()))?;
         if now == self.identity {
             return Ok(());

@@ -11,14 +11,15 @@
 //! | [`host`] | the real host behind [`vmseal_api::host::HostAgent`] |
 //! | [`simulated`] | a simulated one with failure injection, for tests of the control plane |
 //! | `contract` | the suite that both pass (feature `contract-suite`) |
-//! | `vm` | the state machine of a VM and its owner; start, watch, end, adopt |
+//! | `vm`, `vms` | the state machine of a VM and its owner; start, watch, end, adopt; the VMs of the host |
 //! | `rules` | what may be done when |
-//! | `disk`, `datastore` | making and opening disks; files, locks, debris |
+//! | `disk`, `home` | making and opening disks; their files, locks, and notes |
+//! | `datastore` | marks, room, debris |
 //! | `disk_keys` | changing the keys that open a VM's disks |
 //! | `image`, `filling` | what disks are filled from, and the filling, which goes on after a kill |
-//! | `export` | writing a disk to a file for elsewhere |
+//! | `export`, `exported` | writing a disk to a file for elsewhere; which file that is, on record |
 //! | `filter`, `qemu`, [`qmp`], `console` | the two processes of a VM and the ways to them |
-//! | `measure`, `contents` | how datastores stand; what is on one |
+//! | `measure`, `contents`, `patience` | how datastores stand; what is on one; file systems that hang |
 //! | `metrics`, `log_level` | what agent and filters have measured; what they log |
 //! | `process`, `run_dir`, `users` | processes that outlive the agent, on record, under own users |
 //! | `deaths` | deaths that nobody has seen to yet, on record |
@@ -40,8 +41,10 @@ mod disk;
 mod disk_keys;
 pub mod doctor;
 mod export;
+mod exported;
 mod filling;
 mod filter;
+mod home;
 pub mod host;
 pub mod http;
 pub mod identity;
@@ -52,6 +55,7 @@ mod log_level;
 mod machine;
 mod measure;
 mod metrics;
+mod patience;
 mod process;
 mod qemu;
 pub mod qmp;
@@ -61,6 +65,7 @@ pub mod simulated;
 pub mod tls;
 mod users;
 mod vm;
+mod vms;
 
 use std::path::PathBuf;
 use std::sync::Arc;

@@ -1,9 +1,9 @@
 //! How datastores stand, asked again and again: nothing is written, and a file system that hangs holds up
 //! one thread and no more.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tokio::task::spawn_blocking;
 use tokio::time::timeout;
@@ -57,6 +57,29 @@ impl Measuring {
     }
 }
 
+/// How often debris is swept: by then nobody waits for its room.
+const SWEPT_EVERY: Duration = Duration::from_secs(24 * 3600);
+
+/// Sweeps datastores, each when this agent sees it first and then once a day.
+#[derive(Clone, Default)]
+pub struct Sweeping(Arc<Mutex<HashMap<DatastoreId, Instant>>>);
+
+impl Sweeping {
+    /// Sweeps a datastore that answers, if it is time to.
+    pub fn when_due(&self, spec: DatastoreSpec) {
+        let mut swept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if swept.get(&spec.datastore).is_some_and(|at| at.elapsed() < SWEPT_EVERY) {
+            return;
+        }
+        swept.insert(spec.datastore, Instant::now());
+        drop(spawn_blocking(move || {
+            if let Ok(path) = datastore::marked(&spec) {
+                datastore::sweep(path);
+            }
+        }));
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::sync::mpsc;
@@ -86,5 +109,28 @@ mod tests {
             assert!(std::time::Instant::now() < give_up, "it is never asked again");
             tokio::time::sleep(short).await;
         }
+    }
+
+    #[tokio::test]
+    async fn debris_is_swept_when_a_datastore_is_seen_first_and_not_each_time() {
+        let directory = tempfile::tempdir().unwrap();
+        let location = DatastoreLocation::Dir { path: directory.path().to_owned() };
+        let spec = DatastoreSpec { datastore: DatastoreId::new(), location };
+        datastore::probe(&spec).unwrap();
+        let home = directory.path().join("01890a5d-ac96-774b-bcce-b302099a8057");
+        std::fs::create_dir(&home).unwrap();
+        let debris = home.join("01890a5d-ac96-774b-bcce-b302099a8058.raw.creating");
+        std::fs::write(&debris, "").unwrap();
+        let sweeping = Sweeping::default();
+        sweeping.when_due(spec.clone());
+        let give_up = std::time::Instant::now() + PATIENCE;
+        while debris.exists() {
+            assert!(std::time::Instant::now() < give_up, "it is never swept");
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        std::fs::write(&debris, "").unwrap();
+        sweeping.when_due(spec);
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        assert!(debris.exists(), "it is swept at every look");
     }
 }

@@ -175,6 +175,13 @@ pub fn check_export(export: &ExportSpec) -> Result<(), Problem> {
     }
 }
 
+/// A file that is to be removed while it has no name has got one.
+#[must_use]
+pub fn has_its_name(to: &std::path::Path) -> Problem {
+    let what = format!("{} is whole: remove it if it is not wanted", to.display());
+    Problem::new(ErrorCode::AlreadyExists, what)
+}
+
 /// Whether the keys of a VM's disks may be looked at or changed now; `registered` is the key that the server
 /// takes it to be registered with.
 ///

@@ -3,6 +3,7 @@
 //! ```text
 //! <run dir>/vms/<vm id>/         run.json, *.process, sockets, logs
 //! <run dir>/imports/<disk id>/   filter.process, filter.sock, filter.log (of an export, too)
+//! <run dir>/exports/             see [`crate::exported`]
 //! <run dir>/deaths/              see [`crate::deaths`]
 //! ```
 //! A directory is made before the first process of it is started and removed after the last has ended;
@@ -81,7 +82,9 @@ impl RunDir {
             );
             return Err(io::Error::new(io::ErrorKind::InvalidInput, message));
         }
-        for directory in [root.to_owned(), root.join("vms"), root.join("imports")] {
+        for directory in
+            [root.to_owned(), root.join("vms"), root.join("imports"), root.join("exports")]
+        {
             DirBuilder::new().recursive(true).mode(0o700).create(directory)?;
         }
         Ok(Self { root: root.to_owned() })
@@ -116,6 +119,18 @@ impl RunDir {
     pub fn export(&self, disk: DiskId) -> ProcessDir {
         // A disk is filled or exported, never both at a time.
         self.import(disk)
+    }
+
+    /// Where exports are on record.
+    #[must_use]
+    pub fn exports(&self) -> PathBuf {
+        self.root.join("exports")
+    }
+
+    /// The record of a disk's last export.
+    #[must_use]
+    pub fn exported(&self, disk: DiskId) -> PathBuf {
+        self.exports().join(format!("{disk}.json"))
     }
 
     /// The directories of VMs that are there.

@@ -41,6 +41,9 @@ pub struct DatastoreContents {
     pub images: Vec<FoundImage>,
     /// Files that are no disk images, pipes, links and devices included.
     pub others: u64,
+    /// Directories that are other datastores, by their paths within this one: not looked into.
+    #[serde(default)]
+    pub datastores: Vec<String>,
     /// Why the list is not whole; none when it is.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub incomplete: Option<String>,
@@ -65,6 +68,10 @@ pub struct FoundImage {
     pub modified: Option<Timestamp>,
     /// What its content looks like.
     pub content: ImageContent,
+    /// Until when a half-made disk is kept for its interrupted import to go on; none where it is not.
+    #[cfg_attr(feature = "openapi", schema(value_type = Option<String>, format = DateTime))]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub kept_until: Option<Timestamp>,
 }
 
 /// What an image's name says.
@@ -127,6 +134,9 @@ pub struct DatastoreScan {
     pub images: Vec<ScannedImage>,
     /// Files that are no disk images.
     pub others: u64,
+    /// Directories that are other datastores, by their paths within this one: not looked into.
+    #[serde(default)]
+    pub datastores: Vec<String>,
     /// Why the list is not whole, and so nothing is called missing; none when it is.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub incomplete: Option<String>,

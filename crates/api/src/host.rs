@@ -12,6 +12,8 @@
 //! GET    /v1/host                          describe
 //! GET    /v1/state?incarnation=I&after=N&wait_seconds=S  state, at once if it is newer than N of I
 //! POST   /v1/datastores                    probe_datastore
+//! POST   /v1/datastores/examine            examine_datastore
+//! POST   /v1/datastores/examine-disk       examine_disk
 //! POST   /v1/datastores/measure            measure_datastore
 //! POST   /v1/datastores/scan               scan_datastore
 //! GET    /v1/metrics                       metrics (OpenMetrics text)
@@ -266,6 +268,16 @@ pub struct ImageSource {
     pub path: PathBuf,
     /// What it is; never guessed.
     pub format: ImageFormat,
+}
+
+/// A disk that is not made yet.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct NewDisk {
+    /// What it is to be.
+    pub disk: DiskSpec,
+    /// What it is to be filled from.
+    pub source: Option<ImageSource>,
 }
 
 /// What to do about an export. A file is whole before it has its name: written and flushed beside it
@@ -559,7 +571,15 @@ mod service {
         /// Those of [`HostAgent::probe_datastore`].
         async fn examine_datastore(&self, spec: DatastoreSpec) -> Result<DatastoreUsage, Problem>;
 
-        /// How a datastore stands. Nothing is written to it.
+        /// Looks whether a disk could be made: its datastore, its image, and the room that it needs at once. No
+        /// VM and no key are needed, and nothing is changed.
+        ///
+        /// # Errors
+        /// What [`HostAgent::create_disk`] would end with.
+        async fn examine_disk(&self, disk: NewDisk) -> Result<(), Problem>;
+
+        /// How a datastore stands. Nothing is written to it; half-made disks that nobody goes on with are
+        /// removed from it now and then.
         async fn measure_datastore(
             &self,
             spec: DatastoreSpec,
@@ -642,7 +662,8 @@ mod service {
         ///
         /// # Errors
         /// `in-use` while the VM is not off; `locked` without the KEK; `already-exists` when the file is
-        /// there; `wrong-state` when the passphrase is sealed to an earlier incarnation. To drop:
+        /// there; `wrong-state` when the passphrase is sealed to an earlier incarnation. To drop: `already-exists`
+        /// when it has its name, or when that cannot be told any more;
         /// `not-found` when there is nothing without a name.
         async fn export_disk(
             &self,

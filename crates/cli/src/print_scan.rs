@@ -16,6 +16,9 @@ pub fn scan(output: Output, scan: &DatastoreScan) -> anyhow::Result<()> {
         "other files: {}; nothing was changed, and what headers say is not authenticated",
         scan.others
     ));
+    for within in &scan.datastores {
+        print::say(format_args!("another datastore, not looked into: {within}"));
+    }
     if let Some(why) = &scan.incomplete {
         print::say(format_args!("the list is not whole: {why}"));
     }

@@ -9,15 +9,22 @@ use vmseal_api::datastore::{
 use crate::store::datastores::Datastore;
 use crate::store::disks::Placed;
 
-/// Compares.
+/// Compares with the inventory of before and after the host looked: an orphan is in neither, what is missing
+/// was to be there in both.
 #[must_use]
 pub fn compare(
     datastore: &Datastore,
     contents: DatastoreContents,
-    known: &[Placed],
+    before: &[Placed],
+    after: &[Placed],
 ) -> DatastoreScan {
-    let by_id: HashMap<&str, &Placed> = known.iter().map(|disk| (disk.id.as_str(), disk)).collect();
+    // The newer one counts where both have a disk.
+    let both = before.iter().chain(after);
+    let by_id: HashMap<&str, &Placed> = both.map(|disk| (disk.id.as_str(), disk)).collect();
     let here = datastore.id.to_string();
+    let expected = |disk: &&Placed| disk.datastore_id == here && disk.whole;
+    let since_before: HashSet<&str> =
+        before.iter().filter(expected).map(|disk| disk.id.as_str()).collect();
     let mut seen = HashSet::new();
     let mut images = Vec::new();
     for found in contents.images {
@@ -30,9 +37,10 @@ pub fn compare(
         images.push(image);
     }
     if contents.incomplete.is_none() {
-        let missing = known
+        let missing = after
             .iter()
-            .filter(|disk| disk.datastore_id == here && disk.whole && !seen.contains(&disk.id));
+            .filter(expected)
+            .filter(|disk| since_before.contains(disk.id.as_str()) && !seen.contains(&disk.id));
         images.extend(missing.map(|disk| ScannedImage {
             standing: Standing::Missing,
             vm: Some(disk.vm_name.clone()),
@@ -48,6 +56,7 @@ pub fn compare(
         datastore: datastore.name.clone(),
         images,
         others: contents.others,
+        datastores: contents.datastores,
         incomplete: contents.incomplete,
     }
 }
@@ -58,8 +67,14 @@ fn judge(here: &str, found: FoundImage, known: &HashMap<&str, &Placed>) -> Scann
         disk.filter(|disk| found.named.is_some_and(|name| disk.vm_id == name.vm.to_string()));
     let (standing, detail) = match (found.named, disk) {
         (Some(NamedImage { half_made: true, .. }), _) => {
-            let what = "being made, or debris: the next probe of the datastore removes it if nobody works on it";
-            (Standing::HalfMade, what.to_owned())
+            let what = match found.kept_until {
+                Some(until) => {
+                    let day = until.strftime("%Y-%m-%d");
+                    format!("being imported, or an interrupted import, kept until {day}")
+                }
+                None => "being made, or debris, which the host removes within a day".to_owned(),
+            };
+            (Standing::HalfMade, what)
         }
         (Some(_), Some(disk)) if disk.datastore_id == here => {
             (Standing::InUse, against_inventory(disk, &found.content))
@@ -142,7 +157,9 @@ mod tests {
     }
 
     fn found(path: &str, named: Option<NamedImage>, content: ImageContent) -> FoundImage {
-        FoundImage { path: path.to_owned(), named, size: 1, allocated: 1, modified: None, content }
+        let (modified, kept_until) = (None, None);
+        let path = path.to_owned();
+        FoundImage { path, named, size: 1, allocated: 1, modified, content, kept_until }
     }
 
     fn claims(vm: VmId, disk: DiskId) -> ImageContent {
@@ -173,12 +190,17 @@ mod tests {
             found("copy", name(vm, copy), claims(vm, copy)),
             found("stolen", name(stranger, whole), claims(vm, whole)),
             found("stranger", name(stranger, DiskId::new()), ImageContent::Raw),
-            found("half", half, ImageContent::Raw),
+            FoundImage {
+                kept_until: Some("2026-11-28T10:00:00Z".parse().unwrap()),
+                ..found("half", half, ImageContent::Raw)
+            },
             found("renamed", None, claims(vm, whole)),
             found("foreign", None, foreign),
         ];
-        let contents = DatastoreContents { images, others: 3, incomplete: None };
-        let scan = compare(&here, contents.clone(), &known);
+        let within = vec!["inner".to_owned()];
+        let contents =
+            DatastoreContents { images, others: 3, datastores: within.clone(), incomplete: None };
+        let scan = compare(&here, contents.clone(), &known, &known);
         let told: Vec<_> = scan
             .images
             .iter()
@@ -200,14 +222,32 @@ mod tests {
             ]
         );
         assert_eq!(scan.images[0].detail, "");
+        assert!(scan.images[6].detail.contains("kept until 2026-11-28"), "{:?}", scan.images[6]);
         assert!(scan.images[1].detail.contains("has no header"));
         assert!(scan.images[2].detail.contains("another disk"));
         assert!(scan.images[3].detail.contains("'other'"));
         assert_eq!(scan.images[9].disk.as_deref(), Some("gone"));
-        assert_eq!(scan.others, 3);
+        assert_eq!((scan.others, &scan.datastores), (3, &within));
         // A list that is not whole proves nothing missing.
         let part = DatastoreContents { incomplete: Some("too many".to_owned()), ..contents };
-        let scan = compare(&here, part, &known);
+        let scan = compare(&here, part, &known, &known);
         assert!(scan.images.iter().all(|image| image.standing != Standing::Missing));
+    }
+
+    #[test]
+    fn what_is_made_or_deleted_meanwhile_is_neither_missing_nor_an_orphan() {
+        let (here, vm) = (datastore(), VmId::new());
+        let [made, begun, deleted, gone] = std::array::from_fn(|_| DiskId::new());
+        let whole = |disk| placed(&here, vm, disk, "d");
+        let before = [Placed { whole: false, ..whole(begun) }, whole(deleted), whole(gone)];
+        let after = [whole(made), whole(begun), whole(gone)];
+        let name = |disk| Some(NamedImage { vm, disk, half_made: false });
+        // The host saw the one that was deleted then, and none of those that were made.
+        let images = vec![found("deleted", name(deleted), claims(vm, deleted))];
+        let contents = DatastoreContents { images, ..DatastoreContents::default() };
+        let scan = compare(&here, contents, &before, &after);
+        let told: Vec<_> = scan.images.iter().map(|it| it.standing).collect();
+        assert_eq!(told, [Standing::InUse, Standing::Missing]);
+        assert!(scan.images[1].detail.contains(&gone.to_string()));
     }
 }

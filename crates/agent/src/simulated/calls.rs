@@ -9,7 +9,7 @@ use vmseal_api::datastore::{
 use vmseal_api::host::{
     Allocation, ConsoleClaim, ConsoleStream, DatastoreLocation, DatastoreSpec, DatastoreUsage,
     DiskFacts, DiskPhase, DiskSpec, ExportSpec, ExportStep, HostAgent, HostDescription, HostState,
-    ImageSource, KeyReference, OtherKey, Power, PowerOff, SealedKey, StopReason, VmSpec,
+    ImageSource, KeyReference, NewDisk, OtherKey, Power, PowerOff, SealedKey, StopReason, VmSpec,
 };
 use vmseal_api::id::{DiskId, Incarnation, VmId};
 use vmseal_api::model::LogLevel;
@@ -121,6 +121,17 @@ impl Inside {
         Ok(self.usage())
     }
 
+    fn examine_disk(&self, NewDisk { disk, source }: &NewDisk) -> Result<(), Problem> {
+        self.check_place(&disk.datastore)?;
+        if let Some(source) = source {
+            Image::open(source, disk)?;
+        }
+        if disk.allocation == Allocation::Preallocated && (self.full || disk.size > CAPACITY) {
+            return Err(Problem::new(ErrorCode::NoSpace, "the simulated datastore is full"));
+        }
+        Ok(())
+    }
+
     fn usage(&self) -> DatastoreUsage {
         DatastoreUsage { capacity: CAPACITY, free: if self.full { 0 } else { CAPACITY } }
     }
@@ -150,6 +161,7 @@ impl Inside {
             allocated: 0,
             modified: None,
             content: ImageContent::Raw,
+            kept_until: None,
         };
         Ok(DatastoreContents { images: here.map(image).collect(), ..Default::default() })
     }
@@ -424,6 +436,10 @@ impl HostAgent for SimulatedHost {
 
     async fn examine_datastore(&self, spec: DatastoreSpec) -> Result<DatastoreUsage, Problem> {
         self.call(Call::ExamineDatastore, |inside| inside.examine(&spec))
+    }
+
+    async fn examine_disk(&self, disk: NewDisk) -> Result<(), Problem> {
+        self.call(Call::ExamineDisk, |inside| inside.examine_disk(&disk))
     }
 
     async fn measure_datastore(&self, spec: DatastoreSpec) -> Result<DatastoreCondition, Problem> {

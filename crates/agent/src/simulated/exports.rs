@@ -1,6 +1,6 @@
 //! Exports of a simulated host: names of files, without files.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -16,12 +16,12 @@ use crate::rules;
 #[derive(Default)]
 pub struct Exports {
     unnamed: BTreeSet<TaskId>,
-    named: BTreeSet<PathBuf>,
+    named: BTreeMap<PathBuf, TaskId>,
 }
 
 impl Exports {
     pub fn files(&self) -> (Vec<PathBuf>, usize) {
-        (self.named.iter().cloned().collect(), self.unnamed.len())
+        (self.named.keys().cloned().collect(), self.unnamed.len())
     }
 }
 
@@ -55,6 +55,9 @@ impl Inside {
                 if self.world.exports.unnamed.remove(&spec.export) || half_written {
                     return Ok(None);
                 }
+                if self.world.exports.named.get(&spec.to) == Some(&spec.export) {
+                    return Err(rules::has_its_name(&spec.to));
+                }
                 Err(Problem::new(ErrorCode::NotFound, "there is no such half-written file"))
             }
         }
@@ -68,7 +71,7 @@ impl Inside {
         spec: &ExportSpec,
     ) -> Result<DiskSpec, Problem> {
         let key_box = self.life.key_box.clone();
-        let taken = self.world.exports.named.contains(&spec.to);
+        let taken = self.world.exports.named.contains_key(&spec.to);
         let known = self.known(vm)?;
         let found = rules::find_disk(&known.spec, disk)?.clone();
         let key = rules::key_state(&known.spec, known.key_held);
@@ -116,19 +119,19 @@ impl Inside {
 
     fn name(&mut self, spec: &ExportSpec) -> Result<(), Problem> {
         let Exports { unnamed, named } = &mut self.world.exports;
-        let there = named.contains(&spec.to);
+        let there = named.get(&spec.to);
         match (unnamed.contains(&spec.export), there) {
-            (true, true) => {
+            (true, Some(_)) => {
                 let what = format!("{} is there already", spec.to.display());
                 Err(Problem::new(ErrorCode::AlreadyExists, what))
             }
-            (true, false) => {
+            (true, None) => {
                 unnamed.remove(&spec.export);
-                named.insert(spec.to.clone());
+                named.insert(spec.to.clone(), spec.export);
                 Ok(())
             }
-            (false, true) => Ok(()),
-            (false, false) => Err(Problem::new(ErrorCode::NotFound, "the export is gone")),
+            (false, Some(export)) if *export == spec.export => Ok(()),
+            (false, _) => Err(Problem::new(ErrorCode::NotFound, "the export is gone")),
         }
     }
 }

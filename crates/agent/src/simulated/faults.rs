@@ -16,6 +16,8 @@ pub enum Call {
     ProbeDatastore,
     /// `examine_datastore`
     ExamineDatastore,
+    /// `examine_disk`
+    ExamineDisk,
     /// `measure_datastore`
     MeasureDatastore,
     /// `metrics`

@@ -129,6 +129,13 @@ impl Vm {
         Self(sender)
     }
 
+    /// The way to an owner that a test plays.
+    #[cfg(test)]
+    pub(crate) fn unheard() -> (Self, mpsc::Receiver<Asked>) {
+        let (sender, calls) = mpsc::channel(CALLS_MAX);
+        (Self(sender), calls)
+    }
+
     /// Asks, and waits for the answer.
     ///
     /// # Errors

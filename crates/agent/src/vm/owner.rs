@@ -21,14 +21,14 @@ use vmseal_secret::SecretBytes;
 use super::jobs::{Jobs, Report};
 use super::running::{Ending, Happening, Running};
 use super::start::{Plan, start};
-use super::{Asked, Beginning, Call, Change, Shared, internal};
+use super::{Asked, Beginning, Call, Change, Reply, Shared, internal};
 use crate::console::Refused;
-use crate::datastore::Home;
 use crate::disk::{self, Recipe};
 use crate::disk_keys::DiskKeys;
 use crate::export::{self, Order};
-use crate::metrics;
+use crate::home::Home;
 use crate::rules::{self, PowerOn};
+use crate::{metrics, patience};
 
 /// How often running processes are looked after.
 const CARE_INTERVAL: Duration = Duration::from_secs(10);
@@ -49,7 +49,15 @@ enum Event {
     Happened(Happening),
     PatienceOver,
     Disk(DiskId, Report),
+    KeysChanged(Result<(), Problem>),
     Care,
+}
+
+/// The keys of the disks are being looked at or changed.
+struct KeyChange {
+    task: JoinHandle<Result<(), Problem>>,
+    /// Who waits for that.
+    reply: Reply<()>,
 }
 
 pub struct Owner {
@@ -63,6 +71,7 @@ pub struct Owner {
     phases: BTreeMap<DiskId, DiskPhase>,
     exports: BTreeMap<DiskId, ExportState>,
     jobs: Jobs,
+    changing_keys: Option<KeyChange>,
     /// That the VM was last started or stopped for.
     request: Option<RequestId>,
     /// From opening the disks; stay until the next start.
@@ -88,6 +97,7 @@ impl Owner {
             phases: BTreeMap::new(),
             exports: BTreeMap::new(),
             jobs: Jobs::new(),
+            changing_keys: None,
             request: None,
             header_notices: Vec::new(),
             troubles: Vec::new(),
@@ -102,6 +112,7 @@ impl Owner {
                 call = calls.recv() => Event::Call(call),
                 event = next(&mut self.state) => event,
                 (disk, report) = self.jobs.next() => Event::Disk(disk, report),
+                result = changed(&mut self.changing_keys) => Event::KeysChanged(result),
                 _ = care.tick() => Event::Care,
             };
             match event {
@@ -173,7 +184,10 @@ impl Owner {
         match call {
             Call::Register(spec, to) => reply!(to, self.register(spec)),
             Call::OfferKey(key, to) => reply!(to, self.offer_key(&key)),
-            Call::ChangeKeys(key, change, to) => reply!(to, self.change_keys(&key, *change).await),
+            Call::ChangeKeys(key, change, to) => match self.change_keys(&key, *change) {
+                Ok(task) => self.changing_keys = Some(KeyChange { task, reply: to }),
+                refused => reply!(to, refused.map(drop)),
+            },
             Call::CreateDisk(disk, source, to) => reply!(to, self.create_disk(disk, source)),
             Call::DeleteDisk(disk, to) => reply!(to, self.delete_disk(disk).await),
             Call::ExportDisk(disk, step, spec, to) => {
@@ -217,6 +231,11 @@ impl Owner {
             }
             Event::Disk(disk, Report::Exporting(state)) => {
                 self.exports.insert(disk, state);
+            }
+            Event::KeysChanged(result) => {
+                if let Some(change) = self.changing_keys.take() {
+                    let _ = change.reply.send(result);
+                }
             }
             Event::Care => {
                 if let State::Running(running) | State::Stopping { running, .. } = &self.state {
@@ -274,6 +293,9 @@ impl Owner {
 
     fn register(&mut self, spec: VmSpec) -> Result<(), Problem> {
         rules::may_register(&self.spec, &spec, self.power())?;
+        if self.spec != spec {
+            self.keys_are_settled()?;
+        }
         if self.spec.key != spec.key {
             self.kek = None;
         }
@@ -285,6 +307,7 @@ impl Owner {
 
     async fn unregister(&mut self) -> Result<(), Problem> {
         rules::may_unregister(&self.spec, self.power())?;
+        self.keys_are_settled()?;
         for disk in self.spec.disks.iter().map(|disk| disk.disk) {
             self.jobs.cancel(disk).await;
         }
@@ -305,8 +328,24 @@ impl Owner {
         self.kek.as_ref().map(SecretBytes::try_clone).transpose().map_err(internal)
     }
 
-    /// The owner does nothing else meanwhile: nobody starts the VM.
-    async fn change_keys(&self, registered: &KeyReference, change: Change) -> Result<(), Problem> {
+    /// Nothing is done with a VM's disks while their keys are looked at or changed.
+    fn keys_are_settled(&self) -> Result<(), Problem> {
+        if self.changing_keys.is_none() {
+            return Ok(());
+        }
+        let what = format!("the keys of VM '{}' are being changed: wait a moment", self.spec.name);
+        Err(Problem::new(ErrorCode::InUse, what))
+    }
+
+    /// Begins to look at or change the keys of the disks.
+    fn change_keys(
+        &self,
+        registered: &KeyReference,
+        change: Change,
+    ) -> Result<JoinHandle<Result<(), Problem>>, Problem> {
+        // Whoever lost the answer asks again, and is answered when it has ended.
+        self.keys_are_settled()
+            .map_err(|problem| Problem::new(ErrorCode::TimedOut, problem.detail))?;
         rules::may_change_keys(&self.spec, self.power(), self.key(), registered)?;
         if !self.jobs.is_empty() {
             let what = format!("a disk of VM '{}' is being looked at or exported", self.spec.name);
@@ -328,10 +367,11 @@ impl Owner {
                 (_, None) => Ok(()),
             }
         };
-        spawn_blocking(work).await.map_err(internal)?
+        Ok(spawn_blocking(work))
     }
 
     fn create_disk(&mut self, disk: DiskId, source: Option<ImageSource>) -> Result<(), Problem> {
+        self.keys_are_settled()?;
         let disk = rules::find_disk(&self.spec, disk)?.clone();
         if self.jobs.has(disk.disk) {
             return self.not_exporting(&disk);
@@ -351,6 +391,7 @@ impl Owner {
     async fn delete_disk(&mut self, disk: DiskId) -> Result<(), Problem> {
         let disk = rules::find_disk(&self.spec, disk)?.clone();
         rules::may_delete_disk(&self.spec, &disk, self.power())?;
+        self.keys_are_settled()?;
         self.not_exporting(&disk)?;
         self.jobs.cancel(disk.disk).await;
         let (vm, id) = (self.spec.vm, disk.disk);
@@ -383,15 +424,16 @@ impl Owner {
         rules::check_export(&spec)?;
         let same = self.exports.get(&disk.disk).filter(|known| known.export == spec.export);
         let phase = same.map(|known| known.phase.clone());
+        let record = self.shared.run_dir.exported(disk.disk);
         match (step, phase) {
             (ExportStep::Begin, Some(ExportPhase::Writing { .. } | ExportPhase::Written)) => Ok(()),
-            (ExportStep::Check, _) => self.ready_to_export(&disk, spec).map(drop),
-            (ExportStep::Begin, _) => self.begin_export(disk, spec),
+            (ExportStep::Check, _) => self.ready_to_export(&disk, spec).await.map(drop),
+            (ExportStep::Begin, _) => self.begin_export(disk, spec).await,
             (ExportStep::Finish, Some(ExportPhase::Writing { .. })) => {
                 Err(rules::wrong_state(&self.spec, "has not written the export yet"))
             }
             (ExportStep::Finish, _) => {
-                spawn_blocking(move || export::name(&spec)).await.map_err(internal)?
+                spawn_blocking(move || export::name(&spec, &record)).await.map_err(internal)?
             }
             (ExportStep::Drop, phase) => {
                 // Its last words are about what is removed here.
@@ -402,7 +444,7 @@ impl Owner {
                 if phase.is_some() {
                     self.exports.remove(&disk.disk);
                 }
-                let removed = spawn_blocking(move || export::remove(&spec)).await;
+                let removed = spawn_blocking(move || export::remove(&spec, &record)).await;
                 let removed = removed.map_err(internal)?;
                 if written { Ok(()) } else { removed }
             }
@@ -410,7 +452,8 @@ impl Owner {
     }
 
     /// What is to be done, where nothing speaks against it.
-    fn ready_to_export(&self, disk: &DiskSpec, spec: ExportSpec) -> Result<Order, Problem> {
+    async fn ready_to_export(&self, disk: &DiskSpec, spec: ExportSpec) -> Result<Order, Problem> {
+        self.keys_are_settled()?;
         let facts = self.facts(disk);
         let (power, key) = (self.power(), self.key());
         rules::may_export(&self.spec, disk, spec.format, power, key, facts.is_some())?;
@@ -419,17 +462,19 @@ impl Owner {
             let what = format!("disk '{}' is being looked at. Try again in a moment", disk.name);
             return Err(Problem::new(ErrorCode::InUse, what));
         }
-        export::check(&spec)?;
+        let wanted = spec.clone();
+        patience::look(&spec.to, move || export::check(&wanted)).await?;
         let open = |sealed| self.shared.key_box.open_passphrase(self.spec.vm, disk.disk, sealed);
         let passphrase = spec.passphrase.as_ref().map(open).transpose()?;
         let Some(facts) = facts else { return Err(internal("a disk without facts")) };
         let kek = if disk.encrypted { self.clone_kek()? } else { None };
+        let record = self.shared.run_dir.exported(disk.disk);
         let (vm, disk) = (self.spec.clone(), disk.clone());
-        Ok(Order { spec: vm, disk, facts, kek, export: spec, passphrase })
+        Ok(Order { spec: vm, disk, facts, kek, export: spec, passphrase, record })
     }
 
-    fn begin_export(&mut self, disk: DiskSpec, spec: ExportSpec) -> Result<(), Problem> {
-        let order = self.ready_to_export(&disk, spec)?;
+    async fn begin_export(&mut self, disk: DiskSpec, spec: ExportSpec) -> Result<(), Problem> {
+        let order = self.ready_to_export(&disk, spec).await?;
         let phase = ExportPhase::Writing { done: 0, total: disk.size };
         let state = ExportState { export: order.export.export, disk: disk.disk, phase };
         self.exports.insert(disk.disk, state);
@@ -450,6 +495,7 @@ impl Owner {
         if rules::may_power_on(&self.spec, self.power(), self.key(), phase)? == PowerOn::Already {
             return Ok(());
         }
+        self.keys_are_settled()?;
         if !self.jobs.is_empty() {
             let what = "cannot start while a disk is being looked at or exported. Try again in a moment, or cancel the export's task";
             return Err(rules::wrong_state(&self.spec, what));
@@ -542,6 +588,14 @@ impl Owner {
             }
             Refused::InUse => rules::console_in_use(&self.spec),
         })
+    }
+}
+
+/// How the change of the keys went, when it has ended.
+async fn changed(changing: &mut Option<KeyChange>) -> Result<(), Problem> {
+    match changing {
+        Some(change) => (&mut change.task).await.unwrap_or_else(|error| Err(internal(error))),
+        None => std::future::pending().await,
     }
 }
 

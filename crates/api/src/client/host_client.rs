@@ -21,8 +21,8 @@ use super::websocket;
 use crate::datastore::{DatastoreCondition, DatastoreContents};
 use crate::host::{
     ConsoleClaim, ConsoleStream, DatastoreSpec, DatastoreUsage, ExportSpec, ExportStep, HostAgent,
-    HostDescription, HostState, ImageSource, KeyReference, OtherKey, PowerOff, STATE_WAIT_MAX,
-    SealedKey, VmSpec,
+    HostDescription, HostState, ImageSource, KeyReference, NewDisk, OtherKey, PowerOff,
+    STATE_WAIT_MAX, SealedKey, VmSpec,
 };
 use crate::id::{DiskId, HostId, Incarnation, VmId};
 use crate::model::LogLevel;
@@ -151,6 +151,10 @@ impl HostAgent for HostClient {
 
     async fn examine_datastore(&self, spec: DatastoreSpec) -> Result<DatastoreUsage, Problem> {
         self.call(self.request(Method::POST, "datastores/examine").json(&spec)).await
+    }
+
+    async fn examine_disk(&self, disk: NewDisk) -> Result<(), Problem> {
+        self.command_with(Method::POST, "datastores/examine-disk", &disk).await
     }
 
     async fn measure_datastore(&self, spec: DatastoreSpec) -> Result<DatastoreCondition, Problem> {

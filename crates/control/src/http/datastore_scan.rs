@@ -24,9 +24,10 @@ pub(super) async fn scan(
     let datastore = super::datastores::find(&app, &name).await?;
     let agent = app.hosts.connected(datastore.host)?;
     let location = datastore.location.clone();
-    // Before the inventory: a disk that is made meanwhile is in both, one that is deleted in neither.
+    // What is made or deleted while the host looks is whole, or there, in one of the two.
+    let before = disks::placed(&mut *app.store.read().await?).await?;
     let contents =
         agent.scan_datastore(DatastoreSpec { datastore: datastore.id, location }).await?;
-    let known = disks::placed(&mut *app.store.read().await?).await?;
-    Ok(Json(crate::scan::compare(&datastore, contents, &known)))
+    let after = disks::placed(&mut *app.store.read().await?).await?;
+    Ok(Json(crate::scan::compare(&datastore, contents, &before, &after)))
 }

@@ -1,12 +1,11 @@
 //! Disks of VMs.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use axum::extract::State;
 use vmseal_api::host::{ExportSpec, ExportStep, Power};
 use vmseal_api::id::TaskId;
-use vmseal_api::model::{Lifecycle, Plan, Task};
+use vmseal_api::model::{Plan, Task};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::ExportDisk;
 use vmseal_api::transfer::ExportFormat;
@@ -17,7 +16,7 @@ use super::body::{self, Asked, NamedPair};
 use super::dry_run::{Intent, Outcome};
 use super::problem::Refusal;
 use super::tasks::Accepted;
-use super::vms::plan;
+use super::vms::{plan, power, require_ready};
 use crate::store::disks::Disk;
 use crate::store::events::NewEvent;
 use crate::store::vms::Vm;
@@ -109,13 +108,8 @@ fn check(request: &ExportDisk) -> Result<(), Problem> {
 }
 
 async fn require_off(app: &App, vm: &Vm) -> Result<(), Problem> {
-    if vm.lifecycle != Lifecycle::Ready {
-        let detail = format!("VM '{}' is not whole: it is being made or deleted", vm.name);
-        return Err(Problem::new(ErrorCode::WrongState, detail));
-    }
-    let state = app.hosts.connected(vm.host)?.state(None, Duration::ZERO).await?;
-    let seen = state.vms.iter().find(|seen| seen.vm == vm.id);
-    if seen.is_none_or(|seen| seen.power == Power::Off) {
+    require_ready(vm)?;
+    if power(app, vm).await?.is_none_or(|power| power == Power::Off) {
         return Ok(());
     }
     let name = &vm.name;

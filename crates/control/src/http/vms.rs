@@ -8,7 +8,7 @@ use axum::Json;
 use axum::extract::State;
 use sqlx::SqliteConnection;
 use vmseal_api::filter::{CRYPT_SECTOR, SERIAL_MAX};
-use vmseal_api::host::{DatastoreSpec, ImageSource, KeyState, Power};
+use vmseal_api::host::{DatastoreSpec, ImageSource, KeyState, NewDisk, Power};
 use vmseal_api::id::{DiskId, VmId, check_name};
 use vmseal_api::model::{self, Disk, Lifecycle, Page, Plan, ProviderStatus, Vm};
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -151,7 +151,28 @@ pub(super) async fn create(
         disks::insert(&mut write, vm.id, position, disk).await?;
     }
     let operation = Operation::CreateVm { vm: vm.id };
+    if intent.dry_run {
+        let task = Engine::record(&mut write, operation, &vm.name, &actor).await?;
+        // The inventory is not kept waiting for a host.
+        drop(write);
+        examine(&app, &vm, &made).await?;
+        return Ok(Outcome::Planned(plan(&task, &vm)));
+    }
     begin(&app, write, operation, &vm, Caller { actor: &actor, intent }).await
+}
+
+/// Has the host look whether the disks could be made.
+async fn examine(app: &App, vm: &vms::Vm, made: &[disks::Disk]) -> Result<(), Problem> {
+    let agent = app.hosts.connected(vm.host)?;
+    let specs = crate::hosts::spec_of(vm, made).disks;
+    for (index, (disk, made)) in specs.into_iter().zip(made).enumerate() {
+        let source = made.image.clone();
+        agent.examine_disk(NewDisk { disk, source }).await.map_err(|problem| Problem {
+            field: problem.field.map(|field| format!("disks[{index}].{field}")),
+            ..problem
+        })?;
+    }
+    Ok(())
 }
 
 /// Who asks, and whether it is meant.

@@ -1,6 +1,7 @@
 //! Making a VM: its key, its registration, its disks. Until the last step it is `creating`, and undoing
 //! leaves nothing of it.
 
+use vmseal_api::datastore::DatastoreCondition;
 use vmseal_api::host::{DiskPhase, HostAgent, HostState};
 use vmseal_api::model::Lifecycle;
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -166,14 +167,14 @@ pub(super) async fn finish(run: &Run<'_>) -> Result<(), StepError> {
     Ok(())
 }
 
-/// Notes how much room is left; only datastores that were just used, so that a place where one should
-/// be mounted and is not does not get its mark. Nothing depends on it.
+/// Notes how much room is left. Nothing depends on it, and nothing is written to the datastore.
 async fn measure_datastores(run: &Run<'_>) {
     let measured: Result<(), StepError> = async {
         let vm = run.vm().await?;
         let agent = run.agent(&vm)?;
         for disk in run.disks().await? {
-            let usage = agent.probe_datastore(disk.datastore.clone()).await?;
+            let condition = agent.measure_datastore(disk.datastore.clone()).await?;
+            let DatastoreCondition::Available { usage } = condition else { continue };
             let mut write = run.store().write().await?;
             datastores::set_usage(&mut write, disk.datastore.datastore, usage).await?;
             write.commit().await?;

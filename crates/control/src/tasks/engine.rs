@@ -14,7 +14,8 @@
 //! The state and the place are in the inventory before a step begins. A server that starts goes on with
 //! every task where it was: the step that was under way is done (or undone) again from its beginning,
 //! which every step can bear. A host's silence is no answer: the step is repeated with growing pauses,
-//! and when that is no use it is undone, as it may have been done.
+//! and when that is no use it is undone, as it may have been done. A step that fills or writes disks waits
+//! for its host as long as that takes, or until it is cancelled.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -245,14 +246,18 @@ impl Engine {
     /// A task as the API shows it.
     #[must_use]
     pub fn shown(&self, task: &Task) -> model::Task {
-        let progress = self.running().get(&task.id).and_then(|it| it.gauge.read());
-        let progress = progress.filter(|_| task.ended.is_none());
+        let reading = self.running().get(&task.id).map(|it| it.gauge.read()).unwrap_or_default();
+        let progress = reading.progress.filter(|_| task.ended.is_none());
+        let step = match reading.waiting {
+            Some(host) => format!("{}: waiting for host '{host}'", task.step),
+            None => task.step.clone(),
+        };
         model::Task {
             id: task.id,
             kind: task.operation.kind().to_owned(),
             target: task.target.clone(),
             state: task.state,
-            step: task.step.clone(),
+            step,
             percent: progress.and_then(Progress::percent),
             progress,
             created: task.created,
@@ -328,12 +333,24 @@ impl Engine {
         step: Step,
         cause: Option<&Problem>,
     ) -> Result<Result<(), Problem>, Crashed> {
-        let mut attempt = 0;
+        let (mut attempt, mut furthest) = (0, 0);
         loop {
             let tried = match self.try_once(run, step, cause).await? {
-                Err(StepError::Again(problem)) if attempt + 1 < self.retry.attempts => problem,
+                Err(StepError::Again(problem)) => problem,
                 outcome => return Ok(outcome.map_err(StepError::problem)),
             };
+            let done = run.gauge.read().progress.map_or(0, |progress| progress.done);
+            if done > furthest {
+                (attempt, furthest) = (0, done);
+            }
+            let patient = cause.is_none() && step.waits_for_its_host();
+            if patient && run.outwait_silence(|asked| self.retry.pause(asked)).await {
+                attempt = 0;
+                continue;
+            }
+            if attempt + 1 >= self.retry.attempts {
+                return Ok(Err(tried));
+            }
             let pause = self.retry.pause(attempt);
             tracing::info!(task = %run.task.id, step = step.name(), problem = %tried, ?pause, "again");
             let mut cancelled = run.cancelled.clone();

@@ -86,10 +86,27 @@ async fn begin(
 
 /// Undoes [`write`]: nothing without a name is left.
 pub(super) async fn drop_unnamed(run: &Run<'_>) -> Result<(), StepError> {
-    match step(run, ExportStep::Drop).await {
-        Err(StepError::Final(problem)) if problem.code == ErrorCode::NotFound => Ok(()),
+    match drop_half(run).await {
+        // What has the name is not this step's.
+        Err(StepError::Final(problem))
+            if matches!(problem.code, ErrorCode::NotFound | ErrorCode::AlreadyExists) =>
+        {
+            Ok(())
+        }
         other => other,
     }
+}
+
+/// Removes what has no name yet; where that fails it is said what may be left.
+async fn drop_half(run: &Run<'_>) -> Result<(), StepError> {
+    let (_, spec) = order(run)?;
+    let dropped = step(run, ExportStep::Drop).await;
+    dropped.map_err(|error| error.about(|detail| {
+        let (directory, name) = (spec.to.parent(), spec.to.file_name().unwrap_or_default());
+        let directory = directory.unwrap_or(std::path::Path::new("/")).display();
+        let (name, export) = (name.display(), spec.export);
+        format!("{detail}. What was written may be left on the host as {directory}/.{name}.vmseal-{export}: remove it there")
+    }))
 }
 
 pub(super) async fn name(run: &Run<'_>) -> Result<(), StepError> {
@@ -98,15 +115,15 @@ pub(super) async fn name(run: &Run<'_>) -> Result<(), StepError> {
 
 /// Undoes [`name`], which can be done only while the file has no name: what has one is the user's.
 pub(super) async fn unname(run: &Run<'_>, cause: &Problem) -> Result<(), StepError> {
-    match step(run, ExportStep::Drop).await {
-        Err(StepError::Final(problem)) if problem.code == ErrorCode::NotFound => {
-            let (_, spec) = order(run)?;
+    match drop_half(run).await {
+        Err(StepError::Final(problem)) if problem.code == ErrorCode::AlreadyExists => {
             let detail = format!(
-                "the export had been given its name when it was called off ({cause}): {} is whole, remove it if it is not wanted",
-                spec.to.display()
+                "the export had been given its name when it was called off ({cause}): {problem}"
             );
             Err(StepError::Final(Problem::new(cause.code, detail)))
         }
+        // It is not there, with its name or without: nothing is left of it.
+        Err(StepError::Final(problem)) if problem.code == ErrorCode::NotFound => Ok(()),
         other => other,
     }
 }

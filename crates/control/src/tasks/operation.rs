@@ -223,6 +223,13 @@ impl Step {
         matches!(self, Self::MakeKey | Self::DeliverKey | Self::DestroyKey)
     }
 
+    /// Whether a host may have hours of work with it, which is not given up because the host is away for a
+    /// while: what it has done is there when it is back.
+    #[must_use]
+    pub fn waits_for_its_host(self) -> bool {
+        matches!(self, Self::CreateDisks | Self::WriteExport)
+    }
+
     /// Does it.
     pub(super) async fn forward(self, run: &Run<'_>) -> Result<(), StepError> {
         match self {

@@ -16,20 +16,33 @@ use crate::store::tasks::Task;
 use crate::store::vms::{self, Vm};
 use crate::store::{Store, StoreError};
 
-/// How far a step is, where that is known.
+/// How far a step is, where that is known, and what it waits for.
 #[derive(Default)]
-pub(super) struct Gauge(Mutex<Option<Progress>>);
+pub(super) struct Gauge(Mutex<Reading>);
+
+#[derive(Clone, Default)]
+pub(super) struct Reading {
+    pub(super) progress: Option<Progress>,
+    /// The host that the step waits for.
+    pub(super) waiting: Option<String>,
+}
 
 impl Gauge {
     /// Shows it; whether the percentage is another one now.
     pub(super) fn show(&self, progress: Option<Progress>) -> bool {
         let mut shown = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let before = std::mem::replace(&mut *shown, progress);
+        let before = std::mem::replace(&mut shown.progress, progress);
         before.map(Progress::percent) != progress.map(Progress::percent)
     }
 
-    pub(super) fn read(&self) -> Option<Progress> {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Shows which host is waited for.
+    pub(super) fn wait_for(&self, host: Option<&str>) {
+        let mut shown = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        shown.waiting = host.map(str::to_owned);
+    }
+
+    pub(super) fn read(&self) -> Reading {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 }
 
@@ -46,6 +59,16 @@ pub(super) enum StepError {
 }
 
 impl StepError {
+    /// Says more about an answer that did not come.
+    pub(super) fn about(self, more: impl FnOnce(String) -> String) -> Self {
+        match self {
+            Self::Again(problem) => {
+                Self::Again(Problem { detail: more(problem.detail), code: problem.code, ..problem })
+            }
+            said => said,
+        }
+    }
+
     pub(super) fn problem(self) -> Problem {
         match self {
             Self::Again(problem) | Self::Final(problem) => problem,
@@ -55,11 +78,13 @@ impl StepError {
 
 impl From<Problem> for StepError {
     fn from(problem: Problem) -> Self {
-        match problem.code {
-            ErrorCode::Unreachable | ErrorCode::TimedOut => Self::Again(problem),
-            _ => Self::Final(problem),
-        }
+        if is_silence(&problem) { Self::Again(problem) } else { Self::Final(problem) }
     }
+}
+
+/// Whether somebody who was asked has not answered.
+fn is_silence(problem: &Problem) -> bool {
+    matches!(problem.code, ErrorCode::Unreachable | ErrorCode::TimedOut)
 }
 
 impl From<StoreError> for StepError {
@@ -120,6 +145,36 @@ impl Run<'_> {
         if self.gauge.show(Some(progress).filter(|progress| progress.total > 0)) {
             self.means.store.note_change();
         }
+    }
+
+    /// Waits, however long, until the VM's host answers, or somebody cancels the task. False where it answers
+    /// at once: then its silence is not why a step failed.
+    pub(super) async fn outwait_silence(&self, pause: impl Fn(u32) -> Duration) -> bool {
+        let Ok(vm) = self.vm().await else { return false };
+        let Ok(agent) = self.agent(&vm) else { return false };
+        let mut cancelled = self.cancelled.clone();
+        let mut asked = 0;
+        loop {
+            let silent = tokio::select! {
+                answer = agent.describe() => answer.is_err_and(|problem| is_silence(&problem)),
+                Ok(()) = cancelled.changed() => break,
+            };
+            if !silent {
+                break;
+            }
+            if asked == 0 {
+                tracing::info!(task = %self.task.id, host = vm.host_name, "waiting for the host");
+                self.gauge.wait_for(Some(&vm.host_name));
+                self.means.store.note_change();
+            }
+            tokio::select! {
+                () = tokio::time::sleep(pause(asked)) => asked += 1,
+                Ok(()) = cancelled.changed() => break,
+            }
+        }
+        self.gauge.wait_for(None);
+        self.means.store.note_change();
+        asked > 0
     }
 
     /// Ends a step when somebody cancelled the task.

@@ -12,6 +12,7 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request_id::{self, RequestId};
 use vmseal_api::transfer::ExportFormat;
 
+mod away;
 mod recrypt;
 mod revoked;
 

@@ -65,7 +65,7 @@ async fn a_dry_run_says_what_would_be_done_and_changes_nothing() {
     assert_eq!(everything(&api).await, before);
     let told = &api.plant.agent.calls()[calls..];
     // A disk that could be exported is looked at by the same call that would export it.
-    let harmless = ["ExamineDatastore", "MeasureDatastore", "ExportDisk"];
+    let harmless = ["ExamineDatastore", "ExamineDisk", "MeasureDatastore", "ExportDisk"];
     assert!(told.iter().all(|call| harmless.contains(&&*format!("{call:?}"))), "{told:?}");
     assert_eq!(api.plant.agent.exports(), (Vec::new(), 0));
 }
@@ -101,6 +101,19 @@ async fn a_dry_run_is_refused_as_the_request_would_be() {
     ] {
         let answer = api.raw(method, &format!("{path}?dry_run=true"), body.to_string()).await;
         assert_eq!(answer.status.as_u16(), status, "{path}: {}", answer.body);
+    }
+    // The host looks at images and room, and no key is made for that.
+    let from = |image: &str| {
+        let disk = json!({ "name": "root", "datastore": "local", "size": 1 << 20, "image": image, "format": "qcow2" });
+        let mut request = vm_with("/name", json!("two"));
+        request["disks"] = json!([vm()["disks"][0], disk]);
+        request
+    };
+    for image in ["/no/such/image", "/etc/hostname"] {
+        let mut request = from(image);
+        request["disks"][0]["name"] = json!("first");
+        let answer = api.post("vms?dry_run=true", request).await;
+        answer.assert_field("disks[1].image");
     }
     // What cannot be tried is not carried out instead, however the question is spelt.
     for query in ["dry_run=true", "dry%5Frun=true", "x=1"] {
