@@ -61,6 +61,22 @@ struct KeyLatency {
     operation: &'static str,
 }
 
+/// A request to a server of a KMS.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct KmsRequest {
+    provider: String,
+    server: String,
+    operation: String,
+    outcome: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct KmsLatency {
+    provider: String,
+    server: String,
+    operation: String,
+}
+
 type Histograms<L> = Family<L, Histogram, fn() -> Histogram>;
 
 /// The families of this process.
@@ -72,6 +88,8 @@ pub struct Metrics {
     task_seconds: Histograms<Task>,
     key_operations: Family<KeyOperation, Counter>,
     key_seconds: Histograms<KeyLatency>,
+    kms_requests: Family<KmsRequest, Counter>,
+    kms_seconds: Histograms<KmsLatency>,
 }
 
 static METRICS: LazyLock<Metrics> = LazyLock::new(Metrics::new);
@@ -100,6 +118,8 @@ impl Metrics {
             task_seconds: Family::new_with_constructor(task_histogram),
             key_operations: Family::default(),
             key_seconds: Family::new_with_constructor(call_histogram),
+            kms_requests: Family::default(),
+            kms_seconds: Family::new_with_constructor(call_histogram),
         };
         let to = &mut this.registry;
         to.register("http_requests", "REST requests, by route and status", this.requests.clone());
@@ -126,6 +146,17 @@ impl Metrics {
             "How long operations of key providers took",
             Unit::Seconds,
             this.key_seconds.clone(),
+        );
+        to.register(
+            "kms_requests",
+            "Requests to the servers of KMSs, by outcome",
+            this.kms_requests.clone(),
+        );
+        to.register_with_unit(
+            "kms_request_duration",
+            "How long requests to the servers of KMSs took",
+            Unit::Seconds,
+            this.kms_seconds.clone(),
         );
         this
     }
@@ -163,6 +194,25 @@ impl Metrics {
         let labels = KeyOperation { provider, operation, outcome: word };
         self.key_operations.get_or_create(&labels).inc();
         outcome
+    }
+
+    /// Counts a request to a server of a KMS.
+    pub fn kms_request(
+        &self,
+        (provider, server): (&str, &str),
+        operation: &str,
+        took: Duration,
+        outcome: &'static str,
+    ) {
+        let [provider, server, operation] = [provider, server, operation].map(str::to_owned);
+        let latency = KmsLatency {
+            provider: provider.clone(),
+            server: server.clone(),
+            operation: operation.clone(),
+        };
+        self.kms_seconds.get_or_create(&latency).observe(took.as_secs_f64());
+        let labels = KmsRequest { provider, server, operation, outcome };
+        self.kms_requests.get_or_create(&labels).inc();
     }
 
     /// All of them as text, without the end mark.

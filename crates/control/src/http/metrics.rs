@@ -24,15 +24,16 @@ use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::Registry;
 use serde::Serialize;
 use vmseal_api::host::{KeyState, Power};
-use vmseal_api::model::{Alarm, Connection};
+use vmseal_api::model::{Alarm, Connection, ProviderStatus};
 use vmseal_api::problem::Problem;
 
 use super::App;
 use super::problem::Refusal;
 use crate::metrics;
 use crate::store::datastores::Datastore;
+use crate::store::providers::Provider;
 use crate::store::vms::Vm;
-use crate::store::{Part, alarms, datastores, hosts, to_name, vms};
+use crate::store::{Part, alarms, datastores, hosts, providers, to_name, vms};
 
 /// Counts and times every request, by its route's pattern.
 pub(super) async fn count(request: Request, next: Next) -> Response {
@@ -73,6 +74,11 @@ pub(super) async fn server(State(app): State<Arc<App>>) -> Result<Response, Refu
             .collect(),
         vms: seen.into_iter().map(|vm| standing(&app, &vm)).collect(),
         datastores: datastores::list(&mut read, &Part::all()).await?,
+        providers: providers::list(&mut read, &Part::all())
+            .await?
+            .into_iter()
+            .map(|provider| (app.providers.status(&provider), provider))
+            .collect(),
         alarms: alarms::list(&mut read).await?,
     };
     drop(read);
@@ -150,6 +156,7 @@ struct Snapshot {
     hosts: Vec<(String, bool)>,
     vms: Vec<Standing>,
     datastores: Vec<Datastore>,
+    providers: Vec<(ProviderStatus, Provider)>,
     alarms: Vec<Alarm>,
 }
 
@@ -190,6 +197,21 @@ impl Collector for Snapshot {
                     ("host", vm.host.clone()),
                     ("power", vm.power.clone()),
                     ("key", vm.key.clone()),
+                ];
+                (labels, 1)
+            }),
+        )?;
+        gauges(
+            &mut to,
+            (
+                "vmseal_provider_info",
+                "The key providers: 1 for each, with its id, name and status.",
+            ),
+            self.providers.iter().map(|(status, provider)| {
+                let labels = [
+                    ("provider", provider.id.to_string()),
+                    ("name", provider.name.clone()),
+                    ("status", to_name(status)),
                 ];
                 (labels, 1)
             }),

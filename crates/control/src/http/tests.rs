@@ -603,6 +603,10 @@ async fn what_the_server_does_is_counted_for_prometheus_and_for_nobody_without_a
             .lines()
             .any(|line| line.starts_with("vmseal_vm_info{") && line.contains("name=\"web\""))
     );
+    let provider = |line: &str| {
+        line.starts_with("vmseal_provider_info{") && line.contains("status=\"normal\"")
+    };
+    assert!(after.lines().any(provider), "{after}");
     assert!(after.ends_with("# EOF\n"), "{after}");
     assert_eq!(after.matches("# EOF").count(), 1);
 

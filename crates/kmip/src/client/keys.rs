@@ -3,12 +3,13 @@
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use vmseal_secret::SecretBytes;
 
 use super::connection::Peer;
 use super::error::Error;
+use super::observer::{Ended, Observer};
 use super::pool::{Pool, Unanswered};
 use super::settings::{Endpoint, Settings};
 use super::tls::{self, SetupError};
@@ -56,6 +57,7 @@ pub struct Client {
     allowed: Vec<ProtocolVersion>,
     spoken: Mutex<Option<ProtocolVersion>>,
     next_batch_item: AtomicU64,
+    observer: Option<Arc<dyn Observer>>,
 }
 
 impl fmt::Debug for Client {
@@ -70,7 +72,7 @@ impl Client {
     /// # Errors
     /// [`SetupError`].
     pub fn new(settings: Settings) -> Result<Self, SetupError> {
-        let Settings { endpoint, trust, identity, timeouts, limits, versions } = settings;
+        let Settings { endpoint, trust, identity, timeouts, limits, versions, observer } = settings;
         let mut allowed = ProtocolVersion::SPOKEN.to_vec();
         allowed.retain(|version| versions.contains(version));
         if allowed.is_empty() {
@@ -82,7 +84,7 @@ impl Client {
         let tls = Arc::new(tls::config(&trust, &identity)?);
         let pool = Pool::new(Peer { endpoint, tls, identity, timeouts }, limits);
         let (spoken, next_batch_item) = (Mutex::default(), AtomicU64::new(1));
-        Ok(Self { pool, allowed, spoken, next_batch_item })
+        Ok(Self { pool, allowed, spoken, next_batch_item, observer })
     }
 
     /// The server.
@@ -239,6 +241,24 @@ impl Client {
     }
 
     async fn exchange<O: Operation>(
+        &self,
+        version: ProtocolVersion,
+        operations: &[O],
+    ) -> Result<Vec<Outcome<O::Answer>>, Error> {
+        let began = Instant::now();
+        let ended = self.exchange_unobserved(version, operations).await;
+        if let Some(observer) = &self.observer {
+            let how = match &ended {
+                Err(_) => Ended::Failed,
+                Ok(all) if all.iter().all(|one| matches!(one, Outcome::Done(_))) => Ended::Done,
+                Ok(_) => Ended::Refused,
+            };
+            observer.ended(O::CODE, began.elapsed(), how);
+        }
+        ended
+    }
+
+    async fn exchange_unobserved<O: Operation>(
         &self,
         version: ProtocolVersion,
         operations: &[O],

@@ -9,6 +9,7 @@
 //! | `plaintext` | what TLS decrypts, in secret memory |
 //! | `pool` | the connections to a server |
 //! | `keys` | [`Client`]: what is done with keys |
+//! | [`observer`](Observer) | who is told of requests, for metrics |
 //! | [`error`](Error) | what goes wrong, told apart |
 //!
 //! The answer to a request is decrypted into secret memory, and a key is taken from there into a
@@ -18,6 +19,7 @@ mod certificate;
 mod connection;
 mod error;
 mod keys;
+mod observer;
 mod plaintext;
 mod pool;
 mod settings;
@@ -26,5 +28,6 @@ mod tls;
 pub use certificate::{Fingerprint, ShownCertificate, show_certificate};
 pub use error::{Error, OwnCertificate, Step, TlsProblem};
 pub use keys::{Client, CreatedKey, NewKey, Versions};
+pub use observer::{Ended, Observer};
 pub use settings::{Endpoint, InvalidEndpoint, KMIP_PORT, PoolLimits, Settings, Timeouts};
 pub use tls::{Identity, SetupError, Trust};

@@ -2,10 +2,12 @@
 
 use std::fmt;
 use std::net::IpAddr;
+use std::sync::Arc;
 use std::time::Duration;
 
 use rustls::pki_types::ServerName;
 
+use super::observer::Observer;
 use super::tls::{Identity, Trust};
 use crate::ProtocolVersion;
 
@@ -131,6 +133,8 @@ pub struct Settings {
     /// The versions that may be spoken: the latest that the server speaks too is chosen. For servers
     /// that do a later one badly.
     pub versions: Vec<ProtocolVersion>,
+    /// Who is told of each request.
+    pub observer: Option<Arc<dyn Observer>>,
 }
 
 impl Settings {
@@ -144,6 +148,7 @@ impl Settings {
             timeouts: Timeouts::default(),
             limits: PoolLimits::default(),
             versions: ProtocolVersion::SPOKEN.to_vec(),
+            observer: None,
         }
     }
 }

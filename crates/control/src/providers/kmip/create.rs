@@ -24,6 +24,7 @@ use vmseal_api::id::VmId;
 use vmseal_api::kmip::KeyFault;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_kmip::client::{Client, Error};
+use vmseal_kmip::message::Outcome;
 use vmseal_kmip::operation::{ApplicationInformation, Create, KeyId, Locate, Text};
 use vmseal_kmip::{ResultReason, State};
 use vmseal_secret::SecretBytes;
@@ -62,6 +63,7 @@ impl KmipProvider {
             Some(noted) => self.make_again(noted).await?,
         };
         let kek = self.put_to_use(&server, &id).await?;
+        say_whose(&server, &id, vm).await;
         let key_id = id.as_str().to_owned();
         if keys::is_known(&mut *self.store.read().await?, self.id, &key_id).await? {
             let what = format!("was made a second time, by server '{}'", server.row.alias);
@@ -262,6 +264,31 @@ impl KmipProvider {
                 Err(self.wrong_key(ErrorCode::WrongState, fault, id.as_str(), &what))
             }
         }
+    }
+}
+
+/// Tells the server whose key it is, by the attributes that vCenter sends for its keys: an operator finds it
+/// by them there. Many servers do not have that, and the key is as good without.
+async fn say_whose(server: &Server, id: &KeyId, vm: VmId) {
+    let Ok(client) = &server.client else { return };
+    let said = [
+        ("Product", "vmseal".to_owned()),
+        ("Product_Version", env!("CARGO_PKG_VERSION").to_owned()),
+        ("VM", vm.to_string()),
+    ];
+    let said =
+        said.into_iter().map(|(name, value)| Some((Text::new(name).ok()?, Text::new(value).ok()?)));
+    match client.add_attributes(id, said.flatten().collect()).await {
+        Ok(answers) => {
+            let taken = answers.iter().filter(|answer| matches!(answer, Outcome::Done(()))).count();
+            tracing::debug!(
+                key = id.as_str(),
+                taken,
+                asked = answers.len(),
+                "told whose key it is"
+            );
+        }
+        Err(error) => tracing::debug!(key = id.as_str(), %error, "it is not known whose key it is"),
     }
 }
 

@@ -39,13 +39,15 @@ use vmseal_api::id::{ProviderId, VmId};
 use vmseal_api::kmip::{KeyFault, KmipSeen};
 use vmseal_api::model::ProviderStatus;
 use vmseal_api::problem::{ErrorCode, Problem};
-use vmseal_kmip::client::{Client, Endpoint, Error, Settings, Timeouts, Trust};
+use vmseal_kmip::OperationCode;
+use vmseal_kmip::client::{Client, Ended, Endpoint, Error, Observer, Settings, Timeouts, Trust};
 use vmseal_kmip::operation::KeyId;
 use vmseal_secret::SecretBytes;
 use vmseal_secret::derive::{KeyContext, check_value};
 
 use self::client_key::ClientKey;
 use super::{GivenKey, KeyProvider};
+use crate::metrics;
 use crate::store::{Store, StoreError, key_requests, keys, kmip};
 
 pub(in crate::providers) use self::create::orphan;
@@ -181,6 +183,8 @@ impl KmipProvider {
         let trust = trust.map_err(|error| unusable(error.to_string()))?;
         let mut settings = Settings::new(endpoint, trust, key.identity(certificate)?);
         settings.timeouts = TIMEOUTS;
+        let (provider, server) = (self.id.to_string(), row.alias.clone());
+        settings.observer = Some(Arc::new(Counted { provider, server }));
         Client::new(settings).map_err(|error| unusable(error.to_string()))
     }
 
@@ -442,5 +446,24 @@ impl KeyProvider for KmipProvider {
 
     fn known_fault_of(&self, key_id: &str) -> Option<Problem> {
         self.revoked.lock().unwrap_or_else(PoisonError::into_inner).get(key_id).cloned()
+    }
+}
+
+/// Counts what a server is asked.
+#[derive(Debug)]
+struct Counted {
+    provider: String,
+    server: String,
+}
+
+impl Observer for Counted {
+    fn ended(&self, operation: OperationCode, took: Duration, how: Ended) {
+        let outcome = match how {
+            Ended::Done => "done",
+            Ended::Refused => "refused",
+            Ended::Failed => "failed",
+        };
+        let server = (self.provider.as_str(), self.server.as_str());
+        metrics::get().kms_request(server, &operation.to_string(), took, outcome);
     }
 }
