@@ -151,7 +151,9 @@ impl Plant {
             if let Some(found) = test().await {
                 return found;
             }
-            assert!(begun.elapsed() < PATIENCE, "not so after {PATIENCE:?}: {what}");
+            if begun.elapsed() > PATIENCE {
+                panic!("not so after {PATIENCE:?}: {what}; alarms: {:?}", self.alarms().await);
+            }
             tokio::time::sleep(Duration::from_millis(2)).await;
         }
     }

@@ -5,7 +5,8 @@
 //!             every server fails                 woken, or after a pause that grows
 //!   Normal ───────────────────────► Failing ───────────────────────────────┐
 //!     ▲ │ every five minutes,         ▲                                    │
-//!     └─┘ or woken                    └────────── every server fails ──────┤
+//!     └─┘ or woken, or sooner         └────────── every server fails ──────┤
+//!         while something is put off                                       │
 //!     ▲                                                                    │
 //!     └───── one answers: whoever waits for keys is told ──────────────────┘
 //! ```
@@ -70,20 +71,25 @@ struct Watch {
     about_keys: Vec<Standing>,
     /// What is put off, as last known.
     undone: Vec<Undone>,
+    /// How many looks in a row have left something undone.
+    left: u32,
 }
 
 impl Watch {
     fn new(provider: Arc<KmipProvider>) -> Self {
-        Self { provider, failures: 0, about_keys: Vec::new(), undone: Vec::new() }
+        Self { provider, failures: 0, about_keys: Vec::new(), undone: Vec::new(), left: 0 }
     }
 
     async fn run(mut self) {
         self.provider.wake.notified().await;
         loop {
             self.look().await;
-            let pause = match self.failures {
-                0 => EVERY,
-                failures => backoff::pause(RETRY.0, RETRY.1, failures),
+            self.left = if self.undone.is_empty() { 0 } else { self.left.saturating_add(1) };
+            let pause = match (self.failures, self.left) {
+                (0, 0) => EVERY,
+                // One answer that was late is not to leave a key there for minutes.
+                (0, left) => backoff::pause(RETRY.0, EVERY, left),
+                (failures, _) => backoff::pause(RETRY.0, RETRY.1, failures),
             };
             tokio::time::sleep(REST.min(pause)).await;
             tokio::select! {
