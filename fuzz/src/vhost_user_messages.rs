@@ -13,6 +13,7 @@ use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
 use vmseal_iofilter::backend::mem::MemDisk;
 use vmseal_iofilter::chain::Chain;
+use vmseal_iofilter::handle::Socket;
 use vmseal_iofilter::stop::Stop;
 use vmseal_iofilter::vhost_user::serve;
 
@@ -38,7 +39,7 @@ const VRING_DESCRIPTORS: std::ops::RangeInclusive<u32> = 12..=14;
 const NO_DESCRIPTOR: u8 = 1;
 
 struct Server {
-    listener: UnixListener,
+    socket: Socket,
     address: SocketAddr,
 }
 
@@ -47,7 +48,8 @@ impl Server {
         let thread = thread::current().id();
         let name = format!("vmseal-fuzz-vhost-user-{}-{thread:?}", std::process::id());
         let address = SocketAddr::from_abstract_name(name).unwrap();
-        Self { listener: UnixListener::bind_addr(&address).unwrap(), address }
+        let listener = UnixListener::bind_addr(&address).unwrap();
+        Self { socket: Socket::Listening(listener), address }
     }
 }
 
@@ -108,9 +110,9 @@ pub fn run(data: &[u8]) {
     let (disk, served) = disk(&MemDisk::new(SIZE), false, true, QUEUES);
     let chains: Vec<Chain> = (0..QUEUES).map(|_| disk.chain().unwrap()).collect();
     let (stop, uid) = (Stop::new().unwrap(), nix::unistd::geteuid().as_raw());
-    let chains = SERVER.with(|Server { listener, address }| {
+    let chains = SERVER.with(|Server { socket, address }| {
         thread::scope(|scope| {
-            let serving = scope.spawn(|| serve(listener, uid, &served, chains, &stop));
+            let serving = scope.spawn(|| serve(socket, uid, &served, chains, &stop));
             vmm(address, data);
             stop.ask();
             serving.join().unwrap().unwrap()

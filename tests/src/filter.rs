@@ -1,13 +1,18 @@
 //! A `vmseal-filter` started by hand, without server or agent.
 
-use std::fs::Permissions;
+use std::fs::{File, Permissions};
+use std::io::{BufRead, BufReader, Write};
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::ensure;
 use vmseal_api::filter::{
-    BackendSpec, Direct, DiskConfig, FilterConfig, FilterSpec, FrontEndSpec, Handle, Holes, VERSION,
+    BackendSpec, ControlReply, Direct, DiskConfig, FilterConfig, FilterSpec, FilterStatus,
+    FrontEndSpec, Handle, Holes, VERSION,
 };
 use vmseal_api::id::{DiskId, VmId};
 use vmseal_secret::SecretBytes;
@@ -39,13 +44,9 @@ impl Filter {
     /// Starts one in `directory`, and waits until it listens.
     pub fn start(directory: &Path, disk: &Disk<'_>) -> anyhow::Result<Self> {
         let socket = directory.join("disk.sock");
-        let config = directory.join("filter.json");
-        std::fs::write(&config, serde_json::to_vec(&configuration(directory, &socket, disk)?)?)?;
-        let log = directory.join("filter.log");
-        let mut process = Process::start(
-            Command::new(program("vmseal-filter")?).arg("--config").arg(&config),
-            &log,
-        )?;
+        let (image, serves) = (Handle::Path(disk.image.to_owned()), Handle::Path(socket.clone()));
+        let (mut command, log) = command(directory, disk, image, serves)?;
+        let mut process = Process::start(&mut command, &log)?;
         eventually("the filter listens", || (socket.exists() || process.ended()).then_some(()))?;
         ensure!(!process.ended(), "the filter ended: {}", std::fs::read_to_string(&log)?);
         Ok(Self { process, socket })
@@ -69,7 +70,88 @@ impl Filter {
     }
 }
 
-fn configuration(directory: &Path, socket: &Path, disk: &Disk<'_>) -> anyhow::Result<FilterConfig> {
+/// A filter as the agent starts it: its image is locked and its VMM connected.
+pub struct Successor {
+    process: Process,
+    control: PathBuf,
+}
+
+impl Successor {
+    /// Starts one in `directory`, where the one before is gone, with its connection to a VMM.
+    pub fn start(directory: &Path, disk: &Disk<'_>, vmm: &UnixStream) -> anyhow::Result<Self> {
+        let image = locked(disk.image)?;
+        let inherited = [image.as_raw_fd(), vmm.as_raw_fd()];
+        let [image_fd, socket] = inherited.map(Handle::Fd);
+        let (mut command, log) = command(directory, disk, image_fd, socket)?;
+        // SAFETY: fcntl is async-signal-safe, and nothing is allocated.
+        unsafe {
+            command.pre_exec(move || {
+                for fd in inherited {
+                    libc::fcntl(fd, libc::F_SETFD, 0);
+                }
+                Ok(())
+            });
+        }
+        let process = Process::start(&mut command, &log)?;
+        Ok(Self { process, control: directory.join("control.sock") })
+    }
+
+    /// How many requests it has answered; none if it does not say.
+    #[must_use]
+    pub fn answered(&self) -> Option<u64> {
+        let mut stream = UnixStream::connect(&self.control).ok()?;
+        stream.write_all(b"{\"do\":\"status\"}\n").ok()?;
+        let mut line = String::new();
+        BufReader::new(stream).read_line(&mut line).ok()?;
+        let reply = serde_json::from_str(&line).ok()?;
+        let ControlReply::Status(FilterStatus { disks, .. }) = reply else { return None };
+        Some(disks.iter().map(|disk| disk.counters.reads + disk.counters.writes).sum())
+    }
+
+    /// Ends it as a power cut would.
+    pub fn kill(self) {
+        self.process.kill();
+        let _ = std::fs::remove_file(self.control);
+    }
+}
+
+/// Opens an image anew and takes its lock: not before the kernel has let go of all that the last filter had
+/// under way.
+fn locked(image: &Path) -> anyhow::Result<File> {
+    let file = File::options().read(true).write(true).open(image)?;
+    let whole = libc::flock {
+        l_type: libc::F_WRLCK as libc::c_short,
+        l_whence: libc::SEEK_SET as libc::c_short,
+        l_start: 0,
+        l_len: 0,
+        l_pid: 0,
+    };
+    let take = || nix::fcntl::fcntl(&file, nix::fcntl::FcntlArg::F_OFD_SETLK(&whole)).ok();
+    eventually("the dead filter's lock is gone", take)?;
+    Ok(file)
+}
+
+/// What starts a filter in `directory`, and its log.
+fn command(
+    directory: &Path,
+    disk: &Disk<'_>,
+    image: Handle,
+    socket: Handle,
+) -> anyhow::Result<(Command, PathBuf)> {
+    let config = directory.join("filter.json");
+    let configuration = configuration(directory, disk, image, socket)?;
+    std::fs::write(&config, serde_json::to_vec(&configuration)?)?;
+    let mut command = Command::new(program("vmseal-filter")?);
+    command.arg("--config").arg(&config);
+    Ok((command, directory.join("filter.log")))
+}
+
+fn configuration(
+    directory: &Path,
+    disk: &Disk<'_>,
+    image: Handle,
+    socket: Handle,
+) -> anyhow::Result<FilterConfig> {
     let mut chain = Vec::new();
     if let Some(dek) = disk.dek {
         let key = directory.join("dek");
@@ -93,16 +175,12 @@ fn configuration(directory: &Path, socket: &Path, disk: &Disk<'_>) -> anyhow::Re
             read_only: false,
             chain,
             backend: BackendSpec::File {
-                file: Handle::Path(disk.image.to_owned()),
+                file: image,
                 offset: disk.offset,
                 direct: Direct::Auto,
                 keeps_room: false,
             },
-            front_end: Some(FrontEndSpec::VhostUserBlk {
-                listen: Handle::Path(socket.to_owned()),
-                peer_uid: None,
-                queues: 2,
-            }),
+            front_end: Some(FrontEndSpec::VhostUserBlk { socket, peer_uid: None, queues: 2 }),
             import: None,
             export: None,
         }],

@@ -13,6 +13,8 @@ const SCRIPT_SECONDS: u32 = 300;
 pub enum GuestDisk<'a> {
     /// Served on a vhost-user socket.
     VhostUser(&'a Path),
+    /// Served by whoever connects to this vhost-user socket, one after the other.
+    VhostUserServer(&'a Path),
     /// QEMU's own access to a raw file.
     Raw(&'a Path),
 }
@@ -52,8 +54,11 @@ pub fn run(script: &str, disks: &[GuestDisk<'_>], files: Option<&Path>) -> anyho
     }
     for (index, disk) in disks.iter().enumerate() {
         match disk {
-            GuestDisk::VhostUser(socket) => {
-                qemu.arg("-chardev").arg(format!("socket,id=c{index},path={}", socket.display()));
+            GuestDisk::VhostUser(socket) | GuestDisk::VhostUserServer(socket) => {
+                let listens = matches!(disk, GuestDisk::VhostUserServer(_));
+                let server = if listens { ",server=on,wait=off" } else { "" };
+                let socket = socket.display();
+                qemu.arg("-chardev").arg(format!("socket,id=c{index},path={socket}{server}"));
                 qemu.arg("-device")
                     .arg(format!("vhost-user-blk-pci,chardev=c{index},num-queues=2"));
             }

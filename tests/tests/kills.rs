@@ -297,16 +297,16 @@ fn processes(here: &Installation, vm: &str) -> (i32, i32) {
     (one(FILTER), one(QEMU))
 }
 
-/// Two VMs run, a process of one is killed: that one stops, and says why; the other does not notice.
-fn one_dies_alone(process: &str, reason: &str, alarm: &str) {
+/// Two VMs run, one is killed by what `kill` does to its filter and QEMU: that one stops, and says why; the
+/// other does not notice.
+fn one_dies_alone(kill: fn(&Installation), reason: &str, alarm: &str) {
     let here = Installation::new().unwrap();
     for vm in ["victim", "bystander"] {
         here.create_counter(vm, "encrypted").unwrap();
         assert_eq!(here.boot_counter(vm).unwrap(), 1);
     }
     let bystander = processes(&here, "bystander");
-    let (filter, qemu) = processes(&here, "victim");
-    kill_hard(if process == FILTER { filter } else { qemu });
+    kill(&here);
 
     let stopped = here.wait_power("victim", "off").unwrap();
     assert_eq!(stopped["stopped"]["reason"], reason);
@@ -322,7 +322,7 @@ fn one_dies_alone(process: &str, reason: &str, alarm: &str) {
         .unwrap();
     assert!(here.alarms("bystander").unwrap().is_empty());
 
-    assert_eq!(here.boot_counter("victim").unwrap(), 2, "what the guest wrote before is gone");
+    assert!(here.boot_counter("victim").unwrap() > 1, "what the guest wrote before is gone");
     here.wait_no_alarm("victim", alarm).unwrap();
 }
 
@@ -336,14 +336,36 @@ fn truth_of_processes(here: &Installation, vm: &str, expected: usize) {
     .unwrap();
 }
 
+/// The guest counts on with each new filter, until there have been too many.
+fn kill_filters(here: &Installation) {
+    let (mut filter, qemu) = processes(here, "victim");
+    let mut console = here.console("victim").unwrap();
+    let mut count = 1;
+    for _ in 0..5 {
+        kill_hard(filter);
+        let next = eventually("another filter serves the guest", || {
+            let found = here.processes_of("victim", FILTER).ok()?;
+            found.first().copied().filter(|next| *next != filter)
+        });
+        filter = next.unwrap();
+        let detail = here.wait_alarm("victim", "filter-restarted").unwrap();
+        assert!(detail.contains("lost nothing"), "{detail}");
+        // Written and flushed by the guest before it is shown.
+        count = count_on(&mut console, count);
+        assert_eq!(processes(here, "victim").1, qemu, "it runs on");
+    }
+    println!("the guest has counted to {count}");
+    kill_hard(filter);
+}
+
 #[test]
-fn a_dead_filter_stops_its_vm_alone_and_says_so() {
-    one_dies_alone(FILTER, "filter_died", "filter-died");
+fn filters_that_die_again_and_again_stop_their_vm_alone_and_say_so() {
+    one_dies_alone(kill_filters, "filter_died", "filter-died");
 }
 
 #[test]
 fn a_dead_qemu_stops_its_vm_alone_and_says_so() {
-    one_dies_alone(QEMU, "qemu_died", "qemu-died");
+    one_dies_alone(|here| kill_hard(processes(here, "victim").1), "qemu_died", "qemu-died");
 }
 
 /// Types at the guest and waits for a count that is higher than `before`; gives it.

@@ -19,7 +19,15 @@ fn sum(text: &str, name: &str, label: &str) -> f64 {
 #[test]
 fn a_guests_requests_are_counted_and_timed_in_the_filter_and_told_by_the_server() {
     let here = Installation::new().unwrap();
-    here.create_counter("web", "encrypted").unwrap();
+    for (option, value) in [("--iops", "0"), ("--bandwidth", "4KiB"), ("--bandwidth", "2TiB")] {
+        let said = here.refused(&["policy", "add", "limited", "--encrypt", option, value]).unwrap();
+        assert!(said.contains("must be from"), "{option} {value}: {said}");
+    }
+    let limits = ["--iops", "4", "--bandwidth", "8MiB"];
+    here.vmseal(&[&["policy", "add", "limited", "--encrypt"][..], &limits].concat()).unwrap();
+    here.create_counter("web", "limited").unwrap();
+    let said = here.vmseal(&["vm", "show", "web"]).unwrap();
+    assert!(said.contains("at most 4 IOPS, at most 8.0 MiB/s"), "{said}");
     assert_eq!(here.boot_counter("web").unwrap(), 1);
 
     let host = scrape(&here, "/metrics/hosts/here");
@@ -43,6 +51,10 @@ fn a_guests_requests_are_counted_and_timed_in_the_filter_and_told_by_the_server(
     }
     // The first piece of work of a queue is always timed.
     assert!(sum(&host, "vmseal_disk_cipher_cpu_seconds_total", "decrypt") > 0.0, "{host}");
+    // Each request after the first waits a quarter of a second for its turn, unless the guest paused.
+    let held = sum(&host, "vmseal_disk_held_requests_total", "disk=");
+    assert!(held > 0.0, "{host}");
+    assert!(sum(&host, "vmseal_disk_held_seconds_total", "disk=") > 0.0, "{host}");
     assert_eq!(sum(&host, "vmseal_disk_errors_total", "disk="), 0.0);
     assert_eq!(sum(&host, "vmseal_agent_vms", "power=\"running\""), 1.0);
     assert_eq!(sum(&host, "vmseal_agent_vm_keys", "key=\"held\""), 1.0);

@@ -14,8 +14,8 @@ use vmseal_api::datastore::DatastoreCondition;
 use vmseal_api::host::{
     Allocation, ConsoleClaim, DatastoreLocation, DatastoreSpec, DiskFacts, DiskPhase, DiskSpec,
     ExportPhase, ExportSpec, ExportStep, HostAgent, HostState, ImageSource, KeyReference, KeyState,
-    NewDisk, OtherKey, Power, PowerOff, SHUTDOWN_SECONDS_MAX, STATE_WAIT_MAX, StopReason, Stopped,
-    VERSION, VmSpec, VmState,
+    NewDisk, Notice, NoticeCode, OtherKey, Power, PowerOff, SHUTDOWN_SECONDS_MAX, STATE_WAIT_MAX,
+    StopReason, Stopped, VERSION, VmSpec, VmState,
 };
 use vmseal_api::id::{DatastoreId, DiskId, TaskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -23,6 +23,7 @@ use vmseal_api::transfer::{ExportFormat, ImageFormat};
 use vmseal_secret::{KEK_LEN, SecretBytes};
 
 use crate::keys::{reference_of, seal_for};
+use crate::restarts::RESTARTS_MAX;
 
 /// A boot sector that says [`BANNER`] on the first serial port and then echoes what comes:
 ///
@@ -112,6 +113,7 @@ impl Session {
             size: DISK_SIZE,
             encrypted,
             allocation: Allocation::Thin,
+            limits: Default::default(),
             facts: None,
         };
         let spec = VmSpec {
@@ -500,12 +502,37 @@ pub async fn second_life(agent: &dyn HostAgent, mut session: Session) -> (Sessio
     done(agent.power_on(vm).await, "starting");
     session.wait(agent, "running", |state| state.power == Power::Running).await;
     console(agent, &session).await;
-    (session.fixture.kill_filter)(vm);
-    let dead = session.wait(agent, "its death", |state| state.power == Power::Off).await;
+    let dead = filters_die(agent, &session).await;
     let died = dead.died.expect("an alarm");
     assert_eq!(died.reason, StopReason::FilterDied, "{}", died.detail);
     assert_eq!(dead.stopped.as_ref(), Some(&died));
     (session, died)
+}
+
+/// Filters die until the VM does. The guest goes on with each but the last.
+async fn filters_die(agent: &dyn HostAgent, session: &Session) -> VmState {
+    let told = |state: &VmState| {
+        let restarted = |notice: &&Notice| notice.code == NoticeCode::FilterRestarted;
+        state.notices.iter().find(restarted).map(|notice| notice.detail.clone())
+    };
+    let mut before = None;
+    for death in 1.. {
+        (session.fixture.kill_filter)(session.vm());
+        let now = session.wait(agent, "another filter, or its death", |state| {
+            state.power == Power::Off || told(state).is_some_and(|detail| Some(detail) != before)
+        });
+        let now = now.await;
+        if now.power == Power::Off {
+            assert_eq!(death, RESTARTS_MAX + 1, "{:?}", now.stopped);
+            return now;
+        }
+        before = told(&now);
+        assert_eq!(now.power, Power::Running);
+        if death == 1 {
+            console(agent, session).await;
+        }
+    }
+    unreachable!("the loop ends by its return")
 }
 
 impl Session {

@@ -507,6 +507,7 @@ mod tests {
                 size: 1 << 20,
                 encrypted,
                 allocation: Allocation::Thin,
+                limits: Default::default(),
                 facts: None,
             })
             .into();

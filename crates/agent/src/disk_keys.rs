@@ -143,6 +143,7 @@ mod tests {
                 size: 1 << 20,
                 encrypted: true,
                 allocation: Allocation::Thin,
+                limits: Default::default(),
                 facts: None,
             };
             spec.disks = (0..3).map(disk).collect();

@@ -4,7 +4,6 @@
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
-use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::{Duration, Instant};
@@ -13,10 +12,11 @@ use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::UnixStream;
 use tokio::time::timeout;
 use vmseal_api::filter::{
-    BackendSpec, ControlReply, ControlRequest, Direct, DiskConfig, ExportSpec, FilterConfig,
-    FilterFigures, FilterSpec, FilterStatus, FrontEndSpec, Handle, Holes, ImportSpec, LINE_MAX,
-    SERIAL_MAX, TargetFormat, VERSION,
+    BackendSpec, Budget, ControlReply, ControlRequest, Direct, DiskConfig, ExportSpec,
+    FilterConfig, FilterFigures, FilterSpec, FilterStatus, FrontEndSpec, Handle, Holes, ImportSpec,
+    LINE_MAX, LimitSpec, SERIAL_MAX, TargetFormat, VERSION,
 };
+use vmseal_api::host::DiskLimits;
 use vmseal_api::id::{DiskId, VmId};
 use vmseal_api::request_id;
 use vmseal_api::transfer::ImageFormat;
@@ -90,10 +90,12 @@ pub struct Disk {
 pub enum Work {
     /// Serves a guest.
     Serve {
-        /// The socket for QEMU.
-        socket: UnixListener,
+        /// Connected to a socket that QEMU listens on.
+        socket: std::os::unix::net::UnixStream,
         /// How many queues it has.
         queues: u16,
+        /// What the guest may use of it.
+        limits: DiskLimits,
     },
     /// Fills it from an image.
     Import {
@@ -141,6 +143,16 @@ impl Volume {
 }
 
 impl Work {
+    /// What holds requests back, where something does.
+    fn limit(&self) -> Option<LimitSpec> {
+        let Self::Serve { limits, .. } = self else { return None };
+        if *limits == DiskLimits::default() {
+            return None;
+        }
+        let budget = |per_second: u64| Budget { per_second, burst: per_second.div_ceil(10) };
+        Some(LimitSpec { requests: limits.iops.map(budget), bytes: limits.bandwidth.map(budget) })
+    }
+
     fn descriptors(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
         let (one, other) = match self {
             Self::Serve { socket, .. } => (socket.as_fd(), None),
@@ -155,12 +167,15 @@ impl Work {
 }
 
 impl Disk {
-    fn config(&self, peer: u32) -> DiskConfig {
+    fn config(&self) -> DiskConfig {
         let fd = |fd: BorrowedFd<'_>| Handle::Fd(fd.as_raw_fd());
-        let chain = self
-            .key
-            .iter()
-            .map(|(key, holes)| FilterSpec::Crypt { key: fd(key.as_fd()), holes: *holes });
+        let crypt = |(key, holes): &(OwnedFd, Holes)| FilterSpec::Crypt {
+            key: fd(key.as_fd()),
+            holes: *holes,
+        };
+        // Above encryption: what has to wait is not encrypted yet.
+        let chain = self.work.limit().map(FilterSpec::Limit).into_iter();
+        let chain = chain.chain(self.key.iter().map(crypt));
         DiskConfig {
             disk: self.disk,
             size: self.size,
@@ -174,9 +189,9 @@ impl Disk {
                 keeps_room: self.keeps_room,
             },
             front_end: match &self.work {
-                Work::Serve { socket, queues } => Some(FrontEndSpec::VhostUserBlk {
-                    listen: fd(socket.as_fd()),
-                    peer_uid: Some(peer),
+                Work::Serve { socket, queues, .. } => Some(FrontEndSpec::VhostUserBlk {
+                    socket: fd(socket.as_fd()),
+                    peer_uid: None,
                     queues: *queues,
                 }),
                 Work::Import { .. } | Work::Export { .. } => None,
@@ -219,6 +234,7 @@ pub fn start(
     disks: Vec<Disk>,
     user: Option<u32>,
 ) -> io::Result<Process> {
+    directory.forget_socket(NAME)?;
     let control = directory.listen(NAME)?;
     let own = nix::unistd::geteuid().as_raw();
     let config = FilterConfig {
@@ -228,7 +244,7 @@ pub fn start(
         control_uid: Some(own),
         request_id: request_id::current().map(|id| id.to_string()),
         log_levels: Some(vmseal_log::levels().to_string()),
-        disks: disks.iter().map(|disk| disk.config(own)).collect(),
+        disks: disks.iter().map(Disk::config).collect(),
     };
     let launched = process::launch(Launch {
         program,

@@ -489,6 +489,7 @@ mod tests {
                 size,
                 encrypted: false,
                 allocation: Allocation::Thin,
+                limits: Default::default(),
                 facts: None,
             })
             .into();

@@ -221,6 +221,7 @@ mod tests {
             size: 1 << 20,
             encrypted: false,
             allocation: vmseal_api::host::Allocation::Thin,
+            limits: Default::default(),
             facts: None,
         }
     }

@@ -22,7 +22,7 @@
 //! | `measure`, `contents`, `patience` | how datastores stand; what is on one; file systems that hang |
 //! | `metrics`, `log_level` | what agent and filters have measured; what they log |
 //! | `process`, `run_dir`, `users` | processes that outlive the agent, on record, under own users |
-//! | `deaths` | deaths that nobody has seen to yet, on record |
+//! | `deaths`, `restarts` | deaths that nobody has seen to yet, on record; how many filters a VM may lose |
 //! | `keys` | KEKs: in locked memory, checked against what the inventory means |
 //! | [`accelerator`], `machine` | what this machine can do, and where it falls short |
 //! | [`doctor`] | what an operator has to mend here |
@@ -59,6 +59,7 @@ mod patience;
 mod process;
 mod qemu;
 pub mod qmp;
+mod restarts;
 mod rules;
 mod run_dir;
 pub mod simulated;

@@ -62,6 +62,8 @@ pub static KEYS_REFUSED: Count = Count::new();
 pub static QEMU_STARTED: Count = Count::new();
 /// Filter processes that were started, those of imports included.
 pub static FILTERS_STARTED: Count = Count::new();
+/// Filter processes that were started for a guest whose filter had died.
+pub static FILTERS_RESTARTED: Count = Count::new();
 /// QMP commands and greetings that were not answered in time.
 pub static QMP_TIMEOUTS: Count = Count::new();
 
@@ -202,9 +204,21 @@ impl Snapshot {
             ("vmseal_agent_vm_ends", "Ends of VMs, by reason."),
             ends.map(|((_, word), count)| ([("reason", (*word).to_owned())], count.get())),
         )?;
-        let what = "QMP commands and greetings that QEMU left unanswered.";
-        to.encode_descriptor("vmseal_agent_qmp_timeouts", what, None, MetricType::Counter)?
-            .encode_counter::<NoLabelSet, _, u64>(&QMP_TIMEOUTS.get(), None)?;
+        for (name, what, count) in [
+            (
+                "vmseal_agent_filter_restarts",
+                "Filters started for a running guest whose filter had died.",
+                &FILTERS_RESTARTED,
+            ),
+            (
+                "vmseal_agent_qmp_timeouts",
+                "QMP commands and greetings that QEMU left unanswered.",
+                &QMP_TIMEOUTS,
+            ),
+        ] {
+            to.encode_descriptor(name, what, None, MetricType::Counter)?
+                .encode_counter::<NoLabelSet, _, u64>(&count.get(), None)?;
+        }
         let what = "Filters that did not tell their figures this time.";
         let silent = i64::try_from(self.silent).unwrap_or(i64::MAX);
         to.encode_descriptor("vmseal_agent_filters_silent", what, None, MetricType::Gauge)?
@@ -279,6 +293,26 @@ impl Snapshot {
         )
     }
 
+    /// What the limits of disks have done.
+    fn held(&self, to: &mut DescriptorEncoder<'_>) -> Told {
+        let of_limits = |name: &'static str| {
+            self.disks().filter_map(move |(labels, disk)| {
+                let limit = disk.layers.iter().find(|layer| layer.kind == "limit")?;
+                Some((labels, limit.counters.get(name).copied().unwrap_or_default()))
+            })
+        };
+        counters(
+            to,
+            ("vmseal_disk_held_requests", "Requests that had to wait for a limit of their disk."),
+            of_limits("held_requests"),
+        )?;
+        seconds(
+            to,
+            ("vmseal_disk_held_seconds", "How long requests waited for a limit of their disk."),
+            of_limits("held_nanoseconds"),
+        )
+    }
+
     fn latencies(&self, to: &mut DescriptorEncoder<'_>) -> Told {
         let help = "How long requests took that were answered well, from the front end and back.";
         let mut family =
@@ -318,13 +352,14 @@ impl Collector for Snapshot {
         self.vms(&mut to)?;
         self.processes(&mut to)?;
         self.requests(&mut to)?;
+        self.held(&mut to)?;
         self.latencies(&mut to)
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use vmseal_api::filter::{CipherFigures, DiskCounters, LatencyFigures};
+    use vmseal_api::filter::{CipherFigures, DiskCounters, LatencyFigures, LayerFigures};
     use vmseal_api::id::{DiskId, Incarnation};
 
     use super::*;
@@ -344,7 +379,12 @@ mod tests {
                 encrypt_nanoseconds: 0,
                 decrypt_nanoseconds: 1_500_000_000,
             }),
-            layers: Vec::new(),
+            layers: vec![LayerFigures {
+                kind: "limit".to_owned(),
+                counters: [("held_requests", 5), ("held_nanoseconds", 500_000_000)]
+                    .map(|(name, value)| (name.to_owned(), value))
+                    .into(),
+            }],
         };
         let state = HostState { incarnation: Incarnation::new(), version: 1, vms: vec![] };
         let filters = vec![(vm, FilterFigures { disks: vec![figures] })];
@@ -359,6 +399,8 @@ mod tests {
             format!("vmseal_disk_bytes_total{{{of},operation=\"read\"}} 12288"),
             format!("vmseal_disk_errors_total{{{of}}} 0"),
             format!("vmseal_disk_cipher_cpu_seconds_total{{{of},work=\"decrypt\"}} 1.5"),
+            format!("vmseal_disk_held_requests_total{{{of}}} 5"),
+            format!("vmseal_disk_held_seconds_total{{{of}}} 0.5"),
             "# TYPE vmseal_disk_latency_seconds histogram".to_owned(),
             format!("vmseal_disk_latency_seconds_count{{{of},operation=\"read\"}} 3"),
             format!("vmseal_disk_latency_seconds_sum{{{of},operation=\"read\"}} 9.0"),

@@ -1,14 +1,14 @@
 //! QEMU: its command line, and starting it.
 //!
-//! QEMU opens nothing of ours by path. Monitor, console, the console's log and the connections to the
-//! filter are inherited descriptors, so that it can run as a user who may open none of them.
+//! QEMU opens nothing of ours by path. Monitor, console, the console's log and the sockets at which it takes
+//! its disks' filters are inherited descriptors, so that it can run as a user who may open none of them.
 
 use std::ffi::OsString;
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, RawFd};
 use std::os::unix::fs::MetadataExt;
-use std::os::unix::net::UnixStream;
+use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 
@@ -81,7 +81,8 @@ impl Qemu {
         &self.version
     }
 
-    /// Starts it for a VM, with the guest standing still. `disks` are connections to the filter.
+    /// Starts it for a VM, with the guest standing still. `disks` are the sockets that filters are connected to, one
+    /// after the other: QEMU listens, as only so it goes on with another filter when one has died.
     ///
     /// # Errors
     /// As making the sockets and starting the process.
@@ -90,7 +91,7 @@ impl Qemu {
         spec: &VmSpec,
         accelerator: AcceleratorKind,
         directory: &ProcessDir,
-        disks: &[UnixStream],
+        disks: &[UnixListener],
         user: Option<u32>,
     ) -> io::Result<Process> {
         let (monitor, console) = (directory.listen(MONITOR)?, directory.listen(CONSOLE)?);
@@ -191,7 +192,7 @@ fn arguments(
     option("-device", "virtio-rng-pci,rng=random,disable-legacy=on".to_owned());
     let queues = queues(spec);
     for (index, fd) in descriptors.disks.iter().enumerate() {
-        option("-chardev", format!("socket,id=disk{index},fd={fd}"));
+        option("-chardev", format!("socket,id=disk{index},fd={fd},server=on,wait=off"));
         let boot = index + 1;
         option(
             "-device",
@@ -219,6 +220,7 @@ mod tests {
             size: 1 << 30,
             encrypted: false,
             allocation: Default::default(),
+            limits: Default::default(),
             facts: None,
         }
     }

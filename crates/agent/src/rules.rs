@@ -47,6 +47,7 @@ pub fn check_spec(spec: &VmSpec) -> Result<(), Problem> {
                 format!("must be a multiple of {CRYPT_SECTOR} up to {DISK_SIZE_MAX} bytes"),
             ));
         }
+        disk.limits.check().map_err(|(name, what)| Problem::invalid(field(name), what))?;
         if disk.encrypted && spec.key.is_none() {
             return Err(Problem::invalid(field("encrypted"), "the VM has no key"));
         }

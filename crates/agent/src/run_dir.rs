@@ -216,6 +216,17 @@ impl ProcessDir {
         self.path.join(format!("{name}.sock"))
     }
 
+    /// Removes the socket that a process of this name, which is gone, has left; it may have left none.
+    ///
+    /// # Errors
+    /// As the file system.
+    pub fn forget_socket(&self, name: &str) -> io::Result<()> {
+        match std::fs::remove_file(self.socket(name)) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+            _ => Ok(()),
+        }
+    }
+
     /// Makes the socket of this name. Nobody else reaches it: the directory is the agent's.
     ///
     /// # Errors
@@ -259,7 +270,8 @@ impl ProcessDir {
     pub fn last_words(&self, name: &str) -> Option<String> {
         let end = self.log_end(name, LOG_TAIL);
         let text = String::from_utf8_lossy(&end);
-        let line = text.lines().rev().map(str::trim).find(|line| !line.is_empty())?;
+        let says = |line: &&str| !line.is_empty() && !line.contains(": info: ");
+        let line = text.lines().rev().map(str::trim).find(says)?;
         Some(line.chars().filter(|c| !c.is_control()).take(500).collect())
     }
 
@@ -401,7 +413,7 @@ pub(crate) mod tests {
         assert_eq!(directory.log_ends("filter"), "without a word in its log");
         let mut log = directory.log("filter").unwrap();
         log.write_all(&vec![b'x'; LOG_MAX as usize]).unwrap();
-        log.write_all(b"\nthe reason\x1b[0m\n\n").unwrap();
+        log.write_all(b"\nthe reason\x1b[0m\n\nqemu: -device x: info: waiting\n").unwrap();
         assert_eq!(directory.last_words("filter").unwrap(), "the reason[0m");
         assert_eq!(directory.log_ends("filter"), "and its log ends 'the reason[0m'");
         directory.bound_logs();

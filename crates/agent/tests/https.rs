@@ -17,7 +17,7 @@ use vmseal_agent::identity::Identity;
 use vmseal_agent::simulated::{Call, SimulatedHost};
 use vmseal_agent::tls::SERVER_ROLE;
 use vmseal_api::client::{ClientIdentity, HostClient, host_server_name};
-use vmseal_api::host::{HostAgent, STATE_WAIT_MAX, StopReason};
+use vmseal_api::host::{HostAgent, STATE_WAIT_MAX};
 use vmseal_api::id::HostId;
 use vmseal_api::problem::ErrorCode;
 use vmseal_api::request_id::{HEADER, RequestId, during};
@@ -113,7 +113,7 @@ async fn the_contract_holds_over_https() {
         datastore: directory.path().to_owned(),
         image,
         patience: Duration::from_secs(20),
-        kill_filter: Box::new(move |vm| victims.stop_guest(vm, StopReason::FilterDied)),
+        kill_filter: Box::new(move |vm| victims.kill_filter(vm)),
     };
     let mut first = true;
     contract::all_lives(fixture, || {

@@ -14,7 +14,7 @@ use vmseal_agent::contract::{self, BANNER, Fixture};
 use vmseal_agent::{AcceleratorChoice, AgentOptions, RealHost};
 use vmseal_api::host::{
     Allocation, DatastoreLocation, DatastoreSpec, DiskFacts, DiskPhase, DiskSpec, HostAgent,
-    ImageSource, Power, PowerOff, StopReason, VmSpec, VmState,
+    ImageSource, NoticeCode, Power, PowerOff, StopReason, VmSpec, VmState,
 };
 use vmseal_api::id::{DatastoreId, DiskId, VmId};
 use vmseal_api::problem::ErrorCode;
@@ -157,6 +157,29 @@ async fn wait(agent: &dyn HostAgent, vm: VmId, wanted: impl Fn(&VmState) -> bool
     }
 }
 
+/// What is told of a VM under this code.
+fn told(state: &VmState, code: NoticeCode) -> Option<String> {
+    let notice = state.notices.iter().find(|notice| notice.code == code);
+    notice.map(|notice| notice.detail.clone())
+}
+
+/// Kills the filters of a VM until it is off.
+async fn kill_filters(bench: &Bench, agent: &dyn HostAgent, vm: VmId) {
+    let mut before = None;
+    loop {
+        bench.kill(vm, "filter");
+        let now = wait(agent, vm, |state| {
+            let now = told(state, NoticeCode::FilterRestarted);
+            state.power == Power::Off || (now.is_some() && now != before)
+        });
+        let now = now.await;
+        if now.power == Power::Off {
+            return;
+        }
+        before = told(&now, NoticeCode::FilterRestarted);
+    }
+}
+
 async fn off(agent: &dyn HostAgent, vm: VmId, reason: StopReason) -> String {
     let state = wait(agent, vm, |state| state.power == Power::Off).await;
     let stopped = state.stopped.unwrap();
@@ -187,6 +210,7 @@ async fn made(bench: &Bench, agent: &dyn HostAgent) -> VmSpec {
         size: 1 << 20,
         encrypted: false,
         allocation: Allocation::Thin,
+        limits: Default::default(),
         facts: Some(DiskFacts::Raw),
     };
     let spec = VmSpec {
@@ -245,10 +269,10 @@ async fn the_death_of_a_process_stops_its_vm_and_it_starts_again() {
     let bench = Bench::new();
     let agent = bench.agent().await;
     let vm = running(&bench, &*agent).await.vm;
-    bench.kill(vm, "filter");
+    kill_filters(&bench, &*agent, vm).await;
     let why = off(&*agent, vm, StopReason::FilterDied).await;
     says_what_to_do(&why);
-    assert!(why.contains("filter") && why.contains("SIGKILL"), "{why}");
+    assert!(why.contains("filter") && why.contains("SIGKILL") && why.contains("6th"), "{why}");
     bench.nothing_runs();
     start(&*agent, vm).await;
     bench.kill(vm, "qemu");
@@ -300,31 +324,85 @@ async fn a_guest_may_refuse_to_shut_down_and_can_still_be_forced() {
 }
 
 #[tokio::test]
-async fn what_died_while_no_agent_was_there_is_found_dead() {
-    for (name, word) in [("qemu", "no agent"), ("filter", "filter")] {
-        let bench = Bench::new();
-        let agent = bench.agent().await;
-        let vm = running(&bench, &*agent).await.vm;
+async fn a_vm_that_died_while_no_agent_was_there_is_found_dead() {
+    let bench = Bench::new();
+    let agent = bench.agent().await;
+    let vm = running(&bench, &*agent).await.vm;
+    drop(agent);
+    bench.kill(vm, "qemu");
+    // The dead one is this test's child: only its parent can clear it away.
+    tokio::time::sleep(Duration::from_millis(300)).await;
+    let agent = bench.agent().await;
+    let why = off(&*agent, vm, StopReason::FoundDead).await;
+    says_what_to_do(&why);
+    assert!(why.contains("no agent"), "{why}");
+    bench.nothing_runs();
+    let found = wait(&*agent, vm, |state| state.died.is_some()).await;
+    drop(agent);
+    let agent = bench.agent().await;
+    assert_eq!(wait(&*agent, vm, |_| true).await.died, found.died, "found dead only once");
+    start(&*agent, vm).await;
+    drop(agent);
+    let agent = bench.agent().await;
+    assert_eq!(wait(&*agent, vm, |_| true).await.died, None, "it runs");
+    agent.power_off(vm, PowerOff::Force).await.unwrap();
+    agent.unregister_vm(vm).await.unwrap();
+}
+
+/// A filter dies while no agent is there; then the agent dies that starts another one.
+#[tokio::test]
+async fn a_guest_whose_filter_died_while_no_agent_was_there_goes_on() {
+    let bench = Bench::new();
+    let mut agent = bench.agent().await;
+    let vm = running(&bench, &*agent).await.vm;
+    let (qemu, filter) = (bench.process(vm, "qemu"), bench.process(vm, "filter"));
+    for milliseconds in [0, 5, 20, 80] {
         drop(agent);
-        bench.kill(vm, name);
+        bench.kill(vm, "filter");
         // The dead one is this test's child: only its parent can clear it away.
         tokio::time::sleep(Duration::from_millis(300)).await;
-        let agent = bench.agent().await;
-        let why = off(&*agent, vm, StopReason::FoundDead).await;
-        says_what_to_do(&why);
-        assert!(why.contains(word), "{why}");
-        bench.nothing_runs();
-        let found = wait(&*agent, vm, |state| state.died.is_some()).await;
-        drop(agent);
-        let agent = bench.agent().await;
-        assert_eq!(wait(&*agent, vm, |_| true).await.died, found.died, "found dead only once");
-        start(&*agent, vm).await;
-        drop(agent);
-        let agent = bench.agent().await;
-        assert_eq!(wait(&*agent, vm, |_| true).await.died, None, "it runs");
-        agent.power_off(vm, PowerOff::Force).await.unwrap();
-        agent.unregister_vm(vm).await.unwrap();
+        let dies = bench.agent().await;
+        tokio::time::sleep(Duration::from_millis(milliseconds)).await;
+        drop(dies);
+        agent = bench.agent().await;
+        let served = |state: &VmState| told(state, NoticeCode::DisksDown).is_none();
+        assert_eq!(wait(&*agent, vm, served).await.power, Power::Running);
+        assert_eq!(bench.process(vm, "qemu"), qemu);
+        assert_ne!(bench.process(vm, "filter"), filter);
     }
+    agent.power_off(vm, PowerOff::Force).await.unwrap();
+    bench.nothing_runs();
+}
+
+/// The host cannot start another filter at once: the image is not there. The guest waits meanwhile, and can
+/// be forced off.
+#[tokio::test]
+async fn a_guest_waits_for_its_disks_until_they_can_be_served() {
+    let bench = Bench::new();
+    let agent = bench.agent().await;
+    let spec = running(&bench, &*agent).await;
+    let (vm, disk) = (spec.vm, spec.disks[0].disk);
+    let image = bench.path("store").join(vm.to_string()).join(format!("{disk}.raw"));
+    let away = bench.path("away");
+    for ending in [false, true] {
+        std::fs::rename(&image, &away).unwrap();
+        bench.kill(vm, "filter");
+        let down = wait(&*agent, vm, |state| told(state, NoticeCode::DisksDown).is_some()).await;
+        assert_eq!(down.power, Power::Running);
+        if ending {
+            agent.power_off(vm, PowerOff::Force).await.unwrap();
+            bench.nothing_runs();
+        }
+        std::fs::rename(&away, &image).unwrap();
+        if !ending {
+            let up = |state: &VmState| told(state, NoticeCode::FilterRestarted).is_some();
+            assert_eq!(wait(&*agent, vm, up).await.power, Power::Running);
+        }
+    }
+    off(&*agent, vm, StopReason::PoweredOff).await;
+    start(&*agent, vm).await;
+    assert!(wait(&*agent, vm, |_| true).await.notices.is_empty(), "of an earlier run");
+    agent.power_off(vm, PowerOff::Force).await.unwrap();
 }
 
 /// The agent dies between putting a death on record and clearing away what is left.
@@ -339,7 +417,7 @@ async fn a_death_on_record_is_told_as_it_was_seen_and_is_forgotten_with_its_vm()
     for name in ["run.json", "filter.process", "qemu.process"] {
         std::fs::copy(of_vm.join(name), kept.join(name)).unwrap();
     }
-    bench.kill(vm, "filter");
+    kill_filters(&bench, &*agent, vm).await;
     off(&*agent, vm, StopReason::FilterDied).await;
     drop(agent);
     std::fs::rename(&kept, &of_vm).unwrap();

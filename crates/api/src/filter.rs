@@ -291,9 +291,10 @@ pub enum Direct {
 pub enum FrontEndSpec {
     /// vhost-user-blk: QEMU's fast path, on shared guest memory.
     VhostUserBlk {
-        /// The listening unix stream socket, or the path to make one at (mode 0600).
-        listen: Handle,
-        /// The only user that may connect, by SO_PEERCRED; none means the filter's own.
+        /// A unix stream socket: one that listens, or the path to make one at (mode 0600), for one VMM after
+        /// the other; or one that is connected to the VMM, which is served as long as that lasts.
+        socket: Handle,
+        /// The only user that may connect where it listens, by SO_PEERCRED; none means the filter's own.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         peer_uid: Option<u32>,
         /// The number of request queues, 1 to [`QUEUES_MAX`].

@@ -222,6 +222,9 @@ pub struct DiskSpec {
     /// Whether its room is taken when it is made.
     #[serde(default)]
     pub allocation: Allocation,
+    /// What its guest may use of it.
+    #[serde(default)]
+    pub limits: DiskLimits,
     /// What the inventory knows of the finished disk; none until it has been made.
     pub facts: Option<DiskFacts>,
 }
@@ -236,6 +239,49 @@ pub enum Allocation {
     Thin,
     /// All of it when it is made; a discard gives nothing back.
     Preallocated,
+}
+
+/// The least bandwidth that a disk can be limited to, in bytes a second: one request of 64 KiB each second. A
+/// guest that boots from less is taken for one that hangs.
+pub const BANDWIDTH_MIN: u64 = 64 * 1024;
+
+/// The highest limit, of either kind: more than any datastore gives.
+pub const LIMIT_MAX: u64 = 1 << 40;
+
+/// What a guest may use of a disk; none means that it is not limited. After a pause, a tenth of a second's
+/// worth goes at once.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct DiskLimits {
+    /// Requests a second, from 1 to [`LIMIT_MAX`]; flushes do not count.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub iops: Option<u64>,
+    /// Bytes read and written a second, from [`BANDWIDTH_MIN`] to [`LIMIT_MAX`].
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bandwidth: Option<u64>,
+}
+
+impl DiskLimits {
+    /// Checks the ranges.
+    ///
+    /// # Errors
+    /// The field that is out of range, and what it may be.
+    pub fn check(&self) -> Result<(), (&'static str, String)> {
+        let outside =
+            |value: Option<u64>, least| value.is_some_and(|it| !(least..=LIMIT_MAX).contains(&it));
+        if outside(self.iops, 1) {
+            return Err((
+                "limits.iops",
+                format!("must be from 1 to {LIMIT_MAX} requests a second"),
+            ));
+        }
+        if outside(self.bandwidth, BANDWIDTH_MIN) {
+            let what = format!("must be from {BANDWIDTH_MIN} to {LIMIT_MAX} bytes a second");
+            return Err(("limits.bandwidth", what));
+        }
+        Ok(())
+    }
 }
 
 /// What the inventory pins of a disk: opening it compares the datastore with this.
@@ -517,6 +563,10 @@ pub enum NoticeCode {
     HeaderCopyDamaged,
     /// A disk answers errors.
     DiskErrors,
+    /// The VM's filter process died; its guest waits for another one.
+    DisksDown,
+    /// The VM's filter process died and another one serves its disks; nothing is lost.
+    FilterRestarted,
 }
 
 /// How to power off.

@@ -4,8 +4,8 @@ use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
 use crate::host::{
-    Allocation, DatastoreLocation, DatastoreUsage, DiskFacts, HostDescription, KeyReference,
-    KeyState, Power, Stopped,
+    Allocation, DatastoreLocation, DatastoreUsage, DiskFacts, DiskLimits, HostDescription,
+    KeyReference, KeyState, Power, Stopped,
 };
 use crate::id::{DatastoreId, DiskId, HostId, PolicyId, ProviderId, TaskId, VmId};
 use crate::kmip::{KeyFault, KmipDetails};
@@ -158,6 +158,9 @@ pub struct Policy {
     /// When its disks take room.
     #[serde(default)]
     pub allocation: Allocation,
+    /// What guests may use of each of its disks.
+    #[serde(default)]
+    pub limits: DiskLimits,
 }
 
 /// A virtual machine.
@@ -227,6 +230,9 @@ pub struct Disk {
     /// When it takes room.
     #[serde(default)]
     pub allocation: Allocation,
+    /// What its guest may use of it.
+    #[serde(default)]
+    pub limits: DiskLimits,
     /// What the inventory pins of it; none until it is made.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub facts: Option<DiskFacts>,

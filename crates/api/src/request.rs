@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use crate::host::{Allocation, DatastoreLocation, SealedKey};
+use crate::host::{Allocation, DatastoreLocation, DiskLimits, SealedKey};
 use crate::transfer::{ExportFormat, ImageFormat};
 
 /// The longest request body that the REST API takes, in bytes.
@@ -162,6 +162,9 @@ pub struct AddPolicy {
     /// When its disks take room.
     #[serde(default)]
     pub allocation: Allocation,
+    /// What guests may use of each of its disks.
+    #[serde(default)]
+    pub limits: DiskLimits,
 }
 
 /// Makes a VM.

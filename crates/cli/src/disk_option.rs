@@ -79,7 +79,7 @@ fn split(option: &str) -> anyhow::Result<Parts> {
     Ok(Parts { datastore, size, name, image, format })
 }
 
-fn parse_size(text: &str) -> anyhow::Result<u64> {
+pub fn parse_size(text: &str) -> anyhow::Result<u64> {
     match text.parse::<ByteSize>() {
         Ok(size) => Ok(size.as_u64()),
         Err(why) => bail!("'{text}' is not a size such as 10GiB: {why}"),

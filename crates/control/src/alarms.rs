@@ -86,6 +86,8 @@ fn of_vm(vm: &Vm, seen: &VmState, failure: Option<&Problem>) -> Vec<Standing> {
     for (code, notice) in [
         ("header-copy-damaged", NoticeCode::HeaderCopyDamaged),
         ("disk-errors", NoticeCode::DiskErrors),
+        ("disks-down", NoticeCode::DisksDown),
+        ("filter-restarted", NoticeCode::FilterRestarted),
     ] {
         let told: Vec<_> =
             seen.notices.iter().filter(|n| n.code == notice).map(|n| n.detail.as_str()).collect();

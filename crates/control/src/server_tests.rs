@@ -121,6 +121,7 @@ impl Installation {
             encryption: true,
             provider: None,
             allocation: Default::default(),
+            limits: Default::default(),
         };
         let _: Policy = client.post("policies", &policy).await.unwrap();
     }

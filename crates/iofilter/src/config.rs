@@ -229,7 +229,7 @@ mod tests {
                 "chain": [{ "kind": "crypt", "key": { "fd": 5 }, "holes": "zero" }],
                 "export": null,
                 "backend": { "kind": "file", "file": { "fd": 6 }, "offset": 16777216 },
-                "front_end": { "kind": "vhost_user_blk", "listen": { "fd": 7 }, "queues": 2 }
+                "front_end": { "kind": "vhost_user_blk", "socket": { "fd": 7 }, "queues": 2 }
             }]
         })
     }

@@ -55,6 +55,15 @@ pub enum HandleError {
     Key(#[from] MemoryError),
 }
 
+/// A socket by which a VMM is served.
+#[derive(Debug)]
+pub enum Socket {
+    /// Whoever connects is.
+    Listening(UnixListener),
+    /// Whoever is on the other side is.
+    Connected(UnixStream),
+}
+
 /// Opens handles, each descriptor once.
 #[derive(Debug, Default)]
 pub struct Handles {
@@ -81,6 +90,22 @@ impl Handles {
         match handle {
             Handle::Fd(fd) => Ok(SecretBytes::from_memfd(self.inherited(*fd)?, DEK_LEN)?),
             Handle::Path(path) => key_file(path),
+        }
+    }
+
+    /// A unix socket, connected or listening; one at a path listens, as with [`Handles::listener`].
+    ///
+    /// # Errors
+    /// [`HandleError`].
+    pub fn socket(&mut self, handle: &Handle) -> Result<Socket, HandleError> {
+        let Handle::Fd(number) = handle else {
+            return self.listener(handle).map(Socket::Listening);
+        };
+        let fd = self.inherited(*number)?;
+        match getsockopt(&fd, sockopt::AcceptConn) {
+            Ok(true) => Ok(Socket::Listening(UnixListener::from(fd))),
+            Ok(false) => Ok(Socket::Connected(UnixStream::from(fd))),
+            Err(error) => Err(HandleError::Descriptor { fd: *number, error: error.into() }),
         }
     }
 

@@ -25,7 +25,7 @@ use crate::crypt::CryptError;
 use crate::disk::{Disk, Encryption, Rest};
 use crate::export::{ExportError, Sparse, Target};
 use crate::front_end::Served;
-use crate::handle::{HandleError, Handles};
+use crate::handle::{HandleError, Handles, Socket};
 use crate::import::ImportError;
 use crate::layer;
 use crate::source::Source;
@@ -103,7 +103,7 @@ struct Export {
 
 /// Who serves, and to which user.
 enum FrontEnd {
-    VhostUser(UnixListener, u32),
+    VhostUser(Socket, u32),
     Nbd(UnixListener, u32),
 }
 
@@ -195,14 +195,15 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
         Some(spec) => Some(Export { target: target(config, spec, handles)?, sparse }),
         None => None,
     };
-    let mut listener = |listen| handles.listener(listen).map_err(named("its socket"));
     let uid = |peer_uid: &Option<u32>| peer_uid.unwrap_or(geteuid().as_raw());
     let front_end = match &config.front_end {
-        Some(FrontEndSpec::VhostUserBlk { listen, peer_uid, .. }) => {
-            Some(FrontEnd::VhostUser(listener(listen)?, uid(peer_uid)))
+        Some(FrontEndSpec::VhostUserBlk { socket, peer_uid, .. }) => {
+            let socket = handles.socket(socket).map_err(named("its socket"))?;
+            Some(FrontEnd::VhostUser(socket, uid(peer_uid)))
         }
         Some(FrontEndSpec::Nbd { listen, peer_uid }) => {
-            Some(FrontEnd::Nbd(listener(listen)?, uid(peer_uid)))
+            let listener = handles.listener(listen).map_err(named("its socket"))?;
+            Some(FrontEnd::Nbd(listener, uid(peer_uid)))
         }
         None => None,
     };
@@ -288,8 +289,8 @@ impl Prepared {
         if let Some(front_end) = &self.front_end {
             let (chains, served) = (std::mem::take(&mut self.chains), &self.served);
             let chains = match front_end {
-                FrontEnd::VhostUser(listener, uid) => {
-                    vhost_user::serve(listener, *uid, served, chains, stop)
+                FrontEnd::VhostUser(socket, uid) => {
+                    vhost_user::serve(socket, *uid, served, chains, stop)
                 }
                 FrontEnd::Nbd(listener, uid) => {
                     nbd::serve(listener, *uid, served, chains, self.pool_bytes, stop)

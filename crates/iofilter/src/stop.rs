@@ -45,6 +45,14 @@ impl Stop {
         self.event.as_fd()
     }
 
+    /// Sleeps until asked to stop.
+    ///
+    /// # Errors
+    /// What `poll` says.
+    pub fn wait(&self) -> io::Result<()> {
+        self.wait_or_readable(self.event()).map(drop)
+    }
+
     /// Sleeps until `fd` is readable (or its other side is gone): true; or until asked to stop: false.
     ///
     /// # Errors

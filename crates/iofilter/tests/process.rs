@@ -59,7 +59,7 @@ impl Place {
                 "chain": [{ "kind": "crypt", "key": { "path": self.path("key") }, "holes": "zero" }],
                 "backend": { "kind": "file", "file": { "path": self.path("disk") }, "offset": DATA },
                 "front_end": {
-                    "kind": "vhost_user_blk", "listen": { "path": self.path("vhost") }, "queues": 1
+                    "kind": "vhost_user_blk", "socket": { "path": self.path("vhost") }, "queues": 1
                 }
             }]
         })

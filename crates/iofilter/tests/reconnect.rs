@@ -30,13 +30,14 @@ const PATIENCE: Duration = Duration::from_secs(30);
 const SLOTS: usize = 5;
 const KILLS: usize = 25;
 
-/// A filter on this image, which it holds the lock of, as the agent starts it.
+/// A filter on this image, which it holds the lock of, as the agent starts it: connected to its VMM.
 struct Filter(Child);
 
 impl Filter {
-    fn start(directory: &Path) -> Self {
-        let _ = std::fs::remove_file(directory.join("vhost"));
+    /// With the VMM's end of the connection.
+    fn start(directory: &Path) -> (Self, UnixStream) {
         let image = locked(&directory.join("disk"));
+        let (socket, of_vmm) = UnixStream::pair().unwrap();
         let path = |name: &str| directory.join(name);
         let config = json!({
             "version": 1,
@@ -49,23 +50,25 @@ impl Filter {
                 "chain": [{ "kind": "crypt", "key": { "path": path("key") }, "holes": "zero" }],
                 "backend": { "kind": "file", "file": { "fd": image.as_raw_fd() }, "offset": 0 },
                 "front_end": {
-                    "kind": "vhost_user_blk", "listen": { "path": path("vhost") }, "queues": 1
+                    "kind": "vhost_user_blk", "socket": { "fd": socket.as_raw_fd() }, "queues": 1
                 }
             }]
         });
         std::fs::write(path("config"), config.to_string()).unwrap();
         let log = File::options().create(true).append(true).open(path("log")).unwrap();
-        let fd = image.as_raw_fd();
+        let inherited = [image.as_raw_fd(), socket.as_raw_fd()];
         let mut command = Command::new(env!("CARGO_BIN_EXE_vmseal-filter"));
         command.arg("--config").arg(path("config")).stderr(Stdio::from(log));
         // SAFETY: fcntl is async-signal-safe, and nothing is allocated.
         unsafe {
             command.pre_exec(move || {
-                libc::fcntl(fd, libc::F_SETFD, 0);
+                for fd in inherited {
+                    libc::fcntl(fd, libc::F_SETFD, 0);
+                }
                 Ok(())
             });
         }
-        Self(command.spawn().unwrap())
+        (Self(command.spawn().unwrap()), of_vmm)
     }
 
     fn kill(&mut self) {
@@ -98,17 +101,6 @@ fn locked(path: &Path) -> OwnedFd {
         std::thread::sleep(Duration::from_millis(1));
     }
     file.into()
-}
-
-fn connect(path: &Path) -> UnixStream {
-    let until = Instant::now() + PATIENCE;
-    loop {
-        match UnixStream::connect(path) {
-            Ok(stream) => return stream,
-            Err(error) => assert!(Instant::now() < until, "no socket: {error}"),
-        }
-        std::thread::sleep(Duration::from_millis(2));
-    }
 }
 
 /// What a slot has asked for and not been answered.
@@ -225,8 +217,8 @@ fn no_request_is_lost_or_answered_twice_when_the_filter_is_killed() {
     std::fs::set_permissions(path.join("key"), PermissionsExt::from_mode(0o600)).unwrap();
     File::create(path.join("disk")).unwrap().set_len(SIZE).unwrap();
 
-    let mut filter = Filter::start(&path);
-    let guest = Initiator::connect_with_record(connect(&path.join("vhost")), u64::MAX);
+    let (mut filter, socket) = Filter::start(&path);
+    let guest = Initiator::connect_with_record(socket, u64::MAX);
     let random = TestRng::from_seed(RngAlgorithm::ChaCha, &seed.to_le_bytes().repeat(4));
     let (under_way, stamps) = (HashMap::new(), vec![0; BLOCKS as usize]);
     let mut load = Load { guest, random, under_way, stamps, next: 1, answered: 0 };
@@ -243,8 +235,9 @@ fn no_request_is_lost_or_answered_twice_when_the_filter_is_killed() {
         filter.kill();
         while load.answer(Duration::ZERO) {}
         resumed += load.under_way.len();
-        filter = Filter::start(&path);
-        load.guest.reconnect(connect(&path.join("vhost")));
+        let socket;
+        (filter, socket) = Filter::start(&path);
+        load.guest.reconnect(socket);
     }
     load.finish();
     for block in 0..BLOCKS {

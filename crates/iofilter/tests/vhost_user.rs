@@ -25,6 +25,7 @@ use vmseal_iofilter::backend::mem::MemDisk;
 use vmseal_iofilter::chain::{Backend, Chain, Io};
 use vmseal_iofilter::disk::{Disk, Encryption, Rest};
 use vmseal_iofilter::front_end::Served;
+use vmseal_iofilter::handle::Socket;
 use vmseal_iofilter::request::{Operation, RequestId};
 use vmseal_iofilter::status::DiskState;
 use vmseal_iofilter::stop::Stop;
@@ -66,7 +67,7 @@ impl Server {
     fn start_chains(chains: Vec<Chain>, mem: MemDisk, read_only: bool) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("disk");
-        let listener = UnixListener::bind(&path).unwrap();
+        let socket = Socket::Listening(UnixListener::bind(&path).unwrap());
         let state = Arc::new(DiskState::new(DiskId::new(), 2));
         let served = Arc::new(Served {
             size: SIZE,
@@ -77,7 +78,7 @@ impl Server {
         let stop = Arc::new(Stop::new().unwrap());
         let stopping = Arc::clone(&stop);
         let uid = nix::unistd::geteuid().as_raw();
-        let thread = std::thread::spawn(move || serve(&listener, uid, &served, chains, &stopping));
+        let thread = std::thread::spawn(move || serve(&socket, uid, &served, chains, &stopping));
         Self { path, state, mem, stop, thread: Some(thread), _directory: directory }
     }
 

@@ -17,7 +17,7 @@ mod keys;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use jiff::Timestamp;
 use tokio::sync::watch;
@@ -32,6 +32,7 @@ use vmseal_log::Levels;
 
 use crate::board::Board;
 use crate::keys::KeyBox;
+use crate::restarts::Restarts;
 use crate::rules;
 
 use console::Guest;
@@ -78,6 +79,8 @@ struct Known {
     phases: BTreeMap<DiskId, DiskPhase>,
     exports: BTreeMap<DiskId, ExportState>,
     notices: Vec<Notice>,
+    /// Filters that have died under the guest that runs.
+    restarts: Restarts,
     /// That it was started or stopped for.
     request: Option<RequestId>,
     /// The number of the work that may still change it; work under an older number is void.
@@ -105,6 +108,7 @@ impl Known {
             phases: BTreeMap::new(),
             exports: BTreeMap::new(),
             notices: Vec::new(),
+            restarts: Restarts::default(),
             request: None,
             work: BTreeMap::new(),
         }
@@ -120,7 +124,12 @@ impl Known {
             stopped: self.stopped.clone(),
             died: self.died.clone(),
             disks: self.phases.iter().map(disk).collect(),
-            notices: self.notices.clone(),
+            notices: self
+                .notices
+                .iter()
+                .cloned()
+                .chain(self.restarts.notice(&self.spec, false))
+                .collect(),
             exports: self.exports.values().cloned().collect(),
             request_id: self.request.as_ref().map(ToString::to_string),
         }
@@ -134,6 +143,7 @@ impl Known {
             self.died = Some(stopped.clone());
         }
         self.stopped = Some(stopped);
+        self.restarts = Restarts::default();
     }
 }
 
@@ -284,6 +294,19 @@ impl SimulatedHost {
     /// Has the making of this disk fail after it has begun.
     pub fn fail_disk(&self, disk: DiskId) {
         self.inside().fail_disks.insert(disk);
+    }
+
+    /// The filter of a running VM dies: another one takes its place, or the VM stops when too many have died.
+    pub fn kill_filter(&self, vm: VmId) {
+        let now = Instant::now();
+        let mut inside = self.inside();
+        let Some(known) = inside.life.vms.get_mut(&vm) else { return };
+        if known.restarts.died("the simulated filter was killed".to_owned(), now) {
+            known.restarts.served(now);
+            return inside.life.post(vm);
+        }
+        drop(inside);
+        self.stop_guest(vm, StopReason::FilterDied);
     }
 
     /// A running VM stops by itself, for this reason.

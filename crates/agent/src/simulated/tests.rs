@@ -13,7 +13,7 @@ fn fixture(directory: &tempfile::TempDir, host: &SimulatedHost) -> Fixture {
         datastore: directory.path().to_owned(),
         image,
         patience: Duration::from_secs(10),
-        kill_filter: Box::new(move |vm| victims.stop_guest(vm, StopReason::FilterDied)),
+        kill_filter: Box::new(move |vm| victims.kill_filter(vm)),
     }
 }
 
@@ -46,6 +46,7 @@ async fn with_vm() -> (SimulatedHost, VmSpec) {
         size: 1 << 20,
         encrypted: false,
         allocation: Default::default(),
+        limits: Default::default(),
         facts: Some(DiskFacts::Raw),
     });
     host.probe_datastore(place).await.unwrap();

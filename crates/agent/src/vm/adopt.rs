@@ -98,21 +98,17 @@ async fn alive(
         return dead(format!("the agent ended while it was starting VM '{name}': {again}"));
     }
     let process = |name: &str| Process::adopt(&directory.process(name)).map_err(internal);
-    match (process(qemu::NAME)?, process(filter::NAME)?) {
-        (Some(_), Some(_)) => match reconnect(shared, directory, record).await {
-            Err(why) => dead(format!(
-                "VM '{name}' was stopped, as the restarted agent could not take it over: {why}. {}",
-                cut()
-            )),
-            running => running,
-        },
-        (None, _) => dead(format!(
+    if process(qemu::NAME)?.is_none() {
+        return dead(format!(
             "VM '{name}' stopped while no agent was there to see why: its guest may have shut down, or QEMU died. If it is to run, {again}"
-        )),
-        (Some(_), None) => dead(format!(
-            "VM '{name}' was stopped: its filter process died while no agent was there. {}",
+        ));
+    }
+    match reconnect(shared, directory, record).await {
+        Err(why) => dead(format!(
+            "VM '{name}' was stopped, as the restarted agent could not take it over: {why}. {}",
             cut()
         )),
+        running => running,
     }
 }
 
@@ -125,9 +121,11 @@ async fn reconnect(
     let mut attempt = 1;
     loop {
         let process = |name: &str| Process::adopt(&directory.process(name)).map_err(internal);
-        let (Some(qemu), Some(filter)) = (process(qemu::NAME)?, process(filter::NAME)?) else {
+        let Some(qemu) = process(qemu::NAME)? else {
             return Err(internal("the VM stopped while the agent was connecting to it"));
         };
+        // It may have died while no agent was there: the guest waits for another one.
+        let filter = process(filter::NAME)?;
         match start::reconnect(shared, directory, record, qemu, filter).await {
             Err(problem) if attempt < ATTEMPTS => {
                 tracing::warn!(vm = %record.spec.vm, %problem, attempt, "cannot connect to a VM yet");

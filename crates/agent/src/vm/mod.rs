@@ -5,10 +5,11 @@
 //!    Off ───────────────► Starting ────────────────────────► Running ◄───────────┐
 //!     ▲                      │ failed, or force                 │ shutdown asked │ the guest did
 //!     │◄─────────────────────┘                                  ▼                │ not heed it
-//!     │◄─────────────────────── force, QEMU or filter ended ─ Stopping ──────────┘
-//!     │◄─────────────────────── force, QEMU or filter ended ─ Running
+//!     │◄─────────────────────────────── force, QEMU ended ─── Stopping ──────────┘
+//!     │◄─────────────────────────────── force, QEMU ended ─── Running
 //! ```
-//! A death of QEMU or filter goes on record, and stays there until the guest runs again ([`crate::deaths`]).
+//! When a filter ends, the guest waits for another one ([`service`]); when too many do, the VM is stopped.
+//! A death of the VM goes on record, and stays there until the guest runs again ([`crate::deaths`]).
 //!
 //! Whatever happens comes to the owner as an event and is applied by it alone; after each event it posts
 //! what the server is to see. `Off` is entered when no process is left and the run directory is gone.
@@ -17,6 +18,7 @@ mod adopt;
 mod jobs;
 mod owner;
 mod running;
+mod service;
 mod start;
 
 use std::fs::File;

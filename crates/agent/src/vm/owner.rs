@@ -20,13 +20,17 @@ use vmseal_secret::SecretBytes;
 
 use super::jobs::{Jobs, Report};
 use super::running::{Ending, Happening, Running};
+use super::service::{Attempt, Service};
 use super::start::{Plan, start};
 use super::{Asked, Beginning, Call, Change, Reply, Shared, internal};
 use crate::console::Refused;
 use crate::disk::{self, Recipe};
 use crate::disk_keys::DiskKeys;
 use crate::export::{self, Order};
+use crate::filter;
 use crate::home::Home;
+use crate::process::{Exit, Process};
+use crate::restarts::Restarts;
 use crate::rules::{self, PowerOn};
 use crate::{metrics, patience};
 
@@ -78,6 +82,8 @@ pub struct Owner {
     header_notices: Vec<Notice>,
     /// From the filter, while it runs.
     troubles: Vec<Notice>,
+    /// Filters that have died under the guest that runs.
+    restarts: Restarts,
 }
 
 impl Owner {
@@ -101,10 +107,12 @@ impl Owner {
             request: None,
             header_notices: Vec::new(),
             troubles: Vec::new(),
+            restarts: Restarts::default(),
         }
     }
 
     pub async fn run(mut self, mut calls: mpsc::Receiver<Asked>) {
+        self.found_unserved();
         let mut care = tokio::time::interval(CARE_INTERVAL);
         care.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         loop {
@@ -163,11 +171,17 @@ impl Owner {
             stopped: self.stopped.clone(),
             died: self.died.clone(),
             disks: self.phases.iter().map(disk).collect(),
-            notices: self.header_notices.iter().chain(&self.troubles).cloned().collect(),
+            notices: self.notices(),
             exports: self.exports.values().cloned().collect(),
             request_id: self.request.as_ref().map(ToString::to_string),
         };
         self.shared.board.post(self.spec.vm, Some(state));
+    }
+
+    fn notices(&self) -> Vec<Notice> {
+        let waits = matches!(&self.state, State::Running(running) | State::Stopping { running, .. } if running.service.waits());
+        let restarted = self.restarts.notice(&self.spec, waits);
+        self.header_notices.iter().chain(&self.troubles).cloned().chain(restarted).collect()
     }
 
     /// Does what is asked. The state is posted before the answer is sent: who has the answer and reads
@@ -210,16 +224,15 @@ impl Owner {
                     running.last_words.hear(event);
                 }
             }
-            Event::Happened(happening) => {
-                let of_itself = matches!(self.state, State::Running(_));
-                if let Some(running) = self.take_running() {
-                    if of_itself {
-                        self.request = None;
-                    }
-                    let ending = running.end_after(&self.spec.name, happening).await;
-                    request_id::during(self.request.clone(), self.went_off(ending)).await;
-                }
+            Event::Happened(Happening::FilterEnded(exit)) => self.filter_ended(exit).await,
+            Event::Happened(Happening::ServedAgain(Ok(filter))) => self.served_again(filter),
+            Event::Happened(Happening::ServedAgain(Err(problem))) => {
+                let why =
+                    format!("its filter process died and no other can serve its disks: {problem}");
+                self.end_unserved(&why).await;
             }
+            Event::Happened(Happening::QemuEnded(exit)) => self.qemu_ended(Some(exit)).await,
+            Event::Happened(Happening::MonitorLost) => self.qemu_ended(None).await,
             Event::PatienceOver => {
                 if let Some(running) = self.take_running() {
                     tracing::info!(vm = %self.spec.vm, "the guest has not heeded the wish to shut down");
@@ -238,9 +251,11 @@ impl Owner {
                 }
             }
             Event::Care => {
-                if let State::Running(running) | State::Stopping { running, .. } = &self.state {
+                if let State::Running(running) | State::Stopping { running, .. } = &mut self.state {
                     self.troubles = running.look_after(&self.spec).await;
                 }
+                self.restarts.forget(Instant::now().into_std());
+                self.serve_again();
             }
             Event::Call(_) => {}
         }
@@ -256,6 +271,81 @@ impl Owner {
         }
     }
 
+    fn running(&mut self) -> Option<&mut Running> {
+        match &mut self.state {
+            State::Running(running) | State::Stopping { running, .. } => Some(running),
+            State::Off | State::Starting { .. } => None,
+        }
+    }
+
+    /// The guest waits for another filter, or there have been too many.
+    async fn filter_ended(&mut self, exit: Exit) {
+        let Some(running) = self.running() else { return };
+        let why = filter::ended(exit, &running.directory).to_string();
+        running.service = Service::Down(None);
+        tracing::error!(vm = %self.spec.vm, why, "the guest waits for another filter");
+        if self.restarts.died(why.clone(), Instant::now().into_std()) {
+            self.serve_again();
+        } else {
+            let why = format!("{why}; {}", self.restarts.too_many());
+            self.end_unserved(&why).await;
+        }
+    }
+
+    /// An agent before this one may have died with the filter, or not seen it die.
+    fn found_unserved(&mut self) {
+        if self.running().is_some_and(|running| running.service.waits()) {
+            let why = "the filter process died while no agent was there".to_owned();
+            self.restarts.died(why, Instant::now().into_std());
+            self.serve_again();
+        }
+    }
+
+    /// Begins to start another filter, where one is needed and the key that it needs is here.
+    fn serve_again(&mut self) {
+        let needs_key = self.spec.disks.iter().any(|disk| disk.encrypted) && self.kek.is_none();
+        if needs_key || !self.running().is_some_and(|running| running.service.waits()) {
+            return;
+        }
+        let (shared, plan) = (self.shared.clone(), self.plan());
+        let Some(running) = self.running() else { return };
+        match plan {
+            Ok(plan) => {
+                let attempt = Attempt::begin(shared, running, plan);
+                running.service = Service::Down(Some(attempt));
+            }
+            Err(problem) => tracing::error!(%problem, "the disks cannot be served again"),
+        }
+    }
+
+    fn served_again(&mut self, filter: Process) {
+        if let Some(running) = self.running() {
+            running.service = Service::Served(filter);
+            self.restarts.served(Instant::now().into_std());
+            metrics::FILTERS_RESTARTED.add();
+            tracing::warn!(vm = %self.spec.vm, "another filter serves the disks");
+        }
+    }
+
+    async fn end_unserved(&mut self, why: &str) {
+        if let Some(running) = self.take_running() {
+            self.request = None;
+            let ending = running.end_unserved(&self.spec.name, why).await;
+            self.went_off(ending).await;
+        }
+    }
+
+    async fn qemu_ended(&mut self, exit: Option<Exit>) {
+        let of_itself = matches!(self.state, State::Running(_));
+        if let Some(running) = self.take_running() {
+            if of_itself {
+                self.request = None;
+            }
+            let ending = running.end_after_qemu(&self.spec.name, exit).await;
+            request_id::during(self.request.clone(), self.went_off(ending)).await;
+        }
+    }
+
     /// No process is left: records what there is to record, and only then clears away.
     async fn went_off(&mut self, (reason, detail): Ending) {
         let vm = self.spec.vm;
@@ -263,6 +353,7 @@ impl Owner {
         metrics::vm_ended(reason);
         self.state = State::Off;
         self.troubles.clear();
+        self.restarts = Restarts::default();
         let stopped = Stopped { at: Timestamp::now(), reason, detail };
         if reason.is_death() {
             self.died = Some(stopped.clone());
@@ -321,6 +412,7 @@ impl Owner {
         let opened = self.shared.key_box.open(self.spec.vm, reference, offered);
         if opened.is_ok() { &metrics::KEYS_TAKEN } else { &metrics::KEYS_REFUSED }.add();
         self.kek = Some(opened?);
+        self.serve_again();
         Ok(())
     }
 
@@ -490,6 +582,13 @@ impl Owner {
         })
     }
 
+    /// What is started; the rules have seen that all disks are made.
+    fn plan(&self) -> Result<Plan, Problem> {
+        let disks = self.spec.disks.iter();
+        let disks = disks.filter_map(|disk| Some((disk.clone(), self.facts(disk)?))).collect();
+        Ok(Plan { spec: self.spec.clone(), disks, kek: self.clone_kek()? })
+    }
+
     fn power_on(&mut self) -> Result<(), Problem> {
         let phase = |disk| self.phases.get(&disk).cloned();
         if rules::may_power_on(&self.spec, self.power(), self.key(), phase)? == PowerOn::Already {
@@ -500,9 +599,7 @@ impl Owner {
             let what = "cannot start while a disk is being looked at or exported. Try again in a moment, or cancel the export's task";
             return Err(rules::wrong_state(&self.spec, what));
         }
-        let disks = self.spec.disks.iter();
-        let disks = disks.filter_map(|disk| Some((disk.clone(), self.facts(disk)?))).collect();
-        let plan = Plan { spec: self.spec.clone(), disks, kek: self.clone_kek()? };
+        let plan = self.plan()?;
         let (shared, directory) = (self.shared.clone(), self.shared.run_dir.vm(self.spec.vm));
         // Not free for another VM before the last process of this one is gone.
         let slot = Arc::new(self.shared.users.take().ok_or_else(disk::too_many)?);

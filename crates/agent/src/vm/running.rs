@@ -6,9 +6,11 @@ use std::time::Duration;
 use serde_json::Value;
 use tokio::sync::mpsc;
 use tokio::time::timeout;
-use vmseal_api::filter::FilterStatus;
+use vmseal_api::filter::{DiskActivity, FilterStatus};
 use vmseal_api::host::{DatastoreLocation, Notice, NoticeCode, StopReason, VmSpec};
+use vmseal_api::problem::Problem;
 
+use super::service::Service;
 use crate::console::Console;
 use crate::filter::{self, Control, FilterError};
 use crate::process::{Exit, Process};
@@ -27,8 +29,8 @@ const LAST_EVENTS: Duration = Duration::from_secs(1);
 pub struct Running {
     pub directory: ProcessDir,
     pub qemu: Process,
-    pub filter: Process,
-    pub qmp: Qmp,
+    pub service: Service,
+    pub qmp: Arc<Qmp>,
     pub events: mpsc::Receiver<Event>,
     pub console: Console,
     pub control: Control,
@@ -36,6 +38,8 @@ pub struct Running {
     pub slot: Arc<Slot>,
     /// What QEMU has said about its end.
     pub last_words: LastWords,
+    /// Whether the filter was found without QEMU when it was last asked.
+    pub left: bool,
 }
 
 /// What QEMU has said about its end.
@@ -71,6 +75,8 @@ pub enum Happening {
     QemuEnded(Exit),
     /// The filter has ended.
     FilterEnded(Exit),
+    /// Another one serves the disks, or none can.
+    ServedAgain(Result<Process, Problem>),
     /// QEMU reports something.
     Reported(Event),
     /// QEMU's monitor is gone; QEMU ends, or must be ended.
@@ -87,8 +93,8 @@ impl Running {
             // In this order: what QEMU says about its end comes before its end.
             biased;
             event = self.events.recv() => event.map_or(Happening::MonitorLost, Happening::Reported),
-            exit = self.filter.ended() => Happening::FilterEnded(exit),
             exit = self.qemu.ended() => Happening::QemuEnded(exit),
+            happening = self.service.next() => happening,
         }
     }
 
@@ -99,29 +105,27 @@ impl Running {
 
     /// Ends everything after something has ended by itself, and says why. What is left of the VM is its
     /// directory.
-    pub async fn end_after(mut self, vm: &str, happening: Happening) -> Ending {
-        match happening {
-            Happening::FilterEnded(exit) => self.after_filter(vm, exit).await,
-            Happening::QemuEnded(exit) => self.after_qemu(vm, exit).await,
-            Happening::MonitorLost | Happening::Reported(_) => {
-                let exit = self.qemu.end_within(QUIT_PATIENCE).await;
-                self.after_qemu(vm, exit).await
-            }
-        }
+    pub async fn end_after_qemu(self, vm: &str, exit: Option<Exit>) -> Ending {
+        let exit = match exit {
+            Some(exit) => exit,
+            None => self.qemu.end_within(QUIT_PATIENCE).await,
+        };
+        self.after_qemu(vm, exit).await
     }
 
-    /// The filter is gone: the guest must not go on believing that it writes.
-    async fn after_filter(&mut self, vm: &str, exit: Exit) -> Ending {
+    /// Ends what is left when there is no filter and is to be no other: a guest that waits for ever helps
+    /// nobody.
+    pub async fn end_unserved(self, vm: &str, why: &str) -> Ending {
         self.qemu.kill();
         self.qemu.ended().await;
-        let error = filter::ended(exit, &self.directory);
-        (
-            StopReason::FilterDied,
-            format!("VM '{vm}' was stopped because {error}. {}", super::remedy(vm)),
-        )
+        if let Service::Down(Some(attempt)) = self.service {
+            attempt.end().await;
+        }
+        let detail = format!("VM '{vm}' was stopped because {why}. {}", super::remedy(vm));
+        (StopReason::FilterDied, detail)
     }
 
-    async fn after_qemu(&mut self, vm: &str, exit: Exit) -> Ending {
+    async fn after_qemu(mut self, vm: &str, exit: Exit) -> Ending {
         let words = async {
             while let Some(event) = self.events.recv().await {
                 self.last_words.hear(event);
@@ -129,8 +133,8 @@ impl Running {
         };
         // A monitor that stays open after its process has ended is none.
         let _ = timeout(LAST_EVENTS, words).await;
+        let (reason, directory) = (self.last_words.reason(), self.directory.clone());
         let flushed = self.end_filter().await;
-        let reason = self.last_words.reason();
         let remedy = super::remedy(vm);
         let mut detail = match reason {
             StopReason::GuestShutdown => "the guest powered itself off".to_owned(),
@@ -140,7 +144,7 @@ impl Running {
             }
             _ => format!(
                 "QEMU of VM '{vm}' {exit}, {}. {remedy}. If that repeats, the kernel's log of the host may say why",
-                self.directory.log_ends(qemu::NAME)
+                directory.log_ends(qemu::NAME)
             ),
         };
         if let Err(error) = flushed {
@@ -164,25 +168,56 @@ impl Running {
         (StopReason::PoweredOff, detail)
     }
 
-    /// Has the filter flush and end.
-    async fn end_filter(&self) -> Result<(), FilterError> {
+    /// Has the filter flush and end. Where there is none, there is nothing to flush.
+    async fn end_filter(self) -> Result<(), FilterError> {
+        let filter = match self.service {
+            Service::Served(filter) => filter,
+            Service::Down(attempt) => {
+                if let Some(attempt) = attempt {
+                    attempt.end().await;
+                }
+                return Ok(());
+            }
+        };
         let result = self.control.shut_down().await;
         match &result {
-            Ok(()) => self.filter.end_within(filter::SHUTDOWN_TIMEOUT).await,
+            Ok(()) => filter.end_within(filter::SHUTDOWN_TIMEOUT).await,
             Err(error) => {
                 tracing::warn!(%error, "the filter has not ended as it should");
-                self.filter.kill();
-                self.filter.ended().await
+                filter.kill();
+                filter.ended().await
             }
         };
         result
     }
 
-    /// Looks after logs and asks the filter for trouble.
-    pub async fn look_after(&self, spec: &VmSpec) -> Vec<Notice> {
+    /// Looks after logs and asks the filter for trouble. A filter that lives and does not serve is ended, to
+    /// make way for another one.
+    pub async fn look_after(&mut self, spec: &VmSpec) -> Vec<Notice> {
         self.directory.bound_logs();
-        self.control.status().await.map(|status| troubles(spec, &status)).unwrap_or_default()
+        let Service::Served(filter) = &self.service else { return Vec::new() };
+        let Ok(status) = self.control.status().await else { return Vec::new() };
+        if let Some(what) = unserved(&status, &mut self.left) {
+            tracing::error!(vm = %spec.vm, what, "the filter does not serve and is ended");
+            filter.kill();
+        }
+        troubles(spec, &status)
     }
+}
+
+/// What speaks against a filter that lives. A disk that QEMU has left is `left` until it is seen again: QEMU may
+/// be about to end.
+fn unserved(status: &FilterStatus, left: &mut bool) -> Option<String> {
+    let was_left = std::mem::replace(left, false);
+    status.disks.iter().find_map(|disk| match &disk.state {
+        DiskActivity::Failed { message } => Some(message.clone()),
+        DiskActivity::Idle if was_left => Some("QEMU's connection has ended".to_owned()),
+        DiskActivity::Idle => {
+            *left = true;
+            None
+        }
+        _ => None,
+    })
 }
 
 /// What a filter's status holds that an operator should see.

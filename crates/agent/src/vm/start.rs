@@ -16,6 +16,7 @@ use vmseal_api::problem::Problem;
 use vmseal_secret::SecretBytes;
 
 use super::running::{LastWords, Running};
+use super::service::Service;
 use super::{Shared, internal};
 use crate::console::Console;
 use crate::disk;
@@ -51,16 +52,58 @@ pub async fn start(
 ) -> Result<(Running, Vec<Notice>), Problem> {
     directory.renew().await.map_err(internal)?;
     directory.write(&plan.spec, slot.number(), Phase::Starting).map_err(internal)?;
-    let plan = Arc::new(plan);
+    let listeners = (0..plan.disks.len())
+        .map(|index| directory.listen(&socket(index)))
+        .collect::<Result<Vec<_>, _>>()
+        .map_err(internal)?;
+    let (plan, control) = (Arc::new(plan), Control::of(directory));
+    let (filter, notices) = filter(shared, directory, &plan, &slot).await?;
+    let spec = &plan.spec;
+    let accelerator = shared.accelerator.kind;
+    let qemu = shared
+        .qemu
+        .start(spec, accelerator, directory, &listeners, slot.qemu())
+        .map_err(|error| internal(format!("QEMU cannot be started: {error}")))?;
+    drop(listeners);
+    metrics::QEMU_STARTED.add();
+
+    let (console, qmp, events) = connect(directory, &qemu, Some(&filter)).await?;
+    wait_connected(&control, spec).await?;
+    let running = Running {
+        directory: directory.clone(),
+        qemu,
+        service: Service::Served(filter),
+        qmp: Arc::new(qmp),
+        events,
+        console,
+        control,
+        slot,
+        last_words: LastWords::default(),
+        left: false,
+    };
+    // In this order: a VM on record as running that is found dead has no older death on record.
+    shared.deaths.forget(spec.vm).map_err(internal)?;
+    directory.write(spec, running.slot.number(), Phase::Running).map_err(internal)?;
+    running.qmp.execute("cont", Value::Null).await.map_err(internal)?;
+    Ok((running, notices))
+}
+
+/// Opens the disks and starts a filter that is connected to the sockets of the VM's QEMU, whether that is there
+/// already or not. None is left running when that fails.
+pub async fn filter(
+    shared: &Shared,
+    directory: &ProcessDir,
+    plan: &Arc<Plan>,
+    slot: &Slot,
+) -> Result<(Process, Vec<Notice>), Problem> {
     let to_open = plan.clone();
     let opened = spawn_blocking(move || open_disks(&to_open)).await.map_err(internal)??;
-    let spec = &plan.spec;
-
+    let queues = qemu::queues(&plan.spec);
     let mut notices = Vec::new();
     let mut disks = Vec::new();
     for (index, ((disk, _), open)) in plan.disks.iter().zip(opened).enumerate() {
         notices.extend(open.notice);
-        let listener = directory.listen(&socket(index)).map_err(internal)?;
+        let socket = UnixStream::connect(directory.socket(&socket(index))).map_err(internal)?;
         disks.push(filter::Disk {
             disk: disk.disk,
             size: disk.size,
@@ -68,44 +111,19 @@ pub async fn start(
             offset: open.offset,
             key: open.key,
             keeps_room: disk::is_preallocated(disk),
-            work: filter::Work::Serve { socket: listener, queues: qemu::queues(spec) },
+            work: filter::Work::Serve { socket, queues, limits: disk.limits },
         });
     }
-    let filter = filter::start(&shared.filter, spec.vm, directory, disks, slot.filter())
+    let filter = filter::start(&shared.filter, plan.spec.vm, directory, disks, slot.filter())
         .map_err(|error| internal(format!("vmseal-filter cannot be started: {error}")))?;
-    let control = Control::of(directory);
-    control.ready(&filter, directory).await.map_err(internal)?;
-
-    let connections = (0..plan.disks.len())
-        .map(|index| UnixStream::connect(directory.socket(&socket(index))))
-        .collect::<Result<Vec<_>, _>>()
-        .map_err(internal)?;
-    let accelerator = shared.accelerator.kind;
-    let qemu = shared
-        .qemu
-        .start(spec, accelerator, directory, &connections, slot.qemu())
-        .map_err(|error| internal(format!("QEMU cannot be started: {error}")))?;
-    drop(connections);
-    metrics::QEMU_STARTED.add();
-
-    let (console, qmp, events) = connect(directory, &qemu, &filter).await?;
-    wait_connected(&control, spec).await?;
-    let running = Running {
-        directory: directory.clone(),
-        qemu,
-        filter,
-        qmp,
-        events,
-        console,
-        control,
-        slot,
-        last_words: LastWords::default(),
-    };
-    // In this order: a VM on record as running that is found dead has no older death on record.
-    shared.deaths.forget(spec.vm).map_err(internal)?;
-    directory.write(spec, running.slot.number(), Phase::Running).map_err(internal)?;
-    running.qmp.execute("cont", Value::Null).await.map_err(internal)?;
-    Ok((running, notices))
+    match Control::of(directory).ready(&filter, directory).await {
+        Ok(_) => Ok((filter, notices)),
+        Err(error) => {
+            filter.kill();
+            filter.ended().await;
+            Err(internal(error))
+        }
+    }
 }
 
 /// The name of a disk's socket.
@@ -124,7 +142,7 @@ fn open_disks(plan: &Plan) -> Result<Vec<disk::Open>, Problem> {
 async fn connect(
     directory: &ProcessDir,
     qemu: &Process,
-    filter: &Process,
+    filter: Option<&Process>,
 ) -> Result<(Console, Qmp, tokio::sync::mpsc::Receiver<Event>), Problem> {
     let connecting = async {
         let earlier = directory.log_end(qemu::CONSOLE, crate::console::REPLAY_MAX as u64);
@@ -134,18 +152,24 @@ async fn connect(
             Qmp::connect(&directory.socket(qemu::MONITOR)).await.map_err(internal)?;
         Ok((console, qmp, events))
     };
+    let filter_ended = async {
+        match filter {
+            Some(filter) => filter.ended().await,
+            None => std::future::pending().await,
+        }
+    };
     let result = tokio::select! {
         exit = qemu.ended() => {
             return Err(internal(format!("QEMU {exit}, {}", directory.log_ends(qemu::NAME))));
         }
-        exit = filter.ended() => return Err(internal(filter::ended(exit, directory))),
+        exit = filter_ended => return Err(internal(filter::ended(exit, directory))),
         result = connecting => result,
     };
     result
 }
 
 /// Waits until every disk is connected.
-async fn wait_connected(control: &Control, spec: &VmSpec) -> Result<(), Problem> {
+pub async fn wait_connected(control: &Control, spec: &VmSpec) -> Result<(), Problem> {
     let give_up = Instant::now() + CONNECT_TIMEOUT;
     loop {
         let status = control.status().await.map_err(internal)?;
@@ -171,35 +195,39 @@ fn name(spec: &VmSpec, disk: DiskId) -> String {
 }
 
 /// Connects to the processes of a VM that an earlier agent started, and lets its guest go if that agent
-/// died just before.
+/// died just before. A filter that has died meanwhile is one that is down.
 pub async fn reconnect(
     shared: &Shared,
     directory: &ProcessDir,
     record: &Record,
     qemu: Process,
-    filter: Process,
+    filter: Option<Process>,
 ) -> Result<Running, Problem> {
     let spec = &record.spec;
-    let (console, qmp, events) = connect(directory, &qemu, &filter).await?;
+    let (console, qmp, events) = connect(directory, &qemu, filter.as_ref()).await?;
     let control = Control::of(directory);
-    control.ready(&filter, directory).await.map_err(internal)?;
-    if !log_level::pass_on(&control).await {
-        tracing::info!(vm = %spec.vm, "a filter of an earlier vmseal logs as before");
+    if let Some(filter) = &filter {
+        control.ready(filter, directory).await.map_err(internal)?;
+        if !log_level::pass_on(&control).await {
+            tracing::info!(vm = %spec.vm, "a filter of an earlier vmseal logs as before");
+        }
     }
     let status = qmp.execute("query-status", Value::Null).await.map_err(internal)?;
     if status["running"] != Value::Bool(true) {
+        // Without a filter this is an error: a guest that has not run yet is started anew.
         wait_connected(&control, spec).await?;
         qmp.execute("cont", Value::Null).await.map_err(internal)?;
     }
     Ok(Running {
         directory: directory.clone(),
         qemu,
-        filter,
-        qmp,
+        service: filter.map_or(Service::Down(None), Service::Served),
+        qmp: Arc::new(qmp),
         events,
         console,
         control,
         slot: Arc::new(shared.users.take_again(record.slot)),
         last_words: LastWords::default(),
+        left: false,
     })
 }

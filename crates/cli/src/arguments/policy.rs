@@ -4,6 +4,7 @@ use clap::Subcommand;
 use vmseal_api::model;
 
 use super::{DryRun, List, Show};
+use crate::disk_option::parse_size;
 
 #[derive(Subcommand)]
 pub enum Policy {
@@ -12,7 +13,7 @@ pub enum Policy {
     List(List<model::Policy>),
     /// Show one policy
     Show(Show),
-    /// Add a policy: whether disks are encrypted, with whose keys, and when they take their room
+    /// Add a policy: whether disks are encrypted, with whose keys, when they take their room, and what guests may use
     Add {
         /// The new policy's name
         name: String,
@@ -31,6 +32,12 @@ pub enum Policy {
         /// Disks take all of their room on their datastore when they are made, and keep it
         #[arg(long)]
         preallocate: bool,
+        /// Guests get at most so many requests a second from each disk
+        #[arg(long, value_name = "REQUESTS")]
+        iops: Option<u64>,
+        /// Guests read and write at most so many bytes a second on each disk, such as 200MiB
+        #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+        bandwidth: Option<u64>,
         #[command(flatten)]
         dry_run: DryRun,
     },

@@ -1,7 +1,7 @@
 //! Storage policies.
 
 use vmseal_api::client::ServerClient;
-use vmseal_api::host::Allocation;
+use vmseal_api::host::{Allocation, DiskLimits};
 use vmseal_api::model::Policy;
 use vmseal_api::request::AddPolicy;
 
@@ -26,10 +26,13 @@ pub async fn run(
             provider,
             thin: _,
             preallocate,
+            iops,
+            bandwidth,
             dry_run,
         } => {
             let allocation = if preallocate { Allocation::Preallocated } else { Allocation::Thin };
-            let request = AddPolicy { name, encryption: encrypt, provider, allocation };
+            let limits = DiskLimits { iops, bandwidth };
+            let request = AddPolicy { name, encryption: encrypt, provider, allocation, limits };
             if dry_run.dry_run {
                 return plan::show(output, &server.try_post("policies", &request).await?);
             }

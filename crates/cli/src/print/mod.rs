@@ -6,7 +6,7 @@ mod stream;
 mod table;
 
 use serde::Serialize;
-use vmseal_api::host::DiskFacts;
+use vmseal_api::host::{DiskFacts, DiskLimits};
 use vmseal_api::model::{Disk, Task, Vm};
 
 pub use self::column::Row;
@@ -109,6 +109,14 @@ fn disk_format(disk: &Disk) -> String {
     }
 }
 
+/// What a guest may use of a disk, to be said after what the disk is.
+fn limits(limits: &DiskLimits) -> String {
+    let iops = limits.iops.map(|iops| format!(", at most {iops} IOPS"));
+    let bandwidth = limits.bandwidth.map(column::Cell::Bytes);
+    let bandwidth = bandwidth.map(|cell| format!(", at most {}/s", cell.for_people()));
+    [iops, bandwidth].into_iter().flatten().collect()
+}
+
 /// What `vm show` says beyond the columns.
 pub fn vm_details(vm: &Vm) -> Vec<(&'static str, String)> {
     let mut lines = Vec::new();
@@ -121,10 +129,11 @@ pub fn vm_details(vm: &Vm) -> Vec<(&'static str, String)> {
         lines.push((
             "DISK",
             format!(
-                "{} {size} {} on {}: {format} ({})",
+                "{} {size} {} on {}: {format}{} ({})",
                 disk.name,
                 word(&disk.allocation),
                 disk.datastore,
+                limits(&disk.limits),
                 disk.id
             ),
         ));

@@ -86,6 +86,8 @@ impl Row for Policy {
             (None, false) => Cell::Nothing,
         }),
         usual("allocation", |it| word(&it.allocation).into()),
+        more("iops", |it| it.limits.iops.map_or(Cell::Nothing, Cell::Number)),
+        more("bandwidth", |it| it.limits.bandwidth.map_or(Cell::Nothing, Cell::Bytes)),
         more("id", |it| it.id.to_string().into()),
     ];
     fn identity(&self) -> String {

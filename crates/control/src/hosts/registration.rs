@@ -19,6 +19,7 @@ pub fn spec_of(vm: &Vm, disks: &[Disk]) -> VmSpec {
         size: disk.size,
         encrypted: disk.encrypted,
         allocation: disk.allocation,
+        limits: disk.limits,
         facts: disk.facts.clone(),
     });
     VmSpec {

@@ -78,6 +78,9 @@ async fn a_dead_filter_and_a_damaged_header_are_alarms() {
     let detail = "the first header copy is damaged".to_owned();
     plant.agent.notice(vm, Notice { code: NoticeCode::HeaderCopyDamaged, disk: None, detail });
     alarm(&plant, "header-copy-damaged web").await;
+    plant.agent.kill_filter(vm);
+    alarm(&plant, "filter-restarted web").await;
+    assert!(plant.events("vm.stopped").await.is_empty(), "its guest goes on");
     plant.agent.stop_guest(vm, StopReason::FilterDied);
     alarm(&plant, "filter-died web").await;
     let stopped = plant.events("vm.stopped").await;

@@ -25,6 +25,7 @@ fn shown(policy: policies::Policy) -> Policy {
         encryption: policy.encryption,
         provider: policy.provider.map(|(_, name)| name),
         allocation: policy.allocation,
+        limits: policy.limits,
     }
 }
 
@@ -57,6 +58,7 @@ pub(super) async fn add(
     body::Json(request): body::Json<AddPolicy>,
 ) -> Result<Outcome<(StatusCode, Json<Policy>)>, Refusal> {
     check_name(&request.name).map_err(|error| Problem::invalid("name", error.to_string()))?;
+    request.limits.check().map_err(|(field, what)| Problem::invalid(field, what))?;
     let mut write = app.store.write().await?;
     let provider = match &request.provider {
         None => None,
@@ -79,6 +81,7 @@ pub(super) async fn add(
         encryption: request.encryption,
         provider,
         allocation: request.allocation,
+        limits: request.limits,
     };
     policies::insert(&mut write, &policy).await?;
     let detail = if policy.encryption { "encrypts" } else { "does not encrypt" };

@@ -47,6 +47,7 @@ fn shown(app: &App, vm: vms::Vm, disks: Vec<disks::Disk>, provider: Option<Strin
         size: disk.size,
         encrypted: disk.encrypted,
         allocation: disk.allocation,
+        limits: disk.limits,
         facts: disk.facts,
     });
     Vm {
@@ -354,6 +355,7 @@ async fn place(
             size: disk.size,
             encrypted: policy.encryption,
             allocation: policy.allocation,
+            limits: policy.limits,
             image: source_of(disk),
             facts: None,
             deleting: false,

@@ -1,7 +1,9 @@
 //! Virtual disks.
 
 use sqlx::{FromRow, SqliteConnection};
-use vmseal_api::host::{Allocation, DatastoreLocation, DatastoreSpec, DiskFacts, ImageSource};
+use vmseal_api::host::{
+    Allocation, DatastoreLocation, DatastoreSpec, DiskFacts, DiskLimits, ImageSource,
+};
 use vmseal_api::id::{DatastoreId, DiskId, VmId};
 use vmseal_api::transfer::ImageFormat;
 
@@ -24,6 +26,8 @@ pub struct Disk {
     pub encrypted: bool,
     /// When it takes room.
     pub allocation: Allocation,
+    /// What its guest may use of it.
+    pub limits: DiskLimits,
     /// What it is to be filled from.
     pub image: Option<ImageSource>,
     /// What is pinned of it; none until it is made.
@@ -42,6 +46,7 @@ struct Row {
     size: i64,
     encrypted: bool,
     allocation: String,
+    limits: String,
     image: Option<String>,
     image_format: Option<String>,
     facts: Option<String>,
@@ -65,6 +70,7 @@ impl TryFrom<Row> for Disk {
             size: unsigned(row.size, "a disk's size")?,
             encrypted: row.encrypted,
             allocation: from_name(&row.allocation, "an allocation")?,
+            limits: from_json(&row.limits, "a disk's limits")?,
             image: row.image.map(|path| ImageSource { path: path.into(), format }),
             facts: row
                 .facts
@@ -84,8 +90,8 @@ pub async fn insert(
 ) -> Result<(), StoreError> {
     sqlx::query(
         "INSERT INTO disks (id, vm_id, position, name, datastore_id, size, encrypted, image,
-                            image_format, allocation)
-         VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                            image_format, allocation, limits)
+         VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
     )
     .bind(disk.id.to_string())
     .bind(vm.to_string())
@@ -97,6 +103,7 @@ pub async fn insert(
     .bind(disk.image.as_ref().map(|image| image.path.to_string_lossy()))
     .bind(disk.image.as_ref().map(|image| image.format.name()))
     .bind(to_name(&disk.allocation))
+    .bind(to_json(&disk.limits))
     .execute(to)
     .await?;
     Ok(())
@@ -106,7 +113,7 @@ pub async fn insert(
 pub async fn of_vm(from: &mut SqliteConnection, vm: VmId) -> Result<Vec<Disk>, StoreError> {
     let rows: Vec<Row> = sqlx::query_as(
         "SELECT d.id, d.name, d.datastore_id, s.name AS datastore_name, s.location, d.size,
-                d.encrypted, d.allocation, d.image, d.image_format, d.facts, d.deleting
+                d.encrypted, d.allocation, d.limits, d.image, d.image_format, d.facts, d.deleting
          FROM disks d JOIN datastores s ON s.id = d.datastore_id
          WHERE d.vm_id = ? ORDER BY d.position",
     )

@@ -1,10 +1,10 @@
 //! Storage policies.
 
 use sqlx::{FromRow, SqliteConnection};
-use vmseal_api::host::Allocation;
+use vmseal_api::host::{Allocation, DiskLimits};
 use vmseal_api::id::{PolicyId, ProviderId};
 
-use super::{Part, StoreError, from_name, parse, taken, to_name};
+use super::{Part, StoreError, from_json, from_name, parse, taken, to_json, to_name};
 
 /// A policy as the inventory has it.
 #[derive(Clone, Debug)]
@@ -19,6 +19,8 @@ pub struct Policy {
     pub provider: Option<(ProviderId, String)>,
     /// When disks take room.
     pub allocation: Allocation,
+    /// What guests may use of each disk.
+    pub limits: DiskLimits,
 }
 
 #[derive(FromRow)]
@@ -29,6 +31,7 @@ struct Row {
     provider_id: Option<String>,
     provider_name: Option<String>,
     allocation: String,
+    limits: String,
 }
 
 impl TryFrom<Row> for Policy {
@@ -44,6 +47,7 @@ impl TryFrom<Row> for Policy {
             encryption: row.encryption,
             provider,
             allocation: from_name(&row.allocation, "an allocation")?,
+            limits: from_json(&row.limits, "a policy's limits")?,
         })
     }
 }
@@ -51,16 +55,18 @@ impl TryFrom<Row> for Policy {
 /// Adds a policy.
 pub async fn insert(to: &mut SqliteConnection, policy: &Policy) -> Result<(), StoreError> {
     sqlx::query(
-        "INSERT INTO policies (id, name, encryption, provider_id, allocation) VALUES (?, ?, ?, ?, ?)",
+        "INSERT INTO policies (id, name, encryption, provider_id, allocation, limits)
+         VALUES (?, ?, ?, ?, ?, ?)",
     )
-        .bind(policy.id.to_string())
-        .bind(&policy.name)
-        .bind(policy.encryption)
-        .bind(policy.provider.as_ref().map(|(id, _)| id.to_string()))
-        .bind(to_name(&policy.allocation))
-        .execute(to)
-        .await
-        .map_err(taken(|| format!("a policy '{}'", policy.name)))?;
+    .bind(policy.id.to_string())
+    .bind(&policy.name)
+    .bind(policy.encryption)
+    .bind(policy.provider.as_ref().map(|(id, _)| id.to_string()))
+    .bind(to_name(&policy.allocation))
+    .bind(to_json(&policy.limits))
+    .execute(to)
+    .await
+    .map_err(taken(|| format!("a policy '{}'", policy.name)))?;
     Ok(())
 }
 
@@ -70,7 +76,8 @@ pub async fn find(
     name_or_id: &str,
 ) -> Result<Option<Policy>, StoreError> {
     let row: Option<Row> = sqlx::query_as(
-        "SELECT p.id, p.name, p.encryption, p.provider_id, k.name AS provider_name, p.allocation
+        "SELECT p.id, p.name, p.encryption, p.provider_id, k.name AS provider_name, p.allocation,
+                p.limits
          FROM policies p LEFT JOIN providers k ON k.id = p.provider_id
          WHERE p.name = ? OR p.id = ?",
     )
@@ -84,7 +91,8 @@ pub async fn find(
 /// Policies in order of their ids.
 pub async fn list(from: &mut SqliteConnection, part: &Part) -> Result<Vec<Policy>, StoreError> {
     let rows: Vec<Row> = sqlx::query_as(
-        "SELECT p.id, p.name, p.encryption, p.provider_id, k.name AS provider_name, p.allocation
+        "SELECT p.id, p.name, p.encryption, p.provider_id, k.name AS provider_name, p.allocation,
+                p.limits
          FROM policies p LEFT JOIN providers k ON k.id = p.provider_id
          WHERE p.id > ? ORDER BY p.id LIMIT ?",
     )

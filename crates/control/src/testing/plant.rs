@@ -84,6 +84,7 @@ impl Plant {
                 encryption,
                 provider: None,
                 allocation: Allocation::Thin,
+                limits: Default::default(),
             };
             policies::insert(&mut write, &policy).await.unwrap();
         }
@@ -187,6 +188,7 @@ impl Plant {
                 size: 1 << 20,
                 encrypted: policy.encryption,
                 allocation: policy.allocation,
+                limits: policy.limits,
                 image: None,
                 facts: None,
                 deleting: false,

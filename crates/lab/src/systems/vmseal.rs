@@ -51,7 +51,7 @@ impl Vmseal {
                     keeps_room: false,
                 },
                 front_end: Some(FrontEndSpec::VhostUserBlk {
-                    listen: Handle::Path(place.socket()),
+                    socket: Handle::Path(place.socket()),
                     peer_uid: None,
                     queues: 1,
                 }),

@@ -1,0 +1,145 @@
+//! Who serves the disks of a running guest: a filter, or, when it has died, the next one. The guest sees a
+//! pause: QEMU keeps the record of the requests under way and gives it to the next filter, which does them
+//! again (docs/decisions/016 and 020).
+//!
+//! ```text
+//!    Served ──the filter ended──► Down, waits ──key here or not needed──► Down, attempt under way
+//!      ▲                            │                                       │            │
+//!      └────────────────────────────┼──────────── disks served ─────────────┘            │
+//!                                   ▼                                                    ▼
+//!               ended with the VM (QEMU ended, forced off)             given up: the VM is stopped
+//! ```
+//! There is no limit to the wait for a key: a guest that waits has lost nothing, one that is stopped has.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use serde_json::Value;
+use tokio::sync::oneshot;
+use tokio::task::JoinHandle;
+use tokio::time::{Instant, sleep};
+use vmseal_api::host::VmSpec;
+use vmseal_api::problem::{ErrorCode, Problem};
+
+use super::Shared;
+use super::running::{Happening, Running};
+use super::start::{self, Plan};
+use crate::filter::Control;
+use crate::process::Process;
+use crate::qmp::Qmp;
+use crate::run_dir::ProcessDir;
+use crate::users::Slot;
+
+/// How long it is tried to start another filter. The kernel may take a while to finish what the dead one had
+/// under way on a slow disk, and holds the image's lock until then.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// The pause after the first attempt that failed; each is twice as long as the one before.
+const FIRST_PAUSE: Duration = Duration::from_millis(50);
+
+/// The longest pause between attempts.
+const PAUSE_MAX: Duration = Duration::from_secs(5);
+
+/// See the module.
+pub enum Service {
+    Served(Process),
+    Down(Option<Attempt>),
+}
+
+/// Another filter is being started.
+pub struct Attempt {
+    task: JoinHandle<Result<Process, Problem>>,
+    cancel: oneshot::Sender<()>,
+}
+
+impl Attempt {
+    /// Begins one.
+    pub fn begin(shared: Arc<Shared>, running: &Running, plan: Plan) -> Self {
+        let (directory, slot) = (running.directory.clone(), running.slot.clone());
+        let qmp = running.qmp.clone();
+        let (cancel, cancelled) = oneshot::channel();
+        let task = tokio::spawn(async move {
+            tokio::select! {
+                served = serve_again(&shared, &directory, Arc::new(plan), &slot, &qmp) => served,
+                _ = cancelled => Err(Problem::new(ErrorCode::Cancelled, "the VM is being stopped")),
+            }
+        });
+        Self { task, cancel }
+    }
+
+    /// Ends it; a filter that it has started is on record in the VM's directory.
+    pub async fn end(self) {
+        let _ = self.cancel.send(());
+        let _ = self.task.await;
+    }
+}
+
+impl Service {
+    /// Whether another filter is needed and not yet being started.
+    pub fn waits(&self) -> bool {
+        matches!(self, Self::Down(None))
+    }
+
+    /// The next thing that happens.
+    pub async fn next(&mut self) -> Happening {
+        match self {
+            Self::Served(filter) => Happening::FilterEnded(filter.ended().await),
+            Self::Down(Some(attempt)) => {
+                let result = (&mut attempt.task).await;
+                *self = Self::Down(None);
+                let failed = |error: tokio::task::JoinError| Err(super::internal(error));
+                Happening::ServedAgain(result.unwrap_or_else(failed))
+            }
+            Self::Down(None) => std::future::pending().await,
+        }
+    }
+}
+
+/// Starts a filter for a guest that waits; tries for [`PATIENCE`].
+async fn serve_again(
+    shared: &Shared,
+    directory: &ProcessDir,
+    plan: Arc<Plan>,
+    slot: &Slot,
+    qmp: &Qmp,
+) -> Result<Process, Problem> {
+    let give_up = Instant::now() + PATIENCE;
+    let mut pause = FIRST_PAUSE;
+    loop {
+        let served = match start::filter(shared, directory, &plan, slot).await {
+            Ok((filter, _)) => connected(directory, &plan.spec, filter, qmp).await,
+            Err(problem) => Err(problem),
+        };
+        match served {
+            Ok(filter) => return Ok(filter),
+            Err(problem) if Instant::now() < give_up => {
+                tracing::info!(vm = %plan.spec.vm, %problem, "the disks are not served yet");
+                sleep(pause).await;
+                pause = (pause * 2).min(PAUSE_MAX);
+            }
+            Err(problem) => return Err(problem),
+        }
+    }
+}
+
+/// Waits until QEMU has come to terms with the filter; ends a filter with which it does not.
+async fn connected(
+    directory: &ProcessDir,
+    spec: &VmSpec,
+    filter: Process,
+    qmp: &Qmp,
+) -> Result<Process, Problem> {
+    let control = Control::of(directory);
+    let agreed = async {
+        start::wait_connected(&control, spec).await?;
+        // QEMU takes a filter in one go and answers its monitor afterwards.
+        qmp.execute("query-status", Value::Null).await.map_err(super::internal)?;
+        start::wait_connected(&control, spec).await
+    };
+    let result = agreed.await;
+    if result.is_err() {
+        filter.kill();
+        filter.ended().await;
+    }
+    result.map(|()| filter)
+}
