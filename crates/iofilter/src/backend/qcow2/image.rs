@@ -127,7 +127,8 @@ impl Image {
     pub(super) fn close(&mut self) -> Result<(), IoError> {
         self.flush()?;
         self.file.release()?;
-        self.file.sync_file()
+        self.file.sync_file()?;
+        self.file.shorten()
     }
 
     /// Empties imago's caches when they may have become too large.
@@ -140,6 +141,12 @@ impl Image {
         unsafe { self.format.invalidate_cache() }.map_err(table_error)?;
         self.layers.iter().for_each(ImageFile::forget_touched);
         Ok(())
+    }
+
+    /// The image itself.
+    #[cfg(test)]
+    pub(super) fn file(&self) -> &ImageFile {
+        &self.file
     }
 
     fn mapping(&self, at: u64, most: u64) -> Result<(Mapping<'_, ImageFile>, u64), IoError> {
@@ -298,6 +305,8 @@ impl Image {
         if freed || self.file.moved() {
             self.changed = true;
             self.flush()?;
+            // In the file they count as before, which would be too much for whoever gets them next.
+            self.file.release()?;
             self.fresh_from = self.file.length().next_multiple_of(self.cluster);
         }
         Ok(())

@@ -10,6 +10,8 @@
 mod image;
 mod refcounts;
 mod storage;
+#[cfg(test)]
+mod tests;
 mod worker;
 
 use std::fmt::{self, Debug, Formatter};

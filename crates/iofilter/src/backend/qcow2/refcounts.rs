@@ -30,23 +30,29 @@ fn set(block: &mut [u8], order: u32, index: usize, value: u64) {
 }
 
 /// What has to be in the file instead of `disk` so that no refcount is less than in `exact`; none if that
-/// is so already. From the first one that is raised on, `reserve` free clusters are counted, too: they are
+/// is so already; and behind which index there is nothing new. From the first one that is raised on, `reserve` free clusters are counted, too: they are
 /// the next to be used, and need no other write of the block then.
-pub(super) fn raised(disk: &[u8], exact: &[u8], order: u32, reserve: usize) -> Option<Vec<u8>> {
+pub(super) fn raised(
+    disk: &[u8],
+    exact: &[u8],
+    order: u32,
+    reserve: usize,
+) -> Option<(Vec<u8>, usize)> {
     let all = 0..count(disk.len(), order);
     let low = |&index: &usize| get(disk, order, index) < get(exact, order, index);
     let first = if disk == exact { None } else { all.clone().find(low) }?;
-    let (mut block, mut left) = (disk.to_vec(), reserve);
+    let (mut block, mut left, mut end) = (disk.to_vec(), reserve, first);
     for index in first..all.end {
         let (now, wanted) = (get(disk, order, index), get(exact, order, index));
         if wanted > now {
             set(&mut block, order, index, wanted);
+            end = index + 1;
         } else if now == 0 && left > 0 {
             set(&mut block, order, index, 1);
-            left -= 1;
+            (left, end) = (left - 1, index + 1);
         }
     }
-    Some(block)
+    Some((block, end))
 }
 
 #[cfg(test)]
@@ -79,6 +85,6 @@ mod tests {
         assert_eq!(raised(&disk, &disk, 3, 2), None);
         assert_eq!(raised(&disk, &[1, 0, 1, 0, 0, 0, 0, 0], 3, 2), None);
         let more = raised(&disk, &[0, 0, 1, 1, 0, 1, 0, 0], 3, 2);
-        assert_eq!(more.unwrap(), [1, 0, 2, 1, 1, 1, 1, 0]);
+        assert_eq!(more.unwrap(), (vec![1, 0, 2, 1, 1, 1, 1, 0], 7));
     }
 }

@@ -5,7 +5,8 @@
 //! ```text
 //!  imago ── writes tables ──> pending, blocks        data: straight to the file
 //!                                   │ commit
-//!  1  refcount blocks, only raised; a new refcount table   ── sync, if there were any
+//!  1  refcount blocks, only raised, and the length of the
+//!     file with them; a new refcount table                 ── sync, if there were any
 //!  2  what leads to new refcount blocks                     ── sync, if there was any
 //!  3  L2 tables                                             ── sync, if 4 has any
 //!  4  L1 table, header
@@ -57,11 +58,26 @@ struct Inner {
     target: Target,
     /// How long the file is, as far as we made it so.
     length: AtomicU64,
+    /// How much of it anything was ever written to.
+    used: AtomicU64,
     /// The unit of allocation, in bytes; 1 of a raw file.
     cluster: u64,
     order: u32,
     tables: Mutex<Tables>,
     helper: CommonStorageHelper,
+    /// What became of the file, in its order: for tests, which cut it off anywhere.
+    #[cfg(test)]
+    events: Mutex<Vec<Event>>,
+}
+
+/// Something that was done to the file.
+#[cfg(test)]
+#[derive(Clone, Debug)]
+pub(super) enum Event {
+    Write { at: u64, bytes: Vec<u8> },
+    Zero { at: u64, length: u64 },
+    Length(u64),
+    Sync,
 }
 
 /// What imago wrote, by number of cluster.
@@ -70,8 +86,8 @@ struct Tables {
     pending: BTreeMap<u64, Vec<u8>>,
     /// Refcount blocks as they should be; in the file they may count more.
     blocks: BTreeMap<u64, Block>,
-    /// The refcount blocks that the refcount table in the file leads to.
-    reachable: BTreeSet<u64>,
+    /// The refcount blocks that the refcount table in the file leads to, and which of its entries does.
+    reachable: BTreeMap<u64, u64>,
     /// Where the refcount table is in the file: its first cluster, and how many.
     refcount_table: (u64, u64),
     /// Where the L1 table is, likewise. It has the disk's full length and stays where it is.
@@ -113,9 +129,20 @@ impl ImageFile {
 
     fn new(fd: OwnedFd, cluster: u64, order: u32, tables: Tables) -> io::Result<Self> {
         let length = u64::try_from(nix::unistd::lseek(&fd, 0, nix::unistd::Whence::SeekEnd)?);
-        let (length, tables) = (AtomicU64::new(length.unwrap_or(0)), tables.into());
+        let (length, tables) = (length.unwrap_or(0), tables.into());
+        let (length, used) = (AtomicU64::new(length), AtomicU64::new(length));
         let (target, helper) = (Target::whole(fd), CommonStorageHelper::default());
-        Ok(Self(Arc::new(Inner { target, length, cluster, order, tables, helper })))
+        Ok(Self(Arc::new(Inner {
+            target,
+            length,
+            used,
+            cluster,
+            order,
+            tables,
+            helper,
+            #[cfg(test)]
+            events: Mutex::default(),
+        })))
     }
 
     /// Whether both are the same file.
@@ -173,18 +200,35 @@ impl ImageFile {
         if there == 0 {
             return Ok(());
         }
+        #[cfg(test)]
+        self.note(Event::Zero { at, length: there });
         sync::zero(&self.0.target, at, there, unmap)
     }
 
     /// Gives the room of data back, if the file system can.
     pub(super) fn discard_data(&self, at: u64, length: u64) -> Result<(), IoError> {
         self.settle(at, length)?;
+        #[cfg(test)]
+        self.note(Event::Zero { at, length: length.min(self.length().saturating_sub(at)) });
         sync::discard(&self.0.target, at, length)
     }
 
     /// Makes durable what is in the file.
     pub(super) fn sync_file(&self) -> Result<(), IoError> {
+        #[cfg(test)]
+        self.note(Event::Sync);
         sync::flush(&self.0.target)
+    }
+
+    #[cfg(test)]
+    fn note(&self, event: Event) {
+        self.0.events.lock().unwrap().push(event);
+    }
+
+    /// What became of the file since this was asked last.
+    #[cfg(test)]
+    pub(super) fn events(&self) -> Vec<Event> {
+        std::mem::take(&mut self.0.events.lock().unwrap())
     }
 
     /// Whether something written may be lost for good.
@@ -220,6 +264,12 @@ impl ImageFile {
         if data.bytes() == 0 {
             return Ok(());
         }
+        #[cfg(test)]
+        if write {
+            let mut bytes = vec![0; data.bytes()];
+            Cursor::default().gather(data, &mut bytes);
+            self.note(Event::Write { at, bytes });
+        }
         let mut rest = Segments::default();
         let mut done = sync::once(&self.0.target, write, at, data.as_slice())?;
         while done < data.bytes() {
@@ -233,6 +283,7 @@ impl ImageFile {
     }
 
     fn grown(&self, end: u64) {
+        self.0.used.fetch_max(end, Ordering::Relaxed);
         self.0.length.fetch_max(end, Ordering::Relaxed);
     }
 
@@ -300,13 +351,13 @@ impl ImageFile {
         let reachable = if unchanged { None } else { Some(self.blocks_of(tables, table)?) };
         let known = reachable.as_ref().unwrap_or(&tables.reachable);
         let blocks: Vec<u64> =
-            tables.pending.keys().copied().filter(|number| known.contains(number)).collect();
+            tables.pending.keys().copied().filter(|number| known.contains_key(number)).collect();
         for number in blocks {
             if let Some(exact) = tables.pending.remove(&number) {
                 tables.blocks.insert(number, Block { exact, dirty: true });
             }
         }
-        let mut wrote = self.raise(tables)? || durable;
+        let mut wrote = self.raise(tables, known)? || durable;
         for &number in counting.iter().filter(|&&number| table != old && within(number, table)) {
             self.put(number, &tables.pending[&number])?;
             wrote = true;
@@ -350,20 +401,48 @@ impl ImageFile {
     }
 
     /// Raises refcounts in the file to what they should be; whether any were too low.
-    fn raise(&self, tables: &Tables) -> Result<bool, IoError> {
+    fn raise(&self, tables: &Tables, known: &BTreeMap<u64, u64>) -> Result<bool, IoError> {
+        let per_block = refcounts::count(self.0.cluster as usize, self.0.order) as u64;
         let reserve = ((RESERVE_BYTES / self.0.cluster) as usize).max(RESERVE_MIN);
         let mut wrote = false;
         for (&number, block) in tables.blocks.iter().filter(|(_, block)| block.dirty) {
             // Nothing leads to a new one: whatever is there counts nothing.
-            let new = !tables.reachable.contains(&number);
+            let new = !tables.reachable.contains_key(&number);
             let disk = if new { vec![0; block.exact.len()] } else { self.cluster(number)? };
             let raised = refcounts::raised(&disk, &block.exact, self.0.order, reserve);
-            if let Some(content) = raised.or_else(|| new.then_some(disk)) {
+            if let Some((content, end)) = raised.or_else(|| new.then_some((disk, 0))) {
                 self.put(number, &content)?;
+                // Nothing may lead behind the end of the file, whatever becomes of the data there.
+                let before = known.get(&number).map_or(0, |index| index * per_block);
+                self.lengthen((before + end as u64) * self.0.cluster)?;
                 wrote = true;
             }
         }
         Ok(wrote)
+    }
+
+    fn lengthen(&self, to: u64) -> Result<(), IoError> {
+        if to <= self.length() {
+            return Ok(());
+        }
+        #[cfg(test)]
+        self.note(Event::Length(to));
+        self.set_length(to)
+    }
+
+    fn set_length(&self, to: u64) -> Result<(), IoError> {
+        let set = i64::try_from(to).map(|to| nix::unistd::ftruncate(&self.0.target.fd, to));
+        set.map_err(|_| IoError::NoSpace)?.map_err(|error| IoError::from_errno(error as i32))?;
+        self.0.length.store(to, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Cuts off what was never written to, when nothing is reserved any more.
+    pub(super) fn shorten(&self) -> Result<(), IoError> {
+        let used = self.0.used.load(Ordering::Relaxed);
+        #[cfg(test)]
+        self.note(Event::Length(used));
+        self.set_length(used)
     }
 
     /// Writes refcounts as they are. What nothing leads to any more is durably so.
@@ -383,15 +462,20 @@ impl ImageFile {
     }
 
     /// The clusters of refcount blocks that a refcount table leads to, as imago sees it.
-    fn blocks_of(&self, tables: &Tables, table: (u64, u64)) -> Result<BTreeSet<u64>, IoError> {
-        let mut blocks = BTreeSet::new();
+    fn blocks_of(&self, tables: &Tables, table: (u64, u64)) -> Result<BTreeMap<u64, u64>, IoError> {
+        let (mut blocks, mut index) = (BTreeMap::new(), 0);
         for number in table.0..table.0.saturating_add(table.1) {
             let content = match tables.pending.get(&number) {
                 Some(content) => content,
                 None => &self.cluster(number)?,
             };
-            let offsets = content.as_chunks().0.iter().map(|&entry| u64::from_be_bytes(entry));
-            blocks.extend(offsets.filter(|&at| at != 0).map(|at| at / self.0.cluster));
+            for &entry in content.as_chunks().0 {
+                let at = u64::from_be_bytes(entry);
+                if at != 0 {
+                    blocks.insert(at / self.0.cluster, index);
+                }
+                index += 1;
+            }
         }
         Ok(blocks)
     }
@@ -434,8 +518,8 @@ impl ImageFile {
                 return Err(damaged("a table is not counted"));
             }
         }
-        tables.reachable =
-            counting.iter().filter(|&&at| at != 0).map(|at| at / self.0.cluster).collect();
+        let blocks = counting.iter().zip(0..).filter(|&(&at, _)| at != 0);
+        tables.reachable = blocks.map(|(at, index)| (at / self.0.cluster, index)).collect();
         Ok(())
     }
 
@@ -481,7 +565,7 @@ impl ImageFile {
             let start = number * cluster;
             let (from, to) = (start.max(at), (start + cluster).min(end));
             let part = &bytes[(from - at) as usize..(to - at) as usize];
-            let block = tables.reachable.contains(&number);
+            let block = tables.reachable.contains_key(&number);
             if !block && !tables.pending.contains_key(&number) {
                 tables.pending.insert(number, self.cluster(number).map_err(io_error)?);
             }
