@@ -17,7 +17,7 @@ use crate::request::{IoError, Operation};
 const HELD_BACK_MAX: usize = 2 << 20;
 
 /// What imago's caches of all layers may hold, in bytes. It has no limit in bytes of its own.
-const CACHES_MAX: u64 = 8 << 20;
+const CACHES_MAX: u64 = 6 << 20;
 
 /// The disk that an image holds.
 #[derive(Debug)]

@@ -497,14 +497,15 @@ impl ImageFile {
         }
         all.extend((tables.l1.0..tables.l1.0 + tables.l1.1).chain(table.0..table.0 + table.1));
         all.sort_unstable();
+        let last = all.last().copied().unwrap_or_default();
+        if last.saturating_mul(self.0.cluster) >= self.length() {
+            return Err(damaged("a table lies beyond the end of the file"));
+        }
         let per_block = refcounts::count(self.0.cluster as usize, self.0.order) as u64;
         let mut block: Option<(u64, Vec<u8>)> = None;
         for (place, &number) in all.iter().enumerate() {
             if place > 0 && all[place - 1] == number {
                 return Err(damaged("two of its tables lie over each other"));
-            }
-            if number.saturating_mul(self.0.cluster) >= self.length() {
-                return Err(damaged("a table lies beyond the end of the file"));
             }
             let index = number / per_block;
             if block.as_ref().is_none_or(|(loaded, _)| *loaded != index) {
