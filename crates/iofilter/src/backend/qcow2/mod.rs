@@ -7,6 +7,8 @@
 //! Nothing is opened by name: every file of the chain is given, with its format, and an image whose header
 //! says something else is refused. The page cache is used.
 
+mod check;
+mod commit;
 mod image;
 mod refcounts;
 mod storage;

@@ -2,6 +2,8 @@
 //! far, or by a power cut, after which any of what was not made durable may be missing, in parts and in any
 //! order. Each time it must be sound, hold what it has to, and go on from there.
 //!
+//! Now and then the datastore is full for a while.
+//!
 //! Each block of 512 bytes is filled with the number of the operation that wrote it, so that it tells
 //! whose it is. `VMSEAL_SEED=N` does the same again.
 
@@ -11,6 +13,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::process::Command;
+use std::sync::atomic::Ordering;
 
 use fastrand::Rng;
 use vmseal_api::transfer::ImageFormat;
@@ -18,7 +21,7 @@ use vmseal_api::transfer::ImageFormat;
 use super::storage::Event;
 use super::{Image, open};
 use crate::memory::{Segment, Segments};
-use crate::request::Operation;
+use crate::request::{IoError, Operation};
 
 const SIZE: u64 = 3 << 20;
 const BLOCK: u64 = 512;
@@ -33,7 +36,7 @@ type Allowed = BTreeSet<u32>;
 /// Something that happened: to the file, or an answer to the guest.
 enum Step {
     File(Event),
-    /// From here on each block holds one of these, whatever else happens but an operation on it.
+    /// From here on each of these blocks may hold one of these.
     Begun(Vec<(usize, Allowed)>),
     /// The operations that have begun are answered.
     Answered,
@@ -145,6 +148,10 @@ fn history(image: &mut Image, rng: &mut Rng, number: &mut u32, now: &[Allowed]) 
     let (mut steps, mut now) = (Vec::new(), now.to_vec());
     for _ in 0..rng.usize(1..30) {
         let mut flush = false;
+        // Sometimes the datastore is full, at any of the writes.
+        let full = rng.u8(..) < 32;
+        let room = if full { rng.i64(0..12) } else { i64::MAX };
+        image.file().0.room.store(room, Ordering::Relaxed);
         for _ in 0..rng.usize(1..6) {
             let first = rng.usize(0..BLOCKS);
             let most = if rng.u8(..) < 200 { 24 } else { 700 };
@@ -163,7 +170,10 @@ fn history(image: &mut Image, rng: &mut Rng, number: &mut u32, now: &[Allowed]) 
                 Operation::Discard => Some((block, &now[block] | &Allowed::from([0]))),
                 Operation::Read | Operation::Flush => None,
             };
-            let changes: Vec<_> = (first..first + count).filter_map(changes).collect();
+            let mut changes: Vec<_> = (first..first + count).filter_map(changes).collect();
+            if full {
+                changes.iter_mut().for_each(|(block, allowed)| allowed.extend(&now[*block]));
+            }
             for (block, allowed) in &changes {
                 now[*block].clone_from(allowed);
             }
@@ -175,20 +185,24 @@ fn history(image: &mut Image, rng: &mut Rng, number: &mut u32, now: &[Allowed]) 
                 data.push(unsafe { Segment::new(bytes.as_mut_ptr(), bytes.len()) });
             }
             let (at, length) = (first as u64 * BLOCK, count as u64 * BLOCK);
-            image.perform(operation, at, length, &data).unwrap();
+            let done = image.perform(operation, at, length, &data);
+            assert!(done.is_ok() || full && done == Err(IoError::NoSpace), "{done:?}");
             steps.extend(image.file().events().into_iter().map(Step::File));
-            flush |= operation == Operation::Flush;
+            flush |= operation == Operation::Flush && done.is_ok();
             if flush {
                 break;
             }
         }
-        image.commit().unwrap();
+        let committed = image.commit();
+        assert!(committed.is_ok() || full && committed == Err(IoError::NoSpace), "{committed:?}");
+        flush &= committed.is_ok();
         steps.extend(image.file().events().into_iter().map(Step::File));
         steps.push(Step::Answered);
         if flush {
             steps.push(Step::Flushed);
         }
     }
+    image.file().0.room.store(i64::MAX, Ordering::Relaxed);
     steps
 }
 

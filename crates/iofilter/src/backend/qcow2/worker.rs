@@ -259,3 +259,55 @@ impl Drop for Queue {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use vmseal_api::transfer::ImageFormat;
+
+    use super::*;
+
+    fn image(at: &std::path::Path) -> Image {
+        let create = ["create", "-q", "-f", "qcow2"];
+        let made = std::process::Command::new("qemu-img").args(create).arg(at).arg("1M").status();
+        assert!(made.unwrap().success());
+        let file = std::fs::File::options().read(true).write(true).open(at).unwrap();
+        let below: Vec<(_, ImageFormat)> = Vec::new();
+        super::super::open(file.into(), below, 0, 1 << 20, false).unwrap()
+    }
+
+    #[test]
+    fn after_a_defect_of_the_library_every_request_fails_and_nothing_is_written() {
+        let directory = tempfile::tempdir_in("/dev/shm").unwrap();
+        let path = directory.path().join("image");
+        let image = image(&path);
+        let before = std::fs::read(&path).unwrap();
+        let (kept, outcome) = contain(image, |image| {
+            let mut bytes = vec![7; 65536];
+            let mut data = Segments::default();
+            // SAFETY: `bytes` lives until the request is done.
+            data.push(unsafe { crate::memory::Segment::new(bytes.as_mut_ptr(), bytes.len()) });
+            image.perform(Operation::Write, 0, 65536, &data).unwrap();
+            panic!("a defect");
+        });
+        let outcome: Option<()> = outcome;
+        assert!(kept.is_none() && outcome.is_none());
+        assert_eq!(std::fs::read(&path).unwrap()[..before.len()], before, "tables were written");
+
+        let event = EventFd::from_flags(EfdFlags::EFD_NONBLOCK).unwrap();
+        let (list, arrived) = (Mutex::default(), Condvar::new());
+        let answers = Arc::new(Answers { list, event, arrived });
+        let mut requests = crate::request::Requests::new(1);
+        let job = Job {
+            id: requests.take().unwrap(),
+            operation: Operation::Flush,
+            offset: 0,
+            length: 0,
+            data: Segments::default(),
+            answers: Arc::clone(&answers),
+        };
+        do_batch(&mut None, &mut vec![job]);
+        let list = lock(&answers.list);
+        assert_eq!((list.len(), list[0].result), (1, Err(IoError::Defect)));
+        assert_eq!(answers.event.read(), Ok(1));
+    }
+}
