@@ -133,6 +133,9 @@ fn an_image_is_refused_for_what_is_wrong_with_it() {
     let image = OwnedFd::from(place.file("image"));
     let short = Qcow2Disk::open(image, Vec::new(), 4096, SIZE, false).map(|_| ()).unwrap_err();
     assert!(short.to_string().contains("4198400 are needed"), "{short}");
+    let device = File::options().read(true).write(true).open("/dev/null").unwrap();
+    let refused = Qcow2Disk::open(device.into(), Vec::new(), 0, SIZE, false).map(|_| ());
+    assert!(refused.unwrap_err().to_string().contains("not a regular file"));
     let read_only = OwnedFd::from(File::open(place.path("image")).unwrap());
     let refused = Qcow2Disk::open(read_only, Vec::new(), 0, SIZE, false).map(|_| ()).unwrap_err();
     assert!(refused.to_string().contains("open for reading only"), "{refused}");
@@ -165,6 +168,8 @@ fn what_lies_below_is_what_is_given_and_never_what_the_image_names() {
         refusal.contains("file 1 below the image") && refusal.contains("(secret)"),
         "{refusal}"
     );
+    let refusal = place.refusal(&[("image", ImageFormat::Raw)]);
+    assert!(refusal.contains("in the chain already"), "{refusal}");
     place.create("image", &[]);
     let refusal = place.refusal(&[("base", ImageFormat::Raw)]);
     assert!(refusal.contains("no backing file, but one is given"), "{refusal}");

@@ -16,6 +16,7 @@ mod storage;
 mod tests;
 mod worker;
 
+use std::collections::HashSet;
 use std::fmt::{self, Debug, Formatter};
 use std::fs::File;
 use std::io;
@@ -59,6 +60,12 @@ pub enum Qcow2Error {
         /// Why.
         error: io::Error,
     },
+    /// A device, a pipe.
+    #[error("{0} is not a regular file")]
+    Kind(Layer),
+    /// Given twice.
+    #[error("{0} is a file that is in the chain already")]
+    Twice(Layer),
     /// Tables that would take too much memory.
     #[error(
         "{which} has tables of {0} bytes, more than are held in memory: convert it to larger clusters (qemu-img convert -O qcow2 -o cluster_size=64k)",
@@ -149,6 +156,7 @@ fn open(
     size: u64,
     read_only: bool,
 ) -> Result<Image, Qcow2Error> {
+    check_apart(&file, &backing)?;
     let mut layers = Vec::new();
     let mut below: Option<FormatAccess<ImageFile>> = None;
     for (index, (fd, format)) in backing.into_iter().enumerate().rev() {
@@ -174,6 +182,20 @@ fn open(
     image.ok_or_else(|| Qcow2Error::System(io::ErrorKind::NotFound.into()))
 }
 
+/// No file is in a chain twice: what is written to it would change what lies below.
+fn check_apart(file: &OwnedFd, backing: &[(OwnedFd, ImageFormat)]) -> Result<(), Qcow2Error> {
+    let below = backing.iter().zip(1..).map(|((fd, _), depth)| (fd, Layer::Below(depth)));
+    let mut seen = HashSet::new();
+    for (fd, which) in std::iter::once((file, Layer::Top)).chain(below) {
+        let failed = |error: nix::Error| Qcow2Error::Open { which, error: error.into() };
+        let stat = nix::sys::stat::fstat(fd).map_err(failed)?;
+        if !seen.insert((stat.st_dev, stat.st_ino)) {
+            return Err(Qcow2Error::Twice(which));
+        }
+    }
+    Ok(())
+}
+
 fn open_raw(fd: OwnedFd, which: Layer) -> Result<(ImageFile, FormatAccess<ImageFile>), Qcow2Error> {
     let failed = |error| Qcow2Error::Open { which, error };
     let file = ImageFile::raw(fd).map_err(failed)?;
@@ -189,6 +211,9 @@ fn open_layer(
 ) -> Result<(ImageFile, FormatAccess<ImageFile>, Layout), Qcow2Error> {
     let failed = |error| Qcow2Error::Open { which, error };
     let file = File::from(fd);
+    if !file.metadata().map_err(failed)?.is_file() {
+        return Err(Qcow2Error::Kind(which));
+    }
     let layout = vmseal_qcow2::examine_disk(&file, below.is_some(), writable)
         .map_err(|refusal| Qcow2Error::Refused { which, refusal })?;
     let l1 = u64::from(layout.l1_entries) * 8;

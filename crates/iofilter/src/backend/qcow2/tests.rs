@@ -282,6 +282,27 @@ fn live(place: &Place, of: u32, rng: &mut Rng, context: &str) {
     }
 }
 
+#[test]
+fn after_a_failed_flush_nothing_is_changed_any_more_and_reads_go_on() {
+    let place = Place::new("cluster_size=64k", false);
+    let mut image = place.open();
+    let mut bytes = vec![7; 4096];
+    let mut data = Segments::default();
+    // SAFETY: `bytes` lives until the requests are done.
+    data.push(unsafe { Segment::new(bytes.as_mut_ptr(), bytes.len()) });
+    assert_eq!(image.perform(Operation::Write, 0, 4096, &data), Ok(()));
+    assert_eq!(image.perform(Operation::Flush, 0, 0, &Segments::default()), Ok(()));
+    let failed = image.file().0.target.flushed(Err(IoError::Device(libc::EIO)));
+    assert_eq!(failed, Err(IoError::Device(libc::EIO)));
+    assert_eq!(image.perform(Operation::Write, 8192, 4096, &data), Err(IoError::Lost));
+    assert_eq!(
+        image.perform(Operation::Discard, 0, 4096, &Segments::default()),
+        Err(IoError::Lost)
+    );
+    assert_eq!(image.perform(Operation::Flush, 0, 0, &Segments::default()), Err(IoError::Lost));
+    assert_eq!(image.perform(Operation::Read, 0, 4096, &data), Ok(()));
+}
+
 fn seed() -> u64 {
     std::env::var("VMSEAL_SEED").map_or_else(|_| fastrand::u64(..), |seed| seed.parse().unwrap())
 }
