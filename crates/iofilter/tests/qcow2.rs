@@ -5,7 +5,7 @@
 
 use std::fs::File;
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::{FileExt, MetadataExt};
+use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -276,7 +276,11 @@ struct Filter(Child);
 
 impl Filter {
     fn start(at: &Path, size: u64, backend: &Value) -> Self {
-        let config = json!({
+        Self::start_with(at, size, backend, |_| ())
+    }
+
+    fn start_with(at: &Path, size: u64, backend: &Value, more: impl Fn(&mut Value)) -> Self {
+        let mut config = json!({
             "version": 1,
             "vm": "01890a5d-ac96-774b-bcce-b302099a8057",
             "control": { "path": at.join("control") },
@@ -289,6 +293,7 @@ impl Filter {
                 "front_end": { "kind": "nbd", "listen": { "path": at.join("nbd") } }
             }]
         });
+        more(&mut config["disks"][0]);
         std::fs::write(at.join("config"), config.to_string()).unwrap();
         let mut command = Command::new(env!("CARGO_BIN_EXE_vmseal-filter"));
         command.arg("--config").arg(at.join("config")).stderr(Stdio::null());
@@ -353,6 +358,31 @@ fn a_process_with_an_image_stays_small_however_large_the_image_is() {
         filter.end();
         place.run("qemu-img", &["check", "-f", "qcow2", "image"]);
     }
+}
+
+#[test]
+fn an_image_is_imported_to_an_encrypted_qcow2_disk_and_only_ciphertext_is_in_it() {
+    let place = Place::new();
+    place.create("image", &[]);
+    let mut content = vec![0; SIZE as usize];
+    content[1 << 20..2 << 20].fill(0x5a);
+    std::fs::write(place.path("source"), &content).unwrap();
+    std::fs::write(place.path("key"), (0..64u8).collect::<Vec<_>>()).unwrap();
+    std::fs::set_permissions(place.path("key"), PermissionsExt::from_mode(0o600)).unwrap();
+    let path = |name: &str| json!({ "path": place.path(name) });
+    let backend = json!({ "kind": "qcow2", "file": path("image"), "offset": 0 });
+    let filter = Filter::start_with(place.0.path(), SIZE, &backend, |disk| {
+        disk["chain"] = json!([{ "kind": "crypt", "key": path("key"), "holes": "zero" }]);
+        disk["import"] = json!({ "source": path("source"), "format": "raw" });
+    });
+    by_nbd(&place, &["read -P 0x5a 1M 1M".into(), "read -P 0 0 1M".into(), "flush".into()]);
+    filter.end();
+    place.run("qemu-img", &["check", "-f", "qcow2", "image"]);
+    place.run("qemu-img", &["convert", "-f", "qcow2", "-O", "raw", "image", "raw"]);
+    let raw = std::fs::read(place.path("raw")).unwrap();
+    assert!(raw[..1 << 20].iter().all(|&byte| byte == 0), "a hole became data");
+    assert!(!raw.windows(16).any(|window| window == [0x5a; 16]));
+    assert!(place.path("image").metadata().unwrap().blocks() * 512 < 2 << 20, "holes take room");
 }
 
 #[test]
