@@ -16,6 +16,7 @@ pub mod kmip_ttlv;
 pub mod luks_header;
 pub mod nbd_negotiation;
 pub mod nbd_transmission;
+pub mod qcow2_disk;
 pub mod qcow2_image;
 pub mod qmp;
 pub mod rest_body;
@@ -46,6 +47,7 @@ pub const TARGETS: &[(&str, Run)] = &[
     ("luks_header", luks_header::run),
     ("nbd_negotiation", nbd_negotiation::run),
     ("nbd_transmission", nbd_transmission::run),
+    ("qcow2_disk", qcow2_disk::run),
     ("qcow2_image", qcow2_image::run),
     ("qmp", qmp::run),
     ("rest_body", rest_body::run),

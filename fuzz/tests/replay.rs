@@ -172,6 +172,7 @@ replayed! {
     luks_header
     nbd_negotiation
     nbd_transmission
+    qcow2_disk
     qcow2_image
     qmp
     rest_body

@@ -270,6 +270,33 @@ pub enum BackendSpec {
         #[serde(default)]
         keeps_room: bool,
     },
+    /// An image of QEMU's format.
+    Qcow2 {
+        /// The image, open for reading and (unless read-only) writing, its lock held.
+        file: Handle,
+        /// The files below it, from the one right below downwards; at most [`BACKING_MAX`]. The names that
+        /// the images have of each other are not followed.
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        backing: Vec<BackingSpec>,
+        /// Where the guest's first byte is, in bytes from the start of the image's disk (LUKS2: the data
+        /// segment).
+        offset: u64,
+    },
+    /// Memory that is gone when the filter ends: for tests, drills and measurements.
+    Mem {},
+}
+
+/// The most files below a qcow2 image: each costs a look at its tables for what the ones above lack.
+pub const BACKING_MAX: usize = 8;
+
+/// A file below a qcow2 image, which is only read.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct BackingSpec {
+    /// The file, open for reading.
+    pub file: Handle,
+    /// What it is: never guessed. A raw one is the last of its chain.
+    pub format: ImageFormat,
 }
 
 /// Whether the page cache is bypassed (O_DIRECT).

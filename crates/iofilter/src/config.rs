@@ -4,11 +4,12 @@ use std::collections::HashSet;
 use std::io::Read;
 
 use vmseal_api::filter::{
-    Budget, CHAIN_MAX, CRYPT_SECTOR, DELAY_MAX, DISKS_MAX, DelaySpec, DiskConfig, FAULT_RULES_MAX,
-    FaultKind, FaultRule, FaultSpec, FilterConfig, FilterSpec, FrontEndSpec, LimitSpec,
-    NBD_CONNECTIONS, OperationKind, QUEUES_MAX, SERIAL_MAX, VERSION,
+    BACKING_MAX, BackendSpec, Budget, CHAIN_MAX, CRYPT_SECTOR, DELAY_MAX, DISKS_MAX, DelaySpec,
+    DiskConfig, FAULT_RULES_MAX, FaultKind, FaultRule, FaultSpec, FilterConfig, FilterSpec,
+    FrontEndSpec, LimitSpec, NBD_CONNECTIONS, OperationKind, QUEUES_MAX, SERIAL_MAX, VERSION,
 };
 use vmseal_api::id::DiskId;
+use vmseal_api::transfer::ImageFormat;
 
 /// The longest configuration, in bytes; [`DISKS_MAX`] disks fit well within.
 pub const CONFIG_MAX: u64 = 1024 * 1024;
@@ -116,7 +117,7 @@ fn check_disk(disk: &DiskConfig) -> Result<(), ConfigError> {
     if disk.serial.len() > SERIAL_MAX || !disk.serial.is_ascii() {
         return refuse(format!("its serial is not {SERIAL_MAX} bytes of ASCII at most"));
     }
-    if let Err(what) = check_chain(&disk.chain) {
+    if let Err(what) = check_chain(&disk.chain).and_then(|()| check_backend(&disk.backend)) {
         return refuse(what);
     }
     if !(1..=usize::from(QUEUES_MAX)).contains(&queues(disk)) {
@@ -159,6 +160,23 @@ fn check_chain(chain: &[FilterSpec]) -> Result<(), String> {
                     say `reorders`"
                 .into(),
         );
+    }
+    Ok(())
+}
+
+fn check_backend(backend: &BackendSpec) -> Result<(), String> {
+    let BackendSpec::Qcow2 { backing, offset, .. } = backend else { return Ok(()) };
+    if backing.len() > BACKING_MAX {
+        let count = backing.len();
+        return Err(format!("{count} files below its image; at most {BACKING_MAX} are possible"));
+    }
+    if backing.iter().rev().skip(1).any(|file| file.format == ImageFormat::Raw) {
+        return Err("a raw file is the last of its chain: nothing can lie below it".into());
+    }
+    if !offset.is_multiple_of(u64::from(CRYPT_SECTOR)) {
+        return Err(format!(
+            "its data begins at {offset}, which is not a multiple of {CRYPT_SECTOR}"
+        ));
     }
     Ok(())
 }
@@ -244,6 +262,32 @@ mod tests {
     }
 
     #[test]
+    fn what_lies_below_an_image_is_checked_for_sense() {
+        let file = |format: &str| json!({ "file": { "fd": 8 }, "format": format });
+        let image = |backing: Vec<Value>, offset: u64| {
+            let mut config = good();
+            let file = json!({ "fd": 6 });
+            config["disks"][0]["backend"] =
+                json!({ "kind": "qcow2", "file": file, "backing": backing, "offset": offset });
+            read_value(&config).map_err(|error| error.to_string())
+        };
+        assert!(image(vec![], 0).is_ok());
+        assert!(image(vec![file("qcow2"), file("raw")], 4096).is_ok());
+        for (backing, offset, reason) in [
+            (vec![file("raw"), file("qcow2")], 0, "last of its chain"),
+            (vec![file("qcow2"); BACKING_MAX + 1], 0, "9 files below"),
+            (vec![file("vmdk")], 0, "vmdk"),
+            (vec![], 512, "not a multiple"),
+        ] {
+            let refusal = image(backing, offset).unwrap_err();
+            assert!(refusal.contains(reason), "{refusal}");
+        }
+        let mut memory = good();
+        memory["disks"][0]["backend"] = json!({ "kind": "mem" });
+        assert!(read_value(&memory).is_ok());
+    }
+
+    #[test]
     fn a_chain_is_checked_for_sense() {
         let crypt = || json!({ "kind": "crypt", "key": { "fd": 5 }, "holes": "zero" });
         let budget = json!({ "per_second": 100, "burst": 10 });
@@ -299,7 +343,7 @@ mod tests {
             ("/disks/0/serial", json!("123456789012345678901"), "serial"),
             ("/disks/0/front_end/queues", json!(0), "0 queues"),
             ("/disks/0/front_end/queues", json!(17), "17 queues"),
-            ("/disks/0/backend/kind", json!("qcow2"), "qcow2"),
+            ("/disks/0/backend/kind", json!("tape"), "tape"),
             ("/disks/0/chain/0/holes", json!("maybe"), "maybe"),
             ("/disks/0/disk", json!("x"), "not understood"),
             (

@@ -10,6 +10,7 @@ use crate::align::Align;
 use crate::align::locks::SectorLocks;
 use crate::backend::file::FileDisk;
 use crate::backend::mem::MemDisk;
+use crate::backend::qcow2::Qcow2Disk;
 use crate::chain::{Backend, Chain, Filter};
 use crate::crypt::{Crypt, CryptError};
 use crate::figures::CipherTime;
@@ -28,7 +29,9 @@ const QUEUE_POOL_BYTES: usize = 2 * 1024 * 1024;
 pub enum Rest {
     /// A file or block device.
     File(FileDisk),
-    /// Memory, for tests.
+    /// An image of QEMU's format.
+    Qcow2(Qcow2Disk),
+    /// Memory that completes requests late and in another order, for tests.
     Mem(MemDisk),
 }
 
@@ -133,20 +136,21 @@ impl Disk {
         for layer in &self.below {
             filters.push(layer.filter()?);
         }
-        Ok(Chain::new(self.size, self.read_only, filters, self.backend()))
+        Ok(Chain::new(self.size, self.read_only, filters, self.backend()?))
     }
 
-    fn backend(&self) -> Box<dyn Backend> {
+    fn backend(&self) -> io::Result<Box<dyn Backend>> {
         match &self.rest {
-            Rest::File(file) => file.queue(),
-            Rest::Mem(mem) => mem.queue(),
+            Rest::File(file) => Ok(file.queue()),
+            Rest::Qcow2(image) => image.queue(),
+            Rest::Mem(mem) => Ok(mem.queue()),
         }
     }
 
     fn align(&self) -> io::Result<Option<Align>> {
         let (block, memory) = match &self.rest {
             Rest::File(file) => (file.block(), file.memory_alignment()),
-            Rest::Mem(_) => (LOGICAL_BLOCK as u32, 1),
+            Rest::Qcow2(_) | Rest::Mem(_) => (LOGICAL_BLOCK as u32, 1),
         };
         let block = if self.encryption.is_some() { block.max(CRYPT_SECTOR) } else { block };
         if u64::from(block) == LOGICAL_BLOCK && memory == 1 {

@@ -51,6 +51,9 @@ fn main() -> ExitCode {
 fn log() {
     vmseal_log::start();
     std::panic::set_hook(Box::new(|panic| {
+        if vmseal_iofilter::contained::is_contained() {
+            return tracing::error!(%panic, "a defect of a library; what it was used for fails");
+        }
         tracing::error!(%panic, "a defect; the process ends");
         std::process::abort();
     }));

@@ -12,13 +12,14 @@ use std::thread::JoinHandle;
 
 use nix::unistd::geteuid;
 use vmseal_api::filter::{
-    BackendSpec, DiskActivity, DiskConfig, ExportSpec, FilterConfig, FilterSpec, FrontEndSpec,
-    Holes, ImportSpec, TargetFormat,
+    BackendSpec, BackingSpec, DiskActivity, DiskConfig, ExportSpec, FilterConfig, FilterSpec,
+    FrontEndSpec, Holes, ImportSpec, TargetFormat,
 };
 use vmseal_api::id::DiskId;
 use vmseal_api::transfer::ImageFormat;
 
 use crate::backend::file::{FileDisk, OpenError};
+use crate::backend::qcow2::{Qcow2Disk, Qcow2Error};
 use crate::chain::Chain;
 use crate::config;
 use crate::crypt::CryptError;
@@ -54,6 +55,14 @@ pub enum StartError {
         disk: DiskId,
         /// Why.
         error: OpenError,
+    },
+    /// A disk's qcow2 image.
+    #[error("disk {disk}: {error}")]
+    Image {
+        /// Which.
+        disk: DiskId,
+        /// Why.
+        error: Qcow2Error,
     },
     /// A disk's cipher or memory.
     #[error("disk {disk}: {error}")]
@@ -163,14 +172,7 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
         let what = format!("disk {id}, {what}");
         move |error| StartError::Handle { what, error }
     };
-    let BackendSpec::File { file, offset, direct, keeps_room } = &config.backend;
-    let fd = handles.file(file, !config.read_only).map_err(named("its image"))?;
-    let twin = fd.try_clone()?;
-    let file = FileDisk::open(fd, *offset, config.size, *direct, config.read_only)
-        .map_err(|error| StartError::Open { disk: id, error })?;
-    if *keeps_room {
-        file.keep_room();
-    }
+    let (rest, sparse) = rest(config, handles)?;
     let crypt = config.chain.iter().find_map(|link| match link {
         FilterSpec::Crypt { key, holes } => Some((key, *holes)),
         _ => None,
@@ -190,7 +192,7 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
     };
     // Where there is no cipher, or a hole is a hole to it, too.
     let zeroes = encryption.as_ref().is_none_or(|encryption| encryption.holes == Holes::Zero);
-    let sparse = zeroes.then(|| Sparse(twin.into(), *offset));
+    let sparse = sparse.filter(|_| zeroes);
     let export = match &config.export {
         Some(spec) => Some(Export { target: target(config, spec, handles)?, sparse }),
         None => None,
@@ -211,8 +213,8 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
     let is_crypt = |link: &FilterSpec| matches!(link, FilterSpec::Crypt { .. });
     let mut sides = config.chain.split(is_crypt).map(|side| side.iter().filter_map(layer::of));
     let mut side = || sides.next().into_iter().flatten().collect();
-    let disk = Disk::new(config.size, config.read_only, encryption, Rest::File(file), all)
-        .with_layers(side(), side());
+    let disk =
+        Disk::new(config.size, config.read_only, encryption, rest, all).with_layers(side(), side());
     let chains = (0..queues).map(|_| disk.chain()).collect::<Result<_, _>>();
     let chains = chains.map_err(|error| StartError::Crypt { disk: id, error })?;
     let served = Arc::new(Served {
@@ -231,6 +233,42 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
     }
     let pool_bytes = disk.pool_bytes();
     Ok(Prepared { chains, import, export, front_end, pool_bytes, served, disk: id })
+}
+
+/// Where a disk's data rests, and where its holes are, if that can be told.
+fn rest(config: &DiskConfig, handles: &mut Handles) -> Result<(Rest, Option<Sparse>), StartError> {
+    let (id, size, read_only) = (config.disk, config.size, config.read_only);
+    let named = |what: &str| {
+        let what = format!("disk {id}, {what}");
+        move |error| StartError::Handle { what, error }
+    };
+    let opened = |error| StartError::Open { disk: id, error };
+    match &config.backend {
+        BackendSpec::File { file, offset, direct, keeps_room } => {
+            let fd = handles.file(file, !read_only).map_err(named("its image"))?;
+            let sparse = Sparse(fd.try_clone()?.into(), *offset);
+            let file = FileDisk::open(fd, *offset, size, *direct, read_only).map_err(opened)?;
+            if *keeps_room {
+                file.keep_room();
+            }
+            Ok((Rest::File(file), Some(sparse)))
+        }
+        BackendSpec::Qcow2 { file, backing, offset } => {
+            let fd = handles.file(file, !read_only).map_err(named("its image"))?;
+            let mut below = Vec::new();
+            for BackingSpec { file, format } in backing {
+                let fd = handles.file(file, false).map_err(named("a file below its image"))?;
+                below.push((fd, *format));
+            }
+            Qcow2Disk::open(fd, below, *offset, size, read_only)
+                .map(|image| (Rest::Qcow2(image), None))
+                .map_err(|error| StartError::Image { disk: id, error })
+        }
+        BackendSpec::Mem {} => {
+            let file = FileDisk::in_memory(size).map_err(opened)?;
+            Ok((Rest::File(file), None))
+        }
+    }
 }
 
 /// The file that a disk is exported to.

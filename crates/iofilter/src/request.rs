@@ -74,6 +74,16 @@ pub enum IoError {
     /// The cipher failed; the key or the library is broken.
     #[error("the cipher failed; the data was left as it was")]
     Cipher,
+    /// The tables of a qcow2 image make no sense.
+    #[error(
+        "the image is damaged; the filter's log says how. Stop the VM and look at the image with qemu-img check, or restore it from a copy"
+    )]
+    Damaged,
+    /// The reader of qcow2 images has panicked.
+    #[error(
+        "the reader of qcow2 images has a defect and was stopped; the filter's log says where. Stop and start the VM"
+    )]
+    Defect,
     /// More is under way than the chain was built for.
     #[error("too many requests are under way")]
     Overload,

@@ -24,7 +24,6 @@ use vm_memory::{Bytes, GuestAddress};
 
 const SIZE: u64 = 16 << 20;
 const BLOCK: u64 = 4096;
-const BLOCKS: u64 = 64;
 const PATIENCE: Duration = Duration::from_secs(30);
 /// Requests of three descriptors in a ring of 16.
 const SLOTS: usize = 5;
@@ -33,9 +32,47 @@ const KILLS: usize = 25;
 /// A filter on this image, which it holds the lock of, as the agent starts it: connected to its VMM.
 struct Filter(Child);
 
+/// Where the disk rests.
+#[derive(Clone, Copy, PartialEq)]
+enum Rests {
+    File,
+    Qcow2,
+}
+
+impl Rests {
+    /// How many blocks the guest uses: in a qcow2 image, enough for new clusters all the while.
+    fn blocks(self) -> u64 {
+        if self == Self::Qcow2 { 2048 } else { 64 }
+    }
+
+    fn make(self, at: &Path) {
+        if self == Self::File {
+            return File::create(at).unwrap().set_len(SIZE).unwrap();
+        }
+        let create = ["create", "-q", "-f", "qcow2", "-o", "cluster_size=4k"];
+        let made = Command::new("qemu-img").args(create).arg(at).arg(SIZE.to_string()).status();
+        assert!(made.unwrap().success());
+    }
+
+    fn backend(self, fd: i32) -> serde_json::Value {
+        let kind = if self == Self::Qcow2 { "qcow2" } else { "file" };
+        json!({ "kind": kind, "file": { "fd": fd }, "offset": 0 })
+    }
+
+    /// A killed filter leaves leaked clusters at worst.
+    fn check(self, at: &Path) {
+        if self == Self::Qcow2 {
+            let check = Command::new("qemu-img").args(["check", "-f", "qcow2"]).arg(at).output();
+            let check = check.unwrap();
+            let said = String::from_utf8_lossy(&check.stderr);
+            assert!(matches!(check.status.code(), Some(0 | 3)), "{said}");
+        }
+    }
+}
+
 impl Filter {
     /// With the VMM's end of the connection.
-    fn start(directory: &Path) -> (Self, UnixStream) {
+    fn start(directory: &Path, rests: Rests) -> (Self, UnixStream) {
         let image = locked(&directory.join("disk"));
         let (socket, of_vmm) = UnixStream::pair().unwrap();
         let path = |name: &str| directory.join(name);
@@ -48,7 +85,7 @@ impl Filter {
                 "size": SIZE,
                 "serial": "vmseal-0",
                 "chain": [{ "kind": "crypt", "key": { "path": path("key") }, "holes": "zero" }],
-                "backend": { "kind": "file", "file": { "fd": image.as_raw_fd() }, "offset": 0 },
+                "backend": rests.backend(image.as_raw_fd()),
                 "front_end": {
                     "kind": "vhost_user_blk", "socket": { "fd": socket.as_raw_fd() }, "queues": 1
                 }
@@ -143,7 +180,7 @@ impl Load {
     fn fill(&mut self) {
         for slot in 0..SLOTS as u16 {
             let head = slot * 3;
-            let block = self.pick(BLOCKS);
+            let block = self.pick(self.stamps.len() as u64);
             let busy = self.under_way.values().any(|asked| asked.block == block);
             if busy || self.under_way.contains_key(&head) {
                 continue;
@@ -206,6 +243,15 @@ impl Load {
 
 #[test]
 fn no_request_is_lost_or_answered_twice_when_the_filter_is_killed() {
+    killed_and_replaced(Rests::File);
+}
+
+#[test]
+fn a_qcow2_image_is_sound_and_no_request_is_lost_when_the_filter_is_killed() {
+    killed_and_replaced(Rests::Qcow2);
+}
+
+fn killed_and_replaced(rests: Rests) {
     let seed = match std::env::var("VMSEAL_SEED") {
         Ok(seed) => seed.parse().unwrap(),
         Err(_) => RandomState::new().hash_one(()),
@@ -215,12 +261,12 @@ fn no_request_is_lost_or_answered_twice_when_the_filter_is_killed() {
     let path: PathBuf = place.path().into();
     std::fs::write(path.join("key"), (0..64u8).collect::<Vec<_>>()).unwrap();
     std::fs::set_permissions(path.join("key"), PermissionsExt::from_mode(0o600)).unwrap();
-    File::create(path.join("disk")).unwrap().set_len(SIZE).unwrap();
+    rests.make(&path.join("disk"));
 
-    let (mut filter, socket) = Filter::start(&path);
+    let (mut filter, socket) = Filter::start(&path, rests);
     let guest = Initiator::connect_with_record(socket, u64::MAX);
     let random = TestRng::from_seed(RngAlgorithm::ChaCha, &seed.to_le_bytes().repeat(4));
-    let (under_way, stamps) = (HashMap::new(), vec![0; BLOCKS as usize]);
+    let (under_way, stamps) = (HashMap::new(), vec![0; rests.blocks() as usize]);
     let mut load = Load { guest, random, under_way, stamps, next: 1, answered: 0 };
     let mut resumed = 0;
     for _ in 0..KILLS {
@@ -234,13 +280,14 @@ fn no_request_is_lost_or_answered_twice_when_the_filter_is_killed() {
         std::thread::sleep(Duration::from_micros(pause));
         filter.kill();
         while load.answer(Duration::ZERO) {}
+        rests.check(&path.join("disk"));
         resumed += load.under_way.len();
         let socket;
-        (filter, socket) = Filter::start(&path);
+        (filter, socket) = Filter::start(&path, rests);
         load.guest.reconnect(socket);
     }
     load.finish();
-    for block in 0..BLOCKS {
+    for block in 0..rests.blocks() {
         load.ask(0, Asked { block, stamp: None });
         load.guest.kick();
         load.finish();

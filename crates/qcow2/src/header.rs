@@ -37,6 +37,9 @@ const SIZE_MAX: u64 = i64::MAX as u64;
 /// The most header extensions that are looked at; QEMU writes at most six.
 const EXTENSIONS_MAX: usize = 64;
 
+/// Where the autoclear features of version 3 are, in bytes.
+const AUTOCLEAR: usize = 88;
+
 /// Incompatible features.
 const DIRTY: u64 = 1 << 0;
 const CORRUPT: u64 = 1 << 1;
@@ -49,6 +52,9 @@ const EXTENSION_END: u32 = 0;
 const EXTENSION_EXTERNAL_DATA: u32 = 0x4441_5441;
 const EXTENSION_ENCRYPTION: u32 = 0x0537_be77;
 
+/// The header extension that names dirty bitmaps.
+const EXTENSION_BITMAPS: u32 = 0x2385_2875;
+
 /// What an image is that can be imported.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
@@ -60,7 +66,38 @@ pub struct Header {
     pub cluster_size: u64,
 }
 
-/// Why an image cannot be imported, and what to do.
+/// What an image is to be used for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Use {
+    /// To be read once: whole in itself.
+    Import,
+    /// A disk, or a layer of one.
+    Disk {
+        /// Whether the file below it is given: the image itself must say the same.
+        backing: bool,
+        /// Whether it is to be written.
+        writable: bool,
+    },
+}
+
+/// An image that is a disk, or a layer of one: where its tables are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Layout {
+    /// What it is.
+    pub header: Header,
+    /// Where the L1 table begins, in bytes.
+    pub l1_offset: u64,
+    /// How many entries of 8 bytes it has.
+    pub l1_entries: u32,
+    /// Where the refcount table begins, in bytes.
+    pub refcount_offset: u64,
+    /// How many clusters it takes.
+    pub refcount_clusters: u32,
+    /// How wide a refcount is, as a power of two of bits.
+    pub refcount_order: u32,
+}
+
+/// Why an image cannot be used, and what to do.
 #[derive(Debug, thiserror::Error)]
 pub enum Refusal {
     /// It cannot be read.
@@ -85,6 +122,24 @@ pub enum Refusal {
     /// It is encrypted in itself.
     #[error("it is encrypted by {0}: decrypt it first (qemu-img convert -O qcow2)")]
     Encrypted(&'static str),
+    /// An overlay, and what is below it is not there.
+    #[error(
+        "it is an overlay of another file ({0}), and none is given: name the whole chain of files; the name in the image is not followed"
+    )]
+    BackingNotGiven(String),
+    /// Something is given below an image that is whole in itself.
+    #[error("it has no backing file, but one is given: leave that out, or give the right image")]
+    BackingNotNamed,
+    /// Writing would leave them wrong.
+    #[error(
+        "it has dirty bitmaps, which writing would make wrong: remove them first (qemu-img bitmap --remove)"
+    )]
+    Bitmaps,
+    /// As bitmaps.
+    #[error(
+        "it has features ({0:#x}) that writing would make void: convert it first (qemu-img convert -O qcow2)"
+    )]
+    Autoclear(u64),
     /// It holds states that would not come along.
     #[error(
         "it holds {0} internal snapshots, which would be lost: delete them (qemu-img snapshot -d) or make an image of the state that is wanted (qemu-img convert -O qcow2)"
@@ -119,15 +174,29 @@ pub enum Refusal {
     Truncated(&'static str),
 }
 
-/// Reads and checks the header of `file`.
+/// Reads and checks the header of `file`, which is to be imported.
 ///
 /// # Errors
 /// [`Refusal`].
 pub fn examine(file: &File) -> Result<Header, Refusal> {
+    let (bytes, length) = first_cluster(file)?;
+    parse(&bytes, length)
+}
+
+/// Reads and checks the header of `file`, which is to be a disk or a layer of one.
+///
+/// # Errors
+/// [`Refusal`].
+pub fn examine_disk(file: &File, backing: bool, writable: bool) -> Result<Layout, Refusal> {
+    let (bytes, length) = first_cluster(file)?;
+    parse_for(&bytes, length, Use::Disk { backing, writable })
+}
+
+fn first_cluster(file: &File) -> Result<(Vec<u8>, u64), Refusal> {
     let length = file.metadata()?.len();
     let mut bytes = vec![0; EXAMINED_MAX.min(usize::try_from(length).unwrap_or(EXAMINED_MAX))];
     file.read_exact_at(&mut bytes, 0)?;
-    parse(&bytes, length)
+    Ok((bytes, length))
 }
 
 /// Checks the header in `bytes`, the first [`EXAMINED_MAX`] bytes of an image of `length` bytes (or all
@@ -136,6 +205,14 @@ pub fn examine(file: &File) -> Result<Header, Refusal> {
 /// # Errors
 /// [`Refusal`].
 pub fn parse(bytes: &[u8], length: u64) -> Result<Header, Refusal> {
+    parse_for(bytes, length, Use::Import).map(|layout| layout.header)
+}
+
+/// As [`parse`], for any use.
+///
+/// # Errors
+/// [`Refusal`].
+pub fn parse_for(bytes: &[u8], length: u64, usage: Use) -> Result<Layout, Refusal> {
     let fields = Fields(bytes);
     if bytes.get(..4) != Some(MAGIC) {
         return Err(Refusal::Magic);
@@ -151,14 +228,23 @@ pub fn parse(bytes: &[u8], length: u64) -> Result<Header, Refusal> {
         return Err(Refusal::Damaged("its cluster size is not between 512 bytes and 2 MiB"));
     }
     let cluster = 1u64 << bits;
-    check_whole(&fields)?;
-    check_extensions(&fields, version, cluster)?;
+    check_backing(&fields, usage)?;
+    check_whole(&fields, usage)?;
+    check_extensions(&fields, version, cluster, usage)?;
     let size = fields.u64(24)?;
     if size == 0 || size > SIZE_MAX {
         return Err(Refusal::Damaged("its disk has no size, or one beyond all limits"));
     }
     check_tables(&fields, size, cluster, length)?;
-    Ok(Header { version, size, cluster_size: cluster })
+    Ok(Layout {
+        header: Header { version, size, cluster_size: cluster },
+        l1_offset: fields.u64(40)?,
+        l1_entries: fields.u32(36)?,
+        refcount_offset: fields.u64(48)?,
+        refcount_clusters: fields.u32(56)?,
+        // Those of version 2 are always 16 bits wide.
+        refcount_order: if version == 3 { fields.u32(96)? } else { 4 },
+    })
 }
 
 /// The features that change what the rest means, first of all.
@@ -190,26 +276,43 @@ fn check_features(fields: &Fields<'_>, features: u64) -> Result<(), Refusal> {
     Ok(())
 }
 
-/// All of the data is in this file, and can be read.
-fn check_whole(fields: &Fields<'_>) -> Result<(), Refusal> {
+/// What is given below the image is what it says itself.
+fn check_backing(fields: &Fields<'_>, usage: Use) -> Result<(), Refusal> {
     let backing = fields.u64(8)?;
-    if backing != 0 {
-        let name_len = fields.u32(16)?.min(BACKING_NAME_MAX);
-        return Err(Refusal::BackingFile(fields.text(backing, name_len)));
+    let name_len = fields.u32(16)?.min(BACKING_NAME_MAX);
+    let name = || fields.text(backing, name_len);
+    match (usage, backing != 0) {
+        (Use::Import, true) => Err(Refusal::BackingFile(name())),
+        (Use::Disk { backing: false, .. }, true) => Err(Refusal::BackingNotGiven(name())),
+        (Use::Disk { backing: true, .. }, false) => Err(Refusal::BackingNotNamed),
+        _ => Ok(()),
     }
+}
+
+/// All of the data is in this file, and can be read; and written, where it is to be.
+fn check_whole(fields: &Fields<'_>, usage: Use) -> Result<(), Refusal> {
     match fields.u32(32)? {
         0 => {}
         1 => return Err(Refusal::Encrypted("qcow2's own AES")),
         2 => return Err(Refusal::Encrypted("LUKS inside of qcow2")),
         _ => return Err(Refusal::Encrypted("an unknown method")),
     }
+    // What is only read as a layer of a disk may have other states beside the one that is read.
+    let read_only_layer = matches!(usage, Use::Disk { writable: false, .. });
     match fields.u32(60)? {
         0 => Ok(()),
+        _ if read_only_layer => Ok(()),
         count => Err(Refusal::Snapshots(count)),
     }
 }
 
-fn check_extensions(fields: &Fields<'_>, version: u32, cluster: u64) -> Result<(), Refusal> {
+fn check_extensions(
+    fields: &Fields<'_>,
+    version: u32,
+    cluster: u64,
+    usage: Use,
+) -> Result<(), Refusal> {
+    let written = matches!(usage, Use::Disk { writable: true, .. });
     let mut at = V2_LEN as u64;
     if version == 3 {
         if fields.u32(96)? > REFCOUNT_ORDER_MAX {
@@ -220,16 +323,18 @@ fn check_extensions(fields: &Fields<'_>, version: u32, cluster: u64) -> Result<(
             return Err(Refusal::Damaged("the length of its header is not possible"));
         }
     }
+    let autoclear = if version == 3 { fields.u64(AUTOCLEAR)? } else { 0 };
     for _ in 0..EXTENSIONS_MAX {
         // The list ends where the first cluster does, if not before.
         if at + 8 > cluster {
-            return Ok(());
+            return check_autoclear(autoclear, written);
         }
         let (kind, len) = (fields.u32(at as usize)?, fields.u32(at as usize + 4)?);
         match kind {
-            EXTENSION_END => return Ok(()),
+            EXTENSION_END => return check_autoclear(autoclear, written),
             EXTENSION_EXTERNAL_DATA => return Err(Refusal::ExternalData),
             EXTENSION_ENCRYPTION => return Err(Refusal::Encrypted("LUKS inside of qcow2")),
+            EXTENSION_BITMAPS if written => return Err(Refusal::Bitmaps),
             // Names for messages, dirty bitmaps of backup programs: nothing that the data needs.
             _ => {}
         }
@@ -239,6 +344,14 @@ fn check_extensions(fields: &Fields<'_>, version: u32, cluster: u64) -> Result<(
         }
     }
     Err(Refusal::Damaged("it has too many header extensions"))
+}
+
+/// What a writer that does not know it has to declare void, for whoever relies on it.
+fn check_autoclear(features: u64, written: bool) -> Result<(), Refusal> {
+    if written && features != 0 {
+        return Err(Refusal::Autoclear(features));
+    }
+    Ok(())
 }
 
 /// The tables are where they can be, and large enough for the disk.
@@ -379,6 +492,35 @@ mod tests {
         assert!(matches!(parse(&image[..60], 60), Err(Refusal::Truncated(_))));
         let cut = parse(&image[..3 * 65536], 3 * 65536).unwrap_err();
         assert!(cut.to_string().contains("truncated"), "{cut}");
+    }
+
+    #[test]
+    fn a_disk_is_what_is_given_and_is_written_only_if_nothing_else_relies_on_it() {
+        let disk = |image: &[u8], backing, writable| {
+            parse_for(image, image.len() as u64, Use::Disk { backing, writable })
+        };
+        let whole = good();
+        let layout = disk(&whole, false, true).unwrap();
+        assert_eq!((layout.l1_offset, layout.l1_entries), (3 * 65536, 1));
+        let refcounts = (layout.refcount_offset, layout.refcount_clusters, layout.refcount_order);
+        assert_eq!(refcounts, (65536, 1, 4));
+        assert!(matches!(disk(&whole, true, true), Err(Refusal::BackingNotNamed)));
+        let mut overlay = good();
+        (overlay[15], overlay[19]) = (200, 8);
+        assert!(disk(&overlay, true, true).is_ok());
+        assert!(matches!(disk(&overlay, false, false), Err(Refusal::BackingNotGiven(_))));
+        let mut snapshots = good();
+        snapshots[63] = 1;
+        assert!(disk(&snapshots, false, false).is_ok());
+        assert!(matches!(disk(&snapshots, false, true), Err(Refusal::Snapshots(1))));
+        let mut bitmaps = good();
+        bitmaps[112..116].copy_from_slice(&EXTENSION_BITMAPS.to_be_bytes());
+        assert!(disk(&bitmaps, false, false).is_ok());
+        assert!(matches!(disk(&bitmaps, false, true), Err(Refusal::Bitmaps)));
+        let mut autoclear = good();
+        autoclear[AUTOCLEAR] = 1;
+        assert!(disk(&autoclear, false, false).is_ok());
+        assert!(matches!(disk(&autoclear, false, true), Err(Refusal::Autoclear(_))));
     }
 
     #[test]

@@ -13,6 +13,7 @@
 //!
 //! O_DIRECT is set on the open file description that was passed in, so its other holders get it too.
 
+use std::fs::File;
 use std::io;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -20,6 +21,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
+use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::statfs::{FsType, fstatfs};
 use vmseal_api::filter::Direct;
 
@@ -129,6 +131,18 @@ impl FileDisk {
         Ok(Self { target: Arc::new(target), in_memory, block, memory })
     }
 
+    /// A disk of zeroes in memory, which takes room as it is written and is gone with the process.
+    ///
+    /// # Errors
+    /// [`OpenError::Look`]: the kernel refuses it.
+    pub fn in_memory(size: u64) -> Result<Self, OpenError> {
+        let flags = MFdFlags::MFD_CLOEXEC;
+        let file = memfd_create(c"disk", flags).map(File::from);
+        let file = file.map_err(|error| OpenError::Look(error.into()))?;
+        file.set_len(size).map_err(OpenError::Look)?;
+        Self::open(file.into(), 0, size, Direct::Off, false)
+    }
+
     /// Never gives room back, as where the file system cannot: a discard does nothing, and what is to
     /// read as zeroes becomes zeroes that are allocated.
     pub fn keep_room(&self) {
@@ -161,6 +175,18 @@ impl FileDisk {
 }
 
 impl Target {
+    /// All of a file, by way of the page cache, however long it is.
+    pub(super) fn whole(fd: OwnedFd) -> Self {
+        let (punches, zeroes) = (AtomicBool::new(true), AtomicBool::new(true));
+        let lost = AtomicBool::new(false);
+        Self { fd, offset: 0, end: None, punches, zeroes, direct: false, lost }
+    }
+
+    /// Whether a flush has failed, and what was written before it may be lost for good.
+    pub(super) fn is_lost(&self) -> bool {
+        self.lost.load(Ordering::Acquire)
+    }
+
     /// Remembers that the file system lacks a kind of `fallocate`, if that is what the error means.
     pub(super) fn cannot(&self, errno: i32, flag: &AtomicBool) -> bool {
         let cannot = matches!(errno, libc::EOPNOTSUPP | libc::ENOSYS | libc::ENODEV);
@@ -234,7 +260,7 @@ fn check_length(fd: &OwnedFd, offset: u64, size: u64) -> Result<Option<u64>, Ope
     Ok((kind == libc::S_IFREG).then_some(needs))
 }
 
-fn check_mode(fd: &OwnedFd, read_only: bool) -> Result<(), OpenError> {
+pub(super) fn check_mode(fd: &OwnedFd, read_only: bool) -> Result<(), OpenError> {
     let flags = fcntl(fd, FcntlArg::F_GETFL).map_err(|error| OpenError::Look(error.into()))?;
     let writable = flags & libc::O_ACCMODE == libc::O_RDWR;
     if read_only || writable { Ok(()) } else { Err(OpenError::NotWritable) }

@@ -2,5 +2,6 @@
 
 pub mod file;
 pub mod mem;
+pub mod qcow2;
 pub mod sync;
 pub mod uring;

@@ -69,7 +69,12 @@ fn errno() -> i32 {
 }
 
 /// One `preadv` or `pwritev`; how many bytes it moved, never 0.
-fn once(target: &Target, write: bool, at: u64, segments: &[Segment]) -> Result<usize, IoError> {
+pub(super) fn once(
+    target: &Target,
+    write: bool,
+    at: u64,
+    segments: &[Segment],
+) -> Result<usize, IoError> {
     let (fd, count) = (target.fd.as_raw_fd(), segments.len() as i32);
     let (iovecs, at) = (segments.as_ptr().cast::<libc::iovec>(), at as i64);
     loop {
@@ -92,7 +97,8 @@ fn once(target: &Target, write: bool, at: u64, segments: &[Segment]) -> Result<u
     }
 }
 
-fn flush(target: &Target) -> Result<(), IoError> {
+/// Makes durable what is in the file.
+pub(super) fn flush(target: &Target) -> Result<(), IoError> {
     let answer = nix::unistd::fdatasync(&target.fd);
     target.flushed(answer.map_err(|error| IoError::from_errno(error as i32)))
 }

@@ -149,6 +149,8 @@ pub fn number(error: IoError) -> u32 {
         | IoError::Lost
         | IoError::Device(_)
         | IoError::Cipher
+        | IoError::Damaged
+        | IoError::Defect
         | IoError::Overload => error::EIO,
     }
 }

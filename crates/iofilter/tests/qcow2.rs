@@ -1,0 +1,397 @@
+//! qcow2 images that are damaged, hostile or not what they are said to be: refused with the reason, or an
+//! error of the requests that meet the damage; and what an image costs in memory.
+
+#![allow(clippy::unwrap_used)] // a test
+
+use std::fs::File;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+use vmseal_api::transfer::ImageFormat;
+use vmseal_iofilter::backend::qcow2::Qcow2Disk;
+use vmseal_iofilter::blocking;
+use vmseal_iofilter::chain::Chain;
+use vmseal_iofilter::disk::{Disk, Rest};
+use vmseal_iofilter::memory::Segment;
+use vmseal_iofilter::request::{IoError, Operation};
+
+const SIZE: u64 = 4 << 20;
+const CLUSTER: u64 = 65536;
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// Where `qemu-img create` puts things.
+const REFCOUNT_TABLE: u64 = CLUSTER;
+const REFCOUNT_BLOCK: u64 = 2 * CLUSTER;
+const L1: u64 = 3 * CLUSTER;
+
+struct Place(tempfile::TempDir);
+
+impl Place {
+    fn new() -> Self {
+        Self(tempfile::tempdir_in("/dev/shm").unwrap())
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.0.path().join(name)
+    }
+
+    fn run(&self, program: &str, arguments: &[&str]) -> String {
+        let ran =
+            Command::new(program).args(arguments).current_dir(self.0.path()).output().unwrap();
+        let said = [ran.stdout, ran.stderr].concat();
+        let said = String::from_utf8_lossy(&said).into_owned();
+        assert!(ran.status.success(), "{program} {arguments:?}: {said}");
+        said
+    }
+
+    fn create(&self, name: &str, options: &[&str]) {
+        let create = ["create", "-q", "-f", "qcow2"];
+        self.run("qemu-img", &[&create, options, &[name, "4M"]].concat());
+    }
+
+    /// Has QEMU write to the image.
+    fn write(&self, name: &str, what: &str) {
+        self.run("qemu-io", &["-f", "qcow2", "-c", what, name]);
+    }
+
+    fn file(&self, name: &str) -> File {
+        File::options().read(true).write(true).open(self.path(name)).unwrap()
+    }
+
+    fn open(&self, below: &[(&str, ImageFormat)], read_only: bool) -> Result<Disk, String> {
+        let below = below.iter().map(|&(name, format)| (OwnedFd::from(self.file(name)), format));
+        let image = OwnedFd::from(self.file("image"));
+        let opened = Qcow2Disk::open(image, below.collect(), 0, SIZE, read_only);
+        let rest = Rest::Qcow2(opened.map_err(|error| error.to_string())?);
+        Ok(Disk::new(SIZE, read_only, None, rest, 1))
+    }
+
+    fn refusal(&self, below: &[(&str, ImageFormat)]) -> String {
+        self.open(below, false).map(|_| ()).expect_err("it is opened")
+    }
+}
+
+fn read_u64(file: &File, at: u64) -> u64 {
+    let mut bytes = [0; 8];
+    file.read_exact_at(&mut bytes, at).unwrap();
+    u64::from_be_bytes(bytes)
+}
+
+/// One request; reads return what they read.
+fn ask(chain: &mut Chain, what: Operation, at: u64, bytes: &mut [u8]) -> Result<(), IoError> {
+    let id = chain.begin().unwrap();
+    if matches!(what, Operation::Read | Operation::Write) {
+        // SAFETY: the buffer outlives the drained chain.
+        chain.data_mut(id).push(unsafe { Segment::new(bytes.as_mut_ptr(), bytes.len()) });
+    }
+    chain.submit(id, what, at, bytes.len() as u64, 0);
+    blocking::drain(chain)
+}
+
+#[test]
+fn an_image_is_refused_for_what_is_wrong_with_it() {
+    let place = Place::new();
+    let patches: [(&str, u64, &[u8], &str); 12] = [
+        ("not qcow2", 0, b"RAW!", "not a qcow2 image"),
+        ("an absurd size", 24, &[0x7f; 8], "too small for its disk"),
+        ("an absurd L1 table", 36, &[0x10, 0, 0, 0], "L1 table is too large"),
+        ("a truncated L1 table", 40, &[0, 0, 0, 1, 0, 0, 0, 0], "truncated"),
+        ("its own encryption", 32, &[0, 0, 0, 1], "AES"),
+        ("another file's data", 79, &[4], "another file"),
+        ("unknown features", 72, &[0x80], "unknown incompatible features"),
+        ("the dirty bit", 79, &[1], "not closed properly"),
+        ("the corrupt bit", 79, &[2], "marked as corrupt"),
+        ("a refcount block nowhere", REFCOUNT_TABLE, &[0, 0, 0, 1], "beyond the end of the file"),
+        ("a table that is not counted", REFCOUNT_BLOCK + 6, &[0, 0], "not counted"),
+        ("two tables in one place", L1, &[0x80, 0, 0, 0, 0, 1, 0, 0], "lie over each other"),
+    ];
+    for (what, at, bytes, reason) in patches {
+        place.create("image", &[]);
+        place.file("image").write_all_at(bytes, at).unwrap();
+        let refusal = place.refusal(&[]);
+        assert!(refusal.contains(reason), "{what}: {refusal}");
+    }
+    place.create("image", &["-o", "extended_l2=on"]);
+    assert!(place.refusal(&[]).contains("extended L2"));
+    place.create("image", &["-o", "cluster_size=512,preallocation=metadata"]);
+    place.file("image").set_len(20_000).unwrap();
+    assert!(place.refusal(&[]).contains("beyond"), "{}", place.refusal(&[]));
+    place.create("image", &[]);
+    place.run("qemu-img", &["bitmap", "--add", "image", "backup"]);
+    assert!(place.refusal(&[]).contains("dirty bitmaps"));
+    assert!(place.open(&[], true).is_ok());
+    place.run("qemu-img", &["bitmap", "--remove", "image", "backup"]);
+    assert!(place.open(&[], false).is_ok());
+    place.run("qemu-img", &["snapshot", "-c", "before", "image"]);
+    assert!(place.refusal(&[]).contains("1 internal snapshots"));
+    place.run("qemu-img", &["resize", "--shrink", "-f", "qcow2", "image", "4M"]);
+    place.create("image", &[]);
+    let image = OwnedFd::from(place.file("image"));
+    let short = Qcow2Disk::open(image, Vec::new(), 4096, SIZE, false).map(|_| ()).unwrap_err();
+    assert!(short.to_string().contains("4198400 are needed"), "{short}");
+    let device = File::options().read(true).write(true).open("/dev/null").unwrap();
+    let refused = Qcow2Disk::open(device.into(), Vec::new(), 0, SIZE, false).map(|_| ());
+    assert!(refused.unwrap_err().to_string().contains("not a regular file"));
+    let read_only = OwnedFd::from(File::open(place.path("image")).unwrap());
+    let refused = Qcow2Disk::open(read_only, Vec::new(), 0, SIZE, false).map(|_| ()).unwrap_err();
+    assert!(refused.to_string().contains("open for reading only"), "{refused}");
+}
+
+#[test]
+fn what_lies_below_is_what_is_given_and_never_what_the_image_names() {
+    let place = Place::new();
+    std::fs::write(place.path("secret"), vec![0x11; SIZE as usize]).unwrap();
+    std::fs::write(place.path("base"), vec![0x22; SIZE as usize]).unwrap();
+    // QEMU would read the file that is named.
+    place.create("image", &["-b", "secret", "-F", "raw"]);
+    let refusal = place.refusal(&[]);
+    assert!(refusal.contains("an overlay of another file (secret)"), "{refusal}");
+    let disk = place.open(&[("base", ImageFormat::Raw)], false).unwrap();
+    let mut bytes = vec![0; 8192];
+    ask(&mut disk.chain().unwrap(), Operation::Read, 4096, &mut bytes).unwrap();
+    assert!(bytes.iter().all(|&byte| byte == 0x22));
+    drop(disk);
+    // A raw file stays one, whatever a guest has written to its start.
+    place.create("evil", &["-b", "secret", "-F", "raw"]);
+    let evil = std::fs::read(place.path("evil")).unwrap();
+    place.file("base").write_all_at(&evil, 0).unwrap();
+    let disk = place.open(&[("base", ImageFormat::Raw)], false).unwrap();
+    ask(&mut disk.chain().unwrap(), Operation::Read, 0, &mut bytes).unwrap();
+    assert!(bytes == evil[..8192]);
+    drop(disk);
+    let refusal = place.refusal(&[("evil", ImageFormat::Qcow2)]);
+    assert!(
+        refusal.contains("file 1 below the image") && refusal.contains("(secret)"),
+        "{refusal}"
+    );
+    let refusal = place.refusal(&[("image", ImageFormat::Raw)]);
+    assert!(refusal.contains("in the chain already"), "{refusal}");
+    place.create("image", &[]);
+    let refusal = place.refusal(&[("base", ImageFormat::Raw)]);
+    assert!(refusal.contains("no backing file, but one is given"), "{refusal}");
+}
+
+#[test]
+fn with_a_file_below_what_is_discarded_or_zeroed_reads_as_zeroes() {
+    let place = Place::new();
+    std::fs::write(place.path("base"), vec![0x22; SIZE as usize]).unwrap();
+    place.create("image", &["-b", "base", "-F", "raw"]);
+    let mut chain = place.open(&[("base", ImageFormat::Raw)], false).unwrap().chain().unwrap();
+    let far = 8 * CLUSTER;
+    ask(&mut chain, Operation::Write, 0, &mut [7; 2 * CLUSTER as usize]).unwrap();
+    for (operation, at, length) in [
+        (Operation::Discard, 4096, CLUSTER),
+        (Operation::Discard, far, CLUSTER),
+        (Operation::WriteZeroes { unmap: true }, far + 3 * CLUSTER - 512, 1024),
+    ] {
+        ask(&mut chain, operation, at, &mut vec![0; length as usize]).unwrap();
+        let mut read = vec![1; length as usize];
+        ask(&mut chain, Operation::Read, at, &mut read).unwrap();
+        assert!(read.iter().all(|&byte| byte == 0), "{operation:?} at {at}");
+    }
+    let mut beside = [0; 512];
+    ask(&mut chain, Operation::Read, far + 3 * CLUSTER + 512, &mut beside).unwrap();
+    assert_eq!(beside, [0x22; 512]);
+    drop(chain);
+    place.run("qemu-img", &["check", "-f", "qcow2", "image"]);
+}
+
+#[test]
+fn what_meets_damage_fails_and_the_rest_goes_on() {
+    let place = Place::new();
+    place.create("image", &[]);
+    place.write("image", "write -P 7 0 256k");
+    let file = place.file("image");
+    let l2 = read_u64(&file, L1) & 0x00ff_ffff_ffff_fe00;
+    // A cluster that lies beyond the end, and one that is compressed, but is not.
+    file.write_all_at(&(1u64 << 63 | 1 << 40).to_be_bytes(), l2).unwrap();
+    file.write_all_at(&(1u64 << 62 | (5 * CLUSTER)).to_be_bytes(), l2 + 16).unwrap();
+    let mut chain = place.open(&[], false).unwrap().chain().unwrap();
+    let mut bytes = vec![0; 4096];
+    let mut read =
+        |cluster: u64, bytes: &mut [u8]| ask(&mut chain, Operation::Read, cluster * CLUSTER, bytes);
+    assert_eq!(read(0, &mut bytes), Err(IoError::Truncated));
+    assert_eq!(read(2, &mut bytes), Err(IoError::Damaged));
+    assert_eq!(read(3, &mut bytes), Ok(()));
+    assert!(bytes.iter().all(|&byte| byte == 7));
+    drop(chain);
+    // One that does not begin where clusters do.
+    file.write_all_at(&(1u64 << 63 | 0x1200).to_be_bytes(), l2).unwrap();
+    let mut chain = place.open(&[], false).unwrap().chain().unwrap();
+    assert_eq!(ask(&mut chain, Operation::Read, 0, &mut bytes), Err(IoError::Damaged));
+    drop(chain);
+    // A table that is nowhere in the file.
+    place.create("image", &[]);
+    place.write("image", "write -P 7 0 256k");
+    let mut chain = place.open(&[], true).unwrap().chain().unwrap();
+    place.file("image").write_all_at(&(1u64 << 63 | 1 << 40).to_be_bytes(), L1).unwrap();
+    assert_eq!(ask(&mut chain, Operation::Read, 0, &mut bytes), Ok(()), "it was looked at before");
+    drop(chain);
+    let mut chain = place.open(&[], true).unwrap().chain().unwrap();
+    assert_eq!(ask(&mut chain, Operation::Read, 0, &mut bytes), Err(IoError::Damaged));
+    drop(chain);
+    assert!(place.refusal(&[]).contains("beyond the end of the file"));
+}
+
+#[test]
+fn an_image_that_is_cut_while_in_use_is_not_made_longer() {
+    let place = Place::new();
+    place.create("image", &[]);
+    let mut chain = place.open(&[], false).unwrap().chain().unwrap();
+    ask(&mut chain, Operation::Write, 0, &mut vec![7; 1 << 20]).unwrap();
+    place.file("image").set_len(CLUSTER).unwrap();
+    let mut bytes = vec![8; 4096];
+    let refused = ask(&mut chain, Operation::Write, 2 << 20, &mut bytes);
+    assert_eq!(refused, Err(IoError::Truncated));
+    assert_eq!(ask(&mut chain, Operation::Read, 0, &mut bytes), Err(IoError::Truncated));
+    assert_eq!(place.path("image").metadata().unwrap().len(), CLUSTER);
+}
+
+#[test]
+fn room_is_given_back_where_the_guest_discards() {
+    let place = Place::new();
+    place.create("image", &[]);
+    let mut chain = place.open(&[], false).unwrap().chain().unwrap();
+    ask(&mut chain, Operation::Write, 0, &mut vec![7; 4 << 20]).unwrap();
+    let room = || place.path("image").metadata().unwrap().blocks() * 512;
+    let full = room();
+    assert!(full >= 4 << 20);
+    ask(&mut chain, Operation::Discard, 0, &mut vec![0; 2 << 20]).unwrap();
+    assert!(room() <= full - (2 << 20), "{} of {full}", room());
+    let zero = Operation::WriteZeroes { unmap: true };
+    ask(&mut chain, zero, 2 << 20, &mut vec![0; 1 << 20]).unwrap();
+    assert!(room() <= full - (3 << 20), "{} of {full}", room());
+    let kept = room();
+    let zero = Operation::WriteZeroes { unmap: false };
+    ask(&mut chain, zero, 3 << 20, &mut vec![0; 1 << 20]).unwrap();
+    assert_eq!(room(), kept);
+}
+
+/// A filter that is served over NBD.
+struct Filter(Child);
+
+impl Filter {
+    fn start(at: &Path, size: u64, backend: &Value) -> Self {
+        Self::start_with(at, size, backend, |_| ())
+    }
+
+    fn start_with(at: &Path, size: u64, backend: &Value, more: impl Fn(&mut Value)) -> Self {
+        let mut config = json!({
+            "version": 1,
+            "vm": "01890a5d-ac96-774b-bcce-b302099a8057",
+            "control": { "path": at.join("control") },
+            "disks": [{
+                "disk": "01890a5d-ac96-774b-bcce-b302099a8058",
+                "size": size,
+                "serial": "vmseal-0",
+                "chain": [],
+                "backend": backend,
+                "front_end": { "kind": "nbd", "listen": { "path": at.join("nbd") } }
+            }]
+        });
+        more(&mut config["disks"][0]);
+        std::fs::write(at.join("config"), config.to_string()).unwrap();
+        let mut command = Command::new(env!("CARGO_BIN_EXE_vmseal-filter"));
+        command.arg("--config").arg(at.join("config")).stderr(Stdio::null());
+        let filter = Self(command.spawn().unwrap());
+        let until = Instant::now() + PATIENCE;
+        while !at.join("nbd").exists() {
+            assert!(Instant::now() < until, "it does not serve");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        filter
+    }
+
+    /// Memory of its own, in KiB.
+    fn memory(&self) -> u64 {
+        let status = std::fs::read_to_string(format!("/proc/{}/status", self.0.id())).unwrap();
+        let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:")).unwrap();
+        line.split_whitespace().next().unwrap().parse().unwrap()
+    }
+
+    fn end(mut self) {
+        let pid = nix::unistd::Pid::from_raw(self.0.id().try_into().unwrap());
+        nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGTERM).unwrap();
+        assert!(self.0.wait().unwrap().success());
+    }
+}
+
+impl Drop for Filter {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+fn by_nbd(place: &Place, commands: &[String]) {
+    let uri = format!("nbd+unix:///?socket={}", place.path("nbd").display());
+    let mut arguments = vec!["-f", "raw"];
+    commands.iter().for_each(|command| arguments.extend(["-c", command]));
+    arguments.push(&uri);
+    let said = place.run("qemu-io", &arguments);
+    assert!(!said.contains("fail"), "{said}");
+}
+
+#[test]
+fn a_process_with_an_image_stays_small_however_large_the_image_is() {
+    for options in ["cluster_size=64k", "cluster_size=2M"] {
+        let place = Place::new();
+        let size = 1u64 << 40;
+        let create = ["create", "-q", "-f", "qcow2", "-o", options, "image", "1T"];
+        place.run("qemu-img", &create);
+        let file = json!({ "path": place.path("image") });
+        let backend = json!({ "kind": "qcow2", "file": file, "offset": 0 });
+        let filter = Filter::start(place.0.path(), size, &backend);
+        // Each in an L2 table of its own, with clusters of 64 KiB.
+        let writes =
+            (0..400u64).map(|n| format!("write -P 5 {} 4k", n * (size / 400) / 4096 * 4096));
+        by_nbd(&place, &writes.collect::<Vec<_>>());
+        let reads = (0..400u64).map(|n| format!("read -P 5 {} 4k", n * (size / 400) / 4096 * 4096));
+        by_nbd(&place, &reads.collect::<Vec<_>>());
+        let memory = filter.memory();
+        println!("{options}: {memory} KiB");
+        assert!(memory < 32 << 10, "{options}: {memory} KiB");
+        filter.end();
+        place.run("qemu-img", &["check", "-f", "qcow2", "image"]);
+    }
+}
+
+#[test]
+fn an_image_is_imported_to_an_encrypted_qcow2_disk_and_only_ciphertext_is_in_it() {
+    let place = Place::new();
+    place.create("image", &[]);
+    let mut content = vec![0; SIZE as usize];
+    content[1 << 20..2 << 20].fill(0x5a);
+    std::fs::write(place.path("source"), &content).unwrap();
+    std::fs::write(place.path("key"), (0..64u8).collect::<Vec<_>>()).unwrap();
+    std::fs::set_permissions(place.path("key"), PermissionsExt::from_mode(0o600)).unwrap();
+    let path = |name: &str| json!({ "path": place.path(name) });
+    let backend = json!({ "kind": "qcow2", "file": path("image"), "offset": 0 });
+    let filter = Filter::start_with(place.0.path(), SIZE, &backend, |disk| {
+        disk["chain"] = json!([{ "kind": "crypt", "key": path("key"), "holes": "zero" }]);
+        disk["import"] = json!({ "source": path("source"), "format": "raw" });
+    });
+    by_nbd(&place, &["read -P 0x5a 1M 1M".into(), "read -P 0 0 1M".into(), "flush".into()]);
+    filter.end();
+    place.run("qemu-img", &["check", "-f", "qcow2", "image"]);
+    place.run("qemu-img", &["convert", "-f", "qcow2", "-O", "raw", "image", "raw"]);
+    let raw = std::fs::read(place.path("raw")).unwrap();
+    assert!(raw[..1 << 20].iter().all(|&byte| byte == 0), "a hole became data");
+    assert!(!raw.windows(16).any(|window| window == [0x5a; 16]));
+    assert!(place.path("image").metadata().unwrap().blocks() * 512 < 2 << 20, "holes take room");
+}
+
+#[test]
+fn a_disk_in_memory_is_served_sparse() {
+    let place = Place::new();
+    let filter = Filter::start(place.0.path(), 1 << 40, &json!({ "kind": "mem" }));
+    let far = 1u64 << 39;
+    by_nbd(&place, &[format!("write -P 5 {far} 1M"), format!("read -P 5 {far} 1M")]);
+    by_nbd(&place, &["read -P 0 0 1M".into(), format!("discard {far} 1M")]);
+    by_nbd(&place, &[format!("read -P 0 {far} 1M")]);
+    filter.end();
+}
