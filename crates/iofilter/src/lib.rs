@@ -8,6 +8,7 @@ pub mod backend;
 pub mod blocking;
 pub mod chain;
 pub mod config;
+pub mod confinement;
 pub mod control;
 pub mod crypt;
 pub mod delay;
