@@ -30,4 +30,6 @@ pub mod request;
 pub mod source;
 pub mod status;
 pub mod stop;
+mod sync;
+pub mod tally;
 pub mod vhost_user;
