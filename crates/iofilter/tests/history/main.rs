@@ -5,6 +5,7 @@
 
 mod bad_histories;
 mod checker;
+mod driver;
 mod guest;
 #[path = "../initiator/mod.rs"]
 mod initiator;
@@ -189,4 +190,11 @@ fn filters_that_lose_what_they_answer_are_found_out() {
             is_found_out(&kind, Fault::Nothing, wrong);
         }
     }
+}
+
+/// Why storage is asked to write sectors whole: a hole is a sector of zeroes, not a block of zeroes. What is no
+/// hole is torn as a plain disk is (the chain "crypt without holes" above).
+#[test]
+fn where_storage_tears_sectors_a_hole_becomes_noise() {
+    is_found_out(&Kind::new(Some(Holes::Zero), BLOCK), Fault::Nothing, Wrong::Torn);
 }

@@ -9,6 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use vmseal_iofilter::chain::{Backend, Io};
 use vmseal_iofilter::memory::Cursor;
 use vmseal_iofilter::request::{Operation, RequestId};
+use vmseal_iofilter::stop::Stop;
 
 /// What it does wrong.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -66,7 +67,9 @@ impl Platter {
     }
 
     pub fn queue(&self) -> Box<dyn Backend> {
-        Box::new(Queue { platter: self.clone(), waiting: Vec::new() })
+        let awake = Stop::new().unwrap();
+        awake.ask();
+        Box::new(Queue { platter: self.clone(), waiting: Vec::new(), awake })
     }
 
     /// The power fails. Nothing may be asked of the queues that were, any more.
@@ -147,6 +150,8 @@ struct Waiting {
 struct Queue {
     platter: Platter,
     waiting: Vec<Waiting>,
+    /// Always readable: whoever waits for a request looks again.
+    awake: Stop,
 }
 
 /// What a request is to leave on the disk.
@@ -198,6 +203,6 @@ impl Backend for Queue {
     }
 
     fn wait_handle(&self) -> Option<BorrowedFd<'_>> {
-        None
+        Some(self.awake.event())
     }
 }
