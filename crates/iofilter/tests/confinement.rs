@@ -17,10 +17,11 @@ use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use initiator::{BASE, INDIRECT, Initiator, NEXT, WRITE};
-use serde_json::json;
+use serde_json::{Value, json};
 use vm_memory::{Bytes, GuestAddress};
 use vmseal_api::filter::{Confinement, ControlReply, FilesConfined};
-use vmseal_iofilter::confinement::{confine_files, confine_system_calls};
+use vmseal_iofilter::config::read;
+use vmseal_iofilter::confinement::{confine_files, confine_system_calls, enter};
 
 const PATIENCE: Duration = Duration::from_secs(30);
 
@@ -114,13 +115,30 @@ const FILES: &[Probe] = {
     ]
 };
 
+/// Tried behind all of it, in a process that was to serve one disk.
+const ALL: &[Probe] = {
+    use Fate::{Done, Ended, Error};
+    &[
+        ("little-memory", Done, || map_bytes(8 << 20, libc::PROT_READ | libc::PROT_WRITE)),
+        ("much-memory", Error(libc::ENOMEM), || {
+            map_bytes(128 << 20, libc::PROT_READ | libc::PROT_WRITE)
+        }),
+        ("capabilities", Ended, || call(libc::SYS_capset, [0; 5])),
+        ("everyday-confined", Done, everyday),
+    ]
+};
+
 fn parent() -> i64 {
     std::os::unix::process::parent_id().into()
 }
 
 fn map(protection: i32) -> i32 {
+    map_bytes(4096, protection)
+}
+
+fn map_bytes(length: i64, protection: i32) -> i32 {
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
-    call(libc::SYS_mmap, [0, 4096, protection.into(), flags.into(), -1])
+    call(libc::SYS_mmap, [0, length, protection.into(), flags.into(), -1])
 }
 
 fn error_of<T>(result: std::io::Result<T>) -> i32 {
@@ -163,6 +181,10 @@ fn probe() {
         attempt()
     } else if let Some(attempt) = find(FILES) {
         assert_eq!(confine_files(), FilesConfined::Fully);
+        attempt()
+    } else if let Some(attempt) = find(ALL) {
+        let config = config(Path::new("/nowhere")).to_string();
+        enter(&read(config.as_bytes()).unwrap()).unwrap();
         attempt()
     } else {
         confine_system_calls().unwrap();
@@ -210,6 +232,13 @@ fn a_confined_process_makes_the_system_calls_of_a_filter_and_is_ended_by_others(
 }
 
 #[test]
+fn a_process_confined_in_all_ways_has_its_memory_and_no_more() {
+    for (name, expected, _) in ALL {
+        assert_eq!(fate(name), *expected, "{name}");
+    }
+}
+
+#[test]
 fn a_confined_process_reaches_no_path_port_or_process() {
     if confine_on_a_thread() != FilesConfined::Fully {
         eprintln!("skipped: this kernel's Landlock does not know all that is asked of it");
@@ -243,6 +272,26 @@ struct Filter {
 
 const SIZE: u64 = 128 << 20;
 
+/// One disk, and what it needs in this directory.
+fn config(directory: &Path) -> Value {
+    let path = |name: &str| directory.join(name);
+    json!({
+        "version": 1,
+        "vm": "01890a5d-ac96-774b-bcce-b302099a8057",
+        "control": { "path": path("control") },
+        "disks": [{
+            "disk": "01890a5d-ac96-774b-bcce-b302099a8058",
+            "size": SIZE,
+            "serial": "vmseal-0",
+            "chain": [{ "kind": "crypt", "key": { "path": path("key") }, "holes": "zero" }],
+            "backend": { "kind": "file", "file": { "path": path("disk") }, "offset": 0 },
+            "front_end": {
+                "kind": "vhost_user_blk", "listen": { "path": path("vhost") }, "queues": 1
+            }
+        }]
+    })
+}
+
 impl Filter {
     fn start(place: &Path) -> Self {
         let directory = tempfile::tempdir_in(place).unwrap();
@@ -250,21 +299,7 @@ impl Filter {
         std::fs::write(path("key"), (0..64u8).collect::<Vec<_>>()).unwrap();
         std::fs::set_permissions(path("key"), PermissionsExt::from_mode(0o600)).unwrap();
         std::fs::File::create(path("disk")).unwrap().set_len(SIZE).unwrap();
-        let config = json!({
-            "version": 1,
-            "vm": "01890a5d-ac96-774b-bcce-b302099a8057",
-            "control": { "path": path("control") },
-            "disks": [{
-                "disk": "01890a5d-ac96-774b-bcce-b302099a8058",
-                "size": SIZE,
-                "serial": "vmseal-0",
-                "chain": [{ "kind": "crypt", "key": { "path": path("key") }, "holes": "zero" }],
-                "backend": { "kind": "file", "file": { "path": path("disk") }, "offset": 0 },
-                "front_end": {
-                    "kind": "vhost_user_blk", "listen": { "path": path("vhost") }, "queues": 1
-                }
-            }]
-        });
+        let config = config(directory.path());
         std::fs::write(path("config"), config.to_string()).unwrap();
         let mut command = Command::new(env!("CARGO_BIN_EXE_vmseal-filter"));
         command.arg("--config").arg(path("config")).stderr(Stdio::inherit());
