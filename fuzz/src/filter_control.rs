@@ -8,7 +8,7 @@ use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::sync::{Arc, LazyLock, mpsc};
 use std::thread;
 
-use vmseal_api::filter::{ControlReply, ControlRequest};
+use vmseal_api::filter::{Confinement, ControlReply, ControlRequest, FilesConfined};
 use vmseal_api::id::{DiskId, VmId};
 use vmseal_iofilter::control::{self, Control, Event};
 use vmseal_iofilter::status::DiskState;
@@ -23,7 +23,8 @@ static SERVER: LazyLock<SocketAddr> = LazyLock::new(|| {
     let (events, asked) = mpsc::channel();
     let disks = vec![Arc::new(DiskState::new(DiskId::new(), 1))];
     let uid = nix::unistd::geteuid().as_raw();
-    let control = Arc::new(Control { vm: VmId::new(), uid, disks, events });
+    let confinement = Confinement { files: FilesConfined::No, memory_bytes: 0 };
+    let control = Arc::new(Control { vm: VmId::new(), uid, disks, confinement, events });
     thread::spawn(move || control::serve(&listener, &control));
     thread::spawn(move || {
         for Event::Shutdown { reply, .. } in asked {

@@ -235,9 +235,16 @@ fn a_host_is_examined_and_what_is_wrong_is_told_with_its_remedy() {
     ] {
         assert_eq!(result(&findings, check), "ok", "{check}: {findings}");
     }
-    for check in
-        ["accelerator", "processor", "memory-lock", "swap", "clock", "io-uring", "datastore"]
-    {
+    for check in [
+        "accelerator",
+        "processor",
+        "memory-lock",
+        "swap",
+        "clock",
+        "io-uring",
+        "confinement",
+        "datastore",
+    ] {
         assert_ne!(result(&findings, check), "failed", "{check}: {findings}");
     }
     let wrong = [&usual[..], &["--filter", "/bin/false", "--qemu", "/nowhere/qemu"]].concat();

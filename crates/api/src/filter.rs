@@ -427,6 +427,31 @@ pub struct FilterStatus {
     pub vm: VmId,
     /// The disks, in the configuration's order.
     pub disks: Vec<DiskStatus>,
+    /// What keeps it from doing anything else; none of an earlier vmseal.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub confinement: Option<Confinement>,
+}
+
+/// What keeps a filter process, should somebody take it over, from doing more than serving its disks.
+/// Its system calls are always filtered: it does not serve otherwise.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Confinement {
+    /// Whether Landlock keeps it from paths and ports.
+    pub files: FilesConfined,
+    /// The most private memory that it can have, in bytes: guest memory is not in it.
+    pub memory_bytes: u64,
+}
+
+/// How much of what is asked of Landlock the kernel enforces.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum FilesConfined {
+    /// All of it.
+    Fully,
+    /// What this kernel knows of it.
+    Partly,
+    /// The kernel has no Landlock, or it is switched off.
+    No,
 }
 
 /// How one disk stands.

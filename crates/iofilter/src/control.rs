@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{self, Receiver, Sender};
 
 use vmseal_api::filter::{
-    ControlReply, ControlRequest, FilterFigures, FilterStatus, LINE_MAX, VERSION,
+    Confinement, ControlReply, ControlRequest, FilterFigures, FilterStatus, LINE_MAX, VERSION,
 };
 use vmseal_api::id::VmId;
 
@@ -44,6 +44,8 @@ pub struct Control {
     pub uid: u32,
     /// The disks, in the configuration's order.
     pub disks: Vec<Arc<DiskState>>,
+    /// What the process is kept from.
+    pub confinement: Confinement,
     /// Where to ask for a shutdown.
     pub events: Sender<Event>,
 }
@@ -120,6 +122,7 @@ impl Control {
             pid: std::process::id(),
             vm: self.vm,
             disks: self.disks.iter().map(|disk| disk.status()).collect(),
+            confinement: Some(self.confinement),
         }
     }
 

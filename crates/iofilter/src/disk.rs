@@ -118,6 +118,15 @@ impl Disk {
     /// # Errors
     /// [`CryptError`]: the key is no good, or no memory for buffers.
     pub fn chain(&self) -> Result<Chain, CryptError> {
+        self.chain_over(self.backend()?)
+    }
+
+    /// The same over another backend, which takes what this disk's own would: for tests of what becomes
+    /// of the data below a chain.
+    ///
+    /// # Errors
+    /// [`CryptError`]
+    pub fn chain_over(&self, backend: Box<dyn Backend>) -> Result<Chain, CryptError> {
         let mut filters: Vec<Box<dyn Filter>> = Vec::new();
         for layer in &self.above {
             filters.push(layer.filter()?);
@@ -136,7 +145,7 @@ impl Disk {
         for layer in &self.below {
             filters.push(layer.filter()?);
         }
-        Ok(Chain::new(self.size, self.read_only, filters, self.backend()?))
+        Ok(Chain::new(self.size, self.read_only, filters, backend))
     }
 
     fn backend(&self) -> io::Result<Box<dyn Backend>> {

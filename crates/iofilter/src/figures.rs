@@ -11,6 +11,7 @@ use std::time::Duration;
 use vmseal_api::filter::{CipherFigures, Histogram, LATENCY_BUCKETS, LatencyFigures};
 
 use crate::request::Operation;
+use crate::tally::Tally;
 
 /// One piece of encryption in so many is timed, on average.
 const SAMPLED: u64 = 64;
@@ -18,15 +19,10 @@ const SAMPLED: u64 = 64;
 /// What the first bucket ends at: 2 to this power, in nanoseconds.
 const FIRST_BUCKET: u32 = vmseal_api::filter::LATENCY_FIRST_BITS;
 
-/// Adds without a locked instruction: there is one writer.
-fn add(counter: &AtomicU64, value: u64) {
-    counter.store(counter.load(Ordering::Relaxed).wrapping_add(value), Ordering::Relaxed);
-}
-
 #[derive(Debug, Default)]
 struct Buckets {
-    counts: [AtomicU64; LATENCY_BUCKETS],
-    nanoseconds: AtomicU64,
+    counts: [Tally; LATENCY_BUCKETS],
+    nanoseconds: Tally,
 }
 
 /// The bucket of a duration: those below 2^[`FIRST_BUCKET`] ns, then each twice as long, then all others.
@@ -38,15 +34,15 @@ fn bucket(nanoseconds: u64) -> usize {
 impl Buckets {
     fn add(&self, took: Duration) {
         let nanoseconds = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX);
-        add(&self.counts[bucket(nanoseconds)], 1);
-        add(&self.nanoseconds, nanoseconds);
+        self.counts[bucket(nanoseconds)].add(1);
+        self.nanoseconds.add(nanoseconds);
     }
 
     fn add_to(&self, sum: &mut Histogram) {
         for (to, from) in sum.counts.iter_mut().zip(&self.counts) {
-            *to += from.load(Ordering::Relaxed);
+            *to += from.get();
         }
-        let nanoseconds = self.nanoseconds.load(Ordering::Relaxed);
+        let nanoseconds = self.nanoseconds.get();
         sum.nanoseconds = sum.nanoseconds.saturating_add(nanoseconds);
     }
 }

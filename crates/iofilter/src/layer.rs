@@ -3,7 +3,6 @@
 
 use std::fmt::Debug;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use vmseal_api::filter::{FilterSpec, LayerFigures};
 
@@ -11,6 +10,7 @@ use crate::chain::Filter;
 use crate::delay::Delay;
 use crate::fault::Fault;
 use crate::limit::Limit;
+pub use crate::tally::Counter;
 
 /// A layer of a disk's chains, other than encryption.
 pub trait Layer: Debug + Send + Sync {
@@ -42,22 +42,5 @@ pub fn of(spec: &FilterSpec) -> Option<Arc<dyn Layer>> {
         FilterSpec::Limit(limit) => Some(Arc::new(Limit::new(limit))),
         FilterSpec::Delay(delay) => Some(Arc::new(Delay::new(delay.clone()))),
         FilterSpec::Fault(fault) => Some(Arc::new(Fault::new(fault.clone()))),
-    }
-}
-
-/// Counts; shared by the queues of a disk, and off the path of requests that nothing happens to.
-#[derive(Debug, Default)]
-pub struct Counter(AtomicU64);
-
-impl Counter {
-    /// Counts so many more.
-    pub fn add(&self, value: u64) {
-        self.0.fetch_add(value, Ordering::Relaxed);
-    }
-
-    /// How many there were.
-    #[must_use]
-    pub fn get(&self) -> u64 {
-        self.0.load(Ordering::Relaxed)
     }
 }

@@ -10,52 +10,18 @@
 //! bucket is in debt then. Flushes are free: to hold them back protects nobody. While a chain is drained
 //! nobody waits.
 
+mod bucket;
+
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use vmseal_api::filter::{Budget, LimitSpec};
+use vmseal_api::filter::LimitSpec;
 
 use crate::chain::{Filter, Io, Limits};
 use crate::layer::{Counter, Layer};
+use crate::limit::bucket::Bucket;
 use crate::request::{Operation, Request, RequestId};
-
-const SECOND: u128 = 1_000_000_000;
-
-/// What is left of a budget, as the time at which it will be full again: nanoseconds since the layer was
-/// made.
-#[derive(Debug)]
-struct Bucket {
-    budget: Budget,
-    full_at: AtomicU64,
-}
-
-impl Bucket {
-    fn new(budget: Budget) -> Self {
-        Self { budget, full_at: AtomicU64::new(0) }
-    }
-
-    /// How long so many units take to come in.
-    fn time_of(&self, units: u64) -> u64 {
-        let time = (u128::from(units) * SECOND).div_ceil(u128::from(self.budget.per_second.max(1)));
-        u64::try_from(time).unwrap_or(u64::MAX)
-    }
-
-    /// How long so many units have to wait; zero if they may go.
-    fn wait(&self, now: u64, units: u64) -> u64 {
-        let full_at = self.full_at.load(Ordering::Acquire);
-        let after = full_at.max(now).saturating_add(self.time_of(units));
-        let within = after.saturating_sub(now.saturating_add(self.time_of(self.budget.burst)));
-        within.min(full_at.saturating_sub(now))
-    }
-
-    fn charge(&self, now: u64, units: u64) {
-        let time = self.time_of(units);
-        let charged = |full_at: u64| Some(full_at.max(now).saturating_add(time));
-        let _ = self.full_at.fetch_update(Ordering::AcqRel, Ordering::Acquire, charged);
-    }
-}
 
 /// The layer: the budgets that a disk's queues share.
 #[derive(Clone, Debug)]
@@ -188,7 +154,10 @@ impl Filter for Queue {
 mod tests {
     use proptest::prelude::*;
 
+    use vmseal_api::filter::Budget;
+
     use super::*;
+    use crate::limit::bucket::SECOND;
 
     proptest! {
         /// In no stretch of time is more let through than its rate allows and one burst; and whoever

@@ -12,12 +12,13 @@ use std::time::Duration;
 
 use anyhow::{Context, bail};
 use nix::sys::signal::{SigSet, Signal};
-use vmseal_api::filter::{ControlReply, FilterConfig};
+use vmseal_api::filter::{ControlReply, FilesConfined, FilterConfig};
 use vmseal_api::request_id::RequestId;
 use vmseal_iofilter::config;
+use vmseal_iofilter::confinement;
 use vmseal_iofilter::control::{self, Control, Event};
 use vmseal_iofilter::handle::Handles;
-use vmseal_iofilter::process::Running;
+use vmseal_iofilter::process::{Opened, Running};
 use vmseal_secret::process::{Hardening, MemoryLock, harden};
 
 const USAGE: &str = "usage: vmseal-filter --config FILE|-|fd:N | --version
@@ -108,12 +109,18 @@ fn begin(
     let signals = SigSet::from_iter([Signal::SIGTERM, Signal::SIGINT]);
     signals.thread_block().context("signals cannot be blocked")?;
     let listener = handles.listener(&config.control).context("the control socket")?;
-    let running = Running::start(config, handles)?;
+    let opened = Opened::open(config, handles)?;
+    let confinement = confinement::enter(config)?;
+    if confinement.files != FilesConfined::Fully {
+        tracing::warn!(enforced = ?confinement.files, "Landlock does not keep the process from all paths");
+    }
+    let running = Running::start(opened)?;
     let (events, asked) = mpsc::channel();
     let control = Arc::new(Control {
         vm: config.vm,
         uid: config.control_uid.unwrap_or(nix::unistd::geteuid().as_raw()),
         disks: running.states().to_vec(),
+        confinement,
         events: events.clone(),
     });
     std::thread::Builder::new()
@@ -125,7 +132,7 @@ fn begin(
         .stack_size(STACK)
         .spawn(move || on_signal(&signals, &events))?;
     let levels = vmseal_log::levels();
-    tracing::info!(vm = %config.vm, disks = config.disks.len(), logging = %levels, "serving");
+    tracing::info!(vm = %config.vm, disks = config.disks.len(), logging = %levels, memory = confinement.memory_bytes, "serving");
     Ok((running, asked))
 }
 

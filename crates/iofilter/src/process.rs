@@ -15,7 +15,7 @@ use vmseal_api::filter::{
     BackendSpec, BackingSpec, DiskActivity, DiskConfig, ExportSpec, FilterConfig, FilterSpec,
     FrontEndSpec, Holes, ImportSpec, TargetFormat,
 };
-use vmseal_api::id::DiskId;
+use vmseal_api::id::{DiskId, VmId};
 use vmseal_api::transfer::ImageFormat;
 
 use crate::backend::file::{FileDisk, OpenError};
@@ -116,6 +116,12 @@ enum FrontEnd {
     Nbd(UnixListener, u32),
 }
 
+/// Disks with everything open that the configuration names, not yet running.
+pub struct Opened {
+    vm: VmId,
+    disks: Vec<Prepared>,
+}
+
 /// A running filter.
 pub struct Running {
     stop: Arc<Stop>,
@@ -123,24 +129,33 @@ pub struct Running {
     states: Vec<Arc<DiskState>>,
 }
 
-impl Running {
-    /// Opens everything that the configuration names, takes the keys, and starts the disks. Nothing
-    /// runs if anything is refused.
+impl Opened {
+    /// Opens everything that the configuration names, and takes the keys. From then on nothing is opened
+    /// by name, and no ring is made.
     ///
     /// # Errors
     /// [`StartError`].
-    pub fn start(config: &FilterConfig, handles: &mut Handles) -> Result<Self, StartError> {
+    pub fn open(config: &FilterConfig, handles: &mut Handles) -> Result<Self, StartError> {
         let all = config.disks.iter().map(config::pools).sum();
-        let prepared = config.disks.iter().map(|disk| prepare(disk, handles, all));
-        let prepared = prepared.collect::<Result<Vec<_>, _>>()?;
+        let disks = config.disks.iter().map(|disk| prepare(disk, handles, all));
+        Ok(Self { vm: config.vm, disks: disks.collect::<Result<_, _>>()? })
+    }
+}
+
+impl Running {
+    /// Starts the disks.
+    ///
+    /// # Errors
+    /// [`StartError`].
+    pub fn start(opened: Opened) -> Result<Self, StartError> {
         let stop = Arc::new(Stop::new()?);
         let mut running = Self { stop, threads: Vec::new(), states: Vec::new() };
-        for disk in prepared {
+        for disk in opened.disks {
             running.states.push(Arc::clone(&disk.served.state));
             let stop = Arc::clone(&running.stop);
             // Of no request: what happens to a disk later is not the start's doing.
             let span =
-                tracing::info_span!(parent: None, "filter", vm = %config.vm, disk = %disk.disk);
+                tracing::info_span!(parent: None, "filter", vm = %opened.vm, disk = %disk.disk);
             let thread = std::thread::Builder::new()
                 .name("disk".into())
                 .stack_size(STACK)

@@ -1,6 +1,5 @@
 //! How a disk stands: written by its threads, read by the control socket.
 
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -11,6 +10,7 @@ use crate::chain::Done;
 use crate::figures::{CipherTime, Latencies};
 use crate::layer::{self, Layer};
 use crate::request::{IoError, Operation};
+use crate::tally::Tally;
 
 /// At most one line of log per disk in this time for errors that guests can cause at will.
 const LOG_EVERY: Duration = Duration::from_secs(5);
@@ -19,19 +19,14 @@ const LOG_EVERY: Duration = Duration::from_secs(5);
 #[derive(Debug, Default)]
 #[repr(align(128))]
 pub struct Counters {
-    reads: AtomicU64,
-    read_bytes: AtomicU64,
-    writes: AtomicU64,
-    written_bytes: AtomicU64,
-    flushes: AtomicU64,
-    discards: AtomicU64,
-    errors: AtomicU64,
+    reads: Tally,
+    read_bytes: Tally,
+    writes: Tally,
+    written_bytes: Tally,
+    flushes: Tally,
+    discards: Tally,
+    errors: Tally,
     latencies: Latencies,
-}
-
-/// Adds without a locked instruction: there is one writer.
-fn add(counter: &AtomicU64, value: u64) {
-    counter.store(counter.load(Ordering::Relaxed).wrapping_add(value), Ordering::Relaxed);
 }
 
 impl Counters {
@@ -39,15 +34,15 @@ impl Counters {
     pub fn succeeded(&self, operation: Operation, bytes: u64) {
         match operation {
             Operation::Read => {
-                add(&self.reads, 1);
-                add(&self.read_bytes, bytes);
+                self.reads.add(1);
+                self.read_bytes.add(bytes);
             }
             Operation::Write => {
-                add(&self.writes, 1);
-                add(&self.written_bytes, bytes);
+                self.writes.add(1);
+                self.written_bytes.add(bytes);
             }
-            Operation::Flush => add(&self.flushes, 1),
-            Operation::Discard | Operation::WriteZeroes { .. } => add(&self.discards, 1),
+            Operation::Flush => self.flushes.add(1),
+            Operation::Discard | Operation::WriteZeroes { .. } => self.discards.add(1),
         }
     }
 
@@ -58,7 +53,7 @@ impl Counters {
 
     /// Counts a request that was answered with an error.
     pub fn failed(&self) {
-        add(&self.errors, 1);
+        self.errors.add(1);
     }
 }
 
@@ -146,8 +141,8 @@ impl DiskState {
     /// The sum over all queues.
     #[must_use]
     pub fn totals(&self) -> DiskCounters {
-        let sum = |field: fn(&Counters) -> &AtomicU64| {
-            self.queues.iter().map(|queue| field(queue).load(Ordering::Relaxed)).sum()
+        let sum = |field: fn(&Counters) -> &Tally| {
+            self.queues.iter().map(|queue| field(queue).get()).sum()
         };
         DiskCounters {
             reads: sum(|queue| &queue.reads),

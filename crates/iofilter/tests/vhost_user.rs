@@ -172,13 +172,21 @@ fn a_read_only_disk_is_not_changed() {
 fn malformed_chains_stop_the_queue_and_nothing_else() {
     let outside = BASE + (64 << 20);
     type Trick = (&'static str, fn(&mut Initiator, u64));
-    let tricks: [Trick; 11] = [
+    let tricks: [Trick; 13] = [
         ("loop", |guest, _| guest.describe(0, (DATA, 16, NEXT, 0))),
         ("loop that has a place for the status", |guest, _| {
             guest.describe(0, (DATA, 16, NEXT, 1));
             guest.describe(1, (DATA + 512, 512, NEXT | WRITE, 1));
         }),
         ("next out of the table", |guest, _| guest.describe(0, (DATA, 16, NEXT, RING))),
+        ("head out of the table", |guest, _| guest.offer(RING)),
+        ("more pieces than a request can have", |guest, _| {
+            guest.describe(0, (DATA, 16 * 1100, INDIRECT, 0));
+            for index in 0..1100_u16 {
+                let piece = (DATA + 0x10000, 1, NEXT, index + 1);
+                guest.describe_at(DATA + 16 * u64::from(index), piece);
+            }
+        }),
         ("address outside", |guest, outside| guest.describe(0, (outside, 16, 0, 0))),
         ("address wraps", |guest, _| guest.describe(0, (u64::MAX - 8, 16, WRITE, 0))),
         ("end outside", |guest, _| guest.describe(0, (DATA, 64 << 20, WRITE, 0))),

@@ -1,4 +1,5 @@
-//! What only the kernel can be asked: the clock, and io_uring. The one module here with `unsafe`.
+//! What only the kernel can be asked: the clock, io_uring, and what confines filters. The one module here
+//! with `unsafe`.
 
 use std::io;
 use std::os::fd::{FromRawFd, OwnedFd, RawFd};
@@ -36,6 +37,41 @@ pub fn io_uring() -> Finding {
     }
 }
 
+/// The version of Landlock that knows all that a filter asks of it (Linux 6.12).
+const LANDLOCK_WHOLE: i64 = 6;
+
+/// What keeps a filter that was taken over from more than its disks.
+pub fn confinement() -> Finding {
+    let actions = std::fs::read_to_string("/proc/sys/kernel/seccomp/actions_avail");
+    let version = 1_u32; // LANDLOCK_CREATE_RULESET_VERSION
+    // SAFETY: with this flag the call takes no structure, and makes nothing.
+    let landlock = unsafe {
+        libc::syscall(libc::SYS_landlock_create_ruleset, std::ptr::null::<u8>(), 0_usize, version)
+    };
+    judge_confinement(&actions.unwrap_or_default(), landlock)
+}
+
+fn judge_confinement(actions: &str, landlock: i64) -> Finding {
+    const CHECK: &str = "confinement";
+    if !["trap", "errno"].iter().all(|needed| actions.split_whitespace().any(|one| one == *needed))
+    {
+        return Finding::failed(
+            CHECK,
+            "the kernel does not filter system calls (seccomp): filters do not serve",
+            "run a kernel with CONFIG_SECCOMP_FILTER",
+        );
+    }
+    if landlock < 1 {
+        return Finding::warning(
+            CHECK,
+            "filters are confined by seccomp, not by Landlock",
+            "add landlock to the kernel's lsm= list, or run Linux 5.13 or later",
+        );
+    }
+    let whole = if landlock < LANDLOCK_WHOLE { ", as far as this kernel knows it" } else { "" };
+    Finding::ok(CHECK, format!("filters are confined by seccomp and Landlock {landlock}{whole}"))
+}
+
 /// Whether the clock is kept right: certificates, and the order of events, depend on it.
 pub fn clock() -> Finding {
     // SAFETY: all bytes zero is a `timex` with which nothing is set.
@@ -66,6 +102,18 @@ fn judge_clock(state: libc::c_int, status: libc::c_int) -> Finding {
 mod tests {
     use super::super::Verdict;
     use super::*;
+
+    #[test]
+    fn filters_that_cannot_be_confined_are_told() {
+        let actions = "kill_process kill_thread trap errno user_notif trace log allow\n";
+        let judged = |actions, landlock| judge_confinement(actions, landlock).result;
+        assert_eq!(judged(actions, 7), Verdict::Ok);
+        assert!(judge_confinement(actions, 2).found.contains("as far as"));
+        assert_eq!(judged(actions, -1), Verdict::Warning);
+        assert_eq!(judged("kill_thread errno", 7), Verdict::Failed);
+        assert_eq!(judged("", 7), Verdict::Failed);
+        assert_eq!(confinement().check, "confinement");
+    }
 
     #[test]
     fn a_clock_that_nobody_keeps_is_told() {

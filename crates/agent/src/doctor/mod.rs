@@ -82,6 +82,7 @@ pub async fn examine(options: &Options) -> Vec<Finding> {
     findings.push(programs::filter(&options.filter));
     findings.extend(memory::all(options.hardening));
     findings.push(kernel::io_uring());
+    findings.push(kernel::confinement());
     findings.push(kernel::clock());
     for directory in &options.datastores {
         findings.push(storage::datastore(directory));

@@ -9,7 +9,7 @@
 //! A claim stops new writers and waits for those under way, so it is never starved. Nobody who holds a
 //! lock waits for another one; whoever is refused holds nothing and tries again.
 
-use std::sync::atomic::{AtomicU32, Ordering};
+use crate::sync::atomic::{AtomicU32, Ordering};
 
 /// How many counters there are; stretches this many apart share one.
 const COUNTERS: usize = 1024;

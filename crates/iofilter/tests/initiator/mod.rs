@@ -19,9 +19,9 @@ use vmm_sys_util::eventfd::EventFd;
 
 /// The guest's memory: from this address on.
 pub const BASE: u64 = 0x10_0000;
-/// As long as this.
+/// As long as this, unless asked for otherwise.
 pub const MEMORY: u64 = 8 << 20;
-/// Entries of the ring.
+/// Entries of the ring, unless asked for otherwise.
 pub const RING: u16 = 16;
 const AVAILABLE: u64 = BASE + 0x1000;
 const USED: u64 = BASE + 0x2000;
@@ -43,6 +43,7 @@ pub struct Initiator {
     pub frontend: Frontend,
     pub memory: GuestMemoryMmap,
     file: File,
+    ring: u16,
     features: u64,
     inflight: Option<(VhostUserInflight, File)>,
     kick: EventFd,
@@ -54,14 +55,24 @@ pub struct Initiator {
 impl Initiator {
     /// Connects and brings queue `queue` up, `features` acknowledged of those offered.
     pub fn connect(stream: UnixStream, queue: usize, features: u64) -> Self {
-        let mut driver = Self::new(stream, features, VhostUserProtocolFeatures::empty());
+        let protocol = VhostUserProtocolFeatures::empty();
+        let mut driver = Self::new(stream, features, protocol, RING, MEMORY);
         driver.start(queue, 0);
+        driver
+    }
+
+    /// Connects and brings queue 0 up, with a ring and a memory of these sizes.
+    pub fn connect_sized(stream: UnixStream, ring: u16, memory: u64) -> Self {
+        let protocol = VhostUserProtocolFeatures::empty();
+        let mut driver = Self::new(stream, u64::MAX, protocol, ring, memory);
+        driver.start(0, 0);
         driver
     }
 
     /// Connects and brings queue 0 up; requests under way are on record.
     pub fn connect_with_record(stream: UnixStream, features: u64) -> Self {
-        let mut driver = Self::new(stream, features, VhostUserProtocolFeatures::INFLIGHT_SHMFD);
+        let protocol = VhostUserProtocolFeatures::INFLIGHT_SHMFD;
+        let mut driver = Self::new(stream, features, protocol, RING, MEMORY);
         let asked = VhostUserInflight::new(0, 0, 1, RING);
         driver.inflight = Some(driver.frontend.get_inflight_fd(&asked).unwrap());
         driver.keep_record();
@@ -69,17 +80,23 @@ impl Initiator {
         driver
     }
 
-    fn new(stream: UnixStream, features: u64, protocol: VhostUserProtocolFeatures) -> Self {
+    fn new(
+        stream: UnixStream,
+        features: u64,
+        protocol: VhostUserProtocolFeatures,
+        ring: u16,
+        length: u64,
+    ) -> Self {
         let file = File::from(memfd_create(c"guest", MFdFlags::MFD_CLOEXEC).unwrap());
-        file.set_len(MEMORY).unwrap();
+        file.set_len(length).unwrap();
         let shared = FileOffset::new(file.try_clone().unwrap(), 0);
-        let range = (GuestAddress(BASE), MEMORY as usize, Some(shared));
+        let range = (GuestAddress(BASE), length as usize, Some(shared));
         let memory = GuestMemoryMmap::from_ranges_with_files([range]).unwrap();
         let frontend = negotiate(stream, features, protocol);
         let (kick, call) = (EventFd::new(0).unwrap(), EventFd::new(0).unwrap());
         let (inflight, available, seen) = (None, 0, 0);
         let mut driver =
-            Self { frontend, memory, file, features, inflight, kick, call, available, seen };
+            Self { frontend, memory, file, ring, features, inflight, kick, call, available, seen };
         driver.share_memory();
         driver
     }
@@ -100,7 +117,7 @@ impl Initiator {
         let base = self.memory.get_host_address(GuestAddress(BASE)).unwrap() as u64;
         let region = VhostUserMemoryRegionInfo {
             guest_phys_addr: BASE,
-            memory_size: MEMORY,
+            memory_size: self.file.metadata().unwrap().len(),
             userspace_addr: base,
             mmap_offset: 0,
             mmap_handle: self.file.as_raw_fd(),
@@ -117,15 +134,15 @@ impl Initiator {
     pub fn start(&mut self, queue: usize, position: u16) {
         let host = |address| self.memory.get_host_address(GuestAddress(address)).unwrap() as u64;
         let ring = VringConfigData {
-            queue_max_size: RING,
-            queue_size: RING,
+            queue_max_size: self.ring,
+            queue_size: self.ring,
             flags: 0,
             desc_table_addr: host(BASE),
             used_ring_addr: host(USED),
             avail_ring_addr: host(AVAILABLE),
             log_addr: None,
         };
-        self.frontend.set_vring_num(queue, RING).unwrap();
+        self.frontend.set_vring_num(queue, self.ring).unwrap();
         self.frontend.set_vring_base(queue, position).unwrap();
         self.frontend.set_vring_addr(queue, &ring).unwrap();
         self.frontend.set_vring_call(queue, &self.call).unwrap();
@@ -157,7 +174,7 @@ impl Initiator {
 
     /// Makes the chain that starts at `head` available; the device is told by [`Self::kick`].
     pub fn offer(&mut self, head: u16) {
-        let slot = AVAILABLE + 4 + u64::from(self.available % RING) * 2;
+        let slot = AVAILABLE + 4 + u64::from(self.available % self.ring) * 2;
         self.memory.write_obj(head, GuestAddress(slot)).unwrap();
         self.available = self.available.wrapping_add(1);
         self.publish(self.available);
@@ -179,7 +196,7 @@ impl Initiator {
         loop {
             let used: u16 = self.memory.load(GuestAddress(USED + 2), Ordering::Acquire).unwrap();
             if used != self.seen {
-                let slot = USED + 4 + u64::from(self.seen % RING) * 8;
+                let slot = USED + 4 + u64::from(self.seen % self.ring) * 8;
                 let entry: [u32; 2] = self.memory.read_obj(GuestAddress(slot)).unwrap();
                 self.seen = self.seen.wrapping_add(1);
                 return Some((entry[0], entry[1]));

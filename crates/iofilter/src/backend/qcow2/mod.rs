@@ -137,7 +137,7 @@ impl Qcow2Disk {
         check_mode(&file, read_only)?;
         let opened = crate::contained::run(|| open(file, backing, offset, size, read_only));
         let image = opened.ok_or(Qcow2Error::Defect)??;
-        Worker::start(image).map(|worker| Self(Arc::new(worker))).map_err(Qcow2Error::System)
+        Ok(Self(Arc::new(Worker::new(image))))
     }
 
     /// A backend for one queue.

@@ -7,7 +7,8 @@
 //!                          [Failed]: every job fails
 //! ```
 //! An image has one owner for all of a disk's queues: its tables are not the queues' to share. Requests are
-//! done one after the other, in the order of their arrival.
+//! done one after the other, in the order of their arrival. The thread begins with the first of them: a queue's
+//! thread starts it, and it is confined as that one is ([`crate::confinement`]).
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -61,8 +62,9 @@ struct Inbox {
     closed: bool,
 }
 
-#[derive(Default)]
 struct Shared {
+    /// Until the thread has it.
+    image: Mutex<Option<Image>>,
     inbox: Mutex<Inbox>,
     arrived: Condvar,
 }
@@ -74,18 +76,24 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 /// The owner of an image. It ends, and the image is closed, when the last queue is gone.
 pub(super) struct Worker {
     shared: Arc<Shared>,
-    thread: Option<JoinHandle<()>>,
+    thread: Mutex<Option<JoinHandle<()>>>,
 }
 
 impl Worker {
-    pub(super) fn start(image: Image) -> io::Result<Self> {
-        let shared = Arc::<Shared>::default();
-        let (theirs, span) = (Arc::clone(&shared), tracing::Span::current());
-        let thread = std::thread::Builder::new()
-            .name("qcow2".into())
-            .stack_size(STACK)
-            .spawn(move || span.in_scope(|| work(Some(image), &theirs)))?;
-        Ok(Self { shared, thread: Some(thread) })
+    pub(super) fn new(image: Image) -> Self {
+        let (image, inbox, arrived) = (Mutex::new(Some(image)), Mutex::default(), Condvar::new());
+        Self { shared: Arc::new(Shared { image, inbox, arrived }), thread: Mutex::default() }
+    }
+
+    /// Starts the thread if there is none.
+    fn start(&self) -> io::Result<()> {
+        let mut thread = lock(&self.thread);
+        if thread.is_none() {
+            let (shared, span) = (Arc::clone(&self.shared), tracing::Span::current());
+            let builder = std::thread::Builder::new().name("qcow2".into()).stack_size(STACK);
+            *thread = Some(builder.spawn(move || span.in_scope(|| work(&shared)))?);
+        }
+        Ok(())
     }
 
     /// A backend for one queue.
@@ -107,13 +115,16 @@ impl Drop for Worker {
     fn drop(&mut self) {
         lock(&self.shared.inbox).closed = true;
         self.shared.arrived.notify_one();
-        if let Some(thread) = self.thread.take() {
-            let _ = thread.join();
+        match lock(&self.thread).take() {
+            Some(thread) => drop(thread.join()),
+            // Nobody has asked for anything.
+            None => work(&self.shared),
         }
     }
 }
 
-fn work(mut image: Option<Image>, shared: &Shared) {
+fn work(shared: &Shared) {
+    let mut image = lock(&shared.image).take();
     let mut batch = Vec::new();
     while next(shared, &mut batch) {
         do_batch(&mut image, &mut batch);
@@ -206,6 +217,13 @@ impl Queue {
             return;
         }
         self.under_way += self.outgoing.len();
+        if let Err(error) = self.worker.start() {
+            tracing::error!(%error, "no thread for an image: its requests fail");
+            let failed = Err(IoError::Device(error.raw_os_error().unwrap_or(libc::EAGAIN)));
+            let answers = self.outgoing.drain(..);
+            let answers = answers.map(|Job { id, data, .. }| Answer { id, result: failed, data });
+            return lock(&self.answers.list).extend(answers);
+        }
         lock(&self.worker.shared.inbox).jobs.append(&mut self.outgoing);
         self.worker.shared.arrived.notify_one();
     }

@@ -1,0 +1,197 @@
+//! What a disk's queues share, in every order in which their threads can run (Shuttle, depth first).
+//!
+//! The modules are included as they are, over Shuttle's atomics. It tries orders of steps, not what a
+//! processor with weakly ordered memory may do besides.
+
+#![allow(clippy::unwrap_used)] // a test
+
+#[path = "../../src/limit/bucket.rs"]
+#[allow(dead_code)]
+mod bucket;
+#[path = "../../src/align/locks.rs"]
+#[allow(unused_imports)] // of its unit tests, which are run elsewhere
+mod locks;
+#[path = "../../src/tally.rs"]
+mod tally;
+
+/// Stands for the module of this name in the crate.
+mod sync {
+    pub(crate) use shuttle::sync::atomic;
+}
+
+use std::process::ExitCode;
+use std::sync::Arc;
+
+use shuttle::scheduler::DfsScheduler;
+use shuttle::sync::atomic::{AtomicBool, AtomicU32, Ordering::SeqCst};
+use shuttle::thread;
+use shuttle::{Config, Runner};
+use vmseal_api::filter::Budget;
+
+use crate::bucket::{Bucket, SECOND};
+use crate::locks::SectorLocks;
+use crate::tally::{Counter, Tally};
+
+/// The length of what one lock covers, and of a request within it, in bytes.
+const STRETCH: u64 = 256 * 1024;
+const SECTOR: u64 = 4096;
+
+/// Who is where that the locks are for.
+#[derive(Default)]
+struct Watched {
+    locks: SectorLocks,
+    writers: AtomicU32,
+    modifies: AtomicBool,
+}
+
+impl Watched {
+    /// Writes whole sectors, if it may.
+    fn write(&self, offset: u64, length: u64) {
+        if self.locks.try_shared(offset, length) {
+            self.writers.fetch_add(1, SeqCst);
+            assert!(!self.modifies.load(SeqCst), "written while somebody modifies");
+            self.writers.fetch_sub(1, SeqCst);
+            self.locks.release_shared(offset, length);
+        }
+    }
+
+    /// Reads a sector, changes and writes it, if it may at the first look.
+    fn modify(&self, offset: u64) {
+        if self.locks.claim(offset) {
+            if self.locks.is_exclusive(offset) {
+                assert!(!self.modifies.swap(true, SeqCst), "two modify at once");
+                assert_eq!(self.writers.load(SeqCst), 0, "modified while somebody writes");
+                self.modifies.store(false, SeqCst);
+            }
+            self.locks.release_exclusive(offset);
+        }
+    }
+
+    /// Nobody who is gone has left anything.
+    fn is_free(&self, offset: u64) {
+        assert!(self.locks.claim(offset) && self.locks.is_exclusive(offset), "not released");
+        self.locks.release_exclusive(offset);
+    }
+}
+
+fn sectors_are_modified_alone_and_written_together() {
+    every_order(|| {
+        let watched = Arc::new(Watched::default());
+        let (writer, modifier) = (Arc::clone(&watched), Arc::clone(&watched));
+        let threads = [
+            thread::spawn(move || writer.write(0, SECTOR)),
+            thread::spawn(move || modifier.modify(SECTOR)),
+        ];
+        watched.modify(0);
+        threads.into_iter().for_each(|thread| thread.join().unwrap());
+        watched.is_free(0);
+    });
+}
+
+fn a_write_over_two_stretches_takes_both_or_none() {
+    every_order(|| {
+        let watched = Arc::new(Watched::default());
+        let (writer, modifier) = (Arc::clone(&watched), Arc::clone(&watched));
+        let threads = [
+            thread::spawn(move || writer.write(STRETCH - SECTOR, 2 * SECTOR)),
+            thread::spawn(move || modifier.modify(STRETCH)),
+        ];
+        threads.into_iter().for_each(|thread| thread.join().unwrap());
+        [0, STRETCH].into_iter().for_each(|offset| watched.is_free(offset));
+    });
+}
+
+fn what_goes_is_charged_and_the_debt_is_one_request_a_queue() {
+    every_order(|| {
+        let bucket = Arc::new(Bucket::new(Budget { per_second: 1, burst: 1 }));
+        let queue = |bucket: &Bucket| {
+            let gone = (0..2).filter(|_| {
+                let goes = bucket.wait(0, 1) == 0;
+                if goes {
+                    bucket.charge(0, 1);
+                }
+                goes
+            });
+            gone.count() as u64
+        };
+        let shared = Arc::clone(&bucket);
+        let other = thread::spawn(move || queue(&shared));
+        let gone = queue(&bucket) + other.join().unwrap();
+        assert!((1..=2).contains(&gone), "{gone} went with a budget of one");
+        assert_eq!(bucket.wait(0, 1), gone * SECOND as u64, "{gone} went");
+    });
+}
+
+fn a_tally_never_goes_back_and_loses_nothing_of_its_one_writer() {
+    every_order(|| {
+        let tally = Arc::new(Tally::default());
+        let writer = Arc::clone(&tally);
+        let writer = thread::spawn(move || (0..3).for_each(|_| writer.add(1)));
+        let seen = [tally.get(), tally.get(), tally.get()];
+        assert!(seen.is_sorted(), "{seen:?}");
+        writer.join().unwrap();
+        assert_eq!(tally.get(), 3);
+    });
+}
+
+fn a_counter_loses_nothing_of_anybody() {
+    every_order(|| {
+        let counter = Arc::new(Counter::default());
+        let other = Arc::clone(&counter);
+        let other = thread::spawn(move || (0..2).for_each(|_| other.add(1)));
+        (0..2).for_each(|_| counter.add(1));
+        other.join().unwrap();
+        assert_eq!(counter.get(), 4);
+    });
+}
+
+/// Runs a model in every order.
+fn every_order(model: impl Fn() + Send + Sync + 'static) {
+    let mut config = Config::new();
+    config.silence_warnings = true;
+    let runs = Runner::new(DfsScheduler::new(None, false), config).run(model);
+    assert!(runs > 1, "there was only one order");
+    println!("{runs} orders");
+}
+
+type Model = (&'static str, fn());
+
+const MODELS: [Model; 5] = [
+    (
+        "sectors_are_modified_alone_and_written_together",
+        sectors_are_modified_alone_and_written_together,
+    ),
+    (
+        "a_write_over_two_stretches_takes_both_or_none",
+        a_write_over_two_stretches_takes_both_or_none,
+    ),
+    (
+        "what_goes_is_charged_and_the_debt_is_one_request_a_queue",
+        what_goes_is_charged_and_the_debt_is_one_request_a_queue,
+    ),
+    (
+        "a_tally_never_goes_back_and_loses_nothing_of_its_one_writer",
+        a_tally_never_goes_back_and_loses_nothing_of_its_one_writer,
+    ),
+    ("a_counter_loses_nothing_of_anybody", a_counter_loses_nothing_of_anybody),
+];
+
+/// Runs the models whose name holds the argument, and counts them as the usual harness does.
+fn main() -> ExitCode {
+    let mut words = std::env::args().skip(1).filter(|argument| !argument.starts_with('-'));
+    let word = words.next().unwrap_or_default();
+    let models = MODELS.iter().filter(|(name, _)| name.contains(&word));
+    let (good, bad): (Vec<&Model>, Vec<&Model>) = models.partition(|(name, model)| {
+        let good = std::panic::catch_unwind(model).is_ok();
+        println!("test {name} ... {}", if good { "ok" } else { "FAILED" });
+        good
+    });
+    let outcome = if bad.is_empty() { "ok" } else { "FAILED" };
+    println!(
+        "\ntest result: {outcome}. {} passed; {} failed; 0 ignored; 0 measured; {} filtered out\n",
+        good.len(),
+        bad.len(),
+        MODELS.len() - good.len() - bad.len()
+    );
+    if bad.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
