@@ -119,6 +119,24 @@ pub enum FilterSpec {
     Delay(DelaySpec),
     /// Requests fail, tear or get lost: for tests and drills.
     Fault(FaultSpec),
+    /// What was read is kept in memory. Below encryption only, where there is any: it holds ciphertext.
+    Cache(CacheSpec),
+}
+
+/// The least memory of a cache, in bytes: less is not worth its looking up.
+pub const CACHE_BYTES_MIN: u64 = 1 << 20;
+
+/// The most memory of all caches of one filter, in bytes: it is locked memory, which the host cannot
+/// take back.
+pub const CACHE_BYTES_MAX: u64 = 256 << 20;
+
+/// How much is kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct CacheSpec {
+    /// Memory for data, in bytes; a multiple of [`CACHE_BYTES_MIN`], and at most [`CACHE_BYTES_MAX`] for
+    /// all disks together.
+    pub bytes: u64,
 }
 
 /// What a disk may use. At least one of the two is given.

@@ -187,8 +187,10 @@ pub struct Done {
 pub struct Chain {
     size: u64,
     read_only: bool,
-    filters: Vec<Box<dyn Filter>>,
+    /// Before the filters, as it is dropped in this order: the kernel may still write into their buffers until
+    /// it is gone.
     backend: Box<dyn Backend>,
+    filters: Vec<Box<dyn Filter>>,
     requests: Requests,
     work: VecDeque<Work>,
     done: VecDeque<RequestId>,

@@ -4,9 +4,10 @@ use std::collections::HashSet;
 use std::io::Read;
 
 use vmseal_api::filter::{
-    BACKING_MAX, BackendSpec, Budget, CHAIN_MAX, CRYPT_SECTOR, DELAY_MAX, DISKS_MAX, DelaySpec,
-    DiskConfig, FAULT_RULES_MAX, FaultKind, FaultRule, FaultSpec, FilterConfig, FilterSpec,
-    FrontEndSpec, LimitSpec, NBD_CONNECTIONS, OperationKind, QUEUES_MAX, SERIAL_MAX, VERSION,
+    BACKING_MAX, BackendSpec, Budget, CACHE_BYTES_MAX, CACHE_BYTES_MIN, CHAIN_MAX, CRYPT_SECTOR,
+    CacheSpec, DELAY_MAX, DISKS_MAX, DelaySpec, DiskConfig, FAULT_RULES_MAX, FaultKind, FaultRule,
+    FaultSpec, FilterConfig, FilterSpec, FrontEndSpec, LimitSpec, NBD_CONNECTIONS, OperationKind,
+    QUEUES_MAX, SERIAL_MAX, VERSION,
 };
 use vmseal_api::id::DiskId;
 use vmseal_api::transfer::ImageFormat;
@@ -86,6 +87,15 @@ pub fn pools(disk: &DiskConfig) -> usize {
     }
 }
 
+/// The disk's cache.
+#[must_use]
+pub fn cache(disk: &DiskConfig) -> Option<&CacheSpec> {
+    disk.chain.iter().find_map(|link| match link {
+        FilterSpec::Cache(cache) => Some(cache),
+        _ => None,
+    })
+}
+
 fn check(config: &FilterConfig) -> Result<(), ConfigError> {
     if config.version != VERSION {
         return Err(ConfigError::Version(config.version));
@@ -103,7 +113,16 @@ fn check(config: &FilterConfig) -> Result<(), ConfigError> {
         let message = format!("{all} queues in all; at most {ALL_QUEUES_MAX} are possible");
         return Err(ConfigError::Disks(message));
     }
-    config.disks.iter().try_for_each(check_disk)
+    config.disks.iter().try_for_each(check_disk)?;
+    let cached = config.disks.iter().filter_map(cache).map(|cache| cache.bytes);
+    let bytes = cached.fold(0, u64::saturating_add);
+    if bytes > CACHE_BYTES_MAX {
+        let message = format!(
+            "caches of {bytes} bytes in all; at most {CACHE_BYTES_MAX} are possible, as it is locked memory"
+        );
+        return Err(ConfigError::Disks(message));
+    }
+    Ok(())
 }
 
 fn check_disk(disk: &DiskConfig) -> Result<(), ConfigError> {
@@ -147,9 +166,17 @@ fn check_chain(chain: &[FilterSpec]) -> Result<(), String> {
         FilterSpec::Limit(limit) => check_limit(limit),
         FilterSpec::Delay(delay) => check_delay(delay),
         FilterSpec::Fault(fault) => check_fault(fault),
+        FilterSpec::Cache(cache) => check_cache(cache),
     })?;
+    let is_cache = |link: &FilterSpec| matches!(link, FilterSpec::Cache(_));
+    if chain.iter().filter(|link| is_cache(link)).count() > 1 {
+        return Err("it is to be cached more than once".into());
+    }
     // Without encryption all of them are in the guest's own order.
     let above = chain.split(is_crypt).next().unwrap_or(chain);
+    if chain.iter().any(is_crypt) && above.iter().any(is_cache) {
+        return Err("a cache above the encryption would keep plaintext: put it below".into());
+    }
     let reorders = |link: &FilterSpec| match link {
         FilterSpec::Delay(delay) => delay.jitter_microseconds > 0 && !delay.reorders,
         _ => false,
@@ -177,6 +204,14 @@ fn check_backend(backend: &BackendSpec) -> Result<(), String> {
         return Err(format!(
             "its data begins at {offset}, which is not a multiple of {CRYPT_SECTOR}"
         ));
+    }
+    Ok(())
+}
+
+fn check_cache(cache: &CacheSpec) -> Result<(), String> {
+    let CacheSpec { bytes } = *cache;
+    if bytes < CACHE_BYTES_MIN || !bytes.is_multiple_of(CACHE_BYTES_MIN) {
+        return Err(format!("a cache of {bytes} bytes: give a multiple of {CACHE_BYTES_MIN}"));
     }
     Ok(())
 }
@@ -298,10 +333,13 @@ mod tests {
             json!({ "kind": "fault", "rules": [rule] })
         };
         let lost = || json!({ "is": "lost" });
+        let cache = |bytes: u64| json!({ "kind": "cache", "bytes": bytes });
         let good_chains = [
             json!([limit, crypt(), delay(false), fault(json!({ "is": "error", "errno": 5 }), &[])]),
             json!([delay(true), limit, fault(lost(), &["flush", "write"])]),
             json!([crypt(), fault(json!({ "is": "torn" }), &["write"])]),
+            json!([limit, crypt(), cache(1 << 20), delay(false)]),
+            json!([limit, cache(CACHE_BYTES_MAX)]),
             json!([]),
         ];
         for chain in good_chains {
@@ -322,6 +360,11 @@ mod tests {
             (json!([fault(json!({ "is": "torn" }), &[])]), "only writes"),
             (json!([fault(json!({ "is": "error", "errno": 0 }), &[])]), "no error number"),
             (json!([{ "kind": "fault", "rules": [{ "kind": lost(), "one_in": 0 }] }]), "one_in"),
+            (json!([cache(1 << 20), crypt()]), "would keep plaintext"),
+            (json!([crypt(), cache(1 << 20), cache(1 << 20)]), "cached more than once"),
+            (json!([crypt(), cache(0)]), "a cache of 0 bytes"),
+            (json!([crypt(), cache((1 << 20) + 4096)]), "give a multiple"),
+            (json!([crypt(), cache(CACHE_BYTES_MAX + CACHE_BYTES_MIN)]), "in all"),
             (json!([{ "kind": "mirror" }]), "mirror"),
             (Value::from(vec![limit.clone(); CHAIN_MAX + 1]), "filters"),
         ];
@@ -376,6 +419,13 @@ mod tests {
         assert_eq!(read_value(&config).unwrap().disks.iter().map(pools).sum::<usize>(), 128);
         config["disks"] = (0..17).map(nbd).collect();
         assert!(read_value(&config).unwrap_err().to_string().contains("68 queues in all"));
+        config["disks"] = (0..3).map(nbd).collect();
+        for disk in config["disks"].as_array_mut().unwrap() {
+            disk["chain"] = json!([{ "kind": "cache", "bytes": CACHE_BYTES_MAX / 2 }]);
+        }
+        assert!(read_value(&config).unwrap_err().to_string().contains("402653184 bytes in all"));
+        config["disks"].as_array_mut().unwrap().pop();
+        assert!(read_value(&config).is_ok());
         let endless = std::io::repeat(b' ');
         assert!(matches!(read(endless), Err(ConfigError::TooLong)));
     }

@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use vmseal_api::filter::{FilterSpec, LayerFigures};
 
+use crate::cache::Cache;
 use crate::chain::Filter;
 use crate::delay::Delay;
 use crate::fault::Fault;
@@ -42,5 +43,6 @@ pub fn of(spec: &FilterSpec) -> Option<Arc<dyn Layer>> {
         FilterSpec::Limit(limit) => Some(Arc::new(Limit::new(limit))),
         FilterSpec::Delay(delay) => Some(Arc::new(Delay::new(delay.clone()))),
         FilterSpec::Fault(fault) => Some(Arc::new(Fault::new(fault.clone()))),
+        FilterSpec::Cache(cache) => Some(Arc::new(Cache::new(cache))),
     }
 }

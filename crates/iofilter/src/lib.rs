@@ -6,6 +6,7 @@
 pub mod align;
 pub mod backend;
 pub mod blocking;
+pub mod cache;
 pub mod chain;
 pub mod config;
 pub mod confinement;

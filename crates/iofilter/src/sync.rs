@@ -1,4 +1,4 @@
-//! The atomics of the modules whose interleavings are tried one by one: tests/interleavings includes those
-//! modules as they are, where this name stands for Shuttle's.
+//! The atomics and locks of the modules whose interleavings are tried one by one: tests/interleavings includes
+//! those modules as they are, where these names stand for Shuttle's.
 
-pub(crate) use std::sync::atomic;
+pub(crate) use std::sync::{Mutex, MutexGuard, atomic};

@@ -294,12 +294,18 @@ fn config(directory: &Path) -> Value {
 
 impl Filter {
     fn start(place: &Path) -> Self {
+        Self::start_with(place, |_| ())
+    }
+
+    /// A filter with something else in its configuration.
+    fn start_with(place: &Path, change: impl FnOnce(&mut Value)) -> Self {
         let directory = tempfile::tempdir_in(place).unwrap();
         let path = |name: &str| directory.path().join(name);
         std::fs::write(path("key"), (0..64u8).collect::<Vec<_>>()).unwrap();
         std::fs::set_permissions(path("key"), PermissionsExt::from_mode(0o600)).unwrap();
         std::fs::File::create(path("disk")).unwrap().set_len(SIZE).unwrap();
-        let config = config(directory.path());
+        let mut config = config(directory.path());
+        change(&mut config);
         std::fs::write(path("config"), config.to_string()).unwrap();
         let mut command = Command::new(env!("CARGO_BIN_EXE_vmseal-filter"));
         command.arg("--config").arg(path("config")).stderr(Stdio::inherit());
@@ -372,11 +378,12 @@ const HEADERS: u64 = BASE + 0x10000;
 const TABLES: u64 = BASE + 0x20000;
 const BUFFERS: u64 = BASE + 0x10_0000;
 
-/// Keeps `DEPTH` requests of `LENGTH` bytes under way, `rounds` times over; `kind` as virtio-blk has it.
-fn load(guest: &mut Initiator, kind: u32, rounds: u32, mut watch: impl FnMut()) {
+/// Keeps `DEPTH` requests of `length` bytes, at most `LENGTH`, under way, `rounds` times over; `kind` as
+/// virtio-blk has it.
+fn load(guest: &mut Initiator, kind: u32, length: u32, rounds: u32, mut watch: impl FnMut()) {
     let mut asked = 0_u64;
     let mut ask = |guest: &mut Initiator, head: u16| {
-        let (slot, place) = (u64::from(head), asked * u64::from(LENGTH) % SIZE);
+        let (slot, place) = (u64::from(head), asked * u64::from(length) % SIZE);
         asked += 1;
         let (header, table) = (HEADERS + slot * 32, TABLES + slot * 64);
         let put = |bytes: &[u8], at| guest.memory.write_slice(bytes, GuestAddress(at)).unwrap();
@@ -386,7 +393,7 @@ fn load(guest: &mut Initiator, kind: u32, rounds: u32, mut watch: impl FnMut()) 
         let direction = if kind == 0 { WRITE } else { 0 };
         guest.describe_at(table, (header, 16, NEXT, 1));
         let data = BUFFERS + slot * u64::from(LENGTH);
-        guest.describe_at(table + 16, (data, LENGTH, NEXT | direction, 2));
+        guest.describe_at(table + 16, (data, length, NEXT | direction, 2));
         guest.describe_at(table + 32, (header + 16, 1, WRITE, 0));
         guest.describe(head, (table, 48, INDIRECT, 0));
         guest.offer(head);
@@ -414,10 +421,30 @@ fn a_filter_at_its_busiest_stays_within_its_memory() {
         let idle = filter.resident();
         let mut most = 0;
         for kind in [1, 0, 1] {
-            load(&mut guest, kind, 4, || most = most.max(filter.resident()));
+            load(&mut guest, kind, LENGTH, 4, || most = most.max(filter.resident()));
         }
         let limit = filter.confinement().memory_bytes;
         println!("{place}: RssAnon {idle} idle, {most} at depth {DEPTH} x {LENGTH}; limit {limit}");
         assert!(most <= 32 << 20, "{place}: {most} bytes of its own");
     }
+}
+
+#[test]
+fn a_cache_takes_what_it_was_given_and_no_more() {
+    const CACHE: u64 = 32 << 20;
+    let filter = Filter::start_with(Path::new("/dev/shm"), |config| {
+        let chain = config["disks"][0]["chain"].as_array_mut().unwrap();
+        chain.push(json!({ "kind": "cache", "bytes": CACHE }));
+    });
+    let memory = (1 << 20) + u64::from(DEPTH) * u64::from(LENGTH);
+    let mut guest = Initiator::connect_sized(filter.connect("vhost"), DEPTH, memory);
+    let idle = filter.resident();
+    // The whole disk, four times as long as the cache.
+    load(&mut guest, 0, 4096, 256, || ());
+    let (full, limit) = (filter.resident(), filter.confinement().memory_bytes);
+    println!("RssAnon {idle} idle, {full} after reading four times as much; limit {limit}");
+    assert!(idle <= 32 << 20, "{idle} bytes before anything was read");
+    assert!(full >= CACHE, "{full} bytes: it is not full, and the test proves nothing");
+    assert!(full <= (32 << 20) + CACHE, "{full} bytes of its own");
+    assert!((96 << 20..=(97 << 20) + CACHE).contains(&limit), "{limit}");
 }

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::thread;
 
 use proptest::prelude::*;
-use vmseal_api::filter::{Budget, DelaySpec, Direct, FilterSpec, Holes, LimitSpec};
+use vmseal_api::filter::{Budget, CacheSpec, DelaySpec, Direct, FilterSpec, Holes, LimitSpec};
 use vmseal_api::transfer::ImageFormat;
 use vmseal_iofilter::backend::file::FileDisk;
 use vmseal_iofilter::backend::mem::MemDisk;
@@ -165,17 +165,19 @@ struct Store {
     holes: Option<Holes>,
     /// Whether requests wait for a budget above encryption, and overtake each other below it.
     holds_back: bool,
+    /// Whether what is read is kept, right below encryption.
+    caches: bool,
 }
 
 impl Store {
-    fn new(place: Place, holes: Option<Holes>, holds_back: bool) -> Self {
+    fn new(place: Place, holes: Option<Holes>, holds_back: bool, caches: bool) -> Self {
         let directory =
             if place == Place::Storage { env!("CARGO_TARGET_TMPDIR") } else { "/dev/shm" };
         let file = tempfile::NamedTempFile::new_in(directory).unwrap();
         file.as_file().set_len(OFFSET + SIZE).unwrap();
         let images = place.options().map(|options| Images::new(place, options));
         let (mem, gone) = (MemDisk::new(SIZE as usize), FileDisk::in_memory(SIZE).unwrap());
-        Self { place, mem, gone, images, file, holes, holds_back }
+        Self { place, mem, gone, images, file, holes, holds_back, caches }
     }
 
     fn open(&self) -> Disk {
@@ -194,7 +196,12 @@ impl Store {
         };
         // As if 100 queues shared the budget: buffers run out, and requests have to wait for them.
         let disk = Disk::new(SIZE, false, encryption, rest, 100);
-        if self.holds_back { disk.with_layers(vec![limit()], vec![jitter()]) } else { disk }
+        let mut below = if self.caches { vec![cache()] } else { Vec::new() };
+        if self.holds_back {
+            below.push(jitter());
+            return disk.with_layers(vec![limit()], below);
+        }
+        disk.with_layers(Vec::new(), below)
     }
 }
 
@@ -202,6 +209,11 @@ impl Store {
 fn limit() -> Arc<dyn Layer> {
     let requests = Some(Budget { per_second: 50_000, burst: 4 });
     layer::of(&FilterSpec::Limit(LimitSpec { requests, bytes: None })).unwrap()
+}
+
+/// Less than the disk: blocks have to go for others.
+fn cache() -> Arc<dyn Layer> {
+    layer::of(&FilterSpec::Cache(CacheSpec { bytes: 0 })).unwrap()
 }
 
 fn jitter() -> Arc<dyn Layer> {
@@ -346,8 +358,13 @@ fn follow_discard(chain: &mut Chain, ask: &Ask, model: &mut [u8]) {
     }
 }
 
-fn check(place: Place, holes: Option<Holes>, holds_back: bool, batches: &[Vec<Ask>]) {
-    let store = Store::new(place, holes, holds_back);
+fn check(
+    place: Place,
+    holes: Option<Holes>,
+    (holds_back, caches): (bool, bool),
+    batches: &[Vec<Ask>],
+) {
+    let store = Store::new(place, holes, holds_back, caches);
     let mut model = vec![0; SIZE as usize];
     if let Some(images) = &store.images {
         model.copy_from_slice(&images.content[OFFSET_QCOW2 as usize..]);
@@ -388,9 +405,9 @@ proptest! {
         batches in prop::collection::vec(asks(), 1..4),
         place in prop::sample::select(&PLACES[..]),
         holes in prop_oneof![Just(None), Just(Some(Holes::Zero)), Just(Some(Holes::Ciphertext))],
-        holds_back in any::<bool>(),
+        layers in any::<(bool, bool)>(),
     ) {
-        check(place, holes, holds_back, &batches);
+        check(place, holes, layers, &batches);
     }
 }
 
@@ -399,7 +416,7 @@ proptest! {
 #[test]
 fn neighbours_in_one_sector_do_not_lose_each_other() {
     for place in PLACES {
-        let store = Store::new(place, Some(Holes::Zero), false);
+        let store = Store::new(place, Some(Holes::Zero), false, true);
         let disk = store.open();
         thread::scope(|scope| {
             for writer in 0..4u64 {
@@ -461,7 +478,7 @@ fn what_is_not_on_the_disk_or_not_in_blocks_is_refused() {
 #[test]
 fn a_truncated_image_is_an_error_and_never_zeroes() {
     for place in [Place::Memory, Place::Storage] {
-        let store = Store::new(place, Some(Holes::Zero), false);
+        let store = Store::new(place, Some(Holes::Zero), false, false);
         let disk = store.open();
         store.file.as_file().set_len(OFFSET + 8192).unwrap();
         let mut chain = disk.chain().unwrap();
@@ -495,7 +512,7 @@ fn outcome(chain: &mut Chain, what: What, buffer: &mut [u8]) -> Result<(), IoErr
 #[test]
 fn an_image_cut_while_in_use_is_not_made_longer_by_what_the_guest_writes() {
     for place in [Place::Memory, Place::Storage] {
-        let store = Store::new(place, Some(Holes::Zero), false);
+        let store = Store::new(place, Some(Holes::Zero), false, false);
         let mut chain = store.open().chain().unwrap();
         let mut buffer = vec![7; 16384];
         let changes = [What::Write, What::Discard, What::Zero, What::Unmap, What::Flush];

@@ -373,6 +373,60 @@ fn an_imported_image_is_served_over_nbd() {
     assert!(code == Some(0) && log.contains("may not connect"), "{log}");
 }
 
+#[test]
+fn a_disk_with_a_cache_is_imported_served_over_nbd_and_exported_as_any_other() {
+    let place = Place::new();
+    let bytes = image(&place.path("image"));
+    let mut config = place.config();
+    config["disks"][0]["chain"]
+        .as_array_mut()
+        .unwrap()
+        .push(json!({ "kind": "cache", "bytes": SIZE / 2 }));
+    config["disks"][0]["import"] =
+        json!({ "source": { "path": place.path("image") }, "format": "raw" });
+    config["disks"][0]["front_end"] =
+        json!({ "kind": "nbd", "listen": { "path": place.path("nbd") } });
+    let filter = place.start(&config);
+    assert_eq!(filter.settled(), DiskActivity::Idle);
+    let uri = format!("nbd+unix:///?socket={}", place.path("nbd").display());
+    let copy = || {
+        let request = format!("--request-size={}", 32 << 10);
+        let (uri, to) = (&uri, place.path("copy"));
+        let copied =
+            Command::new("nbdcopy").args(["--no-extents", &request, uri]).arg(&to).status();
+        assert!(copied.unwrap().success());
+        std::fs::read(to).unwrap()
+    };
+    let first = copy();
+    assert!(first[..bytes.len()] == bytes[..] && first.len() as u64 == SIZE);
+    let write = ["-f", "raw", "-c", "write -P 9 12345344 1M", "-c", "discard 20M 64k", &uri];
+    assert!(Command::new("qemu-io").args(write).status().unwrap().success());
+    let mut expected = first;
+    expected[12_345_344..][..1 << 20].fill(9);
+    expected[20 << 20..][..64 << 10].fill(0);
+    assert!(copy() == expected, "what was there before is read");
+    let ControlReply::Figures(figures) = filter.ask(&ControlRequest::Figures) else {
+        panic!("not figures")
+    };
+    let cache = &figures.disks[0].layers[0];
+    assert_eq!(cache.kind, "cache");
+    for counter in ["hit_requests", "installed_blocks", "invalidated_blocks", "evicted_blocks"] {
+        assert!(cache.counters[counter] > 0, "{counter}: {cache:?}");
+    }
+    assert_eq!(filter.ask(&ControlRequest::Shutdown), ControlReply::Done);
+    assert_eq!(filter.ended().0, Some(0));
+    config["disks"][0]["import"] = Value::Null;
+    config["disks"][0]["front_end"] = Value::Null;
+    config["disks"][0]["read_only"] = json!(true);
+    let out = place.path("out");
+    File::create(&out).unwrap().set_len(SIZE).unwrap();
+    config["disks"][0]["export"] =
+        json!({ "target": { "path": out }, "format": { "kind": "raw" } });
+    let filter = place.start(&config);
+    assert_eq!(filter.settled(), DiskActivity::Idle);
+    assert!(std::fs::read(out).unwrap() == expected);
+}
+
 /// Runs a filter that exports the disk as `format` to the file `out`.
 fn export(place: &Place, format: Value) -> DiskActivity {
     let mut config = place.config();

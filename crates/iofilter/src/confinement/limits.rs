@@ -5,8 +5,8 @@ use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use vmseal_api::filter::FilterConfig;
 
 use super::ConfinementError;
-use crate::config;
 use crate::disk::POOLS_BYTES;
+use crate::{cache, config};
 
 /// The program's own: its data, the log, control connections, the caches of an import, and what the
 /// allocator keeps for each of a few threads.
@@ -19,10 +19,13 @@ const QUEUE_BYTES: u64 = 2 << 20;
 const THREADS_MAX: u64 = 512;
 
 /// The most private memory that can be written, in bytes, mapped or used: stacks, tables, buffers. Guest
-/// memory is shared and not in it. Less than half of it is ever used.
+/// memory is shared and not in it. Less than half of it is ever used, but what is for caches, which they fill.
 pub(super) fn memory(config: &FilterConfig) -> u64 {
     let queues: usize = config.disks.iter().map(config::pools).sum();
-    BASE_BYTES + POOLS_BYTES as u64 + queues as u64 * QUEUE_BYTES
+    let caches = config.disks.iter().filter_map(|disk| {
+        config::cache(disk).map(|cache| cache::memory(cache, config::queues(disk)))
+    });
+    BASE_BYTES + POOLS_BYTES as u64 + queues as u64 * QUEUE_BYTES + caches.sum::<u64>()
 }
 
 /// Sets them, never above what is in force.

@@ -18,7 +18,8 @@ use std::hash::{BuildHasher, RandomState};
 use std::sync::Arc;
 
 use vmseal_api::filter::{
-    Budget, DelaySpec, FaultKind, FaultRule, FaultSpec, FilterSpec, Holes, LimitSpec, OperationKind,
+    Budget, CacheSpec, DelaySpec, FaultKind, FaultRule, FaultSpec, FilterSpec, Holes, LimitSpec,
+    OperationKind,
 };
 use vmseal_iofilter::backend::mem::MemDisk;
 use vmseal_iofilter::disk::{Disk, Encryption, Rest};
@@ -85,6 +86,11 @@ fn jitter() -> FilterSpec {
     })
 }
 
+/// The smallest that there is: blocks have to go for others.
+fn cache() -> FilterSpec {
+    FilterSpec::Cache(CacheSpec { bytes: 0 })
+}
+
 fn faults(kinds: &[FaultKind], operations: &[OperationKind], one_in: u64) -> FilterSpec {
     let rule = |kind: &FaultKind| FaultRule {
         kind: *kind,
@@ -134,6 +140,11 @@ fn through_every_chain_only_what_was_not_flushed_goes_with_the_power() {
         ("limit, crypt, delay", Kind { above: vec![limit()], below: vec![jitter()], ..sealed() }),
         ("fault", Kind { above: vec![broken(), torn()], ..Kind::new(None, BLOCK) }),
         ("fault, crypt", Kind { above: vec![broken()], ..sealed() }),
+        ("cache, delay", Kind { above: vec![cache(), jitter()], ..Kind::new(None, BLOCK) }),
+        ("cache, fault", Kind { above: vec![cache(), broken(), torn()], ..Kind::new(None, BLOCK) }),
+        ("crypt, cache", Kind { below: vec![cache()], ..sealed() }),
+        ("crypt, cache, delay", Kind { below: vec![cache(), jitter()], ..sealed() }),
+        ("crypt, cache, fault", Kind { below: vec![cache(), broken(), torn()], ..sealed() }),
         ("crypt, fault", Kind { below: vec![broken(), torn()], ..sealed() }),
     ];
     let seed = seed();
@@ -190,6 +201,13 @@ fn filters_that_lose_what_they_answer_are_found_out() {
             is_found_out(&kind, Fault::Nothing, wrong);
         }
     }
+}
+
+#[test]
+fn a_cache_over_storage_that_loses_or_misplaces_hides_nothing() {
+    let kind = Kind { above: vec![cache()], ..Kind::new(None, BLOCK) };
+    is_found_out(&kind, Fault::Misplaces, Wrong::Misplaced);
+    is_found_out(&kind, Fault::Loses, Wrong::Lost);
 }
 
 /// Why storage is asked to write sectors whole: a hole is a sector of zeroes, not a block of zeroes. What is no

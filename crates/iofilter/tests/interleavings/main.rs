@@ -5,6 +5,9 @@
 
 #![allow(clippy::unwrap_used)] // a test
 
+#[path = "../../src/cache/blocks.rs"]
+#[allow(dead_code, unused_imports)] // its unit tests are run elsewhere
+mod blocks;
 #[path = "../../src/limit/bucket.rs"]
 #[allow(dead_code)]
 mod bucket;
@@ -16,18 +19,19 @@ mod tally;
 
 /// Stands for the module of this name in the crate.
 mod sync {
-    pub(crate) use shuttle::sync::atomic;
+    pub(crate) use shuttle::sync::{Mutex, MutexGuard, atomic};
 }
 
 use std::process::ExitCode;
 use std::sync::Arc;
 
 use shuttle::scheduler::DfsScheduler;
-use shuttle::sync::atomic::{AtomicBool, AtomicU32, Ordering::SeqCst};
+use shuttle::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, Ordering::SeqCst};
 use shuttle::thread;
 use shuttle::{Config, Runner};
 use vmseal_api::filter::Budget;
 
+use crate::blocks::Blocks;
 use crate::bucket::{Bucket, SECOND};
 use crate::locks::SectorLocks;
 use crate::tally::{Counter, Tally};
@@ -145,6 +149,73 @@ fn a_counter_loses_nothing_of_anybody() {
     });
 }
 
+/// Two blocks of storage, in one stretch, and what is kept of them.
+struct Cached {
+    storage: [AtomicU8; 2],
+    blocks: Blocks,
+}
+
+impl Cached {
+    fn new() -> Arc<Self> {
+        Arc::new(Self { storage: [0, 0].map(AtomicU8::new), blocks: Blocks::new(0) })
+    }
+
+    /// Reads a block as the filter does; what it was.
+    fn read(&self, block: usize) -> u8 {
+        let (offset, mut found) = (block as u64 * SECTOR, 0);
+        if !self.blocks.read(offset, SECTOR, |bytes| found = bytes[0]) {
+            let ticket = self.blocks.ticket(offset, SECTOR);
+            found = self.storage[block].load(SeqCst);
+            self.blocks.install(&ticket, |_, place| place.fill(found));
+        }
+        found
+    }
+
+    /// Writes a block as the filter does.
+    fn write(&self, block: usize, value: u8) {
+        let offset = block as u64 * SECTOR;
+        self.blocks.begin_change(offset, SECTOR);
+        self.storage[block].store(value, SeqCst);
+        self.blocks.end_change(offset, SECTOR);
+    }
+
+    /// What is kept is what is stored.
+    fn is_coherent(&self) {
+        for (block, stored) in self.storage.iter().enumerate() {
+            let stored = stored.load(SeqCst);
+            self.blocks.read(block as u64 * SECTOR, SECTOR, |bytes| {
+                assert_eq!(bytes[0], stored, "block {block}: what was before is kept");
+            });
+        }
+    }
+}
+
+fn a_read_keeps_nothing_that_a_write_overtook() {
+    every_order(|| {
+        let cached = Cached::new();
+        let reader = Arc::clone(&cached);
+        let reader = thread::spawn(move || reader.read(0));
+        cached.write(0, 1);
+        assert_eq!(cached.read(0), 1, "answered before, and not there");
+        reader.join().unwrap();
+        cached.is_coherent();
+    });
+}
+
+fn nothing_is_kept_before_the_last_of_two_writes_ends_and_all_after_it() {
+    every_order(|| {
+        let cached = Cached::new();
+        let writer = Arc::clone(&cached);
+        let writer = thread::spawn(move || writer.write(0, 1));
+        cached.write(1, 2);
+        cached.read(0);
+        writer.join().unwrap();
+        cached.is_coherent();
+        assert_eq!((cached.read(0), cached.read(1)), (1, 2));
+        assert!(cached.blocks.read(0, 2 * SECTOR, |_| ()), "quiet again, and not kept");
+    });
+}
+
 /// Runs a model in every order.
 fn every_order(model: impl Fn() + Send + Sync + 'static) {
     let mut config = Config::new();
@@ -156,7 +227,7 @@ fn every_order(model: impl Fn() + Send + Sync + 'static) {
 
 type Model = (&'static str, fn());
 
-const MODELS: [Model; 5] = [
+const MODELS: [Model; 7] = [
     (
         "sectors_are_modified_alone_and_written_together",
         sectors_are_modified_alone_and_written_together,
@@ -174,6 +245,11 @@ const MODELS: [Model; 5] = [
         a_tally_never_goes_back_and_loses_nothing_of_its_one_writer,
     ),
     ("a_counter_loses_nothing_of_anybody", a_counter_loses_nothing_of_anybody),
+    ("a_read_keeps_nothing_that_a_write_overtook", a_read_keeps_nothing_that_a_write_overtook),
+    (
+        "nothing_is_kept_before_the_last_of_two_writes_ends_and_all_after_it",
+        nothing_is_kept_before_the_last_of_two_writes_ends_and_all_after_it,
+    ),
 ];
 
 /// Runs the models whose name holds the argument, and counts them as the usual harness does.
