@@ -38,6 +38,8 @@ pub(super) struct Image {
     changed: bool,
     /// Whether data must be durable before anything leads to it.
     durable: bool,
+    /// Whether clusters were given up and may not be used again yet: the file had no room to say so.
+    owes: bool,
     /// A cluster that is written in part.
     bounce: Vec<u8>,
 }
@@ -73,6 +75,7 @@ impl Image {
             fresh_from,
             changed: false,
             durable: false,
+            owes: false,
             bounce: Vec::new(),
         })
     }
@@ -91,6 +94,7 @@ impl Image {
             if self.file.is_lost() {
                 return Err(IoError::Lost);
             }
+            self.settle()?;
         }
         match operation {
             Operation::Read => self.read(at, data)?,
@@ -303,11 +307,19 @@ impl Image {
     /// Where clusters were given up, they are not to be used again before that is durable.
     fn given_up(&mut self, freed: bool) -> Result<(), IoError> {
         if freed || self.file.moved() {
-            self.changed = true;
+            (self.changed, self.owes) = (true, true);
+        }
+        self.settle()
+    }
+
+    /// Makes durable that clusters were given up, if that is still to be done.
+    fn settle(&mut self) -> Result<(), IoError> {
+        if self.owes {
             self.flush()?;
             // In the file they count as before, which would be too much for whoever gets them next.
             self.file.release()?;
             self.fresh_from = self.file.length().next_multiple_of(self.cluster);
+            self.owes = false;
         }
         Ok(())
     }
