@@ -103,6 +103,7 @@ fn configuration(directory: &Path, socket: &Path, disk: &Disk<'_>) -> anyhow::Re
                 peer_uid: None,
                 queues: 2,
             }),
+            beside: None,
             import: None,
             export: None,
         }],

@@ -181,6 +181,7 @@ impl Disk {
                 }),
                 Work::Import { .. } | Work::Export { .. } => None,
             },
+            beside: None,
             import: match &self.work {
                 Work::Import { source, format, from } => {
                     Some(ImportSpec { source: fd(source.as_fd()), format: *format, from: *from })

@@ -73,6 +73,7 @@ impl Server {
             read_only,
             serial: "serial-1".into(),
             state: Arc::clone(&state),
+            allocation: disk.allocation(),
         });
         let stop = Arc::new(Stop::new().unwrap());
         let stopping = Arc::clone(&stop);

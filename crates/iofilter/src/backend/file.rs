@@ -27,6 +27,7 @@ use crate::backend::sync::SyncFile;
 use crate::backend::uring::UringFile;
 use crate::chain::Backend;
 use crate::request::{IoError, Operation};
+use crate::source::{Extent, raw_extent};
 
 /// hugetlbfs and ramfs (linux/magic.h); tmpfs is in nix.
 const HUGETLBFS_MAGIC: i64 = 0x958_458f6;
@@ -133,6 +134,22 @@ impl FileDisk {
     /// read as zeroes becomes zeroes that are allocated.
     pub fn keep_room(&self) {
         self.target.punches.store(false, Ordering::Relaxed);
+    }
+
+    /// Whether the file system has not yet said that it cannot punch holes, and may.
+    #[must_use]
+    pub fn punches(&self) -> bool {
+        self.target.punches.load(Ordering::Relaxed)
+    }
+
+    /// The hole or the data at `at`, which is below `end`, up to `end` at the most.
+    ///
+    /// # Errors
+    /// As lseek.
+    pub fn extent(&self, at: u64, end: u64) -> io::Result<Extent> {
+        let offset = self.target.offset;
+        let found = raw_extent(&self.target.fd, offset + at, offset + end)?;
+        Ok(Extent { end: found.end - offset, ..found })
     }
 
     /// The smallest unit the file takes, in bytes.
