@@ -13,9 +13,9 @@ use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::UnixStream;
 use tokio::time::timeout;
 use vmseal_api::filter::{
-    BackendSpec, ControlReply, ControlRequest, Direct, DiskConfig, ExportSpec, FilterConfig,
-    FilterFigures, FilterSpec, FilterStatus, FrontEndSpec, Handle, Holes, ImportSpec, LINE_MAX,
-    SERIAL_MAX, TargetFormat, VERSION,
+    BackendSpec, BesideSpec, ControlReply, ControlRequest, Direct, DiskConfig, ExportSpec,
+    FilterConfig, FilterFigures, FilterSpec, FilterStatus, FrontEndSpec, Handle, Holes, ImportSpec,
+    LINE_MAX, SERIAL_MAX, TargetFormat, VERSION,
 };
 use vmseal_api::id::{DiskId, VmId};
 use vmseal_api::request_id;
@@ -84,6 +84,8 @@ pub struct Disk {
     pub keeps_room: bool,
     /// What is to be done with it.
     pub work: Work,
+    /// The socket for whoever reads it beside the guest.
+    pub beside: Option<UnixListener>,
 }
 
 /// What a filter does with a disk.
@@ -94,6 +96,13 @@ pub enum Work {
         socket: UnixListener,
         /// How many queues it has.
         queues: u16,
+    },
+    /// Serves tools over NBD.
+    Expose {
+        /// The socket for the agent, which carries what tools say.
+        socket: UnixListener,
+        /// Whether they may change the disk.
+        writable: bool,
     },
     /// Fills it from an image.
     Import {
@@ -143,7 +152,7 @@ impl Volume {
 impl Work {
     fn descriptors(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
         let (one, other) = match self {
-            Self::Serve { socket, .. } => (socket.as_fd(), None),
+            Self::Serve { socket, .. } | Self::Expose { socket, .. } => (socket.as_fd(), None),
             Self::Import { source, .. } => (source.as_fd(), None),
             Self::Export { target, format: Volume::Luks2 { key, .. } } => {
                 (target.as_fd(), Some(key.as_fd()))
@@ -165,7 +174,10 @@ impl Disk {
             disk: self.disk,
             size: self.size,
             serial: serial(self.disk),
-            read_only: matches!(self.work, Work::Export { .. }),
+            read_only: matches!(
+                self.work,
+                Work::Export { .. } | Work::Expose { writable: false, .. }
+            ),
             chain: chain.collect(),
             backend: BackendSpec::File {
                 file: fd(self.file.as_fd()),
@@ -179,27 +191,35 @@ impl Disk {
                     peer_uid: Some(peer),
                     queues: *queues,
                 }),
+                Work::Expose { socket, .. } => {
+                    Some(FrontEndSpec::Nbd { listen: fd(socket.as_fd()), peer_uid: Some(peer) })
+                }
                 Work::Import { .. } | Work::Export { .. } => None,
             },
-            beside: None,
+            beside: self
+                .beside
+                .as_ref()
+                .map(|socket| BesideSpec { listen: fd(socket.as_fd()), peer_uid: Some(peer) }),
             import: match &self.work {
                 Work::Import { source, format, from } => {
                     Some(ImportSpec { source: fd(source.as_fd()), format: *format, from: *from })
                 }
-                Work::Serve { .. } | Work::Export { .. } => None,
+                Work::Serve { .. } | Work::Expose { .. } | Work::Export { .. } => None,
             },
             export: match &self.work {
                 Work::Export { target, format } => {
                     Some(ExportSpec { target: fd(target.as_fd()), format: format.spec() })
                 }
-                Work::Serve { .. } | Work::Import { .. } => None,
+                Work::Serve { .. } | Work::Expose { .. } | Work::Import { .. } => None,
             },
         }
     }
 
     fn descriptors(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
         let key = self.key.as_ref().map(|(key, _)| key.as_fd());
-        std::iter::once(self.file.as_fd()).chain(self.work.descriptors()).chain(key)
+        let beside = self.beside.as_ref().map(AsFd::as_fd);
+        let file = std::iter::once(self.file.as_fd());
+        file.chain(self.work.descriptors()).chain(key).chain(beside)
     }
 }
 

@@ -36,6 +36,9 @@ use crate::{blocking, export, import, nbd, vhost_user};
 /// The stack of a disk's thread.
 const STACK: usize = 512 * 1024;
 
+/// The stack of the thread that waits for whoever reads a disk beside its front end; it is locked memory.
+const BESIDE_STACK: usize = 128 * 1024;
+
 /// Why the process cannot start.
 #[derive(Debug, thiserror::Error)]
 pub enum StartError {
@@ -296,7 +299,7 @@ impl Beside {
                 tracing::warn!(%error, "the disk is no longer served beside the guest");
             }
         };
-        let builder = std::thread::Builder::new().name("beside".into()).stack_size(STACK);
+        let builder = std::thread::Builder::new().name("beside".into()).stack_size(BESIDE_STACK);
         if let Err(error) = builder.spawn_scoped(scope, serve) {
             tracing::warn!(%error, "the disk is not served beside the guest");
         }

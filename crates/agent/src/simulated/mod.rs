@@ -11,6 +11,7 @@
 mod calls;
 mod console;
 mod exports;
+mod exposed;
 mod faults;
 mod keys;
 
@@ -36,6 +37,7 @@ use crate::rules;
 
 use console::Guest;
 use exports::Exports;
+use exposed::Exposed;
 use faults::Faults;
 pub use faults::{Call, Fault};
 
@@ -143,6 +145,7 @@ struct Life {
     board: Arc<Board>,
     vms: BTreeMap<VmId, Known>,
     log_levels: Levels,
+    exposed: Exposed,
     works: u64,
     /// Turns true when it ends: calls that wait then fail.
     ended: watch::Sender<bool>,
@@ -155,6 +158,7 @@ impl Life {
             board: Arc::new(Board::new(Incarnation::new())),
             vms: BTreeMap::new(),
             log_levels: Levels::default(),
+            exposed: Exposed::default(),
             works: 0,
             ended: watch::Sender::new(false),
         }

@@ -69,6 +69,7 @@ pub async fn start(
             key: open.key,
             keeps_room: disk::is_preallocated(disk),
             work: filter::Work::Serve { socket: listener, queues: qemu::queues(spec) },
+            beside: Some(directory.listen(&beside(index)).map_err(internal)?),
         });
     }
     let filter = filter::start(&shared.filter, spec.vm, directory, disks, slot.filter())
@@ -111,6 +112,11 @@ pub async fn start(
 /// The name of a disk's socket.
 fn socket(index: usize) -> String {
     format!("disk{index}")
+}
+
+/// The name of the socket of a disk's NBD, beside the guest.
+pub fn beside(index: usize) -> String {
+    format!("nbd{index}")
 }
 
 fn open_disks(plan: &Plan) -> Result<Vec<disk::Open>, Problem> {
