@@ -89,40 +89,58 @@ impl Exposure {
         mut cancelled: oneshot::Receiver<()>,
     ) -> Option<DuplexStream> {
         let Self { disk, source, holder, mut visitors } = self;
-        let order = match source {
-            Source::Own(order) => order,
-            Source::Beside(socket) => {
-                let mut held = Held { socket, holder: admit(holder), visitors: &mut visitors };
-                held.until_the_end(&mut cancelled, std::future::pending::<()>()).await;
-                return Some(held.holder);
+        let holder = serve(disk, source, holder, &mut visitors, workshop, &mut cancelled).await;
+        // Who came too late.
+        visitors.close();
+        while let Ok(visitor) = visitors.try_recv() {
+            let what = "the disk is not exposed any more";
+            let _ = visitor.send(Err(Problem::new(ErrorCode::WrongState, what)));
+        }
+        holder
+    }
+}
+
+async fn serve(
+    disk: DiskId,
+    source: Source,
+    holder: Reply<ConsoleStream>,
+    visitors: &mut mpsc::Receiver<Reply<ConsoleStream>>,
+    workshop: Workshop,
+    cancelled: &mut oneshot::Receiver<()>,
+) -> Option<DuplexStream> {
+    let order = match source {
+        Source::Own(order) => order,
+        Source::Beside(socket) => {
+            let mut held = Held { socket, holder: admit(holder), visitors };
+            held.until_the_end(cancelled, std::future::pending::<()>()).await;
+            return Some(held.holder);
+        }
+    };
+    let directory = &workshop.directory;
+    let started = tokio::select! {
+        started = start(*order, &workshop) => started,
+        _ = &mut *cancelled => Err(Problem::new(ErrorCode::Cancelled, "it was called off")),
+    };
+    match started {
+        Ok((process, _slot)) => {
+            let socket = directory.socket(SOCKET);
+            let mut held = Held { socket, holder: admit(holder), visitors };
+            let ended = held.until_the_end(cancelled, process.ended()).await;
+            let wrong = match ended {
+                Some(exit) => Err(filter::ended(exit, directory)),
+                None => end(disk, &Control::of(directory), &process).await,
+            };
+            if let Err(wrong) = wrong {
+                held.tell(&wrong.to_string()).await;
             }
-        };
-        let directory = &workshop.directory;
-        let started = tokio::select! {
-            started = start(*order, &workshop) => started,
-            _ = &mut cancelled => Err(Problem::new(ErrorCode::Cancelled, "it was called off")),
-        };
-        match started {
-            Ok((process, _slot)) => {
-                let socket = directory.socket(SOCKET);
-                let mut held = Held { socket, holder: admit(holder), visitors: &mut visitors };
-                let ended = held.until_the_end(&mut cancelled, process.ended()).await;
-                let wrong = match ended {
-                    Some(exit) => Err(filter::ended(exit, directory)),
-                    None => end(disk, &Control::of(directory), &process).await,
-                };
-                if let Err(wrong) = wrong {
-                    held.tell(&wrong.to_string()).await;
-                }
-                sweep(disk, directory).await;
-                Some(held.holder)
-            }
-            Err(problem) => {
-                // The filter first: it has the disk open.
-                sweep(disk, directory).await;
-                let _ = holder.send(Err(problem));
-                None
-            }
+            sweep(disk, directory).await;
+            Some(held.holder)
+        }
+        Err(problem) => {
+            // The filter first: it has the disk open.
+            sweep(disk, directory).await;
+            let _ = holder.send(Err(problem));
+            None
         }
     }
 }
