@@ -2,11 +2,12 @@
 //! this process alone.
 
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
-use vmseal_api::filter::FilterConfig;
+use vmseal_api::filter::{FilterConfig, NBD_CONNECTIONS};
 
 use super::ConfinementError;
 use crate::config;
-use crate::disk::POOLS_BYTES;
+use crate::disk::{POOLS_BYTES, READER_POOL_BYTES};
+use crate::nbd::beside::POOL_BYTES as BESIDE_POOL_BYTES;
 
 /// The program's own: its data, the log, control connections, the caches of an import, and what the
 /// allocator keeps for each of a few threads.
@@ -15,6 +16,9 @@ const BASE_BYTES: u64 = 64 << 20;
 /// Of each queue: its thread's stack, its tables, and what the allocator keeps for its thread.
 const QUEUE_BYTES: u64 = 2 << 20;
 
+/// Of each who reads beside a front end: the same, its buffers, and those of its chain.
+const READER_BYTES: u64 = QUEUE_BYTES + (READER_POOL_BYTES + BESIDE_POOL_BYTES) as u64;
+
 /// The most threads, the kernel's for io_uring included: two to four for each of the most queues.
 const THREADS_MAX: u64 = 512;
 
@@ -22,7 +26,9 @@ const THREADS_MAX: u64 = 512;
 /// memory is shared and not in it. Less than half of it is ever used.
 pub(super) fn memory(config: &FilterConfig) -> u64 {
     let queues: usize = config.disks.iter().map(config::pools).sum();
-    BASE_BYTES + POOLS_BYTES as u64 + queues as u64 * QUEUE_BYTES
+    let beside = config.disks.iter().filter(|disk| disk.beside.is_some()).count();
+    let readers = beside as u64 * u64::from(NBD_CONNECTIONS);
+    BASE_BYTES + POOLS_BYTES as u64 + queues as u64 * QUEUE_BYTES + readers * READER_BYTES
 }
 
 /// Sets them, never above what is in force.
