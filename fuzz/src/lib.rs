@@ -72,7 +72,8 @@ fn disk(bytes: &MemDisk, read_only: bool, encrypted: bool, queues: usize) -> (Di
     let key = || secret((0..64).collect());
     let encryption = encrypted.then(|| Encryption { key: key(), holes: Holes::Zero });
     let disk = Disk::new(size, read_only, encryption, Rest::Mem(bytes.clone()), POOLS);
-    let state = Arc::new(DiskState::new(DiskId::new(), queues));
-    let served = Served { size, read_only, serial: "serial-1".into(), state };
+    let state = Arc::new(DiskState::new(DiskId::new(), queues).with_bitmaps(disk.bitmaps()));
+    let allocation = disk.allocation();
+    let served = Served { size, read_only, serial: "serial-1".into(), state, allocation };
     (disk, Arc::new(served))
 }

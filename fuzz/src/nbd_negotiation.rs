@@ -4,7 +4,11 @@
 use std::io::{Read, Write};
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
+use std::sync::Arc;
 
+use vmseal_api::filter::BitmapChange;
+use vmseal_iofilter::dirty::Bitmaps;
+use vmseal_iofilter::nbd::context::CONTEXTS_MAX;
 use vmseal_iofilter::nbd::negotiation;
 use vmseal_iofilter::nbd::option::{Export, OPTIONS_MAX, greeting};
 use vmseal_iofilter::nbd::wire::{OPTION_REPLY_MAGIC, option, option_reply};
@@ -32,7 +36,10 @@ pub fn run(data: &[u8]) {
     let (server, mut client) = UnixStream::pair().unwrap();
     client.write_all(&data[..data.len().min(INPUT_MAX)]).unwrap();
     client.shutdown(Shutdown::Write).unwrap();
-    let export = Export { name: "a-disk".into(), size: SIZE, read_only: false };
+    let bitmaps = Arc::new(Bitmaps::new(SIZE));
+    bitmaps.change("b1", BitmapChange::Start).unwrap();
+    let bitmaps = Some(bitmaps);
+    let export = Export { name: "a-disk".into(), size: SIZE, read_only: false, bitmaps };
     let outcome = negotiation::run(&server, &export, &Stop::new().unwrap());
     server.shutdown(Shutdown::Write).unwrap();
     let mut said = Vec::new();
@@ -41,12 +48,17 @@ pub fn run(data: &[u8]) {
     let last = |kind| answers.iter().filter(|answer| answer.1 == kind).count();
     let errors = answers.iter().filter(|answer| answer.1 >= 1 << 31).count();
     assert!(last(option_reply::ACK) + errors <= OPTIONS_MAX, "more answers than options");
-    if matches!(outcome, Ok(true)) {
+    let acknowledged = |option| answers.contains(&(option, option_reply::ACK));
+    if let Ok(Some(agreed)) = outcome {
+        assert_eq!(agreed.structured, acknowledged(option::STRUCTURED_REPLY));
+        assert!(agreed.contexts.len() <= CONTEXTS_MAX);
+        let asked = agreed.structured && acknowledged(option::SET_META_CONTEXT);
+        assert!(agreed.contexts.is_empty() || asked, "contexts that nobody asked for");
         let by_go = answers.last() == Some(&(option::GO, option_reply::ACK)) && rest.is_empty();
         let by_name = [10, 134].contains(&rest.len()) && rest[..8] == SIZE.to_be_bytes();
         assert!(by_go || by_name, "served without saying so: {answers:?} {rest:?}");
     } else {
         assert!(rest.is_empty(), "something that is no answer: {rest:?}");
-        assert!(!answers.contains(&(option::GO, option_reply::ACK)));
+        assert!(!acknowledged(option::GO));
     }
 }

@@ -181,6 +181,7 @@ fn configuration(
                 keeps_room: false,
             },
             front_end: Some(FrontEndSpec::VhostUserBlk { socket, peer_uid: None, queues: 2 }),
+            beside: None,
             import: None,
             export: None,
         }],

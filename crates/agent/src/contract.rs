@@ -11,11 +11,12 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::time::{Instant, timeout};
 use vmseal_api::console::is_taken_over;
 use vmseal_api::datastore::DatastoreCondition;
+use vmseal_api::expose::{HOLD, LET_GO};
 use vmseal_api::host::{
     Allocation, ConsoleClaim, DatastoreLocation, DatastoreSpec, DiskFacts, DiskPhase, DiskSpec,
-    ExportPhase, ExportSpec, ExportStep, HostAgent, HostState, ImageSource, KeyReference, KeyState,
-    NewDisk, Notice, NoticeCode, OtherKey, Power, PowerOff, SHUTDOWN_SECONDS_MAX, STATE_WAIT_MAX,
-    StopReason, Stopped, VERSION, VmSpec, VmState,
+    ExportPhase, ExportSpec, ExportStep, Exposing, HostAgent, HostState, ImageSource, KeyReference,
+    KeyState, NewDisk, Notice, NoticeCode, OtherKey, Power, PowerOff, SHUTDOWN_SECONDS_MAX,
+    STATE_WAIT_MAX, StopReason, Stopped, VERSION, VmSpec, VmState,
 };
 use vmseal_api::id::{DatastoreId, DiskId, TaskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -201,8 +202,56 @@ pub async fn first_life(agent: &dyn HostAgent, fixture: Fixture) -> Session {
     registration(agent, &session).await;
     keys(agent, &session).await;
     disks(agent, &mut session).await;
+    exposed(agent, &session).await;
     running(agent, &session).await;
     session
+}
+
+/// Sees that a connection to an exposed disk speaks NBD.
+async fn speaks_nbd(agent: &dyn HostAgent, session: &Session, disk: DiskId) {
+    let connected = agent.expose_disk(session.vm(), disk, Exposing::Connect).await;
+    let mut greeting = [0; 16];
+    let read = done(connected, "a connection").read_exact(&mut greeting).await.map(drop);
+    assert!(read.is_ok() && greeting == *b"NBDMAGICIHAVEOPT", "{read:?} {greeting:?}");
+}
+
+/// A disk is exposed to one holder at a time, and nothing else is done with it; it ends with its holder.
+async fn exposed(agent: &dyn HostAgent, session: &Session) {
+    let (vm, disk) = (session.vm(), session.spec.disks[0].disk);
+    let hold = |writable| agent.expose_disk(vm, disk, Exposing::Hold { writable });
+    let early = agent.expose_disk(vm, disk, Exposing::Connect).await;
+    refused(early.map(drop), ErrorCode::WrongState, "a connection to a disk that is not exposed");
+    let unknown = agent.expose_disk(vm, DiskId::new(), Exposing::Hold { writable: false }).await;
+    refused(unknown.map(drop), ErrorCode::NotFound, "exposing a disk that is none");
+    for writable in [false, true] {
+        let mut held = done(hold(writable).await, "exposing a disk");
+        speaks_nbd(agent, session, disk).await;
+        speaks_nbd(agent, session, disk).await;
+        refused(hold(false).await.map(drop), ErrorCode::InUse, "exposing it twice");
+        refused(agent.power_on(vm).await, ErrorCode::InUse, "starting while a disk is exposed");
+        held.write_all(&[HOLD, HOLD]).await.expect("holding");
+        held.write_all(&[LET_GO]).await.expect("letting go");
+        let mut wrong = String::new();
+        let end = timeout(session.fixture.patience, held.read_to_string(&mut wrong)).await;
+        assert!(end.is_ok() && wrong.is_empty(), "letting go: {wrong:?}");
+        let late = agent.expose_disk(vm, disk, Exposing::Connect).await;
+        refused(late.map(drop), ErrorCode::WrongState, "a connection to what was let go");
+    }
+    drop(done(hold(false).await, "exposing a disk"));
+    let give_up = Instant::now() + session.fixture.patience;
+    loop {
+        match hold(false).await {
+            Err(problem) if problem.code == ErrorCode::InUse && Instant::now() < give_up => {
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+            held => {
+                let mut held = done(held, "exposing it after a holder that has gone");
+                held.write_all(&[LET_GO]).await.expect("letting go");
+                let _ = held.read_to_end(&mut Vec::new()).await;
+                return;
+            }
+        }
+    }
 }
 
 async fn unknown_vms(agent: &dyn HostAgent, session: &Session) {
@@ -453,6 +502,12 @@ async fn running(agent: &dyn HostAgent, session: &Session) {
         let made = agent.create_disk(vm, disk.disk, None).await;
         refused(made, ErrorCode::InUse, "making a disk in use");
     }
+    let disk = spec.disks[0].disk;
+    let changed = agent.expose_disk(vm, disk, Exposing::Hold { writable: true }).await;
+    refused(changed.map(drop), ErrorCode::InUse, "exposing a disk in use, to be changed");
+    let reading = agent.expose_disk(vm, disk, Exposing::Hold { writable: false }).await;
+    let mut beside = done(reading, "exposing a disk in use");
+    speaks_nbd(agent, session, disk).await;
     not_heeding(agent, session).await;
     let mut held = done(agent.console(vm, ConsoleClaim::TakeOver).await, "the console");
     done(agent.power_off(vm, press).await, "the button");
@@ -462,6 +517,8 @@ async fn running(agent: &dyn HostAgent, session: &Session) {
     assert_eq!(vm_state.stopped.expect("why").reason, StopReason::PoweredOff);
     let end = timeout(session.fixture.patience, held.read_to_end(&mut Vec::new())).await;
     assert!(end.is_ok(), "the console does not end with the VM");
+    let end = timeout(session.fixture.patience, beside.read_to_end(&mut Vec::new())).await;
+    assert!(end.is_ok(), "a disk stays exposed beside a guest that is gone");
     done(agent.power_on(vm).await, "starting after the plug");
     session.wait(agent, "running", |state| state.power == Power::Running).await;
     console(agent, session).await;

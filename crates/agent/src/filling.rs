@@ -136,6 +136,7 @@ impl Filling<'_> {
                 format: self.image.format,
                 from,
             },
+            beside: None,
         })
     }
 

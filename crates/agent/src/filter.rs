@@ -4,6 +4,7 @@
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::{Duration, Instant};
@@ -12,7 +13,7 @@ use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::UnixStream;
 use tokio::time::timeout;
 use vmseal_api::filter::{
-    BackendSpec, Budget, ControlReply, ControlRequest, Direct, DiskConfig, ExportSpec,
+    BackendSpec, BesideSpec, Budget, ControlReply, ControlRequest, Direct, DiskConfig, ExportSpec,
     FilterConfig, FilterFigures, FilterSpec, FilterStatus, FrontEndSpec, Handle, Holes, ImportSpec,
     LINE_MAX, LimitSpec, SERIAL_MAX, TargetFormat, VERSION,
 };
@@ -84,6 +85,8 @@ pub struct Disk {
     pub keeps_room: bool,
     /// What is to be done with it.
     pub work: Work,
+    /// The socket for whoever reads it beside the guest.
+    pub beside: Option<UnixListener>,
 }
 
 /// What a filter does with a disk.
@@ -96,6 +99,13 @@ pub enum Work {
         queues: u16,
         /// What the guest may use of it.
         limits: DiskLimits,
+    },
+    /// Serves tools over NBD.
+    Expose {
+        /// The socket for the agent, which carries what tools say.
+        socket: UnixListener,
+        /// Whether they may change the disk.
+        writable: bool,
     },
     /// Fills it from an image.
     Import {
@@ -156,6 +166,7 @@ impl Work {
     fn descriptors(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
         let (one, other) = match self {
             Self::Serve { socket, .. } => (socket.as_fd(), None),
+            Self::Expose { socket, .. } => (socket.as_fd(), None),
             Self::Import { source, .. } => (source.as_fd(), None),
             Self::Export { target, format: Volume::Luks2 { key, .. } } => {
                 (target.as_fd(), Some(key.as_fd()))
@@ -167,7 +178,7 @@ impl Work {
 }
 
 impl Disk {
-    fn config(&self) -> DiskConfig {
+    fn config(&self, peer: u32) -> DiskConfig {
         let fd = |fd: BorrowedFd<'_>| Handle::Fd(fd.as_raw_fd());
         let crypt = |(key, holes): &(OwnedFd, Holes)| FilterSpec::Crypt {
             key: fd(key.as_fd()),
@@ -180,7 +191,10 @@ impl Disk {
             disk: self.disk,
             size: self.size,
             serial: serial(self.disk),
-            read_only: matches!(self.work, Work::Export { .. }),
+            read_only: matches!(
+                self.work,
+                Work::Export { .. } | Work::Expose { writable: false, .. }
+            ),
             chain: chain.collect(),
             backend: BackendSpec::File {
                 file: fd(self.file.as_fd()),
@@ -194,26 +208,35 @@ impl Disk {
                     peer_uid: None,
                     queues: *queues,
                 }),
+                Work::Expose { socket, .. } => {
+                    Some(FrontEndSpec::Nbd { listen: fd(socket.as_fd()), peer_uid: Some(peer) })
+                }
                 Work::Import { .. } | Work::Export { .. } => None,
             },
+            beside: self
+                .beside
+                .as_ref()
+                .map(|socket| BesideSpec { listen: fd(socket.as_fd()), peer_uid: Some(peer) }),
             import: match &self.work {
                 Work::Import { source, format, from } => {
                     Some(ImportSpec { source: fd(source.as_fd()), format: *format, from: *from })
                 }
-                Work::Serve { .. } | Work::Export { .. } => None,
+                Work::Serve { .. } | Work::Expose { .. } | Work::Export { .. } => None,
             },
             export: match &self.work {
                 Work::Export { target, format } => {
                     Some(ExportSpec { target: fd(target.as_fd()), format: format.spec() })
                 }
-                Work::Serve { .. } | Work::Import { .. } => None,
+                Work::Serve { .. } | Work::Expose { .. } | Work::Import { .. } => None,
             },
         }
     }
 
     fn descriptors(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
         let key = self.key.as_ref().map(|(key, _)| key.as_fd());
-        std::iter::once(self.file.as_fd()).chain(self.work.descriptors()).chain(key)
+        let beside = self.beside.as_ref().map(AsFd::as_fd);
+        let file = std::iter::once(self.file.as_fd());
+        file.chain(self.work.descriptors()).chain(key).chain(beside)
     }
 }
 
@@ -244,7 +267,7 @@ pub fn start(
         control_uid: Some(own),
         request_id: request_id::current().map(|id| id.to_string()),
         log_levels: Some(vmseal_log::levels().to_string()),
-        disks: disks.iter().map(Disk::config).collect(),
+        disks: disks.iter().map(|disk| disk.config(own)).collect(),
     };
     let launched = process::launch(Launch {
         program,

@@ -11,9 +11,9 @@ use async_trait::async_trait;
 use tokio::task::spawn_blocking;
 use vmseal_api::datastore::{DatastoreCondition, DatastoreContents};
 use vmseal_api::host::{
-    ConsoleClaim, ConsoleStream, DatastoreSpec, DatastoreUsage, ExportSpec, ExportStep, HostAgent,
-    HostDescription, HostState, ImageSource, KeyReference, NewDisk, OtherKey, PowerOff, SealedKey,
-    VERSION, VmSpec,
+    ConsoleClaim, ConsoleStream, DatastoreSpec, DatastoreUsage, ExportSpec, ExportStep, Exposing,
+    HostAgent, HostDescription, HostState, ImageSource, KeyReference, NewDisk, OtherKey, PowerOff,
+    SealedKey, VERSION, VmSpec,
 };
 use vmseal_api::id::{DiskId, Incarnation, VmId};
 use vmseal_api::model::LogLevel;
@@ -313,6 +313,15 @@ impl HostAgent for RealHost {
         spec: ExportSpec,
     ) -> Result<(), Problem> {
         self.vm(vm).await?.ask(vm, |reply| Call::ExportDisk(disk, step, spec, reply)).await
+    }
+
+    async fn expose_disk(
+        &self,
+        vm: VmId,
+        disk: DiskId,
+        what: Exposing,
+    ) -> Result<ConsoleStream, Problem> {
+        self.vm(vm).await?.ask(vm, |reply| Call::Expose(disk, what, reply)).await
     }
 
     async fn power_on(&self, vm: VmId) -> Result<(), Problem> {

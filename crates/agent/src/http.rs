@@ -24,7 +24,8 @@ use tokio_rustls::server::TlsStream;
 use vmseal_api::console::{
     ConsoleClaim, ConsoleStream, TAKEN_OVER, TAKEN_OVER_CODE, is_taken_over,
 };
-use vmseal_api::host::{BODY_MAX, HostAgent, STATE_WAIT_MAX, VmSpec};
+use vmseal_api::expose::{self, Carried, MESSAGE_MAX};
+use vmseal_api::host::{BODY_MAX, Exposing, HostAgent, STATE_WAIT_MAX, VmSpec};
 use vmseal_api::id::{DiskId, Incarnation, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request_id::{self, RequestId};
@@ -116,6 +117,7 @@ pub fn router(agent: Agent) -> Router {
         .route("/v1/vms/{vm}/key/drop-others", post(drop_other_keys))
         .route("/v1/vms/{vm}/disks/{disk}", put(create_disk).delete(delete_disk))
         .route("/v1/vms/{vm}/disks/{disk}/export", post(export_disk))
+        .route("/v1/vms/{vm}/disks/{disk}/expose", get(expose_disk))
         .route("/v1/vms/{vm}/power-on", post(power_on))
         .route("/v1/vms/{vm}/power-off", post(power_off))
         .route("/v1/vms/{vm}/console", get(console))
@@ -324,6 +326,37 @@ async fn console(
     let stream = agent.console(id("vm", &vm)?, claim).await?;
     let upgrade = upgrade.max_message_size(CONSOLE_MESSAGE_MAX).max_frame_size(CONSOLE_MESSAGE_MAX);
     Ok(upgrade.on_upgrade(move |socket| pump(socket, stream)))
+}
+
+/// What is opened of a disk's exposure.
+#[derive(Deserialize)]
+struct ExposeQuery {
+    #[serde(default)]
+    connect: bool,
+    #[serde(default)]
+    writable: bool,
+}
+
+async fn expose_disk(
+    State(agent): State<Agent>,
+    Path((vm, disk)): Path<(String, String)>,
+    query: Result<Query<ExposeQuery>, axum::extract::rejection::QueryRejection>,
+    upgrade: Result<WebSocketUpgrade, axum::extract::ws::rejection::WebSocketUpgradeRejection>,
+) -> Answer<Response> {
+    let upgrade =
+        upgrade.map_err(|error| Problem::new(ErrorCode::InvalidRequest, error.body_text()))?;
+    let Query(ExposeQuery { connect, writable }) =
+        query.map_err(|error| Problem::new(ErrorCode::InvalidRequest, error.body_text()))?;
+    let what = if connect { Exposing::Connect } else { Exposing::Hold { writable } };
+    let stream = agent.expose_disk(id("vm", &vm)?, id("disk", &disk)?, what).await?;
+    let upgrade = upgrade.max_message_size(MESSAGE_MAX).max_frame_size(MESSAGE_MAX);
+    let message = |bytes: Vec<u8>| Message::Binary(bytes.into());
+    let carried = |message| match message {
+        Message::Binary(bytes) => Carried::Bytes(bytes.into()),
+        Message::Ping(_) | Message::Pong(_) => Carried::Nothing,
+        Message::Text(_) | Message::Close(_) => Carried::End,
+    };
+    Ok(upgrade.on_upgrade(move |socket| expose::carry(socket, stream, message, carried)))
 }
 
 /// Carries bytes until either side ends.

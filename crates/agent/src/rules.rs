@@ -161,6 +161,49 @@ pub fn may_export(
     Ok(())
 }
 
+/// Whether a disk may be exposed now.
+///
+/// # Errors
+/// `in-use` to change it while the VM is not off, or to read it while the VM is starting; `locked` without
+/// its key; `wrong-state` before it is made.
+pub fn may_expose(
+    spec: &VmSpec,
+    disk: &DiskSpec,
+    writable: bool,
+    power: Power,
+    key: KeyState,
+    made: bool,
+) -> Result<(), Problem> {
+    match power {
+        // Its filter has what it needs.
+        Power::Running | Power::Stopping if !writable => return Ok(()),
+        Power::Off => {}
+        _ => return Err(in_use(spec, disk)),
+    }
+    if !made {
+        let what = format!("has not made its disk '{}' yet", disk.name);
+        return Err(wrong_state(spec, &what));
+    }
+    if disk.encrypted && key != KeyState::Held {
+        return Err(locked(spec));
+    }
+    Ok(())
+}
+
+/// Somebody has the disk exposed.
+#[must_use]
+pub fn exposed(disk: &str) -> Problem {
+    let what =
+        format!("disk '{disk}' is exposed: end the 'vmseal disk expose' that exposes it first");
+    Problem::new(ErrorCode::InUse, what)
+}
+
+/// Nobody has the disk exposed.
+#[must_use]
+pub fn not_exposed(spec: &VmSpec, disk: &DiskSpec) -> Problem {
+    wrong_state(spec, &format!("has its disk '{}' not exposed, or not any more", disk.name))
+}
+
 /// Whether a disk may be exported so.
 ///
 /// # Errors

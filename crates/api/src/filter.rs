@@ -30,6 +30,23 @@ pub const QUEUES_MAX: u16 = 16;
 /// of them wait until one ends.
 pub const NBD_CONNECTIONS: u16 = 4;
 
+/// What one bit of a dirty bitmap stands for, in bytes, where that fits [`BITMAP_BYTES_MAX`]: with
+/// smaller ones a backup would save little and ask more.
+pub const BITMAP_GRANULE: u64 = 64 * 1024;
+
+/// The most dirty bitmaps of a disk: one that is read, one that has begun after it, and as many for
+/// another user of backups.
+pub const BITMAPS_MAX: usize = 4;
+
+/// The most memory of a dirty bitmap, in bytes: enough for 512 GiB. Those of larger disks have larger granules.
+pub const BITMAP_BYTES_MAX: usize = 1024 * 1024;
+
+/// The most memory of all dirty bitmaps of a filter, in bytes: what is left of its 32 MiB.
+pub const BITMAPS_BYTES_MAX: usize = 4 * BITMAP_BYTES_MAX;
+
+/// The longest name of a dirty bitmap, in bytes.
+pub const BITMAP_NAME_MAX: usize = 64;
+
 /// The most filters of a disk.
 pub const CHAIN_MAX: usize = 8;
 
@@ -92,6 +109,9 @@ pub struct DiskConfig {
     /// Who serves the guest; none for a filter that only runs an [`ImportSpec`] or [`ExportSpec`].
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub front_end: Option<FrontEndSpec>,
+    /// Serves the disk to others at the same time, read-only, for backups.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub beside: Option<BesideSpec>,
     /// An image to be written through the chain once, before anything else happens to the disk.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub import: Option<ImportSpec>,
@@ -400,6 +420,18 @@ pub enum TargetFormat {
     },
 }
 
+/// NBD as in [`FrontEndSpec::Nbd`], but read-only whatever the disk is, and beside its front end. It takes
+/// memory only while someone is connected.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct BesideSpec {
+    /// The listening unix stream socket, or the path to make one at (mode 0600).
+    pub listen: Handle,
+    /// The only user that may connect, by SO_PEERCRED; none means the filter's own.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub peer_uid: Option<u32>,
+}
+
 /// What the agent asks of a filter.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "do", rename_all = "snake_case", deny_unknown_fields)]
@@ -413,8 +445,41 @@ pub enum ControlRequest {
         /// Directives, as operators write them.
         levels: String,
     },
+    /// Start, clear or remove a dirty bitmap; answered by [`ControlReply::Done`].
+    Bitmap {
+        /// Of which disk.
+        disk: DiskId,
+        /// Its name: 1 to [`BITMAP_NAME_MAX`] ASCII letters, digits, dots, dashes and underscores. NBD
+        /// clients know it as `qemu:dirty-bitmap:NAME`.
+        name: String,
+        /// What happens to it.
+        change: BitmapChange,
+    },
     /// Finish what is under way, flush, answer [`ControlReply::Done`], and exit with 0.
     Shutdown,
+}
+
+/// What happens to a dirty bitmap.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum BitmapChange {
+    /// A new one: all is clean, and what changes from now on is dirty.
+    Start,
+    /// All is clean again. Not while a client reads it.
+    Clear,
+    /// It is forgotten. Not while a client reads it.
+    Remove,
+}
+
+/// How a dirty bitmap stands.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct BitmapStatus {
+    /// Its name.
+    pub name: String,
+    /// What one bit stands for, in bytes.
+    pub granularity: u64,
+    /// How much of the disk is dirty, in bytes.
+    pub dirty_bytes: u64,
 }
 
 /// What a filter answers.
@@ -484,6 +549,9 @@ pub struct DiskStatus {
     /// The last error the datastore gave the guest, and what to do about it; the disk goes on.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub trouble: Option<String>,
+    /// Its dirty bitmaps.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub bitmaps: Vec<BitmapStatus>,
 }
 
 /// What a disk is doing.

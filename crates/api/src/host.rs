@@ -28,6 +28,7 @@
 //! PUT    /v1/vms/{vm}/disks/{disk}         create_disk
 //! DELETE /v1/vms/{vm}/disks/{disk}         delete_disk
 //! POST   /v1/vms/{vm}/disks/{disk}/export  export_disk
+//! GET    /v1/vms/{vm}/disks/{disk}/expose?connect=B&writable=B  expose_disk (WebSocket, binary frames)
 //! POST   /v1/vms/{vm}/power-on             power_on
 //! POST   /v1/vms/{vm}/power-off            power_off
 //! GET    /v1/vms/{vm}/console              console (WebSocket, binary frames)
@@ -587,6 +588,8 @@ pub use service::HostAgent;
 
 #[cfg(feature = "client")]
 pub use crate::console::{ConsoleClaim, ConsoleStream};
+#[cfg(feature = "client")]
+pub use crate::expose::Exposing;
 
 #[cfg(feature = "client")]
 mod service {
@@ -722,6 +725,21 @@ mod service {
             step: ExportStep,
             spec: ExportSpec,
         ) -> Result<(), Problem>;
+
+        /// Exposes a disk over NBD to whoever has the stream, or opens a connection to one that is exposed.
+        /// A disk of a VM that is off is served by a filter of its own, and the VM does not start meanwhile;
+        /// one that is in use is read beside the guest.
+        ///
+        /// # Errors
+        /// To hold: `in-use` while it is exposed or exported, and to change it while the VM is not off;
+        /// `locked` without the KEK; `wrong-state` before it is made. To connect: `wrong-state` while it is
+        /// not exposed.
+        async fn expose_disk(
+            &self,
+            vm: VmId,
+            disk: DiskId,
+            what: Exposing,
+        ) -> Result<ConsoleStream, Problem>;
 
         /// Begins to start a registered VM; follow [`VmState`].
         ///

@@ -13,6 +13,8 @@ pub mod client;
 #[cfg(feature = "client")]
 pub mod console;
 pub mod datastore;
+#[cfg(feature = "client")]
+pub mod expose;
 pub mod filter;
 pub mod host;
 pub mod id;

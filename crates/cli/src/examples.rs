@@ -132,6 +132,11 @@ pub const EXAMPLES: &[(&str, &str, &str)] = &[
         "One in the clear, for QEMU:",
         "vmseal disk export web1 disk0 --format qcow2 --plaintext --to /srv/out/web1.qcow2",
     ),
+    (
+        "vmseal-disk-expose",
+        "A backup, from another terminal while this one runs:",
+        "vmseal disk expose web1 disk0 --socket /run/web1.sock",
+    ),
     ("vmseal-task-watch", "All that runs now:", "vmseal task watch"),
     (
         "vmseal-task-wait",

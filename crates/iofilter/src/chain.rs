@@ -28,8 +28,10 @@
 
 use std::collections::VecDeque;
 use std::os::fd::BorrowedFd;
+use std::sync::Arc;
 use std::time::Duration;
 
+use crate::dirty::Bitmaps;
 use crate::memory::{Cursor, SEGMENTS_MAX, Segment, Segments};
 use crate::request::{IoError, LOGICAL_BLOCK, Operation, Request, RequestId, Requests};
 
@@ -196,6 +198,7 @@ pub struct Chain {
     done: VecDeque<RequestId>,
     roots: usize,
     wake_after: Option<Duration>,
+    bitmaps: Option<Arc<Bitmaps>>,
 }
 
 impl Chain {
@@ -222,7 +225,14 @@ impl Chain {
             done: VecDeque::with_capacity(ROOTS_MAX),
             roots: 0,
             wake_after: None,
+            bitmaps: None,
         }
+    }
+
+    /// The same chain, whose changes are marked in the disk's dirty bitmaps.
+    #[must_use]
+    pub fn marking(self, bitmaps: Arc<Bitmaps>) -> Self {
+        Self { bitmaps: Some(bitmaps), ..self }
     }
 
     /// The disk's size in bytes.
@@ -298,7 +308,16 @@ impl Chain {
                 self.done.push_back(id);
             }
             Ok(()) if length == 0 && operation != Operation::Flush => self.done.push_back(id),
-            Ok(()) => self.work.push_back(Work::Down(id)),
+            Ok(()) => {
+                self.work.push_back(Work::Down(id));
+                self.mark(operation, offset, length);
+            }
+        }
+    }
+
+    fn mark(&self, operation: Operation, offset: u64, length: u64) {
+        if let (Some(bitmaps), true) = (&self.bitmaps, operation.changes()) {
+            bitmaps.changed(offset, length);
         }
     }
 
@@ -373,6 +392,8 @@ impl Chain {
             length: request.length,
             result: request.result,
         };
+        // Once more, for bitmaps that have begun since it was submitted.
+        self.mark(done.operation, done.offset, done.length);
         self.cancel(id);
         Some(done)
     }

@@ -146,6 +146,9 @@ fn check_disk(disk: &DiskConfig) -> Result<(), ConfigError> {
     if disk.export.is_some() && !export_alone {
         return refuse("what is exported must be read-only, and neither filled nor served".into());
     }
+    if disk.beside.is_some() && disk.front_end.is_none() {
+        return refuse("nobody can be beside a front end that there is not".into());
+    }
     if disk.read_only && disk.import.is_some() {
         return refuse("an image cannot be imported to a read-only disk".into());
     }
@@ -401,6 +404,11 @@ mod tests {
             let refusal = read_value(&config).unwrap_err().to_string();
             assert!(refusal.contains(reason), "{pointer}: {refusal}");
         }
+        let mut config = good();
+        config["disks"][0]["beside"] = json!({ "listen": { "fd": 9 } });
+        assert!(read_value(&config).unwrap().disks[0].beside.is_some());
+        config["disks"][0]["front_end"] = Value::Null;
+        assert!(read_value(&config).unwrap_err().to_string().contains("beside a front end"));
         let mut config = good();
         config["surprise"] = json!(1);
         assert!(read_value(&config).unwrap_err().to_string().contains("surprise"));

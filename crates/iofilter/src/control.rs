@@ -10,9 +10,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{self, Receiver, Sender};
 
 use vmseal_api::filter::{
-    Confinement, ControlReply, ControlRequest, FilterFigures, FilterStatus, LINE_MAX, VERSION,
+    BitmapChange, Confinement, ControlReply, ControlRequest, FilterFigures, FilterStatus, LINE_MAX,
+    VERSION,
 };
-use vmseal_api::id::VmId;
+use vmseal_api::id::{DiskId, VmId};
 
 use crate::peer;
 use crate::status::DiskState;
@@ -107,6 +108,9 @@ impl Control {
                 Ok(ControlRequest::SetLogLevel { levels }) => {
                     send(stream, &set_log_level(&levels))?;
                 }
+                Ok(ControlRequest::Bitmap { disk, name, change }) => {
+                    send(stream, &self.bitmap(disk, &name, change))?;
+                }
                 Ok(ControlRequest::Shutdown) => return self.shutdown(stream),
                 Err(error) => {
                     let message = format!("the request is not understood: {error}");
@@ -123,6 +127,21 @@ impl Control {
             vm: self.vm,
             disks: self.disks.iter().map(|disk| disk.status()).collect(),
             confinement: Some(self.confinement),
+        }
+    }
+
+    fn bitmap(&self, disk: DiskId, name: &str, change: BitmapChange) -> ControlReply {
+        let state = self.disks.iter().find(|state| state.disk() == disk);
+        let outcome = match state.and_then(|state| state.bitmaps()) {
+            Some(bitmaps) => bitmaps.change(name, change).map_err(|error| error.to_string()),
+            None => Err("this filter does not serve it".into()),
+        };
+        match outcome {
+            Ok(()) => {
+                tracing::info!(%disk, name, ?change, "a dirty bitmap is changed");
+                ControlReply::Done
+            }
+            Err(error) => ControlReply::Error { message: format!("disk {disk}: {error}") },
         }
     }
 

@@ -8,11 +8,13 @@ use vmseal_secret::SecretBytes;
 
 use crate::align::Align;
 use crate::align::locks::SectorLocks;
+use crate::allocation::Allocation;
 use crate::backend::file::FileDisk;
 use crate::backend::mem::MemDisk;
 use crate::backend::qcow2::Qcow2Disk;
 use crate::chain::{Backend, Chain, Filter};
 use crate::crypt::{Crypt, CryptError};
+use crate::dirty::Bitmaps;
 use crate::figures::CipherTime;
 use crate::layer::Layer;
 use crate::request::LOGICAL_BLOCK;
@@ -23,6 +25,9 @@ pub const POOLS_BYTES: usize = 16 * 1024 * 1024;
 
 /// What one queue can use: 32 requests of 64 KiB.
 const QUEUE_POOL_BYTES: usize = 2 * 1024 * 1024;
+
+/// What a chain that only reads can use, for reads that are not of whole sectors.
+pub const READER_POOL_BYTES: usize = 256 * 1024;
 
 /// Where a disk's data rests.
 #[derive(Clone, Debug)]
@@ -56,6 +61,7 @@ pub struct Disk {
     cipher_time: Arc<CipherTime>,
     above: Vec<Arc<dyn Layer>>,
     below: Vec<Arc<dyn Layer>>,
+    bitmaps: Arc<Bitmaps>,
 }
 
 impl Disk {
@@ -72,7 +78,19 @@ impl Disk {
         let pool_bytes = (POOLS_BYTES / pools.max(1)).min(QUEUE_POOL_BYTES);
         let (locks, cipher_time) = (Arc::default(), Arc::default());
         let (above, below) = (Vec::new(), Vec::new());
-        Self { size, read_only, encryption, rest, locks, pool_bytes, cipher_time, above, below }
+        let bitmaps = Arc::new(Bitmaps::new(size));
+        Self {
+            size,
+            read_only,
+            encryption,
+            rest,
+            locks,
+            pool_bytes,
+            cipher_time,
+            above,
+            below,
+            bitmaps,
+        }
     }
 
     /// The same disk with further layers: `above` encryption, which see what the guest asks, and `below`,
@@ -107,6 +125,18 @@ impl Disk {
         self.encryption.as_ref().map(|_| Arc::clone(&self.cipher_time))
     }
 
+    /// The dirty bitmaps, which all chains mark.
+    #[must_use]
+    pub fn bitmaps(&self) -> Arc<Bitmaps> {
+        Arc::clone(&self.bitmaps)
+    }
+
+    /// What is known of the disk's holes.
+    #[must_use]
+    pub fn allocation(&self) -> Allocation {
+        Allocation::of(&self.rest, self.encryption.as_ref())
+    }
+
     /// What the buffers of a front end may take, for each of its chains.
     #[must_use]
     pub fn pool_bytes(&self) -> usize {
@@ -118,7 +148,7 @@ impl Disk {
     /// # Errors
     /// [`CryptError`]: the key is no good, or no memory for buffers.
     pub fn chain(&self) -> Result<Chain, CryptError> {
-        self.chain_over(self.backend()?)
+        self.make_chain(self.read_only, self.pool_bytes, self.backend()?)
     }
 
     /// The same over another backend, which takes what this disk's own would: for tests of what becomes
@@ -127,25 +157,49 @@ impl Disk {
     /// # Errors
     /// [`CryptError`]
     pub fn chain_over(&self, backend: Box<dyn Backend>) -> Result<Chain, CryptError> {
+        self.make_chain(self.read_only, self.pool_bytes, backend)
+    }
+
+    /// A chain that only reads, whatever the disk allows, for someone beside the front end. Its buffers
+    /// come on top of what the process was told to expect. It can be made at any time: no ring is.
+    ///
+    /// # Errors
+    /// As [`Disk::chain`].
+    pub fn reader(&self) -> Result<Chain, CryptError> {
+        let backend = match &self.rest {
+            Rest::File(file) => file.blocking_queue(),
+            Rest::Qcow2(image) => image.queue()?,
+            Rest::Mem(mem) => mem.queue(),
+        };
+        self.make_chain(true, READER_POOL_BYTES, backend)
+    }
+
+    fn make_chain(
+        &self,
+        read_only: bool,
+        pool_bytes: usize,
+        backend: Box<dyn Backend>,
+    ) -> Result<Chain, CryptError> {
         let mut filters: Vec<Box<dyn Filter>> = Vec::new();
         for layer in &self.above {
             filters.push(layer.filter()?);
         }
-        if let Some(align) = self.align()? {
+        if let Some(align) = self.align(pool_bytes / 4)? {
             filters.push(Box::new(align));
         }
         if let Some(Encryption { key, holes }) = &self.encryption {
             filters.push(Box::new(Crypt::new(
                 key,
                 *holes,
-                self.pool_bytes / 4 * 3,
+                pool_bytes / 4 * 3,
                 Arc::clone(&self.cipher_time),
             )?));
         }
         for layer in &self.below {
             filters.push(layer.filter()?);
         }
-        Ok(Chain::new(self.size, self.read_only, filters, backend))
+        let chain = Chain::new(self.size, read_only, filters, backend);
+        Ok(chain.marking(self.bitmaps()))
     }
 
     fn backend(&self) -> io::Result<Box<dyn Backend>> {
@@ -156,7 +210,7 @@ impl Disk {
         }
     }
 
-    fn align(&self) -> io::Result<Option<Align>> {
+    fn align(&self, pool_bytes: usize) -> io::Result<Option<Align>> {
         let (block, memory) = match &self.rest {
             Rest::File(file) => (file.block(), file.memory_alignment()),
             Rest::Qcow2(_) | Rest::Mem(_) => (LOGICAL_BLOCK as u32, 1),
@@ -166,6 +220,6 @@ impl Disk {
             return Ok(None);
         }
         let locks = Arc::clone(&self.locks);
-        Align::new(block, memory as usize, locks, self.pool_bytes / 4).map(Some)
+        Align::new(block, memory as usize, locks, pool_bytes).map(Some)
     }
 }

@@ -4,6 +4,7 @@ use std::io;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::Arc;
 
+use crate::allocation::Allocation;
 use crate::peer;
 use crate::status::DiskState;
 
@@ -16,8 +17,10 @@ pub struct Served {
     pub read_only: bool,
     /// The device id.
     pub serial: Arc<str>,
-    /// Where to count.
+    /// Where to count, and the dirty bitmaps.
     pub state: Arc<DiskState>,
+    /// What is known of its holes.
+    pub allocation: Allocation,
 }
 
 /// The next connection, of a process of user `peer_uid`; none if it came to nothing or is refused.

@@ -4,6 +4,7 @@
 //! Start reading at [`chain`]; [`disk`] puts a disk together.
 
 pub mod align;
+pub mod allocation;
 pub mod backend;
 pub mod blocking;
 pub mod cache;
@@ -14,6 +15,7 @@ pub mod contained;
 pub mod control;
 pub mod crypt;
 pub mod delay;
+pub mod dirty;
 pub mod disk;
 pub mod export;
 pub mod fault;

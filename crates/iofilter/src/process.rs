@@ -8,12 +8,12 @@
 use std::fs::File;
 use std::os::unix::net::UnixListener;
 use std::sync::Arc;
-use std::thread::JoinHandle;
+use std::thread::{JoinHandle, Scope};
 
 use nix::unistd::geteuid;
 use vmseal_api::filter::{
-    BackendSpec, BackingSpec, DiskActivity, DiskConfig, ExportSpec, FilterConfig, FilterSpec,
-    FrontEndSpec, Holes, ImportSpec, TargetFormat,
+    BackendSpec, BackingSpec, BesideSpec, DiskActivity, DiskConfig, ExportSpec, FilterConfig,
+    FilterSpec, FrontEndSpec, Holes, ImportSpec, NBD_CONNECTIONS, TargetFormat,
 };
 use vmseal_api::id::{DiskId, VmId};
 use vmseal_api::transfer::ImageFormat;
@@ -36,6 +36,9 @@ use crate::{blocking, export, import, nbd, vhost_user};
 
 /// The stack of a disk's thread.
 const STACK: usize = 512 * 1024;
+
+/// The stack of the thread that waits for whoever reads a disk beside its front end; it is locked memory.
+const BESIDE_STACK: usize = 128 * 1024;
 
 /// Why the process cannot start.
 #[derive(Debug, thiserror::Error)]
@@ -91,6 +94,7 @@ struct Prepared {
     import: Option<Import>,
     export: Option<Export>,
     front_end: Option<FrontEnd>,
+    beside: Option<Beside>,
     /// What a front end's own buffers may take, for each chain.
     pool_bytes: usize,
     served: Arc<Served>,
@@ -114,6 +118,14 @@ struct Export {
 enum FrontEnd {
     VhostUser(Socket, u32),
     Nbd(UnixListener, u32),
+}
+
+/// Who reads the disk beside its front end; which user that is, and what to make chains from.
+struct Beside {
+    listener: UnixListener,
+    uid: u32,
+    served: Served,
+    disk: Disk,
 }
 
 /// Disks with everything open that the configuration names, not yet running.
@@ -224,6 +236,13 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
         }
         None => None,
     };
+    let beside = match &config.beside {
+        Some(BesideSpec { listen, peer_uid }) => {
+            let listener = handles.listener(listen).map_err(named("its second socket"))?;
+            Some((listener, uid(peer_uid)))
+        }
+        None => None,
+    };
     let queues = config::queues(config);
     let is_crypt = |link: &FilterSpec| matches!(link, FilterSpec::Crypt { .. });
     let mut sides = config.chain.split(is_crypt).map(|side| side.iter().filter_map(layer::of));
@@ -237,8 +256,12 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
         read_only: config.read_only,
         serial: config.serial.as_str().into(),
         state: Arc::new(
-            DiskState::new(id, queues).with_cipher(disk.cipher_time()).with_layers(disk.layers()),
+            DiskState::new(id, queues)
+                .with_cipher(disk.cipher_time())
+                .with_layers(disk.layers())
+                .with_bitmaps(disk.bitmaps()),
         ),
+        allocation: disk.allocation(),
     });
     if export.is_some() {
         served.state.set(DiskActivity::Exporting { done: 0, total: config.size });
@@ -247,7 +270,21 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
         served.state.set(DiskActivity::Importing { done: 0, total: 0, durable: 0 });
     }
     let pool_bytes = disk.pool_bytes();
-    Ok(Prepared { chains, import, export, front_end, pool_bytes, served, disk: id })
+    let beside = beside.map(|(listener, uid)| Beside {
+        listener,
+        uid,
+        served: Served {
+            size: config.size,
+            read_only: true,
+            serial: Arc::clone(&served.serial),
+            state: Arc::new(
+                DiskState::new(id, usize::from(NBD_CONNECTIONS)).with_bitmaps(disk.bitmaps()),
+            ),
+            allocation: disk.allocation(),
+        },
+        disk,
+    });
+    Ok(Prepared { chains, import, export, front_end, beside, pool_bytes, served, disk: id })
 }
 
 /// Where a disk's data rests, and where its holes are, if that can be told.
@@ -309,6 +346,23 @@ fn target(
     made.map_err(|error| StartError::Export { disk: id, error })
 }
 
+impl Beside {
+    fn spawn<'scope>(&'scope self, scope: &'scope Scope<'scope, '_>, stop: &'scope Stop) {
+        let span = tracing::Span::current();
+        let serve = move || {
+            let Self { listener, uid, served, disk } = self;
+            let served = span.in_scope(|| nbd::beside::serve(listener, *uid, served, disk, stop));
+            if let Err(error) = served {
+                tracing::warn!(%error, "the disk is no longer served beside the guest");
+            }
+        };
+        let builder = std::thread::Builder::new().name("beside".into()).stack_size(BESIDE_STACK);
+        if let Err(error) = builder.spawn_scoped(scope, serve) {
+            tracing::warn!(%error, "the disk is not served beside the guest");
+        }
+    }
+}
+
 impl Prepared {
     /// The life of a disk; whether it ended well, with everything flushed.
     fn run(mut self, stop: &Stop) -> bool {
@@ -341,14 +395,23 @@ impl Prepared {
         }
         if let Some(front_end) = &self.front_end {
             let (chains, served) = (std::mem::take(&mut self.chains), &self.served);
-            let chains = match front_end {
-                FrontEnd::VhostUser(socket, uid) => {
-                    vhost_user::serve(socket, *uid, served, chains, stop)
+            let beside = self.beside.as_ref();
+            let chains = std::thread::scope(|scope| {
+                let _ends_with_the_front_end = beside.map(|beside| beside.spawn(scope, stop));
+                let ended = match front_end {
+                    FrontEnd::VhostUser(socket, uid) => {
+                        vhost_user::serve(socket, *uid, served, chains, stop)
+                    }
+                    FrontEnd::Nbd(listener, uid) => {
+                        nbd::serve(listener, *uid, served, chains, self.pool_bytes, stop)
+                    }
+                };
+                // At once: who is beside may still read until all is to stop.
+                if let Err(error) = &ended {
+                    state.set(DiskActivity::Failed { message: error.to_string() });
                 }
-                FrontEnd::Nbd(listener, uid) => {
-                    nbd::serve(listener, *uid, served, chains, self.pool_bytes, stop)
-                }
-            };
+                ended
+            });
             self.chains = chains.map_err(|error| error.to_string())?;
         }
         if let Some(chain) = self.chains.first_mut() {

@@ -2,6 +2,7 @@
 
 use std::fs::File;
 use std::io;
+use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
 
 use imago::qcow2::Qcow2;
@@ -142,7 +143,8 @@ impl Source {
 ///
 /// # Errors
 /// As lseek.
-pub fn raw_extent(file: &File, at: u64, size: u64) -> io::Result<Extent> {
+pub fn raw_extent(file: impl AsFd, at: u64, size: u64) -> io::Result<Extent> {
+    let file = file.as_fd();
     // What a file system, or a device, that does not know of holes is taken to say.
     let seek = |whence, without| match lseek(file, at as i64, whence) {
         Ok(found) => Ok(Some(u64::try_from(found).unwrap_or(0).clamp(at, size))),

@@ -7,6 +7,7 @@ use vmseal_api::filter::{DiskActivity, DiskCounters, DiskFigures, DiskStatus, La
 use vmseal_api::id::DiskId;
 
 use crate::chain::Done;
+use crate::dirty::Bitmaps;
 use crate::figures::{CipherTime, Latencies};
 use crate::layer::{self, Layer};
 use crate::request::{IoError, Operation};
@@ -66,6 +67,7 @@ pub struct DiskState {
     queues: Vec<Counters>,
     cipher: Option<Arc<CipherTime>>,
     layers: Vec<Arc<dyn Layer>>,
+    bitmaps: Option<Arc<Bitmaps>>,
 }
 
 #[derive(Debug, Default)]
@@ -89,7 +91,20 @@ impl DiskState {
             queues: (0..queues.max(1)).map(|_| Counters::default()).collect(),
             cipher: None,
             layers: Vec::new(),
+            bitmaps: None,
         }
+    }
+
+    /// The same, of a disk that has these dirty bitmaps.
+    #[must_use]
+    pub fn with_bitmaps(self, bitmaps: Arc<Bitmaps>) -> Self {
+        Self { bitmaps: Some(bitmaps), ..self }
+    }
+
+    /// The disk's dirty bitmaps; none where nobody marks them.
+    #[must_use]
+    pub fn bitmaps(&self) -> Option<&Arc<Bitmaps>> {
+        self.bitmaps.as_ref()
     }
 
     /// The same, of a disk whose cipher's time is measured here.
@@ -177,6 +192,7 @@ impl DiskState {
             state: lock(&self.activity).clone(),
             counters: self.totals(),
             trouble: lock(&self.trouble).message.clone(),
+            bitmaps: self.bitmaps.as_ref().map(|bitmaps| bitmaps.status()).unwrap_or_default(),
         }
     }
 }

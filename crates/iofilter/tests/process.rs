@@ -16,7 +16,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_json::{Value, json};
 use vmseal_api::filter::{
-    ControlReply, ControlRequest, Direct, DiskActivity, DiskStatus, Holes, LINE_MAX,
+    BitmapChange, ControlReply, ControlRequest, Direct, DiskActivity, DiskStatus, Holes, LINE_MAX,
 };
 use vmseal_iofilter::backend::file::FileDisk;
 use vmseal_iofilter::blocking;
@@ -359,7 +359,8 @@ fn an_imported_image_is_served_over_nbd() {
     let copy = std::fs::read(place.path("copy")).unwrap();
     assert!(copy[..bytes.len()] == bytes[..] && copy.len() as u64 == SIZE, "the copy differs");
     let disk = filter.disk();
-    assert!(disk.counters.read_bytes >= SIZE && disk.counters.errors == 0, "{disk:?}");
+    let read = disk.counters.read_bytes;
+    assert!(read > 0 && read < SIZE && disk.counters.errors == 0, "holes are not read: {disk:?}");
     config["disks"][0]["front_end"]["peer_uid"] = json!(4242);
     assert_eq!(filter.ask(&ControlRequest::Shutdown), ControlReply::Done);
     assert_eq!(filter.ended().0, Some(0));
@@ -428,6 +429,73 @@ fn a_disk_with_a_cache_is_imported_served_over_nbd_and_exported_as_any_other() {
 }
 
 /// Runs a filter that exports the disk as `format` to the file `out`.
+/// Runs a program to its end; whether it went well, and what it said.
+fn ran(program: &str, arguments: &[&str]) -> (bool, String) {
+    let output = Command::new(program).args(arguments).output().unwrap();
+    let said = [output.stdout, output.stderr].concat();
+    (output.status.success(), String::from_utf8_lossy(&said).into_owned())
+}
+
+#[test]
+fn a_disk_in_use_is_read_beside_its_front_end_and_knows_what_has_changed() {
+    let place = Place::new();
+    let mut config = place.config();
+    config["disks"][0]["front_end"] =
+        json!({ "kind": "nbd", "listen": { "path": place.path("guest") } });
+    config["disks"][0]["beside"] = json!({ "listen": { "path": place.path("backup") } });
+    let uri = |name: &str| format!("nbd+unix:///?socket={}", place.path(name).display());
+    let (guest, backup) = (uri("guest"), uri("backup"));
+    let filter = place.start(&config);
+    assert_eq!(filter.settled(), DiskActivity::Idle);
+    let writes = |commands: &[&str]| {
+        let commands: Vec<&str> = commands.iter().flat_map(|command| ["-c", *command]).collect();
+        let (well, said) = ran("qemu-io", &[&["-f", "raw"], &commands[..], &[&guest]].concat());
+        assert!(well, "{said}");
+    };
+    let change = |name: &str, change| {
+        let (disk, name) = (filter.disk().disk, name.to_owned());
+        filter.ask(&ControlRequest::Bitmap { disk, name, change })
+    };
+    let image = place.path("copy").display().to_string();
+    let nbdcopy = |arguments: &[&str]| {
+        let (well, said) = ran("nbdcopy", arguments);
+        assert!(well, "{said}");
+        std::fs::read(&image).unwrap()
+    };
+    writes(&["write -P 5 0 256k"]);
+    assert_eq!(change("monday", BitmapChange::Start), ControlReply::Done);
+    let ControlReply::Error { message } = change("monday", BitmapChange::Start) else {
+        panic!("started twice")
+    };
+    assert!(message.contains("monday"), "{message}");
+    let first = nbdcopy(&[&backup, &image]);
+    assert!(first == place.content(), "the copy differs");
+    writes(&["write -P 6 128k 4k", "write -z 1M 64k"]);
+    let status = filter.disk();
+    assert_eq!(status.bitmaps[0].dirty_bytes, 128 << 10, "{status:?}");
+    let map = "--map=qemu:dirty-bitmap:monday";
+    let (well, dirty) = ran("nbdinfo", &[map, &backup]);
+    assert!(well && dirty.lines().filter(|line| line.contains("dirty")).count() == 2, "{dirty}");
+    // Nothing but reading, whoever asks.
+    let (well, said) = ran("nbdinfo", &[&backup]);
+    assert!(well && said.contains("is_read_only: true"), "{said}");
+    let commands = ["-f", "raw", "-c", "write 0 4k", &backup];
+    assert!(!ran("qemu-io", &commands).0, "written beside the guest");
+    assert_eq!(filter.disk().counters.errors, 0, "what is beside counts apart");
+    // It changes as the guest goes on, and its end does not wait for who reads.
+    let held = UnixStream::connect(place.path("backup")).unwrap();
+    assert!(nbdcopy(&["--connections=3", &backup, &image]) == place.content());
+    let shutdown = filter.ask(&ControlRequest::Shutdown);
+    assert_eq!((shutdown, filter.ended().0), (ControlReply::Done, Some(0)));
+    drop(held);
+    // What happened while there was no filter is not known: nothing is called clean.
+    let filter = place.start(&config);
+    assert_eq!(filter.settled(), DiskActivity::Idle);
+    assert!(!ran("nbdinfo", &[map, &backup]).0, "a bitmap that is lost is told of");
+    assert!(filter.disk().bitmaps.is_empty());
+    assert_eq!(filter.ask(&ControlRequest::Shutdown), ControlReply::Done);
+}
+
 fn export(place: &Place, format: Value) -> DiskActivity {
     let mut config = place.config();
     let disk = &mut config["disks"][0];

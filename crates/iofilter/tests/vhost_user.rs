@@ -20,6 +20,7 @@ use vhost::{VhostBackend, VhostUserMemoryRegionInfo};
 use vm_memory::{Bytes, GuestAddress};
 use vmseal_api::filter::{Direct, DiskActivity, Holes};
 use vmseal_api::id::DiskId;
+use vmseal_iofilter::allocation::Allocation;
 use vmseal_iofilter::backend::file::FileDisk;
 use vmseal_iofilter::backend::mem::MemDisk;
 use vmseal_iofilter::chain::{Backend, Chain, Io};
@@ -74,6 +75,7 @@ impl Server {
             read_only,
             serial: "serial-1".into(),
             state: Arc::clone(&state),
+            allocation: Allocation::Unknown,
         });
         let stop = Arc::new(Stop::new().unwrap());
         let stopping = Arc::clone(&stop);

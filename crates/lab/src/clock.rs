@@ -1,4 +1,4 @@
-//! CPU time: of a server process from outside, of the calling thread, and of the whole machine.
+//! What is used: CPU time and memory of a server process from outside, of the calling thread, and of the whole machine.
 
 use std::io;
 use std::time::Duration;
@@ -38,6 +38,19 @@ pub fn thread() -> io::Result<Duration> {
     Ok(ClockId::CLOCK_THREAD_CPUTIME_ID.now()?.into())
 }
 
+/// The memory that a process has for itself (RssAnon of proc(5)), in bytes: not what it maps of files or
+/// shares with others.
+///
+/// # Errors
+/// The process has ended.
+pub fn own_memory(pid: u32) -> io::Result<u64> {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status"))?;
+    let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:"));
+    let kilobytes =
+        line.and_then(|line| line.trim().strip_suffix(" kB")?.trim().parse::<u64>().ok());
+    kilobytes.map(|count| count * 1024).ok_or_else(|| io::Error::other("no RssAnon in its status"))
+}
+
 /// What all CPUs together were busy with since the machine started, the time that its host took away
 /// included; in steps of the kernel's ticks (10 ms).
 ///
@@ -68,6 +81,15 @@ mod tests {
         let stat = "cpu  100 20 30 9999 777 4 5 6 0 0\ncpu0 1 1 1 1\n";
         assert_eq!(busy_of(stat), Some(Duration::from_millis(1650)));
         assert_eq!(busy_of("intr 1 2 3\n"), None);
+    }
+
+    #[test]
+    fn memory_of_ones_own_is_seen_when_it_is_used() {
+        let before = own_memory(std::process::id()).unwrap();
+        let used = vec![1u8; 64 << 20];
+        let after = own_memory(std::process::id()).unwrap();
+        assert!(after > before + (32 << 20), "{before} {after} {}", used.len());
+        assert!(own_memory(u32::MAX).is_err());
     }
 
     #[test]

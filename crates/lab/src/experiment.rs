@@ -3,7 +3,7 @@
 //! ```text
 //! once:   each system: make the disk → fill it through the server → look at the file
 //!         → restart the server → read all back
-//! round:  start all servers → for each workload: each system in turn, one cell → stop all
+//! round:  start all servers → for each workload: the computed limit, each system in turn, one cell → stop all
 //! ```
 //!
 //! The systems' order turns by one from round to round. What is compared is compared within a round.
@@ -15,7 +15,8 @@ use std::time::Duration;
 use hdrhistogram::Histogram;
 use serde::Serialize;
 
-use crate::clock::ProcessClock;
+use crate::ceiling::{self, Ceiling, CeilingError};
+use crate::clock::{self, ProcessClock};
 use crate::initiator::{Initiator, InitiatorError, Operation, Wait};
 use crate::load::{self, Direction, Extent, LoadError, Order, Workload};
 use crate::pattern::Pattern;
@@ -83,6 +84,12 @@ pub struct Cell {
     pub throughput: f64,
     /// The server's CPU time for a request, in nanoseconds.
     pub cpu_per_io: f64,
+    /// The median time that a request took, in nanoseconds.
+    pub p50: f64,
+    /// What 99 of 100 requests did not exceed, in nanoseconds.
+    pub p99: f64,
+    /// The server's own memory (RssAnon) afterwards, in bytes.
+    pub memory: f64,
     /// The share of the time that the server was on a CPU; above 1 with several threads.
     pub server_busy: f64,
     /// The share of the time that the client was on its CPU.
@@ -98,6 +105,17 @@ pub struct Outcome {
     pub cells: Vec<Cell>,
     /// Of all rounds together, by system and workload, in nanoseconds.
     pub latencies: BTreeMap<(String, String), Histogram<u64>>,
+}
+
+impl Outcome {
+    fn add(&mut self, cell: Cell, latency: Histogram<u64>) {
+        let key = (cell.system.clone(), cell.workload.clone());
+        self.cells.push(cell);
+        match self.latencies.get_mut(&key) {
+            Some(merged) => merged.add(&latency).expect("all have the same bounds"),
+            None => drop(self.latencies.insert(key, latency)),
+        }
+    }
 }
 
 /// Why an experiment ended early.
@@ -116,6 +134,9 @@ pub enum ExperimentError {
         /// How.
         source: LoadError,
     },
+    /// The limit of this machine cannot be computed.
+    #[error(transparent)]
+    Ceiling(#[from] CeilingError),
     /// Not enough room for the disks.
     #[error(
         "{} has room for {available} bytes, and the disks need {needed}; choose smaller disks or another directory",
@@ -159,11 +180,16 @@ pub fn run(
     systems: &[Box<dyn System>],
     observe: &mut dyn FnMut(Progress<'_>),
 ) -> Result<Outcome, ExperimentError> {
-    check_room(plan, systems.len())?;
+    // The computed limit has a file, too.
+    check_room(plan, systems.len() + 1)?;
     let root = tempfile::Builder::new().prefix("vmseal-lab-").tempdir_in(&plan.directory);
     let root = root.map_err(|source| setting(&plan.directory, source))?;
-    pin_client(plan)?;
-    let mut experiment = Experiment { plan, stands: Vec::new(), observe };
+    pin(plan.cores.map(|cores| cores.client))?;
+    let ceiling = match plan.workloads.iter().any(Ceiling::is_of) {
+        true => Some(Ceiling::new(root.path(), plan.size)?),
+        false => None,
+    };
+    let mut experiment = Experiment { plan, stands: Vec::new(), ceiling, observe };
     for system in systems {
         experiment.set_up(system.as_ref(), root.path())?;
     }
@@ -192,13 +218,14 @@ fn check_room(plan: &Plan, systems: usize) -> Result<(), ExperimentError> {
     Ok(())
 }
 
-fn pin_client(plan: &Plan) -> Result<(), ExperimentError> {
-    let Some(cores) = plan.cores else { return Ok(()) };
+/// Has this thread run on one core.
+fn pin(core: Option<usize>) -> Result<(), ExperimentError> {
+    let Some(core) = core else { return Ok(()) };
     let mut set = nix::sched::CpuSet::new();
-    set.set(cores.client)
+    set.set(core)
         .and_then(|()| nix::sched::sched_setaffinity(nix::unistd::Pid::from_raw(0), &set))
         .map_err(|errno| ExperimentError::Setting {
-            what: format!("this thread cannot run on core {}", cores.client),
+            what: format!("this thread cannot run on core {core}"),
             source: errno.into(),
         })
 }
@@ -212,6 +239,7 @@ struct Stand<'a> {
 struct Experiment<'a, 'o> {
     plan: &'a Plan,
     stands: Vec<Stand<'a>>,
+    ceiling: Option<Ceiling>,
     observe: &'o mut dyn FnMut(Progress<'_>),
 }
 
@@ -264,6 +292,7 @@ impl<'a> Experiment<'a, '_> {
             servers.push(self.start(stand)?);
         }
         for workload in &self.plan.workloads {
+            self.compute_limit(round, workload, outcome)?;
             for &i in &order {
                 self.cell(round, workload, &self.stands[i], &servers[i], outcome).map_err(
                     |source| ExperimentError::Load {
@@ -277,6 +306,43 @@ impl<'a> Experiment<'a, '_> {
                 }
             }
         }
+        Ok(())
+    }
+
+    /// What one core could do, measured where the servers run.
+    fn compute_limit(
+        &mut self,
+        round: u32,
+        workload: &Workload,
+        outcome: &mut Outcome,
+    ) -> Result<(), ExperimentError> {
+        let Some(ceiling) = self.ceiling.as_mut().filter(|_| Ceiling::is_of(workload)) else {
+            return Ok(());
+        };
+        pin(self.plan.cores.map(|cores| cores.server))?;
+        let measured = ceiling.measure(workload, self.plan.cell, load::latencies());
+        pin(self.plan.cores.map(|cores| cores.client))?;
+        let measured = measured?;
+        let (seconds, requests) = (measured.time.as_secs_f64(), measured.blocks as f64);
+        outcome.add(
+            Cell {
+                round,
+                system: ceiling::ID.to_owned(),
+                workload: workload.id.to_owned(),
+                requests: measured.blocks,
+                seconds,
+                iops: requests / seconds,
+                throughput: requests * f64::from(workload.block) / seconds,
+                cpu_per_io: seconds * 1e9 / requests,
+                p50: measured.latency.value_at_quantile(0.5) as f64,
+                p99: measured.latency.value_at_quantile(0.99) as f64,
+                memory: 0.0,
+                server_busy: 1.0,
+                client_busy: 0.0,
+                others_busy: 0.0,
+            },
+            measured.latency,
+        );
         Ok(())
     }
 
@@ -308,16 +374,14 @@ impl<'a> Experiment<'a, '_> {
             iops: requests / seconds,
             throughput: requests * f64::from(workload.block) / seconds,
             cpu_per_io: measured.server.as_nanos() as f64 / requests,
+            p50: measured.latency.value_at_quantile(0.5) as f64,
+            p99: measured.latency.value_at_quantile(0.99) as f64,
+            memory: clock::own_memory(server.pid()).map_err(LoadError::Clock)? as f64,
             server_busy: share(measured.server),
             client_busy: share(measured.client),
             others_busy: share(measured.others),
         };
-        let key = (cell.system.clone(), cell.workload.clone());
-        outcome.cells.push(cell);
-        match outcome.latencies.get_mut(&key) {
-            Some(merged) => merged.add(&measured.latency).expect("all have the same bounds"),
-            None => drop(outcome.latencies.insert(key, measured.latency)),
-        }
+        outcome.add(cell, measured.latency);
         Ok(())
     }
 }

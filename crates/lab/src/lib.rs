@@ -5,11 +5,12 @@
 //! | [`arguments`] | what a user may choose, and the way from there to a report |
 //! | [`systems`] | the servers under test |
 //! | [`initiator`], [`load`], [`pattern`], [`clock`] | driving one and measuring it |
-//! | [`experiment`] | the order of measuring |
+//! | [`experiment`], [`ceiling`] | the order of measuring; what the machine could do at best |
 //! | [`statistics`], [`goals`] | what may be concluded |
 //! | [`report`], [`machine`] | how it is told |
 
 pub mod arguments;
+pub mod ceiling;
 pub mod clock;
 pub mod experiment;
 pub mod goals;

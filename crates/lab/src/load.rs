@@ -50,11 +50,15 @@ pub struct Workload {
 }
 
 /// What `vmseal lab disk` runs.
-pub const WORKLOADS: [Workload; 4] = [
+pub const WORKLOADS: [Workload; 7] = [
     small("4k-random-read", Direction::Read),
     small("4k-random-write", Direction::Write),
     large("512k-sequential-read", Direction::Read),
     large("512k-sequential-write", Direction::Write),
+    alone("4k-alone-read", Direction::Read),
+    alone("4k-alone-write", Direction::Write),
+    // For what the server's memory grows to.
+    Workload { depth: 128, ..large("512k-deep-write", Direction::Write) },
 ];
 
 const fn small(id: &'static str, direction: Direction) -> Workload {
@@ -63,6 +67,11 @@ const fn small(id: &'static str, direction: Direction) -> Workload {
 
 const fn large(id: &'static str, direction: Direction) -> Workload {
     Workload { id, order: Order::Sequential, direction, block: 512 * 1024, depth: 8 }
+}
+
+/// One request at a time: what counts is how long it takes.
+const fn alone(id: &'static str, direction: Direction) -> Workload {
+    Workload { depth: 1, ..small(id, direction) }
 }
 
 /// How much to run.
@@ -94,6 +103,12 @@ pub struct Measured {
     pub others: Duration,
     /// Nanoseconds from submitting to reaping.
     pub latency: Histogram<u64>,
+}
+
+/// Latencies of which none is recorded yet.
+#[must_use]
+pub fn latencies() -> Histogram<u64> {
+    Histogram::new_with_bounds(1, LATENCY_MAX, LATENCY_DIGITS).expect("the bounds are constants")
 }
 
 /// Why a load ended early.
@@ -211,8 +226,7 @@ impl<'a> Load<'a> {
             return Err(LoadError::TooSmall { capacity, block });
         }
         let depth = usize::from(workload.depth.min(initiator.depth()));
-        let latency = Histogram::new_with_bounds(1, LATENCY_MAX, LATENCY_DIGITS)
-            .expect("the bounds are constants");
+        let latency = latencies();
         Ok(Self {
             initiator,
             workload: *workload,

@@ -8,14 +8,14 @@ use comfy_table::{Cell as TableCell, CellAlignment, ContentArrangement, Table, p
 use serde::Serialize;
 
 use crate::experiment::{Cell, Cores, Outcome, Plan};
-use crate::goals::{Assessment, Metric, Verdict};
+use crate::goals::{Assessment, Compare, Metric, Relation, Verdict};
 use crate::initiator::Wait;
 use crate::load::Workload;
 use crate::machine::Machine;
 use crate::statistics::Interval;
 
 /// The version of the JSON.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 
 /// A share of time above which a CPU counts as the bottleneck.
 const SATURATED: f64 = 0.9;
@@ -266,22 +266,27 @@ impl Report {
     }
 
     fn verdicts(&self) -> Table {
-        let mut table = table(&["goal", "verdict", "ratio", "wanted", "difference"]);
+        let mut table = table(&["goal", "verdict", "found", "wanted", "difference"]);
         for judged in &self.goals {
             let goal = &judged.goal;
-            let wanted = match goal.relation {
-                crate::goals::Relation::AtLeast => format!("≥ {:.3}", goal.value),
-                crate::goals::Relation::AtMost => format!("≤ {:.3}", goal.value),
+            let value = match goal.compare {
+                Compare::Ratio => format!("{:.3}", goal.value),
+                Compare::Difference => signed(goal.metric, goal.value),
+                Compare::Alone => goal.metric.show(goal.value),
             };
+            let wanted = match goal.relation {
+                Relation::AtLeast => format!("≥ {value}"),
+                Relation::AtMost => format!("≤ {value}"),
+            };
+            let found = judged.ratio.map(|ratio| bounded(&ratio, |x| format!("{x:.3}")));
+            let alone = judged.alone.map(|value| bounded(&value, |x| goal.metric.show(x)));
             table.add_row(vec![
                 goal.id.clone(),
                 judged.by_cpu_time.as_ref().map_or_else(
                     || judged.verdict.to_string(),
                     |decided| format!("{} (by CPU time: {})", judged.verdict, decided.verdict),
                 ),
-                judged
-                    .ratio
-                    .map_or_else(String::new, |ratio| bounded(&ratio, |x| format!("{x:.3}"))),
+                found.or(alone).unwrap_or_default(),
                 wanted,
                 judged.difference.map_or_else(String::new, |d| signed(goal.metric, d.median)),
             ]);
@@ -345,8 +350,8 @@ mod tests {
     use hdrhistogram::Histogram;
 
     use super::*;
+    use crate::goals::assess;
     use crate::goals::tests::{goal, rounds};
-    use crate::goals::{Relation, assess};
     use crate::load::WORKLOADS;
 
     fn outcome() -> Outcome {

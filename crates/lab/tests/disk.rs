@@ -214,8 +214,9 @@ fn an_experiment_measures_every_cell_and_leaves_nothing() {
     let systems: Vec<Box<dyn System>> =
         vec![Box::new(storage_daemon(false)), Box::new(vmseal(false)), Box::new(vmseal(true))];
     let outcome = experiment::run(&plan(directory.path(), SIZE), &systems, &mut |_| {}).unwrap();
-    assert_eq!(outcome.cells.len(), 12);
-    assert_eq!(outcome.latencies.len(), 6);
+    // With the computed limit of the large one.
+    assert_eq!(outcome.cells.len(), 14);
+    assert_eq!(outcome.latencies.len(), 7);
     for cell in &outcome.cells {
         assert!(cell.requests > 0 && cell.cpu_per_io > 0.0 && cell.server_busy > 0.0, "{cell:?}");
     }

@@ -42,8 +42,13 @@ fn main() -> anyhow::Result<()> {
         .with_layers(vec![Arc::new(WriteOnce::new(size))], Vec::new());
     let chains = (0..CONNECTIONS).map(|_| disk.chain()).collect::<Result<Vec<_>, _>>()?;
     let state = DiskState::new(DiskId::new(), CONNECTIONS).with_layers(disk.layers());
-    let served =
-        Served { size, read_only: false, serial: "example".into(), state: Arc::new(state) };
+    let served = Served {
+        size,
+        read_only: false,
+        serial: "example".into(),
+        state: Arc::new(state),
+        allocation: disk.allocation(),
+    };
 
     let mut ends = SigSet::empty();
     ends.add(Signal::SIGINT);

@@ -8,8 +8,9 @@ use vmseal_api::datastore::{
 };
 use vmseal_api::host::{
     Allocation, ConsoleClaim, ConsoleStream, DatastoreLocation, DatastoreSpec, DatastoreUsage,
-    DiskFacts, DiskPhase, DiskSpec, ExportSpec, ExportStep, HostAgent, HostDescription, HostState,
-    ImageSource, KeyReference, NewDisk, OtherKey, Power, PowerOff, SealedKey, StopReason, VmSpec,
+    DiskFacts, DiskPhase, DiskSpec, ExportSpec, ExportStep, Exposing, HostAgent, HostDescription,
+    HostState, ImageSource, KeyReference, NewDisk, OtherKey, Power, PowerOff, SealedKey,
+    StopReason, VmSpec,
 };
 use vmseal_api::id::{DiskId, Incarnation, VmId};
 use vmseal_api::model::LogLevel;
@@ -304,6 +305,11 @@ impl Inside {
         if rules::may_power_on(&known.spec, known.power, key, phase)? == PowerOn::Already {
             return Ok(None);
         }
+        let spec = known.spec.clone();
+        if let Some(disk) = spec.disks.iter().find(|disk| self.life.exposed.has(disk.disk)) {
+            return Err(rules::exposed(&disk.name));
+        }
+        let known = self.known(vm)?;
         known.power = Power::Starting;
         known.request = request_id::current();
         self.numbered(vm, Work::Power, self.work)
@@ -358,6 +364,8 @@ impl Inside {
             }
             (_, PowerOff::Force) => {
                 known.stop(StopReason::PoweredOff, "an operator cut the power");
+                let disks: Vec<DiskId> = known.spec.disks.iter().map(|disk| disk.disk).collect();
+                disks.into_iter().for_each(|disk| self.life.exposed.end(disk));
                 self.world.guests.remove(&vm);
                 self.life.post(vm);
                 Ok(None)
@@ -381,6 +389,25 @@ impl Inside {
         }
         known.stop(StopReason::GuestShutdown, "the guest powered itself off");
         self.world.guests.remove(&vm);
+    }
+
+    fn expose(&mut self, vm: VmId, disk: DiskId, what: Exposing) -> Result<ConsoleStream, Problem> {
+        let known = self.known(vm)?;
+        let (spec, power) = (known.spec.clone(), known.power);
+        let key = rules::key_state(&spec, known.key_held);
+        let disk = rules::find_disk(&spec, disk)?;
+        let made = matches!(known.phases.get(&disk.disk), Some(DiskPhase::Ready { .. }));
+        match what {
+            Exposing::Hold { writable } => {
+                let made = made || disk.facts.is_some();
+                rules::may_expose(&spec, disk, writable, power, key, made)?;
+                self.life.exposed.hold(disk.disk).ok_or_else(|| rules::exposed(&disk.name))
+            }
+            Exposing::Connect => {
+                let connected = self.life.exposed.connect(disk.disk);
+                connected.ok_or_else(|| rules::not_exposed(&spec, disk))
+            }
+        }
     }
 
     fn console(&mut self, vm: VmId, claim: ConsoleClaim) -> Result<ConsoleStream, Problem> {
@@ -512,6 +539,15 @@ impl HostAgent for SimulatedHost {
     ) -> Result<(), Problem> {
         let begin = |inside: &mut Inside| inside.export(vm, disk, step, &spec);
         self.begin(Call::ExportDisk, begin, Inside::exported)
+    }
+
+    async fn expose_disk(
+        &self,
+        vm: VmId,
+        disk: DiskId,
+        what: Exposing,
+    ) -> Result<ConsoleStream, Problem> {
+        self.call(Call::ExposeDisk, |inside| inside.expose(vm, disk, what))
     }
 
     async fn power_on(&self, vm: VmId) -> Result<(), Problem> {

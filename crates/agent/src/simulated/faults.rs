@@ -46,6 +46,8 @@ pub enum Call {
     DeleteDisk,
     /// `export_disk`
     ExportDisk,
+    /// `expose_disk`
+    ExposeDisk,
     /// `power_on`
     PowerOn,
     /// `power_off`

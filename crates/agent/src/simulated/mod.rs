@@ -11,6 +11,7 @@
 mod calls;
 mod console;
 mod exports;
+mod exposed;
 mod faults;
 mod keys;
 
@@ -37,6 +38,7 @@ use crate::rules;
 
 use console::Guest;
 use exports::Exports;
+use exposed::Exposed;
 use faults::Faults;
 pub use faults::{Call, Fault};
 
@@ -153,6 +155,7 @@ struct Life {
     board: Arc<Board>,
     vms: BTreeMap<VmId, Known>,
     log_levels: Levels,
+    exposed: Exposed,
     works: u64,
     /// Turns true when it ends: calls that wait then fail.
     ended: watch::Sender<bool>,
@@ -165,6 +168,7 @@ impl Life {
             board: Arc::new(Board::new(Incarnation::new())),
             vms: BTreeMap::new(),
             log_levels: Levels::default(),
+            exposed: Exposed::default(),
             works: 0,
             ended: watch::Sender::new(false),
         }

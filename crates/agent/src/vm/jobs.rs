@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use tokio::io::DuplexStream;
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinHandle;
 use vmseal_api::host::{DiskPhase, ExportPhase, ExportState};
@@ -10,6 +11,7 @@ use vmseal_api::id::DiskId;
 use vmseal_api::request_id;
 
 use super::Shared;
+use super::exposed::Exposure;
 use crate::disk::{self, Recipe, Workshop};
 use crate::export::{self, Order};
 use crate::run_dir::ProcessDir;
@@ -23,6 +25,8 @@ pub enum Report {
     Making(DiskPhase),
     /// It is being exported, or has been.
     Exporting(ExportState),
+    /// It was exposed, and is not any more. Whoever held it is told by the end of this.
+    Exposed(Option<DuplexStream>),
 }
 
 impl Report {
@@ -31,6 +35,7 @@ impl Report {
         match self {
             Self::Making(phase) => matches!(phase, DiskPhase::Creating { .. }),
             Self::Exporting(state) => matches!(state.phase, ExportPhase::Writing { .. }),
+            Self::Exposed(_) => false,
         }
     }
 }
@@ -91,6 +96,15 @@ impl Jobs {
                     ExportPhase::Failed { problem }
                 }
             })
+        });
+    }
+
+    /// Begins to expose a disk.
+    pub fn begin_exposure(&mut self, shared: &Arc<Shared>, exposure: Exposure) {
+        let disk = exposure.disk();
+        let workshop = workshop(shared, shared.run_dir.export(disk));
+        self.spawn(disk, |cancelled, _| async move {
+            Report::Exposed(exposure.serve(workshop, cancelled).await)
         });
     }
 

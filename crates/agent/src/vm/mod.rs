@@ -15,6 +15,7 @@
 //! what the server is to see. `Off` is entered when no process is left and the run directory is gone.
 
 mod adopt;
+mod exposed;
 mod jobs;
 mod owner;
 mod running;
@@ -26,8 +27,8 @@ use std::sync::Arc;
 
 use tokio::sync::{mpsc, oneshot};
 use vmseal_api::host::{
-    Accelerator, ConsoleClaim, ConsoleStream, ExportSpec, ExportStep, ImageSource, KeyReference,
-    PowerOff, SealedKey, Stopped, VmSpec,
+    Accelerator, ConsoleClaim, ConsoleStream, ExportSpec, ExportStep, Exposing, ImageSource,
+    KeyReference, PowerOff, SealedKey, Stopped, VmSpec,
 };
 use vmseal_api::id::{DiskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -90,6 +91,8 @@ pub enum Call {
     PowerOff(PowerOff, Reply<()>),
     /// For the console.
     Console(ConsoleClaim, Reply<ConsoleStream>),
+    /// To expose a disk, or for a connection to an exposed one.
+    Expose(DiskId, Exposing, Reply<ConsoleStream>),
 }
 
 /// What becomes of the keys that open a VM's disks.

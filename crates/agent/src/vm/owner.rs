@@ -10,18 +10,19 @@ use tokio::task::{JoinHandle, spawn_blocking};
 use tokio::time::{Instant, sleep_until};
 use vmseal_api::host::{
     ConsoleClaim, ConsoleStream, DiskFacts, DiskPhase, DiskSpec, DiskState, ExportPhase,
-    ExportSpec, ExportState, ExportStep, ImageSource, KeyReference, KeyState, Notice, Power,
-    PowerOff, SealedKey, StopReason, Stopped, VmSpec, VmState,
+    ExportSpec, ExportState, ExportStep, Exposing, ImageSource, KeyReference, KeyState, Notice,
+    Power, PowerOff, SealedKey, StopReason, Stopped, VmSpec, VmState,
 };
 use vmseal_api::id::DiskId;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request_id::{self, RequestId};
 use vmseal_secret::SecretBytes;
 
+use super::exposed::{Door, Exposure, Source};
 use super::jobs::{Jobs, Report};
 use super::running::{Ending, Happening, Running};
 use super::service::{Attempt, Service};
-use super::start::{Plan, start};
+use super::start::{Plan, beside, start};
 use super::{Asked, Beginning, Call, Change, Reply, Shared, internal};
 use crate::console::Refused;
 use crate::disk::{self, Recipe};
@@ -31,7 +32,7 @@ use crate::filter;
 use crate::home::Home;
 use crate::process::{Exit, Process};
 use crate::restarts::Restarts;
-use crate::rules::{self, PowerOn};
+use crate::rules::{self, PowerOn, find_disk};
 use crate::{metrics, patience};
 
 /// How often running processes are looked after.
@@ -75,6 +76,8 @@ pub struct Owner {
     phases: BTreeMap<DiskId, DiskPhase>,
     exports: BTreeMap<DiskId, ExportState>,
     jobs: Jobs,
+    /// The ways to who serves disks that are exposed, or were: these end by themselves.
+    exposed: BTreeMap<DiskId, Door>,
     changing_keys: Option<KeyChange>,
     /// That the VM was last started or stopped for.
     request: Option<RequestId>,
@@ -103,6 +106,7 @@ impl Owner {
             phases: BTreeMap::new(),
             exports: BTreeMap::new(),
             jobs: Jobs::new(),
+            exposed: BTreeMap::new(),
             changing_keys: None,
             request: None,
             header_notices: Vec::new(),
@@ -210,6 +214,8 @@ impl Owner {
             Call::PowerOn(to) => reply!(to, self.power_on()),
             Call::PowerOff(how, to) => reply!(to, self.power_off(how).await),
             Call::Console(claim, to) => reply!(to, self.console(claim).await),
+            // Answered by who serves it, as its filter has to start first.
+            Call::Expose(disk, what, to) => self.expose(disk, what, to),
             Call::Unregister(_) => {}
         }
     }
@@ -244,6 +250,10 @@ impl Owner {
             }
             Event::Disk(disk, Report::Exporting(state)) => {
                 self.exports.insert(disk, state);
+            }
+            Event::Disk(disk, Report::Exposed(holder)) => {
+                self.exposed.remove(&disk);
+                drop(holder);
             }
             Event::KeysChanged(result) => {
                 if let Some(change) = self.changing_keys.take() {
@@ -354,6 +364,10 @@ impl Owner {
         self.state = State::Off;
         self.troubles.clear();
         self.restarts = Restarts::default();
+        // Their filter is gone.
+        for disk in std::mem::take(&mut self.exposed).into_keys() {
+            self.jobs.cancel(disk).await;
+        }
         let stopped = Stopped { at: Timestamp::now(), reason, detail };
         if reason.is_death() {
             self.died = Some(stopped.clone());
@@ -399,6 +413,7 @@ impl Owner {
     async fn unregister(&mut self) -> Result<(), Problem> {
         rules::may_unregister(&self.spec, self.power())?;
         self.keys_are_settled()?;
+        self.nothing_is_exposed()?;
         for disk in self.spec.disks.iter().map(|disk| disk.disk) {
             self.jobs.cancel(disk).await;
         }
@@ -439,6 +454,7 @@ impl Owner {
         self.keys_are_settled()
             .map_err(|problem| Problem::new(ErrorCode::TimedOut, problem.detail))?;
         rules::may_change_keys(&self.spec, self.power(), self.key(), registered)?;
+        self.nothing_is_exposed()?;
         if !self.jobs.is_empty() {
             let what = format!("a disk of VM '{}' is being looked at or exported", self.spec.name);
             return Err(Problem::new(ErrorCode::InUse, what));
@@ -464,7 +480,7 @@ impl Owner {
 
     fn create_disk(&mut self, disk: DiskId, source: Option<ImageSource>) -> Result<(), Problem> {
         self.keys_are_settled()?;
-        let disk = rules::find_disk(&self.spec, disk)?.clone();
+        let disk = find_disk(&self.spec, disk)?.clone();
         if self.jobs.has(disk.disk) {
             return self.not_exporting(&disk);
         }
@@ -481,10 +497,11 @@ impl Owner {
     }
 
     async fn delete_disk(&mut self, disk: DiskId) -> Result<(), Problem> {
-        let disk = rules::find_disk(&self.spec, disk)?.clone();
+        let disk = find_disk(&self.spec, disk)?.clone();
         rules::may_delete_disk(&self.spec, &disk, self.power())?;
         self.keys_are_settled()?;
         self.not_exporting(&disk)?;
+        self.not_exposed(disk.disk)?;
         self.jobs.cancel(disk.disk).await;
         let (vm, id) = (self.spec.vm, disk.disk);
         spawn_blocking(move || Home::of(&disk.datastore, vm)?.delete(id))
@@ -493,6 +510,70 @@ impl Owner {
         self.phases.remove(&id);
         self.header_notices.retain(|notice| notice.disk != Some(id));
         Ok(())
+    }
+
+    /// Exposes a disk, or opens a connection to an exposed one; `to` is answered in any case.
+    fn expose(&mut self, disk: DiskId, what: Exposing, to: Reply<ConsoleStream>) {
+        let refused = match what {
+            Exposing::Hold { writable } => match self.ready_to_expose(disk, writable) {
+                Ok(source) => {
+                    let (exposure, door) = Exposure::new(disk, source, to);
+                    self.exposed.insert(disk, door);
+                    return self.jobs.begin_exposure(&self.shared, exposure);
+                }
+                Err(problem) => (to, problem),
+            },
+            Exposing::Connect => match (self.exposed.get(&disk), find_disk(&self.spec, disk)) {
+                (_, Err(problem)) => (to, problem),
+                (None, Ok(disk)) => (to, rules::not_exposed(&self.spec, disk)),
+                (Some(door), Ok(disk)) => match door.try_send(to) {
+                    Ok(()) => return,
+                    Err(full) => (full.into_inner(), rules::not_exposed(&self.spec, disk)),
+                },
+            },
+        };
+        let (to, problem) = refused;
+        let _ = to.send(Err(problem));
+    }
+
+    /// What serves the disk, where nothing speaks against it.
+    fn ready_to_expose(&self, disk: DiskId, writable: bool) -> Result<Source, Problem> {
+        self.keys_are_settled()?;
+        let disk = find_disk(&self.spec, disk)?;
+        let facts = self.facts(disk);
+        rules::may_expose(&self.spec, disk, writable, self.power(), self.key(), facts.is_some())?;
+        self.not_exposed(disk.disk)?;
+        if let State::Running(running) | State::Stopping { running, .. } = &self.state {
+            let index = self.spec.disks.iter().position(|known| known.disk == disk.disk);
+            let socket = running.directory.socket(&beside(index.unwrap_or_default()));
+            if !socket.exists() {
+                let what =
+                    "was started by a vmseal that could not expose disks in use. Stop and start it";
+                return Err(rules::wrong_state(&self.spec, what));
+            }
+            return Ok(Source::Beside(socket));
+        }
+        if self.jobs.has(disk.disk) {
+            self.not_exporting(disk)?;
+            let what = format!("disk '{}' is being looked at. Try again in a moment", disk.name);
+            return Err(Problem::new(ErrorCode::InUse, what));
+        }
+        let Some(facts) = facts else { return Err(internal("a disk without facts")) };
+        let kek = if disk.encrypted { self.clone_kek()? } else { None };
+        let (spec, disk) = (self.spec.clone(), disk.clone());
+        Ok(Source::Own(Box::new(super::exposed::Order { spec, disk, facts, kek, writable })))
+    }
+
+    fn not_exposed(&self, disk: DiskId) -> Result<(), Problem> {
+        let known = self.spec.disks.iter().find(|known| known.disk == disk);
+        match known.filter(|_| self.exposed.contains_key(&disk)) {
+            Some(disk) => Err(rules::exposed(&disk.name)),
+            None => Ok(()),
+        }
+    }
+
+    fn nothing_is_exposed(&self) -> Result<(), Problem> {
+        self.spec.disks.iter().try_for_each(|disk| self.not_exposed(disk.disk))
     }
 
     fn not_exporting(&self, disk: &DiskSpec) -> Result<(), Problem> {
@@ -512,7 +593,7 @@ impl Owner {
         step: ExportStep,
         spec: ExportSpec,
     ) -> Result<(), Problem> {
-        let disk = rules::find_disk(&self.spec, disk)?.clone();
+        let disk = find_disk(&self.spec, disk)?.clone();
         rules::check_export(&spec)?;
         let same = self.exports.get(&disk.disk).filter(|known| known.export == spec.export);
         let phase = same.map(|known| known.phase.clone());
@@ -549,6 +630,7 @@ impl Owner {
         let facts = self.facts(disk);
         let (power, key) = (self.power(), self.key());
         rules::may_export(&self.spec, disk, spec.format, power, key, facts.is_some())?;
+        self.not_exposed(disk.disk)?;
         if self.jobs.has(disk.disk) {
             self.not_exporting(disk)?;
             let what = format!("disk '{}' is being looked at. Try again in a moment", disk.name);
@@ -595,6 +677,7 @@ impl Owner {
             return Ok(());
         }
         self.keys_are_settled()?;
+        self.nothing_is_exposed()?;
         if !self.jobs.is_empty() {
             let what = "cannot start while a disk is being looked at or exported. Try again in a moment, or cancel the export's task";
             return Err(rules::wrong_state(&self.spec, what));

@@ -104,6 +104,9 @@ pub async fn filter(
     for (index, ((disk, _), open)) in plan.disks.iter().zip(opened).enumerate() {
         notices.extend(open.notice);
         let socket = UnixStream::connect(directory.socket(&socket(index))).map_err(internal)?;
+        // A filter before this one may have had it.
+        directory.forget_socket(&beside(index)).map_err(internal)?;
+        let listener = directory.listen(&beside(index)).map_err(internal)?;
         disks.push(filter::Disk {
             disk: disk.disk,
             size: disk.size,
@@ -112,6 +115,7 @@ pub async fn filter(
             key: open.key,
             keeps_room: disk::is_preallocated(disk),
             work: filter::Work::Serve { socket, queues, limits: disk.limits },
+            beside: Some(listener),
         });
     }
     let filter = filter::start(&shared.filter, plan.spec.vm, directory, disks, slot.filter())
@@ -129,6 +133,11 @@ pub async fn filter(
 /// The name of a disk's socket.
 fn socket(index: usize) -> String {
     format!("disk{index}")
+}
+
+/// The name of the socket of a disk's NBD, beside the guest.
+pub fn beside(index: usize) -> String {
+    format!("nbd{index}")
 }
 
 fn open_disks(plan: &Plan) -> Result<Vec<disk::Open>, Problem> {

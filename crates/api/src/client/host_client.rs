@@ -20,8 +20,8 @@ use super::tls::{self, ClientIdentity, TlsError};
 use super::websocket;
 use crate::datastore::{DatastoreCondition, DatastoreContents};
 use crate::host::{
-    ConsoleClaim, ConsoleStream, DatastoreSpec, DatastoreUsage, ExportSpec, ExportStep, HostAgent,
-    HostDescription, HostState, ImageSource, KeyReference, NewDisk, OtherKey, PowerOff,
+    ConsoleClaim, ConsoleStream, DatastoreSpec, DatastoreUsage, ExportSpec, ExportStep, Exposing,
+    HostAgent, HostDescription, HostState, ImageSource, KeyReference, NewDisk, OtherKey, PowerOff,
     STATE_WAIT_MAX, SealedKey, VmSpec,
 };
 use crate::id::{DiskId, HostId, Incarnation, VmId};
@@ -101,6 +101,19 @@ impl HostClient {
         // The port belongs to the address that the resolver gives; naming it keeps the Host header true.
         let port = self.address.rsplit_once(':').map_or("443", |(_, port)| port);
         format!("https://{}:{port}/v1/{path}", self.server_name)
+    }
+
+    /// Where the WebSocket of this path is.
+    fn socket(&self, path: &str) -> Result<websocket::Address<'_>, Problem> {
+        let server_name = ServerName::try_from(self.server_name.clone())
+            .map_err(|error| Problem::new(ErrorCode::Internal, error.to_string()))?;
+        Ok(websocket::Address {
+            peer: self.peer(),
+            socket: self.address.clone(),
+            server_name,
+            url: self.url(path).replacen("https", "wss", 1),
+            authorization: None,
+        })
     }
 
     fn request(&self, method: Method, path: &str) -> RequestBuilder {
@@ -237,17 +250,22 @@ impl HostAgent for HostClient {
         self.command_with(Method::POST, &format!("vms/{vm}/power-off"), &how).await
     }
 
+    async fn expose_disk(
+        &self,
+        vm: VmId,
+        disk: DiskId,
+        what: Exposing,
+    ) -> Result<ConsoleStream, Problem> {
+        let connect = what == Exposing::Connect;
+        let writable = what == Exposing::Hold { writable: true };
+        let query = format!("connect={connect}&writable={writable}");
+        let address = self.socket(&format!("vms/{vm}/disks/{disk}/expose?{query}"))?;
+        websocket::open_disk(address, Arc::clone(&self.tls)).await
+    }
+
     async fn console(&self, vm: VmId, claim: ConsoleClaim) -> Result<ConsoleStream, Problem> {
         let force = claim == ConsoleClaim::TakeOver;
-        let server_name = ServerName::try_from(self.server_name.clone())
-            .map_err(|error| Problem::new(ErrorCode::Internal, error.to_string()))?;
-        let address = websocket::Address {
-            peer: self.peer(),
-            socket: self.address.clone(),
-            server_name,
-            url: self.url(&format!("vms/{vm}/console?force={force}")).replacen("https", "wss", 1),
-            authorization: None,
-        };
+        let address = self.socket(&format!("vms/{vm}/console?force={force}"))?;
         websocket::open(address, Arc::clone(&self.tls)).await
     }
 }

@@ -13,7 +13,7 @@ use zeroize::Zeroizing;
 
 use super::exchange::{CONNECT_TIMEOUT, Peer};
 use super::{base_url, tls, websocket};
-use crate::host::{ConsoleClaim, ConsoleStream};
+use crate::host::{ConsoleClaim, ConsoleStream, Exposing};
 use crate::model::{Page, Plan, Task};
 use crate::problem::{ErrorCode, Problem};
 
@@ -186,7 +186,30 @@ impl ServerClient {
     /// As [`ServerClient::get`]; `in-use` while somebody has it whom it is not to be taken over from.
     pub async fn console(&self, vm: &str, claim: ConsoleClaim) -> Result<ConsoleStream, Problem> {
         let force = claim == ConsoleClaim::TakeOver;
-        let mut url = self.url(&format!("vms/{vm}/console?force={force}"));
+        let address = self.socket(&format!("vms/{vm}/console?force={force}"))?;
+        websocket::open(address, Arc::clone(&self.tls)).await
+    }
+
+    /// A disk's exposure, or a connection to an exposed disk.
+    ///
+    /// # Errors
+    /// As [`ServerClient::get`], and what the host answers.
+    pub async fn expose(
+        &self,
+        vm: &str,
+        disk: &str,
+        what: Exposing,
+    ) -> Result<ConsoleStream, Problem> {
+        let connect = what == Exposing::Connect;
+        let writable = what == Exposing::Hold { writable: true };
+        let query = format!("connect={connect}&writable={writable}");
+        let address = self.socket(&format!("vms/{vm}/disks/{disk}/expose?{query}"))?;
+        websocket::open_disk(address, Arc::clone(&self.tls)).await
+    }
+
+    /// Where the WebSocket of this path is.
+    fn socket(&self, path: &str) -> Result<websocket::Address<'_>, Problem> {
+        let mut url = self.url(path);
         let host = self.base.host_str().unwrap_or_default();
         let server_name =
             ServerName::try_from(host.trim_matches(['[', ']']).to_owned()).map_err(|_| {
@@ -195,14 +218,13 @@ impl ServerClient {
         let socket = format!("{host}:{}", self.base.port_or_known_default().unwrap_or(443));
         // The scheme of WebSockets over TLS; `Url` allows this change between special schemes.
         let _ = url.set_scheme("wss");
-        let address = websocket::Address {
+        Ok(websocket::Address {
             peer: self.peer(),
             socket,
             server_name,
             url: url.into(),
             authorization: Some(Zeroizing::new(format!("Bearer {}", self.token.as_str()))),
-        };
-        websocket::open(address, Arc::clone(&self.tls)).await
+        })
     }
 }
 

@@ -1,4 +1,4 @@
-//! A guest's console over a WebSocket: binary frames both ways.
+//! A guest's console, or a disk's NBD, over a WebSocket: binary frames both ways.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -6,9 +6,10 @@ use std::time::Duration;
 use futures_util::{SinkExt, StreamExt};
 use rustls::ClientConfig;
 use rustls::pki_types::ServerName;
-use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream};
+use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream, duplex};
 use tokio::net::TcpStream;
 use tokio_rustls::TlsConnector;
+use tokio_rustls::client::TlsStream;
 use tokio_tungstenite::WebSocketStream;
 use tokio_tungstenite::tungstenite::client::IntoClientRequest;
 use tokio_tungstenite::tungstenite::http::header::AUTHORIZATION;
@@ -18,6 +19,7 @@ use zeroize::Zeroizing;
 
 use super::exchange::{CONNECT_TIMEOUT, Peer};
 use crate::console::{self, ConsoleStream, Ending};
+use crate::expose::{self, Carried};
 use crate::problem::{ErrorCode, Problem};
 use crate::request_id;
 
@@ -25,7 +27,7 @@ use crate::request_id;
 const BUFFER: usize = 16 * 1024;
 
 /// The longest frame, in bytes; a console sends what a guest printed since the last.
-const FRAME_MAX: usize = 64 * 1024;
+const FRAME_MAX: usize = expose::MESSAGE_MAX;
 
 /// How long a socket that is closed may take to say so.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
@@ -49,6 +51,33 @@ pub(super) async fn open(
     address: Address<'_>,
     tls: Arc<ClientConfig>,
 ) -> Result<ConsoleStream, Problem> {
+    let socket = connected(address, tls).await?;
+    let (ours, ending, theirs) = console::pair(BUFFER);
+    tokio::spawn(pump(socket, ours, ending));
+    Ok(theirs)
+}
+
+/// Connects to a disk; gives both directions, neither of which waits for the other.
+pub(super) async fn open_disk(
+    address: Address<'_>,
+    tls: Arc<ClientConfig>,
+) -> Result<ConsoleStream, Problem> {
+    let socket = connected(address, tls).await?;
+    let (ours, theirs) = duplex(expose::MESSAGE_MAX);
+    tokio::spawn(async move {
+        let carried = |message| match message {
+            Message::Binary(bytes) => Carried::Bytes(bytes.into()),
+            Message::Ping(_) | Message::Pong(_) => Carried::Nothing,
+            _ => Carried::End,
+        };
+        expose::carry(socket, ours, Message::binary::<Vec<u8>>, carried).await;
+    });
+    Ok(Box::new(theirs))
+}
+
+type Socket = WebSocketStream<TlsStream<TcpStream>>;
+
+async fn connected(address: Address<'_>, tls: Arc<ClientConfig>) -> Result<Socket, Problem> {
     let peer = Peer(address.peer.0);
     match tokio::time::timeout(CONNECT_TIMEOUT, connect(address, tls)).await {
         Ok(connected) => connected,
@@ -56,7 +85,7 @@ pub(super) async fn open(
     }
 }
 
-async fn connect(address: Address<'_>, tls: Arc<ClientConfig>) -> Result<ConsoleStream, Problem> {
+async fn connect(address: Address<'_>, tls: Arc<ClientConfig>) -> Result<Socket, Problem> {
     let peer = &address.peer;
     let tcp =
         TcpStream::connect(&address.socket).await.map_err(|error| peer.unreachable(&error))?;
@@ -83,9 +112,7 @@ async fn connect(address: Address<'_>, tls: Arc<ClientConfig>) -> Result<Console
     let (socket, _) = tokio_tungstenite::client_async_with_config(request, stream, Some(limits))
         .await
         .map_err(|error| refusal(peer, error))?;
-    let (ours, ending, theirs) = console::pair(BUFFER);
-    tokio::spawn(pump(socket, ours, ending));
-    Ok(theirs)
+    Ok(socket)
 }
 
 /// A server that refuses the upgrade answers with a problem.

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use clap::{Subcommand, ValueEnum};
+use clap::{Args, Subcommand, ValueEnum};
 
 use super::{DryRun, List, Passphrase, Wait};
 use crate::print::VmDisk;
@@ -51,6 +51,27 @@ pub enum Disk {
         #[command(flatten)]
         wait: Wait,
     },
+    /// Make a disk a local NBD socket, read-only, until Ctrl-C: for nbdcopy, qemu-img and backups
+    ///
+    /// The disk is in the clear to whoever may open the socket. Its VM does not start meanwhile; the disk of
+    /// one that runs can be read while its guest goes on, and is then not of one instant. What is printed is
+    /// the address for tools.
+    Expose(Expose),
+}
+
+/// How a disk is exposed.
+#[derive(Args)]
+pub struct Expose {
+    /// The VM's name or id
+    pub vm: String,
+    /// The disk's name within the VM, or its id
+    pub disk: String,
+    /// The path of the socket to make, for you alone
+    #[arg(long, value_name = "PATH")]
+    pub socket: PathBuf,
+    /// Allow tools to change the disk; its VM has to be off
+    #[arg(long)]
+    pub writable: bool,
 }
 
 /// What a disk is exported as.

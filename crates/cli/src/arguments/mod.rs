@@ -24,7 +24,7 @@ use vmseal_api::model;
 pub use self::agent::{Accelerator, Agent, AgentCommand, JoinAgent, RunAgent};
 pub use self::console::{Console, Escape};
 pub use self::datastore::Datastore;
-pub use self::disk::{Disk, ExportFormat};
+pub use self::disk::{Disk, ExportFormat, Expose};
 pub use self::doctor::Doctor;
 pub use self::events::Events;
 pub use self::global::{Columns, Global, List, Name, Output, Show};

@@ -58,10 +58,10 @@ impl Drop for RawTerminal {
 }
 
 /// The signals that end a program and can be heard.
-struct Ends([Signal; 4]);
+pub(super) struct Ends([Signal; 4]);
 
 impl Ends {
-    fn listen() -> std::io::Result<Self> {
+    pub(super) fn listen() -> std::io::Result<Self> {
         let kinds = [
             SignalKind::hangup(),
             SignalKind::interrupt(),
@@ -72,7 +72,7 @@ impl Ends {
         Ok(Self([a?, b?, c?, d?]))
     }
 
-    async fn any(&mut self) {
+    pub(super) async fn any(&mut self) {
         let [a, b, c, d] = &mut self.0;
         tokio::select! {
             _ = a.recv() => {}

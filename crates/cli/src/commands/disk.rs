@@ -7,18 +7,24 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::ExportDisk;
 use vmseal_api::transfer::ExportFormat;
 
-use super::{list, vm};
+use super::{expose, list, vm};
 use crate::arguments::{self, Output, Passphrase};
 use crate::exit::{Ended, Exit};
 use crate::passphrase::{self, Prompt};
 use crate::print::VmDisk;
 
 pub async fn run(
-    server: &ServerClient,
+    server: ServerClient,
     output: Output,
     verb: arguments::Disk,
 ) -> anyhow::Result<()> {
+    if let arguments::Disk::Expose(options) = &verb {
+        let (vm, disk) = find(&server, &options.vm, &options.disk).await?;
+        return expose::run(server, &vm, &disk, options).await;
+    }
+    let server = &server;
     match verb {
+        arguments::Disk::Expose(_) => unreachable!("carried out above"),
         arguments::Disk::List { vm, how } => {
             let mut found = false;
             list::read_with(server, output, &how, async || {

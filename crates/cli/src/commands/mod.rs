@@ -5,6 +5,7 @@ mod datastore;
 mod disk;
 mod doctor;
 mod events;
+mod expose;
 pub mod follow;
 mod host;
 mod import;
@@ -61,7 +62,7 @@ async fn ask(global: Global, command: Command) -> anyhow::Result<()> {
         Command::Provider(verb) => provider::run(&server, output, verb).await,
         Command::Policy(verb) => policy::run(&server, output, verb).await,
         Command::Vm(verb) => vm::run(&server, output, verb).await,
-        Command::Disk(verb) => disk::run(&server, output, verb).await,
+        Command::Disk(verb) => disk::run(server, output, verb).await,
         Command::Task(verb) => task::run(&server, output, verb).await,
         Command::Server(Server { command: Some(ServerCommand::LogLevel { levels }), .. }) => {
             log_level::run(&server, output, "log-level", levels).await

@@ -38,6 +38,7 @@ const NOT_TRIED: &[&str] = &[
     "provider test",
     "server",
     "vm console",
+    "disk expose",
     "server log-level",
     "host log-level",
 ];

@@ -10,7 +10,8 @@ use vmseal_agent::http::Endpoint;
 use vmseal_agent::identity::Identity as HostIdentity;
 use vmseal_agent::simulated::SimulatedHost;
 use vmseal_api::client::{ClientIdentity, HostClient};
-use vmseal_api::host::{ConsoleClaim, HostAgent, PowerOff, STATE_WAIT_MAX};
+use vmseal_api::expose::LET_GO;
+use vmseal_api::host::{ConsoleClaim, Exposing, HostAgent, PowerOff, STATE_WAIT_MAX};
 use vmseal_api::id::{HostId, VmId};
 use vmseal_api::problem::ErrorCode;
 use zeroize::Zeroizing;
@@ -92,6 +93,33 @@ async fn a_vm_is_seen_and_worked_on_through_it() {
     assert_eq!(refused.code, ErrorCode::WrongState, "{refused}");
     let nobody = client.power_on(VmId::new()).await.unwrap_err();
     assert_eq!(nobody.code, ErrorCode::NotFound, "{nobody}");
+}
+
+#[tokio::test]
+async fn an_exposed_disk_is_carried_both_ways_at_once() {
+    let (peers, plant, host) = (Peers::new(), Plant::new().await, HostId::new());
+    let vm = plant.made("web", "encrypted").await;
+    let disk = plant.disks(vm).await[0].id;
+    let client = peers.client(host, peers.agent(host, plant.agent.clone()).await);
+    let hold = Exposing::Hold { writable: true };
+    let mut holder = client.expose_disk(vm, disk, hold).await.unwrap();
+    let refused = client.expose_disk(vm, disk, hold).await.err().unwrap();
+    assert_eq!(refused.code, ErrorCode::InUse, "{refused}");
+    let mut stream = client.expose_disk(vm, disk, Exposing::Connect).await.unwrap();
+    let mut greeting = [0; 18];
+    stream.read_exact(&mut greeting).await.unwrap();
+    assert!(greeting.starts_with(b"NBDMAGIC"));
+    let (mut from, mut to) = tokio::io::split(stream);
+    let much: Vec<u8> = (0..2_000_000u32).map(|number| number as u8).collect();
+    let mut echoed = vec![0; much.len()];
+    let (said, heard) = tokio::join!(to.write_all(&much), from.read_exact(&mut echoed));
+    said.unwrap();
+    heard.unwrap();
+    assert!(echoed == much);
+    holder.write_all(&[LET_GO]).await.unwrap();
+    assert_eq!(holder.read_to_end(&mut Vec::new()).await.unwrap(), 0);
+    let late = client.expose_disk(vm, disk, Exposing::Connect).await.err().unwrap();
+    assert_eq!(late.code, ErrorCode::WrongState, "{late}");
 }
 
 #[tokio::test]

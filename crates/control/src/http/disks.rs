@@ -3,7 +3,13 @@
 use std::sync::Arc;
 
 use axum::extract::State;
-use vmseal_api::host::{ExportSpec, ExportStep, Power};
+use axum::extract::ws::rejection::WebSocketUpgradeRejection;
+use axum::extract::ws::{Message, WebSocketUpgrade};
+use axum::response::Response;
+use serde::Deserialize;
+use utoipa::IntoParams;
+use vmseal_api::expose::{self, Carried, MESSAGE_MAX};
+use vmseal_api::host::{ConsoleStream, ExportSpec, ExportStep, Exposing, Power};
 use vmseal_api::id::TaskId;
 use vmseal_api::model::{Plan, Task};
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -17,6 +23,7 @@ use super::dry_run::{Intent, Outcome};
 use super::problem::Refusal;
 use super::tasks::Accepted;
 use super::vms::{plan, power, require_ready};
+use crate::keys::Purpose;
 use crate::store::disks::Disk;
 use crate::store::events::NewEvent;
 use crate::store::vms::Vm;
@@ -36,12 +43,7 @@ pub(super) async fn export(
     body::Json(request): body::Json<ExportDisk>,
 ) -> Result<Outcome<Accepted>, Refusal> {
     check(&request)?;
-    let (vm, disks) = super::vms::find(&app, &vm).await?;
-    let found = disks.into_iter().find(|it| it.name == disk || it.id.to_string() == disk);
-    let Some(disk) = found else {
-        let detail = format!("VM '{}' has no disk '{disk}'", vm.name);
-        return Err(Problem::new(ErrorCode::NotFound, detail).into());
-    };
+    let (vm, disk) = find(&app, &vm, &disk).await?;
     if request.format == ExportFormat::Sealed && !disk.encrypted {
         let detail = format!("disk '{}' is not encrypted: export it as raw", disk.name);
         return Err(Problem::invalid("format", detail).into());
@@ -71,6 +73,93 @@ pub(super) async fn export(
     let shown = app.engine.shown(&task);
     app.engine.begin(task);
     Ok(Outcome::Done(Accepted(shown)))
+}
+
+/// What is opened of a disk's exposure.
+#[derive(Debug, Deserialize, IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+pub(super) struct ExposeQuery {
+    /// Open a connection, which is NBD, to a disk that is being exposed; else expose it.
+    #[serde(default)]
+    #[param(value_type = Option<bool>)]
+    connect: bool,
+    /// Allow to change a disk that is to be exposed; its VM has to be off.
+    #[serde(default)]
+    #[param(value_type = Option<bool>)]
+    writable: bool,
+}
+
+/// Exposes a disk over NBD, as WebSockets of binary messages. The first one holds it exposed: it sends `.` every
+/// 10 seconds and `q` to let go, is told in words what went wrong, if anything did, and ends when the disk is free.
+/// Each further one, with `connect`, is an NBD connection. The VM does not start while a disk of it is
+/// exposed; a disk of a VM that runs is exposed for reading alone.
+#[utoipa::path(get, path = "/api/v1/vms/{vm}/disks/{disk}/expose", tag = "vms",
+    params(("vm" = String, Path, description = "The VM's name or id"),
+           ("disk" = String, Path, description = "The disk's name within the VM, or its id"), ExposeQuery),
+    responses((status = 101, description = "The WebSocket stands"), Refusal))]
+pub(super) async fn expose(
+    State(app): State<Arc<App>>,
+    NamedPair(vm, disk): NamedPair,
+    User(actor): User,
+    Asked(query): Asked<ExposeQuery>,
+    upgrade: Result<WebSocketUpgrade, WebSocketUpgradeRejection>,
+) -> Result<Response, Refusal> {
+    let upgrade = upgrade.map_err(|error| {
+        let detail = format!("an exposed disk is a WebSocket: {}", error.body_text());
+        Problem::new(ErrorCode::InvalidRequest, detail)
+    })?;
+    let (vm, disk) = find(&app, &vm, &disk).await?;
+    require_ready(&vm)?;
+    let ExposeQuery { connect, writable } = query;
+    let what = if connect { Exposing::Connect } else { Exposing::Hold { writable } };
+    // Before the upgrade, so that a refusal is an answer that can be read.
+    let stream = opened(&app, &vm, &disk, what).await?;
+    if !connect {
+        let mut write = app.store.write().await?;
+        let how = if writable { "to be read and changed" } else { "read-only" };
+        let detail = format!("disk '{}' over NBD, {how}, IN THE CLEAR", disk.name);
+        let (kind, target) = ("disk.exposed", vm.name.as_str());
+        write.event(NewEvent { kind, actor: &actor, target, detail: &detail }).await?;
+        write.commit().await?;
+    }
+    let message = |bytes: Vec<u8>| Message::Binary(bytes.into());
+    let carried = |message| match message {
+        Message::Binary(bytes) => Carried::Bytes(bytes.into()),
+        Message::Ping(_) | Message::Pong(_) => Carried::Nothing,
+        Message::Text(_) | Message::Close(_) => Carried::End,
+    };
+    Ok(upgrade
+        .max_message_size(MESSAGE_MAX)
+        .max_frame_size(MESSAGE_MAX)
+        .on_upgrade(move |socket| expose::carry(socket, stream, message, carried)))
+}
+
+/// What the host opens; one that has restarted is told of the VM, and of its key.
+async fn opened(app: &App, vm: &Vm, disk: &Disk, what: Exposing) -> Result<ConsoleStream, Problem> {
+    let agent = app.hosts.connected(vm.host)?;
+    match agent.expose_disk(vm.id, disk.id, what).await {
+        Err(problem)
+            if what != Exposing::Connect
+                && matches!(problem.code, ErrorCode::NotFound | ErrorCode::Locked) =>
+        {
+            app.hosts.prepare(vm.id, Purpose::Open).await?;
+            agent.expose_disk(vm.id, disk.id, what).await
+        }
+        other => other,
+    }
+}
+
+async fn find(app: &App, vm: &str, disk: &str) -> Result<(Vm, Disk), Refusal> {
+    let (vm, disks) = super::vms::find(app, vm).await?;
+    let found = disks.into_iter().find(|it| it.name == disk || it.id.to_string() == disk);
+    match found {
+        Some(disk) => Ok((vm, disk)),
+        None => {
+            let detail = format!("VM '{}' has no disk '{disk}'", vm.name);
+            Err(Problem::new(ErrorCode::NotFound, detail).into())
+        }
+    }
 }
 
 /// What the record of the use of the disk's key says.

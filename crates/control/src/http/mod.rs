@@ -132,6 +132,7 @@ fn user_routes() -> OpenApiRouter<Arc<App>> {
         .routes(routes!(recrypt::recrypt))
         .routes(routes!(console::open))
         .routes(routes!(disks::export))
+        .routes(routes!(disks::expose))
         .routes(routes!(tasks::list))
         .routes(routes!(tasks::show))
         .routes(routes!(tasks::cancel))

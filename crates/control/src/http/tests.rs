@@ -270,7 +270,9 @@ async fn nobody_gets_in_without_the_right_token() {
         Some(TOKEN),
         Some(&*long),
     ] {
-        for path in ["vms", "hosts", "events", "alarms", "vms/web/console"] {
+        for path in
+            ["vms", "hosts", "events", "alarms", "vms/web/console", "vms/web/disks/disk0/expose"]
+        {
             let mut request = Request::get(format!("/api/v1/{path}"));
             if let Some(value) = authorization {
                 request = request.header(header::AUTHORIZATION, value);
@@ -321,8 +323,9 @@ async fn unknown_paths_methods_and_resources_are_problems() {
     for path in ["vms/x", "hosts/x", "datastores/x", "providers/x", "policies/x", "tasks/x"] {
         api.get(path).await.assert_problem(404, "not-found");
     }
-    let console = api.get("vms/x/console").await;
-    console.assert_problem(400, "invalid-request");
+    for socket in ["vms/x/console", "vms/x/disks/y/expose"] {
+        api.get(socket).await.assert_problem(400, "invalid-request");
+    }
     api.get("vms/%ff").await.assert_problem(400, "invalid-request");
 }
 

@@ -29,6 +29,7 @@ use crate::backend::sync::SyncFile;
 use crate::backend::uring::UringFile;
 use crate::chain::Backend;
 use crate::request::{IoError, Operation};
+use crate::source::{Extent, raw_extent};
 
 /// hugetlbfs and ramfs (linux/magic.h); tmpfs is in nix.
 const HUGETLBFS_MAGIC: i64 = 0x958_458f6;
@@ -149,6 +150,22 @@ impl FileDisk {
         self.target.punches.store(false, Ordering::Relaxed);
     }
 
+    /// Whether the file system has not yet said that it cannot punch holes, and may.
+    #[must_use]
+    pub fn punches(&self) -> bool {
+        self.target.punches.load(Ordering::Relaxed)
+    }
+
+    /// The hole or the data at `at`, which is below `end`, up to `end` at the most.
+    ///
+    /// # Errors
+    /// As lseek.
+    pub fn extent(&self, at: u64, end: u64) -> io::Result<Extent> {
+        let offset = self.target.offset;
+        let found = raw_extent(&self.target.fd, offset + at, offset + end)?;
+        Ok(Extent { end: found.end - offset, ..found })
+    }
+
     /// The smallest unit the file takes, in bytes.
     #[must_use]
     pub fn block(&self) -> u32 {
@@ -170,6 +187,12 @@ impl FileDisk {
                 Err(error) => tracing::warn!(%error, "no io_uring; each request blocks its queue"),
             }
         }
+        self.blocking_queue()
+    }
+
+    /// A backend that needs no ring, and whose requests block whoever makes them.
+    #[must_use]
+    pub fn blocking_queue(&self) -> Box<dyn Backend> {
         Box::new(SyncFile::new(Arc::clone(&self.target)))
     }
 }

@@ -2,10 +2,11 @@
 //! this process alone.
 
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
-use vmseal_api::filter::FilterConfig;
+use vmseal_api::filter::{DiskConfig, FilterConfig, NBD_CONNECTIONS};
 
 use super::ConfinementError;
-use crate::disk::POOLS_BYTES;
+use crate::disk::{POOLS_BYTES, READER_POOL_BYTES};
+use crate::nbd::beside::POOL_BYTES as BESIDE_POOL_BYTES;
 use crate::{cache, config};
 
 /// The program's own: its data, the log, control connections, the caches of an import, and what the
@@ -15,6 +16,9 @@ const BASE_BYTES: u64 = 64 << 20;
 /// Of each queue: its thread's stack, its tables, and what the allocator keeps for its thread.
 const QUEUE_BYTES: u64 = 2 << 20;
 
+/// Of each who reads beside a front end: the same, its buffers, and those of its chain.
+const READER_BYTES: u64 = QUEUE_BYTES + (READER_POOL_BYTES + BESIDE_POOL_BYTES) as u64;
+
 /// The most threads, the kernel's for io_uring included: two to four for each of the most queues.
 const THREADS_MAX: u64 = 512;
 
@@ -22,10 +26,15 @@ const THREADS_MAX: u64 = 512;
 /// memory is shared and not in it. Less than half of it is ever used, but what is for caches, which they fill.
 pub(super) fn memory(config: &FilterConfig) -> u64 {
     let queues: usize = config.disks.iter().map(config::pools).sum();
+    let readers =
+        |disk: &DiskConfig| disk.beside.as_ref().map_or(0, |_| usize::from(NBD_CONNECTIONS));
     let caches = config.disks.iter().filter_map(|disk| {
-        config::cache(disk).map(|cache| cache::memory(cache, config::queues(disk)))
+        let chains = config::queues(disk) + readers(disk);
+        config::cache(disk).map(|cache| cache::memory(cache, chains))
     });
-    BASE_BYTES + POOLS_BYTES as u64 + queues as u64 * QUEUE_BYTES + caches.sum::<u64>()
+    let readers = config.disks.iter().map(readers).sum::<usize>() as u64;
+    let served = queues as u64 * QUEUE_BYTES + readers * READER_BYTES;
+    BASE_BYTES + POOLS_BYTES as u64 + served + caches.sum::<u64>()
 }
 
 /// Sets them, never above what is in force.

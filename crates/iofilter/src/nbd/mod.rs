@@ -10,10 +10,13 @@
 //! wait to be accepted. [`wire`], [`option`] and [`request`] know the protocol and do no I/O;
 //! [`negotiation`] and [`transmission`] move the bytes.
 //!
-//! No crate is used: `nbd` on crates.io serves one request after the other from a blocking stream and
-//! does not know `GO`, `nbd-async` is for the kernel's side.
+//! Beside another front end, a disk has no workers: [`beside`] makes a chain, and a thread, for each
+//! connection. [`chunk`] makes structured replies, [`context`] tells of holes and of what changed.
 
 pub mod arrivals;
+pub mod beside;
+pub mod chunk;
+pub mod context;
 pub mod negotiation;
 pub mod option;
 pub mod request;
@@ -72,6 +75,7 @@ pub fn serve(
         name: served.state.disk().to_string(),
         size: served.size,
         read_only: served.read_only,
+        bitmaps: served.state.bitmaps().cloned(),
     };
     let connections = Mutex::new(0);
     let server = Server { listener, peer_uid, served, export, pool_bytes, stop, connections };
@@ -112,16 +116,17 @@ impl Server<'_> {
 
     fn connection(&self, stream: &UnixStream, queue: usize, chain: Chain) -> io::Result<Chain> {
         stream.set_nonblocking(false)?;
-        match negotiation::run(stream, &self.export, self.stop) {
-            Ok(true) => {}
-            Ok(false) | Err(NegotiationError::Stopped) => return Ok(chain),
+        let agreed = match negotiation::run(stream, &self.export, self.stop) {
+            Ok(Some(agreed)) => agreed,
+            Ok(None) | Err(NegotiationError::Stopped) => return Ok(chain),
             Err(error) => {
                 tracing::warn!(%error, "the connection is ended");
                 return Ok(chain);
             }
-        }
+        };
         let (served, stop) = (self.served, self.stop);
-        let transmission = Transmission::new(stream, served, stop, (queue, chain), self.pool_bytes);
+        let transmission =
+            Transmission::new(stream, agreed, served, stop, (queue, chain), self.pool_bytes);
         match transmission {
             Ok(transmission) => {
                 self.count(|connections| connections + 1);

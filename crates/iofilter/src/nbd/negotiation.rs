@@ -9,7 +9,7 @@ use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, ppoll};
 use nix::sys::time::TimeSpec;
 
-use crate::nbd::option::{Export, HEADER_LENGTH, Header, Hostile, Next, Options, greeting};
+use crate::nbd::option::{Agreed, Export, HEADER_LENGTH, Header, Hostile, Next, Options, greeting};
 use crate::stop::Stop;
 
 /// How long a client may take, so that one that says nothing does not keep others out.
@@ -32,11 +32,15 @@ pub enum NegotiationError {
     Stopped,
 }
 
-/// Agrees with a client on the export; whether it is to be served.
+/// Agrees with a client on the export; none if it is not to be served.
 ///
 /// # Errors
 /// [`NegotiationError`].
-pub fn run(stream: &UnixStream, export: &Export, stop: &Stop) -> Result<bool, NegotiationError> {
+pub fn run(
+    stream: &UnixStream,
+    export: &Export,
+    stop: &Stop,
+) -> Result<Option<Agreed>, NegotiationError> {
     stream.set_write_timeout(Some(PATIENCE))?;
     let client = Client { stream, stop, until: Instant::now() + PATIENCE };
     client.send(&greeting())?;
@@ -51,8 +55,8 @@ pub fn run(stream: &UnixStream, export: &Export, stop: &Stop) -> Result<bool, Ne
         client.send(&answer)?;
         match next {
             Next::Option => {}
-            Next::Serve => return Ok(true),
-            Next::End => return Ok(false),
+            Next::Serve => return Ok(Some(options.agreed())),
+            Next::End => return Ok(None),
         }
     }
 }

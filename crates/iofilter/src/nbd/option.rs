@@ -3,11 +3,15 @@
 //!
 //! ```text
 //!   Greeting --client's flags--> Options --EXPORT_NAME | GO, of our disk--> Serve
-//!                                   |  ↺ INFO, LIST, refusals
+//!                                   |  ↺ INFO, LIST, structured replies, contexts, refusals
 //!                                   └──ABORT | EXPORT_NAME of another disk--> End
 //!   anything that is no option, is too long, or one too many: Hostile, and the connection ends
 //! ```
 
+use std::sync::Arc;
+
+use crate::dirty::Bitmaps;
+use crate::nbd::context::{self, Context, QUERIES_MAX, Refusal};
 use crate::nbd::wire::{
     BLOCK_MAX, BLOCK_MIN, BLOCK_PREFERRED, NBD_MAGIC, OPTION_MAGIC, OPTION_REPLY_MAGIC, field,
     handshake, info, option, option_reply, transmission,
@@ -25,6 +29,9 @@ pub const HEADER_LENGTH: usize = 16;
 
 /// Zeroes that older clients want behind the answer to `EXPORT_NAME`.
 const ZEROES: usize = 124;
+
+/// What a client is told that names another export.
+const NO_EXPORT: &str = "there is no such export; the disk's id is the only name";
 
 /// What a client sent that cannot be answered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -52,21 +59,34 @@ pub struct Export {
     pub size: u64,
     /// Whether nothing can be changed.
     pub read_only: bool,
+    /// Its dirty bitmaps, where there can be any.
+    pub bitmaps: Option<Arc<Bitmaps>>,
+}
+
+/// What client and server have agreed on.
+#[derive(Debug, Default)]
+pub struct Agreed {
+    /// Whether reads are answered in chunks, and errors have words.
+    pub structured: bool,
+    /// What block status requests are told of; none means that there are to be no such requests.
+    pub contexts: Vec<Context>,
 }
 
 impl Export {
-    /// What it can do.
+    /// What it can do, for a client that takes structured replies or does not.
     #[must_use]
-    pub fn flags(&self) -> u16 {
+    pub fn flags(&self, structured: bool) -> u16 {
         let changes = if self.read_only {
             transmission::READ_ONLY
         } else {
-            transmission::SEND_FUA | transmission::SEND_TRIM | transmission::SEND_WRITE_ZEROES
+            let zeroes = transmission::SEND_WRITE_ZEROES | transmission::SEND_FAST_ZERO;
+            transmission::SEND_FUA | transmission::SEND_TRIM | zeroes
         };
         // All connections have chains of one disk over one open file: sectors that two of them change
         // are locked across chains, nothing is cached, and fdatasync is for the file.
         let shared = transmission::CAN_MULTI_CONN;
-        transmission::HAS_FLAGS | transmission::SEND_FLUSH | shared | changes
+        let fragments = if structured { transmission::SEND_DF } else { 0 };
+        transmission::HAS_FLAGS | transmission::SEND_FLUSH | shared | changes | fragments
     }
 
     fn is_called(&self, name: &[u8]) -> bool {
@@ -117,6 +137,7 @@ pub struct Options<'a> {
     export: &'a Export,
     no_zeroes: bool,
     seen: usize,
+    agreed: Agreed,
 }
 
 /// What a server begins with.
@@ -139,7 +160,14 @@ impl<'a> Options<'a> {
         if flags & !u32::from(handshake::FIXED_NEWSTYLE | handshake::NO_ZEROES) != 0 {
             return Err(Hostile::Flags(flags));
         }
-        Ok(Self { export, no_zeroes: flags & u32::from(handshake::NO_ZEROES) != 0, seen: 0 })
+        let no_zeroes = flags & u32::from(handshake::NO_ZEROES) != 0;
+        Ok(Self { export, no_zeroes, seen: 0, agreed: Agreed::default() })
+    }
+
+    /// What was agreed on, once requests are to come.
+    #[must_use]
+    pub fn agreed(self) -> Agreed {
+        self.agreed
     }
 
     /// Adds the answer to an option to `answer`.
@@ -170,6 +198,17 @@ impl<'a> Options<'a> {
             }
             option::LIST => refuse(answer, option, option_reply::ERROR_INVALID, "LIST has no data"),
             option::INFO | option::GO => return Ok(self.info(option, data, answer)),
+            option::STRUCTURED_REPLY if data.is_empty() && !self.agreed.structured => {
+                self.agreed.structured = true;
+                add(answer, option, option_reply::ACK, &[]);
+            }
+            option::STRUCTURED_REPLY => {
+                let why = "structured replies are asked for once, without data";
+                refuse(answer, option, option_reply::ERROR_INVALID, why);
+            }
+            option::LIST_META_CONTEXT | option::SET_META_CONTEXT => {
+                self.contexts(option, data, answer);
+            }
             _ => {
                 let why = "this option is not known here";
                 refuse(answer, option, option_reply::ERROR_UNSUPPORTED, why);
@@ -183,7 +222,7 @@ impl<'a> Options<'a> {
             return Next::End;
         }
         answer.extend(self.export.size.to_be_bytes());
-        answer.extend(self.export.flags().to_be_bytes());
+        answer.extend(self.export.flags(self.agreed.structured).to_be_bytes());
         if !self.no_zeroes {
             answer.extend([0; ZEROES]);
         }
@@ -197,15 +236,15 @@ impl<'a> Options<'a> {
             return Next::Option;
         };
         if !self.export.is_called(name) {
-            let why = "there is no such export; the disk's id is the only name";
-            refuse(answer, option, option_reply::ERROR_UNKNOWN, why);
+            refuse(answer, option, option_reply::ERROR_UNKNOWN, NO_EXPORT);
             return Next::Option;
         }
         let mut tell = |kind: u16, fields: &[&[u8]]| {
             let data = [&kind.to_be_bytes()[..], &fields.concat()].concat();
             add(answer, option, option_reply::INFO, &data);
         };
-        let (size, flags) = (self.export.size.to_be_bytes(), self.export.flags().to_be_bytes());
+        let flags = self.export.flags(self.agreed.structured).to_be_bytes();
+        let size = self.export.size.to_be_bytes();
         tell(info::EXPORT, &[&size, &flags]);
         let sizes = [BLOCK_MIN, BLOCK_PREFERRED, BLOCK_MAX].map(u32::to_be_bytes);
         tell(info::BLOCK_SIZE, &[&sizes[0], &sizes[1], &sizes[2]]);
@@ -214,6 +253,47 @@ impl<'a> Options<'a> {
         }
         add(answer, option, option_reply::ACK, &[]);
         if option == option::GO { Next::Serve } else { Next::Option }
+    }
+}
+
+impl Options<'_> {
+    fn contexts(&mut self, option: u32, data: &[u8], answer: &mut Vec<u8>) {
+        let sets = option == option::SET_META_CONTEXT;
+        if sets {
+            self.agreed.contexts.clear();
+        }
+        if !self.agreed.structured {
+            let why = "contexts are told in structured replies; ask for these first";
+            return refuse(answer, option, option_reply::ERROR_INVALID, why);
+        }
+        let (export, queries) = match context::queries(data) {
+            Ok(asked) => asked,
+            Err(Refusal::Malformed) => {
+                let why = "the data is not a name and queries";
+                return refuse(answer, option, option_reply::ERROR_INVALID, why);
+            }
+            Err(Refusal::TooMany) => {
+                let why = format!("at most {QUERIES_MAX} contexts can be asked for");
+                return refuse(answer, option, option_reply::ERROR_TOO_BIG, &why);
+            }
+        };
+        if !self.export.is_called(export) {
+            return refuse(answer, option, option_reply::ERROR_UNKNOWN, NO_EXPORT);
+        }
+        let bitmaps = self.export.bitmaps.as_ref();
+        let mut tell = |number: u32, name: &str| {
+            let context = [&number.to_be_bytes(), name.as_bytes()].concat();
+            add(answer, option, option_reply::META_CONTEXT, &context);
+        };
+        if sets {
+            for (number, (name, context)) in (0..).zip(context::chosen(bitmaps, &queries)) {
+                tell(number, &name);
+                self.agreed.contexts.push(context);
+            }
+        } else {
+            context::listed(bitmaps, &queries).iter().for_each(|name| tell(0, name));
+        }
+        add(answer, option, option_reply::ACK, &[]);
     }
 }
 
@@ -246,7 +326,7 @@ mod tests {
     use super::*;
 
     fn export() -> Export {
-        Export { name: "a-disk".into(), size: 1 << 20, read_only: false }
+        Export { name: "a-disk".into(), size: 1 << 20, read_only: false, bitmaps: None }
     }
 
     fn ask(option: u32, data: &[u8]) -> (Next, Vec<u8>) {
@@ -283,7 +363,7 @@ mod tests {
             let replies = replies(option::GO, &answer);
             let kinds: Vec<u32> = replies.iter().map(|reply| reply.0).collect();
             assert_eq!(kinds, [option_reply::INFO, option_reply::INFO, option_reply::ACK]);
-            assert_eq!(replies[0].1, [0, 0, 0, 0, 0, 0, 0, 16, 0, 0, 0b1, 0b0110_1101]);
+            assert_eq!(replies[0].1, [0, 0, 0, 0, 0, 0, 0, 16, 0, 0, 0b1001, 0b0110_1101]);
             assert_eq!(replies[1].1, [0, 3, 0, 0, 2, 0, 0, 0, 16, 0, 2, 0, 0, 0]);
         }
         let (next, answer) = ask(option::INFO, &go(b"", &[info::NAME]));
@@ -298,7 +378,10 @@ mod tests {
         assert_eq!(replies(option::GO, &answer)[0].0, option_reply::ERROR_UNKNOWN);
         assert_eq!(ask(option::EXPORT_NAME, b"b-disk"), (Next::End, Vec::new()));
         let (next, answer) = ask(option::EXPORT_NAME, b"a-disk");
-        assert_eq!((next, answer), (Next::Serve, vec![0, 0, 0, 0, 0, 16, 0, 0, 0b1, 0b0110_1101]));
+        assert_eq!(
+            (next, answer),
+            (Next::Serve, vec![0, 0, 0, 0, 0, 16, 0, 0, 0b1001, 0b0110_1101])
+        );
         let (export, mut answer) = (export(), Vec::new());
         let mut old = Options::new(&export, [0, 0, 0, 1]).unwrap();
         assert_eq!(old.answer(option::EXPORT_NAME, b"", &mut answer), Ok(Next::Serve));
@@ -318,7 +401,7 @@ mod tests {
 
     #[test]
     fn what_is_unknown_malformed_or_too_much_is_refused() {
-        for unknown in [0, 5, 8, 9, 10, u32::MAX] {
+        for unknown in [0, 5, 11, u32::MAX] {
             let (next, answer) = ask(unknown, b"data");
             assert_eq!(next, Next::Option);
             assert_eq!(replies(unknown, &answer)[0].0, option_reply::ERROR_UNSUPPORTED);
@@ -356,8 +439,49 @@ mod tests {
 
     #[test]
     fn a_read_only_disk_offers_nothing_that_changes_it() {
-        let flags = Export { read_only: true, ..export() }.flags();
-        assert_eq!(flags, 0b1_0000_0111);
+        let flags = |structured| Export { read_only: true, ..export() }.flags(structured);
+        assert_eq!((flags(false), flags(true)), (0b1_0000_0111, 0b1_1000_0111));
+    }
+
+    #[test]
+    fn contexts_are_chosen_once_replies_can_tell_of_them() {
+        let bitmaps = Arc::new(Bitmaps::new(1 << 20));
+        bitmaps.change("b1", vmseal_api::filter::BitmapChange::Start).unwrap();
+        let export = Export { bitmaps: Some(bitmaps), ..export() };
+        let mut options = Options::new(&export, [0, 0, 0, 3]).unwrap();
+        let mut ask = |option, data: &[u8]| {
+            let mut answer = Vec::new();
+            assert_eq!(options.answer(option, data, &mut answer), Ok(Next::Option));
+            replies(option, &answer)
+        };
+        let string =
+            |string: &str| [&(string.len() as u32).to_be_bytes(), string.as_bytes()].concat();
+        let of = |export: &str, names: &[&str]| {
+            let names = names.iter().map(|name| string(name)).collect::<Vec<_>>();
+            [string(export), (names.len() as u32).to_be_bytes().to_vec(), names.concat()].concat()
+        };
+        let (set, list) = (option::SET_META_CONTEXT, option::LIST_META_CONTEXT);
+        let (base, dirty) = ("base:allocation", "qemu:dirty-bitmap:b1");
+        assert_eq!(ask(set, &of("", &[base]))[0].0, option_reply::ERROR_INVALID);
+        assert_eq!(ask(option::STRUCTURED_REPLY, b""), [(option_reply::ACK, vec![])]);
+        assert_eq!(ask(option::STRUCTURED_REPLY, b"")[0].0, option_reply::ERROR_INVALID);
+        let context = |number: u8, name: &str| {
+            (option_reply::META_CONTEXT, [&[0, 0, 0, number], name.as_bytes()].concat())
+        };
+        let done = || (option_reply::ACK, vec![]);
+        let all = [context(0, base), context(0, dirty), done()];
+        assert_eq!(ask(list, &of("a-disk", &[])), all);
+        assert_eq!(
+            ask(set, &of("", &[dirty, "x:y", base])),
+            [context(0, dirty), context(1, base), done()]
+        );
+        assert_eq!(ask(set, &of("b-disk", &[base]))[0].0, option_reply::ERROR_UNKNOWN);
+        let many = vec![base; QUERIES_MAX + 1];
+        assert_eq!(ask(set, &of("", &many))[0].0, option_reply::ERROR_TOO_BIG);
+        assert_eq!(ask(set, b"what")[0].0, option_reply::ERROR_INVALID);
+        assert_eq!(ask(set, &of("", &[base])), [context(0, base), done()]);
+        let agreed = options.agreed();
+        assert!(agreed.structured && matches!(agreed.contexts[..], [Context::Allocation]));
     }
 
     proptest! {

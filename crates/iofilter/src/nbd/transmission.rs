@@ -15,8 +15,10 @@
 //! Who waits for memory reads no further requests, so a client cannot have more of it than its
 //! connection's pool. Those who have memory get on without what is yet to be received.
 //!
-//! A read longer than a piece is answered as its pieces come. Simple replies cannot tell of an error
-//! once data has begun, so then the connection ends, as the protocol has it.
+//! A read longer than a piece is answered as its pieces come. In a structured reply each piece has chunks
+//! of its own, and other replies may come between them. Simple replies, and those that are to be one
+//! chunk, stream their pieces, and cannot tell of an error once data has begun, so then the connection
+//! ends, as the protocol has it.
 
 use std::collections::VecDeque;
 use std::io;
@@ -31,11 +33,14 @@ use crate::chain::{Chain, ROOTS_MAX};
 use crate::front_end::Served;
 use crate::memory::{Cursor, Segment, Segments};
 use crate::nbd::arrivals::Arrivals;
-use crate::nbd::request::{Asked, Slot, Stage, understand};
+use crate::nbd::chunk::{BEGINNINGS, Reply};
+use crate::nbd::context::{self, STATUS_MAX};
+use crate::nbd::option::Agreed;
+use crate::nbd::request::{Asked, Slot, Stage, Terms, understand};
 use crate::nbd::socket::{self, Moved};
-use crate::nbd::wire::{self, BLOCK_MAX, REPLY_LENGTH, REQUEST_LENGTH, Request, command, error};
-use crate::pool::{BLOCK, Pool};
-use crate::request::{Operation, RequestId};
+use crate::nbd::wire::{self, BLOCK_MAX, REQUEST_LENGTH, Request, command, command_flag, error};
+use crate::pool::{BLOCK, BLOCKS_MAX, Pool};
+use crate::request::{IoError, Operation, RequestId};
 use crate::stop::Stop;
 
 /// The most requests of a connection that are under way; more wait in the socket.
@@ -50,7 +55,9 @@ const PIECE_MAX: usize = 512 * 1024;
 const ARRIVALS: usize = 2 * BLOCK;
 
 /// Memory for the beginnings of replies.
-const REPLIES: usize = REQUESTS_MAX * REPLY_LENGTH;
+const REPLIES: usize = REQUESTS_MAX * BEGINNINGS;
+
+const _: () = assert!(REPLIES <= BLOCKS_MAX * BLOCK, "they are one buffer");
 
 /// The most steps of receiving in one pass, so that replies are not held back for long.
 const BATCH: usize = 64;
@@ -97,6 +104,7 @@ enum Input {
 pub struct Transmission<'a> {
     stream: &'a UnixStream,
     served: &'a Served,
+    agreed: Agreed,
     stop: &'a Stop,
     /// Which of the disk's queues this is.
     queue: usize,
@@ -118,17 +126,19 @@ pub struct Transmission<'a> {
     sent: usize,
     sending: Segments,
     receiving: Segments,
+    /// Where the answer to a block status request is made.
+    told: Vec<u8>,
     piece_max: usize,
 }
 
 impl<'a> Transmission<'a> {
-    /// A connection that has been negotiated, on queue `queue` of the disk; `pool_bytes` bounds its
-    /// buffers.
+    /// A connection on which all is agreed, on queue `queue` of the disk; `pool_bytes` bounds its buffers.
     ///
     /// # Errors
     /// The chain back, and why there is no memory.
     pub fn new(
         stream: &'a UnixStream,
+        agreed: Agreed,
         served: &'a Served,
         stop: &'a Stop,
         (queue, chain): (usize, Chain),
@@ -142,7 +152,8 @@ impl<'a> Transmission<'a> {
                 // Never given back: it goes with the pool.
                 buffer.map(|buffer| pool.segment(&buffer)).ok_or(io::ErrorKind::OutOfMemory)
             };
-            let (arrivals, beginnings) = (own(ARRIVALS)?, own(REPLIES)?);
+            // The longer one first: it has to lie at a multiple of its length.
+            let (beginnings, arrivals) = (own(REPLIES)?, own(ARRIVALS)?);
             Ok((arrivals, beginnings, pool))
         });
         let (arrivals, beginnings, pool) = match own {
@@ -152,6 +163,7 @@ impl<'a> Transmission<'a> {
         Ok(Self {
             stream,
             served,
+            agreed,
             stop,
             queue,
             chain,
@@ -167,6 +179,7 @@ impl<'a> Transmission<'a> {
             sent: 0,
             sending: Segments::default(),
             receiving: Segments::default(),
+            told: Vec::with_capacity(STATUS_MAX),
             piece_max,
         })
     }
@@ -234,7 +247,7 @@ impl<'a> Transmission<'a> {
             let slot = usize::try_from(done.tag).unwrap_or(usize::MAX);
             if let Err(error) = done.result {
                 self.served.state.note(&done, error);
-                self.fail(slot, wire::number(error));
+                self.fail(slot, wire::number(error), Some(error));
             }
             self.done(slot, done.length)?;
         }
@@ -257,9 +270,12 @@ impl<'a> Transmission<'a> {
                 }
                 if self.slots[slot].operation == Operation::Write {
                     self.input = Input::Data { slot, filled: 0 };
-                } else {
-                    self.input = Input::Request;
-                    self.submit(slot);
+                    return Ok(true);
+                }
+                self.input = Input::Request;
+                match self.slots[slot].status {
+                    Some(one) => self.tell(slot, one),
+                    None => self.submit(slot),
                 }
                 Ok(true)
             }
@@ -279,7 +295,7 @@ impl<'a> Transmission<'a> {
         if request.command == command::WRITE && request.length > BLOCK_MAX {
             return Err(Broken::Length(request.length));
         }
-        let asked = understand(&request, self.served.size, self.served.read_only);
+        let asked = understand(&request, &self.terms());
         if asked == Asked::Disconnect {
             self.end();
             return Ok(false);
@@ -294,6 +310,36 @@ impl<'a> Transmission<'a> {
             self.submit(slot);
         }
         Ok(true)
+    }
+
+    fn terms(&self) -> Terms {
+        Terms {
+            size: self.served.size,
+            read_only: self.served.read_only,
+            structured: self.agreed.structured,
+            contexts: !self.agreed.contexts.is_empty(),
+            zeroes_fast: self.served.allocation.zeroes_fast(),
+        }
+    }
+
+    /// Answers a block status request.
+    fn tell(&mut self, slot: usize, one: bool) {
+        let state = &self.slots[slot];
+        let Request { cookie, offset, length, .. } = state.request;
+        let (part, room) = ((offset, offset + u64::from(length)), state.memory.bytes());
+        let (contexts, allocation) = (&self.agreed.contexts, &self.served.allocation);
+        let told = context::status(contexts, allocation, cookie, part, (room, one), &mut self.told);
+        match told {
+            Ok(()) => {
+                Cursor::default().scatter(&state.memory, &self.told);
+            }
+            Err(cause) => {
+                tracing::warn!(error = %cause, "what the disk's image has allocated is not known");
+                let cause = IoError::from_errno(cause.raw_os_error().unwrap_or(libc::EIO));
+                self.fail(slot, error::EIO, Some(cause));
+            }
+        }
+        self.answer(slot);
     }
 
     /// Receives the data of a write's piece.
@@ -388,10 +434,10 @@ impl<'a> Transmission<'a> {
         self.chain.submit(id, state.operation, offset, length, slot as u64);
     }
 
-    fn fail(&mut self, slot: usize, number: u32) {
-        let error = &mut self.slots[slot].error;
-        if *error == 0 {
-            *error = number;
+    fn fail(&mut self, slot: usize, number: u32, cause: Option<IoError>) {
+        let state = &mut self.slots[slot];
+        if state.error == 0 {
+            (state.error, state.cause) = (number, cause);
         }
     }
 
@@ -409,7 +455,7 @@ impl<'a> Transmission<'a> {
         }
         state.done += length;
         if stopped && state.left() > 0 {
-            self.fail(slot, error::ESHUTDOWN);
+            self.fail(slot, error::ESHUTDOWN, None);
         }
         let state = &mut self.slots[slot];
         let more = state.left() > 0;
@@ -443,27 +489,61 @@ impl<'a> Transmission<'a> {
         Ok(())
     }
 
-    /// Begins the reply.
+    /// The reply can be sent, or the next chunks of it.
     fn answer(&mut self, slot: usize) {
-        let Request { cookie, .. } = self.slots[slot].request;
-        let reply = wire::reply(cookie, self.slots[slot].error);
-        self.beginning(slot).copy_from(&reply);
         self.replies.push_back(slot);
         self.ready(slot);
     }
 
-    fn beginning(&self, slot: usize) -> Segment {
-        self.beginnings.part(slot * REPLY_LENGTH, REPLY_LENGTH)
+    /// Whether its pieces follow each other with nothing between them.
+    fn streams(&self, slot: usize) -> bool {
+        !self.agreed.structured || self.slots[slot].request.flags & command_flag::DF != 0
+    }
+
+    /// Makes the reply, or its next piece.
+    fn compose(&mut self, slot: usize) {
+        let streams = self.streams(slot);
+        let room = self.beginnings.part(slot * BEGINNINGS, BEGINNINGS);
+        let state = &mut self.slots[slot];
+        let (left, has_data, has_status) =
+            (state.left(), state.brings_data(), state.status.is_some());
+        let piece = state.memory.bytes();
+        let at = (state.operation == Operation::Read && piece > 0).then(|| state.piece_offset());
+        let Request { cookie, offset, length, .. } = state.request;
+        let mut reply = Reply::new(room, &mut state.reply, cookie);
+        if !self.agreed.structured {
+            if !state.begun {
+                reply.bytes(&wire::reply(cookie, state.error));
+            }
+            if has_data {
+                reply.memory(&state.memory, piece);
+            }
+        } else if state.error != 0 {
+            reply.error(state.error, state.cause, at);
+        } else if has_status {
+            reply.memory(&state.memory, self.told.len());
+        } else if let (Some(at), true) = (at, has_data) {
+            if !streams {
+                return reply.sparse(at, &state.memory, left == 0);
+            }
+            if !state.begun {
+                reply.data(offset, length, true);
+            }
+            reply.memory(&state.memory, piece);
+        } else {
+            reply.done();
+        }
     }
 
     /// The reply, or its next piece, can be sent.
     fn ready(&mut self, slot: usize) {
+        self.compose(slot);
         let state = &mut self.slots[slot];
         state.stage = Stage::Answering;
         let counters = self.served.state.counters(self.queue);
         if state.error != 0 {
             counters.failed();
-        } else if state.left() == 0 {
+        } else if state.left() == 0 && state.status.is_none() {
             counters.succeeded(state.operation, u64::from(state.request.length));
             counters.took(state.operation, state.began.elapsed());
         }
@@ -493,7 +573,7 @@ impl<'a> Transmission<'a> {
         self.replies.front().is_some_and(|&slot| self.slots[slot].stage == Stage::Answering)
     }
 
-    /// Lists what can be sent now. Nothing may come between the pieces of a long read.
+    /// Lists what can be sent now. Nothing may come between the pieces of what streams.
     fn gather(&mut self) {
         self.sending.clear();
         let mut skip = self.sent;
@@ -503,18 +583,11 @@ impl<'a> Transmission<'a> {
             if state.stage != Stage::Answering || full {
                 return;
             }
-            if !state.begun {
-                let beginning = self.beginnings.part(slot * REPLY_LENGTH, REPLY_LENGTH);
-                self.sending.push(beginning.part(skip, REPLY_LENGTH));
-                skip = skip.saturating_sub(REPLY_LENGTH);
-            }
-            if state.brings_data() {
-                let mut cursor = Cursor::default();
-                cursor.skip(&state.memory, skip);
-                self.sending.push_from(&state.memory, &mut cursor, usize::MAX);
-                if state.left() > 0 {
-                    return;
-                }
+            let mut cursor = Cursor::default();
+            cursor.skip(&state.reply, skip);
+            self.sending.push_from(&state.reply, &mut cursor, usize::MAX);
+            if state.brings_data() && state.left() > 0 && self.streams(slot) {
+                return;
             }
             skip = 0;
         }
@@ -524,20 +597,26 @@ impl<'a> Transmission<'a> {
     fn went(&mut self, bytes: usize) {
         self.sent += bytes;
         while let Some(&slot) = self.replies.front() {
+            let streams = self.streams(slot);
             let state = &mut self.slots[slot];
-            let beginning = if state.begun { 0 } else { REPLY_LENGTH };
-            let piece = beginning + if state.brings_data() { state.memory.bytes() } else { 0 };
+            let piece = state.reply.bytes();
             if self.sent < piece || state.stage != Stage::Answering {
                 return;
             }
             self.sent -= piece;
-            if state.brings_data() && state.left() > 0 {
-                state.begun = true;
+            let more = state.brings_data() && state.left() > 0;
+            if more {
+                state.begun = streams;
                 state.lay_out(&self.pool, self.piece_max);
-                return self.submit(slot);
+                self.submit(slot);
+            }
+            if more && streams {
+                return;
             }
             self.replies.pop_front();
-            self.release(slot);
+            if !more {
+                self.release(slot);
+            }
         }
     }
 

@@ -18,6 +18,12 @@ pub const REQUEST_MAGIC: u32 = 0x2560_9513;
 /// How each simple reply begins.
 pub const REPLY_MAGIC: u32 = 0x6744_6698;
 
+/// How each chunk of a structured reply begins.
+pub const CHUNK_MAGIC: u32 = 0x668e_33ef;
+
+/// The length of a chunk's header, without its payload.
+pub const CHUNK_LENGTH: usize = 20;
+
 /// The length of a request, without a write's data.
 pub const REQUEST_LENGTH: usize = 28;
 
@@ -53,6 +59,12 @@ pub mod option {
     pub const INFO: u32 = 6;
     /// Tell of an export, and go on with it.
     pub const GO: u32 = 7;
+    /// Answer reads in chunks, and tell of errors in words.
+    pub const STRUCTURED_REPLY: u32 = 8;
+    /// Name the contexts there are.
+    pub const LIST_META_CONTEXT: u32 = 9;
+    /// Choose the contexts that [`super::command::BLOCK_STATUS`] is to tell of.
+    pub const SET_META_CONTEXT: u32 = 10;
 }
 
 /// What a server answers to an option.
@@ -63,12 +75,16 @@ pub mod option_reply {
     pub const SERVER: u32 = 2;
     /// Something about an export.
     pub const INFO: u32 = 3;
+    /// A context.
+    pub const META_CONTEXT: u32 = 4;
     /// The option is not known here.
     pub const ERROR_UNSUPPORTED: u32 = (1 << 31) + 1;
     /// The option makes no sense.
     pub const ERROR_INVALID: u32 = (1 << 31) + 3;
     /// There is no such export.
     pub const ERROR_UNKNOWN: u32 = (1 << 31) + 6;
+    /// More is asked than can be.
+    pub const ERROR_TOO_BIG: u32 = (1 << 31) + 9;
 }
 
 /// What can be told of an export.
@@ -95,8 +111,12 @@ pub mod transmission {
     pub const SEND_TRIM: u16 = 1 << 5;
     /// Write-zeroes is understood.
     pub const SEND_WRITE_ZEROES: u16 = 1 << 6;
+    /// Reads can be asked for in one chunk.
+    pub const SEND_DF: u16 = 1 << 7;
     /// A flush on one connection is good for what was answered on all of them.
     pub const CAN_MULTI_CONN: u16 = 1 << 8;
+    /// Zeroes that are not fast can be refused.
+    pub const SEND_FAST_ZERO: u16 = 1 << 11;
 }
 
 /// What a request can be.
@@ -113,6 +133,8 @@ pub mod command {
     pub const TRIM: u16 = 4;
     /// Data that reads as zeroes.
     pub const WRITE_ZEROES: u16 = 6;
+    /// What is where.
+    pub const BLOCK_STATUS: u16 = 7;
 }
 
 /// How a request is meant.
@@ -121,6 +143,40 @@ pub mod command_flag {
     pub const FUA: u16 = 1;
     /// Write-zeroes that keep their space.
     pub const NO_HOLE: u16 = 1 << 1;
+    /// A read whose data comes in one chunk.
+    pub const DF: u16 = 1 << 2;
+    /// A block status of one extent a context.
+    pub const REQ_ONE: u16 = 1 << 3;
+    /// Write-zeroes that are refused if they would have to be written.
+    pub const FAST_ZERO: u16 = 1 << 4;
+}
+
+/// Flags and types of chunks.
+pub mod chunk {
+    /// It is the last one of its reply.
+    pub const DONE: u16 = 1;
+    /// Nothing but that.
+    pub const NONE: u16 = 0;
+    /// An offset, and data.
+    pub const OFFSET_DATA: u16 = 1;
+    /// An offset, and how many zeroes there are.
+    pub const OFFSET_HOLE: u16 = 2;
+    /// A context, and its extents.
+    pub const BLOCK_STATUS: u16 = 5;
+    /// An error, and a message.
+    pub const ERROR: u16 = (1 << 15) + 1;
+    /// An error, a message, and where it was.
+    pub const ERROR_OFFSET: u16 = (1 << 15) + 2;
+}
+
+/// Flags of extents.
+pub mod extent {
+    /// `base:allocation`: nothing is allocated.
+    pub const HOLE: u32 = 1;
+    /// `base:allocation`: it reads as zeroes.
+    pub const ZERO: u32 = 1 << 1;
+    /// `qemu:dirty-bitmap:`: it changed.
+    pub const DIRTY: u32 = 1;
 }
 
 /// Error numbers of replies.
@@ -133,8 +189,25 @@ pub mod error {
     pub const EINVAL: u32 = 22;
     /// No space, or behind the end of the disk.
     pub const ENOSPC: u32 = 28;
+    /// It would not be fast.
+    pub const ENOTSUP: u32 = 95;
     /// We are about to end.
     pub const ESHUTDOWN: u32 = 108;
+}
+
+/// What an error number of [`error`] tells a client that takes words.
+#[must_use]
+pub fn words(number: u32) -> &'static str {
+    match number {
+        error::EPERM => "the disk is served read-only",
+        error::EINVAL => {
+            "the request is not understood, beyond the end of the disk, or not in whole 512-byte blocks"
+        }
+        error::ENOSPC => "the request is beyond the end of the disk, which cannot grow",
+        error::ENOTSUP => "these zeroes would have to be written, which is not fast",
+        error::ESHUTDOWN => "the filter is ending; connect again when it runs again",
+        _ => "the datastore failed; the filter's log says more",
+    }
 }
 
 /// The number that tells a client of an error.

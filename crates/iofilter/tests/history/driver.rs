@@ -8,6 +8,7 @@ use std::thread::JoinHandle;
 
 use vmseal_api::filter::Holes;
 use vmseal_api::id::DiskId;
+use vmseal_iofilter::allocation::Allocation;
 use vmseal_iofilter::chain::Chain;
 use vmseal_iofilter::front_end::Served;
 use vmseal_iofilter::handle::Socket;
@@ -53,7 +54,13 @@ impl Server {
         let listener = UnixListener::bind(place.path().join("socket")).unwrap();
         let chains = vec![kind.disk().chain_over(platter.queue()).unwrap()];
         let state = Arc::new(DiskState::new(DiskId::new(), 1));
-        let served = Served { size: SIZE, read_only: false, serial: "serial-1".into(), state };
+        let served = Served {
+            size: SIZE,
+            read_only: false,
+            serial: "serial-1".into(),
+            state,
+            allocation: Allocation::Unknown,
+        };
         let (served, stop) = (Arc::new(served), Arc::new(Stop::new().unwrap()));
         let stopping = Arc::clone(&stop);
         let uid = nix::unistd::geteuid().as_raw();

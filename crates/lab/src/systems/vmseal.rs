@@ -55,6 +55,7 @@ impl Vmseal {
                     peer_uid: None,
                     queues: 1,
                 }),
+                beside: None,
                 import: None,
                 export: None,
             }],

@@ -1,29 +1,25 @@
-//! The NBD front end against the tools that people use (fio, nbdinfo, nbdcopy, qemu-io), and against
-//! clients that do not mean well.
+//! The NBD front end against the tools that people use (fio, nbdinfo, nbdcopy, nbdsh, qemu-img, qemu-io),
+//! and against clients that do not mean well.
 
 #![allow(clippy::unwrap_used)] // a test
 
-use std::fs::File;
+mod server;
+mod structured;
+
 use std::io::{Read, Write};
-use std::os::fd::OwnedFd;
 use std::os::unix::fs::{FileExt, MetadataExt};
-use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::PathBuf;
-use std::process::{Command, Output};
+use std::os::unix::net::UnixStream;
 use std::sync::Arc;
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
-use vmseal_api::filter::{Direct, DiskActivity, Holes, NBD_CONNECTIONS};
+use vmseal_api::filter::{DiskActivity, NBD_CONNECTIONS};
 use vmseal_api::id::DiskId;
-use vmseal_iofilter::backend::file::FileDisk;
+use vmseal_iofilter::allocation::Allocation;
 use vmseal_iofilter::backend::mem::MemDisk;
 use vmseal_iofilter::chain::{Chain, Filter, Io, Limits};
-use vmseal_iofilter::disk::{Disk, Encryption, Rest};
 use vmseal_iofilter::front_end::Served;
-use vmseal_iofilter::nbd::option::{OPTION_MAX, OPTIONS_MAX};
-use vmseal_iofilter::nbd::serve;
+use vmseal_iofilter::nbd::option::{Agreed, OPTION_MAX, OPTIONS_MAX};
 use vmseal_iofilter::nbd::transmission::{ENDING_MAX, REQUESTS_MAX, Transmission};
 use vmseal_iofilter::nbd::wire::{
     BLOCK_MAX, OPTION_MAGIC, Request, command, command_flag, error, option,
@@ -31,193 +27,8 @@ use vmseal_iofilter::nbd::wire::{
 use vmseal_iofilter::request::{Operation, RequestId};
 use vmseal_iofilter::status::DiskState;
 use vmseal_iofilter::stop::Stop;
-use vmseal_secret::SecretBytes;
 
-const SIZE: u64 = 64 << 20;
-const OFFSET: u64 = 1 << 16;
-const PATIENCE: Duration = Duration::from_secs(60);
-
-/// An encrypted disk that is being served.
-struct Server {
-    directory: tempfile::TempDir,
-    state: Arc<DiskState>,
-    stop: Arc<Stop>,
-    thread: Option<JoinHandle<std::io::Result<Vec<Chain>>>>,
-}
-
-#[derive(Clone, Copy)]
-struct Options {
-    read_only: bool,
-    /// On tmpfs, where requests are done at once, or on the build's file system, by io_uring.
-    in_memory: bool,
-    pool_bytes: usize,
-}
-
-const USUAL: Options = Options { read_only: false, in_memory: true, pool_bytes: 2 << 20 };
-
-impl Server {
-    fn start(options: Options) -> Self {
-        let place = if options.in_memory { "/dev/shm" } else { env!("CARGO_TARGET_TMPDIR") };
-        let directory = tempfile::tempdir_in(place).unwrap();
-        let path = directory.path().join("disk");
-        let file = File::options().read(true).write(true).create_new(true).open(path).unwrap();
-        file.set_len(OFFSET + SIZE).unwrap();
-        let read_only = options.read_only;
-        let file = FileDisk::open(OwnedFd::from(file), OFFSET, SIZE, Direct::Auto, read_only);
-        let mut key: Vec<u8> = (0..64).collect();
-        let key = SecretBytes::from_wiped(&mut key).unwrap();
-        let encryption = Some(Encryption { key, holes: Holes::Zero });
-        let queues = usize::from(NBD_CONNECTIONS);
-        let disk = Disk::new(SIZE, read_only, encryption, Rest::File(file.unwrap()), queues);
-        let chains = (0..queues).map(|_| disk.chain().unwrap()).collect();
-        let state = Arc::new(DiskState::new(DiskId::new(), queues));
-        let served =
-            Served { size: SIZE, read_only, serial: "serial-1".into(), state: Arc::clone(&state) };
-        let stop = Arc::new(Stop::new().unwrap());
-        let stopping = Arc::clone(&stop);
-        let listener = UnixListener::bind(directory.path().join("nbd")).unwrap();
-        let uid = nix::unistd::geteuid().as_raw();
-        let thread = std::thread::spawn(move || {
-            serve(&listener, uid, &served, chains, options.pool_bytes, &stopping)
-        });
-        Self { directory, state, stop, thread: Some(thread) }
-    }
-
-    fn path(&self, name: &str) -> PathBuf {
-        self.directory.path().join(name)
-    }
-
-    fn uri(&self) -> String {
-        format!("nbd+unix:///?socket={}", self.path("nbd").display())
-    }
-
-    fn file(&self) -> File {
-        File::options().read(true).write(true).open(self.path("disk")).unwrap()
-    }
-
-    /// A client that has agreed on everything.
-    fn client(&self) -> Client {
-        let mut client = self.stranger();
-        client.read::<18>();
-        client.send(&[0, 0, 0, 3]);
-        client.option(option::EXPORT_NAME, b"");
-        assert_eq!(client.read::<10>()[..8], SIZE.to_be_bytes());
-        client
-    }
-
-    /// A client that has said nothing yet.
-    fn stranger(&self) -> Client {
-        let stream = UnixStream::connect(self.path("nbd")).unwrap();
-        stream.set_read_timeout(Some(PATIENCE)).unwrap();
-        stream.set_write_timeout(Some(PATIENCE)).unwrap();
-        Client { stream }
-    }
-
-    fn wait_until(&self, state: &DiskActivity) {
-        let until = Instant::now() + PATIENCE;
-        while self.state.status().state != *state {
-            assert!(Instant::now() < until, "the disk is not {state:?}");
-            std::thread::sleep(Duration::from_millis(5));
-        }
-    }
-
-    /// Stops, and says how many chains came back.
-    fn end(&mut self) -> usize {
-        self.stop.ask();
-        self.thread.take().map_or(0, |thread| thread.join().unwrap().unwrap().len())
-    }
-}
-
-impl Drop for Server {
-    fn drop(&mut self) {
-        if !std::thread::panicking() {
-            let chains = self.end();
-            assert!(chains == 0 || chains == usize::from(NBD_CONNECTIONS), "{chains} came back");
-        }
-    }
-}
-
-struct Client {
-    stream: UnixStream,
-}
-
-impl Client {
-    fn send(&mut self, bytes: &[u8]) {
-        self.stream.write_all(bytes).unwrap();
-    }
-
-    fn read<const N: usize>(&mut self) -> [u8; N] {
-        let mut bytes = [0; N];
-        self.stream.read_exact(&mut bytes).unwrap();
-        bytes
-    }
-
-    fn option(&mut self, option: u32, data: &[u8]) {
-        let length = (data.len() as u32).to_be_bytes();
-        let header = [&OPTION_MAGIC.to_be_bytes()[..], &option.to_be_bytes(), &length];
-        self.send(&[&header.concat(), data].concat());
-    }
-
-    fn ask(&mut self, command: u16, flags: u16, offset: u64, length: u32, cookie: u64) {
-        self.send(&Request { flags, command, cookie, offset, length }.encode());
-    }
-
-    /// The cookie and the error of the next reply.
-    fn reply(&mut self) -> (u64, u32) {
-        let reply = self.read::<16>();
-        assert_eq!(reply[..4], 0x6744_6698_u32.to_be_bytes());
-        let error = u32::from_be_bytes(reply[4..8].try_into().unwrap());
-        (u64::from_be_bytes(reply[8..].try_into().unwrap()), error)
-    }
-
-    /// Whether the other side ends the connection.
-    fn is_ended(&mut self) -> bool {
-        let mut rest = Vec::new();
-        match self.stream.read_to_end(&mut rest) {
-            Ok(_) => true,
-            Err(error) => error.kind() == std::io::ErrorKind::ConnectionReset,
-        }
-    }
-
-    fn data(&mut self, offset: u64, length: u32) -> Vec<u8> {
-        self.ask(command::READ, 0, offset, length, 5);
-        assert_eq!(self.reply(), (5, 0));
-        let mut data = vec![0; length as usize];
-        self.stream.read_exact(&mut data).unwrap();
-        data
-    }
-
-    fn write(&mut self, offset: u64, data: &[u8]) -> u32 {
-        self.ask(command::WRITE, 0, offset, data.len() as u32, 6);
-        self.send(data);
-        self.reply().1
-    }
-}
-
-fn run(program: &str, arguments: &[&str], server: &Server) -> Output {
-    Command::new(program)
-        .args(arguments)
-        .current_dir(server.directory.path())
-        .output()
-        .unwrap_or_else(|error| panic!("{program}: {error}; run scripts/prerequisites"))
-}
-
-fn succeeds(program: &str, arguments: &[&str], server: &Server) -> String {
-    let output = run(program, arguments, server);
-    let text = String::from_utf8_lossy(&output.stdout).into_owned();
-    let said = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{program} {arguments:?}: {text}{said}");
-    text
-}
-
-fn noise(length: usize) -> Vec<u8> {
-    let mut state = 0x9e37_79b9_7f4a_7c15_u64;
-    let word = |_| {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-        (state >> 32) as u32
-    };
-    (0..length / 4).map(word).flat_map(u32::to_le_bytes).collect()
-}
+use crate::server::{Client, OFFSET, Options, PATIENCE, SIZE, Server, USUAL, noise, run, succeeds};
 
 #[test]
 fn fio_verifies_what_it_wrote_at_random() {
@@ -261,7 +72,7 @@ fn nbdinfo_sees_the_disk_under_its_name_and_under_none() {
         let uri = format!("nbd+unix:///{export}?socket={}", socket.display());
         let info = succeeds("nbdinfo", &[&uri], &server);
         for expected in [
-            "newstyle-fixed without TLS, using simple packets",
+            "newstyle-fixed without TLS, using structured packets",
             "export-size: 67108864",
             "is_read_only: false",
             "can_multi_conn: true",
@@ -512,14 +323,21 @@ impl Filter for Slow {
 fn a_client_that_is_done_gets_the_answers_of_a_slow_disk() {
     let chain = Chain::new(SIZE, false, vec![Box::new(Slow)], MemDisk::new(1 << 20).queue());
     let state = Arc::new(DiskState::new(DiskId::new(), 1));
-    let served = Served { size: SIZE, read_only: false, serial: "serial-1".into(), state };
+    let served = Served {
+        size: SIZE,
+        read_only: false,
+        serial: "serial-1".into(),
+        state,
+        allocation: Allocation::Unknown,
+    };
     let (server, stream) = UnixStream::pair().unwrap();
     let mut client = Client { stream };
     client.ask(command::WRITE, command_flag::FUA, 0, 4096, 1);
     client.send(&[1; 4096]);
     client.ask(command::DISCONNECT, 0, 0, 0, 2);
     let stop = Stop::new().unwrap();
-    let transmission = Transmission::new(&server, &served, &stop, (0, chain), 1 << 20);
+    let transmission =
+        Transmission::new(&server, Agreed::default(), &served, &stop, (0, chain), 1 << 20);
     assert_eq!(transmission.map_err(|(_, error)| error).unwrap().run().in_flight(), 0);
     drop(server);
     assert_eq!(client.reply(), (1, 0));

@@ -1,0 +1,83 @@
+//! Disks that are exposed: each connection says how an NBD server begins, and echoes.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream, duplex};
+use tokio::task::JoinHandle;
+use vmseal_api::expose::LET_GO;
+use vmseal_api::host::ConsoleStream;
+use vmseal_api::id::DiskId;
+
+/// How an NBD server begins: its two magic numbers, and flags.
+const GREETING: [u8; 18] = *b"NBDMAGICIHAVEOPT\0\x03";
+
+/// The buffer of a stream, each way, in bytes.
+const BUFFER: usize = 64 * 1024;
+
+/// Those that are exposed; each ends with its holder.
+#[derive(Default)]
+pub struct Exposed(BTreeMap<DiskId, Held>);
+
+struct Held {
+    task: JoinHandle<()>,
+    over: Arc<AtomicBool>,
+}
+
+impl Exposed {
+    pub fn has(&self, disk: DiskId) -> bool {
+        self.0.get(&disk).is_some_and(|held| !held.over.load(Ordering::Acquire))
+    }
+
+    /// The holder's stream; none while somebody else holds it.
+    pub fn hold(&mut self, disk: DiskId) -> Option<ConsoleStream> {
+        if self.has(disk) {
+            return None;
+        }
+        let (mut ours, theirs) = duplex(BUFFER);
+        let over = Arc::new(AtomicBool::new(false));
+        let at_the_end = Arc::clone(&over);
+        let task = tokio::spawn(async move {
+            while ours.read_u8().await.is_ok_and(|said| said != LET_GO) {}
+            // Before the holder sees that it is over.
+            at_the_end.store(true, Ordering::Release);
+        });
+        self.0.insert(disk, Held { task, over });
+        Some(Box::new(theirs))
+    }
+
+    /// A connection; none while nobody holds it.
+    pub fn connect(&self, disk: DiskId) -> Option<ConsoleStream> {
+        let (ours, theirs) = duplex(BUFFER);
+        self.has(disk).then(|| {
+            tokio::spawn(greet(ours));
+            Box::new(theirs) as ConsoleStream
+        })
+    }
+
+    /// Nobody holds it any more.
+    pub fn end(&mut self, disk: DiskId) {
+        if let Some(held) = self.0.remove(&disk) {
+            held.task.abort();
+        }
+    }
+}
+
+impl Drop for Exposed {
+    fn drop(&mut self) {
+        self.0.values().for_each(|held| held.task.abort());
+    }
+}
+
+async fn greet(mut stream: DuplexStream) {
+    if stream.write_all(&GREETING).await.is_err() {
+        return;
+    }
+    let mut said = [0; 1024];
+    while let Ok(length @ 1..) = stream.read(&mut said).await {
+        if stream.write_all(&said[..length]).await.is_err() {
+            return;
+        }
+    }
+}

@@ -1,0 +1,304 @@
+//! A disk that is exposed to an operator's tools, for as long as they hold it.
+//!
+//! ```text
+//!  VM off      opened, locked ─► filter of its own ─► held ─► flushed, ended, directory removed
+//!  VM runs     held: connections go to the NBD that its filter has beside the guest
+//!
+//!  held:       ends with the holder's word, stream or silence, with the filter, or when called off
+//! ```
+//! It is one of the VM's [`super::jobs`], so the VM does not start meanwhile, and nothing else is done with
+//! the disk. An agent that dies leaves the filter; the next one sweeps it with what imports have left.
+
+use std::path::PathBuf;
+
+use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream, duplex};
+use tokio::net::UnixStream;
+use tokio::sync::{mpsc, oneshot};
+use tokio::task::spawn_blocking;
+use tokio::time::{Instant, sleep_until};
+use vmseal_api::expose::{HOLD_TIMEOUT, LET_GO};
+use vmseal_api::host::{ConsoleStream, DiskFacts, DiskSpec, VmSpec};
+use vmseal_api::id::DiskId;
+use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_secret::SecretBytes;
+
+use super::{Reply, internal};
+use crate::disk::{self, Workshop};
+use crate::filter::{self, Control, FilterError};
+use crate::process::Process;
+use crate::run_dir::ProcessDir;
+
+/// Connections that may wait to be made.
+const WAITING_MAX: usize = 16;
+
+/// The most that a holder is told of what went wrong, in bytes.
+const WORDS_MAX: usize = 4096;
+
+/// The socket of a filter of its own.
+const SOCKET: &str = "nbd";
+
+/// The way to who serves an exposed disk: for another connection.
+pub type Door = mpsc::Sender<Reply<ConsoleStream>>;
+
+/// What serves the disk.
+pub enum Source {
+    /// A filter of its own, which is yet to be started.
+    Own(Box<Order>),
+    /// The filter of the running VM, at this socket.
+    Beside(PathBuf),
+}
+
+/// A disk that is to be served while its VM is off.
+pub struct Order {
+    /// The VM.
+    pub spec: VmSpec,
+    /// The disk, one of the VM's.
+    pub disk: DiskSpec,
+    /// What is pinned of it.
+    pub facts: DiskFacts,
+    /// The VM's KEK, where the disk is encrypted.
+    pub kek: Option<SecretBytes>,
+    /// Whether it may be changed.
+    pub writable: bool,
+}
+
+/// An exposure that begins.
+pub struct Exposure {
+    disk: DiskId,
+    source: Source,
+    /// The holder waits for its stream.
+    holder: Reply<ConsoleStream>,
+    visitors: mpsc::Receiver<Reply<ConsoleStream>>,
+}
+
+impl Exposure {
+    /// For this holder; and the way to it.
+    pub fn new(disk: DiskId, source: Source, holder: Reply<ConsoleStream>) -> (Self, Door) {
+        let (door, visitors) = mpsc::channel(WAITING_MAX);
+        (Self { disk, source, holder, visitors }, door)
+    }
+
+    pub fn disk(&self) -> DiskId {
+        self.disk
+    }
+
+    /// Serves until it ends; the holder's stream is to be kept until the disk is known to be free.
+    pub async fn serve(
+        self,
+        workshop: Workshop,
+        mut cancelled: oneshot::Receiver<()>,
+    ) -> Option<DuplexStream> {
+        let Self { disk, source, holder, mut visitors } = self;
+        let holder = serve(disk, source, holder, &mut visitors, workshop, &mut cancelled).await;
+        // Who came too late.
+        visitors.close();
+        while let Ok(visitor) = visitors.try_recv() {
+            let what = "the disk is not exposed any more";
+            let _ = visitor.send(Err(Problem::new(ErrorCode::WrongState, what)));
+        }
+        holder
+    }
+}
+
+async fn serve(
+    disk: DiskId,
+    source: Source,
+    holder: Reply<ConsoleStream>,
+    visitors: &mut mpsc::Receiver<Reply<ConsoleStream>>,
+    workshop: Workshop,
+    cancelled: &mut oneshot::Receiver<()>,
+) -> Option<DuplexStream> {
+    let order = match source {
+        Source::Own(order) => order,
+        Source::Beside(socket) => {
+            let mut held = Held { socket, holder: admit(holder), visitors };
+            held.until_the_end(cancelled, std::future::pending::<()>()).await;
+            return Some(held.holder);
+        }
+    };
+    let directory = &workshop.directory;
+    let started = tokio::select! {
+        started = start(*order, &workshop) => started,
+        _ = &mut *cancelled => Err(Problem::new(ErrorCode::Cancelled, "it was called off")),
+    };
+    match started {
+        Ok((process, _slot)) => {
+            let socket = directory.socket(SOCKET);
+            let mut held = Held { socket, holder: admit(holder), visitors };
+            let ended = held.until_the_end(cancelled, process.ended()).await;
+            let wrong = match ended {
+                Some(exit) => Err(filter::ended(exit, directory)),
+                None => end(disk, &Control::of(directory), &process).await,
+            };
+            if let Err(wrong) = wrong {
+                held.tell(&wrong.to_string()).await;
+            }
+            sweep(disk, directory).await;
+            Some(held.holder)
+        }
+        Err(problem) => {
+            // The filter first: it has the disk open.
+            sweep(disk, directory).await;
+            let _ = holder.send(Err(problem));
+            None
+        }
+    }
+}
+
+async fn sweep(disk: DiskId, directory: &ProcessDir) {
+    if let Err(error) = directory.sweep().await {
+        tracing::warn!(%disk, %error, "cannot remove the directory of an exposed disk");
+    }
+}
+
+/// Gives the holder its stream; ours ends at once where it does not want it any more.
+fn admit(holder: Reply<ConsoleStream>) -> DuplexStream {
+    let (ours, theirs) = duplex(WORDS_MAX);
+    let _ = holder.send(Ok(Box::new(theirs)));
+    ours
+}
+
+async fn start(
+    order: Order,
+    workshop: &Workshop,
+) -> Result<(Process, crate::users::Slot), Problem> {
+    let slot = workshop.users.take().ok_or_else(disk::too_many)?;
+    let directory = &workshop.directory;
+    // Whatever an earlier attempt has left running lets go of the disk.
+    directory.renew().await.map_err(internal)?;
+    let Order { spec, disk, facts, kek, writable } = order;
+    let vm = spec.vm;
+    let opening = disk.clone();
+    let open = move || disk::open(&spec, &opening, &facts, kek.as_ref());
+    let open = spawn_blocking(open).await.map_err(internal)??;
+    let served = filter::Disk {
+        disk: disk.disk,
+        size: disk.size,
+        file: open.file,
+        offset: open.offset,
+        key: open.key,
+        keeps_room: disk::is_preallocated(&disk),
+        work: filter::Work::Expose {
+            socket: directory.listen(SOCKET).map_err(internal)?,
+            writable,
+        },
+        beside: None,
+    };
+    let process = filter::start(&workshop.filter, vm, directory, vec![served], slot.filter())
+        .map_err(internal)?;
+    Control::of(directory).ready(&process, directory).await.map_err(internal)?;
+    Ok((process, slot))
+}
+
+/// Has the filter flush and end.
+async fn end(disk: DiskId, control: &Control, process: &Process) -> Result<(), FilterError> {
+    let ended = control.shut_down().await;
+    match &ended {
+        Ok(()) => drop(process.end_within(filter::SHUTDOWN_TIMEOUT).await),
+        Err(error) => {
+            tracing::warn!(%disk, %error, "the filter of an exposed disk has not ended as it should");
+            process.kill();
+            process.ended().await;
+        }
+    }
+    ended
+}
+
+/// An exposure that stands.
+struct Held<'a> {
+    socket: PathBuf,
+    holder: DuplexStream,
+    visitors: &'a mut mpsc::Receiver<Reply<ConsoleStream>>,
+}
+
+impl Held<'_> {
+    /// What has ended it, if that is `ended`.
+    async fn until_the_end<T>(
+        &mut self,
+        cancelled: &mut oneshot::Receiver<()>,
+        ended: impl Future<Output = T>,
+    ) -> Option<T> {
+        tokio::pin!(ended);
+        let mut silent_until = Instant::now() + HOLD_TIMEOUT;
+        let mut said = [0; 64];
+        loop {
+            tokio::select! {
+                read = self.holder.read(&mut said) => match read {
+                    Ok(count @ 1..) if !said[..count].contains(&LET_GO) => {
+                        silent_until = Instant::now() + HOLD_TIMEOUT;
+                    }
+                    _ => return None,
+                },
+                () = sleep_until(silent_until) => {
+                    tracing::info!("who holds a disk exposed has gone silent; it is not exposed any more");
+                    return None;
+                }
+                visitor = self.visitors.recv() => match visitor {
+                    Some(visitor) => self.connect(visitor).await,
+                    None => return None,
+                },
+                _ = &mut *cancelled => return None,
+                ended = &mut ended => return Some(ended),
+            }
+        }
+    }
+
+    async fn connect(&self, visitor: Reply<ConsoleStream>) {
+        let connected = UnixStream::connect(&self.socket).await;
+        let stream = connected.map(|stream| Box::new(stream) as ConsoleStream).map_err(internal);
+        // It may have gone meanwhile.
+        let _ = visitor.send(stream);
+    }
+
+    /// Tells the holder what went wrong.
+    async fn tell(&mut self, wrong: &str) {
+        let words = &wrong.as_bytes()[..wrong.floor_char_boundary(WORDS_MAX)];
+        // It may have gone meanwhile, and there is room for it at once.
+        let _ = self.holder.write_all(words).await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use vmseal_api::expose::{HOLD, HOLD_INTERVAL};
+
+    use super::*;
+
+    /// Holds an exposure of a socket that nobody listens on.
+    fn held() -> (tokio::task::JoinHandle<()>, DuplexStream, oneshot::Sender<()>, Door) {
+        let (ours, theirs) = duplex(64);
+        let (cancel, mut cancelled) = oneshot::channel();
+        let (door, mut visitors) = mpsc::channel(1);
+        let task = tokio::spawn(async move {
+            let (socket, visitors) = ("/nowhere".into(), &mut visitors);
+            let mut held = Held { socket, holder: ours, visitors };
+            held.until_the_end(&mut cancelled, std::future::pending::<()>()).await;
+        });
+        (task, theirs, cancel, door)
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn it_ends_with_its_holder_with_the_holders_silence_or_when_told_to() {
+        let (task, holder, _cancel, _door) = held();
+        drop(holder);
+        task.await.unwrap();
+        let (task, mut holder, _cancel, _door) = held();
+        holder.write_all(&[LET_GO]).await.unwrap();
+        task.await.unwrap();
+        let (task, _holder, cancel, _door) = held();
+        cancel.send(()).unwrap();
+        task.await.unwrap();
+        let (task, mut holder, _cancel, door) = held();
+        for _ in 0..10 {
+            tokio::time::sleep(HOLD_INTERVAL).await;
+            holder.write_all(&[HOLD]).await.unwrap();
+            assert!(!task.is_finished());
+        }
+        let (visitor, answer) = oneshot::channel();
+        door.send(visitor).await.unwrap();
+        assert!(answer.await.unwrap().is_err(), "a refused connection ends nothing");
+        let silent = Instant::now();
+        task.await.unwrap();
+        assert!(silent.elapsed() <= HOLD_TIMEOUT);
+    }
+}

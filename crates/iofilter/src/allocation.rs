@@ -1,0 +1,70 @@
+//! Which parts of a disk are known to be zeroes without reading them.
+
+use std::io;
+
+use vmseal_api::filter::{CRYPT_SECTOR, Holes};
+
+use crate::backend::file::FileDisk;
+use crate::disk::{Encryption, Rest};
+use crate::source::Extent;
+
+/// The unit of a hole, in bytes. One that a file system with small blocks has within an encrypted sector
+/// is not a hole to the reader, as the sector's ciphertext is not all zeroes.
+const UNIT: u64 = CRYPT_SECTOR as u64;
+
+/// What is known of a disk's holes.
+#[derive(Clone, Debug)]
+pub enum Allocation {
+    /// Nothing: all of it may hold data.
+    Unknown,
+    /// The holes of this file read as zeroes.
+    File(FileDisk),
+}
+
+impl Allocation {
+    /// What is known of a disk that rests there. A hole is a hole to the reader in the clear, and where
+    /// the encryption says so; where all ciphertext is decrypted, a hole would read as noise.
+    #[must_use]
+    pub fn of(rest: &Rest, encryption: Option<&Encryption>) -> Self {
+        let zeroes = encryption.is_none_or(|encryption| encryption.holes == Holes::Zero);
+        match rest {
+            Rest::File(file) if zeroes => Self::File(file.clone()),
+            Rest::File(_) | Rest::Qcow2(_) | Rest::Mem(_) => Self::Unknown,
+        }
+    }
+
+    /// What is at `at`, which is below `end`, up to `end` at the most; both are multiples of 512.
+    ///
+    /// # Errors
+    /// As lseek.
+    pub fn extent(&self, at: u64, end: u64) -> io::Result<Extent> {
+        let Self::File(file) = self else { return Ok(Extent { data: true, end }) };
+        let found = file.extent(at, end)?;
+        if !found.data {
+            // Up to the last whole sector of the hole, and from a sector's beginning on.
+            let inner = if found.end == end { end } else { found.end / UNIT * UNIT };
+            let whole = at.is_multiple_of(UNIT) || self.is_hole(at / UNIT * UNIT, at)?;
+            if whole && inner > at {
+                return Ok(Extent { data: false, end: inner });
+            }
+        }
+        // A hole that begins within a sector begins with the next one.
+        let data_end = if found.data { found.end } else { at + 1 };
+        Ok(Extent { data: true, end: data_end.next_multiple_of(UNIT).min(end) })
+    }
+
+    fn is_hole(&self, at: u64, end: u64) -> io::Result<bool> {
+        let Self::File(file) = self else { return Ok(false) };
+        let found = file.extent(at, end)?;
+        Ok(!found.data && found.end == end)
+    }
+
+    /// Whether zeroes that may be holes are made without writing them.
+    #[must_use]
+    pub fn zeroes_fast(&self) -> bool {
+        match self {
+            Self::Unknown => false,
+            Self::File(file) => file.punches(),
+        }
+    }
+}

@@ -1,0 +1,458 @@
+//! What has changed since when: the dirty bitmaps of a disk, for backups.
+//!
+//! ```text
+//!  slot:   free --start: all clean--> named ⇄ clear: all clean (refused while it is read)
+//!           ^────────remove───────────┘      (refused while it is read)
+//! ```
+//! A bit stands for a granule. It is set before a change is submitted to the chain, and again when the
+//! change has come back, before whoever asked for it is told. The second time is for bitmaps that began
+//! while the change was under way: what lands after the beginning is marked in any case. A change that
+//! failed is marked too, as parts of it may have been done.
+//!
+//! Bitmaps live in memory. When the process ends they are gone, and nobody is told that anything is
+//! clean: a client that asks for a bitmap that is not there is not given one.
+//!
+//! The queues of a disk mark without locks: slots and their words stay where they are as long as the
+//! disk, and one word says which slots are in use.
+
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::SeqCst};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+
+use vmseal_api::filter::{
+    BITMAP_BYTES_MAX, BITMAP_GRANULE, BITMAP_NAME_MAX, BITMAPS_BYTES_MAX, BITMAPS_MAX,
+    BitmapChange, BitmapStatus,
+};
+
+/// Bits of a word.
+const WORD: u64 = 64;
+
+/// What the bitmaps of all disks of the process take, in bytes.
+static TAKEN: Taken = Taken(AtomicUsize::new(0));
+
+/// Memory that is taken, in bytes; at most [`BITMAPS_BYTES_MAX`].
+#[derive(Debug)]
+struct Taken(AtomicUsize);
+
+impl Taken {
+    fn take(&self, bytes: usize) -> bool {
+        let fits = self.0.fetch_add(bytes, SeqCst) + bytes <= BITMAPS_BYTES_MAX;
+        if !fits {
+            self.give(bytes);
+        }
+        fits
+    }
+
+    fn give(&self, bytes: usize) {
+        self.0.fetch_sub(bytes, SeqCst);
+    }
+}
+
+/// Why a bitmap is not as asked.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum BitmapError {
+    /// The name cannot be one.
+    #[error(
+        "a bitmap's name has 1 to {BITMAP_NAME_MAX} letters, digits, dots, dashes and underscores"
+    )]
+    Name,
+    /// The name is taken.
+    #[error("there is a bitmap {0} already; clear it, or take another name")]
+    Exists(String),
+    /// There is none of that name.
+    #[error(
+        "there is no bitmap {0}; it is lost when the disk's filter ends: make a full backup and start one"
+    )]
+    Unknown(String),
+    /// All slots are taken.
+    #[error("the disk has {BITMAPS_MAX} bitmaps, which is all it can have; remove one")]
+    TooMany,
+    /// No memory is left for another.
+    #[error(
+        "the bitmaps of this VM take {BITMAPS_BYTES_MAX} bytes of memory, which is all they may; remove one of this disk, or stop and start the VM"
+    )]
+    Memory,
+    /// A client reads it.
+    #[error("the bitmap {0} is being read by a backup; wait until that is done")]
+    Read(String),
+}
+
+/// A named bitmap.
+#[derive(Debug)]
+struct Named {
+    name: String,
+    /// How many clients have it in use.
+    readers: usize,
+}
+
+/// The dirty bitmaps of one disk; shared by its queues.
+#[derive(Debug)]
+pub struct Bitmaps {
+    size: u64,
+    /// A granule's length is 2 to this power.
+    shift: u32,
+    /// The slots that are in use, as bits.
+    used: AtomicU64,
+    /// One bit a granule; made when a slot is first used, and kept.
+    words: [OnceLock<Box<[AtomicU64]>>; BITMAPS_MAX],
+    names: Mutex<[Option<Named>; BITMAPS_MAX]>,
+    taken: &'static Taken,
+}
+
+impl Bitmaps {
+    /// No bitmap yet, of a disk of `size` bytes. Granules are [`BITMAP_GRANULE`] bytes, on disks so large
+    /// that a bitmap would not fit [`BITMAP_BYTES_MAX`] a power of two of them.
+    #[must_use]
+    pub fn new(size: u64) -> Self {
+        Self::within(size, &TAKEN)
+    }
+
+    fn within(size: u64, taken: &'static Taken) -> Self {
+        let mut shift = BITMAP_GRANULE.trailing_zeros();
+        while words(size, shift) * 8 > BITMAP_BYTES_MAX {
+            shift += 1;
+        }
+        let (words, names) = (Default::default(), Mutex::default());
+        Self { size, shift, used: AtomicU64::new(0), words, names, taken }
+    }
+
+    /// What one bit stands for, in bytes.
+    #[must_use]
+    pub fn granule(&self) -> u64 {
+        1 << self.shift
+    }
+
+    /// This part of the disk changes, or has changed. `length` is not 0 and the part is on the disk.
+    #[inline]
+    pub fn changed(&self, offset: u64, length: u64) {
+        let used = self.used.load(SeqCst);
+        if used != 0 {
+            self.mark(used, offset, length);
+        }
+    }
+
+    #[cold]
+    fn mark(&self, used: u64, offset: u64, length: u64) {
+        let end = offset.saturating_add(length).min(self.size);
+        if offset >= end {
+            return;
+        }
+        let (first, last) = (offset >> self.shift, (end - 1) >> self.shift);
+        for (slot, words) in self.words.iter().enumerate() {
+            let Some(words) = words.get().filter(|_| used & 1 << slot != 0) else { continue };
+            for (index, word) in (first / WORD..=last / WORD).zip(&words[(first / WORD) as usize..])
+            {
+                let from = first.saturating_sub(index * WORD);
+                let until = (last - index * WORD).min(WORD - 1);
+                let mask = (u64::MAX << from) & (u64::MAX >> (WORD - 1 - until));
+                if word.load(SeqCst) & mask != mask {
+                    word.fetch_or(mask, SeqCst);
+                }
+            }
+        }
+    }
+
+    /// Starts, clears or removes a bitmap.
+    ///
+    /// # Errors
+    /// [`BitmapError`].
+    pub fn change(&self, name: &str, change: BitmapChange) -> Result<(), BitmapError> {
+        let valid = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
+        if name.is_empty() || name.len() > BITMAP_NAME_MAX || !name.bytes().all(valid) {
+            return Err(BitmapError::Name);
+        }
+        let mut names = self.names();
+        let slot = find(&names, name);
+        if change == BitmapChange::Start {
+            return match slot {
+                Some(_) => Err(BitmapError::Exists(name.into())),
+                None => self.start(&mut names, name),
+            };
+        }
+        let slot = slot.ok_or_else(|| BitmapError::Unknown(name.into()))?;
+        if names[slot].as_ref().is_some_and(|named| named.readers > 0) {
+            return Err(BitmapError::Read(name.into()));
+        }
+        if change == BitmapChange::Clear {
+            self.clean(slot);
+        } else {
+            self.used.fetch_and(!(1 << slot), SeqCst);
+            names[slot] = None;
+        }
+        Ok(())
+    }
+
+    fn start(
+        &self,
+        names: &mut [Option<Named>; BITMAPS_MAX],
+        name: &str,
+    ) -> Result<(), BitmapError> {
+        let slot = names.iter().position(Option::is_none).ok_or(BitmapError::TooMany)?;
+        if self.words[slot].get().is_none() {
+            let count = words(self.size, self.shift);
+            if !self.taken.take(count * 8) {
+                return Err(BitmapError::Memory);
+            }
+            let fresh = (0..count).map(|_| AtomicU64::new(0)).collect();
+            // Nobody else can have: the names are locked.
+            let _ = self.words[slot].set(fresh);
+        }
+        self.clean(slot);
+        names[slot] = Some(Named { name: name.into(), readers: 0 });
+        self.used.fetch_or(1 << slot, SeqCst);
+        Ok(())
+    }
+
+    fn clean(&self, slot: usize) {
+        let words = self.words[slot].get().into_iter().flatten();
+        words.for_each(|word| word.store(0, SeqCst));
+    }
+
+    /// The bitmaps, and how much each calls dirty.
+    #[must_use]
+    pub fn status(&self) -> Vec<BitmapStatus> {
+        let names = self.names();
+        let named = names.iter().zip(&self.words).filter_map(|(named, words)| {
+            let granules: u64 =
+                words.get()?.iter().map(|word| u64::from(word.load(SeqCst).count_ones())).sum();
+            let dirty_bytes = (granules << self.shift).min(self.size);
+            let name = named.as_ref()?.name.clone();
+            Some(BitmapStatus { name, granularity: self.granule(), dirty_bytes })
+        });
+        named.collect()
+    }
+
+    /// The bitmaps' names.
+    #[must_use]
+    pub fn all_names(&self) -> Vec<String> {
+        self.names().iter().flatten().map(|named| named.name.clone()).collect()
+    }
+
+    /// A bitmap to be read: it is neither cleared nor removed meanwhile. None if there is none of that name.
+    #[must_use]
+    pub fn read(self: &Arc<Self>, name: &str) -> Option<Reader> {
+        let mut names = self.names();
+        let slot = find(&names, name)?;
+        names[slot].as_mut()?.readers += 1;
+        Some(Reader { bitmaps: Arc::clone(self), slot })
+    }
+
+    fn names(&self) -> MutexGuard<'_, [Option<Named>; BITMAPS_MAX]> {
+        self.names.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Bitmaps {
+    fn drop(&mut self) {
+        let made = self.words.iter().filter_map(OnceLock::get);
+        self.taken.give(made.map(|words| words.len() * 8).sum());
+    }
+}
+
+fn find(names: &[Option<Named>; BITMAPS_MAX], name: &str) -> Option<usize> {
+    names.iter().position(|named| named.as_ref().is_some_and(|named| named.name == name))
+}
+
+fn words(size: u64, shift: u32) -> usize {
+    usize::try_from(size.div_ceil(1 << shift).div_ceil(WORD)).unwrap_or(usize::MAX / 8)
+}
+
+/// A bitmap that someone reads.
+#[derive(Debug)]
+pub struct Reader {
+    bitmaps: Arc<Bitmaps>,
+    slot: usize,
+}
+
+impl Reader {
+    /// Whether the disk's byte at `at` is in a dirty granule, and where a granule begins, at `end` at the
+    /// latest, that is not like it.
+    #[must_use]
+    pub fn extent(&self, at: u64, end: u64) -> (bool, u64) {
+        let shift = self.bitmaps.shift;
+        let Some(words) = self.bitmaps.words[self.slot].get() else { return (true, end) };
+        let word =
+            |granule: u64| words.get((granule / WORD) as usize).map(|word| word.load(SeqCst));
+        let mut granule = at >> shift;
+        let Some(first) = word(granule) else { return (true, end) };
+        let dirty = first >> (granule % WORD) & 1 == 1;
+        while granule << shift < end {
+            let Some(word) = word(granule) else { break };
+            let others = if dirty { !word } else { word } >> (granule % WORD);
+            let same = u64::from(others.trailing_zeros()).min(WORD - granule % WORD);
+            granule += same;
+            if !granule.is_multiple_of(WORD) || same == 0 {
+                break;
+            }
+        }
+        (dirty, (granule << shift).clamp(at, end))
+    }
+
+    /// The bitmap's name.
+    #[must_use]
+    pub fn name(&self) -> String {
+        let names = self.bitmaps.names();
+        names[self.slot].as_ref().map_or_else(String::new, |named| named.name.clone())
+    }
+}
+
+impl Drop for Reader {
+    fn drop(&mut self) {
+        if let Some(named) = self.bitmaps.names()[self.slot].as_mut() {
+            named.readers -= 1;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use vmseal_api::filter::BitmapChange::{Clear, Remove, Start};
+
+    use super::*;
+    use crate::backend::mem::MemDisk;
+    use crate::chain::Chain;
+    use crate::request::Operation;
+
+    const GRANULE: u64 = BITMAP_GRANULE;
+
+    fn extents(reader: &Reader, size: u64) -> Vec<(bool, u64)> {
+        let (mut at, mut extents) = (0, Vec::new());
+        while at < size {
+            let (dirty, end) = reader.extent(at, size);
+            assert!(end > at);
+            extents.push((dirty, end));
+            at = end;
+        }
+        extents
+    }
+
+    #[test]
+    fn what_changed_is_dirty_to_the_granule_from_the_start_on() {
+        let size = 300 * GRANULE + 4096;
+        let bitmaps = Arc::new(Bitmaps::new(size));
+        bitmaps.changed(0, size);
+        bitmaps.change("one", Start).unwrap();
+        let reader = bitmaps.read("one").unwrap();
+        assert_eq!(extents(&reader, size), [(false, size)]);
+        bitmaps.changed(2 * GRANULE - 512, 1024);
+        bitmaps.changed(60 * GRANULE, 140 * GRANULE);
+        bitmaps.changed(300 * GRANULE, 512);
+        let at = |granule| granule * GRANULE;
+        let expected = [
+            (false, at(1)),
+            (true, at(3)),
+            (false, at(60)),
+            (true, at(200)),
+            (false, at(300)),
+            (true, size),
+        ];
+        assert_eq!(extents(&reader, size), expected);
+        assert_eq!(reader.extent(at(2) + 512, at(2) + 1024), (true, at(2) + 1024));
+        let status = bitmaps.status();
+        assert_eq!(status[0].dirty_bytes, at(143));
+        assert_eq!((status[0].name.as_str(), status[0].granularity), ("one", GRANULE));
+    }
+
+    #[test]
+    fn bitmaps_are_limited_named_and_not_changed_while_they_are_read() {
+        let bitmaps = Arc::new(Bitmaps::new(1 << 20));
+        for bad in ["", "a b", "a:b", "a/b", "ä", &"a".repeat(BITMAP_NAME_MAX + 1)] {
+            assert_eq!(bitmaps.change(bad, Start), Err(BitmapError::Name));
+        }
+        for slot in 0..BITMAPS_MAX {
+            bitmaps.change(&format!("b{slot}"), Start).unwrap();
+        }
+        assert_eq!(bitmaps.change("more", Start), Err(BitmapError::TooMany));
+        assert_eq!(bitmaps.change("b0", Start), Err(BitmapError::Exists("b0".into())));
+        assert_eq!(bitmaps.change("more", Remove), Err(BitmapError::Unknown("more".into())));
+        let reader = bitmaps.read("b0").unwrap();
+        bitmaps.changed(0, 512);
+        for change in [Clear, Remove] {
+            assert_eq!(bitmaps.change("b0", change), Err(BitmapError::Read("b0".into())));
+        }
+        drop(reader);
+        bitmaps.change("b0", Clear).unwrap();
+        let dirty = |name: &str| bitmaps.read(name).unwrap().extent(0, 1 << 20).0;
+        assert!(!dirty("b0") && dirty("b1"));
+        bitmaps.change("b1", Remove).unwrap();
+        assert!(bitmaps.read("b1").is_none());
+        bitmaps.change("b1", Start).unwrap();
+        assert!(!dirty("b1"), "a slot that is used again begins clean");
+    }
+
+    #[test]
+    fn a_change_is_dirty_before_it_is_done_and_in_what_starts_while_it_is_under_way() {
+        let disk = MemDisk::new(1 << 20);
+        let bitmaps = Arc::new(Bitmaps::new(1 << 20));
+        let mut chain = Chain::new(1 << 20, false, Vec::new(), disk.queue());
+        chain = chain.marking(Arc::clone(&bitmaps));
+        let dirty = |name: &str| bitmaps.read(name).unwrap().extent(1 << 19, 1 << 20).0;
+        for operation in [Operation::Discard, Operation::WriteZeroes { unmap: false }] {
+            bitmaps.change("before", Start).unwrap();
+            let id = chain.begin().unwrap();
+            chain.submit(id, operation, 1 << 19, 4096, 0);
+            assert!(dirty("before"), "{operation:?} is under way and may be done");
+            bitmaps.change("during", Start).unwrap();
+            assert!(!dirty("during"));
+            chain.poll();
+            assert!(chain.next_done().unwrap().result.is_ok());
+            assert!(dirty("during"), "{operation:?} came to be after the start");
+            bitmaps.change("after", Start).unwrap();
+            assert!(!dirty("after"));
+            for name in ["before", "during", "after"] {
+                bitmaps.change(name, Remove).unwrap();
+            }
+        }
+    }
+
+    #[test]
+    fn large_disks_have_larger_granules_and_no_disk_has_all_the_memory() {
+        let granule = |size| Bitmaps::new(size).granule();
+        assert_eq!(granule(512 << 30), GRANULE);
+        assert_eq!(granule((512 << 30) + 4096), 2 * GRANULE);
+        assert_eq!(granule(1 << 62), (1 << 62) / (BITMAP_BYTES_MAX as u64 * 8));
+        let taken: &'static Taken = Box::leak(Box::new(Taken(AtomicUsize::new(0))));
+        let disks: Vec<Bitmaps> = (0..4).map(|_| Bitmaps::within(1 << 40, taken)).collect();
+        let mut started = 0;
+        let refused = disks.iter().flat_map(|disk| (0..4).map(move |name| (disk, name))).find_map(
+            |(disk, name)| {
+                let outcome = disk.change(&name.to_string(), Start);
+                started += usize::from(outcome.is_ok());
+                outcome.err()
+            },
+        );
+        assert_eq!(refused, Some(BitmapError::Memory));
+        assert!(started * BITMAP_BYTES_MAX <= BITMAPS_BYTES_MAX, "{started}");
+        drop(disks);
+        assert!(Bitmaps::within(1 << 40, taken).change("again", Start).is_ok(), "given back");
+    }
+
+    proptest! {
+        #[test]
+        fn what_is_dirty_is_what_a_simple_model_says(
+            changes in prop::collection::vec((0u64..200, 1u64..300, 0u64..512), 0..20),
+            granules in 1u64..200, rest in 0u64..16,
+        ) {
+            let size = granules * GRANULE + rest * 4096;
+            let bitmaps = Arc::new(Bitmaps::new(size));
+            bitmaps.change("a", Start).unwrap();
+            let mut model = vec![false; size.div_ceil(GRANULE) as usize];
+            for (granule, length, blocks) in changes {
+                let (offset, length) = (granule * GRANULE / 2 + blocks * 512, length * GRANULE / 4);
+                if offset + length <= size {
+                    bitmaps.changed(offset, length);
+                    let last = (offset + length - 1) / GRANULE;
+                    (offset / GRANULE..=last).for_each(|at| model[at as usize] = true);
+                }
+            }
+            let reader = bitmaps.read("a").unwrap();
+            let mut at = 0;
+            for (dirty, end) in extents(&reader, size) {
+                for granule in at / GRANULE..end.div_ceil(GRANULE) {
+                    prop_assert_eq!(model[granule as usize], dirty, "granule {}", granule);
+                }
+                at = end;
+            }
+        }
+    }
+}

@@ -1,0 +1,125 @@
+//! What this machine could do at best with large requests, as a system beside the others: one core that moves each
+//! byte once between a file in memory and a buffer, and encrypts or decrypts it once. In rates:
+//! 1 / (1 / copy + 1 / xts).
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use hdrhistogram::Histogram;
+use vmseal_iofilter::crypt::xts::{self, SECTOR, Xts, XtsError};
+
+use crate::load::{Direction, Workload};
+
+/// Its name in goals and results.
+pub const ID: &str = "computed-limit";
+
+/// From this size of a request on, what is not copying and encryption hardly counts.
+const BLOCK_MIN: u32 = 512 * 1024;
+
+/// Why it cannot be computed.
+#[derive(Debug, thiserror::Error)]
+pub enum CeilingError {
+    /// The file.
+    #[error("the file that copying is measured with")]
+    File(#[from] io::Error),
+    /// The cipher.
+    #[error(transparent)]
+    Cipher(#[from] XtsError),
+}
+
+/// What is worked with.
+pub struct Ceiling {
+    file: File,
+    size: u64,
+    buffer: Vec<u8>,
+}
+
+/// What came out.
+pub struct Measured {
+    /// Blocks that were copied and encrypted or decrypted.
+    pub blocks: u64,
+    /// The time of copying and encryption together.
+    pub time: Duration,
+    /// Of each block, in nanoseconds.
+    pub latency: Histogram<u64>,
+}
+
+impl Ceiling {
+    /// Whether it says something about this load.
+    #[must_use]
+    pub fn is_of(workload: &Workload) -> bool {
+        workload.block >= BLOCK_MIN
+    }
+
+    /// Makes the file, full, in `directory`; it has no name.
+    ///
+    /// # Errors
+    /// [`CeilingError`]
+    pub fn new(directory: &Path, size: u64) -> Result<Self, CeilingError> {
+        let file = tempfile::tempfile_in(directory)?;
+        let buffer = vec![0x5a; BLOCK_MIN as usize];
+        for at in (0..size).step_by(buffer.len()) {
+            file.write_all_at(&buffer, at)?;
+        }
+        Ok(Self { file, size, buffer })
+    }
+
+    /// Works for about `time`, block after block as the load would have it.
+    ///
+    /// # Errors
+    /// [`CeilingError`]
+    pub fn measure(
+        &mut self,
+        workload: &Workload,
+        time: Duration,
+        mut latency: Histogram<u64>,
+    ) -> Result<Measured, CeilingError> {
+        let block = workload.block as usize;
+        self.buffer.resize(block, 0x5a);
+        let key: Vec<u8> = (0..xts::KEY_LENGTH as u8).collect();
+        let reads = workload.direction == Direction::Read;
+        let way = if reads { xts::Direction::Decrypt } else { xts::Direction::Encrypt };
+        let mut cipher = Xts::new(&key, way)?;
+        let (mut at, mut blocks, mut spent) = (0, 0, Duration::ZERO);
+        while spent < time {
+            let began = Instant::now();
+            if reads {
+                self.file.read_exact_at(&mut self.buffer, at)?;
+            }
+            let data = self.buffer.as_mut_ptr();
+            // SAFETY: the buffer has whole sectors and is worked on in place.
+            unsafe { cipher.sectors(at, data, data, block / SECTOR)? };
+            if !reads {
+                self.file.write_all_at(&self.buffer, at)?;
+            }
+            let took = began.elapsed();
+            latency.saturating_record(u64::try_from(took.as_nanos()).unwrap_or(u64::MAX));
+            spent += took;
+            blocks += 1;
+            at = (at + block as u64) % (self.size / block as u64 * block as u64);
+        }
+        Ok(Measured { blocks, time: spent, latency })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::load::WORKLOADS;
+
+    #[test]
+    fn large_loads_have_a_limit_and_it_is_worked_for() {
+        let of: Vec<_> = WORKLOADS.iter().filter(|load| Ceiling::is_of(load)).collect();
+        assert!(of.iter().all(|load| load.id.starts_with("512k")) && of.len() == 3);
+        let mut ceiling = Ceiling::new(Path::new("/dev/shm"), 2 << 20).unwrap();
+        for load in of {
+            let latency = Histogram::new_with_bounds(1, 60_000_000_000, 2).unwrap();
+            let measured = ceiling.measure(load, Duration::from_millis(20), latency).unwrap();
+            assert!(measured.blocks > 0 && measured.time >= Duration::from_millis(20));
+            assert_eq!(measured.latency.len(), measured.blocks);
+        }
+    }
+}

@@ -1,0 +1,160 @@
+//! A disk as a local NBD socket, through command line, server and agent, with libnbd's tools as the judge.
+
+#![allow(clippy::unwrap_used)] // a test that cannot go on ends
+
+use std::io::{BufRead, BufReader, Read};
+use std::os::unix::fs::PermissionsExt;
+use std::process::{Child, Command, Output, Stdio};
+use std::time::Instant;
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use vmseal_tests::eventually;
+use vmseal_tests::installation::{Installation, create, text};
+use vmseal_tests::process::kill_hard;
+
+const FILTER: &str = "vmseal-filter";
+
+/// A `vmseal disk expose` that runs.
+struct Exposed {
+    child: Child,
+    uri: String,
+}
+
+impl Exposed {
+    /// Waits until the disk is exposed.
+    fn start(here: &Installation, vm: &str, more: &[&str]) -> Self {
+        let socket = here.path(&format!("{vm}.sock"));
+        let mut command = here.command().unwrap();
+        command.args(["disk", "expose", vm, "disk0", "--socket", text(&socket).unwrap()]);
+        command.args(more).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut child = command.spawn().unwrap();
+        let mut uri = String::new();
+        BufReader::new(child.stdout.take().unwrap()).read_line(&mut uri).unwrap();
+        let uri = uri.trim_end().to_owned();
+        if uri.is_empty() {
+            let mut said = String::new();
+            child.stderr.take().unwrap().read_to_string(&mut said).unwrap();
+            panic!("it is not exposed: {said}");
+        }
+        assert_eq!(socket.metadata().unwrap().permissions().mode() & 0o777, 0o600);
+        Self { child, uri }
+    }
+
+    /// Waits for the end; the exit code and what was said.
+    fn ended(mut self) -> (Option<i32>, String) {
+        let mut said = String::new();
+        self.child.stderr.take().unwrap().read_to_string(&mut said).unwrap();
+        (self.child.wait().unwrap().code(), said)
+    }
+
+    /// Ctrl-C.
+    fn interrupt(self) {
+        kill(Pid::from_raw(self.child.id() as i32), Signal::SIGINT).unwrap();
+        let (code, said) = self.ended();
+        assert_eq!(code, Some(0), "{said}");
+    }
+}
+
+fn ran(program: &str, arguments: &[&str]) -> Output {
+    Command::new(program).args(arguments).output().unwrap()
+}
+
+fn succeeds(program: &str, arguments: &[&str]) -> String {
+    let output = ran(program, arguments);
+    let said = [output.stdout, output.stderr].concat();
+    let said = String::from_utf8_lossy(&said).into_owned();
+    assert!(output.status.success(), "{program} {arguments:?}: {said}");
+    said
+}
+
+fn noise(length: usize) -> Vec<u8> {
+    let mut state = 1u64;
+    let word = |_| {
+        state =
+            state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 32) as u32
+    };
+    (0..length / 4).map(word).flat_map(u32::to_le_bytes).collect()
+}
+
+/// All that a disk of a VM that is off goes through: filled, read, held against the VM's start.
+#[test]
+fn tools_fill_and_read_the_disk_of_a_vm_that_is_off_and_it_starts_afterwards() {
+    let mut here = Installation::new().unwrap();
+    here.vmseal(&create("web", "encrypted", "datastore=local,size=64MiB")).unwrap();
+    let image = here.path("image");
+    let mut bytes = noise(64 << 20);
+    bytes[16 << 20..48 << 20].fill(0);
+    std::fs::write(&image, &bytes).unwrap();
+    let (from, to) = (text(&image).unwrap().to_owned(), here.path("copy"));
+    let to = text(&to).unwrap();
+
+    let exposed = Exposed::start(&here, "web", &["--writable"]);
+    succeeds("nbdcopy", &["--flush", &from, &exposed.uri]);
+    let second = here.path("second.sock");
+    let again = ["disk", "expose", "web", "disk0", "--socket", text(&second).unwrap()];
+    assert!(here.refused(&again).unwrap().contains("is exposed"));
+    let started = here.refused(&["vm", "start", "web"]).unwrap();
+    assert!(started.contains("is exposed") && started.contains("disk expose"), "{started}");
+    let socket = here.path("web.sock");
+    exposed.interrupt();
+    assert!(!socket.exists(), "the socket is left");
+    let stored = std::fs::read(&here.images("web").unwrap()[0]).unwrap();
+    assert!(!stored.windows(64).step_by(16).any(|part| part == &bytes[4096..4160]), "in the clear");
+
+    // Read-only unless otherwise said; several connections; and requests both ways at once.
+    let exposed = Exposed::start(&here, "web", &[]);
+    let begun = Instant::now();
+    succeeds("nbdcopy", &[&exposed.uri, to]);
+    println!("64 MiB, half of them holes, were read in {:?}", begun.elapsed());
+    assert!(std::fs::read(to).unwrap() == bytes, "the copy differs");
+    let info = succeeds("nbdinfo", &["--json", &exposed.uri]);
+    assert!(info.contains("\"is_read_only\": true") && info.contains("\"can_multi_conn\": true"));
+    let map = succeeds("nbdinfo", &["--map", "--totals", &exposed.uri]);
+    assert!(map.contains("50.0%"), "{map}");
+    let write = ["-f", "raw", "-c", "write 0 4k", &exposed.uri];
+    assert!(!ran("qemu-io", &write).status.success(), "a read-only disk is written to");
+    let events = here.vmseal(&["events", "--kind", "disk.exposed", "-o", "csv"]).unwrap();
+    assert!(events.contains("IN THE CLEAR") && events.contains("read-only"), "{events}");
+
+    // The agent dies: it ends, says so, and nothing is left that holds the disk.
+    here.kill_agent();
+    here.start_agent().unwrap();
+    let (code, said) = exposed.ended();
+    assert!(code == Some(6) && said.contains("not exposed any more"), "{code:?} {said}");
+    here.wait_host().unwrap();
+    eventually("the filter of the dead agent is gone", || {
+        here.guest_processes(FILTER).is_empty().then_some(())
+    })
+    .unwrap();
+
+    // A holder that dies without a word lets go of it, too; a new agent is brought the key.
+    let exposed = Exposed::start(&here, "web", &[]);
+    kill_hard(exposed.child.id() as i32);
+    drop(exposed.ended());
+    eventually("the disk is free", || here.guest_processes(FILTER).is_empty().then_some(()))
+        .unwrap();
+}
+
+/// A backup of a disk whose guest goes on, and the end of the exposure with that of the guest.
+#[test]
+fn a_disk_in_use_is_read_beside_its_guest_and_not_written_to() {
+    let here = Installation::new().unwrap();
+    here.create_counter("web", "encrypted").unwrap();
+    assert_eq!(here.boot_counter("web").unwrap(), 1);
+    let socket = here.path("web.sock");
+    let writable =
+        ["disk", "expose", "web", "disk0", "--writable", "--socket", text(&socket).unwrap()];
+    assert!(here.refused(&writable).unwrap().contains("in use"));
+    let exposed = Exposed::start(&here, "web", &[]);
+    let copy = here.path("copy");
+    succeeds("nbdcopy", &[&exposed.uri, text(&copy).unwrap()]);
+    let image = std::fs::read(here.counter_image().unwrap()).unwrap();
+    let copied = std::fs::read(&copy).unwrap();
+    assert!(copied[..440] == image[..440], "not the guest's boot sector");
+    assert_eq!(here.vm("web").unwrap()["power"], "running", "the guest does not go on");
+    here.vmseal(&["vm", "stop", "web", "--force"]).unwrap();
+    let (code, said) = exposed.ended();
+    assert!(code == Some(6) && said.contains("stopped"), "{code:?} {said}");
+}
