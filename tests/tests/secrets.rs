@@ -336,10 +336,9 @@ fn a_crash_of_any_process_leaves_no_core_and_no_key() {
         }
         let before: Vec<_> = places.iter().map(|place| listing(place)).collect();
 
-        // The filter first: its VM is to be stopped by a living agent.
+        // The filter first: its guest is to get another one from a living agent.
         send(processes.filter, signal);
-        here.wait_power("sealed", "off").unwrap();
-        here.vmseal(&["vm", "start", "sealed"]).unwrap();
+        here.wait_alarm("sealed", "filter-restarted").unwrap();
         send(one(here.processes_of("sealed", "qemu-system-x86_64").unwrap()), signal);
         here.wait_power("sealed", "off").unwrap();
         here.vmseal(&["vm", "start", "sealed"]).unwrap();

@@ -123,6 +123,9 @@ fn begin(
         confinement,
         events: events.clone(),
     });
+    // Before whoever may change what is logged can.
+    let levels = vmseal_log::levels();
+    tracing::info!(vm = %config.vm, disks = config.disks.len(), logging = %levels, memory = confinement.memory_bytes, "serving");
     std::thread::Builder::new()
         .name("control".into())
         .stack_size(STACK)
@@ -131,8 +134,6 @@ fn begin(
         .name("signals".into())
         .stack_size(STACK)
         .spawn(move || on_signal(&signals, &events))?;
-    let levels = vmseal_log::levels();
-    tracing::info!(vm = %config.vm, disks = config.disks.len(), logging = %levels, memory = confinement.memory_bytes, "serving");
     Ok((running, asked))
 }
 
