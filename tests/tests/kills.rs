@@ -349,6 +349,7 @@ fn kill_filters(here: &Installation) {
         });
         filter = next.unwrap();
         let detail = here.wait_alarm("victim", "filter-restarted").unwrap();
+        println!("the alarm says: {detail}");
         assert!(detail.contains("lost nothing"), "{detail}");
         // Written and flushed by the guest before it is shown.
         count = count_on(&mut console, count);

@@ -1,6 +1,7 @@
 //! A disk that is exposed to an operator's tools: NBD connections, each carried as a stream of bytes from
 //! the tool over the server to the agent, and one stream more that holds the exposure open.
 
+use std::fmt;
 use std::time::Duration;
 
 use futures_util::{Sink, SinkExt, Stream, StreamExt};
@@ -36,6 +37,16 @@ pub enum Exposing {
     },
     /// A connection to the disk, which is being held exposed: NBD as the filter speaks it.
     Connect,
+}
+
+impl Exposing {
+    /// Where it is asked for, below the API's root.
+    #[cfg(feature = "client")]
+    pub(crate) fn path(self, vm: impl fmt::Display, disk: impl fmt::Display) -> String {
+        let connect = self == Self::Connect;
+        let writable = self == Self::Hold { writable: true };
+        format!("vms/{vm}/disks/{disk}/expose?connect={connect}&writable={writable}")
+    }
 }
 
 /// What a message of a WebSocket is to [`carry`].

@@ -4,22 +4,21 @@
 #![allow(clippy::unwrap_used)] // a test
 
 mod initiator;
+mod successor;
 
 use std::collections::HashMap;
 use std::fs::File;
 use std::hash::{BuildHasher, RandomState};
-use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::PermissionsExt;
-use std::os::unix::net::UnixStream;
-use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
-use std::time::{Duration, Instant};
+use std::process::Command;
+use std::time::Duration;
 
 use initiator::{BASE, DATA, Initiator, NEXT, WRITE};
 use proptest::prelude::Rng;
 use proptest::test_runner::{RngAlgorithm, TestRng};
 use serde_json::json;
+use successor::Filter;
 use vm_memory::{Bytes, GuestAddress};
 
 const SIZE: u64 = 16 << 20;
@@ -28,9 +27,6 @@ const PATIENCE: Duration = Duration::from_secs(30);
 /// Requests of three descriptors in a ring of 16.
 const SLOTS: usize = 5;
 const KILLS: usize = 25;
-
-/// A filter on this image, which it holds the lock of, as the agent starts it: connected to its VMM.
-struct Filter(Child);
 
 /// Where the disk rests.
 #[derive(Clone, Copy, PartialEq)]
@@ -54,9 +50,8 @@ impl Rests {
         assert!(made.unwrap().success());
     }
 
-    fn backend(self, fd: i32) -> serde_json::Value {
-        let kind = if self == Self::Qcow2 { "qcow2" } else { "file" };
-        json!({ "kind": kind, "file": { "fd": fd }, "offset": 0 })
+    fn kind(self) -> &'static str {
+        if self == Self::Qcow2 { "qcow2" } else { "file" }
     }
 
     /// A killed filter leaves leaked clusters at worst.
@@ -68,76 +63,6 @@ impl Rests {
             assert!(matches!(check.status.code(), Some(0 | 3)), "{said}");
         }
     }
-}
-
-impl Filter {
-    /// With the VMM's end of the connection.
-    fn start(directory: &Path, rests: Rests) -> (Self, UnixStream) {
-        let image = locked(&directory.join("disk"));
-        let (socket, of_vmm) = UnixStream::pair().unwrap();
-        let path = |name: &str| directory.join(name);
-        let config = json!({
-            "version": 1,
-            "vm": "01890a5d-ac96-774b-bcce-b302099a8057",
-            "control": { "path": path("control") },
-            "disks": [{
-                "disk": "01890a5d-ac96-774b-bcce-b302099a8058",
-                "size": SIZE,
-                "serial": "vmseal-0",
-                "chain": [{ "kind": "crypt", "key": { "path": path("key") }, "holes": "zero" }],
-                "backend": rests.backend(image.as_raw_fd()),
-                "front_end": {
-                    "kind": "vhost_user_blk", "socket": { "fd": socket.as_raw_fd() }, "queues": 1
-                }
-            }]
-        });
-        std::fs::write(path("config"), config.to_string()).unwrap();
-        let log = File::options().create(true).append(true).open(path("log")).unwrap();
-        let inherited = [image.as_raw_fd(), socket.as_raw_fd()];
-        let mut command = Command::new(env!("CARGO_BIN_EXE_vmseal-filter"));
-        command.arg("--config").arg(path("config")).stderr(Stdio::from(log));
-        // SAFETY: fcntl is async-signal-safe, and nothing is allocated.
-        unsafe {
-            command.pre_exec(move || {
-                for fd in inherited {
-                    libc::fcntl(fd, libc::F_SETFD, 0);
-                }
-                Ok(())
-            });
-        }
-        (Self(command.spawn().unwrap()), of_vmm)
-    }
-
-    fn kill(&mut self) {
-        self.0.kill().unwrap();
-        self.0.wait().unwrap();
-    }
-}
-
-impl Drop for Filter {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
-
-/// Opens the image anew and takes its lock: not before the kernel has let go of all that the last filter
-/// had under way.
-fn locked(path: &Path) -> OwnedFd {
-    let file = File::options().read(true).write(true).open(path).unwrap();
-    let whole = libc::flock {
-        l_type: libc::F_WRLCK as i16,
-        l_whence: libc::SEEK_SET as i16,
-        l_start: 0,
-        l_len: 0,
-        l_pid: 0,
-    };
-    let until = Instant::now() + PATIENCE;
-    while nix::fcntl::fcntl(&file, nix::fcntl::FcntlArg::F_OFD_SETLK(&whole)).is_err() {
-        assert!(Instant::now() < until, "the dead filter's lock lingers");
-        std::thread::sleep(Duration::from_millis(1));
-    }
-    file.into()
 }
 
 /// What a slot has asked for and not been answered.
@@ -263,7 +188,8 @@ fn killed_and_replaced(rests: Rests) {
     std::fs::set_permissions(path.join("key"), PermissionsExt::from_mode(0o600)).unwrap();
     rests.make(&path.join("disk"));
 
-    let (mut filter, socket) = Filter::start(&path, rests);
+    let chain = json!([{ "kind": "crypt", "key": { "path": path.join("key") }, "holes": "zero" }]);
+    let (mut filter, socket) = Filter::start(&path, rests.kind(), SIZE, &chain);
     let guest = Initiator::connect_with_record(socket, u64::MAX);
     let random = TestRng::from_seed(RngAlgorithm::ChaCha, &seed.to_le_bytes().repeat(4));
     let (under_way, stamps) = (HashMap::new(), vec![0; rests.blocks() as usize]);
@@ -283,7 +209,7 @@ fn killed_and_replaced(rests: Rests) {
         rests.check(&path.join("disk"));
         resumed += load.under_way.len();
         let socket;
-        (filter, socket) = Filter::start(&path, rests);
+        (filter, socket) = Filter::start(&path, rests.kind(), SIZE, &chain);
         load.guest.reconnect(socket);
     }
     load.finish();

@@ -238,7 +238,38 @@ fn troubles(spec: &VmSpec, status: &FilterStatus) -> Vec<Notice> {
 
 #[cfg(test)]
 mod tests {
+    use vmseal_api::filter::{DiskCounters, DiskStatus};
+    use vmseal_api::id::{DiskId, VmId};
+
     use super::*;
+
+    #[test]
+    fn a_filter_that_does_not_serve_is_ended_and_one_that_qemu_has_just_left_is_looked_at_again() {
+        let with = |state: DiskActivity| FilterStatus {
+            version: vmseal_api::filter::VERSION,
+            pid: 1,
+            vm: VmId::new(),
+            disks: [DiskActivity::Connected, state]
+                .map(|state| DiskStatus {
+                    disk: DiskId::new(),
+                    state,
+                    counters: DiskCounters::default(),
+                    trouble: None,
+                    bitmaps: Vec::new(),
+                })
+                .into(),
+            confinement: None,
+        };
+        let (mut left, well) = (false, with(DiskActivity::Connected));
+        let failed = with(DiskActivity::Failed { message: "a queue's thread died".to_owned() });
+        assert_eq!(unserved(&failed, &mut left).unwrap(), "a queue's thread died");
+        assert_eq!(unserved(&well, &mut left), None);
+        let idle = with(DiskActivity::Idle);
+        assert_eq!(unserved(&idle, &mut left), None, "QEMU may be about to end");
+        assert_eq!(unserved(&well, &mut left), None, "it has come back");
+        assert_eq!(unserved(&idle, &mut left), None);
+        assert!(unserved(&idle, &mut left).unwrap().contains("connection"));
+    }
 
     #[test]
     fn the_reason_is_what_qemu_said_last_and_a_panic_is_one_in_any_case() {

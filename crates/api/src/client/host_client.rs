@@ -256,10 +256,7 @@ impl HostAgent for HostClient {
         disk: DiskId,
         what: Exposing,
     ) -> Result<ConsoleStream, Problem> {
-        let connect = what == Exposing::Connect;
-        let writable = what == Exposing::Hold { writable: true };
-        let query = format!("connect={connect}&writable={writable}");
-        let address = self.socket(&format!("vms/{vm}/disks/{disk}/expose?{query}"))?;
+        let address = self.socket(&what.path(vm, disk))?;
         websocket::open_disk(address, Arc::clone(&self.tls)).await
     }
 

@@ -200,10 +200,7 @@ impl ServerClient {
         disk: &str,
         what: Exposing,
     ) -> Result<ConsoleStream, Problem> {
-        let connect = what == Exposing::Connect;
-        let writable = what == Exposing::Hold { writable: true };
-        let query = format!("connect={connect}&writable={writable}");
-        let address = self.socket(&format!("vms/{vm}/disks/{disk}/expose?{query}"))?;
+        let address = self.socket(&what.path(vm, disk))?;
         websocket::open_disk(address, Arc::clone(&self.tls)).await
     }
 

@@ -1,4 +1,4 @@
-//! A VM that runs, as a libvirt domain: its disks are the sockets of its running filter.
+//! A VM that runs, as a libvirt domain: its disks are the sockets where QEMU and its running filter meet.
 
 use std::fmt::Write;
 
@@ -7,9 +7,10 @@ use vmseal_api::model::Vm;
 
 /// What stands above the domain: what it is good for, and what not.
 const NOTE: &str = "
-  What vmseal runs, as a libvirt domain. The disks are the sockets of the running vmseal-filter.
-  libvirt cannot start it as it is: a filter serves one QEMU at a time, and vmseal's own is connected;
-  it takes connections of the agent's user alone; and its sockets go when the VM stops.
+  What vmseal runs, as a libvirt domain. The disks' sockets are where its QEMU and the running
+  vmseal-filter meet. libvirt cannot start it as it is: vmseal's QEMU listens there and the agent connects
+  the filter, so that a guest outlives its filter, where libvirt's would connect; a filter serves one QEMU
+  at a time; and the sockets go when the VM stops.
 ";
 
 /// The domain, for a VM that runs on the host of this description.

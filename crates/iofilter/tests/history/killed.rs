@@ -4,13 +4,8 @@
 use std::collections::HashMap;
 use std::fs::File;
 use std::ops::Range;
-use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::PermissionsExt;
-use std::os::unix::net::UnixStream;
-use std::os::unix::process::CommandExt;
-use std::path::Path;
-use std::process::{Child, Command, Stdio};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use serde_json::{Value, json};
 use vm_memory::{Bytes, GuestAddress};
@@ -18,6 +13,7 @@ use vm_memory::{Bytes, GuestAddress};
 use crate::checker::{End, History, Read, Write};
 use crate::initiator::{BASE, DATA, Initiator, NEXT, WRITE};
 use crate::stamp::{self, Found, Stamp};
+use crate::successor::Filter;
 use crate::{BLOCK, seed};
 
 const SIZE: u64 = 16 << 20;
@@ -31,87 +27,6 @@ const KILLS: usize = 10;
 const DISK: u64 = 0x6b69_6c6c;
 
 const OK: u8 = 0;
-
-struct Filter(Child);
-
-impl Filter {
-    /// A filter on the image, which it holds the lock of, as the agent starts it.
-    fn start(directory: &Path, chain: &Value) -> Self {
-        let _ = std::fs::remove_file(directory.join("vhost"));
-        let image = locked(&directory.join("disk"));
-        let path = |name: &str| directory.join(name);
-        let config = json!({
-            "version": 1,
-            "vm": "01890a5d-ac96-774b-bcce-b302099a8057",
-            "control": { "path": path("control") },
-            "disks": [{
-                "disk": "01890a5d-ac96-774b-bcce-b302099a8058",
-                "size": SIZE,
-                "serial": "vmseal-0",
-                "chain": chain,
-                "backend": { "kind": "file", "file": { "fd": image.as_raw_fd() }, "offset": 0 },
-                "front_end": {
-                    "kind": "vhost_user_blk", "socket": { "path": path("vhost") }, "queues": 1
-                }
-            }]
-        });
-        std::fs::write(path("config"), config.to_string()).unwrap();
-        let log = File::options().create(true).append(true).open(path("log")).unwrap();
-        let fd = image.as_raw_fd();
-        let mut command = Command::new(env!("CARGO_BIN_EXE_vmseal-filter"));
-        command.arg("--config").arg(path("config")).stderr(Stdio::from(log));
-        // SAFETY: fcntl is async-signal-safe, and nothing is allocated.
-        unsafe {
-            command.pre_exec(move || {
-                libc::fcntl(fd, libc::F_SETFD, 0);
-                Ok(())
-            });
-        }
-        Self(command.spawn().unwrap())
-    }
-
-    fn kill(&mut self) {
-        self.0.kill().unwrap();
-        self.0.wait().unwrap();
-    }
-}
-
-impl Drop for Filter {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
-
-/// Opens the image anew and takes its lock, once the kernel has let go of all that the last filter had
-/// under way.
-fn locked(path: &Path) -> OwnedFd {
-    let file = File::options().read(true).write(true).open(path).unwrap();
-    let whole = libc::flock {
-        l_type: libc::F_WRLCK as i16,
-        l_whence: libc::SEEK_SET as i16,
-        l_start: 0,
-        l_len: 0,
-        l_pid: 0,
-    };
-    let until = Instant::now() + PATIENCE;
-    while nix::fcntl::fcntl(&file, nix::fcntl::FcntlArg::F_OFD_SETLK(&whole)).is_err() {
-        assert!(Instant::now() < until, "the dead filter's lock lingers");
-        std::thread::sleep(Duration::from_millis(1));
-    }
-    file.into()
-}
-
-fn connect(path: &Path) -> UnixStream {
-    let until = Instant::now() + PATIENCE;
-    loop {
-        match UnixStream::connect(path) {
-            Ok(stream) => return stream,
-            Err(error) => assert!(Instant::now() < until, "no socket: {error}"),
-        }
-        std::thread::sleep(Duration::from_millis(2));
-    }
-}
 
 /// What a slot has asked for and not been answered.
 enum Asked {
@@ -241,8 +156,8 @@ fn check(name: &str, chain: &Value, random: fastrand::Rng) -> usize {
     std::fs::set_permissions(&key, PermissionsExt::from_mode(0o600)).unwrap();
     let named = chain.to_string().replace("KEY", key.to_str().unwrap());
     let chain: Value = serde_json::from_str(&named).unwrap();
-    let mut filter = Filter::start(path, &chain);
-    let driver = Initiator::connect_with_record(connect(&path.join("vhost")), u64::MAX);
+    let (mut filter, socket) = Filter::start(path, "file", SIZE, &chain);
+    let driver = Initiator::connect_with_record(socket, u64::MAX);
     let history = History::new(vec![Found::Zeroes; BLOCKS as usize]);
     let mut guest = Guest { driver, random, under_way: HashMap::new(), history, failed: 0 };
     let mut resumed = 0;
@@ -256,8 +171,9 @@ fn check(name: &str, chain: &Value, random: fastrand::Rng) -> usize {
         filter.kill();
         while guest.answer(Duration::ZERO) {}
         resumed += guest.under_way.len();
-        filter = Filter::start(path, &chain);
-        guest.driver.reconnect(connect(&path.join("vhost")));
+        let socket;
+        (filter, socket) = Filter::start(path, "file", SIZE, &chain);
+        guest.driver.reconnect(socket);
     }
     guest.finish();
     guest.read_all();

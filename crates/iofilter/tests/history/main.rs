@@ -12,6 +12,8 @@ mod initiator;
 mod killed;
 mod platter;
 mod stamp;
+#[path = "../successor/mod.rs"]
+mod successor;
 
 use std::collections::HashSet;
 use std::hash::{BuildHasher, RandomState};

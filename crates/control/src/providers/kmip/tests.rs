@@ -344,6 +344,26 @@ async fn a_kms_that_is_away_is_an_alarm_and_what_was_put_off_is_done_when_it_is_
     here.providers.remove(&provider, "me").await.unwrap();
 }
 
+/// A question that was marked and sent to the server `one`, and not answered.
+fn asked_of_one(vm: VmId, request: Uuid) -> KeyRequest {
+    KeyRequest {
+        request,
+        mark: Uuid::from_u128(33),
+        sent: Timestamp::now(),
+        vm,
+        server: "one".to_owned(),
+        marked: true,
+        key_id: None,
+        abandoned: false,
+    }
+}
+
+async fn put(here: &Here, provider: ProviderId, noted: &KeyRequest) {
+    let mut write = here.store.write().await.unwrap();
+    key_requests::put(&mut write, provider, noted).await.unwrap();
+    write.commit().await.unwrap();
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_key_of_a_request_without_an_answer_is_found_again() {
     let authority = Authority::new("kms");
@@ -353,21 +373,8 @@ async fn the_key_of_a_request_without_an_answer_is_found_again() {
     let (provider, kms) = here.add(&[at("one", &server.endpoint())], &authority, &identity).await;
     let own = client(&server, &authority, &identity);
     let (vm, request) = (VmId::new(), Uuid::from_u128(3));
-    let noted = KeyRequest {
-        request,
-        mark: Uuid::from_u128(33),
-        sent: Timestamp::now(),
-        vm,
-        server: "one".to_owned(),
-        marked: true,
-        key_id: None,
-        abandoned: false,
-    };
-    let put = async |noted: KeyRequest| {
-        let mut write = here.store.write().await.unwrap();
-        key_requests::put(&mut write, provider.id, &noted).await.unwrap();
-        write.commit().await.unwrap();
-    };
+    let noted = asked_of_one(vm, request);
+    let put = async |noted: KeyRequest| put(&here, provider.id, &noted).await;
     // It ended between the question and the note of its answer: the key is there.
     let (first, _) = kms.create_key(vm, request).await.unwrap();
     let mut known =
@@ -403,21 +410,8 @@ async fn a_key_that_is_made_after_nobody_waits_for_it_is_found_and_destroyed() {
         key_requests::of_provider(&mut read, provider.id).await.unwrap()
     };
     let (vm, request) = (VmId::new(), Uuid::from_u128(3));
-    let sent = KeyRequest {
-        request,
-        mark: Uuid::from_u128(33),
-        sent: Timestamp::now(),
-        vm,
-        server: "one".to_owned(),
-        marked: true,
-        key_id: None,
-        abandoned: false,
-    };
-    let put = async |noted: &KeyRequest| {
-        let mut write = here.store.write().await.unwrap();
-        key_requests::put(&mut write, provider.id, noted).await.unwrap();
-        write.commit().await.unwrap();
-    };
+    let sent = asked_of_one(vm, request);
+    let put = async |noted: &KeyRequest| put(&here, provider.id, noted).await;
     put(&sent).await;
     // The task is not kept waiting: it has another key.
     let (other, _) = kms.create_key(vm, request).await.unwrap();
