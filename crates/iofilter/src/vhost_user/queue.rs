@@ -2,7 +2,7 @@
 //! and answers.
 //!
 //! ```text
-//!            pass: take ≤ BATCH from the ring → chain → answer all that is done → one notification
+//!            pass: take some from the ring → chain → answer all that is done → one notification
 //!   Serving ──stop──> Draining ──nothing in flight──> ended: the chain and the ring's position go back
 //!      └──malformed──> Broken ──nothing in flight, then stop──> ended
 //!
@@ -33,8 +33,14 @@ use crate::vhost_user::inflight::{InflightError, Record};
 use crate::vhost_user::replay::{Replay, ReplayError};
 use crate::vhost_user::request::{Asked, Malformed, Parsed, Parser};
 
-/// The most requests taken in one pass, so that answers are not held back for long.
+/// The most requests taken in one pass where the kernel works on them by itself: one system call hands
+/// them over.
 const BATCH: usize = 64;
+
+/// The same where each is done before the next is looked at: few, so that the guest is at work on the
+/// first answers and on new requests while the next are done, instead of each waiting for the other
+/// (docs/decisions/044).
+const BATCH_AT_ONCE: usize = 4;
 
 /// The longest time to poll before sleeping: about what a sleep and wake-up cost.
 const WINDOW_MAX: Duration = Duration::from_micros(32);
@@ -164,6 +170,8 @@ struct Worker {
     phase: Phase,
     parser: Parser,
     pending: Vec<Option<Pending>>,
+    /// The most requests taken in one pass.
+    batch: usize,
     replay: Option<Replay>,
     window: Duration,
 }
@@ -185,7 +193,9 @@ impl Worker {
     fn new(setup: Setup, chain: Chain, stop: Arc<Stop>) -> Self {
         let pending = vec![None; chain.capacity()];
         let (phase, parser) = (Phase::Serving, Parser::default());
-        Self { setup, chain, stop, phase, parser, pending, replay: None, window: Duration::ZERO }
+        let batch = if chain.wait_handle().is_none() { BATCH_AT_ONCE } else { BATCH };
+        let (replay, window) = (None, Duration::ZERO);
+        Self { setup, chain, stop, phase, parser, pending, batch, replay, window }
     }
 
     fn check_ring(&mut self) {
@@ -254,7 +264,7 @@ impl Worker {
         let mut taken = 0;
         // Read once, and only by a pass that takes something.
         let mut began = None;
-        while taken < BATCH {
+        while taken < self.batch {
             let Some(id) = self.chain.begin() else { break };
             match self.next(id) {
                 Ok(Some((head, parsed))) => {
