@@ -133,12 +133,14 @@ mod tests {
 
     #[test]
     fn a_process_that_wakes_up_and_waits_again_is_told_from_one_that_sleeps() {
-        let mut sleeper = Command::new("sleep").arg("60").spawn().unwrap();
-        let mut waker = Command::new("sh")
-            .args(["-c", "while :; do sleep 0.001; done"])
-            .stdin(Stdio::null())
-            .spawn()
-            .unwrap();
+        // They end by themselves should this test fail, and hold nothing of ours open.
+        let start = |script: &str| {
+            let mut command = Command::new("sh");
+            command.args(["-c", script]).stdin(Stdio::null());
+            command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap()
+        };
+        let mut sleeper = start("exec sleep 60");
+        let mut waker = start("for i in $(seq 5000); do sleep 0.001; done");
         let begin = Instant::now();
         let (mut asleep, first) = (waits(sleeper.id()).unwrap(), waits(waker.id()).unwrap());
         while waits(waker.id()).unwrap() < first + 20 {
