@@ -45,7 +45,8 @@ pub fn own() -> io::Result<Duration> {
 pub fn waits(pid: u32) -> io::Result<u64> {
     let mut sum = 0;
     for thread in std::fs::read_dir(format!("/proc/{pid}/task"))? {
-        let status = std::fs::read_to_string(thread?.path().join("status"))?;
+        // One that ends meanwhile is one that it has no more: its file cannot be opened, or not be read.
+        let Ok(status) = std::fs::read_to_string(thread?.path().join("status")) else { continue };
         sum += status
             .lines()
             .find_map(|line| line.strip_prefix("voluntary_ctxt_switches:")?.trim().parse().ok())

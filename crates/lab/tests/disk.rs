@@ -175,6 +175,25 @@ fn a_server_that_dies_ends_the_load_at_once() {
 }
 
 #[test]
+fn a_socket_that_is_there_before_its_server_listens_is_tried_again() {
+    let stand = stand();
+    let socket = &stand.server.sockets()[0];
+    let aside = socket.with_extension("aside");
+    std::fs::rename(socket, &aside).unwrap();
+    // Bound, and nobody listens.
+    drop(std::os::unix::net::UnixDatagram::bind(socket).unwrap());
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            std::thread::sleep(Duration::from_millis(100));
+            std::fs::rename(&aside, socket).unwrap();
+        });
+        let begin = Instant::now();
+        stand.run(&workload(Order::Random, Direction::Read, 4096, 1), Wait::Sleep, 0).unwrap();
+        assert!(begin.elapsed() >= Duration::from_millis(50), "it was refused before");
+    });
+}
+
+#[test]
 fn queues_that_cannot_be_are_refused() {
     let stand = stand();
     for (depth, block) in [(0, 4096), (342, 4096), (1, 0), (1, 513), (1, 8 << 20)] {

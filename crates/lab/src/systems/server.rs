@@ -16,6 +16,8 @@ use crate::initiator::{Initiator, InitiatorError, Nbd, VhostUser, Wait};
 
 /// How long a server may take until its socket is there. QEMU's key derivation takes about a second.
 const START: Duration = Duration::from_secs(30);
+/// How long it may then take to listen on it.
+const LISTENING: Duration = Duration::from_secs(2);
 /// How long it may take to end by itself.
 const STOP: Duration = Duration::from_secs(5);
 /// How much of the log an error quotes, in bytes.
@@ -122,7 +124,8 @@ impl Server {
         server
     }
 
-    /// A client of one of its disks, for `depth` requests of up to `block` bytes.
+    /// A client of one of its disks, for `depth` requests of up to `block` bytes. A socket is there a moment
+    /// before its server listens, so one that refuses is tried again for a while.
     ///
     /// # Errors
     /// Any [`InitiatorError`] but those of requests.
@@ -130,6 +133,27 @@ impl Server {
     /// # Panics
     /// If there is no such disk.
     pub fn connect(
+        &self,
+        disk: usize,
+        depth: u16,
+        block: u32,
+        wait: Wait,
+    ) -> Result<Box<dyn Initiator>, InitiatorError> {
+        let begin = Instant::now();
+        loop {
+            match self.try_to_connect(disk, depth, block, wait) {
+                Err(InitiatorError::Connect { source, .. })
+                    if source.kind() == io::ErrorKind::ConnectionRefused
+                        && begin.elapsed() < LISTENING =>
+                {
+                    std::thread::sleep(Duration::from_millis(2));
+                }
+                result => return result,
+            }
+        }
+    }
+
+    fn try_to_connect(
         &self,
         disk: usize,
         depth: u16,
