@@ -18,7 +18,7 @@ test: prerequisites ## every check and every test, real guests included
 demo: build ## an encrypted VM on this machine, from creation to proof; PROVIDER=kmip: with keys of a key server
 	scripts/demo --provider $(or $(PROVIDER),native)
 
-bench: prerequisites ## measure vmseal beside QEMU's storage daemon
+bench: prerequisites ## measure vmseal beside QEMU's storage daemon and nbdkit
 	scripts/bench
 
 install: prerequisites ## programs, manual pages, completions, systemd units; PREFIX=/usr/local, DESTDIR=

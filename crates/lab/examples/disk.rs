@@ -4,7 +4,7 @@ use anyhow::Context;
 use clap::Parser;
 use vmseal_lab::BenchArguments;
 
-/// Compare vmseal's disks with QEMU's storage daemon, plain and encrypted
+/// Compare vmseal's disks with QEMU's storage daemon and nbdkit, plain and encrypted
 #[derive(Parser)]
 struct Line {
     #[command(flatten)]

@@ -7,41 +7,47 @@ use std::time::Duration;
 use clap::Args;
 use clap::builder::PossibleValuesParser;
 
-use crate::experiment::{self, Cores, ExperimentError, Plan, Progress};
-use crate::goals::{self, Goal, GoalsError};
-use crate::initiator::Wait;
-use crate::load::{WORKLOADS, Workload};
-use crate::machine::{self, Machine};
-use crate::report::{self, Report, Settings};
-use crate::statistics::VALUES_MAX;
-use crate::systems::{Program, StorageDaemon, System, Vmseal};
+use vmseal_api::filter::Direct;
 
-/// The systems under test, by name.
-pub const SYSTEMS: [&str; 4] =
-    ["vmseal-encrypted", "vmseal-plain", "storage-daemon-plain", "storage-daemon-luks"];
+use crate::experiment::{self, Cores, ExperimentError, Outcome, Plan, Progress};
+use crate::goals::{self, GoalsError};
+use crate::initiator::Wait;
+use crate::load::Workload;
+use crate::machine::{self, Machine};
+use crate::report::{self, Measured, Obstacle, Report};
+use crate::sections::{IDLE, SECTIONS, SYSTEMS, Section, Storage, workload_ids};
+use crate::statistics::VALUES_MAX;
+use crate::systems::{Nbdkit, Program, SEVERAL, StorageDaemon, System, Transport, Vmseal};
 
 const MIB: u64 = 1 << 20;
 
 /// The choices of `vmseal lab disk`.
 #[derive(Args, Clone, Debug)]
 pub struct BenchArguments {
-    /// How often everything is measured; below 5 no goal can be resolved
+    /// How often everything is measured; below 5 no goal can be resolved. Where a few percent are the
+    /// question, ten shorter rounds take the place of each
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=VALUES_MAX as i64))]
     pub rounds: u32,
     /// Seconds that each system is measured under each load in a round
-    #[arg(long, default_value_t = 3.0, value_parser = seconds)]
+    #[arg(long, default_value_t = 1.5, value_parser = seconds)]
     pub seconds: f64,
-    /// Size of each disk in MiB
+    /// Size of each system's disks together in MiB
     #[arg(long, default_value_t = 1024, value_parser = clap::value_parser!(u64).range(16..=1 << 20))]
     pub size_mib: u64,
-    /// Where the disks are made; in memory, the storage's own noise stays out
+    /// Where disks in memory are made; there, the storage's own noise stays out
     #[arg(long, default_value = "/dev/shm")]
     pub directory: PathBuf,
+    /// Where disks on ext4 are made; without one, they are left out
+    #[arg(long, default_value = "target")]
+    pub ext4_directory: PathBuf,
+    /// Only these sections
+    #[arg(long, value_delimiter = ',', value_parser = PossibleValuesParser::new(SECTIONS.map(|s| s.id)))]
+    pub sections: Vec<String>,
     /// Only these systems
     #[arg(long, value_delimiter = ',', value_parser = PossibleValuesParser::new(SYSTEMS))]
     pub systems: Vec<String>,
     /// Only these loads
-    #[arg(long, value_delimiter = ',', value_parser = PossibleValuesParser::new(WORKLOADS.map(|w| w.id)))]
+    #[arg(long, value_delimiter = ',', value_parser = PossibleValuesParser::new(workload_ids()))]
     pub workloads: Vec<String>,
     /// The client polls instead of sleeping until the server interrupts it
     #[arg(long)]
@@ -64,6 +70,9 @@ pub struct BenchArguments {
     /// The program qemu-img
     #[arg(long, default_value = "qemu-img")]
     pub image_tool: PathBuf,
+    /// The program nbdkit; without it, NBD is left out
+    #[arg(long, default_value = "nbdkit")]
+    pub nbdkit: PathBuf,
 }
 
 /// A length of time that a cell may have.
@@ -102,22 +111,31 @@ pub fn run(
     observe: &mut dyn FnMut(Progress<'_>),
 ) -> Result<Report, BenchError> {
     let goals = goals::read(&arguments.goals)?;
-    let plan = arguments.plan();
-    let systems = arguments.systems();
     let (started, commit) = (jiff::Timestamp::now(), machine::commit());
-    let machine = Machine::here(&arguments.storage_daemon);
-    let outcome = experiment::run(&plan, &systems, observe)?;
-    let assess = |goal: &Goal| goals::assess(goal, &outcome.cells);
-    let report = Report {
-        version: report::VERSION,
-        started,
-        commit,
-        machine,
-        settings: Settings::of(&plan),
-        goals: goals.iter().map(assess).collect(),
-        summaries: report::summarize(&outcome),
-        cells: outcome.cells,
-    };
+    let machine = Machine::here(&arguments.storage_daemon, &arguments.nbdkit);
+    let (mut sections, mut obstacles, mut all) = (Vec::new(), Vec::new(), Outcome::default());
+    for section in &SECTIONS {
+        let (plan, systems) = (arguments.plan(section), arguments.systems(section));
+        if systems.is_empty() || plan.workloads.is_empty() && !plan.idle {
+            continue;
+        }
+        if let Some(why) = arguments.obstacle(section) {
+            obstacles.push(Obstacle { section: section.id, why });
+            continue;
+        }
+        observe(Progress::Section(section.id, section.title));
+        let outcome = experiment::run(&plan, &systems, &mut |progress| {
+            if section.tells(&progress) {
+                observe(progress);
+            }
+        })?;
+        sections.push(Measured::of(section, &plan, &outcome));
+        all.cells.extend(outcome.cells);
+        all.idle.extend(outcome.idle);
+    }
+    let goals = goals.iter().map(|goal| goals::assess(goal, &all)).collect();
+    let report =
+        Report { version: report::VERSION, started, commit, machine, goals, sections, obstacles };
     let path = arguments.json.clone();
     report.write(&path).map_err(|source| BenchError::Write { path, source })?;
     Ok(report)
@@ -126,63 +144,99 @@ pub fn run(
 /// Tells on standard error what an experiment is about to do.
 pub fn narrate(progress: Progress<'_>) {
     match progress {
+        Progress::Section(id, title) => eprintln!("{id}: {title}"),
         Progress::Filling(system) => eprintln!("{system}: fill a disk and read it back"),
         Progress::Round(round, rounds) => eprintln!("round {round} of {rounds}"),
         Progress::Done(cell) => eprintln!(
-            "  {:<22} {:<22} {:>8.1} kIOPS {:>7.0} MB/s {:>9.2} µs CPU",
+            "  {:<26} {:<24} {:>8.1} kIOPS {:>7.0} MB/s {:>9.2} µs CPU",
             cell.workload,
             cell.system,
             cell.iops / 1e3,
             cell.throughput / 1e6,
             cell.cpu_per_io / 1e3
         ),
+        Progress::Idle(idle) => eprintln!(
+            "  {IDLE:<26} {:<24} {:>8} ns CPU {:>4} wake-ups in {:.1} s",
+            idle.system, idle.cpu, idle.waits, idle.seconds
+        ),
     }
 }
 
 impl BenchArguments {
-    fn plan(&self) -> Plan {
-        let chosen = |workload: &Workload| {
-            self.workloads.is_empty() || self.workloads.iter().any(|id| id == workload.id)
+    fn plan(&self, section: &Section) -> Plan {
+        let chosen = |id: &str| chosen(&self.workloads, id);
+        let cell = Duration::from_secs_f64(self.seconds) / section.cuts;
+        let directory = match section.storage {
+            Storage::Memory => &self.directory,
+            Storage::Ext4 => &self.ext4_directory,
         };
-        let cell = Duration::from_secs_f64(self.seconds);
+        let workload = |workload: &&Workload| chosen(workload.id);
         Plan {
-            workloads: WORKLOADS.into_iter().filter(chosen).collect(),
-            rounds: self.rounds,
+            workloads: section.workloads.iter().filter(workload).copied().collect(),
+            idle: section.idle && chosen(IDLE),
+            limit: section.limit,
+            rounds: (self.rounds * section.cuts).min(VALUES_MAX as u32),
             cell,
             // A tenth, so that even the shortest cell starts warm.
             warm_up: cell / 10,
             wait: if self.poll { Wait::Poll } else { Wait::Sleep },
             verify: self.verify,
-            directory: self.directory.clone(),
+            directory: directory.clone(),
             size: self.size_mib * MIB,
             cores: two_cores(),
         }
     }
 
-    fn systems(&self) -> Vec<Box<dyn System>> {
-        let chosen = |id: &&str| self.systems.is_empty() || self.systems.iter().any(|s| s == id);
-        SYSTEMS.iter().filter(|id| chosen(id)).map(|id| self.system(id)).collect()
+    /// The section's systems that are to be measured; none if the section is not.
+    fn systems(&self, section: &Section) -> Vec<Box<dyn System>> {
+        if !chosen(&self.sections, section.id) {
+            return Vec::new();
+        }
+        let ids = section.systems.iter().filter(|id| chosen(&self.systems, id));
+        ids.map(|id| self.system(id, section)).collect()
     }
 
-    fn system(&self, id: &str) -> Box<dyn System> {
-        let advice = "build it with: cargo build --release -p vmseal-iofilter";
-        let path = self.filter.clone().unwrap_or_else(beside_this_program);
-        let filter = Program { path, advice };
-        let advice = "install Debian's package qemu-utils";
-        let daemon = Program {
-            path: self.storage_daemon.clone(),
-            advice: "install Debian's package qemu-system-common",
-        };
-        let image_tool = Program { path: self.image_tool.clone(), advice };
-        match id {
-            "vmseal-encrypted" => Box::new(Vmseal { filter, encrypted: true }),
-            "vmseal-plain" => Box::new(Vmseal { filter, encrypted: false }),
-            _ => {
-                let luks = id == "storage-daemon-luks";
-                Box::new(StorageDaemon { luks, daemon, image_tool })
-            }
-        }
+    /// Why the section cannot be measured here.
+    fn obstacle(&self, section: &Section) -> Option<String> {
+        let nbd = section.transport == Transport::Nbd;
+        let program = || self.nbdkit().obstacle().filter(|_| nbd);
+        section.storage.obstacle(&self.ext4_directory).or_else(program)
     }
+
+    fn nbdkit(&self) -> Program {
+        Program { path: self.nbdkit.clone(), advice: "install Debian's package nbdkit" }
+    }
+
+    fn system(&self, id: &str, section: &Section) -> Box<dyn System> {
+        let advice = "install Debian's package qemu-utils";
+        let image_tool = Program { path: self.image_tool.clone(), advice };
+        let luks = id.ends_with("-luks");
+        if id.starts_with("nbdkit") {
+            return Box::new(Nbdkit { luks, nbdkit: self.nbdkit(), image_tool });
+        }
+        if id.starts_with("storage-daemon") {
+            let advice = "install Debian's package qemu-system-common";
+            let daemon = Program { path: self.storage_daemon.clone(), advice };
+            return Box::new(StorageDaemon { luks, daemon, image_tool });
+        }
+        let path = self.filter.clone().unwrap_or_else(beside_this_program);
+        let advice = "build it with: cargo build --release -p vmseal-iofilter";
+        Box::new(Vmseal {
+            filter: Program { path, advice },
+            encrypted: id.starts_with("vmseal-encrypted"),
+            transport: section.transport,
+            direct: match section.storage {
+                Storage::Memory => Direct::Auto,
+                Storage::Ext4 => Direct::On,
+            },
+            disks: if id.ends_with("-8-disks") { SEVERAL } else { 1 },
+        })
+    }
+}
+
+/// Whether a choice, where there is one, includes `id`.
+fn chosen(choice: &[String], id: &str) -> bool {
+    choice.is_empty() || choice.iter().any(|chosen| chosen == id)
 }
 
 /// The first two cores that this process may use.
@@ -208,6 +262,7 @@ mod tests {
     use clap::Parser;
 
     use super::*;
+    use crate::systems::Place;
 
     #[derive(Parser)]
     struct Line {
@@ -222,19 +277,72 @@ mod tests {
 
     #[test]
     fn every_system_has_the_name_it_is_chosen_by() {
-        let systems = parse("").unwrap().systems();
-        assert_eq!(systems.iter().map(|system| system.id()).collect::<Vec<_>>(), SYSTEMS);
-        let encrypting: Vec<bool> = systems.iter().map(|system| system.encrypts()).collect();
-        assert_eq!(encrypting, [true, false, false, true]);
+        let arguments = parse("").unwrap();
+        for section in &SECTIONS {
+            let systems = arguments.systems(section);
+            let named: Vec<&str> = systems.iter().map(|system| system.id()).collect();
+            assert_eq!(named, section.systems, "{}", section.id);
+            for system in systems {
+                let encrypts = !system.id().ends_with("plain");
+                assert_eq!(system.encrypts(), encrypts, "{}", system.id());
+                let place = Place { directory: "/x".into(), size: 64 << 20 };
+                let disks = if system.id().contains("8") { 8 } else { 1 };
+                assert_eq!(system.places(&place).len(), disks, "{}", system.id());
+            }
+        }
     }
 
     #[test]
-    fn systems_and_loads_can_be_chosen() {
-        let chosen =
-            parse("--systems storage-daemon-plain --workloads 4k-random-read --poll").unwrap();
-        assert_eq!(chosen.systems().len(), 1);
-        let plan = chosen.plan();
-        assert_eq!((plan.workloads.len(), plan.wait), (1, Wait::Poll));
+    fn sections_systems_and_loads_can_be_chosen() {
+        let of = |line: &str| {
+            let chosen = parse(line).unwrap();
+            let mut measured = Vec::new();
+            for section in &SECTIONS {
+                let (plan, systems) = (chosen.plan(section), chosen.systems(section));
+                let counts = (systems.len(), plan.workloads.len(), plan.idle);
+                if counts.0 > 0 && (counts.1 > 0 || counts.2) {
+                    measured.push((section.id, counts));
+                }
+            }
+            measured
+        };
+        let line = "--systems storage-daemon-plain --workloads 4k-random-read";
+        assert_eq!(of(line), [("memory", (1, 1, false))]);
+        assert_eq!(of("--workloads idle"), [("memory", (4, 0, true))]);
+        assert_eq!(
+            of("--sections nbd,scaling"),
+            [("scaling", (2, 1, false)), ("nbd", (4, 2, false))]
+        );
+        assert_eq!(of("--sections nbd --systems storage-daemon-luks"), []);
+        assert_eq!(of("").len(), SECTIONS.len());
+    }
+
+    #[test]
+    fn a_round_that_is_cut_takes_no_longer() {
+        let arguments = parse("--rounds 7 --seconds 3 --poll").unwrap();
+        let time = |plan: &Plan| plan.cell * plan.rounds;
+        let (memory, ext4) = (arguments.plan(&SECTIONS[0]), arguments.plan(&SECTIONS[1]));
+        assert_eq!((memory.rounds, ext4.rounds), (7, 70));
+        assert_eq!(
+            (time(&memory), time(&ext4)),
+            (Duration::from_secs(21), Duration::from_secs(21))
+        );
+        assert_eq!((memory.directory, ext4.directory), ("/dev/shm".into(), "target".into()));
+        assert_eq!(memory.wait, Wait::Poll);
+    }
+
+    #[test]
+    fn what_a_section_needs_is_asked_for_before() {
+        let without = parse("--nbdkit /nonexistent/nbdkit --ext4-directory /proc").unwrap();
+        let obstacle = |id: &str| {
+            let section = SECTIONS.iter().find(|section| section.id == id).unwrap();
+            without.obstacle(section)
+        };
+        assert_eq!(obstacle("memory"), None);
+        assert_eq!(obstacle("scaling"), None);
+        assert!(obstacle("ext4").unwrap().contains("not on ext4"));
+        let nbd = obstacle("nbd").unwrap();
+        assert!(nbd.contains("/nonexistent/nbdkit cannot be run; install"), "{nbd}");
     }
 
     #[test]
@@ -247,6 +355,7 @@ mod tests {
             "--size-mib 1",
             "--systems foo",
             "--workloads foo",
+            "--sections foo",
         ] {
             assert!(parse(line).is_err(), "{line}");
         }

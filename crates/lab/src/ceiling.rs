@@ -108,11 +108,11 @@ impl Ceiling {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::load::WORKLOADS;
+    use crate::sections::SECTIONS;
 
     #[test]
     fn large_loads_have_a_limit_and_it_is_worked_for() {
-        let of: Vec<_> = WORKLOADS.iter().filter(|load| Ceiling::is_of(load)).collect();
+        let of: Vec<_> = SECTIONS[0].workloads.iter().filter(|load| Ceiling::is_of(load)).collect();
         assert!(of.iter().all(|load| load.id.starts_with("512k")) && of.len() == 3);
         let mut ceiling = Ceiling::new(Path::new("/dev/shm"), 2 << 20).unwrap();
         for load in of {

@@ -1,4 +1,4 @@
-//! What is used: CPU time and memory of a server process from outside, of the calling thread, and of the whole machine.
+//! What is used: CPU time and memory of a server process from outside, of this one, and of the whole machine.
 
 use std::io;
 use std::time::Duration;
@@ -30,12 +30,29 @@ impl ProcessClock {
     }
 }
 
-/// What the calling thread has used since it started.
+/// What this process has used since it started.
 ///
 /// # Errors
 /// The kernel's.
-pub fn thread() -> io::Result<Duration> {
-    Ok(ClockId::CLOCK_THREAD_CPUTIME_ID.now()?.into())
+pub fn own() -> io::Result<Duration> {
+    Ok(ClockId::CLOCK_PROCESS_CPUTIME_ID.now()?.into())
+}
+
+/// How often the threads that a process has now gave up their CPU to wait for something (proc(5)).
+///
+/// # Errors
+/// The process has ended.
+pub fn waits(pid: u32) -> io::Result<u64> {
+    let mut sum = 0;
+    for thread in std::fs::read_dir(format!("/proc/{pid}/task"))? {
+        // One that ends meanwhile is one that it has no more: its file cannot be opened, or not be read.
+        let Ok(status) = std::fs::read_to_string(thread?.path().join("status")) else { continue };
+        sum += status
+            .lines()
+            .find_map(|line| line.strip_prefix("voluntary_ctxt_switches:")?.trim().parse().ok())
+            .unwrap_or(0u64);
+    }
+    Ok(sum)
 }
 
 /// The memory that a process has for itself (RssAnon of proc(5)), in bytes: not what it maps of files or
@@ -113,5 +130,32 @@ mod tests {
             child.wait().unwrap();
         }
         assert!(clocks[1].read().is_err(), "the process has ended");
+    }
+
+    #[test]
+    fn a_process_that_wakes_up_and_waits_again_is_told_from_one_that_sleeps() {
+        // They end by themselves should this test fail, and hold nothing of ours open.
+        let start = |script: &str| {
+            let mut command = Command::new("sh");
+            command.args(["-c", script]).stdin(Stdio::null());
+            command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap()
+        };
+        let mut sleeper = start("exec sleep 60");
+        let mut waker = start("for i in $(seq 5000); do sleep 0.001; done");
+        let begin = Instant::now();
+        let (mut asleep, first) = (waits(sleeper.id()).unwrap(), waits(waker.id()).unwrap());
+        while waits(waker.id()).unwrap() < first + 20 {
+            assert!(begin.elapsed() < Duration::from_secs(30), "the waker did not wake up");
+            // Once it is asleep: it may still be starting.
+            asleep = asleep.max(waits(sleeper.id()).unwrap());
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        let ended = waits(sleeper.id()).unwrap();
+        assert!(ended <= asleep + 1, "{asleep} {ended}");
+        for child in [&mut sleeper, &mut waker] {
+            child.kill().unwrap();
+            child.wait().unwrap();
+        }
+        assert!(waits(u32::MAX).is_err());
     }
 }

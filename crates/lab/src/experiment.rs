@@ -1,9 +1,10 @@
 //! The order in which things are measured, so that the machine's moods hit all systems alike.
 //!
 //! ```text
-//! once:   each system: make the disk → fill it through the server → look at the file
+//! once:   each system: make its disks → fill them through the server → look at the files
 //!         → restart the server → read all back
-//! round:  start all servers → for each workload: the computed limit, each system in turn, one cell → stop all
+//! round:  start all servers → for each workload: the computed limit, each system in turn, one cell
+//!         → each system in turn without work → stop all
 //! ```
 //!
 //! The systems' order turns by one from round to round. What is compared is compared within a round.
@@ -17,9 +18,11 @@ use serde::Serialize;
 
 use crate::ceiling::{self, Ceiling, CeilingError};
 use crate::clock::{self, ProcessClock};
+use crate::idle::{self, Idle};
 use crate::initiator::{Initiator, InitiatorError, Operation, Wait};
 use crate::load::{self, Direction, Extent, LoadError, Order, Workload};
 use crate::pattern::Pattern;
+use crate::sections::IDLE;
 use crate::systems::{Place, Server, System, SystemError, check_at_rest};
 
 /// What filling and checking use: large and sequential, for every system's sake.
@@ -30,6 +33,9 @@ const FILL: Workload = Workload {
     block: 512 * 1024,
     depth: 8,
 };
+/// What an idle disk is woken with before it is left alone.
+const WAKING: Workload =
+    Workload { id: IDLE, order: Order::Random, direction: Direction::Read, block: 4096, depth: 32 };
 /// Every disk holds this.
 const PATTERN_SEED: u64 = 0x766d_7365_616c;
 
@@ -38,6 +44,10 @@ const PATTERN_SEED: u64 = 0x766d_7365_616c;
 pub struct Plan {
     /// The loads.
     pub workloads: Vec<Workload>,
+    /// Whether disks are left alone for a cell, too.
+    pub idle: bool,
+    /// Whether the computed limit stands beside large loads.
+    pub limit: bool,
     /// How often everything is measured.
     pub rounds: u32,
     /// How long a cell is measured.
@@ -50,7 +60,7 @@ pub struct Plan {
     pub verify: bool,
     /// Where the disks are.
     pub directory: PathBuf,
-    /// The size of a disk, in bytes; a multiple of the largest block.
+    /// The size of each system's disks together, in bytes; a multiple of the largest block.
     pub size: u64,
     /// The cores of server and client; none on a machine of one core.
     pub cores: Option<Cores>,
@@ -61,7 +71,7 @@ pub struct Plan {
 pub struct Cores {
     /// All threads of the server.
     pub server: usize,
-    /// The thread that makes the load.
+    /// The threads that make the load.
     pub client: usize,
 }
 
@@ -99,10 +109,12 @@ pub struct Cell {
 }
 
 /// What came out.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Outcome {
     /// In the order in which they were measured.
     pub cells: Vec<Cell>,
+    /// The same without work.
+    pub idle: Vec<Idle>,
     /// Of all rounds together, by system and workload, in nanoseconds.
     pub latencies: BTreeMap<(String, String), Histogram<u64>>,
 }
@@ -163,12 +175,16 @@ pub enum ExperimentError {
 /// What an experiment is about to do, for whoever waits.
 #[derive(Clone, Debug)]
 pub enum Progress<'a> {
+    /// A section begins: its name, and what it is about.
+    Section(&'a str, &'a str),
     /// A disk is made, filled and checked.
     Filling(&'a str),
     /// A round begins: its number from 1, and how many there are.
     Round(u32, u32),
     /// A cell is done.
     Done(&'a Cell),
+    /// The same without work.
+    Idle(&'a Idle),
 }
 
 /// Runs a plan over systems.
@@ -185,7 +201,7 @@ pub fn run(
     let root = tempfile::Builder::new().prefix("vmseal-lab-").tempdir_in(&plan.directory);
     let root = root.map_err(|source| setting(&plan.directory, source))?;
     pin(plan.cores.map(|cores| cores.client))?;
-    let ceiling = match plan.workloads.iter().any(Ceiling::is_of) {
+    let ceiling = match plan.limit && plan.workloads.iter().any(Ceiling::is_of) {
         true => Some(Ceiling::new(root.path(), plan.size)?),
         false => None,
     };
@@ -193,7 +209,7 @@ pub fn run(
     for system in systems {
         experiment.set_up(system.as_ref(), root.path())?;
     }
-    let mut outcome = Outcome { cells: Vec::new(), latencies: BTreeMap::new() };
+    let mut outcome = Outcome::default();
     for round in 0..plan.rounds {
         experiment.round(round, &mut outcome)?;
     }
@@ -236,6 +252,12 @@ struct Stand<'a> {
     place: Place,
 }
 
+impl Stand<'_> {
+    fn failed(&self, workload: &Workload, source: LoadError) -> ExperimentError {
+        ExperimentError::Load { system: self.system.id(), workload: workload.id, source }
+    }
+}
+
 struct Experiment<'a, 'o> {
     plan: &'a Plan,
     stands: Vec<Stand<'a>>,
@@ -255,31 +277,19 @@ impl<'a> Experiment<'a, '_> {
         std::fs::create_dir(&directory).map_err(|source| setting(&directory, source))?;
         let stand = Stand { system, place: Place { directory, size: self.plan.size } };
         system.prepare(&stand.place)?;
+        let places = system.places(&stand.place);
         for direction in [Direction::Write, Direction::Read] {
             let server = self.start(&stand)?;
             let workload = Workload { direction, ..FILL };
-            self.whole_disk(&server, &workload).map_err(|source| ExperimentError::Load {
-                system: system.id(),
-                workload: workload.id,
-                source,
-            })?;
+            for (disk, place) in places.iter().enumerate() {
+                whole_disk(&server, disk, place.size, &workload)
+                    .map_err(|source| stand.failed(&workload, source))?;
+            }
         }
-        check_at_rest(system, &stand.place, Pattern::new(PATTERN_SEED))?;
+        for place in &places {
+            check_at_rest(system, place, Pattern::new(PATTERN_SEED))?;
+        }
         self.stands.push(stand);
-        Ok(())
-    }
-
-    fn whole_disk(&self, server: &Server, workload: &Workload) -> Result<(), LoadError> {
-        let mut initiator = connect(server, workload, Wait::Sleep)?;
-        let clock = ProcessClock::of(server.pid()).map_err(LoadError::Clock)?;
-        let extent = Extent::Requests(self.plan.size / u64::from(workload.block));
-        let pattern = Some(Pattern::new(PATTERN_SEED));
-        load::run(&mut initiator, workload, extent, pattern, &clock, 0)?;
-        let status = initiator.run_one(Operation::Flush, 0, 0)?;
-        if status != 0 {
-            let operation = Operation::Flush;
-            return Err(LoadError::Request { operation, offset: 0, status });
-        }
         Ok(())
     }
 
@@ -294,17 +304,21 @@ impl<'a> Experiment<'a, '_> {
         for workload in &self.plan.workloads {
             self.compute_limit(round, workload, outcome)?;
             for &i in &order {
-                self.cell(round, workload, &self.stands[i], &servers[i], outcome).map_err(
-                    |source| ExperimentError::Load {
-                        system: self.stands[i].system.id(),
-                        workload: workload.id,
-                        source,
-                    },
-                )?;
+                let stand = &self.stands[i];
+                self.cell(round, workload, stand, &servers[i], outcome)
+                    .map_err(|source| stand.failed(workload, source))?;
                 if let Some(cell) = outcome.cells.last() {
                     (self.observe)(Progress::Done(cell));
                 }
             }
+        }
+        for &i in order.iter().filter(|_| self.plan.idle) {
+            let stand = &self.stands[i];
+            let time = self.plan.cell;
+            let idle = idle::measure(&servers[i], &WAKING, time, round, stand.system.id())
+                .map_err(|source| stand.failed(&WAKING, source))?;
+            (self.observe)(Progress::Idle(&idle));
+            outcome.idle.push(idle);
         }
         Ok(())
     }
@@ -346,6 +360,26 @@ impl<'a> Experiment<'a, '_> {
         Ok(())
     }
 
+    /// One cell's load: on one disk from this thread, on several from one each.
+    fn load(
+        &self,
+        round: u32,
+        workload: &Workload,
+        initiators: &mut [Box<dyn Initiator>],
+        clock: &ProcessClock,
+    ) -> Result<load::Measured, LoadError> {
+        let Plan { warm_up, cell: measured, .. } = *self.plan;
+        let pattern = self.plan.verify.then(|| Pattern::new(PATTERN_SEED));
+        // The same places in the same order for every system of a round.
+        let seed = u64::from(round);
+        if let [initiator] = initiators {
+            let extent = Extent::Time { warm_up, measured };
+            return load::run(initiator.as_mut(), workload, extent, pattern, clock, seed);
+        }
+        let times = (warm_up, measured);
+        load::run_side_by_side(initiators, workload, times, pattern, clock, seed)
+    }
+
     fn cell(
         &self,
         round: u32,
@@ -355,12 +389,11 @@ impl<'a> Experiment<'a, '_> {
         outcome: &mut Outcome,
     ) -> Result<(), LoadError> {
         let clock = ProcessClock::of(server.pid()).map_err(LoadError::Clock)?;
-        let mut initiator = connect(server, workload, self.plan.wait)?;
-        let extent = Extent::Time { warm_up: self.plan.warm_up, measured: self.plan.cell };
-        let pattern = self.plan.verify.then(|| Pattern::new(PATTERN_SEED));
-        // The same places in the same order for every system of a round.
-        let seed = u64::from(round);
-        let measured = load::run(&mut initiator, workload, extent, pattern, &clock, seed)?;
+        // Connected until all is read: what a server has for a guest is its memory, too.
+        let mut initiators = (0..server.sockets().len())
+            .map(|disk| connect(server, disk, workload, self.plan.wait))
+            .collect::<Result<Vec<_>, _>>()?;
+        let measured = self.load(round, workload, &mut initiators, &clock)?;
 
         let seconds = measured.elapsed.as_secs_f64();
         let requests = measured.requests as f64;
@@ -386,6 +419,31 @@ impl<'a> Experiment<'a, '_> {
     }
 }
 
-fn connect(server: &Server, workload: &Workload, wait: Wait) -> Result<Initiator, InitiatorError> {
-    server.connect(workload.depth, workload.block, wait)
+/// Writes a pattern all over a disk, or reads it.
+fn whole_disk(
+    server: &Server,
+    disk: usize,
+    size: u64,
+    workload: &Workload,
+) -> Result<(), LoadError> {
+    let mut initiator = connect(server, disk, workload, Wait::Sleep)?;
+    let clock = ProcessClock::of(server.pid()).map_err(LoadError::Clock)?;
+    let extent = Extent::Requests(size / u64::from(workload.block));
+    let pattern = Some(Pattern::new(PATTERN_SEED));
+    load::run(initiator.as_mut(), workload, extent, pattern, &clock, 0)?;
+    let status = initiator.run_one(Operation::Flush, 0, 0)?;
+    if status != 0 {
+        let operation = Operation::Flush;
+        return Err(LoadError::Request { operation, offset: 0, status });
+    }
+    Ok(())
+}
+
+fn connect(
+    server: &Server,
+    disk: usize,
+    workload: &Workload,
+    wait: Wait,
+) -> Result<Box<dyn Initiator>, InitiatorError> {
+    server.connect(disk, workload.depth, workload.block, wait)
 }

@@ -1,11 +1,15 @@
 //! Goals as data (`bench/goals.toml`), and the verdict on each.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use crate::experiment::Cell;
+use crate::experiment::{Cell, Outcome};
+use crate::idle::Idle;
+use crate::report::SATURATED;
+use crate::sections::IDLE;
 use crate::statistics::Interval;
 
 /// The longest goals file, in bytes: a hundred goals fit.
@@ -27,40 +31,63 @@ pub enum Metric {
     P99,
     /// The server's own memory, in bytes.
     Memory,
+    /// The server's CPU time for a second without work, in nanoseconds.
+    IdleCpu,
+    /// How often the server woke up in a second without work.
+    IdleWakeups,
 }
 
 impl Metric {
-    /// The value of a cell.
-    #[must_use]
-    pub fn of(self, cell: &Cell) -> f64 {
+    /// What was found of a system under a load, with the round.
+    fn of(self, outcome: &Outcome, system: &str, workload: &str) -> Vec<(u32, f64)> {
+        let cells = |value: fn(&Cell) -> f64| {
+            let wanted = |cell: &&Cell| cell.system == system && cell.workload == workload;
+            outcome.cells.iter().filter(wanted).map(|cell| (cell.round, value(cell))).collect()
+        };
+        let idle = |value: fn(&Idle) -> f64| {
+            let wanted = |idle: &&Idle| idle.system == system && workload == IDLE;
+            outcome.idle.iter().filter(wanted).map(|idle| (idle.round, value(idle))).collect()
+        };
         match self {
-            Self::Iops => cell.iops,
-            Self::Throughput => cell.throughput,
-            Self::CpuPerIo => cell.cpu_per_io,
-            Self::P50 => cell.p50,
-            Self::P99 => cell.p99,
-            Self::Memory => cell.memory,
+            Self::Iops => cells(|cell| cell.iops),
+            Self::Throughput => cells(|cell| cell.throughput),
+            Self::CpuPerIo => cells(|cell| cell.cpu_per_io),
+            Self::P50 => cells(|cell| cell.p50),
+            Self::P99 => cells(|cell| cell.p99),
+            Self::Memory => cells(|cell| cell.memory),
+            Self::IdleCpu => idle(|idle| idle.cpu / idle.seconds),
+            Self::IdleWakeups => idle(|idle| idle.waits / idle.seconds),
         }
     }
 
-    /// The same in requests or bytes per second of CPU time, where the metric is a rate.
-    fn by_cpu_time(self) -> Option<fn(&Cell) -> f64> {
+    fn is_a_rate(self) -> bool {
+        matches!(self, Self::Iops | Self::Throughput)
+    }
+
+    /// How it is shown to people: in how many of its own unit, with how many decimals, and what that is called.
+    fn unit(self) -> (f64, usize, &'static str) {
         match self {
-            Self::Iops => Some(|cell| 1e9 / cell.cpu_per_io),
-            Self::Throughput => Some(|cell| cell.throughput / cell.iops * 1e9 / cell.cpu_per_io),
-            Self::CpuPerIo | Self::P50 | Self::P99 | Self::Memory => None,
+            Self::Iops => (1e3, 1, "kIOPS"),
+            Self::Throughput => (1e6, 0, "MB/s"),
+            Self::CpuPerIo | Self::P50 | Self::P99 => (1e3, 2, "µs"),
+            Self::Memory => (1_048_576.0, 1, "MiB"),
+            Self::IdleCpu => (1.0, 0, "ns/s"),
+            Self::IdleWakeups => (1.0, 1, "per s"),
         }
     }
 
     /// A value with its unit, for people.
     #[must_use]
     pub fn show(self, value: f64) -> String {
-        match self {
-            Self::Iops => format!("{:.1} kIOPS", value / 1e3),
-            Self::Throughput => format!("{:.0} MB/s", value / 1e6),
-            Self::CpuPerIo | Self::P50 | Self::P99 => format!("{:.2} µs", value / 1e3),
-            Self::Memory => format!("{:.1} MiB", value / 1_048_576.0),
-        }
+        let (one, decimals, unit) = self.unit();
+        format!("{:.decimals$} {unit}", value / one)
+    }
+
+    /// An interval with its unit, for people.
+    #[must_use]
+    pub fn show_interval(self, interval: &Interval) -> String {
+        let (one, decimals, unit) = self.unit();
+        format!("{} {unit}", interval.show(|value| format!("{:.decimals$}", value / one)))
     }
 }
 
@@ -170,7 +197,8 @@ fn parse(path: &Path, text: &str) -> Result<Vec<Goal>, GoalsError> {
         if !seen.insert(&goal.id) {
             return wrong("is there twice");
         }
-        if !(goal.value.is_finite() && goal.value > 0.0) {
+        let nothing = goal.value == 0.0 && goal.compare == Compare::Alone;
+        if !(goal.value.is_finite() && goal.value > 0.0 || nothing) {
             return wrong("has a value that is not a positive number");
         }
         if Some(&goal.numerator) == goal.denominator.as_ref() {
@@ -228,8 +256,10 @@ pub struct Assessment {
     pub by_cpu_time: Option<ByCpuTime>,
 }
 
-/// A rate that the machine's other work made too noisy, taken per second of the server's CPU time
-/// instead of per second of the clock: what the ratio is where CPU is what limits.
+/// A rate that the machine's or its storage's moods made too noisy, by CPU time: what it would have been, had
+/// the time of a request of the system below the line been longer or shorter by the difference in CPU time
+/// alone. Where the server's core was what limits, that is the ratio of CPU times. Where it waited for storage,
+/// the difference may hide behind the waiting; the ratio is then the worst that it can be.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct ByCpuTime {
     /// What is said of the goal.
@@ -240,47 +270,50 @@ pub struct ByCpuTime {
 
 /// Judges a goal by the rounds in which both systems were measured.
 #[must_use]
-pub fn assess(goal: &Goal, cells: &[Cell]) -> Assessment {
-    let pairs = pairs(goal, cells, |cell| goal.metric.of(cell));
+pub fn assess(goal: &Goal, outcome: &Outcome) -> Assessment {
+    let pairs = pairs(goal, |system| goal.metric.of(outcome, system, &goal.workload));
     let ratio = ratio_of(&pairs);
     let difference = Interval::of(pairs.iter().map(|(above, below)| above - below));
-    let alone = Interval::of(alone(goal, cells));
+    let alone = goal.metric.of(outcome, &goal.numerator, &goal.workload);
+    let alone = Interval::of(alone.into_iter().map(|(_, value)| value));
     let judged = match goal.compare {
         Compare::Ratio => ratio,
         Compare::Difference => difference,
         Compare::Alone => alone,
     };
     let verdict = judged.as_ref().map_or(Verdict::NotMeasured, |judged| judge(goal, judged));
-    let by_cpu_time = if verdict == Verdict::NotResolved { by_cpu_time(goal, cells) } else { None };
+    let undecided = verdict == Verdict::NotResolved && goal.compare == Compare::Ratio;
+    let by_cpu_time =
+        if undecided && goal.metric.is_a_rate() { by_cpu_time(goal, outcome) } else { None };
     let alone = alone.filter(|_| goal.compare == Compare::Alone);
     Assessment { goal: goal.clone(), verdict, ratio, difference, alone, by_cpu_time }
 }
 
-fn by_cpu_time(goal: &Goal, cells: &[Cell]) -> Option<ByCpuTime> {
-    let ratio = ratio_of(&pairs(goal, cells, goal.metric.by_cpu_time()?))?;
-    Some(ByCpuTime { verdict: judge(goal, &ratio), ratio })
-}
-
-/// The values of both systems, for each round that has both.
-fn pairs(goal: &Goal, cells: &[Cell], value: impl Fn(&Cell) -> f64) -> Vec<(f64, f64)> {
-    let find = |system: &str, round: u32| {
-        let mut cells = cells.iter();
-        let wanted = |cell: &&Cell| {
-            cell.round == round && cell.system == system && cell.workload == goal.workload
-        };
-        cells.find(wanted).map(&value)
+fn by_cpu_time(goal: &Goal, outcome: &Outcome) -> Option<ByCpuTime> {
+    let cells = pairs(goal, |system| {
+        let wanted = |cell: &&Cell| cell.system == system && cell.workload == goal.workload;
+        outcome.cells.iter().filter(wanted).map(|cell| (cell.round, cell)).collect()
+    });
+    let ratio = |(above, below): &(&Cell, &Cell)| {
+        let time = (1e9 / below.iops).max(below.cpu_per_io);
+        time / (time + above.cpu_per_io - below.cpu_per_io)
     };
-    let Some(denominator) = &goal.denominator else { return Vec::new() };
-    let rounds = cells.iter().map(|cell| cell.round + 1).max().unwrap_or(0);
-    (0..rounds)
-        .filter_map(|round| find(&goal.numerator, round).zip(find(denominator, round)))
-        .collect()
+    let ratio = Interval::of(cells.iter().map(ratio))?;
+    let waited = cells.iter().any(|(above, _)| above.server_busy < SATURATED);
+    let verdict = match judge(goal, &ratio) {
+        // The worst that it can be.
+        Verdict::NotMet if waited && goal.relation == Relation::AtLeast => Verdict::NotResolved,
+        verdict => verdict,
+    };
+    Some(ByCpuTime { verdict, ratio })
 }
 
-/// The numerator's values.
-fn alone<'a>(goal: &'a Goal, cells: &'a [Cell]) -> impl Iterator<Item = f64> + 'a {
-    let of = |cell: &&Cell| cell.system == goal.numerator && cell.workload == goal.workload;
-    cells.iter().filter(of).map(|cell| goal.metric.of(cell))
+/// What there is of both systems, for each round that has both.
+fn pairs<T>(goal: &Goal, of: impl Fn(&str) -> Vec<(u32, T)>) -> Vec<(T, T)> {
+    let Some(denominator) = &goal.denominator else { return Vec::new() };
+    let mut below: BTreeMap<u32, T> = of(denominator).into_iter().collect();
+    let pair = |(round, above)| Some((above, below.remove(&round)?));
+    of(&goal.numerator).into_iter().filter_map(pair).collect()
 }
 
 fn ratio_of(pairs: &[(f64, f64)]) -> Option<Interval> {
@@ -306,7 +339,7 @@ fn judge(goal: &Goal, judged: &Interval) -> Verdict {
 pub(crate) mod tests {
     use super::*;
     use crate::ceiling::Ceiling;
-    use crate::load::WORKLOADS;
+    use crate::sections::SECTIONS;
 
     pub(crate) fn cell(round: u32, system: &str, workload: &str, iops: f64) -> Cell {
         Cell {
@@ -341,6 +374,10 @@ pub(crate) mod tests {
         }
     }
 
+    pub(crate) fn outcome(cells: Vec<Cell>) -> Outcome {
+        Outcome { cells, ..Outcome::default() }
+    }
+
     /// Rounds in which theirs reaches 100 and ours 100 × the ratio.
     pub(crate) fn rounds(ratios: &[f64]) -> Vec<Cell> {
         let pair = |(round, ratio): (usize, &f64)| {
@@ -367,7 +404,7 @@ pub(crate) mod tests {
             (CpuPerIo, AtMost, 0.5, &[1.9, 1.0, 1.1, 1.2, 1.3], Verdict::NotMet),
         ];
         for (metric, relation, value, ratios, verdict) in cases {
-            let judged = assess(&goal(metric, relation, value), &rounds(ratios));
+            let judged = assess(&goal(metric, relation, value), &outcome(rounds(ratios)));
             assert_eq!(judged.verdict, verdict, "{metric:?} {relation:?} {value} {ratios:?}");
         }
     }
@@ -375,7 +412,7 @@ pub(crate) mod tests {
     #[test]
     fn a_difference_and_a_value_alone_are_judged_by_themselves() {
         // Theirs takes 10 ms; ours 9.1 to 9.5 ms.
-        let cells = rounds(&[1.05, 1.06, 1.07, 1.08, 1.1]);
+        let cells = outcome(rounds(&[1.05, 1.06, 1.07, 1.08, 1.1]));
         let cases = [
             (Compare::Difference, -400_000.0, Verdict::Met),
             (Compare::Difference, -600_000.0, Verdict::NotResolved),
@@ -400,7 +437,7 @@ pub(crate) mod tests {
                 [cell(round, "theirs", "w", base), cell(round, "ours", "w", 2.0 * base)]
             })
             .collect();
-        let judged = assess(&goal(Metric::Iops, Relation::AtLeast, 2.0), &cells);
+        let judged = assess(&goal(Metric::Iops, Relation::AtLeast, 2.0), &outcome(cells));
         let two = Some(Interval { median: 2.0, lower: Some(2.0), upper: Some(2.0) });
         assert_eq!((judged.verdict, judged.ratio), (Verdict::Met, two));
         assert_eq!(judged.difference.unwrap().median, 400.0);
@@ -409,14 +446,15 @@ pub(crate) mod tests {
     #[test]
     fn cpu_time_decides_what_the_clock_does_not() {
         let goal = goal(Metric::Iops, Relation::AtLeast, 3.0);
+        let of = |cells: &[Cell]| assess(&goal, &outcome(cells.to_vec())).by_cpu_time;
         let mut cells = rounds(&[1.0, 3.5, 3.5, 3.5, 9.0]);
-        let of = |cells: &[Cell]| assess(&goal, cells).by_cpu_time;
         for (cpu_ratio, verdict) in [(4.0, Verdict::Met), (2.0, Verdict::NotMet)] {
-            for cell in &mut cells {
-                let ours = cell.system == "ours";
-                cell.cpu_per_io = if ours { 1000.0 } else { 1000.0 * cpu_ratio };
+            // Theirs takes 10 ms, all of it on the CPU.
+            for cell in cells.iter_mut().filter(|cell| cell.system == "ours") {
+                cell.cpu_per_io = 10e6 / cpu_ratio;
             }
-            assert_eq!(of(&cells).map(|decided| decided.verdict), Some(verdict));
+            let decided = of(&cells).unwrap();
+            assert_eq!((decided.verdict, decided.ratio.median), (verdict, cpu_ratio));
         }
         // The clock's own verdict stands where there is one, and CPU time needs rounds too.
         assert_eq!(of(&rounds(&[4.0; 5])), None);
@@ -424,9 +462,51 @@ pub(crate) mod tests {
     }
 
     #[test]
+    fn behind_waiting_cpu_time_can_speak_only_in_favour() {
+        // Both wait for the storage, which is moody; ours needs 0.1 or 1 ms more CPU of about 10 ms.
+        let mut cells = rounds(&[0.8, 0.9, 1.0, 1.1, 1.2]);
+        for (more, verdict) in [(0.1e6, Verdict::Met), (1e6, Verdict::NotResolved)] {
+            for cell in &mut cells {
+                cell.server_busy = 0.2;
+                cell.cpu_per_io = if cell.system == "ours" { 2e6 + more } else { 2e6 };
+            }
+            let goal = goal(Metric::Iops, Relation::AtLeast, 0.97);
+            let decided = assess(&goal, &outcome(cells.clone())).by_cpu_time.unwrap();
+            assert_eq!((decided.verdict, decided.ratio.median), (verdict, 10e6 / (10e6 + more)));
+        }
+    }
+
+    #[test]
+    fn a_disk_without_work_is_judged_by_what_it_used() {
+        let goal = Goal {
+            denominator: None,
+            workload: IDLE.to_owned(),
+            compare: Compare::Alone,
+            ..goal(Metric::IdleCpu, Relation::AtMost, 0.0)
+        };
+        let of = |metric, used: f64| {
+            let idle = |round| Idle {
+                round,
+                system: "ours".to_owned(),
+                seconds: 2.0,
+                cpu: used,
+                waits: if used > 0.0 { 1.0 } else { 0.0 },
+            };
+            let outcome = Outcome { idle: (0..5).map(idle).collect(), ..Outcome::default() };
+            let judged = assess(&Goal { metric, ..goal.clone() }, &outcome);
+            (judged.verdict, judged.alone.map(|alone| alone.median))
+        };
+        assert_eq!(of(Metric::IdleCpu, 0.0), (Verdict::Met, Some(0.0)));
+        assert_eq!(of(Metric::IdleCpu, 1.0), (Verdict::NotMet, Some(0.5)));
+        assert_eq!(of(Metric::IdleWakeups, 0.0), (Verdict::Met, Some(0.0)));
+        assert_eq!(of(Metric::IdleWakeups, 1.0), (Verdict::NotMet, Some(0.5)));
+        assert_eq!(of(Metric::Iops, 0.0), (Verdict::NotMeasured, None));
+    }
+
+    #[test]
     fn a_system_that_was_left_out_is_not_judged() {
         let cells: Vec<Cell> = (0..5).map(|round| cell(round, "ours", "w", 1.0)).collect();
-        let judged = assess(&goal(Metric::Iops, Relation::AtLeast, 2.0), &cells);
+        let judged = assess(&goal(Metric::Iops, Relation::AtLeast, 2.0), &outcome(cells));
         assert_eq!(judged.verdict, Verdict::NotMeasured);
     }
 
@@ -437,12 +517,24 @@ pub(crate) mod tests {
         assert!(!goals.is_empty());
         for goal in goals {
             assert!(goal.id.starts_with("disk."), "{}", goal.id);
-            assert!(WORKLOADS.iter().any(|w| w.id == goal.workload), "{}", goal.id);
-            assert!(crate::SYSTEMS.contains(&goal.numerator.as_str()), "{}", goal.id);
-            let load = WORKLOADS.iter().find(|w| w.id == goal.workload).unwrap();
-            if let Some(system) = goal.denominator {
-                let known = crate::SYSTEMS.contains(&system.as_str());
-                let computed = system == crate::ceiling::ID && Ceiling::is_of(load);
+            let systems = std::iter::once(&goal.numerator).chain(&goal.denominator);
+            if goal.workload == IDLE {
+                let section = SECTIONS.iter().find(|section| section.idle).unwrap();
+                assert!(
+                    matches!(goal.metric, Metric::IdleCpu | Metric::IdleWakeups),
+                    "{}",
+                    goal.id
+                );
+                systems.for_each(|name| assert!(section.systems.contains(&name.as_str())));
+                continue;
+            }
+            let loads = SECTIONS.iter().flat_map(|s| s.workloads.iter().map(move |w| (s, w)));
+            let found = loads.into_iter().find(|(_, load)| load.id == goal.workload);
+            let (section, load) = found.unwrap_or_else(|| panic!("{}: no such load", goal.id));
+            for system in systems {
+                let computed =
+                    system == crate::ceiling::ID && section.limit && Ceiling::is_of(load);
+                let known = section.systems.contains(&system.as_str());
                 assert!(known || computed, "{}: {system}", goal.id);
             }
         }
@@ -461,6 +553,7 @@ pub(crate) mod tests {
         assert_eq!(parse(path, &text("x", "2.0", "b", "")).unwrap().len(), 1);
         assert!(refused(&text("x", "0.0", "b", "")).contains("not a positive number"));
         assert!(refused(&text("x", "nan", "b", "")).contains("not a positive number"));
+        assert!(refused(&text("x", "-1.0", "b", "")).contains("not a positive number"));
         assert!(refused(&text("x", "1.0", "a", "")).contains("with itself"));
         assert!(refused(&text("x", "1.0", "b", "note = 1")).contains("not understood"));
         let alone = refused(&text("x", "1.0", "b", "compare = \"alone\""));
@@ -468,6 +561,8 @@ pub(crate) mod tests {
         let single = text("x", "1.0", "b", "").replace("denominator = \"b\"\n", "");
         assert!(refused(&single).contains("denominator"));
         assert_eq!(parse(path, &format!("{single}compare = \"alone\"")).unwrap().len(), 1);
+        let nothing = single.replace("value = 1.0", "value = 0.0");
+        assert_eq!(parse(path, &format!("{nothing}compare = \"alone\"")).unwrap().len(), 1);
         let twice = text("x", "1.0", "b", "").repeat(2);
         assert!(refused(&twice).contains("is there twice"));
     }

@@ -5,21 +5,25 @@
 //! | [`arguments`] | what a user may choose, and the way from there to a report |
 //! | [`systems`] | the servers under test |
 //! | [`initiator`], [`load`], [`pattern`], [`clock`] | driving one and measuring it |
-//! | [`experiment`], [`ceiling`] | the order of measuring; what the machine could do at best |
+//! | [`sections`] | what is measured where |
+//! | [`experiment`], [`idle`], [`ceiling`] | the order of measuring; disks without work; what the machine could do at best |
 //! | [`statistics`], [`goals`] | what may be concluded |
-//! | [`report`], [`machine`] | how it is told |
+//! | [`report`], [`tables`], [`machine`] | how it is told |
 
 pub mod arguments;
 pub mod ceiling;
 pub mod clock;
 pub mod experiment;
 pub mod goals;
+pub mod idle;
 pub mod initiator;
 pub mod load;
 pub mod machine;
 pub mod pattern;
 pub mod report;
+pub mod sections;
 pub mod statistics;
 pub mod systems;
+pub mod tables;
 
-pub use arguments::{BenchArguments, BenchError, SYSTEMS, narrate, run};
+pub use arguments::{BenchArguments, BenchError, narrate, run};

@@ -1,6 +1,7 @@
 //! Workloads, and the loop that drives one through an [`Initiator`] and measures it.
 
 use std::io;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use hdrhistogram::Histogram;
@@ -49,31 +50,6 @@ pub struct Workload {
     pub depth: u16,
 }
 
-/// What `vmseal lab disk` runs.
-pub const WORKLOADS: [Workload; 7] = [
-    small("4k-random-read", Direction::Read),
-    small("4k-random-write", Direction::Write),
-    large("512k-sequential-read", Direction::Read),
-    large("512k-sequential-write", Direction::Write),
-    alone("4k-alone-read", Direction::Read),
-    alone("4k-alone-write", Direction::Write),
-    // For what the server's memory grows to.
-    Workload { depth: 128, ..large("512k-deep-write", Direction::Write) },
-];
-
-const fn small(id: &'static str, direction: Direction) -> Workload {
-    Workload { id, order: Order::Random, direction, block: 4096, depth: 32 }
-}
-
-const fn large(id: &'static str, direction: Direction) -> Workload {
-    Workload { id, order: Order::Sequential, direction, block: 512 * 1024, depth: 8 }
-}
-
-/// One request at a time: what counts is how long it takes.
-const fn alone(id: &'static str, direction: Direction) -> Workload {
-    Workload { depth: 1, ..small(id, direction) }
-}
-
 /// How much to run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Extent {
@@ -97,7 +73,7 @@ pub struct Measured {
     pub elapsed: Duration,
     /// CPU time of the server within it.
     pub server: Duration,
-    /// CPU time of the calling thread within it.
+    /// CPU time of this process within it.
     pub client: Duration,
     /// CPU time of everything else on the machine within it, in ticks of 10 ms.
     pub others: Duration,
@@ -124,7 +100,7 @@ pub enum LoadError {
         operation: Operation,
         /// Where, in bytes from the start of the disk.
         offset: u64,
-        /// VIRTIO_BLK_S_IOERR (1), VIRTIO_BLK_S_UNSUPP (2), or 255 if none was written.
+        /// VIRTIO_BLK_S_IOERR (1), VIRTIO_BLK_S_UNSUPP (2), or 255 if none was written; over NBD its error.
         status: u8,
     },
     /// A read brought something other than what was written there.
@@ -152,7 +128,7 @@ pub enum LoadError {
 /// # Errors
 /// [`LoadError`]; the first one ends the load.
 pub fn run(
-    initiator: &mut Initiator,
+    initiator: &mut dyn Initiator,
     workload: &Workload,
     extent: Extent,
     pattern: Option<Pattern>,
@@ -164,9 +140,85 @@ pub fn run(
     let begin = load.warm_up()?;
     let start = Reading::now(server)?;
     load.measure(begin)?;
-    let measured = load.finish(&start, &Reading::now(server)?);
+    let end = Reading::now(server)?;
+    let measured = Measured::between(&start, &end, load.completed, load.latency.clone());
     load.drain()?;
     Ok(measured)
+}
+
+/// Drives `workload` on several disks of one server at a time, each from a thread of its own, and says what
+/// all of them did between two moments.
+///
+/// # Errors
+/// [`LoadError`]; a disk that fails does not stop the others.
+pub fn run_side_by_side(
+    initiators: &mut [Box<dyn Initiator>],
+    workload: &Workload,
+    (warm_up, measured): (Duration, Duration),
+    pattern: Option<Pattern>,
+    server: &ProcessClock,
+    seed: u64,
+) -> Result<Measured, LoadError> {
+    let signals = Signals::default();
+    let done: Vec<AtomicU64> = initiators.iter().map(|_| AtomicU64::new(0)).collect();
+    let all_done = || done.iter().map(|done| done.load(Ordering::Relaxed)).sum::<u64>();
+    std::thread::scope(|scope| {
+        let signals = &signals;
+        let threads: Vec<_> = initiators
+            .iter_mut()
+            .zip(&done)
+            .zip(seed..)
+            .map(|((initiator, done), seed)| {
+                scope.spawn(move || {
+                    drive(initiator.as_mut(), workload, pattern, seed, signals, done)
+                })
+            })
+            .collect();
+        std::thread::sleep(warm_up);
+        let (start, before) = (Reading::now(server), all_done());
+        signals.measuring.store(true, Ordering::Relaxed);
+        std::thread::sleep(measured);
+        let (end, after) = (Reading::now(server), all_done());
+        signals.over.store(true, Ordering::Relaxed);
+        let mut latency = latencies();
+        for thread in threads {
+            let times = thread.join().expect("a load does not panic")?;
+            latency.add(times).expect("all have the same bounds");
+        }
+        Ok(Measured::between(&start?, &end?, after - before, latency))
+    })
+}
+
+/// What the threads of several disks are told. Nothing else is handed over with it, so no order is needed.
+#[derive(Default)]
+struct Signals {
+    measuring: AtomicBool,
+    over: AtomicBool,
+}
+
+/// One disk's part: what its requests took while all were measured. How many are `done` is read from outside
+/// together with the clocks, so that it does not matter when a thread hears that something began or ended.
+fn drive(
+    initiator: &mut dyn Initiator,
+    workload: &Workload,
+    pattern: Option<Pattern>,
+    seed: u64,
+    signals: &Signals,
+    done: &AtomicU64,
+) -> Result<Histogram<u64>, LoadError> {
+    let extent = Extent::Time { warm_up: Duration::ZERO, measured: Duration::MAX };
+    let mut load = Load::new(initiator, workload, extent, pattern, seed)?;
+    load.prime()?;
+    for signal in [&signals.measuring, &signals.over] {
+        load.latency.reset();
+        while !signal.load(Ordering::Relaxed) {
+            load.turn()?;
+            done.store(load.completed, Ordering::Relaxed);
+        }
+    }
+    let latency = load.latency.clone();
+    load.drain()?;
+    Ok(latency)
 }
 
 /// The clocks at one moment.
@@ -182,9 +234,25 @@ impl Reading {
         Ok(Self {
             wall: Instant::now(),
             server: server.read().map_err(LoadError::Clock)?,
-            client: clock::thread().map_err(LoadError::Clock)?,
+            client: clock::own().map_err(LoadError::Clock)?,
             machine: clock::machine().map_err(LoadError::Clock)?,
         })
+    }
+}
+
+impl Measured {
+    fn between(start: &Reading, end: &Reading, requests: u64, latency: Histogram<u64>) -> Self {
+        let server = end.server.saturating_sub(start.server);
+        let client = end.client.saturating_sub(start.client);
+        let machine = end.machine.saturating_sub(start.machine);
+        Self {
+            requests,
+            elapsed: end.wall - start.wall,
+            server,
+            client,
+            others: machine.saturating_sub(server + client),
+            latency,
+        }
     }
 }
 
@@ -196,7 +264,7 @@ struct Request {
 }
 
 struct Load<'a> {
-    initiator: &'a mut Initiator,
+    initiator: &'a mut dyn Initiator,
     workload: Workload,
     extent: Extent,
     pattern: Option<Pattern>,
@@ -214,7 +282,7 @@ struct Load<'a> {
 
 impl<'a> Load<'a> {
     fn new(
-        initiator: &'a mut Initiator,
+        initiator: &'a mut dyn Initiator,
         workload: &Workload,
         extent: Extent,
         pattern: Option<Pattern>,
@@ -343,10 +411,14 @@ impl<'a> Load<'a> {
         Ok(now)
     }
 
+    fn turn_until(&mut self, moment: Instant) -> Result<(), LoadError> {
+        while self.turn()? < moment {}
+        Ok(())
+    }
+
     fn warm_up(&mut self) -> Result<Instant, LoadError> {
-        let begin = Instant::now();
         if let Extent::Time { warm_up, .. } = self.extent {
-            while self.turn()?.duration_since(begin) < warm_up {}
+            self.turn_until(Instant::now() + warm_up)?;
             self.latency.reset();
             self.completed = 0;
         }
@@ -355,7 +427,7 @@ impl<'a> Load<'a> {
 
     fn measure(&mut self, begin: Instant) -> Result<(), LoadError> {
         match self.extent {
-            Extent::Time { measured, .. } => while self.turn()?.duration_since(begin) < measured {},
+            Extent::Time { measured, .. } => self.turn_until(begin + measured)?,
             Extent::Requests(_) => {
                 while self.in_flight > 0 {
                     self.turn()?;
@@ -363,20 +435,6 @@ impl<'a> Load<'a> {
             }
         }
         Ok(())
-    }
-
-    fn finish(&self, start: &Reading, end: &Reading) -> Measured {
-        let server = end.server.saturating_sub(start.server);
-        let client = end.client.saturating_sub(start.client);
-        let machine = end.machine.saturating_sub(start.machine);
-        Measured {
-            requests: self.completed,
-            elapsed: end.wall - start.wall,
-            server,
-            client,
-            others: machine.saturating_sub(server + client),
-            latency: self.latency.clone(),
-        }
     }
 
     fn drain(&mut self) -> Result<(), LoadError> {

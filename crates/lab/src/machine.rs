@@ -19,6 +19,8 @@ pub struct Machine {
     pub kernel: String,
     /// The version of QEMU's storage daemon; none if there is none.
     pub storage_daemon: Option<String>,
+    /// The version of nbdkit; none if there is none.
+    pub nbdkit: Option<String>,
     /// Processes that wanted to run in the minute before.
     pub load_average: f64,
 }
@@ -29,7 +31,7 @@ const UNKNOWN: &str = "unknown";
 impl Machine {
     /// This one, before anything is measured.
     #[must_use]
-    pub fn here(storage_daemon: &Path) -> Self {
+    pub fn here(storage_daemon: &Path, nbdkit: &Path) -> Self {
         let read = |path| fs::read_to_string(path).unwrap_or_default();
         let kilobytes = field(&read("/proc/meminfo"), "MemTotal").and_then(first_number);
         Self {
@@ -37,8 +39,8 @@ impl Machine {
             cores: std::thread::available_parallelism().map_or(1, usize::from),
             memory: kilobytes.unwrap_or(0) * 1024,
             kernel: read("/proc/sys/kernel/osrelease").trim().to_owned(),
-            storage_daemon: first_line(Command::new(storage_daemon).arg("--version"))
-                .and_then(|line| line.split_whitespace().nth(2).map(str::to_owned)),
+            storage_daemon: version(storage_daemon, 2),
+            nbdkit: version(nbdkit, 1),
             load_average: read("/proc/loadavg")
                 .split_whitespace()
                 .next()
@@ -46,6 +48,12 @@ impl Machine {
                 .unwrap_or(0.0),
         }
     }
+}
+
+/// One of the words, counted from 0, that a program says when it is asked for its version.
+fn version(program: &Path, word: usize) -> Option<String> {
+    let line = first_line(Command::new(program).arg("--version"))?;
+    line.split_whitespace().nth(word).map(str::to_owned)
 }
 
 /// The value after `name:` in the files of /proc.
@@ -114,9 +122,10 @@ mod tests {
     }
 
     #[test]
-    fn a_machine_without_the_storage_daemon_is_described_all_the_same() {
-        let machine = Machine::here(Path::new("/nonexistent/daemon"));
-        assert_eq!(machine.storage_daemon, None);
+    fn a_machine_without_others_programs_is_described_all_the_same() {
+        let machine =
+            Machine::here(Path::new("/nonexistent/daemon"), Path::new("/nonexistent/kit"));
+        assert_eq!((machine.storage_daemon, machine.nbdkit), (None, None));
         assert!(machine.cores > 0 && machine.memory > 0 && !machine.kernel.is_empty());
     }
 }

@@ -1,28 +1,26 @@
-//! What an experiment says: as JSON with all that is needed to judge it later, and as tables.
+//! What experiments say, as JSON with all that is needed to judge it later; as tables in [`crate::tables`].
 
-use std::fmt::Write as _;
 use std::path::Path;
 use std::{fs, io};
 
-use comfy_table::{Cell as TableCell, CellAlignment, ContentArrangement, Table, presets};
 use serde::Serialize;
 
 use crate::experiment::{Cell, Cores, Outcome, Plan};
-use crate::goals::{Assessment, Compare, Metric, Relation, Verdict};
+use crate::goals::{Assessment, Verdict};
+use crate::idle::Idle;
 use crate::initiator::Wait;
 use crate::load::Workload;
 use crate::machine::Machine;
+use crate::sections::Section;
 use crate::statistics::Interval;
+use crate::systems::Transport;
 
 /// The version of the JSON.
-pub const VERSION: u32 = 2;
+pub const VERSION: u32 = 3;
 
 /// A share of time above which a CPU counts as the bottleneck.
-const SATURATED: f64 = 0.9;
-/// A share of a CPU above which other work on the machine is worth a word.
-const DISTURBED: f64 = 0.1;
-
-/// Everything about one experiment.
+pub(crate) const SATURATED: f64 = 0.9;
+/// Everything about one run.
 #[derive(Clone, Debug, Serialize)]
 pub struct Report {
     /// [`VERSION`].
@@ -33,19 +31,65 @@ pub struct Report {
     pub commit: String,
     /// Where.
     pub machine: Machine,
-    /// How.
-    pub settings: Settings,
     /// The goals and what is said of each.
     pub goals: Vec<Assessment>,
+    /// What was measured.
+    pub sections: Vec<Measured>,
+    /// What was not, and why.
+    pub obstacles: Vec<Obstacle>,
+}
+
+/// A section that was measured.
+#[derive(Clone, Debug, Serialize)]
+pub struct Measured {
+    /// Its name.
+    pub section: &'static str,
+    /// What it is about, for people.
+    pub title: &'static str,
+    /// How.
+    pub settings: Settings,
     /// Each system under each load, over all rounds.
     pub summaries: Vec<Summary>,
+    /// Each system without work, over all rounds.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub idle_summaries: Vec<IdleSummary>,
     /// The rounds.
     pub cells: Vec<Cell>,
+    /// The rounds without work.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub idle: Vec<Idle>,
+}
+
+/// A section that could not be measured here.
+#[derive(Clone, Debug, Serialize)]
+pub struct Obstacle {
+    /// Its name.
+    pub section: &'static str,
+    /// Why not.
+    pub why: String,
+}
+
+impl Measured {
+    /// What came out of a section's plan.
+    #[must_use]
+    pub fn of(section: &Section, plan: &Plan, outcome: &Outcome) -> Self {
+        Self {
+            section: section.id,
+            title: section.title,
+            settings: Settings::of(plan, section.transport),
+            summaries: summarize(outcome),
+            idle_summaries: summarize_idle(outcome),
+            cells: outcome.cells.clone(),
+            idle: outcome.idle.clone(),
+        }
+    }
 }
 
 /// How it was measured.
 #[derive(Clone, Debug, Serialize)]
 pub struct Settings {
+    /// How disks were served.
+    pub transport: Transport,
     /// The loads.
     pub workloads: Vec<Workload>,
     /// How often.
@@ -54,7 +98,7 @@ pub struct Settings {
     pub seconds: f64,
     /// How long it ran before that, in seconds.
     pub warm_up_seconds: f64,
-    /// The size of a disk, in bytes.
+    /// The size of each system's disks together, in bytes.
     pub size: u64,
     /// The file system of the disks, by its type.
     pub file_system: String,
@@ -69,8 +113,9 @@ pub struct Settings {
 impl Settings {
     /// The settings of a plan.
     #[must_use]
-    pub fn of(plan: &Plan) -> Self {
+    pub fn of(plan: &Plan, transport: Transport) -> Self {
         Self {
+            transport,
             workloads: plan.workloads.clone(),
             rounds: plan.rounds,
             seconds: plan.cell.as_secs_f64(),
@@ -134,6 +179,37 @@ pub struct Summary {
     pub latency: Latency,
 }
 
+/// One system without work.
+#[derive(Clone, Debug, Serialize)]
+pub struct IdleSummary {
+    /// The system's name.
+    pub system: String,
+    /// The server's CPU time in a second, in nanoseconds.
+    pub cpu: Interval,
+    /// How often it woke up in a second.
+    pub wakeups: Interval,
+}
+
+fn summarize_idle(outcome: &Outcome) -> Vec<IdleSummary> {
+    let mut systems: Vec<&str> = Vec::new();
+    for idle in &outcome.idle {
+        if !systems.contains(&idle.system.as_str()) {
+            systems.push(&idle.system);
+        }
+    }
+    let summary = |system: &str| {
+        let of = |value: fn(&Idle) -> f64| {
+            Interval::of(outcome.idle.iter().filter(|idle| idle.system == system).map(value))
+        };
+        Some(IdleSummary {
+            system: system.to_owned(),
+            cpu: of(|idle| idle.cpu / idle.seconds)?,
+            wakeups: of(|idle| idle.waits / idle.seconds)?,
+        })
+    };
+    systems.into_iter().filter_map(summary).collect()
+}
+
 /// Summaries in the order in which systems and loads first occur.
 #[must_use]
 pub fn summarize(outcome: &Outcome) -> Vec<Summary> {
@@ -193,119 +269,6 @@ impl Report {
         file.persist(path).map(drop).map_err(|error| error.error)
     }
 
-    /// The tables.
-    #[must_use]
-    pub fn show(&self) -> String {
-        let machine = &self.machine;
-        let mut text = format!(
-            "{}, {} cores, Linux {}, {}; {} rounds of {} s, client {}; commit {}\n",
-            machine.cpu,
-            machine.cores,
-            machine.kernel,
-            self.settings.file_system,
-            self.settings.rounds,
-            self.settings.seconds,
-            match self.settings.wait {
-                Wait::Sleep => "sleeps on interrupts",
-                Wait::Poll => "polls",
-            },
-            self.commit,
-        );
-        let _ = writeln!(text, "\n{}\n\n{}", self.systems(), self.verdicts());
-        text.push_str(
-            "\nMedians; [95 % bounds, each by itself]. CPU is the server's, for one request. The\n\
-             bottleneck is who used all of its core; `waiting` if neither server nor client did.\n",
-        );
-        if let Some(warning) = self.disturbance() {
-            text.push_str(&warning);
-        }
-        let _ = writeln!(
-            text,
-            "{} met, {} not met, {} not resolved, {} not measured",
-            self.count(Verdict::Met),
-            self.count(Verdict::NotMet),
-            self.count(Verdict::NotResolved),
-            self.count(Verdict::NotMeasured),
-        );
-        text
-    }
-
-    fn systems(&self) -> Table {
-        let mut table = table(&[
-            "workload",
-            "system",
-            "kIOPS",
-            "MB/s",
-            "CPU µs",
-            "p50 µs",
-            "p99 µs",
-            "p99.9 µs",
-            "bottleneck",
-        ]);
-        for summary in &self.summaries {
-            let micro = |nanoseconds: u64| format!("{:.0}", nanoseconds as f64 / 1e3);
-            let bottleneck = match summary.bottleneck {
-                Bottleneck::Server => "server",
-                Bottleneck::Client => "client",
-                Bottleneck::Waiting => "waiting",
-            };
-            table.add_row(vec![
-                summary.workload.clone(),
-                summary.system.clone(),
-                format!("{:.1}", summary.iops.median / 1e3),
-                format!("{:.0}", summary.throughput.median / 1e6),
-                format!("{:.2}", summary.cpu_per_io.median / 1e3),
-                micro(summary.latency.p50),
-                micro(summary.latency.p99),
-                micro(summary.latency.p999),
-                bottleneck.to_owned(),
-            ]);
-        }
-        numbers_to_the_right(&mut table, 2..8);
-        table
-    }
-
-    fn verdicts(&self) -> Table {
-        let mut table = table(&["goal", "verdict", "found", "wanted", "difference"]);
-        for judged in &self.goals {
-            let goal = &judged.goal;
-            let value = match goal.compare {
-                Compare::Ratio => format!("{:.3}", goal.value),
-                Compare::Difference => signed(goal.metric, goal.value),
-                Compare::Alone => goal.metric.show(goal.value),
-            };
-            let wanted = match goal.relation {
-                Relation::AtLeast => format!("≥ {value}"),
-                Relation::AtMost => format!("≤ {value}"),
-            };
-            let found = judged.ratio.map(|ratio| bounded(&ratio, |x| format!("{x:.3}")));
-            let alone = judged.alone.map(|value| bounded(&value, |x| goal.metric.show(x)));
-            table.add_row(vec![
-                goal.id.clone(),
-                judged.by_cpu_time.as_ref().map_or_else(
-                    || judged.verdict.to_string(),
-                    |decided| format!("{} (by CPU time: {})", judged.verdict, decided.verdict),
-                ),
-                found.or(alone).unwrap_or_default(),
-                wanted,
-                judged.difference.map_or_else(String::new, |d| signed(goal.metric, d.median)),
-            ]);
-        }
-        numbers_to_the_right(&mut table, 2..5);
-        table
-    }
-
-    /// What else the machine did while it measured.
-    fn disturbance(&self) -> Option<String> {
-        let others = Interval::of(self.cells.iter().map(|cell| cell.others_busy))?.median;
-        (others > DISTURBED).then(|| {
-            let percent = others * 100.0;
-            format!(
-                "Other work used {percent:.0} % of a core meanwhile: trust ratios, not figures.\n"
-            )
-        })
-    }
-
     /// How many goals have a verdict.
     #[must_use]
     pub fn count(&self, verdict: Verdict) -> usize {
@@ -313,46 +276,17 @@ impl Report {
     }
 }
 
-fn table(titles: &[&str]) -> Table {
-    let mut table = Table::new();
-    table.load_style(presets::UTF8_HORIZONTAL_ONLY);
-    table.set_content_arrangement(ContentArrangement::Disabled);
-    table.set_header(titles.iter().map(TableCell::new));
-    table
-}
-
-fn numbers_to_the_right(table: &mut Table, columns: std::ops::Range<usize>) {
-    for column in columns {
-        if let Some(column) = table.column_mut(column) {
-            column.set_cell_alignment(CellAlignment::Right);
-        }
-    }
-}
-
-fn bounded(interval: &Interval, show: impl Fn(f64) -> String) -> String {
-    let median = show(interval.median);
-    match (interval.lower, interval.upper) {
-        (Some(lower), Some(upper)) => format!("{median} [{}, {}]", show(lower), show(upper)),
-        _ => format!("{median} [too few rounds]"),
-    }
-}
-
-fn signed(metric: Metric, value: f64) -> String {
-    let sign = if value < 0.0 { '−' } else { '+' };
-    format!("{sign}{}", metric.show(value.abs()))
-}
-
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use std::collections::BTreeMap;
     use std::time::Duration;
 
     use hdrhistogram::Histogram;
 
     use super::*;
-    use crate::goals::assess;
     use crate::goals::tests::{goal, rounds};
-    use crate::load::WORKLOADS;
+    use crate::goals::{Metric, Relation, assess};
+    use crate::sections::SECTIONS;
 
     fn outcome() -> Outcome {
         let cells = rounds(&[3.1, 3.2, 3.3, 3.4, 3.5]);
@@ -362,13 +296,25 @@ mod tests {
             (1..=1000).for_each(|value| histogram.record(value * 100).unwrap());
             latencies.insert((system.to_owned(), "w".to_owned()), histogram);
         }
-        Outcome { cells, latencies }
+        let idle = (0..5).flat_map(|round| {
+            let idle = |system: &str, cpu, waits| Idle {
+                round,
+                system: system.to_owned(),
+                seconds: 1.0,
+                cpu,
+                waits,
+            };
+            [idle("ours", 0.0, 0.0), idle("theirs", 123_456.0, 10.0)]
+        });
+        Outcome { cells, idle: idle.collect(), latencies }
     }
 
-    fn report() -> Report {
+    pub(crate) fn report() -> Report {
         let outcome = outcome();
         let plan = Plan {
-            workloads: WORKLOADS[..1].to_vec(),
+            workloads: SECTIONS[0].workloads[..1].to_vec(),
+            idle: true,
+            limit: true,
             rounds: 5,
             cell: Duration::from_secs(1),
             warm_up: Duration::from_millis(500),
@@ -393,23 +339,18 @@ mod tests {
                 memory: 1 << 34,
                 kernel: "6.1".to_owned(),
                 storage_daemon: Some("7.2".to_owned()),
+                nbdkit: None,
                 load_average: 0.5,
             },
-            settings: Settings::of(&plan),
-            goals: goals.iter().map(|goal| assess(goal, &outcome.cells)).collect(),
-            summaries: summarize(&outcome),
-            cells: outcome.cells,
+            goals: goals.iter().map(|goal| assess(goal, &outcome)).collect(),
+            sections: vec![Measured::of(&SECTIONS[0], &plan, &outcome)],
+            obstacles: vec![Obstacle { section: "nbd", why: "there is no nbdkit".to_owned() }],
         }
     }
 
     #[test]
     fn the_json_keeps_its_shape() {
         insta::assert_json_snapshot!("report", report());
-    }
-
-    #[test]
-    fn the_tables_keep_their_shape() {
-        insta::assert_snapshot!("tables", report().show());
     }
 
     #[test]
@@ -424,14 +365,6 @@ mod tests {
         assert_eq!(with(0.95, 0.95), Bottleneck::Server);
         assert_eq!(with(0.5, 0.95), Bottleneck::Client);
         assert_eq!(with(0.5, 0.5), Bottleneck::Waiting);
-    }
-
-    #[test]
-    fn a_disturbed_machine_is_named() {
-        let mut report = report();
-        assert_eq!(report.disturbance(), None);
-        report.cells.iter_mut().for_each(|cell| cell.others_busy = 0.4);
-        assert!(report.disturbance().unwrap().contains("40 % of a core"));
     }
 
     #[test]

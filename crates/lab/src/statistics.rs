@@ -44,6 +44,18 @@ impl Interval {
         let upper = trimmed.map(|count| sorted[sorted.len() - 1 - count]);
         Some(Self { median, lower, upper })
     }
+
+    /// The median, and the bounds where there are any, for people.
+    #[must_use]
+    pub fn show(&self, number: impl Fn(f64) -> String) -> String {
+        let median = number(self.median);
+        match (self.lower, self.upper) {
+            (Some(lower), Some(upper)) => {
+                format!("{median} [{}, {}]", number(lower), number(upper))
+            }
+            _ => format!("{median} [too few rounds]"),
+        }
+    }
 }
 
 /// How many of `n` sorted values lie outside the bound, on either side.

@@ -9,13 +9,17 @@ use std::time::{Duration, Instant};
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
+use vmseal_api::filter::Direct;
 use vmseal_lab::clock::ProcessClock;
 use vmseal_lab::experiment::{self, Plan};
-use vmseal_lab::initiator::{Initiator, InitiatorError, Operation, Wait};
-use vmseal_lab::load::{self, Direction, Extent, LoadError, Order, WORKLOADS, Workload};
+use vmseal_lab::idle;
+use vmseal_lab::initiator::{Initiator, InitiatorError, Operation, VhostUser, Wait};
+use vmseal_lab::load::{self, Direction, Extent, LoadError, Order, Workload};
 use vmseal_lab::pattern::Pattern;
+use vmseal_lab::sections::SECTIONS;
 use vmseal_lab::systems::{
-    Place, Program, Server, StorageDaemon, System, SystemError, Vmseal, check_at_rest,
+    Nbdkit, Place, Program, Server, StorageDaemon, System, SystemError, Transport, Vmseal,
+    check_at_rest,
 };
 
 const SIZE: u64 = 16 << 20;
@@ -27,6 +31,10 @@ fn program(path: &str) -> Program {
 
 fn storage_daemon(luks: bool) -> StorageDaemon {
     StorageDaemon { luks, daemon: program("qemu-storage-daemon"), image_tool: program("qemu-img") }
+}
+
+fn nbdkit(luks: bool) -> Nbdkit {
+    Nbdkit { luks, nbdkit: program("nbdkit"), image_tool: program("qemu-img") }
 }
 
 /// A disk in memory, and a server on it.
@@ -41,7 +49,13 @@ fn vmseal(encrypted: bool) -> Vmseal {
     let test = std::env::current_exe().unwrap();
     let path = test.ancestors().nth(2).unwrap().join("vmseal-filter");
     assert!(path.exists(), "{} is missing: cargo build -p vmseal-iofilter", path.display());
-    Vmseal { filter: Program { path, advice: "build it" }, encrypted }
+    Vmseal {
+        filter: Program { path, advice: "build it" },
+        encrypted,
+        transport: Transport::VhostUser,
+        direct: Direct::Auto,
+        disks: 1,
+    }
 }
 
 fn stand() -> Stand {
@@ -61,8 +75,8 @@ fn workload(order: Order, direction: Direction, block: u32, depth: u16) -> Workl
 }
 
 impl Stand {
-    fn connect(&self, workload: &Workload, wait: Wait) -> Initiator {
-        self.server.connect(workload.depth, workload.block, wait).unwrap()
+    fn connect(&self, workload: &Workload, wait: Wait) -> Box<dyn Initiator> {
+        self.server.connect(0, workload.depth, workload.block, wait).unwrap()
     }
 
     fn run(&self, workload: &Workload, wait: Wait, requests: u64) -> Result<(), LoadError> {
@@ -70,7 +84,7 @@ impl Stand {
         let mut initiator = self.connect(workload, wait);
         let pattern = Some(Pattern::new(PATTERN));
         let extent = Extent::Requests(requests);
-        let measured = load::run(&mut initiator, workload, extent, pattern, &clock, 1)?;
+        let measured = load::run(initiator.as_mut(), workload, extent, pattern, &clock, 1)?;
         assert_eq!(measured.requests, requests);
         assert_eq!(measured.latency.len(), requests);
         Ok(())
@@ -84,10 +98,14 @@ impl Stand {
 
 #[test]
 fn what_is_written_is_read_back_sleeping_and_polling() {
-    for wait in [Wait::Sleep, Wait::Poll] {
-        let stand = stand();
+    let nbd = Vmseal { transport: Transport::Nbd, ..vmseal(true) };
+    let systems: [&dyn System; 4] = [&storage_daemon(false), &nbdkit(false), &nbdkit(true), &nbd];
+    for (system, wait) in
+        systems.iter().flat_map(|system| [Wait::Sleep, Wait::Poll].map(|wait| (*system, wait)))
+    {
+        let stand = stand_of(system);
         stand.fill(wait);
-        check_at_rest(&storage_daemon(false), &stand.place, Pattern::new(PATTERN)).unwrap();
+        check_at_rest(system, &stand.place, Pattern::new(PATTERN)).unwrap();
         stand.run(&workload(Order::Random, Direction::Read, 4096, 32), wait, 5000).unwrap();
         stand.run(&workload(Order::Random, Direction::Write, 512, 7), wait, 5000).unwrap();
         stand.run(&workload(Order::Sequential, Direction::Read, 1 << 20, 1), wait, 32).unwrap();
@@ -133,8 +151,11 @@ fn a_load_ends_with_the_first_request_that_fails() {
 
 #[test]
 fn a_server_that_dies_ends_the_load_at_once() {
-    for wait in [Wait::Sleep, Wait::Poll] {
-        let stand = stand();
+    let systems: [&dyn System; 2] = [&storage_daemon(false), &nbdkit(false)];
+    for (system, wait) in
+        systems.iter().flat_map(|system| [Wait::Sleep, Wait::Poll].map(|wait| (*system, wait)))
+    {
+        let stand = stand_of(system);
         let shape = workload(Order::Random, Direction::Read, 4096, 32);
         let mut initiator = stand.connect(&shape, wait);
         let clock = ProcessClock::of(stand.server.pid()).unwrap();
@@ -145,19 +166,38 @@ fn a_server_that_dies_ends_the_load_at_once() {
             kill(pid, Signal::SIGKILL).unwrap();
         });
         let extent = Extent::Time { warm_up: Duration::ZERO, measured: Duration::from_secs(60) };
-        let ended = load::run(&mut initiator, &shape, extent, None, &clock, 1);
+        let ended = load::run(initiator.as_mut(), &shape, extent, None, &clock, 1);
         killer.join().unwrap();
         let closed = matches!(ended, Err(LoadError::Initiator(InitiatorError::Closed)));
-        assert!(closed, "{wait:?}: {ended:?}");
+        assert!(closed, "{} {wait:?}: {ended:?}", system.id());
         assert!(begin.elapsed() < Duration::from_secs(9), "noticed before it counts as stuck");
     }
+}
+
+#[test]
+fn a_socket_that_is_there_before_its_server_listens_is_tried_again() {
+    let stand = stand();
+    let socket = &stand.server.sockets()[0];
+    let aside = socket.with_extension("aside");
+    std::fs::rename(socket, &aside).unwrap();
+    // Bound, and nobody listens.
+    drop(std::os::unix::net::UnixDatagram::bind(socket).unwrap());
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            std::thread::sleep(Duration::from_millis(100));
+            std::fs::rename(&aside, socket).unwrap();
+        });
+        let begin = Instant::now();
+        stand.run(&workload(Order::Random, Direction::Read, 4096, 1), Wait::Sleep, 0).unwrap();
+        assert!(begin.elapsed() >= Duration::from_millis(50), "it was refused before");
+    });
 }
 
 #[test]
 fn queues_that_cannot_be_are_refused() {
     let stand = stand();
     for (depth, block) in [(0, 4096), (342, 4096), (1, 0), (1, 513), (1, 8 << 20)] {
-        let refused = Initiator::connect(stand.server.socket(), depth, block, Wait::Sleep);
+        let refused = VhostUser::connect(&stand.server.sockets()[0], depth, block, Wait::Sleep);
         assert!(matches!(refused, Err(InitiatorError::Shape { .. })), "{depth} {block}");
     }
 }
@@ -195,8 +235,11 @@ fn a_server_that_cannot_start_says_why() {
 }
 
 fn plan(directory: &Path, size: u64) -> Plan {
+    let loads = SECTIONS[0].workloads;
     Plan {
-        workloads: vec![WORKLOADS[0], WORKLOADS[3]],
+        workloads: vec![loads[0], loads[3]],
+        idle: true,
+        limit: true,
         rounds: 2,
         cell: Duration::from_millis(100),
         warm_up: Duration::from_millis(10),
@@ -209,11 +252,64 @@ fn plan(directory: &Path, size: u64) -> Plan {
 }
 
 #[test]
+fn eight_disks_hold_what_each_was_given_and_are_counted_together() {
+    let directory = tempfile::tempdir_in("/dev/shm").unwrap();
+    let eight = Vmseal { disks: 8, ..vmseal(true) };
+    let place = Place { directory: directory.path().to_owned(), size: 8 * SIZE };
+    eight.prepare(&place).unwrap();
+    let server = eight.start(&place, None).unwrap();
+    let clock = ProcessClock::of(server.pid()).unwrap();
+    let fill = workload(Order::Sequential, Direction::Write, 64 << 10, 4);
+    let extent = Extent::Requests(SIZE / u64::from(fill.block));
+    let connect =
+        |load: &Workload, disk| server.connect(disk, load.depth, load.block, Wait::Sleep).unwrap();
+    // Each disk its own content: one served for another would be seen.
+    for disk in 0..8 {
+        let pattern = Some(Pattern::new(disk as u64));
+        load::run(connect(&fill, disk).as_mut(), &fill, extent, pattern, &clock, 1).unwrap();
+    }
+    let read = workload(Order::Random, Direction::Read, 4096, 32);
+    for disk in 0..8 {
+        let pattern = Some(Pattern::new(disk as u64));
+        let extent = Extent::Requests(100);
+        load::run(connect(&read, disk).as_mut(), &read, extent, pattern, &clock, 1).unwrap();
+    }
+    let (warm_up, measured) = (Duration::from_millis(20), Duration::from_millis(200));
+    let mut together: Vec<_> = (0..8).map(|disk| connect(&read, disk)).collect();
+    let times = (warm_up, measured);
+    let found = load::run_side_by_side(&mut together, &read, times, None, &clock, 1).unwrap();
+    assert!(found.requests >= 8 && !found.latency.is_empty(), "{}", found.requests);
+    assert!(found.elapsed >= measured && found.server > Duration::ZERO, "{:?}", found.elapsed);
+    drop(together);
+    // A disk without work, of a server that has some elsewhere: not what it is to cost, and seen.
+    let stop = std::sync::atomic::AtomicBool::new(false);
+    let busy = std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !stop.load(std::sync::atomic::Ordering::Relaxed) {
+                let extent = Extent::Requests(100);
+                load::run(connect(&read, 1).as_mut(), &read, extent, None, &clock, 1).unwrap();
+            }
+        });
+        let busy = idle::measure(&server, &read, measured, 0, "busy");
+        stop.store(true, std::sync::atomic::Ordering::Relaxed);
+        busy.unwrap()
+    });
+    assert!(busy.cpu > 0.0 && busy.waits > 0.0, "{busy:?}");
+    // The first has the content of the first, and not of the second: the load ends.
+    let pattern = Some(Pattern::new(0));
+    let mut two: Vec<_> = (0..2).map(|disk| connect(&read, disk)).collect();
+    let wrong = load::run_side_by_side(&mut two, &read, times, pattern, &clock, 1);
+    assert!(matches!(wrong, Err(LoadError::Mismatch { .. })), "{:?}", wrong.err());
+}
+
+#[test]
 fn an_experiment_measures_every_cell_and_leaves_nothing() {
     let directory = tempfile::tempdir_in("/dev/shm").unwrap();
+    let eight = Vmseal { disks: 8, ..vmseal(true) };
     let systems: Vec<Box<dyn System>> =
-        vec![Box::new(storage_daemon(false)), Box::new(vmseal(false)), Box::new(vmseal(true))];
-    let outcome = experiment::run(&plan(directory.path(), SIZE), &systems, &mut |_| {}).unwrap();
+        vec![Box::new(storage_daemon(false)), Box::new(vmseal(true)), Box::new(eight)];
+    let outcome =
+        experiment::run(&plan(directory.path(), 2 * SIZE), &systems, &mut |_| {}).unwrap();
     // With the computed limit of the large one.
     assert_eq!(outcome.cells.len(), 14);
     assert_eq!(outcome.latencies.len(), 7);
@@ -223,6 +319,12 @@ fn an_experiment_measures_every_cell_and_leaves_nothing() {
     // Who goes first changes from round to round.
     let first = |round| outcome.cells.iter().find(|cell| cell.round == round).unwrap();
     assert_ne!(first(0).system, first(1).system);
+    assert_eq!(outcome.idle.len(), 6);
+    for idle in &outcome.idle {
+        assert!(idle.seconds >= 0.1, "{idle:?}");
+        let ours = idle.system.starts_with("vmseal");
+        assert!(!ours || (idle.cpu, idle.waits) == (0.0, 0.0), "{idle:?}");
+    }
     assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0, "debris");
 }
 

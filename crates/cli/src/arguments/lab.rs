@@ -4,6 +4,6 @@ use clap::Subcommand;
 
 #[derive(Subcommand)]
 pub enum Lab {
-    /// Compare disks: vmseal encrypted and plain, and QEMU's storage daemon
+    /// Compare disks: vmseal encrypted and plain, QEMU's storage daemon, and nbdkit
     Disk(vmseal_lab::BenchArguments),
 }

@@ -176,7 +176,7 @@ impl Queue {
         let head = id.is_multiple_of(u32::from(DESCRIPTORS));
         match self.in_flight.get_mut(usize::from(slot)) {
             Some(in_flight) if *in_flight && head => *in_flight = false,
-            _ => return Err(InitiatorError::NotInFlight { id }),
+            _ => return Err(InitiatorError::NotInFlight { id: id.into() }),
         }
         self.used = self.used.wrapping_add(1);
         Ok(Some((slot, self.memory.load(self.layout.status(slot), Ordering::Relaxed))))
@@ -311,7 +311,9 @@ mod tests {
             if id == 3 {
                 assert_eq!(popped.unwrap().map(|(slot, _)| slot), Some(1));
             } else {
-                assert!(matches!(popped, Err(InitiatorError::NotInFlight { id: i }) if i == id));
+                assert!(
+                    matches!(popped, Err(InitiatorError::NotInFlight { id: i }) if i == u64::from(id))
+                );
             }
         }
     }

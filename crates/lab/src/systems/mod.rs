@@ -1,5 +1,7 @@
-//! The systems under test: how each is given a disk in a file and serves it over vhost-user-blk.
+//! The systems under test: how each is given disks in files and serves them.
 
+mod luks_image;
+mod nbdkit;
 mod server;
 mod storage_daemon;
 mod vmseal;
@@ -9,9 +11,10 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-pub use self::server::{Program, Server};
+pub use self::nbdkit::Nbdkit;
+pub use self::server::{Program, Server, Transport};
 pub use self::storage_daemon::StorageDaemon;
-pub use self::vmseal::Vmseal;
+pub use self::vmseal::{SEVERAL, Vmseal};
 use crate::pattern::Pattern;
 
 /// Why a system could not be made ready or started.
@@ -61,12 +64,12 @@ pub enum SystemError {
     },
 }
 
-/// Where a system keeps its files.
+/// Where a disk, or a system with all its disks, keeps its files.
 #[derive(Clone, Debug)]
 pub struct Place {
-    /// A directory of the system's own.
+    /// A directory of its own.
     pub directory: PathBuf,
-    /// The size of the disk, in bytes.
+    /// The size of the disk, in bytes; of several, what they have together.
     pub size: u64,
 }
 
@@ -88,7 +91,7 @@ impl Place {
     }
 }
 
-/// Something that serves a disk.
+/// Something that serves disks.
 pub trait System {
     /// Its name in goals and results.
     fn id(&self) -> &'static str;
@@ -96,13 +99,18 @@ pub trait System {
     /// Whether the file holds ciphertext.
     fn encrypts(&self) -> bool;
 
-    /// Makes an empty disk.
+    /// Where its disks are: at the place itself, unless there are several.
+    fn places(&self, place: &Place) -> Vec<Place> {
+        vec![place.clone()]
+    }
+
+    /// Makes its empty disks.
     ///
     /// # Errors
     /// [`SystemError`].
     fn prepare(&self, place: &Place) -> Result<(), SystemError>;
 
-    /// Starts a server on the disk; it is stopped when the [`Server`] is dropped.
+    /// Starts a server on its disks; it is stopped when the [`Server`] is dropped.
     ///
     /// # Errors
     /// [`SystemError`].

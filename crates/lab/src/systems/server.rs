@@ -9,12 +9,15 @@ use std::time::{Duration, Instant};
 use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
+use serde::Serialize;
 
-use super::SystemError;
-use crate::initiator::{Initiator, InitiatorError, Wait};
+use super::{Place, SystemError};
+use crate::initiator::{Initiator, InitiatorError, Nbd, VhostUser, Wait};
 
 /// How long a server may take until its socket is there. QEMU's key derivation takes about a second.
 const START: Duration = Duration::from_secs(30);
+/// How long it may then take to listen on it.
+const LISTENING: Duration = Duration::from_secs(2);
 /// How long it may take to end by itself.
 const STOP: Duration = Duration::from_secs(5);
 /// How much of the log an error quotes, in bytes.
@@ -34,6 +37,14 @@ impl Program {
         SystemError::Program { program: self.path.clone(), advice: self.advice, source }
     }
 
+    /// Why it cannot be run; none if it can.
+    #[must_use]
+    pub fn obstacle(&self) -> Option<String> {
+        let ran = self.command().arg("--version").output();
+        let failed = !ran.is_ok_and(|output| output.status.success());
+        failed.then(|| format!("{} cannot be run; {}", self.path.display(), self.advice))
+    }
+
     pub(super) fn command(&self) -> Command {
         let mut command = Command::new(&self.path);
         command.stdin(Stdio::null());
@@ -41,33 +52,49 @@ impl Program {
     }
 }
 
-/// A running server. Dropping it ends the process and removes its socket.
+/// How a disk is served.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub enum Transport {
+    /// To a guest, on shared memory.
+    #[serde(rename = "vhost-user-blk")]
+    VhostUser,
+    /// To a tool, over a unix socket.
+    #[serde(rename = "NBD")]
+    Nbd,
+}
+
+/// A running server. Dropping it ends the process and removes its sockets.
 #[derive(Debug)]
 pub struct Server {
     child: Child,
-    socket: PathBuf,
+    transport: Transport,
+    sockets: Vec<PathBuf>,
     misses_notifications: bool,
 }
 
 impl Server {
-    /// Starts `command` on `core` and waits until `socket` is there.
+    /// Starts `command` on `core` and waits until it serves the disks at all `places`.
     pub(super) fn start(
         system: &'static str,
         program: &Program,
         mut command: Command,
         core: Option<usize>,
-        socket: PathBuf,
+        transport: Transport,
+        places: &[Place],
     ) -> Result<Self, SystemError> {
-        let log = socket.with_extension("log");
+        let sockets: Vec<PathBuf> = places.iter().map(Place::socket).collect();
+        let log = places[0].directory.join("log");
         let file_error = |path: &Path| {
             let path = path.to_owned();
             move |source| SystemError::File { path, source }
         };
-        remove(&socket).map_err(file_error(&socket))?;
+        for socket in &sockets {
+            remove(socket).map_err(file_error(socket))?;
+        }
         let output = File::create(&log).map_err(file_error(&log))?;
         command.stdout(Stdio::null()).stderr(output);
         let child = on_core(core, || command.spawn()).map_err(|e| program.failed(e))?;
-        let mut server = Self { child, socket, misses_notifications: false };
+        let mut server = Self { child, transport, sockets, misses_notifications: false };
         server.until_it_serves().map_err(|what| SystemError::NotServing {
             system,
             what,
@@ -78,7 +105,7 @@ impl Server {
 
     fn until_it_serves(&mut self) -> Result<(), String> {
         let begin = Instant::now();
-        while !self.socket.exists() {
+        while !self.sockets.iter().all(|socket| socket.exists()) {
             if let Ok(Some(status)) = self.child.try_wait() {
                 return Err(format!("it ended with {status}"));
             }
@@ -97,19 +124,57 @@ impl Server {
         server
     }
 
-    /// A client of its disk; see [`Initiator::connect`].
+    /// A client of one of its disks, for `depth` requests of up to `block` bytes. A socket is there a moment
+    /// before its server listens, so one that refuses is tried again for a while.
     ///
     /// # Errors
-    /// As [`Initiator::connect`].
-    pub fn connect(&self, depth: u16, block: u32, wait: Wait) -> Result<Initiator, InitiatorError> {
-        let initiator = Initiator::connect(&self.socket, depth, block, wait)?;
-        Ok(if self.misses_notifications { initiator.renotifying() } else { initiator })
+    /// Any [`InitiatorError`] but those of requests.
+    ///
+    /// # Panics
+    /// If there is no such disk.
+    pub fn connect(
+        &self,
+        disk: usize,
+        depth: u16,
+        block: u32,
+        wait: Wait,
+    ) -> Result<Box<dyn Initiator>, InitiatorError> {
+        let begin = Instant::now();
+        loop {
+            match self.try_to_connect(disk, depth, block, wait) {
+                Err(InitiatorError::Connect { source, .. })
+                    if source.kind() == io::ErrorKind::ConnectionRefused
+                        && begin.elapsed() < LISTENING =>
+                {
+                    std::thread::sleep(Duration::from_millis(2));
+                }
+                result => return result,
+            }
+        }
     }
 
-    /// Where it serves vhost-user-blk.
+    fn try_to_connect(
+        &self,
+        disk: usize,
+        depth: u16,
+        block: u32,
+        wait: Wait,
+    ) -> Result<Box<dyn Initiator>, InitiatorError> {
+        let socket = &self.sockets[disk];
+        Ok(match self.transport {
+            Transport::Nbd => Box::new(Nbd::connect(socket, depth, block, wait)?),
+            Transport::VhostUser => {
+                let initiator = VhostUser::connect(socket, depth, block, wait)?;
+                let misses = self.misses_notifications;
+                Box::new(if misses { initiator.renotifying() } else { initiator })
+            }
+        })
+    }
+
+    /// Where it serves each disk.
     #[must_use]
-    pub fn socket(&self) -> &Path {
-        &self.socket
+    pub fn sockets(&self) -> &[PathBuf] {
+        &self.sockets
     }
 
     /// The process.
@@ -143,7 +208,9 @@ impl Drop for Server {
             let _ = self.child.kill();
             let _ = self.child.wait();
         }
-        let _ = remove(&self.socket);
+        for socket in &self.sockets {
+            let _ = remove(socket);
+        }
     }
 }
 

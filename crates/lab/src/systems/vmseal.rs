@@ -6,31 +6,39 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use vmseal_api::filter::{
-    BackendSpec, CRYPT_SECTOR, DiskConfig, FilterConfig, FilterSpec, FrontEndSpec, Handle, Holes,
-    VERSION,
+    BackendSpec, CRYPT_SECTOR, Direct, DiskConfig, FilterConfig, FilterSpec, FrontEndSpec, Handle,
+    Holes, VERSION,
 };
 use vmseal_api::id::{DiskId, VmId};
 
-use super::{Place, Program, Server, System, SystemError};
+use super::{Place, Program, Server, System, SystemError, Transport};
 
 /// Where an encrypted disk's data begins: LUKS2's default, so that alignment is as in real disks.
 const DATA_OFFSET: u64 = 16 << 20;
+/// What the size of each of several disks is a multiple of, in bytes: whole requests of any load.
+const ALIGNMENT: u64 = 1 << 20;
 /// An AES-256-XTS key.
 const KEY_LENGTH: usize = 64;
+/// How many disks a system may have that is not one of a single disk: its name says so.
+pub const SEVERAL: usize = 8;
 
-/// A `vmseal-filter` on a raw file.
+/// A `vmseal-filter` on raw files.
 #[derive(Clone, Debug)]
 pub struct Vmseal {
     /// vmseal-filter.
     pub filter: Program,
-    /// With encryption, under a key of the disk's own.
+    /// With encryption, under keys of the disks' own.
     pub encrypted: bool,
+    /// How its disks are served.
+    pub transport: Transport,
+    /// Whether the page cache is bypassed.
+    pub direct: Direct,
+    /// On how many disks, with a queue each.
+    pub disks: usize,
 }
 
 impl Vmseal {
     fn configuration(&self, place: &Place) -> FilterConfig {
-        let offset = if self.encrypted { DATA_OFFSET } else { 0 };
-        let crypt = FilterSpec::Crypt { key: Handle::Path(key_path(place)), holes: Holes::Zero };
         FilterConfig {
             version: VERSION,
             vm: VmId::new(),
@@ -38,46 +46,75 @@ impl Vmseal {
             control_uid: None,
             request_id: None,
             log_levels: None,
-            disks: vec![DiskConfig {
-                disk: DiskId::new(),
-                size: place.size / u64::from(CRYPT_SECTOR) * u64::from(CRYPT_SECTOR),
-                serial: "laboratory".to_owned(),
-                read_only: false,
-                chain: self.encrypted.then_some(crypt).into_iter().collect(),
-                backend: BackendSpec::File {
-                    file: Handle::Path(place.disk()),
-                    offset,
-                    direct: Default::default(),
-                    keeps_room: false,
-                },
-                front_end: Some(FrontEndSpec::VhostUserBlk {
-                    socket: Handle::Path(place.socket()),
-                    peer_uid: None,
-                    queues: 1,
-                }),
-                beside: None,
-                import: None,
-                export: None,
-            }],
+            disks: self.places(place).iter().map(|place| self.disk(place)).collect(),
+        }
+    }
+
+    fn disk(&self, place: &Place) -> DiskConfig {
+        let offset = if self.encrypted { DATA_OFFSET } else { 0 };
+        let crypt = FilterSpec::Crypt { key: Handle::Path(key_path(place)), holes: Holes::Zero };
+        DiskConfig {
+            disk: DiskId::new(),
+            size: place.size / u64::from(CRYPT_SECTOR) * u64::from(CRYPT_SECTOR),
+            serial: "laboratory".to_owned(),
+            read_only: false,
+            chain: self.encrypted.then_some(crypt).into_iter().collect(),
+            backend: BackendSpec::File {
+                file: Handle::Path(place.disk()),
+                offset,
+                direct: self.direct,
+                keeps_room: false,
+            },
+            front_end: Some(self.front_end(Handle::Path(place.socket()))),
+            beside: None,
+            import: None,
+            export: None,
+        }
+    }
+
+    fn front_end(&self, socket: Handle) -> FrontEndSpec {
+        match self.transport {
+            Transport::VhostUser => {
+                FrontEndSpec::VhostUserBlk { socket, peer_uid: None, queues: 1 }
+            }
+            Transport::Nbd => FrontEndSpec::Nbd { listen: socket, peer_uid: None },
         }
     }
 }
 
 impl System for Vmseal {
     fn id(&self) -> &'static str {
-        if self.encrypted { "vmseal-encrypted" } else { "vmseal-plain" }
+        match (self.encrypted, self.disks) {
+            (true, SEVERAL) => "vmseal-encrypted-8-disks",
+            (true, _) => "vmseal-encrypted",
+            (false, _) => "vmseal-plain",
+        }
     }
 
     fn encrypts(&self) -> bool {
         self.encrypted
     }
 
-    fn prepare(&self, place: &Place) -> Result<(), SystemError> {
-        if self.encrypted {
-            let path = key_path(place);
-            make_key(&path).map_err(|source| SystemError::File { path, source })?;
+    fn places(&self, place: &Place) -> Vec<Place> {
+        if self.disks == 1 {
+            return vec![place.clone()];
         }
-        place.make_disk(place.size + if self.encrypted { DATA_OFFSET } else { 0 })
+        let size = place.size / self.disks as u64 / ALIGNMENT * ALIGNMENT;
+        let disk = |i: usize| Place { directory: place.directory.join(i.to_string()), size };
+        (0..self.disks).map(disk).collect()
+    }
+
+    fn prepare(&self, place: &Place) -> Result<(), SystemError> {
+        for place in self.places(place) {
+            let path = place.directory.clone();
+            fs::create_dir_all(&path).map_err(|source| SystemError::File { path, source })?;
+            if self.encrypted {
+                let path = key_path(&place);
+                make_key(&path).map_err(|source| SystemError::File { path, source })?;
+            }
+            place.make_disk(place.size + if self.encrypted { DATA_OFFSET } else { 0 })?;
+        }
+        Ok(())
     }
 
     fn start(&self, place: &Place, core: Option<usize>) -> Result<Server, SystemError> {
@@ -88,7 +125,8 @@ impl System for Vmseal {
         fs::write(&path, text).map_err(failed)?;
         let mut command = self.filter.command();
         command.arg("--config").arg(&path);
-        Server::start(self.id(), &self.filter, command, core, place.socket())
+        let places = self.places(place);
+        Server::start(self.id(), &self.filter, command, core, self.transport, &places)
     }
 }
 

@@ -1,0 +1,68 @@
+//! What a disk costs that is connected and has nothing to do.
+
+use std::io;
+use std::time::{Duration, Instant};
+
+use serde::Serialize;
+
+use crate::clock::{self, ProcessClock};
+use crate::initiator::{Operation, Wait};
+use crate::load::{self, Extent, LoadError, Workload};
+use crate::systems::Server;
+
+/// How long a server may take to notice that nothing comes any more: a polling one looks again for a while.
+const SETTLING: Duration = Duration::from_millis(200);
+/// How many requests it has before, so that it is one that has worked.
+const WAKING: u64 = 10_000;
+
+/// One system without work in one round.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Idle {
+    /// From 0.
+    pub round: u32,
+    /// [`crate::systems::System::id`].
+    pub system: String,
+    /// The measured time, in seconds.
+    pub seconds: f64,
+    /// The server's CPU time within it, in nanoseconds: what its threads ran by the scheduler's account
+    /// (sum_exec_runtime), no sampling of ticks.
+    pub cpu: f64,
+    /// How often its threads woke up and went to wait again within it.
+    pub waits: f64,
+}
+
+/// Has a disk work for a moment, lets it settle, and then leaves it alone, with the client connected.
+///
+/// # Errors
+/// [`LoadError`].
+pub fn measure(
+    server: &Server,
+    workload: &Workload,
+    time: Duration,
+    round: u32,
+    system: &str,
+) -> Result<Idle, LoadError> {
+    let clock = ProcessClock::of(server.pid()).map_err(LoadError::Clock)?;
+    let mut initiator = server.connect(0, workload.depth, workload.block, Wait::Sleep)?;
+    let extent = Extent::Requests(WAKING);
+    load::run(initiator.as_mut(), workload, extent, None, &clock, 0)?;
+    std::thread::sleep(SETTLING);
+    let begin = Instant::now();
+    let read = || -> io::Result<_> { Ok((clock.read()?, clock::waits(server.pid())?)) };
+    let before = read().map_err(LoadError::Clock)?;
+    std::thread::sleep(time);
+    let after = read().map_err(LoadError::Clock)?;
+    let seconds = begin.elapsed().as_secs_f64();
+    // It was idle, not gone.
+    let status = initiator.run_one(Operation::Read, 0, workload.block)?;
+    if status != 0 {
+        return Err(LoadError::Request { operation: Operation::Read, offset: 0, status });
+    }
+    Ok(Idle {
+        round,
+        system: system.to_owned(),
+        seconds,
+        cpu: after.0.saturating_sub(before.0).as_nanos() as f64,
+        waits: after.1.saturating_sub(before.1) as f64,
+    })
+}

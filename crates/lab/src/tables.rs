@@ -1,0 +1,229 @@
+//! A report as tables, for people.
+
+use std::fmt::Write as _;
+
+use comfy_table::{
+    Cell as TableCell, CellAlignment, ContentArrangement, LineStyle, Table, TableStyle,
+};
+
+use crate::goals::{Compare, Metric, Relation, Verdict};
+use crate::initiator::Wait;
+use crate::report::{Bottleneck, Measured, Report, Settings};
+use crate::statistics::Interval;
+
+/// A share of a CPU above which other work on the machine is worth a word.
+const DISTURBED: f64 = 0.1;
+
+/// One rule, under the titles.
+const STYLE: TableStyle =
+    TableStyle::new().header_separator(LineStyle::none().fill('─').junction('─'));
+
+impl Report {
+    /// The tables.
+    #[must_use]
+    pub fn show(&self) -> String {
+        let mut text = self.heading();
+        for measured in &self.sections {
+            let settings = described(&measured.settings);
+            let _ = write!(text, "\n{}: {}\n{settings}\n", measured.section, measured.title);
+            if !measured.summaries.is_empty() {
+                let _ = writeln!(text, "\n{}", lines(&systems(measured)));
+            }
+            if !measured.idle_summaries.is_empty() {
+                let _ = writeln!(text, "\n{}", lines(&idle(measured)));
+            }
+        }
+        let _ = writeln!(text, "\n{}\n", lines(&self.verdicts()));
+        text.push_str(
+            "Medians; [95 % bounds, each by itself]. CPU is the server's, for one request. The\n\
+             bottleneck is who used all of its core; `waiting` if neither server nor client did.\n",
+        );
+        if let Some(warning) = self.disturbance() {
+            text.push_str(&warning);
+        }
+        for obstacle in &self.obstacles {
+            let _ = writeln!(text, "not measured: {}: {}", obstacle.section, obstacle.why);
+        }
+        let _ = writeln!(
+            text,
+            "{} met, {} not met, {} not resolved, {} not measured",
+            self.count(Verdict::Met),
+            self.count(Verdict::NotMet),
+            self.count(Verdict::NotResolved),
+            self.count(Verdict::NotMeasured),
+        );
+        text
+    }
+
+    fn heading(&self) -> String {
+        let machine = &self.machine;
+        let program = |name: &str, version: &Option<String>| {
+            version.as_ref().map_or_else(String::new, |version| format!(", {name} {version}"))
+        };
+        format!(
+            "{}, {} cores, Linux {}{}{}; commit {}\n",
+            machine.cpu,
+            machine.cores,
+            machine.kernel,
+            program("QEMU", &machine.storage_daemon),
+            program("nbdkit", &machine.nbdkit),
+            self.commit,
+        )
+    }
+
+    fn verdicts(&self) -> Table {
+        let mut table = table(&["goal", "verdict", "found", "wanted", "difference"]);
+        for judged in self.goals.iter().filter(|judged| judged.verdict != Verdict::NotMeasured) {
+            let goal = &judged.goal;
+            let value = match goal.compare {
+                Compare::Ratio => format!("{:.3}", goal.value),
+                Compare::Difference => signed(goal.metric, goal.value),
+                Compare::Alone => goal.metric.show(goal.value),
+            };
+            let wanted = match goal.relation {
+                Relation::AtLeast => format!("≥ {value}"),
+                Relation::AtMost => format!("≤ {value}"),
+            };
+            let found = judged.ratio.map(|ratio| ratio.show(|x| format!("{x:.3}")));
+            let alone = judged.alone.map(|value| goal.metric.show_interval(&value));
+            table.add_row(vec![
+                goal.id.clone(),
+                judged.by_cpu_time.as_ref().map_or_else(
+                    || judged.verdict.to_string(),
+                    |decided| format!("{} (by CPU time: {})", judged.verdict, decided.verdict),
+                ),
+                found.or(alone).unwrap_or_default(),
+                wanted,
+                judged.difference.map_or_else(String::new, |d| signed(goal.metric, d.median)),
+            ]);
+        }
+        numbers_to_the_right(&mut table, 2..5);
+        table
+    }
+
+    /// What else the machine did while it measured.
+    fn disturbance(&self) -> Option<String> {
+        let cells = self.sections.iter().flat_map(|measured| &measured.cells);
+        let others = Interval::of(cells.map(|cell| cell.others_busy))?.median;
+        (others > DISTURBED).then(|| {
+            let percent = others * 100.0;
+            format!(
+                "Other work used {percent:.0} % of a core meanwhile: trust ratios, not figures.\n"
+            )
+        })
+    }
+}
+
+fn described(settings: &Settings) -> String {
+    let transport = match settings.transport {
+        crate::systems::Transport::VhostUser => "vhost-user-blk",
+        crate::systems::Transport::Nbd => "NBD",
+    };
+    let client = match settings.wait {
+        Wait::Sleep => "sleeps until something comes",
+        Wait::Poll => "polls",
+    };
+    format!(
+        "{transport}, {} MiB on {}, {} rounds of {} s, client {client}",
+        settings.size >> 20,
+        settings.file_system,
+        settings.rounds,
+        settings.seconds,
+    )
+}
+
+fn systems(measured: &Measured) -> Table {
+    let mut table = table(&[
+        "workload",
+        "system",
+        "kIOPS",
+        "MB/s",
+        "CPU µs",
+        "p50 µs",
+        "p99 µs",
+        "p99.9 µs",
+        "bottleneck",
+    ]);
+    let mut before = "";
+    for summary in &measured.summaries {
+        let micro = |nanoseconds: u64| format!("{:.0}", nanoseconds as f64 / 1e3);
+        let bottleneck = match summary.bottleneck {
+            Bottleneck::Server => "server",
+            Bottleneck::Client => "client",
+            Bottleneck::Waiting => "waiting",
+        };
+        // A load is named where it begins, so that one sees where the next does.
+        let again = before == summary.workload;
+        before = &summary.workload;
+        table.add_row(vec![
+            if again { String::new() } else { summary.workload.clone() },
+            summary.system.clone(),
+            format!("{:.1}", summary.iops.median / 1e3),
+            format!("{:.0}", summary.throughput.median / 1e6),
+            format!("{:.2}", summary.cpu_per_io.median / 1e3),
+            micro(summary.latency.p50),
+            micro(summary.latency.p99),
+            micro(summary.latency.p999),
+            bottleneck.to_owned(),
+        ]);
+    }
+    numbers_to_the_right(&mut table, 2..8);
+    table
+}
+
+fn idle(measured: &Measured) -> Table {
+    let mut table = table(&["without work", "CPU", "wake-ups"]);
+    for summary in &measured.idle_summaries {
+        table.add_row(vec![
+            summary.system.clone(),
+            Metric::IdleCpu.show_interval(&summary.cpu),
+            Metric::IdleWakeups.show_interval(&summary.wakeups),
+        ]);
+    }
+    numbers_to_the_right(&mut table, 1..3);
+    table
+}
+
+fn table(titles: &[&str]) -> Table {
+    let mut table = Table::new();
+    table.load_style(STYLE);
+    table.set_content_arrangement(ContentArrangement::Disabled);
+    table.set_header(titles.iter().map(TableCell::new));
+    table
+}
+
+/// A table without blanks at the ends of its lines.
+fn lines(table: &Table) -> String {
+    table.trim_fmt()
+}
+
+fn numbers_to_the_right(table: &mut Table, columns: std::ops::Range<usize>) {
+    for column in columns {
+        if let Some(column) = table.column_mut(column) {
+            column.set_cell_alignment(CellAlignment::Right);
+        }
+    }
+}
+
+fn signed(metric: Metric, value: f64) -> String {
+    let sign = if value < 0.0 { '−' } else { '+' };
+    format!("{sign}{}", metric.show(value.abs()))
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::report::tests::report;
+
+    #[test]
+    fn the_tables_keep_their_shape() {
+        insta::assert_snapshot!("tables", report().show());
+    }
+
+    #[test]
+    fn a_disturbed_machine_is_named() {
+        let mut report = report();
+        assert_eq!(report.disturbance(), None);
+        report.sections[0].cells.iter_mut().for_each(|cell| cell.others_busy = 0.4);
+        assert!(report.disturbance().unwrap().contains("40 % of a core"));
+    }
+}
