@@ -13,7 +13,7 @@ use crate::backend::file::FileDisk;
 use crate::backend::mem::MemDisk;
 use crate::backend::qcow2::Qcow2Disk;
 use crate::chain::{Backend, Chain, Filter};
-use crate::crypt::{Crypt, CryptError};
+use crate::crypt::{Chunk, Crypt, CryptError};
 use crate::dirty::Bitmaps;
 use crate::figures::CipherTime;
 use crate::layer::Layer;
@@ -23,8 +23,11 @@ use crate::request::LOGICAL_BLOCK;
 /// memory a process stays under 32 MiB.
 pub const POOLS_BYTES: usize = 16 * 1024 * 1024;
 
-/// What one queue can use: 32 requests of 64 KiB.
+/// What one queue can use where requests are done at once: more than are under way.
 const QUEUE_POOL_BYTES: usize = 2 * 1024 * 1024;
+
+/// The same where a device works on many at a time: 8 writes of 512 KiB, and a quarter for [`Align`].
+const DEVICE_POOL_BYTES: usize = 6 * 1024 * 1024;
 
 /// What a chain that only reads can use, for reads that are not of whole sectors.
 pub const READER_POOL_BYTES: usize = 256 * 1024;
@@ -75,7 +78,11 @@ impl Disk {
         rest: Rest,
         pools: usize,
     ) -> Self {
-        let pool_bytes = (POOLS_BYTES / pools.max(1)).min(QUEUE_POOL_BYTES);
+        let most = match &rest {
+            Rest::File(file) if !file.works_at_once() => DEVICE_POOL_BYTES,
+            _ => QUEUE_POOL_BYTES,
+        };
+        let pool_bytes = (POOLS_BYTES / pools.max(1)).min(most);
         let (locks, cipher_time) = (Arc::default(), Arc::default());
         let (above, below) = (Vec::new(), Vec::new());
         let bitmaps = Arc::new(Bitmaps::new(size));
@@ -187,10 +194,12 @@ impl Disk {
         if let Some(align) = self.align(pool_bytes / 4)? {
             filters.push(Box::new(align));
         }
+        let at_once = backend.wait_handle().is_none();
         if let Some(Encryption { key, holes }) = &self.encryption {
             filters.push(Box::new(Crypt::new(
                 key,
                 *holes,
+                if at_once { Chunk::Small } else { Chunk::Large },
                 pool_bytes / 4 * 3,
                 Arc::clone(&self.cipher_time),
             )?));

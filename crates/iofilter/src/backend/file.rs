@@ -172,6 +172,12 @@ impl FileDisk {
         self.block
     }
 
+    /// Whether its pages are in memory, so that a request is done as it is asked for.
+    #[must_use]
+    pub fn works_at_once(&self) -> bool {
+        self.in_memory
+    }
+
     /// What addresses and lengths of memory have to be multiples of.
     #[must_use]
     pub fn memory_alignment(&self) -> u32 {

@@ -26,11 +26,34 @@ use crate::chain::{Filter, Io, Limits};
 use crate::crypt::xts::{Direction, SECTOR, Xts, XtsError};
 use crate::figures::{CipherTime, CipherWork, Sampler};
 use crate::memory::{Cursor, Segment, Segments};
-use crate::pool::{Buffer, Pool};
+use crate::pool::{BLOCK, BLOCKS_MAX, Buffer, Pool};
 use crate::request::{IoError, Operation, RequestId};
 
 /// The most chunks of one request that are under way, so that a large one leaves buffers to others.
 const CHUNKS_MAX: u32 = 8;
+
+/// The most buffers of one chunk.
+const BUFFERS_MAX: usize = 8;
+
+/// The most bytes of one chunk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Chunk {
+    /// One buffer: it is still in the second-level cache when storage that works at once takes it.
+    Small,
+    /// [`BUFFERS_MAX`] buffers: a device is as fast in the clear as with encryption only if it is asked for as
+    /// much at a time.
+    Large,
+}
+
+impl Chunk {
+    fn bytes(self) -> u64 {
+        let buffers = match self {
+            Self::Small => 1,
+            Self::Large => BUFFERS_MAX,
+        };
+        (buffers * BLOCKS_MAX * BLOCK) as u64
+    }
+}
 
 /// Why the filter cannot be made.
 #[derive(Debug, thiserror::Error)]
@@ -58,14 +81,17 @@ struct Sealing {
 /// The filter; see the module.
 pub struct Crypt {
     holes: Holes,
+    chunk: Chunk,
     encrypt: Xts,
     decrypt: Xts,
     pool: Pool,
     sampler: Sampler,
     /// Writes under way, by request.
     sealing: Vec<Option<Sealing>>,
-    /// The buffers of children, by child.
-    buffers: Vec<Option<Buffer>>,
+    /// The buffers of children, by child. A list is made when its place is first used, and kept.
+    buffers: Vec<Vec<Buffer>>,
+    /// Those of the next child.
+    taken: Vec<Buffer>,
     /// Writes that wait for a buffer, oldest first.
     waiting: VecDeque<RequestId>,
     /// One sector, for those that lie scattered in the guest's memory.
@@ -81,17 +107,20 @@ impl Crypt {
     pub fn new(
         key: &SecretBytes,
         holes: Holes,
+        chunk: Chunk,
         pool_bytes: usize,
         times: Arc<CipherTime>,
     ) -> Result<Self, CryptError> {
         Ok(Self {
             holes,
+            chunk,
             encrypt: Xts::new(key.expose(), Direction::Encrypt)?,
             decrypt: Xts::new(key.expose(), Direction::Decrypt)?,
             pool: Pool::new(pool_bytes)?,
             sampler: Sampler::new(times),
             sealing: Vec::new(),
             buffers: Vec::new(),
+            taken: Vec::new(),
             waiting: VecDeque::new(),
             scratch: Box::new([0; SECTOR]),
         })
@@ -99,57 +128,74 @@ impl Crypt {
 
     /// Seals as much of a write as buffers allow.
     fn pump(&mut self, id: RequestId, io: &mut Io<'_>) {
-        let (operation, offset, length) = {
-            let request = io.request(id);
-            (request.operation, request.offset, request.length)
-        };
+        let length = io.request(id).length;
         loop {
-            let Some(state) = self.sealing[id.index()].as_mut() else { return };
+            let Some(state) = self.sealing[id.index()].as_ref() else { return };
             if state.failed.is_some() || state.sealed == length || state.chunks == CHUNKS_MAX {
                 return self.finish_if_drained(id, length, io);
             }
-            let left = length - state.sealed;
-            let Some(buffer) = self.pool.take(usize::try_from(left).unwrap_or(usize::MAX)) else {
-                if !std::mem::replace(&mut state.waiting, true) {
-                    self.waiting.push_back(id);
-                }
-                return;
-            };
-            let bytes = left.min(buffer.len() as u64);
-            let target = self.pool.segment(&buffer).part(0, bytes as usize);
-            let at = offset + state.sealed;
-            let timed = self.sampler.begin();
-            let sealed = if operation == Operation::Write {
-                seal(
-                    &mut self.encrypt,
-                    &mut self.scratch,
-                    &io.request(id).data,
-                    &mut state.cursor,
-                    at,
-                    target,
-                )
-            } else {
-                seal_zeroes(&mut self.encrypt, at, target)
-            };
-            self.sampler.end(timed, CipherWork::Encrypt);
-            let child = match sealed {
-                Ok(()) => io.child(id, Operation::Write, at, bytes).ok_or(IoError::Overload),
-                Err(_) => Err(IoError::Cipher),
-            };
-            match child {
-                Err(error) => {
-                    state.failed = Some(error);
-                    self.pool.give(buffer);
-                }
-                Ok(child) => {
+            let bytes = self.take_buffers(length - state.sealed);
+            let sealed = if bytes > 0 { self.next_chunk(id, bytes, io) } else { Ok(()) };
+            let Some(state) = self.sealing[id.index()].as_mut() else { return };
+            match sealed {
+                Ok(()) if bytes > 0 => {
                     state.sealed += bytes;
                     state.chunks += 1;
-                    self.buffers[child.index()] = Some(buffer);
-                    io.add_segment(child, target);
-                    io.pass(child);
+                }
+                Ok(()) => {
+                    if !std::mem::replace(&mut state.waiting, true) {
+                        self.waiting.push_back(id);
+                    }
+                    return;
+                }
+                Err(error) => {
+                    state.failed = Some(error);
+                    self.taken.drain(..).for_each(|buffer| self.pool.give(buffer));
                 }
             }
         }
+    }
+
+    /// Takes buffers for the next chunk of a write of which `left` bytes are to be sealed; how many they are
+    /// for, 0 if there is no buffer.
+    fn take_buffers(&mut self, left: u64) -> u64 {
+        let wanted = left.min(self.chunk.bytes());
+        let mut held = 0;
+        while held < wanted && self.taken.len() < BUFFERS_MAX {
+            let missing = usize::try_from(wanted - held).unwrap_or(usize::MAX);
+            let Some(buffer) = self.pool.take(missing) else { break };
+            held += buffer.len() as u64;
+            self.taken.push(buffer);
+        }
+        held.min(wanted)
+    }
+
+    /// Seals the next bytes of a write into the buffers that were taken, and passes them down.
+    fn next_chunk(&mut self, id: RequestId, bytes: u64, io: &mut Io<'_>) -> Result<(), IoError> {
+        let Some(state) = self.sealing[id.index()].as_mut() else { return Ok(()) };
+        let at = io.request(id).offset + state.sealed;
+        let child = io.child(id, Operation::Write, at, bytes).ok_or(IoError::Overload)?;
+        let (zeroes, timed) = (io.request(id).operation != Operation::Write, self.sampler.begin());
+        let (cipher, scratch, mut done) = (&mut self.encrypt, &mut self.scratch, 0);
+        for buffer in &self.taken {
+            let length = buffer.len().min((bytes - done) as usize);
+            let (target, at) = (self.pool.segment(buffer).part(0, length), at + done);
+            let sealed = if zeroes {
+                seal_zeroes(cipher, at, target)
+            } else {
+                seal(cipher, scratch, &io.request(id).data, &mut state.cursor, at, target)
+            };
+            if sealed.is_err() {
+                io.release(child);
+                return Err(IoError::Cipher);
+            }
+            io.add_segment(child, target);
+            done += length as u64;
+        }
+        self.sampler.end(timed, CipherWork::Encrypt);
+        std::mem::swap(&mut self.buffers[child.index()], &mut self.taken);
+        io.pass(child);
+        Ok(())
     }
 
     fn finish_if_drained(&mut self, id: RequestId, length: u64, io: &mut Io<'_>) {
@@ -165,9 +211,7 @@ impl Crypt {
     /// A chunk is written: its buffer serves the next.
     fn chunk_up(&mut self, child: RequestId, parent: RequestId, io: &mut Io<'_>) {
         let result = io.request(child).result;
-        if let Some(buffer) = self.buffers[child.index()].take() {
-            self.pool.give(buffer);
-        }
+        self.buffers[child.index()].drain(..).for_each(|buffer| self.pool.give(buffer));
         io.release(child);
         if let Some(state) = self.sealing[parent.index()].as_mut() {
             state.chunks -= 1;
@@ -293,7 +337,7 @@ impl Filter for Crypt {
 
     fn prepare(&mut self, capacity: usize) {
         self.sealing.resize_with(capacity, || None);
-        self.buffers.resize_with(capacity, || None);
+        self.buffers.resize_with(capacity, Vec::new);
         self.waiting.reserve(capacity);
     }
 

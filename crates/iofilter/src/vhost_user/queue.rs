@@ -37,7 +37,10 @@ use crate::vhost_user::request::{Asked, Malformed, Parsed, Parser};
 /// them over.
 const BATCH: usize = 64;
 
-/// The same where each is done before the next is looked at: few, so that the guest is at work on the
+/// And in bytes: a device is not to wait until the next large write is encrypted, too.
+const BATCH_BYTES: usize = 512 * 1024;
+
+/// The most requests where each is done before the next is looked at: few, so that the guest is at work on the
 /// first answers and on new requests while the next are done, instead of each waiting for the other
 /// (docs/decisions/044).
 const BATCH_AT_ONCE: usize = 4;
@@ -261,14 +264,15 @@ impl Worker {
 
     /// Takes what the guest has made available.
     fn take(&mut self) -> Result<usize, Broken> {
-        let mut taken = 0;
+        let (mut taken, mut bytes) = (0, 0);
         // Read once, and only by a pass that takes something.
         let mut began = None;
-        while taken < self.batch {
+        while taken < self.batch && bytes < BATCH_BYTES {
             let Some(id) = self.chain.begin() else { break };
             match self.next(id) {
                 Ok(Some((head, parsed))) => {
                     let began = *began.get_or_insert_with(Instant::now);
+                    bytes += self.chain.data_mut(id).bytes();
                     self.begin(id, head, &parsed, began)?;
                 }
                 Ok(None) => {
