@@ -211,6 +211,7 @@ async fn made(bench: &Bench, agent: &dyn HostAgent) -> VmSpec {
         encrypted: false,
         allocation: Allocation::Thin,
         limits: Default::default(),
+        cache: None,
         facts: Some(DiskFacts::Raw),
     };
     let spec = VmSpec {
