@@ -23,11 +23,16 @@ fn a_guests_requests_are_counted_and_timed_in_the_filter_and_told_by_the_server(
         let said = here.refused(&["policy", "add", "limited", "--encrypt", option, value]).unwrap();
         assert!(said.contains("must be from"), "{option} {value}: {said}");
     }
-    let limits = ["--iops", "4", "--bandwidth", "8MiB"];
+    for (size, why) in [("512KiB", "give a multiple"), ("257MiB", "at most 268435456")] {
+        let said =
+            here.refused(&["policy", "add", "limited", "--encrypt", "--cache", size]).unwrap();
+        assert!(said.contains(why), "{size}: {said}");
+    }
+    let limits = ["--iops", "4", "--bandwidth", "8MiB", "--cache", "1MiB"];
     here.vmseal(&[&["policy", "add", "limited", "--encrypt"][..], &limits].concat()).unwrap();
     here.create_counter("web", "limited").unwrap();
     let said = here.vmseal(&["vm", "show", "web"]).unwrap();
-    assert!(said.contains("at most 4 IOPS, at most 8.0 MiB/s"), "{said}");
+    assert!(said.contains("at most 4 IOPS, at most 8.0 MiB/s, 1.0 MiB of cache"), "{said}");
     assert_eq!(here.boot_counter("web").unwrap(), 1);
 
     let host = scrape(&here, "/metrics/hosts/here");
@@ -55,6 +60,12 @@ fn a_guests_requests_are_counted_and_timed_in_the_filter_and_told_by_the_server(
     let held = sum(&host, "vmseal_disk_held_requests_total", "disk=");
     assert!(held > 0.0, "{host}");
     assert!(sum(&host, "vmseal_disk_held_seconds_total", "disk=") > 0.0, "{host}");
+    // The guest's two sectors are one block, and the second one is read when that is known.
+    for outcome in ["outcome=\"missed\"", "outcome=\"hit\""] {
+        let reads = sum(&host, "vmseal_disk_cache_reads_total", outcome);
+        assert!(reads >= 1.0, "{outcome}: {host}");
+    }
+    assert!(sum(&host, "vmseal_disk_cache_blocks_total", "event=\"installed\"") >= 1.0, "{host}");
     assert_eq!(sum(&host, "vmseal_disk_errors_total", "disk="), 0.0);
     assert_eq!(sum(&host, "vmseal_agent_vms", "power=\"running\""), 1.0);
     assert_eq!(sum(&host, "vmseal_agent_vm_keys", "key=\"held\""), 1.0);

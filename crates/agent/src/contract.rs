@@ -3,6 +3,8 @@
 //!
 //! It panics where an agent does not keep the contract; a test calls it.
 
+mod bitmaps;
+
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -115,6 +117,7 @@ impl Session {
             encrypted,
             allocation: Allocation::Thin,
             limits: Default::default(),
+            cache: None,
             facts: None,
         };
         let spec = VmSpec {
@@ -505,6 +508,7 @@ async fn running(agent: &dyn HostAgent, session: &Session) {
     let disk = spec.disks[0].disk;
     let changed = agent.expose_disk(vm, disk, Exposing::Hold { writable: true }).await;
     refused(changed.map(drop), ErrorCode::InUse, "exposing a disk in use, to be changed");
+    bitmaps::changed(agent, session).await;
     let reading = agent.expose_disk(vm, disk, Exposing::Hold { writable: false }).await;
     let mut beside = done(reading, "exposing a disk in use");
     speaks_nbd(agent, session, disk).await;
@@ -514,6 +518,7 @@ async fn running(agent: &dyn HostAgent, session: &Session) {
     done(agent.power_off(vm, PowerOff::Force).await, "the plug");
     let vm_state = session.now(agent).await;
     assert_eq!(vm_state.power, Power::Off);
+    refused(agent.bitmaps(vm, disk).await, ErrorCode::WrongState, "bitmaps of a VM that is off");
     assert_eq!(vm_state.stopped.expect("why").reason, StopReason::PoweredOff);
     let end = timeout(session.fixture.patience, held.read_to_end(&mut Vec::new())).await;
     assert!(end.is_ok(), "the console does not end with the VM");
@@ -522,6 +527,7 @@ async fn running(agent: &dyn HostAgent, session: &Session) {
     done(agent.power_on(vm).await, "starting after the plug");
     session.wait(agent, "running", |state| state.power == Power::Running).await;
     console(agent, session).await;
+    bitmaps::start(agent, session).await;
 }
 
 /// The suite's guest does not hear the power button.
@@ -555,10 +561,13 @@ pub async fn second_life(agent: &dyn HostAgent, mut session: Session) -> (Sessio
     let known = session.now(agent).await;
     assert_eq!((known.power, known.key), (Power::Running, KeyState::Held));
     console(agent, &session).await;
+    assert_eq!(bitmaps::named(agent, &session).await, ["kept"], "it ended with an agent");
     done(agent.power_off(vm, PowerOff::Force).await, "the plug");
     done(agent.power_on(vm).await, "starting");
     session.wait(agent, "running", |state| state.power == Power::Running).await;
     console(agent, &session).await;
+    assert!(bitmaps::named(agent, &session).await.is_empty(), "it outlives its VM's run");
+    bitmaps::start(agent, &session).await;
     let dead = filters_die(agent, &session).await;
     let died = dead.died.expect("an alarm");
     assert_eq!(died.reason, StopReason::FilterDied, "{}", died.detail);
@@ -586,6 +595,8 @@ async fn filters_die(agent: &dyn HostAgent, session: &Session) -> VmState {
         before = told(&now);
         assert_eq!(now.power, Power::Running);
         if death == 1 {
+            // What changed while there was no filter is in no bitmap: there is none that could be believed.
+            assert!(bitmaps::named(agent, session).await.is_empty(), "it outlives its filter");
             console(agent, session).await;
         }
     }

@@ -508,6 +508,7 @@ mod tests {
                 encrypted,
                 allocation: Allocation::Thin,
                 limits: Default::default(),
+                cache: None,
                 facts: None,
             })
             .into();

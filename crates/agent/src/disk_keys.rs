@@ -144,6 +144,7 @@ mod tests {
                 encrypted: true,
                 allocation: Allocation::Thin,
                 limits: Default::default(),
+                cache: None,
                 facts: None,
             };
             spec.disks = (0..3).map(disk).collect();

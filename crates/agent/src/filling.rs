@@ -183,7 +183,7 @@ impl Filling<'_> {
 pub(crate) async fn end_idle(control: &Control, disk: DiskId) -> Result<(), Problem> {
     match control.shut_down().await {
         Ok(()) => Ok(()),
-        Err(error @ FilterError::Refused(_)) => Err(internal(error)),
+        Err(error @ FilterError::Refused { .. }) => Err(internal(error)),
         Err(error) => {
             tracing::warn!(%disk, %error, "a filter that has done its work does not end; it is killed");
             Ok(())
@@ -203,7 +203,8 @@ mod tests {
     fn a_filter_that_is_slow_is_one_that_died_and_no_end_of_the_import() {
         let is_final = |error: FilterError| matches!(Failure::from(error), Failure::Final(_));
         assert!(!is_final(FilterError::TimedOut));
-        assert!(is_final(FilterError::Refused("no".to_owned())));
+        let (code, message) = (ErrorCode::Internal, "no".to_owned());
+        assert!(is_final(FilterError::Refused { code, message }));
     }
 
     #[tokio::test]

@@ -13,12 +13,14 @@ use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::UnixStream;
 use tokio::time::timeout;
 use vmseal_api::filter::{
-    BackendSpec, BesideSpec, Budget, ControlReply, ControlRequest, Direct, DiskConfig, ExportSpec,
-    FilterConfig, FilterFigures, FilterSpec, FilterStatus, FrontEndSpec, Handle, Holes, ImportSpec,
-    LINE_MAX, LimitSpec, SERIAL_MAX, TargetFormat, VERSION,
+    BackendSpec, BesideSpec, BitmapChange, BitmapStatus, Budget, CacheSpec, ControlReply,
+    ControlRequest, Direct, DiskConfig, ExportSpec, FilterConfig, FilterFigures, FilterSpec,
+    FilterStatus, FrontEndSpec, Handle, Holes, ImportSpec, LINE_MAX, LimitSpec, SERIAL_MAX,
+    TargetFormat, VERSION,
 };
 use vmseal_api::host::DiskLimits;
 use vmseal_api::id::{DiskId, VmId};
+use vmseal_api::problem::ErrorCode;
 use vmseal_api::request_id;
 use vmseal_api::transfer::ImageFormat;
 
@@ -62,8 +64,13 @@ pub enum FilterError {
     #[error("the filter process does not answer")]
     TimedOut,
     /// It says that it could not.
-    #[error("the filter process: {0}")]
-    Refused(String),
+    #[error("the filter process: {message}")]
+    Refused {
+        /// The same for programs.
+        code: ErrorCode,
+        /// Why.
+        message: String,
+    },
     /// Not what was asked for.
     #[error("the filter process answers what it was not asked for: {0}")]
     Protocol(String),
@@ -99,6 +106,8 @@ pub enum Work {
         queues: u16,
         /// What the guest may use of it.
         limits: DiskLimits,
+        /// What is kept in memory of what is read, in bytes.
+        cache: Option<u64>,
     },
     /// Serves tools over NBD.
     Expose {
@@ -163,6 +172,12 @@ impl Work {
         Some(LimitSpec { requests: limits.iops.map(budget), bytes: limits.bandwidth.map(budget) })
     }
 
+    /// What keeps what is read, where something does.
+    fn cache(&self) -> Option<CacheSpec> {
+        let Self::Serve { cache, .. } = self else { return None };
+        cache.map(|bytes| CacheSpec { bytes })
+    }
+
     fn descriptors(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
         let (one, other) = match self {
             Self::Serve { socket, .. } => (socket.as_fd(), None),
@@ -184,9 +199,10 @@ impl Disk {
             key: fd(key.as_fd()),
             holes: *holes,
         };
-        // Above encryption: what has to wait is not encrypted yet.
+        // Above encryption: what has to wait is not encrypted yet. Below it: what is kept is ciphertext.
         let chain = self.work.limit().map(FilterSpec::Limit).into_iter();
         let chain = chain.chain(self.key.iter().map(crypt));
+        let chain = chain.chain(self.work.cache().map(FilterSpec::Cache));
         DiskConfig {
             disk: self.disk,
             size: self.size,
@@ -358,6 +374,23 @@ impl Control {
         }
     }
 
+    /// Starts, clears or removes a dirty bitmap; gives those that the disk has then.
+    ///
+    /// # Errors
+    /// [`FilterError`].
+    pub async fn change_bitmap(
+        &self,
+        disk: DiskId,
+        name: String,
+        change: BitmapChange,
+    ) -> Result<Vec<BitmapStatus>, FilterError> {
+        let request = ControlRequest::Bitmap { disk, name, change };
+        match ask(&self.0, &request, STATUS_TIMEOUT).await? {
+            ControlReply::Bitmaps { bitmaps } => Ok(bitmaps),
+            other => Err(unexpected(other)),
+        }
+    }
+
     /// Waits until it serves.
     ///
     /// # Errors
@@ -405,7 +438,8 @@ pub fn ended(exit: process::Exit, directory: &ProcessDir) -> FilterError {
 
 fn unexpected(reply: ControlReply) -> FilterError {
     match reply {
-        ControlReply::Error { message } => FilterError::Refused(message),
+        ControlReply::Error { code, message } => FilterError::Refused { code, message },
+        ControlReply::Bitmaps { .. } => FilterError::Protocol("a disk's dirty bitmaps".to_owned()),
         ControlReply::Status(_) => FilterError::Protocol("how it stands".to_owned()),
         ControlReply::Figures(_) => FilterError::Protocol("what it measured".to_owned()),
         ControlReply::Done => FilterError::Protocol("that it is done".to_owned()),
@@ -467,7 +501,10 @@ mod tests {
     #[tokio::test]
     async fn answers_are_understood_and_wrong_ones_are_errors() {
         let refused = answered(b"{\"answer\":\"error\",\"message\":\"no\"}\n").await.unwrap_err();
-        assert!(matches!(refused, FilterError::Refused(message) if message == "no"));
+        // As a filter of an earlier vmseal says it, without a code.
+        assert!(
+            matches!(refused, FilterError::Refused { code: ErrorCode::Internal, message } if message == "no")
+        );
         let done = answered(b"{\"answer\":\"done\"}\n").await.unwrap_err();
         assert!(matches!(done, FilterError::Protocol(_)));
         assert!(matches!(answered(b"x\n").await.unwrap_err(), FilterError::Protocol(_)));
@@ -475,6 +512,31 @@ mod tests {
         assert!(matches!(answered(b"{\"answer\":").await.unwrap_err(), FilterError::Io(_)));
         static LONG: [u8; LINE_MAX + 10] = [b'x'; LINE_MAX + 10];
         assert!(matches!(answered(&LONG).await.unwrap_err(), FilterError::Protocol(_)));
+    }
+
+    #[test]
+    fn what_waits_is_not_encrypted_yet_and_what_is_kept_is_ciphertext() {
+        let (socket, _guest) = std::os::unix::net::UnixStream::pair().unwrap();
+        let limits = DiskLimits { iops: Some(100), bandwidth: None };
+        let mut disk = Disk {
+            disk: DiskId::new(),
+            size: 4096,
+            file: tempfile::tempfile().unwrap(),
+            offset: 0,
+            key: Some((tempfile::tempfile().unwrap().into(), Holes::Zero)),
+            keeps_room: false,
+            work: Work::Serve { socket, queues: 1, limits, cache: Some(1 << 20) },
+            beside: None,
+        };
+        let chain = disk.config(0).chain;
+        let [FilterSpec::Limit(_), FilterSpec::Crypt { .. }, FilterSpec::Cache(cache)] = &chain[..]
+        else {
+            panic!("{chain:?}")
+        };
+        assert_eq!(cache.bytes, 1 << 20);
+        let source = tempfile::tempfile().unwrap();
+        disk.work = Work::Import { source, format: ImageFormat::Raw, from: 0 };
+        assert_eq!(disk.config(0).chain.len(), 1, "a filter that fills a disk keeps nothing of it");
     }
 
     #[test]

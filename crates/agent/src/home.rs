@@ -490,6 +490,7 @@ mod tests {
                 encrypted: false,
                 allocation: Allocation::Thin,
                 limits: Default::default(),
+                cache: None,
                 facts: None,
             })
             .into();

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use async_trait::async_trait;
 use tokio::task::spawn_blocking;
 use vmseal_api::datastore::{DatastoreCondition, DatastoreContents};
+use vmseal_api::filter::{BitmapChange, BitmapStatus};
 use vmseal_api::host::{
     ConsoleClaim, ConsoleStream, DatastoreSpec, DatastoreUsage, ExportSpec, ExportStep, Exposing,
     HostAgent, HostDescription, HostState, ImageSource, KeyReference, NewDisk, OtherKey, PowerOff,
@@ -322,6 +323,21 @@ impl HostAgent for RealHost {
         what: Exposing,
     ) -> Result<ConsoleStream, Problem> {
         self.vm(vm).await?.ask(vm, |reply| Call::Expose(disk, what, reply)).await
+    }
+
+    async fn bitmaps(&self, vm: VmId, disk: DiskId) -> Result<Vec<BitmapStatus>, Problem> {
+        self.vm(vm).await?.ask(vm, |reply| Call::Bitmaps(disk, None, reply)).await
+    }
+
+    async fn change_bitmap(
+        &self,
+        vm: VmId,
+        disk: DiskId,
+        name: String,
+        change: BitmapChange,
+    ) -> Result<Vec<BitmapStatus>, Problem> {
+        let change = Some((name, change));
+        self.vm(vm).await?.ask(vm, |reply| Call::Bitmaps(disk, change, reply)).await
     }
 
     async fn power_on(&self, vm: VmId) -> Result<(), Problem> {

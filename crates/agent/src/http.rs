@@ -118,6 +118,7 @@ pub fn router(agent: Agent) -> Router {
         .route("/v1/vms/{vm}/disks/{disk}", put(create_disk).delete(delete_disk))
         .route("/v1/vms/{vm}/disks/{disk}/export", post(export_disk))
         .route("/v1/vms/{vm}/disks/{disk}/expose", get(expose_disk))
+        .route("/v1/vms/{vm}/disks/{disk}/bitmaps", get(bitmaps).post(change_bitmap))
         .route("/v1/vms/{vm}/power-on", post(power_on))
         .route("/v1/vms/{vm}/power-off", post(power_off))
         .route("/v1/vms/{vm}/console", get(console))
@@ -289,6 +290,24 @@ async fn export_disk(
     let (step, spec) = body(request).await?;
     agent.export_disk(vm, disk, step, spec).await?;
     done()
+}
+
+async fn bitmaps(
+    State(agent): State<Agent>,
+    Path(path): Path<(String, String)>,
+) -> Answer<Response> {
+    let (vm, disk) = disk_of(&path)?;
+    json(&agent.bitmaps(vm, disk).await?)
+}
+
+async fn change_bitmap(
+    State(agent): State<Agent>,
+    Path(path): Path<(String, String)>,
+    request: Body,
+) -> Answer<Response> {
+    let (vm, disk) = disk_of(&path)?;
+    let (name, change) = body(request).await?;
+    json(&agent.change_bitmap(vm, disk, name, change).await?)
 }
 
 async fn power_on(State(agent): State<Agent>, Path(vm): Path<String>) -> Answer<Response> {

@@ -222,6 +222,7 @@ mod tests {
             encrypted: false,
             allocation: vmseal_api::host::Allocation::Thin,
             limits: Default::default(),
+            cache: None,
             facts: None,
         }
     }

@@ -313,6 +313,29 @@ impl Snapshot {
         )
     }
 
+    /// What the caches of disks have done.
+    fn cached(&self, to: &mut DescriptorEncoder<'_>) -> Told {
+        let of_caches = |label, kinds: [(&'static str, &str); 3]| {
+            self.by(label, |disk| {
+                let cache = disk.layers.iter().find(|layer| layer.kind == "cache");
+                let Some(cache) = cache else { return Vec::new() };
+                let count = |name: &str| cache.counters.get(name).copied().unwrap_or_default();
+                kinds.iter().map(|(word, name)| (*word, count(name))).collect()
+            })
+        };
+        let reads =
+            [("hit", "hit_requests"), ("missed", "missed_requests"), ("passed", "passed_requests")];
+        let what = "Reads of disks with a cache: answered by it, missed by it, or passed as too long or too many.";
+        counters(to, ("vmseal_disk_cache_reads", what), of_caches("outcome", reads))?;
+        let blocks = [
+            ("installed", "installed_blocks"),
+            ("invalidated", "invalidated_blocks"),
+            ("evicted", "evicted_blocks"),
+        ];
+        let what = "Blocks of 4096 bytes that caches took in, forgot as they changed, and gave up for others.";
+        counters(to, ("vmseal_disk_cache_blocks", what), of_caches("event", blocks))
+    }
+
     fn latencies(&self, to: &mut DescriptorEncoder<'_>) -> Told {
         let help = "How long requests took that were answered well, from the front end and back.";
         let mut family =
@@ -353,6 +376,7 @@ impl Collector for Snapshot {
         self.processes(&mut to)?;
         self.requests(&mut to)?;
         self.held(&mut to)?;
+        self.cached(&mut to)?;
         self.latencies(&mut to)
     }
 }
@@ -366,6 +390,10 @@ mod tests {
 
     #[test]
     fn a_disks_figures_are_told_by_the_rules_of_openmetrics() {
+        let layer = |kind: &str, counters: &[(&str, u64)]| LayerFigures {
+            kind: kind.to_owned(),
+            counters: counters.iter().map(|(name, value)| ((*name).to_owned(), *value)).collect(),
+        };
         let (vm, disk) = (VmId::new(), DiskId::new());
         let mut latencies = LatencyFigures::default();
         latencies.read.counts[0] = 2;
@@ -379,12 +407,10 @@ mod tests {
                 encrypt_nanoseconds: 0,
                 decrypt_nanoseconds: 1_500_000_000,
             }),
-            layers: vec![LayerFigures {
-                kind: "limit".to_owned(),
-                counters: [("held_requests", 5), ("held_nanoseconds", 500_000_000)]
-                    .map(|(name, value)| (name.to_owned(), value))
-                    .into(),
-            }],
+            layers: vec![
+                layer("limit", &[("held_requests", 5), ("held_nanoseconds", 500_000_000)]),
+                layer("cache", &[("hit_requests", 7), ("evicted_blocks", 9)]),
+            ],
         };
         let state = HostState { incarnation: Incarnation::new(), version: 1, vms: vec![] };
         let filters = vec![(vm, FilterFigures { disks: vec![figures] })];
@@ -400,6 +426,9 @@ mod tests {
             format!("vmseal_disk_errors_total{{{of}}} 0"),
             format!("vmseal_disk_cipher_cpu_seconds_total{{{of},work=\"decrypt\"}} 1.5"),
             format!("vmseal_disk_held_requests_total{{{of}}} 5"),
+            format!("vmseal_disk_cache_reads_total{{{of},outcome=\"hit\"}} 7"),
+            format!("vmseal_disk_cache_reads_total{{{of},outcome=\"missed\"}} 0"),
+            format!("vmseal_disk_cache_blocks_total{{{of},event=\"evicted\"}} 9"),
             format!("vmseal_disk_held_seconds_total{{{of}}} 0.5"),
             "# TYPE vmseal_disk_latency_seconds histogram".to_owned(),
             format!("vmseal_disk_latency_seconds_count{{{of},operation=\"read\"}} 3"),

@@ -221,6 +221,7 @@ mod tests {
             encrypted: false,
             allocation: Default::default(),
             limits: Default::default(),
+            cache: None,
             facts: None,
         }
     }

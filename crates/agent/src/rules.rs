@@ -3,7 +3,8 @@
 
 use std::time::Duration;
 
-use vmseal_api::filter::{CRYPT_SECTOR, DISKS_MAX};
+use vmseal_api::bitmap;
+use vmseal_api::filter::{CRYPT_SECTOR, DISKS_MAX, check_caches};
 use vmseal_api::host::{
     DiskPhase, DiskSpec, ExportSpec, KeyReference, KeyState, Power, SHUTDOWN_SECONDS_MAX, VmSpec,
 };
@@ -36,6 +37,8 @@ pub fn check_spec(spec: &VmSpec) -> Result<(), Problem> {
     if spec.disks.len() > DISKS_MAX {
         return Err(Problem::invalid("disks", format!("at most {DISKS_MAX} are possible")));
     }
+    check_caches(spec.disks.iter().map(|disk| disk.cache))
+        .map_err(|(index, what)| Problem::invalid(format!("disks[{index}].cache"), what))?;
     spec.disks.iter().enumerate().try_for_each(|(index, disk)| {
         let field = |name: &str| format!("disks[{index}].{name}");
         if disk.size == 0
@@ -202,6 +205,34 @@ pub fn exposed(disk: &str) -> Problem {
 #[must_use]
 pub fn not_exposed(spec: &VmSpec, disk: &DiskSpec) -> Problem {
     wrong_state(spec, &format!("has its disk '{}' not exposed, or not any more", disk.name))
+}
+
+/// Whether this can be the name of a dirty bitmap.
+///
+/// # Errors
+/// `invalid-request`.
+pub fn check_bitmap(name: &str) -> Result<(), Problem> {
+    bitmap::check_name(name).map_err(|error| Problem::invalid("name", error.to_string()))
+}
+
+/// Nobody keeps dirty bitmaps of a VM that does not run.
+#[must_use]
+pub fn no_bitmaps(spec: &VmSpec) -> Problem {
+    let what = "does not run: its disks have no dirty bitmaps, which end with the filter that serves its guest. Start it, make a full backup, and start bitmaps";
+    wrong_state(spec, what)
+}
+
+/// The filter has died that kept them, and no other one serves yet.
+#[must_use]
+pub fn bitmaps_lost(spec: &VmSpec) -> Problem {
+    let what = "waits for another filter (alarm 'disks-down'): the dirty bitmaps of its disks are lost with the last one";
+    wrong_state(spec, what)
+}
+
+/// A disk, as messages name it.
+#[must_use]
+pub fn disk_of(spec: &VmSpec, disk: &DiskSpec) -> String {
+    format!("disk '{}' of VM '{}'", disk.name, spec.name)
 }
 
 /// Whether a disk may be exported so.

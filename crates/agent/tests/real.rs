@@ -211,6 +211,7 @@ async fn made(bench: &Bench, agent: &dyn HostAgent) -> VmSpec {
         encrypted: false,
         allocation: Allocation::Thin,
         limits: Default::default(),
+        cache: None,
         facts: Some(DiskFacts::Raw),
     };
     let spec = VmSpec {
@@ -389,6 +390,8 @@ async fn a_guest_waits_for_its_disks_until_they_can_be_served() {
         bench.kill(vm, "filter");
         let down = wait(&*agent, vm, |state| told(state, NoticeCode::DisksDown).is_some()).await;
         assert_eq!(down.power, Power::Running);
+        let lost = agent.bitmaps(vm, disk).await.unwrap_err();
+        assert!(lost.code == ErrorCode::WrongState && lost.detail.contains("are lost"), "{lost}");
         if ending {
             agent.power_off(vm, PowerOff::Force).await.unwrap();
             bench.nothing_runs();

@@ -9,9 +9,11 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
+use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
 use crate::id::{DiskId, VmId};
+use crate::problem::ErrorCode;
 use crate::transfer::ImageFormat;
 
 /// The version of this contract. A filter refuses a configuration of another version.
@@ -157,6 +159,30 @@ pub struct CacheSpec {
     /// Memory for data, in bytes; a multiple of [`CACHE_BYTES_MIN`], and at most [`CACHE_BYTES_MAX`] for
     /// all disks together.
     pub bytes: u64,
+}
+
+/// Checks what the caches of a VM's disks are to be, in bytes: each a multiple of [`CACHE_BYTES_MIN`], and all
+/// of them [`CACHE_BYTES_MAX`] at most.
+///
+/// # Errors
+/// Which of them is wrong, and what it may be.
+pub fn check_caches(caches: impl IntoIterator<Item = Option<u64>>) -> Result<(), (usize, String)> {
+    let mut all = 0u64;
+    for (index, bytes) in caches.into_iter().enumerate() {
+        let Some(bytes) = bytes else { continue };
+        if bytes < CACHE_BYTES_MIN || !bytes.is_multiple_of(CACHE_BYTES_MIN) {
+            let what = format!("a cache of {bytes} bytes: give a multiple of {CACHE_BYTES_MIN}");
+            return Err((index, what));
+        }
+        all = all.saturating_add(bytes);
+        if all > CACHE_BYTES_MAX {
+            let what = format!(
+                "caches of {all} bytes in all; at most {CACHE_BYTES_MAX} are possible for a VM, as it is locked memory"
+            );
+            return Err((index, what));
+        }
+    }
+    Ok(())
 }
 
 /// What a disk may use. At least one of the two is given.
@@ -445,12 +471,11 @@ pub enum ControlRequest {
         /// Directives, as operators write them.
         levels: String,
     },
-    /// Start, clear or remove a dirty bitmap; answered by [`ControlReply::Done`].
+    /// Start, clear or remove a dirty bitmap; answered by [`ControlReply::Bitmaps`].
     Bitmap {
         /// Of which disk.
         disk: DiskId,
-        /// Its name: 1 to [`BITMAP_NAME_MAX`] ASCII letters, digits, dots, dashes and underscores. NBD
-        /// clients know it as `qemu:dirty-bitmap:NAME`.
+        /// Its name ([`crate::bitmap::check_name`]). NBD clients know it as `qemu:dirty-bitmap:NAME`.
         name: String,
         /// What happens to it.
         change: BitmapChange,
@@ -471,11 +496,15 @@ pub enum BitmapChange {
     Remove,
 }
 
-/// How a dirty bitmap stands.
+/// How a dirty bitmap of a running VM's disk stands.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct BitmapStatus {
     /// Its name.
     pub name: String,
+    /// What changed after this is dirty: when it was started, or last cleared.
+    #[cfg_attr(feature = "openapi", schema(value_type = String, format = DateTime))]
+    pub since: Timestamp,
     /// What one bit stands for, in bytes.
     pub granularity: u64,
     /// How much of the disk is dirty, in bytes.
@@ -490,13 +519,25 @@ pub enum ControlReply {
     Status(FilterStatus),
     /// The answer to [`ControlRequest::Figures`].
     Figures(FilterFigures),
+    /// A dirty bitmap is changed.
+    Bitmaps {
+        /// The bitmaps that the disk has now.
+        bitmaps: Vec<BitmapStatus>,
+    },
     /// It is done.
     Done,
     /// It was not done, or not understood.
     Error {
+        /// The same for programs.
+        #[serde(default = "unnamed")]
+        code: ErrorCode,
         /// What happened, to which disk, and what to do.
         message: String,
     },
+}
+
+fn unnamed() -> ErrorCode {
+    ErrorCode::Internal
 }
 
 /// How a filter process stands.

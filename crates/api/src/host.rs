@@ -29,6 +29,8 @@
 //! DELETE /v1/vms/{vm}/disks/{disk}         delete_disk
 //! POST   /v1/vms/{vm}/disks/{disk}/export  export_disk
 //! GET    /v1/vms/{vm}/disks/{disk}/expose?connect=B&writable=B  expose_disk (WebSocket, binary frames)
+//! GET    /v1/vms/{vm}/disks/{disk}/bitmaps bitmaps
+//! POST   /v1/vms/{vm}/disks/{disk}/bitmaps change_bitmap (body: name and change)
 //! POST   /v1/vms/{vm}/power-on             power_on
 //! POST   /v1/vms/{vm}/power-off            power_off
 //! GET    /v1/vms/{vm}/console              console (WebSocket, binary frames)
@@ -226,6 +228,9 @@ pub struct DiskSpec {
     /// What its guest may use of it.
     #[serde(default)]
     pub limits: DiskLimits,
+    /// What its filter keeps of it in memory, in bytes ([`crate::filter::check_caches`]).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cache: Option<u64>,
     /// What the inventory knows of the finished disk; none until it has been made.
     pub facts: Option<DiskFacts>,
 }
@@ -595,6 +600,7 @@ pub use crate::expose::Exposing;
 mod service {
     use super::*;
     use crate::datastore::{DatastoreCondition, DatastoreContents};
+    use crate::filter::{BitmapChange, BitmapStatus};
     use crate::model::LogLevel;
     use async_trait::async_trait;
 
@@ -740,6 +746,26 @@ mod service {
             disk: DiskId,
             what: Exposing,
         ) -> Result<ConsoleStream, Problem>;
+
+        /// The dirty bitmaps of a disk in use. They end with the filter that serves it: with the VM, and
+        /// when another filter takes its place.
+        ///
+        /// # Errors
+        /// `wrong-state` while the VM does not run, or waits for a filter.
+        async fn bitmaps(&self, vm: VmId, disk: DiskId) -> Result<Vec<BitmapStatus>, Problem>;
+
+        /// Starts, clears or removes one of them; gives those that there are then. To repeat it is not to do
+        /// it once: one that is started again is refused, and one that is cleared again forgets more.
+        ///
+        /// # Errors
+        /// As [`HostAgent::bitmaps`], and those of [`crate::bitmap::BitmapError`].
+        async fn change_bitmap(
+            &self,
+            vm: VmId,
+            disk: DiskId,
+            name: String,
+            change: BitmapChange,
+        ) -> Result<Vec<BitmapStatus>, Problem>;
 
         /// Begins to start a registered VM; follow [`VmState`].
         ///

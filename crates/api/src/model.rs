@@ -161,6 +161,9 @@ pub struct Policy {
     /// What guests may use of each of its disks.
     #[serde(default)]
     pub limits: DiskLimits,
+    /// What filters keep in memory of each of its disks, in bytes; none is nothing.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cache: Option<u64>,
 }
 
 /// A virtual machine.
@@ -233,6 +236,9 @@ pub struct Disk {
     /// What its guest may use of it.
     #[serde(default)]
     pub limits: DiskLimits,
+    /// What its filter keeps of it in memory, in bytes; none is nothing.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cache: Option<u64>,
     /// What the inventory pins of it; none until it is made.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub facts: Option<DiskFacts>,

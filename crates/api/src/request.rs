@@ -165,6 +165,10 @@ pub struct AddPolicy {
     /// What guests may use of each of its disks.
     #[serde(default)]
     pub limits: DiskLimits,
+    /// What filters keep in memory of each of its disks, in bytes: a multiple of 1 MiB, and at most 256 MiB for all disks
+    /// of a VM. None is nothing.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cache: Option<u64>,
 }
 
 /// Makes a VM.
@@ -226,6 +230,16 @@ pub struct ExportDisk {
     /// the info string [`crate::host::export_info`].
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub passphrase: Option<SealedKey>,
+}
+
+/// Starts a dirty bitmap of a disk whose VM runs.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct AddBitmap {
+    /// Its name: 1 to 64 ASCII letters, digits, dots, dashes and underscores. NBD clients know it as
+    /// `qemu:dirty-bitmap:NAME`.
+    pub name: String,
 }
 
 /// Gives a VM that is off another KEK.

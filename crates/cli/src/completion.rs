@@ -59,6 +59,7 @@ fn command() -> Command {
 
 fn with_names(verb: Command, list: &'static str) -> Command {
     let takes_new = NEW.contains(&verb.get_name());
+    let verb = verb.mut_subcommands(|verb| with_names(verb, list));
     verb.mut_args(move |arg| match arg.get_id().as_str() {
         "name" if !takes_new => named(arg, list),
         "tasks" => named(arg, "tasks"),
@@ -123,6 +124,10 @@ mod tests {
         assert!(asks("vm", "create", "policy") && asks("task", "wait", "tasks"));
         assert!(asks("disk", "list", "vm") && asks("disk", "show", "disk"));
         assert!(asks("vm", "import", "datastore"));
+        let bitmap = command.find_subcommand("disk").unwrap().find_subcommand("bitmap").unwrap();
+        let clear = bitmap.find_subcommand("clear").unwrap();
+        let mut names = clear.get_arguments().filter(|it| it.get::<ArgValueCandidates>().is_some());
+        assert!(["vm", "disk"].into_iter().eq(names.by_ref().map(|it| it.get_id().as_str())));
         assert!(!asks("vm", "create", "name") && !asks("policy", "add", "name"));
     }
 

@@ -81,6 +81,11 @@ pub const EXAMPLES: &[(&str, &str, &str)] = &[
         "vmseal policy add secret --encrypt --provider keys2 --preallocate",
     ),
     (
+        "vmseal-policy-add",
+        "For slow storage: what guests read of each disk is kept in memory, as ciphertext:",
+        "vmseal policy add cached --encrypt --cache 64MiB",
+    ),
+    (
         "vmseal-vm-create",
         "An encrypted VM from a raw image, and an empty disk on another datastore:",
         "vmseal vm create web1 --policy encrypted --vcpus 2 --memory 2GiB \\\n        --disk datastore=fast,size=20GiB,image=/root/debian.raw,format=raw \\\n        --disk datastore=bulk,size=1TiB,name=data",
@@ -137,6 +142,12 @@ pub const EXAMPLES: &[(&str, &str, &str)] = &[
         "A backup, from another terminal while this one runs:",
         "vmseal disk expose web1 disk0 --socket /run/web1.sock",
     ),
+    (
+        "vmseal-disk-bitmap",
+        "Before a full backup, and what has changed since:",
+        "vmseal disk bitmap add web1 disk0 sunday",
+    ),
+    ("vmseal-disk-bitmap", "", "vmseal disk bitmap list web1 disk0"),
     ("vmseal-task-watch", "All that runs now:", "vmseal task watch"),
     (
         "vmseal-task-wait",

@@ -17,7 +17,7 @@ pub fn command() -> Command {
 }
 
 /// The arguments that become a part of a request's path.
-const IN_PATHS: [&str; 5] = ["name", "vm", "disk", "tasks", "kms"];
+const IN_PATHS: [&str; 6] = ["name", "vm", "disk", "bitmap", "tasks", "kms"];
 
 /// What is typed as a name stays one: a path's separators, and its words for 'here' and 'above', would make another
 /// request of it.
@@ -142,6 +142,8 @@ mod tests {
                 &["disk", "list"],
                 &["disk", "show", "vm"],
                 &["disk", "show"],
+                &["disk", "bitmap", "list", "vm"],
+                &["disk", "bitmap", "remove", "vm", "disk"],
                 &["task", "wait"],
                 &["task", "cancel"],
                 &["provider", "trust", "kms", "--kms"],

@@ -122,6 +122,7 @@ impl Installation {
             provider: None,
             allocation: Default::default(),
             limits: Default::default(),
+            cache: None,
         };
         let _: Policy = client.post("policies", &policy).await.unwrap();
     }

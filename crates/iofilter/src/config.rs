@@ -4,10 +4,10 @@ use std::collections::HashSet;
 use std::io::Read;
 
 use vmseal_api::filter::{
-    BACKING_MAX, BackendSpec, Budget, CACHE_BYTES_MAX, CACHE_BYTES_MIN, CHAIN_MAX, CRYPT_SECTOR,
-    CacheSpec, DELAY_MAX, DISKS_MAX, DelaySpec, DiskConfig, FAULT_RULES_MAX, FaultKind, FaultRule,
-    FaultSpec, FilterConfig, FilterSpec, FrontEndSpec, LimitSpec, NBD_CONNECTIONS, OperationKind,
-    QUEUES_MAX, SERIAL_MAX, VERSION,
+    BACKING_MAX, BackendSpec, Budget, CHAIN_MAX, CRYPT_SECTOR, CacheSpec, DELAY_MAX, DISKS_MAX,
+    DelaySpec, DiskConfig, FAULT_RULES_MAX, FaultKind, FaultRule, FaultSpec, FilterConfig,
+    FilterSpec, FrontEndSpec, LimitSpec, NBD_CONNECTIONS, OperationKind, QUEUES_MAX, SERIAL_MAX,
+    VERSION, check_caches,
 };
 use vmseal_api::id::DiskId;
 use vmseal_api::transfer::ImageFormat;
@@ -114,15 +114,9 @@ fn check(config: &FilterConfig) -> Result<(), ConfigError> {
         return Err(ConfigError::Disks(message));
     }
     config.disks.iter().try_for_each(check_disk)?;
-    let cached = config.disks.iter().filter_map(cache).map(|cache| cache.bytes);
-    let bytes = cached.fold(0, u64::saturating_add);
-    if bytes > CACHE_BYTES_MAX {
-        let message = format!(
-            "caches of {bytes} bytes in all; at most {CACHE_BYTES_MAX} are possible, as it is locked memory"
-        );
-        return Err(ConfigError::Disks(message));
-    }
-    Ok(())
+    let caches = config.disks.iter().map(|disk| cache(disk).map(|cache| cache.bytes));
+    check_caches(caches)
+        .map_err(|(index, what)| ConfigError::Disk { disk: config.disks[index].disk, what })
 }
 
 fn check_disk(disk: &DiskConfig) -> Result<(), ConfigError> {
@@ -169,7 +163,8 @@ fn check_chain(chain: &[FilterSpec]) -> Result<(), String> {
         FilterSpec::Limit(limit) => check_limit(limit),
         FilterSpec::Delay(delay) => check_delay(delay),
         FilterSpec::Fault(fault) => check_fault(fault),
-        FilterSpec::Cache(cache) => check_cache(cache),
+        // What it takes is checked with those of the other disks.
+        FilterSpec::Cache(_) => Ok(()),
     })?;
     let is_cache = |link: &FilterSpec| matches!(link, FilterSpec::Cache(_));
     if chain.iter().filter(|link| is_cache(link)).count() > 1 {
@@ -207,14 +202,6 @@ fn check_backend(backend: &BackendSpec) -> Result<(), String> {
         return Err(format!(
             "its data begins at {offset}, which is not a multiple of {CRYPT_SECTOR}"
         ));
-    }
-    Ok(())
-}
-
-fn check_cache(cache: &CacheSpec) -> Result<(), String> {
-    let CacheSpec { bytes } = *cache;
-    if bytes < CACHE_BYTES_MIN || !bytes.is_multiple_of(CACHE_BYTES_MIN) {
-        return Err(format!("a cache of {bytes} bytes: give a multiple of {CACHE_BYTES_MIN}"));
     }
     Ok(())
 }
@@ -270,6 +257,7 @@ fn check_fault(fault: &FaultSpec) -> Result<(), String> {
 #[cfg(test)]
 mod tests {
     use serde_json::{Value, json};
+    use vmseal_api::filter::{CACHE_BYTES_MAX, CACHE_BYTES_MIN};
 
     use super::*;
 

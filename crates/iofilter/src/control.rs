@@ -14,6 +14,7 @@ use vmseal_api::filter::{
     VERSION,
 };
 use vmseal_api::id::{DiskId, VmId};
+use vmseal_api::problem::ErrorCode;
 
 use crate::peer;
 use crate::status::DiskState;
@@ -97,7 +98,7 @@ impl Control {
             }
             if read > LINE_MAX {
                 let message = format!("the line is longer than {LINE_MAX} bytes");
-                return send(stream, &ControlReply::Error { message });
+                return send(stream, &refusal(ErrorCode::TooLarge, message));
             }
             match serde_json::from_slice(&line) {
                 Ok(ControlRequest::Status) => send(stream, &ControlReply::Status(self.status()))?,
@@ -114,7 +115,7 @@ impl Control {
                 Ok(ControlRequest::Shutdown) => return self.shutdown(stream),
                 Err(error) => {
                     let message = format!("the request is not understood: {error}");
-                    send(stream, &ControlReply::Error { message })?;
+                    send(stream, &refusal(ErrorCode::InvalidRequest, message))?;
                 }
             }
         }
@@ -132,16 +133,16 @@ impl Control {
 
     fn bitmap(&self, disk: DiskId, name: &str, change: BitmapChange) -> ControlReply {
         let state = self.disks.iter().find(|state| state.disk() == disk);
-        let outcome = match state.and_then(|state| state.bitmaps()) {
-            Some(bitmaps) => bitmaps.change(name, change).map_err(|error| error.to_string()),
-            None => Err("this filter does not serve it".into()),
+        let Some(bitmaps) = state.and_then(|state| state.bitmaps()) else {
+            let message = format!("this filter does not serve disk {disk}");
+            return refusal(ErrorCode::NotFound, message);
         };
-        match outcome {
+        match bitmaps.change(name, change) {
             Ok(()) => {
                 tracing::info!(%disk, name, ?change, "a dirty bitmap is changed");
-                ControlReply::Done
+                ControlReply::Bitmaps { bitmaps: bitmaps.status() }
             }
-            Err(error) => ControlReply::Error { message: format!("disk {disk}: {error}") },
+            Err(error) => refusal(error.code(), error.to_string()),
         }
     }
 
@@ -149,7 +150,7 @@ impl Control {
         let (reply, outcome) = mpsc::channel();
         let (_open_until_sent, sent) = mpsc::channel();
         let event = Event::Shutdown { reply: Some(reply), sent: Some(sent) };
-        let gone = || ControlReply::Error { message: "the filter is already ending".into() };
+        let gone = || refusal(ErrorCode::WrongState, "the filter is already ending".into());
         let outcome = match self.events.send(event) {
             Ok(()) => outcome.recv().unwrap_or_else(|_| gone()),
             Err(_) => gone(),
@@ -165,8 +166,12 @@ fn set_log_level(levels: &str) -> ControlReply {
             vmseal_log::set_levels(levels);
             ControlReply::Done
         }
-        Err(error) => ControlReply::Error { message: error.to_string() },
+        Err(error) => refusal(ErrorCode::InvalidRequest, error.to_string()),
     }
+}
+
+fn refusal(code: ErrorCode, message: String) -> ControlReply {
+    ControlReply::Error { code, message }
 }
 
 fn send(mut stream: &UnixStream, reply: &ControlReply) -> io::Result<()> {

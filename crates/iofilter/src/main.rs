@@ -13,6 +13,7 @@ use std::time::Duration;
 use anyhow::{Context, bail};
 use nix::sys::signal::{SigSet, Signal};
 use vmseal_api::filter::{ControlReply, FilesConfined, FilterConfig};
+use vmseal_api::problem::ErrorCode;
 use vmseal_api::request_id::RequestId;
 use vmseal_iofilter::config;
 use vmseal_iofilter::confinement;
@@ -153,7 +154,7 @@ fn end(running: Running, asked: &Receiver<Event>) -> bool {
         ControlReply::Done
     } else {
         let message = "a disk could not be finished or flushed; the filter's log says which".into();
-        ControlReply::Error { message }
+        ControlReply::Error { code: ErrorCode::Internal, message }
     };
     if let (Some(reply), Some(sent)) = (reply, sent) {
         let _ = reply.send(outcome);

@@ -18,6 +18,7 @@ use serde_json::{Value, json};
 use vmseal_api::filter::{
     BitmapChange, ControlReply, ControlRequest, Direct, DiskActivity, DiskStatus, Holes, LINE_MAX,
 };
+use vmseal_api::problem::ErrorCode;
 use vmseal_iofilter::backend::file::FileDisk;
 use vmseal_iofilter::blocking;
 use vmseal_iofilter::disk::{Disk, Encryption, Rest};
@@ -463,11 +464,14 @@ fn a_disk_in_use_is_read_beside_its_front_end_and_knows_what_has_changed() {
         std::fs::read(&image).unwrap()
     };
     writes(&["write -P 5 0 256k"]);
-    assert_eq!(change("monday", BitmapChange::Start), ControlReply::Done);
-    let ControlReply::Error { message } = change("monday", BitmapChange::Start) else {
+    let ControlReply::Bitmaps { bitmaps } = change("monday", BitmapChange::Start) else {
+        panic!("not started")
+    };
+    assert_eq!((bitmaps.len(), bitmaps[0].dirty_bytes), (1, 0), "{bitmaps:?}");
+    let ControlReply::Error { code, message } = change("monday", BitmapChange::Start) else {
         panic!("started twice")
     };
-    assert!(message.contains("monday"), "{message}");
+    assert!(code == ErrorCode::AlreadyExists && message.contains("monday"), "{code:?} {message}");
     let first = nbdcopy(&[&backup, &image]);
     assert!(first == place.content(), "the copy differs");
     writes(&["write -P 6 128k 4k", "write -z 1M 64k"]);
@@ -573,7 +577,7 @@ fn what_is_logged_changes_while_it_serves_and_only_to_what_is_understood() {
     config["request_id"] = json!("r-1");
     let filter = place.start(&config);
     let set = |levels: &str| filter.ask(&ControlRequest::SetLogLevel { levels: levels.to_owned() });
-    let ControlReply::Error { message } = set("debg") else { panic!("taken") };
+    let ControlReply::Error { message, .. } = set("debg") else { panic!("taken") };
     assert!(message.contains("\"debg\" is no log level"), "{message}");
     assert_eq!(set("off"), ControlReply::Done);
     assert_eq!(filter.ask(&ControlRequest::Shutdown), ControlReply::Done);
@@ -592,9 +596,11 @@ fn what_is_logged_changes_while_it_serves_and_only_to_what_is_understood() {
 fn nonsense_on_the_control_socket_is_answered_or_ended() {
     let place = Place::new();
     let filter = place.start(&place.config());
-    let ControlReply::Error { message } = filter.send(b"{\"do\":\"fly\"}") else { panic!() };
+    let ControlReply::Error { message, .. } = filter.send(b"{\"do\":\"fly\"}") else { panic!() };
     assert!(message.contains("fly"), "{message}");
-    let ControlReply::Error { message } = filter.send(&vec![b'x'; LINE_MAX + 1]) else { panic!() };
+    let ControlReply::Error { message, .. } = filter.send(&vec![b'x'; LINE_MAX + 1]) else {
+        panic!()
+    };
     assert!(message.contains("longer"), "{message}");
     assert_eq!(filter.disk().state, DiskActivity::Idle);
 }

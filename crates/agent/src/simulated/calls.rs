@@ -6,6 +6,7 @@ use async_trait::async_trait;
 use vmseal_api::datastore::{
     DatastoreCondition, DatastoreContents, FoundImage, ImageContent, NamedImage,
 };
+use vmseal_api::filter::{BitmapChange, BitmapStatus};
 use vmseal_api::host::{
     Allocation, ConsoleClaim, ConsoleStream, DatastoreLocation, DatastoreSpec, DatastoreUsage,
     DiskFacts, DiskPhase, DiskSpec, ExportSpec, ExportStep, Exposing, HostAgent, HostDescription,
@@ -323,6 +324,8 @@ impl Inside {
                 known.power = Power::Running;
                 known.died = None;
                 let guest = (known.spec.clone(), Guest::new());
+                // Of an earlier run.
+                self.world.bitmaps.remove(&vm);
                 self.world.guests.insert(vm, guest);
             }
             Err(problem) => known.stop(StopReason::FailedToStart, &problem.detail),
@@ -548,6 +551,20 @@ impl HostAgent for SimulatedHost {
         what: Exposing,
     ) -> Result<ConsoleStream, Problem> {
         self.call(Call::ExposeDisk, |inside| inside.expose(vm, disk, what))
+    }
+
+    async fn bitmaps(&self, vm: VmId, disk: DiskId) -> Result<Vec<BitmapStatus>, Problem> {
+        self.call(Call::Bitmaps, |inside| inside.bitmaps(vm, disk, None))
+    }
+
+    async fn change_bitmap(
+        &self,
+        vm: VmId,
+        disk: DiskId,
+        name: String,
+        change: BitmapChange,
+    ) -> Result<Vec<BitmapStatus>, Problem> {
+        self.call(Call::ChangeBitmap, |inside| inside.bitmaps(vm, disk, Some((name, change))))
     }
 
     async fn power_on(&self, vm: VmId) -> Result<(), Problem> {

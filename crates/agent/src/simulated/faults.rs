@@ -48,6 +48,10 @@ pub enum Call {
     ExportDisk,
     /// `expose_disk`
     ExposeDisk,
+    /// `bitmaps`
+    Bitmaps,
+    /// `change_bitmap`
+    ChangeBitmap,
     /// `power_on`
     PowerOn,
     /// `power_off`

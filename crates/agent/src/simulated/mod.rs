@@ -8,6 +8,7 @@
 //! [`SimulatedHost::restart`] and [`Fault::Crash`] end a life and begin the next. Faults are injected at the
 //! n-th of a kind of call ([`SimulatedHost::inject`]); an answer that is lost after the work was done is one.
 
+mod bitmaps;
 mod calls;
 mod console;
 mod exports;
@@ -22,6 +23,7 @@ use std::time::{Duration, Instant};
 
 use jiff::Timestamp;
 use tokio::sync::watch;
+use vmseal_api::filter::BitmapStatus;
 use vmseal_api::host::{
     Accelerator, AcceleratorKind, DiskFacts, DiskPhase, DiskState, ExportState, HostDescription,
     Notice, Power, StopReason, Stopped, VERSION, VmSpec, VmState,
@@ -67,6 +69,8 @@ struct World {
     marks: BTreeMap<PathBuf, DatastoreId>,
     disks: BTreeMap<DiskId, SimulatedDisk>,
     guests: BTreeMap<VmId, (VmSpec, Guest)>,
+    /// Those of guests that run, each gone with the filter that has it.
+    bitmaps: BTreeMap<VmId, BTreeMap<DiskId, Vec<BitmapStatus>>>,
     exports: Exports,
 }
 
@@ -304,6 +308,7 @@ impl SimulatedHost {
     pub fn kill_filter(&self, vm: VmId) {
         let now = Instant::now();
         let mut inside = self.inside();
+        inside.world.bitmaps.remove(&vm);
         let Some(known) = inside.life.vms.get_mut(&vm) else { return };
         if known.restarts.died("the simulated filter was killed".to_owned(), now) {
             known.restarts.served(now);

@@ -47,6 +47,7 @@ async fn with_vm() -> (SimulatedHost, VmSpec) {
         encrypted: false,
         allocation: Default::default(),
         limits: Default::default(),
+        cache: None,
         facts: Some(DiskFacts::Raw),
     });
     host.probe_datastore(place).await.unwrap();

@@ -26,6 +26,7 @@ use std::fs::File;
 use std::sync::Arc;
 
 use tokio::sync::{mpsc, oneshot};
+use vmseal_api::filter::{BitmapChange, BitmapStatus};
 use vmseal_api::host::{
     Accelerator, ConsoleClaim, ConsoleStream, ExportSpec, ExportStep, Exposing, ImageSource,
     KeyReference, PowerOff, SealedKey, Stopped, VmSpec,
@@ -93,6 +94,8 @@ pub enum Call {
     Console(ConsoleClaim, Reply<ConsoleStream>),
     /// To expose a disk, or for a connection to an exposed one.
     Expose(DiskId, Exposing, Reply<ConsoleStream>),
+    /// For the dirty bitmaps of a disk, as they are when one is changed as asked.
+    Bitmaps(DiskId, Option<(String, BitmapChange)>, Reply<Vec<BitmapStatus>>),
 }
 
 /// What becomes of the keys that open a VM's disks.

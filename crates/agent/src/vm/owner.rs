@@ -1,5 +1,7 @@
 //! The task that owns a VM. See the diagram in [`super`].
 
+mod bitmaps;
+
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
@@ -216,6 +218,7 @@ impl Owner {
             Call::Console(claim, to) => reply!(to, self.console(claim).await),
             // Answered by who serves it, as its filter has to start first.
             Call::Expose(disk, what, to) => self.expose(disk, what, to),
+            Call::Bitmaps(disk, change, to) => self.bitmaps(disk, change, to),
             Call::Unregister(_) => {}
         }
     }

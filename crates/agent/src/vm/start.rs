@@ -114,7 +114,7 @@ pub async fn filter(
             offset: open.offset,
             key: open.key,
             keeps_room: disk::is_preallocated(disk),
-            work: filter::Work::Serve { socket, queues, limits: disk.limits },
+            work: filter::Work::Serve { socket, queues, limits: disk.limits, cache: disk.cache },
             beside: Some(listener),
         });
     }

@@ -19,6 +19,7 @@ use super::exchange::{CONNECT_TIMEOUT, Peer};
 use super::tls::{self, ClientIdentity, TlsError};
 use super::websocket;
 use crate::datastore::{DatastoreCondition, DatastoreContents};
+use crate::filter::{BitmapChange, BitmapStatus};
 use crate::host::{
     ConsoleClaim, ConsoleStream, DatastoreSpec, DatastoreUsage, ExportSpec, ExportStep, Exposing,
     HostAgent, HostDescription, HostState, ImageSource, KeyReference, NewDisk, OtherKey, PowerOff,
@@ -258,6 +259,23 @@ impl HostAgent for HostClient {
     ) -> Result<ConsoleStream, Problem> {
         let address = self.socket(&what.path(vm, disk))?;
         websocket::open_disk(address, Arc::clone(&self.tls)).await
+    }
+
+    async fn bitmaps(&self, vm: VmId, disk: DiskId) -> Result<Vec<BitmapStatus>, Problem> {
+        self.call(self.request(Method::GET, &format!("vms/{vm}/disks/{disk}/bitmaps"))).await
+    }
+
+    async fn change_bitmap(
+        &self,
+        vm: VmId,
+        disk: DiskId,
+        name: String,
+        change: BitmapChange,
+    ) -> Result<Vec<BitmapStatus>, Problem> {
+        let path = format!("vms/{vm}/disks/{disk}/bitmaps");
+        let request = self.request(Method::POST, &path).json(&(name, change));
+        let body = self.peer().exchange(request).await?;
+        self.peer().parse_changed(&body)
     }
 
     async fn console(&self, vm: VmId, claim: ConsoleClaim) -> Result<ConsoleStream, Problem> {

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Subcommand, ValueEnum};
 
-use super::{DryRun, List, Passphrase, Wait};
+use super::{Bitmap, DryRun, List, Passphrase, Wait};
 use crate::print::VmDisk;
 
 #[derive(Subcommand)]
@@ -57,6 +57,14 @@ pub enum Disk {
     /// one that runs can be read while its guest goes on, and is then not of one instant. What is printed is
     /// the address for tools.
     Expose(Expose),
+    /// Dirty bitmaps of a disk in use: what has changed since when, for incremental backups
+    ///
+    /// A bitmap lives in the memory of the filter process that serves the disk of a running VM. All are gone when
+    /// the VM stops, and when its filter dies and another one takes its place (alarm `filter-restarted`); they
+    /// stay while the guest reboots, and while agent or server restart. One that is gone is not told of any more,
+    /// and nothing is called clean that may have changed: make a full backup then, and start again.
+    #[command(subcommand)]
+    Bitmap(Bitmap),
 }
 
 /// How a disk is exposed.

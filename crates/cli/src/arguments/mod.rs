@@ -1,6 +1,7 @@
 //! What can be typed: the whole command line as types, one module per noun.
 
 mod agent;
+mod bitmap;
 mod console;
 mod datastore;
 mod disk;
@@ -22,6 +23,7 @@ use clap::{Parser, Subcommand};
 use vmseal_api::model;
 
 pub use self::agent::{Accelerator, Agent, AgentCommand, JoinAgent, RunAgent};
+pub use self::bitmap::Bitmap;
 pub use self::console::{Console, Escape};
 pub use self::datastore::Datastore;
 pub use self::disk::{Disk, ExportFormat, Expose};

@@ -38,6 +38,10 @@ pub enum Policy {
         /// Guests read and write at most so many bytes a second on each disk, such as 200MiB
         #[arg(long, value_name = "SIZE", value_parser = parse_size)]
         bandwidth: Option<u64>,
+        /// Keep so much of what guests read of each disk in their hosts' memory, which is locked: multiples of 1MiB, and
+        /// 256MiB at most for all disks of a VM
+        #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+        cache: Option<u64>,
         #[command(flatten)]
         dry_run: DryRun,
     },

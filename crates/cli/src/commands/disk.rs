@@ -7,7 +7,7 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::ExportDisk;
 use vmseal_api::transfer::ExportFormat;
 
-use super::{expose, list, vm};
+use super::{bitmap, expose, list, vm};
 use crate::arguments::{self, Output, Passphrase};
 use crate::exit::{Ended, Exit};
 use crate::passphrase::{self, Prompt};
@@ -25,6 +25,7 @@ pub async fn run(
     let server = &server;
     match verb {
         arguments::Disk::Expose(_) => unreachable!("carried out above"),
+        arguments::Disk::Bitmap(verb) => bitmap::run(server, output, verb).await,
         arguments::Disk::List { vm, how } => {
             let mut found = false;
             list::read_with(server, output, &how, async || {

@@ -1,5 +1,6 @@
 //! What each command does.
 
+mod bitmap;
 mod console;
 mod datastore;
 mod disk;

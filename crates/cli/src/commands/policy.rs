@@ -28,11 +28,13 @@ pub async fn run(
             preallocate,
             iops,
             bandwidth,
+            cache,
             dry_run,
         } => {
             let allocation = if preallocate { Allocation::Preallocated } else { Allocation::Thin };
             let limits = DiskLimits { iops, bandwidth };
-            let request = AddPolicy { name, encryption: encrypt, provider, allocation, limits };
+            let encryption = encrypt;
+            let request = AddPolicy { name, encryption, provider, allocation, limits, cache };
             if dry_run.dry_run {
                 return plan::show(output, &server.try_post("policies", &request).await?);
             }

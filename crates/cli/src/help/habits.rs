@@ -11,6 +11,7 @@ const READING: &[&str] = &[
     "datastore list",
     "datastore scan",
     "datastore show",
+    "disk bitmap list",
     "disk list",
     "disk show",
     "doctor",

@@ -109,12 +109,13 @@ fn disk_format(disk: &Disk) -> String {
     }
 }
 
-/// What a guest may use of a disk, to be said after what the disk is.
-fn limits(limits: &DiskLimits) -> String {
+/// What a guest may use of a disk and what is kept of it, to be said after what the disk is.
+fn limits(limits: &DiskLimits, cache: Option<u64>) -> String {
+    let size = |bytes| column::Cell::Bytes(bytes).for_people();
     let iops = limits.iops.map(|iops| format!(", at most {iops} IOPS"));
-    let bandwidth = limits.bandwidth.map(column::Cell::Bytes);
-    let bandwidth = bandwidth.map(|cell| format!(", at most {}/s", cell.for_people()));
-    [iops, bandwidth].into_iter().flatten().collect()
+    let bandwidth = limits.bandwidth.map(|bytes| format!(", at most {}/s", size(bytes)));
+    let cache = cache.map(|bytes| format!(", {} of cache", size(bytes)));
+    [iops, bandwidth, cache].into_iter().flatten().collect()
 }
 
 /// What `vm show` says beyond the columns.
@@ -133,7 +134,7 @@ pub fn vm_details(vm: &Vm) -> Vec<(&'static str, String)> {
                 disk.name,
                 word(&disk.allocation),
                 disk.datastore,
-                limits(&disk.limits),
+                limits(&disk.limits, disk.cache),
                 disk.id
             ),
         ));

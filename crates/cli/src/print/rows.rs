@@ -4,6 +4,7 @@ use std::cmp::Ordering;
 
 use serde::Serialize;
 use vmseal_agent::doctor::Finding;
+use vmseal_api::filter::BitmapStatus;
 use vmseal_api::host::{DatastoreLocation, HostDescription};
 use vmseal_api::model::{
     Alarm, Datastore, Disk, Event, Host, JoinToken, LogLevel, Plan, Policy, Provider, Task,
@@ -88,6 +89,7 @@ impl Row for Policy {
         usual("allocation", |it| word(&it.allocation).into()),
         more("iops", |it| it.limits.iops.map_or(Cell::Nothing, Cell::Number)),
         more("bandwidth", |it| it.limits.bandwidth.map_or(Cell::Nothing, Cell::Bytes)),
+        more("cache", |it| it.cache.map_or(Cell::Nothing, Cell::Bytes)),
         more("id", |it| it.id.to_string().into()),
     ];
     fn identity(&self) -> String {
@@ -143,12 +145,31 @@ impl Row for VmDisk {
         usual("format", |it| disk_format(&it.disk).into()),
         more("id", |it| it.disk.id.to_string().into()),
         more("encrypted", |it| Cell::YesNo(it.disk.encrypted)),
+        more("allocation", |it| word(&it.disk.allocation).into()),
+        more("iops", |it| it.disk.limits.iops.map_or(Cell::Nothing, Cell::Number)),
+        more("bandwidth", |it| it.disk.limits.bandwidth.map_or(Cell::Nothing, Cell::Bytes)),
+        more("cache", |it| it.disk.cache.map_or(Cell::Nothing, Cell::Bytes)),
     ];
     fn identity(&self) -> String {
         self.disk.id.to_string()
     }
     fn order(&self, other: &Self) -> Ordering {
         self.vm.cmp(&other.vm)
+    }
+}
+
+impl Row for BitmapStatus {
+    const COLUMNS: &'static [Column<Self>] = &[
+        usual("name", |it| (&it.name).into()),
+        usual("since", |it| Cell::Time(it.since)),
+        usual("dirty", |it| Cell::Bytes(it.dirty_bytes)),
+        more("granularity", |it| Cell::Bytes(it.granularity)),
+    ];
+    fn identity(&self) -> String {
+        self.name.clone()
+    }
+    fn order(&self, other: &Self) -> Ordering {
+        self.since.cmp(&other.since)
     }
 }
 

@@ -20,6 +20,7 @@ pub fn spec_of(vm: &Vm, disks: &[Disk]) -> VmSpec {
         encrypted: disk.encrypted,
         allocation: disk.allocation,
         limits: disk.limits,
+        cache: disk.cache,
         facts: disk.facts.clone(),
     });
     VmSpec {

@@ -150,7 +150,7 @@ async fn opened(app: &App, vm: &Vm, disk: &Disk, what: Exposing) -> Result<Conso
     }
 }
 
-async fn find(app: &App, vm: &str, disk: &str) -> Result<(Vm, Disk), Refusal> {
+pub(super) async fn find(app: &App, vm: &str, disk: &str) -> Result<(Vm, Disk), Refusal> {
     let (vm, disks) = super::vms::find(app, vm).await?;
     let found = disks.into_iter().find(|it| it.name == disk || it.id.to_string() == disk);
     match found {

@@ -16,6 +16,7 @@ use serde::Deserialize;
 use utoipa::openapi::path::{Operation, Parameter, ParameterIn, PathItem};
 use utoipa::openapi::{OpenApi, RefOr};
 use utoipa::{IntoParams, ToSchema};
+use vmseal_api::filter::BitmapStatus;
 use vmseal_api::kmip::Pem;
 use vmseal_api::model::{Plan, Provider};
 use vmseal_api::problem::Problem;
@@ -74,6 +75,17 @@ pub(super) enum ProviderOrPlan {
 pub(super) enum BackupOrPlan {
     /// The backup.
     Done(Backup),
+    /// What would be done.
+    Planned(Plan),
+}
+
+/// The same of a dirty bitmap.
+#[derive(ToSchema)]
+#[serde(untagged)]
+#[allow(dead_code, reason = "for the document alone")]
+pub(super) enum BitmapOrPlan {
+    /// What it is now.
+    Done(BitmapStatus),
     /// What would be done.
     Planned(Plan),
 }

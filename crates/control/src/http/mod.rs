@@ -4,6 +4,7 @@
 
 mod about;
 mod auth;
+mod bitmaps;
 mod body;
 mod changes;
 mod console;
@@ -133,6 +134,9 @@ fn user_routes() -> OpenApiRouter<Arc<App>> {
         .routes(routes!(console::open))
         .routes(routes!(disks::export))
         .routes(routes!(disks::expose))
+        .routes(routes!(bitmaps::list, bitmaps::add))
+        .routes(routes!(bitmaps::clear))
+        .routes(routes!(bitmaps::remove))
         .routes(routes!(tasks::list))
         .routes(routes!(tasks::show))
         .routes(routes!(tasks::cancel))

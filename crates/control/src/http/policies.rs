@@ -5,6 +5,7 @@ use std::sync::Arc;
 use axum::Json;
 use axum::extract::State;
 use axum::http::StatusCode;
+use vmseal_api::filter::check_caches;
 use vmseal_api::id::{PolicyId, check_name};
 use vmseal_api::model::{Page, Plan, Policy};
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -26,6 +27,7 @@ fn shown(policy: policies::Policy) -> Policy {
         provider: policy.provider.map(|(_, name)| name),
         allocation: policy.allocation,
         limits: policy.limits,
+        cache: policy.cache,
     }
 }
 
@@ -59,6 +61,7 @@ pub(super) async fn add(
 ) -> Result<Outcome<(StatusCode, Json<Policy>)>, Refusal> {
     check_name(&request.name).map_err(|error| Problem::invalid("name", error.to_string()))?;
     request.limits.check().map_err(|(field, what)| Problem::invalid(field, what))?;
+    check_caches([request.cache]).map_err(|(_, what)| Problem::invalid("cache", what))?;
     let mut write = app.store.write().await?;
     let provider = match &request.provider {
         None => None,
@@ -82,6 +85,7 @@ pub(super) async fn add(
         provider,
         allocation: request.allocation,
         limits: request.limits,
+        cache: request.cache,
     };
     policies::insert(&mut write, &policy).await?;
     let detail = if policy.encryption { "encrypts" } else { "does not encrypt" };

@@ -1,5 +1,6 @@
 //! The API from outside: every guard with the input that trips it, and the document.
 
+mod bitmaps;
 mod dry_run;
 mod log_level;
 mod recrypt;

@@ -7,7 +7,7 @@ use std::time::Duration;
 use axum::Json;
 use axum::extract::State;
 use sqlx::SqliteConnection;
-use vmseal_api::filter::{CRYPT_SECTOR, SERIAL_MAX};
+use vmseal_api::filter::{CRYPT_SECTOR, SERIAL_MAX, check_caches};
 use vmseal_api::host::{DatastoreSpec, ImageSource, KeyState, NewDisk, Power};
 use vmseal_api::id::{DiskId, VmId, check_name};
 use vmseal_api::model::{self, Disk, Lifecycle, Page, Plan, ProviderStatus, Vm};
@@ -48,6 +48,7 @@ fn shown(app: &App, vm: vms::Vm, disks: Vec<disks::Disk>, provider: Option<Strin
         encrypted: disk.encrypted,
         allocation: disk.allocation,
         limits: disk.limits,
+        cache: disk.cache,
         facts: disk.facts,
     });
     Vm {
@@ -356,12 +357,17 @@ async fn place(
             encrypted: policy.encryption,
             allocation: policy.allocation,
             limits: policy.limits,
+            cache: policy.cache,
             image: source_of(disk),
             facts: None,
             deleting: false,
         });
     }
     let host = host.ok_or_else(|| Problem::invalid("disks", "a VM has at least one disk"))?;
+    check_caches(made.iter().map(|disk| disk.cache)).map_err(|(index, what)| {
+        let detail = format!("policy '{}' gives each disk a cache: {what}", policy.name);
+        Problem::invalid(format!("disks[{index}]"), detail)
+    })?;
     Ok((host, made))
 }
 

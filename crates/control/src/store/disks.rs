@@ -28,6 +28,8 @@ pub struct Disk {
     pub allocation: Allocation,
     /// What its guest may use of it.
     pub limits: DiskLimits,
+    /// What its filter keeps of it in memory, in bytes.
+    pub cache: Option<u64>,
     /// What it is to be filled from.
     pub image: Option<ImageSource>,
     /// What is pinned of it; none until it is made.
@@ -47,6 +49,7 @@ struct Row {
     encrypted: bool,
     allocation: String,
     limits: String,
+    cache: Option<i64>,
     image: Option<String>,
     image_format: Option<String>,
     facts: Option<String>,
@@ -71,6 +74,7 @@ impl TryFrom<Row> for Disk {
             encrypted: row.encrypted,
             allocation: from_name(&row.allocation, "an allocation")?,
             limits: from_json(&row.limits, "a disk's limits")?,
+            cache: row.cache.map(|bytes| unsigned(bytes, "a disk's cache")).transpose()?,
             image: row.image.map(|path| ImageSource { path: path.into(), format }),
             facts: row
                 .facts
@@ -90,8 +94,8 @@ pub async fn insert(
 ) -> Result<(), StoreError> {
     sqlx::query(
         "INSERT INTO disks (id, vm_id, position, name, datastore_id, size, encrypted, image,
-                            image_format, allocation, limits)
-         VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                            image_format, allocation, limits, cache)
+         VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
     )
     .bind(disk.id.to_string())
     .bind(vm.to_string())
@@ -104,6 +108,7 @@ pub async fn insert(
     .bind(disk.image.as_ref().map(|image| image.format.name()))
     .bind(to_name(&disk.allocation))
     .bind(to_json(&disk.limits))
+    .bind(disk.cache.map(|bytes| i64::try_from(bytes).unwrap_or(i64::MAX)))
     .execute(to)
     .await?;
     Ok(())
@@ -113,7 +118,8 @@ pub async fn insert(
 pub async fn of_vm(from: &mut SqliteConnection, vm: VmId) -> Result<Vec<Disk>, StoreError> {
     let rows: Vec<Row> = sqlx::query_as(
         "SELECT d.id, d.name, d.datastore_id, s.name AS datastore_name, s.location, d.size,
-                d.encrypted, d.allocation, d.limits, d.image, d.image_format, d.facts, d.deleting
+                d.encrypted, d.allocation, d.limits, d.cache, d.image, d.image_format, d.facts,
+                d.deleting
          FROM disks d JOIN datastores s ON s.id = d.datastore_id
          WHERE d.vm_id = ? ORDER BY d.position",
     )

@@ -4,7 +4,7 @@ use sqlx::{FromRow, SqliteConnection};
 use vmseal_api::host::{Allocation, DiskLimits};
 use vmseal_api::id::{PolicyId, ProviderId};
 
-use super::{Part, StoreError, from_json, from_name, parse, taken, to_json, to_name};
+use super::{Part, StoreError, from_json, from_name, parse, taken, to_json, to_name, unsigned};
 
 /// A policy as the inventory has it.
 #[derive(Clone, Debug)]
@@ -21,6 +21,8 @@ pub struct Policy {
     pub allocation: Allocation,
     /// What guests may use of each disk.
     pub limits: DiskLimits,
+    /// What filters keep of each disk in memory, in bytes.
+    pub cache: Option<u64>,
 }
 
 #[derive(FromRow)]
@@ -32,6 +34,7 @@ struct Row {
     provider_name: Option<String>,
     allocation: String,
     limits: String,
+    cache: Option<i64>,
 }
 
 impl TryFrom<Row> for Policy {
@@ -48,6 +51,7 @@ impl TryFrom<Row> for Policy {
             provider,
             allocation: from_name(&row.allocation, "an allocation")?,
             limits: from_json(&row.limits, "a policy's limits")?,
+            cache: row.cache.map(|bytes| unsigned(bytes, "a policy's cache")).transpose()?,
         })
     }
 }
@@ -55,8 +59,8 @@ impl TryFrom<Row> for Policy {
 /// Adds a policy.
 pub async fn insert(to: &mut SqliteConnection, policy: &Policy) -> Result<(), StoreError> {
     sqlx::query(
-        "INSERT INTO policies (id, name, encryption, provider_id, allocation, limits)
-         VALUES (?, ?, ?, ?, ?, ?)",
+        "INSERT INTO policies (id, name, encryption, provider_id, allocation, limits, cache)
+         VALUES (?, ?, ?, ?, ?, ?, ?)",
     )
     .bind(policy.id.to_string())
     .bind(&policy.name)
@@ -64,6 +68,7 @@ pub async fn insert(to: &mut SqliteConnection, policy: &Policy) -> Result<(), St
     .bind(policy.provider.as_ref().map(|(id, _)| id.to_string()))
     .bind(to_name(&policy.allocation))
     .bind(to_json(&policy.limits))
+    .bind(policy.cache.map(|bytes| i64::try_from(bytes).unwrap_or(i64::MAX)))
     .execute(to)
     .await
     .map_err(taken(|| format!("a policy '{}'", policy.name)))?;
@@ -77,7 +82,7 @@ pub async fn find(
 ) -> Result<Option<Policy>, StoreError> {
     let row: Option<Row> = sqlx::query_as(
         "SELECT p.id, p.name, p.encryption, p.provider_id, k.name AS provider_name, p.allocation,
-                p.limits
+                p.limits, p.cache
          FROM policies p LEFT JOIN providers k ON k.id = p.provider_id
          WHERE p.name = ? OR p.id = ?",
     )
@@ -92,7 +97,7 @@ pub async fn find(
 pub async fn list(from: &mut SqliteConnection, part: &Part) -> Result<Vec<Policy>, StoreError> {
     let rows: Vec<Row> = sqlx::query_as(
         "SELECT p.id, p.name, p.encryption, p.provider_id, k.name AS provider_name, p.allocation,
-                p.limits
+                p.limits, p.cache
          FROM policies p LEFT JOIN providers k ON k.id = p.provider_id
          WHERE p.id > ? ORDER BY p.id LIMIT ?",
     )

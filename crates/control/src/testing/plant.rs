@@ -85,6 +85,7 @@ impl Plant {
                 provider: None,
                 allocation: Allocation::Thin,
                 limits: Default::default(),
+                cache: None,
             };
             policies::insert(&mut write, &policy).await.unwrap();
         }
@@ -189,6 +190,7 @@ impl Plant {
                 encrypted: policy.encryption,
                 allocation: policy.allocation,
                 limits: policy.limits,
+                cache: policy.cache,
                 image: None,
                 facts: None,
                 deleting: false,

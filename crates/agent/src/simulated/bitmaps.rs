@@ -1,0 +1,52 @@
+//! Dirty bitmaps: they are named, and nothing is ever dirty, as nothing is written.
+
+use jiff::Timestamp;
+use vmseal_api::bitmap;
+use vmseal_api::filter::{BITMAP_GRANULE, BitmapChange, BitmapStatus};
+use vmseal_api::host::Power;
+use vmseal_api::id::{DiskId, VmId};
+use vmseal_api::problem::Problem;
+
+use super::Inside;
+use crate::rules;
+
+impl Inside {
+    /// Those that a disk has when one has been changed as asked.
+    pub fn bitmaps(
+        &mut self,
+        vm: VmId,
+        disk: DiskId,
+        change: Option<(String, BitmapChange)>,
+    ) -> Result<Vec<BitmapStatus>, Problem> {
+        let known = self.known(vm)?;
+        let (spec, power) = (known.spec.clone(), known.power);
+        let disk = rules::find_disk(&spec, disk)?;
+        if let Some((name, _)) = &change {
+            rules::check_bitmap(name)?;
+        }
+        if !matches!(power, Power::Running | Power::Stopping) {
+            return Err(rules::no_bitmaps(&spec));
+        }
+        let all = self.world.bitmaps.entry(vm).or_default().entry(disk.disk).or_default();
+        let Some((name, change)) = change else { return Ok(all.clone()) };
+        bitmap::check(all.iter().map(|bitmap| &*bitmap.name), &name, change).map_err(|error| {
+            Problem::new(error.code(), format!("{}: {error}", rules::disk_of(&spec, disk)))
+        })?;
+        if change != BitmapChange::Clear {
+            all.retain(|bitmap| bitmap.name != name);
+        }
+        let since = Timestamp::now();
+        match change {
+            BitmapChange::Start => {
+                let (granularity, dirty_bytes) = (BITMAP_GRANULE, 0);
+                all.push(BitmapStatus { name, since, granularity, dirty_bytes });
+            }
+            BitmapChange::Clear => {
+                let found = all.iter_mut().filter(|bitmap| bitmap.name == name);
+                found.for_each(|bitmap| bitmap.since = since);
+            }
+            BitmapChange::Remove => {}
+        }
+        Ok(all.clone())
+    }
+}

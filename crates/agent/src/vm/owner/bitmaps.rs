@@ -1,0 +1,83 @@
+//! The dirty bitmaps of a disk in use. Its filter keeps them and alone knows them: nothing is remembered
+//! here, so that none can be told of that has been lost with a filter.
+
+use vmseal_api::filter::{BitmapChange, BitmapStatus};
+use vmseal_api::id::DiskId;
+use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::request_id;
+
+use super::{Owner, State};
+use crate::filter::{Control, FilterError};
+use crate::rules::{self, find_disk};
+use crate::vm::Reply;
+use crate::vm::service::Service;
+
+impl Owner {
+    /// Has the filter answer, which may take its time: the VM's other calls do not wait.
+    pub(super) fn bitmaps(
+        &self,
+        disk: DiskId,
+        change: Option<(String, BitmapChange)>,
+        to: Reply<Vec<BitmapStatus>>,
+    ) {
+        let filter = self.keeper_of_bitmaps(disk, change.as_ref());
+        let work = async move {
+            let answer = match filter {
+                Ok((control, what)) => {
+                    answered(&control, disk, change).await.map_err(|error| told(&what, error))
+                }
+                Err(problem) => Err(problem),
+            };
+            // Whoever asked may have gone; what was done stays done.
+            let _ = to.send(answer);
+        };
+        tokio::spawn(request_id::inherit(work));
+    }
+
+    /// The way to the filter that serves the disk's guest, and what the disk is called.
+    fn keeper_of_bitmaps(
+        &self,
+        disk: DiskId,
+        change: Option<&(String, BitmapChange)>,
+    ) -> Result<(Control, String), Problem> {
+        let disk = find_disk(&self.spec, disk)?;
+        if let Some((name, _)) = change {
+            rules::check_bitmap(name)?;
+        }
+        let (State::Running(running) | State::Stopping { running, .. }) = &self.state else {
+            return Err(rules::no_bitmaps(&self.spec));
+        };
+        if !matches!(running.service, Service::Served(_)) {
+            return Err(rules::bitmaps_lost(&self.spec));
+        }
+        Ok((running.control.clone(), rules::disk_of(&self.spec, disk)))
+    }
+}
+
+async fn answered(
+    control: &Control,
+    disk: DiskId,
+    change: Option<(String, BitmapChange)>,
+) -> Result<Vec<BitmapStatus>, FilterError> {
+    match change {
+        Some((name, change)) => control.change_bitmap(disk, name, change).await,
+        None => {
+            let disks = control.status().await?.disks;
+            let found = disks.into_iter().find(|found| found.disk == disk);
+            Ok(found.map(|disk| disk.bitmaps).unwrap_or_default())
+        }
+    }
+}
+
+fn told(what: &str, error: FilterError) -> Problem {
+    let code = match &error {
+        FilterError::Refused { code, message } => {
+            return Problem::new(*code, format!("{what}: {message}"));
+        }
+        FilterError::TimedOut => ErrorCode::TimedOut,
+        // It has just ended; another one may be on its way.
+        FilterError::Io(_) | FilterError::Ended { .. } => ErrorCode::Unreachable,
+        FilterError::Protocol(_) => ErrorCode::Internal,
+    };
+    Problem::new(code, format!("{what}: {error}"))
+}

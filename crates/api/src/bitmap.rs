@@ -1,0 +1,119 @@
+//! Dirty bitmaps: what may be done with them, as the filter that keeps them, the hosts and the server
+//! have it.
+
+use crate::filter::{BITMAP_NAME_MAX, BITMAPS_BYTES_MAX, BITMAPS_MAX, BitmapChange};
+use crate::problem::ErrorCode;
+
+/// Why a bitmap is not as asked.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum BitmapError {
+    /// The name cannot be one.
+    #[error(
+        "a bitmap's name has 1 to {BITMAP_NAME_MAX} letters, digits, dots, dashes and underscores, and begins with a letter or digit"
+    )]
+    Name,
+    /// The name is taken.
+    #[error("there is a bitmap '{0}' already; clear it, or take another name")]
+    Exists(String),
+    /// There is none of that name.
+    #[error(
+        "there is no bitmap '{0}'; it is lost when the filter of its VM ends: make a full backup, and start one"
+    )]
+    Unknown(String),
+    /// There are as many as there can be.
+    #[error("the disk has {BITMAPS_MAX} bitmaps, which is all it can have; remove one")]
+    TooMany,
+    /// No memory is left for another.
+    #[error(
+        "the bitmaps of this VM take {BITMAPS_BYTES_MAX} bytes of memory, which is all they may; remove one of this disk, or stop and start the VM"
+    )]
+    Memory,
+    /// A client reads it.
+    #[error("the bitmap '{0}' is being read by a backup; wait until that is done")]
+    Read(String),
+}
+
+impl BitmapError {
+    /// The same for programs.
+    #[must_use]
+    pub fn code(&self) -> ErrorCode {
+        match self {
+            Self::Name => ErrorCode::InvalidRequest,
+            Self::Exists(_) => ErrorCode::AlreadyExists,
+            Self::Unknown(_) => ErrorCode::NotFound,
+            Self::TooMany | Self::Memory => ErrorCode::LimitExceeded,
+            Self::Read(_) => ErrorCode::InUse,
+        }
+    }
+}
+
+/// Whether this can be a bitmap's name.
+///
+/// # Errors
+/// [`BitmapError::Name`].
+pub fn check_name(name: &str) -> Result<(), BitmapError> {
+    let valid = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
+    let begins = name.starts_with(|first: char| first.is_ascii_alphanumeric());
+    if !begins || name.len() > BITMAP_NAME_MAX || !name.bytes().all(valid) {
+        return Err(BitmapError::Name);
+    }
+    Ok(())
+}
+
+/// Whether the bitmaps of a disk, which has those of `names`, can be changed so. Starting one that is
+/// there is refused, not repeated: whoever relies on an old one must not be given a new one for it, which
+/// calls clean what changed between.
+///
+/// # Errors
+/// [`BitmapError`].
+pub fn check<'a>(
+    names: impl IntoIterator<Item = &'a str>,
+    name: &str,
+    change: BitmapChange,
+) -> Result<(), BitmapError> {
+    check_name(name)?;
+    let (mut count, mut found) = (0, false);
+    for known in names {
+        count += 1;
+        found |= known == name;
+    }
+    match (change, found) {
+        (BitmapChange::Start, true) => Err(BitmapError::Exists(name.into())),
+        (BitmapChange::Start, false) if count >= BITMAPS_MAX => Err(BitmapError::TooMany),
+        (BitmapChange::Clear | BitmapChange::Remove, false) => {
+            Err(BitmapError::Unknown(name.into()))
+        }
+        _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::BitmapChange::{Clear, Remove, Start};
+    use super::*;
+
+    #[test]
+    fn names_are_what_tools_and_shells_take_as_they_are() {
+        for good in ["a", "monday", "2026-11-21_full.1", &"a".repeat(BITMAP_NAME_MAX)] {
+            assert_eq!(check_name(good), Ok(()), "{good}");
+        }
+        let long = "a".repeat(BITMAP_NAME_MAX + 1);
+        for bad in ["", "a b", "a:b", "a/b", "ä", "a\n", "a*", "..", "-a", "_", &long] {
+            assert_eq!(check_name(bad), Err(BitmapError::Name), "{bad}");
+        }
+    }
+
+    #[test]
+    fn one_is_started_once_and_only_one_that_is_there_is_changed() {
+        let four = ["a", "b", "c", "d"];
+        assert_eq!(check(["a"], "b", Start), Ok(()));
+        assert_eq!(check(["a"], "a", Start), Err(BitmapError::Exists("a".into())));
+        assert_eq!(check(four, "e", Start), Err(BitmapError::TooMany));
+        assert_eq!(check(four, "d", Start), Err(BitmapError::Exists("d".into())));
+        for change in [Clear, Remove] {
+            assert_eq!(check(four, "d", change), Ok(()));
+            assert_eq!(check([], "d", change), Err(BitmapError::Unknown("d".into())));
+            assert_eq!(check(four, "/", change), Err(BitmapError::Name));
+        }
+    }
+}
