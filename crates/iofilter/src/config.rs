@@ -7,7 +7,7 @@ use vmseal_api::filter::{
     BACKING_MAX, BackendSpec, Budget, CACHE_BYTES_MAX, CACHE_BYTES_MIN, CHAIN_MAX, CRYPT_SECTOR,
     CacheSpec, DELAY_MAX, DISKS_MAX, DelaySpec, DiskConfig, FAULT_RULES_MAX, FaultKind, FaultRule,
     FaultSpec, FilterConfig, FilterSpec, FrontEndSpec, LimitSpec, NBD_CONNECTIONS, OperationKind,
-    QUEUES_MAX, SERIAL_MAX, VERSION,
+    QUEUES_MAX, REPLICATE_RATE_MIN, ReplicateSpec, SERIAL_MAX, VERSION,
 };
 use vmseal_api::id::DiskId;
 use vmseal_api::transfer::ImageFormat;
@@ -96,6 +96,15 @@ pub fn cache(disk: &DiskConfig) -> Option<&CacheSpec> {
     })
 }
 
+/// The disk's replica.
+#[must_use]
+pub fn replica(disk: &DiskConfig) -> Option<&ReplicateSpec> {
+    disk.chain.iter().find_map(|link| match link {
+        FilterSpec::Replicate(replica) => Some(replica),
+        _ => None,
+    })
+}
+
 fn check(config: &FilterConfig) -> Result<(), ConfigError> {
     if config.version != VERSION {
         return Err(ConfigError::Version(config.version));
@@ -149,6 +158,9 @@ fn check_disk(disk: &DiskConfig) -> Result<(), ConfigError> {
     if disk.beside.is_some() && disk.front_end.is_none() {
         return refuse("nobody can be beside a front end that there is not".into());
     }
+    if replica(disk).is_some() && disk.backend == (BackendSpec::Mem {}) {
+        return refuse("what is gone with the process cannot have a replica".into());
+    }
     if disk.read_only && disk.import.is_some() {
         return refuse("an image cannot be imported to a read-only disk".into());
     }
@@ -170,7 +182,9 @@ fn check_chain(chain: &[FilterSpec]) -> Result<(), String> {
         FilterSpec::Delay(delay) => check_delay(delay),
         FilterSpec::Fault(fault) => check_fault(fault),
         FilterSpec::Cache(cache) => check_cache(cache),
+        FilterSpec::Replicate(replica) => check_replica(replica),
     })?;
+    check_place_of_replica(chain)?;
     let is_cache = |link: &FilterSpec| matches!(link, FilterSpec::Cache(_));
     if chain.iter().filter(|link| is_cache(link)).count() > 1 {
         return Err("it is to be cached more than once".into());
@@ -190,6 +204,43 @@ fn check_chain(chain: &[FilterSpec]) -> Result<(), String> {
                     say `reorders`"
                 .into(),
         );
+    }
+    Ok(())
+}
+
+/// Only what a datastore does by itself stands below: else the copier would meet what is meant for the guest.
+fn check_place_of_replica(chain: &[FilterSpec]) -> Result<(), String> {
+    let is_replica = |link: &FilterSpec| matches!(link, FilterSpec::Replicate(_));
+    let mut after = chain.split(is_replica).skip(1);
+    let Some(below) = after.next() else { return Ok(()) };
+    if after.next().is_some() {
+        return Err("it is to be replicated more than once".into());
+    }
+    if below.iter().any(|link| matches!(link, FilterSpec::Crypt { .. })) {
+        return Err("a replica above the encryption would be plaintext: put it below".into());
+    }
+    let harmless = |link: &FilterSpec| matches!(link, FilterSpec::Delay(_) | FilterSpec::Fault(_));
+    if !below.iter().all(harmless) {
+        return Err("only `delay` and `fault` may stand below `replicate`".into());
+    }
+    Ok(())
+}
+
+fn check_replica(replica: &ReplicateSpec) -> Result<(), String> {
+    if replica.bytes_per_second < REPLICATE_RATE_MIN {
+        return Err(format!(
+            "a replica that gets {} bytes a second: give at least {REPLICATE_RATE_MIN}",
+            replica.bytes_per_second
+        ));
+    }
+    if !replica.offset.is_multiple_of(u64::from(CRYPT_SECTOR)) {
+        let offset = replica.offset;
+        return Err(format!(
+            "its replica begins at {offset}, which is not a multiple of {CRYPT_SECTOR}"
+        ));
+    }
+    if replica.replica == replica.map {
+        return Err("its replica and the map of the replica are the same file".into());
     }
     Ok(())
 }
