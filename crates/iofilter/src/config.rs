@@ -388,12 +388,21 @@ mod tests {
         };
         let lost = || json!({ "is": "lost" });
         let cache = |bytes: u64| json!({ "kind": "cache", "bytes": bytes });
+        let copy = |to: i32, map: i32, offset: u64, rate: u64| {
+            json!({
+                "kind": "replicate", "replica": { "fd": to }, "map": { "fd": map },
+                "offset": offset, "bytes_per_second": rate
+            })
+        };
+        let replica = || copy(10, 11, 16 << 20, REPLICATE_RATE_MIN);
         let good_chains = [
             json!([limit, crypt(), delay(false), fault(json!({ "is": "error", "errno": 5 }), &[])]),
             json!([delay(true), limit, fault(lost(), &["flush", "write"])]),
             json!([crypt(), fault(json!({ "is": "torn" }), &["write"])]),
             json!([limit, crypt(), cache(1 << 20), delay(false)]),
             json!([limit, cache(CACHE_BYTES_MAX)]),
+            json!([limit, crypt(), cache(1 << 20), replica(), delay(false)]),
+            json!([limit, replica()]),
             json!([]),
         ];
         for chain in good_chains {
@@ -419,6 +428,13 @@ mod tests {
             (json!([crypt(), cache(0)]), "a cache of 0 bytes"),
             (json!([crypt(), cache((1 << 20) + 4096)]), "give a multiple"),
             (json!([crypt(), cache(CACHE_BYTES_MAX + CACHE_BYTES_MIN)]), "in all"),
+            (json!([replica(), crypt()]), "replica above the encryption"),
+            (json!([crypt(), replica(), replica()]), "replicated more than once"),
+            (json!([crypt(), replica(), cache(1 << 20)]), "only `delay` and `fault`"),
+            (json!([replica(), limit]), "only `delay` and `fault`"),
+            (json!([copy(10, 11, 0, REPLICATE_RATE_MIN - 1)]), "give at least 1048576"),
+            (json!([copy(10, 11, 512, REPLICATE_RATE_MIN)]), "begins at 512"),
+            (json!([copy(10, 10, 0, REPLICATE_RATE_MIN)]), "the same file"),
             (json!([{ "kind": "mirror" }]), "mirror"),
             (Value::from(vec![limit.clone(); CHAIN_MAX + 1]), "filters"),
         ];
@@ -460,6 +476,14 @@ mod tests {
         assert!(read_value(&config).unwrap().disks[0].beside.is_some());
         config["disks"][0]["front_end"] = Value::Null;
         assert!(read_value(&config).unwrap_err().to_string().contains("beside a front end"));
+        let mut config = good();
+        config["disks"][0]["backend"] = json!({ "kind": "mem" });
+        assert!(read_value(&config).is_ok());
+        config["disks"][0]["chain"] = json!([{
+            "kind": "replicate", "replica": { "fd": 8 }, "map": { "fd": 9 },
+            "bytes_per_second": REPLICATE_RATE_MIN
+        }]);
+        assert!(read_value(&config).unwrap_err().to_string().contains("gone with the process"));
         let mut config = good();
         config["surprise"] = json!(1);
         assert!(read_value(&config).unwrap_err().to_string().contains("surprise"));

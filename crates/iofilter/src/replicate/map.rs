@@ -168,11 +168,12 @@ impl Map {
         }
     }
 
-    /// Bits first: with its first block the file is believed.
+    /// Bits first: with its first block the file is believed, also when that could not be written well.
     fn write_anew(&mut self) -> Result<(), IoError> {
         (0..self.image.blocks()).for_each(|index| self.image.seal(index));
         self.put(1, self.image.blocks() - 1)?;
         self.file.flush()?;
+        self.worth = Worth::Unknown;
         self.put(0, 0)?;
         self.file.flush()
     }
