@@ -142,10 +142,9 @@ impl Chunks {
         if self.marked() == 0 {
             return now;
         }
-        let marked = self.words.iter().zip(&self.up_to).filter_map(|(word, up_to)| {
-            (word.load(SeqCst) & MARKED != 0).then(|| up_to.load(SeqCst))
-        });
-        marked.min().unwrap_or(now)
+        let all = self.words.iter().zip(&self.up_to);
+        let marked = all.filter(|(word, _)| word.load(SeqCst) & MARKED != 0);
+        marked.map(|(_, up_to)| up_to.load(SeqCst)).min().unwrap_or(now)
     }
 }
 
