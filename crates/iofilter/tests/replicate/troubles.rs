@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use vmseal_api::filter::{Direct, Handle, ReplicateSpec};
+use vmseal_api::filter::{Direct, Handle, ReplicaStatus, ReplicateSpec};
 use vmseal_api::id::DiskId;
 use vmseal_iofilter::backend::file::FileDisk;
 use vmseal_iofilter::backend::mem::MemDisk;
@@ -299,10 +299,44 @@ impl Memory {
         memory
     }
 
-    fn next_process_copies(&self) -> u64 {
+    fn next_process(&self) -> ReplicaStatus {
         let map = Chain::new(self.geometry.map_bytes() as u64, false, vec![], self.map.queue());
-        Replicate::new(self.geometry, Place::new(map)).0.status().dirty_bytes
+        Replicate::new(self.geometry, Place::new(map)).0.status()
     }
+
+    fn next_process_copies(&self) -> u64 {
+        self.next_process().dirty_bytes
+    }
+}
+
+#[test]
+fn the_lag_is_that_of_the_oldest_change_and_a_restart_makes_it_no_younger() {
+    let mut memory = Memory::new();
+    let lag = |memory: &Memory| memory.replicate.status().lag_milliseconds.unwrap();
+    let pause = || std::thread::sleep(Duration::from_millis(60));
+    pause();
+    assert_eq!((lag(&memory), memory.next_process().lag_milliseconds), (0, Some(0)));
+    let begun = Instant::now();
+    for at in [0, 2 << 20] {
+        let replicate = memory.replicate.clone();
+        write(&mut memory.chain, at, 1, 4096, || {
+            let _ = replicate.mark_waiting();
+        });
+        pause();
+    }
+    let (now, next) = (lag(&memory), memory.next_process().lag_milliseconds.unwrap());
+    // Not since the last copy, which was before the first pause. Times are cut to milliseconds.
+    let most = begun.elapsed().as_millis() as u64 + 2;
+    assert!(now >= 118 && now <= most, "{now} ms of {most}");
+    assert!(next + 2 >= now, "{now} ms, then {next} ms");
+    copy_all(&memory.replicate, &mut memory.copier);
+    assert_eq!(lag(&memory), 0);
+    // Of a disk that was never copied nothing is said.
+    let empty = Chain::new(memory.geometry.map_bytes() as u64, false, vec![], {
+        MemDisk::new(memory.geometry.map_bytes()).queue()
+    });
+    let fresh = Replicate::new(memory.geometry, Place::new(empty)).0;
+    assert_eq!(fresh.status().lag_milliseconds, None);
 }
 
 #[test]
