@@ -19,6 +19,7 @@ pub mod nbd_transmission;
 pub mod qcow2_disk;
 pub mod qcow2_image;
 pub mod qmp;
+pub mod replica_map;
 pub mod rest_body;
 pub mod sealed;
 pub mod vhost_user_messages;
@@ -50,6 +51,7 @@ pub const TARGETS: &[(&str, Run)] = &[
     ("qcow2_disk", qcow2_disk::run),
     ("qcow2_image", qcow2_image::run),
     ("qmp", qmp::run),
+    ("replica_map", replica_map::run),
     ("rest_body", rest_body::run),
     ("sealed", sealed::run),
     ("vhost_user_messages", vhost_user_messages::run),

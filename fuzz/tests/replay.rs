@@ -175,6 +175,7 @@ replayed! {
     qcow2_disk
     qcow2_image
     qmp
+    replica_map
     rest_body
     sealed
     vhost_user_messages

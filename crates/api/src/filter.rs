@@ -143,6 +143,42 @@ pub enum FilterSpec {
     Fault(FaultSpec),
     /// What was read is kept in memory. Below encryption only, where there is any: it holds ciphertext.
     Cache(CacheSpec),
+    /// A second place gets what the disk has, later. Below encryption, where there is any: it gets ciphertext.
+    Replicate(ReplicateSpec),
+}
+
+/// The least that a replica may be given, in bytes a second: less than one chunk of it in a second only gets
+/// further behind.
+pub const REPLICATE_RATE_MIN: u64 = 1 << 20;
+
+/// Where the replica is.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ReplicateSpec {
+    /// A file as long as `offset` and the disk's size together, or a device that is not shorter; open for reading
+    /// and writing, its lock held.
+    pub replica: Handle,
+    /// Where the disk's first byte is in it, in bytes.
+    #[serde(default)]
+    pub offset: u64,
+    /// The map of what the replica does not have: a regular file beside the disk's own image, not beside the
+    /// replica; open for reading and writing, its lock held. Empty for a new replica.
+    pub map: Handle,
+    /// How fast it is copied at most; at least [`REPLICATE_RATE_MIN`].
+    pub bytes_per_second: u64,
+}
+
+/// How a replica stands.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ReplicaStatus {
+    /// How much may differ from the disk, in bytes, in whole chunks. At 0 they are equal.
+    pub dirty_bytes: u64,
+    /// All that was done on the disk so long ago is in the replica, durably; none if it was never complete.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub lag_milliseconds: Option<u64>,
+    /// What keeps it from being copied, or its map from being kept, at present.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub trouble: Option<String>,
 }
 
 /// The least memory of a cache, in bytes: less is not worth its looking up.
@@ -593,6 +629,9 @@ pub struct DiskStatus {
     /// Its dirty bitmaps.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub bitmaps: Vec<BitmapStatus>,
+    /// Its replica, if it has one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub replica: Option<ReplicaStatus>,
 }
 
 /// What a disk is doing.
@@ -683,7 +722,7 @@ pub struct DiskFigures {
     pub layers: Vec<LayerFigures>,
 }
 
-/// What a layer has done since the process started.
+/// What a layer has done since the process started, and how it stands.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LayerFigures {
     /// What it is, as in [`FilterSpec`].

@@ -6,8 +6,8 @@ use std::io::Read;
 use vmseal_api::filter::{
     BACKING_MAX, BackendSpec, Budget, CHAIN_MAX, CRYPT_SECTOR, CacheSpec, DELAY_MAX, DISKS_MAX,
     DelaySpec, DiskConfig, FAULT_RULES_MAX, FaultKind, FaultRule, FaultSpec, FilterConfig,
-    FilterSpec, FrontEndSpec, LimitSpec, NBD_CONNECTIONS, OperationKind, QUEUES_MAX, SERIAL_MAX,
-    VERSION, check_caches,
+    FilterSpec, FrontEndSpec, LimitSpec, NBD_CONNECTIONS, OperationKind, QUEUES_MAX,
+    REPLICATE_RATE_MIN, ReplicateSpec, SERIAL_MAX, VERSION, check_caches,
 };
 use vmseal_api::id::DiskId;
 use vmseal_api::transfer::ImageFormat;
@@ -96,6 +96,15 @@ pub fn cache(disk: &DiskConfig) -> Option<&CacheSpec> {
     })
 }
 
+/// The disk's replica.
+#[must_use]
+pub fn replica(disk: &DiskConfig) -> Option<&ReplicateSpec> {
+    disk.chain.iter().find_map(|link| match link {
+        FilterSpec::Replicate(replica) => Some(replica),
+        _ => None,
+    })
+}
+
 fn check(config: &FilterConfig) -> Result<(), ConfigError> {
     if config.version != VERSION {
         return Err(ConfigError::Version(config.version));
@@ -143,6 +152,9 @@ fn check_disk(disk: &DiskConfig) -> Result<(), ConfigError> {
     if disk.beside.is_some() && disk.front_end.is_none() {
         return refuse("nobody can be beside a front end that there is not".into());
     }
+    if replica(disk).is_some() && disk.backend == (BackendSpec::Mem {}) {
+        return refuse("what is gone with the process cannot have a replica".into());
+    }
     if disk.read_only && disk.import.is_some() {
         return refuse("an image cannot be imported to a read-only disk".into());
     }
@@ -165,7 +177,9 @@ fn check_chain(chain: &[FilterSpec]) -> Result<(), String> {
         FilterSpec::Fault(fault) => check_fault(fault),
         // What it takes is checked with those of the other disks.
         FilterSpec::Cache(_) => Ok(()),
+        FilterSpec::Replicate(replica) => check_replica(replica),
     })?;
+    check_place_of_replica(chain)?;
     let is_cache = |link: &FilterSpec| matches!(link, FilterSpec::Cache(_));
     if chain.iter().filter(|link| is_cache(link)).count() > 1 {
         return Err("it is to be cached more than once".into());
@@ -185,6 +199,43 @@ fn check_chain(chain: &[FilterSpec]) -> Result<(), String> {
                     say `reorders`"
                 .into(),
         );
+    }
+    Ok(())
+}
+
+/// Only what a datastore does by itself stands below: else the copier would meet what is meant for the guest.
+fn check_place_of_replica(chain: &[FilterSpec]) -> Result<(), String> {
+    let is_replica = |link: &FilterSpec| matches!(link, FilterSpec::Replicate(_));
+    let mut after = chain.split(is_replica).skip(1);
+    let Some(below) = after.next() else { return Ok(()) };
+    if after.next().is_some() {
+        return Err("it is to be replicated more than once".into());
+    }
+    if below.iter().any(|link| matches!(link, FilterSpec::Crypt { .. })) {
+        return Err("a replica above the encryption would be plaintext: put it below".into());
+    }
+    let harmless = |link: &FilterSpec| matches!(link, FilterSpec::Delay(_) | FilterSpec::Fault(_));
+    if !below.iter().all(harmless) {
+        return Err("only `delay` and `fault` may stand below `replicate`".into());
+    }
+    Ok(())
+}
+
+fn check_replica(replica: &ReplicateSpec) -> Result<(), String> {
+    if replica.bytes_per_second < REPLICATE_RATE_MIN {
+        return Err(format!(
+            "a replica that gets {} bytes a second: give at least {REPLICATE_RATE_MIN}",
+            replica.bytes_per_second
+        ));
+    }
+    if !replica.offset.is_multiple_of(u64::from(CRYPT_SECTOR)) {
+        let offset = replica.offset;
+        return Err(format!(
+            "its replica begins at {offset}, which is not a multiple of {CRYPT_SECTOR}"
+        ));
+    }
+    if replica.replica == replica.map {
+        return Err("its replica and the map of the replica are the same file".into());
     }
     Ok(())
 }
@@ -325,12 +376,21 @@ mod tests {
         };
         let lost = || json!({ "is": "lost" });
         let cache = |bytes: u64| json!({ "kind": "cache", "bytes": bytes });
+        let copy = |to: i32, map: i32, offset: u64, rate: u64| {
+            json!({
+                "kind": "replicate", "replica": { "fd": to }, "map": { "fd": map },
+                "offset": offset, "bytes_per_second": rate
+            })
+        };
+        let replica = || copy(10, 11, 16 << 20, REPLICATE_RATE_MIN);
         let good_chains = [
             json!([limit, crypt(), delay(false), fault(json!({ "is": "error", "errno": 5 }), &[])]),
             json!([delay(true), limit, fault(lost(), &["flush", "write"])]),
             json!([crypt(), fault(json!({ "is": "torn" }), &["write"])]),
             json!([limit, crypt(), cache(1 << 20), delay(false)]),
             json!([limit, cache(CACHE_BYTES_MAX)]),
+            json!([limit, crypt(), cache(1 << 20), replica(), delay(false)]),
+            json!([limit, replica()]),
             json!([]),
         ];
         for chain in good_chains {
@@ -356,6 +416,13 @@ mod tests {
             (json!([crypt(), cache(0)]), "a cache of 0 bytes"),
             (json!([crypt(), cache((1 << 20) + 4096)]), "give a multiple"),
             (json!([crypt(), cache(CACHE_BYTES_MAX + CACHE_BYTES_MIN)]), "in all"),
+            (json!([replica(), crypt()]), "replica above the encryption"),
+            (json!([crypt(), replica(), replica()]), "replicated more than once"),
+            (json!([crypt(), replica(), cache(1 << 20)]), "only `delay` and `fault`"),
+            (json!([replica(), limit]), "only `delay` and `fault`"),
+            (json!([copy(10, 11, 0, REPLICATE_RATE_MIN - 1)]), "give at least 1048576"),
+            (json!([copy(10, 11, 512, REPLICATE_RATE_MIN)]), "begins at 512"),
+            (json!([copy(10, 10, 0, REPLICATE_RATE_MIN)]), "the same file"),
             (json!([{ "kind": "mirror" }]), "mirror"),
             (Value::from(vec![limit.clone(); CHAIN_MAX + 1]), "filters"),
         ];
@@ -397,6 +464,14 @@ mod tests {
         assert!(read_value(&config).unwrap().disks[0].beside.is_some());
         config["disks"][0]["front_end"] = Value::Null;
         assert!(read_value(&config).unwrap_err().to_string().contains("beside a front end"));
+        let mut config = good();
+        config["disks"][0]["backend"] = json!({ "kind": "mem" });
+        assert!(read_value(&config).is_ok());
+        config["disks"][0]["chain"] = json!([{
+            "kind": "replicate", "replica": { "fd": 8 }, "map": { "fd": 9 },
+            "bytes_per_second": REPLICATE_RATE_MIN
+        }]);
+        assert!(read_value(&config).unwrap_err().to_string().contains("gone with the process"));
         let mut config = good();
         config["surprise"] = json!(1);
         assert!(read_value(&config).unwrap_err().to_string().contains("surprise"));

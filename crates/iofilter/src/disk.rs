@@ -173,12 +173,29 @@ impl Disk {
     /// # Errors
     /// As [`Disk::chain`].
     pub fn reader(&self) -> Result<Chain, CryptError> {
-        let backend = match &self.rest {
-            Rest::File(file) => file.blocking_queue(),
-            Rest::Qcow2(image) => image.queue()?,
-            Rest::Mem(mem) => mem.queue(),
-        };
-        self.make_chain(true, READER_POOL_BYTES, backend)
+        self.make_chain(true, READER_POOL_BYTES, self.blocking_backend()?)
+    }
+
+    /// A chain of what lies below the layer of this kind, for a thread of its own that reads there. It can be
+    /// made at any time: no ring is.
+    ///
+    /// # Errors
+    /// The system refuses what it needs.
+    pub fn below(&self, kind: &str) -> io::Result<Chain> {
+        let layers = self.layers();
+        let above = layers.iter().take_while(|layer| layer.kind() != kind).count() + 1;
+        let filters = layers.iter().skip(above).map(|layer| layer.filter());
+        let filters = filters.collect::<io::Result<_>>()?;
+        Ok(Chain::new(self.size, true, filters, self.blocking_backend()?))
+    }
+
+    /// The file that the disk rests in, if it is its bytes.
+    #[must_use]
+    pub fn file(&self) -> Option<&FileDisk> {
+        match &self.rest {
+            Rest::File(file) => Some(file),
+            Rest::Qcow2(_) | Rest::Mem(_) => None,
+        }
     }
 
     fn make_chain(
@@ -214,6 +231,14 @@ impl Disk {
     fn backend(&self) -> io::Result<Box<dyn Backend>> {
         match &self.rest {
             Rest::File(file) => Ok(file.queue()),
+            Rest::Qcow2(image) => image.queue(),
+            Rest::Mem(mem) => Ok(mem.queue()),
+        }
+    }
+
+    fn blocking_backend(&self) -> io::Result<Box<dyn Backend>> {
+        match &self.rest {
+            Rest::File(file) => Ok(file.blocking_queue()),
             Rest::Qcow2(image) => image.queue(),
             Rest::Mem(mem) => Ok(mem.queue()),
         }

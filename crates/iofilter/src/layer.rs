@@ -24,7 +24,7 @@ pub trait Layer: Debug + Send + Sync {
     /// The system refuses what it needs.
     fn filter(&self) -> std::io::Result<Box<dyn Filter>>;
 
-    /// What it has counted since the process started, by name.
+    /// What it has counted since the process started, and how it stands, by name.
     fn counters(&self) -> Vec<(&'static str, u64)>;
 }
 
@@ -35,11 +35,12 @@ pub fn figures(layer: &dyn Layer) -> LayerFigures {
     LayerFigures { kind: layer.kind().to_owned(), counters: counters.collect() }
 }
 
-/// The layer that a configuration asks for; none for encryption, which needs a key and is the disk's own.
+/// The layer that a configuration asks for; none for encryption and replication, which need what is opened for
+/// them and are the disk's own.
 #[must_use]
 pub fn of(spec: &FilterSpec) -> Option<Arc<dyn Layer>> {
     match spec {
-        FilterSpec::Crypt { .. } => None,
+        FilterSpec::Crypt { .. } | FilterSpec::Replicate(_) => None,
         FilterSpec::Limit(limit) => Some(Arc::new(Limit::new(limit))),
         FilterSpec::Delay(delay) => Some(Arc::new(Delay::new(delay.clone()))),
         FilterSpec::Fault(fault) => Some(Arc::new(Fault::new(fault.clone()))),

@@ -30,6 +30,7 @@ pub mod nbd;
 pub mod peer;
 pub mod pool;
 pub mod process;
+pub mod replicate;
 pub mod request;
 pub mod source;
 pub mod status;

@@ -28,7 +28,11 @@ use crate::export::{ExportError, Sparse, Target};
 use crate::front_end::Served;
 use crate::handle::{HandleError, Handles, Socket};
 use crate::import::ImportError;
-use crate::layer;
+use crate::layer::{self, Layer};
+use crate::replicate::copier::Copier;
+use crate::replicate::open::ReplicaError;
+use crate::replicate::threads::Replicating;
+use crate::replicate::{self, Replicate};
 use crate::source::Source;
 use crate::status::DiskState;
 use crate::stop::Stop;
@@ -67,6 +71,14 @@ pub enum StartError {
         /// Why.
         error: Qcow2Error,
     },
+    /// A disk's replica.
+    #[error("disk {disk}, {error}")]
+    Replica {
+        /// Which disk.
+        disk: DiskId,
+        /// Why.
+        error: ReplicaError,
+    },
     /// A disk's cipher or memory.
     #[error("disk {disk}: {error}")]
     Crypt {
@@ -95,6 +107,7 @@ struct Prepared {
     export: Option<Export>,
     front_end: Option<FrontEnd>,
     beside: Option<Beside>,
+    replica: Option<(Replicate, Copier)>,
     /// What a front end's own buffers may take, for each chain.
     pool_bytes: usize,
     served: Arc<Served>,
@@ -245,7 +258,14 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
     };
     let queues = config::queues(config);
     let is_crypt = |link: &FilterSpec| matches!(link, FilterSpec::Crypt { .. });
-    let mut sides = config.chain.split(is_crypt).map(|side| side.iter().filter_map(layer::of));
+    let replica = replica(config, handles, &rest)?;
+    let layer_of = |link: &FilterSpec| match (link, &replica) {
+        (FilterSpec::Replicate(_), Some(opened)) => {
+            Some(Arc::new(opened.replicate.clone()) as Arc<dyn Layer>)
+        }
+        _ => layer::of(link),
+    };
+    let mut sides = config.chain.split(is_crypt).map(|side| side.iter().filter_map(layer_of));
     let mut side = || sides.next().into_iter().flatten().collect();
     let disk =
         Disk::new(config.size, config.read_only, encryption, rest, all).with_layers(side(), side());
@@ -259,10 +279,18 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
             DiskState::new(id, queues)
                 .with_cipher(disk.cipher_time())
                 .with_layers(disk.layers())
-                .with_bitmaps(disk.bitmaps()),
+                .with_bitmaps(disk.bitmaps())
+                .with_replica(replica.as_ref().map(|opened| opened.replicate.clone())),
         ),
         allocation: disk.allocation(),
     });
+    let replica = match replica {
+        Some(opened) => {
+            let (replicate, source) = (opened.replicate.clone(), disk.below(replicate::KIND)?);
+            Some((replicate, opened.copier(source, disk.file().cloned())))
+        }
+        None => None,
+    };
     if export.is_some() {
         served.state.set(DiskActivity::Exporting { done: 0, total: config.size });
     }
@@ -284,7 +312,33 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
         },
         disk,
     });
-    Ok(Prepared { chains, import, export, front_end, beside, pool_bytes, served, disk: id })
+    Ok(Prepared {
+        chains,
+        import,
+        export,
+        front_end,
+        beside,
+        replica,
+        pool_bytes,
+        served,
+        disk: id,
+    })
+}
+
+/// The disk's replica.
+fn replica(
+    config: &DiskConfig,
+    handles: &mut Handles,
+    rest: &Rest,
+) -> Result<Option<replicate::open::Opened>, StartError> {
+    let Some(spec) = config::replica(config) else { return Ok(None) };
+    let image = match rest {
+        Rest::File(file) => Some(file),
+        Rest::Qcow2(_) | Rest::Mem(_) => None,
+    };
+    replicate::open::Opened::open(config.disk, config.size, spec, image, handles)
+        .map(Some)
+        .map_err(|error| StartError::Replica { disk: config.disk, error })
 }
 
 /// Where a disk's data rests, and where its holes are, if that can be told.
@@ -378,6 +432,13 @@ impl Prepared {
 
     fn live(&mut self, stop: &Stop) -> Result<(), String> {
         let state = &self.served.state;
+        let _until_all_is_flushed = match self.replica.take() {
+            Some((replicate, copier)) => Some(
+                Replicating::start(&replicate, copier)
+                    .map_err(|error| format!("its replica cannot be kept: {error}"))?,
+            ),
+            None => None,
+        };
         if let (Some(source), Some(chain)) = (self.import.take(), self.chains.first_mut()) {
             let Import { file, format, from } = source;
             Source::open(file, format)

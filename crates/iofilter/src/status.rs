@@ -10,6 +10,7 @@ use crate::chain::Done;
 use crate::dirty::Bitmaps;
 use crate::figures::{CipherTime, Latencies};
 use crate::layer::{self, Layer};
+use crate::replicate::Replicate;
 use crate::request::{IoError, Operation};
 use crate::tally::Tally;
 
@@ -68,6 +69,7 @@ pub struct DiskState {
     cipher: Option<Arc<CipherTime>>,
     layers: Vec<Arc<dyn Layer>>,
     bitmaps: Option<Arc<Bitmaps>>,
+    replica: Option<Replicate>,
 }
 
 #[derive(Debug, Default)]
@@ -92,6 +94,7 @@ impl DiskState {
             cipher: None,
             layers: Vec::new(),
             bitmaps: None,
+            replica: None,
         }
     }
 
@@ -99,6 +102,12 @@ impl DiskState {
     #[must_use]
     pub fn with_bitmaps(self, bitmaps: Arc<Bitmaps>) -> Self {
         Self { bitmaps: Some(bitmaps), ..self }
+    }
+
+    /// The same, of a disk that has a replica.
+    #[must_use]
+    pub fn with_replica(self, replica: Option<Replicate>) -> Self {
+        Self { replica, ..self }
     }
 
     /// The disk's dirty bitmaps; none where nobody marks them.
@@ -193,6 +202,7 @@ impl DiskState {
             counters: self.totals(),
             trouble: lock(&self.trouble).message.clone(),
             bitmaps: self.bitmaps.as_ref().map(|bitmaps| bitmaps.status()).unwrap_or_default(),
+            replica: self.replica.as_ref().map(Replicate::status),
         }
     }
 }

@@ -3,6 +3,8 @@
 
 #![allow(clippy::unwrap_used)] // a test
 
+mod replicated;
+
 use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
@@ -22,6 +24,8 @@ use vmseal_iofilter::layer::{self, Layer};
 use vmseal_iofilter::memory::Segment;
 use vmseal_iofilter::request::{IoError, Operation};
 use vmseal_secret::SecretBytes;
+
+use crate::replicated::Replicated;
 
 const SIZE: u64 = 1 << 20;
 const BLOCK: u64 = 512;
@@ -167,20 +171,33 @@ struct Store {
     holds_back: bool,
     /// Whether what is read is kept, right below encryption.
     caches: bool,
+    /// Whether it has a replica.
+    replicates: bool,
 }
 
 impl Store {
-    fn new(place: Place, holes: Option<Holes>, holds_back: bool, caches: bool) -> Self {
+    fn new(
+        place: Place,
+        holes: Option<Holes>,
+        holds_back: bool,
+        caches: bool,
+        replicates: bool,
+    ) -> Self {
         let directory =
             if place == Place::Storage { env!("CARGO_TARGET_TMPDIR") } else { "/dev/shm" };
         let file = tempfile::NamedTempFile::new_in(directory).unwrap();
         file.as_file().set_len(OFFSET + SIZE).unwrap();
         let images = place.options().map(|options| Images::new(place, options));
         let (mem, gone) = (MemDisk::new(SIZE as usize), FileDisk::in_memory(SIZE).unwrap());
-        Self { place, mem, gone, images, file, holes, holds_back, caches }
+        Self { place, mem, gone, images, file, holes, holds_back, caches, replicates }
     }
 
     fn open(&self) -> Disk {
+        self.open_replicated().0
+    }
+
+    /// The disk, and its layer with a replica if it has one.
+    fn open_replicated(&self) -> (Disk, Option<Replicated>) {
         let mut key: Vec<u8> = (0..64).collect();
         let key = SecretBytes::from_wiped(&mut key).unwrap();
         let encryption = self.holes.map(|holes| Encryption { key, holes });
@@ -196,12 +213,15 @@ impl Store {
         };
         // As if 100 queues shared the budget: buffers run out, and requests have to wait for them.
         let disk = Disk::new(SIZE, false, encryption, rest, 100);
+        let replicated = self.replicates.then(|| Replicated::new(SIZE));
         let mut below = if self.caches { vec![cache()] } else { Vec::new() };
+        let layer = |replicated: &Replicated| Arc::new(replicated.clone()) as Arc<dyn Layer>;
+        below.extend(replicated.iter().map(layer));
         if self.holds_back {
             below.push(jitter());
-            return disk.with_layers(vec![limit()], below);
+            return (disk.with_layers(vec![limit()], below), replicated);
         }
-        disk.with_layers(Vec::new(), below)
+        (disk.with_layers(Vec::new(), below), replicated)
     }
 }
 
@@ -361,10 +381,10 @@ fn follow_discard(chain: &mut Chain, ask: &Ask, model: &mut [u8]) {
 fn check(
     place: Place,
     holes: Option<Holes>,
-    (holds_back, caches): (bool, bool),
+    (holds_back, caches, replicates): (bool, bool, bool),
     batches: &[Vec<Ask>],
 ) {
-    let store = Store::new(place, holes, holds_back, caches);
+    let store = Store::new(place, holes, holds_back, caches, replicates);
     let mut model = vec![0; SIZE as usize];
     if let Some(images) = &store.images {
         model.copy_from_slice(&images.content[OFFSET_QCOW2 as usize..]);
@@ -384,16 +404,33 @@ fn check(
         model.fill(0);
     }
     for asks in batches {
-        let mut chain = store.open().chain().unwrap();
+        let (disk, replicated) = store.open_replicated();
+        let before = replicated.as_ref().map(|_| replicated::below(&disk));
+        let mut chain = disk.chain().unwrap();
         run(&mut chain, asks, &mut model);
         let all = Ask { what: What::Read, start: 0, blocks: SIZE / BLOCK, fill: 0, cut: 9000 };
         run(&mut chain, &[all], &mut model);
         drop(chain);
+        if let (Some(replicated), Some(before)) = (replicated, before) {
+            replicated.copy(&disk);
+            assert_replica(&replicated.bytes(), &before, &replicated::below(&disk));
+        }
+        drop(disk);
         if let Some(images) = &store.images {
             let raw = images.checked();
             assert!(holes.is_some() || raw[OFFSET_QCOW2 as usize..] == model[..]);
             assert!(raw[..OFFSET_QCOW2 as usize] == images.content[..OFFSET_QCOW2 as usize]);
         }
+    }
+}
+
+/// What has changed is in the replica, and what has not is still the zeroes that it began with.
+fn assert_replica(replica: &[u8], before: &[u8], now: &[u8]) {
+    for (at, ((replica, before), now)) in
+        replica.chunks(4096).zip(before.chunks(4096)).zip(now.chunks(4096)).enumerate()
+    {
+        let unasked = before == now && replica.iter().all(|&byte| byte == 0);
+        assert!(replica == now || unasked, "sector {at} of the replica is not what was written");
     }
 }
 
@@ -405,7 +442,7 @@ proptest! {
         batches in prop::collection::vec(asks(), 1..4),
         place in prop::sample::select(&PLACES[..]),
         holes in prop_oneof![Just(None), Just(Some(Holes::Zero)), Just(Some(Holes::Ciphertext))],
-        layers in any::<(bool, bool)>(),
+        layers in any::<(bool, bool, bool)>(),
     ) {
         check(place, holes, layers, &batches);
     }
@@ -416,7 +453,7 @@ proptest! {
 #[test]
 fn neighbours_in_one_sector_do_not_lose_each_other() {
     for place in PLACES {
-        let store = Store::new(place, Some(Holes::Zero), false, true);
+        let store = Store::new(place, Some(Holes::Zero), false, true, false);
         let disk = store.open();
         thread::scope(|scope| {
             for writer in 0..4u64 {
@@ -478,7 +515,7 @@ fn what_is_not_on_the_disk_or_not_in_blocks_is_refused() {
 #[test]
 fn a_truncated_image_is_an_error_and_never_zeroes() {
     for place in [Place::Memory, Place::Storage] {
-        let store = Store::new(place, Some(Holes::Zero), false, false);
+        let store = Store::new(place, Some(Holes::Zero), false, false, false);
         let disk = store.open();
         store.file.as_file().set_len(OFFSET + 8192).unwrap();
         let mut chain = disk.chain().unwrap();
@@ -512,7 +549,7 @@ fn outcome(chain: &mut Chain, what: What, buffer: &mut [u8]) -> Result<(), IoErr
 #[test]
 fn an_image_cut_while_in_use_is_not_made_longer_by_what_the_guest_writes() {
     for place in [Place::Memory, Place::Storage] {
-        let store = Store::new(place, Some(Holes::Zero), false, false);
+        let store = Store::new(place, Some(Holes::Zero), false, false, false);
         let mut chain = store.open().chain().unwrap();
         let mut buffer = vec![7; 16384];
         let changes = [What::Write, What::Discard, What::Zero, What::Unmap, What::Flush];

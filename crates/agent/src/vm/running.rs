@@ -256,6 +256,7 @@ mod tests {
                     counters: DiskCounters::default(),
                     trouble: None,
                     bitmaps: Vec::new(),
+                    replica: None,
                 })
                 .into(),
             confinement: None,

@@ -150,6 +150,21 @@ impl FileDisk {
         self.target.punches.store(false, Ordering::Relaxed);
     }
 
+    /// Whoever alone writes to the file will write again all that was written since the last good flush: a
+    /// failed one need not fail those that follow.
+    pub fn forget_failed_flush(&self) {
+        self.target.lost.store(false, Ordering::Release);
+    }
+
+    /// Whether the other one is of the same file.
+    #[must_use]
+    pub fn is_same_file(&self, other: &Self) -> bool {
+        let id = |disk: &Self| {
+            nix::sys::stat::fstat(&disk.target.fd).map(|stat| (stat.st_dev, stat.st_ino))
+        };
+        matches!((id(self), id(other)), (Ok(one), Ok(other)) if one == other)
+    }
+
     /// Whether the file system has not yet said that it cannot punch holes, and may.
     #[must_use]
     pub fn punches(&self) -> bool {

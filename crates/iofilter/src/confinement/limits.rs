@@ -7,7 +7,7 @@ use vmseal_api::filter::{DiskConfig, FilterConfig, NBD_CONNECTIONS};
 use super::ConfinementError;
 use crate::disk::{POOLS_BYTES, READER_POOL_BYTES};
 use crate::nbd::beside::POOL_BYTES as BESIDE_POOL_BYTES;
-use crate::{cache, config};
+use crate::{cache, config, replicate};
 
 /// The program's own: its data, the log, control connections, the caches of an import, and what the
 /// allocator keeps for each of a few threads.
@@ -32,9 +32,11 @@ pub(super) fn memory(config: &FilterConfig) -> u64 {
         let chains = config::queues(disk) + readers(disk);
         config::cache(disk).map(|cache| cache::memory(cache, chains))
     });
+    let replicated = config.disks.iter().filter(|disk| config::replica(disk).is_some());
+    let replicas = replicated.map(|disk| replicate::memory(disk.disk, disk.size)).sum::<u64>();
     let readers = config.disks.iter().map(readers).sum::<usize>() as u64;
     let served = queues as u64 * QUEUE_BYTES + readers * READER_BYTES;
-    BASE_BYTES + POOLS_BYTES as u64 + served + caches.sum::<u64>()
+    BASE_BYTES + POOLS_BYTES as u64 + served + caches.sum::<u64>() + replicas
 }
 
 /// Sets them, never above what is in force.

@@ -154,7 +154,12 @@ fn check(name: &str, chain: &Value, random: fastrand::Rng) -> usize {
     let key = path.join("key");
     std::fs::write(&key, (0..64u8).collect::<Vec<_>>()).unwrap();
     std::fs::set_permissions(&key, PermissionsExt::from_mode(0o600)).unwrap();
-    let named = chain.to_string().replace("KEY", key.to_str().unwrap());
+    File::create(path.join("replica")).unwrap().set_len(SIZE).unwrap();
+    File::create(path.join("map")).unwrap();
+    let mut named = chain.to_string().replace("KEY", key.to_str().unwrap());
+    for (word, name) in [("REPLICA", "replica"), ("MAP", "map")] {
+        named = named.replace(word, path.join(name).to_str().unwrap());
+    }
     let chain: Value = serde_json::from_str(&named).unwrap();
     let (mut filter, socket) = Filter::start(path, "file", SIZE, &chain);
     let driver = Initiator::connect_with_record(socket, u64::MAX);
@@ -195,12 +200,17 @@ fn a_filter_that_is_killed_loses_doubles_and_tears_nothing() {
         json!({ "operations": ["write"], "kind": { "is": "error", "errno": 5 }, "one_in": 20 });
     let torn = json!({ "operations": ["write"], "kind": { "is": "torn" }, "one_in": 20 });
     let fault = json!({ "kind": "fault", "seed": 1, "rules": [errors, torn] });
+    let replicate = json!({
+        "kind": "replicate", "replica": { "path": "REPLICA" }, "map": { "path": "MAP" },
+        "bytes_per_second": 1_u64 << 30
+    });
     let chains = [
         ("plain", json!([])),
         ("crypt", json!([crypt])),
         ("limit, crypt", json!([limit, crypt])),
         ("crypt, delay", json!([crypt, delay])),
         ("fault, crypt", json!([fault, crypt])),
+        ("crypt, replicate", json!([crypt, replicate])),
     ];
     let mut random = fastrand::Rng::with_seed(seed());
     let mut in_all = 0;

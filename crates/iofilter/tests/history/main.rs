@@ -11,6 +11,8 @@ mod guest;
 mod initiator;
 mod killed;
 mod platter;
+#[path = "../replicated/mod.rs"]
+mod replicated;
 mod stamp;
 #[path = "../successor/mod.rs"]
 mod successor;
@@ -20,8 +22,8 @@ use std::hash::{BuildHasher, RandomState};
 use std::sync::Arc;
 
 use vmseal_api::filter::{
-    Budget, CacheSpec, DelaySpec, FaultKind, FaultRule, FaultSpec, FilterSpec, Holes, LimitSpec,
-    OperationKind,
+    Budget, CacheSpec, DelaySpec, FaultKind, FaultRule, FaultSpec, FilterSpec, Handle, Holes,
+    LimitSpec, OperationKind, ReplicateSpec,
 };
 use vmseal_iofilter::backend::mem::MemDisk;
 use vmseal_iofilter::disk::{Disk, Encryption, Rest};
@@ -31,6 +33,7 @@ use vmseal_secret::SecretBytes;
 use crate::checker::{Finding, Wrong};
 use crate::guest::Guest;
 use crate::platter::{Fault, Platter};
+use crate::replicated::Replicated;
 
 const SIZE: u64 = 192 << 10;
 const SECTOR: usize = 4096;
@@ -65,7 +68,11 @@ impl Kind {
         let key = SecretBytes::from_wiped(&mut key).unwrap();
         let encryption = self.holes.map(|holes| Encryption { key, holes });
         let layers = |specs: &[FilterSpec]| -> Vec<Arc<dyn Layer>> {
-            specs.iter().map(|spec| layer::of(spec).unwrap()).collect()
+            let layer = |spec: &FilterSpec| match spec {
+                FilterSpec::Replicate(_) => Arc::new(Replicated::new(SIZE)),
+                other => layer::of(other).unwrap(),
+            };
+            specs.iter().map(layer).collect()
         };
         // As if 100 queues shared the budget: buffers run out, and requests have to wait for them.
         Disk::new(SIZE, false, encryption, Rest::Mem(MemDisk::new(0)), 100)
@@ -91,6 +98,12 @@ fn jitter() -> FilterSpec {
 /// The smallest that there is: blocks have to go for others.
 fn cache() -> FilterSpec {
     FilterSpec::Cache(CacheSpec { bytes: 0 })
+}
+
+/// Its files are not looked at: it stands for [`Replicated`].
+fn replicate() -> FilterSpec {
+    let (replica, map) = (Handle::Fd(0), Handle::Fd(0));
+    FilterSpec::Replicate(ReplicateSpec { replica, map, offset: 0, bytes_per_second: u64::MAX })
 }
 
 fn faults(kinds: &[FaultKind], operations: &[OperationKind], one_in: u64) -> FilterSpec {
@@ -147,6 +160,12 @@ fn through_every_chain_only_what_was_not_flushed_goes_with_the_power() {
         ("crypt, cache", Kind { below: vec![cache()], ..sealed() }),
         ("crypt, cache, delay", Kind { below: vec![cache(), jitter()], ..sealed() }),
         ("crypt, cache, fault", Kind { below: vec![cache(), broken(), torn()], ..sealed() }),
+        ("replicate, delay", Kind { above: vec![replicate(), jitter()], ..Kind::new(None, BLOCK) }),
+        ("crypt, replicate", Kind { below: vec![replicate()], ..sealed() }),
+        (
+            "crypt, replicate, fault",
+            Kind { below: vec![replicate(), broken(), torn()], ..sealed() },
+        ),
         ("crypt, fault", Kind { below: vec![broken(), torn()], ..sealed() }),
     ];
     let seed = seed();

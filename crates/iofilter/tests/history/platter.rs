@@ -3,6 +3,8 @@
 //!
 //! It can also misbehave, so that the checker is seen to notice.
 
+#![allow(dead_code)] // not every test uses all of it
+
 use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Mutex, MutexGuard};
 
@@ -85,6 +87,26 @@ impl Platter {
             }
         }
         inside.visible.clone_from(&inside.durable);
+    }
+
+    /// The process is killed: of what is under way each write was done or will never be.
+    pub fn kill(&self) {
+        let inside = &mut *self.inside();
+        let under_way = |write: &&Cached| write.done.is_none();
+        let keys =
+            inside.cached.iter().filter(under_way).map(|write| (write.key, write.bytes.clone()));
+        for (key, bytes) in keys.collect::<Vec<_>>() {
+            if inside.random.bool() {
+                inside.write(key, bytes);
+            } else {
+                inside.cached.retain(|write| write.key != key);
+            }
+        }
+    }
+
+    /// What is read.
+    pub fn bytes(&self) -> Vec<u8> {
+        self.inside().visible.clone()
     }
 
     fn inside(&self) -> MutexGuard<'_, Inside> {

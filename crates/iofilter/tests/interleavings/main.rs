@@ -11,6 +11,9 @@ mod blocks;
 #[path = "../../src/limit/bucket.rs"]
 #[allow(dead_code)]
 mod bucket;
+#[path = "../../src/replicate/chunks.rs"]
+#[allow(dead_code, unused_imports)]
+mod chunks;
 #[path = "../../src/align/locks.rs"]
 #[allow(unused_imports)] // of its unit tests, which are run elsewhere
 mod locks;
@@ -26,6 +29,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use shuttle::scheduler::DfsScheduler;
+use shuttle::sync::Mutex;
 use shuttle::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, Ordering::SeqCst};
 use shuttle::thread;
 use shuttle::{Config, Runner};
@@ -33,6 +37,7 @@ use vmseal_api::filter::Budget;
 
 use crate::blocks::Blocks;
 use crate::bucket::{Bucket, SECOND};
+use crate::chunks::{Chunks, Span};
 use crate::locks::SectorLocks;
 use crate::tally::{Counter, Tally};
 
@@ -216,6 +221,102 @@ fn nothing_is_kept_before_the_last_of_two_writes_ends_and_all_after_it() {
     });
 }
 
+/// A chunk of a disk, its replica, and whether the map has it on record.
+struct Replicated {
+    disk: AtomicU8,
+    replica: AtomicU8,
+    chunks: Chunks,
+    on_record: Mutex<bool>,
+}
+
+const CHUNK: Span = Span { first: 0, last: 0 };
+
+impl Replicated {
+    fn new() -> Arc<Self> {
+        let (disk, replica) = (AtomicU8::new(0), AtomicU8::new(0));
+        let (chunks, on_record) = (Chunks::new(1), Mutex::new(false));
+        Arc::new(Self { disk, replica, chunks, on_record })
+    }
+
+    /// Changes the disk as a queue does, and marks as the marker does.
+    fn change(&self, value: u8) {
+        self.begin();
+        self.disk.store(value, SeqCst);
+        self.chunks.end(CHUNK);
+    }
+
+    fn begin(&self) {
+        if !self.chunks.begin(CHUNK) {
+            let mut on_record = self.on_record.lock().unwrap();
+            *on_record = true;
+            self.chunks.mark(CHUNK, 1);
+        }
+    }
+
+    /// The same, watched.
+    fn write(&self, value: u8) {
+        self.begin();
+        assert_eq!(self.chunks.first_clean(0, 0), None, "it was marked and is not");
+        self.is_on_record();
+        self.disk.store(value, SeqCst);
+        self.is_on_record();
+        self.chunks.end(CHUNK);
+    }
+
+    /// Of a change that is under way.
+    fn is_on_record(&self) {
+        assert!(*self.on_record.lock().unwrap(), "it is on the disk and not on record");
+    }
+
+    /// Copies the chunk as the copier does, and unmarks it as the map does.
+    fn copy(&self) {
+        let ticket = self.chunks.ticket(0);
+        self.replica.store(self.disk.load(SeqCst), SeqCst);
+        let mut on_record = self.on_record.lock().unwrap();
+        if ticket.is_some_and(|ticket| self.chunks.unmark(0, ticket)) {
+            *on_record = false;
+        }
+    }
+
+    /// What is not on record is equal, and what is marked is on record.
+    fn is_honest(&self) {
+        let on_record = *self.on_record.lock().unwrap();
+        let (disk, replica) = (self.disk.load(SeqCst), self.replica.load(SeqCst));
+        assert!(on_record || disk == replica, "{disk} counts as {replica}");
+        assert_eq!(self.chunks.marked(), u64::from(on_record));
+    }
+}
+
+fn what_is_copied_while_it_changes_stays_marked() {
+    every_order(|| {
+        let replicated = Replicated::new();
+        replicated.write(1);
+        let writer = Arc::clone(&replicated);
+        let writer = thread::spawn(move || writer.write(2));
+        replicated.copy();
+        writer.join().unwrap();
+        replicated.is_honest();
+        replicated.copy();
+        replicated.is_honest();
+        assert_eq!(replicated.chunks.marked(), 0, "quiet, copied and still marked");
+    });
+}
+
+fn what_two_change_while_it_is_copied_is_unmarked_for_neither() {
+    every_order(|| {
+        let replicated = Replicated::new();
+        replicated.write(1);
+        let writer = Arc::clone(&replicated);
+        let writer = thread::spawn(move || writer.change(2));
+        let copier = Arc::clone(&replicated);
+        let copier = thread::spawn(move || copier.copy());
+        replicated.change(3);
+        writer.join().unwrap();
+        copier.join().unwrap();
+        replicated.is_honest();
+    });
+}
+
 /// Runs a model in every order.
 fn every_order(model: impl Fn() + Send + Sync + 'static) {
     let mut config = Config::new();
@@ -227,7 +328,7 @@ fn every_order(model: impl Fn() + Send + Sync + 'static) {
 
 type Model = (&'static str, fn());
 
-const MODELS: [Model; 7] = [
+const MODELS: [Model; 9] = [
     (
         "sectors_are_modified_alone_and_written_together",
         sectors_are_modified_alone_and_written_together,
@@ -246,6 +347,11 @@ const MODELS: [Model; 7] = [
     ),
     ("a_counter_loses_nothing_of_anybody", a_counter_loses_nothing_of_anybody),
     ("a_read_keeps_nothing_that_a_write_overtook", a_read_keeps_nothing_that_a_write_overtook),
+    ("what_is_copied_while_it_changes_stays_marked", what_is_copied_while_it_changes_stays_marked),
+    (
+        "what_two_change_while_it_is_copied_is_unmarked_for_neither",
+        what_two_change_while_it_is_copied_is_unmarked_for_neither,
+    ),
     (
         "nothing_is_kept_before_the_last_of_two_writes_ends_and_all_after_it",
         nothing_is_kept_before_the_last_of_two_writes_ends_and_all_after_it,
