@@ -33,17 +33,22 @@ use crate::vhost_user::inflight::{InflightError, Record};
 use crate::vhost_user::replay::{Replay, ReplayError};
 use crate::vhost_user::request::{Asked, Malformed, Parsed, Parser};
 
-/// The most requests taken in one pass where the kernel works on them by itself: one system call hands
-/// them over.
-const BATCH: usize = 64;
+/// The most that is taken from the ring in one pass.
+#[derive(Clone, Copy, Debug)]
+struct Batch {
+    requests: usize,
+    bytes: usize,
+}
 
-/// And in bytes: a device is not to wait until the next large write is encrypted, too.
-const BATCH_BYTES: usize = 512 * 1024;
+impl Batch {
+    /// Where a device works on many at a time: one system call hands them over. But it is not to wait until the
+    /// next large write is encrypted, too (docs/decisions/045).
+    const DEVICE: Self = Self { requests: 64, bytes: 512 * 1024 };
 
-/// The most requests where each is done before the next is looked at: few, so that the guest is at work on the
-/// first answers and on new requests while the next are done, instead of each waiting for the other
-/// (docs/decisions/044).
-const BATCH_AT_ONCE: usize = 4;
+    /// Where each is done before the next is looked at: few, so that the guest is at work on the first answers and
+    /// on new requests while the next are done, instead of each waiting for the other (docs/decisions/044).
+    const AT_ONCE: Self = Self { requests: 4, bytes: usize::MAX };
+}
 
 /// The longest time to poll before sleeping: about what a sleep and wake-up cost.
 const WINDOW_MAX: Duration = Duration::from_micros(32);
@@ -173,8 +178,7 @@ struct Worker {
     phase: Phase,
     parser: Parser,
     pending: Vec<Option<Pending>>,
-    /// The most requests taken in one pass.
-    batch: usize,
+    batch: Batch,
     replay: Option<Replay>,
     window: Duration,
 }
@@ -196,7 +200,7 @@ impl Worker {
     fn new(setup: Setup, chain: Chain, stop: Arc<Stop>) -> Self {
         let pending = vec![None; chain.capacity()];
         let (phase, parser) = (Phase::Serving, Parser::default());
-        let batch = if chain.wait_handle().is_none() { BATCH_AT_ONCE } else { BATCH };
+        let batch = if chain.wait_handle().is_none() { Batch::AT_ONCE } else { Batch::DEVICE };
         let (replay, window) = (None, Duration::ZERO);
         Self { setup, chain, stop, phase, parser, pending, batch, replay, window }
     }
@@ -267,7 +271,7 @@ impl Worker {
         let (mut taken, mut bytes) = (0, 0);
         // Read once, and only by a pass that takes something.
         let mut began = None;
-        while taken < self.batch && bytes < BATCH_BYTES {
+        while taken < self.batch.requests && bytes < self.batch.bytes {
             let Some(id) = self.chain.begin() else { break };
             match self.next(id) {
                 Ok(Some((head, parsed))) => {
