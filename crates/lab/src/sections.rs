@@ -54,7 +54,7 @@ pub struct Section {
     /// Whether large loads have the computed limit beside them.
     pub limit: bool,
     /// How many rounds a round is cut into, each so much shorter: what is compared then is closer in time, and
-    /// more rounds have narrower bounds. For questions of a few percent.
+    /// more rounds have narrower bounds.
     pub cuts: u32,
 }
 
@@ -84,7 +84,7 @@ pub const SECTIONS: [Section; 4] = [
         ],
         idle: true,
         limit: true,
-        cuts: 1,
+        cuts: 5,
     },
     Section {
         id: "ext4",
@@ -125,7 +125,7 @@ pub const SECTIONS: [Section; 4] = [
         ],
         idle: false,
         limit: false,
-        cuts: 1,
+        cuts: 5,
     },
 ];
 
