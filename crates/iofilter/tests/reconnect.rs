@@ -4,11 +4,11 @@
 #![allow(clippy::unwrap_used)] // a test
 
 mod initiator;
+mod seed;
 mod successor;
 
 use std::collections::HashMap;
 use std::fs::File;
-use std::hash::{BuildHasher, RandomState};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -177,11 +177,7 @@ fn a_qcow2_image_is_sound_and_no_request_is_lost_when_the_filter_is_killed() {
 }
 
 fn killed_and_replaced(rests: Rests) {
-    let seed = match std::env::var("VMSEAL_SEED") {
-        Ok(seed) => seed.parse().unwrap(),
-        Err(_) => RandomState::new().hash_one(()),
-    };
-    println!("VMSEAL_SEED={seed}");
+    let seed = seed::seed();
     let place = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let path: PathBuf = place.path().into();
     std::fs::write(path.join("key"), (0..64u8).collect::<Vec<_>>()).unwrap();

@@ -13,12 +13,13 @@ mod killed;
 mod platter;
 #[path = "../replicated/mod.rs"]
 mod replicated;
+#[path = "../seed/mod.rs"]
+mod seed;
 mod stamp;
 #[path = "../successor/mod.rs"]
 mod successor;
 
 use std::collections::HashSet;
-use std::hash::{BuildHasher, RandomState};
 use std::sync::Arc;
 
 use vmseal_api::filter::{
@@ -34,20 +35,11 @@ use crate::checker::{Finding, Wrong};
 use crate::guest::Guest;
 use crate::platter::{Fault, Platter};
 use crate::replicated::Replicated;
+use crate::seed::seed;
 
 const SIZE: u64 = 192 << 10;
 const SECTOR: usize = 4096;
 const BLOCK: usize = 512;
-
-/// The seed of this run: `VMSEAL_SEED` repeats one.
-fn seed() -> u64 {
-    let seed = match std::env::var("VMSEAL_SEED") {
-        Ok(seed) => seed.parse().unwrap(),
-        Err(_) => RandomState::new().hash_one(()),
-    };
-    println!("VMSEAL_SEED={seed}");
-    seed
-}
 
 /// How a disk is made, and what its storage writes whole or not at all.
 #[derive(Clone)]

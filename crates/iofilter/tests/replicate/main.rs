@@ -9,25 +9,16 @@ mod killed;
 #[path = "../history/platter.rs"]
 mod platter;
 mod rig;
+#[path = "../seed/mod.rs"]
+mod seed;
 #[path = "../successor/mod.rs"]
 mod successor;
 mod troubles;
 
-use std::hash::{BuildHasher, RandomState};
-
 use vmseal_api::filter::{FaultKind, FaultRule, FaultSpec, FilterSpec, OperationKind};
 
 use crate::rig::{Faults, Rig};
-
-/// The seed of this run: `VMSEAL_SEED` repeats one.
-fn seed() -> u64 {
-    let seed = match std::env::var("VMSEAL_SEED") {
-        Ok(seed) => seed.parse().unwrap(),
-        Err(_) => RandomState::new().hash_one(()),
-    };
-    println!("VMSEAL_SEED={seed}");
-    seed
-}
+use crate::seed::seed;
 
 fn faults(kinds: &[FaultKind], operations: &[OperationKind], one_in: u64) -> Vec<FilterSpec> {
     let rule = |kind: &FaultKind| FaultRule {

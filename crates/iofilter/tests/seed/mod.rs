@@ -1,0 +1,13 @@
+//! The seed of what a test does at random.
+
+use std::hash::{BuildHasher, RandomState};
+
+/// The seed of this run, which is printed: `VMSEAL_SEED` repeats one.
+pub fn seed() -> u64 {
+    let seed = match std::env::var("VMSEAL_SEED") {
+        Ok(seed) => seed.parse().unwrap(),
+        Err(_) => RandomState::new().hash_one(()),
+    };
+    println!("VMSEAL_SEED={seed}");
+    seed
+}
