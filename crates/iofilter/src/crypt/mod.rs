@@ -40,7 +40,7 @@ const BUFFERS_MAX: usize = 8;
 pub enum Chunk {
     /// One buffer: it is still in the second-level cache when storage that works at once takes it.
     Small,
-    /// [`BUFFERS_MAX`] buffers: a device is as fast in the clear as with encryption only if it is asked for as
+    /// [`BUFFERS_MAX`] buffers: a device is as fast with encryption as in the clear only if it is asked for as
     /// much at a time.
     Large,
 }

@@ -1,6 +1,11 @@
-//! The cipher against the standard's vector and against XTS built by hand from AES blocks.
+//! The cipher against the standard's vector and against XTS built by hand from AES blocks; and how much of a write
+//! storage is asked for at a time.
+
+use std::os::fd::BorrowedFd;
+use std::sync::Mutex;
 
 use super::*;
+use crate::chain::{Backend, Chain};
 
 fn hex(text: &str) -> Vec<u8> {
     (0..text.len())
@@ -82,4 +87,41 @@ fn the_tweak_counts_512_byte_units_although_sectors_have_4096() {
 fn bad_keys_are_refused() {
     assert_eq!(Xts::new(&[1; 32], Direction::Encrypt).err(), Some(XtsError::KeyLength));
     assert_eq!(Xts::new(&[1; 64], Direction::Encrypt).err(), Some(XtsError::Key));
+}
+
+/// Storage that only notes how long its requests are.
+struct Lengths(Arc<Mutex<Vec<u64>>>);
+
+impl Backend for Lengths {
+    fn prepare(&mut self, _capacity: usize) {}
+
+    fn submit(&mut self, id: RequestId, io: &mut Io<'_>) {
+        self.0.lock().unwrap().push(io.request(id).length);
+        io.complete(id, Ok(()));
+    }
+
+    fn poll(&mut self, _io: &mut Io<'_>) {}
+
+    fn wait_handle(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
+}
+
+#[test]
+fn a_device_is_given_a_large_write_whole_and_what_works_at_once_in_parts_that_stay_in_its_cache() {
+    for (chunk, wanted) in [(Chunk::Large, vec![512 << 10]), (Chunk::Small, vec![64 << 10; 8])] {
+        let key = SecretBytes::from_wiped(&mut vector_key()).unwrap();
+        let lengths = Arc::new(Mutex::new(Vec::new()));
+        let crypt = Crypt::new(&key, Holes::Zero, chunk, 1 << 20, Arc::default()).unwrap();
+        let backend = Box::new(Lengths(Arc::clone(&lengths)));
+        let mut chain = Chain::new(1 << 20, false, vec![Box::new(crypt)], backend);
+        let mut data = vec![7; 512 << 10];
+        let id = chain.begin().unwrap();
+        // SAFETY: the data outlives the request, which is done when `poll` returns.
+        chain.data_mut(id).push(unsafe { Segment::new(data.as_mut_ptr(), data.len()) });
+        chain.submit(id, Operation::Write, 0, 0, 0);
+        chain.poll();
+        assert_eq!(chain.next_done().unwrap().result, Ok(()));
+        assert_eq!(*lengths.lock().unwrap(), wanted, "{chunk:?}");
+    }
 }
