@@ -7,11 +7,13 @@
 //! | [`filter`] | a `vmseal-filter` started by hand, without server or agent |
 //! | [`guest`] | disks that guests boot from, and their consoles |
 //! | [`test_guest`] | a small Linux guest that runs a script with real dm-crypt and fio |
+//! | [`exposed`] | `vmseal disk expose` |
 //! | [`process`] | children that never outlive their test |
 //! | [`header`] | damage and forgery of an image's LUKS2 header |
 //! | [`rest`] | the REST API through curl |
 //! | [`scan`] | a search for secrets in files and processes |
 
+pub mod exposed;
 pub mod filter;
 pub mod guest;
 pub mod header;

@@ -2,59 +2,15 @@
 
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
-use std::io::{BufRead, BufReader, Read};
-use std::os::unix::fs::PermissionsExt;
-use std::process::{Child, Command, Output, Stdio};
+use std::process::{Command, Output};
 use std::time::Instant;
 
-use nix::sys::signal::{Signal, kill};
-use nix::unistd::Pid;
 use vmseal_tests::eventually;
+use vmseal_tests::exposed::Exposed;
 use vmseal_tests::installation::{Installation, create, text};
 use vmseal_tests::process::kill_hard;
 
 const FILTER: &str = "vmseal-filter";
-
-/// A `vmseal disk expose` that runs.
-struct Exposed {
-    child: Child,
-    uri: String,
-}
-
-impl Exposed {
-    /// Waits until the disk is exposed.
-    fn start(here: &Installation, vm: &str, more: &[&str]) -> Self {
-        let socket = here.path(&format!("{vm}.sock"));
-        let mut command = here.command().unwrap();
-        command.args(["disk", "expose", vm, "disk0", "--socket", text(&socket).unwrap()]);
-        command.args(more).stdout(Stdio::piped()).stderr(Stdio::piped());
-        let mut child = command.spawn().unwrap();
-        let mut uri = String::new();
-        BufReader::new(child.stdout.take().unwrap()).read_line(&mut uri).unwrap();
-        let uri = uri.trim_end().to_owned();
-        if uri.is_empty() {
-            let mut said = String::new();
-            child.stderr.take().unwrap().read_to_string(&mut said).unwrap();
-            panic!("it is not exposed: {said}");
-        }
-        assert_eq!(socket.metadata().unwrap().permissions().mode() & 0o777, 0o600);
-        Self { child, uri }
-    }
-
-    /// Waits for the end; the exit code and what was said.
-    fn ended(mut self) -> (Option<i32>, String) {
-        let mut said = String::new();
-        self.child.stderr.take().unwrap().read_to_string(&mut said).unwrap();
-        (self.child.wait().unwrap().code(), said)
-    }
-
-    /// Ctrl-C.
-    fn interrupt(self) {
-        kill(Pid::from_raw(self.child.id() as i32), Signal::SIGINT).unwrap();
-        let (code, said) = self.ended();
-        assert_eq!(code, Some(0), "{said}");
-    }
-}
 
 fn ran(program: &str, arguments: &[&str]) -> Output {
     Command::new(program).args(arguments).output().unwrap()
@@ -90,7 +46,7 @@ fn tools_fill_and_read_the_disk_of_a_vm_that_is_off_and_it_starts_afterwards() {
     let (from, to) = (text(&image).unwrap().to_owned(), here.path("copy"));
     let to = text(&to).unwrap();
 
-    let exposed = Exposed::start(&here, "web", &["--writable"]);
+    let exposed = Exposed::start(&here, "web", &["--writable"]).unwrap();
     succeeds("nbdcopy", &["--flush", &from, &exposed.uri]);
     let second = here.path("second.sock");
     let again = ["disk", "expose", "web", "disk0", "--socket", text(&second).unwrap()];
@@ -98,13 +54,13 @@ fn tools_fill_and_read_the_disk_of_a_vm_that_is_off_and_it_starts_afterwards() {
     let started = here.refused(&["vm", "start", "web"]).unwrap();
     assert!(started.contains("is exposed") && started.contains("disk expose"), "{started}");
     let socket = here.path("web.sock");
-    exposed.interrupt();
+    exposed.interrupt().unwrap();
     assert!(!socket.exists(), "the socket is left");
     let stored = std::fs::read(&here.images("web").unwrap()[0]).unwrap();
     assert!(!stored.windows(64).step_by(16).any(|part| part == &bytes[4096..4160]), "in the clear");
 
     // Read-only unless otherwise said; several connections; and requests both ways at once.
-    let exposed = Exposed::start(&here, "web", &[]);
+    let exposed = Exposed::start(&here, "web", &[]).unwrap();
     let begun = Instant::now();
     succeeds("nbdcopy", &[&exposed.uri, to]);
     println!("64 MiB, half of them holes, were read in {:?}", begun.elapsed());
@@ -121,7 +77,7 @@ fn tools_fill_and_read_the_disk_of_a_vm_that_is_off_and_it_starts_afterwards() {
     // The agent dies: it ends, says so, and nothing is left that holds the disk.
     here.kill_agent();
     here.start_agent().unwrap();
-    let (code, said) = exposed.ended();
+    let (code, said) = exposed.ended().unwrap();
     assert!(code == Some(6) && said.contains("not exposed any more"), "{code:?} {said}");
     here.wait_host().unwrap();
     eventually("the filter of the dead agent is gone", || {
@@ -130,9 +86,9 @@ fn tools_fill_and_read_the_disk_of_a_vm_that_is_off_and_it_starts_afterwards() {
     .unwrap();
 
     // A holder that dies without a word lets go of it, too; a new agent is brought the key.
-    let exposed = Exposed::start(&here, "web", &[]);
-    kill_hard(exposed.child.id() as i32);
-    drop(exposed.ended());
+    let exposed = Exposed::start(&here, "web", &[]).unwrap();
+    kill_hard(exposed.id());
+    drop(exposed.ended().unwrap());
     eventually("the disk is free", || here.guest_processes(FILTER).is_empty().then_some(()))
         .unwrap();
 }
@@ -181,7 +137,7 @@ fn what_has_changed_since_a_backup_is_all_that_makes_it_the_disk_again() {
     };
     refused("add", "early", "does not run");
     assert_eq!(here.boot_counter("web").unwrap(), 1);
-    let exposed = Exposed::start(&here, "web", &[]);
+    let exposed = Exposed::start(&here, "web", &[]).unwrap();
     let (uri, socket, copy) = (exposed.uri.clone(), here.path("web.sock"), here.path("copy"));
     let (socket, copy) = (text(&socket).unwrap(), text(&copy).unwrap());
 
@@ -212,15 +168,15 @@ fn what_has_changed_since_a_backup_is_all_that_makes_it_the_disk_again() {
     assert!(events.contains("'sunday' of disk 'disk0'"), "{events}");
 
     here.vmseal(&["vm", "stop", "web", "--force"]).unwrap();
-    drop(exposed.ended());
+    drop(exposed.ended().unwrap());
     let off = here.refused(&["disk", "bitmap", "list", "web", "disk0"]).unwrap();
     assert!(off.contains("does not run"), "{off}");
-    let (exposed, disk) = (Exposed::start(&here, "web", &[]), here.path("disk"));
+    let (exposed, disk) = (Exposed::start(&here, "web", &[]).unwrap(), here.path("disk"));
     succeeds("nbdcopy", &[&exposed.uri, text(&disk).unwrap()]);
     let disk = std::fs::read(&disk).unwrap();
     assert!(std::fs::read(copy).unwrap() == disk, "the backup is not the disk");
     assert!(full != disk, "nothing has changed");
-    exposed.interrupt();
+    exposed.interrupt().unwrap();
 }
 
 /// A backup of a disk whose guest goes on, and the end of the exposure with that of the guest.
@@ -233,7 +189,7 @@ fn a_disk_in_use_is_read_beside_its_guest_and_not_written_to() {
     let writable =
         ["disk", "expose", "web", "disk0", "--writable", "--socket", text(&socket).unwrap()];
     assert!(here.refused(&writable).unwrap().contains("in use"));
-    let exposed = Exposed::start(&here, "web", &[]);
+    let exposed = Exposed::start(&here, "web", &[]).unwrap();
     let copy = here.path("copy");
     succeeds("nbdcopy", &[&exposed.uri, text(&copy).unwrap()]);
     let image = std::fs::read(here.counter_image().unwrap()).unwrap();
@@ -241,6 +197,6 @@ fn a_disk_in_use_is_read_beside_its_guest_and_not_written_to() {
     assert!(copied[..440] == image[..440], "not the guest's boot sector");
     assert_eq!(here.vm("web").unwrap()["power"], "running", "the guest does not go on");
     here.vmseal(&["vm", "stop", "web", "--force"]).unwrap();
-    let (code, said) = exposed.ended();
+    let (code, said) = exposed.ended().unwrap();
     assert!(code == Some(6) && said.contains("stopped"), "{code:?} {said}");
 }

@@ -235,22 +235,26 @@ impl Scan {
     }
 }
 
-/// What the name of a file says: `<vm id>/<disk id>.raw[.creating]`.
+/// What the name of a file says: `<vm id>/<disk id>.raw[.creating]` or `<vm id>/<disk id>.replica`.
 fn named(place: &Path) -> Option<NamedImage> {
     let (home, file) = (place.parent()?, place.file_name()?.to_str()?);
     let vm: VmId = home.to_str()?.parse().ok()?;
+    if let Some(stem) = file.strip_suffix(".replica") {
+        return Some(NamedImage { vm, disk: stem.parse().ok()?, half_made: false, replica: true });
+    }
     let (stem, half_made) = match file.strip_suffix(".creating") {
         Some(stem) => (stem, true),
         None => (file, false),
     };
     let disk: DiskId = stem.strip_suffix(".raw")?.parse().ok()?;
-    Some(NamedImage { vm, disk, half_made })
+    Some(NamedImage { vm, disk, half_made, replica: false })
 }
 
 /// Whether it is a file of ours that is no image.
 fn ours(place: &Path) -> bool {
     let of_home = place.parent().and_then(Path::to_str).is_some_and(|home| {
-        let note = place.extension().is_some_and(|extension| extension == "importing");
+        let beside = |extension: &std::ffi::OsStr| extension == "importing" || extension == "map";
+        let note = place.extension().is_some_and(beside);
         let described = place.file_name().is_some_and(|name| name == DESCRIPTOR);
         home.parse::<VmId>().is_ok() && (described || note)
     });
@@ -353,7 +357,10 @@ mod tests {
         encrypted(&home.join(format!("{disk}.raw")), vm, disk);
         File::create(home.join(format!("{plain}.raw"))).unwrap().set_len(1 << 20).unwrap();
         File::create(home.join(format!("{making}.raw.creating"))).unwrap();
-        // How far its import is: no image, and no stranger.
+        let copied = DiskId::new();
+        encrypted(&home.join(format!("{copied}.replica")), vm, copied);
+        // What a replica may not have, and how far an import is: no images, and no strangers.
+        File::create(home.join(format!("{disk}.map"))).unwrap();
         File::create(home.join(format!("{making}.raw.importing"))).unwrap();
         std::fs::create_dir_all(root.join("lost/and")).unwrap();
         encrypted(&root.join("lost/and/found.img"), vm, disk);
@@ -386,7 +393,7 @@ mod tests {
             key_id: "a-key".into(),
         };
         let ours = ImageContent::Vmseal { claims: vec![claim] };
-        let name = |disk, half_made| Some(NamedImage { vm, disk, half_made });
+        let name = |disk, half_made| Some(NamedImage { vm, disk, half_made, replica: false });
         let file = |disk: DiskId, end| format!("{vm}/{disk}.raw{end}");
         for (path, named, content) in [
             (file(disk, ""), name(disk, false), &ours),
@@ -398,7 +405,9 @@ mod tests {
         }
         let foreign = told.iter().find(|(path, ..)| *path == "foreign.luks").unwrap();
         assert!(matches!(foreign.2, ImageContent::ForeignLuks { .. }), "{foreign:?}");
-        assert_eq!(told.len(), 5);
+        let replica = NamedImage { vm, disk: copied, half_made: false, replica: true };
+        assert!(told.iter().any(|(_, named, _)| *named == Some(replica)), "{told:#?}");
+        assert_eq!(told.len(), 6);
         let sparse = contents.images.iter().find(|it| it.named == name(plain, false)).unwrap();
         assert_eq!((sparse.size, sparse.allocated), (1 << 20, 0));
         let half = contents.images.iter().find(|it| it.named == name(making, true)).unwrap();

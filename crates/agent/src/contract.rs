@@ -4,6 +4,7 @@
 //! It panics where an agent does not keep the contract; a test calls it.
 
 mod bitmaps;
+mod replicas;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -118,6 +119,7 @@ impl Session {
             allocation: Allocation::Thin,
             limits: Default::default(),
             cache: None,
+            replica: None,
             facts: None,
         };
         let spec = VmSpec {
@@ -202,6 +204,7 @@ pub async fn first_life(agent: &dyn HostAgent, fixture: Fixture) -> Session {
     let mut session = Session::begin(fixture, description.key_box);
     unknown_vms(agent, &session).await;
     datastores(agent, &session).await;
+    replicas::misplaced(agent, &session).await;
     registration(agent, &session).await;
     keys(agent, &session).await;
     disks(agent, &mut session).await;

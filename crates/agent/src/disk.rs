@@ -27,7 +27,7 @@ use crate::home::Home;
 use crate::image::Image;
 use crate::run_dir::ProcessDir;
 use crate::users::{Slot, Users};
-use crate::{keys, patience};
+use crate::{keys, patience, replica};
 
 /// How much room is taken in one step, in bytes: a moment's work on most file systems.
 const ALLOCATION_STEP: u64 = 1 << 30;
@@ -71,25 +71,30 @@ pub async fn create(
     progress: impl Fn(u64, u64) + Send,
     cancelled: oneshot::Receiver<()>,
 ) -> Result<DiskFacts, Problem> {
-    let (vm, disk, place) = (recipe.spec.vm, recipe.disk.disk, recipe.disk.datastore.clone());
+    let (vm, made, place) = (recipe.spec.vm, recipe.disk.clone(), recipe.disk.datastore.clone());
     let DatastoreLocation::Dir { path } = place.location.clone();
     let home = patience::look(&path, move || Home::of(&place, vm)).await?;
     // Not free for another process before this one's is gone.
     let slot = workshop.users.take().ok_or_else(too_many)?;
     let result = make(recipe, &home, workshop, &slot, progress, cancelled).await;
     if result.is_err() {
-        discard(&home, workshop, vm, disk).await;
+        discard(&home, workshop, vm, &made).await;
     }
     result
 }
 
 /// Removes what an attempt has left; the filter that held the image's lock goes first.
-async fn discard(home: &Home, workshop: &Workshop, vm: VmId, disk: DiskId) {
+async fn discard(home: &Home, workshop: &Workshop, vm: VmId, made: &DiskSpec) {
+    let disk = made.disk;
     if let Err(error) = workshop.directory.sweep().await {
         tracing::warn!(%vm, %disk, %error, "cannot remove an import's directory");
     }
-    let home = home.clone();
-    match spawn_blocking(move || home.discard(disk)).await {
+    let (home, made) = (home.clone(), made.clone());
+    let discard = move || {
+        home.discard(disk)?;
+        replica::discard(&home, vm, &made)
+    };
+    match spawn_blocking(discard).await {
         Ok(Ok(())) => {}
         Ok(Err(problem)) => tracing::warn!(%vm, %disk, %problem, "a half-made disk is left"),
         Err(error) => tracing::warn!(%vm, %disk, %error, "a half-made disk is left"),
@@ -105,7 +110,8 @@ async fn make(
     mut cancelled: oneshot::Receiver<()>,
 ) -> Result<DiskFacts, Problem> {
     let image = open_source(recipe.source.clone(), &recipe.disk).await?;
-    let (vm, disk) = (recipe.spec.vm, recipe.disk.clone());
+    let (spec, disk) = (recipe.spec.clone(), recipe.disk.clone());
+    let vm = spec.vm;
     let place = home.clone();
     let (begun, image) = spawn_blocking(move || {
         begin(&recipe, &place, image.as_ref()).map(|attempt| (attempt, image))
@@ -116,6 +122,8 @@ async fn make(
         Attempt::Whole(facts) => return Ok(facts),
         Attempt::Begun(begun) => begun,
     };
+    // Before the long work: it would be in vain.
+    replica::examine(&disk).await?;
     if is_preallocated(&disk) {
         let file = file.try_clone().map_err(internal)?;
         take_room(home, disk.disk, file, &progress, &mut cancelled).await?;
@@ -137,8 +145,12 @@ async fn make(
             Ok(()) = cancelled => return Err(removed_meanwhile()),
         }
     }
-    let place = home.clone();
-    spawn_blocking(move || place.finish(disk.disk, &file)).await.map_err(internal)??;
+    let (place, offset) = (home.clone(), data_offset(&facts));
+    let finish = move || {
+        replica::make(&spec, &disk, &file, offset)?;
+        place.finish(disk.disk, &file)
+    };
+    spawn_blocking(finish).await.map_err(internal)??;
     Ok(facts)
 }
 
@@ -192,6 +204,7 @@ pub async fn examine(disk: DiskSpec, source: Option<ImageSource>) -> Result<(), 
     let place = disk.datastore.clone();
     let home = patience::look(&path, move || Home::of(&place, VmId::new())).await?;
     let image = open_source(source, &disk).await?;
+    replica::examine(&disk).await?;
     patience::look(&path, move || check_room(&home, &disk, image.as_ref())).await
 }
 
@@ -509,6 +522,7 @@ mod tests {
                 allocation: Allocation::Thin,
                 limits: Default::default(),
                 cache: None,
+                replica: None,
                 facts: None,
             })
             .into();

@@ -15,7 +15,7 @@ use vmseal_luks::Facts;
 use vmseal_secret::SecretBytes;
 
 use crate::home::Home;
-use crate::{disk, keys, rules};
+use crate::{disk, keys, replica, rules};
 
 /// A disk whose header may be changed.
 struct Header<'a> {
@@ -79,7 +79,7 @@ impl<'a> DiskKeys<'a> {
             }
             vmseal_luks::add_kek(file, facts, held, added).map_err(failed)?;
         }
-        Ok(())
+        self.tell_replicas()
     }
 
     /// Leaves the registered KEK as the only one. Blocks.
@@ -97,7 +97,14 @@ impl<'a> DiskKeys<'a> {
             vmseal_luks::drop_other_keks(&mut header.file, &header.facts, self.kek, &context)
                 .map_err(|error| disk::header_problem(header.disk, &error))?;
         }
-        Ok(())
+        self.tell_replicas()
+    }
+
+    /// Whoever asked counts on it that the replicas open as the disks do.
+    fn tell_replicas(&self) -> Result<(), Problem> {
+        self.headers.iter().try_for_each(|header| {
+            replica::copy_head(self.spec, header.disk, &header.file, header.facts.data_offset)
+        })
     }
 }
 
@@ -106,6 +113,7 @@ mod tests {
     use vmseal_api::host::{Allocation, DatastoreLocation, DatastoreSpec};
     use vmseal_api::id::{DatastoreId, DiskId};
     use vmseal_api::problem::ErrorCode;
+    use vmseal_api::replica::ReplicaPlace;
     use vmseal_luks::{Holes, Identity};
     use vmseal_secret::{DEK_LEN, KEK_LEN};
 
@@ -145,6 +153,7 @@ mod tests {
                 allocation: Allocation::Thin,
                 limits: Default::default(),
                 cache: None,
+                replica: None,
                 facts: None,
             };
             spec.disks = (0..3).map(disk).collect();
@@ -217,6 +226,35 @@ mod tests {
         assert_eq!(bench.open().err().unwrap().code, ErrorCode::KeyMismatch);
         bench.switch(new);
         bench.open().unwrap();
+    }
+
+    #[test]
+    fn a_replica_opens_with_the_keys_of_its_disk_before_they_count() {
+        let mut bench = Bench::new();
+        let datastore = bench.spec.disks[1].datastore.clone();
+        bench.spec.disks[0].replica = Some(ReplicaPlace { datastore, bytes_per_second: 1 << 20 });
+        let (vm, disk) = (bench.spec.vm, bench.spec.disks[0].clone());
+        let home = |place: &DatastoreSpec| Home::of(place, vm).unwrap();
+        let there = home(&bench.spec.disks[1].datastore);
+        let image = home(&disk.datastore).open(disk.disk).unwrap().unwrap();
+        replica::make(&bench.spec, &disk, &image, vmseal_luks::DATA_OFFSET).unwrap();
+        drop(image);
+        let is_equal = |bench: &Bench| {
+            let head = |path| std::fs::read(path).unwrap()[..HEAD].to_vec();
+            head(there.replica(disk.disk)) == head(bench.image(0))
+        };
+        let before = std::fs::read(bench.image(0)).unwrap();
+        let new = bench.new_key("new");
+        bench.open().unwrap().add(&new.0, &new.1).unwrap();
+        assert!(is_equal(&bench) && std::fs::read(bench.image(0)).unwrap() != before);
+        bench.switch(new);
+        let held = there.open_replica(disk.disk).unwrap();
+        let refused = bench.open().unwrap().drop_others().unwrap_err();
+        assert_eq!(refused.code, ErrorCode::InUse, "{refused}");
+        assert!(!is_equal(&bench));
+        drop(held);
+        bench.open().unwrap().drop_others().unwrap();
+        assert!(is_equal(&bench), "the key that was dropped opens the replica");
     }
 
     /// The last disk is gone, in use, damaged, not made, or on a datastore that is not there: no other is touched.

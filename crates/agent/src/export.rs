@@ -218,7 +218,8 @@ fn begin(order: Order) -> Result<(File, filter::Disk), Problem> {
     // Nothing is written to the disk.
     let keeps_room = true;
     let disk = disk.disk;
-    let disk = filter::Disk { disk, size, file, offset, key, keeps_room, work, beside: None };
+    let (beside, replica) = (None, None);
+    let disk = filter::Disk { disk, size, file, offset, key, keeps_room, work, beside, replica };
     Ok((target, disk))
 }
 

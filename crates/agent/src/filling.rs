@@ -137,6 +137,8 @@ impl Filling<'_> {
                 from,
             },
             beside: None,
+            // Nobody believes a map before the disk is whole: its replica begins empty (crate::replica).
+            replica: None,
         })
     }
 

@@ -15,8 +15,8 @@ use tokio::time::timeout;
 use vmseal_api::filter::{
     BackendSpec, BesideSpec, BitmapChange, BitmapStatus, Budget, CacheSpec, ControlReply,
     ControlRequest, Direct, DiskConfig, ExportSpec, FilterConfig, FilterFigures, FilterSpec,
-    FilterStatus, FrontEndSpec, Handle, Holes, ImportSpec, LINE_MAX, LimitSpec, SERIAL_MAX,
-    TargetFormat, VERSION,
+    FilterStatus, FrontEndSpec, Handle, Holes, ImportSpec, LINE_MAX, LimitSpec, ReplicateSpec,
+    SERIAL_MAX, TargetFormat, VERSION,
 };
 use vmseal_api::host::DiskLimits;
 use vmseal_api::id::{DiskId, VmId};
@@ -26,6 +26,7 @@ use vmseal_api::transfer::ImageFormat;
 
 use crate::metrics;
 use crate::process::{self, Launch, Process, User};
+use crate::replica::Replica;
 use crate::run_dir::ProcessDir;
 
 /// The name of the process in its directory.
@@ -94,6 +95,8 @@ pub struct Disk {
     pub work: Work,
     /// The socket for whoever reads it beside the guest.
     pub beside: Option<UnixListener>,
+    /// What gets a copy of what is written ([`crate::replica`]).
+    pub replica: Option<Replica>,
 }
 
 /// What a filter does with a disk.
@@ -203,6 +206,16 @@ impl Disk {
         let chain = self.work.limit().map(FilterSpec::Limit).into_iter();
         let chain = chain.chain(self.key.iter().map(crypt));
         let chain = chain.chain(self.work.cache().map(FilterSpec::Cache));
+        // Last: what it reads to copy is what the image has, and takes no room in the cache.
+        let replicate = |replica: &Replica| {
+            FilterSpec::Replicate(ReplicateSpec {
+                replica: fd(replica.file.as_fd()),
+                offset: self.offset,
+                map: fd(replica.map.as_fd()),
+                bytes_per_second: replica.bytes_per_second,
+            })
+        };
+        let chain = chain.chain(self.replica.as_ref().map(replicate));
         DiskConfig {
             disk: self.disk,
             size: self.size,
@@ -252,7 +265,8 @@ impl Disk {
         let key = self.key.as_ref().map(|(key, _)| key.as_fd());
         let beside = self.beside.as_ref().map(AsFd::as_fd);
         let file = std::iter::once(self.file.as_fd());
-        file.chain(self.work.descriptors()).chain(key).chain(beside)
+        let replica = self.replica.iter().flat_map(|it| [it.file.as_fd(), it.map.as_fd()]);
+        file.chain(self.work.descriptors()).chain(key).chain(beside).chain(replica)
     }
 }
 
@@ -527,13 +541,25 @@ mod tests {
             keeps_room: false,
             work: Work::Serve { socket, queues: 1, limits, cache: Some(1 << 20) },
             beside: None,
+            replica: Some(Replica {
+                file: tempfile::tempfile().unwrap(),
+                map: tempfile::tempfile().unwrap(),
+                bytes_per_second: 5 << 20,
+            }),
         };
+        assert_eq!(disk.descriptors().count(), 5, "the filter is not given all that it is told of");
         let chain = disk.config(0).chain;
-        let [FilterSpec::Limit(_), FilterSpec::Crypt { .. }, FilterSpec::Cache(cache)] = &chain[..]
+        let [
+            FilterSpec::Limit(_),
+            FilterSpec::Crypt { .. },
+            FilterSpec::Cache(cache),
+            FilterSpec::Replicate(replicate),
+        ] = &chain[..]
         else {
             panic!("{chain:?}")
         };
-        assert_eq!(cache.bytes, 1 << 20);
+        assert_eq!((cache.bytes, replicate.bytes_per_second), (1 << 20, 5 << 20));
+        disk.replica = None;
         let source = tempfile::tempfile().unwrap();
         disk.work = Work::Import { source, format: ImageFormat::Raw, from: 0 };
         assert_eq!(disk.config(0).chain.len(), 1, "a filter that fills a disk keeps nothing of it");

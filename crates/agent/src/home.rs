@@ -5,6 +5,8 @@
 //! <datastore>/<vm id>/<disk id>.raw           a disk
 //! <datastore>/<vm id>/<disk id>.raw.creating  a disk that is being made, or debris of one
 //! <datastore>/<vm id>/<disk id>.raw.importing how far the import is that makes it ([`Note`])
+//! <datastore>/<vm id>/<disk id>.map           what the replica of a disk may not have ([`crate::replica`])
+//! <datastore>/<vm id>/<disk id>.replica       the replica of a disk that is on another datastore
 //! ```
 //! A disk is renamed to its name when it is whole and flushed. Whoever works on an image holds a lock on
 //! the open file (F_OFD_SETLK); the filter inherits the open file and the lock with it.
@@ -146,6 +148,18 @@ impl Home {
         self.path.join(format!("{disk}.raw"))
     }
 
+    /// The map of a disk's replica, beside the disk.
+    #[must_use]
+    pub fn map(&self, disk: DiskId) -> PathBuf {
+        self.path.join(format!("{disk}.map"))
+    }
+
+    /// The replica of a disk that is on another datastore.
+    #[must_use]
+    pub fn replica(&self, disk: DiskId) -> PathBuf {
+        self.path.join(format!("{disk}.replica"))
+    }
+
     fn creating(&self, disk: DiskId) -> PathBuf {
         self.path.join(format!("{disk}.raw.creating"))
     }
@@ -197,13 +211,24 @@ impl Home {
             .create(&self.path)
             .and_then(|()| atomic_file::flush_directory_of(&self.path))
             .map_err(|error| failed(&self.path, "made", &error))?;
-        let described = |disk: &DiskSpec| disk.datastore == *here;
-        let disks = spec.disks.iter().filter(|disk| described(disk)).map(|disk| DescribedDisk {
-            disk: disk.disk,
-            name: &disk.name,
-            size: disk.size,
-            encrypted: disk.encrypted,
-            file: format!("{}.raw", disk.disk),
+        let is_replica = |disk: &DiskSpec| {
+            disk.replica.as_ref().is_some_and(|replica| replica.datastore == *here)
+        };
+        let disks = spec.disks.iter().filter_map(|disk| {
+            let kind = if disk.datastore == *here {
+                "raw"
+            } else if is_replica(disk) {
+                "replica"
+            } else {
+                return None;
+            };
+            Some(DescribedDisk {
+                disk: disk.disk,
+                name: &disk.name,
+                size: disk.size,
+                encrypted: disk.encrypted,
+                file: format!("{}.{kind}", disk.disk),
+            })
         });
         let descriptor = Descriptor {
             version: VERSION,
@@ -219,6 +244,26 @@ impl Home {
             .map_err(|error| failed(&path, "written", &error))
     }
 
+    /// Opens a replica or a map at its place in this home, or makes an empty one; locked. `here` is the datastore.
+    ///
+    /// # Errors
+    /// `in-use` when somebody else has it; `damaged` when it is no regular file; as the file system.
+    pub fn open_or_make(
+        &self,
+        spec: &VmSpec,
+        here: &DatastoreSpec,
+        path: &Path,
+    ) -> Result<File, Problem> {
+        if let Some(file) = open_locked(path)? {
+            return Ok(file);
+        }
+        let _homes = HOMES.lock().unwrap_or_else(PoisonError::into_inner);
+        self.describe(spec, here)?;
+        let file = make_locked(path)?;
+        atomic_file::flush_directory_of(path).map_err(|error| failed(path, "made", &error))?;
+        Ok(file)
+    }
+
     /// Begins a disk of so many bytes (sparse), locked, one of `spec`'s. Debris of an earlier attempt is
     /// removed.
     ///
@@ -229,17 +274,7 @@ impl Home {
         self.remove_half_made(disk.disk)?;
         let _homes = HOMES.lock().unwrap_or_else(PoisonError::into_inner);
         self.describe(spec, &disk.datastore)?;
-        let file = OpenOptions::new()
-            .read(true)
-            .write(true)
-            .create_new(true)
-            .mode(0o600)
-            .custom_flags(libc::O_NOFOLLOW)
-            .open(&path)
-            .map_err(|error| failed(&path, "made", &error))?;
-        if !lock(&file).map_err(|error| failed(&path, "locked", &error))? {
-            return Err(in_use(&path));
-        }
+        let file = make_locked(&path)?;
         file.set_len(length).map_err(|error| failed(&path, "made", &error))?;
         Ok(file)
     }
@@ -287,6 +322,14 @@ impl Home {
         open_locked(&self.image(disk))
     }
 
+    /// Opens the replica of a disk, locked; none when there is none.
+    ///
+    /// # Errors
+    /// As [`Home::open`].
+    pub fn open_replica(&self, disk: DiskId) -> Result<Option<File>, Problem> {
+        open_locked(&self.replica(disk))
+    }
+
     /// Removes a half-made disk of which nobody holds the lock.
     ///
     /// # Errors
@@ -320,6 +363,16 @@ impl Home {
     pub fn delete(&self, disk: DiskId) -> Result<(), Problem> {
         self.remove_file(&self.image(disk))?;
         self.discard(disk)
+    }
+
+    /// Removes a replica or a map of which nobody holds the lock, and with the last file the directory.
+    ///
+    /// # Errors
+    /// `in-use`, or as the file system.
+    pub fn remove(&self, path: &Path) -> Result<(), Problem> {
+        self.remove_file(path)?;
+        self.remove_empty();
+        Ok(())
     }
 
     fn remove_file(&self, path: &Path) -> Result<(), Problem> {
@@ -388,6 +441,22 @@ fn in_use(path: &Path) -> Problem {
         path.display()
     );
     Problem::new(ErrorCode::InUse, what)
+}
+
+/// Makes a file for us alone and locks it.
+fn make_locked(path: &Path) -> Result<File, Problem> {
+    let file = OpenOptions::new()
+        .read(true)
+        .write(true)
+        .create_new(true)
+        .mode(0o600)
+        .custom_flags(libc::O_NOFOLLOW)
+        .open(path)
+        .map_err(|error| failed(path, "made", &error))?;
+    if !lock(&file).map_err(|error| failed(path, "locked", &error))? {
+        return Err(in_use(path));
+    }
+    Ok(file)
 }
 
 /// Opens a regular file for reading and writing and locks it; none when there is no such file.
@@ -491,6 +560,7 @@ mod tests {
                 allocation: Allocation::Thin,
                 limits: Default::default(),
                 cache: None,
+                replica: None,
                 facts: None,
             })
             .into();

@@ -223,6 +223,7 @@ mod tests {
             allocation: vmseal_api::host::Allocation::Thin,
             limits: Default::default(),
             cache: None,
+            replica: None,
             facts: None,
         }
     }

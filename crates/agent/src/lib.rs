@@ -15,6 +15,7 @@
 //! | `rules` | what may be done when |
 //! | `disk`, `home` | making and opening disks; their files, locks, and notes |
 //! | `datastore` | marks, room, debris |
+//! | `replica` | the second copy of a disk, and who may write to one that has it |
 //! | `disk_keys` | changing the keys that open a VM's disks |
 //! | `image`, `filling` | what disks are filled from, and the filling, which goes on after a kill |
 //! | `export`, `exported` | writing a disk to a file for elsewhere; which file that is, on record |
@@ -59,6 +60,7 @@ mod patience;
 mod process;
 mod qemu;
 pub mod qmp;
+mod replica;
 mod restarts;
 mod rules;
 mod run_dir;

@@ -313,6 +313,35 @@ impl Snapshot {
         )
     }
 
+    /// How replicas stand. One that was never complete has no lag.
+    fn replicated(&self, to: &mut DescriptorEncoder<'_>) -> Told {
+        let replicas = || {
+            self.disks().filter_map(|(labels, disk)| Some((labels, disk, disk.replica.as_ref()?)))
+        };
+        let what = "How much of a disk its replica may not have.";
+        gauges(
+            to,
+            ("vmseal_disk_replica_dirty_bytes", what),
+            replicas().map(|(labels, _, replica)| (labels, replica.dirty_bytes)),
+        )?;
+        let what = "All that was done on a disk so long ago is in its replica, durably.";
+        let name = "vmseal_disk_replica_lag_seconds";
+        let mut family = to.encode_descriptor(name, what, None, MetricType::Gauge)?;
+        for (labels, _, replica) in replicas() {
+            if let Some(milliseconds) = replica.lag_milliseconds {
+                let seconds = milliseconds as f64 / 1e3;
+                family.encode_family(&labels)?.encode_gauge(&seconds)?;
+            }
+        }
+        let copied = replicas().map(|(labels, disk, _)| {
+            let layer = disk.layers.iter().find(|layer| layer.kind == "replicate");
+            let copied = layer.and_then(|layer| layer.counters.get("copied_bytes").copied());
+            (labels, copied.unwrap_or_default())
+        });
+        let what = "Bytes written to a disk's replica, zeroes included.";
+        counters(to, ("vmseal_disk_replica_copied_bytes", what), copied)
+    }
+
     /// What the caches of disks have done.
     fn cached(&self, to: &mut DescriptorEncoder<'_>) -> Told {
         let of_caches = |label, kinds: [(&'static str, &str); 3]| {
@@ -377,13 +406,16 @@ impl Collector for Snapshot {
         self.requests(&mut to)?;
         self.held(&mut to)?;
         self.cached(&mut to)?;
+        self.replicated(&mut to)?;
         self.latencies(&mut to)
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use vmseal_api::filter::{CipherFigures, DiskCounters, LatencyFigures, LayerFigures};
+    use vmseal_api::filter::{
+        CipherFigures, DiskCounters, LatencyFigures, LayerFigures, ReplicaStatus,
+    };
     use vmseal_api::id::{DiskId, Incarnation};
 
     use super::*;
@@ -410,7 +442,13 @@ mod tests {
             layers: vec![
                 layer("limit", &[("held_requests", 5), ("held_nanoseconds", 500_000_000)]),
                 layer("cache", &[("hit_requests", 7), ("evicted_blocks", 9)]),
+                layer("replicate", &[("copied_bytes", 11)]),
             ],
+            replica: Some(ReplicaStatus {
+                dirty_bytes: 12,
+                lag_milliseconds: Some(1500),
+                trouble: None,
+            }),
         };
         let state = HostState { incarnation: Incarnation::new(), version: 1, vms: vec![] };
         let filters = vec![(vm, FilterFigures { disks: vec![figures] })];
@@ -429,6 +467,9 @@ mod tests {
             format!("vmseal_disk_cache_reads_total{{{of},outcome=\"hit\"}} 7"),
             format!("vmseal_disk_cache_reads_total{{{of},outcome=\"missed\"}} 0"),
             format!("vmseal_disk_cache_blocks_total{{{of},event=\"evicted\"}} 9"),
+            format!("vmseal_disk_replica_dirty_bytes{{{of}}} 12"),
+            format!("vmseal_disk_replica_lag_seconds{{{of}}} 1.5"),
+            format!("vmseal_disk_replica_copied_bytes_total{{{of}}} 11"),
             format!("vmseal_disk_held_seconds_total{{{of}}} 0.5"),
             "# TYPE vmseal_disk_latency_seconds histogram".to_owned(),
             format!("vmseal_disk_latency_seconds_count{{{of},operation=\"read\"}} 3"),

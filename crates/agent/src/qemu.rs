@@ -222,6 +222,7 @@ mod tests {
             allocation: Default::default(),
             limits: Default::default(),
             cache: None,
+            replica: None,
             facts: None,
         }
     }

@@ -51,6 +51,11 @@ pub fn check_spec(spec: &VmSpec) -> Result<(), Problem> {
             ));
         }
         disk.limits.check().map_err(|(name, what)| Problem::invalid(field(name), what))?;
+        if let Some(replica) = &disk.replica {
+            replica
+                .check(&disk.datastore)
+                .map_err(|(name, what)| Problem::invalid(field(name), what))?;
+        }
         if disk.encrypted && spec.key.is_none() {
             return Err(Problem::invalid(field("encrypted"), "the VM has no key"));
         }

@@ -212,6 +212,7 @@ async fn made(bench: &Bench, agent: &dyn HostAgent) -> VmSpec {
         allocation: Allocation::Thin,
         limits: Default::default(),
         cache: None,
+        replica: None,
         facts: Some(DiskFacts::Raw),
     };
     let spec = VmSpec {

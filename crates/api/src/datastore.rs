@@ -84,6 +84,9 @@ pub struct NamedImage {
     pub disk: DiskId,
     /// Whether its name says that it is still being made.
     pub half_made: bool,
+    /// Whether its name says that it is a replica of the disk, which is elsewhere.
+    #[serde(default)]
+    pub replica: bool,
 }
 
 /// What an image's content looks like. What it claims is not authenticated.

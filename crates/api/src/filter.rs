@@ -720,6 +720,9 @@ pub struct DiskFigures {
     /// The other layers of its chain, from the guest downwards.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub layers: Vec<LayerFigures>,
+    /// How far its replica is behind, if it has one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub replica: Option<ReplicaStatus>,
 }
 
 /// What a layer has done since the process started, and how it stands.

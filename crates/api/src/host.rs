@@ -48,6 +48,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::id::{DatastoreId, DiskId, Incarnation, ProviderId, TaskId, VmId};
 use crate::problem::Problem;
+use crate::replica::ReplicaPlace;
 use crate::transfer::{ExportFormat, ImageFormat};
 
 /// The version of this contract; the server refuses an agent of another version.
@@ -231,6 +232,9 @@ pub struct DiskSpec {
     /// What its filter keeps of it in memory, in bytes ([`crate::filter::check_caches`]).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cache: Option<u64>,
+    /// Where a second copy of it is kept.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub replica: Option<ReplicaPlace>,
     /// What the inventory knows of the finished disk; none until it has been made.
     pub facts: Option<DiskFacts>,
 }
@@ -569,6 +573,8 @@ pub enum NoticeCode {
     HeaderCopyDamaged,
     /// A disk answers errors.
     DiskErrors,
+    /// A disk's second copy is not kept up, or cannot be.
+    ReplicaBehind,
     /// The VM's filter process died; its guest waits for another one.
     DisksDown,
     /// The VM's filter process died and another one serves its disks; nothing is lost.

@@ -10,6 +10,7 @@ use crate::host::{
 use crate::id::{DatastoreId, DiskId, HostId, PolicyId, ProviderId, TaskId, VmId};
 use crate::kmip::{KeyFault, KmipDetails};
 use crate::problem::Problem;
+use crate::replica::REPLICA_RATE;
 use crate::transfer::Progress;
 
 /// A list, oldest first.
@@ -164,6 +165,25 @@ pub struct Policy {
     /// What filters keep in memory of each of its disks, in bytes; none is nothing.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cache: Option<u64>,
+    /// Where a second copy of each of its disks is kept; none is nowhere.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub replica: Option<Replication>,
+}
+
+/// Where second copies of disks are kept: ciphertext as the disk is, and later than it by a lag that is stated.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct Replication {
+    /// The datastore. A policy names one that the host of the VM is to have, other than that of the disk.
+    pub datastore: String,
+    /// How fast each disk is copied at most, in bytes a second: from 1 MiB to 1 TiB.
+    #[serde(default = "replica_rate")]
+    pub bytes_per_second: u64,
+}
+
+fn replica_rate() -> u64 {
+    REPLICA_RATE
 }
 
 /// A virtual machine.
@@ -239,6 +259,9 @@ pub struct Disk {
     /// What its filter keeps of it in memory, in bytes; none is nothing.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cache: Option<u64>,
+    /// Where its second copy is kept; none is nowhere.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub replica: Option<Replication>,
     /// What the inventory pins of it; none until it is made.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub facts: Option<DiskFacts>,

@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 
 use crate::host::{Allocation, DatastoreLocation, DiskLimits, SealedKey};
+use crate::model::Replication;
 use crate::transfer::{ExportFormat, ImageFormat};
 
 /// The longest request body that the REST API takes, in bytes.
@@ -169,6 +170,9 @@ pub struct AddPolicy {
     /// of a VM. None is nothing.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cache: Option<u64>,
+    /// Where a second copy of each of its disks is kept. None is nowhere.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub replica: Option<Replication>,
 }
 
 /// Makes a VM.

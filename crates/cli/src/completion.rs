@@ -68,7 +68,7 @@ fn with_names(verb: Command, list: &'static str) -> Command {
         "host" => named(arg, "hosts"),
         "vm" => named(arg, "vms"),
         "disk" => arg.add(ArgValueCandidates::new(disks)),
-        "datastore" => named(arg, "datastores"),
+        "datastore" | "replicate_to" => named(arg, "datastores"),
         _ => arg,
     })
 }

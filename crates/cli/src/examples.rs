@@ -86,6 +86,11 @@ pub const EXAMPLES: &[(&str, &str, &str)] = &[
         "vmseal policy add cached --encrypt --cache 64MiB",
     ),
     (
+        "vmseal-policy-add",
+        "With a second copy of each disk on the datastore `second` of the VM's host:",
+        "vmseal policy add copied --encrypt --replicate-to second --replicate-rate 50MiB",
+    ),
+    (
         "vmseal-vm-create",
         "An encrypted VM from a raw image, and an empty disk on another datastore:",
         "vmseal vm create web1 --policy encrypted --vcpus 2 --memory 2GiB \\\n        --disk datastore=fast,size=20GiB,image=/root/debian.raw,format=raw \\\n        --disk datastore=bulk,size=1TiB,name=data",

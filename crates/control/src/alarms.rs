@@ -86,6 +86,7 @@ fn of_vm(vm: &Vm, seen: &VmState, failure: Option<&Problem>) -> Vec<Standing> {
     for (code, notice) in [
         ("header-copy-damaged", NoticeCode::HeaderCopyDamaged),
         ("disk-errors", NoticeCode::DiskErrors),
+        ("replica-behind", NoticeCode::ReplicaBehind),
         ("disks-down", NoticeCode::DisksDown),
         ("filter-restarted", NoticeCode::FilterRestarted),
     ] {

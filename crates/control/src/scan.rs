@@ -31,6 +31,7 @@ pub fn compare(
         let image = judge(&here, found, &by_id);
         if image.standing == Standing::InUse
             && let Some(name) = image.found.as_ref().and_then(|found| found.named)
+            && !name.replica
         {
             seen.insert(name.disk.to_string());
         }
@@ -76,6 +77,13 @@ fn judge(here: &str, found: FoundImage, known: &HashMap<&str, &Placed>) -> Scann
             };
             (Standing::HalfMade, what)
         }
+        (Some(NamedImage { replica: true, .. }), disk) => match disk {
+            Some(disk) if disk.replica_id.as_deref() == Some(here) => {
+                let what = format!("the replica of a disk on datastore '{}'", disk.datastore_name);
+                (Standing::InUse, what)
+            }
+            _ => (Standing::Orphan, "a replica that no disk of the inventory has here".to_owned()),
+        },
         (Some(_), Some(disk)) if disk.datastore_id == here => {
             (Standing::InUse, against_inventory(disk, &found.content))
         }
@@ -151,6 +159,7 @@ mod tests {
             vm_name: "web".to_owned(),
             datastore_id: on.id.to_string(),
             datastore_name: on.name.clone(),
+            replica_id: None,
             encrypted: true,
             whole: true,
         }
@@ -180,8 +189,8 @@ mod tests {
             placed(&here, vm, gone, "gone"),
             Placed { whole: false, ..placed(&here, vm, DiskId::new(), "not made yet") },
         ];
-        let name = |vm, disk| Some(NamedImage { vm, disk, half_made: false });
-        let half = Some(NamedImage { vm, disk: gone, half_made: true });
+        let name = |vm, disk| Some(NamedImage { vm, disk, half_made: false, replica: false });
+        let half = Some(NamedImage { vm, disk: gone, half_made: true, replica: false });
         let foreign = ImageContent::ForeignLuks { detail: "no token".to_owned() };
         let images = vec![
             found("whole", name(vm, whole), claims(vm, whole)),
@@ -235,13 +244,30 @@ mod tests {
     }
 
     #[test]
+    fn a_replica_is_in_use_where_the_inventory_has_it_and_no_image_of_its_disk() {
+        let (here, there) = (datastore(), datastore());
+        let (vm, disk) = (VmId::new(), DiskId::new());
+        let known =
+            [Placed { replica_id: Some(here.id.to_string()), ..placed(&there, vm, disk, "d") }];
+        let name = Some(NamedImage { vm, disk, half_made: false, replica: true });
+        let images = vec![found("replica", name, claims(vm, disk))];
+        let contents = DatastoreContents { images, ..DatastoreContents::default() };
+        let standings = |of: &Datastore| {
+            let scan = compare(of, contents.clone(), &known, &known);
+            scan.images.iter().map(|it| it.standing).collect::<Vec<_>>()
+        };
+        assert_eq!(standings(&here), [Standing::InUse]);
+        assert_eq!(standings(&there), [Standing::Orphan, Standing::Missing]);
+    }
+
+    #[test]
     fn what_is_made_or_deleted_meanwhile_is_neither_missing_nor_an_orphan() {
         let (here, vm) = (datastore(), VmId::new());
         let [made, begun, deleted, gone] = std::array::from_fn(|_| DiskId::new());
         let whole = |disk| placed(&here, vm, disk, "d");
         let before = [Placed { whole: false, ..whole(begun) }, whole(deleted), whole(gone)];
         let after = [whole(made), whole(begun), whole(gone)];
-        let name = |disk| Some(NamedImage { vm, disk, half_made: false });
+        let name = |disk| Some(NamedImage { vm, disk, half_made: false, replica: false });
         // The host saw the one that was deleted then, and none of those that were made.
         let images = vec![found("deleted", name(deleted), claims(vm, deleted))];
         let contents = DatastoreContents { images, ..DatastoreContents::default() };

@@ -123,6 +123,7 @@ impl Installation {
             allocation: Default::default(),
             limits: Default::default(),
             cache: None,
+            replica: None,
         };
         let _: Policy = client.post("policies", &policy).await.unwrap();
     }

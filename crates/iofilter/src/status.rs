@@ -190,6 +190,7 @@ impl DiskState {
             latencies,
             cipher: self.cipher.as_ref().map(|cipher| cipher.figures()),
             layers: self.layers.iter().map(|layer| layer::figures(&**layer)).collect(),
+            replica: self.replica.as_ref().map(Replicate::status),
         }
     }
 

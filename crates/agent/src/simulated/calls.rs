@@ -125,6 +125,9 @@ impl Inside {
 
     fn examine_disk(&self, NewDisk { disk, source }: &NewDisk) -> Result<(), Problem> {
         self.check_place(&disk.datastore)?;
+        if let Some(replica) = &disk.replica {
+            self.check_place(&replica.datastore)?;
+        }
         if let Some(source) = source {
             Image::open(source, disk)?;
         }
@@ -158,7 +161,7 @@ impl Inside {
         let here = self.world.disks.iter().filter(|(_, it)| it.datastore == spec.datastore);
         let image = |(disk, it): (&DiskId, &SimulatedDisk)| FoundImage {
             path: format!("{}/{disk}.raw", it.vm),
-            named: Some(NamedImage { vm: it.vm, disk: *disk, half_made: false }),
+            named: Some(NamedImage { vm: it.vm, disk: *disk, half_made: false, replica: false }),
             size: 0,
             allocated: 0,
             modified: None,
@@ -269,6 +272,9 @@ impl Inside {
         let reference = known.spec.key.as_ref().filter(|_| spec.encrypted);
         let check = reference.map(|reference| reference.check.clone());
         self.check_place(&spec.datastore)?;
+        if let Some(replica) = &spec.replica {
+            self.check_place(&replica.datastore)?;
+        }
         if let Some(there) = self.world.disks.get(&disk) {
             check_key(&spec, there, check.as_deref())?;
             return Ok(there.facts.clone());

@@ -48,6 +48,7 @@ async fn with_vm() -> (SimulatedHost, VmSpec) {
         allocation: Default::default(),
         limits: Default::default(),
         cache: None,
+        replica: None,
         facts: Some(DiskFacts::Raw),
     });
     host.probe_datastore(place).await.unwrap();

@@ -26,6 +26,7 @@ use super::{Reply, internal};
 use crate::disk::{self, Workshop};
 use crate::filter::{self, Control, FilterError};
 use crate::process::Process;
+use crate::replica;
 use crate::run_dir::ProcessDir;
 
 /// Connections that may wait to be made.
@@ -168,9 +169,13 @@ async fn start(
     directory.renew().await.map_err(internal)?;
     let Order { spec, disk, facts, kek, writable } = order;
     let vm = spec.vm;
-    let opening = disk.clone();
-    let open = move || disk::open(&spec, &opening, &facts, kek.as_ref());
+    let (of, opening) = (spec.clone(), disk.clone());
+    let open = move || disk::open(&of, &opening, &facts, kek.as_ref());
     let open = spawn_blocking(open).await.map_err(internal)??;
+    let replica = match writable {
+        true => replica::for_writer(&spec, &disk, &open.file, open.offset).await?,
+        false => None,
+    };
     let served = filter::Disk {
         disk: disk.disk,
         size: disk.size,
@@ -183,6 +188,7 @@ async fn start(
             writable,
         },
         beside: None,
+        replica,
     };
     let process = filter::start(&workshop.filter, vm, directory, vec![served], slot.filter())
         .map_err(internal)?;

@@ -31,11 +31,10 @@ use crate::disk::{self, Recipe};
 use crate::disk_keys::DiskKeys;
 use crate::export::{self, Order};
 use crate::filter;
-use crate::home::Home;
 use crate::process::{Exit, Process};
 use crate::restarts::Restarts;
 use crate::rules::{self, PowerOn, find_disk};
-use crate::{metrics, patience};
+use crate::{metrics, patience, replica};
 
 /// How often running processes are looked after.
 const CARE_INTERVAL: Duration = Duration::from_secs(10);
@@ -507,9 +506,7 @@ impl Owner {
         self.not_exposed(disk.disk)?;
         self.jobs.cancel(disk.disk).await;
         let (vm, id) = (self.spec.vm, disk.disk);
-        spawn_blocking(move || Home::of(&disk.datastore, vm)?.delete(id))
-            .await
-            .map_err(internal)??;
+        spawn_blocking(move || replica::delete_with(vm, &disk)).await.map_err(internal)??;
         self.phases.remove(&id);
         self.header_notices.retain(|notice| notice.disk != Some(id));
         Ok(())

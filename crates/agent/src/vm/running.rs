@@ -233,7 +233,24 @@ fn troubles(spec: &VmSpec, status: &FilterStatus) -> Vec<Notice> {
         );
         Some(Notice { code: NoticeCode::DiskErrors, disk: Some(disk.disk), detail })
     });
-    trouble.collect()
+    let behind = status.disks.iter().filter_map(|disk| {
+        let known = spec.disks.iter().find(|known| known.disk == disk.disk)?;
+        let DatastoreLocation::Dir { path } = &known.replica.as_ref()?.datastore.location;
+        let (name, path) = (&known.name, path.display());
+        let detail = match &disk.replica {
+            Some(replica) => {
+                let trouble = replica.trouble.as_ref()?;
+                format!(
+                    "the replica of disk '{name}' is not kept up: {trouble}. See that {path} is there, has room and works; the guest sees nothing of it, and it is tried again"
+                )
+            }
+            None => format!(
+                "disk '{name}' is served without its replica: {path}, or the replica's map beside the disk, could not be used when it was opened. See that both datastores are there, have room and work, then stop and start the VM: the replica is copied anew"
+            ),
+        };
+        Some(Notice { code: NoticeCode::ReplicaBehind, disk: Some(disk.disk), detail })
+    });
+    trouble.chain(behind).collect()
 }
 
 #[cfg(test)]
@@ -270,6 +287,59 @@ mod tests {
         assert_eq!(unserved(&well, &mut left), None, "it has come back");
         assert_eq!(unserved(&idle, &mut left), None);
         assert!(unserved(&idle, &mut left).unwrap().contains("connection"));
+    }
+
+    #[test]
+    fn a_replica_that_is_not_kept_up_is_told_of_and_one_that_is_is_not() {
+        use vmseal_api::filter::ReplicaStatus;
+        use vmseal_api::host::{DatastoreSpec, DiskSpec};
+        use vmseal_api::id::DatastoreId;
+        use vmseal_api::replica::ReplicaPlace;
+        let place = |path: &str| DatastoreSpec {
+            datastore: DatastoreId::new(),
+            location: DatastoreLocation::Dir { path: path.into() },
+        };
+        let replica = ReplicaPlace { datastore: place("/two"), bytes_per_second: 1 << 20 };
+        let mut spec = crate::run_dir::tests::spec();
+        spec.disks = vec![DiskSpec {
+            disk: DiskId::new(),
+            name: "d".to_owned(),
+            datastore: place("/one"),
+            size: 4096,
+            encrypted: false,
+            allocation: Default::default(),
+            limits: Default::default(),
+            cache: None,
+            replica: Some(replica),
+            facts: None,
+        }];
+        let status = |replica| FilterStatus {
+            version: vmseal_api::filter::VERSION,
+            pid: 1,
+            vm: spec.vm,
+            disks: vec![DiskStatus {
+                disk: spec.disks[0].disk,
+                state: DiskActivity::Connected,
+                counters: DiskCounters::default(),
+                trouble: None,
+                bitmaps: Vec::new(),
+                replica,
+            }],
+            confinement: None,
+        };
+        let with = |trouble: Option<&str>| {
+            let trouble = trouble.map(str::to_owned);
+            Some(ReplicaStatus { dirty_bytes: 5, lag_milliseconds: None, trouble })
+        };
+        assert_eq!(troubles(&spec, &status(with(None))), []);
+        for (replica, word) in [(with(Some("no room")), "no room"), (None, "without its replica")] {
+            let told = troubles(&spec, &status(replica));
+            let [Notice { code: NoticeCode::ReplicaBehind, disk: Some(_), detail }] = &told[..]
+            else {
+                panic!("{told:?}")
+            };
+            assert!(detail.contains(word) && detail.contains("/two"), "{detail}");
+        }
     }
 
     #[test]

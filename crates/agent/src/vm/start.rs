@@ -26,6 +26,7 @@ use crate::metrics;
 use crate::process::Process;
 use crate::qemu;
 use crate::qmp::{Event, Qmp};
+use crate::replica;
 use crate::run_dir::{Phase, ProcessDir, Record};
 use crate::users::Slot;
 
@@ -103,6 +104,7 @@ pub async fn filter(
     let mut disks = Vec::new();
     for (index, ((disk, _), open)) in plan.disks.iter().zip(opened).enumerate() {
         notices.extend(open.notice);
+        let replica = replica::for_writer(&plan.spec, disk, &open.file, open.offset).await?;
         let socket = UnixStream::connect(directory.socket(&socket(index))).map_err(internal)?;
         // A filter before this one may have had it.
         directory.forget_socket(&beside(index)).map_err(internal)?;
@@ -116,6 +118,7 @@ pub async fn filter(
             keeps_room: disk::is_preallocated(disk),
             work: filter::Work::Serve { socket, queues, limits: disk.limits, cache: disk.cache },
             beside: Some(listener),
+            replica,
         });
     }
     let filter = filter::start(&shared.filter, plan.spec.vm, directory, disks, slot.filter())

@@ -36,7 +36,7 @@ pub enum Datastore {
     /// Say what is on a datastore: disks of VMs, of no VM, missing and half-made ones. Changes nothing
     #[command(mut_arg("name", of_datastore))]
     Scan(Name),
-    /// Forget a datastore on which no VM has a disk; what is in the directory stays
+    /// Forget a datastore on which no VM has a disk or a replica; what is in the directory stays
     #[command(visible_alias = "rm")]
     Remove {
         /// Name, `HOST:NAME` where hosts share one, or id

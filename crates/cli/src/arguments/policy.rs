@@ -42,6 +42,13 @@ pub enum Policy {
         /// 256MiB at most for all disks of a VM
         #[arg(long, value_name = "SIZE", value_parser = parse_size)]
         cache: Option<u64>,
+        /// Keep a second copy of each disk on this datastore of the VM's host, later than the disk; the
+        /// host's metrics and the alarm `replica-behind` say how it stands
+        #[arg(long, value_name = "DATASTORE")]
+        replicate_to: Option<String>,
+        /// Copy at most so many bytes a second of each disk, at least 1MiB (100MiB without)
+        #[arg(long, value_name = "SIZE", value_parser = parse_size, requires = "replicate_to")]
+        replicate_rate: Option<u64>,
         #[command(flatten)]
         dry_run: DryRun,
     },

@@ -2,7 +2,8 @@
 
 use vmseal_api::client::ServerClient;
 use vmseal_api::host::{Allocation, DiskLimits};
-use vmseal_api::model::Policy;
+use vmseal_api::model::{Policy, Replication};
+use vmseal_api::replica::REPLICA_RATE;
 use vmseal_api::request::AddPolicy;
 
 use super::{list, plan};
@@ -29,12 +30,19 @@ pub async fn run(
             iops,
             bandwidth,
             cache,
+            replicate_to,
+            replicate_rate,
             dry_run,
         } => {
             let allocation = if preallocate { Allocation::Preallocated } else { Allocation::Thin };
             let limits = DiskLimits { iops, bandwidth };
             let encryption = encrypt;
-            let request = AddPolicy { name, encryption, provider, allocation, limits, cache };
+            let replica = replicate_to.map(|datastore| Replication {
+                datastore,
+                bytes_per_second: replicate_rate.unwrap_or(REPLICA_RATE),
+            });
+            let request =
+                AddPolicy { name, encryption, provider, allocation, limits, cache, replica };
             if dry_run.dry_run {
                 return plan::show(output, &server.try_post("policies", &request).await?);
             }

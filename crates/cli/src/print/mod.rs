@@ -6,7 +6,7 @@ mod stream;
 mod table;
 
 use serde::Serialize;
-use vmseal_api::host::{DiskFacts, DiskLimits};
+use vmseal_api::host::DiskFacts;
 use vmseal_api::model::{Disk, Task, Vm};
 
 pub use self::column::Row;
@@ -110,12 +110,17 @@ fn disk_format(disk: &Disk) -> String {
 }
 
 /// What a guest may use of a disk and what is kept of it, to be said after what the disk is.
-fn limits(limits: &DiskLimits, cache: Option<u64>) -> String {
+fn limits(disk: &Disk) -> String {
     let size = |bytes| column::Cell::Bytes(bytes).for_people();
+    let limits = &disk.limits;
     let iops = limits.iops.map(|iops| format!(", at most {iops} IOPS"));
     let bandwidth = limits.bandwidth.map(|bytes| format!(", at most {}/s", size(bytes)));
-    let cache = cache.map(|bytes| format!(", {} of cache", size(bytes)));
-    [iops, bandwidth, cache].into_iter().flatten().collect()
+    let cache = disk.cache.map(|bytes| format!(", {} of cache", size(bytes)));
+    let replica = disk.replica.as_ref().map(|replica| {
+        let rate = size(replica.bytes_per_second);
+        format!(", replicated to {} at {rate}/s at most", replica.datastore)
+    });
+    [iops, bandwidth, cache, replica].into_iter().flatten().collect()
 }
 
 /// What `vm show` says beyond the columns.
@@ -134,7 +139,7 @@ pub fn vm_details(vm: &Vm) -> Vec<(&'static str, String)> {
                 disk.name,
                 word(&disk.allocation),
                 disk.datastore,
-                limits(&disk.limits, disk.cache),
+                limits(disk),
                 disk.id
             ),
         ));

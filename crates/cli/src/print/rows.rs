@@ -90,6 +90,7 @@ impl Row for Policy {
         more("iops", |it| it.limits.iops.map_or(Cell::Nothing, Cell::Number)),
         more("bandwidth", |it| it.limits.bandwidth.map_or(Cell::Nothing, Cell::Bytes)),
         more("cache", |it| it.cache.map_or(Cell::Nothing, Cell::Bytes)),
+        more("replica", |it| it.replica.as_ref().map(|it| it.datastore.clone()).into()),
         more("id", |it| it.id.to_string().into()),
     ];
     fn identity(&self) -> String {
@@ -149,6 +150,7 @@ impl Row for VmDisk {
         more("iops", |it| it.disk.limits.iops.map_or(Cell::Nothing, Cell::Number)),
         more("bandwidth", |it| it.disk.limits.bandwidth.map_or(Cell::Nothing, Cell::Bytes)),
         more("cache", |it| it.disk.cache.map_or(Cell::Nothing, Cell::Bytes)),
+        more("replica", |it| it.disk.replica.as_ref().map(|it| it.datastore.clone()).into()),
     ];
     fn identity(&self) -> String {
         self.disk.id.to_string()

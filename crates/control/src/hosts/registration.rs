@@ -21,6 +21,7 @@ pub fn spec_of(vm: &Vm, disks: &[Disk]) -> VmSpec {
         allocation: disk.allocation,
         limits: disk.limits,
         cache: disk.cache,
+        replica: disk.replica.as_ref().map(|(place, _)| place.clone()),
         facts: disk.facts.clone(),
     });
     VmSpec {

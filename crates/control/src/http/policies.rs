@@ -7,8 +7,9 @@ use axum::extract::State;
 use axum::http::StatusCode;
 use vmseal_api::filter::check_caches;
 use vmseal_api::id::{PolicyId, check_name};
-use vmseal_api::model::{Page, Plan, Policy};
+use vmseal_api::model::{Page, Plan, Policy, Replication};
 use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::replica::check_replica_rate;
 use vmseal_api::request::AddPolicy;
 
 use super::auth::User;
@@ -17,7 +18,7 @@ use super::dry_run::{Intent, Outcome};
 use super::problem::Refusal;
 use super::{App, PageQuery, page};
 use crate::store::events::NewEvent;
-use crate::store::{policies, providers};
+use crate::store::{Write, datastores, policies, providers};
 
 fn shown(policy: policies::Policy) -> Policy {
     Policy {
@@ -28,12 +29,26 @@ fn shown(policy: policies::Policy) -> Policy {
         allocation: policy.allocation,
         limits: policy.limits,
         cache: policy.cache,
+        replica: policy.replica,
     }
 }
 
 async fn find(app: &App, name: &str) -> Result<policies::Policy, Refusal> {
     let found = policies::find(&mut *app.store.read().await?, name).await?;
     Ok(found.ok_or_else(|| Problem::not_found("policy", name))?)
+}
+
+/// Which host's it is to be is seen when a VM is made; that nobody has it can be told now.
+async fn check_replica(write: &mut Write<'_>, replica: &Replication) -> Result<(), Problem> {
+    check_replica_rate(replica.bytes_per_second)
+        .map_err(|what| Problem::invalid("replica.bytes_per_second", what))?;
+    if !datastores::called(write, &replica.datastore).await?.is_empty() {
+        return Ok(());
+    }
+    Err(Problem {
+        field: Some("replica.datastore".to_owned()),
+        ..Problem::not_found("datastore", &replica.datastore)
+    })
 }
 
 /// Lists the storage policies.
@@ -63,6 +78,9 @@ pub(super) async fn add(
     request.limits.check().map_err(|(field, what)| Problem::invalid(field, what))?;
     check_caches([request.cache]).map_err(|(_, what)| Problem::invalid("cache", what))?;
     let mut write = app.store.write().await?;
+    if let Some(replica) = &request.replica {
+        check_replica(&mut write, replica).await?;
+    }
     let provider = match &request.provider {
         None => None,
         Some(_) if !request.encryption => {
@@ -86,6 +104,7 @@ pub(super) async fn add(
         allocation: request.allocation,
         limits: request.limits,
         cache: request.cache,
+        replica: request.replica,
     };
     policies::insert(&mut write, &policy).await?;
     let detail = if policy.encryption { "encrypts" } else { "does not encrypt" };

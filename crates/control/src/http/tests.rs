@@ -4,6 +4,7 @@ mod bitmaps;
 mod dry_run;
 mod log_level;
 mod recrypt;
+mod replicas;
 mod request_ids;
 mod watching;
 

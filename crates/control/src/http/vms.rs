@@ -10,8 +10,9 @@ use sqlx::SqliteConnection;
 use vmseal_api::filter::{CRYPT_SECTOR, SERIAL_MAX, check_caches};
 use vmseal_api::host::{DatastoreSpec, ImageSource, KeyState, NewDisk, Power};
 use vmseal_api::id::{DiskId, VmId, check_name};
-use vmseal_api::model::{self, Disk, Lifecycle, Page, Plan, ProviderStatus, Vm};
+use vmseal_api::model::{self, Disk, Lifecycle, Page, Plan, ProviderStatus, Replication, Vm};
 use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::replica::ReplicaPlace;
 use vmseal_api::request::{
     CreateDisk, CreateVm, DISK_SIZE_MAX, DISK_SIZE_MIN, DISKS_MAX, MEMORY_MAX, MEMORY_MIN, StopVm,
     VCPUS_MAX,
@@ -49,6 +50,10 @@ fn shown(app: &App, vm: vms::Vm, disks: Vec<disks::Disk>, provider: Option<Strin
         allocation: disk.allocation,
         limits: disk.limits,
         cache: disk.cache,
+        replica: disk.replica.map(|(place, datastore)| Replication {
+            datastore,
+            bytes_per_second: place.bytes_per_second,
+        }),
         facts: disk.facts,
     });
     Vm {
@@ -348,16 +353,21 @@ async fn place(
             );
             return Err(Problem { field: field(), ..Problem::invalid("", detail) });
         }
+        let datastore = DatastoreSpec { datastore: found.id, location: found.location };
+        let replica = replica(write, policy, on, &datastore)
+            .await
+            .map_err(|detail| Problem { field: Some(format!("disks[{index}]")), ..detail })?;
         made.push(disks::Disk {
             id: DiskId::new(),
             name: disk.name.clone(),
-            datastore: DatastoreSpec { datastore: found.id, location: found.location },
+            datastore,
             datastore_name: found.name,
             size: disk.size,
             encrypted: policy.encryption,
             allocation: policy.allocation,
             limits: policy.limits,
             cache: policy.cache,
+            replica,
             image: source_of(disk),
             facts: None,
             deleting: false,
@@ -369,6 +379,31 @@ async fn place(
         Problem::invalid(format!("disks[{index}]"), detail)
     })?;
     Ok((host, made))
+}
+
+/// Where the replica of a disk on `image` goes: to the datastore of this host that the policy names.
+async fn replica(
+    write: &mut Write<'_>,
+    policy: &Policy,
+    host: &OnHost,
+    image: &DatastoreSpec,
+) -> Result<Option<(ReplicaPlace, String)>, Problem> {
+    let Some(wanted) = &policy.replica else { return Ok(None) };
+    let refused = |why: String| {
+        let (policy, datastore) = (&policy.name, &wanted.datastore);
+        let detail =
+            format!("policy '{policy}' has disks replicated to '{datastore}', which {why}");
+        Problem::invalid("", detail)
+    };
+    let called = datastores::called(write, &wanted.datastore).await?;
+    let found = called
+        .into_iter()
+        .find(|it| it.host == host.id)
+        .ok_or_else(|| refused(format!("host '{}' does not have", host.name)))?;
+    let datastore = DatastoreSpec { datastore: found.id, location: found.location };
+    let place = ReplicaPlace { datastore, bytes_per_second: wanted.bytes_per_second };
+    place.check(image).map_err(|(_, what)| refused(what))?;
+    Ok(Some((place, found.name)))
 }
 
 /// The power of a VM, asked of its host: what is shown may be a moment old.

@@ -160,9 +160,9 @@ pub async fn of_host(
     rows.into_iter().map(Datastore::try_from).collect()
 }
 
-/// How many disks are on a datastore.
+/// How many disks are on a datastore, or have their replica there.
 pub async fn uses(from: &mut SqliteConnection, datastore: DatastoreId) -> Result<i64, StoreError> {
-    Ok(sqlx::query_scalar("SELECT COUNT(*) FROM disks WHERE datastore_id = ?")
+    Ok(sqlx::query_scalar("SELECT COUNT(*) FROM disks WHERE ? IN (datastore_id, replica_id)")
         .bind(datastore.to_string())
         .fetch_one(from)
         .await?)

@@ -5,6 +5,7 @@ use vmseal_api::host::{
     Allocation, DatastoreLocation, DatastoreSpec, DiskFacts, DiskLimits, ImageSource,
 };
 use vmseal_api::id::{DatastoreId, DiskId, VmId};
+use vmseal_api::replica::ReplicaPlace;
 use vmseal_api::transfer::ImageFormat;
 
 use super::{StoreError, from_json, from_name, parse, to_json, to_name, unsigned};
@@ -30,6 +31,8 @@ pub struct Disk {
     pub limits: DiskLimits,
     /// What its filter keeps of it in memory, in bytes.
     pub cache: Option<u64>,
+    /// Where its second copy is, and what that datastore is called.
+    pub replica: Option<(ReplicaPlace, String)>,
     /// What it is to be filled from.
     pub image: Option<ImageSource>,
     /// What is pinned of it; none until it is made.
@@ -50,10 +53,30 @@ struct Row {
     allocation: String,
     limits: String,
     cache: Option<i64>,
+    replica_id: Option<String>,
+    replica_name: Option<String>,
+    replica_location: Option<String>,
+    replica_rate: Option<i64>,
     image: Option<String>,
     image_format: Option<String>,
     facts: Option<String>,
     deleting: bool,
+}
+
+impl Row {
+    fn replica(&self) -> Result<Option<(ReplicaPlace, String)>, StoreError> {
+        let (Some(id), Some(name), Some(location), Some(rate)) =
+            (&self.replica_id, &self.replica_name, &self.replica_location, self.replica_rate)
+        else {
+            return Ok(None);
+        };
+        let datastore = DatastoreSpec {
+            datastore: parse(id, "the id of a replica's datastore")?,
+            location: from_json(location, "the location of a replica's datastore")?,
+        };
+        let bytes_per_second = unsigned(rate, "the rate of a replica")?;
+        Ok(Some((ReplicaPlace { datastore, bytes_per_second }, name.clone())))
+    }
 }
 
 impl TryFrom<Row> for Disk {
@@ -65,6 +88,7 @@ impl TryFrom<Row> for Disk {
             Some(name) => from_name(name, "an image's format")?,
             None => ImageFormat::Raw,
         };
+        let replica = row.replica()?;
         Ok(Self {
             id: parse(&row.id, "a disk's id")?,
             name: row.name,
@@ -75,6 +99,7 @@ impl TryFrom<Row> for Disk {
             allocation: from_name(&row.allocation, "an allocation")?,
             limits: from_json(&row.limits, "a disk's limits")?,
             cache: row.cache.map(|bytes| unsigned(bytes, "a disk's cache")).transpose()?,
+            replica,
             image: row.image.map(|path| ImageSource { path: path.into(), format }),
             facts: row
                 .facts
@@ -94,8 +119,8 @@ pub async fn insert(
 ) -> Result<(), StoreError> {
     sqlx::query(
         "INSERT INTO disks (id, vm_id, position, name, datastore_id, size, encrypted, image,
-                            image_format, allocation, limits, cache)
-         VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                            image_format, allocation, limits, cache, replica_id, replica_rate)
+         VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
     )
     .bind(disk.id.to_string())
     .bind(vm.to_string())
@@ -109,6 +134,11 @@ pub async fn insert(
     .bind(to_name(&disk.allocation))
     .bind(to_json(&disk.limits))
     .bind(disk.cache.map(|bytes| i64::try_from(bytes).unwrap_or(i64::MAX)))
+    .bind(disk.replica.as_ref().map(|(place, _)| place.datastore.datastore.to_string()))
+    .bind(disk.replica.as_ref().map(|(place, _)| {
+        // At most LIMIT_MAX.
+        i64::try_from(place.bytes_per_second).unwrap_or(i64::MAX)
+    }))
     .execute(to)
     .await?;
     Ok(())
@@ -119,8 +149,10 @@ pub async fn of_vm(from: &mut SqliteConnection, vm: VmId) -> Result<Vec<Disk>, S
     let rows: Vec<Row> = sqlx::query_as(
         "SELECT d.id, d.name, d.datastore_id, s.name AS datastore_name, s.location, d.size,
                 d.encrypted, d.allocation, d.limits, d.cache, d.image, d.image_format, d.facts,
-                d.deleting
+                d.deleting, d.replica_id, d.replica_rate, r.name AS replica_name,
+                r.location AS replica_location
          FROM disks d JOIN datastores s ON s.id = d.datastore_id
+              LEFT JOIN datastores r ON r.id = d.replica_id
          WHERE d.vm_id = ? ORDER BY d.position",
     )
     .bind(vm.to_string())
@@ -172,6 +204,8 @@ pub struct Placed {
     pub datastore_id: String,
     /// Its datastore's name.
     pub datastore_name: String,
+    /// The id of its replica's datastore.
+    pub replica_id: Option<String>,
     /// Whether it is encrypted.
     pub encrypted: bool,
     /// Whether it has been made, and its host has not been asked to delete it.
@@ -182,7 +216,7 @@ pub struct Placed {
 pub async fn placed(from: &mut SqliteConnection) -> Result<Vec<Placed>, StoreError> {
     Ok(sqlx::query_as(
         "SELECT d.id, d.name, d.vm_id, v.name AS vm_name, d.datastore_id,
-                s.name AS datastore_name, d.encrypted,
+                s.name AS datastore_name, d.replica_id, d.encrypted,
                 d.facts IS NOT NULL AND d.deleting = 0 AS whole
          FROM disks d JOIN vms v ON v.id = d.vm_id JOIN datastores s ON s.id = d.datastore_id
          ORDER BY v.name, d.position",

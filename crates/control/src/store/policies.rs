@@ -3,6 +3,7 @@
 use sqlx::{FromRow, SqliteConnection};
 use vmseal_api::host::{Allocation, DiskLimits};
 use vmseal_api::id::{PolicyId, ProviderId};
+use vmseal_api::model::Replication;
 
 use super::{Part, StoreError, from_json, from_name, parse, taken, to_json, to_name, unsigned};
 
@@ -23,6 +24,8 @@ pub struct Policy {
     pub limits: DiskLimits,
     /// What filters keep of each disk in memory, in bytes.
     pub cache: Option<u64>,
+    /// Where second copies of disks are kept.
+    pub replica: Option<Replication>,
 }
 
 #[derive(FromRow)]
@@ -35,6 +38,7 @@ struct Row {
     allocation: String,
     limits: String,
     cache: Option<i64>,
+    replica: Option<String>,
 }
 
 impl TryFrom<Row> for Policy {
@@ -52,6 +56,7 @@ impl TryFrom<Row> for Policy {
             allocation: from_name(&row.allocation, "an allocation")?,
             limits: from_json(&row.limits, "a policy's limits")?,
             cache: row.cache.map(|bytes| unsigned(bytes, "a policy's cache")).transpose()?,
+            replica: row.replica.map(|json| from_json(&json, "a policy's replica")).transpose()?,
         })
     }
 }
@@ -59,8 +64,9 @@ impl TryFrom<Row> for Policy {
 /// Adds a policy.
 pub async fn insert(to: &mut SqliteConnection, policy: &Policy) -> Result<(), StoreError> {
     sqlx::query(
-        "INSERT INTO policies (id, name, encryption, provider_id, allocation, limits, cache)
-         VALUES (?, ?, ?, ?, ?, ?, ?)",
+        "INSERT INTO policies (id, name, encryption, provider_id, allocation, limits, cache,
+                               replica)
+         VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
     )
     .bind(policy.id.to_string())
     .bind(&policy.name)
@@ -69,6 +75,7 @@ pub async fn insert(to: &mut SqliteConnection, policy: &Policy) -> Result<(), St
     .bind(to_name(&policy.allocation))
     .bind(to_json(&policy.limits))
     .bind(policy.cache.map(|bytes| i64::try_from(bytes).unwrap_or(i64::MAX)))
+    .bind(policy.replica.as_ref().map(to_json))
     .execute(to)
     .await
     .map_err(taken(|| format!("a policy '{}'", policy.name)))?;
@@ -82,7 +89,7 @@ pub async fn find(
 ) -> Result<Option<Policy>, StoreError> {
     let row: Option<Row> = sqlx::query_as(
         "SELECT p.id, p.name, p.encryption, p.provider_id, k.name AS provider_name, p.allocation,
-                p.limits, p.cache
+                p.limits, p.cache, p.replica
          FROM policies p LEFT JOIN providers k ON k.id = p.provider_id
          WHERE p.name = ? OR p.id = ?",
     )
@@ -97,7 +104,7 @@ pub async fn find(
 pub async fn list(from: &mut SqliteConnection, part: &Part) -> Result<Vec<Policy>, StoreError> {
     let rows: Vec<Row> = sqlx::query_as(
         "SELECT p.id, p.name, p.encryption, p.provider_id, k.name AS provider_name, p.allocation,
-                p.limits, p.cache
+                p.limits, p.cache, p.replica
          FROM policies p LEFT JOIN providers k ON k.id = p.provider_id
          WHERE p.id > ? ORDER BY p.id LIMIT ?",
     )

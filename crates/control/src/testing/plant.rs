@@ -86,6 +86,7 @@ impl Plant {
                 allocation: Allocation::Thin,
                 limits: Default::default(),
                 cache: None,
+                replica: None,
             };
             policies::insert(&mut write, &policy).await.unwrap();
         }
@@ -191,6 +192,7 @@ impl Plant {
                 allocation: policy.allocation,
                 limits: policy.limits,
                 cache: policy.cache,
+                replica: None,
                 image: None,
                 facts: None,
                 deleting: false,

@@ -1,0 +1,136 @@
+//! A disk's second copy on another datastore, by policy: kept over kills, told of, equal in the end.
+
+#![allow(clippy::unwrap_used)] // a test that cannot go on ends
+
+use std::path::PathBuf;
+use std::process::Command;
+
+use serde_json::Value;
+use vmseal_tests::eventually;
+use vmseal_tests::exposed::Exposed;
+use vmseal_tests::installation::{Installation, text};
+use vmseal_tests::process::kill_hard;
+use vmseal_tests::rest;
+
+const FILTER: &str = "vmseal-filter";
+
+/// The value of a metric of the host's only disk.
+fn metric(here: &Installation, name: &str) -> Option<f64> {
+    let told = rest::scrape(here, "/metrics/hosts/here").ok()?;
+    let line = told.lines().find(|line| line.starts_with(&format!("{name}{{")))?;
+    line.rsplit_once(' ')?.1.parse().ok()
+}
+
+/// Waits until the replica has all that the disk has.
+fn caught_up(here: &Installation) {
+    eventually("the replica has caught up", || {
+        let dirty = metric(here, "vmseal_disk_replica_dirty_bytes")?;
+        let lag = metric(here, "vmseal_disk_replica_lag_seconds")?;
+        (dirty == 0.0 && lag < 60.0).then_some(())
+    })
+    .unwrap();
+}
+
+fn is_equal(image: &PathBuf, replica: &PathBuf) -> bool {
+    std::fs::read(image).unwrap() == std::fs::read(replica).unwrap()
+}
+
+/// Has the guest count on, which it does when it has written and flushed.
+fn count_on(here: &Installation, before: u32) -> u32 {
+    let mut console = here.console("web").unwrap();
+    console.type_text("r").unwrap();
+    loop {
+        let count = console.next_count().unwrap();
+        if count > before {
+            return count;
+        }
+    }
+}
+
+#[test]
+fn a_replica_outlives_the_deaths_of_filter_and_agent_and_is_the_disk_in_the_end() {
+    let mut here = Installation::new().unwrap();
+    let second = here.path("second");
+    std::fs::create_dir(&second).unwrap();
+    let place = ["datastore", "add", "second", "--host", "here", "--path", text(&second).unwrap()];
+    here.vmseal(&place).unwrap();
+    let copied = ["policy", "add", "copied", "--encrypt", "--replicate-to"];
+    let refused = here.refused(&[&copied[..], &["nowhere"]].concat()).unwrap();
+    assert!(refused.contains("nowhere"), "{refused}");
+    here.vmseal(&[&copied[..], &["second", "--replicate-rate", "64MiB"]].concat()).unwrap();
+    here.create_counter("web", "copied").unwrap();
+    let said = here.vmseal(&["vm", "show", "web"]).unwrap();
+    assert!(said.contains("replicated to second at 64.0 MiB/s at most"), "{said}");
+
+    let image = here.images("web").unwrap().remove(0);
+    let vm = image.parent().unwrap().file_name().unwrap();
+    let replica = second.join(vm).join(image.with_extension("replica").file_name().unwrap());
+    let header = |path| std::fs::read(path).unwrap()[..4096].to_vec();
+    assert_eq!(header(&replica), header(&image), "it does not begin as the image does");
+
+    assert_eq!(here.boot_counter("web").unwrap(), 1);
+    caught_up(&here);
+    assert!(metric(&here, "vmseal_disk_replica_copied_bytes_total").unwrap() > 0.0);
+    let filter = here.processes_of("web", FILTER).unwrap()[0];
+    let count = count_on(&here, 1);
+    kill_hard(filter);
+    here.wait_alarm("web", "filter-restarted").unwrap();
+    let count = count_on(&here, count);
+    here.kill_agent();
+    here.start_agent().unwrap();
+    here.wait_power("web", "running").unwrap();
+    count_on(&here, count);
+    caught_up(&here);
+    assert!(here.alarms("web").unwrap().iter().all(|alarm| alarm["code"] != "replica-behind"));
+    here.vmseal(&["vm", "stop", "web", "--force"]).unwrap();
+    assert!(is_equal(&image, &replica), "the map says that they are equal");
+
+    // Other keys open both, and nothing is copied anew for that.
+    let map = image.with_extension("map");
+    let before = std::fs::read(&map).unwrap();
+    here.vmseal(&["vm", "recrypt", "web", "--provider", "keys"]).unwrap();
+    assert!(is_equal(&image, &replica));
+    assert_eq!(std::fs::read(&map).unwrap(), before);
+
+    let scan = here.json(&["datastore", "scan", "second"]).unwrap();
+    let standings: Vec<_> =
+        scan["images"].as_array().unwrap().iter().map(|it| it["standing"].clone()).collect();
+    assert_eq!(standings, [Value::from("in_use")], "{scan}");
+
+    // Without its second datastore the guest runs, and what it writes is not taken for copied.
+    let away = here.path("away");
+    std::fs::rename(&second, &away).unwrap();
+    here.vmseal(&["vm", "start", "web"]).unwrap();
+    let told = here.wait_alarm("web", "replica-behind").unwrap();
+    assert!(told.contains("without its replica"), "{told}");
+    assert!(std::fs::read(&map).unwrap().is_empty(), "its map is believed");
+    here.vmseal(&["vm", "stop", "web", "--force"]).unwrap();
+    std::fs::rename(&away, &second).unwrap();
+    let count = here.boot_counter("web").unwrap();
+    here.wait_no_alarm("web", "replica-behind").unwrap();
+    count_on(&here, count);
+    caught_up(&here);
+    here.vmseal(&["vm", "stop", "web", "--force"]).unwrap();
+    assert!(is_equal(&image, &replica));
+
+    // A tool's writes are not missed either, though nobody waits until they are copied.
+    let exposed = Exposed::start(&here, "web", &["--writable"]).unwrap();
+    let write = ["-f", "raw", "-c", "write -P 90 7M 64k", "-c", "flush", &exposed.uri];
+    assert!(Command::new("qemu-io").args(write).status().unwrap().success());
+    exposed.interrupt().unwrap();
+    let count = here.boot_counter("web").unwrap();
+    caught_up(&here);
+    here.vmseal(&["vm", "stop", "web", "--force"]).unwrap();
+    assert!(is_equal(&image, &replica));
+
+    // What it is for: the image is lost, and the guest goes on where it was.
+    let home = image.parent().unwrap();
+    std::fs::remove_dir_all(home).unwrap();
+    std::fs::create_dir(home).unwrap();
+    std::fs::copy(&replica, &image).unwrap();
+    assert_eq!(here.boot_counter("web").unwrap(), count + 1);
+    here.vmseal(&["vm", "stop", "web", "--force"]).unwrap();
+    here.vmseal(&["vm", "delete", "web"]).unwrap();
+    assert!(here.datastore_entries(&second).unwrap().is_empty());
+    assert!(here.datastore_entries(&here.path("datastore")).unwrap().is_empty());
+}
