@@ -63,6 +63,17 @@ pub async fn differ(
     Ok(!same)
 }
 
+/// Whether a source has an alarm of this kind.
+pub async fn is_raised(
+    from: &mut SqliteConnection,
+    source: &str,
+    code: &str,
+) -> Result<bool, StoreError> {
+    let raised =
+        sqlx::query_scalar("SELECT EXISTS (SELECT 1 FROM alarms WHERE source = ? AND code = ?)");
+    Ok(raised.bind(source).bind(code).fetch_one(from).await?)
+}
+
 /// Replaces a source's alarms, and tells of those that came and went. `standing` names every
 /// (code, target) once.
 pub async fn replace(

@@ -14,8 +14,9 @@ use vmseal_kmip::{ResultReason, RevocationReason, State};
 use vmseal_secret::SecretBytes;
 
 use super::create::{Located, may_be_late};
+use super::watch::KEY_STATE;
 use super::{Answer, KmipProvider, Server, Silent};
-use crate::store::alarms::Standing;
+use crate::store::alarms::{self, Standing};
 use crate::store::events::NewEvent;
 use crate::store::key_requests::{self, KeyRequest};
 use crate::store::keys::{self, LivingKey};
@@ -126,7 +127,13 @@ impl KmipProvider {
             let (kind, actor) = ("key.destroyed", crate::SELF);
             write.event(NewEvent { kind, actor, target: vm_name, detail: &detail }).await?;
         }
-        Ok(write.commit().await?)
+        let is_told_of = alarms::is_raised(&mut write, &self.id.to_string(), KEY_STATE).await?;
+        write.commit().await?;
+        if is_told_of {
+            // It may have been about this one.
+            self.wake.notify_one();
+        }
+        Ok(())
     }
 
     /// The first server that has a key, with the key; none only when every server says that it has none: one

@@ -30,6 +30,9 @@ use crate::backoff;
 use crate::store::alarms::{self, Standing};
 use crate::store::{keys, kmip, providers};
 
+/// The alarms about keys in use that are no longer as they should be.
+pub(super) const KEY_STATE: &str = "key-state";
+
 /// How often a KMS that answers is looked at; as vCenter does.
 const EVERY: Duration = Duration::from_secs(300);
 
@@ -278,7 +281,7 @@ impl KmipProvider {
             match standing.iter_mut().find(|known: &&mut Standing| known.target == vm) {
                 Some(known) => known.detail = format!("{}; {}", known.detail, problem.detail),
                 None => {
-                    let (code, detail) = ("key-state", problem.detail);
+                    let (code, detail) = (KEY_STATE, problem.detail);
                     standing.push(Standing { code, target: vm, detail, reason: problem.reason });
                 }
             }

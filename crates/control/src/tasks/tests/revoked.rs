@@ -1,6 +1,8 @@
 //! Keys that their KMS has deactivated or calls compromised: what runs goes on, what is off is locked, and
 //! another key mends it.
 
+use std::time::Duration;
+
 use vmseal_api::id::ProviderId;
 use vmseal_api::kmip::{AddKmipServer, KeyFault};
 use vmseal_kmip::RevocationReason;
@@ -112,6 +114,8 @@ async fn a_vm_with_a_revoked_key_goes_on_while_it_runs_and_is_locked_until_it_ha
         let stop = Operation::StopVm { vm: running, force: true, timeout_seconds: 5 };
         here.done(stop, &on).await;
         here.until("vm-locked", &on, Some(fault)).await;
+        // Longer than the watch rests: it is not to see by chance that they are gone.
+        tokio::time::sleep(Duration::from_secs(1)).await;
         for vm in [running, stopped] {
             if vm == stopped {
                 let stop = Operation::StopVm { vm, force: true, timeout_seconds: 5 };
