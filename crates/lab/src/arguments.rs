@@ -125,7 +125,7 @@ pub fn run(
         }
         observe(Progress::Section(section.id, section.title));
         let outcome = experiment::run(&plan, &systems, &mut |progress| {
-            if section.tells(&progress) {
+            if section.tells(progress) {
                 observe(progress);
             }
         })?;
@@ -147,18 +147,6 @@ pub fn narrate(progress: Progress<'_>) {
         Progress::Section(id, title) => eprintln!("{id}: {title}"),
         Progress::Filling(system) => eprintln!("{system}: fill a disk and read it back"),
         Progress::Round(round, rounds) => eprintln!("round {round} of {rounds}"),
-        Progress::Done(cell) => eprintln!(
-            "  {:<26} {:<24} {:>8.1} kIOPS {:>7.0} MB/s {:>9.2} µs CPU",
-            cell.workload,
-            cell.system,
-            cell.iops / 1e3,
-            cell.throughput / 1e6,
-            cell.cpu_per_io / 1e3
-        ),
-        Progress::Idle(idle) => eprintln!(
-            "  {IDLE:<26} {:<24} {:>8} ns CPU {:>4} wake-ups in {:.1} s",
-            idle.system, idle.cpu, idle.waits, idle.seconds
-        ),
     }
 }
 

@@ -173,7 +173,7 @@ pub enum ExperimentError {
 }
 
 /// What an experiment is about to do, for whoever waits.
-#[derive(Clone, Debug)]
+#[derive(Clone, Copy, Debug)]
 pub enum Progress<'a> {
     /// A section begins: its name, and what it is about.
     Section(&'a str, &'a str),
@@ -181,10 +181,6 @@ pub enum Progress<'a> {
     Filling(&'a str),
     /// A round begins: its number from 1, and how many there are.
     Round(u32, u32),
-    /// A cell is done.
-    Done(&'a Cell),
-    /// The same without work.
-    Idle(&'a Idle),
 }
 
 /// Runs a plan over systems.
@@ -307,9 +303,6 @@ impl<'a> Experiment<'a, '_> {
                 let stand = &self.stands[i];
                 self.cell(round, workload, stand, &servers[i], outcome)
                     .map_err(|source| stand.failed(workload, source))?;
-                if let Some(cell) = outcome.cells.last() {
-                    (self.observe)(Progress::Done(cell));
-                }
             }
         }
         for &i in order.iter().filter(|_| self.plan.idle) {
@@ -317,7 +310,6 @@ impl<'a> Experiment<'a, '_> {
             let time = self.plan.cell;
             let idle = idle::measure(&servers[i], &WAKING, time, round, stand.system.id())
                 .map_err(|source| stand.failed(&WAKING, source))?;
-            (self.observe)(Progress::Idle(&idle));
             outcome.idle.push(idle);
         }
         Ok(())
