@@ -195,6 +195,8 @@ fn requests_that_cannot_be_are_answered_and_the_connection_goes_on() {
         (command::TRIM, 0, u64::MAX, 512, error::EINVAL),
         (command::WRITE_ZEROES, 0, SIZE - 512, 1024, error::ENOSPC),
         (command::WRITE_ZEROES, 0x40, 0, 1024, error::EINVAL),
+        // NBD_CMD_RESIZE: the inventory says how long a disk is.
+        (8, 0, 2 * SIZE, 0, error::EINVAL),
         (99, 0, 0, 0, error::EINVAL),
         (command::READ, 0, 0, 0, 0),
         (command::WRITE, 0, 0, 0, 0),
@@ -208,7 +210,7 @@ fn requests_that_cannot_be_are_answered_and_the_connection_goes_on() {
     assert!(client.data(4096, 4096).iter().all(|&byte| byte == 8));
     client.ask(command::DISCONNECT, 0, 0, 0, 0);
     assert!(client.is_ended());
-    assert_eq!(server.state.totals().errors, 8);
+    assert_eq!(server.state.totals().errors, 9);
 }
 
 #[test]
