@@ -205,6 +205,7 @@ pub async fn first_life(agent: &dyn HostAgent, fixture: Fixture) -> Session {
     unknown_vms(agent, &session).await;
     datastores(agent, &session).await;
     replicas::misplaced(agent, &session).await;
+    replicas::given(agent, &mut session).await;
     registration(agent, &session).await;
     keys(agent, &session).await;
     disks(agent, &mut session).await;
@@ -512,6 +513,7 @@ async fn running(agent: &dyn HostAgent, session: &Session) {
     let changed = agent.expose_disk(vm, disk, Exposing::Hold { writable: true }).await;
     refused(changed.map(drop), ErrorCode::InUse, "exposing a disk in use, to be changed");
     bitmaps::changed(agent, session).await;
+    replicas::followed(agent, session).await;
     let reading = agent.expose_disk(vm, disk, Exposing::Hold { writable: false }).await;
     let mut beside = done(reading, "exposing a disk in use");
     speaks_nbd(agent, session, disk).await;
@@ -522,6 +524,7 @@ async fn running(agent: &dyn HostAgent, session: &Session) {
     let vm_state = session.now(agent).await;
     assert_eq!(vm_state.power, Power::Off);
     refused(agent.bitmaps(vm, disk).await, ErrorCode::WrongState, "bitmaps of a VM that is off");
+    replicas::at_rest(agent, session).await;
     assert_eq!(vm_state.stopped.expect("why").reason, StopReason::PoweredOff);
     let end = timeout(session.fixture.patience, held.read_to_end(&mut Vec::new())).await;
     assert!(end.is_ok(), "the console does not end with the VM");

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use async_trait::async_trait;
 use tokio::task::spawn_blocking;
 use vmseal_api::datastore::{DatastoreCondition, DatastoreContents};
-use vmseal_api::filter::{BitmapChange, BitmapStatus};
+use vmseal_api::filter::{BitmapChange, BitmapStatus, ReplicaStatus};
 use vmseal_api::host::{
     ConsoleClaim, ConsoleStream, DatastoreSpec, DatastoreUsage, ExportSpec, ExportStep, Exposing,
     HostAgent, HostDescription, HostState, ImageSource, KeyReference, NewDisk, OtherKey, PowerOff,
@@ -338,6 +338,10 @@ impl HostAgent for RealHost {
     ) -> Result<Vec<BitmapStatus>, Problem> {
         let change = Some((name, change));
         self.vm(vm).await?.ask(vm, |reply| Call::Bitmaps(disk, change, reply)).await
+    }
+
+    async fn replica(&self, vm: VmId, disk: DiskId) -> Result<ReplicaStatus, Problem> {
+        self.vm(vm).await?.ask(vm, |reply| Call::Replica(disk, reply)).await
     }
 
     async fn power_on(&self, vm: VmId) -> Result<(), Problem> {

@@ -119,6 +119,7 @@ pub fn router(agent: Agent) -> Router {
         .route("/v1/vms/{vm}/disks/{disk}/export", post(export_disk))
         .route("/v1/vms/{vm}/disks/{disk}/expose", get(expose_disk))
         .route("/v1/vms/{vm}/disks/{disk}/bitmaps", get(bitmaps).post(change_bitmap))
+        .route("/v1/vms/{vm}/disks/{disk}/replica", get(replica))
         .route("/v1/vms/{vm}/power-on", post(power_on))
         .route("/v1/vms/{vm}/power-off", post(power_off))
         .route("/v1/vms/{vm}/console", get(console))
@@ -308,6 +309,14 @@ async fn change_bitmap(
     let (vm, disk) = disk_of(&path)?;
     let (name, change) = body(request).await?;
     json(&agent.change_bitmap(vm, disk, name, change).await?)
+}
+
+async fn replica(
+    State(agent): State<Agent>,
+    Path(path): Path<(String, String)>,
+) -> Answer<Response> {
+    let (vm, disk) = disk_of(&path)?;
+    json(&agent.replica(vm, disk).await?)
 }
 
 async fn power_on(State(agent): State<Agent>, Path(vm): Path<String>) -> Answer<Response> {

@@ -6,10 +6,12 @@ use std::time::Duration;
 use vmseal_api::bitmap;
 use vmseal_api::filter::{CRYPT_SECTOR, DISKS_MAX, check_caches};
 use vmseal_api::host::{
-    DiskPhase, DiskSpec, ExportSpec, KeyReference, KeyState, Power, SHUTDOWN_SECONDS_MAX, VmSpec,
+    DatastoreLocation, DiskPhase, DiskSpec, ExportSpec, KeyReference, KeyState, Power,
+    SHUTDOWN_SECONDS_MAX, VmSpec,
 };
 use vmseal_api::id::DiskId;
 use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::replica::ReplicaPlace;
 use vmseal_api::request::{DISK_SIZE_MAX, MEMORY_MAX, MEMORY_MIN, VCPUS_MAX};
 use vmseal_api::transfer::ExportFormat;
 
@@ -232,6 +234,45 @@ pub fn no_bitmaps(spec: &VmSpec) -> Problem {
 pub fn bitmaps_lost(spec: &VmSpec) -> Problem {
     let what = "waits for another filter (alarm 'disks-down'): the dirty bitmaps of its disks are lost with the last one";
     wrong_state(spec, what)
+}
+
+/// A disk that has a replica by policy, and where that is.
+///
+/// # Errors
+/// `not-found`; `wrong-state` where it has none.
+pub fn find_replica(spec: &VmSpec, disk: DiskId) -> Result<(&DiskSpec, &ReplicaPlace), Problem> {
+    let disk = find_disk(spec, disk)?;
+    let place = disk.replica.as_ref().ok_or_else(|| {
+        let what = disk_of(spec, disk);
+        let detail = format!("{what} has no replica: its policy did not name one when it was made");
+        Problem::new(ErrorCode::WrongState, detail)
+    })?;
+    Ok((disk, place))
+}
+
+/// Nobody copies anything to the replicas of a VM that does not run.
+#[must_use]
+pub fn replica_rests(spec: &VmSpec) -> Problem {
+    let what = "does not run: nothing is copied to a replica while its VM is off; it stays as it was when that stopped. Start the VM, and ask again";
+    wrong_state(spec, what)
+}
+
+/// The filter has died that wrote the replica, and no other one serves yet.
+#[must_use]
+pub fn replica_waits(spec: &VmSpec) -> Problem {
+    let what = "waits for another filter (alarm 'disks-down'): nothing is copied to the replicas of its disks until there is one";
+    wrong_state(spec, what)
+}
+
+/// What an operator is told of a disk whose filter has no replica to write.
+#[must_use]
+pub fn unreplicated(disk: &DiskSpec, place: &ReplicaPlace) -> String {
+    let DatastoreLocation::Dir { path } = &place.datastore.location;
+    format!(
+        "disk '{}' is served without its replica: {}, or the replica's map beside the disk, could not be used when it was opened. See that both datastores are there, have room and work, then stop and start the VM: the replica is copied anew",
+        disk.name,
+        path.display()
+    )
 }
 
 /// A disk, as messages name it.

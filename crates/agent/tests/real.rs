@@ -18,6 +18,7 @@ use vmseal_api::host::{
 };
 use vmseal_api::id::{DatastoreId, DiskId, VmId};
 use vmseal_api::problem::ErrorCode;
+use vmseal_api::replica::{REPLICA_RATE, ReplicaPlace};
 use vmseal_api::transfer::ImageFormat;
 
 /// Two cores, emulation, and other tests beside: nothing here takes as long by itself.
@@ -201,6 +202,11 @@ async fn running(bench: &Bench, agent: &dyn HostAgent) -> VmSpec {
 
 /// A VM with a plain disk that holds what is in the file `guest`.
 async fn made(bench: &Bench, agent: &dyn HostAgent) -> VmSpec {
+    made_with(bench, agent, None).await
+}
+
+/// The same, with a replica of the disk there.
+async fn made_with(bench: &Bench, agent: &dyn HostAgent, replica: Option<ReplicaPlace>) -> VmSpec {
     let location = DatastoreLocation::Dir { path: bench.path("store") };
     let place = DatastoreSpec { datastore: DatastoreId::new(), location };
     let disk = DiskSpec {
@@ -212,7 +218,7 @@ async fn made(bench: &Bench, agent: &dyn HostAgent) -> VmSpec {
         allocation: Allocation::Thin,
         limits: Default::default(),
         cache: None,
-        replica: None,
+        replica,
         facts: Some(DiskFacts::Raw),
     };
     let spec = VmSpec {
@@ -407,6 +413,45 @@ async fn a_guest_waits_for_its_disks_until_they_can_be_served() {
     start(&*agent, vm).await;
     assert!(wait(&*agent, vm, |_| true).await.notices.is_empty(), "of an earlier run");
     agent.power_off(vm, PowerOff::Force).await.unwrap();
+}
+
+/// Nobody is told how a replica stands that no filter writes.
+#[tokio::test]
+async fn a_replica_is_told_of_while_a_filter_writes_it() {
+    let bench = Bench::new();
+    let agent = bench.agent().await;
+    let (second, elsewhere) = (bench.path("second"), bench.path("elsewhere"));
+    std::fs::create_dir(&second).unwrap();
+    let location = DatastoreLocation::Dir { path: second.clone() };
+    let datastore = DatastoreSpec { datastore: DatastoreId::new(), location };
+    agent.probe_datastore(datastore.clone()).await.unwrap();
+    let replica = ReplicaPlace { datastore, bytes_per_second: REPLICA_RATE };
+    let spec = made_with(&bench, &*agent, Some(replica)).await;
+    let (vm, disk) = (spec.vm, spec.disks[0].disk);
+    start(&*agent, vm).await;
+    agent.replica(vm, disk).await.unwrap();
+    let refused = async |word: &str| {
+        let problem = agent.replica(vm, disk).await.unwrap_err();
+        let told = problem.code == ErrorCode::WrongState && problem.detail.contains(word);
+        assert!(told, "{problem}");
+    };
+
+    // No other filter can serve the disk.
+    let image = bench.path("store").join(vm.to_string()).join(format!("{disk}.raw"));
+    std::fs::rename(&image, bench.path("away")).unwrap();
+    bench.kill(vm, "filter");
+    wait(&*agent, vm, |state| told(state, NoticeCode::DisksDown).is_some()).await;
+    refused("waits for another filter").await;
+    agent.power_off(vm, PowerOff::Force).await.unwrap();
+    std::fs::rename(bench.path("away"), &image).unwrap();
+    refused("does not run").await;
+
+    // One serves it, and has no replica.
+    std::fs::rename(&second, &elsewhere).unwrap();
+    start(&*agent, vm).await;
+    refused("is served without its replica").await;
+    agent.power_off(vm, PowerOff::Force).await.unwrap();
+    bench.nothing_runs();
 }
 
 /// The agent dies between putting a death on record and clearing away what is left.

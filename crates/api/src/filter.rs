@@ -170,6 +170,7 @@ pub struct ReplicateSpec {
 
 /// How a replica stands.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct ReplicaStatus {
     /// How much may differ from the disk, in bytes, in whole chunks. At 0 they are equal.
     pub dirty_bytes: u64,

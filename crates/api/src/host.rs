@@ -31,6 +31,7 @@
 //! GET    /v1/vms/{vm}/disks/{disk}/expose?connect=B&writable=B  expose_disk (WebSocket, binary frames)
 //! GET    /v1/vms/{vm}/disks/{disk}/bitmaps bitmaps
 //! POST   /v1/vms/{vm}/disks/{disk}/bitmaps change_bitmap (body: name and change)
+//! GET    /v1/vms/{vm}/disks/{disk}/replica replica
 //! POST   /v1/vms/{vm}/power-on             power_on
 //! POST   /v1/vms/{vm}/power-off            power_off
 //! GET    /v1/vms/{vm}/console              console (WebSocket, binary frames)
@@ -606,7 +607,7 @@ pub use crate::expose::Exposing;
 mod service {
     use super::*;
     use crate::datastore::{DatastoreCondition, DatastoreContents};
-    use crate::filter::{BitmapChange, BitmapStatus};
+    use crate::filter::{BitmapChange, BitmapStatus, ReplicaStatus};
     use crate::model::LogLevel;
     use async_trait::async_trait;
 
@@ -772,6 +773,12 @@ mod service {
             name: String,
             change: BitmapChange,
         ) -> Result<Vec<BitmapStatus>, Problem>;
+
+        /// How the replica of a disk in use stands.
+        ///
+        /// # Errors
+        /// `wrong-state` as [`HostAgent::bitmaps`], and where the disk has none or is served without it.
+        async fn replica(&self, vm: VmId, disk: DiskId) -> Result<ReplicaStatus, Problem>;
 
         /// Begins to start a registered VM; follow [`VmState`].
         ///

@@ -1,12 +1,15 @@
-//! Replicas of disks: where they may not be.
+//! Replicas of disks: where they may not be, and how far they are behind.
 
+use std::time::Duration;
+
+use tokio::time::{Instant, sleep};
 use vmseal_api::filter::REPLICATE_RATE_MIN;
 use vmseal_api::host::{DatastoreLocation, DatastoreSpec, HostAgent, NewDisk, VmSpec};
-use vmseal_api::id::DatastoreId;
+use vmseal_api::id::{DatastoreId, DiskId};
 use vmseal_api::problem::ErrorCode;
-use vmseal_api::replica::ReplicaPlace;
+use vmseal_api::replica::{REPLICA_RATE, ReplicaPlace};
 
-use super::{Session, refused};
+use super::{Session, done, refused};
 
 /// A replica is neither beside its disk, nor too slow, nor where no datastore is.
 pub async fn misplaced(agent: &dyn HostAgent, session: &Session) {
@@ -38,4 +41,48 @@ pub async fn misplaced(agent: &dyn HostAgent, session: &Session) {
         )),
         "a replica without its datastore: {looked:?}"
     );
+}
+
+/// The suite's second disk is to have a replica, on a datastore of its own.
+pub async fn given(agent: &dyn HostAgent, session: &mut Session) {
+    let path = session.fixture.image.with_file_name("second");
+    std::fs::create_dir(&path).expect("a second datastore");
+    let location = DatastoreLocation::Dir { path };
+    let datastore = DatastoreSpec { datastore: DatastoreId::new(), location };
+    done(agent.probe_datastore(datastore.clone()).await, "a second datastore");
+    let unknown = agent.replica(session.vm(), session.spec.disks[1].disk).await;
+    refused(unknown, ErrorCode::NotFound, "a replica of an unknown VM");
+    let replica = ReplicaPlace { datastore, bytes_per_second: REPLICA_RATE };
+    session.spec.disks[1].replica = Some(replica);
+}
+
+/// While the guest runs, its disk's replica comes to have all that the disk has.
+pub async fn followed(agent: &dyn HostAgent, session: &Session) {
+    let (vm, [without, with]) = (session.vm(), [0, 1].map(|index| session.spec.disks[index].disk));
+    let unknown = agent.replica(vm, DiskId::new()).await;
+    refused(unknown, ErrorCode::NotFound, "the replica of a disk that is none");
+    refuses(agent, session, without, "has no replica: its policy").await;
+    let give_up = Instant::now() + session.fixture.patience;
+    loop {
+        let replica = done(agent.replica(vm, with).await, "seeing how a replica stands");
+        assert_eq!(replica.trouble, None);
+        if replica.dirty_bytes == 0 && replica.lag_milliseconds.is_some() {
+            return;
+        }
+        assert!(Instant::now() < give_up, "it does not catch up: {replica:?}");
+        sleep(Duration::from_millis(50)).await;
+    }
+}
+
+/// Nobody tells how a replica stands when the VM is off; a disk that has none is told of as ever.
+pub async fn at_rest(agent: &dyn HostAgent, session: &Session) {
+    let [without, with] = [0, 1].map(|index| session.spec.disks[index].disk);
+    refuses(agent, session, with, "nothing is copied to a replica while its VM is off").await;
+    refuses(agent, session, without, "has no replica: its policy").await;
+}
+
+async fn refuses(agent: &dyn HostAgent, session: &Session, disk: DiskId, word: &str) {
+    let problem = agent.replica(session.vm(), disk).await.expect_err(word);
+    assert_eq!(problem.code, ErrorCode::WrongState, "{problem}");
+    assert!(problem.detail.contains(word), "{problem}");
 }

@@ -6,7 +6,7 @@ use async_trait::async_trait;
 use vmseal_api::datastore::{
     DatastoreCondition, DatastoreContents, FoundImage, ImageContent, NamedImage,
 };
-use vmseal_api::filter::{BitmapChange, BitmapStatus};
+use vmseal_api::filter::{BitmapChange, BitmapStatus, ReplicaStatus};
 use vmseal_api::host::{
     Allocation, ConsoleClaim, ConsoleStream, DatastoreLocation, DatastoreSpec, DatastoreUsage,
     DiskFacts, DiskPhase, DiskSpec, ExportSpec, ExportStep, Exposing, HostAgent, HostDescription,
@@ -171,7 +171,7 @@ impl Inside {
         Ok(DatastoreContents { images: here.map(image).collect(), ..Default::default() })
     }
 
-    fn check_place(&self, spec: &DatastoreSpec) -> Result<(), Problem> {
+    pub(super) fn check_place(&self, spec: &DatastoreSpec) -> Result<(), Problem> {
         let DatastoreLocation::Dir { path } = &spec.location;
         if self.world.marks.get(path) == Some(&spec.datastore) {
             return Ok(());
@@ -571,6 +571,10 @@ impl HostAgent for SimulatedHost {
         change: BitmapChange,
     ) -> Result<Vec<BitmapStatus>, Problem> {
         self.call(Call::ChangeBitmap, |inside| inside.bitmaps(vm, disk, Some((name, change))))
+    }
+
+    async fn replica(&self, vm: VmId, disk: DiskId) -> Result<ReplicaStatus, Problem> {
+        self.call(Call::Replica, |inside| inside.replica(vm, disk))
     }
 
     async fn power_on(&self, vm: VmId) -> Result<(), Problem> {

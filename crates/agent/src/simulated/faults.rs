@@ -52,6 +52,8 @@ pub enum Call {
     Bitmaps,
     /// `change_bitmap`
     ChangeBitmap,
+    /// `replica`
+    Replica,
     /// `power_on`
     PowerOn,
     /// `power_off`

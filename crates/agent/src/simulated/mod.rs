@@ -15,6 +15,7 @@ mod exports;
 mod exposed;
 mod faults;
 mod keys;
+mod replica;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;

@@ -26,7 +26,7 @@ use std::fs::File;
 use std::sync::Arc;
 
 use tokio::sync::{mpsc, oneshot};
-use vmseal_api::filter::{BitmapChange, BitmapStatus};
+use vmseal_api::filter::{BitmapChange, BitmapStatus, ReplicaStatus};
 use vmseal_api::host::{
     Accelerator, ConsoleClaim, ConsoleStream, ExportSpec, ExportStep, Exposing, ImageSource,
     KeyReference, PowerOff, SealedKey, Stopped, VmSpec,
@@ -96,6 +96,8 @@ pub enum Call {
     Expose(DiskId, Exposing, Reply<ConsoleStream>),
     /// For the dirty bitmaps of a disk, as they are when one is changed as asked.
     Bitmaps(DiskId, Option<(String, BitmapChange)>, Reply<Vec<BitmapStatus>>),
+    /// For how the replica of a disk stands.
+    Replica(DiskId, Reply<ReplicaStatus>),
 }
 
 /// What becomes of the keys that open a VM's disks.

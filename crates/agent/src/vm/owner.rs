@@ -1,6 +1,7 @@
 //! The task that owns a VM. See the diagram in [`super`].
 
 mod bitmaps;
+mod replicas;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -218,6 +219,7 @@ impl Owner {
             // Answered by who serves it, as its filter has to start first.
             Call::Expose(disk, what, to) => self.expose(disk, what, to),
             Call::Bitmaps(disk, change, to) => self.bitmaps(disk, change, to),
+            Call::Replica(disk, to) => self.replica(disk, to),
             Call::Unregister(_) => {}
         }
     }

@@ -16,6 +16,7 @@ use crate::filter::{self, Control, FilterError};
 use crate::process::{Exit, Process};
 use crate::qemu;
 use crate::qmp::{Event, Qmp, ShutdownReason};
+use crate::rules;
 use crate::run_dir::ProcessDir;
 use crate::users::Slot;
 
@@ -235,18 +236,17 @@ fn troubles(spec: &VmSpec, status: &FilterStatus) -> Vec<Notice> {
     });
     let behind = status.disks.iter().filter_map(|disk| {
         let known = spec.disks.iter().find(|known| known.disk == disk.disk)?;
-        let DatastoreLocation::Dir { path } = &known.replica.as_ref()?.datastore.location;
-        let (name, path) = (&known.name, path.display());
+        let place = known.replica.as_ref()?;
         let detail = match &disk.replica {
             Some(replica) => {
                 let trouble = replica.trouble.as_ref()?;
+                let DatastoreLocation::Dir { path } = &place.datastore.location;
+                let (name, path) = (&known.name, path.display());
                 format!(
                     "the replica of disk '{name}' is not kept up: {trouble}. See that {path} is there, has room and works; the guest sees nothing of it, and it is tried again"
                 )
             }
-            None => format!(
-                "disk '{name}' is served without its replica: {path}, or the replica's map beside the disk, could not be used when it was opened. See that both datastores are there, have room and work, then stop and start the VM: the replica is copied anew"
-            ),
+            None => rules::unreplicated(known, place),
         };
         Some(Notice { code: NoticeCode::ReplicaBehind, disk: Some(disk.disk), detail })
     });

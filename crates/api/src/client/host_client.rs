@@ -19,7 +19,7 @@ use super::exchange::{CONNECT_TIMEOUT, Peer};
 use super::tls::{self, ClientIdentity, TlsError};
 use super::websocket;
 use crate::datastore::{DatastoreCondition, DatastoreContents};
-use crate::filter::{BitmapChange, BitmapStatus};
+use crate::filter::{BitmapChange, BitmapStatus, ReplicaStatus};
 use crate::host::{
     ConsoleClaim, ConsoleStream, DatastoreSpec, DatastoreUsage, ExportSpec, ExportStep, Exposing,
     HostAgent, HostDescription, HostState, ImageSource, KeyReference, NewDisk, OtherKey, PowerOff,
@@ -276,6 +276,10 @@ impl HostAgent for HostClient {
         let request = self.request(Method::POST, &path).json(&(name, change));
         let body = self.peer().exchange(request).await?;
         self.peer().parse_changed(&body)
+    }
+
+    async fn replica(&self, vm: VmId, disk: DiskId) -> Result<ReplicaStatus, Problem> {
+        self.call(self.request(Method::GET, &format!("vms/{vm}/disks/{disk}/replica"))).await
     }
 
     async fn console(&self, vm: VmId, claim: ConsoleClaim) -> Result<ConsoleStream, Problem> {

@@ -69,7 +69,8 @@ async fn answered(
     }
 }
 
-fn told(what: &str, error: FilterError) -> Problem {
+/// A filter's refusal, or silence, as the host tells it.
+pub(super) fn told(what: &str, error: FilterError) -> Problem {
     let code = match &error {
         FilterError::Refused { code, message } => {
             return Problem::new(*code, format!("{what}: {message}"));

@@ -1,0 +1,63 @@
+//! How far the replica of a disk in use is behind. The filter that writes it alone knows.
+
+use vmseal_api::filter::ReplicaStatus;
+use vmseal_api::host::{DiskSpec, VmSpec};
+use vmseal_api::id::DiskId;
+use vmseal_api::problem::Problem;
+use vmseal_api::replica::ReplicaPlace;
+use vmseal_api::request_id;
+
+use super::bitmaps::told;
+use super::{Owner, State};
+use crate::filter::Control;
+use crate::rules;
+use crate::vm::Reply;
+use crate::vm::service::Service;
+
+impl Owner {
+    /// Has the filter answer, which may take its time: the VM's other calls do not wait.
+    pub(super) fn replica(&self, disk: DiskId, to: Reply<ReplicaStatus>) {
+        let question = self.question(disk);
+        let work = async move {
+            let answer = match question {
+                Ok(question) => question.answer().await,
+                Err(problem) => Err(problem),
+            };
+            // Whoever asked may have gone.
+            let _ = to.send(answer);
+        };
+        tokio::spawn(request_id::inherit(work));
+    }
+
+    fn question(&self, disk: DiskId) -> Result<Question, Problem> {
+        let (disk, place) = rules::find_replica(&self.spec, disk)?;
+        let (State::Running(running) | State::Stopping { running, .. }) = &self.state else {
+            return Err(rules::replica_rests(&self.spec));
+        };
+        if !matches!(running.service, Service::Served(_)) {
+            return Err(rules::replica_waits(&self.spec));
+        }
+        let (disk, place) = (disk.clone(), place.clone());
+        Ok(Question { control: running.control.clone(), spec: self.spec.clone(), disk, place })
+    }
+}
+
+/// What is asked of the filter that serves the disk's guest.
+struct Question {
+    control: Control,
+    spec: VmSpec,
+    disk: DiskSpec,
+    place: ReplicaPlace,
+}
+
+impl Question {
+    async fn answer(self) -> Result<ReplicaStatus, Problem> {
+        let Self { control, spec, disk, place } = self;
+        let status = control.status().await;
+        let status = status.map_err(|error| told(&rules::disk_of(&spec, &disk), error))?;
+        let found = status.disks.into_iter().find(|found| found.disk == disk.disk);
+        found.and_then(|found| found.replica).ok_or_else(|| {
+            rules::wrong_state(&spec, &format!("runs, but {}", rules::unreplicated(&disk, &place)))
+        })
+    }
+}
