@@ -123,6 +123,7 @@ mod tests {
         assert!(asks("vm", "start", "name") && asks("vm", "show", "name"));
         assert!(asks("vm", "create", "policy") && asks("task", "wait", "tasks"));
         assert!(asks("disk", "list", "vm") && asks("disk", "show", "disk"));
+        assert!(asks("disk", "replica", "vm") && asks("disk", "replica", "disk"));
         assert!(asks("vm", "import", "datastore"));
         let bitmap = command.find_subcommand("disk").unwrap().find_subcommand("bitmap").unwrap();
         let clear = bitmap.find_subcommand("clear").unwrap();

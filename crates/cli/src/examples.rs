@@ -153,6 +153,7 @@ pub const EXAMPLES: &[(&str, &str, &str)] = &[
         "vmseal disk bitmap add web1 disk0 sunday",
     ),
     ("vmseal-disk-bitmap", "", "vmseal disk bitmap list web1 disk0"),
+    ("vmseal-disk-replica", "See it catch up:", "vmseal disk replica web1 disk0 -w"),
     ("vmseal-task-watch", "All that runs now:", "vmseal task watch"),
     (
         "vmseal-task-wait",

@@ -143,6 +143,7 @@ mod tests {
                 &["disk", "show", "vm"],
                 &["disk", "show"],
                 &["disk", "bitmap", "list", "vm"],
+                &["disk", "replica", "vm"],
                 &["disk", "bitmap", "remove", "vm", "disk"],
                 &["task", "wait"],
                 &["task", "cancel"],

@@ -65,6 +65,20 @@ pub enum Disk {
     /// and nothing is called clean that may have changed: make a full backup then, and start again.
     #[command(subcommand)]
     Bitmap(Bitmap),
+    /// Show how far a disk's replica is behind, now
+    ///
+    /// Its VM has to run: nothing is copied otherwise. `dirty` is how much the replica may not have; what was done on
+    /// the disk `lag` ago, and before, is in it. A disk has a replica where its policy has it (`vmseal policy add
+    /// --replicate-to`).
+    Replica {
+        /// The VM's name or id; it has to run
+        vm: String,
+        /// The disk's name within the VM, or its id
+        disk: String,
+        /// Print a line for it, and one for what is different each second, until its VM stops
+        #[arg(short, long)]
+        watch: bool,
+    },
 }
 
 /// How a disk is exposed.

@@ -7,7 +7,7 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::ExportDisk;
 use vmseal_api::transfer::ExportFormat;
 
-use super::{bitmap, expose, list, vm};
+use super::{bitmap, expose, list, replica, vm};
 use crate::arguments::{self, Output, Passphrase};
 use crate::exit::{Ended, Exit};
 use crate::passphrase::{self, Prompt};
@@ -49,6 +49,10 @@ pub async fn run(
                 Ok(VmDisk { vm: vm.name, disk })
             };
             list::one_with(server, output, watch, |_| Vec::new(), read).await
+        }
+        arguments::Disk::Replica { vm, disk, watch } => {
+            let (vm, disk) = find(server, &vm, &disk).await?;
+            replica::run(server, output, &vm, disk, watch).await
         }
         arguments::Disk::Export { vm, disk, to, format, plaintext, passphrase, dry_run, wait } => {
             let format = match format {

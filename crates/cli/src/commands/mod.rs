@@ -20,6 +20,7 @@ mod processes;
 mod progress;
 mod provider;
 mod reconnect;
+mod replica;
 mod task;
 mod vm;
 

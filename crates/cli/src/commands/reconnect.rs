@@ -47,6 +47,27 @@ pub async fn across<T>(
     }
 }
 
+/// Asks what a host answers through the server: where that has been away, the question itself is asked until it is
+/// answered, as a server that is back says nothing of a host. Says that one of them is away, and back.
+///
+/// # Errors
+/// What is answered; the last problem where it does not pass.
+pub async fn asked_again<T>(ask: impl AsyncFn() -> Result<T, Problem>) -> Result<T, Problem> {
+    let lost = match ask().await {
+        Err(problem) if may_pass(&problem) => problem,
+        told => return told,
+    };
+    print::say(format_args!("{lost}: asking again for {}", within()));
+    let mut told = None;
+    let again = async || {
+        told = Some(ask().await?);
+        Ok(())
+    };
+    until_answer(USUAL, lost.clone(), again).await?;
+    print::say("there is an answer again");
+    told.ok_or(lost)
+}
+
 /// Whether the server answers.
 pub async fn answers(server: &ServerClient) -> Result<(), Problem> {
     server.get::<Changes>("changes").await.map(drop)
@@ -125,6 +146,24 @@ mod tests {
         let silent = until_answer(SHORT, away(), async || std::future::pending().await);
         assert!(silent.await.is_err());
         assert!(began.elapsed() < SHORT.total * 3, "{:?}", began.elapsed());
+    }
+
+    /// The server answers all the while: it is the host that does not.
+    #[tokio::test]
+    async fn a_question_is_asked_again_until_it_is_answered_or_refused() {
+        for refusal in [None, Some(ErrorCode::WrongState)] {
+            let asked = std::cell::Cell::new(0);
+            let told = asked_again(async || {
+                asked.set(asked.get() + 1);
+                match (asked.get(), refusal) {
+                    (1, _) => Err(away()),
+                    (_, Some(code)) => Err(Problem::new(code, "its VM is off")),
+                    (number, None) => Ok(number),
+                }
+            });
+            assert_eq!(told.await.map_err(|problem| problem.code), refusal.map_or(Ok(2), Err));
+            assert_eq!(asked.get(), 2);
+        }
     }
 
     #[tokio::test]

@@ -13,6 +13,7 @@ const READING: &[&str] = &[
     "datastore show",
     "disk bitmap list",
     "disk list",
+    "disk replica",
     "disk show",
     "doctor",
     "events",

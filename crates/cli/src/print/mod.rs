@@ -10,7 +10,7 @@ use vmseal_api::host::DiskFacts;
 use vmseal_api::model::{Disk, Task, Vm};
 
 pub use self::column::Row;
-pub use self::rows::VmDisk;
+pub use self::rows::{DiskReplica, VmDisk};
 pub use self::stream::{is_closed, line, print, printable, say, words};
 pub use self::table::Lines;
 use crate::arguments::{Columns, Output};

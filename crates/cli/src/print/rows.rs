@@ -4,7 +4,7 @@ use std::cmp::Ordering;
 
 use serde::Serialize;
 use vmseal_agent::doctor::Finding;
-use vmseal_api::filter::BitmapStatus;
+use vmseal_api::filter::{BitmapStatus, ReplicaStatus};
 use vmseal_api::host::{DatastoreLocation, HostDescription};
 use vmseal_api::model::{
     Alarm, Datastore, Disk, Event, Host, JoinToken, LogLevel, Plan, Policy, Provider, Task,
@@ -172,6 +172,34 @@ impl Row for BitmapStatus {
     }
     fn order(&self, other: &Self) -> Ordering {
         self.since.cmp(&other.since)
+    }
+}
+
+/// How the replica of a disk stands, with whose it is and where.
+#[derive(Clone, PartialEq, Serialize)]
+pub struct DiskReplica {
+    /// The VM's name.
+    pub vm: String,
+    /// The disk's name within the VM.
+    pub disk: String,
+    /// The name of the replica's datastore.
+    pub datastore: Option<String>,
+    /// What the filter says that writes it.
+    #[serde(flatten)]
+    pub status: ReplicaStatus,
+}
+
+impl Row for DiskReplica {
+    const COLUMNS: &'static [Column<Self>] = &[
+        usual("vm", |it| (&it.vm).into()),
+        usual("disk", |it| (&it.disk).into()),
+        usual("datastore", |it| it.datastore.clone().into()),
+        usual("dirty", |it| Cell::Bytes(it.status.dirty_bytes)),
+        usual("lag", |it| Cell::Lag(it.status.lag_milliseconds)),
+        usual("trouble", |it| it.status.trouble.clone().into()),
+    ];
+    fn identity(&self) -> String {
+        format!("{} {}", self.vm, self.disk)
     }
 }
 

@@ -21,6 +21,7 @@ mod policies;
 mod problem;
 mod providers;
 mod recrypt;
+mod replicas;
 mod tasks;
 mod trace;
 mod vms;
@@ -137,6 +138,7 @@ fn user_routes() -> OpenApiRouter<Arc<App>> {
         .routes(routes!(bitmaps::list, bitmaps::add))
         .routes(routes!(bitmaps::clear))
         .routes(routes!(bitmaps::remove))
+        .routes(routes!(replicas::show))
         .routes(routes!(tasks::list))
         .routes(routes!(tasks::show))
         .routes(routes!(tasks::cancel))
