@@ -80,10 +80,18 @@ fn a_replica_outlives_the_deaths_of_filter_and_agent_and_is_the_disk_in_the_end(
     here.start_agent().unwrap();
     here.wait_power("web", "running").unwrap();
     count_on(&here, count);
-    caught_up(&here);
+    eventually("the replica has caught up, as it is shown", || {
+        let shown = here.json(&["disk", "replica", "web", "disk0"]).ok()?;
+        assert_eq!(shown["datastore"], "second", "{shown}");
+        let lag = shown["lag_milliseconds"].as_u64()?;
+        (shown["dirty_bytes"] == 0 && lag < 60_000).then_some(())
+    })
+    .unwrap();
     assert!(here.alarms("web").unwrap().iter().all(|alarm| alarm["code"] != "replica-behind"));
     here.vmseal(&["vm", "stop", "web", "--force"]).unwrap();
     assert!(is_equal(&image, &replica), "the map says that they are equal");
+    let off = here.refused(&["disk", "replica", "web", "disk0"]).unwrap();
+    assert!(off.contains("while its VM is off"), "{off}");
 
     // Other keys open both, and nothing is copied anew for that.
     let map = image.with_extension("map");
@@ -103,6 +111,8 @@ fn a_replica_outlives_the_deaths_of_filter_and_agent_and_is_the_disk_in_the_end(
     here.vmseal(&["vm", "start", "web"]).unwrap();
     let told = here.wait_alarm("web", "replica-behind").unwrap();
     assert!(told.contains("without its replica"), "{told}");
+    let unwritten = here.refused(&["disk", "replica", "web", "disk0"]).unwrap();
+    assert!(unwritten.contains("without its replica"), "{unwritten}");
     assert!(std::fs::read(&map).unwrap().is_empty(), "its map is believed");
     here.vmseal(&["vm", "stop", "web", "--force"]).unwrap();
     std::fs::rename(&away, &second).unwrap();
