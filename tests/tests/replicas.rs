@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
+use std::fs::File;
 use std::path::PathBuf;
 use std::process::Command;
 
@@ -88,7 +89,18 @@ fn a_replica_outlives_the_deaths_of_filter_and_agent_and_is_the_disk_in_the_end(
     })
     .unwrap();
     assert!(here.alarms("web").unwrap().iter().all(|alarm| alarm["code"] != "replica-behind"));
+    let watched = here.path("watched");
+    let mut watch = here.command().unwrap();
+    watch.args(["disk", "replica", "web", "disk0", "--watch"]);
+    let mut watch = watch.stdout(File::create(&watched).unwrap()).spawn().unwrap();
+    eventually("somebody sees it", || {
+        let told = std::fs::read_to_string(&watched).ok()?;
+        told.lines().any(|line| line.starts_with("listed") && line.contains("second")).then_some(())
+    })
+    .unwrap();
     here.vmseal(&["vm", "stop", "web", "--force"]).unwrap();
+    let ended = eventually("they are told of the end", || watch.try_wait().unwrap()).unwrap();
+    assert_eq!(ended.code(), Some(4), "a VM that is off is in no state to be followed");
     assert!(is_equal(&image, &replica), "the map says that they are equal");
     let off = here.refused(&["disk", "replica", "web", "disk0"]).unwrap();
     assert!(off.contains("while its VM is off"), "{off}");
