@@ -5,6 +5,7 @@
 //! entries, images and time are bounded.
 
 use std::collections::HashSet;
+use std::ffi::OsStr;
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::fd::AsRawFd;
@@ -253,8 +254,9 @@ fn named(place: &Path) -> Option<NamedImage> {
 /// Whether it is a file of ours that is no image.
 fn ours(place: &Path) -> bool {
     let of_home = place.parent().and_then(Path::to_str).is_some_and(|home| {
-        let beside = |extension: &std::ffi::OsStr| extension == "importing" || extension == "map";
-        let note = place.extension().is_some_and(beside);
+        let ours =
+            |extension: &OsStr| ["importing", "map", "pair"].iter().any(|it| extension == *it);
+        let note = place.extension().is_some_and(ours);
         let described = place.file_name().is_some_and(|name| name == DESCRIPTOR);
         home.parse::<VmId>().is_ok() && (described || note)
     });
@@ -361,6 +363,7 @@ mod tests {
         encrypted(&home.join(format!("{copied}.replica")), vm, copied);
         // What a replica may not have, and how far an import is: no images, and no strangers.
         File::create(home.join(format!("{disk}.map"))).unwrap();
+        File::create(home.join(format!("{disk}.pair"))).unwrap();
         File::create(home.join(format!("{making}.raw.importing"))).unwrap();
         std::fs::create_dir_all(root.join("lost/and")).unwrap();
         encrypted(&root.join("lost/and/found.img"), vm, disk);

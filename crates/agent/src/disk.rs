@@ -89,15 +89,13 @@ async fn discard(home: &Home, workshop: &Workshop, vm: VmId, made: &DiskSpec) {
     if let Err(error) = workshop.directory.sweep().await {
         tracing::warn!(%vm, %disk, %error, "cannot remove an import's directory");
     }
-    let (home, made) = (home.clone(), made.clone());
-    let discard = move || {
-        home.discard(disk)?;
-        replica::discard(&home, vm, &made)
+    let image = home.clone();
+    let discarded = async {
+        spawn_blocking(move || image.discard(disk)).await.map_err(internal)??;
+        replica::discard(home, vm, made).await
     };
-    match spawn_blocking(discard).await {
-        Ok(Ok(())) => {}
-        Ok(Err(problem)) => tracing::warn!(%vm, %disk, %problem, "a half-made disk is left"),
-        Err(error) => tracing::warn!(%vm, %disk, %error, "a half-made disk is left"),
+    if let Err(problem) = discarded.await {
+        tracing::warn!(%vm, %disk, %problem, "a half-made disk is left");
     }
 }
 
@@ -145,12 +143,11 @@ async fn make(
             Ok(()) = cancelled => return Err(removed_meanwhile()),
         }
     }
-    let (place, offset) = (home.clone(), data_offset(&facts));
-    let finish = move || {
-        replica::make(&spec, &disk, &file, offset)?;
-        place.finish(disk.disk, &file)
-    };
-    spawn_blocking(finish).await.map_err(internal)??;
+    // It was filled without its replica, so no map is to be believed. One that cannot be made now is made by
+    // whoever writes first: it is not worth a long import.
+    drop(replica::for_writer(&spec, &disk, &file, data_offset(&facts)).await?);
+    let place = home.clone();
+    spawn_blocking(move || place.finish(disk.disk, &file)).await.map_err(internal)??;
     Ok(facts)
 }
 

@@ -6,17 +6,19 @@
 //! <datastore>/<vm id>/<disk id>.raw.creating  a disk that is being made, or debris of one
 //! <datastore>/<vm id>/<disk id>.raw.importing how far the import is that makes it ([`Note`])
 //! <datastore>/<vm id>/<disk id>.map           what the replica of a disk may not have ([`crate::replica`])
+//! <datastore>/<vm id>/<disk id>.pair          which image and which replica that is about, beside both
 //! <datastore>/<vm id>/<disk id>.replica       the replica of a disk that is on another datastore
 //! ```
 //! A disk is renamed to its name when it is whole and flushed. Whoever works on an image holds a lock on
 //! the open file (F_OFD_SETLK); the filter inherits the open file and the lock with it.
 
+use std::collections::BTreeMap;
 use std::fs::{DirBuilder, File, OpenOptions};
 use std::io;
 use std::ops::Range;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
 use nix::errno::Errno;
@@ -54,9 +56,14 @@ const NOTE_MAX: u64 = 4096;
 /// Below this much free room (bytes), a failed write is taken for a full datastore.
 const FULL_BELOW: u64 = 16 << 20;
 
-/// Held while a home gets a file and while an empty one is removed: disks of one VM are made and removed
-/// beside each other.
-static HOMES: Mutex<()> = Mutex::new(());
+/// Of each datastore: held while a home gets a file and while an empty one is removed, as disks of one VM are made
+/// and removed beside each other. A datastore that hangs keeps no other one waiting.
+static HOMES: Mutex<BTreeMap<PathBuf, Arc<Mutex<()>>>> = Mutex::new(BTreeMap::new());
+
+fn homes(datastore: &Path) -> Arc<Mutex<()>> {
+    let mut homes = HOMES.lock().unwrap_or_else(PoisonError::into_inner);
+    Arc::clone(homes.entry(datastore.to_owned()).or_default())
+}
 
 /// What is known of a VM without any key. Nothing trusts it: it is for people and for listing.
 #[derive(Serialize)]
@@ -112,7 +119,8 @@ pub fn kept_until(note: &Path) -> Option<SystemTime> {
 /// Removes a half-made disk that nobody works on, unless its import may go on.
 pub(crate) fn remove_debris(path: &Path) {
     // Whoever makes a file here has locked it, too, before this is given back.
-    let _homes = HOMES.lock().unwrap_or_else(PoisonError::into_inner);
+    let homes = path.parent().and_then(Path::parent).map(homes).unwrap_or_default();
+    let _homes = homes.lock().unwrap_or_else(PoisonError::into_inner);
     let note = path.with_extension("importing");
     if is_interrupted(&note) {
         return;
@@ -158,6 +166,12 @@ impl Home {
     #[must_use]
     pub fn replica(&self, disk: DiskId) -> PathBuf {
         self.path.join(format!("{disk}.replica"))
+    }
+
+    /// Which image and replica the map is of, beside either.
+    #[must_use]
+    pub fn pair(&self, disk: DiskId) -> PathBuf {
+        self.path.join(format!("{disk}.pair"))
     }
 
     fn creating(&self, disk: DiskId) -> PathBuf {
@@ -257,7 +271,8 @@ impl Home {
         if let Some(file) = open_locked(path)? {
             return Ok(file);
         }
-        let _homes = HOMES.lock().unwrap_or_else(PoisonError::into_inner);
+        let homes = homes(self.datastore());
+        let _homes = homes.lock().unwrap_or_else(PoisonError::into_inner);
         self.describe(spec, here)?;
         let file = make_locked(path)?;
         atomic_file::flush_directory_of(path).map_err(|error| failed(path, "made", &error))?;
@@ -272,7 +287,8 @@ impl Home {
     pub fn begin(&self, spec: &VmSpec, disk: &DiskSpec, length: u64) -> Result<File, Problem> {
         let path = self.creating(disk.disk);
         self.remove_half_made(disk.disk)?;
-        let _homes = HOMES.lock().unwrap_or_else(PoisonError::into_inner);
+        let homes = homes(self.datastore());
+        let _homes = homes.lock().unwrap_or_else(PoisonError::into_inner);
         self.describe(spec, &disk.datastore)?;
         let file = make_locked(&path)?;
         file.set_len(length).map_err(|error| failed(&path, "made", &error))?;
@@ -375,6 +391,27 @@ impl Home {
         Ok(())
     }
 
+    /// Removes a note, and with the last file the directory.
+    ///
+    /// # Errors
+    /// As the file system.
+    pub fn remove_note(&self, path: &Path) -> Result<(), Problem> {
+        remove_if_there(path)?;
+        // What is left of one that was being written.
+        let mut temporary = path.as_os_str().to_owned();
+        temporary.push(".new");
+        remove_if_there(Path::new(&temporary))?;
+        match atomic_file::flush_directory_of(path) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                Err(failed(path, "removed", &error))
+            }
+            _ => {
+                self.remove_empty();
+                Ok(())
+            }
+        }
+    }
+
     fn remove_file(&self, path: &Path) -> Result<(), Problem> {
         // The lock is held while the file is removed: nobody can have begun to use it.
         let Some(_lock) = open_locked(path)? else { return Ok(()) };
@@ -385,7 +422,8 @@ impl Home {
 
     /// Removes the directory when no disk is left in it.
     fn remove_empty(&self) {
-        let _homes = HOMES.lock().unwrap_or_else(PoisonError::into_inner);
+        let homes = homes(self.datastore());
+        let _homes = homes.lock().unwrap_or_else(PoisonError::into_inner);
         let Ok(mut entries) = std::fs::read_dir(&self.path) else { return };
         let only_ours = entries.all(|entry| {
             entry.is_ok_and(|entry| entry.file_name().to_string_lossy().starts_with(DESCRIPTOR))

@@ -1,6 +1,7 @@
 //! File systems that hang: asked by a thread of its own, and not waited for without end.
 //!
-//! For what only looks. What writes runs to its end, so that nothing happens behind the caller's back.
+//! For what only looks, or may be done late. What else writes runs to its end, so that nothing happens behind the
+//! caller's back.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};

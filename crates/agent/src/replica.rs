@@ -2,14 +2,18 @@
 //! (docs/formats/replica-map.md).
 //!
 //! ```text
-//!  who is to write to an image ─► for_writer ─┬─► replica and map, for the chain of the filter that writes
-//!                                             └─► map emptied, durably: a later filter copies everything
+//!  who is to write to an image ─► for_writer ─┬─ the two are noted as a pair ──► replica and map, for the chain
+//!                                             ├─ they are not ──► map emptied, noted ──► the same
+//!                                             └─ no replica to be had ──► map emptied: a later filter copies all
 //! ```
 //! Nothing but a filter with the replica in its chain may change an image whose map is believed. Those who
-//! change one all begin here: filters of guests and of tools that write ([`for_writer`]), the making and filling
-//! of a disk ([`make`]), and changes of keys, which are before what the map speaks of ([`copy_head`]).
+//! change one all begin here: filters of guests and of tools that write, and the making of a disk
+//! ([`for_writer`]); and changes of keys, which are before what the map speaks of ([`Header`]).
 //!
-//! A replica that is not to be had keeps no guest from its disk.
+//! A replica that is not to be had keeps no guest from its disk, nor does a second datastore that hangs. What is
+//! given up then may be done later all the same: it ends with two notes that differ, so that everything is copied.
+
+mod pair;
 
 use std::fs::File;
 use std::io;
@@ -18,10 +22,11 @@ use std::os::unix::fs::FileExt;
 
 use tokio::task::spawn_blocking;
 use vmseal_api::host::{DatastoreLocation, DatastoreSpec, DiskSpec, VmSpec};
-use vmseal_api::id::VmId;
-use vmseal_api::problem::Problem;
+use vmseal_api::id::{DiskId, VmId};
+use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::replica::ReplicaPlace;
 
+use self::pair::{Identity, Pair};
 use crate::datastore::failed;
 use crate::disk::internal;
 use crate::home::Home;
@@ -56,35 +61,27 @@ pub async fn for_writer(
     offset: u64,
 ) -> Result<Option<Replica>, Problem> {
     let Some(place) = disk.replica.clone() else { return Ok(None) };
-    let home = look(&place.datastore, spec.vm).await;
-    let image = image.try_clone().map_err(internal)?;
-    let (spec, disk) = (spec.clone(), disk.clone());
-    let open = move || {
-        let without = |problem: Problem| {
-            tracing::warn!(
-                vm = %spec.vm, disk = %disk.disk, %problem,
-                "a disk is served without its replica, which is to be copied anew"
-            );
-            Ok(None)
-        };
-        let map = match open_map(&spec, &disk) {
-            Ok(map) => map,
-            Err(problem) if has_no_map(&spec, &disk) => return without(problem),
-            Err(problem) => return Err(problem),
-        };
-        let opened = home.and_then(|home| {
-            let to = To { spec: &spec, disk: &disk, place: &place, home: &home };
-            to.open(&map, &image, offset)
-        });
-        match opened {
-            Ok(file) => Ok(Some(Replica { file, map, bytes_per_second: place.bytes_per_second })),
-            Err(problem) => {
-                empty(&map, &spec, &disk)?;
-                without(problem)
-            }
-        }
+    let bytes_per_second = place.bytes_per_second;
+    let of = Of { spec: spec.clone(), disk: disk.clone(), place };
+    let without = |problem: Problem| {
+        tracing::warn!(
+            vm = %spec.vm, disk = %disk.disk, %problem,
+            "a disk is served without its replica, which is to be copied anew"
+        );
+        Ok(None)
     };
-    spawn_blocking(open).await.map_err(internal)?
+    let beside = match of.beside(image).await {
+        Ok(beside) => beside,
+        Err(problem) if of.has_no_map().await => return without(problem),
+        Err(problem) => return Err(problem),
+    };
+    match of.open(&beside, image, offset).await {
+        Ok(file) => Ok(Some(Replica { file, map: beside.map, bytes_per_second })),
+        Err(problem) => {
+            of.empty(&beside).await?;
+            without(problem)
+        }
+    }
 }
 
 /// Sees that the place of a disk's replica is there.
@@ -93,138 +90,231 @@ pub async fn for_writer(
 /// `wrong-state` when it carries no mark or another one; `timed-out`.
 pub async fn examine(disk: &DiskSpec) -> Result<(), Problem> {
     match &disk.replica {
-        Some(place) => look(&place.datastore, VmId::new()).await.map(drop),
+        Some(place) => look(&place.datastore, VmId::new(), |_| Ok(())).await,
         None => Ok(()),
     }
 }
 
-/// Makes the replica of a disk that is being made: before the image has its name, so that no image is without.
-/// Blocks.
+/// Removes what was made of the replica of a disk that was not. `home` is the image's.
 ///
 /// # Errors
-/// As the two datastores.
-pub fn make(spec: &VmSpec, disk: &DiskSpec, image: &File, offset: u64) -> Result<(), Problem> {
-    let Some(place) = &disk.replica else { return Ok(()) };
-    let map = open_map(spec, disk)?;
-    // The image was filled without the replica; and an earlier attempt may have left a map.
-    empty(&map, spec, disk)?;
-    let home = Home::of(&place.datastore, spec.vm)?;
-    To { spec, disk, place, home: &home }.open(&map, image, offset).map(drop)
-}
-
-/// Makes a replica open with the keys that the image opens with, durably. One that is not there gets its header
-/// when it is made. Blocks.
-///
-/// # Errors
-/// `in-use`, or as the replica's datastore: then the replica may open with the keys that were before.
-pub fn copy_head(spec: &VmSpec, disk: &DiskSpec, image: &File, offset: u64) -> Result<(), Problem> {
-    let Some(place) = &disk.replica else { return Ok(()) };
-    let home = Home::of(&place.datastore, spec.vm)?;
-    let Some(file) = home.open_replica(disk.disk)? else { return Ok(()) };
-    home.describe(spec, &place.datastore)?;
-    To { spec, disk, place, home: &home }.copy(image, &file, offset)
-}
-
-/// Removes what was made of the replica of a disk that was not. `home` is the image's. Blocks.
-///
-/// # Errors
-/// `in-use`, or as the file system.
-pub fn discard(home: &Home, vm: VmId, disk: &DiskSpec) -> Result<(), Problem> {
-    match &disk.replica {
-        Some(place) if !home.image(disk.disk).exists() => remove(home, vm, disk, place),
-        _ => Ok(()),
+/// `in-use`, or as the file system of the image.
+pub async fn discard(home: &Home, vm: VmId, disk: &DiskSpec) -> Result<(), Problem> {
+    let Some(place) = disk.replica.clone() else { return Ok(()) };
+    let (home, id) = (home.clone(), disk.disk);
+    let unmade = move || match home.image(id).exists() {
+        true => Ok(false),
+        false => remove_beside(&home, id).map(|()| true),
+    };
+    match spawn_blocking(unmade).await.map_err(internal)?? {
+        true => remove_replica(vm, id, &place).await,
+        false => Ok(()),
     }
 }
 
-/// Removes a disk, and before it its replica. Blocks.
+/// Removes a disk, and before it its replica.
 ///
 /// # Errors
-/// `in-use`, or as the datastores; what is left can be removed by the same call.
-pub fn delete_with(vm: VmId, disk: &DiskSpec) -> Result<(), Problem> {
-    let home = Home::of(&disk.datastore, vm)?;
-    if let Some(place) = &disk.replica {
-        // Refused when somebody uses the image.
-        drop(home.open(disk.disk)?);
-        remove(&home, vm, disk, place)?;
+/// `in-use`, or as the datastore of the image; what is left can be removed by the same call.
+pub async fn delete_with(vm: VmId, disk: &DiskSpec) -> Result<(), Problem> {
+    let (here, id) = (disk.datastore.clone(), disk.disk);
+    if let Some(place) = disk.replica.clone() {
+        let here = here.clone();
+        let begin = move || {
+            let home = Home::of(&here, vm)?;
+            // Refused when somebody uses the image.
+            drop(home.open(id)?);
+            remove_beside(&home, id)
+        };
+        spawn_blocking(begin).await.map_err(internal)??;
+        remove_replica(vm, id, &place).await?;
     }
-    home.delete(disk.disk)
+    let delete = move || Home::of(&here, vm)?.delete(id);
+    spawn_blocking(delete).await.map_err(internal)?
 }
 
-/// The map first: it never speaks of a replica that is not there. A replica on a datastore that is lost keeps no
-/// disk from being removed: should that come back, a scan shows what is left.
-fn remove(home: &Home, vm: VmId, disk: &DiskSpec, place: &ReplicaPlace) -> Result<(), Problem> {
-    home.remove(&home.map(disk.disk))?;
-    match Home::of(&place.datastore, vm) {
-        Ok(there) => there.remove(&there.replica(disk.disk)),
+/// The map first: it never speaks of a replica that is not there.
+fn remove_beside(home: &Home, disk: DiskId) -> Result<(), Problem> {
+    home.remove(&home.map(disk))?;
+    pair::remove(home, disk)
+}
+
+/// A replica on a datastore that is lost keeps no disk from being removed: should that come back, a scan shows
+/// what is left.
+async fn remove_replica(vm: VmId, disk: DiskId, place: &ReplicaPlace) -> Result<(), Problem> {
+    let remove = move |home: &Home| {
+        pair::remove(home, disk)?;
+        home.remove(&home.replica(disk))
+    };
+    match look(&place.datastore, vm, remove).await {
+        Err(problem) if problem.code == ErrorCode::InUse => Err(problem),
         Err(problem) => {
-            tracing::warn!(%vm, disk = %disk.disk, %problem, "a disk's replica is left where it is");
+            tracing::warn!(%vm, %disk, %problem, "a disk's replica is left where it is");
             Ok(())
         }
+        Ok(()) => Ok(()),
     }
 }
 
-async fn look(place: &DatastoreSpec, vm: VmId) -> Result<Home, Problem> {
+/// Does something in a VM's home on the second datastore, and does not wait for one that hangs.
+async fn look<T: Send + 'static>(
+    place: &DatastoreSpec,
+    vm: VmId,
+    work: impl FnOnce(&Home) -> Result<T, Problem> + Send + 'static,
+) -> Result<T, Problem> {
     let DatastoreLocation::Dir { path } = place.location.clone();
     let place = place.clone();
-    patience::look(&path, move || Home::of(&place, vm)).await
+    patience::look(&path, move || work(&Home::of(&place, vm)?)).await
 }
 
-fn open_map(spec: &VmSpec, disk: &DiskSpec) -> Result<File, Problem> {
-    let home = Home::of(&disk.datastore, spec.vm)?;
-    home.open_or_make(spec, &disk.datastore, &home.map(disk.disk))
+/// Whose replica it is, and where.
+#[derive(Clone)]
+struct Of {
+    spec: VmSpec,
+    disk: DiskSpec,
+    place: ReplicaPlace,
 }
 
-/// Whether it is certain that nothing says what the replica has.
-fn has_no_map(spec: &VmSpec, disk: &DiskSpec) -> bool {
-    let looked =
-        Home::of(&disk.datastore, spec.vm).map(|home| home.map(disk.disk).symlink_metadata());
-    matches!(looked, Ok(Err(error)) if error.kind() == io::ErrorKind::NotFound)
+/// What is beside the image.
+struct Beside {
+    map: File,
+    image: Identity,
+    pair: Option<Pair>,
 }
 
-/// Has everything be copied again.
-fn empty(map: &File, spec: &VmSpec, disk: &DiskSpec) -> Result<(), Problem> {
-    map.set_len(0).and_then(|()| map.sync_all()).map_err(|error| {
-        let home = Home::of(&disk.datastore, spec.vm);
-        home.map_or_else(|problem| problem, |it| failed(&it.map(disk.disk), "emptied", &error))
-    })
+/// What is on the second datastore.
+struct Found {
+    file: File,
+    replica: Identity,
+    pair: Option<Pair>,
 }
 
-/// Where a disk's replica goes.
-struct To<'a> {
-    spec: &'a VmSpec,
-    disk: &'a DiskSpec,
-    place: &'a ReplicaPlace,
-    /// On the replica's datastore.
-    home: &'a Home,
-}
+impl Of {
+    fn home(&self) -> Result<Home, Problem> {
+        Home::of(&self.disk.datastore, self.spec.vm)
+    }
 
-impl To<'_> {
+    async fn beside(&self, image: &File) -> Result<Beside, Problem> {
+        let (of, image) = (self.clone(), image.try_clone().map_err(internal)?);
+        let open = move || {
+            let (home, disk) = (of.home()?, of.disk.disk);
+            let map = home.open_or_make(&of.spec, &of.disk.datastore, &home.map(disk))?;
+            let path = home.image(disk);
+            let image = Identity::of(&image).map_err(|error| failed(&path, "looked at", &error))?;
+            Ok(Beside { map, image, pair: pair::read(&home, disk) })
+        };
+        spawn_blocking(open).await.map_err(internal)?
+    }
+
+    /// Whether it is certain that nothing says what the replica has.
+    async fn has_no_map(&self) -> bool {
+        let of = self.clone();
+        let looked = move || of.home().map(|home| home.map(of.disk.disk).symlink_metadata());
+        let looked = spawn_blocking(looked).await;
+        matches!(looked, Ok(Ok(Err(error))) if error.kind() == io::ErrorKind::NotFound)
+    }
+
+    /// Has everything be copied again.
+    async fn empty(&self, beside: &Beside) -> Result<(), Problem> {
+        let (of, map) = (self.clone(), beside.map.try_clone().map_err(internal)?);
+        let empty = move || {
+            let path = of.home()?.map(of.disk.disk);
+            let emptied = map.set_len(0).and_then(|()| map.sync_all());
+            emptied.map_err(|error| failed(&path, "emptied", &error))
+        };
+        spawn_blocking(empty).await.map_err(internal)?
+    }
+
+    /// The replica, and a map that speaks of it.
+    async fn open(&self, beside: &Beside, image: &File, offset: u64) -> Result<File, Problem> {
+        let image = anew(image).map_err(internal)?;
+        let of = self.clone();
+        let open = move |home: &Home| of.open_there(home, &image, offset);
+        let found = look(&self.place.datastore, self.spec.vm, open).await?;
+        let known = beside.pair.as_ref().is_some_and(|pair| {
+            found.pair.as_ref() == Some(pair) && pair.is_of(&beside.image, &found.replica)
+        });
+        if !known {
+            self.empty(beside).await?;
+            self.note(Pair::new(beside.image.clone(), found.replica)).await?;
+        }
+        Ok(found.file)
+    }
+
+    /// Notes that the map, which is empty, is of these two from now on.
+    async fn note(&self, pair: Pair) -> Result<(), Problem> {
+        let disk = self.disk.disk;
+        let (of, here) = (self.clone(), pair.clone());
+        let beside = move || pair::write(&of.home()?, disk, &here);
+        spawn_blocking(beside).await.map_err(internal)??;
+        let there = move |home: &Home| pair::write(home, disk, &pair);
+        look(&self.place.datastore, self.spec.vm, there).await
+    }
+
     /// Opens the replica, or makes it, with the header of the image.
-    fn open(&self, map: &File, image: &File, offset: u64) -> Result<File, Problem> {
-        let path = self.home.replica(self.disk.disk);
-        let file = self.home.open_or_make(self.spec, &self.place.datastore, &path)?;
+    fn open_there(&self, home: &Home, image: &File, offset: u64) -> Result<Found, Problem> {
+        let (disk, path) = (self.disk.disk, home.replica(self.disk.disk));
+        let file = home.open_or_make(&self.spec, &self.place.datastore, &path)?;
         let length = offset.saturating_add(self.disk.size);
         let found = file.metadata().map_err(|error| failed(&path, "read", &error))?.len();
         if found != length {
-            // New, cut, or not made to its end. In this order: no map speaks of what is not there.
-            empty(map, self.spec, self.disk)?;
+            // New, cut, or not made to its end. In this order: no map is believed that speaks of what is not there.
+            pair::remove(home, disk)?;
             file.set_len(length).map_err(|error| failed(&path, "made", &error))?;
         }
-        self.copy(image, &file, offset)?;
-        Ok(file)
+        copy(image, &file, offset).map_err(|error| failed(&path, "given its header", &error))?;
+        let replica = Identity::of(&file).map_err(|error| failed(&path, "looked at", &error))?;
+        Ok(Found { file, replica, pair: pair::read(home, disk) })
+    }
+}
+
+/// The replica of a disk whose keys are to be changed, open and locked.
+pub struct Header {
+    home: Home,
+    file: File,
+}
+
+impl Header {
+    /// Opens it. One that is not there gets its header when it is made. Blocks.
+    ///
+    /// # Errors
+    /// `in-use`, or as the replica's datastore: a key that is dropped would open the replica.
+    pub fn open(spec: &VmSpec, disk: &DiskSpec) -> Result<Option<Self>, Problem> {
+        let Some(place) = &disk.replica else { return Ok(None) };
+        let home = Home::of(&place.datastore, spec.vm)?;
+        let file = home.open_replica(disk.disk)?;
+        Ok(file.map(|file| Self { home, file }))
     }
 
-    fn copy(&self, image: &File, replica: &File, length: u64) -> Result<(), Problem> {
-        let path = self.home.replica(self.disk.disk);
-        copy(image, replica, length).map_err(|error| failed(&path, "given its header", &error))
+    /// Makes it open with the keys that the image opens with, durably. Blocks.
+    ///
+    /// # Errors
+    /// As the replica's datastore: then the replica may open with the keys that were before.
+    pub fn copy(
+        &self,
+        spec: &VmSpec,
+        disk: &DiskSpec,
+        image: &File,
+        offset: u64,
+    ) -> Result<(), Problem> {
+        if let Some(place) = &disk.replica {
+            self.home.describe(spec, &place.datastore)?;
+        }
+        let path = self.home.replica(disk.disk);
+        let copied = anew(image).and_then(|image| copy(&image, &self.file, offset));
+        copied.map_err(|error| failed(&path, "given its header", &error))
     }
+}
+
+/// The same file, opened once more: a filter that had this open file has set O_DIRECT on it, for its own aligned
+/// buffers; and whoever is given up with it does not hold its lock.
+fn anew(file: &File) -> io::Result<File> {
+    File::open(format!("/proc/self/fd/{}", file.as_raw_fd()))
 }
 
 /// Copies what comes before the data. From the end: the keys' places come behind the two copies that name them, so
 /// a power cut at any point leaves a header that opens as before or as after.
 fn copy(image: &File, replica: &File, length: u64) -> io::Result<()> {
-    // Opened anew: a filter that had this open file has set O_DIRECT on it, for its own aligned buffers.
-    let image = File::open(format!("/proc/self/fd/{}", image.as_raw_fd()))?;
     let (mut ours, mut theirs) = (vec![0; PIECE], vec![0; PIECE]);
     let mut end = length;
     while end > 0 {
@@ -267,7 +357,7 @@ mod tests {
 
     impl Bench {
         /// A disk that is made, of random bytes, whose replica is on a second datastore.
-        fn new() -> Self {
+        async fn new() -> Self {
             let directory = tempfile::tempdir().unwrap();
             let place = |name: &str| {
                 let path = directory.path().join(name);
@@ -296,7 +386,7 @@ mod tests {
             image.write_all_at(&[7; OFFSET as usize], 0).unwrap();
             // As filters that fill disks leave it, where the file system can.
             let _ = fcntl(&image, FcntlArg::F_SETFL(OFlag::O_DIRECT));
-            make(&spec, &spec.disks[0], &image, OFFSET).unwrap();
+            drop(for_writer(&spec, &spec.disks[0], &image, OFFSET).await.unwrap().unwrap());
             fcntl(&image, FcntlArg::F_SETFL(OFlag::empty())).unwrap();
             home.finish(spec.disks[0].disk, &image).unwrap();
             Self { directory, spec, image }
@@ -339,7 +429,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_replica_is_an_image_by_itself_and_its_map_is_kept_from_writer_to_writer() {
-        let bench = Bench::new();
+        let bench = Bench::new().await;
         assert_eq!(bench.replica().metadata().unwrap().len(), OFFSET + SIZE);
         assert_eq!(head(&bench.replica()), [7; OFFSET as usize]);
         assert_eq!(bench.map_length(), 0);
@@ -366,7 +456,7 @@ mod tests {
             ("in use", |bench| bench.there().open_replica(bench.disk().disk).unwrap()),
         ];
         for (what, spoil) in cases {
-            let bench = Bench::new();
+            let bench = Bench::new().await;
             bench.fill_map();
             let _held = spoil(&bench);
             assert!(bench.for_writer().await.unwrap().is_none(), "{what}");
@@ -377,7 +467,7 @@ mod tests {
     /// No more than one that is there and cannot be opened: that would be believed later.
     #[tokio::test]
     async fn a_map_that_cannot_be_made_keeps_no_guest_from_its_disk() {
-        let bench = Bench::new();
+        let bench = Bench::new().await;
         let (home, map) = (bench.home(), bench.home().map(bench.disk().disk));
         std::fs::remove_file(&map).unwrap();
         std::fs::create_dir(&map).unwrap();
@@ -395,7 +485,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_replica_that_is_gone_or_cut_is_made_anew_and_copied_whole() {
-        let bench = Bench::new();
+        let bench = Bench::new().await;
         let spoils: [fn(&Path) -> io::Result<()>; 2] = [
             |path| std::fs::remove_file(path),
             |path| File::options().write(true).open(path)?.set_len(OFFSET + 5),
@@ -410,11 +500,62 @@ mod tests {
         }
     }
 
+    /// Files that were put in their place, by a restore or as a datastore was away and came back.
+    #[tokio::test]
+    async fn a_map_is_not_believed_of_another_image_or_replica() {
+        let bench = Bench::new().await;
+        let put_back = |path: &Path| {
+            let copy = path.with_extension("copy");
+            std::fs::copy(path, &copy).unwrap();
+            std::fs::rename(&copy, path).unwrap();
+        };
+        let (image, replica) = (bench.home().image(bench.disk().disk), bench.replica());
+        let of = |image: File| {
+            let (spec, disk) = (bench.spec.clone(), bench.disk().clone());
+            async move { for_writer(&spec, &disk, &image, OFFSET).await.unwrap().unwrap() }
+        };
+        let opened = |path: &Path| File::options().read(true).write(true).open(path).unwrap();
+        for path in [&image, &replica] {
+            bench.fill_map();
+            drop(of(opened(&image)).await);
+            assert_eq!(bench.map_length(), 1024);
+            put_back(path);
+            drop(of(opened(&image)).await);
+            assert_eq!(bench.map_length(), 0, "{}", path.display());
+            bench.fill_map();
+            drop(of(opened(&image)).await);
+            assert_eq!(bench.map_length(), 1024, "the new pair is not known");
+        }
+        // The first image is kept, as it was, and another one served meanwhile; or nobody knows.
+        let (note, kept) =
+            (bench.home().pair(bench.disk().disk), bench.directory.path().join("kept"));
+        let there = bench.there().pair(bench.disk().disk);
+        std::fs::copy(&note, &kept).unwrap();
+        let spoils: [&dyn Fn(); 3] = [
+            &|| {
+                std::fs::remove_file(&there).unwrap();
+            },
+            &|| {
+                std::fs::copy(&kept, &note).unwrap();
+            },
+            &|| std::fs::write(&note, "{").unwrap(),
+        ];
+        for (number, spoil) in spoils.iter().enumerate() {
+            bench.fill_map();
+            spoil();
+            drop(of(opened(&image)).await);
+            assert_eq!(bench.map_length(), 0, "{number}");
+        }
+    }
+
     #[tokio::test]
     async fn a_header_that_has_changed_is_copied_and_the_map_goes_on() {
-        let bench = Bench::new();
+        let bench = Bench::new().await;
         bench.fill_map();
-        let copy = || copy_head(&bench.spec, bench.disk(), &bench.image, OFFSET);
+        let copy = || {
+            let header = Header::open(&bench.spec, bench.disk())?;
+            header.map_or(Ok(()), |it| it.copy(&bench.spec, bench.disk(), &bench.image, OFFSET))
+        };
         bench.image.write_all_at(&[9; 100], 5).unwrap();
         copy().unwrap();
         assert_eq!(head(&bench.replica()), head(&bench.home().image(bench.disk().disk)));
@@ -430,29 +571,40 @@ mod tests {
         assert!(!bench.replica().exists(), "a replica without a map that knows of it");
     }
 
-    #[test]
-    fn a_disk_goes_with_its_replica_and_neither_while_it_is_used() {
-        let bench = Bench::new();
+    #[tokio::test]
+    async fn a_disk_goes_with_its_replica_and_neither_while_it_is_used() {
+        let bench = Bench::new().await;
         let (vm, disk) = (bench.spec.vm, bench.disk().clone());
-        discard(&bench.home(), vm, &disk).unwrap();
+        discard(&bench.home(), vm, &disk).await.unwrap();
         assert!(bench.replica().exists(), "the replica of a disk that is whole");
-        assert_eq!(delete_with(vm, &disk).unwrap_err().code, ErrorCode::InUse);
+        assert_eq!(delete_with(vm, &disk).await.unwrap_err().code, ErrorCode::InUse);
         assert!(bench.replica().exists() && bench.home().map(disk.disk).exists());
         let directory = bench.directory;
         drop(bench.image);
-        delete_with(vm, &disk).unwrap();
-        delete_with(vm, &disk).unwrap();
+        delete_with(vm, &disk).await.unwrap();
+        delete_with(vm, &disk).await.unwrap();
         for place in ["first", "second"] {
             assert_eq!(std::fs::read_dir(directory.path().join(place)).unwrap().count(), 1);
         }
     }
 
-    #[test]
-    fn a_datastore_that_is_lost_keeps_no_disk_from_being_removed() {
-        let Bench { directory, spec, image } = Bench::new();
+    #[tokio::test]
+    async fn a_replica_that_is_broken_keeps_no_disk_from_being_removed() {
+        let bench = Bench::new().await;
+        std::fs::remove_file(bench.replica()).unwrap();
+        std::fs::create_dir(bench.replica()).unwrap();
+        let Bench { directory, spec, image } = bench;
+        drop(image);
+        delete_with(spec.vm, &spec.disks[0]).await.unwrap();
+        assert_eq!(std::fs::read_dir(directory.path().join("first")).unwrap().count(), 1);
+    }
+
+    #[tokio::test]
+    async fn a_datastore_that_is_lost_keeps_no_disk_from_being_removed() {
+        let Bench { directory, spec, image } = Bench::new().await;
         std::fs::remove_dir_all(directory.path().join("second")).unwrap();
         drop(image);
-        delete_with(spec.vm, &spec.disks[0]).unwrap();
+        delete_with(spec.vm, &spec.disks[0]).await.unwrap();
         assert_eq!(std::fs::read_dir(directory.path().join("first")).unwrap().count(), 1);
     }
 }

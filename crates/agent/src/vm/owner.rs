@@ -507,10 +507,9 @@ impl Owner {
         self.not_exporting(&disk)?;
         self.not_exposed(disk.disk)?;
         self.jobs.cancel(disk.disk).await;
-        let (vm, id) = (self.spec.vm, disk.disk);
-        spawn_blocking(move || replica::delete_with(vm, &disk)).await.map_err(internal)??;
-        self.phases.remove(&id);
-        self.header_notices.retain(|notice| notice.disk != Some(id));
+        replica::delete_with(self.spec.vm, &disk).await?;
+        self.phases.remove(&disk.disk);
+        self.header_notices.retain(|notice| notice.disk != Some(disk.disk));
         Ok(())
     }
 

@@ -48,7 +48,7 @@ pub enum CopyError {
     Replica(IoError),
     /// Somebody made its file shorter.
     #[error(
-        "the replica was truncated while it was in use: all of it is copied again when it has its length, which a start of the VM refuses to do without"
+        "the replica was truncated while it was in use: see who did that, then stop and start the VM, which has all of it copied again"
     )]
     Cut,
     /// The process ends.
@@ -157,6 +157,10 @@ impl Copier {
             }
             let hole = self.hole(at, end);
             if hole > at {
+                // Where holes cannot be punched, zeroes are written as data is.
+                if !self.replica.punches() {
+                    self.wait_for_the_rate(hole - at)?;
+                }
                 self.zero(at, hole - at)?;
                 at = hole;
                 continue;

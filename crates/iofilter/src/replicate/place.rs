@@ -53,6 +53,12 @@ impl Place {
         self.run(Operation::WriteZeroes { unmap: true }, offset, length, None)
     }
 
+    /// Whether zeroes cost no more than a hole.
+    #[must_use]
+    pub fn punches(&self) -> bool {
+        self.file.as_ref().is_some_and(FileDisk::punches)
+    }
+
     /// Makes durable what was written.
     ///
     /// # Errors
