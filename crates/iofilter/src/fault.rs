@@ -54,8 +54,15 @@ impl Layer for Fault {
     }
 
     fn counters(&self) -> Vec<(&'static str, u64)> {
-        let struck = self.0.rules.iter().map(|rule| rule.struck.get()).sum();
-        vec![("injected_faults", struck)]
+        let of = |kind: fn(FaultKind) -> bool| {
+            let rules = self.0.rules.iter().filter(|rule| kind(rule.rule.kind));
+            rules.map(|rule| rule.struck.get()).sum()
+        };
+        vec![
+            ("errors", of(|kind| matches!(kind, FaultKind::Error { .. }))),
+            ("torn_writes", of(|kind| kind == FaultKind::Torn)),
+            ("lost_requests", of(|kind| kind == FaultKind::Lost)),
+        ]
     }
 }
 

@@ -207,14 +207,14 @@ fn a_fault_strikes_its_operations_its_range_and_as_often_as_told() {
     assert_eq!(write(7), Err(IoError::NoSpace), "it reaches into the range");
     assert_eq!(write(8), Err(IoError::NoSpace));
     assert_eq!(write(8), Ok(()), "it struck twice already");
-    assert_eq!(counter(&fault, "injected_faults"), 2);
+    assert_eq!(fault.counters(), [("errors", 2), ("torn_writes", 0), ("lost_requests", 0)]);
 }
 
 #[test]
 fn a_torn_write_is_half_there_and_an_error() {
     let mem = MemDisk::new(SIZE as usize);
     let torn = FaultRule { after: 1, ..rule(FaultKind::Torn, &[OperationKind::Write]) };
-    let (mut chain, _) = faulty(&mem, 0, vec![torn]);
+    let (mut chain, fault) = faulty(&mem, 0, vec![torn]);
     let length = 6 * SECTOR as usize;
     run(&mut chain, Operation::Write, 0, &mut vec![1; length]).unwrap();
     let failed = run(&mut chain, Operation::Write, 0, &mut vec![2; length]);
@@ -224,17 +224,19 @@ fn a_torn_write_is_half_there_and_an_error() {
     let failed = run(&mut chain, Operation::Write, 0, &mut vec![5; SECTOR as usize]);
     assert_eq!(failed, Err(IoError::Device(libc::EIO)), "too short to be halved");
     assert!(read(&mut chain, 0, SECTOR) == vec![2; SECTOR as usize]);
+    assert_eq!(counter(&fault, "torn_writes"), 2);
 }
 
 #[test]
 fn a_lost_write_is_answered_and_not_there() {
     let mem = MemDisk::new(SIZE as usize);
     let lost = rule(FaultKind::Lost, &[OperationKind::Write]);
-    let (mut chain, _) = faulty(&mem, 0, vec![FaultRule { times: Some(1), ..lost }]);
+    let (mut chain, fault) = faulty(&mem, 0, vec![FaultRule { times: Some(1), ..lost }]);
     run(&mut chain, Operation::Write, 0, &mut vec![1; SECTOR as usize]).unwrap();
     assert!(read(&mut chain, 0, SECTOR) == vec![0; SECTOR as usize]);
     run(&mut chain, Operation::Write, 0, &mut vec![1; SECTOR as usize]).unwrap();
     assert!(read(&mut chain, 0, SECTOR) == vec![1; SECTOR as usize]);
+    assert_eq!(counter(&fault, "lost_requests"), 1);
 }
 
 #[test]

@@ -4,6 +4,7 @@
 #![allow(clippy::unwrap_used)] // a test
 
 mod replicated;
+mod seed;
 
 use std::fs::File;
 use std::os::fd::OwnedFd;
@@ -13,6 +14,7 @@ use std::sync::Arc;
 use std::thread;
 
 use proptest::prelude::*;
+use proptest::test_runner::RngSeed;
 use vmseal_api::filter::{Budget, CacheSpec, DelaySpec, Direct, FilterSpec, Holes, LimitSpec};
 use vmseal_api::transfer::ImageFormat;
 use vmseal_iofilter::backend::file::FileDisk;
@@ -435,7 +437,12 @@ fn assert_replica(replica: &[u8], before: &[u8], now: &[u8]) {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 256, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig {
+        cases: 256,
+        failure_persistence: None,
+        rng_seed: RngSeed::Fixed(seed::seed()),
+        ..ProptestConfig::default()
+    })]
 
     #[test]
     fn a_disk_is_an_array_of_bytes(

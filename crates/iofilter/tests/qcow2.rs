@@ -269,6 +269,8 @@ fn room_is_given_back_where_the_guest_discards() {
     let zero = Operation::WriteZeroes { unmap: false };
     ask(&mut chain, zero, 3 << 20, &mut vec![0; 1 << 20]).unwrap();
     assert_eq!(room(), kept);
+    drop(chain);
+    place.run("qemu-img", &["check", "-f", "qcow2", "image"]);
 }
 
 /// A filter that is served over NBD.

@@ -362,6 +362,8 @@ pub(super) static ZERO: Zeroes = Zeroes([0; ZEROES]);
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::blocking;
+    use crate::chain::Chain;
 
     #[test]
     fn a_file_that_keeps_its_room_gives_none_back_and_reads_zeroes_where_they_are_asked_for() {
@@ -388,6 +390,25 @@ mod tests {
         assert!(file_of(true) >= SIZE, "room was given back");
         // Without this the test would prove nothing on a file system that cannot punch holes.
         assert!(file_of(false) < SIZE, "this file system gives no room back");
+    }
+
+    /// A pipe cannot be flushed: each engine has to have asked the kernel, and to tell what it says.
+    #[test]
+    fn a_flush_is_answered_by_the_kernel_and_nobody_else() {
+        let flushed = |fd: OwnedFd, in_memory| {
+            let (punches, zeroes) = (AtomicBool::new(true), AtomicBool::new(true));
+            let lost = AtomicBool::new(false);
+            let target = Target { fd, offset: 0, end: None, punches, zeroes, direct: true, lost };
+            let disk = FileDisk { target: Arc::new(target), in_memory, block: 512, memory: 1 };
+            let mut chain = Chain::new(4096, false, Vec::new(), disk.queue());
+            assert_eq!(chain.wait_handle().is_none(), in_memory, "the other engine is tested");
+            blocking::flush(&mut chain)
+        };
+        for in_memory in [false, true] {
+            let (_reader, writer) = nix::unistd::pipe().unwrap();
+            assert_eq!(flushed(writer, in_memory), Err(IoError::Device(libc::EINVAL)));
+            assert_eq!(flushed(tempfile::tempfile().unwrap().into(), in_memory), Ok(()));
+        }
     }
 
     #[test]
