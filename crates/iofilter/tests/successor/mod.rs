@@ -1,16 +1,18 @@
 //! A filter as the agent starts it in place of one that died: its image opened and locked anew, its VMM connected.
 
+#![allow(dead_code)] // not every test uses all of it
+
 use std::fs::File;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
-/// How long the lock of a dead filter may linger.
+/// How long the lock of a dead filter may linger, and how long one may take to end.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// Killed when dropped.
@@ -59,6 +61,20 @@ impl Filter {
     pub fn kill(&mut self) {
         self.0.kill().unwrap();
         self.0.wait().unwrap();
+    }
+
+    /// In order, as the agent does it; how it ended.
+    pub fn end(mut self) -> ExitStatus {
+        let pid = nix::unistd::Pid::from_raw(self.0.id() as i32);
+        nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGTERM).unwrap();
+        let until = Instant::now() + PATIENCE;
+        loop {
+            if let Some(ended) = self.0.try_wait().unwrap() {
+                return ended;
+            }
+            assert!(Instant::now() < until, "the filter does not end");
+            std::thread::sleep(Duration::from_millis(1));
+        }
     }
 }
 
