@@ -12,11 +12,12 @@
 //! Bitmaps live in memory. When the process ends they are gone, and nobody is told that anything is
 //! clean: a client that asks for a bitmap that is not there is not given one.
 //!
-//! The queues of a disk mark without locks: slots and their words stay where they are as long as the
-//! disk, and one word says which slots are in use.
+//! The queues of a disk mark without locks (`marks`).
 
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::SeqCst};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+mod marks;
+
+use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use jiff::Timestamp;
 use vmseal_api::bitmap::{self, BitmapError};
@@ -24,8 +25,7 @@ use vmseal_api::filter::{
     BITMAP_BYTES_MAX, BITMAP_GRANULE, BITMAPS_BYTES_MAX, BITMAPS_MAX, BitmapChange, BitmapStatus,
 };
 
-/// Bits of a word.
-const WORD: u64 = 64;
+use self::marks::Marks;
 
 /// What the bitmaps of all disks of the process take, in bytes.
 static TAKEN: Taken = Taken(AtomicUsize::new(0));
@@ -61,13 +61,9 @@ struct Named {
 /// The dirty bitmaps of one disk; shared by its queues.
 #[derive(Debug)]
 pub struct Bitmaps {
-    size: u64,
-    /// A granule's length is 2 to this power.
-    shift: u32,
-    /// The slots that are in use, as bits.
-    used: AtomicU64,
-    /// One bit a granule; made when a slot is first used, and kept.
-    words: [OnceLock<Box<[AtomicU64]>>; BITMAPS_MAX],
+    marks: Marks,
+    /// What the words of one bitmap take, in bytes.
+    bytes: usize,
     names: Mutex<[Option<Named>; BITMAPS_MAX]>,
     taken: &'static Taken,
 }
@@ -82,47 +78,23 @@ impl Bitmaps {
 
     fn within(size: u64, taken: &'static Taken) -> Self {
         let mut shift = BITMAP_GRANULE.trailing_zeros();
-        while words(size, shift) * 8 > BITMAP_BYTES_MAX {
+        while marks::bytes(size, shift) > BITMAP_BYTES_MAX {
             shift += 1;
         }
-        let (words, names) = (Default::default(), Mutex::default());
-        Self { size, shift, used: AtomicU64::new(0), words, names, taken }
+        let (marks, bytes) = (Marks::new(size, shift), marks::bytes(size, shift));
+        Self { marks, bytes, names: Mutex::default(), taken }
     }
 
     /// What one bit stands for, in bytes.
     #[must_use]
     pub fn granule(&self) -> u64 {
-        1 << self.shift
+        self.marks.granule()
     }
 
     /// This part of the disk changes, or has changed. `length` is not 0 and the part is on the disk.
     #[inline]
     pub fn changed(&self, offset: u64, length: u64) {
-        let used = self.used.load(SeqCst);
-        if used != 0 {
-            self.mark(used, offset, length);
-        }
-    }
-
-    #[cold]
-    fn mark(&self, used: u64, offset: u64, length: u64) {
-        let end = offset.saturating_add(length).min(self.size);
-        if offset >= end {
-            return;
-        }
-        let (first, last) = (offset >> self.shift, (end - 1) >> self.shift);
-        for (slot, words) in self.words.iter().enumerate() {
-            let Some(words) = words.get().filter(|_| used & 1 << slot != 0) else { continue };
-            for (index, word) in (first / WORD..=last / WORD).zip(&words[(first / WORD) as usize..])
-            {
-                let from = first.saturating_sub(index * WORD);
-                let until = (last - index * WORD).min(WORD - 1);
-                let mask = (u64::MAX << from) & (u64::MAX >> (WORD - 1 - until));
-                if word.load(SeqCst) & mask != mask {
-                    word.fetch_or(mask, SeqCst);
-                }
-            }
-        }
+        self.marks.changed(offset, length);
     }
 
     /// Starts, clears or removes a bitmap.
@@ -141,10 +113,10 @@ impl Bitmaps {
             return Err(BitmapError::Read(name.into()));
         }
         if change == BitmapChange::Clear {
-            self.clean(slot);
+            self.marks.clear(slot);
             named.since = Timestamp::now();
         } else {
-            self.used.fetch_and(!(1 << slot), SeqCst);
+            self.marks.stop(slot);
             names[slot] = None;
         }
         Ok(())
@@ -156,39 +128,25 @@ impl Bitmaps {
         name: &str,
     ) -> Result<(), BitmapError> {
         let slot = names.iter().position(Option::is_none).ok_or(BitmapError::TooMany)?;
-        if self.words[slot].get().is_none() {
-            let count = words(self.size, self.shift);
-            if !self.taken.take(count * 8) {
-                return Err(BitmapError::Memory);
-            }
-            let fresh = (0..count).map(|_| AtomicU64::new(0)).collect();
-            // Nobody else can have: the names are locked.
-            let _ = self.words[slot].set(fresh);
+        if !self.marks.is_made(slot) && !self.taken.take(self.bytes) {
+            return Err(BitmapError::Memory);
         }
-        self.clean(slot);
-        self.used.fetch_or(1 << slot, SeqCst);
+        self.marks.start(slot);
         // Afterwards: whatever comes after that time is marked.
         let since = Timestamp::now();
         names[slot] = Some(Named { name: name.into(), since, readers: 0 });
         Ok(())
     }
 
-    fn clean(&self, slot: usize) {
-        let words = self.words[slot].get().into_iter().flatten();
-        words.for_each(|word| word.store(0, SeqCst));
-    }
-
     /// The bitmaps, and how much each calls dirty.
     #[must_use]
     pub fn status(&self) -> Vec<BitmapStatus> {
         let names = self.names();
-        let named = names.iter().zip(&self.words).filter_map(|(named, words)| {
-            let granules: u64 =
-                words.get()?.iter().map(|word| u64::from(word.load(SeqCst).count_ones())).sum();
-            let dirty_bytes = (granules << self.shift).min(self.size);
+        let named = names.iter().enumerate().filter_map(|(slot, named)| {
             let Named { name, since, .. } = named.as_ref()?;
             let (name, since) = (name.clone(), *since);
-            Some(BitmapStatus { name, since, granularity: self.granule(), dirty_bytes })
+            let (granularity, dirty_bytes) = (self.granule(), self.marks.dirty_bytes(slot));
+            Some(BitmapStatus { name, since, granularity, dirty_bytes })
         });
         named.collect()
     }
@@ -215,17 +173,13 @@ impl Bitmaps {
 
 impl Drop for Bitmaps {
     fn drop(&mut self) {
-        let made = self.words.iter().filter_map(OnceLock::get);
-        self.taken.give(made.map(|words| words.len() * 8).sum());
+        let made = (0..BITMAPS_MAX).filter(|slot| self.marks.is_made(*slot));
+        self.taken.give(made.count() * self.bytes);
     }
 }
 
 fn find(names: &[Option<Named>; BITMAPS_MAX], name: &str) -> Option<usize> {
     names.iter().position(|named| named.as_ref().is_some_and(|named| named.name == name))
-}
-
-fn words(size: u64, shift: u32) -> usize {
-    usize::try_from(size.div_ceil(1 << shift).div_ceil(WORD)).unwrap_or(usize::MAX / 8)
 }
 
 /// A bitmap that someone reads.
@@ -240,23 +194,7 @@ impl Reader {
     /// latest, that is not like it.
     #[must_use]
     pub fn extent(&self, at: u64, end: u64) -> (bool, u64) {
-        let shift = self.bitmaps.shift;
-        let Some(words) = self.bitmaps.words[self.slot].get() else { return (true, end) };
-        let word =
-            |granule: u64| words.get((granule / WORD) as usize).map(|word| word.load(SeqCst));
-        let mut granule = at >> shift;
-        let Some(first) = word(granule) else { return (true, end) };
-        let dirty = first >> (granule % WORD) & 1 == 1;
-        while granule << shift < end {
-            let Some(word) = word(granule) else { break };
-            let others = if dirty { !word } else { word } >> (granule % WORD);
-            let same = u64::from(others.trailing_zeros()).min(WORD - granule % WORD);
-            granule += same;
-            if !granule.is_multiple_of(WORD) || same == 0 {
-                break;
-            }
-        }
-        (dirty, (granule << shift).clamp(at, end))
+        self.bitmaps.marks.extent(self.slot, at, end)
     }
 
     /// The bitmap's name.

@@ -17,6 +17,9 @@ mod chunks;
 #[path = "../../src/align/locks.rs"]
 #[allow(unused_imports)] // of its unit tests, which are run elsewhere
 mod locks;
+#[path = "../../src/dirty/marks.rs"]
+#[allow(dead_code)]
+mod marks;
 #[path = "../../src/tally.rs"]
 mod tally;
 
@@ -39,6 +42,7 @@ use crate::blocks::Blocks;
 use crate::bucket::{Bucket, SECOND};
 use crate::chunks::{Chunks, Span};
 use crate::locks::SectorLocks;
+use crate::marks::Marks;
 use crate::tally::{Counter, Tally};
 
 /// The length of what one lock covers, and of a request within it, in bytes.
@@ -317,6 +321,92 @@ fn what_two_change_while_it_is_copied_is_unmarked_for_neither() {
     });
 }
 
+/// Two granules of a disk, and its dirty bitmaps.
+struct BackedUp {
+    disk: [AtomicU8; 2],
+    marks: Marks,
+}
+
+/// Bitmaps' slots.
+const ONE: usize = 0;
+const NEXT: usize = 1;
+
+impl BackedUp {
+    /// With one bitmap.
+    fn new() -> Arc<Self> {
+        let marks = Marks::new(2 * SECTOR, SECTOR.trailing_zeros());
+        marks.start(ONE);
+        Arc::new(Self { disk: [0, 0].map(AtomicU8::new), marks })
+    }
+
+    /// Changes a granule as a queue does.
+    fn change(&self, granule: usize, value: u8) {
+        self.marks.changed(granule as u64 * SECTOR, SECTOR);
+        self.disk[granule].store(value, SeqCst);
+        self.marks.changed(granule as u64 * SECTOR, SECTOR);
+    }
+
+    fn is_dirty(&self, granule: usize, slot: usize) -> bool {
+        let at = granule as u64 * SECTOR;
+        self.marks.extent(slot, at, at + SECTOR).0
+    }
+
+    /// Of the first granule: the next backup finds whatever this one, which has this of it, did not.
+    fn is_found_next(&self, copied: u8, slot: usize) {
+        let now = self.disk[0].load(SeqCst);
+        assert!(now == copied || self.is_dirty(0, slot), "{now} is in no backup, {copied} is");
+    }
+}
+
+/// Begins a bitmap so, and copies everything, while a queue changes it.
+fn is_backed_up(begin: fn(&Marks)) {
+    every_order(move || {
+        let disk = BackedUp::new();
+        let writer = Arc::clone(&disk);
+        let writer = thread::spawn(move || writer.change(0, 1));
+        begin(&disk.marks);
+        let copied = disk.disk[0].load(SeqCst);
+        writer.join().unwrap();
+        disk.is_found_next(copied, ONE);
+    });
+}
+
+fn what_lands_after_a_bitmap_is_cleared_is_in_it() {
+    is_backed_up(|marks| marks.clear(ONE));
+}
+
+fn what_lands_after_a_bitmap_is_started_is_in_it() {
+    is_backed_up(|marks| {
+        marks.stop(ONE);
+        marks.start(ONE);
+    });
+}
+
+fn what_lands_while_a_bitmap_follows_another_is_in_one_of_them() {
+    every_order(|| {
+        let disk = BackedUp::new();
+        let writer = Arc::clone(&disk);
+        let writer = thread::spawn(move || writer.change(0, 1));
+        disk.marks.start(NEXT);
+        let copied = if disk.is_dirty(0, ONE) { disk.disk[0].load(SeqCst) } else { 0 };
+        disk.marks.stop(ONE);
+        writer.join().unwrap();
+        disk.is_found_next(copied, NEXT);
+    });
+}
+
+fn two_that_mark_one_word_take_nothing_from_each_other() {
+    every_order(|| {
+        let disk = BackedUp::new();
+        let writer = Arc::clone(&disk);
+        let writer = thread::spawn(move || writer.change(0, 1));
+        disk.change(1, 2);
+        assert!(disk.is_dirty(1, ONE), "answered, and not dirty");
+        writer.join().unwrap();
+        assert!(disk.is_dirty(0, ONE) && disk.is_dirty(1, ONE), "unmarked by the other");
+    });
+}
+
 /// Runs a model in every order.
 fn every_order(model: impl Fn() + Send + Sync + 'static) {
     let mut config = Config::new();
@@ -328,7 +418,7 @@ fn every_order(model: impl Fn() + Send + Sync + 'static) {
 
 type Model = (&'static str, fn());
 
-const MODELS: [Model; 9] = [
+const MODELS: [Model; 13] = [
     (
         "sectors_are_modified_alone_and_written_together",
         sectors_are_modified_alone_and_written_together,
@@ -355,6 +445,22 @@ const MODELS: [Model; 9] = [
     (
         "nothing_is_kept_before_the_last_of_two_writes_ends_and_all_after_it",
         nothing_is_kept_before_the_last_of_two_writes_ends_and_all_after_it,
+    ),
+    (
+        "what_lands_after_a_bitmap_is_cleared_is_in_it",
+        what_lands_after_a_bitmap_is_cleared_is_in_it,
+    ),
+    (
+        "what_lands_after_a_bitmap_is_started_is_in_it",
+        what_lands_after_a_bitmap_is_started_is_in_it,
+    ),
+    (
+        "what_lands_while_a_bitmap_follows_another_is_in_one_of_them",
+        what_lands_while_a_bitmap_follows_another_is_in_one_of_them,
+    ),
+    (
+        "two_that_mark_one_word_take_nothing_from_each_other",
+        two_that_mark_one_word_take_nothing_from_each_other,
     ),
 ];
 

@@ -1,0 +1,136 @@
+//! The bits of a disk's dirty bitmaps, for the queues that mark them and whoever starts and reads them.
+//!
+//! ```text
+//!  slot:   unused ── start: all clean ──> used ⇄ clear: all clean
+//!             ^──────────stop──────────────┘
+//!  change: changed ──> submitted ... done ──> changed ──> answered
+//! ```
+//! A change that lands after a bitmap began, or was cleared, finds it in use when it has landed, and marks it
+//! then. One that lands before may miss it, and is in whatever is copied since. What marks it before it lands
+//! is for the bitmap that ends: who starts the next one and then reads this one must find it in one of them.
+//!
+//! Nothing is locked: slots and their words stay where they are, and one word says which slots are in use.
+//! Whoever starts, clears and stops sees to it that nobody else does so at the same time.
+
+use std::sync::OnceLock;
+
+use vmseal_api::filter::BITMAPS_MAX;
+
+use crate::sync::atomic::{AtomicU64, Ordering::SeqCst};
+
+/// Bits of a word.
+const WORD: u64 = 64;
+
+/// See the module.
+#[derive(Debug)]
+pub struct Marks {
+    size: u64,
+    shift: u32,
+    /// The slots that are in use, as bits.
+    used: AtomicU64,
+    /// One bit a granule; made when a slot is first used, and kept.
+    words: [OnceLock<Box<[AtomicU64]>>; BITMAPS_MAX],
+}
+
+/// What the words of one slot take, in bytes, for a disk of `size` bytes in granules of 2 to the power `shift`.
+pub fn bytes(size: u64, shift: u32) -> usize {
+    words(size, shift) * 8
+}
+
+fn words(size: u64, shift: u32) -> usize {
+    usize::try_from(size.div_ceil(1 << shift).div_ceil(WORD)).unwrap_or(usize::MAX / 8)
+}
+
+impl Marks {
+    /// No slot in use, for a disk of `size` bytes in granules of 2 to the power `shift`.
+    pub fn new(size: u64, shift: u32) -> Self {
+        Self { size, shift, used: AtomicU64::new(0), words: Default::default() }
+    }
+
+    /// What one bit stands for, in bytes.
+    pub fn granule(&self) -> u64 {
+        1 << self.shift
+    }
+
+    /// This part of the disk changes, or has changed. `length` is not 0 and the part is on the disk.
+    #[inline]
+    pub fn changed(&self, offset: u64, length: u64) {
+        let used = self.used.load(SeqCst);
+        if used != 0 {
+            self.mark(used, offset, length);
+        }
+    }
+
+    #[cold]
+    fn mark(&self, used: u64, offset: u64, length: u64) {
+        let end = offset.saturating_add(length).min(self.size);
+        if offset >= end {
+            return;
+        }
+        let (first, last) = (offset >> self.shift, (end - 1) >> self.shift);
+        for (slot, words) in self.words.iter().enumerate() {
+            let Some(words) = words.get().filter(|_| used & 1 << slot != 0) else { continue };
+            for (index, word) in (first / WORD..=last / WORD).zip(&words[(first / WORD) as usize..])
+            {
+                let from = first.saturating_sub(index * WORD);
+                let until = (last - index * WORD).min(WORD - 1);
+                let mask = (u64::MAX << from) & (u64::MAX >> (WORD - 1 - until));
+                if word.load(SeqCst) & mask != mask {
+                    word.fetch_or(mask, SeqCst);
+                }
+            }
+        }
+    }
+
+    /// Whether the slot has its words.
+    pub fn is_made(&self, slot: usize) -> bool {
+        self.words[slot].get().is_some()
+    }
+
+    /// Takes a slot into use, all clean. Its words are made if it has none.
+    pub fn start(&self, slot: usize) {
+        let clean = || (0..words(self.size, self.shift)).map(|_| AtomicU64::new(0)).collect();
+        self.words[slot].get_or_init(clean);
+        self.clear(slot);
+        self.used.fetch_or(1 << slot, SeqCst);
+    }
+
+    /// All of it is clean.
+    pub fn clear(&self, slot: usize) {
+        let words = self.words[slot].get().into_iter().flatten();
+        words.for_each(|word| word.store(0, SeqCst));
+    }
+
+    /// Takes a slot out of use.
+    pub fn stop(&self, slot: usize) {
+        self.used.fetch_and(!(1 << slot), SeqCst);
+    }
+
+    /// How much of the disk is in dirty granules of this slot, in bytes.
+    pub fn dirty_bytes(&self, slot: usize) -> u64 {
+        let words = self.words[slot].get().into_iter().flatten();
+        let granules: u64 = words.map(|word| u64::from(word.load(SeqCst).count_ones())).sum();
+        (granules << self.shift).min(self.size)
+    }
+
+    /// Whether the disk's byte at `at` is in a dirty granule, and where a granule begins, at `end` at the
+    /// latest, that is not like it. Of a slot that never was in use all is dirty.
+    pub fn extent(&self, slot: usize, at: u64, end: u64) -> (bool, u64) {
+        let Some(words) = self.words[slot].get() else { return (true, end) };
+        let word =
+            |granule: u64| words.get((granule / WORD) as usize).map(|word| word.load(SeqCst));
+        let mut granule = at >> self.shift;
+        let Some(first) = word(granule) else { return (true, end) };
+        let dirty = first >> (granule % WORD) & 1 == 1;
+        while granule << self.shift < end {
+            let Some(word) = word(granule) else { break };
+            let others = if dirty { !word } else { word } >> (granule % WORD);
+            let same = u64::from(others.trailing_zeros()).min(WORD - granule % WORD);
+            granule += same;
+            if !granule.is_multiple_of(WORD) || same == 0 {
+                break;
+            }
+        }
+        (dirty, (granule << self.shift).clamp(at, end))
+    }
+}
