@@ -164,6 +164,7 @@ impl BenchArguments {
             idle: section.idle && chosen(IDLE),
             limit: section.limit,
             rounds: (self.rounds * section.cuts).min(VALUES_MAX as u32),
+            places: section.places,
             cell,
             // A tenth, so that even the shortest cell starts warm.
             warm_up: cell / 10,

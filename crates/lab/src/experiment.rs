@@ -50,6 +50,8 @@ pub struct Plan {
     pub limit: bool,
     /// How often everything is measured.
     pub rounds: u32,
+    /// How often the disks are made anew meanwhile, one time included; at most as often as there are rounds.
+    pub places: u32,
     /// How long a cell is measured.
     pub cell: Duration,
     /// How long a cell runs before that.
@@ -197,17 +199,25 @@ pub fn run(
     let root = tempfile::Builder::new().prefix("vmseal-lab-").tempdir_in(&plan.directory);
     let root = root.map_err(|source| setting(&plan.directory, source))?;
     pin(plan.cores.map(|cores| cores.client))?;
-    let ceiling = match plan.limit && plan.workloads.iter().any(Ceiling::is_of) {
-        true => Some(Ceiling::new(root.path(), plan.size)?),
-        false => None,
-    };
-    let mut experiment = Experiment { plan, stands: Vec::new(), ceiling, observe };
-    for system in systems {
-        experiment.set_up(system.as_ref(), root.path())?;
-    }
     let mut outcome = Outcome::default();
-    for round in 0..plan.rounds {
-        experiment.round(round, &mut outcome)?;
+    let places = plan.places.clamp(1, plan.rounds.max(1));
+    for place in 0..places {
+        let home = tempfile::tempdir_in(root.path());
+        let home = home.map_err(|source| setting(&plan.directory, source))?;
+        let ceiling = match plan.limit && plan.workloads.iter().any(Ceiling::is_of) {
+            true => Some(Ceiling::new(home.path(), plan.size)?),
+            false => None,
+        };
+        let mut experiment =
+            Experiment { plan, stands: Vec::new(), ceiling, observe: &mut *observe };
+        // None always has its files where the first ones go.
+        let (later, first) = systems.split_at(place as usize % systems.len().max(1));
+        for system in first.iter().chain(later) {
+            experiment.set_up(system.as_ref(), home.path())?;
+        }
+        for round in place * plan.rounds / places..(place + 1) * plan.rounds / places {
+            experiment.round(round, &mut outcome)?;
+        }
     }
     Ok(outcome)
 }

@@ -94,6 +94,8 @@ pub struct Settings {
     pub workloads: Vec<Workload>,
     /// How often.
     pub rounds: u32,
+    /// How often the disks were made anew meanwhile, one time included.
+    pub places: u32,
     /// How long a cell was measured, in seconds.
     pub seconds: f64,
     /// How long it ran before that, in seconds.
@@ -118,6 +120,7 @@ impl Settings {
             transport,
             workloads: plan.workloads.clone(),
             rounds: plan.rounds,
+            places: plan.places,
             seconds: plan.cell.as_secs_f64(),
             warm_up_seconds: plan.warm_up.as_secs_f64(),
             size: plan.size,
@@ -316,6 +319,7 @@ pub(crate) mod tests {
             idle: true,
             limit: true,
             rounds: 5,
+            places: 1,
             cell: Duration::from_secs(1),
             warm_up: Duration::from_millis(500),
             wait: Wait::Sleep,

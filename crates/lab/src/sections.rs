@@ -56,6 +56,9 @@ pub struct Section {
     /// How many rounds a round is cut into, each so much shorter: what is compared then is closer in time, and
     /// more rounds have narrower bounds.
     pub cuts: u32,
+    /// How often the disks are made anew meanwhile: where a file lies on a device decides by more than what is in
+    /// question (docs/benchmarks.md).
+    pub places: u32,
 }
 
 /// What `vmseal lab disk` runs.
@@ -85,6 +88,7 @@ pub const SECTIONS: [Section; 4] = [
         idle: true,
         limit: true,
         cuts: 5,
+        places: 1,
     },
     Section {
         id: "ext4",
@@ -101,6 +105,7 @@ pub const SECTIONS: [Section; 4] = [
         idle: false,
         limit: false,
         cuts: 10,
+        places: 5,
     },
     Section {
         id: "scaling",
@@ -112,6 +117,7 @@ pub const SECTIONS: [Section; 4] = [
         idle: false,
         limit: false,
         cuts: 10,
+        places: 1,
     },
     Section {
         id: "nbd",
@@ -126,6 +132,7 @@ pub const SECTIONS: [Section; 4] = [
         idle: false,
         limit: false,
         cuts: 5,
+        places: 1,
     },
 ];
 

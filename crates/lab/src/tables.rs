@@ -123,8 +123,12 @@ fn described(settings: &Settings) -> String {
         Wait::Sleep => "sleeps until something comes",
         Wait::Poll => "polls",
     };
+    let anew = match settings.places {
+        1 => String::new(),
+        places => format!(", files made {places} times"),
+    };
     format!(
-        "{transport}, {} MiB on {}, {} rounds of {} s, client {client}",
+        "{transport}, {} MiB on {}, {} rounds of {} s{anew}, client {client}",
         settings.size >> 20,
         settings.file_system,
         settings.rounds,

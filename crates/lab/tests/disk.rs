@@ -11,7 +11,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use vmseal_api::filter::Direct;
 use vmseal_lab::clock::ProcessClock;
-use vmseal_lab::experiment::{self, Plan};
+use vmseal_lab::experiment::{self, Plan, Progress};
 use vmseal_lab::idle;
 use vmseal_lab::initiator::{Initiator, InitiatorError, Operation, VhostUser, Wait};
 use vmseal_lab::load::{self, Direction, Extent, LoadError, Order, Workload};
@@ -241,6 +241,7 @@ fn plan(directory: &Path, size: u64) -> Plan {
         idle: true,
         limit: true,
         rounds: 2,
+        places: 2,
         cell: Duration::from_millis(100),
         warm_up: Duration::from_millis(10),
         wait: Wait::Sleep,
@@ -308,8 +309,15 @@ fn an_experiment_measures_every_cell_and_leaves_nothing() {
     let eight = Vmseal { disks: 8, ..vmseal(true) };
     let systems: Vec<Box<dyn System>> =
         vec![Box::new(storage_daemon(false)), Box::new(vmseal(true)), Box::new(eight)];
-    let outcome =
-        experiment::run(&plan(directory.path(), 2 * SIZE), &systems, &mut |_| {}).unwrap();
+    let mut filled = Vec::new();
+    let outcome = experiment::run(&plan(directory.path(), 2 * SIZE), &systems, &mut |progress| {
+        if let Progress::Filling(system) = progress {
+            filled.push(system.to_owned());
+        }
+    });
+    let outcome = outcome.unwrap();
+    // All are made anew for the second round, and the one that was first is last then.
+    assert_eq!((filled.len(), &filled[0]), (6, &filled[5]));
     // With the computed limit of the large one.
     assert_eq!(outcome.cells.len(), 14);
     assert_eq!(outcome.latencies.len(), 7);
