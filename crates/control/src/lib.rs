@@ -7,6 +7,7 @@
 //! | [`providers`], [`keys`] | where keys come from, and how they get to hosts |
 //! | [`hosts`], [`alarms`] | joining, one monitor per host, what stands |
 //! | [`tasks`] | durable work |
+//! | `locks` | one lock for each of many things |
 //! | [`metrics`] | what the server measures |
 //! | [`http`], [`server`] | the API, and the process |
 
@@ -19,6 +20,7 @@ pub mod http;
 pub mod identity;
 pub mod initialise;
 pub mod keys;
+mod locks;
 pub mod metrics;
 pub mod providers;
 mod scan;

@@ -21,9 +21,10 @@ use vmseal_api::model::Lifecycle;
 use vmseal_api::problem::Problem;
 
 use super::monitor::is_silence;
-use super::{VmLocks, registration};
+use super::registration;
 use crate::backoff;
 use crate::keys::{self, Purpose};
+use crate::locks::Locks;
 use crate::providers::Providers;
 use crate::store::{Store, vms};
 
@@ -45,7 +46,7 @@ pub(super) struct Delivery {
     pub(super) store: Arc<Store>,
     pub(super) providers: Arc<Providers>,
     pub(super) agent: Arc<dyn HostAgent>,
-    pub(super) locks: Arc<VmLocks>,
+    pub(super) locks: Arc<Locks<VmId>>,
 }
 
 /// Why a key was not brought.

@@ -27,6 +27,7 @@ use self::datastores::Watch;
 use self::monitor::Monitor;
 pub use self::registration::{register, spec_of};
 use crate::keys::{self, Purpose};
+use crate::locks::Locks;
 use crate::providers::Providers;
 use crate::store::hosts::Host;
 use crate::store::vms::Vm;
@@ -82,7 +83,7 @@ pub struct Hosts {
     providers: Arc<Providers>,
     connector: Arc<dyn HostConnector>,
     entries: Mutex<HashMap<HostId, Entry>>,
-    locks: Arc<VmLocks>,
+    locks: Arc<Locks<VmId>>,
 }
 
 impl Hosts {
@@ -96,7 +97,7 @@ impl Hosts {
         connector: Arc<dyn HostConnector>,
     ) -> Result<Self, StoreError> {
         let known = hosts::list(&mut *store.read().await?, &Part::all()).await?;
-        let locks = Arc::new(VmLocks::default());
+        let locks = Arc::new(Locks::default());
         let this = Self { store, providers, connector, entries: Mutex::default(), locks };
         for host in known {
             if let Err(problem) = this.add(&host) {
@@ -222,21 +223,5 @@ impl Hosts {
     /// its life, change only under this lock.
     pub async fn lock(&self, vm: VmId) -> OwnedMutexGuard<()> {
         self.locks.lock(vm).await
-    }
-}
-
-/// One lock per VM.
-#[derive(Default)]
-struct VmLocks(Mutex<HashMap<VmId, Arc<tokio::sync::Mutex<()>>>>);
-
-impl VmLocks {
-    async fn lock(&self, vm: VmId) -> OwnedMutexGuard<()> {
-        let lock = {
-            let mut locks = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-            // Those that nobody holds or waits for.
-            locks.retain(|_, lock| Arc::strong_count(lock) > 1);
-            Arc::clone(locks.entry(vm).or_default())
-        };
-        lock.lock_owned().await
     }
 }

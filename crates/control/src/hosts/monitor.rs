@@ -33,9 +33,10 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request_id::{self, RequestId};
 
 use super::courier::{Courier, Delivery};
-use super::{View, VmLocks, registration};
+use super::{View, registration};
 use crate::alarms;
 use crate::keys::Purpose;
+use crate::locks::Locks;
 use crate::providers::Providers;
 use crate::store::events::NewEvent;
 use crate::store::hosts::Host;
@@ -63,7 +64,7 @@ pub(super) struct Monitor {
     store: Arc<Store>,
     providers: Arc<Providers>,
     agent: Arc<dyn HostAgent>,
-    locks: Arc<VmLocks>,
+    locks: Arc<Locks<VmId>>,
     view: watch::Sender<View>,
     /// Brings keys in this life of the agent.
     courier: Courier,
@@ -75,7 +76,7 @@ impl Monitor {
         store: Arc<Store>,
         providers: Arc<Providers>,
         agent: Arc<dyn HostAgent>,
-        locks: Arc<VmLocks>,
+        locks: Arc<Locks<VmId>>,
         view: watch::Sender<View>,
     ) -> Self {
         let (id, name) = (host.id, host.name.clone());

@@ -96,6 +96,7 @@ impl KmipProvider {
         key: &KeyReference,
     ) -> Result<(), Problem> {
         let id = self.key_id(&key.key_id)?;
+        let _alone = self.destroying.lock(key.key_id.clone()).await;
         let work = |client| async move { revoke_and_destroy(&client, &id).await };
         self.ask_one(server, work).await?;
         let mut write = self.store.write().await?;
@@ -111,6 +112,10 @@ impl KmipProvider {
         silent: &mut Silent,
     ) -> Result<(), Problem> {
         let id = self.key_id(&key.key_id)?;
+        let _alone = self.destroying.lock(key.key_id.clone()).await;
+        if keys::is_destroyed(&mut *self.store.read().await?, self.id, &key.key_id).await? {
+            return Ok(());
+        }
         let what = match self.where_it_is(&id, silent).await? {
             None => "was destroyed already at every server".to_owned(),
             Some((server, kek)) => {

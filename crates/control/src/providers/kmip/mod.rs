@@ -47,6 +47,7 @@ use vmseal_secret::derive::{KeyContext, check_value};
 
 use self::client_key::ClientKey;
 use super::{GivenKey, KeyProvider};
+use crate::locks::Locks;
 use crate::metrics;
 use crate::store::{Store, StoreError, key_requests, keys, kmip};
 
@@ -72,6 +73,9 @@ pub struct KmipProvider {
     setup: RwLock<Setup>,
     /// Held from the check of a change of its setup until the change is in the inventory and in `setup`.
     changing: tokio::sync::Mutex<()>,
+    /// Of keys, by id, while they are destroyed: whoever came second would note that they were gone already, or
+    /// have its Revoke refused.
+    destroying: Locks<String>,
     /// Keys in use that encrypt nothing new, by id, as the watch saw them last.
     revoked: Mutex<HashMap<String, Problem>>,
     /// Requests of tests that are under way.
@@ -126,8 +130,8 @@ impl KmipProvider {
     fn new(id: ProviderId, name: String, store: Arc<Store>, usable: changes::Sender<u64>) -> Self {
         let (setup, wake) = (RwLock::default(), Notify::new());
         let (revoked, trials) = (Mutex::default(), Mutex::default());
-        let changing = tokio::sync::Mutex::default();
-        Self { id, name, store, setup, changing, revoked, trials, wake, usable }
+        let (changing, destroying) = (tokio::sync::Mutex::default(), Locks::default());
+        Self { id, name, store, setup, changing, destroying, revoked, trials, wake, usable }
     }
 
     /// Reads its setup from the inventory; another private key may come with it.

@@ -588,7 +588,10 @@ async fn a_key_counts_as_destroyed_only_when_every_server_says_so() {
     })
     .await;
     let destroyed = here.events("key.destroyed").await;
-    assert!(destroyed.len() == 1 && destroyed[0].contains("'two'"), "{destroyed:?}");
+    // An answer that came too late leaves a key that is gone when it is asked for again.
+    let lost = here.events("key.destruction-pending").await.len() > 1;
+    let told = destroyed[0].contains("'two'") || lost && destroyed[0].contains("already");
+    assert!(destroyed.len() == 1 && told, "{destroyed:?}");
     let id = KeyId::new(key.key_id.clone()).unwrap();
     let gone = client(&two, &authority, &identity).key_state(&id).await.unwrap_err();
     assert_eq!(gone.refusal(), Some(ResultReason::ItemNotFound));

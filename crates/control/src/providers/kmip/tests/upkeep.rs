@@ -87,6 +87,44 @@ async fn what_cannot_be_cleared_up_keeps_nothing_else_waiting_and_is_an_alarm() 
     assert_eq!(*destroyed.lock().unwrap(), ["1 whole", "0 short"]);
 }
 
+/// The watch and a task, say; the one that comes second does not tell that the key was gone already.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_key_that_two_destroy_at_once_is_destroyed_by_one() {
+    let authority = Authority::new("kms");
+    let identity = authority.client("vmseal", Validity::Now);
+    let certificate = authority.server(&["127.0.0.1"], Validity::Now);
+    let gone = Arc::new(AtomicBool::new(false));
+    let is_gone = Arc::clone(&gone);
+    let server =
+        ScriptedServer::start(&certificate, None, move |asked: &Asked| match asked.operation {
+            _ if is_gone.load(Ordering::SeqCst) => asked.refused(ResultReason::ItemNotFound),
+            OperationCode::GetAttributes => Reaction::Send(asked.done(|payload| state(payload, 2))),
+            OperationCode::Get => given(asked, &[7; 32]),
+            OperationCode::Destroy => {
+                is_gone.store(true, Ordering::SeqCst);
+                Reaction::SendLate(Duration::from_millis(500), asked.done(|_| {}))
+            }
+            _ => Reaction::Send(asked.done(|_| {})),
+        });
+    let here = Here::new().await;
+    let (provider, kms) = here.add(&[at("one", &server.endpoint())], &authority, &identity).await;
+    let kek = SecretBytes::from_wiped(&mut [7; 32]).unwrap();
+    let (vm, key_id) = (VmId::new(), "1".to_owned());
+    let check = here.providers.kmip(provider.id).unwrap().check(vm, &key_id, &kek).unwrap();
+    let key = KeyReference { provider: provider.id, key_id, check };
+    let second = async {
+        while !gone.load(Ordering::SeqCst) {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        kms.destroy_key(vm, "web", &key).await
+    };
+    let (first, second) = tokio::join!(kms.destroy_key(vm, "web", &key), second);
+    assert_eq!((first, second), (Ok(()), Ok(())));
+    let told = here.events("key.destroyed").await;
+    assert!(told.len() == 1 && told[0].ends_with("destroyed at server 'one'"), "{told:?}");
+    assert!(here.events("key.destruction-pending").await.is_empty());
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn whoever_removes_a_provider_is_told_of_every_key_that_may_be_left() {
     use crate::tasks::{Engine, Operation};
