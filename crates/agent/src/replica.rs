@@ -102,9 +102,10 @@ pub async fn examine(disk: &DiskSpec) -> Result<(), Problem> {
 pub async fn discard(home: &Home, vm: VmId, disk: &DiskSpec) -> Result<(), Problem> {
     let Some(place) = disk.replica.clone() else { return Ok(()) };
     let (home, id) = (home.clone(), disk.disk);
-    let unmade = move || match home.image(id).exists() {
-        true => Ok(false),
-        false => remove_beside(&home, id).map(|()| true),
+    // One that cannot be looked at may be whole.
+    let unmade = move || match home.image(id).try_exists() {
+        Ok(false) => remove_beside(&home, id).map(|()| true),
+        Ok(true) | Err(_) => Ok(false),
     };
     match spawn_blocking(unmade).await.map_err(internal)?? {
         true => remove_replica(vm, id, &place).await,
@@ -481,6 +482,34 @@ mod tests {
         let served = bench.for_writer().await;
         assert!(!map.exists());
         assert!(served.unwrap().is_none());
+    }
+
+    /// Its mark is a pipe: whoever opens it waits, as on a server that is away.
+    #[tokio::test(start_paused = true)]
+    async fn a_second_datastore_that_hangs_keeps_no_guest_from_its_disk_and_holds_no_lock_of_it() {
+        let bench = Bench::new().await;
+        bench.fill_map();
+        let mark = bench.directory.path().join("second").join(datastore::MARKER);
+        std::fs::remove_file(&mark).unwrap();
+        nix::unistd::mkfifo(&mark, nix::sys::stat::Mode::S_IRWXU).unwrap();
+        let time_passes = async {
+            loop {
+                tokio::time::advance(std::time::Duration::from_secs(1)).await;
+                std::thread::sleep(std::time::Duration::from_millis(5));
+            }
+        };
+        let served = tokio::select! {
+            served = bench.for_writer() => served,
+            () = time_passes => unreachable!("time does not end"),
+        };
+        let (length, home, disk) = (bench.map_length(), bench.home(), bench.disk().disk);
+        let Bench { image, directory: _directory, .. } = bench;
+        drop(image);
+        let free = home.open(disk).map(|image| image.is_some());
+        // Before anything fails: the thread that hangs is waited for at the end of the test.
+        drop(File::options().write(true).open(&mark).unwrap());
+        assert!(served.unwrap().is_none());
+        assert_eq!((length, free.unwrap()), (0, true));
     }
 
     #[tokio::test]
