@@ -500,3 +500,6 @@ fn signal(event: BorrowedFd<'_>) {
         tracing::debug!(fd = event.as_raw_fd(), %error, "an event could not be signalled");
     }
 }
+
+#[cfg(test)]
+mod tests;
