@@ -650,6 +650,11 @@ async fn processes_run_under_users_of_their_own() {
     });
     assert_ne!(users[0], users[1]);
     assert!(users.iter().flatten().all(|uid| uid.starts_with("19000000")), "{users:?}");
+    // They are counted by user, so only a filter that has its own can be held to a number of threads.
+    let limits = format!("/proc/{}/limits", bench.process(vm, "filter"));
+    let limits = std::fs::read_to_string(limits).unwrap();
+    let threads = limits.lines().find_map(|line| line.strip_prefix("Max processes")).unwrap();
+    assert!(threads.split_whitespace().take(2).all(|most| most == "512"), "{threads}");
     agent.power_off(vm, PowerOff::Force).await.unwrap();
     agent.unregister_vm(vm).await.unwrap();
     assert_eq!(agent.power_on(vm).await.unwrap_err().code, ErrorCode::NotFound);
