@@ -13,12 +13,14 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
-use vmseal_api::filter::{DiskActivity, NBD_CONNECTIONS};
+use vmseal_api::filter::{DelaySpec, DiskActivity, NBD_CONNECTIONS, OperationKind};
 use vmseal_api::id::DiskId;
 use vmseal_iofilter::allocation::Allocation;
 use vmseal_iofilter::backend::mem::MemDisk;
 use vmseal_iofilter::chain::{Chain, Filter, Io, Limits};
+use vmseal_iofilter::delay::Delay;
 use vmseal_iofilter::front_end::Served;
+use vmseal_iofilter::layer::Layer;
 use vmseal_iofilter::nbd::option::{Agreed, OPTION_MAX, OPTIONS_MAX};
 use vmseal_iofilter::nbd::transmission::{ENDING_MAX, REQUESTS_MAX, Transmission};
 use vmseal_iofilter::nbd::wire::{
@@ -321,27 +323,56 @@ impl Filter for Slow {
     }
 }
 
-#[test]
-fn a_client_that_is_done_gets_the_answers_of_a_slow_disk() {
-    let chain = Chain::new(SIZE, false, vec![Box::new(Slow)], MemDisk::new(1 << 20).queue());
-    let state = Arc::new(DiskState::new(DiskId::new(), 1));
+/// Serves one connection of a client over a disk with this filter, until it ends.
+fn serve_one(filter: Box<dyn Filter>, server: UnixStream, stop: &Stop) {
+    let chain = Chain::new(SIZE, false, vec![filter], MemDisk::new(1 << 20).queue());
     let served = Served {
         size: SIZE,
         read_only: false,
         serial: "serial-1".into(),
-        state,
+        state: Arc::new(DiskState::new(DiskId::new(), 1)),
         allocation: Allocation::Unknown,
     };
+    let transmission =
+        Transmission::new(&server, Agreed::default(), &served, stop, (0, chain), 1 << 20);
+    assert_eq!(transmission.map_err(|(_, error)| error).unwrap().run().in_flight(), 0);
+}
+
+#[test]
+fn a_client_that_is_done_gets_the_answers_of_a_slow_disk() {
     let (server, stream) = UnixStream::pair().unwrap();
     let mut client = Client { stream };
     client.ask(command::WRITE, command_flag::FUA, 0, 4096, 1);
     client.send(&[1; 4096]);
     client.ask(command::DISCONNECT, 0, 0, 0, 2);
-    let stop = Stop::new().unwrap();
-    let transmission =
-        Transmission::new(&server, Agreed::default(), &served, &stop, (0, chain), 1 << 20);
-    assert_eq!(transmission.map_err(|(_, error)| error).unwrap().run().in_flight(), 0);
-    drop(server);
+    serve_one(Box::new(Slow), server, &Stop::new().unwrap());
+    assert_eq!(client.reply(), (1, 0));
+    assert!(client.is_ended());
+}
+
+#[test]
+fn a_filter_that_ends_waits_for_no_delay() {
+    let delay = Delay::new(DelaySpec {
+        operations: vec![OperationKind::Write],
+        microseconds: 60_000_000,
+        jitter_microseconds: 0,
+        reorders: false,
+        seed: 0,
+    });
+    let (server, stream) = UnixStream::pair().unwrap();
+    let mut client = Client { stream };
+    client.ask(command::WRITE, 0, 0, 4096, 1);
+    client.send(&[1; 4096]);
+    let (filter, stop) = (delay.filter().unwrap(), Stop::new().unwrap());
+    let asked = std::thread::scope(|scope| {
+        scope.spawn(|| serve_one(filter, server, &stop));
+        while delay.counters()[0].1 < 1 {
+            std::thread::yield_now();
+        }
+        stop.ask();
+        Instant::now()
+    });
+    assert!(asked.elapsed() < Duration::from_secs(30), "it waited for the delay");
     assert_eq!(client.reply(), (1, 0));
     assert!(client.is_ended());
 }
