@@ -36,6 +36,8 @@ fn a_guests_requests_are_counted_and_timed_in_the_filter_and_told_by_the_server(
     assert_eq!(here.boot_counter("web").unwrap(), 1);
 
     let host = scrape(&here, "/metrics/hosts/here");
+    let memory = sum(&host, "vmseal_vm_filter_memory_limit_bytes", "vm=");
+    assert!(memory >= f64::from(32 << 20), "{memory}: {host}");
     for operation in ["operation=\"read\"", "operation=\"write\""] {
         let requests = sum(&host, "vmseal_disk_requests_total", operation);
         assert!(requests > 0.0, "{operation}: {host}");

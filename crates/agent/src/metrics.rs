@@ -225,6 +225,19 @@ impl Snapshot {
             .encode_gauge(&silent)
     }
 
+    /// What filters may take of the host's memory.
+    fn memory(&self, to: &mut DescriptorEncoder<'_>) -> Told {
+        let limit = |(vm, figures): &(VmId, FilterFigures)| {
+            Some(([("vm", vm.to_string())], figures.memory_limit_bytes?))
+        };
+        let what = "The most private memory that the filter of a VM can have.";
+        gauges(
+            to,
+            ("vmseal_vm_filter_memory_limit_bytes", what),
+            self.filters.iter().filter_map(limit),
+        )
+    }
+
     /// Every disk with its labels.
     fn disks(&self) -> impl Iterator<Item = ([(&'static str, String); 2], &DiskFigures)> {
         self.filters.iter().flat_map(|(vm, figures)| {
@@ -403,6 +416,7 @@ impl Collector for Snapshot {
     fn encode(&self, mut to: DescriptorEncoder<'_>) -> Told {
         self.vms(&mut to)?;
         self.processes(&mut to)?;
+        self.memory(&mut to)?;
         self.requests(&mut to)?;
         self.held(&mut to)?;
         self.cached(&mut to)?;
@@ -451,7 +465,8 @@ mod tests {
             }),
         };
         let state = HostState { incarnation: Incarnation::new(), version: 1, vms: vec![] };
-        let filters = vec![(vm, FilterFigures { disks: vec![figures] })];
+        let filters =
+            vec![(vm, FilterFigures { disks: vec![figures], memory_limit_bytes: Some(13) })];
         let mut registry = Registry::default();
         registry.register_collector(Box::new(Snapshot { state, filters, silent: 1 }));
         let mut text = String::new();
@@ -467,6 +482,7 @@ mod tests {
             format!("vmseal_disk_cache_reads_total{{{of},outcome=\"hit\"}} 7"),
             format!("vmseal_disk_cache_reads_total{{{of},outcome=\"missed\"}} 0"),
             format!("vmseal_disk_cache_blocks_total{{{of},event=\"evicted\"}} 9"),
+            format!("vmseal_vm_filter_memory_limit_bytes{{vm=\"{vm}\"}} 13"),
             format!("vmseal_disk_replica_dirty_bytes{{{of}}} 12"),
             format!("vmseal_disk_replica_lag_seconds{{{of}}} 1.5"),
             format!("vmseal_disk_replica_copied_bytes_total{{{of}}} 11"),

@@ -704,6 +704,9 @@ pub fn latency_bound_seconds(bucket: usize) -> Option<f64> {
 pub struct FilterFigures {
     /// The disks, in the configuration's order.
     pub disks: Vec<DiskFigures>,
+    /// The most private memory that it can have, in bytes ([`Confinement::memory_bytes`]); none of an earlier vmseal.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub memory_limit_bytes: Option<u64>,
 }
 
 /// What was measured of one disk.

@@ -103,8 +103,7 @@ impl Control {
             match serde_json::from_slice(&line) {
                 Ok(ControlRequest::Status) => send(stream, &ControlReply::Status(self.status()))?,
                 Ok(ControlRequest::Figures) => {
-                    let disks = self.disks.iter().map(|disk| disk.figures()).collect();
-                    send(stream, &ControlReply::Figures(FilterFigures { disks }))?;
+                    send(stream, &ControlReply::Figures(self.figures()))?;
                 }
                 Ok(ControlRequest::SetLogLevel { levels }) => {
                     send(stream, &set_log_level(&levels))?;
@@ -118,6 +117,13 @@ impl Control {
                     send(stream, &refusal(ErrorCode::InvalidRequest, message))?;
                 }
             }
+        }
+    }
+
+    fn figures(&self) -> FilterFigures {
+        FilterFigures {
+            disks: self.disks.iter().map(|disk| disk.figures()).collect(),
+            memory_limit_bytes: Some(self.confinement.memory_bytes),
         }
     }
 

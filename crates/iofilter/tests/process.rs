@@ -410,6 +410,7 @@ fn a_disk_with_a_cache_is_imported_served_over_nbd_and_exported_as_any_other() {
     let ControlReply::Figures(figures) = filter.ask(&ControlRequest::Figures) else {
         panic!("not figures")
     };
+    assert!(figures.memory_limit_bytes.is_some());
     let cache = &figures.disks[0].layers[0];
     assert_eq!(cache.kind, "cache");
     for counter in ["hit_requests", "installed_blocks", "invalidated_blocks", "evicted_blocks"] {
