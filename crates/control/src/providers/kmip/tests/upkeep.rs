@@ -93,11 +93,14 @@ async fn a_key_that_two_destroy_at_once_is_destroyed_by_one() {
     let authority = Authority::new("kms");
     let identity = authority.client("vmseal", Validity::Now);
     let certificate = authority.server(&["127.0.0.1"], Validity::Now);
-    let gone = Arc::new(AtomicBool::new(false));
-    let is_gone = Arc::clone(&gone);
+    let (gone, again) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
+    let (is_gone, asked_again) = (Arc::clone(&gone), Arc::clone(&again));
     let server =
         ScriptedServer::start(&certificate, None, move |asked: &Asked| match asked.operation {
-            _ if is_gone.load(Ordering::SeqCst) => asked.refused(ResultReason::ItemNotFound),
+            OperationCode::GetAttributes | OperationCode::Get if is_gone.load(Ordering::SeqCst) => {
+                asked_again.store(true, Ordering::SeqCst);
+                asked.refused(ResultReason::ItemNotFound)
+            }
             OperationCode::GetAttributes => Reaction::Send(asked.done(|payload| state(payload, 2))),
             OperationCode::Get => given(asked, &[7; 32]),
             OperationCode::Destroy => {
@@ -123,6 +126,7 @@ async fn a_key_that_two_destroy_at_once_is_destroyed_by_one() {
     let told = here.events("key.destroyed").await;
     assert!(told.len() == 1 && told[0].ends_with("destroyed at server 'one'"), "{told:?}");
     assert!(here.events("key.destruction-pending").await.is_empty());
+    assert!(!again.load(Ordering::SeqCst), "the server was asked for a key that is destroyed");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
