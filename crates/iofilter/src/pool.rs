@@ -1,13 +1,14 @@
 //! Bounce buffers: a fixed arena of page-aligned blocks, owned by one queue.
 //!
 //! A buffer is 1, 2, 4, 8 or 16 blocks of 4096 bytes. The arena is mapped once and never grows: who
-//! finds it empty waits until a buffer comes back, which bounds the process's memory.
+//! finds it empty waits until a buffer comes back, which bounds the process's memory. A large one is of huge
+//! pages where the kernel has them: a device is then told of a long write in few segments (docs/decisions/047).
 
 use std::io;
 use std::num::NonZeroUsize;
 use std::ptr::NonNull;
 
-use nix::sys::mman::{MapFlags, ProtFlags, mmap_anonymous, munmap};
+use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap_anonymous, munmap};
 
 use crate::memory::Segment;
 
@@ -16,6 +17,9 @@ pub const BLOCK: usize = 4096;
 
 /// The most blocks of a buffer: 64 KiB stay in the second-level cache between encryption and write.
 pub const BLOCKS_MAX: usize = 16;
+
+/// The size of a huge page, with base pages of 4096 bytes.
+const HUGE_PAGE: usize = 2 * 1024 * 1024;
 
 /// Blocks that one bitmap word stands for.
 const WORD: usize = 64;
@@ -61,15 +65,7 @@ impl Pool {
     pub fn new(bytes: usize) -> io::Result<Self> {
         let blocks = bytes.div_ceil(BLOCK).max(1);
         let length = NonZeroUsize::MIN.saturating_add(blocks * BLOCK - 1);
-        // SAFETY: a new private anonymous mapping at an address of the kernel's choice.
-        let base = unsafe {
-            mmap_anonymous(
-                None,
-                length,
-                ProtFlags::PROT_READ | ProtFlags::PROT_WRITE,
-                MapFlags::MAP_PRIVATE | MapFlags::MAP_NORESERVE,
-            )
-        }?;
+        let base = if length.get() < HUGE_PAGE { map(length)? } else { map_huge(length)? };
         let mut free = vec![u64::MAX; blocks.div_ceil(WORD)];
         let rest = blocks % WORD;
         if rest != 0 {
@@ -141,6 +137,33 @@ impl Drop for Pool {
     }
 }
 
+fn map(length: NonZeroUsize) -> io::Result<NonNull<libc::c_void>> {
+    let (protection, flags) = (
+        ProtFlags::PROT_READ | ProtFlags::PROT_WRITE,
+        MapFlags::MAP_PRIVATE | MapFlags::MAP_NORESERVE,
+    );
+    // SAFETY: a new private anonymous mapping at an address of the kernel's choice.
+    Ok(unsafe { mmap_anonymous(None, length, protection, flags) }?)
+}
+
+/// Maps `length` bytes where a huge page can begin.
+fn map_huge(length: NonZeroUsize) -> io::Result<NonNull<libc::c_void>> {
+    let longer = map(length.saturating_add(HUGE_PAGE))?;
+    let before = longer.cast::<u8>().align_offset(HUGE_PAGE);
+    for (at, surplus) in [(0, before), (before + length.get(), HUGE_PAGE - before)] {
+        if surplus > 0 {
+            // SAFETY: of the new mapping, the part outside the arena, which nobody has seen.
+            unsafe { munmap(longer.byte_add(at), surplus) }?;
+        }
+    }
+    // SAFETY: inside the new mapping.
+    let base = unsafe { longer.byte_add(before) };
+    // A kernel without huge pages refuses: the arena serves with small ones.
+    // SAFETY: the arena, in which nothing is yet.
+    let _ = unsafe { madvise(base, length.get(), MmapAdvise::MADV_HUGEPAGE) };
+    Ok(base)
+}
+
 fn mask(blocks: usize) -> u64 {
     (1 << blocks) - 1
 }
@@ -184,6 +207,27 @@ mod tests {
             pool.give(buffer);
         }
         assert_eq!(pool.take(BLOCKS_MAX * BLOCK).map(|buffer| buffer.blocks), Some(BLOCKS_MAX));
+    }
+
+    /// The flags of the mapping that `address` is in.
+    fn flags(address: usize) -> String {
+        let maps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+        let mut lines = maps.lines().skip_while(|line| {
+            let ends = line.split(' ').next().and_then(|range| range.split_once('-'));
+            let end = ends.and_then(|(_, end)| usize::from_str_radix(end, 16).ok());
+            end.is_none_or(|end| end <= address)
+        });
+        lines.find(|line| line.starts_with("VmFlags:")).unwrap().into()
+    }
+
+    #[test]
+    fn a_large_arena_begins_where_a_huge_page_does_and_asks_for_them() {
+        let pool = Pool::new(HUGE_PAGE + 3 * BLOCK).unwrap();
+        let base = pool.base.as_ptr() as usize;
+        assert!(base.is_multiple_of(HUGE_PAGE), "{base:#x}");
+        let flags = flags(base);
+        let has_them = std::fs::exists("/sys/kernel/mm/transparent_hugepage").unwrap();
+        assert_eq!(flags.split_whitespace().any(|flag| flag == "hg"), has_them, "{flags}");
     }
 
     #[test]

@@ -87,7 +87,7 @@ pub const SECTIONS: [Section; 4] = [
         ],
         idle: true,
         limit: true,
-        cuts: 5,
+        cuts: 10,
         places: 1,
     },
     Section {
