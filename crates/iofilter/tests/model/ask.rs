@@ -1,0 +1,92 @@
+//! What a guest asks.
+
+use std::thread;
+
+use proptest::prelude::*;
+use vmseal_iofilter::chain::Chain;
+use vmseal_iofilter::memory::Segment;
+use vmseal_iofilter::request::Operation;
+
+use crate::{BLOCK, SIZE};
+
+/// One request: where, how long (in 512-byte blocks), what, and how its memory is cut.
+#[derive(Clone, Debug)]
+pub struct Ask {
+    pub what: What,
+    pub start: u64,
+    pub blocks: u64,
+    pub fill: u8,
+    pub cut: usize,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum What {
+    Read,
+    Write,
+    Flush,
+    Discard,
+    Zero,
+    Unmap,
+}
+
+pub fn asks() -> impl Strategy<Value = Vec<Ask>> {
+    let what = prop_oneof![
+        4 => Just(What::Read), 6 => Just(What::Write), 1 => Just(What::Flush),
+        1 => Just(What::Discard), 1 => Just(What::Zero), 1 => Just(What::Unmap),
+    ];
+    let blocks = prop_oneof![4 => 1u64..20, 1 => 1u64..600];
+    let ask = (what, 0..SIZE / BLOCK, blocks, any::<u8>(), 1usize..9000).prop_map(
+        |(what, start, blocks, fill, cut)| Ask {
+            what,
+            start,
+            blocks: blocks.min(SIZE / BLOCK - start),
+            fill,
+            // At most 1000 segments, as a request may have 1024.
+            cut: cut.max((blocks as usize * 512).div_ceil(1000)),
+        },
+    );
+    prop::collection::vec(ask, 1..60)
+}
+
+impl Ask {
+    pub fn range(&self) -> std::ops::Range<usize> {
+        (self.start * BLOCK) as usize..((self.start + self.blocks) * BLOCK) as usize
+    }
+
+    fn operation(&self) -> Operation {
+        match self.what {
+            What::Read => Operation::Read,
+            What::Write => Operation::Write,
+            What::Flush => Operation::Flush,
+            What::Discard => Operation::Discard,
+            What::Zero => Operation::WriteZeroes { unmap: false },
+            What::Unmap => Operation::WriteZeroes { unmap: true },
+        }
+    }
+
+    pub fn content(&self) -> Vec<u8> {
+        self.range().map(|at| (at as u8).wrapping_mul(31) ^ self.fill).collect()
+    }
+}
+
+/// Submits `buffer` as the request's memory, cut into segments of `cut` bytes.
+pub fn submit(chain: &mut Chain, ask: &Ask, buffer: &mut [u8], tag: u64) {
+    let id = chain.begin().expect("few enough are under way");
+    if matches!(ask.what, What::Read | What::Write) {
+        for part in buffer.chunks_mut(ask.cut) {
+            // SAFETY: the buffers live until the chain has completed everything.
+            chain.data_mut(id).push(unsafe { Segment::new(part.as_mut_ptr(), part.len()) });
+        }
+    }
+    chain.submit(id, ask.operation(), ask.start * BLOCK, ask.blocks * BLOCK, tag);
+}
+
+pub fn drain(chain: &mut Chain) {
+    while chain.in_flight() > 0 {
+        chain.poll();
+        while let Some(done) = chain.next_done() {
+            done.result.unwrap();
+        }
+        thread::yield_now();
+    }
+}
