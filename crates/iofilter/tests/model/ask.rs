@@ -3,7 +3,7 @@
 use std::thread;
 
 use proptest::prelude::*;
-use vmseal_iofilter::chain::Chain;
+use vmseal_iofilter::chain::{Chain, Done};
 use vmseal_iofilter::memory::Segment;
 use vmseal_iofilter::request::Operation;
 
@@ -53,7 +53,7 @@ impl Ask {
         (self.start * BLOCK) as usize..((self.start + self.blocks) * BLOCK) as usize
     }
 
-    fn operation(&self) -> Operation {
+    pub fn operation(&self) -> Operation {
         match self.what {
             What::Read => Operation::Read,
             What::Write => Operation::Write,
@@ -65,8 +65,19 @@ impl Ask {
     }
 
     pub fn content(&self) -> Vec<u8> {
-        self.range().map(|at| (at as u8).wrapping_mul(31) ^ self.fill).collect()
+        // The block's number is in it too, so that blocks are not taken for each other.
+        let byte = |at: usize| (at as u8).wrapping_mul(31) ^ (at >> 9) as u8 ^ (at >> 17) as u8;
+        self.range().map(|at| byte(at) ^ self.fill).collect()
     }
+}
+
+/// How many of the first requests do not touch the same 512-byte blocks; one at the least.
+pub fn apart(asks: &[Ask]) -> usize {
+    let touch = |one: &Ask, other: &Ask| {
+        one.range().start < other.range().end && other.range().start < one.range().end
+    };
+    let touches = |&next: &usize| asks[..next].iter().any(|other| touch(&asks[next], other));
+    (1..asks.len()).find(touches).unwrap_or(asks.len())
 }
 
 /// Submits `buffer` as the request's memory, cut into segments of `cut` bytes.
@@ -82,10 +93,15 @@ pub fn submit(chain: &mut Chain, ask: &Ask, buffer: &mut [u8], tag: u64) {
 }
 
 pub fn drain(chain: &mut Chain) {
+    finish(chain, |done| done.result.unwrap());
+}
+
+/// Runs the chain until all that was submitted is answered.
+pub fn finish(chain: &mut Chain, mut answered: impl FnMut(Done)) {
     while chain.in_flight() > 0 {
         chain.poll();
         while let Some(done) = chain.next_done() {
-            done.result.unwrap();
+            answered(done);
         }
         thread::yield_now();
     }

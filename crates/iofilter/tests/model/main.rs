@@ -4,6 +4,8 @@
 #![allow(clippy::unwrap_used)] // a test
 
 mod ask;
+mod faults;
+mod possible;
 #[path = "../replicated/mod.rs"]
 mod replicated;
 #[path = "../seed/mod.rs"]
@@ -34,17 +36,7 @@ const BLOCK: u64 = 512;
 fn run(chain: &mut Chain, asks: &[Ask], model: &mut [u8]) {
     let mut rest = asks;
     while !rest.is_empty() {
-        let mut count = 0;
-        while count < rest.len() {
-            let next = rest[count].range();
-            let apart =
-                |other: &Ask| other.range().end <= next.start || next.end <= other.range().start;
-            if !rest[..count].iter().all(apart) {
-                break;
-            }
-            count += 1;
-        }
-        let (batch, later) = rest.split_at(count.max(1));
+        let (batch, later) = rest.split_at(ask::apart(rest));
         let mut buffers: Vec<Vec<u8>> = batch.iter().map(Ask::content).collect();
         for (tag, (ask, buffer)) in batch.iter().zip(&mut buffers).enumerate() {
             submit(chain, ask, buffer, tag as u64);
@@ -85,6 +77,26 @@ fn check(
     batches: &[Vec<Ask>],
 ) {
     let store = Store::new(place, holes, holds_back, caches, replicates);
+    let mut model = content(&store, holes);
+    for asks in batches {
+        let (disk, replicated) = store.open_replicated();
+        let before = replicated.as_ref().map(|_| replicated::below(&disk));
+        let mut chain = disk.chain().unwrap();
+        run(&mut chain, asks, &mut model);
+        let all = Ask { what: What::Read, start: 0, blocks: SIZE / BLOCK, fill: 0, cut: 9000 };
+        run(&mut chain, &[all], &mut model);
+        drop(chain);
+        if let (Some(replicated), Some(before)) = (replicated, before) {
+            replicated.copy(&disk);
+            assert_replica(&replicated.bytes(), &before, &replicated::below(&disk));
+        }
+        drop(disk);
+        assert_image(&store, holes, &model);
+    }
+}
+
+/// What a disk holds before it is asked for anything.
+fn content(store: &Store, holes: Option<Holes>) -> Vec<u8> {
     let mut model = vec![0; SIZE as usize];
     if let Some(images) = &store.images {
         model.copy_from_slice(&images.content[OFFSET_QCOW2 as usize..]);
@@ -103,24 +115,15 @@ fn check(
         drain(&mut chain);
         model.fill(0);
     }
-    for asks in batches {
-        let (disk, replicated) = store.open_replicated();
-        let before = replicated.as_ref().map(|_| replicated::below(&disk));
-        let mut chain = disk.chain().unwrap();
-        run(&mut chain, asks, &mut model);
-        let all = Ask { what: What::Read, start: 0, blocks: SIZE / BLOCK, fill: 0, cut: 9000 };
-        run(&mut chain, &[all], &mut model);
-        drop(chain);
-        if let (Some(replicated), Some(before)) = (replicated, before) {
-            replicated.copy(&disk);
-            assert_replica(&replicated.bytes(), &before, &replicated::below(&disk));
-        }
-        drop(disk);
-        if let Some(images) = &store.images {
-            let raw = images.checked();
-            assert!(holes.is_some() || raw[OFFSET_QCOW2 as usize..] == model[..]);
-            assert!(raw[..OFFSET_QCOW2 as usize] == images.content[..OFFSET_QCOW2 as usize]);
-        }
+    model
+}
+
+/// QEMU reads the same, and what is not the disk's is as it was.
+fn assert_image(store: &Store, holes: Option<Holes>, model: &[u8]) {
+    if let Some(images) = &store.images {
+        let raw = images.checked();
+        assert!(holes.is_some() || raw[OFFSET_QCOW2 as usize..] == *model);
+        assert!(raw[..OFFSET_QCOW2 as usize] == images.content[..OFFSET_QCOW2 as usize]);
     }
 }
 

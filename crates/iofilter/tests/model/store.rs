@@ -6,7 +6,9 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
 
-use vmseal_api::filter::{Budget, CacheSpec, DelaySpec, Direct, FilterSpec, Holes, LimitSpec};
+use vmseal_api::filter::{
+    Budget, CacheSpec, DelaySpec, Direct, FaultSpec, FilterSpec, Holes, LimitSpec,
+};
 use vmseal_api::transfer::ImageFormat;
 use vmseal_iofilter::backend::file::FileDisk;
 use vmseal_iofilter::backend::mem::MemDisk;
@@ -162,7 +164,7 @@ pub struct Store {
     /// Whether what is read is kept, right below encryption.
     caches: bool,
     /// Whether it has a replica.
-    replicates: bool,
+    pub replicates: bool,
 }
 
 impl Store {
@@ -186,8 +188,14 @@ impl Store {
         self.open_replicated().0
     }
 
-    /// The disk, and its layer with a replica if it has one.
+    /// The disk, and its layer with a replica, a new one, if it has one.
     pub fn open_replicated(&self) -> (Disk, Option<Replicated>) {
+        let replicated = self.replicates.then(|| Replicated::new(SIZE));
+        (self.open_with(replicated.as_ref(), &[]), replicated)
+    }
+
+    /// The disk with this replica, over storage that fails so.
+    pub fn open_with(&self, replicated: Option<&Replicated>, faults: &[FaultSpec]) -> Disk {
         let mut key: Vec<u8> = (0..64).collect();
         let key = SecretBytes::from_wiped(&mut key).unwrap();
         let encryption = self.holes.map(|holes| Encryption { key, holes });
@@ -203,15 +211,15 @@ impl Store {
         };
         // As if 100 queues shared the budget: buffers run out, and requests have to wait for them.
         let disk = Disk::new(SIZE, false, encryption, rest, 100);
-        let replicated = self.replicates.then(|| Replicated::new(SIZE));
+        let mut above = Vec::new();
         let mut below = if self.caches { vec![cache()] } else { Vec::new() };
-        let layer = |replicated: &Replicated| Arc::new(replicated.clone()) as Arc<dyn Layer>;
-        below.extend(replicated.iter().map(layer));
+        below.extend(replicated.map(|replicated| Arc::new(replicated.clone()) as Arc<dyn Layer>));
         if self.holds_back {
+            above.push(limit());
             below.push(jitter());
-            return (disk.with_layers(vec![limit()], below), replicated);
         }
-        (disk.with_layers(Vec::new(), below), replicated)
+        below.extend(faults.iter().filter_map(|spec| layer::of(&FilterSpec::Fault(spec.clone()))));
+        disk.with_layers(above, below)
     }
 }
 
