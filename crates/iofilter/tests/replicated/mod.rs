@@ -11,7 +11,7 @@ use vmseal_iofilter::chain::{Chain, Filter, Io, Limits};
 use vmseal_iofilter::disk::Disk;
 use vmseal_iofilter::layer::Layer;
 use vmseal_iofilter::memory::Segment;
-use vmseal_iofilter::replicate::copier::Copier;
+use vmseal_iofilter::replicate::copier::{Copier, CopyError};
 use vmseal_iofilter::replicate::format::Geometry;
 use vmseal_iofilter::replicate::place::Place;
 use vmseal_iofilter::replicate::{KIND, Replicate};
@@ -51,13 +51,22 @@ impl Replicated {
     /// Copies what is marked of the disk. The replica is equal then where the disk was zeroes before it was asked
     /// for anything, or was marked.
     pub fn copy(&self, disk: &Disk) {
-        let source = Place::new(disk.below(KIND).unwrap());
-        let replica = place(&self.replica, self.size);
-        let mut copier =
-            Copier::new(&self.replicate, source, disk.file().cloned(), replica, u64::MAX);
+        let mut copier = self.copier(disk);
         while self.replicate.status().dirty_bytes > 0 {
             copier.batch().unwrap();
         }
+    }
+
+    /// Copies of a disk that fails what can be copied at the first attempt.
+    pub fn copy_some(&self, disk: &Disk) {
+        let outcome = self.copier(disk).batch();
+        assert!(matches!(outcome, Ok(_) | Err(CopyError::Source(_))), "{outcome:?}");
+    }
+
+    fn copier(&self, disk: &Disk) -> Copier {
+        let source = Place::new(disk.below(KIND).unwrap());
+        let replica = place(&self.replica, self.size);
+        Copier::new(&self.replicate, source, disk.file().cloned(), replica, u64::MAX)
     }
 
     /// What the replica holds.

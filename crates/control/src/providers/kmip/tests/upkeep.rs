@@ -129,6 +129,50 @@ async fn a_key_that_two_destroy_at_once_is_destroyed_by_one() {
     assert!(!again.load(Ordering::SeqCst), "the server was asked for a key that is destroyed");
 }
 
+/// The key of a test is unwanted from the outset: the watch may come upon it while the test destroys it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_key_of_a_test_is_left_to_the_test_while_that_destroys_it() {
+    let authority = Authority::new("kms");
+    let identity = authority.client("vmseal", Validity::Now);
+    let certificate = authority.server(&["127.0.0.1"], Validity::Now);
+    let (gone, again) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
+    let (is_gone, asked_again) = (Arc::clone(&gone), Arc::clone(&again));
+    let server = ScriptedServer::start(&certificate, None, move |asked: &Asked| {
+        let id = |payload: &mut Encoder| payload.text(Tag::UNIQUE_IDENTIFIER, "1");
+        match asked.operation {
+            OperationCode::GetAttributes | OperationCode::Get if is_gone.load(Ordering::SeqCst) => {
+                asked_again.store(true, Ordering::SeqCst);
+                asked.refused(ResultReason::ItemNotFound)
+            }
+            OperationCode::GetAttributes => Reaction::Send(asked.done(|payload| state(payload, 2))),
+            OperationCode::Get => given(asked, &[7; 32]),
+            OperationCode::Destroy => {
+                is_gone.store(true, Ordering::SeqCst);
+                Reaction::SendLate(Duration::from_millis(500), asked.done(id))
+            }
+            _ => Reaction::Send(asked.done(id)),
+        }
+    });
+    let here = Here::new().await;
+    let (provider, _) = here.add(&[at("one", &server.endpoint())], &authority, &identity).await;
+    let kmip = here.providers.kmip(provider.id).unwrap();
+    let watch = async {
+        while !gone.load(Ordering::SeqCst) {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        kmip.catch_up().await
+    };
+    let (tested, undone) = tokio::join!(here.providers.test(&provider, true, "me"), watch);
+    let tested = tested.unwrap();
+    assert!(tested[0].key && tested[0].seen.problem.is_none(), "{tested:?}");
+    assert!(undone.unwrap().is_empty());
+    let told = here.events("provider.key-tested").await;
+    assert!(told.len() == 1 && told[0].starts_with("key '1' was made, read and destroyed"));
+    let destroyed = here.events("key.destroyed").await;
+    assert!(destroyed.is_empty(), "told as if it had been gone before: {destroyed:?}");
+    assert!(!again.load(Ordering::SeqCst), "the server was asked for a key that is destroyed");
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn whoever_removes_a_provider_is_told_of_every_key_that_may_be_left() {
     use crate::tasks::{Engine, Operation};
