@@ -1,7 +1,8 @@
-//! What a disk's queues share, in every order in which their threads can run (Shuttle, depth first).
+//! What a disk's queues share, in every order in which their threads can run (Shuttle, depth first); where
+//! these are too many, in those with few preemptions.
 //!
-//! The modules are included as they are, over Shuttle's atomics. It tries orders of steps, not what a
-//! processor with weakly ordered memory may do besides.
+//! The modules are included as they are, over Shuttle's atomics and locks. It tries orders of steps, not what
+//! a processor with weakly ordered memory may do besides.
 
 #![allow(clippy::unwrap_used)] // a test
 
@@ -14,6 +15,9 @@ mod bucket;
 #[path = "../../src/replicate/chunks.rs"]
 #[allow(dead_code, unused_imports)]
 mod chunks;
+#[path = "../../src/backend/qcow2/exchange.rs"]
+#[allow(dead_code)]
+mod exchange;
 #[path = "../../src/align/locks.rs"]
 #[allow(unused_imports)] // of its unit tests, which are run elsewhere
 mod locks;
@@ -23,15 +27,19 @@ mod marks;
 #[path = "../../src/tally.rs"]
 mod tally;
 
+mod few_preemptions;
+mod worker;
+
 /// Stands for the module of this name in the crate.
 mod sync {
-    pub(crate) use shuttle::sync::{Mutex, MutexGuard, atomic};
+    pub(crate) use shuttle::sync::{Condvar, Mutex, MutexGuard, atomic};
+    pub(crate) use shuttle::thread::JoinHandle;
 }
 
 use std::process::ExitCode;
 use std::sync::Arc;
 
-use shuttle::scheduler::DfsScheduler;
+use shuttle::scheduler::{DfsScheduler, Scheduler};
 use shuttle::sync::Mutex;
 use shuttle::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, Ordering::SeqCst};
 use shuttle::thread;
@@ -41,6 +49,7 @@ use vmseal_api::filter::Budget;
 use crate::blocks::Blocks;
 use crate::bucket::{Bucket, SECOND};
 use crate::chunks::{Chunks, Span};
+use crate::few_preemptions::FewPreemptions;
 use crate::locks::SectorLocks;
 use crate::marks::Marks;
 use crate::tally::{Counter, Tally};
@@ -409,16 +418,25 @@ fn two_that_mark_one_word_take_nothing_from_each_other() {
 
 /// Runs a model in every order.
 fn every_order(model: impl Fn() + Send + Sync + 'static) {
+    run(DfsScheduler::new(None, false), model);
+}
+
+/// Runs a model that has too many orders in those with so many preemptions at most.
+fn few_preemptions(most: usize, model: impl Fn() + Send + Sync + 'static) {
+    run(FewPreemptions::new(most), model);
+}
+
+fn run(scheduler: impl Scheduler + 'static, model: impl Fn() + Send + Sync + 'static) {
     let mut config = Config::new();
     config.silence_warnings = true;
-    let runs = Runner::new(DfsScheduler::new(None, false), config).run(model);
+    let runs = Runner::new(scheduler, config).run(model);
     assert!(runs > 1, "there was only one order");
     println!("{runs} orders");
 }
 
 type Model = (&'static str, fn());
 
-const MODELS: [Model; 13] = [
+const MODELS: [Model; 20] = [
     (
         "sectors_are_modified_alone_and_written_together",
         sectors_are_modified_alone_and_written_together,
@@ -461,6 +479,31 @@ const MODELS: [Model; 13] = [
     (
         "two_that_mark_one_word_take_nothing_from_each_other",
         two_that_mark_one_word_take_nothing_from_each_other,
+    ),
+    (
+        "a_queue_that_sleeps_until_it_is_told_is_told",
+        worker::a_queue_that_sleeps_until_it_is_told_is_told,
+    ),
+    (
+        "two_queues_that_sleep_until_they_are_told_have_each_answer_once",
+        worker::two_queues_that_sleep_until_they_are_told_have_each_answer_once,
+    ),
+    (
+        "a_queue_that_asks_while_it_is_answered_misses_nothing",
+        worker::a_queue_that_asks_while_it_is_answered_misses_nothing,
+    ),
+    ("more_than_a_batch_is_done_to_the_last", worker::more_than_a_batch_is_done_to_the_last),
+    (
+        "a_queue_that_goes_waits_for_what_uses_its_memory",
+        worker::a_queue_that_goes_waits_for_what_uses_its_memory,
+    ),
+    (
+        "an_image_is_closed_once_after_the_last_request",
+        worker::an_image_is_closed_once_after_the_last_request,
+    ),
+    (
+        "an_image_of_which_nobody_asked_anything_is_closed_without_a_thread",
+        worker::an_image_of_which_nobody_asked_anything_is_closed_without_a_thread,
     ),
 ];
 

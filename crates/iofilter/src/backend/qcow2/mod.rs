@@ -9,6 +9,7 @@
 
 mod check;
 mod commit;
+mod exchange;
 mod image;
 mod refcounts;
 mod storage;
@@ -21,7 +22,6 @@ use std::fmt::{self, Debug, Formatter};
 use std::fs::File;
 use std::io;
 use std::os::fd::OwnedFd;
-use std::sync::Arc;
 
 use imago::qcow2::Qcow2;
 use imago::raw::Raw;
@@ -113,7 +113,7 @@ impl fmt::Display for Layer {
 
 /// An open disk, from which each queue gets its backend.
 #[derive(Clone)]
-pub struct Qcow2Disk(Arc<Worker>);
+pub struct Qcow2Disk(Worker);
 
 impl Debug for Qcow2Disk {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
@@ -137,7 +137,7 @@ impl Qcow2Disk {
         check_mode(&file, read_only)?;
         let opened = crate::contained::run(|| open(file, backing, offset, size, read_only));
         let image = opened.ok_or(Qcow2Error::Defect)??;
-        Ok(Self(Arc::new(Worker::new(image))))
+        Ok(Self(Worker::new(image)))
     }
 
     /// A backend for one queue.

@@ -1,0 +1,242 @@
+//! What a disk's queues ask of the thread that has its image, and how they get it back.
+//!
+//! ```text
+//!  queue                                               thread
+//!  push: outgoing ── hand_over ──> inbox ── next: a batch ──> perform
+//!  incoming <────────── collect ── list, event <──── answer ────┘
+//!
+//!  thread   none ──first hand_over──> [working] <──> [waiting for jobs]
+//!             └──────────┬────────────────┘
+//!             the last end is dropped
+//!                        v
+//!                    [closed]
+//! ```
+//! A queue's event is set after its list has the answers, and cleared before they are taken: whoever finds
+//! nothing and sleeps until the event is set misses none. A queue that is dropped waits for what it has handed
+//! over, as the thread uses its requests' memory; so nothing is in the inbox any more when the last one is gone.
+
+use std::sync::{Arc, PoisonError};
+use std::vec::Drain;
+use std::{io, mem};
+
+use crate::sync::{Condvar, JoinHandle, Mutex, MutexGuard};
+
+/// What is done with requests.
+pub(super) trait Work: Send + Sized + 'static {
+    /// A request; it is its answer as well, once it is done.
+    type Request: Send;
+    type Event: Event;
+
+    /// The most requests of one batch: answers do not wait for more than these.
+    const BATCH: usize;
+
+    /// Starts a thread.
+    fn spawn(run: impl FnOnce() + Send + 'static) -> io::Result<JoinHandle<()>>;
+
+    /// Does requests, one after the other.
+    fn perform(&mut self, batch: &mut [Job<Self>]);
+
+    /// There are no more.
+    fn close(self);
+}
+
+/// What a queue sleeps on.
+pub(super) trait Event: Send + Sync {
+    fn set(&self);
+    fn clear(&self);
+}
+
+/// A request on its way, and whose it is.
+pub(super) struct Job<W: Work> {
+    pub(super) request: W::Request,
+    answers: Arc<Answers<W>>,
+}
+
+/// What a queue gets back.
+struct Answers<W: Work> {
+    list: Mutex<Vec<W::Request>>,
+    event: W::Event,
+    /// For whoever waits without looking at `event`.
+    arrived: Condvar,
+}
+
+struct Inbox<W: Work> {
+    jobs: Vec<Job<W>>,
+    /// Nobody has the disk any more.
+    closed: bool,
+}
+
+struct Shared<W: Work> {
+    /// Until the thread has it.
+    work: Mutex<Option<W>>,
+    inbox: Mutex<Inbox<W>>,
+    arrived: Condvar,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// What the ends share. The thread ends, and the work is closed, when the last of them is gone.
+pub(super) struct Exchange<W: Work> {
+    shared: Arc<Shared<W>>,
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+impl<W: Work> Exchange<W> {
+    pub(super) fn new(work: W) -> Self {
+        let inbox = Mutex::new(Inbox { jobs: Vec::new(), closed: false });
+        let (work, arrived) = (Mutex::new(Some(work)), Condvar::new());
+        Self { shared: Arc::new(Shared { work, inbox, arrived }), thread: Mutex::new(None) }
+    }
+
+    /// Starts the thread if there is none.
+    fn start(&self) -> io::Result<()> {
+        let mut thread = lock(&self.thread);
+        if thread.is_none() {
+            let shared = Arc::clone(&self.shared);
+            *thread = Some(W::spawn(move || work(&shared))?);
+        }
+        Ok(())
+    }
+
+    /// A queue's end, which is told by `event`.
+    pub(super) fn end(self: &Arc<Self>, event: W::Event) -> End<W> {
+        let (list, arrived) = (Mutex::new(Vec::new()), Condvar::new());
+        End {
+            exchange: Arc::clone(self),
+            answers: Arc::new(Answers { list, event, arrived }),
+            outgoing: Vec::new(),
+            incoming: Vec::new(),
+            under_way: 0,
+        }
+    }
+}
+
+impl<W: Work> Drop for Exchange<W> {
+    fn drop(&mut self) {
+        lock(&self.shared.inbox).closed = true;
+        self.shared.arrived.notify_one();
+        match lock(&self.thread).take() {
+            Some(thread) => drop(thread.join()),
+            // Nobody has asked for anything.
+            None => work(&self.shared),
+        }
+    }
+}
+
+fn work<W: Work>(shared: &Shared<W>) {
+    let Some(mut work) = lock(&shared.work).take() else {
+        return;
+    };
+    let mut batch = Vec::new();
+    while next(shared, &mut batch) {
+        work.perform(&mut batch);
+        answer(&mut batch);
+    }
+    work.close();
+}
+
+/// Waits for jobs; false when there will be none.
+fn next<W: Work>(shared: &Shared<W>, batch: &mut Vec<Job<W>>) -> bool {
+    let mut inbox = lock(&shared.inbox);
+    loop {
+        if !inbox.jobs.is_empty() {
+            let count = inbox.jobs.len().min(W::BATCH);
+            batch.extend(inbox.jobs.drain(..count));
+            return true;
+        }
+        if inbox.closed {
+            return false;
+        }
+        inbox = shared.arrived.wait(inbox).unwrap_or_else(PoisonError::into_inner);
+    }
+}
+
+/// Gives everybody what is theirs.
+fn answer<W: Work>(batch: &mut Vec<Job<W>>) {
+    let mut told: Vec<Arc<Answers<W>>> = Vec::new();
+    for Job { request, answers } in batch.drain(..) {
+        lock(&answers.list).push(request);
+        if !told.iter().any(|other| Arc::ptr_eq(other, &answers)) {
+            told.push(answers);
+        }
+    }
+    for answers in told {
+        answers.arrived.notify_one();
+        answers.event.set();
+    }
+}
+
+/// What one queue has of the exchange.
+pub(super) struct End<W: Work> {
+    exchange: Arc<Exchange<W>>,
+    answers: Arc<Answers<W>>,
+    outgoing: Vec<Job<W>>,
+    incoming: Vec<W::Request>,
+    under_way: usize,
+}
+
+impl<W: Work> End<W> {
+    /// Makes room for so many requests, so that none allocates.
+    pub(super) fn reserve(&mut self, capacity: usize) {
+        self.outgoing.reserve(capacity);
+        self.incoming.reserve(capacity);
+    }
+
+    /// Takes a request, for [`End::hand_over`].
+    pub(super) fn push(&mut self, request: W::Request) {
+        self.outgoing.push(Job { request, answers: Arc::clone(&self.answers) });
+    }
+
+    /// Hands over what there is.
+    ///
+    /// # Errors
+    /// There is no thread: they are still here.
+    pub(super) fn hand_over(&mut self) -> io::Result<()> {
+        if self.outgoing.is_empty() {
+            return Ok(());
+        }
+        self.exchange.start()?;
+        self.under_way += self.outgoing.len();
+        lock(&self.exchange.shared.inbox).jobs.append(&mut self.outgoing);
+        self.exchange.shared.arrived.notify_one();
+        Ok(())
+    }
+
+    /// Answers what was not handed over, after `fail` has said so in it.
+    pub(super) fn refuse(&mut self, mut fail: impl FnMut(&mut W::Request)) {
+        self.under_way += self.outgoing.len();
+        lock(&self.answers.list).extend(self.outgoing.drain(..).map(
+            |Job { mut request, .. }| {
+                fail(&mut request);
+                request
+            },
+        ));
+    }
+
+    /// What has been answered.
+    pub(super) fn collect(&mut self) -> Drain<'_, W::Request> {
+        if self.under_way > 0 {
+            self.answers.event.clear();
+            mem::swap(&mut *lock(&self.answers.list), &mut self.incoming);
+            self.under_way -= self.incoming.len();
+        }
+        self.incoming.drain(..)
+    }
+
+    /// Set when [`End::collect`] has something.
+    pub(super) fn event(&self) -> &W::Event {
+        &self.answers.event
+    }
+}
+
+impl<W: Work> Drop for End<W> {
+    /// The thread may still use requests' memory: wait for it.
+    fn drop(&mut self) {
+        let mut list = lock(&self.answers.list);
+        while list.len() < self.under_way {
+            list = self.answers.arrived.wait(list).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+}

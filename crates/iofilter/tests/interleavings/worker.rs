@@ -1,0 +1,253 @@
+//! What the queues of a disk in a qcow2 image share: the exchange with the thread that has the image. What
+//! else happens in a model (bookkeeping over `std`) is no step of its own.
+
+use std::io;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::SeqCst};
+use std::sync::{Arc, Mutex};
+
+use shuttle::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use shuttle::thread::{self, JoinHandle};
+
+use crate::exchange::{End, Event, Exchange, Job, Work};
+use crate::{every_order, few_preemptions};
+
+struct Request {
+    number: u32,
+    memory_is_gone: Arc<AtomicBool>,
+    done: bool,
+}
+
+/// What the requests of a queue point to: nothing, once this is dropped.
+#[derive(Default)]
+struct Memory {
+    gone: Arc<AtomicBool>,
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        self.gone.store(true, SeqCst);
+    }
+}
+
+/// What became of an image.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Step {
+    Done(u32),
+    Closed,
+}
+
+#[derive(Clone, Default)]
+struct Steps(Arc<Mutex<Vec<Step>>>);
+
+impl Steps {
+    fn push(&self, step: Step) {
+        self.0.lock().unwrap().push(step);
+    }
+
+    fn are(&self, steps: &[Step]) {
+        assert_eq!(*self.0.lock().unwrap(), steps);
+    }
+
+    /// Each of these is done, in whichever order, and then it is closed.
+    fn are_all_of(&self, numbers: &[u32]) {
+        let mut steps = self.0.lock().unwrap();
+        assert_eq!(steps.pop(), Some(Step::Closed));
+        steps.sort();
+        assert!(steps.iter().copied().eq(numbers.iter().copied().map(Step::Done)), "{steps:?}");
+    }
+}
+
+/// How many threads were started since the image was opened.
+static STARTED: AtomicU32 = AtomicU32::new(0);
+
+struct Image(Steps);
+
+impl Work for Image {
+    type Request = Request;
+    type Event = Told;
+
+    const BATCH: usize = 2;
+
+    fn spawn(run: impl FnOnce() + Send + 'static) -> io::Result<JoinHandle<()>> {
+        STARTED.fetch_add(1, SeqCst);
+        thread::Builder::new().spawn(run)
+    }
+
+    fn perform(&mut self, batch: &mut [Job<Self>]) {
+        assert!((1..=Self::BATCH).contains(&batch.len()), "a batch of {}", batch.len());
+        for Job { request, .. } in batch {
+            assert!(!request.memory_is_gone.load(SeqCst), "the memory is used and gone");
+            assert!(!request.done, "done twice");
+            request.done = true;
+            self.0.push(Step::Done(request.number));
+        }
+    }
+
+    fn close(self) {
+        self.0.push(Step::Closed);
+    }
+}
+
+/// An eventfd: each call is one step.
+struct Told {
+    set: SyncSender<()>,
+    /// One queue's only.
+    read: Mutex<Receiver<()>>,
+}
+
+impl Told {
+    fn new() -> Self {
+        let (set, read) = sync_channel(1);
+        Self { set, read: Mutex::new(read) }
+    }
+
+    /// Sleeps until it is set.
+    fn sleep(&self) {
+        self.read.lock().unwrap().recv().unwrap();
+    }
+}
+
+impl Event for Told {
+    fn set(&self) {
+        let _ = self.set.try_send(());
+    }
+
+    fn clear(&self) {
+        let _ = self.read.lock().unwrap().try_recv();
+    }
+}
+
+type Disk = Arc<Exchange<Image>>;
+
+fn open() -> (Disk, Steps) {
+    let steps = Steps::default();
+    STARTED.store(0, SeqCst);
+    (Arc::new(Exchange::new(Image(steps.clone()))), steps)
+}
+
+/// A queue of a disk. Its fields are dropped in this order.
+struct Queue {
+    end: End<Image>,
+    memory: Memory,
+}
+
+impl Queue {
+    fn new(disk: &Disk) -> Self {
+        Self { end: disk.end(Told::new()), memory: Memory::default() }
+    }
+
+    fn hand_over(&mut self, numbers: &[u32]) {
+        for number in numbers {
+            let (number, memory_is_gone) = (*number, Arc::clone(&self.memory.gone));
+            self.end.push(Request { number, memory_is_gone, done: false });
+        }
+        self.end.hand_over().unwrap();
+    }
+
+    fn collect(&mut self) -> Vec<u32> {
+        let done = self.end.collect();
+        done.inspect(|request| assert!(request.done, "answered before it is done"))
+            .map(|request| request.number)
+            .collect()
+    }
+
+    /// Sleeps whenever there is nothing, until it has the answers to these.
+    fn expect(&mut self, numbers: &[u32]) {
+        let mut answered = self.collect();
+        while answered.len() < numbers.len() {
+            self.end.event().sleep();
+            answered.extend(self.collect());
+        }
+        assert_eq!(answered, numbers);
+    }
+}
+
+pub fn a_queue_that_sleeps_until_it_is_told_is_told() {
+    every_order(|| {
+        let (disk, steps) = open();
+        let mut queue = Queue::new(&disk);
+        queue.hand_over(&[1]);
+        queue.expect(&[1]);
+        drop((disk, queue));
+        steps.are(&[Step::Done(1), Step::Closed]);
+    });
+}
+
+pub fn two_queues_that_sleep_until_they_are_told_have_each_answer_once() {
+    few_preemptions(3, || {
+        let (disk, steps) = open();
+        let ask = |number| {
+            let mut queue = Queue::new(&disk);
+            thread::spawn(move || {
+                queue.hand_over(&[number]);
+                queue.expect(&[number]);
+            })
+        };
+        let queues = [1, 2].map(ask);
+        drop(disk);
+        queues.into_iter().for_each(|queue| queue.join().unwrap());
+        assert_eq!(STARTED.load(SeqCst), 1);
+        steps.are_all_of(&[1, 2]);
+    });
+}
+
+pub fn a_queue_that_asks_while_it_is_answered_misses_nothing() {
+    few_preemptions(5, || {
+        let (disk, steps) = open();
+        let mut queue = Queue::new(&disk);
+        queue.hand_over(&[1]);
+        queue.hand_over(&[2]);
+        queue.expect(&[1, 2]);
+        queue.hand_over(&[3]);
+        queue.expect(&[3]);
+        drop((disk, queue));
+        steps.are(&[Step::Done(1), Step::Done(2), Step::Done(3), Step::Closed]);
+    });
+}
+
+pub fn more_than_a_batch_is_done_to_the_last() {
+    few_preemptions(6, || {
+        let (disk, steps) = open();
+        let mut queue = Queue::new(&disk);
+        queue.hand_over(&[1, 2, 3]);
+        queue.expect(&[1, 2, 3]);
+        drop((disk, queue));
+        steps.are(&[Step::Done(1), Step::Done(2), Step::Done(3), Step::Closed]);
+    });
+}
+
+pub fn a_queue_that_goes_waits_for_what_uses_its_memory() {
+    few_preemptions(6, || {
+        let (disk, steps) = open();
+        let mut queue = Queue::new(&disk);
+        queue.hand_over(&[1, 2, 3]);
+        // What it has by now, it does not wait for.
+        queue.collect();
+        drop(queue);
+        steps.are(&[Step::Done(1), Step::Done(2), Step::Done(3)]);
+        drop(disk);
+    });
+}
+
+pub fn an_image_is_closed_once_after_the_last_request() {
+    few_preemptions(4, || {
+        let (disk, steps) = open();
+        let (mut queue, idle) = (Queue::new(&disk), Queue::new(&disk));
+        drop(disk);
+        let queues = [thread::spawn(move || queue.hand_over(&[1])), thread::spawn(|| drop(idle))];
+        queues.into_iter().for_each(|queue| queue.join().unwrap());
+        steps.are(&[Step::Done(1), Step::Closed]);
+    });
+}
+
+pub fn an_image_of_which_nobody_asked_anything_is_closed_without_a_thread() {
+    every_order(|| {
+        let (disk, steps) = open();
+        let queues = [(); 2].map(|()| Queue::new(&disk));
+        drop(disk);
+        let queues = queues.map(|mut queue| thread::spawn(move || queue.expect(&[])));
+        queues.into_iter().for_each(|queue| queue.join().unwrap());
+        steps.are(&[Step::Closed]);
+        assert_eq!(STARTED.load(SeqCst), 0);
+    });
+}
