@@ -311,7 +311,7 @@ mod tests {
         let arguments = parse("--rounds 7 --seconds 3 --poll").unwrap();
         let time = |plan: &Plan| plan.cell * plan.rounds;
         let (memory, ext4) = (arguments.plan(&SECTIONS[0]), arguments.plan(&SECTIONS[1]));
-        assert_eq!((memory.rounds, ext4.rounds), (35, 70));
+        assert_eq!((memory.rounds, ext4.rounds), (70, 70));
         assert_eq!(
             (time(&memory), time(&ext4)),
             (Duration::from_secs(21), Duration::from_secs(21))
