@@ -65,7 +65,8 @@ impl Pool {
     pub fn new(bytes: usize) -> io::Result<Self> {
         let blocks = bytes.div_ceil(BLOCK).max(1);
         let length = NonZeroUsize::MIN.saturating_add(blocks * BLOCK - 1);
-        let base = if length.get() < HUGE_PAGE { map(length)? } else { map_huge(length)? };
+        let small = length.get() < HUGE_PAGE || page_size() != Some(BLOCK as i64);
+        let base = if small { map(length)? } else { map_huge(length)? };
         let mut free = vec![u64::MAX; blocks.div_ceil(WORD)];
         let rest = blocks % WORD;
         if rest != 0 {
@@ -135,6 +136,10 @@ impl Drop for Pool {
         let unmapped = unsafe { munmap(self.base, self.length.get()) };
         debug_assert!(unmapped.is_ok());
     }
+}
+
+fn page_size() -> Option<i64> {
+    nix::unistd::sysconf(nix::unistd::SysconfVar::PAGE_SIZE).ok().flatten()
 }
 
 fn map(length: NonZeroUsize) -> io::Result<NonNull<libc::c_void>> {

@@ -311,11 +311,9 @@ mod tests {
         let arguments = parse("--rounds 7 --seconds 3 --poll").unwrap();
         let time = |plan: &Plan| plan.cell * plan.rounds;
         let (memory, ext4) = (arguments.plan(&SECTIONS[0]), arguments.plan(&SECTIONS[1]));
-        assert_eq!((memory.rounds, ext4.rounds), (70, 70));
-        assert_eq!(
-            (time(&memory), time(&ext4)),
-            (Duration::from_secs(21), Duration::from_secs(21))
-        );
+        let nbd = arguments.plan(&SECTIONS[3]);
+        assert_eq!((memory.rounds, ext4.rounds, nbd.rounds), (70, 70, 35));
+        assert_eq!([&memory, &ext4, &nbd].map(time), [Duration::from_secs(21); 3]);
         assert_eq!((memory.directory, ext4.directory), ("/dev/shm".into(), "target".into()));
         assert_eq!(memory.wait, Wait::Poll);
     }

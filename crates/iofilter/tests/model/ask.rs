@@ -65,8 +65,10 @@ impl Ask {
     }
 
     pub fn content(&self) -> Vec<u8> {
-        // The block's number is in it too, so that blocks are not taken for each other.
-        let byte = |at: usize| (at as u8).wrapping_mul(31) ^ (at >> 9) as u8 ^ (at >> 17) as u8;
+        // The low byte of the block's number in one half and the high one in the other: no two blocks of a
+        // disk are alike.
+        let number = |at: usize| if at & 256 == 0 { at >> 9 } else { at >> 17 };
+        let byte = |at: usize| (at as u8).wrapping_mul(31) ^ number(at) as u8;
         self.range().map(|at| byte(at) ^ self.fill).collect()
     }
 }

@@ -7,7 +7,7 @@
 //!
 //!  thread   none ──first hand_over──> [working] <──> [waiting for jobs]
 //!             └──────────┬────────────────┘
-//!             the last end is dropped
+//!             the last holder is dropped
 //!                        v
 //!                    [closed]
 //! ```
@@ -77,7 +77,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// What the ends share. The thread ends, and the work is closed, when the last of them is gone.
+/// What the ends share. The thread ends, and the work is closed, when the last of its holders is gone.
 pub(super) struct Exchange<W: Work> {
     shared: Arc<Shared<W>>,
     thread: Mutex<Option<JoinHandle<()>>>,
@@ -204,7 +204,8 @@ impl<W: Work> End<W> {
         Ok(())
     }
 
-    /// Answers what was not handed over, after `fail` has said so in it.
+    /// Answers what was not handed over, after `fail` has said so in it; for [`End::collect`], at once: the event
+    /// is not set.
     pub(super) fn refuse(&mut self, mut fail: impl FnMut(&mut W::Request)) {
         self.under_way += self.outgoing.len();
         lock(&self.answers.list).extend(self.outgoing.drain(..).map(

@@ -116,9 +116,7 @@ async fn a_key_that_two_destroy_at_once_is_destroyed_by_one() {
     let check = here.providers.kmip(provider.id).unwrap().check(vm, &key_id, &kek).unwrap();
     let key = KeyReference { provider: provider.id, key_id, check };
     let second = async {
-        while !gone.load(Ordering::SeqCst) {
-            tokio::time::sleep(Duration::from_millis(1)).await;
-        }
+        here.eventually("asked to destroy it", async |_| gone.load(Ordering::SeqCst)).await;
         kms.destroy_key(vm, "web", &key).await
     };
     let (first, second) = tokio::join!(kms.destroy_key(vm, "web", &key), second);
@@ -157,9 +155,7 @@ async fn the_key_of_a_test_is_left_to_the_test_while_that_destroys_it() {
     let (provider, _) = here.add(&[at("one", &server.endpoint())], &authority, &identity).await;
     let kmip = here.providers.kmip(provider.id).unwrap();
     let watch = async {
-        while !gone.load(Ordering::SeqCst) {
-            tokio::time::sleep(Duration::from_millis(1)).await;
-        }
+        here.eventually("asked to destroy it", async |_| gone.load(Ordering::SeqCst)).await;
         kmip.catch_up().await
     };
     let (tested, undone) = tokio::join!(here.providers.test(&provider, true, "me"), watch);
