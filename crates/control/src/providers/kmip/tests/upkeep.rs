@@ -87,36 +87,66 @@ async fn what_cannot_be_cleared_up_keeps_nothing_else_waiting_and_is_an_alarm() 
     assert_eq!(*destroyed.lock().unwrap(), ["1 whole", "0 short"]);
 }
 
+/// A server whose key is gone at once when it is asked to destroy it, and which says so late.
+struct Slow {
+    server: ScriptedServer,
+    gone: Arc<AtomicBool>,
+    /// It was asked for the key after that.
+    again: Arc<AtomicBool>,
+}
+
+impl Slow {
+    fn start(certificate: &Issued) -> Self {
+        let (gone, again) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
+        let (is_gone, asked_again) = (Arc::clone(&gone), Arc::clone(&again));
+        let server = ScriptedServer::start(certificate, None, move |asked: &Asked| {
+            let id = |payload: &mut Encoder| payload.text(Tag::UNIQUE_IDENTIFIER, "1");
+            match asked.operation {
+                OperationCode::GetAttributes | OperationCode::Get
+                    if is_gone.load(Ordering::SeqCst) =>
+                {
+                    asked_again.store(true, Ordering::SeqCst);
+                    asked.refused(ResultReason::ItemNotFound)
+                }
+                OperationCode::GetAttributes => {
+                    Reaction::Send(asked.done(|payload| state(payload, 2)))
+                }
+                OperationCode::Get => given(asked, &[7; 32]),
+                OperationCode::Destroy => {
+                    is_gone.store(true, Ordering::SeqCst);
+                    Reaction::SendLate(Duration::from_millis(500), asked.done(id))
+                }
+                _ => Reaction::Send(asked.done(id)),
+            }
+        });
+        Self { server, gone, again }
+    }
+
+    async fn is_destroying(&self, here: &Here) {
+        here.eventually("asked to destroy it", async |_| self.gone.load(Ordering::SeqCst)).await;
+    }
+
+    fn was_not_asked_again(&self) {
+        let again = self.again.load(Ordering::SeqCst);
+        assert!(!again, "the server was asked for a key that is destroyed");
+    }
+}
+
 /// The watch and a task, say; the one that comes second does not tell that the key was gone already.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_key_that_two_destroy_at_once_is_destroyed_by_one() {
     let authority = Authority::new("kms");
     let identity = authority.client("vmseal", Validity::Now);
-    let certificate = authority.server(&["127.0.0.1"], Validity::Now);
-    let (gone, again) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
-    let (is_gone, asked_again) = (Arc::clone(&gone), Arc::clone(&again));
-    let server =
-        ScriptedServer::start(&certificate, None, move |asked: &Asked| match asked.operation {
-            OperationCode::GetAttributes | OperationCode::Get if is_gone.load(Ordering::SeqCst) => {
-                asked_again.store(true, Ordering::SeqCst);
-                asked.refused(ResultReason::ItemNotFound)
-            }
-            OperationCode::GetAttributes => Reaction::Send(asked.done(|payload| state(payload, 2))),
-            OperationCode::Get => given(asked, &[7; 32]),
-            OperationCode::Destroy => {
-                is_gone.store(true, Ordering::SeqCst);
-                Reaction::SendLate(Duration::from_millis(500), asked.done(|_| {}))
-            }
-            _ => Reaction::Send(asked.done(|_| {})),
-        });
+    let slow = Slow::start(&authority.server(&["127.0.0.1"], Validity::Now));
     let here = Here::new().await;
-    let (provider, kms) = here.add(&[at("one", &server.endpoint())], &authority, &identity).await;
+    let (provider, kms) =
+        here.add(&[at("one", &slow.server.endpoint())], &authority, &identity).await;
     let kek = SecretBytes::from_wiped(&mut [7; 32]).unwrap();
     let (vm, key_id) = (VmId::new(), "1".to_owned());
     let check = here.providers.kmip(provider.id).unwrap().check(vm, &key_id, &kek).unwrap();
     let key = KeyReference { provider: provider.id, key_id, check };
     let second = async {
-        here.eventually("asked to destroy it", async |_| gone.load(Ordering::SeqCst)).await;
+        slow.is_destroying(&here).await;
         kms.destroy_key(vm, "web", &key).await
     };
     let (first, second) = tokio::join!(kms.destroy_key(vm, "web", &key), second);
@@ -124,7 +154,7 @@ async fn a_key_that_two_destroy_at_once_is_destroyed_by_one() {
     let told = here.events("key.destroyed").await;
     assert!(told.len() == 1 && told[0].ends_with("destroyed at server 'one'"), "{told:?}");
     assert!(here.events("key.destruction-pending").await.is_empty());
-    assert!(!again.load(Ordering::SeqCst), "the server was asked for a key that is destroyed");
+    slow.was_not_asked_again();
 }
 
 /// The key of a test is unwanted from the outset: the watch may come upon it while the test destroys it.
@@ -132,30 +162,13 @@ async fn a_key_that_two_destroy_at_once_is_destroyed_by_one() {
 async fn the_key_of_a_test_is_left_to_the_test_while_that_destroys_it() {
     let authority = Authority::new("kms");
     let identity = authority.client("vmseal", Validity::Now);
-    let certificate = authority.server(&["127.0.0.1"], Validity::Now);
-    let (gone, again) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
-    let (is_gone, asked_again) = (Arc::clone(&gone), Arc::clone(&again));
-    let server = ScriptedServer::start(&certificate, None, move |asked: &Asked| {
-        let id = |payload: &mut Encoder| payload.text(Tag::UNIQUE_IDENTIFIER, "1");
-        match asked.operation {
-            OperationCode::GetAttributes | OperationCode::Get if is_gone.load(Ordering::SeqCst) => {
-                asked_again.store(true, Ordering::SeqCst);
-                asked.refused(ResultReason::ItemNotFound)
-            }
-            OperationCode::GetAttributes => Reaction::Send(asked.done(|payload| state(payload, 2))),
-            OperationCode::Get => given(asked, &[7; 32]),
-            OperationCode::Destroy => {
-                is_gone.store(true, Ordering::SeqCst);
-                Reaction::SendLate(Duration::from_millis(500), asked.done(id))
-            }
-            _ => Reaction::Send(asked.done(id)),
-        }
-    });
+    let slow = Slow::start(&authority.server(&["127.0.0.1"], Validity::Now));
     let here = Here::new().await;
-    let (provider, _) = here.add(&[at("one", &server.endpoint())], &authority, &identity).await;
+    let (provider, _) =
+        here.add(&[at("one", &slow.server.endpoint())], &authority, &identity).await;
     let kmip = here.providers.kmip(provider.id).unwrap();
     let watch = async {
-        here.eventually("asked to destroy it", async |_| gone.load(Ordering::SeqCst)).await;
+        slow.is_destroying(&here).await;
         kmip.catch_up().await
     };
     let (tested, undone) = tokio::join!(here.providers.test(&provider, true, "me"), watch);
@@ -166,7 +179,7 @@ async fn the_key_of_a_test_is_left_to_the_test_while_that_destroys_it() {
     assert!(told.len() == 1 && told[0].starts_with("key '1' was made, read and destroyed"));
     let destroyed = here.events("key.destroyed").await;
     assert!(destroyed.is_empty(), "told as if it had been gone before: {destroyed:?}");
-    assert!(!again.load(Ordering::SeqCst), "the server was asked for a key that is destroyed");
+    slow.was_not_asked_again();
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
