@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 use initiator::{BASE, DATA, Initiator, NEXT, WRITE};
 use proptest::prelude::Rng;
 use proptest::test_runner::{RngAlgorithm, TestRng};
-use serde_json::json;
+use serde_json::{Value, json};
 use successor::Filter;
 use vm_memory::{Bytes, GuestAddress};
 
@@ -52,8 +52,8 @@ impl Rests {
         assert!(made.unwrap().success());
     }
 
-    fn kind(self) -> &'static str {
-        if self == Self::Qcow2 { "qcow2" } else { "file" }
+    fn backend(self) -> Value {
+        json!({ "kind": if self == Self::Qcow2 { "qcow2" } else { "file" } })
     }
 
     /// A killed filter leaves leaked clusters at worst.
@@ -197,7 +197,7 @@ fn killed_and_replaced(rests: Rests) {
     rests.make(&path.join("disk"));
 
     let chain = json!([{ "kind": "crypt", "key": { "path": path.join("key") }, "holes": "zero" }]);
-    let (mut filter, socket) = Filter::start(&path, rests.kind(), SIZE, &chain);
+    let (mut filter, socket) = Filter::start(&path, &rests.backend(), SIZE, &chain);
     let guest = Initiator::connect_with_record(socket, u64::MAX);
     let random = TestRng::from_seed(RngAlgorithm::ChaCha, &seed.to_le_bytes().repeat(4));
     let (under_way, stamps) = (HashMap::new(), vec![0; rests.blocks() as usize]);
@@ -220,7 +220,7 @@ fn killed_and_replaced(rests: Rests) {
         rests.check(&path.join("disk"));
         resumed += load.under_way.len();
         let socket;
-        (filter, socket) = Filter::start(&path, rests.kind(), SIZE, &chain);
+        (filter, socket) = Filter::start(&path, &rests.backend(), SIZE, &chain);
         load.guest.reconnect(socket);
     }
     load.finish();

@@ -19,12 +19,20 @@ const PATIENCE: Duration = Duration::from_secs(30);
 pub struct Filter(Child);
 
 impl Filter {
-    /// On the image `disk` in this directory, which is of this kind and holds `size` bytes; with the VMM's end of
-    /// the connection. Its log is `log`.
-    pub fn start(directory: &Path, kind: &str, size: u64, chain: &Value) -> (Self, UnixStream) {
+    /// On the image `disk` in this directory, which holds `size` bytes and is what `backend` says (but for its
+    /// file and offset); with the VMM's end of the connection. Its log is `log`.
+    pub fn start(
+        directory: &Path,
+        backend: &Value,
+        size: u64,
+        chain: &Value,
+    ) -> (Self, UnixStream) {
         let image = locked(&directory.join("disk"));
         let (socket, of_vmm) = UnixStream::pair().unwrap();
         let path = |name: &str| directory.join(name);
+        let mut backend = backend.clone();
+        backend["file"] = json!({ "fd": image.as_raw_fd() });
+        backend["offset"] = json!(0);
         let config = json!({
             "version": 1,
             "vm": "01890a5d-ac96-774b-bcce-b302099a8057",
@@ -34,7 +42,7 @@ impl Filter {
                 "size": size,
                 "serial": "vmseal-0",
                 "chain": chain,
-                "backend": { "kind": kind, "file": { "fd": image.as_raw_fd() }, "offset": 0 },
+                "backend": backend,
                 "front_end": {
                     "kind": "vhost_user_blk", "socket": { "fd": socket.as_raw_fd() }, "queues": 1
                 }

@@ -1,0 +1,104 @@
+//! Every chain whose filter is killed: each filter alone and several together, on each encryption and on none.
+
+use std::fs::File;
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+
+use serde_json::{Value, json};
+
+use super::rests::SIZE;
+
+/// The chains, the filters of each from the guest downwards; what is to be files is in [`in_place`].
+pub fn all() -> Vec<Vec<Value>> {
+    let encryptions = [None, Some("zero"), Some("ciphertext")];
+    // Above the encryption, and below it.
+    let around = [
+        (vec![], vec![]),
+        (vec![limit()], vec![]),
+        (vec![fault(&["write"])], vec![]),
+        (vec![], vec![delay()]),
+        (vec![], vec![cache()]),
+        (vec![], vec![replicate()]),
+        (vec![], vec![fault(&["read", "write"])]),
+        (vec![limit()], vec![cache(), replicate()]),
+        (vec![], vec![cache(), delay(), fault(&["read", "write"])]),
+        (vec![limit()], vec![cache(), fault(&["read", "write", "discard"]), replicate(), delay()]),
+    ];
+    let one = |holes: Option<&str>, (above, below): &(Vec<Value>, Vec<Value>)| {
+        let crypt = holes.map(crypt);
+        above.iter().cloned().chain(crypt).chain(below.iter().cloned()).collect()
+    };
+    encryptions.iter().flat_map(|holes| around.iter().map(|around| one(*holes, around))).collect()
+}
+
+/// Its filters by name.
+pub fn name(chain: &[Value]) -> String {
+    let name = |link: &Value| {
+        let kind = link["kind"].as_str().unwrap();
+        match link["holes"].as_str() {
+            Some(holes) => format!("{kind} ({holes})"),
+            None => kind.to_owned(),
+        }
+    };
+    if chain.is_empty() {
+        return "plain".to_owned();
+    }
+    chain.iter().map(name).collect::<Vec<_>>().join(", ")
+}
+
+/// Whether what was never written is noise.
+pub fn has_no_holes(chain: &[Value]) -> bool {
+    chain.iter().any(|link| link["holes"] == "ciphertext")
+}
+
+/// Whether a rule of the chain has one of these operations fail.
+pub fn fails(chain: &[Value], operations: &[&str]) -> bool {
+    let rules = chain.iter().filter_map(|link| link["rules"].as_array());
+    let mut named = rules.flatten().flat_map(|rule| rule["operations"].as_array().unwrap());
+    named.any(|named| operations.contains(&named.as_str().unwrap()))
+}
+
+/// The chain, with the files that it names made in this directory.
+pub fn in_place(chain: &[Value], path: &Path) -> Value {
+    let key = path.join("key");
+    std::fs::write(&key, (0..64u8).collect::<Vec<_>>()).unwrap();
+    std::fs::set_permissions(&key, PermissionsExt::from_mode(0o600)).unwrap();
+    File::create(path.join("replica")).unwrap().set_len(SIZE).unwrap();
+    File::create(path.join("map")).unwrap();
+    let mut named = json!(chain).to_string();
+    for (word, name) in [("KEY", "key"), ("REPLICA", "replica"), ("MAP", "map")] {
+        named = named.replace(word, path.join(name).to_str().unwrap());
+    }
+    serde_json::from_str(&named).unwrap()
+}
+
+fn crypt(holes: &str) -> Value {
+    json!({ "kind": "crypt", "key": { "path": "KEY" }, "holes": holes })
+}
+
+fn limit() -> Value {
+    json!({ "kind": "limit", "requests": { "per_second": 20_000, "burst": 2 } })
+}
+
+fn delay() -> Value {
+    json!({ "kind": "delay", "microseconds": 50, "jitter_microseconds": 200, "reorders": true })
+}
+
+fn cache() -> Value {
+    json!({ "kind": "cache", "bytes": 1 << 20 })
+}
+
+fn replicate() -> Value {
+    json!({
+        "kind": "replicate", "replica": { "path": "REPLICA" }, "map": { "path": "MAP" },
+        "bytes_per_second": 1_u64 << 30
+    })
+}
+
+/// Errors of these operations, and torn writes.
+fn fault(operations: &[&str]) -> Value {
+    let errors =
+        json!({ "operations": operations, "kind": { "is": "error", "errno": 5 }, "one_in": 20 });
+    let torn = json!({ "operations": ["write"], "kind": { "is": "torn" }, "one_in": 20 });
+    json!({ "kind": "fault", "seed": 1, "rules": [errors, torn] })
+}
