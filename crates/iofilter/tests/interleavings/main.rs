@@ -436,7 +436,7 @@ fn run(scheduler: impl Scheduler + 'static, model: impl Fn() + Send + Sync + 'st
 
 type Model = (&'static str, fn());
 
-const MODELS: [Model; 20] = [
+const MODELS: [Model; 22] = [
     (
         "sectors_are_modified_alone_and_written_together",
         sectors_are_modified_alone_and_written_together,
@@ -504,6 +504,14 @@ const MODELS: [Model; 20] = [
     (
         "an_image_of_which_nobody_asked_anything_is_closed_without_a_thread",
         worker::an_image_of_which_nobody_asked_anything_is_closed_without_a_thread,
+    ),
+    (
+        "without_a_thread_a_request_is_refused_once_and_the_next_is_done",
+        worker::without_a_thread_a_request_is_refused_once_and_the_next_is_done,
+    ),
+    (
+        "one_queue_is_refused_and_another_that_finds_a_thread_is_not",
+        worker::one_queue_is_refused_and_another_that_finds_a_thread_is_not,
     ),
 ];
 

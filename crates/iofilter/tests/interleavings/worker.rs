@@ -55,10 +55,22 @@ impl Steps {
         steps.sort();
         assert!(steps.iter().copied().eq(numbers.iter().copied().map(Step::Done)), "{steps:?}");
     }
+
+    /// As [`Steps::are_all_of`], and of the first two only one is done.
+    fn are_all_but_one_of(&self, one_of: [u32; 2], numbers: &[u32]) {
+        let refused = one_of.map(|one| !self.0.lock().unwrap().contains(&Step::Done(one)));
+        let one = if refused[0] { one_of[1] } else { one_of[0] };
+        let mut all = [numbers, &[one]].concat();
+        all.sort_unstable();
+        self.are_all_of(&all);
+    }
 }
 
 /// How many threads were started since the image was opened.
 static STARTED: AtomicU32 = AtomicU32::new(0);
+
+/// How many threads are not to be had, before one is.
+static SCARCE: AtomicU32 = AtomicU32::new(0);
 
 struct Image(Steps);
 
@@ -69,6 +81,9 @@ impl Work for Image {
     const BATCH: usize = 2;
 
     fn spawn(run: impl FnOnce() + Send + 'static) -> io::Result<JoinHandle<()>> {
+        if SCARCE.fetch_update(SeqCst, SeqCst, |left| left.checked_sub(1)).is_ok() {
+            return Err(io::ErrorKind::WouldBlock.into());
+        }
         STARTED.fetch_add(1, SeqCst);
         thread::Builder::new().spawn(run)
     }
@@ -122,6 +137,7 @@ type Disk = Arc<Exchange<Image>>;
 fn open() -> (Disk, Steps) {
     let steps = Steps::default();
     STARTED.store(0, SeqCst);
+    SCARCE.store(0, SeqCst);
     (Arc::new(Exchange::new(Image(steps.clone()))), steps)
 }
 
@@ -136,12 +152,30 @@ impl Queue {
         Self { end: disk.end(Told::new()), memory: Memory::default() }
     }
 
-    fn hand_over(&mut self, numbers: &[u32]) {
+    fn push(&mut self, numbers: &[u32]) {
         for number in numbers {
             let (number, memory_is_gone) = (*number, Arc::clone(&self.memory.gone));
             self.end.push(Request { number, memory_is_gone, done: false });
         }
+    }
+
+    fn hand_over(&mut self, numbers: &[u32]) {
+        self.push(numbers);
         self.end.hand_over().unwrap();
+    }
+
+    /// Asks for what is refused, if there is no thread, and then for another.
+    fn ask_twice(&mut self, first: u32, then: u32) {
+        self.push(&[first]);
+        if self.end.hand_over().is_ok() {
+            self.expect(&[first]);
+        } else {
+            // As the answer that it is then: a request that is refused is never one of the image's.
+            self.end.refuse(|request| request.done = true);
+            assert_eq!(self.collect(), [first]);
+        }
+        self.hand_over(&[then]);
+        self.expect(&[then]);
     }
 
     fn collect(&mut self) -> Vec<u32> {
@@ -249,5 +283,37 @@ pub fn an_image_of_which_nobody_asked_anything_is_closed_without_a_thread() {
         queues.into_iter().for_each(|queue| queue.join().unwrap());
         steps.are(&[Step::Closed]);
         assert_eq!(STARTED.load(SeqCst), 0);
+    });
+}
+
+pub fn without_a_thread_a_request_is_refused_once_and_the_next_is_done() {
+    few_preemptions(3, || {
+        let (disk, steps) = open();
+        SCARCE.store(1, SeqCst);
+        let mut queue = Queue::new(&disk);
+        let other = Queue::new(&disk);
+        drop(disk);
+        let other = thread::spawn(|| drop(other));
+        queue.ask_twice(1, 2);
+        drop(queue);
+        other.join().unwrap();
+        assert_eq!(STARTED.load(SeqCst), 1);
+        steps.are(&[Step::Done(2), Step::Closed]);
+    });
+}
+
+pub fn one_queue_is_refused_and_another_that_finds_a_thread_is_not() {
+    few_preemptions(2, || {
+        let (disk, steps) = open();
+        SCARCE.store(1, SeqCst);
+        let ask = |first, then| {
+            let mut queue = Queue::new(&disk);
+            thread::spawn(move || queue.ask_twice(first, then))
+        };
+        let queues = [ask(1, 2), ask(3, 4)];
+        drop(disk);
+        queues.into_iter().for_each(|queue| queue.join().unwrap());
+        assert_eq!(STARTED.load(SeqCst), 1);
+        steps.are_all_but_one_of([1, 3], &[2, 4]);
     });
 }
