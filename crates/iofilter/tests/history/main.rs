@@ -9,8 +9,8 @@ mod driver;
 mod guest;
 #[path = "../initiator/mod.rs"]
 mod initiator;
-mod killed;
 mod platter;
+mod program;
 #[path = "../replicated/mod.rs"]
 mod replicated;
 #[path = "../seed/mod.rs"]

@@ -3,10 +3,15 @@
 use std::fs::File;
 use std::path::Path;
 use std::process::Command;
+use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
-pub const SIZE: u64 = 16 << 20;
+/// Four times what the guest uses.
+pub const SIZE: u64 = 4 << 20;
+
+/// How long a child that another test has forked may hold a lock of ours, until it executes its program.
+const PATIENCE: Duration = Duration::from_secs(30);
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Rests {
@@ -92,9 +97,14 @@ fn create(disk: &Path, below: &[&str]) {
 /// Its exit code, and all that it has to say but which clusters are leaked.
 fn qemu_img_check(disk: &Path, options: &[&str]) -> (Option<i32>, String) {
     let check = [&["check", "-f", "qcow2"], options].concat();
-    let checked = Command::new("qemu-img").args(check).arg(disk).output().unwrap();
-    let said = [checked.stdout, checked.stderr].concat();
-    let said = String::from_utf8_lossy(&said);
-    let lines = said.lines().filter(|line| !line.starts_with("Leaked cluster "));
-    (checked.status.code(), lines.collect::<Vec<_>>().join("\n"))
+    let until = Instant::now() + PATIENCE;
+    loop {
+        let checked = Command::new("qemu-img").args(&check).arg(disk).output().unwrap();
+        let said = [checked.stdout, checked.stderr].concat();
+        let said = String::from_utf8_lossy(&said);
+        if !said.contains("Failed to lock") || Instant::now() > until {
+            let lines = said.lines().filter(|line| !line.starts_with("Leaked cluster "));
+            return (checked.status.code(), lines.collect::<Vec<_>>().join("\n"));
+        }
+    }
 }

@@ -59,6 +59,8 @@ pub struct Guest {
     pub history: History,
     pub failed: Failed,
     under_way: HashMap<u16, Asked>,
+    /// The last write's, in this history and those before it.
+    sequence: u64,
 }
 
 /// How many requests failed.
@@ -71,7 +73,21 @@ pub struct Failed {
 impl Guest {
     pub fn new(driver: Initiator, random: fastrand::Rng) -> Self {
         let history = History::new(vec![Found::Zeroes; BLOCKS as usize]);
-        Self { driver, random, history, failed: Failed::default(), under_way: HashMap::new() }
+        let (failed, under_way) = (Failed::default(), HashMap::new());
+        Self { driver, random, history, failed, under_way, sequence: 0 }
+    }
+
+    /// It has lost what it knew, and begins again with this driver; what it finds on its disk begins a new
+    /// history. The one that it had.
+    pub fn reboot(&mut self, driver: Initiator) -> (History, Vec<Found>) {
+        self.driver = driver;
+        self.under_way.clear();
+        let before = std::mem::replace(&mut self.history, History::new(Vec::new()));
+        self.read_all();
+        let found: Vec<_> =
+            self.history.reads.drain(..).flat_map(|read: Read| read.found).collect();
+        self.history = History::new(found.clone());
+        (before, found)
     }
 
     pub fn under_way(&self) -> usize {
@@ -110,12 +126,14 @@ impl Guest {
             Kind::Read | Kind::Flush => None,
             Kind::Write | Kind::WriteZeroes | Kind::Discard => {
                 let (zeroes, units) = (kind != Kind::Write, units.clone());
-                let write = Write { sequence: at, units, zeroes, asked: at, end: End::Open };
+                self.sequence += 1;
+                let (sequence, end) = (self.sequence, End::Open);
+                let write = Write { sequence, units, zeroes, asked: at, end };
                 self.history.writes.push(write);
                 Some(self.history.writes.len() - 1)
             }
         };
-        let data = content(kind, &units, at);
+        let data = content(kind, &units, self.sequence);
         let slot = u64::from(head);
         let (header, status) = (BASE + 0x3000 + slot * 32, BASE + 0x4000 + slot);
         let put = |bytes: &[u8], at| {
@@ -155,8 +173,10 @@ impl Guest {
             let end = if all { End::Done(done) } else { End::Failed(done) };
             self.history.writes[index].end = end;
         }
-        if asked.kind == Kind::Read && status == OK {
-            self.note_read(head, asked, done);
+        match asked.kind {
+            Kind::Read if status == OK => self.note_read(head, asked, done),
+            Kind::Flush if status == OK => self.history.flushes.push(asked.at),
+            _ => {}
         }
         true
     }

@@ -51,6 +51,11 @@ pub fn has_no_holes(chain: &[Value]) -> bool {
     chain.iter().any(|link| link["holes"] == "ciphertext")
 }
 
+/// Whether a sector of zeroes below the encryption is one above it.
+pub fn has_holes(chain: &[Value]) -> bool {
+    chain.iter().any(|link| link["holes"] == "zero")
+}
+
 /// Whether a rule of the chain has one of these operations fail.
 pub fn fails(chain: &[Value], operations: &[&str]) -> bool {
     let rules = chain.iter().filter_map(|link| link["rules"].as_array());
