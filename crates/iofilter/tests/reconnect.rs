@@ -53,7 +53,7 @@ impl Rests {
     }
 
     fn backend(self) -> Value {
-        json!({ "kind": if self == Self::Qcow2 { "qcow2" } else { "file" } })
+        json!({ "kind": if self == Self::Qcow2 { "qcow2" } else { "file" }, "offset": 0 })
     }
 
     /// A killed filter leaves leaked clusters at worst.

@@ -58,8 +58,8 @@ impl Steps {
 
     /// As [`Steps::are_all_of`], and of the first two only one is done.
     fn are_all_but_one_of(&self, one_of: [u32; 2], numbers: &[u32]) {
-        let refused = one_of.map(|one| !self.0.lock().unwrap().contains(&Step::Done(one)));
-        let one = if refused[0] { one_of[1] } else { one_of[0] };
+        let first = self.0.lock().unwrap().contains(&Step::Done(one_of[0]));
+        let one = one_of[usize::from(!first)];
         let mut all = [numbers, &[one]].concat();
         all.sort_unstable();
         self.are_all_of(&all);

@@ -59,7 +59,8 @@ fn a_filter_that_is_killed_goes_on_with_the_copy_until_the_replica_is_equal() {
             "map": { "path": path.join("map") }, "bytes_per_second": RATE
         }
     ]);
-    let (mut filter, socket) = Filter::start(path, &json!({ "kind": "file" }), SIZE, &chain);
+    let backend = json!({ "kind": "file", "offset": 0 });
+    let (mut filter, socket) = Filter::start(path, &backend, SIZE, &chain);
     let mut driver = Initiator::connect_with_record(socket, u64::MAX);
     let mut went_on = 0;
     for _ in 0..KILLS {
@@ -74,7 +75,7 @@ fn a_filter_that_is_killed_goes_on_with_the_copy_until_the_replica_is_equal() {
         std::thread::sleep(Duration::from_millis(random.u64(..400)));
         filter.kill();
         let socket;
-        (filter, socket) = Filter::start(path, &json!({ "kind": "file" }), SIZE, &chain);
+        (filter, socket) = Filter::start(path, &backend, SIZE, &chain);
         driver.reconnect(socket);
         let dirty = status(path).dirty_bytes;
         went_on += usize::from(0 < dirty && dirty < SIZE);

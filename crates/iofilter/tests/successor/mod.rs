@@ -20,7 +20,7 @@ pub struct Filter(Child);
 
 impl Filter {
     /// On the image `disk` in this directory, which holds `size` bytes and is what `backend` says (but for its
-    /// file and offset); with the VMM's end of the connection. Its log is `log`.
+    /// file); with the VMM's end of the connection. Its log is `log`.
     pub fn start(
         directory: &Path,
         backend: &Value,
@@ -32,7 +32,6 @@ impl Filter {
         let path = |name: &str| directory.join(name);
         let mut backend = backend.clone();
         backend["file"] = json!({ "fd": image.as_raw_fd() });
-        backend["offset"] = json!(0);
         let config = json!({
             "version": 1,
             "vm": "01890a5d-ac96-774b-bcce-b302099a8057",
@@ -65,7 +64,7 @@ impl Filter {
         (Self(command.spawn().unwrap()), of_vmm)
     }
 
-    /// As a power cut would.
+    /// At once, whatever it is at.
     pub fn kill(&mut self) {
         self.0.kill().unwrap();
         self.0.wait().unwrap();

@@ -1,4 +1,4 @@
-//! Every chain whose filter is killed: each filter alone and several together, on each encryption and on none.
+//! Every chain whose filter is cut off: each filter alone and several together, on each encryption and on none.
 
 use std::fs::File;
 use std::os::unix::fs::PermissionsExt;
@@ -16,13 +16,17 @@ pub fn all() -> Vec<Vec<Value>> {
         (vec![], vec![]),
         (vec![limit()], vec![]),
         (vec![fault(&["write"])], vec![]),
+        (vec![fault(&["write"])], vec![delay()]),
         (vec![], vec![delay()]),
         (vec![], vec![cache()]),
         (vec![], vec![replicate()]),
         (vec![], vec![fault(&["read", "write"])]),
         (vec![limit()], vec![cache(), replicate()]),
         (vec![], vec![cache(), delay(), fault(&["read", "write"])]),
-        (vec![limit()], vec![cache(), fault(&["read", "write", "discard"]), replicate(), delay()]),
+        (
+            vec![limit()],
+            vec![cache(), fault(&["read", "write", "discard", "flush"]), replicate(), delay()],
+        ),
     ];
     let one = |holes: Option<&str>, (above, below): &(Vec<Value>, Vec<Value>)| {
         let crypt = holes.map(crypt);
@@ -77,6 +81,16 @@ pub fn in_place(chain: &[Value], path: &Path) -> Value {
     serde_json::from_str(&named).unwrap()
 }
 
+/// The chain with other seeds for what strikes at random.
+pub fn seeded(in_place: &Value, random: &mut fastrand::Rng) -> Value {
+    let mut chain = in_place.clone();
+    let links = chain.as_array_mut().into_iter().flatten();
+    for link in links.filter(|link| link["kind"] == "fault") {
+        link["seed"] = json!(random.u64(..));
+    }
+    chain
+}
+
 fn crypt(holes: &str) -> Value {
     json!({ "kind": "crypt", "key": { "path": "KEY" }, "holes": holes })
 }
@@ -105,5 +119,5 @@ fn fault(operations: &[&str]) -> Value {
     let errors =
         json!({ "operations": operations, "kind": { "is": "error", "errno": 5 }, "one_in": 20 });
     let torn = json!({ "operations": ["write"], "kind": { "is": "torn" }, "one_in": 20 });
-    json!({ "kind": "fault", "seed": 1, "rules": [errors, torn] })
+    json!({ "kind": "fault", "rules": [errors, torn] })
 }

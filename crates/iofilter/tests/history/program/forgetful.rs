@@ -5,7 +5,7 @@ use std::ffi::OsStr;
 use std::fs;
 use std::io;
 use std::os::unix::fs::symlink;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -14,7 +14,7 @@ use fuser::{
     FopenFlags, Generation, INodeNo, LockOwner, OpenFlags, ReplyAttr, ReplyData, ReplyEmpty,
     ReplyEntry, ReplyOpen, ReplyWrite, Request, SessionACL, TimeOrNow, WriteFlags,
 };
-use nix::mount::{MsFlags, mount};
+use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sched::{CloneFlags, unshare};
 
 /// How long the kernel may take to close what a dead process had open.
@@ -68,7 +68,8 @@ impl Image {
                     while !rest.is_empty() {
                         let length = (granule - at % granule).min(rest.len() as u64);
                         let (part, after) = rest.split_at(length as usize);
-                        if if whole { chance } else { random.bool() } {
+                        let kept = if whole { chance } else { random.bool() };
+                        if kept {
                             put(&mut self.durable, at, part);
                         }
                         (at, rest) = (at + length, after);
@@ -97,8 +98,9 @@ struct Inside {
 
 /// The file system; unmounted when dropped.
 pub struct Forgetful {
-    _mounted: BackgroundSession,
+    place: PathBuf,
     inside: Arc<Mutex<Inside>>,
+    _mounted: BackgroundSession,
 }
 
 impl Forgetful {
@@ -114,7 +116,7 @@ impl Forgetful {
         syncs: bool,
         random: fastrand::Rng,
     ) -> io::Result<Self> {
-        // A mount that nobody else sees is gone with this thread, however that ends.
+        // A mount that nobody else sees is gone with those who do, however they end.
         unshare(CloneFlags::CLONE_NEWNS)?;
         mount(
             None::<&str>,
@@ -123,8 +125,8 @@ impl Forgetful {
             MsFlags::MS_REC | MsFlags::MS_PRIVATE,
             None::<&str>,
         )?;
-        let below = directory.join("forgetful");
-        fs::create_dir(&below)?;
+        let place = directory.join("forgetful");
+        fs::create_dir(&place)?;
         let mut images = Vec::new();
         for name in names {
             let path = directory.join(name);
@@ -133,30 +135,48 @@ impl Forgetful {
                 let (visible, changes) = (durable.clone(), Vec::new());
                 images.push(Image { name: (*name).into(), durable, visible, changes, handles: 0 });
                 fs::remove_file(&path)?;
-                symlink(below.join(name), &path)?;
+                symlink(place.join(name), &path)?;
             }
         }
         let inside = Arc::new(Mutex::new(Inside { images, granule, random, syncs }));
         let mut config = Config::default();
         // The filter gives its privileges up.
         config.acl = SessionACL::All;
-        let mounted = fuser::spawn_mount(Files(Arc::clone(&inside)), &below, &config)?;
-        Ok(Self { _mounted: mounted, inside })
+        let mounted = fuser::spawn_mount(Files(Arc::clone(&inside)), &place, &config)?;
+        Ok(Self { place, inside, _mounted: mounted })
     }
 
     /// The power fails, once whoever had the files open is dead.
     pub fn cut(&self) {
-        let until = Instant::now() + PATIENCE;
-        while self.inside().images.iter().any(|image| image.handles > 0) {
-            assert!(Instant::now() < until, "somebody has a file open");
-            std::thread::sleep(Duration::from_micros(100));
-        }
+        assert!(self.is_left(), "somebody has a file open");
         let Inside { images, granule, random, .. } = &mut *self.inside();
         images.iter_mut().for_each(|image| image.cut(*granule, random));
     }
 
+    /// Waits until no file is open: the kernel closes those of the dead when it gets to it.
+    fn is_left(&self) -> bool {
+        let until = Instant::now() + PATIENCE;
+        while self.inside().images.iter().any(|image| image.handles > 0) {
+            if Instant::now() > until {
+                return false;
+            }
+            std::thread::sleep(Duration::from_micros(100));
+        }
+        true
+    }
+
     fn inside(&self) -> MutexGuard<'_, Inside> {
         self.inside.lock().unwrap()
+    }
+}
+
+impl Drop for Forgetful {
+    fn drop(&mut self) {
+        // Of a test that has failed a filter may be there still.
+        if !std::thread::panicking() {
+            self.is_left();
+        }
+        let _ = umount2(&self.place, MntFlags::MNT_DETACH);
     }
 }
 
@@ -223,7 +243,6 @@ impl Filesystem for Files {
         }
     }
 
-    #[allow(clippy::too_many_arguments)] // the trait's
     fn setattr(
         &self,
         _: &Request,

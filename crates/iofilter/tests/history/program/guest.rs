@@ -15,7 +15,10 @@ use crate::stamp::{self, Found, Stamp};
 const BLOCKS: u64 = 2048;
 /// Where half of the requests begin: in eight sectors, so that many meet in one.
 const CROWDED: u64 = 64;
-const LONGEST: u64 = 12;
+/// Most requests have at most so many: else all of them would meet.
+const SHORT: u64 = 12;
+/// Five sectors: a write of that many is torn behind some of them.
+const LONGEST: u64 = 40;
 const PATIENCE: Duration = Duration::from_secs(30);
 /// Requests of three descriptors in a ring of 16.
 const SLOTS: u16 = 5;
@@ -77,8 +80,8 @@ impl Guest {
         Self { driver, random, history, failed, under_way, sequence: 0 }
     }
 
-    /// It has lost what it knew, and begins again with this driver; what it finds on its disk begins a new
-    /// history. The one that it had.
+    /// Has it begin again with this driver and none of what it had under way. The history that it had, and what
+    /// its disk holds, which begins a new one.
     pub fn reboot(&mut self, driver: Initiator) -> (History, Vec<Found>) {
         self.driver = driver;
         self.under_way.clear();
@@ -104,7 +107,8 @@ impl Guest {
         for head in (0..SLOTS).map(|slot| slot * 3) {
             let most = if self.random.bool() { CROWDED } else { BLOCKS };
             let first = self.random.u64(..most);
-            let units = first..(first + self.random.u64(1..=LONGEST)).min(BLOCKS);
+            let longest = if self.random.u8(..4) == 0 { LONGEST } else { SHORT };
+            let units = first..(first + self.random.u64(1..=longest)).min(BLOCKS);
             let kind = match self.random.u8(..24) {
                 0..8 => Kind::Read,
                 8..20 => Kind::Write,
@@ -205,10 +209,10 @@ impl Guest {
         }
     }
 
-    /// All that is used, in parts that one request can have.
+    /// All that is used, in parts of one request each.
     fn parts() -> impl Iterator<Item = Range<u64>> {
-        let part = |first: u64| first..(first + LONGEST).min(BLOCKS);
-        (0..BLOCKS).step_by(LONGEST as usize).map(part)
+        let part = |first: u64| first..(first + SHORT).min(BLOCKS);
+        (0..BLOCKS).step_by(SHORT as usize).map(part)
     }
 
     /// Reads everything.

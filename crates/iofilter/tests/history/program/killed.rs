@@ -1,6 +1,6 @@
 //! The program, killed at any instant under a guest that reads while it writes, in parts of sectors, and
-//! started again: what was answered is there, once, and the guest sees a pause. Every chain on every backend that
-//! outlives the process.
+//! started again: what was answered is there, once, and the guest sees a pause. Every chain on every kind of
+//! place that outlives the process.
 
 use std::io::Write as _;
 use std::time::Duration;
@@ -8,60 +8,44 @@ use std::time::Duration;
 use nix::sys::statfs::{TMPFS_MAGIC, statfs};
 use serde_json::Value;
 
-use super::guest::Guest;
-use super::rests::{Rests, SIZE};
-use super::{chains, judge, log, pause};
-use crate::initiator::Initiator;
+use super::rests::Rests;
+use super::{Program, chains, pause};
 use crate::seed;
-use crate::successor::Filter;
 
-const KILLS: usize = 6;
+const KILLS: usize = 5;
 
 /// Kills the filter again and again, and ends the last two in order; how many requests were under way then.
-fn check(rests: Rests, chain: &[Value], random: fastrand::Rng) -> usize {
+fn check(rests: Rests, chain: &[Value], mut random: fastrand::Rng) -> usize {
     let place = tempfile::tempdir_in(rests.directory()).unwrap();
-    let path = place.path();
-    rests.make(path);
-    let described = chains::in_place(chain, path);
-    let start = || Filter::start(path, &rests.backend(path), SIZE, &described);
-    let (mut filter, socket) = start();
-    let mut guest = Guest::new(Initiator::connect_with_record(socket, u64::MAX), random);
-    if chains::has_no_holes(chain) || rests == Rests::Overlay {
-        guest.write_all();
-    }
-    let mut ended = Vec::new();
-    if rests == Rests::Overlay {
-        ended.push(filter.end());
-        rests.lay_over(path);
-        let socket;
-        (filter, socket) = start();
-        guest.driver.reconnect(socket);
-    }
+    let mut program = Program::new(rests, place.path(), chain);
+    let mut guest = program.guest(random.fork());
+    let (mut filter, socket) = program.start(&mut random);
+    guest.driver.reconnect(socket);
     let mut resumed = 0;
     for _ in 0..KILLS {
         guest.go_on();
-        pause(&mut guest.random);
+        pause(&mut random);
         filter.kill();
         while guest.answer(Duration::ZERO) {}
         resumed += guest.under_way();
         let socket;
-        (filter, socket) = start();
+        (filter, socket) = program.start(&mut random);
         guest.driver.reconnect(socket);
     }
     guest.finish();
-    ended.push(filter.end());
-    rests.repair(path);
-    let (filter, socket) = start();
+    program.end(filter);
+    rests.repair(place.path());
+    let (filter, socket) = program.start(&mut random);
     guest.driver.reconnect(socket);
     guest.go_on();
     guest.finish();
     guest.read_all();
-    ended.push(filter.end());
-    rests.is_sound(path);
+    program.end(filter);
+    rests.is_sound(place.path());
     let findings = guest.history.check();
     let first: Vec<_> = findings.iter().take(5).collect();
-    assert!(first.is_empty(), "{} wrong: {first:?}\n{}", findings.len(), log(path));
-    judge(chain, &guest, &ended, path);
+    assert!(first.is_empty(), "{} wrong: {first:?}\n{}", findings.len(), program.log());
+    program.judge(&guest);
     resumed
 }
 
@@ -92,6 +76,11 @@ fn a_filter_that_is_killed_over_a_file_loses_doubles_and_tears_nothing() {
 }
 
 #[test]
+fn a_filter_that_is_killed_over_a_file_in_the_page_cache_loses_doubles_and_tears_nothing() {
+    check_each(Rests::PageCache);
+}
+
+#[test]
 fn a_filter_that_is_killed_over_a_file_in_memory_loses_doubles_and_tears_nothing() {
     check_each(Rests::Memory);
 }
@@ -107,6 +96,6 @@ fn a_filter_that_is_killed_over_a_qcow2_image_in_memory_loses_doubles_and_tears_
 }
 
 #[test]
-fn a_filter_that_is_killed_over_an_image_over_another_loses_doubles_and_tears_nothing() {
+fn a_filter_that_is_killed_over_images_over_others_loses_doubles_and_tears_nothing() {
     check_each(Rests::Overlay);
 }

@@ -1,8 +1,8 @@
-//! Where a disk rests whose filter is killed: every backend but memory of the process, which goes with it.
+//! Where a disk rests whose filter is cut off: every kind of backend but memory of the process, which goes with it.
 
 use std::fs::File;
 use std::path::Path;
-use std::process::Command;
+use std::process::{Command, Output};
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
@@ -10,67 +10,84 @@ use serde_json::{Value, json};
 /// Four times what the guest uses.
 pub const SIZE: u64 = 4 << 20;
 
+/// Where the disk begins, as LUKS2's data does: in a multiple of all that storage works in.
+const OFFSET: u64 = 16 << 10;
+
 /// How long a child that another test has forked may hold a lock of ours, until it executes its program.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Rests {
-    /// In a file on storage: requests are under way in the kernel when the filter dies.
+    /// In a file on storage, past the page cache: requests are under way in the kernel when the filter dies.
     Storage,
+    /// In a file on storage that keeps its room, by way of the page cache.
+    PageCache,
     /// In a file in memory: a system call is under way, if anything.
     Memory,
     /// In a qcow2 image on storage, of small clusters: many are new.
     Qcow2,
     /// The same in memory.
     Qcow2InMemory,
-    /// In a qcow2 image over another that holds everything at first, on storage.
+    /// In a qcow2 image over another over a raw file that holds everything at first, on storage.
     Overlay,
 }
 
 impl Rests {
     pub fn directory(self) -> &'static Path {
         match self {
-            Self::Storage | Self::Qcow2 | Self::Overlay => Path::new(env!("CARGO_TARGET_TMPDIR")),
             Self::Memory | Self::Qcow2InMemory => Path::new("/dev/shm"),
+            Self::Storage | Self::PageCache | Self::Qcow2 | Self::Overlay => {
+                Path::new(env!("CARGO_TARGET_TMPDIR"))
+            }
         }
     }
 
-    fn is_qcow2(self) -> bool {
-        matches!(self, Self::Qcow2 | Self::Qcow2InMemory | Self::Overlay)
+    /// Whether the image of this directory is qcow2.
+    fn is_qcow2(self, directory: &Path) -> bool {
+        match self {
+            Self::Storage | Self::PageCache | Self::Memory => false,
+            Self::Qcow2 | Self::Qcow2InMemory => true,
+            Self::Overlay => directory.join("base").exists(),
+        }
     }
 
     pub fn backend(self, directory: &Path) -> Value {
-        let base = directory.join("base");
-        if !self.is_qcow2() {
-            json!({ "kind": "file" })
-        } else if base.exists() {
-            let backing = json!([{ "file": { "path": base }, "format": "qcow2" }]);
-            json!({ "kind": "qcow2", "backing": backing })
+        let file = |(name, format): (&str, &str)| {
+            let path = directory.join(name);
+            path.exists().then(|| json!({ "file": { "path": path }, "format": format }))
+        };
+        let below: Vec<_> =
+            [("middle", "qcow2"), ("base", "raw")].into_iter().filter_map(file).collect();
+        if self.is_qcow2(directory) {
+            json!({ "kind": "qcow2", "backing": below, "offset": OFFSET })
+        } else if self == Self::PageCache {
+            json!({ "kind": "file", "direct": "off", "keeps_room": true, "offset": OFFSET })
         } else {
-            json!({ "kind": "qcow2" })
+            json!({ "kind": "file", "offset": OFFSET })
         }
     }
 
     pub fn make(self, directory: &Path) {
         let disk = directory.join("disk");
-        if self.is_qcow2() {
+        if self.is_qcow2(directory) {
             create(&disk, &[]);
         } else {
-            File::create(disk).unwrap().set_len(SIZE).unwrap();
+            File::create(disk).unwrap().set_len(OFFSET + SIZE).unwrap();
         }
     }
 
-    /// Puts an empty image over the one that is there, which is in nobody's use.
-    pub fn lay_over(self, directory: &Path) {
-        let (disk, base) = (directory.join("disk"), directory.join("base"));
-        std::fs::rename(&disk, &base).unwrap();
-        create(&disk, &["-b", base.to_str().unwrap(), "-F", "qcow2"]);
+    /// Puts an empty image over the one that is there and in nobody's use, which has this name then.
+    pub fn lay_over(self, directory: &Path, name: &str) {
+        let format = if self.is_qcow2(directory) { "qcow2" } else { "raw" };
+        let (disk, below) = (directory.join("disk"), directory.join(name));
+        std::fs::rename(&disk, &below).unwrap();
+        create(&disk, &["-b", below.to_str().unwrap(), "-F", format]);
     }
 
-    /// Of a filter that was killed leaked clusters are left at worst, and now none.
+    /// Of a filter that was cut off leaked clusters are left at worst, and now none.
     pub fn repair(self, directory: &Path) {
         let disk = directory.join("disk");
-        if self.is_qcow2() {
+        if self.is_qcow2(directory) {
             let (code, said) = qemu_img_check(&disk, &[]);
             assert!(matches!(code, Some(0 | 3)), "{said}");
             qemu_img_check(&disk, &["-r", "leaks"]);
@@ -80,7 +97,7 @@ impl Rests {
 
     /// Nor does a filter leave any that ended in order.
     pub fn is_sound(self, directory: &Path) {
-        if self.is_qcow2() {
+        if self.is_qcow2(directory) {
             let (code, said) = qemu_img_check(&directory.join("disk"), &[]);
             assert_eq!(code, Some(0), "{said}");
         }
@@ -89,22 +106,30 @@ impl Rests {
 
 fn create(disk: &Path, below: &[&str]) {
     let create = ["create", "-q", "-f", "qcow2", "-o", "cluster_size=4k"];
-    let mut command = Command::new("qemu-img");
-    command.args(create).args(below).arg(disk).arg(SIZE.to_string());
-    assert!(command.status().unwrap().success());
+    let size = (OFFSET + SIZE).to_string();
+    let made = qemu_img(&[&create, below, &[disk.to_str().unwrap(), &size]].concat());
+    assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
 }
 
 /// Its exit code, and all that it has to say but which clusters are leaked.
 fn qemu_img_check(disk: &Path, options: &[&str]) -> (Option<i32>, String) {
-    let check = [&["check", "-f", "qcow2"], options].concat();
+    let check = ["check", "-f", "qcow2", disk.to_str().unwrap()];
+    let checked = qemu_img(&[&check, options].concat());
+    let said = [checked.stdout, checked.stderr].concat();
+    let said = String::from_utf8_lossy(&said);
+    let lines = said.lines().filter(|line| !line.starts_with("Leaked cluster "));
+    (checked.status.code(), lines.collect::<Vec<_>>().join("\n"))
+}
+
+/// Runs it, when nobody has its images' locks.
+fn qemu_img(arguments: &[&str]) -> Output {
     let until = Instant::now() + PATIENCE;
     loop {
-        let checked = Command::new("qemu-img").args(&check).arg(disk).output().unwrap();
-        let said = [checked.stdout, checked.stderr].concat();
-        let said = String::from_utf8_lossy(&said);
-        if !said.contains("Failed to lock") || Instant::now() > until {
-            let lines = said.lines().filter(|line| !line.starts_with("Leaked cluster "));
-            return (checked.status.code(), lines.collect::<Vec<_>>().join("\n"));
+        let ran = Command::new("qemu-img").args(arguments).output().unwrap();
+        let locked = String::from_utf8_lossy(&ran.stderr).contains("Failed to lock");
+        if !locked || Instant::now() > until {
+            return ran;
         }
+        std::thread::sleep(Duration::from_millis(1));
     }
 }
