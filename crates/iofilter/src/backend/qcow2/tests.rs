@@ -280,6 +280,7 @@ fn live(place: &Place, of: u32, power_cuts: usize, rng: &mut Rng, context: &str)
         } else {
             drop(image);
         }
+        // A kill comes last: the next life goes on from there.
         for power_cut in (0..=power_cuts).map(|time| time < power_cuts) {
             let cut = if power_cut {
                 place_of_cut(&before, &steps, rng)

@@ -50,14 +50,9 @@ pub fn name(chain: &[Value]) -> String {
     chain.iter().map(name).collect::<Vec<_>>().join(", ")
 }
 
-/// Whether what was never written is noise.
-pub fn has_no_holes(chain: &[Value]) -> bool {
-    chain.iter().any(|link| link["holes"] == "ciphertext")
-}
-
-/// Whether a sector of zeroes below the encryption is one above it.
-pub fn has_holes(chain: &[Value]) -> bool {
-    chain.iter().any(|link| link["holes"] == "zero")
+/// What a sector of zeroes below the encryption is above it, if there is one: "zero", or "ciphertext" and so noise.
+pub fn holes(chain: &[Value]) -> Option<&str> {
+    chain.iter().find_map(|link| link["holes"].as_str())
 }
 
 /// Whether a rule of the chain has one of these operations fail.

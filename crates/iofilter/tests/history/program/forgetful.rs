@@ -148,13 +148,13 @@ impl Forgetful {
 
     /// The power fails, once whoever had the files open is dead.
     pub fn cut(&self) {
-        assert!(self.is_left(), "somebody has a file open");
+        assert!(self.is_closed(), "somebody has a file open");
         let Inside { images, granule, random, .. } = &mut *self.inside();
         images.iter_mut().for_each(|image| image.cut(*granule, random));
     }
 
-    /// Waits until no file is open: the kernel closes those of the dead when it gets to it.
-    fn is_left(&self) -> bool {
+    /// Whether no file is open, or none is soon: the kernel closes those of the dead when it gets to it.
+    fn is_closed(&self) -> bool {
         let until = Instant::now() + PATIENCE;
         while self.inside().images.iter().any(|image| image.handles > 0) {
             if Instant::now() > until {
@@ -174,7 +174,7 @@ impl Drop for Forgetful {
     fn drop(&mut self) {
         // Of a test that has failed a filter may be there still.
         if !std::thread::panicking() {
-            self.is_left();
+            self.is_closed();
         }
         let _ = umount2(&self.place, MntFlags::MNT_DETACH);
     }
@@ -341,14 +341,12 @@ impl Filesystem for Files {
 
     fn fsync(&self, _: &Request, ino: INodeNo, _: FileHandle, _data: bool, reply: ReplyEmpty) {
         let syncs = self.0.lock().unwrap().syncs;
-        answer(
-            self.with(ino, |image| {
-                if syncs {
-                    image.sync()
-                }
-            }),
-            reply,
-        );
+        let sync = |image: &mut Image| {
+            if syncs {
+                image.sync()
+            }
+        };
+        answer(self.with(ino, sync), reply);
     }
 
     fn fallocate(

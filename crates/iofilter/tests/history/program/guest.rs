@@ -58,9 +58,9 @@ impl Asked {
 
 pub struct Guest {
     pub driver: Initiator,
-    pub random: fastrand::Rng,
     pub history: History,
     pub failed: Failed,
+    random: fastrand::Rng,
     under_way: HashMap<u16, Asked>,
     /// The last write's, in this history and those before it.
     sequence: u64,
@@ -80,8 +80,8 @@ impl Guest {
         Self { driver, random, history, failed, under_way, sequence: 0 }
     }
 
-    /// Has it begin again with this driver and none of what it had under way. The history that it had, and what
-    /// its disk holds, which begins a new one.
+    /// Has it begin again with this driver and nothing under way. Returns the history that it had, and what its
+    /// disk holds, with which a new one begins.
     pub fn reboot(&mut self, driver: Initiator) -> (History, Vec<Found>) {
         self.driver = driver;
         self.under_way.clear();

@@ -26,6 +26,7 @@ fn check(rests: Rests, chain: &[Value], mut random: fastrand::Rng) -> usize {
         guest.go_on();
         pause(&mut random);
         filter.kill();
+        rests.is_usable(place.path());
         while guest.answer(Duration::ZERO) {}
         resumed += guest.under_way();
         let socket;

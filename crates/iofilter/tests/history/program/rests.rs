@@ -84,13 +84,19 @@ impl Rests {
         create(&disk, &["-b", below.to_str().unwrap(), "-F", format]);
     }
 
-    /// Of a filter that was cut off leaked clusters are left at worst, and now none.
-    pub fn repair(self, directory: &Path) {
-        let disk = directory.join("disk");
+    /// Of a filter that was cut off leaked clusters are left at worst.
+    pub fn is_usable(self, directory: &Path) {
         if self.is_qcow2(directory) {
-            let (code, said) = qemu_img_check(&disk, &[]);
+            let (code, said) = qemu_img_check(&directory.join("disk"), &[]);
             assert!(matches!(code, Some(0 | 3)), "{said}");
-            qemu_img_check(&disk, &["-r", "leaks"]);
+        }
+    }
+
+    /// Now none are.
+    pub fn repair(self, directory: &Path) {
+        self.is_usable(directory);
+        if self.is_qcow2(directory) {
+            qemu_img_check(&directory.join("disk"), &["-r", "leaks"]);
             self.is_sound(directory);
         }
     }
