@@ -64,6 +64,37 @@ pub enum KeyFault {
 }
 
 impl KeyFault {
+    /// Whether it is a fault of the provider, which gives no key at all until it is mended, and not of one key.
+    #[must_use]
+    pub fn is_of_provider(self) -> bool {
+        match self {
+            Self::ProviderSealed
+            | Self::NotTrusted
+            | Self::NoClientCertificate
+            | Self::KmsUnreachable
+            | Self::KmsTimeout
+            | Self::KmsGarbage
+            | Self::KmsVersion
+            | Self::KmsUntrusted
+            | Self::KmsCertificateExpired
+            | Self::KmsCertificateNotYetValid
+            | Self::ClientCertificateRefused
+            | Self::ClientCertificateExpired
+            | Self::ClientCertificateNotYetValid => true,
+            Self::KmsDenies
+            | Self::KmsRefuses
+            | Self::KeyMissing
+            | Self::KeyNotActive
+            | Self::KeyDeactivated
+            | Self::KeyCompromised
+            | Self::KeyDestroyed
+            | Self::KeyMismatch
+            | Self::KeyUnusable => false,
+        }
+    }
+}
+
+impl KeyFault {
     /// Its name, as JSON has it.
     #[must_use]
     pub fn name(self) -> String {

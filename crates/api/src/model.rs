@@ -297,9 +297,76 @@ pub struct Task {
     /// The id of the request that asked for it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub request_id: Option<String>,
+    /// What it waits for, while it does.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub waiting: Option<Waiting>,
+    /// The task that it is a part of.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub parent: Option<TaskId>,
+    /// It does not begin before this time.
+    #[cfg_attr(feature = "openapi", schema(value_type = Option<String>, format = DateTime))]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub not_before: Option<Timestamp>,
     /// Why it failed or is unknown.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub problem: Option<Problem>,
+}
+
+/// What a task waits for; it goes on by itself, or is cancelled.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct Waiting {
+    /// What kind of thing.
+    pub on: WaitingOn,
+    /// Which, by name: a host, a provider; a time for `time`.
+    pub name: String,
+    /// What was answered last, where something was.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub detail: String,
+}
+
+impl std::fmt::Display for Waiting {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let name = &self.name;
+        match self.on {
+            WaitingOn::Host => write!(f, "waiting for host '{name}'"),
+            WaitingOn::Provider => write!(f, "waiting for key provider '{name}'"),
+            WaitingOn::Passphrase => write!(
+                f,
+                "waiting for the passphrase of key provider '{name}' (vmseal provider unlock {name})"
+            ),
+            WaitingOn::Time => write!(f, "waiting until {name}"),
+        }
+    }
+}
+
+impl Task {
+    /// The step that it is at and how, for people.
+    #[must_use]
+    pub fn at(&self) -> String {
+        let step = &self.step;
+        match (&self.waiting, self.state) {
+            (Some(waiting), TaskState::Waiting) => format!("{step}: {waiting}"),
+            (_, TaskState::Queued) => format!("{step}: queued"),
+            (_, TaskState::RollingBack) => format!("rolling back: {step}"),
+            _ => step.clone(),
+        }
+    }
+}
+
+/// What kind of thing a task waits for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(rename_all = "snake_case")]
+pub enum WaitingOn {
+    /// A host that does not answer.
+    Host,
+    /// A key provider that gives no keys: it does not answer, or a certificate has to be mended.
+    Provider,
+    /// A key provider that has to be unlocked (`vmseal provider unlock`).
+    Passphrase,
+    /// The time before which it does not begin.
+    Time,
 }
 
 /// How a task stands.
@@ -307,16 +374,33 @@ pub struct Task {
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum TaskState {
+    /// It waits for its turn: as many tasks as may work on its host or with its key provider do.
+    Queued,
     /// It goes on, also after a restart of the server.
     Running,
+    /// It waits for what `waiting` says.
+    Waiting,
     /// A step failed or it was cancelled; what had been done is being undone.
-    Undoing,
+    RollingBack,
     /// All of it is done.
     Done,
-    /// None of it is left.
+    /// It was cancelled, and none of it is left.
+    Cancelled,
+    /// A step failed, and none of it is left.
     Failed,
-    /// Undoing failed: what is left is in `problem`, and an operator is needed.
+    /// It could neither be finished nor undone: what is left is in `problem`, and an operator is needed.
     Unknown,
+}
+
+impl TaskState {
+    /// The states of tasks that have not ended.
+    pub const OPEN: [Self; 4] = [Self::Queued, Self::Running, Self::Waiting, Self::RollingBack];
+
+    /// Whether the task has not ended.
+    #[must_use]
+    pub fn is_open(self) -> bool {
+        matches!(self, Self::Queued | Self::Running | Self::Waiting | Self::RollingBack)
+    }
 }
 
 /// What a request would do that is only tried (`dry_run=true`).

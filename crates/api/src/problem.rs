@@ -125,6 +125,10 @@ pub struct Problem {
     /// finding, which is in no document.
     #[serde(skip)]
     pub in_doubt: bool,
+    /// The server's own inventory failed in a way that may pass (its disk is full): nothing is wrong with
+    /// what was asked. The server's own finding, which is in no document.
+    #[serde(skip)]
+    pub inventory: bool,
 }
 
 impl Problem {
@@ -145,6 +149,7 @@ impl Problem {
             reason: None,
             request_id: None,
             in_doubt: false,
+            inventory: false,
         }
     }
 

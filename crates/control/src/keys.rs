@@ -37,6 +37,7 @@ pub async fn fetch(
 ) -> Result<SecretBytes, Problem> {
     let locked = |problem: Problem| Problem {
         reason: problem.reason,
+        inventory: problem.inventory,
         ..Problem::new(ErrorCode::Locked, problem.detail)
     };
     let provider = providers.get(key.provider).map_err(locked)?;

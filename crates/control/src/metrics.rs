@@ -42,7 +42,7 @@ struct Route {
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct Task {
-    kind: &'static str,
+    kind: String,
     outcome: &'static str,
 }
 
@@ -170,8 +170,8 @@ impl Metrics {
     }
 
     /// Counts a task that has ended.
-    pub fn task(&self, kind: &'static str, outcome: &'static str, took: Duration) {
-        let labels = Task { kind, outcome };
+    pub fn task(&self, kind: &str, outcome: &'static str, took: Duration) {
+        let labels = Task { kind: kind.to_owned(), outcome };
         self.task_seconds.get_or_create(&labels).observe(took.as_secs_f64());
         self.tasks.get_or_create(&labels).inc();
     }

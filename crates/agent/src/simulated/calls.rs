@@ -20,7 +20,7 @@ use vmseal_api::request_id;
 use vmseal_luks::Facts;
 
 use super::console::Guest;
-use super::{CAPACITY, Call, Fault, Inside, SimulatedDisk, SimulatedHost, Work, gone};
+use super::{CAPACITY, Call, Fault, Inside, SimulatedDisk, SimulatedHost, Work, gone, lost};
 use crate::image::Image;
 use crate::log_level;
 use crate::rules::{self, PowerOn};
@@ -42,27 +42,28 @@ impl SimulatedHost {
         match inside.faults.count(call) {
             None => work(&mut inside),
             Some(Fault::Refuse(code)) => Err(Problem::new(code, "an injected refusal")),
-            Some(Fault::LoseRequest) => Err(gone()),
+            Some(Fault::LoseRequest) => Err(lost()),
             Some(Fault::LoseAnswer) => {
                 // Whatever it would have answered is lost.
                 let _ = work(&mut inside);
-                Err(Problem::new(ErrorCode::TimedOut, "an injected time-out"))
+                let problem = Problem::new(ErrorCode::TimedOut, "an injected time-out");
+                Err(Problem { in_doubt: true, ..problem })
             }
             Some(Fault::Crash) => {
                 inside.restart();
-                Err(gone())
+                Err(lost())
             }
             Some(Fault::CrashHalfway) => {
                 inside.halfway = true;
                 let _ = work(&mut inside);
                 inside.halfway = false;
                 inside.restart();
-                Err(gone())
+                Err(lost())
             }
             Some(Fault::CrashAfter) => {
                 let _ = work(&mut inside);
                 inside.restart();
-                Err(gone())
+                Err(lost())
             }
         }
     }

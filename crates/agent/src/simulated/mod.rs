@@ -377,6 +377,11 @@ fn gone() -> Problem {
     Problem::new(ErrorCode::Unreachable, "the simulated host cannot be reached")
 }
 
+/// It was reached, and its answer did not come: whoever asked cannot know whether it was done.
+fn lost() -> Problem {
+    Problem { in_doubt: true, ..gone() }
+}
+
 impl Inside {
     fn restart(&mut self) {
         let before = std::mem::replace(&mut self.life, Life::new());

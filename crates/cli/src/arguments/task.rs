@@ -19,7 +19,7 @@ pub enum Task {
     #[command(visible_alias = "ls")]
     List {
         /// Only tasks in this state
-        #[arg(long, value_name = "STATE", value_parser = ["running", "undoing", "done", "failed", "unknown"])]
+        #[arg(long, value_name = "STATE", value_parser = ["queued", "running", "waiting", "rolling-back", "done", "cancelled", "failed", "unknown"])]
         state: Option<String>,
         #[command(flatten)]
         list: List<model::Task>,
@@ -44,6 +44,17 @@ pub enum Task {
     },
     /// Stop a task that runs, and undo what it has done
     Cancel {
+        /// The task's id
+        #[arg(value_name = "TASK")]
+        name: String,
+        #[command(flatten)]
+        dry_run: DryRun,
+    },
+    /// Say that you have seen to what a task left: its alarm is cleared
+    ///
+    /// For a task that ended as unknown. A task that another version of vmseal began, and this one cannot carry out,
+    /// ends as unknown, and its VM is free for other tasks.
+    Resolve {
         /// The task's id
         #[arg(value_name = "TASK")]
         name: String,

@@ -43,11 +43,9 @@ impl Progress {
     /// Shows how the tasks stand now.
     pub fn show(&mut self, tasks: &[Task]) {
         for task in tasks {
-            let open = matches!(task.state, TaskState::Running | TaskState::Undoing);
+            let (open, step) = (task.state.is_open(), task.at());
             let (bar, known) = match self.shown.get(&task.id) {
-                Some((bar, state, step)) => {
-                    (bar.clone(), (*state, step) == (task.state, &task.step))
-                }
+                Some((bar, state, known)) => (bar.clone(), (*state, known) == (task.state, &step)),
                 None => (self.bar(task), false),
             };
             if open {
@@ -55,7 +53,7 @@ impl Progress {
             } else {
                 bar.finish_and_clear();
             }
-            self.shown.insert(task.id, (bar, task.state, task.step.clone()));
+            self.shown.insert(task.id, (bar, task.state, step));
             // Failures are told by the program's end.
             if !known && (task.state == TaskState::Done || (self.tells && self.bars.is_none())) {
                 self.tell(task);
@@ -65,8 +63,7 @@ impl Progress {
 
     fn tell(&self, task: &Task) {
         let state = match task.state {
-            TaskState::Running => task.step.clone(),
-            TaskState::Undoing => format!("undoing: {}", task.step),
+            open if open.is_open() => task.at(),
             ended => print::word(&ended),
         };
         self.say(&format!("{} {}: {state}", task.kind, task.target));
@@ -102,10 +99,7 @@ fn advance(bar: &ProgressBar, task: &Task) {
     if let Ok(style) = ProgressStyle::with_template(template) {
         bar.set_style(style);
     }
-    let step = match task.state {
-        TaskState::Undoing => format!("undoing: {}", task.step),
-        _ => task.step.clone(),
-    };
+    let step = task.at();
     let message = match task.progress {
         Some(transfer::Progress { done, total }) => {
             let (done, total) = (ByteSize(done).display().iec(), ByteSize(total).display().iec());
@@ -134,6 +128,9 @@ mod tests {
             created: jiff::Timestamp::UNIX_EPOCH,
             ended: None,
             request_id: None,
+            waiting: None,
+            parent: None,
+            not_before: None,
             problem: None,
         }
     }
@@ -158,10 +155,10 @@ mod tests {
         assert_eq!((bar.position(), bar.length()), (40, Some(100)));
         assert_eq!(bar.message(), "copy: 2.0 GiB of 5.0 GiB");
 
-        (task.state, task.progress) = (TaskState::Undoing, None);
+        (task.state, task.progress) = (TaskState::RollingBack, None);
         task.step = "copy \u{1b}[2J".to_owned();
         progress.show(std::slice::from_ref(&task));
-        assert_eq!(bar.message(), "undoing: copy \u{fffd}[2J");
+        assert_eq!(bar.message(), "rolling back: copy \u{fffd}[2J");
         assert!(!bar.is_finished());
 
         task.state = TaskState::Failed;

@@ -23,7 +23,7 @@ pub async fn run(
     match verb {
         arguments::Task::List { list: how, state } => {
             let path = match state {
-                Some(state) => format!("tasks?state={state}"),
+                Some(state) => format!("tasks?state={}", state.replace('-', "_")),
                 None => "tasks".to_owned(),
             };
             list::run(server, output, &how, &path).await
@@ -54,6 +54,15 @@ pub async fn run(
             let task: Task = server.post(&path, &serde_json::Value::Null).await?;
             print::one(output, &task, &print::task_details(&task))
         }
+        arguments::Task::Resolve { name, dry_run } => {
+            let path = format!("tasks/{name}/resolve");
+            if dry_run.dry_run {
+                let plan = server.try_post(&path, &serde_json::Value::Null).await?;
+                return plan::show(output, &plan);
+            }
+            let task: Task = server.post(&path, &serde_json::Value::Null).await?;
+            print::one(output, &task, &print::task_details(&task))
+        }
     }
 }
 
@@ -67,13 +76,16 @@ async fn named(server: &ServerClient, ids: &[String]) -> anyhow::Result<Vec<Task
     Ok(tasks)
 }
 
-/// The tasks that have not ended. One that begins to be undone meanwhile is in both lists.
+/// The tasks that have not ended. One whose state changes meanwhile is in two lists.
 async fn open(server: &ServerClient) -> Result<Vec<Task>, Problem> {
-    let mut tasks: Vec<Task> = server.all("tasks?state=running").await?;
-    for undone in server.all::<Task>("tasks?state=undoing").await? {
-        match tasks.iter_mut().find(|task| task.id == undone.id) {
-            Some(known) => *known = undone,
-            None => tasks.push(undone),
+    let mut tasks: Vec<Task> = Vec::new();
+    for state in TaskState::OPEN {
+        let state = print::word(&state).replace('-', "_");
+        for seen in server.all::<Task>(&format!("tasks?state={state}")).await? {
+            match tasks.iter_mut().find(|task| task.id == seen.id) {
+                Some(known) => *known = seen,
+                None => tasks.push(seen),
+            }
         }
     }
     tasks.sort_by_key(|task| task.id);
@@ -165,7 +177,7 @@ async fn over(timeout: Option<Duration>) {
 }
 
 fn is_open(task: &Task) -> bool {
-    matches!(task.state, TaskState::Running | TaskState::Undoing)
+    task.state.is_open()
 }
 
 /// Follows tasks to their ends, across restarts of the server.
@@ -236,7 +248,7 @@ fn failure(task: &Task) -> Option<(Exit, String)> {
     };
     let because = problem.as_ref().map(told).unwrap_or_default();
     match task.state {
-        TaskState::Failed => {
+        TaskState::Failed | TaskState::Cancelled => {
             let exit = problem.as_ref().map_or(Exit::Failed, |problem| problem.code.into());
             Some((exit, format!("{kind} {target} failed at step '{step}': {because}")))
         }
@@ -244,7 +256,11 @@ fn failure(task: &Task) -> Option<(Exit, String)> {
             Exit::OutcomeUnknown,
             format!("{kind} {target}: the outcome is not known at step '{step}': {because}"),
         )),
-        TaskState::Done | TaskState::Running | TaskState::Undoing => None,
+        TaskState::Done
+        | TaskState::Queued
+        | TaskState::Running
+        | TaskState::Waiting
+        | TaskState::RollingBack => None,
     }
 }
 
@@ -265,6 +281,9 @@ mod tests {
             progress: None,
             created: jiff::Timestamp::UNIX_EPOCH,
             ended: None,
+            waiting: None,
+            parent: None,
+            not_before: None,
             request_id: Some("r-1".into()),
             problem: code.map(|code| Problem::new(code, "why")),
         }
@@ -283,7 +302,7 @@ mod tests {
 
     #[test]
     fn what_is_left_is_told_as_it_stands() {
-        let (going, done) = (task(TaskState::Undoing, None), task(TaskState::Done, None));
+        let (going, done) = (task(TaskState::RollingBack, None), task(TaskState::Done, None));
         let (id, other) = (going.id, done.id.to_string());
         let mut followed = Followed { tasks: vec![done, going], away: None };
         let exit = |ended: Ended| {

@@ -178,6 +178,9 @@ mod tests {
             created: "2026-01-02T03:04:05.678901Z".parse().unwrap(),
             ended: None,
             request_id: None,
+            waiting: None,
+            parent: None,
+            not_before: None,
             problem: None,
         }
     }

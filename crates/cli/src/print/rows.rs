@@ -211,7 +211,7 @@ impl Row for Task {
         usual("state", |it| word(&it.state).into()),
         usual("step", |it| match it.state {
             TaskState::Done => Cell::Nothing,
-            _ => (&it.step).into(),
+            _ => it.at().into(),
         }),
         usual("created", |it| Cell::Time(it.created)),
         more("ended", |it| it.ended.map_or(Cell::Nothing, Cell::Time)),

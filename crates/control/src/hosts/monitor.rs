@@ -299,12 +299,12 @@ impl Monitor {
     async fn lock_up(&self, vm: VmId) -> Result<(), Problem> {
         let _unchanged = self.locks.lock(vm).await;
         let mut read = self.store.read().await?;
-        let open = store::tasks::open(&mut read).await?;
+        let working = store::tasks::holding(&mut read, vm).await?;
         drop(read);
         let leads_away = |operation: &Operation| {
             matches!(operation, Operation::RecryptVm { .. } | Operation::ExportDisk { .. })
         };
-        if open.iter().any(|task| task.operation.vm() == vm && leads_away(&task.operation)) {
+        if working.is_some_and(|task| leads_away(&task.operation)) {
             return Ok(());
         }
         let Some((vm, spec)) = registration::read(&self.store, vm).await? else { return Ok(()) };

@@ -1,6 +1,8 @@
 //! What comes with a request: bodies, queries and names, each with its limits, each error a problem
 //! that names the field.
 
+use std::time::Duration;
+
 use axum::body::{Body, Bytes, HttpBody};
 use axum::extract::{FromRequest, FromRequestParts, Path, Query, Request};
 use axum::http::header::CONTENT_TYPE;
@@ -16,7 +18,19 @@ use super::problem::Refusal;
 /// sending loses the connection, and often the answer with it; but nobody may send on for ever.
 const DRAIN_MAX: usize = 4 * BODY_MAX;
 
-async fn read(mut body: Body) -> Result<Bytes, Refusal> {
+/// How long a client may take to send its body: what changes something is not ended when its client is slow to
+/// read the answer, so this is.
+const BODY_TIMEOUT: Duration = Duration::from_secs(30);
+
+async fn read(body: Body) -> Result<Bytes, Refusal> {
+    tokio::time::timeout(BODY_TIMEOUT, collect(body)).await.unwrap_or_else(|_| {
+        let seconds = BODY_TIMEOUT.as_secs();
+        let detail = format!("the request body took longer than {seconds} s: nothing was done");
+        Err(Problem::new(ErrorCode::InvalidRequest, detail).into())
+    })
+}
+
+async fn collect(mut body: Body) -> Result<Bytes, Refusal> {
     let mut content = Vec::new();
     let mut length = 0;
     // A client that says its length, and waits to be told to go on, is answered before it sends anything.

@@ -18,7 +18,7 @@ use utoipa::openapi::{OpenApi, RefOr};
 use utoipa::{IntoParams, ToSchema};
 use vmseal_api::filter::BitmapStatus;
 use vmseal_api::kmip::Pem;
-use vmseal_api::model::{Plan, Provider};
+use vmseal_api::model::{Plan, Provider, Task};
 use vmseal_api::problem::Problem;
 use vmseal_api::request::Backup;
 
@@ -86,6 +86,17 @@ pub(super) enum BackupOrPlan {
 pub(super) enum BitmapOrPlan {
     /// What it is now.
     Done(BitmapStatus),
+    /// What would be done.
+    Planned(Plan),
+}
+
+/// The same of a task.
+#[derive(ToSchema)]
+#[serde(untagged)]
+#[allow(dead_code, reason = "for the document alone")]
+pub(super) enum TaskOrPlan {
+    /// What it is now.
+    Done(Task),
     /// What would be done.
     Planned(Plan),
 }

@@ -35,12 +35,14 @@ use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 use serde::Deserialize;
+use tracing::Instrument;
 use utoipa::openapi::security::{HttpAuthScheme, HttpBuilder, SecurityScheme};
 use utoipa::{IntoParams, Modify, OpenApi};
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 use vmseal_api::model::Page;
 use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::request_id;
 use vmseal_secret::sealed_box::Recipient;
 
 use self::problem::Refusal;
@@ -142,6 +144,7 @@ fn user_routes() -> OpenApiRouter<Arc<App>> {
         .routes(routes!(tasks::list))
         .routes(routes!(tasks::show))
         .routes(routes!(tasks::cancel))
+        .routes(routes!(tasks::resolve))
         .routes(routes!(events::list))
         .routes(routes!(events::alarms))
         .routes(routes!(changes::show))
@@ -184,9 +187,24 @@ async fn wrong_method(request: Request) -> Refusal {
     problem.into()
 }
 
+/// Answers in time. What changes something goes on when its client hangs up or the time is over: between the
+/// record of a task and its beginning nothing may be dropped.
 async fn limit_time(request: Request, next: Next) -> Response {
-    match tokio::time::timeout(REQUEST_TIMEOUT, next.run(request)).await {
-        Ok(response) => response,
+    let changes = !request.method().is_safe();
+    let work = async {
+        if !changes {
+            return Ok(next.run(request).await);
+        }
+        let work = next.run(request).instrument(tracing::Span::current());
+        tokio::spawn(request_id::during(request_id::current(), work)).await
+    };
+    match tokio::time::timeout(REQUEST_TIMEOUT, work).await {
+        Ok(Ok(response)) => response,
+        Ok(Err(error)) => {
+            tracing::error!(%error, "a request ended in a defect");
+            let detail = "a defect of vmseal ended the request: the server's log says where; whether it was done is not known";
+            Refusal::from(Problem::new(ErrorCode::Internal, detail)).into_response()
+        }
         Err(_) => {
             let detail = format!(
                 "the request took longer than {} s; whether it was done is not known",

@@ -13,7 +13,7 @@ use vmseal_api::problem::Problem;
 
 use super::auth::User;
 use super::body::{Asked, Named, Nothing, OptionalJson};
-use super::dry_run::{Intent, Outcome};
+use super::dry_run::{Intent, Outcome, TaskOrPlan};
 use super::problem::Refusal;
 use super::{App, PageQuery, page};
 use crate::store::tasks;
@@ -88,10 +88,31 @@ pub(super) async fn cancel(
         let step = format!(
             "stop {} at step '{}', and undo what it has done",
             task.operation.kind(),
-            task.step
+            task.step_title()
         );
         return Ok(Outcome::planned("task.cancel", &task.target, step));
     }
     let task = app.engine.cancel(&id, &actor).await?;
     Ok(Outcome::Done(Accepted(app.engine.shown(&task))))
+}
+
+/// Notes that an operator has seen to what a task left, and clears its alarm. A task that this version cannot carry
+/// out ends as unknown, and its VM is free for others.
+#[utoipa::path(post, path = "/api/v1/tasks/{task}/resolve", tag = "tasks",
+    params(("task" = String, Path, description = "Its id"), Intent),
+    responses((status = 200, body = TaskOrPlan), Refusal))]
+pub(super) async fn resolve(
+    State(app): State<Arc<App>>,
+    Named(id): Named,
+    User(actor): User,
+    Asked(intent): Asked<Intent>,
+    OptionalJson(Nothing {}): OptionalJson<Nothing>,
+) -> Result<Outcome<Json<Task>>, Refusal> {
+    if intent.dry_run {
+        let task = app.engine.check_resolve(&id).await?;
+        let step = format!("clear the alarm of {} as task {}", task.operation.kind(), task.id);
+        return Ok(Outcome::planned("task.resolve", &task.target, step));
+    }
+    let task = app.engine.resolve(&id, &actor).await?;
+    Ok(Outcome::Done(Json(app.engine.shown(&task))))
 }

@@ -2,6 +2,7 @@
 
 mod bitmaps;
 mod dry_run;
+mod hanging_up;
 mod log_level;
 mod recrypt;
 mod replicas;

@@ -209,11 +209,11 @@ pub(super) async fn begin(
 /// What a task would do.
 pub(super) fn plan(task: &Task, vm: &vms::Vm) -> Plan {
     let keyless = vm.provider.is_none();
-    let steps = task.operation.steps().iter().filter(|step| !(keyless && step.is_of_key()));
+    let steps = task.operation.steps().iter().filter(|step| !(keyless && step.needs_key()));
     Plan {
         kind: task.operation.kind().to_owned(),
         target: vm.name.clone(),
-        steps: steps.map(|step| step.name().to_owned()).collect(),
+        steps: steps.map(|step| step.title().to_owned()).collect(),
     }
 }
 
@@ -468,7 +468,8 @@ pub(super) fn word(power: Power) -> &'static str {
     }
 }
 
-/// Stops a VM; one that is off stays off.
+/// Stops a VM; one that is off stays off. With `force`, a task that waits for the guest to shut down cuts its power
+/// instead, and is the task that is answered.
 #[utoipa::path(post, path = "/api/v1/vms/{vm}/stop", tag = "vms",
     params(("vm" = String, Path, description = "Its name or id"), Intent),
     request_body = Option<StopVm>, responses((status = 202, body = model::Task), (status = 200, body = Plan), Refusal))]
@@ -488,6 +489,16 @@ pub(super) async fn stop(
     let (vm, _) = find(&app, &name).await?;
     require_ready(&vm)?;
     power(&app, &vm).await?;
+    if request.force && intent.dry_run {
+        if let Some(task) = app.engine.check_force_stop(vm.id).await? {
+            let step = format!("cut the power now, as task {}", task.id);
+            return Ok(Outcome::planned("vm.stop", &vm.name, step));
+        }
+    } else if request.force
+        && let Some(task) = app.engine.force_stop(vm.id, &actor).await?
+    {
+        return Ok(Outcome::Done(Accepted(app.engine.shown(&task))));
+    }
     let write = app.store.write().await?;
     let operation = Operation::StopVm { vm: vm.id, force: request.force, timeout_seconds };
     begin(&app, write, operation, &vm, Caller { actor: &actor, intent }).await

@@ -64,11 +64,30 @@ pub enum StoreError {
     Taken(String),
 }
 
+impl StoreError {
+    /// Whether it may go better later: the disk is full, fails, or is busy.
+    #[must_use]
+    pub fn may_pass(&self) -> bool {
+        match self {
+            Self::Database(sqlx::Error::PoolTimedOut | sqlx::Error::Io(_)) => true,
+            Self::Database(sqlx::Error::Database(error)) => {
+                let code = error.code().and_then(|code| code.parse::<u32>().ok());
+                // The lowest byte is the primary code (sqlite.org/rescode.html).
+                code.is_some_and(|code| SQLITE_MAY_PASS.contains(&(code & 0xff)))
+            }
+            _ => false,
+        }
+    }
+}
+
+/// SQLite's BUSY, LOCKED, NOMEM, IOERR, FULL, CANTOPEN.
+const SQLITE_MAY_PASS: [u32; 6] = [5, 6, 7, 10, 13, 14];
+
 impl From<StoreError> for Problem {
     fn from(error: StoreError) -> Self {
         match error {
             StoreError::Taken(_) => Problem::new(ErrorCode::AlreadyExists, error.to_string()),
-            error => crate::internal(&error),
+            error => Problem { inventory: error.may_pass(), ..crate::internal(&error) },
         }
     }
 }
@@ -294,5 +313,27 @@ mod tests {
         drop(write);
         let mut read = store.read().await.unwrap();
         assert!(sqlx::query("DELETE FROM events").execute(&mut *read).await.is_err());
+    }
+
+    /// A database that may not grow answers what one on a full disk does (SQLITE_FULL).
+    #[tokio::test]
+    async fn a_full_disk_may_pass_and_a_name_that_is_taken_does_not() {
+        let directory = tempfile::tempdir().unwrap();
+        let store = Store::open(&directory.path().join("db")).await.unwrap();
+        let mut write = store.write().await.unwrap();
+        sqlx::query("PRAGMA max_page_count = 1").execute(&mut *write).await.unwrap();
+        let detail = "x".repeat(1 << 20);
+        let event = events::NewEvent { kind: "k", actor: "a", target: "t", detail: &detail };
+        let error = write.event(event).await.unwrap_err();
+        assert!(error.may_pass(), "{error}");
+        let problem = Problem::from(error);
+        assert!(problem.inventory && problem.code == ErrorCode::Internal, "{problem}");
+        assert!(!serde_json::to_string(&problem).unwrap().contains("inventory\""));
+        drop(write);
+        let mut write = store.write().await.unwrap();
+        let error =
+            sqlx::query("INSERT INTO alarms (source) VALUES ('x')").execute(&mut *write).await;
+        assert!(!StoreError::from(error.unwrap_err()).may_pass());
+        assert!(!StoreError::Taken("a name".to_owned()).may_pass());
     }
 }

@@ -1,9 +1,11 @@
 //! Tasks.
 
+use std::collections::BTreeMap;
+
 use jiff::Timestamp;
 use sqlx::{FromRow, SqliteConnection};
-use vmseal_api::id::TaskId;
-use vmseal_api::model::TaskState;
+use vmseal_api::id::{TaskId, VmId};
+use vmseal_api::model::{TaskState, Waiting};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request_id::RequestId;
 
@@ -26,10 +28,18 @@ pub struct Task {
     pub actor: String,
     /// How it stands.
     pub state: TaskState,
-    /// The place of the step that is being done or undone.
-    pub position: usize,
-    /// That step, for people.
+    /// The name of the step that is being done or undone.
     pub step: String,
+    /// The name of the step that failed, once something is undone for that.
+    pub failed_step: Option<String>,
+    /// What its steps gave, by their names.
+    pub outputs: BTreeMap<String, serde_json::Value>,
+    /// What it waits for.
+    pub waiting: Option<Waiting>,
+    /// The task that it is a part of.
+    pub parent: Option<TaskId>,
+    /// It does not begin before this time.
+    pub not_before: Option<Timestamp>,
     /// Whether somebody wants it to stop.
     pub cancelled: bool,
     /// When it was asked for.
@@ -42,15 +52,50 @@ pub struct Task {
     pub problem: Option<Problem>,
 }
 
+impl Task {
+    /// The step that it is at, or failed at, for people.
+    #[must_use]
+    pub fn step_title(&self) -> &str {
+        let name = match (&self.failed_step, self.ended) {
+            (Some(failed), Some(_)) => failed,
+            _ => &self.step,
+        };
+        let known = self.operation.steps().iter().find(|step| step.name() == name);
+        known.map_or(name, |step| step.title())
+    }
+
+    /// Whether it is past its commit step.
+    #[must_use]
+    pub fn is_committed(&self) -> bool {
+        let before = self.operation.steps().iter().take_while(|step| step.name() != self.step);
+        self.state != TaskState::RollingBack && before.into_iter().any(|step| step.commits())
+    }
+
+    /// Why this version does not carry it out.
+    #[must_use]
+    pub fn why_unreadable(&self) -> String {
+        match &self.operation {
+            Operation::Unreadable { why, .. } => why.clone(),
+            _ => format!("this version knows no step '{}' of it", self.step),
+        }
+    }
+}
+
 #[derive(FromRow)]
 struct Row {
     id: String,
+    kind: String,
     target: String,
+    vm_id: String,
     actor: String,
     operation: String,
     state: String,
-    position: i64,
     step: String,
+    failed_step: Option<String>,
+    outputs: String,
+    waiting: Option<String>,
+    parent: Option<String>,
+    not_before: Option<String>,
     cancelled: bool,
     created: String,
     ended: Option<String>,
@@ -58,60 +103,121 @@ struct Row {
     problem: Option<String>,
 }
 
-impl TryFrom<Row> for Task {
-    type Error = StoreError;
-    fn try_from(row: Row) -> Result<Self, StoreError> {
-        Ok(Self {
-            id: parse(&row.id, "a task's id")?,
-            operation: from_json(&row.operation, "an operation")?,
+/// The columns of a [`Row`].
+macro_rules! columns {
+    () => {
+        "id, kind, target, vm_id, actor, operation, state, step, failed_step, outputs, waiting, parent,
+         not_before, cancelled, created, ended, request_id, problem"
+    };
+}
+
+/// Reads a row. What another version wrote, and this one cannot read, is a task that nobody carries out; it never
+/// keeps others from being read.
+impl From<Row> for Task {
+    fn from(row: Row) -> Self {
+        let mut unreadable = None;
+        let ended = row.ended.as_ref().map(|text| parse(text, "a time"));
+        let open = if ended.is_some() { TaskState::Unknown } else { TaskState::Running };
+        let mut task = Self {
+            id: read(&mut unreadable, parse(&row.id, "a task's id"), TaskId(uuid::Uuid::nil())),
+            operation: Operation::Unreadable {
+                kind: row.kind.clone(),
+                vm: parse(&row.vm_id, "a VM's id").ok(),
+                why: String::new(),
+            },
             target: row.target,
             actor: row.actor,
-            state: from_name(&row.state, "a task's state")?,
-            position: usize::try_from(row.position).unwrap_or(usize::MAX),
+            state: read(&mut unreadable, from_name(&row.state, "a task's state"), open),
             step: row.step,
+            failed_step: row.failed_step,
+            outputs: read(
+                &mut unreadable,
+                from_json(&row.outputs, "the outputs of steps"),
+                BTreeMap::new(),
+            ),
+            waiting: row.waiting.and_then(|json| from_json(&json, "what is waited for").ok()),
+            parent: row.parent.and_then(|id| parse(&id, "a task's id").ok()),
+            not_before: row.not_before.and_then(|at| parse(&at, "a time").ok()),
             cancelled: row.cancelled,
-            created: parse(&row.created, "a time")?,
-            ended: row.ended.map(|text| parse(&text, "a time")).transpose()?,
-            request_id: row.request_id.map(|id| parse(&id, "a request's id")).transpose()?,
-            problem: row.problem.map(|json| from_json(&json, "a problem")).transpose()?,
-        })
+            created: read(&mut unreadable, parse(&row.created, "a time"), Timestamp::UNIX_EPOCH),
+            ended: ended.map(|ended| read(&mut unreadable, ended, Timestamp::UNIX_EPOCH)),
+            request_id: row.request_id.and_then(|id| parse(&id, "a request's id").ok()),
+            // A newer version may have names for errors that this one does not know.
+            problem: row.problem.map(|json| {
+                from_json(&json, "a problem").unwrap_or_else(|_| {
+                    let detail = format!("another version of vmseal noted: {json}");
+                    Problem::new(ErrorCode::Internal, detail)
+                })
+            }),
+        };
+        let operation = from_json(&row.operation, "an operation");
+        let operation = read(&mut unreadable, operation.map(Some), None);
+        match (unreadable, operation) {
+            (None, Some(operation)) => task.operation = operation,
+            (why, _) => {
+                let (kind, vm) = (row.kind, task.operation.vm());
+                let why = why.map_or_else(String::new, |error: StoreError| error.to_string());
+                task.operation = Operation::Unreadable { kind, vm, why };
+            }
+        }
+        task
     }
 }
 
-/// Adds a task, and forgets the oldest of those that ended.
+/// What was read, or something in its place and why.
+fn read<T>(first: &mut Option<StoreError>, value: Result<T, StoreError>, otherwise: T) -> T {
+    value.unwrap_or_else(|error| {
+        first.get_or_insert(error);
+        otherwise
+    })
+}
+
+/// Adds a task with what it claims, and forgets the oldest of those that ended.
 ///
 /// # Errors
-/// `wrong-state` while the VM has another one.
+/// `wrong-state` while another one has what it claims.
 pub async fn insert(to: &mut SqliteConnection, task: &Task) -> Result<(), Problem> {
-    let inserted = sqlx::query(
-        "INSERT INTO tasks (id, kind, target, vm_id, actor, operation, state, position, step, created,
-                            request_id)
-         VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-    )
-    .bind(task.id.to_string())
-    .bind(task.operation.kind())
-    .bind(&task.target)
-    .bind(task.operation.vm().to_string())
-    .bind(&task.actor)
-    .bind(to_json(&task.operation))
-    .bind(to_name(&task.state))
-    .bind(i64::try_from(task.position).unwrap_or(i64::MAX))
-    .bind(&task.step)
-    .bind(task.created.to_string())
-    .bind(task.request_id.as_ref().map(RequestId::as_str))
-    .execute(&mut *to)
-    .await;
-    match inserted {
-        Ok(_) => {}
-        Err(error) if error.as_database_error().is_some_and(|e| e.is_unique_violation()) => {
+    for claim in task.operation.claims() {
+        let (kind, object) = claim.stored();
+        let claimed =
+            sqlx::query("INSERT INTO task_claims (kind, object, task_id) VALUES (?, ?, ?)")
+                .bind(kind)
+                .bind(object)
+                .bind(task.id.to_string())
+                .execute(&mut *to)
+                .await;
+        if let Err(error) = claimed {
+            if !error.as_database_error().is_some_and(|error| error.is_unique_violation()) {
+                return Err(StoreError::from(error).into());
+            }
             let detail = format!(
                 "another task works on VM '{}': wait for it (vmseal task list) or cancel it",
                 task.target
             );
             return Err(Problem::new(ErrorCode::WrongState, detail));
         }
-        Err(error) => return Err(StoreError::from(error).into()),
     }
+    let vm = task.operation.vm().map(|vm| vm.to_string());
+    sqlx::query(
+        "INSERT INTO tasks (id, kind, target, vm_id, actor, operation, state, step, created,
+                            request_id, parent, not_before)
+         VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+    )
+    .bind(task.id.to_string())
+    .bind(task.operation.kind())
+    .bind(&task.target)
+    .bind(vm.unwrap_or_default())
+    .bind(&task.actor)
+    .bind(to_json(&task.operation))
+    .bind(to_name(&task.state))
+    .bind(&task.step)
+    .bind(task.created.to_string())
+    .bind(task.request_id.as_ref().map(RequestId::as_str))
+    .bind(task.parent.map(|id| id.to_string()))
+    .bind(task.not_before.map(|at| at.to_string()))
+    .execute(&mut *to)
+    .await
+    .map_err(StoreError::from)?;
     prune(to).await.map_err(Problem::from)
 }
 
@@ -126,44 +232,108 @@ async fn prune(to: &mut SqliteConnection) -> Result<(), StoreError> {
     Ok(())
 }
 
-/// Notes how a task stands.
+/// Notes how a task stands; one that has ended holds nothing any more.
 pub async fn update(to: &mut SqliteConnection, task: &Task) -> Result<(), StoreError> {
-    // Not `cancelled`: that is the users' to set.
+    // Not `cancelled`, nor the operation: those are the users' to set.
     sqlx::query(
-        "UPDATE tasks SET state = ?, position = ?, step = ?, ended = ?, problem = ? WHERE id = ?",
+        "UPDATE tasks SET state = ?, step = ?, failed_step = ?, outputs = ?, waiting = ?, ended = ?, problem = ?
+         WHERE id = ?",
     )
     .bind(to_name(&task.state))
-    .bind(i64::try_from(task.position).unwrap_or(i64::MAX))
     .bind(&task.step)
+    .bind(&task.failed_step)
+    .bind(to_json(&task.outputs))
+    .bind(task.waiting.as_ref().map(to_json))
     .bind(task.ended.map(|at| at.to_string()))
     .bind(task.problem.as_ref().map(to_json))
     .bind(task.id.to_string())
-    .execute(to)
+    .execute(&mut *to)
     .await?;
+    if task.ended.is_some() {
+        sqlx::query("DELETE FROM task_claims WHERE task_id = ?")
+            .bind(task.id.to_string())
+            .execute(to)
+            .await?;
+    }
+    Ok(())
+}
+
+/// Notes what a task does now.
+pub async fn set_operation(to: &mut SqliteConnection, task: &Task) -> Result<(), StoreError> {
+    sqlx::query("UPDATE tasks SET operation = ? WHERE id = ?")
+        .bind(to_json(&task.operation))
+        .bind(task.id.to_string())
+        .execute(to)
+        .await?;
     Ok(())
 }
 
 /// Notes that a task is to stop; false when it has ended or is being undone.
 pub async fn cancel(to: &mut SqliteConnection, task: TaskId) -> Result<bool, StoreError> {
-    let cancelled =
-        sqlx::query("UPDATE tasks SET cancelled = 1 WHERE id = ? AND state = 'running'")
-            .bind(task.to_string())
-            .execute(to)
-            .await?;
+    let cancelled = sqlx::query(
+        "UPDATE tasks SET cancelled = 1
+         WHERE id = ? AND state IN ('queued', 'running', 'waiting')",
+    )
+    .bind(task.to_string())
+    .execute(to)
+    .await?;
     Ok(cancelled.rows_affected() == 1)
+}
+
+/// Notes that the parts of a task are to stop; those that can be.
+pub async fn cancel_parts(
+    to: &mut SqliteConnection,
+    parent: TaskId,
+) -> Result<Vec<Task>, StoreError> {
+    let rows: Vec<Row> =
+        sqlx::query_as(concat!("SELECT ", columns!(), " FROM tasks WHERE parent = ? ORDER BY id"))
+            .bind(parent.to_string())
+            .fetch_all(&mut *to)
+            .await?;
+    let mut cancelled = Vec::new();
+    for part in rows.into_iter().map(Task::from) {
+        let may = part.operation.can_be_cancelled() && !part.is_committed();
+        if may && cancel(to, part.id).await? {
+            cancelled.push(part);
+        }
+    }
+    Ok(cancelled)
 }
 
 /// A task by its id.
 pub async fn get(from: &mut SqliteConnection, id: &str) -> Result<Option<Task>, StoreError> {
-    let row: Option<Row> = sqlx::query_as(
-        "SELECT id, target, actor, operation, state, position, step, cancelled, created, ended,
-                request_id, problem
-         FROM tasks WHERE id = ?",
-    )
-    .bind(id)
+    let row: Option<Row> =
+        sqlx::query_as(concat!("SELECT ", columns!(), " FROM tasks WHERE id = ?"))
+            .bind(id)
+            .fetch_optional(from)
+            .await?;
+    Ok(row.map(Task::from))
+}
+
+/// The task that works on a VM.
+pub async fn holding(from: &mut SqliteConnection, vm: VmId) -> Result<Option<Task>, StoreError> {
+    let row: Option<Row> = sqlx::query_as(concat!(
+        "SELECT ",
+        columns!(),
+        " FROM tasks WHERE id = (SELECT task_id FROM task_claims WHERE kind = 'vm' AND object = ?)"
+    ))
+    .bind(vm.to_string())
     .fetch_optional(from)
     .await?;
-    row.map(Task::try_from).transpose()
+    Ok(row.map(Task::from))
+}
+
+/// The tasks of a VM that have ended unknown.
+pub async fn unknown_of_vm(from: &mut SqliteConnection, vm: VmId) -> Result<Vec<Task>, StoreError> {
+    let rows: Vec<Row> = sqlx::query_as(concat!(
+        "SELECT ",
+        columns!(),
+        " FROM tasks WHERE vm_id = ? AND state = 'unknown'"
+    ))
+    .bind(vm.to_string())
+    .fetch_all(from)
+    .await?;
+    Ok(rows.into_iter().map(Task::from).collect())
 }
 
 /// Tasks in order of their ids, which is that of their beginning; those in one state, where one is given.
@@ -172,27 +342,27 @@ pub async fn list(
     part: &Part,
     state: Option<TaskState>,
 ) -> Result<Vec<Task>, StoreError> {
-    let rows: Vec<Row> = sqlx::query_as(
-        "SELECT id, target, actor, operation, state, position, step, cancelled, created, ended,
-                request_id, problem
-         FROM tasks WHERE id > ?1 AND (?2 IS NULL OR state = ?2) ORDER BY id LIMIT ?3",
-    )
+    let rows: Vec<Row> = sqlx::query_as(concat!(
+        "SELECT ",
+        columns!(),
+        " FROM tasks WHERE id > ?1 AND (?2 IS NULL OR state = ?2) ORDER BY id LIMIT ?3"
+    ))
     .bind(&part.after)
     .bind(state.as_ref().map(to_name))
     .bind(part.limit)
     .fetch_all(from)
     .await?;
-    rows.into_iter().map(Task::try_from).collect()
+    Ok(rows.into_iter().map(Task::from).collect())
 }
 
 /// The tasks that have not ended.
 pub async fn open(from: &mut SqliteConnection) -> Result<Vec<Task>, StoreError> {
-    let rows: Vec<Row> = sqlx::query_as(
-        "SELECT id, target, actor, operation, state, position, step, cancelled, created, ended,
-                request_id, problem
-         FROM tasks WHERE state IN ('running', 'undoing') ORDER BY id",
-    )
+    let rows: Vec<Row> = sqlx::query_as(concat!(
+        "SELECT ",
+        columns!(),
+        " FROM tasks WHERE ended IS NULL ORDER BY id"
+    ))
     .fetch_all(from)
     .await?;
-    rows.into_iter().map(Task::try_from).collect()
+    Ok(rows.into_iter().map(Task::from).collect())
 }

@@ -7,12 +7,103 @@ use vmseal_api::model::Lifecycle;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::transfer::Progress;
 
+use async_trait::async_trait;
+
 use super::run::{Run, StepError, absent_is_fine, state_of};
+use super::step::{Limit, Output, Patience};
 use crate::keys::Purpose;
 use crate::store::disks::{self, Disk};
 use crate::store::events::NewEvent;
 use crate::store::vms::{self, Vm};
 use crate::store::{datastores, key_requests, keys};
+
+/// What is done, in order. The names and ids are taken with the request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Step {
+    Reserve,
+    MakeKey,
+    Register,
+    DeliverKey,
+    CreateDisks,
+    Finish,
+}
+
+pub(crate) const STEPS: &[&dyn super::step::Step] = &[
+    &Step::Reserve,
+    &Step::MakeKey,
+    &Step::Register,
+    &Step::DeliverKey,
+    &Step::CreateDisks,
+    &Step::Finish,
+];
+
+#[async_trait]
+impl super::step::Step for Step {
+    fn name(&self) -> &'static str {
+        match self {
+            Self::Reserve => "reserve",
+            Self::MakeKey => "make-key",
+            Self::Register => "register",
+            Self::DeliverKey => "deliver-key",
+            Self::CreateDisks => "create-disks",
+            Self::Finish => "finish",
+        }
+    }
+
+    fn title(&self) -> &'static str {
+        match self {
+            Self::Reserve => "reserve the names",
+            Self::MakeKey => "make the key",
+            Self::Register => "register on the host",
+            Self::DeliverKey => "deliver the key",
+            Self::CreateDisks => "create the disks",
+            Self::Finish => "finish",
+        }
+    }
+
+    fn needs_key(&self) -> bool {
+        matches!(self, Self::MakeKey | Self::DeliverKey)
+    }
+
+    fn patience(&self) -> Patience {
+        match self {
+            Self::MakeKey | Self::DeliverKey => Patience::PROVIDER,
+            Self::CreateDisks => Patience::BOTH,
+            _ => Patience::NONE,
+        }
+    }
+
+    fn limit(&self) -> Option<Limit> {
+        match self {
+            Self::MakeKey | Self::DeliverKey => Some(Limit::Provider),
+            Self::CreateDisks => Some(Limit::HostWork),
+            _ => None,
+        }
+    }
+
+    async fn forward(&self, run: &Run<'_>) -> Result<Output, StepError> {
+        match self {
+            Self::Reserve => Ok(()),
+            Self::MakeKey => make_key(run).await,
+            Self::Register => register(run).await,
+            Self::DeliverKey => deliver_key(run).await,
+            Self::CreateDisks => create_disks(run).await,
+            Self::Finish => finish(run).await,
+        }
+        .map(Output::from)
+    }
+
+    async fn back(&self, run: &Run<'_>, _: &Problem) -> Result<(), StepError> {
+        match self {
+            Self::Reserve => remove_rows(run).await,
+            Self::MakeKey => unmake_key(run).await,
+            Self::Register => super::delete_vm::forget(run).await,
+            Self::DeliverKey => Ok(()),
+            Self::CreateDisks => delete_disks(run).await,
+            Self::Finish => unfinish(run).await,
+        }
+    }
+}
 
 /// The same task asks for the same key, however often.
 pub(super) async fn make_key(run: &Run<'_>) -> Result<(), StepError> {
@@ -21,7 +112,7 @@ pub(super) async fn make_key(run: &Run<'_>) -> Result<(), StepError> {
     if vm.key.is_some() {
         return Ok(());
     }
-    let (key, kek) = run.means.providers.get(provider)?.create_key(vm.id, run.task.id.0).await?;
+    let (key, kek) = run.context.providers.get(provider)?.create_key(vm.id, run.task.id.0).await?;
     drop(kek);
     let mut write = run.store().write().await?;
     keys::insert(&mut write, vm.id, &key).await?;
@@ -40,11 +131,11 @@ pub(super) async fn unmake_key(run: &Run<'_>) -> Result<(), StepError> {
         return super::delete_vm::destroy_keys(run).await;
     }
     let Some(provider) = vm.provider else { return Ok(()) };
-    Ok(run.means.providers.get(provider)?.abandon(run.task.id.0).await?)
+    Ok(run.context.providers.get(provider)?.abandon(run.task.id.0).await?)
 }
 
 pub(super) async fn register(run: &Run<'_>) -> Result<(), StepError> {
-    crate::hosts::register(run.store(), run.hosts(), run.vm_id()).await?;
+    crate::hosts::register(run.store(), run.hosts(), run.vm_id).await?;
     Ok(())
 }
 
@@ -149,7 +240,7 @@ pub(super) async fn delete_disks(run: &Run<'_>) -> Result<(), StepError> {
 pub(super) async fn finish(run: &Run<'_>) -> Result<(), StepError> {
     register(run).await?;
     {
-        let _unchanged = run.hosts().lock(run.vm_id()).await;
+        let _unchanged = run.hosts().lock(run.vm_id).await;
         let vm = run.vm().await?;
         if vm.lifecycle != Lifecycle::Ready {
             let mut write = run.store().write().await?;
@@ -189,16 +280,16 @@ async fn measure_datastores(run: &Run<'_>) {
 
 /// Undoes [`finish`].
 pub(super) async fn unfinish(run: &Run<'_>) -> Result<(), StepError> {
-    let _unchanged = run.hosts().lock(run.vm_id()).await;
+    let _unchanged = run.hosts().lock(run.vm_id).await;
     let mut write = run.store().write().await?;
-    vms::set_lifecycle(&mut write, run.vm_id(), Lifecycle::Creating).await?;
+    vms::set_lifecycle(&mut write, run.vm_id, Lifecycle::Creating).await?;
     Ok(write.commit().await?)
 }
 
 /// Undoes the reservation.
 pub(super) async fn remove_rows(run: &Run<'_>) -> Result<(), StepError> {
-    let _unchanged = run.hosts().lock(run.vm_id()).await;
+    let _unchanged = run.hosts().lock(run.vm_id).await;
     let mut write = run.store().write().await?;
-    vms::delete(&mut write, run.vm_id()).await?;
+    vms::delete(&mut write, run.vm_id).await?;
     Ok(write.commit().await?)
 }

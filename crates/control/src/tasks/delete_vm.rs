@@ -1,14 +1,87 @@
 //! Removing a VM: disks, registration, key, rows, in this order, so that what is left of one that is
 //! partly deleted can always be deleted by deleting it again. Works without the VM's key.
 
+use async_trait::async_trait;
 use vmseal_api::model::Lifecycle;
-use vmseal_api::problem::Problem;
+use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::create_vm::register;
 use super::operation::Operation;
 use super::run::{Run, StepError, absent_is_fine};
+use super::step::{Limit, Output};
 use crate::store::events::NewEvent;
 use crate::store::{disks, keys, vms};
+
+/// What is done, in order. The VM is marked with the request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Step {
+    Mark,
+    DeleteDisks,
+    Forget,
+    DestroyKey,
+    RemoveRows,
+}
+
+pub(crate) const STEPS: &[&dyn super::step::Step] =
+    &[&Step::Mark, &Step::DeleteDisks, &Step::Forget, &Step::DestroyKey, &Step::RemoveRows];
+
+#[async_trait]
+impl super::step::Step for Step {
+    fn name(&self) -> &'static str {
+        match self {
+            Self::Mark => "mark",
+            Self::DeleteDisks => "delete-disks",
+            Self::Forget => "forget",
+            Self::DestroyKey => "destroy-key",
+            Self::RemoveRows => "remove-rows",
+        }
+    }
+
+    fn title(&self) -> &'static str {
+        match self {
+            Self::Mark => "mark as being deleted",
+            Self::DeleteDisks => "delete the disks",
+            Self::Forget => "unregister from the host",
+            Self::DestroyKey => "destroy the key",
+            Self::RemoveRows => "remove from the inventory",
+        }
+    }
+
+    fn needs_key(&self) -> bool {
+        matches!(self, Self::DestroyKey)
+    }
+
+    fn commits(&self) -> bool {
+        matches!(self, Self::DeleteDisks)
+    }
+
+    fn limit(&self) -> Option<Limit> {
+        match self {
+            Self::DestroyKey => Some(Limit::Provider),
+            _ => None,
+        }
+    }
+
+    async fn forward(&self, run: &Run<'_>) -> Result<Output, StepError> {
+        match self {
+            Self::Mark => Ok(()),
+            Self::DeleteDisks => delete_disks(run).await,
+            Self::Forget => forget(run).await,
+            Self::DestroyKey => destroy_keys(run).await,
+            Self::RemoveRows => remove_rows(run).await,
+        }
+        .map(Output::from)
+    }
+
+    async fn back(&self, run: &Run<'_>, cause: &Problem) -> Result<(), StepError> {
+        match self {
+            Self::Mark => unmark(run).await,
+            Self::DeleteDisks => are_disks_whole(run, cause).await,
+            // Past the commit step.
+            Self::Forget | Self::DestroyKey | Self::RemoveRows => Ok(()),
+        }
+    }
+}
 
 pub(super) async fn delete_disks(run: &Run<'_>) -> Result<(), StepError> {
     let vm = run.vm().await?;
@@ -17,14 +90,23 @@ pub(super) async fn delete_disks(run: &Run<'_>) -> Result<(), StepError> {
     for disk in run.disks().await? {
         mark_disk(run, &disk, true).await?;
         let answer = absent_is_fine(agent.delete_disk(vm.id, disk.id).await);
-        if let Err(StepError::Final(problem)) = answer {
-            // The host is certain that it has not deleted it.
+        if let Err(StepError::Final(problem)) = &answer
+            && refused_untouched(problem.code)
+        {
             mark_disk(run, &disk, disk.deleting).await?;
-            return Err(StepError::Final(problem));
         }
         answer?;
     }
     Ok(())
+}
+
+/// Whether the host says so before it touches the disk. After any other error the disk may be gone: a directory
+/// that could not be flushed may have lost the name all the same.
+fn refused_untouched(code: ErrorCode) -> bool {
+    matches!(
+        code,
+        ErrorCode::InUse | ErrorCode::WrongState | ErrorCode::Forbidden | ErrorCode::InvalidRequest
+    )
 }
 
 async fn mark_disk(run: &Run<'_>, disk: &disks::Disk, deleting: bool) -> Result<(), StepError> {
@@ -36,22 +118,21 @@ async fn mark_disk(run: &Run<'_>, disk: &disks::Disk, deleting: bool) -> Result<
 /// Undoes [`delete_disks`], which can be done only while no disk has been touched.
 pub(super) async fn are_disks_whole(run: &Run<'_>, cause: &Problem) -> Result<(), StepError> {
     if run.disks().await?.iter().any(|disk| disk.deleting) {
-        return Err(partly_deleted(run, cause));
+        return Err(StepError::Final(unfinished(&run.task.target, cause)));
     }
     Ok(())
 }
 
-/// What has been deleted is not coming back.
-pub(super) fn partly_deleted(run: &Run<'_>, cause: &Problem) -> StepError {
+/// What is left when a deletion cannot go on: what has been deleted is not coming back.
+pub(super) fn unfinished(target: &str, cause: &Problem) -> Problem {
     let detail = format!(
-        "VM '{}' is partly deleted ({cause}): delete it again when the cause is mended",
-        run.task.target
+        "VM '{target}' is partly deleted ({cause}): delete it again when the cause is mended"
     );
-    StepError::Final(Problem::new(cause.code, detail))
+    Problem::new(cause.code, detail)
 }
 
 pub(super) async fn forget(run: &Run<'_>) -> Result<(), StepError> {
-    let _unchanged = run.hosts().lock(run.vm_id()).await;
+    let _unchanged = run.hosts().lock(run.vm_id).await;
     let Some(vm) = run.find_vm().await? else { return Ok(()) };
     absent_is_fine(run.agent(&vm)?.unregister_vm(vm.id).await)
 }
@@ -62,13 +143,13 @@ pub(super) async fn destroy_keys(run: &Run<'_>) -> Result<(), StepError> {
     let known = keys::of_vm(&mut *run.store().read().await?, vm.id).await?;
     let unknown = vm.key.iter().filter(|key| !known.contains(key));
     for key in known.iter().chain(unknown) {
-        run.means.providers.get(key.provider)?.destroy_key(vm.id, &vm.name, key).await?;
+        run.context.providers.get(key.provider)?.destroy_key(vm.id, &vm.name, key).await?;
     }
     Ok(())
 }
 
 pub(super) async fn remove_rows(run: &Run<'_>) -> Result<(), StepError> {
-    let _unchanged = run.hosts().lock(run.vm_id()).await;
+    let _unchanged = run.hosts().lock(run.vm_id).await;
     let Some(vm) = run.find_vm().await? else { return Ok(()) };
     let mut write = run.store().write().await?;
     vms::delete(&mut write, vm.id).await?;
@@ -83,8 +164,8 @@ pub(super) async fn unmark(run: &Run<'_>) -> Result<(), StepError> {
     let Operation::DeleteVm { was, .. } = run.task.operation else { return Ok(()) };
     // One that was partly deleted before stays so.
     let lifecycle = if was == Lifecycle::Ready { was } else { Lifecycle::Deleting };
-    let _unchanged = run.hosts().lock(run.vm_id()).await;
+    let _unchanged = run.hosts().lock(run.vm_id).await;
     let mut write = run.store().write().await?;
-    vms::set_lifecycle(&mut write, run.vm_id(), lifecycle).await?;
+    vms::set_lifecycle(&mut write, run.vm_id, lifecycle).await?;
     Ok(write.commit().await?)
 }

@@ -1,21 +1,5 @@
-//! Carries tasks out.
-//!
-//! ```text
-//!              a step fails for good, or it is cancelled
-//!   Running ─────────────────────────────────────────────► Undoing
-//!    │   ▲ next step                         the step before │   ▲
-//!    │   └───┘                                               │   └───┘
-//!    │ after the last step                 after the first   │
-//!    ▼                                                       ▼
-//!   Done                                   Failed ◄──────────┴──────────► Unknown
-//!                                                    a step cannot be undone
-//! ```
-//!
-//! The state and the place are in the inventory before a step begins. A server that starts goes on with
-//! every task where it was: the step that was under way is done (or undone) again from its beginning,
-//! which every step can bear. A host's silence is no answer: the step is repeated with growing pauses,
-//! and when that is no use it is undone, as it may have been done. A step that fills or writes disks waits
-//! for its host as long as that takes, or until it is cancelled.
+//! Begins tasks, goes on with those of an earlier life of the server, cancels and resolves them.
+//! [`super::runner`] carries each out.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -25,14 +9,17 @@ use jiff::Timestamp;
 use tokio::sync::watch;
 use tokio::task::AbortHandle;
 use tracing::Instrument;
-use vmseal_api::id::TaskId;
+use vmseal_api::id::{TaskId, VmId};
 use vmseal_api::model::{self, TaskState};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request_id;
 use vmseal_api::transfer::Progress;
 
-use super::operation::{Operation, Step};
-use super::run::{Gauge, Means, Run, StepError};
+use super::attention;
+use super::limits::Limits;
+use super::operation::Operation;
+use super::run::{Context, LiveProgress, Requests};
+use super::runner::{Left, Runner};
 use crate::hosts::Hosts;
 use crate::metrics;
 use crate::providers::Providers;
@@ -49,6 +36,8 @@ pub struct Retry {
     pub first_pause: Duration,
     /// The longest pause.
     pub longest_pause: Duration,
+    /// How long the inventory is given before it is tried again when it fails.
+    pub store_pause: Duration,
 }
 
 impl Retry {
@@ -58,20 +47,18 @@ impl Retry {
         attempts: 10,
         first_pause: Duration::from_millis(250),
         longest_pause: Duration::from_secs(10),
+        store_pause: Duration::from_secs(2),
     };
 
-    fn pause(&self, attempt: u32) -> Duration {
+    pub(super) fn pause(&self, attempt: u32) -> Duration {
         self.first_pause.saturating_mul(1 << attempt.min(16)).min(self.longest_pause)
     }
 }
 
-/// How long the inventory is given before it is tried again when it cannot be written.
-const STORE_PAUSE: Duration = Duration::from_secs(2);
-
 /// A task that is being carried out, as others see it.
 struct Running {
-    cancel: watch::Sender<bool>,
-    gauge: Arc<Gauge>,
+    requests: watch::Sender<Requests>,
+    live: Arc<LiveProgress>,
     work: AbortHandle,
 }
 
@@ -92,24 +79,33 @@ pub(crate) enum Fault {
     Crash,
     /// The step fails without being done (before), or although it was done (after).
     Fail(Problem),
+    /// The step panics.
+    Panic,
     /// It is done once more.
     Twice,
 }
 
 #[cfg(test)]
-pub(crate) type Faults = Arc<dyn Fn(Step, TaskState, Moment) -> Fault + Send + Sync>;
+pub(crate) type Faults = Arc<dyn Fn(&str, TaskState, Moment) -> Fault + Send + Sync>;
+
+/// How a task fits among others.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Plan {
+    /// The task that it is a part of: it is cancelled with it.
+    pub parent: Option<TaskId>,
+    /// It does not begin before this time.
+    pub not_before: Option<Timestamp>,
+}
 
 /// Carries tasks out until [`Engine::stop`].
 pub struct Engine {
-    means: Means,
-    retry: Retry,
+    pub(super) context: Context,
+    pub(super) retry: Retry,
+    pub(super) limits: Limits,
     running: Mutex<HashMap<TaskId, Running>>,
     #[cfg(test)]
     pub(crate) faults: Option<Faults>,
 }
-
-/// Why [`Engine::carry_out`] stopped before the task's end.
-struct Crashed;
 
 impl Engine {
     /// An engine that has not begun anything yet.
@@ -121,8 +117,9 @@ impl Engine {
         retry: Retry,
     ) -> Self {
         Self {
-            means: Means { store, providers, hosts },
+            context: Context { store, providers, hosts },
             retry,
+            limits: Limits::default(),
             running: Mutex::default(),
             #[cfg(test)]
             faults: None,
@@ -138,8 +135,8 @@ impl Engine {
     /// # Errors
     /// [`StoreError`].
     pub async fn resume(self: &Arc<Self>) -> Result<(), StoreError> {
-        for task in tasks::open(&mut *self.means.store.read().await?).await? {
-            self.spawn(task);
+        for task in tasks::open(&mut *self.context.store.read().await?).await? {
+            self.spawn(task, true);
         }
         Ok(())
     }
@@ -155,6 +152,20 @@ impl Engine {
         target: &str,
         actor: &str,
     ) -> Result<Task, Problem> {
+        Self::record_planned(write, operation, target, actor, Plan::default()).await
+    }
+
+    /// The same, of a task that is a part of another, or begins later.
+    ///
+    /// # Errors
+    /// Those of [`Engine::record`].
+    pub async fn record_planned(
+        write: &mut Write<'_>,
+        operation: Operation,
+        target: &str,
+        actor: &str,
+        plan: Plan,
+    ) -> Result<Task, Problem> {
         let step = operation.steps().first().map_or("", |step| step.name());
         let task = Task {
             id: TaskId::new(),
@@ -162,8 +173,12 @@ impl Engine {
             target: target.to_owned(),
             actor: actor.to_owned(),
             state: TaskState::Running,
-            position: 0,
             step: step.to_owned(),
+            failed_step: None,
+            outputs: Default::default(),
+            waiting: None,
+            parent: plan.parent,
+            not_before: plan.not_before,
             cancelled: false,
             created: Timestamp::now(),
             ended: None,
@@ -179,30 +194,56 @@ impl Engine {
 
     /// Begins a task that is recorded.
     pub fn begin(self: &Arc<Self>, task: Task) {
-        self.spawn(task);
+        self.spawn(task, false);
     }
 
-    fn spawn(self: &Arc<Self>, task: Task) {
-        let (cancel, cancelled) = watch::channel(task.cancelled);
-        let gauge = Arc::new(Gauge::default());
+    fn spawn(self: &Arc<Self>, task: Task, resumed: bool) {
+        let Some(vm_id) = task.operation.vm().filter(|_| !task.operation.steps().is_empty()) else {
+            let engine = Arc::clone(self);
+            tokio::spawn(async move { engine.leave(&task, &task.why_unreadable()).await });
+            return;
+        };
+        let requests = Requests { cancelled: task.cancelled, forced: false };
+        let (requests, asked) = watch::channel(requests);
+        let live = Arc::new(LiveProgress::default());
         let id = task.id;
         let engine = Arc::clone(self);
         // Held over the insertion, so that an end cannot come before its beginning.
         let mut running = self.running();
         let work = {
-            let gauge = Arc::clone(&gauge);
+            let live = Arc::clone(&live);
             let request = task.request_id.clone();
             let span = tracing::error_span!("task", %id);
             let work = async move {
                 let (kind, target) = (task.operation.kind(), &task.target);
                 tracing::info!(kind, target, step = task.step, "the task goes on");
-                if engine.carry_out(task, cancelled, &gauge).await.is_ok() {
-                    engine.running().remove(&id);
+                let kept = task.clone();
+                let runner =
+                    Runner { engine: &engine, task, vm_id, requests: asked, live, resumed };
+                match runner.carry_out().await {
+                    Ok(()) => {}
+                    #[cfg(test)]
+                    Err(Left::Crashed) => return,
+                    Err(Left::Unreadable(why)) => engine.leave(&kept, &why).await,
                 }
+                engine.running().remove(&id);
             };
             tokio::spawn(request_id::during(request, work.instrument(span)))
         };
-        running.insert(id, Running { cancel, gauge, work: work.abort_handle() });
+        running.insert(id, Running { requests, live, work: work.abort_handle() });
+    }
+
+    /// Leaves a task as it is that this version cannot carry out, and says so.
+    async fn leave(&self, task: &Task, why: &str) {
+        tracing::error!(task = %task.id, why, "the task is left as it is");
+        let noted = async {
+            let mut write = self.context.store.write().await?;
+            attention::unreadable(&mut write, task, why).await?;
+            write.commit().await
+        };
+        if let Err(error) = noted.await {
+            tracing::error!(task = %task.id, %error, "its alarm cannot be raised");
+        }
     }
 
     /// Asks a task to stop and to undo what it has done.
@@ -210,15 +251,113 @@ impl Engine {
     /// # Errors
     /// `not-found`; `wrong-state` when it has ended, is being undone, or cannot be stopped half-way.
     pub async fn cancel(&self, id: &str, actor: &str) -> Result<Task, Problem> {
-        let mut write = self.means.store.write().await?;
+        let mut write = self.context.store.write().await?;
         let task = Self::note_cancelled(&mut write, id).await?;
-        let (kind, target) = ("task.cancelled", task.target.as_str());
-        let detail = format!("{} as task {}", task.operation.kind(), task.id);
+        let mut cancelled = vec![task];
+        cancelled.extend(tasks::cancel_parts(&mut write, cancelled[0].id).await?);
+        for task in &cancelled {
+            let (kind, target) = ("task.cancelled", task.target.as_str());
+            let detail = format!("{} as task {}", task.operation.kind(), task.id);
+            write.event(NewEvent { kind, actor, target, detail: &detail }).await?;
+        }
+        write.commit().await?;
+        for task in &cancelled {
+            self.ask(task.id, |requests| requests.cancelled = true);
+        }
+        Ok(cancelled.swap_remove(0))
+    }
+
+    fn ask(&self, task: TaskId, what: impl FnOnce(&mut Requests)) {
+        if let Some(running) = self.running().get(&task) {
+            running.requests.send_modify(what);
+        }
+    }
+
+    /// Has the task that waits for a VM's guest to shut down cut its power instead. None where there is no such
+    /// task.
+    ///
+    /// # Errors
+    /// The inventory's.
+    pub async fn force_stop(&self, vm: VmId, actor: &str) -> Result<Option<Task>, Problem> {
+        let mut write = self.context.store.write().await?;
+        let Some(task) = Self::note_forced(&mut write, vm).await? else { return Ok(None) };
+        tasks::set_operation(&mut write, &task).await?;
+        let detail = format!("{} as task {} cuts the power now", task.operation.kind(), task.id);
+        let (kind, target) = ("task.forced", task.target.as_str());
         write.event(NewEvent { kind, actor, target, detail: &detail }).await?;
         write.commit().await?;
-        if let Some(running) = self.running().get(&task.id) {
-            running.cancel.send_replace(true);
+        self.ask(task.id, |requests| requests.forced = true);
+        Ok(Some(task))
+    }
+
+    /// Whether [`Engine::force_stop`] would; nothing is changed.
+    ///
+    /// # Errors
+    /// Those of [`Engine::force_stop`].
+    pub async fn check_force_stop(&self, vm: VmId) -> Result<Option<Task>, Problem> {
+        // What is written is not committed.
+        Self::note_forced(&mut self.context.store.write().await?, vm).await
+    }
+
+    async fn note_forced(write: &mut Write<'_>, vm: VmId) -> Result<Option<Task>, Problem> {
+        let Some(mut task) = tasks::holding(write, vm).await? else { return Ok(None) };
+        match &mut task.operation {
+            Operation::StopVm { force, .. } if task.state != TaskState::RollingBack => {
+                *force = true
+            }
+            _ => return Ok(None),
         }
+        Ok(Some(task))
+    }
+
+    /// Notes that an operator has seen to what a task left: its alarm is cleared. One that this version cannot
+    /// carry out ends as unknown, and holds nothing any more.
+    ///
+    /// # Errors
+    /// `not-found`; `wrong-state` for a task that needs nobody.
+    pub async fn resolve(&self, id: &str, actor: &str) -> Result<Task, Problem> {
+        let mut write = self.context.store.write().await?;
+        let task = self.note_resolved(&mut write, id, actor).await?;
+        write.commit().await?;
+        Ok(task)
+    }
+
+    /// Whether [`Engine::resolve`] would; nothing is changed.
+    ///
+    /// # Errors
+    /// Those of [`Engine::resolve`].
+    pub async fn check_resolve(&self, id: &str) -> Result<Task, Problem> {
+        // What is written is not committed.
+        let mut write = self.context.store.write().await?;
+        self.note_resolved(&mut write, id, crate::SELF).await
+    }
+
+    async fn note_resolved(
+        &self,
+        write: &mut Write<'_>,
+        id: &str,
+        actor: &str,
+    ) -> Result<Task, Problem> {
+        let found = tasks::get(write, id).await?;
+        let mut task = found.ok_or_else(|| Problem::not_found("task", id))?;
+        if task.state.is_open() {
+            if self.running().contains_key(&task.id) {
+                let detail = "the task goes on by itself: wait for it (vmseal task wait), or cancel it (vmseal task cancel)";
+                return Err(Problem::new(ErrorCode::WrongState, detail));
+            }
+            task.state = TaskState::Unknown;
+            task.ended = Some(Timestamp::now());
+            let detail = format!("{}, and was resolved by {actor}", task.why_unreadable());
+            task.problem = Some(Problem::new(ErrorCode::Internal, detail));
+            tasks::update(write, &task).await?;
+        } else if task.state != TaskState::Unknown {
+            let detail = "the task has ended, and left nothing to see to";
+            return Err(Problem::new(ErrorCode::WrongState, detail));
+        }
+        attention::clear(write, &task).await?;
+        let detail = format!("{} as task {}", task.operation.kind(), task.id);
+        let (kind, target) = ("task.resolved", task.target.as_str());
+        write.event(NewEvent { kind, actor, target, detail: &detail }).await?;
         Ok(task)
     }
 
@@ -228,7 +367,7 @@ impl Engine {
     /// Those of [`Engine::cancel`].
     pub async fn check_cancel(&self, id: &str) -> Result<Task, Problem> {
         // What is written is not committed.
-        Self::note_cancelled(&mut self.means.store.write().await?, id).await
+        Self::note_cancelled(&mut self.context.store.write().await?, id).await
     }
 
     async fn note_cancelled(write: &mut Write<'_>, id: &str) -> Result<Task, Problem> {
@@ -236,6 +375,12 @@ impl Engine {
         let refused = |why| Err(Problem::new(ErrorCode::WrongState, why));
         if !task.operation.can_be_cancelled() {
             return refused(format!("{} cannot be stopped half-way", task.operation.kind()));
+        }
+        if task.is_committed() {
+            return refused(format!(
+                "the task is past the step from which it goes only forward ({}): wait for it",
+                task.step_title()
+            ));
         }
         if !tasks::cancel(write, task.id).await? {
             return refused("the task has ended, or is being undone".to_owned());
@@ -246,23 +391,22 @@ impl Engine {
     /// A task as the API shows it.
     #[must_use]
     pub fn shown(&self, task: &Task) -> model::Task {
-        let reading = self.running().get(&task.id).map(|it| it.gauge.read()).unwrap_or_default();
-        let progress = reading.progress.filter(|_| task.ended.is_none());
-        let step = match reading.waiting {
-            Some(host) => format!("{}: waiting for host '{host}'", task.step),
-            None => task.step.clone(),
-        };
+        let progress = self.running().get(&task.id).and_then(|it| it.live.read());
+        let progress = progress.filter(|_| task.ended.is_none());
         model::Task {
             id: task.id,
             kind: task.operation.kind().to_owned(),
             target: task.target.clone(),
             state: task.state,
-            step,
+            step: task.step_title().to_owned(),
             percent: progress.and_then(Progress::percent),
             progress,
             created: task.created,
             ended: task.ended,
             request_id: task.request_id.as_ref().map(ToString::to_string),
+            waiting: task.waiting.clone().filter(|_| task.state == TaskState::Waiting),
+            parent: task.parent,
+            not_before: task.not_before,
             problem: task.problem.clone(),
         }
     }
@@ -274,157 +418,40 @@ impl Engine {
         }
     }
 
-    async fn carry_out(
-        &self,
-        mut task: Task,
-        cancelled: watch::Receiver<bool>,
-        gauge: &Gauge,
-    ) -> Result<(), Crashed> {
-        let steps = task.operation.steps();
-        while task.state == TaskState::Running {
-            let Some(step) = steps.get(task.position).copied() else {
-                self.end(&mut task, TaskState::Done).await;
-                break;
-            };
-            let run = Run { means: &self.means, task: &task, cancelled: cancelled.clone(), gauge };
-            match self.attempt(&run, step, None).await? {
-                Ok(()) => task.position += 1,
-                Err(problem) => {
-                    tracing::warn!(task = %task.id, step = step.name(), %problem, "undoing");
-                    task.state = TaskState::Undoing;
-                    task.problem = Some(problem);
-                }
-            }
-            if let Some(next) = steps.get(task.position) {
-                task.step = next.name().to_owned();
-                self.save(&task, None).await;
-            }
-        }
-        // Undoing is not to be cancelled, and its waits are not to be cut short.
-        let (_keep, never) = watch::channel(false);
-        let cause = task.problem.clone();
-        while task.state == TaskState::Undoing {
-            let (Some(step), Some(cause)) = (steps.get(task.position).copied(), &cause) else {
-                self.end(&mut task, TaskState::Failed).await;
-                break;
-            };
-            let run = Run { means: &self.means, task: &task, cancelled: never.clone(), gauge };
-            match self.attempt(&run, step, Some(cause)).await? {
-                Ok(()) if task.position == 0 => self.end(&mut task, TaskState::Failed).await,
-                Ok(()) => {
-                    task.position -= 1;
-                    self.save(&task, None).await;
-                }
-                Err(problem) => {
-                    let detail =
-                        format!("{cause}; and undoing '{}' failed: {problem}", step.name());
-                    task.problem = Some(Problem::new(problem.code, detail));
-                    self.end(&mut task, TaskState::Unknown).await;
-                }
-            }
-        }
-        Ok(())
-    }
-
-    /// Does a step, or undoes it because of `cause`, with patience for hosts that do not answer.
-    async fn attempt(
-        &self,
-        run: &Run<'_>,
-        step: Step,
-        cause: Option<&Problem>,
-    ) -> Result<Result<(), Problem>, Crashed> {
-        let (mut attempt, mut furthest) = (0, 0);
-        loop {
-            let tried = match self.try_once(run, step, cause).await? {
-                Err(StepError::Again(problem)) => problem,
-                outcome => return Ok(outcome.map_err(StepError::problem)),
-            };
-            let done = run.gauge.read().progress.map_or(0, |progress| progress.done);
-            if done > furthest {
-                (attempt, furthest) = (0, done);
-            }
-            let patient = cause.is_none() && step.waits_for_its_host();
-            if patient && run.outwait_silence(|asked| self.retry.pause(asked)).await {
-                attempt = 0;
-                continue;
-            }
-            if attempt + 1 >= self.retry.attempts {
-                return Ok(Err(tried));
-            }
-            let pause = self.retry.pause(attempt);
-            tracing::info!(task = %run.task.id, step = step.name(), problem = %tried, ?pause, "again");
-            let mut cancelled = run.cancelled.clone();
-            tokio::select! {
-                () = tokio::time::sleep(pause) => {}
-                Ok(()) = cancelled.changed() => {}
-            }
-            attempt += 1;
-        }
-    }
-
-    async fn try_once(
-        &self,
-        run: &Run<'_>,
-        step: Step,
-        cause: Option<&Problem>,
-    ) -> Result<Result<(), StepError>, Crashed> {
-        if let Err(cancelled) = run.check_cancelled() {
-            return Ok(Err(cancelled));
-        }
-        #[cfg(test)]
-        if let Some(interfered) = self.interfere(run, step, cause, Moment::Before).await? {
-            return Ok(interfered);
-        }
-        let outcome = perform(run, step, cause).await;
-        #[cfg(test)]
-        if outcome.is_ok()
-            && let Some(interfered) = self.interfere(run, step, cause, Moment::After).await?
-        {
-            return Ok(interfered);
-        }
-        Ok(outcome)
-    }
-
-    #[cfg(test)]
-    async fn interfere(
-        &self,
-        run: &Run<'_>,
-        step: Step,
-        cause: Option<&Problem>,
-        moment: Moment,
-    ) -> Result<Option<Result<(), StepError>>, Crashed> {
-        let Some(faults) = &self.faults else { return Ok(None) };
-        match faults(step, run.task.state, moment) {
-            Fault::None => Ok(None),
-            Fault::Crash => Err(Crashed),
-            Fault::Fail(problem) => Ok(Some(Err(problem.into()))),
-            Fault::Twice => Ok(Some(perform(run, step, cause).await)),
-        }
-    }
-
-    async fn end(&self, task: &mut Task, state: TaskState) {
+    /// Ends a task; what it held is free.
+    pub(super) async fn end(&self, task: &mut Task, vm: VmId, state: TaskState) {
         task.state = state;
+        task.waiting = None;
         task.ended = Some(Timestamp::now());
         let kind = match state {
             TaskState::Done => "task.done",
             TaskState::Unknown => "task.unknown",
+            TaskState::Cancelled => "task.undone",
             _ => "task.failed",
         };
-        self.save(task, Some(kind)).await;
+        self.save(task, Some((kind, vm))).await;
         tracing::info!(kind = task.operation.kind(), outcome = kind, "the task has ended");
         let took = task.ended.map(|ended| ended.duration_since(task.created).unsigned_abs());
-        let outcome = kind.trim_start_matches("task.");
+        let outcome = match state {
+            TaskState::Cancelled => "cancelled",
+            _ => kind.trim_start_matches("task."),
+        };
         metrics::get().task(task.operation.kind(), outcome, took.unwrap_or_default());
     }
 
     /// Records how the task stands; an inventory that cannot be written is tried until it can, as going
     /// on without a record would be going on in the dark.
-    async fn save(&self, task: &Task, event: Option<&str>) {
+    pub(super) async fn save(&self, task: &Task, ended: Option<(&str, VmId)>) {
         loop {
             let saved = async {
-                let mut write = self.means.store.write().await?;
+                let mut write = self.context.store.write().await?;
                 tasks::update(&mut write, task).await?;
-                if let Some(kind) = event {
+                if let Some((kind, vm)) = ended {
+                    match task.state {
+                        TaskState::Unknown => attention::unfinished(&mut write, task).await?,
+                        TaskState::Done => attention::answered(&mut write, task, vm).await?,
+                        _ => {}
+                    }
                     let mut detail = format!("{} as task {}", task.operation.kind(), task.id);
                     if let Some(problem) = &task.problem {
                         detail.push_str(&format!(": {problem}"));
@@ -438,16 +465,9 @@ impl Engine {
                 Ok(()) => return,
                 Err(error) => {
                     tracing::error!(task = %task.id, %error, "a task's state cannot be recorded");
-                    tokio::time::sleep(STORE_PAUSE).await;
+                    tokio::time::sleep(self.retry.store_pause).await;
                 }
             }
         }
-    }
-}
-
-async fn perform(run: &Run<'_>, step: Step, cause: Option<&Problem>) -> Result<(), StepError> {
-    match cause {
-        None => step.forward(run).await,
-        Some(cause) => step.back(run, cause).await,
     }
 }

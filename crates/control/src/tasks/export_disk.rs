@@ -1,6 +1,7 @@
 //! Writing a disk to a file of its host. The host writes it under another name first, and gives it its own
 //! in a step of its own: whether that has happened can always be told.
 
+use async_trait::async_trait;
 use vmseal_api::host::{ExportPhase, ExportSpec, ExportStep, HostAgent, HostState};
 use vmseal_api::id::DiskId;
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -8,8 +9,78 @@ use vmseal_api::transfer::{ExportFormat, Progress};
 
 use super::operation::Operation;
 use super::run::{Run, StepError, state_of};
+use super::start_vm::prepare;
+use super::step::{Limit, Output, Patience};
 use crate::keys::Purpose;
 use crate::store::vms::Vm;
+
+/// What is done, in order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Step {
+    Prepare,
+    WriteFile,
+    NameFile,
+}
+
+/// Ciphertext is copied without a key, and without asking for one.
+pub(crate) fn steps(format: ExportFormat) -> &'static [&'static dyn super::step::Step] {
+    match format {
+        ExportFormat::Sealed => &[&Step::WriteFile, &Step::NameFile],
+        _ => &[&Step::Prepare, &Step::WriteFile, &Step::NameFile],
+    }
+}
+
+#[async_trait]
+impl super::step::Step for Step {
+    fn name(&self) -> &'static str {
+        match self {
+            Self::Prepare => "prepare",
+            Self::WriteFile => "write-file",
+            Self::NameFile => "name-file",
+        }
+    }
+
+    fn title(&self) -> &'static str {
+        match self {
+            Self::Prepare => "register and deliver the key",
+            Self::WriteFile => "write the file",
+            Self::NameFile => "give the file its name",
+        }
+    }
+
+    fn patience(&self) -> Patience {
+        match self {
+            Self::Prepare => Patience::PROVIDER,
+            Self::WriteFile => Patience::BOTH,
+            _ => Patience::NONE,
+        }
+    }
+
+    fn limit(&self) -> Option<Limit> {
+        match self {
+            Self::Prepare => Some(Limit::Provider),
+            Self::WriteFile => Some(Limit::HostWork),
+            _ => None,
+        }
+    }
+
+    async fn forward(&self, run: &Run<'_>) -> Result<Output, StepError> {
+        match self {
+            Self::Prepare => prepare(run).await,
+            Self::WriteFile => write(run).await,
+            Self::NameFile => name(run).await,
+        }
+        .map(Output::from)
+    }
+
+    async fn back(&self, run: &Run<'_>, cause: &Problem) -> Result<(), StepError> {
+        match self {
+            Self::Prepare => Ok(()),
+            Self::WriteFile => drop_unnamed(run).await,
+            Self::NameFile => unname(run, cause).await,
+        }
+    }
+}
 
 fn order(run: &Run<'_>) -> Result<(DiskId, ExportSpec), StepError> {
     let Operation::ExportDisk { disk, to, format, passphrase, .. } = &run.task.operation else {

@@ -2,19 +2,30 @@
 //!
 //! | module | what |
 //! |---|---|
-//! | [`operation`] | which operations there are, and their steps |
-//! | [`engine`] | carries operations out, across crashes of the server |
-//! | `create_vm`, `start_vm`, `stop_vm`, `recrypt_vm`, `export_disk`, `delete_vm` | what each step does |
+//! | [`operation`] | which operations there are, and what is stored of each |
+//! | `step` | what a step is: name, do, undo, whom it waits for |
+//! | `create_vm`, `start_vm`, `stop_vm`, `recrypt_vm`, `export_disk`, `delete_vm` | the steps of each operation |
+//! | [`engine`] | begins, cancels, resolves tasks, across crashes of the server |
+//! | `runner` | carries one task out |
+//! | `waits` | what a step that failed is waited for |
+//! | `limits` | how much of a kind happens at a time |
+//! | `attention` | alarms about tasks that need an operator |
+//! | `run` | what a step has to work with |
 
+mod attention;
 mod create_vm;
 mod delete_vm;
 pub mod engine;
 mod export_disk;
+mod limits;
 pub mod operation;
 mod recrypt_vm;
 mod run;
+mod runner;
 mod start_vm;
+pub(crate) mod step;
 mod stop_vm;
+mod waits;
 
 pub use engine::{Engine, Retry};
 pub use operation::Operation;

@@ -6,14 +6,15 @@
 //!      ─► host: the new one ─► all open with the new one alone ─► the old one is destroyed
 //! ```
 //!
-//! Every step up to the last can be undone: the old key is put back beside the new one where it was dropped. In the
-//! last, the host has tried the new key on every disk once more before the old one goes. The host is always
-//! told which key it is thought to be registered with: what an answer that was lost has left behind is never
-//! taken for the state in which a key may be dropped.
+//! It can be undone until the inventory has the new key, which is the commit step; from there on it goes only
+//! forward. In the last step the host has tried the new key on every disk once more before the old one goes. The
+//! host is always told which key it is thought to be registered with: what an answer that was lost has left behind
+//! is never taken for the state in which a key may be dropped.
 //!
 //! A task that can be neither finished nor undone leaves its keys in the inventory, as keys of the VM. The next
 //! recryption drops them from the disks and destroys them, and so does the VM's deletion.
 
+use async_trait::async_trait;
 use vmseal_api::host::{KeyReference, OtherKey, Power};
 use vmseal_api::id::ProviderId;
 use vmseal_api::model::Lifecycle;
@@ -22,10 +23,109 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use super::operation::Operation;
 use super::run::{Run, StepError, state_of};
 use super::start_vm::locked;
+use super::step::{Limit, Output, Patience};
 use crate::keys::{self as delivery, Purpose};
 use crate::store::events::NewEvent;
 use crate::store::vms::{self, Vm};
 use crate::store::{key_requests, keys};
+
+/// What is done, in order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Step {
+    CheckKey,
+    MakeNewKey,
+    AddNewKey,
+    SwitchKey,
+    DeliverNewKey,
+    DropOldKey,
+    DestroyOldKey,
+}
+
+pub(crate) const STEPS: &[&dyn super::step::Step] = &[
+    &Step::CheckKey,
+    &Step::MakeNewKey,
+    &Step::AddNewKey,
+    &Step::SwitchKey,
+    &Step::DeliverNewKey,
+    &Step::DropOldKey,
+    &Step::DestroyOldKey,
+];
+
+#[async_trait]
+impl super::step::Step for Step {
+    fn name(&self) -> &'static str {
+        match self {
+            Self::CheckKey => "check-key",
+            Self::MakeNewKey => "make-new-key",
+            Self::AddNewKey => "add-new-key",
+            Self::SwitchKey => "switch-key",
+            Self::DeliverNewKey => "deliver-new-key",
+            Self::DropOldKey => "drop-old-key",
+            Self::DestroyOldKey => "destroy-old-key",
+        }
+    }
+
+    fn title(&self) -> &'static str {
+        match self {
+            Self::CheckKey => "open every disk with the key that it has",
+            Self::MakeNewKey => "make the new key",
+            Self::AddNewKey => "add the new key to the disks",
+            Self::SwitchKey => "give the VM the new key",
+            Self::DeliverNewKey => "deliver the new key",
+            Self::DropOldKey => "remove the old key from the disks",
+            Self::DestroyOldKey => "destroy the old key",
+        }
+    }
+
+    fn commits(&self) -> bool {
+        matches!(self, Self::SwitchKey)
+    }
+
+    fn patience(&self) -> Patience {
+        match self {
+            Self::CheckKey
+            | Self::MakeNewKey
+            | Self::AddNewKey
+            | Self::DeliverNewKey
+            | Self::DropOldKey
+            | Self::DestroyOldKey => Patience::PROVIDER,
+            _ => Patience::NONE,
+        }
+    }
+
+    fn limit(&self) -> Option<Limit> {
+        match self {
+            Self::CheckKey
+            | Self::MakeNewKey
+            | Self::AddNewKey
+            | Self::DeliverNewKey
+            | Self::DestroyOldKey => Some(Limit::Provider),
+            _ => None,
+        }
+    }
+
+    async fn forward(&self, run: &Run<'_>) -> Result<Output, StepError> {
+        match self {
+            Self::CheckKey => check(run).await,
+            Self::AddNewKey => add_new(run).await,
+            Self::SwitchKey => switch(run).await,
+            Self::DeliverNewKey => prepare(run).await,
+            Self::DropOldKey => drop_old(run).await,
+            Self::DestroyOldKey => destroy_old(run).await,
+            Self::MakeNewKey => return make_key(run).await.map(|key| Output::of(&key)),
+        }
+        .map(Output::from)
+    }
+
+    async fn back(&self, run: &Run<'_>, _: &Problem) -> Result<(), StepError> {
+        match self {
+            Self::CheckKey | Self::DeliverNewKey | Self::DropOldKey | Self::DestroyOldKey => Ok(()),
+            Self::MakeNewKey => unmake_key(run).await,
+            Self::AddNewKey => drop_new(run).await,
+            Self::SwitchKey => switch_back(run).await,
+        }
+    }
+}
 
 /// The key that the VM had, and the provider of the one that it is given.
 fn order<'a>(run: &'a Run<'_>) -> Result<(&'a KeyReference, ProviderId), StepError> {
@@ -46,15 +146,19 @@ fn key_of(vm: &Vm) -> Result<&KeyReference, StepError> {
 
 /// The key that this task had made.
 async fn new_key(run: &Run<'_>) -> Result<KeyReference, StepError> {
+    if let Some(key) = run.output(super::step::Step::name(&Step::MakeNewKey)) {
+        return Ok(key);
+    }
+    // Begun by a version that kept no outputs.
     let found = keys::of_task(&mut *run.store().read().await?, run.task.id).await?;
     found.ok_or_else(|| internal("the new key is not in the inventory"))
 }
 
 /// Tells the host of the VM and gives it the VM's key; once more when it has restarted in between.
 async fn prepare(run: &Run<'_>) -> Result<(), StepError> {
-    let prepared = match run.hosts().prepare(run.vm_id(), Purpose::Open).await {
+    let prepared = match run.hosts().prepare(run.vm_id, Purpose::Open).await {
         Err(problem) if matches!(problem.code, ErrorCode::NotFound | ErrorCode::WrongState) => {
-            run.hosts().prepare(run.vm_id(), Purpose::Open).await
+            run.hosts().prepare(run.vm_id, Purpose::Open).await
         }
         other => other,
     };
@@ -102,14 +206,14 @@ pub(super) async fn check(run: &Run<'_>) -> Result<(), StepError> {
 }
 
 /// The same task asks for the same key, however often; it is in the inventory before anything uses it.
-pub(super) async fn make_key(run: &Run<'_>) -> Result<(), StepError> {
+pub(super) async fn make_key(run: &Run<'_>) -> Result<KeyReference, StepError> {
     let vm = run.vm().await?;
     let (_, provider) = order(run)?;
     let task = run.task.id;
-    if keys::of_task(&mut *run.store().read().await?, task).await?.is_some() {
-        return Ok(());
+    if let Some(made) = keys::of_task(&mut *run.store().read().await?, task).await? {
+        return Ok(made);
     }
-    let (key, kek) = run.means.providers.get(provider)?.create_key(vm.id, task.0).await?;
+    let (key, kek) = run.context.providers.get(provider)?.create_key(vm.id, task.0).await?;
     drop(kek);
     let mut write = run.store().write().await?;
     keys::insert_for_task(&mut write, vm.id, &key, task).await?;
@@ -117,7 +221,8 @@ pub(super) async fn make_key(run: &Run<'_>) -> Result<(), StepError> {
     let detail = format!("key '{}' of provider {}", key.key_id, key.provider);
     let (kind, actor) = ("key.created", run.task.actor.as_str());
     write.event(NewEvent { kind, actor, target: &vm.name, detail: &detail }).await?;
-    Ok(write.commit().await?)
+    write.commit().await?;
+    Ok(key)
 }
 
 /// Undoes [`make_key`], whether or not it is known what it did.
@@ -128,7 +233,7 @@ pub(super) async fn unmake_key(run: &Run<'_>) -> Result<(), StepError> {
     if made.is_some() && made == vm.key {
         return Err(internal("the new key is the VM's: it is not destroyed"));
     }
-    let provider = match run.means.providers.get(provider) {
+    let provider = match run.context.providers.get(provider) {
         // It was removed before it could make a key.
         Err(problem) if problem.code == ErrorCode::NotFound && made.is_none() => return Ok(()),
         other => other?,
@@ -146,16 +251,6 @@ pub(super) async fn add_new(run: &Run<'_>) -> Result<(), StepError> {
     add(run, &vm, old, &new_key(run).await?).await
 }
 
-/// Puts the old key back beside the new one: undoes [`drop_old`].
-pub(super) async fn add_old(run: &Run<'_>) -> Result<(), StepError> {
-    let vm = run.vm().await?;
-    let (old, _) = order(run)?;
-    if key_of(&vm)? == old {
-        return Ok(());
-    }
-    add(run, &vm, &new_key(run).await?, old).await.map_err(|error| half_done(&vm, error))
-}
-
 /// Lets all disks open with `other` beside the key that the inventory has, which is `beside`.
 async fn add(
     run: &Run<'_>,
@@ -167,7 +262,7 @@ async fn add(
         return Err(internal("the VM has another key than the one that is to stay"));
     }
     let agent = run.agent(vm)?;
-    let provider = run.means.providers.get(other.provider)?;
+    let provider = run.context.providers.get(other.provider)?;
     let (old, _) = order(run)?;
     ask(run, || async {
         let given = provider.get_key(vm.id, other).await?;
@@ -201,7 +296,7 @@ async fn set_key(
     to: &KeyReference,
     kind: &str,
 ) -> Result<(), StepError> {
-    let _unchanged = run.hosts().lock(run.vm_id()).await;
+    let _unchanged = run.hosts().lock(run.vm_id).await;
     let vm = run.vm().await?;
     if vm.key.as_ref() == Some(to) {
         return Ok(());
@@ -218,11 +313,6 @@ async fn set_key(
     let actor = run.task.actor.as_str();
     write.event(NewEvent { kind, actor, target: &vm.name, detail: &detail }).await?;
     Ok(write.commit().await?)
-}
-
-/// Tells the host of the new key, and gives it.
-pub(super) async fn deliver(run: &Run<'_>) -> Result<(), StepError> {
-    prepare(run).await
 }
 
 /// Leaves the new key as the only one that opens the disks.
@@ -257,23 +347,17 @@ pub(super) async fn destroy_old(run: &Run<'_>) -> Result<(), StepError> {
     ask(run, || agent.check_key(vm.id, new.clone())).await?;
     let known = keys::of_vm(&mut *run.store().read().await?, vm.id).await?;
     for key in known.iter().filter(|key| **key != new) {
-        run.means.providers.get(key.provider)?.destroy_key(vm.id, &vm.name, key).await?;
+        run.context.providers.get(key.provider)?.destroy_key(vm.id, &vm.name, key).await?;
     }
     Ok(())
 }
 
-/// Undoes [`destroy_old`], which can be done only while the old key is there.
-pub(super) async fn is_old_there(run: &Run<'_>, cause: &Problem) -> Result<(), StepError> {
-    let vm = run.vm().await?;
-    let (old, _) = order(run)?;
-    if keys::of_vm(&mut *run.store().read().await?, vm.id).await?.contains(old) {
-        return Ok(());
-    }
+/// What is left when it fails after the VM has its new key.
+pub(super) fn unfinished(target: &str, cause: &Problem) -> Problem {
     let detail = format!(
-        "VM '{}' has its new key alone, and the old one is being destroyed: there is nothing to do",
-        vm.name
+        "VM '{target}' is whole and has its new key, and its old one may open its disks as well ({cause}): recrypt it again when the cause is mended"
     );
-    Err(StepError::Final(Problem::new(cause.code, detail)))
+    Problem { reason: cause.reason, ..Problem::new(cause.code, detail) }
 }
 
 /// Says how the VM stands when an undoing has failed.

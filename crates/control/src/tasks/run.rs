@@ -1,8 +1,10 @@
 //! What a step has to work with.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use serde::de::DeserializeOwned;
 use tokio::sync::watch;
 use vmseal_api::host::{HostAgent, HostState, VmState};
 use vmseal_api::id::VmId;
@@ -16,34 +18,30 @@ use crate::store::tasks::Task;
 use crate::store::vms::{self, Vm};
 use crate::store::{Store, StoreError};
 
-/// How far a step is, where that is known, and what it waits for.
+/// How far a step is, where that is known.
 #[derive(Default)]
-pub(super) struct Gauge(Mutex<Reading>);
+pub(super) struct LiveProgress(Mutex<Option<Progress>>);
 
-#[derive(Clone, Default)]
-pub(super) struct Reading {
-    pub(super) progress: Option<Progress>,
-    /// The host that the step waits for.
-    pub(super) waiting: Option<String>,
-}
-
-impl Gauge {
+impl LiveProgress {
     /// Shows it; whether the percentage is another one now.
     pub(super) fn show(&self, progress: Option<Progress>) -> bool {
         let mut shown = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let before = std::mem::replace(&mut shown.progress, progress);
+        let before = std::mem::replace(&mut *shown, progress);
         before.map(Progress::percent) != progress.map(Progress::percent)
     }
 
-    /// Shows which host is waited for.
-    pub(super) fn wait_for(&self, host: Option<&str>) {
-        let mut shown = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        shown.waiting = host.map(str::to_owned);
+    pub(super) fn read(&self) -> Option<Progress> {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
 
-    pub(super) fn read(&self) -> Reading {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
-    }
+/// What a user has asked of a task since it began.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Requests {
+    /// To stop, and to undo what it has done.
+    pub(super) cancelled: bool,
+    /// To cut the power, where it waits for a guest to shut down.
+    pub(super) forced: bool,
 }
 
 /// How long one wait for a host's news is: a cancelled task notices within it.
@@ -51,7 +49,7 @@ const NEWS_WAIT: Duration = Duration::from_secs(2);
 
 /// Why a step did not succeed.
 #[derive(Debug)]
-pub(super) enum StepError {
+pub(crate) enum StepError {
     /// It may be so or not, or may go better soon: try again.
     Again(Problem),
     /// It is certain, and trying again would change nothing.
@@ -74,6 +72,12 @@ impl StepError {
             Self::Again(problem) | Self::Final(problem) => problem,
         }
     }
+
+    pub(super) fn as_problem(&self) -> &Problem {
+        match self {
+            Self::Again(problem) | Self::Final(problem) => problem,
+        }
+    }
 }
 
 impl From<Problem> for StepError {
@@ -83,7 +87,7 @@ impl From<Problem> for StepError {
 }
 
 /// Whether somebody who was asked has not answered.
-fn is_silence(problem: &Problem) -> bool {
+pub(super) fn is_silence(problem: &Problem) -> bool {
     matches!(problem.code, ErrorCode::Unreachable | ErrorCode::TimedOut)
 }
 
@@ -94,36 +98,35 @@ impl From<StoreError> for StepError {
 }
 
 /// What all tasks work with.
-pub(super) struct Means {
+pub(super) struct Context {
     pub(super) store: Arc<Store>,
     pub(super) providers: Arc<Providers>,
     pub(super) hosts: Arc<Hosts>,
 }
 
-/// A task that is being carried out.
-pub(super) struct Run<'a> {
-    pub(super) means: &'a Means,
+/// A step that is being carried out.
+pub(crate) struct Run<'a> {
+    pub(super) context: &'a Context,
     pub(super) task: &'a Task,
-    pub(super) cancelled: watch::Receiver<bool>,
-    pub(super) gauge: &'a Gauge,
+    pub(super) vm_id: VmId,
+    pub(super) requests: watch::Receiver<Requests>,
+    pub(super) live: &'a LiveProgress,
+    /// Whether a host may have heard of this step.
+    pub(super) sent: AtomicBool,
 }
 
 impl Run<'_> {
     pub(super) fn store(&self) -> &Store {
-        &self.means.store
+        &self.context.store
     }
 
     pub(super) fn hosts(&self) -> &Hosts {
-        &self.means.hosts
-    }
-
-    pub(super) fn vm_id(&self) -> VmId {
-        self.task.operation.vm()
+        &self.context.hosts
     }
 
     /// The task's VM; none when it is removed already.
     pub(super) async fn find_vm(&self) -> Result<Option<Vm>, StoreError> {
-        vms::get(&mut *self.store().read().await?, self.vm_id()).await
+        vms::get(&mut *self.store().read().await?, self.vm_id).await
     }
 
     /// The task's VM.
@@ -133,7 +136,7 @@ impl Run<'_> {
     }
 
     pub(super) async fn disks(&self) -> Result<Vec<Disk>, StoreError> {
-        disks::of_vm(&mut *self.store().read().await?, self.vm_id()).await
+        disks::of_vm(&mut *self.store().read().await?, self.vm_id).await
     }
 
     pub(super) fn agent(&self, vm: &Vm) -> Result<Arc<dyn HostAgent>, Problem> {
@@ -142,44 +145,28 @@ impl Run<'_> {
 
     /// Shows how far the step is, in bytes; nothing of nothing.
     pub(super) fn show(&self, progress: Progress) {
-        if self.gauge.show(Some(progress).filter(|progress| progress.total > 0)) {
-            self.means.store.note_change();
+        if self.live.show(Some(progress).filter(|progress| progress.total > 0)) {
+            self.context.store.note_change();
         }
     }
 
-    /// Waits, however long, until the VM's host answers, or somebody cancels the task. False where it answers
-    /// at once: then its silence is not why a step failed.
-    pub(super) async fn outwait_silence(&self, pause: impl Fn(u32) -> Duration) -> bool {
-        let Ok(vm) = self.vm().await else { return false };
-        let Ok(agent) = self.agent(&vm) else { return false };
-        let mut cancelled = self.cancelled.clone();
-        let mut asked = 0;
-        loop {
-            let silent = tokio::select! {
-                answer = agent.describe() => answer.is_err_and(|problem| is_silence(&problem)),
-                Ok(()) = cancelled.changed() => break,
-            };
-            if !silent {
-                break;
-            }
-            if asked == 0 {
-                tracing::info!(task = %self.task.id, host = vm.host_name, "waiting for the host");
-                self.gauge.wait_for(Some(&vm.host_name));
-                self.means.store.note_change();
-            }
-            tokio::select! {
-                () = tokio::time::sleep(pause(asked)) => asked += 1,
-                Ok(()) = cancelled.changed() => break,
-            }
+    /// What an earlier step gave.
+    pub(super) fn output<T: DeserializeOwned>(&self, step: &str) -> Option<T> {
+        serde_json::from_value(self.task.outputs.get(step)?.clone()).ok()
+    }
+
+    /// Notes whether a change that a host was asked for may have reached it.
+    pub(super) fn noted<T>(&self, answer: Result<T, Problem>) -> Result<T, Problem> {
+        let unsent = |problem: &Problem| is_silence(problem) && !problem.in_doubt;
+        if !answer.as_ref().is_err_and(unsent) {
+            self.sent.store(true, Ordering::Relaxed);
         }
-        self.gauge.wait_for(None);
-        self.means.store.note_change();
-        asked > 0
+        answer
     }
 
     /// Ends a step when somebody cancelled the task.
     pub(super) fn check_cancelled(&self) -> Result<(), StepError> {
-        if *self.cancelled.borrow() {
+        if self.requests.borrow().cancelled {
             let detail =
                 format!("{} of '{}' was cancelled", self.task.operation.kind(), self.task.target);
             return Err(StepError::Final(Problem::new(ErrorCode::Cancelled, detail)));
@@ -195,11 +182,11 @@ impl Run<'_> {
     ) -> Result<HostState, Problem> {
         let after = last.map(|state| (state.incarnation, state.version));
         let wait = if last.is_some() { NEWS_WAIT } else { Duration::ZERO };
-        let mut cancelled = self.cancelled.clone();
+        let mut requests = self.requests.clone();
         tokio::select! {
             state = agent.state(after, wait) => state,
             // The caller checks; it goes on with what it has.
-            Ok(()) = cancelled.changed() => match last {
+            Ok(()) = requests.changed() => match last {
                 Some(state) => Ok(state.clone()),
                 None => agent.state(None, Duration::ZERO).await,
             },

@@ -1,5 +1,6 @@
 //! Starting a VM.
 
+use async_trait::async_trait;
 use std::time::Duration;
 
 use tokio::time::Instant;
@@ -8,8 +9,57 @@ use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::operation::Operation;
 use super::run::{Run, StepError, absent_is_fine, state_of};
+use super::step::{Limit, Output};
 use crate::keys::Purpose;
 use crate::store::vms::Vm;
+
+/// What is done, in order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Step {
+    Prepare,
+    PowerOn,
+}
+
+pub(crate) const STEPS: &[&dyn super::step::Step] = &[&Step::Prepare, &Step::PowerOn];
+
+#[async_trait]
+impl super::step::Step for Step {
+    fn name(&self) -> &'static str {
+        match self {
+            Self::Prepare => "prepare",
+            Self::PowerOn => "power-on",
+        }
+    }
+
+    fn title(&self) -> &'static str {
+        match self {
+            Self::Prepare => "register and deliver the key",
+            Self::PowerOn => "power on",
+        }
+    }
+
+    fn limit(&self) -> Option<Limit> {
+        match self {
+            Self::Prepare => Some(Limit::Provider),
+            _ => None,
+        }
+    }
+
+    async fn forward(&self, run: &Run<'_>) -> Result<Output, StepError> {
+        match self {
+            Self::Prepare => prepare(run).await,
+            Self::PowerOn => power_on(run).await,
+        }
+        .map(Output::from)
+    }
+
+    async fn back(&self, run: &Run<'_>, _: &Problem) -> Result<(), StepError> {
+        match self {
+            Self::Prepare => Ok(()),
+            Self::PowerOn => power_off(run).await,
+        }
+    }
+}
 
 /// How long QEMU and the filter may take from their start until the guest runs: seconds, and some more
 /// where a host starts many at once.
@@ -51,11 +101,11 @@ pub(super) fn locked(problem: Problem) -> Problem {
 pub(super) async fn power_on(run: &Run<'_>) -> Result<(), StepError> {
     let vm = run.vm().await?;
     let agent = run.agent(&vm)?;
-    match agent.power_on(vm.id).await {
+    match run.noted(agent.power_on(vm.id).await) {
         // The agent restarted since it was told of the VM and its key.
         Err(problem) if matches!(problem.code, ErrorCode::NotFound | ErrorCode::Locked) => {
             run.hosts().prepare(vm.id, Purpose::Encrypt).await.map_err(locked)?;
-            agent.power_on(vm.id).await?;
+            run.noted(agent.power_on(vm.id).await)?;
         }
         other => other?,
     }

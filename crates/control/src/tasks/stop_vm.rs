@@ -1,6 +1,7 @@
 //! Stopping a VM. There is nothing to undo: a guest that was asked to shut down may do so later, and the
 //! host's state says what is.
 
+use async_trait::async_trait;
 use std::time::Duration;
 
 use tokio::time::Instant;
@@ -10,7 +11,44 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use super::operation::Operation;
 use super::run::{Run, StepError, absent_is_fine, state_of};
 use super::start_vm::wait_off;
+use super::step::Output;
 use crate::store::vms::Vm;
+
+/// What is done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Step {
+    PowerOff,
+}
+
+pub(crate) const STEPS: &[&dyn super::step::Step] = &[&Step::PowerOff];
+
+#[async_trait]
+impl super::step::Step for Step {
+    fn name(&self) -> &'static str {
+        match self {
+            Self::PowerOff => "power-off",
+        }
+    }
+
+    fn title(&self) -> &'static str {
+        match self {
+            Self::PowerOff => "power off",
+        }
+    }
+
+    async fn forward(&self, run: &Run<'_>) -> Result<Output, StepError> {
+        match self {
+            Self::PowerOff => power_off(run).await,
+        }
+        .map(Output::from)
+    }
+
+    async fn back(&self, run: &Run<'_>, _: &Problem) -> Result<(), StepError> {
+        match self {
+            Self::PowerOff => see_what_is(run).await,
+        }
+    }
+}
 
 /// How much later than the task a host may notice that the guest's time is over.
 const HOST_LAG: Duration = Duration::from_secs(5);
@@ -21,28 +59,57 @@ pub(super) async fn power_off(run: &Run<'_>) -> Result<(), StepError> {
     };
     let vm = run.vm().await?;
     let agent = run.agent(&vm)?;
-    let mut state: HostState = run.news(&*agent, None).await?;
+    let state = run.news(&*agent, None).await?;
     if state_of(&state, vm.id).is_none_or(|seen| seen.power == Power::Off) {
         return Ok(());
     }
-    if force {
-        absent_is_fine(agent.power_off(vm.id, PowerOff::Force).await)?;
-        return wait_off(run, &vm, &*agent).await;
+    if !(force || run.requests.borrow().forced) {
+        let seconds = timeout_seconds;
+        let how = PowerOff::Shutdown { seconds };
+        absent_is_fine(run.noted(agent.power_off(vm.id, how).await))?;
+        if shut_down(run, &vm, &*agent, state, seconds).await? == Asked::Heeded {
+            return Ok(());
+        }
     }
-    let how = PowerOff::Shutdown { seconds: timeout_seconds };
-    absent_is_fine(agent.power_off(vm.id, how).await)?;
-    let deadline = Instant::now() + Duration::from_secs(timeout_seconds.into());
+    absent_is_fine(run.noted(agent.power_off(vm.id, PowerOff::Force).await))?;
+    wait_off(run, &vm, &*agent).await
+}
+
+/// How a guest that was asked to shut down ends.
+#[derive(PartialEq, Eq)]
+enum Asked {
+    /// By itself.
+    Heeded,
+    /// A user has the power cut meanwhile.
+    Forced,
+}
+
+/// Waits until a guest that was asked to shut down has, or somebody wants its power cut.
+async fn shut_down(
+    run: &Run<'_>,
+    vm: &Vm,
+    agent: &dyn HostAgent,
+    mut state: HostState,
+    seconds: u32,
+) -> Result<Asked, StepError> {
+    let deadline = Instant::now() + Duration::from_secs(seconds.into());
     loop {
         let left = deadline.saturating_duration_since(Instant::now());
-        match tokio::time::timeout(left, run.news(&*agent, Some(&state))).await {
+        match tokio::time::timeout(left, run.news(agent, Some(&state))).await {
             Ok(next) => state = next?,
-            Err(_) => return not_heeded(run, &vm, &*agent, timeout_seconds).await,
+            Err(_) => {
+                not_heeded(run, vm, agent, seconds).await?;
+                return Ok(Asked::Heeded);
+            }
         }
         if state_of(&state, vm.id).is_none_or(|seen| seen.power == Power::Off) {
             run.hosts().until_shown(vm.host, &state).await;
-            return Ok(());
+            return Ok(Asked::Heeded);
         }
         run.check_cancelled()?;
+        if run.requests.borrow().forced {
+            return Ok(Asked::Forced);
+        }
     }
 }
 

@@ -13,17 +13,23 @@ use vmseal_api::request_id::{self, RequestId};
 use vmseal_api::transfer::ExportFormat;
 
 mod away;
+mod defects;
+mod forced;
+mod limits;
 mod recrypt;
 mod revoked;
+mod upgrade;
+mod waiting;
 
 use super::Engine;
 use super::engine::{Fault, Faults, Moment};
-use super::operation::{Operation, Step};
+use super::operation::Operation;
+use crate::store::tasks::Task;
 use crate::testing::Plant;
 
 /// Interferes at one place, a given number of times; counts how often it did.
 fn at(
-    step: Step,
+    step: &'static str,
     state: TaskState,
     moment: Moment,
     fault: Fault,
@@ -99,16 +105,29 @@ impl Kind {
         (vm, plant.begin(operation, "web").await)
     }
 
-    fn steps(self) -> &'static [Step] {
+    fn steps(self) -> Vec<&'static str> {
         let vm = VmId::new();
-        match self {
+        let steps = match self {
             Self::Create => Operation::CreateVm { vm }.steps(),
             Self::Start => Operation::StartVm { vm }.steps(),
             Self::Stop => Operation::StopVm { vm, force: true, timeout_seconds: 1 }.steps(),
             Self::Delete => Operation::DeleteVm { vm, was: Lifecycle::Ready }.steps(),
             Self::Export => exporting(vm, DiskId::new()).steps(),
-            Self::Recrypt => recrypt::steps(),
-        }
+            Self::Recrypt => return recrypt::steps(),
+        };
+        steps.iter().map(|step| step.name()).collect()
+    }
+
+    /// Whether a step comes after the commit step.
+    fn is_past_commit(self, step: &str) -> bool {
+        let vm = VmId::new();
+        let operation = match self {
+            Self::Delete => Operation::DeleteVm { vm, was: Lifecycle::Ready },
+            Self::Recrypt => recrypt::operation(vm),
+            _ => return false,
+        };
+        let before = operation.steps().iter().take_while(|it| it.name() != step);
+        before.into_iter().any(|step| step.commits())
     }
 
     /// What is to be when the operation is done.
@@ -168,7 +187,7 @@ async fn carry_out(
 }
 
 async fn matrix(kind: Kind) {
-    for step in kind.steps().iter().copied() {
+    for step in kind.steps() {
         for moment in [Moment::Before, Moment::After] {
             let what = format!("{kind:?}, crash {moment:?} {step:?}");
             let (faults, done) = at(step, TaskState::Running, moment, Fault::Crash, 1);
@@ -184,14 +203,23 @@ async fn matrix(kind: Kind) {
 
             let what = format!("{kind:?}, {step:?} refused {moment:?}");
             let (faults, done) = at(step, TaskState::Running, moment, Fault::Fail(refused()), 1);
-            let (plant, vm, task) = carry_out(kind, faults, &done, false).await;
-            assert_failed_truly(kind, &plant, vm, task, &what).await;
+            let (mut plant, vm, task) = carry_out(kind, faults, &done, false).await;
+            assert_failed_truly(kind, &mut plant, vm, task, &what).await;
+
+            let what = format!("{kind:?}, {step:?} panics {moment:?}");
+            let (faults, done) = at(step, TaskState::Running, moment, Fault::Panic, 1);
+            let (mut plant, vm, task) = carry_out(kind, faults, &done, false).await;
+            assert_failed_truly(kind, &mut plant, vm, task, &what).await;
 
             let what = format!("{kind:?}, {step:?} never answered {moment:?}");
             let (faults, done) =
                 at(step, TaskState::Running, moment, Fault::Fail(silent()), u32::MAX);
-            let (plant, vm, task) = carry_out(kind, faults, &done, false).await;
-            assert_failed_truly(kind, &plant, vm, task, &what).await;
+            if kind.is_past_commit(step) {
+                goes_on_until_answered(kind, faults, &done, &what).await;
+            } else {
+                let (mut plant, vm, task) = carry_out(kind, faults, &done, false).await;
+                assert_failed_truly(kind, &mut plant, vm, task, &what).await;
+            }
         }
         let what = format!("{kind:?}, {step:?} done twice");
         let (faults, done) = at(step, TaskState::Running, Moment::After, Fault::Twice, 1);
@@ -201,10 +229,27 @@ async fn matrix(kind: Kind) {
     }
 }
 
+/// A step after the commit step is tried for as long as nobody answers.
+async fn goes_on_until_answered(kind: Kind, faults: Faults, done: &AtomicU32, what: &str) {
+    let mut plant = Plant::new().await;
+    let before = kind.before(&plant).await;
+    plant.restart(|engine: &mut Engine| engine.faults = Some(faults)).await;
+    let (vm, task) = kind.begin(&plant, before).await;
+    plant
+        .eventually(what, async || (done.load(Ordering::SeqCst) > 3 * ATTEMPTS).then_some(()))
+        .await;
+    assert!(plant.task(task).await.ended.is_none(), "{what}: it was given up");
+    let refused = plant.engine.cancel(&task.to_string(), "me").await.unwrap_err();
+    assert_eq!(refused.code, ErrorCode::WrongState, "{what}: it can be cancelled");
+    plant.restart(|_| {}).await;
+    assert_eq!(plant.ended(task).await.state, TaskState::Done, "{what}");
+    kind.assert_done(&plant, vm, what).await;
+}
+
 /// Either nothing of it is left, or it is said that something is, and deleting again removes it.
 async fn assert_failed_truly(
     kind: Kind,
-    plant: &Plant,
+    plant: &mut Plant,
     vm: VmId,
     task: vmseal_api::id::TaskId,
     what: &str,
@@ -221,9 +266,12 @@ async fn assert_failed_truly(
                 return;
             }
             if kind == Kind::Recrypt {
-                // The old key was destroyed already: that is said, and nothing is left to do.
-                assert!(problem.detail.contains("has its new key alone"), "{what}: {problem}");
-                recrypt::assert_done(plant, vm, what).await;
+                // Past its commit step: that is said, an alarm stands, and another recryption finishes it.
+                assert!(problem.detail.contains("has its new key"), "{what}: {problem}");
+                let alarm = "task-unfinished web".to_owned();
+                assert!(plant.alarms().await.contains(&alarm), "{what}");
+                recrypt::recrypt_again(plant, vm, what).await;
+                assert!(!plant.alarms().await.contains(&alarm), "{what}: the alarm stands");
                 return;
             }
             assert_eq!(kind, Kind::Delete, "{what}: {problem}");
@@ -295,7 +343,7 @@ async fn delete_survives_every_fault_at_every_step() {
 /// Fails the last step for good, and interferes with the undoing of every step.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn undoing_a_creation_survives_every_fault_at_every_step() {
-    for step in Kind::Create.steps().iter().copied() {
+    for step in Kind::Create.steps() {
         for (moment, fault) in [
             (Moment::Before, Fault::Crash),
             (Moment::After, Fault::Crash),
@@ -305,9 +353,9 @@ async fn undoing_a_creation_survives_every_fault_at_every_step() {
         ] {
             let what = format!("{fault:?} {moment:?} undoing {step:?}");
             let crashes = matches!(fault, Fault::Crash);
-            let (undoing, done) = at(step, TaskState::Undoing, moment, fault, 1);
+            let (undoing, done) = at(step, TaskState::RollingBack, moment, fault, 1);
             let (failing, _) =
-                at(Step::Finish, TaskState::Running, Moment::After, Fault::Fail(refused()), 1);
+                at("finish", TaskState::Running, Moment::After, Fault::Fail(refused()), 1);
             let both: Faults =
                 Arc::new(move |step, state, moment| match failing(step, state, moment) {
                     Fault::None => undoing(step, state, moment),
@@ -324,8 +372,7 @@ async fn undoing_a_creation_survives_every_fault_at_every_step() {
 async fn what_cannot_be_undone_is_said_and_can_be_deleted() {
     let mut plant = Plant::new().await;
     plant.inject(Call::DeleteDisk, HostFault::LoseRequest, ATTEMPTS);
-    let (failing, _) =
-        at(Step::Finish, TaskState::Running, Moment::Before, Fault::Fail(refused()), 1);
+    let (failing, _) = at("finish", TaskState::Running, Moment::Before, Fault::Fail(refused()), 1);
     plant.restart(|engine| engine.faults = Some(failing)).await;
     let (vm, task) = plant.create("web", "encrypted").await;
     let ended = plant.ended(task).await;
@@ -346,7 +393,7 @@ async fn what_cannot_be_undone_is_said_and_can_be_deleted() {
 async fn a_deletion_that_was_cut_short_can_be_repeated() {
     let plant = Plant::new().await;
     let vm = plant.made("web", "encrypted").await;
-    plant.inject(Call::UnregisterVm, HostFault::LoseRequest, ATTEMPTS);
+    plant.inject(Call::UnregisterVm, HostFault::Refuse(ErrorCode::Internal), 1);
     let task = plant.begin(Operation::DeleteVm { vm, was: Lifecycle::Ready }, "web").await;
     assert_eq!(plant.ended(task).await.state, TaskState::Unknown);
     assert_eq!(plant.vm(vm).await.unwrap().lifecycle, Lifecycle::Deleting);
@@ -388,7 +435,7 @@ async fn lost_calls_lost_answers_and_crashes_of_the_agent_do_not_matter() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_agent_that_restarts_in_the_middle_of_any_step_is_told_again() {
-    for step in [Step::Register, Step::DeliverKey, Step::CreateDisks, Step::Finish] {
+    for step in ["register", "deliver-key", "create-disks", "finish"] {
         let mut plant = Plant::new().await;
         let agent = plant.agent.clone();
         let restarted = Mutex::new(false);
@@ -418,7 +465,7 @@ async fn a_cancelled_creation_leaves_nothing() {
     assert_eq!(tried.state, TaskState::Running);
     plant.engine.cancel(&task.to_string(), "me").await.unwrap();
     let ended = plant.ended(task).await;
-    assert_eq!(ended.state, TaskState::Failed);
+    assert_eq!(ended.state, TaskState::Cancelled);
     assert_eq!(ended.problem.unwrap().code, ErrorCode::Cancelled);
     plant.assert_nothing_left(vm, "cancelled").await;
     let tried = plant.engine.check_cancel(&task.to_string()).await.unwrap_err();
@@ -436,7 +483,7 @@ async fn a_task_that_was_cancelled_before_a_crash_is_undone_after_it() {
     plant.engine.stop();
     plant.engine.cancel(&task.to_string(), "me").await.unwrap();
     plant.restart(|_| {}).await;
-    assert_eq!(plant.ended(task).await.state, TaskState::Failed);
+    assert_eq!(plant.ended(task).await.state, TaskState::Cancelled);
     plant.assert_nothing_left(vm, "cancelled before a crash").await;
 }
 
@@ -507,8 +554,8 @@ async fn a_disk_that_cannot_be_made_fails_the_creation_with_the_hosts_words() {
     let (vm, task) = plant.create("web", "encrypted").await;
     let ended = plant.ended(task).await;
     assert_eq!(ended.state, TaskState::Failed);
-    assert_eq!(ended.problem.unwrap().code, ErrorCode::NoSpace);
-    assert_eq!(ended.step, Step::CreateDisks.name(), "where it failed is not shown");
+    assert_eq!(ended.problem.as_ref().unwrap().code, ErrorCode::NoSpace);
+    assert_eq!(ended.step_title(), "create the disks", "where it failed is not shown");
     plant.assert_nothing_left(vm, "no room").await;
 }
 
@@ -538,7 +585,7 @@ async fn a_deletion_that_the_host_refuses_leaves_the_vm_whole() {
 async fn a_task_that_goes_on_after_a_crash_is_still_for_the_request_that_asked_for_it() {
     let mut plant = Plant::new().await;
     let vm = plant.made("web", "encrypted").await;
-    let (faults, crashed) = at(Step::PowerOn, TaskState::Running, Moment::Before, Fault::Crash, 1);
+    let (faults, crashed) = at("power-on", TaskState::Running, Moment::Before, Fault::Crash, 1);
     plant.restart(|engine: &mut Engine| engine.faults = Some(faults)).await;
     let request = RequestId::new();
     let begin = plant.begin(Operation::StartVm { vm }, "web");

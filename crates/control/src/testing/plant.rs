@@ -33,6 +33,7 @@ const RETRY: Retry = Retry {
     attempts: ATTEMPTS,
     first_pause: Duration::from_millis(2),
     longest_pause: Duration::from_millis(10),
+    store_pause: Duration::from_millis(5),
 };
 
 pub struct Plant {
@@ -129,6 +130,21 @@ impl Plant {
         self.engine = Arc::new(engine);
         self.connected().await;
         self.engine.resume().await.unwrap();
+    }
+
+    /// The same, and nobody has given the passphrases of the providers since.
+    pub async fn restart_sealed(&mut self) {
+        self.engine.stop();
+        let providers = Providers::open(Arc::clone(&self.store), self.directory.path(), None).await;
+        self.providers = Arc::new(providers.unwrap());
+        self.restart(|_| {}).await;
+    }
+
+    /// Gives the passphrase of a provider.
+    pub async fn unlock(&self, name: &str) {
+        let found = providers::find(&mut self.store.read().await.unwrap(), name).await.unwrap();
+        let passphrase = SecretBytes::from_wiped(&mut b"pass".to_vec()).unwrap();
+        self.providers.unlock(&found.unwrap(), passphrase, "me").await.unwrap();
     }
 
     /// The next `times` calls of this kind go wrong.

@@ -10,7 +10,7 @@ const AWAY: Duration = Duration::from_millis(400);
 const SOON: Duration = Duration::from_millis(1);
 
 async fn shown_step(plant: &Plant, task: vmseal_api::id::TaskId) -> String {
-    plant.engine.shown(&plant.task(task).await).step
+    plant.engine.shown(&plant.task(task).await).at()
 }
 
 /// Takes the host away while it works on a task, until the task has waited for it for long.

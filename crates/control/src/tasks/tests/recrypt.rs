@@ -3,17 +3,27 @@
 use super::*;
 use crate::store::keys;
 
-pub fn steps() -> &'static [Step] {
-    &[
-        Step::CheckKey,
-        Step::MakeNewKey,
-        Step::AddNewKey,
-        Step::SwitchKey,
-        Step::DeliverNewKey,
-        Step::DropOldKey,
-        Step::DestroyOldKey,
-    ]
+pub fn operation(vm: VmId) -> Operation {
+    let provider = vmseal_api::id::ProviderId::new();
+    let old =
+        vmseal_api::host::KeyReference { provider, key_id: String::new(), check: String::new() };
+    Operation::RecryptVm { vm, old, provider }
 }
+
+pub fn steps() -> Vec<&'static str> {
+    operation(VmId::new()).steps().iter().map(|step| step.name()).collect()
+}
+
+/// The steps that can be undone: up to the commit step.
+fn undone_steps() -> Vec<&'static str> {
+    let mut steps = steps();
+    steps.truncate(4);
+    assert_eq!(steps.last(), Some(&COMMIT));
+    steps
+}
+
+/// From here on it goes only forward.
+const COMMIT: &str = "switch-key";
 
 /// The VM is whole and has a key of the first or the other provider, the only one that there is of it.
 async fn assert_one_key(plant: &Plant, vm: VmId, recrypted: bool, what: &str) {
@@ -48,7 +58,7 @@ async fn assert_opens(plant: &Plant, vm: VmId, what: &str) {
 }
 
 /// Gives a VM another key, under no faults; its disks open with that alone.
-async fn recrypt_again(plant: &mut Plant, vm: VmId, what: &str) {
+pub async fn recrypt_again(plant: &mut Plant, vm: VmId, what: &str) {
     plant.restart(|engine| engine.faults = None).await;
     let task = plant.begin(plant.recryption(vm).await, "web").await;
     let ended = plant.ended(task).await;
@@ -69,7 +79,7 @@ async fn after_a_crash_at_any_step_the_key_of_the_inventory_opens_every_disk() {
             let what = format!("crash {moment:?} {step:?}");
             let mut plant = Plant::new().await;
             let vm = plant.made("web", "encrypted").await;
-            let (faults, done) = at(*step, TaskState::Running, moment, Fault::Crash, 1);
+            let (faults, done) = at(step, TaskState::Running, moment, Fault::Crash, 1);
             plant.restart(|engine| engine.faults = Some(faults)).await;
             plant.begin(plant.recryption(vm).await, "web").await;
             let crashed = async || (done.load(Ordering::SeqCst) > 0).then_some(());
@@ -79,10 +89,10 @@ async fn after_a_crash_at_any_step_the_key_of_the_inventory_opens_every_disk() {
     }
 }
 
-/// Fails the last step, and interferes with the undoing of every step.
+/// Fails the commit step, and interferes with the undoing of every step.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn undoing_a_recryption_survives_every_fault_at_every_step() {
-    for step in steps().iter().copied() {
+    for step in undone_steps() {
         for (moment, fault) in [
             (Moment::Before, Fault::Crash),
             (Moment::After, Fault::Crash),
@@ -92,14 +102,9 @@ async fn undoing_a_recryption_survives_every_fault_at_every_step() {
         ] {
             let what = format!("{fault:?} {moment:?} undoing {step:?}");
             let crashes = matches!(fault, Fault::Crash);
-            let (undoing, done) = at(step, TaskState::Undoing, moment, fault, 1);
-            let (failing, _) = at(
-                Step::DestroyOldKey,
-                TaskState::Running,
-                Moment::Before,
-                Fault::Fail(refused()),
-                1,
-            );
+            let (undoing, done) = at(step, TaskState::RollingBack, moment, fault, 1);
+            let (failing, _) =
+                at(COMMIT, TaskState::Running, Moment::Before, Fault::Fail(refused()), 1);
             let both: Faults =
                 Arc::new(move |step, state, moment| match failing(step, state, moment) {
                     Fault::None => undoing(step, state, moment),
@@ -116,14 +121,14 @@ async fn undoing_a_recryption_survives_every_fault_at_every_step() {
 /// What can be neither finished nor undone is whole, says so, and is finished by recrypting again.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_recryption_that_is_stuck_leaves_a_whole_vm_and_another_one_leaves_one_key() {
-    for step in steps() {
+    for step in undone_steps() {
         let what = format!("undoing {step:?} fails for good");
         let mut plant = Plant::new().await;
         let vm = plant.made("web", "encrypted").await;
         let (failing, _) =
-            at(Step::DestroyOldKey, TaskState::Running, Moment::Before, Fault::Fail(refused()), 1);
+            at(COMMIT, TaskState::Running, Moment::Before, Fault::Fail(refused()), 1);
         let (stuck, _) =
-            at(*step, TaskState::Undoing, Moment::Before, Fault::Fail(refused()), u32::MAX);
+            at(step, TaskState::RollingBack, Moment::Before, Fault::Fail(refused()), u32::MAX);
         let both: Faults =
             Arc::new(move |step, state, moment| match failing(step, state, moment) {
                 Fault::None => stuck(step, state, moment),
@@ -172,10 +177,10 @@ async fn a_recryption_survives_what_happens_to_its_calls() {
     }
 }
 
-/// The agent dies between two disks, and never comes back for this task: the VM opens all the same.
+/// The agent dies between two disks, and does not come back for this task: the VM opens all the same.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_agent_that_dies_between_two_disks_for_good_leaves_a_whole_vm() {
-    for call in [Call::AddKey, Call::DropOtherKeys] {
+    for call in [Call::AddKey] {
         let what = format!("{call:?}");
         let mut plant = Plant::new().await;
         let vm = plant.made("web", "encrypted").await;
@@ -196,20 +201,26 @@ async fn an_agent_that_dies_between_two_disks_for_good_leaves_a_whole_vm() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_recryption_can_be_cancelled_before_the_old_key_is_destroyed() {
+async fn a_recryption_can_be_cancelled_until_the_vm_has_its_new_key() {
     for step in steps() {
         let what = format!("cancelled at {step:?}");
         let mut plant = Plant::new().await;
         let vm = plant.made("web", "encrypted").await;
-        let (faults, done) = at(*step, TaskState::Running, Moment::Before, Fault::Crash, 1);
+        let (faults, done) = at(step, TaskState::Running, Moment::Before, Fault::Crash, 1);
         plant.restart(|engine| engine.faults = Some(faults)).await;
         let task = plant.begin(plant.recryption(vm).await, "web").await;
         let crashed = async || (done.load(Ordering::SeqCst) > 0).then_some(());
         plant.eventually("it crashes", crashed).await;
-        plant.engine.cancel(&task.to_string(), "me").await.unwrap();
+        let cancelled = plant.engine.cancel(&task.to_string(), "me").await;
         plant.restart(|_| {}).await;
         let ended = plant.ended(task).await;
-        assert_eq!(ended.state, TaskState::Failed, "{what}: {:?}", ended.problem);
+        if !undone_steps().contains(&step) {
+            assert_eq!(cancelled.unwrap_err().code, ErrorCode::WrongState, "{what}");
+            assert_eq!(ended.state, TaskState::Done, "{what}: {:?}", ended.problem);
+            assert_done(&plant, vm, &what).await;
+            continue;
+        }
+        assert_eq!(ended.state, TaskState::Cancelled, "{what}: {:?}", ended.problem);
         assert_eq!(ended.problem.unwrap().code, ErrorCode::Cancelled);
         assert_undone(&plant, vm, &what).await;
     }
@@ -267,7 +278,7 @@ async fn the_old_key_is_not_destroyed_while_a_disk_cannot_be_opened() {
     let agent = plant.agent.clone();
     let faults: Faults = Arc::new(move |step, state, moment| {
         let here = (step, state, moment);
-        if here == (Step::DestroyOldKey, TaskState::Running, Moment::Before) {
+        if here == ("destroy-old-key", TaskState::Running, Moment::Before) {
             agent.change_mark(std::path::Path::new("/store"));
         }
         Fault::None

@@ -133,7 +133,7 @@ async fn nothing_is_made_with_a_key_that_was_revoked_meanwhile() {
     let (client, seen) = (Arc::clone(&here.client), Arc::new(AtomicU32::new(0)));
     let count = Arc::clone(&seen);
     let faults: Faults = Arc::new(move |step, state, moment| {
-        let here = (step, state, moment) == (Step::DeliverKey, TaskState::Running, Moment::Before);
+        let here = (step, state, moment) == ("deliver-key", TaskState::Running, Moment::Before);
         if here && count.fetch_add(1, Ordering::SeqCst) == 0 {
             tokio::task::block_in_place(|| {
                 tokio::runtime::Handle::current().block_on(async {

@@ -216,6 +216,7 @@ async fn whoever_removes_a_provider_is_told_of_every_key_that_may_be_left() {
     assert!(here.events("key.orphaned").await.is_empty());
     let mut write = here.store.write().await.unwrap();
     task.state = vmseal_api::model::TaskState::Failed;
+    task.ended = Some(Timestamp::now());
     crate::store::tasks::update(&mut write, &task).await.unwrap();
     write.commit().await.unwrap();
     here.providers.remove(&provider, "me").await.unwrap();

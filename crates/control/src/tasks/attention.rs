@@ -1,0 +1,75 @@
+//! Alarms about tasks that need an operator: what could be neither finished nor undone, and what this version
+//! cannot read. An alarm stands until somebody resolves the task, or a later one has done its work.
+
+use vmseal_api::id::VmId;
+
+use super::operation::Operation;
+use crate::store::alarms::Standing;
+use crate::store::tasks::{self, Task};
+use crate::store::{StoreError, Write, alarms};
+
+/// The source of a task's alarm.
+fn source(task: &Task) -> String {
+    format!("task {}", task.id)
+}
+
+/// Whether what such a task has left is to be seen to. The state of the host says how a VM stands that could not
+/// be started or stopped.
+fn leaves_work(operation: &Operation) -> bool {
+    !matches!(operation, Operation::StartVm { .. } | Operation::StopVm { .. })
+}
+
+/// Raises the alarm of a task that has ended unknown.
+pub(super) async fn unfinished(write: &mut Write<'_>, task: &Task) -> Result<(), StoreError> {
+    if !leaves_work(&task.operation) {
+        return Ok(());
+    }
+    let why = task.problem.as_ref().map(ToString::to_string).unwrap_or_default();
+    raise(write, task, "task-unfinished", why).await
+}
+
+/// Raises the alarm of a task that this version does not carry out.
+pub(super) async fn unreadable(
+    write: &mut Write<'_>,
+    task: &Task,
+    why: &str,
+) -> Result<(), StoreError> {
+    let what = format!(
+        "it was begun by another version of vmseal and stays as it is ({why}); that version goes on with it"
+    );
+    raise(write, task, "task-unreadable", what).await
+}
+
+async fn raise(
+    write: &mut Write<'_>,
+    task: &Task,
+    code: &'static str,
+    why: String,
+) -> Result<(), StoreError> {
+    let (kind, id) = (task.operation.kind(), task.id);
+    let detail =
+        format!("{kind} as task {id}: {why}. When this is seen to: vmseal task resolve {id}");
+    let alarm = Standing { code, target: task.target.clone(), detail, reason: None };
+    alarms::replace(write, &source(task), &[alarm]).await
+}
+
+/// Clears a task's alarm.
+pub(super) async fn clear(write: &mut Write<'_>, task: &Task) -> Result<(), StoreError> {
+    alarms::replace(write, &source(task), &[]).await
+}
+
+/// Clears the alarms that a task's success has answered: those of the same operation on its VM, and all of a
+/// VM that is deleted.
+pub(super) async fn answered(
+    write: &mut Write<'_>,
+    done: &Task,
+    vm: VmId,
+) -> Result<(), StoreError> {
+    let gone = matches!(done.operation, Operation::DeleteVm { .. });
+    for task in tasks::unknown_of_vm(write, vm).await? {
+        if gone || task.operation.kind() == done.operation.kind() {
+            clear(write, &task).await?;
+        }
+    }
+    Ok(())
+}

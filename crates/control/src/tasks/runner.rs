@@ -1,0 +1,463 @@
+//! Carries one task out.
+//!
+//! ```text
+//!   Waiting (for its time)
+//!      │            a share is free            host, provider, passphrase
+//!   Queued ◄───────────────────────► Running ◄───────────────────────────► Waiting
+//!                                    │ ▲ │ next step
+//!      a step fails for good, or     │ └─┘                 after the last step
+//!      it is cancelled, before the   │  └────────────────────────────────────► Done
+//!      commit step                   │
+//!                                    ├── a step fails after the commit step ─► Unknown
+//!                                    ▼
+//!                               RollingBack ── all is undone ─► Failed, Cancelled
+//!                                    │ ▲ │
+//!                    the step before │ └─┘──── a step cannot be undone ──────► Unknown
+//! ```
+//!
+//! State and step are in the inventory before the step begins, with what the steps before it gave. A server that
+//! starts goes on with every task where it was: the step that was under way is done (or undone) again from its
+//! beginning, which every step can bear. A host's silence is no answer: the step is repeated with growing pauses,
+//! and when that is no use it is undone, as it may have been done. Whom a step waits for without end, the step says
+//! ([`super::step::Patience`]); after the commit step it is everybody.
+
+use std::panic::AssertUnwindSafe;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use futures_util::FutureExt;
+use jiff::Timestamp;
+use tokio::sync::{OwnedSemaphorePermit, watch};
+use vmseal_api::model::{TaskState, Waiting, WaitingOn};
+use vmseal_api::problem::{ErrorCode, Problem};
+
+use super::engine::{Engine, Retry};
+#[cfg(test)]
+use super::engine::{Fault, Moment};
+use super::limits;
+use super::run::{LiveProgress, Requests, Run, StepError, is_silence};
+use super::step::{Limit, Output, Patience, Step};
+use super::waits::{self, Verdict};
+use crate::store::tasks::Task;
+use crate::store::vms;
+
+/// Why a task was left before its end.
+pub(super) enum Left {
+    /// As if the server's process had ended.
+    #[cfg(test)]
+    Crashed,
+    /// This version does not know its step.
+    Unreadable(String),
+}
+
+/// Why a step was not done.
+struct Failure {
+    problem: Problem,
+    /// Whether nobody has heard of it: there is nothing to undo.
+    unsent: bool,
+}
+
+pub(super) struct Runner<'a> {
+    pub(super) engine: &'a Engine,
+    pub(super) task: Task,
+    pub(super) vm_id: vmseal_api::id::VmId,
+    pub(super) requests: watch::Receiver<Requests>,
+    pub(super) live: Arc<LiveProgress>,
+    /// Whether the step may have been begun in an earlier life of the server.
+    pub(super) resumed: bool,
+}
+
+impl Runner<'_> {
+    pub(super) async fn carry_out(mut self) -> Result<(), Left> {
+        self.await_time().await;
+        loop {
+            match self.task.state {
+                TaskState::Queued | TaskState::Running | TaskState::Waiting => {
+                    self.advance().await?
+                }
+                TaskState::RollingBack => self.retreat().await?,
+                _ => return Ok(()),
+            }
+        }
+    }
+
+    fn steps(&self) -> &'static [&'static dyn Step] {
+        self.task.operation.steps()
+    }
+
+    /// The place of the step that the task is at.
+    fn position(&self) -> Result<usize, Left> {
+        let name = &self.task.step;
+        let found = self.steps().iter().position(|step| step.name() == name);
+        found.ok_or_else(|| Left::Unreadable(format!("this version knows no step '{name}' of it")))
+    }
+
+    /// Waits for the time before which the task does not begin.
+    async fn await_time(&mut self) {
+        let Some(time) = self.task.not_before else { return };
+        while let Ok(left) = Duration::try_from(time.duration_since(Timestamp::now()))
+            && !left.is_zero()
+            && !self.requests.borrow().cancelled
+        {
+            let waiting =
+                Waiting { on: WaitingOn::Time, name: time.to_string(), detail: String::new() };
+            self.note_waiting(waiting).await;
+            let mut requests = self.requests.clone();
+            tokio::select! {
+                () = tokio::time::sleep(left.min(CLOCK_CHECK)) => {}
+                Ok(()) = requests.changed() => {}
+            }
+        }
+    }
+
+    /// Does the next step.
+    async fn advance(&mut self) -> Result<(), Left> {
+        let position = self.position()?;
+        let step = self.steps()[position];
+        let committed = self.steps()[..position].iter().any(|step| step.commits());
+        match self.attempt(step, None, committed).await? {
+            Ok(Output(output)) => {
+                if let Some(output) = output {
+                    self.task.outputs.insert(step.name().to_owned(), output);
+                }
+                match self.steps().get(position + 1) {
+                    Some(next) => self.go_to(*next, TaskState::Running).await,
+                    None => self.engine.end(&mut self.task, self.vm_id, TaskState::Done).await,
+                }
+            }
+            Err(Failure { problem, .. }) if committed => {
+                self.task.problem =
+                    Some(self.task.operation.unfinished(&self.task.target, &problem));
+                self.engine.end(&mut self.task, self.vm_id, TaskState::Unknown).await;
+            }
+            Err(Failure { problem, unsent }) => {
+                tracing::warn!(task = %self.task.id, step = step.name(), %problem, "rolling back");
+                self.task.problem = Some(problem);
+                self.task.failed_step = Some(step.name().to_owned());
+                match position.checked_sub(usize::from(unsent)) {
+                    Some(from) => self.go_back_to(self.steps()[from]).await,
+                    None => self.end_undone().await,
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Undoes the step that the task is at.
+    async fn retreat(&mut self) -> Result<(), Left> {
+        let position = self.position()?;
+        let step = self.steps()[position];
+        let cause = self.task.problem.clone().unwrap_or_else(|| {
+            Problem::new(ErrorCode::Internal, "the inventory does not say why it is undone")
+        });
+        match self.attempt(step, Some(&cause), false).await? {
+            Ok(_) => match position.checked_sub(1) {
+                Some(before) => self.go_back_to(self.steps()[before]).await,
+                None => self.end_undone().await,
+            },
+            Err(Failure { problem, .. }) => {
+                let detail = format!("{cause}; and undoing '{}' failed: {problem}", step.title());
+                self.task.problem = Some(Problem::new(problem.code, detail));
+                self.engine.end(&mut self.task, self.vm_id, TaskState::Unknown).await;
+            }
+        }
+        Ok(())
+    }
+
+    async fn go_to(&mut self, step: &dyn Step, state: TaskState) {
+        self.resumed = false;
+        self.task.step = step.name().to_owned();
+        self.task.state = state;
+        self.task.waiting = None;
+        self.engine.save(&self.task, None).await;
+    }
+
+    async fn go_back_to(&mut self, step: &dyn Step) {
+        self.live.show(None);
+        self.go_to(step, TaskState::RollingBack).await;
+    }
+
+    /// Ends a task of which nothing is left; the step shown is that at which it failed.
+    async fn end_undone(&mut self) {
+        let cancelled =
+            self.task.problem.as_ref().is_some_and(|problem| problem.code == ErrorCode::Cancelled);
+        let state = if cancelled { TaskState::Cancelled } else { TaskState::Failed };
+        self.engine.end(&mut self.task, self.vm_id, state).await;
+    }
+
+    /// Does a step, or undoes it because of `cause`, with patience for those who do not answer.
+    async fn attempt(
+        &mut self,
+        step: &'static dyn Step,
+        cause: Option<&Problem>,
+        committed: bool,
+    ) -> Result<Result<Output, Failure>, Left> {
+        let patience = match cause {
+            Some(_) => Patience::NONE,
+            None if committed => Patience::BOTH,
+            None => step.patience(),
+        };
+        // What is undone, and what is past its commit step, is not cancelled.
+        let (_keep, never) = watch::channel(Requests::default());
+        let requests = match cause {
+            None if !committed => self.requests.clone(),
+            _ => never,
+        };
+        let (engine, live, vm_id) = (self.engine, Arc::clone(&self.live), self.vm_id);
+        let (retry, context) = (engine.retry, &engine.context);
+        let (mut tries, mut furthest, mut sent) = (0, 0, self.resumed);
+        loop {
+            let share = self.take_share(step, &requests).await;
+            let task = self.task.clone();
+            let (requests, sent_now) = (requests.clone(), AtomicBool::new(false));
+            let run = Run { context, task: &task, vm_id, requests, live: &live, sent: sent_now };
+            let outcome = self.try_once(&run, step, cause).await?;
+            sent |= run.sent.load(Ordering::Relaxed);
+            drop(share);
+            let error = match outcome {
+                Ok(output) => return Ok(Ok(output)),
+                Err(error) => error,
+            };
+            let done = self.live.read().map_or(0, |progress| progress.done);
+            if done > furthest {
+                (tries, furthest) = (0, done);
+            }
+            match waits::verdict(&error, patience) {
+                Verdict::Inventory => {
+                    tracing::error!(task = %task.id, error = %error.as_problem(), "the inventory fails: waiting");
+                    pause(retry.store_pause, &run.requests).await;
+                }
+                Verdict::Provider => {
+                    let waiting = waits::for_provider(&run, error.as_problem()).await;
+                    self.note_waiting(waiting).await;
+                    self.await_provider(retry.pause(tries), &run.requests).await;
+                    tries = tries.saturating_add(1);
+                }
+                Verdict::Silence => {
+                    let mut waiter = HostWait { run: &run, retry, problem: error.as_problem() };
+                    if patience.host && waiter.is_silent().await {
+                        let waiting = waiter.shown().await;
+                        self.note_waiting(waiting).await;
+                        waiter.outwait().await;
+                        tries = 0;
+                        continue;
+                    }
+                    if tries + 1 >= retry.attempts && !committed {
+                        return Ok(Err(self.failure(error, sent)));
+                    }
+                    let pause_for = retry.pause(tries);
+                    tracing::info!(task = %task.id, step = step.name(), problem = %error.as_problem(), ?pause_for, "again");
+                    pause(pause_for, &run.requests).await;
+                    tries = tries.saturating_add(1);
+                }
+                Verdict::Final => return Ok(Err(self.failure(error, sent))),
+            }
+        }
+    }
+
+    fn failure(&self, error: StepError, sent: bool) -> Failure {
+        let problem = error.problem();
+        // Only a step that says when it sends something can be known to have sent nothing.
+        let unsent =
+            !sent && is_silence(&problem) && !problem.in_doubt && self.says_what_it_sends();
+        Failure { problem, unsent }
+    }
+
+    fn says_what_it_sends(&self) -> bool {
+        matches!(self.task.step.as_str(), "power-on" | "power-off")
+    }
+
+    /// Shows what the task waits for.
+    async fn note_waiting(&mut self, waiting: Waiting) {
+        if self.task.waiting.as_ref() != Some(&waiting) || self.task.state != TaskState::Waiting {
+            tracing::info!(task = %self.task.id, on = ?waiting.on, name = waiting.name, "waiting");
+            self.task.waiting = Some(waiting);
+            self.task.state = TaskState::Waiting;
+            self.engine.save(&self.task, None).await;
+        }
+    }
+
+    /// Waits for the task's turn where only so much happens at a time; then it runs.
+    async fn take_share(
+        &mut self,
+        step: &dyn Step,
+        requests: &watch::Receiver<Requests>,
+    ) -> Option<OwnedSemaphorePermit> {
+        let share = match self.shares(step).await {
+            None => None,
+            Some(shares) => match limits::try_take(&shares) {
+                Some(share) => Some(share),
+                None => {
+                    if self.task.state == TaskState::Running {
+                        self.task.state = TaskState::Queued;
+                        self.engine.save(&self.task, None).await;
+                    }
+                    let mut requests = requests.clone();
+                    tokio::select! {
+                        share = shares.acquire_owned() => share.ok(),
+                        // The step looks whether it is cancelled.
+                        Ok(()) = requests.changed() => None,
+                    }
+                }
+            },
+        };
+        // One that waits for somebody still does until the step is done: what is shown does not flicker.
+        if self.task.state == TaskState::Queued {
+            self.task.state = TaskState::Running;
+            self.engine.save(&self.task, None).await;
+        }
+        share
+    }
+
+    async fn shares(&self, step: &dyn Step) -> Option<Arc<tokio::sync::Semaphore>> {
+        if self.task.state == TaskState::RollingBack {
+            return None;
+        }
+        let limit = step.limit()?;
+        let mut read = self.engine.context.store.read().await.ok()?;
+        let vm = vms::get(&mut read, self.vm_id).await.ok()??;
+        let whose = match limit {
+            Limit::HostWork => vm.host.0,
+            Limit::Provider => vm.provider?.0,
+        };
+        Some(self.engine.limits.of(limit, whose))
+    }
+
+    /// Waits until a provider can be used again, somebody asks something of the task, or a pause is over.
+    async fn await_provider(&self, at_most: Duration, requests: &watch::Receiver<Requests>) {
+        let mut unlocks = self.engine.context.providers.unlocks();
+        let mut requests = requests.clone();
+        tokio::select! {
+            Ok(()) = unlocks.changed() => {}
+            () = tokio::time::sleep(at_most) => {}
+            Ok(()) = requests.changed() => {}
+        }
+    }
+
+    async fn try_once(
+        &self,
+        run: &Run<'_>,
+        step: &'static dyn Step,
+        cause: Option<&Problem>,
+    ) -> Result<Result<Output, StepError>, Left> {
+        if let Err(cancelled) = run.check_cancelled() {
+            return Ok(Err(cancelled));
+        }
+        #[cfg(test)]
+        if let Some(interfered) = self.interfere(run, step, cause, Moment::Before).await? {
+            return Ok(interfered);
+        }
+        let outcome = perform(run, step, cause).await;
+        #[cfg(test)]
+        if outcome.is_ok()
+            && let Some(interfered) = self.interfere(run, step, cause, Moment::After).await?
+        {
+            return Ok(interfered);
+        }
+        Ok(outcome)
+    }
+
+    #[cfg(test)]
+    async fn interfere(
+        &self,
+        run: &Run<'_>,
+        step: &'static dyn Step,
+        cause: Option<&Problem>,
+        moment: Moment,
+    ) -> Result<Option<Result<Output, StepError>>, Left> {
+        let Some(faults) = &self.engine.faults else { return Ok(None) };
+        let state = if cause.is_some() { TaskState::RollingBack } else { TaskState::Running };
+        match faults(step.name(), state, moment) {
+            Fault::None => Ok(None),
+            Fault::Crash => Err(Left::Crashed),
+            Fault::Fail(problem) => {
+                // Nobody knows what a step did that fails so.
+                run.sent.store(true, Ordering::Relaxed);
+                Ok(Some(Err(problem.into())))
+            }
+            Fault::Panic => {
+                let panics = async || -> Result<Output, StepError> { panic!("on purpose") };
+                Ok(Some(caught(step, panics()).await))
+            }
+            Fault::Twice => Ok(Some(perform(run, step, cause).await)),
+        }
+    }
+}
+
+/// How often a task looks whether the clock was set, while it waits for a time.
+const CLOCK_CHECK: Duration = Duration::from_secs(60);
+
+/// A pause that ends early when something is asked of the task.
+async fn pause(pause: Duration, requests: &watch::Receiver<Requests>) {
+    let mut requests = requests.clone();
+    tokio::select! {
+        () = tokio::time::sleep(pause) => {}
+        Ok(()) = requests.changed() => {}
+    }
+}
+
+/// Waits for the host of a VM.
+struct HostWait<'a> {
+    run: &'a Run<'a>,
+    retry: Retry,
+    problem: &'a Problem,
+}
+
+impl HostWait<'_> {
+    /// Whether the host's silence is why the step failed: it does not answer now either.
+    async fn is_silent(&mut self) -> bool {
+        let Ok(vm) = self.run.vm().await else { return false };
+        let Ok(agent) = self.run.agent(&vm) else { return false };
+        let mut requests = self.run.requests.clone();
+        tokio::select! {
+            answer = agent.describe() => answer.is_err_and(|problem| is_silence(&problem)),
+            Ok(()) = requests.changed() => false,
+        }
+    }
+
+    async fn shown(&self) -> Waiting {
+        let name = self.run.vm().await.map(|vm| vm.host_name).unwrap_or_default();
+        Waiting { on: WaitingOn::Host, name, detail: self.problem.to_string() }
+    }
+
+    /// Waits until it answers, or something is asked of the task.
+    async fn outwait(&mut self) {
+        let mut asked = 0;
+        loop {
+            pause(self.retry.pause(asked), &self.run.requests).await;
+            asked = asked.saturating_add(1);
+            if self.run.check_cancelled().is_err() || !self.is_silent().await {
+                return;
+            }
+        }
+    }
+}
+
+async fn perform(
+    run: &Run<'_>,
+    step: &'static dyn Step,
+    cause: Option<&Problem>,
+) -> Result<Output, StepError> {
+    caught(step, async {
+        match cause {
+            None => step.forward(run).await,
+            Some(cause) => step.back(run, cause).await.map(Output::from),
+        }
+    })
+    .await
+}
+
+/// A step that panics has failed, and its task is undone like that of any other.
+async fn caught(
+    step: &'static dyn Step,
+    work: impl Future<Output = Result<Output, StepError>>,
+) -> Result<Output, StepError> {
+    AssertUnwindSafe(work).catch_unwind().await.unwrap_or_else(|_| {
+        let detail = format!(
+            "a defect of vmseal ended step '{}': the server's log says where",
+            step.title()
+        );
+        Err(StepError::Final(Problem::new(ErrorCode::Internal, detail)))
+    })
+}
