@@ -7,6 +7,7 @@ mod log_level;
 mod recrypt;
 mod replicas;
 mod request_ids;
+mod tasks;
 mod watching;
 
 use std::sync::Arc;
