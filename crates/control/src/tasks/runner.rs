@@ -231,7 +231,11 @@ impl Runner<'_> {
                 Verdict::Provider => {
                     let waiting = waits::for_provider(&run, error.as_problem()).await;
                     self.note_waiting(waiting).await;
-                    self.await_provider(retry.pause(tries), &run.requests).await;
+                    let answers = self.await_provider(retry.pause(tries), &run.requests).await;
+                    // A step that is long is seen to run; a short one that waits again does not flicker.
+                    if answers || patience.host {
+                        self.note_running().await;
+                    }
                     tries = tries.saturating_add(1);
                 }
                 Verdict::Silence => {
@@ -240,6 +244,7 @@ impl Runner<'_> {
                         let waiting = waiter.shown().await;
                         self.note_waiting(waiting).await;
                         waiter.outwait().await;
+                        self.note_running().await;
                         tries = 0;
                         continue;
                     }
@@ -278,6 +283,13 @@ impl Runner<'_> {
         }
     }
 
+    /// Shows that the task waits for nobody any more.
+    async fn note_running(&mut self) {
+        self.task.waiting = None;
+        self.task.state = TaskState::Running;
+        self.engine.save(&self.task, None).await;
+    }
+
     /// Waits for the task's turn where only so much happens at a time; then it runs.
     async fn take_share(
         &mut self,
@@ -302,7 +314,6 @@ impl Runner<'_> {
                 }
             },
         };
-        // One that waits for somebody still does until the step is done: what is shown does not flicker.
         if self.task.state == TaskState::Queued {
             self.task.state = TaskState::Running;
             self.engine.save(&self.task, None).await;
@@ -324,14 +335,18 @@ impl Runner<'_> {
         Some(self.engine.limits.of(limit, whose))
     }
 
-    /// Waits until a provider can be used again, somebody asks something of the task, or a pause is over.
-    async fn await_provider(&self, at_most: Duration, requests: &watch::Receiver<Requests>) {
+    /// Waits until a provider can be used again (true), somebody asks something of the task, or a pause is over.
+    async fn await_provider(
+        &self,
+        at_most: Duration,
+        requests: &watch::Receiver<Requests>,
+    ) -> bool {
         let mut unlocks = self.engine.context.providers.unlocks();
         let mut requests = requests.clone();
         tokio::select! {
-            Ok(()) = unlocks.changed() => {}
-            () = tokio::time::sleep(at_most) => {}
-            Ok(()) = requests.changed() => {}
+            Ok(()) = unlocks.changed() => true,
+            () = tokio::time::sleep(at_most) => false,
+            Ok(()) = requests.changed() => false,
         }
     }
 
