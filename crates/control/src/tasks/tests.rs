@@ -16,6 +16,7 @@ mod away;
 mod defects;
 mod forced;
 mod limits;
+mod outage;
 mod recrypt;
 mod revoked;
 mod upgrade;

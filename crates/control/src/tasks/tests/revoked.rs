@@ -14,15 +14,15 @@ use vmseal_secret::SecretBytes;
 use super::*;
 
 /// A plant whose VMs have their keys from a real KMS, and a client of the same identity.
-struct WithKms {
-    plant: Plant,
+pub struct WithKms {
+    pub plant: Plant,
     client: Arc<Client>,
-    provider: ProviderId,
-    _kms: PyKmip,
+    pub provider: ProviderId,
+    pub kms: Arc<Mutex<PyKmip>>,
 }
 
 impl WithKms {
-    async fn new() -> Self {
+    pub async fn new() -> Self {
         let secret = |text: &str| SecretBytes::from_wiped(&mut text.as_bytes().to_vec()).unwrap();
         let authority = Authority::new("kms");
         let kms = PyKmip::start(&authority);
@@ -40,7 +40,7 @@ impl WithKms {
         plant.use_provider(provider.id);
         let settings = Settings::new(kms.endpoint(), authority.trust(), identity.identity());
         let client = Arc::new(Client::new(settings).unwrap());
-        Self { plant, client, provider: provider.id, _kms: kms }
+        Self { plant, client, provider: provider.id, kms: Arc::new(Mutex::new(kms)) }
     }
 
     /// Takes a VM's key out of use, and has the server notice.
@@ -60,7 +60,7 @@ impl WithKms {
             .await;
     }
 
-    async fn done(&self, operation: Operation, vm: &str) {
+    pub async fn done(&self, operation: Operation, vm: &str) {
         let what = format!("{operation:?}");
         let ended = self.plant.ended(self.plant.begin(operation, vm).await).await;
         assert_eq!(ended.state, TaskState::Done, "{what}: {:?}", ended.problem);

@@ -1,0 +1,62 @@
+//! A real KMS that is away for half a second, at every step that may need it.
+
+use super::revoked::WithKms;
+use super::*;
+
+/// Takes the KMS away when a step begins; it is back half a second later.
+fn away_at(here: &WithKms, step: &'static str) -> (Faults, Arc<AtomicU32>) {
+    let (kms, done) = (Arc::clone(&here.kms), Arc::new(AtomicU32::new(0)));
+    let count = Arc::clone(&done);
+    let faults: Faults = Arc::new(move |at_step, state, moment| {
+        let first = (at_step, state, moment) == (step, TaskState::Running, Moment::Before)
+            && count.fetch_add(1, Ordering::SeqCst) == 0;
+        if first {
+            kms.lock().unwrap().kill();
+            let kms = Arc::clone(&kms);
+            std::thread::spawn(move || {
+                std::thread::sleep(std::time::Duration::from_millis(500));
+                kms.lock().unwrap().restart();
+            });
+        }
+        Fault::None
+    });
+    (faults, done)
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_recryption_goes_on_when_its_kms_was_away() {
+    let mut here = WithKms::new().await;
+    let vm = here.plant.made("web", "encrypted").await;
+    for step in recrypt::steps() {
+        let (faults, done) = away_at(&here, step);
+        here.plant.restart(|engine| engine.faults = Some(faults)).await;
+        let old = here.plant.vm(vm).await.unwrap().key.unwrap();
+        let recrypt = Operation::RecryptVm { vm, old: old.clone(), provider: here.provider };
+        let ended = here.plant.ended(here.plant.begin(recrypt, "web").await).await;
+        assert_eq!(ended.state, TaskState::Done, "{step}: {:?}", ended.problem);
+        assert_eq!(done.load(Ordering::SeqCst).min(1), 1, "{step}: it was not away");
+        let new = here.plant.vm(vm).await.unwrap().key.unwrap();
+        assert_ne!(new, old, "{step}");
+        // The old key is destroyed as soon as the KMS can be asked to.
+        here.plant
+            .eventually("one key is left", async || {
+                let mut read = here.plant.store.read().await.unwrap();
+                let living = crate::store::keys::living(&mut read, here.provider).await.unwrap();
+                (living.len() == 1 && living[0].key_id == new.key_id).then_some(())
+            })
+            .await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_creation_goes_on_when_its_kms_was_away() {
+    let mut here = WithKms::new().await;
+    for step in ["make-key", "deliver-key"] {
+        let (faults, _) = away_at(&here, step);
+        here.plant.restart(|engine| engine.faults = Some(faults)).await;
+        let vm = here.plant.made(step, "encrypted").await;
+        here.plant.assert_whole(vm, Power::Off, step).await;
+        let delete = Operation::DeleteVm { vm, was: Lifecycle::Ready };
+        here.done(delete, step).await;
+    }
+}
