@@ -10,8 +10,9 @@ struct Here {
     providers: Providers,
 }
 
+/// A passphrase; long enough to be taken.
 fn secret(text: &str) -> SecretBytes {
-    SecretBytes::from_wiped(&mut text.as_bytes().to_vec()).unwrap()
+    SecretBytes::from_wiped(&mut format!("{text}, as in the tests").into_bytes()).unwrap()
 }
 
 impl Here {
@@ -79,7 +80,7 @@ async fn after_a_restart_it_is_sealed_until_the_passphrase_is_given_or_a_credent
 
     let credentials = here.directory.path().join("credentials");
     std::fs::create_dir(&credentials).unwrap();
-    std::fs::write(credentials.join("vmseal-provider-keys"), "pass\n").unwrap();
+    std::fs::write(credentials.join("vmseal-provider-keys"), "pass, as in the tests\n").unwrap();
     let restarted = here.restarted(Some(credentials)).await;
     let keys = restarted.get(provider.id).unwrap();
     assert_eq!(keys.get_key(vm, &reference).await.unwrap().kek, kek);
