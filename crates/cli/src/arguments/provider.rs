@@ -10,6 +10,7 @@ use super::{DryRun, List, Show};
 
 /// A passphrase: from a file, or asked for at the terminal.
 #[derive(Args)]
+#[group(skip)]
 pub struct Passphrase {
     /// The file with the passphrase (one newline at its end does not count); without, it is asked for
     #[arg(long, value_name = "FILE")]
