@@ -135,7 +135,8 @@ impl KmipProvider {
                 (server, without)
             })
             .collect();
-        let heaviest = said.iter().max_by_key(|(_, without)| without.weight);
+        // The first of those that weigh the same.
+        let heaviest = said.iter().rev().max_by_key(|(_, without)| without.weight);
         let Some((_, heaviest)) = heaviest else {
             return Problem::not_found("provider", &self.name);
         };
@@ -145,7 +146,9 @@ impl KmipProvider {
             let what = format!("is at none of its servers: {}", names.join(", "));
             return self.wrong_key(ErrorCode::NotFound, KeyFault::KeyMissing, key_id, &what);
         }
-        if said.len() == 1 {
+        // Nothing of this is about one server.
+        let of_all = [KeyFault::ProviderSealed, KeyFault::NoClientCertificate];
+        if said.len() == 1 || heaviest.why.reason.is_some_and(|reason| of_all.contains(&reason)) {
             return heaviest.why.clone();
         }
         let each: Vec<_> = said
