@@ -613,13 +613,7 @@ mod service {
 
     /// What an agent does; the real host, the simulated one and the HTTPS client are behind this trait.
     #[async_trait]
-    pub trait HostAgent: Send + Sync {
-        /// The certificate (DER) that the agent showed at its last connection; none before the first one, or
-        /// where there is no TLS in between.
-        fn certificate(&self) -> Option<Vec<u8>> {
-            None
-        }
-
+    pub trait HostAgent: crate::client::ShowsCertificate + Send + Sync {
         /// What this host is.
         async fn describe(&self) -> Result<HostDescription, Problem>;
 

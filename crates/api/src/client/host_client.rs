@@ -16,7 +16,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::exchange::{CONNECT_TIMEOUT, Peer};
-use super::tls::{self, ClientIdentity, SeenCertificate, TlsError};
+use super::tls::{self, ClientIdentity, SeenCertificate, ShowsCertificate, TlsError};
 use super::websocket;
 use crate::datastore::{DatastoreCondition, DatastoreContents};
 use crate::filter::{BitmapChange, BitmapStatus, ReplicaStatus};
@@ -144,12 +144,14 @@ impl HostClient {
     }
 }
 
-#[async_trait]
-impl HostAgent for HostClient {
+impl ShowsCertificate for HostClient {
     fn certificate(&self) -> Option<Vec<u8>> {
         self.certificate.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
+}
 
+#[async_trait]
+impl HostAgent for HostClient {
     async fn describe(&self) -> Result<HostDescription, Problem> {
         self.call(self.request(Method::GET, "host")).await
     }

@@ -67,6 +67,14 @@ pub(super) fn identified(
     Ok(config)
 }
 
+/// What may have shown a certificate: an agent, where there is TLS in between.
+pub trait ShowsCertificate {
+    /// The certificate (DER) that it showed at its last connection; none before the first one.
+    fn certificate(&self) -> Option<Vec<u8>> {
+        None
+    }
+}
+
 /// The certificate (DER) that the other side showed last, once it was found good.
 pub(super) type SeenCertificate = Arc<Mutex<Option<Vec<u8>>>>;
 

@@ -9,7 +9,7 @@ use tokio::net::TcpListener;
 use vmseal_agent::http::Endpoint;
 use vmseal_agent::identity::Identity as HostIdentity;
 use vmseal_agent::simulated::SimulatedHost;
-use vmseal_api::client::{ClientIdentity, HostClient};
+use vmseal_api::client::{ClientIdentity, HostClient, ShowsCertificate};
 use vmseal_api::expose::LET_GO;
 use vmseal_api::host::{ConsoleClaim, Exposing, HostAgent, PowerOff, STATE_WAIT_MAX};
 use vmseal_api::id::{HostId, VmId};

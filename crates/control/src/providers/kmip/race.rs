@@ -98,8 +98,14 @@ mod tests {
             async move {
                 let pause = |millis| sleep(Duration::from_millis(millis));
                 match servers[place] {
-                    Server::Answers(after) => Ok(pause(after).await),
-                    Server::Fails(after) => Err(pause(after).await),
+                    Server::Answers(after) => {
+                        pause(after).await;
+                        Ok(())
+                    }
+                    Server::Fails(after) => {
+                        pause(after).await;
+                        Err(())
+                    }
                     Server::Hangs => std::future::pending().await,
                 }
             }

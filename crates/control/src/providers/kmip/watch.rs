@@ -320,7 +320,7 @@ impl KmipProvider {
                     Ok(None) => {}
                     Ok(Some(fault)) => faults.push((id, vm, fault)),
                     Err(without) => {
-                        said.push((Arc::clone(server), Some(without)));
+                        said.push((Arc::clone(server), Some(*without)));
                         open.push((id, vm, said));
                     }
                 }
@@ -343,16 +343,18 @@ impl KmipProvider {
         server: &Server,
         id: &KeyId,
         state: Result<State, Error>,
-    ) -> Result<Option<Problem>, Without> {
+    ) -> Result<Option<Problem>, Box<Without>> {
         let state = match state {
             Ok(state) => state,
-            Err(error) => return Err(Without::new(Answer::No(problem::of(&self.name, &error)))),
+            Err(error) => {
+                return Err(Box::new(Without::new(Answer::No(problem::of(&self.name, &error)))));
+            }
         };
         let Some(fault) = problem::of_state(state) else { return Ok(None) };
         let what = format!("is {state} at server '{}'", server.row.alias);
         let why = self.wrong_key(ErrorCode::WrongState, fault, id.as_str(), &what);
         match fault {
-            KeyFault::KeyDestroyed => Err(Without::destroyed(why)),
+            KeyFault::KeyDestroyed => Err(Box::new(Without::destroyed(why))),
             _ => Ok(Some(why)),
         }
     }
