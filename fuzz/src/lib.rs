@@ -16,6 +16,7 @@ pub mod kmip_ttlv;
 pub mod luks_header;
 pub mod nbd_negotiation;
 pub mod nbd_transmission;
+pub mod provider_backup;
 pub mod qcow2_disk;
 pub mod qcow2_image;
 pub mod qmp;
@@ -48,6 +49,7 @@ pub const TARGETS: &[(&str, Run)] = &[
     ("luks_header", luks_header::run),
     ("nbd_negotiation", nbd_negotiation::run),
     ("nbd_transmission", nbd_transmission::run),
+    ("provider_backup", provider_backup::run),
     ("qcow2_disk", qcow2_disk::run),
     ("qcow2_image", qcow2_image::run),
     ("qmp", qmp::run),

@@ -172,6 +172,7 @@ replayed! {
     luks_header
     nbd_negotiation
     nbd_transmission
+    provider_backup
     qcow2_disk
     qcow2_image
     qmp

@@ -339,3 +339,126 @@ fn a_vm_moves_from_the_native_provider_to_a_kms_and_back() {
     here.vmseal(&["policy", "remove", "from-kms"]).unwrap();
     here.vmseal(&["provider", "remove", "kms"]).unwrap();
 }
+
+/// The servers of the provider `kms`, in their order.
+fn servers(here: &Installation) -> Vec<String> {
+    let shown = here.json(&["provider", "show", "kms"]).unwrap();
+    let servers = shown["kmip"]["servers"].as_array().unwrap();
+    servers.iter().map(|server| server["alias"].as_str().unwrap().to_owned()).collect()
+}
+
+/// Waits until the list shows the provider `kms` with a status.
+fn wait_status(here: &Installation, status: &str) {
+    let listed = || {
+        let list = here.vmseal(&["provider", "list", "-o", "csv"]).ok()?;
+        list.lines().any(|line| line.contains("kms") && line.contains(status)).then_some(())
+    };
+    eventually(&format!("kms is {status}"), listed).unwrap();
+}
+
+/// Servers are added, tested, moved, given another address and removed, by what an operator types.
+fn changes_servers(here: &Installation, kms: &PyKmip, other: &mut PyKmip) {
+    let authority = here.path("authority.pem");
+    let authority = text(&authority).unwrap();
+    let same = format!("two=127.0.0.1:{}", kms.port());
+    let add = ["provider", "server", "add", "kms", &same];
+    let planned = here.vmseal(&[&add[..], &["--dry-run"]].concat()).unwrap();
+    assert!(planned.contains("one, two"), "{planned}");
+    assert_eq!(servers(here), ["one"], "it was tried only");
+    here.vmseal(&add).unwrap();
+    wait_status(here, "degraded");
+    here.vmseal(&["provider", "trust", "kms", "--kms", "two", "--authority", authority]).unwrap();
+    let test = ["provider", "test", "kms", "--key"];
+    let tested = here.vmseal(&test).unwrap();
+    assert!(tested.contains("the servers replicate"), "{tested}");
+    wait_status(here, "normal");
+    let elsewhere = format!("two=127.0.0.1:{}", other.port());
+    here.vmseal(&["provider", "server", "set", "kms", &elsewhere]).unwrap();
+    let tested = here.refused(&test).unwrap();
+    assert!(tested.contains("the servers do not replicate"), "{tested}");
+    here.vmseal(&["provider", "server", "move", "kms", "two", "--to", "1"]).unwrap();
+    assert_eq!(servers(here), ["two", "one"]);
+    let refused = here.refused(&["provider", "server", "move", "kms", "two", "--to", "3"]).unwrap();
+    assert!(refused.contains("1 to 2"), "{refused}");
+    other.kill();
+    assert!(here.refused(&["provider", "test", "kms"]).unwrap().contains("1 of 2 servers"));
+    wait_status(here, "degraded");
+    here.wait_alarm("kms", "provider-degraded").unwrap();
+    here.vmseal(&["provider", "server", "remove", "kms", "two"]).unwrap();
+    here.wait_no_alarm("kms", "provider-degraded").unwrap();
+    let last = here.refused(&["provider", "server", "remove", "kms", "one"]).unwrap();
+    assert!(last.contains("the only server"), "{last}");
+}
+
+#[test]
+fn a_provider_is_changed_by_every_verb_and_outlives_its_passphrase() {
+    let authority = Authority::new("kms");
+    let (kms, mut other) = (PyKmip::start(&authority), PyKmip::start(&authority));
+    let client = authority.client("vmseal", Validity::Now);
+    let mut here = Installation::new().unwrap();
+    add_provider(&here, &kms, &authority, &client);
+    changes_servers(&here, &kms, &mut other);
+
+    // Another passphrase; what everybody tries is refused.
+    let write = |here: &Installation, name: &str, content: &str| {
+        let path = here.path(name);
+        std::fs::write(&path, content).unwrap();
+        text(&path).unwrap().to_owned()
+    };
+    let first = text(&here.path("kms-passphrase")).unwrap().to_owned();
+    let second = write(&here, "second", "of no use to anybody else");
+    let trivial = write(&here, "trivial", "passwordpassword");
+    let change = ["provider", "passphrase", "kms", "--old-passphrase-file", &first];
+    let refused = [&change[..], &["--passphrase-file", &trivial]].concat();
+    assert!(here.refused(&refused).unwrap().contains("repeats its beginning"));
+    here.vmseal(&[&change[..], &["--passphrase-file", &second]].concat()).unwrap();
+
+    // After a restart it is sealed, which is an alarm of the default provider.
+    here.vmseal(&["provider", "default", "kms"]).unwrap();
+    here.kill_server();
+    here.start_server().unwrap();
+    here.wait_alarm("kms", "provider-sealed").unwrap();
+    let unlock = ["provider", "unlock", "kms", "--passphrase-file", &first];
+    here.refused(&unlock).unwrap();
+
+    // The passphrase is lost: another key, and its certificate.
+    let third = write(&here, "third", "written down this time");
+    let replace = ["provider", "certificate", "kms", "--replace", "--csr"];
+    let given = ["--passphrase-file", &third];
+    let planned = here.vmseal(&[&replace[..], &given, &["--dry-run"]].concat()).unwrap();
+    assert!(planned.contains("make a new client key"), "{planned}");
+    let request = here.vmseal(&[&replace[..], &given].concat()).unwrap();
+    let signed = write(&here, "signed.pem", &authority.sign(&request));
+    here.kill_server();
+    here.start_server().unwrap();
+    let import = ["provider", "certificate", "kms", "--import"];
+    let unasked = here.refused(&[&import[..], &[&signed]].concat()).unwrap();
+    assert!(unasked.contains("--passphrase-file"), "{unasked}");
+    here.vmseal(&[&import[..], &[&signed], &given].concat()).unwrap();
+    here.wait_no_alarm("kms", "provider-sealed").unwrap();
+    here.vmseal(&["provider", "test", "kms", "--key"]).unwrap();
+
+    // Another name is another client.
+    authority.client("somebody", Validity::Now).write(&here.path(""), "somebody");
+    let [certificate, key] = ["somebody.pem", "somebody.key"].map(|name| here.path(name));
+    let (certificate, key) = (text(&certificate).unwrap(), text(&key).unwrap());
+    let named = [&import[..], &[certificate, "--key", key], &given].concat();
+    assert!(here.refused(&named).unwrap().contains("--force"));
+    here.vmseal(&[&named[..], &["--force"]].concat()).unwrap();
+
+    // A backup brings it back under another name, with its id.
+    let backup = here.path("kms.backup");
+    let backup = text(&backup).unwrap();
+    here.vmseal(&[&["provider", "backup", "kms", "--to", backup], &given[..]].concat()).unwrap();
+    here.vmseal(&[&["provider", "verify", "kms", "--from", backup], &given[..]].concat()).unwrap();
+    let id = here.json(&["provider", "show", "kms"]).unwrap()["id"].clone();
+    here.vmseal(&["provider", "default", "keys"]).unwrap();
+    here.vmseal(&["policy", "remove", "from-kms"]).unwrap();
+    here.vmseal(&["provider", "remove", "kms"]).unwrap();
+    let restore =
+        ["provider", "add", "kms", "--restore", backup, "--backup-passphrase-file", &third];
+    here.vmseal(&[&restore[..], &["--passphrase-file", &first]].concat()).unwrap();
+    let shown = here.json(&["provider", "show", "kms"]).unwrap();
+    assert_eq!((&shown["id"], &shown["status"]), (&id, &"normal".into()));
+    here.vmseal(&["provider", "test", "kms", "--key"]).unwrap();
+}

@@ -209,6 +209,8 @@ fn describe(shared: &Shared, weaknesses: Vec<String>) -> HostDescription {
     }
 }
 
+impl vmseal_api::client::ShowsCertificate for RealHost {}
+
 #[async_trait]
 impl HostAgent for RealHost {
     async fn describe(&self) -> Result<HostDescription, Problem> {

@@ -613,7 +613,7 @@ mod service {
 
     /// What an agent does; the real host, the simulated one and the HTTPS client are behind this trait.
     #[async_trait]
-    pub trait HostAgent: Send + Sync {
+    pub trait HostAgent: crate::client::ShowsCertificate + Send + Sync {
         /// What this host is.
         async fn describe(&self) -> Result<HostDescription, Problem>;
 

@@ -114,6 +114,9 @@ pub struct KmipDetails {
     /// The certificate that is shown to them; none until there is one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub client: Option<Certificate>,
+    /// Another private key was made (`replace`), and waits for its certificate.
+    #[serde(default)]
+    pub next_key: bool,
 }
 
 /// A server of a KMIP provider.
@@ -205,6 +208,10 @@ pub struct KmipShown {
 pub struct ProviderTest {
     /// One for each server, in their order.
     pub servers: Vec<KmipTested>,
+    /// Whether every server that can be used had the key that was made at one of them; none where no key was
+    /// made, or one server alone can be used.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub replicate: Option<bool>,
 }
 
 /// What came of a test of one server.
@@ -215,8 +222,24 @@ pub struct KmipTested {
     pub alias: String,
     /// What it is, or what is wrong with it.
     pub seen: KmipSeen,
-    /// Whether a key was made, read and destroyed there.
-    pub key: bool,
+    /// What it did with the key of the test; none where there was none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub key: Option<KmipKeyTested>,
+}
+
+/// What a server did with the key of a test.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(rename_all = "snake_case")]
+pub enum KmipKeyTested {
+    /// It made the key, gave it and destroyed it.
+    Made,
+    /// It gave the key that another server had made.
+    Read,
+    /// It did not have the key that another server had made: they do not replicate.
+    Missing,
+    /// It has other bytes under the id of the key that another server had made: they do not replicate.
+    OtherKey,
 }
 
 /// A KMIP provider that is added: the servers of one key management system.
@@ -261,6 +284,16 @@ pub struct TrustServer {
 pub struct ClientName {
     /// The common name. Many KMSs take it for the client's identity: a renewal has to keep it.
     pub common_name: String,
+    /// Make a new private key, and take the certificate or the request for that one. The key that is there is not
+    /// needed: its passphrase or its file may be lost.
+    #[serde(default)]
+    pub replace: bool,
+    /// The passphrase that seals the new key; none takes the server's credential.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub passphrase: Option<SealedPassphrase>,
+    /// Replace a certificate that has another name.
+    #[serde(default)]
+    pub force: bool,
 }
 
 /// A certificate or a certificate request.
@@ -281,9 +314,37 @@ pub struct SetClientCertificate {
     /// Its private key (PKCS #8 DER), sealed as a passphrase is; none for the key that is there.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub private_key: Option<SealedPassphrase>,
-    /// The provider's passphrase, which seals another key; none takes the server's credential.
+    /// The provider's passphrase, which seals another key, or opens one that was made for this certificate; none
+    /// takes the server's credential.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub passphrase: Option<SealedPassphrase>,
+    /// The key that is there is not needed: its passphrase or its file may be lost. `passphrase` is the
+    /// provider's from now on.
+    #[serde(default)]
+    pub replace: bool,
+    /// Replace a certificate that is valid or has another name.
+    #[serde(default)]
+    pub force: bool,
+}
+
+/// Changes the address of a server.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct SetKmipServer {
+    /// A DNS name or an IP address; its certificate has to be for this one.
+    pub host: String,
+    /// Its port; KMIP's own is 5696.
+    pub port: u16,
+}
+
+/// Moves a server in the order in which servers are asked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct MoveKmipServer {
+    /// Its place; the first one is 1.
+    pub place: usize,
 }
 
 /// Tests a provider.
@@ -291,7 +352,7 @@ pub struct SetClientCertificate {
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct TestProvider {
-    /// Also make a key at each server, read it and destroy it.
+    /// Also make a key at one server, read it at each, and destroy it.
     #[serde(default)]
     pub key: bool,
 }

@@ -23,6 +23,7 @@ pub mod join_token;
 pub mod kmip;
 pub mod model;
 pub mod problem;
+pub mod provider_backup;
 pub mod replica;
 pub mod request;
 pub mod request_id;

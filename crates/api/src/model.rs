@@ -139,6 +139,9 @@ pub enum ProviderStatus {
     NeedsCertificate,
     /// None of its servers has been tried since its passphrase was given: in some seconds one has.
     Untried,
+    /// It makes and gives keys, but some of its servers could not be used when last tried; `kmip` and the alarms say
+    /// why.
+    Degraded,
     /// None of its servers could be used when last tried; `kmip` and the alarms say why.
     Failing,
 }

@@ -129,6 +129,18 @@ pub struct GivePassphrase {
     pub passphrase: SealedPassphrase,
 }
 
+/// Changes a provider's passphrase.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct ChangePassphrase {
+    /// The one that it has; none takes the server's credential.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub old: Option<SealedPassphrase>,
+    /// The one that it gets.
+    pub new: SealedPassphrase,
+}
+
 /// A provider's backup, sealed by its own passphrase.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]

@@ -63,6 +63,20 @@ pub const EXAMPLES: &[(&str, &str, &str)] = &[
         "vmseal provider certificate kms --csr > kms.csr",
     ),
     ("vmseal-provider-certificate", "", "vmseal provider certificate kms --import kms.pem"),
+    (
+        "vmseal-provider-certificate",
+        "The passphrase is lost: a new key, whose certificate is imported when it is signed:",
+        "vmseal provider certificate kms --replace --csr > kms.csr",
+    ),
+    ("vmseal-provider-server-add", "", "vmseal provider server add kms three=kms3.example.org"),
+    ("vmseal-provider-server-remove", "", "vmseal provider server remove kms three"),
+    (
+        "vmseal-provider-server-set",
+        "It has moved:",
+        "vmseal provider server set kms two=kms2.example.net:5697",
+    ),
+    ("vmseal-provider-server-move", "Ask it first:", "vmseal provider server move kms two --to 1"),
+    ("vmseal-provider-passphrase", "", "vmseal provider passphrase kms"),
     ("vmseal-provider-test", "Can keys be made there?", "vmseal provider test kms --key"),
     (
         "vmseal-provider-backup",

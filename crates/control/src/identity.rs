@@ -73,6 +73,12 @@ impl Identity {
         Ok(())
     }
 
+    /// The certificate in use, DER.
+    #[must_use]
+    pub fn der(&self) -> Vec<u8> {
+        self.current().cert.first().map(|der| der.to_vec()).unwrap_or_default()
+    }
+
     fn current(&self) -> Arc<CertifiedKey> {
         Arc::clone(&self.current.read().unwrap_or_else(PoisonError::into_inner))
     }

@@ -14,6 +14,7 @@
 pub mod alarms;
 pub mod authority;
 mod backoff;
+mod expiry;
 mod files;
 pub mod hosts;
 pub mod http;

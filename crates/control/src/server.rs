@@ -8,6 +8,7 @@ use std::time::Duration;
 use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
+use jiff::Timestamp;
 use rustls::ServerConfig;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Semaphore, watch};
@@ -17,12 +18,14 @@ use vmseal_api::client::ClientIdentity;
 use vmseal_secret::sealed_box::Recipient;
 
 use crate::authority::Authority;
+use crate::expiry;
 use crate::hosts::Hosts;
 use crate::hosts::connector::HttpsConnector;
 use crate::http::{App, router};
 use crate::identity::Identity;
 use crate::initialise::{InitialiseError, Initialised, certificate_names, initialise};
 use crate::providers::Providers;
+use crate::store::alarms::{self, Standing};
 use crate::store::{Store, StoreError};
 use crate::tasks::{Engine, Retry};
 
@@ -37,6 +40,9 @@ const HEADER_MAX: usize = 32 * 1024;
 
 /// How long requests that are under way may take when the server stops.
 const FAREWELL: Duration = Duration::from_secs(5);
+
+/// The source of the alarms about the server's own certificates.
+const CERTIFICATE_ALARMS: &str = "certificates of the server";
 
 /// How often the server looks whether its certificate is to be renewed.
 const RENEW_EVERY: Duration = Duration::from_secs(24 * 3600);
@@ -134,7 +140,7 @@ impl Server {
         let tls = TlsAcceptor::from(Arc::new(tls(&identity)?));
         let (stop, stopped) = watch::channel(false);
         let accepting = tokio::spawn(accept(listener, tls, router(app), stopped));
-        let renewing = tokio::spawn(renew(identity, authority));
+        let renewing = tokio::spawn(renew(identity, authority, Arc::clone(&store)));
         tracing::info!(%address, "the server runs");
         Ok(Self { address, store, engine, stop, accepting, renewing, _lock: lock })
     }
@@ -183,13 +189,26 @@ fn tls(identity: &Arc<Identity>) -> Result<ServerConfig, rustls::Error> {
     Ok(config)
 }
 
-async fn renew(identity: Arc<Identity>, authority: Arc<Authority>) {
+async fn renew(identity: Arc<Identity>, authority: Arc<Authority>, store: Arc<Store>) {
     loop {
-        tokio::time::sleep(RENEW_EVERY).await;
         if let Err(error) = identity.renew(&authority) {
             tracing::error!(%error, "the server's certificate could not be renewed");
         }
+        let standing = expiry::of_server(&identity.der(), authority.der(), Timestamp::now());
+        if let Err(error) = raise(&store, standing.as_slice()).await {
+            tracing::error!(%error, "the alarm about the server's certificate could not be written");
+        }
+        tokio::time::sleep(RENEW_EVERY).await;
     }
+}
+
+async fn raise(store: &Store, standing: &[Standing]) -> Result<(), StoreError> {
+    if alarms::differ(&mut *store.read().await?, CERTIFICATE_ALARMS, standing).await? {
+        let mut write = store.write().await?;
+        alarms::replace(&mut write, CERTIFICATE_ALARMS, standing).await?;
+        write.commit().await?;
+    }
+    Ok(())
 }
 
 async fn accept(

@@ -33,7 +33,7 @@ impl Installation {
         let directory = tempfile::tempdir().unwrap();
         let credentials = directory.path().join("credentials");
         std::fs::create_dir(&credentials).unwrap();
-        std::fs::write(credentials.join("vmseal-provider-keys"), "pass").unwrap();
+        std::fs::write(credentials.join("vmseal-provider-keys"), "pass, as in the tests").unwrap();
         let mut this = Self { directory, agent: SimulatedHost::new(), server: None };
         this.start().await;
         this
@@ -111,9 +111,12 @@ impl Installation {
             kmip: None,
         };
         let _: Provider = client.post("providers", &provider).await.unwrap();
-        let request = GivePassphrase { passphrase: self.sealed("b").await };
+        let request = GivePassphrase { passphrase: self.sealed("b, as in the tests").await };
         let backup: Backup = client.post("providers/keys/backup", &request).await.unwrap();
-        let verify = VerifyBackup { backup: backup.backup, passphrase: self.sealed("b").await };
+        let verify = VerifyBackup {
+            backup: backup.backup,
+            passphrase: self.sealed("b, as in the tests").await,
+        };
         let _: Provider = client.post("providers/keys/verify", &verify).await.unwrap();
         let _: Provider = client.post("providers/keys/default", &Value::Null).await.unwrap();
         let policy = AddPolicy {

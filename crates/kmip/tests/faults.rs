@@ -312,6 +312,30 @@ async fn versions_are_negotiated() {
     });
     assert_eq!(client(&newer).discover().await.unwrap().spoken, ProtocolVersion::V1_4);
 
+    // Those that know one version alone, or two, and refuse all others.
+    for known in [
+        &[ProtocolVersion::V1_3][..],
+        &[ProtocolVersion::V1_2],
+        &[ProtocolVersion::V1_3, ProtocolVersion::V1_2],
+    ] {
+        let server = bare(move |asked| match asked.operation {
+            _ if !known.contains(&asked.version) => asked.refused(ResultReason::InvalidMessage),
+            OperationCode::DiscoverVersions => asked.versions(known),
+            _ => Reaction::Send(good(asked)),
+        });
+        let client = client(&server);
+        let found = client.discover().await.unwrap();
+        assert_eq!((found.spoken, found.offered.as_slice()), (known[0], known));
+        assert_eq!(client.key_state(&id()).await.unwrap(), State::Active);
+    }
+    // One that answers in a version of its own, whatever it was asked in.
+    let own = bare(|asked| {
+        let asked = Asked { version: V2_0, ..asked.clone() };
+        asked.refused(ResultReason::InvalidMessage)
+    });
+    let error = client(&own).discover().await.unwrap_err();
+    assert!(matches!(&error, Error::VersionNotSupported { offered, .. } if *offered == [V2_0]));
+
     let newest = bare(|asked| asked.versions(&[V2_0]));
     let error = client(&newest).discover().await.unwrap_err();
     assert!(matches!(&error, Error::VersionNotSupported { offered, .. } if *offered == [V2_0]));

@@ -9,6 +9,7 @@ mod hpke;
 pub mod mac;
 mod memory;
 pub mod passphrase;
+pub mod passphrase_rule;
 pub mod process;
 pub mod sealed_box;
 pub mod wrap;

@@ -447,6 +447,8 @@ fn check_key(disk: &DiskSpec, there: &SimulatedDisk, check: Option<&str>) -> Res
     Err(Problem::new(ErrorCode::KeyMismatch, what))
 }
 
+impl vmseal_api::client::ShowsCertificate for SimulatedHost {}
+
 #[async_trait]
 impl HostAgent for SimulatedHost {
     async fn describe(&self) -> Result<HostDescription, Problem> {

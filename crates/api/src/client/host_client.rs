@@ -4,7 +4,7 @@
 //! host's address and asks TLS for that name: another host of the same CA is refused.
 
 use std::net::SocketAddr;
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -16,7 +16,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::exchange::{CONNECT_TIMEOUT, Peer};
-use super::tls::{self, ClientIdentity, TlsError};
+use super::tls::{self, ClientIdentity, SeenCertificate, ShowsCertificate, TlsError};
 use super::websocket;
 use crate::datastore::{DatastoreCondition, DatastoreContents};
 use crate::filter::{BitmapChange, BitmapStatus, ReplicaStatus};
@@ -49,6 +49,8 @@ pub struct HostClient {
     server_name: String,
     http: Client,
     tls: Arc<ClientConfig>,
+    /// What the agent showed last.
+    certificate: SeenCertificate,
 }
 
 /// Whatever name is asked for is at the host's address: the name is for the certificate alone.
@@ -75,7 +77,8 @@ impl HostClient {
         address: &str,
         identity: &ClientIdentity,
     ) -> Result<Self, TlsError> {
-        let tls = tls::identified(identity)?;
+        let certificate = SeenCertificate::default();
+        let tls = tls::identified(identity, &certificate)?;
         let http = Client::builder()
             .tls_backend_preconfigured(tls.clone())
             .dns_resolver(Arc::new(AtAddress(Arc::from(address))))
@@ -91,6 +94,7 @@ impl HostClient {
             server_name: host_server_name(host),
             http,
             tls: Arc::new(tls),
+            certificate,
         })
     }
 
@@ -137,6 +141,12 @@ impl HostClient {
         body: &(impl Serialize + Sync),
     ) -> Result<(), Problem> {
         self.peer().exchange(self.request(method, path).json(body)).await.map(drop)
+    }
+}
+
+impl ShowsCertificate for HostClient {
+    fn certificate(&self) -> Option<Vec<u8>> {
+        self.certificate.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 }
 

@@ -11,7 +11,7 @@ mod websocket;
 
 pub use host_client::{HostClient, host_server_name};
 pub use server_client::ServerClient;
-pub use tls::{ClientIdentity, TlsError};
+pub use tls::{ClientIdentity, ShowsCertificate, TlsError};
 
 use crate::problem::Problem;
 

@@ -36,13 +36,65 @@ pub enum Kmip {
     },
     /// Give a KMIP provider the certificate that it shows to its servers
     Certificate(Certificate),
+    /// Add, remove and order the servers of a KMIP provider, or change their addresses
+    #[command(subcommand, name = "server", subcommand_required = true)]
+    Servers(ServerOf),
     /// Connect to every server of a KMIP provider, and say what it is or what is wrong
     Test {
         /// Name or id
         name: String,
-        /// Also make a key on each, read it and destroy it
+        /// Also make a key at one, read it at each, which says whether they replicate, and destroy it
         #[arg(long)]
         key: bool,
+    },
+}
+
+/// `vmseal provider server`. No argument may have the id `server`, which is the global option's.
+#[derive(Subcommand)]
+pub enum ServerOf {
+    /// Add a server, as the last one to be asked; trust its certificate then (vmseal provider trust)
+    Add {
+        /// Name or id of the provider
+        name: String,
+        /// What it is called and where it is (port 5696 unless given)
+        #[arg(value_name = "ALIAS=HOST[:PORT]")]
+        address: String,
+        #[command(flatten)]
+        dry_run: DryRun,
+    },
+    /// Remove a server: it is not asked any more, and keeps its keys
+    #[command(visible_alias = "rm")]
+    Remove {
+        /// Name or id of the provider
+        name: String,
+        /// What the server is called
+        #[arg(value_name = "ALIAS")]
+        kms: String,
+        #[command(flatten)]
+        dry_run: DryRun,
+    },
+    /// Change the address of a server; whom to trust for it stays as it is
+    Set {
+        /// Name or id of the provider
+        name: String,
+        /// What it is called and where it is now (port 5696 unless given)
+        #[arg(value_name = "ALIAS=HOST[:PORT]")]
+        address: String,
+        #[command(flatten)]
+        dry_run: DryRun,
+    },
+    /// Move a server in the order in which servers are asked
+    Move {
+        /// Name or id of the provider
+        name: String,
+        /// What the server is called
+        #[arg(value_name = "ALIAS")]
+        kms: String,
+        /// Its place; the first one is 1
+        #[arg(long, value_name = "PLACE")]
+        to: usize,
+        #[command(flatten)]
+        dry_run: DryRun,
     },
 }
 
@@ -67,6 +119,14 @@ pub struct Certificate {
     /// The certificate's private key (PEM, PKCS #8), in place of the provider's own
     #[arg(long, value_name = "FILE", requires = "import")]
     pub key: Option<PathBuf>,
+    /// Replace the private key: with a new one, which is used as soon as its certificate is imported, or at
+    /// once with --self-signed, or with the one in --key. What the provider has is not needed for that, if
+    /// its passphrase or its file is lost. The passphrase is the provider's from then on
+    #[arg(long)]
+    pub replace: bool,
+    /// Also replace a valid certificate by one that is not valid now, or that has another name
+    #[arg(long)]
+    pub force: bool,
     #[command(flatten)]
     pub passphrase: Passphrase,
     #[command(flatten)]

@@ -31,7 +31,7 @@ pub use self::doctor::Doctor;
 pub use self::events::Events;
 pub use self::global::{Columns, Global, List, Name, Output, Show};
 pub use self::host::Host;
-pub use self::kmip::{Certificate, Kmip};
+pub use self::kmip::{Certificate, Kmip, ServerOf};
 pub use self::lab::Lab;
 pub use self::policy::Policy;
 pub use self::provider::{Passphrase, Provider};

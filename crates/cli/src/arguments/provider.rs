@@ -10,6 +10,7 @@ use super::{DryRun, List, Show};
 
 /// A passphrase: from a file, or asked for at the terminal.
 #[derive(Args)]
+#[group(skip)]
 pub struct Passphrase {
     /// The file with the passphrase (one newline at its end does not count); without, it is asked for
     #[arg(long, value_name = "FILE")]
@@ -23,13 +24,14 @@ pub enum Provider {
     List(List<model::Provider>),
     /// Show one key provider
     Show(Show),
-    /// Add a key provider: a native one, new or restored from a backup, or key servers over KMIP
+    /// Add a key provider: a native one, key servers over KMIP, or either one restored from a backup
     Add {
         /// The new provider's name
         name: String,
         #[command(flatten)]
         passphrase: Passphrase,
-        /// Restore the key from this backup instead of making a new one
+        /// Restore the provider from this backup instead of making a new one: its key, and the settings of a KMIP
+        /// provider
         #[arg(long, value_name = "FILE")]
         restore: Option<PathBuf>,
         /// The file with the backup's passphrase; without, it is asked for
@@ -51,7 +53,20 @@ pub enum Provider {
         #[command(flatten)]
         dry_run: DryRun,
     },
-    /// Write a backup of a native provider to a file here, sealed by a passphrase of its own
+    /// Change the passphrase that seals what a provider keeps; give the server's credential the new one, too
+    Passphrase {
+        /// Name or id
+        name: String,
+        /// The file with the passphrase that it has; without, it is asked for
+        #[arg(long, value_name = "FILE")]
+        old_passphrase_file: Option<PathBuf>,
+        #[command(flatten)]
+        passphrase: Passphrase,
+        #[command(flatten)]
+        dry_run: DryRun,
+    },
+    /// Write a backup of a provider to a file here, sealed by a passphrase of its own: the key of a native one,
+    /// the settings and the client key of a KMIP one
     Backup {
         /// Name or id
         name: String,
@@ -63,7 +78,7 @@ pub enum Provider {
         #[command(flatten)]
         dry_run: DryRun,
     },
-    /// Verify a native provider's backup; the provider makes keys from the first time on
+    /// Verify a provider's backup; a native provider makes keys from the first time on
     Verify {
         /// Name or id
         name: String,

@@ -7,18 +7,21 @@ use anyhow::{Context, bail, ensure};
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use vmseal_api::client::ServerClient;
+use vmseal_api::id::check_name;
 use vmseal_api::kmip::{
-    AddKmip, AddKmipServer, ClientName, KmipDetails, KmipSeen, KmipShown, KmipTrust, PEM_MAX, Pem,
-    ProviderTest, SetClientCertificate, TestProvider, TrustServer,
+    AddKmip, AddKmipServer, ClientName, KmipDetails, KmipKeyTested, KmipSeen, KmipShown, KmipTrust,
+    MoveKmipServer, PEM_MAX, Pem, ProviderTest, SetClientCertificate, SetKmipServer, TestProvider,
+    TrustServer,
 };
 use vmseal_api::model::Provider;
+use vmseal_api::request::SealedPassphrase;
 use vmseal_control::providers::kmip::KMIP_PORT;
 use vmseal_secret::SecretBytes;
 use zeroize::Zeroizing;
 
 use super::plan;
 use super::provider::sealed;
-use crate::arguments::{Certificate, Kmip, Output};
+use crate::arguments::{Certificate, Kmip, Output, ServerOf};
 use crate::exit::{Ended, Exit};
 use crate::passphrase::{self, Prompt};
 use crate::print;
@@ -30,6 +33,7 @@ pub async fn run(server: &ServerClient, output: Output, verb: Kmip) -> anyhow::R
             let what = Trusting { only: kms, fingerprint, authority, tried: dry_run.dry_run };
             trust(server, output, &name, what).await
         }
+        Kmip::Servers(verb) => servers_of(server, output, verb).await,
         Kmip::Certificate(certificate) => set_certificate(server, output, certificate).await,
         Kmip::Test { name, key } => test(server, output, &name, key).await,
     }
@@ -185,32 +189,19 @@ async fn set_certificate(
     output: Output,
     asked: Certificate,
 ) -> anyhow::Result<()> {
-    let path = format!("providers/{}", asked.name);
     if let Some(file) = &asked.import {
-        let mut request = SetClientCertificate {
-            certificate: read_pem(file)?,
-            private_key: None,
-            passphrase: None,
-        };
-        if let Some(key) = &asked.key {
-            let key = read_key(key)?;
-            request.private_key = Some(sealed(server, &asked.name, &key).await?);
-            let what = "Passphrase of the provider";
-            let given = passphrase::obtain(&asked.passphrase, what, Prompt::Once)?;
-            request.passphrase = Some(sealed(server, &asked.name, &given).await?);
-        }
-        let path = format!("{path}/certificate");
-        if asked.dry_run.dry_run {
-            return plan::show(output, &server.try_put(&path, &request).await?);
-        }
-        let provider: Provider = server.put(&path, &request).await?;
-        return print::one(output, &provider, &details(&provider));
+        return import(server, output, &asked, file).await;
     }
+    let passphrase = match asked.replace {
+        true => Some(new_passphrase(server, &asked).await?),
+        false => None,
+    };
     let verb = if asked.csr { "certificate-request" } else { "self-signed-certificate" };
-    let request = ClientName { common_name: asked.common_name };
-    let path = format!("{path}/{verb}");
-    // A request for a certificate changes nothing: it is made.
-    if asked.dry_run.dry_run && !asked.csr {
+    let path = format!("providers/{}/{verb}", asked.name);
+    let Certificate { common_name, replace, force, .. } = asked;
+    let request = ClientName { common_name, replace, passphrase, force };
+    // A request for a certificate of the key that is there changes nothing: it is made.
+    if asked.dry_run.dry_run && (replace || !asked.csr) {
         return plan::show(output, &server.try_post(&path, &request).await?);
     }
     let made: Pem = server.post(&path, &request).await?;
@@ -220,6 +211,111 @@ async fn set_certificate(
     }
 }
 
+/// The passphrase that a provider gets together with another key.
+async fn new_passphrase(
+    server: &ServerClient,
+    asked: &Certificate,
+) -> anyhow::Result<SealedPassphrase> {
+    let what = "New passphrase of the provider";
+    let given = passphrase::obtain(&asked.passphrase, what, Prompt::Twice)?;
+    sealed(server, &asked.name, &given).await
+}
+
+async fn import(
+    server: &ServerClient,
+    output: Output,
+    asked: &Certificate,
+    file: &Path,
+) -> anyhow::Result<()> {
+    let mut request = SetClientCertificate {
+        certificate: read_pem(file)?,
+        private_key: None,
+        passphrase: None,
+        replace: asked.replace,
+        force: asked.force,
+    };
+    let given = async || {
+        let what = "Passphrase of the provider";
+        let given = passphrase::obtain(&asked.passphrase, what, Prompt::Once)?;
+        sealed(server, &asked.name, &given).await
+    };
+    if let Some(key) = &asked.key {
+        let key = read_key(key)?;
+        request.private_key = Some(sealed(server, &asked.name, &key).await?);
+        request.passphrase = Some(match asked.replace {
+            true => new_passphrase(server, asked).await?,
+            false => given().await?,
+        });
+    } else if asked.passphrase.passphrase_file.is_some() {
+        request.passphrase = Some(given().await?);
+    }
+    let path = format!("providers/{}/certificate", asked.name);
+    if asked.dry_run.dry_run {
+        return plan::show(output, &server.try_put(&path, &request).await?);
+    }
+    let provider: Provider = match server.put(&path, &request).await {
+        // It is of the key that was made for it, which is sealed since a start of the server.
+        Err(problem)
+            if problem.field.as_deref() == Some("passphrase") && request.passphrase.is_none() =>
+        {
+            request.passphrase = Some(given().await?);
+            server.put(&path, &request).await?
+        }
+        answer => answer?,
+    };
+    print::one(output, &provider, &details(&provider))
+}
+
+async fn servers_of(server: &ServerClient, output: Output, verb: ServerOf) -> anyhow::Result<()> {
+    let provider: Provider = match verb {
+        ServerOf::Add { name, address, dry_run } => {
+            let (path, request) = (format!("providers/{name}/servers"), address_of(&address)?);
+            if dry_run.dry_run {
+                return plan::show(output, &server.try_post(&path, &request).await?);
+            }
+            let provider: Provider = server.post(&path, &request).await?;
+            let alias = &request.alias;
+            print::say(format_args!("next: vmseal provider trust {name} --kms {alias}"));
+            provider
+        }
+        ServerOf::Remove { name, kms, dry_run } => {
+            let path = format!("providers/{name}/servers/{kms}");
+            if dry_run.dry_run {
+                return plan::show(output, &server.try_delete(&path).await?);
+            }
+            server.delete(&path).await?;
+            server.get(&format!("providers/{name}")).await?
+        }
+        ServerOf::Set { name, address, dry_run } => {
+            let AddKmipServer { alias, host, port } = address_of(&address)?;
+            let path = format!("providers/{name}/servers/{alias}");
+            let request = SetKmipServer { host, port };
+            if dry_run.dry_run {
+                return plan::show(output, &server.try_put(&path, &request).await?);
+            }
+            server.put(&path, &request).await?
+        }
+        ServerOf::Move { name, kms, to, dry_run } => {
+            let path = format!("providers/{name}/servers/{kms}/move");
+            let request = MoveKmipServer { place: to };
+            if dry_run.dry_run {
+                return plan::show(output, &server.try_post(&path, &request).await?);
+            }
+            server.post(&path, &request).await?
+        }
+    };
+    print::one(output, &provider, &details(&provider))
+}
+
+/// A server as it was typed; its alias becomes a part of a request's path.
+fn address_of(typed: &str) -> anyhow::Result<AddKmipServer> {
+    let read = server_of(typed).and_then(|server| {
+        check_name(&server.alias).with_context(|| format!("'{}'", server.alias))?;
+        Ok(server)
+    });
+    Ok(read.map_err(|why| Ended::new(Exit::Usage, format!("{why:#}")))?)
+}
+
 async fn test(server: &ServerClient, output: Output, name: &str, key: bool) -> anyhow::Result<()> {
     let path = format!("providers/{name}/test");
     let tested: ProviderTest = server.post(&path, &TestProvider { key }).await?;
@@ -227,13 +323,29 @@ async fn test(server: &ServerClient, output: Output, name: &str, key: bool) -> a
         print::whole(output, &tested)?;
     } else {
         for it in &tested.servers {
-            let key = if it.key { ", made, read and destroyed a key" } else { "" };
+            let key = it.key.map_or("", said_of_key);
             print::words(&format!("{}: {}{key}", it.alias, words(&it.seen)))?;
+        }
+        if tested.replicate == Some(true) {
+            print::words("the servers replicate")?;
         }
     }
     let bad = tested.servers.iter().filter(|it| it.seen.problem.is_some()).count();
     ensure!(bad == 0, "{bad} of {} servers cannot be used", tested.servers.len());
+    ensure!(
+        tested.replicate != Some(false),
+        "the servers do not replicate: a key that one makes is not at the others"
+    );
     Ok(())
+}
+
+fn said_of_key(key: KmipKeyTested) -> &'static str {
+    match key {
+        KmipKeyTested::Made => ", made, read and destroyed a key",
+        KmipKeyTested::Read => ", has the key that the other one made",
+        KmipKeyTested::Missing => ", does not have the key that the other one made",
+        KmipKeyTested::OtherKey => ", has another key under the id of the one that was made",
+    }
 }
 
 fn words(seen: &KmipSeen) -> String {
@@ -254,7 +366,7 @@ async fn show(server: &ServerClient, output: Output, name: &str) -> anyhow::Resu
 /// What `provider show` says beyond the list's columns.
 pub fn details(provider: &Provider) -> Vec<(&'static str, String)> {
     let mut lines = Vec::new();
-    let Some(KmipDetails { servers, client }) = &provider.kmip else { return lines };
+    let Some(KmipDetails { servers, client, next_key }) = &provider.kmip else { return lines };
     for server in servers {
         let seen = server.seen.as_ref().map_or_else(|| "not tried yet".to_owned(), words);
         lines.push((
@@ -289,6 +401,10 @@ pub fn details(provider: &Provider) -> Vec<(&'static str, String)> {
             ),
         ),
     });
+    if *next_key {
+        let text = "a new key waits for its certificate (vmseal provider certificate --import)";
+        lines.push(("NEXT KEY", text.to_owned()));
+    }
     lines
 }
 

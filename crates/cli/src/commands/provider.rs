@@ -12,7 +12,10 @@ use nix::unistd::{AccessFlags, access};
 use serde_json::Value;
 use vmseal_api::client::ServerClient;
 use vmseal_api::model::{About, Provider};
-use vmseal_api::request::{AddProvider, Backup, GivePassphrase, SealedPassphrase, VerifyBackup};
+use vmseal_api::provider_backup::{SEALED_MAX, SETTINGS_MAX};
+use vmseal_api::request::{
+    AddProvider, Backup, ChangePassphrase, GivePassphrase, SealedPassphrase, VerifyBackup,
+};
 use vmseal_secret::SecretBytes;
 
 use super::{kmip, list, plan};
@@ -21,8 +24,9 @@ use crate::exit::{Ended, Exit};
 use crate::passphrase::{self, Prompt};
 use crate::print;
 
-/// The longest backup file that is read, in bytes; a real one has a few hundred.
-const BACKUP_MAX: u64 = 64 * 1024;
+/// The longest backup file that is read, in bytes. That of a native provider has a few hundred, that of a KMIP
+/// provider its certificates, too.
+const BACKUP_MAX: u64 = (SETTINGS_MAX + SEALED_MAX + 1024) as u64;
 
 pub async fn run(
     server: &ServerClient,
@@ -49,7 +53,7 @@ pub async fn run(
                 return plan::show(output, &server.try_post("providers", &request).await?);
             }
             let provider: Provider = server.post("providers", &request).await?;
-            if provider.kmip.is_some() {
+            if provider.kmip.as_ref().is_some_and(|kmip| kmip.client.is_none()) {
                 let name = &provider.name;
                 print::say(format_args!(
                     "next: vmseal provider trust {name}, then vmseal provider certificate {name}"
@@ -66,6 +70,24 @@ pub async fn run(
                 return plan::show(output, &server.try_post(&path, &request).await?);
             }
             let provider: Provider = server.post(&path, &request).await?;
+            print::one(output, &provider, &[])
+        }
+        arguments::Provider::Passphrase { name, old_passphrase_file, passphrase, dry_run } => {
+            let old = Passphrase { passphrase_file: old_passphrase_file };
+            let old = passphrase::obtain(&old, "Passphrase of the provider", Prompt::Once)?;
+            let new = "New passphrase of the provider";
+            let new = passphrase::obtain(&passphrase, new, Prompt::Twice)?;
+            let old = Some(sealed(server, &name, &old).await?);
+            let request = ChangePassphrase { old, new: sealed(server, &name, &new).await? };
+            let path = format!("providers/{name}/passphrase");
+            if dry_run.dry_run {
+                return plan::show(output, &server.try_post(&path, &request).await?);
+            }
+            let provider: Provider = server.post(&path, &request).await?;
+            print::say(format_args!(
+                "if the server has the credential vmseal-provider-{}, give it the new passphrase",
+                provider.name
+            ));
             print::one(output, &provider, &[])
         }
         arguments::Provider::Backup { name, to, passphrase, dry_run } if dry_run.dry_run => {

@@ -89,6 +89,27 @@ fn what_changes_something_can_be_tried() {
     }
 }
 
+/// An argument with the id of a global option takes its place: the option's value, or the argument's, would be
+/// lost without a word.
+#[test]
+fn no_argument_has_the_id_of_a_global_option() {
+    fn below(command: &Command, typed: &str, global: &[String]) {
+        for verb in command.get_subcommands() {
+            let typed = format!("{typed} {}", verb.get_name());
+            for arg in verb.get_arguments() {
+                let id = arg.get_id().as_str();
+                assert!(!global.iter().any(|known| known == id), "{typed}: the argument '{id}'");
+            }
+            below(verb, &typed, global);
+        }
+    }
+    let command = command();
+    let global = command.get_arguments().filter(|arg| arg.is_global_set());
+    let global: Vec<_> = global.map(|arg| arg.get_id().to_string()).collect();
+    assert!(global.iter().any(|id| id == "server"), "{global:?}");
+    below(&command, "vmseal", &global);
+}
+
 #[test]
 fn everything_that_is_shown_can_be_watched() {
     let shown: Vec<_> = verbs().into_iter().filter(|(verb, _)| verb.ends_with(" show")).collect();

@@ -9,7 +9,7 @@ use tokio::net::TcpListener;
 use vmseal_agent::http::Endpoint;
 use vmseal_agent::identity::Identity as HostIdentity;
 use vmseal_agent::simulated::SimulatedHost;
-use vmseal_api::client::{ClientIdentity, HostClient};
+use vmseal_api::client::{ClientIdentity, HostClient, ShowsCertificate};
 use vmseal_api::expose::LET_GO;
 use vmseal_api::host::{ConsoleClaim, Exposing, HostAgent, PowerOff, STATE_WAIT_MAX};
 use vmseal_api::id::{HostId, VmId};
@@ -74,6 +74,9 @@ async fn a_vm_is_seen_and_worked_on_through_it() {
     let vm = plant.running("web").await;
     let client = peers.client(host, peers.agent(host, plant.agent.clone()).await);
     assert_eq!(client.describe().await.unwrap(), plant.agent.describe().await.unwrap());
+    // Until when the agent's certificate is valid is known from the connection.
+    let until = crate::expiry::until(&client.certificate().unwrap()).unwrap();
+    assert!(until > jiff::Timestamp::now() + jiff::SignedDuration::from_hours(24 * 365 * 9));
     let state = client.state(None, STATE_WAIT_MAX * 2).await.unwrap();
     assert_eq!(state, plant.agent.state(None, Duration::ZERO).await.unwrap());
 

@@ -23,6 +23,7 @@ use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Duration;
 
+use jiff::Timestamp;
 use tokio::sync::watch;
 use vmseal_api::host::{
     self, HostAgent, HostDescription, HostState, KeyState, Power, STATE_WAIT_MAX, Stopped, VmState,
@@ -34,7 +35,6 @@ use vmseal_api::request_id::{self, RequestId};
 
 use super::courier::{Courier, Delivery};
 use super::{View, registration};
-use crate::alarms;
 use crate::keys::Purpose;
 use crate::locks::Locks;
 use crate::providers::Providers;
@@ -43,6 +43,7 @@ use crate::store::hosts::Host;
 use crate::store::vms::Vm;
 use crate::store::{self, Store, StoreError, Write};
 use crate::tasks::Operation;
+use crate::{alarms, expiry};
 
 /// How soon a host that does not answer is asked again, at first and at most: an agent that restarts
 /// is noticed at once, and one that stays away costs little.
@@ -363,8 +364,10 @@ impl Monitor {
         let source = self.id.to_string();
         let mut read = self.store.read().await?;
         let vms = store::vms::on_host(&mut read, self.id).await?;
-        let standing =
+        let mut standing =
             alarms::of_host(&self.name, description, state, &vms, &self.courier.problems());
+        let certificate = self.agent.certificate();
+        standing.extend(expiry::of_host(&self.name, certificate.as_deref(), Timestamp::now()));
         let new_alarms = store::alarms::differ(&mut read, &source, &standing).await?;
         drop(read);
         let changed: Vec<_> = vms

@@ -65,7 +65,8 @@ async fn a_vm_whose_key_cannot_be_had_is_locked_until_the_provider_is_unlocked()
     let provider = crate::store::providers::find(&mut read, "keys").await.unwrap().unwrap();
     drop(read);
     assert!(standing[0].detail.contains("vmseal provider unlock keys"), "{standing:?}");
-    let passphrase = vmseal_secret::SecretBytes::from_wiped(&mut b"pass".to_vec()).unwrap();
+    let passphrase =
+        vmseal_secret::SecretBytes::from_wiped(&mut b"pass, as in the tests".to_vec()).unwrap();
     plant.providers.unlock(&provider, passphrase, "me").await.unwrap();
     no_alarms(&plant).await;
     plant.assert_whole(vm, Power::Off, "unlocked").await;

@@ -18,6 +18,7 @@ use super::body::{self, Asked, Named};
 use super::dry_run::{Intent, Outcome, PemOrPlan, ProviderOrPlan};
 use super::problem::Refusal;
 use super::providers::{find, shown};
+use crate::providers::kmip::{NewCertificate, NewName};
 
 /// Shows the certificate that a server shows now; nothing is trusted by that.
 #[utoipa::path(get, path = "/api/v1/providers/{provider}/servers/{server}/certificate", tag = "providers",
@@ -73,18 +74,39 @@ pub(super) async fn trust(
     Ok(Outcome::Done(Json(shown(&app, provider))))
 }
 
-/// Makes a certificate request for the provider's client key, for somebody else to sign.
+/// The name of a client certificate, as it was asked for, with the passphrase opened.
+fn new_name(app: &App, provider: &str, request: ClientName) -> Result<NewName, Problem> {
+    let ClientName { common_name, replace, passphrase, force } = request;
+    let passphrase = passphrase.as_ref();
+    let passphrase = passphrase
+        .map(|sealed| open_passphrase(app, provider, sealed, "passphrase"))
+        .transpose()?;
+    Ok(NewName { common_name, replace, passphrase, force })
+}
+
+/// Makes a certificate request for the provider's client key, or for a new one, for somebody else to sign.
 #[utoipa::path(post, path = "/api/v1/providers/{provider}/certificate-request", tag = "providers",
-    params(("provider" = String, Path, description = "Its name or id")),
-    request_body = ClientName, responses((status = 200, body = Pem), Refusal))]
+    params(("provider" = String, Path, description = "Its name or id"), Intent),
+    request_body = ClientName, responses((status = 200, body = PemOrPlan), Refusal))]
 pub(super) async fn request_certificate(
     State(app): State<Arc<App>>,
     Named(name): Named,
+    User(actor): User,
+    Asked(intent): Asked<Intent>,
     body::Json(request): body::Json<ClientName>,
-) -> Result<Json<Pem>, Refusal> {
+) -> Result<Outcome<Json<Pem>>, Refusal> {
     let provider = find(&app, &name).await?;
-    let pem = app.providers.certificate_request(&provider, &request.common_name)?;
-    Ok(Json(Pem { pem }))
+    let name = new_name(&app, &provider.name, request)?;
+    if intent.dry_run {
+        let step = match name.replace {
+            true => "make a new client key, which is used as soon as its certificate is imported",
+            false => "make a certificate request; nothing is changed by that",
+        };
+        app.providers.check_certificate_request(&provider, name)?;
+        return Ok(Outcome::planned("provider.certificate", &provider.name, step.to_owned()));
+    }
+    let pem = app.providers.certificate_request(&provider, name, &actor).await?;
+    Ok(Outcome::Done(Json(Pem { pem })))
 }
 
 /// Makes a client certificate that nobody else signs, and uses it from now on.
@@ -99,17 +121,19 @@ pub(super) async fn self_sign(
     body::Json(request): body::Json<ClientName>,
 ) -> Result<Outcome<Json<Pem>>, Refusal> {
     let provider = find(&app, &name).await?;
+    let name = new_name(&app, &provider.name, request)?;
     if intent.dry_run {
-        app.providers.check_self_sign(&provider, &request.common_name)?;
         let step =
-            format!("make a certificate for '{}', and show it to its servers", request.common_name);
+            format!("make a certificate for '{}', and show it to its servers", name.common_name);
+        app.providers.check_self_sign(&provider, name).await?;
         return Ok(Outcome::planned("provider.certificate", &provider.name, step));
     }
-    let pem = app.providers.self_sign(&provider, &request.common_name, &actor).await?;
+    let pem = app.providers.self_sign(&provider, name, &actor).await?;
     Ok(Outcome::Done(Json(Pem { pem })))
 }
 
-/// Sets the client certificate: a signed one for the key that is there, or one with another key.
+/// Sets the client certificate: a signed one for the key that is there, or that was made for it; or one with
+/// another key.
 #[utoipa::path(put, path = "/api/v1/providers/{provider}/certificate", tag = "providers",
     params(("provider" = String, Path, description = "Its name or id"), Intent),
     request_body = SetClientCertificate,
@@ -128,17 +152,18 @@ pub(super) async fn set_certificate(
     };
     let key = open(&request.private_key, "private_key")?;
     let passphrase = open(&request.passphrase, "passphrase")?;
-    let (providers, certificate) = (&app.providers, request.certificate);
+    let SetClientCertificate { certificate, replace, force, .. } = request;
+    let new = NewCertificate { certificate, key, passphrase, replace, force };
     if intent.dry_run {
-        providers.check_certificate(&provider, &certificate, key, passphrase).await?;
+        app.providers.check_certificate(&provider, new).await?;
         let step = "show this certificate to its servers".to_owned();
         return Ok(Outcome::planned("provider.certificate", &provider.name, step));
     }
-    providers.set_certificate(&provider, certificate, key, passphrase, &actor).await?;
+    app.providers.set_certificate(&provider, new, &actor).await?;
     Ok(Outcome::Done(Json(shown(&app, provider))))
 }
 
-/// Tries every server of a provider, with a key of its own where that is wanted.
+/// Tries every server of a provider; where that is wanted with a key, made at one and read at each.
 #[utoipa::path(post, path = "/api/v1/providers/{provider}/test", tag = "providers",
     params(("provider" = String, Path, description = "Its name or id")),
     request_body = TestProvider, responses((status = 200, body = ProviderTest), Refusal))]
@@ -149,6 +174,6 @@ pub(super) async fn test(
     body::Json(request): body::Json<TestProvider>,
 ) -> Result<(StatusCode, Json<ProviderTest>), Refusal> {
     let provider = find(&app, &name).await?;
-    let servers = app.providers.test(&provider, request.key, &actor).await?;
-    Ok((StatusCode::OK, Json(ProviderTest { servers })))
+    let tested = app.providers.test(&provider, request.key, &actor).await?;
+    Ok((StatusCode::OK, Json(tested)))
 }

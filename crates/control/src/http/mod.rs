@@ -15,6 +15,7 @@ mod dry_run;
 mod events;
 mod hosts;
 mod kmip;
+mod kmip_servers;
 mod log_level;
 mod metrics;
 mod policies;
@@ -118,6 +119,7 @@ fn user_routes() -> OpenApiRouter<Arc<App>> {
         .routes(routes!(providers::list, providers::add))
         .routes(routes!(providers::show, providers::remove))
         .routes(routes!(providers::unlock))
+        .routes(routes!(providers::change_passphrase))
         .routes(routes!(providers::backup))
         .routes(routes!(providers::verify))
         .routes(routes!(providers::make_default))
@@ -127,6 +129,9 @@ fn user_routes() -> OpenApiRouter<Arc<App>> {
         .routes(routes!(kmip::self_sign))
         .routes(routes!(kmip::set_certificate))
         .routes(routes!(kmip::test))
+        .routes(routes!(kmip_servers::add))
+        .routes(routes!(kmip_servers::set, kmip_servers::remove))
+        .routes(routes!(kmip_servers::move_to))
         .routes(routes!(policies::list, policies::add))
         .routes(routes!(policies::show, policies::remove))
         .routes(routes!(vms::list, vms::create))

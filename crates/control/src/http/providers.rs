@@ -10,7 +10,7 @@ use base64::engine::general_purpose::STANDARD;
 use vmseal_api::id::check_name;
 use vmseal_api::model::{Page, Plan, Provider};
 use vmseal_api::problem::Problem;
-use vmseal_api::request::{AddProvider, Backup, GivePassphrase, VerifyBackup};
+use vmseal_api::request::{AddProvider, Backup, ChangePassphrase, GivePassphrase, VerifyBackup};
 
 use super::about::open_passphrase;
 use super::auth::User;
@@ -163,7 +163,32 @@ pub(super) async fn unlock(
     Ok(Outcome::Done(Json(shown(&app, provider))))
 }
 
-/// Gives a backup of the provider's key, sealed under the passphrase of the request.
+/// Changes a provider's passphrase.
+#[utoipa::path(post, path = "/api/v1/providers/{provider}/passphrase", tag = "providers",
+    params(("provider" = String, Path, description = "Its name or id"), Intent),
+    request_body = ChangePassphrase, responses((status = 200, body = ProviderOrPlan), Refusal))]
+pub(super) async fn change_passphrase(
+    State(app): State<Arc<App>>,
+    Named(name): Named,
+    User(actor): User,
+    Asked(intent): Asked<Intent>,
+    body::Json(request): body::Json<ChangePassphrase>,
+) -> Result<Outcome<Json<Provider>>, Refusal> {
+    let provider = find(&app, &name).await?;
+    let old = request.old.as_ref();
+    let old = old.map(|old| open_passphrase(&app, &provider.name, old, "old")).transpose()?;
+    let new = open_passphrase(&app, &provider.name, &request.new, "new")?;
+    if intent.dry_run {
+        app.providers.check_change_passphrase(&provider, old, &new).await?;
+        let step = "seal its key under the new passphrase; the old one is right".to_owned();
+        return Ok(Outcome::planned("provider.passphrase", &provider.name, step));
+    }
+    app.providers.change_passphrase(&provider, old, new, &actor).await?;
+    Ok(Outcome::Done(Json(shown(&app, provider))))
+}
+
+/// Gives a backup of the provider's key, and of the settings of a KMIP provider, sealed under the passphrase of
+/// the request.
 #[utoipa::path(post, path = "/api/v1/providers/{provider}/backup", tag = "providers",
     params(("provider" = String, Path, description = "Its name or id"), Intent),
     request_body = GivePassphrase, responses((status = 200, body = BackupOrPlan), Refusal))]
@@ -177,7 +202,7 @@ pub(super) async fn backup(
     let provider = find(&app, &name).await?;
     let passphrase = open_passphrase(&app, &provider.name, &request.passphrase, "passphrase")?;
     if intent.dry_run {
-        app.providers.check_backup(&provider)?;
+        app.providers.check_backup(&provider, &passphrase)?;
         let step = "seal its key under the passphrase, as a backup".to_owned();
         return Ok(Outcome::planned("provider.backup", &provider.name, step));
     }
@@ -238,5 +263,6 @@ pub(super) async fn make_default(
     let detail = "policies that name none use it";
     write.event(NewEvent { kind, actor: &actor, target, detail }).await?;
     write.commit().await?;
+    app.providers.default_changed().await?;
     Ok(Outcome::Done(Json(shown(&app, find(&app, &name).await?))))
 }

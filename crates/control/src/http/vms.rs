@@ -303,7 +303,7 @@ pub(super) fn usable(
     let name = &provider.name;
     match app.providers.status(&provider) {
         // Asking it will tell.
-        ProviderStatus::Normal | ProviderStatus::Untried => Ok(provider),
+        ProviderStatus::Normal | ProviderStatus::Degraded | ProviderStatus::Untried => Ok(provider),
         ProviderStatus::Sealed => wrong(format!(
             "key provider '{name}' is sealed: unlock it (vmseal provider unlock {name})"
         )),

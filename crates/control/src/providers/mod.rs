@@ -23,13 +23,15 @@ use tokio::sync::{Semaphore, watch};
 use uuid::Uuid;
 use vmseal_api::host::KeyReference;
 use vmseal_api::id::{ProviderId, VmId};
+use vmseal_api::kmip::KeyFault;
 use vmseal_api::model::{ProviderKind, ProviderStatus};
 use vmseal_api::problem::{ErrorCode, Problem};
-use vmseal_secret::SecretBytes;
+use vmseal_secret::{SecretBytes, passphrase_rule};
 
 use self::kmip::{KmipProvider, Watched};
 use self::measured::Measured;
 use self::native::NativeProvider;
+use crate::store::alarms::Standing;
 use crate::store::events::NewEvent;
 use crate::store::providers::Provider;
 use crate::store::{Part, Store, StoreError, alarms, key_requests, keys, providers, tasks};
@@ -37,6 +39,9 @@ use crate::tasks::Operation;
 
 /// The longest passphrase that a credential file may hold, in bytes; the command line's limit.
 const PASSPHRASE_MAX: usize = 512;
+
+/// The source of the alarms about native providers.
+const NATIVE_ALARMS: &str = "native providers";
 
 /// Argon2 takes 64 MiB and most of a core for a good part of a second: one at a time.
 const KEY_DERIVATIONS: usize = 1;
@@ -152,6 +157,9 @@ impl Providers {
             if let Ok(kmip) = this.kmip(provider.id) {
                 kmip.look_now();
             }
+        }
+        if let Err(problem) = this.raise_sealed().await {
+            tracing::error!(%problem, "the alarms about providers could not be written");
         }
         Ok(this)
     }
@@ -280,6 +288,7 @@ impl Providers {
         given: Option<SecretBytes>,
     ) -> Result<SecretBytes, Problem> {
         let passphrase = self.passphrase_for(name, given)?;
+        check_new_passphrase(&passphrase, "passphrase")?;
         match providers::find(&mut *self.store.read().await?, name).await? {
             Some(_) => Err(StoreError::Taken(format!("a provider '{name}'")).into()),
             None => Ok(passphrase),
@@ -326,6 +335,7 @@ impl Providers {
             ProviderKind::Kmip => self.unlock_kmip(provider, passphrase).await?,
         }
         self.tell("provider.unlocked", provider, actor, "its passphrase was given").await?;
+        self.raise_sealed().await?;
         self.unlocked.send_modify(|count| *count += 1);
         Ok(())
     }
@@ -343,6 +353,46 @@ impl Providers {
             ProviderKind::Native => self.read_root(provider, passphrase).await.map(drop),
             ProviderKind::Kmip => self.read_client_key(provider, passphrase).await.map(drop),
         }
+    }
+
+    /// Seals what a provider keeps under another passphrase; it stays unlocked, or sealed.
+    ///
+    /// # Errors
+    /// `key-mismatch` for a wrong old one; `invalid-request` for a new one that is trivial.
+    pub async fn change_passphrase(
+        &self,
+        provider: &Provider,
+        old: Option<SecretBytes>,
+        new: SecretBytes,
+        actor: &str,
+    ) -> Result<(), Problem> {
+        check_new_passphrase(&new, "new")?;
+        let old = self.passphrase_for(&provider.name, old)?;
+        match provider.kind {
+            ProviderKind::Native => {
+                let root = self.read_root(provider, old).await?;
+                let directory = self.directory_of(provider.id);
+                self.derive(move || root.write(&directory, &new)).await?;
+                let detail = "its key is sealed under another one";
+                self.tell("provider.passphrase-changed", provider, actor, detail).await
+            }
+            ProviderKind::Kmip => self.reseal_client_key(provider, old, new, actor).await,
+        }
+    }
+
+    /// Whether [`Providers::change_passphrase`] would change it.
+    ///
+    /// # Errors
+    /// Those of [`Providers::change_passphrase`].
+    pub async fn check_change_passphrase(
+        &self,
+        provider: &Provider,
+        old: Option<SecretBytes>,
+        new: &SecretBytes,
+    ) -> Result<(), Problem> {
+        check_new_passphrase(new, "new")?;
+        let old = self.passphrase_for(&provider.name, old)?;
+        self.check_unlock(provider, old).await
     }
 
     /// Whether a provider may be removed.
@@ -402,6 +452,7 @@ impl Providers {
         write.event(NewEvent { kind, actor, target, detail: "with its key" }).await?;
         write.commit().await?;
         self.open.write().unwrap_or_else(PoisonError::into_inner).remove(&provider.id);
+        self.raise_sealed().await?;
         // Its watch has ended: nobody else would clear its alarms.
         let mut write = self.store.write().await?;
         alarms::replace(&mut write, &provider.id.to_string(), &[]).await?;
@@ -410,6 +461,44 @@ impl Providers {
         if let Err(error) = std::fs::remove_dir_all(&directory) {
             // It is sealed, and nothing refers to it any more.
             tracing::warn!(directory = %directory.display(), %error, "a removed provider's file is left");
+        }
+        Ok(())
+    }
+
+    /// Another provider is the default one: their alarms follow.
+    ///
+    /// # Errors
+    /// The inventory's.
+    pub async fn default_changed(&self) -> Result<(), Problem> {
+        for open in self.open.read().unwrap_or_else(PoisonError::into_inner).values() {
+            if let Open::Kmip(watched) = open {
+                watched.provider.look_now();
+            }
+        }
+        self.raise_sealed().await
+    }
+
+    /// The alarm about a native default provider that is sealed; a KMIP one has a watch, which raises it.
+    async fn raise_sealed(&self) -> Result<(), Problem> {
+        let default = providers::default(&mut *self.store.read().await?).await?;
+        let sealed = default
+            .filter(|provider| self.native(provider.id).is_ok_and(|native| native.is_sealed()));
+        let standing: Vec<_> = sealed
+            .into_iter()
+            .map(|provider| Standing {
+                code: "provider-sealed",
+                detail: format!(
+                    "the default key provider '{0}' is sealed: no VM can be made or unlocked with its keys. Unlock it (vmseal provider unlock {0})",
+                    provider.name
+                ),
+                target: provider.name,
+                reason: Some(KeyFault::ProviderSealed),
+            })
+            .collect();
+        if alarms::differ(&mut *self.store.read().await?, NATIVE_ALARMS, &standing).await? {
+            let mut write = self.store.write().await?;
+            alarms::replace(&mut write, NATIVE_ALARMS, &standing).await?;
+            write.commit().await?;
         }
         Ok(())
     }
@@ -425,6 +514,12 @@ impl Providers {
         write.event(NewEvent { kind, actor, target: &provider.name, detail }).await?;
         Ok(write.commit().await?)
     }
+}
+
+/// Refuses a passphrase that is to seal something and that everybody tries first.
+fn check_new_passphrase(passphrase: &SecretBytes, field: &str) -> Result<(), Problem> {
+    passphrase_rule::check_new(passphrase)
+        .map_err(|trivial| Problem::invalid(field, trivial.to_string()))
 }
 
 #[cfg(test)]

@@ -5,10 +5,11 @@ use std::sync::Arc;
 use vmseal_api::id::ProviderId;
 use vmseal_api::model::ProviderKind;
 use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::provider_backup;
 use vmseal_secret::SecretBytes;
 
 use super::native::{self, NativeProvider};
-use super::{Open, Providers, Restore};
+use super::{Open, Providers, Restore, check_new_passphrase};
 use crate::store::events::NewEvent;
 use crate::store::providers::{self, Provider};
 
@@ -37,13 +38,16 @@ impl Providers {
     ) -> Result<(), Problem> {
         self.passphrase_of_new(name, passphrase).await?;
         let Some(restore) = restore else { return Ok(()) };
+        if provider_backup::is_backup(&restore.backup) {
+            return self.check_restore_kmip(restore).await;
+        }
         let open = move || native::RootKey::from_backup(&restore.backup, &restore.passphrase);
         let id = self.derive(open).await?.provider();
         self.check_not_here(id).await
     }
 
     /// A backup of a provider that is here is not to be restored beside it.
-    async fn check_not_here(&self, id: ProviderId) -> Result<(), Problem> {
+    pub(super) async fn check_not_here(&self, id: ProviderId) -> Result<(), Problem> {
         match providers::find(&mut *self.store.read().await?, &id.to_string()).await? {
             None => Ok(()),
             Some(known) => {
@@ -54,7 +58,8 @@ impl Providers {
         }
     }
 
-    /// Adds a native provider: with a new key, or with the one of a backup. Its key file is on disk
+    /// Adds a native provider: with a new key, or with the one of a backup; or a KMIP provider, where the backup is
+    /// of one. Its key file is on disk
     /// before the inventory knows of it; after a crash between the two the file is left, as key files
     /// are never removed on a guess.
     ///
@@ -69,6 +74,12 @@ impl Providers {
         actor: &str,
     ) -> Result<Provider, Problem> {
         let passphrase = self.passphrase_of_new(name, passphrase).await?;
+        let restore = match restore {
+            Some(restore) if provider_backup::is_backup(&restore.backup) => {
+                return self.restore_kmip(name, passphrase, restore, actor).await;
+            }
+            other => other,
+        };
         let restored = restore.is_some();
         let root = self
             .derive(move || match restore {
@@ -116,8 +127,16 @@ impl Providers {
     ///
     /// # Errors
     /// Those of [`Providers::backup`].
-    pub fn check_backup(&self, provider: &Provider) -> Result<(), Problem> {
-        self.native(provider.id)?.root().map(drop)
+    pub fn check_backup(
+        &self,
+        provider: &Provider,
+        passphrase: &SecretBytes,
+    ) -> Result<(), Problem> {
+        check_new_passphrase(passphrase, "passphrase")?;
+        match provider.kind {
+            ProviderKind::Native => self.native(provider.id)?.root().map(drop),
+            ProviderKind::Kmip => self.kmip_is_open(provider),
+        }
     }
 
     /// A provider's backup, sealed under a passphrase of its own.
@@ -130,8 +149,14 @@ impl Providers {
         passphrase: SecretBytes,
         actor: &str,
     ) -> Result<Vec<u8>, Problem> {
-        let root = self.native(provider.id)?.root()?;
-        let backup = self.derive(move || root.backup(&passphrase)).await?;
+        self.check_backup(provider, &passphrase)?;
+        let backup = match provider.kind {
+            ProviderKind::Native => {
+                let root = self.native(provider.id)?.root()?;
+                self.derive(move || root.backup(&passphrase)).await?
+            }
+            ProviderKind::Kmip => self.backup_kmip(provider, passphrase).await?,
+        };
         self.tell("provider.backed-up", provider, actor, "a backup was written").await?;
         Ok(backup)
     }
@@ -160,6 +185,9 @@ impl Providers {
     /// # Errors
     /// Those of [`Providers::verify`].
     pub async fn check_verify(&self, provider: &Provider, restore: Restore) -> Result<(), Problem> {
+        if provider.kind == ProviderKind::Kmip {
+            return self.verify_kmip(provider, restore).await;
+        }
         let root = self.native(provider.id)?.root()?;
         let backup = self
             .derive(move || native::RootKey::from_backup(&restore.backup, &restore.passphrase))

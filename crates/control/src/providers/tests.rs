@@ -10,8 +10,9 @@ struct Here {
     providers: Providers,
 }
 
+/// A passphrase; long enough to be taken.
 fn secret(text: &str) -> SecretBytes {
-    SecretBytes::from_wiped(&mut text.as_bytes().to_vec()).unwrap()
+    SecretBytes::from_wiped(&mut format!("{text}, as in the tests").into_bytes()).unwrap()
 }
 
 impl Here {
@@ -79,10 +80,61 @@ async fn after_a_restart_it_is_sealed_until_the_passphrase_is_given_or_a_credent
 
     let credentials = here.directory.path().join("credentials");
     std::fs::create_dir(&credentials).unwrap();
-    std::fs::write(credentials.join("vmseal-provider-keys"), "pass\n").unwrap();
+    std::fs::write(credentials.join("vmseal-provider-keys"), "pass, as in the tests\n").unwrap();
     let restarted = here.restarted(Some(credentials)).await;
     let keys = restarted.get(provider.id).unwrap();
     assert_eq!(keys.get_key(vm, &reference).await.unwrap().kek, kek);
+}
+
+#[tokio::test]
+async fn a_sealed_default_provider_is_an_alarm_until_it_is_unlocked_or_another_is() {
+    let here = Here::new().await;
+    let provider = here.add().await;
+    let raised = async || {
+        let alarms = alarms::list(&mut here.store.read().await.unwrap()).await.unwrap();
+        alarms.into_iter().map(|alarm| (alarm.code, alarm.target)).collect::<Vec<_>>()
+    };
+    let sealed = [("provider-sealed".to_owned(), "keys".to_owned())];
+    let make_default = async |providers: &Providers, id: ProviderId| {
+        let mut write = here.store.write().await.unwrap();
+        crate::store::providers::set_default(&mut write, id).await.unwrap();
+        write.commit().await.unwrap();
+        providers.default_changed().await.unwrap();
+    };
+    // One that is not the default one keeps nobody from making VMs.
+    drop(here.restarted(None).await);
+    assert_eq!(raised().await, []);
+    make_default(&here.providers, provider.id).await;
+    assert_eq!(raised().await, [], "it is unlocked");
+    let restarted = here.restarted(None).await;
+    assert_eq!(raised().await, sealed);
+    restarted.unlock(&provider, secret("pass"), "me").await.unwrap();
+    assert_eq!(raised().await, []);
+    let restarted = here.restarted(None).await;
+    assert_eq!(raised().await, sealed);
+    let other = restarted.add("two", Some(secret("two")), None, "me").await.unwrap();
+    make_default(&restarted, other.id).await;
+    assert_eq!(raised().await, []);
+}
+
+#[tokio::test]
+async fn a_passphrase_is_changed_by_who_knows_it_and_not_to_a_trivial_one() {
+    let here = Here::new().await;
+    let provider = here.add().await;
+    let change = |old: &str, new: SecretBytes| {
+        here.providers.change_passphrase(&provider, Some(secret(old)), new, "me")
+    };
+    assert_eq!(change("wrong", secret("new")).await.unwrap_err().code, ErrorCode::KeyMismatch);
+    let trivial = SecretBytes::from_wiped(&mut b"passwordpassword".to_vec()).unwrap();
+    assert_eq!(change("pass", trivial).await.unwrap_err().field.as_deref(), Some("new"));
+    here.providers
+        .check_change_passphrase(&provider, Some(secret("pass")), &secret("new"))
+        .await
+        .unwrap();
+    change("pass", secret("new")).await.unwrap();
+    let restarted = here.restarted(None).await;
+    assert!(restarted.unlock(&provider, secret("pass"), "me").await.is_err());
+    restarted.unlock(&provider, secret("new"), "me").await.unwrap();
 }
 
 #[tokio::test]

@@ -131,6 +131,22 @@ pub async fn of_provider(
     rows.into_iter().map(KeyRequest::try_from).collect()
 }
 
+/// Has the questions that went to one server name another one.
+pub async fn set_server(
+    to: &mut SqliteConnection,
+    provider: ProviderId,
+    from: &str,
+    server: &str,
+) -> Result<(), StoreError> {
+    sqlx::query("UPDATE key_requests SET server = ? WHERE provider_id = ? AND server = ?")
+        .bind(server)
+        .bind(provider.to_string())
+        .bind(from)
+        .execute(to)
+        .await?;
+    Ok(())
+}
+
 /// Forgets a question: its key is in the inventory, or there is none.
 pub async fn delete(
     to: &mut SqliteConnection,

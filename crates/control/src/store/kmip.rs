@@ -23,7 +23,8 @@ pub enum Trust {
 }
 
 /// A server of a provider.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Server {
     /// Its name within the provider.
     pub alias: String,
@@ -42,6 +43,8 @@ pub struct ClientRow {
     pub key_file: String,
     /// The certificate with its chain (PEM); none until there is one for this key.
     pub certificate: Option<String>,
+    /// The name of the sealed file of another private key, which waits for its certificate.
+    pub next_key_file: Option<String>,
 }
 
 #[derive(FromRow)]
@@ -60,18 +63,33 @@ pub async fn insert_servers(
 ) -> Result<(), StoreError> {
     for (position, server) in servers.iter().enumerate() {
         sqlx::query(
-            "INSERT INTO kmip_servers (provider_id, position, alias, host, port) VALUES (?, ?, ?, ?, ?)",
+            "INSERT INTO kmip_servers (provider_id, position, alias, host, port, trust)
+             VALUES (?, ?, ?, ?, ?, ?)",
         )
         .bind(provider.to_string())
         .bind(i64::try_from(position).unwrap_or(i64::MAX))
         .bind(&server.alias)
         .bind(&server.host)
         .bind(server.port)
+        .bind(server.trust.as_ref().map(to_json))
         .execute(&mut *to)
         .await
         .map_err(taken(|| format!("a server '{}' of this provider", server.alias)))?;
     }
     Ok(())
+}
+
+/// Puts these servers in the place of those that a provider has.
+pub async fn replace_servers(
+    to: &mut SqliteConnection,
+    provider: ProviderId,
+    servers: &[Server],
+) -> Result<(), StoreError> {
+    sqlx::query("DELETE FROM kmip_servers WHERE provider_id = ?")
+        .bind(provider.to_string())
+        .execute(&mut *to)
+        .await?;
+    insert_servers(to, provider, servers).await
 }
 
 /// The servers of a provider, in their order.
@@ -114,10 +132,12 @@ pub async fn client(
     from: &mut SqliteConnection,
     provider: ProviderId,
 ) -> Result<Option<ClientRow>, StoreError> {
-    Ok(sqlx::query_as("SELECT key_file, certificate FROM kmip_clients WHERE provider_id = ?")
-        .bind(provider.to_string())
-        .fetch_optional(from)
-        .await?)
+    Ok(sqlx::query_as(
+        "SELECT key_file, certificate, next_key_file FROM kmip_clients WHERE provider_id = ?",
+    )
+    .bind(provider.to_string())
+    .fetch_optional(from)
+    .await?)
 }
 
 /// Notes what a new provider shows to its servers.
@@ -126,10 +146,13 @@ pub async fn insert_client(
     provider: ProviderId,
     client: &ClientRow,
 ) -> Result<(), StoreError> {
-    sqlx::query("INSERT INTO kmip_clients (provider_id, key_file, certificate) VALUES (?, ?, ?)")
+    let sql = "INSERT INTO kmip_clients (provider_id, key_file, certificate, next_key_file)
+               VALUES (?, ?, ?, ?)";
+    sqlx::query(sql)
         .bind(provider.to_string())
         .bind(&client.key_file)
         .bind(&client.certificate)
+        .bind(&client.next_key_file)
         .execute(to)
         .await?;
     Ok(())
@@ -143,10 +166,12 @@ pub async fn change_client(
     client: &ClientRow,
 ) -> Result<bool, StoreError> {
     let changed = sqlx::query(
-        "UPDATE kmip_clients SET key_file = ?, certificate = ? WHERE provider_id = ? AND key_file = ?",
+        "UPDATE kmip_clients SET key_file = ?, certificate = ?, next_key_file = ?
+         WHERE provider_id = ? AND key_file = ?",
     )
     .bind(&client.key_file)
     .bind(&client.certificate)
+    .bind(&client.next_key_file)
     .bind(provider.to_string())
     .bind(was)
     .execute(to)

@@ -55,7 +55,7 @@ impl Plant {
         let providers =
             Arc::new(Providers::open(Arc::clone(&store), directory.path(), None).await.unwrap());
         let agent = SimulatedHost::new();
-        let passphrase = SecretBytes::from_wiped(&mut b"pass".to_vec()).unwrap();
+        let passphrase = SecretBytes::from_wiped(&mut b"pass, as in the tests".to_vec()).unwrap();
         let provider = providers.add("keys", Some(passphrase), None, "me").await.unwrap();
         let host_row = hosts::Host {
             id: HostId::new(),
@@ -255,7 +255,8 @@ impl Plant {
         let other = match other {
             Some(other) => other,
             None => {
-                let passphrase = SecretBytes::from_wiped(&mut b"pass".to_vec()).unwrap();
+                let passphrase =
+                    SecretBytes::from_wiped(&mut b"pass, as in the tests".to_vec()).unwrap();
                 self.providers.add("other", Some(passphrase), None, "me").await.unwrap()
             }
         };

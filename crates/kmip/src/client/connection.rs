@@ -5,6 +5,7 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::pin::Pin;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicI64, Ordering};
 use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
@@ -20,7 +21,7 @@ use vmseal_secret::SecretBytes;
 use super::error::{Error, OwnCertificate, Step, TlsProblem};
 use super::plaintext::{Plaintext, READ_MAX};
 use super::settings::{Endpoint, Timeouts};
-use super::tls::Identity;
+use super::tls::{Identity, validity};
 use crate::message::Violation;
 use crate::ttlv::{HEADER_LEN, Tag, message_len};
 
@@ -34,6 +35,9 @@ pub(super) struct Peer {
     pub(super) tls: Arc<ClientConfig>,
     pub(super) identity: Identity,
     pub(super) timeouts: Timeouts,
+    /// Until when the certificate is valid that the server showed last, in seconds since 1970; 0 before the
+    /// first one.
+    pub(super) certificate_ends: AtomicI64,
 }
 
 impl Peer {
@@ -125,6 +129,10 @@ impl Connection {
             })
         });
         let stream = stream.await?;
+        let shown = stream.get_ref().1.peer_certificates().and_then(<[_]>::first);
+        if let Some((_, ends)) = shown.and_then(|der| validity(der)) {
+            peer.certificate_ends.store(ends, Ordering::Relaxed);
+        }
         Ok(Self { stream, plaintext: Some(Plaintext::new()?), opened: Instant::now() })
     }
 

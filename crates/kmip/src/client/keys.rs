@@ -1,7 +1,7 @@
 //! [`Client`]: what is done with keys at one server.
 
 use std::fmt;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
@@ -19,6 +19,11 @@ use crate::operation::{
     Operation, Query, Revoke, ServerDescription, Text,
 };
 use crate::{ProtocolVersion, ResultReason, RevocationReason, State};
+
+/// The versions in which a server is asked which ones it speaks: first the one that nearly all know, then
+/// the later ones.
+const ASKED_IN: [ProtocolVersion; 4] =
+    [ProtocolVersion::V1_1, ProtocolVersion::V1_4, ProtocolVersion::V1_3, ProtocolVersion::V1_2];
 
 /// What a server speaks.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -82,7 +87,8 @@ impl Client {
             return Err(SetupError::NoConnection);
         }
         let tls = Arc::new(tls::config(&trust, &identity)?);
-        let pool = Pool::new(Peer { endpoint, tls, identity, timeouts }, limits);
+        let certificate_ends = AtomicI64::new(0);
+        let pool = Pool::new(Peer { endpoint, tls, identity, timeouts, certificate_ends }, limits);
         let (spoken, next_batch_item) = (Mutex::default(), AtomicU64::new(1));
         Ok(Self { pool, allowed, spoken, next_batch_item, observer })
     }
@@ -97,6 +103,13 @@ impl Client {
     #[must_use]
     pub fn idle_connections(&self) -> usize {
         self.pool.idle_count()
+    }
+
+    /// Until when the certificate is valid that the server showed at its last connection, in seconds since
+    /// 1970; none before the first one.
+    #[must_use]
+    pub fn certificate_ends(&self) -> Option<i64> {
+        Some(self.pool.peer.certificate_ends.load(Ordering::Relaxed)).filter(|ends| *ends != 0)
     }
 
     /// Asks which versions the server speaks, and speaks the latest common one from now on. The first
@@ -316,24 +329,39 @@ impl Client {
         }
     }
 
-    /// Asks in 1.1, the first version that has the question; in 1.4, if the server no longer knows 1.1;
-    /// and tries 1.0.
+    /// Asks in each version that has the question, as a server may know any one of them alone; then tries
+    /// 1.0, which does not have it.
     async fn negotiate(&self) -> Result<Versions, Error> {
-        for version in [ProtocolVersion::V1_1, ProtocolVersion::V1_4] {
-            let outcomes = self.exchange(version, &[DiscoverVersions]).await?;
-            match self.single::<DiscoverVersions>(outcomes) {
+        let mut named = Vec::new();
+        for version in ASKED_IN {
+            let offered = match self.exchange(version, &[DiscoverVersions]).await {
+                Ok(outcomes) => self.single::<DiscoverVersions>(outcomes),
+                Err(error) => Err(error),
+            };
+            match offered {
                 Ok(offered) => return self.choose(offered),
                 Err(error) if is_not_understood(&error) => {}
+                // It answers in a version of its own that is none of ours.
+                Err(Error::Violation { source: Violation::Version(other), .. }) => {
+                    if !named.contains(&other) {
+                        named.push(other);
+                    }
+                }
                 Err(error) => return Err(error),
             }
         }
-        let outcomes = self.exchange(ProtocolVersion::V1_0, &[Query]).await?;
+        let outcomes = match self.exchange(ProtocolVersion::V1_0, &[Query]).await {
+            Err(Error::Violation { source: Violation::Version(_), .. }) => {
+                return Err(self.not_supported(named));
+            }
+            outcomes => outcomes?,
+        };
         match self.single::<Query>(outcomes) {
             Ok(_) if self.allowed.contains(&ProtocolVersion::V1_0) => {
                 Ok(Versions { spoken: ProtocolVersion::V1_0, offered: Vec::new() })
             }
             Ok(_) => Err(self.not_supported(vec![ProtocolVersion::V1_0])),
-            Err(error) if is_not_understood(&error) => Err(self.not_supported(Vec::new())),
+            Err(error) if is_not_understood(&error) => Err(self.not_supported(named)),
             Err(error) => Err(error),
         }
     }

@@ -125,7 +125,8 @@ impl fmt::Debug for Identity {
     }
 }
 
-fn validity(certificate: &[u8]) -> Option<(i64, i64)> {
+/// From when to when a certificate (DER) is valid, in seconds since 1970.
+pub(super) fn validity(certificate: &[u8]) -> Option<(i64, i64)> {
     let (_, certificate) = X509Certificate::from_der(certificate).ok()?;
     let validity = certificate.validity();
     Some((validity.not_before.timestamp(), validity.not_after.timestamp()))

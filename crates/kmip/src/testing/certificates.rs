@@ -3,8 +3,8 @@
 use std::path::Path;
 
 use rcgen::{
-    BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
-    KeyUsagePurpose, date_time_ymd,
+    BasicConstraints, CertificateParams, CertificateSigningRequestParams, DnType,
+    ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair, KeyUsagePurpose, date_time_ymd,
 };
 use vmseal_secret::SecretBytes;
 
@@ -131,6 +131,17 @@ impl Authority {
     pub fn client(&self, common_name: &str, validity: Validity) -> Issued {
         let usage = Some(ExtendedKeyUsagePurpose::ClientAuth);
         self.issue(params(common_name, &[], validity), usage)
+    }
+
+    /// Signs a client's certificate request (PEM); gives the certificate, PEM.
+    #[must_use]
+    pub fn sign(&self, request: &str) -> String {
+        let mut request =
+            CertificateSigningRequestParams::from_pem(request).expect("a certificate request");
+        request.params.not_before = date_time_ymd(2020, 1, 1);
+        request.params.not_after = date_time_ymd(2119, 1, 1);
+        request.params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ClientAuth];
+        request.signed_by(&self.issuer).expect("a certificate").pem()
     }
 
     /// A client certificate that does not say that it is for clients: PyKMIP refuses it in KMIP.

@@ -54,6 +54,11 @@ impl ClientKey {
         Ok(Self(key))
     }
 
+    /// PKCS #8, DER.
+    pub(super) fn der(&self) -> &SecretBytes {
+        &self.0
+    }
+
     /// Seals it into a file of the provider's directory; gives the file's name, which is new.
     pub(super) fn write(
         &self,
@@ -81,7 +86,7 @@ impl ClientKey {
         let what = format!("the client key of provider '{name}'");
         let damaged = |why: String| {
             let detail = format!(
-                "{what}, {}, {why}. Restore it from a backup of the data directory, or set another client certificate with its key (vmseal provider certificate {name})",
+                "{what}, {}, {why}. Restore it from a backup of the data directory, or make a new one (vmseal provider certificate {name} --replace)",
                 path.display()
             );
             Problem::new(ErrorCode::Damaged, detail)

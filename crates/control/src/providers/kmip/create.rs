@@ -29,7 +29,8 @@ use vmseal_kmip::operation::{ApplicationInformation, Create, KeyId, Locate, Text
 use vmseal_kmip::{ResultReason, State};
 use vmseal_secret::SecretBytes;
 
-use super::{Answer, KmipProvider, Server, Silent, problem};
+use super::ask::{Answer, Silent};
+use super::{KmipProvider, Server, problem};
 use crate::store::events::NewEvent;
 use crate::store::key_requests::{self, KeyRequest};
 use crate::store::keys;
@@ -62,7 +63,16 @@ impl KmipProvider {
             None => self.make(vm, request).await?,
             Some(noted) => self.make_again(noted).await?,
         };
-        let kek = self.put_to_use(&server, &id).await?;
+        let kek = match self.put_to_use(&server, &id).await {
+            Ok(kek) => kek,
+            Err(Answer::None(problem)) => return Err(problem),
+            Err(Answer::No(problem)) => {
+                if will_stay_so(&problem) {
+                    self.discard(&server, &id, vm, request).await;
+                }
+                return Err(problem);
+            }
+        };
         say_whose(&server, &id, vm).await;
         let key_id = id.as_str().to_owned();
         if keys::is_known(&mut *self.store.read().await?, self.id, &key_id).await? {
@@ -97,34 +107,64 @@ impl KmipProvider {
 
     /// Has the first server that answers make a key.
     async fn make(&self, vm: VmId, request: Uuid) -> Result<(Arc<Server>, KeyId), Problem> {
-        let mut first = None;
-        for server in self.servers() {
-            let noted = KeyRequest {
-                request,
-                mark: Uuid::new_v4(),
-                sent: Timestamp::now(),
-                vm,
-                server: server.row.alias.clone(),
-                marked: true,
-                key_id: None,
-                abandoned: false,
-            };
-            // Asked first whether it is there: a question that changes nothing, so that what follows is
-            // rarely in doubt.
-            let ready =
-                self.ask_one(&server, |client: Arc<Client>| async move { client.discover().await });
-            match ready.await {
-                Ok(_) => {}
-                Err(Answer::None(problem)) => {
-                    first.get_or_insert(problem);
-                    continue;
-                }
-                Err(Answer::No(problem)) => return Err(problem),
-            }
-            let id = self.create_at(&server, noted).await?;
-            return Ok((server, id));
+        self.make_at_one_of(self.by_health(), vm, request).await
+    }
+
+    async fn make_at_one_of(
+        &self,
+        servers: Vec<Arc<Server>>,
+        vm: VmId,
+        request: Uuid,
+    ) -> Result<(Arc<Server>, KeyId), Problem> {
+        // Asked first whether it is there: a question that changes nothing, so that what follows is rarely
+        // in doubt.
+        let ready = self.ask_any_of(servers, |server| async move {
+            let discover = |client: Arc<Client>| async move { client.discover().await };
+            self.ask_one(&server, discover).await
+        });
+        let (server, _) = ready.await.map_err(|said| self.nobody_answers(said))?;
+        let noted = KeyRequest {
+            request,
+            mark: Uuid::new_v4(),
+            sent: Timestamp::now(),
+            vm,
+            server: server.row.alias.clone(),
+            marked: true,
+            key_id: None,
+            abandoned: false,
+        };
+        let id = self.create_at(&server, noted).await?;
+        Ok((server, id))
+    }
+
+    /// What the most promising server said; it is the first.
+    fn nobody_answers(&self, said: Vec<(Arc<Server>, Option<Answer>)>) -> Problem {
+        match said.into_iter().next() {
+            Some((_, Some(answer))) => answer.into(),
+            Some((server, None)) => self.too_late(&format!("server '{}'", server.row.alias)),
+            None => Problem::not_found("provider", &self.name),
         }
-        Err(first.unwrap_or_else(|| Problem::not_found("provider", &self.name)))
+    }
+
+    /// Whether another server than this one answered when it was asked last.
+    fn another_answers(&self, than: &Server) -> bool {
+        let answers = |server: &Arc<Server>| server.seen().is_some() && server.fault().is_none();
+        self.servers().iter().any(|server| server.row.alias != than.row.alias && answers(server))
+    }
+
+    /// Destroys a key that was made for a request and cannot be used, so that the next try does not leave
+    /// one more. What cannot be done now is done when the request is abandoned.
+    async fn discard(&self, server: &Server, id: &KeyId, vm: VmId, request: Uuid) {
+        let discarded = async {
+            if !keys::is_known(&mut *self.store.read().await?, self.id, id.as_str()).await? {
+                self.destroy_by_id(server, vm, id).await?;
+                self.forget_request(request).await?;
+            }
+            Ok::<_, Problem>(())
+        };
+        if let Err(problem) = discarded.await {
+            tracing::warn!(provider = self.name, key = id.as_str(), %problem, "an unusable key stays");
+        }
     }
 
     /// Has a server make a key. The request is noted, and what is known of it.
@@ -151,7 +191,13 @@ impl KmipProvider {
                 self.note_request(&noted).await?;
                 Ok(id)
             }
-            Err(error @ Error::OutcomeUnknown { .. }) => Err(problem::of(&self.name, &error)),
+            Err(error @ Error::OutcomeUnknown { .. }) => {
+                let problem = problem::of(&self.name, &error);
+                if problem::is_silence(&error) {
+                    self.note(server, Some(problem.clone()));
+                }
+                Err(problem)
+            }
             Err(error) => {
                 // Certainly not made.
                 self.forget_request(noted.request).await?;
@@ -168,9 +214,18 @@ impl KmipProvider {
             return self.make(noted.vm, noted.request).await;
         };
         if let Some(id) = &noted.key_id {
+            if server.fault().is_some() && self.another_answers(&server) {
+                return self.make_elsewhere(&noted).await;
+            }
             return Ok((server, self.key_id(id)?));
         }
-        match self.locate(&server, &noted, &mut Silent::default()).await? {
+        let located = match self.locate(&server, &noted, &mut Silent::default()).await {
+            Err(Answer::None(_)) if self.another_answers(&server) => {
+                return self.make_elsewhere(&noted).await;
+            }
+            located => located?,
+        };
+        match located {
             Located::Found(id) => {
                 let key_id = Some(id.as_str().to_owned());
                 self.note_request(&KeyRequest { key_id, ..noted }).await?;
@@ -189,13 +244,21 @@ impl KmipProvider {
         }
     }
 
+    /// Does not wait for a server that does not answer: the watch destroys what it has made when it does.
+    async fn make_elsewhere(&self, noted: &KeyRequest) -> Result<(Arc<Server>, KeyId), Problem> {
+        self.leave(noted).await?;
+        let mut others = self.by_health();
+        others.retain(|server| server.row.alias != noted.server);
+        self.make_at_one_of(others, noted.vm, noted.request).await
+    }
+
     /// Looks for the key of a request.
     pub(super) async fn locate(
         &self,
         server: &Server,
         noted: &KeyRequest,
         silent: &mut Silent,
-    ) -> Result<Located, Problem> {
+    ) -> Result<Located, Answer> {
         if !noted.marked {
             return Ok(Located::CannotTell);
         }
@@ -244,7 +307,7 @@ impl KmipProvider {
         &self,
         server: &Server,
         id: &KeyId,
-    ) -> Result<SecretBytes, Problem> {
+    ) -> Result<SecretBytes, Answer> {
         let asked = self.ask_one(server, |client: Arc<Client>| {
             let id = id.clone();
             async move {
@@ -261,10 +324,17 @@ impl KmipProvider {
             None => Ok(kek),
             Some(fault) => {
                 let what = format!("is {state} at server '{}'", server.row.alias);
-                Err(self.wrong_key(ErrorCode::WrongState, fault, id.as_str(), &what))
+                let why = self.wrong_key(ErrorCode::WrongState, fault, id.as_str(), &what);
+                Err(Answer::No(why))
             }
         }
     }
+}
+
+/// Whether a key that was just made cannot be used, now or later. One that the server does not have yet may
+/// still come to the member of its cluster that was asked.
+fn will_stay_so(problem: &Problem) -> bool {
+    problem.reason.is_some_and(|reason| reason != KeyFault::KeyMissing)
 }
 
 /// Tells the server whose key it is, by the attributes that vCenter sends for its keys: an operator finds it

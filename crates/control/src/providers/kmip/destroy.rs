@@ -7,15 +7,17 @@ use std::sync::Arc;
 
 use vmseal_api::host::KeyReference;
 use vmseal_api::id::VmId;
+use vmseal_api::kmip::KeyFault;
 use vmseal_api::problem::Problem;
 use vmseal_kmip::client::{Client, Error};
 use vmseal_kmip::operation::KeyId;
 use vmseal_kmip::{ResultReason, RevocationReason, State};
 use vmseal_secret::SecretBytes;
 
+use super::ask::{Answer, Silent};
 use super::create::{Located, may_be_late};
 use super::watch::KEY_STATE;
-use super::{Answer, KmipProvider, Server, Silent};
+use super::{KmipProvider, Server};
 use crate::store::alarms::{self, Standing};
 use crate::store::events::NewEvent;
 use crate::store::key_requests::{self, KeyRequest};
@@ -74,7 +76,8 @@ impl KmipProvider {
         }
         keys::set_unwanted(&mut write, vm, key).await?;
         write.commit().await?;
-        match self.destroy_now(vm, vm_name, key, &mut Silent::default()).await {
+        let silent = &mut Silent::default();
+        match self.within_deadline(self.destroy_now(vm, vm_name, key, silent)).await {
             Ok(()) => Ok(()),
             Err(problem) => {
                 // Its alarm.
@@ -104,6 +107,31 @@ impl KmipProvider {
         Ok(write.commit().await?)
     }
 
+    /// Destroys a key that a server made for a request of ours and that nobody can read, so that there is no
+    /// check value to compare: the server named the id itself, and no VM has it.
+    pub(super) async fn destroy_by_id(
+        &self,
+        server: &Server,
+        vm: VmId,
+        id: &KeyId,
+    ) -> Result<(), Problem> {
+        let key_id = id.as_str().to_owned();
+        let _alone = self.destroying.lock(key_id.clone()).await;
+        let work = |client| async move { revoke_and_destroy(&client, id).await };
+        self.ask_one(server, work).await?;
+        let detail = format!(
+            "key '{key_id}' of provider '{}': destroyed at server '{}', which made it and does not give it",
+            self.name, server.row.alias
+        );
+        let key = KeyReference { provider: self.id, key_id, check: String::new() };
+        let mut write = self.store.write().await?;
+        if keys::destroy(&mut write, vm, &key).await? {
+            let (kind, actor, target) = ("key.destroyed", crate::SELF, self.name.as_str());
+            write.event(NewEvent { kind, actor, target, detail: &detail }).await?;
+        }
+        Ok(write.commit().await?)
+    }
+
     async fn destroy_now(
         &self,
         vm: VmId,
@@ -116,11 +144,9 @@ impl KmipProvider {
         if keys::is_destroyed(&mut *self.store.read().await?, self.id, &key.key_id).await? {
             return Ok(());
         }
-        let what = match self.where_it_is(&id, silent).await? {
+        let what = match self.where_it_is(vm, key, &id, silent).await? {
             None => "was destroyed already at every server".to_owned(),
-            Some((server, kek)) => {
-                // Read first: what is destroyed under a wrong id cannot be had back.
-                self.compare(vm, key, &kek, &server)?;
+            Some(server) => {
                 let work = |client| async move { revoke_and_destroy(&client, &id).await };
                 self.ask_unless(silent, &server, work).await?;
                 format!("destroyed at server '{}'", server.row.alias)
@@ -141,24 +167,35 @@ impl KmipProvider {
         Ok(())
     }
 
-    /// The first server that has a key, with the key; none only when every server says that it has none: one
-    /// alone may not have been replicated to.
+    /// A server that has a key, with the right bytes: what is destroyed under a wrong id cannot be had back.
+    /// None only when every server says that it has none: one alone may not have been replicated to.
     async fn where_it_is(
         &self,
+        vm: VmId,
+        key: &KeyReference,
         id: &KeyId,
         silent: &mut Silent,
-    ) -> Result<Option<(Arc<Server>, SecretBytes)>, Problem> {
-        let mut unanswered = None;
-        for server in self.servers() {
+    ) -> Result<Option<Arc<Server>>, Problem> {
+        let (mut refused, mut unanswered) = (None, None);
+        for server in self.by_health() {
             let work = |client| async move { read_if_there(&client, id).await };
             match self.ask_unless(silent, &server, work).await {
-                Ok(Some(kek)) => return Ok(Some((server, kek))),
+                Ok(Some(kek)) => match self.compare(vm, key, &kek, &server) {
+                    Ok(()) => return Ok(Some(server)),
+                    Err(problem) => {
+                        refused.get_or_insert(problem);
+                    }
+                },
                 Ok(None) => {}
-                Err(Answer::No(problem)) => return Err(problem),
-                Err(Answer::None(problem)) => unanswered = Some(problem),
+                Err(Answer::No(problem)) => {
+                    refused.get_or_insert(problem);
+                }
+                Err(Answer::None(problem)) => {
+                    unanswered.get_or_insert(problem);
+                }
             }
         }
-        unanswered.map_or(Ok(None), Err)
+        refused.or(unanswered).map_or(Ok(None), Err)
     }
 
     /// Does what was put off; gives what still is.
@@ -221,16 +258,27 @@ impl KmipProvider {
             }
             Located::Found(id) => {
                 let key_id = id.as_str().to_owned();
-                let work = |client| async move { read_if_there(&client, &id).await };
-                // Without a check value nothing is destroyed; there is nothing any more.
-                let check = match self.ask_unless(silent, &server, work).await? {
-                    Some(kek) => self.check(noted.vm, &key_id, &kek)?,
-                    None => String::new(),
+                // One that became a VM's key after all is not touched.
+                let mut read = self.store.read().await?;
+                let is_known = keys::is_known(&mut read, self.id, &key_id).await?;
+                drop(read);
+                let work = |client| {
+                    let id = id.clone();
+                    async move { read_if_there(&client, &id).await }
+                };
+                let check = match self.ask_unless(silent, &server, work).await {
+                    Ok(Some(kek)) => self.check(noted.vm, &key_id, &kek)?,
+                    // Without a check value nothing is destroyed; there is nothing any more.
+                    Ok(None) => String::new(),
+                    Err(Answer::No(why)) if cannot_be_read(&why) && !is_known => {
+                        self.destroy_by_id(&server, noted.vm, &id).await?;
+                        return self.forget_request(noted.request).await;
+                    }
+                    Err(answer) => return Err(answer.into()),
                 };
                 let key = KeyReference { provider: self.id, key_id, check };
                 let mut write = self.store.write().await?;
-                // One that became a VM's key after all is not touched.
-                if !keys::is_known(&mut write, self.id, &key.key_id).await? {
+                if !is_known {
                     keys::set_unwanted(&mut write, noted.vm, &key).await?;
                 }
                 write
@@ -258,14 +306,27 @@ async fn read_if_there(client: &Arc<Client>, id: &KeyId) -> Result<Option<Secret
     }
 }
 
+/// Whether a key is there and the server does not give it, or not its state.
+fn cannot_be_read(why: &Problem) -> bool {
+    let reasons = [KeyFault::KeyUnusable, KeyFault::KmsRefuses, KeyFault::KmsDenies];
+    why.reason.is_some_and(|reason| reasons.contains(&reason))
+}
+
 /// Takes a key out of use and destroys it; false when there is none any more.
 async fn revoke_and_destroy(client: &Arc<Client>, id: &KeyId) -> Result<bool, Error> {
+    let revoke = || client.revoke(id, RevocationReason::CessationOfOperation);
     let gone = |error: &Error| error.refusal() == Some(ResultReason::ItemNotFound);
     match client.key_state(id).await {
         Ok(State::Destroyed | State::DestroyedCompromised) => return Ok(false),
-        Ok(State::Active) => client.revoke(id, RevocationReason::CessationOfOperation).await?,
+        Ok(State::Active) => revoke().await?,
         Ok(_) => {}
         Err(error) if gone(&error) => return Ok(false),
+        // It does not tell states. Only an Active key can be revoked, and has to be before it is destroyed;
+        // of any other one the refusal says nothing.
+        Err(error) if error.refusal().is_some() => match revoke().await {
+            Err(error) if error.refusal().is_none() => return Err(error),
+            _ => {}
+        },
         Err(error) => return Err(error),
     }
     match client.destroy(id).await {

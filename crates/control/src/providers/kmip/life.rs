@@ -1,4 +1,4 @@
-//! KMIP providers through their life: added, trusted, given a certificate, tested.
+//! KMIP providers through their life: added, and their servers trusted.
 
 use std::sync::{Arc, PoisonError};
 
@@ -8,8 +8,7 @@ use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject;
 use vmseal_api::id::{ProviderId, check_name};
 use vmseal_api::kmip::{
-    AddKmipServer, Certificate, KmipDetails, KmipSeen, KmipServer, KmipShown, KmipTested,
-    KmipTrust, PEM_MAX, SERVERS_MAX,
+    AddKmipServer, Certificate, KmipDetails, KmipServer, KmipShown, KmipTrust, PEM_MAX, SERVERS_MAX,
 };
 use vmseal_api::model::ProviderKind;
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -23,7 +22,7 @@ use super::{KmipProvider, Server, TIMEOUTS, Watched, problem};
 use crate::providers::Providers;
 use crate::store::events::NewEvent;
 use crate::store::providers::Provider;
-use crate::store::{StoreError, kmip, providers};
+use crate::store::{kmip, providers};
 
 /// What a certificate (the first of a PEM) says of itself.
 pub(super) fn summary(pem: &str) -> Option<Certificate> {
@@ -55,7 +54,7 @@ fn shown_trust(trust: &kmip::Trust) -> Option<KmipTrust> {
     }
 }
 
-fn check_servers(servers: &[AddKmipServer]) -> Result<(), Problem> {
+pub(super) fn check_servers(servers: &[AddKmipServer]) -> Result<(), Problem> {
     if servers.is_empty() || servers.len() > SERVERS_MAX {
         let detail = format!("a KMIP provider has 1 to {SERVERS_MAX} servers");
         return Err(Problem::invalid("kmip.servers", detail));
@@ -77,7 +76,7 @@ fn check_servers(servers: &[AddKmipServer]) -> Result<(), Problem> {
     Ok(())
 }
 
-fn check_pem(field: &str, pem: &str) -> Result<(), Problem> {
+pub(super) fn check_pem(field: &str, pem: &str) -> Result<(), Problem> {
     if pem.len() > PEM_MAX {
         return Err(Problem::invalid(field, format!("at most {PEM_MAX} bytes are taken")));
     }
@@ -125,14 +124,14 @@ impl Providers {
         let mut write = self.store.write().await?;
         providers::insert(&mut write, &provider).await?;
         kmip::insert_servers(&mut write, id, &servers).await?;
-        let client = kmip::ClientRow { key_file, certificate: None };
+        let client = kmip::ClientRow { key_file, certificate: None, next_key_file: None };
         kmip::insert_client(&mut write, id, &client).await?;
         let detail = format!("over KMIP, with a new client key; servers: {}", servers.len());
         let kind = "provider.added";
         write.event(NewEvent { kind, actor, target: name, detail: &detail }).await?;
         write.commit().await?;
         let kmip = self.keep_kmip(&provider);
-        kmip.load(Some(key)).await?;
+        kmip.load(Some(Arc::new(key))).await?;
         kmip.look_now();
         Ok(provider)
     }
@@ -286,144 +285,13 @@ impl Providers {
         self.refreshed(provider, None).await
     }
 
-    /// A request for a certificate of the provider's client key.
-    ///
-    /// # Errors
-    /// `wrong-state` while the provider is sealed; `invalid-request` for the name.
-    pub fn certificate_request(
-        &self,
-        provider: &Provider,
-        common_name: &str,
-    ) -> Result<String, Problem> {
-        self.kmip(provider.id)?.key()?.request(common_name)
-    }
-
-    /// Makes a certificate that nobody else signs, and uses it from now on.
-    ///
-    /// # Errors
-    /// As [`Providers::certificate_request`].
-    pub async fn self_sign(
-        &self,
-        provider: &Provider,
-        common_name: &str,
-        actor: &str,
-    ) -> Result<String, Problem> {
-        let kmip = self.kmip(provider.id)?;
-        let _alone = kmip.changing.lock().await;
-        let certificate = kmip.key()?.self_signed(common_name)?;
-        self.set_alone(provider, certificate.clone(), None, None, actor).await?;
-        Ok(certificate)
-    }
-
-    /// Sets the client certificate: of the key that is there, or with another one, which the passphrase
-    /// seals.
-    ///
-    /// # Errors
-    /// `wrong-state` while the provider is sealed; `invalid-request` when certificate and key do not
-    /// belong together; `key-mismatch` for a wrong passphrase.
-    pub async fn set_certificate(
-        &self,
-        provider: &Provider,
-        certificate: String,
-        key: Option<SecretBytes>,
-        passphrase: Option<SecretBytes>,
-        actor: &str,
-    ) -> Result<(), Problem> {
-        let kmip = self.kmip(provider.id)?;
-        let _alone = kmip.changing.lock().await;
-        self.set_alone(provider, certificate, key, passphrase, actor).await
-    }
-
-    async fn set_alone(
-        &self,
-        provider: &Provider,
-        certificate: String,
-        key: Option<SecretBytes>,
-        passphrase: Option<SecretBytes>,
-        actor: &str,
-    ) -> Result<(), Problem> {
-        let given = self.matching_key(provider, &certificate, key, passphrase).await?;
-        let row = kmip::client(&mut *self.store.read().await?, provider.id).await?;
-        let before = row.ok_or_else(|| Problem::not_found("client key of", &provider.name))?;
-        let (key, key_file) = match given {
-            None => (None, before.key_file.clone()),
-            Some((key, passphrase)) => {
-                let (id, directory) = (provider.id, self.directory_of(provider.id));
-                let written =
-                    self.derive(move || Ok((key.write(&directory, id, &passphrase)?, key)));
-                let (file, key) = written.await?;
-                (Some(key), file)
-            }
-        };
-        let fingerprint = summary(&certificate).map(|it| it.fingerprint).unwrap_or_default();
-        let mut write = self.store.write().await?;
-        let client = kmip::ClientRow { key_file, certificate: Some(certificate) };
-        let changed =
-            kmip::change_client(&mut write, provider.id, &before.key_file, &client).await?;
-        if !changed {
-            let detail = format!("provider '{}' was given another key meanwhile", provider.name);
-            return Err(Problem::new(ErrorCode::WrongState, detail));
-        }
-        let (kind, target) = ("provider.certificate-set", provider.name.as_str());
-        let detail = format!("the client certificate {fingerprint}");
-        write.event(NewEvent { kind, actor, target, detail: &detail }).await?;
-        write.commit().await?;
-        if client.key_file != before.key_file {
-            // It is sealed, and nothing refers to it any more.
-            let _ = std::fs::remove_file(self.directory_of(provider.id).join(before.key_file));
-        }
-        self.refreshed(provider, key).await
-    }
-
-    /// Whether [`Providers::set_certificate`] would set it; nothing is written.
-    ///
-    /// # Errors
-    /// Those of [`Providers::set_certificate`].
-    pub async fn check_certificate(
-        &self,
-        provider: &Provider,
-        certificate: &str,
-        key: Option<SecretBytes>,
-        passphrase: Option<SecretBytes>,
-    ) -> Result<(), Problem> {
-        self.matching_key(provider, certificate, key, passphrase).await.map(drop)
-    }
-
-    /// Whether [`Providers::self_sign`] would; nothing is written.
-    ///
-    /// # Errors
-    /// Those of [`Providers::self_sign`].
-    pub fn check_self_sign(&self, provider: &Provider, common_name: &str) -> Result<(), Problem> {
-        self.kmip(provider.id)?.key()?.self_signed(common_name).map(drop)
-    }
-
-    /// Sees that a certificate is of the key that is there, or of the given one; then gives that, and the
-    /// passphrase that is to seal it.
-    async fn matching_key(
-        &self,
-        provider: &Provider,
-        certificate: &str,
-        key: Option<SecretBytes>,
-        passphrase: Option<SecretBytes>,
-    ) -> Result<Option<(ClientKey, SecretBytes)>, Problem> {
-        check_pem("certificate", certificate)?;
-        let present = self.kmip(provider.id)?.key()?;
-        let Some(key) = key else {
-            present.identity(certificate)?;
-            return Ok(None);
-        };
-        let key = ClientKey::given(key)?;
-        key.identity(certificate)?;
-        let passphrase = self.passphrase_for(&provider.name, passphrase)?;
-        let copy = passphrase.try_clone().map_err(|error| crate::internal(&error))?;
-        // It opens what is there: one passphrase for a provider.
-        self.read_client_key(provider, copy).await?;
-        Ok(Some((key, passphrase)))
-    }
-
     /// Has a provider work with what the inventory has now, and looks at its servers, so that whoever
     /// asks next sees how they answer.
-    async fn refreshed(&self, provider: &Provider, key: Option<ClientKey>) -> Result<(), Problem> {
+    pub(super) async fn refreshed(
+        &self,
+        provider: &Provider,
+        key: Option<Arc<ClientKey>>,
+    ) -> Result<(), Problem> {
         let kmip = self.kmip(provider.id)?;
         kmip.load(key).await?;
         kmip.try_all().await;
@@ -431,53 +299,6 @@ impl Providers {
         // Whatever waited for this.
         self.unlocked.send_modify(|count| *count += 1);
         Ok(())
-    }
-
-    /// Opens the client key of a provider.
-    pub(in crate::providers) async fn unlock_kmip(
-        &self,
-        provider: &Provider,
-        passphrase: SecretBytes,
-    ) -> Result<(), Problem> {
-        let kmip = self.kmip(provider.id)?;
-        let _alone = kmip.changing.lock().await;
-        let key = self.read_client_key(provider, passphrase).await?;
-        kmip.load(Some(key)).await?;
-        kmip.look_now();
-        Ok(())
-    }
-
-    /// Removes the files of client keys that a crash has left: what the inventory does not name was never
-    /// used, or is used no more. At the start, when nobody else writes one.
-    pub(in crate::providers) async fn sweep_client_keys(
-        &self,
-        provider: &Provider,
-    ) -> Result<(), StoreError> {
-        let row = kmip::client(&mut *self.store.read().await?, provider.id).await?;
-        let Some(row) = row else { return Ok(()) };
-        let Ok(files) = std::fs::read_dir(self.directory_of(provider.id)) else { return Ok(()) };
-        for file in files.flatten() {
-            let name = file.file_name();
-            let Some(name) = name.to_str() else { continue };
-            if name != row.key_file && name.starts_with("client-") && name.ends_with(".key") {
-                let removed = std::fs::remove_file(file.path()).is_ok();
-                tracing::info!(provider = provider.name, name, removed, "a file of a former key");
-            }
-        }
-        Ok(())
-    }
-
-    /// The client key of a provider, from its file.
-    pub(in crate::providers) async fn read_client_key(
-        &self,
-        provider: &Provider,
-        passphrase: SecretBytes,
-    ) -> Result<ClientKey, Problem> {
-        let row = kmip::client(&mut *self.store.read().await?, provider.id).await?;
-        let row = row.ok_or_else(|| Problem::not_found("client key of", &provider.name))?;
-        let (id, name) = (provider.id, provider.name.clone());
-        let path = self.directory_of(id).join(row.key_file);
-        self.derive(move || ClientKey::read(&path, id, &name, &passphrase)).await
     }
 
     /// Begins to watch a provider of the inventory; it is sealed, and knows its setup after
@@ -493,23 +314,6 @@ impl Providers {
         let kmip = Arc::clone(&watched.provider);
         self.insert(provider.id, crate::providers::Open::Kmip(watched));
         kmip
-    }
-
-    /// Tries every server, with a key where that is wanted.
-    ///
-    /// # Errors
-    /// `unsupported` for a provider of another kind.
-    pub async fn test(
-        &self,
-        provider: &Provider,
-        with_key: bool,
-        actor: &str,
-    ) -> Result<Vec<KmipTested>, Problem> {
-        let kmip = self.kmip(provider.id)?;
-        let servers = kmip.servers().into_iter();
-        let tests =
-            servers.map(|server| Arc::clone(&kmip).test(server, with_key, actor.to_owned()));
-        Ok(join_all(tests).await)
     }
 }
 
@@ -541,7 +345,7 @@ impl KmipProvider {
             seen: server.seen(),
         });
         let client = setup.certificate.as_deref().and_then(summary);
-        KmipDetails { servers: servers.collect(), client }
+        KmipDetails { servers: servers.collect(), client, next_key: setup.next_key }
     }
 
     fn server(&self, alias: &str) -> Result<Arc<Server>, Problem> {
@@ -564,34 +368,5 @@ impl KmipProvider {
             let detail = "the server shows a certificate whose validity cannot be read";
             Problem::new(ErrorCode::Damaged, detail)
         })
-    }
-
-    async fn test(
-        self: Arc<Self>,
-        server: Arc<Server>,
-        with_key: bool,
-        actor: String,
-    ) -> KmipTested {
-        self.probe(&server).await;
-        let mut seen = match (server.seen(), &server.client) {
-            (Some(seen), Ok(_)) => seen,
-            (_, client) => KmipSeen {
-                at: Timestamp::now(),
-                version: None,
-                vendor: None,
-                problem: client.as_ref().err().cloned(),
-            },
-        };
-        let alias = server.row.alias.clone();
-        let mut key = false;
-        if with_key && seen.problem.is_none() {
-            // Whoever asked may go away: what was begun is brought to its end all the same.
-            let tried = tokio::spawn(async move { self.try_key(&server, &actor).await }).await;
-            match tried.unwrap_or_else(|error| Err(crate::internal(&error))) {
-                Ok(()) => key = true,
-                Err(problem) => seen.problem = Some(problem),
-            }
-        }
-        KmipTested { alias, seen, key }
     }
 }

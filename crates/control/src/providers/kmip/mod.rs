@@ -2,37 +2,47 @@
 //!
 //! | module | what |
 //! |---|---|
-//! | this | the provider: its servers, a key read and checked |
+//! | this | the provider and its servers |
+//! | `ask`, `race` | which server is asked, and when the next one |
+//! | `get` | a key read and checked |
 //! | `create` | a key made, once, whatever is lost on the way |
 //! | `destroy` | keys that nobody wants any more |
 //! | `watch` | what stands: servers tried, states of keys, alarms |
-//! | `life` | added, trusted, given a certificate, tested |
-//! | `trial` | a key made to see whether that works |
+//! | `life` | added, and its servers trusted |
+//! | `servers` | servers added, removed, at another address, in another order |
+//! | `certificates` | its client key and certificate set and replaced |
+//! | `backup` | its settings and client key in a file, and back |
+//! | `trial` | servers tested, with a key of their own |
 //! | `client_key` | the private key and its certificate |
 //! | [`problem`] | what goes wrong, with its remedy |
 //!
-//! Servers are asked in their order, and the first that answers serves: a refusal is an answer. They
-//! have to replicate; that they do is not taken on trust, as a key counts only with the check value that the
-//! inventory has of it.
+//! The servers of a provider have to replicate; that they do is not taken on trust, as a key counts only with
+//! the check value that the inventory has of it.
 
+mod ask;
+mod backup;
+mod certificates;
 mod client_key;
 mod create;
 mod destroy;
+mod get;
 mod life;
 pub(crate) mod problem;
+mod race;
+mod servers;
 #[cfg(test)]
 mod tests;
 mod trial;
 mod watch;
 
 use std::collections::{HashMap, HashSet};
-use std::future::Future;
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::Duration;
 
 use async_trait::async_trait;
 use jiff::Timestamp;
 use tokio::sync::{Notify, watch as changes};
+use tokio::time::Instant;
 use uuid::Uuid;
 use vmseal_api::host::KeyReference;
 use vmseal_api::id::{ProviderId, VmId};
@@ -40,7 +50,7 @@ use vmseal_api::kmip::{KeyFault, KmipSeen};
 use vmseal_api::model::ProviderStatus;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_kmip::OperationCode;
-use vmseal_kmip::client::{Client, Ended, Endpoint, Error, Observer, Settings, Timeouts, Trust};
+use vmseal_kmip::client::{Client, Ended, Endpoint, Observer, Settings, Timeouts, Trust};
 use vmseal_kmip::operation::KeyId;
 use vmseal_secret::SecretBytes;
 use vmseal_secret::derive::{KeyContext, check_value};
@@ -49,9 +59,11 @@ use self::client_key::ClientKey;
 use super::{GivenKey, KeyProvider};
 use crate::locks::Locks;
 use crate::metrics;
-use crate::store::{Store, StoreError, key_requests, keys, kmip};
+use crate::store::{Store, StoreError, key_requests, kmip};
 
+pub use self::certificates::{NewCertificate, NewName};
 pub(in crate::providers) use self::create::orphan;
+pub use self::servers::ServerChange;
 pub use self::watch::Watched;
 pub use vmseal_kmip::client::KMIP_PORT;
 
@@ -64,6 +76,10 @@ const TIMEOUTS: Timeouts = Timeouts {
     write: Duration::from_secs(5),
     read: Duration::from_secs(if cfg!(test) { 2 } else { 15 }),
 };
+
+/// For how long a server that was late is asked after the others. That it answers the watch's questions does
+/// not end it: some hang on keys alone.
+const LATE_FOR: Duration = Duration::from_secs(10);
 
 /// A KMIP provider.
 pub struct KmipProvider {
@@ -92,6 +108,10 @@ struct Setup {
     /// None until its passphrase is given.
     key: Option<Arc<ClientKey>>,
     certificate: Option<String>,
+    /// Another key waits for its certificate: it is in the inventory, and here when it was made or opened since
+    /// the server's start.
+    next_key: bool,
+    next: Option<Arc<ClientKey>>,
     servers: Vec<Arc<Server>>,
 }
 
@@ -101,6 +121,8 @@ struct Server {
     /// None while something is missing, with what that is.
     client: Result<Arc<Client>, Problem>,
     seen: Mutex<Option<KmipSeen>>,
+    /// Since when another server had to answer in its place.
+    late: Mutex<Option<Instant>>,
 }
 
 impl Server {
@@ -114,6 +136,16 @@ impl Server {
             Err(problem) => Some(problem.clone()),
             Ok(_) => self.seen().and_then(|seen| seen.problem),
         }
+    }
+
+    /// Whether another server had to answer in its place not long ago.
+    fn is_late(&self) -> bool {
+        let late = self.late.lock().unwrap_or_else(PoisonError::into_inner);
+        late.is_some_and(|since| since.elapsed() < LATE_FOR)
+    }
+
+    fn set_late(&self) {
+        *self.late.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
     }
 
     /// Notes how it answered.
@@ -134,23 +166,45 @@ impl KmipProvider {
         Self { id, name, store, setup, changing, destroying, revoked, trials, wake, usable }
     }
 
-    /// Reads its setup from the inventory; another private key may come with it.
-    pub(super) async fn load(&self, key: Option<ClientKey>) -> Result<(), StoreError> {
+    /// Reads its setup from the inventory; another private key may come with it. Servers that stay as they
+    /// are keep their connections, and what is known of them.
+    pub(super) async fn load(&self, key: Option<Arc<ClientKey>>) -> Result<(), StoreError> {
         let mut read = self.store.read().await?;
         let rows = kmip::servers(&mut read, self.id).await?;
-        let certificate = kmip::client(&mut read, self.id).await?.and_then(|row| row.certificate);
+        let client = kmip::client(&mut read, self.id).await?;
         drop(read);
+        let next_key = client.as_ref().is_some_and(|row| row.next_key_file.is_some());
+        let certificate = client.and_then(|row| row.certificate);
         let mut setup = self.setup.write().unwrap_or_else(PoisonError::into_inner);
+        let same_client = key.is_none() && setup.certificate == certificate;
         if let Some(key) = key {
-            setup.key = Some(Arc::new(key));
+            setup.key = Some(key);
+        }
+        if !next_key {
+            setup.next = None;
         }
         let servers = rows.into_iter().map(|row| {
+            let known = setup.servers.iter().find(|server| server.row == row);
+            if let Some(known) = known.filter(|known| same_client && known.client.is_ok()) {
+                return Arc::clone(known);
+            }
             let client = self.client(&row, certificate.as_deref(), setup.key.as_deref());
-            Arc::new(Server { row, client: client.map(Arc::new), seen: Mutex::default() })
+            let (seen, late) = (Mutex::default(), Mutex::default());
+            Arc::new(Server { row, client: client.map(Arc::new), seen, late })
         });
-        setup.servers = servers.collect();
-        setup.certificate = certificate;
+        let servers = servers.collect();
+        (setup.servers, setup.certificate, setup.next_key) = (servers, certificate, next_key);
         Ok(())
+    }
+
+    /// The key that waits for its certificate, if it is open.
+    fn next_key(&self) -> Option<Arc<ClientKey>> {
+        self.setup.read().unwrap_or_else(PoisonError::into_inner).next.clone()
+    }
+
+    fn set_next_key(&self, key: Arc<ClientKey>) {
+        let mut setup = self.setup.write().unwrap_or_else(PoisonError::into_inner);
+        (setup.next, setup.next_key) = (Some(key), true);
     }
 
     /// Has the watch look now.
@@ -216,10 +270,12 @@ impl KmipProvider {
         if faults.iter().any(Option::is_none) {
             let answers =
                 |server: &Arc<Server>| server.fault().is_none() && server.seen().is_some();
-            return if servers.iter().any(answers) {
-                ProviderStatus::Normal
-            } else {
+            return if !servers.iter().any(answers) {
                 ProviderStatus::Untried
+            } else if faults.iter().any(Option::is_some) {
+                ProviderStatus::Degraded
+            } else {
+                ProviderStatus::Normal
             };
         }
         let has =
@@ -236,83 +292,6 @@ impl KmipProvider {
             ProviderStatus::NeedsTrust
         } else {
             ProviderStatus::Failing
-        }
-    }
-
-    /// Asks the servers in their order; the first that answers serves.
-    async fn ask<T, W, F>(&self, work: W) -> Result<(Arc<Server>, T), Problem>
-    where
-        W: Fn(Arc<Client>) -> F,
-        F: Future<Output = Result<T, Error>>,
-    {
-        let mut first = None;
-        for server in self.servers() {
-            match self.ask_one(&server, &work).await {
-                Ok(answer) => return Ok((server, answer)),
-                Err(Answer::No(problem)) => return Err(problem),
-                Err(Answer::None(problem)) => {
-                    first.get_or_insert(problem);
-                }
-            }
-        }
-        Err(first.unwrap_or_else(|| Problem::not_found("provider", &self.name)))
-    }
-
-    /// Asks one server, and notes how it answered.
-    async fn ask_one<T, W, F>(&self, server: &Server, work: W) -> Result<T, Answer>
-    where
-        W: FnOnce(Arc<Client>) -> F,
-        F: Future<Output = Result<T, Error>>,
-    {
-        let client = server.client.as_ref().map_err(|problem| Answer::None(problem.clone()))?;
-        match work(Arc::clone(client)).await {
-            Ok(answer) => {
-                self.note(server, None);
-                Ok(answer)
-            }
-            Err(error) => {
-                let problem = problem::of(&self.name, &error);
-                if problem::is_silence(&error) {
-                    self.note(server, Some(problem.clone()));
-                    Err(Answer::None(problem))
-                } else {
-                    if error.refusal().is_some() {
-                        self.note(server, None);
-                    }
-                    Err(Answer::No(problem))
-                }
-            }
-        }
-    }
-
-    /// As [`Self::ask_one`], but a server that did not answer before in the same pass.
-    async fn ask_unless<T, W, F>(
-        &self,
-        silent: &mut Silent,
-        server: &Server,
-        work: W,
-    ) -> Result<T, Answer>
-    where
-        W: FnOnce(Arc<Client>) -> F,
-        F: Future<Output = Result<T, Error>>,
-    {
-        if let Some(problem) = silent.0.get(&server.row.alias) {
-            return Err(Answer::None(problem.clone()));
-        }
-        let answer = self.ask_one(server, work).await;
-        if let Err(Answer::None(problem)) = &answer {
-            silent.0.insert(server.row.alias.clone(), problem.clone());
-        }
-        answer
-    }
-
-    /// Notes how a server answered; when that is new, the watch is to look.
-    fn note(&self, server: &Server, problem: Option<Problem>) {
-        let was = server.seen().map(|seen| seen.problem.is_some());
-        let is = problem.is_some();
-        server.saw(problem);
-        if was != Some(is) {
-            self.wake.notify_one();
         }
     }
 
@@ -356,26 +335,6 @@ impl KmipProvider {
     }
 }
 
-/// Why there is no success.
-enum Answer {
-    /// The server answered, and it is no.
-    No(Problem),
-    /// The server did not answer in any way that counts.
-    None(Problem),
-}
-
-impl From<Answer> for Problem {
-    fn from(answer: Answer) -> Self {
-        match answer {
-            Answer::No(problem) | Answer::None(problem) => problem,
-        }
-    }
-}
-
-/// The servers that did not answer in one pass over many keys, by alias: time-outs add up.
-#[derive(Default)]
-struct Silent(HashMap<String, Problem>);
-
 #[async_trait]
 impl KeyProvider for KmipProvider {
     async fn create_key(
@@ -383,43 +342,11 @@ impl KeyProvider for KmipProvider {
         vm: VmId,
         request: Uuid,
     ) -> Result<(KeyReference, SecretBytes), Problem> {
-        self.create(vm, request).await
+        self.within_deadline(self.create(vm, request)).await
     }
 
     async fn get_key(&self, vm: VmId, key: &KeyReference) -> Result<GivenKey, Problem> {
-        let key_id = key.key_id.as_str();
-        if keys::is_destroyed(&mut *self.store.read().await?, self.id, key_id).await? {
-            let fault = KeyFault::KeyDestroyed;
-            return Err(self.wrong_key(ErrorCode::NotFound, fault, key_id, "is destroyed"));
-        }
-        let id = self.key_id(key_id)?;
-        let asked = self.ask(|client| {
-            let id = id.clone();
-            async move {
-                let state = client.key_state(&id).await?;
-                match problem::of_state(state) {
-                    Some(KeyFault::KeyDestroyed | KeyFault::KeyNotActive) => Ok((state, None)),
-                    _ => Ok((state, Some(client.get_key(&id).await?))),
-                }
-            }
-        });
-        let (server, (state, kek)) = asked.await?;
-        let fault = problem::of_state(state);
-        let Some(kek) = kek else {
-            let fault = fault.unwrap_or(KeyFault::KeyNotActive);
-            let what = format!("is {state} at server '{}'", server.row.alias);
-            return Err(self.wrong_key(ErrorCode::NotFound, fault, key_id, &what));
-        };
-        self.compare(vm, key, &kek, &server)?;
-        let fault = fault.map(|fault| {
-            let what = format!("is {state} at server '{}'", server.row.alias);
-            self.wrong_key(ErrorCode::WrongState, fault, key_id, &what)
-        });
-        if fault.is_some() {
-            // Its alarm.
-            self.wake.notify_one();
-        }
-        Ok(GivenKey { kek, fault })
+        self.read_key(vm, key).await
     }
 
     async fn destroy_key(

@@ -109,6 +109,8 @@ pub(super) fn is_silence(error: &Error) -> bool {
         | Error::ConnectionLost { .. }
         | Error::Violation { .. }
         | Error::VersionNotSupported { .. } => true,
+        // Whether it was done is open; that the server did not answer is not.
+        Error::OutcomeUnknown { source, .. } => is_silence(source),
         // This client is not let in at all, which is TLS's business at other servers.
         Error::Refused { refusal, .. } => {
             refusal.reason == ResultReason::AuthenticationNotSuccessful
@@ -170,9 +172,9 @@ fn remedy(fault: KeyFault, name: &str) -> String {
             "The key belongs to another client, or the client's role may not read keys: was the client certificate renewed under another name? Use the old name, or have the KMS give this client the key".to_owned()
         }
         KeyFault::KmsRefuses => "See the log of the KMS".to_owned(),
-        KeyFault::KeyMissing => {
-            "It was destroyed, or never was at this KMS: restore it from a backup of the KMS; without it the VM's data is lost".to_owned()
-        }
+        KeyFault::KeyMissing => format!(
+            "No server says that it was destroyed: see that the provider has all servers of the KMS and that they replicate (vmseal provider show {name}, vmseal provider server add), or restore the key from a backup of the KMS"
+        ),
         KeyFault::KeyNotActive => "Activate it at the KMS".to_owned(),
         KeyFault::KeyDeactivated => {
             "It opens what there is and encrypts nothing new: give the VM another key before the KMS destroys this one (vmseal vm stop, then vmseal vm recrypt), or activate it again at the KMS where that is possible".to_owned()

@@ -1,11 +1,14 @@
 //! A KMIP provider against a real KMS (PyKMIP), and against one that does wrong on purpose.
 
+mod client_keys;
+mod servers;
+mod several;
 mod upkeep;
 
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
-use vmseal_api::kmip::AddKmipServer;
+use vmseal_api::kmip::{AddKmipServer, KmipKeyTested};
 use vmseal_kmip::operation::{ApplicationInformation, Create, Locate, Text};
 use vmseal_kmip::testing::{
     Asked, Authority, Issued, PyKmip, Reaction, ScriptedServer, Validity, self_signed,
@@ -17,10 +20,12 @@ use super::*;
 use crate::providers::Providers;
 use crate::store::key_requests::KeyRequest;
 use crate::store::providers::Provider;
-use crate::store::{alarms, events};
+use crate::store::{alarms, events, keys};
 
 /// How long anything may take in a test.
 const PATIENCE: Duration = Duration::from_secs(30);
+
+const PASSPHRASE: &str = "correct horse battery";
 
 fn secret(text: &str) -> SecretBytes {
     SecretBytes::from_wiped(&mut text.as_bytes().to_vec()).unwrap()
@@ -53,7 +58,7 @@ impl Here {
         client: &Issued,
     ) -> (Provider, Arc<dyn KeyProvider>) {
         let name = format!("kms{}", self.names());
-        let added = self.providers.add_kmip(&name, servers, Some(secret("pass")), "me");
+        let added = self.providers.add_kmip(&name, servers, Some(secret(PASSPHRASE)), "me");
         let provider = added.await.unwrap();
         assert_eq!(self.providers.status(&provider), ProviderStatus::NeedsTrust);
         for server in servers {
@@ -64,8 +69,8 @@ impl Here {
         }
         assert_eq!(self.providers.status(&provider), ProviderStatus::NeedsCertificate);
         let (certificate, key) = (client.certificate.clone(), Some(client.private_key()));
-        let pass = Some(secret("pass"));
-        self.providers.set_certificate(&provider, certificate, key, pass, "me").await.unwrap();
+        let new = NewCertificate { key, ..new_certificate(&certificate) };
+        self.providers.set_certificate(&provider, new, "me").await.unwrap();
         let keys = self.providers.get(provider.id).unwrap();
         (provider, keys)
     }
@@ -101,6 +106,18 @@ impl Here {
     }
 }
 
+/// A certificate to be set, of the key that is there, with the passphrase of the tests.
+fn new_certificate(pem: &str) -> NewCertificate {
+    let (certificate, passphrase) = (pem.to_owned(), Some(secret(PASSPHRASE)));
+    NewCertificate { certificate, key: None, passphrase, replace: false, force: false }
+}
+
+/// The name that all clients of the tests have.
+fn new_name() -> NewName {
+    let passphrase = Some(secret(PASSPHRASE));
+    NewName { common_name: "vmseal".to_owned(), replace: false, passphrase, force: false }
+}
+
 fn reference(provider: &Provider, key_id: &str) -> KeyReference {
     let (provider, key_id) = (provider.id, key_id.to_owned());
     KeyReference { provider, key_id, check: "00".repeat(16) }
@@ -120,7 +137,12 @@ async fn a_key_is_made_once_given_checked_and_destroyed() {
     let (provider, kms) = here.add(&[at("one", &server.endpoint())], &authority, &identity).await;
     assert_eq!(here.providers.status(&provider), ProviderStatus::Normal);
     let tested = here.providers.test(&provider, true, "me").await.unwrap();
-    assert!(tested[0].key && tested[0].seen.version.as_deref() == Some("1.4"), "{tested:?}");
+    let tested = tested.servers;
+    assert!(
+        tested[0].key == Some(KmipKeyTested::Made)
+            && tested[0].seen.version.as_deref() == Some("1.4"),
+        "{tested:?}"
+    );
 
     let (vm, request) = (VmId::new(), Uuid::from_u128(7));
     let (key, kek) = kms.create_key(vm, request).await.unwrap();
@@ -190,10 +212,10 @@ async fn a_key_is_made_once_given_checked_and_destroyed() {
     assert!(!files.join("client-left.key").exists(), "it is left for ever");
     drop(once_more);
     // What nobody has asked is not said to answer.
-    again.open_up(&provider, secret("pass"), "me").await.unwrap();
+    again.open_up(&provider, secret(PASSPHRASE), "me").await.unwrap();
     let status = again.status(&provider);
     assert!(matches!(status, ProviderStatus::Untried | ProviderStatus::Normal), "{status:?}");
-    again.unlock(&provider, secret("pass"), "me").await.unwrap();
+    again.unlock(&provider, secret(PASSPHRASE), "me").await.unwrap();
     assert_eq!(again.status(&provider), ProviderStatus::Normal);
     again.get(provider.id).unwrap().get_key(vm, &other).await.unwrap();
 }
@@ -441,18 +463,21 @@ async fn a_key_that_is_made_after_nobody_waits_for_it_is_found_and_destroyed() {
 
 /// The answer to Get.
 fn given(asked: &Asked, kek: &[u8]) -> Reaction {
-    Reaction::Send(asked.done(|payload| {
-        payload.enumeration(Tag::OBJECT_TYPE, 2);
-        payload.text(Tag::UNIQUE_IDENTIFIER, &asked.objects[0]);
-        payload.structure(Tag::SYMMETRIC_KEY, |key| {
-            key.structure(Tag::KEY_BLOCK, |block| {
-                block.enumeration(Tag::KEY_FORMAT_TYPE, 1);
-                block.structure(Tag::KEY_VALUE, |value| {
-                    value.bytes(Tag::KEY_MATERIAL, kek);
-                });
+    Reaction::Send(asked.done(|payload| material(payload, &asked.objects[0], kek)))
+}
+
+/// What the answer to Get says of a key.
+fn material(payload: &mut Encoder, id: &str, kek: &[u8]) {
+    payload.enumeration(Tag::OBJECT_TYPE, 2);
+    payload.text(Tag::UNIQUE_IDENTIFIER, id);
+    payload.structure(Tag::SYMMETRIC_KEY, |key| {
+        key.structure(Tag::KEY_BLOCK, |block| {
+            block.enumeration(Tag::KEY_FORMAT_TYPE, 1);
+            block.structure(Tag::KEY_VALUE, |value| {
+                value.bytes(Tag::KEY_MATERIAL, kek);
             });
         });
-    }))
+    });
 }
 
 /// A KMS in memory whose ways a test chooses.
@@ -553,7 +578,7 @@ async fn the_first_server_that_answers_serves_and_one_that_does_not_replicate_is
     assert!(wrong.detail.contains("server 'two'"), "{wrong}");
     let degraded = ("provider-degraded".to_owned(), Some(KeyFault::KmsUnreachable));
     here.eventually("an alarm", async |here| here.alarms().await.contains(&degraded)).await;
-    assert_eq!(here.providers.status(&provider), ProviderStatus::Normal);
+    assert_eq!(here.providers.status(&provider), ProviderStatus::Degraded);
 }
 
 /// A key that one server does not have is not gone while another may have it.
@@ -604,7 +629,7 @@ async fn trust_is_in_the_certificate_that_an_operator_saw() {
     let server = PyKmip::start_with(&certificate, &clients);
     let here = Here::new().await;
     let servers = [at("one", &server.endpoint())];
-    let added = here.providers.add_kmip("kms", &servers, Some(secret("pass")), "me");
+    let added = here.providers.add_kmip("kms", &servers, Some(secret(PASSPHRASE)), "me");
     let provider = added.await.unwrap();
     let keys = here.providers.get(provider.id).unwrap();
     let reason =
@@ -625,32 +650,32 @@ async fn trust_is_in_the_certificate_that_an_operator_saw() {
     assert!(here.providers.shown_certificate(&provider, "one").await.unwrap().trusted);
     assert_eq!(reason().await, Some(KeyFault::NoClientCertificate));
     // A certificate of our own making, which this server's authority has not signed.
-    here.providers.check_self_sign(&provider, "vmseal").unwrap();
+    here.providers.check_self_sign(&provider, new_name()).await.unwrap();
     assert!(here.providers.kmip_details(&provider).unwrap().client.is_none(), "it was tried only");
-    let pem = here.providers.self_sign(&provider, "vmseal", "me").await.unwrap();
+    let pem = here.providers.self_sign(&provider, new_name(), "me").await.unwrap();
     let details = here.providers.kmip_details(&provider).unwrap();
     assert_eq!(details.client.unwrap().subject, "CN=vmseal");
     assert!(pem.contains("BEGIN CERTIFICATE"));
     assert_eq!(here.providers.status(&provider), ProviderStatus::Failing);
     // Another key's certificate is refused, and nothing is changed by it.
     let foreign = clients.client("vmseal", Validity::Now);
-    let set = |certificate, key, pass| {
-        here.providers.set_certificate(&provider, certificate, key, pass, "me")
+    let of_foreign = |key, passphrase| NewCertificate {
+        key,
+        passphrase: Some(secret(passphrase)),
+        ..new_certificate(&foreign.certificate)
     };
-    let refused = set(foreign.certificate.clone(), None, None).await.unwrap_err();
+    let set = |new| here.providers.set_certificate(&provider, new, "me");
+    let refused = set(of_foreign(None, PASSPHRASE)).await.unwrap_err();
     assert_eq!(refused.field.as_deref(), Some("certificate"));
     let key = || Some(foreign.private_key());
-    let wrong = set(foreign.certificate.clone(), key(), Some(secret("x"))).await.unwrap_err();
+    let wrong = set(of_foreign(key(), "x")).await.unwrap_err();
     assert_eq!(wrong.code, ErrorCode::KeyMismatch);
     assert_eq!(here.providers.status(&provider), ProviderStatus::Failing);
-    let try_out = |pass| {
-        let certificate = &foreign.certificate;
-        here.providers.check_certificate(&provider, certificate, key(), Some(secret(pass)))
-    };
+    let try_out = |pass| here.providers.check_certificate(&provider, of_foreign(key(), pass));
     assert_eq!(try_out("x").await.unwrap_err().code, ErrorCode::KeyMismatch);
-    try_out("pass").await.unwrap();
+    try_out(PASSPHRASE).await.unwrap();
     assert_eq!(here.providers.status(&provider), ProviderStatus::Failing, "it was tried only");
-    set(foreign.certificate.clone(), key(), Some(secret("pass"))).await.unwrap();
+    set(of_foreign(key(), PASSPHRASE)).await.unwrap();
     assert_eq!(here.providers.status(&provider), ProviderStatus::Normal);
     let files =
         std::fs::read_dir(here.directory.path().join("providers").join(provider.id.to_string()));

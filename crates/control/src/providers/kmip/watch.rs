@@ -20,15 +20,18 @@ use jiff::Timestamp;
 use tokio::task::JoinHandle;
 use vmseal_api::kmip::{KeyFault, KmipSeen};
 use vmseal_api::problem::{ErrorCode, Problem};
-use vmseal_kmip::ResultReason;
-use vmseal_kmip::client::Client;
+use vmseal_kmip::client::{Client, Error};
+use vmseal_kmip::operation::KeyId;
+use vmseal_kmip::{ResultReason, State};
 
+use super::ask::Answer;
 use super::destroy::{Undone, alarm_of};
+use super::get::Without;
 use super::life::summary;
 use super::{KeyProvider, KmipProvider, Server, problem};
-use crate::backoff;
 use crate::store::alarms::{self, Standing};
 use crate::store::{keys, kmip, providers};
+use crate::{backoff, expiry};
 
 /// The alarms about keys in use that are no longer as they should be.
 pub(super) const KEY_STATE: &str = "key-state";
@@ -41,9 +44,6 @@ const RETRY: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs
 
 /// The least time between two looks, however often somebody wakes the watch.
 const REST: Duration = Duration::from_millis(500);
-
-/// How long before its end a certificate is an alarm, in days: time for two people to arrange another.
-const EXPIRY_DAYS: i64 = 30;
 
 /// A provider with its watch, which ends with it.
 pub struct Watched {
@@ -143,21 +143,19 @@ impl Watch {
     async fn raise(&self, servers: &[Arc<Server>]) -> Result<(), Problem> {
         let provider = &self.provider;
         let mut standing = provider.about_servers(servers);
-        let (in_use, _) = providers::uses(&mut *provider.store.read().await?, provider.id).await?;
+        let mut read = provider.store.read().await?;
+        let (in_use, _) = providers::uses(&mut read, provider.id).await?;
+        let default = providers::default(&mut read).await?.is_some_and(|it| it.id == provider.id);
+        drop(read);
         if in_use == 0 {
             // Somebody is setting it up.
-            standing.retain(|alarm| {
-                !matches!(
-                    alarm.reason,
-                    Some(
-                        KeyFault::NotTrusted
-                            | KeyFault::NoClientCertificate
-                            | KeyFault::ProviderSealed
-                    )
-                )
+            standing.retain(|alarm| match alarm.reason {
+                Some(KeyFault::NotTrusted | KeyFault::NoClientCertificate) => false,
+                Some(KeyFault::ProviderSealed) => default,
+                _ => true,
             });
         }
-        standing.extend(provider.about_certificates(servers));
+        standing.extend(provider.about_certificates(servers, Timestamp::now()));
         standing.extend(self.about_keys.iter().cloned());
         standing.extend(alarm_of(&provider.name, &self.undone));
         let source = provider.id.to_string();
@@ -191,9 +189,7 @@ impl KmipProvider {
                 *seen = Some(KmipSeen { at, version, vendor, problem: None });
             }
             // Without a reason it is not about the KMS.
-            Err(super::Answer::No(problem)) if problem.reason.is_some() => {
-                server.saw(Some(problem))
-            }
+            Err(Answer::No(problem)) if problem.reason.is_some() => server.saw(Some(problem)),
             // Noted already.
             Err(_) => {}
         }
@@ -207,7 +203,11 @@ impl KmipProvider {
         let alarm =
             |code, detail, reason| Standing { code, target: self.name.clone(), detail, reason };
         if faults.len() == servers.len() {
-            return vec![alarm("provider-failing", first.detail.clone(), first.reason)];
+            let code = match first.reason {
+                Some(KeyFault::ProviderSealed) => "provider-sealed",
+                _ => "provider-failing",
+            };
+            return vec![alarm(code, first.detail.clone(), first.reason)];
         }
         let details: Vec<_> = faults
             .iter()
@@ -216,32 +216,45 @@ impl KmipProvider {
         vec![alarm("provider-degraded", details.join("; "), first.reason)]
     }
 
-    /// The alarms about certificates that end soon.
-    fn about_certificates(&self, servers: &[Arc<Server>]) -> Vec<Standing> {
-        let mut ending = Vec::new();
-        let soon = Timestamp::now().as_second() + EXPIRY_DAYS * 24 * 3600;
-        let mut look = |what: String, pem: &str| {
-            if let Some(certificate) = summary(pem)
-                && certificate.not_after.as_second() < soon
-            {
-                ending.push(format!("{what} is valid until {}: renew it", certificate.not_after));
-            }
-        };
+    /// The alarm about certificates that end soon: the client's, and those that the servers show or that
+    /// were trusted.
+    pub(super) fn about_certificates(
+        &self,
+        servers: &[Arc<Server>],
+        now: Timestamp,
+    ) -> Option<Standing> {
+        let name = &self.name;
+        let mut all = Vec::new();
         let setup = self.setup.read().unwrap_or_else(std::sync::PoisonError::into_inner);
-        if let Some(certificate) = &setup.certificate {
-            look("the client certificate".to_owned(), certificate);
+        if let Some(client) = setup.certificate.as_deref().and_then(summary) {
+            all.push(expiry::Watched {
+                what: "the client certificate".to_owned(),
+                until: client.not_after,
+                remedy: format!("renew it with the same name (vmseal provider certificate {name})"),
+            });
         }
         drop(setup);
         for server in servers {
-            if let Some(kmip::Trust::Pinned { certificate }) = &server.row.trust {
-                look(format!("the certificate of server '{}'", server.row.alias), certificate);
+            let pinned = match &server.row.trust {
+                Some(kmip::Trust::Pinned { certificate }) => summary(certificate),
+                _ => None,
+            };
+            let shown = || {
+                let ends = server.client.as_ref().ok()?.certificate_ends()?;
+                Timestamp::from_second(ends).ok()
+            };
+            let alias = &server.row.alias;
+            if let Some(until) = pinned.map(|it| it.not_after).or_else(shown) {
+                all.push(expiry::Watched {
+                    what: format!("the certificate of server '{alias}'"),
+                    until,
+                    remedy: format!(
+                        "renew it at the KMS, and trust the new one (vmseal provider trust {name})"
+                    ),
+                });
             }
         }
-        if ending.is_empty() {
-            return Vec::new();
-        }
-        let (code, target) = ("certificate-expiring", self.name.clone());
-        vec![Standing { code, target, detail: ending.join("; "), reason: None }]
+        expiry::alarm(name, &all, now)
     }
 
     /// The alarms about keys in use that are no longer as they should be.
@@ -256,24 +269,8 @@ impl KmipProvider {
             self.note_revoked(HashMap::new());
             return Ok(Vec::new());
         }
-        let ids: Vec<_> = used.iter().map(|(id, _)| id.clone()).collect();
-        let asked = self.ask(|client| {
-            let ids = ids.clone();
-            async move { client.key_states(&ids).await }
-        });
-        let (server, states) = asked.await?;
         let (mut standing, mut revoked) = (Vec::new(), HashMap::new());
-        for (state, (id, vm)) in states.into_iter().zip(used) {
-            let problem = match state {
-                Ok(state) => match problem::of_state(state) {
-                    None => continue,
-                    Some(fault) => {
-                        let what = format!("is {state} at server '{}'", server.row.alias);
-                        self.wrong_key(ErrorCode::WrongState, fault, id.as_str(), &what)
-                    }
-                },
-                Err(error) => problem::of(&self.name, &error),
-            };
+        for (id, vm, problem) in self.faults_of(used).await? {
             if let Some(KeyFault::KeyDeactivated | KeyFault::KeyCompromised) = problem.reason {
                 revoked.insert(id.as_str().to_owned(), problem.clone());
             }
@@ -288,6 +285,78 @@ impl KmipProvider {
         }
         self.note_revoked(revoked);
         Ok(standing)
+    }
+
+    /// What is wrong with keys. One that a server does not have, or calls destroyed, is asked of the next.
+    pub(super) async fn faults_of(
+        &self,
+        keys: Vec<(KeyId, String)>,
+    ) -> Result<Vec<(KeyId, String, Problem)>, Problem> {
+        let (mut faults, mut nobody) = (Vec::new(), None);
+        let mut open: Vec<_> = keys.into_iter().map(|(id, vm)| (id, vm, Vec::new())).collect();
+        let servers = self.by_health();
+        let mut answered = false;
+        for server in &servers {
+            let ids: Vec<_> = open.iter().map(|(id, ..)| id.clone()).collect();
+            if ids.is_empty() {
+                break;
+            }
+            let work = |client: Arc<Client>| async move { client.key_states(&ids).await };
+            let states = match self.ask_one(server, work).await {
+                Ok(states) => states,
+                Err(answer) => {
+                    let without = Without::new(answer);
+                    for (.., said) in &mut open {
+                        said.push((Arc::clone(server), Some(without.clone())));
+                    }
+                    nobody.get_or_insert(without);
+                    continue;
+                }
+            };
+            answered = true;
+            let asked = std::mem::take(&mut open);
+            for (state, (id, vm, mut said)) in states.into_iter().zip(asked) {
+                match self.seen_at(server, &id, state) {
+                    Ok(None) => {}
+                    Ok(Some(fault)) => faults.push((id, vm, fault)),
+                    Err(without) => {
+                        said.push((Arc::clone(server), Some(*without)));
+                        open.push((id, vm, said));
+                    }
+                }
+            }
+        }
+        if let (false, Some(nobody)) = (answered, nobody) {
+            return Err(nobody.into());
+        }
+        let without = open.into_iter().map(|(id, vm, said)| {
+            let problem = self.no_key(id.as_str(), said);
+            (id, vm, problem)
+        });
+        faults.extend(without);
+        Ok(faults)
+    }
+
+    /// What the state of a key at a server keeps it from; an error where another server has to be asked.
+    fn seen_at(
+        &self,
+        server: &Server,
+        id: &KeyId,
+        state: Result<State, Error>,
+    ) -> Result<Option<Problem>, Box<Without>> {
+        let state = match state {
+            Ok(state) => state,
+            Err(error) => {
+                return Err(Box::new(Without::new(Answer::No(problem::of(&self.name, &error)))));
+            }
+        };
+        let Some(fault) = problem::of_state(state) else { return Ok(None) };
+        let what = format!("is {state} at server '{}'", server.row.alias);
+        let why = self.wrong_key(ErrorCode::WrongState, fault, id.as_str(), &what);
+        match fault {
+            KeyFault::KeyDestroyed => Err(Box::new(Without::destroyed(why))),
+            _ => Ok(Some(why)),
+        }
     }
 
     /// Has the hosts' monitors look when keys can be used no more, or again.

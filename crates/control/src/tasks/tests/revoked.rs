@@ -12,6 +12,7 @@ use vmseal_kmip::testing::{Authority, PyKmip, Validity};
 use vmseal_secret::SecretBytes;
 
 use super::*;
+use crate::providers::kmip::NewCertificate;
 
 /// A plant whose VMs have their keys from a real KMS, and a client of the same identity.
 pub struct WithKms {
@@ -30,13 +31,16 @@ impl WithKms {
         let mut plant = Plant::new().await;
         let (host, port) = (kms.endpoint().host().to_owned(), kms.port());
         let servers = [AddKmipServer { alias: "one".to_owned(), host, port }];
-        let added = plant.providers.add_kmip("kms", &servers, Some(secret("pass")), "me");
+        let added =
+            plant.providers.add_kmip("kms", &servers, Some(secret("pass, as in the tests")), "me");
         let provider = added.await.unwrap();
         let authorities = authority.certificate().to_owned();
         plant.providers.trust_authorities(&provider, "one", authorities, "me").await.unwrap();
         let (certificate, key) = (identity.certificate.clone(), Some(identity.private_key()));
-        let pass = Some(secret("pass"));
-        plant.providers.set_certificate(&provider, certificate, key, pass, "me").await.unwrap();
+        let passphrase = Some(secret("pass, as in the tests"));
+        let (replace, force) = (false, false);
+        let new = NewCertificate { certificate, key, passphrase, replace, force };
+        plant.providers.set_certificate(&provider, new, "me").await.unwrap();
         plant.use_provider(provider.id);
         let settings = Settings::new(kms.endpoint(), authority.trust(), identity.identity());
         let client = Arc::new(Client::new(settings).unwrap());

@@ -173,7 +173,9 @@ async fn the_key_of_a_test_is_left_to_the_test_while_that_destroys_it() {
     };
     let (tested, undone) = tokio::join!(here.providers.test(&provider, true, "me"), watch);
     let tested = tested.unwrap();
-    assert!(tested[0].key && tested[0].seen.problem.is_none(), "{tested:?}");
+    let tested = tested.servers;
+    let made = tested[0].key == Some(KmipKeyTested::Made);
+    assert!(made && tested[0].seen.problem.is_none(), "{tested:?}");
     assert!(undone.unwrap().is_empty());
     let told = here.events("provider.key-tested").await;
     assert!(told.len() == 1 && told[0].starts_with("key '1' was made, read and destroyed"));
@@ -254,8 +256,9 @@ async fn the_key_of_a_test_is_destroyed_whatever_goes_wrong_and_whoever_goes_awa
     let here = Here::new().await;
     let (provider, _) = here.add(&[at("one", &server.endpoint())], &authority, &identity).await;
     let tested = here.providers.test(&provider, true, "me").await.unwrap();
+    let tested = tested.servers;
     let problem = tested[0].seen.problem.clone().unwrap();
-    assert!(!tested[0].key && problem.reason == Some(KeyFault::KmsDenies), "{problem}");
+    assert!(tested[0].key.is_none() && problem.reason == Some(KeyFault::KmsDenies), "{problem}");
     assert!(problem.detail.contains("key '1'"), "{problem}");
     here.eventually("an alarm", async |here| {
         detail(here, "keys-await-destruction").await.is_some()

@@ -1,0 +1,161 @@
+//! Which server is asked, and what is learnt of it by that.
+//!
+//! The servers of a provider replicate, so that any of them will do: those that answered last time come
+//! first, in the order that the operator gave them; then those that were late; then those that failed. What
+//! one does not have or refuses is asked of the next, as replication takes its time and may fail.
+
+use std::collections::HashMap;
+use std::future::Future;
+use std::sync::Arc;
+
+use vmseal_api::kmip::KeyFault;
+use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_kmip::client::{Client, Error};
+
+use super::race::{DEADLINE, race};
+use super::{KmipProvider, Server, problem};
+
+/// Why there is no success.
+pub(super) enum Answer {
+    /// The server answered, and it is no.
+    No(Problem),
+    /// The server did not answer in any way that counts.
+    None(Problem),
+}
+
+impl From<Answer> for Problem {
+    fn from(answer: Answer) -> Self {
+        match answer {
+            Answer::No(problem) | Answer::None(problem) => problem,
+        }
+    }
+}
+
+/// The servers that did not answer in one pass over many keys, by alias: time-outs add up.
+#[derive(Default)]
+pub(super) struct Silent(HashMap<String, Problem>);
+
+impl KmipProvider {
+    /// The servers, the most promising first.
+    pub(super) fn by_health(&self) -> Vec<Arc<Server>> {
+        let mut servers = self.servers();
+        // Stable: those of one rank stay in the operator's order.
+        servers.sort_by_key(|server| match (&server.client, server.fault()) {
+            (Err(_), _) => 3,
+            (Ok(_), Some(_)) => 2,
+            (Ok(_), None) if server.is_late() => 1,
+            (Ok(_), None) => 0,
+        });
+        servers
+    }
+
+    /// Asks the servers until one answers; else what came of each, in the order in which they were asked.
+    /// A server that is late is asked after the others for a while.
+    pub(super) async fn ask_any<T, E, F>(
+        &self,
+        ask: impl Fn(Arc<Server>) -> F,
+    ) -> Result<(Arc<Server>, T), Vec<(Arc<Server>, Option<E>)>>
+    where
+        F: Future<Output = Result<T, E>>,
+    {
+        self.ask_any_of(self.by_health(), ask).await
+    }
+
+    /// As [`Self::ask_any`], of these servers, in their order.
+    pub(super) async fn ask_any_of<T, E, F>(
+        &self,
+        servers: Vec<Arc<Server>>,
+        ask: impl Fn(Arc<Server>) -> F,
+    ) -> Result<(Arc<Server>, T), Vec<(Arc<Server>, Option<E>)>>
+    where
+        F: Future<Output = Result<T, E>>,
+    {
+        let race = race(servers.len(), |place| ask(Arc::clone(&servers[place]))).await;
+        for &place in &race.late {
+            if !servers[place].is_late() {
+                // It finds out what is the matter with it.
+                self.wake.notify_one();
+            }
+            servers[place].set_late();
+        }
+        if let Some((place, answer)) = race.won {
+            return Ok((Arc::clone(&servers[place]), answer));
+        }
+        let mut failed: HashMap<usize, E> = race.failed.into_iter().collect();
+        let each = servers.into_iter().enumerate();
+        Err(each.map(|(place, server)| (server, failed.remove(&place))).collect())
+    }
+
+    /// Asks one server, and notes how it answered.
+    pub(super) async fn ask_one<T, W, F>(&self, server: &Server, work: W) -> Result<T, Answer>
+    where
+        W: FnOnce(Arc<Client>) -> F,
+        F: Future<Output = Result<T, Error>>,
+    {
+        let client = server.client.as_ref().map_err(|problem| Answer::None(problem.clone()))?;
+        match work(Arc::clone(client)).await {
+            Ok(answer) => {
+                self.note(server, None);
+                Ok(answer)
+            }
+            Err(error) => {
+                let problem = problem::of(&self.name, &error);
+                if problem::is_silence(&error) {
+                    self.note(server, Some(problem.clone()));
+                    Err(Answer::None(problem))
+                } else {
+                    if error.refusal().is_some() {
+                        self.note(server, None);
+                    }
+                    Err(Answer::No(problem))
+                }
+            }
+        }
+    }
+
+    /// As [`Self::ask_one`], but a server that did not answer before in the same pass.
+    pub(super) async fn ask_unless<T, W, F>(
+        &self,
+        silent: &mut Silent,
+        server: &Server,
+        work: W,
+    ) -> Result<T, Answer>
+    where
+        W: FnOnce(Arc<Client>) -> F,
+        F: Future<Output = Result<T, Error>>,
+    {
+        if let Some(problem) = silent.0.get(&server.row.alias) {
+            return Err(Answer::None(problem.clone()));
+        }
+        let answer = self.ask_one(server, work).await;
+        if let Err(Answer::None(problem)) = &answer {
+            silent.0.insert(server.row.alias.clone(), problem.clone());
+        }
+        answer
+    }
+
+    /// Notes how a server answered; when that is new, the watch is to look.
+    pub(super) fn note(&self, server: &Server, problem: Option<Problem>) {
+        let was = server.seen().map(|seen| seen.problem.is_some());
+        let is = problem.is_some();
+        server.saw(problem);
+        if was != Some(is) {
+            self.wake.notify_one();
+        }
+    }
+
+    /// A server had not answered when the time for the whole operation was over.
+    pub(super) fn too_late(&self, what: &str) -> Problem {
+        let what = format!("{what} did not answer within {} s", DEADLINE.as_secs());
+        problem::new(&self.name, ErrorCode::TimedOut, KeyFault::KmsTimeout, &what)
+    }
+
+    /// Bounds a whole operation by [`DEADLINE`].
+    pub(super) async fn within_deadline<T>(
+        &self,
+        work: impl Future<Output = Result<T, Problem>>,
+    ) -> Result<T, Problem> {
+        let bounded = tokio::time::timeout(DEADLINE, work).await;
+        bounded.unwrap_or_else(|_| Err(self.too_late("the KMS")))
+    }
+}

@@ -1,0 +1,175 @@
+//! A key read: from whichever server has it. The check value tells the right one from any other.
+//!
+//! A server that does not have a key says nothing of the others: replication may be late or broken. So all
+//! are asked before a key counts as missing, and it counts as destroyed only when a server says so.
+
+use std::sync::Arc;
+
+use vmseal_api::host::KeyReference;
+use vmseal_api::id::VmId;
+use vmseal_api::kmip::KeyFault;
+use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_kmip::State;
+use vmseal_kmip::client::Client;
+use vmseal_kmip::operation::KeyId;
+use vmseal_secret::SecretBytes;
+
+use super::ask::Answer;
+use super::{KmipProvider, Server, problem};
+use crate::providers::GivenKey;
+use crate::store::keys;
+
+/// Why a server did not give a key; what weighs more is greater.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Weight {
+    /// It has none of this id.
+    Missing,
+    /// It says that the key is destroyed.
+    Destroyed,
+    /// It did not answer.
+    Silent,
+    /// It answered no.
+    Refused,
+    /// It has another key under this id.
+    Mismatch,
+}
+
+/// What one server said instead of giving a key.
+#[derive(Clone)]
+pub(super) struct Without {
+    weight: Weight,
+    why: Problem,
+}
+
+impl Without {
+    pub(super) fn new(answer: Answer) -> Self {
+        let (weight, why) = match answer {
+            Answer::No(why) if why.reason == Some(KeyFault::KeyMissing) => (Weight::Missing, why),
+            // Without a reason it is not about the server: this one was not asked in the end.
+            Answer::No(why) if why.reason.is_none() => (Weight::Silent, why),
+            Answer::No(why) => (Weight::Refused, why),
+            Answer::None(why) => (Weight::Silent, why),
+        };
+        Self { weight, why }
+    }
+
+    /// The server says that the key is destroyed.
+    pub(super) fn destroyed(why: Problem) -> Self {
+        Self { weight: Weight::Destroyed, why }
+    }
+}
+
+impl From<Without> for Problem {
+    fn from(without: Without) -> Self {
+        without.why
+    }
+}
+
+impl KmipProvider {
+    pub(super) async fn read_key(&self, vm: VmId, key: &KeyReference) -> Result<GivenKey, Problem> {
+        let key_id = key.key_id.as_str();
+        if keys::is_destroyed(&mut *self.store.read().await?, self.id, key_id).await? {
+            let fault = KeyFault::KeyDestroyed;
+            return Err(self.wrong_key(ErrorCode::NotFound, fault, key_id, "is destroyed"));
+        }
+        let id = &self.key_id(key_id)?;
+        let asked =
+            self.ask_any(|server| async move { self.read_at(&server, vm, key, id).await }).await;
+        let (server, (state, kek)) = asked.map_err(|said| self.no_key(key_id, said))?;
+        let fault = problem::of_state(state).map(|fault| {
+            let what = format!("is {state} at server '{}'", server.row.alias);
+            self.wrong_key(ErrorCode::WrongState, fault, key_id, &what)
+        });
+        if fault.is_some() {
+            // Its alarm.
+            self.wake.notify_one();
+        }
+        Ok(GivenKey { kek, fault })
+    }
+
+    /// Reads a key at one server: the right one, in a state in which it opens what there is.
+    async fn read_at(
+        &self,
+        server: &Server,
+        vm: VmId,
+        key: &KeyReference,
+        id: &KeyId,
+    ) -> Result<(State, SecretBytes), Without> {
+        let asked = self.ask_one(server, |client: Arc<Client>| async move {
+            let state = client.key_state(id).await?;
+            match problem::of_state(state) {
+                Some(KeyFault::KeyDestroyed | KeyFault::KeyNotActive) => Ok((state, None)),
+                _ => Ok((state, Some(client.get_key(id).await?))),
+            }
+        });
+        let (state, kek) = asked.await.map_err(Without::new)?;
+        let Some(kek) = kek else {
+            let fault = problem::of_state(state).unwrap_or(KeyFault::KeyNotActive);
+            let what = format!("is {state} at server '{}'", server.row.alias);
+            let why = self.wrong_key(ErrorCode::NotFound, fault, &key.key_id, &what);
+            return Err(match fault {
+                KeyFault::KeyDestroyed => Without::destroyed(why),
+                _ => Without { weight: Weight::Refused, why },
+            });
+        };
+        match self.compare(vm, key, &kek, server) {
+            Ok(()) => Ok((state, kek)),
+            Err(why) => Err(Without { weight: Weight::Mismatch, why }),
+        }
+    }
+
+    /// Why no server gave a key, with what each of them said.
+    pub(super) fn no_key(
+        &self,
+        key_id: &str,
+        said: Vec<(Arc<Server>, Option<Without>)>,
+    ) -> Problem {
+        let late = |server: &Server| {
+            let what = format!("server '{}'", server.row.alias);
+            Without { weight: Weight::Silent, why: self.too_late(&what) }
+        };
+        let said: Vec<_> = said
+            .into_iter()
+            .map(|(server, without)| {
+                let without = without.unwrap_or_else(|| late(&server));
+                (server, without)
+            })
+            .collect();
+        // The first of those that weigh the same.
+        let heaviest = said.iter().rev().max_by_key(|(_, without)| without.weight);
+        let Some((_, heaviest)) = heaviest else {
+            return Problem::not_found("provider", &self.name);
+        };
+        if heaviest.weight == Weight::Missing {
+            let names: Vec<_> =
+                said.iter().map(|(server, _)| format!("'{}'", server.row.alias)).collect();
+            let what = format!("is at none of its servers: {}", names.join(", "));
+            return self.wrong_key(ErrorCode::NotFound, KeyFault::KeyMissing, key_id, &what);
+        }
+        // Nothing of this is about one server.
+        let of_all = [KeyFault::ProviderSealed, KeyFault::NoClientCertificate];
+        if said.len() == 1 || heaviest.why.reason.is_some_and(|reason| of_all.contains(&reason)) {
+            return heaviest.why.clone();
+        }
+        let each: Vec<_> = said
+            .iter()
+            .map(|(server, without)| format!("'{}' {}", server.row.alias, word(without)))
+            .collect();
+        let detail = format!(
+            "{}. What the servers say of key '{key_id}': {}",
+            heaviest.why.detail.trim_end_matches('.'),
+            each.join(", ")
+        );
+        Problem { detail, ..heaviest.why.clone() }
+    }
+}
+
+fn word(without: &Without) -> &'static str {
+    match without.weight {
+        Weight::Missing => "does not have it",
+        Weight::Destroyed => "says that it is destroyed",
+        Weight::Silent => "does not answer",
+        Weight::Refused => "does not give it",
+        Weight::Mismatch => "has other bytes under this id",
+    }
+}
