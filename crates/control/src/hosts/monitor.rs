@@ -19,7 +19,7 @@
 //! The monitor deals with VMs that are whole. Those that a task makes or removes are the task's. Keys are
 //! brought by a courier beside it: a KMS that hangs does not keep a host from being followed.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -363,8 +363,13 @@ impl Monitor {
         let source = self.id.to_string();
         let mut read = self.store.read().await?;
         let vms = store::vms::on_host(&mut read, self.id).await?;
-        let standing =
-            alarms::of_host(&self.name, description, state, &vms, &self.courier.problems());
+        let about_disks = |vm: &VmState| vm.notices.iter().any(|notice| notice.disk.is_some());
+        let disks = match state.vms.iter().any(about_disks) {
+            true => store::disks::names_on_host(&mut read, self.id).await?,
+            false => HashMap::new(),
+        };
+        let problems = self.courier.problems();
+        let standing = alarms::of_host(&self.name, description, state, &vms, &disks, &problems);
         let new_alarms = store::alarms::differ(&mut read, &source, &standing).await?;
         drop(read);
         let changed: Vec<_> = vms
