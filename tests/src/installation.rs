@@ -362,10 +362,15 @@ impl Installation {
     }
 
     /// The alarms about a VM or another resource.
+    /// The alarms about a VM and its disks, or another resource.
     pub fn alarms(&self, target: &str) -> anyhow::Result<Vec<Value>> {
         let mut alarms = self.json(&["alarms"])?;
         let alarms = alarms.as_array_mut().context("no list")?;
-        Ok(alarms.drain(..).filter(|alarm| alarm["target"] == target).collect())
+        let about = |alarm: &Value| {
+            let of = alarm["target"].as_str().unwrap_or_default();
+            of == target || of.strip_prefix(target).is_some_and(|disk| disk.starts_with('/'))
+        };
+        Ok(alarms.drain(..).filter(about).collect())
     }
 
     /// Whether the host says that it has a weakness of this kind.

@@ -93,6 +93,33 @@ fn tools_fill_and_read_the_disk_of_a_vm_that_is_off_and_it_starts_afterwards() {
         .unwrap();
 }
 
+/// What is missing of an image is an error to every tool, is told of, and keeps a scan from calling it sound.
+#[test]
+fn a_disk_whose_image_was_cut_is_read_with_errors_and_an_alarm() {
+    let here = Installation::new().unwrap();
+    here.vmseal(&create("web", "encrypted", "datastore=local,size=64MiB")).unwrap();
+    let path = here.images("web").unwrap().remove(0);
+    let image = std::fs::File::options().write(true).open(path).unwrap();
+    let length = image.metadata().unwrap().len();
+    let exposed = Exposed::start(&here, "web", &[]).unwrap();
+    image.set_len(length - (32 << 20)).unwrap();
+    let copy = here.path("copy");
+    let copied = ran("nbdcopy", &[&exposed.uri, text(&copy).unwrap()]);
+    assert!(!copied.status.success(), "what is lost is taken for zeroes");
+    let told = here.wait_alarm("web", "disk-errors").unwrap();
+    assert!(told.contains("truncated") && told.contains("disk0"), "{told}");
+    let scan = here.json(&["datastore", "scan", "local"]).unwrap();
+    assert_eq!(scan["images"][0]["standing"], "truncated", "{scan}");
+    // Whole again, it ends in order; what went wrong is said once more.
+    image.set_len(length).unwrap();
+    let said = exposed.interrupt().unwrap_err().to_string();
+    assert!(said.contains("truncated"), "{said}");
+    here.wait_alarm("web", "disk-errors").unwrap();
+    // Until it is used again.
+    Exposed::start(&here, "web", &[]).unwrap().interrupt().unwrap();
+    here.wait_no_alarm("web", "disk-errors").unwrap();
+}
+
 /// Copies what a bitmap calls dirty to the same places of a file, as docs/backup.md has it; says how much that was.
 fn copy_dirty(socket: &str, uri: &str, bitmap: &str, to: &str) -> u64 {
     let map = succeeds("nbdinfo", &[&format!("--map=qemu:dirty-bitmap:{bitmap}"), uri]);

@@ -17,6 +17,7 @@
 
 use std::fs::File;
 use std::io::Write;
+use std::os::fd::AsFd;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -464,7 +465,7 @@ fn secret_memory_is_out_of_reach() {
     }
     let mut child = Command::new("python3")
         .args(["-c", "import mmap, time; m = mmap.mmap(0, 0); m[0]; print('ready', flush=True); time.sleep(60)"])
-        .stdin(Stdio::from(secret.to_memfd().unwrap()))
+        .stdin(Stdio::from(secret.to_memfd().unwrap().as_fd().try_clone_to_owned().unwrap()))
         .stdout(Stdio::piped())
         .spawn()
         .unwrap();

@@ -7,7 +7,6 @@
 //! once an import has noted how far it is ([`crate::filling`]), that the next attempt goes on from.
 
 use std::fs::File;
-use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use tokio::sync::oneshot;
@@ -20,11 +19,12 @@ use vmseal_api::host::{
 use vmseal_api::id::{DiskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_luks::{Facts, HeaderError, Identity};
-use vmseal_secret::{DEK_LEN, SecretBytes};
+use vmseal_secret::{DEK_LEN, SecretBytes, SecretFd};
 
 use crate::filling::Filling;
 use crate::home::Home;
 use crate::image::Image;
+use crate::locked::Access;
 use crate::run_dir::ProcessDir;
 use crate::users::{Slot, Users};
 use crate::{keys, patience, replica};
@@ -403,15 +403,19 @@ pub struct Open {
     pub file: File,
     /// Where the guest's first byte is, in bytes.
     pub offset: u64,
-    /// The DEK in a `memfd_secret`, and what holes mean; none in the clear.
-    pub key: Option<(OwnedFd, Holes)>,
+    /// The DEK, to be passed on, and what holes mean; none in the clear.
+    pub key: Option<(SecretFd, Holes)>,
     /// What an operator should see.
     pub notice: Option<Notice>,
 }
 
-fn open_image(spec: &VmSpec, disk: &DiskSpec) -> Result<File, Problem> {
+fn open_image(spec: &VmSpec, disk: &DiskSpec, access: Access) -> Result<File, Problem> {
     let home = Home::of(&disk.datastore, spec.vm)?;
-    home.open(disk.disk)?.ok_or_else(|| {
+    let file = match access {
+        Access::Read => home.open_to_read(disk.disk)?,
+        Access::Write => home.open(disk.disk)?,
+    };
+    file.ok_or_else(|| {
         let path = home.image(disk.disk);
         let (name, path) = (&disk.name, path.display());
         let what =
@@ -420,7 +424,7 @@ fn open_image(spec: &VmSpec, disk: &DiskSpec) -> Result<File, Problem> {
     })
 }
 
-/// Opens the image of an encrypted disk without its key; also gives its length in bytes. Blocks.
+/// Opens the image of an encrypted disk for reading, without its key; also gives its length in bytes. Blocks.
 ///
 /// # Errors
 /// `damaged`, `in-use`, `not-found`.
@@ -429,7 +433,7 @@ pub fn open_sealed(
     disk: &DiskSpec,
     facts: &DiskFacts,
 ) -> Result<(File, u64), Problem> {
-    let file = open_image(spec, disk)?;
+    let file = open_image(spec, disk, Access::Read)?;
     let offset = from_api(disk, facts).map_or(0, |pinned| pinned.data_offset);
     check_length(&file, disk, offset)?;
     Ok((file, offset + disk.size))
@@ -444,8 +448,9 @@ pub fn open(
     disk: &DiskSpec,
     facts: &DiskFacts,
     kek: Option<&SecretBytes>,
+    access: Access,
 ) -> Result<Open, Problem> {
-    let file = open_image(spec, disk)?;
+    let file = open_image(spec, disk, access)?;
     let Some(pinned) = from_api(disk, facts) else {
         // What is to be encrypted is never opened in the clear, whatever the datastore holds.
         if disk.encrypted {
@@ -472,7 +477,10 @@ pub fn open(
     let notice = opened.notice.map(|notice| Notice {
         code: NoticeCode::HeaderCopyDamaged,
         disk: Some(disk.disk),
-        detail: format!("disk '{}': {notice}", disk.name),
+        detail: format!(
+            "disk '{}': {notice}. Stop the VM and give it a new key, which writes both copies anew: vmseal vm recrypt {}",
+            disk.name, spec.name
+        ),
     });
     let dek = opened.dek.to_memfd().map_err(internal)?;
     Ok(Open { file, offset: pinned.data_offset, key: Some((dek, holes)), notice })
@@ -550,7 +558,7 @@ mod tests {
         }
 
         fn open(&self, index: usize, facts: &DiskFacts) -> Result<Open, Problem> {
-            open(&self.spec, &self.spec.disks[index], facts, Some(&self.kek))
+            open(&self.spec, &self.spec.disks[index], facts, Some(&self.kek), Access::Write)
         }
 
         fn image(&self, index: usize) -> File {
@@ -640,6 +648,7 @@ mod tests {
         image.write_all_at(&[0; 4096], 0).unwrap();
         let notice = bench.open(0, &facts).unwrap().notice.unwrap();
         assert_eq!(notice.code, NoticeCode::HeaderCopyDamaged);
+        assert!(notice.detail.contains("vmseal vm recrypt"), "{}", notice.detail);
         image.write_all_at(&first, 0).unwrap();
         assert!(bench.open(0, &facts).unwrap().notice.is_none());
 

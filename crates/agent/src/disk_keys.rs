@@ -15,6 +15,7 @@ use vmseal_luks::Facts;
 use vmseal_secret::SecretBytes;
 
 use crate::home::Home;
+use crate::locked::Access;
 use crate::{disk, keys, replica, rules};
 
 /// A disk whose header may be changed.
@@ -43,6 +44,7 @@ impl<'a> DiskKeys<'a> {
         spec: &'a VmSpec,
         registered: &'a KeyReference,
         kek: &'a SecretBytes,
+        access: Access,
     ) -> Result<Self, Problem> {
         let encrypted = spec.disks.iter().filter(|disk| disk.encrypted);
         let header = |disk: &'a DiskSpec| {
@@ -51,7 +53,7 @@ impl<'a> DiskKeys<'a> {
                 rules::wrong_state(spec, &what)
             };
             let pinned = disk.facts.as_ref().ok_or_else(unmade)?;
-            let file = disk::open(spec, disk, pinned, Some(kek))?.file;
+            let file = disk::open(spec, disk, pinned, Some(kek), access)?.file;
             let facts = disk::from_api(disk, pinned).ok_or_else(unmade)?;
             let replica = replica::Header::open(spec, disk)?;
             Ok(Header { replica, disk, facts, file })
@@ -192,7 +194,7 @@ mod tests {
         }
 
         fn open(&self) -> Result<DiskKeys<'_>, Problem> {
-            DiskKeys::open(&self.spec, self.spec.key.as_ref().unwrap(), &self.kek)
+            DiskKeys::open(&self.spec, self.spec.key.as_ref().unwrap(), &self.kek, Access::Write)
         }
 
         fn new_key(&self, id: &str) -> (KeyReference, SecretBytes) {

@@ -28,6 +28,7 @@ use crate::datastore::usage;
 use crate::disk::{self, Open, Workshop, internal};
 use crate::exported::Exported;
 use crate::filter::{self, Control, Volume};
+use crate::locked::Access;
 use crate::users::Slot;
 use crate::{atomic_file, filling, rules};
 
@@ -150,10 +151,11 @@ async fn fill(
 ) -> Result<(), Problem> {
     let directory = &workshop.directory;
     let id = disk.disk;
-    let process = filter::start(&workshop.filter, vm, directory, vec![disk], slot.filter())
+    let (process, keys) = filter::start(&workshop.filter, vm, directory, vec![disk], slot.filter())
         .map_err(internal)?;
     let control = Control::of(directory);
     control.ready(&process, directory).await.map_err(internal)?;
+    drop(keys);
     loop {
         let status = control.status_of(&process, directory).await.map_err(internal)?;
         match status.disks.into_iter().next().map(|disk| disk.state) {
@@ -189,7 +191,7 @@ fn begin(order: Order) -> Result<(File, filter::Disk), Problem> {
             let (file, length) = disk::open_sealed(&spec, &disk, &facts)?;
             (Open { file, offset: 0, key: None, notice: None }, length)
         }
-        _ => (disk::open(&spec, &disk, &facts, kek.as_ref())?, disk.size),
+        _ => (disk::open(&spec, &disk, &facts, kek.as_ref(), Access::Read)?, disk.size),
     };
     let allocated = file.metadata().map_err(internal)?.blocks().saturating_mul(512);
     let needed = match export.format {

@@ -111,11 +111,12 @@ impl Filling<'_> {
         let directory = &workshop.directory;
         directory.renew().await.map_err(final_)?;
         let disk = self.disk(*durable).map_err(Failure::Final)?;
-        let process =
+        let (process, keys) =
             filter::start(&workshop.filter, self.vm, directory, vec![disk], slot.filter())
                 .map_err(final_)?;
         let control = Control::of(directory);
         control.ready(&process, directory).await?;
+        drop(keys);
         self.follow(&control, &process, workshop, durable, progress).await?;
         end_idle(&control, self.disk.disk).await.map_err(Failure::Final)?;
         process.end_within(filter::SHUTDOWN_TIMEOUT).await;

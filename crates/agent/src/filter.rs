@@ -3,7 +3,7 @@
 
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
@@ -23,6 +23,7 @@ use vmseal_api::id::{DiskId, VmId};
 use vmseal_api::problem::ErrorCode;
 use vmseal_api::request_id;
 use vmseal_api::transfer::ImageFormat;
+use vmseal_secret::SecretFd;
 
 use crate::metrics;
 use crate::process::{self, Launch, Process, User};
@@ -87,8 +88,8 @@ pub struct Disk {
     pub file: File,
     /// Where the guest's first byte is, in bytes.
     pub offset: u64,
-    /// The DEK in a `memfd_secret`, and what holes mean; none in the clear.
-    pub key: Option<(OwnedFd, Holes)>,
+    /// The DEK, to be passed on, and what holes mean; none in the clear.
+    pub key: Option<(SecretFd, Holes)>,
     /// Whether the image keeps its room whatever is discarded.
     pub keeps_room: bool,
     /// What is to be done with it.
@@ -145,8 +146,8 @@ pub enum Volume {
     Qcow2,
     /// The data of a LUKS2 volume.
     Luks2 {
-        /// The volume's key in a `memfd_secret`.
-        key: OwnedFd,
+        /// The volume's key, to be passed on.
+        key: SecretFd,
         /// Where the data begins, in bytes.
         offset: u64,
     },
@@ -158,7 +159,8 @@ impl Volume {
             Self::Raw => TargetFormat::Raw,
             Self::Qcow2 => TargetFormat::Qcow2,
             Self::Luks2 { key, offset } => {
-                TargetFormat::Luks2 { key: Handle::Fd(key.as_raw_fd()), offset: *offset }
+                let key = Handle::Fd(key.as_fd().as_raw_fd());
+                TargetFormat::Luks2 { key, offset: *offset }
             }
         }
     }
@@ -198,7 +200,7 @@ impl Work {
 impl Disk {
     fn config(&self, peer: u32) -> DiskConfig {
         let fd = |fd: BorrowedFd<'_>| Handle::Fd(fd.as_raw_fd());
-        let crypt = |(key, holes): &(OwnedFd, Holes)| FilterSpec::Crypt {
+        let crypt = |(key, holes): &(SecretFd, Holes)| FilterSpec::Crypt {
             key: fd(key.as_fd()),
             holes: *holes,
         };
@@ -261,6 +263,15 @@ impl Disk {
         }
     }
 
+    /// Closes all but what holds keys.
+    fn into_keys(self) -> impl Iterator<Item = SecretFd> {
+        let volume = match self.work {
+            Work::Export { format: Volume::Luks2 { key, .. }, .. } => Some(key),
+            _ => None,
+        };
+        self.key.map(|(key, _)| key).into_iter().chain(volume)
+    }
+
     fn descriptors(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
         let key = self.key.as_ref().map(|(key, _)| key.as_fd());
         let beside = self.beside.as_ref().map(AsFd::as_fd);
@@ -276,7 +287,13 @@ fn serial(disk: DiskId) -> String {
     digits[digits.len() - SERIAL_MAX..].to_owned()
 }
 
-/// Starts a filter. Its descriptors are closed here when the call returns; the locks live on in it.
+/// The keys that a filter was given. To be kept until it answers: it has read them then, and where they are in
+/// ordinary memory they are wiped when this is dropped.
+#[must_use]
+pub struct Keys(#[expect(dead_code, reason = "they are wiped when this goes")] Vec<SecretFd>);
+
+/// Starts a filter. Its descriptors are closed here when the call returns, but for those of the keys; the locks
+/// live on in it.
 ///
 /// # Errors
 /// As making the socket and starting the process.
@@ -286,7 +303,7 @@ pub fn start(
     directory: &ProcessDir,
     disks: Vec<Disk>,
     user: Option<u32>,
-) -> io::Result<Process> {
+) -> io::Result<(Process, Keys)> {
     directory.forget_socket(NAME)?;
     let control = directory.listen(NAME)?;
     let own = nix::unistd::geteuid().as_raw();
@@ -311,7 +328,7 @@ pub fn start(
         record: &directory.process(NAME),
     })?;
     metrics::FILTERS_STARTED.add();
-    Ok(launched)
+    Ok((launched, Keys(disks.into_iter().flat_map(Disk::into_keys).collect())))
 }
 
 /// A file that is nowhere but in memory.
@@ -532,12 +549,13 @@ mod tests {
     fn what_waits_is_not_encrypted_yet_and_what_is_kept_is_ciphertext() {
         let (socket, _guest) = std::os::unix::net::UnixStream::pair().unwrap();
         let limits = DiskLimits { iops: Some(100), bandwidth: None };
+        let key = vmseal_secret::SecretBytes::random(vmseal_secret::DEK_LEN).unwrap();
         let mut disk = Disk {
             disk: DiskId::new(),
             size: 4096,
             file: tempfile::tempfile().unwrap(),
             offset: 0,
-            key: Some((tempfile::tempfile().unwrap().into(), Holes::Zero)),
+            key: Some((key.to_memfd().unwrap(), Holes::Zero)),
             keeps_room: false,
             work: Work::Serve { socket, queues: 1, limits, cache: Some(1 << 20) },
             beside: None,

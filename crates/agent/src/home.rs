@@ -13,16 +13,16 @@
 //! the open file (F_OFD_SETLK); the filter inherits the open file and the lock with it.
 
 use std::collections::BTreeMap;
-use std::fs::{DirBuilder, File, OpenOptions};
+use std::fs::{DirBuilder, File};
 use std::io;
 use std::ops::Range;
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, SystemTime};
 
 use nix::errno::Errno;
-use nix::fcntl::{FallocateFlags, FcntlArg, fallocate, fcntl};
+use nix::fcntl::{FallocateFlags, fallocate};
 use serde::{Deserialize, Serialize};
 use vmseal_api::host::{DatastoreSpec, DiskSpec, KeyReference, VmSpec};
 use vmseal_api::id::{DiskId, VmId};
@@ -31,6 +31,7 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use crate::atomic_file;
 use crate::datastore::{failed, marked, usage};
 use crate::image::Identity;
+use crate::locked::{Access, make_locked, open_locked, open_once};
 
 /// The version of the descriptor.
 const VERSION: u32 = 1;
@@ -40,12 +41,6 @@ const NOTE_VERSION: u32 = 2;
 
 /// The file that says whose disks are in a directory.
 pub const DESCRIPTOR: &str = "vm.json";
-
-/// How long a lock may linger after its holder has died: the kernel ends a dead process' requests first.
-const LOCK_PATIENCE: Duration = Duration::from_secs(3);
-
-/// How often a lock is tried.
-const LOCK_INTERVAL: Duration = Duration::from_millis(50);
 
 /// How long a half-made disk is kept whose import was interrupted: longer than a host is usually down.
 const INTERRUPTED_KEPT: Duration = Duration::from_secs(7 * 24 * 3600);
@@ -126,7 +121,7 @@ pub(crate) fn remove_debris(path: &Path) {
         return;
     }
     // Its lock is held until it is gone: nobody begins to work on it meanwhile.
-    let Ok(Some(_lock)) = open_once(path) else { return };
+    let Ok(Some(_lock)) = open_once(path, Access::Write) else { return };
     tracing::info!(path = %path.display(), "removing a half-made disk");
     // An old note first: it is about this file.
     let _ = std::fs::remove_file(note);
@@ -211,7 +206,7 @@ impl Home {
         let note = note.filter(|note| note.version == NOTE_VERSION).ok_or_else(|| {
             Problem::new(ErrorCode::Damaged, format!("{} is not understood", path.display()))
         })?;
-        Ok(open_locked(&self.creating(disk))?.map(|file| (file, note)))
+        Ok(open_locked(&self.creating(disk), Access::Write)?.map(|file| (file, note)))
     }
 
     /// Makes the directory, and writes what it holds: which VM's disks, and the key that they open with.
@@ -268,7 +263,7 @@ impl Home {
         here: &DatastoreSpec,
         path: &Path,
     ) -> Result<File, Problem> {
-        if let Some(file) = open_locked(path)? {
+        if let Some(file) = open_locked(path, Access::Write)? {
             return Ok(file);
         }
         let homes = homes(self.datastore());
@@ -335,7 +330,16 @@ impl Home {
     /// # Errors
     /// `in-use` when somebody else has it; `damaged` when it is no regular file.
     pub fn open(&self, disk: DiskId) -> Result<Option<File>, Problem> {
-        open_locked(&self.image(disk))
+        open_locked(&self.image(disk), Access::Write)
+    }
+
+    /// The same for reading only: others may read it meanwhile, and nobody may write. The datastore may be mounted
+    /// read-only.
+    ///
+    /// # Errors
+    /// As [`Home::open`].
+    pub fn open_to_read(&self, disk: DiskId) -> Result<Option<File>, Problem> {
+        open_locked(&self.image(disk), Access::Read)
     }
 
     /// Opens the replica of a disk, locked; none when there is none.
@@ -343,7 +347,7 @@ impl Home {
     /// # Errors
     /// As [`Home::open`].
     pub fn open_replica(&self, disk: DiskId) -> Result<Option<File>, Problem> {
-        open_locked(&self.replica(disk))
+        open_locked(&self.replica(disk), Access::Write)
     }
 
     /// Removes a half-made disk of which nobody holds the lock.
@@ -358,7 +362,7 @@ impl Home {
 
     /// In this order: a note is about the file that is there.
     fn remove_half_made(&self, disk: DiskId) -> Result<(), Problem> {
-        let Some(_lock) = open_locked(&self.creating(disk))? else {
+        let Some(_lock) = open_locked(&self.creating(disk), Access::Write)? else {
             return remove_if_there(&self.importing(disk));
         };
         let note = self.importing(disk);
@@ -414,7 +418,7 @@ impl Home {
 
     fn remove_file(&self, path: &Path) -> Result<(), Problem> {
         // The lock is held while the file is removed: nobody can have begun to use it.
-        let Some(_lock) = open_locked(path)? else { return Ok(()) };
+        let Some(_lock) = open_locked(path, Access::Write)? else { return Ok(()) };
         std::fs::remove_file(path)
             .and_then(|()| atomic_file::flush_directory_of(path))
             .map_err(|error| failed(path, "removed", &error))
@@ -473,104 +477,9 @@ fn remove_if_there(path: &Path) -> Result<(), Problem> {
     }
 }
 
-fn in_use(path: &Path) -> Problem {
-    let what = format!(
-        "{} is in use: another process holds its lock. End the VM or the tool that works on it",
-        path.display()
-    );
-    Problem::new(ErrorCode::InUse, what)
-}
-
-/// Makes a file for us alone and locks it.
-fn make_locked(path: &Path) -> Result<File, Problem> {
-    let file = OpenOptions::new()
-        .read(true)
-        .write(true)
-        .create_new(true)
-        .mode(0o600)
-        .custom_flags(libc::O_NOFOLLOW)
-        .open(path)
-        .map_err(|error| failed(path, "made", &error))?;
-    if !lock(&file).map_err(|error| failed(path, "locked", &error))? {
-        return Err(in_use(path));
-    }
-    Ok(file)
-}
-
-/// Opens a regular file for reading and writing and locks it; none when there is no such file.
-fn open_locked(path: &Path) -> Result<Option<File>, Problem> {
-    let give_up = Instant::now() + LOCK_PATIENCE;
-    loop {
-        match open_once(path) {
-            Ok(file) => return Ok(file),
-            Err(problem) if problem.code == ErrorCode::InUse && Instant::now() < give_up => {
-                std::thread::sleep(LOCK_INTERVAL);
-            }
-            Err(problem) => return Err(problem),
-        }
-    }
-}
-
-fn open_once(path: &Path) -> Result<Option<File>, Problem> {
-    let opened = OpenOptions::new()
-        .read(true)
-        .write(true)
-        // Neither a link to elsewhere nor a pipe that would make us wait.
-        .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
-        .open(path);
-    let file = match opened {
-        Ok(file) => file,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-        Err(error) if error.raw_os_error() == Some(libc::ELOOP) => return Err(irregular(path)),
-        Err(error) => return Err(failed(path, "opened", &error)),
-    };
-    let metadata = file.metadata().map_err(|error| failed(path, "read", &error))?;
-    if !metadata.is_file() {
-        return Err(irregular(path));
-    }
-    if !lock(&file).map_err(|error| failed(path, "locked", &error))? {
-        return Err(in_use(path));
-    }
-    // Between the opening and the locking another one may have been put in its place.
-    match path.symlink_metadata() {
-        Ok(there) if (there.dev(), there.ino()) == (metadata.dev(), metadata.ino()) => {
-            Ok(Some(file))
-        }
-        Ok(_) => Err(in_use(path)),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-        Err(error) => Err(failed(path, "read", &error)),
-    }
-}
-
-fn irregular(path: &Path) -> Problem {
-    Problem::new(
-        ErrorCode::Damaged,
-        format!(
-            "{} is not a regular file: somebody has changed the datastore. Put the image back",
-            path.display()
-        ),
-    )
-}
-
-/// Locks an open file as a whole; false when somebody else has.
-fn lock(file: &File) -> io::Result<bool> {
-    let whole = libc::flock {
-        l_type: libc::F_WRLCK as libc::c_short,
-        l_whence: libc::SEEK_SET as libc::c_short,
-        l_start: 0,
-        l_len: 0,
-        l_pid: 0,
-    };
-    match fcntl(file, FcntlArg::F_OFD_SETLK(&whole)) {
-        Ok(_) => Ok(true),
-        Err(nix::errno::Errno::EAGAIN | nix::errno::Errno::EACCES) => Ok(false),
-        Err(error) => Err(error.into()),
-    }
-}
-
 #[cfg(test)]
 mod tests {
-    use std::os::unix::fs::PermissionsExt;
+    use std::os::unix::fs::{MetadataExt, PermissionsExt};
 
     use vmseal_api::host::{Allocation, DatastoreLocation};
     use vmseal_api::id::DatastoreId;
@@ -630,6 +539,24 @@ mod tests {
         home.delete(disk).unwrap();
         home.delete(disk).unwrap();
         assert!(!home.path.exists());
+    }
+
+    #[test]
+    fn readers_share_an_image_and_keep_writers_out() {
+        let (_directory, spec) = datastore();
+        probe(&spec).unwrap();
+        let (home, vm) = home(&spec);
+        let disk = vm.disks[0].disk;
+        home.finish(disk, &begin(&home, &vm, 0).unwrap()).unwrap();
+        let readers = [home.open_to_read(disk).unwrap(), home.open_to_read(disk).unwrap()];
+        assert!(readers.iter().all(Option::is_some));
+        assert_eq!(home.open(disk).unwrap_err().code, ErrorCode::InUse);
+        let reader = readers[0].as_ref().unwrap();
+        assert!(reader.set_len(0).is_err(), "it is open for writing");
+        drop(readers);
+        let writer = home.open(disk).unwrap();
+        assert_eq!(home.open_to_read(disk).unwrap_err().code, ErrorCode::InUse);
+        drop(writer);
     }
 
     #[test]

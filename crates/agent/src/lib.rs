@@ -52,6 +52,7 @@ pub mod identity;
 mod image;
 pub mod join;
 mod keys;
+mod locked;
 mod log_level;
 mod machine;
 mod measure;

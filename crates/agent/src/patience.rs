@@ -15,6 +15,9 @@ use vmseal_api::problem::{ErrorCode, Problem};
 /// How long a look may take: one that is there answers at once, a disk that spins up in ten seconds.
 const PATIENCE: Duration = Duration::from_secs(20);
 
+/// How long a glance may take.
+const GLANCE: Duration = Duration::from_secs(2);
+
 /// Places that have not answered yet: no second thread is sent there.
 static SILENT: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
 
@@ -27,6 +30,17 @@ pub async fn look<T: Send + 'static>(
     work: impl FnOnce() -> Result<T, Problem> + Send + 'static,
 ) -> Result<T, Problem> {
     look_for(place, work, PATIENCE).await
+}
+
+/// The same for what is looked at again and again, and holds up other work.
+///
+/// # Errors
+/// As [`look`].
+pub async fn glance<T: Send + 'static>(
+    place: &Path,
+    work: impl FnOnce() -> Result<T, Problem> + Send + 'static,
+) -> Result<T, Problem> {
+    look_for(place, work, GLANCE).await
 }
 
 async fn look_for<T: Send + 'static>(

@@ -216,6 +216,12 @@ impl ProcessDir {
         self.path.join(format!("{name}.sock"))
     }
 
+    /// The record of which files a VM's disks are.
+    #[must_use]
+    pub fn images(&self) -> PathBuf {
+        self.path.join("images.json")
+    }
+
     /// Removes the socket that a process of this name, which is gone, has left; it may have left none.
     ///
     /// # Errors

@@ -415,6 +415,41 @@ async fn a_guest_waits_for_its_disks_until_they_can_be_served() {
     agent.power_off(vm, PowerOff::Force).await.unwrap();
 }
 
+/// Another file is put in the place of an image while its VM runs: the guest goes on with its own, and no other filter
+/// serves it that file.
+#[tokio::test]
+async fn an_image_that_was_exchanged_is_told_of_and_never_served() {
+    let bench = Bench::new();
+    let agent = bench.agent().await;
+    let spec = running(&bench, &*agent).await;
+    let (vm, disk) = (spec.vm, spec.disks[0].disk);
+    let image = bench.path("store").join(vm.to_string()).join(format!("{disk}.raw"));
+    let (away, copy) = (bench.path("away"), bench.path("store/copy"));
+    std::fs::copy(&image, &copy).unwrap();
+    std::fs::rename(&image, &away).unwrap();
+    std::fs::rename(&copy, &image).unwrap();
+    let exchanged = |state: &VmState| told(state, NoticeCode::ImageExchanged).is_some();
+    let seen = wait(&*agent, vm, exchanged).await;
+    assert_eq!(seen.power, Power::Running, "it goes on with its own");
+    // An agent that comes later knows it, too, and that no filter was there when it came.
+    drop(agent);
+    bench.kill(vm, "filter");
+    tokio::time::sleep(Duration::from_millis(300)).await;
+    let agent = bench.agent().await;
+    let waits = |state: &VmState| told(state, NoticeCode::DisksDown).is_some() && exchanged(state);
+    assert_eq!(wait(&*agent, vm, waits).await.power, Power::Running);
+    // Many attempts later.
+    tokio::time::sleep(Duration::from_secs(3)).await;
+    assert!(waits(&wait(&*agent, vm, |_| true).await), "the other file is served");
+    // With its own file it goes on.
+    std::fs::rename(&away, &image).unwrap();
+    let up = |state: &VmState| told(state, NoticeCode::FilterRestarted).is_some();
+    assert_eq!(wait(&*agent, vm, up).await.power, Power::Running);
+    wait(&*agent, vm, |state| !exchanged(state)).await;
+    agent.power_off(vm, PowerOff::Force).await.unwrap();
+    bench.nothing_runs();
+}
+
 /// Nobody is told how a replica stands that no filter writes.
 #[tokio::test]
 async fn a_replica_is_told_of_while_a_filter_writes_it() {

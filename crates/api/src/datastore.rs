@@ -171,6 +171,8 @@ pub struct ScannedImage {
 pub enum Standing {
     /// The disk of a VM.
     InUse,
+    /// The disk of a VM, or its replica, whose file is shorter than the disk.
+    Truncated,
     /// No VM of the inventory has it.
     Orphan,
     /// A disk that is being made, or debris of one.

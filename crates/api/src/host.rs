@@ -572,6 +572,8 @@ pub struct Notice {
 pub enum NoticeCode {
     /// One copy of a disk's header is damaged; the other one serves.
     HeaderCopyDamaged,
+    /// The name of a disk's image leads to another file than the VM uses, or to none.
+    ImageExchanged,
     /// A disk answers errors.
     DiskErrors,
     /// A disk's second copy is not kept up, or cannot be.
@@ -596,12 +598,11 @@ pub enum PowerOff {
 }
 
 #[cfg(feature = "client")]
-pub use service::HostAgent;
-
-#[cfg(feature = "client")]
 pub use crate::console::{ConsoleClaim, ConsoleStream};
 #[cfg(feature = "client")]
 pub use crate::expose::Exposing;
+#[cfg(feature = "client")]
+pub use service::HostAgent;
 
 #[cfg(feature = "client")]
 mod service {
@@ -617,8 +618,7 @@ mod service {
         /// What this host is.
         async fn describe(&self) -> Result<HostDescription, Problem>;
 
-        /// How it stands; answers when the state is newer than `after`, at the latest after `wait`
-        /// (bounded by [`STATE_WAIT_MAX`]). `after` of another incarnation counts as none.
+        /// How it stands: when newer than `after` (none of another incarnation), or after `wait` (≤ [`STATE_WAIT_MAX`]).
         async fn state(
             &self,
             after: Option<(Incarnation, u64)>,

@@ -1,4 +1,5 @@
-//! The value of `--disk`: `datastore=NAME,size=SIZE[,name=NAME][,image=FILE,format=FORMAT]`.
+//! The value of `--disk`: `datastore=NAME,size=SIZE[,name=NAME][,image=FILE,format=FORMAT]`. A comma within a value is
+//! doubled, as QEMU has it.
 
 use std::fs::File;
 use std::io::{BufRead, Write};
@@ -54,10 +55,10 @@ struct Parts {
 
 fn split(option: &str) -> anyhow::Result<Parts> {
     let (mut datastore, mut size, mut name, mut image, mut format) = (None, None, None, None, None);
-    for part in option.split(',') {
+    for part in parts(option) {
         let (key, value) = part
             .split_once('=')
-            .with_context(|| format!("--disk {option}: '{part}' is not of the form key=value"))?;
+            .with_context(|| format!("--disk {option}: '{part}' is not of the form key=value; a comma within a value is doubled (,,)"))?;
         ensure!(!value.is_empty(), "--disk {option}: '{key}' has no value");
         let taken = match key {
             "datastore" => datastore.replace(value.to_owned()).is_some(),
@@ -77,6 +78,28 @@ fn split(option: &str) -> anyhow::Result<Parts> {
     );
     let datastore = datastore.with_context(|| format!("--disk {option}: give datastore=NAME"))?;
     Ok(Parts { datastore, size, name, image, format })
+}
+
+/// What stands between single commas; a doubled one is a comma of the value.
+fn parts(option: &str) -> Vec<String> {
+    let (mut parts, mut rest) = (vec![String::new()], option);
+    while let Some((before, behind)) = rest.split_once(',') {
+        let doubled = behind.strip_prefix(',');
+        if let Some(part) = parts.last_mut() {
+            part.push_str(before);
+            if doubled.is_some() {
+                part.push(',');
+            }
+        }
+        if doubled.is_none() {
+            parts.push(String::new());
+        }
+        rest = doubled.unwrap_or(behind);
+    }
+    if let Some(part) = parts.last_mut() {
+        part.push_str(rest);
+    }
+    parts
 }
 
 pub fn parse_size(text: &str) -> anyhow::Result<u64> {
@@ -139,6 +162,17 @@ mod tests {
         assert_eq!(disk.image, Some(PathBuf::from("/a.raw")));
         assert_eq!(disk.format, Some(ImageFormat::Raw));
         assert_eq!(parse("size=4096,datastore=x", 3, false).unwrap().name, "disk3");
+    }
+
+    #[test]
+    fn a_comma_of_a_value_is_doubled() {
+        let option = "datastore=x,size=4096,image=/a,,b,,,,c.raw,format=raw,name=n,,";
+        let disk = parse(option, 0, false).unwrap();
+        assert_eq!(disk.image, Some(PathBuf::from("/a,b,,c.raw")));
+        assert_eq!((disk.name.as_str(), disk.size), ("n,", 4096));
+        // Single ones are what they were.
+        let message = parse("datastore=x,size=4096,image=/a,b", 0, false).unwrap_err().to_string();
+        assert!(message.contains("'b' is not of the form") && message.contains(",,"), "{message}");
     }
 
     #[test]

@@ -1,11 +1,11 @@
 //! Which alarms stand: a pure function of what a host says and what the inventory wants.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 
 use vmseal_api::host::{
     HostDescription, HostState, KeyState, NoticeCode, Power, StopReason, VmState,
 };
-use vmseal_api::id::VmId;
+use vmseal_api::id::{DiskId, VmId};
 use vmseal_api::model::Lifecycle;
 use vmseal_api::problem::Problem;
 
@@ -23,13 +23,14 @@ pub fn disconnected(host: &str, why: &Problem) -> Standing {
     }
 }
 
-/// The alarms of a host that answers. `failures` says why keys could not be delivered.
+/// The alarms of a host that answers. `disks` has the names of its VMs' disks, `failures` says why keys could not be delivered.
 #[must_use]
 pub fn of_host(
     host: &str,
     description: &HostDescription,
     state: &HostState,
     vms: &[Vm],
+    disks: &HashMap<DiskId, String>,
     failures: &HashMap<VmId, Problem>,
 ) -> Vec<Standing> {
     let mut standing = Vec::new();
@@ -45,7 +46,7 @@ pub fn of_host(
     for seen in &state.vms {
         match vms.iter().find(|vm| vm.id == seen.vm) {
             Some(vm) if vm.lifecycle == Lifecycle::Ready => {
-                standing.extend(of_vm(vm, seen, failures.get(&vm.id)));
+                standing.extend(of_vm(vm, seen, disks, failures.get(&vm.id)));
             }
             Some(_) => {}
             None if seen.power == Power::Off => {}
@@ -62,7 +63,12 @@ pub fn of_host(
     standing
 }
 
-fn of_vm(vm: &Vm, seen: &VmState, failure: Option<&Problem>) -> Vec<Standing> {
+fn of_vm(
+    vm: &Vm,
+    seen: &VmState,
+    disks: &HashMap<DiskId, String>,
+    failure: Option<&Problem>,
+) -> Vec<Standing> {
     let alarm =
         |code, detail: String| Standing { code, target: vm.name.clone(), detail, reason: None };
     let mut standing = Vec::new();
@@ -85,16 +91,79 @@ fn of_vm(vm: &Vm, seen: &VmState, failure: Option<&Problem>) -> Vec<Standing> {
     }
     for (code, notice) in [
         ("header-copy-damaged", NoticeCode::HeaderCopyDamaged),
+        ("image-exchanged", NoticeCode::ImageExchanged),
         ("disk-errors", NoticeCode::DiskErrors),
         ("replica-behind", NoticeCode::ReplicaBehind),
         ("disks-down", NoticeCode::DisksDown),
         ("filter-restarted", NoticeCode::FilterRestarted),
     ] {
-        let told: Vec<_> =
-            seen.notices.iter().filter(|n| n.code == notice).map(|n| n.detail.as_str()).collect();
-        if !told.is_empty() {
-            standing.push(alarm(code, told.join("; ")));
+        // One for each disk, so that a second one is news, too.
+        let mut told: BTreeMap<String, Vec<&str>> = BTreeMap::new();
+        for notice in seen.notices.iter().filter(|known| known.code == notice) {
+            let disk = notice.disk.and_then(|disk| disks.get(&disk));
+            let target = disk.map_or_else(|| vm.name.clone(), |disk| format!("{}/{disk}", vm.name));
+            told.entry(target).or_default().push(&notice.detail);
         }
+        standing.extend(
+            told.into_iter()
+                .map(|(target, told)| Standing { target, ..alarm(code, told.join("; ")) }),
+        );
     }
     standing
+}
+
+#[cfg(test)]
+mod tests {
+    use vmseal_api::host::Notice;
+    use vmseal_api::id::{HostId, PolicyId};
+
+    use super::*;
+
+    #[test]
+    fn each_disk_has_an_alarm_of_its_own() {
+        let vm = Vm {
+            id: VmId::new(),
+            name: "web".to_owned(),
+            host: HostId::new(),
+            host_name: "here".to_owned(),
+            policy: PolicyId::new(),
+            policy_name: "p".to_owned(),
+            vcpus: 1,
+            memory: 1 << 30,
+            provider: None,
+            key: None,
+            lifecycle: Lifecycle::Ready,
+            seen_power: None,
+            seen_stopped: None,
+        };
+        let disks: HashMap<_, _> =
+            ["root", "data"].map(|name| (DiskId::new(), name.to_owned())).into();
+        let notice = |disk: Option<DiskId>, detail: &str| Notice {
+            code: NoticeCode::HeaderCopyDamaged,
+            disk,
+            detail: detail.to_owned(),
+        };
+        let mut notices: Vec<_> = disks.iter().map(|(id, name)| notice(Some(*id), name)).collect();
+        notices.push(notice(None, "one"));
+        notices.push(notice(None, "two"));
+        let seen = VmState {
+            vm: vm.id,
+            power: Power::Running,
+            key: KeyState::NotNeeded,
+            stopped: None,
+            died: None,
+            disks: Vec::new(),
+            notices,
+            exports: Vec::new(),
+            request_id: None,
+        };
+        let standing = of_vm(&vm, &seen, &disks, None);
+        let told: Vec<_> =
+            standing.iter().map(|it| (it.code, it.target.as_str(), it.detail.as_str())).collect();
+        let code = "header-copy-damaged";
+        assert_eq!(
+            told,
+            [(code, "web", "one; two"), (code, "web/data", "data"), (code, "web/root", "root")]
+        );
+    }
 }

@@ -29,7 +29,7 @@ pub fn compare(
     let mut images = Vec::new();
     for found in contents.images {
         let image = judge(&here, found, &by_id);
-        if image.standing == Standing::InUse
+        if matches!(image.standing, Standing::InUse | Standing::Truncated)
             && let Some(name) = image.found.as_ref().and_then(|found| found.named)
             && !name.replica
         {
@@ -79,12 +79,21 @@ fn judge(here: &str, found: FoundImage, known: &HashMap<&str, &Placed>) -> Scann
         }
         (Some(NamedImage { replica: true, .. }), disk) => match disk {
             Some(disk) if disk.replica_id.as_deref() == Some(here) => {
+                if let Some(what) = truncated(disk, &found) {
+                    let what =
+                        format!("{what}; the next start of its VM copies the whole disk again");
+                    return scanned(Standing::Truncated, Some(disk), found, what);
+                }
                 let what = format!("the replica of a disk on datastore '{}'", disk.datastore_name);
                 (Standing::InUse, what)
             }
             _ => (Standing::Orphan, "a replica that no disk of the inventory has here".to_owned()),
         },
         (Some(_), Some(disk)) if disk.datastore_id == here => {
+            if let Some(what) = truncated(disk, &found) {
+                let what = format!("{what}: restore it from a backup");
+                return scanned(Standing::Truncated, Some(disk), found, what);
+            }
             (Standing::InUse, against_inventory(disk, &found.content))
         }
         (Some(_), Some(disk)) => {
@@ -103,6 +112,15 @@ fn judge(here: &str, found: FoundImage, known: &HashMap<&str, &Placed>) -> Scann
             _ => (Standing::Foreign, "not made by vmseal".to_owned()),
         },
     };
+    scanned(standing, disk, found, detail)
+}
+
+fn scanned(
+    standing: Standing,
+    disk: Option<&Placed>,
+    found: FoundImage,
+    detail: String,
+) -> ScannedImage {
     ScannedImage {
         standing,
         vm: disk.map(|disk| disk.vm_name.clone()),
@@ -110,6 +128,16 @@ fn judge(here: &str, found: FoundImage, known: &HashMap<&str, &Placed>) -> Scann
         found: Some(found),
         detail,
     }
+}
+
+/// Says that an image lacks a part of its disk, if it does. Of one that cannot be read the length is not known.
+fn truncated(disk: &Placed, found: &FoundImage) -> Option<String> {
+    let needed = disk.image_length()?;
+    let known = !matches!(found.content, ImageContent::Unreadable { .. });
+    (known && found.size < needed).then(|| {
+        let has = found.size;
+        format!("its file has {has} bytes and needs {needed}: it was truncated")
+    })
 }
 
 /// Where the content is not what the inventory has; empty when it is. The start of the VM decides: only
@@ -161,6 +189,8 @@ mod tests {
             datastore_name: on.name.clone(),
             replica_id: None,
             encrypted: true,
+            size: 1 << 20,
+            facts: Some(r#"{"format":"raw"}"#.to_owned()),
             whole: true,
         }
     }
@@ -168,7 +198,7 @@ mod tests {
     fn found(path: &str, named: Option<NamedImage>, content: ImageContent) -> FoundImage {
         let (modified, kept_until) = (None, None);
         let path = path.to_owned();
-        FoundImage { path, named, size: 1, allocated: 1, modified, content, kept_until }
+        FoundImage { path, named, size: 1 << 20, allocated: 1, modified, content, kept_until }
     }
 
     fn claims(vm: VmId, disk: DiskId) -> ImageContent {
@@ -258,6 +288,28 @@ mod tests {
         };
         assert_eq!(standings(&here), [Standing::InUse]);
         assert_eq!(standings(&there), [Standing::Orphan, Standing::Missing]);
+    }
+
+    #[test]
+    fn an_image_that_was_truncated_is_called_so_and_is_not_missing() {
+        let (here, there) = (datastore(), datastore());
+        let (vm, disk, copied) = (VmId::new(), DiskId::new(), DiskId::new());
+        let known = [
+            placed(&here, vm, disk, "d"),
+            Placed { replica_id: Some(here.id.to_string()), ..placed(&there, vm, copied, "e") },
+        ];
+        let of = |disk, replica| {
+            let name = Some(NamedImage { vm, disk, half_made: false, replica });
+            FoundImage { size: (1 << 20) - 4096, ..found("x", name, claims(vm, disk)) }
+        };
+        let images = vec![of(disk, false), of(copied, true)];
+        let contents = DatastoreContents { images, ..DatastoreContents::default() };
+        let scan = compare(&here, contents, &known, &known);
+        let told: Vec<_> = scan.images.iter().map(|it| it.standing).collect();
+        assert_eq!(told, [Standing::Truncated, Standing::Truncated]);
+        let (first, second) = (&scan.images[0].detail, &scan.images[1].detail);
+        assert!(first.contains("has 1044480 bytes and needs 1048576"), "{first}");
+        assert!(first.contains("restore") && second.contains("copies the whole"), "{second}");
     }
 
     #[test]

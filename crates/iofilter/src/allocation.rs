@@ -1,10 +1,12 @@
 //! Which parts of a disk are known to be zeroes without reading them.
 
 use std::io;
+use std::sync::Arc;
 
 use vmseal_api::filter::{CRYPT_SECTOR, Holes};
 
 use crate::backend::file::FileDisk;
+use crate::backend::qcow2::Extents;
 use crate::disk::{Encryption, Rest};
 use crate::source::Extent;
 
@@ -19,6 +21,8 @@ pub enum Allocation {
     Unknown,
     /// The holes of this file read as zeroes.
     File(FileDisk),
+    /// What this image has not allocated, or has marked so, reads as zeroes.
+    Qcow2(Arc<Extents>),
 }
 
 impl Allocation {
@@ -29,6 +33,13 @@ impl Allocation {
         let zeroes = encryption.is_none_or(|encryption| encryption.holes == Holes::Zero);
         match rest {
             Rest::File(file) if zeroes => Self::File(file.clone()),
+            Rest::Qcow2(image) if zeroes => match image.extents() {
+                Ok(extents) => Self::Qcow2(Arc::new(extents)),
+                Err(error) => {
+                    tracing::warn!(%error, "the holes of the image are not known");
+                    Self::Unknown
+                }
+            },
             Rest::File(_) | Rest::Qcow2(_) | Rest::Mem(_) => Self::Unknown,
         }
     }
@@ -38,8 +49,7 @@ impl Allocation {
     /// # Errors
     /// As lseek.
     pub fn extent(&self, at: u64, end: u64) -> io::Result<Extent> {
-        let Self::File(file) = self else { return Ok(Extent { data: true, end }) };
-        let found = file.extent(at, end)?;
+        let found = self.ask(at, end)?;
         if !found.data {
             // Up to the last whole sector of the hole, and from a sector's beginning on.
             let inner = if found.end == end { end } else { found.end / UNIT * UNIT };
@@ -54,16 +64,23 @@ impl Allocation {
     }
 
     fn is_hole(&self, at: u64, end: u64) -> io::Result<bool> {
-        let Self::File(file) = self else { return Ok(false) };
-        let found = file.extent(at, end)?;
+        let found = self.ask(at, end)?;
         Ok(!found.data && found.end == end)
+    }
+
+    fn ask(&self, at: u64, end: u64) -> io::Result<Extent> {
+        match self {
+            Self::Unknown => Ok(Extent { data: true, end }),
+            Self::File(file) => file.extent(at, end),
+            Self::Qcow2(image) => image.extent(at, end),
+        }
     }
 
     /// Whether zeroes that may be holes are made without writing them.
     #[must_use]
     pub fn zeroes_fast(&self) -> bool {
         match self {
-            Self::Unknown => false,
+            Self::Unknown | Self::Qcow2(_) => false,
             Self::File(file) => file.punches(),
         }
     }

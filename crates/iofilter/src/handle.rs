@@ -10,7 +10,9 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
+use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 use nix::sys::socket::{getsockopt, sockopt};
 use nix::sys::stat::{Mode, umask};
@@ -19,6 +21,12 @@ use vmseal_secret::{DEK_LEN, MemoryError, SecretBytes};
 
 /// The first descriptor that can be passed: not standard input, output and error.
 const FIRST: RawFd = 3;
+
+/// How long a lock may linger after its holder has died.
+const LOCK_PATIENCE: Duration = Duration::from_secs(3);
+
+/// How often a lock is tried.
+const LOCK_INTERVAL: Duration = Duration::from_millis(20);
 
 /// Why something that the configuration names cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -45,6 +53,9 @@ pub enum HandleError {
     /// The path of a socket is taken.
     #[error("{0} exists already and is in use, or is not a socket")]
     InUse(PathBuf),
+    /// Somebody works on it.
+    #[error("{0} is in use: another process holds its lock. End the filter or the VM that uses it")]
+    Locked(PathBuf),
     /// A key file that others can read, or of another length.
     #[error(
         "key file {0} must be a file of {DEK_LEN} bytes that nobody but its owner can read (mode 0600)"
@@ -80,6 +91,20 @@ impl Handles {
             Handle::Fd(fd) => self.inherited(*fd),
             Handle::Path(path) => open(path, write).map(OwnedFd::from),
         }
+    }
+
+    /// A disk's image, or another file that nobody else may use meanwhile: one at a path is locked as agents lock
+    /// images, against all others if it is to be written, else against writers. An inherited one is locked by whoever
+    /// passed it.
+    ///
+    /// # Errors
+    /// [`HandleError`]; [`HandleError::Locked`] when somebody has it.
+    pub fn image(&mut self, handle: &Handle, write: bool) -> Result<OwnedFd, HandleError> {
+        let file = self.file(handle, write)?;
+        if let Handle::Path(path) = handle {
+            lock(&file, path, write)?;
+        }
+        Ok(file)
     }
 
     /// A disk's key: an inherited `memfd_secret`, or (to start a filter by hand) a file of raw bytes.
@@ -157,6 +182,33 @@ fn open(path: &Path, write: bool) -> Result<File, HandleError> {
         .map_err(|error| HandleError::Path { path: path.into(), error })
 }
 
+/// Locks an open file as a whole (the lock of docs/formats and crate agent's `home`). A process that was killed may
+/// hold it a little longer: the kernel finishes its requests first.
+fn lock(file: &OwnedFd, path: &Path, write: bool) -> Result<(), HandleError> {
+    let kind = if write { libc::F_WRLCK } else { libc::F_RDLCK };
+    let whole = libc::flock {
+        l_type: kind as libc::c_short,
+        l_whence: libc::SEEK_SET as libc::c_short,
+        l_start: 0,
+        l_len: 0,
+        // Must be 0 for locks of open file descriptions.
+        l_pid: 0,
+    };
+    let give_up = Instant::now() + LOCK_PATIENCE;
+    loop {
+        match fcntl(file, FcntlArg::F_OFD_SETLK(&whole)) {
+            Ok(_) => return Ok(()),
+            Err(Errno::EAGAIN | Errno::EACCES) if Instant::now() < give_up => {
+                std::thread::sleep(LOCK_INTERVAL);
+            }
+            Err(Errno::EAGAIN | Errno::EACCES) => return Err(HandleError::Locked(path.into())),
+            Err(error) => {
+                return Err(HandleError::Path { path: path.into(), error: error.into() });
+            }
+        }
+    }
+}
+
 fn key_file(path: &Path) -> Result<SecretBytes, HandleError> {
     let failed = |error| HandleError::Path { path: path.into(), error };
     let options = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path);
@@ -206,6 +258,27 @@ mod tests {
         assert_eq!(Handles::default().key(&handle).unwrap().expose(), [7; DEK_LEN]);
         std::fs::write(&path, [7; DEK_LEN + 1]).unwrap();
         assert!(matches!(Handles::default().key(&handle), Err(HandleError::KeyFile(_))));
+    }
+
+    #[test]
+    fn an_image_at_a_path_is_one_writer_s_or_some_readers() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("image");
+        std::fs::write(&path, [7; 512]).unwrap();
+        let handle = Handle::Path(path.clone());
+        let open = |write| Handles::default().image(&handle, write);
+        let writer = open(true).unwrap();
+        for write in [true, false] {
+            assert!(matches!(open(write), Err(HandleError::Locked(of)) if of == path));
+        }
+        drop(writer);
+        // As a file system that is mounted read-only has it.
+        std::fs::set_permissions(&path, PermissionsExt::from_mode(0o400)).unwrap();
+        let readers = [open(false).unwrap(), open(false).unwrap()];
+        std::fs::set_permissions(&path, PermissionsExt::from_mode(0o600)).unwrap();
+        assert!(matches!(open(true), Err(HandleError::Locked(_))));
+        drop(readers);
+        open(true).unwrap();
     }
 
     #[test]

@@ -271,6 +271,10 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
         Disk::new(config.size, config.read_only, encryption, rest, all).with_layers(side(), side());
     let chains = (0..queues).map(|_| disk.chain()).collect::<Result<_, _>>();
     let chains = chains.map_err(|error| StartError::Crypt { disk: id, error })?;
+    let state_beside = beside.is_some().then(|| {
+        let state = DiskState::new(id, usize::from(NBD_CONNECTIONS));
+        Arc::new(state.with_bitmaps(disk.bitmaps()))
+    });
     let served = Arc::new(Served {
         size: config.size,
         read_only: config.read_only,
@@ -280,7 +284,8 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
                 .with_cipher(disk.cipher_time())
                 .with_layers(disk.layers())
                 .with_bitmaps(disk.bitmaps())
-                .with_replica(replica.as_ref().map(|opened| opened.replicate.clone())),
+                .with_replica(replica.as_ref().map(|opened| opened.replicate.clone()))
+                .with_beside(state_beside.clone()),
         ),
         allocation: disk.allocation(),
     });
@@ -298,16 +303,14 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
         served.state.set(DiskActivity::Importing { done: 0, total: 0, durable: 0 });
     }
     let pool_bytes = disk.pool_bytes();
-    let beside = beside.map(|(listener, uid)| Beside {
+    let beside = beside.zip(state_beside).map(|((listener, uid), state)| Beside {
         listener,
         uid,
         served: Served {
             size: config.size,
             read_only: true,
             serial: Arc::clone(&served.serial),
-            state: Arc::new(
-                DiskState::new(id, usize::from(NBD_CONNECTIONS)).with_bitmaps(disk.bitmaps()),
-            ),
+            state,
             allocation: disk.allocation(),
         },
         disk,
@@ -351,7 +354,7 @@ fn rest(config: &DiskConfig, handles: &mut Handles) -> Result<(Rest, Option<Spar
     let opened = |error| StartError::Open { disk: id, error };
     match &config.backend {
         BackendSpec::File { file, offset, direct, keeps_room } => {
-            let fd = handles.file(file, !read_only).map_err(named("its image"))?;
+            let fd = handles.image(file, !read_only).map_err(named("its image"))?;
             let sparse = Sparse(fd.try_clone()?.into(), *offset);
             let file = FileDisk::open(fd, *offset, size, *direct, read_only).map_err(opened)?;
             if *keeps_room {
@@ -360,10 +363,10 @@ fn rest(config: &DiskConfig, handles: &mut Handles) -> Result<(Rest, Option<Spar
             Ok((Rest::File(file), Some(sparse)))
         }
         BackendSpec::Qcow2 { file, backing, offset } => {
-            let fd = handles.file(file, !read_only).map_err(named("its image"))?;
+            let fd = handles.image(file, !read_only).map_err(named("its image"))?;
             let mut below = Vec::new();
             for BackingSpec { file, format } in backing {
-                let fd = handles.file(file, false).map_err(named("a file below its image"))?;
+                let fd = handles.image(file, false).map_err(named("a file below its image"))?;
                 below.push((fd, *format));
             }
             Qcow2Disk::open(fd, below, *offset, size, read_only)

@@ -101,7 +101,7 @@ impl Source {
     pub fn extent(&self, at: u64) -> Result<Extent, SourceError> {
         let size = self.size();
         match self {
-            Self::Raw { file, .. } => Ok(raw_extent(file, at, size)?),
+            Self::Raw { file, .. } => raw_extent(file, at, size).map_err(read_error),
             Self::Qcow2 { image, length, cluster } => {
                 let (mapping, len) = image.get_mapping(at, size - at)?;
                 let data = match mapping {
@@ -128,21 +128,35 @@ impl Source {
     /// [`SourceError`].
     pub fn read(&self, buffer: &mut [u8], at: u64) -> Result<(), SourceError> {
         match self {
-            Self::Raw { file, .. } => {
-                file.read_exact_at(buffer, at).map_err(|error| match error.kind() {
-                    io::ErrorKind::UnexpectedEof => SourceError::Shrunk,
-                    _ => SourceError::Read(error),
-                })
-            }
+            Self::Raw { file, .. } => file.read_exact_at(buffer, at).map_err(read_error),
             Self::Qcow2 { image, .. } => Ok(image.read(buffer, at)?),
         }
     }
 }
 
-/// The hole or the data at `at`, in a file that may know of holes.
+/// The file had all of its bytes when it was opened.
+fn read_error(error: io::Error) -> SourceError {
+    match error.kind() {
+        io::ErrorKind::UnexpectedEof => SourceError::Shrunk,
+        _ => SourceError::Read(error),
+    }
+}
+
+/// A file that ends before the part that was asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "the image ends at byte {length} of its file, before the end of the disk: it was truncated; restore it from a copy"
+)]
+pub struct Short {
+    /// The length of the file, in bytes.
+    pub length: u64,
+}
+
+/// The hole or the data at `at`, in a file that may know of holes and should have at least `size` bytes.
 ///
 /// # Errors
-/// As lseek.
+/// As lseek; [`Short`] in an error of kind `UnexpectedEof` where the file ends at `at` or before it: what is
+/// missing is no hole.
 pub fn raw_extent(file: impl AsFd, at: u64, size: u64) -> io::Result<Extent> {
     let file = file.as_fd();
     // What a file system, or a device, that does not know of holes is taken to say.
@@ -153,7 +167,15 @@ pub fn raw_extent(file: impl AsFd, at: u64, size: u64) -> io::Result<Extent> {
         Err(error) => Err(io::Error::from(error)),
     };
     match seek(Whence::SeekData, at)? {
-        None => Ok(Extent { data: false, end: size }),
+        // A hole that the file ends with, or the end of the file.
+        None => {
+            let length = lseek(file, 0, Whence::SeekEnd).map_err(io::Error::from)?;
+            let length = u64::try_from(length).unwrap_or(0);
+            if at >= length && at < size {
+                return Err(io::Error::new(io::ErrorKind::UnexpectedEof, Short { length }));
+            }
+            Ok(Extent { data: false, end: length.min(size) })
+        }
         Some(data) if data > at => Ok(Extent { data: false, end: data }),
         Some(_) => {
             let end = seek(Whence::SeekHole, size)?.unwrap_or(size);
@@ -220,6 +242,26 @@ mod tests {
             assert!(same == bytes, "{options:?}: other bytes");
             assert!((300_000..500_000).contains(&data), "{options:?}: {data}");
         }
+    }
+
+    #[test]
+    fn a_hole_ends_with_its_file_and_what_is_cut_off_is_an_error() {
+        let file = tempfile::tempfile().unwrap();
+        file.write_all_at(&[7; 65536], 0).unwrap();
+        file.set_len(1 << 20).unwrap();
+        let hole = raw_extent(&file, 65536, 1 << 20).unwrap();
+        assert_eq!(hole, Extent { data: false, end: 1 << 20 });
+        // The disk should be longer than the file.
+        let part = raw_extent(&file, 65536, 2 << 20).unwrap();
+        assert_eq!(part, Extent { data: false, end: 1 << 20 }, "what is missing is called a hole");
+        for (at, length) in [(1 << 20, 1 << 20), (65536, 65536), (65536, 4096)] {
+            file.set_len(length).unwrap();
+            let error = raw_extent(&file, at, 2 << 20).unwrap_err();
+            assert_eq!(error.kind(), io::ErrorKind::UnexpectedEof, "{error}");
+            assert!(error.to_string().contains(&format!("ends at byte {length} ")), "{error}");
+        }
+        let source = Source::Raw { file, size: 2 << 20 };
+        assert!(matches!(source.extent(65536), Err(SourceError::Shrunk)));
     }
 
     #[test]

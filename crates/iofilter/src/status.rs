@@ -70,6 +70,8 @@ pub struct DiskState {
     layers: Vec<Arc<dyn Layer>>,
     bitmaps: Option<Arc<Bitmaps>>,
     replica: Option<Replicate>,
+    /// Of those who read the disk beside its front end.
+    beside: Option<Arc<DiskState>>,
 }
 
 #[derive(Debug, Default)]
@@ -95,7 +97,20 @@ impl DiskState {
             layers: Vec::new(),
             bitmaps: None,
             replica: None,
+            beside: None,
         }
+    }
+
+    /// The same, of a disk that is read beside its front end: what goes wrong there is its trouble, too.
+    #[must_use]
+    pub fn with_beside(self, beside: Option<Arc<Self>>) -> Self {
+        Self { beside, ..self }
+    }
+
+    /// What went wrong last, with a request of the guest or, if none did, of those beside it.
+    fn trouble(&self) -> Option<String> {
+        let own = lock(&self.trouble).message.clone();
+        own.or_else(|| self.beside.as_ref().and_then(|beside| beside.trouble()))
     }
 
     /// The same, of a disk that has these dirty bitmaps.
@@ -157,7 +172,7 @@ impl DiskState {
             drop(trouble);
             tracing::error!(
                 operation = ?done.operation, offset = done.offset, length = done.length, %error,
-                "a request failed; the guest sees an I/O error and goes on"
+                "a request failed; whoever made it sees an I/O error and goes on"
             );
         }
     }
@@ -201,7 +216,7 @@ impl DiskState {
             disk: self.disk,
             state: lock(&self.activity).clone(),
             counters: self.totals(),
-            trouble: lock(&self.trouble).message.clone(),
+            trouble: self.trouble(),
             bitmaps: self.bitmaps.as_ref().map(|bitmaps| bitmaps.status()).unwrap_or_default(),
             replica: self.replica.as_ref().map(Replicate::status),
         }

@@ -4,7 +4,7 @@
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Write};
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
@@ -323,7 +323,8 @@ fn an_import_that_fails_is_said_to_have_failed() {
 fn keys_come_by_inherited_memory_and_their_descriptor_is_closed() {
     let place = Place::new();
     let mut bytes: Vec<u8> = (0..64).collect();
-    let key = SecretBytes::from_wiped(&mut bytes).unwrap().to_memfd().unwrap();
+    let carried = SecretBytes::from_wiped(&mut bytes).unwrap().to_memfd().unwrap();
+    let key = carried.as_fd().try_clone_to_owned().unwrap();
     std::fs::write(place.path("image"), vec![0x42; 1 << 20]).unwrap();
     let source = OwnedFd::from(File::open(place.path("image")).unwrap());
     let mut config = place.config();
@@ -501,6 +502,34 @@ fn a_disk_in_use_is_read_beside_its_front_end_and_knows_what_has_changed() {
     assert_eq!(filter.ask(&ControlRequest::Shutdown), ControlReply::Done);
 }
 
+#[test]
+fn what_is_cut_off_an_image_is_an_error_to_every_reader_and_never_zeroes() {
+    let place = Place::new();
+    std::fs::write(place.path("disk"), vec![7; (DATA + SIZE) as usize]).unwrap();
+    let mut config = place.config();
+    config["disks"][0]["front_end"] =
+        json!({ "kind": "nbd", "listen": { "path": place.path("guest") } });
+    config["disks"][0]["beside"] = json!({ "listen": { "path": place.path("backup") } });
+    let filter = place.start(&config);
+    assert_eq!(filter.settled(), DiskActivity::Idle);
+    let disk = File::options().write(true).open(place.path("disk")).unwrap();
+    disk.set_len(DATA + SIZE / 2).unwrap();
+    let copy = place.path("copy").display().to_string();
+    let uri = |name: &str| format!("nbd+unix:///?socket={}", place.path(name).display());
+    // Beside the guest first: its trouble is the disk's, too.
+    for name in ["backup", "guest"] {
+        let uri = uri(name);
+        let (well, said) = ran("nbdcopy", &[&uri, &copy]);
+        assert!(!well, "{name}: nbdcopy takes what is lost for zeroes: {said}");
+        let trouble = filter.disk().trouble.unwrap_or_default();
+        assert!(trouble.contains("truncated"), "{name}: {trouble:?}");
+        let (well, said) = ran("qemu-img", &["convert", "-f", "raw", "-O", "raw", &uri, &copy]);
+        assert!(!well, "{name}: qemu-img takes what is lost for zeroes: {said}");
+    }
+    disk.set_len(DATA + SIZE).unwrap();
+    assert_eq!(filter.ask(&ControlRequest::Shutdown), ControlReply::Done);
+}
+
 fn export(place: &Place, format: Value) -> DiskActivity {
     let mut config = place.config();
     let disk = &mut config["disks"][0];
@@ -625,4 +654,21 @@ fn a_truncated_image_a_wrong_key_and_a_bad_config_are_refused_by_name() {
     config["disks"][0]["backend"]["file"] = json!({ "fd": 999 });
     refused(&config, "descriptor 999");
     refused(&json!({}), "not understood");
+}
+
+#[test]
+fn two_filters_that_are_started_by_hand_do_not_share_an_image() {
+    let place = Place::new();
+    let first = place.start(&place.config());
+    assert_eq!(first.settled(), DiskActivity::Idle);
+    let mut config = place.config();
+    config["control"] = json!({ "path": place.path("second") });
+    config["disks"][0]["front_end"]["socket"] = json!({ "path": place.path("other") });
+    for read_only in [false, true] {
+        config["disks"][0]["read_only"] = json!(read_only);
+        let (code, log) = place.start(&config).ended();
+        assert!(code == Some(1) && log.contains("is in use: another process"), "{log}");
+    }
+    assert_eq!(first.ask(&ControlRequest::Shutdown), ControlReply::Done);
+    assert_eq!(first.ended().0, Some(0));
 }

@@ -252,6 +252,33 @@ fn an_image_that_is_cut_while_in_use_is_not_made_longer() {
 }
 
 #[test]
+fn an_image_that_was_cut_is_not_opened_and_loses_nothing_more() {
+    let place = Place::new();
+    place.create("image", &[]);
+    place.write("image", "write -P 7 0 2M");
+    let whole = std::fs::read(place.path("image")).unwrap();
+    place.file("image").set_len(whole.len() as u64 - (1 << 20)).unwrap();
+    for read_only in [false, true] {
+        let refusal = place.open(&[], read_only).map(|_| ()).expect_err("it is opened");
+        assert!(refusal.contains("truncated: data of its disk"), "{refusal}");
+    }
+    let image = place.path("image").metadata().unwrap();
+    assert_eq!(image.len(), whole.len() as u64 - (1 << 20), "it was made longer");
+    // With what was cut off it is whole again.
+    std::fs::write(place.path("image"), &whole).unwrap();
+    place.open(&[], false).unwrap();
+    // As a layer below another one, too.
+    place.run("qemu-img", &["create", "-q", "-f", "qcow2", "-b", "image", "-F", "qcow2", "over"]);
+    std::fs::rename(place.path("image"), place.path("base")).unwrap();
+    std::fs::rename(place.path("over"), place.path("image")).unwrap();
+    let below = [("base", ImageFormat::Qcow2)];
+    place.open(&below, false).unwrap();
+    place.file("base").set_len(whole.len() as u64 - (1 << 20)).unwrap();
+    let refusal = place.refusal(&below);
+    assert!(refusal.contains("file 1 below the image cannot be used"), "{refusal}");
+}
+
+#[test]
 fn room_is_given_back_where_the_guest_discards() {
     let place = Place::new();
     place.create("image", &[]);
@@ -385,6 +412,40 @@ fn an_image_is_imported_to_an_encrypted_qcow2_disk_and_only_ciphertext_is_in_it(
     assert!(raw[..1 << 20].iter().all(|&byte| byte == 0), "a hole became data");
     assert!(!raw.windows(16).any(|window| window == [0x5a; 16]));
     assert!(place.path("image").metadata().unwrap().blocks() * 512 < 2 << 20, "holes take room");
+}
+
+#[test]
+fn block_status_shows_what_an_image_has_not_allocated() {
+    let place = Place::new();
+    place.create("image", &[]);
+    place.write("image", "write -P 7 1M 128k");
+    let disk = place.open(&[], true).unwrap();
+    let allocation = disk.allocation();
+    let extents = |mut at: u64| {
+        let mut found = Vec::new();
+        while at < SIZE {
+            let extent = allocation.extent(at, SIZE).unwrap();
+            assert!(extent.end > at, "{extent:?}");
+            found.push((extent.data, extent.end));
+            at = extent.end;
+        }
+        found
+    };
+    let whole = [(false, 1 << 20), (true, (1 << 20) + (128 << 10)), (false, SIZE)];
+    assert_eq!(extents(0), whole);
+    assert_eq!(extents(512), whole, "from within a hole");
+    // From several threads at once, and beside those who read.
+    let mut chain = disk.chain().unwrap();
+    std::thread::scope(|scope| {
+        for _ in 0..3 {
+            scope.spawn(|| (0..20).for_each(|_| assert_eq!(extents(0), whole)));
+        }
+        let mut bytes = vec![0; 4096];
+        for _ in 0..50 {
+            ask(&mut chain, Operation::Read, 1 << 20, &mut bytes).unwrap();
+            assert!(bytes.iter().all(|&byte| byte == 7));
+        }
+    });
 }
 
 #[test]

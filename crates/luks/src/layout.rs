@@ -99,7 +99,7 @@ pub enum CopyFault {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum HeaderNotice {
     /// It is damaged.
-    #[error("the {copy} copy of the disk's header {fault}; the other one serves: repair it")]
+    #[error("the {copy} copy of the disk's header {fault}; the other one serves")]
     Damaged {
         /// Which one.
         copy: Copy,
@@ -107,9 +107,7 @@ pub enum HeaderNotice {
         fault: CopyFault,
     },
     /// It is older than the other: a change was interrupted.
-    #[error(
-        "the {copy} copy of the disk's header is older than the other, which serves: repair it"
-    )]
+    #[error("the {copy} copy of the disk's header is older than the other, which serves")]
     Stale {
         /// Which one.
         copy: Copy,

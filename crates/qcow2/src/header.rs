@@ -170,7 +170,7 @@ pub enum Refusal {
     #[error("its header is damaged: {0}")]
     Damaged(&'static str),
     /// Shorter than its tables need.
-    #[error("it is truncated: {0} lies beyond its end")]
+    #[error("it is truncated: {0} lies beyond its end; restore it from a copy")]
     Truncated(&'static str),
 }
 

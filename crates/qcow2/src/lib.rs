@@ -7,7 +7,9 @@
 //! in the image is for messages only. What is to be written has nothing that writing would make wrong.
 
 mod header;
+mod reach;
 
 pub use header::{
     EXAMINED_MAX, Header, Layout, Refusal, Use, examine, examine_disk, parse, parse_for,
 };
+pub use reach::check_reach;

@@ -1,11 +1,11 @@
 //! [`SecretBytes`]: the type that every key and passphrase of vmseal lives in.
 
 use std::fmt;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::AsFd;
 
 use zeroize::Zeroize;
 
-use crate::memory::{Backing, MemoryError, Region};
+use crate::memory::{Backing, MemoryError, Region, SecretFd};
 
 /// The length of a key-encryption key, in bytes: AES-256.
 pub const KEK_LEN: usize = 32;
@@ -91,17 +91,17 @@ impl SecretBytes {
         self.0.backing()
     }
 
-    /// A new `memfd_secret` that holds a copy, to be inherited by a child process. It is
+    /// A new descriptor that holds a copy, to be inherited by a child process. It is
     /// close-on-exec: the child's set-up clears that on the one descriptor it is to have.
     ///
     /// # Errors
     /// [`MemoryError`], as [`SecretBytes::zeroed`].
-    pub fn to_memfd(&self) -> Result<OwnedFd, MemoryError> {
+    pub fn to_memfd(&self) -> Result<SecretFd, MemoryError> {
         self.0.to_memfd()
     }
 
     /// A copy of the secret of `len` bytes that a descriptor made by [`SecretBytes::to_memfd`] holds.
-    /// Close the descriptor afterwards; the kernel wipes the memory when its last user is gone.
+    /// Close the descriptor afterwards.
     ///
     /// # Errors
     /// [`MemoryError`]: the descriptor is of another kind or size, or as [`SecretBytes::zeroed`].
@@ -192,6 +192,43 @@ mod tests {
             let wrong = SecretBytes::from_memfd(&fd, KEK_LEN).unwrap_err();
             assert!(matches!(wrong, MemoryError::Size { expected: 32, found: 64, .. }));
         }
+    }
+
+    /// Where there is no `memfd_secret`.
+    #[test]
+    fn an_ordinary_memfd_that_carries_a_secret_is_locked_sealed_and_wiped() {
+        use std::os::fd::{AsFd, AsRawFd};
+        use std::os::unix::fs::FileExt;
+        let mut secret = SecretBytes(Region::zeroed(DEK_LEN, Backing::LockedMemory).unwrap());
+        secret.expose_mut().fill(0x5a);
+        let carried = secret.to_memfd().unwrap();
+        // The receiver's: it outlives the maker's.
+        let received = File::from(carried.as_fd().try_clone_to_owned().unwrap());
+        let inode =
+            format!(" {} ", std::os::unix::fs::MetadataExt::ino(&received.metadata().unwrap()));
+        let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+        let mapped = maps
+            .lines()
+            .find(|line| line.contains("vmseal-secret") && format!("{line} ").contains(&inode));
+        let address = mapped.expect("it is not mapped").split('-').next().unwrap();
+        let flags = mapping_flags(usize::from_str_radix(address, 16).unwrap());
+        for flag in [" lo ", " dd ", " dc "] {
+            assert!(flags.contains(flag), "the memory lacks{flag}in{flags}");
+        }
+        // By no way, and no seal can be added or forgotten.
+        assert!(received.write_at(&[1], 0).is_err());
+        assert!(received.set_len(1).is_err() && received.set_len(4096).is_err());
+        let (shared, both) = (libc::MAP_SHARED, libc::PROT_READ | libc::PROT_WRITE);
+        // SAFETY: a new mapping at an address of the kernel's choice.
+        let writable = unsafe {
+            libc::mmap(std::ptr::null_mut(), DEK_LEN, both, shared, received.as_raw_fd(), 0)
+        };
+        assert_eq!(writable, libc::MAP_FAILED, "a new writer");
+        assert_eq!(SecretBytes::from_memfd(&received, DEK_LEN).unwrap(), secret);
+        drop(carried);
+        let mut left = [1; DEK_LEN];
+        received.read_exact_at(&mut left, 0).unwrap();
+        assert_eq!(left, [0; DEK_LEN], "the secret is left in ordinary memory");
     }
 
     #[test]

@@ -15,7 +15,7 @@ pub mod sealed_box;
 pub mod wrap;
 
 pub use bytes::{DEK_LEN, KEK_LEN, SecretBytes};
-pub use memory::{Backing, MemoryError, SECRET_LEN_MAX};
+pub use memory::{Backing, MemoryError, SECRET_LEN_MAX, SecretFd};
 
 /// The bytes of a test vector.
 #[cfg(test)]

@@ -3,14 +3,16 @@
 //! A region is a mapping of its own `memfd_secret` (Linux 5.14): its pages are locked, are taken out
 //! of the kernel's direct map, and appear in no core dump, no swap and no `/proc/PID/mem`. Where the
 //! kernel has none (`ENOSYS`: old, or `secretmem.enable=0`) it is anonymous memory that is locked and
-//! left out of dumps. Either way a forked child does not get it, so that the child's destructors
+//! left out of dumps; what passes a secret on is then an ordinary memfd that is locked, wiped by its
+//! maker and sealed against other writers ([`SecretFd`]). Either way a forked child does not get it, so that the child's destructors
 //! cannot wipe the parent's secret through a shared mapping.
 //!
 //! A region is at least one page. vmseal holds at most a few secrets per VM, so that a hundred VMs
 //! cost some megabytes; all of it counts against `RLIMIT_MEMLOCK` for a process without CAP_IPC_LOCK.
 
+use std::fmt;
 use std::io;
-use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::OnceLock;
 
@@ -114,6 +116,26 @@ pub(crate) struct Region {
     backing: Backing,
 }
 
+/// A descriptor that holds a copy of a secret, to be inherited by another process, which reads it by
+/// [`crate::SecretBytes::from_memfd`].
+///
+/// Keep it until that has happened. A `memfd_secret` is cleared by the kernel when its last user is gone. Where
+/// the kernel has none, it is an ordinary memfd, which is locked in memory while this lives, and wiped when this
+/// is dropped: for all who have the descriptor.
+#[derive(Debug)]
+pub struct SecretFd {
+    fd: OwnedFd,
+    /// The locked mapping of an ordinary memfd.
+    #[expect(dead_code, reason = "it locks the memory, and wipes it when it goes")]
+    memory: Option<Region>,
+}
+
+impl AsFd for SecretFd {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}
+
 // SAFETY: the mapping is owned by this value alone and is reached only through its `&` and `&mut`.
 unsafe impl Send for Region {}
 // SAFETY: as above; `&Region` gives only shared reads.
@@ -145,12 +167,17 @@ impl Region {
     fn map_locked(len: usize) -> Result<Self, MemoryError> {
         let start = map(len, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1)?;
         let region = Self { start, len, backing: Backing::LockedMemory };
-        // SAFETY: the range is the mapping that `region` owns.
-        let locked = unsafe { libc::mlock(region.start.as_ptr().cast(), len) };
-        Errno::result(locked).map_err(system("mlock"))?;
-        region.advise(libc::MADV_DONTDUMP)?;
-        region.advise(libc::MADV_DONTFORK)?;
+        region.lock()?;
         Ok(region)
+    }
+
+    /// Locks ordinary memory, and leaves it out of dumps and of forked children.
+    fn lock(&self) -> Result<(), MemoryError> {
+        // SAFETY: the range is the mapping that `self` owns.
+        let locked = unsafe { libc::mlock(self.start.as_ptr().cast(), self.len) };
+        Errno::result(locked).map_err(system("mlock"))?;
+        self.advise(libc::MADV_DONTDUMP)?;
+        self.advise(libc::MADV_DONTFORK)
     }
 
     fn advise(&self, advice: i32) -> Result<(), MemoryError> {
@@ -175,7 +202,7 @@ impl Region {
     }
 
     /// A new descriptor that holds a copy.
-    pub(crate) fn to_memfd(&self) -> Result<OwnedFd, MemoryError> {
+    pub(crate) fn to_memfd(&self) -> Result<SecretFd, MemoryError> {
         match self.backing {
             Backing::SecretMemory => {
                 let fd = memfd_secret().map_err(system("memfd_secret"))?;
@@ -185,17 +212,20 @@ impl Region {
                 let mut copy = std::mem::ManuallyDrop::new(Self::map_secret(&fd, self.len)?);
                 copy.as_mut_slice().copy_from_slice(self.as_slice());
                 copy.unmap();
-                Ok(fd)
+                Ok(SecretFd { fd, memory: None })
             }
             Backing::LockedMemory => {
                 let flags = MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING;
                 let fd = memfd_create(c"vmseal-secret", flags).map_err(system("memfd_create"))?;
-                let written = nix::sys::uio::pwrite(&fd, self.as_slice(), 0);
-                if written.map_err(system("pwrite"))? != self.len {
-                    return Err(system("pwrite")(Errno::EIO));
-                }
+                ftruncate(&fd, self.len as i64).map_err(system("ftruncate"))?;
+                let start = map(self.len, libc::MAP_SHARED, fd.as_raw_fd())?;
+                let mut memory = Self { start, len: self.len, backing: Backing::LockedMemory };
+                // Before the secret is in it.
+                memory.lock()?;
+                memory.as_mut_slice().copy_from_slice(self.as_slice());
+                // From now on this mapping is the only way to write to it.
                 fcntl(&fd, FcntlArg::F_ADD_SEALS(all_seals())).map_err(system("fcntl"))?;
-                Ok(fd)
+                Ok(SecretFd { fd, memory: Some(memory) })
             }
         }
     }
@@ -238,6 +268,12 @@ impl Region {
     }
 }
 
+impl fmt::Debug for Region {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Region({} bytes)", self.len)
+    }
+}
+
 impl Drop for Region {
     fn drop(&mut self) {
         self.as_mut_slice().zeroize();
@@ -250,8 +286,12 @@ pub(crate) fn can_lock() -> bool {
     Region::map_locked(1).is_ok()
 }
 
+/// Of an ordinary memfd: its size stays, and nobody but the mapping that filled it can write, which is to wipe it.
 fn all_seals() -> SealFlag {
-    SealFlag::F_SEAL_SEAL | SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW | SealFlag::F_SEAL_WRITE
+    SealFlag::F_SEAL_SEAL
+        | SealFlag::F_SEAL_SHRINK
+        | SealFlag::F_SEAL_GROW
+        | SealFlag::F_SEAL_FUTURE_WRITE
 }
 
 fn check_len(len: usize) -> Result<(), MemoryError> {

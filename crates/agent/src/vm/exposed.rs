@@ -10,21 +10,25 @@
 //! the disk. An agent that dies leaves the filter; the next one sweeps it with what imports have left.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream, duplex};
 use tokio::net::UnixStream;
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::spawn_blocking;
-use tokio::time::{Instant, sleep_until};
+use tokio::time::{Instant, sleep_until, timeout};
 use vmseal_api::expose::{HOLD_TIMEOUT, LET_GO};
-use vmseal_api::host::{ConsoleStream, DiskFacts, DiskSpec, VmSpec};
+use vmseal_api::host::{ConsoleStream, DiskFacts, DiskSpec, Notice, VmSpec};
 use vmseal_api::id::DiskId;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_secret::SecretBytes;
 
+use super::jobs::{Progress, Report};
+use super::running::disk_errors;
 use super::{Reply, internal};
 use crate::disk::{self, Workshop};
 use crate::filter::{self, Control, FilterError};
+use crate::locked::Access;
 use crate::process::Process;
 use crate::replica;
 use crate::run_dir::ProcessDir;
@@ -34,6 +38,9 @@ const WAITING_MAX: usize = 16;
 
 /// The most that a holder is told of what went wrong, in bytes.
 const WORDS_MAX: usize = 4096;
+
+/// How often a filter of its own is asked whether it answers with errors.
+const CARE_INTERVAL: Duration = Duration::from_secs(10);
 
 /// The socket of a filter of its own.
 const SOCKET: &str = "nbd";
@@ -87,10 +94,12 @@ impl Exposure {
     pub async fn serve(
         self,
         workshop: Workshop,
+        show: Progress,
         mut cancelled: oneshot::Receiver<()>,
     ) -> Option<DuplexStream> {
         let Self { disk, source, holder, mut visitors } = self;
-        let holder = serve(disk, source, holder, &mut visitors, workshop, &mut cancelled).await;
+        let holder =
+            serve(disk, source, holder, &mut visitors, (workshop, show), &mut cancelled).await;
         // Who came too late.
         visitors.close();
         while let Ok(visitor) = visitors.try_recv() {
@@ -106,7 +115,7 @@ async fn serve(
     source: Source,
     holder: Reply<ConsoleStream>,
     visitors: &mut mpsc::Receiver<Reply<ConsoleStream>>,
-    workshop: Workshop,
+    (workshop, show): (Workshop, Progress),
     cancelled: &mut oneshot::Receiver<()>,
 ) -> Option<DuplexStream> {
     let order = match source {
@@ -118,6 +127,7 @@ async fn serve(
         }
     };
     let directory = &workshop.directory;
+    let spec = order.spec.clone();
     let started = tokio::select! {
         started = start(*order, &workshop) => started,
         _ = &mut *cancelled => Err(Problem::new(ErrorCode::Cancelled, "it was called off")),
@@ -126,13 +136,18 @@ async fn serve(
         Ok((process, _slot)) => {
             let socket = directory.socket(SOCKET);
             let mut held = Held { socket, holder: admit(holder), visitors };
-            let ended = held.until_the_end(cancelled, process.ended()).await;
+            let mut care = Care { spec, control: Control::of(directory), show, told: Vec::new() };
+            let ended = held.until_the_end(cancelled, care.until(process.ended())).await;
             let wrong = match ended {
-                Some(exit) => Err(filter::ended(exit, directory)),
-                None => end(disk, &Control::of(directory), &process).await,
+                Some(exit) => Some(filter::ended(exit, directory).to_string()),
+                None => {
+                    let errors = care.look().await;
+                    let end = end(disk, &care.control, &process).await;
+                    end.err().map(|error| error.to_string()).or(errors)
+                }
             };
-            if let Err(wrong) = wrong {
-                held.tell(&wrong.to_string()).await;
+            if let Some(wrong) = wrong {
+                held.tell(&wrong).await;
             }
             sweep(disk, directory).await;
             Some(held.holder)
@@ -170,7 +185,8 @@ async fn start(
     let Order { spec, disk, facts, kek, writable } = order;
     let vm = spec.vm;
     let (of, opening) = (spec.clone(), disk.clone());
-    let open = move || disk::open(&of, &opening, &facts, kek.as_ref());
+    let access = if writable { Access::Write } else { Access::Read };
+    let open = move || disk::open(&of, &opening, &facts, kek.as_ref(), access);
     let open = spawn_blocking(open).await.map_err(internal)??;
     let replica = match writable {
         true => replica::for_writer(&spec, &disk, &open.file, open.offset).await?,
@@ -190,10 +206,45 @@ async fn start(
         beside: None,
         replica,
     };
-    let process = filter::start(&workshop.filter, vm, directory, vec![served], slot.filter())
-        .map_err(internal)?;
+    let (process, keys) =
+        filter::start(&workshop.filter, vm, directory, vec![served], slot.filter())
+            .map_err(internal)?;
     Control::of(directory).ready(&process, directory).await.map_err(internal)?;
+    drop(keys);
     Ok((process, slot))
+}
+
+/// Looks whether a disk that is exposed answers with errors.
+struct Care {
+    spec: VmSpec,
+    control: Control,
+    show: Progress,
+    /// What was told of last.
+    told: Vec<Notice>,
+}
+
+impl Care {
+    /// Looks now and then until the filter ends.
+    async fn until<T>(&mut self, ended: impl Future<Output = T>) -> T {
+        tokio::pin!(ended);
+        loop {
+            if let Ok(ended) = timeout(CARE_INTERVAL, &mut ended).await {
+                return ended;
+            }
+            self.look().await;
+        }
+    }
+
+    /// What is wrong, which the operators are told if it is news.
+    async fn look(&mut self) -> Option<String> {
+        let Ok(status) = self.control.status().await else { return None };
+        let errors: Vec<Notice> = disk_errors(&self.spec, &status).collect();
+        if errors != self.told {
+            self.told.clone_from(&errors);
+            self.show.tell(Report::ExposedErrors(errors.clone())).await;
+        }
+        errors.into_iter().next().map(|notice| notice.detail)
+    }
 }
 
 /// Has the filter flush and end.

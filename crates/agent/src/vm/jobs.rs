@@ -6,7 +6,7 @@ use std::sync::Arc;
 use tokio::io::DuplexStream;
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinHandle;
-use vmseal_api::host::{DiskPhase, ExportPhase, ExportState};
+use vmseal_api::host::{DiskPhase, ExportPhase, ExportState, Notice};
 use vmseal_api::id::DiskId;
 use vmseal_api::request_id;
 
@@ -25,7 +25,9 @@ pub enum Report {
     Making(DiskPhase),
     /// It is being exported, or has been.
     Exporting(ExportState),
-    /// It was exposed, and is not any more. Whoever held it is told by the end of this.
+    /// It is exposed, and answers with these errors.
+    ExposedErrors(Vec<Notice>),
+    /// It was exposed, and is not any more. Whoever held it is told by the end of the stream.
     Exposed(Option<DuplexStream>),
 }
 
@@ -35,6 +37,7 @@ impl Report {
         match self {
             Self::Making(phase) => matches!(phase, DiskPhase::Creating { .. }),
             Self::Exporting(state) => matches!(state.phase, ExportPhase::Writing { .. }),
+            Self::ExposedErrors(_) => true,
             Self::Exposed(_) => false,
         }
     }
@@ -103,8 +106,8 @@ impl Jobs {
     pub fn begin_exposure(&mut self, shared: &Arc<Shared>, exposure: Exposure) {
         let disk = exposure.disk();
         let workshop = workshop(shared, shared.run_dir.export(disk));
-        self.spawn(disk, |cancelled, _| async move {
-            Report::Exposed(exposure.serve(workshop, cancelled).await)
+        self.spawn(disk, |cancelled, show| async move {
+            Report::Exposed(exposure.serve(workshop, show, cancelled).await)
         });
     }
 
@@ -159,13 +162,19 @@ impl Jobs {
 }
 
 /// The way of a task to say how far it is.
-struct Progress {
+pub struct Progress {
     disk: DiskId,
     number: u64,
     sender: mpsc::Sender<(DiskId, u64, Report)>,
 }
 
 impl Progress {
+    /// Says something that must arrive.
+    pub async fn tell(&self, report: Report) {
+        // The owner may be gone.
+        let _ = self.sender.send((self.disk, self.number, report)).await;
+    }
+
     fn progress(&self, report: Report) {
         // A report that finds no room is followed by a newer one.
         let _ = self.sender.try_send((self.disk, self.number, report));

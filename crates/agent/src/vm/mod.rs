@@ -16,6 +16,7 @@
 
 mod adopt;
 mod exposed;
+mod images;
 mod jobs;
 mod owner;
 mod running;

@@ -1,6 +1,7 @@
 //! The task that owns a VM. See the diagram in [`super`].
 
 mod bitmaps;
+mod exposures;
 mod replicas;
 
 use std::collections::BTreeMap;
@@ -13,25 +14,26 @@ use tokio::task::{JoinHandle, spawn_blocking};
 use tokio::time::{Instant, sleep_until};
 use vmseal_api::host::{
     ConsoleClaim, ConsoleStream, DiskFacts, DiskPhase, DiskSpec, DiskState, ExportPhase,
-    ExportSpec, ExportState, ExportStep, Exposing, ImageSource, KeyReference, KeyState, Notice,
-    Power, PowerOff, SealedKey, StopReason, Stopped, VmSpec, VmState,
+    ExportSpec, ExportState, ExportStep, ImageSource, KeyReference, KeyState, Notice, Power,
+    PowerOff, SealedKey, StopReason, Stopped, VmSpec, VmState,
 };
 use vmseal_api::id::DiskId;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request_id::{self, RequestId};
 use vmseal_secret::SecretBytes;
 
-use super::exposed::{Door, Exposure, Source};
+use super::exposed::Door;
 use super::jobs::{Jobs, Report};
 use super::running::{Ending, Happening, Running};
 use super::service::{Attempt, Service};
-use super::start::{Plan, beside, start};
-use super::{Asked, Beginning, Call, Change, Reply, Shared, internal};
+use super::start::{Plan, start};
+use super::{Asked, Beginning, Call, Change, Reply, Shared, images, internal};
 use crate::console::Refused;
 use crate::disk::{self, Recipe};
 use crate::disk_keys::DiskKeys;
 use crate::export::{self, Order};
 use crate::filter;
+use crate::locked::Access;
 use crate::process::{Exit, Process};
 use crate::restarts::Restarts;
 use crate::rules::{self, PowerOn, find_disk};
@@ -80,6 +82,8 @@ pub struct Owner {
     jobs: Jobs,
     /// The ways to who serves disks that are exposed, or were: these end by themselves.
     exposed: BTreeMap<DiskId, Door>,
+    /// Of disks that answered with errors while they were exposed; until they are used again.
+    exposed_errors: BTreeMap<DiskId, Vec<Notice>>,
     changing_keys: Option<KeyChange>,
     /// That the VM was last started or stopped for.
     request: Option<RequestId>,
@@ -87,6 +91,8 @@ pub struct Owner {
     header_notices: Vec<Notice>,
     /// From the filter, while it runs.
     troubles: Vec<Notice>,
+    /// Images whose names do not lead to what the VM uses, or used; stay until the next start.
+    exchanged: Vec<Notice>,
     /// Filters that have died under the guest that runs.
     restarts: Restarts,
 }
@@ -109,10 +115,12 @@ impl Owner {
             exports: BTreeMap::new(),
             jobs: Jobs::new(),
             exposed: BTreeMap::new(),
+            exposed_errors: BTreeMap::new(),
             changing_keys: None,
             request: None,
             header_notices: Vec::new(),
             troubles: Vec::new(),
+            exchanged: Vec::new(),
             restarts: Restarts::default(),
         }
     }
@@ -187,7 +195,10 @@ impl Owner {
     fn notices(&self) -> Vec<Notice> {
         let waits = matches!(&self.state, State::Running(running) | State::Stopping { running, .. } if running.service.waits());
         let restarted = self.restarts.notice(&self.spec, waits);
-        self.header_notices.iter().chain(&self.troubles).cloned().chain(restarted).collect()
+        let exposed = self.exposed_errors.values().flatten();
+        let images = self.exchanged.iter().chain(exposed);
+        let known = self.header_notices.iter().chain(&self.troubles).chain(images);
+        known.cloned().chain(restarted).collect()
     }
 
     /// Does what is asked. The state is posted before the answer is sent: who has the answer and reads
@@ -255,6 +266,9 @@ impl Owner {
             Event::Disk(disk, Report::Exporting(state)) => {
                 self.exports.insert(disk, state);
             }
+            Event::Disk(disk, Report::ExposedErrors(errors)) => {
+                self.exposed_errors.insert(disk, errors);
+            }
             Event::Disk(disk, Report::Exposed(holder)) => {
                 self.exposed.remove(&disk);
                 drop(holder);
@@ -267,6 +281,7 @@ impl Owner {
             Event::Care => {
                 if let State::Running(running) | State::Stopping { running, .. } = &mut self.state {
                     self.troubles = running.look_after(&self.spec).await;
+                    self.exchanged = images::exchanged(&self.spec, &running.directory).await;
                 }
                 self.restarts.forget(Instant::now().into_std());
                 self.serve_again();
@@ -297,7 +312,9 @@ impl Owner {
         let Some(running) = self.running() else { return };
         let why = filter::ended(exit, &running.directory).to_string();
         running.service = Service::Down(None);
+        let directory = running.directory.clone();
         tracing::error!(vm = %self.spec.vm, why, "the guest waits for another filter");
+        self.exchanged = images::exchanged(&self.spec, &directory).await;
         if self.restarts.died(why.clone(), Instant::now().into_std()) {
             self.serve_again();
         } else {
@@ -472,7 +489,11 @@ impl Owner {
         };
         let (spec, registered) = (self.spec.clone(), registered.clone());
         let work = move || {
-            let mut opened = DiskKeys::open(&spec, &registered, &kek)?;
+            let access = match change {
+                Change::Nothing => Access::Read,
+                Change::Add(..) | Change::DropOthers => Access::Write,
+            };
+            let mut opened = DiskKeys::open(&spec, &registered, &kek, access)?;
             match (change, &other) {
                 (Change::DropOthers, _) => opened.drop_others(),
                 (_, Some((key, other))) => opened.add(key, other),
@@ -509,72 +530,10 @@ impl Owner {
         self.jobs.cancel(disk.disk).await;
         replica::delete_with(self.spec.vm, &disk).await?;
         self.phases.remove(&disk.disk);
+        self.exposed_errors.remove(&disk.disk);
+        self.exchanged.retain(|notice| notice.disk != Some(disk.disk));
         self.header_notices.retain(|notice| notice.disk != Some(disk.disk));
         Ok(())
-    }
-
-    /// Exposes a disk, or opens a connection to an exposed one; `to` is answered in any case.
-    fn expose(&mut self, disk: DiskId, what: Exposing, to: Reply<ConsoleStream>) {
-        let refused = match what {
-            Exposing::Hold { writable } => match self.ready_to_expose(disk, writable) {
-                Ok(source) => {
-                    let (exposure, door) = Exposure::new(disk, source, to);
-                    self.exposed.insert(disk, door);
-                    return self.jobs.begin_exposure(&self.shared, exposure);
-                }
-                Err(problem) => (to, problem),
-            },
-            Exposing::Connect => match (self.exposed.get(&disk), find_disk(&self.spec, disk)) {
-                (_, Err(problem)) => (to, problem),
-                (None, Ok(disk)) => (to, rules::not_exposed(&self.spec, disk)),
-                (Some(door), Ok(disk)) => match door.try_send(to) {
-                    Ok(()) => return,
-                    Err(full) => (full.into_inner(), rules::not_exposed(&self.spec, disk)),
-                },
-            },
-        };
-        let (to, problem) = refused;
-        let _ = to.send(Err(problem));
-    }
-
-    /// What serves the disk, where nothing speaks against it.
-    fn ready_to_expose(&self, disk: DiskId, writable: bool) -> Result<Source, Problem> {
-        self.keys_are_settled()?;
-        let disk = find_disk(&self.spec, disk)?;
-        let facts = self.facts(disk);
-        rules::may_expose(&self.spec, disk, writable, self.power(), self.key(), facts.is_some())?;
-        self.not_exposed(disk.disk)?;
-        if let State::Running(running) | State::Stopping { running, .. } = &self.state {
-            let index = self.spec.disks.iter().position(|known| known.disk == disk.disk);
-            let socket = running.directory.socket(&beside(index.unwrap_or_default()));
-            if !socket.exists() {
-                let what =
-                    "was started by a vmseal that could not expose disks in use. Stop and start it";
-                return Err(rules::wrong_state(&self.spec, what));
-            }
-            return Ok(Source::Beside(socket));
-        }
-        if self.jobs.has(disk.disk) {
-            self.not_exporting(disk)?;
-            let what = format!("disk '{}' is being looked at. Try again in a moment", disk.name);
-            return Err(Problem::new(ErrorCode::InUse, what));
-        }
-        let Some(facts) = facts else { return Err(internal("a disk without facts")) };
-        let kek = if disk.encrypted { self.clone_kek()? } else { None };
-        let (spec, disk) = (self.spec.clone(), disk.clone());
-        Ok(Source::Own(Box::new(super::exposed::Order { spec, disk, facts, kek, writable })))
-    }
-
-    fn not_exposed(&self, disk: DiskId) -> Result<(), Problem> {
-        let known = self.spec.disks.iter().find(|known| known.disk == disk);
-        match known.filter(|_| self.exposed.contains_key(&disk)) {
-            Some(disk) => Err(rules::exposed(&disk.name)),
-            None => Ok(()),
-        }
-    }
-
-    fn nothing_is_exposed(&self) -> Result<(), Problem> {
-        self.spec.disks.iter().try_for_each(|disk| self.not_exposed(disk.disk))
     }
 
     fn not_exporting(&self, disk: &DiskSpec) -> Result<(), Problem> {
@@ -703,6 +662,8 @@ impl Owner {
         };
         let task = tokio::spawn(request_id::inherit(work));
         self.header_notices.clear();
+        self.exposed_errors.clear();
+        self.exchanged.clear();
         self.request = request_id::current();
         self.state = State::Starting { task, cancel };
         Ok(())

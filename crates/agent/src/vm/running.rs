@@ -223,17 +223,7 @@ fn unserved(status: &FilterStatus, left: &mut bool) -> Option<String> {
 
 /// What a filter's status holds that an operator should see.
 fn troubles(spec: &VmSpec, status: &FilterStatus) -> Vec<Notice> {
-    let trouble = status.disks.iter().filter_map(|disk| {
-        let trouble = disk.trouble.as_ref()?;
-        let known = spec.disks.iter().find(|known| known.disk == disk.disk)?;
-        let DatastoreLocation::Dir { path } = &known.datastore.location;
-        let detail = format!(
-            "disk '{}' answers its guest with errors: {trouble}. See that {} is there, has room and works; the guest runs on",
-            known.name,
-            path.display()
-        );
-        Some(Notice { code: NoticeCode::DiskErrors, disk: Some(disk.disk), detail })
-    });
+    let trouble = disk_errors(spec, status);
     let behind = status.disks.iter().filter_map(|disk| {
         let known = spec.disks.iter().find(|known| known.disk == disk.disk)?;
         let place = known.replica.as_ref()?;
@@ -251,6 +241,24 @@ fn troubles(spec: &VmSpec, status: &FilterStatus) -> Vec<Notice> {
         Some(Notice { code: NoticeCode::ReplicaBehind, disk: Some(disk.disk), detail })
     });
     trouble.chain(behind).collect()
+}
+
+/// The disks that answer with errors: their guest, or whoever reads one that is exposed.
+pub fn disk_errors<'a>(
+    spec: &'a VmSpec,
+    status: &'a FilterStatus,
+) -> impl Iterator<Item = Notice> + 'a {
+    status.disks.iter().filter_map(|disk| {
+        let trouble = disk.trouble.as_ref()?;
+        let known = spec.disks.iter().find(|known| known.disk == disk.disk)?;
+        let DatastoreLocation::Dir { path } = &known.datastore.location;
+        let detail = format!(
+            "disk '{}' answers with errors: {trouble}. See that {} is there, has room and works; the guest, if it runs, goes on",
+            known.name,
+            path.display()
+        );
+        Some(Notice { code: NoticeCode::DiskErrors, disk: Some(disk.disk), detail })
+    })
 }
 
 #[cfg(test)]

@@ -17,10 +17,11 @@ use vmseal_secret::SecretBytes;
 
 use super::running::{LastWords, Running};
 use super::service::Service;
-use super::{Shared, internal};
+use super::{Shared, images, internal};
 use crate::console::Console;
 use crate::disk;
 use crate::filter::{self, Control};
+use crate::locked::Access;
 use crate::log_level;
 use crate::metrics;
 use crate::process::Process;
@@ -99,6 +100,9 @@ pub async fn filter(
 ) -> Result<(Process, Vec<Notice>), Problem> {
     let to_open = plan.clone();
     let opened = spawn_blocking(move || open_disks(&to_open)).await.map_err(internal)??;
+    let files: Vec<_> =
+        plan.disks.iter().zip(&opened).map(|((disk, _), open)| (disk, &open.file)).collect();
+    images::check(directory, &files)?;
     let queues = qemu::queues(&plan.spec);
     let mut notices = Vec::new();
     let mut disks = Vec::new();
@@ -121,9 +125,12 @@ pub async fn filter(
             replica,
         });
     }
-    let filter = filter::start(&shared.filter, plan.spec.vm, directory, disks, slot.filter())
-        .map_err(|error| internal(format!("vmseal-filter cannot be started: {error}")))?;
-    match Control::of(directory).ready(&filter, directory).await {
+    let (filter, keys) =
+        filter::start(&shared.filter, plan.spec.vm, directory, disks, slot.filter())
+            .map_err(|error| internal(format!("vmseal-filter cannot be started: {error}")))?;
+    let ready = Control::of(directory).ready(&filter, directory).await;
+    drop(keys);
+    match ready {
         Ok(_) => Ok((filter, notices)),
         Err(error) => {
             filter.kill();
@@ -146,7 +153,7 @@ pub fn beside(index: usize) -> String {
 fn open_disks(plan: &Plan) -> Result<Vec<disk::Open>, Problem> {
     plan.disks
         .iter()
-        .map(|(disk, facts)| disk::open(&plan.spec, disk, facts, plan.kek.as_ref()))
+        .map(|(disk, facts)| disk::open(&plan.spec, disk, facts, plan.kek.as_ref(), Access::Write))
         .collect()
 }
 

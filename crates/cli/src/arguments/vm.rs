@@ -34,7 +34,8 @@ pub enum Vm {
         /// in boot order. The datastore decides the host; it is `HOST:NAME` where hosts share a name. `size`
         /// has a unit (20GiB). `image` is an image on the host that the disk is filled
         /// from, `format` what it is; without `size` the disk is as large as the image's, where the image is
-        /// on this machine too. Without `name` disks are called `disk0`, `disk1` and so on
+        /// on this machine too. Without `name` disks are called `disk0`, `disk1` and so on. A
+        /// comma within a value is doubled (`image=/a,,b.raw`)
         #[arg(long = "disk", value_name = "OPTIONS", required = true)]
         disks: Vec<String>,
         #[command(flatten)]

@@ -1,7 +1,7 @@
 //! `vmseal disk expose`: a disk as a local NBD socket, for as long as the command runs.
 //!
 //! Whatever connects to the socket is carried, as a stream of its own, over the server to the disk's host;
-//! one stream more holds the disk exposed. The socket goes with the command, however it ends in an orderly
+//! one stream more holds the disk exposed. The socket is there when the disk is open, and goes with the command, however it ends in an orderly
 //! way; what a killed one leaves is replaced.
 
 use std::os::unix::fs::FileTypeExt;
@@ -42,14 +42,20 @@ struct Socket {
 }
 
 impl Socket {
+    /// Whether something is there that is to be replaced: a socket that nobody listens on.
+    fn check(path: &Path) -> anyhow::Result<bool> {
+        let Ok(metadata) = path.symlink_metadata() else { return Ok(false) };
+        let used = std::os::unix::net::UnixStream::connect(path).is_ok();
+        if used || !metadata.file_type().is_socket() {
+            let message = format!("{} is there already: name another path", path.display());
+            return Err(Ended::new(Exit::Usage, message).into());
+        }
+        Ok(true)
+    }
+
     fn listen(path: &Path) -> anyhow::Result<Self> {
         let cannot = || format!("cannot listen at {}", path.display());
-        if let Ok(metadata) = path.symlink_metadata() {
-            let used = std::os::unix::net::UnixStream::connect(path).is_ok();
-            if used || !metadata.file_type().is_socket() {
-                let message = format!("{} is there already: name another path", path.display());
-                return Err(Ended::new(Exit::Usage, message).into());
-            }
+        if Self::check(path)? {
             std::fs::remove_file(path).with_context(cannot)?;
         }
         // Nobody else has the disk, not for a moment.
@@ -87,11 +93,20 @@ pub async fn run(
 ) -> anyhow::Result<()> {
     let mut ends = Ends::listen().context("signals cannot be heard")?;
     let writable = options.writable;
-    let socket = Socket::listen(&options.socket)?;
+    // Before the work of opening the disk; made when that is done, so that whoever sees it can connect.
+    Socket::check(&options.socket)?;
     let (vm_id, disk_id) = (vm.id.to_string(), disk.id.to_string());
     let mut holder = tokio::select! {
         holder = server.expose(&vm_id, &disk_id, Exposing::Hold { writable }) => holder?,
         () = ends.any() => return Err(told().into()),
+    };
+    let socket = match Socket::listen(&options.socket) {
+        Ok(socket) => socket,
+        Err(error) => {
+            // The first error is the one that counts.
+            let _ = let_go(&mut holder).await;
+            return Err(error);
+        }
     };
     print::print(&format!("{}\n", socket.uri()?))?;
     let how = if writable { "for reading and writing" } else { "read-only" };

@@ -19,7 +19,7 @@
 //! The monitor deals with VMs that are whole. Those that a task makes or removes are the task's. Keys are
 //! brought by a courier beside it: a KMS that hangs does not keep a host from being followed.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -364,8 +364,14 @@ impl Monitor {
         let source = self.id.to_string();
         let mut read = self.store.read().await?;
         let vms = store::vms::on_host(&mut read, self.id).await?;
+        let about_disks = |vm: &VmState| vm.notices.iter().any(|notice| notice.disk.is_some());
+        let disks = match state.vms.iter().any(about_disks) {
+            true => store::disks::names_on_host(&mut read, self.id).await?,
+            false => HashMap::new(),
+        };
+        let problems = self.courier.problems();
         let mut standing =
-            alarms::of_host(&self.name, description, state, &vms, &self.courier.problems());
+            alarms::of_host(&self.name, description, state, &vms, &disks, &problems);
         let certificate = self.agent.certificate();
         standing.extend(expiry::of_host(&self.name, certificate.as_deref(), Timestamp::now()));
         let new_alarms = store::alarms::differ(&mut read, &source, &standing).await?;

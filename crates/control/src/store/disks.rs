@@ -1,10 +1,12 @@
 //! Virtual disks.
 
+use std::collections::HashMap;
+
 use sqlx::{FromRow, SqliteConnection};
 use vmseal_api::host::{
     Allocation, DatastoreLocation, DatastoreSpec, DiskFacts, DiskLimits, ImageSource,
 };
-use vmseal_api::id::{DatastoreId, DiskId, VmId};
+use vmseal_api::id::{DatastoreId, DiskId, HostId, VmId};
 use vmseal_api::replica::ReplicaPlace;
 use vmseal_api::transfer::ImageFormat;
 
@@ -189,6 +191,20 @@ pub async fn set_deleting(
     Ok(())
 }
 
+/// What the disks of a host's VMs are called.
+pub async fn names_on_host(
+    from: &mut SqliteConnection,
+    host: HostId,
+) -> Result<HashMap<DiskId, String>, StoreError> {
+    let rows: Vec<(String, String)> = sqlx::query_as(
+        "SELECT d.id, d.name FROM disks d JOIN vms v ON v.id = d.vm_id WHERE v.host_id = ?",
+    )
+    .bind(host.to_string())
+    .fetch_all(from)
+    .await?;
+    rows.into_iter().map(|(id, name)| Ok((parse(&id, "a disk's id")?, name))).collect()
+}
+
 /// A disk of the inventory, as a scan of a datastore needs it.
 #[derive(Clone, Debug, FromRow)]
 pub struct Placed {
@@ -208,15 +224,33 @@ pub struct Placed {
     pub replica_id: Option<String>,
     /// Whether it is encrypted.
     pub encrypted: bool,
+    /// Its size, in bytes.
+    pub size: i64,
+    /// What is pinned of it, as JSON; none until it is made.
+    pub facts: Option<String>,
     /// Whether it has been made, and its host has not been asked to delete it.
     pub whole: bool,
+}
+
+impl Placed {
+    /// How long its image is at least, in bytes; none until it is made, or where what is pinned of it cannot be
+    /// read: the start of its VM says so.
+    #[must_use]
+    pub fn image_length(&self) -> Option<u64> {
+        let facts: DiskFacts = serde_json::from_str(self.facts.as_deref()?).ok()?;
+        let offset = match facts {
+            DiskFacts::Raw => 0,
+            DiskFacts::Luks2 { data_offset, .. } => data_offset,
+        };
+        u64::try_from(self.size).ok()?.checked_add(offset)
+    }
 }
 
 /// All disks.
 pub async fn placed(from: &mut SqliteConnection) -> Result<Vec<Placed>, StoreError> {
     Ok(sqlx::query_as(
         "SELECT d.id, d.name, d.vm_id, v.name AS vm_name, d.datastore_id,
-                s.name AS datastore_name, d.replica_id, d.encrypted,
+                s.name AS datastore_name, d.replica_id, d.encrypted, d.size, d.facts,
                 d.facts IS NOT NULL AND d.deleting = 0 AS whole
          FROM disks d JOIN vms v ON v.id = d.vm_id JOIN datastores s ON s.id = d.datastore_id
          ORDER BY v.name, d.position",

@@ -2,7 +2,8 @@
 //!
 //! ```text
 //!   Listening --connection, peer allowed--> [thread: Negotiating --> Transmitting] --> ended
-//!       ^──fewer connections than there can be──┘
+//!       ^                                └──as many as there can be, for GRACE──> closed
+//!       └───────────────────────────────────────┘
 //! ```
 //! A connection's chain and buffers are made when it comes and go with it, so that a guest's disk has
 //! all its memory while nobody makes a backup.
@@ -20,7 +21,7 @@ use crate::front_end::{self, Served};
 use crate::nbd::negotiation::{self, NegotiationError};
 use crate::nbd::option::Export;
 use crate::nbd::transmission::Transmission;
-use crate::nbd::{RETRY, STACK};
+use crate::nbd::{GRACE, RETRY, STACK};
 use crate::stop::Stop;
 
 /// The buffers of a connection, in bytes: two of the longest pieces.
@@ -46,9 +47,11 @@ pub fn serve(
     }
     thread::scope(|scope| {
         // Who stops ends the connections, too, which give their places back.
-        while let Ok(place) = places.recv() {
-            let stream = next(listener, peer_uid, stop)?;
-            let Some(stream) = stream else { return Ok(()) };
+        while let Some(stream) = next(listener, peer_uid, stop)? {
+            let Ok(place) = places.recv_timeout(GRACE) else {
+                tracing::warn!("as many clients are connected as can be; another one is closed");
+                continue;
+            };
             let (give_back, span) = (give.clone(), tracing::Span::current());
             let connection = move || {
                 span.in_scope(|| connection(&stream, place, served, disk, stop));

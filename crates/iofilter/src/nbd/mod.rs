@@ -2,12 +2,14 @@
 //! `doc/proto.md`).
 //!
 //! ```text
-//!   each worker:  Listening --connection, peer allowed--> Negotiating --GO--> Transmitting
-//!                     ^  └──stop──> ended                     |                   |
-//!                     └───── refused | aborted | too slow ────┴──── ended ────────┘
+//!   accepting:    connection, peer allowed ──a worker is idle within GRACE──> that worker
+//!                                          └──none──> closed
+//!   each worker:  Idle --connection--> Negotiating --GO--> Transmitting
+//!                  ^  └──stop──> ended      |                   |
+//!                  └── aborted | too slow ──┴──── ended ────────┘
 //! ```
-//! A disk has as many workers as chains; each serves one connection at a time. Connections beyond that
-//! wait to be accepted. [`wire`], [`option`] and [`request`] know the protocol and do no I/O;
+//! A disk has as many workers as chains; each serves one connection at a time. Connections beyond that are closed
+//! at once: a client that makes several and waits for all of them would wait for ever. [`wire`], [`option`] and [`request`] know the protocol and do no I/O;
 //! [`negotiation`] and [`transmission`] move the bytes.
 //!
 //! Beside another front end, a disk has no workers: [`beside`] makes a chain, and a thread, for each
@@ -27,7 +29,7 @@ pub mod wire;
 use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Duration;
 
@@ -46,10 +48,12 @@ const STACK: usize = 256 * 1024;
 /// How long to wait when the system has no descriptor for a connection.
 const RETRY: Duration = Duration::from_millis(100);
 
+/// How long a connection that finds every worker busy is kept: a client that has just gone is still being finished
+/// with.
+const GRACE: Duration = Duration::from_secs(1);
+
 /// What workers share.
 struct Server<'a> {
-    listener: &'a UnixListener,
-    peer_uid: u32,
     served: &'a Served,
     export: Export,
     pool_bytes: usize,
@@ -78,13 +82,15 @@ pub fn serve(
         bitmaps: served.state.bitmaps().cloned(),
     };
     let connections = Mutex::new(0);
-    let server = Server { listener, peer_uid, served, export, pool_bytes, stop, connections };
+    let server = Server { served, export, pool_bytes, stop, connections };
     let (server, span) = (&server, tracing::Span::current());
+    let workers = Workers::default();
     thread::scope(|scope| {
         let mut threads = Vec::new();
         for (queue, chain) in chains.into_iter().enumerate() {
             let span = span.clone();
-            let worker = move || span.in_scope(|| server.work(queue, chain));
+            let workers = &workers;
+            let worker = move || span.in_scope(|| server.work(queue, chain, workers));
             let builder = thread::Builder::new().name(format!("nbd{queue}")).stack_size(STACK);
             match builder.spawn_scoped(scope, worker) {
                 Ok(thread) => threads.push(thread),
@@ -94,22 +100,101 @@ pub fn serve(
         if threads.is_empty() {
             return Err(io::Error::other("there is no thread to serve the disk with"));
         }
+        let ended = accept_all(listener, peer_uid, &workers, stop);
+        workers.close();
+        ended?;
         let died = |_| io::Error::other("a connection's thread died; restart the filter");
         threads.into_iter().map(|thread| thread.join().map_err(died)?).collect()
     })
 }
 
-impl Server<'_> {
-    fn work(&self, queue: usize, mut chain: Chain) -> io::Result<Chain> {
-        while self.stop.wait_or_readable(self.listener.as_fd())? {
-            match front_end::accept(self.listener, self.peer_uid) {
-                Ok(Some(stream)) => chain = self.connection(&stream, queue, chain)?,
-                Ok(None) => {}
-                Err(error) => {
-                    tracing::warn!(%error, "a connection was not accepted");
-                    thread::sleep(RETRY);
+/// Gives each connection to an idle worker, until told to stop.
+fn accept_all(
+    listener: &UnixListener,
+    peer_uid: u32,
+    workers: &Workers,
+    stop: &Stop,
+) -> io::Result<()> {
+    while stop.wait_or_readable(listener.as_fd())? {
+        match front_end::accept(listener, peer_uid) {
+            Ok(Some(stream)) => {
+                if !workers.give(stream) {
+                    tracing::warn!(
+                        "as many clients are connected as can be; another one is closed"
+                    );
                 }
             }
+            Ok(None) => {}
+            Err(error) => {
+                tracing::warn!(%error, "a connection was not accepted");
+                thread::sleep(RETRY);
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Where connections wait for workers, and workers for connections.
+#[derive(Default)]
+struct Workers {
+    exchange: Mutex<Exchange>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct Exchange {
+    /// Workers that wait.
+    idle: usize,
+    /// No more than are idle.
+    connections: Vec<UnixStream>,
+    closed: bool,
+}
+
+impl Workers {
+    fn lock(&self) -> MutexGuard<'_, Exchange> {
+        self.exchange.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The next connection for a worker; none when there will be no more.
+    fn next(&self) -> Option<UnixStream> {
+        let mut exchange = self.lock();
+        exchange.idle += 1;
+        self.changed.notify_all();
+        loop {
+            if let Some(stream) = exchange.connections.pop() {
+                exchange.idle -= 1;
+                return Some(stream);
+            }
+            if exchange.closed {
+                return None;
+            }
+            exchange = self.changed.wait(exchange).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// Gives a connection to a worker; false, and it is closed, if none is idle within [`GRACE`].
+    fn give(&self, stream: UnixStream) -> bool {
+        let exchange = self.lock();
+        let busy = |exchange: &mut Exchange| exchange.connections.len() >= exchange.idle;
+        let waited = self.changed.wait_timeout_while(exchange, GRACE, busy);
+        let (mut exchange, timeout) = waited.unwrap_or_else(PoisonError::into_inner);
+        if !timeout.timed_out() {
+            exchange.connections.push(stream);
+            self.changed.notify_all();
+        }
+        !timeout.timed_out()
+    }
+
+    fn close(&self) {
+        self.lock().closed = true;
+        self.changed.notify_all();
+    }
+}
+
+impl Server<'_> {
+    fn work(&self, queue: usize, mut chain: Chain, workers: &Workers) -> io::Result<Chain> {
+        while let Some(stream) = workers.next() {
+            chain = self.connection(&stream, queue, chain)?;
         }
         Ok(chain)
     }

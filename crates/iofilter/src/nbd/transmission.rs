@@ -29,7 +29,7 @@ use std::time::{Duration, Instant};
 use nix::poll::{PollFd, PollFlags, ppoll};
 use nix::sys::time::TimeSpec;
 
-use crate::chain::{Chain, ROOTS_MAX};
+use crate::chain::{Chain, Done, ROOTS_MAX};
 use crate::front_end::Served;
 use crate::memory::{Cursor, Segment, Segments};
 use crate::nbd::arrivals::Arrivals;
@@ -334,8 +334,15 @@ impl<'a> Transmission<'a> {
                 Cursor::default().scatter(&state.memory, &self.told);
             }
             Err(cause) => {
-                tracing::warn!(error = %cause, "what the disk's image has allocated is not known");
-                let cause = IoError::from_errno(cause.raw_os_error().unwrap_or(libc::EIO));
+                let known = cause.get_ref().and_then(|inner| inner.downcast_ref::<IoError>());
+                let cause = match (known, cause.kind()) {
+                    (Some(known), _) => *known,
+                    (None, io::ErrorKind::UnexpectedEof) => IoError::Truncated,
+                    _ => IoError::from_errno(cause.raw_os_error().unwrap_or(libc::EIO)),
+                };
+                let (length, result) = (u64::from(length), Err(cause));
+                let asked = Done { tag: 0, operation: Operation::Read, offset, length, result };
+                self.served.state.note(&asked, cause);
                 self.fail(slot, error::EIO, Some(cause));
             }
         }

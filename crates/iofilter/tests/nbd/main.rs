@@ -30,7 +30,7 @@ use vmseal_iofilter::request::{Operation, RequestId};
 use vmseal_iofilter::status::DiskState;
 use vmseal_iofilter::stop::Stop;
 
-use crate::server::{Client, OFFSET, Options, PATIENCE, SIZE, Server, USUAL, noise, run, succeeds};
+use crate::server::{Client, OFFSET, Options, SIZE, Server, USUAL, noise, run, succeeds};
 
 #[test]
 fn fio_verifies_what_it_wrote_at_random() {
@@ -122,6 +122,12 @@ fn nbdcopy_in_and_out_is_the_same_over_several_connections() {
     succeeds("nbdcopy", &[&large, "--connections=1", "image", &server.uri()], &server);
     succeeds("nbdcopy", &["--connections=2", &server.uri(), "copy"], &server);
     assert!(std::fs::read(server.path("copy")).unwrap() == bytes, "written in large pieces");
+    // As many as are served, and one more, which is an error and no deadlock.
+    succeeds("nbdcopy", &["--connections=4", "--threads=4", &server.uri(), "copy"], &server);
+    assert!(std::fs::read(server.path("copy")).unwrap() == bytes, "over four connections");
+    let more = ["30", "nbdcopy", "--connections=5", "--threads=5", &server.uri(), "copy"];
+    let more = run("timeout", &more, &server);
+    assert_eq!(more.status.code(), Some(1), "the fifth connection: {more:?}");
 }
 
 #[test]
@@ -271,14 +277,13 @@ fn connections_share_the_disk_and_a_flush_is_for_all_of_them() {
     }
     clients[1].ask(command::FLUSH, 0, 0, 0, 1);
     assert_eq!(clients[1].reply(), (1, 0));
-    // One more waits until another goes.
+    // One more is closed: who waits for all of its connections would wait for ever.
     let stranger = server.stranger();
-    stranger.stream.set_read_timeout(Some(Duration::from_millis(200))).unwrap();
-    assert!((&stranger.stream).read(&mut [0]).is_err(), "there is no thread for it yet");
-    stranger.stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    assert_eq!((&stranger.stream).read(&mut [0]).unwrap(), 0, "it is kept waiting");
+    assert_eq!(clients[2].write(0, &[9; 512]), 0, "the others go on");
     drop(clients.pop());
-    assert_eq!((&stranger.stream).read(&mut [0]).unwrap(), 1);
-    drop((clients, stranger));
+    let late = server.client();
+    drop((clients, stranger, late));
     server.wait_until(&DiskActivity::Idle);
 }
 

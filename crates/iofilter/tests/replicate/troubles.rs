@@ -17,7 +17,7 @@ use vmseal_iofilter::disk::{Disk, Rest};
 use vmseal_iofilter::handle::Handles;
 use vmseal_iofilter::layer::Layer;
 use vmseal_iofilter::memory::Segment;
-use vmseal_iofilter::replicate::copier::{Copier, CopyError};
+use vmseal_iofilter::replicate::copier::{Batch, Copier, CopyError};
 use vmseal_iofilter::replicate::format::{Geometry, Image};
 use vmseal_iofilter::replicate::open::{Opened, ReplicaError};
 use vmseal_iofilter::replicate::place::Place;
@@ -223,6 +223,38 @@ fn a_replica_that_is_cut_is_not_made_longer_and_is_copied_whole_when_it_has_its_
     files.file("replica").set_len(OFFSET + SIZE).unwrap();
     copy_all(&replicate, &mut copier);
     assert!(files.is_equal(), "what was cut off is not there again");
+}
+
+#[test]
+fn an_image_that_is_cut_does_not_erase_its_replica() {
+    let files = Files::new();
+    files.file("image").write_all_at(&vec![7; SIZE as usize], 0).unwrap();
+    let (disk, replicate, mut copier) = files.open();
+    let mut chain = disk.chain().unwrap();
+    copy_all(&replicate, &mut copier);
+    assert!(files.is_equal());
+    let whole = std::fs::read(files.path("replica")).unwrap();
+    files.file("image").set_len(3 << 20).unwrap();
+    let mut bytes = vec![8; 4096];
+    submit(&mut chain, 6 << 20, &mut bytes);
+    let until = Instant::now() + PATIENCE;
+    let done = loop {
+        chain.poll();
+        let _ = replicate.mark_waiting();
+        if let Some(done) = chain.next_done() {
+            break done;
+        }
+        assert!(Instant::now() < until, "the write waits for ever");
+    };
+    assert_eq!(done.result, Err(IoError::Truncated));
+    assert!(replicate.status().dirty_bytes > 0, "the test asks for no copy");
+    for _ in 0..3 {
+        assert_eq!(copier.batch(), Err(CopyError::Source(IoError::Truncated)));
+        // The next batch begins with the first chunk again.
+        assert_eq!(copier.batch(), Ok(Batch::Pass));
+    }
+    assert!(std::fs::read(files.path("replica")).unwrap() == whole, "the last copy is erased");
+    assert!(replicate.status().dirty_bytes > 0, "it is taken for copied");
 }
 
 #[test]

@@ -12,6 +12,7 @@ use imago::{FormatAccess, Mapping};
 use super::storage::ImageFile;
 use crate::memory::{Cursor, Segment, Segments};
 use crate::request::{IoError, Operation};
+use crate::source::Extent;
 
 /// How much is held back before it goes to the file, in bytes.
 const HELD_BACK_MAX: usize = 2 << 20;
@@ -107,6 +108,14 @@ impl Image {
             self.commit()?;
         }
         self.trim()
+    }
+
+    /// What is at `offset` of the disk, `length` bytes at the most: zeroes that take no reading, or data.
+    pub(super) fn extent(&mut self, offset: u64, length: u64) -> Result<Extent, IoError> {
+        let (mapping, run) = self.mapping(self.offset + offset, length)?;
+        let data = !matches!(mapping, Mapping::Zero { .. } | Mapping::Eof { .. });
+        self.trim()?;
+        Ok(Extent { data, end: offset + run })
     }
 
     /// Brings changed tables to the file, so that what was written is there whatever becomes of this

@@ -31,6 +31,7 @@ use vmseal_qcow2::{Layout, Refusal};
 
 use self::image::Image;
 use self::storage::ImageFile;
+pub use self::worker::Extents;
 use self::worker::Worker;
 use crate::backend::file::{OpenError, check_mode};
 use crate::chain::Backend;
@@ -140,6 +141,14 @@ impl Qcow2Disk {
         Ok(Self(Worker::new(image)))
     }
 
+    /// For those who ask where the disk's zeroes are.
+    ///
+    /// # Errors
+    /// The system refuses a descriptor.
+    pub fn extents(&self) -> io::Result<Extents> {
+        self.0.extents()
+    }
+
     /// A backend for one queue.
     ///
     /// # Errors
@@ -223,10 +232,14 @@ fn open_layer(
     if l1 > L1_BYTES_MAX || refcounts > most {
         return Err(Qcow2Error::Tables(l1.max(refcounts), which));
     }
+    let length = file.metadata().map_err(failed)?.len();
+    let look = file.try_clone().map_err(failed)?;
     let storage = ImageFile::qcow2(file.into(), &layout).map_err(failed)?;
     if writable {
         storage.check(&layout).map_err(failed)?;
     }
+    vmseal_qcow2::check_reach(&look, &layout, length)
+        .map_err(|refusal| Qcow2Error::Refused { which, refusal })?;
     let image = Qcow2::<ImageFile>::builder(storage.clone())
         .backing(below)
         .data_file(None)

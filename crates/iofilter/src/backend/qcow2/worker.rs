@@ -11,11 +11,12 @@
 //! first of them: a queue's thread starts it, and it is confined as that one is ([`crate::confinement`]).
 
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
-use std::{io, mem};
+use std::{fmt, io, mem};
 
 use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 
 use super::exchange::{End, Event, Exchange, Job, Work};
@@ -23,15 +24,24 @@ use super::image::Image;
 use crate::chain::{Backend, Io};
 use crate::contained;
 use crate::memory::{Cursor, Segments};
-use crate::request::{IoError, Operation, RequestId};
+use crate::request::{IoError, Operation, RequestId, Requests};
+use crate::source::Extent;
 
 /// imago goes down a frame or two for each layer.
 const STACK: usize = 512 * 1024;
 
+/// What is asked of the image.
+enum Asked {
+    /// To do this.
+    Operation(Operation),
+    /// What is there; and the answer.
+    Extent(Option<Extent>),
+}
+
 /// A request to the image, and how it went.
 struct Request {
     id: RequestId,
-    operation: Operation,
+    asked: Asked,
     offset: u64,
     length: u64,
     /// The list is for the next one.
@@ -74,15 +84,22 @@ impl Work for Owner {
 
 fn do_batch(image: &mut Image, batch: &mut [Job<Owner>]) {
     for Job { request, .. } in batch.iter_mut() {
-        let Request { operation, offset, length, data, .. } = request;
-        request.result = image.perform(*operation, *offset, *length, data);
+        let Request { asked, offset, length, data, .. } = request;
+        request.result = match asked {
+            Asked::Operation(operation) => image.perform(*operation, *offset, *length, data),
+            Asked::Extent(found) => {
+                image.extent(*offset, *length).map(|extent| *found = Some(extent))
+            }
+        };
     }
     if let Err(error) = image.commit() {
         // Nothing leads to what was written.
         let requests = batch.iter_mut().map(|job| &mut job.request);
-        requests
-            .filter(|request| request.operation != Operation::Read)
-            .for_each(|request| request.result = Err(error));
+        let changes = |request: &&mut Request| match request.asked {
+            Asked::Operation(operation) => operation != Operation::Read,
+            Asked::Extent(_) => false,
+        };
+        requests.filter(changes).for_each(|request| request.result = Err(error));
     }
 }
 
@@ -127,6 +144,58 @@ impl Worker {
         let event = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
         Ok(Box::new(Queue { end: self.0.end(event), lists: Vec::new() }))
     }
+
+    /// For those who ask where the disk's zeroes are, and may sleep.
+    pub(super) fn extents(&self) -> io::Result<Extents> {
+        let event = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
+        let id = Requests::new(1).take().ok_or(io::ErrorKind::Other)?;
+        Ok(Extents { end: Mutex::new(self.0.end(event)), id })
+    }
+}
+
+/// What is known of an image's zeroes: asked of its thread, one question at a time.
+pub struct Extents {
+    end: Mutex<End<Owner>>,
+    /// The one request that there is.
+    id: RequestId,
+}
+
+impl fmt::Debug for Extents {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str("Extents")
+    }
+}
+
+impl Extents {
+    /// What is at `at`, which is below `end`, up to `end` at the most.
+    ///
+    /// # Errors
+    /// [`IoError`] of the image's tables, in an error of the kind `Other`; as the system.
+    pub fn extent(&self, at: u64, end: u64) -> io::Result<Extent> {
+        let mut queue = self.end.lock().unwrap_or_else(PoisonError::into_inner);
+        let (id, data) = (self.id, Segments::default());
+        let (asked, length) = (Asked::Extent(None), end - at);
+        queue.push(Request { id, asked, offset: at, length, data, result: Ok(()) });
+        if let Err(error) = queue.hand_over() {
+            // It is taken back.
+            queue.refuse(|_| ());
+            drop(queue.collect());
+            return Err(error);
+        }
+        loop {
+            let mut answered = [PollFd::new(queue.event().as_fd(), PollFlags::POLLIN)];
+            match poll(&mut answered, PollTimeout::NONE) {
+                Ok(_) | Err(Errno::EINTR) => {}
+                Err(error) => return Err(error.into()),
+            }
+            let Some(Request { asked, result, .. }) = queue.collect().next() else { continue };
+            result.map_err(io::Error::other)?;
+            return match asked {
+                Asked::Extent(Some(extent)) => Ok(extent),
+                _ => Err(io::ErrorKind::Other.into()),
+            };
+        }
+    }
 }
 
 /// What one queue has of the image.
@@ -148,7 +217,8 @@ impl Backend for Queue {
         data.clear();
         data.push_from(&request.data, &mut Cursor::default(), request.data.bytes());
         let (operation, offset, length) = (request.operation, request.offset, request.length);
-        self.end.push(Request { id, operation, offset, length, data, result: Ok(()) });
+        let asked = Asked::Operation(operation);
+        self.end.push(Request { id, asked, offset, length, data, result: Ok(()) });
     }
 
     fn poll(&mut self, io: &mut Io<'_>) {
@@ -170,7 +240,6 @@ impl Backend for Queue {
 
 #[cfg(test)]
 mod tests {
-    use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
     use vmseal_api::transfer::ImageFormat;
 
     use super::*;
@@ -206,7 +275,7 @@ mod tests {
         let mut end = exchange.end(EventFd::from_flags(EfdFlags::EFD_NONBLOCK).unwrap());
         end.push(Request {
             id: crate::request::Requests::new(1).take().unwrap(),
-            operation: Operation::Flush,
+            asked: Asked::Operation(Operation::Flush),
             offset: 0,
             length: 0,
             data: Segments::default(),

@@ -1,0 +1,208 @@
+//! Which files the disks of a running VM are: known again by device and inode, so that no other file is ever served
+//! to a guest in the place of its own, whatever becomes of names.
+//!
+//! The lock of an image protects the file, not its name: `cp image x; mv x image` leaves the filter with a file that
+//! has no name any more. Its successor would open the copy, and the guest's disk would silently be as it was when the
+//! copy was made. So the first filter's files are on record in the VM's run directory; each later filter has to have
+//! the same, and it is looked now and then whether the names still lead to them.
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+use vmseal_api::host::{DatastoreLocation, DiskSpec, Notice, NoticeCode, VmSpec};
+use vmseal_api::id::{DiskId, VmId};
+use vmseal_api::problem::{ErrorCode, Problem};
+
+use super::internal;
+use crate::home::Home;
+use crate::run_dir::ProcessDir;
+use crate::{atomic_file, patience};
+
+/// The version of the record.
+const VERSION: u32 = 1;
+
+/// The record of a VM's images.
+#[derive(Debug, Serialize, Deserialize)]
+struct Record {
+    version: u32,
+    images: Vec<Image>,
+}
+
+/// A disk's file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct Image {
+    disk: DiskId,
+    device: u64,
+    inode: u64,
+}
+
+impl Image {
+    fn of(disk: DiskId, file: &File) -> io::Result<Self> {
+        let metadata = file.metadata()?;
+        Ok(Self { disk, device: metadata.dev(), inode: metadata.ino() })
+    }
+}
+
+/// What is on record; none when nothing is.
+fn read(directory: &ProcessDir) -> Result<Option<Vec<Image>>, Problem> {
+    let path = directory.images();
+    let unreadable = |error: &dyn std::fmt::Display| {
+        internal(format!("{}, which says which files the disks are: {error}", path.display()))
+    };
+    match std::fs::read(&path) {
+        Ok(text) => {
+            let record: Record =
+                serde_json::from_slice(&text).map_err(|error| unreadable(&error))?;
+            Ok(Some(record.images))
+        }
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(unreadable(&error)),
+    }
+}
+
+/// Sees that the files that were opened for a VM are those that it was started with; the first ones are put on
+/// record.
+///
+/// # Errors
+/// `damaged` where one is another file; as reading and writing the record.
+pub fn check(directory: &ProcessDir, opened: &[(&DiskSpec, &File)]) -> Result<(), Problem> {
+    let images = opened.iter().map(|(disk, file)| Image::of(disk.disk, file));
+    let images = images.collect::<io::Result<Vec<_>>>().map_err(internal)?;
+    let Some(known) = read(directory)? else {
+        let record = Record { version: VERSION, images };
+        return serde_json::to_vec(&record)
+            .map_err(io::Error::from)
+            .and_then(|json| atomic_file::write(&directory.images(), &json))
+            .map_err(internal);
+    };
+    for (image, (disk, _)) in images.iter().zip(opened) {
+        let was = known.iter().find(|known| known.disk == image.disk);
+        if was.is_some_and(|was| was != image) {
+            let what = format!(
+                "disk '{}' is not served: its image was exchanged for another file while the VM ran",
+                disk.name
+            );
+            return Err(Problem::new(ErrorCode::Damaged, what));
+        }
+    }
+    Ok(())
+}
+
+/// The disks of a running VM whose images' names lead to other files, or to none; nothing of those whose
+/// datastores do not answer.
+pub async fn exchanged(spec: &VmSpec, directory: &ProcessDir) -> Vec<Notice> {
+    let known = match read(directory) {
+        Ok(known) => known.unwrap_or_default(),
+        Err(problem) => {
+            tracing::warn!(vm = %spec.vm, %problem, "cannot tell whether images were exchanged");
+            return Vec::new();
+        }
+    };
+    let mut notices = Vec::new();
+    for disk in &spec.disks {
+        let Some(&image) = known.iter().find(|known| known.disk == disk.disk) else { continue };
+        let DatastoreLocation::Dir { path } = &disk.datastore.location;
+        let (vm, of) = (spec.vm, disk.clone());
+        if let Ok(Some(detail)) = patience::glance(path, move || compare(vm, &of, image)).await {
+            let code = NoticeCode::ImageExchanged;
+            notices.push(Notice { code, disk: Some(disk.disk), detail });
+        }
+    }
+    notices
+}
+
+/// What is to be said of an image, if its name does not lead to it.
+fn compare(vm: VmId, disk: &DiskSpec, image: Image) -> Result<Option<String>, Problem> {
+    let path = Home::of(&disk.datastore, vm)?.image(disk.disk);
+    let found = match path.symlink_metadata() {
+        Ok(found) if (found.dev(), found.ino()) == (image.device, image.inode) => return Ok(None),
+        Ok(found) => format!("is another file (inode {})", found.ino()),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => "is not there".to_owned(),
+        Err(error) => return Err(internal(error)),
+    };
+    Ok(Some(told(disk, &path, &found, image.inode)))
+}
+
+fn told(disk: &DiskSpec, path: &Path, found: &str, inode: u64) -> String {
+    let (name, path) = (&disk.name, path.display());
+    format!(
+        "disk '{name}': {path} {found}, and not the file that the VM was started with (inode {inode}). A guest that runs goes on with its own, which may have no name any more and is lost then when the VM stops; no other file is served to it. Put its own file back under its name; where it has none, copy the disk out before the VM stops (vmseal disk expose). A VM that starts again has what is there then"
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use vmseal_api::host::DatastoreSpec;
+    use vmseal_api::id::DatastoreId;
+
+    use super::*;
+    use crate::run_dir::RunDir;
+
+    struct Bench {
+        directory: tempfile::TempDir,
+        spec: VmSpec,
+        run: ProcessDir,
+    }
+
+    /// A VM with a disk, whose directory is there.
+    async fn bench() -> Bench {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("store");
+        std::fs::create_dir(&path).unwrap();
+        let location = DatastoreLocation::Dir { path };
+        let datastore = DatastoreSpec { datastore: DatastoreId::new(), location };
+        crate::datastore::probe(&datastore).unwrap();
+        let mut spec = crate::run_dir::tests::spec();
+        spec.disks = vec![DiskSpec {
+            disk: DiskId::new(),
+            name: "d".to_owned(),
+            datastore,
+            size: 4096,
+            encrypted: false,
+            allocation: Default::default(),
+            limits: Default::default(),
+            cache: None,
+            replica: None,
+            facts: None,
+        }];
+        let run = RunDir::open(&directory.path().join("run")).unwrap().vm(spec.vm);
+        run.renew().await.unwrap();
+        Bench { directory, spec, run }
+    }
+
+    #[tokio::test]
+    async fn a_file_in_the_place_of_an_image_is_refused_and_told_of() {
+        let Bench { directory, spec, run } = bench().await;
+        let disk = &spec.disks[0];
+        let home = Home::of(&disk.datastore, spec.vm).unwrap();
+        let path = home.image(disk.disk);
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        std::fs::write(&path, "one").unwrap();
+        let open = || File::open(&path).unwrap();
+        assert!(exchanged(&spec, &run).await.is_empty(), "nothing is on record");
+        // The second time as the next filter does.
+        for _ in 0..2 {
+            check(&run, &[(disk, &open())]).unwrap();
+            assert!(exchanged(&spec, &run).await.is_empty());
+        }
+        let (away, copy) = (directory.path().join("away"), directory.path().join("store/copy"));
+        std::fs::copy(&path, &copy).unwrap();
+        std::fs::rename(&path, &away).unwrap();
+        let told = exchanged(&spec, &run).await;
+        assert!(told[0].detail.contains("is not there"), "{told:?}");
+        std::fs::rename(&copy, &path).unwrap();
+        let told = exchanged(&spec, &run).await;
+        assert_eq!((told.len(), told[0].code), (1, NoticeCode::ImageExchanged));
+        assert!(told[0].detail.contains("another file") && told[0].detail.contains("disk 'd'"));
+        let refused = check(&run, &[(disk, &open())]).unwrap_err();
+        assert!(refused.code == ErrorCode::Damaged && refused.detail.contains("exchanged"));
+        std::fs::rename(&away, &path).unwrap();
+        check(&run, &[(disk, &open())]).unwrap();
+        // With a record that cannot be understood nothing is served either.
+        std::fs::write(run.images(), "{").unwrap();
+        assert!(check(&run, &[(disk, &open())]).is_err());
+    }
+}
