@@ -86,6 +86,12 @@ pub trait Backend: Send {
     /// A descriptor that becomes readable when [`Backend::poll`] has something to complete; none if
     /// requests are always completed within `submit`.
     fn wait_handle(&self) -> Option<BorrowedFd<'_>>;
+
+    /// After how long [`Backend::poll`] is to be called again although [`Backend::wait_handle`] has not become
+    /// readable; asked for after each `poll`.
+    fn wake_after(&self) -> Option<Duration> {
+        None
+    }
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -167,6 +173,13 @@ impl Io<'_> {
     pub fn release(&mut self, child: RequestId) {
         debug_assert_eq!(self.requests.get(child).maker, Some(self.level));
         self.requests.give(child);
+    }
+}
+
+fn sooner(one: Option<Duration>, other: Option<Duration>) -> Option<Duration> {
+    match (one, other) {
+        (Some(one), Some(other)) => Some(one.min(other)),
+        (one, other) => one.or(other),
     }
 }
 
@@ -345,14 +358,12 @@ impl Chain {
             self.wake_after = None;
             for (level, filter) in self.filters.iter_mut().enumerate() {
                 let mut io = Io { requests: &mut self.requests, work: &mut self.work, level };
-                self.wake_after = match (self.wake_after, filter.tick(&mut io)) {
-                    (Some(one), Some(other)) => Some(one.min(other)),
-                    (one, other) => one.or(other),
-                };
+                self.wake_after = sooner(self.wake_after, filter.tick(&mut io));
             }
             let level = self.filters.len();
             let mut io = Io { requests: &mut self.requests, work: &mut self.work, level };
             self.backend.poll(&mut io);
+            self.wake_after = sooner(self.wake_after, self.backend.wake_after());
             if self.work.is_empty() {
                 return;
             }

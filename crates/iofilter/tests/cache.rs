@@ -3,6 +3,8 @@
 
 #![allow(clippy::unwrap_used)] // a test
 
+mod waiting;
+
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -77,7 +79,7 @@ fn drain(chain: &mut Chain) -> Result<(), IoError> {
         while let Some(done) = chain.next_done() {
             result = result.and(done.result);
         }
-        thread::sleep(chain.wake_after().unwrap_or_default());
+        waiting::sleep([&*chain]);
     }
     result
 }
