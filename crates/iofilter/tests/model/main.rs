@@ -12,6 +12,7 @@ mod replicated;
 mod seed;
 mod short;
 mod store;
+mod torn;
 #[path = "../waiting/mod.rs"]
 mod waiting;
 
