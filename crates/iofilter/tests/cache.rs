@@ -18,7 +18,7 @@ use vmseal_iofilter::backend::mem::MemDisk;
 use vmseal_iofilter::chain::{Backend, Chain, Io};
 use vmseal_iofilter::disk::{Disk, Encryption, Rest};
 use vmseal_iofilter::layer::{self, Layer};
-use vmseal_iofilter::memory::{Cursor, Segment};
+use vmseal_iofilter::memory::Segment;
 use vmseal_iofilter::request::{IoError, Operation, RequestId};
 use vmseal_secret::SecretBytes;
 
@@ -205,7 +205,7 @@ impl Backend for Racing {
     fn poll(&mut self, io: &mut Io<'_>) {
         for id in self.waiting.drain(..) {
             let bytes = vec![7; io.request(id).length as usize];
-            Cursor::default().scatter(&io.request(id).data, &bytes);
+            io.request(id).copy_from(0, &bytes);
             self.guest.copy_from(&[0xbd; SECTOR as usize]);
             io.complete(id, Ok(()));
         }

@@ -192,6 +192,7 @@ impl Align {
         if !fits {
             self.advance(id, io);
         } else if !self.start(id, io) {
+            io.hold(id);
             self.waiting.push_back(id);
         }
     }
@@ -207,6 +208,7 @@ impl Align {
                     job.piece = piece;
                 }
                 if !self.start(id, io) {
+                    io.hold(id);
                     self.waiting.push_back(id);
                 }
             }
@@ -250,11 +252,12 @@ impl Align {
             }
             None => {}
             Some(buffer) => {
-                let segment = self.pool.segment(buffer).part(0, piece.length as usize);
+                let length = piece.length as usize;
                 if piece.way == Way::Gather {
+                    let segment = self.pool.segment(buffer).part(0, length);
                     copy(&mut job.cursor, id, segment, Direction::FromGuest, io);
                 }
-                io.add_segment(child, segment);
+                io.lend(child, &self.pool, buffer, length);
             }
         }
         io.pass(child);
@@ -278,8 +281,7 @@ impl Align {
                     self.finish(id, Err(IoError::Overload), io);
                     return false;
                 };
-                let whole = self.pool.segment(buffer).part(0, piece.length as usize);
-                io.add_segment(child, whole);
+                io.lend(child, &self.pool, buffer, piece.length as usize);
                 io.pass(child);
                 return false;
             }

@@ -396,30 +396,34 @@ impl<R: Ring> Backend for UringFile<R> {
     fn wake_after(&self) -> Option<Duration> {
         self.wake_after
     }
-}
 
-impl<R: Ring> Drop for UringFile<R> {
-    /// The kernel may still write into requests' memory: wait for it.
-    fn drop(&mut self) {
+    fn finish(&mut self) -> bool {
         let mut in_ring = self.in_flight - self.again.len();
+        (self.in_flight, self.again) = (0, VecDeque::new());
         let mut tries = 0;
         while in_ring > 0 {
             let entered = self.ring.enter(1);
             self.finished.clear();
             self.ring.reap(&mut self.finished);
             in_ring -= self.finished.len().min(in_ring);
-            match entered {
-                Err(error) if !passing(&error) => {
-                    tries += 1;
-                    if tries > LAST_TRIES {
-                        tracing::error!(%error, requests = in_ring, "io_uring_enter failed");
-                        return;
-                    }
-                    std::thread::sleep(RETRY);
+            if let Err(error) = entered
+                && !passing(&error)
+            {
+                tries += 1;
+                if tries > LAST_TRIES {
+                    tracing::error!(%error, requests = in_ring, "requests cannot be waited for; their memory is kept");
+                    return false;
                 }
-                _ => {}
+                std::thread::sleep(RETRY);
             }
         }
+        true
+    }
+}
+
+impl<R: Ring> Drop for UringFile<R> {
+    fn drop(&mut self) {
+        self.finish();
     }
 }
 

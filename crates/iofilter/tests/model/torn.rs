@@ -8,7 +8,6 @@ use vmseal_api::filter::Holes;
 use vmseal_iofilter::backend::mem::MemDisk;
 use vmseal_iofilter::chain::{Backend, Chain, Io};
 use vmseal_iofilter::disk::{Disk, Encryption, Rest};
-use vmseal_iofilter::memory::Cursor;
 use vmseal_iofilter::request::{Operation, RequestId};
 use vmseal_secret::SecretBytes;
 
@@ -41,11 +40,11 @@ impl Backend for Tearing {
             let is_held = held == Some(request.operation);
             match request.operation {
                 Operation::Read if !is_held => {
-                    Cursor::default().scatter(&request.data, there);
+                    request.copy_from(0, there);
                 }
                 Operation::Write => {
                     let until = if is_held { length / 2 } else { length };
-                    Cursor::default().gather(&request.data, &mut there[..until]);
+                    request.copy_to(0, &mut there[..until]);
                 }
                 _ => {}
             }
