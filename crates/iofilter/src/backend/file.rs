@@ -7,7 +7,8 @@
 //!
 //! A regular file that someone truncates while it is in use must not become an image with zeroes where data was: a
 //! write behind the new end would make it longer again. So its length is looked at ([`Intact`]), and an image that
-//! was found too short once refuses everything until it is opened again:
+//! was found too short once refuses everything until it is opened again (reads too, if it was changed: what then lies
+//! between its new end and the change may be zeroes of ours):
 //! ```text
 //!   before a change        if the last look is LOOK_EVERY ago
 //!   before a change that reaches the disk's end, the only one that can make the file as long as before
@@ -42,8 +43,8 @@ use crate::source::{Extent, raw_extent};
 const HUGETLBFS_MAGIC: i64 = 0x958_458f6;
 const RAMFS_MAGIC: i64 = 0x8584_58f6;
 
-/// How old the last look at a file's length may be when it is changed: a tenth of a percent of the time goes into
-/// looking, however small the writes are.
+/// How old the last look at a file's length may be when it is changed: long against a look, however small the writes
+/// are, and short against the time that anybody has to notice what he did.
 const LOOK_EVERY: Duration = Duration::from_micros(200);
 
 /// FUSE, virtiofs (linux/magic.h).
@@ -109,6 +110,8 @@ pub struct Target {
     pub(super) fuse: bool,
     /// Set when the file was found shorter than the disk.
     cut: AtomicBool,
+    /// Set when it was changed through this.
+    changed: AtomicBool,
 }
 
 /// An open disk, from which each queue gets its backend.
@@ -246,8 +249,9 @@ impl Target {
     pub(super) fn whole(fd: OwnedFd) -> Self {
         let (punches, zeroes) = (AtomicBool::new(true), AtomicBool::new(true));
         let (lost, cut) = (AtomicBool::new(false), AtomicBool::new(false));
+        let changed = AtomicBool::new(false);
         let (offset, end, direct, fuse) = (0, None, false, false);
-        Self { fd, offset, end, punches, zeroes, direct, lost, fuse, cut }
+        Self { fd, offset, end, punches, zeroes, direct, lost, fuse, cut, changed }
     }
 
     /// Whether a flush has failed, and what was written before it may be lost for good.
@@ -315,15 +319,27 @@ pub(super) struct Intact {
 impl Intact {
     /// Whether the request may go to the file.
     pub(super) fn allows(&mut self, target: &Target, request: &Request) -> Result<(), IoError> {
-        if target.cut.load(Ordering::Relaxed) {
+        let changes = request.operation.changes();
+        if target.cut.load(Ordering::Relaxed) && (changes || target.changed.load(Ordering::Relaxed))
+        {
             return Err(IoError::Truncated);
         }
-        if target.reaches_end(request) {
-            return target.intact();
-        }
-        if self.recent || target.end.is_none() || !request.operation.changes() {
+        if target.end.is_none() || !changes {
             return Ok(());
         }
+        if target.reaches_end(request) {
+            target.intact()?;
+        } else if !self.recent {
+            self.look(target)?;
+        }
+        if !target.changed.load(Ordering::Relaxed) {
+            target.changed.store(true, Ordering::Relaxed);
+        }
+        Ok(())
+    }
+
+    /// Looks at the file's length, unless that was done just now.
+    fn look(&mut self, target: &Target) -> Result<(), IoError> {
         let now = Instant::now();
         if self.looked.is_none_or(|looked| now - looked >= LOOK_EVERY) {
             target.intact()?;
