@@ -47,9 +47,6 @@ const RAMFS_MAGIC: i64 = 0x8584_58f6;
 /// are, and short against the time that anybody has to notice what he did.
 const LOOK_EVERY: Duration = Duration::from_micros(200);
 
-/// FUSE, virtiofs (linux/magic.h).
-const FUSE_SUPER_MAGIC: i64 = 0x6573_5546;
-
 /// What direct I/O needs where the kernel does not say: the block of nearly every device.
 const DIRECT_ALIGNMENT: u32 = 4096;
 
@@ -148,7 +145,7 @@ impl FileDisk {
         if !offset.is_multiple_of(u64::from(block)) {
             return Err(OpenError::Offset { offset, block });
         }
-        let fuse = kind.0 as i64 == FUSE_SUPER_MAGIC;
+        let fuse = kind == nix::sys::statfs::FUSE_SUPER_MAGIC;
         let target = Target { offset, end, direct, fuse, ..Target::whole(fd) };
         Ok(Self { target: Arc::new(target), in_memory, block, memory })
     }
@@ -386,7 +383,7 @@ fn file_system(fd: &OwnedFd) -> io::Result<FsType> {
 }
 
 fn is_in_memory(kind: FsType) -> bool {
-    kind == nix::sys::statfs::TMPFS_MAGIC || matches!(kind.0 as i64, HUGETLBFS_MAGIC | RAMFS_MAGIC)
+    kind == nix::sys::statfs::TMPFS_MAGIC || matches!(kind.0, HUGETLBFS_MAGIC | RAMFS_MAGIC)
 }
 
 fn set_direct(fd: &OwnedFd) -> io::Result<()> {
