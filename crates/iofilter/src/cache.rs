@@ -127,14 +127,13 @@ impl Queue {
     /// Asks for a read into a buffer; none if none is free.
     fn fetch(&mut self, id: RequestId, offset: u64, length: u64, io: &mut Io<'_>) -> Option<()> {
         let buffer = self.pool.take(length as usize)?;
-        let into = self.pool.segment(&buffer).part(0, length as usize);
-        let fits = into.len() as u64 == length;
+        let fits = buffer.len() as u64 >= length;
         let Some(child) = fits.then(|| io.child(id, Operation::Read, offset, length)).flatten()
         else {
             self.pool.give(buffer);
             return None;
         };
-        io.add_segment(child, into);
+        io.lend(child, &self.pool, &buffer, length as usize);
         let ticket = self.shared.blocks.ticket(offset, length);
         self.fetches[child.index()] = Some(Fetch { buffer, ticket });
         io.pass(child);

@@ -21,7 +21,12 @@
 //! Layers do not call each other: they put work on the chain's list and [`Chain::poll`] runs it until
 //! nothing is left but what the kernel has to finish. So a stack of any depth needs no recursion, and
 //! a filter may complete from within `down`. Whoever waits (for a buffer, a lock, a time) keeps the
-//! request's id in a list of its own and looks again in `up` or [`Filter::tick`].
+//! request's id in a list of its own, says so ([`Io::hold`]) and looks again in `up` or [`Filter::tick`].
+//!
+//! The chain sees to it that a filter's defect stays one of that filter (docs/decisions/053). What a filter has neither
+//! passed, ended, split nor held when it returns is ended with [`IoError::Forgotten`]; what is not its own it can
+//! neither pass nor end; a request whose parts are under way goes up after the last of them, so that no memory of
+//! the guest's is in use that it believes to have back; and it makes no more parts than it declared.
 //!
 //! Nothing here allocates or locks while requests flow: slots, lists and tables are made once, for
 //! [`Limits::children`] children a filter.
@@ -32,8 +37,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::dirty::Bitmaps;
-use crate::memory::{Cursor, SEGMENTS_MAX, Segment, Segments};
-use crate::request::{IoError, LOGICAL_BLOCK, Operation, Request, RequestId, Requests};
+use crate::memory::{Cursor, SEGMENTS_MAX, Segments};
+use crate::pool::{Buffer, Pool};
+use crate::request::{IoError, LOGICAL_BLOCK, Operation, Request, RequestId, Requests, Turn};
 
 /// The most requests of the front end that are under way in one chain. QEMU's rings have 128 entries
 /// unless told otherwise; more than this wait in their ring.
@@ -86,6 +92,17 @@ pub trait Backend: Send {
     /// A descriptor that becomes readable when [`Backend::poll`] has something to complete; none if
     /// requests are always completed within `submit`.
     fn wait_handle(&self) -> Option<BorrowedFd<'_>>;
+
+    /// Waits until the kernel uses no memory of requests any more; false if it cannot learn of that.
+    fn finish(&mut self) -> bool {
+        true
+    }
+
+    /// After how long [`Backend::poll`] is to be called again although [`Backend::wait_handle`] has not become
+    /// readable; asked for after each `poll`.
+    fn wake_after(&self) -> Option<Duration> {
+        None
+    }
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -94,10 +111,41 @@ enum Work {
     Up(RequestId),
 }
 
+/// What the chain knows of what its filters do.
+#[derive(Debug)]
+struct Watch {
+    /// How many children each filter may still make.
+    left: Vec<usize>,
+    /// Requests to look at when the filter that was called returns.
+    touched: Vec<RequestId>,
+    /// How often a filter forgot a request, or did something with one that was not its own.
+    forgotten: u64,
+    misused: u64,
+}
+
+impl Watch {
+    /// Says so the first time, the second, the fourth, and so on: a defect is met with each request.
+    fn misuse(&mut self, level: usize, what: &'static str) {
+        self.misused += 1;
+        if self.misused.is_power_of_two() {
+            tracing::error!(filter = level, times = self.misused, what, "a filter has a defect");
+        }
+    }
+
+    fn forgot(&mut self, level: usize) {
+        self.forgotten += 1;
+        if self.forgotten.is_power_of_two() {
+            let forgotten = self.forgotten;
+            tracing::error!(filter = level, forgotten, "a filter forgets requests; they fail");
+        }
+    }
+}
+
 /// What a layer may do with requests.
 pub struct Io<'a> {
     requests: &'a mut Requests,
     work: &'a mut VecDeque<Work>,
+    watch: &'a mut Watch,
     level: usize,
 }
 
@@ -108,22 +156,47 @@ impl Io<'_> {
         self.requests.get(id)
     }
 
+    /// Whether it is this layer's turn to do something about a request.
+    fn owns(&self, id: RequestId) -> bool {
+        let request = self.requests.get(id);
+        request.turn == Turn::Layer && request.level == self.level
+    }
+
     /// Hands a request on to the layer below.
     pub fn pass(&mut self, id: RequestId) {
-        self.requests.get_mut(id).level = self.level + 1;
+        if !self.owns(id) {
+            return self.watch.misuse(self.level, "it passed a request that it does not have");
+        }
+        let request = self.requests.get_mut(id);
+        (request.level, request.turn, request.held) = (self.level + 1, Turn::Chain, false);
         self.work.push_back(Work::Down(id));
     }
 
-    /// Ends a request at this layer.
+    /// Ends a request at this layer. It goes up when all its parts are released.
     pub fn complete(&mut self, id: RequestId, result: Result<(), IoError>) {
+        if !self.owns(id) {
+            return self.watch.misuse(self.level, "it ended a request that it does not have");
+        }
         let request = self.requests.get_mut(id);
-        debug_assert_eq!(request.level, self.level);
-        request.result = result;
+        (request.result, request.held) = (result, false);
+        if request.children > 0 {
+            request.turn = Turn::Parts;
+            return;
+        }
+        request.turn = Turn::Chain;
         self.work.push_back(Work::Up(id));
     }
 
+    /// Keeps a request for later: to be passed or ended in another call of the filter.
+    pub fn hold(&mut self, id: RequestId) {
+        if !self.owns(id) {
+            return self.watch.misuse(self.level, "it keeps a request that it does not have");
+        }
+        self.requests.get_mut(id).held = true;
+    }
+
     /// Makes a part of `parent`, without data, still at this layer. None when the filter has more than
-    /// it said it would ([`Limits`]).
+    /// it said it would ([`Limits`]), or does not have the parent.
     pub fn child(
         &mut self,
         parent: RequestId,
@@ -131,16 +204,27 @@ impl Io<'_> {
         offset: u64,
         length: u64,
     ) -> Option<RequestId> {
+        if !self.owns(parent) {
+            self.watch.misuse(self.level, "it splits a request that it does not have");
+            return None;
+        }
+        let left = self.watch.left.get_mut(self.level).filter(|left| **left > 0)?;
         let id = self.requests.take()?;
+        *left -= 1;
+        let whole = self.requests.get_mut(parent);
+        (whole.children, whole.held) = (whole.children + 1, false);
         let child = self.requests.get_mut(id);
         (child.operation, child.offset, child.length) = (operation, offset, length);
         (child.parent, child.level, child.maker) = (Some(parent), self.level, Some(self.level));
+        self.watch.touched.push(id);
         Some(id)
     }
 
-    /// Adds memory to a child.
-    pub fn add_segment(&mut self, child: RequestId, segment: Segment) {
-        self.requests.get_mut(child).data.push(segment);
+    /// Adds the first `length` bytes of a buffer to a child. The pool's memory stays for as long as the child has it;
+    /// the buffer itself is given back when the child has come up.
+    pub fn lend(&mut self, child: RequestId, pool: &Pool, buffer: &Buffer, length: usize) {
+        let segment = pool.segment(buffer).part(0, length);
+        self.requests.get_mut(child).data.push_of(pool.arena(), segment);
     }
 
     /// Adds `length` bytes of the parent's memory to a child, from the cursor on.
@@ -163,10 +247,55 @@ impl Io<'_> {
         request.parent.filter(|_| request.maker == Some(self.level))
     }
 
+    /// How many parts of a request there are that are not released.
+    #[must_use]
+    pub fn parts(&self, id: RequestId) -> u32 {
+        self.requests.get(id).children
+    }
+
     /// Forgets a child that came up, or was not passed down.
     pub fn release(&mut self, child: RequestId) {
-        debug_assert_eq!(self.requests.get(child).maker, Some(self.level));
+        let parent = self.parent(child).filter(|_| self.owns(child));
+        let Some(parent) = parent.filter(|_| self.requests.get(child).children == 0) else {
+            return self.watch.misuse(self.level, "it forgets a part that it does not have");
+        };
         self.requests.give(child);
+        self.watch.left[self.level] += 1;
+        let whole = self.requests.get_mut(parent);
+        whole.children -= 1;
+        if whole.children > 0 {
+            return;
+        }
+        if whole.turn == Turn::Parts {
+            whole.turn = Turn::Chain;
+            self.work.push_back(Work::Up(parent));
+        } else {
+            self.watch.touched.push(parent);
+        }
+    }
+
+    /// Ends what the filter that has returned owes something to, and does not keep.
+    fn settle(&mut self, called_with: Option<RequestId>) {
+        self.watch.touched.extend(called_with);
+        while let Some(id) = self.watch.touched.pop() {
+            let request = self.requests.get(id);
+            if !self.owns(id) || request.held || request.children > 0 {
+                continue;
+            }
+            self.watch.forgot(self.level);
+            if self.parent(id).is_some() {
+                self.release(id);
+            } else {
+                self.complete(id, Err(IoError::Forgotten));
+            }
+        }
+    }
+}
+
+fn sooner(one: Option<Duration>, other: Option<Duration>) -> Option<Duration> {
+    match (one, other) {
+        (Some(one), Some(other)) => Some(one.min(other)),
+        (one, other) => one.or(other),
     }
 }
 
@@ -195,6 +324,7 @@ pub struct Chain {
     filters: Vec<Box<dyn Filter>>,
     requests: Requests,
     work: VecDeque<Work>,
+    watch: Box<Watch>,
     done: VecDeque<RequestId>,
     roots: usize,
     wake_after: Option<Duration>,
@@ -210,7 +340,8 @@ impl Chain {
         mut filters: Vec<Box<dyn Filter>>,
         mut backend: Box<dyn Backend>,
     ) -> Self {
-        let children: usize = filters.iter().map(|filter| filter.limits().children).sum();
+        let left: Vec<usize> = filters.iter().map(|filter| filter.limits().children).collect();
+        let children: usize = left.iter().sum();
         let requests = Requests::new(u32::try_from(ROOTS_MAX + children).unwrap_or(u32::MAX));
         let capacity = requests.capacity();
         filters.iter_mut().for_each(|filter| filter.prepare(capacity));
@@ -222,6 +353,12 @@ impl Chain {
             backend,
             requests,
             work: VecDeque::with_capacity(capacity),
+            watch: Box::new(Watch {
+                left,
+                touched: Vec::with_capacity(capacity),
+                forgotten: 0,
+                misused: 0,
+            }),
             done: VecDeque::with_capacity(ROOTS_MAX),
             roots: 0,
             wake_after: None,
@@ -231,8 +368,9 @@ impl Chain {
 
     /// The same chain, whose changes are marked in the disk's dirty bitmaps.
     #[must_use]
-    pub fn marking(self, bitmaps: Arc<Bitmaps>) -> Self {
-        Self { bitmaps: Some(bitmaps), ..self }
+    pub fn marking(mut self, bitmaps: Arc<Bitmaps>) -> Self {
+        self.bitmaps = Some(bitmaps);
+        self
     }
 
     /// The disk's size in bytes.
@@ -259,6 +397,12 @@ impl Chain {
         self.roots
     }
 
+    /// How many requests filters have forgotten; each has failed with [`IoError::Forgotten`].
+    #[must_use]
+    pub fn forgotten(&self) -> u64 {
+        self.watch.forgotten
+    }
+
     /// A slot for a new request, to be filled and submitted, or cancelled; none while [`ROOTS_MAX`] are
     /// under way.
     pub fn begin(&mut self) -> Option<RequestId> {
@@ -266,6 +410,7 @@ impl Chain {
             return None;
         }
         let id = self.requests.take()?;
+        self.requests.get_mut(id).turn = Turn::Chain;
         self.roots += 1;
         Some(id)
     }
@@ -309,6 +454,7 @@ impl Chain {
             }
             Ok(()) if length == 0 && operation != Operation::Flush => self.done.push_back(id),
             Ok(()) => {
+                self.requests.get_mut(id).turn = Turn::Chain;
                 self.work.push_back(Work::Down(id));
                 self.mark(operation, offset, length);
             }
@@ -343,16 +489,16 @@ impl Chain {
                 self.run(work);
             }
             self.wake_after = None;
+            let (requests, work, watch) = (&mut self.requests, &mut self.work, &mut self.watch);
+            let mut io = Io { requests, work, watch, level: 0 };
             for (level, filter) in self.filters.iter_mut().enumerate() {
-                let mut io = Io { requests: &mut self.requests, work: &mut self.work, level };
-                self.wake_after = match (self.wake_after, filter.tick(&mut io)) {
-                    (Some(one), Some(other)) => Some(one.min(other)),
-                    (one, other) => one.or(other),
-                };
+                io.level = level;
+                self.wake_after = sooner(self.wake_after, filter.tick(&mut io));
+                io.settle(None);
             }
-            let level = self.filters.len();
-            let mut io = Io { requests: &mut self.requests, work: &mut self.work, level };
+            io.level = self.filters.len();
             self.backend.poll(&mut io);
+            self.wake_after = sooner(self.wake_after, self.backend.wake_after());
             if self.work.is_empty() {
                 return;
             }
@@ -360,13 +506,18 @@ impl Chain {
     }
 
     fn run(&mut self, work: Work) {
-        let (requests, list) = (&mut self.requests, &mut self.work);
+        let (requests, list, watch) = (&mut self.requests, &mut self.work, &mut self.watch);
         match work {
             Work::Down(id) => {
-                let level = requests.get(id).level;
-                let mut io = Io { requests, work: list, level };
+                let request = requests.get_mut(id);
+                request.turn = Turn::Layer;
+                let level = request.level;
+                let mut io = Io { requests, work: list, watch, level };
                 match self.filters.get_mut(level) {
-                    Some(filter) => filter.down(id, &mut io),
+                    Some(filter) => {
+                        filter.down(id, &mut io);
+                        io.settle(Some(id));
+                    }
                     None => self.backend.submit(id, &mut io),
                 }
             }
@@ -375,8 +526,10 @@ impl Chain {
                 let Some(level) = request.level.checked_sub(1) else {
                     return self.done.push_back(id);
                 };
-                request.level = level;
-                self.filters[level].up(id, &mut Io { requests, work: list, level });
+                (request.level, request.turn) = (level, Turn::Layer);
+                let mut io = Io { requests, work: list, watch, level };
+                self.filters[level].up(id, &mut io);
+                io.settle(Some(id));
             }
         }
     }
@@ -415,3 +568,15 @@ impl Chain {
         self.backend.wait_handle()
     }
 }
+
+impl Drop for Chain {
+    /// What the kernel may still write into is not freed, but lost to the process.
+    fn drop(&mut self) {
+        if !self.backend.finish() {
+            std::mem::forget(std::mem::replace(&mut self.requests, Requests::new(0)));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -72,6 +72,7 @@ impl Filter for Queue {
         let jitter = self.random.u64(0..=spec.jitter_microseconds);
         let until = Instant::now() + Duration::from_micros(spec.microseconds + jitter);
         self.shared.delayed.add(1);
+        io.hold(id);
         self.held.push(Reverse((until, id)));
     }
 

@@ -121,6 +121,7 @@ impl Filter for Queue {
             return io.pass(id);
         }
         self.shared.held.add(1);
+        io.hold(id);
         self.waiting.push_back((id, now));
     }
 

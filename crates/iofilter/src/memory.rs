@@ -4,7 +4,11 @@
 //! data goes through raw pointers only. All that dereferences them is in this module, in
 //! [`crate::crypt::xts`] and in the kernel.
 
-use std::ptr;
+use std::num::NonZeroUsize;
+use std::ptr::{self, NonNull};
+use std::sync::Arc;
+
+use nix::sys::mman::munmap;
 
 /// The most segments of one request: what `preadv2` takes (`IOV_MAX`).
 pub const SEGMENTS_MAX: usize = 1024;
@@ -106,11 +110,55 @@ impl Segment {
     }
 }
 
+/// Memory that bounce buffers are made of, there for as long as anybody may use it.
+#[derive(Debug)]
+pub(crate) struct Arena {
+    base: NonNull<libc::c_void>,
+    length: NonZeroUsize,
+}
+
+// SAFETY: an arena is an address range that it alone unmaps; what is in it is reached by segments only.
+unsafe impl Send for Arena {}
+// SAFETY: as above.
+unsafe impl Sync for Arena {}
+
+impl Arena {
+    /// Takes a mapping over.
+    ///
+    /// # Safety
+    /// It is mapped, readable and writable, and nobody else unmaps it.
+    pub(crate) unsafe fn new(base: NonNull<libc::c_void>, length: NonZeroUsize) -> Self {
+        Self { base, length }
+    }
+
+    pub(crate) fn base(&self) -> *mut u8 {
+        self.base.as_ptr().cast()
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.length.get()
+    }
+}
+
+impl Drop for Arena {
+    fn drop(&mut self) {
+        // SAFETY: the arena's own mapping, which no list has in its requests any more.
+        let unmapped = unsafe { munmap(self.base, self.length.get()) };
+        debug_assert!(unmapped.is_ok());
+    }
+}
+
+/// Arenas that an emptied list remembers: a filter has one.
+const ARENAS_KEPT: usize = 4;
+
 /// A scatter list. Its allocation is kept when it is emptied, so a reused list does not allocate.
 #[derive(Debug, Default)]
 pub struct Segments {
     list: Vec<Segment>,
     bytes: usize,
+    /// What segments of buffers lie in. They stay when the list is emptied, so that one that is used for the same
+    /// arena again and again counts no references.
+    arenas: Vec<Arc<Arena>>,
 }
 
 impl Segments {
@@ -118,6 +166,17 @@ impl Segments {
     pub fn clear(&mut self) {
         self.list.clear();
         self.bytes = 0;
+        if self.arenas.len() > ARENAS_KEPT {
+            self.arenas.clear();
+        }
+    }
+
+    /// Adds a segment of a buffer, whose memory then stays for as long as it is in the list.
+    pub(crate) fn push_of(&mut self, arena: &Arc<Arena>, segment: Segment) {
+        if !self.arenas.iter().any(|known| Arc::ptr_eq(known, arena)) {
+            self.arenas.push(Arc::clone(arena));
+        }
+        self.push(segment);
     }
 
     /// Adds a segment at the end; empty ones are left out.

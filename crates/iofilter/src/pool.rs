@@ -7,10 +7,11 @@
 use std::io;
 use std::num::NonZeroUsize;
 use std::ptr::NonNull;
+use std::sync::Arc;
 
 use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap_anonymous, munmap};
 
-use crate::memory::Segment;
+use crate::memory::{Arena, Segment};
 
 /// The unit of allocation, in bytes.
 pub const BLOCK: usize = 4096;
@@ -46,16 +47,12 @@ impl Buffer {
     }
 }
 
-/// The arena and its free blocks.
+/// The arena and its free blocks. Requests that have buffers of it keep the arena, also when the pool is gone.
 #[derive(Debug)]
 pub struct Pool {
-    base: NonNull<libc::c_void>,
-    length: NonZeroUsize,
+    arena: Arc<Arena>,
     free: Vec<u64>,
 }
-
-// SAFETY: the mapping belongs to the pool alone and is not bound to a thread.
-unsafe impl Send for Pool {}
 
 impl Pool {
     /// Maps an arena of at least `bytes` (one block at the least). Pages become resident when first used.
@@ -73,13 +70,15 @@ impl Pool {
             let last = free.len() - 1;
             free[last] = (1 << rest) - 1;
         }
-        Ok(Self { base, length, free })
+        // SAFETY: just mapped, and known to nobody else.
+        let arena = Arc::new(unsafe { Arena::new(base, length) });
+        Ok(Self { arena, free })
     }
 
     /// How many blocks the arena has.
     #[must_use]
     pub fn blocks(&self) -> usize {
-        self.length.get() / BLOCK
+        self.arena.len() / BLOCK
     }
 
     /// Takes a buffer for `bytes`, or a smaller one if there is no other; none if all are in use.
@@ -108,12 +107,17 @@ impl Pool {
         self.free[buffer.first / WORD] |= mask;
     }
 
-    /// The memory of a buffer; valid as long as the pool.
+    /// What the pool's buffers lie in.
+    pub(crate) fn arena(&self) -> &Arc<Arena> {
+        &self.arena
+    }
+
+    /// The memory of a buffer; valid as long as the arena.
     #[must_use]
-    pub fn segment(&self, buffer: &Buffer) -> Segment {
-        let base = self.base.as_ptr().cast::<u8>().wrapping_add(buffer.first * BLOCK);
-        // SAFETY: inside the arena, which lives as long as the pool, and which the holder of the buffer
-        // uses alone.
+    pub(crate) fn segment(&self, buffer: &Buffer) -> Segment {
+        let base = self.arena.base().wrapping_add(buffer.first * BLOCK);
+        // SAFETY: inside the arena, which lives as long as the pool and every request that the buffer is in, and
+        // which the holder of the buffer uses alone.
         unsafe { Segment::new(base, buffer.len()) }
     }
 
@@ -127,14 +131,6 @@ impl Pool {
             }
         }
         None
-    }
-}
-
-impl Drop for Pool {
-    fn drop(&mut self) {
-        // SAFETY: the pool's own mapping; whoever held a buffer of it has finished.
-        let unmapped = unsafe { munmap(self.base, self.length.get()) };
-        debug_assert!(unmapped.is_ok());
     }
 }
 
@@ -228,11 +224,25 @@ mod tests {
     #[test]
     fn a_large_arena_begins_where_a_huge_page_does_and_asks_for_them() {
         let pool = Pool::new(HUGE_PAGE + 3 * BLOCK).unwrap();
-        let base = pool.base.as_ptr() as usize;
+        let base = pool.arena.base() as usize;
         assert!(base.is_multiple_of(HUGE_PAGE), "{base:#x}");
         let flags = flags(base);
         let has_them = std::fs::exists("/sys/kernel/mm/transparent_hugepage").unwrap();
         assert_eq!(flags.split_whitespace().any(|flag| flag == "hg"), has_them, "{flags}");
+    }
+
+    #[test]
+    fn the_memory_of_a_buffer_outlives_its_pool_in_requests_that_have_it() {
+        let mut pool = Pool::new(BLOCK).unwrap();
+        let buffer = pool.take(BLOCK).unwrap();
+        let (arena, mut list) = (Arc::downgrade(pool.arena()), crate::memory::Segments::default());
+        list.push_of(pool.arena(), pool.segment(&buffer));
+        pool.give(buffer);
+        drop(pool);
+        list.as_slice()[0].copy_from(&[7; BLOCK]);
+        assert!(arena.upgrade().is_some());
+        drop(list);
+        assert!(arena.upgrade().is_none(), "it is never unmapped");
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use vmseal_api::filter::OperationKind;
 
-use crate::memory::Segments;
+use crate::memory::{Cursor, Segments};
 
 /// The smallest unit a request may have, in bytes (virtio-blk counts in it).
 pub const LOGICAL_BLOCK: u64 = 512;
@@ -84,6 +84,11 @@ pub enum IoError {
         "the reader of qcow2 images has a defect and was stopped; the filter's log says where. Stop and start the VM"
     )]
     Defect,
+    /// A filter neither passed nor ended the request, nor said that it keeps it.
+    #[error(
+        "a filter of the disk has a defect and forgot the request; the filter process's log says which"
+    )]
+    Forgotten,
     /// More is under way than the chain was built for.
     #[error("too many requests are under way")]
     Overload,
@@ -122,7 +127,7 @@ pub struct Request {
     /// How much, in bytes.
     pub length: u64,
     /// The memory that is read into or written from, of `length` bytes; empty for other operations.
-    pub data: Segments,
+    pub(crate) data: Segments,
     /// How it ended; meaningful on its way up.
     pub result: Result<(), IoError>,
     /// What the front end knows it by.
@@ -133,6 +138,46 @@ pub struct Request {
     pub(crate) level: usize,
     /// The layer that made it; none for the front end's own.
     pub(crate) maker: Option<usize>,
+    /// Whose turn it is.
+    pub(crate) turn: Turn,
+    /// How many parts of it there are.
+    pub(crate) children: u32,
+    /// Whether the layer that has it said that it keeps it.
+    pub(crate) held: bool,
+}
+
+impl Request {
+    /// Copies what is to be written, from `start` bytes on, into `to`; how many bytes there were. The guest may change
+    /// it at any time: look at it once.
+    pub fn copy_to(&self, start: usize, to: &mut [u8]) -> usize {
+        let mut cursor = Cursor::default();
+        cursor.skip(&self.data, start);
+        cursor.gather(&self.data, to)
+    }
+
+    /// Copies what was read into the request's memory, from `start` bytes on; how many bytes found room. None do in a
+    /// request that is no read: its memory is not to be changed.
+    pub fn copy_from(&self, start: usize, from: &[u8]) -> usize {
+        if self.operation != Operation::Read {
+            return 0;
+        }
+        let mut cursor = Cursor::default();
+        cursor.skip(&self.data, start);
+        cursor.scatter(&self.data, from)
+    }
+}
+
+/// Whose turn it is to do something about a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Turn {
+    /// Nobody's: the slot is free.
+    Free,
+    /// The layer's that has it.
+    Layer,
+    /// The chain's, which takes it to the next layer.
+    Chain,
+    /// Its parts': the layer has ended it, and it goes up when the last of them is released.
+    Parts,
 }
 
 /// All requests of one chain: a fixed number of slots, reused without allocating.
@@ -154,6 +199,9 @@ impl Requests {
             parent: None,
             level: 0,
             maker: None,
+            turn: Turn::Free,
+            children: 0,
+            held: false,
         };
         Self {
             slots: (0..capacity).map(slot).collect(),
@@ -171,10 +219,15 @@ impl Requests {
         slot.data.clear();
         slot.result = Ok(());
         (slot.tag, slot.parent, slot.level, slot.maker) = (0, None, 0, None);
+        (slot.turn, slot.children, slot.held) = (Turn::Layer, 0, false);
         Some(id)
     }
 
     pub(crate) fn give(&mut self, id: RequestId) {
+        let slot = self.get_mut(id);
+        slot.turn = Turn::Free;
+        // Whoever still has the id finds no memory that is somebody else's now.
+        slot.data.clear();
         self.free.push(id);
     }
 

@@ -78,6 +78,10 @@ pub struct DiskState {
 struct Trouble {
     message: Option<String>,
     logged: Option<Instant>,
+    /// Of queues that a guest breaks: it can set one up anew and break it again as fast as it likes.
+    broken_logged: Option<Instant>,
+    /// How many were broken that no line tells of yet.
+    broken: u64,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -175,6 +179,20 @@ impl DiskState {
                 "a request failed; whoever made it sees an I/O error and goes on"
             );
         }
+    }
+
+    /// Notes and logs (now and then) that a queue is stopped, as the guest has broken its ring; whether it was logged.
+    pub fn note_broken(&self, queue: usize, error: &dyn std::error::Error) -> bool {
+        let mut trouble = lock(&self.trouble);
+        if trouble.broken_logged.is_some_and(|last| last.elapsed() <= LOG_EVERY) {
+            trouble.broken += 1;
+            return false;
+        }
+        let unlogged = std::mem::take(&mut trouble.broken);
+        trouble.broken_logged = Some(Instant::now());
+        drop(trouble);
+        tracing::error!(queue, %error, unlogged, "the guest's queue is stopped");
+        true
     }
 
     /// The sum over all queues.

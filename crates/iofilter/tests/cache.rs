@@ -3,6 +3,8 @@
 
 #![allow(clippy::unwrap_used)] // a test
 
+mod waiting;
+
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -16,7 +18,7 @@ use vmseal_iofilter::backend::mem::MemDisk;
 use vmseal_iofilter::chain::{Backend, Chain, Io};
 use vmseal_iofilter::disk::{Disk, Encryption, Rest};
 use vmseal_iofilter::layer::{self, Layer};
-use vmseal_iofilter::memory::{Cursor, Segment};
+use vmseal_iofilter::memory::Segment;
 use vmseal_iofilter::request::{IoError, Operation, RequestId};
 use vmseal_secret::SecretBytes;
 
@@ -77,7 +79,7 @@ fn drain(chain: &mut Chain) -> Result<(), IoError> {
         while let Some(done) = chain.next_done() {
             result = result.and(done.result);
         }
-        thread::sleep(chain.wake_after().unwrap_or_default());
+        waiting::sleep([&*chain]);
     }
     result
 }
@@ -203,7 +205,7 @@ impl Backend for Racing {
     fn poll(&mut self, io: &mut Io<'_>) {
         for id in self.waiting.drain(..) {
             let bytes = vec![7; io.request(id).length as usize];
-            Cursor::default().scatter(&io.request(id).data, &bytes);
+            io.request(id).copy_from(0, &bytes);
             self.guest.copy_from(&[0xbd; SECTOR as usize]);
             io.complete(id, Ok(()));
         }

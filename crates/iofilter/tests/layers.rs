@@ -3,6 +3,8 @@
 
 #![allow(clippy::unwrap_used)] // a test
 
+mod waiting;
+
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -52,7 +54,7 @@ fn run(
         if let Some(done) = chain.next_done() {
             return done.result;
         }
-        std::thread::sleep(chain.wake_after().unwrap_or_default());
+        waiting::sleep([&*chain]);
     }
 }
 
@@ -89,8 +91,7 @@ fn no_more_goes_than_the_limit_has_and_all_of_it_in_the_end() {
                 done.push(begun.elapsed());
             }
         }
-        let wake = chains.iter().filter_map(Chain::wake_after).min();
-        std::thread::sleep(wake.unwrap_or_default());
+        waiting::sleep(&chains);
     }
     // However slow the machine is, it cannot be faster than the budget; two queues may each be ahead by
     // the one request that both asked for at the same instant.
@@ -134,6 +135,7 @@ fn a_chain_that_is_drained_waits_for_no_budget_and_no_delay() {
             one.result.unwrap();
             done += 1;
         }
+        waiting::sleep([&chain]);
     }
     assert_eq!(done, 20);
 }
@@ -167,7 +169,7 @@ fn what_is_delayed_comes_late_and_what_is_not_does_not() {
         while let Some(done) = chain.next_done() {
             order.push(done.tag);
         }
-        std::thread::sleep(chain.wake_after().unwrap_or_default());
+        waiting::sleep([&chain]);
     }
     let mut sorted = order.clone();
     sorted.sort_unstable();

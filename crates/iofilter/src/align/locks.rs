@@ -8,8 +8,12 @@
 //! ```
 //! A claim stops new writers and waits for those under way, so it is never starved. Nobody who holds a
 //! lock waits for another one; whoever is refused holds nothing and tries again.
+//!
+//! Who reads whole sectors takes no lock. Claims are counted, and [`SectorLocks::claims`] before and after the read
+//! says whether somebody may have modified what was read meanwhile: one load in most cases, and no store, so
+//! queues that only read do not take the counter from each other.
 
-use crate::sync::atomic::{AtomicU32, Ordering};
+use crate::sync::atomic::{AtomicU64, Ordering};
 
 /// How many counters there are; stretches this many apart share one.
 const COUNTERS: usize = 1024;
@@ -18,17 +22,23 @@ const COUNTERS: usize = 1024;
 const STRETCH: u64 = 256 * 1024;
 
 /// Set while somebody wants, or has, the stretch for itself.
-const CLAIMED: u32 = 1 << 31;
+const CLAIMED: u64 = 1 << 31;
+
+/// One more claim was made. The count begins anew after 2^32 of them, more than there are during a read.
+const CLAIM: u64 = 1 << 32;
+
+/// What is no count of claims: the claim, and those who share.
+const HELD: u64 = CLAIM - 1;
 
 /// The counters of one disk, shared by its queues.
 #[derive(Debug)]
 pub struct SectorLocks {
-    counters: Box<[AtomicU32]>,
+    counters: Box<[AtomicU64]>,
 }
 
 impl Default for SectorLocks {
     fn default() -> Self {
-        Self { counters: (0..COUNTERS).map(|_| AtomicU32::new(0)).collect() }
+        Self { counters: (0..COUNTERS).map(|_| AtomicU64::new(0)).collect() }
     }
 }
 
@@ -49,14 +59,29 @@ impl SectorLocks {
         stretches(offset, length).for_each(|index| self.leave(index));
     }
 
+    /// How often parts of the range were claimed up to now; none while one is.
+    pub fn claims(&self, offset: u64, length: u64) -> Option<u64> {
+        let mut claims = 0u64;
+        for index in stretches(offset, length) {
+            let value = self.counters[index].load(Ordering::Acquire);
+            if value & CLAIMED != 0 {
+                return None;
+            }
+            claims = claims.wrapping_add(value / CLAIM);
+        }
+        Some(claims)
+    }
+
     /// Announces that the stretch at `offset` is wanted exclusively; refused while another wants it.
     pub fn claim(&self, offset: u64) -> bool {
-        self.at(offset).fetch_or(CLAIMED, Ordering::AcqRel) & CLAIMED == 0
+        let claimed =
+            |value: u64| (value & CLAIMED == 0).then_some((value | CLAIMED).wrapping_add(CLAIM));
+        self.at(offset).fetch_update(Ordering::AcqRel, Ordering::Acquire, claimed).is_ok()
     }
 
     /// Whether the stretch that was claimed is now free of others.
     pub fn is_exclusive(&self, offset: u64) -> bool {
-        self.at(offset).load(Ordering::Acquire) == CLAIMED
+        self.at(offset).load(Ordering::Acquire) & HELD == CLAIMED
     }
 
     /// Gives back what [`Self::claim`] took.
@@ -64,18 +89,18 @@ impl SectorLocks {
         self.at(offset).fetch_and(!CLAIMED, Ordering::Release);
     }
 
-    fn at(&self, offset: u64) -> &AtomicU32 {
+    fn at(&self, offset: u64) -> &AtomicU64 {
         &self.counters[(offset / STRETCH) as usize % COUNTERS]
     }
 
     fn enter(&self, index: usize) -> bool {
-        let free = |value: u32| (value & CLAIMED == 0).then_some(value + 1);
+        let free = |value: u64| (value & CLAIMED == 0).then_some(value + 1);
         self.counters[index].fetch_update(Ordering::AcqRel, Ordering::Acquire, free).is_ok()
     }
 
     fn leave(&self, index: usize) {
         let before = self.counters[index].fetch_sub(1, Ordering::Release);
-        debug_assert_ne!(before & !CLAIMED, 0, "released more often than taken");
+        debug_assert_ne!(before & HELD & !CLAIMED, 0, "released more often than taken");
     }
 }
 
@@ -107,7 +132,25 @@ mod tests {
         locks.release_exclusive(STRETCH);
         assert!(locks.try_shared(0, STRETCH * COUNTERS as u64 * 5), "larger than the table");
         locks.release_shared(0, STRETCH * COUNTERS as u64 * 5);
-        assert!(locks.counters.iter().all(|counter| counter.load(Ordering::Relaxed) == 0));
+        assert!(locks.counters.iter().all(|counter| counter.load(Ordering::Relaxed) & HELD == 0));
+    }
+
+    #[test]
+    fn who_reads_learns_of_claims_before_and_during_the_read_and_of_no_others() {
+        let locks = SectorLocks::default();
+        let (at, length) = (STRETCH - 4096, 8192);
+        let before = locks.claims(at, length);
+        assert!(before.is_some() && locks.try_shared(at, length));
+        locks.release_shared(at, length);
+        assert!(locks.claim(STRETCH * 3));
+        assert_eq!(locks.claims(at, length), before, "elsewhere");
+        for claimed in [0, STRETCH] {
+            let before = locks.claims(at, length);
+            assert!(locks.claim(claimed));
+            assert_eq!(locks.claims(at, length), None, "under way");
+            locks.release_exclusive(claimed);
+            assert_ne!(locks.claims(at, length), before, "over");
+        }
     }
 
     #[test]
@@ -116,6 +159,6 @@ mod tests {
         assert!(locks.claim(STRETCH * 2));
         assert!(!locks.try_shared(0, STRETCH * 4));
         locks.release_exclusive(STRETCH * 2);
-        assert!(locks.counters.iter().all(|counter| counter.load(Ordering::Relaxed) == 0));
+        assert!(locks.counters.iter().all(|counter| counter.load(Ordering::Relaxed) & HELD == 0));
     }
 }

@@ -1,7 +1,8 @@
 //! The filter that turns what guests ask for, 512-byte blocks in memory of any alignment, into what
 //! the layers below can do: whole blocks (4096 bytes under `crypt`), in aligned memory.
 //!
-//! A request that fits already is passed as it is; a write takes the shared lock meanwhile. Any other
+//! A request that fits already is passed as it is; a write takes the shared lock meanwhile, a read only where somebody
+//! modifies a block of the same stretch, or did while it was under way: then it is done again. Any other request
 //! is done piece by piece, one after the other, each piece in one of these ways:
 //! ```text
 //!            buffer?   lock?       children
@@ -14,7 +15,8 @@
 //! ```
 //! The buffer comes first: whoever waits for a lock has all else it needs, so those who have locks
 //! finish. Reads of part of a block take the shared lock, so that they never see a block half written
-//! by a change to its other part (a hole that is being filled would decrypt to noise).
+//! by a change to its other part (a hole that is being filled would decrypt to noise). Reads of whole blocks see that
+//! afterwards, from the count of claims, and cost a load or two otherwise (docs/decisions/051).
 //!
 //! A block is rewritten by one aligned write, so a crash leaves its neighbours alone.
 
@@ -85,6 +87,8 @@ pub struct Align {
     locks: Arc<SectorLocks>,
     pool: Pool,
     jobs: Vec<Option<Job>>,
+    /// How often the stretches of a read that was passed had been claimed before it.
+    claims: Vec<u64>,
     waiting: VecDeque<RequestId>,
 }
 
@@ -107,6 +111,7 @@ impl Align {
             locks,
             pool: Pool::new(pool_bytes)?,
             jobs: Vec::new(),
+            claims: Vec::new(),
             waiting: VecDeque::new(),
         })
     }
@@ -163,6 +168,35 @@ impl Align {
         })
     }
 
+    /// Whether somebody modified what a read that was passed has brought.
+    fn may_be_torn(&self, id: RequestId, io: &Io<'_>) -> bool {
+        let request = io.request(id);
+        let claims = || self.locks.claims(request.offset, request.length);
+        request.operation == Operation::Read && claims() != Some(self.claims[id.index()])
+    }
+
+    /// Serves a request under the locks.
+    fn take_on(&mut self, id: RequestId, fits: bool, io: &mut Io<'_>) {
+        let request = io.request(id);
+        let (operation, offset, length) = (request.operation, request.offset, request.length);
+        let piece = Piece { way: Way::Whole, start: offset, length, until: offset + length };
+        self.jobs[id.index()] = Some(Job {
+            operation,
+            position: offset,
+            end: offset + length,
+            cursor: Cursor::default(),
+            piece,
+            buffer: None,
+            held: Held::Nothing,
+        });
+        if !fits {
+            self.advance(id, io);
+        } else if !self.start(id, io) {
+            io.hold(id);
+            self.waiting.push_back(id);
+        }
+    }
+
     /// Goes on with the next piece, or completes the request.
     fn advance(&mut self, id: RequestId, io: &mut Io<'_>) {
         let memory_fits = io.request(id).data.aligned_to(self.memory);
@@ -174,6 +208,7 @@ impl Align {
                     job.piece = piece;
                 }
                 if !self.start(id, io) {
+                    io.hold(id);
                     self.waiting.push_back(id);
                 }
             }
@@ -217,11 +252,12 @@ impl Align {
             }
             None => {}
             Some(buffer) => {
-                let segment = self.pool.segment(buffer).part(0, piece.length as usize);
+                let length = piece.length as usize;
                 if piece.way == Way::Gather {
+                    let segment = self.pool.segment(buffer).part(0, length);
                     copy(&mut job.cursor, id, segment, Direction::FromGuest, io);
                 }
-                io.add_segment(child, segment);
+                io.lend(child, &self.pool, buffer, length);
             }
         }
         io.pass(child);
@@ -245,8 +281,7 @@ impl Align {
                     self.finish(id, Err(IoError::Overload), io);
                     return false;
                 };
-                let whole = self.pool.segment(buffer).part(0, piece.length as usize);
-                io.add_segment(child, whole);
+                io.lend(child, &self.pool, buffer, piece.length as usize);
                 io.pass(child);
                 return false;
             }
@@ -352,6 +387,7 @@ impl Filter for Align {
 
     fn prepare(&mut self, capacity: usize) {
         self.jobs.resize_with(capacity, || None);
+        self.claims.resize(capacity, 0);
         self.waiting.reserve(capacity);
     }
 
@@ -359,24 +395,17 @@ impl Filter for Align {
         let request = io.request(id);
         let (operation, offset, length) = (request.operation, request.offset, request.length);
         let fits = self.fits(id, io);
-        if operation == Operation::Flush || (fits && !operation.changes()) {
+        if operation == Operation::Flush {
             return io.pass(id);
         }
-        let piece = Piece { way: Way::Whole, start: offset, length, until: offset + length };
-        self.jobs[id.index()] = Some(Job {
-            operation,
-            position: offset,
-            end: offset + length,
-            cursor: Cursor::default(),
-            piece,
-            buffer: None,
-            held: Held::Nothing,
-        });
-        if !fits {
-            self.advance(id, io);
-        } else if !self.start(id, io) {
-            self.waiting.push_back(id);
+        if fits
+            && operation == Operation::Read
+            && let Some(claims) = self.locks.claims(offset, length)
+        {
+            self.claims[id.index()] = claims;
+            return io.pass(id);
         }
+        self.take_on(id, fits, io);
     }
 
     fn up(&mut self, id: RequestId, io: &mut Io<'_>) {
@@ -384,6 +413,7 @@ impl Filter for Align {
         let Some(parent) = io.parent(id) else {
             match &self.jobs[id.index()] {
                 Some(_) => self.finish(id, result, io),
+                None if result.is_ok() && self.may_be_torn(id, io) => self.take_on(id, true, io),
                 None => io.complete(id, result),
             }
             return self.retry(io);

@@ -5,11 +5,18 @@
 //! kernel worker, so [`super::sync`] is used; else [`super::uring`], unless the kernel refuses to make a
 //! ring.
 //!
-//! A regular file that someone truncates while it is in use must not be made longer again by the next
-//! write behind its new end: what was cut off would read as zeroes. So its length is looked at before
-//! anything but a read, once a pass of the queue ([`Intact`]); an image that is too short then refuses
-//! all of them. No system call writes only below the end of a file, so what is under way when the file
-//! is cut can still extend it.
+//! A regular file that someone truncates while it is in use must not become an image with zeroes where data was: a
+//! write behind the new end would make it longer again. So its length is looked at ([`Intact`]), and an image that
+//! was found too short once refuses everything until it is opened again (reads too, if it was changed: what then lies
+//! between its new end and the change may be zeroes of ours):
+//! ```text
+//!   before a change        if the last look is LOOK_EVERY ago
+//!   before a change that reaches the disk's end, the only one that can make the file as long as before
+//!   after each flush       before it is answered: what it covers is in a file that was not cut
+//!   before a read          never: a read behind the end says so itself
+//! ```
+//! No system call writes only below the end of a file, so what is under way when the file is cut, and changes
+//! for [`LOOK_EVERY`] after, can still extend it; no flush after the cut is ever good.
 //!
 //! O_DIRECT is set on the open file description that was passed in, so its other holders get it too.
 
@@ -19,6 +26,7 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
@@ -28,12 +36,16 @@ use vmseal_api::filter::Direct;
 use crate::backend::sync::SyncFile;
 use crate::backend::uring::UringFile;
 use crate::chain::Backend;
-use crate::request::{IoError, Operation};
+use crate::request::{IoError, Request};
 use crate::source::{Extent, raw_extent};
 
 /// hugetlbfs and ramfs (linux/magic.h); tmpfs is in nix.
 const HUGETLBFS_MAGIC: i64 = 0x958_458f6;
 const RAMFS_MAGIC: i64 = 0x8584_58f6;
+
+/// How old the last look at a file's length may be when it is changed: long against a look, however small the writes
+/// are, and short against the time that anybody has to notice what he did.
+const LOOK_EVERY: Duration = Duration::from_micros(200);
 
 /// What direct I/O needs where the kernel does not say: the block of nearly every device.
 const DIRECT_ALIGNMENT: u32 = 4096;
@@ -91,6 +103,12 @@ pub struct Target {
     direct: bool,
     /// Set when a flush has failed; see [`Target::flushed`].
     lost: AtomicBool,
+    /// Whether a process serves the file.
+    pub(super) fuse: bool,
+    /// Set when the file was found shorter than the disk.
+    cut: AtomicBool,
+    /// Set when it was changed through this.
+    changed: AtomicBool,
 }
 
 /// An open disk, from which each queue gets its backend.
@@ -116,7 +134,8 @@ impl FileDisk {
     ) -> Result<Self, OpenError> {
         let end = check_length(&fd, offset, size)?;
         check_mode(&fd, read_only)?;
-        let in_memory = in_memory(&fd).map_err(OpenError::Look)?;
+        let kind = file_system(&fd).map_err(OpenError::Look)?;
+        let in_memory = is_in_memory(kind);
         let direct = match direct {
             Direct::Off => false,
             Direct::On => set_direct(&fd).map(|()| true).map_err(OpenError::Direct)?,
@@ -126,9 +145,8 @@ impl FileDisk {
         if !offset.is_multiple_of(u64::from(block)) {
             return Err(OpenError::Offset { offset, block });
         }
-        let (punches, zeroes) = (AtomicBool::new(true), AtomicBool::new(true));
-        let target =
-            Target { fd, offset, end, punches, zeroes, direct, lost: AtomicBool::new(false) };
+        let fuse = kind == nix::sys::statfs::FUSE_SUPER_MAGIC;
+        let target = Target { offset, end, direct, fuse, ..Target::whole(fd) };
         Ok(Self { target: Arc::new(target), in_memory, block, memory })
     }
 
@@ -154,6 +172,11 @@ impl FileDisk {
     /// failed one need not fail those that follow.
     pub fn forget_failed_flush(&self) {
         self.target.lost.store(false, Ordering::Release);
+    }
+
+    /// Whoever alone writes to the file will write all of it again, should it have its length again.
+    pub fn forget_cut(&self) {
+        self.target.cut.store(false, Ordering::Relaxed);
     }
 
     /// Whether the other one is of the same file.
@@ -222,8 +245,10 @@ impl Target {
     /// All of a file, by way of the page cache, however long it is.
     pub(super) fn whole(fd: OwnedFd) -> Self {
         let (punches, zeroes) = (AtomicBool::new(true), AtomicBool::new(true));
-        let lost = AtomicBool::new(false);
-        Self { fd, offset: 0, end: None, punches, zeroes, direct: false, lost }
+        let (lost, cut) = (AtomicBool::new(false), AtomicBool::new(false));
+        let changed = AtomicBool::new(false);
+        let (offset, end, direct, fuse) = (0, None, false, false);
+        Self { fd, offset, end, punches, zeroes, direct, lost, fuse, cut, changed }
     }
 
     /// Whether a flush has failed, and what was written before it may be lost for good.
@@ -242,45 +267,88 @@ impl Target {
 
     /// What a flush comes to that the kernel has answered. Where one fails, the kernel drops from the page
     /// cache what it could not write, says so once, and to one of those who ask; so from then on no flush
-    /// of the disk is good, whoever asks for it. Without a page cache each flush speaks for itself.
+    /// of the disk is good, whoever asks for it. Without a page cache each flush speaks for itself. Nor is one good
+    /// after which the file is too short: what it was to cover may be what was cut off.
     pub(super) fn flushed(&self, answer: Result<(), IoError>) -> Result<(), IoError> {
         if answer.is_err() && !self.direct {
             self.lost.store(true, Ordering::Release);
         }
         answer?;
-        if self.lost.load(Ordering::Acquire) { Err(IoError::Lost) } else { Ok(()) }
+        if self.lost.load(Ordering::Acquire) {
+            return Err(IoError::Lost);
+        }
+        self.intact()
     }
 
     /// Whether the file still has all of the disk.
     fn intact(&self) -> Result<(), IoError> {
         let Some(end) = self.end else { return Ok(()) };
+        if self.cut.load(Ordering::Relaxed) {
+            return Err(IoError::Truncated);
+        }
         let stat =
             nix::sys::stat::fstat(&self.fd).map_err(|error| IoError::Device(error as i32))?;
-        if stat.st_size >= 0 && stat.st_size as u64 >= end {
-            Ok(())
-        } else {
-            Err(IoError::Truncated)
+        let has = u64::try_from(stat.st_size).unwrap_or(0);
+        if has >= end {
+            return Ok(());
         }
+        if !self.cut.swap(true, Ordering::Relaxed) {
+            tracing::error!(has, needs = end, "the image was truncated while it is in use");
+        }
+        Err(IoError::Truncated)
+    }
+
+    /// Whether a change would make a file that was cut as long as it is to be.
+    fn reaches_end(&self, request: &Request) -> bool {
+        let behind = self.offset + request.offset + request.length;
+        request.operation.changes() && self.end.is_some_and(|end| behind >= end)
     }
 }
 
-/// What the first look of a pass at the file's length said.
+/// What one queue knows of the file's length; see the module.
 #[derive(Debug, Default)]
-pub(super) struct Intact(Option<Result<(), IoError>>);
+pub(super) struct Intact {
+    looked: Option<Instant>,
+    /// Whether the look is recent enough for this pass of the queue, which is shorter than a look at the clock.
+    recent: bool,
+}
 
 impl Intact {
-    /// Whether the request may go to the file: a read may, as it never makes the file longer and says
-    /// itself when it is too short.
-    pub(super) fn allows(&mut self, target: &Target, operation: Operation) -> Result<(), IoError> {
-        if operation == Operation::Read {
+    /// Whether the request may go to the file.
+    pub(super) fn allows(&mut self, target: &Target, request: &Request) -> Result<(), IoError> {
+        let changes = request.operation.changes();
+        if target.cut.load(Ordering::Relaxed) && (changes || target.changed.load(Ordering::Relaxed))
+        {
+            return Err(IoError::Truncated);
+        }
+        if target.end.is_none() || !changes {
             return Ok(());
         }
-        *self.0.get_or_insert_with(|| target.intact())
+        if target.reaches_end(request) {
+            target.intact()?;
+        } else if !self.recent {
+            self.look(target)?;
+        }
+        if !target.changed.load(Ordering::Relaxed) {
+            target.changed.store(true, Ordering::Relaxed);
+        }
+        Ok(())
     }
 
-    /// The next pass looks again.
-    pub(super) fn forget(&mut self) {
-        self.0 = None;
+    /// Looks at the file's length, unless that was done just now.
+    fn look(&mut self, target: &Target) -> Result<(), IoError> {
+        let now = Instant::now();
+        if self.looked.is_none_or(|looked| now - looked >= LOOK_EVERY) {
+            target.intact()?;
+            self.looked = Some(now);
+        }
+        self.recent = true;
+        Ok(())
+    }
+
+    /// The next pass looks at the clock again.
+    pub(super) fn next_pass(&mut self) {
+        self.recent = false;
     }
 }
 
@@ -310,10 +378,12 @@ pub(super) fn check_mode(fd: &OwnedFd, read_only: bool) -> Result<(), OpenError>
     if read_only || writable { Ok(()) } else { Err(OpenError::NotWritable) }
 }
 
-fn in_memory(fd: &OwnedFd) -> io::Result<bool> {
-    let kind: FsType = fstatfs(fd.as_fd())?.filesystem_type();
-    Ok(kind == nix::sys::statfs::TMPFS_MAGIC
-        || matches!(kind.0 as i64, HUGETLBFS_MAGIC | RAMFS_MAGIC))
+fn file_system(fd: &OwnedFd) -> io::Result<FsType> {
+    Ok(fstatfs(fd.as_fd())?.filesystem_type())
+}
+
+fn is_in_memory(kind: FsType) -> bool {
+    kind == nix::sys::statfs::TMPFS_MAGIC || matches!(kind.0, HUGETLBFS_MAGIC | RAMFS_MAGIC)
 }
 
 fn set_direct(fd: &OwnedFd) -> io::Result<()> {
@@ -396,9 +466,7 @@ mod tests {
     #[test]
     fn a_flush_is_answered_by_the_kernel_and_nobody_else() {
         let flushed = |fd: OwnedFd, in_memory| {
-            let (punches, zeroes) = (AtomicBool::new(true), AtomicBool::new(true));
-            let lost = AtomicBool::new(false);
-            let target = Target { fd, offset: 0, end: None, punches, zeroes, direct: true, lost };
+            let target = Target { direct: true, ..Target::whole(fd) };
             let disk = FileDisk { target: Arc::new(target), in_memory, block: 512, memory: 1 };
             let mut chain = Chain::new(4096, false, Vec::new(), disk.queue());
             assert_eq!(chain.wait_handle().is_none(), in_memory, "the other engine is tested");
@@ -416,9 +484,7 @@ mod tests {
         let device = Err(IoError::Device(libc::EIO));
         for direct in [false, true] {
             let fd = OwnedFd::from(tempfile::tempfile().unwrap());
-            let (punches, zeroes) = (AtomicBool::new(true), AtomicBool::new(true));
-            let lost = AtomicBool::new(false);
-            let target = Target { fd, offset: 0, end: None, punches, zeroes, direct, lost };
+            let target = Target { direct, ..Target::whole(fd) };
             assert_eq!(target.flushed(Ok(())), Ok(()));
             assert_eq!(target.flushed(device), device);
             let next = if direct { Ok(()) } else { Err(IoError::Lost) };

@@ -23,28 +23,33 @@ impl SyncFile {
 
     fn perform(&mut self, request: &Request) -> Result<(), IoError> {
         let (offset, length) = (request.offset, request.length);
-        self.intact.allows(&self.target, request.operation)?;
+        self.intact.allows(&self.target, request)?;
         match request.operation {
-            Operation::Read | Operation::Write => self.transfer(request),
+            Operation::Read | Operation::Write => transfer(&self.target, request, &mut self.rest),
             Operation::Flush => flush(&self.target),
             Operation::Discard => discard(&self.target, offset, length),
             Operation::WriteZeroes { unmap } => zero(&self.target, offset, length, unmap),
         }
     }
+}
 
-    fn transfer(&mut self, request: &Request) -> Result<(), IoError> {
-        let write = request.operation == Operation::Write;
-        let at = self.target.offset + request.offset;
-        let mut done = once(&self.target, write, at, request.data.as_slice())?;
-        while done < request.data.bytes() {
-            let mut cursor = Cursor::default();
-            cursor.skip(&request.data, done);
-            self.rest.clear();
-            self.rest.push_from(&request.data, &mut cursor, request.data.bytes() - done);
-            done += once(&self.target, write, at + done as u64, self.rest.as_slice())?;
-        }
-        Ok(())
+/// Reads or writes all of a request; `rest` is for the list of what a call has left.
+pub(super) fn transfer(
+    target: &Target,
+    request: &Request,
+    rest: &mut Segments,
+) -> Result<(), IoError> {
+    let write = request.operation == Operation::Write;
+    let at = target.offset + request.offset;
+    let mut done = once(target, write, at, request.data.as_slice())?;
+    while done < request.data.bytes() {
+        let mut cursor = Cursor::default();
+        cursor.skip(&request.data, done);
+        rest.clear();
+        rest.push_from(&request.data, &mut cursor, request.data.bytes() - done);
+        done += once(target, write, at + done as u64, rest.as_slice())?;
     }
+    Ok(())
 }
 
 impl Backend for SyncFile {
@@ -56,7 +61,7 @@ impl Backend for SyncFile {
     }
 
     fn poll(&mut self, _io: &mut Io<'_>) {
-        self.intact.forget();
+        self.intact.next_pass();
     }
 
     fn wait_handle(&self) -> Option<BorrowedFd<'_>> {

@@ -1,20 +1,29 @@
 //! The file engine on io_uring: one ring per queue, the file registered.
 //!
 //! ```text
-//!  submit: entry into the submission queue        poll: one io_uring_enter, then reap
-//!  In flight --whole--> complete     --short--> In flight again with the rest
+//!  submit: entry into the submission queue     poll: io_uring_enter, reap, until nothing is left to hand over
+//!  In flight --whole--> complete     --short, EINTR, EAGAIN--> Again --next round of poll--> In flight
 //!            --0 of a read--> truncated            --not supported (fallocate)--> done synchronously
 //! ```
 //! A request's memory and its list of segments stay in place until its completion is reaped: the chain
 //! keeps the slot, and `rest` is only rewritten between two submissions of the same request.
 //!
+//! Whoever owns the chain sleeps until the ring is readable, and it is readable only for what the kernel has.
+//! So `poll` leaves nothing that the kernel does not have, unless it also says after how long it is to be called
+//! again ([`Backend::wake_after`]): when `io_uring_enter` fails, and when a request makes no progress.
+//!
+//! The data of FUSE files is not moved by the ring: when a read of one, or a direct write, comes back short, the kernel
+//! moves the rest by itself, from or to the wrong place in the file, and says that all is well (docs/decisions/052).
+//!
 //! What a ring does passes by the filter of system calls, so each is restricted before it is enabled: to
 //! these four operations, on the file that is registered, and nothing can be registered after.
 
+use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use io_uring::register::Restriction;
 use io_uring::{IoUring, opcode, squeue, types};
@@ -31,22 +40,92 @@ const ENTRIES: u32 = 256;
 /// The index of the only registered file.
 const FILE: types::Fixed = types::Fixed(0);
 
+/// How often in one call of `poll` requests are handed over: a file that gives a page at a time is not to keep
+/// the queue's thread from its other work.
+const ROUNDS: usize = 16;
+
+/// How soon to try again what failed without progress: long against a system call, short against a guest's patience.
+const RETRY: Duration = Duration::from_millis(1);
+
+/// How often in a row a request is tried again without progress: half a minute, as a guest waits for a disk.
+const TRIES_MAX: u32 = 30_000;
+
+/// How often the end of an engine tries to learn of what the kernel still does, [`RETRY`] apart, when
+/// `io_uring_enter` fails for good.
+const LAST_TRIES: u32 = 1000;
+
+/// The part of a ring that the engine uses; tests have their own, behind which requests end as the test says.
+pub trait Ring: Send {
+    /// Puts an entry into the submission queue; false if that is full.
+    ///
+    /// # Safety
+    /// The memory that the entry names stays valid until its completion.
+    unsafe fn push(&mut self, entry: &squeue::Entry) -> bool;
+
+    /// Whether `enter` has anything to do: entries that the kernel does not have, or completions that it holds
+    /// back as there was no room for them.
+    fn is_behind(&mut self) -> bool;
+
+    /// Hands all entries over, and waits for so many completions.
+    fn enter(&mut self, completions: usize) -> io::Result<usize>;
+
+    /// Takes the completions that are there.
+    fn reap(&mut self, into: &mut Vec<(u64, i32)>);
+
+    /// Readable when there are completions.
+    fn event(&self) -> BorrowedFd<'_>;
+}
+
+impl Ring for IoUring {
+    unsafe fn push(&mut self, entry: &squeue::Entry) -> bool {
+        // SAFETY: the caller's promise.
+        unsafe { self.submission().push(entry) }.is_ok()
+    }
+
+    fn is_behind(&mut self) -> bool {
+        let submission = self.submission();
+        !submission.is_empty() || submission.cq_overflow()
+    }
+
+    fn enter(&mut self, completions: usize) -> io::Result<usize> {
+        self.submit_and_wait(completions)
+    }
+
+    fn reap(&mut self, into: &mut Vec<(u64, i32)>) {
+        into.extend(self.completion().map(|entry| (entry.user_data(), entry.result())));
+    }
+
+    fn event(&self) -> BorrowedFd<'_> {
+        self.as_fd()
+    }
+}
+
 /// A request in flight.
 #[derive(Debug, Default)]
 struct Flight {
     id: Option<RequestId>,
     done: usize,
+    /// How often in a row it came back without progress.
+    tries: u32,
     rest: Segments,
 }
 
 /// See the module.
-pub struct UringFile {
-    ring: IoUring,
+pub struct UringFile<R: Ring = IoUring> {
+    ring: R,
     target: Arc<Target>,
     intact: Intact,
     flights: Vec<Flight>,
+    /// Requests that were submitted and are not completed.
     in_flight: usize,
+    /// Those of them that the ring does not have: to be handed over in the next round.
+    again: VecDeque<RequestId>,
     finished: Vec<(u64, i32)>,
+    /// Whether a request has moved data or ended since this was cleared.
+    progress: bool,
+    wake_after: Option<Duration>,
+    /// Whether `io_uring_enter` failed the last time: said once.
+    failing: bool,
 }
 
 impl UringFile {
@@ -57,8 +136,24 @@ impl UringFile {
             ring.submitter().register_files(&[target.fd.as_raw_fd()])?;
             Ok::<_, io::Error>(ring)
         })?;
-        let (intact, flights, finished) = (Intact::default(), Vec::new(), Vec::new());
-        Ok(Self { ring, target, intact, flights, in_flight: 0, finished })
+        Ok(Self::over(ring, target))
+    }
+}
+
+impl<R: Ring> UringFile<R> {
+    fn over(ring: R, target: Arc<Target>) -> Self {
+        Self {
+            ring,
+            target,
+            intact: Intact::default(),
+            flights: Vec::new(),
+            in_flight: 0,
+            again: VecDeque::new(),
+            finished: Vec::new(),
+            progress: false,
+            wake_after: None,
+            failing: false,
+        }
     }
 
     fn entry(&self, request: &Request, id: RequestId) -> squeue::Entry {
@@ -82,66 +177,117 @@ impl UringFile {
         entry.user_data(id.index() as u64)
     }
 
-    fn push(&mut self, id: RequestId, io: &mut Io<'_>) {
+    /// Puts a request into the submission queue, or in line for it.
+    fn push(&mut self, id: RequestId, io: &Io<'_>) {
         let entry = self.entry(io.request(id), id);
+        self.flights[id.index()].id = Some(id);
         // SAFETY: the entry's memory stays valid until its completion; see the module.
-        while unsafe { self.ring.submission().push(&entry) }.is_err() {
-            if let Err(error) = self.ring.submit()
-                && !passing(&error)
-            {
-                let errno = error.raw_os_error().unwrap_or(libc::EIO);
-                return io.complete(id, Err(IoError::Device(errno)));
+        let pushed = self.again.is_empty() && unsafe { self.ring.push(&entry) };
+        if !pushed {
+            self.again.push_back(id);
+        }
+    }
+
+    /// Moves what is in line into the submission queue, as much as has room.
+    fn push_again(&mut self, io: &Io<'_>) {
+        while let Some(&id) = self.again.front() {
+            let entry = self.entry(io.request(id), id);
+            // SAFETY: the entry's memory stays valid until its completion; see the module.
+            if !unsafe { self.ring.push(&entry) } {
+                return;
+            }
+            self.again.pop_front();
+        }
+    }
+
+    /// Hands over what the kernel does not have.
+    fn enter(&mut self) {
+        if !self.ring.is_behind() {
+            return;
+        }
+        match self.ring.enter(0) {
+            Ok(_) => self.failing = false,
+            Err(error) if passing(&error) => {}
+            Err(error) => {
+                if !std::mem::replace(&mut self.failing, true) {
+                    tracing::error!(%error, "io_uring_enter failed; tried again until it works");
+                }
             }
         }
-        self.flights[id.index()].id = Some(id);
-        self.in_flight += 1;
+    }
+
+    /// Deals with all completions that are there.
+    fn reap(&mut self, io: &mut Io<'_>) {
+        let mut finished = std::mem::take(&mut self.finished);
+        self.ring.reap(&mut finished);
+        for (index, answer) in finished.drain(..) {
+            self.reaped(index, answer, io);
+        }
+        self.finished = finished;
     }
 
     /// Deals with a completion.
     fn reaped(&mut self, index: u64, answer: i32, io: &mut Io<'_>) {
         let Some(flight) = self.flights.get_mut(index as usize) else { return };
         let Some(id) = flight.id.take() else { return };
-        self.in_flight -= 1;
         let request = io.request(id);
         match request.operation {
+            _ if matches!(-answer, libc::EINTR | libc::EAGAIN) => self.try_again(id, answer, io),
             Operation::Read | Operation::Write => self.moved(id, answer, io),
-            _ if matches!(-answer, libc::EINTR | libc::EAGAIN) => self.push(id, io),
             Operation::Flush => {
                 let answer = if answer < 0 { Err(IoError::from_errno(-answer)) } else { Ok(()) };
-                io.complete(id, self.target.flushed(answer));
+                self.end(id, self.target.flushed(answer), io);
             }
-            _ if answer >= 0 => io.complete(id, Ok(())),
+            _ if answer >= 0 => self.end(id, Ok(()), io),
             Operation::Discard | Operation::WriteZeroes { .. } => {
                 let result = self.fall_back(request, -answer);
-                io.complete(id, result);
+                self.end(id, result, io);
             }
         }
+    }
+
+    fn end(&mut self, id: RequestId, result: Result<(), IoError>, io: &mut Io<'_>) {
+        self.in_flight -= 1;
+        self.progress = true;
+        io.complete(id, result);
+    }
+
+    /// A request came back as it was.
+    fn try_again(&mut self, id: RequestId, answer: i32, io: &mut Io<'_>) {
+        let flight = &mut self.flights[id.index()];
+        flight.tries += 1;
+        if flight.tries > TRIES_MAX {
+            return self.end(id, Err(IoError::from_errno(-answer)), io);
+        }
+        flight.id = Some(id);
+        self.again.push_back(id);
     }
 
     fn moved(&mut self, id: RequestId, answer: i32, io: &mut Io<'_>) {
         let request = io.request(id);
         let write = request.operation == Operation::Write;
-        match answer {
-            0 => {
-                let why = if write { IoError::NoSpace } else { IoError::Truncated };
-                io.complete(id, Err(why));
-            }
+        let result = match answer {
+            0 if write => Err(IoError::NoSpace),
+            0 => Err(IoError::Truncated),
             moved if moved > 0 => {
                 let flight = &mut self.flights[id.index()];
                 flight.done += moved as usize;
+                flight.tries = 0;
                 let total = request.data.bytes();
-                if flight.done >= total {
-                    return io.complete(id, Ok(()));
+                if flight.done < total {
+                    let mut cursor = Cursor::default();
+                    cursor.skip(&request.data, flight.done);
+                    flight.rest.clear();
+                    flight.rest.push_from(&request.data, &mut cursor, total - flight.done);
+                    flight.id = Some(id);
+                    self.progress = true;
+                    return self.again.push_back(id);
                 }
-                let mut cursor = Cursor::default();
-                cursor.skip(&request.data, flight.done);
-                flight.rest.clear();
-                flight.rest.push_from(&request.data, &mut cursor, total - flight.done);
-                self.push(id, io);
+                Ok(())
             }
-            _ if matches!(-answer, libc::EINTR | libc::EAGAIN) => self.push(id, io),
-            _ => io.complete(id, Err(IoError::from_errno(-answer))),
-        }
+            _ => Err(IoError::from_errno(-answer)),
+        };
+        self.end(id, result, io);
     }
 
     /// Does without the kind of `fallocate` that failed, if it is one that the file system lacks.
@@ -187,24 +333,33 @@ fn passing(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::EINTR | libc::EAGAIN | libc::EBUSY))
 }
 
-impl Backend for UringFile {
+impl<R: Ring> Backend for UringFile<R> {
     fn prepare(&mut self, capacity: usize) {
         self.flights.resize_with(capacity, Flight::default);
+        self.again.reserve(capacity);
         self.finished.reserve(capacity);
     }
 
     fn submit(&mut self, id: RequestId, io: &mut Io<'_>) {
         let operation = io.request(id).operation;
-        if let Err(refusal) = self.intact.allows(&self.target, operation) {
+        if let Err(refusal) = self.intact.allows(&self.target, io.request(id)) {
             return io.complete(id, Err(refusal));
         }
-        self.flights[id.index()].done = 0;
+        let flight = &mut self.flights[id.index()];
+        (flight.done, flight.tries) = (0, 0);
+        if self.target.fuse && matches!(operation, Operation::Read | Operation::Write) {
+            let result = sync::transfer(&self.target, io.request(id), &mut flight.rest);
+            return io.complete(id, result);
+        }
         let flag = match operation {
-            Operation::Discard | Operation::WriteZeroes { unmap: true } => &self.target.punches,
-            Operation::WriteZeroes { unmap: false } => &self.target.zeroes,
-            _ => return self.push(id, io),
+            Operation::Discard | Operation::WriteZeroes { unmap: true } => {
+                Some(&self.target.punches)
+            }
+            Operation::WriteZeroes { unmap: false } => Some(&self.target.zeroes),
+            Operation::Read | Operation::Write | Operation::Flush => None,
         };
-        if flag.load(Ordering::Relaxed) {
+        if flag.is_none_or(|flag| flag.load(Ordering::Relaxed)) {
+            self.in_flight += 1;
             self.push(id, io);
         } else {
             let result = self.without(io.request(id));
@@ -213,70 +368,64 @@ impl Backend for UringFile {
     }
 
     fn poll(&mut self, io: &mut Io<'_>) {
-        self.intact.forget();
+        self.intact.next_pass();
+        self.wake_after = None;
         if self.in_flight == 0 {
             return;
         }
-        if !self.ring.submission().is_empty()
-            && let Err(error) = self.ring.submit()
-            && !passing(&error)
-        {
-            tracing::error!(%error, "io_uring_enter failed; requests wait for the next pass");
+        self.progress = true;
+        for _ in 0..ROUNDS {
+            self.push_again(io);
+            self.enter();
+            let before = std::mem::replace(&mut self.progress, false);
+            self.reap(io);
+            if self.again.is_empty() && !self.ring.is_behind() {
+                return;
+            }
+            if !before && !self.progress {
+                break;
+            }
         }
-        let mut finished = std::mem::take(&mut self.finished);
-        finished.extend(self.ring.completion().map(|entry| (entry.user_data(), entry.result())));
-        for (index, answer) in finished.drain(..) {
-            self.reaped(index, answer, io);
-        }
-        self.finished = finished;
+        self.wake_after = Some(if self.progress { Duration::ZERO } else { RETRY });
     }
 
     fn wait_handle(&self) -> Option<BorrowedFd<'_>> {
-        Some(self.ring.as_fd())
+        Some(self.ring.event())
+    }
+
+    fn wake_after(&self) -> Option<Duration> {
+        self.wake_after
+    }
+
+    fn finish(&mut self) -> bool {
+        let mut in_ring = self.in_flight - self.again.len();
+        (self.in_flight, self.again) = (0, VecDeque::new());
+        let mut tries = 0;
+        while in_ring > 0 {
+            let entered = self.ring.enter(1);
+            self.finished.clear();
+            self.ring.reap(&mut self.finished);
+            in_ring -= self.finished.len().min(in_ring);
+            if let Err(error) = entered
+                && !passing(&error)
+            {
+                tries += 1;
+                if tries > LAST_TRIES {
+                    tracing::error!(%error, requests = in_ring, "requests cannot be waited for; their memory is kept");
+                    return false;
+                }
+                std::thread::sleep(RETRY);
+            }
+        }
+        true
     }
 }
 
-impl Drop for UringFile {
-    /// The kernel may still write into requests' memory: wait for it.
+impl<R: Ring> Drop for UringFile<R> {
     fn drop(&mut self) {
-        while self.in_flight > 0 {
-            match self.ring.submit_and_wait(1) {
-                Err(error) if !passing(&error) => return,
-                _ => self.in_flight -= self.ring.completion().count().min(self.in_flight),
-            }
-        }
+        self.finish();
     }
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn answer(ring: &mut IoUring, entry: &squeue::Entry) -> i32 {
-        // SAFETY: the entries of these tests name no memory that goes away before their answer.
-        unsafe { ring.submission().push(entry).unwrap() };
-        ring.submit_and_wait(1).unwrap();
-        ring.completion().next().unwrap().result()
-    }
-
-    #[test]
-    fn a_ring_does_what_a_disk_needs_with_its_file_and_nothing_else() {
-        let (file, other) = (tempfile::tempfile().unwrap(), tempfile::tempfile().unwrap());
-        let mut ring = restricted(file.as_raw_fd()).unwrap();
-        let flush = opcode::Fsync::new(FILE).build();
-        assert_eq!(answer(&mut ring, &flush), 0);
-        let path = c"/etc/passwd".as_ptr();
-        let refused = [
-            ("another file", opcode::Fsync::new(types::Fd(other.as_raw_fd())).build()),
-            ("a socket", opcode::Socket::new(libc::AF_INET, libc::SOCK_STREAM, 0).build()),
-            ("a path", opcode::OpenAt::new(types::Fd(libc::AT_FDCWD), path).build()),
-            ("a link", opcode::Fsync::new(FILE).build().flags(squeue::Flags::IO_LINK)),
-        ];
-        for (what, entry) in refused {
-            assert_eq!(answer(&mut ring, &entry), -libc::EACCES, "{what}");
-        }
-        let more = ring.submitter().register_eventfd(other.as_raw_fd()).unwrap_err();
-        assert_eq!(more.raw_os_error(), Some(libc::EACCES));
-        assert_eq!(answer(&mut ring, &flush), 0, "it goes on");
-    }
-}
+mod tests;

@@ -143,6 +143,7 @@ impl Crypt {
                     state.chunks += 1;
                 }
                 Ok(()) => {
+                    io.hold(id);
                     if !std::mem::replace(&mut state.waiting, true) {
                         self.waiting.push_back(id);
                     }
@@ -189,7 +190,7 @@ impl Crypt {
                 io.release(child);
                 return Err(IoError::Cipher);
             }
-            io.add_segment(child, target);
+            io.lend(child, &self.pool, buffer, length);
             done += length as u64;
         }
         self.sampler.end(timed, CipherWork::Encrypt);
@@ -219,6 +220,7 @@ impl Crypt {
             let more = state.failed.is_none() && state.sealed < io.request(parent).length;
             if more && !state.waiting && !self.waiting.is_empty() {
                 state.waiting = true;
+                io.hold(parent);
                 self.waiting.push_back(parent);
             } else if !state.waiting {
                 self.pump(parent, io);

@@ -224,6 +224,7 @@ pub fn number(error: IoError) -> u32 {
         | IoError::Cipher
         | IoError::Damaged
         | IoError::Defect
+        | IoError::Forgotten
         | IoError::Overload => error::EIO,
     }
 }

@@ -134,19 +134,25 @@ impl Copier {
             }
         };
         match outcome {
-            Err(CopyError::Replica(IoError::Truncated)) => {
-                self.cut = !shared.mark_all();
-                return Err(CopyError::Cut);
-            }
+            Err(CopyError::Replica(IoError::Truncated)) => return Err(self.found_cut()),
             Err(CopyError::Stopped) => return outcome,
             _ if copied.is_empty() => return outcome,
             _ => {}
         }
         // After a power cut the disk may be older than what was read from it, but for what was flushed.
         self.source.flush().map_err(CopyError::Source)?;
-        self.replica.flush().map_err(CopyError::Replica)?;
+        match self.replica.flush() {
+            Err(IoError::Truncated) => return Err(self.found_cut()),
+            flushed => flushed.map_err(CopyError::Replica)?,
+        }
         shared.unmark(&copied);
         outcome
+    }
+
+    /// Nothing that the replica had is believed any more.
+    fn found_cut(&mut self) -> CopyError {
+        self.cut = !self.replicate.0.mark_all();
+        CopyError::Cut
     }
 
     fn copy(&mut self, chunk: usize) -> Result<(), CopyError> {

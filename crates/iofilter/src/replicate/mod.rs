@@ -329,6 +329,7 @@ impl Filter for Queue {
             return io.pass(id);
         }
         self.shared.counters.held.add(1);
+        io.hold(id);
         self.waiting.push_back(Waiting { id, clean: span.first, since: Instant::now() });
         lock(&self.shared.inbox).spans.push(span);
         self.shared.news.notify_all();

@@ -83,6 +83,10 @@ impl Place {
             self.chain.data_mut(id).push(segment);
         }
         self.chain.submit(id, operation, offset, length, 0);
-        blocking::drain(&mut self.chain)
+        let result = blocking::drain(&mut self.chain);
+        if let (Err(IoError::Truncated), Some(file)) = (result, &self.file) {
+            file.forget_cut();
+        }
+        result
     }
 }

@@ -12,6 +12,7 @@
 
 pub mod config;
 pub mod inflight;
+mod message;
 pub mod queue;
 pub mod replay;
 pub mod request;
@@ -30,6 +31,7 @@ use crate::chain::Chain;
 use crate::front_end::{self, Served};
 use crate::handle::Socket;
 use crate::stop::Stop;
+use crate::vhost_user::message::Arrival;
 use crate::vhost_user::session::Session;
 
 /// Serves VMMs, one after the other, until told to stop; gives the chains back. An error means that the
@@ -102,7 +104,15 @@ fn converse(
     let connection = stream.try_clone()?;
     let mut handler = BackendReqHandler::from_stream(stream, Arc::clone(&session));
     let mut spoken = false;
-    while stop.wait_or_readable(connection.as_fd())? {
+    loop {
+        match message::wait(&connection, stop)? {
+            Arrival::Message => {}
+            Arrival::Stop => break,
+            Arrival::Part => {
+                tracing::warn!("the VMM has sent a part of a message; the connection is ended");
+                break;
+            }
+        }
         match handler.handle_request() {
             Ok(()) if spoken => {}
             Ok(()) => {

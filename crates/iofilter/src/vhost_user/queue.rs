@@ -244,7 +244,7 @@ impl Worker {
     /// The ring cannot be trusted any more: nothing is taken from it until the guest sets it up anew.
     fn broken(&mut self, error: &Broken) {
         if self.phase == Phase::Serving {
-            tracing::error!(queue = self.setup.index, %error, "the guest's queue is stopped");
+            self.setup.state.note_broken(self.setup.index, error);
             self.setup.state.counters(self.setup.index).failed();
             self.phase = Phase::Broken;
             if let Some(event) = &self.setup.error {

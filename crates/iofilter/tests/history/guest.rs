@@ -11,6 +11,7 @@ use vmseal_iofilter::request::Operation;
 use crate::checker::{End, Finding, History, Read, Write};
 use crate::platter::Platter;
 use crate::stamp::{self, Found, Stamp};
+use crate::waiting;
 
 /// How many queues.
 const QUEUES: usize = 3;
@@ -115,6 +116,7 @@ impl<'a> Guest<'a> {
     fn drain(&mut self) {
         while self.queues.iter().any(|queue| !queue.under_way.is_empty()) {
             (0..QUEUES).for_each(|queue| self.poll(queue));
+            waiting::sleep(self.queues.iter().map(|queue| &queue.chain));
         }
     }
 

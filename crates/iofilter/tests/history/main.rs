@@ -18,6 +18,8 @@ mod seed;
 mod stamp;
 #[path = "../successor/mod.rs"]
 mod successor;
+#[path = "../waiting/mod.rs"]
+mod waiting;
 
 use std::collections::HashSet;
 use std::sync::Arc;

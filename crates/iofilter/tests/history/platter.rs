@@ -9,7 +9,6 @@ use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use vmseal_iofilter::chain::{Backend, Io};
-use vmseal_iofilter::memory::Cursor;
 use vmseal_iofilter::request::{Operation, RequestId};
 use vmseal_iofilter::stop::Stop;
 
@@ -182,7 +181,7 @@ fn written(id: RequestId, io: &Io<'_>) -> Option<Vec<u8>> {
     let mut bytes = vec![0; request.length as usize];
     match request.operation {
         Operation::Write => {
-            Cursor::default().gather(&request.data, &mut bytes);
+            request.copy_to(0, &mut bytes);
         }
         Operation::Discard | Operation::WriteZeroes { .. } => {}
         Operation::Read | Operation::Flush => return None,
@@ -216,7 +215,7 @@ impl Backend for Queue {
                     let from = if old { &inside.old } else { &inside.visible };
                     let start = request.offset as usize;
                     let range = start..start + request.length as usize;
-                    Cursor::default().scatter(&request.data, &from[range]);
+                    request.copy_from(0, &from[range]);
                 }
                 _ => inside.write(key, written(id, io).unwrap()),
             }

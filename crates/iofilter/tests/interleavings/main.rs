@@ -89,6 +89,15 @@ impl Watched {
         }
     }
 
+    /// Reads whole sectors; whoever modifies meanwhile is seen afterwards.
+    fn read(&self, offset: u64, length: u64) {
+        let before = self.locks.claims(offset, length);
+        let torn = self.modifies.load(SeqCst);
+        if before.is_some() && before == self.locks.claims(offset, length) {
+            assert!(!torn, "read while somebody modifies, and not seen");
+        }
+    }
+
     /// Nobody who is gone has left anything.
     fn is_free(&self, offset: u64) {
         assert!(self.locks.claim(offset) && self.locks.is_exclusive(offset), "not released");
@@ -105,6 +114,18 @@ fn sectors_are_modified_alone_and_written_together() {
             thread::spawn(move || modifier.modify(SECTOR)),
         ];
         watched.modify(0);
+        threads.into_iter().for_each(|thread| thread.join().unwrap());
+        watched.is_free(0);
+    });
+}
+
+fn who_reads_sees_whoever_modified_meanwhile() {
+    every_order(|| {
+        let watched = Arc::new(Watched::default());
+        let (one, other) = (Arc::clone(&watched), Arc::clone(&watched));
+        let threads =
+            [thread::spawn(move || one.modify(0)), thread::spawn(move || other.modify(SECTOR))];
+        watched.read(0, 2 * SECTOR);
         threads.into_iter().for_each(|thread| thread.join().unwrap());
         watched.is_free(0);
     });
@@ -436,11 +457,12 @@ fn run(scheduler: impl Scheduler + 'static, model: impl Fn() + Send + Sync + 'st
 
 type Model = (&'static str, fn());
 
-const MODELS: [Model; 22] = [
+const MODELS: [Model; 23] = [
     (
         "sectors_are_modified_alone_and_written_together",
         sectors_are_modified_alone_and_written_together,
     ),
+    ("who_reads_sees_whoever_modified_meanwhile", who_reads_sees_whoever_modified_meanwhile),
     (
         "a_write_over_two_stretches_takes_both_or_none",
         a_write_over_two_stretches_takes_both_or_none,

@@ -1,13 +1,11 @@
 //! What a guest asks.
 
-use std::thread;
-
 use proptest::prelude::*;
 use vmseal_iofilter::chain::{Chain, Done};
 use vmseal_iofilter::memory::Segment;
 use vmseal_iofilter::request::Operation;
 
-use crate::{BLOCK, SIZE};
+use crate::{BLOCK, SIZE, waiting};
 
 /// One request: where, how long (in 512-byte blocks), what, and how its memory is cut.
 #[derive(Clone, Debug)]
@@ -105,6 +103,6 @@ pub fn finish(chain: &mut Chain, mut answered: impl FnMut(Done)) {
         while let Some(done) = chain.next_done() {
             answered(done);
         }
-        thread::yield_now();
+        waiting::sleep([&*chain]);
     }
 }

@@ -10,11 +10,16 @@ mod possible;
 mod replicated;
 #[path = "../seed/mod.rs"]
 mod seed;
+mod short;
 mod store;
+mod torn;
+#[path = "../waiting/mod.rs"]
+mod waiting;
 
 use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::thread;
+use std::time::Duration;
 
 use proptest::prelude::*;
 use proptest::test_runner::RngSeed;
@@ -230,12 +235,9 @@ fn a_truncated_image_is_an_error_and_never_zeroes() {
         let mut buffer = vec![7; 16384];
         let ask = Ask { what: What::Read, start: 0, blocks: 32, fill: 0, cut: 16384 };
         submit(&mut chain, &ask, &mut buffer, 0);
-        while chain.in_flight() > 0 {
-            chain.poll();
-            if let Some(done) = chain.next_done() {
-                assert_eq!(done.result, Err(IoError::Truncated), "{place:?}");
-            }
-        }
+        ask::finish(&mut chain, |done| {
+            assert_eq!(done.result, Err(IoError::Truncated), "{place:?}");
+        });
         let file = File::options().read(true).write(true).open(store.file.path()).unwrap();
         let refused = FileDisk::open(OwnedFd::from(file), OFFSET, SIZE, Direct::Auto, false);
         assert!(refused.unwrap_err().to_string().contains("truncated"));
@@ -246,12 +248,9 @@ fn a_truncated_image_is_an_error_and_never_zeroes() {
 fn outcome(chain: &mut Chain, what: What, buffer: &mut [u8]) -> Result<(), IoError> {
     let ask = Ask { what, start: 64, blocks: 32, fill: 0, cut: 16384 };
     submit(chain, &ask, buffer, 0);
-    loop {
-        chain.poll();
-        if let Some(done) = chain.next_done() {
-            return done.result;
-        }
-    }
+    let mut outcome = None;
+    ask::finish(chain, |done| outcome = Some(done.result));
+    outcome.expect("it is answered")
 }
 
 #[test]
@@ -266,10 +265,42 @@ fn an_image_cut_while_in_use_is_not_made_longer_by_what_the_guest_writes() {
         }
         let short = OFFSET + 8192;
         store.file.as_file().set_len(short).unwrap();
+        // The last look at its length is to be an old one.
+        thread::sleep(Duration::from_millis(2));
         for what in changes {
             let cut = outcome(&mut chain, what, &mut buffer);
             assert_eq!(cut, Err(IoError::Truncated), "{place:?} {what:?}");
         }
         assert_eq!(store.file.as_file().metadata().unwrap().len(), short, "{place:?}");
+    }
+}
+
+/// However soon after the cut: what is written may be lost with it, but no flush says that it is not, and from then
+/// on nothing is read that might be zeroes in place of data.
+#[test]
+fn no_flush_is_good_after_an_image_was_cut_and_its_end_does_not_come_back() {
+    for place in [Place::Memory, Place::Storage] {
+        for last in [false, true] {
+            let store = Store::new(place, Some(Holes::Zero), false, false, false);
+            let mut chain = store.open().chain().unwrap();
+            let mut buffer = vec![7; 16384];
+            assert_eq!(outcome(&mut chain, What::Write, &mut buffer), Ok(()), "{place:?}");
+            store.file.as_file().set_len(OFFSET + 8192).unwrap();
+            let start = if last { SIZE / BLOCK - 32 } else { 96 };
+            let ask = Ask { what: What::Write, start, blocks: 32, fill: 0, cut: 16384 };
+            submit(&mut chain, &ask, &mut buffer, 0);
+            let mut written = None;
+            ask::finish(&mut chain, |done| written = Some(done.result));
+            assert!(
+                !last || written == Some(Err(IoError::Truncated)),
+                "{place:?}: the end is back"
+            );
+            for what in [What::Flush, What::Flush, What::Write, What::Read] {
+                let cut = outcome(&mut chain, what, &mut buffer);
+                assert_eq!(cut, Err(IoError::Truncated), "{place:?} {what:?}");
+            }
+            let length = store.file.as_file().metadata().unwrap().len();
+            assert!(length < OFFSET + SIZE, "{place:?}");
+        }
     }
 }

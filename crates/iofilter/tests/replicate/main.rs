@@ -14,6 +14,8 @@ mod seed;
 #[path = "../successor/mod.rs"]
 mod successor;
 mod troubles;
+#[path = "../waiting/mod.rs"]
+mod waiting;
 
 use vmseal_api::filter::{FaultKind, FaultRule, FaultSpec, FilterSpec, OperationKind};
 

@@ -17,6 +17,7 @@ use vmseal_iofilter::replicate::place::Place;
 use vmseal_iofilter::request::{Operation, RequestId};
 
 use crate::platter::{Fault, Platter};
+use crate::waiting;
 
 /// Chunks of 16 KiB; the last is not whole.
 pub const SIZE: u64 = (13 << 14) + 4096;
@@ -256,6 +257,7 @@ impl Guest {
             }
             self.replicate.mark_waiting();
             (0..QUEUES).for_each(|queue| quiet.poll(queue));
+            waiting::sleep(quiet.queues.iter().map(|queue| &queue.chain));
         }
         assert!(quiet.is_idle(), "requests wait for ever");
         for _ in 0..100 {

@@ -25,6 +25,8 @@ use vmseal_iofilter::replicate::threads::Replicating;
 use vmseal_iofilter::replicate::{KIND, Replicate};
 use vmseal_iofilter::request::{IoError, Operation, RequestId};
 
+use crate::waiting;
+
 const SIZE: u64 = (8 << 20) + 4096;
 const OFFSET: u64 = 8192;
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -105,7 +107,7 @@ fn write(chain: &mut Chain, at: u64, fill: u8, length: usize, mut mark: impl FnM
         }
         assert!(Instant::now() < until, "the write waits for ever");
         mark();
-        std::thread::sleep(chain.wake_after().unwrap_or_default());
+        waiting::sleep([&*chain]);
     }
 }
 

@@ -60,15 +60,15 @@ fn memory(length: u32) -> GuestMemoryMmap {
     memory
 }
 
-/// How many of the guest's writes of `length` bytes a pass takes.
-fn taken(by_itself: bool, length: u32) -> usize {
+/// A queue over these writes.
+fn setup(length: u32) -> Setup {
     let mut queue = Queue::new(SIZE).unwrap();
     queue.set_size(SIZE);
     queue.try_set_desc_table_address(GuestAddress(0)).unwrap();
     queue.try_set_avail_ring_address(GuestAddress(AVAILABLE)).unwrap();
     queue.try_set_used_ring_address(GuestAddress(USED)).unwrap();
     queue.set_ready(true);
-    let setup = Setup {
+    Setup {
         index: 0,
         queue,
         memory: memory(length),
@@ -80,7 +80,12 @@ fn taken(by_itself: bool, length: u32) -> usize {
         state: Arc::new(DiskState::new(DiskId::new(), 1)),
         record: None,
         begun: Vec::new(),
-    };
+    }
+}
+
+/// How many of the guest's writes of `length` bytes a pass takes.
+fn taken(by_itself: bool, length: u32) -> usize {
+    let setup = setup(length);
     let storage = Storage(by_itself.then(|| EventFd::new().unwrap()));
     let chain = Chain::new(1 << 20, false, Vec::new(), Box::new(storage));
     let state = Arc::clone(&setup.state);
@@ -99,4 +104,55 @@ fn a_pass_takes_few_requests_and_of_large_ones_a_device_gets_one() {
     assert_eq!(taken(false, LARGE), Batch::AT_ONCE.requests);
     assert_eq!(taken(true, SMALL), Batch::DEVICE.requests);
     assert_eq!(taken(true, LARGE), 1);
+}
+
+/// Lines of log, counted.
+#[derive(Clone, Default)]
+struct Lines(Arc<std::sync::atomic::AtomicUsize>);
+
+impl tracing::Subscriber for Lines {
+    fn enabled(&self, metadata: &tracing::Metadata<'_>) -> bool {
+        *metadata.level() == tracing::Level::ERROR
+    }
+
+    fn new_span(&self, _: &tracing::span::Attributes<'_>) -> tracing::span::Id {
+        tracing::span::Id::from_u64(1)
+    }
+
+    fn record(&self, _: &tracing::span::Id, _: &tracing::span::Record<'_>) {}
+
+    fn record_follows_from(&self, _: &tracing::span::Id, _: &tracing::span::Id) {}
+
+    fn event(&self, _: &tracing::Event<'_>) {
+        self.0.fetch_add(1, std::sync::atomic::Ordering::SeqCst);
+    }
+
+    fn enter(&self, _: &tracing::span::Id) {}
+
+    fn exit(&self, _: &tracing::span::Id) {}
+}
+
+#[test]
+fn a_guest_that_loops_malformed_rings_and_resets_does_not_fill_the_log() {
+    const ROUNDS: usize = 200;
+    let (lines, state) = (Lines::default(), Arc::new(DiskState::new(DiskId::new(), 1)));
+    let (begun, mut chain) =
+        (Instant::now(), Chain::new(1 << 20, false, Vec::new(), Box::new(Storage(None))));
+    tracing::subscriber::with_default(lines.clone(), || {
+        for _ in 0..ROUNDS {
+            let setup = Setup { state: Arc::clone(&state), ..setup(4096) };
+            // The first descriptor leads to itself.
+            setup.memory.write_obj(0u16, GuestAddress(14)).unwrap();
+            let served = serve_now(setup, std::mem::replace(&mut chain, spare()), 4).unwrap();
+            chain = served.0;
+        }
+    });
+    assert_eq!(state.totals().errors, ROUNDS as u64, "no ring was broken");
+    // On a slow machine the time may be enough for some more.
+    let most = 1 + begun.elapsed().as_secs() as usize / 5;
+    assert!((1..=most).contains(&lines.0.load(std::sync::atomic::Ordering::SeqCst)));
+}
+
+fn spare() -> Chain {
+    Chain::new(0, false, Vec::new(), Box::new(Storage(None)))
 }
