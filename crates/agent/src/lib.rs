@@ -22,7 +22,7 @@
 //! | `filter`, `qemu`, [`qmp`], `console` | the two processes of a VM and the ways to them |
 //! | `measure`, `contents`, `patience` | how datastores stand; what is on one; file systems that hang |
 //! | `metrics`, `log_level` | what agent and filters have measured; what they log |
-//! | `process`, `run_dir`, `users` | processes that outlive the agent, on record, under own users |
+//! | `process`, `run_dir`, [`run_record`], `users` | processes that outlive the agent, on record, under own users |
 //! | `deaths`, `restarts` | deaths that nobody has seen to yet, on record; how many filters a VM may lose |
 //! | `keys` | KEKs: in locked memory, checked against what the inventory means |
 //! | [`accelerator`], `machine` | what this machine can do, and where it falls short |
@@ -64,6 +64,7 @@ mod replica;
 mod restarts;
 mod rules;
 mod run_dir;
+pub mod run_record;
 pub mod simulated;
 pub mod tls;
 mod users;

@@ -580,6 +580,8 @@ pub enum NoticeCode {
     DisksDown,
     /// The VM's filter process died and another one serves its disks; nothing is lost.
     FilterRestarted,
+    /// The VM runs, and the agent that was started meanwhile cannot take it over.
+    NotAdopted,
 }
 
 /// How to power off.

@@ -89,6 +89,7 @@ fn of_vm(vm: &Vm, seen: &VmState, failure: Option<&Problem>) -> Vec<Standing> {
         ("replica-behind", NoticeCode::ReplicaBehind),
         ("disks-down", NoticeCode::DisksDown),
         ("filter-restarted", NoticeCode::FilterRestarted),
+        ("vm-not-adopted", NoticeCode::NotAdopted),
     ] {
         let told: Vec<_> =
             seen.notices.iter().filter(|n| n.code == notice).map(|n| n.detail.as_str()).collect();

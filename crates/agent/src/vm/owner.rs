@@ -93,17 +93,19 @@ pub struct Owner {
 
 impl Owner {
     pub fn new(shared: Arc<Shared>, spec: VmSpec, beginning: Beginning) -> Self {
-        let (state, died) = match beginning {
-            Beginning::New => (State::Off, None),
-            Beginning::Dead(stopped) => (State::Off, Some(stopped)),
+        let (state, stopped) = match beginning {
+            // One that is left running is owned when that has ended.
+            Beginning::New | Beginning::LeftRunning(_) => (State::Off, None),
+            Beginning::Stopped(stopped) => (State::Off, Some(stopped)),
             Beginning::Alive(running) => (State::Running(running), None),
         };
+        let died = stopped.clone().filter(|stopped| stopped.reason.is_death());
         Self {
             shared,
             spec,
             state,
             kek: None,
-            stopped: died.clone(),
+            stopped,
             died,
             phases: BTreeMap::new(),
             exports: BTreeMap::new(),
@@ -115,6 +117,11 @@ impl Owner {
             troubles: Vec::new(),
             restarts: Restarts::default(),
         }
+    }
+
+    /// The key was taken before it had an owner.
+    pub fn with_key(self, kek: Option<SecretBytes>) -> Self {
+        Self { kek, ..self }
     }
 
     pub async fn run(mut self, mut calls: mpsc::Receiver<Asked>) {
