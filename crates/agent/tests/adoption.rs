@@ -85,6 +85,7 @@ impl Host {
             run_dir: self.path("run"),
             filter: "/bin/true".into(),
             qemu: self.path("qemu"),
+            transfer_directories: Vec::new(),
             uid_base: 1_900_000_000,
             accelerator: AcceleratorChoice::Tcg,
             hardening: None,

@@ -42,6 +42,7 @@ use crate::deaths::Deaths;
 use crate::keys::KeyBox;
 use crate::qemu::Qemu;
 use crate::run_dir::RunDir;
+use crate::transfer::TransferDirectories;
 use crate::users::Users;
 
 pub use adopt::adopt;
@@ -63,6 +64,8 @@ pub struct Shared {
     pub deaths: Deaths,
     /// Whom processes run as.
     pub users: Users,
+    /// Where images may be imported from and exported to.
+    pub transfer: TransferDirectories,
     /// The filter program.
     pub filter: Arc<File>,
     /// QEMU.

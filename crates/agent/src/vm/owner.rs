@@ -1,6 +1,7 @@
 //! The task that owns a VM. See the diagram in [`super`].
 
 mod bitmaps;
+mod key_change;
 mod replicas;
 
 use std::collections::BTreeMap;
@@ -21,6 +22,7 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request_id::{self, RequestId};
 use vmseal_secret::SecretBytes;
 
+use self::key_change::{KeyChange, changed};
 use super::exposed::{Door, Exposure, Source};
 use super::jobs::{Jobs, Report};
 use super::running::{Ending, Happening, Running};
@@ -58,13 +60,6 @@ enum Event {
     Disk(DiskId, Report),
     KeysChanged(Result<(), Problem>),
     Care,
-}
-
-/// The keys of the disks are being looked at or changed.
-struct KeyChange {
-    task: JoinHandle<Result<(), Problem>>,
-    /// Who waits for that.
-    reply: Reply<()>,
 }
 
 pub struct Owner {
@@ -606,6 +601,7 @@ impl Owner {
         let same = self.exports.get(&disk.disk).filter(|known| known.export == spec.export);
         let phase = same.map(|known| known.phase.clone());
         let record = self.shared.run_dir.exported(disk.disk);
+        let transfer = self.shared.transfer.clone();
         match (step, phase) {
             (ExportStep::Begin, Some(ExportPhase::Writing { .. } | ExportPhase::Written)) => Ok(()),
             (ExportStep::Check, _) => self.ready_to_export(&disk, spec).await.map(drop),
@@ -614,7 +610,8 @@ impl Owner {
                 Err(rules::wrong_state(&self.spec, "has not written the export yet"))
             }
             (ExportStep::Finish, _) => {
-                spawn_blocking(move || export::name(&spec, &record)).await.map_err(internal)?
+                let named = spawn_blocking(move || export::name(&spec, &record, &transfer));
+                named.await.map_err(internal)?
             }
             (ExportStep::Drop, phase) => {
                 // Its last words are about what is removed here.
@@ -625,8 +622,8 @@ impl Owner {
                 if phase.is_some() {
                     self.exports.remove(&disk.disk);
                 }
-                let removed = spawn_blocking(move || export::remove(&spec, &record)).await;
-                let removed = removed.map_err(internal)?;
+                let removed = spawn_blocking(move || export::remove(&spec, &record, &transfer));
+                let removed = removed.await.map_err(internal)?;
                 if written { Ok(()) } else { removed }
             }
         }
@@ -644,8 +641,8 @@ impl Owner {
             let what = format!("disk '{}' is being looked at. Try again in a moment", disk.name);
             return Err(Problem::new(ErrorCode::InUse, what));
         }
-        let wanted = spec.clone();
-        patience::look(&spec.to, move || export::check(&wanted)).await?;
+        let (wanted, transfer) = (spec.clone(), self.shared.transfer.clone());
+        patience::look(&spec.to, move || export::check(&wanted, &transfer)).await?;
         let open = |sealed| self.shared.key_box.open_passphrase(self.spec.vm, disk.disk, sealed);
         let passphrase = spec.passphrase.as_ref().map(open).transpose()?;
         let Some(facts) = facts else { return Err(internal("a disk without facts")) };
@@ -776,14 +773,6 @@ impl Owner {
             }
             Refused::InUse => rules::console_in_use(&self.spec),
         })
-    }
-}
-
-/// How the change of the keys went, when it has ended.
-async fn changed(changing: &mut Option<KeyChange>) -> Result<(), Problem> {
-    match changing {
-        Some(change) => (&mut change.task).await.unwrap_or_else(|error| Err(internal(error))),
-        None => std::future::pending().await,
     }
 }
 

@@ -35,10 +35,13 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
 /// What an answer may need beyond the time that the agent was asked to wait for news.
 const STATE_MARGIN: Duration = Duration::from_secs(10);
 
+/// What the names in hosts' certificates end with; no resolver knows it.
+pub(super) const HOSTS_DOMAIN: &str = ".host.vmseal.internal";
+
 /// The name in the certificate of a host's agent.
 #[must_use]
 pub fn host_server_name(host: HostId) -> String {
-    format!("{host}.host.vmseal.internal")
+    format!("{host}{HOSTS_DOMAIN}")
 }
 
 /// An agent, by its host's id and address.

@@ -7,6 +7,8 @@ use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject;
 use rustls::{ClientConfig, RootCertStore};
 
+use super::role::{Role, RoleVerifier};
+
 /// Why there is no TLS with these settings.
 #[derive(Debug, thiserror::Error)]
 pub enum TlsError {
@@ -37,20 +39,25 @@ fn roots(authority: &str) -> Result<RootCertStore, TlsError> {
 
 fn builder(
     authority: &str,
+    role: Role,
 ) -> Result<rustls::ConfigBuilder<ClientConfig, rustls::client::WantsClientCert>, TlsError> {
     let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
+    let verifier = RoleVerifier::new(roots(authority)?, Arc::clone(&provider), role)
+        .map_err(TlsError::Authority)?;
     Ok(ClientConfig::builder_with_provider(provider)
-        .with_safe_default_protocol_versions()?
-        .with_root_certificates(roots(authority)?))
+        .with_protocol_versions(&[&rustls::version::TLS13])?
+        // It checks all that the usual one does, and the role.
+        .dangerous()
+        .with_custom_certificate_verifier(Arc::new(verifier)))
 }
 
-/// A client that shows no certificate.
+/// A client of the server, which shows no certificate.
 pub(super) fn anonymous(authority: &str) -> Result<ClientConfig, TlsError> {
-    Ok(builder(authority)?.with_no_client_auth())
+    Ok(builder(authority, Role::Server)?.with_no_client_auth())
 }
 
-/// A client that shows a certificate.
+/// A client of a host's agent, which shows a certificate.
 pub(super) fn identified(identity: &ClientIdentity) -> Result<ClientConfig, TlsError> {
     let certificate = Arc::clone(&identity.certificate);
-    Ok(builder(&identity.authority)?.with_client_cert_resolver(certificate))
+    Ok(builder(&identity.authority, Role::Host)?.with_client_cert_resolver(certificate))
 }

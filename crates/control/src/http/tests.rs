@@ -2,6 +2,7 @@
 
 mod bitmaps;
 mod dry_run;
+mod host_addresses;
 mod log_level;
 mod recrypt;
 mod replicas;
