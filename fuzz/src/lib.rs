@@ -22,6 +22,7 @@ pub mod qcow2_image;
 pub mod qmp;
 pub mod replica_map;
 pub mod rest_body;
+pub mod run_record;
 pub mod sealed;
 pub mod vhost_user_messages;
 pub mod vhost_user_queue;
@@ -55,6 +56,7 @@ pub const TARGETS: &[(&str, Run)] = &[
     ("qmp", qmp::run),
     ("replica_map", replica_map::run),
     ("rest_body", rest_body::run),
+    ("run_record", run_record::run),
     ("sealed", sealed::run),
     ("vhost_user_messages", vhost_user_messages::run),
     ("vhost_user_queue", vhost_user_queue::run),

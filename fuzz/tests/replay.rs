@@ -178,6 +178,7 @@ replayed! {
     qmp
     replica_map
     rest_body
+    run_record
     sealed
     vhost_user_messages
     vhost_user_queue

@@ -134,6 +134,8 @@ impl Installation {
             .arg(self.path(state))
             .arg("--run-dir")
             .arg(self.path(run))
+            // What a host may read and write is tested elsewhere: guests' images are where they are built.
+            .args(["--transfer-directory", "/"])
             // Which accelerator the probe finds is its own test's matter; here every guest runs the same.
             .args(["--accelerator", "tcg"])
             .env("RUST_LOG", self.levels);

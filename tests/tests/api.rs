@@ -328,4 +328,18 @@ fn a_join_token_is_valid_once_and_no_other_one_at_all() {
     assert!(join(&fresh, "second").status.success());
     assert!(!join(&fresh, "third").status.success(), "a token served twice");
     assert_eq!(here.json(&["host", "list"]).unwrap().as_array().unwrap().len(), 2);
+    let set = |more: &[&str]| {
+        let verb = ["host", "set", "second", "--address", "127.0.0.1:2"];
+        here.try_vmseal(&[&verb[..], more].concat()).unwrap()
+    };
+    let address = || here.json(&["host", "show", "second"]).unwrap()["address"].clone();
+    assert!(set(&["--dry-run"]).status.success());
+    assert_eq!(address(), "127.0.0.1:1");
+    let output = set(&[]);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    assert_eq!(address(), "127.0.0.1:2");
+    let shown = here.json(&["host", "show", "here"]).unwrap();
+    let taken = shown["address"].as_str().unwrap();
+    let output = here.try_vmseal(&["host", "set", "second", "--address", taken]).unwrap();
+    assert!(String::from_utf8_lossy(&output.stderr).contains("host 'here' is at"), "{output:?}");
 }

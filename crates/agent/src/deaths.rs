@@ -17,19 +17,26 @@ use serde::{Deserialize, Serialize};
 use vmseal_api::host::{Stopped, VmSpec};
 use vmseal_api::id::VmId;
 
-use crate::atomic_file;
+use crate::{atomic_file, run_record};
 
 /// The version of a record.
 const VERSION: u32 = 1;
 
-/// What is on record of a VM that died.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+/// A VM that died.
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Death {
-    version: u32,
     /// What it ran as.
     pub spec: VmSpec,
     /// When and why it died.
     pub stopped: Stopped,
+}
+
+/// What is on record of it.
+#[derive(Serialize, Deserialize)]
+struct Stored {
+    version: u32,
+    spec: run_record::Vm,
+    stopped: Stopped,
 }
 
 /// The deaths on record.
@@ -58,7 +65,7 @@ impl Deaths {
     /// # Errors
     /// As the file system.
     pub fn record(&self, spec: &VmSpec, stopped: &Stopped) -> io::Result<()> {
-        let death = Death { version: VERSION, spec: spec.clone(), stopped: stopped.clone() };
+        let death = Stored { version: VERSION, spec: spec.into(), stopped: stopped.clone() };
         atomic_file::write(&self.path(spec.vm), &serde_json::to_vec_pretty(&death)?)
     }
 
@@ -97,9 +104,9 @@ impl Deaths {
 }
 
 fn read(path: &Path) -> io::Result<Death> {
-    let death: Death = serde_json::from_slice(&std::fs::read(path)?)?;
+    let death: Stored = serde_json::from_slice(&std::fs::read(path)?)?;
     if death.version == VERSION {
-        return Ok(death);
+        return Ok(Death { spec: death.spec.into(), stopped: death.stopped });
     }
     Err(io::Error::other(format!("it has version {}, this agent reads {VERSION}", death.version)))
 }

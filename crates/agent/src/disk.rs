@@ -26,6 +26,7 @@ use crate::home::Home;
 use crate::image::Image;
 use crate::locked::Access;
 use crate::run_dir::ProcessDir;
+use crate::transfer::TransferDirectories;
 use crate::users::{Slot, Users};
 use crate::{keys, patience, replica};
 
@@ -53,6 +54,8 @@ pub struct Workshop {
     pub users: Users,
     /// Where its sockets and logs are.
     pub directory: ProcessDir,
+    /// Where images may be read from.
+    pub transfer: TransferDirectories,
 }
 
 /// A defect, or an error that has no name.
@@ -107,7 +110,7 @@ async fn make(
     progress: impl Fn(u64, u64) + Send,
     mut cancelled: oneshot::Receiver<()>,
 ) -> Result<DiskFacts, Problem> {
-    let image = open_source(recipe.source.clone(), &recipe.disk).await?;
+    let image = open_source(recipe.source.clone(), &recipe.disk, &workshop.transfer).await?;
     let (spec, disk) = (recipe.spec.clone(), recipe.disk.clone());
     let vm = spec.vm;
     let place = home.clone();
@@ -196,11 +199,15 @@ fn told_if_full(home: &Home, problem: Problem) -> Problem {
 ///
 /// # Errors
 /// What [`create`] would end with, as far as that can be known before.
-pub async fn examine(disk: DiskSpec, source: Option<ImageSource>) -> Result<(), Problem> {
+pub async fn examine(
+    disk: DiskSpec,
+    source: Option<ImageSource>,
+    transfer: &TransferDirectories,
+) -> Result<(), Problem> {
     let DatastoreLocation::Dir { path } = disk.datastore.location.clone();
     let place = disk.datastore.clone();
     let home = patience::look(&path, move || Home::of(&place, VmId::new())).await?;
-    let image = open_source(source, &disk).await?;
+    let image = open_source(source, &disk, transfer).await?;
     replica::examine(&disk).await?;
     patience::look(&path, move || check_room(&home, &disk, image.as_ref())).await
 }
@@ -208,10 +215,11 @@ pub async fn examine(disk: DiskSpec, source: Option<ImageSource>) -> Result<(), 
 async fn open_source(
     source: Option<ImageSource>,
     disk: &DiskSpec,
+    transfer: &TransferDirectories,
 ) -> Result<Option<Image>, Problem> {
     let Some(source) = source else { return Ok(None) };
-    let (path, disk) = (source.path.clone(), disk.clone());
-    patience::look(&path, move || Image::open(&source, &disk).map(Some)).await
+    let (path, disk, transfer) = (source.path.clone(), disk.clone(), transfer.clone());
+    patience::look(&path, move || Image::open(&source, &disk, &transfer).map(Some)).await
 }
 
 /// Sees that there is the room that is taken while a disk is made.
@@ -536,6 +544,7 @@ mod tests {
             filter: Arc::new(File::open("/bin/false").unwrap()),
             users: Users::new(None),
             directory: run.import(DiskId::new()),
+            transfer: TransferDirectories::anywhere(),
         };
         Bench { _directory: directory, workshop, spec, kek }
     }
@@ -665,7 +674,7 @@ mod tests {
 
     #[tokio::test]
     async fn whether_a_disk_could_be_made_is_known_before_it_is() {
-        let bench = bench();
+        let (bench, anywhere) = (bench(), &TransferDirectories::anywhere());
         let directory = tempfile::tempdir().unwrap();
         let whole = directory.path().join("whole");
         std::fs::write(&whole, [1; 4096]).unwrap();
@@ -681,23 +690,26 @@ mod tests {
         let disk = &bench.spec.disks[1];
         let home = Home::of(&disk.datastore, bench.spec.vm).unwrap();
         for source in [None, from(&whole, ImageFormat::Raw)] {
-            examine(disk.clone(), source).await.unwrap();
+            examine(disk.clone(), source, anywhere).await.unwrap();
         }
         for (source, why) in [
             (from(&directory.path().join("none"), ImageFormat::Raw), "No such file"),
             (from(&whole, ImageFormat::Qcow2), "not a qcow2 image"),
             (from(&overlay, ImageFormat::Qcow2), "backing file"),
         ] {
-            let refused = examine(disk.clone(), source).await.unwrap_err();
+            let refused = examine(disk.clone(), source, anywhere).await.unwrap_err();
             assert_eq!(refused.code, ErrorCode::InvalidRequest, "{refused}");
             assert!(refused.detail.contains(why), "{refused}");
         }
         let (allocation, size) = (Allocation::Preallocated, 1 << 60);
         let huge = DiskSpec { allocation, size, ..disk.clone() };
-        assert_eq!(examine(huge, None).await.unwrap_err().code, ErrorCode::NoSpace);
+        assert_eq!(examine(huge, None, anywhere).await.unwrap_err().code, ErrorCode::NoSpace);
         let mut elsewhere = disk.clone();
         elsewhere.datastore.datastore = DatastoreId::new();
-        assert_eq!(examine(elsewhere, None).await.unwrap_err().code, ErrorCode::WrongState);
+        assert_eq!(
+            examine(elsewhere, None, anywhere).await.unwrap_err().code,
+            ErrorCode::WrongState
+        );
         assert_eq!(std::fs::read_dir(home.datastore()).unwrap().count(), 1, "something was made");
     }
 

@@ -29,6 +29,7 @@ use crate::disk::{self, Open, Workshop, internal};
 use crate::exported::Exported;
 use crate::filter::{self, Control, Volume};
 use crate::locked::Access;
+use crate::transfer::{Parent, Refused, TransferDirectories};
 use crate::users::Slot;
 use crate::{atomic_file, filling, rules};
 
@@ -61,6 +62,19 @@ fn unnamed(export: &ExportSpec) -> PathBuf {
     export.to.with_file_name(name)
 }
 
+/// A file in the directory that is open, by the name that it has in `path`.
+fn within(parent: &Parent, path: &Path) -> PathBuf {
+    parent.path().join(path.file_name().unwrap_or_default())
+}
+
+fn parent(export: &ExportSpec, allowed: &TransferDirectories) -> Result<Parent, Problem> {
+    rules::check_export(export)?;
+    allowed.parent(&export.to).map_err(|refused| match refused {
+        Refused::Outside(why) => Problem::invalid("to", why),
+        Refused::File(error) => failed(&export.to, "made", &error),
+    })
+}
+
 fn failed(path: &Path, what: &str, error: &io::Error) -> Problem {
     let code = match error.raw_os_error() {
         Some(libc::ENOSPC | libc::EDQUOT) => ErrorCode::NoSpace,
@@ -78,13 +92,16 @@ fn taken(path: &Path) -> Problem {
     Problem::new(ErrorCode::AlreadyExists, what)
 }
 
-/// Sees that an export can begin: nothing is there under its name.
+/// Sees that an export can begin: this host may write there, and nothing is there under its name.
 ///
 /// # Errors
 /// `invalid-request`, `already-exists`.
-pub fn check(export: &ExportSpec) -> Result<(), Problem> {
-    rules::check_export(export)?;
-    match export.to.symlink_metadata() {
+pub fn check(export: &ExportSpec, allowed: &TransferDirectories) -> Result<(), Problem> {
+    nothing_has_its_name(export, &parent(export, allowed)?)
+}
+
+fn nothing_has_its_name(export: &ExportSpec, parent: &Parent) -> Result<(), Problem> {
+    match within(parent, &export.to).symlink_metadata() {
         Ok(_) => Err(taken(&export.to)),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
         Err(error) => Err(failed(&export.to, "made", &error)),
@@ -108,7 +125,7 @@ pub async fn write(
         if let Err(error) = workshop.directory.sweep().await {
             tracing::warn!(export = %export.export, %error, "cannot remove an export's directory");
         }
-        if let Err(problem) = remove(&export, &record)
+        if let Err(problem) = remove(&export, &record, &workshop.transfer)
             && !matches!(problem.code, ErrorCode::NotFound | ErrorCode::AlreadyExists)
         {
             tracing::warn!(export = %export.export, %problem, "a half-written export is left");
@@ -129,7 +146,9 @@ async fn attempt(
     directory.renew().await.map_err(internal)?;
     let (vm, export, record) = (order.spec.vm, order.export.clone(), order.record.clone());
     // Short, and not to be cancelled: a file must not come to be behind the back of whoever removes it.
-    let (target, disk) = spawn_blocking(move || begin(order)).await.map_err(internal)??;
+    let allowed = workshop.transfer.clone();
+    let begun = spawn_blocking(move || begin(order, &allowed));
+    let (target, disk) = begun.await.map_err(internal)??;
     tokio::select! {
         written = fill(vm, &export, disk, workshop, &slot, progress) => written?,
         Ok(()) = cancelled => {
@@ -183,7 +202,7 @@ fn told_if_full(export: &ExportSpec, message: String) -> Problem {
 }
 
 /// Opens the disk and makes the file, with its header where it has one.
-fn begin(order: Order) -> Result<(File, filter::Disk), Problem> {
+fn begin(order: Order, allowed: &TransferDirectories) -> Result<(File, filter::Disk), Problem> {
     let Order { spec, disk, facts, kek, export, passphrase, record } = order;
     let (Open { file, offset, key, .. }, size) = match export.format {
         // All of the image, as it is: its ciphertext is the disk that is written out.
@@ -199,7 +218,7 @@ fn begin(order: Order) -> Result<(File, filter::Disk), Problem> {
         ExportFormat::Luks2 => vmseal_luks::DATA_OFFSET + disk.size,
         ExportFormat::Raw | ExportFormat::Qcow2 | ExportFormat::Sealed => allocated.min(size),
     };
-    let mut target = make(&export, needed, &record)?;
+    let mut target = make(&export, needed, &record, allowed)?;
     let format = match export.format {
         ExportFormat::Qcow2 => Volume::Qcow2,
         ExportFormat::Raw | ExportFormat::Sealed => {
@@ -226,19 +245,25 @@ fn begin(order: Order) -> Result<(File, filter::Disk), Problem> {
 }
 
 /// Makes the file; what an earlier attempt has left is removed.
-fn make(export: &ExportSpec, needed: u64, record: &Path) -> Result<File, Problem> {
-    check(export)?;
+fn make(
+    export: &ExportSpec,
+    needed: u64,
+    record: &Path,
+    allowed: &TransferDirectories,
+) -> Result<File, Problem> {
+    let parent = parent(export, allowed)?;
+    nothing_has_its_name(export, &parent)?;
     if let Some(before) = Exported::read(record) {
         before.remove_unnamed();
     }
-    let path = unnamed(export);
+    let shown = unnamed(export);
+    let path = within(&parent, &shown);
     match std::fs::remove_file(&path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => {
-            return Err(failed(&path, "removed", &error));
+            return Err(failed(&shown, "removed", &error));
         }
         _ => {}
     }
-    let directory = export.to.parent().unwrap_or(Path::new("/"));
     let file = OpenOptions::new()
         .read(true)
         .write(true)
@@ -248,14 +273,15 @@ fn make(export: &ExportSpec, needed: u64, record: &Path) -> Result<File, Problem
         .open(&path)
         .map_err(|error| failed(&export.to, "made", &error))?;
     // Before anything is in it: from here on it is found again.
-    Exported::begun(export.export, &path, &file)
+    Exported::begun(export.export, &shown, &file)
         .and_then(|begun| begun.write(record))
         .map_err(|error| failed(record, "written", &error))?;
-    let free = usage(directory)?.free;
+    let free = usage(parent.path())?.free;
     if needed <= free {
         return Ok(file);
     }
     let _ = std::fs::remove_file(&path);
+    let directory = export.to.parent().unwrap_or(Path::new("/"));
     let what = format!(
         "{needed} bytes are needed in {} and {free} are free: make room, or name another place",
         directory.display()
@@ -275,8 +301,8 @@ enum Named {
     Unknown,
 }
 
-fn named(export: &ExportSpec, record: &Path) -> Named {
-    let Ok(metadata) = export.to.symlink_metadata() else { return Named::Nothing };
+fn named(export: &ExportSpec, record: &Path, parent: &Parent) -> Named {
+    let Ok(metadata) = within(parent, &export.to).symlink_metadata() else { return Named::Nothing };
     match Exported::read(record).filter(|record| record.is_of(export.export)) {
         Some(record) if record.is_file(&metadata) => Named::Export,
         Some(_) => Named::Other,
@@ -298,12 +324,17 @@ fn untold(to: &Path) -> Problem {
 /// # Errors
 /// `already-exists` when something else has the name, or what cannot be told; `not-found` when there is
 /// nothing to be named.
-pub fn name(export: &ExportSpec, record: &Path) -> Result<(), Problem> {
-    let (from, to) = (unnamed(export), &export.to);
-    match renameat2(AT_FDCWD, &from, AT_FDCWD, to, RenameFlags::RENAME_NOREPLACE) {
+pub fn name(
+    export: &ExportSpec,
+    record: &Path,
+    allowed: &TransferDirectories,
+) -> Result<(), Problem> {
+    let (parent, to) = (parent(export, allowed)?, &export.to);
+    let (from, new) = (within(&parent, &unnamed(export)), within(&parent, to));
+    match renameat2(AT_FDCWD, &from, AT_FDCWD, &new, RenameFlags::RENAME_NOREPLACE) {
         Ok(()) => {}
         Err(Errno::EEXIST) => return Err(taken(to)),
-        Err(Errno::ENOENT) => match named(export, record) {
+        Err(Errno::ENOENT) => match named(export, record, &parent) {
             // The answer was lost.
             Named::Export => {}
             Named::Unknown => return Err(untold(to)),
@@ -315,7 +346,7 @@ pub fn name(export: &ExportSpec, record: &Path) -> Result<(), Problem> {
         },
         Err(error) => return Err(failed(to, "named", &error.into())),
     }
-    atomic_file::flush_directory_of(to).map_err(|error| failed(to, "named", &error))
+    atomic_file::flush_directory_of(&new).map_err(|error| failed(to, "named", &error))
 }
 
 /// Removes what has been written and has no name yet.
@@ -323,19 +354,34 @@ pub fn name(export: &ExportSpec, record: &Path) -> Result<(), Problem> {
 /// # Errors
 /// `already-exists` when it has its name, or when that cannot be told; `not-found` when it is neither there
 /// with its name nor without.
-pub fn remove(export: &ExportSpec, record: &Path) -> Result<(), Problem> {
+pub fn remove(
+    export: &ExportSpec,
+    record: &Path,
+    allowed: &TransferDirectories,
+) -> Result<(), Problem> {
     rules::check_export(export)?;
+    let gone = || {
+        let what = format!("there is no half-written {}", export.to.display());
+        Problem::new(ErrorCode::NotFound, what)
+    };
+    let parent = match allowed.parent(&export.to) {
+        Ok(parent) => parent,
+        // An earlier agent could write there, or the directory is gone: what is on record is known by its inode.
+        Err(_) => {
+            let begun = Exported::read(record).filter(|record| record.is_of(export.export));
+            return begun.map(|begun| begun.remove_unnamed()).ok_or_else(gone);
+        }
+    };
     let path = unnamed(export);
-    match std::fs::remove_file(&path) {
+    match std::fs::remove_file(within(&parent, &path)) {
         Ok(()) => Ok(()),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => match named(export, record) {
-            Named::Export => Err(rules::has_its_name(&export.to)),
-            Named::Unknown => Err(untold(&export.to)),
-            Named::Nothing | Named::Other => {
-                let what = format!("there is no half-written {}", export.to.display());
-                Err(Problem::new(ErrorCode::NotFound, what))
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            match named(export, record, &parent) {
+                Named::Export => Err(rules::has_its_name(&export.to)),
+                Named::Unknown => Err(untold(&export.to)),
+                Named::Nothing | Named::Other => Err(gone()),
             }
-        },
+        }
         Err(error) => Err(failed(&path, "removed", &error)),
     }
 }
@@ -355,25 +401,34 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let record = directory.path().join("record");
         let export = spec(directory.path().join("out.raw"));
-        assert_eq!(name(&export, &record).unwrap_err().code, ErrorCode::NotFound);
-        drop(make(&export, 0, &record).unwrap());
+        assert_eq!(
+            name(&export, &record, &TransferDirectories::anywhere()).unwrap_err().code,
+            ErrorCode::NotFound
+        );
+        drop(make(&export, 0, &record, &TransferDirectories::anywhere()).unwrap());
         // What an earlier attempt left is no hindrance.
-        drop(make(&export, 0, &record).unwrap());
+        drop(make(&export, 0, &record, &TransferDirectories::anywhere()).unwrap());
         assert!(!export.to.exists());
-        name(&export, &record).unwrap();
-        name(&export, &record).unwrap();
+        name(&export, &record, &TransferDirectories::anywhere()).unwrap();
+        name(&export, &record, &TransferDirectories::anywhere()).unwrap();
         assert!(export.to.exists() && !unnamed(&export).exists());
-        let told = remove(&export, &record).unwrap_err();
+        let told = remove(&export, &record, &TransferDirectories::anywhere()).unwrap_err();
         assert!(
             told.code == ErrorCode::AlreadyExists && told.detail.contains("is whole"),
             "{told}"
         );
         assert!(export.to.exists(), "what has its name is never removed");
-        assert_eq!(check(&export).unwrap_err().code, ErrorCode::AlreadyExists);
+        assert_eq!(
+            check(&export, &TransferDirectories::anywhere()).unwrap_err().code,
+            ErrorCode::AlreadyExists
+        );
         let second = ExportSpec { export: TaskId::new(), ..export.clone() };
         std::fs::write(unnamed(&second), "x").unwrap();
-        assert_eq!(name(&second, &record).unwrap_err().code, ErrorCode::AlreadyExists);
-        remove(&second, &record).unwrap();
+        assert_eq!(
+            name(&second, &record, &TransferDirectories::anywhere()).unwrap_err().code,
+            ErrorCode::AlreadyExists
+        );
+        remove(&second, &record, &TransferDirectories::anywhere()).unwrap();
     }
 
     #[test]
@@ -381,15 +436,28 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let record = directory.path().join("record");
         let export = spec(directory.path().join("out.raw"));
-        let _inode_is_not_given_again = make(&export, 0, &record).unwrap();
+        let _inode_is_not_given_again =
+            make(&export, 0, &record, &TransferDirectories::anywhere()).unwrap();
         std::fs::remove_file(unnamed(&export)).unwrap();
-        assert_eq!(remove(&export, &record).unwrap_err().code, ErrorCode::NotFound);
+        assert_eq!(
+            remove(&export, &record, &TransferDirectories::anywhere()).unwrap_err().code,
+            ErrorCode::NotFound
+        );
         std::fs::write(&export.to, "somebody else's").unwrap();
-        assert_eq!(name(&export, &record).unwrap_err().code, ErrorCode::NotFound);
-        assert_eq!(remove(&export, &record).unwrap_err().code, ErrorCode::NotFound);
+        assert_eq!(
+            name(&export, &record, &TransferDirectories::anywhere()).unwrap_err().code,
+            ErrorCode::NotFound
+        );
+        assert_eq!(
+            remove(&export, &record, &TransferDirectories::anywhere()).unwrap_err().code,
+            ErrorCode::NotFound
+        );
         // After a reboot nobody knows.
         std::fs::remove_file(&record).unwrap();
-        for told in [name(&export, &record), remove(&export, &record)] {
+        for told in [
+            name(&export, &record, &TransferDirectories::anywhere()),
+            remove(&export, &record, &TransferDirectories::anywhere()),
+        ] {
             let told = told.unwrap_err();
             assert!(
                 told.code == ErrorCode::AlreadyExists && !told.detail.contains("whole"),
@@ -403,29 +471,76 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let record = directory.path().join("record");
         let left = spec(directory.path().join("left"));
-        drop(make(&left, 0, &record).unwrap());
-        drop(make(&spec(directory.path().join("next")), 0, &record).unwrap());
+        drop(make(&left, 0, &record, &TransferDirectories::anywhere()).unwrap());
+        drop(
+            make(
+                &spec(directory.path().join("next")),
+                0,
+                &record,
+                &TransferDirectories::anywhere(),
+            )
+            .unwrap(),
+        );
         assert!(!unnamed(&left).exists());
+    }
+
+    #[test]
+    fn nothing_is_written_where_this_host_may_not() {
+        let directory = tempfile::tempdir().unwrap();
+        let record = directory.path().join("record");
+        let (inside, outside) = (directory.path().join("in"), directory.path().join("out"));
+        std::fs::create_dir(&inside).unwrap();
+        std::fs::create_dir(&outside).unwrap();
+        std::os::unix::fs::symlink(&outside, inside.join("link")).unwrap();
+        let allowed = TransferDirectories::new(vec![inside.clone()]).unwrap();
+        for to in [outside.join("a"), inside.join("link/a"), inside.join("../out/a")] {
+            let refused = check(&spec(to.clone()), &allowed).unwrap_err();
+            assert_eq!(refused.field.as_deref(), Some("to"), "{refused}");
+            assert!(refused.detail.contains("--transfer-directory"), "{refused}");
+            assert!(make(&spec(to), 0, &record, &allowed).is_err());
+        }
+        assert_eq!(std::fs::read_dir(&outside).unwrap().count(), 0);
+        let export = spec(inside.join("a"));
+        drop(make(&export, 0, &record, &allowed).unwrap());
+        // An agent that may not write there any more still removes what it had begun.
+        let none = TransferDirectories::new(Vec::new()).unwrap();
+        remove(&export, &record, &none).unwrap();
+        assert!(!unnamed(&export).exists());
+        drop(make(&export, 0, &record, &allowed).unwrap());
+        name(&export, &record, &allowed).unwrap();
+        assert!(export.to.exists());
     }
 
     #[test]
     fn places_that_cannot_be_are_refused() {
         let directory = tempfile::tempdir().unwrap();
         for to in ["relative", "/", "/tmp/.."] {
-            let problem = check(&spec(to.into())).unwrap_err();
+            let problem = check(&spec(to.into()), &TransferDirectories::anywhere()).unwrap_err();
             assert_eq!(problem.code, ErrorCode::InvalidRequest, "{to}: {problem}");
         }
         let records = tempfile::tempdir().unwrap();
         let record = records.path().join("record");
         let nowhere = spec(directory.path().join("none/out"));
-        assert_eq!(make(&nowhere, 0, &record).unwrap_err().code, ErrorCode::InvalidRequest);
+        assert_eq!(
+            make(&nowhere, 0, &record, &TransferDirectories::anywhere()).unwrap_err().code,
+            ErrorCode::InvalidRequest
+        );
         let link = directory.path().join("link");
         std::os::unix::fs::symlink("/nowhere", &link).unwrap();
-        assert_eq!(check(&spec(link)).unwrap_err().code, ErrorCode::AlreadyExists);
+        assert_eq!(
+            check(&spec(link), &TransferDirectories::anywhere()).unwrap_err().code,
+            ErrorCode::AlreadyExists
+        );
         let large = spec(directory.path().join("large"));
-        assert_eq!(make(&large, u64::MAX, &record).unwrap_err().code, ErrorCode::NoSpace);
+        assert_eq!(
+            make(&large, u64::MAX, &record, &TransferDirectories::anywhere()).unwrap_err().code,
+            ErrorCode::NoSpace
+        );
         assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 1, "debris");
         let plain = ExportSpec { format: ExportFormat::Luks2, ..large };
-        assert_eq!(check(&plain).unwrap_err().field.as_deref(), Some("passphrase"));
+        assert_eq!(
+            check(&plain, &TransferDirectories::anywhere()).unwrap_err().field.as_deref(),
+            Some("passphrase")
+        );
     }
 }

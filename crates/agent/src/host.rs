@@ -31,6 +31,7 @@ use crate::measure::{Measuring, Sweeping};
 use crate::process;
 use crate::qemu::Qemu;
 use crate::run_dir::RunDir;
+use crate::transfer::TransferDirectories;
 use crate::users::Users;
 use crate::vm::{self, Beginning, Call, Change, Shared, Vm};
 use crate::vms::Vms;
@@ -47,6 +48,8 @@ pub struct AgentOptions {
     pub qemu: PathBuf,
     /// The first of the user ids that processes run under; used as root only.
     pub uid_base: u32,
+    /// Where images may be imported from and exported to.
+    pub transfer_directories: Vec<PathBuf>,
     /// KVM or emulation.
     pub accelerator: Choice,
     /// What [`vmseal_secret::process::harden`] achieved; none when it was not called.
@@ -78,6 +81,9 @@ pub enum StartError {
         /// What is wrong.
         error: io::Error,
     },
+    /// A directory for transfers.
+    #[error("{0} is no absolute path: give --transfer-directory from the root on")]
+    Transfer(PathBuf),
     /// No memory that can be locked.
     #[error("the key pair that keys are sealed to: {0}")]
     KeyBox(#[from] vmseal_secret::sealed_box::BoxError),
@@ -105,6 +111,8 @@ impl RealHost {
         let lock = lock_run_dir(&options).await?;
         let run_dir = RunDir::open(&options.run_dir).map_err(run_error)?;
         let deaths = Deaths::open(&options.run_dir).map_err(run_error)?;
+        let transfer =
+            TransferDirectories::new(options.transfer_directories).map_err(StartError::Transfer)?;
         let qemu = Qemu::find(&options.qemu).map_err(StartError::Qemu)?;
         let filter = process::open_program(&options.filter)
             .map_err(|error| StartError::Filter { path: options.filter.clone(), error })?;
@@ -122,6 +130,7 @@ impl RealHost {
             key_box: KeyBox::new()?,
             run_dir,
             deaths,
+            transfer,
             users: Users::new(root.then_some(options.uid_base)),
             filter: Arc::new(filter),
             qemu,
@@ -205,6 +214,7 @@ fn describe(shared: &Shared, weaknesses: Vec<String>) -> HostDescription {
         memory: machine.memory,
         aes_hardware: machine.aes_hardware,
         run_dir: shared.run_dir.path().display().to_string(),
+        transfer_directories: shared.transfer.shown(),
         weaknesses,
     }
 }
@@ -238,7 +248,7 @@ impl HostAgent for RealHost {
     }
 
     async fn examine_disk(&self, NewDisk { disk, source }: NewDisk) -> Result<(), Problem> {
-        disk::examine(disk, source).await
+        disk::examine(disk, source, &self.shared.transfer).await
     }
 
     async fn measure_datastore(&self, spec: DatastoreSpec) -> Result<DatastoreCondition, Problem> {

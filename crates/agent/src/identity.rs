@@ -159,7 +159,7 @@ impl Identity {
         let verifier = crate::tls::ServerRole::new(authority, provider.clone())
             .map_err(|error| wrong(&error))?;
         rustls::ServerConfig::builder_with_provider(provider)
-            .with_safe_default_protocol_versions()
+            .with_protocol_versions(&[&rustls::version::TLS13])
             .map_err(|error| wrong(&error))?
             .with_client_cert_verifier(Arc::new(verifier))
             .with_single_cert(vec![certificate], key)

@@ -8,10 +8,10 @@
 //!   write finds the image in use;
 //! - the file's length and time of change, which must be at the end as they were at the beginning.
 
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use nix::errno::Errno;
@@ -20,6 +20,8 @@ use serde::{Deserialize, Serialize};
 use vmseal_api::host::{DiskSpec, ImageSource};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::transfer::ImageFormat;
+
+use crate::transfer::{Refused, TransferDirectories};
 
 /// Where QEMU locks the permissions that it uses, and those that it does not let others have, in bytes.
 const QEMU_USES: i64 = 100;
@@ -77,20 +79,22 @@ impl Image {
     /// Opens the image that a disk is filled from.
     ///
     /// # Errors
-    /// `invalid-request`: it is no regular file, not of the format that is named, or its disk is longer
-    /// than this one. `in-use`: somebody may write to it.
-    pub fn open(source: &ImageSource, disk: &DiskSpec) -> Result<Self, Problem> {
+    /// `invalid-request`: it is not where this host may import from, no regular file, not of the format that
+    /// is named, or its disk is longer than this one. `in-use`: somebody may write to it.
+    pub fn open(
+        source: &ImageSource,
+        disk: &DiskSpec,
+        allowed: &TransferDirectories,
+    ) -> Result<Self, Problem> {
         let invalid =
             |what: String| Problem::invalid("image", format!("{}: {what}", source.path.display()));
         if !source.path.is_absolute() {
             return Err(invalid("must be an absolute path".to_owned()));
         }
-        let file = OpenOptions::new()
-            .read(true)
-            // A pipe would make us wait for its other end.
-            .custom_flags(libc::O_NONBLOCK)
-            .open(&source.path)
-            .map_err(|error| invalid(error.to_string()))?;
+        let file = allowed.image(&source.path).map_err(|refused| match refused {
+            Refused::Outside(why) => Problem::invalid("image", why),
+            Refused::File(error) => invalid(error.to_string()),
+        })?;
         let metadata = file.metadata().map_err(|error| invalid(error.to_string()))?;
         if !metadata.is_file() {
             return Err(invalid("is no regular file".to_owned()));
@@ -239,13 +243,13 @@ mod tests {
         std::fs::write(&path, [1; 8192]).unwrap();
         let raw = source(&path, ImageFormat::Raw);
         let reader = File::open(&path).unwrap();
-        Image::open(&raw, &disk()).unwrap();
+        Image::open(&raw, &disk(), &TransferDirectories::anywhere()).unwrap();
         let writer = File::options().append(true).open(&path).unwrap();
-        let problem = Image::open(&raw, &disk()).unwrap_err();
+        let problem = Image::open(&raw, &disk(), &TransferDirectories::anywhere()).unwrap_err();
         assert_eq!(problem.code, ErrorCode::InUse, "{problem}");
         assert!(problem.detail.contains("open for writing"), "{problem}");
         drop((reader, writer));
-        Image::open(&raw, &disk()).unwrap();
+        Image::open(&raw, &disk(), &TransferDirectories::anywhere()).unwrap();
     }
 
     #[test]
@@ -258,10 +262,10 @@ mod tests {
         let lock = byte_lock(QEMU_USES + WRITE, libc::F_RDLCK);
         fcntl(&writer, FcntlArg::F_OFD_SETLK(&lock)).unwrap();
         let raw = source(&path, ImageFormat::Raw);
-        let problem = Image::open(&raw, &disk()).unwrap_err();
+        let problem = Image::open(&raw, &disk(), &TransferDirectories::anywhere()).unwrap_err();
         assert!(problem.detail.contains("QEMU"), "{problem}");
         drop(writer);
-        let image = Image::open(&raw, &disk()).unwrap();
+        let image = Image::open(&raw, &disk(), &TransferDirectories::anywhere()).unwrap();
         let write = || {
             let mut qemu_io = Command::new("qemu-io");
             qemu_io.args(["-f", "raw", "-c", "write 0 512"]).arg(&path).stdout(Stdio::null());
@@ -280,8 +284,18 @@ mod tests {
         let (path, other) = (directory.path().join("image"), directory.path().join("other"));
         std::fs::write(&path, [1; 8192]).unwrap();
         std::fs::write(&other, [1; 8192]).unwrap();
-        let image = Image::open(&source(&path, ImageFormat::Raw), &disk()).unwrap();
-        let second = Image::open(&source(&other, ImageFormat::Raw), &disk()).unwrap();
+        let image = Image::open(
+            &source(&path, ImageFormat::Raw),
+            &disk(),
+            &TransferDirectories::anywhere(),
+        )
+        .unwrap();
+        let second = Image::open(
+            &source(&other, ImageFormat::Raw),
+            &disk(),
+            &TransferDirectories::anywhere(),
+        )
+        .unwrap();
         assert_ne!(image.identity, second.identity);
         image.check_unchanged().unwrap();
         // Longer than the clock that times of change come from is coarse.
@@ -302,14 +316,26 @@ mod tests {
             .status()
             .unwrap();
         assert!(made.success());
-        let problem = Image::open(&source(&path, ImageFormat::Qcow2), &disk()).unwrap_err();
+        let problem = Image::open(
+            &source(&path, ImageFormat::Qcow2),
+            &disk(),
+            &TransferDirectories::anywhere(),
+        )
+        .unwrap_err();
         assert!(problem.detail.contains("disk of 2097152 bytes"), "{problem}");
         let large = DiskSpec { size: 2 << 20, ..disk() };
-        Image::open(&source(&path, ImageFormat::Qcow2), &large).unwrap();
+        Image::open(&source(&path, ImageFormat::Qcow2), &large, &TransferDirectories::anywhere())
+            .unwrap();
         // A qcow2 image that is called raw is taken as the bytes that it is.
-        Image::open(&source(&path, ImageFormat::Raw), &large).unwrap();
+        Image::open(&source(&path, ImageFormat::Raw), &large, &TransferDirectories::anywhere())
+            .unwrap();
         std::fs::write(&path, [1; 8192]).unwrap();
-        let problem = Image::open(&source(&path, ImageFormat::Qcow2), &large).unwrap_err();
+        let problem = Image::open(
+            &source(&path, ImageFormat::Qcow2),
+            &large,
+            &TransferDirectories::anywhere(),
+        )
+        .unwrap_err();
         assert!(problem.detail.contains("not a qcow2 image"), "{problem}");
     }
 }

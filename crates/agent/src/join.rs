@@ -18,6 +18,7 @@ use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
 use rustls::{
     CertificateError, ClientConfig, DigitallySignedStruct, RootCertStore, SignatureScheme,
 };
+use vmseal_api::client::role::{self, Role};
 use vmseal_api::id::{HostId, NameError, check_name};
 use vmseal_api::join_token::{JoinToken, NotAToken};
 use vmseal_api::problem::Problem;
@@ -40,8 +41,9 @@ pub struct JoinOptions {
     pub token: Zeroizing<String>,
     /// The name to be known by.
     pub name: String,
-    /// Where the agent will listen (`host:port`), as the server reaches it.
-    pub address: String,
+    /// Where the agent will listen (`host:port`), as the server reaches it; none for the address that the
+    /// server sees this machine at, with the usual port.
+    pub address: Option<String>,
     /// Where the identity is kept.
     pub state_dir: PathBuf,
 }
@@ -86,15 +88,24 @@ pub enum JoinError {
     Identity(#[from] IdentityError),
 }
 
-/// Joins; gives the host's id.
+/// A machine that has joined.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct JoinedAs {
+    /// The host's id.
+    pub host: HostId,
+    /// Where its agent is to listen, and is called.
+    pub address: String,
+}
+
+/// Joins.
 ///
 /// # Errors
 /// [`JoinError`]; nothing is stored then, and the token may be used again unless the server has
 /// taken it.
-pub async fn join(options: JoinOptions) -> Result<HostId, JoinError> {
+pub async fn join(options: JoinOptions) -> Result<JoinedAs, JoinError> {
     let token: JoinToken = options.token.trim().parse()?;
     check_name(&options.name)?;
-    check_address(&options.address)?;
+    options.address.as_deref().map_or(Ok(()), check_address)?;
     refuse_a_second_time(&options.state_dir)?;
     let key = KeyPair::generate()?;
     let mut request = CertificateParams::default();
@@ -108,10 +119,15 @@ pub async fn join(options: JoinOptions) -> Result<HostId, JoinError> {
     };
     let joined = post(&options.server, &token, &body).await?;
     check_authority(&joined, &token)?;
+    // A server of an earlier version does not say it: it was told one.
+    let address = joined.address.or(options.address).ok_or_else(|| {
+        JoinError::Answer("it does not say at which address the agent is to listen".to_owned())
+    })?;
+    check_address(&address)?;
     let identity = Identity {
         host: joined.host,
         name: options.name,
-        address: options.address,
+        address,
         server: options.server,
         certificate: joined.certificate,
         authority: joined.authority,
@@ -120,7 +136,7 @@ pub async fn join(options: JoinOptions) -> Result<HostId, JoinError> {
     // Certificate, key and authority have to belong together before they are kept.
     identity.tls()?;
     identity.store(&options.state_dir)?;
-    Ok(identity.host)
+    Ok(JoinedAs { host: identity.host, address: identity.address })
 }
 
 fn check_address(address: &str) -> Result<(), JoinError> {
@@ -168,7 +184,7 @@ async fn post(server: &str, token: &JoinToken, body: &JoinHost) -> Result<Joined
     let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
     let verifier = PinnedAuthority { fingerprint: token.authority, provider: provider.clone() };
     let tls = ClientConfig::builder_with_provider(provider)
-        .with_safe_default_protocol_versions()
+        .with_protocol_versions(&[&rustls::version::TLS13])
         .map_err(|error| unreachable(&error))?
         .dangerous()
         .with_custom_certificate_verifier(Arc::new(verifier))
@@ -225,6 +241,7 @@ impl ServerCertVerifier for PinnedAuthority {
             .build()
             .map_err(|error| rustls::Error::General(error.to_string()))?
             .verify_server_cert(end_entity, intermediates, server_name, ocsp_response, now)
+            .and_then(|verified| role::check(end_entity, Role::Server).map(|()| verified))
     }
 
     fn verify_tls12_signature(
@@ -266,8 +283,19 @@ mod tests {
 
     /// A server that signs whatever it is sent, or refuses; gives its address.
     async fn server(authority: Authority, chain: bool, refuse: bool) -> String {
-        let (certificate, key) =
-            authority.sign(vec![SanType::IpAddress("127.0.0.1".parse().unwrap())]);
+        serving(authority, chain, refuse, Some(role::SERVER_ROLE)).await
+    }
+
+    /// The same, with a certificate of this role.
+    async fn serving(
+        authority: Authority,
+        chain: bool,
+        refuse: bool,
+        role: Option<&str>,
+    ) -> String {
+        let uri = role.map(|role| SanType::URI(role.try_into().unwrap()));
+        let address = SanType::IpAddress("127.0.0.1".parse().unwrap());
+        let (certificate, key) = authority.sign(std::iter::once(address).chain(uri).collect());
         let mut certificates = vec![certificate.der().clone()];
         if chain {
             certificates.push(authority.certificate.der().clone());
@@ -293,6 +321,7 @@ mod tests {
                 certificate: authority.sign_request(&body.certificate_request).pem(),
                 authority: authority.certificate.pem(),
                 host: HostId::new(),
+                address: body.address.is_none().then(|| "192.0.2.7:8444".to_owned()),
             }))
         };
         let router = Router::new().route("/api/v1/hosts/join", post(answer));
@@ -307,7 +336,7 @@ mod tests {
             server: server.to_owned(),
             token: Zeroizing::new(format!("{token}\n")),
             name: "here".to_owned(),
-            address: "127.0.0.1:8444".to_owned(),
+            address: Some("127.0.0.1:8444".to_owned()),
             state_dir: state_dir.to_owned(),
         }
     }
@@ -318,10 +347,35 @@ mod tests {
         let authority = Authority::new();
         let pin = fingerprint(authority.certificate.der());
         let server = server(authority, true, false).await;
-        let host = join(options(&server, pin, directory.path())).await.unwrap();
-        assert_eq!(Identity::load(directory.path()).unwrap().host, host);
+        let joined = join(options(&server, pin, directory.path())).await.unwrap();
+        assert_eq!(joined.address, "127.0.0.1:8444");
+        assert_eq!(Identity::load(directory.path()).unwrap().host, joined.host);
         let again = join(options(&server, pin, directory.path())).await.unwrap_err();
         assert!(matches!(again, JoinError::Already(..)), "{again}");
+    }
+
+    #[tokio::test]
+    async fn a_machine_that_gives_no_address_takes_the_one_that_the_server_sees() {
+        let directory = tempfile::tempdir().unwrap();
+        let authority = Authority::new();
+        let pin = fingerprint(authority.certificate.der());
+        let server = server(authority, true, false).await;
+        let options = JoinOptions { address: None, ..options(&server, pin, directory.path()) };
+        assert_eq!(join(options).await.unwrap().address, "192.0.2.7:8444");
+        assert_eq!(Identity::load(directory.path()).unwrap().address, "192.0.2.7:8444");
+    }
+
+    #[tokio::test]
+    async fn a_host_that_passes_for_the_server_gets_no_token() {
+        let directory = tempfile::tempdir().unwrap();
+        for role in [None, Some(role::HOST_ROLE)] {
+            let authority = Authority::new();
+            let pin = fingerprint(authority.certificate.der());
+            let server = serving(authority, true, false, role).await;
+            let error = join(options(&server, pin, directory.path())).await.unwrap_err();
+            assert!(error.to_string().contains("not the server's"), "{error}");
+        }
+        assert!(std::fs::read_dir(directory.path()).unwrap().next().is_none());
     }
 
     #[tokio::test]
@@ -369,7 +423,7 @@ mod tests {
         assert!(matches!(name, JoinError::Name(_)));
         for address in ["here", ":1", "here:", "here:99999"] {
             let mut options = options("https://127.0.0.1:1", [0; 32], directory.path());
-            options.address = address.to_owned();
+            options.address = Some(address.to_owned());
             let error = join(options).await.unwrap_err();
             assert!(matches!(error, JoinError::Address(_)), "{address}");
         }

@@ -19,10 +19,11 @@
 //! | `disk_keys` | changing the keys that open a VM's disks |
 //! | `image`, `filling` | what disks are filled from, and the filling, which goes on after a kill |
 //! | `export`, `exported` | writing a disk to a file for elsewhere; which file that is, on record |
+//! | `transfer` | where images may be read from and written to |
 //! | `filter`, `qemu`, [`qmp`], `console` | the two processes of a VM and the ways to them |
 //! | `measure`, `contents`, `patience` | how datastores stand; what is on one; file systems that hang |
 //! | `metrics`, `log_level` | what agent and filters have measured; what they log |
-//! | `process`, `run_dir`, `users` | processes that outlive the agent, on record, under own users |
+//! | `process`, `run_dir`, [`run_record`], `users` | processes that outlive the agent, on record, under own users |
 //! | `deaths`, `restarts` | deaths that nobody has seen to yet, on record; how many filters a VM may lose |
 //! | `keys` | KEKs: in locked memory, checked against what the inventory means |
 //! | [`accelerator`], `machine` | what this machine can do, and where it falls short |
@@ -65,8 +66,10 @@ mod replica;
 mod restarts;
 mod rules;
 mod run_dir;
+pub mod run_record;
 pub mod simulated;
 pub mod tls;
+mod transfer;
 mod users;
 mod vm;
 mod vms;
@@ -76,7 +79,7 @@ use std::sync::Arc;
 
 pub use accelerator::Choice as AcceleratorChoice;
 pub use host::{AgentOptions, RealHost};
-pub use join::{JoinError, JoinOptions, join};
+pub use join::{JoinError, JoinOptions, JoinedAs, join};
 
 /// Why an agent ended.
 #[derive(Debug, thiserror::Error)]
@@ -95,16 +98,19 @@ pub enum AgentError {
     Serve(#[from] std::io::Error),
 }
 
-/// Runs this machine as a host until `shutdown`. VMs run on when it ends; the next agent adopts them.
+/// Runs this machine as a host until `shutdown`. VMs run on when it ends; the next agent adopts them. It listens
+/// at `listen` where that is given, else at the address that it joined with.
 ///
 /// # Errors
 /// [`AgentError`].
 pub async fn run(
     state_dir: PathBuf,
+    listen: Option<String>,
     options: AgentOptions,
     shutdown: impl Future<Output = ()> + Send + 'static,
 ) -> Result<(), AgentError> {
-    let identity = identity::Identity::load(&state_dir)?;
+    let mut identity = identity::Identity::load(&state_dir)?;
+    identity.address = listen.unwrap_or(identity.address);
     let host = RealHost::start(options).await?;
     let endpoint = http::Endpoint::bind(&identity).await?;
     tracing::info!(host = %identity.host, address = %endpoint.address(), "serving");

@@ -323,6 +323,16 @@ impl Process {
         self.identity.pid
     }
 
+    /// The user that it runs under; none where it has just ended.
+    #[must_use]
+    pub fn user(&self) -> Option<u32> {
+        let status = std::fs::read_to_string(format!("/proc/{}/status", self.pid())).ok()?;
+        let users = status.lines().find_map(|line| line.strip_prefix("Uid:"))?;
+        // Real, effective, saved, of the file system (proc(5)).
+        let user = users.split_whitespace().next()?.parse().ok()?;
+        (!self.has_ended()).then_some(user)
+    }
+
     /// Ends it at once (SIGKILL); one that has ended stays so.
     pub fn kill(&self) {
         // SAFETY: the descriptor is a pidfd that we own; no siginfo is passed.

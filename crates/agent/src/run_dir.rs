@@ -8,6 +8,7 @@
 //! ```
 //! A directory is made before the first process of it is started and removed after the last has ended;
 //! every process in it is on record (see [`crate::process`]). Sweeping one therefore leaves nothing behind.
+//! A VM's `run.json` is a [`crate::run_record`].
 
 use std::fs::{DirBuilder, File, OpenOptions};
 use std::io::{self, Read, Seek, SeekFrom};
@@ -15,15 +16,12 @@ use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 
-use serde::{Deserialize, Serialize};
 use vmseal_api::host::VmSpec;
 use vmseal_api::id::{DiskId, VmId};
 
 use crate::process::Process;
+use crate::run_record::{self, Phase, Record, Unreadable};
 use crate::{atomic_file, machine};
-
-/// The version of `run.json`.
-const VERSION: u32 = 1;
 
 /// The longest path of a socket (sockaddr_un), in bytes, its end mark included.
 const SOCKET_PATH_MAX: usize = 108;
@@ -36,31 +34,6 @@ pub const LOG_MAX: u64 = 4 << 20;
 
 /// How much of a log's end is looked at, in bytes.
 const LOG_TAIL: u64 = 8 * 1024;
-
-/// What is on record of a VM.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Record {
-    /// Of the format.
-    version: u32,
-    /// The run of the kernel in which its processes live.
-    boot: String,
-    /// What it was started as.
-    pub spec: VmSpec,
-    /// Its pair of users.
-    pub slot: u32,
-    /// How far it got.
-    pub phase: Phase,
-}
-
-/// How far a VM got.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Phase {
-    /// Its processes are being started; the guest has not run.
-    Starting,
-    /// The guest runs, or is about to.
-    Running,
-}
 
 /// The run directory.
 #[derive(Clone, Debug)]
@@ -195,7 +168,7 @@ impl ProcessDir {
 
     /// Process ids on record mean something. Imports have no record: their start times must do.
     fn is_of_this_boot(&self) -> bool {
-        self.read().ok().flatten().is_none_or(|record| record.boot == machine::boot_id())
+        self.read().map_or(true, |record| record.is_of_this_boot())
     }
 
     /// What its name says: the id of the VM or disk.
@@ -306,35 +279,47 @@ impl ProcessDir {
         }
     }
 
+    /// The record of the VM.
+    #[must_use]
+    pub fn record(&self) -> PathBuf {
+        self.path.join("run.json")
+    }
+
     /// Puts a VM on record.
     ///
     /// # Errors
     /// As the file system.
     pub fn write(&self, spec: &VmSpec, slot: u32, phase: Phase) -> io::Result<()> {
-        let record =
-            Record { version: VERSION, boot: machine::boot_id(), spec: spec.clone(), slot, phase };
-        atomic_file::write(&self.path.join("run.json"), &serde_json::to_vec_pretty(&record)?)
+        let record = Record { boot: machine::boot_id(), spec: spec.clone(), slot, phase };
+        atomic_file::write(&self.record(), &record.to_text()?)
     }
 
-    /// What is on record; none when it is from before a reboot, or from another version.
+    /// What is on record.
     ///
     /// # Errors
-    /// As the file system; a record that cannot be understood.
-    pub fn read(&self) -> io::Result<Option<Record>> {
-        let text = match std::fs::read(self.path.join("run.json")) {
-            Ok(text) => text,
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-            Err(error) => return Err(error),
+    /// [`Unreadable`].
+    pub fn read(&self) -> Result<Record, Unreadable> {
+        let file = match File::open(self.record()) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                return Err(Unreadable::Missing);
+            }
+            other => other?,
         };
-        Ok(Some(serde_json::from_slice(&text)?))
+        let mut text = Vec::new();
+        file.take(run_record::LENGTH_MAX + 1).read_to_end(&mut text)?;
+        if text.len() as u64 > run_record::LENGTH_MAX {
+            let why = format!("it is longer than {} bytes", run_record::LENGTH_MAX);
+            return Err(Unreadable::Damaged(why));
+        }
+        Record::parse(&text)
     }
 }
 
 impl Record {
-    /// Whether its processes can still live.
+    /// Whether its processes can still live: the machine has not been restarted since.
     #[must_use]
     pub fn is_of_this_boot(&self) -> bool {
-        self.version == VERSION && self.boot == machine::boot_id()
+        self.boot == machine::boot_id()
     }
 }
 
@@ -381,7 +366,7 @@ pub(crate) mod tests {
         directory.write(&spec, 3, Phase::Starting).unwrap();
         let process = sleeper(&directory);
         assert_eq!(run.vms().unwrap().len(), 1);
-        let record = directory.read().unwrap().unwrap();
+        let record = directory.read().unwrap();
         assert_eq!((record.slot, record.phase, &record.spec), (3, Phase::Starting, &spec));
         assert!(record.is_of_this_boot());
         directory.sweep().await.unwrap();
@@ -402,7 +387,7 @@ pub(crate) mod tests {
         let path = directory.path.join("run.json");
         let text = std::fs::read_to_string(&path).unwrap();
         std::fs::write(&path, text.replace(&machine::boot_id(), "another")).unwrap();
-        assert!(!directory.read().unwrap().unwrap().is_of_this_boot());
+        assert!(!directory.read().unwrap().is_of_this_boot());
         directory.sweep().await.unwrap();
         let lives = tokio::time::timeout(std::time::Duration::from_millis(100), process.ended());
         assert!(lives.await.is_err(), "a process of this boot was ended");

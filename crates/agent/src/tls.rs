@@ -8,14 +8,10 @@ use rustls::crypto::CryptoProvider;
 use rustls::pki_types::{CertificateDer, UnixTime};
 use rustls::server::WebPkiClientVerifier;
 use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
-use rustls::{
-    CertificateError, DigitallySignedStruct, DistinguishedName, RootCertStore, SignatureScheme,
-};
-use x509_parser::extensions::GeneralName;
-use x509_parser::prelude::{FromDer, X509Certificate};
+use rustls::{DigitallySignedStruct, DistinguishedName, RootCertStore, SignatureScheme};
+use vmseal_api::client::role::{Role, check};
 
-/// The URI in the server's certificate that tells it from those of hosts.
-pub const SERVER_ROLE: &str = "urn:vmseal:server";
+pub use vmseal_api::client::role::SERVER_ROLE;
 
 /// Accepts client certificates of one authority that carry [`SERVER_ROLE`].
 #[derive(Debug)]
@@ -39,12 +35,6 @@ impl ServerRole {
     }
 }
 
-fn has_role(certificate: &CertificateDer<'_>) -> bool {
-    let Ok((_, certificate)) = X509Certificate::from_der(certificate) else { return false };
-    let Ok(Some(names)) = certificate.subject_alternative_name() else { return false };
-    names.value.general_names.contains(&GeneralName::URI(SERVER_ROLE))
-}
-
 impl ClientCertVerifier for ServerRole {
     fn root_hint_subjects(&self) -> &[DistinguishedName] {
         self.0.root_hint_subjects()
@@ -57,11 +47,11 @@ impl ClientCertVerifier for ServerRole {
         now: UnixTime,
     ) -> Result<ClientCertVerified, rustls::Error> {
         let verified = self.0.verify_client_cert(end_entity, intermediates, now)?;
-        if has_role(end_entity) {
-            return Ok(verified);
-        }
-        tracing::warn!("a certificate of this control plane that is not its server's was refused");
-        Err(CertificateError::ApplicationVerificationFailure.into())
+        check(end_entity, Role::Server).map(|()| verified).inspect_err(|_| {
+            tracing::warn!(
+                "a certificate of this control plane that is not its server's was refused"
+            );
+        })
     }
 
     fn verify_tls12_signature(
@@ -91,6 +81,7 @@ impl ClientCertVerifier for ServerRole {
 pub(crate) mod tests {
     use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair, SanType};
     use vmseal_api::client::host_server_name;
+    use vmseal_api::client::role::HOST_ROLE;
     use vmseal_api::id::HostId;
     use zeroize::Zeroizing;
 
@@ -154,6 +145,8 @@ pub(crate) mod tests {
         assert!(!accepted(&authority.sign(uri("urn:vmseal:server2")).0));
         assert!(!accepted(&authority.sign(dns("urn:vmseal:server")).0));
         assert!(!accepted(&authority.sign(vec![]).0));
+        let both = [uri(SERVER_ROLE), uri(HOST_ROLE)].concat();
+        assert!(!accepted(&authority.sign(both).0));
         assert!(!accepted(&Authority::new().sign(uri(SERVER_ROLE)).0));
     }
 }

@@ -45,6 +45,16 @@ impl Users {
     }
 }
 
+impl Users {
+    /// The pair of which a running QEMU has this user; none where it is of none.
+    #[must_use]
+    pub fn take_of_qemu(&self, user: u32) -> Option<Slot> {
+        let offset = user.checked_sub(self.base?)?;
+        // The even ones are filters'.
+        (offset % 2 == 1 && offset / 2 < SLOTS).then(|| self.take_again(offset / 2))
+    }
+}
+
 impl Slot {
     /// Which pair it is.
     #[must_use]
@@ -86,6 +96,11 @@ mod tests {
             [[1000, 1001], [1002, 1003], [1004, 1005]]
         );
         drop(first);
+        let of_qemu = users.take_of_qemu(1007).unwrap();
+        assert_eq!((of_qemu.number(), of_qemu.qemu()), (3, Some(1007)));
+        for other in [999, 1006, 1000 + 2 * SLOTS + 1] {
+            assert!(users.take_of_qemu(other).is_none(), "{other}");
+        }
         assert_eq!(users.take().unwrap().number(), 0);
         assert_eq!(Users::new(None).take().unwrap().filter(), None);
     }

@@ -260,3 +260,24 @@ async fn what_is_not_the_contract_is_answered_with_a_problem() {
     let (status, _, text) = raw(&authority, id, &address, get, "/v1/state").await;
     assert_eq!(status, 200, "{text}");
 }
+
+#[tokio::test]
+async fn an_agent_speaks_tls_1_3_alone() {
+    let authority = Authority::new();
+    let (id, address) = serve(&authority, &SimulatedHost::new()).await;
+    let mut roots = rustls::RootCertStore::empty();
+    roots.add(CertificateDer::from_pem_slice(authority.pem.as_bytes()).unwrap()).unwrap();
+    for (version, taken) in [(&rustls::version::TLS12, false), (&rustls::version::TLS13, true)] {
+        let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
+        let config = rustls::ClientConfig::builder_with_provider(provider)
+            .with_protocol_versions(&[version])
+            .unwrap()
+            .with_root_certificates(roots.clone())
+            .with_client_cert_resolver(authority.server().certificate);
+        let connector = tokio_rustls::TlsConnector::from(Arc::new(config));
+        let stream = tokio::net::TcpStream::connect(&address).await.unwrap();
+        let name = rustls::pki_types::ServerName::try_from(host_server_name(id)).unwrap();
+        let shaken = connector.connect(name, stream).await;
+        assert_eq!(shaken.is_ok(), taken, "{version:?}: {:?}", shaken.err());
+    }
+}

@@ -47,6 +47,7 @@ use std::time::Duration;
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
+pub use crate::accelerator::{Accelerator, AcceleratorKind};
 use crate::id::{DatastoreId, DiskId, Incarnation, ProviderId, TaskId, VmId};
 use crate::problem::Problem;
 use crate::replica::ReplicaPlace;
@@ -90,29 +91,11 @@ pub struct HostDescription {
     pub aes_hardware: bool,
     /// Where the sockets of the disks of running VMs are, each at `vms/VM/diskN.sock` in it, in boot order.
     pub run_dir: String,
+    /// The directories that images may be imported from and exported to.
+    #[serde(default)]
+    pub transfer_directories: Vec<String>,
     /// What could not be protected on this host as it should be (swap in the clear, memory not lockable).
     pub weaknesses: Vec<String>,
-}
-
-/// How guests are run.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
-pub struct Accelerator {
-    /// KVM or TCG.
-    pub kind: AcceleratorKind,
-    /// Why this one: what the probe saw.
-    pub reason: String,
-}
-
-/// KVM or software emulation.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
-#[serde(rename_all = "snake_case")]
-pub enum AcceleratorKind {
-    /// Hardware virtualization.
-    Kvm,
-    /// QEMU's emulation: correct, and 10 to 50 times slower.
-    Tcg,
 }
 
 /// A place for disks, as an agent needs to know it.
@@ -582,6 +565,8 @@ pub enum NoticeCode {
     DisksDown,
     /// The VM's filter process died and another one serves its disks; nothing is lost.
     FilterRestarted,
+    /// The VM runs, and the agent that was started meanwhile cannot take it over.
+    NotAdopted,
 }
 
 /// How to power off.

@@ -8,6 +8,7 @@
 //!
 //! No type here can hold a raw key: a key travels as [`host::SealedKey`] or as an inherited descriptor.
 
+mod accelerator;
 pub mod bitmap;
 #[cfg(feature = "client")]
 pub mod client;

@@ -40,6 +40,9 @@ pub struct SetLogLevel {
     pub levels: String,
 }
 
+/// The port of an agent where nobody says otherwise.
+pub const AGENT_PORT: u16 = 8444;
+
 /// A machine joins as a host. The only request that a join token, not a user, authorizes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
@@ -49,8 +52,10 @@ pub struct JoinHost {
     pub token: String,
     /// The name to be known by.
     pub name: String,
-    /// Where the agent will listen (`host:port`).
-    pub address: String,
+    /// Where the agent will listen (`host:port`); none for the address from which the server sees the request
+    /// come, with port [`AGENT_PORT`].
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub address: Option<String>,
     /// A PKCS#10 certificate request (PEM) for the agent's key, which never leaves the host.
     pub certificate_request: String,
 }
@@ -59,12 +64,24 @@ pub struct JoinHost {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Joined {
-    /// The host's certificate (PEM), for its server and client side.
+    /// The host's certificate (PEM).
     pub certificate: String,
     /// The certificate of the control plane's CA (PEM): the only one the agent trusts.
     pub authority: String,
     /// The host's id.
     pub host: crate::id::HostId,
+    /// Where the server will call its agent (`host:port`).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub address: Option<String>,
+}
+
+/// Changes a host.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct ChangeHost {
+    /// Where its agent is called from now on (`host:port`).
+    pub address: String,
 }
 
 /// Adds a datastore.

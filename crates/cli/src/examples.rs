@@ -18,7 +18,12 @@ pub const EXAMPLES: &[(&str, &str, &str)] = &[
     (
         "vmseal-agent-join",
         "Become a host, with a token in a file:",
-        "vmseal agent join --to https://192.0.2.10:8443 --name host1 \\\n        --address 192.0.2.21:8444 --join-token-file token",
+        "vmseal agent join --to https://192.0.2.10:8443 --name host1 --join-token-file token",
+    ),
+    (
+        "vmseal-host-set",
+        "It has moved to another address (its agent is started with --listen there):",
+        "vmseal host set host1 --address 192.0.2.21:8444",
     ),
     (
         "vmseal-login",
@@ -107,7 +112,7 @@ pub const EXAMPLES: &[(&str, &str, &str)] = &[
     (
         "vmseal-vm-create",
         "An encrypted VM from a raw image, and an empty disk on another datastore:",
-        "vmseal vm create web1 --policy encrypted --vcpus 2 --memory 2GiB \\\n        --disk datastore=fast,size=20GiB,image=/root/debian.raw,format=raw \\\n        --disk datastore=bulk,size=1TiB,name=data",
+        "vmseal vm create web1 --policy encrypted --vcpus 2 --memory 2GiB \\\n        --disk datastore=fast,size=20GiB,image=/srv/images/debian.raw,format=raw \\\n        --disk datastore=bulk,size=1TiB,name=data",
     ),
     (
         "vmseal-vm-create",

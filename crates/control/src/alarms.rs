@@ -96,6 +96,7 @@ fn of_vm(
         ("replica-behind", NoticeCode::ReplicaBehind),
         ("disks-down", NoticeCode::DisksDown),
         ("filter-restarted", NoticeCode::FilterRestarted),
+        ("vm-not-adopted", NoticeCode::NotAdopted),
     ] {
         // One for each disk, so that a second one is news, too.
         let mut told: BTreeMap<String, Vec<&str>> = BTreeMap::new();

@@ -5,7 +5,9 @@
 //! |---|---|---|---|
 //! | authority | `vmseal authority` | | signs certificates, path length 0 |
 //! | server | `vmseal-server` | its names, `urn:vmseal:server` | server and client |
-//! | host | the host's id | `ID.host.vmseal.internal`, the address's host | server and client |
+//! | host | the host's id | `ID.host.vmseal.internal`, `urn:vmseal:host` | server |
+//!
+//! Nothing that a host chooses comes into a certificate: not its name, not its address.
 
 use std::net::IpAddr;
 use std::path::Path;
@@ -25,8 +27,7 @@ use zeroize::Zeroizing;
 
 use crate::files;
 
-/// By this URI an agent knows the server's certificate from that of another host.
-pub const SERVER_ROLE: &str = "urn:vmseal:server";
+pub use vmseal_api::client::role::{HOST_ROLE, SERVER_ROLE};
 
 /// How long an authority is valid, in years: as long as an installation may last.
 const AUTHORITY_YEARS: i32 = 30;
@@ -166,7 +167,8 @@ impl Authority {
         names: &[String],
     ) -> Result<Zeroizing<String>, AuthorityError> {
         let key = KeyPair::generate()?;
-        let mut params = leaf("vmseal-server", SERVER_DAYS)?;
+        let usages = vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
+        let mut params = leaf("vmseal-server", SERVER_DAYS, usages)?;
         params.subject_alt_names = alternative_names(names)?;
         params.subject_alt_names.push(SanType::URI(SERVER_ROLE.try_into()?));
         let certificate = params.signed_by(&key, &self.issuer)?;
@@ -179,24 +181,15 @@ impl Authority {
     ///
     /// # Errors
     /// [`AuthorityError::Request`]: it is no request, or its signature is wrong.
-    pub fn host_certificate(
-        &self,
-        request: &str,
-        host: HostId,
-        address: &str,
-    ) -> Result<String, AuthorityError> {
+    pub fn host_certificate(&self, request: &str, host: HostId) -> Result<String, AuthorityError> {
         let mut request =
             CertificateSigningRequestParams::from_pem(request).map_err(AuthorityError::Request)?;
-        request.params = leaf(&host.to_string(), HOST_YEARS * 365)?;
-        request.params.subject_alt_names =
-            alternative_names(&[host_server_name(host), host_of(address).to_owned()])?;
+        let usages = vec![ExtendedKeyUsagePurpose::ServerAuth];
+        request.params = leaf(&host.to_string(), HOST_YEARS * 365, usages)?;
+        request.params.subject_alt_names = alternative_names(&[host_server_name(host)])?;
+        request.params.subject_alt_names.push(SanType::URI(HOST_ROLE.try_into()?));
         Ok(request.signed_by(&self.issuer)?.pem())
     }
-}
-
-/// The host in `host:port`, without the brackets of an IPv6 address.
-fn host_of(address: &str) -> &str {
-    address.rsplit_once(':').map_or(address, |(host, _)| host).trim_matches(['[', ']'])
 }
 
 fn alternative_names(names: &[String]) -> Result<Vec<SanType>, AuthorityError> {
@@ -223,12 +216,15 @@ fn authority_certificate(key: &KeyPair) -> Result<Certificate, AuthorityError> {
 }
 
 /// The certificate of somebody who is no authority.
-fn leaf(common_name: &str, days: i32) -> Result<CertificateParams, AuthorityError> {
+fn leaf(
+    common_name: &str,
+    days: i32,
+    usages: Vec<ExtendedKeyUsagePurpose>,
+) -> Result<CertificateParams, AuthorityError> {
     let mut params = valid_for(common_name, days)?;
     params.is_ca = IsCa::ExplicitNoCa;
     params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
-    params.extended_key_usages =
-        vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
+    params.extended_key_usages = usages;
     params.use_authority_key_identifier_extension = true;
     Ok(params)
 }
@@ -285,10 +281,12 @@ mod tests {
             params.subject_alt_names = vec![SanType::URI(SERVER_ROLE.try_into().unwrap())];
         });
         let host = HostId::new();
-        let pem = authority.host_certificate(&pem, host, "127.0.0.1:8444").unwrap();
+        let pem = authority.host_certificate(&pem, host).unwrap();
         let der = CertificateDer::from_pem_slice(pem.as_bytes()).unwrap();
         let (_, certificate) = X509Certificate::from_der(&der).unwrap();
-        assert_eq!(names(&certificate), [host_server_name(host), "[127, 0, 0, 1]".to_owned()]);
+        assert_eq!(names(&certificate), [host_server_name(host), HOST_ROLE.to_owned()]);
+        let usage = certificate.extended_key_usage().unwrap().unwrap().value;
+        assert!(usage.server_auth && !usage.client_auth);
         assert!(!certificate.is_ca());
         assert!(holds_key(&der, &key));
         let common_name = certificate.subject().iter_common_name().next().unwrap();
@@ -311,7 +309,7 @@ mod tests {
             base64::engine::general_purpose::STANDARD.encode(der)
         );
         for bad in [forged.as_str(), "", "nonsense"] {
-            let refused = authority.host_certificate(bad, HostId::new(), "h:1");
+            let refused = authority.host_certificate(bad, HostId::new());
             assert!(matches!(refused, Err(AuthorityError::Request(_))), "{bad}");
         }
     }

@@ -8,12 +8,14 @@
 //! | [`hosts`], [`alarms`] | joining, one monitor per host, what stands |
 //! | [`tasks`] | durable work |
 //! | `locks` | one lock for each of many things |
+//! | `connections` | who may have how many connections |
 //! | [`metrics`] | what the server measures |
 //! | [`http`], [`server`] | the API, and the process |
 
 pub mod alarms;
 pub mod authority;
 mod backoff;
+mod connections;
 mod expiry;
 mod files;
 pub mod hosts;

@@ -5,19 +5,22 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use hyper::body::Incoming;
 use hyper::server::conn::http1;
+use hyper::service::{Service, service_fn};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use jiff::Timestamp;
 use rustls::ServerConfig;
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::{Semaphore, watch};
+use tokio::sync::watch;
 use tokio::task::{JoinHandle, JoinSet};
 use tokio_rustls::TlsAcceptor;
 use vmseal_api::client::ClientIdentity;
 use vmseal_secret::sealed_box::Recipient;
 
 use crate::authority::Authority;
+use crate::connections::{Connection, Places, STRANGER_TIMEOUT};
 use crate::expiry;
 use crate::hosts::Hosts;
 use crate::hosts::connector::HttpsConnector;
@@ -28,9 +31,6 @@ use crate::providers::Providers;
 use crate::store::alarms::{self, Standing};
 use crate::store::{Store, StoreError};
 use crate::tasks::{Engine, Retry};
-
-/// How many connections stand at once; more wait in the kernel's queue.
-const CONNECTIONS_MAX: usize = 512;
 
 /// How long a client may take for its TLS handshake, and for a request's header.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
@@ -182,7 +182,7 @@ pub async fn serve(options: ServerOptions) -> Result<(), ServerError> {
 fn tls(identity: &Arc<Identity>) -> Result<ServerConfig, rustls::Error> {
     let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
     let mut config = ServerConfig::builder_with_provider(provider)
-        .with_safe_default_protocol_versions()?
+        .with_protocol_versions(&[&rustls::version::TLS13])?
         .with_no_client_auth()
         .with_cert_resolver(Arc::clone(identity) as _);
     config.alpn_protocols = vec![b"http/1.1".to_vec()];
@@ -217,21 +217,19 @@ async fn accept(
     router: axum::Router,
     mut stopped: watch::Receiver<bool>,
 ) {
-    let places = Arc::new(Semaphore::new(CONNECTIONS_MAX));
+    let places = Places::new();
     let mut connections = JoinSet::new();
     loop {
         let accepted = tokio::select! {
-            accepted = next(&listener, &places) => accepted,
+            accepted = listener.accept() => accepted,
             _ = connections.join_next(), if !connections.is_empty() => continue,
             _ = stopped.changed() => break,
         };
         match accepted {
-            Ok((stream, place)) => {
-                let served = serve_connection(stream, tls.clone(), router.clone(), stopped.clone());
-                connections.spawn(async move {
-                    served.await;
-                    drop(place);
-                });
+            Ok((stream, source)) => {
+                let place = places.admit(source.ip());
+                let (tls, router) = (tls.clone(), router.clone());
+                connections.spawn(serve_connection(stream, place, tls, router, stopped.clone()));
             }
             Err(error) => {
                 tracing::warn!(%error, "a connection could not be accepted");
@@ -245,33 +243,42 @@ async fn accept(
     let _ = tokio::time::timeout(FAREWELL, farewell).await;
 }
 
-async fn next(
-    listener: &TcpListener,
-    places: &Arc<Semaphore>,
-) -> std::io::Result<(TcpStream, tokio::sync::OwnedSemaphorePermit)> {
-    let place = Arc::clone(places).acquire_owned().await.map_err(std::io::Error::other)?;
-    let (stream, _) = listener.accept().await?;
-    Ok((stream, place))
+/// Ends when a connection has been a stranger's for too long.
+async fn stays_a_stranger(place: &Connection) {
+    tokio::time::sleep(STRANGER_TIMEOUT).await;
+    if place.is_known() {
+        std::future::pending::<()>().await;
+    }
 }
 
 async fn serve_connection(
     stream: TcpStream,
+    place: Connection,
     tls: TlsAcceptor,
     router: axum::Router,
     mut stopped: watch::Receiver<bool>,
 ) {
     // Answers are small and waited for; a socket that refuses this still works.
     let _ = stream.set_nodelay(true);
-    let stream = match tokio::time::timeout(HELLO_TIMEOUT, tls.accept(stream)).await {
+    let shaken = tokio::select! {
+        shaken = tokio::time::timeout(HELLO_TIMEOUT, tls.accept(stream)) => shaken,
+        () = place.leave() => return tracing::debug!("closed to make room"),
+    };
+    let stream = match shaken {
         Ok(Ok(stream)) => stream,
         Ok(Err(error)) => return tracing::debug!(%error, "no TLS"),
         Err(_) => return tracing::debug!("no TLS in time"),
     };
+    let (service, of_request) = (TowerToHyperService::new(router), place.clone());
+    let service = service_fn(move |mut request: hyper::Request<Incoming>| {
+        request.extensions_mut().insert(of_request.clone());
+        service.call(request)
+    });
     let connection = http1::Builder::new()
         .timer(TokioTimer::new())
         .header_read_timeout(HELLO_TIMEOUT)
         .max_buf_size(HEADER_MAX)
-        .serve_connection(TokioIo::new(stream), TowerToHyperService::new(router))
+        .serve_connection(TokioIo::new(stream), service)
         .with_upgrades();
     let mut connection = std::pin::pin!(connection);
     let ended = tokio::select! {
@@ -280,6 +287,8 @@ async fn serve_connection(
             connection.as_mut().graceful_shutdown();
             connection.await
         }
+        () = place.leave() => return tracing::debug!("closed to make room"),
+        () = stays_a_stranger(&place) => return tracing::debug!("closed: no user's, and late"),
     };
     if let Err(error) = ended {
         tracing::debug!(%error, "a connection ended early");

@@ -6,20 +6,24 @@ use std::time::{Duration, Instant};
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use serde_json::Value;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use vmseal_agent::http::Endpoint;
 use vmseal_agent::identity::Identity;
 use vmseal_agent::simulated::SimulatedHost;
 use vmseal_agent::{JoinOptions, join};
-use vmseal_api::client::ServerClient;
-use vmseal_api::host::{ConsoleClaim, DatastoreLocation};
+use vmseal_api::client::role::{HOST_ROLE, SERVER_ROLE};
+use vmseal_api::client::{ClientIdentity, HostClient, ServerClient, host_server_name};
+use vmseal_api::host::{ConsoleClaim, DatastoreLocation, HostAgent};
 use vmseal_api::model::*;
 use vmseal_api::problem::ErrorCode;
 use vmseal_api::request::*;
 use vmseal_secret::SecretBytes;
 use vmseal_secret::sealed_box::seal;
 
+use crate::authority::Authority;
 use crate::server::{Server, ServerOptions};
 
 struct Installation {
@@ -85,7 +89,7 @@ impl Installation {
             server: format!("https://{}", self.server.as_ref().unwrap().address()),
             token: token.token.into(),
             name: "here".to_owned(),
-            address,
+            address: Some(address),
             state_dir: state_dir.clone(),
         };
         join(options).await.unwrap();
@@ -224,7 +228,8 @@ async fn silent_clients_disturb_nobody_and_headers_have_a_limit() {
     let here = Installation::new().await;
     let address = here.server.as_ref().unwrap().address();
     let mut silent = Vec::new();
-    for _ in 0..20 {
+    // More than the server serves at all.
+    for _ in 0..600 {
         silent.push(tokio::net::TcpStream::connect(address).await.unwrap());
     }
     let _: About = here.client().get("about").await.unwrap();
@@ -234,6 +239,128 @@ async fn silent_clients_disturb_nobody_and_headers_have_a_limit() {
     let hung_up = hung_up || long.detail.contains("Connection reset");
     assert!(hung_up || long.detail.contains("431"), "a header of 64 KiB was taken: {long}");
     let mut byte = [0];
-    let hung_up = tokio::time::timeout(Duration::from_secs(15), silent[0].read(&mut byte)).await;
+    let last = silent.last_mut().unwrap();
+    let hung_up = tokio::time::timeout(Duration::from_secs(15), last.read(&mut byte)).await;
     assert!(matches!(hung_up, Ok(Ok(0) | Err(_))), "{hung_up:?}");
+}
+
+impl Installation {
+    /// A certificate of this installation's authority, for these names.
+    fn signed(
+        &self,
+        names: Vec<rcgen::SanType>,
+    ) -> (CertificateDer<'static>, PrivateKeyDer<'static>) {
+        let ca = rcgen::KeyPair::from_pem(&self.file("ca.key")).unwrap();
+        let issuer = rcgen::Issuer::from_ca_cert_pem(&self.file("ca.pem"), ca).unwrap();
+        let key = rcgen::KeyPair::generate().unwrap();
+        let mut params = rcgen::CertificateParams::default();
+        params.subject_alt_names = names;
+        let certificate = params.signed_by(&key, &issuer).unwrap();
+        (certificate.der().clone(), PrivateKeyDer::try_from(key.serialize_der()).unwrap())
+    }
+
+    /// Answers TLS with this certificate; gives the address.
+    async fn answers_with(&self, names: Vec<rcgen::SanType>) -> std::net::SocketAddr {
+        let (certificate, key) = self.signed(names);
+        let tls = rustls::ServerConfig::builder_with_provider(provider())
+            .with_safe_default_protocol_versions()
+            .unwrap()
+            .with_no_client_auth()
+            .with_single_cert(vec![certificate], key)
+            .unwrap();
+        let acceptor = tokio_rustls::TlsAcceptor::from(Arc::new(tls));
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        tokio::spawn(async move {
+            while let Ok((stream, _)) = listener.accept().await {
+                if let Ok(mut stream) = acceptor.accept(stream).await {
+                    let _ = stream.read(&mut [0; 1024]).await;
+                    let _ = stream.write_all(b"HTTP/1.1 204 No Content\r\n\r\n").await;
+                }
+            }
+        });
+        address
+    }
+}
+
+fn provider() -> Arc<rustls::crypto::CryptoProvider> {
+    Arc::new(rustls::crypto::aws_lc_rs::default_provider())
+}
+
+/// With the certificate that hosts were once given: for an address that they chose.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_host_does_not_pass_for_the_server_nor_the_server_for_a_host() {
+    let here = Installation::new().await;
+    let host = vmseal_api::id::HostId::new();
+    let chosen = || rcgen::SanType::IpAddress("127.0.0.1".parse().unwrap());
+    let name = || rcgen::SanType::DnsName(host_server_name(host).try_into().unwrap());
+    let role = |role: &str| rcgen::SanType::URI(role.try_into().unwrap());
+    for names in [vec![chosen()], vec![name(), chosen()], vec![name(), chosen(), role(HOST_ROLE)]] {
+        let address = here.answers_with(names).await;
+        let client =
+            ServerClient::new(&format!("https://{address}"), &here.file("ca.pem"), "x").unwrap();
+        let refused = client.get::<About>("about").await.unwrap_err();
+        assert_eq!(refused.code, ErrorCode::Unreachable);
+        assert!(refused.detail.contains("not the server's"), "{refused}");
+        let console = client.console("web", ConsoleClaim::IfFree).await.err().unwrap();
+        assert!(console.detail.contains("not the server's"), "{console}");
+    }
+    let address = here.answers_with(vec![name(), role(SERVER_ROLE)]).await;
+    let authority = Authority::open(&here.directory.path().join("data")).unwrap();
+    let identity = crate::identity::Identity::open(
+        &here.directory.path().join("data"),
+        &authority,
+        vec!["localhost".to_owned()],
+    );
+    let identity =
+        ClientIdentity { authority: here.file("ca.pem"), certificate: Arc::new(identity.unwrap()) };
+    let client = HostClient::new(host, "here", &address.to_string(), &identity).unwrap();
+    let refused = client.describe().await.unwrap_err();
+    assert!(refused.detail.contains("not a host's"), "{refused}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn tls_1_2_is_refused() {
+    let here = Installation::new().await;
+    let mut roots = rustls::RootCertStore::empty();
+    let ca = CertificateDer::from_pem_slice(here.file("ca.pem").as_bytes()).unwrap();
+    roots.add(ca).unwrap();
+    for (version, taken) in [(&rustls::version::TLS12, false), (&rustls::version::TLS13, true)] {
+        let config = rustls::ClientConfig::builder_with_provider(provider())
+            .with_protocol_versions(&[version])
+            .unwrap()
+            .with_root_certificates(roots.clone())
+            .with_no_client_auth();
+        let connector = tokio_rustls::TlsConnector::from(Arc::new(config));
+        let address = here.server.as_ref().unwrap().address();
+        let stream = tokio::net::TcpStream::connect(address).await.unwrap();
+        let name = rustls::pki_types::ServerName::try_from("127.0.0.1").unwrap();
+        let shaken = connector.connect(name, stream).await;
+        assert_eq!(shaken.is_ok(), taken, "{version:?}: {:?}", shaken.err());
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_host_is_called_at_its_new_address() {
+    let here = Installation::new().await;
+    here.set_up().await;
+    let client = here.client();
+    let before: Host = client.get("hosts/here").await.unwrap();
+    let set = async |address: &str| {
+        let request = ChangeHost { address: address.to_owned() };
+        client.patch::<Host>("hosts/here", &request).await.unwrap()
+    };
+    // Nobody listens there.
+    assert_eq!(set("127.0.0.1:1").await.address, "127.0.0.1:1");
+    here.until(async || {
+        let alarms: Page<Alarm> = client.get("alarms").await.unwrap();
+        alarms.items.iter().any(|alarm| alarm.code == "host-disconnected")
+    })
+    .await;
+    set(&before.address).await;
+    here.until(async || {
+        let host: Host = client.get("hosts/here").await.unwrap();
+        host.connection == Connection::Connected
+    })
+    .await;
 }

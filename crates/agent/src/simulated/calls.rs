@@ -24,6 +24,7 @@ use super::{CAPACITY, Call, Fault, Inside, SimulatedDisk, SimulatedHost, Work, g
 use crate::image::Image;
 use crate::log_level;
 use crate::rules::{self, PowerOn};
+use crate::transfer::TransferDirectories;
 
 /// Work that goes on after a call has been answered.
 pub type Later = Option<(VmId, Work, u64, Duration)>;
@@ -130,7 +131,7 @@ impl Inside {
             self.check_place(&replica.datastore)?;
         }
         if let Some(source) = source {
-            Image::open(source, disk)?;
+            Image::open(source, disk, &TransferDirectories::anywhere())?;
         }
         if disk.allocation == Allocation::Preallocated && (self.full || disk.size > CAPACITY) {
             return Err(Problem::new(ErrorCode::NoSpace, "the simulated datastore is full"));
@@ -239,7 +240,8 @@ impl Inside {
         }
         let key = rules::key_state(&known.spec, known.key_held);
         rules::may_create_disk(&known.spec, &spec, known.power, key)?;
-        let wrong_source = source.and_then(|source| Image::open(source, &spec).err());
+        let wrong_source = source
+            .and_then(|source| Image::open(source, &spec, &TransferDirectories::anywhere()).err());
         let ready = matches!(known.phases.get(&disk), Some(DiskPhase::Ready { .. }));
         if !ready {
             let phase = match wrong_source {

@@ -421,6 +421,7 @@ impl Inside {
             memory: 64 << 30,
             aes_hardware: true,
             run_dir: "/run/vmseal".to_owned(),
+            transfer_directories: vec!["/".to_owned()],
             weaknesses: Vec::new(),
         }
     }

@@ -1,44 +1,57 @@
 //! What a starting agent does with the VMs of its predecessor: those that run are adopted, those that
-//! were half-started or have died are swept and reported.
+//! were half-started or have died are swept and reported. One that runs and cannot be adopted is left running
+//! ([`super::left_running`]): no doubt about a VM ends its guest.
 
 use std::collections::BTreeMap;
 use std::io;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
-use futures_util::future::try_join_all;
+use futures_util::future::join_all;
 use jiff::Timestamp;
-use vmseal_api::host::{StopReason, Stopped};
+use tokio::time::sleep;
+use vmseal_api::host::{StopReason, Stopped, VmSpec};
 use vmseal_api::id::VmId;
 use vmseal_api::problem::Problem;
 
+use super::left_running::{LeftRunning, Why, unknown_spec};
+use super::start::NotConnected;
 use super::{Beginning, Running, Shared, Vm, internal, start};
 use crate::deaths::Death;
 use crate::filter::{self, Control};
 use crate::process::Process;
 use crate::qemu;
-use crate::run_dir::{Phase, ProcessDir, Record};
+use crate::run_dir::ProcessDir;
+use crate::run_record::{Phase, Record, Unreadable};
+use crate::users::Slot;
 
-/// How often it is tried to connect to a VM whose processes live.
-const ATTEMPTS: u32 = 3;
+/// How long more attempts are begun to connect to a VM whose processes live; later ones come in the background.
+const ATTEMPTS_WITHIN: Duration = Duration::from_secs(5);
+
+/// The pause between them.
+const ATTEMPTS_PAUSE: Duration = Duration::from_millis(100);
 
 /// Goes through the run directory. Gives the VMs found, with those that died under an earlier agent and
-/// have not run since; imports are swept, as their disks are made anew.
+/// have not run since; imports are swept, as their disks are made anew. The trouble of one VM or import is
+/// told and keeps no other from being adopted.
 ///
 /// # Errors
-/// As reading the run directory: without it nothing is known, and the agent must not start.
+/// As listing the run directory: without it nothing is known, and the agent must not start.
 pub async fn adopt(shared: &Arc<Shared>) -> io::Result<Vec<(VmId, Vm)>> {
     for import in shared.run_dir.imports()? {
-        import.sweep().await?;
+        if let Err(error) = import.sweep().await {
+            tracing::error!(disk = import.name(), %error, "what an import left cannot be cleared away");
+        }
     }
     let deaths = shared.deaths.all()?;
     // Beside each other: one that does not answer holds up no other.
     let found =
         shared.run_dir.vms()?.into_iter().map(|directory| adopt_one(shared, directory, &deaths));
-    let mut found: BTreeMap<VmId, Vm> = try_join_all(found).await?.into_iter().flatten().collect();
+    let mut found: BTreeMap<VmId, Vm> = join_all(found).await.into_iter().flatten().collect();
     for (vm, death) in deaths {
-        found
-            .entry(vm)
-            .or_insert_with(|| Vm::own(shared.clone(), death.spec, Beginning::Dead(death.stopped)));
+        found.entry(vm).or_insert_with(|| {
+            Vm::own(shared.clone(), death.spec, Beginning::Stopped(death.stopped))
+        });
     }
     Ok(found.into_iter().collect())
 }
@@ -47,97 +60,181 @@ async fn adopt_one(
     shared: &Arc<Shared>,
     directory: ProcessDir,
     deaths: &BTreeMap<VmId, Death>,
-) -> io::Result<Option<(VmId, Vm)>> {
-    let record = directory.read().unwrap_or_else(|error| {
-        tracing::warn!(vm = directory.name(), %error, "a VM's record is damaged; it is swept");
-        None
-    });
-    let Some(record) = record else {
-        directory.sweep().await?;
-        return Ok(None);
+) -> Option<(VmId, Vm)> {
+    let Ok(vm) = directory.name().parse::<VmId>() else {
+        tracing::warn!(name = directory.name(), "no VM has this directory in the run directory");
+        return None;
     };
-    let vm = record.spec.vm;
-    let beginning = match alive(shared, &directory, &record).await {
-        Ok(running) => {
+    let record = match directory.read() {
+        Ok(record) if record.spec.vm == vm => record,
+        Ok(record) => {
+            let why = Unreadable::Damaged(format!("it is of VM {}", record.spec.vm));
+            return unreadable(shared, directory, vm, why, deaths.get(&vm)).await;
+        }
+        Err(why) => return unreadable(shared, directory, vm, why, deaths.get(&vm)).await,
+    };
+    let beginning = match look(shared, &directory, &record).await {
+        Reconnected::Alive(running) => {
             tracing::info!(%vm, qemu = running.qemu.pid(), "adopted a running VM");
-            Beginning::Alive(Box::new(running))
+            Beginning::Alive(running)
         }
-        Err(why) => {
+        Reconnected::Silent(qemu, problem) => {
+            let why = Why::Processes(Box::new(record.clone()), problem);
+            let left = LeftRunning::new(shared.clone(), directory, vm, why, qemu);
+            Beginning::LeftRunning(Box::new(left))
+        }
+        Reconnected::Dead(why) => {
             tracing::warn!(%vm, %why, "found a VM dead");
-            let stopped = match deaths.get(&vm) {
-                // The earlier agent saw it die, and was only kept from clearing it away.
-                Some(death) if record.phase == Phase::Running => death.stopped.clone(),
-                _ => {
-                    let (reason, detail) = (StopReason::FoundDead, why.detail);
-                    let stopped = Stopped { at: Timestamp::now(), reason, detail };
-                    shared.deaths.record(&record.spec, &stopped)?;
-                    stopped
-                }
-            };
-            bury(&directory).await?;
-            Beginning::Dead(stopped)
+            // The earlier agent may have seen it die, and only been kept from clearing it away.
+            let seen = deaths.get(&vm).filter(|_| record.phase == Phase::Running);
+            Beginning::Stopped(found_dead(shared, &directory, &record.spec, why, seen).await)
         }
     };
-    Ok(Some((vm, Vm::own(shared.clone(), record.spec, beginning))))
+    Some((vm, Vm::own(shared.clone(), record.spec, beginning)))
 }
 
-/// Connects to a VM's processes; an error says why it is dead.
-async fn alive(
+/// A VM whose record cannot be read: left running while its QEMU lives, or may.
+async fn unreadable(
+    shared: &Arc<Shared>,
+    directory: ProcessDir,
+    vm: VmId,
+    why: Unreadable,
+    seen: Option<&Death>,
+) -> Option<(VmId, Vm)> {
+    let spec = unknown_spec(vm);
+    let beginning = match (Process::adopt(&directory.process(qemu::NAME)), &why) {
+        (Ok(None), Unreadable::Missing) => {
+            // Made, and not put on record before the agent ended: nothing of it has run.
+            if let Err(error) = bury(&directory).await {
+                tracing::error!(%vm, %error, "what is left of a VM cannot be cleared away");
+            }
+            return None;
+        }
+        (Ok(None), _) => {
+            let why = format!(
+                "VM {vm} stopped while no agent was there to see why, and its record {why}. If it is to run, start it again"
+            );
+            tracing::warn!(%vm, %why, "found a VM dead");
+            let spec = seen.map_or(&spec, |seen| &seen.spec);
+            Beginning::Stopped(found_dead(shared, &directory, spec, why, seen).await)
+        }
+        (Ok(qemu), _) => left_running(shared, directory, vm, why, qemu),
+        (Err(error), _) => {
+            tracing::error!(%vm, %error, "it cannot be found out whether a VM runs");
+            left_running(shared, directory, vm, why, None)
+        }
+    };
+    let spec = seen.map_or(spec, |seen| seen.spec.clone());
+    Some((vm, Vm::own(shared.clone(), spec, beginning)))
+}
+
+fn left_running(
+    shared: &Arc<Shared>,
+    directory: ProcessDir,
+    vm: VmId,
+    why: Unreadable,
+    qemu: Option<Process>,
+) -> Beginning {
+    let why = Why::Record(why);
+    Beginning::LeftRunning(Box::new(LeftRunning::new(shared.clone(), directory, vm, why, qemu)))
+}
+
+/// Puts a death on record, unless it was seen by an earlier agent, and clears away.
+async fn found_dead(
     shared: &Shared,
     directory: &ProcessDir,
-    record: &Record,
-) -> Result<Running, Problem> {
+    spec: &VmSpec,
+    why: String,
+    seen: Option<&Death>,
+) -> Stopped {
+    let vm = spec.vm;
+    let stopped = match seen {
+        Some(death) => death.stopped.clone(),
+        None => {
+            let (at, reason) = (Timestamp::now(), StopReason::FoundDead);
+            let stopped = Stopped { at, reason, detail: why };
+            if let Err(error) = shared.deaths.record(spec, &stopped) {
+                tracing::error!(%vm, %error, "the death of a VM cannot be put on record");
+            }
+            stopped
+        }
+    };
+    if let Err(error) = bury(directory).await {
+        tracing::error!(%vm, %error, "what is left of a VM cannot be cleared away");
+    }
+    stopped
+}
+
+/// What has become of a VM that is on record.
+pub enum Reconnected {
+    /// It runs, and this agent is connected to it.
+    Alive(Box<Running>),
+    /// Its QEMU lives, or may, and cannot be connected to.
+    Silent(Option<Process>, Problem),
+    /// It does not run any more, or has never run; why, and what to do.
+    Dead(String),
+}
+
+/// Connects to a VM's processes, where any can live.
+async fn look(shared: &Shared, directory: &ProcessDir, record: &Record) -> Reconnected {
     let name = &record.spec.name;
-    let dead = |what: String| Err(internal(what));
-    let cut = || super::remedy(name);
     let again = format!("start it again (vmseal vm start {name})");
     if !record.is_of_this_boot() {
-        return dead(format!("VM '{name}' ended with its host, which was restarted. {}", cut()));
+        let cut = super::remedy(name);
+        let why = format!("VM '{name}' ended with its host, which was restarted. {cut}");
+        return Reconnected::Dead(why);
     }
     if record.phase == Phase::Starting {
-        return dead(format!("the agent ended while it was starting VM '{name}': {again}"));
+        let why = format!("the agent ended while it was starting VM '{name}': {again}");
+        return Reconnected::Dead(why);
     }
-    let process = |name: &str| Process::adopt(&directory.process(name)).map_err(internal);
-    if process(qemu::NAME)?.is_none() {
-        return dead(format!(
-            "VM '{name}' stopped while no agent was there to see why: its guest may have shut down, or QEMU died. If it is to run, {again}"
-        ));
-    }
-    match reconnect(shared, directory, record).await {
-        Err(why) => dead(format!(
-            "VM '{name}' was stopped, as the restarted agent could not take it over: {why}. {}",
-            cut()
-        )),
-        running => running,
-    }
-}
-
-/// Connects again to processes that live. A guest is not given up for one answer that is late.
-async fn reconnect(
-    shared: &Shared,
-    directory: &ProcessDir,
-    record: &Record,
-) -> Result<Running, Problem> {
-    let mut attempt = 1;
+    let slot = Arc::new(shared.users.take_again(record.slot));
+    let begin = Instant::now();
     loop {
-        let process = |name: &str| Process::adopt(&directory.process(name)).map_err(internal);
-        let Some(qemu) = process(qemu::NAME)? else {
-            return Err(internal("the VM stopped while the agent was connecting to it"));
-        };
-        // It may have died while no agent was there: the guest waits for another one.
-        let filter = process(filter::NAME)?;
-        match start::reconnect(shared, directory, record, qemu, filter).await {
-            Err(problem) if attempt < ATTEMPTS => {
-                tracing::warn!(vm = %record.spec.vm, %problem, attempt, "cannot connect to a VM yet");
-                attempt += 1;
+        match reconnect(directory, record, slot.clone()).await {
+            Reconnected::Silent(_, problem) if begin.elapsed() < ATTEMPTS_WITHIN => {
+                tracing::warn!(vm = %record.spec.vm, %problem, "cannot connect to a VM yet");
+                sleep(ATTEMPTS_PAUSE).await;
             }
             result => return result,
         }
     }
 }
 
+/// Connects to processes that live.
+pub async fn reconnect(directory: &ProcessDir, record: &Record, slot: Arc<Slot>) -> Reconnected {
+    let name = &record.spec.name;
+    let process = |name: &str| Process::adopt(&directory.process(name)).map_err(internal);
+    let qemu = match process(qemu::NAME) {
+        Ok(Some(qemu)) => qemu,
+        Ok(None) => {
+            return Reconnected::Dead(format!(
+                "VM '{name}' stopped while no agent was there to see why: its guest may have shut down, or QEMU died. If it is to run, start it again (vmseal vm start {name})"
+            ));
+        }
+        Err(problem) => return Reconnected::Silent(None, problem),
+    };
+    // The filter may have died while no agent was there: the guest waits for another one.
+    let connected = match process(filter::NAME) {
+        Ok(filter) => start::reconnect(directory, record, qemu, filter, slot).await,
+        Err(problem) => return Reconnected::Silent(Some(qemu), problem),
+    };
+    match connected {
+        Ok(running) => Reconnected::Alive(Box::new(running)),
+        Err(NotConnected::NeverRan(problem)) => Reconnected::Dead(format!(
+            "VM '{name}' was being started when the agent ended, and its disks cannot be connected: {problem}. Start it again (vmseal vm start {name})"
+        )),
+        Err(NotConnected::Failed(problem)) => match process(qemu::NAME) {
+            Ok(None) => Reconnected::Dead(format!(
+                "VM '{name}' stopped while the agent was connecting to it. If it is to run, start it again (vmseal vm start {name})"
+            )),
+            other => Reconnected::Silent(other.ok().flatten(), problem),
+        },
+    }
+}
+
 /// Ends what is left of a VM. A filter whose QEMU has ended gets the chance to flush.
-async fn bury(directory: &ProcessDir) -> io::Result<()> {
+pub async fn bury(directory: &ProcessDir) -> io::Result<()> {
     let process = |name: &str| Process::adopt(&directory.process(name));
     if let (None, Some(filter)) = (process(qemu::NAME)?, process(filter::NAME)?)
         && Control::of(directory).shut_down().await.is_ok()

@@ -182,7 +182,8 @@ impl Progress {
 }
 
 fn workshop(shared: &Shared, directory: ProcessDir) -> Workshop {
-    Workshop { filter: shared.filter.clone(), users: shared.users.clone(), directory }
+    let (filter, users) = (shared.filter.clone(), shared.users.clone());
+    Workshop { filter, users, directory, transfer: shared.transfer.clone() }
 }
 
 async fn make(

@@ -10,6 +10,7 @@
 //! ```
 //! When a filter ends, the guest waits for another one ([`service`]); when too many do, the VM is stopped.
 //! A death of the VM goes on record, and stays there until the guest runs again ([`crate::deaths`]).
+//! A VM that a starting agent cannot take over has no owner until it can: see [`left_running`].
 //!
 //! Whatever happens comes to the owner as an event and is applied by it alone; after each event it posts
 //! what the server is to see. `Off` is entered when no process is left and the run directory is gone.
@@ -18,6 +19,7 @@ mod adopt;
 mod exposed;
 mod images;
 mod jobs;
+mod left_running;
 mod owner;
 mod running;
 mod service;
@@ -41,9 +43,11 @@ use crate::deaths::Deaths;
 use crate::keys::KeyBox;
 use crate::qemu::Qemu;
 use crate::run_dir::RunDir;
+use crate::transfer::TransferDirectories;
 use crate::users::Users;
 
 pub use adopt::adopt;
+use left_running::LeftRunning;
 use running::Running;
 
 /// Calls that may wait for a VM's owner.
@@ -61,6 +65,8 @@ pub struct Shared {
     pub deaths: Deaths,
     /// Whom processes run as.
     pub users: Users,
+    /// Where images may be imported from and exported to.
+    pub transfer: TransferDirectories,
     /// The filter program.
     pub filter: Arc<File>,
     /// QEMU.
@@ -122,10 +128,12 @@ type Asked = (Option<RequestId>, Call);
 pub enum Beginning {
     /// Off, never seen.
     New,
-    /// Off: it died, or was found dead.
-    Dead(Stopped),
+    /// Off: it ended, died, or was found dead.
+    Stopped(Stopped),
     /// Running since before the agent's start.
     Alive(Box<Running>),
+    /// Running, and not to be managed by this agent.
+    LeftRunning(Box<LeftRunning>),
 }
 
 impl Vm {
@@ -133,8 +141,13 @@ impl Vm {
     #[must_use]
     pub fn own(shared: Arc<Shared>, spec: VmSpec, beginning: Beginning) -> Self {
         let (sender, calls) = mpsc::channel(CALLS_MAX);
+        // Posted before it is known: who knows it sees it.
+        if let Beginning::LeftRunning(left) = beginning {
+            left.post();
+            tokio::spawn(left.run(calls));
+            return Self(sender);
+        }
         let owner = owner::Owner::new(shared, spec, beginning);
-        // Before it is known: who knows it sees it.
         owner.post();
         tokio::spawn(owner.run(calls));
         Self(sender)

@@ -2,6 +2,7 @@
 
 mod bitmaps;
 mod exposures;
+mod key_change;
 mod replicas;
 
 use std::collections::BTreeMap;
@@ -22,12 +23,13 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request_id::{self, RequestId};
 use vmseal_secret::SecretBytes;
 
+use self::key_change::{KeyChange, changed};
 use super::exposed::Door;
 use super::jobs::{Jobs, Report};
 use super::running::{Ending, Happening, Running};
 use super::service::{Attempt, Service};
 use super::start::{Plan, start};
-use super::{Asked, Beginning, Call, Change, Reply, Shared, images, internal};
+use super::{Asked, Beginning, Call, Change, Shared, images, internal};
 use crate::console::Refused;
 use crate::disk::{self, Recipe};
 use crate::disk_keys::DiskKeys;
@@ -62,13 +64,6 @@ enum Event {
     Care,
 }
 
-/// The keys of the disks are being looked at or changed.
-struct KeyChange {
-    task: JoinHandle<Result<(), Problem>>,
-    /// Who waits for that.
-    reply: Reply<()>,
-}
-
 pub struct Owner {
     shared: Arc<Shared>,
     spec: VmSpec,
@@ -99,17 +94,19 @@ pub struct Owner {
 
 impl Owner {
     pub fn new(shared: Arc<Shared>, spec: VmSpec, beginning: Beginning) -> Self {
-        let (state, died) = match beginning {
-            Beginning::New => (State::Off, None),
-            Beginning::Dead(stopped) => (State::Off, Some(stopped)),
+        let (state, stopped) = match beginning {
+            // One that is left running is owned when that has ended.
+            Beginning::New | Beginning::LeftRunning(_) => (State::Off, None),
+            Beginning::Stopped(stopped) => (State::Off, Some(stopped)),
             Beginning::Alive(running) => (State::Running(running), None),
         };
+        let died = stopped.clone().filter(|stopped| stopped.reason.is_death());
         Self {
             shared,
             spec,
             state,
             kek: None,
-            stopped: died.clone(),
+            stopped,
             died,
             phases: BTreeMap::new(),
             exports: BTreeMap::new(),
@@ -123,6 +120,11 @@ impl Owner {
             exchanged: Vec::new(),
             restarts: Restarts::default(),
         }
+    }
+
+    /// The key was taken before it had an owner.
+    pub fn with_key(self, kek: Option<SecretBytes>) -> Self {
+        Self { kek, ..self }
     }
 
     pub async fn run(mut self, mut calls: mpsc::Receiver<Asked>) {
@@ -558,6 +560,7 @@ impl Owner {
         let same = self.exports.get(&disk.disk).filter(|known| known.export == spec.export);
         let phase = same.map(|known| known.phase.clone());
         let record = self.shared.run_dir.exported(disk.disk);
+        let transfer = self.shared.transfer.clone();
         match (step, phase) {
             (ExportStep::Begin, Some(ExportPhase::Writing { .. } | ExportPhase::Written)) => Ok(()),
             (ExportStep::Check, _) => self.ready_to_export(&disk, spec).await.map(drop),
@@ -566,7 +569,8 @@ impl Owner {
                 Err(rules::wrong_state(&self.spec, "has not written the export yet"))
             }
             (ExportStep::Finish, _) => {
-                spawn_blocking(move || export::name(&spec, &record)).await.map_err(internal)?
+                let named = spawn_blocking(move || export::name(&spec, &record, &transfer));
+                named.await.map_err(internal)?
             }
             (ExportStep::Drop, phase) => {
                 // Its last words are about what is removed here.
@@ -577,8 +581,8 @@ impl Owner {
                 if phase.is_some() {
                     self.exports.remove(&disk.disk);
                 }
-                let removed = spawn_blocking(move || export::remove(&spec, &record)).await;
-                let removed = removed.map_err(internal)?;
+                let removed = spawn_blocking(move || export::remove(&spec, &record, &transfer));
+                let removed = removed.await.map_err(internal)?;
                 if written { Ok(()) } else { removed }
             }
         }
@@ -596,8 +600,8 @@ impl Owner {
             let what = format!("disk '{}' is being looked at. Try again in a moment", disk.name);
             return Err(Problem::new(ErrorCode::InUse, what));
         }
-        let wanted = spec.clone();
-        patience::look(&spec.to, move || export::check(&wanted)).await?;
+        let (wanted, transfer) = (spec.clone(), self.shared.transfer.clone());
+        patience::look(&spec.to, move || export::check(&wanted, &transfer)).await?;
         let open = |sealed| self.shared.key_box.open_passphrase(self.spec.vm, disk.disk, sealed);
         let passphrase = spec.passphrase.as_ref().map(open).transpose()?;
         let Some(facts) = facts else { return Err(internal("a disk without facts")) };
@@ -730,14 +734,6 @@ impl Owner {
             }
             Refused::InUse => rules::console_in_use(&self.spec),
         })
-    }
-}
-
-/// How the change of the keys went, when it has ended.
-async fn changed(changing: &mut Option<KeyChange>) -> Result<(), Problem> {
-    match changing {
-        Some(change) => (&mut change.task).await.unwrap_or_else(|error| Err(internal(error))),
-        None => std::future::pending().await,
     }
 }
 

@@ -28,7 +28,8 @@ use crate::process::Process;
 use crate::qemu;
 use crate::qmp::{Event, Qmp};
 use crate::replica;
-use crate::run_dir::{Phase, ProcessDir, Record};
+use crate::run_dir::ProcessDir;
+use crate::run_record::{Phase, Record};
 use crate::users::Slot;
 
 /// The longest that a disk may take to be connected once QEMU's monitor answers.
@@ -36,6 +37,9 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// How often the filter is asked meanwhile.
 const CONNECT_INTERVAL: Duration = Duration::from_millis(20);
+
+/// QEMU's word for a guest that has not run yet.
+const NOT_STARTED: &str = "prelaunch";
 
 /// What is started.
 pub struct Plan {
@@ -213,15 +217,29 @@ fn name(spec: &VmSpec, disk: DiskId) -> String {
     known.map_or_else(|| disk.to_string(), |known| known.name.clone())
 }
 
+/// Why processes that live cannot be connected to.
+pub enum NotConnected {
+    /// The guest has not begun to run, and cannot: nothing is lost with it.
+    NeverRan(Problem),
+    /// Whatever else.
+    Failed(Problem),
+}
+
+impl From<Problem> for NotConnected {
+    fn from(problem: Problem) -> Self {
+        Self::Failed(problem)
+    }
+}
+
 /// Connects to the processes of a VM that an earlier agent started, and lets its guest go if that agent
 /// died just before. A filter that has died meanwhile is one that is down.
 pub async fn reconnect(
-    shared: &Shared,
     directory: &ProcessDir,
     record: &Record,
     qemu: Process,
     filter: Option<Process>,
-) -> Result<Running, Problem> {
+    slot: Arc<Slot>,
+) -> Result<Running, NotConnected> {
     let spec = &record.spec;
     let (console, qmp, events) = connect(directory, &qemu, filter.as_ref()).await?;
     let control = Control::of(directory);
@@ -234,7 +252,10 @@ pub async fn reconnect(
     let status = qmp.execute("query-status", Value::Null).await.map_err(internal)?;
     if status["running"] != Value::Bool(true) {
         // Without a filter this is an error: a guest that has not run yet is started anew.
-        wait_connected(&control, spec).await?;
+        let never_ran = status["status"] == NOT_STARTED;
+        wait_connected(&control, spec).await.map_err(|problem| {
+            if never_ran { NotConnected::NeverRan(problem) } else { problem.into() }
+        })?;
         qmp.execute("cont", Value::Null).await.map_err(internal)?;
     }
     Ok(Running {
@@ -245,7 +266,7 @@ pub async fn reconnect(
         events,
         console,
         control,
-        slot: Arc::new(shared.users.take_again(record.slot)),
+        slot,
         last_words: LastWords::default(),
         left: false,
     })

@@ -16,7 +16,8 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::exchange::{CONNECT_TIMEOUT, Peer};
-use super::tls::{self, ClientIdentity, SeenCertificate, ShowsCertificate, TlsError};
+use super::role::SeenCertificate;
+use super::tls::{self, ClientIdentity, ShowsCertificate, TlsError};
 use super::websocket;
 use crate::datastore::{DatastoreCondition, DatastoreContents};
 use crate::filter::{BitmapChange, BitmapStatus, ReplicaStatus};
@@ -35,10 +36,13 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
 /// What an answer may need beyond the time that the agent was asked to wait for news.
 const STATE_MARGIN: Duration = Duration::from_secs(10);
 
+/// What the names in hosts' certificates end with; no resolver knows it.
+pub(super) const HOSTS_DOMAIN: &str = ".host.vmseal.internal";
+
 /// The name in the certificate of a host's agent.
 #[must_use]
 pub fn host_server_name(host: HostId) -> String {
-    format!("{host}.host.vmseal.internal")
+    format!("{host}{HOSTS_DOMAIN}")
 }
 
 /// An agent, by its host's id and address.

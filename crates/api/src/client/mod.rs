@@ -1,10 +1,12 @@
 //! HTTPS clients: [`ServerClient`] for the command line, [`HostClient`] for the server.
 //!
-//! Both speak HTTP/1.1 over TLS 1.3 or 1.2 and trust one CA only, the control plane's own. What goes
+//! Both speak HTTP/1.1 over TLS 1.3 and trust one CA only, the control plane's own, and of its certificates only
+//! those of the role that they talk to ([`role`]). What goes
 //! wrong is a [`Problem`]: the one that the other side answered, or `unreachable` or `timed-out`.
 
 mod exchange;
 mod host_client;
+pub mod role;
 mod server_client;
 mod tls;
 mod websocket;

@@ -129,6 +129,32 @@ impl ServerClient {
         self.peer().parse_changed(&body)
     }
 
+    /// Changes something of a resource.
+    ///
+    /// # Errors
+    /// As [`ServerClient::get`].
+    pub async fn patch<T: DeserializeOwned>(
+        &self,
+        path: &str,
+        body: &(impl Serialize + Sync),
+    ) -> Result<T, Problem> {
+        let request = self.request(Method::PATCH, path).json(body);
+        let body = self.peer().exchange(request).await?;
+        self.peer().parse_changed(&body)
+    }
+
+    /// Has the server check what [`ServerClient::patch`] would do, without doing it.
+    ///
+    /// # Errors
+    /// Those that the request itself would meet.
+    pub async fn try_patch(
+        &self,
+        path: &str,
+        body: &(impl Serialize + Sync),
+    ) -> Result<Plan, Problem> {
+        self.patch(&format!("{path}?dry_run=true"), body).await.map_err(tried)
+    }
+
     /// Removes a resource at once.
     ///
     /// # Errors

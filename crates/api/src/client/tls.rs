@@ -1,12 +1,13 @@
 //! TLS settings of the clients: one CA, and a certificate where the other side asks for one.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
-use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
-use rustls::client::{ResolvesClientCert, WebPkiServerVerifier};
+use rustls::client::ResolvesClientCert;
+use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject;
-use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
-use rustls::{ClientConfig, DigitallySignedStruct, RootCertStore, SignatureScheme};
+use rustls::{ClientConfig, RootCertStore};
+
+use super::role::{Role, RoleVerifier, SeenCertificate};
 
 /// Why there is no TLS with these settings.
 #[derive(Debug, thiserror::Error)]
@@ -38,33 +39,32 @@ fn roots(authority: &str) -> Result<RootCertStore, TlsError> {
 
 fn builder(
     authority: &str,
+    role: Role,
+    seen: SeenCertificate,
 ) -> Result<rustls::ConfigBuilder<ClientConfig, rustls::client::WantsClientCert>, TlsError> {
     let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
+    let verifier = RoleVerifier::new(roots(authority)?, Arc::clone(&provider), role, seen)
+        .map_err(TlsError::Authority)?;
     Ok(ClientConfig::builder_with_provider(provider)
-        .with_safe_default_protocol_versions()?
-        .with_root_certificates(roots(authority)?))
+        .with_protocol_versions(&[&rustls::version::TLS13])?
+        // It checks all that the usual one does, and the role.
+        .dangerous()
+        .with_custom_certificate_verifier(Arc::new(verifier)))
 }
 
-/// A client that shows no certificate.
+/// A client of the server, which shows no certificate.
 pub(super) fn anonymous(authority: &str) -> Result<ClientConfig, TlsError> {
-    Ok(builder(authority)?.with_no_client_auth())
+    Ok(builder(authority, Role::Server, SeenCertificate::default())?.with_no_client_auth())
 }
 
-/// A client that shows a certificate, and keeps that of the other side in `seen`.
+/// A client of a host's agent, which shows a certificate, and keeps that of the other side in `seen`.
 pub(super) fn identified(
     identity: &ClientIdentity,
     seen: &SeenCertificate,
 ) -> Result<ClientConfig, TlsError> {
     let certificate = Arc::clone(&identity.certificate);
-    let mut config = builder(&identity.authority)?.with_client_cert_resolver(certificate);
-    let provider = Arc::clone(config.crypto_provider());
-    let roots = Arc::new(roots(&identity.authority)?);
-    let verifier = WebPkiServerVerifier::builder_with_provider(roots, provider)
-        .build()
-        .map_err(|error| TlsError::Authority(error.to_string()))?;
-    let recording = Recording { verifier, seen: SeenCertificate::clone(seen) };
-    config.dangerous().set_certificate_verifier(Arc::new(recording));
-    Ok(config)
+    let builder = builder(&identity.authority, Role::Host, SeenCertificate::clone(seen))?;
+    Ok(builder.with_client_cert_resolver(certificate))
 }
 
 /// What may have shown a certificate: an agent, where there is TLS in between.
@@ -72,58 +72,5 @@ pub trait ShowsCertificate {
     /// The certificate (DER) that it showed at its last connection; none before the first one.
     fn certificate(&self) -> Option<Vec<u8>> {
         None
-    }
-}
-
-/// The certificate (DER) that the other side showed last, once it was found good.
-pub(super) type SeenCertificate = Arc<Mutex<Option<Vec<u8>>>>;
-
-/// Checks certificates as ever, and keeps those that are good.
-#[derive(Debug)]
-struct Recording {
-    verifier: Arc<WebPkiServerVerifier>,
-    seen: SeenCertificate,
-}
-
-impl ServerCertVerifier for Recording {
-    fn verify_server_cert(
-        &self,
-        end_entity: &CertificateDer<'_>,
-        intermediates: &[CertificateDer<'_>],
-        server_name: &ServerName<'_>,
-        ocsp_response: &[u8],
-        now: UnixTime,
-    ) -> Result<ServerCertVerified, rustls::Error> {
-        let verified = self.verifier.verify_server_cert(
-            end_entity,
-            intermediates,
-            server_name,
-            ocsp_response,
-            now,
-        )?;
-        *self.seen.lock().unwrap_or_else(PoisonError::into_inner) = Some(end_entity.to_vec());
-        Ok(verified)
-    }
-
-    fn verify_tls12_signature(
-        &self,
-        message: &[u8],
-        certificate: &CertificateDer<'_>,
-        signature: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        self.verifier.verify_tls12_signature(message, certificate, signature)
-    }
-
-    fn verify_tls13_signature(
-        &self,
-        message: &[u8],
-        certificate: &CertificateDer<'_>,
-        signature: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        self.verifier.verify_tls13_signature(message, certificate, signature)
-    }
-
-    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        self.verifier.supported_verify_schemes()
     }
 }

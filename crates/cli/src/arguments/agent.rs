@@ -27,6 +27,9 @@ pub struct RunAgent {
     /// Where sockets and process ids of running VMs are; must not survive a reboot
     #[arg(long, value_name = "DIR", default_value = "/run/vmseal")]
     pub run_dir: PathBuf,
+    /// Where to listen; by default at the address that this machine joined with
+    #[arg(long, value_name = "HOST:PORT")]
+    pub listen: Option<String>,
     /// How to run guests: `kvm`; `tcg`, which is slow and needs nothing; or `auto`, which is KVM where a
     /// guest, tried at the start, really runs under it
     #[arg(long, value_enum, default_value_t)]
@@ -37,6 +40,10 @@ pub struct RunAgent {
     /// The filter to run; by default the vmseal-filter beside this program
     #[arg(long, value_name = "FILE")]
     pub filter: Option<PathBuf>,
+    /// A directory that images may be imported from and exported to, with all below it; may be repeated. By
+    /// default `transfer` in the state directory, which is made
+    #[arg(long = "transfer-directory", value_name = "DIR")]
+    pub transfer_directories: Vec<PathBuf>,
     /// The first of the user ids that guests' processes run under (as root only)
     #[arg(long, value_name = "UID", default_value_t = 2_000_000)]
     pub uid_base: u32,
@@ -62,9 +69,10 @@ pub struct JoinAgent {
     /// The new host's name
     #[arg(long, value_name = "NAME")]
     pub name: String,
-    /// Where the agent is to listen, as the server reaches it
-    #[arg(long, value_name = "HOST:PORT", default_value = "127.0.0.1:8444")]
-    pub address: String,
+    /// Where the agent is to listen, as the server reaches it; by default the address from which the server
+    /// sees this machine come, with port 8444
+    #[arg(long, value_name = "HOST:PORT")]
+    pub address: Option<String>,
     /// Where the agent keeps its certificate and key
     #[arg(long, value_name = "DIR", default_value = "/var/lib/vmseal/agent")]
     pub state_dir: PathBuf,

@@ -22,6 +22,16 @@ pub enum Host {
         #[arg(value_name = "LEVEL|TARGET=LEVEL,...")]
         levels: Option<Levels>,
     },
+    /// Change where a host's agent is called
+    Set {
+        /// The host's name or id
+        name: String,
+        /// Where its agent listens, as the server reaches it (see `vmseal agent --listen`)
+        #[arg(long, value_name = "HOST:PORT")]
+        address: String,
+        #[command(flatten)]
+        dry_run: DryRun,
+    },
     /// Make a token with which one machine may join, once, within 15 minutes
     Token {
         #[command(flatten)]

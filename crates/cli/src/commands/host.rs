@@ -3,6 +3,7 @@
 use serde_json::Value;
 use vmseal_api::client::ServerClient;
 use vmseal_api::model::{Host, JoinToken};
+use vmseal_api::request::ChangeHost;
 
 use super::{list, log_level, plan};
 use crate::arguments::{self, Output};
@@ -34,6 +35,14 @@ pub async fn run(
         arguments::Host::LogLevel { name, levels } => {
             log_level::run(server, output, &format!("hosts/{name}/log-level"), levels).await
         }
+        arguments::Host::Set { name, address, dry_run } => {
+            let (path, request) = (format!("hosts/{name}"), ChangeHost { address });
+            if dry_run.dry_run {
+                return plan::show(output, &server.try_patch(&path, &request).await?);
+            }
+            let host: Host = server.patch(&path, &request).await?;
+            print::one(output, &host, &details(&host))
+        }
         arguments::Host::Remove { name, dry_run } => {
             let path = format!("hosts/{name}");
             if dry_run.dry_run {
@@ -48,6 +57,8 @@ pub async fn run(
 fn details(host: &Host) -> Vec<(&'static str, String)> {
     let Some(described) = &host.description else { return Vec::new() };
     let because = ("ACCELERATOR BECAUSE", described.accelerator.reason.clone());
+    let transfer = described.transfer_directories.iter();
+    let transfer = transfer.map(|path| ("TRANSFER DIRECTORY", path.clone()));
     let weaknesses = described.weaknesses.iter().map(|text| ("WEAKNESS", text.clone()));
-    std::iter::once(because).chain(weaknesses).collect()
+    std::iter::once(because).chain(transfer).chain(weaknesses).collect()
 }

@@ -47,6 +47,10 @@ async fn run_agent(options: RunAgent, hardening: Hardening) -> anyhow::Result<()
         run_dir: options.run_dir,
         filter,
         qemu: options.qemu,
+        transfer_directories: transfer_directories(
+            &options.state_dir,
+            options.transfer_directories,
+        )?,
         uid_base: options.uid_base,
         accelerator: match options.accelerator {
             Accelerator::Auto => Choice::Auto,
@@ -63,8 +67,20 @@ async fn run_agent(options: RunAgent, hardening: Hardening) -> anyhow::Result<()
             _ = interrupt.recv() => {}
         }
     };
-    vmseal_agent::run(options.state_dir, host, told).await?;
+    vmseal_agent::run(options.state_dir, options.listen, host, told).await?;
     Ok(())
+}
+
+/// Those that are given, else one of the agent's own.
+fn transfer_directories(state_dir: &Path, given: Vec<PathBuf>) -> anyhow::Result<Vec<PathBuf>> {
+    use std::os::unix::fs::DirBuilderExt;
+    if !given.is_empty() {
+        return Ok(given);
+    }
+    let own = std::path::absolute(state_dir)?.join("transfer");
+    let made = std::fs::DirBuilder::new().recursive(true).mode(0o700).create(&own);
+    made.with_context(|| format!("the transfer directory {}", own.display()))?;
+    Ok(vec![own])
 }
 
 /// Where a program is that is installed with this one.
@@ -75,7 +91,7 @@ pub(super) fn beside_this_program(name: &str) -> anyhow::Result<PathBuf> {
 
 async fn join_host(options: JoinAgent) -> anyhow::Result<()> {
     let token = read_token(&options.join_token_file)?;
-    let host = vmseal_agent::join(JoinOptions {
+    let joined = vmseal_agent::join(JoinOptions {
         server: options.to,
         token,
         name: options.name.clone(),
@@ -83,7 +99,10 @@ async fn join_host(options: JoinAgent) -> anyhow::Result<()> {
         state_dir: options.state_dir,
     })
     .await?;
-    print::say(format_args!("joined as host '{}' ({host}); now run `vmseal agent`", options.name));
+    print::say(format_args!(
+        "joined as host '{}' ({}), which the server calls at {}; now run `vmseal agent`",
+        options.name, joined.host, joined.address
+    ));
     Ok(())
 }
 

@@ -112,7 +112,7 @@ mod tests {
             "contract": 1, "vmseal": "0", "incarnation": "22222222-2222-7222-8222-222222222222",
             "hostname": "here", "key_box": "", "accelerator": { "kind": "kvm", "reason": "" },
             "qemu": "7.2", "cpus": 2, "memory": 1 << 30, "aes_hardware": true,
-            "run_dir": run_dir, "weaknesses": [],
+            "run_dir": run_dir, "transfer_directories": [], "weaknesses": [],
         }))
         .unwrap()
     }

@@ -47,7 +47,7 @@ impl Peers {
         HostIdentity {
             host,
             name: "here".to_owned(),
-            certificate: self.authority.host_certificate(&csr, host, &address).unwrap(),
+            certificate: self.authority.host_certificate(&csr, host).unwrap(),
             address,
             server: "https://127.0.0.1:1".to_owned(),
             authority: self.authority.pem().to_owned(),

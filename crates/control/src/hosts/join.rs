@@ -1,18 +1,21 @@
 //! Joining: a machine with a one-time token becomes a host.
 
+use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
 use jiff::Timestamp;
+use sqlx::SqliteConnection;
+use tokio::sync::Semaphore;
 use vmseal_api::id::{HostId, check_name};
 use vmseal_api::join_token;
 use vmseal_api::model::JoinToken;
 use vmseal_api::problem::{ErrorCode, Problem};
-use vmseal_api::request::{JoinHost, Joined};
+use vmseal_api::request::{AGENT_PORT, JoinHost, Joined};
 
 use crate::authority::{Authority, AuthorityError, REQUEST_MAX};
 use crate::store::events::NewEvent;
 use crate::store::hosts::Host;
-use crate::store::{Store, hosts, users};
+use crate::store::{Part, Store, Write, hosts, users};
 
 /// How long a token is valid: long enough to carry it to another machine.
 pub(crate) const TOKEN_VALID: Duration = Duration::from_secs(15 * 60);
@@ -43,14 +46,24 @@ pub async fn make_token(
     Ok(JoinToken { token: token.to_string(), expires })
 }
 
-/// Lets a machine join; the token is used up exactly when it does.
+/// Joins that are dealt with at a time: the request is anonymous, and each one costs a look into the inventory.
+const JOINS_MAX: usize = 4;
+
+/// How long a join may wait for others.
+const JOIN_PATIENCE: Duration = Duration::from_secs(10);
+
+static JOINS: Semaphore = Semaphore::const_new(JOINS_MAX);
+
+/// Lets a machine join whose request comes from `source`; the token is used up exactly when it does.
 ///
 /// # Errors
-/// `unauthenticated`: no such token; `already-exists`: the name is taken; `invalid-request`.
+/// `unauthenticated`: no such token; `already-exists`: the name or address is taken; `invalid-request`;
+/// `timed-out`: too many want to join.
 pub async fn join(
     store: &Store,
     authority: &Authority,
     request: JoinHost,
+    source: Option<IpAddr>,
 ) -> Result<(Host, Joined), Problem> {
     let refused = || {
         let detail =
@@ -58,34 +71,114 @@ pub async fn join(
         Problem::new(ErrorCode::Unauthenticated, detail)
     };
     let token: join_token::JoinToken = request.token.parse().map_err(|_| refused())?;
+    let secret = crate::sha256_hex(&token.secret);
+    let Ok(Ok(_turn)) = tokio::time::timeout(JOIN_PATIENCE, JOINS.acquire()).await else {
+        let detail = "too many machines want to join at this moment: try again";
+        return Err(Problem::new(ErrorCode::TimedOut, detail));
+    };
+    // Before anything that costs work, and before the store's only writer: nobody without a token gets so far.
+    if !users::has_join_token(&mut *store.read().await?, &secret).await? {
+        return Err(refused());
+    }
     check_name(&request.name).map_err(|error| Problem::invalid("name", error.to_string()))?;
-    check_address(&request.address)?;
+    let address = address_of(request.address, source)?;
     if request.certificate_request.len() > REQUEST_MAX {
         let detail = format!("longer than {REQUEST_MAX} bytes");
         return Err(Problem::invalid("certificate_request", detail));
     }
     let mut write = store.write().await?;
-    // Before anything that costs work: nobody without a token gets so far.
-    if !users::take_join_token(&mut write, &crate::sha256_hex(&token.secret)).await? {
+    if !users::take_join_token(&mut write, &secret).await? {
         return Err(refused());
     }
-    let host =
-        Host { id: HostId::new(), name: request.name, address: request.address, description: None };
-    let certificate = authority
-        .host_certificate(&request.certificate_request, host.id, &host.address)
-        .map_err(|error| match error {
-            AuthorityError::Request(why) => {
-                Problem::invalid("certificate_request", why.to_string())
+    let host = Host { id: HostId::new(), name: request.name, address, description: None };
+    let certificate =
+        authority.host_certificate(&request.certificate_request, host.id).map_err(|error| {
+            match error {
+                AuthorityError::Request(why) => {
+                    Problem::invalid("certificate_request", why.to_string())
+                }
+                other => crate::internal(&other),
             }
-            other => crate::internal(&other),
         })?;
+    address_is_free(&mut write, &host.address, host.id).await?;
     hosts::insert(&mut write, &host).await?;
     let detail = format!("at {}, id {}", host.address, host.id);
     let (kind, actor) = ("host.joined", host.name.as_str());
     write.event(NewEvent { kind, actor, target: &host.name, detail: &detail }).await?;
     write.commit().await?;
-    let joined = Joined { certificate, authority: authority.pem().to_owned(), host: host.id };
+    let (authority, address) = (authority.pem().to_owned(), Some(host.address.clone()));
+    let joined = Joined { certificate, authority, host: host.id, address };
     Ok((host, joined))
+}
+
+/// Has a host's agent called at another address from now on. Gives the host.
+///
+/// # Errors
+/// `not-found`; `already-exists`: another host is there; `invalid-request`.
+pub async fn change_address(
+    write: &mut Write<'_>,
+    actor: &str,
+    host: Host,
+    address: &str,
+) -> Result<Host, Problem> {
+    check_address(address)?;
+    address_is_free(write, address, host.id).await?;
+    hosts::set_address(write, host.id, address).await?;
+    let detail = format!("from {} to {address}", host.address);
+    let (kind, target) = ("host.address-changed", host.name.as_str());
+    write.event(NewEvent { kind, actor, target, detail: &detail }).await?;
+    Ok(Host { address: address.to_owned(), ..host })
+}
+
+/// Where a machine that joins is called: the address that it gives, or the one that it comes from.
+fn address_of(given: Option<String>, source: Option<IpAddr>) -> Result<String, Problem> {
+    let source = source.map(|source| source.to_canonical());
+    let Some(given) = given else {
+        let source = source.ok_or_else(|| Problem::invalid("address", "is missing"))?;
+        return Ok(SocketAddr::new(source, AGENT_PORT).to_string());
+    };
+    check_address(&given)?;
+    let host = given.rsplit_once(':').map_or("", |(host, _)| host).trim_matches(['[', ']']);
+    let here = |address: IpAddr| address.is_loopback() || address.is_unspecified();
+    let claims_here =
+        host.eq_ignore_ascii_case("localhost") || host.parse().is_ok_and(|host: IpAddr| here(host));
+    match source {
+        Some(source) if claims_here && !source.is_loopback() => {
+            let detail = format!(
+                "is the server's own machine, as the server sees it, and the request comes from {source}: give the address at which the server reaches this machine, or none"
+            );
+            Err(Problem::invalid("address", detail))
+        }
+        _ => Ok(given),
+    }
+}
+
+/// Another host's address is refused: who takes it over would be called in that host's place.
+async fn address_is_free(
+    from: &mut SqliteConnection,
+    address: &str,
+    host: HostId,
+) -> Result<(), Problem> {
+    let canonical = |address: &str| {
+        let parsed = address.parse::<SocketAddr>();
+        parsed.map_or_else(|_| address.to_ascii_lowercase(), |address| address.to_string())
+    };
+    let known = hosts::list(from, &Part::all()).await?;
+    let taken = known
+        .iter()
+        .find(|known| known.id != host && canonical(&known.address) == canonical(address));
+    match taken {
+        None => Ok(()),
+        Some(other) => {
+            let detail = format!(
+                "host '{}' is at {address}: give the machine's own address, or remove that host first",
+                other.name
+            );
+            let mut problem = Problem::new(ErrorCode::AlreadyExists, detail);
+            problem.field = Some("address".to_owned());
+            Err(problem)
+        }
+    }
 }
 
 fn check_address(address: &str) -> Result<(), Problem> {
@@ -134,24 +227,66 @@ mod tests {
         let request = JoinHost {
             token: token.clone(),
             name: "here".to_owned(),
-            address: "127.0.0.1:8444".to_owned(),
+            address: Some("127.0.0.1:8444".to_owned()),
             certificate_request: csr.pem().unwrap(),
         };
         let bad = JoinHost { certificate_request: "none".to_owned(), ..request.clone() };
-        let refused = join(&store, &authority, bad).await.unwrap_err();
+        let refused = join(&store, &authority, bad, None).await.unwrap_err();
         assert_eq!(refused.field.as_deref(), Some("certificate_request"));
-        let (host, joined) = join(&store, &authority, request.clone()).await.unwrap();
+        let (host, joined) = join(&store, &authority, request.clone(), None).await.unwrap();
         assert_eq!((host.id, joined.authority.as_str()), (joined.host, authority.pem()));
         let again = JoinHost { name: "there".to_owned(), ..request.clone() };
-        let refused = join(&store, &authority, again).await.unwrap_err();
+        let refused = join(&store, &authority, again, None).await.unwrap_err();
         assert_eq!(refused.code, ErrorCode::Unauthenticated);
 
         let second = make_token(&store, &authority, "me").await.unwrap().token;
         let taken = JoinHost { token: second.clone(), ..request.clone() };
-        let refused = join(&store, &authority, taken).await.unwrap_err();
+        let refused = join(&store, &authority, taken, None).await.unwrap_err();
         assert_eq!(refused.code, ErrorCode::AlreadyExists);
-        let free = JoinHost { token: second, name: "there".to_owned(), ..request };
-        join(&store, &authority, free).await.unwrap();
+        let there = JoinHost { token: second, name: "there".to_owned(), ..request };
+        let refused = join(&store, &authority, there.clone(), None).await.unwrap_err();
+        assert_eq!(refused.field.as_deref(), Some("address"), "another host's: {refused}");
+        let free = JoinHost { address: Some("127.0.0.1:8445".to_owned()), ..there };
+        join(&store, &authority, free, None).await.unwrap();
+    }
+
+    #[tokio::test]
+    async fn who_has_no_token_does_not_wait_for_the_writer() {
+        let directory = tempfile::tempdir().unwrap();
+        let store = Store::open(&directory.path().join("db")).await.unwrap();
+        let authority = Authority::open(directory.path()).unwrap();
+        let _taken = store.write().await.unwrap();
+        let stranger = join_token::JoinToken { secret: [7; 32], authority: [0; 32] };
+        let request = JoinHost {
+            token: stranger.to_string(),
+            name: "here".to_owned(),
+            address: None,
+            certificate_request: "none".to_owned(),
+        };
+        let answer = join(&store, &authority, request, None);
+        let answer = tokio::time::timeout(Duration::from_secs(20), answer).await;
+        let refused = answer.expect("it waits for the writer").unwrap_err();
+        assert_eq!(refused.code, ErrorCode::Unauthenticated);
+    }
+
+    #[test]
+    fn a_machine_is_called_where_it_comes_from_and_not_at_the_servers_own_address() {
+        let from = |source: &str| Some(source.parse::<IpAddr>().unwrap());
+        let seen = |source| address_of(None, from(source)).unwrap();
+        assert_eq!(seen("192.0.2.7"), "192.0.2.7:8444");
+        assert_eq!(seen("::ffff:192.0.2.7"), "192.0.2.7:8444");
+        assert_eq!(seen("2001:db8::1"), "[2001:db8::1]:8444");
+        assert_eq!(seen("127.0.0.1"), "127.0.0.1:8444");
+        let given = |given: &str, source| address_of(Some(given.to_owned()), from(source));
+        for local in
+            ["127.0.0.1:8444", "localhost:8444", "[::1]:8444", "0.0.0.0:8444", "127.9.9.9:1"]
+        {
+            let refused = given(local, "192.0.2.7").unwrap_err();
+            assert_eq!(refused.field.as_deref(), Some("address"), "{local}");
+            given(local, "127.0.0.1").unwrap();
+        }
+        given("host.example:8444", "192.0.2.7").unwrap();
+        given("10.0.0.1:8444", "192.0.2.7").unwrap();
     }
 
     #[tokio::test]

@@ -370,8 +370,7 @@ impl Monitor {
             false => HashMap::new(),
         };
         let problems = self.courier.problems();
-        let mut standing =
-            alarms::of_host(&self.name, description, state, &vms, &disks, &problems);
+        let mut standing = alarms::of_host(&self.name, description, state, &vms, &disks, &problems);
         let certificate = self.agent.certificate();
         standing.extend(expiry::of_host(&self.name, certificate.as_deref(), Timestamp::now()));
         let new_alarms = store::alarms::differ(&mut read, &source, &standing).await?;

@@ -12,6 +12,7 @@ use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::App;
 use super::problem::Refusal;
+use crate::connections::Connection;
 use crate::store::users;
 
 /// The longest token that is looked at, in bytes; ours have 43.
@@ -48,6 +49,9 @@ pub(super) async fn authenticate(
         .filter(|(_, known)| verify_slices_are_equal(known.as_bytes(), hash.as_bytes()).is_ok())
         .collect();
     let (name, _) = matching.into_iter().next().ok_or_else(|| refused("the token is wrong"))?;
+    if let Some(connection) = request.extensions().get::<Connection>() {
+        connection.is_users()?;
+    }
     request.extensions_mut().insert(User(name));
     Ok(next.run(request).await)
 }

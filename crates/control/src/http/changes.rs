@@ -6,8 +6,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use axum::Json;
 use axum::extract::State;
+use axum::{Extension, Json};
 use serde::Deserialize;
 use utoipa::IntoParams;
 use vmseal_api::model::Changes;
@@ -16,6 +16,7 @@ use super::App;
 use super::body::Asked;
 use super::events::WAIT_MAX;
 use super::problem::Refusal;
+use crate::connections::{self, Connection};
 
 /// How new a state is known to the client.
 #[derive(Debug, Deserialize, IntoParams)]
@@ -33,9 +34,11 @@ pub(super) struct ChangeQuery {
     responses((status = 200, body = Changes), Refusal))]
 pub(super) async fn show(
     State(app): State<Arc<App>>,
+    connection: Option<Extension<Connection>>,
     Asked(query): Asked<ChangeQuery>,
 ) -> Result<Json<Changes>, Refusal> {
     let wait = Duration::from_secs(query.wait_seconds.unwrap_or(0).into()).min(WAIT_MAX);
+    let _held = if wait.is_zero() { None } else { connections::hold(connection.as_ref())? };
     let mut changes = app.store.changes();
     let another = changes.wait_for(|change| query.after != Some(*change));
     // When nothing comes in time, the number is the one that the client has.

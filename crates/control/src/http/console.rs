@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use axum::Extension;
 use axum::extract::State;
 use axum::extract::ws::rejection::WebSocketUpgradeRejection;
 use axum::extract::ws::{CloseFrame, Message, WebSocket, WebSocketUpgrade};
@@ -19,6 +20,7 @@ use super::auth::User;
 use super::body::{Asked, Named};
 use super::problem::Refusal;
 use super::vms::find;
+use crate::connections::{self, Connection};
 use crate::store::events::NewEvent;
 
 /// The longest message from a user, in bytes: what is pasted at once.
@@ -46,6 +48,7 @@ pub(super) async fn open(
     State(app): State<Arc<App>>,
     Named(name): Named,
     User(actor): User,
+    connection: Option<Extension<Connection>>,
     Asked(query): Asked<ConsoleQuery>,
     upgrade: Result<WebSocketUpgrade, WebSocketUpgradeRejection>,
 ) -> Result<Response, Refusal> {
@@ -53,6 +56,7 @@ pub(super) async fn open(
         let detail = format!("the console is a WebSocket: {}", error.body_text());
         Problem::new(ErrorCode::InvalidRequest, detail)
     })?;
+    let held = connections::hold(connection.as_ref())?;
     let (vm, _) = find(&app, &name).await?;
     // Before the upgrade, so that a refusal is an answer that can be read.
     let claim = if query.force { ConsoleClaim::TakeOver } else { ConsoleClaim::IfFree };
@@ -65,10 +69,12 @@ pub(super) async fn open(
     };
     write.event(NewEvent { kind, actor: &actor, target, detail }).await?;
     write.commit().await?;
-    Ok(upgrade
-        .max_message_size(MESSAGE_MAX)
-        .max_frame_size(MESSAGE_MAX)
-        .on_upgrade(|socket| join(socket, console)))
+    Ok(upgrade.max_message_size(MESSAGE_MAX).max_frame_size(MESSAGE_MAX).on_upgrade(
+        async move |socket| {
+            let _held = (held, connection);
+            join(socket, console).await;
+        },
+    ))
 }
 
 /// Carries bytes until either side ends.

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use axum::Extension;
 use axum::extract::State;
 use axum::extract::ws::rejection::WebSocketUpgradeRejection;
 use axum::extract::ws::{Message, WebSocketUpgrade};
@@ -23,6 +24,7 @@ use super::dry_run::{Intent, Outcome};
 use super::problem::Refusal;
 use super::tasks::Accepted;
 use super::vms::{plan, power, require_ready};
+use crate::connections::{self, Connection};
 use crate::keys::Purpose;
 use crate::store::disks::Disk;
 use crate::store::events::NewEvent;
@@ -102,6 +104,7 @@ pub(super) async fn expose(
     State(app): State<Arc<App>>,
     NamedPair(vm, disk): NamedPair,
     User(actor): User,
+    connection: Option<Extension<Connection>>,
     Asked(query): Asked<ExposeQuery>,
     upgrade: Result<WebSocketUpgrade, WebSocketUpgradeRejection>,
 ) -> Result<Response, Refusal> {
@@ -109,6 +112,7 @@ pub(super) async fn expose(
         let detail = format!("an exposed disk is a WebSocket: {}", error.body_text());
         Problem::new(ErrorCode::InvalidRequest, detail)
     })?;
+    let held = connections::hold(connection.as_ref())?;
     let (vm, disk) = find(&app, &vm, &disk).await?;
     require_ready(&vm)?;
     let ExposeQuery { connect, writable } = query;
@@ -129,10 +133,12 @@ pub(super) async fn expose(
         Message::Ping(_) | Message::Pong(_) => Carried::Nothing,
         Message::Text(_) | Message::Close(_) => Carried::End,
     };
-    Ok(upgrade
-        .max_message_size(MESSAGE_MAX)
-        .max_frame_size(MESSAGE_MAX)
-        .on_upgrade(move |socket| expose::carry(socket, stream, message, carried)))
+    Ok(upgrade.max_message_size(MESSAGE_MAX).max_frame_size(MESSAGE_MAX).on_upgrade(
+        async move |socket| {
+            let _held = (held, connection);
+            expose::carry(socket, stream, message, carried).await;
+        },
+    ))
 }
 
 /// What the host opens; one that has restarted is told of the VM, and of its key.

@@ -18,7 +18,7 @@ use utoipa::openapi::{OpenApi, RefOr};
 use utoipa::{IntoParams, ToSchema};
 use vmseal_api::filter::BitmapStatus;
 use vmseal_api::kmip::Pem;
-use vmseal_api::model::{Plan, Provider, Task};
+use vmseal_api::model::{Host, Plan, Provider, Task};
 use vmseal_api::problem::Problem;
 use vmseal_api::request::Backup;
 
@@ -64,6 +64,17 @@ impl<T: IntoResponse> IntoResponse for Outcome<T> {
 pub(super) enum ProviderOrPlan {
     /// What it is now.
     Done(Provider),
+    /// What would be done.
+    Planned(Plan),
+}
+
+/// The same of a host.
+#[derive(ToSchema)]
+#[serde(untagged)]
+#[allow(dead_code, reason = "for the document alone")]
+pub(super) enum HostOrPlan {
+    /// What it is now.
+    Done(Box<Host>),
     /// What would be done.
     Planned(Plan),
 }

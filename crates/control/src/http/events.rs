@@ -3,8 +3,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use axum::Json;
 use axum::extract::State;
+use axum::{Extension, Json};
 use jiff::Timestamp;
 use serde::Deserialize;
 use tokio::time::Instant;
@@ -14,6 +14,7 @@ use vmseal_api::model::{Alarm, Event, Page};
 use super::body::Asked;
 use super::problem::Refusal;
 use super::{App, page, page_limit};
+use crate::connections::{self, Connection};
 use crate::store::events::Filter;
 use crate::store::{alarms, events};
 
@@ -49,6 +50,7 @@ pub(super) struct EventQuery {
     responses((status = 200, body = Page<Event>), Refusal))]
 pub(super) async fn list(
     State(app): State<Arc<App>>,
+    connection: Option<Extension<Connection>>,
     Asked(query): Asked<EventQuery>,
 ) -> Result<Json<Page<Event>>, Refusal> {
     let (mut after, limit) = (query.after.unwrap_or(0), page_limit(query.limit));
@@ -60,6 +62,7 @@ pub(super) async fn list(
         return Ok(Json(Page { items, next: None }));
     }
     let wait = Duration::from_secs(query.wait_seconds.unwrap_or(0).into()).min(WAIT_MAX);
+    let _held = if wait.is_zero() { None } else { connections::hold(connection.as_ref())? };
     let deadline = Instant::now() + wait;
     let mut newest = app.store.newest_event();
     loop {

@@ -2,18 +2,19 @@
 
 use std::sync::Arc;
 
-use axum::Json;
 use axum::extract::State;
 use axum::http::StatusCode;
+use axum::{Extension, Json};
 use vmseal_api::model::{Host, JoinToken, Page, Plan};
 use vmseal_api::problem::{ErrorCode, Problem};
-use vmseal_api::request::{JoinHost, Joined};
+use vmseal_api::request::{ChangeHost, JoinHost, Joined};
 
 use super::auth::User;
 use super::body::{self, Asked, Named, Nothing, OptionalJson};
-use super::dry_run::{Intent, Outcome};
+use super::dry_run::{HostOrPlan, Intent, Outcome};
 use super::problem::Refusal;
 use super::{App, PageQuery, page};
+use crate::connections::Connection;
 use crate::hosts::join as joining;
 use crate::store::events::NewEvent;
 use crate::store::hosts;
@@ -56,6 +57,30 @@ pub(super) async fn show(
     Named(name): Named,
 ) -> Result<Json<Host>, Refusal> {
     Ok(Json(shown(&app, find(&app, &name).await?)))
+}
+
+/// Changes where a host's agent is called. What its certificate says stays: another machine is not taken for it.
+#[utoipa::path(patch, path = "/api/v1/hosts/{host}", tag = "hosts",
+    params(("host" = String, Path, description = "Its name or id"), Intent), request_body = ChangeHost,
+    responses((status = 200, body = HostOrPlan), Refusal))]
+pub(super) async fn change(
+    State(app): State<Arc<App>>,
+    Named(name): Named,
+    User(actor): User,
+    Asked(intent): Asked<Intent>,
+    body::Json(request): body::Json<ChangeHost>,
+) -> Result<Outcome<Json<Host>>, Refusal> {
+    let host = find(&app, &name).await?;
+    let mut write = app.store.write().await?;
+    let host = joining::change_address(&mut write, &actor, host, &request.address).await?;
+    if intent.dry_run {
+        let step = format!("call its agent at {} from now on", host.address);
+        return Ok(Outcome::planned("host.set", &host.name, step));
+    }
+    write.commit().await?;
+    // The monitor of the old address ends.
+    app.hosts.add(&host)?;
+    Ok(Outcome::Done(Json(shown(&app, host))))
 }
 
 /// Removes a host that has neither datastores nor VMs.
@@ -113,9 +138,11 @@ pub(super) async fn make_token(
     request_body = JoinHost, responses((status = 201, body = Joined), Refusal))]
 pub(super) async fn join(
     State(app): State<Arc<App>>,
+    peer: Option<Extension<Connection>>,
     body::Json(request): body::Json<JoinHost>,
 ) -> Result<(StatusCode, Json<Joined>), Refusal> {
-    let (host, joined) = joining::join(&app.store, &app.authority, request).await?;
+    let source = peer.map(|Extension(connection)| connection.source());
+    let (host, joined) = joining::join(&app.store, &app.authority, request, source).await?;
     app.hosts.add(&host)?;
     Ok((StatusCode::CREATED, Json(joined)))
 }

@@ -109,7 +109,7 @@ fn open_routes() -> OpenApiRouter<Arc<App>> {
 fn user_routes() -> OpenApiRouter<Arc<App>> {
     OpenApiRouter::new()
         .routes(routes!(hosts::list))
-        .routes(routes!(hosts::show, hosts::remove))
+        .routes(routes!(hosts::show, hosts::change, hosts::remove))
         .routes(routes!(hosts::make_token))
         .routes(routes!(log_level::show, log_level::set))
         .routes(routes!(log_level::show_host, log_level::set_host))

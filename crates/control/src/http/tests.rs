@@ -3,6 +3,7 @@
 mod bitmaps;
 mod dry_run;
 mod hanging_up;
+mod host_addresses;
 mod log_level;
 mod recrypt;
 mod replicas;

@@ -67,6 +67,20 @@ pub async fn set_description(
     Ok(())
 }
 
+/// Notes where a host's agent is.
+pub async fn set_address(
+    to: &mut SqliteConnection,
+    host: HostId,
+    address: &str,
+) -> Result<(), StoreError> {
+    sqlx::query("UPDATE hosts SET address = ? WHERE id = ?")
+        .bind(address)
+        .bind(host.to_string())
+        .execute(to)
+        .await?;
+    Ok(())
+}
+
 /// A host by its name or id.
 pub async fn find(
     from: &mut SqliteConnection,

@@ -44,6 +44,17 @@ pub async fn insert_join_token(
     Ok(())
 }
 
+/// Whether there is such a join token, and it has not expired.
+pub async fn has_join_token(from: &mut SqliteConnection, sha256: &str) -> Result<bool, StoreError> {
+    let found: Option<(i64,)> =
+        sqlx::query_as("SELECT 1 FROM join_tokens WHERE sha256 = ? AND expires >= ?")
+            .bind(sha256)
+            .bind(sortable(Timestamp::now()))
+            .fetch_optional(from)
+            .await?;
+    Ok(found.is_some())
+}
+
 /// Uses up a join token; false when there is no such token, or it has expired.
 pub async fn take_join_token(to: &mut SqliteConnection, sha256: &str) -> Result<bool, StoreError> {
     let taken = sqlx::query("DELETE FROM join_tokens WHERE sha256 = ? AND expires >= ?")

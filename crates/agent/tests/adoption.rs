@@ -1,0 +1,305 @@
+//! A starting agent and what it finds in its run directory: records of older and newer agents, damaged ones, and
+//! all of them beside each other. Processes that sleep stand for QEMU: an agent knows them by process id and start
+//! time alone.
+
+#![allow(clippy::unwrap_used)] // in tests a panic is the report
+
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
+use tokio::net::UnixListener;
+use vmseal_agent::{AcceleratorChoice, AgentOptions, RealHost};
+use vmseal_api::host::{HostAgent, NoticeCode, Power, PowerOff, StopReason, VmSpec, VmState};
+use vmseal_api::id::VmId;
+use vmseal_api::problem::ErrorCode;
+
+const RECORD_1: &str = include_str!("golden/run-record-1.json");
+const RECORD_2: &str = include_str!("golden/run-record-2.json");
+
+/// The VM and the boot in the records above.
+const GOLDEN_VM: &str = "0198a000-0000-7000-8000-000000000001";
+const GOLDEN_BOOT: &str = "0f0e0d0c-0000-4000-8000-000000000000";
+
+/// A busy machine, and nothing here takes as long by itself.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// A run directory. What runs in it is ended when a test ends.
+struct Host {
+    directory: tempfile::TempDir,
+    processes: Vec<Child>,
+}
+
+/// The record of a VM of this boot, made of a golden one.
+fn record(golden: &str, vm: VmId) -> String {
+    let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap();
+    golden.replace(GOLDEN_VM, &vm.to_string()).replace(GOLDEN_BOOT, boot.trim())
+}
+
+fn newer(vm: VmId) -> String {
+    let text = record(RECORD_2, vm).replace("\"version\": 2", "\"version\": 7");
+    text.replace("\"written_by\": \"0.1.0\"", "\"written_by\": \"9.1.0\"")
+}
+
+impl Host {
+    fn new() -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        std::fs::create_dir_all(directory.path().join("run/vms")).unwrap();
+        // Only its version is asked for: no guest is started here.
+        let qemu = directory.path().join("qemu");
+        std::fs::write(&qemu, "#!/bin/sh\necho QEMU emulator version 9.0.0\n").unwrap();
+        std::fs::set_permissions(&qemu, std::fs::Permissions::from_mode(0o755)).unwrap();
+        Self { directory, processes: Vec::new() }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.directory.path().join(name)
+    }
+
+    fn of(&self, vm: VmId) -> PathBuf {
+        self.path("run/vms").join(vm.to_string())
+    }
+
+    /// A VM with this record, whose QEMU lives.
+    fn vm(&mut self, record: impl FnOnce(VmId) -> String) -> VmId {
+        let vm = VmId::new();
+        std::fs::create_dir(self.of(vm)).unwrap();
+        std::fs::write(self.of(vm).join("run.json"), record(vm)).unwrap();
+        let mut qemu = Command::new("sleep");
+        let qemu = qemu.arg("600").stdin(Stdio::null()).spawn().unwrap();
+        let stat = format!("/proc/{}/stat", qemu.id());
+        std::fs::copy(stat, self.of(vm).join("qemu.process")).unwrap();
+        self.processes.push(qemu);
+        vm
+    }
+
+    /// Whether the QEMU of the VM that was made at this place lives.
+    fn lives(&mut self, index: usize) -> bool {
+        self.processes[index].try_wait().unwrap().is_none()
+    }
+
+    async fn agent(&self) -> RealHost {
+        let options = AgentOptions {
+            run_dir: self.path("run"),
+            filter: "/bin/true".into(),
+            qemu: self.path("qemu"),
+            transfer_directories: Vec::new(),
+            uid_base: 1_900_000_000,
+            accelerator: AcceleratorChoice::Tcg,
+            hardening: None,
+        };
+        RealHost::start(options).await.unwrap()
+    }
+
+    /// Answers as QEMU's monitor and console do whose guest runs.
+    fn answer_as_qemu(&self, vm: VmId) {
+        let console = UnixListener::bind(self.of(vm).join("console.sock")).unwrap();
+        let monitor = UnixListener::bind(self.of(vm).join("qmp.sock")).unwrap();
+        tokio::spawn(async move {
+            let mut kept = Vec::new();
+            while let Ok((stream, _)) = console.accept().await {
+                kept.push(stream);
+            }
+        });
+        tokio::spawn(async move {
+            while let Ok((stream, _)) = monitor.accept().await {
+                let (reader, mut writer) = stream.into_split();
+                let version = r#"{"QMP": {"version": {}, "capabilities": []}}"#;
+                writer.write_all(format!("{version}\r\n").as_bytes()).await.unwrap();
+                let mut lines = BufReader::new(reader).lines();
+                while let Ok(Some(line)) = lines.next_line().await {
+                    let request: serde_json::Value = serde_json::from_str(&line).unwrap();
+                    let answer = match request["execute"].as_str() {
+                        Some("query-status") => r#"{"running": true, "status": "running"}"#,
+                        _ => "{}",
+                    };
+                    let answer = format!("{{\"return\": {answer}, \"id\": {}}}\r\n", request["id"]);
+                    if writer.write_all(answer.as_bytes()).await.is_err() {
+                        break;
+                    }
+                }
+            }
+        });
+    }
+}
+
+impl Drop for Host {
+    fn drop(&mut self) {
+        for process in &mut self.processes {
+            let _ = process.kill();
+            let _ = process.wait();
+        }
+    }
+}
+
+async fn state(agent: &RealHost, vm: VmId) -> Option<VmState> {
+    let state = agent.state(None, Duration::ZERO).await.unwrap();
+    state.vms.into_iter().find(|state| state.vm == vm)
+}
+
+async fn wait(agent: &RealHost, vm: VmId, wanted: impl Fn(&VmState) -> bool) -> VmState {
+    let give_up = tokio::time::Instant::now() + PATIENCE;
+    loop {
+        let found = state(agent, vm).await;
+        if let Some(state) = found.clone().filter(&wanted) {
+            return state;
+        }
+        assert!(tokio::time::Instant::now() < give_up, "it has not come: {found:?}");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+/// What the alarm of a VM that is left running says.
+async fn left_running(agent: &RealHost, vm: VmId) -> String {
+    let state = state(agent, vm).await.expect("it is not shown");
+    assert_eq!((state.power, &state.died), (Power::Running, &None));
+    let [notice] = state.notices.as_slice() else { panic!("{:?}", state.notices) };
+    assert_eq!(notice.code, NoticeCode::NotAdopted);
+    notice.detail.clone()
+}
+
+fn spec(vm: VmId) -> VmSpec {
+    VmSpec { vm, name: "web".to_owned(), vcpus: 1, memory: 1 << 28, key: None, disks: vec![] }
+}
+
+/// It has no filter here, and that is what is told of a VM that was adopted.
+async fn adopted(agent: &RealHost, vm: VmId) {
+    let found = wait(agent, vm, |state| {
+        let codes: Vec<_> = state.notices.iter().map(|notice| notice.code).collect();
+        codes == [NoticeCode::DisksDown]
+    });
+    let found = found.await;
+    assert_eq!((found.power, found.died), (Power::Running, None));
+}
+
+async fn is_adopted(golden: &str) {
+    let mut host = Host::new();
+    let vm = host.vm(|vm| record(golden, vm));
+    host.answer_as_qemu(vm);
+    let agent = host.agent().await;
+    adopted(&agent, vm).await;
+    assert!(host.lives(0));
+}
+
+#[tokio::test]
+async fn the_record_of_an_older_agent_is_adopted() {
+    is_adopted(RECORD_1).await;
+}
+
+#[tokio::test]
+async fn a_record_of_this_version_is_adopted() {
+    is_adopted(RECORD_2).await;
+}
+
+#[tokio::test]
+async fn what_a_newer_agent_started_is_left_running_with_an_alarm() {
+    let mut host = Host::new();
+    let vm = host.vm(newer);
+    let before = std::fs::read(host.of(vm).join("run.json")).unwrap();
+    let agent = host.agent().await;
+    let told = left_running(&agent, vm).await;
+    let path = host.of(vm).join("run.json").display().to_string();
+    for part in [&path, "version 7", "written by vmseal 9.1.0", "Restart the agent", "vm stop"] {
+        assert!(told.contains(part), "'{part}' is missing in: {told}");
+    }
+    // The server says its name; what would need the processes is refused with the same words.
+    agent.register_vm(spec(vm)).await.unwrap();
+    assert!(left_running(&agent, vm).await.contains("VM 'web'"));
+    agent.power_on(vm).await.unwrap();
+    let refused = agent.unregister_vm(vm).await.unwrap_err();
+    assert_eq!(refused.code, ErrorCode::WrongState);
+    let disk = vmseal_api::id::DiskId::new();
+    assert_eq!(agent.bitmaps(vm, disk).await.unwrap_err().code, ErrorCode::WrongState);
+    // There is no monitor to press the button at.
+    let button = agent.power_off(vm, PowerOff::Shutdown { seconds: 1 }).await.unwrap_err();
+    assert!(button.detail.contains("--force"), "{button}");
+    // Nothing of it is touched, so that the agent that started it adopts it.
+    assert!(host.lives(0));
+    assert_eq!(std::fs::read(host.of(vm).join("run.json")).unwrap(), before);
+    drop(agent);
+    std::fs::write(host.of(vm).join("run.json"), record(RECORD_2, vm)).unwrap();
+    host.answer_as_qemu(vm);
+    let agent = host.agent().await;
+    adopted(&agent, vm).await;
+}
+
+#[tokio::test]
+async fn a_damaged_record_ends_nothing_until_an_operator_does() {
+    let mut host = Host::new();
+    let damaged = host.vm(|_| "{\"version\": 1, garbage".to_owned());
+    let of_another = host.vm(|_| record(RECORD_2, VmId::new()));
+    let missing = host.vm(|_| String::new());
+    std::fs::remove_file(host.of(missing).join("run.json")).unwrap();
+    let agent = host.agent().await;
+    for (vm, word) in
+        [(damaged, "is damaged"), (of_another, "it is of VM"), (missing, "is missing")]
+    {
+        let told = left_running(&agent, vm).await;
+        assert!(told.contains(word), "{told}");
+    }
+    assert!((0..3).all(|index| host.lives(index)));
+
+    // Forced off: cleared away, and then a VM like any other.
+    agent.power_off(damaged, PowerOff::Force).await.unwrap();
+    let off = wait(&agent, damaged, |state| state.power == Power::Off).await;
+    assert_eq!((off.stopped.unwrap().reason, off.died), (StopReason::PoweredOff, None));
+    assert!(!host.of(damaged).exists());
+    agent.unregister_vm(damaged).await.unwrap();
+    // It ends by itself: nobody knows why, which is an alarm.
+    host.processes[1].kill().unwrap();
+    let off = wait(&agent, of_another, |state| state.power == Power::Off).await;
+    assert_eq!(off.died.unwrap().reason, StopReason::FoundDead);
+    assert!(host.lives(2));
+}
+
+#[tokio::test]
+async fn a_damaged_record_of_a_vm_that_is_gone_is_told_and_cleared_away() {
+    let mut host = Host::new();
+    let vm = host.vm(newer);
+    host.processes[0].kill().unwrap();
+    host.processes[0].wait().unwrap();
+    let agent = host.agent().await;
+    let found = state(&agent, vm).await.unwrap();
+    assert_eq!(found.power, Power::Off);
+    let died = found.died.unwrap();
+    assert_eq!(died.reason, StopReason::FoundDead);
+    assert!(died.detail.contains("version 7"), "{}", died.detail);
+    assert!(!host.of(vm).exists());
+}
+
+#[tokio::test]
+async fn one_that_cannot_be_adopted_keeps_no_other_and_not_the_agent_from_starting() {
+    let mut host = Host::new();
+    let good = host.vm(|vm| record(RECORD_1, vm));
+    host.answer_as_qemu(good);
+    let unreadable = host.vm(newer);
+    // Its record is a directory, and its QEMU's record too.
+    let odd = host.vm(newer);
+    for name in ["run.json", "qemu.process"] {
+        std::fs::remove_file(host.of(odd).join(name)).unwrap();
+        std::fs::create_dir(host.of(odd).join(name)).unwrap();
+    }
+    // Nobody answers at its monitor.
+    let silent = host.vm(|vm| record(RECORD_2, vm));
+    std::fs::create_dir(host.path("run/vms/no-vm")).unwrap();
+    std::fs::create_dir(host.path("run/imports")).unwrap();
+    std::fs::write(host.path("run/imports/no-directory"), "").unwrap();
+    let agent = host.agent().await;
+    adopted(&agent, good).await;
+    left_running(&agent, unreadable).await;
+    left_running(&agent, odd).await;
+    assert!(left_running(&agent, silent).await.contains("cannot be connected to"));
+    assert!((0..4).all(|index| host.lives(index)));
+    assert!(Path::new(&host.path("run/vms/no-vm")).exists());
+    let refused = agent.power_off(odd, PowerOff::Force).await.unwrap_err();
+    assert!(refused.detail.contains("cannot be found out"), "{refused}");
+
+    // The silent one is tried again, and adopted once it answers.
+    host.answer_as_qemu(silent);
+    wait(&agent, silent, |state| {
+        state.notices.iter().all(|notice| notice.code != NoticeCode::NotAdopted)
+    })
+    .await;
+}

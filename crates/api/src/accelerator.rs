@@ -1,0 +1,24 @@
+//! How guests are run on a host.
+
+use serde::{Deserialize, Serialize};
+
+/// How guests are run.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct Accelerator {
+    /// KVM or TCG.
+    pub kind: AcceleratorKind,
+    /// Why this one: what the probe saw.
+    pub reason: String,
+}
+
+/// KVM or software emulation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(rename_all = "snake_case")]
+pub enum AcceleratorKind {
+    /// Hardware virtualization.
+    Kvm,
+    /// QEMU's emulation: correct, and 10 to 50 times slower.
+    Tcg,
+}
