@@ -143,7 +143,7 @@ impl Plant {
     /// Gives the passphrase of a provider.
     pub async fn unlock(&self, name: &str) {
         let found = providers::find(&mut self.store.read().await.unwrap(), name).await.unwrap();
-        let passphrase = SecretBytes::from_wiped(&mut b"pass".to_vec()).unwrap();
+        let passphrase = SecretBytes::from_wiped(&mut b"pass, as in the tests".to_vec()).unwrap();
         self.providers.unlock(&found.unwrap(), passphrase, "me").await.unwrap();
     }
 
