@@ -107,7 +107,7 @@ pub(super) enum BitmapOrPlan {
 #[allow(dead_code, reason = "for the document alone")]
 pub(super) enum TaskOrPlan {
     /// What it is now.
-    Done(Task),
+    Done(Box<Task>),
     /// What would be done.
     Planned(Plan),
 }

@@ -31,6 +31,7 @@ use crate::store::{key_requests, keys};
 
 /// What is done, in order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[allow(clippy::enum_variant_names, reason = "two keys are what it is about")]
 pub(crate) enum Step {
     CheckKey,
     MakeNewKey,
