@@ -1,5 +1,5 @@
 # What one does with vmseal; the work is in scripts/.
-.PHONY: help prerequisites build test demo bench install man fmt clippy images clean
+.PHONY: help prerequisites build test soak demo bench install man fmt clippy images clean
 
 PREFIX ?= /usr/local
 
@@ -14,6 +14,9 @@ build: prerequisites ## build everything (dev profile, the one that demo and tes
 
 test: prerequisites ## every check and every test, real guests included
 	scripts/test
+
+soak: prerequisites ## the random tests again and again, with new seeds; MINUTES=60
+	scripts/soak $(or $(MINUTES),60)
 
 demo: build ## an encrypted VM on this machine, from creation to proof; PROVIDER=kmip: with keys of a key server
 	scripts/demo --provider $(or $(PROVIDER),native)

@@ -63,6 +63,21 @@ pub fn of_host(
     standing
 }
 
+/// The alarms about VMs whose key no provider gives any more, for these reasons, while the host still holds it.
+#[must_use]
+pub fn last_copies(host: &str, vms: &[Vm], lost: &HashMap<VmId, Problem>) -> Vec<Standing> {
+    let of = |vm: &Vm| {
+        let why = lost.get(&vm.id)?;
+        let name = &vm.name;
+        let detail = format!(
+            "{why}. Host '{host}' holds the last copy of the key, in the memory of its agent: do not restart the agent or the host. Stop the guest (vmseal vm stop {name}) and give the VM another key now (vmseal vm recrypt {name})"
+        );
+        let (code, target) = ("key-on-host-only", name.clone());
+        Some(Standing { code, target, detail, reason: why.reason })
+    };
+    vms.iter().filter_map(of).collect()
+}
+
 fn of_vm(
     vm: &Vm,
     seen: &VmState,

@@ -6,6 +6,7 @@
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use vmseal_api::host::{HostAgent, KeyReference, SealedKey, key_info};
+use vmseal_api::kmip::KeyFault;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_secret::{SecretBytes, sealed_box};
 
@@ -28,17 +29,22 @@ pub enum Purpose {
 /// A VM's key from its provider.
 ///
 /// # Errors
-/// `locked`, with the provider's reason, or that of a key which is not for this purpose.
+/// `locked`, with the provider's reason, or that of a key which is not for this purpose; `timed-out` and
+/// `unreachable` where that says nothing of the key.
 pub async fn fetch(
     providers: &Providers,
     vm: &Vm,
     key: &KeyReference,
     purpose: Purpose,
 ) -> Result<SecretBytes, Problem> {
-    let locked = |problem: Problem| Problem {
-        reason: problem.reason,
-        inventory: problem.inventory,
-        ..Problem::new(ErrorCode::Locked, problem.detail)
+    let locked = |problem: Problem| match problem.code {
+        // Nobody was asked, or nothing is known: it may be had when it is asked for again.
+        ErrorCode::TimedOut | ErrorCode::Unreachable if problem.reason.is_none() => problem,
+        _ => Problem {
+            reason: problem.reason,
+            inventory: problem.inventory,
+            ..Problem::new(ErrorCode::Locked, problem.detail)
+        },
     };
     let provider = providers.get(key.provider).map_err(locked)?;
     let given = provider.get_key(vm.id, key).await.map_err(locked)?;
@@ -46,6 +52,27 @@ pub async fn fetch(
         Some(fault) if purpose == Purpose::Encrypt => Err(locked(fault)),
         _ => Ok(given.kek),
     }
+}
+
+/// Whether the key that a host holds may serve in place of the provider's, which was not given for this reason: to
+/// run the VM while the provider gives no keys at all, and to lead away from a key that no provider has any more.
+#[must_use]
+pub fn may_use_held(problem: &Problem, purpose: Purpose) -> bool {
+    match problem.reason {
+        Some(KeyFault::KeyDestroyed | KeyFault::KeyMissing) => purpose == Purpose::Open,
+        Some(fault) => fault.is_of_provider(),
+        None => false,
+    }
+}
+
+/// Puts on record that the key is used which the VM's host holds, and why.
+///
+/// # Errors
+/// The inventory's.
+pub async fn tell_held(store: &Store, vm: &Vm, why: &Problem) -> Result<(), Problem> {
+    let id = vm.key.as_ref().map_or("", |key| key.key_id.as_str());
+    let detail = format!("key '{id}' that host '{}' holds: {why}", vm.host_name);
+    tell(store, "key.held-used", vm, &detail).await
 }
 
 /// Gives a VM's key to the agent whose key box this is.

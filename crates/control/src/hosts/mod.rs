@@ -17,7 +17,7 @@ use std::time::Duration;
 
 use tokio::sync::{OwnedMutexGuard, watch};
 use tokio::task::JoinHandle;
-use vmseal_api::host::{HostAgent, HostDescription, HostState, VmState};
+use vmseal_api::host::{HostAgent, HostDescription, HostState, KeyState, VmState};
 use vmseal_api::id::{HostId, VmId};
 use vmseal_api::model::Connection;
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -197,13 +197,38 @@ impl Hosts {
         let _ = tokio::time::timeout(SHOWN_TIMEOUT, shown).await;
     }
 
-    /// Sees that a VM is registered on its host and that its key is there.
+    /// Sees that a VM is registered on its host and that its key is there: the provider's, or, where the provider
+    /// gives none, the one that the host holds.
     ///
     /// # Errors
     /// The host's or the provider's.
     pub async fn prepare(&self, vm: VmId, purpose: Purpose) -> Result<(), Problem> {
         let vm = register(&self.store, self, vm).await?;
-        self.deliver(&vm, purpose).await
+        let delivered = match self.known_fault(&vm) {
+            // Nobody waits for a provider that is known to give nothing where the host has the key.
+            Some(fault) if self.holds_key(&vm).await? => Err(fault),
+            _ => self.deliver(&vm, purpose).await,
+        };
+        match delivered {
+            Err(problem)
+                if keys::may_use_held(&problem, purpose) && self.holds_key(&vm).await? =>
+            {
+                keys::tell_held(&self.store, &vm, &problem).await
+            }
+            other => other,
+        }
+    }
+
+    /// Why the provider of a VM's key gives none, as far as is known without asking it.
+    fn known_fault(&self, vm: &Vm) -> Option<Problem> {
+        let key = vm.key.as_ref()?;
+        self.providers.get(key.provider).ok()?.known_fault()
+    }
+
+    /// Whether a VM's host holds the key that the inventory names: the VM is registered with it.
+    async fn holds_key(&self, vm: &Vm) -> Result<bool, Problem> {
+        let state = self.agent(vm.host)?.state(None, Duration::ZERO).await?;
+        Ok(state.vms.iter().any(|seen| seen.vm == vm.id && seen.key == KeyState::Held))
     }
 
     /// Gives a VM's key to its host.

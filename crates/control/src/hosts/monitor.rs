@@ -29,6 +29,7 @@ use vmseal_api::host::{
     self, HostAgent, HostDescription, HostState, KeyState, Power, STATE_WAIT_MAX, Stopped, VmState,
 };
 use vmseal_api::id::{HostId, VmId};
+use vmseal_api::kmip::KeyFault;
 use vmseal_api::model::{Connection, Lifecycle};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request_id::{self, RequestId};
@@ -290,9 +291,26 @@ impl Monitor {
 
     /// Whether a VM's key is known to encrypt nothing new.
     fn is_revoked(&self, vm: &Vm) -> bool {
-        let Some(key) = &vm.key else { return false };
-        let provider = self.providers.get(key.provider);
-        provider.is_ok_and(|provider| provider.known_fault_of(&key.key_id).is_some())
+        let reason = self.fault_of_key(vm).and_then(|fault| fault.reason);
+        matches!(reason, Some(KeyFault::KeyDeactivated | KeyFault::KeyCompromised))
+    }
+
+    fn fault_of_key(&self, vm: &Vm) -> Option<Problem> {
+        let key = vm.key.as_ref()?;
+        self.providers.get(key.provider).ok()?.known_fault_of(&key.key_id)
+    }
+
+    /// Why no provider gives the keys any more that this host still holds.
+    fn last_copies(&self, vms: &[Vm], state: &HostState) -> HashMap<VmId, Problem> {
+        let held =
+            |vm: VmId| state.vms.iter().any(|seen| seen.vm == vm && seen.key == KeyState::Held);
+        let lost = |fault: &Problem| {
+            matches!(fault.reason, Some(KeyFault::KeyDestroyed | KeyFault::KeyMissing))
+        };
+        vms.iter()
+            .filter(|vm| held(vm.id))
+            .filter_map(|vm| Some((vm.id, self.fault_of_key(vm).filter(lost)?)))
+            .collect()
     }
 
     /// Takes from the host the key of a VM that is off and may not be run with it; a task that leads
@@ -372,6 +390,7 @@ impl Monitor {
         let problems = self.courier.problems();
         let mut standing = alarms::of_host(&self.name, description, state, &vms, &disks, &problems);
         let certificate = self.agent.certificate();
+        standing.extend(alarms::last_copies(&self.name, &vms, &self.last_copies(&vms, state)));
         standing.extend(expiry::of_host(&self.name, certificate.as_deref(), Timestamp::now()));
         let new_alarms = store::alarms::differ(&mut read, &source, &standing).await?;
         drop(read);

@@ -92,7 +92,8 @@ pub trait KeyProvider: Send + Sync {
     /// not ask then.
     fn known_fault(&self) -> Option<Problem>;
 
-    /// Why nothing new may be encrypted with a key, as far as is known without asking anybody else.
+    /// Why nothing new may be encrypted with a key, or no provider gives it any more, as far as is known without asking
+    /// anybody else.
     fn known_fault_of(&self, key_id: &str) -> Option<Problem>;
 }
 

@@ -222,13 +222,22 @@ pub async fn insert(to: &mut SqliteConnection, task: &Task) -> Result<(), Proble
 }
 
 async fn prune(to: &mut SqliteConnection) -> Result<(), StoreError> {
-    sqlx::query(
+    let forgotten = sqlx::query(
         "DELETE FROM tasks WHERE ended IS NOT NULL AND id <= (
              SELECT id FROM tasks WHERE ended IS NOT NULL ORDER BY id DESC LIMIT 1 OFFSET ?)",
     )
     .bind(ENDED_MAX)
-    .execute(to)
+    .execute(&mut *to)
     .await?;
+    if forgotten.rows_affected() > 0 {
+        // Nobody could resolve it any more.
+        sqlx::query(
+            "DELETE FROM alarms
+             WHERE source LIKE 'task %' AND substr(source, 6) NOT IN (SELECT id FROM tasks)",
+        )
+        .execute(to)
+        .await?;
+    }
     Ok(())
 }
 

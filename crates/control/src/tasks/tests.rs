@@ -15,6 +15,7 @@ use vmseal_api::transfer::ExportFormat;
 mod away;
 mod defects;
 mod forced;
+mod held;
 mod limits;
 mod outage;
 mod recrypt;

@@ -327,6 +327,11 @@ impl Plant {
         assert_eq!(living, 0, "{what}: its key is not destroyed");
     }
 
+    /// Its host runs a VM.
+    pub async fn assert_runs(&self, vm: VmId) {
+        self.eventually("it runs", async || self.agent.running().contains(&vm).then_some(())).await;
+    }
+
     /// A VM is whole: its disks are there and pinned, its host knows it as it is, and has its key.
     pub async fn assert_whole(&self, vm: VmId, power: Power, what: &str) {
         let row = self.vm(vm).await.unwrap_or_else(|| panic!("{what}: its row is gone"));

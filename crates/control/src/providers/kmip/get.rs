@@ -16,7 +16,7 @@ use vmseal_secret::SecretBytes;
 
 use super::ask::Answer;
 use super::{KmipProvider, Server, problem};
-use crate::providers::GivenKey;
+use crate::providers::{GivenKey, KeyProvider};
 use crate::store::keys;
 
 /// Why a server did not give a key; what weighs more is greater.
@@ -75,7 +75,15 @@ impl KmipProvider {
         let id = &self.key_id(key_id)?;
         let asked =
             self.ask_any(|server| async move { self.read_at(&server, vm, key, id).await }).await;
-        let (server, (state, kek)) = asked.map_err(|said| self.no_key(key_id, said))?;
+        let (server, (state, kek)) = asked.map_err(|said| {
+            let problem = self.no_key(key_id, said);
+            let known = self.known_fault_of(key_id).and_then(|known| known.reason);
+            if problem.reason != known && problem.reason.is_some_and(|it| !it.is_of_provider()) {
+                // Its alarm.
+                self.wake.notify_one();
+            }
+            problem
+        })?;
         let fault = problem::of_state(state).map(|fault| {
             let what = format!("is {state} at server '{}'", server.row.alias);
             self.wrong_key(ErrorCode::WrongState, fault, key_id, &what)

@@ -92,8 +92,8 @@ pub struct KmipProvider {
     /// Of keys, by id, while they are destroyed: whoever came second would note that they were gone already, or
     /// have its Revoke refused.
     destroying: Locks<String>,
-    /// Keys in use that encrypt nothing new, by id, as the watch saw them last.
-    revoked: Mutex<HashMap<String, Problem>>,
+    /// What is wrong with keys in use, by id, as the watch saw them last.
+    key_faults: Mutex<HashMap<String, Problem>>,
     /// Requests of tests that are under way.
     trials: Mutex<HashSet<Uuid>>,
     /// Asks the watch to look now.
@@ -161,9 +161,9 @@ impl KmipProvider {
     /// A provider, sealed.
     fn new(id: ProviderId, name: String, store: Arc<Store>, usable: changes::Sender<u64>) -> Self {
         let (setup, wake) = (RwLock::default(), Notify::new());
-        let (revoked, trials) = (Mutex::default(), Mutex::default());
+        let (key_faults, trials) = (Mutex::default(), Mutex::default());
         let (changing, destroying) = (tokio::sync::Mutex::default(), Locks::default());
-        Self { id, name, store, setup, changing, destroying, revoked, trials, wake, usable }
+        Self { id, name, store, setup, changing, destroying, key_faults, trials, wake, usable }
     }
 
     /// Reads its setup from the inventory; another private key may come with it. Servers that stay as they
@@ -376,7 +376,7 @@ impl KeyProvider for KmipProvider {
     }
 
     fn known_fault_of(&self, key_id: &str) -> Option<Problem> {
-        self.revoked.lock().unwrap_or_else(PoisonError::into_inner).get(key_id).cloned()
+        self.key_faults.lock().unwrap_or_else(PoisonError::into_inner).get(key_id).cloned()
     }
 }
 

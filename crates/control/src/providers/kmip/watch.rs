@@ -266,14 +266,12 @@ impl KmipProvider {
             .filter_map(|key| Some((self.key_id(&key.key_id).ok()?, key.vm_name?)))
             .collect();
         if used.is_empty() {
-            self.note_revoked(HashMap::new());
+            self.note_faults(HashMap::new());
             return Ok(Vec::new());
         }
-        let (mut standing, mut revoked) = (Vec::new(), HashMap::new());
+        let (mut standing, mut faults) = (Vec::new(), HashMap::new());
         for (id, vm, problem) in self.faults_of(used).await? {
-            if let Some(KeyFault::KeyDeactivated | KeyFault::KeyCompromised) = problem.reason {
-                revoked.insert(id.as_str().to_owned(), problem.clone());
-            }
+            faults.insert(id.as_str().to_owned(), problem.clone());
             // One alarm for a VM that is being given another key and has two.
             match standing.iter_mut().find(|known: &&mut Standing| known.target == vm) {
                 Some(known) => known.detail = format!("{}; {}", known.detail, problem.detail),
@@ -283,7 +281,7 @@ impl KmipProvider {
                 }
             }
         }
-        self.note_revoked(revoked);
+        self.note_faults(faults);
         Ok(standing)
     }
 
@@ -360,10 +358,13 @@ impl KmipProvider {
     }
 
     /// Has the hosts' monitors look when keys can be used no more, or again.
-    fn note_revoked(&self, revoked: HashMap<String, Problem>) {
-        let mut known = self.revoked.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        let same = known.len() == revoked.len() && known.keys().all(|id| revoked.contains_key(id));
-        *known = revoked;
+    fn note_faults(&self, faults: HashMap<String, Problem>) {
+        let mut known = self.key_faults.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let still = |(id, was): (&String, &Problem)| {
+            faults.get(id).is_some_and(|now| now.reason == was.reason)
+        };
+        let same = known.len() == faults.len() && known.iter().all(still);
+        *known = faults;
         drop(known);
         if !same {
             self.usable.send_modify(|count| *count += 1);

@@ -17,7 +17,7 @@ use crate::providers::kmip::NewCertificate;
 /// A plant whose VMs have their keys from a real KMS, and a client of the same identity.
 pub struct WithKms {
     pub plant: Plant,
-    client: Arc<Client>,
+    pub client: Arc<Client>,
     pub provider: ProviderId,
     pub kms: Arc<Mutex<PyKmip>>,
 }
@@ -55,7 +55,7 @@ impl WithKms {
         self.plant.providers.get(key.provider).unwrap().get_key(vm, &key).await.unwrap();
     }
 
-    async fn until(&self, code: &str, vm: &str, reason: Option<KeyFault>) {
+    pub async fn until(&self, code: &str, vm: &str, reason: Option<KeyFault>) {
         let what = format!("{code} {vm} {reason:?}");
         self.plant
             .eventually(&what, async || {
