@@ -50,7 +50,6 @@ impl super::step::Step for Step {
 
     fn patience(&self) -> Patience {
         match self {
-            Self::Prepare => Patience::PROVIDER,
             Self::WriteFile => Patience::BOTH,
             _ => Patience::NONE,
         }

@@ -84,8 +84,7 @@ impl super::step::Step for Step {
 
     fn patience(&self) -> Patience {
         match self {
-            Self::CheckKey
-            | Self::MakeNewKey
+            Self::MakeNewKey
             | Self::AddNewKey
             | Self::DeliverNewKey
             | Self::DropOldKey

@@ -29,11 +29,8 @@ pub(super) fn verdict(error: &StepError, patience: Patience) -> Verdict {
         return Verdict::Inventory;
     }
     if problem.reason.is_some_and(KeyFault::is_of_provider) {
-        return match problem.reason {
-            _ if patience.provider => Verdict::Provider,
-            Some(KeyFault::KmsUnreachable | KeyFault::KmsTimeout) => Verdict::Silence,
-            _ => Verdict::Final,
-        };
+        // Somebody waits for the outcome of a step without patience: it is told at once.
+        return if patience.provider { Verdict::Provider } else { Verdict::Final };
     }
     match error {
         StepError::Again(_) => Verdict::Silence,

@@ -27,7 +27,8 @@ fn away_at(here: &WithKms, step: &'static str) -> (Faults, Arc<AtomicU32>) {
 async fn a_recryption_goes_on_when_its_kms_was_away() {
     let mut here = WithKms::new().await;
     let vm = here.plant.made("web", "encrypted").await;
-    for step in recrypt::steps() {
+    // At the first step nothing is done yet, and it is told at once.
+    for step in recrypt::steps().into_iter().skip(1) {
         let (faults, done) = away_at(&here, step);
         here.plant.restart(|engine| engine.faults = Some(faults)).await;
         let old = here.plant.vm(vm).await.unwrap().key.unwrap();
