@@ -164,6 +164,9 @@ fn a_vm_lives_on_keys_of_a_kms_and_waits_locked_while_it_is_away() {
     let shown = here.vm("sealed").unwrap();
     assert_eq!((&shown["power"], &shown["key_state"]), (&"running".into(), &"held".into()));
     here.vmseal(&["vm", "stop", "sealed", "--force"]).unwrap();
+    here.vmseal(&["vm", "start", "sealed"]).unwrap();
+    here.vmseal(&["vm", "stop", "sealed", "--force"]).unwrap();
+    assert!(here.json(&["events"]).unwrap().to_string().contains("key.held-used"));
 
     // A host that has lost its keys needs the KMS.
     here.kill_agent();
