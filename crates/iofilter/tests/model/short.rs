@@ -12,6 +12,7 @@ use fuser::{
     LockOwner, OpenFlags, ReplyAttr, ReplyData, ReplyEmpty, ReplyEntry, ReplyOpen, ReplyWrite,
     Request, WriteFlags,
 };
+use nix::mount::{MntFlags, umount2};
 use vmseal_api::filter::{Direct, Holes};
 use vmseal_iofilter::backend::file::FileDisk;
 use vmseal_iofilter::disk::{Disk, Encryption, Rest};
@@ -173,5 +174,7 @@ fn a_file_that_is_served_in_parts_is_read_and_written_whole() {
         }
     }
     assert!(files.inside().short > 100, "nothing came in parts: the test proves nothing");
+    // The kernel may have the file open for a moment still.
+    umount2(directory.path(), MntFlags::MNT_DETACH).unwrap();
     drop(mounted);
 }
