@@ -1,5 +1,5 @@
-//! Opening the files of disks, each with its lock (F_OFD_SETLK on the whole file): one writer, or readers. Whoever
-//! inherits the open file has the lock with it.
+//! Opens disk files and locks each one (F_OFD_SETLK on the whole file): one writer, or several readers. A process
+//! that inherits the open file holds its lock too.
 
 use std::fs::{File, OpenOptions};
 use std::io;

@@ -377,7 +377,7 @@ fn gone() -> Problem {
     Problem::new(ErrorCode::Unreachable, "the simulated host cannot be reached")
 }
 
-/// It was reached, and its answer did not come: whoever asked cannot know whether it was done.
+/// The host was reached and its answer was lost: the caller cannot know whether the request was carried out.
 fn lost() -> Problem {
     Problem { in_doubt: true, ..gone() }
 }

@@ -27,7 +27,7 @@ pub enum Report {
     Exporting(ExportState),
     /// It is exposed, and answers with these errors.
     ExposedErrors(Vec<Notice>),
-    /// It was exposed, and is not any more. Whoever held it is told by the end of the stream.
+    /// The disk is no longer exposed. The end of the stream tells the client that held it.
     Exposed(Option<DuplexStream>),
 }
 

@@ -134,7 +134,7 @@ impl LeftRunning {
         }
     }
 
-    /// Answers what is asked of it until its end, and goes on as its owner.
+    /// Answers calls until the VM ends, then becomes its owner.
     pub async fn run(mut self, mut calls: mpsc::Receiver<Asked>) {
         tracing::error!(vm = %self.spec.vm, detail = self.detail(), "a VM is left running");
         let end = self.until_end(&mut calls).await;
@@ -185,7 +185,7 @@ impl LeftRunning {
 
     /// Answers; an end is one that an operator forced.
     async fn answer(&mut self, call: Call) -> Option<End> {
-        // Whoever asked may have gone.
+        // The caller may have gone.
         match call {
             Call::Register(spec, to) => drop(to.send(self.register(spec))),
             Call::Unregister(to) => {

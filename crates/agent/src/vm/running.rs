@@ -243,7 +243,7 @@ fn troubles(spec: &VmSpec, status: &FilterStatus) -> Vec<Notice> {
     trouble.chain(behind).collect()
 }
 
-/// The disks that answer with errors: their guest, or whoever reads one that is exposed.
+/// The disks that answer requests with errors: requests of the guest, or of a client of an exposed disk.
 pub fn disk_errors<'a>(
     spec: &'a VmSpec,
     status: &'a FilterStatus,

@@ -12,7 +12,8 @@ use super::step::Limit;
 /// guests beside them.
 pub const HOST_WORK: usize = 4;
 
-/// Calls of one key provider: a KMS answers hundreds a second, and its own limits are not hit.
+/// Calls of one key provider: enough to keep a KMS busy, and few enough that other tasks of the server and other
+/// clients of the KMS are served beside them.
 pub const PROVIDER_CALLS: usize = 16;
 
 /// The shares of hosts and providers.

@@ -249,28 +249,23 @@ impl Runner<'_> {
                         continue;
                     }
                     if tries + 1 >= retry.attempts && !committed {
-                        return Ok(Err(self.failure(error, sent)));
+                        return Ok(Err(Self::failure(step, error, sent)));
                     }
                     let pause_for = retry.pause(tries);
                     tracing::info!(task = %task.id, step = step.name(), problem = %error.as_problem(), ?pause_for, "again");
                     pause(pause_for, &run.requests).await;
                     tries = tries.saturating_add(1);
                 }
-                Verdict::Final => return Ok(Err(self.failure(error, sent))),
+                Verdict::Final => return Ok(Err(Self::failure(step, error, sent))),
             }
         }
     }
 
-    fn failure(&self, error: StepError, sent: bool) -> Failure {
+    fn failure(step: &dyn Step, error: StepError, sent: bool) -> Failure {
         let problem = error.problem();
-        // Only a step that says when it sends something can be known to have sent nothing.
         let unsent =
-            !sent && is_silence(&problem) && !problem.in_doubt && self.says_what_it_sends();
+            step.notes_what_it_sends() && !sent && is_silence(&problem) && !problem.in_doubt;
         Failure { problem, unsent }
-    }
-
-    fn says_what_it_sends(&self) -> bool {
-        matches!(self.task.step.as_str(), "power-on" | "power-off")
     }
 
     /// Shows what the task waits for.

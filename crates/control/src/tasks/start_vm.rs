@@ -45,6 +45,10 @@ impl super::step::Step for Step {
         }
     }
 
+    fn notes_what_it_sends(&self) -> bool {
+        matches!(self, Self::PowerOn)
+    }
+
     async fn forward(&self, run: &Run<'_>) -> Result<Output, StepError> {
         match self {
             Self::Prepare => prepare(run).await,

@@ -83,6 +83,12 @@ pub(crate) trait Step: fmt::Debug + Send + Sync {
         None
     }
 
+    /// Whether it notes every change that it asks a host for ([`Run::noted`]): only then is it known that a host has
+    /// heard nothing of it.
+    fn notes_what_it_sends(&self) -> bool {
+        false
+    }
+
     /// Does it.
     async fn forward(&self, run: &Run<'_>) -> Result<Output, StepError>;
 

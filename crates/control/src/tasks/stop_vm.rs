@@ -36,6 +36,10 @@ impl super::step::Step for Step {
         }
     }
 
+    fn notes_what_it_sends(&self) -> bool {
+        true
+    }
+
     async fn forward(&self, run: &Run<'_>) -> Result<Output, StepError> {
         match self {
             Self::PowerOff => power_off(run).await,
