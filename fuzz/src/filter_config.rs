@@ -2,7 +2,7 @@
 //! it was read.
 
 use vmseal_api::filter::{CRYPT_SECTOR, DISKS_MAX, FilterConfig};
-use vmseal_iofilter::config::{self, ALL_QUEUES_MAX};
+use vmseal_iofilter::process::config::{self, ALL_QUEUES_MAX};
 
 /// See the module.
 pub fn run(data: &[u8]) {

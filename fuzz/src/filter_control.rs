@@ -10,8 +10,8 @@ use std::thread;
 
 use vmseal_api::filter::{Confinement, ControlReply, ControlRequest, FilesConfined};
 use vmseal_api::id::{DiskId, VmId};
-use vmseal_iofilter::control::{self, Control, Event};
-use vmseal_iofilter::status::DiskState;
+use vmseal_iofilter::disk::status::DiskState;
+use vmseal_iofilter::process::control::{self, Control, Event};
 
 use crate::INPUT_MAX;
 

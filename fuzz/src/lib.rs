@@ -31,10 +31,10 @@ use std::sync::Arc;
 
 use vmseal_api::filter::Holes;
 use vmseal_api::id::DiskId;
-use vmseal_iofilter::backend::mem::MemDisk;
+use vmseal_iofilter::disk::status::DiskState;
 use vmseal_iofilter::disk::{Disk, Encryption, Rest};
-use vmseal_iofilter::front_end::Served;
-use vmseal_iofilter::status::DiskState;
+use vmseal_iofilter::front_ends::Served;
+use vmseal_iofilter::storage::mem::MemDisk;
 use vmseal_secret::SecretBytes;
 
 /// Runs a parser on bytes, and panics if it does not do what it should.

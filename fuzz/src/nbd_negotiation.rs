@@ -7,12 +7,12 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 
 use vmseal_api::filter::BitmapChange;
-use vmseal_iofilter::dirty::Bitmaps;
-use vmseal_iofilter::nbd::context::CONTEXTS_MAX;
-use vmseal_iofilter::nbd::negotiation;
-use vmseal_iofilter::nbd::option::{Export, OPTIONS_MAX, greeting};
-use vmseal_iofilter::nbd::wire::{OPTION_REPLY_MAGIC, option, option_reply};
-use vmseal_iofilter::stop::Stop;
+use vmseal_iofilter::front_ends::nbd::context::CONTEXTS_MAX;
+use vmseal_iofilter::front_ends::nbd::negotiation;
+use vmseal_iofilter::front_ends::nbd::option::{Export, OPTIONS_MAX, greeting};
+use vmseal_iofilter::front_ends::nbd::wire::{OPTION_REPLY_MAGIC, option, option_reply};
+use vmseal_iofilter::stack::dirty::Bitmaps;
+use vmseal_iofilter::stack::stop::Stop;
 
 use crate::INPUT_MAX;
 

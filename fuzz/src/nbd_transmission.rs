@@ -10,15 +10,15 @@ use std::os::unix::net::UnixStream;
 use std::thread;
 
 use vmseal_api::filter::BitmapChange;
-use vmseal_iofilter::backend::mem::MemDisk;
-use vmseal_iofilter::nbd::context;
-use vmseal_iofilter::nbd::option::Agreed;
-use vmseal_iofilter::nbd::transmission::Transmission;
-use vmseal_iofilter::nbd::wire::{
+use vmseal_iofilter::front_ends::nbd::context;
+use vmseal_iofilter::front_ends::nbd::option::Agreed;
+use vmseal_iofilter::front_ends::nbd::transmission::Transmission;
+use vmseal_iofilter::front_ends::nbd::wire::{
     BLOCK_MAX, CHUNK_LENGTH, CHUNK_MAGIC, REPLY_LENGTH, REPLY_MAGIC, REQUEST_LENGTH, Request,
     chunk, command, command_flag,
 };
-use vmseal_iofilter::stop::Stop;
+use vmseal_iofilter::stack::stop::Stop;
+use vmseal_iofilter::storage::mem::MemDisk;
 
 use crate::{INPUT_MAX, disk};
 

@@ -7,11 +7,11 @@ use std::os::unix::fs::FileExt;
 
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use vmseal_api::transfer::ImageFormat;
-use vmseal_iofilter::backend::qcow2::{Qcow2Disk, Qcow2Error};
-use vmseal_iofilter::blocking;
 use vmseal_iofilter::disk::{Disk, Rest};
-use vmseal_iofilter::memory::Segment;
-use vmseal_iofilter::request::{IoError, Operation};
+use vmseal_iofilter::stack::blocking;
+use vmseal_iofilter::stack::memory::Segment;
+use vmseal_iofilter::stack::request::{IoError, Operation};
+use vmseal_iofilter::storage::qcow2::{Qcow2Disk, Qcow2Error};
 
 /// How much of the disk is used.
 const SIZE_MAX: u64 = 256 * 1024;

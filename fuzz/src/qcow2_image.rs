@@ -6,7 +6,7 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 
 use vmseal_api::transfer::ImageFormat;
-use vmseal_iofilter::source::{Source, SourceError};
+use vmseal_iofilter::copy::source::{Source, SourceError};
 
 /// The most extents of one image that are looked at: a disk of a petabyte may be in clusters of 512 bytes.
 const EXTENTS_MAX: usize = 256;

@@ -11,7 +11,7 @@ use serde_json::Value;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixListener;
 use tokio::runtime::{Builder, Runtime};
-use vmseal_agent::qmp::Qmp;
+use vmseal_agent::hypervisor::qmp::Qmp;
 
 use crate::INPUT_MAX;
 

@@ -2,7 +2,7 @@
 //! block says so under its checksum.
 
 use vmseal_api::id::DiskId;
-use vmseal_iofilter::replicate::format::{BLOCK, Geometry, Image};
+use vmseal_iofilter::layers::replicate::format::{BLOCK, Geometry, Image};
 
 /// The disk and the size (9000 chunks, in three blocks) of the seeds.
 const DISK: DiskId = DiskId(uuid::Uuid::from_bytes([7; 16]));

@@ -1,7 +1,7 @@
 //! The record of a running VM, which may be of any version. What is read is written so that it reads the same;
 //! what is not says why, in one line.
 
-use vmseal_agent::run_record::Record;
+use vmseal_agent::process::run_record::Record;
 
 /// See the module.
 pub fn run(data: &[u8]) {

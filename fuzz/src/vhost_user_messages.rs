@@ -11,11 +11,11 @@ use std::thread;
 use nix::sys::eventfd::EventFd;
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
-use vmseal_iofilter::backend::mem::MemDisk;
-use vmseal_iofilter::chain::Chain;
+use vmseal_iofilter::front_ends::vhost_user::serve;
 use vmseal_iofilter::handle::Socket;
-use vmseal_iofilter::stop::Stop;
-use vmseal_iofilter::vhost_user::serve;
+use vmseal_iofilter::stack::chain::Chain;
+use vmseal_iofilter::stack::stop::Stop;
+use vmseal_iofilter::storage::mem::MemDisk;
 
 use crate::{INPUT_MAX, disk};
 

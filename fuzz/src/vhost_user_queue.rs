@@ -10,11 +10,11 @@ use std::sync::Arc;
 use nix::sys::eventfd::EventFd;
 use virtio_queue::{Queue, QueueOwnedT, QueueT};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion};
-use vmseal_iofilter::backend::mem::MemDisk;
-use vmseal_iofilter::memory::{Segment, Segments};
-use vmseal_iofilter::vhost_user::inflight::{Inflight, Record};
-use vmseal_iofilter::vhost_user::queue::{Setup, serve_now};
-use vmseal_iofilter::vhost_user::request::Parser;
+use vmseal_iofilter::front_ends::vhost_user::inflight::{Inflight, Record};
+use vmseal_iofilter::front_ends::vhost_user::queue::{Setup, serve_now};
+use vmseal_iofilter::front_ends::vhost_user::request::Parser;
+use vmseal_iofilter::stack::memory::{Segment, Segments};
+use vmseal_iofilter::storage::mem::MemDisk;
 
 use crate::{INPUT_MAX, disk};
 

@@ -27,7 +27,7 @@ use vmseal_api::transfer::{ExportFormat, ImageFormat};
 use vmseal_secret::{KEK_LEN, SecretBytes};
 
 use crate::keys::{reference_of, seal_for};
-use crate::restarts::RESTARTS_MAX;
+use crate::process::restarts::RESTARTS_MAX;
 
 /// A boot sector that says [`BANNER`] on the first serial port and then echoes what comes:
 ///

@@ -1,40 +1,25 @@
-//! The I/O-filter framework and what `vmseal-filter` is made of: chains of filters over backends, the
-//! front ends that serve guests, the control socket, and the import and export of images.
+//! The I/O-filter framework and what `vmseal-filter` is made of.
 //!
-//! Start reading at [`chain`]; [`disk`] puts a disk together.
+//! ```text
+//!  process ─► front_ends, copy ─► disk ─► layers ─► storage ─► stack
+//! ```
+//! | module | subject |
+//! |---|---|
+//! | [`stack`] | how a request gets through a disk, and the memory it moves through; start at [`stack::chain`] |
+//! | [`storage`] | where a disk's bytes lie: file, qcow2, memory |
+//! | [`layers`] | what may stand above storage: alignment, encryption, cache, limits, a replica, faults |
+//! | [`disk`] | a disk put together, and its status |
+//! | [`front_ends`] | who serves it: vhost-user-blk to QEMU, NBD to tools |
+//! | [`copy`] | filling a disk from an image, writing one from a disk |
+//! | [`process`] | the filter process: configuration, confinement, control socket |
+//! | [`handle`] | the descriptors that a configuration names |
 
-pub mod align;
-pub mod allocation;
-pub mod backend;
-pub mod blocking;
-pub mod cache;
-pub mod chain;
-pub mod config;
-pub mod confinement;
-pub mod contained;
-pub mod control;
-pub mod crypt;
-pub mod delay;
-pub mod dirty;
+pub mod copy;
 pub mod disk;
-pub mod export;
-pub mod fault;
-pub mod figures;
-pub mod front_end;
+pub mod front_ends;
 pub mod handle;
-pub mod import;
-pub mod layer;
-pub mod limit;
-pub mod memory;
-pub mod nbd;
-pub mod peer;
-pub mod pool;
+pub mod layers;
 pub mod process;
-pub mod replicate;
-pub mod request;
-pub mod source;
-pub mod status;
-pub mod stop;
+pub mod stack;
+pub mod storage;
 mod sync;
-pub mod tally;
-pub mod vhost_user;

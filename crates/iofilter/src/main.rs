@@ -15,10 +15,10 @@ use nix::sys::signal::{SigSet, Signal};
 use vmseal_api::filter::{ControlReply, FilesConfined, FilterConfig};
 use vmseal_api::problem::ErrorCode;
 use vmseal_api::request_id::RequestId;
-use vmseal_iofilter::config;
-use vmseal_iofilter::confinement;
-use vmseal_iofilter::control::{self, Control, Event};
 use vmseal_iofilter::handle::Handles;
+use vmseal_iofilter::process::config;
+use vmseal_iofilter::process::confinement;
+use vmseal_iofilter::process::control::{self, Control, Event};
 use vmseal_iofilter::process::{Opened, Running};
 use vmseal_secret::process::{Hardening, MemoryLock, harden};
 
@@ -53,7 +53,7 @@ fn main() -> ExitCode {
 fn log() {
     vmseal_log::start();
     std::panic::set_hook(Box::new(|panic| {
-        if vmseal_iofilter::contained::is_contained() {
+        if vmseal_iofilter::stack::contained::is_contained() {
             return tracing::error!(%panic, "a defect of a library; what it was used for fails");
         }
         tracing::error!(%panic, "a defect; the process ends");

@@ -14,19 +14,20 @@ use std::time::{Duration, Instant};
 use vmseal_api::filter::{
     CacheSpec, DelaySpec, FaultKind, FaultRule, FaultSpec, FilterSpec, Holes, OperationKind,
 };
-use vmseal_iofilter::backend::mem::MemDisk;
-use vmseal_iofilter::chain::{Backend, Chain, Io};
 use vmseal_iofilter::disk::{Disk, Encryption, Rest};
-use vmseal_iofilter::layer::{self, Layer};
-use vmseal_iofilter::memory::Segment;
-use vmseal_iofilter::request::{IoError, Operation, RequestId};
+use vmseal_iofilter::layers;
+use vmseal_iofilter::stack::chain::{Backend, Chain, Io};
+use vmseal_iofilter::stack::layer::Layer;
+use vmseal_iofilter::stack::memory::Segment;
+use vmseal_iofilter::stack::request::{IoError, Operation, RequestId};
+use vmseal_iofilter::storage::mem::MemDisk;
 use vmseal_secret::SecretBytes;
 
 const SIZE: u64 = 1 << 20;
 const SECTOR: u64 = 4096;
 
 fn of(spec: FilterSpec) -> Arc<dyn Layer> {
-    layer::of(&spec).unwrap()
+    layers::of(&spec).unwrap()
 }
 
 fn cache() -> Arc<dyn Layer> {

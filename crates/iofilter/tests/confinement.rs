@@ -20,8 +20,8 @@ use initiator::{BASE, INDIRECT, Initiator, NEXT, WRITE};
 use serde_json::{Value, json};
 use vm_memory::{Bytes, GuestAddress};
 use vmseal_api::filter::{Confinement, ControlReply, FilesConfined};
-use vmseal_iofilter::config::read;
-use vmseal_iofilter::confinement::{confine_files, confine_system_calls, enter};
+use vmseal_iofilter::process::config::read;
+use vmseal_iofilter::process::confinement::{confine_files, confine_system_calls, enter};
 
 const PATIENCE: Duration = Duration::from_secs(30);
 

@@ -10,11 +10,11 @@ use std::path::Path;
 use std::process::Command;
 
 use vmseal_api::filter::{Direct, Holes};
-use vmseal_iofilter::backend::file::FileDisk;
-use vmseal_iofilter::blocking;
 use vmseal_iofilter::disk::{Disk, Encryption, Rest};
-use vmseal_iofilter::memory::Segment;
-use vmseal_iofilter::request::Operation;
+use vmseal_iofilter::stack::blocking;
+use vmseal_iofilter::stack::memory::Segment;
+use vmseal_iofilter::stack::request::Operation;
+use vmseal_iofilter::storage::file::FileDisk;
 use vmseal_secret::SecretBytes;
 
 const DATA: u64 = 16 * 1024 * 1024;

@@ -12,19 +12,20 @@ use vmseal_api::filter::{
     Budget, DelaySpec, FaultKind, FaultRange, FaultRule, FaultSpec, FilterSpec, Holes, LimitSpec,
     OperationKind,
 };
-use vmseal_iofilter::backend::mem::MemDisk;
-use vmseal_iofilter::chain::Chain;
 use vmseal_iofilter::disk::{Disk, Encryption, Rest};
-use vmseal_iofilter::layer::{self, Layer};
-use vmseal_iofilter::memory::Segment;
-use vmseal_iofilter::request::{IoError, Operation};
+use vmseal_iofilter::layers;
+use vmseal_iofilter::stack::chain::Chain;
+use vmseal_iofilter::stack::layer::Layer;
+use vmseal_iofilter::stack::memory::Segment;
+use vmseal_iofilter::stack::request::{IoError, Operation};
+use vmseal_iofilter::storage::mem::MemDisk;
 use vmseal_secret::SecretBytes;
 
 const SIZE: u64 = 1 << 20;
 const SECTOR: u64 = 4096;
 
 fn layers(spec: &FilterSpec) -> Vec<Arc<dyn Layer>> {
-    vec![layer::of(spec).unwrap()]
+    vec![layers::of(spec).unwrap()]
 }
 
 fn disk(mem: &MemDisk, above: Vec<Arc<dyn Layer>>, below: Vec<Arc<dyn Layer>>) -> Disk {

@@ -19,11 +19,11 @@ use vmseal_api::filter::{
     BitmapChange, ControlReply, ControlRequest, Direct, DiskActivity, DiskStatus, Holes, LINE_MAX,
 };
 use vmseal_api::problem::ErrorCode;
-use vmseal_iofilter::backend::file::FileDisk;
-use vmseal_iofilter::blocking;
 use vmseal_iofilter::disk::{Disk, Encryption, Rest};
-use vmseal_iofilter::memory::Segment;
-use vmseal_iofilter::request::Operation;
+use vmseal_iofilter::stack::blocking;
+use vmseal_iofilter::stack::memory::Segment;
+use vmseal_iofilter::stack::request::Operation;
+use vmseal_iofilter::storage::file::FileDisk;
 use vmseal_secret::SecretBytes;
 
 const DATA: u64 = 16 << 20;

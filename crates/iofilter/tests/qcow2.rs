@@ -12,12 +12,12 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 use vmseal_api::transfer::ImageFormat;
-use vmseal_iofilter::backend::qcow2::Qcow2Disk;
-use vmseal_iofilter::blocking;
-use vmseal_iofilter::chain::Chain;
 use vmseal_iofilter::disk::{Disk, Rest};
-use vmseal_iofilter::memory::Segment;
-use vmseal_iofilter::request::{IoError, Operation};
+use vmseal_iofilter::stack::blocking;
+use vmseal_iofilter::stack::chain::Chain;
+use vmseal_iofilter::stack::memory::Segment;
+use vmseal_iofilter::stack::request::{IoError, Operation};
+use vmseal_iofilter::storage::qcow2::Qcow2Disk;
 
 const SIZE: u64 = 4 << 20;
 const CLUSTER: u64 = 65536;

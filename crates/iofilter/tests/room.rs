@@ -8,12 +8,12 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
 
 use vmseal_api::filter::{Direct, Holes};
-use vmseal_iofilter::backend::file::FileDisk;
-use vmseal_iofilter::blocking;
-use vmseal_iofilter::chain::Chain;
 use vmseal_iofilter::disk::{Disk, Encryption, Rest};
-use vmseal_iofilter::memory::Segment;
-use vmseal_iofilter::request::Operation;
+use vmseal_iofilter::stack::blocking;
+use vmseal_iofilter::stack::chain::Chain;
+use vmseal_iofilter::stack::memory::Segment;
+use vmseal_iofilter::stack::request::Operation;
+use vmseal_iofilter::storage::file::FileDisk;
 use vmseal_secret::SecretBytes;
 
 const SIZE: u64 = 4 << 20;

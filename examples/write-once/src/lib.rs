@@ -6,9 +6,9 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use vmseal_iofilter::chain::{Filter, Io, Limits};
-use vmseal_iofilter::layer::{Counter, Layer};
-use vmseal_iofilter::request::{IoError, Operation, Request, RequestId};
+use vmseal_iofilter::stack::chain::{Filter, Io, Limits};
+use vmseal_iofilter::stack::layer::{Counter, Layer};
+use vmseal_iofilter::stack::request::{IoError, Operation, Request, RequestId};
 
 /// The unit that is kept: 4096 bytes.
 const BLOCK: u64 = 4096;

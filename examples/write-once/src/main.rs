@@ -14,12 +14,13 @@ use nix::sys::signal::{SigSet, Signal};
 use vmseal_api::filter::{Direct, Holes};
 use vmseal_api::id::DiskId;
 use vmseal_example_write_once::WriteOnce;
-use vmseal_iofilter::backend::file::FileDisk;
+use vmseal_iofilter::disk::status::DiskState;
 use vmseal_iofilter::disk::{Disk, Encryption, Rest};
-use vmseal_iofilter::front_end::Served;
-use vmseal_iofilter::status::DiskState;
-use vmseal_iofilter::stop::Stop;
-use vmseal_iofilter::{blocking, nbd};
+use vmseal_iofilter::front_ends::Served;
+use vmseal_iofilter::front_ends::nbd;
+use vmseal_iofilter::stack::blocking;
+use vmseal_iofilter::stack::stop::Stop;
+use vmseal_iofilter::storage::file::FileDisk;
 use vmseal_secret::SecretBytes;
 
 /// How many connections are served at a time.

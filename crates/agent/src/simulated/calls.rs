@@ -21,10 +21,10 @@ use vmseal_luks::Facts;
 
 use super::console::Guest;
 use super::{CAPACITY, Call, Fault, Inside, SimulatedDisk, SimulatedHost, Work, gone, lost};
-use crate::image::Image;
-use crate::log_level;
+use crate::filter::log_level;
 use crate::rules::{self, PowerOn};
-use crate::transfer::TransferDirectories;
+use crate::storage::image::Image;
+use crate::storage::transfer::TransferDirectories;
 
 /// Work that goes on after a call has been answered.
 pub type Later = Option<(VmId, Work, u64, Duration)>;
@@ -438,7 +438,7 @@ fn facts(disk: &DiskSpec) -> Result<DiskFacts, Problem> {
     }
     let facts = Facts::new(disk.disk.0, disk.size)
         .map_err(|error| Problem::new(ErrorCode::Internal, error.to_string()))?;
-    Ok(crate::disk::to_api(&facts))
+    Ok(crate::storage::disk::to_api(&facts))
 }
 
 fn check_key(disk: &DiskSpec, there: &SimulatedDisk, check: Option<&str>) -> Result<(), Problem> {

@@ -34,10 +34,10 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request_id::RequestId;
 use vmseal_log::Levels;
 
-use crate::board::Board;
 use crate::keys::KeyBox;
-use crate::restarts::Restarts;
+use crate::process::restarts::Restarts;
 use crate::rules;
+use crate::vm::board::Board;
 
 use console::Guest;
 use exports::Exports;

@@ -38,7 +38,7 @@ async fn with_vm() -> (SimulatedHost, VmSpec) {
     let host = SimulatedHost::new();
     let location = DatastoreLocation::Dir { path: "/simulated".into() };
     let place = DatastoreSpec { datastore: DatastoreId::new(), location };
-    let mut spec = crate::run_dir::tests::spec();
+    let mut spec = crate::process::run_dir::tests::spec();
     spec.disks.push(DiskSpec {
         disk: DiskId::new(),
         name: "d".to_owned(),

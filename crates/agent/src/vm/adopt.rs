@@ -17,13 +17,13 @@ use vmseal_api::problem::Problem;
 use super::left_running::{LeftRunning, Why, unknown_spec};
 use super::start::NotConnected;
 use super::{Beginning, Running, Shared, Vm, internal, start};
-use crate::deaths::Death;
 use crate::filter::{self, Control};
+use crate::hypervisor::qemu;
 use crate::process::Process;
-use crate::qemu;
-use crate::run_dir::ProcessDir;
-use crate::run_record::{Phase, Record, Unreadable};
-use crate::users::Slot;
+use crate::process::deaths::Death;
+use crate::process::run_dir::ProcessDir;
+use crate::process::run_record::{Phase, Record, Unreadable};
+use crate::process::users::Slot;
 
 /// How long more attempts are begun to connect to a VM whose processes live; later ones come in the background.
 const ATTEMPTS_WITHIN: Duration = Duration::from_secs(5);

@@ -26,12 +26,12 @@ use vmseal_secret::SecretBytes;
 use super::jobs::{Progress, Report};
 use super::running::disk_errors;
 use super::{Reply, internal};
-use crate::disk::{self, Workshop};
 use crate::filter::{self, Control, FilterError};
-use crate::locked::Access;
 use crate::process::Process;
-use crate::replica;
-use crate::run_dir::ProcessDir;
+use crate::process::run_dir::ProcessDir;
+use crate::storage::disk::{self, Workshop};
+use crate::storage::locked::Access;
+use crate::storage::replica;
 
 /// Connections that may wait to be made.
 const WAITING_MAX: usize = 16;
@@ -177,7 +177,7 @@ fn admit(holder: Reply<ConsoleStream>) -> DuplexStream {
 async fn start(
     order: Order,
     workshop: &Workshop,
-) -> Result<(Process, crate::users::Slot), Problem> {
+) -> Result<(Process, crate::process::users::Slot), Problem> {
     let slot = workshop.users.take().ok_or_else(disk::too_many)?;
     let directory = &workshop.directory;
     // Whatever an earlier attempt has left running lets go of the disk.

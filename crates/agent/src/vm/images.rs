@@ -17,9 +17,10 @@ use vmseal_api::id::{DiskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::internal;
-use crate::home::Home;
-use crate::run_dir::ProcessDir;
-use crate::{atomic_file, patience};
+use crate::atomic_file;
+use crate::process::run_dir::ProcessDir;
+use crate::storage::home::Home;
+use crate::storage::patience;
 
 /// The version of the record.
 const VERSION: u32 = 1;
@@ -139,7 +140,7 @@ mod tests {
     use vmseal_api::id::DatastoreId;
 
     use super::*;
-    use crate::run_dir::RunDir;
+    use crate::process::run_dir::RunDir;
 
     struct Bench {
         directory: tempfile::TempDir,
@@ -154,8 +155,8 @@ mod tests {
         std::fs::create_dir(&path).unwrap();
         let location = DatastoreLocation::Dir { path };
         let datastore = DatastoreSpec { datastore: DatastoreId::new(), location };
-        crate::datastore::probe(&datastore).unwrap();
-        let mut spec = crate::run_dir::tests::spec();
+        crate::storage::datastore::probe(&datastore).unwrap();
+        let mut spec = crate::process::run_dir::tests::spec();
         spec.disks = vec![DiskSpec {
             disk: DiskId::new(),
             name: "d".to_owned(),

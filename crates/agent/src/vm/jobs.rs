@@ -12,9 +12,9 @@ use vmseal_api::request_id;
 
 use super::Shared;
 use super::exposed::Exposure;
-use crate::disk::{self, Recipe, Workshop};
-use crate::export::{self, Order};
-use crate::run_dir::ProcessDir;
+use crate::process::run_dir::ProcessDir;
+use crate::storage::disk::{self, Recipe, Workshop};
+use crate::storage::export::{self, Order};
 
 /// Progress that may wait for the owner.
 const REPORTS_MAX: usize = 16;

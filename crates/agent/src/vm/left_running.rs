@@ -28,12 +28,14 @@ use super::adopt::{self, Reconnected};
 use super::owner::Owner;
 use super::running::Running;
 use super::{Asked, Beginning, Call, Shared, internal};
+use crate::filter::metrics;
+use crate::hypervisor::qemu;
+use crate::hypervisor::qmp::Qmp;
 use crate::process::Process;
-use crate::qmp::Qmp;
-use crate::run_dir::ProcessDir;
-use crate::run_record::{Record, Unreadable};
-use crate::users::Slot;
-use crate::{metrics, qemu, rules};
+use crate::process::run_dir::ProcessDir;
+use crate::process::run_record::{Record, Unreadable};
+use crate::process::users::Slot;
+use crate::rules;
 
 /// How often it is looked after: connected to again, or its process looked for.
 const INTERVAL: Duration = Duration::from_secs(10);

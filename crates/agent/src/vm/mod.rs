@@ -9,13 +9,14 @@
 //!     │◄─────────────────────────────── force, QEMU ended ─── Running
 //! ```
 //! When a filter ends, the guest waits for another one ([`service`]); when too many do, the VM is stopped.
-//! A death of the VM goes on record, and stays there until the guest runs again ([`crate::deaths`]).
+//! A death of the VM goes on record, and stays there until the guest runs again ([`crate::process::deaths`]).
 //! A VM that a starting agent cannot take over has no owner until it can: see [`left_running`].
 //!
 //! Whatever happens comes to the owner as an event and is applied by it alone; after each event it posts
 //! what the server is to see. `Off` is entered when no process is left and the run directory is gone.
 
 mod adopt;
+pub(crate) mod board;
 mod exposed;
 mod images;
 mod jobs;
@@ -24,6 +25,7 @@ mod owner;
 mod running;
 mod service;
 mod start;
+pub(crate) mod vms;
 
 use std::fs::File;
 use std::sync::Arc;
@@ -38,13 +40,13 @@ use vmseal_api::id::{DiskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request_id::{self, RequestId};
 
-use crate::board::Board;
-use crate::deaths::Deaths;
+use crate::hypervisor::qemu::Qemu;
 use crate::keys::KeyBox;
-use crate::qemu::Qemu;
-use crate::run_dir::RunDir;
-use crate::transfer::TransferDirectories;
-use crate::users::Users;
+use crate::process::deaths::Deaths;
+use crate::process::run_dir::RunDir;
+use crate::process::users::Users;
+use crate::storage::transfer::TransferDirectories;
+use crate::vm::board::Board;
 
 pub use adopt::adopt;
 use left_running::LeftRunning;

@@ -30,16 +30,18 @@ use super::running::{Ending, Happening, Running};
 use super::service::{Attempt, Service};
 use super::start::{Plan, start};
 use super::{Asked, Beginning, Call, Change, Shared, images, internal};
-use crate::console::Refused;
-use crate::disk::{self, Recipe};
-use crate::disk_keys::DiskKeys;
-use crate::export::{self, Order};
 use crate::filter;
-use crate::locked::Access;
+use crate::filter::metrics;
+use crate::hypervisor::console::Refused;
+use crate::process::restarts::Restarts;
 use crate::process::{Exit, Process};
-use crate::restarts::Restarts;
 use crate::rules::{self, PowerOn, find_disk};
-use crate::{metrics, patience, replica};
+use crate::storage::disk::{self, Recipe};
+use crate::storage::disk_keys::DiskKeys;
+use crate::storage::export::{self, Order};
+use crate::storage::locked::Access;
+use crate::storage::patience;
+use crate::storage::replica;
 
 /// How often running processes are looked after.
 const CARE_INTERVAL: Duration = Duration::from_secs(10);

@@ -11,14 +11,14 @@ use vmseal_api::host::{DatastoreLocation, Notice, NoticeCode, StopReason, VmSpec
 use vmseal_api::problem::Problem;
 
 use super::service::Service;
-use crate::console::Console;
 use crate::filter::{self, Control, FilterError};
+use crate::hypervisor::console::Console;
+use crate::hypervisor::qemu;
+use crate::hypervisor::qmp::{Event, Qmp, ShutdownReason};
+use crate::process::run_dir::ProcessDir;
+use crate::process::users::Slot;
 use crate::process::{Exit, Process};
-use crate::qemu;
-use crate::qmp::{Event, Qmp, ShutdownReason};
 use crate::rules;
-use crate::run_dir::ProcessDir;
-use crate::users::Slot;
 
 /// How long QEMU may take to end by itself.
 const QUIT_PATIENCE: Duration = Duration::from_secs(5);
@@ -100,7 +100,7 @@ impl Running {
     }
 
     /// Asks the guest to shut down (ACPI).
-    pub async fn ask_to_shut_down(&self) -> Result<(), crate::qmp::QmpError> {
+    pub async fn ask_to_shut_down(&self) -> Result<(), crate::hypervisor::qmp::QmpError> {
         self.qmp.execute("system_powerdown", Value::Null).await.map(drop)
     }
 
@@ -308,7 +308,7 @@ mod tests {
             location: DatastoreLocation::Dir { path: path.into() },
         };
         let replica = ReplicaPlace { datastore: place("/two"), bytes_per_second: 1 << 20 };
-        let mut spec = crate::run_dir::tests::spec();
+        let mut spec = crate::process::run_dir::tests::spec();
         spec.disks = vec![DiskSpec {
             disk: DiskId::new(),
             name: "d".to_owned(),

@@ -25,10 +25,10 @@ use super::Shared;
 use super::running::{Happening, Running};
 use super::start::{self, Plan};
 use crate::filter::Control;
+use crate::hypervisor::qmp::Qmp;
 use crate::process::Process;
-use crate::qmp::Qmp;
-use crate::run_dir::ProcessDir;
-use crate::users::Slot;
+use crate::process::run_dir::ProcessDir;
+use crate::process::users::Slot;
 
 /// How long it is tried to start another filter. The kernel may take a while to finish what the dead one had
 /// under way on a slow disk, and holds the image's lock until then.

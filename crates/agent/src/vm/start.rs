@@ -18,19 +18,19 @@ use vmseal_secret::SecretBytes;
 use super::running::{LastWords, Running};
 use super::service::Service;
 use super::{Shared, images, internal};
-use crate::console::Console;
-use crate::disk;
+use crate::filter::log_level;
+use crate::filter::metrics;
 use crate::filter::{self, Control};
-use crate::locked::Access;
-use crate::log_level;
-use crate::metrics;
+use crate::hypervisor::console::Console;
+use crate::hypervisor::qemu;
+use crate::hypervisor::qmp::{Event, Qmp};
 use crate::process::Process;
-use crate::qemu;
-use crate::qmp::{Event, Qmp};
-use crate::replica;
-use crate::run_dir::ProcessDir;
-use crate::run_record::{Phase, Record};
-use crate::users::Slot;
+use crate::process::run_dir::ProcessDir;
+use crate::process::run_record::{Phase, Record};
+use crate::process::users::Slot;
+use crate::storage::disk;
+use crate::storage::locked::Access;
+use crate::storage::replica;
 
 /// The longest that a disk may take to be connected once QEMU's monitor answers.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
@@ -168,7 +168,8 @@ async fn connect(
     filter: Option<&Process>,
 ) -> Result<(Console, Qmp, tokio::sync::mpsc::Receiver<Event>), Problem> {
     let connecting = async {
-        let earlier = directory.log_end(qemu::CONSOLE, crate::console::REPLAY_MAX as u64);
+        let earlier =
+            directory.log_end(qemu::CONSOLE, crate::hypervisor::console::REPLAY_MAX as u64);
         let socket = directory.socket(qemu::CONSOLE);
         let console = Console::connect(&socket, &earlier).await.map_err(internal)?;
         let (qmp, events) =

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use clap::Args;
-use vmseal_agent::doctor::Finding;
+use vmseal_agent::host::doctor::Finding;
 
 use super::Columns;
 

@@ -1,6 +1,6 @@
 //! `vmseal doctor`: what is to be mended on this host.
 
-use vmseal_agent::doctor::{self, Finding, Options, Verdict};
+use vmseal_agent::host::doctor::{self, Finding, Options, Verdict};
 use vmseal_secret::process::Hardening;
 
 use super::processes::beside_this_program;

@@ -3,7 +3,7 @@
 use std::cmp::Ordering;
 
 use serde::Serialize;
-use vmseal_agent::doctor::Finding;
+use vmseal_agent::host::doctor::Finding;
 use vmseal_api::filter::{BitmapStatus, ReplicaStatus};
 use vmseal_api::host::{DatastoreLocation, HostDescription};
 use vmseal_api::model::{

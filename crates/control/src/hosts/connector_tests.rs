@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpListener;
-use vmseal_agent::http::Endpoint;
-use vmseal_agent::identity::Identity as HostIdentity;
+use vmseal_agent::host::http::Endpoint;
+use vmseal_agent::host::identity::Identity as HostIdentity;
 use vmseal_agent::simulated::SimulatedHost;
 use vmseal_api::client::{ClientIdentity, HostClient, ShowsCertificate};
 use vmseal_api::expose::LET_GO;

@@ -8,13 +8,14 @@ use std::thread::JoinHandle;
 
 use vmseal_api::filter::Holes;
 use vmseal_api::id::DiskId;
-use vmseal_iofilter::allocation::Allocation;
-use vmseal_iofilter::chain::Chain;
-use vmseal_iofilter::front_end::Served;
+use vmseal_iofilter::disk::allocation::Allocation;
+use vmseal_iofilter::disk::status::DiskState;
+use vmseal_iofilter::front_ends::Served;
+use vmseal_iofilter::front_ends::nbd;
+use vmseal_iofilter::front_ends::vhost_user;
 use vmseal_iofilter::handle::Socket;
-use vmseal_iofilter::status::DiskState;
-use vmseal_iofilter::stop::Stop;
-use vmseal_iofilter::{nbd, vhost_user};
+use vmseal_iofilter::stack::chain::Chain;
+use vmseal_iofilter::stack::stop::Stop;
 
 use crate::checker::{End, Finding, History, Write};
 use crate::initiator::Initiator;

@@ -3,10 +3,10 @@
 
 use std::collections::HashMap;
 
-use vmseal_iofilter::chain::Chain;
 use vmseal_iofilter::disk::Disk;
-use vmseal_iofilter::memory::Segment;
-use vmseal_iofilter::request::Operation;
+use vmseal_iofilter::stack::chain::Chain;
+use vmseal_iofilter::stack::memory::Segment;
+use vmseal_iofilter::stack::request::Operation;
 
 use crate::checker::{End, Finding, History, Read, Write};
 use crate::platter::Platter;

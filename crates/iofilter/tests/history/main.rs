@@ -28,9 +28,10 @@ use vmseal_api::filter::{
     Budget, CacheSpec, DelaySpec, FaultKind, FaultRule, FaultSpec, FilterSpec, Handle, Holes,
     LimitSpec, OperationKind, ReplicateSpec,
 };
-use vmseal_iofilter::backend::mem::MemDisk;
 use vmseal_iofilter::disk::{Disk, Encryption, Rest};
-use vmseal_iofilter::layer::{self, Layer};
+use vmseal_iofilter::layers;
+use vmseal_iofilter::stack::layer::Layer;
+use vmseal_iofilter::storage::mem::MemDisk;
 use vmseal_secret::SecretBytes;
 
 use crate::checker::{Finding, Wrong};
@@ -64,7 +65,7 @@ impl Kind {
         let layers = |specs: &[FilterSpec]| -> Vec<Arc<dyn Layer>> {
             let layer = |spec: &FilterSpec| match spec {
                 FilterSpec::Replicate(_) => Arc::new(Replicated::new(SIZE)),
-                other => layer::of(other).unwrap(),
+                other => layers::of(other).unwrap(),
             };
             specs.iter().map(layer).collect()
         };

@@ -8,9 +8,9 @@
 use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use vmseal_iofilter::chain::{Backend, Io};
-use vmseal_iofilter::request::{Operation, RequestId};
-use vmseal_iofilter::stop::Stop;
+use vmseal_iofilter::stack::chain::{Backend, Io};
+use vmseal_iofilter::stack::request::{Operation, RequestId};
+use vmseal_iofilter::stack::stop::Stop;
 
 /// What it does wrong.
 #[derive(Clone, Copy, Debug, PartialEq)]

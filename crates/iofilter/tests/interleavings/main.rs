@@ -6,25 +6,25 @@
 
 #![allow(clippy::unwrap_used)] // a test
 
-#[path = "../../src/cache/blocks.rs"]
+#[path = "../../src/layers/cache/blocks.rs"]
 #[allow(dead_code, unused_imports)] // its unit tests are run elsewhere
 mod blocks;
-#[path = "../../src/limit/bucket.rs"]
+#[path = "../../src/layers/limit/bucket.rs"]
 #[allow(dead_code)]
 mod bucket;
-#[path = "../../src/replicate/chunks.rs"]
+#[path = "../../src/layers/replicate/chunks.rs"]
 #[allow(dead_code, unused_imports)]
 mod chunks;
-#[path = "../../src/backend/qcow2/exchange.rs"]
+#[path = "../../src/storage/qcow2/exchange.rs"]
 #[allow(dead_code)]
 mod exchange;
-#[path = "../../src/align/locks.rs"]
+#[path = "../../src/layers/align/locks.rs"]
 #[allow(unused_imports)] // of its unit tests, which are run elsewhere
 mod locks;
-#[path = "../../src/dirty/marks.rs"]
+#[path = "../../src/stack/dirty/marks.rs"]
 #[allow(dead_code)]
 mod marks;
-#[path = "../../src/tally.rs"]
+#[path = "../../src/stack/tally.rs"]
 mod tally;
 
 mod few_preemptions;

@@ -1,9 +1,9 @@
 //! What a guest asks.
 
 use proptest::prelude::*;
-use vmseal_iofilter::chain::{Chain, Done};
-use vmseal_iofilter::memory::Segment;
-use vmseal_iofilter::request::Operation;
+use vmseal_iofilter::stack::chain::{Chain, Done};
+use vmseal_iofilter::stack::memory::Segment;
+use vmseal_iofilter::stack::request::Operation;
 
 use crate::{BLOCK, SIZE, waiting};
 

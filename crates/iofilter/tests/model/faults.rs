@@ -7,9 +7,9 @@ use std::cell::Cell;
 use proptest::prelude::*;
 use proptest::test_runner::{RngSeed, TestRunner};
 use vmseal_api::filter::{FaultKind, FaultRange, FaultRule, FaultSpec, Holes, OperationKind};
-use vmseal_iofilter::chain::Chain;
 use vmseal_iofilter::disk::Disk;
-use vmseal_iofilter::request::IoError;
+use vmseal_iofilter::stack::chain::Chain;
+use vmseal_iofilter::stack::request::IoError;
 
 use crate::ask::{self, Ask, What, asks, submit};
 use crate::possible::Possible;

@@ -24,11 +24,11 @@ use std::time::Duration;
 use proptest::prelude::*;
 use proptest::test_runner::RngSeed;
 use vmseal_api::filter::{Direct, Holes};
-use vmseal_iofilter::backend::file::FileDisk;
-use vmseal_iofilter::backend::mem::MemDisk;
-use vmseal_iofilter::chain::Chain;
 use vmseal_iofilter::disk::{Disk, Rest};
-use vmseal_iofilter::request::{IoError, Operation};
+use vmseal_iofilter::stack::chain::Chain;
+use vmseal_iofilter::stack::request::{IoError, Operation};
+use vmseal_iofilter::storage::file::FileDisk;
+use vmseal_iofilter::storage::mem::MemDisk;
 
 use crate::ask::{Ask, What, asks, drain, submit};
 use crate::store::{OFFSET, OFFSET_QCOW2, PLACES, Place, Store};

@@ -14,8 +14,8 @@ use fuser::{
 };
 use nix::mount::{MntFlags, umount2};
 use vmseal_api::filter::{Direct, Holes};
-use vmseal_iofilter::backend::file::FileDisk;
 use vmseal_iofilter::disk::{Disk, Encryption, Rest};
+use vmseal_iofilter::storage::file::FileDisk;
 use vmseal_secret::SecretBytes;
 
 use crate::SIZE;

@@ -10,11 +10,12 @@ use vmseal_api::filter::{
     Budget, CacheSpec, DelaySpec, Direct, FaultSpec, FilterSpec, Holes, LimitSpec,
 };
 use vmseal_api::transfer::ImageFormat;
-use vmseal_iofilter::backend::file::FileDisk;
-use vmseal_iofilter::backend::mem::MemDisk;
-use vmseal_iofilter::backend::qcow2::Qcow2Disk;
 use vmseal_iofilter::disk::{Disk, Encryption, Rest};
-use vmseal_iofilter::layer::{self, Layer};
+use vmseal_iofilter::layers;
+use vmseal_iofilter::stack::layer::Layer;
+use vmseal_iofilter::storage::file::FileDisk;
+use vmseal_iofilter::storage::mem::MemDisk;
+use vmseal_iofilter::storage::qcow2::Qcow2Disk;
 use vmseal_secret::SecretBytes;
 
 use crate::SIZE;
@@ -218,7 +219,7 @@ impl Store {
             above.push(limit());
             below.push(jitter());
         }
-        below.extend(faults.iter().filter_map(|spec| layer::of(&FilterSpec::Fault(spec.clone()))));
+        below.extend(faults.iter().filter_map(|spec| layers::of(&FilterSpec::Fault(spec.clone()))));
         disk.with_layers(above, below)
     }
 }
@@ -226,12 +227,12 @@ impl Store {
 /// Fast enough for a test, and short enough for many to wait.
 fn limit() -> Arc<dyn Layer> {
     let requests = Some(Budget { per_second: 50_000, burst: 4 });
-    layer::of(&FilterSpec::Limit(LimitSpec { requests, bytes: None })).unwrap()
+    layers::of(&FilterSpec::Limit(LimitSpec { requests, bytes: None })).unwrap()
 }
 
 /// Less than the disk: blocks have to go for others.
 fn cache() -> Arc<dyn Layer> {
-    layer::of(&FilterSpec::Cache(CacheSpec { bytes: 0 })).unwrap()
+    layers::of(&FilterSpec::Cache(CacheSpec { bytes: 0 })).unwrap()
 }
 
 fn jitter() -> Arc<dyn Layer> {
@@ -242,5 +243,5 @@ fn jitter() -> Arc<dyn Layer> {
         reorders: false,
         seed: 0,
     };
-    layer::of(&FilterSpec::Delay(delay)).unwrap()
+    layers::of(&FilterSpec::Delay(delay)).unwrap()
 }

@@ -5,10 +5,10 @@ use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Mutex};
 
 use vmseal_api::filter::Holes;
-use vmseal_iofilter::backend::mem::MemDisk;
-use vmseal_iofilter::chain::{Backend, Chain, Io};
 use vmseal_iofilter::disk::{Disk, Encryption, Rest};
-use vmseal_iofilter::request::{Operation, RequestId};
+use vmseal_iofilter::stack::chain::{Backend, Chain, Io};
+use vmseal_iofilter::stack::request::{Operation, RequestId};
+use vmseal_iofilter::storage::mem::MemDisk;
 use vmseal_secret::SecretBytes;
 
 use crate::SIZE;

@@ -15,20 +15,20 @@ use std::time::{Duration, Instant};
 use proptest::prelude::*;
 use vmseal_api::filter::{DelaySpec, DiskActivity, NBD_CONNECTIONS, OperationKind};
 use vmseal_api::id::DiskId;
-use vmseal_iofilter::allocation::Allocation;
-use vmseal_iofilter::backend::mem::MemDisk;
-use vmseal_iofilter::chain::{Chain, Filter, Io, Limits};
-use vmseal_iofilter::delay::Delay;
-use vmseal_iofilter::front_end::Served;
-use vmseal_iofilter::layer::Layer;
-use vmseal_iofilter::nbd::option::{Agreed, OPTION_MAX, OPTIONS_MAX};
-use vmseal_iofilter::nbd::transmission::{ENDING_MAX, REQUESTS_MAX, Transmission};
-use vmseal_iofilter::nbd::wire::{
+use vmseal_iofilter::disk::allocation::Allocation;
+use vmseal_iofilter::disk::status::DiskState;
+use vmseal_iofilter::front_ends::Served;
+use vmseal_iofilter::front_ends::nbd::option::{Agreed, OPTION_MAX, OPTIONS_MAX};
+use vmseal_iofilter::front_ends::nbd::transmission::{ENDING_MAX, REQUESTS_MAX, Transmission};
+use vmseal_iofilter::front_ends::nbd::wire::{
     BLOCK_MAX, OPTION_MAGIC, Request, command, command_flag, error, option,
 };
-use vmseal_iofilter::request::{Operation, RequestId};
-use vmseal_iofilter::status::DiskState;
-use vmseal_iofilter::stop::Stop;
+use vmseal_iofilter::layers::delay::Delay;
+use vmseal_iofilter::stack::chain::{Chain, Filter, Io, Limits};
+use vmseal_iofilter::stack::layer::Layer;
+use vmseal_iofilter::stack::request::{Operation, RequestId};
+use vmseal_iofilter::stack::stop::Stop;
+use vmseal_iofilter::storage::mem::MemDisk;
 
 use crate::server::{Client, OFFSET, Options, SIZE, Server, USUAL, noise, run, succeeds};
 

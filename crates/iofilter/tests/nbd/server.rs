@@ -12,15 +12,15 @@ use std::time::{Duration, Instant};
 
 use vmseal_api::filter::{Direct, DiskActivity, Holes, NBD_CONNECTIONS};
 use vmseal_api::id::DiskId;
-use vmseal_iofilter::backend::file::FileDisk;
-use vmseal_iofilter::chain::Chain;
-use vmseal_iofilter::dirty::Bitmaps;
+use vmseal_iofilter::disk::status::DiskState;
 use vmseal_iofilter::disk::{Disk, Encryption, Rest};
-use vmseal_iofilter::front_end::Served;
-use vmseal_iofilter::nbd::serve;
-use vmseal_iofilter::nbd::wire::{OPTION_MAGIC, Request, command, option};
-use vmseal_iofilter::status::DiskState;
-use vmseal_iofilter::stop::Stop;
+use vmseal_iofilter::front_ends::Served;
+use vmseal_iofilter::front_ends::nbd::serve;
+use vmseal_iofilter::front_ends::nbd::wire::{OPTION_MAGIC, Request, command, option};
+use vmseal_iofilter::stack::chain::Chain;
+use vmseal_iofilter::stack::dirty::Bitmaps;
+use vmseal_iofilter::stack::stop::Stop;
+use vmseal_iofilter::storage::file::FileDisk;
 use vmseal_secret::SecretBytes;
 
 pub const SIZE: u64 = 64 << 20;

@@ -6,15 +6,17 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use vmseal_api::filter::{BitmapChange, Holes};
 use vmseal_api::id::DiskId;
-use vmseal_iofilter::allocation::Allocation;
-use vmseal_iofilter::chain::{Backend, Chain, Io};
-use vmseal_iofilter::front_end::Served;
-use vmseal_iofilter::nbd::option::Agreed;
-use vmseal_iofilter::nbd::transmission::Transmission;
-use vmseal_iofilter::nbd::wire::{chunk, command, command_flag, error, option, option_reply};
-use vmseal_iofilter::request::{Operation, RequestId};
-use vmseal_iofilter::status::DiskState;
-use vmseal_iofilter::stop::Stop;
+use vmseal_iofilter::disk::allocation::Allocation;
+use vmseal_iofilter::disk::status::DiskState;
+use vmseal_iofilter::front_ends::Served;
+use vmseal_iofilter::front_ends::nbd::option::Agreed;
+use vmseal_iofilter::front_ends::nbd::transmission::Transmission;
+use vmseal_iofilter::front_ends::nbd::wire::{
+    chunk, command, command_flag, error, option, option_reply,
+};
+use vmseal_iofilter::stack::chain::{Backend, Chain, Io};
+use vmseal_iofilter::stack::request::{Operation, RequestId};
+use vmseal_iofilter::stack::stop::Stop;
 
 use crate::server::{Client, OFFSET, Options, SIZE, Server, USUAL, noise, run, succeeds};
 

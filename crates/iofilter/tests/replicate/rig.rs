@@ -7,14 +7,15 @@ use std::time::Duration;
 
 use vmseal_api::filter::{FilterSpec, ReplicaStatus};
 use vmseal_api::id::DiskId;
-use vmseal_iofilter::chain::{Backend, Chain, Filter, Io, Limits};
-use vmseal_iofilter::layer::{self, Layer};
-use vmseal_iofilter::memory::Segment;
-use vmseal_iofilter::replicate::Replicate;
-use vmseal_iofilter::replicate::copier::Copier;
-use vmseal_iofilter::replicate::format::{Geometry, Image};
-use vmseal_iofilter::replicate::place::Place;
-use vmseal_iofilter::request::{Operation, RequestId};
+use vmseal_iofilter::layers;
+use vmseal_iofilter::layers::replicate::Replicate;
+use vmseal_iofilter::layers::replicate::copier::Copier;
+use vmseal_iofilter::layers::replicate::format::{Geometry, Image};
+use vmseal_iofilter::layers::replicate::place::Place;
+use vmseal_iofilter::stack::chain::{Backend, Chain, Filter, Io, Limits};
+use vmseal_iofilter::stack::layer::Layer;
+use vmseal_iofilter::stack::memory::Segment;
+use vmseal_iofilter::stack::request::{Operation, RequestId};
 
 use crate::platter::{Fault, Platter};
 use crate::waiting;
@@ -44,7 +45,7 @@ pub struct Rig {
 }
 
 fn filters(specs: &[FilterSpec]) -> Vec<Box<dyn Filter>> {
-    specs.iter().map(|spec| layer::of(spec).unwrap().filter().unwrap()).collect()
+    specs.iter().map(|spec| layers::of(spec).unwrap().filter().unwrap()).collect()
 }
 
 impl Rig {

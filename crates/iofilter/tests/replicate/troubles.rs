@@ -10,20 +10,20 @@ use std::time::{Duration, Instant};
 
 use vmseal_api::filter::{Direct, Handle, ReplicaStatus, ReplicateSpec};
 use vmseal_api::id::DiskId;
-use vmseal_iofilter::backend::file::FileDisk;
-use vmseal_iofilter::backend::mem::MemDisk;
-use vmseal_iofilter::chain::{Chain, Filter, Io, Limits};
 use vmseal_iofilter::disk::{Disk, Rest};
 use vmseal_iofilter::handle::Handles;
-use vmseal_iofilter::layer::Layer;
-use vmseal_iofilter::memory::Segment;
-use vmseal_iofilter::replicate::copier::{Batch, Copier, CopyError};
-use vmseal_iofilter::replicate::format::{Geometry, Image};
-use vmseal_iofilter::replicate::open::{Opened, ReplicaError};
-use vmseal_iofilter::replicate::place::Place;
-use vmseal_iofilter::replicate::threads::Replicating;
-use vmseal_iofilter::replicate::{KIND, Replicate};
-use vmseal_iofilter::request::{IoError, Operation, RequestId};
+use vmseal_iofilter::layers::replicate::copier::{Batch, Copier, CopyError};
+use vmseal_iofilter::layers::replicate::format::{Geometry, Image};
+use vmseal_iofilter::layers::replicate::open::{Opened, ReplicaError};
+use vmseal_iofilter::layers::replicate::place::Place;
+use vmseal_iofilter::layers::replicate::threads::Replicating;
+use vmseal_iofilter::layers::replicate::{KIND, Replicate};
+use vmseal_iofilter::stack::chain::{Chain, Filter, Io, Limits};
+use vmseal_iofilter::stack::layer::Layer;
+use vmseal_iofilter::stack::memory::Segment;
+use vmseal_iofilter::stack::request::{IoError, Operation, RequestId};
+use vmseal_iofilter::storage::file::FileDisk;
+use vmseal_iofilter::storage::mem::MemDisk;
 
 use crate::waiting;
 

@@ -6,16 +6,16 @@
 use std::time::Duration;
 
 use vmseal_api::id::DiskId;
-use vmseal_iofilter::backend::mem::MemDisk;
-use vmseal_iofilter::chain::{Chain, Filter, Io, Limits};
 use vmseal_iofilter::disk::Disk;
-use vmseal_iofilter::layer::Layer;
-use vmseal_iofilter::memory::Segment;
-use vmseal_iofilter::replicate::copier::{Copier, CopyError};
-use vmseal_iofilter::replicate::format::Geometry;
-use vmseal_iofilter::replicate::place::Place;
-use vmseal_iofilter::replicate::{KIND, Replicate};
-use vmseal_iofilter::request::RequestId;
+use vmseal_iofilter::layers::replicate::copier::{Copier, CopyError};
+use vmseal_iofilter::layers::replicate::format::Geometry;
+use vmseal_iofilter::layers::replicate::place::Place;
+use vmseal_iofilter::layers::replicate::{KIND, Replicate};
+use vmseal_iofilter::stack::chain::{Chain, Filter, Io, Limits};
+use vmseal_iofilter::stack::layer::Layer;
+use vmseal_iofilter::stack::memory::Segment;
+use vmseal_iofilter::stack::request::RequestId;
+use vmseal_iofilter::storage::mem::MemDisk;
 
 /// Chunks of 64 KiB: requests lie in several.
 const SHIFT: u32 = 16;

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use nix::poll::{PollFd, PollFlags, ppoll};
 use nix::sys::time::TimeSpec;
-use vmseal_iofilter::chain::Chain;
+use vmseal_iofilter::stack::chain::Chain;
 
 /// How long a chain may take that is not stuck.
 const PATIENCE: Duration = Duration::from_secs(120);

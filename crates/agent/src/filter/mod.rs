@@ -1,0 +1,594 @@
+//! The agent's side of a `vmseal-filter` process: starting it with open descriptors and talking to it
+//! over its control socket ([`vmseal_api::filter`]).
+
+pub(crate) mod log_level;
+pub(crate) mod metrics;
+
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::os::unix::net::UnixListener;
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::time::{Duration, Instant};
+
+use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
+use tokio::net::UnixStream;
+use tokio::time::timeout;
+use vmseal_api::filter::{
+    BackendSpec, BesideSpec, BitmapChange, BitmapStatus, Budget, CacheSpec, ControlReply,
+    ControlRequest, Direct, DiskConfig, ExportSpec, FilterConfig, FilterFigures, FilterSpec,
+    FilterStatus, FrontEndSpec, Handle, Holes, ImportSpec, LINE_MAX, LimitSpec, ReplicateSpec,
+    SERIAL_MAX, TargetFormat, VERSION,
+};
+use vmseal_api::host::DiskLimits;
+use vmseal_api::id::{DiskId, VmId};
+use vmseal_api::problem::ErrorCode;
+use vmseal_api::request_id;
+use vmseal_api::transfer::ImageFormat;
+use vmseal_secret::SecretFd;
+
+use crate::process::run_dir::ProcessDir;
+use crate::process::{self, Launch, Process, User};
+use crate::storage::replica::Replica;
+
+/// The name of the process in its directory.
+pub const NAME: &str = "filter";
+
+/// The longest that a filter may take until it answers: it locks its memory and opens its disks.
+const READY_TIMEOUT: Duration = Duration::from_secs(20);
+
+/// The longest that a status may take; it waits for no disk.
+const STATUS_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// The longest that a flush and end may take: a slow datastore with what the kernel has not written yet.
+pub const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(20);
+
+/// How often a filter that is starting is asked.
+const READY_INTERVAL: Duration = Duration::from_millis(20);
+
+/// How long after its socket the end of a process may be seen; the kernel closes files first.
+const END_SEEN_WITHIN: Duration = Duration::from_secs(1);
+
+/// Why a filter does not answer as it should.
+#[derive(Debug, thiserror::Error)]
+pub enum FilterError {
+    /// The socket or process does not work.
+    #[error("the filter process: {0}")]
+    Io(#[from] io::Error),
+    /// It has ended.
+    #[error("the filter process {exit}, {said}")]
+    Ended {
+        /// How.
+        exit: process::Exit,
+        /// How its log ends.
+        said: String,
+    },
+    /// No answer in time.
+    #[error("the filter process does not answer")]
+    TimedOut,
+    /// It says that it could not.
+    #[error("the filter process: {message}")]
+    Refused {
+        /// The same for programs.
+        code: ErrorCode,
+        /// Why.
+        message: String,
+    },
+    /// Not what was asked for.
+    #[error("the filter process answers what it was not asked for: {0}")]
+    Protocol(String),
+}
+
+/// A disk that a filter is to serve or fill.
+pub struct Disk {
+    /// Which.
+    pub disk: DiskId,
+    /// What the guest sees as its size, in bytes.
+    pub size: u64,
+    /// The image, its lock held.
+    pub file: File,
+    /// Where the guest's first byte is, in bytes.
+    pub offset: u64,
+    /// The DEK, to be passed on, and what holes mean; none in the clear.
+    pub key: Option<(SecretFd, Holes)>,
+    /// Whether the image keeps its room whatever is discarded.
+    pub keeps_room: bool,
+    /// What is to be done with it.
+    pub work: Work,
+    /// The socket for whoever reads it beside the guest.
+    pub beside: Option<UnixListener>,
+    /// What gets a copy of what is written ([`crate::storage::replica`]).
+    pub replica: Option<Replica>,
+}
+
+/// What a filter does with a disk.
+pub enum Work {
+    /// Serves a guest.
+    Serve {
+        /// Connected to a socket that QEMU listens on.
+        socket: std::os::unix::net::UnixStream,
+        /// How many queues it has.
+        queues: u16,
+        /// What the guest may use of it.
+        limits: DiskLimits,
+        /// What is kept in memory of what is read, in bytes.
+        cache: Option<u64>,
+    },
+    /// Serves tools over NBD.
+    Expose {
+        /// The socket for the agent, which carries what tools say.
+        socket: UnixListener,
+        /// Whether they may change the disk.
+        writable: bool,
+    },
+    /// Fills it from an image.
+    Import {
+        /// The image.
+        source: File,
+        /// What it is.
+        format: ImageFormat,
+        /// Where to go on, in bytes.
+        from: u64,
+    },
+    /// Writes all of it to a file.
+    Export {
+        /// The file, new.
+        target: File,
+        /// What is written.
+        format: Volume,
+    },
+}
+
+/// What a disk is written as.
+pub enum Volume {
+    /// Its bytes.
+    Raw,
+    /// QEMU's format.
+    Qcow2,
+    /// The data of a LUKS2 volume.
+    Luks2 {
+        /// The volume's key, to be passed on.
+        key: SecretFd,
+        /// Where the data begins, in bytes.
+        offset: u64,
+    },
+}
+
+impl Volume {
+    fn spec(&self) -> TargetFormat {
+        match self {
+            Self::Raw => TargetFormat::Raw,
+            Self::Qcow2 => TargetFormat::Qcow2,
+            Self::Luks2 { key, offset } => {
+                let key = Handle::Fd(key.as_fd().as_raw_fd());
+                TargetFormat::Luks2 { key, offset: *offset }
+            }
+        }
+    }
+}
+
+impl Work {
+    /// What holds requests back, where something does.
+    fn limit(&self) -> Option<LimitSpec> {
+        let Self::Serve { limits, .. } = self else { return None };
+        if *limits == DiskLimits::default() {
+            return None;
+        }
+        let budget = |per_second: u64| Budget { per_second, burst: per_second.div_ceil(10) };
+        Some(LimitSpec { requests: limits.iops.map(budget), bytes: limits.bandwidth.map(budget) })
+    }
+
+    /// What keeps what is read, where something does.
+    fn cache(&self) -> Option<CacheSpec> {
+        let Self::Serve { cache, .. } = self else { return None };
+        cache.map(|bytes| CacheSpec { bytes })
+    }
+
+    fn descriptors(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+        let (one, other) = match self {
+            Self::Serve { socket, .. } => (socket.as_fd(), None),
+            Self::Expose { socket, .. } => (socket.as_fd(), None),
+            Self::Import { source, .. } => (source.as_fd(), None),
+            Self::Export { target, format: Volume::Luks2 { key, .. } } => {
+                (target.as_fd(), Some(key.as_fd()))
+            }
+            Self::Export { target, .. } => (target.as_fd(), None),
+        };
+        std::iter::once(one).chain(other)
+    }
+}
+
+impl Disk {
+    fn config(&self, peer: u32) -> DiskConfig {
+        let fd = |fd: BorrowedFd<'_>| Handle::Fd(fd.as_raw_fd());
+        let crypt = |(key, holes): &(SecretFd, Holes)| FilterSpec::Crypt {
+            key: fd(key.as_fd()),
+            holes: *holes,
+        };
+        // Above encryption: what has to wait is not encrypted yet. Below it: what is kept is ciphertext.
+        let chain = self.work.limit().map(FilterSpec::Limit).into_iter();
+        let chain = chain.chain(self.key.iter().map(crypt));
+        let chain = chain.chain(self.work.cache().map(FilterSpec::Cache));
+        // Last: what it reads to copy is what the image has, and takes no room in the cache.
+        let replicate = |replica: &Replica| {
+            FilterSpec::Replicate(ReplicateSpec {
+                replica: fd(replica.file.as_fd()),
+                offset: self.offset,
+                map: fd(replica.map.as_fd()),
+                bytes_per_second: replica.bytes_per_second,
+            })
+        };
+        let chain = chain.chain(self.replica.as_ref().map(replicate));
+        DiskConfig {
+            disk: self.disk,
+            size: self.size,
+            serial: serial(self.disk),
+            read_only: matches!(
+                self.work,
+                Work::Export { .. } | Work::Expose { writable: false, .. }
+            ),
+            chain: chain.collect(),
+            backend: BackendSpec::File {
+                file: fd(self.file.as_fd()),
+                offset: self.offset,
+                direct: Direct::Auto,
+                keeps_room: self.keeps_room,
+            },
+            front_end: match &self.work {
+                Work::Serve { socket, queues, .. } => Some(FrontEndSpec::VhostUserBlk {
+                    socket: fd(socket.as_fd()),
+                    peer_uid: None,
+                    queues: *queues,
+                }),
+                Work::Expose { socket, .. } => {
+                    Some(FrontEndSpec::Nbd { listen: fd(socket.as_fd()), peer_uid: Some(peer) })
+                }
+                Work::Import { .. } | Work::Export { .. } => None,
+            },
+            beside: self
+                .beside
+                .as_ref()
+                .map(|socket| BesideSpec { listen: fd(socket.as_fd()), peer_uid: Some(peer) }),
+            import: match &self.work {
+                Work::Import { source, format, from } => {
+                    Some(ImportSpec { source: fd(source.as_fd()), format: *format, from: *from })
+                }
+                Work::Serve { .. } | Work::Expose { .. } | Work::Export { .. } => None,
+            },
+            export: match &self.work {
+                Work::Export { target, format } => {
+                    Some(ExportSpec { target: fd(target.as_fd()), format: format.spec() })
+                }
+                Work::Serve { .. } | Work::Expose { .. } | Work::Import { .. } => None,
+            },
+        }
+    }
+
+    /// Closes all but what holds keys.
+    fn into_keys(self) -> impl Iterator<Item = SecretFd> {
+        let volume = match self.work {
+            Work::Export { format: Volume::Luks2 { key, .. }, .. } => Some(key),
+            _ => None,
+        };
+        self.key.map(|(key, _)| key).into_iter().chain(volume)
+    }
+
+    fn descriptors(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+        let key = self.key.as_ref().map(|(key, _)| key.as_fd());
+        let beside = self.beside.as_ref().map(AsFd::as_fd);
+        let file = std::iter::once(self.file.as_fd());
+        let replica = self.replica.iter().flat_map(|it| [it.file.as_fd(), it.map.as_fd()]);
+        file.chain(self.work.descriptors()).chain(key).chain(beside).chain(replica)
+    }
+}
+
+/// What the guest sees as the device id: the last digits of the disk's id, the random ones.
+fn serial(disk: DiskId) -> String {
+    let digits = disk.0.simple().to_string();
+    digits[digits.len() - SERIAL_MAX..].to_owned()
+}
+
+/// The keys that a filter was given. To be kept until it answers: it has read them then, and where they are in
+/// ordinary memory they are wiped when this is dropped.
+#[must_use]
+pub struct Keys(#[expect(dead_code, reason = "they are wiped when this goes")] Vec<SecretFd>);
+
+/// Starts a filter. Its descriptors are closed here when the call returns, but for those of the keys; the locks
+/// live on in it.
+///
+/// # Errors
+/// As making the socket and starting the process.
+pub fn start(
+    program: &File,
+    vm: VmId,
+    directory: &ProcessDir,
+    disks: Vec<Disk>,
+    user: Option<u32>,
+) -> io::Result<(Process, Keys)> {
+    directory.forget_socket(NAME)?;
+    let control = directory.listen(NAME)?;
+    let own = nix::unistd::geteuid().as_raw();
+    let config = FilterConfig {
+        version: VERSION,
+        vm,
+        control: Handle::Fd(control.as_raw_fd()),
+        control_uid: Some(own),
+        request_id: request_id::current().map(|id| id.to_string()),
+        log_levels: Some(vmseal_log::levels().to_string()),
+        disks: disks.iter().map(|disk| disk.config(own)).collect(),
+    };
+    let launched = process::launch(Launch {
+        program,
+        name: "vmseal-filter",
+        arguments: vec!["--config".into(), "-".into()],
+        keep: disks.iter().flat_map(Disk::descriptors).chain([control.as_fd()]).collect(),
+        input: Stdio::from(in_memory(&serde_json::to_vec(&config)?)?),
+        log: directory.log(NAME)?,
+        user: user.map(|id| User { id, group: None }),
+        locks_memory: true,
+        record: &directory.process(NAME),
+    })?;
+    metrics::FILTERS_STARTED.add();
+    Ok((launched, Keys(disks.into_iter().flat_map(Disk::into_keys).collect())))
+}
+
+/// A file that is nowhere but in memory.
+fn in_memory(contents: &[u8]) -> io::Result<File> {
+    use std::io::{Seek, Write};
+    let flags = nix::sys::memfd::MFdFlags::MFD_CLOEXEC;
+    let mut file = File::from(nix::sys::memfd::memfd_create("filter-config", flags)?);
+    file.write_all(contents)?;
+    file.rewind()?;
+    Ok(file)
+}
+
+/// The way to a running filter.
+#[derive(Clone, Debug)]
+pub struct Control(PathBuf);
+
+impl Control {
+    /// The filter of this directory.
+    #[must_use]
+    pub fn of(directory: &ProcessDir) -> Self {
+        Self(directory.socket(NAME))
+    }
+
+    /// How it stands.
+    ///
+    /// # Errors
+    /// [`FilterError`].
+    pub async fn status(&self) -> Result<FilterStatus, FilterError> {
+        match ask(&self.0, &ControlRequest::Status, STATUS_TIMEOUT).await? {
+            ControlReply::Status(status) => Ok(status),
+            other => Err(unexpected(other)),
+        }
+    }
+
+    /// How a filter stands that may end meanwhile.
+    ///
+    /// # Errors
+    /// [`FilterError::Ended`], also when its end is seen by its socket first.
+    pub async fn status_of(
+        &self,
+        process: &Process,
+        directory: &ProcessDir,
+    ) -> Result<FilterStatus, FilterError> {
+        let answer = tokio::select! {
+            exit = process.ended() => return Err(ended(exit, directory)),
+            answer = self.status() => answer,
+        };
+        let Err(FilterError::Io(error)) = answer else { return answer };
+        match tokio::time::timeout(END_SEEN_WITHIN, process.ended()).await {
+            Ok(exit) => Err(ended(exit, directory)),
+            Err(_) => Err(error.into()),
+        }
+    }
+
+    /// What it has measured.
+    ///
+    /// # Errors
+    /// [`FilterError`]; one of an earlier vmseal does not know the question.
+    pub async fn figures(&self) -> Result<FilterFigures, FilterError> {
+        match ask(&self.0, &ControlRequest::Figures, STATUS_TIMEOUT).await? {
+            ControlReply::Figures(figures) => Ok(figures),
+            other => Err(unexpected(other)),
+        }
+    }
+
+    /// Has it log this from now on.
+    ///
+    /// # Errors
+    /// [`FilterError`]; one of an earlier vmseal does not know the request.
+    pub async fn set_log_level(&self, levels: String) -> Result<(), FilterError> {
+        match ask(&self.0, &ControlRequest::SetLogLevel { levels }, STATUS_TIMEOUT).await? {
+            ControlReply::Done => Ok(()),
+            other => Err(unexpected(other)),
+        }
+    }
+
+    /// Starts, clears or removes a dirty bitmap; gives those that the disk has then.
+    ///
+    /// # Errors
+    /// [`FilterError`].
+    pub async fn change_bitmap(
+        &self,
+        disk: DiskId,
+        name: String,
+        change: BitmapChange,
+    ) -> Result<Vec<BitmapStatus>, FilterError> {
+        let request = ControlRequest::Bitmap { disk, name, change };
+        match ask(&self.0, &request, STATUS_TIMEOUT).await? {
+            ControlReply::Bitmaps { bitmaps } => Ok(bitmaps),
+            other => Err(unexpected(other)),
+        }
+    }
+
+    /// Waits until it serves.
+    ///
+    /// # Errors
+    /// [`FilterError::Ended`] with what it said, when it did not come up.
+    pub async fn ready(
+        &self,
+        process: &Process,
+        directory: &ProcessDir,
+    ) -> Result<FilterStatus, FilterError> {
+        let give_up = Instant::now() + READY_TIMEOUT;
+        loop {
+            // The socket is there before the process: it answers as soon as it can.
+            let answer = tokio::select! {
+                exit = process.ended() => return Err(ended(exit, directory)),
+                answer = self.status() => answer,
+            };
+            match answer {
+                Ok(status) => return Ok(status),
+                Err(FilterError::Io(_) | FilterError::TimedOut) if Instant::now() < give_up => {
+                    tokio::time::sleep(READY_INTERVAL).await;
+                }
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
+    /// Has it finish, flush and end. When the answer is [`FilterError::Refused`], something could not be
+    /// flushed.
+    ///
+    /// # Errors
+    /// [`FilterError`].
+    pub async fn shut_down(&self) -> Result<(), FilterError> {
+        match ask(&self.0, &ControlRequest::Shutdown, SHUTDOWN_TIMEOUT).await? {
+            ControlReply::Done => Ok(()),
+            other => Err(unexpected(other)),
+        }
+    }
+}
+
+/// A filter that has ended, and what it said last.
+#[must_use]
+pub fn ended(exit: process::Exit, directory: &ProcessDir) -> FilterError {
+    FilterError::Ended { exit, said: directory.log_ends(NAME) }
+}
+
+fn unexpected(reply: ControlReply) -> FilterError {
+    match reply {
+        ControlReply::Error { code, message } => FilterError::Refused { code, message },
+        ControlReply::Bitmaps { .. } => FilterError::Protocol("a disk's dirty bitmaps".to_owned()),
+        ControlReply::Status(_) => FilterError::Protocol("how it stands".to_owned()),
+        ControlReply::Figures(_) => FilterError::Protocol("what it measured".to_owned()),
+        ControlReply::Done => FilterError::Protocol("that it is done".to_owned()),
+    }
+}
+
+async fn ask(
+    socket: &Path,
+    request: &ControlRequest,
+    patience: Duration,
+) -> Result<ControlReply, FilterError> {
+    let exchange = async {
+        let mut stream = UnixStream::connect(socket).await?;
+        let mut line = serde_json::to_vec(request).map_err(io::Error::from)?;
+        line.push(b'\n');
+        stream.write_all(&line).await?;
+        let mut answer = Vec::new();
+        let mut reader = BufReader::new(stream).take(LINE_MAX as u64 + 1);
+        reader.read_until(b'\n', &mut answer).await?;
+        match answer.pop() {
+            Some(b'\n') => serde_json::from_slice(&answer)
+                .map_err(|error| FilterError::Protocol(error.to_string())),
+            Some(_) if answer.len() >= LINE_MAX => {
+                Err(FilterError::Protocol(format!("more than {LINE_MAX} bytes in a line")))
+            }
+            _ => Err(io::Error::from(io::ErrorKind::UnexpectedEof).into()),
+        }
+    };
+    timeout(patience, exchange).await.map_err(|_| FilterError::TimedOut)?
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::io::AsyncWrite;
+    use tokio::net::UnixListener;
+
+    use super::*;
+
+    /// Answers one request with these bytes.
+    async fn answered(answer: &'static [u8]) -> Result<FilterStatus, FilterError> {
+        async fn send(stream: &mut (impl AsyncWrite + Unpin), answer: &[u8]) {
+            // The client may have seen enough before the end.
+            let _ = stream.write_all(answer).await;
+        }
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("filter.sock");
+        let listener = UnixListener::bind(&path).unwrap();
+        let server = async {
+            let (mut stream, _) = listener.accept().await.unwrap();
+            let mut request = [0; 64];
+            let length = stream.read(&mut request).await.unwrap();
+            assert_eq!(&request[..length], b"{\"do\":\"status\"}\n");
+            send(&mut stream, answer).await;
+        };
+        let control = Control(path);
+        tokio::join!(control.status(), server).0
+    }
+
+    #[tokio::test]
+    async fn answers_are_understood_and_wrong_ones_are_errors() {
+        let refused = answered(b"{\"answer\":\"error\",\"message\":\"no\"}\n").await.unwrap_err();
+        // As a filter of an earlier vmseal says it, without a code.
+        assert!(
+            matches!(refused, FilterError::Refused { code: ErrorCode::Internal, message } if message == "no")
+        );
+        let done = answered(b"{\"answer\":\"done\"}\n").await.unwrap_err();
+        assert!(matches!(done, FilterError::Protocol(_)));
+        assert!(matches!(answered(b"x\n").await.unwrap_err(), FilterError::Protocol(_)));
+        assert!(matches!(answered(b"").await.unwrap_err(), FilterError::Io(_)));
+        assert!(matches!(answered(b"{\"answer\":").await.unwrap_err(), FilterError::Io(_)));
+        static LONG: [u8; LINE_MAX + 10] = [b'x'; LINE_MAX + 10];
+        assert!(matches!(answered(&LONG).await.unwrap_err(), FilterError::Protocol(_)));
+    }
+
+    #[test]
+    fn what_waits_is_not_encrypted_yet_and_what_is_kept_is_ciphertext() {
+        let (socket, _guest) = std::os::unix::net::UnixStream::pair().unwrap();
+        let limits = DiskLimits { iops: Some(100), bandwidth: None };
+        let key = vmseal_secret::SecretBytes::random(vmseal_secret::DEK_LEN).unwrap();
+        let mut disk = Disk {
+            disk: DiskId::new(),
+            size: 4096,
+            file: tempfile::tempfile().unwrap(),
+            offset: 0,
+            key: Some((key.to_memfd().unwrap(), Holes::Zero)),
+            keeps_room: false,
+            work: Work::Serve { socket, queues: 1, limits, cache: Some(1 << 20) },
+            beside: None,
+            replica: Some(Replica {
+                file: tempfile::tempfile().unwrap(),
+                map: tempfile::tempfile().unwrap(),
+                bytes_per_second: 5 << 20,
+            }),
+        };
+        assert_eq!(disk.descriptors().count(), 5, "the filter is not given all that it is told of");
+        let chain = disk.config(0).chain;
+        let [
+            FilterSpec::Limit(_),
+            FilterSpec::Crypt { .. },
+            FilterSpec::Cache(cache),
+            FilterSpec::Replicate(replicate),
+        ] = &chain[..]
+        else {
+            panic!("{chain:?}")
+        };
+        assert_eq!((cache.bytes, replicate.bytes_per_second), (1 << 20, 5 << 20));
+        disk.replica = None;
+        let source = tempfile::tempfile().unwrap();
+        disk.work = Work::Import { source, format: ImageFormat::Raw, from: 0 };
+        assert_eq!(disk.config(0).chain.len(), 1, "a filter that fills a disk keeps nothing of it");
+    }
+
+    #[test]
+    fn a_serial_is_as_long_as_virtio_allows_and_tells_disks_apart() {
+        let (one, two) = (serial(DiskId::new()), serial(DiskId::new()));
+        assert_eq!(one.len(), SERIAL_MAX);
+        assert_ne!(one, two);
+    }
+}

@@ -1,0 +1,111 @@
+//! What an operator has to mend on a host, found by looking and by trying, not by asking an agent: it
+//! works before a machine has joined, and when the agent does not start.
+
+mod certificates;
+mod kernel;
+mod memory;
+mod network;
+mod processor;
+mod programs;
+mod storage;
+
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+use vmseal_secret::process::Hardening;
+
+use crate::host::identity::{Identity, IdentityError};
+
+/// What is looked at.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Where the agent keeps its certificate.
+    pub state_dir: PathBuf,
+    /// Where a server on this machine keeps its data.
+    pub data_dir: PathBuf,
+    /// The QEMU program, by path or name.
+    pub qemu: PathBuf,
+    /// The `vmseal-filter` program.
+    pub filter: PathBuf,
+    /// Directories that are, or are to be, datastores.
+    pub datastores: Vec<PathBuf>,
+    /// What [`vmseal_secret::process::harden`] achieved in this process.
+    pub hardening: Hardening,
+}
+
+/// How one thing is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Verdict {
+    /// As it should be.
+    Ok,
+    /// vmseal works, less well or less safely than it could.
+    Warning,
+    /// VMs will not run, or not encrypted, before it is mended.
+    Failed,
+}
+
+/// What was found about one thing.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Finding {
+    /// The thing; the name does not change from version to version.
+    pub check: String,
+    /// How it is.
+    pub result: Verdict,
+    /// What was found, and what it means.
+    pub found: String,
+    /// How to mend it; none where nothing is wrong.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub remedy: Option<String>,
+}
+
+impl Finding {
+    fn ok(check: &str, found: impl Into<String>) -> Self {
+        Self { check: check.to_owned(), result: Verdict::Ok, found: found.into(), remedy: None }
+    }
+
+    fn warning(check: &str, found: impl Into<String>, remedy: &str) -> Self {
+        let remedy = Some(remedy.to_owned());
+        Self { result: Verdict::Warning, remedy, ..Self::ok(check, found) }
+    }
+
+    fn failed(check: &str, found: impl Into<String>, remedy: &str) -> Self {
+        Self { result: Verdict::Failed, ..Self::warning(check, found, remedy) }
+    }
+}
+
+/// Looks at everything; takes some seconds, as a guest is run to try KVM.
+pub async fn examine(options: &Options) -> Vec<Finding> {
+    let mut findings = vec![processor::instructions()];
+    findings.extend(programs::qemu(&options.qemu));
+    findings.push(processor::accelerator(&options.qemu).await);
+    findings.push(programs::filter(&options.filter));
+    findings.extend(memory::all(options.hardening));
+    findings.push(kernel::io_uring());
+    findings.push(kernel::confinement());
+    findings.push(kernel::clock());
+    for directory in &options.datastores {
+        findings.push(storage::datastore(directory));
+    }
+    findings.extend(certificates::of_server(&options.data_dir));
+    match Identity::load(&options.state_dir) {
+        Ok(identity) => {
+            findings.extend(certificates::of_host(&identity));
+            findings.extend(network::of_host(&identity));
+        }
+        Err(IdentityError::None(_)) => findings.push(Finding::warning(
+            "host-certificate",
+            format!(
+                "this machine is no host yet: there is no identity in {}",
+                options.state_dir.display()
+            ),
+            "if it is to be one, join a server: vmseal agent join",
+        )),
+        Err(error) => findings.push(Finding::failed(
+            "host-certificate",
+            error.to_string(),
+            "join the server again: vmseal agent join",
+        )),
+    }
+    findings
+}

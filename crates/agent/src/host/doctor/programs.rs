@@ -1,0 +1,130 @@
+//! The programs that VMs need: QEMU, and the filter.
+
+use std::io::Read;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::sync::mpsc::channel;
+use std::time::{Duration, Instant};
+
+use super::Finding;
+use crate::hypervisor::qemu::Qemu;
+
+/// The device by which a guest sees an encrypted disk.
+const DEVICE: &str = "\"vhost-user-blk-pci\"";
+
+/// How long a program may take to say what it is; a slow disk reads QEMU in a second or two.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// How long one that has said it may take to end.
+const ENDING: Duration = Duration::from_secs(1);
+
+/// The most that is read of what one says, in bytes; QEMU's list of devices has some 20 000.
+const SAID_MAX: u64 = 1024 * 1024;
+
+/// QEMU, and what it can.
+pub fn qemu(program: &Path) -> Vec<Finding> {
+    const CHECK: &str = "qemu";
+    const INSTALL: &str = "install Debian's qemu-system-x86, or give --qemu";
+    let qemu = match Qemu::find(program) {
+        Ok(qemu) => qemu,
+        Err(error) => return vec![Finding::failed(CHECK, error.to_string(), INSTALL)],
+    };
+    let found = format!("{} is version {}", qemu.path().display(), qemu.version());
+    let devices = said(qemu.path(), &["-device", "help"]);
+    let device = match devices {
+        Some(devices) if devices.contains(DEVICE) => {
+            Finding::ok("vhost-user-blk", "QEMU has the device of encrypted disks")
+        }
+        _ => Finding::failed(
+            "vhost-user-blk",
+            "QEMU has no vhost-user-blk-pci: no VM can have a disk",
+            INSTALL,
+        ),
+    };
+    vec![Finding::ok(CHECK, found), device]
+}
+
+/// The filter: it must be there, and of this version.
+pub fn filter(program: &Path) -> Finding {
+    const CHECK: &str = "filter";
+    const INSTALL: &str = "install vmseal-filter beside vmseal, of the same version";
+    let own = env!("CARGO_PKG_VERSION");
+    let Some(answer) = said(program, &["--version"]) else {
+        let found = format!("{} does not run: no VM can start", program.display());
+        return Finding::failed(CHECK, found, INSTALL);
+    };
+    let answer = answer.trim();
+    if answer.rsplit(' ').next() == Some(own) {
+        return Finding::ok(CHECK, format!("{} says version {own}, as this", program.display()));
+    }
+    let found = format!("{} is '{answer}', and this is {own}", program.display());
+    Finding::failed(CHECK, found, INSTALL)
+}
+
+fn said(program: &Path, arguments: &[&str]) -> Option<String> {
+    said_within(PATIENCE, program, arguments)
+}
+
+/// What a program says that ends well; nothing of one that is still at it after `patience`.
+fn said_within(patience: Duration, program: &Path, arguments: &[&str]) -> Option<String> {
+    let mut command = Command::new(program);
+    command.args(arguments).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
+    let mut child = command.spawn().ok()?;
+    let (sender, answer) = channel();
+    let from = child.stdout.take()?;
+    // In a thread of its own: a program that prints nothing, or without end, must not hold up the others.
+    std::thread::spawn(move || {
+        let mut said = Vec::new();
+        let read = from.take(SAID_MAX).read_to_end(&mut said);
+        // Nobody waits any more where time is over.
+        let _ = sender.send(read.map(|_| said));
+    });
+    let said = answer.recv_timeout(patience);
+    let deadline = Instant::now() + ENDING;
+    while said.is_ok() && Instant::now() < deadline && matches!(child.try_wait(), Ok(None)) {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let _ = child.kill();
+    let ended = child.wait().ok()?;
+    let said = said.ok()?.ok()?;
+    ended.success().then(|| String::from_utf8_lossy(&said).into_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::super::Verdict;
+    use super::*;
+
+    fn script(directory: &Path, body: &str) -> std::path::PathBuf {
+        let path = directory.join("program");
+        std::fs::write(&path, format!("#!/bin/sh\n{body}\n")).unwrap();
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o700)).unwrap();
+        path
+    }
+
+    #[test]
+    fn programs_that_are_missing_old_or_lack_a_device_are_told() {
+        let directory = tempfile::tempdir().unwrap();
+        let run = |body: &str| script(directory.path(), body);
+        let same = format!("echo vmseal-filter {}", env!("CARGO_PKG_VERSION"));
+        assert_eq!(filter(&run(&same)).result, Verdict::Ok);
+        assert_eq!(filter(&run("echo vmseal-filter 0.0.9")).result, Verdict::Failed);
+        assert_eq!(filter(&run("exit 1")).result, Verdict::Failed);
+        assert_eq!(filter(Path::new("/nowhere")).result, Verdict::Failed);
+        let began = Instant::now();
+        for silent in ["exec sleep 60", "echo vmseal-filter 0.1.0; exec >&-; exec sleep 60"] {
+            assert_eq!(said_within(Duration::from_millis(300), &run(silent), &[]), None);
+        }
+        assert!(began.elapsed() < Duration::from_secs(30), "{:?}", began.elapsed());
+        let verdicts =
+            |body: &str| qemu(&run(body)).iter().map(|finding| finding.result).collect::<Vec<_>>();
+        assert_eq!(
+            verdicts("echo 'name \"vhost-user-blk-pci\", bus PCI'"),
+            [Verdict::Ok, Verdict::Ok]
+        );
+        assert_eq!(verdicts("echo 'name \"virtio-blk-pci\"'"), [Verdict::Ok, Verdict::Failed]);
+        assert_eq!(qemu(Path::new("/nowhere"))[0].result, Verdict::Failed);
+    }
+}

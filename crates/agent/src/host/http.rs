@@ -1,0 +1,567 @@
+//! The agent's HTTPS: [`HostAgent`] under the paths that `vmseal_api::host` lists, for the server alone.
+
+use std::io;
+use std::net::SocketAddr;
+use std::str::FromStr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::Router;
+use axum::body::{Body, to_bytes};
+use axum::extract::ws::{CloseFrame, Message, WebSocket, WebSocketUpgrade};
+use axum::extract::{Path, Query, State};
+use axum::http::{StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, post, put};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::{Notify, Semaphore, mpsc};
+use tokio::time::timeout;
+use tokio_rustls::TlsAcceptor;
+use tokio_rustls::server::TlsStream;
+use vmseal_api::console::{
+    ConsoleClaim, ConsoleStream, TAKEN_OVER, TAKEN_OVER_CODE, is_taken_over,
+};
+use vmseal_api::expose::{self, Carried, MESSAGE_MAX};
+use vmseal_api::host::{BODY_MAX, Exposing, HostAgent, STATE_WAIT_MAX, VmSpec};
+use vmseal_api::id::{DiskId, Incarnation, VmId};
+use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::request_id::{self, RequestId};
+
+use crate::host::identity::{Identity, IdentityError};
+
+/// Connections that may be in their TLS handshake; strangers get no further.
+const HANDSHAKES_MAX: usize = 32;
+
+/// The longest that a handshake may take.
+const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// How long to wait after the kernel could not accept (too many open files).
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+
+/// Accepted connections that may wait to be served.
+const ACCEPTED_MAX: usize = 16;
+
+/// How long requests under way may take to end when the agent is told to.
+const SHUTDOWN_GRACE: Duration = Duration::from_secs(2);
+
+/// The longest message on a console, in bytes.
+const CONSOLE_MESSAGE_MAX: usize = 64 * 1024;
+
+/// How much of a console's output goes into one message, in bytes.
+const CONSOLE_CHUNK: usize = 16 * 1024;
+
+type Agent = Arc<dyn HostAgent>;
+
+/// A problem as an HTTP response.
+struct Failure(Problem);
+
+impl From<Problem> for Failure {
+    fn from(problem: Problem) -> Self {
+        Self(problem)
+    }
+}
+
+impl IntoResponse for Failure {
+    fn into_response(self) -> Response {
+        let status =
+            StatusCode::from_u16(self.0.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
+        let content = [(header::CONTENT_TYPE, "application/problem+json")];
+        (status, content, serde_json::to_vec(&self.0).unwrap_or_default()).into_response()
+    }
+}
+
+type Answer<T> = Result<T, Failure>;
+
+fn json<T: Serialize>(value: &T) -> Answer<Response> {
+    let text = serde_json::to_vec(value)
+        .map_err(|error| Problem::new(ErrorCode::Internal, error.to_string()))?;
+    Ok(([(header::CONTENT_TYPE, "application/json")], text).into_response())
+}
+
+fn done() -> Answer<Response> {
+    Ok(StatusCode::NO_CONTENT.into_response())
+}
+
+async fn body<T: DeserializeOwned>(body: Body) -> Result<T, Problem> {
+    let bytes = to_bytes(body, BODY_MAX).await.map_err(|_| {
+        let what = format!("the body could not be read, or is longer than {BODY_MAX} bytes");
+        Problem::new(ErrorCode::TooLarge, what)
+    })?;
+    serde_json::from_slice(&bytes)
+        .map_err(|error| Problem::new(ErrorCode::InvalidRequest, error.to_string()))
+}
+
+fn id<T: FromStr>(name: &str, text: &str) -> Result<T, Problem> {
+    text.parse().map_err(|_| Problem::invalid(name, format!("'{text}' is no id")))
+}
+
+/// The routes, over any agent.
+pub fn router(agent: Agent) -> Router {
+    Router::new()
+        .route("/v1/host", get(describe))
+        .route("/v1/state", get(state))
+        .route("/v1/datastores", post(probe_datastore))
+        .route("/v1/datastores/examine", post(examine_datastore))
+        .route("/v1/datastores/examine-disk", post(examine_disk))
+        .route("/v1/datastores/measure", post(measure_datastore))
+        .route("/v1/datastores/scan", post(scan_datastore))
+        .route("/v1/metrics", get(metrics))
+        .route("/v1/log-level", get(log_level).put(set_log_level))
+        .route("/v1/vms/{vm}", put(register_vm).delete(unregister_vm))
+        .route("/v1/vms/{vm}/key", put(offer_key))
+        .route("/v1/vms/{vm}/key/check", post(check_key))
+        .route("/v1/vms/{vm}/key/add", post(add_key))
+        .route("/v1/vms/{vm}/key/drop-others", post(drop_other_keys))
+        .route("/v1/vms/{vm}/disks/{disk}", put(create_disk).delete(delete_disk))
+        .route("/v1/vms/{vm}/disks/{disk}/export", post(export_disk))
+        .route("/v1/vms/{vm}/disks/{disk}/expose", get(expose_disk))
+        .route("/v1/vms/{vm}/disks/{disk}/bitmaps", get(bitmaps).post(change_bitmap))
+        .route("/v1/vms/{vm}/disks/{disk}/replica", get(replica))
+        .route("/v1/vms/{vm}/power-on", post(power_on))
+        .route("/v1/vms/{vm}/power-off", post(power_off))
+        .route("/v1/vms/{vm}/console", get(console))
+        .fallback(async || Failure(Problem::new(ErrorCode::NotFound, "there is no such path")))
+        .method_not_allowed_fallback(async || {
+            Failure(Problem::new(ErrorCode::InvalidRequest, "this path has no such method"))
+        })
+        .layer(axum::middleware::from_fn(identify))
+        .with_state(agent)
+}
+
+/// Works for the request that the server names; what the server does of itself has no id.
+async fn identify(request: axum::extract::Request, next: axum::middleware::Next) -> Response {
+    let sent = request.headers().get(request_id::HEADER).map(header::HeaderValue::as_bytes);
+    request_id::during(RequestId::sent(sent), answer(request, next)).await
+}
+
+/// What only reads, or is asked by the server of itself, is not worth a line each.
+async fn answer(request: axum::extract::Request, next: axum::middleware::Next) -> Response {
+    let (method, path) = (request.method().clone(), request.uri().path().to_owned());
+    let response = next.run(request).await;
+    let status = response.status().as_u16();
+    if method.is_safe() || request_id::current().is_none() {
+        tracing::debug!(%method, path, status, "answered");
+    } else {
+        tracing::info!(%method, path, status, "answered");
+    }
+    response
+}
+
+async fn describe(State(agent): State<Agent>) -> Answer<Response> {
+    json(&agent.describe().await?)
+}
+
+/// `after` means something together with the incarnation whose version it is.
+#[derive(Deserialize)]
+struct StateQuery {
+    incarnation: Option<Incarnation>,
+    after: Option<u64>,
+    wait_seconds: Option<u64>,
+}
+
+async fn state(
+    State(agent): State<Agent>,
+    query: Result<Query<StateQuery>, axum::extract::rejection::QueryRejection>,
+) -> Answer<Response> {
+    let Query(query) =
+        query.map_err(|error| Problem::new(ErrorCode::InvalidRequest, error.body_text()))?;
+    let wait = Duration::from_secs(query.wait_seconds.unwrap_or(0)).min(STATE_WAIT_MAX);
+    json(&agent.state(query.incarnation.zip(query.after), wait).await?)
+}
+
+async fn probe_datastore(State(agent): State<Agent>, request: Body) -> Answer<Response> {
+    json(&agent.probe_datastore(body(request).await?).await?)
+}
+
+async fn examine_datastore(State(agent): State<Agent>, request: Body) -> Answer<Response> {
+    json(&agent.examine_datastore(body(request).await?).await?)
+}
+
+async fn examine_disk(State(agent): State<Agent>, request: Body) -> Answer<Response> {
+    agent.examine_disk(body(request).await?).await?;
+    done()
+}
+
+async fn measure_datastore(State(agent): State<Agent>, request: Body) -> Answer<Response> {
+    json(&agent.measure_datastore(body(request).await?).await?)
+}
+
+async fn scan_datastore(State(agent): State<Agent>, request: Body) -> Answer<Response> {
+    json(&agent.scan_datastore(body(request).await?).await?)
+}
+
+async fn metrics(State(agent): State<Agent>) -> Answer<Response> {
+    Ok(agent.metrics().await?.into_response())
+}
+
+async fn log_level(State(agent): State<Agent>) -> Answer<Response> {
+    json(&agent.log_level().await?)
+}
+
+async fn set_log_level(State(agent): State<Agent>, request: Body) -> Answer<Response> {
+    json(&agent.set_log_level(body(request).await?).await?)
+}
+
+async fn register_vm(
+    State(agent): State<Agent>,
+    Path(vm): Path<String>,
+    request: Body,
+) -> Answer<Response> {
+    let spec: VmSpec = body(request).await?;
+    if spec.vm != id("vm", &vm)? {
+        return Err(Problem::invalid("vm", "is another VM than the path names").into());
+    }
+    agent.register_vm(spec).await?;
+    done()
+}
+
+async fn unregister_vm(State(agent): State<Agent>, Path(vm): Path<String>) -> Answer<Response> {
+    agent.unregister_vm(id("vm", &vm)?).await?;
+    done()
+}
+
+async fn offer_key(
+    State(agent): State<Agent>,
+    Path(vm): Path<String>,
+    request: Body,
+) -> Answer<Response> {
+    agent.offer_key(id("vm", &vm)?, body(request).await?).await?;
+    done()
+}
+
+fn disk_of((vm, disk): &(String, String)) -> Result<(VmId, DiskId), Problem> {
+    Ok((id("vm", vm)?, id("disk", disk)?))
+}
+
+async fn check_key(
+    State(agent): State<Agent>,
+    Path(vm): Path<String>,
+    request: Body,
+) -> Answer<Response> {
+    agent.check_key(id("vm", &vm)?, body(request).await?).await?;
+    done()
+}
+
+async fn add_key(
+    State(agent): State<Agent>,
+    Path(vm): Path<String>,
+    request: Body,
+) -> Answer<Response> {
+    agent.add_key(id("vm", &vm)?, body(request).await?).await?;
+    done()
+}
+
+async fn drop_other_keys(
+    State(agent): State<Agent>,
+    Path(vm): Path<String>,
+    request: Body,
+) -> Answer<Response> {
+    agent.drop_other_keys(id("vm", &vm)?, body(request).await?).await?;
+    done()
+}
+
+async fn create_disk(
+    State(agent): State<Agent>,
+    Path(path): Path<(String, String)>,
+    request: Body,
+) -> Answer<Response> {
+    let (vm, disk) = disk_of(&path)?;
+    agent.create_disk(vm, disk, body(request).await?).await?;
+    done()
+}
+
+async fn delete_disk(
+    State(agent): State<Agent>,
+    Path(path): Path<(String, String)>,
+) -> Answer<Response> {
+    let (vm, disk) = disk_of(&path)?;
+    agent.delete_disk(vm, disk).await?;
+    done()
+}
+
+async fn export_disk(
+    State(agent): State<Agent>,
+    Path(path): Path<(String, String)>,
+    request: Body,
+) -> Answer<Response> {
+    let (vm, disk) = disk_of(&path)?;
+    let (step, spec) = body(request).await?;
+    agent.export_disk(vm, disk, step, spec).await?;
+    done()
+}
+
+async fn bitmaps(
+    State(agent): State<Agent>,
+    Path(path): Path<(String, String)>,
+) -> Answer<Response> {
+    let (vm, disk) = disk_of(&path)?;
+    json(&agent.bitmaps(vm, disk).await?)
+}
+
+async fn change_bitmap(
+    State(agent): State<Agent>,
+    Path(path): Path<(String, String)>,
+    request: Body,
+) -> Answer<Response> {
+    let (vm, disk) = disk_of(&path)?;
+    let (name, change) = body(request).await?;
+    json(&agent.change_bitmap(vm, disk, name, change).await?)
+}
+
+async fn replica(
+    State(agent): State<Agent>,
+    Path(path): Path<(String, String)>,
+) -> Answer<Response> {
+    let (vm, disk) = disk_of(&path)?;
+    json(&agent.replica(vm, disk).await?)
+}
+
+async fn power_on(State(agent): State<Agent>, Path(vm): Path<String>) -> Answer<Response> {
+    agent.power_on(id("vm", &vm)?).await?;
+    done()
+}
+
+async fn power_off(
+    State(agent): State<Agent>,
+    Path(vm): Path<String>,
+    request: Body,
+) -> Answer<Response> {
+    agent.power_off(id("vm", &vm)?, body(request).await?).await?;
+    done()
+}
+
+/// Whether a console in use is to be taken over.
+#[derive(Deserialize)]
+struct ConsoleQuery {
+    #[serde(default)]
+    force: bool,
+}
+
+async fn console(
+    State(agent): State<Agent>,
+    Path(vm): Path<String>,
+    query: Result<Query<ConsoleQuery>, axum::extract::rejection::QueryRejection>,
+    upgrade: Result<WebSocketUpgrade, axum::extract::ws::rejection::WebSocketUpgradeRejection>,
+) -> Answer<Response> {
+    let upgrade =
+        upgrade.map_err(|error| Problem::new(ErrorCode::InvalidRequest, error.body_text()))?;
+    let Query(ConsoleQuery { force }) =
+        query.map_err(|error| Problem::new(ErrorCode::InvalidRequest, error.body_text()))?;
+    let claim = if force { ConsoleClaim::TakeOver } else { ConsoleClaim::IfFree };
+    let stream = agent.console(id("vm", &vm)?, claim).await?;
+    let upgrade = upgrade.max_message_size(CONSOLE_MESSAGE_MAX).max_frame_size(CONSOLE_MESSAGE_MAX);
+    Ok(upgrade.on_upgrade(move |socket| pump(socket, stream)))
+}
+
+/// What is opened of a disk's exposure.
+#[derive(Deserialize)]
+struct ExposeQuery {
+    #[serde(default)]
+    connect: bool,
+    #[serde(default)]
+    writable: bool,
+}
+
+async fn expose_disk(
+    State(agent): State<Agent>,
+    Path((vm, disk)): Path<(String, String)>,
+    query: Result<Query<ExposeQuery>, axum::extract::rejection::QueryRejection>,
+    upgrade: Result<WebSocketUpgrade, axum::extract::ws::rejection::WebSocketUpgradeRejection>,
+) -> Answer<Response> {
+    let upgrade =
+        upgrade.map_err(|error| Problem::new(ErrorCode::InvalidRequest, error.body_text()))?;
+    let Query(ExposeQuery { connect, writable }) =
+        query.map_err(|error| Problem::new(ErrorCode::InvalidRequest, error.body_text()))?;
+    let what = if connect { Exposing::Connect } else { Exposing::Hold { writable } };
+    let stream = agent.expose_disk(id("vm", &vm)?, id("disk", &disk)?, what).await?;
+    let upgrade = upgrade.max_message_size(MESSAGE_MAX).max_frame_size(MESSAGE_MAX);
+    let message = |bytes: Vec<u8>| Message::Binary(bytes.into());
+    let carried = |message| match message {
+        Message::Binary(bytes) => Carried::Bytes(bytes.into()),
+        Message::Ping(_) | Message::Pong(_) => Carried::Nothing,
+        Message::Text(_) | Message::Close(_) => Carried::End,
+    };
+    Ok(upgrade.on_upgrade(move |socket| expose::carry(socket, stream, message, carried)))
+}
+
+/// Carries bytes until either side ends.
+async fn pump(mut socket: WebSocket, stream: ConsoleStream) {
+    let (mut from_guest, mut to_guest) = tokio::io::split(stream);
+    let mut buffer = vec![0; CONSOLE_CHUNK];
+    let mut why = None;
+    loop {
+        tokio::select! {
+            length = from_guest.read(&mut buffer) => match length {
+                Ok(length) if length > 0 => {
+                    let message = Message::Binary(buffer[..length].to_vec().into());
+                    if socket.send(message).await.is_err() {
+                        return;
+                    }
+                }
+                Err(error) if is_taken_over(&error) => {
+                    why = Some(CloseFrame { code: TAKEN_OVER_CODE, reason: TAKEN_OVER.into() });
+                    break;
+                }
+                _ => break,
+            },
+            message = socket.recv() => match message {
+                Some(Ok(Message::Binary(bytes))) => {
+                    if to_guest.write_all(&bytes).await.is_err() {
+                        break;
+                    }
+                }
+                Some(Ok(Message::Text(text))) => {
+                    if to_guest.write_all(text.as_bytes()).await.is_err() {
+                        break;
+                    }
+                }
+                Some(Ok(Message::Ping(_) | Message::Pong(_))) => {}
+                Some(Ok(Message::Close(_)) | Err(_)) | None => return,
+            },
+        }
+    }
+    // The other side may be gone.
+    let _ = socket.send(Message::Close(why)).await;
+}
+
+/// Connections whose TLS handshake is done.
+pub struct TlsListener {
+    accepted: mpsc::Receiver<(TlsStream<TcpStream>, SocketAddr)>,
+    address: SocketAddr,
+}
+
+impl TlsListener {
+    /// Accepts from `listener`. Handshakes are made beside each other, so that a slow one holds up none.
+    ///
+    /// # Errors
+    /// When the listener has no address.
+    pub fn new(listener: TcpListener, tls: Arc<rustls::ServerConfig>) -> io::Result<Self> {
+        let address = listener.local_addr()?;
+        let (sender, accepted) = mpsc::channel(ACCEPTED_MAX);
+        tokio::spawn(accept(listener, TlsAcceptor::from(tls), sender));
+        Ok(Self { accepted, address })
+    }
+}
+
+async fn accept(
+    listener: TcpListener,
+    acceptor: TlsAcceptor,
+    accepted: mpsc::Sender<(TlsStream<TcpStream>, SocketAddr)>,
+) {
+    let handshakes = Arc::new(Semaphore::new(HANDSHAKES_MAX));
+    loop {
+        let connection = tokio::select! {
+            connection = listener.accept() => connection,
+            () = accepted.closed() => return,
+        };
+        let (stream, peer) = match connection {
+            Ok(connection) => connection,
+            Err(error) => {
+                tracing::warn!(%error, "a connection cannot be accepted");
+                tokio::time::sleep(ACCEPT_PAUSE).await;
+                continue;
+            }
+        };
+        let Ok(permit) = handshakes.clone().acquire_owned().await else { return };
+        let (acceptor, accepted) = (acceptor.clone(), accepted.clone());
+        tokio::spawn(async move {
+            let _permit = permit;
+            // Key strokes wait for nobody; a socket that refuses this works all the same.
+            let _ = stream.set_nodelay(true);
+            match timeout(HANDSHAKE_TIMEOUT, acceptor.accept(stream)).await {
+                Ok(Ok(stream)) => {
+                    // The server may be shutting down.
+                    let _ = accepted.send((stream, peer)).await;
+                }
+                Ok(Err(error)) => tracing::info!(%peer, %error, "a connection is refused"),
+                Err(_) => tracing::info!(%peer, "a connection's handshake takes too long"),
+            }
+        });
+    }
+}
+
+impl axum::serve::Listener for TlsListener {
+    type Io = TlsStream<TcpStream>;
+    type Addr = SocketAddr;
+
+    async fn accept(&mut self) -> (Self::Io, Self::Addr) {
+        match self.accepted.recv().await {
+            Some(connection) => connection,
+            // The accepting task lives as long as this receiver.
+            None => std::future::pending().await,
+        }
+    }
+
+    fn local_addr(&self) -> io::Result<SocketAddr> {
+        Ok(self.address)
+    }
+}
+
+/// Why the agent does not listen.
+#[derive(Debug, thiserror::Error)]
+pub enum ListenError {
+    /// Its certificate.
+    #[error(transparent)]
+    Identity(#[from] IdentityError),
+    /// The address.
+    #[error("cannot listen at {address}: {error}")]
+    Bind {
+        /// Where.
+        address: String,
+        /// Why not.
+        error: io::Error,
+    },
+}
+
+/// An agent's listening socket.
+pub struct Endpoint {
+    listener: TlsListener,
+}
+
+impl Endpoint {
+    /// Listens where the identity says.
+    ///
+    /// # Errors
+    /// [`ListenError`].
+    pub async fn bind(identity: &Identity) -> Result<Self, ListenError> {
+        let told = |error| ListenError::Bind { address: identity.address.clone(), error };
+        let tls = identity.tls()?;
+        let listener = TcpListener::bind(&identity.address).await.map_err(told)?;
+        Ok(Self { listener: TlsListener::new(listener, tls).map_err(told)? })
+    }
+
+    /// Where it listens.
+    #[must_use]
+    pub fn address(&self) -> SocketAddr {
+        self.listener.address
+    }
+
+    /// Serves an agent until `shutdown`; what is being answered then gets a moment to end. Long polls and
+    /// consoles do not hold it up.
+    ///
+    /// # Errors
+    /// Of the listening socket.
+    pub async fn serve(
+        self,
+        agent: Agent,
+        shutdown: impl Future<Output = ()> + Send + 'static,
+    ) -> io::Result<()> {
+        let heard = Arc::new(Notify::new());
+        let tell = heard.clone();
+        let serving =
+            axum::serve(self.listener, router(agent)).with_graceful_shutdown(async move {
+                shutdown.await;
+                tell.notify_one();
+            });
+        tokio::select! {
+            result = serving => result,
+            () = async {
+                heard.notified().await;
+                tokio::time::sleep(SHUTDOWN_GRACE).await;
+            } => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,382 @@
+//! The real host behind [`HostAgent`]: QEMU, filter processes, files.
+
+pub mod doctor;
+pub mod http;
+pub mod identity;
+pub mod join;
+pub mod tls;
+
+use std::fs::DirBuilder;
+use std::io;
+use std::os::unix::fs::DirBuilderExt;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use async_trait::async_trait;
+use tokio::task::spawn_blocking;
+use vmseal_api::datastore::{DatastoreCondition, DatastoreContents};
+use vmseal_api::filter::{BitmapChange, BitmapStatus, ReplicaStatus};
+use vmseal_api::host::{
+    ConsoleClaim, ConsoleStream, DatastoreSpec, DatastoreUsage, ExportSpec, ExportStep, Exposing,
+    HostAgent, HostDescription, HostState, ImageSource, KeyReference, NewDisk, OtherKey, PowerOff,
+    SealedKey, VERSION, VmSpec,
+};
+use vmseal_api::id::{DiskId, Incarnation, VmId};
+use vmseal_api::model::LogLevel;
+use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_secret::process::Hardening;
+
+use crate::filter::log_level;
+use crate::filter::metrics;
+use crate::hypervisor::accelerator::{self, Choice};
+use crate::hypervisor::qemu::Qemu;
+use crate::keys::KeyBox;
+use crate::process;
+use crate::process::deaths::Deaths;
+use crate::process::machine::{self, Machine};
+use crate::process::run_dir::RunDir;
+use crate::process::users::Users;
+use crate::rules;
+use crate::storage::contents::Scanning;
+use crate::storage::datastore;
+use crate::storage::disk;
+use crate::storage::exported;
+use crate::storage::measure::{Measuring, Sweeping};
+use crate::storage::patience;
+use crate::storage::transfer::TransferDirectories;
+use crate::vm::board::Board;
+use crate::vm::vms::Vms;
+use crate::vm::{self, Beginning, Call, Change, Shared, Vm};
+
+/// How an agent is set up.
+#[derive(Clone, Debug)]
+pub struct AgentOptions {
+    /// Where sockets and process ids are; emptied by a reboot.
+    pub run_dir: PathBuf,
+    /// The `vmseal-filter` program.
+    pub filter: PathBuf,
+    /// The QEMU program, by path or name.
+    pub qemu: PathBuf,
+    /// The first of the user ids that processes run under; used as root only.
+    pub uid_base: u32,
+    /// Where images may be imported from and exported to.
+    pub transfer_directories: Vec<PathBuf>,
+    /// KVM or emulation.
+    pub accelerator: Choice,
+    /// What [`vmseal_secret::process::harden`] achieved; none when it was not called.
+    pub hardening: Option<Hardening>,
+}
+
+/// Why an agent does not start.
+#[derive(Debug, thiserror::Error)]
+pub enum StartError {
+    /// The run directory.
+    #[error("the run directory {path}: {error}")]
+    RunDir {
+        /// Which.
+        path: PathBuf,
+        /// What is wrong.
+        error: io::Error,
+    },
+    /// Another agent works in the run directory.
+    #[error("another agent works in {0}: stop it, or give another --run-dir")]
+    Running(PathBuf),
+    /// QEMU.
+    #[error("QEMU: {0}")]
+    Qemu(io::Error),
+    /// The filter program.
+    #[error("the filter program {path}: {error}. Give --filter")]
+    Filter {
+        /// Which.
+        path: PathBuf,
+        /// What is wrong.
+        error: io::Error,
+    },
+    /// A directory for transfers.
+    #[error("{0} is no absolute path: give --transfer-directory from the root on")]
+    Transfer(PathBuf),
+    /// No memory that can be locked.
+    #[error("the key pair that keys are sealed to: {0}")]
+    KeyBox(#[from] vmseal_secret::sealed_box::BoxError),
+}
+
+/// This machine.
+pub struct RealHost {
+    shared: Arc<Shared>,
+    description: HostDescription,
+    vms: Vms,
+    measuring: Measuring,
+    scanning: Scanning,
+    sweeping: Sweeping,
+    /// Keeps other agents out of the run directory.
+    _lock: nix::fcntl::Flock<std::fs::File>,
+}
+
+impl RealHost {
+    /// Takes the machine over: adopts the VMs that run, sweeps what is left of others.
+    ///
+    /// # Errors
+    /// [`StartError`].
+    pub async fn start(options: AgentOptions) -> Result<Self, StartError> {
+        let run_error = |error| StartError::RunDir { path: options.run_dir.clone(), error };
+        let lock = lock_run_dir(&options).await?;
+        let run_dir = RunDir::open(&options.run_dir).map_err(run_error)?;
+        let deaths = Deaths::open(&options.run_dir).map_err(run_error)?;
+        let transfer =
+            TransferDirectories::new(options.transfer_directories).map_err(StartError::Transfer)?;
+        let qemu = Qemu::find(&options.qemu).map_err(StartError::Qemu)?;
+        let filter = process::open_program(&options.filter)
+            .map_err(|error| StartError::Filter { path: options.filter.clone(), error })?;
+        let accelerator = accelerator::choose(
+            options.accelerator,
+            qemu.path(),
+            qemu.version(),
+            &run_dir.accelerator(),
+        )
+        .await;
+        tracing::info!(kind = ?accelerator.kind, reason = accelerator.reason, "guests are run by");
+        let root = nix::unistd::geteuid().is_root();
+        let shared = Arc::new(Shared {
+            board: Board::new(Incarnation::new()),
+            key_box: KeyBox::new()?,
+            run_dir,
+            deaths,
+            transfer,
+            users: Users::new(root.then_some(options.uid_base)),
+            filter: Arc::new(filter),
+            qemu,
+            accelerator,
+        });
+        let vms = vm::adopt(&shared).await.map_err(run_error)?;
+        let records = shared.run_dir.exports();
+        let sweeping = patience::look(&options.run_dir, move || {
+            exported::sweep(&records);
+            Ok(())
+        });
+        if let Err(problem) = sweeping.await {
+            tracing::warn!(%problem, "unfinished exports may be left");
+        }
+        let weaknesses = machine::weaknesses(options.hardening, root);
+        let description = describe(&shared, weaknesses);
+        Ok(Self {
+            shared,
+            description,
+            vms: Vms::of(vms),
+            measuring: Measuring::default(),
+            scanning: Scanning::default(),
+            sweeping: Sweeping::default(),
+            _lock: lock,
+        })
+    }
+
+    async fn vm(&self, vm: VmId) -> Result<Vm, Problem> {
+        self.vms.get(vm)
+    }
+
+    async fn change_keys(
+        &self,
+        vm: VmId,
+        registered: KeyReference,
+        change: Change,
+    ) -> Result<(), Problem> {
+        let call = |reply| Call::ChangeKeys(registered, Box::new(change), reply);
+        self.vm(vm).await?.ask(vm, call).await
+    }
+}
+
+/// How long the run directory may be taken. A child that a killed agent was about to start holds the
+/// lock until it becomes its program, and by then it is on record: who waits sees it there.
+const LOCK_PATIENCE: Duration = Duration::from_secs(5);
+
+/// How often it is tried meanwhile.
+const LOCK_INTERVAL: Duration = Duration::from_millis(20);
+
+async fn lock_run_dir(
+    options: &AgentOptions,
+) -> Result<nix::fcntl::Flock<std::fs::File>, StartError> {
+    let run_error = |error| StartError::RunDir { path: options.run_dir.clone(), error };
+    DirBuilder::new().recursive(true).mode(0o700).create(&options.run_dir).map_err(run_error)?;
+    let mut file = std::fs::File::create(options.run_dir.join("lock")).map_err(run_error)?;
+    let begin = Instant::now();
+    loop {
+        match nix::fcntl::Flock::lock(file, nix::fcntl::FlockArg::LockExclusiveNonblock) {
+            Ok(lock) => return Ok(lock),
+            Err((_, nix::errno::Errno::EWOULDBLOCK)) if begin.elapsed() > LOCK_PATIENCE => {
+                return Err(StartError::Running(options.run_dir.clone()));
+            }
+            Err((same, nix::errno::Errno::EWOULDBLOCK)) => file = same,
+            Err((_, error)) => return Err(run_error(error.into())),
+        }
+        tokio::time::sleep(LOCK_INTERVAL).await;
+    }
+}
+
+fn describe(shared: &Shared, weaknesses: Vec<String>) -> HostDescription {
+    let machine = Machine::this();
+    HostDescription {
+        contract: VERSION,
+        vmseal: env!("CARGO_PKG_VERSION").to_owned(),
+        incarnation: shared.board.incarnation(),
+        hostname: machine.hostname,
+        key_box: shared.key_box.public(),
+        accelerator: shared.accelerator.clone(),
+        qemu: shared.qemu.version().to_owned(),
+        cpus: machine.cpus,
+        memory: machine.memory,
+        aes_hardware: machine.aes_hardware,
+        run_dir: shared.run_dir.path().display().to_string(),
+        transfer_directories: shared.transfer.shown(),
+        weaknesses,
+    }
+}
+
+impl vmseal_api::client::ShowsCertificate for RealHost {}
+
+#[async_trait]
+impl HostAgent for RealHost {
+    async fn describe(&self) -> Result<HostDescription, Problem> {
+        Ok(self.description.clone())
+    }
+
+    async fn state(
+        &self,
+        after: Option<(Incarnation, u64)>,
+        wait: Duration,
+    ) -> Result<HostState, Problem> {
+        Ok(self.shared.board.state(after, wait).await)
+    }
+
+    async fn probe_datastore(&self, spec: DatastoreSpec) -> Result<DatastoreUsage, Problem> {
+        spawn_blocking(move || datastore::probe(&spec))
+            .await
+            .map_err(|error| Problem::new(ErrorCode::Internal, error.to_string()))?
+    }
+
+    async fn examine_datastore(&self, spec: DatastoreSpec) -> Result<DatastoreUsage, Problem> {
+        spawn_blocking(move || datastore::examine(&spec))
+            .await
+            .map_err(|error| Problem::new(ErrorCode::Internal, error.to_string()))?
+    }
+
+    async fn examine_disk(&self, NewDisk { disk, source }: NewDisk) -> Result<(), Problem> {
+        disk::examine(disk, source, &self.shared.transfer).await
+    }
+
+    async fn measure_datastore(&self, spec: DatastoreSpec) -> Result<DatastoreCondition, Problem> {
+        let condition = self.measuring.measure(spec.clone()).await;
+        if matches!(condition, DatastoreCondition::Available { .. }) {
+            self.sweeping.when_due(spec);
+        }
+        Ok(condition)
+    }
+
+    async fn scan_datastore(&self, spec: DatastoreSpec) -> Result<DatastoreContents, Problem> {
+        self.scanning.scan(spec).await
+    }
+
+    async fn metrics(&self) -> Result<String, Problem> {
+        let state = self.shared.board.state(None, Duration::ZERO).await;
+        metrics::exposition(&self.shared.run_dir, state).await
+    }
+
+    async fn log_level(&self) -> Result<LogLevel, Problem> {
+        Ok(log_level::shown())
+    }
+
+    async fn set_log_level(&self, levels: String) -> Result<LogLevel, Problem> {
+        let state = self.shared.board.state(None, Duration::ZERO).await;
+        log_level::set(&self.shared.run_dir, state, &levels).await
+    }
+
+    async fn register_vm(&self, spec: VmSpec) -> Result<(), Problem> {
+        rules::check_spec(&spec)?;
+        let vm = spec.vm;
+        let own = |spec| Vm::own(self.shared.clone(), spec, Beginning::New);
+        self.vms.register(vm, spec, own).await
+    }
+
+    async fn unregister_vm(&self, vm: VmId) -> Result<(), Problem> {
+        self.vms.forget(vm).await
+    }
+
+    async fn offer_key(&self, vm: VmId, key: SealedKey) -> Result<(), Problem> {
+        self.vm(vm).await?.ask(vm, |reply| Call::OfferKey(key, reply)).await
+    }
+
+    async fn check_key(&self, vm: VmId, key: KeyReference) -> Result<(), Problem> {
+        self.change_keys(vm, key, Change::Nothing).await
+    }
+
+    async fn add_key(&self, vm: VmId, other: OtherKey) -> Result<(), Problem> {
+        let OtherKey { beside, key, sealed } = other;
+        self.change_keys(vm, beside, Change::Add(key, sealed)).await
+    }
+
+    async fn drop_other_keys(&self, vm: VmId, keep: KeyReference) -> Result<(), Problem> {
+        self.change_keys(vm, keep, Change::DropOthers).await
+    }
+
+    async fn create_disk(
+        &self,
+        vm: VmId,
+        disk: DiskId,
+        source: Option<ImageSource>,
+    ) -> Result<(), Problem> {
+        self.vm(vm).await?.ask(vm, |reply| Call::CreateDisk(disk, source, reply)).await
+    }
+
+    async fn delete_disk(&self, vm: VmId, disk: DiskId) -> Result<(), Problem> {
+        self.vm(vm).await?.ask(vm, |reply| Call::DeleteDisk(disk, reply)).await
+    }
+
+    async fn export_disk(
+        &self,
+        vm: VmId,
+        disk: DiskId,
+        step: ExportStep,
+        spec: ExportSpec,
+    ) -> Result<(), Problem> {
+        self.vm(vm).await?.ask(vm, |reply| Call::ExportDisk(disk, step, spec, reply)).await
+    }
+
+    async fn expose_disk(
+        &self,
+        vm: VmId,
+        disk: DiskId,
+        what: Exposing,
+    ) -> Result<ConsoleStream, Problem> {
+        self.vm(vm).await?.ask(vm, |reply| Call::Expose(disk, what, reply)).await
+    }
+
+    async fn bitmaps(&self, vm: VmId, disk: DiskId) -> Result<Vec<BitmapStatus>, Problem> {
+        self.vm(vm).await?.ask(vm, |reply| Call::Bitmaps(disk, None, reply)).await
+    }
+
+    async fn change_bitmap(
+        &self,
+        vm: VmId,
+        disk: DiskId,
+        name: String,
+        change: BitmapChange,
+    ) -> Result<Vec<BitmapStatus>, Problem> {
+        let change = Some((name, change));
+        self.vm(vm).await?.ask(vm, |reply| Call::Bitmaps(disk, change, reply)).await
+    }
+
+    async fn replica(&self, vm: VmId, disk: DiskId) -> Result<ReplicaStatus, Problem> {
+        self.vm(vm).await?.ask(vm, |reply| Call::Replica(disk, reply)).await
+    }
+
+    async fn power_on(&self, vm: VmId) -> Result<(), Problem> {
+        self.vm(vm).await?.ask(vm, Call::PowerOn).await
+    }
+
+    async fn power_off(&self, vm: VmId, how: PowerOff) -> Result<(), Problem> {
+        self.vm(vm).await?.ask(vm, |reply| Call::PowerOff(how, reply)).await
+    }
+
+    async fn console(&self, vm: VmId, claim: ConsoleClaim) -> Result<ConsoleStream, Problem> {
+        self.vm(vm).await?.ask(vm, |reply| Call::Console(claim, reply)).await
+    }
+}

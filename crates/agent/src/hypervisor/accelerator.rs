@@ -1,0 +1,287 @@
+//! KVM or emulation? Found by running a guest, because `/dev/kvm` alone promises too little: on a host
+//! that is itself a guest it may open, and even run firmware, and yet hang an operating system.
+//!
+//! The probe guest is a Linux kernel from this host's /boot. Without a root disk it ends in a panic whose
+//! words are known; by then it has used long mode, paging, timers, interrupts and all it calibrates. Only a
+//! guest that gets there in time makes the answer KVM. On any doubt it is emulation, and the reason says why.
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+use tokio::io::{AsyncRead, AsyncReadExt};
+use tokio::process::Command;
+use tokio::time::timeout;
+use vmseal_api::host::{Accelerator, AcceleratorKind};
+
+use crate::atomic_file;
+use crate::process::machine;
+
+/// The longest that the probe guest may take: one that runs under KVM needs 1 to 2 s.
+pub const PROBE_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// What the probe guest says when it has come through.
+const LAST_WORDS: &[u8] = b"Kernel panic - not syncing: VFS";
+
+/// The most output that is looked at, in bytes.
+const OUTPUT_MAX: usize = 1024 * 1024;
+
+/// What the operator wants.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Choice {
+    /// What the probe finds.
+    #[default]
+    Auto,
+    /// KVM, whatever the probe would find.
+    Kvm,
+    /// Emulation.
+    Tcg,
+}
+
+/// A probe's result, and what it holds for.
+#[derive(Serialize, Deserialize)]
+struct Cached {
+    boot: String,
+    qemu: String,
+    found: Accelerator,
+}
+
+/// Decides. A probe's result is kept at `cache` for this run of the kernel and this QEMU.
+pub async fn choose(choice: Choice, qemu: &Path, qemu_version: &str, cache: &Path) -> Accelerator {
+    let fixed = |kind, reason: &str| Accelerator { kind, reason: reason.to_owned() };
+    match choice {
+        Choice::Kvm => return fixed(AcceleratorKind::Kvm, "the operator chose KVM"),
+        Choice::Tcg => return fixed(AcceleratorKind::Tcg, "the operator chose emulation"),
+        Choice::Auto => {}
+    }
+    let boot = machine::boot_id();
+    if let Some(cached) = read_cache(cache)
+        && (cached.boot.as_str(), cached.qemu.as_str()) == (boot.as_str(), qemu_version)
+    {
+        return cached.found;
+    }
+    let found = examine(qemu).await;
+    let cached = Cached { boot, qemu: qemu_version.to_owned(), found: found.clone() };
+    let written = serde_json::to_vec(&cached)
+        .map_err(io::Error::from)
+        .and_then(|json| atomic_file::write(cache, &json));
+    if let Err(error) = written {
+        tracing::warn!(path = %cache.display(), %error, "the accelerator's probe is not kept");
+    }
+    found
+}
+
+/// What the probe finds now, whatever it found before.
+pub async fn examine(qemu: &Path) -> Accelerator {
+    probe(qemu, Path::new("/dev/kvm"), kernel(Path::new("/boot")), PROBE_TIMEOUT).await
+}
+
+fn read_cache(cache: &Path) -> Option<Cached> {
+    serde_json::from_slice(&std::fs::read(cache).ok()?).ok()
+}
+
+/// A kernel to try: the running one's image, else the last by name.
+fn kernel(boot: &Path) -> Option<PathBuf> {
+    let running = nix::sys::utsname::uname()
+        .ok()
+        .map(|name| boot.join(format!("vmlinuz-{}", name.release().to_string_lossy())));
+    if let Some(running) = running.filter(|path| std::fs::File::open(path).is_ok()) {
+        return Some(running);
+    }
+    let mut kernels: Vec<PathBuf> = std::fs::read_dir(boot)
+        .ok()?
+        .filter_map(|entry| entry.ok().map(|entry| entry.path()))
+        .filter(|path| {
+            path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("vmlinuz-"))
+                && std::fs::File::open(path).is_ok()
+        })
+        .collect();
+    kernels.sort();
+    kernels.pop()
+}
+
+async fn probe(
+    qemu: &Path,
+    device: &Path,
+    kernel: Option<PathBuf>,
+    patience: Duration,
+) -> Accelerator {
+    let tcg = |reason: String| Accelerator { kind: AcceleratorKind::Tcg, reason };
+    if let Err(error) = std::fs::OpenOptions::new().read(true).write(true).open(device) {
+        return tcg(format!("{} cannot be opened: {error}", device.display()));
+    }
+    let Some(kernel) = kernel else {
+        return tcg(
+            "no kernel in /boot to try KVM with; --accelerator kvm uses it untried".to_owned()
+        );
+    };
+    match run(qemu, AcceleratorKind::Kvm, &kernel, patience).await {
+        Ok(()) => Accelerator {
+            kind: AcceleratorKind::Kvm,
+            reason: format!("a probe guest ({}) runs under KVM", kernel.display()),
+        },
+        Err(reason) => tcg(format!("a probe guest does not run under KVM: {reason}")),
+    }
+}
+
+/// Runs the probe guest; an error says what it did instead of coming through.
+async fn run(
+    qemu: &Path,
+    kind: AcceleratorKind,
+    kernel: &Path,
+    patience: Duration,
+) -> Result<(), String> {
+    let (name, cpu) = match kind {
+        AcceleratorKind::Kvm => ("kvm", "host"),
+        AcceleratorKind::Tcg => ("tcg", "max"),
+    };
+    let mut child = Command::new(qemu)
+        .args(["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"])
+        .args(["-machine", "q35", "-accel", name, "-cpu", cpu, "-m", "256M"])
+        .args([
+            "-sandbox",
+            "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny",
+        ])
+        .args(["-serial", "stdio", "-append", "console=ttyS0 panic=-1", "-kernel"])
+        .arg(kernel)
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .kill_on_drop(true)
+        .spawn()
+        .map_err(|error| format!("{} cannot be started: {error}", qemu.display()))?;
+    let (Some(output), Some(errors)) = (child.stdout.take(), child.stderr.take()) else {
+        return Err("its output is lost".to_owned());
+    };
+    let outcome = timeout(patience, async {
+        if wait_for(output, LAST_WORDS).await {
+            return Ok(());
+        }
+        let mut said = Vec::new();
+        // What QEMU said is an extra; without it the reason is still true.
+        let _ = errors.take(4096).read_to_end(&mut said).await;
+        let said = String::from_utf8_lossy(&said);
+        Err(format!("QEMU ended ({})", said.lines().next().unwrap_or("without a word").trim()))
+    })
+    .await
+    .unwrap_or_else(|_| Err(format!("it hangs (nothing more after {} s)", patience.as_secs())));
+    if let Err(error) = child.kill().await {
+        tracing::debug!(%error, "the probe guest has ended by itself");
+    }
+    outcome
+}
+
+/// Reads until the words were seen (true) or the output ended.
+async fn wait_for(mut output: impl AsyncRead + Unpin, words: &[u8]) -> bool {
+    let mut seen = Vec::new();
+    let mut chunk = [0; 4096];
+    while seen.len() < OUTPUT_MAX {
+        match output.read(&mut chunk).await {
+            Ok(length) if length > 0 => seen.extend_from_slice(&chunk[..length]),
+            _ => return false,
+        }
+        let from = seen.len().saturating_sub(chunk.len() + words.len());
+        if seen[from..].windows(words.len()).any(|window| window == words) {
+            return true;
+        }
+    }
+    false
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::*;
+
+    /// Something in QEMU's place.
+    fn script(directory: &Path, body: &str) -> PathBuf {
+        let path = directory.join("qemu");
+        std::fs::write(&path, format!("#!/bin/sh\n{body}\n")).unwrap();
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o700)).unwrap();
+        path
+    }
+
+    async fn probed(body: &str) -> Accelerator {
+        let directory = tempfile::tempdir().unwrap();
+        let qemu = script(directory.path(), body);
+        let kernel = Some(directory.path().join("kernel"));
+        probe(&qemu, Path::new("/dev/null"), kernel, Duration::from_secs(1)).await
+    }
+
+    #[tokio::test]
+    async fn kvm_is_only_chosen_when_the_guest_came_through() {
+        let through = probed("echo 'x Kernel panic - not syncing: VFS: no root'; sleep 5").await;
+        assert_eq!(through.kind, AcceleratorKind::Kvm, "{}", through.reason);
+        for (body, reason) in [
+            ("echo Booting; sleep 5", "hangs"),
+            ("echo 'failed to set MSR' >&2; exit 1", "failed to set MSR"),
+            ("exit 0", "without a word"),
+        ] {
+            let found = probed(body).await;
+            assert_eq!(found.kind, AcceleratorKind::Tcg);
+            assert!(found.reason.contains(reason), "{}", found.reason);
+        }
+    }
+
+    #[tokio::test]
+    async fn without_a_device_or_a_kernel_it_is_emulation() {
+        let (qemu, patience) = (Path::new("/bin/false"), Duration::from_secs(1));
+        let found = probe(qemu, Path::new("/dev/no-kvm"), None, patience).await;
+        assert!(found.reason.contains("/dev/no-kvm"), "{}", found.reason);
+        let found = probe(qemu, Path::new("/dev/null"), None, patience).await;
+        assert!(found.reason.contains("no kernel"), "{}", found.reason);
+        assert_eq!(found.kind, AcceleratorKind::Tcg);
+    }
+
+    #[tokio::test]
+    async fn a_result_is_kept_for_one_qemu_on_one_boot() {
+        let directory = tempfile::tempdir().unwrap();
+        let cache = directory.path().join("accelerator.json");
+        let qemu = script(directory.path(), "exit 1");
+        let first = choose(Choice::Auto, &qemu, "7.2", &cache).await;
+        assert_eq!(first.kind, AcceleratorKind::Tcg);
+        let mut kept: Cached = serde_json::from_slice(&std::fs::read(&cache).unwrap()).unwrap();
+        kept.found.reason = "kept".to_owned();
+        std::fs::write(&cache, serde_json::to_vec(&kept).unwrap()).unwrap();
+        assert_eq!(choose(Choice::Auto, &qemu, "7.2", &cache).await.reason, "kept");
+        assert_ne!(choose(Choice::Auto, &qemu, "8.0", &cache).await.reason, "kept");
+        assert_eq!(choose(Choice::Kvm, &qemu, "8.0", &cache).await.kind, AcceleratorKind::Kvm);
+    }
+
+    /// Whatever this machine is: KVM is only ever chosen where the same kernel then runs under it again.
+    #[tokio::test]
+    async fn this_machine_is_judged_in_time_and_kvm_holds_what_the_probe_says() {
+        let qemu = Path::new("qemu-system-x86_64");
+        let (device, kernel) = (Path::new("/dev/kvm"), kernel(Path::new("/boot")));
+        let started = std::time::Instant::now();
+        let found = probe(qemu, device, kernel.clone(), PROBE_TIMEOUT).await;
+        assert!(started.elapsed() < PROBE_TIMEOUT + Duration::from_secs(5));
+        eprintln!("{found:?}");
+        if found.kind == AcceleratorKind::Kvm {
+            let again = run(qemu, AcceleratorKind::Kvm, &kernel.unwrap(), PROBE_TIMEOUT).await;
+            assert_eq!(again, Ok(()));
+        }
+    }
+
+    /// That of the small guest of the tests: a container has none of its own.
+    fn guest_kernel() -> PathBuf {
+        let script =
+            Path::new(env!("CARGO_MANIFEST_DIR")).join("../../scripts/build-test-initramfs");
+        let built = std::process::Command::new(script).output().unwrap();
+        assert!(built.status.success(), "{}", String::from_utf8_lossy(&built.stderr));
+        let said = String::from_utf8(built.stdout).unwrap();
+        Path::new(said.lines().last().unwrap()).join("vmlinuz")
+    }
+
+    /// The probe's own words, from a real kernel, under the accelerator that runs everywhere.
+    #[tokio::test]
+    async fn a_real_kernel_comes_through_under_emulation() {
+        let kernel = guest_kernel();
+        let qemu = Path::new("qemu-system-x86_64");
+        let patience = Duration::from_secs(120);
+        assert_eq!(run(qemu, AcceleratorKind::Tcg, &kernel, patience).await, Ok(()));
+    }
+}

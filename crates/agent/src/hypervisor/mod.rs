@@ -1,0 +1,6 @@
+//! QEMU: its command line, QMP, the serial console, and what accelerates it here.
+
+pub mod accelerator;
+pub(crate) mod console;
+pub(crate) mod qemu;
+pub mod qmp;

@@ -1,0 +1,129 @@
+//! How often the filters of a running VM have died, and whether another one is worth it. The real host and
+//! the simulated one ask here.
+
+use std::collections::VecDeque;
+use std::time::{Duration, Instant};
+
+use jiff::Timestamp;
+use vmseal_api::host::{Notice, NoticeCode, VmSpec};
+
+/// Deaths of filters after which a VM is stopped: a kernel short of memory may take one now and then, but what
+/// dies at this rate is taken down by its guest or its datastore, and each new process gives the cause another try.
+pub const RESTARTS_MAX: usize = 5;
+
+/// Within so long.
+pub const WINDOW: Duration = Duration::from_secs(600);
+
+/// A filter that died, and another one in its place.
+#[derive(Clone, Debug)]
+struct Restart {
+    died: Instant,
+    /// How it ended.
+    why: String,
+    /// When the disks were served again, and how long the guest had waited; none: they are not yet.
+    served: Option<(Timestamp, Duration)>,
+}
+
+/// The deaths of the last [`WINDOW`].
+#[derive(Clone, Debug, Default)]
+pub struct Restarts(VecDeque<Restart>);
+
+impl Restarts {
+    /// Takes note of a death; whether there is to be another filter.
+    pub fn died(&mut self, why: String, now: Instant) -> bool {
+        self.forget(now);
+        self.0.push_back(Restart { died: now, why, served: None });
+        self.0.len() <= RESTARTS_MAX
+    }
+
+    /// Takes note that the disks are served again.
+    pub fn served(&mut self, now: Instant) {
+        if let Some(last) = self.0.back_mut() {
+            last.served = Some((Timestamp::now(), now.saturating_duration_since(last.died)));
+        }
+    }
+
+    /// Forgets what is long ago.
+    pub fn forget(&mut self, now: Instant) {
+        let old = |one: &Restart| {
+            one.served.is_some() && now.saturating_duration_since(one.died) > WINDOW
+        };
+        while self.0.front().is_some_and(old) {
+            self.0.pop_front();
+        }
+    }
+
+    /// What an operator should see. `waits_for_key` says what a new filter waits for, if it waits.
+    #[must_use]
+    pub fn notice(&self, spec: &VmSpec, waits_for_key: bool) -> Option<Notice> {
+        let Restart { why, served, .. } = self.0.back()?;
+        let (code, detail) = match served {
+            None => {
+                let what = if waits_for_key {
+                    "another one needs the VM's key, which is not on this host: see that the key provider answers"
+                } else {
+                    "another one is being started"
+                };
+                (
+                    NoticeCode::DisksDown,
+                    format!("{why}. Nothing is lost: the guest waits for its disks; {what}"),
+                )
+            }
+            Some((at, waited)) => {
+                let (count, minutes) = (self.0.len(), WINDOW.as_secs() / 60);
+                let milliseconds = waited.as_millis();
+                let detail = format!(
+                    "{why}. Another one has served the disks since {at:.0}; the guest waited {milliseconds} ms and lost nothing. Dirty bitmaps, where it had any, ended with the last one: make a full backup then. That was {count} of the {RESTARTS_MAX} times that are put up with in {minutes} minutes; see the host's kernel log if it was killed for memory"
+                );
+                (NoticeCode::FilterRestarted, detail)
+            }
+        };
+        let detail = format!("VM '{}': {detail}", spec.name);
+        Some(Notice { code, disk: None, detail })
+    }
+
+    /// Why there is no other filter, when there have been too many.
+    #[must_use]
+    pub fn too_many(&self) -> String {
+        let minutes = WINDOW.as_secs() / 60;
+        format!("it was the {}th filter process to die within {minutes} minutes", self.0.len())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn so_many_deaths_are_put_up_with_in_a_window_and_no_more() {
+        let (mut restarts, start) = (Restarts::default(), Instant::now());
+        let spec = crate::process::run_dir::tests::spec();
+        assert!(restarts.notice(&spec, false).is_none());
+        for number in 0..RESTARTS_MAX as u64 {
+            let now = start + Duration::from_secs(number);
+            assert!(restarts.died("it died".to_owned(), now));
+            assert_eq!(restarts.notice(&spec, false).unwrap().code, NoticeCode::DisksDown);
+            restarts.served(now + Duration::from_millis(70));
+            let told = restarts.notice(&spec, false).unwrap();
+            assert_eq!(told.code, NoticeCode::FilterRestarted);
+            assert!(told.detail.contains("70 ms"), "{}", told.detail);
+        }
+        let mut patient = restarts.clone();
+        assert!(!restarts.died("it died".to_owned(), start + Duration::from_secs(9)));
+        assert!(restarts.too_many().contains("6th"));
+        // The first two are long ago by now.
+        assert!(patient.died("it died".to_owned(), start + WINDOW + Duration::from_millis(1500)));
+        patient.served(start + WINDOW + Duration::from_secs(2));
+        patient.forget(start + WINDOW * 3);
+        assert!(patient.notice(&spec, false).is_none());
+    }
+
+    #[test]
+    fn what_a_new_filter_waits_for_is_said_and_not_forgotten_meanwhile() {
+        let (mut restarts, start) = (Restarts::default(), Instant::now());
+        assert!(restarts.died("it died".to_owned(), start));
+        restarts.forget(start + WINDOW * 2);
+        let told = restarts.notice(&crate::process::run_dir::tests::spec(), true).unwrap();
+        assert!(told.detail.contains("key"), "{}", told.detail);
+    }
+}

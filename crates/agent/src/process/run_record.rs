@@ -1,0 +1,417 @@
+//! The record of a VM whose processes run, as the file `run.json` holds it. A later agent adopts the VM by it
+//! alone, and that agent may be of another version: so the file has a version and types of its own, which
+//! change only together with it. docs/formats/run-record.md describes it.
+//!
+//! Older versions are read; the newest is written. What cannot be read says why ([`Unreadable`]), and who reads
+//! it leaves the VM alone.
+
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+use vmseal_api::host::{
+    Allocation, DatastoreLocation, DatastoreSpec, DiskFacts, DiskLimits, DiskSpec, KeyReference,
+    VmSpec,
+};
+use vmseal_api::id::{DatastoreId, DiskId, ProviderId, VmId};
+use vmseal_api::replica::ReplicaPlace;
+
+/// The version that is written.
+pub const VERSION: u32 = 2;
+
+/// The oldest version that is read.
+const OLDEST: u32 = 1;
+
+/// The longest record, in bytes: a VM with the most disks, all with long paths, fits well within.
+pub const LENGTH_MAX: u64 = 1 << 20;
+
+/// The longest text out of an unreadable record that is shown, in characters.
+const SHOWN_MAX: usize = 40;
+
+/// What is on record of a VM.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Record {
+    /// The boot of the kernel in which its processes live.
+    pub boot: String,
+    /// What it was started as.
+    pub spec: VmSpec,
+    /// The number of its pair of users.
+    pub slot: u32,
+    /// How far it got.
+    pub phase: Phase,
+}
+
+/// How far a VM got.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Phase {
+    /// Its processes are being started; the guest has not run.
+    Starting,
+    /// The guest runs, or is about to.
+    Running,
+}
+
+/// Why a record cannot be read.
+#[derive(Debug, thiserror::Error)]
+pub enum Unreadable {
+    /// There is none.
+    #[error("is missing")]
+    Missing,
+    /// The file system.
+    #[error("cannot be read: {0}")]
+    File(#[from] std::io::Error),
+    /// It is not what its version says.
+    #[error("is damaged: {0}")]
+    Damaged(String),
+    /// It is of a version that this agent does not know.
+    #[error(
+        "has version {version}{}, and this agent (vmseal {}) reads versions {OLDEST} to {VERSION}",
+        written_by(.writer.as_deref()),
+        env!("CARGO_PKG_VERSION")
+    )]
+    Version {
+        /// Its version.
+        version: u64,
+        /// The version of vmseal that wrote it, where it says so.
+        writer: Option<String>,
+    },
+}
+
+fn written_by(writer: Option<&str>) -> String {
+    writer.map_or_else(String::new, |writer| {
+        let shown: String = writer.chars().filter(|c| !c.is_control()).take(SHOWN_MAX).collect();
+        format!(" (written by vmseal {shown})")
+    })
+}
+
+/// What records of all versions begin with, those to come included.
+#[derive(Deserialize)]
+struct Head {
+    version: u64,
+    #[serde(default)]
+    written_by: Option<serde_json::Value>,
+}
+
+/// Version 1: what it was started as is called `spec`.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Version1 {
+    #[serde(rename = "version")]
+    _version: u32,
+    boot: String,
+    spec: Vm,
+    slot: u32,
+    phase: Phase,
+}
+
+/// Version 2: says who wrote it.
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Version2 {
+    version: u32,
+    written_by: String,
+    boot: String,
+    slot: u32,
+    phase: Phase,
+    vm: Vm,
+}
+
+/// A VM, in records of VMs that run and of VMs that died.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Vm {
+    vm: VmId,
+    name: String,
+    vcpus: u32,
+    memory: u64,
+    key: Option<Key>,
+    disks: Vec<Disk>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Key {
+    provider: ProviderId,
+    key_id: String,
+    check: String,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Disk {
+    disk: DiskId,
+    name: String,
+    datastore: Datastore,
+    size: u64,
+    encrypted: bool,
+    #[serde(default)]
+    allocation: Room,
+    #[serde(default)]
+    limits: Limits,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    cache: Option<u64>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    replica: Option<Replica>,
+    facts: Option<Facts>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Datastore {
+    datastore: DatastoreId,
+    location: Location,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)]
+enum Location {
+    Dir { path: PathBuf },
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum Room {
+    #[default]
+    Thin,
+    Preallocated,
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Limits {
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    iops: Option<u64>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    bandwidth: Option<u64>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Replica {
+    datastore: Datastore,
+    bytes_per_second: u64,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "format", rename_all = "snake_case", deny_unknown_fields)]
+enum Facts {
+    Raw,
+    Luks2 { version: u32, cipher: String, key_bits: u32, sector_size: u32, data_offset: u64 },
+}
+
+impl Record {
+    /// Reads a record of any version that is known.
+    ///
+    /// # Errors
+    /// [`Unreadable`].
+    pub fn parse(text: &[u8]) -> Result<Self, Unreadable> {
+        let damaged = |error: serde_json::Error| Unreadable::Damaged(error.to_string());
+        let head: Head = serde_json::from_slice(text).map_err(damaged)?;
+        match head.version {
+            1 => {
+                let record: Version1 = serde_json::from_slice(text).map_err(damaged)?;
+                let (boot, slot, phase) = (record.boot, record.slot, record.phase);
+                Ok(Self { boot, spec: record.spec.into(), slot, phase })
+            }
+            2 => {
+                let record: Version2 = serde_json::from_slice(text).map_err(damaged)?;
+                let (boot, slot, phase) = (record.boot, record.slot, record.phase);
+                Ok(Self { boot, spec: record.vm.into(), slot, phase })
+            }
+            version => {
+                let writer = head.written_by.as_ref().and_then(serde_json::Value::as_str);
+                Err(Unreadable::Version { version, writer: writer.map(str::to_owned) })
+            }
+        }
+    }
+
+    /// The record as it is written.
+    ///
+    /// # Errors
+    /// A path that is not UTF-8.
+    pub fn to_text(&self) -> serde_json::Result<Vec<u8>> {
+        serde_json::to_vec_pretty(&Version2 {
+            version: VERSION,
+            written_by: env!("CARGO_PKG_VERSION").to_owned(),
+            boot: self.boot.clone(),
+            slot: self.slot,
+            phase: self.phase,
+            vm: (&self.spec).into(),
+        })
+    }
+}
+
+impl From<&VmSpec> for Vm {
+    fn from(spec: &VmSpec) -> Self {
+        let VmSpec { vm, name, vcpus, memory, key, disks } = spec;
+        let key = key.clone().map(|KeyReference { provider, key_id, check }| Key {
+            provider,
+            key_id,
+            check,
+        });
+        let disks = disks.iter().map(Disk::from).collect();
+        Self { vm: *vm, name: name.clone(), vcpus: *vcpus, memory: *memory, key, disks }
+    }
+}
+
+impl From<Vm> for VmSpec {
+    fn from(Vm { vm, name, vcpus, memory, key, disks }: Vm) -> Self {
+        let key =
+            key.map(|Key { provider, key_id, check }| KeyReference { provider, key_id, check });
+        let disks = disks.into_iter().map(DiskSpec::from).collect();
+        Self { vm, name, vcpus, memory, key, disks }
+    }
+}
+
+impl From<&DiskSpec> for Disk {
+    fn from(spec: &DiskSpec) -> Self {
+        let DiskSpec {
+            disk,
+            name,
+            datastore,
+            size,
+            encrypted,
+            allocation,
+            limits: DiskLimits { iops, bandwidth },
+            cache,
+            replica,
+            facts,
+        } = spec;
+        Self {
+            disk: *disk,
+            name: name.clone(),
+            datastore: datastore.into(),
+            size: *size,
+            encrypted: *encrypted,
+            allocation: match allocation {
+                Allocation::Thin => Room::Thin,
+                Allocation::Preallocated => Room::Preallocated,
+            },
+            limits: Limits { iops: *iops, bandwidth: *bandwidth },
+            cache: *cache,
+            replica: replica.as_ref().map(|ReplicaPlace { datastore, bytes_per_second }| Replica {
+                datastore: datastore.into(),
+                bytes_per_second: *bytes_per_second,
+            }),
+            facts: facts.clone().map(Facts::from),
+        }
+    }
+}
+
+impl From<Disk> for DiskSpec {
+    fn from(disk: Disk) -> Self {
+        let Limits { iops, bandwidth } = disk.limits;
+        Self {
+            disk: disk.disk,
+            name: disk.name,
+            datastore: disk.datastore.into(),
+            size: disk.size,
+            encrypted: disk.encrypted,
+            allocation: match disk.allocation {
+                Room::Thin => Allocation::Thin,
+                Room::Preallocated => Allocation::Preallocated,
+            },
+            limits: DiskLimits { iops, bandwidth },
+            cache: disk.cache,
+            replica: disk.replica.map(|Replica { datastore, bytes_per_second }| ReplicaPlace {
+                datastore: datastore.into(),
+                bytes_per_second,
+            }),
+            facts: disk.facts.map(DiskFacts::from),
+        }
+    }
+}
+
+impl From<&DatastoreSpec> for Datastore {
+    fn from(DatastoreSpec { datastore, location }: &DatastoreSpec) -> Self {
+        let location = match location {
+            DatastoreLocation::Dir { path } => Location::Dir { path: path.clone() },
+        };
+        Self { datastore: *datastore, location }
+    }
+}
+
+impl From<Datastore> for DatastoreSpec {
+    fn from(Datastore { datastore, location }: Datastore) -> Self {
+        let location = match location {
+            Location::Dir { path } => DatastoreLocation::Dir { path },
+        };
+        Self { datastore, location }
+    }
+}
+
+impl From<DiskFacts> for Facts {
+    fn from(facts: DiskFacts) -> Self {
+        match facts {
+            DiskFacts::Raw => Self::Raw,
+            DiskFacts::Luks2 { version, cipher, key_bits, sector_size, data_offset } => {
+                Self::Luks2 { version, cipher, key_bits, sector_size, data_offset }
+            }
+        }
+    }
+}
+
+impl From<Facts> for DiskFacts {
+    fn from(facts: Facts) -> Self {
+        match facts {
+            Facts::Raw => Self::Raw,
+            Facts::Luks2 { version, cipher, key_bits, sector_size, data_offset } => {
+                Self::Luks2 { version, cipher, key_bits, sector_size, data_offset }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GOLDEN_1: &str = include_str!("../../tests/golden/run-record-1.json");
+    const GOLDEN_2: &str = include_str!("../../tests/golden/run-record-2.json");
+
+    #[test]
+    fn golden_records_of_all_versions_are_read_and_the_newest_is_written() {
+        let first = Record::parse(GOLDEN_1.as_bytes()).unwrap();
+        let second = Record::parse(GOLDEN_2.as_bytes()).unwrap();
+        assert_eq!(first, second);
+        assert_eq!((first.slot, first.phase), (3, Phase::Running));
+        let disks = &first.spec.disks;
+        assert_eq!(
+            (disks.len(), disks[1].limits.iops, disks[1].cache),
+            (2, Some(500), Some(1 << 20))
+        );
+        assert_eq!(disks[1].replica.as_ref().unwrap().bytes_per_second, 104_857_600);
+        assert!(matches!(disks[0].facts, Some(DiskFacts::Luks2 { key_bits: 512, .. })));
+        let written = String::from_utf8(first.to_text().unwrap()).unwrap();
+        let this = format!("\"written_by\": \"{}\"", env!("CARGO_PKG_VERSION"));
+        assert_eq!(written, GOLDEN_2.trim_end().replace("\"written_by\": \"0.1.0\"", &this));
+    }
+
+    #[test]
+    fn a_record_from_before_disks_had_limits_is_read() {
+        let mut old: serde_json::Value = serde_json::from_str(GOLDEN_1).unwrap();
+        for field in ["limits", "cache", "replica", "allocation"] {
+            old["spec"]["disks"][1].as_object_mut().unwrap().remove(field);
+        }
+        let record = Record::parse(old.to_string().as_bytes()).unwrap();
+        let disk = &record.spec.disks[1];
+        assert_eq!((disk.limits, disk.cache), (DiskLimits::default(), None));
+    }
+
+    #[test]
+    fn what_cannot_be_read_says_why() {
+        let why = |text: &str| Record::parse(text.as_bytes()).unwrap_err().to_string();
+        let newer = GOLDEN_2.replace("\"version\": 2", "\"version\": 3");
+        let newer = newer.replace("\"written_by\": \"0.1.0\"", "\"written_by\": \"9.0\"");
+        let told = why(&newer);
+        assert!(told.starts_with("has version 3 (written by vmseal 9.0)"), "{told}");
+        assert!(told.contains("reads versions 1 to 2"), "{told}");
+        // Whatever else a newer one holds, its version is what is told.
+        assert!(why(r#"{"version": 9, "written_by": 7, "vm": []}"#).starts_with("has version 9,"));
+        assert!(why(r#"{"version": 0}"#).starts_with("has version 0,"));
+        for damaged in ["", "{", "[]", "null", r#"{"version": "2"}"#, r#"{"version": 2}"#] {
+            assert!(why(damaged).starts_with("is damaged: "), "{damaged}");
+        }
+        let more = GOLDEN_2.replacen("\"slot\"", "\"more\": 1, \"slot\"", 1);
+        assert!(why(&more).contains("more"), "what this agent would not heed");
+    }
+}

@@ -1,0 +1,306 @@
+//! Directory datastores: which one a directory is, how much room it has, and debris in it.
+//!
+//! ```text
+//! <path>/vmseal-datastore.json   which datastore this is
+//! <path>/<vm id>/                the disks of a VM ([`crate::storage::home`])
+//! ```
+
+use std::fs::File;
+use std::io;
+use std::path::Path;
+
+use nix::fcntl::{AT_FDCWD, AtFlags};
+use nix::unistd::{AccessFlags, faccessat};
+use serde::{Deserialize, Serialize};
+use vmseal_api::datastore::DatastoreCondition;
+use vmseal_api::host::{DatastoreLocation, DatastoreSpec, DatastoreUsage};
+use vmseal_api::id::{DatastoreId, VmId};
+use vmseal_api::problem::{ErrorCode, Problem};
+
+use crate::atomic_file;
+use crate::storage::home;
+
+/// The file that says which datastore this is.
+pub const MARKER: &str = "vmseal-datastore.json";
+
+/// The version of that file.
+const VERSION: u32 = 1;
+
+/// The longest marker, in bytes.
+const MARKER_MAX: u64 = 4096;
+
+/// How deep it is looked for datastores below a new one.
+const BELOW_DEPTH_MAX: usize = 5;
+
+/// How many entries are looked at for that: a full file system that becomes a datastore takes seconds.
+const BELOW_ENTRIES_MAX: usize = 200_000;
+
+#[derive(Serialize, Deserialize)]
+struct Marker {
+    version: u32,
+    datastore: DatastoreId,
+}
+
+pub(crate) fn failed(path: &Path, what: &str, error: &io::Error) -> Problem {
+    let code = match error.raw_os_error() {
+        Some(libc::ENOSPC | libc::EDQUOT) => ErrorCode::NoSpace,
+        _ => ErrorCode::Internal,
+    };
+    Problem::new(code, format!("{} cannot be {what}: {error}", path.display()))
+}
+
+fn directory(spec: &DatastoreSpec) -> Result<&Path, Problem> {
+    let DatastoreLocation::Dir { path } = &spec.location;
+    if !path.is_absolute() {
+        return Err(Problem::invalid("location.path", "must be an absolute path"));
+    }
+    match path.metadata() {
+        Ok(metadata) if metadata.is_dir() => Ok(path),
+        Ok(_) => {
+            Err(Problem::invalid("location.path", format!("{} is no directory", path.display())))
+        }
+        Err(error) => Err(Problem::invalid(
+            "location.path",
+            format!("{}: {error}. Make or mount it on this host first", path.display()),
+        )),
+    }
+}
+
+fn marker(path: &Path) -> Result<Option<Marker>, Problem> {
+    use std::io::Read;
+    let path = path.join(MARKER);
+    let mut text = Vec::new();
+    match File::open(&path).and_then(|file| file.take(MARKER_MAX).read_to_end(&mut text)) {
+        Ok(_) => {}
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(failed(&path, "read", &error)),
+    }
+    match serde_json::from_slice::<Marker>(&text) {
+        Ok(marker) if marker.version == VERSION => Ok(Some(marker)),
+        Ok(marker) => Err(Problem::new(
+            ErrorCode::Damaged,
+            format!("{} has version {}; use a newer vmseal", path.display(), marker.version),
+        )),
+        Err(error) => {
+            Err(Problem::new(ErrorCode::Damaged, format!("{} is damaged: {error}", path.display())))
+        }
+    }
+}
+
+/// Makes a datastore known: marks it at the first use, removes debris, and measures it.
+///
+/// # Errors
+/// `wrong-state` when it carries another datastore's mark; `invalid-request` without the directory.
+pub fn probe(spec: &DatastoreSpec) -> Result<DatastoreUsage, Problem> {
+    let path = directory(spec)?;
+    match marker(path)? {
+        Some(marker) => check_marker(path, &marker, spec)?,
+        None => {
+            check_alone(path)?;
+            let marker = Marker { version: VERSION, datastore: spec.datastore };
+            let path = path.join(MARKER);
+            serde_json::to_vec(&marker)
+                .map_err(io::Error::from)
+                .and_then(|json| atomic_file::write(&path, &json))
+                .map_err(|error| failed(&path, "written", &error))?;
+        }
+    }
+    sweep(path);
+    usage(path)
+}
+
+/// Answers as [`probe`] would, and changes nothing.
+///
+/// # Errors
+/// Those of [`probe`].
+pub fn examine(spec: &DatastoreSpec) -> Result<DatastoreUsage, Problem> {
+    let path = directory(spec)?;
+    match marker(path)? {
+        Some(marker) => check_marker(path, &marker, spec)?,
+        None => {
+            check_alone(path)?;
+            faccessat(AT_FDCWD, path, AccessFlags::W_OK | AccessFlags::X_OK, AtFlags::AT_EACCESS)
+                .map_err(|error| failed(&path.join(MARKER), "written", &error.into()))?
+        }
+    }
+    usage(path)
+}
+
+/// Sees that no datastore is above or below a place that is to be one: each would take the other's disks for
+/// its own.
+fn check_alone(place: &Path) -> Result<(), Problem> {
+    let nested = |other: &Path| {
+        let what = format!(
+            "{} is a datastore, and none may lie within another: name a directory beside it",
+            other.display()
+        );
+        Err(Problem::invalid("location.path", what))
+    };
+    let real = place.canonicalize().map_err(|error| failed(place, "read", &error))?;
+    let is_marked = |path: &Path| path.join(MARKER).symlink_metadata().is_ok();
+    if let Some(above) = real.ancestors().skip(1).find(|above| is_marked(above)) {
+        return nested(above);
+    }
+    let (mut todo, mut entries) = (vec![(real, 0)], 0);
+    while let Some((directory, depth)) = todo.pop() {
+        // What cannot be read is not ours: our directories are the agent's.
+        for entry in std::fs::read_dir(&directory).into_iter().flatten().flatten() {
+            entries += 1;
+            if entries > BELOW_ENTRIES_MAX {
+                return Ok(());
+            }
+            // Links are not followed.
+            if !entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+                continue;
+            }
+            if is_marked(&entry.path()) {
+                return nested(&entry.path());
+            }
+            if depth < BELOW_DEPTH_MAX {
+                todo.push((entry.path(), depth + 1));
+            }
+        }
+    }
+    Ok(())
+}
+
+fn check_marker(path: &Path, marker: &Marker, spec: &DatastoreSpec) -> Result<(), Problem> {
+    if marker.datastore == spec.datastore {
+        return Ok(());
+    }
+    Err(Problem::new(
+        ErrorCode::WrongState,
+        format!(
+            "{} holds datastore {}, not {}: is the right file system mounted?",
+            path.display(),
+            marker.datastore,
+            spec.datastore
+        ),
+    ))
+}
+
+/// The directory of a datastore that carries the right mark.
+///
+/// # Errors
+/// `wrong-state` when the place carries no mark, or another one (not mounted?).
+pub fn marked(spec: &DatastoreSpec) -> Result<&Path, Problem> {
+    let path = directory(spec)?;
+    let marker = marker(path)?.ok_or_else(|| {
+        let what =
+            format!("{} is not marked as a datastore: is the file system mounted?", path.display());
+        Problem::new(ErrorCode::WrongState, what)
+    })?;
+    check_marker(path, &marker, spec)?;
+    Ok(path)
+}
+
+/// How a datastore stands. Blocks, and for long where a file system hangs.
+#[must_use]
+pub fn condition(spec: &DatastoreSpec) -> DatastoreCondition {
+    match marked(spec).and_then(usage) {
+        Ok(usage) => DatastoreCondition::Available { usage },
+        Err(problem) if problem.code == ErrorCode::WrongState => {
+            DatastoreCondition::WrongMark { detail: problem.detail }
+        }
+        Err(problem) => DatastoreCondition::Unavailable { detail: problem.detail },
+    }
+}
+
+/// Room at `path`, in bytes.
+///
+/// # Errors
+/// As statvfs.
+pub fn usage(path: &Path) -> Result<DatastoreUsage, Problem> {
+    let stat = nix::sys::statvfs::statvfs(path)
+        .map_err(|error| failed(path, "measured", &error.into()))?;
+    let block = stat.fragment_size();
+    Ok(DatastoreUsage {
+        capacity: stat.blocks().saturating_mul(block),
+        free: stat.blocks_available().saturating_mul(block),
+    })
+}
+
+/// Removes half-made disks that nobody works on. Blocks.
+pub fn sweep(path: &Path) {
+    let entries = |path: &Path| {
+        let entries = std::fs::read_dir(path).into_iter().flatten().filter_map(Result::ok);
+        entries.map(|entry| entry.path())
+    };
+    let homes = entries(path).filter(|home| {
+        home.file_name().is_some_and(|name| name.to_string_lossy().parse::<VmId>().is_ok())
+    });
+    for debris in homes.flat_map(|home| entries(&home).collect::<Vec<_>>()) {
+        if debris.extension().is_some_and(|extension| extension == "creating") {
+            home::remove_debris(&debris);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::storage::home::Home;
+
+    fn datastore() -> (tempfile::TempDir, DatastoreSpec) {
+        let directory = tempfile::tempdir().unwrap();
+        let location = DatastoreLocation::Dir { path: directory.path().to_owned() };
+        let spec = DatastoreSpec { datastore: DatastoreId::new(), location };
+        (directory, spec)
+    }
+
+    #[test]
+    fn a_datastore_is_marked_once_and_another_ones_place_is_refused() {
+        let (directory, spec) = datastore();
+        assert_eq!(Home::of(&spec, VmId::new()).unwrap_err().code, ErrorCode::WrongState);
+        let looked_at = examine(&spec).unwrap();
+        assert!(!directory.path().join(MARKER).exists(), "looking at it has marked it");
+        let usage = probe(&spec).unwrap();
+        assert_eq!(looked_at.capacity, usage.capacity);
+        examine(&spec).unwrap();
+        assert!(usage.capacity >= usage.free && usage.free > 0);
+        probe(&spec).unwrap();
+        let other = DatastoreSpec { datastore: DatastoreId::new(), ..spec.clone() };
+        assert_eq!(probe(&other).unwrap_err().code, ErrorCode::WrongState);
+        assert_eq!(examine(&other).unwrap_err().code, ErrorCode::WrongState);
+        assert_eq!(Home::of(&other, VmId::new()).unwrap_err().code, ErrorCode::WrongState);
+        std::fs::write(directory.path().join(MARKER), "{").unwrap();
+        assert_eq!(probe(&spec).unwrap_err().code, ErrorCode::Damaged);
+        for path in ["relative", "/no/such/place", "/dev/null"] {
+            let location = DatastoreLocation::Dir { path: path.into() };
+            let place = DatastoreSpec { location, ..spec.clone() };
+            for problem in [probe(&place).unwrap_err(), examine(&place).unwrap_err()] {
+                assert_eq!(problem.code, ErrorCode::InvalidRequest, "{path}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_datastore_within_another_is_refused_from_above_and_below() {
+        let (directory, spec) = datastore();
+        let at = |path: &Path| {
+            let location = DatastoreLocation::Dir { path: path.to_owned() };
+            DatastoreSpec { datastore: DatastoreId::new(), location }
+        };
+        let below = directory.path().join("deep/inner");
+        std::fs::create_dir_all(&below).unwrap();
+        let inner = at(&below);
+        probe(&inner).unwrap();
+        for refused in [probe(&spec).unwrap_err(), examine(&spec).unwrap_err()] {
+            assert_eq!(refused.code, ErrorCode::InvalidRequest);
+            assert!(refused.detail.contains("deep/inner"), "{refused}");
+        }
+        assert!(!directory.path().join(MARKER).exists());
+        std::fs::remove_file(below.join(MARKER)).unwrap();
+        probe(&spec).unwrap();
+        let link = directory.path().join("link");
+        std::os::unix::fs::symlink(&below, &link).unwrap();
+        for place in [&below, &link] {
+            for refused in [probe(&at(place)).unwrap_err(), examine(&at(place)).unwrap_err()] {
+                assert_eq!(refused.code, ErrorCode::InvalidRequest, "{}", place.display());
+            }
+        }
+        assert!(!below.join(MARKER).exists());
+        // One that is a datastore already stays one.
+        probe(&spec).unwrap();
+    }
+}

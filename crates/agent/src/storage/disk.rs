@@ -1,0 +1,744 @@
+//! Making a disk and opening one: header, key, image, and what the inventory pins of it.
+//!
+//! ```text
+//! begin (sparse, locked, *.creating) ─► LUKS2 header ─► import through a filter ─► flush ─► rename
+//! ```
+//! Killed at any point, what is left is debris that the next attempt, a delete or a probe removes; or,
+//! once an import has noted how far it is ([`crate::storage::filling`]), that the next attempt goes on from.
+
+use std::fs::File;
+use std::sync::Arc;
+
+use tokio::sync::oneshot;
+use tokio::task::spawn_blocking;
+use vmseal_api::filter::Holes;
+use vmseal_api::host::{
+    Allocation, DatastoreLocation, DiskFacts, DiskSpec, ImageSource, KeyReference, Notice,
+    NoticeCode, VmSpec,
+};
+use vmseal_api::id::{DiskId, VmId};
+use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_luks::{Facts, HeaderError, Identity};
+use vmseal_secret::{DEK_LEN, SecretBytes, SecretFd};
+
+use crate::keys;
+use crate::process::run_dir::ProcessDir;
+use crate::process::users::{Slot, Users};
+use crate::storage::filling::Filling;
+use crate::storage::home::Home;
+use crate::storage::image::Image;
+use crate::storage::locked::Access;
+use crate::storage::patience;
+use crate::storage::replica;
+use crate::storage::transfer::TransferDirectories;
+
+/// How much room is taken in one step, in bytes: a moment's work on most file systems.
+const ALLOCATION_STEP: u64 = 1 << 30;
+
+/// What a disk is to be made with.
+pub struct Recipe {
+    /// The VM.
+    pub spec: VmSpec,
+    /// The disk, one of the VM's.
+    pub disk: DiskSpec,
+    /// The VM's KEK, where the disk is to be encrypted.
+    pub kek: Option<SecretBytes>,
+    /// What to fill it from.
+    pub source: Option<ImageSource>,
+}
+
+/// What an import needs of the host.
+#[derive(Clone)]
+pub struct Workshop {
+    /// The filter program.
+    pub filter: Arc<File>,
+    /// Whom it may run as.
+    pub users: Users,
+    /// Where its sockets and logs are.
+    pub directory: ProcessDir,
+    /// Where images may be read from.
+    pub transfer: TransferDirectories,
+}
+
+/// A defect, or an error that has no name.
+pub fn internal(error: impl std::fmt::Display) -> Problem {
+    Problem::new(ErrorCode::Internal, error.to_string())
+}
+
+/// Makes a disk, or finds it made. `progress` is told bytes done and in all. Cancelling it ends an import;
+/// the short steps before and after run to their end, so that nothing is written behind the caller's back.
+///
+/// # Errors
+/// What is wrong; nothing half-made is left then.
+pub async fn create(
+    recipe: Recipe,
+    workshop: &Workshop,
+    progress: impl Fn(u64, u64) + Send,
+    cancelled: oneshot::Receiver<()>,
+) -> Result<DiskFacts, Problem> {
+    let (vm, made, place) = (recipe.spec.vm, recipe.disk.clone(), recipe.disk.datastore.clone());
+    let DatastoreLocation::Dir { path } = place.location.clone();
+    let home = patience::look(&path, move || Home::of(&place, vm)).await?;
+    // Not free for another process before this one's is gone.
+    let slot = workshop.users.take().ok_or_else(too_many)?;
+    let result = make(recipe, &home, workshop, &slot, progress, cancelled).await;
+    if result.is_err() {
+        discard(&home, workshop, vm, &made).await;
+    }
+    result
+}
+
+/// Removes what an attempt has left; the filter that held the image's lock goes first.
+async fn discard(home: &Home, workshop: &Workshop, vm: VmId, made: &DiskSpec) {
+    let disk = made.disk;
+    if let Err(error) = workshop.directory.sweep().await {
+        tracing::warn!(%vm, %disk, %error, "cannot remove an import's directory");
+    }
+    let image = home.clone();
+    let discarded = async {
+        spawn_blocking(move || image.discard(disk)).await.map_err(internal)??;
+        replica::discard(home, vm, made).await
+    };
+    if let Err(problem) = discarded.await {
+        tracing::warn!(%vm, %disk, %problem, "a half-made disk is left");
+    }
+}
+
+async fn make(
+    recipe: Recipe,
+    home: &Home,
+    workshop: &Workshop,
+    slot: &Slot,
+    progress: impl Fn(u64, u64) + Send,
+    mut cancelled: oneshot::Receiver<()>,
+) -> Result<DiskFacts, Problem> {
+    let image = open_source(recipe.source.clone(), &recipe.disk, &workshop.transfer).await?;
+    let (spec, disk) = (recipe.spec.clone(), recipe.disk.clone());
+    let vm = spec.vm;
+    let place = home.clone();
+    let (begun, image) = spawn_blocking(move || {
+        begin(&recipe, &place, image.as_ref()).map(|attempt| (attempt, image))
+    })
+    .await
+    .map_err(internal)??;
+    let Begun { file, facts, key, from } = match begun {
+        Attempt::Whole(facts) => return Ok(facts),
+        Attempt::Begun(begun) => begun,
+    };
+    // Before the long work: it would be in vain.
+    replica::examine(&disk).await?;
+    if is_preallocated(&disk) {
+        let file = file.try_clone().map_err(internal)?;
+        take_room(home, disk.disk, file, &progress, &mut cancelled).await?;
+    }
+    if let Some(image) = &image {
+        let filling = Filling {
+            vm,
+            disk: &disk,
+            home,
+            file: &file,
+            offset: data_offset(&facts),
+            key: key.as_ref(),
+            image,
+        };
+        tokio::select! {
+            filled = filling.run(from, workshop, slot, progress) => {
+                filled.map_err(|problem| told_if_full(home, problem))?;
+            }
+            Ok(()) = cancelled => return Err(removed_meanwhile()),
+        }
+    }
+    // It was filled without its replica, so no map is to be believed. One that cannot be made now is made by
+    // whoever writes first: it is not worth a long import.
+    drop(replica::for_writer(&spec, &disk, &file, data_offset(&facts)).await?);
+    let place = home.clone();
+    spawn_blocking(move || place.finish(disk.disk, &file)).await.map_err(internal)??;
+    Ok(facts)
+}
+
+fn removed_meanwhile() -> Problem {
+    Problem::new(ErrorCode::Cancelled, "the disk was removed while it was being made")
+}
+
+/// Whether all of a disk's room is taken when it is made.
+#[must_use]
+pub fn is_preallocated(disk: &DiskSpec) -> bool {
+    disk.allocation == Allocation::Preallocated
+}
+
+/// Takes the room of the whole image, part by part: where that is slow it is seen and can be ended.
+async fn take_room(
+    home: &Home,
+    disk: DiskId,
+    file: File,
+    progress: &(impl Fn(u64, u64) + Send),
+    cancelled: &mut oneshot::Receiver<()>,
+) -> Result<(), Problem> {
+    let (home, file) = (home.clone(), Arc::new(file));
+    let (mut done, total) = (0, file.metadata().map_err(internal)?.len());
+    while done < total {
+        if cancelled.try_recv().is_ok() {
+            return Err(removed_meanwhile());
+        }
+        let part = done..total.min(done + ALLOCATION_STEP);
+        let (home, file, to) = (home.clone(), Arc::clone(&file), part.end);
+        spawn_blocking(move || home.allocate(disk, &file, part)).await.map_err(internal)??;
+        done = to;
+        progress(done, total);
+    }
+    Ok(())
+}
+
+fn told_if_full(home: &Home, problem: Problem) -> Problem {
+    if !home.is_full() {
+        return problem;
+    }
+    let what = format!("{} is full: make room. {problem}", home.datastore().display());
+    Problem::new(ErrorCode::NoSpace, what)
+}
+
+/// Sees that a disk could be made now; makes nothing.
+///
+/// # Errors
+/// What [`create`] would end with, as far as that can be known before.
+pub async fn examine(
+    disk: DiskSpec,
+    source: Option<ImageSource>,
+    transfer: &TransferDirectories,
+) -> Result<(), Problem> {
+    let DatastoreLocation::Dir { path } = disk.datastore.location.clone();
+    let place = disk.datastore.clone();
+    let home = patience::look(&path, move || Home::of(&place, VmId::new())).await?;
+    let image = open_source(source, &disk, transfer).await?;
+    replica::examine(&disk).await?;
+    patience::look(&path, move || check_room(&home, &disk, image.as_ref())).await
+}
+
+async fn open_source(
+    source: Option<ImageSource>,
+    disk: &DiskSpec,
+    transfer: &TransferDirectories,
+) -> Result<Option<Image>, Problem> {
+    let Some(source) = source else { return Ok(None) };
+    let (path, disk, transfer) = (source.path.clone(), disk.clone(), transfer.clone());
+    patience::look(&path, move || Image::open(&source, &disk, &transfer).map(Some)).await
+}
+
+/// Sees that there is the room that is taken while a disk is made.
+fn check_room(home: &Home, disk: &DiskSpec, image: Option<&Image>) -> Result<(), Problem> {
+    let header = if disk.encrypted { vmseal_luks::DATA_OFFSET } else { 0 };
+    match image {
+        _ if is_preallocated(disk) => home.check_room(header + disk.size),
+        Some(image) => home.check_room(image.allocated),
+        None => Ok(()),
+    }
+}
+
+fn data_offset(facts: &DiskFacts) -> u64 {
+    match facts {
+        DiskFacts::Raw => 0,
+        DiskFacts::Luks2 { data_offset, .. } => *data_offset,
+    }
+}
+
+struct Begun {
+    file: File,
+    facts: DiskFacts,
+    key: Option<SecretBytes>,
+    /// What is before it is there already, from an earlier attempt; in bytes.
+    from: u64,
+}
+
+enum Attempt {
+    /// It is there.
+    Whole(DiskFacts),
+    Begun(Begun),
+}
+
+fn begin(recipe: &Recipe, home: &Home, image: Option<&Image>) -> Result<Attempt, Problem> {
+    let (spec, disk) = (&recipe.spec, &recipe.disk);
+    let encryption = match (disk.encrypted, &recipe.kek, &spec.key) {
+        (false, ..) => None,
+        (true, Some(kek), Some(reference)) => Some((kek, reference)),
+        _ => return Err(internal("an encrypted disk was begun without its key")),
+    };
+    if let Some(file) = home.open(disk.disk)? {
+        let (facts, _) = check_whole(&file, spec.vm, disk, encryption)?;
+        return Ok(Attempt::Whole(facts));
+    }
+    if let Some(image) = image {
+        match go_on(spec.vm, disk, home, image, encryption) {
+            Ok(Some(begun)) => return Ok(Attempt::Begun(begun)),
+            Ok(None) => {}
+            // It is made anew; who works on it is found out then.
+            Err(problem) => {
+                tracing::info!(vm = %spec.vm, disk = %disk.disk, %problem, "no going on");
+            }
+        }
+    }
+    check_room(home, disk, image)?;
+    let Some((kek, reference)) = encryption else {
+        let file = home.begin(spec, disk, disk.size)?;
+        return Ok(Attempt::Begun(Begun { file, facts: DiskFacts::Raw, key: None, from: 0 }));
+    };
+    let mut file = home.begin(spec, disk, vmseal_luks::DATA_OFFSET + disk.size)?;
+    let dek = SecretBytes::random(DEK_LEN).map_err(internal)?;
+    let context = keys::context(spec.vm, reference);
+    let identity = Identity { disk: disk.disk.0, holes: vmseal_luks::Holes::Zero };
+    let facts = vmseal_luks::create(&mut file, disk.size, &dek, kek, &context, identity)
+        .map_err(|error| header_problem(disk, &error))?;
+    Ok(Attempt::Begun(Begun { file, facts: to_api(&facts), key: Some(dek), from: 0 }))
+}
+
+/// What an interrupted import of the same image has left, if it has noted how far it was.
+fn go_on(
+    vm: VmId,
+    disk: &DiskSpec,
+    home: &Home,
+    image: &Image,
+    encryption: Option<(&SecretBytes, &KeyReference)>,
+) -> Result<Option<Begun>, Problem> {
+    let Some((file, note)) = home.noted(disk.disk)? else { return Ok(None) };
+    if note.image != image.identity {
+        let what = "the image is another one, or was changed, since its import was interrupted";
+        return Err(Problem::new(ErrorCode::WrongState, what));
+    }
+    let (facts, key) = check_whole(&file, vm, disk, encryption)?;
+    tracing::info!(%vm, disk = %disk.disk, from = note.durable, "an interrupted import goes on");
+    Ok(Some(Begun { file, facts, key, from: note.durable }))
+}
+
+/// A disk that is there already has to be the one that would have been made. With its DEK.
+fn check_whole(
+    file: &File,
+    vm: VmId,
+    disk: &DiskSpec,
+    encryption: Option<(&SecretBytes, &KeyReference)>,
+) -> Result<(DiskFacts, Option<SecretBytes>), Problem> {
+    let Some((kek, reference)) = encryption else {
+        check_length(file, disk, 0)?;
+        return Ok((DiskFacts::Raw, None));
+    };
+    let facts = Facts::new(disk.disk.0, disk.size).map_err(|error| header_problem(disk, &error))?;
+    check_length(file, disk, facts.data_offset)?;
+    let opened = vmseal_luks::open(file, &facts, kek, &keys::context(vm, reference))
+        .map_err(|error| header_problem(disk, &error))?;
+    Ok((to_api(&facts), Some(opened.dek)))
+}
+
+fn check_length(file: &File, disk: &DiskSpec, offset: u64) -> Result<(), Problem> {
+    let found = file.metadata().map_err(internal)?.len();
+    let needed = offset.saturating_add(disk.size);
+    if found >= needed {
+        return Ok(());
+    }
+    Err(Problem::new(
+        ErrorCode::Damaged,
+        format!(
+            "disk '{}' is truncated: its image has {found} bytes and needs {needed}; restore it from a backup",
+            disk.name
+        ),
+    ))
+}
+
+/// Facts as the inventory keeps them.
+#[must_use]
+pub fn to_api(facts: &Facts) -> DiskFacts {
+    DiskFacts::Luks2 {
+        version: facts.version,
+        cipher: facts.cipher.clone(),
+        key_bits: facts.key_bits,
+        sector_size: facts.sector_size,
+        data_offset: facts.data_offset,
+    }
+}
+
+/// The pinned facts as crate luks has them; none for a raw disk.
+pub(crate) fn from_api(disk: &DiskSpec, facts: &DiskFacts) -> Option<Facts> {
+    match facts {
+        DiskFacts::Raw => None,
+        DiskFacts::Luks2 { version, cipher, key_bits, sector_size, data_offset } => Some(Facts {
+            version: *version,
+            disk: disk.disk.0,
+            size: disk.size,
+            data_offset: *data_offset,
+            sector_size: *sector_size,
+            key_bits: *key_bits,
+            cipher: cipher.clone(),
+        }),
+    }
+}
+
+/// What a header's error is called outside.
+pub(crate) fn header_problem(disk: &DiskSpec, error: &HeaderError) -> Problem {
+    let code = match error {
+        HeaderError::OtherKey { .. } | HeaderError::WrongKek(_) => ErrorCode::KeyMismatch,
+        HeaderError::Truncated { .. }
+        | HeaderError::BothCopies { .. }
+        | HeaderError::Refused(_)
+        | HeaderError::SlotDamaged(_)
+        | HeaderError::NotKept(_)
+        | HeaderError::Occupied(_) => ErrorCode::Damaged,
+        HeaderError::UnknownFacts(_) => ErrorCode::Unsupported,
+        HeaderError::Write(error)
+            if matches!(error.raw_os_error(), Some(libc::ENOSPC | libc::EDQUOT)) =>
+        {
+            ErrorCode::NoSpace
+        }
+        _ => ErrorCode::Internal,
+    };
+    let mut detail = format!("disk '{}': {error}", disk.name);
+    let mut cause = std::error::Error::source(error);
+    while let Some(error) = cause {
+        let more = error.to_string();
+        if !detail.contains(&more) {
+            detail = format!("{detail}: {more}");
+        }
+        cause = error.source();
+    }
+    Problem::new(code, detail)
+}
+
+/// No user is left for another process.
+#[must_use]
+pub fn too_many() -> Problem {
+    let what = "too many VMs and imports run on this host: stop some, or wait for imports to end";
+    Problem::new(ErrorCode::LimitExceeded, what)
+}
+
+/// A disk, open for a guest.
+#[derive(Debug)]
+pub struct Open {
+    /// The image, its lock held.
+    pub file: File,
+    /// Where the guest's first byte is, in bytes.
+    pub offset: u64,
+    /// The DEK, to be passed on, and what holes mean; none in the clear.
+    pub key: Option<(SecretFd, Holes)>,
+    /// What an operator should see.
+    pub notice: Option<Notice>,
+}
+
+fn open_image(spec: &VmSpec, disk: &DiskSpec, access: Access) -> Result<File, Problem> {
+    let home = Home::of(&disk.datastore, spec.vm)?;
+    let file = match access {
+        Access::Read => home.open_to_read(disk.disk)?,
+        Access::Write => home.open(disk.disk)?,
+    };
+    file.ok_or_else(|| {
+        let path = home.image(disk.disk);
+        let (name, path) = (&disk.name, path.display());
+        let what =
+            format!("disk '{name}' has no image: {path} is not there; restore it from a backup");
+        Problem::new(ErrorCode::NotFound, what)
+    })
+}
+
+/// Opens the image of an encrypted disk for reading, without its key; also gives its length in bytes. Blocks.
+///
+/// # Errors
+/// `damaged`, `in-use`, `not-found`.
+pub fn open_sealed(
+    spec: &VmSpec,
+    disk: &DiskSpec,
+    facts: &DiskFacts,
+) -> Result<(File, u64), Problem> {
+    let file = open_image(spec, disk, Access::Read)?;
+    let offset = from_api(disk, facts).map_or(0, |pinned| pinned.data_offset);
+    check_length(&file, disk, offset)?;
+    Ok((file, offset + disk.size))
+}
+
+/// Opens a disk as the inventory pins it. Blocks.
+///
+/// # Errors
+/// `damaged`, `key-mismatch`, `in-use`, `not-found`, `locked`; nothing is written.
+pub fn open(
+    spec: &VmSpec,
+    disk: &DiskSpec,
+    facts: &DiskFacts,
+    kek: Option<&SecretBytes>,
+    access: Access,
+) -> Result<Open, Problem> {
+    let file = open_image(spec, disk, access)?;
+    let Some(pinned) = from_api(disk, facts) else {
+        // What is to be encrypted is never opened in the clear, whatever the datastore holds.
+        if disk.encrypted {
+            let what = format!(
+                "disk '{}' is to be encrypted, and the inventory says that its image is raw: was an old inventory restored?",
+                disk.name
+            );
+            return Err(Problem::new(ErrorCode::Damaged, what));
+        }
+        check_length(&file, disk, 0)?;
+        return Ok(Open { file, offset: 0, key: None, notice: None });
+    };
+    check_length(&file, disk, pinned.data_offset)?;
+    let (Some(kek), Some(reference)) = (kek, &spec.key) else {
+        let what = format!("disk '{}' is locked: its key is not on this host", disk.name);
+        return Err(Problem::new(ErrorCode::Locked, what));
+    };
+    let opened = vmseal_luks::open(&file, &pinned, kek, &keys::context(spec.vm, reference))
+        .map_err(|error| header_problem(disk, &error))?;
+    let holes = match opened.holes {
+        vmseal_luks::Holes::Zero => Holes::Zero,
+        vmseal_luks::Holes::Ciphertext => Holes::Ciphertext,
+    };
+    let notice = opened.notice.map(|notice| Notice {
+        code: NoticeCode::HeaderCopyDamaged,
+        disk: Some(disk.disk),
+        detail: format!(
+            "disk '{}': {notice}. Stop the VM and give it a new key, which writes both copies anew: vmseal vm recrypt {}",
+            disk.name, spec.name
+        ),
+    });
+    let dek = opened.dek.to_memfd().map_err(internal)?;
+    Ok(Open { file, offset: pinned.data_offset, key: Some((dek, holes)), notice })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::OpenOptions;
+    use std::os::unix::fs::{FileExt, MetadataExt};
+
+    use vmseal_api::host::DatastoreSpec;
+    use vmseal_api::id::{DatastoreId, DiskId};
+    use vmseal_api::transfer::ImageFormat;
+    use vmseal_secret::KEK_LEN;
+
+    use super::*;
+    use crate::storage::datastore;
+
+    struct Bench {
+        _directory: tempfile::TempDir,
+        workshop: Workshop,
+        spec: VmSpec,
+        kek: SecretBytes,
+    }
+
+    /// A VM with an encrypted and a plain disk; no filter program is needed as nothing is imported.
+    fn bench() -> Bench {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("store");
+        std::fs::create_dir(&path).unwrap();
+        let location = DatastoreLocation::Dir { path };
+        let place = DatastoreSpec { datastore: DatastoreId::new(), location };
+        datastore::probe(&place).unwrap();
+        let kek = SecretBytes::random(KEK_LEN).unwrap();
+        let mut spec = crate::process::run_dir::tests::spec();
+        spec.key = Some(keys::reference_of(&kek, spec.vm, "k"));
+        spec.disks = [true, false]
+            .map(|encrypted| DiskSpec {
+                disk: DiskId::new(),
+                name: "d".to_owned(),
+                datastore: place.clone(),
+                size: 1 << 20,
+                encrypted,
+                allocation: Allocation::Thin,
+                limits: Default::default(),
+                cache: None,
+                replica: None,
+                facts: None,
+            })
+            .into();
+        let run = crate::process::run_dir::RunDir::open(&directory.path().join("run")).unwrap();
+        let workshop = Workshop {
+            filter: Arc::new(File::open("/bin/false").unwrap()),
+            users: Users::new(None),
+            directory: run.import(DiskId::new()),
+            transfer: TransferDirectories::anywhere(),
+        };
+        Bench { _directory: directory, workshop, spec, kek }
+    }
+
+    impl Bench {
+        async fn create(&self, index: usize) -> Result<DiskFacts, Problem> {
+            self.create_from(index, None).await
+        }
+
+        async fn create_from(
+            &self,
+            index: usize,
+            source: Option<ImageSource>,
+        ) -> Result<DiskFacts, Problem> {
+            let kek = Some(self.kek.try_clone().unwrap());
+            let disk = self.spec.disks[index].clone();
+            let recipe = Recipe { spec: self.spec.clone(), disk, kek, source };
+            let (_running, cancelled) = oneshot::channel();
+            create(recipe, &self.workshop, |_, _| {}, cancelled).await
+        }
+
+        fn open(&self, index: usize, facts: &DiskFacts) -> Result<Open, Problem> {
+            open(&self.spec, &self.spec.disks[index], facts, Some(&self.kek), Access::Write)
+        }
+
+        fn image(&self, index: usize) -> File {
+            let disk = &self.spec.disks[index];
+            let path = Home::of(&disk.datastore, self.spec.vm).unwrap().image(disk.disk);
+            OpenOptions::new().read(true).write(true).open(path).unwrap()
+        }
+    }
+
+    #[tokio::test]
+    async fn a_disk_is_made_once_found_made_again_and_opens_with_its_key() {
+        let bench = bench();
+        let facts = bench.create(0).await.unwrap();
+        assert!(matches!(facts, DiskFacts::Luks2 { sector_size: 4096, .. }));
+        assert_eq!(bench.create(0).await.unwrap(), facts);
+        let opened = bench.open(0, &facts).unwrap();
+        assert!(opened.notice.is_none() && opened.offset == vmseal_luks::DATA_OFFSET);
+        let key = opened.key.as_ref().unwrap();
+        let dek = SecretBytes::from_memfd(&key.0, DEK_LEN).unwrap();
+        assert_eq!(bench.open(0, &facts).unwrap_err().code, ErrorCode::InUse);
+        drop(opened);
+        let again = bench.open(0, &facts).unwrap();
+        assert_eq!(SecretBytes::from_memfd(&again.key.unwrap().0, DEK_LEN).unwrap(), dek);
+        assert_eq!(bench.create(1).await.unwrap(), DiskFacts::Raw);
+        assert!(bench.open(1, &DiskFacts::Raw).unwrap().key.is_none());
+    }
+
+    #[tokio::test]
+    async fn a_preallocated_disk_has_all_its_room_and_one_that_does_not_fit_leaves_nothing() {
+        let mut bench = bench();
+        for (index, header) in [(0, vmseal_luks::DATA_OFFSET), (1, 0)] {
+            let disk = &mut bench.spec.disks[index];
+            disk.allocation = Allocation::Preallocated;
+            disk.size = 8 << 20;
+            bench.create(index).await.unwrap();
+            let metadata = bench.image(index).metadata().unwrap();
+            assert_eq!(metadata.len(), header + (8 << 20));
+            assert!(metadata.blocks() * 512 >= metadata.len(), "{} blocks", metadata.blocks());
+            let home = Home::of(&bench.spec.disks[index].datastore, bench.spec.vm).unwrap();
+            home.delete(bench.spec.disks[index].disk).unwrap();
+
+            bench.spec.disks[index].size = 1 << 60;
+            let problem = bench.create(index).await.unwrap_err();
+            assert_eq!(problem.code, ErrorCode::NoSpace, "{problem}");
+            assert!(!home.image(bench.spec.disks[index].disk).parent().unwrap().exists());
+        }
+        // The same, thin: the room is not asked for.
+        bench.spec.disks[1].allocation = Allocation::Thin;
+        bench.spec.disks[1].size = 1 << 40;
+        bench.create(1).await.unwrap();
+        assert!(bench.image(1).metadata().unwrap().blocks() < 100);
+    }
+
+    #[tokio::test]
+    async fn the_making_of_a_preallocated_disk_shows_how_far_it_is_and_can_be_ended() {
+        let bench = bench();
+        let home = Home::of(&bench.spec.disks[1].datastore, bench.spec.vm).unwrap();
+        let disk = &bench.spec.disks[1];
+        let length = ALLOCATION_STEP + 4096;
+        let file = home.begin(&bench.spec, disk, length).unwrap();
+        let seen = std::sync::Mutex::new(Vec::new());
+        let progress = |done, total| seen.lock().unwrap().push((done, total));
+        let (_running, mut cancelled) = oneshot::channel();
+        let copy = file.try_clone().unwrap();
+        take_room(&home, disk.disk, copy, &progress, &mut cancelled).await.unwrap();
+        assert_eq!(*seen.lock().unwrap(), [(ALLOCATION_STEP, length), (length, length)]);
+        let (cancel, mut cancelled) = oneshot::channel();
+        cancel.send(()).unwrap();
+        let ended = take_room(&home, disk.disk, file, &progress, &mut cancelled).await;
+        assert_eq!(ended.unwrap_err().code, ErrorCode::Cancelled);
+    }
+
+    #[tokio::test]
+    async fn what_is_wrong_with_a_disk_is_told_and_nothing_is_written() {
+        let mut bench = bench();
+        let facts = bench.create(0).await.unwrap();
+        assert_eq!(bench.open(0, &DiskFacts::Raw).unwrap_err().code, ErrorCode::Damaged);
+
+        let right = std::mem::replace(&mut bench.kek, SecretBytes::random(KEK_LEN).unwrap());
+        assert_eq!(bench.open(0, &facts).unwrap_err().code, ErrorCode::KeyMismatch);
+        assert_eq!(bench.create(0).await.unwrap_err().code, ErrorCode::KeyMismatch);
+        bench.kek = right;
+
+        let image = bench.image(0);
+        let mut first = vec![0; 4096];
+        image.read_exact_at(&mut first, 0).unwrap();
+        image.write_all_at(&[0; 4096], 0).unwrap();
+        let notice = bench.open(0, &facts).unwrap().notice.unwrap();
+        assert_eq!(notice.code, NoticeCode::HeaderCopyDamaged);
+        assert!(notice.detail.contains("vmseal vm recrypt"), "{}", notice.detail);
+        image.write_all_at(&first, 0).unwrap();
+        assert!(bench.open(0, &facts).unwrap().notice.is_none());
+
+        image.set_len(vmseal_luks::DATA_OFFSET + 4096).unwrap();
+        let problem = bench.open(0, &facts).unwrap_err();
+        assert_eq!(problem.code, ErrorCode::Damaged);
+        assert!(problem.detail.contains("truncated"), "{problem}");
+
+        image.set_len(vmseal_luks::DATA_OFFSET + (1 << 20)).unwrap();
+        image.write_all_at(&vec![0; 16 << 20], 0).unwrap();
+        assert_eq!(bench.open(0, &facts).unwrap_err().code, ErrorCode::Damaged);
+        assert_eq!(bench.open(1, &DiskFacts::Raw).unwrap_err().code, ErrorCode::NotFound);
+    }
+
+    #[tokio::test]
+    async fn whether_a_disk_could_be_made_is_known_before_it_is() {
+        let (bench, anywhere) = (bench(), &TransferDirectories::anywhere());
+        let directory = tempfile::tempdir().unwrap();
+        let whole = directory.path().join("whole");
+        std::fs::write(&whole, [1; 4096]).unwrap();
+        // A header of version 2 that names a backing file, and nothing else.
+        let overlay = directory.path().join("overlay");
+        let mut header = vec![0; 4096];
+        header[..8].copy_from_slice(b"QFI\xfb\0\0\0\x02");
+        header[8..20].copy_from_slice(&[0, 0, 0, 0, 0, 0, 8, 0, 0, 0, 0, 4]);
+        header[20..24].copy_from_slice(&16_u32.to_be_bytes());
+        std::fs::write(&overlay, header).unwrap();
+        let from =
+            |path: &std::path::Path, format| Some(ImageSource { path: path.to_owned(), format });
+        let disk = &bench.spec.disks[1];
+        let home = Home::of(&disk.datastore, bench.spec.vm).unwrap();
+        for source in [None, from(&whole, ImageFormat::Raw)] {
+            examine(disk.clone(), source, anywhere).await.unwrap();
+        }
+        for (source, why) in [
+            (from(&directory.path().join("none"), ImageFormat::Raw), "No such file"),
+            (from(&whole, ImageFormat::Qcow2), "not a qcow2 image"),
+            (from(&overlay, ImageFormat::Qcow2), "backing file"),
+        ] {
+            let refused = examine(disk.clone(), source, anywhere).await.unwrap_err();
+            assert_eq!(refused.code, ErrorCode::InvalidRequest, "{refused}");
+            assert!(refused.detail.contains(why), "{refused}");
+        }
+        let (allocation, size) = (Allocation::Preallocated, 1 << 60);
+        let huge = DiskSpec { allocation, size, ..disk.clone() };
+        assert_eq!(examine(huge, None, anywhere).await.unwrap_err().code, ErrorCode::NoSpace);
+        let mut elsewhere = disk.clone();
+        elsewhere.datastore.datastore = DatastoreId::new();
+        assert_eq!(
+            examine(elsewhere, None, anywhere).await.unwrap_err().code,
+            ErrorCode::WrongState
+        );
+        assert_eq!(std::fs::read_dir(home.datastore()).unwrap().count(), 1, "something was made");
+    }
+
+    #[tokio::test]
+    async fn a_source_that_cannot_be_imported_leaves_nothing() {
+        let bench = bench();
+        let directory = tempfile::tempdir().unwrap();
+        let large = directory.path().join("large");
+        File::create(&large).unwrap().set_len((1 << 20) + 1).unwrap();
+        let good = directory.path().join("good");
+        std::fs::write(&good, [1; 4096]).unwrap();
+        for (path, code) in [
+            (large, ErrorCode::InvalidRequest),
+            (directory.path().to_owned(), ErrorCode::InvalidRequest),
+            (directory.path().join("none"), ErrorCode::InvalidRequest),
+            ("relative".into(), ErrorCode::InvalidRequest),
+            // The filter of this test ends at once.
+            (good, ErrorCode::Internal),
+        ] {
+            let problem = bench
+                .create_from(0, Some(ImageSource { path, format: ImageFormat::Raw }))
+                .await
+                .unwrap_err();
+            assert_eq!(problem.code, code, "{problem}");
+            let home = Home::of(&bench.spec.disks[0].datastore, bench.spec.vm).unwrap();
+            let left = home.image(bench.spec.disks[0].disk);
+            assert!(!left.parent().unwrap().exists(), "{problem}");
+        }
+    }
+}

@@ -1,0 +1,315 @@
+//! Changing the keys that open a VM's disks: their headers alone, each in the order that survives a power cut
+//! at any point (crate luks). The VM is off. All its encrypted disks are opened and their locks held before the
+//! first is written: one that is missing, damaged or in use changes nothing.
+//!
+//! ```text
+//!             add(new)                registered with the new one           drop_others
+//!   one key ───────────► two keys ─────────────────────────────► two keys ─────────────► one key
+//! ```
+
+use std::fs::File;
+
+use vmseal_api::host::{DiskSpec, KeyReference, VmSpec};
+use vmseal_api::problem::Problem;
+use vmseal_luks::Facts;
+use vmseal_secret::SecretBytes;
+
+use crate::keys;
+use crate::rules;
+use crate::storage::disk;
+use crate::storage::home::Home;
+use crate::storage::locked::Access;
+use crate::storage::replica;
+
+/// A disk whose header may be changed.
+struct Header<'a> {
+    replica: Option<replica::Header>,
+    disk: &'a DiskSpec,
+    facts: Facts,
+    /// The image, its lock held.
+    file: File,
+}
+
+/// The encrypted disks of a VM, all of which open with its registered key.
+pub struct DiskKeys<'a> {
+    spec: &'a VmSpec,
+    registered: &'a KeyReference,
+    kek: &'a SecretBytes,
+    headers: Vec<Header<'a>>,
+}
+
+impl<'a> DiskKeys<'a> {
+    /// Opens them all. Blocks.
+    ///
+    /// # Errors
+    /// As [`disk::open`]; `wrong-state` when one has not been made.
+    pub fn open(
+        spec: &'a VmSpec,
+        registered: &'a KeyReference,
+        kek: &'a SecretBytes,
+        access: Access,
+    ) -> Result<Self, Problem> {
+        let encrypted = spec.disks.iter().filter(|disk| disk.encrypted);
+        let header = |disk: &'a DiskSpec| {
+            let unmade = || {
+                let what = format!("has not made its disk '{}' yet", disk.name);
+                rules::wrong_state(spec, &what)
+            };
+            let pinned = disk.facts.as_ref().ok_or_else(unmade)?;
+            let file = disk::open(spec, disk, pinned, Some(kek), access)?.file;
+            let facts = disk::from_api(disk, pinned).ok_or_else(unmade)?;
+            let replica = replica::Header::open(spec, disk)?;
+            Ok(Header { replica, disk, facts, file })
+        };
+        let headers = encrypted.map(header).collect::<Result<_, Problem>>()?;
+        Ok(Self { spec, registered, kek, headers })
+    }
+
+    /// Lets them open with another KEK beside the registered one. Blocks.
+    ///
+    /// # Errors
+    /// `damaged`, `no-space`; all of them open with the registered one still.
+    pub fn add(&mut self, other: &KeyReference, kek: &SecretBytes) -> Result<(), Problem> {
+        let held = (self.kek, &keys::context(self.spec.vm, self.registered));
+        let added = (kek, &keys::context(self.spec.vm, other));
+        for header in &mut self.headers {
+            let failed = |error| disk::header_problem(header.disk, &error);
+            let (known, _) = vmseal_luks::inspect(&header.file).map_err(failed)?;
+            let is = |token: &vmseal_luks::KeyReference, key: &KeyReference| {
+                token.provider == key.provider.0 && token.key_id == key.key_id
+            };
+            let left = known.iter().any(|token| !is(token, self.registered) && !is(token, other));
+            let (file, facts) = (&mut header.file, &header.facts);
+            // What an attempt left that was given up: there is room for one other key.
+            if left {
+                vmseal_luks::drop_other_keks(file, facts, held.0, held.1).map_err(failed)?;
+            }
+            vmseal_luks::add_kek(file, facts, held, added).map_err(failed)?;
+        }
+        self.tell_replicas()
+    }
+
+    /// Leaves the registered KEK as the only one. Blocks.
+    ///
+    /// # Errors
+    /// As [`DiskKeys::add`].
+    pub fn drop_others(&mut self) -> Result<(), Problem> {
+        // For whoever has nothing but the datastore: before the key that is named there is gone.
+        for header in &self.headers {
+            let here = &header.disk.datastore;
+            Home::of(here, self.spec.vm)?.describe(self.spec, here)?;
+        }
+        let context = keys::context(self.spec.vm, self.registered);
+        for header in &mut self.headers {
+            vmseal_luks::drop_other_keks(&mut header.file, &header.facts, self.kek, &context)
+                .map_err(|error| disk::header_problem(header.disk, &error))?;
+        }
+        self.tell_replicas()
+    }
+
+    /// Whoever asked counts on it that the replicas open as the disks do.
+    fn tell_replicas(&self) -> Result<(), Problem> {
+        for Header { replica, disk, facts, file } in &self.headers {
+            if let Some(replica) = replica {
+                replica.copy(self.spec, disk, file, facts.data_offset)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use vmseal_api::host::{Allocation, DatastoreLocation, DatastoreSpec};
+    use vmseal_api::id::{DatastoreId, DiskId};
+    use vmseal_api::problem::ErrorCode;
+    use vmseal_api::replica::ReplicaPlace;
+    use vmseal_luks::{Holes, Identity};
+    use vmseal_secret::{DEK_LEN, KEK_LEN};
+
+    use super::*;
+    use crate::storage::datastore;
+
+    /// All that comes before the data of a disk.
+    const HEAD: usize = vmseal_luks::DATA_OFFSET as usize;
+
+    /// A VM with three encrypted disks on two datastores, and its key.
+    struct Bench {
+        directory: tempfile::TempDir,
+        spec: VmSpec,
+        kek: SecretBytes,
+    }
+
+    impl Bench {
+        fn new() -> Self {
+            let directory = tempfile::tempdir().unwrap();
+            let kek = SecretBytes::random(KEK_LEN).unwrap();
+            let mut spec = crate::process::run_dir::tests::spec();
+            spec.key = Some(keys::reference_of(&kek, spec.vm, "old"));
+            let places = ["one", "two"].map(|name| {
+                let path = directory.path().join(name);
+                std::fs::create_dir(&path).unwrap();
+                let location = DatastoreLocation::Dir { path };
+                let place = DatastoreSpec { datastore: DatastoreId::new(), location };
+                datastore::probe(&place).unwrap();
+                place
+            });
+            let disk = |place: usize| DiskSpec {
+                disk: DiskId::new(),
+                name: format!("disk{place}"),
+                datastore: places[place % 2].clone(),
+                size: 1 << 20,
+                encrypted: true,
+                allocation: Allocation::Thin,
+                limits: Default::default(),
+                cache: None,
+                replica: None,
+                facts: None,
+            };
+            spec.disks = (0..3).map(disk).collect();
+            let mut this = Self { directory, spec, kek };
+            (0..3).for_each(|index| this.make(index));
+            this
+        }
+
+        fn make(&mut self, index: usize) {
+            let disk = &self.spec.disks[index];
+            let home = Home::of(&disk.datastore, self.spec.vm).unwrap();
+            let length = vmseal_luks::DATA_OFFSET + disk.size;
+            let mut file = home.begin(&self.spec, disk, length).unwrap();
+            let dek = SecretBytes::random(DEK_LEN).unwrap();
+            let context = keys::context(self.spec.vm, self.spec.key.as_ref().unwrap());
+            let identity = Identity { disk: disk.disk.0, holes: Holes::Zero };
+            let (size, kek) = (disk.size, &self.kek);
+            let made = vmseal_luks::create(&mut file, size, &dek, kek, &context, identity);
+            home.finish(disk.disk, &file).unwrap();
+            self.spec.disks[index].facts = Some(disk::to_api(&made.unwrap()));
+        }
+
+        fn image(&self, index: usize) -> std::path::PathBuf {
+            let disk = &self.spec.disks[index];
+            Home::of(&disk.datastore, self.spec.vm).unwrap().image(disk.disk)
+        }
+
+        fn heads(&self) -> Vec<Vec<u8>> {
+            let heads = (0..2).map(|index| std::fs::read(self.image(index)).unwrap());
+            heads.map(|image| image[..HEAD].to_vec()).collect()
+        }
+
+        fn open(&self) -> Result<DiskKeys<'_>, Problem> {
+            DiskKeys::open(&self.spec, self.spec.key.as_ref().unwrap(), &self.kek, Access::Write)
+        }
+
+        fn new_key(&self, id: &str) -> (KeyReference, SecretBytes) {
+            let kek = SecretBytes::random(KEK_LEN).unwrap();
+            (keys::reference_of(&kek, self.spec.vm, id), kek)
+        }
+
+        /// The VM is registered with another key from now on.
+        fn switch(
+            &mut self,
+            (key, kek): (KeyReference, SecretBytes),
+        ) -> (KeyReference, SecretBytes) {
+            let old = self.spec.key.replace(key).unwrap();
+            (old, std::mem::replace(&mut self.kek, kek))
+        }
+    }
+
+    #[test]
+    fn all_disks_change_their_key_and_the_datastores_name_it() {
+        let mut bench = Bench::new();
+        let new = bench.new_key("new");
+        bench.open().unwrap().add(&new.0, &new.1).unwrap();
+        bench.open().unwrap();
+        let old = bench.switch(new);
+        bench.open().unwrap().drop_others().unwrap();
+        bench.open().unwrap();
+        for index in 0..3 {
+            let folder = bench.image(index);
+            let named = std::fs::read_dir(folder.parent().unwrap()).unwrap();
+            let text =
+                named.filter_map(|entry| std::fs::read_to_string(entry.unwrap().path()).ok());
+            let text: String = text.filter(|text| text.len() < 1 << 16).collect();
+            assert!(text.contains("\"new\"") && !text.contains("\"old\""), "{text}");
+        }
+        let new = bench.switch(old);
+        assert_eq!(bench.open().err().unwrap().code, ErrorCode::KeyMismatch);
+        bench.switch(new);
+        bench.open().unwrap();
+    }
+
+    #[tokio::test]
+    async fn a_replica_opens_with_the_keys_of_its_disk_before_they_count() {
+        let mut bench = Bench::new();
+        let datastore = bench.spec.disks[1].datastore.clone();
+        bench.spec.disks[0].replica = Some(ReplicaPlace { datastore, bytes_per_second: 1 << 20 });
+        let (vm, disk) = (bench.spec.vm, bench.spec.disks[0].clone());
+        let home = |place: &DatastoreSpec| Home::of(place, vm).unwrap();
+        let there = home(&bench.spec.disks[1].datastore);
+        let image = home(&disk.datastore).open(disk.disk).unwrap().unwrap();
+        let made = replica::for_writer(&bench.spec, &disk, &image, vmseal_luks::DATA_OFFSET).await;
+        drop((made.unwrap().unwrap(), image));
+        let is_equal = |bench: &Bench| {
+            let head = |path| std::fs::read(path).unwrap()[..HEAD].to_vec();
+            head(there.replica(disk.disk)) == head(bench.image(0))
+        };
+        let before = std::fs::read(bench.image(0)).unwrap();
+        let new = bench.new_key("new");
+        bench.open().unwrap().add(&new.0, &new.1).unwrap();
+        let after = std::fs::read(bench.image(0)).unwrap();
+        assert!(is_equal(&bench) && after != before);
+        bench.switch(new);
+        // Before anything is changed: what cannot be told to a replica is not done to its disk.
+        let held = there.open_replica(disk.disk).unwrap();
+        assert_eq!(bench.open().err().unwrap().code, ErrorCode::InUse);
+        assert!(std::fs::read(bench.image(0)).unwrap() == after);
+        drop(held);
+        bench.open().unwrap().drop_others().unwrap();
+        assert!(is_equal(&bench), "the key that was dropped opens the replica");
+    }
+
+    /// The last disk is gone, in use, damaged, not made, or on a datastore that is not there: no other is touched.
+    #[test]
+    fn one_disk_that_cannot_be_opened_leaves_all_as_they_were() {
+        type Spoil = fn(&mut Bench) -> Option<File>;
+        let cases: [(&str, ErrorCode, Spoil); 5] = [
+            ("gone", ErrorCode::NotFound, |bench| {
+                std::fs::remove_file(bench.image(2)).unwrap();
+                None
+            }),
+            ("in use", ErrorCode::InUse, |bench| {
+                let disk = &bench.spec.disks[2];
+                Home::of(&disk.datastore, bench.spec.vm).unwrap().open(disk.disk).unwrap()
+            }),
+            ("damaged", ErrorCode::Damaged, |bench| {
+                let file = File::options().write(true).open(bench.image(2)).unwrap();
+                file.set_len(4096).unwrap();
+                None
+            }),
+            ("not made", ErrorCode::WrongState, |bench| {
+                bench.spec.disks[2].facts = None;
+                None
+            }),
+            ("not mounted", ErrorCode::WrongState, |bench| {
+                let place = bench.directory.path();
+                std::fs::rename(place.join("two"), place.join("elsewhere")).unwrap();
+                std::fs::create_dir(place.join("two")).unwrap();
+                // Those on it cannot be looked at; the others come first.
+                bench.spec.disks.swap(1, 2);
+                None
+            }),
+        ];
+        for (what, code, spoil) in cases {
+            let mut bench = Bench::new();
+            let first = bench.image(0);
+            let before = std::fs::read(&first).unwrap();
+            let both = (what != "not mounted").then(|| bench.heads());
+            let held = spoil(&mut bench);
+            let refused = bench.open().err().unwrap_or_else(|| panic!("{what}: opened"));
+            assert_eq!(refused.code, code, "{what}: {refused}");
+            drop(held);
+            assert_eq!(std::fs::read(&first).unwrap(), before, "{what}");
+            assert!(both.is_none_or(|both| both == bench.heads()), "{what}");
+        }
+    }
+}

@@ -1,0 +1,548 @@
+//! Writing a disk to a file of the host's, for whoever takes it elsewhere.
+//!
+//! ```text
+//! .NAME.vmseal-ID (new, 0600) ─► [LUKS2 header] ─► written by a filter ─► flushed    | Finish: NAME
+//! ```
+//! The file has another name until it is whole; that name follows from the export's id, so that whoever
+//! repeats or calls off the export finds what an earlier attempt has left.
+
+use std::ffi::OsString;
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use nix::errno::Errno;
+use nix::fcntl::{AT_FDCWD, RenameFlags, renameat2};
+use tokio::sync::oneshot;
+use tokio::task::spawn_blocking;
+use vmseal_api::filter::DiskActivity;
+use vmseal_api::host::{DiskFacts, DiskSpec, ExportSpec, VmSpec};
+use vmseal_api::id::VmId;
+use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::transfer::ExportFormat;
+use vmseal_secret::{DEK_LEN, SecretBytes};
+
+use crate::atomic_file;
+use crate::filter::{self, Control, Volume};
+use crate::process::users::Slot;
+use crate::rules;
+use crate::storage::datastore::usage;
+use crate::storage::disk::{self, Open, Workshop, internal};
+use crate::storage::exported::Exported;
+use crate::storage::filling;
+use crate::storage::locked::Access;
+use crate::storage::transfer::{Parent, Refused, TransferDirectories};
+
+/// How often an export is asked how far it is.
+const PROGRESS_INTERVAL: Duration = Duration::from_millis(100);
+
+/// What is to be exported.
+pub struct Order {
+    /// The VM.
+    pub spec: VmSpec,
+    /// The disk, one of the VM's.
+    pub disk: DiskSpec,
+    /// What is pinned of it.
+    pub facts: DiskFacts,
+    /// The VM's KEK, where the disk is encrypted.
+    pub kek: Option<SecretBytes>,
+    /// Where to, and as what.
+    pub export: ExportSpec,
+    /// The passphrase of a LUKS2 file.
+    pub passphrase: Option<SecretBytes>,
+    /// Where it is on record.
+    pub record: PathBuf,
+}
+
+/// The name of the file until it is whole.
+fn unnamed(export: &ExportSpec) -> PathBuf {
+    let mut name = OsString::from(".");
+    name.push(export.to.file_name().unwrap_or_default());
+    name.push(format!(".vmseal-{}", export.export));
+    export.to.with_file_name(name)
+}
+
+/// A file in the directory that is open, by the name that it has in `path`.
+fn within(parent: &Parent, path: &Path) -> PathBuf {
+    parent.path().join(path.file_name().unwrap_or_default())
+}
+
+fn parent(export: &ExportSpec, allowed: &TransferDirectories) -> Result<Parent, Problem> {
+    rules::check_export(export)?;
+    allowed.parent(&export.to).map_err(|refused| match refused {
+        Refused::Outside(why) => Problem::invalid("to", why),
+        Refused::File(error) => failed(&export.to, "made", &error),
+    })
+}
+
+fn failed(path: &Path, what: &str, error: &io::Error) -> Problem {
+    let code = match error.raw_os_error() {
+        Some(libc::ENOSPC | libc::EDQUOT) => ErrorCode::NoSpace,
+        Some(libc::ENOENT | libc::ENOTDIR | libc::EACCES | libc::EROFS) => {
+            ErrorCode::InvalidRequest
+        }
+        _ => ErrorCode::Internal,
+    };
+    Problem::new(code, format!("{} cannot be {what}: {error}", path.display()))
+}
+
+fn taken(path: &Path) -> Problem {
+    let what =
+        format!("{} is there already: name a file that is not, or remove it", path.display());
+    Problem::new(ErrorCode::AlreadyExists, what)
+}
+
+/// Sees that an export can begin: this host may write there, and nothing is there under its name.
+///
+/// # Errors
+/// `invalid-request`, `already-exists`.
+pub fn check(export: &ExportSpec, allowed: &TransferDirectories) -> Result<(), Problem> {
+    nothing_has_its_name(export, &parent(export, allowed)?)
+}
+
+fn nothing_has_its_name(export: &ExportSpec, parent: &Parent) -> Result<(), Problem> {
+    match within(parent, &export.to).symlink_metadata() {
+        Ok(_) => Err(taken(&export.to)),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        Err(error) => Err(failed(&export.to, "made", &error)),
+    }
+}
+
+/// Writes the file, not yet under its name, and flushes it. `progress` is told bytes done and in all.
+///
+/// # Errors
+/// What is wrong; nothing is left then.
+pub async fn write(
+    order: Order,
+    workshop: &Workshop,
+    progress: impl Fn(u64, u64) + Send,
+    cancelled: oneshot::Receiver<()>,
+) -> Result<(), Problem> {
+    let (export, record) = (order.export.clone(), order.record.clone());
+    let written = attempt(order, workshop, progress, cancelled).await;
+    if written.is_err() {
+        // The filter first: it has the file open.
+        if let Err(error) = workshop.directory.sweep().await {
+            tracing::warn!(export = %export.export, %error, "cannot remove an export's directory");
+        }
+        if let Err(problem) = remove(&export, &record, &workshop.transfer)
+            && !matches!(problem.code, ErrorCode::NotFound | ErrorCode::AlreadyExists)
+        {
+            tracing::warn!(export = %export.export, %problem, "a half-written export is left");
+        }
+    }
+    written
+}
+
+async fn attempt(
+    order: Order,
+    workshop: &Workshop,
+    progress: impl Fn(u64, u64) + Send,
+    cancelled: oneshot::Receiver<()>,
+) -> Result<(), Problem> {
+    let slot = workshop.users.take().ok_or_else(disk::too_many)?;
+    let directory = &workshop.directory;
+    // Whatever an earlier attempt has left running lets go of the disk.
+    directory.renew().await.map_err(internal)?;
+    let (vm, export, record) = (order.spec.vm, order.export.clone(), order.record.clone());
+    // Short, and not to be cancelled: a file must not come to be behind the back of whoever removes it.
+    let allowed = workshop.transfer.clone();
+    let begun = spawn_blocking(move || begin(order, &allowed));
+    let (target, disk) = begun.await.map_err(internal)??;
+    tokio::select! {
+        written = fill(vm, &export, disk, workshop, &slot, progress) => written?,
+        Ok(()) = cancelled => {
+            return Err(Problem::new(ErrorCode::Cancelled, "the export was called off"));
+        }
+    }
+    let flushed = move || target.sync_all().and_then(|()| Exported::written(&record));
+    spawn_blocking(flushed).await.map_err(internal)?.map_err(internal)
+}
+
+/// Has a filter of its own write the file.
+async fn fill(
+    vm: VmId,
+    export: &ExportSpec,
+    disk: filter::Disk,
+    workshop: &Workshop,
+    slot: &Slot,
+    progress: impl Fn(u64, u64) + Send,
+) -> Result<(), Problem> {
+    let directory = &workshop.directory;
+    let id = disk.disk;
+    let (process, keys) = filter::start(&workshop.filter, vm, directory, vec![disk], slot.filter())
+        .map_err(internal)?;
+    let control = Control::of(directory);
+    control.ready(&process, directory).await.map_err(internal)?;
+    drop(keys);
+    loop {
+        let status = control.status_of(&process, directory).await.map_err(internal)?;
+        match status.disks.into_iter().next().map(|disk| disk.state) {
+            Some(DiskActivity::Exporting { done, total }) => progress(done, total),
+            Some(DiskActivity::Idle) => break,
+            Some(DiskActivity::Failed { message }) => return Err(told_if_full(export, message)),
+            other => return Err(internal(format!("the filter of an export says {other:?}"))),
+        }
+        tokio::time::sleep(PROGRESS_INTERVAL).await;
+    }
+    filling::end_idle(&control, id).await?;
+    process.end_within(filter::SHUTDOWN_TIMEOUT).await;
+    directory.sweep().await.map_err(internal)
+}
+
+fn told_if_full(export: &ExportSpec, message: String) -> Problem {
+    let directory = export.to.parent().unwrap_or(Path::new("/"));
+    // As much as a file system may keep to itself.
+    let full = usage(directory).is_ok_and(|usage| usage.free < 16 << 20);
+    if !full {
+        return internal(message);
+    }
+    let what = format!("{} is full: make room. {message}", directory.display());
+    Problem::new(ErrorCode::NoSpace, what)
+}
+
+/// Opens the disk and makes the file, with its header where it has one.
+fn begin(order: Order, allowed: &TransferDirectories) -> Result<(File, filter::Disk), Problem> {
+    let Order { spec, disk, facts, kek, export, passphrase, record } = order;
+    let (Open { file, offset, key, .. }, size) = match export.format {
+        // All of the image, as it is: its ciphertext is the disk that is written out.
+        ExportFormat::Sealed => {
+            let (file, length) = disk::open_sealed(&spec, &disk, &facts)?;
+            (Open { file, offset: 0, key: None, notice: None }, length)
+        }
+        _ => (disk::open(&spec, &disk, &facts, kek.as_ref(), Access::Read)?, disk.size),
+    };
+    let allocated = file.metadata().map_err(internal)?.blocks().saturating_mul(512);
+    let needed = match export.format {
+        // Everything is ciphertext, zeroes too.
+        ExportFormat::Luks2 => vmseal_luks::DATA_OFFSET + disk.size,
+        ExportFormat::Raw | ExportFormat::Qcow2 | ExportFormat::Sealed => allocated.min(size),
+    };
+    let mut target = make(&export, needed, &record, allowed)?;
+    let format = match export.format {
+        ExportFormat::Qcow2 => Volume::Qcow2,
+        ExportFormat::Raw | ExportFormat::Sealed => {
+            target.set_len(size).map_err(|error| failed(&export.to, "made", &error))?;
+            Volume::Raw
+        }
+        ExportFormat::Luks2 => {
+            let passphrase = passphrase.ok_or_else(|| internal("the passphrase is not there"))?;
+            let length = vmseal_luks::DATA_OFFSET + disk.size;
+            target.set_len(length).map_err(|error| failed(&export.to, "made", &error))?;
+            let dek = SecretBytes::random(DEK_LEN).map_err(internal)?;
+            vmseal_luks::create_for_passphrase(&mut target, &dek, &passphrase).map_err(internal)?;
+            let key = dek.to_memfd().map_err(internal)?;
+            Volume::Luks2 { key, offset: vmseal_luks::DATA_OFFSET }
+        }
+    };
+    let work = filter::Work::Export { target: target.try_clone().map_err(internal)?, format };
+    // Nothing is written to the disk.
+    let keeps_room = true;
+    let disk = disk.disk;
+    let (beside, replica) = (None, None);
+    let disk = filter::Disk { disk, size, file, offset, key, keeps_room, work, beside, replica };
+    Ok((target, disk))
+}
+
+/// Makes the file; what an earlier attempt has left is removed.
+fn make(
+    export: &ExportSpec,
+    needed: u64,
+    record: &Path,
+    allowed: &TransferDirectories,
+) -> Result<File, Problem> {
+    let parent = parent(export, allowed)?;
+    nothing_has_its_name(export, &parent)?;
+    if let Some(before) = Exported::read(record) {
+        before.remove_unnamed();
+    }
+    let shown = unnamed(export);
+    let path = within(&parent, &shown);
+    match std::fs::remove_file(&path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => {
+            return Err(failed(&shown, "removed", &error));
+        }
+        _ => {}
+    }
+    let file = OpenOptions::new()
+        .read(true)
+        .write(true)
+        .create_new(true)
+        .mode(0o600)
+        .custom_flags(libc::O_NOFOLLOW)
+        .open(&path)
+        .map_err(|error| failed(&export.to, "made", &error))?;
+    // Before anything is in it: from here on it is found again.
+    Exported::begun(export.export, &shown, &file)
+        .and_then(|begun| begun.write(record))
+        .map_err(|error| failed(record, "written", &error))?;
+    let free = usage(parent.path())?.free;
+    if needed <= free {
+        return Ok(file);
+    }
+    let _ = std::fs::remove_file(&path);
+    let directory = export.to.parent().unwrap_or(Path::new("/"));
+    let what = format!(
+        "{needed} bytes are needed in {} and {free} are free: make room, or name another place",
+        directory.display()
+    );
+    Err(Problem::new(ErrorCode::NoSpace, what))
+}
+
+/// Whether what has an export's name is the export.
+enum Named {
+    /// Nothing has it.
+    Nothing,
+    /// It is the file that was written.
+    Export,
+    /// It is another one.
+    Other,
+    /// The host was restarted: nothing is on record.
+    Unknown,
+}
+
+fn named(export: &ExportSpec, record: &Path, parent: &Parent) -> Named {
+    let Ok(metadata) = within(parent, &export.to).symlink_metadata() else { return Named::Nothing };
+    match Exported::read(record).filter(|record| record.is_of(export.export)) {
+        Some(record) if record.is_file(&metadata) => Named::Export,
+        Some(_) => Named::Other,
+        None => Named::Unknown,
+    }
+}
+
+/// Whether it is the export is for somebody who looks at it to say.
+fn untold(to: &Path) -> Problem {
+    let what = format!(
+        "{} is there, and whether it is what was exported is not known any more: look at it",
+        to.display()
+    );
+    Problem::new(ErrorCode::AlreadyExists, what)
+}
+
+/// Gives a written file its name, which nothing has yet. One that has it already is left as it is.
+///
+/// # Errors
+/// `already-exists` when something else has the name, or what cannot be told; `not-found` when there is
+/// nothing to be named.
+pub fn name(
+    export: &ExportSpec,
+    record: &Path,
+    allowed: &TransferDirectories,
+) -> Result<(), Problem> {
+    let (parent, to) = (parent(export, allowed)?, &export.to);
+    let (from, new) = (within(&parent, &unnamed(export)), within(&parent, to));
+    match renameat2(AT_FDCWD, &from, AT_FDCWD, &new, RenameFlags::RENAME_NOREPLACE) {
+        Ok(()) => {}
+        Err(Errno::EEXIST) => return Err(taken(to)),
+        Err(Errno::ENOENT) => match named(export, record, &parent) {
+            // The answer was lost.
+            Named::Export => {}
+            Named::Unknown => return Err(untold(to)),
+            Named::Nothing | Named::Other => {
+                let what =
+                    format!("what was exported to {} is gone: export it again", to.display());
+                return Err(Problem::new(ErrorCode::NotFound, what));
+            }
+        },
+        Err(error) => return Err(failed(to, "named", &error.into())),
+    }
+    atomic_file::flush_directory_of(&new).map_err(|error| failed(to, "named", &error))
+}
+
+/// Removes what has been written and has no name yet.
+///
+/// # Errors
+/// `already-exists` when it has its name, or when that cannot be told; `not-found` when it is neither there
+/// with its name nor without.
+pub fn remove(
+    export: &ExportSpec,
+    record: &Path,
+    allowed: &TransferDirectories,
+) -> Result<(), Problem> {
+    rules::check_export(export)?;
+    let gone = || {
+        let what = format!("there is no half-written {}", export.to.display());
+        Problem::new(ErrorCode::NotFound, what)
+    };
+    let parent = match allowed.parent(&export.to) {
+        Ok(parent) => parent,
+        // An earlier agent could write there, or the directory is gone: what is on record is known by its inode.
+        Err(_) => {
+            let begun = Exported::read(record).filter(|record| record.is_of(export.export));
+            return begun.map(|begun| begun.remove_unnamed()).ok_or_else(gone);
+        }
+    };
+    let path = unnamed(export);
+    match std::fs::remove_file(within(&parent, &path)) {
+        Ok(()) => Ok(()),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            match named(export, record, &parent) {
+                Named::Export => Err(rules::has_its_name(&export.to)),
+                Named::Unknown => Err(untold(&export.to)),
+                Named::Nothing | Named::Other => Err(gone()),
+            }
+        }
+        Err(error) => Err(failed(&path, "removed", &error)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use vmseal_api::id::TaskId;
+
+    use super::*;
+
+    fn spec(to: PathBuf) -> ExportSpec {
+        ExportSpec { export: TaskId::new(), to, format: ExportFormat::Raw, passphrase: None }
+    }
+
+    #[test]
+    fn a_file_gets_its_name_once_and_replaces_nothing() {
+        let directory = tempfile::tempdir().unwrap();
+        let record = directory.path().join("record");
+        let export = spec(directory.path().join("out.raw"));
+        assert_eq!(
+            name(&export, &record, &TransferDirectories::anywhere()).unwrap_err().code,
+            ErrorCode::NotFound
+        );
+        drop(make(&export, 0, &record, &TransferDirectories::anywhere()).unwrap());
+        // What an earlier attempt left is no hindrance.
+        drop(make(&export, 0, &record, &TransferDirectories::anywhere()).unwrap());
+        assert!(!export.to.exists());
+        name(&export, &record, &TransferDirectories::anywhere()).unwrap();
+        name(&export, &record, &TransferDirectories::anywhere()).unwrap();
+        assert!(export.to.exists() && !unnamed(&export).exists());
+        let told = remove(&export, &record, &TransferDirectories::anywhere()).unwrap_err();
+        assert!(
+            told.code == ErrorCode::AlreadyExists && told.detail.contains("is whole"),
+            "{told}"
+        );
+        assert!(export.to.exists(), "what has its name is never removed");
+        assert_eq!(
+            check(&export, &TransferDirectories::anywhere()).unwrap_err().code,
+            ErrorCode::AlreadyExists
+        );
+        let second = ExportSpec { export: TaskId::new(), ..export.clone() };
+        std::fs::write(unnamed(&second), "x").unwrap();
+        assert_eq!(
+            name(&second, &record, &TransferDirectories::anywhere()).unwrap_err().code,
+            ErrorCode::AlreadyExists
+        );
+        remove(&second, &record, &TransferDirectories::anywhere()).unwrap();
+    }
+
+    #[test]
+    fn a_file_that_has_the_name_is_not_taken_for_the_export() {
+        let directory = tempfile::tempdir().unwrap();
+        let record = directory.path().join("record");
+        let export = spec(directory.path().join("out.raw"));
+        let _inode_is_not_given_again =
+            make(&export, 0, &record, &TransferDirectories::anywhere()).unwrap();
+        std::fs::remove_file(unnamed(&export)).unwrap();
+        assert_eq!(
+            remove(&export, &record, &TransferDirectories::anywhere()).unwrap_err().code,
+            ErrorCode::NotFound
+        );
+        std::fs::write(&export.to, "somebody else's").unwrap();
+        assert_eq!(
+            name(&export, &record, &TransferDirectories::anywhere()).unwrap_err().code,
+            ErrorCode::NotFound
+        );
+        assert_eq!(
+            remove(&export, &record, &TransferDirectories::anywhere()).unwrap_err().code,
+            ErrorCode::NotFound
+        );
+        // After a reboot nobody knows.
+        std::fs::remove_file(&record).unwrap();
+        for told in [
+            name(&export, &record, &TransferDirectories::anywhere()),
+            remove(&export, &record, &TransferDirectories::anywhere()),
+        ] {
+            let told = told.unwrap_err();
+            assert!(
+                told.code == ErrorCode::AlreadyExists && !told.detail.contains("whole"),
+                "{told}"
+            );
+        }
+    }
+
+    #[test]
+    fn the_next_export_of_a_disk_removes_what_the_last_one_left_unnamed() {
+        let directory = tempfile::tempdir().unwrap();
+        let record = directory.path().join("record");
+        let left = spec(directory.path().join("left"));
+        drop(make(&left, 0, &record, &TransferDirectories::anywhere()).unwrap());
+        drop(
+            make(
+                &spec(directory.path().join("next")),
+                0,
+                &record,
+                &TransferDirectories::anywhere(),
+            )
+            .unwrap(),
+        );
+        assert!(!unnamed(&left).exists());
+    }
+
+    #[test]
+    fn nothing_is_written_where_this_host_may_not() {
+        let directory = tempfile::tempdir().unwrap();
+        let record = directory.path().join("record");
+        let (inside, outside) = (directory.path().join("in"), directory.path().join("out"));
+        std::fs::create_dir(&inside).unwrap();
+        std::fs::create_dir(&outside).unwrap();
+        std::os::unix::fs::symlink(&outside, inside.join("link")).unwrap();
+        let allowed = TransferDirectories::new(vec![inside.clone()]).unwrap();
+        for to in [outside.join("a"), inside.join("link/a"), inside.join("../out/a")] {
+            let refused = check(&spec(to.clone()), &allowed).unwrap_err();
+            assert_eq!(refused.field.as_deref(), Some("to"), "{refused}");
+            assert!(refused.detail.contains("--transfer-directory"), "{refused}");
+            assert!(make(&spec(to), 0, &record, &allowed).is_err());
+        }
+        assert_eq!(std::fs::read_dir(&outside).unwrap().count(), 0);
+        let export = spec(inside.join("a"));
+        drop(make(&export, 0, &record, &allowed).unwrap());
+        // An agent that may not write there any more still removes what it had begun.
+        let none = TransferDirectories::new(Vec::new()).unwrap();
+        remove(&export, &record, &none).unwrap();
+        assert!(!unnamed(&export).exists());
+        drop(make(&export, 0, &record, &allowed).unwrap());
+        name(&export, &record, &allowed).unwrap();
+        assert!(export.to.exists());
+    }
+
+    #[test]
+    fn places_that_cannot_be_are_refused() {
+        let directory = tempfile::tempdir().unwrap();
+        for to in ["relative", "/", "/tmp/.."] {
+            let problem = check(&spec(to.into()), &TransferDirectories::anywhere()).unwrap_err();
+            assert_eq!(problem.code, ErrorCode::InvalidRequest, "{to}: {problem}");
+        }
+        let records = tempfile::tempdir().unwrap();
+        let record = records.path().join("record");
+        let nowhere = spec(directory.path().join("none/out"));
+        assert_eq!(
+            make(&nowhere, 0, &record, &TransferDirectories::anywhere()).unwrap_err().code,
+            ErrorCode::InvalidRequest
+        );
+        let link = directory.path().join("link");
+        std::os::unix::fs::symlink("/nowhere", &link).unwrap();
+        assert_eq!(
+            check(&spec(link), &TransferDirectories::anywhere()).unwrap_err().code,
+            ErrorCode::AlreadyExists
+        );
+        let large = spec(directory.path().join("large"));
+        assert_eq!(
+            make(&large, u64::MAX, &record, &TransferDirectories::anywhere()).unwrap_err().code,
+            ErrorCode::NoSpace
+        );
+        assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 1, "debris");
+        let plain = ExportSpec { format: ExportFormat::Luks2, ..large };
+        assert_eq!(
+            check(&plain, &TransferDirectories::anywhere()).unwrap_err().field.as_deref(),
+            Some("passphrase")
+        );
+    }
+}

@@ -1,0 +1,221 @@
+//! Filling a disk from an image, through a filter process of its own.
+//!
+//! ```text
+//!  filter: written ─► flushed ─► says durable = N        agent: notes N beside the half-made disk
+//!     ▲                                                     │
+//!     └──────── killed: a new one goes on from N ◄──────────┘ (or from N after a restart of the agent)
+//! ```
+//! The note never says more than what is flushed, and names the image it is about: another image, or the
+//! same one changed, begins anew.
+
+use std::fs::File;
+use std::time::Duration;
+
+use tokio::task::spawn_blocking;
+use vmseal_api::filter::{DiskActivity, Holes};
+use vmseal_api::host::DiskSpec;
+use vmseal_api::id::{DiskId, VmId};
+use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_secret::SecretBytes;
+
+use crate::filter::{self, Control, FilterError};
+use crate::process::Process;
+use crate::process::users::Slot;
+use crate::storage::disk::{Workshop, internal, is_preallocated};
+use crate::storage::home::{Home, Note};
+use crate::storage::image::Image;
+
+/// How often an import is asked how far it is.
+const PROGRESS_INTERVAL: Duration = Duration::from_millis(100);
+
+/// How often a filter may die without having got on: then it is the image or the machine that kills it.
+const DEATHS_MAX: u32 = 3;
+
+/// A disk that is being filled.
+pub struct Filling<'a> {
+    /// The VM.
+    pub vm: VmId,
+    /// Which of its disks.
+    pub disk: &'a DiskSpec,
+    /// Where it is made.
+    pub home: &'a Home,
+    /// Its image, locked.
+    pub file: &'a File,
+    /// Where the guest's first byte is in it, in bytes.
+    pub offset: u64,
+    /// The DEK; none in the clear.
+    pub key: Option<&'a SecretBytes>,
+    /// What it is filled from.
+    pub image: &'a Image,
+}
+
+/// Why a filter process did not fill a disk.
+enum Failure {
+    /// It died; another one may go on.
+    Died(Problem),
+    /// It cannot be done.
+    Final(Problem),
+}
+
+impl From<FilterError> for Failure {
+    fn from(error: FilterError) -> Self {
+        match &error {
+            // One that is slow to answer has not done worse than one that died: another one goes on.
+            FilterError::Ended { .. } | FilterError::Io(_) | FilterError::TimedOut => {
+                Self::Died(internal(error))
+            }
+            _ => Self::Final(internal(error)),
+        }
+    }
+}
+
+impl Filling<'_> {
+    /// Fills it, going on at byte `from`. `progress` is told bytes done and in all.
+    ///
+    /// # Errors
+    /// What is wrong with the image, the disk or the process.
+    pub async fn run(
+        &self,
+        from: u64,
+        workshop: &Workshop,
+        slot: &Slot,
+        progress: impl Fn(u64, u64) + Send,
+    ) -> Result<(), Problem> {
+        let (mut durable, mut deaths) = (from, 0);
+        loop {
+            let begun = durable;
+            let result = self.attempt(&mut durable, workshop, slot, &progress).await;
+            deaths = if durable > begun { 0 } else { deaths + 1 };
+            match result {
+                Ok(()) => return self.image.check_unchanged(),
+                Err(Failure::Final(problem)) => return Err(problem),
+                Err(Failure::Died(problem)) if deaths >= DEATHS_MAX => return Err(problem),
+                Err(Failure::Died(problem)) => {
+                    tracing::warn!(
+                        vm = %self.vm, disk = %self.disk.disk, %problem, durable,
+                        "the filter that fills a disk has died; another one goes on"
+                    );
+                }
+            }
+        }
+    }
+
+    /// One filter process, from `durable` on, which grows with what is noted.
+    async fn attempt(
+        &self,
+        durable: &mut u64,
+        workshop: &Workshop,
+        slot: &Slot,
+        progress: &(impl Fn(u64, u64) + Send),
+    ) -> Result<(), Failure> {
+        let directory = &workshop.directory;
+        directory.renew().await.map_err(final_)?;
+        let disk = self.disk(*durable).map_err(Failure::Final)?;
+        let (process, keys) =
+            filter::start(&workshop.filter, self.vm, directory, vec![disk], slot.filter())
+                .map_err(final_)?;
+        let control = Control::of(directory);
+        control.ready(&process, directory).await?;
+        drop(keys);
+        self.follow(&control, &process, workshop, durable, progress).await?;
+        end_idle(&control, self.disk.disk).await.map_err(Failure::Final)?;
+        process.end_within(filter::SHUTDOWN_TIMEOUT).await;
+        directory.sweep().await.map_err(final_)
+    }
+
+    fn disk(&self, from: u64) -> Result<filter::Disk, Problem> {
+        let key = self.key.map(|dek| dek.to_memfd().map_err(internal)).transpose()?;
+        Ok(filter::Disk {
+            disk: self.disk.disk,
+            size: self.disk.size,
+            file: self.file.try_clone().map_err(internal)?,
+            offset: self.offset,
+            key: key.map(|dek| (dek, Holes::Zero)),
+            keeps_room: is_preallocated(self.disk),
+            work: filter::Work::Import {
+                source: self.image.file.try_clone().map_err(internal)?,
+                format: self.image.format,
+                from,
+            },
+            beside: None,
+            // Nobody believes a map before the disk is whole: its replica begins empty (crate::storage::replica).
+            replica: None,
+        })
+    }
+
+    async fn follow(
+        &self,
+        control: &Control,
+        process: &Process,
+        workshop: &Workshop,
+        durable: &mut u64,
+        progress: &(impl Fn(u64, u64) + Send),
+    ) -> Result<(), Failure> {
+        loop {
+            let status = control.status_of(process, &workshop.directory).await?;
+            match status.disks.into_iter().next().map(|disk| disk.state) {
+                Some(DiskActivity::Importing { done, total, durable: flushed }) => {
+                    progress(done, total);
+                    if flushed > *durable {
+                        self.note(flushed).await?;
+                        *durable = flushed;
+                    }
+                }
+                Some(DiskActivity::Idle) => return Ok(()),
+                Some(DiskActivity::Failed { message }) => return Err(final_(message)),
+                other => {
+                    return Err(final_(format!("the filter that fills a disk says {other:?}")));
+                }
+            }
+            tokio::time::sleep(PROGRESS_INTERVAL).await;
+        }
+    }
+
+    async fn note(&self, durable: u64) -> Result<(), Failure> {
+        let (home, disk) = (self.home.clone(), self.disk.disk);
+        let note = Note::new(self.image.identity.clone(), durable);
+        let noted = spawn_blocking(move || home.note(disk, &note)).await.map_err(final_)?;
+        noted.map_err(Failure::Final)
+    }
+}
+
+/// Ends a filter whose work is flushed: it only has to go, and is killed when it does not.
+///
+/// # Errors
+/// It says that its last flush failed.
+pub(crate) async fn end_idle(control: &Control, disk: DiskId) -> Result<(), Problem> {
+    match control.shut_down().await {
+        Ok(()) => Ok(()),
+        Err(error @ FilterError::Refused { .. }) => Err(internal(error)),
+        Err(error) => {
+            tracing::warn!(%disk, %error, "a filter that has done its work does not end; it is killed");
+            Ok(())
+        }
+    }
+}
+
+fn final_(error: impl std::fmt::Display) -> Failure {
+    Failure::Final(Problem::new(ErrorCode::Internal, error.to_string()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_filter_that_is_slow_is_one_that_died_and_no_end_of_the_import() {
+        let is_final = |error: FilterError| matches!(Failure::from(error), Failure::Final(_));
+        assert!(!is_final(FilterError::TimedOut));
+        let (code, message) = (ErrorCode::Internal, "no".to_owned());
+        assert!(is_final(FilterError::Refused { code, message }));
+    }
+
+    #[tokio::test]
+    async fn what_is_flushed_is_whole_though_its_filter_does_not_answer_any_more() {
+        let directory = tempfile::tempdir().unwrap();
+        let run =
+            crate::process::run_dir::RunDir::open(directory.path()).unwrap().import(DiskId::new());
+        // Its socket is gone.
+        end_idle(&Control::of(&run), DiskId::new()).await.unwrap();
+    }
+}

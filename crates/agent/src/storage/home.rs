@@ -1,0 +1,690 @@
+//! A VM's disks on one datastore: its files, their locks, and notes of imports under way.
+//!
+//! ```text
+//! <datastore>/<vm id>/vm.json                 whose disks these are, readable without any key
+//! <datastore>/<vm id>/<disk id>.raw           a disk
+//! <datastore>/<vm id>/<disk id>.raw.creating  a disk that is being made, or debris of one
+//! <datastore>/<vm id>/<disk id>.raw.importing how far the import is that makes it ([`Note`])
+//! <datastore>/<vm id>/<disk id>.map           what the replica of a disk may not have ([`crate::storage::replica`])
+//! <datastore>/<vm id>/<disk id>.pair          which image and which replica that is about, beside both
+//! <datastore>/<vm id>/<disk id>.replica       the replica of a disk that is on another datastore
+//! ```
+//! A disk is renamed to its name when it is whole and flushed. Whoever works on an image holds a lock on
+//! the open file (F_OFD_SETLK); the filter inherits the open file and the lock with it.
+
+use std::collections::BTreeMap;
+use std::fs::{DirBuilder, File};
+use std::io;
+use std::ops::Range;
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, SystemTime};
+
+use nix::errno::Errno;
+use nix::fcntl::{FallocateFlags, fallocate};
+use serde::{Deserialize, Serialize};
+use vmseal_api::host::{DatastoreSpec, DiskSpec, KeyReference, VmSpec};
+use vmseal_api::id::{DiskId, VmId};
+use vmseal_api::problem::{ErrorCode, Problem};
+
+use crate::atomic_file;
+use crate::storage::datastore::{failed, marked, usage};
+use crate::storage::image::Identity;
+use crate::storage::locked::{Access, make_locked, open_locked, open_once};
+
+/// The version of the descriptor.
+const VERSION: u32 = 1;
+
+/// The version of notes.
+const NOTE_VERSION: u32 = 2;
+
+/// The file that says whose disks are in a directory.
+pub const DESCRIPTOR: &str = "vm.json";
+
+/// How long a half-made disk is kept whose import was interrupted: longer than a host is usually down.
+const INTERRUPTED_KEPT: Duration = Duration::from_secs(7 * 24 * 3600);
+
+/// The longest note of an import, in bytes.
+const NOTE_MAX: u64 = 4096;
+
+/// Below this much free room (bytes), a failed write is taken for a full datastore.
+const FULL_BELOW: u64 = 16 << 20;
+
+/// Of each datastore: held while a home gets a file and while an empty one is removed, as disks of one VM are made
+/// and removed beside each other. A datastore that hangs keeps no other one waiting.
+static HOMES: Mutex<BTreeMap<PathBuf, Arc<Mutex<()>>>> = Mutex::new(BTreeMap::new());
+
+fn homes(datastore: &Path) -> Arc<Mutex<()>> {
+    let mut homes = HOMES.lock().unwrap_or_else(PoisonError::into_inner);
+    Arc::clone(homes.entry(datastore.to_owned()).or_default())
+}
+
+/// What is known of a VM without any key. Nothing trusts it: it is for people and for listing.
+#[derive(Serialize)]
+struct Descriptor<'a> {
+    version: u32,
+    vm: VmId,
+    name: &'a str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    key: Option<&'a KeyReference>,
+    disks: Vec<DescribedDisk<'a>>,
+}
+
+#[derive(Serialize)]
+struct DescribedDisk<'a> {
+    disk: DiskId,
+    name: &'a str,
+    size: u64,
+    encrypted: bool,
+    file: String,
+}
+
+/// How far an import is, as noted beside the disk that it makes.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Note {
+    version: u32,
+    /// The image that is imported.
+    pub image: Identity,
+    /// What is before it has been written and flushed, in bytes.
+    pub durable: u64,
+}
+
+impl Note {
+    /// So far.
+    #[must_use]
+    pub fn new(image: Identity, durable: u64) -> Self {
+        Self { version: NOTE_VERSION, image, durable }
+    }
+}
+
+/// Whether an import has noted how far it is, not too long ago.
+fn is_interrupted(note: &Path) -> bool {
+    kept_until(note).is_some_and(|until| until > SystemTime::now())
+}
+
+/// Until when a half-made disk is kept for its import to go on; none where it has noted nothing.
+#[must_use]
+pub fn kept_until(note: &Path) -> Option<SystemTime> {
+    let modified = note.symlink_metadata().and_then(|metadata| metadata.modified());
+    modified.ok()?.checked_add(INTERRUPTED_KEPT)
+}
+
+/// Removes a half-made disk that nobody works on, unless its import may go on.
+pub(crate) fn remove_debris(path: &Path) {
+    // Whoever makes a file here has locked it, too, before this is given back.
+    let homes = path.parent().and_then(Path::parent).map(homes).unwrap_or_default();
+    let _homes = homes.lock().unwrap_or_else(PoisonError::into_inner);
+    let note = path.with_extension("importing");
+    if is_interrupted(&note) {
+        return;
+    }
+    // Its lock is held until it is gone: nobody begins to work on it meanwhile.
+    let Ok(Some(_lock)) = open_once(path, Access::Write) else { return };
+    tracing::info!(path = %path.display(), "removing a half-made disk");
+    // An old note first: it is about this file.
+    let _ = std::fs::remove_file(note);
+    if let Err(error) = std::fs::remove_file(path) {
+        tracing::warn!(path = %path.display(), %error, "cannot remove a half-made disk");
+    }
+}
+
+/// The directory of a VM's disks on one datastore.
+#[derive(Clone, Debug)]
+pub struct Home {
+    path: PathBuf,
+}
+
+impl Home {
+    /// Where a VM's disks are, on a datastore that is the right one.
+    ///
+    /// # Errors
+    /// `wrong-state` when the place carries no mark, or another one (not mounted?).
+    pub fn of(spec: &DatastoreSpec, vm: VmId) -> Result<Self, Problem> {
+        Ok(Self { path: marked(spec)?.join(vm.to_string()) })
+    }
+
+    /// A disk's file.
+    #[must_use]
+    pub fn image(&self, disk: DiskId) -> PathBuf {
+        self.path.join(format!("{disk}.raw"))
+    }
+
+    /// The map of a disk's replica, beside the disk.
+    #[must_use]
+    pub fn map(&self, disk: DiskId) -> PathBuf {
+        self.path.join(format!("{disk}.map"))
+    }
+
+    /// The replica of a disk that is on another datastore.
+    #[must_use]
+    pub fn replica(&self, disk: DiskId) -> PathBuf {
+        self.path.join(format!("{disk}.replica"))
+    }
+
+    /// Which image and replica the map is of, beside either.
+    #[must_use]
+    pub fn pair(&self, disk: DiskId) -> PathBuf {
+        self.path.join(format!("{disk}.pair"))
+    }
+
+    fn creating(&self, disk: DiskId) -> PathBuf {
+        self.path.join(format!("{disk}.raw.creating"))
+    }
+
+    fn importing(&self, disk: DiskId) -> PathBuf {
+        self.path.join(format!("{disk}.raw.importing"))
+    }
+
+    /// Notes how far an import is: durable when this returns.
+    ///
+    /// # Errors
+    /// As the file system.
+    pub fn note(&self, disk: DiskId, note: &Note) -> Result<(), Problem> {
+        let path = self.importing(disk);
+        serde_json::to_vec(note)
+            .map_err(io::Error::from)
+            .and_then(|json| atomic_file::write(&path, &json))
+            .map_err(|error| failed(&path, "written", &error))
+    }
+
+    /// A half-made disk, locked, and how far its import was; none when there is none to go on with.
+    ///
+    /// # Errors
+    /// `in-use` when somebody works on it; `damaged` when the note is.
+    pub fn noted(&self, disk: DiskId) -> Result<Option<(File, Note)>, Problem> {
+        use std::io::Read;
+        let path = self.importing(disk);
+        let mut text = Vec::new();
+        match File::open(&path).and_then(|file| file.take(NOTE_MAX).read_to_end(&mut text)) {
+            Ok(_) => {}
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(error) => return Err(failed(&path, "read", &error)),
+        }
+        let note = serde_json::from_slice::<Note>(&text).ok();
+        let note = note.filter(|note| note.version == NOTE_VERSION).ok_or_else(|| {
+            Problem::new(ErrorCode::Damaged, format!("{} is not understood", path.display()))
+        })?;
+        Ok(open_locked(&self.creating(disk), Access::Write)?.map(|file| (file, note)))
+    }
+
+    /// Makes the directory, and writes what it holds: which VM's disks, and the key that they open with.
+    ///
+    /// # Errors
+    /// As the file system.
+    pub fn describe(&self, spec: &VmSpec, here: &DatastoreSpec) -> Result<(), Problem> {
+        DirBuilder::new()
+            .recursive(true)
+            .mode(0o700)
+            .create(&self.path)
+            .and_then(|()| atomic_file::flush_directory_of(&self.path))
+            .map_err(|error| failed(&self.path, "made", &error))?;
+        let is_replica = |disk: &DiskSpec| {
+            disk.replica.as_ref().is_some_and(|replica| replica.datastore == *here)
+        };
+        let disks = spec.disks.iter().filter_map(|disk| {
+            let kind = if disk.datastore == *here {
+                "raw"
+            } else if is_replica(disk) {
+                "replica"
+            } else {
+                return None;
+            };
+            Some(DescribedDisk {
+                disk: disk.disk,
+                name: &disk.name,
+                size: disk.size,
+                encrypted: disk.encrypted,
+                file: format!("{}.{kind}", disk.disk),
+            })
+        });
+        let descriptor = Descriptor {
+            version: VERSION,
+            vm: spec.vm,
+            name: &spec.name,
+            key: spec.key.as_ref(),
+            disks: disks.collect(),
+        };
+        let path = self.path.join(DESCRIPTOR);
+        serde_json::to_vec_pretty(&descriptor)
+            .map_err(io::Error::from)
+            .and_then(|json| atomic_file::write(&path, &json))
+            .map_err(|error| failed(&path, "written", &error))
+    }
+
+    /// Opens a replica or a map at its place in this home, or makes an empty one; locked. `here` is the datastore.
+    ///
+    /// # Errors
+    /// `in-use` when somebody else has it; `damaged` when it is no regular file; as the file system.
+    pub fn open_or_make(
+        &self,
+        spec: &VmSpec,
+        here: &DatastoreSpec,
+        path: &Path,
+    ) -> Result<File, Problem> {
+        if let Some(file) = open_locked(path, Access::Write)? {
+            return Ok(file);
+        }
+        let homes = homes(self.datastore());
+        let _homes = homes.lock().unwrap_or_else(PoisonError::into_inner);
+        self.describe(spec, here)?;
+        let file = make_locked(path)?;
+        atomic_file::flush_directory_of(path).map_err(|error| failed(path, "made", &error))?;
+        Ok(file)
+    }
+
+    /// Begins a disk of so many bytes (sparse), locked, one of `spec`'s. Debris of an earlier attempt is
+    /// removed.
+    ///
+    /// # Errors
+    /// `in-use` when somebody works on it; `no-space`.
+    pub fn begin(&self, spec: &VmSpec, disk: &DiskSpec, length: u64) -> Result<File, Problem> {
+        let path = self.creating(disk.disk);
+        self.remove_half_made(disk.disk)?;
+        let homes = homes(self.datastore());
+        let _homes = homes.lock().unwrap_or_else(PoisonError::into_inner);
+        self.describe(spec, &disk.datastore)?;
+        let file = make_locked(&path)?;
+        file.set_len(length).map_err(|error| failed(&path, "made", &error))?;
+        Ok(file)
+    }
+
+    /// Takes room for a part of a disk that was begun.
+    ///
+    /// # Errors
+    /// `no-space`; `unsupported` where the file system cannot.
+    pub fn allocate(&self, disk: DiskId, file: &File, part: Range<u64>) -> Result<(), Problem> {
+        let path = self.creating(disk);
+        let sign = |at: u64| i64::try_from(at).unwrap_or(i64::MAX);
+        let (from, length) = (sign(part.start), sign(part.end - part.start));
+        match fallocate(file, FallocateFlags::empty(), from, length) {
+            Ok(()) => Ok(()),
+            Err(Errno::EOPNOTSUPP | Errno::ENOSYS) => Err(Problem::new(
+                ErrorCode::Unsupported,
+                format!(
+                    "the file system of {} cannot take room ahead (fallocate): use a policy with thin allocation",
+                    path.display()
+                ),
+            )),
+            Err(error) => Err(failed(&path, "allocated", &error.into())),
+        }
+    }
+
+    /// Makes a disk that was begun final: flushed, and under its name.
+    ///
+    /// # Errors
+    /// `no-space`, or as the file system.
+    pub fn finish(&self, disk: DiskId, file: &File) -> Result<(), Problem> {
+        let (from, to) = (self.creating(disk), self.image(disk));
+        file.sync_all()
+            .and_then(|()| std::fs::rename(&from, &to))
+            .and_then(|()| atomic_file::flush_directory_of(&to))
+            .map_err(|error| failed(&to, "finished", &error))?;
+        // Without the half-made disk it means nothing.
+        remove_if_there(&self.importing(disk))
+    }
+
+    /// Opens a whole disk, locked; none when there is none.
+    ///
+    /// # Errors
+    /// `in-use` when somebody else has it; `damaged` when it is no regular file.
+    pub fn open(&self, disk: DiskId) -> Result<Option<File>, Problem> {
+        open_locked(&self.image(disk), Access::Write)
+    }
+
+    /// The same for reading only: others may read it meanwhile, and nobody may write. The datastore may be mounted
+    /// read-only.
+    ///
+    /// # Errors
+    /// As [`Home::open`].
+    pub fn open_to_read(&self, disk: DiskId) -> Result<Option<File>, Problem> {
+        open_locked(&self.image(disk), Access::Read)
+    }
+
+    /// Opens the replica of a disk, locked; none when there is none.
+    ///
+    /// # Errors
+    /// As [`Home::open`].
+    pub fn open_replica(&self, disk: DiskId) -> Result<Option<File>, Problem> {
+        open_locked(&self.replica(disk), Access::Write)
+    }
+
+    /// Removes a half-made disk of which nobody holds the lock.
+    ///
+    /// # Errors
+    /// `in-use`, or as the file system.
+    pub fn discard(&self, disk: DiskId) -> Result<(), Problem> {
+        self.remove_half_made(disk)?;
+        self.remove_empty();
+        Ok(())
+    }
+
+    /// In this order: a note is about the file that is there.
+    fn remove_half_made(&self, disk: DiskId) -> Result<(), Problem> {
+        let Some(_lock) = open_locked(&self.creating(disk), Access::Write)? else {
+            return remove_if_there(&self.importing(disk));
+        };
+        let note = self.importing(disk);
+        remove_if_there(&note)?;
+        // What is left of one that was being written.
+        remove_if_there(&self.path.join(format!("{disk}.raw.importing.new")))?;
+        atomic_file::flush_directory_of(&note).map_err(|error| failed(&note, "removed", &error))?;
+        let path = self.creating(disk);
+        std::fs::remove_file(&path)
+            .and_then(|()| atomic_file::flush_directory_of(&path))
+            .map_err(|error| failed(&path, "removed", &error))
+    }
+
+    /// Removes a disk, whole or half-made, and with the last one the directory.
+    ///
+    /// # Errors
+    /// `in-use`, or as the file system.
+    pub fn delete(&self, disk: DiskId) -> Result<(), Problem> {
+        self.remove_file(&self.image(disk))?;
+        self.discard(disk)
+    }
+
+    /// Removes a replica or a map of which nobody holds the lock, and with the last file the directory.
+    ///
+    /// # Errors
+    /// `in-use`, or as the file system.
+    pub fn remove(&self, path: &Path) -> Result<(), Problem> {
+        self.remove_file(path)?;
+        self.remove_empty();
+        Ok(())
+    }
+
+    /// Removes a note, and with the last file the directory.
+    ///
+    /// # Errors
+    /// As the file system.
+    pub fn remove_note(&self, path: &Path) -> Result<(), Problem> {
+        remove_if_there(path)?;
+        // What is left of one that was being written.
+        let mut temporary = path.as_os_str().to_owned();
+        temporary.push(".new");
+        remove_if_there(Path::new(&temporary))?;
+        match atomic_file::flush_directory_of(path) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                Err(failed(path, "removed", &error))
+            }
+            _ => {
+                self.remove_empty();
+                Ok(())
+            }
+        }
+    }
+
+    fn remove_file(&self, path: &Path) -> Result<(), Problem> {
+        // The lock is held while the file is removed: nobody can have begun to use it.
+        let Some(_lock) = open_locked(path, Access::Write)? else { return Ok(()) };
+        std::fs::remove_file(path)
+            .and_then(|()| atomic_file::flush_directory_of(path))
+            .map_err(|error| failed(path, "removed", &error))
+    }
+
+    /// Removes the directory when no disk is left in it.
+    fn remove_empty(&self) {
+        let homes = homes(self.datastore());
+        let _homes = homes.lock().unwrap_or_else(PoisonError::into_inner);
+        let Ok(mut entries) = std::fs::read_dir(&self.path) else { return };
+        let only_ours = entries.all(|entry| {
+            entry.is_ok_and(|entry| entry.file_name().to_string_lossy().starts_with(DESCRIPTOR))
+        });
+        if only_ours && let Err(error) = std::fs::remove_dir_all(&self.path) {
+            tracing::warn!(path = %self.path.display(), %error, "cannot remove an empty directory");
+        }
+    }
+
+    /// Whether the datastore is so full that this is why something failed.
+    #[must_use]
+    pub fn is_full(&self) -> bool {
+        usage(self.datastore()).is_ok_and(|usage| usage.free < FULL_BELOW)
+    }
+
+    /// Refuses to begin what cannot fit.
+    ///
+    /// # Errors
+    /// `no-space`.
+    pub fn check_room(&self, needed: u64) -> Result<(), Problem> {
+        let free = usage(self.datastore())?.free;
+        if needed <= free {
+            return Ok(());
+        }
+        Err(Problem::new(
+            ErrorCode::NoSpace,
+            format!(
+                "{needed} bytes are needed in {} and {free} are free: make room or take another datastore",
+                self.datastore().display()
+            ),
+        ))
+    }
+
+    /// The directory that the home is in.
+    #[must_use]
+    pub fn datastore(&self) -> &Path {
+        self.path.parent().unwrap_or(&self.path)
+    }
+}
+
+fn remove_if_there(path: &Path) -> Result<(), Problem> {
+    match std::fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => {
+            Err(failed(path, "removed", &error))
+        }
+        _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::{MetadataExt, PermissionsExt};
+
+    use vmseal_api::host::{Allocation, DatastoreLocation};
+    use vmseal_api::id::DatastoreId;
+
+    use super::*;
+    use crate::storage::datastore::probe;
+
+    fn datastore() -> (tempfile::TempDir, DatastoreSpec) {
+        let directory = tempfile::tempdir().unwrap();
+        let location = DatastoreLocation::Dir { path: directory.path().to_owned() };
+        let spec = DatastoreSpec { datastore: DatastoreId::new(), location };
+        (directory, spec)
+    }
+
+    /// A VM with two disks, and their home.
+    fn home(place: &DatastoreSpec) -> (Home, VmSpec) {
+        let mut spec = crate::process::run_dir::tests::spec();
+        spec.disks = [4096, 1 << 30]
+            .map(|size| DiskSpec {
+                disk: DiskId::new(),
+                name: "d".to_owned(),
+                datastore: place.clone(),
+                size,
+                encrypted: false,
+                allocation: Allocation::Thin,
+                limits: Default::default(),
+                cache: None,
+                replica: None,
+                facts: None,
+            })
+            .into();
+        (Home::of(place, spec.vm).unwrap(), spec)
+    }
+
+    fn begin(home: &Home, spec: &VmSpec, index: usize) -> Result<File, Problem> {
+        home.begin(spec, &spec.disks[index], spec.disks[index].size)
+    }
+
+    #[test]
+    fn a_disk_appears_whole_and_one_at_a_time_has_it() {
+        let (_directory, spec) = datastore();
+        probe(&spec).unwrap();
+        let (home, vm) = home(&spec);
+        let disk = vm.disks[1].disk;
+        let file = begin(&home, &vm, 1).unwrap();
+        assert!(home.open(disk).unwrap().is_none(), "it was there before it was whole");
+        assert_eq!(begin(&home, &vm, 1).unwrap_err().code, ErrorCode::InUse);
+        home.finish(disk, &file).unwrap();
+        assert_eq!(home.open(disk).unwrap_err().code, ErrorCode::InUse);
+        assert_eq!(home.delete(disk).unwrap_err().code, ErrorCode::InUse);
+        drop(file);
+        let file = home.open(disk).unwrap().unwrap();
+        let metadata = file.metadata().unwrap();
+        assert_eq!((metadata.len(), metadata.permissions().mode() & 0o777), (1 << 30, 0o600));
+        assert_eq!(metadata.blocks(), 0, "it is not sparse");
+        drop(file);
+        home.delete(disk).unwrap();
+        home.delete(disk).unwrap();
+        assert!(!home.path.exists());
+    }
+
+    #[test]
+    fn readers_share_an_image_and_keep_writers_out() {
+        let (_directory, spec) = datastore();
+        probe(&spec).unwrap();
+        let (home, vm) = home(&spec);
+        let disk = vm.disks[0].disk;
+        home.finish(disk, &begin(&home, &vm, 0).unwrap()).unwrap();
+        let readers = [home.open_to_read(disk).unwrap(), home.open_to_read(disk).unwrap()];
+        assert!(readers.iter().all(Option::is_some));
+        assert_eq!(home.open(disk).unwrap_err().code, ErrorCode::InUse);
+        let reader = readers[0].as_ref().unwrap();
+        assert!(reader.set_len(0).is_err(), "it is open for writing");
+        drop(readers);
+        let writer = home.open(disk).unwrap();
+        assert_eq!(home.open_to_read(disk).unwrap_err().code, ErrorCode::InUse);
+        drop(writer);
+    }
+
+    #[test]
+    fn a_lock_outlives_its_maker_in_whoever_inherited_the_file() {
+        let (_directory, spec) = datastore();
+        probe(&spec).unwrap();
+        let (home, vm) = home(&spec);
+        let disk = vm.disks[0].disk;
+        let file = begin(&home, &vm, 0).unwrap();
+        let mut child = std::process::Command::new("sleep")
+            .arg("60")
+            .stdin(file.try_clone().unwrap())
+            .spawn()
+            .unwrap();
+        drop(file);
+        assert_eq!(home.discard(disk).unwrap_err().code, ErrorCode::InUse);
+        child.kill().unwrap();
+        child.wait().unwrap();
+        home.discard(disk).unwrap();
+    }
+
+    #[test]
+    fn what_is_no_regular_file_is_refused() {
+        let (_directory, spec) = datastore();
+        probe(&spec).unwrap();
+        let (home, _) = home(&spec);
+        std::fs::create_dir(&home.path).unwrap();
+        let (link, pipe) = (DiskId::new(), DiskId::new());
+        std::os::unix::fs::symlink("/etc/passwd", home.image(link)).unwrap();
+        nix::unistd::mkfifo(&home.image(pipe), nix::sys::stat::Mode::S_IRWXU).unwrap();
+        assert_eq!(home.open(link).unwrap_err().code, ErrorCode::Damaged);
+        assert_eq!(home.open(pipe).unwrap_err().code, ErrorCode::Damaged);
+    }
+
+    #[test]
+    fn debris_is_swept_and_work_under_way_is_not() {
+        let (_directory, spec) = datastore();
+        probe(&spec).unwrap();
+        let (home, vm) = home(&spec);
+        let (dead, alive) = (vm.disks[0].disk, vm.disks[1].disk);
+        drop(begin(&home, &vm, 0).unwrap());
+        let _file = begin(&home, &vm, 1).unwrap();
+        probe(&spec).unwrap();
+        assert!(!home.creating(dead).exists());
+        assert!(home.creating(alive).exists());
+        assert_eq!(home.check_room(u64::MAX).unwrap_err().code, ErrorCode::NoSpace);
+        home.check_room(1).unwrap();
+    }
+
+    /// As docs/formats/import-note.md has it.
+    const NOTE: &str = r#"{"version":2,"image":{"format":"qcow2","path":"/srv/old/web.qcow2","inode":131,"length":1048576,"modified":1700000000,"modified_nanoseconds":5},"durable":4194304}"#;
+
+    /// Swept again and again beside a disk that is made again and again: what is made is never removed
+    /// under its maker's hands.
+    #[test]
+    fn a_sweep_removes_nothing_that_is_being_made() {
+        let (_directory, spec) = datastore();
+        probe(&spec).unwrap();
+        let (home, vm) = home(&spec);
+        let done = std::sync::atomic::AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !done.load(std::sync::atomic::Ordering::Relaxed) {
+                    crate::storage::datastore::sweep(home.datastore());
+                }
+            });
+            for _ in 0..300 {
+                // What an attempt that died has left, which the sweep may be about to remove.
+                drop(begin(&home, &vm, 0));
+                // The sweep may hold its lock for a moment.
+                let Ok(file) = begin(&home, &vm, 0) else { continue };
+                std::thread::yield_now();
+                let there = home.creating(vm.disks[0].disk).metadata().map(|it| it.ino());
+                assert_eq!(there.ok(), Some(file.metadata().unwrap().ino()));
+            }
+            done.store(true, std::sync::atomic::Ordering::Relaxed);
+        });
+    }
+
+    #[test]
+    fn an_interrupted_import_is_kept_for_a_while_and_goes_with_its_disk() {
+        let (_directory, spec) = datastore();
+        probe(&spec).unwrap();
+        let (home, vm) = home(&spec);
+        let disk = vm.disks[0].disk;
+        let note: Note = serde_json::from_str(NOTE).unwrap();
+        assert_eq!(serde_json::to_string(&note).unwrap(), NOTE);
+        drop(begin(&home, &vm, 0).unwrap());
+        assert!(home.noted(disk).unwrap().is_none());
+        home.note(disk, &note).unwrap();
+        probe(&spec).unwrap();
+        let (file, found) = home.noted(disk).unwrap().unwrap();
+        assert_eq!((&found.image, found.durable), (&note.image, 4 << 20));
+        drop(file);
+        let path = home.importing(disk);
+        for damaged in ["", "{}", &NOTE.replace("\"version\":2", "\"version\":1"), &NOTE[1..]] {
+            std::fs::write(&path, damaged).unwrap();
+            assert_eq!(home.noted(disk).unwrap_err().code, ErrorCode::Damaged, "{damaged:?}");
+        }
+        // Long ago: nobody will go on with it.
+        let file = File::options().write(true).open(&path).unwrap();
+        file.set_modified(std::time::SystemTime::now() - INTERRUPTED_KEPT).unwrap();
+        probe(&spec).unwrap();
+        assert!(!home.creating(disk).exists() && !path.exists(), "it is kept for ever");
+        home.note(disk, &note).unwrap();
+        drop(begin(&home, &vm, 0).unwrap());
+        assert!(!path.exists(), "a new beginning with an old note");
+        home.note(disk, &note).unwrap();
+        home.discard(disk).unwrap();
+        assert!(!home.path.exists(), "something is left");
+    }
+
+    #[test]
+    fn disks_of_one_vm_come_and_go_beside_each_other() {
+        let (_directory, spec) = datastore();
+        probe(&spec).unwrap();
+        let (home, vm) = home(&spec);
+        std::thread::scope(|scope| {
+            for index in [0, 1] {
+                let (home, vm) = (&home, &vm);
+                scope.spawn(move || {
+                    for _ in 0..100 {
+                        drop(begin(home, vm, index).unwrap());
+                        home.discard(vm.disks[index].disk).unwrap();
+                    }
+                });
+            }
+        });
+        assert!(!home.path.exists());
+    }
+}

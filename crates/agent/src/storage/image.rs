@@ -1,0 +1,341 @@
+//! The image that a disk is filled from: opened for reading only, by nobody written to, and known again.
+//!
+//! Nothing tells for certain that a file is not being changed; three things are asked:
+//! - the kernel, whether somebody has it open for writing (a read lease is given only then; on file
+//!   systems that have leases);
+//! - QEMU's locks, which QEMU and its tools set on images also where there are no leases (one byte for
+//!   each permission, `block/file-posix.c`), and which this process then sets, too: a QEMU that would
+//!   write finds the image in use;
+//! - the file's length and time of change, which must be at the end as they were at the beginning.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use nix::errno::Errno;
+use nix::fcntl::{FcntlArg, fcntl};
+use serde::{Deserialize, Serialize};
+use vmseal_api::host::{DiskSpec, ImageSource};
+use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::transfer::ImageFormat;
+
+use crate::storage::transfer::{Refused, TransferDirectories};
+
+/// Where QEMU locks the permissions that it uses, and those that it does not let others have, in bytes.
+const QEMU_USES: i64 = 100;
+const QEMU_FORBIDS: i64 = 200;
+
+/// QEMU's permissions: to read what is consistent, to write, to resize.
+const READ: i64 = 0;
+const WRITE: i64 = 1;
+const RESIZE: i64 = 3;
+
+/// `F_SETSIG` of asm-generic/fcntl.h: which signal tells of a lease that is broken.
+const F_SETSIG: libc::c_int = 10;
+
+/// Which file it is, and whether it has been changed.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Identity {
+    format: ImageFormat,
+    /// A reboot may give a file system another number, and leaves its files their paths and inodes.
+    path: PathBuf,
+    inode: u64,
+    length: u64,
+    modified: i64,
+    modified_nanoseconds: i64,
+}
+
+impl Identity {
+    fn of(file: &File, path: &Path, format: ImageFormat) -> io::Result<Self> {
+        let metadata = file.metadata()?;
+        Ok(Self {
+            format,
+            path: path.to_owned(),
+            inode: metadata.ino(),
+            length: metadata.len(),
+            modified: metadata.mtime(),
+            modified_nanoseconds: metadata.mtime_nsec(),
+        })
+    }
+}
+
+/// An image, open for reading.
+#[derive(Debug)]
+pub struct Image {
+    /// The file; QEMU's locks live as long as its open file description.
+    pub file: File,
+    /// What it is.
+    pub format: ImageFormat,
+    /// Which it is.
+    pub identity: Identity,
+    /// How long it is, and what of that is not holes, in bytes.
+    pub allocated: u64,
+}
+
+impl Image {
+    /// Opens the image that a disk is filled from.
+    ///
+    /// # Errors
+    /// `invalid-request`: it is not where this host may import from, no regular file, not of the format that
+    /// is named, or its disk is longer than this one. `in-use`: somebody may write to it.
+    pub fn open(
+        source: &ImageSource,
+        disk: &DiskSpec,
+        allowed: &TransferDirectories,
+    ) -> Result<Self, Problem> {
+        let invalid =
+            |what: String| Problem::invalid("image", format!("{}: {what}", source.path.display()));
+        if !source.path.is_absolute() {
+            return Err(invalid("must be an absolute path".to_owned()));
+        }
+        let file = allowed.image(&source.path).map_err(|refused| match refused {
+            Refused::Outside(why) => Problem::invalid("image", why),
+            Refused::File(error) => invalid(error.to_string()),
+        })?;
+        let metadata = file.metadata().map_err(|error| invalid(error.to_string()))?;
+        if !metadata.is_file() {
+            return Err(invalid("is no regular file".to_owned()));
+        }
+        check_unused(&file, &source.path)?;
+        let size = match source.format {
+            ImageFormat::Raw => metadata.len(),
+            ImageFormat::Qcow2 => {
+                vmseal_qcow2::examine(&file).map_err(|refusal| invalid(refusal.to_string()))?.size
+            }
+        };
+        if size > disk.size {
+            return Err(invalid(format!(
+                "holds a disk of {size} bytes, the disk '{}' has only {}; make the disk larger",
+                disk.name, disk.size
+            )));
+        }
+        let identity =
+            Identity::of(&file, &source.path, source.format).map_err(|e| invalid(e.to_string()))?;
+        let allocated = metadata.blocks().saturating_mul(512).min(metadata.len());
+        Ok(Self { file, format: source.format, identity, allocated })
+    }
+
+    /// Sees that nobody has changed it since it was opened.
+    ///
+    /// # Errors
+    /// `in-use`: somebody has.
+    pub fn check_unchanged(&self) -> Result<(), Problem> {
+        let now = Identity::of(&self.file, &self.identity.path, self.format)
+            .map_err(|error| Problem::new(ErrorCode::Internal, error.to_string()))?;
+        if now == self.identity {
+            return Ok(());
+        }
+        let what = "the image was changed while it was imported: end whoever writes to it and import it again";
+        Err(Problem::new(ErrorCode::InUse, what))
+    }
+}
+
+fn check_unused(file: &File, path: &Path) -> Result<(), Problem> {
+    let used = |by: &str| {
+        let what = format!(
+            "{} is in use: {by}. End it first; an image that is written to cannot be imported",
+            path.display()
+        );
+        Err(Problem::new(ErrorCode::InUse, what))
+    };
+    if has_writers(file) {
+        return used("a process has it open for writing");
+    }
+    match qemu_locks(file) {
+        Ok(true) => Ok(()),
+        Ok(false) => used("a QEMU or one of its tools has locked it for writing"),
+        // A file system without locks.
+        Err(error) => {
+            tracing::debug!(path = %path.display(), %error, "QEMU's locks cannot be asked for");
+            Ok(())
+        }
+    }
+}
+
+/// Whether somebody has the file open for writing, as far as the kernel tells.
+fn has_writers(file: &File) -> bool {
+    // Whoever opens it for writing while the lease is held has a signal sent to us; this one is ignored
+    // by default, the usual one would end the process.
+    // SAFETY: plain numbers, on a descriptor that is open.
+    let asked = unsafe {
+        let fd = file.as_raw_fd();
+        if libc::fcntl(fd, F_SETSIG, libc::SIGURG) < 0 {
+            return false;
+        }
+        let leased = libc::fcntl(fd, libc::F_SETLEASE, libc::F_RDLCK);
+        let answer = if leased < 0 { Err(Errno::last()) } else { Ok(()) };
+        if leased >= 0 {
+            libc::fcntl(fd, libc::F_SETLEASE, libc::F_UNLCK);
+        }
+        answer
+    };
+    // Other errors: the file is another user's, or its file system has no leases.
+    asked == Err(Errno::EAGAIN)
+}
+
+/// Sets the locks of a QEMU that reads and lets nobody write; false if somebody does.
+fn qemu_locks(file: &File) -> io::Result<bool> {
+    for byte in [QEMU_USES + READ, QEMU_FORBIDS + WRITE, QEMU_FORBIDS + RESIZE] {
+        match fcntl(file, FcntlArg::F_OFD_SETLK(&byte_lock(byte, libc::F_RDLCK))) {
+            Ok(_) => {}
+            Err(Errno::EAGAIN | Errno::EACCES) => return Ok(false),
+            Err(error) => return Err(error.into()),
+        }
+    }
+    for byte in [QEMU_USES + WRITE, QEMU_USES + RESIZE, QEMU_FORBIDS + READ] {
+        let mut lock = byte_lock(byte, libc::F_WRLCK);
+        fcntl(file, FcntlArg::F_OFD_GETLK(&mut lock))?;
+        if lock.l_type != libc::F_UNLCK as libc::c_short {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
+
+fn byte_lock(byte: i64, kind: libc::c_int) -> libc::flock {
+    libc::flock {
+        l_type: kind as libc::c_short,
+        l_whence: libc::SEEK_SET as libc::c_short,
+        l_start: byte,
+        l_len: 1,
+        // Must be 0 for locks of open file descriptions.
+        l_pid: 0,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::FileExt;
+    use std::process::{Command, Stdio};
+
+    use vmseal_api::host::{DatastoreLocation, DatastoreSpec};
+    use vmseal_api::id::{DatastoreId, DiskId};
+
+    use super::*;
+
+    fn disk() -> DiskSpec {
+        let location = DatastoreLocation::Dir { path: "/nowhere".into() };
+        DiskSpec {
+            disk: DiskId::new(),
+            name: "d".to_owned(),
+            datastore: DatastoreSpec { datastore: DatastoreId::new(), location },
+            size: 1 << 20,
+            encrypted: false,
+            allocation: vmseal_api::host::Allocation::Thin,
+            limits: Default::default(),
+            cache: None,
+            replica: None,
+            facts: None,
+        }
+    }
+
+    fn source(path: &Path, format: ImageFormat) -> ImageSource {
+        ImageSource { path: path.to_owned(), format }
+    }
+
+    #[test]
+    fn an_image_that_somebody_writes_to_is_refused() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("image");
+        std::fs::write(&path, [1; 8192]).unwrap();
+        let raw = source(&path, ImageFormat::Raw);
+        let reader = File::open(&path).unwrap();
+        Image::open(&raw, &disk(), &TransferDirectories::anywhere()).unwrap();
+        let writer = File::options().append(true).open(&path).unwrap();
+        let problem = Image::open(&raw, &disk(), &TransferDirectories::anywhere()).unwrap_err();
+        assert_eq!(problem.code, ErrorCode::InUse, "{problem}");
+        assert!(problem.detail.contains("open for writing"), "{problem}");
+        drop((reader, writer));
+        Image::open(&raw, &disk(), &TransferDirectories::anywhere()).unwrap();
+    }
+
+    #[test]
+    fn qemu_s_locks_are_heeded_and_set() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("image");
+        std::fs::write(&path, [1; 8192]).unwrap();
+        // As a QEMU that writes has it where no lease tells.
+        let writer = File::open(&path).unwrap();
+        let lock = byte_lock(QEMU_USES + WRITE, libc::F_RDLCK);
+        fcntl(&writer, FcntlArg::F_OFD_SETLK(&lock)).unwrap();
+        let raw = source(&path, ImageFormat::Raw);
+        let problem = Image::open(&raw, &disk(), &TransferDirectories::anywhere()).unwrap_err();
+        assert!(problem.detail.contains("QEMU"), "{problem}");
+        drop(writer);
+        let image = Image::open(&raw, &disk(), &TransferDirectories::anywhere()).unwrap();
+        let write = || {
+            let mut qemu_io = Command::new("qemu-io");
+            qemu_io.args(["-f", "raw", "-c", "write 0 512"]).arg(&path).stdout(Stdio::null());
+            qemu_io.output().unwrap()
+        };
+        let refused = write();
+        let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+        assert!(!refused.status.success() && said.contains("lock"), "{said}");
+        drop(image);
+        assert!(write().status.success());
+    }
+
+    #[test]
+    fn a_change_is_noticed_and_another_file_is_not_the_same() {
+        let directory = tempfile::tempdir().unwrap();
+        let (path, other) = (directory.path().join("image"), directory.path().join("other"));
+        std::fs::write(&path, [1; 8192]).unwrap();
+        std::fs::write(&other, [1; 8192]).unwrap();
+        let image = Image::open(
+            &source(&path, ImageFormat::Raw),
+            &disk(),
+            &TransferDirectories::anywhere(),
+        )
+        .unwrap();
+        let second = Image::open(
+            &source(&other, ImageFormat::Raw),
+            &disk(),
+            &TransferDirectories::anywhere(),
+        )
+        .unwrap();
+        assert_ne!(image.identity, second.identity);
+        image.check_unchanged().unwrap();
+        // Longer than the clock that times of change come from is coarse.
+        std::thread::sleep(std::time::Duration::from_millis(20));
+        File::options().write(true).open(&path).unwrap().write_all_at(&[2], 5).unwrap();
+        let problem = image.check_unchanged().unwrap_err();
+        assert_eq!(problem.code, ErrorCode::InUse);
+    }
+
+    #[test]
+    fn the_format_is_what_was_named_and_the_disk_must_hold_it() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("image");
+        let made = Command::new("qemu-img")
+            .args(["create", "-q", "-f", "qcow2"])
+            .arg(&path)
+            .arg("2M")
+            .status()
+            .unwrap();
+        assert!(made.success());
+        let problem = Image::open(
+            &source(&path, ImageFormat::Qcow2),
+            &disk(),
+            &TransferDirectories::anywhere(),
+        )
+        .unwrap_err();
+        assert!(problem.detail.contains("disk of 2097152 bytes"), "{problem}");
+        let large = DiskSpec { size: 2 << 20, ..disk() };
+        Image::open(&source(&path, ImageFormat::Qcow2), &large, &TransferDirectories::anywhere())
+            .unwrap();
+        // A qcow2 image that is called raw is taken as the bytes that it is.
+        Image::open(&source(&path, ImageFormat::Raw), &large, &TransferDirectories::anywhere())
+            .unwrap();
+        std::fs::write(&path, [1; 8192]).unwrap();
+        let problem = Image::open(
+            &source(&path, ImageFormat::Qcow2),
+            &large,
+            &TransferDirectories::anywhere(),
+        )
+        .unwrap_err();
+        assert!(problem.detail.contains("not a qcow2 image"), "{problem}");
+    }
+}

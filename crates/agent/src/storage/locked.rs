@@ -1,0 +1,138 @@
+//! Opens disk files and locks each one (F_OFD_SETLK on the whole file): one writer, or several readers. A process
+//! that inherits the open file holds its lock too.
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use nix::errno::Errno;
+use nix::fcntl::{FcntlArg, fcntl};
+use vmseal_api::problem::{ErrorCode, Problem};
+
+use crate::storage::datastore::failed;
+
+/// How long a lock may linger after its holder has died: the kernel ends a dead process' requests first.
+const LOCK_PATIENCE: Duration = Duration::from_secs(3);
+
+/// How often a lock is tried.
+const LOCK_INTERVAL: Duration = Duration::from_millis(50);
+
+fn in_use(path: &Path) -> Problem {
+    let what = format!(
+        "{} is in use: another process holds its lock. End the VM or the tool that works on it",
+        path.display()
+    );
+    Problem::new(ErrorCode::InUse, what)
+}
+
+/// Makes a file for us alone and locks it.
+///
+/// # Errors
+/// `in-use`, or as the file system.
+pub fn make_locked(path: &Path) -> Result<File, Problem> {
+    let file = OpenOptions::new()
+        .read(true)
+        .write(true)
+        .create_new(true)
+        .mode(0o600)
+        .custom_flags(libc::O_NOFOLLOW)
+        .open(path)
+        .map_err(|error| failed(path, "made", &error))?;
+    if !lock(&file, Access::Write).map_err(|error| failed(path, "locked", &error))? {
+        return Err(in_use(path));
+    }
+    Ok(file)
+}
+
+/// What a file is opened for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Access {
+    /// Reading; locked against writers.
+    Read,
+    /// Reading and writing; locked against all others.
+    Write,
+}
+
+/// Opens a regular file and locks it; none when there is no such file. A lock may linger, and is waited for.
+///
+/// # Errors
+/// `in-use` when somebody else has it; `damaged` when it is no regular file.
+pub fn open_locked(path: &Path, access: Access) -> Result<Option<File>, Problem> {
+    let give_up = Instant::now() + LOCK_PATIENCE;
+    loop {
+        match open_once(path, access) {
+            Ok(file) => return Ok(file),
+            Err(problem) if problem.code == ErrorCode::InUse && Instant::now() < give_up => {
+                std::thread::sleep(LOCK_INTERVAL);
+            }
+            Err(problem) => return Err(problem),
+        }
+    }
+}
+
+/// The same, without waiting for a lock.
+///
+/// # Errors
+/// As [`open_locked`].
+pub fn open_once(path: &Path, access: Access) -> Result<Option<File>, Problem> {
+    let opened = OpenOptions::new()
+        .read(true)
+        .write(access == Access::Write)
+        // Neither a link to elsewhere nor a pipe that would make us wait.
+        .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
+        .open(path);
+    let file = match opened {
+        Ok(file) => file,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(error) if error.raw_os_error() == Some(libc::ELOOP) => return Err(irregular(path)),
+        Err(error) => return Err(failed(path, "opened", &error)),
+    };
+    let metadata = file.metadata().map_err(|error| failed(path, "read", &error))?;
+    if !metadata.is_file() {
+        return Err(irregular(path));
+    }
+    if !lock(&file, access).map_err(|error| failed(path, "locked", &error))? {
+        return Err(in_use(path));
+    }
+    // Between the opening and the locking another one may have been put in its place.
+    match path.symlink_metadata() {
+        Ok(there) if (there.dev(), there.ino()) == (metadata.dev(), metadata.ino()) => {
+            Ok(Some(file))
+        }
+        Ok(_) => Err(in_use(path)),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(failed(path, "read", &error)),
+    }
+}
+
+fn irregular(path: &Path) -> Problem {
+    Problem::new(
+        ErrorCode::Damaged,
+        format!(
+            "{} is not a regular file: somebody has changed the datastore. Put the image back",
+            path.display()
+        ),
+    )
+}
+
+/// Locks an open file as a whole; false when somebody else has.
+fn lock(file: &File, access: Access) -> io::Result<bool> {
+    let kind = match access {
+        Access::Read => libc::F_RDLCK,
+        Access::Write => libc::F_WRLCK,
+    };
+    let whole = libc::flock {
+        l_type: kind as libc::c_short,
+        l_whence: libc::SEEK_SET as libc::c_short,
+        l_start: 0,
+        l_len: 0,
+        l_pid: 0,
+    };
+    match fcntl(file, FcntlArg::F_OFD_SETLK(&whole)) {
+        Ok(_) => Ok(true),
+        Err(Errno::EAGAIN | Errno::EACCES) => Ok(false),
+        Err(error) => Err(error.into()),
+    }
+}

@@ -1,0 +1,136 @@
+//! How datastores stand, asked again and again: nothing is written, and a file system that hangs holds up
+//! one thread and no more.
+
+use std::collections::{HashMap, HashSet};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use tokio::task::spawn_blocking;
+use tokio::time::timeout;
+use vmseal_api::datastore::DatastoreCondition;
+use vmseal_api::host::{DatastoreLocation, DatastoreSpec};
+use vmseal_api::id::DatastoreId;
+
+use crate::storage::datastore;
+
+/// How long a file system may take to tell its room: one that is there tells it at once.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// Measures datastores, each by one thread at a time.
+#[derive(Clone, Default)]
+pub struct Measuring(Arc<Mutex<HashSet<DatastoreId>>>);
+
+impl Measuring {
+    /// How a datastore stands.
+    pub async fn measure(&self, spec: DatastoreSpec) -> DatastoreCondition {
+        self.measure_by(spec, datastore::condition, PATIENCE).await
+    }
+
+    async fn measure_by(
+        &self,
+        spec: DatastoreSpec,
+        look: impl FnOnce(&DatastoreSpec) -> DatastoreCondition + Send + 'static,
+        patience: Duration,
+    ) -> DatastoreCondition {
+        let DatastoreLocation::Dir { path } = &spec.location;
+        let silent = DatastoreCondition::Unavailable {
+            detail: format!(
+                "the file system at {} does not answer: see that its server or device is there",
+                path.display()
+            ),
+        };
+        // The thread that still waits for it takes the name away when it gets its answer.
+        if !self.0.lock().unwrap_or_else(PoisonError::into_inner).insert(spec.datastore) {
+            return silent;
+        }
+        let busy = Arc::clone(&self.0);
+        let looking = spawn_blocking(move || {
+            let condition = look(&spec);
+            busy.lock().unwrap_or_else(PoisonError::into_inner).remove(&spec.datastore);
+            condition
+        });
+        match timeout(patience, looking).await {
+            Ok(Ok(condition)) => condition,
+            Ok(Err(error)) => DatastoreCondition::Unavailable { detail: error.to_string() },
+            Err(_) => silent,
+        }
+    }
+}
+
+/// How often debris is swept: by then nobody waits for its room.
+const SWEPT_EVERY: Duration = Duration::from_secs(24 * 3600);
+
+/// Sweeps datastores, each when this agent sees it first and then once a day.
+#[derive(Clone, Default)]
+pub struct Sweeping(Arc<Mutex<HashMap<DatastoreId, Instant>>>);
+
+impl Sweeping {
+    /// Sweeps a datastore that answers, if it is time to.
+    pub fn when_due(&self, spec: DatastoreSpec) {
+        let mut swept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if swept.get(&spec.datastore).is_some_and(|at| at.elapsed() < SWEPT_EVERY) {
+            return;
+        }
+        swept.insert(spec.datastore, Instant::now());
+        drop(spawn_blocking(move || {
+            if let Ok(path) = datastore::marked(&spec) {
+                datastore::sweep(path);
+            }
+        }));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn a_file_system_that_hangs_holds_up_one_thread_until_it_answers() {
+        let measuring = Measuring::default();
+        let location = DatastoreLocation::Dir { path: "/hangs".into() };
+        let spec = DatastoreSpec { datastore: DatastoreId::new(), location };
+        let (answer, answers) = mpsc::channel::<()>();
+        let well = || DatastoreCondition::WrongMark { detail: "it answered".to_owned() };
+        let hangs = move |_: &DatastoreSpec| {
+            let _ = answers.recv();
+            well()
+        };
+        let short = Duration::from_millis(50);
+        let first = measuring.measure_by(spec.clone(), hangs, short).await;
+        assert!(matches!(first, DatastoreCondition::Unavailable { .. }), "{first:?}");
+        let unasked = |_: &DatastoreSpec| unreachable!("a second thread was sent into it");
+        let second = measuring.measure_by(spec.clone(), unasked, PATIENCE).await;
+        assert_eq!(second, first);
+        drop(answer);
+        let give_up = std::time::Instant::now() + PATIENCE;
+        while measuring.measure_by(spec.clone(), move |_| well(), PATIENCE).await != well() {
+            assert!(std::time::Instant::now() < give_up, "it is never asked again");
+            tokio::time::sleep(short).await;
+        }
+    }
+
+    #[tokio::test]
+    async fn debris_is_swept_when_a_datastore_is_seen_first_and_not_each_time() {
+        let directory = tempfile::tempdir().unwrap();
+        let location = DatastoreLocation::Dir { path: directory.path().to_owned() };
+        let spec = DatastoreSpec { datastore: DatastoreId::new(), location };
+        datastore::probe(&spec).unwrap();
+        let home = directory.path().join("01890a5d-ac96-774b-bcce-b302099a8057");
+        std::fs::create_dir(&home).unwrap();
+        let debris = home.join("01890a5d-ac96-774b-bcce-b302099a8058.raw.creating");
+        std::fs::write(&debris, "").unwrap();
+        let sweeping = Sweeping::default();
+        sweeping.when_due(spec.clone());
+        let give_up = std::time::Instant::now() + PATIENCE;
+        while debris.exists() {
+            assert!(std::time::Instant::now() < give_up, "it is never swept");
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        std::fs::write(&debris, "").unwrap();
+        sweeping.when_due(spec);
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        assert!(debris.exists(), "it is swept at every look");
+    }
+}

@@ -1,0 +1,16 @@
+//! The datastores of a host and what is on them: disks, VM homes, replicas, images, exports.
+
+pub(crate) mod contents;
+pub(crate) mod datastore;
+pub(crate) mod disk;
+pub(crate) mod disk_keys;
+pub(crate) mod export;
+pub(crate) mod exported;
+pub(crate) mod filling;
+pub(crate) mod home;
+pub(crate) mod image;
+pub(crate) mod locked;
+pub(crate) mod measure;
+pub(crate) mod patience;
+pub(crate) mod replica;
+pub(crate) mod transfer;

@@ -1,0 +1,639 @@
+//! A disk's replica on a second datastore, and the map beside the image of what the replica may not have
+//! (docs/formats/replica-map.md).
+//!
+//! ```text
+//!  who is to write to an image ─► for_writer ─┬─ the two are noted as a pair ──► replica and map, for the chain
+//!                                             ├─ they are not ──► map emptied, noted ──► the same
+//!                                             └─ no replica to be had ──► map emptied: a later filter copies all
+//! ```
+//! Nothing but a filter with the replica in its chain may change an image whose map is believed. Those who
+//! change one all begin here: filters of guests and of tools that write, and the making of a disk
+//! ([`for_writer`]); and changes of keys, which are before what the map speaks of ([`Header`]).
+//!
+//! A replica that is not to be had keeps no guest from its disk, nor does a second datastore that hangs. What is
+//! given up then may be done later all the same: it ends with two notes that differ, so that everything is copied.
+
+mod pair;
+
+use std::fs::File;
+use std::io;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::FileExt;
+
+use tokio::task::spawn_blocking;
+use vmseal_api::host::{DatastoreLocation, DatastoreSpec, DiskSpec, VmSpec};
+use vmseal_api::id::{DiskId, VmId};
+use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::replica::ReplicaPlace;
+
+use self::pair::{Identity, Pair};
+use crate::storage::datastore::failed;
+use crate::storage::disk::internal;
+use crate::storage::home::Home;
+use crate::storage::patience;
+
+/// What is written of a header before it is flushed, in bytes: as long as each of its two copies, so that one of
+/// them is whole at any time.
+const PIECE: usize = 16 * 1024;
+
+/// A replica that is open, for a filter.
+#[derive(Debug)]
+pub struct Replica {
+    /// An image of its own, as long as header and disk; its lock held.
+    pub file: File,
+    /// What it may not have; its lock held.
+    pub map: File,
+    /// How fast it is copied at most.
+    pub bytes_per_second: u64,
+}
+
+/// What a filter needs that is to write to a disk: its replica, made if it is not there. None where it has none,
+/// and where it is not to be had: then there is no map, or it is empty, durably. `image` is open and locked, and
+/// the disk's first byte is at `offset` in it.
+///
+/// # Errors
+/// `in-use`, or as the datastore of the image, where a map is there that cannot be opened or emptied: a later
+/// filter would believe it.
+pub async fn for_writer(
+    spec: &VmSpec,
+    disk: &DiskSpec,
+    image: &File,
+    offset: u64,
+) -> Result<Option<Replica>, Problem> {
+    let Some(place) = disk.replica.clone() else { return Ok(None) };
+    let bytes_per_second = place.bytes_per_second;
+    let of = Of { spec: spec.clone(), disk: disk.clone(), place };
+    let without = |problem: Problem| {
+        tracing::warn!(
+            vm = %spec.vm, disk = %disk.disk, %problem,
+            "a disk is served without its replica, which is to be copied anew"
+        );
+        Ok(None)
+    };
+    let beside = match of.beside(image).await {
+        Ok(beside) => beside,
+        Err(problem) if of.has_no_map().await => return without(problem),
+        Err(problem) => return Err(problem),
+    };
+    match of.open(&beside, image, offset).await {
+        Ok(file) => Ok(Some(Replica { file, map: beside.map, bytes_per_second })),
+        Err(problem) => {
+            of.empty(&beside).await?;
+            without(problem)
+        }
+    }
+}
+
+/// Sees that the place of a disk's replica is there.
+///
+/// # Errors
+/// `wrong-state` when it carries no mark or another one; `timed-out`.
+pub async fn examine(disk: &DiskSpec) -> Result<(), Problem> {
+    match &disk.replica {
+        Some(place) => look(&place.datastore, VmId::new(), |_| Ok(())).await,
+        None => Ok(()),
+    }
+}
+
+/// Removes what was made of the replica of a disk that was not. `home` is the image's.
+///
+/// # Errors
+/// `in-use`, or as the file system of the image.
+pub async fn discard(home: &Home, vm: VmId, disk: &DiskSpec) -> Result<(), Problem> {
+    let Some(place) = disk.replica.clone() else { return Ok(()) };
+    let (home, id) = (home.clone(), disk.disk);
+    // One that cannot be looked at may be whole.
+    let unmade = move || match home.image(id).try_exists() {
+        Ok(false) => remove_beside(&home, id).map(|()| true),
+        Ok(true) | Err(_) => Ok(false),
+    };
+    match spawn_blocking(unmade).await.map_err(internal)?? {
+        true => remove_replica(vm, id, &place).await,
+        false => Ok(()),
+    }
+}
+
+/// Removes a disk, and before it its replica.
+///
+/// # Errors
+/// `in-use`, or as the datastore of the image; what is left can be removed by the same call.
+pub async fn delete_with(vm: VmId, disk: &DiskSpec) -> Result<(), Problem> {
+    let (here, id) = (disk.datastore.clone(), disk.disk);
+    if let Some(place) = disk.replica.clone() {
+        let here = here.clone();
+        let begin = move || {
+            let home = Home::of(&here, vm)?;
+            // Refused when somebody uses the image.
+            drop(home.open(id)?);
+            remove_beside(&home, id)
+        };
+        spawn_blocking(begin).await.map_err(internal)??;
+        remove_replica(vm, id, &place).await?;
+    }
+    let delete = move || Home::of(&here, vm)?.delete(id);
+    spawn_blocking(delete).await.map_err(internal)?
+}
+
+/// The map first: it never speaks of a replica that is not there.
+fn remove_beside(home: &Home, disk: DiskId) -> Result<(), Problem> {
+    home.remove(&home.map(disk))?;
+    pair::remove(home, disk)
+}
+
+/// A replica on a datastore that is lost keeps no disk from being removed: should that come back, a scan shows
+/// what is left.
+async fn remove_replica(vm: VmId, disk: DiskId, place: &ReplicaPlace) -> Result<(), Problem> {
+    let remove = move |home: &Home| {
+        pair::remove(home, disk)?;
+        home.remove(&home.replica(disk))
+    };
+    match look(&place.datastore, vm, remove).await {
+        Err(problem) if problem.code == ErrorCode::InUse => Err(problem),
+        Err(problem) => {
+            tracing::warn!(%vm, %disk, %problem, "a disk's replica is left where it is");
+            Ok(())
+        }
+        Ok(()) => Ok(()),
+    }
+}
+
+/// Does something in a VM's home on the second datastore, and does not wait for one that hangs.
+async fn look<T: Send + 'static>(
+    place: &DatastoreSpec,
+    vm: VmId,
+    work: impl FnOnce(&Home) -> Result<T, Problem> + Send + 'static,
+) -> Result<T, Problem> {
+    let DatastoreLocation::Dir { path } = place.location.clone();
+    let place = place.clone();
+    patience::look(&path, move || work(&Home::of(&place, vm)?)).await
+}
+
+/// Whose replica it is, and where.
+#[derive(Clone)]
+struct Of {
+    spec: VmSpec,
+    disk: DiskSpec,
+    place: ReplicaPlace,
+}
+
+/// What is beside the image.
+struct Beside {
+    map: File,
+    image: Identity,
+    pair: Option<Pair>,
+}
+
+/// What is on the second datastore.
+struct Found {
+    file: File,
+    replica: Identity,
+    pair: Option<Pair>,
+}
+
+impl Of {
+    fn home(&self) -> Result<Home, Problem> {
+        Home::of(&self.disk.datastore, self.spec.vm)
+    }
+
+    async fn beside(&self, image: &File) -> Result<Beside, Problem> {
+        let (of, image) = (self.clone(), image.try_clone().map_err(internal)?);
+        let open = move || {
+            let (home, disk) = (of.home()?, of.disk.disk);
+            let map = home.open_or_make(&of.spec, &of.disk.datastore, &home.map(disk))?;
+            let path = home.image(disk);
+            let image = Identity::of(&image).map_err(|error| failed(&path, "looked at", &error))?;
+            Ok(Beside { map, image, pair: pair::read(&home, disk) })
+        };
+        spawn_blocking(open).await.map_err(internal)?
+    }
+
+    /// Whether it is certain that nothing says what the replica has.
+    async fn has_no_map(&self) -> bool {
+        let of = self.clone();
+        let looked = move || of.home().map(|home| home.map(of.disk.disk).symlink_metadata());
+        let looked = spawn_blocking(looked).await;
+        matches!(looked, Ok(Ok(Err(error))) if error.kind() == io::ErrorKind::NotFound)
+    }
+
+    /// Has everything be copied again.
+    async fn empty(&self, beside: &Beside) -> Result<(), Problem> {
+        let (of, map) = (self.clone(), beside.map.try_clone().map_err(internal)?);
+        let empty = move || {
+            let path = of.home()?.map(of.disk.disk);
+            let emptied = map.set_len(0).and_then(|()| map.sync_all());
+            emptied.map_err(|error| failed(&path, "emptied", &error))
+        };
+        spawn_blocking(empty).await.map_err(internal)?
+    }
+
+    /// The replica, and a map that speaks of it.
+    async fn open(&self, beside: &Beside, image: &File, offset: u64) -> Result<File, Problem> {
+        let image = anew(image).map_err(internal)?;
+        let of = self.clone();
+        let open = move |home: &Home| of.open_there(home, &image, offset);
+        let found = look(&self.place.datastore, self.spec.vm, open).await?;
+        let known = beside.pair.as_ref().is_some_and(|pair| {
+            found.pair.as_ref() == Some(pair) && pair.is_of(&beside.image, &found.replica)
+        });
+        if !known {
+            self.empty(beside).await?;
+            self.note(Pair::new(beside.image.clone(), found.replica)).await?;
+        }
+        Ok(found.file)
+    }
+
+    /// Notes that the map, which is empty, is of these two from now on.
+    async fn note(&self, pair: Pair) -> Result<(), Problem> {
+        let disk = self.disk.disk;
+        let (of, here) = (self.clone(), pair.clone());
+        let beside = move || pair::write(&of.home()?, disk, &here);
+        spawn_blocking(beside).await.map_err(internal)??;
+        let there = move |home: &Home| pair::write(home, disk, &pair);
+        look(&self.place.datastore, self.spec.vm, there).await
+    }
+
+    /// Opens the replica, or makes it, with the header of the image.
+    fn open_there(&self, home: &Home, image: &File, offset: u64) -> Result<Found, Problem> {
+        let (disk, path) = (self.disk.disk, home.replica(self.disk.disk));
+        let file = home.open_or_make(&self.spec, &self.place.datastore, &path)?;
+        let length = offset.saturating_add(self.disk.size);
+        let found = file.metadata().map_err(|error| failed(&path, "read", &error))?.len();
+        if found != length {
+            // New, cut, or not made to its end. In this order: no map is believed that speaks of what is not there.
+            pair::remove(home, disk)?;
+            file.set_len(length).map_err(|error| failed(&path, "made", &error))?;
+        }
+        copy(image, &file, offset).map_err(|error| failed(&path, "given its header", &error))?;
+        let replica = Identity::of(&file).map_err(|error| failed(&path, "looked at", &error))?;
+        Ok(Found { file, replica, pair: pair::read(home, disk) })
+    }
+}
+
+/// The replica of a disk whose keys are to be changed, open and locked.
+pub struct Header {
+    home: Home,
+    file: File,
+}
+
+impl Header {
+    /// Opens it. One that is not there gets its header when it is made. Blocks.
+    ///
+    /// # Errors
+    /// `in-use`, or as the replica's datastore: a key that is dropped would open the replica.
+    pub fn open(spec: &VmSpec, disk: &DiskSpec) -> Result<Option<Self>, Problem> {
+        let Some(place) = &disk.replica else { return Ok(None) };
+        let home = Home::of(&place.datastore, spec.vm)?;
+        let file = home.open_replica(disk.disk)?;
+        Ok(file.map(|file| Self { home, file }))
+    }
+
+    /// Makes it open with the keys that the image opens with, durably. Blocks.
+    ///
+    /// # Errors
+    /// As the replica's datastore: then the replica may open with the keys that were before.
+    pub fn copy(
+        &self,
+        spec: &VmSpec,
+        disk: &DiskSpec,
+        image: &File,
+        offset: u64,
+    ) -> Result<(), Problem> {
+        if let Some(place) = &disk.replica {
+            self.home.describe(spec, &place.datastore)?;
+        }
+        let path = self.home.replica(disk.disk);
+        let copied = anew(image).and_then(|image| copy(&image, &self.file, offset));
+        copied.map_err(|error| failed(&path, "given its header", &error))
+    }
+}
+
+/// The same file, opened once more: a filter that had this open file has set O_DIRECT on it, for its own aligned
+/// buffers; and whoever is given up with it does not hold its lock.
+fn anew(file: &File) -> io::Result<File> {
+    File::open(format!("/proc/self/fd/{}", file.as_raw_fd()))
+}
+
+/// Copies what comes before the data. From the end: the keys' places come behind the two copies that name them, so
+/// a power cut at any point leaves a header that opens as before or as after.
+fn copy(image: &File, replica: &File, length: u64) -> io::Result<()> {
+    let (mut ours, mut theirs) = (vec![0; PIECE], vec![0; PIECE]);
+    let mut end = length;
+    while end > 0 {
+        let at = (end - 1) / PIECE as u64 * PIECE as u64;
+        let piece = usize::try_from(end - at).unwrap_or(PIECE);
+        let (ours, theirs) = (&mut ours[..piece], &mut theirs[..piece]);
+        image.read_exact_at(ours, at)?;
+        replica.read_exact_at(theirs, at)?;
+        if ours != theirs {
+            replica.write_all_at(ours, at)?;
+            replica.sync_data()?;
+        }
+        end = at;
+    }
+    // What reads as equal may have been written by one that was killed before it flushed.
+    replica.sync_all()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::{Path, PathBuf};
+
+    use nix::fcntl::{FcntlArg, OFlag, fcntl};
+    use vmseal_api::host::Allocation;
+    use vmseal_api::id::{DatastoreId, DiskId};
+    use vmseal_api::problem::ErrorCode;
+
+    use super::*;
+    use crate::storage::datastore;
+
+    /// Where the disk begins in its image: not a whole number of pieces.
+    const OFFSET: u64 = 3 * PIECE as u64 + 4096;
+    const SIZE: u64 = 1 << 20;
+
+    struct Bench {
+        directory: tempfile::TempDir,
+        spec: VmSpec,
+        image: File,
+    }
+
+    impl Bench {
+        /// A disk that is made, of random bytes, whose replica is on a second datastore.
+        async fn new() -> Self {
+            let directory = tempfile::tempdir().unwrap();
+            let place = |name: &str| {
+                let path = directory.path().join(name);
+                std::fs::create_dir(&path).unwrap();
+                let location = DatastoreLocation::Dir { path };
+                let place = DatastoreSpec { datastore: DatastoreId::new(), location };
+                datastore::probe(&place).unwrap();
+                place
+            };
+            let mut spec = crate::process::run_dir::tests::spec();
+            let replica = ReplicaPlace { datastore: place("second"), bytes_per_second: 1 << 20 };
+            spec.disks = vec![DiskSpec {
+                disk: DiskId::new(),
+                name: "d".to_owned(),
+                datastore: place("first"),
+                size: SIZE,
+                encrypted: false,
+                allocation: Allocation::Thin,
+                limits: Default::default(),
+                cache: None,
+                replica: Some(replica),
+                facts: None,
+            }];
+            let home = Home::of(&spec.disks[0].datastore, spec.vm).unwrap();
+            let image = home.begin(&spec, &spec.disks[0], OFFSET + SIZE).unwrap();
+            image.write_all_at(&[7; OFFSET as usize], 0).unwrap();
+            // As filters that fill disks leave it, where the file system can.
+            let _ = fcntl(&image, FcntlArg::F_SETFL(OFlag::O_DIRECT));
+            drop(for_writer(&spec, &spec.disks[0], &image, OFFSET).await.unwrap().unwrap());
+            fcntl(&image, FcntlArg::F_SETFL(OFlag::empty())).unwrap();
+            home.finish(spec.disks[0].disk, &image).unwrap();
+            Self { directory, spec, image }
+        }
+
+        fn disk(&self) -> &DiskSpec {
+            &self.spec.disks[0]
+        }
+
+        fn home(&self) -> Home {
+            Home::of(&self.disk().datastore, self.spec.vm).unwrap()
+        }
+
+        fn there(&self) -> Home {
+            let place = &self.disk().replica.as_ref().unwrap().datastore;
+            Home::of(place, self.spec.vm).unwrap()
+        }
+
+        fn replica(&self) -> PathBuf {
+            self.there().replica(self.disk().disk)
+        }
+
+        async fn for_writer(&self) -> Result<Option<Replica>, Problem> {
+            for_writer(&self.spec, self.disk(), &self.image, OFFSET).await
+        }
+
+        /// As a filter leaves it: something that could be believed.
+        fn fill_map(&self) {
+            std::fs::write(self.home().map(self.disk().disk), [1; 1024]).unwrap();
+        }
+
+        fn map_length(&self) -> u64 {
+            self.home().map(self.disk().disk).metadata().unwrap().len()
+        }
+    }
+
+    fn head(path: &Path) -> Vec<u8> {
+        std::fs::read(path).unwrap()[..OFFSET as usize].to_vec()
+    }
+
+    #[tokio::test]
+    async fn a_replica_is_an_image_by_itself_and_its_map_is_kept_from_writer_to_writer() {
+        let bench = Bench::new().await;
+        assert_eq!(bench.replica().metadata().unwrap().len(), OFFSET + SIZE);
+        assert_eq!(head(&bench.replica()), [7; OFFSET as usize]);
+        assert_eq!(bench.map_length(), 0);
+        bench.fill_map();
+        let held = bench.for_writer().await.unwrap().unwrap();
+        assert_eq!((bench.map_length(), held.bytes_per_second), (1024, 1 << 20));
+        let refused = bench.for_writer().await.unwrap_err();
+        assert_eq!(refused.code, ErrorCode::InUse, "the map of a disk that is written to");
+        drop(held);
+        bench.for_writer().await.unwrap().unwrap();
+        assert_eq!(bench.map_length(), 1024);
+    }
+
+    #[tokio::test]
+    async fn a_writer_without_the_replica_has_its_map_emptied() {
+        type Spoil = fn(&Bench) -> Option<File>;
+        let cases: [(&str, Spoil); 2] = [
+            ("not mounted", |bench| {
+                let place = bench.directory.path();
+                std::fs::rename(place.join("second"), place.join("elsewhere")).unwrap();
+                std::fs::create_dir(place.join("second")).unwrap();
+                None
+            }),
+            ("in use", |bench| bench.there().open_replica(bench.disk().disk).unwrap()),
+        ];
+        for (what, spoil) in cases {
+            let bench = Bench::new().await;
+            bench.fill_map();
+            let _held = spoil(&bench);
+            assert!(bench.for_writer().await.unwrap().is_none(), "{what}");
+            assert_eq!(bench.map_length(), 0, "{what}: the map would be believed");
+        }
+    }
+
+    /// No more than one that is there and cannot be opened: that would be believed later.
+    #[tokio::test]
+    async fn a_map_that_cannot_be_made_keeps_no_guest_from_its_disk() {
+        let bench = Bench::new().await;
+        let (home, map) = (bench.home(), bench.home().map(bench.disk().disk));
+        std::fs::remove_file(&map).unwrap();
+        std::fs::create_dir(&map).unwrap();
+        assert!(bench.for_writer().await.is_err(), "what is there is no map");
+        std::fs::remove_dir(&map).unwrap();
+        // Where the note of what is in the directory cannot be written, nothing is made, for root neither.
+        let image = home.image(bench.disk().disk);
+        let note = image.with_file_name(crate::storage::home::DESCRIPTOR);
+        std::fs::remove_file(&note).unwrap();
+        std::fs::create_dir(&note).unwrap();
+        let served = bench.for_writer().await;
+        assert!(!map.exists());
+        assert!(served.unwrap().is_none());
+    }
+
+    /// Its mark is a pipe: whoever opens it waits, as on a server that is away.
+    #[tokio::test(start_paused = true)]
+    async fn a_second_datastore_that_hangs_keeps_no_guest_from_its_disk_and_holds_no_lock_of_it() {
+        let bench = Bench::new().await;
+        bench.fill_map();
+        let mark = bench.directory.path().join("second").join(datastore::MARKER);
+        std::fs::remove_file(&mark).unwrap();
+        nix::unistd::mkfifo(&mark, nix::sys::stat::Mode::S_IRWXU).unwrap();
+        let time_passes = async {
+            loop {
+                tokio::time::advance(std::time::Duration::from_secs(1)).await;
+                std::thread::sleep(std::time::Duration::from_millis(5));
+            }
+        };
+        let served = tokio::select! {
+            served = bench.for_writer() => served,
+            () = time_passes => unreachable!("time does not end"),
+        };
+        let (length, home, disk) = (bench.map_length(), bench.home(), bench.disk().disk);
+        let Bench { image, directory: _directory, .. } = bench;
+        drop(image);
+        let free = home.open(disk).map(|image| image.is_some());
+        // Before anything fails: the thread that hangs is waited for at the end of the test.
+        drop(File::options().write(true).open(&mark).unwrap());
+        assert!(served.unwrap().is_none());
+        assert_eq!((length, free.unwrap()), (0, true));
+    }
+
+    #[tokio::test]
+    async fn a_replica_that_is_gone_or_cut_is_made_anew_and_copied_whole() {
+        let bench = Bench::new().await;
+        let spoils: [fn(&Path) -> io::Result<()>; 2] = [
+            |path| std::fs::remove_file(path),
+            |path| File::options().write(true).open(path)?.set_len(OFFSET + 5),
+        ];
+        for spoil in spoils {
+            bench.fill_map();
+            spoil(&bench.replica()).unwrap();
+            bench.for_writer().await.unwrap().unwrap();
+            assert_eq!(bench.map_length(), 0);
+            assert_eq!(bench.replica().metadata().unwrap().len(), OFFSET + SIZE);
+            assert_eq!(head(&bench.replica()), [7; OFFSET as usize]);
+        }
+    }
+
+    /// Files that were put in their place, by a restore or as a datastore was away and came back.
+    #[tokio::test]
+    async fn a_map_is_not_believed_of_another_image_or_replica() {
+        let bench = Bench::new().await;
+        let put_back = |path: &Path| {
+            let copy = path.with_extension("copy");
+            std::fs::copy(path, &copy).unwrap();
+            std::fs::rename(&copy, path).unwrap();
+        };
+        let (image, replica) = (bench.home().image(bench.disk().disk), bench.replica());
+        let of = |image: File| {
+            let (spec, disk) = (bench.spec.clone(), bench.disk().clone());
+            async move { for_writer(&spec, &disk, &image, OFFSET).await.unwrap().unwrap() }
+        };
+        let opened = |path: &Path| File::options().read(true).write(true).open(path).unwrap();
+        for path in [&image, &replica] {
+            bench.fill_map();
+            drop(of(opened(&image)).await);
+            assert_eq!(bench.map_length(), 1024);
+            put_back(path);
+            drop(of(opened(&image)).await);
+            assert_eq!(bench.map_length(), 0, "{}", path.display());
+            bench.fill_map();
+            drop(of(opened(&image)).await);
+            assert_eq!(bench.map_length(), 1024, "the new pair is not known");
+        }
+        // The first image is kept, as it was, and another one served meanwhile; or nobody knows.
+        let (note, kept) =
+            (bench.home().pair(bench.disk().disk), bench.directory.path().join("kept"));
+        let there = bench.there().pair(bench.disk().disk);
+        std::fs::copy(&note, &kept).unwrap();
+        let spoils: [&dyn Fn(); 3] = [
+            &|| {
+                std::fs::remove_file(&there).unwrap();
+            },
+            &|| {
+                std::fs::copy(&kept, &note).unwrap();
+            },
+            &|| std::fs::write(&note, "{").unwrap(),
+        ];
+        for (number, spoil) in spoils.iter().enumerate() {
+            bench.fill_map();
+            spoil();
+            drop(of(opened(&image)).await);
+            assert_eq!(bench.map_length(), 0, "{number}");
+        }
+    }
+
+    #[tokio::test]
+    async fn a_header_that_has_changed_is_copied_and_the_map_goes_on() {
+        let bench = Bench::new().await;
+        bench.fill_map();
+        let copy = || {
+            let header = Header::open(&bench.spec, bench.disk())?;
+            header.map_or(Ok(()), |it| it.copy(&bench.spec, bench.disk(), &bench.image, OFFSET))
+        };
+        bench.image.write_all_at(&[9; 100], 5).unwrap();
+        copy().unwrap();
+        assert_eq!(head(&bench.replica()), head(&bench.home().image(bench.disk().disk)));
+        // By whoever was killed before it did.
+        bench.image.write_all_at(&[9; 100], OFFSET - 100).unwrap();
+        let held = bench.for_writer().await.unwrap();
+        assert_eq!(head(&bench.replica()), head(&bench.home().image(bench.disk().disk)));
+        assert_eq!(bench.map_length(), 1024);
+        assert_eq!(copy().unwrap_err().code, ErrorCode::InUse);
+        drop(held);
+        std::fs::remove_file(bench.replica()).unwrap();
+        copy().unwrap();
+        assert!(!bench.replica().exists(), "a replica without a map that knows of it");
+    }
+
+    #[tokio::test]
+    async fn a_disk_goes_with_its_replica_and_neither_while_it_is_used() {
+        let bench = Bench::new().await;
+        let (vm, disk) = (bench.spec.vm, bench.disk().clone());
+        discard(&bench.home(), vm, &disk).await.unwrap();
+        assert!(bench.replica().exists(), "the replica of a disk that is whole");
+        assert_eq!(delete_with(vm, &disk).await.unwrap_err().code, ErrorCode::InUse);
+        assert!(bench.replica().exists() && bench.home().map(disk.disk).exists());
+        let directory = bench.directory;
+        drop(bench.image);
+        delete_with(vm, &disk).await.unwrap();
+        delete_with(vm, &disk).await.unwrap();
+        for place in ["first", "second"] {
+            assert_eq!(std::fs::read_dir(directory.path().join(place)).unwrap().count(), 1);
+        }
+    }
+
+    #[tokio::test]
+    async fn a_replica_that_is_broken_keeps_no_disk_from_being_removed() {
+        let bench = Bench::new().await;
+        std::fs::remove_file(bench.replica()).unwrap();
+        std::fs::create_dir(bench.replica()).unwrap();
+        let Bench { directory, spec, image } = bench;
+        drop(image);
+        delete_with(spec.vm, &spec.disks[0]).await.unwrap();
+        assert_eq!(std::fs::read_dir(directory.path().join("first")).unwrap().count(), 1);
+    }
+
+    #[tokio::test]
+    async fn a_datastore_that_is_lost_keeps_no_disk_from_being_removed() {
+        let Bench { directory, spec, image } = Bench::new().await;
+        std::fs::remove_dir_all(directory.path().join("second")).unwrap();
+        drop(image);
+        delete_with(spec.vm, &spec.disks[0]).await.unwrap();
+        assert_eq!(std::fs::read_dir(directory.path().join("first")).unwrap().count(), 1);
+    }
+}

@@ -1,0 +1,127 @@
+//! Which image and which replica a map speaks of: the same note beside both (docs/formats/replica-map.md).
+//!
+//! An image that was restored, a replica that is another one, a datastore that was away and comes back: each is a
+//! file that the map does not speak of, under the name of one that it does.
+
+use std::fs::File;
+use std::io::{self, Read};
+use std::os::unix::fs::MetadataExt;
+use std::time::UNIX_EPOCH;
+
+use serde::{Deserialize, Serialize};
+use uuid::Uuid;
+use vmseal_api::id::DiskId;
+use vmseal_api::problem::Problem;
+
+use crate::atomic_file;
+use crate::storage::datastore::failed;
+use crate::storage::home::Home;
+
+/// The version of the note.
+const VERSION: u32 = 1;
+
+/// The longest note: several times as long as ours.
+const NOTE_MAX: u64 = 4096;
+
+/// Which file it is, whatever its name.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Identity {
+    inode: u64,
+    /// When it was made, in nanoseconds since 1970, where the file system knows.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    born: Option<u64>,
+}
+
+impl Identity {
+    /// That of an open file.
+    pub fn of(file: &File) -> io::Result<Self> {
+        let metadata = file.metadata()?;
+        let born = metadata.created().ok().and_then(|at| at.duration_since(UNIX_EPOCH).ok());
+        let born = born.and_then(|at| u64::try_from(at.as_nanos()).ok());
+        Ok(Self { inode: metadata.ino(), born })
+    }
+}
+
+/// The note.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Pair {
+    version: u32,
+    id: Uuid,
+    image: Identity,
+    replica: Identity,
+}
+
+impl Pair {
+    /// A new pair: no other note is equal to this one.
+    pub fn new(image: Identity, replica: Identity) -> Self {
+        Self { version: VERSION, id: Uuid::new_v4(), image, replica }
+    }
+
+    /// Whether it is about these two.
+    pub fn is_of(&self, image: &Identity, replica: &Identity) -> bool {
+        self.version == VERSION && self.image == *image && self.replica == *replica
+    }
+}
+
+/// The note that is in a home; none where there is none that can be understood, as everything is copied then.
+pub fn read(home: &Home, disk: DiskId) -> Option<Pair> {
+    let mut text = Vec::new();
+    File::open(home.pair(disk)).ok()?.take(NOTE_MAX).read_to_end(&mut text).ok()?;
+    serde_json::from_slice(&text).ok()
+}
+
+/// Leaves the note in a home, durably.
+///
+/// # Errors
+/// As the file system.
+pub fn write(home: &Home, disk: DiskId, pair: &Pair) -> Result<(), Problem> {
+    let path = home.pair(disk);
+    serde_json::to_vec(pair)
+        .map_err(io::Error::from)
+        .and_then(|json| atomic_file::write(&path, &json))
+        .map_err(|error| failed(&path, "written", &error))
+}
+
+/// Removes the note from a home, durably.
+///
+/// # Errors
+/// As the file system.
+pub fn remove(home: &Home, disk: DiskId) -> Result<(), Problem> {
+    home.remove_note(&home.pair(disk))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_note_is_as_it_is_described() {
+        let identity = |inode, born| Identity { inode, born };
+        let id = Uuid::from_u128(7);
+        let pair = Pair { version: 1, id, image: identity(5, Some(6)), replica: identity(8, None) };
+        let text = r#"{"version":1,"id":"00000000-0000-0000-0000-000000000007","image":{"inode":5,"born":6},"replica":{"inode":8}}"#;
+        assert_eq!(serde_json::to_string(&pair).unwrap(), text);
+        assert_eq!(serde_json::from_str::<Pair>(text).unwrap(), pair);
+    }
+
+    #[test]
+    fn a_copy_is_another_file_and_a_file_with_another_name_is_not() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = |name: &str| directory.path().join(name);
+        let identity = |name: &str| Identity::of(&File::open(path(name)).unwrap()).unwrap();
+        std::fs::write(path("a"), "1").unwrap();
+        let first = identity("a");
+        std::fs::rename(path("a"), path("b")).unwrap();
+        std::fs::write(path("b"), "22").unwrap();
+        assert_eq!(identity("b"), first);
+        std::fs::copy(path("b"), path("a")).unwrap();
+        let copy = identity("a");
+        assert_ne!(copy, first);
+        let pair = Pair::new(first.clone(), copy.clone());
+        assert!(pair.is_of(&first, &copy) && !pair.is_of(&copy, &first));
+        assert!(!Pair { version: 2, ..pair.clone() }.is_of(&first, &copy));
+        assert_ne!(pair, Pair::new(first, copy));
+    }
+}

@@ -1,0 +1,197 @@
+//! Writing all of a disk to a file.
+//!
+//! ```text
+//!  chain (decrypts) ─► runs of data ─► raw: written, zeroes stay holes
+//!                  └─► runs of zeroes  qcow2: written, zeroes stay unallocated
+//!                                      luks2: both encrypted under the volume's own key
+//! ```
+//! What the disk's own image has as holes is not even read. The file is flushed at the end, and means
+//! nothing before that: whoever asked for it gives it its name only then.
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+
+use imago::qcow2::Qcow2;
+use imago::{DenyImplicitOpenGate, FormatAccess, FormatCreateBuilder, FormatDriverBuilder};
+use vmseal_api::filter::{CRYPT_SECTOR, DiskActivity, Holes};
+
+use crate::copy::import::run_of_zeroes_or_data;
+use crate::disk::status::DiskState;
+use crate::disk::{Disk, Encryption, Rest};
+use crate::layers::crypt::CryptError;
+use crate::stack::blocking;
+use crate::stack::chain::Chain;
+use crate::stack::memory::Segment;
+use crate::stack::request::{IoError, Operation};
+use crate::stack::stop::Stop;
+use crate::storage::extent::raw_extent;
+use crate::storage::file::{FileDisk, OpenError};
+
+/// How much is read at once.
+const CHUNK: usize = 1024 * 1024;
+
+/// The unit in which zeroes are looked for.
+const UNIT: u64 = CRYPT_SECTOR as u64;
+
+/// Why an export failed.
+#[derive(Debug, thiserror::Error)]
+pub enum ExportError {
+    /// The disk.
+    #[error("the disk cannot be read: {0}")]
+    Disk(#[from] IoError),
+    /// The disk's image.
+    #[error("the disk's image cannot be read: {0}")]
+    Image(#[source] io::Error),
+    /// The file.
+    #[error("the file cannot be written: {0}")]
+    Target(#[from] io::Error),
+    /// The LUKS2 volume.
+    #[error("the volume cannot be written: {0}")]
+    Volume(#[source] IoError),
+    /// The file of the LUKS2 volume.
+    #[error("the volume cannot be opened: {0}")]
+    OpenVolume(#[from] OpenError),
+    /// The cipher of the LUKS2 volume.
+    #[error("the volume cannot be encrypted: {0}")]
+    Crypt(#[from] CryptError),
+    /// Asked to stop.
+    #[error("the export was stopped")]
+    Stopped,
+}
+
+/// Where a disk is written to.
+pub enum Target {
+    /// The bytes.
+    Raw(File),
+    /// QEMU's format.
+    Qcow2(Box<FormatAccess<imago::file::File>>),
+    /// A LUKS2 volume.
+    Luks2(Box<Chain>),
+}
+
+impl Target {
+    /// A file of QEMU's format for a disk of `size` bytes; `file` is empty.
+    ///
+    /// # Errors
+    /// As writing it.
+    pub fn qcow2(file: File, size: u64) -> Result<Self, ExportError> {
+        let storage = imago::file::File::try_from(file)?;
+        let builder = Qcow2::<imago::file::File>::create_builder(storage).size(size);
+        let image = builder.create_open(DenyImplicitOpenGate::default(), |file| {
+            Ok(Qcow2::builder(file).backing(None).write(true))
+        })?;
+        Ok(Self::Qcow2(Box::new(FormatAccess::new(image))))
+    }
+
+    /// A LUKS2 volume of `size` bytes, whose data segment begins at `offset`.
+    ///
+    /// # Errors
+    /// The file is too short, or the key is no good.
+    pub fn luks2(
+        file: File,
+        offset: u64,
+        size: u64,
+        key: vmseal_secret::SecretBytes,
+    ) -> Result<Self, ExportError> {
+        let direct = vmseal_api::filter::Direct::Auto;
+        let file = FileDisk::open(file.into(), offset, size, direct, false)?;
+        let encryption = Encryption { key, holes: Holes::Ciphertext };
+        let disk = Disk::new(size, false, Some(encryption), Rest::File(file), 2);
+        Ok(Self::Luks2(Box::new(disk.chain()?)))
+    }
+
+    /// Whether what is not written reads as zeroes.
+    fn has_holes(&self) -> bool {
+        !matches!(self, Self::Luks2(_))
+    }
+
+    fn write(&mut self, bytes: &mut [u8], at: u64) -> Result<(), ExportError> {
+        match self {
+            Self::Raw(file) => Ok(file.write_all_at(bytes, at)?),
+            Self::Qcow2(image) => Ok(image.write(&*bytes, at)?),
+            Self::Luks2(chain) => {
+                move_bytes(chain, Operation::Write, bytes, at).map_err(ExportError::Volume)
+            }
+        }
+    }
+
+    fn flush(&mut self) -> Result<(), ExportError> {
+        match self {
+            Self::Raw(file) => Ok(file.sync_all()?),
+            Self::Qcow2(image) => {
+                image.flush()?;
+                Ok(image.sync()?)
+            }
+            Self::Luks2(chain) => blocking::flush(chain).map_err(ExportError::Volume),
+        }
+    }
+}
+
+/// The disk's own image, where its holes are known to be zeroes: the file, and where the disk begins in
+/// it.
+pub struct Sparse(pub File, pub u64);
+
+/// Writes all of the disk to `target`, and flushes.
+///
+/// # Errors
+/// [`ExportError`]; the file's content is undefined then.
+pub fn run(
+    chain: &mut Chain,
+    sparse: Option<&Sparse>,
+    target: &mut Target,
+    state: &DiskState,
+    stop: &Stop,
+) -> Result<(), ExportError> {
+    let total = chain.size();
+    let mut buffer = vec![0; CHUNK];
+    let mut at = 0;
+    while at < total {
+        state.set(DiskActivity::Exporting { done: at, total });
+        if stop.asked() {
+            return Err(ExportError::Stopped);
+        }
+        if target.has_holes()
+            && let Some(end) = hole(sparse, at, total).map_err(ExportError::Image)?
+        {
+            at = end;
+            continue;
+        }
+        let length = (total - at).min(CHUNK as u64) as usize;
+        let part = &mut buffer[..length];
+        move_bytes(chain, Operation::Read, part, at)?;
+        let mut start = 0;
+        while let Some((end, zero)) = run_of_zeroes_or_data(part, start) {
+            if !zero || !target.has_holes() {
+                target.write(&mut part[start..end], at + start as u64)?;
+            }
+            start = end;
+        }
+        at += length as u64;
+    }
+    state.set(DiskActivity::Exporting { done: total, total });
+    target.flush()
+}
+
+/// Where the hole ends that is at `at`, if there is one of at least a unit.
+fn hole(sparse: Option<&Sparse>, at: u64, total: u64) -> io::Result<Option<u64>> {
+    let Some(Sparse(file, offset)) = sparse else { return Ok(None) };
+    let extent = raw_extent(file, offset + at, offset + total)?;
+    let end = (extent.end - offset) / UNIT * UNIT;
+    Ok((!extent.data && end > at).then_some(end))
+}
+
+/// Reads or writes bytes at once.
+fn move_bytes(
+    chain: &mut Chain,
+    operation: Operation,
+    bytes: &mut [u8],
+    at: u64,
+) -> Result<(), IoError> {
+    let id = chain.begin().ok_or(IoError::Overload)?;
+    // SAFETY: the bytes stay borrowed until `drain` has seen the request complete.
+    let segment = unsafe { Segment::new(bytes.as_mut_ptr(), bytes.len()) };
+    chain.data_mut(id).push(segment);
+    chain.submit(id, operation, at, 0, 0);
+    blocking::drain(chain)
+}

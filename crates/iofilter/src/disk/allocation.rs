@@ -1,0 +1,87 @@
+//! Which parts of a disk are known to be zeroes without reading them.
+
+use std::io;
+use std::sync::Arc;
+
+use vmseal_api::filter::{CRYPT_SECTOR, Holes};
+
+use crate::disk::{Encryption, Rest};
+use crate::storage::extent::Extent;
+use crate::storage::file::FileDisk;
+use crate::storage::qcow2::Extents;
+
+/// The unit of a hole, in bytes. One that a file system with small blocks has within an encrypted sector
+/// is not a hole to the reader, as the sector's ciphertext is not all zeroes.
+const UNIT: u64 = CRYPT_SECTOR as u64;
+
+/// What is known of a disk's holes.
+#[derive(Clone, Debug)]
+pub enum Allocation {
+    /// Nothing: all of it may hold data.
+    Unknown,
+    /// The holes of this file read as zeroes.
+    File(FileDisk),
+    /// What this image has not allocated, or has marked so, reads as zeroes.
+    Qcow2(Arc<Extents>),
+}
+
+impl Allocation {
+    /// What is known of a disk that rests there. A hole is a hole to the reader in the clear, and where
+    /// the encryption says so; where all ciphertext is decrypted, a hole would read as noise.
+    #[must_use]
+    pub fn of(rest: &Rest, encryption: Option<&Encryption>) -> Self {
+        let zeroes = encryption.is_none_or(|encryption| encryption.holes == Holes::Zero);
+        match rest {
+            Rest::File(file) if zeroes => Self::File(file.clone()),
+            Rest::Qcow2(image) if zeroes => match image.extents() {
+                Ok(extents) => Self::Qcow2(Arc::new(extents)),
+                Err(error) => {
+                    tracing::warn!(%error, "the holes of the image are not known");
+                    Self::Unknown
+                }
+            },
+            Rest::File(_) | Rest::Qcow2(_) | Rest::Mem(_) => Self::Unknown,
+        }
+    }
+
+    /// What is at `at`, which is below `end`, up to `end` at the most; both are multiples of 512.
+    ///
+    /// # Errors
+    /// As lseek.
+    pub fn extent(&self, at: u64, end: u64) -> io::Result<Extent> {
+        let found = self.ask(at, end)?;
+        if !found.data {
+            // Up to the last whole sector of the hole, and from a sector's beginning on.
+            let inner = if found.end == end { end } else { found.end / UNIT * UNIT };
+            let whole = at.is_multiple_of(UNIT) || self.is_hole(at / UNIT * UNIT, at)?;
+            if whole && inner > at {
+                return Ok(Extent { data: false, end: inner });
+            }
+        }
+        // A hole that begins within a sector begins with the next one.
+        let data_end = if found.data { found.end } else { at + 1 };
+        Ok(Extent { data: true, end: data_end.next_multiple_of(UNIT).min(end) })
+    }
+
+    fn is_hole(&self, at: u64, end: u64) -> io::Result<bool> {
+        let found = self.ask(at, end)?;
+        Ok(!found.data && found.end == end)
+    }
+
+    fn ask(&self, at: u64, end: u64) -> io::Result<Extent> {
+        match self {
+            Self::Unknown => Ok(Extent { data: true, end }),
+            Self::File(file) => file.extent(at, end),
+            Self::Qcow2(image) => image.extent(at, end),
+        }
+    }
+
+    /// Whether zeroes that may be holes are made without writing them.
+    #[must_use]
+    pub fn zeroes_fast(&self) -> bool {
+        match self {
+            Self::Unknown | Self::Qcow2(_) => false,
+            Self::File(file) => file.punches(),
+        }
+    }
+}

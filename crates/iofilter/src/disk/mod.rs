@@ -1,0 +1,262 @@
+//! A disk put together: what its chains are made of, shared by its queues.
+
+pub mod allocation;
+pub mod status;
+
+use std::io;
+use std::sync::Arc;
+
+use vmseal_api::filter::{CRYPT_SECTOR, Holes};
+use vmseal_secret::SecretBytes;
+
+use crate::disk::allocation::Allocation;
+use crate::layers::align::Align;
+use crate::layers::align::locks::SectorLocks;
+use crate::layers::crypt::{Chunk, Crypt, CryptError};
+use crate::stack::chain::{Backend, Chain, Filter};
+use crate::stack::dirty::Bitmaps;
+use crate::stack::figures::CipherTime;
+use crate::stack::layer::Layer;
+use crate::stack::request::LOGICAL_BLOCK;
+use crate::storage::file::FileDisk;
+use crate::storage::mem::MemDisk;
+use crate::storage::qcow2::Qcow2Disk;
+
+/// What all bounce buffers of a process may take together. With tables, stacks and the program's own
+/// memory a process stays under 32 MiB.
+pub const POOLS_BYTES: usize = 16 * 1024 * 1024;
+
+/// What one queue can use where requests are done at once: more than are under way.
+const QUEUE_POOL_BYTES: usize = 2 * 1024 * 1024;
+
+/// The same where a device works on many at a time: 8 writes of 512 KiB, and a quarter for [`Align`].
+const DEVICE_POOL_BYTES: usize = 6 * 1024 * 1024;
+
+/// What a chain that only reads can use, for reads that are not of whole sectors.
+pub const READER_POOL_BYTES: usize = 256 * 1024;
+
+/// Where a disk's data rests.
+#[derive(Clone, Debug)]
+pub enum Rest {
+    /// A file or block device.
+    File(FileDisk),
+    /// An image of QEMU's format.
+    Qcow2(Qcow2Disk),
+    /// Memory that completes requests late and in another order, for tests.
+    Mem(MemDisk),
+}
+
+/// How a disk is encrypted.
+#[derive(Debug)]
+pub struct Encryption {
+    /// The DEK.
+    pub key: SecretBytes,
+    /// What a sector of zeroes on the datastore means.
+    pub holes: Holes,
+}
+
+/// A disk from which chains are made, one a queue.
+#[derive(Debug)]
+pub struct Disk {
+    size: u64,
+    read_only: bool,
+    encryption: Option<Encryption>,
+    rest: Rest,
+    locks: Arc<SectorLocks>,
+    pool_bytes: usize,
+    cipher_time: Arc<CipherTime>,
+    above: Vec<Arc<dyn Layer>>,
+    below: Vec<Arc<dyn Layer>>,
+    bitmaps: Arc<Bitmaps>,
+}
+
+impl Disk {
+    /// A disk of `size` bytes. `pools` is how many chains the whole process makes, and front ends with
+    /// buffers of their own, to share [`POOLS_BYTES`] among them.
+    #[must_use]
+    pub fn new(
+        size: u64,
+        read_only: bool,
+        encryption: Option<Encryption>,
+        rest: Rest,
+        pools: usize,
+    ) -> Self {
+        let most = match &rest {
+            Rest::File(file) if !file.works_at_once() => DEVICE_POOL_BYTES,
+            _ => QUEUE_POOL_BYTES,
+        };
+        let pool_bytes = (POOLS_BYTES / pools.max(1)).min(most);
+        let (locks, cipher_time) = (Arc::default(), Arc::default());
+        let (above, below) = (Vec::new(), Vec::new());
+        let bitmaps = Arc::new(Bitmaps::new(size));
+        Self {
+            size,
+            read_only,
+            encryption,
+            rest,
+            locks,
+            pool_bytes,
+            cipher_time,
+            above,
+            below,
+            bitmaps,
+        }
+    }
+
+    /// The same disk with further layers: `above` encryption, which see what the guest asks, and `below`,
+    /// which see whole sectors of ciphertext; each from the guest downwards. Without encryption both are
+    /// above the backend.
+    #[must_use]
+    pub fn with_layers(self, above: Vec<Arc<dyn Layer>>, below: Vec<Arc<dyn Layer>>) -> Self {
+        Self { above, below, ..self }
+    }
+
+    /// All layers but encryption, from the guest downwards.
+    #[must_use]
+    pub fn layers(&self) -> Vec<Arc<dyn Layer>> {
+        [&self.above[..], &self.below].concat()
+    }
+
+    /// The disk's size in bytes.
+    #[must_use]
+    pub fn size(&self) -> u64 {
+        self.size
+    }
+
+    /// Whether everything that changes the disk is refused.
+    #[must_use]
+    pub fn read_only(&self) -> bool {
+        self.read_only
+    }
+
+    /// The CPU time of the cipher, where there is one.
+    #[must_use]
+    pub fn cipher_time(&self) -> Option<Arc<CipherTime>> {
+        self.encryption.as_ref().map(|_| Arc::clone(&self.cipher_time))
+    }
+
+    /// The dirty bitmaps, which all chains mark.
+    #[must_use]
+    pub fn bitmaps(&self) -> Arc<Bitmaps> {
+        Arc::clone(&self.bitmaps)
+    }
+
+    /// What is known of the disk's holes.
+    #[must_use]
+    pub fn allocation(&self) -> Allocation {
+        Allocation::of(&self.rest, self.encryption.as_ref())
+    }
+
+    /// What the buffers of a front end may take, for each of its chains.
+    #[must_use]
+    pub fn pool_bytes(&self) -> usize {
+        self.pool_bytes
+    }
+
+    /// A chain for one queue.
+    ///
+    /// # Errors
+    /// [`CryptError`]: the key is no good, or no memory for buffers.
+    pub fn chain(&self) -> Result<Chain, CryptError> {
+        self.make_chain(self.read_only, self.pool_bytes, self.backend()?)
+    }
+
+    /// The same over another backend, which takes what this disk's own would: for tests of what becomes
+    /// of the data below a chain.
+    ///
+    /// # Errors
+    /// [`CryptError`]
+    pub fn chain_over(&self, backend: Box<dyn Backend>) -> Result<Chain, CryptError> {
+        self.make_chain(self.read_only, self.pool_bytes, backend)
+    }
+
+    /// A chain that only reads, whatever the disk allows, for someone beside the front end. Its buffers
+    /// come on top of what the process was told to expect. It can be made at any time: no ring is.
+    ///
+    /// # Errors
+    /// As [`Disk::chain`].
+    pub fn reader(&self) -> Result<Chain, CryptError> {
+        self.make_chain(true, READER_POOL_BYTES, self.blocking_backend()?)
+    }
+
+    /// A chain of what lies below the layer of this kind, for a thread of its own that reads there. It can be
+    /// made at any time: no ring is.
+    ///
+    /// # Errors
+    /// The system refuses what it needs.
+    pub fn below(&self, kind: &str) -> io::Result<Chain> {
+        let layers = self.layers();
+        let above = layers.iter().take_while(|layer| layer.kind() != kind).count() + 1;
+        let filters = layers.iter().skip(above).map(|layer| layer.filter());
+        let filters = filters.collect::<io::Result<_>>()?;
+        Ok(Chain::new(self.size, true, filters, self.blocking_backend()?))
+    }
+
+    /// The file that the disk rests in, if it is its bytes.
+    #[must_use]
+    pub fn file(&self) -> Option<&FileDisk> {
+        match &self.rest {
+            Rest::File(file) => Some(file),
+            Rest::Qcow2(_) | Rest::Mem(_) => None,
+        }
+    }
+
+    fn make_chain(
+        &self,
+        read_only: bool,
+        pool_bytes: usize,
+        backend: Box<dyn Backend>,
+    ) -> Result<Chain, CryptError> {
+        let mut filters: Vec<Box<dyn Filter>> = Vec::new();
+        for layer in &self.above {
+            filters.push(layer.filter()?);
+        }
+        if let Some(align) = self.align(pool_bytes / 4)? {
+            filters.push(Box::new(align));
+        }
+        let at_once = backend.wait_handle().is_none();
+        if let Some(Encryption { key, holes }) = &self.encryption {
+            filters.push(Box::new(Crypt::new(
+                key,
+                *holes,
+                if at_once { Chunk::Small } else { Chunk::Large },
+                pool_bytes / 4 * 3,
+                Arc::clone(&self.cipher_time),
+            )?));
+        }
+        for layer in &self.below {
+            filters.push(layer.filter()?);
+        }
+        let chain = Chain::new(self.size, read_only, filters, backend);
+        Ok(chain.marking(self.bitmaps()))
+    }
+
+    fn backend(&self) -> io::Result<Box<dyn Backend>> {
+        match &self.rest {
+            Rest::File(file) => Ok(file.queue()),
+            Rest::Qcow2(image) => image.queue(),
+            Rest::Mem(mem) => Ok(mem.queue()),
+        }
+    }
+
+    fn blocking_backend(&self) -> io::Result<Box<dyn Backend>> {
+        match &self.rest {
+            Rest::File(file) => Ok(file.blocking_queue()),
+            Rest::Qcow2(image) => image.queue(),
+            Rest::Mem(mem) => Ok(mem.queue()),
+        }
+    }
+
+    fn align(&self, pool_bytes: usize) -> io::Result<Option<Align>> {
+        let (block, memory) = match &self.rest {
+            Rest::File(file) => (file.block(), file.memory_alignment()),
+            Rest::Qcow2(_) | Rest::Mem(_) => (LOGICAL_BLOCK as u32, 1),
+        };
+        let block = if self.encryption.is_some() { block.max(CRYPT_SECTOR) } else { block };
+        if u64::from(block) == LOGICAL_BLOCK && memory == 1 {
+            return Ok(None);
+        }
+        let locks = Arc::clone(&self.locks);
+        Align::new(block, memory as usize, locks, pool_bytes).map(Some)
+    }
+}

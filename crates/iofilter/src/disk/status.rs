@@ -1,0 +1,243 @@
+//! How a disk stands: written by its threads, read by the control socket.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use vmseal_api::filter::{DiskActivity, DiskCounters, DiskFigures, DiskStatus, LatencyFigures};
+use vmseal_api::id::DiskId;
+
+use crate::layers;
+use crate::layers::replicate::Replicate;
+use crate::stack::chain::Done;
+use crate::stack::dirty::Bitmaps;
+use crate::stack::figures::{CipherTime, Latencies};
+use crate::stack::layer::Layer;
+use crate::stack::request::{IoError, Operation};
+use crate::stack::tally::Tally;
+
+/// At most one line of log per disk in this time for errors that guests can cause at will.
+const LOG_EVERY: Duration = Duration::from_secs(5);
+
+/// What one queue has done. Only its own thread writes; a cache line of its own.
+#[derive(Debug, Default)]
+#[repr(align(128))]
+pub struct Counters {
+    reads: Tally,
+    read_bytes: Tally,
+    writes: Tally,
+    written_bytes: Tally,
+    flushes: Tally,
+    discards: Tally,
+    errors: Tally,
+    latencies: Latencies,
+}
+
+impl Counters {
+    /// Counts a request that was answered well.
+    pub fn succeeded(&self, operation: Operation, bytes: u64) {
+        match operation {
+            Operation::Read => {
+                self.reads.add(1);
+                self.read_bytes.add(bytes);
+            }
+            Operation::Write => {
+                self.writes.add(1);
+                self.written_bytes.add(bytes);
+            }
+            Operation::Flush => self.flushes.add(1),
+            Operation::Discard | Operation::WriteZeroes { .. } => self.discards.add(1),
+        }
+    }
+
+    /// Notes how long a request took that was answered well.
+    pub fn took(&self, operation: Operation, took: Duration) {
+        self.latencies.took(operation, took);
+    }
+
+    /// Counts a request that was answered with an error.
+    pub fn failed(&self) {
+        self.errors.add(1);
+    }
+}
+
+/// How one disk stands.
+#[derive(Debug)]
+pub struct DiskState {
+    disk: DiskId,
+    activity: Mutex<DiskActivity>,
+    trouble: Mutex<Trouble>,
+    queues: Vec<Counters>,
+    cipher: Option<Arc<CipherTime>>,
+    layers: Vec<Arc<dyn Layer>>,
+    bitmaps: Option<Arc<Bitmaps>>,
+    replica: Option<Replicate>,
+    /// Of those who read the disk beside its front end.
+    beside: Option<Arc<DiskState>>,
+}
+
+#[derive(Debug, Default)]
+struct Trouble {
+    message: Option<String>,
+    logged: Option<Instant>,
+    /// Of queues that a guest breaks: it can set one up anew and break it again as fast as it likes.
+    broken_logged: Option<Instant>,
+    /// How many were broken that no line tells of yet.
+    broken: u64,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl DiskState {
+    /// An idle disk with that many queues.
+    #[must_use]
+    pub fn new(disk: DiskId, queues: usize) -> Self {
+        Self {
+            disk,
+            activity: Mutex::new(DiskActivity::Idle),
+            trouble: Mutex::default(),
+            queues: (0..queues.max(1)).map(|_| Counters::default()).collect(),
+            cipher: None,
+            layers: Vec::new(),
+            bitmaps: None,
+            replica: None,
+            beside: None,
+        }
+    }
+
+    /// The same, of a disk that is read beside its front end: what goes wrong there is its trouble, too.
+    #[must_use]
+    pub fn with_beside(self, beside: Option<Arc<Self>>) -> Self {
+        Self { beside, ..self }
+    }
+
+    /// What went wrong last, with a request of the guest or, if none did, of those beside it.
+    fn trouble(&self) -> Option<String> {
+        let own = lock(&self.trouble).message.clone();
+        own.or_else(|| self.beside.as_ref().and_then(|beside| beside.trouble()))
+    }
+
+    /// The same, of a disk that has these dirty bitmaps.
+    #[must_use]
+    pub fn with_bitmaps(self, bitmaps: Arc<Bitmaps>) -> Self {
+        Self { bitmaps: Some(bitmaps), ..self }
+    }
+
+    /// The same, of a disk that has a replica.
+    #[must_use]
+    pub fn with_replica(self, replica: Option<Replicate>) -> Self {
+        Self { replica, ..self }
+    }
+
+    /// The disk's dirty bitmaps; none where nobody marks them.
+    #[must_use]
+    pub fn bitmaps(&self) -> Option<&Arc<Bitmaps>> {
+        self.bitmaps.as_ref()
+    }
+
+    /// The same, of a disk whose cipher's time is measured here.
+    #[must_use]
+    pub fn with_cipher(self, cipher: Option<Arc<CipherTime>>) -> Self {
+        Self { cipher, ..self }
+    }
+
+    /// The same, of a disk with these layers.
+    #[must_use]
+    pub fn with_layers(self, layers: Vec<Arc<dyn Layer>>) -> Self {
+        Self { layers, ..self }
+    }
+
+    /// Which disk.
+    #[must_use]
+    pub fn disk(&self) -> DiskId {
+        self.disk
+    }
+
+    /// The counters of one queue.
+    #[must_use]
+    pub fn counters(&self, queue: usize) -> &Counters {
+        &self.queues[queue]
+    }
+
+    /// Says what the disk is doing.
+    pub fn set(&self, activity: DiskActivity) {
+        *lock(&self.activity) = activity;
+    }
+
+    /// Notes and logs (now and then) that a request failed for a reason that lies with us or below us,
+    /// or that the guest asked for something that cannot be.
+    pub fn note(&self, done: &Done, error: IoError) {
+        let mut trouble = lock(&self.trouble);
+        if !matches!(error, IoError::OutOfRange | IoError::Scattered | IoError::ReadOnly) {
+            trouble.message = Some(error.to_string());
+        }
+        if trouble.logged.is_none_or(|last| last.elapsed() > LOG_EVERY) {
+            trouble.logged = Some(Instant::now());
+            drop(trouble);
+            tracing::error!(
+                operation = ?done.operation, offset = done.offset, length = done.length, %error,
+                "a request failed; whoever made it sees an I/O error and goes on"
+            );
+        }
+    }
+
+    /// Notes and logs (now and then) that a queue is stopped, as the guest has broken its ring; whether it was logged.
+    pub fn note_broken(&self, queue: usize, error: &dyn std::error::Error) -> bool {
+        let mut trouble = lock(&self.trouble);
+        if trouble.broken_logged.is_some_and(|last| last.elapsed() <= LOG_EVERY) {
+            trouble.broken += 1;
+            return false;
+        }
+        let unlogged = std::mem::take(&mut trouble.broken);
+        trouble.broken_logged = Some(Instant::now());
+        drop(trouble);
+        tracing::error!(queue, %error, unlogged, "the guest's queue is stopped");
+        true
+    }
+
+    /// The sum over all queues.
+    #[must_use]
+    pub fn totals(&self) -> DiskCounters {
+        let sum = |field: fn(&Counters) -> &Tally| {
+            self.queues.iter().map(|queue| field(queue).get()).sum()
+        };
+        DiskCounters {
+            reads: sum(|queue| &queue.reads),
+            read_bytes: sum(|queue| &queue.read_bytes),
+            writes: sum(|queue| &queue.writes),
+            written_bytes: sum(|queue| &queue.written_bytes),
+            flushes: sum(|queue| &queue.flushes),
+            discards: sum(|queue| &queue.discards),
+            errors: sum(|queue| &queue.errors),
+        }
+    }
+
+    /// What was measured of the disk.
+    #[must_use]
+    pub fn figures(&self) -> DiskFigures {
+        let mut latencies = LatencyFigures::default();
+        self.queues.iter().for_each(|queue| queue.latencies.add_to(&mut latencies));
+        DiskFigures {
+            disk: self.disk,
+            counters: self.totals(),
+            latencies,
+            cipher: self.cipher.as_ref().map(|cipher| cipher.figures()),
+            layers: self.layers.iter().map(|layer| layers::figures(&**layer)).collect(),
+            replica: self.replica.as_ref().map(Replicate::status),
+        }
+    }
+
+    /// What the control socket says of the disk.
+    #[must_use]
+    pub fn status(&self) -> DiskStatus {
+        DiskStatus {
+            disk: self.disk,
+            state: lock(&self.activity).clone(),
+            counters: self.totals(),
+            trouble: self.trouble(),
+            bitmaps: self.bitmaps.as_ref().map(|bitmaps| bitmaps.status()).unwrap_or_default(),
+            replica: self.replica.as_ref().map(Replicate::status),
+        }
+    }
+}

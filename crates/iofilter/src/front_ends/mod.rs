@@ -1,0 +1,47 @@
+//! What front ends have in common: the disk as those who connect see it, and who may connect.
+
+pub mod nbd;
+pub mod peer;
+pub mod vhost_user;
+
+use std::io;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::sync::Arc;
+
+use crate::disk::allocation::Allocation;
+use crate::disk::status::DiskState;
+
+/// What a front end serves, for the life of the process.
+#[derive(Debug)]
+pub struct Served {
+    /// The disk's size in bytes.
+    pub size: u64,
+    /// Whether it is read-only.
+    pub read_only: bool,
+    /// The device id.
+    pub serial: Arc<str>,
+    /// Where to count, and the dirty bitmaps.
+    pub state: Arc<DiskState>,
+    /// What is known of its holes.
+    pub allocation: Allocation,
+}
+
+/// The next connection, of a process of user `peer_uid`; none if it came to nothing or is refused.
+///
+/// # Errors
+/// What concerns the listener, not only one connection.
+pub fn accept(listener: &UnixListener, peer_uid: u32) -> io::Result<Option<UnixStream>> {
+    use io::ErrorKind::{ConnectionAborted, Interrupted, WouldBlock};
+    let stream = match listener.accept() {
+        Ok((stream, _)) => stream,
+        Err(error) if matches!(error.kind(), ConnectionAborted | Interrupted | WouldBlock) => {
+            return Ok(None);
+        }
+        Err(error) => return Err(error),
+    };
+    if let Err(refusal) = peer::check(&stream, peer_uid) {
+        tracing::warn!(%refusal, "a connection to the disk is refused");
+        return Ok(None);
+    }
+    Ok(Some(stream))
+}

@@ -1,0 +1,149 @@
+//! The vhost-user-blk front end: QEMU's fast path, on shared guest memory.
+//!
+//! ```text
+//!   Listening --connection, peer allowed, it speaks--> Connected --disconnected | protocol error--> Listening
+//!        └──────────────────── stop ───────────────────────┴──> ended, rings drained
+//! ```
+//! A socket that is connected from the beginning serves that one connection.
+//!
+//! One thread per disk speaks the protocol ([`session`]); one per queue moves data ([`queue`]). The
+//! crate `vhost-user-backend` is not used: it takes a lock per request and cannot track those in flight
+//! ([`inflight`]).
+
+pub mod config;
+pub mod inflight;
+mod message;
+pub mod queue;
+pub mod replay;
+pub mod request;
+pub mod session;
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use vhost::vhost_user::BackendReqHandler;
+use vmseal_api::filter::DiskActivity;
+
+use crate::front_ends::vhost_user::message::Arrival;
+use crate::front_ends::vhost_user::session::Session;
+use crate::front_ends::{self, Served};
+use crate::handle::Socket;
+use crate::stack::chain::Chain;
+use crate::stack::stop::Stop;
+
+/// Serves VMMs, one after the other, until told to stop; gives the chains back. An error means that the
+/// disk cannot be served any more.
+///
+/// # Errors
+/// What happened.
+pub fn serve(
+    socket: &Socket,
+    peer_uid: u32,
+    served: &Arc<Served>,
+    chains: Vec<Chain>,
+    stop: &Stop,
+) -> io::Result<Vec<Chain>> {
+    match socket {
+        Socket::Listening(listener) => serve_all(listener, peer_uid, served, chains, stop),
+        // Whoever connected it has chosen the peer.
+        Socket::Connected(stream) => {
+            let chains = session(stream.try_clone()?, served, chains, stop)?;
+            stop.wait()?;
+            Ok(chains)
+        }
+    }
+}
+
+fn serve_all(
+    listener: &UnixListener,
+    peer_uid: u32,
+    served: &Arc<Served>,
+    mut chains: Vec<Chain>,
+    stop: &Stop,
+) -> io::Result<Vec<Chain>> {
+    listener.set_nonblocking(true)?;
+    while stop.wait_or_readable(listener.as_fd())? {
+        if let Some(stream) = front_ends::accept(listener, peer_uid)? {
+            chains = session(stream, served, chains, stop)?;
+        }
+    }
+    Ok(chains)
+}
+
+/// The time with one VMM.
+fn session(
+    stream: UnixStream,
+    served: &Arc<Served>,
+    chains: Vec<Chain>,
+    stop: &Stop,
+) -> io::Result<Vec<Chain>> {
+    let queues = chains.len();
+    stream.set_nonblocking(false)?;
+    let chains = converse(stream, served, chains, stop)?;
+    if chains.len() < queues {
+        return Err(io::Error::other("a queue's thread died; restart the filter"));
+    }
+    served.state.set(DiskActivity::Idle);
+    tracing::info!("the VMM is gone; all its requests are finished");
+    Ok(chains)
+}
+
+/// Does what the VMM asks until it is gone, or until told to stop; gives the chains back, without those of
+/// threads that died.
+fn converse(
+    stream: UnixStream,
+    served: &Arc<Served>,
+    chains: Vec<Chain>,
+    stop: &Stop,
+) -> io::Result<Vec<Chain>> {
+    let session = Session::new(Arc::clone(served), chains).map_err(io::Error::other)?;
+    let session = Arc::new(Mutex::new(session));
+    let connection = stream.try_clone()?;
+    let mut handler = BackendReqHandler::from_stream(stream, Arc::clone(&session));
+    let mut spoken = false;
+    loop {
+        match message::wait(&connection, stop)? {
+            Arrival::Message => {}
+            Arrival::Stop => break,
+            Arrival::Part => {
+                tracing::warn!("the VMM has sent a part of a message; the connection is ended");
+                break;
+            }
+        }
+        match handler.handle_request() {
+            Ok(()) if spoken => {}
+            Ok(()) => {
+                spoken = true;
+                served.state.set(DiskActivity::Connected);
+                tracing::info!("a VMM is connected");
+            }
+            // The VMM was told (or did not ask); what the guest makes of it is the VMM's business.
+            Err(
+                error @ (vhost::vhost_user::Error::InvalidParam
+                | vhost::vhost_user::Error::ReqHandlerError(_)
+                | vhost::vhost_user::Error::InvalidOperation(_)),
+            ) => tracing::warn!(%error, "a request of the VMM could not be met"),
+            Err(vhost::vhost_user::Error::Disconnected) => break,
+            Err(error) => {
+                tracing::warn!(%error, "the connection is ended");
+                break;
+            }
+        }
+        if hung_up(connection.as_fd()) {
+            break;
+        }
+    }
+    let mut session = session.lock().unwrap_or_else(PoisonError::into_inner);
+    Ok(session.end())
+}
+
+/// Whether the other side is gone and has left nothing to read.
+fn hung_up(fd: BorrowedFd<'_>) -> bool {
+    let mut fds = [PollFd::new(fd, PollFlags::POLLIN)];
+    let _ = poll(&mut fds, PollTimeout::ZERO);
+    let events = fds[0].revents().unwrap_or(PollFlags::empty());
+    events.contains(PollFlags::POLLHUP) && !events.contains(PollFlags::POLLIN)
+}

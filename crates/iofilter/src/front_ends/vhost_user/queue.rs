@@ -1,0 +1,505 @@
+//! One request queue: a thread that takes requests from the guest's ring, runs them through its chain
+//! and answers.
+//!
+//! ```text
+//!            pass: take some from the ring → chain → answer all that is done → one notification
+//!   Serving ──stop──> Draining ──nothing in flight──> ended: the chain and the ring's position go back
+//!      └──malformed──> Broken ──nothing in flight, then stop──> ended
+//!
+//!   something moved:          pass again
+//!   nothing moved:            look again for the polling window; then ask the guest to kick, look once
+//!                             more, and sleep on kick, stop and the backend's completions
+//! ```
+//! The polling window adapts: it grows when sleeps turn out short and falls to nothing when one was
+//! long, so an idle disk costs no CPU.
+
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use nix::poll::{PollFd, PollFlags, ppoll};
+use nix::sys::time::TimeSpec;
+use virtio_bindings::virtio_blk::{VIRTIO_BLK_S_IOERR, VIRTIO_BLK_S_OK};
+use virtio_queue::{Queue, QueueOwnedT, QueueT};
+use vm_memory::GuestMemoryMmap;
+
+use crate::disk::status::DiskState;
+use crate::front_ends::vhost_user::inflight::{InflightError, Record};
+use crate::front_ends::vhost_user::replay::{Replay, ReplayError};
+use crate::front_ends::vhost_user::request::{Asked, Malformed, Parsed, Parser};
+use crate::stack::chain::{Chain, Done};
+use crate::stack::memory::{Cursor, Segment};
+use crate::stack::request::{Operation, RequestId};
+use crate::stack::stop::Stop;
+
+/// The most that is taken from the ring in one pass.
+#[derive(Clone, Copy, Debug)]
+struct Batch {
+    requests: usize,
+    bytes: usize,
+}
+
+/// Few, so that the guest is at work on the first answers and on new requests while the next are done, instead of each
+/// waiting for the other (docs/decisions/044).
+impl Batch {
+    /// Where a device works on many at a time: it begins with the first of them, and is not to wait until the next large
+    /// write is encrypted, too (docs/decisions/045).
+    const DEVICE: Self = Self { requests: 6, bytes: 512 * 1024 };
+
+    /// Where each is done before the next is looked at.
+    const AT_ONCE: Self = Self { requests: 4, bytes: usize::MAX };
+}
+
+/// The longest time to poll before sleeping: about what a sleep and wake-up cost.
+const WINDOW_MAX: Duration = Duration::from_micros(32);
+
+/// The first polling window after a short sleep.
+const WINDOW_MIN: Duration = Duration::from_micros(4);
+
+/// The stack of a worker: its frames are small, and the process's memory is locked.
+const STACK: usize = 256 * 1024;
+
+/// What a queue's thread is given.
+pub struct Setup {
+    /// The number of the queue.
+    pub index: usize,
+    /// The ring.
+    pub queue: Queue,
+    /// The guest's memory.
+    pub memory: GuestMemoryMmap,
+    /// The guest's notifications.
+    pub kick: Arc<OwnedFd>,
+    /// Where to notify the guest.
+    pub call: Option<Arc<OwnedFd>>,
+    /// Where to tell the VMM that the ring is broken.
+    pub error: Option<Arc<OwnedFd>>,
+    /// Whether each write is to be flushed, as the guest's driver does not know of flushes.
+    pub write_through: bool,
+    /// The device id.
+    pub serial: Arc<str>,
+    /// Where to count.
+    pub state: Arc<DiskState>,
+    /// Where requests under way are on record.
+    pub record: Option<Record>,
+    /// Heads that another filter began and did not answer, in order: done first.
+    pub begun: Vec<u16>,
+}
+
+/// A running queue.
+pub struct Running {
+    thread: JoinHandle<(Chain, u16)>,
+    stop: Arc<Stop>,
+}
+
+impl Running {
+    /// Starts the thread.
+    ///
+    /// # Errors
+    /// The chain back, with the reason.
+    pub fn start(setup: Setup, chain: Chain) -> Result<Self, (Box<Chain>, std::io::Error)> {
+        // Made anew for each thread: a stale one would end the next at once.
+        let stop = match Stop::new() {
+            Ok(stop) => Arc::new(stop),
+            Err(error) => return Err((Box::new(chain), error)),
+        };
+        // The chain travels by channel, so that it is not lost if there is no thread for it.
+        let (send, receive) = std::sync::mpsc::sync_channel::<Chain>(1);
+        let (span, stopping) = (tracing::Span::current(), Arc::clone(&stop));
+        let spawned = std::thread::Builder::new()
+            .name(format!("queue{}", setup.index))
+            .stack_size(STACK)
+            .spawn(move || {
+                let _entered = span.entered();
+                let Ok(chain) = receive.recv() else {
+                    unreachable!("the chain is sent once the thread exists")
+                };
+                Worker::new(setup, chain, stopping).run()
+            });
+        match spawned {
+            Err(error) => Err((Box::new(chain), error)),
+            Ok(thread) => {
+                let _ = send.send(chain);
+                Ok(Self { thread, stop })
+            }
+        }
+    }
+
+    /// Stops taking requests, waits for those under way, and returns the chain and the ring's next
+    /// available index; none if the thread died.
+    #[must_use]
+    pub fn stop(self) -> Option<(Chain, u16)> {
+        self.stop.ask();
+        self.thread.join().ok()
+    }
+}
+
+/// Does on the caller's thread what a queue's thread does, until nothing moves or for that many passes;
+/// then ends as it does. For the fuzz targets.
+///
+/// # Errors
+/// No eventfd is to be had.
+#[doc(hidden)]
+pub fn serve_now(setup: Setup, chain: Chain, passes: usize) -> std::io::Result<(Chain, u16)> {
+    let stop = Arc::new(Stop::new()?);
+    let mut worker = Worker::new(setup, chain, Arc::clone(&stop));
+    worker.check_ring();
+    for _ in 0..passes {
+        if !worker.pass() {
+            break;
+        }
+    }
+    stop.ask();
+    Ok(worker.run())
+}
+
+/// A request under way.
+#[derive(Clone, Copy, Debug)]
+struct Pending {
+    head: u16,
+    status: Segment,
+    written: u32,
+    /// When it was taken from the ring, to the accuracy of a pass.
+    began: Instant,
+    /// What the guest asked, when what is under way is the flush that follows it.
+    flushed: Option<(Operation, u64)>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Phase {
+    Serving,
+    Draining,
+    Broken,
+}
+
+struct Worker {
+    setup: Setup,
+    chain: Chain,
+    stop: Arc<Stop>,
+    phase: Phase,
+    parser: Parser,
+    pending: Vec<Option<Pending>>,
+    batch: Batch,
+    replay: Option<Replay>,
+    window: Duration,
+}
+
+/// Why a queue cannot go on.
+#[derive(Debug, thiserror::Error)]
+enum Broken {
+    #[error("{0}")]
+    Malformed(#[from] Malformed),
+    #[error("the ring is invalid: {0}")]
+    Ring(#[from] virtio_queue::Error),
+    #[error("{0}")]
+    Inflight(#[from] InflightError),
+    #[error("what another filter began cannot be done again: {0}")]
+    Replay(#[from] ReplayError),
+}
+
+impl Worker {
+    fn new(setup: Setup, chain: Chain, stop: Arc<Stop>) -> Self {
+        let pending = vec![None; chain.capacity()];
+        let (phase, parser) = (Phase::Serving, Parser::default());
+        let batch = if chain.wait_handle().is_none() { Batch::AT_ONCE } else { Batch::DEVICE };
+        let (replay, window) = (None, Duration::ZERO);
+        Self { setup, chain, stop, phase, parser, pending, batch, replay, window }
+    }
+
+    fn check_ring(&mut self) {
+        let Setup { queue, memory, begun, .. } = &self.setup;
+        if !queue.is_valid(memory) {
+            self.broken(&Broken::Ring(virtio_queue::Error::QueueNotReady));
+        } else if !begun.is_empty() {
+            tracing::info!(
+                queue = self.setup.index,
+                requests = begun.len(),
+                "begun before, done again"
+            );
+            match Replay::new(queue, memory, begun) {
+                Ok(replay) => self.replay = Some(replay),
+                Err(error) => self.broken(&error.into()),
+            }
+        }
+    }
+
+    fn run(mut self) -> (Chain, u16) {
+        self.check_ring();
+        loop {
+            if self.stop.asked() && self.phase != Phase::Draining {
+                self.phase = Phase::Draining;
+                self.chain.hasten(true);
+            }
+            let moved = self.pass();
+            if self.phase == Phase::Draining && self.chain.in_flight() == 0 {
+                self.chain.hasten(false);
+                return (self.chain, self.setup.queue.next_avail());
+            }
+            if !moved && !self.poll_window() {
+                self.sleep();
+            }
+        }
+    }
+
+    /// The ring cannot be trusted any more: nothing is taken from it until the guest sets it up anew.
+    fn broken(&mut self, error: &Broken) {
+        if self.phase == Phase::Serving {
+            self.setup.state.note_broken(self.setup.index, error);
+            self.setup.state.counters(self.setup.index).failed();
+            self.phase = Phase::Broken;
+            if let Some(event) = &self.setup.error {
+                signal(event.as_fd());
+            }
+        }
+    }
+
+    /// One round; whether anything moved.
+    fn pass(&mut self) -> bool {
+        let taken = if self.phase == Phase::Serving { self.take() } else { Ok(0) };
+        self.chain.poll();
+        let answered = self.answer_all();
+        match (taken, answered) {
+            (Ok(taken), Ok(answered)) => taken + answered > 0,
+            (Err(error), _) | (_, Err(error)) => {
+                self.broken(&error);
+                true
+            }
+        }
+    }
+
+    /// Takes what the guest has made available.
+    fn take(&mut self) -> Result<usize, Broken> {
+        let (mut taken, mut bytes) = (0, 0);
+        // Read once, and only by a pass that takes something.
+        let mut began = None;
+        while taken < self.batch.requests && bytes < self.batch.bytes {
+            let Some(id) = self.chain.begin() else { break };
+            match self.next(id) {
+                Ok(Some((head, parsed))) => {
+                    let began = *began.get_or_insert_with(Instant::now);
+                    bytes += self.chain.data_mut(id).bytes();
+                    self.begin(id, head, &parsed, began)?;
+                }
+                Ok(None) => {
+                    self.chain.cancel(id);
+                    break;
+                }
+                Err(error) => {
+                    self.chain.cancel(id);
+                    return Err(error);
+                }
+            }
+            taken += 1;
+        }
+        Ok(taken)
+    }
+
+    /// The next request, its data's memory in the slot: first what another filter began, then the ring's.
+    fn next(&mut self, id: RequestId) -> Result<Option<(u16, Parsed)>, Broken> {
+        let memory = &self.setup.memory;
+        let again = self.replay.as_mut().map(Replay::take).transpose()?.flatten();
+        let chain = match again {
+            Some(chain) => Some(chain),
+            None => self.setup.queue.iter(memory)?.next(),
+        };
+        let Some(chain) = chain else { return Ok(None) };
+        let head = chain.head_index();
+        // Before it is looked at and before the next one is taken: the ring's position follows from it.
+        if let Some(record) = &mut self.setup.record {
+            record.begin(head)?;
+        }
+        let parsed = self.parser.parse(chain, memory, self.chain.data_mut(id))?;
+        Ok(Some((head, parsed)))
+    }
+
+    fn begin(
+        &mut self,
+        id: RequestId,
+        head: u16,
+        parsed: &Parsed,
+        began: Instant,
+    ) -> Result<(), Broken> {
+        let written = match parsed.asked {
+            Asked::Io { operation: Operation::Read, .. } => parsed.writable + 1,
+            _ => 1,
+        };
+        let pending = Pending { head, status: parsed.status, written, began, flushed: None };
+        match parsed.asked {
+            Asked::Io { operation, offset, length } => {
+                self.pending[id.index()] = Some(pending);
+                self.chain.submit(id, operation, offset, length, id.index() as u64);
+                return Ok(());
+            }
+            Asked::Id => {
+                let mut text = [0; vmseal_api::filter::SERIAL_MAX];
+                let serial = self.setup.serial.as_bytes();
+                let length = serial.len().min(text.len());
+                text[..length].copy_from_slice(&serial[..length]);
+                let put = Cursor::default().scatter(self.chain.data_mut(id), &text);
+                let written = u32::try_from(put).unwrap_or(0) + 1;
+                self.answer(Pending { written, ..pending }, VIRTIO_BLK_S_OK as u8)?;
+            }
+            Asked::Refused(status) => {
+                self.setup.state.counters(self.setup.index).failed();
+                self.answer(pending, status)?;
+            }
+        }
+        self.chain.cancel(id);
+        // Answered outside of `answer_all`, so it has to notify by itself.
+        self.notify()
+    }
+
+    fn answer_all(&mut self) -> Result<usize, Broken> {
+        let mut answered = 0;
+        let mut now = None;
+        while let Some(done) = self.chain.next_done() {
+            let index = usize::try_from(done.tag).unwrap_or(usize::MAX);
+            let Some(pending) = self.pending.get_mut(index).and_then(Option::take) else {
+                continue;
+            };
+            if self.flush_instead(&done, pending) {
+                continue;
+            }
+            let now = *now.get_or_insert_with(Instant::now);
+            let status = self.count(&done, &pending, now);
+            self.answer(pending, status)?;
+            answered += 1;
+        }
+        if answered > 0 {
+            self.notify()?;
+        }
+        Ok(answered)
+    }
+
+    /// For a driver that does not flush: makes a write durable before it is answered.
+    fn flush_instead(&mut self, done: &Done, pending: Pending) -> bool {
+        let needed = self.setup.write_through
+            && done.operation.changes()
+            && done.result.is_ok()
+            && pending.flushed.is_none();
+        if !needed {
+            return false;
+        }
+        let Some(id) = self.chain.begin() else {
+            unreachable!("the slot of the request that is done is free")
+        };
+        let flushed = Some((done.operation, done.length));
+        self.pending[id.index()] = Some(Pending { flushed, ..pending });
+        self.chain.submit(id, Operation::Flush, 0, 0, id.index() as u64);
+        self.chain.poll();
+        true
+    }
+
+    fn count(&self, done: &Done, pending: &Pending, now: Instant) -> u8 {
+        let counters = self.setup.state.counters(self.setup.index);
+        match done.result {
+            Ok(()) => {
+                let (operation, length) = pending.flushed.unwrap_or((done.operation, done.length));
+                counters.succeeded(operation, length);
+                counters.took(operation, now - pending.began);
+                VIRTIO_BLK_S_OK as u8
+            }
+            Err(error) => {
+                counters.failed();
+                self.setup.state.note(done, error);
+                VIRTIO_BLK_S_IOERR as u8
+            }
+        }
+    }
+
+    fn answer(&mut self, pending: Pending, status: u8) -> Result<(), Broken> {
+        pending.status.copy_from(&[status]);
+        let Setup { queue, memory, record, .. } = &mut self.setup;
+        if let Some(record) = record {
+            record.answering(pending.head);
+        }
+        queue.add_used(memory, pending.head, pending.written)?;
+        if let Some(record) = record {
+            record.answered(pending.head, queue.next_used());
+        }
+        Ok(())
+    }
+
+    fn notify(&mut self) -> Result<(), Broken> {
+        let needed = self.setup.queue.needs_notification(&self.setup.memory)?;
+        if let (true, Some(call)) = (needed, &self.setup.call) {
+            signal(call.as_fd());
+        }
+        Ok(())
+    }
+
+    /// Looks for work for the polling window; whether there is some.
+    fn poll_window(&mut self) -> bool {
+        if self.window.is_zero() || self.phase != Phase::Serving {
+            return false;
+        }
+        let start = Instant::now();
+        while start.elapsed() < self.window {
+            if self.pass() {
+                return true;
+            }
+            std::hint::spin_loop();
+        }
+        false
+    }
+
+    /// Sleeps until there may be something to do.
+    fn sleep(&mut self) {
+        if self.phase == Phase::Serving {
+            match self.setup.queue.enable_notification(&self.setup.memory) {
+                Ok(false) => {}
+                Ok(true) => return,
+                Err(error) => return self.broken(&error.into()),
+            }
+        }
+        let start = Instant::now();
+        self.wait();
+        let slept = start.elapsed();
+        self.window = if slept > WINDOW_MAX * 2 {
+            Duration::ZERO
+        } else {
+            (self.window * 2).clamp(WINDOW_MIN, WINDOW_MAX)
+        };
+        if self.phase == Phase::Serving
+            && let Err(error) = self.setup.queue.disable_notification(&self.setup.memory)
+        {
+            self.broken(&error.into());
+        }
+    }
+
+    fn wait(&self) {
+        let readable = PollFlags::POLLIN;
+        let mut fds = [
+            PollFd::new(self.setup.kick.as_fd(), readable),
+            PollFd::new(self.stop.event(), readable),
+            PollFd::new(self.stop.event(), PollFlags::empty()),
+        ];
+        let in_flight = self.chain.in_flight() > 0;
+        if let (true, Some(handle)) = (in_flight, self.chain.wait_handle()) {
+            fds[2] = PollFd::new(handle, readable);
+        }
+        // Once stopping or broken, neither kicks nor the stop event (still set) are looked at.
+        let from = match self.phase {
+            Phase::Serving => 0,
+            Phase::Broken => 1,
+            Phase::Draining => 2,
+        };
+        let timeout = self.chain.wake_after().map(TimeSpec::from);
+        if ppoll(&mut fds[from..], timeout, None).is_ok() && from == 0 {
+            let kicked = fds[0].revents().is_some_and(|events| events.contains(readable));
+            if kicked {
+                let _ = nix::unistd::read(&self.setup.kick, &mut [0; 8]);
+            }
+        }
+    }
+}
+
+/// Adds one to an eventfd.
+fn signal(event: BorrowedFd<'_>) {
+    if let Err(error) = nix::unistd::write(event, &1u64.to_ne_bytes()) {
+        tracing::debug!(fd = event.as_raw_fd(), %error, "an event could not be signalled");
+    }
+}
+
+#[cfg(test)]
+mod tests;

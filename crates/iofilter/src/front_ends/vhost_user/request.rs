@@ -1,0 +1,207 @@
+//! Virtio-blk requests out of descriptor chains (virtio 1.2, §2.7.4 and §5.2.6).
+//!
+//! ```text
+//!   device-readable:  header (type, ioprio, sector) | data out
+//!   device-writable:  data in | status (the last byte)
+//! ```
+//! The parts may be cut into descriptors in any way. Everything here is chosen by the guest: a chain
+//! that has no place for a status, or leads nowhere, is [`Malformed`]; any other nonsense is answered
+//! with a status.
+
+use virtio_bindings::virtio_blk::{
+    VIRTIO_BLK_S_IOERR, VIRTIO_BLK_S_UNSUPP, VIRTIO_BLK_T_DISCARD, VIRTIO_BLK_T_FLUSH,
+    VIRTIO_BLK_T_GET_ID, VIRTIO_BLK_T_IN, VIRTIO_BLK_T_OUT, VIRTIO_BLK_T_WRITE_ZEROES,
+    VIRTIO_BLK_WRITE_ZEROES_FLAG_UNMAP,
+};
+use virtio_queue::DescriptorChain;
+use virtio_queue::desc::split::Descriptor;
+use vm_memory::{GuestMemory, GuestMemoryMmap, Permissions};
+
+use crate::front_ends::vhost_user::config::{DISCARD_SECTORS_MAX, WRITE_ZEROES_SECTORS_MAX};
+use crate::stack::memory::{Cursor, SEGMENTS_MAX, Segment, Segments};
+use crate::stack::request::{LOGICAL_BLOCK, Operation};
+
+/// The length of the header, in bytes.
+const HEADER: usize = 16;
+
+/// The length of `struct virtio_blk_discard_write_zeroes`, of which a request has one.
+const RANGE: usize = 16;
+
+/// The chain breaks the rules so badly that it cannot even be answered; the queue stops.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Malformed {
+    /// The chain loops, leaves its table, or has an invalid indirect table.
+    #[error("a descriptor chain does not end")]
+    Endless,
+    /// An address is not guest memory.
+    #[error("a descriptor points outside the guest's memory")]
+    Address,
+    /// Readable after writable.
+    #[error("a descriptor for the device to read comes after one for it to write")]
+    Order,
+    /// More than [`SEGMENTS_MAX`].
+    #[error("a descriptor chain has too many parts")]
+    TooLong,
+    /// No writable byte.
+    #[error("a request has no place for its status")]
+    NoStatus,
+}
+
+/// What a guest asks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Asked {
+    /// Something for the chain, which has got the data segments. The length is for requests without data.
+    Io {
+        /// What.
+        operation: Operation,
+        /// Where, in bytes.
+        offset: u64,
+        /// How much, in bytes.
+        length: u64,
+    },
+    /// The device id, into the data segments.
+    Id,
+    /// To be answered at once with this status.
+    Refused(u8),
+}
+
+/// A request as it was understood.
+#[derive(Clone, Copy, Debug)]
+pub struct Parsed {
+    /// What is asked.
+    pub asked: Asked,
+    /// The byte that the status goes to.
+    pub status: Segment,
+    /// How many bytes there are for data the device writes.
+    pub writable: u32,
+}
+
+/// Lists reused from request to request.
+#[derive(Debug, Default)]
+pub struct Parser {
+    readable: Segments,
+    writable: Segments,
+}
+
+impl Parser {
+    /// Understands a chain; the segments of its data go to `data`.
+    ///
+    /// # Errors
+    /// [`Malformed`].
+    pub fn parse(
+        &mut self,
+        chain: DescriptorChain<&GuestMemoryMmap>,
+        memory: &GuestMemoryMmap,
+        data: &mut Segments,
+    ) -> Result<Parsed, Malformed> {
+        self.collect(chain, memory)?;
+        let writable = self.writable.bytes().checked_sub(1).ok_or(Malformed::NoStatus)?;
+        let mut behind = Cursor::default();
+        behind.skip(&self.writable, writable);
+        let status = behind.peek(&self.writable, 1).ok_or(Malformed::NoStatus)?;
+        let asked = self.understand(writable, data);
+        Ok(Parsed { asked, status, writable: u32::try_from(writable).unwrap_or(u32::MAX) })
+    }
+
+    fn collect(
+        &mut self,
+        chain: DescriptorChain<&GuestMemoryMmap>,
+        memory: &GuestMemoryMmap,
+    ) -> Result<(), Malformed> {
+        self.readable.clear();
+        self.writable.clear();
+        let mut open = true;
+        for descriptor in chain {
+            open = descriptor.has_next();
+            let list = if descriptor.is_write_only() {
+                &mut self.writable
+            } else if self.writable.bytes() > 0 {
+                return Err(Malformed::Order);
+            } else {
+                &mut self.readable
+            };
+            translate(&descriptor, memory, list)?;
+            if list.as_slice().len() > SEGMENTS_MAX {
+                return Err(Malformed::TooLong);
+            }
+        }
+        if open { Err(Malformed::Endless) } else { Ok(()) }
+    }
+
+    fn understand(&self, writable: usize, data: &mut Segments) -> Asked {
+        let mut header = [0; HEADER];
+        let mut cursor = Cursor::default();
+        if cursor.gather(&self.readable, &mut header) < HEADER {
+            return Asked::Refused(VIRTIO_BLK_S_IOERR as u8);
+        }
+        let [kind, _priority] = [0, 4].map(|at| u32::from_le_bytes(field(&header, at)));
+        let sector = u64::from_le_bytes(field(&header, 8));
+        let Some(offset) = sector.checked_mul(LOGICAL_BLOCK) else {
+            return Asked::Refused(VIRTIO_BLK_S_IOERR as u8);
+        };
+        match kind {
+            VIRTIO_BLK_T_IN => {
+                data.push_from(&self.writable, &mut Cursor::default(), writable);
+                Asked::Io { operation: Operation::Read, offset, length: 0 }
+            }
+            VIRTIO_BLK_T_OUT => {
+                data.push_from(&self.readable, &mut cursor, self.readable.bytes() - HEADER);
+                Asked::Io { operation: Operation::Write, offset, length: 0 }
+            }
+            VIRTIO_BLK_T_FLUSH => Asked::Io { operation: Operation::Flush, offset: 0, length: 0 },
+            VIRTIO_BLK_T_DISCARD | VIRTIO_BLK_T_WRITE_ZEROES => self.range(kind, cursor),
+            VIRTIO_BLK_T_GET_ID => {
+                data.push_from(&self.writable, &mut Cursor::default(), writable);
+                Asked::Id
+            }
+            _ => Asked::Refused(VIRTIO_BLK_S_UNSUPP as u8),
+        }
+    }
+
+    /// A discard's or write-zeroes' one range.
+    fn range(&self, kind: u32, mut cursor: Cursor) -> Asked {
+        let mut range = [0; RANGE];
+        let whole = self.readable.bytes() == HEADER + RANGE;
+        if !whole || cursor.gather(&self.readable, &mut range) < RANGE {
+            return Asked::Refused(VIRTIO_BLK_S_IOERR as u8);
+        }
+        let sector = u64::from_le_bytes(field(&range, 0));
+        let [sectors, flags] = [8, 12].map(|at| u32::from_le_bytes(field(&range, at)));
+        let (operation, most) = match (kind, flags) {
+            (VIRTIO_BLK_T_DISCARD, 0) => (Operation::Discard, DISCARD_SECTORS_MAX),
+            (VIRTIO_BLK_T_WRITE_ZEROES, 0 | VIRTIO_BLK_WRITE_ZEROES_FLAG_UNMAP) => {
+                (Operation::WriteZeroes { unmap: flags != 0 }, WRITE_ZEROES_SECTORS_MAX)
+            }
+            _ => return Asked::Refused(VIRTIO_BLK_S_UNSUPP as u8),
+        };
+        match sector.checked_mul(LOGICAL_BLOCK) {
+            Some(offset) if sectors <= most => {
+                Asked::Io { operation, offset, length: u64::from(sectors) * LOGICAL_BLOCK }
+            }
+            _ => Asked::Refused(VIRTIO_BLK_S_IOERR as u8),
+        }
+    }
+}
+
+/// `N` bytes of a structure whose length covers them.
+fn field<const N: usize>(bytes: &[u8; 16], at: usize) -> [u8; N] {
+    std::array::from_fn(|index| bytes[at + index])
+}
+
+/// Adds what a descriptor points to, which may lie in several regions of the guest's memory.
+fn translate(
+    descriptor: &Descriptor,
+    memory: &GuestMemoryMmap,
+    list: &mut Segments,
+) -> Result<(), Malformed> {
+    let slices = memory
+        .get_slices(descriptor.addr(), descriptor.len() as usize, Permissions::ReadWrite)
+        .map_err(|_| Malformed::Address)?;
+    for slice in slices {
+        let slice = slice.map_err(|_| Malformed::Address)?;
+        // SAFETY: mapped guest memory, checked by `get_slices`; the queue's worker holds the mapping
+        // until every request has completed, and nobody makes references to it.
+        list.push(unsafe { Segment::new(slice.ptr_guard_mut().as_ptr(), slice.len()) });
+    }
+    Ok(())
+}

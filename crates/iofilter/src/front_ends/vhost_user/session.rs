@@ -1,0 +1,490 @@
+//! One connection of a VMM: the vhost-user protocol's side of a disk (QEMU docs/interop/vhost-user).
+//!
+//! ```text
+//!  ring:  Stopped(chain) --enabled, kick and addresses known, memory mapped--> Running(thread)
+//!         Running --disabled | GET_VRING_BASE | any change to it or to memory | disconnect-->
+//!                   drained --> Stopped       (thread died --> Lost, for good)
+//! ```
+//! Whatever a running ring depends on is changed only while it is stopped: it is drained, changed, and
+//! started again if it still may run. All calls come from the disk's one protocol thread.
+
+use std::fs::File;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use vhost::vhost_user::message::{
+    VhostTransferStateDirection, VhostTransferStatePhase, VhostUserConfigFlags, VhostUserInflight,
+    VhostUserLog, VhostUserMemoryRegion, VhostUserProtocolFeatures, VhostUserShMemConfig,
+    VhostUserSharedMsg, VhostUserSingleMemoryRegion, VhostUserVirtioFeatures,
+    VhostUserVringAddrFlags, VhostUserVringState,
+};
+use vhost::vhost_user::{Error, GpuBackend, Result, VhostUserBackendReqHandlerMut};
+use virtio_bindings::virtio_ring::VIRTIO_RING_F_EVENT_IDX;
+use virtio_queue::{Queue, QueueT};
+use vm_memory::{
+    FileOffset, GuestAddress, GuestMemoryMmap, GuestMemoryRegion, GuestRegionMmap, MmapRegion,
+};
+
+use crate::front_ends::Served;
+use crate::front_ends::vhost_user::config::{self, RING_MAX, SPACE};
+use crate::front_ends::vhost_user::inflight::{Inflight, InflightError, Record};
+use crate::front_ends::vhost_user::queue::{Running, Setup};
+use crate::stack::chain::Chain;
+
+/// The most memory regions of a guest: what QEMU uses without memory slots, times four.
+pub const REGIONS_MAX: usize = 32;
+
+enum Serving {
+    Stopped(Chain),
+    Running(Running),
+    Lost,
+}
+
+struct Ring {
+    queue: Queue,
+    kick: Option<Arc<OwnedFd>>,
+    call: Option<Arc<OwnedFd>>,
+    error: Option<Arc<OwnedFd>>,
+    enabled: bool,
+    addressed: bool,
+    serving: Serving,
+}
+
+/// A region of guest memory, as the VMM addresses it.
+struct Region {
+    guest: u64,
+    user: u64,
+    size: u64,
+}
+
+/// See the module.
+pub struct Session {
+    served: Arc<Served>,
+    rings: Vec<Ring>,
+    regions: Vec<Region>,
+    memory: GuestMemoryMmap,
+    acknowledged: u64,
+    inflight: Option<Inflight>,
+}
+
+/// What the VMM did that cannot be.
+fn invalid(what: &str) -> Error {
+    tracing::warn!(what, "the VMM's request is refused");
+    Error::InvalidParam
+}
+
+fn failed(error: impl std::error::Error + Send + Sync + 'static) -> Error {
+    tracing::error!(%error, "the VMM's request failed");
+    Error::ReqHandlerError(std::io::Error::other(error))
+}
+
+impl Session {
+    /// A session over these chains, one a queue.
+    ///
+    /// # Errors
+    /// None in practice: the ring size is a constant that is allowed.
+    pub fn new(
+        served: Arc<Served>,
+        chains: Vec<Chain>,
+    ) -> std::result::Result<Self, virtio_queue::Error> {
+        let rings = chains.into_iter().map(|chain| {
+            let queue = Queue::new(RING_MAX)?;
+            let serving = Serving::Stopped(chain);
+            let (kick, call, error) = (None, None, None);
+            Ok(Ring { queue, kick, call, error, enabled: false, addressed: false, serving })
+        });
+        let rings = rings.collect::<std::result::Result<_, _>>()?;
+        let (regions, memory) = (Vec::new(), GuestMemoryMmap::new());
+        Ok(Self { served, rings, regions, memory, acknowledged: 0, inflight: None })
+    }
+
+    /// Stops all rings and gives the chains back; fewer than came in if threads died.
+    pub fn end(&mut self) -> Vec<Chain> {
+        self.stop_all();
+        let rings = self.rings.drain(..);
+        rings
+            .filter_map(|ring| match ring.serving {
+                Serving::Stopped(chain) => Some(chain),
+                Serving::Running(_) | Serving::Lost => None,
+            })
+            .collect()
+    }
+
+    fn ring(&mut self, index: u32) -> Result<&mut Ring> {
+        self.rings.get_mut(index as usize).ok_or_else(|| invalid("there is no such queue"))
+    }
+
+    /// Starts a ring if it may run.
+    fn start(&mut self, index: usize) -> Result<()> {
+        let write_through = !config::flushes(self.acknowledged);
+        let (served, memory) = (&self.served, self.memory.clone());
+        let Some(ring) = self.rings.get_mut(index) else { return Ok(()) };
+        let (Some(kick), true, true) = (ring.kick.clone(), ring.enabled, ring.addressed) else {
+            return Ok(());
+        };
+        let chain = match std::mem::replace(&mut ring.serving, Serving::Lost) {
+            Serving::Stopped(chain) => chain,
+            other => {
+                ring.serving = other;
+                return Ok(());
+            }
+        };
+        ring.queue.set_event_idx(self.acknowledged & (1 << VIRTIO_RING_F_EVENT_IDX) != 0);
+        ring.queue.set_ready(true);
+        let used = ring.queue.used_idx(&memory, std::sync::atomic::Ordering::Acquire);
+        let used = used.map_or(ring.queue.next_avail(), |used| used.0);
+        ring.queue.set_next_used(used);
+        let resumed = self.inflight.as_ref().map(|kept| resume(kept, index, &mut ring.queue, used));
+        let (record, begun) = match resumed.transpose() {
+            Ok(resumed) => resumed.unzip(),
+            Err(error) => {
+                ring.serving = Serving::Stopped(chain);
+                return Err(failed(error));
+            }
+        };
+        let setup = Setup {
+            index,
+            queue: Queue::try_from(ring.queue.state()).map_err(failed)?,
+            memory,
+            kick,
+            call: ring.call.clone(),
+            error: ring.error.clone(),
+            write_through,
+            serial: Arc::clone(&served.serial),
+            state: Arc::clone(&served.state),
+            record,
+            begun: begun.unwrap_or_default(),
+        };
+        match Running::start(setup, chain) {
+            Ok(running) => ring.serving = Serving::Running(running),
+            Err((chain, error)) => {
+                ring.serving = Serving::Stopped(*chain);
+                return Err(failed(error));
+            }
+        }
+        Ok(())
+    }
+
+    /// Drains a ring and stops it.
+    fn stop(&mut self, index: usize) {
+        let Some(ring) = self.rings.get_mut(index) else { return };
+        ring.serving = match std::mem::replace(&mut ring.serving, Serving::Lost) {
+            Serving::Running(running) => match running.stop() {
+                Some((chain, next)) => {
+                    ring.queue.set_next_avail(next);
+                    Serving::Stopped(chain)
+                }
+                None => Serving::Lost,
+            },
+            other => other,
+        };
+    }
+
+    fn stop_all(&mut self) {
+        (0..self.rings.len()).for_each(|index| self.stop(index));
+    }
+
+    fn start_all(&mut self) -> Result<()> {
+        (0..self.rings.len()).try_for_each(|index| self.start(index))
+    }
+
+    /// Changes a ring while it is stopped.
+    fn change(&mut self, index: u32, change: impl FnOnce(&mut Ring)) -> Result<()> {
+        self.ring(index)?;
+        self.stop(index as usize);
+        change(self.ring(index)?);
+        self.start(index as usize)
+    }
+
+    /// Where in the guest's memory an address of the VMM is.
+    fn guest_address(&self, user: u64) -> Result<GuestAddress> {
+        let inside = |region: &&Region| user >= region.user && user - region.user < region.size;
+        let region = self.regions.iter().find(inside);
+        let region = region.ok_or_else(|| invalid("a ring is not in the guest's memory"))?;
+        Ok(GuestAddress(region.guest + (user - region.user)))
+    }
+
+    fn map(&self, region: &VhostUserMemoryRegion, file: File) -> Result<GuestRegionMmap> {
+        let size = usize::try_from(region.memory_size).map_err(|_| invalid("a region's size"))?;
+        region
+            .guest_phys_addr
+            .checked_add(region.memory_size)
+            .and(region.user_addr.checked_add(region.memory_size))
+            .ok_or_else(|| invalid("a region wraps around"))?;
+        // Behind the end of its file there would be a SIGBUS in place of memory.
+        let about = file.metadata().map_err(failed)?;
+        let end = region.mmap_offset.checked_add(region.memory_size);
+        if about.is_file() && end.is_none_or(|end| end > about.len()) {
+            return Err(invalid("a region reaches beyond the end of its file"));
+        }
+        let mapping = MmapRegion::from_file(FileOffset::new(file, region.mmap_offset), size);
+        let mapping = mapping.map_err(failed)?;
+        GuestRegionMmap::new(mapping, GuestAddress(region.guest_phys_addr))
+            .ok_or_else(|| invalid("a region wraps around"))
+    }
+}
+
+impl From<&VhostUserMemoryRegion> for Region {
+    fn from(region: &VhostUserMemoryRegion) -> Self {
+        Self { guest: region.guest_phys_addr, user: region.user_addr, size: region.memory_size }
+    }
+}
+
+impl VhostUserBackendReqHandlerMut for Session {
+    fn set_owner(&mut self) -> Result<()> {
+        Ok(())
+    }
+
+    fn reset_owner(&mut self) -> Result<()> {
+        self.reset_device()
+    }
+
+    fn reset_device(&mut self) -> Result<()> {
+        self.stop_all();
+        for ring in &mut self.rings {
+            ring.queue.reset();
+            (ring.enabled, ring.addressed) = (false, false);
+        }
+        self.acknowledged = 0;
+        Ok(())
+    }
+
+    fn get_features(&mut self) -> Result<u64> {
+        Ok(config::features(self.served.read_only, self.rings.len() as u16))
+    }
+
+    fn set_features(&mut self, features: u64) -> Result<()> {
+        if features & !self.get_features()? != 0 {
+            return Err(invalid("features were acknowledged that were not offered"));
+        }
+        self.stop_all();
+        self.acknowledged = features;
+        if features & VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits() == 0 {
+            self.rings.iter_mut().for_each(|ring| ring.enabled = true);
+        }
+        self.start_all()
+    }
+
+    fn get_protocol_features(&mut self) -> Result<VhostUserProtocolFeatures> {
+        Ok(VhostUserProtocolFeatures::CONFIG
+            | VhostUserProtocolFeatures::MQ
+            | VhostUserProtocolFeatures::REPLY_ACK
+            | VhostUserProtocolFeatures::INFLIGHT_SHMFD
+            | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS)
+    }
+
+    fn set_protocol_features(&mut self, _features: u64) -> Result<()> {
+        Ok(())
+    }
+
+    fn get_queue_num(&mut self) -> Result<u64> {
+        Ok(self.rings.len() as u64)
+    }
+
+    fn get_max_mem_slots(&mut self) -> Result<u64> {
+        Ok(REGIONS_MAX as u64)
+    }
+
+    fn set_mem_table(
+        &mut self,
+        regions: &[VhostUserMemoryRegion],
+        files: Vec<File>,
+        _postcopy: Option<bool>,
+    ) -> Result<Option<Vec<u64>>> {
+        if regions.len() != files.len() || regions.len() > REGIONS_MAX {
+            return Err(invalid("not one descriptor a memory region, or too many"));
+        }
+        let mapped = regions.iter().zip(files).map(|(region, file)| self.map(region, file));
+        let mut mapped = mapped.collect::<Result<Vec<_>>>()?;
+        mapped.sort_by_key(GuestMemoryRegion::start_addr);
+        let memory = GuestMemoryMmap::from_regions(mapped).map_err(failed)?;
+        self.stop_all();
+        self.memory = memory;
+        self.regions = regions.iter().map(Region::from).collect();
+        self.start_all()?;
+        Ok(None)
+    }
+
+    fn add_mem_region(
+        &mut self,
+        region: &VhostUserSingleMemoryRegion,
+        file: File,
+        _postcopy: Option<bool>,
+    ) -> Result<Option<u64>> {
+        if self.regions.len() >= REGIONS_MAX {
+            return Err(invalid("too many memory regions"));
+        }
+        let mapped = Arc::new(self.map(region, file)?);
+        let memory = self.memory.insert_region(mapped).map_err(failed)?;
+        self.stop_all();
+        self.memory = memory;
+        self.regions.push(Region::from(&**region));
+        self.start_all()?;
+        Ok(None)
+    }
+
+    fn remove_mem_region(&mut self, region: &VhostUserSingleMemoryRegion) -> Result<()> {
+        let known = |one: &Region| {
+            (one.guest, one.user, one.size)
+                == (region.guest_phys_addr, region.user_addr, region.memory_size)
+        };
+        let index = self.regions.iter().position(known);
+        let index = index.ok_or_else(|| invalid("there is no such memory region"))?;
+        let base = GuestAddress(region.guest_phys_addr);
+        let (memory, _removed) =
+            self.memory.remove_region(base, region.memory_size).map_err(failed)?;
+        self.stop_all();
+        self.memory = memory;
+        self.regions.remove(index);
+        self.start_all()
+    }
+
+    fn set_vring_num(&mut self, index: u32, num: u32) -> Result<()> {
+        let size = u16::try_from(num).map_err(|_| invalid("a ring's size"))?;
+        self.ring(index)?;
+        self.stop(index as usize);
+        let ring = self.ring(index)?;
+        ring.queue.try_set_size(size).map_err(|_| invalid("a ring's size"))?;
+        self.start(index as usize)
+    }
+
+    fn set_vring_addr(
+        &mut self,
+        index: u32,
+        _flags: VhostUserVringAddrFlags,
+        descriptor: u64,
+        used: u64,
+        available: u64,
+        _log: u64,
+    ) -> Result<()> {
+        let [table, used, available] =
+            [descriptor, used, available].map(|user| self.guest_address(user));
+        let (table, used, available) = (table?, used?, available?);
+        self.ring(index)?;
+        self.stop(index as usize);
+        let ring = self.ring(index)?;
+        let queue = &mut ring.queue;
+        queue
+            .try_set_desc_table_address(table)
+            .and_then(|()| queue.try_set_avail_ring_address(available))
+            .and_then(|()| queue.try_set_used_ring_address(used))
+            .map_err(|_| invalid("a ring is not aligned"))?;
+        ring.addressed = true;
+        self.start(index as usize)
+    }
+
+    fn set_vring_base(&mut self, index: u32, base: u32) -> Result<()> {
+        let base = u16::try_from(base).map_err(|_| invalid("a ring's position"))?;
+        self.change(index, |ring| ring.queue.set_next_avail(base))
+    }
+
+    fn get_vring_base(&mut self, index: u32) -> Result<VhostUserVringState> {
+        self.ring(index)?;
+        self.stop(index as usize);
+        let ring = self.ring(index)?;
+        // The ring is stopped until it gets a new kick descriptor (vhost-user, "Ring states").
+        (ring.kick, ring.call) = (None, None);
+        Ok(VhostUserVringState::new(index, u32::from(ring.queue.next_avail())))
+    }
+
+    fn set_vring_kick(&mut self, index: u8, fd: Option<File>) -> Result<()> {
+        let kick = fd.ok_or_else(|| invalid("a ring without kicks would have to be polled"))?;
+        self.change(u32::from(index), |ring| ring.kick = Some(Arc::new(kick.into())))
+    }
+
+    fn set_vring_call(&mut self, index: u8, fd: Option<File>) -> Result<()> {
+        self.change(u32::from(index), |ring| ring.call = fd.map(|file| Arc::new(file.into())))
+    }
+
+    fn set_vring_err(&mut self, index: u8, fd: Option<File>) -> Result<()> {
+        self.change(u32::from(index), |ring| ring.error = fd.map(|file| Arc::new(file.into())))
+    }
+
+    fn set_vring_enable(&mut self, index: u32, enable: bool) -> Result<()> {
+        self.change(index, |ring| ring.enabled = enable)
+    }
+
+    fn get_config(
+        &mut self,
+        offset: u32,
+        size: u32,
+        _flags: VhostUserConfigFlags,
+    ) -> Result<Vec<u8>> {
+        let space = config::space(self.served.size, self.rings.len() as u16);
+        let end = offset.checked_add(size).filter(|&end| end as usize <= SPACE);
+        let end = end.ok_or_else(|| invalid("beyond the configuration space"))?;
+        Ok(space[offset as usize..end as usize].to_vec())
+    }
+
+    fn set_config(
+        &mut self,
+        _offset: u32,
+        _buf: &[u8],
+        _flags: VhostUserConfigFlags,
+    ) -> Result<()> {
+        Err(invalid("nothing in the configuration space can be changed"))
+    }
+
+    fn set_gpu_socket(&mut self, _backend: GpuBackend) -> Result<()> {
+        Err(not_offered())
+    }
+
+    fn get_shared_object(&mut self, _uuid: VhostUserSharedMsg) -> Result<File> {
+        Err(not_offered())
+    }
+
+    fn get_inflight_fd(&mut self, asked: &VhostUserInflight) -> Result<(VhostUserInflight, File)> {
+        if usize::from(asked.num_queues) > self.rings.len() {
+            return Err(invalid("requests of more queues than there are cannot be on record"));
+        }
+        Inflight::make(asked.num_queues, asked.queue_size).map_err(failed)
+    }
+
+    fn set_inflight_fd(&mut self, about: &VhostUserInflight, file: File) -> Result<()> {
+        let kept = Inflight::adopt(about, file, self.rings.len()).map_err(failed)?;
+        self.stop_all();
+        self.inflight = Some(kept);
+        self.start_all()
+    }
+
+    fn set_device_state_fd(
+        &mut self,
+        _direction: VhostTransferStateDirection,
+        _phase: VhostTransferStatePhase,
+        _fd: File,
+    ) -> Result<Option<File>> {
+        Err(not_offered())
+    }
+
+    fn check_device_state(&mut self) -> Result<()> {
+        Err(not_offered())
+    }
+
+    fn get_shmem_config(&mut self) -> Result<VhostUserShMemConfig> {
+        Err(not_offered())
+    }
+
+    fn set_log_base(&mut self, _log: &VhostUserLog, _file: File) -> Result<()> {
+        Err(not_offered())
+    }
+}
+
+/// A ring's record, and the requests that are to be done again; the ring goes on behind them.
+fn resume(
+    kept: &Inflight,
+    index: usize,
+    queue: &mut Queue,
+    used: u16,
+) -> std::result::Result<(Record, Vec<u16>), InflightError> {
+    let mut record = kept.record(index, queue.size()).ok_or(InflightError::Shape)?;
+    let begun = record.resume(used)?;
+    if let Some(begun) = &begun {
+        queue.set_next_avail(used.wrapping_add(begun.len() as u16));
+    }
+    Ok((record, begun.unwrap_or_default()))
+}
+
+/// The VMM uses a protocol feature that it was not offered.
+fn not_offered() -> Error {
+    Error::InvalidOperation("a protocol feature that was not offered")
+}

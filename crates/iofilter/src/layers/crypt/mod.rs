@@ -1,0 +1,378 @@
+//! The filter that encrypts: AES-256-XTS, in whole 4096-byte sectors (what is smaller is [`crate::layers::align`]'s).
+//!
+//! ```text
+//!  read         passed; decrypted in place, in the guest's memory, on its way up
+//!  write        sealed chunk by chunk into bounce buffers; each chunk is a child
+//!  write-zeroes passed as a hole if it may be one and holes read as zeroes, else sealed as a write
+//!  discard      passed if holes read as zeroes, else done with nothing done
+//!  flush        passed
+//!
+//!  Sealing:  Ready --chunk sealed--> Ready | Waiting (pool empty) | Draining (all sealed, or failed)
+//!            Waiting --a buffer came back--> Ready       Draining --last child up--> complete
+//! ```
+//! Guest memory is never changed by a write. Nobody who waits for a buffer holds one that does not
+//! come back by itself.
+
+pub mod xts;
+
+use std::collections::VecDeque;
+use std::io;
+use std::sync::Arc;
+
+use vmseal_api::filter::Holes;
+use vmseal_secret::SecretBytes;
+
+use crate::layers::crypt::xts::{Direction, SECTOR, Xts, XtsError};
+use crate::stack::chain::{Filter, Io, Limits};
+use crate::stack::figures::{CipherTime, CipherWork, Sampler};
+use crate::stack::memory::{Cursor, Segment, Segments};
+use crate::stack::pool::{BLOCK, BLOCKS_MAX, Buffer, Pool};
+use crate::stack::request::{IoError, Operation, RequestId};
+
+/// The most chunks of one request that are under way, so that a large one leaves buffers to others.
+const CHUNKS_MAX: u32 = 8;
+
+/// The most buffers of one chunk.
+const BUFFERS_MAX: usize = 8;
+
+/// The most bytes of one chunk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Chunk {
+    /// One buffer: it is still in the second-level cache when storage that works at once takes it.
+    Small,
+    /// [`BUFFERS_MAX`] buffers: a device is as fast with encryption as in the clear only if it is asked for as
+    /// much at a time.
+    Large,
+}
+
+impl Chunk {
+    fn bytes(self) -> u64 {
+        let buffers = match self {
+            Self::Small => 1,
+            Self::Large => BUFFERS_MAX,
+        };
+        (buffers * BLOCKS_MAX * BLOCK) as u64
+    }
+}
+
+/// Why the filter cannot be made.
+#[derive(Debug, thiserror::Error)]
+pub enum CryptError {
+    /// The key is no good.
+    #[error("the disk's key cannot be used: {0}")]
+    Key(#[from] XtsError),
+    /// No memory.
+    #[error("no memory for the buffers that data is encrypted into: {0}")]
+    Memory(#[from] io::Error),
+}
+
+/// A write that is being sealed.
+#[derive(Debug, Default)]
+struct Sealing {
+    /// Bytes sealed and passed down.
+    sealed: u64,
+    /// Children under way.
+    chunks: u32,
+    cursor: Cursor,
+    failed: Option<IoError>,
+    waiting: bool,
+}
+
+/// The filter; see the module.
+pub struct Crypt {
+    holes: Holes,
+    chunk: Chunk,
+    encrypt: Xts,
+    decrypt: Xts,
+    pool: Pool,
+    sampler: Sampler,
+    /// Writes under way, by request.
+    sealing: Vec<Option<Sealing>>,
+    /// The buffers of children, by child. A list is made when its place is first used, and kept.
+    buffers: Vec<Vec<Buffer>>,
+    /// Those of the next child.
+    taken: Vec<Buffer>,
+    /// Writes that wait for a buffer, oldest first.
+    waiting: VecDeque<RequestId>,
+    /// One sector, for those that lie scattered in the guest's memory.
+    scratch: Box<[u8; SECTOR]>,
+}
+
+impl Crypt {
+    /// A filter for one queue with the disk's key; `pool_bytes` bounds its buffers, and `times` learns the
+    /// cipher's CPU time.
+    ///
+    /// # Errors
+    /// [`CryptError`].
+    pub fn new(
+        key: &SecretBytes,
+        holes: Holes,
+        chunk: Chunk,
+        pool_bytes: usize,
+        times: Arc<CipherTime>,
+    ) -> Result<Self, CryptError> {
+        Ok(Self {
+            holes,
+            chunk,
+            encrypt: Xts::new(key.expose(), Direction::Encrypt)?,
+            decrypt: Xts::new(key.expose(), Direction::Decrypt)?,
+            pool: Pool::new(pool_bytes)?,
+            sampler: Sampler::new(times),
+            sealing: Vec::new(),
+            buffers: Vec::new(),
+            taken: Vec::new(),
+            waiting: VecDeque::new(),
+            scratch: Box::new([0; SECTOR]),
+        })
+    }
+
+    /// Seals as much of a write as buffers allow.
+    fn pump(&mut self, id: RequestId, io: &mut Io<'_>) {
+        let length = io.request(id).length;
+        loop {
+            let Some(state) = self.sealing[id.index()].as_ref() else { return };
+            if state.failed.is_some() || state.sealed == length || state.chunks == CHUNKS_MAX {
+                return self.finish_if_drained(id, length, io);
+            }
+            let bytes = self.take_buffers(length - state.sealed);
+            let sealed = if bytes > 0 { self.next_chunk(id, bytes, io) } else { Ok(()) };
+            let Some(state) = self.sealing[id.index()].as_mut() else { return };
+            match sealed {
+                Ok(()) if bytes > 0 => {
+                    state.sealed += bytes;
+                    state.chunks += 1;
+                }
+                Ok(()) => {
+                    io.hold(id);
+                    if !std::mem::replace(&mut state.waiting, true) {
+                        self.waiting.push_back(id);
+                    }
+                    return;
+                }
+                Err(error) => {
+                    state.failed = Some(error);
+                    self.taken.drain(..).for_each(|buffer| self.pool.give(buffer));
+                }
+            }
+        }
+    }
+
+    /// Takes buffers for the next chunk of a write of which `left` bytes are to be sealed; how many they are
+    /// for, 0 if there is no buffer.
+    fn take_buffers(&mut self, left: u64) -> u64 {
+        let wanted = left.min(self.chunk.bytes());
+        let mut held = 0;
+        while held < wanted && self.taken.len() < BUFFERS_MAX {
+            let missing = usize::try_from(wanted - held).unwrap_or(usize::MAX);
+            let Some(buffer) = self.pool.take(missing) else { break };
+            held += buffer.len() as u64;
+            self.taken.push(buffer);
+        }
+        held.min(wanted)
+    }
+
+    /// Seals the next bytes of a write into the buffers that were taken, and passes them down.
+    fn next_chunk(&mut self, id: RequestId, bytes: u64, io: &mut Io<'_>) -> Result<(), IoError> {
+        let Some(state) = self.sealing[id.index()].as_mut() else { return Ok(()) };
+        let at = io.request(id).offset + state.sealed;
+        let child = io.child(id, Operation::Write, at, bytes).ok_or(IoError::Overload)?;
+        let (zeroes, timed) = (io.request(id).operation != Operation::Write, self.sampler.begin());
+        let (cipher, scratch, mut done) = (&mut self.encrypt, &mut self.scratch, 0);
+        for buffer in &self.taken {
+            let length = buffer.len().min((bytes - done) as usize);
+            let (target, at) = (self.pool.segment(buffer).part(0, length), at + done);
+            let sealed = if zeroes {
+                seal_zeroes(cipher, at, target)
+            } else {
+                seal(cipher, scratch, &io.request(id).data, &mut state.cursor, at, target)
+            };
+            if sealed.is_err() {
+                io.release(child);
+                return Err(IoError::Cipher);
+            }
+            io.lend(child, &self.pool, buffer, length);
+            done += length as u64;
+        }
+        self.sampler.end(timed, CipherWork::Encrypt);
+        std::mem::swap(&mut self.buffers[child.index()], &mut self.taken);
+        io.pass(child);
+        Ok(())
+    }
+
+    fn finish_if_drained(&mut self, id: RequestId, length: u64, io: &mut Io<'_>) {
+        let Some(state) = &self.sealing[id.index()] else { return };
+        if state.chunks > 0 || (state.failed.is_none() && state.sealed < length) {
+            return;
+        }
+        let result = state.failed.map_or(Ok(()), Err);
+        self.sealing[id.index()] = None;
+        io.complete(id, result);
+    }
+
+    /// A chunk is written: its buffer serves the next.
+    fn chunk_up(&mut self, child: RequestId, parent: RequestId, io: &mut Io<'_>) {
+        let result = io.request(child).result;
+        self.buffers[child.index()].drain(..).for_each(|buffer| self.pool.give(buffer));
+        io.release(child);
+        if let Some(state) = self.sealing[parent.index()].as_mut() {
+            state.chunks -= 1;
+            state.failed = state.failed.or(result.err());
+            let more = state.failed.is_none() && state.sealed < io.request(parent).length;
+            if more && !state.waiting && !self.waiting.is_empty() {
+                state.waiting = true;
+                io.hold(parent);
+                self.waiting.push_back(parent);
+            } else if !state.waiting {
+                self.pump(parent, io);
+            }
+        }
+        for _ in 0..self.waiting.len() {
+            let Some(next) = self.waiting.pop_front() else { return };
+            if let Some(state) = self.sealing[next.index()].as_mut() {
+                state.waiting = false;
+            }
+            self.pump(next, io);
+            if self.waiting.back() == Some(&next) {
+                // The pool is empty again: `next` stays the first in line.
+                self.waiting.rotate_right(1);
+                return;
+            }
+        }
+    }
+
+    /// Decrypts what a read brought, where it lies.
+    fn open(&mut self, id: RequestId, io: &Io<'_>) -> Result<(), IoError> {
+        let request = io.request(id);
+        let (data, mut cursor, mut at) = (&request.data, Cursor::default(), request.offset);
+        let end = request.offset + request.length;
+        while at < end {
+            let Some(piece) = cursor.peek(data, (end - at) as usize) else { break };
+            let whole = piece.len() / SECTOR;
+            let taken = if whole > 0 {
+                let run = piece.part(0, whole * SECTOR);
+                self.open_run(at, run)?;
+                cursor.skip(data, run.len());
+                run.len()
+            } else {
+                self.open_scattered(at, data, &mut cursor)?;
+                SECTOR
+            };
+            at += taken as u64;
+        }
+        Ok(())
+    }
+
+    fn open_run(&mut self, offset: u64, run: Segment) -> Result<(), IoError> {
+        for at in (0..run.len()).step_by(SECTOR) {
+            let sector = run.part(at, SECTOR);
+            if self.holes == Holes::Zero && sector.is_zero() {
+                continue;
+            }
+            // SAFETY: the segment is `SECTOR` bytes of the request's memory, read and written in place.
+            unsafe { self.decrypt.sectors(offset + at as u64, sector.base(), sector.base(), 1) }
+                .map_err(|_| IoError::Cipher)?;
+        }
+        Ok(())
+    }
+
+    /// Decrypts a sector that lies in several segments, by way of the scratch sector.
+    fn open_scattered(
+        &mut self,
+        offset: u64,
+        data: &Segments,
+        cursor: &mut Cursor,
+    ) -> Result<(), IoError> {
+        let mut gathering = *cursor;
+        gathering.gather(data, &mut self.scratch[..]);
+        // SAFETY: `scratch` is alive, and only used through this segment until `scatter`.
+        let sector = unsafe { Segment::new(self.scratch.as_mut_ptr(), SECTOR) };
+        self.open_run(offset, sector)?;
+        cursor.scatter(data, &self.scratch[..]);
+        self.scratch.fill(0);
+        Ok(())
+    }
+}
+
+/// Encrypts from the cursor on into `target`, for the disk's offset `at`.
+fn seal(
+    cipher: &mut Xts,
+    scratch: &mut [u8; SECTOR],
+    data: &Segments,
+    cursor: &mut Cursor,
+    at: u64,
+    target: Segment,
+) -> Result<(), XtsError> {
+    let mut done = 0;
+    while done < target.len() {
+        let offset = at + done as u64;
+        let Some(piece) = cursor.peek(data, target.len() - done) else {
+            return Err(XtsError::Failed);
+        };
+        let sectors = piece.len() / SECTOR;
+        let to = target.part(done, sectors.max(1) * SECTOR);
+        if sectors > 0 {
+            // SAFETY: both are `sectors` sectors long; the target is a bounce buffer, apart from guest memory.
+            unsafe { cipher.sectors(offset, piece.base(), to.base(), sectors) }?;
+            cursor.skip(data, to.len());
+        } else {
+            cursor.gather(data, scratch);
+            // SAFETY: the scratch sector and a sector of a bounce buffer.
+            unsafe { cipher.sectors(offset, scratch.as_ptr(), to.base(), 1) }?;
+        }
+        done += to.len();
+    }
+    Ok(())
+}
+
+/// Encrypts zeroes into `target`.
+fn seal_zeroes(cipher: &mut Xts, at: u64, target: Segment) -> Result<(), XtsError> {
+    target.clear();
+    // SAFETY: the target is that many sectors of a bounce buffer, encrypted in place.
+    unsafe { cipher.sectors(at, target.base(), target.base(), target.len() / SECTOR) }
+}
+
+impl Filter for Crypt {
+    fn limits(&self) -> Limits {
+        // A child has a buffer of one block at the least.
+        Limits { children: self.pool.blocks() }
+    }
+
+    fn prepare(&mut self, capacity: usize) {
+        self.sealing.resize_with(capacity, || None);
+        self.buffers.resize_with(capacity, Vec::new);
+        self.waiting.reserve(capacity);
+    }
+
+    fn down(&mut self, id: RequestId, io: &mut Io<'_>) {
+        let request = io.request(id);
+        debug_assert!((request.offset | request.length).is_multiple_of(SECTOR as u64));
+        match (request.operation, self.holes) {
+            (Operation::Read | Operation::Flush, _)
+            | (Operation::Discard | Operation::WriteZeroes { unmap: true }, Holes::Zero) => {
+                io.pass(id);
+            }
+            (Operation::Discard, Holes::Ciphertext) => io.complete(id, Ok(())),
+            (Operation::Write | Operation::WriteZeroes { .. }, _) => {
+                self.sealing[id.index()] = Some(Sealing::default());
+                self.pump(id, io);
+            }
+        }
+    }
+
+    fn up(&mut self, id: RequestId, io: &mut Io<'_>) {
+        if let Some(parent) = io.parent(id) {
+            return self.chunk_up(id, parent, io);
+        }
+        let request = io.request(id);
+        let (operation, mut result) = (request.operation, request.result);
+        if operation == Operation::Read && result.is_ok() {
+            let timed = self.sampler.begin();
+            result = self.open(id, io);
+            self.sampler.end(timed, CipherWork::Decrypt);
+        }
+        io.complete(id, result);
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,127 @@
+//! The cipher against the standard's vector and against XTS built by hand from AES blocks; and how much of a write
+//! storage is asked for at a time.
+
+use std::os::fd::BorrowedFd;
+use std::sync::Mutex;
+
+use super::*;
+use crate::stack::chain::{Backend, Chain};
+
+fn hex(text: &str) -> Vec<u8> {
+    (0..text.len())
+        .step_by(2)
+        .map(|at| u8::from_str_radix(&text[at..at + 2], 16).unwrap())
+        .collect()
+}
+
+fn encrypt(key: &[u8], offset: u64, data: &mut [u8]) {
+    let mut cipher = Xts::new(key, Direction::Encrypt).unwrap();
+    // SAFETY: the slice is whole sectors, in place.
+    unsafe { cipher.sectors(offset, data.as_ptr(), data.as_mut_ptr(), data.len() / SECTOR) }
+        .unwrap();
+}
+
+/// IEEE 1619-2007, vector 10: data unit 0xff, plaintext 00 01 02 …
+fn vector_key() -> Vec<u8> {
+    hex(concat!(
+        "2718281828459045235360287471352662497757247093699959574966967627",
+        "3141592653589793238462643383279502884197169399375105820974944592"
+    ))
+}
+
+#[test]
+fn a_sector_begins_as_the_standards_vector() {
+    // XTS works block by block, so our 4096-byte sector begins as the vector's 512-byte unit.
+    let mut data: Vec<u8> = (0..SECTOR).map(|at| at as u8).collect();
+    encrypt(&vector_key(), 0xff * 512, &mut data);
+    assert_eq!(data[..32], hex("1c3b3a102f770386e4836c99e370cf9bea00803f5e482357a4ae12d414a3e63b"));
+}
+
+fn aes(key: &[u8], block: [u8; 16]) -> [u8; 16] {
+    let (mut schedule, mut out) = (aws_lc_sys::AES_KEY::default(), [0; 16]);
+    // SAFETY: a 32-byte key, and blocks of 16 bytes.
+    unsafe {
+        assert_eq!(aws_lc_sys::AES_set_encrypt_key(key.as_ptr(), 256, &raw mut schedule), 0);
+        aws_lc_sys::AES_encrypt(block.as_ptr(), out.as_mut_ptr(), &raw const schedule);
+    }
+    out
+}
+
+fn xor(one: [u8; 16], other: [u8; 16]) -> [u8; 16] {
+    std::array::from_fn(|at| one[at] ^ other[at])
+}
+
+/// IEEE 1619-2007 §5.3, written out.
+fn by_hand(key: &[u8], unit: u64, data: &[u8]) -> Vec<u8> {
+    let mut tweak = aes(&key[32..], u128::from(unit).to_le_bytes());
+    let mut out = Vec::new();
+    for block in data.chunks(16) {
+        let sealed = aes(&key[..32], xor(block.try_into().unwrap(), tweak));
+        out.extend(xor(sealed, tweak));
+        let value = u128::from_le_bytes(tweak);
+        let carry = if value >> 127 == 1 { 0x87 } else { 0 };
+        tweak = ((value << 1) ^ carry).to_le_bytes();
+    }
+    out
+}
+
+#[test]
+fn the_tweak_counts_512_byte_units_although_sectors_have_4096() {
+    let key: Vec<u8> = (0..64u8).map(|at| at * 3 + 1).collect();
+    let plain: Vec<u8> = (0..3 * SECTOR).map(|at| ((at * at) >> 5) as u8).collect();
+    let offset = 5_000_000 * SECTOR as u64;
+    let mut sealed = plain.clone();
+    encrypt(&key, offset, &mut sealed);
+    for sector in 0..3 {
+        let range = sector * SECTOR..(sector + 1) * SECTOR;
+        let unit = offset / 512 + 8 * sector as u64;
+        assert_eq!(sealed[range.clone()], by_hand(&key, unit, &plain[range])[..]);
+    }
+    let mut cipher = Xts::new(&key, Direction::Decrypt).unwrap();
+    // SAFETY: three whole sectors, in place.
+    unsafe { cipher.sectors(offset, sealed.as_ptr(), sealed.as_mut_ptr(), 3) }.unwrap();
+    assert_eq!(sealed, plain);
+}
+
+#[test]
+fn bad_keys_are_refused() {
+    assert_eq!(Xts::new(&[1; 32], Direction::Encrypt).err(), Some(XtsError::KeyLength));
+    assert_eq!(Xts::new(&[1; 64], Direction::Encrypt).err(), Some(XtsError::Key));
+}
+
+/// Storage that only notes how long its requests are.
+struct Lengths(Arc<Mutex<Vec<u64>>>);
+
+impl Backend for Lengths {
+    fn prepare(&mut self, _capacity: usize) {}
+
+    fn submit(&mut self, id: RequestId, io: &mut Io<'_>) {
+        self.0.lock().unwrap().push(io.request(id).length);
+        io.complete(id, Ok(()));
+    }
+
+    fn poll(&mut self, _io: &mut Io<'_>) {}
+
+    fn wait_handle(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
+}
+
+#[test]
+fn a_device_is_given_a_large_write_whole_and_what_works_at_once_in_parts_that_stay_in_its_cache() {
+    for (chunk, wanted) in [(Chunk::Large, vec![512 << 10]), (Chunk::Small, vec![64 << 10; 8])] {
+        let key = SecretBytes::from_wiped(&mut vector_key()).unwrap();
+        let lengths = Arc::new(Mutex::new(Vec::new()));
+        let crypt = Crypt::new(&key, Holes::Zero, chunk, 1 << 20, Arc::default()).unwrap();
+        let backend = Box::new(Lengths(Arc::clone(&lengths)));
+        let mut chain = Chain::new(1 << 20, false, vec![Box::new(crypt)], backend);
+        let mut data = vec![7; 512 << 10];
+        let id = chain.begin().unwrap();
+        // SAFETY: the data outlives the request, which is done when `poll` returns.
+        chain.data_mut(id).push(unsafe { Segment::new(data.as_mut_ptr(), data.len()) });
+        chain.submit(id, Operation::Write, 0, 0, 0);
+        chain.poll();
+        assert_eq!(chain.next_done().unwrap().result, Ok(()));
+        assert_eq!(*lengths.lock().unwrap(), wanted, "{chunk:?}");
+    }
+}

@@ -1,0 +1,39 @@
+//! What may stand in a disk's chain: each passes, completes or splits requests.
+
+pub mod align;
+pub mod cache;
+pub mod crypt;
+pub mod delay;
+pub mod fault;
+pub mod limit;
+pub mod replicate;
+
+use std::sync::Arc;
+
+use vmseal_api::filter::{FilterSpec, LayerFigures};
+
+use crate::layers::cache::Cache;
+use crate::layers::delay::Delay;
+use crate::layers::fault::Fault;
+use crate::layers::limit::Limit;
+use crate::stack::layer::Layer;
+
+/// What a layer has done, for the control socket.
+#[must_use]
+pub fn figures(layer: &dyn Layer) -> LayerFigures {
+    let counters = layer.counters().into_iter().map(|(name, value)| (name.to_owned(), value));
+    LayerFigures { kind: layer.kind().to_owned(), counters: counters.collect() }
+}
+
+/// The layer that a configuration asks for; none for encryption and replication, which need what is opened for
+/// them and are the disk's own.
+#[must_use]
+pub fn of(spec: &FilterSpec) -> Option<Arc<dyn Layer>> {
+    match spec {
+        FilterSpec::Crypt { .. } | FilterSpec::Replicate(_) => None,
+        FilterSpec::Limit(limit) => Some(Arc::new(Limit::new(limit))),
+        FilterSpec::Delay(delay) => Some(Arc::new(Delay::new(delay.clone()))),
+        FilterSpec::Fault(fault) => Some(Arc::new(Fault::new(fault.clone()))),
+        FilterSpec::Cache(cache) => Some(Arc::new(Cache::new(cache))),
+    }
+}

@@ -1,0 +1,233 @@
+//! Copies what is marked from the disk to the replica.
+//!
+//! ```text
+//!  batch: [ticket, read, write] of marked chunks ──> disk flushed, replica flushed ──> unmarked
+//!           │ fails: said, tried again after the others
+//! ```
+//! A chunk may change while it is copied; then it stays marked, and the torn copy does no harm. A chunk that
+//! changes all the time is copied all the same, once a pass, so that the replica has it as of then.
+
+use std::time::{Duration, Instant};
+
+use crate::layers::replicate::Replicate;
+use crate::layers::replicate::map::Copied;
+use crate::layers::replicate::place::Place;
+use crate::stack::memory::Segment;
+use crate::stack::request::IoError;
+use crate::storage::file::FileDisk;
+
+/// What is copied at a time, in bytes: the copier's buffer.
+pub const PIECE: usize = 1 << 20;
+
+/// Zeroes become a hole of the replica by so many, in bytes: about what file systems allocate together.
+const RUN: usize = 64 * 1024;
+
+/// What is copied before both sides are flushed, in bytes: small against what a device writes in a second, large
+/// against what a flush costs.
+const BATCH_BYTES: u64 = 32 << 20;
+
+/// And in chunks: zeroes are quick.
+const BATCH_CHUNKS: usize = 256;
+
+/// And in time: with a low rate the lag is not to be the batch's.
+const BATCH_TIME: Duration = Duration::from_secs(1);
+
+/// A page of the buffer, aligned for direct I/O.
+#[derive(Clone)]
+#[repr(align(4096))]
+struct Page(#[expect(dead_code, reason = "its bytes are reached by a segment")] [u8; 4096]);
+
+/// Why a copy was not made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum CopyError {
+    /// The disk cannot be read or flushed.
+    #[error("the disk cannot be copied to its replica: {0}")]
+    Source(IoError),
+    /// The replica cannot be written or flushed.
+    #[error("the replica falls behind, it cannot be written: {0}")]
+    Replica(IoError),
+    /// Somebody made its file shorter.
+    #[error(
+        "the replica was truncated while it was in use: see who did that, then stop and start the VM, which has all of it copied again"
+    )]
+    Cut,
+    /// The process ends.
+    #[error("the copy was interrupted")]
+    Stopped,
+}
+
+/// How far a batch came.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Batch {
+    /// There may be more.
+    More,
+    /// It came to the end of the disk: the next one begins a new pass.
+    Pass,
+}
+
+/// See the module.
+pub struct Copier {
+    replicate: Replicate,
+    source: Place,
+    /// The file of the disk, where its holes can be told without reading them.
+    holes: Option<FileDisk>,
+    replica: Place,
+    buffer: Vec<Page>,
+    /// The next chunk of the pass.
+    next: usize,
+    bytes_per_second: u64,
+    /// When the next piece may be copied.
+    not_before: Instant,
+    /// The replica was cut, and that is not yet on record.
+    cut: bool,
+}
+
+impl Copier {
+    /// Copies from `source`, what lies below the filter, to `replica`, so many bytes a second at most.
+    #[must_use]
+    pub fn new(
+        replicate: &Replicate,
+        source: Place,
+        holes: Option<FileDisk>,
+        replica: Place,
+        bytes_per_second: u64,
+    ) -> Self {
+        Self {
+            replicate: replicate.clone(),
+            source,
+            holes,
+            replica,
+            buffer: vec![Page([0; 4096]); PIECE / 4096],
+            next: 0,
+            bytes_per_second,
+            not_before: Instant::now(),
+            cut: false,
+        }
+    }
+
+    /// Copies some of what is marked, and makes it durable.
+    ///
+    /// # Errors
+    /// [`CopyError`]; what was copied before it counts.
+    pub fn batch(&mut self) -> Result<Batch, CopyError> {
+        let shared = self.replicate.0.clone();
+        if self.cut && !shared.mark_all() {
+            return Err(CopyError::Cut);
+        }
+        self.cut = false;
+        let (begun, mut bytes, mut copied) = (Instant::now(), 0, Vec::new());
+        let outcome = loop {
+            let Some(chunk) = shared.chunks.next_marked(self.next) else {
+                self.next = 0;
+                break Ok(Batch::Pass);
+            };
+            self.next = chunk + 1;
+            let (began, ticket) = (shared.clock.now(), shared.chunks.ticket(chunk));
+            if let Err(error) = self.copy(chunk) {
+                break Err(error);
+            }
+            copied.push(Copied { chunk, ticket, began });
+            bytes += shared.geometry.chunk();
+            if bytes >= BATCH_BYTES || copied.len() == BATCH_CHUNKS || begun.elapsed() > BATCH_TIME
+            {
+                break Ok(Batch::More);
+            }
+        };
+        match outcome {
+            Err(CopyError::Replica(IoError::Truncated)) => return Err(self.found_cut()),
+            Err(CopyError::Stopped) => return outcome,
+            _ if copied.is_empty() => return outcome,
+            _ => {}
+        }
+        // After a power cut the disk may be older than what was read from it, but for what was flushed.
+        self.source.flush().map_err(CopyError::Source)?;
+        match self.replica.flush() {
+            Err(IoError::Truncated) => return Err(self.found_cut()),
+            flushed => flushed.map_err(CopyError::Replica)?,
+        }
+        shared.unmark(&copied);
+        outcome
+    }
+
+    /// Nothing that the replica had is believed any more.
+    fn found_cut(&mut self) -> CopyError {
+        self.cut = !self.replicate.0.mark_all();
+        CopyError::Cut
+    }
+
+    fn copy(&mut self, chunk: usize) -> Result<(), CopyError> {
+        let (mut at, end) = self.replicate.0.geometry.range(chunk);
+        while at < end {
+            if self.replicate.0.is_closed() {
+                return Err(CopyError::Stopped);
+            }
+            let hole = self.hole(at, end);
+            if hole > at {
+                // Where holes cannot be punched, zeroes are written as data is.
+                if !self.replica.punches() {
+                    self.wait_for_the_rate(hole - at)?;
+                }
+                self.zero(at, hole - at)?;
+                at = hole;
+                continue;
+            }
+            let length = usize::try_from(end - at).unwrap_or(PIECE).min(PIECE);
+            self.wait_for_the_rate(length as u64)?;
+            self.piece(at, length)?;
+            at += length as u64;
+        }
+        Ok(())
+    }
+
+    /// Where the hole at `at` ends; `at` itself if there is none, or nobody knows.
+    fn hole(&self, at: u64, end: u64) -> u64 {
+        let extent = self.holes.as_ref().and_then(|file| file.extent(at, end).ok());
+        let hole = extent.filter(|extent| !extent.data);
+        // What direct I/O takes is whole.
+        hole.map_or(at, |hole| if hole.end == end { end } else { hole.end / 4096 * 4096 })
+    }
+
+    /// Copies what the buffer can hold.
+    fn piece(&mut self, at: u64, length: usize) -> Result<(), CopyError> {
+        let base = self.buffer.as_mut_ptr().cast::<u8>();
+        // SAFETY: the buffer is the copier's, `length` is at most its own, and no request outlives this call.
+        let all = unsafe { Segment::new(base, length) };
+        self.source.read(at, all).map_err(CopyError::Source)?;
+        let (mut from, mut zero) = (0, all.part(0, RUN).is_zero());
+        while from < length {
+            let mut to = from;
+            let mut next = zero;
+            while to < length && next == zero {
+                to = (to + RUN).min(length);
+                next = to < length && all.part(to, RUN).is_zero();
+            }
+            let place = at + from as u64;
+            if zero {
+                self.zero(place, (to - from) as u64)?;
+            } else {
+                self.replica.write(place, all.part(from, to - from)).map_err(CopyError::Replica)?;
+                self.replicate.0.counters.copied.add((to - from) as u64);
+            }
+            (from, zero) = (to, next);
+        }
+        Ok(())
+    }
+
+    fn zero(&mut self, at: u64, length: u64) -> Result<(), CopyError> {
+        self.replica.zero(at, length).map_err(CopyError::Replica)?;
+        self.replicate.0.counters.copied.add(length);
+        Ok(())
+    }
+
+    /// Sleeps until so many bytes may be read.
+    fn wait_for_the_rate(&mut self, bytes: u64) -> Result<(), CopyError> {
+        let now = Instant::now();
+        let wait = self.not_before.saturating_duration_since(now);
+        if !wait.is_zero() && !self.replicate.0.sleep(wait) {
+            return Err(CopyError::Stopped);
+        }
+        let takes = Duration::from_secs_f64(bytes as f64 / self.bytes_per_second.max(1) as f64);
+        self.not_before = self.not_before.max(now) + takes;
+        Ok(())
+    }
+}

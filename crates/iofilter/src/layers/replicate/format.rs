@@ -1,0 +1,367 @@
+//! The map on disk: which chunks may differ from the replica (docs/formats/replica-map.md).
+//!
+//! ```text
+//!  block 0   whose map: magic, version, chunk, disk, size      each 512 bytes, the last 8 of which
+//!  block 1   up to when the replica has everything             are a checksum that is bound to the
+//!  block 2…  4032 chunks each, one bit a chunk                 map and to the block's place in it
+//! ```
+//! A block of bits whose checksum is wrong says that all of its chunks may differ: it was torn, zeroed or
+//! damaged. A first block that is not as it should be says so of all chunks.
+
+use crc::{CRC_64_XZ, Crc, Table};
+use vmseal_api::id::DiskId;
+
+use crate::layers::replicate::chunks::{NEVER, Span};
+
+/// The unit that is written, in bytes: what storage writes whole. What is torn all the same is seen.
+pub const BLOCK: usize = 512;
+
+/// What a block has besides its checksum, in bytes.
+const CONTENT: usize = BLOCK - 8;
+
+/// How many chunks a block has bits for.
+const BITS: usize = CONTENT * 8;
+
+/// Blocks before the bits.
+const BEFORE: usize = 2;
+
+/// The smallest chunk, in bytes: its copy takes as long as a few random writes, and less would make the map and
+/// the tables beside it larger without copying much less, as writes come in neighbourhoods.
+pub const CHUNK_MIN: u64 = 1 << 20;
+
+/// The most chunks: tables of 4 MiB and a map of 34 KiB. Disks beyond 256 GiB have larger chunks.
+pub const CHUNKS_MAX: u64 = 256 * 1024;
+
+const MAGIC: [u8; 8] = *b"vmsealRM";
+const VERSION: u32 = 1;
+
+static CRC: Crc<u64, Table<16>> = Crc::<u64, Table<16>>::new(&CRC_64_XZ);
+
+/// How a disk is cut into chunks, and whose map it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Geometry {
+    disk: DiskId,
+    size: u64,
+    /// A chunk's length is 2 to this power.
+    shift: u32,
+}
+
+impl Geometry {
+    /// For a disk of `size` bytes, which is not 0.
+    #[must_use]
+    pub fn new(disk: DiskId, size: u64) -> Self {
+        let mut shift = CHUNK_MIN.trailing_zeros();
+        while size.div_ceil(1 << shift) > CHUNKS_MAX {
+            shift += 1;
+        }
+        Self { disk, size, shift }
+    }
+
+    /// The same with chunks of 2 to the power of `shift` bytes: for tests, whose disks are small.
+    #[must_use]
+    pub fn with_shift(self, shift: u32) -> Self {
+        Self { shift, ..self }
+    }
+
+    /// The disk's size in bytes.
+    #[must_use]
+    pub fn size(&self) -> u64 {
+        self.size
+    }
+
+    /// A chunk's length in bytes.
+    #[must_use]
+    pub fn chunk(&self) -> u64 {
+        1 << self.shift
+    }
+
+    /// How many chunks there are.
+    #[must_use]
+    pub fn chunks(&self) -> usize {
+        usize::try_from(self.size.div_ceil(1 << self.shift)).unwrap_or(usize::MAX)
+    }
+
+    /// The chunks that a part of the disk lies in; `length` is not 0.
+    #[must_use]
+    pub fn span(&self, offset: u64, length: u64) -> Span {
+        let chunk = |at: u64| (at >> self.shift) as usize;
+        let last = self.chunks() - 1;
+        let end = offset.saturating_add(length.max(1)) - 1;
+        Span { first: chunk(offset).min(last), last: chunk(end).min(last) }
+    }
+
+    /// All chunks.
+    #[must_use]
+    pub fn all(&self) -> Span {
+        Span { first: 0, last: self.chunks() - 1 }
+    }
+
+    /// Where a chunk begins and ends on the disk, in bytes.
+    #[must_use]
+    pub fn range(&self, chunk: usize) -> (u64, u64) {
+        let start = (chunk as u64) << self.shift;
+        (start, (start + self.chunk()).min(self.size))
+    }
+
+    /// The length of the map, in bytes.
+    #[must_use]
+    pub fn map_bytes(&self) -> usize {
+        (BEFORE + self.chunks().div_ceil(BITS)) * BLOCK
+    }
+
+    fn identity(&self) -> [u8; 40] {
+        let mut bytes = [0; 40];
+        bytes[..8].copy_from_slice(&MAGIC);
+        bytes[8..12].copy_from_slice(&VERSION.to_le_bytes());
+        bytes[12..16].copy_from_slice(&self.shift.to_le_bytes());
+        bytes[16..32].copy_from_slice(self.disk.0.as_bytes());
+        bytes[32..].copy_from_slice(&self.size.to_le_bytes());
+        bytes
+    }
+
+    fn checksum(&self, index: usize, content: &[u8]) -> [u8; 8] {
+        checksum(&self.identity(), index, content)
+    }
+}
+
+fn checksum(identity: &[u8], index: usize, content: &[u8]) -> [u8; 8] {
+    let mut digest = CRC.digest();
+    digest.update(identity);
+    digest.update(&(index as u64).to_le_bytes());
+    digest.update(content);
+    digest.finalize().to_le_bytes()
+}
+
+/// A map as it is in its file, or is to be.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Image {
+    geometry: Geometry,
+    bytes: Vec<u8>,
+}
+
+/// Why a map is not believed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Foreign {
+    /// No map at all, or one that was made void.
+    #[error("it is new, void or damaged")]
+    NoMap,
+    /// A sound map of something else.
+    #[error("it is of another disk, of another size, or of another version of vmseal")]
+    Other,
+}
+
+impl Image {
+    /// Of a replica about which nothing is known.
+    #[must_use]
+    pub fn new(geometry: Geometry) -> Self {
+        let mut image = Self { geometry, bytes: vec![0; geometry.map_bytes()] };
+        image.bytes[..40].copy_from_slice(&geometry.identity());
+        image.set(geometry.all(), true);
+        (0..image.blocks()).for_each(|index| image.seal(index));
+        image
+    }
+
+    /// Takes what a file holds; and how many of its blocks are damaged, whose chunks are all dirty.
+    ///
+    /// # Errors
+    /// [`Foreign`].
+    pub fn read(geometry: Geometry, file: &[u8]) -> Result<(Self, usize), Foreign> {
+        let mut image = Self::new(geometry);
+        let first = file.get(..BLOCK).ok_or(Foreign::NoMap)?;
+        let sound = first[CONTENT..] == checksum(&first[..40], 0, &first[..CONTENT]);
+        if first[..8] != MAGIC || !sound {
+            return Err(Foreign::NoMap);
+        }
+        if first != &image.bytes[..BLOCK] {
+            return Err(Foreign::Other);
+        }
+        let mut damaged = 0;
+        for index in 1..image.blocks() {
+            let range = index * BLOCK..(index + 1) * BLOCK;
+            let sound = file
+                .get(range.clone())
+                .filter(|block| block[CONTENT..] == geometry.checksum(index, &block[..CONTENT]));
+            match sound {
+                Some(block) => image.bytes[range].copy_from_slice(block),
+                None => damaged += 1,
+            }
+        }
+        Ok((image, damaged))
+    }
+
+    /// How many blocks there are.
+    #[must_use]
+    pub fn blocks(&self) -> usize {
+        self.bytes.len() / BLOCK
+    }
+
+    /// The bytes of blocks, whose checksums are right.
+    #[must_use]
+    pub fn bytes(&self) -> &[u8] {
+        &self.bytes
+    }
+
+    /// Makes the checksum of a block right.
+    pub fn seal(&mut self, index: usize) {
+        let (content, checksum) =
+            self.bytes[index * BLOCK..(index + 1) * BLOCK].split_at_mut(CONTENT);
+        checksum.copy_from_slice(&self.geometry.checksum(index, content));
+    }
+
+    /// Sets the chunks' bits; the blocks that have changed, if any have, are to be sealed.
+    pub fn set(&mut self, span: Span, dirty: bool) -> Option<(usize, usize)> {
+        let mut changed: Option<(usize, usize)> = None;
+        for chunk in span.first..=span.last {
+            let (block, byte, bit) = place(chunk);
+            let old = self.bytes[byte];
+            let new = if dirty { old | bit } else { old & !bit };
+            if new != old {
+                self.bytes[byte] = new;
+                changed = Some((changed.map_or(block, |(first, _)| first), block));
+            }
+        }
+        changed
+    }
+
+    /// Whether a chunk may differ.
+    #[must_use]
+    pub fn is_dirty(&self, chunk: usize) -> bool {
+        let (_, byte, bit) = place(chunk);
+        self.bytes[byte] & bit != 0
+    }
+
+    /// Up to when the replica has everything, in milliseconds since 1970, or [`NEVER`].
+    #[must_use]
+    pub fn up_to(&self) -> u64 {
+        let bytes = self.bytes[BLOCK..].first_chunk().copied();
+        bytes.map_or(NEVER, u64::from_le_bytes)
+    }
+
+    /// Changes that; the block is sealed.
+    pub fn set_up_to(&mut self, up_to: u64) {
+        self.bytes[BLOCK..BLOCK + 8].copy_from_slice(&up_to.to_le_bytes());
+        self.seal(1);
+    }
+}
+
+/// The block, byte and bit of a chunk.
+fn place(chunk: usize) -> (usize, usize, u8) {
+    let (block, within) = (BEFORE + chunk / BITS, chunk % BITS);
+    (block, block * BLOCK + within / 8, 1 << (within % 8))
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn disk(byte: u8) -> DiskId {
+        let pair = format!("{byte:02x}");
+        let digits = |count: usize| pair.repeat(count);
+        let groups = [digits(4), digits(2), digits(2), digits(2), digits(6)];
+        groups.join("-").parse().unwrap()
+    }
+
+    /// What is on disks must stay readable: these bytes change only with the version.
+    #[test]
+    fn a_map_is_these_bytes() {
+        let geometry = Geometry::new(disk(7), 5 << 20);
+        let mut image = Image::new(geometry);
+        image.set(Span { first: 1, last: 2 }, false);
+        image.seal(2);
+        image.set_up_to(0x0102_0304_0506);
+        let bytes = image.bytes();
+        assert_eq!(bytes.len(), 3 * BLOCK);
+        let mut expected = vec![0; 3 * BLOCK];
+        expected[..8].copy_from_slice(b"vmsealRM");
+        expected[8..16].copy_from_slice(&[1, 0, 0, 0, 20, 0, 0, 0]);
+        expected[16..32].fill(7);
+        expected[32..40].copy_from_slice(&[0, 0, 0x50, 0, 0, 0, 0, 0]);
+        expected[BLOCK..BLOCK + 6].copy_from_slice(&[6, 5, 4, 3, 2, 1]);
+        expected[2 * BLOCK] = 0b1_1001;
+        let checksums: [[u8; 8]; 3] = GOLDEN;
+        for (block, checksum) in expected.chunks_mut(BLOCK).zip(checksums) {
+            block[CONTENT..].copy_from_slice(&checksum);
+        }
+        for (index, (found, wanted)) in bytes.chunks(BLOCK).zip(expected.chunks(BLOCK)).enumerate()
+        {
+            assert_eq!(found, wanted, "block {index}: {:02x?}", &found[CONTENT..]);
+        }
+    }
+
+    /// The checksums: CRC-64/XZ of the first 40 bytes of the map, the number of the block, and its first 504 bytes.
+    const GOLDEN: [[u8; 8]; 3] = [
+        [0xb3, 0x6f, 0x53, 0x5e, 0x94, 0xb8, 0x36, 0x8f],
+        [0x80, 0x14, 0xab, 0x07, 0x1f, 0x20, 0x40, 0xf0],
+        [0x87, 0xfe, 0xc1, 0x97, 0x8c, 0x55, 0x1b, 0x9f],
+    ];
+
+    #[test]
+    fn chunks_are_of_a_size_that_bounds_the_map() {
+        let chunk = |size| Geometry::new(disk(1), size).chunk();
+        assert_eq!((chunk(4096), chunk(256 << 30)), (1 << 20, 1 << 20));
+        assert_eq!((chunk((256 << 30) + 4096), chunk(64 << 40)), (2 << 20, 256 << 20));
+        let largest = Geometry::new(disk(1), i64::MAX as u64 / 2);
+        assert!(largest.map_bytes() <= 34 * 1024, "{}", largest.map_bytes());
+        let geometry = Geometry::new(disk(1), (3 << 20) + 4096);
+        assert_eq!((geometry.chunks(), geometry.map_bytes()), (4, 3 * BLOCK));
+        assert_eq!(geometry.range(3), (3 << 20, (3 << 20) + 4096));
+        assert_eq!(geometry.span((1 << 20) - 512, 512), Span { first: 0, last: 0 });
+        assert_eq!(geometry.span((1 << 20) - 512, 1024), Span { first: 0, last: 1 });
+        assert_eq!(geometry.span(0, geometry.size()), geometry.all());
+    }
+
+    #[test]
+    fn a_map_of_another_disk_size_or_place_is_not_believed() {
+        let geometry = Geometry::new(disk(1), 9000 << 20);
+        let mut clean = Image::new(geometry);
+        clean.set(geometry.all(), false);
+        (0..clean.blocks()).for_each(|index| clean.seal(index));
+        let read = |bytes: &[u8]| Image::read(geometry, bytes);
+        assert_eq!(read(clean.bytes()), Ok((clean.clone(), 0)));
+        let others = [
+            Geometry::new(disk(2), geometry.size()),
+            Geometry::new(disk(1), geometry.size() + (1 << 20)),
+            geometry.with_shift(21),
+        ];
+        for other in others {
+            assert_eq!(Image::read(other, clean.bytes()), Err(Foreign::Other), "{other:?}");
+        }
+        for nothing in [&[][..], &[0; 100], &[0; 4096], &[0xff; 4096]] {
+            assert_eq!(read(nothing), Err(Foreign::NoMap));
+        }
+        let swapped = [&clean.bytes()[..2 * BLOCK], &clean.bytes()[3 * BLOCK..4 * BLOCK]].concat();
+        let (image, damaged) = read(&swapped).unwrap();
+        assert_eq!(damaged, clean.blocks() - 2, "a block in another one's place, and missing ones");
+        assert!((0..geometry.chunks()).all(|chunk| image.is_dirty(chunk)));
+    }
+
+    proptest! {
+        /// Never less dirty than it was, whatever was torn, lost or changed.
+        #[test]
+        fn damage_makes_chunks_dirty_and_never_clean(
+            spans in prop::collection::vec((0usize..9000, 0usize..3000, any::<bool>()), 0..20),
+            damage in prop::collection::vec((0usize..5 * BLOCK, 1u8..), 0..4),
+            cut in prop::option::of(0usize..5 * BLOCK),
+        ) {
+            let geometry = Geometry::new(disk(1), 9000 << 20);
+            let mut image = Image::new(geometry);
+            for (first, more, dirty) in spans {
+                let last = (first + more).min(8999);
+                image.set(Span { first, last }, dirty);
+            }
+            (0..image.blocks()).for_each(|index| image.seal(index));
+            image.set_up_to(77);
+            let mut bytes = image.bytes().to_vec();
+            damage.iter().for_each(|(at, with)| bytes[*at] ^= with);
+            bytes.truncate(cut.unwrap_or(usize::MAX));
+            if let Ok((found, _)) = Image::read(geometry, &bytes) {
+                for chunk in 0..geometry.chunks() {
+                    prop_assert!(found.is_dirty(chunk) || !image.is_dirty(chunk), "chunk {}", chunk);
+                }
+                prop_assert!([77, NEVER].contains(&found.up_to()));
+            }
+        }
+    }
+}

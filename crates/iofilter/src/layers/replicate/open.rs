@@ -1,0 +1,158 @@
+//! Opening a replica and its map, before the process serves.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+
+use nix::sys::stat::{FileStat, fstat};
+use vmseal_api::filter::{Direct, ReplicateSpec};
+use vmseal_api::id::DiskId;
+
+use crate::handle::{HandleError, Handles};
+use crate::layers::replicate::Replicate;
+use crate::layers::replicate::copier::Copier;
+use crate::layers::replicate::format::Geometry;
+use crate::layers::replicate::map::Found;
+use crate::layers::replicate::place::Place;
+use crate::stack::chain::Chain;
+use crate::storage::file::{self, FileDisk};
+
+/// Why a replica cannot be kept.
+#[derive(Debug, thiserror::Error)]
+pub enum ReplicaError {
+    /// What the configuration names.
+    #[error("{what}: {error}")]
+    Handle {
+        /// Which file.
+        what: &'static str,
+        /// Why.
+        error: HandleError,
+    },
+    /// A system call failed.
+    #[error("{what} cannot be used: {error}")]
+    Look {
+        /// Which file.
+        what: &'static str,
+        /// Why.
+        error: io::Error,
+    },
+    /// Of another disk, or cut.
+    #[error(
+        "its replica has {has} bytes where the disk has {needs}: if it is this disk's, give it that length and remove its map, so that all of it is copied again"
+    )]
+    Size {
+        /// Its length.
+        has: u64,
+        /// Offset and size of the disk.
+        needs: u64,
+    },
+    /// Given twice.
+    #[error("its image, its replica and the map of the replica must be three files")]
+    Same,
+    /// Not to be opened as a disk.
+    #[error("{what}: {error}")]
+    Open {
+        /// Which file.
+        what: &'static str,
+        /// Why.
+        error: file::OpenError,
+    },
+}
+
+const REPLICA: &str = "its replica";
+const MAP: &str = "the map of its replica";
+
+/// A replica that is open, whose copier is not yet made.
+pub struct Opened {
+    /// The layer.
+    pub replicate: Replicate,
+    replica: Place,
+    bytes_per_second: u64,
+}
+
+impl Opened {
+    /// Opens the replica of a disk. `image` is where the disk rests, if that is a file.
+    ///
+    /// # Errors
+    /// [`ReplicaError`].
+    pub fn open(
+        disk: DiskId,
+        size: u64,
+        spec: &ReplicateSpec,
+        image: Option<&FileDisk>,
+        handles: &mut Handles,
+    ) -> Result<Self, ReplicaError> {
+        let geometry = Geometry::new(disk, size);
+        let mut file = |what, handle| {
+            handles.file(handle, true).map_err(|error| ReplicaError::Handle { what, error })
+        };
+        let (replica, map) = (file(REPLICA, &spec.replica)?, file(MAP, &spec.map)?);
+        check_size(&replica, spec.offset.saturating_add(size))?;
+        let replica = FileDisk::open(replica, spec.offset, size, Direct::Auto, false)
+            .map_err(|error| ReplicaError::Open { what: REPLICA, error })?;
+        let map_bytes = geometry.map_bytes() as u64;
+        let map = FileDisk::open(lengthened(map, map_bytes)?, 0, map_bytes, Direct::Off, false)
+            .map_err(|error| ReplicaError::Open { what: MAP, error })?;
+        let image_is = |other: &FileDisk| image.is_some_and(|image| image.is_same_file(other));
+        if image_is(&replica) || image_is(&map) || replica.is_same_file(&map) {
+            return Err(ReplicaError::Same);
+        }
+        let (replicate, found) = Replicate::new(geometry, Place::file(map, map_bytes));
+        let replica = Place::file(replica, size);
+        tell(disk, &replicate, found);
+        Ok(Self { replicate, replica, bytes_per_second: spec.bytes_per_second })
+    }
+
+    /// The copier, from what lies below the filter.
+    #[must_use]
+    pub fn copier(self, source: Chain, holes: Option<FileDisk>) -> Copier {
+        let Self { replicate, replica, bytes_per_second } = self;
+        Copier::new(&replicate, Place::new(source), holes, replica, bytes_per_second)
+    }
+}
+
+fn tell(disk: DiskId, replicate: &Replicate, found: Found) {
+    let dirty_bytes = replicate.status().dirty_bytes;
+    match found {
+        Found::Map { damaged_blocks: 0 } => {
+            tracing::info!(%disk, dirty_bytes, "the copy to the replica goes on");
+        }
+        Found::Map { damaged_blocks } => {
+            tracing::warn!(%disk, damaged_blocks, dirty_bytes, "the map of the replica is damaged; what it is not sure of is copied again");
+        }
+        Found::Nothing(why) => {
+            tracing::info!(%disk, %why, "there is no map of the replica; all of the disk is copied");
+        }
+        Found::Unreadable(error) => {
+            tracing::warn!(%disk, %error, "the map of the replica cannot be read; all of the disk is copied");
+        }
+    }
+}
+
+fn stat(fd: &OwnedFd, what: &'static str) -> Result<FileStat, ReplicaError> {
+    fstat(fd.as_fd()).map_err(|error| ReplicaError::Look { what, error: error.into() })
+}
+
+fn is_regular(stat: &FileStat) -> bool {
+    stat.st_mode & libc::S_IFMT == libc::S_IFREG
+}
+
+/// A file has to be as long as the disk's own; a device may be longer.
+fn check_size(replica: &OwnedFd, needs: u64) -> Result<(), ReplicaError> {
+    let stat = stat(replica, REPLICA)?;
+    let has = u64::try_from(stat.st_size).unwrap_or(0);
+    if is_regular(&stat) && has != needs {
+        return Err(ReplicaError::Size { has, needs });
+    }
+    Ok(())
+}
+
+/// The map, made as long as it has to be: a new one is empty.
+fn lengthened(map: OwnedFd, bytes: u64) -> Result<OwnedFd, ReplicaError> {
+    let stat = stat(&map, MAP)?;
+    let map = File::from(map);
+    if is_regular(&stat) && u64::try_from(stat.st_size).unwrap_or(0) < bytes {
+        map.set_len(bytes).map_err(|error| ReplicaError::Look { what: MAP, error })?;
+    }
+    Ok(map.into())
+}

@@ -1,0 +1,144 @@
+//! The two threads of a replica: the marker, which queues may wait for, and the copier, which nobody waits for.
+//!
+//! ```text
+//!  marker  sleeps ── asked ──> marks, again and again until it is on record ──> sleeps
+//!  copier  sleeps ── something is marked ──> passes, a second apart ──> sleeps
+//!                                              │ an error: 1 s, 2 s, … 60 s, then the next chunk
+//! ```
+//! They end when they are told to. A copier that hangs with the replica's storage is not waited for.
+
+use std::io;
+use std::sync::{Arc, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use crate::layers::replicate::chunks::Span;
+use crate::layers::replicate::copier::{Batch, Copier, CopyError};
+use crate::layers::replicate::{Replicate, Shared, lock};
+
+/// The stack of each thread; it is locked memory.
+const STACK: usize = 128 * 1024;
+
+/// From one pass to the next: what a guest changes again and again is copied once in this time.
+const PASS_EVERY: Duration = Duration::from_secs(1);
+
+/// How long is waited after an error; twice as long after each that follows.
+const RETRY_FIRST: Duration = Duration::from_secs(1);
+const RETRY_MAX: Duration = Duration::from_secs(60);
+
+/// The same for the map, which the guest may wait for.
+const MARK_RETRY_FIRST: Duration = Duration::from_millis(10);
+const MARK_RETRY_MAX: Duration = Duration::from_secs(1);
+
+/// How long threads that were told to end are waited for.
+const END_WITHIN: Duration = Duration::from_secs(2);
+
+/// How often it is looked whether they have.
+const END_LOOKED_EVERY: Duration = Duration::from_millis(5);
+
+/// The running threads; they end when this is dropped.
+pub struct Replicating {
+    shared: Arc<Shared>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+impl Replicating {
+    /// Starts them. Before that nothing is marked or copied.
+    ///
+    /// # Errors
+    /// The system has no thread.
+    pub fn start(replicate: &Replicate, mut copier: Copier) -> io::Result<Self> {
+        let shared = Arc::clone(&replicate.0);
+        let mut replicating = Self { shared, threads: Vec::new() };
+        let marker = Arc::clone(&replicate.0);
+        replicating.spawn("marker", move || mark(&marker))?;
+        let shared = Arc::clone(&replicate.0);
+        replicating.spawn("copier", move || copy(&shared, &mut copier))?;
+        Ok(replicating)
+    }
+
+    fn spawn(&mut self, name: &str, run: impl FnOnce() + Send + 'static) -> io::Result<()> {
+        let (span, builder) = (tracing::Span::current(), std::thread::Builder::new());
+        let run = move || span.in_scope(run);
+        self.threads.push(builder.name(name.into()).stack_size(STACK).spawn(run)?);
+        Ok(())
+    }
+}
+
+impl Drop for Replicating {
+    fn drop(&mut self) {
+        lock(&self.shared.inbox).closed = true;
+        self.shared.news.notify_all();
+        let until = Instant::now() + END_WITHIN;
+        while self.threads.iter().any(|thread| !thread.is_finished()) {
+            if Instant::now() > until {
+                return tracing::warn!("the replica's storage hangs; its copy is left as it is");
+            }
+            std::thread::sleep(END_LOOKED_EVERY);
+        }
+    }
+}
+
+/// Sleeps until something is to be marked; none at the end.
+fn asked(shared: &Shared) -> Option<Vec<Span>> {
+    let mut inbox = lock(&shared.inbox);
+    while inbox.spans.is_empty() {
+        if inbox.closed {
+            return None;
+        }
+        inbox = shared.news.wait(inbox).unwrap_or_else(PoisonError::into_inner);
+    }
+    Some(std::mem::take(&mut inbox.spans))
+}
+
+fn mark(shared: &Shared) {
+    while let Some(spans) = asked(shared) {
+        let mut wait = MARK_RETRY_FIRST;
+        while !shared.mark(&spans) {
+            if !shared.sleep(wait) {
+                return;
+            }
+            wait = (wait * 2).min(MARK_RETRY_MAX);
+        }
+    }
+}
+
+/// Sleeps until something is marked; false at the end.
+fn is_dirty(shared: &Shared) -> bool {
+    let mut inbox = lock(&shared.inbox);
+    while shared.chunks.marked() == 0 && !inbox.closed {
+        inbox = shared.news.wait(inbox).unwrap_or_else(PoisonError::into_inner);
+    }
+    !inbox.closed
+}
+
+fn copy(shared: &Shared, copier: &mut Copier) {
+    let (mut wait, mut well) = (RETRY_FIRST, true);
+    let mut begun = Instant::now();
+    while is_dirty(shared) {
+        let pause = match copier.batch() {
+            Ok(Batch::More) => Duration::ZERO,
+            Ok(Batch::Pass) => {
+                if well {
+                    shared.tell(|troubles| &mut troubles.copy, None);
+                    wait = RETRY_FIRST;
+                }
+                let rest = PASS_EVERY.saturating_sub(begun.elapsed());
+                (begun, well) = (Instant::now() + rest, true);
+                rest
+            }
+            Err(CopyError::Stopped) => return,
+            Err(error) => {
+                shared.counters.failed.add(1);
+                shared.tell(|troubles| &mut troubles.copy, Some(error.to_string()));
+                well = false;
+                let pause = wait;
+                wait = (wait * 2).min(RETRY_MAX);
+                pause
+            }
+        };
+        if !shared.sleep(pause) {
+            return;
+        }
+    }
+}

@@ -1,0 +1,57 @@
+//! Limits: of memory, which follows from what is to be served; of threads, where they are counted for
+//! this process alone.
+
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
+use vmseal_api::filter::{DiskConfig, FilterConfig, NBD_CONNECTIONS};
+
+use super::ConfinementError;
+use crate::disk::{POOLS_BYTES, READER_POOL_BYTES};
+use crate::front_ends::nbd::beside::POOL_BYTES as BESIDE_POOL_BYTES;
+use crate::layers::cache;
+use crate::layers::replicate;
+use crate::process::config;
+
+/// The program's own: its data, the log, control connections, the caches of an import, and what the
+/// allocator keeps for each of a few threads.
+const BASE_BYTES: u64 = 64 << 20;
+
+/// Of each queue: its thread's stack, its tables, and what the allocator keeps for its thread.
+const QUEUE_BYTES: u64 = 2 << 20;
+
+/// Of each who reads beside a front end: the same, its buffers, and those of its chain.
+const READER_BYTES: u64 = QUEUE_BYTES + (READER_POOL_BYTES + BESIDE_POOL_BYTES) as u64;
+
+/// The most threads, the kernel's for io_uring included: two to four for each of the most queues.
+const THREADS_MAX: u64 = 512;
+
+/// The most private memory that can be written, in bytes, mapped or used: stacks, tables, buffers. Guest
+/// memory is shared and not in it. Less than half of it is ever used, but what is for caches, which they fill.
+pub(super) fn memory(config: &FilterConfig) -> u64 {
+    let queues: usize = config.disks.iter().map(config::pools).sum();
+    let readers =
+        |disk: &DiskConfig| disk.beside.as_ref().map_or(0, |_| usize::from(NBD_CONNECTIONS));
+    let caches = config.disks.iter().filter_map(|disk| {
+        let chains = config::queues(disk) + readers(disk);
+        config::cache(disk).map(|cache| cache::memory(cache, chains))
+    });
+    let replicated = config.disks.iter().filter(|disk| config::replica(disk).is_some());
+    let replicas = replicated.map(|disk| replicate::memory(disk.disk, disk.size)).sum::<u64>();
+    let readers = config.disks.iter().map(readers).sum::<usize>() as u64;
+    let served = queues as u64 * QUEUE_BYTES + readers * READER_BYTES;
+    BASE_BYTES + POOLS_BYTES as u64 + served + caches.sum::<u64>() + replicas
+}
+
+/// Sets them, never above what is in force.
+pub(super) fn set(memory: u64, alone: bool) -> Result<(), ConfinementError> {
+    lower("RLIMIT_DATA", Resource::RLIMIT_DATA, memory)?;
+    if alone {
+        lower("RLIMIT_NPROC", Resource::RLIMIT_NPROC, THREADS_MAX)?;
+    }
+    Ok(())
+}
+
+fn lower(name: &'static str, resource: Resource, to: u64) -> Result<(), ConfinementError> {
+    let set =
+        getrlimit(resource).and_then(|(_, hard)| setrlimit(resource, to.min(hard), to.min(hard)));
+    set.map_err(|error| ConfinementError::Limit { limit: name, error: error.into() })
+}

@@ -1,0 +1,187 @@
+//! The control socket: one JSON object a line, answered in order ([`vmseal_api::filter`]).
+//!
+//! A few connections at a time, a thread each: a new agent gets in although the dead one's connection
+//! may linger.
+
+use std::io::{self, BufRead, BufReader, Read, Write};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::{self, Receiver, Sender};
+
+use vmseal_api::filter::{
+    BitmapChange, Confinement, ControlReply, ControlRequest, FilterFigures, FilterStatus, LINE_MAX,
+    VERSION,
+};
+use vmseal_api::id::{DiskId, VmId};
+use vmseal_api::problem::ErrorCode;
+
+use crate::disk::status::DiskState;
+use crate::front_ends::peer;
+
+/// The most connections at a time.
+const CONNECTIONS_MAX: usize = 8;
+
+/// The stack of a connection's thread.
+const STACK: usize = 256 * 1024;
+
+/// What the main thread is asked.
+#[derive(Debug)]
+pub enum Event {
+    /// Finish, flush and end; tell `reply` how it went, if there is one.
+    Shutdown {
+        /// Who waits for the outcome.
+        reply: Option<Sender<ControlReply>>,
+        /// Disconnected when the outcome has been sent on.
+        sent: Option<Receiver<()>>,
+    },
+}
+
+/// What the socket tells of.
+#[derive(Debug)]
+pub struct Control {
+    /// Whose disks.
+    pub vm: VmId,
+    /// The only user that may connect.
+    pub uid: u32,
+    /// The disks, in the configuration's order.
+    pub disks: Vec<Arc<DiskState>>,
+    /// What the process is kept from.
+    pub confinement: Confinement,
+    /// Where to ask for a shutdown.
+    pub events: Sender<Event>,
+}
+
+/// Serves connections until the process ends.
+pub fn serve(listener: &UnixListener, control: &Arc<Control>) {
+    let open = Arc::new(AtomicUsize::new(0));
+    for stream in listener.incoming() {
+        let stream = match stream {
+            Ok(stream) => stream,
+            Err(error) => {
+                tracing::warn!(%error, "a control connection was not accepted");
+                std::thread::sleep(std::time::Duration::from_millis(100));
+                continue;
+            }
+        };
+        if let Err(refusal) = peer::check(&stream, control.uid) {
+            tracing::warn!(%refusal, "a control connection is refused");
+            continue;
+        }
+        if open.fetch_add(1, Ordering::AcqRel) >= CONNECTIONS_MAX {
+            open.fetch_sub(1, Ordering::AcqRel);
+            tracing::warn!("too many control connections; the new one is closed");
+            continue;
+        }
+        let (control, open_here) = (Arc::clone(control), Arc::clone(&open));
+        let spawned = std::thread::Builder::new().stack_size(STACK).spawn(move || {
+            if let Err(error) = control.connection(&stream) {
+                tracing::warn!(%error, "a control connection is ended");
+            }
+            open_here.fetch_sub(1, Ordering::AcqRel);
+        });
+        if spawned.is_err() {
+            open.fetch_sub(1, Ordering::AcqRel);
+        }
+    }
+}
+
+impl Control {
+    fn connection(&self, stream: &UnixStream) -> io::Result<()> {
+        let mut reader = BufReader::new(stream);
+        let mut line = Vec::new();
+        loop {
+            line.clear();
+            let read = reader.by_ref().take(LINE_MAX as u64 + 1).read_until(b'\n', &mut line)?;
+            if read == 0 {
+                return Ok(());
+            }
+            if read > LINE_MAX {
+                let message = format!("the line is longer than {LINE_MAX} bytes");
+                return send(stream, &refusal(ErrorCode::TooLarge, message));
+            }
+            match serde_json::from_slice(&line) {
+                Ok(ControlRequest::Status) => send(stream, &ControlReply::Status(self.status()))?,
+                Ok(ControlRequest::Figures) => {
+                    send(stream, &ControlReply::Figures(self.figures()))?;
+                }
+                Ok(ControlRequest::SetLogLevel { levels }) => {
+                    send(stream, &set_log_level(&levels))?;
+                }
+                Ok(ControlRequest::Bitmap { disk, name, change }) => {
+                    send(stream, &self.bitmap(disk, &name, change))?;
+                }
+                Ok(ControlRequest::Shutdown) => return self.shutdown(stream),
+                Err(error) => {
+                    let message = format!("the request is not understood: {error}");
+                    send(stream, &refusal(ErrorCode::InvalidRequest, message))?;
+                }
+            }
+        }
+    }
+
+    fn figures(&self) -> FilterFigures {
+        FilterFigures {
+            disks: self.disks.iter().map(|disk| disk.figures()).collect(),
+            memory_limit_bytes: Some(self.confinement.memory_bytes),
+        }
+    }
+
+    fn status(&self) -> FilterStatus {
+        FilterStatus {
+            version: VERSION,
+            pid: std::process::id(),
+            vm: self.vm,
+            disks: self.disks.iter().map(|disk| disk.status()).collect(),
+            confinement: Some(self.confinement),
+        }
+    }
+
+    fn bitmap(&self, disk: DiskId, name: &str, change: BitmapChange) -> ControlReply {
+        let state = self.disks.iter().find(|state| state.disk() == disk);
+        let Some(bitmaps) = state.and_then(|state| state.bitmaps()) else {
+            let message = format!("this filter does not serve disk {disk}");
+            return refusal(ErrorCode::NotFound, message);
+        };
+        match bitmaps.change(name, change) {
+            Ok(()) => {
+                tracing::info!(%disk, name, ?change, "a dirty bitmap is changed");
+                ControlReply::Bitmaps { bitmaps: bitmaps.status() }
+            }
+            Err(error) => refusal(error.code(), error.to_string()),
+        }
+    }
+
+    fn shutdown(&self, stream: &UnixStream) -> io::Result<()> {
+        let (reply, outcome) = mpsc::channel();
+        let (_open_until_sent, sent) = mpsc::channel();
+        let event = Event::Shutdown { reply: Some(reply), sent: Some(sent) };
+        let gone = || refusal(ErrorCode::WrongState, "the filter is already ending".into());
+        let outcome = match self.events.send(event) {
+            Ok(()) => outcome.recv().unwrap_or_else(|_| gone()),
+            Err(_) => gone(),
+        };
+        send(stream, &outcome)
+    }
+}
+
+fn set_log_level(levels: &str) -> ControlReply {
+    match levels.parse() {
+        Ok(levels) => {
+            tracing::info!(%levels, "logging at other levels from now on");
+            vmseal_log::set_levels(levels);
+            ControlReply::Done
+        }
+        Err(error) => refusal(ErrorCode::InvalidRequest, error.to_string()),
+    }
+}
+
+fn refusal(code: ErrorCode, message: String) -> ControlReply {
+    ControlReply::Error { code, message }
+}
+
+fn send(mut stream: &UnixStream, reply: &ControlReply) -> io::Result<()> {
+    let mut line = serde_json::to_vec(reply)?;
+    line.push(b'\n');
+    stream.write_all(&line)
+}

@@ -1,0 +1,494 @@
+//! The running filter: a thread per disk, and how it all ends.
+//!
+//! ```text
+//!  disk:  [Importing | Exporting] → Idle ⇄ Connected → stopped: drained, flushed
+//!              └────────── any of them ──> Failed (says why; the other disks go on)
+//! ```
+
+pub mod config;
+pub mod confinement;
+pub mod control;
+
+use std::fs::File;
+use std::os::unix::net::UnixListener;
+use std::sync::Arc;
+use std::thread::{JoinHandle, Scope};
+
+use nix::unistd::geteuid;
+use vmseal_api::filter::{
+    BackendSpec, BackingSpec, BesideSpec, DiskActivity, DiskConfig, ExportSpec, FilterConfig,
+    FilterSpec, FrontEndSpec, Holes, ImportSpec, NBD_CONNECTIONS, TargetFormat,
+};
+use vmseal_api::id::{DiskId, VmId};
+use vmseal_api::transfer::ImageFormat;
+
+use crate::copy::export;
+use crate::copy::export::{ExportError, Sparse, Target};
+use crate::copy::import;
+use crate::copy::import::ImportError;
+use crate::copy::source::Source;
+use crate::disk::status::DiskState;
+use crate::disk::{Disk, Encryption, Rest};
+use crate::front_ends::Served;
+use crate::front_ends::nbd;
+use crate::front_ends::vhost_user;
+use crate::handle::{HandleError, Handles, Socket};
+use crate::layers;
+use crate::layers::crypt::CryptError;
+use crate::layers::replicate::copier::Copier;
+use crate::layers::replicate::open::ReplicaError;
+use crate::layers::replicate::threads::Replicating;
+use crate::layers::replicate::{self, Replicate};
+use crate::stack::blocking;
+use crate::stack::chain::Chain;
+use crate::stack::layer::Layer;
+use crate::stack::stop::Stop;
+use crate::storage::file::{FileDisk, OpenError};
+use crate::storage::qcow2::{Qcow2Disk, Qcow2Error};
+
+/// The stack of a disk's thread.
+const STACK: usize = 512 * 1024;
+
+/// The stack of the thread that waits for whoever reads a disk beside its front end; it is locked memory.
+const BESIDE_STACK: usize = 128 * 1024;
+
+/// Why the process cannot start.
+#[derive(Debug, thiserror::Error)]
+pub enum StartError {
+    /// Something that the configuration names.
+    #[error("{what}: {error}")]
+    Handle {
+        /// Which part of the configuration.
+        what: String,
+        /// Why.
+        error: HandleError,
+    },
+    /// A disk's file.
+    #[error("disk {disk}: {error}")]
+    Open {
+        /// Which.
+        disk: DiskId,
+        /// Why.
+        error: OpenError,
+    },
+    /// A disk's qcow2 image.
+    #[error("disk {disk}: {error}")]
+    Image {
+        /// Which.
+        disk: DiskId,
+        /// Why.
+        error: Qcow2Error,
+    },
+    /// A disk's replica.
+    #[error("disk {disk}, {error}")]
+    Replica {
+        /// Which disk.
+        disk: DiskId,
+        /// Why.
+        error: ReplicaError,
+    },
+    /// A disk's cipher or memory.
+    #[error("disk {disk}: {error}")]
+    Crypt {
+        /// Which.
+        disk: DiskId,
+        /// Why.
+        error: CryptError,
+    },
+    /// The file that a disk is exported to.
+    #[error("disk {disk}: {error}")]
+    Export {
+        /// Which disk.
+        disk: DiskId,
+        /// Why.
+        error: ExportError,
+    },
+    /// No thread, no descriptor.
+    #[error("the system refuses what the process needs: {0}")]
+    System(#[from] std::io::Error),
+}
+
+/// A disk with all it needs, not yet running.
+struct Prepared {
+    chains: Vec<Chain>,
+    import: Option<Import>,
+    export: Option<Export>,
+    front_end: Option<FrontEnd>,
+    beside: Option<Beside>,
+    replica: Option<(Replicate, Copier)>,
+    /// What a front end's own buffers may take, for each chain.
+    pool_bytes: usize,
+    served: Arc<Served>,
+    disk: DiskId,
+}
+
+/// An image to be imported, and where to go on.
+struct Import {
+    file: File,
+    format: ImageFormat,
+    from: u64,
+}
+
+/// Where the disk is to be written to, and where its holes are.
+struct Export {
+    target: Target,
+    sparse: Option<Sparse>,
+}
+
+/// Who serves, and to which user.
+enum FrontEnd {
+    VhostUser(Socket, u32),
+    Nbd(UnixListener, u32),
+}
+
+/// Who reads the disk beside its front end; which user that is, and what to make chains from.
+struct Beside {
+    listener: UnixListener,
+    uid: u32,
+    served: Served,
+    disk: Disk,
+}
+
+/// Disks with everything open that the configuration names, not yet running.
+pub struct Opened {
+    vm: VmId,
+    disks: Vec<Prepared>,
+}
+
+/// A running filter.
+pub struct Running {
+    stop: Arc<Stop>,
+    threads: Vec<JoinHandle<bool>>,
+    states: Vec<Arc<DiskState>>,
+}
+
+impl Opened {
+    /// Opens everything that the configuration names, and takes the keys. From then on nothing is opened
+    /// by name, and no ring is made.
+    ///
+    /// # Errors
+    /// [`StartError`].
+    pub fn open(config: &FilterConfig, handles: &mut Handles) -> Result<Self, StartError> {
+        let all = config.disks.iter().map(config::pools).sum();
+        let disks = config.disks.iter().map(|disk| prepare(disk, handles, all));
+        Ok(Self { vm: config.vm, disks: disks.collect::<Result<_, _>>()? })
+    }
+}
+
+impl Running {
+    /// Starts the disks.
+    ///
+    /// # Errors
+    /// [`StartError`].
+    pub fn start(opened: Opened) -> Result<Self, StartError> {
+        let stop = Arc::new(Stop::new()?);
+        let mut running = Self { stop, threads: Vec::new(), states: Vec::new() };
+        for disk in opened.disks {
+            running.states.push(Arc::clone(&disk.served.state));
+            let stop = Arc::clone(&running.stop);
+            // Of no request: what happens to a disk later is not the start's doing.
+            let span =
+                tracing::info_span!(parent: None, "filter", vm = %opened.vm, disk = %disk.disk);
+            let thread = std::thread::Builder::new()
+                .name("disk".into())
+                .stack_size(STACK)
+                .spawn(move || span.in_scope(|| disk.run(&stop)))?;
+            running.threads.push(thread);
+        }
+        Ok(running)
+    }
+
+    /// How the disks stand, in the configuration's order.
+    #[must_use]
+    pub fn states(&self) -> &[Arc<DiskState>] {
+        &self.states
+    }
+
+    /// Finishes what is under way and flushes; false if some disk could not.
+    #[must_use]
+    pub fn shut_down(self) -> bool {
+        self.stop.ask();
+        let ended: Vec<bool> =
+            self.threads.into_iter().map(|thread| thread.join().unwrap_or(false)).collect();
+        ended.into_iter().all(|well| well)
+    }
+}
+
+fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Prepared, StartError> {
+    let id = config.disk;
+    let named = |what: &str| {
+        let what = format!("disk {id}, {what}");
+        move |error| StartError::Handle { what, error }
+    };
+    let (rest, sparse) = rest(config, handles)?;
+    let crypt = config.chain.iter().find_map(|link| match link {
+        FilterSpec::Crypt { key, holes } => Some((key, *holes)),
+        _ => None,
+    });
+    let encryption = match crypt {
+        Some((key, holes)) => {
+            Some(Encryption { key: handles.key(key).map_err(named("its key"))?, holes })
+        }
+        None => None,
+    };
+    let import = match &config.import {
+        Some(ImportSpec { source, format, from }) => {
+            let file = handles.file(source, false).map_err(named("the image to import"))?;
+            Some(Import { file: file.into(), format: *format, from: *from })
+        }
+        None => None,
+    };
+    // Where there is no cipher, or a hole is a hole to it, too.
+    let zeroes = encryption.as_ref().is_none_or(|encryption| encryption.holes == Holes::Zero);
+    let sparse = sparse.filter(|_| zeroes);
+    let export = match &config.export {
+        Some(spec) => Some(Export { target: target(config, spec, handles)?, sparse }),
+        None => None,
+    };
+    let uid = |peer_uid: &Option<u32>| peer_uid.unwrap_or(geteuid().as_raw());
+    let front_end = match &config.front_end {
+        Some(FrontEndSpec::VhostUserBlk { socket, peer_uid, .. }) => {
+            let socket = handles.socket(socket).map_err(named("its socket"))?;
+            Some(FrontEnd::VhostUser(socket, uid(peer_uid)))
+        }
+        Some(FrontEndSpec::Nbd { listen, peer_uid }) => {
+            let listener = handles.listener(listen).map_err(named("its socket"))?;
+            Some(FrontEnd::Nbd(listener, uid(peer_uid)))
+        }
+        None => None,
+    };
+    let beside = match &config.beside {
+        Some(BesideSpec { listen, peer_uid }) => {
+            let listener = handles.listener(listen).map_err(named("its second socket"))?;
+            Some((listener, uid(peer_uid)))
+        }
+        None => None,
+    };
+    let queues = config::queues(config);
+    let is_crypt = |link: &FilterSpec| matches!(link, FilterSpec::Crypt { .. });
+    let replica = replica(config, handles, &rest)?;
+    let layer_of = |link: &FilterSpec| match (link, &replica) {
+        (FilterSpec::Replicate(_), Some(opened)) => {
+            Some(Arc::new(opened.replicate.clone()) as Arc<dyn Layer>)
+        }
+        _ => layers::of(link),
+    };
+    let mut sides = config.chain.split(is_crypt).map(|side| side.iter().filter_map(layer_of));
+    let mut side = || sides.next().into_iter().flatten().collect();
+    let disk =
+        Disk::new(config.size, config.read_only, encryption, rest, all).with_layers(side(), side());
+    let chains = (0..queues).map(|_| disk.chain()).collect::<Result<_, _>>();
+    let chains = chains.map_err(|error| StartError::Crypt { disk: id, error })?;
+    let state_beside = beside.is_some().then(|| {
+        let state = DiskState::new(id, usize::from(NBD_CONNECTIONS));
+        Arc::new(state.with_bitmaps(disk.bitmaps()))
+    });
+    let served = Arc::new(Served {
+        size: config.size,
+        read_only: config.read_only,
+        serial: config.serial.as_str().into(),
+        state: Arc::new(
+            DiskState::new(id, queues)
+                .with_cipher(disk.cipher_time())
+                .with_layers(disk.layers())
+                .with_bitmaps(disk.bitmaps())
+                .with_replica(replica.as_ref().map(|opened| opened.replicate.clone()))
+                .with_beside(state_beside.clone()),
+        ),
+        allocation: disk.allocation(),
+    });
+    let replica = match replica {
+        Some(opened) => {
+            let (replicate, source) = (opened.replicate.clone(), disk.below(replicate::KIND)?);
+            Some((replicate, opened.copier(source, disk.file().cloned())))
+        }
+        None => None,
+    };
+    if export.is_some() {
+        served.state.set(DiskActivity::Exporting { done: 0, total: config.size });
+    }
+    if import.is_some() {
+        served.state.set(DiskActivity::Importing { done: 0, total: 0, durable: 0 });
+    }
+    let pool_bytes = disk.pool_bytes();
+    let beside = beside.zip(state_beside).map(|((listener, uid), state)| Beside {
+        listener,
+        uid,
+        served: Served {
+            size: config.size,
+            read_only: true,
+            serial: Arc::clone(&served.serial),
+            state,
+            allocation: disk.allocation(),
+        },
+        disk,
+    });
+    Ok(Prepared {
+        chains,
+        import,
+        export,
+        front_end,
+        beside,
+        replica,
+        pool_bytes,
+        served,
+        disk: id,
+    })
+}
+
+/// The disk's replica.
+fn replica(
+    config: &DiskConfig,
+    handles: &mut Handles,
+    rest: &Rest,
+) -> Result<Option<replicate::open::Opened>, StartError> {
+    let Some(spec) = config::replica(config) else { return Ok(None) };
+    let image = match rest {
+        Rest::File(file) => Some(file),
+        Rest::Qcow2(_) | Rest::Mem(_) => None,
+    };
+    replicate::open::Opened::open(config.disk, config.size, spec, image, handles)
+        .map(Some)
+        .map_err(|error| StartError::Replica { disk: config.disk, error })
+}
+
+/// Where a disk's data rests, and where its holes are, if that can be told.
+fn rest(config: &DiskConfig, handles: &mut Handles) -> Result<(Rest, Option<Sparse>), StartError> {
+    let (id, size, read_only) = (config.disk, config.size, config.read_only);
+    let named = |what: &str| {
+        let what = format!("disk {id}, {what}");
+        move |error| StartError::Handle { what, error }
+    };
+    let opened = |error| StartError::Open { disk: id, error };
+    match &config.backend {
+        BackendSpec::File { file, offset, direct, keeps_room } => {
+            let fd = handles.image(file, !read_only).map_err(named("its image"))?;
+            let sparse = Sparse(fd.try_clone()?.into(), *offset);
+            let file = FileDisk::open(fd, *offset, size, *direct, read_only).map_err(opened)?;
+            if *keeps_room {
+                file.keep_room();
+            }
+            Ok((Rest::File(file), Some(sparse)))
+        }
+        BackendSpec::Qcow2 { file, backing, offset } => {
+            let fd = handles.image(file, !read_only).map_err(named("its image"))?;
+            let mut below = Vec::new();
+            for BackingSpec { file, format } in backing {
+                let fd = handles.image(file, false).map_err(named("a file below its image"))?;
+                below.push((fd, *format));
+            }
+            Qcow2Disk::open(fd, below, *offset, size, read_only)
+                .map(|image| (Rest::Qcow2(image), None))
+                .map_err(|error| StartError::Image { disk: id, error })
+        }
+        BackendSpec::Mem {} => {
+            let file = FileDisk::in_memory(size).map_err(opened)?;
+            Ok((Rest::File(file), None))
+        }
+    }
+}
+
+/// The file that a disk is exported to.
+fn target(
+    config: &DiskConfig,
+    spec: &ExportSpec,
+    handles: &mut Handles,
+) -> Result<Target, StartError> {
+    let id = config.disk;
+    let named = |what: &str| {
+        let what = format!("disk {id}, {what}");
+        move |error| StartError::Handle { what, error }
+    };
+    let file = handles.file(&spec.target, true).map_err(named("the file to export to"))?;
+    let made = match &spec.format {
+        TargetFormat::Raw => Ok(Target::Raw(file.into())),
+        TargetFormat::Qcow2 => Target::qcow2(file.into(), config.size),
+        TargetFormat::Luks2 { key, offset } => {
+            let key = handles.key(key).map_err(named("the key of the export"))?;
+            Target::luks2(file.into(), *offset, config.size, key)
+        }
+    };
+    made.map_err(|error| StartError::Export { disk: id, error })
+}
+
+impl Beside {
+    fn spawn<'scope>(&'scope self, scope: &'scope Scope<'scope, '_>, stop: &'scope Stop) {
+        let span = tracing::Span::current();
+        let serve = move || {
+            let Self { listener, uid, served, disk } = self;
+            let served = span.in_scope(|| nbd::beside::serve(listener, *uid, served, disk, stop));
+            if let Err(error) = served {
+                tracing::warn!(%error, "the disk is no longer served beside the guest");
+            }
+        };
+        let builder = std::thread::Builder::new().name("beside".into()).stack_size(BESIDE_STACK);
+        if let Err(error) = builder.spawn_scoped(scope, serve) {
+            tracing::warn!(%error, "the disk is not served beside the guest");
+        }
+    }
+}
+
+impl Prepared {
+    /// The life of a disk; whether it ended well, with everything flushed.
+    fn run(mut self, stop: &Stop) -> bool {
+        match self.live(stop) {
+            Ok(()) => true,
+            Err(message) => {
+                tracing::error!(%message, "the disk cannot go on");
+                self.served.state.set(DiskActivity::Failed { message });
+                false
+            }
+        }
+    }
+
+    fn live(&mut self, stop: &Stop) -> Result<(), String> {
+        let state = &self.served.state;
+        let _until_all_is_flushed = match self.replica.take() {
+            Some((replicate, copier)) => Some(
+                Replicating::start(&replicate, copier)
+                    .map_err(|error| format!("its replica cannot be kept: {error}"))?,
+            ),
+            None => None,
+        };
+        if let (Some(source), Some(chain)) = (self.import.take(), self.chains.first_mut()) {
+            let Import { file, format, from } = source;
+            Source::open(file, format)
+                .map_err(ImportError::from)
+                .and_then(|source| import::run(&source, from, chain, state, stop))
+                .map_err(|error| error.to_string())?;
+            tracing::info!("the image is imported and flushed");
+            state.set(DiskActivity::Idle);
+        }
+        if let (Some(mut export), Some(chain)) = (self.export.take(), self.chains.first_mut()) {
+            export::run(chain, export.sparse.as_ref(), &mut export.target, state, stop)
+                .map_err(|error| error.to_string())?;
+            tracing::info!("the disk is exported and flushed");
+            state.set(DiskActivity::Idle);
+        }
+        if let Some(front_end) = &self.front_end {
+            let (chains, served) = (std::mem::take(&mut self.chains), &self.served);
+            let beside = self.beside.as_ref();
+            let chains = std::thread::scope(|scope| {
+                let _ends_with_the_front_end = beside.map(|beside| beside.spawn(scope, stop));
+                let ended = match front_end {
+                    FrontEnd::VhostUser(socket, uid) => {
+                        vhost_user::serve(socket, *uid, served, chains, stop)
+                    }
+                    FrontEnd::Nbd(listener, uid) => {
+                        nbd::serve(listener, *uid, served, chains, self.pool_bytes, stop)
+                    }
+                };
+                // At once: who is beside may still read until all is to stop.
+                if let Err(error) = &ended {
+                    state.set(DiskActivity::Failed { message: error.to_string() });
+                }
+                ended
+            });
+            self.chains = chains.map_err(|error| error.to_string())?;
+        }
+        if let Some(chain) = self.chains.first_mut() {
+            blocking::flush(chain).map_err(|error| format!("the last flush failed: {error}"))?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,96 @@
+//! Using a chain from a thread that may sleep: import, shutdown.
+
+use std::time::Duration;
+
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, ppoll};
+use nix::sys::signal::SigSet;
+use nix::sys::time::TimeSpec;
+
+use crate::stack::chain::Chain;
+use crate::stack::request::{IoError, Operation};
+
+/// How long to sleep between two looks where the system does not let us wait for what is under way.
+const LOOK_AGAIN: Duration = Duration::from_millis(1);
+
+/// Waits for everything that is under way; the first error, if there was one. Nothing is under way when it
+/// returns, whatever happens: the memory of requests may be freed.
+///
+/// # Errors
+/// [`IoError`].
+pub fn drain(chain: &mut Chain) -> Result<(), IoError> {
+    drain_by(chain, ppoll)
+}
+
+/// As [`drain`], with what sleeps.
+fn drain_by(
+    chain: &mut Chain,
+    sleep: impl Fn(&mut [PollFd<'_>], Option<TimeSpec>, Option<SigSet>) -> Result<i32, Errno>,
+) -> Result<(), IoError> {
+    let (mut result, mut failed) = (Ok(()), false);
+    loop {
+        chain.poll();
+        while let Some(done) = chain.next_done() {
+            result = result.and(done.result);
+        }
+        if chain.in_flight() == 0 {
+            return result;
+        }
+        if let Err(error) = wait(chain, &sleep) {
+            if !std::mem::replace(&mut failed, true) {
+                tracing::error!(%error, "cannot wait for the disk; looking every millisecond");
+            }
+            std::thread::sleep(LOOK_AGAIN);
+        }
+    }
+}
+
+/// Makes durable what was written.
+///
+/// # Errors
+/// [`IoError`].
+pub fn flush(chain: &mut Chain) -> Result<(), IoError> {
+    let id = chain.begin().ok_or(IoError::Overload)?;
+    chain.submit(id, Operation::Flush, 0, 0, 0);
+    drain(chain)
+}
+
+/// Sleeps until the backend has something, or the chain wants to be looked at.
+fn wait(
+    chain: &Chain,
+    sleep: &impl Fn(&mut [PollFd<'_>], Option<TimeSpec>, Option<SigSet>) -> Result<i32, Errno>,
+) -> Result<(), Errno> {
+    let handle = chain.wait_handle();
+    let mut fds: Vec<PollFd<'_>> =
+        handle.iter().map(|handle| PollFd::new(*handle, PollFlags::POLLIN)).collect();
+    let timeout = chain.wake_after().map(TimeSpec::from);
+    match sleep(&mut fds, timeout, None) {
+        Ok(_) | Err(Errno::EINTR) => Ok(()),
+        Err(error) => Err(error),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::layers::delay::Delay;
+    use crate::stack::layer::Layer;
+    use crate::storage::mem::MemDisk;
+
+    #[test]
+    fn nothing_is_under_way_when_waiting_for_it_has_failed() {
+        let delay = vmseal_api::filter::DelaySpec {
+            operations: Vec::new(),
+            microseconds: 20_000,
+            jitter_microseconds: 0,
+            reorders: false,
+            seed: 0,
+        };
+        let filter = Delay::new(delay).filter().unwrap();
+        let mut chain = Chain::new(1 << 20, false, vec![filter], MemDisk::new(0).queue());
+        let id = chain.begin().unwrap();
+        chain.submit(id, Operation::Flush, 0, 0, 0);
+        let drained = drain_by(&mut chain, |_, _, _| Err(Errno::ENOMEM));
+        assert_eq!((drained, chain.in_flight()), (Ok(()), 0));
+    }
+}

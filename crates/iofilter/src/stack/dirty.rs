@@ -1,0 +1,369 @@
+//! What has changed since when: the dirty bitmaps of a disk, for backups.
+//!
+//! ```text
+//!  slot:   free --start: all clean--> named ⇄ clear: all clean (refused while it is read)
+//!           ^────────remove───────────┘      (refused while it is read)
+//! ```
+//! A bit stands for a granule. It is set before a change is submitted to the chain, and again when the
+//! change has come back, before whoever asked for it is told. The second time is for bitmaps that began
+//! while the change was under way: what lands after the beginning is marked in any case. A change that
+//! failed is marked too, as parts of it may have been done.
+//!
+//! Bitmaps live in memory. When the process ends they are gone, and nobody is told that anything is
+//! clean: a client that asks for a bitmap that is not there is not given one.
+//!
+//! The queues of a disk mark without locks (`marks`).
+
+mod marks;
+
+use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use jiff::Timestamp;
+use vmseal_api::bitmap::{self, BitmapError};
+use vmseal_api::filter::{
+    BITMAP_BYTES_MAX, BITMAP_GRANULE, BITMAPS_BYTES_MAX, BITMAPS_MAX, BitmapChange, BitmapStatus,
+};
+
+use self::marks::Marks;
+
+/// What the bitmaps of all disks of the process take, in bytes.
+static TAKEN: Taken = Taken(AtomicUsize::new(0));
+
+/// Memory that is taken, in bytes; at most [`BITMAPS_BYTES_MAX`].
+#[derive(Debug)]
+struct Taken(AtomicUsize);
+
+impl Taken {
+    fn take(&self, bytes: usize) -> bool {
+        let fits = self.0.fetch_add(bytes, SeqCst) + bytes <= BITMAPS_BYTES_MAX;
+        if !fits {
+            self.give(bytes);
+        }
+        fits
+    }
+
+    fn give(&self, bytes: usize) {
+        self.0.fetch_sub(bytes, SeqCst);
+    }
+}
+
+/// A named bitmap.
+#[derive(Debug)]
+struct Named {
+    name: String,
+    /// What changed after this is dirty.
+    since: Timestamp,
+    /// How many clients have it in use.
+    readers: usize,
+}
+
+/// The dirty bitmaps of one disk; shared by its queues.
+#[derive(Debug)]
+pub struct Bitmaps {
+    marks: Marks,
+    /// What the words of one bitmap take, in bytes.
+    bytes: usize,
+    names: Mutex<[Option<Named>; BITMAPS_MAX]>,
+    taken: &'static Taken,
+}
+
+impl Bitmaps {
+    /// No bitmap yet, of a disk of `size` bytes. Granules are [`BITMAP_GRANULE`] bytes, on disks so large
+    /// that a bitmap would not fit [`BITMAP_BYTES_MAX`] a power of two of them.
+    #[must_use]
+    pub fn new(size: u64) -> Self {
+        Self::within(size, &TAKEN)
+    }
+
+    fn within(size: u64, taken: &'static Taken) -> Self {
+        let mut shift = BITMAP_GRANULE.trailing_zeros();
+        while marks::bytes(size, shift) > BITMAP_BYTES_MAX {
+            shift += 1;
+        }
+        let (marks, bytes) = (Marks::new(size, shift), marks::bytes(size, shift));
+        Self { marks, bytes, names: Mutex::default(), taken }
+    }
+
+    /// What one bit stands for, in bytes.
+    #[must_use]
+    pub fn granule(&self) -> u64 {
+        self.marks.granule()
+    }
+
+    /// This part of the disk changes, or has changed. `length` is not 0 and the part is on the disk.
+    #[inline]
+    pub fn changed(&self, offset: u64, length: u64) {
+        self.marks.changed(offset, length);
+    }
+
+    /// Starts, clears or removes a bitmap.
+    ///
+    /// # Errors
+    /// [`BitmapError`].
+    pub fn change(&self, name: &str, change: BitmapChange) -> Result<(), BitmapError> {
+        let mut names = self.names();
+        bitmap::check(names.iter().flatten().map(|named| &*named.name), name, change)?;
+        if change == BitmapChange::Start {
+            return self.start(&mut names, name);
+        }
+        let slot = find(&names, name).ok_or_else(|| BitmapError::Unknown(name.into()))?;
+        let Some(named) = &mut names[slot] else { return Ok(()) };
+        if named.readers > 0 {
+            return Err(BitmapError::Read(name.into()));
+        }
+        if change == BitmapChange::Clear {
+            self.marks.clear(slot);
+            named.since = Timestamp::now();
+        } else {
+            self.marks.stop(slot);
+            names[slot] = None;
+        }
+        Ok(())
+    }
+
+    fn start(
+        &self,
+        names: &mut [Option<Named>; BITMAPS_MAX],
+        name: &str,
+    ) -> Result<(), BitmapError> {
+        let slot = names.iter().position(Option::is_none).ok_or(BitmapError::TooMany)?;
+        if !self.marks.is_made(slot) && !self.taken.take(self.bytes) {
+            return Err(BitmapError::Memory);
+        }
+        self.marks.start(slot);
+        // Afterwards: whatever comes after that time is marked.
+        let since = Timestamp::now();
+        names[slot] = Some(Named { name: name.into(), since, readers: 0 });
+        Ok(())
+    }
+
+    /// The bitmaps, and how much each calls dirty.
+    #[must_use]
+    pub fn status(&self) -> Vec<BitmapStatus> {
+        let names = self.names();
+        let named = names.iter().enumerate().filter_map(|(slot, named)| {
+            let Named { name, since, .. } = named.as_ref()?;
+            let (name, since) = (name.clone(), *since);
+            let (granularity, dirty_bytes) = (self.granule(), self.marks.dirty_bytes(slot));
+            Some(BitmapStatus { name, since, granularity, dirty_bytes })
+        });
+        named.collect()
+    }
+
+    /// The bitmaps' names.
+    #[must_use]
+    pub fn all_names(&self) -> Vec<String> {
+        self.names().iter().flatten().map(|named| named.name.clone()).collect()
+    }
+
+    /// A bitmap to be read: it is neither cleared nor removed meanwhile. None if there is none of that name.
+    #[must_use]
+    pub fn read(self: &Arc<Self>, name: &str) -> Option<Reader> {
+        let mut names = self.names();
+        let slot = find(&names, name)?;
+        names[slot].as_mut()?.readers += 1;
+        Some(Reader { bitmaps: Arc::clone(self), slot })
+    }
+
+    fn names(&self) -> MutexGuard<'_, [Option<Named>; BITMAPS_MAX]> {
+        self.names.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Bitmaps {
+    fn drop(&mut self) {
+        let made = (0..BITMAPS_MAX).filter(|slot| self.marks.is_made(*slot));
+        self.taken.give(made.count() * self.bytes);
+    }
+}
+
+fn find(names: &[Option<Named>; BITMAPS_MAX], name: &str) -> Option<usize> {
+    names.iter().position(|named| named.as_ref().is_some_and(|named| named.name == name))
+}
+
+/// A bitmap that someone reads.
+#[derive(Debug)]
+pub struct Reader {
+    bitmaps: Arc<Bitmaps>,
+    slot: usize,
+}
+
+impl Reader {
+    /// Whether the disk's byte at `at` is in a dirty granule, and where a granule begins, at `end` at the
+    /// latest, that is not like it.
+    #[must_use]
+    pub fn extent(&self, at: u64, end: u64) -> (bool, u64) {
+        self.bitmaps.marks.extent(self.slot, at, end)
+    }
+
+    /// The bitmap's name.
+    #[must_use]
+    pub fn name(&self) -> String {
+        let names = self.bitmaps.names();
+        names[self.slot].as_ref().map_or_else(String::new, |named| named.name.clone())
+    }
+}
+
+impl Drop for Reader {
+    fn drop(&mut self) {
+        if let Some(named) = self.bitmaps.names()[self.slot].as_mut() {
+            named.readers -= 1;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use vmseal_api::filter::BitmapChange::{Clear, Remove, Start};
+
+    use super::*;
+    use crate::stack::chain::Chain;
+    use crate::stack::request::Operation;
+    use crate::storage::mem::MemDisk;
+
+    const GRANULE: u64 = BITMAP_GRANULE;
+
+    fn extents(reader: &Reader, size: u64) -> Vec<(bool, u64)> {
+        let (mut at, mut extents) = (0, Vec::new());
+        while at < size {
+            let (dirty, end) = reader.extent(at, size);
+            assert!(end > at);
+            extents.push((dirty, end));
+            at = end;
+        }
+        extents
+    }
+
+    #[test]
+    fn what_changed_is_dirty_to_the_granule_from_the_start_on() {
+        let size = 300 * GRANULE + 4096;
+        let bitmaps = Arc::new(Bitmaps::new(size));
+        bitmaps.changed(0, size);
+        bitmaps.change("one", Start).unwrap();
+        let reader = bitmaps.read("one").unwrap();
+        assert_eq!(extents(&reader, size), [(false, size)]);
+        bitmaps.changed(2 * GRANULE - 512, 1024);
+        bitmaps.changed(60 * GRANULE, 140 * GRANULE);
+        bitmaps.changed(300 * GRANULE, 512);
+        let at = |granule| granule * GRANULE;
+        let expected = [
+            (false, at(1)),
+            (true, at(3)),
+            (false, at(60)),
+            (true, at(200)),
+            (false, at(300)),
+            (true, size),
+        ];
+        assert_eq!(extents(&reader, size), expected);
+        assert_eq!(reader.extent(at(2) + 512, at(2) + 1024), (true, at(2) + 1024));
+        let status = bitmaps.status();
+        assert_eq!(status[0].dirty_bytes, at(143));
+        assert_eq!((status[0].name.as_str(), status[0].granularity), ("one", GRANULE));
+    }
+
+    #[test]
+    fn bitmaps_are_limited_named_and_not_changed_while_they_are_read() {
+        let bitmaps = Arc::new(Bitmaps::new(1 << 20));
+        assert_eq!(bitmaps.change("a/b", Start), Err(BitmapError::Name));
+        for slot in 0..BITMAPS_MAX {
+            bitmaps.change(&format!("b{slot}"), Start).unwrap();
+        }
+        assert_eq!(bitmaps.change("more", Start), Err(BitmapError::TooMany));
+        assert_eq!(bitmaps.change("b0", Start), Err(BitmapError::Exists("b0".into())));
+        assert_eq!(bitmaps.change("more", Remove), Err(BitmapError::Unknown("more".into())));
+        let reader = bitmaps.read("b0").unwrap();
+        bitmaps.changed(0, 512);
+        for change in [Clear, Remove] {
+            assert_eq!(bitmaps.change("b0", change), Err(BitmapError::Read("b0".into())));
+        }
+        drop(reader);
+        let since = || bitmaps.status()[0].since;
+        let (begun, before) = (since(), Timestamp::now());
+        bitmaps.change("b0", Clear).unwrap();
+        assert!(begun <= before && before <= since(), "what is dirty is so since it was cleared");
+        let dirty = |name: &str| bitmaps.read(name).unwrap().extent(0, 1 << 20).0;
+        assert!(!dirty("b0") && dirty("b1"));
+        bitmaps.change("b1", Remove).unwrap();
+        assert!(bitmaps.read("b1").is_none());
+        bitmaps.change("b1", Start).unwrap();
+        assert!(!dirty("b1"), "a slot that is used again begins clean");
+    }
+
+    #[test]
+    fn a_change_is_dirty_before_it_is_done_and_in_what_starts_while_it_is_under_way() {
+        let disk = MemDisk::new(1 << 20);
+        let bitmaps = Arc::new(Bitmaps::new(1 << 20));
+        let mut chain = Chain::new(1 << 20, false, Vec::new(), disk.queue());
+        chain = chain.marking(Arc::clone(&bitmaps));
+        let dirty = |name: &str| bitmaps.read(name).unwrap().extent(1 << 19, 1 << 20).0;
+        for operation in [Operation::Discard, Operation::WriteZeroes { unmap: false }] {
+            bitmaps.change("before", Start).unwrap();
+            let id = chain.begin().unwrap();
+            chain.submit(id, operation, 1 << 19, 4096, 0);
+            assert!(dirty("before"), "{operation:?} is under way and may be done");
+            bitmaps.change("during", Start).unwrap();
+            assert!(!dirty("during"));
+            chain.poll();
+            assert!(chain.next_done().unwrap().result.is_ok());
+            assert!(dirty("during"), "{operation:?} came to be after the start");
+            bitmaps.change("after", Start).unwrap();
+            assert!(!dirty("after"));
+            for name in ["before", "during", "after"] {
+                bitmaps.change(name, Remove).unwrap();
+            }
+        }
+    }
+
+    #[test]
+    fn large_disks_have_larger_granules_and_no_disk_has_all_the_memory() {
+        let granule = |size| Bitmaps::new(size).granule();
+        assert_eq!(granule(512 << 30), GRANULE);
+        assert_eq!(granule((512 << 30) + 4096), 2 * GRANULE);
+        assert_eq!(granule(1 << 62), (1 << 62) / (BITMAP_BYTES_MAX as u64 * 8));
+        let taken: &'static Taken = Box::leak(Box::new(Taken(AtomicUsize::new(0))));
+        let disks: Vec<Bitmaps> = (0..4).map(|_| Bitmaps::within(1 << 40, taken)).collect();
+        let mut started = 0;
+        let refused = disks.iter().flat_map(|disk| (0..4).map(move |name| (disk, name))).find_map(
+            |(disk, name)| {
+                let outcome = disk.change(&name.to_string(), Start);
+                started += usize::from(outcome.is_ok());
+                outcome.err()
+            },
+        );
+        assert_eq!(refused, Some(BitmapError::Memory));
+        assert!(started * BITMAP_BYTES_MAX <= BITMAPS_BYTES_MAX, "{started}");
+        drop(disks);
+        assert!(Bitmaps::within(1 << 40, taken).change("again", Start).is_ok(), "given back");
+    }
+
+    proptest! {
+        #[test]
+        fn what_is_dirty_is_what_a_simple_model_says(
+            changes in prop::collection::vec((0u64..200, 1u64..300, 0u64..512), 0..20),
+            granules in 1u64..200, rest in 0u64..16,
+        ) {
+            let size = granules * GRANULE + rest * 4096;
+            let bitmaps = Arc::new(Bitmaps::new(size));
+            bitmaps.change("a", Start).unwrap();
+            let mut model = vec![false; size.div_ceil(GRANULE) as usize];
+            for (granule, length, blocks) in changes {
+                let (offset, length) = (granule * GRANULE / 2 + blocks * 512, length * GRANULE / 4);
+                if offset + length <= size {
+                    bitmaps.changed(offset, length);
+                    let last = (offset + length - 1) / GRANULE;
+                    (offset / GRANULE..=last).for_each(|at| model[at as usize] = true);
+                }
+            }
+            let reader = bitmaps.read("a").unwrap();
+            let mut at = 0;
+            for (dirty, end) in extents(&reader, size) {
+                for granule in at / GRANULE..end.div_ceil(GRANULE) {
+                    prop_assert_eq!(model[granule as usize], dirty, "granule {}", granule);
+                }
+                at = end;
+            }
+        }
+    }
+}

@@ -1,0 +1,336 @@
+//! Memory that data moves through: guest memory and bounce buffers, as scatter lists.
+//!
+//! The guest may change its memory at any time, so nothing here ever makes a Rust reference to it:
+//! data goes through raw pointers only. All that dereferences them is in this module, in
+//! [`crate::layers::crypt::xts`] and in the kernel.
+
+use std::num::NonZeroUsize;
+use std::ptr::{self, NonNull};
+use std::sync::Arc;
+
+use nix::sys::mman::munmap;
+
+/// The most segments of one request: what `preadv2` takes (`IOV_MAX`).
+pub const SEGMENTS_MAX: usize = 1024;
+
+/// A piece of memory, laid out as the kernel's `iovec`.
+#[derive(Clone, Copy, Debug)]
+#[repr(transparent)]
+pub struct Segment(libc::iovec);
+
+// SAFETY: a segment is an address; `Segment::new` has its maker promise that the memory behind it may
+// be used from the thread that the request is on.
+unsafe impl Send for Segment {}
+
+impl Segment {
+    /// Describes `length` bytes at `base`.
+    ///
+    /// # Safety
+    /// The memory stays mapped, readable and (where data is read into it) writable, until the request
+    /// that the segment is in has completed, and no Rust reference to it is used in the meantime.
+    #[must_use]
+    pub unsafe fn new(base: *mut u8, length: usize) -> Self {
+        Self(libc::iovec { iov_base: base.cast(), iov_len: length })
+    }
+
+    /// Where it starts.
+    #[must_use]
+    pub fn base(&self) -> *mut u8 {
+        self.0.iov_base.cast()
+    }
+
+    /// How long it is, in bytes.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.0.iov_len
+    }
+
+    /// Whether it is empty.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// The `length` bytes from `start`; cut off where this segment ends.
+    #[must_use]
+    pub fn part(&self, start: usize, length: usize) -> Self {
+        let start = start.min(self.len());
+        let length = length.min(self.len() - start);
+        Self(libc::iovec { iov_base: self.base().wrapping_add(start).cast(), iov_len: length })
+    }
+
+    /// Copies the segment's start into `to`, which is not longer than the segment.
+    pub fn copy_to(&self, to: &mut [u8]) {
+        assert!(to.len() <= self.len());
+        // SAFETY: `new`'s promise for the source; `to` is a live exclusive slice, so they do not overlap.
+        unsafe { ptr::copy_nonoverlapping(self.base(), to.as_mut_ptr(), to.len()) }
+    }
+
+    /// Copies `from`, which is not longer than the segment, over the segment's start.
+    pub fn copy_from(&self, from: &[u8]) {
+        assert!(from.len() <= self.len());
+        // SAFETY: `new`'s promise for the target; `from` is a live slice, so they do not overlap.
+        unsafe { ptr::copy_nonoverlapping(from.as_ptr(), self.base(), from.len()) }
+    }
+
+    /// Copies a segment that is not longer over this one's start.
+    pub fn copy_from_segment(&self, from: &Segment) {
+        assert!(from.len() <= self.len());
+        // SAFETY: `new`'s promise for both; `copy` allows the two to overlap, as a guest's may.
+        unsafe { ptr::copy(from.base(), self.base(), from.len()) }
+    }
+
+    /// Fills it with zeroes.
+    pub fn clear(&self) {
+        // SAFETY: `new`'s promise.
+        unsafe { ptr::write_bytes(self.base(), 0, self.len()) }
+    }
+
+    /// Whether it holds nothing but zeroes.
+    #[must_use]
+    pub fn is_zero(&self) -> bool {
+        // Ciphertext is told by its first bytes (docs/decisions/046).
+        let mut beginning = [0u8; 8];
+        let looked = self.part(0, beginning.len());
+        looked.copy_to(&mut beginning[..looked.len()]);
+        if beginning != [0; 8] {
+            return false;
+        }
+        let mut block = [0u8; 512];
+        let mut at = looked.len();
+        while at < self.len() {
+            let piece = self.part(at, block.len());
+            piece.copy_to(&mut block[..piece.len()]);
+            if block[..piece.len()].iter().any(|&byte| byte != 0) {
+                return false;
+            }
+            at += piece.len();
+        }
+        true
+    }
+}
+
+/// Memory that bounce buffers are made of, there for as long as anybody may use it.
+#[derive(Debug)]
+pub(crate) struct Arena {
+    base: NonNull<libc::c_void>,
+    length: NonZeroUsize,
+}
+
+// SAFETY: an arena is an address range that it alone unmaps; what is in it is reached by segments only.
+unsafe impl Send for Arena {}
+// SAFETY: as above.
+unsafe impl Sync for Arena {}
+
+impl Arena {
+    /// Takes a mapping over.
+    ///
+    /// # Safety
+    /// It is mapped, readable and writable, and nobody else unmaps it.
+    pub(crate) unsafe fn new(base: NonNull<libc::c_void>, length: NonZeroUsize) -> Self {
+        Self { base, length }
+    }
+
+    pub(crate) fn base(&self) -> *mut u8 {
+        self.base.as_ptr().cast()
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.length.get()
+    }
+}
+
+impl Drop for Arena {
+    fn drop(&mut self) {
+        // SAFETY: the arena's own mapping, which no list has in its requests any more.
+        let unmapped = unsafe { munmap(self.base, self.length.get()) };
+        debug_assert!(unmapped.is_ok());
+    }
+}
+
+/// Arenas that an emptied list remembers: a filter has one.
+const ARENAS_KEPT: usize = 4;
+
+/// A scatter list. Its allocation is kept when it is emptied, so a reused list does not allocate.
+#[derive(Debug, Default)]
+pub struct Segments {
+    list: Vec<Segment>,
+    bytes: usize,
+    /// What segments of buffers lie in. They stay when the list is emptied, so that one that is used for the same
+    /// arena again and again counts no references.
+    arenas: Vec<Arc<Arena>>,
+}
+
+impl Segments {
+    /// Forgets all segments.
+    pub fn clear(&mut self) {
+        self.list.clear();
+        self.bytes = 0;
+        if self.arenas.len() > ARENAS_KEPT {
+            self.arenas.clear();
+        }
+    }
+
+    /// Adds a segment of a buffer, whose memory then stays for as long as it is in the list.
+    pub(crate) fn push_of(&mut self, arena: &Arc<Arena>, segment: Segment) {
+        if !self.arenas.iter().any(|known| Arc::ptr_eq(known, arena)) {
+            self.arenas.push(Arc::clone(arena));
+        }
+        self.push(segment);
+    }
+
+    /// Adds a segment at the end; empty ones are left out.
+    pub fn push(&mut self, segment: Segment) {
+        if !segment.is_empty() {
+            self.list.push(segment);
+            self.bytes += segment.len();
+        }
+    }
+
+    /// Adds `length` bytes of `other` from the cursor on, and moves the cursor behind them.
+    pub fn push_from(&mut self, other: &Segments, cursor: &mut Cursor, length: usize) {
+        let mut left = length;
+        while left > 0 {
+            let Some(piece) = cursor.next(other, left) else { return };
+            self.push(piece);
+            left -= piece.len();
+        }
+    }
+
+    /// How many bytes the segments hold in all.
+    #[must_use]
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// The segments.
+    #[must_use]
+    pub fn as_slice(&self) -> &[Segment] {
+        &self.list
+    }
+
+    /// Whether every segment's address and length is a multiple of `alignment`, a power of two.
+    #[must_use]
+    pub fn aligned_to(&self, alignment: usize) -> bool {
+        alignment <= 1
+            || self
+                .list
+                .iter()
+                .all(|segment| (segment.base() as usize | segment.len()) & (alignment - 1) == 0)
+    }
+}
+
+/// A place in a scatter list.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Cursor {
+    index: usize,
+    within: usize,
+}
+
+impl Cursor {
+    /// The contiguous memory at the cursor, at most `most` bytes, without moving; none at the end.
+    #[must_use]
+    pub fn peek(&self, list: &Segments, most: usize) -> Option<Segment> {
+        list.list.get(self.index).map(|segment| segment.part(self.within, most))
+    }
+
+    /// The contiguous memory at the cursor, at most `most` bytes; moves behind it.
+    pub fn next(&mut self, list: &Segments, most: usize) -> Option<Segment> {
+        let piece = self.peek(list, most)?;
+        self.within += piece.len();
+        if self.within == list.list[self.index].len() {
+            (self.index, self.within) = (self.index + 1, 0);
+        }
+        Some(piece)
+    }
+
+    /// Moves `length` bytes on.
+    pub fn skip(&mut self, list: &Segments, length: usize) {
+        let mut left = length;
+        while left > 0 {
+            let Some(piece) = self.next(list, left) else { return };
+            left -= piece.len();
+        }
+    }
+
+    /// Gathers `to.len()` bytes into `to`; returns how many there were.
+    pub fn gather(&mut self, list: &Segments, to: &mut [u8]) -> usize {
+        let mut done = 0;
+        while done < to.len() {
+            let Some(piece) = self.next(list, to.len() - done) else { break };
+            piece.copy_to(&mut to[done..done + piece.len()]);
+            done += piece.len();
+        }
+        done
+    }
+
+    /// Scatters `from` over the list; returns how many bytes found room.
+    pub fn scatter(&mut self, list: &Segments, from: &[u8]) -> usize {
+        let mut done = 0;
+        while done < from.len() {
+            let Some(piece) = self.next(list, from.len() - done) else { break };
+            piece.copy_from(&from[done..done + piece.len()]);
+            done += piece.len();
+        }
+        done
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn list(parts: &mut [Vec<u8>]) -> Segments {
+        let mut list = Segments::default();
+        for part in parts {
+            // SAFETY: the vectors outlive the list in these tests.
+            list.push(unsafe { Segment::new(part.as_mut_ptr(), part.len()) });
+        }
+        list
+    }
+
+    #[test]
+    fn a_cursor_gathers_and_scatters_across_segments() {
+        let mut parts = vec![vec![1, 2, 3], vec![], vec![4], vec![5, 6]];
+        let segments = list(&mut parts);
+        assert_eq!(segments.bytes(), 6);
+        let mut all = [0; 8];
+        let mut cursor = Cursor::default();
+        cursor.skip(&segments, 2);
+        assert_eq!(cursor.gather(&segments, &mut all), 4);
+        assert_eq!(all[..4], [3, 4, 5, 6]);
+        let mut cursor = Cursor::default();
+        cursor.skip(&segments, 1);
+        assert_eq!(cursor.scatter(&segments, &[9, 8, 7]), 3);
+        drop(segments);
+        assert_eq!(parts, vec![vec![1, 9, 8], vec![], vec![7], vec![5, 6]]);
+    }
+
+    #[test]
+    fn a_range_of_a_list_is_the_same_memory() {
+        let mut parts = vec![vec![0; 4], vec![0; 4]];
+        let segments = list(&mut parts);
+        let mut range = Segments::default();
+        let mut cursor = Cursor::default();
+        cursor.skip(&segments, 3);
+        range.push_from(&segments, &mut cursor, 3);
+        assert_eq!(range.bytes(), 3);
+        Cursor::default().scatter(&range, &[1, 2, 3]);
+        drop((segments, range));
+        assert_eq!(parts, vec![vec![0, 0, 0, 1], vec![2, 3, 0, 0]]);
+    }
+
+    #[test]
+    fn zeroes_are_told_from_data_wherever_that_is() {
+        for length in [0, 5, 8, 9, 520, 521, 4096] {
+            let is_zero = |other: Option<usize>| {
+                let mut bytes = vec![0; length];
+                other.into_iter().for_each(|at| bytes[at] = 1);
+                // SAFETY: `bytes` outlives the segment.
+                unsafe { Segment::new(bytes.as_mut_ptr(), length) }.is_zero()
+            };
+            assert!(is_zero(None));
+            (0..length).for_each(|at| assert!(!is_zero(Some(at)), "byte {at} of {length}"));
+        }
+    }
+}

@@ -1,0 +1,8 @@
+//! Where a disk's bytes lie.
+
+pub mod extent;
+pub mod file;
+pub mod mem;
+pub mod qcow2;
+pub mod sync;
+pub mod uring;

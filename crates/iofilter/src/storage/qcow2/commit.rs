@@ -1,0 +1,190 @@
+//! Bringing held back tables to the file, in an order in which the file can be cut off at any write, by the
+//! death of the process or of the machine, and is a sound image.
+//!
+//! ```text
+//!  imago ── writes tables ──> pending, blocks        data: straight to the file
+//!                                   │ commit
+//!  1  refcount blocks, only raised, and the length of the
+//!     file with them; a new refcount table                 ── sync, if there were any
+//!  2  what leads to new refcount blocks                     ── sync, if there was any
+//!  3  L2 tables                                             ── sync, if 4 has any
+//!  4  L1 table, header
+//!
+//!  release: refcount blocks as they are (nothing needs the ones that were only reserved any more)
+//! ```
+//! So a cluster that something leads to is always counted, whatever is lost: the worst are clusters that
+//! are counted and not used (leaks). Raising counts some clusters ahead, so that most commits are a write
+//! of an L2 table and no sync.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::Ordering;
+
+use super::refcounts;
+#[cfg(test)]
+use super::storage::Event;
+use super::storage::{Block, ImageFile, Tables, within};
+use crate::stack::request::IoError;
+
+/// How much of the file is counted ahead, in bytes: what a filter that is killed leaves as leaks at most.
+const RESERVE_BYTES: u64 = 16 << 20;
+
+/// And at least so many clusters.
+const RESERVE_MIN: usize = 16;
+
+/// What exact refcount blocks may take, in bytes, before they are released: at 64 KiB a cluster, those of
+/// 64 GiB.
+const BLOCKS_BYTES_MAX: usize = 2 << 20;
+
+impl ImageFile {
+    /// Brings what imago wrote to the file; see the module. With `durable`, the data that was written
+    /// before is durable before anything leads to it.
+    pub(super) fn commit(&self, durable: bool) -> Result<(), IoError> {
+        let tables = &mut *self.tables();
+        let old = tables.refcount_table;
+        let table = match tables.pending.get(&0) {
+            Some(header) => refcount_table_of(header, self.0.cluster),
+            None => old,
+        };
+        let numbers = tables.pending.keys().copied();
+        let counting: Vec<u64> =
+            numbers.filter(|&number| within(number, old) || within(number, table)).collect();
+        let unchanged = counting.is_empty() && table == old;
+        let reachable = if unchanged { None } else { Some(self.blocks_of(tables, table)?) };
+        let known = reachable.as_ref().unwrap_or(&tables.reachable);
+        let blocks: Vec<u64> =
+            tables.pending.keys().copied().filter(|number| known.contains_key(number)).collect();
+        for number in blocks {
+            if let Some(exact) = tables.pending.remove(&number) {
+                tables.blocks.insert(number, Block { exact, dirty: true });
+            }
+        }
+        let mut wrote = self.raise(tables, known)? || durable;
+        for &number in counting.iter().filter(|&&number| table != old && within(number, table)) {
+            self.put(number, &tables.pending[&number])?;
+            wrote = true;
+        }
+        if wrote {
+            self.sync_file()?;
+        }
+        if let Some(reachable) = reachable {
+            let leads = if table == old { &counting[..] } else { &[0] };
+            for number in leads {
+                self.put(*number, &tables.pending[number])?;
+            }
+            self.sync_file()?;
+            leads.iter().chain(&counting).for_each(|number| drop(tables.pending.remove(number)));
+            (tables.reachable, tables.refcount_table) = (reachable, table);
+        }
+        tables.blocks.values_mut().for_each(|block| block.dirty = false);
+        self.commit_maps(tables)?;
+        if tables.blocks.len() * self.0.cluster as usize > BLOCKS_BYTES_MAX {
+            self.release_blocks(tables)?;
+        }
+        Ok(())
+    }
+
+    /// The L2 tables, and then what leads to them.
+    fn commit_maps(&self, tables: &mut Tables) -> Result<(), IoError> {
+        let l1 = tables.l1;
+        let (last, maps): (Vec<u64>, Vec<u64>) =
+            tables.pending.keys().partition(|&&number| number == 0 || within(number, l1));
+        for number in &maps {
+            self.put(*number, &tables.pending[number])?;
+        }
+        if !last.is_empty() {
+            self.sync_file()?;
+        }
+        for number in &last {
+            self.put(*number, &tables.pending[number])?;
+        }
+        tables.pending.clear();
+        Ok(())
+    }
+
+    /// Raises refcounts in the file to what they should be; whether any were too low.
+    fn raise(&self, tables: &Tables, known: &BTreeMap<u64, u64>) -> Result<bool, IoError> {
+        let per_block = refcounts::count(self.0.cluster as usize, self.0.order) as u64;
+        let reserve = ((RESERVE_BYTES / self.0.cluster) as usize).max(RESERVE_MIN);
+        let mut wrote = false;
+        for (&number, block) in tables.blocks.iter().filter(|(_, block)| block.dirty) {
+            // Nothing leads to a new one: whatever is there counts nothing.
+            let new = !tables.reachable.contains_key(&number);
+            let disk = if new { vec![0; block.exact.len()] } else { self.cluster(number)? };
+            let raised = refcounts::raised(&disk, &block.exact, self.0.order, reserve);
+            if let Some((content, end)) = raised.or_else(|| new.then_some((disk, 0))) {
+                self.put(number, &content)?;
+                // Nothing may lead behind the end of the file, whatever becomes of the data there.
+                let before = known.get(&number).map_or(0, |index| index * per_block);
+                self.lengthen((before + end as u64) * self.0.cluster)?;
+                wrote = true;
+            }
+        }
+        Ok(wrote)
+    }
+
+    fn lengthen(&self, to: u64) -> Result<(), IoError> {
+        if to <= self.length() {
+            return Ok(());
+        }
+        #[cfg(test)]
+        self.note(Event::Length(to));
+        self.set_length(to)
+    }
+
+    fn set_length(&self, to: u64) -> Result<(), IoError> {
+        let set = i64::try_from(to).map(|to| nix::unistd::ftruncate(&self.0.target.fd, to));
+        set.map_err(|_| IoError::NoSpace)?.map_err(|error| IoError::from_errno(error as i32))?;
+        self.0.length.store(to, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Cuts off what was never written to, when nothing is reserved any more.
+    pub(super) fn shorten(&self) -> Result<(), IoError> {
+        let used = self.0.used.load(Ordering::Relaxed);
+        #[cfg(test)]
+        self.note(Event::Length(used));
+        self.set_length(used)
+    }
+
+    /// Writes refcounts as they are. What nothing leads to any more is durably so.
+    pub(super) fn release(&self) -> Result<(), IoError> {
+        let mut tables = self.tables();
+        self.release_blocks(&mut tables)
+    }
+
+    fn release_blocks(&self, tables: &mut Tables) -> Result<(), IoError> {
+        for (&number, block) in &tables.blocks {
+            if self.cluster(number)? != block.exact {
+                self.put(number, &block.exact)?;
+            }
+        }
+        tables.blocks.clear();
+        Ok(())
+    }
+
+    /// The clusters of refcount blocks that a refcount table leads to, as imago sees it.
+    fn blocks_of(&self, tables: &Tables, table: (u64, u64)) -> Result<BTreeMap<u64, u64>, IoError> {
+        let (mut blocks, mut index) = (BTreeMap::new(), 0);
+        for number in table.0..table.0.saturating_add(table.1) {
+            let content = match tables.pending.get(&number) {
+                Some(content) => content,
+                None => &self.cluster(number)?,
+            };
+            for &entry in content.as_chunks().0 {
+                let at = u64::from_be_bytes(entry);
+                if at != 0 {
+                    blocks.insert(at / self.0.cluster, index);
+                }
+                index += 1;
+            }
+        }
+        Ok(blocks)
+    }
+}
+
+/// Where a header says that the refcount table is: its first cluster, and how many.
+fn refcount_table_of(header: &[u8], cluster: u64) -> (u64, u64) {
+    let offset = header[48..].first_chunk().map_or(0, |&field| u64::from_be_bytes(field));
+    let clusters = header[56..].first_chunk().map_or(0, |&field| u32::from_be_bytes(field));
+    (offset / cluster, clusters.into())
+}

@@ -1,0 +1,385 @@
+//! A qcow2 image and what is below it, used by one thread: where the guest's bytes are is imago's to say,
+//! the bytes themselves go straight between memory and file.
+//!
+//! Clusters are never given up: a discard punches a hole in the file where a cluster lies, and the cluster
+//! stays the guest's. So nothing is put where something else may still be looked for after a crash. The
+//! exceptions (a compressed cluster that is written, a refcount table that moves) are made durable at once.
+
+use std::io;
+
+use imago::{FormatAccess, Mapping};
+
+use super::storage::ImageFile;
+use crate::stack::memory::{Cursor, Segment, Segments};
+use crate::stack::request::{IoError, Operation};
+use crate::storage::extent::Extent;
+
+/// How much is held back before it goes to the file, in bytes.
+const HELD_BACK_MAX: usize = 2 << 20;
+
+/// What imago's caches of all layers may hold, in bytes. It has no limit in bytes of its own.
+const CACHES_MAX: u64 = 6 << 20;
+
+/// The disk that an image holds.
+#[derive(Debug)]
+pub(super) struct Image {
+    format: FormatAccess<ImageFile>,
+    /// The image itself.
+    file: ImageFile,
+    /// All files, the image itself first.
+    layers: Vec<ImageFile>,
+    /// Where the guest's first byte is.
+    offset: u64,
+    cluster: u64,
+    /// Whether clusters can be marked as zeroes (version 3).
+    marks_zeroes: bool,
+    /// From here on the file has never held anything.
+    fresh_from: u64,
+    /// Whether tables have changed since the last commit.
+    changed: bool,
+    /// Whether data must be durable before anything leads to it.
+    durable: bool,
+    /// Whether clusters were given up and may not be used again yet: the file had no room to say so.
+    owes: bool,
+    /// A cluster that is written in part.
+    bounce: Vec<u8>,
+}
+
+/// What is where a write goes.
+enum Old {
+    /// A cluster of the image's own, at this place.
+    Own(u64),
+    /// Zeroes, without anything allocated.
+    Zeroes,
+    /// Anything else. `frees`: a cluster is given up for a new one.
+    Other { frees: bool },
+}
+
+impl Image {
+    /// What `format` holds from `offset` on; `layers` are its files.
+    pub(super) fn new(
+        format: FormatAccess<ImageFile>,
+        layers: Vec<ImageFile>,
+        offset: u64,
+        cluster: u64,
+        marks_zeroes: bool,
+    ) -> Option<Self> {
+        let file = layers.first()?.clone();
+        let fresh_from = file.length().next_multiple_of(cluster);
+        Some(Self {
+            format,
+            file,
+            layers,
+            offset,
+            cluster,
+            marks_zeroes,
+            fresh_from,
+            changed: false,
+            durable: false,
+            owes: false,
+            bounce: Vec::new(),
+        })
+    }
+
+    /// Does a request. What it changes is only to be answered after [`Image::commit`].
+    pub(super) fn perform(
+        &mut self,
+        operation: Operation,
+        offset: u64,
+        length: u64,
+        data: &Segments,
+    ) -> Result<(), IoError> {
+        let at = self.offset + offset;
+        if operation.changes() {
+            self.file.intact()?;
+            if self.file.is_lost() {
+                return Err(IoError::Lost);
+            }
+            self.settle()?;
+        }
+        match operation {
+            Operation::Read => self.read(at, data)?,
+            Operation::Write => self.write(at, length, Some(data))?,
+            Operation::Discard => self.empty(at, length, true, true)?,
+            Operation::WriteZeroes { unmap } => self.empty(at, length, unmap, false)?,
+            Operation::Flush => self.flush()?,
+        }
+        if self.file.held_back() > HELD_BACK_MAX {
+            self.commit()?;
+        }
+        self.trim()
+    }
+
+    /// What is at `offset` of the disk, `length` bytes at the most: zeroes that take no reading, or data.
+    pub(super) fn extent(&mut self, offset: u64, length: u64) -> Result<Extent, IoError> {
+        let (mapping, run) = self.mapping(self.offset + offset, length)?;
+        let data = !matches!(mapping, Mapping::Zero { .. } | Mapping::Eof { .. });
+        self.trim()?;
+        Ok(Extent { data, end: offset + run })
+    }
+
+    /// Brings changed tables to the file, so that what was written is there whatever becomes of this
+    /// process.
+    pub(super) fn commit(&mut self) -> Result<(), IoError> {
+        if !self.changed {
+            return Ok(());
+        }
+        self.format.flush().map_err(table_error)?;
+        self.file.commit(self.durable)?;
+        (self.changed, self.durable) = (false, false);
+        Ok(())
+    }
+
+    /// Makes everything durable.
+    fn flush(&mut self) -> Result<(), IoError> {
+        self.commit()?;
+        self.file.sync_file()
+    }
+
+    /// Leaves the image as if nothing had been reserved.
+    pub(super) fn close(&mut self) -> Result<(), IoError> {
+        self.flush()?;
+        self.file.release()?;
+        self.file.sync_file()?;
+        self.file.shorten()
+    }
+
+    /// Empties imago's caches when they may have become too large.
+    fn trim(&mut self) -> Result<(), IoError> {
+        if self.layers.iter().map(ImageFile::touched).sum::<u64>() <= CACHES_MAX {
+            return Ok(());
+        }
+        self.commit()?;
+        // SAFETY: imago asks that what it would read is sound: all that it holds has just been written.
+        unsafe { self.format.invalidate_cache() }.map_err(table_error)?;
+        self.layers.iter().for_each(ImageFile::forget_touched);
+        Ok(())
+    }
+
+    /// The image itself.
+    #[cfg(test)]
+    pub(super) fn file(&self) -> &ImageFile {
+        &self.file
+    }
+
+    fn mapping(&self, at: u64, most: u64) -> Result<(Mapping<'_, ImageFile>, u64), IoError> {
+        let (mapping, length) = self.format.get_mapping(at, most).map_err(table_error)?;
+        if length == 0 {
+            return Err(IoError::Damaged);
+        }
+        Ok((mapping, length.min(most)))
+    }
+
+    fn read(&self, mut at: u64, data: &Segments) -> Result<(), IoError> {
+        let (mut cursor, end) = (Cursor::default(), at + data.bytes() as u64);
+        let mut part = Segments::default();
+        while at < end {
+            let (mapping, mut length) = self.mapping(at, end - at)?;
+            if matches!(mapping, Mapping::Special { .. }) {
+                // One cluster at a time, as it has to be unpacked.
+                length = length.min(self.cluster - at % self.cluster);
+            }
+            part.clear();
+            part.push_from(data, &mut cursor, length as usize);
+            match mapping {
+                Mapping::Raw { storage, offset, .. } => storage.read_data(&part, offset)?,
+                Mapping::Zero { .. } | Mapping::Eof { .. } => {
+                    part.as_slice().iter().for_each(Segment::clear);
+                }
+                Mapping::Special { .. } => {
+                    let mut bytes = vec![0; length as usize];
+                    self.format.read(&mut bytes, at).map_err(table_error)?;
+                    Cursor::default().scatter(&part, &bytes);
+                }
+                _ => return Err(IoError::Damaged),
+            }
+            at += length;
+        }
+        Ok(())
+    }
+
+    fn old(&self, mapping: &Mapping<'_, ImageFile>) -> Old {
+        match mapping {
+            Mapping::Raw { storage, offset, writable, .. } if storage.is(&self.file) => {
+                if *writable { Old::Own(*offset) } else { Old::Other { frees: true } }
+            }
+            Mapping::Zero { .. } => Old::Zeroes,
+            Mapping::Special { layer, .. } => {
+                Old::Other { frees: std::ptr::eq(*layer, &raw const self.format) }
+            }
+            _ => Old::Other { frees: false },
+        }
+    }
+
+    /// Writes `data`, or zeroes.
+    fn write(&mut self, at: u64, length: u64, data: Option<&Segments>) -> Result<(), IoError> {
+        let (mut cursor, mut done) = (Cursor::default(), 0);
+        let mut part = Segments::default();
+        while done < length {
+            let (at, left) = (at + done, length - done);
+            let (mapping, run) = self.mapping(at, left)?;
+            let old = self.old(&mapping);
+            if let (Old::Own(place), Some(data)) = (&old, data) {
+                part.clear();
+                part.push_from(data, &mut cursor, run as usize);
+                self.file.write_data(&part, *place)?;
+                done += run;
+            } else if let Old::Own(place) = old {
+                self.file.zero_data(place, run, true)?;
+                done += run;
+            } else {
+                let moved = self.allocate(at, run, &old, data, cursor)?;
+                if let Some(data) = data {
+                    cursor.skip(data, moved as usize);
+                }
+                done += moved;
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes to new clusters at `at`; how many bytes, of at most `run`.
+    fn allocate(
+        &mut self,
+        at: u64,
+        run: u64,
+        old: &Old,
+        data: Option<&Segments>,
+        mut cursor: Cursor,
+    ) -> Result<u64, IoError> {
+        let size = self.format.size();
+        let start = at / self.cluster * self.cluster;
+        let stop = (start + self.cluster).min(size);
+        let whole = at == start && at + run >= stop && data.is_some();
+        let mut content = Segments::default();
+        let mut bounce = std::mem::take(&mut self.bounce);
+        let (covered, moved) = if let (true, Some(data)) = (whole, data) {
+            let end =
+                if at + run == size { size } else { (at + run) / self.cluster * self.cluster };
+            content.push_from(data, &mut cursor, (end - at) as usize);
+            (end - at, end - at)
+        } else {
+            bounce.resize((stop - start) as usize, 0);
+            // SAFETY: `bounce` lives until the end of this function and is not moved or resized again.
+            content.push(unsafe { Segment::new(bounce.as_mut_ptr(), bounce.len()) });
+            self.read(start, &content)?;
+            let moved = run.min(stop - at);
+            let mut target = Cursor::default();
+            target.skip(&content, (at - start) as usize);
+            let mut left = moved as usize;
+            while let Some(piece) = target.peek(&content, left).filter(|_| left > 0) {
+                let from = data.and_then(|data| cursor.next(data, piece.len()));
+                let piece = piece.part(0, from.map_or(piece.len(), |from| from.len()));
+                match from {
+                    Some(from) => piece.copy_from_segment(&from),
+                    None => piece.clear(),
+                }
+                target.skip(&content, piece.len());
+                left -= piece.len();
+            }
+            (stop - start, moved)
+        };
+        let placed = self.place(start, covered, old, &content);
+        self.bounce = bounce;
+        placed.map(|placed| if placed < covered { placed } else { moved })
+    }
+
+    /// Puts `content` for the whole clusters from `start` on into new ones; how many bytes of it.
+    fn place(
+        &mut self,
+        start: u64,
+        covered: u64,
+        old: &Old,
+        content: &Segments,
+    ) -> Result<u64, IoError> {
+        let freed = matches!(old, Old::Other { frees: true });
+        let was_empty = matches!(old, Old::Zeroes);
+        let mut written = Segments::default();
+        let mapping =
+            self.format.prepare_data_mapping(start, covered, true).map_err(table_error)?;
+        let (place, length) = (mapping.offset(), mapping.length());
+        written.push_from(content, &mut Cursor::default(), length as usize);
+        let fresh = place >= self.fresh_from;
+        if let Err(error) = self.file.write_data(&written, place) {
+            drop(mapping);
+            // The place is free again, and no longer as if nothing had been there.
+            self.fresh_from = self.file.length().next_multiple_of(self.cluster);
+            self.changed = true;
+            return Err(error);
+        }
+        self.format.commit_data_mapping(mapping).map_err(table_error)?;
+        (self.changed, self.durable) = (true, self.durable || !fresh || !was_empty);
+        self.given_up(freed)?;
+        Ok(length)
+    }
+
+    /// Where clusters were given up, they are not to be used again before that is durable.
+    fn given_up(&mut self, freed: bool) -> Result<(), IoError> {
+        if freed || self.file.moved() {
+            (self.changed, self.owes) = (true, true);
+        }
+        self.settle()
+    }
+
+    /// Makes durable that clusters were given up, if that is still to be done.
+    fn settle(&mut self) -> Result<(), IoError> {
+        if self.owes {
+            self.flush()?;
+            // In the file they count as before, which would be too much for whoever gets them next.
+            self.file.release()?;
+            self.fresh_from = self.file.length().next_multiple_of(self.cluster);
+            self.owes = false;
+        }
+        Ok(())
+    }
+
+    /// Makes zeroes of a range, or, for a discard, of what of it costs nothing.
+    fn empty(&mut self, at: u64, length: u64, unmap: bool, discard: bool) -> Result<(), IoError> {
+        let mut done = 0;
+        while done < length {
+            let (at, left) = (at + done, length - done);
+            let (mapping, run) = self.mapping(at, left)?;
+            let old = self.old(&mapping);
+            match old {
+                Old::Zeroes => {}
+                Old::Own(place) if discard => self.file.discard_data(place, run)?,
+                Old::Own(place) => self.file.zero_data(place, run, unmap)?,
+                Old::Other { frees } => self.cover(at, run, frees, discard)?,
+            }
+            done += run;
+        }
+        Ok(())
+    }
+
+    /// Makes zeroes of a range that other layers have, or compressed clusters: whole clusters by a mark.
+    fn cover(&mut self, at: u64, run: u64, frees: bool, discard: bool) -> Result<(), IoError> {
+        let end = at + run;
+        let first = at.next_multiple_of(self.cluster).min(end);
+        let last = if end == self.format.size() { end } else { end / self.cluster * self.cluster };
+        let (first, last) =
+            if self.marks_zeroes && first < last { (first, last) } else { (end, end) };
+        if first < last {
+            self.format.write_zeroes(first, last - first).map_err(table_error)?;
+            self.changed = true;
+            self.given_up(frees)?;
+        }
+        if !discard {
+            self.write(at, first - at, None)?;
+            self.write(last, end - last, None)?;
+        }
+        Ok(())
+    }
+}
+
+/// What an error of imago comes to. Its own words go to the log: they are about the image, not the request.
+fn table_error(error: io::Error) -> IoError {
+    let known = match error.raw_os_error() {
+        Some(errno) => Some(IoError::from_errno(errno)),
+        None if error.kind() == io::ErrorKind::StorageFull => Some(IoError::NoSpace),
+        None => error.get_ref().and_then(|inner| inner.downcast_ref::<IoError>()).copied(),
+    };
+    known.unwrap_or_else(|| {
+        tracing::error!(%error, "the image is damaged");
+        IoError::Damaged
+    })
+}

@@ -1,0 +1,251 @@
+//! QEMU's format, by the crate imago.
+//!
+//! ```text
+//!  queues ──> worker (one thread) ──> image: where is it? ──> imago: tables ──> storage: held back, ordered
+//!                                        └── data ──────────────────────────────────────> file
+//! ```
+//! Nothing is opened by name: every file of the chain is given, with its format, and an image whose header
+//! says something else is refused. The page cache is used.
+
+mod check;
+mod commit;
+mod exchange;
+mod image;
+mod refcounts;
+mod storage;
+#[cfg(test)]
+mod tests;
+mod worker;
+
+use std::collections::HashSet;
+use std::fmt::{self, Debug, Formatter};
+use std::fs::File;
+use std::io;
+use std::os::fd::OwnedFd;
+
+use imago::qcow2::Qcow2;
+use imago::raw::Raw;
+use imago::{DenyImplicitOpenGate, FormatAccess, FormatDriverBuilder};
+use vmseal_api::transfer::ImageFormat;
+use vmseal_qcow2::{Layout, Refusal};
+
+use self::image::Image;
+use self::storage::ImageFile;
+pub use self::worker::Extents;
+use self::worker::Worker;
+use crate::stack::chain::Backend;
+use crate::storage::file::{OpenError, check_mode};
+
+/// The largest L1 table, in bytes: it is held in memory. With clusters of 64 KiB it maps 64 TiB.
+const L1_BYTES_MAX: u64 = 1 << 20;
+
+/// The largest refcount table, likewise.
+const REFCOUNT_TABLE_BYTES_MAX: u64 = 1 << 20;
+
+/// Why an image cannot be a disk.
+#[derive(Debug, thiserror::Error)]
+pub enum Qcow2Error {
+    /// Its header.
+    #[error("{which} cannot be used: {refusal}")]
+    Refused {
+        /// Which file of the chain.
+        which: Layer,
+        /// Why.
+        refusal: Refusal,
+    },
+    /// Its tables, or the file.
+    #[error("{which} cannot be opened: {error}; if it is damaged, look at it with qemu-img check")]
+    Open {
+        /// Which file of the chain.
+        which: Layer,
+        /// Why.
+        error: io::Error,
+    },
+    /// A device, a pipe.
+    #[error("{0} is not a regular file")]
+    Kind(Layer),
+    /// Given twice.
+    #[error("{0} is a file that is in the chain already")]
+    Twice(Layer),
+    /// Tables that would take too much memory.
+    #[error(
+        "{which} has tables of {0} bytes, more than are held in memory: convert it to larger clusters (qemu-img convert -O qcow2 -o cluster_size=64k)",
+        which = .1
+    )]
+    Tables(u64, Layer),
+    /// Shorter than the disk.
+    #[error("the image's disk has {has} bytes where {needs} are needed")]
+    Short {
+        /// Its size.
+        has: u64,
+        /// Offset and size of the disk.
+        needs: u64,
+    },
+    /// Opened without the right to write.
+    #[error(transparent)]
+    Mode(#[from] OpenError),
+    /// No thread.
+    #[error("the system refuses what the image needs: {0}")]
+    System(#[source] io::Error),
+    /// The reader of images has panicked.
+    #[error(
+        "the image trips a defect in the reader of qcow2 images: look at it with qemu-img check"
+    )]
+    Defect,
+}
+
+/// Which file of a chain.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Layer {
+    /// The image itself.
+    Top,
+    /// The one so many below it.
+    Below(usize),
+}
+
+impl fmt::Display for Layer {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Top => f.write_str("the image"),
+            Self::Below(depth) => write!(f, "file {depth} below the image"),
+        }
+    }
+}
+
+/// An open disk, from which each queue gets its backend.
+#[derive(Clone)]
+pub struct Qcow2Disk(Worker);
+
+impl Debug for Qcow2Disk {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        f.write_str("Qcow2Disk")
+    }
+}
+
+impl Qcow2Disk {
+    /// Opens an image and the files below it, from the next one downwards. The disk is `size` bytes from
+    /// `offset` on of what the image holds.
+    ///
+    /// # Errors
+    /// [`Qcow2Error`].
+    pub fn open(
+        file: OwnedFd,
+        backing: Vec<(OwnedFd, ImageFormat)>,
+        offset: u64,
+        size: u64,
+        read_only: bool,
+    ) -> Result<Self, Qcow2Error> {
+        check_mode(&file, read_only)?;
+        let opened = crate::stack::contained::run(|| open(file, backing, offset, size, read_only));
+        let image = opened.ok_or(Qcow2Error::Defect)??;
+        Ok(Self(Worker::new(image)))
+    }
+
+    /// For those who ask where the disk's zeroes are.
+    ///
+    /// # Errors
+    /// The system refuses a descriptor.
+    pub fn extents(&self) -> io::Result<Extents> {
+        self.0.extents()
+    }
+
+    /// A backend for one queue.
+    ///
+    /// # Errors
+    /// The system refuses a descriptor.
+    pub fn queue(&self) -> io::Result<Box<dyn Backend>> {
+        self.0.queue()
+    }
+}
+
+fn open(
+    file: OwnedFd,
+    backing: Vec<(OwnedFd, ImageFormat)>,
+    offset: u64,
+    size: u64,
+    read_only: bool,
+) -> Result<Image, Qcow2Error> {
+    check_apart(&file, &backing)?;
+    let mut layers = Vec::new();
+    let mut below: Option<FormatAccess<ImageFile>> = None;
+    for (index, (fd, format)) in backing.into_iter().enumerate().rev() {
+        let which = Layer::Below(index + 1);
+        let opened = match format {
+            ImageFormat::Raw => open_raw(fd, which)?,
+            ImageFormat::Qcow2 => {
+                let (file, opened, _) = open_layer(fd, below.take(), false, which)?;
+                (file, opened)
+            }
+        };
+        layers.insert(0, opened.0);
+        below = Some(opened.1);
+    }
+    let (file, format, layout) = open_layer(file, below, !read_only, Layer::Top)?;
+    layers.insert(0, file);
+    let needs = offset.saturating_add(size);
+    if format.size() < needs {
+        return Err(Qcow2Error::Short { has: format.size(), needs });
+    }
+    let (cluster, marks) = (layout.header.cluster_size, layout.header.version >= 3);
+    let image = Image::new(format, layers, offset, cluster, marks);
+    image.ok_or_else(|| Qcow2Error::System(io::ErrorKind::NotFound.into()))
+}
+
+/// No file is in a chain twice: what is written to it would change what lies below.
+fn check_apart(file: &OwnedFd, backing: &[(OwnedFd, ImageFormat)]) -> Result<(), Qcow2Error> {
+    let below = backing.iter().zip(1..).map(|((fd, _), depth)| (fd, Layer::Below(depth)));
+    let mut seen = HashSet::new();
+    for (fd, which) in std::iter::once((file, Layer::Top)).chain(below) {
+        let failed = |error: nix::Error| Qcow2Error::Open { which, error: error.into() };
+        let stat = nix::sys::stat::fstat(fd).map_err(failed)?;
+        if !seen.insert((stat.st_dev, stat.st_ino)) {
+            return Err(Qcow2Error::Twice(which));
+        }
+    }
+    Ok(())
+}
+
+fn open_raw(fd: OwnedFd, which: Layer) -> Result<(ImageFile, FormatAccess<ImageFile>), Qcow2Error> {
+    let failed = |error| Qcow2Error::Open { which, error };
+    let file = ImageFile::raw(fd).map_err(failed)?;
+    let raw = Raw::open_image(file.clone(), false).map_err(failed)?;
+    Ok((file, FormatAccess::new(raw)))
+}
+
+fn open_layer(
+    fd: OwnedFd,
+    below: Option<FormatAccess<ImageFile>>,
+    writable: bool,
+    which: Layer,
+) -> Result<(ImageFile, FormatAccess<ImageFile>, Layout), Qcow2Error> {
+    let failed = |error| Qcow2Error::Open { which, error };
+    let file = File::from(fd);
+    if !file.metadata().map_err(failed)?.is_file() {
+        return Err(Qcow2Error::Kind(which));
+    }
+    let layout = vmseal_qcow2::examine_disk(&file, below.is_some(), writable)
+        .map_err(|refusal| Qcow2Error::Refused { which, refusal })?;
+    let l1 = u64::from(layout.l1_entries) * 8;
+    let refcounts = u64::from(layout.refcount_clusters) * layout.header.cluster_size;
+    // One cluster of any size will do.
+    let most = REFCOUNT_TABLE_BYTES_MAX.max(layout.header.cluster_size);
+    if l1 > L1_BYTES_MAX || refcounts > most {
+        return Err(Qcow2Error::Tables(l1.max(refcounts), which));
+    }
+    let length = file.metadata().map_err(failed)?.len();
+    let look = file.try_clone().map_err(failed)?;
+    let storage = ImageFile::qcow2(file.into(), &layout).map_err(failed)?;
+    if writable {
+        storage.check(&layout).map_err(failed)?;
+    }
+    vmseal_qcow2::check_reach(&look, &layout, length)
+        .map_err(|refusal| Qcow2Error::Refused { which, refusal })?;
+    let image = Qcow2::<ImageFile>::builder(storage.clone())
+        .backing(below)
+        .data_file(None)
+        .write(writable)
+        // Nothing that an image names is opened.
+        .open(DenyImplicitOpenGate::default())
+        .map_err(failed)?;
+    Ok((storage, FormatAccess::new(image), layout))
+}

@@ -1,0 +1,433 @@
+//! The file of an image, as imago sees it: what imago writes, the tables of the image, is held back until
+//! [`super::commit`]; data goes straight to the file.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::{self, Display, Formatter};
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use imago::Storage;
+use imago::io_buffers::{IoVector, IoVectorMut};
+use imago::storage::drivers::CommonStorageHelper;
+use nix::sys::stat::fstat;
+use vmseal_qcow2::Layout;
+
+use crate::stack::memory::{Cursor, Segment, Segments};
+use crate::stack::request::IoError;
+use crate::storage::file::Target;
+use crate::storage::sync;
+
+/// The file of a layer; clones are the same file.
+#[derive(Clone, Debug)]
+pub(super) struct ImageFile(pub(super) Arc<Inner>);
+
+#[derive(Debug)]
+pub(super) struct Inner {
+    pub(super) target: Target,
+    /// How long the file is, as far as we made it so.
+    pub(super) length: AtomicU64,
+    /// How much of it anything was ever written to.
+    pub(super) used: AtomicU64,
+    /// The unit of allocation, in bytes; 1 of a raw file.
+    pub(super) cluster: u64,
+    pub(super) order: u32,
+    pub(super) tables: Mutex<Tables>,
+    pub(super) helper: CommonStorageHelper,
+    /// What became of the file, in its order: for tests, which cut it off anywhere.
+    #[cfg(test)]
+    pub(super) events: Mutex<Vec<Event>>,
+    /// After so many changes of the file there is no more room: for tests.
+    #[cfg(test)]
+    pub(super) room: std::sync::atomic::AtomicI64,
+}
+
+/// Something that was done to the file.
+#[cfg(test)]
+#[derive(Clone, Debug)]
+pub(super) enum Event {
+    Write { at: u64, bytes: Vec<u8> },
+    Zero { at: u64, length: u64 },
+    Length(u64),
+    Sync,
+}
+
+/// What imago wrote, by number of cluster.
+#[derive(Debug, Default)]
+pub(super) struct Tables {
+    pub(super) pending: BTreeMap<u64, Vec<u8>>,
+    /// Refcount blocks as they should be; in the file they may count more.
+    pub(super) blocks: BTreeMap<u64, Block>,
+    /// The refcount blocks that the refcount table in the file leads to, and which of its entries does.
+    pub(super) reachable: BTreeMap<u64, u64>,
+    /// Where the refcount table is in the file: its first cluster, and how many.
+    pub(super) refcount_table: (u64, u64),
+    /// Where the L1 table is, likewise. It has the disk's full length and stays where it is.
+    pub(super) l1: (u64, u64),
+    /// The clusters that tables were read from or written to since imago's caches were empty.
+    pub(super) touched: BTreeSet<u64>,
+}
+
+#[derive(Debug)]
+pub(super) struct Block {
+    pub(super) exact: Vec<u8>,
+    pub(super) dirty: bool,
+}
+
+pub(super) fn within(cluster: u64, (first, count): (u64, u64)) -> bool {
+    cluster >= first && cluster - first < count
+}
+
+pub(super) fn damaged(what: &'static str) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, what)
+}
+
+impl ImageFile {
+    /// A raw file below an image.
+    pub(super) fn raw(fd: OwnedFd) -> io::Result<Self> {
+        Self::new(fd, 1, 0, Tables::default())
+    }
+
+    /// A qcow2 image.
+    pub(super) fn qcow2(fd: OwnedFd, layout: &Layout) -> io::Result<Self> {
+        let cluster = layout.header.cluster_size;
+        let tables = Tables {
+            refcount_table: (layout.refcount_offset / cluster, layout.refcount_clusters.into()),
+            l1: (layout.l1_offset / cluster, (u64::from(layout.l1_entries) * 8).div_ceil(cluster)),
+            ..Tables::default()
+        };
+        Self::new(fd, cluster, layout.refcount_order, tables)
+    }
+
+    fn new(fd: OwnedFd, cluster: u64, order: u32, tables: Tables) -> io::Result<Self> {
+        let length = u64::try_from(nix::unistd::lseek(&fd, 0, nix::unistd::Whence::SeekEnd)?);
+        let (length, tables) = (length.unwrap_or(0), tables.into());
+        let (length, used) = (AtomicU64::new(length), AtomicU64::new(length));
+        let (target, helper) = (Target::whole(fd), CommonStorageHelper::default());
+        Ok(Self(Arc::new(Inner {
+            target,
+            length,
+            used,
+            cluster,
+            order,
+            tables,
+            helper,
+            #[cfg(test)]
+            events: Mutex::default(),
+            #[cfg(test)]
+            room: i64::MAX.into(),
+        })))
+    }
+
+    /// Whether both are the same file.
+    pub(super) fn is(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+
+    /// How long the file is, in bytes.
+    pub(super) fn length(&self) -> u64 {
+        self.0.length.load(Ordering::Relaxed)
+    }
+
+    /// Whether the file is still as long as we made it: what is cut off is not to be made anew.
+    pub(super) fn intact(&self) -> Result<(), IoError> {
+        let stat = fstat(&self.0.target.fd).map_err(|error| IoError::from_errno(error as i32))?;
+        let short = u64::try_from(stat.st_size).unwrap_or(0) < self.length();
+        if short { Err(IoError::Truncated) } else { Ok(()) }
+    }
+
+    /// Reads data. What lies in clusters beyond the end of the file is missing, and not zeroes; only the
+    /// tail of the last one may be left out by whoever wrote it.
+    pub(super) fn read_data(&self, data: &Segments, at: u64) -> Result<(), IoError> {
+        let (length, bytes) = (self.length(), data.bytes() as u64);
+        let end = at.checked_add(bytes).ok_or(IoError::Truncated)?;
+        if end > length.next_multiple_of(self.0.cluster) {
+            return Err(IoError::Truncated);
+        }
+        let there = length.saturating_sub(at).min(bytes) as usize;
+        let mut cursor = Cursor::default();
+        if there == data.bytes() {
+            return self.transfer(false, data, at);
+        }
+        let mut part = Segments::default();
+        part.push_from(data, &mut cursor, there);
+        self.transfer(false, &part, at)?;
+        while let Some(rest) = cursor.next(data, usize::MAX) {
+            rest.clear();
+        }
+        Ok(())
+    }
+
+    /// Writes data.
+    pub(super) fn write_data(&self, data: &Segments, at: u64) -> Result<(), IoError> {
+        self.settle(at, data.bytes() as u64)?;
+        self.transfer(true, data, at)?;
+        self.grown(at + data.bytes() as u64);
+        Ok(())
+    }
+
+    /// Makes data zeroes.
+    pub(super) fn zero_data(&self, at: u64, length: u64, unmap: bool) -> Result<(), IoError> {
+        self.settle(at, length)?;
+        // Neither way makes the file longer, and what is behind its end is zero.
+        let there = self.length().saturating_sub(at).min(length);
+        if there == 0 {
+            return Ok(());
+        }
+        #[cfg(test)]
+        self.note(Event::Zero { at, length: there });
+        sync::zero(&self.0.target, at, there, unmap)
+    }
+
+    /// Gives the room of data back, if the file system can.
+    pub(super) fn discard_data(&self, at: u64, length: u64) -> Result<(), IoError> {
+        self.settle(at, length)?;
+        #[cfg(test)]
+        self.note(Event::Zero { at, length: length.min(self.length().saturating_sub(at)) });
+        sync::discard(&self.0.target, at, length)
+    }
+
+    /// Makes durable what is in the file.
+    pub(super) fn sync_file(&self) -> Result<(), IoError> {
+        #[cfg(test)]
+        self.note(Event::Sync);
+        sync::flush(&self.0.target)
+    }
+
+    #[cfg(test)]
+    pub(super) fn note(&self, event: Event) {
+        self.0.events.lock().unwrap().push(event);
+    }
+
+    /// Takes room for a change of the file.
+    #[cfg(test)]
+    fn take_room(&self) -> Result<(), IoError> {
+        let left = self.0.room.fetch_sub(1, Ordering::Relaxed);
+        if left > 0 { Ok(()) } else { Err(IoError::NoSpace) }
+    }
+
+    /// What became of the file since this was asked last.
+    #[cfg(test)]
+    pub(super) fn events(&self) -> Vec<Event> {
+        std::mem::take(&mut self.0.events.lock().unwrap())
+    }
+
+    /// Whether something written may be lost for good.
+    pub(super) fn is_lost(&self) -> bool {
+        self.0.target.is_lost()
+    }
+
+    /// How much is held back, in bytes.
+    pub(super) fn held_back(&self) -> usize {
+        self.tables().pending.len() * self.0.cluster as usize
+    }
+
+    /// How much imago may have of tables in its caches, in bytes.
+    pub(super) fn touched(&self) -> u64 {
+        self.tables().touched.len() as u64 * self.0.cluster
+    }
+
+    /// Its caches are empty.
+    pub(super) fn forget_touched(&self) {
+        self.tables().touched.clear();
+    }
+
+    /// Whether the header is to be written: the refcount table has moved.
+    pub(super) fn moved(&self) -> bool {
+        self.tables().pending.contains_key(&0)
+    }
+
+    pub(super) fn tables(&self) -> MutexGuard<'_, Tables> {
+        self.0.tables.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn transfer(&self, write: bool, data: &Segments, at: u64) -> Result<(), IoError> {
+        if data.bytes() == 0 {
+            return Ok(());
+        }
+        #[cfg(test)]
+        if write {
+            self.take_room()?;
+            let mut bytes = vec![0; data.bytes()];
+            Cursor::default().gather(data, &mut bytes);
+            self.note(Event::Write { at, bytes });
+        }
+        let mut rest = Segments::default();
+        let mut done = sync::once(&self.0.target, write, at, data.as_slice())?;
+        while done < data.bytes() {
+            let mut cursor = Cursor::default();
+            cursor.skip(data, done);
+            rest.clear();
+            rest.push_from(data, &mut cursor, data.bytes() - done);
+            done += sync::once(&self.0.target, write, at + done as u64, rest.as_slice())?;
+        }
+        Ok(())
+    }
+
+    fn grown(&self, end: u64) {
+        self.0.used.fetch_max(end, Ordering::Relaxed);
+        self.0.length.fetch_max(end, Ordering::Relaxed);
+    }
+
+    /// imago copies into a new cluster what a write does not cover. Nothing leads to that cluster yet, so
+    /// what is held back of it goes to the file before the data does.
+    fn settle(&self, at: u64, length: u64) -> Result<(), IoError> {
+        let mut tables = self.tables();
+        if tables.pending.is_empty() {
+            return Ok(());
+        }
+        let (first, end) = (at / self.0.cluster, (at + length).div_ceil(self.0.cluster));
+        let copied: Vec<u64> =
+            tables.pending.range(first..end).map(|(&number, _)| number).collect();
+        for number in copied {
+            self.put(number, &tables.pending[&number])?;
+            tables.pending.remove(&number);
+        }
+        Ok(())
+    }
+
+    pub(super) fn put(&self, number: u64, content: &[u8]) -> Result<(), IoError> {
+        let mut data = Segments::default();
+        // SAFETY: `content` outlives the call, and writing it to a file only reads it.
+        data.push(unsafe { Segment::new(content.as_ptr().cast_mut(), content.len()) });
+        let at = number * self.0.cluster;
+        self.transfer(true, &data, at)?;
+        self.grown(at + content.len() as u64);
+        Ok(())
+    }
+
+    /// What the file has; zeroes behind its end.
+    pub(super) fn fetch(&self, bytes: &mut [u8], at: u64) -> Result<(), IoError> {
+        let there = self.length().saturating_sub(at).min(bytes.len() as u64) as usize;
+        let (present, beyond) = bytes.split_at_mut(there);
+        beyond.fill(0);
+        if there == 0 {
+            return Ok(());
+        }
+        let mut data = Segments::default();
+        // SAFETY: `present` outlives the call and is not used otherwise during it.
+        data.push(unsafe { Segment::new(present.as_mut_ptr(), present.len()) });
+        self.transfer(false, &data, at)
+    }
+
+    pub(super) fn cluster(&self, number: u64) -> Result<Vec<u8>, IoError> {
+        let mut content = vec![0; self.0.cluster as usize];
+        self.fetch(&mut content, number * self.0.cluster)?;
+        Ok(content)
+    }
+
+    fn read_tables(&self, bytes: &mut [u8], at: u64) -> io::Result<()> {
+        let mut tables = self.tables();
+        let (cluster, end) = (self.0.cluster, at.saturating_add(bytes.len() as u64));
+        let (first, last) = (at / cluster, end.div_ceil(cluster));
+        let held = |tables: &Tables, number| {
+            tables.pending.contains_key(&number) || tables.blocks.contains_key(&number)
+        };
+        if !bytes.is_empty() && at >= self.length() && !held(&tables, first) {
+            return Err(damaged("a table or a compressed cluster lies beyond the end of the file"));
+        }
+        if bytes.len() as u64 == cluster && at.is_multiple_of(cluster) {
+            tables.touched.insert(first);
+        }
+        self.fetch(bytes, at).map_err(io_error)?;
+        for number in first..last {
+            let block = tables.blocks.get(&number).map(|block| &block.exact);
+            if let Some(content) = block.or_else(|| tables.pending.get(&number)) {
+                let start = number * cluster;
+                let (from, to) = (start.max(at), (start + cluster).min(end));
+                let part = &content[(from - start) as usize..(to - start) as usize];
+                bytes[(from - at) as usize..(to - at) as usize].copy_from_slice(part);
+            }
+        }
+        Ok(())
+    }
+
+    fn write_tables(&self, bytes: &[u8], at: u64) -> io::Result<()> {
+        let mut guard = self.tables();
+        let tables = &mut *guard;
+        let (cluster, end) = (self.0.cluster, at.saturating_add(bytes.len() as u64));
+        for number in at / cluster..end.div_ceil(cluster) {
+            let start = number * cluster;
+            let (from, to) = (start.max(at), (start + cluster).min(end));
+            let part = &bytes[(from - at) as usize..(to - at) as usize];
+            // After a failed commit there may be blocks that nothing leads to yet.
+            let block =
+                tables.reachable.contains_key(&number) || tables.blocks.contains_key(&number);
+            if !block && !tables.pending.contains_key(&number) {
+                tables.pending.insert(number, self.cluster(number).map_err(io_error)?);
+            }
+            if block && !tables.blocks.contains_key(&number) {
+                let exact = self.cluster(number).map_err(io_error)?;
+                tables.blocks.insert(number, Block { exact, dirty: true });
+            }
+            let content = match tables.blocks.get_mut(&number) {
+                Some(block) => {
+                    block.dirty = true;
+                    Some(&mut block.exact)
+                }
+                None => tables.pending.get_mut(&number),
+            };
+            if let Some(content) = content {
+                content[(from - start) as usize..(to - start) as usize].copy_from_slice(part);
+            }
+            tables.touched.insert(number);
+        }
+        Ok(())
+    }
+}
+
+/// What imago is told of an error.
+pub(super) fn io_error(error: IoError) -> io::Error {
+    match error {
+        IoError::Device(errno) => io::Error::from_raw_os_error(errno),
+        IoError::NoSpace => io::Error::from_raw_os_error(libc::ENOSPC),
+        other => io::Error::other(other),
+    }
+}
+
+impl Storage for ImageFile {
+    fn size(&self) -> io::Result<u64> {
+        Ok(self.length())
+    }
+
+    unsafe fn pure_readv(&self, mut bufv: IoVectorMut<'_>, offset: u64) -> io::Result<()> {
+        let mut bytes = vec![0; bufv.len() as usize];
+        self.read_tables(&mut bytes, offset)?;
+        bufv.copy_from_slice(&bytes);
+        Ok(())
+    }
+
+    unsafe fn pure_writev(&self, bufv: IoVector<'_>, offset: u64) -> io::Result<()> {
+        let mut bytes = vec![0; bufv.len() as usize];
+        bufv.copy_into_slice(&mut bytes);
+        self.write_tables(&bytes, offset)
+    }
+
+    /// Only for the part of a new cluster that a write does not cover.
+    unsafe fn pure_write_zeroes(&self, offset: u64, length: u64) -> io::Result<()> {
+        self.zero_data(offset, length, true).map_err(io_error)
+    }
+
+    fn flush(&self) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        Ok(())
+    }
+
+    unsafe fn invalidate_cache(&self) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn get_storage_helper(&self) -> &CommonStorageHelper {
+        &self.0.helper
+    }
+}
+
+impl Display for ImageFile {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        write!(f, "descriptor of {} bytes", self.length())
+    }
+}

@@ -1,0 +1,292 @@
+//! The thread that has an image, and what queues have of it.
+//!
+//! ```text
+//!  queue ── poll: jobs ──> [Working] ── batch done, tables committed ──> answers, eventfd ──> queue
+//!                             │ a defect of the library (panic)
+//!                             v
+//!                          [Failed]: every job fails
+//! ```
+//! An image has one owner for all of a disk's queues: its tables are not the queues' to share. Requests are
+//! done one after the other, in the order of their arrival ([`super::exchange`]). The thread begins with the
+//! first of them: a queue's thread starts it, and it is confined as that one is ([`crate::process::confinement`]).
+
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::{fmt, io, mem};
+
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::eventfd::{EfdFlags, EventFd};
+
+use super::exchange::{End, Event, Exchange, Job, Work};
+use super::image::Image;
+use crate::stack::chain::{Backend, Io};
+use crate::stack::contained;
+use crate::stack::memory::{Cursor, Segments};
+use crate::stack::request::{IoError, Operation, RequestId, Requests};
+use crate::storage::extent::Extent;
+
+/// imago goes down a frame or two for each layer.
+const STACK: usize = 512 * 1024;
+
+/// What is asked of the image.
+enum Asked {
+    /// To do this.
+    Operation(Operation),
+    /// What is there; and the answer.
+    Extent(Option<Extent>),
+}
+
+/// A request to the image, and how it went.
+struct Request {
+    id: RequestId,
+    asked: Asked,
+    offset: u64,
+    length: u64,
+    /// The list is for the next one.
+    data: Segments,
+    result: Result<(), IoError>,
+}
+
+/// An image; none after a defect.
+struct Owner(Option<Image>);
+
+impl Work for Owner {
+    type Request = Request;
+    type Event = EventFd;
+
+    const BATCH: usize = 64;
+
+    fn spawn(run: impl FnOnce() + Send + 'static) -> io::Result<JoinHandle<()>> {
+        let span = tracing::Span::current();
+        let builder = std::thread::Builder::new().name("qcow2".into()).stack_size(STACK);
+        builder.spawn(move || span.in_scope(run))
+    }
+
+    fn perform(&mut self, batch: &mut [Job<Self>]) {
+        if let Some(sound) = self.0.take() {
+            self.0 = contain(sound, |image| do_batch(image, batch)).0;
+        }
+        if self.0.is_none() {
+            batch.iter_mut().for_each(|job| job.request.result = Err(IoError::Defect));
+        }
+    }
+
+    fn close(self) {
+        if let Some(image) = self.0
+            && let Some(Err(error)) = contain(image, |image| image.close()).1
+        {
+            tracing::error!(%error, "the image could not be closed well; it is sound, but has leaked clusters");
+        }
+    }
+}
+
+fn do_batch(image: &mut Image, batch: &mut [Job<Owner>]) {
+    for Job { request, .. } in batch.iter_mut() {
+        let Request { asked, offset, length, data, .. } = request;
+        request.result = match asked {
+            Asked::Operation(operation) => image.perform(*operation, *offset, *length, data),
+            Asked::Extent(found) => {
+                image.extent(*offset, *length).map(|extent| *found = Some(extent))
+            }
+        };
+    }
+    if let Err(error) = image.commit() {
+        // Nothing leads to what was written.
+        let requests = batch.iter_mut().map(|job| &mut job.request);
+        let changes = |request: &&mut Request| match request.asked {
+            Asked::Operation(operation) => operation != Operation::Read,
+            Asked::Extent(_) => false,
+        };
+        requests.filter(changes).for_each(|request| request.result = Err(error));
+    }
+}
+
+/// Runs a defective library's code on the image, which is not touched again if that panics: what it held
+/// back is then not written.
+fn contain<T>(mut image: Image, run: impl FnOnce(&mut Image) -> T) -> (Option<Image>, Option<T>) {
+    match contained::run(|| run(&mut image)) {
+        Some(outcome) => (Some(image), Some(outcome)),
+        None => {
+            tracing::error!("a defect in the reader of qcow2 images; the disk has failed");
+            mem::forget(image);
+            (None, None)
+        }
+    }
+}
+
+impl Event for EventFd {
+    fn set(&self) {
+        // It cannot be full: the queue empties it each time that it looks.
+        let _ = self.write(1);
+    }
+
+    fn clear(&self) {
+        match self.read() {
+            Ok(_) | Err(Errno::EAGAIN | Errno::EINTR) => {}
+            Err(error) => tracing::error!(%error, "an event of the image cannot be read"),
+        }
+    }
+}
+
+/// The owner of an image, for all that have the disk. It ends, and the image is closed, when the last of them is gone.
+#[derive(Clone)]
+pub(super) struct Worker(Arc<Exchange<Owner>>);
+
+impl Worker {
+    pub(super) fn new(image: Image) -> Self {
+        Self(Arc::new(Exchange::new(Owner(Some(image)))))
+    }
+
+    /// A backend for one queue.
+    pub(super) fn queue(&self) -> io::Result<Box<dyn Backend>> {
+        let event = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
+        Ok(Box::new(Queue { end: self.0.end(event), lists: Vec::new() }))
+    }
+
+    /// For those who ask where the disk's zeroes are, and may sleep.
+    pub(super) fn extents(&self) -> io::Result<Extents> {
+        let event = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
+        let id = Requests::new(1).take().ok_or(io::ErrorKind::Other)?;
+        Ok(Extents { end: Mutex::new(self.0.end(event)), id })
+    }
+}
+
+/// What is known of an image's zeroes: asked of its thread, one question at a time.
+pub struct Extents {
+    end: Mutex<End<Owner>>,
+    /// The one request that there is.
+    id: RequestId,
+}
+
+impl fmt::Debug for Extents {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str("Extents")
+    }
+}
+
+impl Extents {
+    /// What is at `at`, which is below `end`, up to `end` at the most.
+    ///
+    /// # Errors
+    /// [`IoError`] of the image's tables, in an error of the kind `Other`; as the system.
+    pub fn extent(&self, at: u64, end: u64) -> io::Result<Extent> {
+        let mut queue = self.end.lock().unwrap_or_else(PoisonError::into_inner);
+        let (id, data) = (self.id, Segments::default());
+        let (asked, length) = (Asked::Extent(None), end - at);
+        queue.push(Request { id, asked, offset: at, length, data, result: Ok(()) });
+        if let Err(error) = queue.hand_over() {
+            // It is taken back.
+            queue.refuse(|_| ());
+            drop(queue.collect());
+            return Err(error);
+        }
+        loop {
+            let mut answered = [PollFd::new(queue.event().as_fd(), PollFlags::POLLIN)];
+            match poll(&mut answered, PollTimeout::NONE) {
+                Ok(_) | Err(Errno::EINTR) => {}
+                Err(error) => return Err(error.into()),
+            }
+            let Some(Request { asked, result, .. }) = queue.collect().next() else { continue };
+            result.map_err(io::Error::other)?;
+            return match asked {
+                Asked::Extent(Some(extent)) => Ok(extent),
+                _ => Err(io::ErrorKind::Other.into()),
+            };
+        }
+    }
+}
+
+/// What one queue has of the image.
+struct Queue {
+    end: End<Owner>,
+    /// Lists of memory, by request, kept so that none is allocated.
+    lists: Vec<Segments>,
+}
+
+impl Backend for Queue {
+    fn prepare(&mut self, capacity: usize) {
+        self.lists.resize_with(capacity, Segments::default);
+        self.end.reserve(capacity);
+    }
+
+    fn submit(&mut self, id: RequestId, io: &mut Io<'_>) {
+        let request = io.request(id);
+        let mut data = mem::take(&mut self.lists[id.index()]);
+        data.clear();
+        data.push_from(&request.data, &mut Cursor::default(), request.data.bytes());
+        let (operation, offset, length) = (request.operation, request.offset, request.length);
+        let asked = Asked::Operation(operation);
+        self.end.push(Request { id, asked, offset, length, data, result: Ok(()) });
+    }
+
+    fn poll(&mut self, io: &mut Io<'_>) {
+        if let Err(error) = self.end.hand_over() {
+            tracing::error!(%error, "no thread for an image: its requests fail");
+            let failed = IoError::Device(error.raw_os_error().unwrap_or(libc::EAGAIN));
+            self.end.refuse(|request| request.result = Err(failed));
+        }
+        for Request { id, result, data, .. } in self.end.collect() {
+            self.lists[id.index()] = data;
+            io.complete(id, result);
+        }
+    }
+
+    fn wait_handle(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.end.event().as_fd())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use vmseal_api::transfer::ImageFormat;
+
+    use super::*;
+
+    fn image(at: &std::path::Path) -> Image {
+        let create = ["create", "-q", "-f", "qcow2"];
+        let made = std::process::Command::new("qemu-img").args(create).arg(at).arg("1M").status();
+        assert!(made.unwrap().success());
+        let file = std::fs::File::options().read(true).write(true).open(at).unwrap();
+        let below: Vec<(_, ImageFormat)> = Vec::new();
+        super::super::open(file.into(), below, 0, 1 << 20, false).unwrap()
+    }
+
+    #[test]
+    fn after_a_defect_of_the_library_every_request_fails_and_nothing_is_written() {
+        let directory = tempfile::tempdir_in("/dev/shm").unwrap();
+        let path = directory.path().join("image");
+        let image = image(&path);
+        let before = std::fs::read(&path).unwrap();
+        let (kept, outcome) = contain(image, |image| {
+            let mut bytes = vec![7; 65536];
+            let mut data = Segments::default();
+            // SAFETY: `bytes` lives until the request is done.
+            data.push(unsafe {
+                crate::stack::memory::Segment::new(bytes.as_mut_ptr(), bytes.len())
+            });
+            image.perform(Operation::Write, 0, 65536, &data).unwrap();
+            panic!("a defect");
+        });
+        let outcome: Option<()> = outcome;
+        assert!(kept.is_none() && outcome.is_none());
+        assert_eq!(std::fs::read(&path).unwrap()[..before.len()], before, "tables were written");
+
+        let exchange = Arc::new(Exchange::new(Owner(None)));
+        let mut end = exchange.end(EventFd::from_flags(EfdFlags::EFD_NONBLOCK).unwrap());
+        end.push(Request {
+            id: crate::stack::request::Requests::new(1).take().unwrap(),
+            asked: Asked::Operation(Operation::Flush),
+            offset: 0,
+            length: 0,
+            data: Segments::default(),
+            result: Ok(()),
+        });
+        end.hand_over().unwrap();
+        let mut told = [PollFd::new(end.event().as_fd(), PollFlags::POLLIN)];
+        assert_eq!(poll(&mut told, PollTimeout::NONE), Ok(1));
+        let results: Vec<_> = end.collect().map(|request| request.result).collect();
+        assert_eq!(results, [Err(IoError::Defect)]);
+    }
+}

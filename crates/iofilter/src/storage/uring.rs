@@ -1,0 +1,431 @@
+//! The file engine on io_uring: one ring per queue, the file registered.
+//!
+//! ```text
+//!  submit: entry into the submission queue     poll: io_uring_enter, reap, until nothing is left to hand over
+//!  In flight --whole--> complete     --short, EINTR, EAGAIN--> Again --next round of poll--> In flight
+//!            --0 of a read--> truncated            --not supported (fallocate)--> done synchronously
+//! ```
+//! A request's memory and its list of segments stay in place until its completion is reaped: the chain
+//! keeps the slot, and `rest` is only rewritten between two submissions of the same request.
+//!
+//! Whoever owns the chain sleeps until the ring is readable, and it is readable only for what the kernel has.
+//! So `poll` leaves nothing that the kernel does not have, unless it also says after how long it is to be called
+//! again ([`Backend::wake_after`]): when `io_uring_enter` fails, and when a request makes no progress.
+//!
+//! The data of FUSE files is not moved by the ring: when a read of one, or a direct write, comes back short, the kernel
+//! moves the rest by itself, from or to the wrong place in the file, and says that all is well (docs/decisions/052).
+//!
+//! What a ring does passes by the filter of system calls, so each is restricted before it is enabled: to
+//! these four operations, on the file that is registered, and nothing can be registered after.
+
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use io_uring::register::Restriction;
+use io_uring::{IoUring, opcode, squeue, types};
+
+use crate::stack::chain::{Backend, Io};
+use crate::stack::memory::{Cursor, Segments};
+use crate::stack::request::{IoError, Operation, Request, RequestId};
+use crate::storage::file::{Intact, Target};
+use crate::storage::sync::{self, PUNCH, ZERO_RANGE};
+
+/// Entries of the submission queue: what a pass hands over in one go.
+const ENTRIES: u32 = 256;
+
+/// The index of the only registered file.
+const FILE: types::Fixed = types::Fixed(0);
+
+/// How often in one call of `poll` requests are handed over: a file that gives a page at a time is not to keep
+/// the queue's thread from its other work.
+const ROUNDS: usize = 16;
+
+/// How soon to try again what failed without progress: long against a system call, short against a guest's patience.
+const RETRY: Duration = Duration::from_millis(1);
+
+/// How often in a row a request is tried again without progress: half a minute, as a guest waits for a disk.
+const TRIES_MAX: u32 = 30_000;
+
+/// How often the end of an engine tries to learn of what the kernel still does, [`RETRY`] apart, when
+/// `io_uring_enter` fails for good.
+const LAST_TRIES: u32 = 1000;
+
+/// The part of a ring that the engine uses; tests have their own, behind which requests end as the test says.
+pub trait Ring: Send {
+    /// Puts an entry into the submission queue; false if that is full.
+    ///
+    /// # Safety
+    /// The memory that the entry names stays valid until its completion.
+    unsafe fn push(&mut self, entry: &squeue::Entry) -> bool;
+
+    /// Whether `enter` has anything to do: entries that the kernel does not have, or completions that it holds
+    /// back as there was no room for them.
+    fn is_behind(&mut self) -> bool;
+
+    /// Hands all entries over, and waits for so many completions.
+    fn enter(&mut self, completions: usize) -> io::Result<usize>;
+
+    /// Takes the completions that are there.
+    fn reap(&mut self, into: &mut Vec<(u64, i32)>);
+
+    /// Readable when there are completions.
+    fn event(&self) -> BorrowedFd<'_>;
+}
+
+impl Ring for IoUring {
+    unsafe fn push(&mut self, entry: &squeue::Entry) -> bool {
+        // SAFETY: the caller's promise.
+        unsafe { self.submission().push(entry) }.is_ok()
+    }
+
+    fn is_behind(&mut self) -> bool {
+        let submission = self.submission();
+        !submission.is_empty() || submission.cq_overflow()
+    }
+
+    fn enter(&mut self, completions: usize) -> io::Result<usize> {
+        self.submit_and_wait(completions)
+    }
+
+    fn reap(&mut self, into: &mut Vec<(u64, i32)>) {
+        into.extend(self.completion().map(|entry| (entry.user_data(), entry.result())));
+    }
+
+    fn event(&self) -> BorrowedFd<'_> {
+        self.as_fd()
+    }
+}
+
+/// A request in flight.
+#[derive(Debug, Default)]
+struct Flight {
+    id: Option<RequestId>,
+    done: usize,
+    /// How often in a row it came back without progress.
+    tries: u32,
+    rest: Segments,
+}
+
+/// See the module.
+pub struct UringFile<R: Ring = IoUring> {
+    ring: R,
+    target: Arc<Target>,
+    intact: Intact,
+    flights: Vec<Flight>,
+    /// Requests that were submitted and are not completed.
+    in_flight: usize,
+    /// Those of them that the ring does not have: to be handed over in the next round.
+    again: VecDeque<RequestId>,
+    finished: Vec<(u64, i32)>,
+    /// Whether a request has moved data or ended since this was cleared.
+    progress: bool,
+    wake_after: Option<Duration>,
+    /// Whether `io_uring_enter` failed the last time: said once.
+    failing: bool,
+}
+
+impl UringFile {
+    pub(super) fn new(target: Arc<Target>) -> io::Result<Self> {
+        let ring = restricted(target.fd.as_raw_fd()).or_else(|error| {
+            tracing::warn!(%error, "what a ring may do cannot be restricted");
+            let ring = IoUring::builder().dontfork().build(ENTRIES)?;
+            ring.submitter().register_files(&[target.fd.as_raw_fd()])?;
+            Ok::<_, io::Error>(ring)
+        })?;
+        Ok(Self::over(ring, target))
+    }
+}
+
+impl<R: Ring> UringFile<R> {
+    fn over(ring: R, target: Arc<Target>) -> Self {
+        Self {
+            ring,
+            target,
+            intact: Intact::default(),
+            flights: Vec::new(),
+            in_flight: 0,
+            again: VecDeque::new(),
+            finished: Vec::new(),
+            progress: false,
+            wake_after: None,
+            failing: false,
+        }
+    }
+
+    fn entry(&self, request: &Request, id: RequestId) -> squeue::Entry {
+        let at = self.target.offset + request.offset;
+        let flight = &self.flights[id.index()];
+        let (list, at) = if flight.done == 0 {
+            (request.data.as_slice(), at)
+        } else {
+            (flight.rest.as_slice(), at + flight.done as u64)
+        };
+        let (iovecs, count) = (list.as_ptr().cast::<libc::iovec>(), list.len() as u32);
+        let allocate =
+            |mode| opcode::Fallocate::new(FILE, request.length).offset(at).mode(mode).build();
+        let entry = match request.operation {
+            Operation::Read => opcode::Readv::new(FILE, iovecs, count).offset(at).build(),
+            Operation::Write => opcode::Writev::new(FILE, iovecs, count).offset(at).build(),
+            Operation::Flush => opcode::Fsync::new(FILE).flags(types::FsyncFlags::DATASYNC).build(),
+            Operation::Discard | Operation::WriteZeroes { unmap: true } => allocate(PUNCH),
+            Operation::WriteZeroes { unmap: false } => allocate(ZERO_RANGE),
+        };
+        entry.user_data(id.index() as u64)
+    }
+
+    /// Puts a request into the submission queue, or in line for it.
+    fn push(&mut self, id: RequestId, io: &Io<'_>) {
+        let entry = self.entry(io.request(id), id);
+        self.flights[id.index()].id = Some(id);
+        // SAFETY: the entry's memory stays valid until its completion; see the module.
+        let pushed = self.again.is_empty() && unsafe { self.ring.push(&entry) };
+        if !pushed {
+            self.again.push_back(id);
+        }
+    }
+
+    /// Moves what is in line into the submission queue, as much as has room.
+    fn push_again(&mut self, io: &Io<'_>) {
+        while let Some(&id) = self.again.front() {
+            let entry = self.entry(io.request(id), id);
+            // SAFETY: the entry's memory stays valid until its completion; see the module.
+            if !unsafe { self.ring.push(&entry) } {
+                return;
+            }
+            self.again.pop_front();
+        }
+    }
+
+    /// Hands over what the kernel does not have.
+    fn enter(&mut self) {
+        if !self.ring.is_behind() {
+            return;
+        }
+        match self.ring.enter(0) {
+            Ok(_) => self.failing = false,
+            Err(error) if passing(&error) => {}
+            Err(error) => {
+                if !std::mem::replace(&mut self.failing, true) {
+                    tracing::error!(%error, "io_uring_enter failed; tried again until it works");
+                }
+            }
+        }
+    }
+
+    /// Deals with all completions that are there.
+    fn reap(&mut self, io: &mut Io<'_>) {
+        let mut finished = std::mem::take(&mut self.finished);
+        self.ring.reap(&mut finished);
+        for (index, answer) in finished.drain(..) {
+            self.reaped(index, answer, io);
+        }
+        self.finished = finished;
+    }
+
+    /// Deals with a completion.
+    fn reaped(&mut self, index: u64, answer: i32, io: &mut Io<'_>) {
+        let Some(flight) = self.flights.get_mut(index as usize) else { return };
+        let Some(id) = flight.id.take() else { return };
+        let request = io.request(id);
+        match request.operation {
+            _ if matches!(-answer, libc::EINTR | libc::EAGAIN) => self.try_again(id, answer, io),
+            Operation::Read | Operation::Write => self.moved(id, answer, io),
+            Operation::Flush => {
+                let answer = if answer < 0 { Err(IoError::from_errno(-answer)) } else { Ok(()) };
+                self.end(id, self.target.flushed(answer), io);
+            }
+            _ if answer >= 0 => self.end(id, Ok(()), io),
+            Operation::Discard | Operation::WriteZeroes { .. } => {
+                let result = self.fall_back(request, -answer);
+                self.end(id, result, io);
+            }
+        }
+    }
+
+    fn end(&mut self, id: RequestId, result: Result<(), IoError>, io: &mut Io<'_>) {
+        self.in_flight -= 1;
+        self.progress = true;
+        io.complete(id, result);
+    }
+
+    /// A request came back as it was.
+    fn try_again(&mut self, id: RequestId, answer: i32, io: &mut Io<'_>) {
+        let flight = &mut self.flights[id.index()];
+        flight.tries += 1;
+        if flight.tries > TRIES_MAX {
+            return self.end(id, Err(IoError::from_errno(-answer)), io);
+        }
+        flight.id = Some(id);
+        self.again.push_back(id);
+    }
+
+    fn moved(&mut self, id: RequestId, answer: i32, io: &mut Io<'_>) {
+        let request = io.request(id);
+        let write = request.operation == Operation::Write;
+        let result = match answer {
+            0 if write => Err(IoError::NoSpace),
+            0 => Err(IoError::Truncated),
+            moved if moved > 0 => {
+                let flight = &mut self.flights[id.index()];
+                flight.done += moved as usize;
+                flight.tries = 0;
+                let total = request.data.bytes();
+                if flight.done < total {
+                    let mut cursor = Cursor::default();
+                    cursor.skip(&request.data, flight.done);
+                    flight.rest.clear();
+                    flight.rest.push_from(&request.data, &mut cursor, total - flight.done);
+                    flight.id = Some(id);
+                    self.progress = true;
+                    return self.again.push_back(id);
+                }
+                Ok(())
+            }
+            _ => Err(IoError::from_errno(-answer)),
+        };
+        self.end(id, result, io);
+    }
+
+    /// Does without the kind of `fallocate` that failed, if it is one that the file system lacks.
+    fn fall_back(&self, request: &Request, errno: i32) -> Result<(), IoError> {
+        let punched = request.operation != Operation::WriteZeroes { unmap: false };
+        let flag = if punched { &self.target.punches } else { &self.target.zeroes };
+        if !self.target.cannot(errno, flag) {
+            return Err(IoError::from_errno(errno));
+        }
+        self.without(request)
+    }
+
+    fn without(&self, request: &Request) -> Result<(), IoError> {
+        match request.operation {
+            Operation::WriteZeroes { unmap } => {
+                sync::zero(&self.target, request.offset, request.length, unmap)
+            }
+            _ => sync::discard(&self.target, request.offset, request.length),
+        }
+    }
+}
+
+/// A ring that can do what this module asks of it with this file, and nothing else (Linux 5.10).
+fn restricted(file: RawFd) -> io::Result<IoUring> {
+    let mut builder = IoUring::builder();
+    builder.setup_r_disabled().dontfork();
+    let ring = builder.clone().setup_coop_taskrun().build(ENTRIES);
+    let ring = ring.or_else(|_| builder.build(ENTRIES))?;
+    ring.submitter().register_files(&[file])?;
+    let registered = squeue::Flags::FIXED_FILE.bits();
+    let operations =
+        [opcode::Readv::CODE, opcode::Writev::CODE, opcode::Fsync::CODE, opcode::Fallocate::CODE];
+    let mut restrictions = Vec::from(operations.map(Restriction::sqe_op));
+    restrictions.push(Restriction::sqe_flags_allowed(registered));
+    restrictions.push(Restriction::sqe_flags_required(registered));
+    ring.submitter().register_restrictions(&mut restrictions)?;
+    ring.submitter().register_enable_rings()?;
+    Ok(ring)
+}
+
+/// Errors of `io_uring_enter` that pass when completions are reaped.
+fn passing(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::EINTR | libc::EAGAIN | libc::EBUSY))
+}
+
+impl<R: Ring> Backend for UringFile<R> {
+    fn prepare(&mut self, capacity: usize) {
+        self.flights.resize_with(capacity, Flight::default);
+        self.again.reserve(capacity);
+        self.finished.reserve(capacity);
+    }
+
+    fn submit(&mut self, id: RequestId, io: &mut Io<'_>) {
+        let operation = io.request(id).operation;
+        if let Err(refusal) = self.intact.allows(&self.target, io.request(id)) {
+            return io.complete(id, Err(refusal));
+        }
+        let flight = &mut self.flights[id.index()];
+        (flight.done, flight.tries) = (0, 0);
+        if self.target.fuse && matches!(operation, Operation::Read | Operation::Write) {
+            let result = sync::transfer(&self.target, io.request(id), &mut flight.rest);
+            return io.complete(id, result);
+        }
+        let flag = match operation {
+            Operation::Discard | Operation::WriteZeroes { unmap: true } => {
+                Some(&self.target.punches)
+            }
+            Operation::WriteZeroes { unmap: false } => Some(&self.target.zeroes),
+            Operation::Read | Operation::Write | Operation::Flush => None,
+        };
+        if flag.is_none_or(|flag| flag.load(Ordering::Relaxed)) {
+            self.in_flight += 1;
+            self.push(id, io);
+        } else {
+            let result = self.without(io.request(id));
+            io.complete(id, result);
+        }
+    }
+
+    fn poll(&mut self, io: &mut Io<'_>) {
+        self.intact.next_pass();
+        self.wake_after = None;
+        if self.in_flight == 0 {
+            return;
+        }
+        self.progress = true;
+        for _ in 0..ROUNDS {
+            self.push_again(io);
+            self.enter();
+            let before = std::mem::replace(&mut self.progress, false);
+            self.reap(io);
+            if self.again.is_empty() && !self.ring.is_behind() {
+                return;
+            }
+            if !before && !self.progress {
+                break;
+            }
+        }
+        self.wake_after = Some(if self.progress { Duration::ZERO } else { RETRY });
+    }
+
+    fn wait_handle(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.ring.event())
+    }
+
+    fn wake_after(&self) -> Option<Duration> {
+        self.wake_after
+    }
+
+    fn finish(&mut self) -> bool {
+        let mut in_ring = self.in_flight - self.again.len();
+        (self.in_flight, self.again) = (0, VecDeque::new());
+        let mut tries = 0;
+        while in_ring > 0 {
+            let entered = self.ring.enter(1);
+            self.finished.clear();
+            self.ring.reap(&mut self.finished);
+            in_ring -= self.finished.len().min(in_ring);
+            if let Err(error) = entered
+                && !passing(&error)
+            {
+                tries += 1;
+                if tries > LAST_TRIES {
+                    tracing::error!(%error, requests = in_ring, "requests cannot be waited for; their memory is kept");
+                    return false;
+                }
+                std::thread::sleep(RETRY);
+            }
+        }
+        true
+    }
+}
+
+impl<R: Ring> Drop for UringFile<R> {
+    fn drop(&mut self) {
+        self.finish();
+    }
+}
+
+#[cfg(test)]
+mod tests;
