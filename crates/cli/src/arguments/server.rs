@@ -43,6 +43,10 @@ pub struct RunServer {
     /// A name or address that clients and hosts reach the server by, for its certificate; may be repeated
     #[arg(long = "name", value_name = "NAME", default_value = "localhost")]
     pub names: Vec<String>,
+    /// How many days events are kept
+    #[arg(long, value_name = "DAYS", default_value_t = vmseal_control::retention::DAYS,
+        value_parser = clap::value_parser!(u32).range(1..=36_500))]
+    pub keep_events: u32,
 }
 
 #[derive(Args)]

@@ -20,8 +20,15 @@ pub async fn server(options: RunServer, hardening: Hardening) -> anyhow::Result<
     vmseal_log::start();
     report(hardening);
     let credentials_dir = std::env::var_os("CREDENTIALS_DIRECTORY").map(PathBuf::from);
-    let RunServer { data_dir, listen, names } = options;
-    vmseal_control::serve(ServerOptions { data_dir, listen, names, credentials_dir }).await?;
+    let RunServer { data_dir, listen, names, keep_events } = options;
+    vmseal_control::serve(ServerOptions {
+        data_dir,
+        listen,
+        names,
+        credentials_dir,
+        keep_events_days: keep_events,
+    })
+    .await?;
     Ok(())
 }
 
