@@ -128,7 +128,7 @@ fn report(hardening: Hardening) {
     if hardening.memory != MemoryLock::Locked {
         tracing::warn!(
             memory = ?hardening.memory,
-            "memory is not locked: only keys themselves are kept from swap; run as root or with LimitMEMLOCK=infinity"
+            "memory is not locked: only keys are kept out of swap; run as root or with LimitMEMLOCK=infinity"
         );
     }
     if !hardening.not_dumpable || !hardening.no_core {
