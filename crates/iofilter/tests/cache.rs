@@ -80,7 +80,7 @@ fn drain(chain: &mut Chain) -> Result<(), IoError> {
         while let Some(done) = chain.next_done() {
             result = result.and(done.result);
         }
-        waiting::sleep([&*chain]);
+        waiting::sleep([&mut *chain]);
     }
     result
 }

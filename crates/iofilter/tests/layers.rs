@@ -55,7 +55,7 @@ fn run(
         if let Some(done) = chain.next_done() {
             return done.result;
         }
-        waiting::sleep([&*chain]);
+        waiting::sleep([&mut *chain]);
     }
 }
 
@@ -92,7 +92,7 @@ fn no_more_goes_than_the_limit_has_and_all_of_it_in_the_end() {
                 done.push(begun.elapsed());
             }
         }
-        waiting::sleep(&chains);
+        waiting::sleep(&mut chains);
     }
     // However slow the machine is, it cannot be faster than the budget; two queues may each be ahead by
     // the one request that both asked for at the same instant.
@@ -127,7 +127,7 @@ fn a_chain_that_is_drained_waits_for_no_budget_and_no_delay() {
     }
     chain.poll();
     assert_eq!(chain.next_done().map(|done| done.result), None, "nothing is due");
-    assert!(chain.wake_after().is_some());
+    assert!(chain.deadline().is_some());
     chain.hasten(true);
     let mut done = 0;
     while chain.in_flight() > 0 {
@@ -136,7 +136,7 @@ fn a_chain_that_is_drained_waits_for_no_budget_and_no_delay() {
             one.result.unwrap();
             done += 1;
         }
-        waiting::sleep([&chain]);
+        waiting::sleep([&mut chain]);
     }
     assert_eq!(done, 20);
 }
@@ -170,7 +170,7 @@ fn what_is_delayed_comes_late_and_what_is_not_does_not() {
         while let Some(done) = chain.next_done() {
             order.push(done.tag);
         }
-        waiting::sleep([&chain]);
+        waiting::sleep([&mut chain]);
     }
     let mut sorted = order.clone();
     sorted.sort_unstable();

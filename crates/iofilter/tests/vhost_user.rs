@@ -313,7 +313,7 @@ impl Slow {
         let (asked, always_readable) = (Arc::clone(asked), Stop::new().unwrap());
         always_readable.ask();
         let backend = Self { asked, waiting: Vec::new(), always_readable };
-        Chain::new(SIZE, false, Vec::new(), Box::new(backend))
+        Chain::new(SIZE, false, Vec::new(), Box::new(backend)).unwrap()
     }
 }
 
@@ -400,7 +400,7 @@ fn a_ring_that_is_stopped_waits_for_no_delay() {
         seed: 0,
     });
     let mem = MemDisk::new(SIZE as usize);
-    let chain = || Chain::new(SIZE, false, vec![delay.filter().unwrap()], mem.queue());
+    let chain = || Chain::new(SIZE, false, vec![delay.filter().unwrap()], mem.queue()).unwrap();
     let server = Server::start_chains(vec![chain(), chain()], mem.clone(), false);
     let mut guest = server.connect(ALL);
     offer_five(&mut guest);

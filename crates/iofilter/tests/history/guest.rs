@@ -116,7 +116,7 @@ impl<'a> Guest<'a> {
     fn drain(&mut self) {
         while self.queues.iter().any(|queue| !queue.under_way.is_empty()) {
             (0..QUEUES).for_each(|queue| self.poll(queue));
-            waiting::sleep(self.queues.iter().map(|queue| &queue.chain));
+            waiting::sleep(self.queues.iter_mut().map(|queue| &mut queue.chain));
         }
     }
 

@@ -103,6 +103,6 @@ pub fn finish(chain: &mut Chain, mut answered: impl FnMut(Done)) {
         while let Some(done) = chain.next_done() {
             answered(done);
         }
-        waiting::sleep([&*chain]);
+        waiting::sleep([&mut *chain]);
     }
 }

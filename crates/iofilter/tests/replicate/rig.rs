@@ -3,7 +3,7 @@
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::Instant;
 
 use vmseal_api::filter::{FilterSpec, ReplicaStatus};
 use vmseal_api::id::DiskId;
@@ -61,18 +61,19 @@ impl Rig {
     /// A process that serves the disk.
     pub fn start(&mut self) -> Guest {
         let map_bytes = self.geometry.map_bytes() as u64;
-        let map = Chain::new(map_bytes, false, filters(&self.faults.map), self.map.queue());
+        let map =
+            Chain::new(map_bytes, false, filters(&self.faults.map), self.map.queue()).unwrap();
         let (replicate, _) = Replicate::new(self.geometry, Place::new(map));
         let chain = |_| {
             let filters = vec![replicate.filter().unwrap()];
-            let chain = Chain::new(SIZE, false, filters, self.source.queue());
+            let chain = Chain::new(SIZE, false, filters, self.source.queue()).unwrap();
             Queue { chain, under_way: HashMap::new() }
         };
         let queues = (0..QUEUES).map(chain).collect();
         let asking = Arc::new(Mutex::new(Asking { queues, random: self.random.fork() }));
         let meddler = |filters: Vec<Box<dyn Filter>>, backend: Box<dyn Backend>| {
             let meddler: Box<dyn Filter> = Box::new(Meddler(Arc::clone(&asking)));
-            Chain::new(SIZE, false, [vec![meddler], filters].concat_boxes(), backend)
+            Chain::new(SIZE, false, [vec![meddler], filters].concat_boxes(), backend).unwrap()
         };
         let source = meddler(filters(&self.faults.source), self.source.queue());
         let replica = meddler(filters(&self.faults.replica), self.replica.queue());
@@ -205,7 +206,7 @@ impl Filter for Meddler {
         io.complete(id, io.request(id).result);
     }
 
-    fn tick(&mut self, _io: &mut Io<'_>) -> Option<Duration> {
+    fn tick(&mut self, _io: &mut Io<'_>) -> Option<Instant> {
         None
     }
 }
@@ -256,9 +257,12 @@ impl Guest {
             if quiet.is_idle() {
                 break;
             }
-            self.replicate.mark_waiting();
+            let marked = self.replicate.mark_waiting();
             (0..QUEUES).for_each(|queue| quiet.poll(queue));
-            waiting::sleep(quiet.queues.iter().map(|queue| &queue.chain));
+            // The marker would be at work.
+            if marked {
+                waiting::sleep(quiet.queues.iter_mut().map(|queue| &mut queue.chain));
+            }
         }
         assert!(quiet.is_idle(), "requests wait for ever");
         for _ in 0..100 {

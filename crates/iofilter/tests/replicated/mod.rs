@@ -3,7 +3,7 @@
 
 #![allow(dead_code)] // not every test looks at the replica
 
-use std::time::Duration;
+use std::time::Instant;
 
 use vmseal_api::id::DiskId;
 use vmseal_iofilter::disk::Disk;
@@ -28,7 +28,7 @@ pub struct Replicated {
 }
 
 fn place(disk: &MemDisk, size: u64) -> Place {
-    Place::new(Chain::new(size, false, Vec::new(), disk.queue()))
+    Place::new(Chain::new(size, false, Vec::new(), disk.queue()).unwrap())
 }
 
 impl Replicated {
@@ -126,7 +126,7 @@ impl Filter for Marking {
         self.queue.up(id, io);
     }
 
-    fn tick(&mut self, io: &mut Io<'_>) -> Option<Duration> {
+    fn tick(&mut self, io: &mut Io<'_>) -> Option<Instant> {
         assert!(self.replicate.mark_waiting());
         self.queue.tick(io)
     }

@@ -1,7 +1,7 @@
-//! Sleeping between two looks at a chain exactly as those do who serve one: until its descriptor is readable, or the
-//! time has come that it named. A test that looked again by itself would not see that a request is lost.
+//! Sleeping between two looks at chains exactly as those do who serve one: on the wait set of each, until the time that
+//! it names. A test that looked again by itself would not see that a request is lost.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use nix::poll::{PollFd, PollFlags, ppoll};
 use nix::sys::time::TimeSpec;
@@ -10,19 +10,21 @@ use vmseal_iofilter::stack::chain::Chain;
 /// How long a chain may take that is not stuck.
 const PATIENCE: Duration = Duration::from_secs(120);
 
-/// Sleeps until one of the chains has something to do; does not if nothing is under way.
-pub fn sleep<'a>(chains: impl IntoIterator<Item = &'a Chain>) {
-    let busy: Vec<&Chain> = chains.into_iter().filter(|chain| chain.in_flight() > 0).collect();
-    let mut fds: Vec<PollFd<'_>> = busy
-        .iter()
-        .filter_map(|chain| chain.wait_handle())
-        .map(|handle| PollFd::new(handle, PollFlags::POLLIN))
-        .collect();
-    let due = busy.iter().filter_map(|chain| chain.wake_after()).min();
-    let something = !fds.is_empty() || due.is_some();
-    assert!(busy.is_empty() || something, "requests are under way, and nothing wakes their owner");
-    if !busy.is_empty() {
-        let woken = ppoll(&mut fds, Some(TimeSpec::from(due.unwrap_or(PATIENCE))), None).unwrap();
+/// Sleeps until one of the chains has something to do; does not if nothing is under way, or something is done.
+pub fn sleep<'a>(chains: impl IntoIterator<Item = &'a mut Chain>) {
+    let mut busy: Vec<_> = chains.into_iter().filter(|chain| chain.in_flight() > 0).collect();
+    // All are armed before the first sleeps: one may have news for another.
+    let idle = busy.iter_mut().fold(true, |idle, chain| chain.arm() & idle);
+    if !busy.is_empty() && idle {
+        let sets: Vec<_> = busy.iter().map(|chain| chain.wait_set()).collect();
+        let events = sets.iter().map(|(event, _)| *event);
+        let handles = sets.iter().filter_map(|(_, handle)| *handle);
+        let mut fds: Vec<_> =
+            events.chain(handles).map(|fd| PollFd::new(fd, PollFlags::POLLIN)).collect();
+        let due = busy.iter().filter_map(|chain| chain.deadline()).min();
+        let timeout = due.map_or(PATIENCE, |at| at.saturating_duration_since(Instant::now()));
+        let woken = ppoll(&mut fds, Some(TimeSpec::from(timeout)), None).unwrap();
         assert!(woken > 0 || due.is_some(), "requests are under way, and nothing woke their owner");
     }
+    busy.into_iter().for_each(|chain| chain.disarm(true));
 }
