@@ -6,13 +6,13 @@ use std::time::Duration;
 
 use clap::Args;
 use clap::builder::PossibleValuesParser;
+use vmseal_initiator::Wait;
 
 use vmseal_api::filter::Direct;
 
 use crate::experiment::{self, Cores, ExperimentError, Outcome, Plan, Progress};
 use crate::goals::{self, GoalsError};
 use crate::idle::IDLE;
-use crate::initiator::Wait;
 use crate::load::Workload;
 use crate::machine::{self, Machine};
 use crate::report::{self, Measured, Obstacle, Report};

@@ -15,11 +15,11 @@ use std::time::Duration;
 
 use hdrhistogram::Histogram;
 use serde::Serialize;
+use vmseal_initiator::{Initiator, InitiatorError, Operation, Wait};
 
 use crate::ceiling::{self, Ceiling, CeilingError};
 use crate::clock::{self, ProcessClock};
 use crate::idle::{self, IDLE, Idle};
-use crate::initiator::{Initiator, InitiatorError, Operation, Wait};
 use crate::load::{self, Direction, Extent, LoadError, Order, Workload};
 use crate::pattern::Pattern;
 use crate::systems::{Place, Server, System, SystemError, check_at_rest};

@@ -4,9 +4,9 @@ use std::io;
 use std::time::{Duration, Instant};
 
 use serde::Serialize;
+use vmseal_initiator::{Operation, Wait};
 
 use crate::clock::{self, ProcessClock};
-use crate::initiator::{Operation, Wait};
 use crate::load::{self, Extent, LoadError, Workload};
 use crate::systems::Server;
 

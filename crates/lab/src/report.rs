@@ -4,11 +4,11 @@ use std::path::Path;
 use std::{fs, io};
 
 use serde::Serialize;
+use vmseal_initiator::Wait;
 
 use crate::experiment::{Cell, Cores, Outcome, Plan, SATURATED};
 use crate::goals::{Assessment, Verdict};
 use crate::idle::Idle;
-use crate::initiator::Wait;
 use crate::load::Workload;
 use crate::machine::Machine;
 use crate::sections::Section;
