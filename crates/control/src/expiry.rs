@@ -82,7 +82,7 @@ mod tests {
 
     /// A certificate with its end.
     fn issued() -> (Vec<u8>, Timestamp) {
-        let mut params = crate::authority::valid_for("host", 365).unwrap();
+        let mut params = crate::setup::authority::valid_for("host", 365).unwrap();
         params.is_ca = rcgen::IsCa::ExplicitNoCa;
         let key = rcgen::KeyPair::generate().unwrap();
         let der = params.self_signed(&key).unwrap().der().to_vec();

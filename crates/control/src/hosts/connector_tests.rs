@@ -16,8 +16,8 @@ use vmseal_api::id::{HostId, VmId};
 use vmseal_api::problem::ErrorCode;
 use zeroize::Zeroizing;
 
-use crate::authority::Authority;
-use crate::identity::Identity;
+use crate::setup::authority::Authority;
+use crate::setup::identity::Identity;
 use crate::testing::Plant;
 
 struct Peers {
