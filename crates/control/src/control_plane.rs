@@ -9,12 +9,12 @@ use tokio::task::JoinHandle;
 use vmseal_api::client::ClientIdentity;
 use vmseal_secret::sealed_box::{BoxError, Recipient};
 
-use crate::expiry;
 use crate::hosts::Hosts;
 use crate::hosts::connector::HttpsConnector;
 use crate::providers::Providers;
 use crate::services::Services;
 use crate::setup::authority::Authority;
+use crate::setup::expiry;
 use crate::setup::identity::Identity;
 use crate::setup::initialise::Initialised;
 use crate::store::alarms::{self, Standing};

@@ -5,24 +5,21 @@
 //! |---|---|
 //! | [`setup`] | the data directory; the CA; the server's certificate |
 //! | [`store`] | the inventory |
-//! | [`providers`], [`keys`] | where keys come from, and how they get to hosts |
-//! | [`hosts`], [`alarms`] | joining, one monitor per host, what stands |
-//! | [`tasks`] | durable work |
+//! | [`providers`] | where keys come from |
+//! | [`hosts`] | joining, one monitor per host, how keys get there, alarms |
+//! | [`operation`], [`tasks`] | durable work |
 //! | [`services`] | one function for each operation, with its caller and its privilege |
 //! | [`control_plane`] | all of it, at work |
 //! | `locks` | one lock for each of many things |
 //! | [`metrics`] | what the server measures |
 
-pub mod alarms;
 mod backoff;
 pub mod control_plane;
-mod expiry;
 pub mod hosts;
-pub mod keys;
 mod locks;
 pub mod metrics;
+pub mod operation;
 pub mod providers;
-mod scan;
 pub mod services;
 pub mod setup;
 pub mod store;

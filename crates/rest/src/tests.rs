@@ -546,7 +546,7 @@ async fn an_export_says_what_it_is_and_is_on_record() {
     assert!(detail.contains("IN THE CLEAR") && detail.contains("/out.raw"), "{detail}");
     assert_eq!((told[0].actor.as_str(), told[0].target.as_str()), ("me", "web"));
 
-    let task = api.plant.begin(vmseal_control::tasks::Operation::StartVm { vm }, "web").await;
+    let task = api.plant.begin(vmseal_control::operation::Operation::StartVm { vm }, "web").await;
     api.plant.ended(task).await;
     let answer = export(raw).await;
     answer.assert_problem(409, "wrong-state");

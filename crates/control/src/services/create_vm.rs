@@ -17,9 +17,10 @@ use super::caller::{Caller, Privilege};
 use super::providers::usable;
 use super::vms::{begin, plan};
 use super::{Outcome, Services};
+use crate::operation::Operation;
 use crate::store::policies::Policy;
 use crate::store::{Write, datastores, disks, policies, providers, vms};
-use crate::tasks::{Engine, Operation};
+use crate::tasks::Engine;
 
 /// The unit of a VM's memory, in bytes.
 const MEMORY_UNIT: u64 = 1 << 20;

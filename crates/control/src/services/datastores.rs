@@ -9,8 +9,8 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::AddDatastore;
 
 use super::caller::{Caller, Privilege};
+use super::scan::compare;
 use super::{Outcome, PageRequest, Services, page_of};
-use crate::scan::compare;
 use crate::store::events::NewEvent;
 use crate::store::{datastores, disks, hosts};
 

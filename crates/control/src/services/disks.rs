@@ -11,11 +11,12 @@ use vmseal_api::transfer::ExportFormat;
 use super::caller::{Caller, Privilege};
 use super::vms::{plan, power, require_ready};
 use super::{Outcome, Services};
-use crate::keys::Purpose;
+use crate::hosts::keys::Purpose;
+use crate::operation::Operation;
 use crate::store::disks::Disk;
 use crate::store::events::NewEvent;
 use crate::store::vms::Vm;
-use crate::tasks::{Engine, Operation};
+use crate::tasks::Engine;
 
 /// Writes a disk of a VM that is off to a file of its host.
 pub async fn export(

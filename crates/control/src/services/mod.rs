@@ -29,6 +29,7 @@ pub mod passphrases;
 pub mod policies;
 pub mod providers;
 pub mod recrypt;
+mod scan;
 pub mod tasks;
 pub mod users;
 pub mod vms;

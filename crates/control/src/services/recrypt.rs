@@ -9,8 +9,8 @@ use super::caller::{Caller, Privilege};
 use super::providers::usable;
 use super::vms::{begin, check_key, find, power, require_ready, word};
 use super::{Outcome, Services};
+use crate::operation::Operation;
 use crate::store::{providers, vms};
-use crate::tasks::Operation;
 
 /// Gives a VM that is off another key-encryption key, of its provider or another one, and destroys the one that it
 /// had. The data of its disks is not rewritten.

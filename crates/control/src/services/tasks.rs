@@ -6,6 +6,7 @@ use vmseal_api::problem::Problem;
 use super::caller::{Caller, Privilege};
 use super::{Outcome, PageRequest, Services, page_of};
 use crate::store::tasks;
+use crate::tasks::steps;
 
 /// Lists the tasks, oldest first.
 pub async fn list(
@@ -42,7 +43,7 @@ pub async fn cancel(
         let step = format!(
             "stop {} at step '{}', and undo what it has done",
             task.operation.kind(),
-            task.step_title()
+            steps::title(&task)
         );
         return Ok(Outcome::planned("task.cancel", &task.target, step));
     }

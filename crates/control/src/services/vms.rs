@@ -11,10 +11,11 @@ use vmseal_api::request::StopVm;
 
 use super::caller::{Caller, Privilege};
 use super::{Outcome, PageRequest, Services, page_of};
+use crate::operation::Operation;
 use crate::store::events::NewEvent;
 use crate::store::tasks::Task;
 use crate::store::{StoreError, Write, disks, providers, vms};
-use crate::tasks::{Engine, Operation};
+use crate::tasks::{Engine, steps};
 
 /// How long a guest may take to shut down where nobody says otherwise, in seconds.
 const SHUTDOWN_DEFAULT: u32 = 120;
@@ -129,7 +130,7 @@ pub(super) async fn begin(
 /// What a task would do.
 pub(super) fn plan(task: &Task, vm: &vms::Vm) -> Plan {
     let keyless = vm.provider.is_none();
-    let steps = task.operation.steps().iter().filter(|step| !(keyless && step.needs_key()));
+    let steps = steps::of(&task.operation).iter().filter(|step| !(keyless && step.needs_key()));
     Plan {
         kind: task.operation.kind().to_owned(),
         target: vm.name.clone(),

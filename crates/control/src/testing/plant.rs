@@ -15,6 +15,7 @@ use vmseal_api::host::HostAgent;
 
 use super::ToSimulated;
 use crate::hosts::Hosts;
+use crate::operation::Operation;
 use crate::providers::Providers;
 use crate::services::Services;
 use crate::setup::authority::Authority;
@@ -23,7 +24,7 @@ use crate::store::vms::Vm;
 use crate::store::{
     Store, alarms, datastores, disks, events, hosts, policies, providers, tasks, users, vms,
 };
-use crate::tasks::{Engine, Operation, Retry};
+use crate::tasks::{Engine, Retry};
 
 /// How long anything may take in a test.
 const PATIENCE: Duration = Duration::from_secs(20);

@@ -1,4 +1,4 @@
-//! The operations: what is stored of each, and where its steps are.
+//! The operations that tasks carry out: what is stored of each.
 
 use std::path::PathBuf;
 
@@ -6,11 +6,7 @@ use serde::{Deserialize, Serialize};
 use vmseal_api::host::{KeyReference, SealedKey};
 use vmseal_api::id::{DiskId, ProviderId, VmId};
 use vmseal_api::model::Lifecycle;
-use vmseal_api::problem::Problem;
 use vmseal_api::transfer::ExportFormat;
-
-use super::step::Step;
-use super::{create_vm, delete_vm, export_disk, recrypt_vm, start_vm, stop_vm};
 
 /// What a task does; stored with it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -112,32 +108,10 @@ impl Operation {
         !matches!(self, Self::DeleteVm { .. } | Self::Unreadable { .. })
     }
 
-    /// Its steps, in order.
-    #[must_use]
-    pub(crate) fn steps(&self) -> &'static [&'static dyn Step] {
-        match self {
-            Self::CreateVm { .. } => create_vm::STEPS,
-            Self::StartVm { .. } => start_vm::STEPS,
-            Self::StopVm { .. } => stop_vm::STEPS,
-            Self::ExportDisk { format, .. } => export_disk::steps(*format),
-            Self::RecryptVm { .. } => recrypt_vm::STEPS,
-            Self::DeleteVm { .. } => delete_vm::STEPS,
-            Self::Unreadable { .. } => &[],
-        }
-    }
-
     /// What it holds until it ends: one task has a thing at a time.
     #[must_use]
     pub fn claims(&self) -> Vec<Claim> {
         self.vm().map(Claim::Vm).into_iter().collect()
-    }
-
-    /// Says what is left, and what to do, when a step after the commit step has failed because of `cause`.
-    pub(super) fn unfinished(&self, target: &str, cause: &Problem) -> Problem {
-        match self {
-            Self::RecryptVm { .. } => recrypt_vm::unfinished(target, cause),
-            _ => delete_vm::unfinished(target, cause),
-        }
     }
 }
 
