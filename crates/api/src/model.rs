@@ -451,6 +451,43 @@ pub struct LogLevel {
     pub silent: Vec<VmId>,
 }
 
+/// What has changed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub enum ChangeKind {
+    /// A host, or its connection.
+    Host,
+    /// A datastore, or its room.
+    Datastore,
+    /// A key provider, or its status.
+    Provider,
+    /// A policy.
+    Policy,
+    /// A VM or one of its disks, or their state.
+    Vm,
+    /// A task, or its progress.
+    Task,
+    /// Something happened.
+    Event,
+    /// An alarm.
+    Alarm,
+}
+
+impl ChangeKind {
+    /// Every kind.
+    pub const ALL: [Self; 8] = [
+        Self::Host,
+        Self::Datastore,
+        Self::Provider,
+        Self::Policy,
+        Self::Vm,
+        Self::Task,
+        Self::Event,
+        Self::Alarm,
+    ];
+}
+
 /// A number that is another one whenever something that the API shows has changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]

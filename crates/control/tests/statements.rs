@@ -244,11 +244,12 @@ async fn postgresql_takes_the_schema_and_prepares_every_statement() {
 }
 
 /// How the statements begin that read a whole table, or a whole index.
-const WHOLE: [&str; 9] = [
+const WHOLE: [&str; 10] = [
     // They want all of it.
     "SELECT code, target, since, detail, reason FROM alarms",
     "SELECT d.id, d.name, d.vm_id, v.name AS vm_name",
     "SELECT name, token_sha256 FROM users",
+    "SELECT id, name FROM providers",
     // Their index holds nothing but what they want.
     "SELECT id, name, kind, is_default, verified FROM providers WHERE is_default",
     "UPDATE providers SET is_default = FALSE WHERE is_default",

@@ -248,7 +248,7 @@ async fn why_closed(server: &ServerClient, vm: &str) -> anyhow::Result<()> {
 }
 
 async fn until_off(server: &ServerClient, vm: &str) -> Result<(), Problem> {
-    let mut changes = Changes::begin(server).await?;
+    let mut changes = Changes::begin(server, "vm").await?;
     loop {
         let now: Vm = server.get(&format!("vms/{vm}")).await?;
         if !matches!(now.power, Some(Power::Running | Power::Stopping)) {

@@ -28,7 +28,7 @@ pub async fn run(
         arguments::Disk::Bitmap(verb) => bitmap::run(server, output, verb).await,
         arguments::Disk::List { vm, how } => {
             let mut found = false;
-            list::read_with(server, output, &how, async || {
+            list::read_with(server, output, &how, "vm", async || {
                 let vms = match &vm {
                     None => server.all::<Vm>("vms").await?,
                     Some(vm) => match server.get::<Vm>(&format!("vms/{vm}")).await {
@@ -48,7 +48,7 @@ pub async fn run(
                 let (vm, disk) = find(server, &vm, &disk).await?;
                 Ok(VmDisk { vm: vm.name, disk })
             };
-            list::one_with(server, output, watch, |_| Vec::new(), read).await
+            list::one_with(server, output, watch, |_| Vec::new(), "vm", read).await
         }
         arguments::Disk::Replica { vm, disk, watch } => {
             let (vm, disk) = find(server, &vm, &disk).await?;

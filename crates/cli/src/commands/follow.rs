@@ -19,20 +19,23 @@ const PAUSE: Duration = Duration::from_millis(100);
 /// The server's changes. Begun before what is shown is read, it misses none.
 pub struct Changes<'a> {
     server: &'a ServerClient,
+    kind: &'static str,
     number: u64,
 }
 
 impl<'a> Changes<'a> {
-    pub async fn begin(server: &'a ServerClient) -> Result<Self, Problem> {
-        let now: model::Changes = server.get("changes").await?;
-        Ok(Self { server, number: now.change })
+    /// Those of one kind, as the API names it.
+    pub async fn begin(server: &'a ServerClient, kind: &'static str) -> Result<Self, Problem> {
+        let now: model::Changes = server.get(&format!("changes?kinds={kind}")).await?;
+        Ok(Self { server, kind, number: now.change })
     }
 
-    /// Waits until something that the server shows has changed.
+    /// Waits until something of this kind has changed.
     pub async fn next(&mut self) -> Result<(), Problem> {
         tokio::time::sleep(PAUSE).await;
         loop {
-            let path = format!("changes?after={}&wait_seconds={WAIT}", self.number);
+            let path =
+                format!("changes?kinds={}&after={}&wait_seconds={WAIT}", self.kind, self.number);
             let now: model::Changes = self.server.get(&path).await?;
             if now.change != self.number {
                 self.number = now.change;

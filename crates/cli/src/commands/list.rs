@@ -19,7 +19,7 @@ pub async fn run<T: Row + DeserializeOwned>(
     how: &List<T>,
     path: &str,
 ) -> anyhow::Result<()> {
-    read_with(server, output, how, async || server.all(path).await).await
+    read_with(server, output, how, kind_of(path), async || server.all(path).await).await
 }
 
 /// The same of a list that `read` makes from what the server shows.
@@ -27,13 +27,14 @@ pub async fn read_with<T: Row>(
     server: &ServerClient,
     output: Output,
     how: &List<T>,
+    kind: &'static str,
     mut read: impl AsyncFnMut() -> Result<Vec<T>, Problem>,
 ) -> anyhow::Result<()> {
     if !how.watch {
         return print::list(output, &how.columns, read().await?);
     }
     let mut lines = Lines::new(output, &how.columns);
-    let mut changes = Changes::begin(server).await?;
+    let mut changes = Changes::begin(server, kind).await?;
     let mut before: Option<Vec<T>> = None;
     loop {
         let mut now = across(server, &mut read).await?;
@@ -57,7 +58,21 @@ pub async fn one<T: Row + DeserializeOwned>(
     details: Details<T>,
 ) -> anyhow::Result<()> {
     let path = format!("{path}/{}", how.name);
-    one_with(server, output, how.watch, details, async || server.get(&path).await).await
+    let kind = kind_of(&path);
+    one_with(server, output, how.watch, details, kind, async || server.get(&path).await).await
+}
+
+/// The kind of change that a watch of this path waits for; a host tells of its VMs' disks and bitmaps with them.
+fn kind_of(path: &str) -> &'static str {
+    match path.split(['/', '?']).next() {
+        Some("hosts") => "host",
+        Some("datastores") => "datastore",
+        Some("providers") => "provider",
+        Some("policies") => "policy",
+        Some("tasks") => "task",
+        Some("alarms") => "alarm",
+        _ => "vm",
+    }
 }
 
 /// The same of a resource that `read` makes from what the server shows.
@@ -66,6 +81,7 @@ pub async fn one_with<T: Row>(
     output: Output,
     watch: bool,
     details: Details<T>,
+    kind: &'static str,
     mut read: impl AsyncFnMut() -> Result<T, Problem>,
 ) -> anyhow::Result<()> {
     if !watch {
@@ -73,7 +89,7 @@ pub async fn one_with<T: Row>(
         return print::one(output, &item, &details(&item));
     }
     let mut lines = Lines::usual(output);
-    let mut changes = Changes::begin(server).await?;
+    let mut changes = Changes::begin(server, kind).await?;
     let mut before: Option<Vec<T>> = None;
     loop {
         let now = match across(server, &mut read).await {

@@ -219,7 +219,7 @@ async fn while_answered(
     tasks: &mut [Task],
     progress: &mut Progress,
 ) -> Result<(), Problem> {
-    let mut changes = Changes::begin(server).await?;
+    let mut changes = Changes::begin(server, "task").await?;
     loop {
         for task in tasks.iter_mut().filter(|task| is_open(task)) {
             *task = server.get(&format!("tasks/{}", task.id)).await?;

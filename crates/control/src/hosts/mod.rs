@@ -44,22 +44,28 @@ pub struct View {
     /// Whether it answers, and its VMs are registered.
     pub connection: Connection,
     /// What it is; the key box in it belongs to the life of the agent that `state` is of.
-    pub description: Option<HostDescription>,
-    /// How it stands; what was last known while it does not answer.
-    pub state: Option<HostState>,
+    pub description: Option<Arc<HostDescription>>,
+    /// How it stands; what was last known while it does not answer. Shared: it is as long as the host has VMs.
+    pub state: Option<Arc<HostState>>,
 }
 
 impl View {
     const NOTHING: Self =
         Self { connection: Connection::Disconnected, description: None, state: None };
 
+    /// What a connected host says of its VMs.
+    #[must_use]
+    pub fn vms(&self) -> &[VmState] {
+        match &self.state {
+            Some(state) if self.connection != Connection::Disconnected => &state.vms,
+            _ => &[],
+        }
+    }
+
     /// What a connected host says of a VM.
     #[must_use]
     pub fn vm(&self, vm: VmId) -> Option<&VmState> {
-        if self.connection == Connection::Disconnected {
-            return None;
-        }
-        self.state.as_ref()?.vms.iter().find(|state| state.vm == vm)
+        self.vms().iter().find(|state| state.vm == vm)
     }
 }
 

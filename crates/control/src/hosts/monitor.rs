@@ -42,6 +42,7 @@ use crate::locks::Locks;
 use crate::operation::Operation;
 use crate::providers::Providers;
 use crate::setup::expiry;
+use crate::store::changes::Kinds;
 use crate::store::events::NewEvent;
 use crate::store::hosts::Host;
 use crate::store::vms::Vm;
@@ -133,7 +134,7 @@ impl Monitor {
             changed
         });
         if lost {
-            self.store.note_change();
+            self.store.note_change(Kinds::OF_HOST);
         }
         let alarm = alarms::disconnected(&self.name, why);
         let told = async {
@@ -364,14 +365,14 @@ impl Monitor {
         self.note(told);
         let before = self.view.send_replace(View {
             connection: Connection::Connected,
-            description: Some(description.clone()),
-            state: Some(state.clone()),
+            description: Some(Arc::new(description.clone())),
+            state: Some(Arc::new(state.clone())),
         });
         let version = |state: &HostState| (state.incarnation, state.version);
         if before.connection == Connection::Disconnected
-            || before.state.as_ref().map(version) != Some(version(state))
+            || before.state.as_deref().map(version) != Some(version(state))
         {
-            self.store.note_change();
+            self.store.note_change(Kinds::OF_HOST);
         }
     }
 

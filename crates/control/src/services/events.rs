@@ -10,6 +10,8 @@ use super::caller::{Caller, Privilege};
 use super::{Services, page_limit, page_of};
 use crate::store::{alarms, events};
 
+pub use crate::store::changes::Kinds;
+
 pub use crate::store::events::Filter;
 
 /// The longest wait for an event; below the usual idle time-outs of what lies between.
@@ -66,18 +68,19 @@ pub async fn alarms(services: &Services, caller: &Caller) -> Result<Page<Alarm>,
     Ok(Page { items, next: None })
 }
 
-/// Tells the change number; waits until it is another one than `after`, for as long as `wait`.
+/// Tells the change number of these kinds; waits until it is another one than `after`, for as long as `wait`.
 pub async fn changes(
     services: &Services,
     caller: &Caller,
+    kinds: Kinds,
     after: Option<u64>,
     wait: Duration,
 ) -> Result<Changes, Problem> {
     caller.require(Privilege::Read)?;
     let mut changes = services.store.changes();
-    let another = changes.wait_for(|change| after != Some(*change));
+    let another = changes.wait_for(|numbers| after != Some(numbers.of(kinds)));
     // When nothing comes in time, the number is the one that the caller has.
     let _ = tokio::time::timeout(wait.min(WAIT_MAX), another).await;
-    let change = *changes.borrow();
+    let change = changes.borrow().of(kinds);
     Ok(Changes { change })
 }

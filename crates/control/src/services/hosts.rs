@@ -1,6 +1,7 @@
 //! Hosts.
 
 use std::net::IpAddr;
+use std::sync::Arc;
 
 use vmseal_api::model::{Host, JoinToken, Page};
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -19,7 +20,7 @@ fn shown(services: &Services, host: hosts::Host) -> Host {
         name: host.name,
         address: host.address,
         connection: view.connection,
-        description: view.description.or(host.description),
+        description: view.description.map(Arc::unwrap_or_clone).or(host.description),
     }
 }
 

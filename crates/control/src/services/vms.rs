@@ -1,10 +1,12 @@
 //! Virtual machines.
 
+use std::collections::{HashMap, HashSet};
 use std::time::Duration;
 
-use sqlx::SqliteConnection;
+use sqlx::{Connection as _, SqliteConnection};
 use vmseal_api::console::ConsoleClaim;
-use vmseal_api::host::{ConsoleStream, KeyState, Power};
+use vmseal_api::host::{ConsoleStream, KeyState, Power, VmState};
+use vmseal_api::id::{HostId, VmId};
 use vmseal_api::model::{self, Disk, Lifecycle, Page, Plan, Replication, Vm};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::StopVm;
@@ -24,13 +26,11 @@ const SHUTDOWN_DEFAULT: u32 = 120;
 const SHUTDOWN_MAX: u32 = vmseal_api::host::SHUTDOWN_SECONDS_MAX;
 
 fn shown(
-    services: &Services,
     vm: vms::Vm,
     disks: Vec<disks::Disk>,
     provider: Option<String>,
+    seen: Option<&VmState>,
 ) -> Vm {
-    let view = services.hosts.view(vm.host);
-    let seen = view.vm(vm.id);
     let disks = disks.into_iter().map(|disk| Disk {
         id: disk.id,
         name: disk.name,
@@ -91,12 +91,25 @@ pub async fn list(
     caller.require(Privilege::Read)?;
     let part = request.part();
     let mut read = services.store.read().await?;
-    let mut items = Vec::new();
-    for vm in vms::list(&mut read, &part).await? {
-        let disks = disks::of_vm(&mut read, vm.id).await?;
-        let provider = provider_name(&mut read, &vm).await?;
-        items.push(shown(services, vm, disks, provider));
-    }
+    // One state of the inventory: a VM that is made meanwhile is not listed without its disks.
+    let mut read = read.begin().await.map_err(StoreError::from)?;
+    let listed = vms::list(&mut read, &part).await?;
+    let mut disks = disks::of_part(&mut read, &part).await?;
+    let providers = providers::names(&mut read).await?;
+    drop(read);
+    let hosts: HashSet<HostId> = listed.iter().map(|vm| vm.host).collect();
+    let views: HashMap<_, _> = hosts.into_iter().map(|it| (it, services.hosts.view(it))).collect();
+    let seen: HashMap<(HostId, VmId), &VmState> = views
+        .iter()
+        .flat_map(|(host, view)| view.vms().iter().map(|state| ((*host, state.vm), state)))
+        .collect();
+    let items = listed.into_iter().map(|vm| {
+        let disks = disks.remove(&vm.id).unwrap_or_default();
+        let provider = vm.key.as_ref().and_then(|key| providers.get(&key.provider).cloned());
+        let seen = seen.get(&(vm.host, vm.id)).copied();
+        shown(vm, disks, provider, seen)
+    });
+    let items = items.collect();
     Ok(page_of(items, part.limit, |it: &Vm| it.id.to_string()))
 }
 
@@ -105,7 +118,9 @@ pub async fn show(services: &Services, caller: &Caller, name: &str) -> Result<Vm
     caller.require(Privilege::Read)?;
     let (vm, disks) = find(services, name).await?;
     let provider = provider_name(&mut *services.store.read().await?, &vm).await?;
-    Ok(shown(services, vm, disks, provider))
+    let view = services.hosts.view(vm.host);
+    let seen = view.vm(vm.id);
+    Ok(shown(vm, disks, provider, seen))
 }
 
 /// Commits what is written together with a task, and begins the task; or only says what it would do.

@@ -5,6 +5,7 @@
 //! written in one. The file is in WAL mode with `synchronous=FULL`: what was committed is on disk.
 
 pub mod alarms;
+pub mod changes;
 pub mod datastores;
 pub mod disks;
 pub mod events;
@@ -35,6 +36,8 @@ use sqlx::sqlite::{
 use sqlx::{Sqlite, SqliteConnection, Transaction};
 use tokio::sync::watch;
 use vmseal_api::problem::{ErrorCode, Problem};
+
+use self::changes::{Changes, Kinds, Numbers, Written};
 
 /// Connections that read; a request needs one for some milliseconds.
 const READERS: u32 = 4;
@@ -112,8 +115,8 @@ pub struct Store {
     readers: SqlitePool,
     /// The sequence number of the newest event.
     events: watch::Sender<i64>,
-    /// Counts what changes of what is shown; from the time on, so that two runs have no number in common.
-    changes: watch::Sender<u64>,
+    changes: Changes,
+    written: Written,
 }
 
 impl Store {
@@ -132,11 +135,17 @@ impl Store {
         let pool = |connections| {
             SqlitePoolOptions::new().max_connections(connections).acquire_timeout(ACQUIRE_TIMEOUT)
         };
-        let writer = pool(1).connect_with(options.clone()).await?;
+        let written = Written::default();
+        let watched = written.clone();
+        let writer = pool(1).after_connect(move |connection, _| {
+            let watched = watched.clone();
+            Box::pin(async move { watched.watch(connection).await })
+        });
+        let writer = writer.connect_with(options.clone()).await?;
         sqlx::migrate!().run(&writer).await?;
         let readers = pool(READERS).connect_with(options.pragma("query_only", "on")).await?;
-        let changes = watch::Sender::new(jiff::Timestamp::now().as_microsecond().unsigned_abs());
-        let store = Self { writer, readers, events: watch::Sender::new(0), changes };
+        let (events, changes) = (watch::Sender::new(0), Changes::begin());
+        let store = Self { writer, readers, events, changes, written };
         let last = events::last(&mut *store.read().await?).await?;
         store.events.send_replace(last);
         Ok(store)
@@ -156,7 +165,9 @@ impl Store {
     /// [`StoreError::Database`].
     pub async fn write(&self) -> Result<Write<'_>, StoreError> {
         let transaction = self.writer.begin_with("BEGIN IMMEDIATE").await?;
-        Ok(Write { transaction, store: self, newest: None })
+        // Of a transaction that was undone.
+        self.written.take();
+        Ok(Write { transaction, store: self, newest: None, told: Kinds::NONE })
     }
 
     /// Follows the sequence number of the newest event.
@@ -165,15 +176,15 @@ impl Store {
         self.events.subscribe()
     }
 
-    /// Follows the number of changes of what is shown.
+    /// Follows the numbers of changes of what is shown.
     #[must_use]
-    pub fn changes(&self) -> watch::Receiver<u64> {
+    pub fn changes(&self) -> watch::Receiver<Numbers> {
         self.changes.subscribe()
     }
 
     /// Notes that something that is shown, and not in the inventory, has changed.
-    pub fn note_change(&self) {
-        self.changes.send_modify(|count| *count += 1);
+    pub fn note_change(&self, kinds: Kinds) {
+        self.changes.note(kinds);
     }
 
     /// Waits for what is under way, and closes the file.
@@ -188,6 +199,8 @@ pub struct Write<'a> {
     transaction: Transaction<'a, Sqlite>,
     store: &'a Store,
     newest: Option<i64>,
+    /// What its events are about.
+    told: Kinds,
 }
 
 impl Write<'_> {
@@ -196,6 +209,7 @@ impl Write<'_> {
     /// # Errors
     /// [`StoreError::Database`].
     pub async fn event(&mut self, event: events::NewEvent<'_>) -> Result<(), StoreError> {
+        self.told = self.told.and(Kinds::of_event(event.kind));
         self.newest = Some(events::append(&mut self.transaction, event).await?);
         Ok(())
     }
@@ -205,12 +219,13 @@ impl Write<'_> {
     /// # Errors
     /// [`StoreError::Database`]: nothing of it is so.
     pub async fn commit(self) -> Result<(), StoreError> {
+        let written = self.store.written.take();
         self.transaction.commit().await?;
         if let Some(newest) = self.newest {
             // Whoever committed later may have come here first.
             self.store.events.send_modify(|last| *last = newest.max(*last));
         }
-        self.store.note_change();
+        self.store.changes.note(written.and(self.told));
         Ok(())
     }
 }

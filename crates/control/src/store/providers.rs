@@ -1,5 +1,7 @@
 //! Key providers: what is known of them, not their keys.
 
+use std::collections::HashMap;
+
 use sqlx::{FromRow, SqliteConnection};
 use vmseal_api::id::ProviderId;
 use vmseal_api::model::ProviderKind;
@@ -82,6 +84,13 @@ pub async fn default(from: &mut SqliteConnection) -> Result<Option<Provider>, St
     .fetch_optional(from)
     .await?;
     row.map(Provider::try_from).transpose()
+}
+
+/// What key providers are called.
+pub async fn names(from: &mut SqliteConnection) -> Result<HashMap<ProviderId, String>, StoreError> {
+    let rows: Vec<(String, String)> =
+        sqlx::query_as("SELECT id, name FROM providers ORDER BY id").fetch_all(from).await?;
+    rows.into_iter().map(|(id, name)| Ok((parse(&id, "a provider's id")?, name))).collect()
 }
 
 /// Providers in order of their ids.

@@ -8,11 +8,13 @@ use serde::de::DeserializeOwned;
 use tokio::sync::watch;
 use vmseal_api::host::{HostAgent, HostState, VmState};
 use vmseal_api::id::VmId;
+use vmseal_api::model::ChangeKind;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::transfer::Progress;
 
 use crate::hosts::{Hosts, is_silence};
 use crate::providers::Providers;
+use crate::store::changes::Kinds;
 use crate::store::disks::{self, Disk};
 use crate::store::tasks::Task;
 use crate::store::vms::{self, Vm};
@@ -141,7 +143,7 @@ impl Run<'_> {
     /// Shows how far the step is, in bytes; nothing of nothing.
     pub(super) fn show(&self, progress: Progress) {
         if self.live.show(Some(progress).filter(|progress| progress.total > 0)) {
-            self.context.store.note_change();
+            self.context.store.note_change(Kinds::NONE.with(ChangeKind::Task));
         }
     }
 

@@ -11,6 +11,8 @@ use axum::{Extension, Json};
 use serde::Deserialize;
 use utoipa::IntoParams;
 use vmseal_api::model::Changes;
+use vmseal_api::problem::Problem;
+use vmseal_control::services::events::Kinds;
 use vmseal_control::services::{self, Services};
 
 use crate::connections::{self, Connection};
@@ -25,6 +27,8 @@ use crate::request::body::QueryOf;
 pub(super) struct ChangeQuery {
     /// Wait until the change number is another one than this.
     after: Option<u64>,
+    /// Only of these kinds, with commas between: host, datastore, provider, policy, vm, task, event, alarm.
+    kinds: Option<String>,
     /// How long to wait at most, in seconds, at most 25.
     wait_seconds: Option<u32>,
 }
@@ -38,7 +42,16 @@ pub(super) async fn show(
     connection: Option<Extension<Connection>>,
     QueryOf(query): QueryOf<ChangeQuery>,
 ) -> Result<Json<Changes>, Refusal> {
+    let kinds = query.kinds.as_deref().map(kinds_of).transpose()?.unwrap_or_else(Kinds::all);
     let wait = Duration::from_secs(query.wait_seconds.unwrap_or(0).into());
     let _held = if wait.is_zero() { None } else { connections::hold(connection.as_ref())? };
-    Ok(Json(services::events::changes(&control, &caller, query.after, wait).await?))
+    Ok(Json(services::events::changes(&control, &caller, kinds, query.after, wait).await?))
+}
+
+fn kinds_of(list: &str) -> Result<Kinds, Problem> {
+    list.split(',').try_fold(Kinds::NONE, |kinds, name| {
+        let kind = serde_json::from_value(name.into());
+        let unknown = |_| Problem::invalid("kinds", format!("there is no kind '{name}'"));
+        Ok(kinds.with(kind.map_err(unknown)?))
+    })
 }

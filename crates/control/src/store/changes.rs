@@ -1,0 +1,206 @@
+//! What the API shows has changed: a number for each kind of resource, so that whoever waits for one kind is not
+//! woken by another.
+//!
+//! SQLite itself says which tables a transaction has written. What a host or a running task says is in no table;
+//! whoever learns it notes it here.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use sqlx::SqliteConnection;
+use tokio::sync::watch;
+use vmseal_api::model::ChangeKind;
+
+/// A set of kinds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Kinds(u32);
+
+impl Kinds {
+    /// No kind.
+    pub const NONE: Self = Self(0);
+    /// What a host says: how it stands, its VMs and its datastores.
+    pub const OF_HOST: Self =
+        Self::NONE.with(ChangeKind::Host).with(ChangeKind::Vm).with(ChangeKind::Datastore);
+    /// Whatever is not a task or an event. An alarm may be about any of these.
+    const RESOURCES: Self =
+        Self::OF_HOST.with(ChangeKind::Provider).with(ChangeKind::Policy).with(ChangeKind::Alarm);
+
+    /// All kinds.
+    #[must_use]
+    pub fn all() -> Self {
+        ChangeKind::ALL.iter().fold(Self::NONE, |kinds, kind| kinds.with(*kind))
+    }
+
+    /// These and one more.
+    #[must_use]
+    pub const fn with(self, kind: ChangeKind) -> Self {
+        Self(self.0 | 1 << kind as u32)
+    }
+
+    /// These and those.
+    #[must_use]
+    pub const fn and(self, others: Self) -> Self {
+        Self(self.0 | others.0)
+    }
+
+    fn has(self, kind: usize) -> bool {
+        self.0 & 1 << kind != 0
+    }
+
+    /// What rows of a table are about.
+    fn of_table(table: &str) -> Self {
+        match table {
+            "hosts" => Self::NONE.with(ChangeKind::Host),
+            "datastores" | "datastore_hosts" => Self::NONE.with(ChangeKind::Datastore),
+            "providers" | "kmip_servers" | "kmip_clients" => Self::NONE.with(ChangeKind::Provider),
+            "policies" => Self::NONE.with(ChangeKind::Policy),
+            "vms" | "placements" | "disks" | "volumes" => Self::NONE.with(ChangeKind::Vm),
+            "tasks" | "task_claims" => Self::NONE.with(ChangeKind::Task),
+            "alarms" => Self::RESOURCES,
+            "events" => Self::NONE.with(ChangeKind::Event),
+            _ => Self::NONE,
+        }
+    }
+
+    /// What an event is about, by its kind: `provider.unlocked` tells of what is in no table.
+    pub(super) fn of_event(kind: &str) -> Self {
+        let noun = kind.split('.').next().unwrap_or(kind);
+        match noun {
+            "host" => Self::OF_HOST,
+            "datastore" => Self::NONE.with(ChangeKind::Datastore),
+            "provider" | "key" => Self::NONE.with(ChangeKind::Provider),
+            "policy" => Self::NONE.with(ChangeKind::Policy),
+            "vm" | "disk" => Self::NONE.with(ChangeKind::Vm),
+            _ => Self::NONE,
+        }
+    }
+}
+
+/// The number of the last change of each kind.
+#[derive(Clone, Copy, Debug)]
+pub struct Numbers([u64; ChangeKind::ALL.len()]);
+
+impl Numbers {
+    /// The number of the last change of any of these.
+    #[must_use]
+    pub fn of(&self, kinds: Kinds) -> u64 {
+        let of = self.0.iter().enumerate().filter(|(kind, _)| kinds.has(*kind));
+        of.map(|(_, number)| *number).max().unwrap_or(0)
+    }
+
+    fn note(&mut self, kinds: Kinds) {
+        let next = self.of(Kinds::all()) + 1;
+        let of = self.0.iter_mut().enumerate().filter(|(kind, _)| kinds.has(*kind));
+        of.for_each(|(_, number)| *number = next);
+    }
+}
+
+/// The numbers, for those who wait for another one.
+pub(super) struct Changes(watch::Sender<Numbers>);
+
+impl Changes {
+    /// Numbers from the time on, so that two runs of a server have none in common.
+    pub(super) fn begin() -> Self {
+        let now = jiff::Timestamp::now().as_microsecond().unsigned_abs();
+        Self(watch::Sender::new(Numbers([now; ChangeKind::ALL.len()])))
+    }
+
+    pub(super) fn note(&self, kinds: Kinds) {
+        if kinds != Kinds::NONE {
+            self.0.send_modify(|numbers| numbers.note(kinds));
+        }
+    }
+
+    pub(super) fn subscribe(&self) -> watch::Receiver<Numbers> {
+        self.0.subscribe()
+    }
+}
+
+/// What the transaction of a connection has written so far.
+#[derive(Clone, Default)]
+pub(super) struct Written(Arc<AtomicU32>);
+
+impl Written {
+    /// Notes from now on what a connection writes.
+    ///
+    /// # Errors
+    /// The connection's worker has ended.
+    pub(super) async fn watch(&self, connection: &mut SqliteConnection) -> Result<(), sqlx::Error> {
+        let written = Arc::clone(&self.0);
+        connection.lock_handle().await?.set_update_hook(move |update| {
+            written.fetch_or(Kinds::of_table(update.table).0, Ordering::Relaxed);
+        });
+        Ok(())
+    }
+
+    /// What was written since the last call.
+    pub(super) fn take(&self) -> Kinds {
+        Kinds(self.0.swap(0, Ordering::Relaxed))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::store::events::NewEvent;
+    use crate::store::{Store, Write};
+
+    use super::*;
+
+    async fn write(store: &Store, change: impl AsyncFnOnce(&mut Write<'_>)) {
+        let mut write = store.write().await.unwrap();
+        change(&mut write).await;
+        write.commit().await.unwrap();
+    }
+
+    /// The kinds of which there is another number.
+    fn changed(before: Numbers, now: Numbers) -> Vec<ChangeKind> {
+        let differ = |kind: &&ChangeKind| {
+            let kind = Kinds::NONE.with(**kind);
+            before.of(kind) != now.of(kind)
+        };
+        ChangeKind::ALL.iter().filter(differ).copied().collect()
+    }
+
+    #[tokio::test]
+    async fn whoever_waits_for_one_kind_is_not_woken_by_another() {
+        let directory = tempfile::tempdir().unwrap();
+        let store = Store::open(&directory.path().join("db")).await.unwrap();
+        let numbers = || *store.changes().borrow();
+        let before = numbers();
+        write(&store, async |write| {
+            sqlx::query("INSERT INTO hosts (id, name, address) VALUES ('h', 'h', 'h')")
+                .execute(&mut **write)
+                .await
+                .unwrap();
+        })
+        .await;
+        assert_eq!(changed(before, numbers()), [ChangeKind::Host]);
+
+        let before = numbers();
+        write(&store, async |write| {
+            let unlocked =
+                NewEvent { kind: "provider.unlocked", actor: "a", target: "t", detail: "" };
+            write.event(unlocked).await.unwrap();
+        })
+        .await;
+        assert_eq!(changed(before, numbers()), [ChangeKind::Provider, ChangeKind::Event]);
+
+        let before = numbers();
+        write(&store, async |_| {}).await;
+        assert_eq!(changed(before, numbers()), []);
+
+        // What is taken back is no change, not even of the next transaction.
+        let mut taken_back = store.write().await.unwrap();
+        sqlx::query("DELETE FROM hosts WHERE id = 'h'").execute(&mut *taken_back).await.unwrap();
+        drop(taken_back);
+        write(&store, async |write| {
+            sqlx::query("INSERT INTO users VALUES ('u', 't')").execute(&mut **write).await.unwrap();
+        })
+        .await;
+        assert_eq!(changed(before, numbers()), []);
+
+        store.note_change(Kinds::NONE.with(ChangeKind::Task));
+        assert_eq!(changed(before, numbers()), [ChangeKind::Task]);
+        assert_ne!(before.of(Kinds::all()), numbers().of(Kinds::all()));
+    }
+}
