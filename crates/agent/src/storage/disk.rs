@@ -49,7 +49,7 @@ pub struct Recipe {
 
 /// What an import needs of the host.
 #[derive(Clone)]
-pub struct Workshop {
+pub struct DiskBuilder {
     /// The filter program.
     pub filter: Arc<File>,
     /// Whom it may run as.
@@ -72,7 +72,7 @@ pub fn internal(error: impl std::fmt::Display) -> Problem {
 /// What is wrong; nothing half-made is left then.
 pub async fn create(
     recipe: Recipe,
-    workshop: &Workshop,
+    builder: &DiskBuilder,
     progress: impl Fn(u64, u64) + Send,
     cancelled: oneshot::Receiver<()>,
 ) -> Result<DiskFacts, Problem> {
@@ -80,18 +80,18 @@ pub async fn create(
     let DatastoreLocation::Dir { path } = place.location.clone();
     let home = patience::look(&path, move || Home::of(&place, vm)).await?;
     // Not free for another process before this one's is gone.
-    let slot = workshop.users.take().ok_or_else(too_many)?;
-    let result = make(recipe, &home, workshop, &slot, progress, cancelled).await;
+    let slot = builder.users.take().ok_or_else(too_many)?;
+    let result = make(recipe, &home, builder, &slot, progress, cancelled).await;
     if result.is_err() {
-        discard(&home, workshop, vm, &made).await;
+        discard(&home, builder, vm, &made).await;
     }
     result
 }
 
 /// Removes what an attempt has left; the filter that held the image's lock goes first.
-async fn discard(home: &Home, workshop: &Workshop, vm: VmId, made: &DiskSpec) {
+async fn discard(home: &Home, builder: &DiskBuilder, vm: VmId, made: &DiskSpec) {
     let disk = made.disk;
-    if let Err(error) = workshop.directory.sweep().await {
+    if let Err(error) = builder.directory.sweep().await {
         tracing::warn!(%vm, %disk, %error, "cannot remove an import's directory");
     }
     let image = home.clone();
@@ -107,12 +107,12 @@ async fn discard(home: &Home, workshop: &Workshop, vm: VmId, made: &DiskSpec) {
 async fn make(
     recipe: Recipe,
     home: &Home,
-    workshop: &Workshop,
+    builder: &DiskBuilder,
     slot: &Slot,
     progress: impl Fn(u64, u64) + Send,
     mut cancelled: oneshot::Receiver<()>,
 ) -> Result<DiskFacts, Problem> {
-    let image = open_source(recipe.source.clone(), &recipe.disk, &workshop.transfer).await?;
+    let image = open_source(recipe.source.clone(), &recipe.disk, &builder.transfer).await?;
     let (spec, disk) = (recipe.spec.clone(), recipe.disk.clone());
     let vm = spec.vm;
     let place = home.clone();
@@ -142,7 +142,7 @@ async fn make(
             image,
         };
         tokio::select! {
-            filled = filling.run(from, workshop, slot, progress) => {
+            filled = filling.run(from, builder, slot, progress) => {
                 filled.map_err(|problem| told_if_full(home, problem))?;
             }
             Ok(()) = cancelled => return Err(removed_meanwhile()),
@@ -501,7 +501,7 @@ mod tests {
     use std::fs::OpenOptions;
     use std::os::unix::fs::{FileExt, MetadataExt};
 
-    use vmseal_api::host::DatastoreSpec;
+    use vmseal_api::host::{DatastoreSpec, Device};
     use vmseal_api::id::{DatastoreId, DiskId};
     use vmseal_api::transfer::ImageFormat;
     use vmseal_secret::KEK_LEN;
@@ -511,7 +511,7 @@ mod tests {
 
     struct Bench {
         _directory: tempfile::TempDir,
-        workshop: Workshop,
+        builder: DiskBuilder,
         spec: VmSpec,
         kek: SecretBytes,
     }
@@ -527,28 +527,30 @@ mod tests {
         let kek = SecretBytes::random(KEK_LEN).unwrap();
         let mut spec = crate::process::run_dir::tests::spec();
         spec.key = Some(keys::reference_of(&kek, spec.vm, "k"));
-        spec.disks = [true, false]
-            .map(|encrypted| DiskSpec {
-                disk: DiskId::new(),
-                name: "d".to_owned(),
-                datastore: place.clone(),
-                size: 1 << 20,
-                encrypted,
-                allocation: Allocation::Thin,
-                limits: Default::default(),
-                cache: None,
-                replica: None,
-                facts: None,
+        spec.devices = [true, false]
+            .map(|encrypted| {
+                Device::Disk(DiskSpec {
+                    disk: DiskId::new(),
+                    name: "d".to_owned(),
+                    datastore: place.clone(),
+                    size: 1 << 20,
+                    encrypted,
+                    allocation: Allocation::Thin,
+                    limits: Default::default(),
+                    cache: None,
+                    replica: None,
+                    facts: None,
+                })
             })
             .into();
         let run = crate::process::run_dir::RunDir::open(&directory.path().join("run")).unwrap();
-        let workshop = Workshop {
+        let builder = DiskBuilder {
             filter: Arc::new(File::open("/bin/false").unwrap()),
             users: Users::new(None),
             directory: run.import(DiskId::new()),
             transfer: TransferDirectories::anywhere(),
         };
-        Bench { _directory: directory, workshop, spec, kek }
+        Bench { _directory: directory, builder, spec, kek }
     }
 
     impl Bench {
@@ -562,18 +564,24 @@ mod tests {
             source: Option<ImageSource>,
         ) -> Result<DiskFacts, Problem> {
             let kek = Some(self.kek.try_clone().unwrap());
-            let disk = self.spec.disks[index].clone();
+            let disk = self.spec.disk_at(index).unwrap().clone();
             let recipe = Recipe { spec: self.spec.clone(), disk, kek, source };
             let (_running, cancelled) = oneshot::channel();
-            create(recipe, &self.workshop, |_, _| {}, cancelled).await
+            create(recipe, &self.builder, |_, _| {}, cancelled).await
         }
 
         fn open(&self, index: usize, facts: &DiskFacts) -> Result<Open, Problem> {
-            open(&self.spec, &self.spec.disks[index], facts, Some(&self.kek), Access::Write)
+            open(
+                &self.spec,
+                self.spec.disk_at(index).unwrap(),
+                facts,
+                Some(&self.kek),
+                Access::Write,
+            )
         }
 
         fn image(&self, index: usize) -> File {
-            let disk = &self.spec.disks[index];
+            let disk = self.spec.disk_at(index).unwrap();
             let path = Home::of(&disk.datastore, self.spec.vm).unwrap().image(disk.disk);
             OpenOptions::new().read(true).write(true).open(path).unwrap()
         }
@@ -601,24 +609,27 @@ mod tests {
     async fn a_preallocated_disk_has_all_its_room_and_one_that_does_not_fit_leaves_nothing() {
         let mut bench = bench();
         for (index, header) in [(0, vmseal_luks::DATA_OFFSET), (1, 0)] {
-            let disk = &mut bench.spec.disks[index];
+            let disk = bench.spec.disk_at_mut(index).unwrap();
             disk.allocation = Allocation::Preallocated;
             disk.size = 8 << 20;
             bench.create(index).await.unwrap();
             let metadata = bench.image(index).metadata().unwrap();
             assert_eq!(metadata.len(), header + (8 << 20));
             assert!(metadata.blocks() * 512 >= metadata.len(), "{} blocks", metadata.blocks());
-            let home = Home::of(&bench.spec.disks[index].datastore, bench.spec.vm).unwrap();
-            home.delete(bench.spec.disks[index].disk).unwrap();
+            let home =
+                Home::of(&bench.spec.disk_at(index).unwrap().datastore, bench.spec.vm).unwrap();
+            home.delete(bench.spec.disk_at(index).unwrap().disk).unwrap();
 
-            bench.spec.disks[index].size = 1 << 60;
+            bench.spec.disk_at_mut(index).unwrap().size = 1 << 60;
             let problem = bench.create(index).await.unwrap_err();
             assert_eq!(problem.code, ErrorCode::NoSpace, "{problem}");
-            assert!(!home.image(bench.spec.disks[index].disk).parent().unwrap().exists());
+            assert!(
+                !home.image(bench.spec.disk_at(index).unwrap().disk).parent().unwrap().exists()
+            );
         }
         // The same, thin: the room is not asked for.
-        bench.spec.disks[1].allocation = Allocation::Thin;
-        bench.spec.disks[1].size = 1 << 40;
+        bench.spec.disk_at_mut(1).unwrap().allocation = Allocation::Thin;
+        bench.spec.disk_at_mut(1).unwrap().size = 1 << 40;
         bench.create(1).await.unwrap();
         assert!(bench.image(1).metadata().unwrap().blocks() < 100);
     }
@@ -626,8 +637,8 @@ mod tests {
     #[tokio::test]
     async fn the_making_of_a_preallocated_disk_shows_how_far_it_is_and_can_be_ended() {
         let bench = bench();
-        let home = Home::of(&bench.spec.disks[1].datastore, bench.spec.vm).unwrap();
-        let disk = &bench.spec.disks[1];
+        let home = Home::of(&bench.spec.disk_at(1).unwrap().datastore, bench.spec.vm).unwrap();
+        let disk = bench.spec.disk_at(1).unwrap();
         let length = ALLOCATION_STEP + 4096;
         let file = home.begin(&bench.spec, disk, length).unwrap();
         let seen = std::sync::Mutex::new(Vec::new());
@@ -689,7 +700,7 @@ mod tests {
         std::fs::write(&overlay, header).unwrap();
         let from =
             |path: &std::path::Path, format| Some(ImageSource { path: path.to_owned(), format });
-        let disk = &bench.spec.disks[1];
+        let disk = bench.spec.disk_at(1).unwrap();
         let home = Home::of(&disk.datastore, bench.spec.vm).unwrap();
         for source in [None, from(&whole, ImageFormat::Raw)] {
             examine(disk.clone(), source, anywhere).await.unwrap();
@@ -736,8 +747,8 @@ mod tests {
                 .await
                 .unwrap_err();
             assert_eq!(problem.code, code, "{problem}");
-            let home = Home::of(&bench.spec.disks[0].datastore, bench.spec.vm).unwrap();
-            let left = home.image(bench.spec.disks[0].disk);
+            let home = Home::of(&bench.spec.disk_at(0).unwrap().datastore, bench.spec.vm).unwrap();
+            let left = home.image(bench.spec.disk_at(0).unwrap().disk);
             assert!(!left.parent().unwrap().exists(), "{problem}");
         }
     }

@@ -223,7 +223,7 @@ impl Home {
         let is_replica = |disk: &DiskSpec| {
             disk.replica.as_ref().is_some_and(|replica| replica.datastore == *here)
         };
-        let disks = spec.disks.iter().filter_map(|disk| {
+        let disks = spec.disks().filter_map(|disk| {
             let kind = if disk.datastore == *here {
                 "raw"
             } else if is_replica(disk) {
@@ -481,7 +481,7 @@ fn remove_if_there(path: &Path) -> Result<(), Problem> {
 mod tests {
     use std::os::unix::fs::{MetadataExt, PermissionsExt};
 
-    use vmseal_api::host::{Allocation, DatastoreLocation};
+    use vmseal_api::host::{Allocation, DatastoreLocation, Device};
     use vmseal_api::id::DatastoreId;
 
     use super::*;
@@ -497,25 +497,27 @@ mod tests {
     /// A VM with two disks, and their home.
     fn home(place: &DatastoreSpec) -> (Home, VmSpec) {
         let mut spec = crate::process::run_dir::tests::spec();
-        spec.disks = [4096, 1 << 30]
-            .map(|size| DiskSpec {
-                disk: DiskId::new(),
-                name: "d".to_owned(),
-                datastore: place.clone(),
-                size,
-                encrypted: false,
-                allocation: Allocation::Thin,
-                limits: Default::default(),
-                cache: None,
-                replica: None,
-                facts: None,
+        spec.devices = [4096, 1 << 30]
+            .map(|size| {
+                Device::Disk(DiskSpec {
+                    disk: DiskId::new(),
+                    name: "d".to_owned(),
+                    datastore: place.clone(),
+                    size,
+                    encrypted: false,
+                    allocation: Allocation::Thin,
+                    limits: Default::default(),
+                    cache: None,
+                    replica: None,
+                    facts: None,
+                })
             })
             .into();
         (Home::of(place, spec.vm).unwrap(), spec)
     }
 
     fn begin(home: &Home, spec: &VmSpec, index: usize) -> Result<File, Problem> {
-        home.begin(spec, &spec.disks[index], spec.disks[index].size)
+        home.begin(spec, spec.disk_at(index).unwrap(), spec.disk_at(index).unwrap().size)
     }
 
     #[test]
@@ -523,7 +525,7 @@ mod tests {
         let (_directory, spec) = datastore();
         probe(&spec).unwrap();
         let (home, vm) = home(&spec);
-        let disk = vm.disks[1].disk;
+        let disk = vm.disk_at(1).unwrap().disk;
         let file = begin(&home, &vm, 1).unwrap();
         assert!(home.open(disk).unwrap().is_none(), "it was there before it was whole");
         assert_eq!(begin(&home, &vm, 1).unwrap_err().code, ErrorCode::InUse);
@@ -546,7 +548,7 @@ mod tests {
         let (_directory, spec) = datastore();
         probe(&spec).unwrap();
         let (home, vm) = home(&spec);
-        let disk = vm.disks[0].disk;
+        let disk = vm.disk_at(0).unwrap().disk;
         home.finish(disk, &begin(&home, &vm, 0).unwrap()).unwrap();
         let readers = [home.open_to_read(disk).unwrap(), home.open_to_read(disk).unwrap()];
         assert!(readers.iter().all(Option::is_some));
@@ -564,7 +566,7 @@ mod tests {
         let (_directory, spec) = datastore();
         probe(&spec).unwrap();
         let (home, vm) = home(&spec);
-        let disk = vm.disks[0].disk;
+        let disk = vm.disk_at(0).unwrap().disk;
         let file = begin(&home, &vm, 0).unwrap();
         let mut child = std::process::Command::new("sleep")
             .arg("60")
@@ -596,7 +598,7 @@ mod tests {
         let (_directory, spec) = datastore();
         probe(&spec).unwrap();
         let (home, vm) = home(&spec);
-        let (dead, alive) = (vm.disks[0].disk, vm.disks[1].disk);
+        let (dead, alive) = (vm.disk_at(0).unwrap().disk, vm.disk_at(1).unwrap().disk);
         drop(begin(&home, &vm, 0).unwrap());
         let _file = begin(&home, &vm, 1).unwrap();
         probe(&spec).unwrap();
@@ -629,7 +631,7 @@ mod tests {
                 // The sweep may hold its lock for a moment.
                 let Ok(file) = begin(&home, &vm, 0) else { continue };
                 std::thread::yield_now();
-                let there = home.creating(vm.disks[0].disk).metadata().map(|it| it.ino());
+                let there = home.creating(vm.disk_at(0).unwrap().disk).metadata().map(|it| it.ino());
                 assert_eq!(there.ok(), Some(file.metadata().unwrap().ino()));
             }
             done.store(true, std::sync::atomic::Ordering::Relaxed);
@@ -641,7 +643,7 @@ mod tests {
         let (_directory, spec) = datastore();
         probe(&spec).unwrap();
         let (home, vm) = home(&spec);
-        let disk = vm.disks[0].disk;
+        let disk = vm.disk_at(0).unwrap().disk;
         let note: Note = serde_json::from_str(NOTE).unwrap();
         assert_eq!(serde_json::to_string(&note).unwrap(), NOTE);
         drop(begin(&home, &vm, 0).unwrap());
@@ -680,7 +682,7 @@ mod tests {
                 scope.spawn(move || {
                     for _ in 0..100 {
                         drop(begin(home, vm, index).unwrap());
-                        home.discard(vm.disks[index].disk).unwrap();
+                        home.discard(vm.disk_at(index).unwrap().disk).unwrap();
                     }
                 });
             }

@@ -337,6 +337,7 @@ fn copy(image: &File, replica: &File, length: u64) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use std::path::{Path, PathBuf};
+    use vmseal_api::host::Device;
 
     use nix::fcntl::{FcntlArg, OFlag, fcntl};
     use vmseal_api::host::Allocation;
@@ -370,7 +371,7 @@ mod tests {
             };
             let mut spec = crate::process::run_dir::tests::spec();
             let replica = ReplicaPlace { datastore: place("second"), bytes_per_second: 1 << 20 };
-            spec.disks = vec![DiskSpec {
+            spec.devices = vec![Device::Disk(DiskSpec {
                 disk: DiskId::new(),
                 name: "d".to_owned(),
                 datastore: place("first"),
@@ -381,20 +382,22 @@ mod tests {
                 cache: None,
                 replica: Some(replica),
                 facts: None,
-            }];
-            let home = Home::of(&spec.disks[0].datastore, spec.vm).unwrap();
-            let image = home.begin(&spec, &spec.disks[0], OFFSET + SIZE).unwrap();
+            })];
+            let home = Home::of(&spec.disk_at(0).unwrap().datastore, spec.vm).unwrap();
+            let image = home.begin(&spec, spec.disk_at(0).unwrap(), OFFSET + SIZE).unwrap();
             image.write_all_at(&[7; OFFSET as usize], 0).unwrap();
             // As filters that fill disks leave it, where the file system can.
             let _ = fcntl(&image, FcntlArg::F_SETFL(OFlag::O_DIRECT));
-            drop(for_writer(&spec, &spec.disks[0], &image, OFFSET).await.unwrap().unwrap());
+            drop(
+                for_writer(&spec, spec.disk_at(0).unwrap(), &image, OFFSET).await.unwrap().unwrap(),
+            );
             fcntl(&image, FcntlArg::F_SETFL(OFlag::empty())).unwrap();
-            home.finish(spec.disks[0].disk, &image).unwrap();
+            home.finish(spec.disk_at(0).unwrap().disk, &image).unwrap();
             Self { directory, spec, image }
         }
 
         fn disk(&self) -> &DiskSpec {
-            &self.spec.disks[0]
+            self.spec.disk_at(0).unwrap()
         }
 
         fn home(&self) -> Home {
@@ -624,7 +627,7 @@ mod tests {
         std::fs::create_dir(bench.replica()).unwrap();
         let Bench { directory, spec, image } = bench;
         drop(image);
-        delete_with(spec.vm, &spec.disks[0]).await.unwrap();
+        delete_with(spec.vm, spec.disk_at(0).unwrap()).await.unwrap();
         assert_eq!(std::fs::read_dir(directory.path().join("first")).unwrap().count(), 1);
     }
 
@@ -633,7 +636,7 @@ mod tests {
         let Bench { directory, spec, image } = Bench::new().await;
         std::fs::remove_dir_all(directory.path().join("second")).unwrap();
         drop(image);
-        delete_with(spec.vm, &spec.disks[0]).await.unwrap();
+        delete_with(spec.vm, spec.disk_at(0).unwrap()).await.unwrap();
         assert_eq!(std::fs::read_dir(directory.path().join("first")).unwrap().count(), 1);
     }
 }

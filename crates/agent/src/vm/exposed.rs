@@ -23,13 +23,13 @@ use vmseal_api::id::DiskId;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_secret::SecretBytes;
 
-use super::jobs::{Progress, Report};
 use super::running::disk_errors;
+use super::workers::{Progress, Report};
 use super::{Reply, internal};
 use crate::filter::{self, Control, FilterError};
 use crate::process::Process;
 use crate::process::run_dir::ProcessDir;
-use crate::storage::disk::{self, Workshop};
+use crate::storage::disk::{self, DiskBuilder};
 use crate::storage::locked::Access;
 use crate::storage::replica;
 
@@ -93,13 +93,13 @@ impl Exposure {
     /// Serves until it ends; the holder's stream is to be kept until the disk is known to be free.
     pub async fn serve(
         self,
-        workshop: Workshop,
+        builder: DiskBuilder,
         show: Progress,
         mut cancelled: oneshot::Receiver<()>,
     ) -> Option<DuplexStream> {
         let Self { disk, source, holder, mut visitors } = self;
         let holder =
-            serve(disk, source, holder, &mut visitors, (workshop, show), &mut cancelled).await;
+            serve(disk, source, holder, &mut visitors, (builder, show), &mut cancelled).await;
         // Who came too late.
         visitors.close();
         while let Ok(visitor) = visitors.try_recv() {
@@ -115,7 +115,7 @@ async fn serve(
     source: Source,
     holder: Reply<ConsoleStream>,
     visitors: &mut mpsc::Receiver<Reply<ConsoleStream>>,
-    (workshop, show): (Workshop, Progress),
+    (builder, show): (DiskBuilder, Progress),
     cancelled: &mut oneshot::Receiver<()>,
 ) -> Option<DuplexStream> {
     let order = match source {
@@ -126,10 +126,10 @@ async fn serve(
             return Some(held.holder);
         }
     };
-    let directory = &workshop.directory;
+    let directory = &builder.directory;
     let spec = order.spec.clone();
     let started = tokio::select! {
-        started = start(*order, &workshop) => started,
+        started = start(*order, &builder) => started,
         _ = &mut *cancelled => Err(Problem::new(ErrorCode::Cancelled, "it was called off")),
     };
     match started {
@@ -176,10 +176,10 @@ fn admit(holder: Reply<ConsoleStream>) -> DuplexStream {
 
 async fn start(
     order: Order,
-    workshop: &Workshop,
+    builder: &DiskBuilder,
 ) -> Result<(Process, crate::process::users::Slot), Problem> {
-    let slot = workshop.users.take().ok_or_else(disk::too_many)?;
-    let directory = &workshop.directory;
+    let slot = builder.users.take().ok_or_else(disk::too_many)?;
+    let directory = &builder.directory;
     // Whatever an earlier attempt has left running lets go of the disk.
     directory.renew().await.map_err(internal)?;
     let Order { spec, disk, facts, kek, writable } = order;
@@ -207,7 +207,7 @@ async fn start(
         replica,
     };
     let (process, keys) =
-        filter::start(&workshop.filter, vm, directory, vec![served], slot.filter())
+        filter::start(&builder.filter, vm, directory, vec![served], slot.filter())
             .map_err(internal)?;
     Control::of(directory).ready(&process, directory).await.map_err(internal)?;
     drop(keys);

@@ -36,6 +36,7 @@ use crate::process::run_dir::ProcessDir;
 use crate::process::run_record::{Record, Unreadable};
 use crate::process::users::Slot;
 use crate::rules;
+use crate::rules::exclusion::{Action, Situation};
 
 /// How often it is looked after: connected to again, or its process looked for.
 const INTERVAL: Duration = Duration::from_secs(10);
@@ -111,7 +112,7 @@ impl LeftRunning {
             died: None,
             disks: Vec::new(),
             notices: vec![Notice { code: NoticeCode::NotAdopted, disk: None, detail }],
-            exports: Vec::new(),
+            jobs: Vec::new(),
             request_id: None,
         };
         self.shared.board.post(self.spec.vm, Some(state));
@@ -191,7 +192,7 @@ impl LeftRunning {
         match call {
             Call::Register(spec, to) => drop(to.send(self.register(spec))),
             Call::Unregister(to) => {
-                drop(to.send(rules::may_unregister(&self.spec, Power::Running)));
+                drop(to.send(self.situation().may(Action::Unregister, None).map(drop)));
             }
             Call::OfferKey(key, to) => drop(to.send(self.offer_key(&key))),
             // It runs.
@@ -208,15 +209,22 @@ impl LeftRunning {
                 });
             }
             Call::ChangeKeys(_, _, to) => drop(to.send(Err(self.refusal()))),
-            Call::CreateDisk(_, _, to) | Call::DeleteDisk(_, to) => {
-                drop(to.send(Err(self.refusal())));
-            }
-            Call::ExportDisk(_, _, _, to) => drop(to.send(Err(self.refusal()))),
+            Call::DeleteDisk(_, to)
+            | Call::ExamineJob(_, to)
+            | Call::PutJob(_, _, to)
+            | Call::CommitJob(_, _, to)
+            | Call::CancelJob(_, _, to) => drop(to.send(Err(self.refusal()))),
+            Call::Job(_, to) => drop(to.send(Err(self.refusal()))),
             Call::Console(_, to) | Call::Expose(_, _, to) => drop(to.send(Err(self.refusal()))),
             Call::Bitmaps(_, _, to) => drop(to.send(Err(self.refusal()))),
             Call::Replica(_, to) => drop(to.send(Err(self.refusal()))),
         }
         None
+    }
+
+    fn situation(&self) -> Situation<'_> {
+        let (power, changing_keys, disks) = (Power::Running, false, Vec::new());
+        Situation { spec: &self.spec, power, changing_keys, disks }
     }
 
     fn refusal(&self) -> Problem {
@@ -226,7 +234,9 @@ impl LeftRunning {
     /// The server says what the VM is, which an unreadable record does not.
     fn register(&mut self, spec: VmSpec) -> Result<(), Problem> {
         if let Why::Processes(..) = self.why {
-            rules::may_register(&self.spec, &spec, Power::Running)?;
+            if self.spec != spec {
+                self.situation().may(Action::Register, None)?;
+            }
         }
         if self.spec.key != spec.key {
             self.kek = None;
@@ -349,7 +359,7 @@ impl LeftRunning {
 
 /// What is known of a VM whose record cannot be read, until the server registers it.
 pub fn unknown_spec(vm: VmId) -> VmSpec {
-    VmSpec { vm, name: vm.to_string(), vcpus: 1, memory: 0, key: None, disks: Vec::new() }
+    VmSpec { vm, name: vm.to_string(), vcpus: 1, memory: 0, key: None, devices: Vec::new() }
 }
 
 async fn ended(qemu: Option<&Process>) {

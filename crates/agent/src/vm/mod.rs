@@ -19,13 +19,13 @@ mod adopt;
 pub(crate) mod board;
 mod exposed;
 mod images;
-mod jobs;
 mod left_running;
 mod owner;
 mod running;
 mod service;
 mod start;
 pub(crate) mod vms;
+mod workers;
 
 use std::fs::File;
 use std::sync::Arc;
@@ -33,10 +33,10 @@ use std::sync::Arc;
 use tokio::sync::{mpsc, oneshot};
 use vmseal_api::filter::{BitmapChange, BitmapStatus, ReplicaStatus};
 use vmseal_api::host::{
-    Accelerator, ConsoleClaim, ConsoleStream, ExportSpec, ExportStep, Exposing, ImageSource,
-    KeyReference, PowerOff, SealedKey, Stopped, VmSpec,
+    Accelerator, ConsoleClaim, ConsoleStream, Exposing, JobSpec, JobStatus, KeyReference, PowerOff,
+    SealedKey, Stopped, VmSpec,
 };
-use vmseal_api::id::{DiskId, VmId};
+use vmseal_api::id::{DiskId, TaskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request_id::{self, RequestId};
 
@@ -89,12 +89,18 @@ pub enum Call {
     OfferKey(SealedKey, Reply<()>),
     /// To see to the keys of its disks, which it is registered with this one for.
     ChangeKeys(KeyReference, Box<Change>, Reply<()>),
-    /// To make a disk.
-    CreateDisk(DiskId, Option<ImageSource>, Reply<()>),
     /// To remove a disk.
     DeleteDisk(DiskId, Reply<()>),
-    /// To take a step of an export.
-    ExportDisk(DiskId, ExportStep, ExportSpec, Reply<()>),
+    /// Whether a job could be put.
+    ExamineJob(JobSpec, Reply<()>),
+    /// To begin a task's job, or to go on with it.
+    PutJob(TaskId, JobSpec, Reply<()>),
+    /// How far a task's job is.
+    Job(TaskId, Reply<JobStatus>),
+    /// To finish a task's job.
+    CommitJob(TaskId, JobSpec, Reply<()>),
+    /// To stop a task's job.
+    CancelJob(TaskId, JobSpec, Reply<()>),
     /// To start.
     PowerOn(Reply<()>),
     /// To stop.

@@ -225,7 +225,7 @@ fn unserved(status: &FilterStatus, left: &mut bool) -> Option<String> {
 fn troubles(spec: &VmSpec, status: &FilterStatus) -> Vec<Notice> {
     let trouble = disk_errors(spec, status);
     let behind = status.disks.iter().filter_map(|disk| {
-        let known = spec.disks.iter().find(|known| known.disk == disk.disk)?;
+        let known = spec.disks().find(|known| known.disk == disk.disk)?;
         let place = known.replica.as_ref()?;
         let detail = match &disk.replica {
             Some(replica) => {
@@ -250,7 +250,7 @@ pub fn disk_errors<'a>(
 ) -> impl Iterator<Item = Notice> + 'a {
     status.disks.iter().filter_map(|disk| {
         let trouble = disk.trouble.as_ref()?;
-        let known = spec.disks.iter().find(|known| known.disk == disk.disk)?;
+        let known = spec.disks().find(|known| known.disk == disk.disk)?;
         let DatastoreLocation::Dir { path } = &known.datastore.location;
         let detail = format!(
             "disk '{}' answers with errors: {trouble}. See that {} is there, has room and works; the guest, if it runs, goes on",
@@ -300,7 +300,7 @@ mod tests {
     #[test]
     fn a_replica_that_is_not_kept_up_is_told_of_and_one_that_is_is_not() {
         use vmseal_api::filter::ReplicaStatus;
-        use vmseal_api::host::{DatastoreSpec, DiskSpec};
+        use vmseal_api::host::{DatastoreSpec, Device, DiskSpec};
         use vmseal_api::id::DatastoreId;
         use vmseal_api::replica::ReplicaPlace;
         let place = |path: &str| DatastoreSpec {
@@ -309,7 +309,7 @@ mod tests {
         };
         let replica = ReplicaPlace { datastore: place("/two"), bytes_per_second: 1 << 20 };
         let mut spec = crate::process::run_dir::tests::spec();
-        spec.disks = vec![DiskSpec {
+        spec.devices = vec![Device::Disk(DiskSpec {
             disk: DiskId::new(),
             name: "d".to_owned(),
             datastore: place("/one"),
@@ -320,13 +320,13 @@ mod tests {
             cache: None,
             replica: Some(replica),
             facts: None,
-        }];
+        })];
         let status = |replica| FilterStatus {
             version: vmseal_api::filter::VERSION,
             pid: 1,
             vm: spec.vm,
             disks: vec![DiskStatus {
-                disk: spec.disks[0].disk,
+                disk: spec.disk_at(0).unwrap().disk,
                 state: DiskActivity::Connected,
                 counters: DiskCounters::default(),
                 trouble: None,

@@ -214,7 +214,7 @@ pub async fn wait_connected(control: &Control, spec: &VmSpec) -> Result<(), Prob
 }
 
 fn name(spec: &VmSpec, disk: DiskId) -> String {
-    let known = spec.disks.iter().find(|known| known.disk == disk);
+    let known = spec.disks().find(|known| known.disk == disk);
     known.map_or_else(|| disk.to_string(), |known| known.name.clone())
 }
 

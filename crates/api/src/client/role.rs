@@ -11,7 +11,7 @@ use rustls::{CertificateError, DigitallySignedStruct, OtherError, RootCertStore,
 use x509_parser::extensions::GeneralName;
 use x509_parser::prelude::{FromDer, X509Certificate};
 
-use super::host_client::HOSTS_DOMAIN;
+use crate::id::HostId;
 
 /// The URI in the server's certificate.
 pub const SERVER_ROLE: &str = "urn:vmseal:server";
@@ -19,6 +19,15 @@ pub const SERVER_ROLE: &str = "urn:vmseal:server";
 /// The URI in hosts' certificates. Those that were issued before there was one have none: they are known by
 /// their name.
 pub const HOST_ROLE: &str = "urn:vmseal:host";
+
+/// What the names in hosts' certificates end with; no resolver knows it.
+const HOSTS_DOMAIN: &str = ".host.vmseal.internal";
+
+/// The name in the certificate of a host's agent.
+#[must_use]
+pub fn host_server_name(host: HostId) -> String {
+    format!("{host}{HOSTS_DOMAIN}")
+}
 
 /// What a certificate is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -66,11 +66,3 @@ pub(super) fn identified(
     let builder = builder(&identity.authority, Role::Host, SeenCertificate::clone(seen))?;
     Ok(builder.with_client_cert_resolver(certificate))
 }
-
-/// What may have shown a certificate: an agent, where there is TLS in between.
-pub trait ShowsCertificate {
-    /// The certificate (DER) that it showed at its last connection; none before the first one.
-    fn certificate(&self) -> Option<Vec<u8>> {
-        None
-    }
-}

@@ -126,7 +126,7 @@ async fn what_the_inventory_does_not_have_the_host_is_to_forget() {
         vcpus: 1,
         memory: 1 << 25,
         key: None,
-        disks: Vec::new(),
+        devices: Vec::new(),
     };
     let ghost = spec.vm;
     plant.agent.register_vm(spec).await.unwrap();

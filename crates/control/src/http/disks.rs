@@ -10,8 +10,7 @@ use axum::response::Response;
 use serde::Deserialize;
 use utoipa::IntoParams;
 use vmseal_api::expose::{self, Carried, MESSAGE_MAX};
-use vmseal_api::host::{ConsoleStream, ExportSpec, ExportStep, Exposing, Power};
-use vmseal_api::id::TaskId;
+use vmseal_api::host::{ConsoleStream, ExportJob, Exposing, JobSpec, Power};
 use vmseal_api::model::{Plan, Task};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::ExportDisk;
@@ -56,19 +55,17 @@ pub(super) async fn export(
     let event = NewEvent { kind: "disk.export", actor: &actor, target: &vm.name, detail: &detail };
     write.event(event).await?;
     let ExportDisk { to, format, passphrase, .. } = request;
-    let spec = intent.dry_run.then(|| ExportSpec {
-        export: TaskId::new(),
-        to: to.clone(),
-        format,
-        passphrase: passphrase.clone(),
+    let job = intent.dry_run.then(|| {
+        let (disk, to, passphrase) = (disk.id, to.clone(), passphrase.clone());
+        JobSpec::Export(ExportJob { disk, to, format, passphrase })
     });
     let operation = Operation::ExportDisk { vm: vm.id, disk: disk.id, to, format, passphrase };
     let task = Engine::record(&mut write, operation, &vm.name, &actor).await?;
-    if let Some(spec) = spec {
+    if let Some(job) = job {
         // The inventory is not kept waiting for a host.
         drop(write);
         let agent = app.hosts.connected(vm.host)?;
-        agent.export_disk(vm.id, disk.id, ExportStep::Check, spec).await?;
+        agent.examine_job(vm.id, job).await?;
         return Ok(Outcome::Planned(plan(&task, &vm)));
     }
     write.commit().await?;

@@ -2,7 +2,6 @@
 
 use std::collections::HashSet;
 use std::sync::Arc;
-use std::time::Duration;
 
 use axum::Json;
 use axum::extract::State;
@@ -171,9 +170,9 @@ pub(super) async fn create(
 /// Has the host look whether the disks could be made.
 async fn examine(app: &App, vm: &vms::Vm, made: &[disks::Disk]) -> Result<(), Problem> {
     let agent = app.hosts.connected(vm.host)?;
-    let specs = crate::hosts::spec_of(vm, made).disks;
-    for (index, (disk, made)) in specs.into_iter().zip(made).enumerate() {
-        let source = made.image.clone();
+    let spec = crate::hosts::spec_of(vm, made);
+    for (index, (disk, made)) in spec.disks().zip(made).enumerate() {
+        let (disk, source) = (disk.clone(), made.image.clone());
         agent.examine_disk(NewDisk { disk, source }).await.map_err(|problem| Problem {
             field: problem.field.map(|field| format!("disks[{index}].{field}")),
             ..problem
@@ -408,7 +407,7 @@ async fn replica(
 
 /// The power of a VM, asked of its host: what is shown may be a moment old.
 pub(super) async fn power(app: &App, vm: &vms::Vm) -> Result<Option<Power>, Problem> {
-    let state = app.hosts.connected(vm.host)?.state(None, Duration::ZERO).await?;
+    let state = app.hosts.connected(vm.host)?.state_now().await?;
     Ok(state.vms.iter().find(|seen| seen.vm == vm.id).map(|seen| seen.power))
 }
 
@@ -465,6 +464,7 @@ pub(super) fn word(power: Power) -> &'static str {
         Power::Starting => "starting",
         Power::Running => "running",
         Power::Stopping => "stopping",
+        Power::Unknown => "in a state that this server does not know",
     }
 }
 

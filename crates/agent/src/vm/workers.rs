@@ -1,4 +1,4 @@
-//! The disks that are being made or exported for a VM, each by a task that can be cancelled.
+//! Who works on the disks of a VM: each is made, exported or exposed by a task that can be cancelled.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -6,14 +6,15 @@ use std::sync::Arc;
 use tokio::io::DuplexStream;
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinHandle;
-use vmseal_api::host::{DiskPhase, ExportPhase, ExportState, Notice};
+use vmseal_api::host::{DiskFacts, Notice};
 use vmseal_api::id::DiskId;
+use vmseal_api::problem::Problem;
 use vmseal_api::request_id;
 
 use super::Shared;
 use super::exposed::Exposure;
 use crate::process::run_dir::ProcessDir;
-use crate::storage::disk::{self, Recipe, Workshop};
+use crate::storage::disk::{self, DiskBuilder, Recipe};
 use crate::storage::export::{self, Order};
 
 /// Progress that may wait for the owner.
@@ -21,10 +22,12 @@ const REPORTS_MAX: usize = 16;
 
 /// What a task says of itself.
 pub enum Report {
-    /// A disk is being made, or has been.
-    Making(DiskPhase),
-    /// It is being exported, or has been.
-    Exporting(ExportState),
+    /// It is being made or exported: bytes done, and in all.
+    Progress(u64, u64),
+    /// It has been made, or could not be.
+    Made(Result<DiskFacts, Problem>),
+    /// It has been exported, or could not be.
+    Written(Result<(), Problem>),
     /// It is exposed, and answers with these errors.
     ExposedErrors(Vec<Notice>),
     /// The disk is no longer exposed. The end of the stream tells the client that held it.
@@ -35,15 +38,13 @@ impl Report {
     /// Whether the task goes on.
     fn is_progress(&self) -> bool {
         match self {
-            Self::Making(phase) => matches!(phase, DiskPhase::Creating { .. }),
-            Self::Exporting(state) => matches!(state.phase, ExportPhase::Writing { .. }),
-            Self::ExposedErrors(_) => true,
-            Self::Exposed(_) => false,
+            Self::Progress(..) | Self::ExposedErrors(_) => true,
+            Self::Made(_) | Self::Written(_) | Self::Exposed(_) => false,
         }
     }
 }
 
-struct Job {
+struct Worker {
     /// Tells reports of this attempt from those of an earlier one.
     number: u64,
     cancel: oneshot::Sender<()>,
@@ -51,63 +52,48 @@ struct Job {
 }
 
 /// Work under way.
-pub struct Jobs {
-    jobs: BTreeMap<DiskId, Job>,
+pub struct Workers {
+    workers: BTreeMap<DiskId, Worker>,
     started: u64,
     sender: mpsc::Sender<(DiskId, u64, Report)>,
     reports: mpsc::Receiver<(DiskId, u64, Report)>,
 }
 
-impl Jobs {
+impl Workers {
     pub fn new() -> Self {
         let (sender, reports) = mpsc::channel(REPORTS_MAX);
-        Self { jobs: BTreeMap::new(), started: 0, sender, reports }
-    }
-
-    pub fn is_empty(&self) -> bool {
-        self.jobs.is_empty()
-    }
-
-    pub fn has(&self, disk: DiskId) -> bool {
-        self.jobs.contains_key(&disk)
+        Self { workers: BTreeMap::new(), started: 0, sender, reports }
     }
 
     /// Begins to make a disk.
     pub fn begin(&mut self, shared: &Arc<Shared>, recipe: Recipe) {
         let disk = recipe.disk.disk;
-        let workshop = workshop(shared, shared.run_dir.import(disk));
+        let builder = builder(shared, shared.run_dir.import(disk));
         self.spawn(disk, |cancelled, show| async move {
-            let progress =
-                |done, total| show.progress(Report::Making(DiskPhase::Creating { done, total }));
-            Report::Making(make(recipe, workshop, cancelled, progress).await)
+            let progress = |done, total| show.progress(Report::Progress(done, total));
+            Report::Made(make(recipe, builder, cancelled, progress).await)
         });
     }
 
     /// Begins to export a disk.
     pub fn begin_export(&mut self, shared: &Arc<Shared>, order: Order) {
-        let (disk, export) = (order.disk.disk, order.export.export);
-        let workshop = workshop(shared, shared.run_dir.export(disk));
-        let report = move |phase| Report::Exporting(ExportState { export, disk, phase });
+        let disk = order.disk.disk;
+        let builder = builder(shared, shared.run_dir.export(disk));
         self.spawn(disk, |cancelled, show| async move {
-            let progress =
-                |done, total| show.progress(report(ExportPhase::Writing { done, total }));
-            let written = export::write(order, &workshop, progress, cancelled).await;
-            report(match written {
-                Ok(()) => ExportPhase::Written,
-                Err(problem) => {
-                    tracing::warn!(%disk, %problem, "a disk could not be exported");
-                    ExportPhase::Failed { problem }
-                }
-            })
+            let progress = |done, total| show.progress(Report::Progress(done, total));
+            let written = export::write(order, &builder, progress, cancelled).await;
+            Report::Written(written.inspect_err(
+                |problem| tracing::warn!(%disk, %problem, "a disk could not be exported"),
+            ))
         });
     }
 
     /// Begins to expose a disk.
     pub fn begin_exposure(&mut self, shared: &Arc<Shared>, exposure: Exposure) {
         let disk = exposure.disk();
-        let workshop = workshop(shared, shared.run_dir.export(disk));
+        let builder = builder(shared, shared.run_dir.export(disk));
         self.spawn(disk, |cancelled, show| async move {
-            Report::Exposed(exposure.serve(workshop, show, cancelled).await)
+            Report::Exposed(exposure.serve(builder, show, cancelled).await)
         });
     }
 
@@ -125,7 +111,7 @@ impl Jobs {
             let _ = sender.send((disk, number, last)).await;
         };
         let task = tokio::spawn(request_id::inherit(work));
-        self.jobs.insert(disk, Job { number, cancel, task });
+        self.workers.insert(disk, Worker { number, cancel, task });
     }
 
     /// The next report of an attempt that is still wanted.
@@ -135,11 +121,11 @@ impl Jobs {
             let Some((disk, number, report)) = self.reports.recv().await else {
                 return std::future::pending().await;
             };
-            if self.jobs.get(&disk).is_none_or(|job| job.number != number) {
+            if self.workers.get(&disk).is_none_or(|worker| worker.number != number) {
                 continue;
             }
             if !report.is_progress() {
-                self.jobs.remove(&disk);
+                self.workers.remove(&disk);
             }
             return (disk, report);
         }
@@ -147,11 +133,11 @@ impl Jobs {
 
     /// Stops making or exporting a disk; when this returns, nothing of the attempt is left.
     pub async fn cancel(&mut self, disk: DiskId) {
-        if let Some(job) = self.jobs.remove(&disk) {
+        if let Some(worker) = self.workers.remove(&disk) {
             // It may have ended by itself.
-            let _ = job.cancel.send(());
+            let _ = worker.cancel.send(());
             // Room for its last report, so that it can end.
-            while !job.task.is_finished() {
+            while !worker.task.is_finished() {
                 tokio::select! {
                     _ = self.reports.recv() => {}
                     () = tokio::time::sleep(std::time::Duration::from_millis(5)) => {}
@@ -181,24 +167,18 @@ impl Progress {
     }
 }
 
-fn workshop(shared: &Shared, directory: ProcessDir) -> Workshop {
+fn builder(shared: &Shared, directory: ProcessDir) -> DiskBuilder {
     let (filter, users) = (shared.filter.clone(), shared.users.clone());
-    Workshop { filter, users, directory, transfer: shared.transfer.clone() }
+    DiskBuilder { filter, users, directory, transfer: shared.transfer.clone() }
 }
 
 async fn make(
     recipe: Recipe,
-    workshop: Workshop,
+    builder: DiskBuilder,
     cancelled: oneshot::Receiver<()>,
     progress: impl Fn(u64, u64) + Send,
-) -> DiskPhase {
+) -> Result<DiskFacts, Problem> {
     let (vm, disk) = (recipe.spec.vm, recipe.disk.disk);
-    let result = disk::create(recipe, &workshop, progress, cancelled).await;
-    match result {
-        Ok(facts) => DiskPhase::Ready { facts },
-        Err(problem) => {
-            tracing::warn!(%vm, %disk, %problem, "a disk could not be made");
-            DiskPhase::Failed { problem }
-        }
-    }
+    let made = disk::create(recipe, &builder, progress, cancelled).await;
+    made.inspect_err(|problem| tracing::warn!(%vm, %disk, %problem, "a disk could not be made"))
 }
