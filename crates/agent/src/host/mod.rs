@@ -4,7 +4,8 @@ pub mod doctor;
 pub mod http;
 pub mod identity;
 pub mod join;
-pub mod tls;
+#[cfg(test)]
+mod testing;
 
 use std::fs::DirBuilder;
 use std::io;
@@ -48,7 +49,7 @@ use crate::storage::patience;
 use crate::storage::transfer::TransferDirectories;
 use crate::vm::board::Board;
 use crate::vm::vms::Vms;
-use crate::vm::{self, Beginning, Call, Change, Shared, Vm};
+use crate::vm::{self, Call, Change, Initial, Shared, Vm};
 
 /// How an agent is set up.
 #[derive(Clone, Debug)]
@@ -294,7 +295,7 @@ impl HostAgent for RealHost {
     async fn register_vm(&self, spec: VmSpec) -> Result<(), Problem> {
         rules::check_spec(&spec)?;
         let vm = spec.vm;
-        let own = |spec| Vm::own(self.shared.clone(), spec, Beginning::New);
+        let own = |spec| Vm::own(self.shared.clone(), spec, Initial::New);
         self.vms.register(vm, spec, own).await
     }
 
@@ -307,7 +308,7 @@ impl HostAgent for RealHost {
     }
 
     async fn check_key(&self, vm: VmId, key: KeyReference) -> Result<(), Problem> {
-        self.change_keys(vm, key, Change::Nothing).await
+        self.change_keys(vm, key, Change::None).await
     }
 
     async fn add_key(&self, vm: VmId, other: OtherKey) -> Result<(), Problem> {

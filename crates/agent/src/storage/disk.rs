@@ -13,8 +13,7 @@ use tokio::sync::oneshot;
 use tokio::task::spawn_blocking;
 use vmseal_api::filter::Holes;
 use vmseal_api::host::{
-    Allocation, DatastoreLocation, DiskFacts, DiskSpec, ImageSource, KeyReference, Notice,
-    NoticeCode, VmSpec,
+    DatastoreLocation, DiskFacts, DiskSpec, ImageSource, KeyReference, Notice, NoticeCode, VmSpec,
 };
 use vmseal_api::id::{DiskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -22,8 +21,8 @@ use vmseal_luks::{Facts, HeaderError, Identity};
 use vmseal_secret::{DEK_LEN, SecretBytes, SecretFd};
 
 use crate::keys;
-use crate::process::run_dir::ProcessDir;
-use crate::process::users::{Slot, Users};
+use crate::process::users::Slot;
+use crate::storage::builder::{DiskBuilder, internal, is_preallocated, too_many};
 use crate::storage::filling::Filling;
 use crate::storage::home::Home;
 use crate::storage::image::Image;
@@ -45,24 +44,6 @@ pub struct Recipe {
     pub kek: Option<SecretBytes>,
     /// What to fill it from.
     pub source: Option<ImageSource>,
-}
-
-/// What an import needs of the host.
-#[derive(Clone)]
-pub struct DiskBuilder {
-    /// The filter program.
-    pub filter: Arc<File>,
-    /// Whom it may run as.
-    pub users: Users,
-    /// Where its sockets and logs are.
-    pub directory: ProcessDir,
-    /// Where images may be read from.
-    pub transfer: TransferDirectories,
-}
-
-/// A defect, or an error that has no name.
-pub fn internal(error: impl std::fmt::Display) -> Problem {
-    Problem::new(ErrorCode::Internal, error.to_string())
 }
 
 /// Makes a disk, or finds it made. `progress` is told bytes done and in all. Cancelling it ends an import;
@@ -158,12 +139,6 @@ async fn make(
 
 fn removed_meanwhile() -> Problem {
     Problem::new(ErrorCode::Cancelled, "the disk was removed while it was being made")
-}
-
-/// Whether all of a disk's room is taken when it is made.
-#[must_use]
-pub fn is_preallocated(disk: &DiskSpec) -> bool {
-    disk.allocation == Allocation::Preallocated
 }
 
 /// Takes the room of the whole image, part by part: where that is slow it is seen and can be ended.
@@ -399,13 +374,6 @@ pub(crate) fn header_problem(disk: &DiskSpec, error: &HeaderError) -> Problem {
     Problem::new(code, detail)
 }
 
-/// No user is left for another process.
-#[must_use]
-pub fn too_many() -> Problem {
-    let what = "too many VMs and imports run on this host: stop some, or wait for imports to end";
-    Problem::new(ErrorCode::LimitExceeded, what)
-}
-
 /// A disk, open for a guest.
 #[derive(Debug)]
 pub struct Open {
@@ -501,12 +469,13 @@ mod tests {
     use std::fs::OpenOptions;
     use std::os::unix::fs::{FileExt, MetadataExt};
 
-    use vmseal_api::host::{DatastoreSpec, Device};
+    use vmseal_api::host::{Allocation, DatastoreSpec, Device};
     use vmseal_api::id::{DatastoreId, DiskId};
     use vmseal_api::transfer::ImageFormat;
     use vmseal_secret::KEK_LEN;
 
     use super::*;
+    use crate::process::users::Users;
     use crate::storage::datastore;
 
     struct Bench {

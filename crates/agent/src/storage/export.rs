@@ -28,11 +28,12 @@ use crate::atomic_file;
 use crate::filter::{self, Control, Volume};
 use crate::process::users::Slot;
 use crate::rules;
-use crate::storage::datastore::usage;
-use crate::storage::disk::{self, DiskBuilder, Open, internal};
+use crate::storage::builder::{self, DiskBuilder, internal};
+use crate::storage::disk::{self, Open};
 use crate::storage::exported::Exported;
 use crate::storage::filling;
 use crate::storage::locked::Access;
+use crate::storage::mark::usage;
 use crate::storage::transfer::{Parent, Refused, TransferDirectories};
 
 /// How often an export is asked how far it is.
@@ -151,7 +152,7 @@ async fn attempt(
     progress: impl Fn(u64, u64) + Send,
     cancelled: oneshot::Receiver<()>,
 ) -> Result<(), Problem> {
-    let slot = builder.users.take().ok_or_else(disk::too_many)?;
+    let slot = builder.users.take().ok_or_else(builder::too_many)?;
     let directory = &builder.directory;
     // Whatever an earlier attempt has left running lets go of the disk.
     directory.renew().await.map_err(internal)?;
@@ -301,9 +302,9 @@ fn make(
 }
 
 /// Whether what has an export's name is the export.
-enum Named {
+enum NameHolder {
     /// Nothing has it.
-    Nothing,
+    Free,
     /// It is the file that was written.
     Export,
     /// It is another one.
@@ -312,14 +313,14 @@ enum Named {
     Unknown,
 }
 
-fn named(export: &Export, record: &Path, parent: &Parent) -> Named {
+fn named(export: &Export, record: &Path, parent: &Parent) -> NameHolder {
     let Ok(metadata) = within(parent, &export.job.to).symlink_metadata() else {
-        return Named::Nothing;
+        return NameHolder::Free;
     };
     match Exported::read(record).filter(|record| record.is_of(export.task)) {
-        Some(record) if record.is_file(&metadata) => Named::Export,
-        Some(_) => Named::Other,
-        None => Named::Unknown,
+        Some(record) if record.is_file(&metadata) => NameHolder::Export,
+        Some(_) => NameHolder::Other,
+        None => NameHolder::Unknown,
     }
 }
 
@@ -345,9 +346,9 @@ pub fn name(export: &Export, record: &Path, allowed: &TransferDirectories) -> Re
         Err(Errno::EEXIST) => return Err(taken(to)),
         Err(Errno::ENOENT) => match named(export, record, &parent) {
             // The answer was lost.
-            Named::Export => {}
-            Named::Unknown => return Err(untold(to)),
-            Named::Nothing | Named::Other => {
+            NameHolder::Export => {}
+            NameHolder::Unknown => return Err(untold(to)),
+            NameHolder::Free | NameHolder::Other => {
                 let what =
                     format!("what was exported to {} is gone: export it again", to.display());
                 return Err(Problem::new(ErrorCode::NotFound, what));
@@ -386,9 +387,9 @@ pub fn remove(
         Ok(()) => Ok(()),
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
             match named(export, record, &parent) {
-                Named::Export => Err(rules::has_its_name(&export.job.to)),
-                Named::Unknown => Err(untold(&export.job.to)),
-                Named::Nothing | Named::Other => Err(gone()),
+                NameHolder::Export => Err(rules::has_its_name(&export.job.to)),
+                NameHolder::Unknown => Err(untold(&export.job.to)),
+                NameHolder::Free | NameHolder::Other => Err(gone()),
             }
         }
         Err(error) => Err(failed(&path, "removed", &error)),

@@ -21,7 +21,7 @@ use vmseal_secret::SecretBytes;
 use crate::filter::{self, Control, FilterError};
 use crate::process::Process;
 use crate::process::users::Slot;
-use crate::storage::disk::{DiskBuilder, internal, is_preallocated};
+use crate::storage::builder::{DiskBuilder, internal, is_preallocated};
 use crate::storage::home::{Home, Note};
 use crate::storage::image::Image;
 

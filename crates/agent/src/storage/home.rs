@@ -29,9 +29,9 @@ use vmseal_api::id::{DiskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 
 use crate::atomic_file;
-use crate::storage::datastore::{failed, marked, usage};
 use crate::storage::image::Identity;
 use crate::storage::locked::{Access, make_locked, open_locked, open_once};
+use crate::storage::mark::{failed, marked, usage};
 
 /// The version of the descriptor.
 const VERSION: u32 = 1;
@@ -631,7 +631,8 @@ mod tests {
                 // The sweep may hold its lock for a moment.
                 let Ok(file) = begin(&home, &vm, 0) else { continue };
                 std::thread::yield_now();
-                let there = home.creating(vm.disk_at(0).unwrap().disk).metadata().map(|it| it.ino());
+                let there =
+                    home.creating(vm.disk_at(0).unwrap().disk).metadata().map(|it| it.ino());
                 assert_eq!(there.ok(), Some(file.metadata().unwrap().ino()));
             }
             done.store(true, std::sync::atomic::Ordering::Relaxed);

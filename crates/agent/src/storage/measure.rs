@@ -73,7 +73,7 @@ impl Sweeping {
         }
         swept.insert(spec.datastore, Instant::now());
         drop(spawn_blocking(move || {
-            if let Ok(path) = datastore::marked(&spec) {
+            if let Ok(path) = crate::storage::mark::marked(&spec) {
                 datastore::sweep(path);
             }
         }));

@@ -27,25 +27,15 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::replica::ReplicaPlace;
 
 use self::pair::{Identity, Pair};
-use crate::storage::datastore::failed;
-use crate::storage::disk::internal;
+use crate::filter::Replica;
+use crate::storage::builder::internal;
 use crate::storage::home::Home;
+use crate::storage::mark::failed;
 use crate::storage::patience;
 
 /// What is written of a header before it is flushed, in bytes: as long as each of its two copies, so that one of
 /// them is whole at any time.
 const PIECE: usize = 16 * 1024;
-
-/// A replica that is open, for a filter.
-#[derive(Debug)]
-pub struct Replica {
-    /// An image of its own, as long as header and disk; its lock held.
-    pub file: File,
-    /// What it may not have; its lock held.
-    pub map: File,
-    /// How fast it is copied at most.
-    pub bytes_per_second: u64,
-}
 
 /// What a filter needs that is to write to a disk: its replica, made if it is not there. None where it has none,
 /// and where it is not to be had: then there is no map, or it is empty, durably. `image` is open and locked, and
@@ -492,7 +482,7 @@ mod tests {
     async fn a_second_datastore_that_hangs_keeps_no_guest_from_its_disk_and_holds_no_lock_of_it() {
         let bench = Bench::new().await;
         bench.fill_map();
-        let mark = bench.directory.path().join("second").join(datastore::MARKER);
+        let mark = bench.directory.path().join("second").join(crate::storage::mark::MARKER);
         std::fs::remove_file(&mark).unwrap();
         nix::unistd::mkfifo(&mark, nix::sys::stat::Mode::S_IRWXU).unwrap();
         let time_passes = async {

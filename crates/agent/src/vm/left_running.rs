@@ -24,10 +24,10 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request_id;
 use vmseal_secret::SecretBytes;
 
-use super::adopt::{self, Reconnected};
 use super::owner::Owner;
+use super::reconnect::{self, Reconnected};
 use super::running::Running;
-use super::{Asked, Beginning, Call, Shared, internal};
+use super::{Call, Initial, Request, Shared, internal};
 use crate::filter::metrics;
 use crate::hypervisor::qemu;
 use crate::hypervisor::qmp::Qmp;
@@ -138,18 +138,18 @@ impl LeftRunning {
     }
 
     /// Answers calls until the VM ends, then becomes its owner.
-    pub async fn run(mut self, mut calls: mpsc::Receiver<Asked>) {
+    pub async fn run(mut self, mut calls: mpsc::Receiver<Request>) {
         tracing::error!(vm = %self.spec.vm, detail = self.detail(), "a VM is left running");
         let end = self.until_end(&mut calls).await;
         let owner = match end {
             End::Agent => return,
             End::Connected(running) => {
                 tracing::info!(vm = %self.spec.vm, "adopted a VM that was left running");
-                Owner::new(self.shared, self.spec, Beginning::Alive(running))
+                Owner::new(self.shared, self.spec, Initial::Alive(running))
             }
             End::Off(reason, detail) => {
                 let stopped = self.clear_away(reason, detail).await;
-                Owner::new(self.shared, self.spec, Beginning::Stopped(stopped))
+                Owner::new(self.shared, self.spec, Initial::Stopped(stopped))
             }
         };
         let owner = owner.with_key(self.kek);
@@ -157,7 +157,7 @@ impl LeftRunning {
         owner.run(calls).await;
     }
 
-    async fn until_end(&mut self, calls: &mut mpsc::Receiver<Asked>) -> End {
+    async fn until_end(&mut self, calls: &mut mpsc::Receiver<Request>) -> End {
         let mut care = tokio::time::interval(INTERVAL);
         care.set_missed_tick_behavior(MissedTickBehavior::Delay);
         // The first tick comes at once, and the agent has just tried.
@@ -314,7 +314,7 @@ impl LeftRunning {
             (&self.why, &self.reconnecting, &self.slot)
         {
             let (directory, record, slot) = (self.directory.clone(), record.clone(), slot.clone());
-            let work = async move { adopt::reconnect(&directory, &record, slot).await };
+            let work = async move { reconnect::reconnect(&directory, &record, slot).await };
             self.reconnecting = Some(tokio::spawn(work));
         }
         None
@@ -350,7 +350,7 @@ impl LeftRunning {
         {
             tracing::warn!(%vm, %error, "the death of a VM cannot be put on record");
         }
-        if let Err(error) = adopt::bury(&self.directory).await {
+        if let Err(error) = reconnect::clear_away(&self.directory).await {
             tracing::warn!(%vm, %error, "cannot remove the run directory of a VM");
         }
         stopped

@@ -21,7 +21,10 @@ mod exposed;
 mod images;
 mod left_running;
 mod owner;
+mod reconnect;
+mod report;
 mod running;
+mod serve;
 mod service;
 mod start;
 pub(crate) mod vms;
@@ -118,7 +121,7 @@ pub enum Call {
 /// What becomes of the keys that open a VM's disks.
 pub enum Change {
     /// They are only tried.
-    Nothing,
+    None,
     /// This one opens them, too.
     Add(KeyReference, SealedKey),
     /// The registered one alone opens them.
@@ -127,13 +130,13 @@ pub enum Change {
 
 /// The way to a VM's owner.
 #[derive(Clone)]
-pub struct Vm(mpsc::Sender<Asked>);
+pub struct Vm(mpsc::Sender<Request>);
 
 /// A call, and the request that it is made for.
-type Asked = (Option<RequestId>, Call);
+type Request = (Option<RequestId>, Call);
 
 /// What a VM begins its time with this agent as.
-pub enum Beginning {
+pub enum Initial {
     /// Off, never seen.
     New,
     /// Off: it ended, died, or was found dead.
@@ -147,15 +150,15 @@ pub enum Beginning {
 impl Vm {
     /// Begins to own a VM.
     #[must_use]
-    pub fn own(shared: Arc<Shared>, spec: VmSpec, beginning: Beginning) -> Self {
+    pub fn own(shared: Arc<Shared>, spec: VmSpec, initial: Initial) -> Self {
         let (sender, calls) = mpsc::channel(CALLS_MAX);
         // Posted before it is known: who knows it sees it.
-        if let Beginning::LeftRunning(left) = beginning {
+        if let Initial::LeftRunning(left) = initial {
             left.post();
             tokio::spawn(left.run(calls));
             return Self(sender);
         }
-        let owner = owner::Owner::new(shared, spec, beginning);
+        let owner = owner::Owner::new(shared, spec, initial);
         owner.post();
         tokio::spawn(owner.run(calls));
         Self(sender)
@@ -163,7 +166,7 @@ impl Vm {
 
     /// The way to an owner that a test plays.
     #[cfg(test)]
-    pub(crate) fn unheard() -> (Self, mpsc::Receiver<Asked>) {
+    pub(crate) fn unheard() -> (Self, mpsc::Receiver<Request>) {
         let (sender, calls) = mpsc::channel(CALLS_MAX);
         (Self(sender), calls)
     }

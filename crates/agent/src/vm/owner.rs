@@ -24,12 +24,14 @@ use vmseal_api::request_id::{self, RequestId};
 use vmseal_secret::SecretBytes;
 
 use self::key_change::{KeyChange, changed};
-use super::exposed::Door;
-use super::running::{Ending, Happening, Running};
-use super::service::{Attempt, Service};
-use super::start::{Plan, start};
-use super::workers::{Report, Workers};
-use super::{Asked, Beginning, Call, Change, Shared, images, internal};
+use super::exposed::ConnectionSender;
+use super::report::Report;
+use super::running::{Ending, ProcessEvent, Running};
+use super::serve::Plan;
+use super::service::{Attempt, Service, ServiceEvent};
+use super::start::start;
+use super::workers::Workers;
+use super::{Call, Change, Initial, Request, Shared, images, internal};
 use crate::filter;
 use crate::filter::metrics;
 use crate::hypervisor::console::Refused;
@@ -38,7 +40,7 @@ use crate::process::restarts::Restarts;
 use crate::process::{Exit, Process};
 use crate::rules::exclusion::{Action, Activity, Permission, Situation};
 use crate::rules::{self, find_disk};
-use crate::storage::disk;
+use crate::storage::builder;
 use crate::storage::disk_keys::DiskKeys;
 use crate::storage::locked::Access;
 use crate::storage::replica;
@@ -57,9 +59,9 @@ enum State {
 
 /// What comes to the owner.
 enum Event {
-    Call(Option<Asked>),
+    Call(Option<Request>),
     Started(Box<StartResult>),
-    Happened(Happening),
+    Process(ProcessEvent),
     PatienceOver,
     Disk(DiskId, Report),
     KeysChanged(Result<(), Problem>),
@@ -79,7 +81,7 @@ pub struct Owner {
     jobs: Jobs,
     workers: Workers,
     /// The ways to who serves disks that are exposed, or were: these end by themselves.
-    exposed: BTreeMap<DiskId, Door>,
+    exposed: BTreeMap<DiskId, ConnectionSender>,
     /// Of disks that answered with errors while they were exposed; until they are used again.
     exposed_errors: BTreeMap<DiskId, Vec<Notice>>,
     changing_keys: Option<KeyChange>,
@@ -96,12 +98,12 @@ pub struct Owner {
 }
 
 impl Owner {
-    pub fn new(shared: Arc<Shared>, spec: VmSpec, beginning: Beginning) -> Self {
-        let (state, stopped) = match beginning {
+    pub fn new(shared: Arc<Shared>, spec: VmSpec, initial: Initial) -> Self {
+        let (state, stopped) = match initial {
             // One that is left running is owned when that has ended.
-            Beginning::New | Beginning::LeftRunning(_) => (State::Off, None),
-            Beginning::Stopped(stopped) => (State::Off, Some(stopped)),
-            Beginning::Alive(running) => (State::Running(running), None),
+            Initial::New | Initial::LeftRunning(_) => (State::Off, None),
+            Initial::Stopped(stopped) => (State::Off, Some(stopped)),
+            Initial::Alive(running) => (State::Running(running), None),
         };
         let died = stopped.clone().filter(|stopped| stopped.reason.is_death());
         Self {
@@ -130,7 +132,7 @@ impl Owner {
         Self { kek, ..self }
     }
 
-    pub async fn run(mut self, mut calls: mpsc::Receiver<Asked>) {
+    pub async fn run(mut self, mut calls: mpsc::Receiver<Request>) {
         self.found_unserved();
         let mut care = tokio::time::interval(CARE_INTERVAL);
         care.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
@@ -246,20 +248,24 @@ impl Owner {
             Event::Started(result) => {
                 request_id::during(self.request.clone(), self.started(*result)).await;
             }
-            Event::Happened(Happening::Reported(event)) => {
+            Event::Process(ProcessEvent::Reported(event)) => {
                 if let State::Running(running) | State::Stopping { running, .. } = &mut self.state {
-                    running.last_words.hear(event);
+                    running.qemu_end.note(event);
                 }
             }
-            Event::Happened(Happening::FilterEnded(exit)) => self.filter_ended(exit).await,
-            Event::Happened(Happening::ServedAgain(Ok(filter))) => self.served_again(filter),
-            Event::Happened(Happening::ServedAgain(Err(problem))) => {
+            Event::Process(ProcessEvent::Service(ServiceEvent::FilterEnded(exit))) => {
+                self.filter_ended(exit).await
+            }
+            Event::Process(ProcessEvent::Service(ServiceEvent::ServedAgain(Ok(filter)))) => {
+                self.served_again(filter)
+            }
+            Event::Process(ProcessEvent::Service(ServiceEvent::ServedAgain(Err(problem)))) => {
                 let why =
                     format!("its filter process died and no other can serve its disks: {problem}");
                 self.end_unserved(&why).await;
             }
-            Event::Happened(Happening::QemuEnded(exit)) => self.qemu_ended(Some(exit)).await,
-            Event::Happened(Happening::MonitorLost) => self.qemu_ended(None).await,
+            Event::Process(ProcessEvent::QemuEnded(exit)) => self.qemu_ended(Some(exit)).await,
+            Event::Process(ProcessEvent::MonitorLost) => self.qemu_ended(None).await,
             Event::PatienceOver => {
                 if let Some(running) = self.take_running() {
                     tracing::info!(vm = %self.spec.vm, "the guest has not heeded the wish to shut down");
@@ -336,7 +342,13 @@ impl Owner {
         let Some(running) = self.running() else { return };
         match plan {
             Ok(plan) => {
-                let attempt = Attempt::begin(shared, running, plan);
+                let attempt = Attempt::begin(
+                    shared,
+                    running.directory.clone(),
+                    running.slot.clone(),
+                    running.qmp.clone(),
+                    plan,
+                );
                 running.service = Service::Down(Some(attempt));
             }
             Err(problem) => tracing::error!(%problem, "the disks cannot be served again"),
@@ -473,12 +485,12 @@ impl Owner {
             Change::Add(key, sealed) => {
                 Some((key.clone(), self.shared.key_box.open(self.spec.vm, key, sealed)?))
             }
-            Change::Nothing | Change::DropOthers => None,
+            Change::None | Change::DropOthers => None,
         };
         let (spec, registered) = (self.spec.clone(), registered.clone());
         let work = move || {
             let access = match change {
-                Change::Nothing => Access::Read,
+                Change::None => Access::Read,
                 Change::Add(..) | Change::DropOthers => Access::Write,
             };
             let mut opened = DiskKeys::open(&spec, &registered, &kek, access)?;
@@ -520,7 +532,7 @@ impl Owner {
         let plan = self.plan()?;
         let (shared, directory) = (self.shared.clone(), self.shared.run_dir.vm(self.spec.vm));
         // Not free for another VM before the last process of this one is gone.
-        let slot = Arc::new(self.shared.users.take().ok_or_else(disk::too_many)?);
+        let slot = Arc::new(self.shared.users.take().ok_or_else(builder::too_many)?);
         let (cancel, cancelled) = oneshot::channel();
         tracing::info!(vm = %self.spec.vm, name = self.spec.name, "the VM is being started");
         let work = async move {
@@ -616,9 +628,9 @@ async fn next(state: &mut State) -> Event {
         State::Starting { task, .. } => {
             Event::Started(Box::new(task.await.unwrap_or_else(|error| Err(internal(error)))))
         }
-        State::Running(running) => Event::Happened(running.next().await),
+        State::Running(running) => Event::Process(running.next().await),
         State::Stopping { running, until } => tokio::select! {
-            happening = running.next() => Event::Happened(happening),
+            event = running.next() => Event::Process(event),
             () = sleep_until(*until) => Event::PatienceOver,
         },
     }

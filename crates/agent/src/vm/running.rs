@@ -8,9 +8,8 @@ use tokio::sync::mpsc;
 use tokio::time::timeout;
 use vmseal_api::filter::{DiskActivity, FilterStatus};
 use vmseal_api::host::{DatastoreLocation, Notice, NoticeCode, StopReason, VmSpec};
-use vmseal_api::problem::Problem;
 
-use super::service::Service;
+use super::service::{Service, ServiceEvent};
 use crate::filter::{self, Control, FilterError};
 use crate::hypervisor::console::Console;
 use crate::hypervisor::qemu;
@@ -38,20 +37,20 @@ pub struct Running {
     /// Freed when the processes are gone.
     pub slot: Arc<Slot>,
     /// What QEMU has said about its end.
-    pub last_words: LastWords,
+    pub qemu_end: QemuEnd,
     /// Whether the filter was found without QEMU when it was last asked.
     pub left: bool,
 }
 
 /// What QEMU has said about its end.
 #[derive(Clone, Debug, Default)]
-pub struct LastWords {
+pub struct QemuEnd {
     shutdown: Option<ShutdownReason>,
     panicked: bool,
 }
 
-impl LastWords {
-    pub fn hear(&mut self, event: Event) {
+impl QemuEnd {
+    pub fn note(&mut self, event: Event) {
         match event {
             Event::Shutdown(reason) => self.shutdown = Some(reason),
             Event::GuestPanicked => self.panicked = true,
@@ -71,13 +70,11 @@ impl LastWords {
 
 /// What can happen to running processes.
 #[derive(Debug)]
-pub enum Happening {
+pub enum ProcessEvent {
     /// QEMU has ended.
     QemuEnded(Exit),
-    /// The filter has ended.
-    FilterEnded(Exit),
-    /// Another one serves the disks, or none can.
-    ServedAgain(Result<Process, Problem>),
+    /// Something happens to who serves the disks.
+    Service(ServiceEvent),
     /// QEMU reports something.
     Reported(Event),
     /// QEMU's monitor is gone; QEMU ends, or must be ended.
@@ -89,13 +86,13 @@ pub type Ending = (StopReason, String);
 
 impl Running {
     /// The next thing that happens.
-    pub async fn next(&mut self) -> Happening {
+    pub async fn next(&mut self) -> ProcessEvent {
         tokio::select! {
             // In this order: what QEMU says about its end comes before its end.
             biased;
-            event = self.events.recv() => event.map_or(Happening::MonitorLost, Happening::Reported),
-            exit = self.qemu.ended() => Happening::QemuEnded(exit),
-            happening = self.service.next() => happening,
+            event = self.events.recv() => event.map_or(ProcessEvent::MonitorLost, ProcessEvent::Reported),
+            exit = self.qemu.ended() => ProcessEvent::QemuEnded(exit),
+            event = self.service.next() => ProcessEvent::Service(event),
         }
     }
 
@@ -129,12 +126,12 @@ impl Running {
     async fn after_qemu(mut self, vm: &str, exit: Exit) -> Ending {
         let words = async {
             while let Some(event) = self.events.recv().await {
-                self.last_words.hear(event);
+                self.qemu_end.note(event);
             }
         };
         // A monitor that stays open after its process has ended is none.
         let _ = timeout(LAST_EVENTS, words).await;
-        let (reason, directory) = (self.last_words.reason(), self.directory.clone());
+        let (reason, directory) = (self.qemu_end.reason(), self.directory.clone());
         let flushed = self.end_filter().await;
         let remedy = super::remedy(vm);
         let mut detail = match reason {
@@ -353,8 +350,8 @@ mod tests {
     #[test]
     fn the_reason_is_what_qemu_said_last_and_a_panic_is_one_in_any_case() {
         let after = |events: &[Event]| {
-            let mut words = LastWords::default();
-            events.iter().cloned().for_each(|event| words.hear(event));
+            let mut words = QemuEnd::default();
+            events.iter().cloned().for_each(|event| words.note(event));
             words.reason()
         };
         let guest = Event::Shutdown(ShutdownReason::Guest);

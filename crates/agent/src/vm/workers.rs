@@ -3,46 +3,23 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use tokio::io::DuplexStream;
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinHandle;
-use vmseal_api::host::{DiskFacts, Notice};
+use vmseal_api::host::DiskFacts;
 use vmseal_api::id::DiskId;
 use vmseal_api::problem::Problem;
 use vmseal_api::request_id;
 
 use super::Shared;
 use super::exposed::Exposure;
+use super::report::{Progress, Report};
 use crate::process::run_dir::ProcessDir;
-use crate::storage::disk::{self, DiskBuilder, Recipe};
+use crate::storage::builder::DiskBuilder;
+use crate::storage::disk::{self, Recipe};
 use crate::storage::export::{self, Order};
 
 /// Progress that may wait for the owner.
 const REPORTS_MAX: usize = 16;
-
-/// What a task says of itself.
-pub enum Report {
-    /// It is being made or exported: bytes done, and in all.
-    Progress(u64, u64),
-    /// It has been made, or could not be.
-    Made(Result<DiskFacts, Problem>),
-    /// It has been exported, or could not be.
-    Written(Result<(), Problem>),
-    /// It is exposed, and answers with these errors.
-    ExposedErrors(Vec<Notice>),
-    /// The disk is no longer exposed. The end of the stream tells the client that held it.
-    Exposed(Option<DuplexStream>),
-}
-
-impl Report {
-    /// Whether the task goes on.
-    fn is_progress(&self) -> bool {
-        match self {
-            Self::Progress(..) | Self::ExposedErrors(_) => true,
-            Self::Made(_) | Self::Written(_) | Self::Exposed(_) => false,
-        }
-    }
-}
 
 struct Worker {
     /// Tells reports of this attempt from those of an earlier one.
@@ -144,26 +121,6 @@ impl Workers {
                 }
             }
         }
-    }
-}
-
-/// The way of a task to say how far it is.
-pub struct Progress {
-    disk: DiskId,
-    number: u64,
-    sender: mpsc::Sender<(DiskId, u64, Report)>,
-}
-
-impl Progress {
-    /// Says something that must arrive.
-    pub async fn tell(&self, report: Report) {
-        // The owner may be gone.
-        let _ = self.sender.send((self.disk, self.number, report)).await;
-    }
-
-    fn progress(&self, report: Report) {
-        // A report that finds no room is followed by a newer one.
-        let _ = self.sender.try_send((self.disk, self.number, report));
     }
 }
 

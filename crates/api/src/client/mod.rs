@@ -9,6 +9,7 @@ mod host_client;
 pub mod role;
 mod server_client;
 mod tls;
+pub mod verifier;
 mod websocket;
 
 pub use host_client::HostClient;

@@ -8,7 +8,7 @@ use super::{Owner, State};
 use crate::rules::exclusion::Action;
 use crate::rules::{self, find_disk};
 use crate::vm::exposed::{Exposure, Order, Source};
-use crate::vm::start::beside;
+use crate::vm::serve::beside;
 use crate::vm::{Reply, internal};
 
 impl Owner {
@@ -17,8 +17,8 @@ impl Owner {
         let refused = match what {
             Exposing::Hold { writable } => match self.ready_to_expose(disk, writable) {
                 Ok(source) => {
-                    let (exposure, door) = Exposure::new(disk, source, to);
-                    self.exposed.insert(disk, door);
+                    let (exposure, sender) = Exposure::new(disk, source, to);
+                    self.exposed.insert(disk, sender);
                     self.exposed_errors.remove(&disk);
                     return self.workers.begin_exposure(&self.shared, exposure);
                 }
@@ -27,7 +27,7 @@ impl Owner {
             Exposing::Connect => match (self.exposed.get(&disk), find_disk(&self.spec, disk)) {
                 (_, Err(problem)) => (to, problem),
                 (None, Ok(disk)) => (to, rules::not_exposed(&self.spec, disk)),
-                (Some(door), Ok(disk)) => match door.try_send(to) {
+                (Some(sender), Ok(disk)) => match sender.try_send(to) {
                     Ok(()) => return,
                     Err(full) => (full.into_inner(), rules::not_exposed(&self.spec, disk)),
                 },

@@ -14,7 +14,7 @@ use crate::storage::disk::Recipe;
 use crate::storage::export::{self, Export, Order};
 use crate::storage::patience;
 use crate::vm::internal;
-use crate::vm::workers::Report;
+use crate::vm::report::Report;
 
 /// What is to be begun, where nothing speaks against it.
 enum Ready {

@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use vmseal_api::host::HostAgent;
+
 use super::*;
 
 /// Much longer than a step is tried here.
