@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use crate::host::{Allocation, DatastoreLocation, DiskLimits, SealedKey};
+use crate::host::{Allocation, ContractRange, DatastoreLocation, DiskLimits, SealedKey};
 use crate::model::Replication;
 pub use crate::passphrase::{SealedPassphrase, passphrase_info};
 use crate::transfer::{ExportFormat, ImageFormat};
@@ -59,6 +59,9 @@ pub struct JoinHost {
     pub address: Option<String>,
     /// A PKCS#10 certificate request (PEM) for the agent's key, which never leaves the host.
     pub certificate_request: String,
+    /// The versions of the contract between server and agent that the agent speaks.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub contract: Option<ContractRange>,
 }
 
 /// What a machine that joined receives.

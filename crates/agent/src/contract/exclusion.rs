@@ -14,7 +14,7 @@ use vmseal_api::transfer::ExportFormat;
 
 use super::jobs::{creation, image};
 use super::{Session, done};
-use crate::rules::exclusion::{ACTIVITIES, Action, Activity, TABLE, Verdict, verdict};
+use crate::rules::exclusion::{ACTIVITIES, Action, Activity, Rule, TABLE, rule};
 
 /// How often a pair is tried whose activity ends before the action has been answered.
 const ATTEMPTS: u32 = 50;
@@ -23,8 +23,8 @@ const ATTEMPTS: u32 = 50;
 const STOPPING_SECONDS: u32 = 600;
 
 /// What keeps an activity going.
-enum Held {
-    Nothing,
+enum Ongoing {
+    ByItself,
     Job(TaskId),
     Stream(ConsoleStream),
 }
@@ -43,28 +43,28 @@ pub async fn walk(agent: &dyn HostAgent, session: &Session) {
 }
 
 /// What the table says of a VM that is off while something is under way with its disk.
-fn expected(action: Action, activity: Activity) -> Verdict {
+fn expected(action: Action, activity: Activity) -> Rule {
     let of_disk = matches!(activity, Activity::Creating | Activity::Exporting | Activity::Exposed);
-    match verdict(action, Activity::Off) {
-        Verdict::Allowed | Verdict::Ends => verdict(action, activity),
+    match rule(action, Activity::Off) {
+        Rule::Allowed | Rule::Ends => rule(action, activity),
         while_off if of_disk => while_off,
-        _ => verdict(action, activity),
+        _ => rule(action, activity),
     }
 }
 
 async fn pair(agent: &dyn HostAgent, session: &Session, action: Action, activity: Activity) {
     let expected = expected(action, activity);
     for _ in 0..ATTEMPTS {
-        let held = bring_about(agent, session, activity).await;
+        let ongoing = bring_about(agent, session, activity).await;
         let answer = attempt(agent, session, action).await;
-        let goes_on = goes_on(agent, session, activity, &held).await;
+        let goes_on = goes_on(agent, session, activity, &ongoing).await;
         let as_expected = match (expected, &answer) {
-            (Verdict::Refused(code), Err(problem)) => problem.code == code && goes_on,
-            (Verdict::Allowed | Verdict::Already, Ok(())) => true,
-            (Verdict::Ends, Ok(())) => !goes_on,
+            (Rule::Refused(code), Err(problem)) => problem.code == code && goes_on,
+            (Rule::Allowed | Rule::Already, Ok(())) => true,
+            (Rule::Ends, Ok(())) => !goes_on,
             _ => false,
         };
-        release(held).await;
+        release(ongoing).await;
         if as_expected {
             return;
         }
@@ -96,7 +96,7 @@ async fn at_rest(agent: &dyn HostAgent, session: &Session) {
     }
 }
 
-async fn bring_about(agent: &dyn HostAgent, session: &Session, activity: Activity) -> Held {
+async fn bring_about(agent: &dyn HostAgent, session: &Session, activity: Activity) -> Ongoing {
     let (vm, disk) = (session.vm(), session.disk(0).disk);
     let power = match activity {
         Activity::Running => Some(Power::Running),
@@ -104,7 +104,7 @@ async fn bring_about(agent: &dyn HostAgent, session: &Session, activity: Activit
         _ => None,
     };
     if power.is_some() && session.seen(agent).await.map(|seen| seen.power) == power {
-        return Held::Nothing;
+        return Ongoing::ByItself;
     }
     at_rest(agent, session).await;
     let task = TaskId::new();
@@ -123,18 +123,18 @@ async fn bring_about(agent: &dyn HostAgent, session: &Session, activity: Activit
             done(agent.delete_disk(vm, disk).await, "removing a disk");
             let job = creation(disk, image(&session.fixture.image));
             done(agent.put_job(vm, task, job).await, "making a disk");
-            return Held::Job(task);
+            return Ongoing::Job(task);
         }
         Activity::Exporting => {
             done(agent.put_job(vm, task, export(session, task)).await, "exporting a disk");
-            return Held::Job(task);
+            return Ongoing::Job(task);
         }
         Activity::Exposed => {
             let hold = Exposing::Hold { writable: false };
-            return Held::Stream(done(agent.expose_disk(vm, disk, hold).await, "exposing"));
+            return Ongoing::Stream(done(agent.expose_disk(vm, disk, hold).await, "exposing"));
         }
     }
-    Held::Nothing
+    Ongoing::ByItself
 }
 
 fn export(session: &Session, task: TaskId) -> JobSpec {
@@ -167,7 +167,7 @@ async fn attempt(agent: &dyn HostAgent, session: &Session, action: Action) -> Re
         Action::ExposeToRead | Action::ExposeToWrite => {
             let hold = Exposing::Hold { writable: action == Action::ExposeToWrite };
             let stream = agent.expose_disk(vm, disk, hold).await?;
-            release(Held::Stream(stream)).await;
+            release(Ongoing::Stream(stream)).await;
             Ok(())
         }
         Action::PowerOn => agent.power_on(vm).await,
@@ -185,25 +185,25 @@ async fn goes_on(
     agent: &dyn HostAgent,
     session: &Session,
     activity: Activity,
-    held: &Held,
+    ongoing: &Ongoing,
 ) -> bool {
     let Some(seen) = session.seen(agent).await else { return false };
-    match (held, activity) {
-        (Held::Job(task), _) => seen.jobs.iter().any(|job| {
+    match (ongoing, activity) {
+        (Ongoing::Job(task), _) => seen.jobs.iter().any(|job| {
             job.task == *task && matches!(job.state, JobState::Waiting | JobState::Running)
         }),
-        (Held::Stream(_), _) => true,
-        (Held::Nothing, Activity::Off) => seen.power == Power::Off,
-        (Held::Nothing, Activity::Starting) => seen.power == Power::Starting,
-        (Held::Nothing, Activity::Running) => seen.power == Power::Running,
-        (Held::Nothing, Activity::Stopping) => seen.power == Power::Stopping,
-        (Held::Nothing, _) => false,
+        (Ongoing::Stream(_), _) => true,
+        (Ongoing::ByItself, Activity::Off) => seen.power == Power::Off,
+        (Ongoing::ByItself, Activity::Starting) => seen.power == Power::Starting,
+        (Ongoing::ByItself, Activity::Running) => seen.power == Power::Running,
+        (Ongoing::ByItself, Activity::Stopping) => seen.power == Power::Stopping,
+        (Ongoing::ByItself, _) => false,
     }
 }
 
-/// Lets go of what is held; jobs end by themselves.
-async fn release(held: Held) {
-    if let Held::Stream(mut stream) = held {
+/// Lets go of what is ongoing; jobs end by themselves.
+async fn release(ongoing: Ongoing) {
+    if let Ongoing::Stream(mut stream) = ongoing {
         // It may have ended with its VM.
         let _ = stream.write_all(&[LET_GO]).await;
         let _ = stream.read_to_end(&mut Vec::new()).await;

@@ -180,7 +180,7 @@ mod tests {
     use std::os::unix::fs::PermissionsExt;
 
     use super::*;
-    use crate::host::testing::Authority;
+    use crate::host::peer_tests::Authority;
 
     #[test]
     fn an_identity_is_private_and_survives() {

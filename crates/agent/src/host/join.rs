@@ -18,6 +18,7 @@ use rustls::pki_types::pem::PemObject;
 use rustls::{CertificateError, ClientConfig, RootCertStore};
 use vmseal_api::client::role::{self, Role};
 use vmseal_api::client::verifier::{ServerChain, ServerCheck, Verifier};
+use vmseal_api::host::version::CONTRACT;
 use vmseal_api::id::{HostId, NameError, check_name};
 use vmseal_api::join_token::{JoinToken, NotAToken};
 use vmseal_api::problem::Problem;
@@ -115,6 +116,7 @@ pub async fn join(options: JoinOptions) -> Result<JoinedAs, JoinError> {
         name: options.name.clone(),
         address: options.address.clone(),
         certificate_request: request,
+        contract: Some(CONTRACT),
     };
     let joined = post(&options.server, &token, &body).await?;
     check_authority(&joined, &token)?;
@@ -256,7 +258,7 @@ mod tests {
 
     use super::*;
     use crate::host::http::TlsListener;
-    use crate::host::testing::Authority;
+    use crate::host::peer_tests::Authority;
 
     /// A server that signs whatever it is sent, or refuses; gives its address.
     async fn server(authority: Authority, chain: bool, refuse: bool) -> String {

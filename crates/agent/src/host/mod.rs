@@ -5,7 +5,7 @@ pub mod http;
 pub mod identity;
 pub mod join;
 #[cfg(test)]
-mod testing;
+mod peer_tests;
 
 use std::fs::DirBuilder;
 use std::io;

@@ -58,9 +58,9 @@ pub enum Activity {
     Exposed,
 }
 
-/// What becomes of an action during an activity.
+/// What becomes of an action during an activity: a cell of the table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Verdict {
+pub enum Rule {
     /// Both go on.
     Allowed,
     /// Nothing is done: it is so already.
@@ -72,12 +72,12 @@ pub enum Verdict {
 }
 
 use Activity::{Creating, Exporting, Exposed, KeyChange, Off, Running, Starting, Stopping};
-use Verdict::{Allowed as YES, Already as IS, Ends as ENDS};
+use Rule::{Allowed as YES, Already as IS, Ends as ENDS};
 
-const STATE: Verdict = Verdict::Refused(ErrorCode::WrongState);
-const IN_USE: Verdict = Verdict::Refused(ErrorCode::InUse);
+const STATE: Rule = Rule::Refused(ErrorCode::WrongState);
+const IN_USE: Rule = Rule::Refused(ErrorCode::InUse);
 /// Whoever lost the answer asks again, and is answered when it has ended.
-const AGAIN: Verdict = Verdict::Refused(ErrorCode::TimedOut);
+const AGAIN: Rule = Rule::Refused(ErrorCode::TimedOut);
 
 /// The columns of [`TABLE`].
 pub const ACTIVITIES: [Activity; 8] =
@@ -86,7 +86,7 @@ pub const ACTIVITIES: [Activity; 8] =
 /// What may be done during what. For an action on a disk the last three columns are about that disk, for one on
 /// the VM about any disk of it.
 #[rustfmt::skip]
-pub const TABLE: [(Action, [Verdict; ACTIVITIES.len()]); 13] = [
+pub const TABLE: [(Action, [Rule; ACTIVITIES.len()]); 13] = [
     //                       off    starting running stopping key change creating exporting exposed
     (Action::Register,      [YES,   STATE,   STATE,  STATE,   IN_USE,    YES,     YES,      YES]),
     (Action::Unregister,    [YES,   STATE,   STATE,  STATE,   IN_USE,    ENDS,    ENDS,     IN_USE]),
@@ -105,7 +105,7 @@ pub const TABLE: [(Action, [Verdict; ACTIVITIES.len()]); 13] = [
 
 /// What becomes of an action during an activity.
 #[must_use]
-pub fn verdict(action: Action, activity: Activity) -> Verdict {
+pub fn rule(action: Action, activity: Activity) -> Rule {
     let row = TABLE.iter().find(|(row, _)| *row == action);
     let column = ACTIVITIES.iter().position(|column| *column == activity);
     row.zip(column).map_or(STATE, |((_, row), column)| row[column])
@@ -145,17 +145,17 @@ impl Situation<'_> {
             // It is not off.
             Power::Running | Power::Unknown => Running,
         };
-        match verdict(action, power) {
-            Verdict::Already => return Ok(Permission::Already),
-            Verdict::Refused(code) => return Err(self.refusal(code, action, power, disk)),
-            Verdict::Allowed | Verdict::Ends => {}
+        match rule(action, power) {
+            Rule::Already => return Ok(Permission::Already),
+            Rule::Refused(code) => return Err(self.refusal(code, action, power, disk)),
+            Rule::Allowed | Rule::Ends => {}
         }
         let keys = self.changing_keys.then_some((None, KeyChange));
         let concerned =
             self.disks.iter().filter(|(id, _)| disk.is_none_or(|disk| disk.disk == *id));
         let disks = concerned.map(|(id, activity)| (Some(*id), *activity));
         for (id, activity) in keys.into_iter().chain(disks) {
-            if let Verdict::Refused(code) = verdict(action, activity) {
+            if let Rule::Refused(code) = rule(action, activity) {
                 let disk = disk.or_else(|| self.spec.disk(id?));
                 return Err(self.refusal(code, action, activity, disk));
             }
@@ -247,7 +247,7 @@ mod tests {
             disks: Vec::new(),
         };
         for (action, row) in &TABLE {
-            for (activity, verdict) in ACTIVITIES.iter().zip(row) {
+            for (activity, cell) in ACTIVITIES.iter().zip(row) {
                 let on_disk = matches!(activity, Creating | Exporting | Exposed);
                 let situation = match activity {
                     Off => at_rest(),
@@ -258,21 +258,21 @@ mod tests {
                     _ => Situation { disks: vec![(one.disk, *activity)], ..at_rest() },
                 };
                 // What needs a VM that runs is refused with one that is off, whatever else is so.
-                let off = super::verdict(*action, Off);
+                let off = super::rule(*action, Off);
                 let expected = match (on_disk || *activity == KeyChange, off) {
-                    (true, Verdict::Refused(_) | Verdict::Already) => off,
-                    _ => *verdict,
+                    (true, Rule::Refused(_) | Rule::Already) => off,
+                    _ => *cell,
                 };
                 let answer = situation.may(*action, Some(one));
                 match expected {
-                    Verdict::Refused(code) => assert_eq!(answer.unwrap_err().code, code),
-                    Verdict::Already => assert_eq!(answer.unwrap(), Permission::Already),
+                    Rule::Refused(code) => assert_eq!(answer.unwrap_err().code, code),
+                    Rule::Already => assert_eq!(answer.unwrap(), Permission::Already),
                     YES | ENDS => assert_eq!(answer.unwrap(), Permission::Granted),
                 }
                 if on_disk && off == YES {
                     let beside = situation.may(*action, Some(two));
                     assert_eq!(beside.unwrap(), Permission::Granted, "{action:?} {activity:?}");
-                    let refused = matches!(verdict, Verdict::Refused(_));
+                    let refused = matches!(cell, Rule::Refused(_));
                     assert_eq!(situation.may(*action, None).is_err(), refused, "{action:?}");
                 }
             }

@@ -5,21 +5,16 @@
 //! <path>/<vm id>/                the disks of a VM ([`crate::storage::home`])
 //! ```
 
-use std::io;
 use std::path::Path;
 
 use nix::fcntl::{AT_FDCWD, AtFlags};
 use nix::unistd::{AccessFlags, faccessat};
 use vmseal_api::datastore::DatastoreCondition;
 use vmseal_api::host::{DatastoreSpec, DatastoreUsage};
-use vmseal_api::id::VmId;
 use vmseal_api::problem::{ErrorCode, Problem};
 
-use crate::atomic_file;
 use crate::storage::home;
-use crate::storage::mark::{
-    MARKER, Marker, VERSION, check_marker, directory, failed, marked, marker, usage,
-};
+use crate::storage::mark::{MARKER, check_marker, directory, failed, marked, marker, put, usage};
 
 /// How deep it is looked for datastores below a new one.
 const BELOW_DEPTH_MAX: usize = 5;
@@ -37,15 +32,10 @@ pub fn probe(spec: &DatastoreSpec) -> Result<DatastoreUsage, Problem> {
         Some(marker) => check_marker(path, &marker, spec)?,
         None => {
             check_alone(path)?;
-            let marker = Marker { version: VERSION, datastore: spec.datastore };
-            let path = path.join(MARKER);
-            serde_json::to_vec(&marker)
-                .map_err(io::Error::from)
-                .and_then(|json| atomic_file::write(&path, &json))
-                .map_err(|error| failed(&path, "written", &error))?;
+            put(path, spec)?;
         }
     }
-    sweep(path);
+    home::sweep(path);
     usage(path)
 }
 
@@ -116,26 +106,10 @@ pub fn condition(spec: &DatastoreSpec) -> DatastoreCondition {
     }
 }
 
-/// Removes half-made disks that nobody works on. Blocks.
-pub fn sweep(path: &Path) {
-    let entries = |path: &Path| {
-        let entries = std::fs::read_dir(path).into_iter().flatten().filter_map(Result::ok);
-        entries.map(|entry| entry.path())
-    };
-    let homes = entries(path).filter(|home| {
-        home.file_name().is_some_and(|name| name.to_string_lossy().parse::<VmId>().is_ok())
-    });
-    for debris in homes.flat_map(|home| entries(&home).collect::<Vec<_>>()) {
-        if debris.extension().is_some_and(|extension| extension == "creating") {
-            home::remove_debris(&debris);
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use vmseal_api::host::DatastoreLocation;
-    use vmseal_api::id::DatastoreId;
+    use vmseal_api::id::{DatastoreId, VmId};
 
     use super::*;
     use crate::storage::home::Home;

@@ -111,8 +111,24 @@ pub fn kept_until(note: &Path) -> Option<SystemTime> {
     modified.ok()?.checked_add(INTERRUPTED_KEPT)
 }
 
+/// Removes half-made disks that nobody works on. Blocks.
+pub fn sweep(path: &Path) {
+    let entries = |path: &Path| {
+        let entries = std::fs::read_dir(path).into_iter().flatten().filter_map(Result::ok);
+        entries.map(|entry| entry.path())
+    };
+    let homes = entries(path).filter(|home| {
+        home.file_name().is_some_and(|name| name.to_string_lossy().parse::<VmId>().is_ok())
+    });
+    for debris in homes.flat_map(|home| entries(&home).collect::<Vec<_>>()) {
+        if debris.extension().is_some_and(|extension| extension == "creating") {
+            remove_debris(&debris);
+        }
+    }
+}
+
 /// Removes a half-made disk that nobody works on, unless its import may go on.
-pub(crate) fn remove_debris(path: &Path) {
+fn remove_debris(path: &Path) {
     // Whoever makes a file here has locked it, too, before this is given back.
     let homes = path.parent().and_then(Path::parent).map(homes).unwrap_or_default();
     let _homes = homes.lock().unwrap_or_else(PoisonError::into_inner);
@@ -485,13 +501,18 @@ mod tests {
     use vmseal_api::id::DatastoreId;
 
     use super::*;
-    use crate::storage::datastore::probe;
+    use crate::storage::mark;
 
     fn datastore() -> (tempfile::TempDir, DatastoreSpec) {
         let directory = tempfile::tempdir().unwrap();
         let location = DatastoreLocation::Dir { path: directory.path().to_owned() };
         let spec = DatastoreSpec { datastore: DatastoreId::new(), location };
         (directory, spec)
+    }
+
+    fn directory_of(spec: &DatastoreSpec) -> &Path {
+        let DatastoreLocation::Dir { path } = &spec.location;
+        path
     }
 
     /// A VM with two disks, and their home.
@@ -523,7 +544,7 @@ mod tests {
     #[test]
     fn a_disk_appears_whole_and_one_at_a_time_has_it() {
         let (_directory, spec) = datastore();
-        probe(&spec).unwrap();
+        mark::put(directory_of(&spec), &spec).unwrap();
         let (home, vm) = home(&spec);
         let disk = vm.disk_at(1).unwrap().disk;
         let file = begin(&home, &vm, 1).unwrap();
@@ -546,7 +567,7 @@ mod tests {
     #[test]
     fn readers_share_an_image_and_keep_writers_out() {
         let (_directory, spec) = datastore();
-        probe(&spec).unwrap();
+        mark::put(directory_of(&spec), &spec).unwrap();
         let (home, vm) = home(&spec);
         let disk = vm.disk_at(0).unwrap().disk;
         home.finish(disk, &begin(&home, &vm, 0).unwrap()).unwrap();
@@ -564,7 +585,7 @@ mod tests {
     #[test]
     fn a_lock_outlives_its_maker_in_whoever_inherited_the_file() {
         let (_directory, spec) = datastore();
-        probe(&spec).unwrap();
+        mark::put(directory_of(&spec), &spec).unwrap();
         let (home, vm) = home(&spec);
         let disk = vm.disk_at(0).unwrap().disk;
         let file = begin(&home, &vm, 0).unwrap();
@@ -583,7 +604,7 @@ mod tests {
     #[test]
     fn what_is_no_regular_file_is_refused() {
         let (_directory, spec) = datastore();
-        probe(&spec).unwrap();
+        mark::put(directory_of(&spec), &spec).unwrap();
         let (home, _) = home(&spec);
         std::fs::create_dir(&home.path).unwrap();
         let (link, pipe) = (DiskId::new(), DiskId::new());
@@ -596,12 +617,12 @@ mod tests {
     #[test]
     fn debris_is_swept_and_work_under_way_is_not() {
         let (_directory, spec) = datastore();
-        probe(&spec).unwrap();
+        mark::put(directory_of(&spec), &spec).unwrap();
         let (home, vm) = home(&spec);
         let (dead, alive) = (vm.disk_at(0).unwrap().disk, vm.disk_at(1).unwrap().disk);
         drop(begin(&home, &vm, 0).unwrap());
         let _file = begin(&home, &vm, 1).unwrap();
-        probe(&spec).unwrap();
+        sweep(home.datastore());
         assert!(!home.creating(dead).exists());
         assert!(home.creating(alive).exists());
         assert_eq!(home.check_room(u64::MAX).unwrap_err().code, ErrorCode::NoSpace);
@@ -616,13 +637,13 @@ mod tests {
     #[test]
     fn a_sweep_removes_nothing_that_is_being_made() {
         let (_directory, spec) = datastore();
-        probe(&spec).unwrap();
+        mark::put(directory_of(&spec), &spec).unwrap();
         let (home, vm) = home(&spec);
         let done = std::sync::atomic::AtomicBool::new(false);
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 while !done.load(std::sync::atomic::Ordering::Relaxed) {
-                    crate::storage::datastore::sweep(home.datastore());
+                    sweep(home.datastore());
                 }
             });
             for _ in 0..300 {
@@ -642,7 +663,7 @@ mod tests {
     #[test]
     fn an_interrupted_import_is_kept_for_a_while_and_goes_with_its_disk() {
         let (_directory, spec) = datastore();
-        probe(&spec).unwrap();
+        mark::put(directory_of(&spec), &spec).unwrap();
         let (home, vm) = home(&spec);
         let disk = vm.disk_at(0).unwrap().disk;
         let note: Note = serde_json::from_str(NOTE).unwrap();
@@ -650,7 +671,7 @@ mod tests {
         drop(begin(&home, &vm, 0).unwrap());
         assert!(home.noted(disk).unwrap().is_none());
         home.note(disk, &note).unwrap();
-        probe(&spec).unwrap();
+        sweep(home.datastore());
         let (file, found) = home.noted(disk).unwrap().unwrap();
         assert_eq!((&found.image, found.durable), (&note.image, 4 << 20));
         drop(file);
@@ -662,7 +683,7 @@ mod tests {
         // Long ago: nobody will go on with it.
         let file = File::options().write(true).open(&path).unwrap();
         file.set_modified(std::time::SystemTime::now() - INTERRUPTED_KEPT).unwrap();
-        probe(&spec).unwrap();
+        sweep(home.datastore());
         assert!(!home.creating(disk).exists() && !path.exists(), "it is kept for ever");
         home.note(disk, &note).unwrap();
         drop(begin(&home, &vm, 0).unwrap());
@@ -675,7 +696,7 @@ mod tests {
     #[test]
     fn disks_of_one_vm_come_and_go_beside_each_other() {
         let (_directory, spec) = datastore();
-        probe(&spec).unwrap();
+        mark::put(directory_of(&spec), &spec).unwrap();
         let (home, vm) = home(&spec);
         std::thread::scope(|scope| {
             for index in [0, 1] {

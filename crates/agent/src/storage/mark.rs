@@ -9,11 +9,13 @@ use vmseal_api::host::{DatastoreLocation, DatastoreSpec, DatastoreUsage};
 use vmseal_api::id::DatastoreId;
 use vmseal_api::problem::{ErrorCode, Problem};
 
+use crate::atomic_file;
+
 /// The file that says which datastore this is.
 pub const MARKER: &str = "vmseal-datastore.json";
 
 /// The version of that file.
-pub(super) const VERSION: u32 = 1;
+const VERSION: u32 = 1;
 
 /// The longest marker, in bytes.
 const MARKER_MAX: u64 = 4096;
@@ -116,4 +118,14 @@ pub fn usage(path: &Path) -> Result<DatastoreUsage, Problem> {
         capacity: stat.blocks().saturating_mul(block),
         free: stat.blocks_available().saturating_mul(block),
     })
+}
+
+/// Marks a directory as this datastore.
+pub(super) fn put(path: &Path, spec: &DatastoreSpec) -> Result<(), Problem> {
+    let marker = Marker { version: VERSION, datastore: spec.datastore };
+    let path = path.join(MARKER);
+    serde_json::to_vec(&marker)
+        .map_err(io::Error::from)
+        .and_then(|json| atomic_file::write(&path, &json))
+        .map_err(|error| failed(&path, "written", &error))
 }

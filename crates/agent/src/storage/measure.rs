@@ -74,7 +74,7 @@ impl Sweeping {
         swept.insert(spec.datastore, Instant::now());
         drop(spawn_blocking(move || {
             if let Ok(path) = crate::storage::mark::marked(&spec) {
-                datastore::sweep(path);
+                crate::storage::home::sweep(path);
             }
         }));
     }

@@ -268,7 +268,7 @@ impl Owner {
             Event::Process(ProcessEvent::MonitorLost) => self.qemu_ended(None).await,
             Event::PatienceOver => {
                 if let Some(running) = self.take_running() {
-                    tracing::info!(vm = %self.spec.vm, "the guest has not heeded the wish to shut down");
+                    tracing::info!(vm = %self.spec.vm, "the guest has not shut down in the time that it was given");
                     self.state = State::Running(Box::new(running));
                 }
             }
