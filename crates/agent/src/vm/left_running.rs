@@ -233,10 +233,8 @@ impl LeftRunning {
 
     /// The server says what the VM is, which an unreadable record does not.
     fn register(&mut self, spec: VmSpec) -> Result<(), Problem> {
-        if let Why::Processes(..) = self.why {
-            if self.spec != spec {
-                self.situation().may(Action::Register, None)?;
-            }
+        if matches!(self.why, Why::Processes(..)) && self.spec != spec {
+            self.situation().may(Action::Register, None)?;
         }
         if self.spec.key != spec.key {
             self.kek = None;

@@ -6,11 +6,11 @@ use vmseal_api::host::{ExportJob, HostAgent, HostState, JobSpec, JobState};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::transfer::{ExportFormat, Progress};
 
-use super::operation::Operation;
 use super::run::{Run, StepError};
 use super::start_vm::prepare;
 use super::step::{Limit, Output, Patience};
-use crate::keys::Purpose;
+use crate::hosts::keys::Purpose;
+use crate::operation::Operation;
 use crate::store::vms::Vm;
 
 /// What is done, in order.
@@ -208,8 +208,9 @@ async fn end(run: &Run<'_>, how: End) -> Result<(), StepError> {
     let agent = run.agent(&vm)?;
     let job = JobSpec::Export(order(run)?);
     crate::hosts::register(run.store(), run.hosts(), vm.id).await?;
-    Ok(match how {
-        End::Commit => agent.commit_job(vm.id, run.task.id, job).await?,
-        End::Cancel => agent.cancel_job(vm.id, run.task.id, job).await?,
-    })
+    let ended = match how {
+        End::Commit => agent.commit_job(vm.id, run.task.id, job).await,
+        End::Cancel => agent.cancel_job(vm.id, run.task.id, job).await,
+    };
+    Ok(ended?)
 }
