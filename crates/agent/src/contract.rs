@@ -4,6 +4,8 @@
 //! It panics where an agent does not keep the contract; a test calls it.
 
 mod bitmaps;
+mod exclusion;
+mod jobs;
 mod replicas;
 
 use std::path::{Path, PathBuf};
@@ -15,15 +17,16 @@ use tokio::time::{Instant, timeout};
 use vmseal_api::console::is_taken_over;
 use vmseal_api::datastore::DatastoreCondition;
 use vmseal_api::expose::{HOLD, LET_GO};
+use vmseal_api::host::version::{CONTRACT, FEATURES};
 use vmseal_api::host::{
-    Allocation, ConsoleClaim, DatastoreLocation, DatastoreSpec, DiskFacts, DiskPhase, DiskSpec,
-    ExportPhase, ExportSpec, ExportStep, Exposing, HostAgent, HostState, ImageSource, KeyReference,
-    KeyState, NewDisk, Notice, NoticeCode, OtherKey, Power, PowerOff, SHUTDOWN_SECONDS_MAX,
-    STATE_WAIT_MAX, StopReason, Stopped, VERSION, VmSpec, VmState,
+    Allocation, ConsoleClaim, DatastoreLocation, DatastoreSpec, Device, DiskSpec, Exposing,
+    HostAgent, HostState, ImageSource, KeyReference, KeyState, NewDisk, Notice, NoticeCode,
+    OtherKey, Power, PowerOff, SHUTDOWN_SECONDS_MAX, STATE_WAIT_MAX, StopReason, Stopped, VmSpec,
+    VmState,
 };
-use vmseal_api::id::{DatastoreId, DiskId, TaskId, VmId};
+use vmseal_api::id::{DatastoreId, DiskId, Incarnation, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
-use vmseal_api::transfer::{ExportFormat, ImageFormat};
+use vmseal_api::transfer::ImageFormat;
 use vmseal_secret::{KEK_LEN, SecretBytes};
 
 use crate::keys::{reference_of, seal_for};
@@ -101,7 +104,7 @@ fn done<T>(result: Result<T, Problem>, what: &str) -> T {
 }
 
 async fn state(agent: &dyn HostAgent) -> HostState {
-    done(agent.state(None, Duration::ZERO).await, "state")
+    done(agent.state_now().await, "state")
 }
 
 impl Session {
@@ -128,13 +131,17 @@ impl Session {
             vcpus: 1,
             memory: 64 << 20,
             key: Some(reference_of(&kek, vm, "contract-key")),
-            disks: vec![disk("system", true), disk("data", false)],
+            devices: vec![Device::Disk(disk("system", true)), Device::Disk(disk("data", false))],
         };
         Self { fixture, place, kek, spec, key_box }
     }
 
     fn vm(&self) -> VmId {
         self.spec.vm
+    }
+
+    fn disk(&self, index: usize) -> &DiskSpec {
+        self.spec.disk_at(index).expect("the suite's VM has two disks")
     }
 
     async fn seen(&self, agent: &dyn HostAgent) -> Option<VmState> {
@@ -153,11 +160,12 @@ impl Session {
         wanted: impl Fn(&VmState) -> bool,
     ) -> VmState {
         let give_up = Instant::now() + self.fixture.patience;
-        let mut after = None;
+        let mut last = None;
         loop {
-            let state = done(agent.state(after, Duration::from_secs(5)).await, "state");
-            after = Some((state.incarnation, state.version));
-            let vm = state.vms.into_iter().find(|state| state.vm == self.vm());
+            let wait = Duration::from_secs(5);
+            let state = done(agent.state_after(last.as_ref(), wait).await, "state");
+            let vm = state.vms.iter().find(|state| state.vm == self.vm()).cloned();
+            last = Some(state);
             if let Some(vm) = vm.clone().filter(&wanted) {
                 return vm;
             }
@@ -175,19 +183,6 @@ impl Session {
         .await
     }
 
-    async fn made(&self, agent: &dyn HostAgent, disk: DiskId) -> DiskFacts {
-        let phase = |state: &VmState| {
-            let disk = state.disks.iter().find(|state| state.disk == disk)?;
-            match &disk.phase {
-                DiskPhase::Ready { facts } => Some(facts.clone()),
-                DiskPhase::Failed { problem } => panic!("the disk could not be made: {problem}"),
-                DiskPhase::Creating { .. } => None,
-            }
-        };
-        let state = self.wait(agent, "a disk", |state| phase(state).is_some()).await;
-        phase(&state).expect("it was there")
-    }
-
     async fn offer(&self, agent: &dyn HostAgent) -> Result<(), Problem> {
         let reference = self.spec.key.as_ref().expect("the VM has a key");
         let sealed = seal_for(&self.key_box, self.vm(), reference, &self.kek);
@@ -198,7 +193,10 @@ impl Session {
 /// The first part: from nothing to a running VM, every call repeated, every refusal provoked.
 pub async fn first_life(agent: &dyn HostAgent, fixture: Fixture) -> Session {
     let description = done(agent.describe().await, "describe");
-    assert_eq!(description.contract, VERSION);
+    assert_eq!(
+        (description.contract, &*description.features),
+        (CONTRACT, &FEATURES.map(str::to_owned)[..])
+    );
     assert!(description.cpus > 0 && description.memory > 0);
     assert!(!description.accelerator.reason.is_empty());
     let mut session = Session::begin(fixture, description.key_box);
@@ -208,7 +206,8 @@ pub async fn first_life(agent: &dyn HostAgent, fixture: Fixture) -> Session {
     replicas::given(agent, &mut session).await;
     registration(agent, &session).await;
     keys(agent, &session).await;
-    disks(agent, &mut session).await;
+    jobs::disks(agent, &mut session).await;
+    exclusion::walk(agent, &session).await;
     exposed(agent, &session).await;
     running(agent, &session).await;
     session
@@ -224,7 +223,7 @@ async fn speaks_nbd(agent: &dyn HostAgent, session: &Session, disk: DiskId) {
 
 /// A disk is exposed to one holder at a time, and nothing else is done with it; it ends with its holder.
 async fn exposed(agent: &dyn HostAgent, session: &Session) {
-    let (vm, disk) = (session.vm(), session.spec.disks[0].disk);
+    let (vm, disk) = (session.vm(), session.disk(0).disk);
     let hold = |writable| agent.expose_disk(vm, disk, Exposing::Hold { writable });
     let early = agent.expose_disk(vm, disk, Exposing::Connect).await;
     refused(early.map(drop), ErrorCode::WrongState, "a connection to a disk that is not exposed");
@@ -262,10 +261,10 @@ async fn exposed(agent: &dyn HostAgent, session: &Session) {
 }
 
 async fn unknown_vms(agent: &dyn HostAgent, session: &Session) {
-    let (vm, disk) = (session.vm(), session.spec.disks[0].disk);
+    let (vm, disk) = (session.vm(), session.disk(0).disk);
     let code = ErrorCode::NotFound;
     refused(session.offer(agent).await, code, "a key for an unknown VM");
-    refused(agent.create_disk(vm, disk, None).await, code, "a disk of an unknown VM");
+    refused(session.create(agent, disk, None).await, code, "a disk of an unknown VM");
     refused(agent.delete_disk(vm, disk).await, code, "removing a disk of an unknown VM");
     refused(agent.power_on(vm).await, code, "starting an unknown VM");
     refused(agent.power_off(vm, PowerOff::Force).await, code, "stopping an unknown VM");
@@ -296,7 +295,7 @@ async fn datastores(agent: &dyn HostAgent, session: &Session) {
     refused(agent.examine_datastore(missing).await, code, "looking at a missing place");
 
     let new = |datastore: &DatastoreSpec, image: Option<&Path>| NewDisk {
-        disk: DiskSpec { datastore: datastore.clone(), ..session.spec.disks[1].clone() },
+        disk: DiskSpec { datastore: datastore.clone(), ..session.disk(1).clone() },
         source: image.map(|path| ImageSource { path: path.to_owned(), format: ImageFormat::Raw }),
     };
     let disk = new(&session.place, Some(&session.fixture.image));
@@ -326,7 +325,7 @@ async fn registration(agent: &dyn HostAgent, session: &Session) {
         VmSpec { memory: 1, ..spec.clone() },
         VmSpec { name: "a,b".to_owned(), ..spec.clone() },
         VmSpec { key: None, ..spec.clone() },
-        VmSpec { disks: vec![spec.disks[0].clone(), spec.disks[0].clone()], ..spec.clone() },
+        VmSpec { devices: vec![spec.devices[0].clone(); 2], ..spec.clone() },
     ] {
         refused(agent.register_vm(broken).await, ErrorCode::InvalidRequest, "a broken VM");
     }
@@ -336,27 +335,38 @@ async fn registration(agent: &dyn HostAgent, session: &Session) {
     let vm = session.now(agent).await;
     assert_eq!((vm.power, vm.key), (Power::Off, KeyState::Missing));
     assert!(vm.stopped.is_none() && vm.disks.is_empty());
-    let after =
-        done(agent.state(Some((before.incarnation, before.version)), STATE_WAIT_MAX).await, "news");
-    assert!(after.version > before.version);
+    let after = done(agent.state(Some(before.known()), STATE_WAIT_MAX).await, "news");
+    assert!(after.generation > before.generation);
+    assert_eq!(after.since, Some(before.generation), "all is told");
+    assert_eq!(after.vms, [vm], "more than what has changed is told, or less");
     done(agent.register_vm(spec.clone()).await, "registering again");
     // Without news the answer comes when the time is over, and not before.
     let now = state(agent).await;
     let started = Instant::now();
     let wait = Duration::from_millis(1100);
-    done(agent.state(Some((now.incarnation, now.version)), wait).await, "no news");
+    let none = done(agent.state(Some(now.known()), wait).await, "no news");
+    assert!(none.vms.is_empty() && none.gone.is_empty(), "{none:?}");
     // Over HTTP the time is given in whole seconds.
     assert!(started.elapsed() >= Duration::from_secs(1));
     let larger = VmSpec { memory: 128 << 20, ..spec.clone() };
     done(agent.register_vm(larger).await, "replacing one that is off");
     done(agent.register_vm(spec.clone()).await, "and back");
+    let now = state(agent).await;
+    done(agent.unregister_vm(spec.vm).await, "forgetting");
+    let gone = done(agent.state(Some(now.known()), STATE_WAIT_MAX).await, "news");
+    assert_eq!((gone.since, &*gone.gone), (Some(now.generation), &[spec.vm][..]), "{gone:?}");
+    let strange = done(agent.state(Some((Incarnation::new(), 1)), STATE_WAIT_MAX).await, "all");
+    assert_eq!(strange.since, None, "news since a state of another agent");
+    let later = Some((now.incarnation, now.generation + 1_000_000));
+    assert_eq!(done(agent.state(later, Duration::ZERO).await, "all").since, None);
+    done(agent.register_vm(spec.clone()).await, "registering once more");
 }
 
 async fn keys(agent: &dyn HostAgent, session: &Session) {
     let (vm, spec) = (session.vm(), &session.spec);
     let locked = "without its key";
-    let disk = spec.disks[0].disk;
-    refused(agent.create_disk(vm, disk, None).await, ErrorCode::Locked, locked);
+    let disk = session.disk(0).disk;
+    refused(session.create(agent, disk, None).await, ErrorCode::Locked, locked);
     let reference = spec.key.as_ref().expect("the VM has a key");
     let other = SecretBytes::random(KEK_LEN).expect("locked memory");
     let wrong = seal_for(&session.key_box, vm, reference, &other);
@@ -377,64 +387,6 @@ async fn keys(agent: &dyn HostAgent, session: &Session) {
     done(agent.register_vm(spec.clone()).await, "and back");
     assert_eq!(session.now(agent).await.key, KeyState::Missing);
     done(session.offer(agent).await, "the key once more");
-}
-
-async fn disks(agent: &dyn HostAgent, session: &mut Session) {
-    let vm = session.vm();
-    let [system, data] = [0, 1].map(|index| session.spec.disks[index].disk);
-    let begun = agent.power_on(vm).await;
-    refused(begun, ErrorCode::WrongState, "starting without disks");
-    refused(
-        agent.create_disk(vm, DiskId::new(), None).await,
-        ErrorCode::NotFound,
-        "a disk that the VM has not",
-    );
-    let missing = Some(ImageSource {
-        path: session.fixture.datastore.join("no-such-image"),
-        format: ImageFormat::Raw,
-    });
-    if agent.create_disk(vm, data, missing).await.is_ok() {
-        let failed = |state: &VmState| {
-            let disk = state.disks.iter().find(|state| state.disk == data);
-            matches!(disk.map(|disk| &disk.phase), Some(DiskPhase::Failed { .. }))
-        };
-        session.wait(agent, "a failed disk", failed).await;
-    }
-    let guest = Some(ImageSource { path: session.fixture.image.clone(), format: ImageFormat::Raw });
-    done(agent.create_disk(vm, system, guest.clone()).await, "the encrypted disk");
-    done(agent.create_disk(vm, system, guest.clone()).await, "the same, while it is made");
-    let facts = session.made(agent, system).await;
-    assert!(matches!(facts, DiskFacts::Luks2 { sector_size: 4096, key_bits: 512, .. }));
-    done(agent.create_disk(vm, data, None).await, "the plain disk");
-    assert_eq!(session.made(agent, data).await, DiskFacts::Raw);
-    done(agent.create_disk(vm, system, guest.clone()).await, "the same, when it is made");
-    assert_eq!(session.made(agent, system).await, facts);
-
-    // Removed and made again.
-    done(agent.delete_disk(vm, system).await, "removing");
-    done(agent.delete_disk(vm, system).await, "removing again");
-    assert!(session.now(agent).await.disks.iter().all(|state| state.disk != system));
-    done(agent.create_disk(vm, system, guest.clone()).await, "making");
-    done(agent.delete_disk(vm, system).await, "removing while it is made");
-    done(agent.create_disk(vm, system, guest).await, "making again");
-    let facts = session.made(agent, system).await;
-    session.spec.disks[0].facts = Some(facts);
-    session.spec.disks[1].facts = Some(DiskFacts::Raw);
-    let contents = done(agent.scan_datastore(session.place.clone()).await, "scanning");
-    let found: Vec<_> = contents.images.iter().filter_map(|image| image.named).collect();
-    assert_eq!(found.len(), 2, "{contents:?}");
-    assert!(found.iter().all(|name| name.vm == vm && [system, data].contains(&name.disk)));
-    // As the server does when it has pinned them.
-    done(agent.register_vm(session.spec.clone()).await, "registering with facts");
-    let export = |to: PathBuf| {
-        let spec =
-            ExportSpec { export: TaskId::new(), to, format: ExportFormat::Raw, passphrase: None };
-        agent.export_disk(vm, system, ExportStep::Check, spec)
-    };
-    let to = session.fixture.datastore.join("exported");
-    done(export(to.clone()).await, "looking whether it could be exported");
-    assert!(!to.exists() && session.now(agent).await.exports.is_empty(), "it is exported");
-    refused(export("relative".into()).await, ErrorCode::InvalidRequest, "an export to nowhere");
 }
 
 /// Waits for the banner on the console, and has a word echoed.
@@ -504,12 +456,12 @@ async fn running(agent: &dyn HostAgent, session: &Session) {
     let changed = VmSpec { vcpus: 2, ..spec.clone() };
     refused(agent.register_vm(changed).await, ErrorCode::WrongState, "a change while it runs");
     refused(agent.unregister_vm(vm).await, ErrorCode::WrongState, "forgetting while it runs");
-    for disk in &spec.disks {
+    for disk in spec.disks() {
         refused(agent.delete_disk(vm, disk.disk).await, ErrorCode::InUse, "a disk in use");
-        let made = agent.create_disk(vm, disk.disk, None).await;
+        let made = session.create(agent, disk.disk, None).await;
         refused(made, ErrorCode::InUse, "making a disk in use");
     }
-    let disk = spec.disks[0].disk;
+    let disk = session.disk(0).disk;
     let changed = agent.expose_disk(vm, disk, Exposing::Hold { writable: true }).await;
     refused(changed.map(drop), ErrorCode::InUse, "exposing a disk in use, to be changed");
     bitmaps::changed(agent, session).await;
@@ -609,63 +561,6 @@ async fn filters_die(agent: &dyn HostAgent, session: &Session) -> VmState {
     unreachable!("the loop ends by its return")
 }
 
-impl Session {
-    fn export(&self, name: &str, format: ExportFormat) -> ExportSpec {
-        let to = self.fixture.image.with_file_name(name);
-        ExportSpec { export: TaskId::new(), to, format, passphrase: None }
-    }
-
-    /// Begins an export and waits until it is written.
-    async fn written(&self, agent: &dyn HostAgent, disk: DiskId, spec: &ExportSpec) {
-        let begin = || agent.export_disk(self.vm(), disk, ExportStep::Begin, spec.clone());
-        done(begin().await, "an export");
-        done(begin().await, "the same, while it is written");
-        self.wait(agent, "an export", |state| {
-            let export = state.exports.iter().find(|export| export.export == spec.export);
-            match export.map(|export| &export.phase) {
-                Some(ExportPhase::Failed { problem }) => panic!("an export failed: {problem}"),
-                phase => matches!(phase, Some(ExportPhase::Written)),
-            }
-        })
-        .await;
-    }
-}
-
-/// What can be taken out without the key: ciphertext, and what is in the clear anyway.
-async fn locked_exports(agent: &dyn HostAgent, session: &Session) {
-    let [system, data] = [0, 1].map(|index| session.spec.disks[index].disk);
-    let step = |disk, step, spec: &ExportSpec| {
-        let spec = spec.clone();
-        async move { agent.export_disk(session.vm(), disk, step, spec).await }
-    };
-    let raw = session.export("locked.raw", ExportFormat::Raw);
-    refused(step(system, ExportStep::Begin, &raw).await, ErrorCode::Locked, "without its key");
-    let sealed = session.export("system.sealed", ExportFormat::Sealed);
-    let begun = step(data, ExportStep::Begin, &sealed).await;
-    refused(begun, ErrorCode::InvalidRequest, "ciphertext of a plain disk");
-    session.written(agent, system, &sealed).await;
-    done(step(system, ExportStep::Finish, &sealed).await, "its name");
-    done(step(system, ExportStep::Finish, &sealed).await, "its name again");
-    let again = ExportSpec { export: TaskId::new(), ..sealed };
-    let begun = step(system, ExportStep::Begin, &again).await;
-    refused(begun, ErrorCode::AlreadyExists, "a file that is there");
-}
-
-async fn exports(agent: &dyn HostAgent, session: &Session) {
-    let system = session.spec.disks[0].disk;
-    let spec = session.export("system.raw", ExportFormat::Raw);
-    let step = |step| agent.export_disk(session.vm(), system, step, spec.clone());
-    refused(step(ExportStep::Finish).await, ErrorCode::NotFound, "naming nothing");
-    session.written(agent, system, &spec).await;
-    done(step(ExportStep::Drop).await, "calling it off");
-    refused(step(ExportStep::Drop).await, ErrorCode::NotFound, "calling nothing off");
-    refused(step(ExportStep::Finish).await, ErrorCode::NotFound, "naming what was called off");
-    session.written(agent, system, &spec).await;
-    done(step(ExportStep::Finish).await, "its name");
-    let code = ErrorCode::AlreadyExists;
-    refused(step(ExportStep::Drop).await, code, "calling off what has its name");
-}
-
 /// The third part, with one more life: the death is told as before until the VM runs again.
 pub async fn third_life(agent: &dyn HostAgent, (mut session, died): (Session, Stopped)) {
     let vm = session.vm();
@@ -678,9 +573,9 @@ pub async fn third_life(agent: &dyn HostAgent, (mut session, died): (Session, St
     assert_eq!(session.now(agent).await.died, told, "a start that did not come about ended it");
     session.key_box = done(agent.describe().await, "describe").key_box;
     done(agent.register_vm(spec.clone()).await, "registering one that was found dead");
-    locked_exports(agent, &session).await;
+    jobs::locked_exports(agent, &session).await;
     done(session.offer(agent).await, "the key");
-    exports(agent, &session).await;
+    jobs::exports(agent, &session).await;
     done(agent.power_on(vm).await, "starting");
     let runs = session.wait(agent, "running", |state| state.power == Power::Running).await;
     assert_eq!(runs.died, None, "it runs");
@@ -696,7 +591,7 @@ pub async fn third_life(agent: &dyn HostAgent, (mut session, died): (Session, St
     // Removing disks needs no key.
     done(agent.register_vm(spec.clone()).await, "registering to remove");
     refused(agent.power_on(vm).await, ErrorCode::Locked, "starting without the key");
-    for disk in &spec.disks {
+    for disk in spec.disks() {
         done(agent.delete_disk(vm, disk.disk).await, "removing a disk");
     }
     done(agent.unregister_vm(vm).await, "forgetting at last");

@@ -25,6 +25,7 @@ pub mod contract;
 mod filter;
 pub mod host;
 pub mod hypervisor;
+mod jobs;
 mod keys;
 pub mod process;
 mod rules;

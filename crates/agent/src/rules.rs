@@ -1,15 +1,17 @@
 //! What may be done with a VM when. The real host and the simulated one ask here, so that they cannot
-//! come to differ.
+//! come to differ. What excludes what is one table, [`exclusion`].
+
+pub mod exclusion;
 
 use std::time::Duration;
 
 use vmseal_api::bitmap;
 use vmseal_api::filter::{CRYPT_SECTOR, DISKS_MAX, check_caches};
 use vmseal_api::host::{
-    DatastoreLocation, DiskPhase, DiskSpec, ExportSpec, KeyReference, KeyState, Power,
-    SHUTDOWN_SECONDS_MAX, VmSpec,
+    DatastoreLocation, DiskSpec, ExportJob, JobSpec, KeyReference, KeyState, SHUTDOWN_SECONDS_MAX,
+    VmSpec,
 };
-use vmseal_api::id::DiskId;
+use vmseal_api::id::{DiskId, TaskId};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::replica::ReplicaPlace;
 use vmseal_api::request::{DISK_SIZE_MAX, MEMORY_MAX, MEMORY_MIN, VCPUS_MAX};
@@ -36,12 +38,13 @@ pub fn check_spec(spec: &VmSpec) -> Result<(), Problem> {
             format!("must be a multiple of 1 MiB from {MEMORY_MIN} to {MEMORY_MAX} bytes"),
         ));
     }
-    if spec.disks.len() > DISKS_MAX {
-        return Err(Problem::invalid("disks", format!("at most {DISKS_MAX} are possible")));
+    let disks: Vec<_> = spec.disks().collect();
+    if disks.len() > DISKS_MAX {
+        return Err(Problem::invalid("devices", format!("at most {DISKS_MAX} disks are possible")));
     }
-    check_caches(spec.disks.iter().map(|disk| disk.cache))
+    check_caches(disks.iter().map(|disk| disk.cache))
         .map_err(|(index, what)| Problem::invalid(format!("disks[{index}].cache"), what))?;
-    spec.disks.iter().enumerate().try_for_each(|(index, disk)| {
+    disks.iter().enumerate().try_for_each(|(index, disk)| {
         let field = |name: &str| format!("disks[{index}].{name}");
         if disk.size == 0
             || disk.size > DISK_SIZE_MAX
@@ -61,7 +64,7 @@ pub fn check_spec(spec: &VmSpec) -> Result<(), Problem> {
         if disk.encrypted && spec.key.is_none() {
             return Err(Problem::invalid(field("encrypted"), "the VM has no key"));
         }
-        if spec.disks[..index].iter().any(|other| other.disk == disk.disk) {
+        if disks[..index].iter().any(|other| other.disk == disk.disk) {
             return Err(Problem::invalid(field("disk"), "is given twice"));
         }
         Ok(())
@@ -78,34 +81,12 @@ pub fn key_state(spec: &VmSpec, held: bool) -> KeyState {
     }
 }
 
-/// Whether a registered VM's specification may be replaced. Repeating the same is always allowed.
-///
-/// # Errors
-/// `wrong-state` while it is not off.
-pub fn may_register(old: &VmSpec, new: &VmSpec, power: Power) -> Result<(), Problem> {
-    if power == Power::Off || old == new {
-        return Ok(());
-    }
-    Err(wrong_state(old, "is not off: what is known of it cannot be replaced. Stop it first"))
-}
-
-/// Whether a VM may be forgotten.
-///
-/// # Errors
-/// `wrong-state` while it is not off.
-pub fn may_unregister(spec: &VmSpec, power: Power) -> Result<(), Problem> {
-    if power == Power::Off {
-        return Ok(());
-    }
-    Err(wrong_state(spec, "is not off. Stop it first"))
-}
-
 /// The disk of this id in a specification.
 ///
 /// # Errors
 /// `not-found`.
 pub fn find_disk(spec: &VmSpec, disk: DiskId) -> Result<&DiskSpec, Problem> {
-    spec.disks.iter().find(|spec| spec.disk == disk).ok_or_else(|| {
+    spec.disk(disk).ok_or_else(|| {
         Problem::new(
             ErrorCode::NotFound,
             format!("VM '{}' has no disk {disk}; register the VM with it first", spec.name),
@@ -113,99 +94,69 @@ pub fn find_disk(spec: &VmSpec, disk: DiskId) -> Result<&DiskSpec, Problem> {
     })
 }
 
-/// Whether a disk may be made now.
+/// What a job needs besides what [`exclusion`] says: nothing is wrong with it, and what it needs of the VM is
+/// there. `made` says whether a disk is made.
 ///
 /// # Errors
-/// `locked` when it needs a key that is not here; `in-use` while the VM runs.
-pub fn may_create_disk(
+/// `not-found` for a disk that the VM does not have; `invalid-request`; `locked` without its key, where that is
+/// needed; `wrong-state` for an export before its disk is made.
+pub fn check_job(
     spec: &VmSpec,
-    disk: &DiskSpec,
-    power: Power,
+    job: &JobSpec,
     key: KeyState,
+    made: impl Fn(&DiskSpec) -> bool,
 ) -> Result<(), Problem> {
-    if power != Power::Off {
-        return Err(in_use(spec, disk));
+    match job {
+        JobSpec::Create(create) => {
+            if create.disks.is_empty() {
+                return Err(Problem::invalid("disks", "none is named"));
+            }
+            for (index, wanted) in create.disks.iter().enumerate() {
+                let disk = find_disk(spec, wanted.disk)?;
+                if create.disks[..index].iter().any(|other| other.disk == wanted.disk) {
+                    return Err(Problem::invalid(format!("disks[{index}].disk"), "is given twice"));
+                }
+                needs_key(spec, disk, key)?;
+            }
+            Ok(())
+        }
+        JobSpec::Export(export) => {
+            let disk = find_disk(spec, export.disk)?;
+            check_export(export)?;
+            needs_to_be_made(spec, disk, made(disk))?;
+            let sealed = export.format == ExportFormat::Sealed;
+            if sealed && !disk.encrypted {
+                let what = format!("disk '{}' is not encrypted: export it as raw", disk.name);
+                return Err(Problem::invalid("format", what));
+            }
+            if sealed { Ok(()) } else { needs_key(spec, disk, key) }
+        }
     }
-    if disk.encrypted && key != KeyState::Held {
-        return Err(locked(spec));
-    }
-    Ok(())
 }
 
-/// Whether a disk may be removed now.
-///
-/// # Errors
-/// `in-use` while the VM runs.
-pub fn may_delete_disk(spec: &VmSpec, disk: &DiskSpec, power: Power) -> Result<(), Problem> {
-    if power == Power::Off { Ok(()) } else { Err(in_use(spec, disk)) }
+fn needs_key(spec: &VmSpec, disk: &DiskSpec, key: KeyState) -> Result<(), Problem> {
+    if disk.encrypted && key != KeyState::Held { Err(locked(spec)) } else { Ok(()) }
 }
 
-/// Whether a disk may be read for an export now.
+fn needs_to_be_made(spec: &VmSpec, disk: &DiskSpec, made: bool) -> Result<(), Problem> {
+    if made {
+        return Ok(());
+    }
+    Err(wrong_state(spec, &format!("has not made its disk '{}' yet", disk.name)))
+}
+
+/// What exposing a disk of a VM that is off needs besides what [`exclusion`] says.
 ///
 /// # Errors
-/// `in-use` while the VM runs; `locked` without its key, where that is needed; `wrong-state` before it is
-/// made; `invalid-request` for the ciphertext of a disk that has none.
-pub fn may_export(
+/// `locked` without its key; `wrong-state` before it is made.
+pub fn check_exposure(
     spec: &VmSpec,
     disk: &DiskSpec,
-    format: ExportFormat,
-    power: Power,
-    key: KeyState,
-    made: bool,
-) -> Result<(), Problem> {
-    if power != Power::Off {
-        return Err(in_use(spec, disk));
-    }
-    if !made {
-        let what = format!("has not made its disk '{}' yet", disk.name);
-        return Err(wrong_state(spec, &what));
-    }
-    let sealed = format == ExportFormat::Sealed;
-    if sealed && !disk.encrypted {
-        let what = format!("disk '{}' is not encrypted: export it as raw", disk.name);
-        return Err(Problem::invalid("format", what));
-    }
-    if disk.encrypted && !sealed && key != KeyState::Held {
-        return Err(locked(spec));
-    }
-    Ok(())
-}
-
-/// Whether a disk may be exposed now.
-///
-/// # Errors
-/// `in-use` to change it while the VM is not off, or to read it while the VM is starting; `locked` without
-/// its key; `wrong-state` before it is made.
-pub fn may_expose(
-    spec: &VmSpec,
-    disk: &DiskSpec,
-    writable: bool,
-    power: Power,
     key: KeyState,
     made: bool,
 ) -> Result<(), Problem> {
-    match power {
-        // Its filter has what it needs.
-        Power::Running | Power::Stopping if !writable => return Ok(()),
-        Power::Off => {}
-        _ => return Err(in_use(spec, disk)),
-    }
-    if !made {
-        let what = format!("has not made its disk '{}' yet", disk.name);
-        return Err(wrong_state(spec, &what));
-    }
-    if disk.encrypted && key != KeyState::Held {
-        return Err(locked(spec));
-    }
-    Ok(())
-}
-
-/// Somebody has the disk exposed.
-#[must_use]
-pub fn exposed(disk: &str) -> Problem {
-    let what =
-        format!("disk '{disk}' is exposed: end the 'vmseal disk expose' that exposes it first");
-    Problem::new(ErrorCode::InUse, what)
+    needs_to_be_made(spec, disk, made)?;
+    needs_key(spec, disk, key)
 }
 
 /// Nobody has the disk exposed.
@@ -220,13 +171,6 @@ pub fn not_exposed(spec: &VmSpec, disk: &DiskSpec) -> Problem {
 /// `invalid-request`.
 pub fn check_bitmap(name: &str) -> Result<(), Problem> {
     bitmap::check_name(name).map_err(|error| Problem::invalid("name", error.to_string()))
-}
-
-/// Nobody keeps dirty bitmaps of a VM that does not run.
-#[must_use]
-pub fn no_bitmaps(spec: &VmSpec) -> Problem {
-    let what = "does not run: its disks have no dirty bitmaps, which end with the filter that serves its guest. Start it, make a full backup, and start bitmaps";
-    wrong_state(spec, what)
 }
 
 /// The filter has died that kept them, and no other one serves yet.
@@ -248,13 +192,6 @@ pub fn find_replica(spec: &VmSpec, disk: DiskId) -> Result<(&DiskSpec, &ReplicaP
         Problem::new(ErrorCode::WrongState, detail)
     })?;
     Ok((disk, place))
-}
-
-/// Nobody copies anything to the replicas of a VM that does not run.
-#[must_use]
-pub fn replica_rests(spec: &VmSpec) -> Problem {
-    let what = "does not run: nothing is copied to a replica while its VM is off; it stays as it was when that stopped. Start the VM, and ask again";
-    wrong_state(spec, what)
 }
 
 /// The filter has died that wrote the replica, and no other one serves yet.
@@ -285,7 +222,7 @@ pub fn disk_of(spec: &VmSpec, disk: &DiskSpec) -> String {
 ///
 /// # Errors
 /// `invalid-request`.
-pub fn check_export(export: &ExportSpec) -> Result<(), Problem> {
+pub fn check_export(export: &ExportJob) -> Result<(), Problem> {
     if !export.to.is_absolute() || export.to.file_name().is_none() {
         return Err(Problem::invalid("to", "must be an absolute path that ends with a name"));
     }
@@ -296,6 +233,16 @@ pub fn check_export(export: &ExportSpec) -> Result<(), Problem> {
     }
 }
 
+/// Why a job cannot be committed yet.
+pub const NOT_READY_TO_COMMIT: &str =
+    "is still being worked on by this job: it cannot be committed yet";
+
+/// There is nothing to be committed.
+#[must_use]
+pub fn nothing_to_commit(task: TaskId) -> Problem {
+    Problem::not_found("job to commit on this host", task)
+}
+
 /// A file that is to be removed while it has no name has got one.
 #[must_use]
 pub fn has_its_name(to: &std::path::Path) -> Problem {
@@ -303,21 +250,16 @@ pub fn has_its_name(to: &std::path::Path) -> Problem {
     Problem::new(ErrorCode::AlreadyExists, what)
 }
 
-/// Whether the keys of a VM's disks may be looked at or changed now; `registered` is the key that the server
-/// takes it to be registered with.
+/// What looking at or changing the keys of a VM's disks needs besides what [`exclusion`] says; `registered` is
+/// the key that the server takes it to be registered with.
 ///
 /// # Errors
-/// `wrong-state` while it is not off, or registered with another key; `locked` when its key is not here.
-pub fn may_change_keys(
+/// `wrong-state` when it is registered with another key; `locked` when its key is not here.
+pub fn check_key_change(
     spec: &VmSpec,
-    power: Power,
     key: KeyState,
     registered: &KeyReference,
 ) -> Result<(), Problem> {
-    if power != Power::Off {
-        let what = "is not off: the keys of its disks cannot be changed. Stop it first";
-        return Err(wrong_state(spec, what));
-    }
     if spec.key.as_ref() != Some(registered) {
         return Err(wrong_state(spec, "is registered with another key; register it again"));
     }
@@ -327,49 +269,23 @@ pub fn may_change_keys(
     Ok(())
 }
 
-/// What [`may_power_on`] allows.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum PowerOn {
-    /// To begin.
-    Start,
-    /// Nothing: it runs, or is about to.
-    Already,
-}
-
-/// Whether a VM may be started now.
+/// What starting a VM needs besides what [`exclusion`] says. `made` says whether a disk is made.
 ///
 /// # Errors
-/// `wrong-state` while it is stopping or a disk is not whole; `locked` when a disk needs a key that
-/// is not here.
-pub fn may_power_on(
+/// `wrong-state` without a disk, or before all are made; `locked` when a disk needs a key that is not here.
+pub fn check_start(
     spec: &VmSpec,
-    power: Power,
     key: KeyState,
-    phase: impl Fn(DiskId) -> Option<DiskPhase>,
-) -> Result<PowerOn, Problem> {
-    match power {
-        Power::Running | Power::Starting => return Ok(PowerOn::Already),
-        Power::Stopping => return Err(wrong_state(spec, "is stopping. Wait until it is off")),
-        Power::Off => {}
-    }
-    if spec.disks.is_empty() {
+    made: impl Fn(&DiskSpec) -> bool,
+) -> Result<(), Problem> {
+    if spec.disks().next().is_none() {
         return Err(wrong_state(spec, "has no disk to start from"));
     }
-    for disk in &spec.disks {
-        let made = match phase(disk.disk) {
-            Some(DiskPhase::Creating { .. } | DiskPhase::Failed { .. }) => false,
-            Some(DiskPhase::Ready { .. }) => true,
-            None => disk.facts.is_some(),
-        };
-        if !made {
-            let what = format!("cannot start: its disk '{}' has not been made", disk.name);
-            return Err(wrong_state(spec, &what));
-        }
+    if let Some(disk) = spec.disks().find(|disk| !made(disk)) {
+        let what = format!("cannot start: its disk '{}' has not been made", disk.name);
+        return Err(wrong_state(spec, &what));
     }
-    if key == KeyState::Missing && spec.disks.iter().any(|disk| disk.encrypted) {
-        return Err(locked(spec));
-    }
-    Ok(PowerOn::Start)
+    spec.disks().try_for_each(|disk| needs_key(spec, disk, key))
 }
 
 /// How long a guest that is asked to shut down counts as stopping.
@@ -414,9 +330,27 @@ pub fn console_in_use(spec: &VmSpec) -> Problem {
     Problem::new(ErrorCode::InUse, what)
 }
 
-fn in_use(spec: &VmSpec, disk: &DiskSpec) -> Problem {
-    Problem::new(
-        ErrorCode::InUse,
-        format!("disk '{}' is in use: VM '{}' is not off. Stop it first", disk.name, spec.name),
-    )
+#[cfg(test)]
+pub(crate) mod tests {
+    use vmseal_api::host::DatastoreSpec;
+    use vmseal_api::id::DatastoreId;
+
+    use super::*;
+
+    /// A plain disk of 1 MiB.
+    pub fn disk(name: &str) -> DiskSpec {
+        let location = DatastoreLocation::Dir { path: "/nowhere".into() };
+        DiskSpec {
+            disk: DiskId::new(),
+            name: name.to_owned(),
+            datastore: DatastoreSpec { datastore: DatastoreId::new(), location },
+            size: 1 << 20,
+            encrypted: false,
+            allocation: Default::default(),
+            limits: Default::default(),
+            cache: None,
+            replica: None,
+            facts: None,
+        }
+    }
 }

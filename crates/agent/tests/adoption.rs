@@ -135,7 +135,7 @@ impl Drop for Host {
 }
 
 async fn state(agent: &RealHost, vm: VmId) -> Option<VmState> {
-    let state = agent.state(None, Duration::ZERO).await.unwrap();
+    let state = agent.state_now().await.unwrap();
     state.vms.into_iter().find(|state| state.vm == vm)
 }
 
@@ -161,7 +161,7 @@ async fn left_running(agent: &RealHost, vm: VmId) -> String {
 }
 
 fn spec(vm: VmId) -> VmSpec {
-    VmSpec { vm, name: "web".to_owned(), vcpus: 1, memory: 1 << 28, key: None, disks: vec![] }
+    VmSpec { vm, name: "web".to_owned(), vcpus: 1, memory: 1 << 28, key: None, devices: vec![] }
 }
 
 /// It has no filter here, and that is what is told of a VM that was adopted.

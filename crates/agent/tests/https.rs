@@ -6,6 +6,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use axum::http::{HeaderName, HeaderValue};
 use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair, SanType};
 use rustls::client::ResolvesClientCert;
 use rustls::pki_types::pem::PemObject;
@@ -14,10 +15,11 @@ use rustls::sign::CertifiedKey;
 use vmseal_agent::contract::{self, Fixture};
 use vmseal_agent::host::http::Endpoint;
 use vmseal_agent::host::identity::Identity;
-use vmseal_agent::host::tls::SERVER_ROLE;
 use vmseal_agent::simulated::{Call, SimulatedHost};
+use vmseal_api::client::role::SERVER_ROLE;
 use vmseal_api::client::{ClientIdentity, HostClient, host_server_name};
-use vmseal_api::host::{HostAgent, STATE_WAIT_MAX};
+use vmseal_api::host::version::CONTRACT_HEADER;
+use vmseal_api::host::{ConsoleClaim, ContractRange, HostAgent, JobKind, JobState, STATE_WAIT_MAX};
 use vmseal_api::id::HostId;
 use vmseal_api::problem::ErrorCode;
 use vmseal_api::request_id::{HEADER, RequestId, during};
@@ -164,16 +166,18 @@ async fn an_agent_that_is_told_to_end_does_not_wait_for_long_polls() {
     let serving = tokio::spawn(endpoint.serve(Arc::new(SimulatedHost::new()), async {
         told.await.unwrap();
     }));
-    let state = client.state(None, Duration::ZERO).await.unwrap();
-    let poll = tokio::spawn(async move {
-        client.state(Some((state.incarnation, state.version)), STATE_WAIT_MAX).await
-    });
+    let state = client.state_now().await.unwrap();
+    let poll = tokio::spawn(async move { client.state(Some(state.known()), STATE_WAIT_MAX).await });
     tokio::time::sleep(Duration::from_millis(200)).await;
     tell.send(()).unwrap();
     let ended = tokio::time::timeout(Duration::from_secs(10), serving).await;
     ended.expect("it waits for the long poll").unwrap().unwrap();
     poll.abort();
 }
+
+/// What the server says it speaks.
+const CONTRACT: HeaderName = HeaderName::from_static(CONTRACT_HEADER);
+const CONTRACT_2: HeaderValue = HeaderValue::from_static("2-2");
 
 /// Sends raw requests as the server.
 async fn raw(
@@ -196,6 +200,7 @@ async fn raw(
     let name = host_server_name(id);
     let client = reqwest::Client::builder()
         .tls_backend_preconfigured(tls)
+        .default_headers([(CONTRACT, CONTRACT_2)].into_iter().collect())
         .resolve(&name, address.parse().unwrap())
         .no_proxy()
         .build()
@@ -280,4 +285,74 @@ async fn an_agent_speaks_tls_1_3_alone() {
         let shaken = connector.connect(name, stream).await;
         assert_eq!(shaken.is_ok(), taken, "{version:?}: {:?}", shaken.err());
     }
+}
+
+#[tokio::test]
+async fn a_server_without_a_common_version_is_told_and_learns_what_the_agent_is() {
+    let authority = Authority::new();
+    let host = SimulatedHost::new();
+    let (id, address) = serve(&authority, &host).await;
+    let speaking = |min, max| {
+        let client = HostClient::new(id, "here", &address, &authority.server()).unwrap();
+        client.speaking(ContractRange { min, max })
+    };
+    let older = speaking(1, 1).state_now().await.unwrap_err();
+    assert_eq!(older.code, ErrorCode::Unsupported, "{older}");
+    assert!(older.detail.contains("upgrade the server"), "{older}");
+    let newer = speaking(3, 5).state_now().await.unwrap_err();
+    assert_eq!(newer.code, ErrorCode::Unsupported, "{newer}");
+    assert!(newer.detail.contains("versions 3 to 5"), "{newer}");
+    for (min, max) in [(1, 2), (2, 3), (2, 2), (1, 9)] {
+        speaking(min, max).state_now().await.unwrap();
+    }
+    for (min, max) in [(1, 1), (3, 5)] {
+        speaking(min, max).describe().await.unwrap();
+    }
+    // A server of version 1 does not say what it speaks; a console is no way around.
+    let refused = speaking(3, 5).console(vmseal_api::id::VmId::new(), ConsoleClaim::IfFree).await;
+    assert_eq!(refused.err().unwrap().code, ErrorCode::Unsupported);
+    let bad = |client: &reqwest::Client, url: String| client.get(url).header(CONTRACT, "new");
+    assert_eq!(raw(&authority, id, &address, bad, "/v1/state").await.0, 400);
+}
+
+#[tokio::test]
+async fn a_job_that_only_a_later_agent_has_is_refused_as_such() {
+    let authority = Authority::new();
+    let host = SimulatedHost::new();
+    let (id, address) = serve(&authority, &host).await;
+    let (vm, task) = (vmseal_api::id::VmId::new(), vmseal_api::id::TaskId::new());
+    let path = format!("/v1/vms/{vm}/jobs/{task}");
+    let put = |body: &'static str| {
+        move |client: &reqwest::Client, url: String| client.put(url).body(body)
+    };
+    let later = r#"{"kind":"snapshot","name":"before"}"#;
+    let (status, _, text) = raw(&authority, id, &address, put(later), &path).await;
+    assert!(status == 422 && text.contains("snapshot") && text.contains("upgrade it"), "{text}");
+    // What this agent would not heed is refused, too.
+    let more = r#"{"kind":"create","disks":[],"speed":1}"#;
+    let (status, _, text) = raw(&authority, id, &address, put(more), &path).await;
+    assert!(status == 400 && text.contains("speed"), "{text}");
+}
+
+/// An agent of a later version of vmseal that speaks this server's version, too.
+#[tokio::test]
+async fn a_later_agent_is_understood() {
+    let authority = Authority::new();
+    let host = SimulatedHost::new();
+    host.set_contract(ContractRange { min: 2, max: 7 });
+    let (id, address) = serve(&authority, &host).await;
+    let client = HostClient::new(id, "here", &address, &authority.server()).unwrap();
+    let description = client.describe().await.unwrap();
+    assert_eq!(description.contract, ContractRange { min: 2, max: 7 });
+    let mut told = serde_json::to_value(&description).unwrap();
+    told["features"] = serde_json::json!(["job-create", "job-teleport"]);
+    told["colour"] = "blue".into();
+    let read: vmseal_api::host::HostDescription = serde_json::from_value(told).unwrap();
+    assert_eq!(read.features.len(), 2);
+    let status = serde_json::json!({
+        "task": vmseal_api::id::TaskId::new(), "kind": "teleport", "disks": [],
+        "state": {"is": "dematerialized"}, "progress": {"done": 0, "total": 0},
+    });
+    let status: vmseal_api::host::JobStatus = serde_json::from_value(status).unwrap();
+    assert_eq!((status.kind, status.state), (JobKind::Unknown, JobState::Unknown));
 }

@@ -13,10 +13,11 @@ use tokio::io::AsyncReadExt;
 use vmseal_agent::contract::{self, BANNER, Fixture};
 use vmseal_agent::{AcceleratorChoice, AgentOptions, RealHost};
 use vmseal_api::host::{
-    Allocation, DatastoreLocation, DatastoreSpec, DiskFacts, DiskPhase, DiskSpec, HostAgent,
-    ImageSource, NoticeCode, Power, PowerOff, StopReason, VmSpec, VmState,
+    Allocation, CreateJob, DatastoreLocation, DatastoreSpec, Device, DiskFacts, DiskSpec,
+    DiskToCreate, HostAgent, ImageSource, JobSpec, JobState, NoticeCode, Power, PowerOff,
+    StopReason, VmSpec, VmState,
 };
-use vmseal_api::id::{DatastoreId, DiskId, VmId};
+use vmseal_api::id::{DatastoreId, DiskId, TaskId, VmId};
 use vmseal_api::problem::ErrorCode;
 use vmseal_api::replica::{REPLICA_RATE, ReplicaPlace};
 use vmseal_api::transfer::ImageFormat;
@@ -147,11 +148,11 @@ fn kill(pid: i32) {
 
 async fn wait(agent: &dyn HostAgent, vm: VmId, wanted: impl Fn(&VmState) -> bool) -> VmState {
     let give_up = tokio::time::Instant::now() + PATIENCE;
-    let mut after = None;
+    let mut last = None;
     loop {
-        let state = agent.state(after, Duration::from_secs(5)).await.unwrap();
-        after = Some((state.incarnation, state.version));
-        let found = state.vms.into_iter().find(|state| state.vm == vm);
+        let state = agent.state_after(last.as_ref(), Duration::from_secs(5)).await.unwrap();
+        let found = state.vms.iter().find(|state| state.vm == vm).cloned();
+        last = Some(state);
         if let Some(state) = found.clone().filter(&wanted) {
             return state;
         }
@@ -194,6 +195,12 @@ fn says_what_to_do(why: &str) {
     assert!(why.contains("VM 'victim'") && why.contains("vmseal vm start victim"), "{why}");
 }
 
+/// Begins to make a disk.
+async fn create(agent: &dyn HostAgent, vm: VmId, disk: DiskId, source: Option<ImageSource>) {
+    let job = JobSpec::Create(CreateJob { disks: vec![DiskToCreate { disk, source }] });
+    agent.put_job(vm, TaskId::new(), job).await.unwrap();
+}
+
 /// A VM with a plain disk that holds the suite's guest, running.
 async fn running(bench: &Bench, agent: &dyn HostAgent) -> VmSpec {
     let spec = made(bench, agent).await;
@@ -228,17 +235,17 @@ async fn made_with(bench: &Bench, agent: &dyn HostAgent, replica: Option<Replica
         vcpus: 1,
         memory: 64 << 20,
         key: None,
-        disks: vec![disk],
+        devices: vec![Device::Disk(disk)],
     };
-    let (vm, disk) = (spec.vm, spec.disks[0].disk);
+    let (vm, disk) = (spec.vm, spec.disk_at(0).unwrap().disk);
     agent.probe_datastore(place).await.unwrap();
     agent.register_vm(spec.clone()).await.unwrap();
     let source = Some(ImageSource { path: bench.path("guest"), format: ImageFormat::Raw });
-    agent.create_disk(vm, disk, source).await.unwrap();
+    create(agent, vm, disk, source).await;
     wait(agent, vm, |state| {
-        let phase = state.disks.first().map(|disk| disk.phase.clone());
-        assert!(!matches!(phase, Some(DiskPhase::Failed { .. })), "{phase:?}");
-        matches!(phase, Some(DiskPhase::Ready { .. }))
+        let job = state.jobs.first().map(|job| job.state.clone());
+        assert!(!matches!(job, Some(JobState::Failed { .. })), "{job:?}");
+        job == Some(JobState::Done)
     })
     .await;
     spec
@@ -390,7 +397,7 @@ async fn a_guest_waits_for_its_disks_until_they_can_be_served() {
     let bench = Bench::new();
     let agent = bench.agent().await;
     let spec = running(&bench, &*agent).await;
-    let (vm, disk) = (spec.vm, spec.disks[0].disk);
+    let (vm, disk) = (spec.vm, spec.disk_at(0).unwrap().disk);
     let image = bench.path("store").join(vm.to_string()).join(format!("{disk}.raw"));
     let away = bench.path("away");
     for ending in [false, true] {
@@ -423,7 +430,7 @@ async fn an_image_that_was_exchanged_is_told_of_and_never_served() {
     let bench = Bench::new();
     let agent = bench.agent().await;
     let spec = running(&bench, &*agent).await;
-    let (vm, disk) = (spec.vm, spec.disks[0].disk);
+    let (vm, disk) = (spec.vm, spec.disk_at(0).unwrap().disk);
     let image = bench.path("store").join(vm.to_string()).join(format!("{disk}.raw"));
     let (away, copy) = (bench.path("away"), bench.path("store/copy"));
     std::fs::copy(&image, &copy).unwrap();
@@ -463,7 +470,7 @@ async fn a_replica_is_told_of_while_a_filter_writes_it() {
     agent.probe_datastore(datastore.clone()).await.unwrap();
     let replica = ReplicaPlace { datastore, bytes_per_second: REPLICA_RATE };
     let spec = made_with(&bench, &*agent, Some(replica)).await;
-    let (vm, disk) = (spec.vm, spec.disks[0].disk);
+    let (vm, disk) = (spec.vm, spec.disk_at(0).unwrap().disk);
     start(&*agent, vm).await;
     agent.replica(vm, disk).await.unwrap();
     let refused = async |word: &str| {
@@ -512,7 +519,7 @@ async fn a_death_on_record_is_told_as_it_was_seen_and_is_forgotten_with_its_vm()
     agent.unregister_vm(vm).await.unwrap();
     drop(agent);
     let agent = bench.agent().await;
-    assert!(agent.state(None, Duration::ZERO).await.unwrap().vms.is_empty(), "it is told for ever");
+    assert!(agent.state_now().await.unwrap().vms.is_empty(), "it is told for ever");
 }
 
 /// The agent dies while a disk is filled: its filter goes on without anybody.
@@ -593,8 +600,10 @@ async fn a_start_can_be_cancelled_and_what_cannot_start_says_why() {
         agent.power_off(vm, PowerOff::Force).await.unwrap();
         bench.nothing_runs();
     }
-    let image =
-        bench.path("store").join(vm.to_string()).join(format!("{}.raw", spec.disks[0].disk));
+    let image = bench
+        .path("store")
+        .join(vm.to_string())
+        .join(format!("{}.raw", spec.disk_at(0).unwrap().disk));
     std::fs::OpenOptions::new().write(true).open(&image).unwrap().set_len(4096).unwrap();
     agent.power_on(vm).await.unwrap();
     let why = off(&*agent, vm, StopReason::FailedToStart).await;
@@ -642,7 +651,8 @@ async fn a_datastore_that_fills_up_while_a_disk_is_made_is_told_and_left_clean()
     let place = DatastoreSpec { datastore: DatastoreId::new(), location };
     let usage = agent.probe_datastore(place.clone()).await.unwrap();
     assert!(usage.capacity == 4 << 20);
-    spec.disks[0] = DiskSpec { disk, datastore: place, size: 8 << 20, ..spec.disks[0].clone() };
+    let known = spec.disk_at_mut(0).unwrap();
+    *known = DiskSpec { disk, datastore: place, size: 8 << 20, ..known.clone() };
     agent.register_vm(spec.clone()).await.unwrap();
     // More than there is room for is refused at once; what just fits, only when it no longer does.
     for length in [6 << 20, (4 << 20) - 8192] {
@@ -651,18 +661,15 @@ async fn a_datastore_that_fills_up_while_a_disk_is_made_is_told_and_left_clean()
         if length < 4 << 20 {
             std::fs::write(small.0.join("other"), vec![0; 4096]).unwrap();
         }
-        agent
-            .create_disk(vm, disk, Some(ImageSource { path, format: ImageFormat::Raw }))
-            .await
-            .unwrap();
+        let source = Some(ImageSource { path, format: ImageFormat::Raw });
+        create(&*agent, vm, disk, source).await;
         wait(&*agent, vm, |state| {
-            let phase = state.disks.iter().find(|state| state.disk == disk).map(|disk| &disk.phase);
-            match phase {
-                Some(DiskPhase::Failed { problem }) => {
+            match state.jobs.iter().find(|job| job.disks == [disk]).map(|job| &job.state) {
+                Some(JobState::Failed { problem }) => {
                     assert_eq!(problem.code, ErrorCode::NoSpace, "{problem}");
                     true
                 }
-                Some(DiskPhase::Creating { .. }) | None => false,
+                Some(JobState::Waiting | JobState::Running) | None => false,
                 other => panic!("{other:?}"),
             }
         })

@@ -1,16 +1,53 @@
-//! What can be said of a datastore: how it stands, and what is on it.
+//! Datastores: where they are, how they stand, and what is on them.
+
+use std::path::PathBuf;
 
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
-use crate::host::DatastoreUsage;
-use crate::id::{DiskId, VmId};
+use crate::id::{DatastoreId, DiskId, VmId};
 
 /// The most images that a scan lists: as many disks as 1024 VMs with some disks each have.
 pub const SCAN_IMAGES_MAX: usize = 10_000;
 
 /// The most directory entries that a scan looks at, so that a foreign tree does not hold it up for long.
 pub const SCAN_ENTRIES_MAX: u64 = 200_000;
+
+/// A place for disks, as an agent needs to know it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DatastoreSpec {
+    /// Which datastore; written into it at the first use, so that another (or an unmounted) one is noticed.
+    pub datastore: DatastoreId,
+    /// Where it is.
+    pub location: DatastoreLocation,
+}
+
+/// Where a datastore is.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)]
+pub enum DatastoreLocation {
+    /// A directory that belongs to one host.
+    Dir {
+        /// Its absolute path on the host.
+        #[cfg_attr(feature = "openapi", schema(value_type = String))]
+        path: PathBuf,
+    },
+}
+
+/// Room in a datastore, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct DatastoreUsage {
+    /// In all.
+    pub capacity: u64,
+    /// Free for the agent.
+    pub free: u64,
+}
+
+/// The highest limit, of either kind: more than any datastore gives.
+pub const LIMIT_MAX: u64 = 1 << 40;
 
 /// How a datastore stands, as its host sees it. Asking changes nothing on it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -9,6 +9,7 @@ use crate::host::{
 };
 use crate::id::{DatastoreId, DiskId, HostId, PolicyId, ProviderId, TaskId, VmId};
 use crate::kmip::{KeyFault, KmipDetails};
+pub use crate::log_level::LogLevel;
 use crate::problem::Problem;
 use crate::replica::REPLICA_RATE;
 use crate::transfer::Progress;
@@ -438,17 +439,6 @@ pub struct Event {
     /// The id of the request that caused it, where one did.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub request_id: Option<String>,
-}
-
-/// What a process logs, until it ends or is told otherwise.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
-pub struct LogLevel {
-    /// Directives, as in [`crate::request::SetLogLevel`].
-    pub levels: String,
-    /// The running VMs whose filters were told, and did not answer: they log as before.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub silent: Vec<VmId>,
 }
 
 /// What has changed.

@@ -4,7 +4,7 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use crate::kmip::KeyFault;
+use crate::key_fault::KeyFault;
 
 /// What kind of error it is; stable, for programs. The HTTP status follows from it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -27,6 +27,8 @@ pub enum ErrorCode {
     WrongState,
     /// Something else uses the resource.
     InUse,
+    /// The same id was used for something else.
+    Conflict,
     /// The key of this VM is not available on its host.
     Locked,
     /// A stored key, header or backup does not match what the inventory has.
@@ -45,7 +47,8 @@ pub enum ErrorCode {
     Cancelled,
     /// This host cannot do what was asked (missing program or kernel feature).
     Unsupported,
-    /// A defect of vmseal, or an error that it has no name for.
+    /// A defect of vmseal, or an error that it has no name for: of a newer peer, too.
+    #[serde(other)]
     Internal,
 }
 
@@ -58,7 +61,11 @@ impl ErrorCode {
             Self::Unauthenticated => 401,
             Self::Forbidden => 403,
             Self::NotFound => 404,
-            Self::AlreadyExists | Self::WrongState | Self::InUse | Self::Cancelled => 409,
+            Self::AlreadyExists
+            | Self::WrongState
+            | Self::InUse
+            | Self::Conflict
+            | Self::Cancelled => 409,
             Self::TooLarge => 413,
             Self::KeyMismatch | Self::Damaged | Self::Unsupported => 422,
             Self::Locked => 423,
@@ -82,6 +89,7 @@ impl ErrorCode {
             Self::AlreadyExists => "already exists",
             Self::WrongState => "not possible in this state",
             Self::InUse => "in use",
+            Self::Conflict => "in conflict with an earlier request",
             Self::Locked => "the VM is locked: its key is not available",
             Self::KeyMismatch => "the key does not match",
             Self::Damaged => "damaged or forged",

@@ -3,8 +3,8 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::datastore::{DatastoreSpec, LIMIT_MAX};
 use crate::filter::REPLICATE_RATE_MIN;
-use crate::host::{DatastoreSpec, LIMIT_MAX};
 
 /// How fast a replica is copied where nobody said otherwise, in bytes a second: a first copy of 1 TiB takes three
 /// hours, and a network of 10 Gbit/s keeps nine tenths for others.
@@ -50,7 +50,7 @@ pub fn check_replica_rate(bytes_per_second: u64) -> Result<(), String> {
 
 #[cfg(test)]
 mod tests {
-    use crate::host::DatastoreLocation;
+    use crate::datastore::DatastoreLocation;
     use crate::id::DatastoreId;
 
     use super::*;

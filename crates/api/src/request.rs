@@ -5,8 +5,9 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use crate::host::{Allocation, DatastoreLocation, DiskLimits, SealedKey};
+use crate::host::{Allocation, ContractRange, DatastoreLocation, DiskLimits, SealedKey};
 use crate::model::Replication;
+pub use crate::passphrase::{SealedPassphrase, passphrase_info};
 use crate::transfer::{ExportFormat, ImageFormat};
 
 /// The longest request body that the REST API takes, in bytes.
@@ -58,6 +59,9 @@ pub struct JoinHost {
     pub address: Option<String>,
     /// A PKCS#10 certificate request (PEM) for the agent's key, which never leaves the host.
     pub certificate_request: String,
+    /// The versions of the contract between server and agent that the agent speaks.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub contract: Option<ContractRange>,
 }
 
 /// What a machine that joined receives.
@@ -95,24 +99,6 @@ pub struct AddDatastore {
     pub host: String,
     /// Where it is.
     pub location: DatastoreLocation,
-}
-
-/// A passphrase, sealed to the server's passphrase box (`GET /api/v1/about`) with the info string
-/// [`passphrase_info`]: HTTP buffers never hold it.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
-#[serde(deny_unknown_fields)]
-pub struct SealedPassphrase {
-    /// The box it is sealed to.
-    pub passphrase_box: String,
-    /// The sealed box, base64.
-    pub sealed: String,
-}
-
-/// What a passphrase is bound to when it is sealed: one provider's, by name.
-#[must_use]
-pub fn passphrase_info(provider: &str) -> Vec<u8> {
-    format!("vmseal passphrase v1\0{provider}").into_bytes()
 }
 
 /// Adds a key provider: a native one, or one over KMIP.

@@ -90,7 +90,10 @@ impl From<ErrorCode> for Exit {
             ErrorCode::InvalidRequest => Self::Usage,
             ErrorCode::Unauthenticated | ErrorCode::Forbidden => Self::NotPermitted,
             ErrorCode::NotFound => Self::NotFound,
-            ErrorCode::AlreadyExists | ErrorCode::WrongState | ErrorCode::InUse => Self::Conflict,
+            ErrorCode::AlreadyExists
+            | ErrorCode::WrongState
+            | ErrorCode::InUse
+            | ErrorCode::Conflict => Self::Conflict,
             ErrorCode::Unreachable | ErrorCode::TimedOut => Self::NoAnswer,
             ErrorCode::Locked | ErrorCode::KeyMismatch => Self::NoKey,
             ErrorCode::TooLarge

@@ -9,13 +9,13 @@ use super::{Session, done, refused};
 
 /// The names of the dirty bitmaps of the suite's first disk.
 pub async fn named(agent: &dyn HostAgent, session: &Session) -> Vec<String> {
-    let bitmaps = agent.bitmaps(session.vm(), session.spec.disks[0].disk).await;
+    let bitmaps = agent.bitmaps(session.vm(), session.disk(0).disk).await;
     done(bitmaps, "seeing bitmaps").into_iter().map(|bitmap| bitmap.name).collect()
 }
 
 /// Starts one of that disk, called `kept`.
 pub async fn start(agent: &dyn HostAgent, session: &Session) {
-    let (vm, disk) = (session.vm(), session.spec.disks[0].disk);
+    let (vm, disk) = (session.vm(), session.disk(0).disk);
     let started = agent.change_bitmap(vm, disk, "kept".to_owned(), BitmapChange::Start).await;
     done(started, "starting a bitmap");
 }
@@ -24,7 +24,7 @@ pub async fn start(agent: &dyn HostAgent, session: &Session) {
 /// One is left.
 pub async fn changed(agent: &dyn HostAgent, session: &Session) {
     use BitmapChange::{Clear, Remove, Start};
-    let (vm, [disk, other]) = (session.vm(), [0, 1].map(|index| session.spec.disks[index].disk));
+    let (vm, [disk, other]) = (session.vm(), [0, 1].map(|index| session.disk(index).disk));
     let change = |name: &str, change| agent.change_bitmap(vm, disk, name.to_owned(), change);
     assert!(named(agent, session).await.is_empty(), "of an earlier run");
     for name in ["", "a b", "a/b", &"a".repeat(BITMAP_NAME_MAX + 1)] {

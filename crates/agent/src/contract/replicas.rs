@@ -19,7 +19,8 @@ pub async fn misplaced(agent: &dyn HostAgent, session: &Session) {
     };
     let with = |datastore: DatastoreSpec, bytes_per_second| {
         let mut spec = session.spec.clone();
-        spec.disks[1].replica = Some(ReplicaPlace { datastore, bytes_per_second });
+        spec.disk_at_mut(1).expect("two disks").replica =
+            Some(ReplicaPlace { datastore, bytes_per_second });
         spec
     };
     let same_place = DatastoreSpec { datastore: DatastoreId::new(), ..session.place.clone() };
@@ -32,7 +33,8 @@ pub async fn misplaced(agent: &dyn HostAgent, session: &Session) {
     for spec in broken {
         refused(agent.register_vm(spec).await, ErrorCode::InvalidRequest, "a misplaced replica");
     }
-    let disk = with(elsewhere("missing"), REPLICATE_RATE_MIN).disks.remove(1);
+    let disk =
+        with(elsewhere("missing"), REPLICATE_RATE_MIN).disk_at(1).expect("two disks").clone();
     let looked = agent.examine_disk(NewDisk { disk, source: None }).await;
     assert!(
         looked.as_ref().is_err_and(|problem| matches!(
@@ -50,15 +52,15 @@ pub async fn given(agent: &dyn HostAgent, session: &mut Session) {
     let location = DatastoreLocation::Dir { path };
     let datastore = DatastoreSpec { datastore: DatastoreId::new(), location };
     done(agent.probe_datastore(datastore.clone()).await, "a second datastore");
-    let unknown = agent.replica(session.vm(), session.spec.disks[1].disk).await;
+    let unknown = agent.replica(session.vm(), session.disk(1).disk).await;
     refused(unknown, ErrorCode::NotFound, "a replica of an unknown VM");
     let replica = ReplicaPlace { datastore, bytes_per_second: REPLICA_RATE };
-    session.spec.disks[1].replica = Some(replica);
+    session.spec.disk_at_mut(1).expect("two disks").replica = Some(replica);
 }
 
 /// While the guest runs, its disk's replica comes to have all that the disk has.
 pub async fn followed(agent: &dyn HostAgent, session: &Session) {
-    let (vm, [without, with]) = (session.vm(), [0, 1].map(|index| session.spec.disks[index].disk));
+    let (vm, [without, with]) = (session.vm(), [0, 1].map(|index| session.disk(index).disk));
     let unknown = agent.replica(vm, DiskId::new()).await;
     refused(unknown, ErrorCode::NotFound, "the replica of a disk that is none");
     refuses(agent, session, without, "has no replica: its policy").await;
@@ -76,7 +78,7 @@ pub async fn followed(agent: &dyn HostAgent, session: &Session) {
 
 /// Nobody tells how a replica stands when the VM is off; a disk that has none is told of as ever.
 pub async fn at_rest(agent: &dyn HostAgent, session: &Session) {
-    let [without, with] = [0, 1].map(|index| session.spec.disks[index].disk);
+    let [without, with] = [0, 1].map(|index| session.disk(index).disk);
     refuses(agent, session, with, "nothing is copied to a replica while its VM is off").await;
     refuses(agent, session, without, "has no replica: its policy").await;
 }

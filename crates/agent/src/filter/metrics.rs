@@ -464,7 +464,7 @@ mod tests {
                 trouble: None,
             }),
         };
-        let state = HostState { incarnation: Incarnation::new(), version: 1, vms: vec![] };
+        let state = HostState { incarnation: Incarnation::new(), generation: 1, vms: vec![] };
         let filters =
             vec![(vm, FilterFigures { disks: vec![figures], memory_limit_bytes: Some(13) })];
         let mut registry = Registry::default();

@@ -30,7 +30,6 @@ use vmseal_secret::SecretFd;
 
 use crate::process::run_dir::ProcessDir;
 use crate::process::{self, Launch, Process, User};
-use crate::storage::replica::Replica;
 
 /// The name of the process in its directory.
 pub const NAME: &str = "filter";
@@ -78,6 +77,17 @@ pub enum FilterError {
     /// Not what was asked for.
     #[error("the filter process answers what it was not asked for: {0}")]
     Protocol(String),
+}
+
+/// A replica that is open, for a filter.
+#[derive(Debug)]
+pub struct Replica {
+    /// An image of its own, as long as header and disk; its lock held.
+    pub file: File,
+    /// What it may not have; its lock held.
+    pub map: File,
+    /// How fast it is copied at most.
+    pub bytes_per_second: u64,
 }
 
 /// A disk that a filter is to serve or fill.

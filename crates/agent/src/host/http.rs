@@ -12,7 +12,7 @@ use axum::extract::ws::{CloseFrame, Message, WebSocket, WebSocketUpgrade};
 use axum::extract::{Path, Query, State};
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
-use axum::routing::{get, post, put};
+use axum::routing::{delete, get, post, put};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -25,8 +25,11 @@ use vmseal_api::console::{
     ConsoleClaim, ConsoleStream, TAKEN_OVER, TAKEN_OVER_CODE, is_taken_over,
 };
 use vmseal_api::expose::{self, Carried, MESSAGE_MAX};
-use vmseal_api::host::{BODY_MAX, Exposing, HostAgent, STATE_WAIT_MAX, VmSpec};
-use vmseal_api::id::{DiskId, Incarnation, VmId};
+use vmseal_api::host::version::{CONTRACT, CONTRACT_HEADER, NotARange};
+use vmseal_api::host::{
+    BODY_MAX, ContractRange, Exposing, HostAgent, JobKind, JobSpec, STATE_WAIT_MAX, VmSpec,
+};
+use vmseal_api::id::{DiskId, Incarnation, TaskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request_id::{self, RequestId};
 
@@ -52,6 +55,9 @@ const CONSOLE_MESSAGE_MAX: usize = 64 * 1024;
 
 /// How much of a console's output goes into one message, in bytes.
 const CONSOLE_CHUNK: usize = 16 * 1024;
+
+/// What every server may ask, whichever versions of the contract it speaks.
+const DESCRIPTION: &str = "/v1/host";
 
 type Agent = Arc<dyn HostAgent>;
 
@@ -101,7 +107,7 @@ fn id<T: FromStr>(name: &str, text: &str) -> Result<T, Problem> {
 /// The routes, over any agent.
 pub fn router(agent: Agent) -> Router {
     Router::new()
-        .route("/v1/host", get(describe))
+        .route(DESCRIPTION, get(describe))
         .route("/v1/state", get(state))
         .route("/v1/datastores", post(probe_datastore))
         .route("/v1/datastores/examine", post(examine_datastore))
@@ -115,8 +121,11 @@ pub fn router(agent: Agent) -> Router {
         .route("/v1/vms/{vm}/key/check", post(check_key))
         .route("/v1/vms/{vm}/key/add", post(add_key))
         .route("/v1/vms/{vm}/key/drop-others", post(drop_other_keys))
-        .route("/v1/vms/{vm}/disks/{disk}", put(create_disk).delete(delete_disk))
-        .route("/v1/vms/{vm}/disks/{disk}/export", post(export_disk))
+        .route("/v1/vms/{vm}/examine-job", post(examine_job))
+        .route("/v1/vms/{vm}/jobs/{task}", put(put_job).get(job))
+        .route("/v1/vms/{vm}/jobs/{task}/commit", post(commit_job))
+        .route("/v1/vms/{vm}/jobs/{task}/cancel", post(cancel_job))
+        .route("/v1/vms/{vm}/disks/{disk}", delete(delete_disk))
         .route("/v1/vms/{vm}/disks/{disk}/expose", get(expose_disk))
         .route("/v1/vms/{vm}/disks/{disk}/bitmaps", get(bitmaps).post(change_bitmap))
         .route("/v1/vms/{vm}/disks/{disk}/replica", get(replica))
@@ -127,6 +136,7 @@ pub fn router(agent: Agent) -> Router {
         .method_not_allowed_fallback(async || {
             Failure(Problem::new(ErrorCode::InvalidRequest, "this path has no such method"))
         })
+        .layer(axum::middleware::from_fn(agree))
         .layer(axum::middleware::from_fn(identify))
         .with_state(agent)
 }
@@ -135,6 +145,34 @@ pub fn router(agent: Agent) -> Router {
 async fn identify(request: axum::extract::Request, next: axum::middleware::Next) -> Response {
     let sent = request.headers().get(request_id::HEADER).map(header::HeaderValue::as_bytes);
     request_id::during(RequestId::sent(sent), answer(request, next)).await
+}
+
+/// Refuses a server with which there is no common version of the contract. What the agent is can be asked by any.
+async fn agree(request: axum::extract::Request, next: axum::middleware::Next) -> Response {
+    let refused = if request.uri().path() == DESCRIPTION {
+        None
+    } else {
+        speaks(request.headers().get(CONTRACT_HEADER)).err()
+    };
+    match refused {
+        Some(problem) => Failure(problem).into_response(),
+        None => next.run(request).await,
+    }
+}
+
+/// Whether a server that says this speaks what this agent does. One of version 1 says nothing.
+fn speaks(said: Option<&header::HeaderValue>) -> Result<(), Problem> {
+    let theirs = match said {
+        None => ContractRange { min: 1, max: 1 },
+        Some(value) => value
+            .to_str()
+            .map_err(|error| Problem::new(ErrorCode::InvalidRequest, error.to_string()))?
+            .parse()
+            .map_err(|error: NotARange| {
+                Problem::new(ErrorCode::InvalidRequest, error.to_string())
+            })?,
+    };
+    CONTRACT.agree(theirs, "the server").map(drop)
 }
 
 /// What only reads, or is asked by the server of itself, is not worth a line each.
@@ -263,13 +301,71 @@ async fn drop_other_keys(
     done()
 }
 
-async fn create_disk(
+/// A job; one of a kind that this agent does not know is refused as such.
+async fn job_spec(request: Body) -> Result<JobSpec, Problem> {
+    /// What every job says first.
+    #[derive(Deserialize)]
+    struct Head {
+        kind: JobKind,
+    }
+    let spec: serde_json::Value = body(request).await?;
+    if Head::deserialize(&spec).is_ok_and(|head| head.kind == JobKind::Unknown) {
+        let what = format!(
+            "this agent (vmseal {}) has no job of the kind {}: upgrade it",
+            env!("CARGO_PKG_VERSION"),
+            spec["kind"]
+        );
+        return Err(Problem::new(ErrorCode::Unsupported, what));
+    }
+    serde_json::from_value(spec)
+        .map_err(|error| Problem::new(ErrorCode::InvalidRequest, error.to_string()))
+}
+
+fn task_of((vm, task): &(String, String)) -> Result<(VmId, TaskId), Problem> {
+    Ok((id("vm", vm)?, id("task", task)?))
+}
+
+async fn examine_job(
+    State(agent): State<Agent>,
+    Path(vm): Path<String>,
+    request: Body,
+) -> Answer<Response> {
+    agent.examine_job(id("vm", &vm)?, job_spec(request).await?).await?;
+    done()
+}
+
+async fn put_job(
     State(agent): State<Agent>,
     Path(path): Path<(String, String)>,
     request: Body,
 ) -> Answer<Response> {
-    let (vm, disk) = disk_of(&path)?;
-    agent.create_disk(vm, disk, body(request).await?).await?;
+    let (vm, task) = task_of(&path)?;
+    agent.put_job(vm, task, job_spec(request).await?).await?;
+    done()
+}
+
+async fn job(State(agent): State<Agent>, Path(path): Path<(String, String)>) -> Answer<Response> {
+    let (vm, task) = task_of(&path)?;
+    json(&agent.job(vm, task).await?)
+}
+
+async fn commit_job(
+    State(agent): State<Agent>,
+    Path(path): Path<(String, String)>,
+    request: Body,
+) -> Answer<Response> {
+    let (vm, task) = task_of(&path)?;
+    agent.commit_job(vm, task, job_spec(request).await?).await?;
+    done()
+}
+
+async fn cancel_job(
+    State(agent): State<Agent>,
+    Path(path): Path<(String, String)>,
+    request: Body,
+) -> Answer<Response> {
+    let (vm, task) = task_of(&path)?;
+    agent.cancel_job(vm, task, job_spec(request).await?).await?;
     done()
 }
 
@@ -279,17 +375,6 @@ async fn delete_disk(
 ) -> Answer<Response> {
     let (vm, disk) = disk_of(&path)?;
     agent.delete_disk(vm, disk).await?;
-    done()
-}
-
-async fn export_disk(
-    State(agent): State<Agent>,
-    Path(path): Path<(String, String)>,
-    request: Body,
-) -> Answer<Response> {
-    let (vm, disk) = disk_of(&path)?;
-    let (step, spec) = body(request).await?;
-    agent.export_disk(vm, disk, step, spec).await?;
     done()
 }
 

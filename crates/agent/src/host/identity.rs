@@ -8,6 +8,7 @@ use std::sync::Arc;
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use serde::{Deserialize, Serialize};
+use vmseal_api::client::verifier::Verifier;
 use vmseal_api::id::HostId;
 use zeroize::Zeroizing;
 
@@ -156,7 +157,7 @@ impl Identity {
         let key =
             PrivateKeyDer::from_pem_slice(self.key.as_bytes()).map_err(|error| wrong(&error))?;
         let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
-        let verifier = crate::host::tls::ServerRole::new(authority, provider.clone())
+        let verifier = Verifier::server_as_client(authority, provider.clone())
             .map_err(|error| wrong(&error))?;
         rustls::ServerConfig::builder_with_provider(provider)
             .with_protocol_versions(&[&rustls::version::TLS13])
@@ -179,7 +180,7 @@ mod tests {
     use std::os::unix::fs::PermissionsExt;
 
     use super::*;
-    use crate::host::tls::tests::Authority;
+    use crate::host::peer_tests::Authority;
 
     #[test]
     fn an_identity_is_private_and_survives() {

@@ -11,14 +11,14 @@ use std::time::Duration;
 use aws_lc_rs::digest::{SHA256, digest};
 use rcgen::{CertificateParams, DnType, KeyPair};
 use rustls::client::WebPkiServerVerifier;
-use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
+use rustls::client::danger::ServerCertVerifier;
 use rustls::crypto::CryptoProvider;
+use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject;
-use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
-use rustls::{
-    CertificateError, ClientConfig, DigitallySignedStruct, RootCertStore, SignatureScheme,
-};
+use rustls::{CertificateError, ClientConfig, RootCertStore};
 use vmseal_api::client::role::{self, Role};
+use vmseal_api::client::verifier::{ServerChain, ServerCheck, Verifier};
+use vmseal_api::host::version::CONTRACT;
 use vmseal_api::id::{HostId, NameError, check_name};
 use vmseal_api::join_token::{JoinToken, NotAToken};
 use vmseal_api::problem::Problem;
@@ -116,6 +116,7 @@ pub async fn join(options: JoinOptions) -> Result<JoinedAs, JoinError> {
         name: options.name.clone(),
         address: options.address.clone(),
         certificate_request: request,
+        contract: Some(CONTRACT),
     };
     let joined = post(&options.server, &token, &body).await?;
     check_authority(&joined, &token)?;
@@ -182,7 +183,8 @@ async fn post(server: &str, token: &JoinToken, body: &JoinHost) -> Result<Joined
         JoinError::Unreachable { server: server.to_owned(), why: cause.to_string() }
     };
     let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
-    let verifier = PinnedAuthority { fingerprint: token.authority, provider: provider.clone() };
+    let pinned = PinnedAuthority { fingerprint: token.authority, provider: provider.clone() };
+    let verifier = Verifier::new(pinned, provider.clone());
     let tls = ClientConfig::builder_with_provider(provider)
         .with_protocol_versions(&[&rustls::version::TLS13])
         .map_err(|error| unreachable(&error))?
@@ -222,16 +224,10 @@ struct PinnedAuthority {
     provider: Arc<CryptoProvider>,
 }
 
-impl ServerCertVerifier for PinnedAuthority {
-    fn verify_server_cert(
-        &self,
-        end_entity: &CertificateDer<'_>,
-        intermediates: &[CertificateDer<'_>],
-        server_name: &ServerName<'_>,
-        ocsp_response: &[u8],
-        now: UnixTime,
-    ) -> Result<ServerCertVerified, rustls::Error> {
-        let authority = intermediates
+impl ServerCheck for PinnedAuthority {
+    fn check(&self, chain: &ServerChain<'_>) -> Result<(), rustls::Error> {
+        let authority = chain
+            .above
             .iter()
             .find(|certificate| fingerprint(certificate) == self.fingerprint)
             .ok_or(CertificateError::UnknownIssuer)?;
@@ -240,32 +236,15 @@ impl ServerCertVerifier for PinnedAuthority {
         WebPkiServerVerifier::builder_with_provider(Arc::new(roots), self.provider.clone())
             .build()
             .map_err(|error| rustls::Error::General(error.to_string()))?
-            .verify_server_cert(end_entity, intermediates, server_name, ocsp_response, now)
-            .and_then(|verified| role::check(end_entity, Role::Server).map(|()| verified))
-    }
-
-    fn verify_tls12_signature(
-        &self,
-        message: &[u8],
-        certificate: &CertificateDer<'_>,
-        signature: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        let algorithms = &self.provider.signature_verification_algorithms;
-        rustls::crypto::verify_tls12_signature(message, certificate, signature, algorithms)
-    }
-
-    fn verify_tls13_signature(
-        &self,
-        message: &[u8],
-        certificate: &CertificateDer<'_>,
-        signature: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        let algorithms = &self.provider.signature_verification_algorithms;
-        rustls::crypto::verify_tls13_signature(message, certificate, signature, algorithms)
-    }
-
-    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        self.provider.signature_verification_algorithms.supported_schemes()
+            .verify_server_cert(
+                chain.certificate,
+                chain.above,
+                chain.name,
+                chain.ocsp,
+                chain.now,
+            )?;
+        // No host passes for the server.
+        role::check(chain.certificate, Role::Server)
     }
 }
 
@@ -279,7 +258,7 @@ mod tests {
 
     use super::*;
     use crate::host::http::TlsListener;
-    use crate::host::tls::tests::Authority;
+    use crate::host::peer_tests::Authority;
 
     /// A server that signs whatever it is sent, or refuses; gives its address.
     async fn server(authority: Authority, chain: bool, refuse: bool) -> String {

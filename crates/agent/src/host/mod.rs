@@ -4,7 +4,8 @@ pub mod doctor;
 pub mod http;
 pub mod identity;
 pub mod join;
-pub mod tls;
+#[cfg(test)]
+mod peer_tests;
 
 use std::fs::DirBuilder;
 use std::io;
@@ -17,13 +18,14 @@ use async_trait::async_trait;
 use tokio::task::spawn_blocking;
 use vmseal_api::datastore::{DatastoreCondition, DatastoreContents};
 use vmseal_api::filter::{BitmapChange, BitmapStatus, ReplicaStatus};
+use vmseal_api::host::version::{CONTRACT, FEATURES};
 use vmseal_api::host::{
-    ConsoleClaim, ConsoleStream, DatastoreSpec, DatastoreUsage, ExportSpec, ExportStep, Exposing,
-    HostAgent, HostDescription, HostState, ImageSource, KeyReference, NewDisk, OtherKey, PowerOff,
-    SealedKey, VERSION, VmSpec,
+    ConsoleClaim, ConsoleStream, DatastoreSpec, DatastoreUsage, Exposing, HostAgent,
+    HostDescription, JobSpec, JobStatus, KeyReference, NewDisk, OtherKey, PowerOff, SealedKey,
+    ShowsCertificate, StateChange, VmSpec,
 };
-use vmseal_api::id::{DiskId, Incarnation, VmId};
-use vmseal_api::model::LogLevel;
+use vmseal_api::id::{DiskId, Incarnation, TaskId, VmId};
+use vmseal_api::log_level::LogLevel;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_secret::process::Hardening;
 
@@ -47,7 +49,7 @@ use crate::storage::patience;
 use crate::storage::transfer::TransferDirectories;
 use crate::vm::board::Board;
 use crate::vm::vms::Vms;
-use crate::vm::{self, Beginning, Call, Change, Shared, Vm};
+use crate::vm::{self, Call, Change, Initial, Shared, Vm};
 
 /// How an agent is set up.
 #[derive(Clone, Debug)]
@@ -215,7 +217,8 @@ async fn lock_run_dir(
 fn describe(shared: &Shared, weaknesses: Vec<String>) -> HostDescription {
     let machine = Machine::this();
     HostDescription {
-        contract: VERSION,
+        contract: CONTRACT,
+        features: FEATURES.map(str::to_owned).to_vec(),
         vmseal: env!("CARGO_PKG_VERSION").to_owned(),
         incarnation: shared.board.incarnation(),
         hostname: machine.hostname,
@@ -231,7 +234,7 @@ fn describe(shared: &Shared, weaknesses: Vec<String>) -> HostDescription {
     }
 }
 
-impl vmseal_api::client::ShowsCertificate for RealHost {}
+impl ShowsCertificate for RealHost {}
 
 #[async_trait]
 impl HostAgent for RealHost {
@@ -243,7 +246,7 @@ impl HostAgent for RealHost {
         &self,
         after: Option<(Incarnation, u64)>,
         wait: Duration,
-    ) -> Result<HostState, Problem> {
+    ) -> Result<StateChange, Problem> {
         Ok(self.shared.board.state(after, wait).await)
     }
 
@@ -276,7 +279,7 @@ impl HostAgent for RealHost {
     }
 
     async fn metrics(&self) -> Result<String, Problem> {
-        let state = self.shared.board.state(None, Duration::ZERO).await;
+        let state = self.shared.board.now();
         metrics::exposition(&self.shared.run_dir, state).await
     }
 
@@ -285,14 +288,14 @@ impl HostAgent for RealHost {
     }
 
     async fn set_log_level(&self, levels: String) -> Result<LogLevel, Problem> {
-        let state = self.shared.board.state(None, Duration::ZERO).await;
+        let state = self.shared.board.now();
         log_level::set(&self.shared.run_dir, state, &levels).await
     }
 
     async fn register_vm(&self, spec: VmSpec) -> Result<(), Problem> {
         rules::check_spec(&spec)?;
         let vm = spec.vm;
-        let own = |spec| Vm::own(self.shared.clone(), spec, Beginning::New);
+        let own = |spec| Vm::own(self.shared.clone(), spec, Initial::New);
         self.vms.register(vm, spec, own).await
     }
 
@@ -305,7 +308,7 @@ impl HostAgent for RealHost {
     }
 
     async fn check_key(&self, vm: VmId, key: KeyReference) -> Result<(), Problem> {
-        self.change_keys(vm, key, Change::Nothing).await
+        self.change_keys(vm, key, Change::None).await
     }
 
     async fn add_key(&self, vm: VmId, other: OtherKey) -> Result<(), Problem> {
@@ -317,27 +320,28 @@ impl HostAgent for RealHost {
         self.change_keys(vm, keep, Change::DropOthers).await
     }
 
-    async fn create_disk(
-        &self,
-        vm: VmId,
-        disk: DiskId,
-        source: Option<ImageSource>,
-    ) -> Result<(), Problem> {
-        self.vm(vm).await?.ask(vm, |reply| Call::CreateDisk(disk, source, reply)).await
+    async fn examine_job(&self, vm: VmId, spec: JobSpec) -> Result<(), Problem> {
+        self.vm(vm).await?.ask(vm, |reply| Call::ExamineJob(spec, reply)).await
+    }
+
+    async fn put_job(&self, vm: VmId, task: TaskId, spec: JobSpec) -> Result<(), Problem> {
+        self.vm(vm).await?.ask(vm, |reply| Call::PutJob(task, spec, reply)).await
+    }
+
+    async fn job(&self, vm: VmId, task: TaskId) -> Result<JobStatus, Problem> {
+        self.vm(vm).await?.ask(vm, |reply| Call::Job(task, reply)).await
+    }
+
+    async fn commit_job(&self, vm: VmId, task: TaskId, spec: JobSpec) -> Result<(), Problem> {
+        self.vm(vm).await?.ask(vm, |reply| Call::CommitJob(task, spec, reply)).await
+    }
+
+    async fn cancel_job(&self, vm: VmId, task: TaskId, spec: JobSpec) -> Result<(), Problem> {
+        self.vm(vm).await?.ask(vm, |reply| Call::CancelJob(task, spec, reply)).await
     }
 
     async fn delete_disk(&self, vm: VmId, disk: DiskId) -> Result<(), Problem> {
         self.vm(vm).await?.ask(vm, |reply| Call::DeleteDisk(disk, reply)).await
-    }
-
-    async fn export_disk(
-        &self,
-        vm: VmId,
-        disk: DiskId,
-        step: ExportStep,
-        spec: ExportSpec,
-    ) -> Result<(), Problem> {
-        self.vm(vm).await?.ask(vm, |reply| Call::ExportDisk(disk, step, spec, reply)).await
     }
 
     async fn expose_disk(

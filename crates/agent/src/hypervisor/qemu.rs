@@ -128,7 +128,7 @@ fn kvm_group(accelerator: AcceleratorKind) -> Option<u32> {
 /// How many queues each disk of a VM has.
 #[must_use]
 pub fn queues(spec: &VmSpec) -> u16 {
-    let share = ALL_QUEUES_MAX / spec.disks.len().max(1);
+    let share = ALL_QUEUES_MAX / spec.disks().count().max(1);
     let cpus = u16::try_from(spec.vcpus).unwrap_or(u16::MAX);
     cpus.min(QUEUES_MAX).min(u16::try_from(share).unwrap_or(QUEUES_MAX)).max(1)
 }
@@ -206,7 +206,7 @@ fn arguments(
 
 #[cfg(test)]
 mod tests {
-    use vmseal_api::host::{DatastoreLocation, DatastoreSpec, DiskSpec};
+    use vmseal_api::host::{DatastoreLocation, DatastoreSpec, Device, DiskSpec};
     use vmseal_api::id::{DatastoreId, DiskId, VmId};
 
     use super::*;
@@ -234,7 +234,7 @@ mod tests {
             vcpus,
             memory: 512 << 20,
             key: None,
-            disks: (0..disks).map(|index| disk(&format!("disk{index}"))).collect(),
+            devices: (0..disks).map(|index| Device::Disk(disk(&format!("disk{index}")))).collect(),
         }
     }
 

@@ -36,7 +36,7 @@ pub struct Death {
 #[derive(Serialize, Deserialize)]
 struct Stored {
     version: u32,
-    spec: run_record::Vm,
+    spec: run_record::VmOfDisks,
     stopped: Stopped,
 }
 

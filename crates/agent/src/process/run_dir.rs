@@ -338,7 +338,7 @@ pub(crate) mod tests {
             vcpus: 2,
             memory: 64 << 20,
             key: None,
-            disks: vec![],
+            devices: vec![],
         }
     }
 

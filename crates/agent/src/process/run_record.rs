@@ -9,14 +9,14 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 use vmseal_api::host::{
-    Allocation, DatastoreLocation, DatastoreSpec, DiskFacts, DiskLimits, DiskSpec, KeyReference,
-    VmSpec,
+    Allocation, DatastoreLocation, DatastoreSpec, Device, DiskFacts, DiskLimits, DiskSpec,
+    KeyReference, VmSpec,
 };
 use vmseal_api::id::{DatastoreId, DiskId, ProviderId, VmId};
 use vmseal_api::replica::ReplicaPlace;
 
 /// The version that is written.
-pub const VERSION: u32 = 2;
+pub const VERSION: u32 = 3;
 
 /// The oldest version that is read.
 const OLDEST: u32 = 1;
@@ -98,15 +98,29 @@ struct Version1 {
     #[serde(rename = "version")]
     _version: u32,
     boot: String,
-    spec: Vm,
+    spec: VmOfDisks,
     slot: u32,
     phase: Phase,
 }
 
 /// Version 2: says who wrote it.
-#[derive(Serialize, Deserialize)]
+#[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Version2 {
+    #[serde(rename = "version")]
+    _version: u32,
+    #[serde(rename = "written_by")]
+    _written_by: String,
+    boot: String,
+    slot: u32,
+    phase: Phase,
+    vm: VmOfDisks,
+}
+
+/// Version 3: a VM has devices, of which disks are one kind.
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Version3 {
     version: u32,
     written_by: String,
     boot: String,
@@ -115,10 +129,29 @@ struct Version2 {
     vm: Vm,
 }
 
-/// A VM, in records of VMs that run and of VMs that died.
+/// A VM, in records of VMs that run.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(crate) struct Vm {
+struct Vm {
+    vm: VmId,
+    name: String,
+    vcpus: u32,
+    memory: u64,
+    key: Option<Key>,
+    devices: Vec<StoredDevice>,
+}
+
+/// What a VM has. One of a kind that this agent does not know makes the record unreadable: the VM is left running.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "device", rename_all = "snake_case")]
+enum StoredDevice {
+    Disk(Disk),
+}
+
+/// A VM that has disks alone, in records of VMs that died and in older ones of VMs that run.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct VmOfDisks {
     vm: VmId,
     name: String,
     vcpus: u32,
@@ -217,6 +250,11 @@ impl Record {
                 let (boot, slot, phase) = (record.boot, record.slot, record.phase);
                 Ok(Self { boot, spec: record.vm.into(), slot, phase })
             }
+            3 => {
+                let record: Version3 = serde_json::from_slice(text).map_err(damaged)?;
+                let (boot, slot, phase) = (record.boot, record.slot, record.phase);
+                Ok(Self { boot, spec: record.vm.into(), slot, phase })
+            }
             version => {
                 let writer = head.written_by.as_ref().and_then(serde_json::Value::as_str);
                 Err(Unreadable::Version { version, writer: writer.map(str::to_owned) })
@@ -229,7 +267,7 @@ impl Record {
     /// # Errors
     /// A path that is not UTF-8.
     pub fn to_text(&self) -> serde_json::Result<Vec<u8>> {
-        serde_json::to_vec_pretty(&Version2 {
+        serde_json::to_vec_pretty(&Version3 {
             version: VERSION,
             written_by: env!("CARGO_PKG_VERSION").to_owned(),
             boot: self.boot.clone(),
@@ -242,23 +280,59 @@ impl Record {
 
 impl From<&VmSpec> for Vm {
     fn from(spec: &VmSpec) -> Self {
-        let VmSpec { vm, name, vcpus, memory, key, disks } = spec;
-        let key = key.clone().map(|KeyReference { provider, key_id, check }| Key {
-            provider,
-            key_id,
-            check,
+        let VmSpec { vm, name, vcpus, memory, key, devices } = spec;
+        let devices = devices.iter().map(|device| match device {
+            Device::Disk(disk) => StoredDevice::Disk(disk.into()),
         });
-        let disks = disks.iter().map(Disk::from).collect();
-        Self { vm: *vm, name: name.clone(), vcpus: *vcpus, memory: *memory, key, disks }
+        Self {
+            vm: *vm,
+            name: name.clone(),
+            vcpus: *vcpus,
+            memory: *memory,
+            key: key.as_ref().map(Key::from),
+            devices: devices.collect(),
+        }
     }
 }
 
 impl From<Vm> for VmSpec {
-    fn from(Vm { vm, name, vcpus, memory, key, disks }: Vm) -> Self {
-        let key =
-            key.map(|Key { provider, key_id, check }| KeyReference { provider, key_id, check });
-        let disks = disks.into_iter().map(DiskSpec::from).collect();
-        Self { vm, name, vcpus, memory, key, disks }
+    fn from(Vm { vm, name, vcpus, memory, key, devices }: Vm) -> Self {
+        let devices = devices.into_iter().map(|device| match device {
+            StoredDevice::Disk(disk) => Device::Disk(disk.into()),
+        });
+        Self { vm, name, vcpus, memory, key: key.map(Key::into), devices: devices.collect() }
+    }
+}
+
+impl From<&VmSpec> for VmOfDisks {
+    fn from(spec: &VmSpec) -> Self {
+        Self {
+            vm: spec.vm,
+            name: spec.name.clone(),
+            vcpus: spec.vcpus,
+            memory: spec.memory,
+            key: spec.key.as_ref().map(Key::from),
+            disks: spec.disks().map(Disk::from).collect(),
+        }
+    }
+}
+
+impl From<VmOfDisks> for VmSpec {
+    fn from(VmOfDisks { vm, name, vcpus, memory, key, disks }: VmOfDisks) -> Self {
+        let devices = disks.into_iter().map(|disk| Device::Disk(disk.into())).collect();
+        Self { vm, name, vcpus, memory, key: key.map(Key::into), devices }
+    }
+}
+
+impl From<&KeyReference> for Key {
+    fn from(KeyReference { provider, key_id, check }: &KeyReference) -> Self {
+        Self { provider: *provider, key_id: key_id.clone(), check: check.clone() }
+    }
+}
+
+impl From<Key> for KeyReference {
+    fn from(Key { provider, key_id, check }: Key) -> Self {
+        Self { provider, key_id, check }
     }
 }
 
@@ -367,14 +441,16 @@ mod tests {
 
     const GOLDEN_1: &str = include_str!("../../tests/golden/run-record-1.json");
     const GOLDEN_2: &str = include_str!("../../tests/golden/run-record-2.json");
+    const GOLDEN_3: &str = include_str!("../../tests/golden/run-record-3.json");
 
     #[test]
     fn golden_records_of_all_versions_are_read_and_the_newest_is_written() {
         let first = Record::parse(GOLDEN_1.as_bytes()).unwrap();
         let second = Record::parse(GOLDEN_2.as_bytes()).unwrap();
         assert_eq!(first, second);
+        assert_eq!(first, Record::parse(GOLDEN_3.as_bytes()).unwrap());
         assert_eq!((first.slot, first.phase), (3, Phase::Running));
-        let disks = &first.spec.disks;
+        let disks: Vec<_> = first.spec.disks().collect();
         assert_eq!(
             (disks.len(), disks[1].limits.iops, disks[1].cache),
             (2, Some(500), Some(1 << 20))
@@ -383,7 +459,7 @@ mod tests {
         assert!(matches!(disks[0].facts, Some(DiskFacts::Luks2 { key_bits: 512, .. })));
         let written = String::from_utf8(first.to_text().unwrap()).unwrap();
         let this = format!("\"written_by\": \"{}\"", env!("CARGO_PKG_VERSION"));
-        assert_eq!(written, GOLDEN_2.trim_end().replace("\"written_by\": \"0.1.0\"", &this));
+        assert_eq!(written, GOLDEN_3.trim_end().replace("\"written_by\": \"0.1.0\"", &this));
     }
 
     #[test]
@@ -393,25 +469,27 @@ mod tests {
             old["spec"]["disks"][1].as_object_mut().unwrap().remove(field);
         }
         let record = Record::parse(old.to_string().as_bytes()).unwrap();
-        let disk = &record.spec.disks[1];
+        let disk = record.spec.disk_at(1).unwrap();
         assert_eq!((disk.limits, disk.cache), (DiskLimits::default(), None));
     }
 
     #[test]
     fn what_cannot_be_read_says_why() {
         let why = |text: &str| Record::parse(text.as_bytes()).unwrap_err().to_string();
-        let newer = GOLDEN_2.replace("\"version\": 2", "\"version\": 3");
+        let newer = GOLDEN_3.replacen("\"version\": 3", "\"version\": 4", 1);
         let newer = newer.replace("\"written_by\": \"0.1.0\"", "\"written_by\": \"9.0\"");
         let told = why(&newer);
-        assert!(told.starts_with("has version 3 (written by vmseal 9.0)"), "{told}");
-        assert!(told.contains("reads versions 1 to 2"), "{told}");
+        assert!(told.starts_with("has version 4 (written by vmseal 9.0)"), "{told}");
+        assert!(told.contains("reads versions 1 to 3"), "{told}");
         // Whatever else a newer one holds, its version is what is told.
         assert!(why(r#"{"version": 9, "written_by": 7, "vm": []}"#).starts_with("has version 9,"));
         assert!(why(r#"{"version": 0}"#).starts_with("has version 0,"));
-        for damaged in ["", "{", "[]", "null", r#"{"version": "2"}"#, r#"{"version": 2}"#] {
+        for damaged in ["", "{", "[]", "null", r#"{"version": "3"}"#, r#"{"version": 3}"#] {
             assert!(why(damaged).starts_with("is damaged: "), "{damaged}");
         }
-        let more = GOLDEN_2.replacen("\"slot\"", "\"more\": 1, \"slot\"", 1);
+        let more = GOLDEN_3.replacen("\"slot\"", "\"more\": 1, \"slot\"", 1);
         assert!(why(&more).contains("more"), "what this agent would not heed");
+        let device = GOLDEN_3.replacen("\"device\": \"disk\"", "\"device\": \"tpm\"", 1);
+        assert!(why(&device).contains("unknown variant `tpm`"), "{}", why(&device));
     }
 }

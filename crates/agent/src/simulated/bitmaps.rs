@@ -3,12 +3,12 @@
 use jiff::Timestamp;
 use vmseal_api::bitmap;
 use vmseal_api::filter::{BITMAP_GRANULE, BitmapChange, BitmapStatus};
-use vmseal_api::host::Power;
 use vmseal_api::id::{DiskId, VmId};
 use vmseal_api::problem::Problem;
 
 use super::Inside;
 use crate::rules;
+use crate::rules::exclusion::Action;
 
 impl Inside {
     /// Those that a disk has when one has been changed as asked.
@@ -18,15 +18,12 @@ impl Inside {
         disk: DiskId,
         change: Option<(String, BitmapChange)>,
     ) -> Result<Vec<BitmapStatus>, Problem> {
-        let known = self.known(vm)?;
-        let (spec, power) = (known.spec.clone(), known.power);
+        let spec = self.known(vm)?.spec.clone();
         let disk = rules::find_disk(&spec, disk)?;
         if let Some((name, _)) = &change {
             rules::check_bitmap(name)?;
         }
-        if !matches!(power, Power::Running | Power::Stopping) {
-            return Err(rules::no_bitmaps(&spec));
-        }
+        self.situation(vm)?.may(Action::Bitmaps, Some(disk))?;
         let all = self.world.bitmaps.entry(vm).or_default().entry(disk.disk).or_default();
         let Some((name, change)) = change else { return Ok(all.clone()) };
         bitmap::check(all.iter().map(|bitmap| &*bitmap.name), &name, change).map_err(|error| {

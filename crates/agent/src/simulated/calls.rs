@@ -9,12 +9,12 @@ use vmseal_api::datastore::{
 use vmseal_api::filter::{BitmapChange, BitmapStatus, ReplicaStatus};
 use vmseal_api::host::{
     Allocation, ConsoleClaim, ConsoleStream, DatastoreLocation, DatastoreSpec, DatastoreUsage,
-    DiskFacts, DiskPhase, DiskSpec, ExportSpec, ExportStep, Exposing, HostAgent, HostDescription,
-    HostState, ImageSource, KeyReference, NewDisk, OtherKey, Power, PowerOff, SealedKey,
-    StopReason, VmSpec,
+    DiskFacts, DiskSpec, Exposing, HostAgent, HostDescription, JobSpec, JobStatus, KeyReference,
+    NewDisk, OtherKey, Power, PowerOff, SealedKey, ShowsCertificate, StateChange, StopReason,
+    VmSpec,
 };
-use vmseal_api::id::{DiskId, Incarnation, VmId};
-use vmseal_api::model::LogLevel;
+use vmseal_api::id::{DiskId, Incarnation, TaskId, VmId};
+use vmseal_api::log_level::LogLevel;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request_id;
 use vmseal_luks::Facts;
@@ -22,7 +22,8 @@ use vmseal_luks::Facts;
 use super::console::Guest;
 use super::{CAPACITY, Call, Fault, Inside, SimulatedDisk, SimulatedHost, Work, gone, lost};
 use crate::filter::log_level;
-use crate::rules::{self, PowerOn};
+use crate::rules;
+use crate::rules::exclusion::{Action, Permission};
 use crate::storage::image::Image;
 use crate::storage::transfer::TransferDirectories;
 
@@ -189,26 +190,28 @@ impl Inside {
     fn register(&mut self, spec: VmSpec) -> Result<(), Problem> {
         rules::check_spec(&spec)?;
         let vm = spec.vm;
-        match self.life.vms.get_mut(&vm) {
-            None => {
-                self.life.vms.insert(vm, super::Known::new(spec));
+        if let Some(known) = self.life.vms.get(&vm) {
+            // Repeating the same is always allowed.
+            if known.spec != spec {
+                self.situation(vm)?.may(Action::Register, None)?;
             }
-            Some(known) => {
-                rules::may_register(&known.spec, &spec, known.power)?;
-                if known.spec.key != spec.key {
-                    known.key_held = false;
-                }
-                known.phases.retain(|id, _| spec.disks.iter().any(|disk| disk.disk == *id));
-                known.spec = spec;
+            let known = self.known(vm)?;
+            if known.spec.key != spec.key {
+                known.key_held = false;
             }
+            known.made.retain(|disk, _| spec.disk(*disk).is_some());
+            known.jobs.keep_disks_of(&spec);
+            known.spec = spec;
+        } else {
+            self.life.vms.insert(vm, super::Known::new(spec));
         }
         self.life.post(vm);
         Ok(())
     }
 
     fn unregister(&mut self, vm: VmId) -> Result<(), Problem> {
-        if let Some(known) = self.life.vms.get(&vm) {
-            rules::may_unregister(&known.spec, known.power)?;
+        if self.life.vms.contains_key(&vm) {
+            self.situation(vm)?.may(Action::Unregister, None)?;
             self.life.vms.remove(&vm);
             self.life.post(vm);
         }
@@ -227,49 +230,7 @@ impl Inside {
         Ok(())
     }
 
-    fn create_disk(
-        &mut self,
-        vm: VmId,
-        disk: DiskId,
-        source: Option<&ImageSource>,
-    ) -> Result<Later, Problem> {
-        let known = self.known(vm)?;
-        let spec = rules::find_disk(&known.spec, disk)?.clone();
-        if known.work.contains_key(&Work::Disk(disk)) {
-            return Ok(None);
-        }
-        let key = rules::key_state(&known.spec, known.key_held);
-        rules::may_create_disk(&known.spec, &spec, known.power, key)?;
-        let wrong_source = source
-            .and_then(|source| Image::open(source, &spec, &TransferDirectories::anywhere()).err());
-        let ready = matches!(known.phases.get(&disk), Some(DiskPhase::Ready { .. }));
-        if !ready {
-            let phase = match wrong_source {
-                Some(problem) => DiskPhase::Failed { problem },
-                None => DiskPhase::Creating { done: 0, total: 0 },
-            };
-            let failed = matches!(phase, DiskPhase::Failed { .. });
-            known.phases.insert(disk, phase);
-            if failed {
-                self.life.post(vm);
-                return Ok(None);
-            }
-        }
-        self.numbered(vm, Work::Disk(disk), self.work)
-    }
-
-    fn disk_made(&mut self, vm: VmId, work: Work) {
-        let Work::Disk(disk) = work else { return };
-        let phase = match self.make_disk(vm, disk) {
-            Ok(facts) => DiskPhase::Ready { facts },
-            Err(problem) => DiskPhase::Failed { problem },
-        };
-        if let Ok(known) = self.known(vm) {
-            known.phases.insert(disk, phase);
-        }
-    }
-
-    fn make_disk(&mut self, vm: VmId, disk: DiskId) -> Result<DiskFacts, Problem> {
+    pub(super) fn make_disk(&mut self, vm: VmId, disk: DiskId) -> Result<DiskFacts, Problem> {
         let known = self.known(vm)?;
         let spec = rules::find_disk(&known.spec, disk)?.clone();
         let reference = known.spec.key.as_ref().filter(|_| spec.encrypted);
@@ -296,29 +257,24 @@ impl Inside {
     }
 
     fn delete_disk(&mut self, vm: VmId, disk: DiskId) -> Result<(), Problem> {
-        let known = self.known(vm)?;
-        let spec = rules::find_disk(&known.spec, disk)?.clone();
-        rules::may_delete_disk(&known.spec, &spec, known.power)?;
+        let spec = rules::find_disk(&self.known(vm)?.spec, disk)?.clone();
+        self.situation(vm)?.may(Action::DeleteDisk, Some(&spec))?;
         self.check_place(&spec.datastore)?;
         let known = self.known(vm)?;
-        known.work.remove(&Work::Disk(disk));
-        known.phases.remove(&disk);
+        known.jobs.remove_disk(disk);
+        known.made.remove(&disk);
         self.world.disks.remove(&disk);
         self.life.post(vm);
         Ok(())
     }
 
     fn power_on(&mut self, vm: VmId) -> Result<Later, Problem> {
-        let known = self.known(vm)?;
-        let key = rules::key_state(&known.spec, known.key_held);
-        let phase = |disk| known.phases.get(&disk).cloned();
-        if rules::may_power_on(&known.spec, known.power, key, phase)? == PowerOn::Already {
+        if self.situation(vm)?.may(Action::PowerOn, None)? == Permission::Already {
             return Ok(None);
         }
-        let spec = known.spec.clone();
-        if let Some(disk) = spec.disks.iter().find(|disk| self.life.exposed.has(disk.disk)) {
-            return Err(rules::exposed(&disk.name));
-        }
+        let known = self.known(vm)?;
+        let key = rules::key_state(&known.spec, known.key_held);
+        rules::check_start(&known.spec, key, |disk| known.has_made(disk))?;
         let known = self.known(vm)?;
         known.power = Power::Starting;
         known.request = request_id::current();
@@ -343,7 +299,7 @@ impl Inside {
 
     fn open_disks(&mut self, vm: VmId) -> Result<(), Problem> {
         let spec = self.known(vm)?.spec.clone();
-        spec.disks.iter().try_for_each(|disk| self.open_disk(&spec, disk))
+        spec.disks().try_for_each(|disk| self.open_disk(&spec, disk))
     }
 
     pub fn open_disk(&self, spec: &VmSpec, disk: &DiskSpec) -> Result<(), Problem> {
@@ -362,7 +318,11 @@ impl Inside {
     fn power_off(&mut self, vm: VmId, how: PowerOff) -> Result<Later, Problem> {
         let heeded = self.heeds_shutdown.then_some(self.work);
         let patience = match how {
-            PowerOff::Shutdown { seconds } => rules::patience(seconds)?,
+            PowerOff::Shutdown { seconds } => {
+                let patience = rules::patience(seconds)?;
+                self.situation(vm)?.may(Action::ShutDown, None)?;
+                patience
+            }
             PowerOff::Force => Duration::ZERO,
         };
         let known = self.known(vm)?;
@@ -371,18 +331,15 @@ impl Inside {
         }
         match (known.power, how) {
             (Power::Off, _) => Ok(None),
-            (Power::Starting, PowerOff::Shutdown { .. }) => {
-                Err(rules::wrong_state(&known.spec, "is only being started"))
-            }
             (_, PowerOff::Force) => {
                 known.stop(StopReason::PoweredOff, "an operator cut the power");
-                let disks: Vec<DiskId> = known.spec.disks.iter().map(|disk| disk.disk).collect();
+                let disks: Vec<DiskId> = known.spec.disks().map(|disk| disk.disk).collect();
                 disks.into_iter().for_each(|disk| self.life.exposed.end(disk));
                 self.world.guests.remove(&vm);
                 self.life.post(vm);
                 Ok(None)
             }
-            (Power::Running | Power::Stopping, PowerOff::Shutdown { .. }) => {
+            (_, PowerOff::Shutdown { .. }) => {
                 known.power = Power::Stopping;
                 known.work.remove(&Work::Patience);
                 match heeded {
@@ -408,12 +365,15 @@ impl Inside {
         let (spec, power) = (known.spec.clone(), known.power);
         let key = rules::key_state(&spec, known.key_held);
         let disk = rules::find_disk(&spec, disk)?;
-        let made = matches!(known.phases.get(&disk.disk), Some(DiskPhase::Ready { .. }));
+        let made = known.has_made(disk);
         match what {
             Exposing::Hold { writable } => {
-                let made = made || disk.facts.is_some();
-                rules::may_expose(&spec, disk, writable, power, key, made)?;
-                self.life.exposed.hold(disk.disk).ok_or_else(|| rules::exposed(&disk.name))
+                let action = if writable { Action::ExposeToWrite } else { Action::ExposeToRead };
+                self.situation(vm)?.may(action, Some(disk))?;
+                if power == Power::Off {
+                    rules::check_exposure(&spec, disk, key, made)?;
+                }
+                Ok(self.life.exposed.hold(disk.disk))
             }
             Exposing::Connect => {
                 let connected = self.life.exposed.connect(disk.disk);
@@ -423,6 +383,7 @@ impl Inside {
     }
 
     fn console(&mut self, vm: VmId, claim: ConsoleClaim) -> Result<ConsoleStream, Problem> {
+        self.situation(vm)?.may(Action::Console, None)?;
         let spec = self.known(vm)?.spec.clone();
         match self.world.guests.get(&vm) {
             Some((_, guest)) => guest.console(claim).ok_or_else(|| rules::console_in_use(&spec)),
@@ -449,7 +410,7 @@ fn check_key(disk: &DiskSpec, there: &SimulatedDisk, check: Option<&str>) -> Res
     Err(Problem::new(ErrorCode::KeyMismatch, what))
 }
 
-impl vmseal_api::client::ShowsCertificate for SimulatedHost {}
+impl ShowsCertificate for SimulatedHost {}
 
 #[async_trait]
 impl HostAgent for SimulatedHost {
@@ -461,7 +422,7 @@ impl HostAgent for SimulatedHost {
         &self,
         after: Option<(Incarnation, u64)>,
         wait: Duration,
-    ) -> Result<HostState, Problem> {
+    ) -> Result<StateChange, Problem> {
         let (board, mut ended) = self.call(Call::State, |inside| {
             Ok((inside.life.board.clone(), inside.life.ended.subscribe()))
         })?;
@@ -530,29 +491,29 @@ impl HostAgent for SimulatedHost {
         self.call(Call::DropOtherKeys, |inside| inside.drop_other_keys(vm, &keep))
     }
 
-    async fn create_disk(
-        &self,
-        vm: VmId,
-        disk: DiskId,
-        source: Option<ImageSource>,
-    ) -> Result<(), Problem> {
-        let begin = |inside: &mut Inside| inside.create_disk(vm, disk, source.as_ref());
-        self.begin(Call::CreateDisk, begin, Inside::disk_made)
+    async fn examine_job(&self, vm: VmId, spec: JobSpec) -> Result<(), Problem> {
+        self.call(Call::ExamineJob, |inside| inside.ready(vm, &spec))
+    }
+
+    async fn put_job(&self, vm: VmId, task: TaskId, spec: JobSpec) -> Result<(), Problem> {
+        let begin = |inside: &mut Inside| inside.put_job(vm, task, spec);
+        self.begin(Call::PutJob, begin, Inside::worked)
+    }
+
+    async fn job(&self, vm: VmId, task: TaskId) -> Result<JobStatus, Problem> {
+        self.call(Call::Job, |inside| inside.known(vm)?.jobs.status(task))
+    }
+
+    async fn commit_job(&self, vm: VmId, task: TaskId, spec: JobSpec) -> Result<(), Problem> {
+        self.call(Call::CommitJob, |inside| inside.commit_job(vm, task, spec))
+    }
+
+    async fn cancel_job(&self, vm: VmId, task: TaskId, spec: JobSpec) -> Result<(), Problem> {
+        self.call(Call::CancelJob, |inside| inside.cancel_job(vm, task, spec))
     }
 
     async fn delete_disk(&self, vm: VmId, disk: DiskId) -> Result<(), Problem> {
         self.call(Call::DeleteDisk, |inside| inside.delete_disk(vm, disk))
-    }
-
-    async fn export_disk(
-        &self,
-        vm: VmId,
-        disk: DiskId,
-        step: ExportStep,
-        spec: ExportSpec,
-    ) -> Result<(), Problem> {
-        let begin = |inside: &mut Inside| inside.export(vm, disk, step, &spec);
-        self.begin(Call::ExportDisk, begin, Inside::exported)
     }
 
     async fn expose_disk(

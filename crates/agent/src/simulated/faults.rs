@@ -40,12 +40,18 @@ pub enum Call {
     AddKey,
     /// `drop_other_keys`
     DropOtherKeys,
-    /// `create_disk`
-    CreateDisk,
     /// `delete_disk`
     DeleteDisk,
-    /// `export_disk`
-    ExportDisk,
+    /// `examine_job`
+    ExamineJob,
+    /// `put_job`
+    PutJob,
+    /// `job`
+    Job,
+    /// `commit_job`
+    CommitJob,
+    /// `cancel_job`
+    CancelJob,
     /// `expose_disk`
     ExposeDisk,
     /// `bitmaps`
@@ -64,16 +70,17 @@ pub enum Call {
 
 impl Call {
     /// The calls that change something.
-    pub const CHANGING: [Self; 11] = [
+    pub const CHANGING: [Self; 12] = [
         Self::ProbeDatastore,
         Self::RegisterVm,
         Self::UnregisterVm,
         Self::OfferKey,
         Self::AddKey,
         Self::DropOtherKeys,
-        Self::CreateDisk,
         Self::DeleteDisk,
-        Self::ExportDisk,
+        Self::PutJob,
+        Self::CommitJob,
+        Self::CancelJob,
         Self::PowerOn,
         Self::PowerOff,
     ];

@@ -8,6 +8,7 @@ use vmseal_api::problem::Problem;
 
 use super::{Inside, gone};
 use crate::rules;
+use crate::rules::exclusion::Action;
 
 impl Inside {
     /// The encrypted disks of a VM, all of which open with the key that it is registered with.
@@ -16,11 +17,12 @@ impl Inside {
         vm: VmId,
         registered: &KeyReference,
     ) -> Result<Vec<DiskId>, Problem> {
+        self.situation(vm)?.may(Action::ChangeKeys, None)?;
         let known = self.known(vm)?;
         let key = rules::key_state(&known.spec, known.key_held);
-        rules::may_change_keys(&known.spec, known.power, key, registered)?;
+        rules::check_key_change(&known.spec, key, registered)?;
         let spec = known.spec.clone();
-        let encrypted: Vec<_> = spec.disks.iter().filter(|disk| disk.encrypted).collect();
+        let encrypted: Vec<_> = spec.disks().filter(|disk| disk.encrypted).collect();
         for disk in &encrypted {
             if disk.facts.is_none() {
                 let what = format!("has not made its disk '{}' yet", disk.name);

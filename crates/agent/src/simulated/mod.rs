@@ -11,9 +11,9 @@
 mod bitmaps;
 mod calls;
 mod console;
-mod exports;
 mod exposed;
 mod faults;
+mod jobs;
 mod keys;
 mod replica;
 
@@ -25,25 +25,28 @@ use std::time::{Duration, Instant};
 use jiff::Timestamp;
 use tokio::sync::watch;
 use vmseal_api::filter::BitmapStatus;
+use vmseal_api::host::version::{CONTRACT, FEATURES};
 use vmseal_api::host::{
-    Accelerator, AcceleratorKind, DiskFacts, DiskPhase, DiskState, ExportState, HostDescription,
-    Notice, Power, StopReason, Stopped, VERSION, VmSpec, VmState,
+    Accelerator, AcceleratorKind, ContractRange, DiskFacts, DiskSpec, DiskState, HostDescription,
+    Notice, Power, StopReason, Stopped, VmSpec, VmState,
 };
-use vmseal_api::id::{DatastoreId, DiskId, Incarnation, VmId};
+use vmseal_api::id::{DatastoreId, DiskId, Incarnation, TaskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request_id::RequestId;
 use vmseal_log::Levels;
 
+use crate::jobs::Jobs;
 use crate::keys::KeyBox;
 use crate::process::restarts::Restarts;
 use crate::rules;
+use crate::rules::exclusion::{Activity, Situation};
 use crate::vm::board::Board;
 
 use console::Guest;
-use exports::Exports;
 use exposed::Exposed;
 use faults::Faults;
 pub use faults::{Call, Fault};
+use jobs::Exports;
 
 /// How long simulated work takes unless it is told otherwise: long enough for a caller to see it begin.
 const WORK: Duration = Duration::from_millis(5);
@@ -83,8 +86,9 @@ struct Known {
     key_held: bool,
     stopped: Option<Stopped>,
     died: Option<Stopped>,
-    phases: BTreeMap<DiskId, DiskPhase>,
-    exports: BTreeMap<DiskId, ExportState>,
+    /// The disks that are made.
+    made: BTreeMap<DiskId, DiskFacts>,
+    jobs: Jobs,
     notices: Vec<Notice>,
     /// Filters that have died under the guest that runs.
     restarts: Restarts,
@@ -100,8 +104,7 @@ enum Work {
     Power,
     /// A guest that does not heed the power button is given up.
     Patience,
-    Disk(DiskId),
-    Export(DiskId),
+    Job(TaskId),
 }
 
 impl Known {
@@ -112,8 +115,8 @@ impl Known {
             key_held: false,
             stopped: None,
             died: None,
-            phases: BTreeMap::new(),
-            exports: BTreeMap::new(),
+            made: BTreeMap::new(),
+            jobs: Jobs::default(),
             notices: Vec::new(),
             restarts: Restarts::default(),
             request: None,
@@ -123,28 +126,33 @@ impl Known {
 
     fn state(&self) -> VmState {
         let disk =
-            |(disk, phase): (&DiskId, &DiskPhase)| DiskState { disk: *disk, phase: phase.clone() };
+            |(disk, facts): (&DiskId, &DiskFacts)| DiskState { disk: *disk, facts: facts.clone() };
         VmState {
             vm: self.spec.vm,
             power: self.power,
             key: rules::key_state(&self.spec, self.key_held),
             stopped: self.stopped.clone(),
             died: self.died.clone(),
-            disks: self.phases.iter().map(disk).collect(),
+            disks: self.made.iter().map(disk).collect(),
             notices: self
                 .notices
                 .iter()
                 .cloned()
                 .chain(self.restarts.notice(&self.spec, false))
                 .collect(),
-            exports: self.exports.values().cloned().collect(),
+            jobs: self.jobs.statuses(),
             request_id: self.request.as_ref().map(ToString::to_string),
         }
     }
 
+    /// Whether a disk is made.
+    fn has_made(&self, disk: &DiskSpec) -> bool {
+        disk.facts.is_some() || self.made.contains_key(&disk.disk)
+    }
+
     fn stop(&mut self, reason: StopReason, detail: &str) {
         self.power = Power::Off;
-        self.work.retain(|work, _| matches!(work, Work::Disk(_) | Work::Export(_)));
+        self.work.retain(|work, _| matches!(work, Work::Job(_)));
         let stopped = Stopped { at: Timestamp::now(), reason, detail: detail.to_owned() };
         if reason.is_death() {
             self.died = Some(stopped.clone());
@@ -195,6 +203,8 @@ struct Inside {
     /// What measuring a datastore finds, where a test says so.
     free: Option<u64>,
     fail_disks: BTreeSet<DiskId>,
+    /// The versions of the contract that it says it speaks.
+    contract: ContractRange,
     /// The agent is to die when it has written to one disk.
     halfway: bool,
 }
@@ -226,6 +236,7 @@ impl SimulatedHost {
             full: false,
             free: None,
             fail_disks: BTreeSet::new(),
+            contract: CONTRACT,
             halfway: false,
         })))
     }
@@ -273,6 +284,11 @@ impl SimulatedHost {
             inside.life.ended.send_replace(true);
             inside.life.ended = watch::Sender::new(false);
         }
+    }
+
+    /// Which versions of the contract it says that it speaks, from now on.
+    pub fn set_contract(&self, contract: ContractRange) {
+        self.inside().contract = contract;
     }
 
     /// How long making a disk, starting and shutting down take.
@@ -407,7 +423,8 @@ impl Inside {
 
     fn describe(&self) -> HostDescription {
         HostDescription {
-            contract: VERSION,
+            contract: self.contract,
+            features: FEATURES.map(str::to_owned).to_vec(),
             vmseal: env!("CARGO_PKG_VERSION").to_owned(),
             incarnation: self.life.board.incarnation(),
             hostname: "simulated".to_owned(),
@@ -424,6 +441,24 @@ impl Inside {
             transfer_directories: vec!["/".to_owned()],
             weaknesses: Vec::new(),
         }
+    }
+
+    /// What is so of a VM, and under way on it.
+    fn situation(&self, vm: VmId) -> Result<Situation<'_>, Problem> {
+        let known = self.life.vms.get(&vm).ok_or_else(|| rules::unknown(vm))?;
+        let disks = known.spec.disks().map(|disk| disk.disk);
+        let exposed = disks.filter(|disk| self.life.exposed.has(*disk));
+        Ok(Situation {
+            spec: &known.spec,
+            power: known.power,
+            // That takes no time here.
+            changing_keys: false,
+            disks: known
+                .jobs
+                .activities()
+                .chain(exposed.map(|disk| (disk, Activity::Exposed)))
+                .collect(),
+        })
     }
 
     fn known(&mut self, vm: VmId) -> Result<&mut Known, Problem> {

@@ -1,22 +1,20 @@
 //! Replicas: each is the disk at once, as nothing is written, unless its place has become another's.
 
 use vmseal_api::filter::ReplicaStatus;
-use vmseal_api::host::Power;
 use vmseal_api::id::{DiskId, VmId};
 use vmseal_api::problem::Problem;
 
 use super::Inside;
 use crate::rules;
+use crate::rules::exclusion::Action;
 
 impl Inside {
     /// How that of a disk in use stands.
     pub fn replica(&self, vm: VmId, disk: DiskId) -> Result<ReplicaStatus, Problem> {
-        let known = self.life.vms.get(&vm).ok_or_else(|| rules::unknown(vm))?;
-        let (spec, power) = (&known.spec, known.power);
+        let situation = self.situation(vm)?;
+        let spec = situation.spec;
         let (disk, place) = rules::find_replica(spec, disk)?;
-        if !matches!(power, Power::Running | Power::Stopping) {
-            return Err(rules::replica_rests(spec));
-        }
+        situation.may(Action::Replica, Some(disk))?;
         if self.check_place(&place.datastore).is_err() {
             let what = format!("runs, but {}", rules::unreplicated(disk, place));
             return Err(rules::wrong_state(spec, &what));

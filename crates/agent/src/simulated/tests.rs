@@ -1,6 +1,9 @@
 use std::sync::Arc;
 
-use vmseal_api::host::{DatastoreLocation, DatastoreSpec, DiskSpec, HostAgent, PowerOff};
+use vmseal_api::host::{
+    CreateJob, DatastoreLocation, DatastoreSpec, Device, DiskSpec, DiskToCreate, HostAgent,
+    JobSpec, JobState, PowerOff,
+};
 
 use super::*;
 use crate::contract::{self, Fixture};
@@ -39,7 +42,7 @@ async fn with_vm() -> (SimulatedHost, VmSpec) {
     let location = DatastoreLocation::Dir { path: "/simulated".into() };
     let place = DatastoreSpec { datastore: DatastoreId::new(), location };
     let mut spec = crate::process::run_dir::tests::spec();
-    spec.disks.push(DiskSpec {
+    spec.devices.push(Device::Disk(DiskSpec {
         disk: DiskId::new(),
         name: "d".to_owned(),
         datastore: place.clone(),
@@ -50,24 +53,30 @@ async fn with_vm() -> (SimulatedHost, VmSpec) {
         cache: None,
         replica: None,
         facts: Some(DiskFacts::Raw),
-    });
+    }));
     host.probe_datastore(place).await.unwrap();
     host.register_vm(spec.clone()).await.unwrap();
-    host.create_disk(spec.vm, spec.disks[0].disk, None).await.unwrap();
-    wait(&host, |state| matches!(state.disks.first(), Some(disk) if disk.phase == READY)).await;
+    create(&host, spec.vm, spec.disk_at(0).unwrap().disk).await;
+    wait(&host, |state| !state.disks.is_empty()).await;
     (host, spec)
 }
 
-const READY: DiskPhase = DiskPhase::Ready { facts: DiskFacts::Raw };
+/// Begins to make an empty disk.
+async fn create(host: &SimulatedHost, vm: VmId, disk: DiskId) -> TaskId {
+    let task = TaskId::new();
+    let job = JobSpec::Create(CreateJob { disks: vec![DiskToCreate { disk, source: None }] });
+    host.put_job(vm, task, job).await.unwrap();
+    task
+}
 
 async fn wait(host: &SimulatedHost, wanted: impl Fn(&VmState) -> bool) -> VmState {
-    let mut after = None;
+    let mut last = None;
     for _ in 0..100 {
-        let state = host.state(after, Duration::from_secs(1)).await.unwrap();
-        after = Some((state.incarnation, state.version));
-        if let Some(vm) = state.vms.into_iter().find(|vm| wanted(vm)) {
-            return vm;
+        let state = host.state_after(last.as_ref(), Duration::from_secs(1)).await.unwrap();
+        if let Some(vm) = state.vms.iter().find(|vm| wanted(vm)) {
+            return vm.clone();
         }
+        last = Some(state);
     }
     panic!("it has not come");
 }
@@ -100,8 +109,8 @@ async fn a_crash_voids_work_under_way_and_ends_long_polls() {
     let (host, spec) = with_vm().await;
     host.set_work(Duration::from_millis(50));
     host.power_on(spec.vm).await.unwrap();
-    let before = host.state(None, Duration::ZERO).await.unwrap();
-    let seen = Some((before.incarnation, before.version));
+    let before = host.state_now().await.unwrap();
+    let seen = Some(before.known());
     let restart = async {
         tokio::time::sleep(Duration::from_millis(10)).await;
         host.restart();
@@ -143,15 +152,16 @@ async fn guests_stop_by_themselves_heed_or_do_not_and_hosts_vanish() {
 #[tokio::test]
 async fn a_full_datastore_and_an_injected_failure_leave_no_disk() {
     let (host, mut spec) = with_vm().await;
-    spec.disks[0].disk = DiskId::new();
-    let disk = spec.disks[0].disk;
+    spec.disk_at_mut(0).unwrap().disk = DiskId::new();
+    let disk = spec.disk_at(0).unwrap().disk;
     host.register_vm(spec.clone()).await.unwrap();
     host.set_full(true);
     for code in [ErrorCode::NoSpace, ErrorCode::Internal] {
-        host.create_disk(spec.vm, disk, None).await.unwrap();
+        let task = create(&host, spec.vm, disk).await;
         let failed = wait(&host, |state| {
-            state.disks.iter().any(|state| {
-                matches!(&state.phase, DiskPhase::Failed { problem } if problem.code == code)
+            state.jobs.iter().any(|job| {
+                job.task == task
+                    && matches!(&job.state, JobState::Failed { problem } if problem.code == code)
             })
         });
         failed.await;

@@ -26,8 +26,8 @@ use vmseal_api::id::{DatastoreId, DiskId, ProviderId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_luks::KeyReference;
 
-use crate::storage::datastore::{self, MARKER};
 use crate::storage::home::{self, DESCRIPTOR};
+use crate::storage::mark::{self, MARKER};
 
 /// How deep directories are looked into: ours have one level, a copied tree a few.
 const DEPTH_MAX: usize = 5;
@@ -95,7 +95,7 @@ impl Scanning {
 /// # Errors
 /// `wrong-state` without its mark; as the file system.
 pub fn scan(spec: &DatastoreSpec) -> Result<DatastoreContents, Problem> {
-    let path = datastore::marked(spec)?;
+    let path = mark::marked(spec)?;
     let until = Instant::now() + TIME_MAX;
     let limits = Limits { images: SCAN_IMAGES_MAX, entries: SCAN_ENTRIES_MAX, until };
     scan_within(path, limits).map_err(|error| {
@@ -319,7 +319,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let location = DatastoreLocation::Dir { path: directory.path().to_owned() };
         let spec = DatastoreSpec { datastore: DatastoreId::new(), location };
-        datastore::probe(&spec).unwrap();
+        crate::storage::datastore::probe(&spec).unwrap();
         (directory, spec)
     }
 

@@ -5,87 +5,22 @@
 //! <path>/<vm id>/                the disks of a VM ([`crate::storage::home`])
 //! ```
 
-use std::fs::File;
-use std::io;
 use std::path::Path;
 
 use nix::fcntl::{AT_FDCWD, AtFlags};
 use nix::unistd::{AccessFlags, faccessat};
-use serde::{Deserialize, Serialize};
 use vmseal_api::datastore::DatastoreCondition;
-use vmseal_api::host::{DatastoreLocation, DatastoreSpec, DatastoreUsage};
-use vmseal_api::id::{DatastoreId, VmId};
+use vmseal_api::host::{DatastoreSpec, DatastoreUsage};
 use vmseal_api::problem::{ErrorCode, Problem};
 
-use crate::atomic_file;
 use crate::storage::home;
-
-/// The file that says which datastore this is.
-pub const MARKER: &str = "vmseal-datastore.json";
-
-/// The version of that file.
-const VERSION: u32 = 1;
-
-/// The longest marker, in bytes.
-const MARKER_MAX: u64 = 4096;
+use crate::storage::mark::{MARKER, check_marker, directory, failed, marked, marker, put, usage};
 
 /// How deep it is looked for datastores below a new one.
 const BELOW_DEPTH_MAX: usize = 5;
 
 /// How many entries are looked at for that: a full file system that becomes a datastore takes seconds.
 const BELOW_ENTRIES_MAX: usize = 200_000;
-
-#[derive(Serialize, Deserialize)]
-struct Marker {
-    version: u32,
-    datastore: DatastoreId,
-}
-
-pub(crate) fn failed(path: &Path, what: &str, error: &io::Error) -> Problem {
-    let code = match error.raw_os_error() {
-        Some(libc::ENOSPC | libc::EDQUOT) => ErrorCode::NoSpace,
-        _ => ErrorCode::Internal,
-    };
-    Problem::new(code, format!("{} cannot be {what}: {error}", path.display()))
-}
-
-fn directory(spec: &DatastoreSpec) -> Result<&Path, Problem> {
-    let DatastoreLocation::Dir { path } = &spec.location;
-    if !path.is_absolute() {
-        return Err(Problem::invalid("location.path", "must be an absolute path"));
-    }
-    match path.metadata() {
-        Ok(metadata) if metadata.is_dir() => Ok(path),
-        Ok(_) => {
-            Err(Problem::invalid("location.path", format!("{} is no directory", path.display())))
-        }
-        Err(error) => Err(Problem::invalid(
-            "location.path",
-            format!("{}: {error}. Make or mount it on this host first", path.display()),
-        )),
-    }
-}
-
-fn marker(path: &Path) -> Result<Option<Marker>, Problem> {
-    use std::io::Read;
-    let path = path.join(MARKER);
-    let mut text = Vec::new();
-    match File::open(&path).and_then(|file| file.take(MARKER_MAX).read_to_end(&mut text)) {
-        Ok(_) => {}
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-        Err(error) => return Err(failed(&path, "read", &error)),
-    }
-    match serde_json::from_slice::<Marker>(&text) {
-        Ok(marker) if marker.version == VERSION => Ok(Some(marker)),
-        Ok(marker) => Err(Problem::new(
-            ErrorCode::Damaged,
-            format!("{} has version {}; use a newer vmseal", path.display(), marker.version),
-        )),
-        Err(error) => {
-            Err(Problem::new(ErrorCode::Damaged, format!("{} is damaged: {error}", path.display())))
-        }
-    }
-}
 
 /// Makes a datastore known: marks it at the first use, removes debris, and measures it.
 ///
@@ -97,15 +32,10 @@ pub fn probe(spec: &DatastoreSpec) -> Result<DatastoreUsage, Problem> {
         Some(marker) => check_marker(path, &marker, spec)?,
         None => {
             check_alone(path)?;
-            let marker = Marker { version: VERSION, datastore: spec.datastore };
-            let path = path.join(MARKER);
-            serde_json::to_vec(&marker)
-                .map_err(io::Error::from)
-                .and_then(|json| atomic_file::write(&path, &json))
-                .map_err(|error| failed(&path, "written", &error))?;
+            put(path, spec)?;
         }
     }
-    sweep(path);
+    home::sweep(path);
     usage(path)
 }
 
@@ -164,36 +94,6 @@ fn check_alone(place: &Path) -> Result<(), Problem> {
     Ok(())
 }
 
-fn check_marker(path: &Path, marker: &Marker, spec: &DatastoreSpec) -> Result<(), Problem> {
-    if marker.datastore == spec.datastore {
-        return Ok(());
-    }
-    Err(Problem::new(
-        ErrorCode::WrongState,
-        format!(
-            "{} holds datastore {}, not {}: is the right file system mounted?",
-            path.display(),
-            marker.datastore,
-            spec.datastore
-        ),
-    ))
-}
-
-/// The directory of a datastore that carries the right mark.
-///
-/// # Errors
-/// `wrong-state` when the place carries no mark, or another one (not mounted?).
-pub fn marked(spec: &DatastoreSpec) -> Result<&Path, Problem> {
-    let path = directory(spec)?;
-    let marker = marker(path)?.ok_or_else(|| {
-        let what =
-            format!("{} is not marked as a datastore: is the file system mounted?", path.display());
-        Problem::new(ErrorCode::WrongState, what)
-    })?;
-    check_marker(path, &marker, spec)?;
-    Ok(path)
-}
-
 /// How a datastore stands. Blocks, and for long where a file system hangs.
 #[must_use]
 pub fn condition(spec: &DatastoreSpec) -> DatastoreCondition {
@@ -206,38 +106,11 @@ pub fn condition(spec: &DatastoreSpec) -> DatastoreCondition {
     }
 }
 
-/// Room at `path`, in bytes.
-///
-/// # Errors
-/// As statvfs.
-pub fn usage(path: &Path) -> Result<DatastoreUsage, Problem> {
-    let stat = nix::sys::statvfs::statvfs(path)
-        .map_err(|error| failed(path, "measured", &error.into()))?;
-    let block = stat.fragment_size();
-    Ok(DatastoreUsage {
-        capacity: stat.blocks().saturating_mul(block),
-        free: stat.blocks_available().saturating_mul(block),
-    })
-}
-
-/// Removes half-made disks that nobody works on. Blocks.
-pub fn sweep(path: &Path) {
-    let entries = |path: &Path| {
-        let entries = std::fs::read_dir(path).into_iter().flatten().filter_map(Result::ok);
-        entries.map(|entry| entry.path())
-    };
-    let homes = entries(path).filter(|home| {
-        home.file_name().is_some_and(|name| name.to_string_lossy().parse::<VmId>().is_ok())
-    });
-    for debris in homes.flat_map(|home| entries(&home).collect::<Vec<_>>()) {
-        if debris.extension().is_some_and(|extension| extension == "creating") {
-            home::remove_debris(&debris);
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
+    use vmseal_api::host::DatastoreLocation;
+    use vmseal_api::id::{DatastoreId, VmId};
+
     use super::*;
     use crate::storage::home::Home;
 

@@ -13,8 +13,7 @@ use tokio::sync::oneshot;
 use tokio::task::spawn_blocking;
 use vmseal_api::filter::Holes;
 use vmseal_api::host::{
-    Allocation, DatastoreLocation, DiskFacts, DiskSpec, ImageSource, KeyReference, Notice,
-    NoticeCode, VmSpec,
+    DatastoreLocation, DiskFacts, DiskSpec, ImageSource, KeyReference, Notice, NoticeCode, VmSpec,
 };
 use vmseal_api::id::{DiskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -22,8 +21,8 @@ use vmseal_luks::{Facts, HeaderError, Identity};
 use vmseal_secret::{DEK_LEN, SecretBytes, SecretFd};
 
 use crate::keys;
-use crate::process::run_dir::ProcessDir;
-use crate::process::users::{Slot, Users};
+use crate::process::users::Slot;
+use crate::storage::builder::{DiskBuilder, internal, is_preallocated, too_many};
 use crate::storage::filling::Filling;
 use crate::storage::home::Home;
 use crate::storage::image::Image;
@@ -47,24 +46,6 @@ pub struct Recipe {
     pub source: Option<ImageSource>,
 }
 
-/// What an import needs of the host.
-#[derive(Clone)]
-pub struct Workshop {
-    /// The filter program.
-    pub filter: Arc<File>,
-    /// Whom it may run as.
-    pub users: Users,
-    /// Where its sockets and logs are.
-    pub directory: ProcessDir,
-    /// Where images may be read from.
-    pub transfer: TransferDirectories,
-}
-
-/// A defect, or an error that has no name.
-pub fn internal(error: impl std::fmt::Display) -> Problem {
-    Problem::new(ErrorCode::Internal, error.to_string())
-}
-
 /// Makes a disk, or finds it made. `progress` is told bytes done and in all. Cancelling it ends an import;
 /// the short steps before and after run to their end, so that nothing is written behind the caller's back.
 ///
@@ -72,7 +53,7 @@ pub fn internal(error: impl std::fmt::Display) -> Problem {
 /// What is wrong; nothing half-made is left then.
 pub async fn create(
     recipe: Recipe,
-    workshop: &Workshop,
+    builder: &DiskBuilder,
     progress: impl Fn(u64, u64) + Send,
     cancelled: oneshot::Receiver<()>,
 ) -> Result<DiskFacts, Problem> {
@@ -80,18 +61,18 @@ pub async fn create(
     let DatastoreLocation::Dir { path } = place.location.clone();
     let home = patience::look(&path, move || Home::of(&place, vm)).await?;
     // Not free for another process before this one's is gone.
-    let slot = workshop.users.take().ok_or_else(too_many)?;
-    let result = make(recipe, &home, workshop, &slot, progress, cancelled).await;
+    let slot = builder.users.take().ok_or_else(too_many)?;
+    let result = make(recipe, &home, builder, &slot, progress, cancelled).await;
     if result.is_err() {
-        discard(&home, workshop, vm, &made).await;
+        discard(&home, builder, vm, &made).await;
     }
     result
 }
 
 /// Removes what an attempt has left; the filter that held the image's lock goes first.
-async fn discard(home: &Home, workshop: &Workshop, vm: VmId, made: &DiskSpec) {
+async fn discard(home: &Home, builder: &DiskBuilder, vm: VmId, made: &DiskSpec) {
     let disk = made.disk;
-    if let Err(error) = workshop.directory.sweep().await {
+    if let Err(error) = builder.directory.sweep().await {
         tracing::warn!(%vm, %disk, %error, "cannot remove an import's directory");
     }
     let image = home.clone();
@@ -107,12 +88,12 @@ async fn discard(home: &Home, workshop: &Workshop, vm: VmId, made: &DiskSpec) {
 async fn make(
     recipe: Recipe,
     home: &Home,
-    workshop: &Workshop,
+    builder: &DiskBuilder,
     slot: &Slot,
     progress: impl Fn(u64, u64) + Send,
     mut cancelled: oneshot::Receiver<()>,
 ) -> Result<DiskFacts, Problem> {
-    let image = open_source(recipe.source.clone(), &recipe.disk, &workshop.transfer).await?;
+    let image = open_source(recipe.source.clone(), &recipe.disk, &builder.transfer).await?;
     let (spec, disk) = (recipe.spec.clone(), recipe.disk.clone());
     let vm = spec.vm;
     let place = home.clone();
@@ -142,7 +123,7 @@ async fn make(
             image,
         };
         tokio::select! {
-            filled = filling.run(from, workshop, slot, progress) => {
+            filled = filling.run(from, builder, slot, progress) => {
                 filled.map_err(|problem| told_if_full(home, problem))?;
             }
             Ok(()) = cancelled => return Err(removed_meanwhile()),
@@ -158,12 +139,6 @@ async fn make(
 
 fn removed_meanwhile() -> Problem {
     Problem::new(ErrorCode::Cancelled, "the disk was removed while it was being made")
-}
-
-/// Whether all of a disk's room is taken when it is made.
-#[must_use]
-pub fn is_preallocated(disk: &DiskSpec) -> bool {
-    disk.allocation == Allocation::Preallocated
 }
 
 /// Takes the room of the whole image, part by part: where that is slow it is seen and can be ended.
@@ -399,13 +374,6 @@ pub(crate) fn header_problem(disk: &DiskSpec, error: &HeaderError) -> Problem {
     Problem::new(code, detail)
 }
 
-/// No user is left for another process.
-#[must_use]
-pub fn too_many() -> Problem {
-    let what = "too many VMs and imports run on this host: stop some, or wait for imports to end";
-    Problem::new(ErrorCode::LimitExceeded, what)
-}
-
 /// A disk, open for a guest.
 #[derive(Debug)]
 pub struct Open {
@@ -501,17 +469,18 @@ mod tests {
     use std::fs::OpenOptions;
     use std::os::unix::fs::{FileExt, MetadataExt};
 
-    use vmseal_api::host::DatastoreSpec;
+    use vmseal_api::host::{Allocation, DatastoreSpec, Device};
     use vmseal_api::id::{DatastoreId, DiskId};
     use vmseal_api::transfer::ImageFormat;
     use vmseal_secret::KEK_LEN;
 
     use super::*;
+    use crate::process::users::Users;
     use crate::storage::datastore;
 
     struct Bench {
         _directory: tempfile::TempDir,
-        workshop: Workshop,
+        builder: DiskBuilder,
         spec: VmSpec,
         kek: SecretBytes,
     }
@@ -527,28 +496,30 @@ mod tests {
         let kek = SecretBytes::random(KEK_LEN).unwrap();
         let mut spec = crate::process::run_dir::tests::spec();
         spec.key = Some(keys::reference_of(&kek, spec.vm, "k"));
-        spec.disks = [true, false]
-            .map(|encrypted| DiskSpec {
-                disk: DiskId::new(),
-                name: "d".to_owned(),
-                datastore: place.clone(),
-                size: 1 << 20,
-                encrypted,
-                allocation: Allocation::Thin,
-                limits: Default::default(),
-                cache: None,
-                replica: None,
-                facts: None,
+        spec.devices = [true, false]
+            .map(|encrypted| {
+                Device::Disk(DiskSpec {
+                    disk: DiskId::new(),
+                    name: "d".to_owned(),
+                    datastore: place.clone(),
+                    size: 1 << 20,
+                    encrypted,
+                    allocation: Allocation::Thin,
+                    limits: Default::default(),
+                    cache: None,
+                    replica: None,
+                    facts: None,
+                })
             })
             .into();
         let run = crate::process::run_dir::RunDir::open(&directory.path().join("run")).unwrap();
-        let workshop = Workshop {
+        let builder = DiskBuilder {
             filter: Arc::new(File::open("/bin/false").unwrap()),
             users: Users::new(None),
             directory: run.import(DiskId::new()),
             transfer: TransferDirectories::anywhere(),
         };
-        Bench { _directory: directory, workshop, spec, kek }
+        Bench { _directory: directory, builder, spec, kek }
     }
 
     impl Bench {
@@ -562,18 +533,24 @@ mod tests {
             source: Option<ImageSource>,
         ) -> Result<DiskFacts, Problem> {
             let kek = Some(self.kek.try_clone().unwrap());
-            let disk = self.spec.disks[index].clone();
+            let disk = self.spec.disk_at(index).unwrap().clone();
             let recipe = Recipe { spec: self.spec.clone(), disk, kek, source };
             let (_running, cancelled) = oneshot::channel();
-            create(recipe, &self.workshop, |_, _| {}, cancelled).await
+            create(recipe, &self.builder, |_, _| {}, cancelled).await
         }
 
         fn open(&self, index: usize, facts: &DiskFacts) -> Result<Open, Problem> {
-            open(&self.spec, &self.spec.disks[index], facts, Some(&self.kek), Access::Write)
+            open(
+                &self.spec,
+                self.spec.disk_at(index).unwrap(),
+                facts,
+                Some(&self.kek),
+                Access::Write,
+            )
         }
 
         fn image(&self, index: usize) -> File {
-            let disk = &self.spec.disks[index];
+            let disk = self.spec.disk_at(index).unwrap();
             let path = Home::of(&disk.datastore, self.spec.vm).unwrap().image(disk.disk);
             OpenOptions::new().read(true).write(true).open(path).unwrap()
         }
@@ -601,24 +578,27 @@ mod tests {
     async fn a_preallocated_disk_has_all_its_room_and_one_that_does_not_fit_leaves_nothing() {
         let mut bench = bench();
         for (index, header) in [(0, vmseal_luks::DATA_OFFSET), (1, 0)] {
-            let disk = &mut bench.spec.disks[index];
+            let disk = bench.spec.disk_at_mut(index).unwrap();
             disk.allocation = Allocation::Preallocated;
             disk.size = 8 << 20;
             bench.create(index).await.unwrap();
             let metadata = bench.image(index).metadata().unwrap();
             assert_eq!(metadata.len(), header + (8 << 20));
             assert!(metadata.blocks() * 512 >= metadata.len(), "{} blocks", metadata.blocks());
-            let home = Home::of(&bench.spec.disks[index].datastore, bench.spec.vm).unwrap();
-            home.delete(bench.spec.disks[index].disk).unwrap();
+            let home =
+                Home::of(&bench.spec.disk_at(index).unwrap().datastore, bench.spec.vm).unwrap();
+            home.delete(bench.spec.disk_at(index).unwrap().disk).unwrap();
 
-            bench.spec.disks[index].size = 1 << 60;
+            bench.spec.disk_at_mut(index).unwrap().size = 1 << 60;
             let problem = bench.create(index).await.unwrap_err();
             assert_eq!(problem.code, ErrorCode::NoSpace, "{problem}");
-            assert!(!home.image(bench.spec.disks[index].disk).parent().unwrap().exists());
+            assert!(
+                !home.image(bench.spec.disk_at(index).unwrap().disk).parent().unwrap().exists()
+            );
         }
         // The same, thin: the room is not asked for.
-        bench.spec.disks[1].allocation = Allocation::Thin;
-        bench.spec.disks[1].size = 1 << 40;
+        bench.spec.disk_at_mut(1).unwrap().allocation = Allocation::Thin;
+        bench.spec.disk_at_mut(1).unwrap().size = 1 << 40;
         bench.create(1).await.unwrap();
         assert!(bench.image(1).metadata().unwrap().blocks() < 100);
     }
@@ -626,8 +606,8 @@ mod tests {
     #[tokio::test]
     async fn the_making_of_a_preallocated_disk_shows_how_far_it_is_and_can_be_ended() {
         let bench = bench();
-        let home = Home::of(&bench.spec.disks[1].datastore, bench.spec.vm).unwrap();
-        let disk = &bench.spec.disks[1];
+        let home = Home::of(&bench.spec.disk_at(1).unwrap().datastore, bench.spec.vm).unwrap();
+        let disk = bench.spec.disk_at(1).unwrap();
         let length = ALLOCATION_STEP + 4096;
         let file = home.begin(&bench.spec, disk, length).unwrap();
         let seen = std::sync::Mutex::new(Vec::new());
@@ -689,7 +669,7 @@ mod tests {
         std::fs::write(&overlay, header).unwrap();
         let from =
             |path: &std::path::Path, format| Some(ImageSource { path: path.to_owned(), format });
-        let disk = &bench.spec.disks[1];
+        let disk = bench.spec.disk_at(1).unwrap();
         let home = Home::of(&disk.datastore, bench.spec.vm).unwrap();
         for source in [None, from(&whole, ImageFormat::Raw)] {
             examine(disk.clone(), source, anywhere).await.unwrap();
@@ -736,8 +716,8 @@ mod tests {
                 .await
                 .unwrap_err();
             assert_eq!(problem.code, code, "{problem}");
-            let home = Home::of(&bench.spec.disks[0].datastore, bench.spec.vm).unwrap();
-            let left = home.image(bench.spec.disks[0].disk);
+            let home = Home::of(&bench.spec.disk_at(0).unwrap().datastore, bench.spec.vm).unwrap();
+            let left = home.image(bench.spec.disk_at(0).unwrap().disk);
             assert!(!left.parent().unwrap().exists(), "{problem}");
         }
     }

@@ -49,7 +49,7 @@ impl<'a> DiskKeys<'a> {
         kek: &'a SecretBytes,
         access: Access,
     ) -> Result<Self, Problem> {
-        let encrypted = spec.disks.iter().filter(|disk| disk.encrypted);
+        let encrypted = spec.disks().filter(|disk| disk.encrypted);
         let header = |disk: &'a DiskSpec| {
             let unmade = || {
                 let what = format!("has not made its disk '{}' yet", disk.name);
@@ -120,7 +120,7 @@ impl<'a> DiskKeys<'a> {
 
 #[cfg(test)]
 mod tests {
-    use vmseal_api::host::{Allocation, DatastoreLocation, DatastoreSpec};
+    use vmseal_api::host::{Allocation, DatastoreLocation, DatastoreSpec, Device};
     use vmseal_api::id::{DatastoreId, DiskId};
     use vmseal_api::problem::ErrorCode;
     use vmseal_api::replica::ReplicaPlace;
@@ -166,14 +166,14 @@ mod tests {
                 replica: None,
                 facts: None,
             };
-            spec.disks = (0..3).map(disk).collect();
+            spec.devices = (0..3).map(disk).map(Device::Disk).collect();
             let mut this = Self { directory, spec, kek };
             (0..3).for_each(|index| this.make(index));
             this
         }
 
         fn make(&mut self, index: usize) {
-            let disk = &self.spec.disks[index];
+            let disk = self.spec.disk_at(index).unwrap();
             let home = Home::of(&disk.datastore, self.spec.vm).unwrap();
             let length = vmseal_luks::DATA_OFFSET + disk.size;
             let mut file = home.begin(&self.spec, disk, length).unwrap();
@@ -183,11 +183,11 @@ mod tests {
             let (size, kek) = (disk.size, &self.kek);
             let made = vmseal_luks::create(&mut file, size, &dek, kek, &context, identity);
             home.finish(disk.disk, &file).unwrap();
-            self.spec.disks[index].facts = Some(disk::to_api(&made.unwrap()));
+            self.spec.disk_at_mut(index).unwrap().facts = Some(disk::to_api(&made.unwrap()));
         }
 
         fn image(&self, index: usize) -> std::path::PathBuf {
-            let disk = &self.spec.disks[index];
+            let disk = self.spec.disk_at(index).unwrap();
             Home::of(&disk.datastore, self.spec.vm).unwrap().image(disk.disk)
         }
 
@@ -241,11 +241,12 @@ mod tests {
     #[tokio::test]
     async fn a_replica_opens_with_the_keys_of_its_disk_before_they_count() {
         let mut bench = Bench::new();
-        let datastore = bench.spec.disks[1].datastore.clone();
-        bench.spec.disks[0].replica = Some(ReplicaPlace { datastore, bytes_per_second: 1 << 20 });
-        let (vm, disk) = (bench.spec.vm, bench.spec.disks[0].clone());
+        let datastore = bench.spec.disk_at(1).unwrap().datastore.clone();
+        bench.spec.disk_at_mut(0).unwrap().replica =
+            Some(ReplicaPlace { datastore, bytes_per_second: 1 << 20 });
+        let (vm, disk) = (bench.spec.vm, bench.spec.disk_at(0).unwrap().clone());
         let home = |place: &DatastoreSpec| Home::of(place, vm).unwrap();
-        let there = home(&bench.spec.disks[1].datastore);
+        let there = home(&bench.spec.disk_at(1).unwrap().datastore);
         let image = home(&disk.datastore).open(disk.disk).unwrap().unwrap();
         let made = replica::for_writer(&bench.spec, &disk, &image, vmseal_luks::DATA_OFFSET).await;
         drop((made.unwrap().unwrap(), image));
@@ -278,7 +279,7 @@ mod tests {
                 None
             }),
             ("in use", ErrorCode::InUse, |bench| {
-                let disk = &bench.spec.disks[2];
+                let disk = bench.spec.disk_at(2).unwrap();
                 Home::of(&disk.datastore, bench.spec.vm).unwrap().open(disk.disk).unwrap()
             }),
             ("damaged", ErrorCode::Damaged, |bench| {
@@ -287,7 +288,7 @@ mod tests {
                 None
             }),
             ("not made", ErrorCode::WrongState, |bench| {
-                bench.spec.disks[2].facts = None;
+                bench.spec.disk_at_mut(2).unwrap().facts = None;
                 None
             }),
             ("not mounted", ErrorCode::WrongState, |bench| {
@@ -295,7 +296,7 @@ mod tests {
                 std::fs::rename(place.join("two"), place.join("elsewhere")).unwrap();
                 std::fs::create_dir(place.join("two")).unwrap();
                 // Those on it cannot be looked at; the others come first.
-                bench.spec.disks.swap(1, 2);
+                bench.spec.devices.swap(1, 2);
                 None
             }),
         ];

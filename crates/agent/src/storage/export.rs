@@ -1,7 +1,7 @@
 //! Writing a disk to a file of the host's, for whoever takes it elsewhere.
 //!
 //! ```text
-//! .NAME.vmseal-ID (new, 0600) ─► [LUKS2 header] ─► written by a filter ─► flushed    | Finish: NAME
+//! .NAME.vmseal-ID (new, 0600) ─► [LUKS2 header] ─► written by a filter ─► flushed    | commit: NAME
 //! ```
 //! The file has another name until it is whole; that name follows from the export's id, so that whoever
 //! repeats or calls off the export finds what an earlier attempt has left.
@@ -18,8 +18,8 @@ use nix::fcntl::{AT_FDCWD, RenameFlags, renameat2};
 use tokio::sync::oneshot;
 use tokio::task::spawn_blocking;
 use vmseal_api::filter::DiskActivity;
-use vmseal_api::host::{DiskFacts, DiskSpec, ExportSpec, VmSpec};
-use vmseal_api::id::VmId;
+use vmseal_api::host::{DiskFacts, DiskSpec, ExportJob, VmSpec};
+use vmseal_api::id::{TaskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::transfer::ExportFormat;
 use vmseal_secret::{DEK_LEN, SecretBytes};
@@ -28,15 +28,25 @@ use crate::atomic_file;
 use crate::filter::{self, Control, Volume};
 use crate::process::users::Slot;
 use crate::rules;
-use crate::storage::datastore::usage;
-use crate::storage::disk::{self, Open, Workshop, internal};
+use crate::storage::builder::{self, DiskBuilder, internal};
+use crate::storage::disk::{self, Open};
 use crate::storage::exported::Exported;
 use crate::storage::filling;
 use crate::storage::locked::Access;
+use crate::storage::mark::usage;
 use crate::storage::transfer::{Parent, Refused, TransferDirectories};
 
 /// How often an export is asked how far it is.
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(100);
+
+/// An export: whose, where to, and as what.
+#[derive(Clone, Debug)]
+pub struct Export {
+    /// The task, by which what has no name yet is known.
+    pub task: TaskId,
+    /// What it asks for.
+    pub job: ExportJob,
+}
 
 /// What is to be exported.
 pub struct Order {
@@ -49,7 +59,7 @@ pub struct Order {
     /// The VM's KEK, where the disk is encrypted.
     pub kek: Option<SecretBytes>,
     /// Where to, and as what.
-    pub export: ExportSpec,
+    pub export: Export,
     /// The passphrase of a LUKS2 file.
     pub passphrase: Option<SecretBytes>,
     /// Where it is on record.
@@ -57,11 +67,11 @@ pub struct Order {
 }
 
 /// The name of the file until it is whole.
-fn unnamed(export: &ExportSpec) -> PathBuf {
+fn unnamed(export: &Export) -> PathBuf {
     let mut name = OsString::from(".");
-    name.push(export.to.file_name().unwrap_or_default());
-    name.push(format!(".vmseal-{}", export.export));
-    export.to.with_file_name(name)
+    name.push(export.job.to.file_name().unwrap_or_default());
+    name.push(format!(".vmseal-{}", export.task));
+    export.job.to.with_file_name(name)
 }
 
 /// A file in the directory that is open, by the name that it has in `path`.
@@ -69,11 +79,11 @@ fn within(parent: &Parent, path: &Path) -> PathBuf {
     parent.path().join(path.file_name().unwrap_or_default())
 }
 
-fn parent(export: &ExportSpec, allowed: &TransferDirectories) -> Result<Parent, Problem> {
-    rules::check_export(export)?;
-    allowed.parent(&export.to).map_err(|refused| match refused {
+fn parent(export: &Export, allowed: &TransferDirectories) -> Result<Parent, Problem> {
+    rules::check_export(&export.job)?;
+    allowed.parent(&export.job.to).map_err(|refused| match refused {
         Refused::Outside(why) => Problem::invalid("to", why),
-        Refused::File(error) => failed(&export.to, "made", &error),
+        Refused::File(error) => failed(&export.job.to, "made", &error),
     })
 }
 
@@ -98,15 +108,15 @@ fn taken(path: &Path) -> Problem {
 ///
 /// # Errors
 /// `invalid-request`, `already-exists`.
-pub fn check(export: &ExportSpec, allowed: &TransferDirectories) -> Result<(), Problem> {
+pub fn check(export: &Export, allowed: &TransferDirectories) -> Result<(), Problem> {
     nothing_has_its_name(export, &parent(export, allowed)?)
 }
 
-fn nothing_has_its_name(export: &ExportSpec, parent: &Parent) -> Result<(), Problem> {
-    match within(parent, &export.to).symlink_metadata() {
-        Ok(_) => Err(taken(&export.to)),
+fn nothing_has_its_name(export: &Export, parent: &Parent) -> Result<(), Problem> {
+    match within(parent, &export.job.to).symlink_metadata() {
+        Ok(_) => Err(taken(&export.job.to)),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
-        Err(error) => Err(failed(&export.to, "made", &error)),
+        Err(error) => Err(failed(&export.job.to, "made", &error)),
     }
 }
 
@@ -116,21 +126,21 @@ fn nothing_has_its_name(export: &ExportSpec, parent: &Parent) -> Result<(), Prob
 /// What is wrong; nothing is left then.
 pub async fn write(
     order: Order,
-    workshop: &Workshop,
+    builder: &DiskBuilder,
     progress: impl Fn(u64, u64) + Send,
     cancelled: oneshot::Receiver<()>,
 ) -> Result<(), Problem> {
     let (export, record) = (order.export.clone(), order.record.clone());
-    let written = attempt(order, workshop, progress, cancelled).await;
+    let written = attempt(order, builder, progress, cancelled).await;
     if written.is_err() {
         // The filter first: it has the file open.
-        if let Err(error) = workshop.directory.sweep().await {
-            tracing::warn!(export = %export.export, %error, "cannot remove an export's directory");
+        if let Err(error) = builder.directory.sweep().await {
+            tracing::warn!(export = %export.task, %error, "cannot remove an export's directory");
         }
-        if let Err(problem) = remove(&export, &record, &workshop.transfer)
+        if let Err(problem) = remove(&export, &record, &builder.transfer)
             && !matches!(problem.code, ErrorCode::NotFound | ErrorCode::AlreadyExists)
         {
-            tracing::warn!(export = %export.export, %problem, "a half-written export is left");
+            tracing::warn!(export = %export.task, %problem, "a half-written export is left");
         }
     }
     written
@@ -138,21 +148,21 @@ pub async fn write(
 
 async fn attempt(
     order: Order,
-    workshop: &Workshop,
+    builder: &DiskBuilder,
     progress: impl Fn(u64, u64) + Send,
     cancelled: oneshot::Receiver<()>,
 ) -> Result<(), Problem> {
-    let slot = workshop.users.take().ok_or_else(disk::too_many)?;
-    let directory = &workshop.directory;
+    let slot = builder.users.take().ok_or_else(builder::too_many)?;
+    let directory = &builder.directory;
     // Whatever an earlier attempt has left running lets go of the disk.
     directory.renew().await.map_err(internal)?;
     let (vm, export, record) = (order.spec.vm, order.export.clone(), order.record.clone());
     // Short, and not to be cancelled: a file must not come to be behind the back of whoever removes it.
-    let allowed = workshop.transfer.clone();
+    let allowed = builder.transfer.clone();
     let begun = spawn_blocking(move || begin(order, &allowed));
     let (target, disk) = begun.await.map_err(internal)??;
     tokio::select! {
-        written = fill(vm, &export, disk, workshop, &slot, progress) => written?,
+        written = fill(vm, &export, disk, builder, &slot, progress) => written?,
         Ok(()) = cancelled => {
             return Err(Problem::new(ErrorCode::Cancelled, "the export was called off"));
         }
@@ -164,15 +174,15 @@ async fn attempt(
 /// Has a filter of its own write the file.
 async fn fill(
     vm: VmId,
-    export: &ExportSpec,
+    export: &Export,
     disk: filter::Disk,
-    workshop: &Workshop,
+    builder: &DiskBuilder,
     slot: &Slot,
     progress: impl Fn(u64, u64) + Send,
 ) -> Result<(), Problem> {
-    let directory = &workshop.directory;
+    let directory = &builder.directory;
     let id = disk.disk;
-    let (process, keys) = filter::start(&workshop.filter, vm, directory, vec![disk], slot.filter())
+    let (process, keys) = filter::start(&builder.filter, vm, directory, vec![disk], slot.filter())
         .map_err(internal)?;
     let control = Control::of(directory);
     control.ready(&process, directory).await.map_err(internal)?;
@@ -192,8 +202,8 @@ async fn fill(
     directory.sweep().await.map_err(internal)
 }
 
-fn told_if_full(export: &ExportSpec, message: String) -> Problem {
-    let directory = export.to.parent().unwrap_or(Path::new("/"));
+fn told_if_full(export: &Export, message: String) -> Problem {
+    let directory = export.job.to.parent().unwrap_or(Path::new("/"));
     // As much as a file system may keep to itself.
     let full = usage(directory).is_ok_and(|usage| usage.free < 16 << 20);
     if !full {
@@ -206,7 +216,7 @@ fn told_if_full(export: &ExportSpec, message: String) -> Problem {
 /// Opens the disk and makes the file, with its header where it has one.
 fn begin(order: Order, allowed: &TransferDirectories) -> Result<(File, filter::Disk), Problem> {
     let Order { spec, disk, facts, kek, export, passphrase, record } = order;
-    let (Open { file, offset, key, .. }, size) = match export.format {
+    let (Open { file, offset, key, .. }, size) = match export.job.format {
         // All of the image, as it is: its ciphertext is the disk that is written out.
         ExportFormat::Sealed => {
             let (file, length) = disk::open_sealed(&spec, &disk, &facts)?;
@@ -215,22 +225,22 @@ fn begin(order: Order, allowed: &TransferDirectories) -> Result<(File, filter::D
         _ => (disk::open(&spec, &disk, &facts, kek.as_ref(), Access::Read)?, disk.size),
     };
     let allocated = file.metadata().map_err(internal)?.blocks().saturating_mul(512);
-    let needed = match export.format {
+    let needed = match export.job.format {
         // Everything is ciphertext, zeroes too.
         ExportFormat::Luks2 => vmseal_luks::DATA_OFFSET + disk.size,
         ExportFormat::Raw | ExportFormat::Qcow2 | ExportFormat::Sealed => allocated.min(size),
     };
     let mut target = make(&export, needed, &record, allowed)?;
-    let format = match export.format {
+    let format = match export.job.format {
         ExportFormat::Qcow2 => Volume::Qcow2,
         ExportFormat::Raw | ExportFormat::Sealed => {
-            target.set_len(size).map_err(|error| failed(&export.to, "made", &error))?;
+            target.set_len(size).map_err(|error| failed(&export.job.to, "made", &error))?;
             Volume::Raw
         }
         ExportFormat::Luks2 => {
             let passphrase = passphrase.ok_or_else(|| internal("the passphrase is not there"))?;
             let length = vmseal_luks::DATA_OFFSET + disk.size;
-            target.set_len(length).map_err(|error| failed(&export.to, "made", &error))?;
+            target.set_len(length).map_err(|error| failed(&export.job.to, "made", &error))?;
             let dek = SecretBytes::random(DEK_LEN).map_err(internal)?;
             vmseal_luks::create_for_passphrase(&mut target, &dek, &passphrase).map_err(internal)?;
             let key = dek.to_memfd().map_err(internal)?;
@@ -248,7 +258,7 @@ fn begin(order: Order, allowed: &TransferDirectories) -> Result<(File, filter::D
 
 /// Makes the file; what an earlier attempt has left is removed.
 fn make(
-    export: &ExportSpec,
+    export: &Export,
     needed: u64,
     record: &Path,
     allowed: &TransferDirectories,
@@ -273,9 +283,9 @@ fn make(
         .mode(0o600)
         .custom_flags(libc::O_NOFOLLOW)
         .open(&path)
-        .map_err(|error| failed(&export.to, "made", &error))?;
+        .map_err(|error| failed(&export.job.to, "made", &error))?;
     // Before anything is in it: from here on it is found again.
-    Exported::begun(export.export, &shown, &file)
+    Exported::begun(export.task, &shown, &file)
         .and_then(|begun| begun.write(record))
         .map_err(|error| failed(record, "written", &error))?;
     let free = usage(parent.path())?.free;
@@ -283,7 +293,7 @@ fn make(
         return Ok(file);
     }
     let _ = std::fs::remove_file(&path);
-    let directory = export.to.parent().unwrap_or(Path::new("/"));
+    let directory = export.job.to.parent().unwrap_or(Path::new("/"));
     let what = format!(
         "{needed} bytes are needed in {} and {free} are free: make room, or name another place",
         directory.display()
@@ -292,9 +302,9 @@ fn make(
 }
 
 /// Whether what has an export's name is the export.
-enum Named {
+enum NameHolder {
     /// Nothing has it.
-    Nothing,
+    Free,
     /// It is the file that was written.
     Export,
     /// It is another one.
@@ -303,12 +313,14 @@ enum Named {
     Unknown,
 }
 
-fn named(export: &ExportSpec, record: &Path, parent: &Parent) -> Named {
-    let Ok(metadata) = within(parent, &export.to).symlink_metadata() else { return Named::Nothing };
-    match Exported::read(record).filter(|record| record.is_of(export.export)) {
-        Some(record) if record.is_file(&metadata) => Named::Export,
-        Some(_) => Named::Other,
-        None => Named::Unknown,
+fn named(export: &Export, record: &Path, parent: &Parent) -> NameHolder {
+    let Ok(metadata) = within(parent, &export.job.to).symlink_metadata() else {
+        return NameHolder::Free;
+    };
+    match Exported::read(record).filter(|record| record.is_of(export.task)) {
+        Some(record) if record.is_file(&metadata) => NameHolder::Export,
+        Some(_) => NameHolder::Other,
+        None => NameHolder::Unknown,
     }
 }
 
@@ -326,21 +338,17 @@ fn untold(to: &Path) -> Problem {
 /// # Errors
 /// `already-exists` when something else has the name, or what cannot be told; `not-found` when there is
 /// nothing to be named.
-pub fn name(
-    export: &ExportSpec,
-    record: &Path,
-    allowed: &TransferDirectories,
-) -> Result<(), Problem> {
-    let (parent, to) = (parent(export, allowed)?, &export.to);
+pub fn name(export: &Export, record: &Path, allowed: &TransferDirectories) -> Result<(), Problem> {
+    let (parent, to) = (parent(export, allowed)?, &export.job.to);
     let (from, new) = (within(&parent, &unnamed(export)), within(&parent, to));
     match renameat2(AT_FDCWD, &from, AT_FDCWD, &new, RenameFlags::RENAME_NOREPLACE) {
         Ok(()) => {}
         Err(Errno::EEXIST) => return Err(taken(to)),
         Err(Errno::ENOENT) => match named(export, record, &parent) {
             // The answer was lost.
-            Named::Export => {}
-            Named::Unknown => return Err(untold(to)),
-            Named::Nothing | Named::Other => {
+            NameHolder::Export => {}
+            NameHolder::Unknown => return Err(untold(to)),
+            NameHolder::Free | NameHolder::Other => {
                 let what =
                     format!("what was exported to {} is gone: export it again", to.display());
                 return Err(Problem::new(ErrorCode::NotFound, what));
@@ -357,20 +365,20 @@ pub fn name(
 /// `already-exists` when it has its name, or when that cannot be told; `not-found` when it is neither there
 /// with its name nor without.
 pub fn remove(
-    export: &ExportSpec,
+    export: &Export,
     record: &Path,
     allowed: &TransferDirectories,
 ) -> Result<(), Problem> {
-    rules::check_export(export)?;
+    rules::check_export(&export.job)?;
     let gone = || {
-        let what = format!("there is no half-written {}", export.to.display());
+        let what = format!("there is no half-written {}", export.job.to.display());
         Problem::new(ErrorCode::NotFound, what)
     };
-    let parent = match allowed.parent(&export.to) {
+    let parent = match allowed.parent(&export.job.to) {
         Ok(parent) => parent,
         // An earlier agent could write there, or the directory is gone: what is on record is known by its inode.
         Err(_) => {
-            let begun = Exported::read(record).filter(|record| record.is_of(export.export));
+            let begun = Exported::read(record).filter(|record| record.is_of(export.task));
             return begun.map(|begun| begun.remove_unnamed()).ok_or_else(gone);
         }
     };
@@ -379,9 +387,9 @@ pub fn remove(
         Ok(()) => Ok(()),
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
             match named(export, record, &parent) {
-                Named::Export => Err(rules::has_its_name(&export.to)),
-                Named::Unknown => Err(untold(&export.to)),
-                Named::Nothing | Named::Other => Err(gone()),
+                NameHolder::Export => Err(rules::has_its_name(&export.job.to)),
+                NameHolder::Unknown => Err(untold(&export.job.to)),
+                NameHolder::Free | NameHolder::Other => Err(gone()),
             }
         }
         Err(error) => Err(failed(&path, "removed", &error)),
@@ -390,12 +398,13 @@ pub fn remove(
 
 #[cfg(test)]
 mod tests {
-    use vmseal_api::id::TaskId;
+    use vmseal_api::id::DiskId;
 
     use super::*;
 
-    fn spec(to: PathBuf) -> ExportSpec {
-        ExportSpec { export: TaskId::new(), to, format: ExportFormat::Raw, passphrase: None }
+    fn spec(to: PathBuf) -> Export {
+        let (disk, format) = (DiskId::new(), ExportFormat::Raw);
+        Export { task: TaskId::new(), job: ExportJob { disk, to, format, passphrase: None } }
     }
 
     #[test]
@@ -410,21 +419,21 @@ mod tests {
         drop(make(&export, 0, &record, &TransferDirectories::anywhere()).unwrap());
         // What an earlier attempt left is no hindrance.
         drop(make(&export, 0, &record, &TransferDirectories::anywhere()).unwrap());
-        assert!(!export.to.exists());
+        assert!(!export.job.to.exists());
         name(&export, &record, &TransferDirectories::anywhere()).unwrap();
         name(&export, &record, &TransferDirectories::anywhere()).unwrap();
-        assert!(export.to.exists() && !unnamed(&export).exists());
+        assert!(export.job.to.exists() && !unnamed(&export).exists());
         let told = remove(&export, &record, &TransferDirectories::anywhere()).unwrap_err();
         assert!(
             told.code == ErrorCode::AlreadyExists && told.detail.contains("is whole"),
             "{told}"
         );
-        assert!(export.to.exists(), "what has its name is never removed");
+        assert!(export.job.to.exists(), "what has its name is never removed");
         assert_eq!(
             check(&export, &TransferDirectories::anywhere()).unwrap_err().code,
             ErrorCode::AlreadyExists
         );
-        let second = ExportSpec { export: TaskId::new(), ..export.clone() };
+        let second = Export { task: TaskId::new(), ..export.clone() };
         std::fs::write(unnamed(&second), "x").unwrap();
         assert_eq!(
             name(&second, &record, &TransferDirectories::anywhere()).unwrap_err().code,
@@ -445,7 +454,7 @@ mod tests {
             remove(&export, &record, &TransferDirectories::anywhere()).unwrap_err().code,
             ErrorCode::NotFound
         );
-        std::fs::write(&export.to, "somebody else's").unwrap();
+        std::fs::write(&export.job.to, "somebody else's").unwrap();
         assert_eq!(
             name(&export, &record, &TransferDirectories::anywhere()).unwrap_err().code,
             ErrorCode::NotFound
@@ -510,7 +519,7 @@ mod tests {
         assert!(!unnamed(&export).exists());
         drop(make(&export, 0, &record, &allowed).unwrap());
         name(&export, &record, &allowed).unwrap();
-        assert!(export.to.exists());
+        assert!(export.job.to.exists());
     }
 
     #[test]
@@ -539,7 +548,8 @@ mod tests {
             ErrorCode::NoSpace
         );
         assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 1, "debris");
-        let plain = ExportSpec { format: ExportFormat::Luks2, ..large };
+        let job = ExportJob { format: ExportFormat::Luks2, ..large.job };
+        let plain = Export { job, ..large };
         assert_eq!(
             check(&plain, &TransferDirectories::anywhere()).unwrap_err().field.as_deref(),
             Some("passphrase")

@@ -21,7 +21,7 @@ use vmseal_secret::SecretBytes;
 use crate::filter::{self, Control, FilterError};
 use crate::process::Process;
 use crate::process::users::Slot;
-use crate::storage::disk::{Workshop, internal, is_preallocated};
+use crate::storage::builder::{DiskBuilder, internal, is_preallocated};
 use crate::storage::home::{Home, Note};
 use crate::storage::image::Image;
 
@@ -77,14 +77,14 @@ impl Filling<'_> {
     pub async fn run(
         &self,
         from: u64,
-        workshop: &Workshop,
+        builder: &DiskBuilder,
         slot: &Slot,
         progress: impl Fn(u64, u64) + Send,
     ) -> Result<(), Problem> {
         let (mut durable, mut deaths) = (from, 0);
         loop {
             let begun = durable;
-            let result = self.attempt(&mut durable, workshop, slot, &progress).await;
+            let result = self.attempt(&mut durable, builder, slot, &progress).await;
             deaths = if durable > begun { 0 } else { deaths + 1 };
             match result {
                 Ok(()) => return self.image.check_unchanged(),
@@ -104,20 +104,20 @@ impl Filling<'_> {
     async fn attempt(
         &self,
         durable: &mut u64,
-        workshop: &Workshop,
+        builder: &DiskBuilder,
         slot: &Slot,
         progress: &(impl Fn(u64, u64) + Send),
     ) -> Result<(), Failure> {
-        let directory = &workshop.directory;
+        let directory = &builder.directory;
         directory.renew().await.map_err(final_)?;
         let disk = self.disk(*durable).map_err(Failure::Final)?;
         let (process, keys) =
-            filter::start(&workshop.filter, self.vm, directory, vec![disk], slot.filter())
+            filter::start(&builder.filter, self.vm, directory, vec![disk], slot.filter())
                 .map_err(final_)?;
         let control = Control::of(directory);
         control.ready(&process, directory).await?;
         drop(keys);
-        self.follow(&control, &process, workshop, durable, progress).await?;
+        self.follow(&control, &process, builder, durable, progress).await?;
         end_idle(&control, self.disk.disk).await.map_err(Failure::Final)?;
         process.end_within(filter::SHUTDOWN_TIMEOUT).await;
         directory.sweep().await.map_err(final_)
@@ -147,12 +147,12 @@ impl Filling<'_> {
         &self,
         control: &Control,
         process: &Process,
-        workshop: &Workshop,
+        builder: &DiskBuilder,
         durable: &mut u64,
         progress: &(impl Fn(u64, u64) + Send),
     ) -> Result<(), Failure> {
         loop {
-            let status = control.status_of(process, &workshop.directory).await?;
+            let status = control.status_of(process, &builder.directory).await?;
             match status.disks.into_iter().next().map(|disk| disk.state) {
                 Some(DiskActivity::Importing { done, total, durable: flushed }) => {
                     progress(done, total);

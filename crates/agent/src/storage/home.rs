@@ -29,9 +29,9 @@ use vmseal_api::id::{DiskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 
 use crate::atomic_file;
-use crate::storage::datastore::{failed, marked, usage};
 use crate::storage::image::Identity;
 use crate::storage::locked::{Access, make_locked, open_locked, open_once};
+use crate::storage::mark::{failed, marked, usage};
 
 /// The version of the descriptor.
 const VERSION: u32 = 1;
@@ -111,8 +111,24 @@ pub fn kept_until(note: &Path) -> Option<SystemTime> {
     modified.ok()?.checked_add(INTERRUPTED_KEPT)
 }
 
+/// Removes half-made disks that nobody works on. Blocks.
+pub fn sweep(path: &Path) {
+    let entries = |path: &Path| {
+        let entries = std::fs::read_dir(path).into_iter().flatten().filter_map(Result::ok);
+        entries.map(|entry| entry.path())
+    };
+    let homes = entries(path).filter(|home| {
+        home.file_name().is_some_and(|name| name.to_string_lossy().parse::<VmId>().is_ok())
+    });
+    for debris in homes.flat_map(|home| entries(&home).collect::<Vec<_>>()) {
+        if debris.extension().is_some_and(|extension| extension == "creating") {
+            remove_debris(&debris);
+        }
+    }
+}
+
 /// Removes a half-made disk that nobody works on, unless its import may go on.
-pub(crate) fn remove_debris(path: &Path) {
+fn remove_debris(path: &Path) {
     // Whoever makes a file here has locked it, too, before this is given back.
     let homes = path.parent().and_then(Path::parent).map(homes).unwrap_or_default();
     let _homes = homes.lock().unwrap_or_else(PoisonError::into_inner);
@@ -223,7 +239,7 @@ impl Home {
         let is_replica = |disk: &DiskSpec| {
             disk.replica.as_ref().is_some_and(|replica| replica.datastore == *here)
         };
-        let disks = spec.disks.iter().filter_map(|disk| {
+        let disks = spec.disks().filter_map(|disk| {
             let kind = if disk.datastore == *here {
                 "raw"
             } else if is_replica(disk) {
@@ -481,11 +497,11 @@ fn remove_if_there(path: &Path) -> Result<(), Problem> {
 mod tests {
     use std::os::unix::fs::{MetadataExt, PermissionsExt};
 
-    use vmseal_api::host::{Allocation, DatastoreLocation};
+    use vmseal_api::host::{Allocation, DatastoreLocation, Device};
     use vmseal_api::id::DatastoreId;
 
     use super::*;
-    use crate::storage::datastore::probe;
+    use crate::storage::mark;
 
     fn datastore() -> (tempfile::TempDir, DatastoreSpec) {
         let directory = tempfile::tempdir().unwrap();
@@ -494,36 +510,43 @@ mod tests {
         (directory, spec)
     }
 
+    fn directory_of(spec: &DatastoreSpec) -> &Path {
+        let DatastoreLocation::Dir { path } = &spec.location;
+        path
+    }
+
     /// A VM with two disks, and their home.
     fn home(place: &DatastoreSpec) -> (Home, VmSpec) {
         let mut spec = crate::process::run_dir::tests::spec();
-        spec.disks = [4096, 1 << 30]
-            .map(|size| DiskSpec {
-                disk: DiskId::new(),
-                name: "d".to_owned(),
-                datastore: place.clone(),
-                size,
-                encrypted: false,
-                allocation: Allocation::Thin,
-                limits: Default::default(),
-                cache: None,
-                replica: None,
-                facts: None,
+        spec.devices = [4096, 1 << 30]
+            .map(|size| {
+                Device::Disk(DiskSpec {
+                    disk: DiskId::new(),
+                    name: "d".to_owned(),
+                    datastore: place.clone(),
+                    size,
+                    encrypted: false,
+                    allocation: Allocation::Thin,
+                    limits: Default::default(),
+                    cache: None,
+                    replica: None,
+                    facts: None,
+                })
             })
             .into();
         (Home::of(place, spec.vm).unwrap(), spec)
     }
 
     fn begin(home: &Home, spec: &VmSpec, index: usize) -> Result<File, Problem> {
-        home.begin(spec, &spec.disks[index], spec.disks[index].size)
+        home.begin(spec, spec.disk_at(index).unwrap(), spec.disk_at(index).unwrap().size)
     }
 
     #[test]
     fn a_disk_appears_whole_and_one_at_a_time_has_it() {
         let (_directory, spec) = datastore();
-        probe(&spec).unwrap();
+        mark::put(directory_of(&spec), &spec).unwrap();
         let (home, vm) = home(&spec);
-        let disk = vm.disks[1].disk;
+        let disk = vm.disk_at(1).unwrap().disk;
         let file = begin(&home, &vm, 1).unwrap();
         assert!(home.open(disk).unwrap().is_none(), "it was there before it was whole");
         assert_eq!(begin(&home, &vm, 1).unwrap_err().code, ErrorCode::InUse);
@@ -544,9 +567,9 @@ mod tests {
     #[test]
     fn readers_share_an_image_and_keep_writers_out() {
         let (_directory, spec) = datastore();
-        probe(&spec).unwrap();
+        mark::put(directory_of(&spec), &spec).unwrap();
         let (home, vm) = home(&spec);
-        let disk = vm.disks[0].disk;
+        let disk = vm.disk_at(0).unwrap().disk;
         home.finish(disk, &begin(&home, &vm, 0).unwrap()).unwrap();
         let readers = [home.open_to_read(disk).unwrap(), home.open_to_read(disk).unwrap()];
         assert!(readers.iter().all(Option::is_some));
@@ -562,9 +585,9 @@ mod tests {
     #[test]
     fn a_lock_outlives_its_maker_in_whoever_inherited_the_file() {
         let (_directory, spec) = datastore();
-        probe(&spec).unwrap();
+        mark::put(directory_of(&spec), &spec).unwrap();
         let (home, vm) = home(&spec);
-        let disk = vm.disks[0].disk;
+        let disk = vm.disk_at(0).unwrap().disk;
         let file = begin(&home, &vm, 0).unwrap();
         let mut child = std::process::Command::new("sleep")
             .arg("60")
@@ -581,7 +604,7 @@ mod tests {
     #[test]
     fn what_is_no_regular_file_is_refused() {
         let (_directory, spec) = datastore();
-        probe(&spec).unwrap();
+        mark::put(directory_of(&spec), &spec).unwrap();
         let (home, _) = home(&spec);
         std::fs::create_dir(&home.path).unwrap();
         let (link, pipe) = (DiskId::new(), DiskId::new());
@@ -594,12 +617,12 @@ mod tests {
     #[test]
     fn debris_is_swept_and_work_under_way_is_not() {
         let (_directory, spec) = datastore();
-        probe(&spec).unwrap();
+        mark::put(directory_of(&spec), &spec).unwrap();
         let (home, vm) = home(&spec);
-        let (dead, alive) = (vm.disks[0].disk, vm.disks[1].disk);
+        let (dead, alive) = (vm.disk_at(0).unwrap().disk, vm.disk_at(1).unwrap().disk);
         drop(begin(&home, &vm, 0).unwrap());
         let _file = begin(&home, &vm, 1).unwrap();
-        probe(&spec).unwrap();
+        sweep(home.datastore());
         assert!(!home.creating(dead).exists());
         assert!(home.creating(alive).exists());
         assert_eq!(home.check_room(u64::MAX).unwrap_err().code, ErrorCode::NoSpace);
@@ -614,13 +637,13 @@ mod tests {
     #[test]
     fn a_sweep_removes_nothing_that_is_being_made() {
         let (_directory, spec) = datastore();
-        probe(&spec).unwrap();
+        mark::put(directory_of(&spec), &spec).unwrap();
         let (home, vm) = home(&spec);
         let done = std::sync::atomic::AtomicBool::new(false);
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 while !done.load(std::sync::atomic::Ordering::Relaxed) {
-                    crate::storage::datastore::sweep(home.datastore());
+                    sweep(home.datastore());
                 }
             });
             for _ in 0..300 {
@@ -629,7 +652,8 @@ mod tests {
                 // The sweep may hold its lock for a moment.
                 let Ok(file) = begin(&home, &vm, 0) else { continue };
                 std::thread::yield_now();
-                let there = home.creating(vm.disks[0].disk).metadata().map(|it| it.ino());
+                let there =
+                    home.creating(vm.disk_at(0).unwrap().disk).metadata().map(|it| it.ino());
                 assert_eq!(there.ok(), Some(file.metadata().unwrap().ino()));
             }
             done.store(true, std::sync::atomic::Ordering::Relaxed);
@@ -639,15 +663,15 @@ mod tests {
     #[test]
     fn an_interrupted_import_is_kept_for_a_while_and_goes_with_its_disk() {
         let (_directory, spec) = datastore();
-        probe(&spec).unwrap();
+        mark::put(directory_of(&spec), &spec).unwrap();
         let (home, vm) = home(&spec);
-        let disk = vm.disks[0].disk;
+        let disk = vm.disk_at(0).unwrap().disk;
         let note: Note = serde_json::from_str(NOTE).unwrap();
         assert_eq!(serde_json::to_string(&note).unwrap(), NOTE);
         drop(begin(&home, &vm, 0).unwrap());
         assert!(home.noted(disk).unwrap().is_none());
         home.note(disk, &note).unwrap();
-        probe(&spec).unwrap();
+        sweep(home.datastore());
         let (file, found) = home.noted(disk).unwrap().unwrap();
         assert_eq!((&found.image, found.durable), (&note.image, 4 << 20));
         drop(file);
@@ -659,7 +683,7 @@ mod tests {
         // Long ago: nobody will go on with it.
         let file = File::options().write(true).open(&path).unwrap();
         file.set_modified(std::time::SystemTime::now() - INTERRUPTED_KEPT).unwrap();
-        probe(&spec).unwrap();
+        sweep(home.datastore());
         assert!(!home.creating(disk).exists() && !path.exists(), "it is kept for ever");
         home.note(disk, &note).unwrap();
         drop(begin(&home, &vm, 0).unwrap());
@@ -672,7 +696,7 @@ mod tests {
     #[test]
     fn disks_of_one_vm_come_and_go_beside_each_other() {
         let (_directory, spec) = datastore();
-        probe(&spec).unwrap();
+        mark::put(directory_of(&spec), &spec).unwrap();
         let (home, vm) = home(&spec);
         std::thread::scope(|scope| {
             for index in [0, 1] {
@@ -680,7 +704,7 @@ mod tests {
                 scope.spawn(move || {
                     for _ in 0..100 {
                         drop(begin(home, vm, index).unwrap());
-                        home.discard(vm.disks[index].disk).unwrap();
+                        home.discard(vm.disk_at(index).unwrap().disk).unwrap();
                     }
                 });
             }

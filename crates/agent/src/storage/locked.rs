@@ -11,7 +11,7 @@ use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, fcntl};
 use vmseal_api::problem::{ErrorCode, Problem};
 
-use crate::storage::datastore::failed;
+use crate::storage::mark::failed;
 
 /// How long a lock may linger after its holder has died: the kernel ends a dead process' requests first.
 const LOCK_PATIENCE: Duration = Duration::from_secs(3);

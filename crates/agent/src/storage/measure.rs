@@ -73,8 +73,8 @@ impl Sweeping {
         }
         swept.insert(spec.datastore, Instant::now());
         drop(spawn_blocking(move || {
-            if let Ok(path) = datastore::marked(&spec) {
-                datastore::sweep(path);
+            if let Ok(path) = crate::storage::mark::marked(&spec) {
+                crate::storage::home::sweep(path);
             }
         }));
     }

@@ -1,5 +1,6 @@
 //! The datastores of a host and what is on them: disks, VM homes, replicas, images, exports.
 
+pub(crate) mod builder;
 pub(crate) mod contents;
 pub(crate) mod datastore;
 pub(crate) mod disk;
@@ -10,6 +11,7 @@ pub(crate) mod filling;
 pub(crate) mod home;
 pub(crate) mod image;
 pub(crate) mod locked;
+pub(crate) mod mark;
 pub(crate) mod measure;
 pub(crate) mod patience;
 pub(crate) mod replica;

@@ -27,25 +27,15 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::replica::ReplicaPlace;
 
 use self::pair::{Identity, Pair};
-use crate::storage::datastore::failed;
-use crate::storage::disk::internal;
+use crate::filter::Replica;
+use crate::storage::builder::internal;
 use crate::storage::home::Home;
+use crate::storage::mark::failed;
 use crate::storage::patience;
 
 /// What is written of a header before it is flushed, in bytes: as long as each of its two copies, so that one of
 /// them is whole at any time.
 const PIECE: usize = 16 * 1024;
-
-/// A replica that is open, for a filter.
-#[derive(Debug)]
-pub struct Replica {
-    /// An image of its own, as long as header and disk; its lock held.
-    pub file: File,
-    /// What it may not have; its lock held.
-    pub map: File,
-    /// How fast it is copied at most.
-    pub bytes_per_second: u64,
-}
 
 /// What a filter needs that is to write to a disk: its replica, made if it is not there. None where it has none,
 /// and where it is not to be had: then there is no map, or it is empty, durably. `image` is open and locked, and
@@ -337,6 +327,7 @@ fn copy(image: &File, replica: &File, length: u64) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use std::path::{Path, PathBuf};
+    use vmseal_api::host::Device;
 
     use nix::fcntl::{FcntlArg, OFlag, fcntl};
     use vmseal_api::host::Allocation;
@@ -370,7 +361,7 @@ mod tests {
             };
             let mut spec = crate::process::run_dir::tests::spec();
             let replica = ReplicaPlace { datastore: place("second"), bytes_per_second: 1 << 20 };
-            spec.disks = vec![DiskSpec {
+            spec.devices = vec![Device::Disk(DiskSpec {
                 disk: DiskId::new(),
                 name: "d".to_owned(),
                 datastore: place("first"),
@@ -381,20 +372,22 @@ mod tests {
                 cache: None,
                 replica: Some(replica),
                 facts: None,
-            }];
-            let home = Home::of(&spec.disks[0].datastore, spec.vm).unwrap();
-            let image = home.begin(&spec, &spec.disks[0], OFFSET + SIZE).unwrap();
+            })];
+            let home = Home::of(&spec.disk_at(0).unwrap().datastore, spec.vm).unwrap();
+            let image = home.begin(&spec, spec.disk_at(0).unwrap(), OFFSET + SIZE).unwrap();
             image.write_all_at(&[7; OFFSET as usize], 0).unwrap();
             // As filters that fill disks leave it, where the file system can.
             let _ = fcntl(&image, FcntlArg::F_SETFL(OFlag::O_DIRECT));
-            drop(for_writer(&spec, &spec.disks[0], &image, OFFSET).await.unwrap().unwrap());
+            drop(
+                for_writer(&spec, spec.disk_at(0).unwrap(), &image, OFFSET).await.unwrap().unwrap(),
+            );
             fcntl(&image, FcntlArg::F_SETFL(OFlag::empty())).unwrap();
-            home.finish(spec.disks[0].disk, &image).unwrap();
+            home.finish(spec.disk_at(0).unwrap().disk, &image).unwrap();
             Self { directory, spec, image }
         }
 
         fn disk(&self) -> &DiskSpec {
-            &self.spec.disks[0]
+            self.spec.disk_at(0).unwrap()
         }
 
         fn home(&self) -> Home {
@@ -489,7 +482,7 @@ mod tests {
     async fn a_second_datastore_that_hangs_keeps_no_guest_from_its_disk_and_holds_no_lock_of_it() {
         let bench = Bench::new().await;
         bench.fill_map();
-        let mark = bench.directory.path().join("second").join(datastore::MARKER);
+        let mark = bench.directory.path().join("second").join(crate::storage::mark::MARKER);
         std::fs::remove_file(&mark).unwrap();
         nix::unistd::mkfifo(&mark, nix::sys::stat::Mode::S_IRWXU).unwrap();
         let time_passes = async {
@@ -624,7 +617,7 @@ mod tests {
         std::fs::create_dir(bench.replica()).unwrap();
         let Bench { directory, spec, image } = bench;
         drop(image);
-        delete_with(spec.vm, &spec.disks[0]).await.unwrap();
+        delete_with(spec.vm, spec.disk_at(0).unwrap()).await.unwrap();
         assert_eq!(std::fs::read_dir(directory.path().join("first")).unwrap().count(), 1);
     }
 
@@ -633,7 +626,7 @@ mod tests {
         let Bench { directory, spec, image } = Bench::new().await;
         std::fs::remove_dir_all(directory.path().join("second")).unwrap();
         drop(image);
-        delete_with(spec.vm, &spec.disks[0]).await.unwrap();
+        delete_with(spec.vm, spec.disk_at(0).unwrap()).await.unwrap();
         assert_eq!(std::fs::read_dir(directory.path().join("first")).unwrap().count(), 1);
     }
 }

@@ -12,18 +12,15 @@ use jiff::Timestamp;
 use tokio::time::sleep;
 use vmseal_api::host::{StopReason, Stopped, VmSpec};
 use vmseal_api::id::VmId;
-use vmseal_api::problem::Problem;
 
 use super::left_running::{LeftRunning, Why, unknown_spec};
-use super::start::NotConnected;
-use super::{Beginning, Running, Shared, Vm, internal, start};
-use crate::filter::{self, Control};
+use super::reconnect::{Reconnected, clear_away, reconnect};
+use super::{Initial, Shared, Vm};
 use crate::hypervisor::qemu;
 use crate::process::Process;
 use crate::process::deaths::Death;
 use crate::process::run_dir::ProcessDir;
 use crate::process::run_record::{Phase, Record, Unreadable};
-use crate::process::users::Slot;
 
 /// How long more attempts are begun to connect to a VM whose processes live; later ones come in the background.
 const ATTEMPTS_WITHIN: Duration = Duration::from_secs(5);
@@ -50,7 +47,7 @@ pub async fn adopt(shared: &Arc<Shared>) -> io::Result<Vec<(VmId, Vm)>> {
     let mut found: BTreeMap<VmId, Vm> = join_all(found).await.into_iter().flatten().collect();
     for (vm, death) in deaths {
         found.entry(vm).or_insert_with(|| {
-            Vm::own(shared.clone(), death.spec, Beginning::Stopped(death.stopped))
+            Vm::own(shared.clone(), death.spec, Initial::Stopped(death.stopped))
         });
     }
     Ok(found.into_iter().collect())
@@ -73,24 +70,24 @@ async fn adopt_one(
         }
         Err(why) => return unreadable(shared, directory, vm, why, deaths.get(&vm)).await,
     };
-    let beginning = match look(shared, &directory, &record).await {
+    let initial = match look(shared, &directory, &record).await {
         Reconnected::Alive(running) => {
             tracing::info!(%vm, qemu = running.qemu.pid(), "adopted a running VM");
-            Beginning::Alive(running)
+            Initial::Alive(running)
         }
         Reconnected::Silent(qemu, problem) => {
             let why = Why::Processes(Box::new(record.clone()), problem);
             let left = LeftRunning::new(shared.clone(), directory, vm, why, qemu);
-            Beginning::LeftRunning(Box::new(left))
+            Initial::LeftRunning(Box::new(left))
         }
         Reconnected::Dead(why) => {
             tracing::warn!(%vm, %why, "found a VM dead");
             // The earlier agent may have seen it die, and only been kept from clearing it away.
             let seen = deaths.get(&vm).filter(|_| record.phase == Phase::Running);
-            Beginning::Stopped(found_dead(shared, &directory, &record.spec, why, seen).await)
+            Initial::Stopped(found_dead(shared, &directory, &record.spec, why, seen).await)
         }
     };
-    Some((vm, Vm::own(shared.clone(), record.spec, beginning)))
+    Some((vm, Vm::own(shared.clone(), record.spec, initial)))
 }
 
 /// A VM whose record cannot be read: left running while its QEMU lives, or may.
@@ -102,10 +99,10 @@ async fn unreadable(
     seen: Option<&Death>,
 ) -> Option<(VmId, Vm)> {
     let spec = unknown_spec(vm);
-    let beginning = match (Process::adopt(&directory.process(qemu::NAME)), &why) {
+    let initial = match (Process::adopt(&directory.process(qemu::NAME)), &why) {
         (Ok(None), Unreadable::Missing) => {
             // Made, and not put on record before the agent ended: nothing of it has run.
-            if let Err(error) = bury(&directory).await {
+            if let Err(error) = clear_away(&directory).await {
                 tracing::error!(%vm, %error, "what is left of a VM cannot be cleared away");
             }
             return None;
@@ -116,7 +113,7 @@ async fn unreadable(
             );
             tracing::warn!(%vm, %why, "found a VM dead");
             let spec = seen.map_or(&spec, |seen| &seen.spec);
-            Beginning::Stopped(found_dead(shared, &directory, spec, why, seen).await)
+            Initial::Stopped(found_dead(shared, &directory, spec, why, seen).await)
         }
         (Ok(qemu), _) => left_running(shared, directory, vm, why, qemu),
         (Err(error), _) => {
@@ -125,7 +122,7 @@ async fn unreadable(
         }
     };
     let spec = seen.map_or(spec, |seen| seen.spec.clone());
-    Some((vm, Vm::own(shared.clone(), spec, beginning)))
+    Some((vm, Vm::own(shared.clone(), spec, initial)))
 }
 
 fn left_running(
@@ -134,9 +131,9 @@ fn left_running(
     vm: VmId,
     why: Unreadable,
     qemu: Option<Process>,
-) -> Beginning {
+) -> Initial {
     let why = Why::Record(why);
-    Beginning::LeftRunning(Box::new(LeftRunning::new(shared.clone(), directory, vm, why, qemu)))
+    Initial::LeftRunning(Box::new(LeftRunning::new(shared.clone(), directory, vm, why, qemu)))
 }
 
 /// Puts a death on record, unless it was seen by an earlier agent, and clears away.
@@ -159,20 +156,10 @@ async fn found_dead(
             stopped
         }
     };
-    if let Err(error) = bury(directory).await {
+    if let Err(error) = clear_away(directory).await {
         tracing::error!(%vm, %error, "what is left of a VM cannot be cleared away");
     }
     stopped
-}
-
-/// What has become of a VM that is on record.
-pub enum Reconnected {
-    /// It runs, and this agent is connected to it.
-    Alive(Box<Running>),
-    /// Its QEMU lives, or may, and cannot be connected to.
-    Silent(Option<Process>, Problem),
-    /// It does not run any more, or has never run; why, and what to do.
-    Dead(String),
 }
 
 /// Connects to a VM's processes, where any can live.
@@ -199,47 +186,4 @@ async fn look(shared: &Shared, directory: &ProcessDir, record: &Record) -> Recon
             result => return result,
         }
     }
-}
-
-/// Connects to processes that live.
-pub async fn reconnect(directory: &ProcessDir, record: &Record, slot: Arc<Slot>) -> Reconnected {
-    let name = &record.spec.name;
-    let process = |name: &str| Process::adopt(&directory.process(name)).map_err(internal);
-    let qemu = match process(qemu::NAME) {
-        Ok(Some(qemu)) => qemu,
-        Ok(None) => {
-            return Reconnected::Dead(format!(
-                "VM '{name}' stopped while no agent was there to see why: its guest may have shut down, or QEMU died. If it is to run, start it again (vmseal vm start {name})"
-            ));
-        }
-        Err(problem) => return Reconnected::Silent(None, problem),
-    };
-    // The filter may have died while no agent was there: the guest waits for another one.
-    let connected = match process(filter::NAME) {
-        Ok(filter) => start::reconnect(directory, record, qemu, filter, slot).await,
-        Err(problem) => return Reconnected::Silent(Some(qemu), problem),
-    };
-    match connected {
-        Ok(running) => Reconnected::Alive(Box::new(running)),
-        Err(NotConnected::NeverRan(problem)) => Reconnected::Dead(format!(
-            "VM '{name}' was being started when the agent ended, and its disks cannot be connected: {problem}. Start it again (vmseal vm start {name})"
-        )),
-        Err(NotConnected::Failed(problem)) => match process(qemu::NAME) {
-            Ok(None) => Reconnected::Dead(format!(
-                "VM '{name}' stopped while the agent was connecting to it. If it is to run, start it again (vmseal vm start {name})"
-            )),
-            other => Reconnected::Silent(other.ok().flatten(), problem),
-        },
-    }
-}
-
-/// Ends what is left of a VM. A filter whose QEMU has ended gets the chance to flush.
-pub async fn bury(directory: &ProcessDir) -> io::Result<()> {
-    let process = |name: &str| Process::adopt(&directory.process(name));
-    if let (None, Some(filter)) = (process(qemu::NAME)?, process(filter::NAME)?)
-        && Control::of(directory).shut_down().await.is_ok()
-    {
-        filter.end_within(filter::SHUTDOWN_TIMEOUT).await;
-    }
-    directory.sweep().await
 }

@@ -6,21 +6,34 @@ use std::time::Duration;
 
 use tokio::sync::watch;
 use tokio::time::timeout;
-use vmseal_api::host::{HostState, STATE_WAIT_MAX, VmState};
+use vmseal_api::host::{HostState, STATE_WAIT_MAX, StateChange, VmState};
 use vmseal_api::id::{Incarnation, VmId};
 
-/// What is known of all VMs, with a version that grows with every change.
+/// The most VMs whose end is remembered: as many as a host has. A reader that is further behind reads all.
+const GONE_MAX: usize = 1024;
+
+/// What is known of all VMs, with a generation that grows with every change.
 pub struct Board {
     incarnation: Incarnation,
-    vms: Mutex<BTreeMap<VmId, VmState>>,
-    version: watch::Sender<u64>,
+    known: Mutex<Known>,
+    generation: watch::Sender<u64>,
+}
+
+#[derive(Default)]
+struct Known {
+    /// Each VM's state, and the generation that it came with.
+    vms: BTreeMap<VmId, (u64, VmState)>,
+    /// The generations that VMs went with.
+    gone: BTreeMap<u64, VmId>,
+    /// Who knows a generation before this one reads all: an end that came later is forgotten.
+    oldest: u64,
 }
 
 impl Board {
     /// An empty board of this life of the agent.
     #[must_use]
     pub fn new(incarnation: Incarnation) -> Self {
-        Self { incarnation, vms: Mutex::default(), version: watch::Sender::new(1) }
+        Self { incarnation, known: Mutex::default(), generation: watch::Sender::new(1) }
     }
 
     /// Whose board it is.
@@ -31,41 +44,64 @@ impl Board {
 
     /// Replaces what is known of a VM; none forgets it.
     pub fn post(&self, vm: VmId, state: Option<VmState>) {
-        let mut vms = self.vms.lock().unwrap_or_else(PoisonError::into_inner);
-        let changed = match state {
-            Some(state) if vms.get(&vm) == Some(&state) => false,
+        let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
+        let next = *self.generation.borrow() + 1;
+        match state {
+            Some(state) if known.vms.get(&vm).is_some_and(|(_, old)| *old == state) => return,
             Some(state) => {
-                vms.insert(vm, state);
-                true
+                known.vms.insert(vm, (next, state));
+                known.gone.retain(|_, gone| *gone != vm);
             }
-            None => vms.remove(&vm).is_some(),
-        };
-        if changed {
-            // Under the lock: no reader sees the new state under the old version.
-            self.version.send_modify(|version| *version += 1);
+            None => {
+                if known.vms.remove(&vm).is_none() {
+                    return;
+                }
+                known.gone.insert(next, vm);
+                while known.gone.len() > GONE_MAX
+                    && let Some((forgotten, _)) = known.gone.pop_first()
+                {
+                    known.oldest = forgotten;
+                }
+            }
         }
+        // Under the lock: no reader sees the new state under the old generation.
+        self.generation.send_replace(next);
     }
 
-    fn read(&self) -> HostState {
-        let vms = self.vms.lock().unwrap_or_else(PoisonError::into_inner);
-        HostState {
+    fn read(&self, after: Option<u64>) -> StateChange {
+        let known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
+        let generation = *self.generation.borrow();
+        let since = after.filter(|after| (known.oldest..=generation).contains(after));
+        let is_news = |then: u64| since.is_none_or(|since| then > since);
+        let changed = known.vms.values().filter(|(then, _)| is_news(*then));
+        StateChange {
             incarnation: self.incarnation,
-            version: *self.version.borrow(),
-            vms: vms.values().cloned().collect(),
+            generation,
+            since,
+            vms: changed.map(|(_, state)| state.clone()).collect(),
+            gone: since.map_or_else(Vec::new, |since| {
+                known.gone.range(since + 1..).map(|(_, vm)| *vm).collect()
+            }),
         }
     }
 
-    /// The state, as soon as it is newer than `after`, at the latest after `wait`.
-    pub async fn state(&self, after: Option<(Incarnation, u64)>, wait: Duration) -> HostState {
-        if let Some((incarnation, version)) = after
-            && incarnation == self.incarnation
-        {
-            let mut changes = self.version.subscribe();
-            let news = changes.wait_for(|now| *now > version);
-            // Without news in time the state as it is, is the answer.
+    /// What has changed since `after`, as soon as anything has, at the latest after `wait`.
+    pub async fn state(&self, after: Option<(Incarnation, u64)>, wait: Duration) -> StateChange {
+        let after = after.filter(|(incarnation, _)| *incarnation == self.incarnation);
+        if let Some((_, generation)) = after {
+            let mut changes = self.generation.subscribe();
+            let news = changes.wait_for(|now| *now > generation);
+            // Without news in time the answer is that nothing has changed.
             let _ = timeout(wait.min(STATE_WAIT_MAX), news).await;
         }
-        self.read()
+        self.read(after.map(|(_, generation)| generation))
+    }
+
+    /// How all VMs stand now.
+    #[must_use]
+    pub fn now(&self) -> HostState {
+        let StateChange { incarnation, generation, vms, .. } = self.read(None);
+        HostState { incarnation, generation, vms }
     }
 }
 
@@ -84,7 +120,7 @@ mod tests {
             died: None,
             disks: vec![],
             notices: vec![],
-            exports: vec![],
+            jobs: vec![],
             request_id: None,
         }
     }
@@ -93,11 +129,12 @@ mod tests {
     async fn a_reader_waits_for_news_and_no_longer_than_it_may() {
         let board = std::sync::Arc::new(Board::new(Incarnation::new()));
         let vm = VmId::new();
-        let first = board.state(None, STATE_WAIT_MAX).await;
-        let seen = Some((first.incarnation, first.version));
+        let first = board.now();
+        let seen = Some(first.known());
 
         let started = tokio::time::Instant::now();
-        assert_eq!(board.state(seen, Duration::from_secs(3600)).await, first);
+        let none = board.state(seen, Duration::from_secs(3600)).await;
+        assert_eq!(HostState::changed(Some(&first), none), Some(first.clone()));
         assert_eq!(started.elapsed(), STATE_WAIT_MAX);
 
         let poster = board.clone();
@@ -106,13 +143,45 @@ mod tests {
             poster.post(vm, Some(off(vm)));
         };
         let (news, ()) = tokio::join!(board.state(seen, STATE_WAIT_MAX), late);
-        assert_eq!((news.version, news.vms.len()), (first.version + 1, 1));
+        assert_eq!((news.generation, news.vms.len()), (first.generation + 1, 1));
 
         board.post(vm, Some(off(vm)));
-        assert_eq!(board.state(None, STATE_WAIT_MAX).await, news, "the same is no news");
+        assert_eq!(board.now().generation, news.generation, "the same is no news");
         let stranger = Some((Incarnation::new(), 99));
         let started = tokio::time::Instant::now();
-        assert_eq!(board.state(stranger, STATE_WAIT_MAX).await, news);
+        let all = board.state(stranger, STATE_WAIT_MAX).await;
+        assert_eq!((all.since, &all.vms), (None, &news.vms));
         assert_eq!(started.elapsed(), Duration::ZERO);
+    }
+
+    #[tokio::test]
+    async fn a_reader_is_told_of_what_changed_since_and_of_all_when_it_is_too_far_behind() {
+        let board = Board::new(Incarnation::new());
+        let [one, two, three] = [(); 3].map(|()| VmId::new());
+        for vm in [one, two, three] {
+            board.post(vm, Some(off(vm)));
+        }
+        let before = board.now();
+        board.post(one, Some(VmState { power: Power::Running, ..off(one) }));
+        board.post(two, None);
+        let change = board.state(Some(before.known()), Duration::ZERO).await;
+        assert_eq!(change.since, Some(before.generation));
+        assert_eq!(change.vms.iter().map(|state| state.vm).collect::<Vec<_>>(), [one]);
+        assert_eq!(change.gone, [two]);
+        assert_eq!(HostState::changed(Some(&before), change), Some(board.now()));
+        // One that comes back is not gone.
+        board.post(two, Some(off(two)));
+        let change = board.state(Some(before.known()), Duration::ZERO).await;
+        assert!(change.gone.is_empty() && change.vms.len() == 2, "{change:?}");
+        let later = Some((board.incarnation(), board.now().generation + 1));
+        let beyond = board.read(later.map(|(_, generation)| generation));
+        assert_eq!(beyond.since, None, "it was never told");
+        for _ in 0..=GONE_MAX {
+            let vm = VmId::new();
+            board.post(vm, Some(off(vm)));
+            board.post(vm, None);
+        }
+        let all = board.state(Some(before.known()), Duration::ZERO).await;
+        assert_eq!((all.since, all.vms.len()), (None, 3));
     }
 }

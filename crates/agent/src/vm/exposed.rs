@@ -23,13 +23,14 @@ use vmseal_api::id::DiskId;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_secret::SecretBytes;
 
-use super::jobs::{Progress, Report};
+use super::report::{Progress, Report};
 use super::running::disk_errors;
 use super::{Reply, internal};
 use crate::filter::{self, Control, FilterError};
 use crate::process::Process;
 use crate::process::run_dir::ProcessDir;
-use crate::storage::disk::{self, Workshop};
+use crate::storage::builder::{self, DiskBuilder};
+use crate::storage::disk;
 use crate::storage::locked::Access;
 use crate::storage::replica;
 
@@ -46,7 +47,7 @@ const CARE_INTERVAL: Duration = Duration::from_secs(10);
 const SOCKET: &str = "nbd";
 
 /// The way to who serves an exposed disk: for another connection.
-pub type Door = mpsc::Sender<Reply<ConsoleStream>>;
+pub type ConnectionSender = mpsc::Sender<Reply<ConsoleStream>>;
 
 /// What serves the disk.
 pub enum Source {
@@ -76,14 +77,18 @@ pub struct Exposure {
     source: Source,
     /// The holder waits for its stream.
     holder: Reply<ConsoleStream>,
-    visitors: mpsc::Receiver<Reply<ConsoleStream>>,
+    connections: mpsc::Receiver<Reply<ConsoleStream>>,
 }
 
 impl Exposure {
     /// For this holder; and the way to it.
-    pub fn new(disk: DiskId, source: Source, holder: Reply<ConsoleStream>) -> (Self, Door) {
-        let (door, visitors) = mpsc::channel(WAITING_MAX);
-        (Self { disk, source, holder, visitors }, door)
+    pub fn new(
+        disk: DiskId,
+        source: Source,
+        holder: Reply<ConsoleStream>,
+    ) -> (Self, ConnectionSender) {
+        let (sender, connections) = mpsc::channel(WAITING_MAX);
+        (Self { disk, source, holder, connections }, sender)
     }
 
     pub fn disk(&self) -> DiskId {
@@ -93,18 +98,18 @@ impl Exposure {
     /// Serves until it ends; the holder's stream is to be kept until the disk is known to be free.
     pub async fn serve(
         self,
-        workshop: Workshop,
+        builder: DiskBuilder,
         show: Progress,
         mut cancelled: oneshot::Receiver<()>,
     ) -> Option<DuplexStream> {
-        let Self { disk, source, holder, mut visitors } = self;
+        let Self { disk, source, holder, mut connections } = self;
         let holder =
-            serve(disk, source, holder, &mut visitors, (workshop, show), &mut cancelled).await;
+            serve(disk, source, holder, &mut connections, (builder, show), &mut cancelled).await;
         // Who came too late.
-        visitors.close();
-        while let Ok(visitor) = visitors.try_recv() {
+        connections.close();
+        while let Ok(connection) = connections.try_recv() {
             let what = "the disk is not exposed any more";
-            let _ = visitor.send(Err(Problem::new(ErrorCode::WrongState, what)));
+            let _ = connection.send(Err(Problem::new(ErrorCode::WrongState, what)));
         }
         holder
     }
@@ -114,28 +119,28 @@ async fn serve(
     disk: DiskId,
     source: Source,
     holder: Reply<ConsoleStream>,
-    visitors: &mut mpsc::Receiver<Reply<ConsoleStream>>,
-    (workshop, show): (Workshop, Progress),
+    connections: &mut mpsc::Receiver<Reply<ConsoleStream>>,
+    (builder, show): (DiskBuilder, Progress),
     cancelled: &mut oneshot::Receiver<()>,
 ) -> Option<DuplexStream> {
     let order = match source {
         Source::Own(order) => order,
         Source::Beside(socket) => {
-            let mut held = Held { socket, holder: admit(holder), visitors };
+            let mut held = Held { socket, holder: admit(holder), connections };
             held.until_the_end(cancelled, std::future::pending::<()>()).await;
             return Some(held.holder);
         }
     };
-    let directory = &workshop.directory;
+    let directory = &builder.directory;
     let spec = order.spec.clone();
     let started = tokio::select! {
-        started = start(*order, &workshop) => started,
+        started = start(*order, &builder) => started,
         _ = &mut *cancelled => Err(Problem::new(ErrorCode::Cancelled, "it was called off")),
     };
     match started {
         Ok((process, _slot)) => {
             let socket = directory.socket(SOCKET);
-            let mut held = Held { socket, holder: admit(holder), visitors };
+            let mut held = Held { socket, holder: admit(holder), connections };
             let mut care = Care { spec, control: Control::of(directory), show, told: Vec::new() };
             let ended = held.until_the_end(cancelled, care.until(process.ended())).await;
             let wrong = match ended {
@@ -176,10 +181,10 @@ fn admit(holder: Reply<ConsoleStream>) -> DuplexStream {
 
 async fn start(
     order: Order,
-    workshop: &Workshop,
+    builder: &DiskBuilder,
 ) -> Result<(Process, crate::process::users::Slot), Problem> {
-    let slot = workshop.users.take().ok_or_else(disk::too_many)?;
-    let directory = &workshop.directory;
+    let slot = builder.users.take().ok_or_else(builder::too_many)?;
+    let directory = &builder.directory;
     // Whatever an earlier attempt has left running lets go of the disk.
     directory.renew().await.map_err(internal)?;
     let Order { spec, disk, facts, kek, writable } = order;
@@ -198,7 +203,7 @@ async fn start(
         file: open.file,
         offset: open.offset,
         key: open.key,
-        keeps_room: disk::is_preallocated(&disk),
+        keeps_room: builder::is_preallocated(&disk),
         work: filter::Work::Expose {
             socket: directory.listen(SOCKET).map_err(internal)?,
             writable,
@@ -207,7 +212,7 @@ async fn start(
         replica,
     };
     let (process, keys) =
-        filter::start(&workshop.filter, vm, directory, vec![served], slot.filter())
+        filter::start(&builder.filter, vm, directory, vec![served], slot.filter())
             .map_err(internal)?;
     Control::of(directory).ready(&process, directory).await.map_err(internal)?;
     drop(keys);
@@ -265,7 +270,7 @@ async fn end(disk: DiskId, control: &Control, process: &Process) -> Result<(), F
 struct Held<'a> {
     socket: PathBuf,
     holder: DuplexStream,
-    visitors: &'a mut mpsc::Receiver<Reply<ConsoleStream>>,
+    connections: &'a mut mpsc::Receiver<Reply<ConsoleStream>>,
 }
 
 impl Held<'_> {
@@ -290,8 +295,8 @@ impl Held<'_> {
                     tracing::info!("who holds a disk exposed has gone silent; it is not exposed any more");
                     return None;
                 }
-                visitor = self.visitors.recv() => match visitor {
-                    Some(visitor) => self.connect(visitor).await,
+                connection = self.connections.recv() => match connection {
+                    Some(connection) => self.connect(connection).await,
                     None => return None,
                 },
                 _ = &mut *cancelled => return None,
@@ -300,11 +305,11 @@ impl Held<'_> {
         }
     }
 
-    async fn connect(&self, visitor: Reply<ConsoleStream>) {
+    async fn connect(&self, connection: Reply<ConsoleStream>) {
         let connected = UnixStream::connect(&self.socket).await;
         let stream = connected.map(|stream| Box::new(stream) as ConsoleStream).map_err(internal);
         // It may have gone meanwhile.
-        let _ = visitor.send(stream);
+        let _ = connection.send(stream);
     }
 
     /// Tells the holder what went wrong.
@@ -322,37 +327,38 @@ mod tests {
     use super::*;
 
     /// Holds an exposure of a socket that nobody listens on.
-    fn held() -> (tokio::task::JoinHandle<()>, DuplexStream, oneshot::Sender<()>, Door) {
+    fn held() -> (tokio::task::JoinHandle<()>, DuplexStream, oneshot::Sender<()>, ConnectionSender)
+    {
         let (ours, theirs) = duplex(64);
         let (cancel, mut cancelled) = oneshot::channel();
-        let (door, mut visitors) = mpsc::channel(1);
+        let (sender, mut connections) = mpsc::channel(1);
         let task = tokio::spawn(async move {
-            let (socket, visitors) = ("/nowhere".into(), &mut visitors);
-            let mut held = Held { socket, holder: ours, visitors };
+            let (socket, connections) = ("/nowhere".into(), &mut connections);
+            let mut held = Held { socket, holder: ours, connections };
             held.until_the_end(&mut cancelled, std::future::pending::<()>()).await;
         });
-        (task, theirs, cancel, door)
+        (task, theirs, cancel, sender)
     }
 
     #[tokio::test(start_paused = true)]
     async fn it_ends_with_its_holder_with_the_holders_silence_or_when_told_to() {
-        let (task, holder, _cancel, _door) = held();
+        let (task, holder, _cancel, _sender) = held();
         drop(holder);
         task.await.unwrap();
-        let (task, mut holder, _cancel, _door) = held();
+        let (task, mut holder, _cancel, _sender) = held();
         holder.write_all(&[LET_GO]).await.unwrap();
         task.await.unwrap();
-        let (task, _holder, cancel, _door) = held();
+        let (task, _holder, cancel, _sender) = held();
         cancel.send(()).unwrap();
         task.await.unwrap();
-        let (task, mut holder, _cancel, door) = held();
+        let (task, mut holder, _cancel, sender) = held();
         for _ in 0..10 {
             tokio::time::sleep(HOLD_INTERVAL).await;
             holder.write_all(&[HOLD]).await.unwrap();
             assert!(!task.is_finished());
         }
-        let (visitor, answer) = oneshot::channel();
-        door.send(visitor).await.unwrap();
+        let (connection, answer) = oneshot::channel();
+        sender.send(connection).await.unwrap();
         assert!(answer.await.unwrap().is_err(), "a refused connection ends nothing");
         let silent = Instant::now();
         task.await.unwrap();

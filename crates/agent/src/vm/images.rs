@@ -103,7 +103,7 @@ pub async fn exchanged(spec: &VmSpec, directory: &ProcessDir) -> Vec<Notice> {
         }
     };
     let mut notices = Vec::new();
-    for disk in &spec.disks {
+    for disk in spec.disks() {
         let Some(&image) = known.iter().find(|known| known.disk == disk.disk) else { continue };
         let DatastoreLocation::Dir { path } = &disk.datastore.location;
         let (vm, of) = (spec.vm, disk.clone());
@@ -136,7 +136,7 @@ fn told(disk: &DiskSpec, path: &Path, found: &str, inode: u64) -> String {
 
 #[cfg(test)]
 mod tests {
-    use vmseal_api::host::DatastoreSpec;
+    use vmseal_api::host::{DatastoreSpec, Device};
     use vmseal_api::id::DatastoreId;
 
     use super::*;
@@ -157,7 +157,7 @@ mod tests {
         let datastore = DatastoreSpec { datastore: DatastoreId::new(), location };
         crate::storage::datastore::probe(&datastore).unwrap();
         let mut spec = crate::process::run_dir::tests::spec();
-        spec.disks = vec![DiskSpec {
+        spec.devices = vec![Device::Disk(DiskSpec {
             disk: DiskId::new(),
             name: "d".to_owned(),
             datastore,
@@ -168,7 +168,7 @@ mod tests {
             cache: None,
             replica: None,
             facts: None,
-        }];
+        })];
         let run = RunDir::open(&directory.path().join("run")).unwrap().vm(spec.vm);
         run.renew().await.unwrap();
         Bench { directory, spec, run }
@@ -177,7 +177,7 @@ mod tests {
     #[tokio::test]
     async fn a_file_in_the_place_of_an_image_is_refused_and_told_of() {
         let Bench { directory, spec, run } = bench().await;
-        let disk = &spec.disks[0];
+        let disk = spec.disk_at(0).unwrap();
         let home = Home::of(&disk.datastore, spec.vm).unwrap();
         let path = home.image(disk.disk);
         std::fs::create_dir_all(path.parent().unwrap()).unwrap();

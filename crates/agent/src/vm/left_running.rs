@@ -24,10 +24,10 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request_id;
 use vmseal_secret::SecretBytes;
 
-use super::adopt::{self, Reconnected};
 use super::owner::Owner;
+use super::reconnect::{self, Reconnected};
 use super::running::Running;
-use super::{Asked, Beginning, Call, Shared, internal};
+use super::{Call, Initial, Request, Shared, internal};
 use crate::filter::metrics;
 use crate::hypervisor::qemu;
 use crate::hypervisor::qmp::Qmp;
@@ -36,6 +36,7 @@ use crate::process::run_dir::ProcessDir;
 use crate::process::run_record::{Record, Unreadable};
 use crate::process::users::Slot;
 use crate::rules;
+use crate::rules::exclusion::{Action, Situation};
 
 /// How often it is looked after: connected to again, or its process looked for.
 const INTERVAL: Duration = Duration::from_secs(10);
@@ -111,7 +112,7 @@ impl LeftRunning {
             died: None,
             disks: Vec::new(),
             notices: vec![Notice { code: NoticeCode::NotAdopted, disk: None, detail }],
-            exports: Vec::new(),
+            jobs: Vec::new(),
             request_id: None,
         };
         self.shared.board.post(self.spec.vm, Some(state));
@@ -137,18 +138,18 @@ impl LeftRunning {
     }
 
     /// Answers calls until the VM ends, then becomes its owner.
-    pub async fn run(mut self, mut calls: mpsc::Receiver<Asked>) {
+    pub async fn run(mut self, mut calls: mpsc::Receiver<Request>) {
         tracing::error!(vm = %self.spec.vm, detail = self.detail(), "a VM is left running");
         let end = self.until_end(&mut calls).await;
         let owner = match end {
             End::Agent => return,
             End::Connected(running) => {
                 tracing::info!(vm = %self.spec.vm, "adopted a VM that was left running");
-                Owner::new(self.shared, self.spec, Beginning::Alive(running))
+                Owner::new(self.shared, self.spec, Initial::Alive(running))
             }
             End::Off(reason, detail) => {
                 let stopped = self.clear_away(reason, detail).await;
-                Owner::new(self.shared, self.spec, Beginning::Stopped(stopped))
+                Owner::new(self.shared, self.spec, Initial::Stopped(stopped))
             }
         };
         let owner = owner.with_key(self.kek);
@@ -156,7 +157,7 @@ impl LeftRunning {
         owner.run(calls).await;
     }
 
-    async fn until_end(&mut self, calls: &mut mpsc::Receiver<Asked>) -> End {
+    async fn until_end(&mut self, calls: &mut mpsc::Receiver<Request>) -> End {
         let mut care = tokio::time::interval(INTERVAL);
         care.set_missed_tick_behavior(MissedTickBehavior::Delay);
         // The first tick comes at once, and the agent has just tried.
@@ -191,7 +192,7 @@ impl LeftRunning {
         match call {
             Call::Register(spec, to) => drop(to.send(self.register(spec))),
             Call::Unregister(to) => {
-                drop(to.send(rules::may_unregister(&self.spec, Power::Running)));
+                drop(to.send(self.situation().may(Action::Unregister, None).map(drop)));
             }
             Call::OfferKey(key, to) => drop(to.send(self.offer_key(&key))),
             // It runs.
@@ -208,15 +209,22 @@ impl LeftRunning {
                 });
             }
             Call::ChangeKeys(_, _, to) => drop(to.send(Err(self.refusal()))),
-            Call::CreateDisk(_, _, to) | Call::DeleteDisk(_, to) => {
-                drop(to.send(Err(self.refusal())));
-            }
-            Call::ExportDisk(_, _, _, to) => drop(to.send(Err(self.refusal()))),
+            Call::DeleteDisk(_, to)
+            | Call::ExamineJob(_, to)
+            | Call::PutJob(_, _, to)
+            | Call::CommitJob(_, _, to)
+            | Call::CancelJob(_, _, to) => drop(to.send(Err(self.refusal()))),
+            Call::Job(_, to) => drop(to.send(Err(self.refusal()))),
             Call::Console(_, to) | Call::Expose(_, _, to) => drop(to.send(Err(self.refusal()))),
             Call::Bitmaps(_, _, to) => drop(to.send(Err(self.refusal()))),
             Call::Replica(_, to) => drop(to.send(Err(self.refusal()))),
         }
         None
+    }
+
+    fn situation(&self) -> Situation<'_> {
+        let (power, changing_keys, disks) = (Power::Running, false, Vec::new());
+        Situation { spec: &self.spec, power, changing_keys, disks }
     }
 
     fn refusal(&self) -> Problem {
@@ -225,8 +233,8 @@ impl LeftRunning {
 
     /// The server says what the VM is, which an unreadable record does not.
     fn register(&mut self, spec: VmSpec) -> Result<(), Problem> {
-        if let Why::Processes(..) = self.why {
-            rules::may_register(&self.spec, &spec, Power::Running)?;
+        if matches!(self.why, Why::Processes(..)) && self.spec != spec {
+            self.situation().may(Action::Register, None)?;
         }
         if self.spec.key != spec.key {
             self.kek = None;
@@ -304,7 +312,7 @@ impl LeftRunning {
             (&self.why, &self.reconnecting, &self.slot)
         {
             let (directory, record, slot) = (self.directory.clone(), record.clone(), slot.clone());
-            let work = async move { adopt::reconnect(&directory, &record, slot).await };
+            let work = async move { reconnect::reconnect(&directory, &record, slot).await };
             self.reconnecting = Some(tokio::spawn(work));
         }
         None
@@ -340,7 +348,7 @@ impl LeftRunning {
         {
             tracing::warn!(%vm, %error, "the death of a VM cannot be put on record");
         }
-        if let Err(error) = adopt::bury(&self.directory).await {
+        if let Err(error) = reconnect::clear_away(&self.directory).await {
             tracing::warn!(%vm, %error, "cannot remove the run directory of a VM");
         }
         stopped
@@ -349,7 +357,7 @@ impl LeftRunning {
 
 /// What is known of a VM whose record cannot be read, until the server registers it.
 pub fn unknown_spec(vm: VmId) -> VmSpec {
-    VmSpec { vm, name: vm.to_string(), vcpus: 1, memory: 0, key: None, disks: Vec::new() }
+    VmSpec { vm, name: vm.to_string(), vcpus: 1, memory: 0, key: None, devices: Vec::new() }
 }
 
 async fn ended(qemu: Option<&Process>) {

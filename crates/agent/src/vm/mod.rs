@@ -19,13 +19,16 @@ mod adopt;
 pub(crate) mod board;
 mod exposed;
 mod images;
-mod jobs;
 mod left_running;
 mod owner;
+mod reconnect;
+mod report;
 mod running;
+mod serve;
 mod service;
 mod start;
 pub(crate) mod vms;
+mod workers;
 
 use std::fs::File;
 use std::sync::Arc;
@@ -33,10 +36,10 @@ use std::sync::Arc;
 use tokio::sync::{mpsc, oneshot};
 use vmseal_api::filter::{BitmapChange, BitmapStatus, ReplicaStatus};
 use vmseal_api::host::{
-    Accelerator, ConsoleClaim, ConsoleStream, ExportSpec, ExportStep, Exposing, ImageSource,
-    KeyReference, PowerOff, SealedKey, Stopped, VmSpec,
+    Accelerator, ConsoleClaim, ConsoleStream, Exposing, JobSpec, JobStatus, KeyReference, PowerOff,
+    SealedKey, Stopped, VmSpec,
 };
-use vmseal_api::id::{DiskId, VmId};
+use vmseal_api::id::{DiskId, TaskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request_id::{self, RequestId};
 
@@ -89,12 +92,18 @@ pub enum Call {
     OfferKey(SealedKey, Reply<()>),
     /// To see to the keys of its disks, which it is registered with this one for.
     ChangeKeys(KeyReference, Box<Change>, Reply<()>),
-    /// To make a disk.
-    CreateDisk(DiskId, Option<ImageSource>, Reply<()>),
     /// To remove a disk.
     DeleteDisk(DiskId, Reply<()>),
-    /// To take a step of an export.
-    ExportDisk(DiskId, ExportStep, ExportSpec, Reply<()>),
+    /// Whether a job could be put.
+    ExamineJob(JobSpec, Reply<()>),
+    /// To begin a task's job, or to go on with it.
+    PutJob(TaskId, JobSpec, Reply<()>),
+    /// How far a task's job is.
+    Job(TaskId, Reply<JobStatus>),
+    /// To finish a task's job.
+    CommitJob(TaskId, JobSpec, Reply<()>),
+    /// To stop a task's job.
+    CancelJob(TaskId, JobSpec, Reply<()>),
     /// To start.
     PowerOn(Reply<()>),
     /// To stop.
@@ -112,7 +121,7 @@ pub enum Call {
 /// What becomes of the keys that open a VM's disks.
 pub enum Change {
     /// They are only tried.
-    Nothing,
+    None,
     /// This one opens them, too.
     Add(KeyReference, SealedKey),
     /// The registered one alone opens them.
@@ -121,13 +130,13 @@ pub enum Change {
 
 /// The way to a VM's owner.
 #[derive(Clone)]
-pub struct Vm(mpsc::Sender<Asked>);
+pub struct Vm(mpsc::Sender<Request>);
 
 /// A call, and the request that it is made for.
-type Asked = (Option<RequestId>, Call);
+type Request = (Option<RequestId>, Call);
 
 /// What a VM begins its time with this agent as.
-pub enum Beginning {
+pub enum Initial {
     /// Off, never seen.
     New,
     /// Off: it ended, died, or was found dead.
@@ -141,15 +150,15 @@ pub enum Beginning {
 impl Vm {
     /// Begins to own a VM.
     #[must_use]
-    pub fn own(shared: Arc<Shared>, spec: VmSpec, beginning: Beginning) -> Self {
+    pub fn own(shared: Arc<Shared>, spec: VmSpec, initial: Initial) -> Self {
         let (sender, calls) = mpsc::channel(CALLS_MAX);
         // Posted before it is known: who knows it sees it.
-        if let Beginning::LeftRunning(left) = beginning {
+        if let Initial::LeftRunning(left) = initial {
             left.post();
             tokio::spawn(left.run(calls));
             return Self(sender);
         }
-        let owner = owner::Owner::new(shared, spec, beginning);
+        let owner = owner::Owner::new(shared, spec, initial);
         owner.post();
         tokio::spawn(owner.run(calls));
         Self(sender)
@@ -157,7 +166,7 @@ impl Vm {
 
     /// The way to an owner that a test plays.
     #[cfg(test)]
-    pub(crate) fn unheard() -> (Self, mpsc::Receiver<Asked>) {
+    pub(crate) fn unheard() -> (Self, mpsc::Receiver<Request>) {
         let (sender, calls) = mpsc::channel(CALLS_MAX);
         (Self(sender), calls)
     }

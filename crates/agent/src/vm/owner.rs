@@ -2,6 +2,7 @@
 
 mod bitmaps;
 mod exposures;
+mod jobs;
 mod key_change;
 mod replicas;
 
@@ -14,8 +15,7 @@ use tokio::sync::{mpsc, oneshot};
 use tokio::task::{JoinHandle, spawn_blocking};
 use tokio::time::{Instant, sleep_until};
 use vmseal_api::host::{
-    ConsoleClaim, ConsoleStream, DiskFacts, DiskPhase, DiskSpec, DiskState, ExportPhase,
-    ExportSpec, ExportState, ExportStep, ImageSource, KeyReference, KeyState, Notice, Power,
+    ConsoleClaim, ConsoleStream, DiskFacts, DiskState, KeyReference, KeyState, Notice, Power,
     PowerOff, SealedKey, StopReason, Stopped, VmSpec, VmState,
 };
 use vmseal_api::id::DiskId;
@@ -24,23 +24,25 @@ use vmseal_api::request_id::{self, RequestId};
 use vmseal_secret::SecretBytes;
 
 use self::key_change::{KeyChange, changed};
-use super::exposed::Door;
-use super::jobs::{Jobs, Report};
-use super::running::{Ending, Happening, Running};
-use super::service::{Attempt, Service};
-use super::start::{Plan, start};
-use super::{Asked, Beginning, Call, Change, Shared, images, internal};
+use super::exposed::ConnectionSender;
+use super::report::Report;
+use super::running::{Ending, ProcessEvent, Running};
+use super::serve::Plan;
+use super::service::{Attempt, Service, ServiceEvent};
+use super::start::start;
+use super::workers::Workers;
+use super::{Call, Change, Initial, Request, Shared, images, internal};
 use crate::filter;
 use crate::filter::metrics;
 use crate::hypervisor::console::Refused;
+use crate::jobs::Jobs;
 use crate::process::restarts::Restarts;
 use crate::process::{Exit, Process};
-use crate::rules::{self, PowerOn, find_disk};
-use crate::storage::disk::{self, Recipe};
+use crate::rules::exclusion::{Action, Activity, Permission, Situation};
+use crate::rules::{self, find_disk};
+use crate::storage::builder;
 use crate::storage::disk_keys::DiskKeys;
-use crate::storage::export::{self, Order};
 use crate::storage::locked::Access;
-use crate::storage::patience;
 use crate::storage::replica;
 
 /// How often running processes are looked after.
@@ -57,9 +59,9 @@ enum State {
 
 /// What comes to the owner.
 enum Event {
-    Call(Option<Asked>),
+    Call(Option<Request>),
     Started(Box<StartResult>),
-    Happened(Happening),
+    Process(ProcessEvent),
     PatienceOver,
     Disk(DiskId, Report),
     KeysChanged(Result<(), Problem>),
@@ -74,11 +76,12 @@ pub struct Owner {
     stopped: Option<Stopped>,
     /// Also on record.
     died: Option<Stopped>,
-    phases: BTreeMap<DiskId, DiskPhase>,
-    exports: BTreeMap<DiskId, ExportState>,
+    /// The disks that this agent has made, or found whole.
+    made: BTreeMap<DiskId, DiskFacts>,
     jobs: Jobs,
+    workers: Workers,
     /// The ways to who serves disks that are exposed, or were: these end by themselves.
-    exposed: BTreeMap<DiskId, Door>,
+    exposed: BTreeMap<DiskId, ConnectionSender>,
     /// Of disks that answered with errors while they were exposed; until they are used again.
     exposed_errors: BTreeMap<DiskId, Vec<Notice>>,
     changing_keys: Option<KeyChange>,
@@ -95,12 +98,12 @@ pub struct Owner {
 }
 
 impl Owner {
-    pub fn new(shared: Arc<Shared>, spec: VmSpec, beginning: Beginning) -> Self {
-        let (state, stopped) = match beginning {
+    pub fn new(shared: Arc<Shared>, spec: VmSpec, initial: Initial) -> Self {
+        let (state, stopped) = match initial {
             // One that is left running is owned when that has ended.
-            Beginning::New | Beginning::LeftRunning(_) => (State::Off, None),
-            Beginning::Stopped(stopped) => (State::Off, Some(stopped)),
-            Beginning::Alive(running) => (State::Running(running), None),
+            Initial::New | Initial::LeftRunning(_) => (State::Off, None),
+            Initial::Stopped(stopped) => (State::Off, Some(stopped)),
+            Initial::Alive(running) => (State::Running(running), None),
         };
         let died = stopped.clone().filter(|stopped| stopped.reason.is_death());
         Self {
@@ -110,9 +113,9 @@ impl Owner {
             kek: None,
             stopped,
             died,
-            phases: BTreeMap::new(),
-            exports: BTreeMap::new(),
-            jobs: Jobs::new(),
+            made: BTreeMap::new(),
+            jobs: Jobs::default(),
+            workers: Workers::new(),
             exposed: BTreeMap::new(),
             exposed_errors: BTreeMap::new(),
             changing_keys: None,
@@ -129,7 +132,7 @@ impl Owner {
         Self { kek, ..self }
     }
 
-    pub async fn run(mut self, mut calls: mpsc::Receiver<Asked>) {
+    pub async fn run(mut self, mut calls: mpsc::Receiver<Request>) {
         self.found_unserved();
         let mut care = tokio::time::interval(CARE_INTERVAL);
         care.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
@@ -137,7 +140,7 @@ impl Owner {
             let event = tokio::select! {
                 call = calls.recv() => Event::Call(call),
                 event = next(&mut self.state) => event,
-                (disk, report) = self.jobs.next() => Event::Disk(disk, report),
+                (disk, report) = self.workers.next() => Event::Disk(disk, report),
                 result = changed(&mut self.changing_keys) => Event::KeysChanged(result),
                 _ = care.tick() => Event::Care,
             };
@@ -181,16 +184,16 @@ impl Owner {
     /// Shows the server how the VM stands.
     pub fn post(&self) {
         let disk =
-            |(disk, phase): (&DiskId, &DiskPhase)| DiskState { disk: *disk, phase: phase.clone() };
+            |(disk, facts): (&DiskId, &DiskFacts)| DiskState { disk: *disk, facts: facts.clone() };
         let state = VmState {
             vm: self.spec.vm,
             power: self.power(),
             key: self.key(),
             stopped: self.stopped.clone(),
             died: self.died.clone(),
-            disks: self.phases.iter().map(disk).collect(),
+            disks: self.made.iter().map(disk).collect(),
             notices: self.notices(),
-            exports: self.exports.values().cloned().collect(),
+            jobs: self.jobs.statuses(),
             request_id: self.request.as_ref().map(ToString::to_string),
         };
         self.shared.board.post(self.spec.vm, Some(state));
@@ -223,11 +226,12 @@ impl Owner {
                 Ok(task) => self.changing_keys = Some(KeyChange { task, reply: to }),
                 refused => reply!(to, refused.map(drop)),
             },
-            Call::CreateDisk(disk, source, to) => reply!(to, self.create_disk(disk, source)),
             Call::DeleteDisk(disk, to) => reply!(to, self.delete_disk(disk).await),
-            Call::ExportDisk(disk, step, spec, to) => {
-                reply!(to, self.export_disk(disk, step, spec).await);
-            }
+            Call::ExamineJob(spec, to) => reply!(to, self.examine_job(spec).await),
+            Call::PutJob(task, spec, to) => reply!(to, self.put_job(task, spec).await),
+            Call::Job(task, to) => reply!(to, self.jobs.status(task)),
+            Call::CommitJob(task, spec, to) => reply!(to, self.commit_job(task, spec).await),
+            Call::CancelJob(task, spec, to) => reply!(to, self.cancel_job(task, spec).await),
             Call::PowerOn(to) => reply!(to, self.power_on()),
             Call::PowerOff(how, to) => reply!(to, self.power_off(how).await),
             Call::Console(claim, to) => reply!(to, self.console(claim).await),
@@ -244,39 +248,31 @@ impl Owner {
             Event::Started(result) => {
                 request_id::during(self.request.clone(), self.started(*result)).await;
             }
-            Event::Happened(Happening::Reported(event)) => {
+            Event::Process(ProcessEvent::Reported(event)) => {
                 if let State::Running(running) | State::Stopping { running, .. } = &mut self.state {
-                    running.last_words.hear(event);
+                    running.qemu_end.note(event);
                 }
             }
-            Event::Happened(Happening::FilterEnded(exit)) => self.filter_ended(exit).await,
-            Event::Happened(Happening::ServedAgain(Ok(filter))) => self.served_again(filter),
-            Event::Happened(Happening::ServedAgain(Err(problem))) => {
+            Event::Process(ProcessEvent::Service(ServiceEvent::FilterEnded(exit))) => {
+                self.filter_ended(exit).await
+            }
+            Event::Process(ProcessEvent::Service(ServiceEvent::ServedAgain(Ok(filter)))) => {
+                self.served_again(filter)
+            }
+            Event::Process(ProcessEvent::Service(ServiceEvent::ServedAgain(Err(problem)))) => {
                 let why =
                     format!("its filter process died and no other can serve its disks: {problem}");
                 self.end_unserved(&why).await;
             }
-            Event::Happened(Happening::QemuEnded(exit)) => self.qemu_ended(Some(exit)).await,
-            Event::Happened(Happening::MonitorLost) => self.qemu_ended(None).await,
+            Event::Process(ProcessEvent::QemuEnded(exit)) => self.qemu_ended(Some(exit)).await,
+            Event::Process(ProcessEvent::MonitorLost) => self.qemu_ended(None).await,
             Event::PatienceOver => {
                 if let Some(running) = self.take_running() {
-                    tracing::info!(vm = %self.spec.vm, "the guest has not heeded the wish to shut down");
+                    tracing::info!(vm = %self.spec.vm, "the guest has not shut down in the time that it was given");
                     self.state = State::Running(Box::new(running));
                 }
             }
-            Event::Disk(disk, Report::Making(phase)) => {
-                self.phases.insert(disk, phase);
-            }
-            Event::Disk(disk, Report::Exporting(state)) => {
-                self.exports.insert(disk, state);
-            }
-            Event::Disk(disk, Report::ExposedErrors(errors)) => {
-                self.exposed_errors.insert(disk, errors);
-            }
-            Event::Disk(disk, Report::Exposed(holder)) => {
-                self.exposed.remove(&disk);
-                drop(holder);
-            }
+            Event::Disk(disk, report) => self.reported(disk, report).await,
             Event::KeysChanged(result) => {
                 if let Some(change) = self.changing_keys.take() {
                     let _ = change.reply.send(result);
@@ -338,7 +334,7 @@ impl Owner {
 
     /// Begins to start another filter, where one is needed and the key that it needs is here.
     fn serve_again(&mut self) {
-        let needs_key = self.spec.disks.iter().any(|disk| disk.encrypted) && self.kek.is_none();
+        let needs_key = self.spec.disks().any(|disk| disk.encrypted) && self.kek.is_none();
         if needs_key || !self.running().is_some_and(|running| running.service.waits()) {
             return;
         }
@@ -346,7 +342,13 @@ impl Owner {
         let Some(running) = self.running() else { return };
         match plan {
             Ok(plan) => {
-                let attempt = Attempt::begin(shared, running, plan);
+                let attempt = Attempt::begin(
+                    shared,
+                    running.directory.clone(),
+                    running.slot.clone(),
+                    running.qmp.clone(),
+                    plan,
+                );
                 running.service = Service::Down(Some(attempt));
             }
             Err(problem) => tracing::error!(%problem, "the disks cannot be served again"),
@@ -391,7 +393,7 @@ impl Owner {
         self.restarts = Restarts::default();
         // Their filter is gone.
         for disk in std::mem::take(&mut self.exposed).into_keys() {
-            self.jobs.cancel(disk).await;
+            self.workers.cancel(disk).await;
         }
         let stopped = Stopped { at: Timestamp::now(), reason, detail };
         if reason.is_death() {
@@ -422,25 +424,35 @@ impl Owner {
     }
 
     fn register(&mut self, spec: VmSpec) -> Result<(), Problem> {
-        rules::may_register(&self.spec, &spec, self.power())?;
+        // Repeating the same is always allowed.
         if self.spec != spec {
-            self.keys_are_settled()?;
+            self.situation().may(Action::Register, None)?;
         }
         if self.spec.key != spec.key {
             self.kek = None;
         }
-        self.phases.retain(|id, _| spec.disks.iter().any(|disk| disk.disk == *id));
-        self.exports.retain(|id, _| spec.disks.iter().any(|disk| disk.disk == *id));
+        self.made.retain(|disk, _| spec.disk(*disk).is_some());
+        self.jobs.keep_disks_of(&spec);
         self.spec = spec;
         Ok(())
     }
 
+    /// What is so of the VM, and under way on it.
+    fn situation(&self) -> Situation<'_> {
+        let exposed = self.exposed.keys().map(|disk| (*disk, Activity::Exposed));
+        Situation {
+            spec: &self.spec,
+            power: self.power(),
+            changing_keys: self.changing_keys.is_some(),
+            disks: self.jobs.activities().chain(exposed).collect(),
+        }
+    }
+
     async fn unregister(&mut self) -> Result<(), Problem> {
-        rules::may_unregister(&self.spec, self.power())?;
-        self.keys_are_settled()?;
-        self.nothing_is_exposed()?;
-        for disk in self.spec.disks.iter().map(|disk| disk.disk) {
-            self.jobs.cancel(disk).await;
+        self.situation().may(Action::Unregister, None)?;
+        let working: Vec<_> = self.jobs.activities().map(|(disk, _)| disk).collect();
+        for disk in working {
+            self.workers.cancel(disk).await;
         }
         self.shared.deaths.forget(self.spec.vm).map_err(internal)
     }
@@ -460,41 +472,25 @@ impl Owner {
         self.kek.as_ref().map(SecretBytes::try_clone).transpose().map_err(internal)
     }
 
-    /// Nothing is done with a VM's disks while their keys are looked at or changed.
-    fn keys_are_settled(&self) -> Result<(), Problem> {
-        if self.changing_keys.is_none() {
-            return Ok(());
-        }
-        let what = format!("the keys of VM '{}' are being changed: wait a moment", self.spec.name);
-        Err(Problem::new(ErrorCode::InUse, what))
-    }
-
     /// Begins to look at or change the keys of the disks.
     fn change_keys(
         &self,
         registered: &KeyReference,
         change: Change,
     ) -> Result<JoinHandle<Result<(), Problem>>, Problem> {
-        // Whoever lost the answer asks again, and is answered when it has ended.
-        self.keys_are_settled()
-            .map_err(|problem| Problem::new(ErrorCode::TimedOut, problem.detail))?;
-        rules::may_change_keys(&self.spec, self.power(), self.key(), registered)?;
-        self.nothing_is_exposed()?;
-        if !self.jobs.is_empty() {
-            let what = format!("a disk of VM '{}' is being looked at or exported", self.spec.name);
-            return Err(Problem::new(ErrorCode::InUse, what));
-        }
+        self.situation().may(Action::ChangeKeys, None)?;
+        rules::check_key_change(&self.spec, self.key(), registered)?;
         let kek = self.clone_kek()?.ok_or_else(|| internal("the key that is held is not there"))?;
         let other = match &change {
             Change::Add(key, sealed) => {
                 Some((key.clone(), self.shared.key_box.open(self.spec.vm, key, sealed)?))
             }
-            Change::Nothing | Change::DropOthers => None,
+            Change::None | Change::DropOthers => None,
         };
         let (spec, registered) = (self.spec.clone(), registered.clone());
         let work = move || {
             let access = match change {
-                Change::Nothing => Access::Read,
+                Change::None => Access::Read,
                 Change::Add(..) | Change::DropOthers => Access::Write,
             };
             let mut opened = DiskKeys::open(&spec, &registered, &kek, access)?;
@@ -507,151 +503,36 @@ impl Owner {
         Ok(spawn_blocking(work))
     }
 
-    fn create_disk(&mut self, disk: DiskId, source: Option<ImageSource>) -> Result<(), Problem> {
-        self.keys_are_settled()?;
-        let disk = find_disk(&self.spec, disk)?.clone();
-        if self.jobs.has(disk.disk) {
-            return self.not_exporting(&disk);
-        }
-        rules::may_create_disk(&self.spec, &disk, self.power(), self.key())?;
-        let kek = if disk.encrypted { self.clone_kek()? } else { None };
-        // A disk that is made stays so while it is looked at again.
-        let ready = matches!(self.phases.get(&disk.disk), Some(DiskPhase::Ready { .. }));
-        if !ready {
-            self.phases.insert(disk.disk, DiskPhase::Creating { done: 0, total: 0 });
-        }
-        let recipe = Recipe { spec: self.spec.clone(), disk, kek, source };
-        self.jobs.begin(&self.shared, recipe);
-        Ok(())
-    }
-
     async fn delete_disk(&mut self, disk: DiskId) -> Result<(), Problem> {
         let disk = find_disk(&self.spec, disk)?.clone();
-        rules::may_delete_disk(&self.spec, &disk, self.power())?;
-        self.keys_are_settled()?;
-        self.not_exporting(&disk)?;
-        self.not_exposed(disk.disk)?;
-        self.jobs.cancel(disk.disk).await;
+        self.situation().may(Action::DeleteDisk, Some(&disk))?;
+        for given_up in self.jobs.remove_disk(disk.disk) {
+            self.workers.cancel(given_up).await;
+        }
         replica::delete_with(self.spec.vm, &disk).await?;
-        self.phases.remove(&disk.disk);
+        self.made.remove(&disk.disk);
         self.exposed_errors.remove(&disk.disk);
         self.exchanged.retain(|notice| notice.disk != Some(disk.disk));
         self.header_notices.retain(|notice| notice.disk != Some(disk.disk));
         Ok(())
     }
 
-    fn not_exporting(&self, disk: &DiskSpec) -> Result<(), Problem> {
-        match self.exports.get(&disk.disk).map(|export| &export.phase) {
-            Some(ExportPhase::Writing { .. }) => {
-                let what =
-                    format!("disk '{}' is being exported: wait, or cancel the task", disk.name);
-                Err(Problem::new(ErrorCode::InUse, what))
-            }
-            _ => Ok(()),
-        }
-    }
-
-    async fn export_disk(
-        &mut self,
-        disk: DiskId,
-        step: ExportStep,
-        spec: ExportSpec,
-    ) -> Result<(), Problem> {
-        let disk = find_disk(&self.spec, disk)?.clone();
-        rules::check_export(&spec)?;
-        let same = self.exports.get(&disk.disk).filter(|known| known.export == spec.export);
-        let phase = same.map(|known| known.phase.clone());
-        let record = self.shared.run_dir.exported(disk.disk);
-        let transfer = self.shared.transfer.clone();
-        match (step, phase) {
-            (ExportStep::Begin, Some(ExportPhase::Writing { .. } | ExportPhase::Written)) => Ok(()),
-            (ExportStep::Check, _) => self.ready_to_export(&disk, spec).await.map(drop),
-            (ExportStep::Begin, _) => self.begin_export(disk, spec).await,
-            (ExportStep::Finish, Some(ExportPhase::Writing { .. })) => {
-                Err(rules::wrong_state(&self.spec, "has not written the export yet"))
-            }
-            (ExportStep::Finish, _) => {
-                let named = spawn_blocking(move || export::name(&spec, &record, &transfer));
-                named.await.map_err(internal)?
-            }
-            (ExportStep::Drop, phase) => {
-                // Its last words are about what is removed here.
-                let written = matches!(phase, Some(ExportPhase::Writing { .. }));
-                if written {
-                    self.jobs.cancel(disk.disk).await;
-                }
-                if phase.is_some() {
-                    self.exports.remove(&disk.disk);
-                }
-                let removed = spawn_blocking(move || export::remove(&spec, &record, &transfer));
-                let removed = removed.await.map_err(internal)?;
-                if written { Ok(()) } else { removed }
-            }
-        }
-    }
-
-    /// What is to be done, where nothing speaks against it.
-    async fn ready_to_export(&self, disk: &DiskSpec, spec: ExportSpec) -> Result<Order, Problem> {
-        self.keys_are_settled()?;
-        let facts = self.facts(disk);
-        let (power, key) = (self.power(), self.key());
-        rules::may_export(&self.spec, disk, spec.format, power, key, facts.is_some())?;
-        self.not_exposed(disk.disk)?;
-        if self.jobs.has(disk.disk) {
-            self.not_exporting(disk)?;
-            let what = format!("disk '{}' is being looked at. Try again in a moment", disk.name);
-            return Err(Problem::new(ErrorCode::InUse, what));
-        }
-        let (wanted, transfer) = (spec.clone(), self.shared.transfer.clone());
-        patience::look(&spec.to, move || export::check(&wanted, &transfer)).await?;
-        let open = |sealed| self.shared.key_box.open_passphrase(self.spec.vm, disk.disk, sealed);
-        let passphrase = spec.passphrase.as_ref().map(open).transpose()?;
-        let Some(facts) = facts else { return Err(internal("a disk without facts")) };
-        let kek = if disk.encrypted { self.clone_kek()? } else { None };
-        let record = self.shared.run_dir.exported(disk.disk);
-        let (vm, disk) = (self.spec.clone(), disk.clone());
-        Ok(Order { spec: vm, disk, facts, kek, export: spec, passphrase, record })
-    }
-
-    async fn begin_export(&mut self, disk: DiskSpec, spec: ExportSpec) -> Result<(), Problem> {
-        let order = self.ready_to_export(&disk, spec).await?;
-        let phase = ExportPhase::Writing { done: 0, total: disk.size };
-        let state = ExportState { export: order.export.export, disk: disk.disk, phase };
-        self.exports.insert(disk.disk, state);
-        self.jobs.begin_export(&self.shared, order);
-        Ok(())
-    }
-
-    /// What is pinned of a disk, by the inventory or by the work that has just made it.
-    fn facts(&self, disk: &DiskSpec) -> Option<DiskFacts> {
-        disk.facts.clone().or_else(|| match self.phases.get(&disk.disk) {
-            Some(DiskPhase::Ready { facts }) => Some(facts.clone()),
-            _ => None,
-        })
-    }
-
     /// What is started; the rules have seen that all disks are made.
     fn plan(&self) -> Result<Plan, Problem> {
-        let disks = self.spec.disks.iter();
+        let disks = self.spec.disks();
         let disks = disks.filter_map(|disk| Some((disk.clone(), self.facts(disk)?))).collect();
         Ok(Plan { spec: self.spec.clone(), disks, kek: self.clone_kek()? })
     }
 
     fn power_on(&mut self) -> Result<(), Problem> {
-        let phase = |disk| self.phases.get(&disk).cloned();
-        if rules::may_power_on(&self.spec, self.power(), self.key(), phase)? == PowerOn::Already {
+        if self.situation().may(Action::PowerOn, None)? == Permission::Already {
             return Ok(());
         }
-        self.keys_are_settled()?;
-        self.nothing_is_exposed()?;
-        if !self.jobs.is_empty() {
-            let what = "cannot start while a disk is being looked at or exported. Try again in a moment, or cancel the export's task";
-            return Err(rules::wrong_state(&self.spec, what));
-        }
+        rules::check_start(&self.spec, self.key(), |disk| self.facts(disk).is_some())?;
         let plan = self.plan()?;
         let (shared, directory) = (self.shared.clone(), self.shared.run_dir.vm(self.spec.vm));
         // Not free for another VM before the last process of this one is gone.
-        let slot = Arc::new(self.shared.users.take().ok_or_else(disk::too_many)?);
+        let slot = Arc::new(self.shared.users.take().ok_or_else(builder::too_many)?);
         let (cancel, cancelled) = oneshot::channel();
         tracing::info!(vm = %self.spec.vm, name = self.spec.name, "the VM is being started");
         let work = async move {
@@ -677,17 +558,17 @@ impl Owner {
 
     async fn power_off(&mut self, how: PowerOff) -> Result<(), Problem> {
         let patience = match how {
-            PowerOff::Shutdown { seconds } => rules::patience(seconds)?,
+            PowerOff::Shutdown { seconds } => {
+                let patience = rules::patience(seconds)?;
+                self.situation().may(Action::ShutDown, None)?;
+                patience
+            }
             PowerOff::Force => Duration::ZERO,
         };
         match (std::mem::replace(&mut self.state, State::Off), how) {
             (State::Off, _) => {}
-            (state @ State::Starting { .. }, PowerOff::Shutdown { .. }) => {
-                self.state = state;
-                let what =
-                    "is only being started: its guest cannot be asked yet. Wait, or force it off";
-                return Err(rules::wrong_state(&self.spec, what));
-            }
+            // Refused above.
+            (state @ State::Starting { .. }, PowerOff::Shutdown { .. }) => self.state = state,
             (State::Starting { task, cancel }, PowerOff::Force) => {
                 self.request = request_id::current();
                 // It may just have got there; then it is ended like one that runs.
@@ -723,6 +604,7 @@ impl Owner {
     }
 
     async fn console(&mut self, claim: ConsoleClaim) -> Result<ConsoleStream, Problem> {
+        self.situation().may(Action::Console, None)?;
         let attached = match &self.state {
             State::Running(running) | State::Stopping { running, .. } => {
                 running.console.attach(claim).await
@@ -746,9 +628,9 @@ async fn next(state: &mut State) -> Event {
         State::Starting { task, .. } => {
             Event::Started(Box::new(task.await.unwrap_or_else(|error| Err(internal(error)))))
         }
-        State::Running(running) => Event::Happened(running.next().await),
+        State::Running(running) => Event::Process(running.next().await),
         State::Stopping { running, until } => tokio::select! {
-            happening = running.next() => Event::Happened(happening),
+            event = running.next() => Event::Process(event),
             () = sleep_until(*until) => Event::PatienceOver,
         },
     }

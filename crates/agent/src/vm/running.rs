@@ -8,9 +8,8 @@ use tokio::sync::mpsc;
 use tokio::time::timeout;
 use vmseal_api::filter::{DiskActivity, FilterStatus};
 use vmseal_api::host::{DatastoreLocation, Notice, NoticeCode, StopReason, VmSpec};
-use vmseal_api::problem::Problem;
 
-use super::service::Service;
+use super::service::{Service, ServiceEvent};
 use crate::filter::{self, Control, FilterError};
 use crate::hypervisor::console::Console;
 use crate::hypervisor::qemu;
@@ -38,20 +37,20 @@ pub struct Running {
     /// Freed when the processes are gone.
     pub slot: Arc<Slot>,
     /// What QEMU has said about its end.
-    pub last_words: LastWords,
+    pub qemu_end: QemuEnd,
     /// Whether the filter was found without QEMU when it was last asked.
     pub left: bool,
 }
 
 /// What QEMU has said about its end.
 #[derive(Clone, Debug, Default)]
-pub struct LastWords {
+pub struct QemuEnd {
     shutdown: Option<ShutdownReason>,
     panicked: bool,
 }
 
-impl LastWords {
-    pub fn hear(&mut self, event: Event) {
+impl QemuEnd {
+    pub fn note(&mut self, event: Event) {
         match event {
             Event::Shutdown(reason) => self.shutdown = Some(reason),
             Event::GuestPanicked => self.panicked = true,
@@ -71,13 +70,11 @@ impl LastWords {
 
 /// What can happen to running processes.
 #[derive(Debug)]
-pub enum Happening {
+pub enum ProcessEvent {
     /// QEMU has ended.
     QemuEnded(Exit),
-    /// The filter has ended.
-    FilterEnded(Exit),
-    /// Another one serves the disks, or none can.
-    ServedAgain(Result<Process, Problem>),
+    /// Something happens to who serves the disks.
+    Service(ServiceEvent),
     /// QEMU reports something.
     Reported(Event),
     /// QEMU's monitor is gone; QEMU ends, or must be ended.
@@ -89,13 +86,13 @@ pub type Ending = (StopReason, String);
 
 impl Running {
     /// The next thing that happens.
-    pub async fn next(&mut self) -> Happening {
+    pub async fn next(&mut self) -> ProcessEvent {
         tokio::select! {
             // In this order: what QEMU says about its end comes before its end.
             biased;
-            event = self.events.recv() => event.map_or(Happening::MonitorLost, Happening::Reported),
-            exit = self.qemu.ended() => Happening::QemuEnded(exit),
-            happening = self.service.next() => happening,
+            event = self.events.recv() => event.map_or(ProcessEvent::MonitorLost, ProcessEvent::Reported),
+            exit = self.qemu.ended() => ProcessEvent::QemuEnded(exit),
+            event = self.service.next() => ProcessEvent::Service(event),
         }
     }
 
@@ -129,12 +126,12 @@ impl Running {
     async fn after_qemu(mut self, vm: &str, exit: Exit) -> Ending {
         let words = async {
             while let Some(event) = self.events.recv().await {
-                self.last_words.hear(event);
+                self.qemu_end.note(event);
             }
         };
         // A monitor that stays open after its process has ended is none.
         let _ = timeout(LAST_EVENTS, words).await;
-        let (reason, directory) = (self.last_words.reason(), self.directory.clone());
+        let (reason, directory) = (self.qemu_end.reason(), self.directory.clone());
         let flushed = self.end_filter().await;
         let remedy = super::remedy(vm);
         let mut detail = match reason {
@@ -225,7 +222,7 @@ fn unserved(status: &FilterStatus, left: &mut bool) -> Option<String> {
 fn troubles(spec: &VmSpec, status: &FilterStatus) -> Vec<Notice> {
     let trouble = disk_errors(spec, status);
     let behind = status.disks.iter().filter_map(|disk| {
-        let known = spec.disks.iter().find(|known| known.disk == disk.disk)?;
+        let known = spec.disks().find(|known| known.disk == disk.disk)?;
         let place = known.replica.as_ref()?;
         let detail = match &disk.replica {
             Some(replica) => {
@@ -250,7 +247,7 @@ pub fn disk_errors<'a>(
 ) -> impl Iterator<Item = Notice> + 'a {
     status.disks.iter().filter_map(|disk| {
         let trouble = disk.trouble.as_ref()?;
-        let known = spec.disks.iter().find(|known| known.disk == disk.disk)?;
+        let known = spec.disks().find(|known| known.disk == disk.disk)?;
         let DatastoreLocation::Dir { path } = &known.datastore.location;
         let detail = format!(
             "disk '{}' answers with errors: {trouble}. See that {} is there, has room and works; the guest, if it runs, goes on",
@@ -300,7 +297,7 @@ mod tests {
     #[test]
     fn a_replica_that_is_not_kept_up_is_told_of_and_one_that_is_is_not() {
         use vmseal_api::filter::ReplicaStatus;
-        use vmseal_api::host::{DatastoreSpec, DiskSpec};
+        use vmseal_api::host::{DatastoreSpec, Device, DiskSpec};
         use vmseal_api::id::DatastoreId;
         use vmseal_api::replica::ReplicaPlace;
         let place = |path: &str| DatastoreSpec {
@@ -309,7 +306,7 @@ mod tests {
         };
         let replica = ReplicaPlace { datastore: place("/two"), bytes_per_second: 1 << 20 };
         let mut spec = crate::process::run_dir::tests::spec();
-        spec.disks = vec![DiskSpec {
+        spec.devices = vec![Device::Disk(DiskSpec {
             disk: DiskId::new(),
             name: "d".to_owned(),
             datastore: place("/one"),
@@ -320,13 +317,13 @@ mod tests {
             cache: None,
             replica: Some(replica),
             facts: None,
-        }];
+        })];
         let status = |replica| FilterStatus {
             version: vmseal_api::filter::VERSION,
             pid: 1,
             vm: spec.vm,
             disks: vec![DiskStatus {
-                disk: spec.disks[0].disk,
+                disk: spec.disk_at(0).unwrap().disk,
                 state: DiskActivity::Connected,
                 counters: DiskCounters::default(),
                 trouble: None,
@@ -353,8 +350,8 @@ mod tests {
     #[test]
     fn the_reason_is_what_qemu_said_last_and_a_panic_is_one_in_any_case() {
         let after = |events: &[Event]| {
-            let mut words = LastWords::default();
-            events.iter().cloned().for_each(|event| words.hear(event));
+            let mut words = QemuEnd::default();
+            events.iter().cloned().for_each(|event| words.note(event));
             words.reason()
         };
         let guest = Event::Shutdown(ShutdownReason::Guest);

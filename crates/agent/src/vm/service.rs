@@ -22,13 +22,12 @@ use vmseal_api::host::VmSpec;
 use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::Shared;
-use super::running::{Happening, Running};
-use super::start::{self, Plan};
+use super::serve::{self, Plan};
 use crate::filter::Control;
 use crate::hypervisor::qmp::Qmp;
-use crate::process::Process;
 use crate::process::run_dir::ProcessDir;
 use crate::process::users::Slot;
+use crate::process::{Exit, Process};
 
 /// How long it is tried to start another filter. The kernel may take a while to finish what the dead one had
 /// under way on a slow disk, and holds the image's lock until then.
@@ -46,6 +45,15 @@ pub enum Service {
     Down(Option<Attempt>),
 }
 
+/// What can happen to it.
+#[derive(Debug)]
+pub enum ServiceEvent {
+    /// The filter has ended.
+    FilterEnded(Exit),
+    /// Another one serves the disks, or none can.
+    ServedAgain(Result<Process, Problem>),
+}
+
 /// Another filter is being started.
 pub struct Attempt {
     task: JoinHandle<Result<Process, Problem>>,
@@ -54,9 +62,13 @@ pub struct Attempt {
 
 impl Attempt {
     /// Begins one.
-    pub fn begin(shared: Arc<Shared>, running: &Running, plan: Plan) -> Self {
-        let (directory, slot) = (running.directory.clone(), running.slot.clone());
-        let qmp = running.qmp.clone();
+    pub fn begin(
+        shared: Arc<Shared>,
+        directory: ProcessDir,
+        slot: Arc<Slot>,
+        qmp: Arc<Qmp>,
+        plan: Plan,
+    ) -> Self {
         let (cancel, cancelled) = oneshot::channel();
         let task = tokio::spawn(async move {
             tokio::select! {
@@ -81,14 +93,14 @@ impl Service {
     }
 
     /// The next thing that happens.
-    pub async fn next(&mut self) -> Happening {
+    pub async fn next(&mut self) -> ServiceEvent {
         match self {
-            Self::Served(filter) => Happening::FilterEnded(filter.ended().await),
+            Self::Served(filter) => ServiceEvent::FilterEnded(filter.ended().await),
             Self::Down(Some(attempt)) => {
                 let result = (&mut attempt.task).await;
                 *self = Self::Down(None);
                 let failed = |error: tokio::task::JoinError| Err(super::internal(error));
-                Happening::ServedAgain(result.unwrap_or_else(failed))
+                ServiceEvent::ServedAgain(result.unwrap_or_else(failed))
             }
             Self::Down(None) => std::future::pending().await,
         }
@@ -106,7 +118,7 @@ async fn serve_again(
     let give_up = Instant::now() + PATIENCE;
     let mut pause = FIRST_PAUSE;
     loop {
-        let served = match start::filter(shared, directory, &plan, slot).await {
+        let served = match serve::filter(shared, directory, &plan, slot).await {
             Ok((filter, _)) => connected(directory, &plan.spec, filter, qmp).await,
             Err(problem) => Err(problem),
         };
@@ -131,10 +143,10 @@ async fn connected(
 ) -> Result<Process, Problem> {
     let control = Control::of(directory);
     let agreed = async {
-        start::wait_connected(&control, spec).await?;
+        serve::wait_connected(&control, spec).await?;
         // QEMU takes a filter in one go and answers its monitor afterwards.
         qmp.execute("query-status", Value::Null).await.map_err(super::internal)?;
-        start::wait_connected(&control, spec).await
+        serve::wait_connected(&control, spec).await
     };
     let result = agreed.await;
     if result.is_err() {

@@ -16,18 +16,19 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::exchange::{CONNECT_TIMEOUT, Peer};
-use super::role::SeenCertificate;
-use super::tls::{self, ClientIdentity, ShowsCertificate, TlsError};
+use super::role::{SeenCertificate, host_server_name};
+use super::tls::{self, ClientIdentity, TlsError};
 use super::websocket;
 use crate::datastore::{DatastoreCondition, DatastoreContents};
 use crate::filter::{BitmapChange, BitmapStatus, ReplicaStatus};
+use crate::host::version::{CONTRACT, CONTRACT_HEADER};
 use crate::host::{
-    ConsoleClaim, ConsoleStream, DatastoreSpec, DatastoreUsage, ExportSpec, ExportStep, Exposing,
-    HostAgent, HostDescription, HostState, ImageSource, KeyReference, NewDisk, OtherKey, PowerOff,
-    STATE_WAIT_MAX, SealedKey, VmSpec,
+    ConsoleClaim, ConsoleStream, ContractRange, DatastoreSpec, DatastoreUsage, Exposing, HostAgent,
+    HostDescription, JobSpec, JobStatus, KeyReference, NewDisk, OtherKey, PowerOff, STATE_WAIT_MAX,
+    SealedKey, ShowsCertificate, StateChange, VmSpec,
 };
-use crate::id::{DiskId, HostId, Incarnation, VmId};
-use crate::model::LogLevel;
+use crate::id::{DiskId, HostId, Incarnation, TaskId, VmId};
+use crate::log_level::LogLevel;
 use crate::problem::{ErrorCode, Problem};
 
 /// How long an agent may take to answer: a VM's processes are given half a minute to go.
@@ -35,15 +36,6 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// What an answer may need beyond the time that the agent was asked to wait for news.
 const STATE_MARGIN: Duration = Duration::from_secs(10);
-
-/// What the names in hosts' certificates end with; no resolver knows it.
-pub(super) const HOSTS_DOMAIN: &str = ".host.vmseal.internal";
-
-/// The name in the certificate of a host's agent.
-#[must_use]
-pub fn host_server_name(host: HostId) -> String {
-    format!("{host}{HOSTS_DOMAIN}")
-}
 
 /// An agent, by its host's id and address.
 pub struct HostClient {
@@ -53,6 +45,8 @@ pub struct HostClient {
     server_name: String,
     http: Client,
     tls: Arc<ClientConfig>,
+    /// The versions of the contract that this side says it speaks.
+    contract: ContractRange,
     /// What the agent showed last.
     certificate: SeenCertificate,
 }
@@ -98,8 +92,15 @@ impl HostClient {
             server_name: host_server_name(host),
             http,
             tls: Arc::new(tls),
+            contract: CONTRACT,
             certificate,
         })
+    }
+
+    /// The same, which says that it speaks other versions of the contract.
+    #[must_use]
+    pub fn speaking(self, contract: ContractRange) -> Self {
+        Self { contract, ..self }
     }
 
     fn peer(&self) -> Peer<'_> {
@@ -122,11 +123,12 @@ impl HostClient {
             server_name,
             url: self.url(path).replacen("https", "wss", 1),
             authorization: None,
+            contract: Some(self.contract),
         })
     }
 
     fn request(&self, method: Method, path: &str) -> RequestBuilder {
-        self.http.request(method, self.url(path))
+        self.http.request(method, self.url(path)).header(CONTRACT_HEADER, self.contract.to_header())
     }
 
     async fn call<T: DeserializeOwned>(&self, request: RequestBuilder) -> Result<T, Problem> {
@@ -164,11 +166,11 @@ impl HostAgent for HostClient {
         &self,
         after: Option<(Incarnation, u64)>,
         wait: Duration,
-    ) -> Result<HostState, Problem> {
+    ) -> Result<StateChange, Problem> {
         let wait = wait.min(STATE_WAIT_MAX);
         let mut path = format!("state?wait_seconds={}", wait.as_secs());
-        if let Some((incarnation, version)) = after {
-            path.push_str(&format!("&incarnation={incarnation}&after={version}"));
+        if let Some((incarnation, generation)) = after {
+            path.push_str(&format!("&incarnation={incarnation}&after={generation}"));
         }
         self.call(self.request(Method::GET, &path).timeout(wait + STATE_MARGIN)).await
     }
@@ -233,28 +235,28 @@ impl HostAgent for HostClient {
         self.command_with(Method::POST, &format!("vms/{vm}/key/drop-others"), &keep).await
     }
 
-    async fn create_disk(
-        &self,
-        vm: VmId,
-        disk: DiskId,
-        source: Option<ImageSource>,
-    ) -> Result<(), Problem> {
-        self.command_with(Method::PUT, &format!("vms/{vm}/disks/{disk}"), &source).await
+    async fn examine_job(&self, vm: VmId, spec: JobSpec) -> Result<(), Problem> {
+        self.command_with(Method::POST, &format!("vms/{vm}/examine-job"), &spec).await
+    }
+
+    async fn put_job(&self, vm: VmId, task: TaskId, spec: JobSpec) -> Result<(), Problem> {
+        self.command_with(Method::PUT, &format!("vms/{vm}/jobs/{task}"), &spec).await
+    }
+
+    async fn job(&self, vm: VmId, task: TaskId) -> Result<JobStatus, Problem> {
+        self.call(self.request(Method::GET, &format!("vms/{vm}/jobs/{task}"))).await
+    }
+
+    async fn commit_job(&self, vm: VmId, task: TaskId, spec: JobSpec) -> Result<(), Problem> {
+        self.command_with(Method::POST, &format!("vms/{vm}/jobs/{task}/commit"), &spec).await
+    }
+
+    async fn cancel_job(&self, vm: VmId, task: TaskId, spec: JobSpec) -> Result<(), Problem> {
+        self.command_with(Method::POST, &format!("vms/{vm}/jobs/{task}/cancel"), &spec).await
     }
 
     async fn delete_disk(&self, vm: VmId, disk: DiskId) -> Result<(), Problem> {
         self.command(Method::DELETE, &format!("vms/{vm}/disks/{disk}")).await
-    }
-
-    async fn export_disk(
-        &self,
-        vm: VmId,
-        disk: DiskId,
-        step: ExportStep,
-        spec: ExportSpec,
-    ) -> Result<(), Problem> {
-        let path = format!("vms/{vm}/disks/{disk}/export");
-        self.command_with(Method::POST, &path, &(step, spec)).await
     }
 
     async fn power_on(&self, vm: VmId) -> Result<(), Problem> {

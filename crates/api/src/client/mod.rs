@@ -9,11 +9,13 @@ mod host_client;
 pub mod role;
 mod server_client;
 mod tls;
+pub mod verifier;
 mod websocket;
 
-pub use host_client::{HostClient, host_server_name};
+pub use host_client::HostClient;
+pub use role::host_server_name;
 pub use server_client::ServerClient;
-pub use tls::{ClientIdentity, ShowsCertificate, TlsError};
+pub use tls::{ClientIdentity, TlsError};
 
 use crate::problem::Problem;
 

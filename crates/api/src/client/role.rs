@@ -1,17 +1,14 @@
 //! What a certificate of the control plane's authority is for: the server or a host. Each side checks it beside the
 //! authority and the name, so that no host can pass for the server, whatever names its certificate has.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
-use rustls::client::WebPkiServerVerifier;
-use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
-use rustls::crypto::CryptoProvider;
-use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
-use rustls::{CertificateError, DigitallySignedStruct, OtherError, RootCertStore, SignatureScheme};
+use rustls::pki_types::CertificateDer;
+use rustls::{CertificateError, OtherError};
 use x509_parser::extensions::GeneralName;
 use x509_parser::prelude::{FromDer, X509Certificate};
 
-use super::host_client::HOSTS_DOMAIN;
+use crate::id::HostId;
 
 /// The URI in the server's certificate.
 pub const SERVER_ROLE: &str = "urn:vmseal:server";
@@ -19,6 +16,15 @@ pub const SERVER_ROLE: &str = "urn:vmseal:server";
 /// The URI in hosts' certificates. Those that were issued before there was one have none: they are known by
 /// their name.
 pub const HOST_ROLE: &str = "urn:vmseal:host";
+
+/// What the names in hosts' certificates end with; no resolver knows it.
+const HOSTS_DOMAIN: &str = ".host.vmseal.internal";
+
+/// The name in the certificate of a host's agent.
+#[must_use]
+pub fn host_server_name(host: HostId) -> String {
+    format!("{host}{HOSTS_DOMAIN}")
+}
 
 /// What a certificate is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -73,69 +79,3 @@ pub fn check(certificate: &CertificateDer<'_>, role: Role) -> Result<(), rustls:
 
 /// The certificate (DER) that the other side showed last, once it was found good.
 pub(super) type SeenCertificate = Arc<Mutex<Option<Vec<u8>>>>;
-
-/// Accepts certificates with one role, of one authority, for the name that is asked for, and keeps the last one.
-#[derive(Debug)]
-pub(super) struct RoleVerifier {
-    authority: Arc<WebPkiServerVerifier>,
-    role: Role,
-    seen: SeenCertificate,
-}
-
-impl RoleVerifier {
-    pub(super) fn new(
-        roots: RootCertStore,
-        provider: Arc<CryptoProvider>,
-        role: Role,
-        seen: SeenCertificate,
-    ) -> Result<Self, String> {
-        let authority = WebPkiServerVerifier::builder_with_provider(Arc::new(roots), provider)
-            .build()
-            .map_err(|error| error.to_string())?;
-        Ok(Self { authority, role, seen })
-    }
-}
-
-impl ServerCertVerifier for RoleVerifier {
-    fn verify_server_cert(
-        &self,
-        end_entity: &CertificateDer<'_>,
-        intermediates: &[CertificateDer<'_>],
-        server_name: &ServerName<'_>,
-        ocsp_response: &[u8],
-        now: UnixTime,
-    ) -> Result<ServerCertVerified, rustls::Error> {
-        let verified = self.authority.verify_server_cert(
-            end_entity,
-            intermediates,
-            server_name,
-            ocsp_response,
-            now,
-        )?;
-        check(end_entity, self.role)?;
-        *self.seen.lock().unwrap_or_else(PoisonError::into_inner) = Some(end_entity.to_vec());
-        Ok(verified)
-    }
-
-    fn verify_tls12_signature(
-        &self,
-        message: &[u8],
-        certificate: &CertificateDer<'_>,
-        signature: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        self.authority.verify_tls12_signature(message, certificate, signature)
-    }
-
-    fn verify_tls13_signature(
-        &self,
-        message: &[u8],
-        certificate: &CertificateDer<'_>,
-        signature: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        self.authority.verify_tls13_signature(message, certificate, signature)
-    }
-
-    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        self.authority.supported_verify_schemes()
-    }
-}

@@ -247,6 +247,7 @@ impl ServerClient {
             server_name,
             url: url.into(),
             authorization: Some(Zeroizing::new(format!("Bearer {}", self.token.as_str()))),
+            contract: None,
         })
     }
 }

@@ -7,7 +7,8 @@ use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject;
 use rustls::{ClientConfig, RootCertStore};
 
-use super::role::{Role, RoleVerifier, SeenCertificate};
+use super::role::{Role, SeenCertificate};
+use super::verifier::{ServerOfRole, Verifier};
 
 /// Why there is no TLS with these settings.
 #[derive(Debug, thiserror::Error)]
@@ -43,8 +44,9 @@ fn builder(
     seen: SeenCertificate,
 ) -> Result<rustls::ConfigBuilder<ClientConfig, rustls::client::WantsClientCert>, TlsError> {
     let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
-    let verifier = RoleVerifier::new(roots(authority)?, Arc::clone(&provider), role, seen)
+    let check = ServerOfRole::new(roots(authority)?, Arc::clone(&provider), role, seen)
         .map_err(TlsError::Authority)?;
+    let verifier = Verifier::new(check, Arc::clone(&provider));
     Ok(ClientConfig::builder_with_provider(provider)
         .with_protocol_versions(&[&rustls::version::TLS13])?
         // It checks all that the usual one does, and the role.
@@ -65,12 +67,4 @@ pub(super) fn identified(
     let certificate = Arc::clone(&identity.certificate);
     let builder = builder(&identity.authority, Role::Host, SeenCertificate::clone(seen))?;
     Ok(builder.with_client_cert_resolver(certificate))
-}
-
-/// What may have shown a certificate: an agent, where there is TLS in between.
-pub trait ShowsCertificate {
-    /// The certificate (DER) that it showed at its last connection; none before the first one.
-    fn certificate(&self) -> Option<Vec<u8>> {
-        None
-    }
 }

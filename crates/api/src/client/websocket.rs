@@ -20,6 +20,8 @@ use zeroize::Zeroizing;
 use super::exchange::{CONNECT_TIMEOUT, Peer};
 use crate::console::{self, ConsoleStream, Ending};
 use crate::expose::{self, Carried};
+use crate::host::ContractRange;
+use crate::host::version::CONTRACT_HEADER;
 use crate::problem::{ErrorCode, Problem};
 use crate::request_id;
 
@@ -44,6 +46,8 @@ pub(super) struct Address<'a> {
     pub url: String,
     /// `Authorization`, where one is needed.
     pub authorization: Option<Zeroizing<String>>,
+    /// The versions of the contract that are spoken, where an agent is called.
+    pub contract: Option<ContractRange>,
 }
 
 /// Connects; gives both directions of the console.
@@ -102,6 +106,9 @@ async fn connect(address: Address<'_>, tls: Arc<ClientConfig>) -> Result<Socket,
             Problem::new(ErrorCode::Unauthenticated, "the token holds characters that no token has")
         })?;
         request.headers_mut().insert(AUTHORIZATION, value);
+    }
+    if let Some(contract) = address.contract.and_then(|range| range.to_header().try_into().ok()) {
+        request.headers_mut().insert(CONTRACT_HEADER, contract);
     }
     if let Some(value) = request_id::current().and_then(|id| id.as_str().try_into().ok()) {
         request.headers_mut().insert(request_id::HEADER, value);

@@ -170,7 +170,7 @@ mod tests {
             died: None,
             disks: Vec::new(),
             notices,
-            exports: Vec::new(),
+            jobs: Vec::new(),
             request_id: None,
         };
         let standing = of_vm(&vm, &seen, &disks, None);

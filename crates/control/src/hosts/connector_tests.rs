@@ -2,16 +2,17 @@
 
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::time::Duration;
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpListener;
 use vmseal_agent::host::http::Endpoint;
 use vmseal_agent::host::identity::Identity as HostIdentity;
 use vmseal_agent::simulated::SimulatedHost;
-use vmseal_api::client::{ClientIdentity, HostClient, ShowsCertificate};
+use vmseal_api::client::{ClientIdentity, HostClient};
 use vmseal_api::expose::LET_GO;
-use vmseal_api::host::{ConsoleClaim, Exposing, HostAgent, PowerOff, STATE_WAIT_MAX};
+use vmseal_api::host::{
+    ConsoleClaim, Exposing, HostAgent, PowerOff, STATE_WAIT_MAX, ShowsCertificate,
+};
 use vmseal_api::id::{HostId, VmId};
 use vmseal_api::problem::ErrorCode;
 use zeroize::Zeroizing;
@@ -77,8 +78,8 @@ async fn a_vm_is_seen_and_worked_on_through_it() {
     // Until when the agent's certificate is valid is known from the connection.
     let until = crate::setup::expiry::until(&client.certificate().unwrap()).unwrap();
     assert!(until > jiff::Timestamp::now() + jiff::SignedDuration::from_hours(24 * 365 * 9));
-    let state = client.state(None, STATE_WAIT_MAX * 2).await.unwrap();
-    assert_eq!(state, plant.agent.state(None, Duration::ZERO).await.unwrap());
+    let state = client.state_after(None, STATE_WAIT_MAX * 2).await.unwrap();
+    assert_eq!(state, plant.agent.state_now().await.unwrap());
 
     let mut console = client.console(vm, ConsoleClaim::IfFree).await.unwrap();
     console.write_all(b"hello").await.unwrap();
@@ -86,12 +87,11 @@ async fn a_vm_is_seen_and_worked_on_through_it() {
     while !heard.ends_with(b"hello") {
         heard.push(console.read_u8().await.unwrap());
     }
-    let after = Some((state.incarnation, state.version));
-    let waiting = client.state(after, STATE_WAIT_MAX);
+    let waiting = client.state_after(Some(&state), STATE_WAIT_MAX);
     let stopping = client.power_off(vm, PowerOff::Force);
     let (news, stopped) = tokio::join!(waiting, stopping);
     stopped.unwrap();
-    assert!(news.unwrap().version > state.version);
+    assert!(news.unwrap().generation > state.generation);
     let refused = client.console(vm, ConsoleClaim::IfFree).await.err().unwrap();
     assert_eq!(refused.code, ErrorCode::WrongState, "{refused}");
     let nobody = client.power_on(VmId::new()).await.unwrap_err();

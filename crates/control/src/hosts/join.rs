@@ -6,6 +6,7 @@ use std::time::Duration;
 use jiff::Timestamp;
 use sqlx::SqliteConnection;
 use tokio::sync::Semaphore;
+use vmseal_api::host::version::CONTRACT;
 use vmseal_api::id::{HostId, check_name};
 use vmseal_api::join_token;
 use vmseal_api::model::JoinToken;
@@ -58,7 +59,7 @@ static JOINS: Semaphore = Semaphore::const_new(JOINS_MAX);
 ///
 /// # Errors
 /// `unauthenticated`: no such token; `already-exists`: the name or address is taken; `invalid-request`;
-/// `timed-out`: too many want to join.
+/// `timed-out`: too many want to join; `unsupported`: its agent and this server have no version in common.
 pub async fn join(
     store: &Store,
     authority: &Authority,
@@ -79,6 +80,10 @@ pub async fn join(
     // Before anything that costs work, and before the store's only writer: nobody without a token gets so far.
     if !users::has_join_token(&mut *store.read().await?, &secret).await? {
         return Err(refused());
+    }
+    // The token stays good for an agent that can be worked with.
+    if let Some(theirs) = request.contract {
+        CONTRACT.agree(theirs, "the agent that joins")?;
     }
     check_name(&request.name).map_err(|error| Problem::invalid("name", error.to_string()))?;
     let address = address_of(request.address, source)?;
@@ -203,6 +208,8 @@ fn check_address(address: &str) -> Result<(), Problem> {
 
 #[cfg(test)]
 mod tests {
+    use vmseal_api::host::ContractRange;
+
     use super::*;
 
     #[test]
@@ -229,7 +236,13 @@ mod tests {
             name: "here".to_owned(),
             address: Some("127.0.0.1:8444".to_owned()),
             certificate_request: csr.pem().unwrap(),
+            contract: Some(CONTRACT),
         };
+        let later = Some(ContractRange { min: 8, max: 9 });
+        let strange = JoinHost { contract: later, ..request.clone() };
+        let refused = join(&store, &authority, strange, None).await.unwrap_err();
+        assert_eq!(refused.code, ErrorCode::Unsupported);
+        assert!(refused.detail.contains("versions 8 to 9"), "{refused}");
         let bad = JoinHost { certificate_request: "none".to_owned(), ..request.clone() };
         let refused = join(&store, &authority, bad, None).await.unwrap_err();
         assert_eq!(refused.field.as_deref(), Some("certificate_request"));
@@ -262,6 +275,7 @@ mod tests {
             name: "here".to_owned(),
             address: None,
             certificate_request: "none".to_owned(),
+            contract: None,
         };
         let answer = join(&store, &authority, request, None);
         let answer = tokio::time::timeout(Duration::from_secs(20), answer).await;

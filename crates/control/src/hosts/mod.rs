@@ -198,7 +198,7 @@ impl Hosts {
         };
         let shown = view.wait_for(|view| {
             view.state.as_ref().is_some_and(|shown| {
-                shown.incarnation != read.incarnation || shown.version >= read.version
+                shown.incarnation != read.incarnation || shown.generation >= read.generation
             })
         });
         // Nothing is wrong when it takes longer: the view follows.
@@ -235,7 +235,7 @@ impl Hosts {
 
     /// Whether a VM's host holds the key that the inventory names: the VM is registered with it.
     async fn holds_key(&self, vm: &Vm) -> Result<bool, Problem> {
-        let state = self.agent(vm.host)?.state(None, Duration::ZERO).await?;
+        let state = self.agent(vm.host)?.state_now().await?;
         Ok(state.vms.iter().any(|seen| seen.vm == vm.id && seen.key == KeyState::Held))
     }
 

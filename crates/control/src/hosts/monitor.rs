@@ -1,7 +1,7 @@
 //! One host's monitor: keeps the host's VMs registered and their keys delivered, and follows its state.
 //!
 //! ```text
-//!              describe fails, or another contract
+//!              describe fails, or no common contract
 //!             ┌──────────────┐
 //!             ▼              │
 //!      ┌─► Connecting ───────┘
@@ -25,13 +25,14 @@ use std::time::Duration;
 
 use jiff::Timestamp;
 use tokio::sync::watch;
+use vmseal_api::host::version::CONTRACT;
 use vmseal_api::host::{
-    self, HostAgent, HostDescription, HostState, KeyState, Power, STATE_WAIT_MAX, Stopped, VmState,
+    HostAgent, HostDescription, HostState, KeyState, Power, STATE_WAIT_MAX, Stopped, VmState,
 };
 use vmseal_api::id::{HostId, VmId};
 use vmseal_api::kmip::KeyFault;
 use vmseal_api::model::{Connection, Lifecycle};
-use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::problem::Problem;
 use vmseal_api::request_id::{self, RequestId};
 
 use super::alarms;
@@ -105,19 +106,17 @@ impl Monitor {
 
     async fn connect(&mut self, failures: u32) -> Phase {
         let problem = match self.agent.describe().await {
-            Ok(description) if description.contract == host::VERSION => {
-                return Phase::Settling(Box::new(description));
+            Ok(description) => {
+                let agent =
+                    format!("the agent of host '{}' (vmseal {})", self.name, description.vmseal);
+                match CONTRACT.agree(description.contract, &agent) {
+                    Ok(version) => {
+                        tracing::debug!(host = self.name, version, "the contract with its agent");
+                        return Phase::Settling(Box::new(description));
+                    }
+                    Err(problem) => problem,
+                }
             }
-            Ok(description) => Problem::new(
-                ErrorCode::Unsupported,
-                format!(
-                    "host '{}' has vmseal {}, which speaks version {} of the contract; this server speaks {}: upgrade the older one",
-                    self.name,
-                    description.vmseal,
-                    description.contract,
-                    host::VERSION
-                ),
-            ),
             Err(problem) => problem,
         };
         self.lost(&problem).await;
@@ -155,14 +154,14 @@ impl Monitor {
     async fn settle(&mut self, description: Box<HostDescription>) -> Phase {
         self.courier = Courier::default();
         let settled = async {
-            let state = self.agent.state(None, Duration::ZERO).await?;
+            let state = self.agent.state_now().await?;
             if state.incarnation != description.incarnation {
                 return Ok(None);
             }
             self.supply(&description, &state).await?;
             self.courier.patiently().await?;
             // Read again, now that the VMs are registered.
-            let state = self.agent.state(None, Duration::ZERO).await?;
+            let state = self.agent.state_now().await?;
             Ok((state.incarnation == description.incarnation).then_some(state))
         };
         match settled.await {
@@ -194,9 +193,8 @@ impl Monitor {
         state: Box<HostState>,
         unlocks: &mut watch::Receiver<u64>,
     ) -> Phase {
-        let after = Some((state.incarnation, state.version));
         let news = tokio::select! {
-            news = self.agent.state(after, STATE_WAIT_MAX) => news,
+            news = self.agent.state_after(Some(&state), STATE_WAIT_MAX) => news,
             Ok(()) = unlocks.changed() => {
                 self.courier.try_all_again();
                 Ok(*state)
@@ -368,9 +366,8 @@ impl Monitor {
             description: Some(Arc::new(description.clone())),
             state: Some(Arc::new(state.clone())),
         });
-        let version = |state: &HostState| (state.incarnation, state.version);
         if before.connection == Connection::Disconnected
-            || before.state.as_deref().map(version) != Some(version(state))
+            || before.state.as_deref().map(HostState::known) != Some(state.known())
         {
             self.store.note_change(Kinds::OF_HOST);
         }

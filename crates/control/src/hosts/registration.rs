@@ -1,6 +1,6 @@
 //! What a host is told of a VM.
 
-use vmseal_api::host::{DiskSpec, VmSpec};
+use vmseal_api::host::{Device, DiskSpec, VmSpec};
 use vmseal_api::id::VmId;
 use vmseal_api::problem::Problem;
 
@@ -30,7 +30,7 @@ pub fn spec_of(vm: &Vm, disks: &[Disk]) -> VmSpec {
         vcpus: vm.vcpus,
         memory: vm.memory,
         key: vm.key.clone(),
-        disks: disks.collect(),
+        devices: disks.map(Device::Disk).collect(),
     }
 }
 

@@ -1,7 +1,7 @@
 //! What a monitor sees to, against a host in memory.
 
 use vmseal_agent::simulated::{Call, Fault};
-use vmseal_api::host::{HostAgent, Notice, NoticeCode, Power, StopReason, VmSpec};
+use vmseal_api::host::{ContractRange, HostAgent, Notice, NoticeCode, Power, StopReason, VmSpec};
 use vmseal_api::id::VmId;
 use vmseal_api::model::Connection;
 
@@ -126,7 +126,7 @@ async fn what_the_inventory_does_not_have_the_host_is_to_forget() {
         vcpus: 1,
         memory: 1 << 25,
         key: None,
-        disks: Vec::new(),
+        devices: Vec::new(),
     };
     let ghost = spec.vm;
     plant.agent.register_vm(spec).await.unwrap();
@@ -147,5 +147,20 @@ async fn whatever_is_lost_in_settling_is_mended() {
             plant.agent.restart();
             plant.assert_whole(vm, Power::Off, &format!("{call:?} {fault:?}")).await;
         }
+    }
+}
+
+#[tokio::test]
+async fn a_host_without_a_common_version_is_not_worked_with_until_it_is_upgraded() {
+    let plant = Plant::new().await;
+    let vm = plant.made("web", "encrypted").await;
+    for (min, max) in [(1, 1), (7, 9)] {
+        plant.agent.set_contract(ContractRange { min, max });
+        plant.agent.restart();
+        alarm(&plant, "host-disconnected here").await;
+        assert!(plant.agent.registered().is_empty(), "it is told of VMs");
+        // One that speaks later versions, too, will do.
+        plant.agent.set_contract(ContractRange { min: 1, max: 9 });
+        plant.assert_whole(vm, Power::Off, "after the upgrade").await;
     }
 }

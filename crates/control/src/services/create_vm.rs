@@ -78,9 +78,9 @@ pub async fn create(
 /// Has the host look whether the disks could be made.
 async fn examine(services: &Services, vm: &vms::Vm, made: &[disks::Disk]) -> Result<(), Problem> {
     let agent = services.hosts.connected(vm.host)?;
-    let specs = crate::hosts::spec_of(vm, made).disks;
-    for (index, (disk, made)) in specs.into_iter().zip(made).enumerate() {
-        let source = made.image.clone();
+    let spec = crate::hosts::spec_of(vm, made);
+    for (index, (disk, made)) in spec.disks().zip(made).enumerate() {
+        let (disk, source) = (disk.clone(), made.image.clone());
         agent.examine_disk(NewDisk { disk, source }).await.map_err(|problem| Problem {
             field: problem.field.map(|field| format!("disks[{index}].{field}")),
             ..problem

@@ -1,8 +1,7 @@
 //! Disks of VMs.
 
 use vmseal_api::filter::ReplicaStatus;
-use vmseal_api::host::{ConsoleStream, ExportSpec, ExportStep, Exposing, Power};
-use vmseal_api::id::TaskId;
+use vmseal_api::host::{ConsoleStream, ExportJob, Exposing, JobSpec, Power};
 use vmseal_api::model::Task;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::ExportDisk;
@@ -44,19 +43,17 @@ pub async fn export(
         NewEvent { kind: "disk.export", actor: caller.name(), target: &vm.name, detail: &detail };
     write.event(event).await?;
     let ExportDisk { to, format, passphrase, .. } = request;
-    let spec = dry_run.then(|| ExportSpec {
-        export: TaskId::new(),
-        to: to.clone(),
-        format,
-        passphrase: passphrase.clone(),
+    let job = dry_run.then(|| {
+        let (disk, to, passphrase) = (disk.id, to.clone(), passphrase.clone());
+        JobSpec::Export(ExportJob { disk, to, format, passphrase })
     });
     let operation = Operation::ExportDisk { vm: vm.id, disk: disk.id, to, format, passphrase };
     let task = Engine::record(&mut write, operation, &vm.name, caller.name()).await?;
-    if let Some(spec) = spec {
+    if let Some(job) = job {
         // The inventory is not kept waiting for a host.
         drop(write);
         let agent = services.hosts.connected(vm.host)?;
-        agent.export_disk(vm.id, disk.id, ExportStep::Check, spec).await?;
+        agent.examine_job(vm.id, job).await?;
         return Ok(Outcome::Planned(plan(&task, &vm)));
     }
     write.commit().await?;

@@ -1,7 +1,6 @@
 //! Virtual machines.
 
 use std::collections::{HashMap, HashSet};
-use std::time::Duration;
 
 use sqlx::{Connection as _, SqliteConnection};
 use vmseal_api::console::ConsoleClaim;
@@ -155,7 +154,7 @@ pub(super) fn plan(task: &Task, vm: &vms::Vm) -> Plan {
 
 /// The power of a VM, asked of its host: what is shown may be a moment old.
 pub(super) async fn power(services: &Services, vm: &vms::Vm) -> Result<Option<Power>, Problem> {
-    let state = services.hosts.connected(vm.host)?.state(None, Duration::ZERO).await?;
+    let state = services.hosts.connected(vm.host)?.state_now().await?;
     Ok(state.vms.iter().find(|seen| seen.vm == vm.id).map(|seen| seen.power))
 }
 
@@ -209,6 +208,7 @@ pub(super) fn word(power: Power) -> &'static str {
         Power::Starting => "starting",
         Power::Running => "running",
         Power::Stopping => "stopping",
+        Power::Unknown => "in a state that this server does not know",
     }
 }
 

@@ -2,7 +2,9 @@
 //! leaves nothing of it.
 
 use vmseal_api::datastore::DatastoreCondition;
-use vmseal_api::host::{DiskPhase, HostAgent, HostState};
+use vmseal_api::host::{
+    CreateJob, DiskState, DiskToCreate, HostAgent, HostState, JobSpec, JobState,
+};
 use vmseal_api::model::Lifecycle;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::transfer::Progress;
@@ -146,70 +148,69 @@ pub(super) async fn deliver_key(run: &Run<'_>) -> Result<(), StepError> {
     }
 }
 
-/// Makes the disks that are not pinned yet, and pins each when it is whole.
+/// Makes the disks, and pins them when all are whole.
 pub(super) async fn create_disks(run: &Run<'_>) -> Result<(), StepError> {
     let vm = run.vm().await?;
     let agent = run.agent(&vm)?;
+    let disks = run.disks().await?;
+    if disks.iter().all(|disk| disk.facts.is_some()) {
+        return Ok(());
+    }
+    let wanted = |disk: &Disk| DiskToCreate { disk: disk.id, source: disk.image.clone() };
+    let job = JobSpec::Create(CreateJob { disks: disks.iter().map(wanted).collect() });
+    begin(run, &vm, &*agent, job).await?;
     let mut state: Option<HostState> = None;
     loop {
-        let disks = run.disks().await?;
-        let missing: Vec<_> = disks.iter().filter(|disk| disk.facts.is_none()).collect();
-        if missing.is_empty() {
-            run.show(Progress::default());
-            return Ok(());
-        }
-        let Some(seen) = &state else {
-            for disk in &missing {
-                begin(run, &vm, &*agent, disk).await?;
+        let next = run.news(&*agent, state.as_ref()).await?;
+        match run.job_in(&next).map(|job| &job.state) {
+            Some(JobState::Done) => {
+                let seen = state_of(&next, vm.id).map(|seen| seen.disks.as_slice());
+                pin(run, &disks, seen.unwrap_or_default()).await?;
+                run.show(Progress::default());
+                return Ok(());
             }
-            state = Some(run.news(&*agent, None).await?);
-            continue;
-        };
-        let known = state_of(seen, vm.id);
-        let mut progress = Progress::default();
-        for disk in &missing {
-            let phase = known.and_then(|vm| vm.disks.iter().find(|state| state.disk == disk.id));
-            match phase.map(|state| &state.phase) {
-                Some(DiskPhase::Ready { facts }) => {
-                    let mut write = run.store().write().await?;
-                    disks::set_facts(&mut write, disk.id, facts).await?;
-                    write.commit().await?;
-                }
-                Some(DiskPhase::Creating { done, total }) => {
-                    progress.done += done;
-                    progress.total += total;
-                }
-                Some(DiskPhase::Failed { problem }) => {
-                    return Err(StepError::Final(problem.clone()));
-                }
-                // The agent restarted and knows nothing of it: begin again.
-                None => {
-                    let detail =
-                        format!("host '{}' lost track of disk '{}'", vm.host_name, disk.name);
-                    return Err(StepError::Again(Problem::new(ErrorCode::Unreachable, detail)));
-                }
+            Some(JobState::Failed { problem }) => return Err(StepError::Final(problem.clone())),
+            Some(JobState::Cancelled) => {
+                let detail =
+                    format!("host '{}' has cancelled the making of the disks", vm.host_name);
+                return Err(StepError::Final(Problem::new(ErrorCode::Cancelled, detail)));
+            }
+            Some(_) => run.show_job(&next),
+            // The agent restarted and knows nothing of it: begin again.
+            None => {
+                let detail = format!("host '{}' lost track of the disks", vm.host_name);
+                return Err(StepError::Again(Problem::new(ErrorCode::Unreachable, detail)));
             }
         }
-        run.show(progress);
         run.check_cancelled()?;
-        if run.disks().await?.iter().any(|disk| disk.facts.is_none()) {
-            state = Some(run.news(&*agent, Some(seen)).await?);
-        }
+        state = Some(next);
     }
+}
+
+/// Notes what the inventory is to know of the disks that were made.
+async fn pin(run: &Run<'_>, disks: &[Disk], made: &[DiskState]) -> Result<(), StepError> {
+    let mut write = run.store().write().await?;
+    for disk in disks {
+        let Some(made) = made.iter().find(|made| made.disk == disk.id) else {
+            let detail = format!("the host does not say how it made disk '{}'", disk.name);
+            return Err(StepError::Again(Problem::new(ErrorCode::Unreachable, detail)));
+        };
+        disks::set_facts(&mut write, disk.id, &made.facts).await?;
+    }
+    Ok(write.commit().await?)
 }
 
 async fn begin(
     run: &Run<'_>,
     vm: &Vm,
     agent: &dyn HostAgent,
-    disk: &Disk,
+    job: JobSpec,
 ) -> Result<(), StepError> {
-    let source = || disk.image.clone();
-    match agent.create_disk(vm.id, disk.id, source()).await {
+    match agent.put_job(vm.id, run.task.id, job.clone()).await {
         // The agent restarted since it was told of the VM and its key.
         Err(problem) if matches!(problem.code, ErrorCode::NotFound | ErrorCode::Locked) => {
             run.hosts().prepare(vm.id, Purpose::Encrypt).await?;
-            Ok(agent.create_disk(vm.id, disk.id, source()).await?)
+            Ok(agent.put_job(vm.id, run.task.id, job).await?)
         }
         other => Ok(other?),
     }

@@ -2,12 +2,11 @@
 //! in a step of its own: whether that has happened can always be told.
 
 use async_trait::async_trait;
-use vmseal_api::host::{ExportPhase, ExportSpec, ExportStep, HostAgent, HostState};
-use vmseal_api::id::DiskId;
+use vmseal_api::host::{ExportJob, HostAgent, HostState, JobSpec, JobState};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::transfer::{ExportFormat, Progress};
 
-use super::run::{Run, StepError, state_of};
+use super::run::{Run, StepError};
 use super::start_vm::prepare;
 use super::step::{Limit, Output, Patience};
 use crate::hosts::keys::Purpose;
@@ -81,33 +80,32 @@ impl super::step::Step for Step {
     }
 }
 
-fn order(run: &Run<'_>) -> Result<(DiskId, ExportSpec), StepError> {
+fn order(run: &Run<'_>) -> Result<ExportJob, StepError> {
     let Operation::ExportDisk { disk, to, format, passphrase, .. } = &run.task.operation else {
         return Err(StepError::Final(Problem::new(ErrorCode::Internal, "it is no export")));
     };
-    let (export, to) = (run.task.id, to.clone());
-    Ok((*disk, ExportSpec { export, to, format: *format, passphrase: passphrase.clone() }))
+    let (to, passphrase) = (to.clone(), passphrase.clone());
+    Ok(ExportJob { disk: *disk, to, format: *format, passphrase })
 }
 
 pub(super) async fn write(run: &Run<'_>) -> Result<(), StepError> {
     let vm = run.vm().await?;
     let agent = run.agent(&vm)?;
-    let (disk, spec) = order(run)?;
-    begin(run, &vm, &*agent, disk, &spec).await?;
+    begin(run, &vm, &*agent, order(run)?).await?;
     let mut state: Option<HostState> = None;
     loop {
         let next = run.news(&*agent, state.as_ref()).await?;
-        let exports = state_of(&next, vm.id).map(|seen| seen.exports.as_slice());
-        let known = exports.unwrap_or_default().iter().find(|known| known.export == spec.export);
-        match known.map(|known| &known.phase) {
-            Some(ExportPhase::Writing { done, total }) => {
-                run.show(Progress { done: *done, total: *total });
-            }
-            Some(ExportPhase::Written) => {
+        match run.job_in(&next).map(|job| &job.state) {
+            Some(JobState::ReadyToCommit | JobState::Done) => {
                 run.show(Progress::default());
                 return Ok(());
             }
-            Some(ExportPhase::Failed { problem }) => return Err(StepError::Final(problem.clone())),
+            Some(JobState::Failed { problem }) => return Err(StepError::Final(problem.clone())),
+            Some(JobState::Cancelled) => {
+                let detail = format!("host '{}' has cancelled the export", vm.host_name);
+                return Err(StepError::Final(Problem::new(ErrorCode::Cancelled, detail)));
+            }
+            Some(_) => run.show_job(&next),
             // The agent restarted and knows nothing of it: begin again.
             None => {
                 let detail = format!("host '{}' lost track of the export", vm.host_name);
@@ -123,10 +121,9 @@ async fn begin(
     run: &Run<'_>,
     vm: &Vm,
     agent: &dyn HostAgent,
-    disk: DiskId,
-    spec: &ExportSpec,
+    spec: ExportJob,
 ) -> Result<(), StepError> {
-    let step = || agent.export_disk(vm.id, disk, ExportStep::Begin, spec.clone());
+    let step = || agent.put_job(vm.id, run.task.id, JobSpec::Export(spec.clone()));
     let begun = match step().await {
         // The agent restarted since it was told of the VM; ciphertext is copied without the key.
         Err(problem)
@@ -169,18 +166,18 @@ pub(super) async fn drop_unnamed(run: &Run<'_>) -> Result<(), StepError> {
 
 /// Removes what has no name yet; where that fails it is said what may be left.
 async fn drop_half(run: &Run<'_>) -> Result<(), StepError> {
-    let (_, spec) = order(run)?;
-    let dropped = step(run, ExportStep::Drop).await;
+    let spec = order(run)?;
+    let dropped = end(run, End::Cancel).await;
     dropped.map_err(|error| error.about(|detail| {
         let (directory, name) = (spec.to.parent(), spec.to.file_name().unwrap_or_default());
         let directory = directory.unwrap_or(std::path::Path::new("/")).display();
-        let (name, export) = (name.display(), spec.export);
+        let (name, export) = (name.display(), run.task.id);
         format!("{detail}. What was written may be left on the host as {directory}/.{name}.vmseal-{export}: remove it there")
     }))
 }
 
 pub(super) async fn name(run: &Run<'_>) -> Result<(), StepError> {
-    step(run, ExportStep::Finish).await
+    end(run, End::Commit).await
 }
 
 /// Undoes [`name`], which can be done only while the file has no name: what has one is the user's.
@@ -198,11 +195,22 @@ pub(super) async fn unname(run: &Run<'_>, cause: &Problem) -> Result<(), StepErr
     }
 }
 
-/// Takes a step; an agent that has restarted is told of the VM again.
-async fn step(run: &Run<'_>, step: ExportStep) -> Result<(), StepError> {
+/// How a job is ended.
+#[derive(Clone, Copy)]
+enum End {
+    Commit,
+    Cancel,
+}
+
+/// Ends the job; an agent that has restarted is told of the VM again.
+async fn end(run: &Run<'_>, how: End) -> Result<(), StepError> {
     let vm = run.vm().await?;
     let agent = run.agent(&vm)?;
-    let (disk, spec) = order(run)?;
+    let job = JobSpec::Export(order(run)?);
     crate::hosts::register(run.store(), run.hosts(), vm.id).await?;
-    Ok(agent.export_disk(vm.id, disk, step, spec).await?)
+    let ended = match how {
+        End::Commit => agent.commit_job(vm.id, run.task.id, job).await,
+        End::Cancel => agent.cancel_job(vm.id, run.task.id, job).await,
+    };
+    Ok(ended?)
 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use serde::de::DeserializeOwned;
 use tokio::sync::watch;
-use vmseal_api::host::{HostAgent, HostState, VmState};
+use vmseal_api::host::{HostAgent, HostState, JobStatus, VmState};
 use vmseal_api::id::VmId;
 use vmseal_api::model::ChangeKind;
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -147,6 +147,18 @@ impl Run<'_> {
         }
     }
 
+    /// What a host says of the task's job.
+    pub(super) fn job_in<'s>(&self, state: &'s HostState) -> Option<&'s JobStatus> {
+        state_of(state, self.vm_id)?.jobs.iter().find(|job| job.task == self.task.id)
+    }
+
+    /// Shows how far a host says that the task's job is.
+    pub(super) fn show_job(&self, state: &HostState) {
+        if let Some(job) = self.job_in(state) {
+            self.show(Progress { done: job.progress.done, total: job.progress.total });
+        }
+    }
+
     /// What an earlier step gave.
     pub(super) fn output<T: DeserializeOwned>(&self, step: &str) -> Option<T> {
         serde_json::from_value(self.task.outputs.get(step)?.clone()).ok()
@@ -177,15 +189,14 @@ impl Run<'_> {
         agent: &dyn HostAgent,
         last: Option<&HostState>,
     ) -> Result<HostState, Problem> {
-        let after = last.map(|state| (state.incarnation, state.version));
         let wait = if last.is_some() { NEWS_WAIT } else { Duration::ZERO };
         let mut requests = self.requests.clone();
         tokio::select! {
-            state = agent.state(after, wait) => state,
+            state = agent.state_after(last, wait) => state,
             // The caller checks; it goes on with what it has.
             Ok(()) = requests.changed() => match last {
                 Some(state) => Ok(state.clone()),
-                None => agent.state(None, Duration::ZERO).await,
+                None => agent.state_now().await,
             },
         }
     }

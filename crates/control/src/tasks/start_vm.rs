@@ -138,7 +138,7 @@ pub(super) async fn power_on(run: &Run<'_>) -> Result<(), StepError> {
             Some((Power::Off, None)) | None => {
                 return Err(again("the host's agent restarted while it started the VM"));
             }
-            Some((Power::Starting | Power::Stopping, _)) => {}
+            Some((Power::Starting | Power::Stopping | Power::Unknown, _)) => {}
         }
         run.check_cancelled()?;
         if Instant::now() > deadline {

@@ -144,6 +144,6 @@ async fn not_heeded(
 /// Nothing is undone; but without the host's word it is not known whether the VM runs.
 pub(super) async fn see_what_is(run: &Run<'_>) -> Result<(), StepError> {
     let vm = run.vm().await?;
-    run.agent(&vm)?.state(None, Duration::ZERO).await?;
+    run.agent(&vm)?.state_now().await?;
     Ok(())
 }

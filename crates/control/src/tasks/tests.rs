@@ -315,8 +315,11 @@ async fn an_export_that_is_called_off_or_fails_leaves_nothing() {
     let vm = plant.made("web", "encrypted").await;
     let disk = plant.disks(vm).await[0].id;
     plant.agent.set_work(LONG);
+    let before = plant.calls(Call::PutJob);
     let task = plant.begin(exporting(vm, disk), "web").await;
-    plant.eventually("it writes", async || (plant.calls(Call::ExportDisk) > 0).then_some(())).await;
+    plant
+        .eventually("it writes", async || (plant.calls(Call::PutJob) > before).then_some(()))
+        .await;
     plant.engine.cancel(&task.to_string(), "me").await.unwrap();
     let ended = plant.ended(task).await;
     assert_eq!(ended.problem.unwrap().code, ErrorCode::Cancelled);
@@ -463,7 +466,7 @@ async fn a_cancelled_creation_leaves_nothing() {
     let plant = Plant::new().await;
     plant.agent.set_work(LONG);
     let (vm, task) = plant.create("web", "encrypted").await;
-    plant.eventually("disks", async || (plant.calls(Call::CreateDisk) > 1).then_some(())).await;
+    plant.eventually("disks", async || (plant.calls(Call::PutJob) > 0).then_some(())).await;
     let tried = plant.engine.check_cancel(&task.to_string()).await.unwrap();
     assert_eq!(tried.state, TaskState::Running);
     plant.engine.cancel(&task.to_string(), "me").await.unwrap();
@@ -482,7 +485,7 @@ async fn a_task_that_was_cancelled_before_a_crash_is_undone_after_it() {
     let mut plant = Plant::new().await;
     plant.agent.set_work(LONG);
     let (vm, task) = plant.create("web", "encrypted").await;
-    plant.eventually("disks", async || (plant.calls(Call::CreateDisk) > 1).then_some(())).await;
+    plant.eventually("disks", async || (plant.calls(Call::PutJob) > 0).then_some(())).await;
     plant.engine.stop();
     plant.engine.cancel(&task.to_string(), "me").await.unwrap();
     plant.restart(|_| {}).await;

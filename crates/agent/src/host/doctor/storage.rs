@@ -7,7 +7,7 @@ use std::path::Path;
 use nix::sys::statfs::{FsType, NFS_SUPER_MAGIC, OVERLAYFS_SUPER_MAGIC, TMPFS_MAGIC, statfs};
 
 use super::Finding;
-use crate::storage::datastore;
+use crate::storage::mark;
 
 /// Who has less room than this part is told.
 const LITTLE: f64 = 0.05;
@@ -28,7 +28,7 @@ pub fn datastore(directory: &Path) -> Finding {
         let found = format!("no file can be made in it: {error}");
         return failed(found, "let the agent's user write to it");
     }
-    let usage = match datastore::usage(directory) {
+    let usage = match mark::usage(directory) {
         Ok(usage) => usage,
         Err(problem) => return failed(problem.to_string(), "see to its file system"),
     };

@@ -14,8 +14,8 @@ use vmseal_api::id::DiskId;
 use vmseal_api::problem::Problem;
 
 use crate::atomic_file;
-use crate::storage::datastore::failed;
 use crate::storage::home::Home;
+use crate::storage::mark::failed;
 
 /// The version of the note.
 const VERSION: u32 = 1;

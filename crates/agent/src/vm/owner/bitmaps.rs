@@ -8,9 +8,10 @@ use vmseal_api::request_id;
 
 use super::{Owner, State};
 use crate::filter::{Control, FilterError};
+use crate::rules::exclusion::Action;
 use crate::rules::{self, find_disk};
-use crate::vm::Reply;
 use crate::vm::service::Service;
+use crate::vm::{Reply, internal};
 
 impl Owner {
     /// Has the filter answer, which may take its time: the VM's other calls do not wait.
@@ -44,8 +45,9 @@ impl Owner {
         if let Some((name, _)) = change {
             rules::check_bitmap(name)?;
         }
+        self.situation().may(Action::Bitmaps, Some(disk))?;
         let (State::Running(running) | State::Stopping { running, .. }) = &self.state else {
-            return Err(rules::no_bitmaps(&self.spec));
+            return Err(internal("a VM that runs has no processes"));
         };
         if !matches!(running.service, Service::Served(_)) {
             return Err(rules::bitmaps_lost(&self.spec));

@@ -2,12 +2,13 @@
 
 use vmseal_api::host::{ConsoleStream, Exposing};
 use vmseal_api::id::DiskId;
-use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::problem::Problem;
 
 use super::{Owner, State};
+use crate::rules::exclusion::Action;
 use crate::rules::{self, find_disk};
 use crate::vm::exposed::{Exposure, Order, Source};
-use crate::vm::start::beside;
+use crate::vm::serve::beside;
 use crate::vm::{Reply, internal};
 
 impl Owner {
@@ -16,17 +17,17 @@ impl Owner {
         let refused = match what {
             Exposing::Hold { writable } => match self.ready_to_expose(disk, writable) {
                 Ok(source) => {
-                    let (exposure, door) = Exposure::new(disk, source, to);
-                    self.exposed.insert(disk, door);
+                    let (exposure, sender) = Exposure::new(disk, source, to);
+                    self.exposed.insert(disk, sender);
                     self.exposed_errors.remove(&disk);
-                    return self.jobs.begin_exposure(&self.shared, exposure);
+                    return self.workers.begin_exposure(&self.shared, exposure);
                 }
                 Err(problem) => (to, problem),
             },
             Exposing::Connect => match (self.exposed.get(&disk), find_disk(&self.spec, disk)) {
                 (_, Err(problem)) => (to, problem),
                 (None, Ok(disk)) => (to, rules::not_exposed(&self.spec, disk)),
-                (Some(door), Ok(disk)) => match door.try_send(to) {
+                (Some(sender), Ok(disk)) => match sender.try_send(to) {
                     Ok(()) => return,
                     Err(full) => (full.into_inner(), rules::not_exposed(&self.spec, disk)),
                 },
@@ -38,13 +39,11 @@ impl Owner {
 
     /// What serves the disk, where nothing speaks against it.
     fn ready_to_expose(&self, disk: DiskId, writable: bool) -> Result<Source, Problem> {
-        self.keys_are_settled()?;
         let disk = find_disk(&self.spec, disk)?;
-        let facts = self.facts(disk);
-        rules::may_expose(&self.spec, disk, writable, self.power(), self.key(), facts.is_some())?;
-        self.not_exposed(disk.disk)?;
+        let action = if writable { Action::ExposeToWrite } else { Action::ExposeToRead };
+        self.situation().may(action, Some(disk))?;
         if let State::Running(running) | State::Stopping { running, .. } = &self.state {
-            let index = self.spec.disks.iter().position(|known| known.disk == disk.disk);
+            let index = self.spec.disks().position(|known| known.disk == disk.disk);
             let socket = running.directory.socket(&beside(index.unwrap_or_default()));
             if !socket.exists() {
                 let what =
@@ -53,26 +52,11 @@ impl Owner {
             }
             return Ok(Source::Beside(socket));
         }
-        if self.jobs.has(disk.disk) {
-            self.not_exporting(disk)?;
-            let what = format!("disk '{}' is being looked at. Try again in a moment", disk.name);
-            return Err(Problem::new(ErrorCode::InUse, what));
-        }
+        let facts = self.facts(disk);
+        rules::check_exposure(&self.spec, disk, self.key(), facts.is_some())?;
         let Some(facts) = facts else { return Err(internal("a disk without facts")) };
         let kek = if disk.encrypted { self.clone_kek()? } else { None };
         let (spec, disk) = (self.spec.clone(), disk.clone());
         Ok(Source::Own(Box::new(Order { spec, disk, facts, kek, writable })))
-    }
-
-    pub(super) fn not_exposed(&self, disk: DiskId) -> Result<(), Problem> {
-        let known = self.spec.disks.iter().find(|known| known.disk == disk);
-        match known.filter(|_| self.exposed.contains_key(&disk)) {
-            Some(disk) => Err(rules::exposed(&disk.name)),
-            None => Ok(()),
-        }
-    }
-
-    pub(super) fn nothing_is_exposed(&self) -> Result<(), Problem> {
-        self.spec.disks.iter().try_for_each(|disk| self.not_exposed(disk.disk))
     }
 }

@@ -11,8 +11,9 @@ use super::bitmaps::told;
 use super::{Owner, State};
 use crate::filter::Control;
 use crate::rules;
-use crate::vm::Reply;
+use crate::rules::exclusion::Action;
 use crate::vm::service::Service;
+use crate::vm::{Reply, internal};
 
 impl Owner {
     /// Has the filter answer, which may take its time: the VM's other calls do not wait.
@@ -31,8 +32,9 @@ impl Owner {
 
     fn question(&self, disk: DiskId) -> Result<Question, Problem> {
         let (disk, place) = rules::find_replica(&self.spec, disk)?;
+        self.situation().may(Action::Replica, Some(disk))?;
         let (State::Running(running) | State::Stopping { running, .. }) = &self.state else {
-            return Err(rules::replica_rests(&self.spec));
+            return Err(internal("a VM that runs has no processes"));
         };
         if !matches!(running.service, Service::Served(_)) {
             return Err(rules::replica_waits(&self.spec));

@@ -1,0 +1,211 @@
+//! Every pair of the table of what excludes what: the activity is brought about, the action is tried, and the
+//! answer is what the table says. A change of keys is over too soon to be caught here; the table's own test has
+//! that column.
+
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use vmseal_api::expose::LET_GO;
+use vmseal_api::host::{
+    ConsoleClaim, ConsoleStream, ExportJob, Exposing, HostAgent, JobSpec, JobState, KeyState,
+    Power, PowerOff, VmSpec,
+};
+use vmseal_api::id::TaskId;
+use vmseal_api::problem::Problem;
+use vmseal_api::transfer::ExportFormat;
+
+use super::jobs::{creation, image};
+use super::{Session, done};
+use crate::rules::exclusion::{ACTIVITIES, Action, Activity, Rule, TABLE, rule};
+
+/// How often a pair is tried whose activity ends before the action has been answered.
+const ATTEMPTS: u32 = 50;
+
+/// Longer than the walk over a row takes, in seconds: the suite's guest does not hear the power button.
+const STOPPING_SECONDS: u32 = 600;
+
+/// What keeps an activity going.
+enum Ongoing {
+    ByItself,
+    Job(TaskId),
+    Stream(ConsoleStream),
+}
+
+/// Tries all pairs. The VM is off, its disks are made, its key is there; so it is left.
+pub async fn walk(agent: &dyn HostAgent, session: &Session) {
+    for activity in ACTIVITIES {
+        if activity == Activity::KeyChange {
+            continue;
+        }
+        for (action, _) in TABLE {
+            pair(agent, session, action, activity).await;
+        }
+        at_rest(agent, session).await;
+    }
+}
+
+/// What the table says of a VM that is off while something is under way with its disk.
+fn expected(action: Action, activity: Activity) -> Rule {
+    let of_disk = matches!(activity, Activity::Creating | Activity::Exporting | Activity::Exposed);
+    match rule(action, Activity::Off) {
+        Rule::Allowed | Rule::Ends => rule(action, activity),
+        while_off if of_disk => while_off,
+        _ => rule(action, activity),
+    }
+}
+
+async fn pair(agent: &dyn HostAgent, session: &Session, action: Action, activity: Activity) {
+    let expected = expected(action, activity);
+    for _ in 0..ATTEMPTS {
+        let ongoing = bring_about(agent, session, activity).await;
+        let answer = attempt(agent, session, action).await;
+        let goes_on = goes_on(agent, session, activity, &ongoing).await;
+        let as_expected = match (expected, &answer) {
+            (Rule::Refused(code), Err(problem)) => problem.code == code && goes_on,
+            (Rule::Allowed | Rule::Already, Ok(())) => true,
+            (Rule::Ends, Ok(())) => !goes_on,
+            _ => false,
+        };
+        release(ongoing).await;
+        if as_expected {
+            return;
+        }
+        assert!(!goes_on, "{action:?} during {activity:?}: {answer:?} and not {expected:?}");
+    }
+    panic!("{action:?} during {activity:?}: that was always over too soon");
+}
+
+async fn at_rest(agent: &dyn HostAgent, session: &Session) {
+    let vm = session.vm();
+    if session.seen(agent).await.is_none_or(|seen| seen.power != Power::Off) {
+        let _ = agent.power_off(vm, PowerOff::Force).await;
+    }
+    done(agent.register_vm(session.spec.clone()).await, "registering");
+    if session.now(agent).await.key == KeyState::Missing {
+        done(session.offer(agent).await, "the key");
+    }
+    let working = |state: &JobState| matches!(state, JobState::Waiting | JobState::Running);
+    session
+        .wait(agent, "the end of the jobs", |seen| seen.jobs.iter().all(|job| !working(&job.state)))
+        .await;
+    let sources = [image(&session.fixture.image), None];
+    for (index, source) in sources.into_iter().enumerate() {
+        let disk = session.disk(index).disk;
+        if session.now(agent).await.disks.iter().all(|known| known.disk != disk) {
+            let task = done(session.create(agent, disk, source).await, "a disk");
+            session.made(agent, task, disk).await;
+        }
+    }
+}
+
+async fn bring_about(agent: &dyn HostAgent, session: &Session, activity: Activity) -> Ongoing {
+    let (vm, disk) = (session.vm(), session.disk(0).disk);
+    let power = match activity {
+        Activity::Running => Some(Power::Running),
+        Activity::Stopping => Some(Power::Stopping),
+        _ => None,
+    };
+    if power.is_some() && session.seen(agent).await.map(|seen| seen.power) == power {
+        return Ongoing::ByItself;
+    }
+    at_rest(agent, session).await;
+    let task = TaskId::new();
+    match activity {
+        Activity::Off | Activity::KeyChange => {}
+        Activity::Starting => done(agent.power_on(vm).await, "starting"),
+        Activity::Running | Activity::Stopping => {
+            done(agent.power_on(vm).await, "starting");
+            session.power(agent, Power::Running).await;
+            if activity == Activity::Stopping {
+                let how = PowerOff::Shutdown { seconds: STOPPING_SECONDS };
+                done(agent.power_off(vm, how).await, "the button");
+            }
+        }
+        Activity::Creating => {
+            done(agent.delete_disk(vm, disk).await, "removing a disk");
+            let job = creation(disk, image(&session.fixture.image));
+            done(agent.put_job(vm, task, job).await, "making a disk");
+            return Ongoing::Job(task);
+        }
+        Activity::Exporting => {
+            done(agent.put_job(vm, task, export(session, task)).await, "exporting a disk");
+            return Ongoing::Job(task);
+        }
+        Activity::Exposed => {
+            let hold = Exposing::Hold { writable: false };
+            return Ongoing::Stream(done(agent.expose_disk(vm, disk, hold).await, "exposing"));
+        }
+    }
+    Ongoing::ByItself
+}
+
+fn export(session: &Session, task: TaskId) -> JobSpec {
+    let to = session.fixture.image.with_file_name(format!("walk-{task}"));
+    let (disk, format) = (session.disk(0).disk, ExportFormat::Raw);
+    JobSpec::Export(ExportJob { disk, to, format, passphrase: None })
+}
+
+async fn attempt(agent: &dyn HostAgent, session: &Session, action: Action) -> Result<(), Problem> {
+    let (vm, disk) = (session.vm(), session.disk(0).disk);
+    match action {
+        Action::Register => {
+            let changed = VmSpec { memory: 128 << 20, ..session.spec.clone() };
+            agent.register_vm(changed).await?;
+            agent.register_vm(session.spec.clone()).await
+        }
+        Action::Unregister => agent.unregister_vm(vm).await,
+        Action::ChangeKeys => {
+            let key = session.spec.key.clone().expect("the VM has a key");
+            agent.check_key(vm, key).await
+        }
+        Action::CreateDisk => {
+            session.create(agent, disk, image(&session.fixture.image)).await.map(drop)
+        }
+        Action::DeleteDisk => agent.delete_disk(vm, disk).await,
+        Action::ExportDisk => {
+            let task = TaskId::new();
+            agent.put_job(vm, task, export(session, task)).await
+        }
+        Action::ExposeToRead | Action::ExposeToWrite => {
+            let hold = Exposing::Hold { writable: action == Action::ExposeToWrite };
+            let stream = agent.expose_disk(vm, disk, hold).await?;
+            release(Ongoing::Stream(stream)).await;
+            Ok(())
+        }
+        Action::PowerOn => agent.power_on(vm).await,
+        Action::ShutDown => {
+            agent.power_off(vm, PowerOff::Shutdown { seconds: STOPPING_SECONDS }).await
+        }
+        Action::Console => agent.console(vm, ConsoleClaim::TakeOver).await.map(drop),
+        Action::Bitmaps => agent.bitmaps(vm, disk).await.map(drop),
+        Action::Replica => agent.replica(vm, session.disk(1).disk).await.map(drop),
+    }
+}
+
+/// Whether an activity that was brought about is still so.
+async fn goes_on(
+    agent: &dyn HostAgent,
+    session: &Session,
+    activity: Activity,
+    ongoing: &Ongoing,
+) -> bool {
+    let Some(seen) = session.seen(agent).await else { return false };
+    match (ongoing, activity) {
+        (Ongoing::Job(task), _) => seen.jobs.iter().any(|job| {
+            job.task == *task && matches!(job.state, JobState::Waiting | JobState::Running)
+        }),
+        (Ongoing::Stream(_), _) => true,
+        (Ongoing::ByItself, Activity::Off) => seen.power == Power::Off,
+        (Ongoing::ByItself, Activity::Starting) => seen.power == Power::Starting,
+        (Ongoing::ByItself, Activity::Running) => seen.power == Power::Running,
+        (Ongoing::ByItself, Activity::Stopping) => seen.power == Power::Stopping,
+        (Ongoing::ByItself, _) => false,
+    }
+}
+
+/// Lets go of what is ongoing; jobs end by themselves.
+async fn release(ongoing: Ongoing) {
+    if let Ongoing::Stream(mut stream) = ongoing {
+        // It may have ended with its VM.
+        let _ = stream.write_all(&[LET_GO]).await;
+        let _ = stream.read_to_end(&mut Vec::new()).await;
+    }
+}

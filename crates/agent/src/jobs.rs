@@ -1,0 +1,255 @@
+//! The jobs of a VM, as its host keeps account of them: what was asked for, and how far it is. The real host and
+//! the simulated one have the same account; who does the work says here what became of it.
+//!
+//! [`vmseal_api::host::JobState`] has the diagram.
+
+use std::collections::BTreeMap;
+use std::time::Instant;
+
+use vmseal_api::host::{JobProgress, JobSpec, JobState, JobStatus, VmSpec};
+use vmseal_api::id::{DiskId, TaskId};
+use vmseal_api::problem::{ErrorCode, Problem};
+
+use crate::rules::exclusion::Activity;
+
+/// A disk of a job.
+struct Part {
+    disk: DiskId,
+    finished: bool,
+    done: u64,
+    total: u64,
+}
+
+struct Job {
+    spec: JobSpec,
+    state: JobState,
+    parts: Vec<Part>,
+    /// When it first said how far it was, and how far that was: an earlier agent may have begun it.
+    first: Option<(Instant, u64)>,
+    bytes_per_second: Option<u64>,
+}
+
+impl Job {
+    fn is_at_work(&self) -> bool {
+        matches!(self.state, JobState::Waiting | JobState::Running)
+    }
+
+    fn done(&self) -> u64 {
+        self.parts.iter().map(|part| part.done).sum()
+    }
+
+    fn unfinished(&self) -> Vec<DiskId> {
+        self.parts.iter().filter(|part| !part.finished).map(|part| part.disk).collect()
+    }
+
+    fn status(&self, task: TaskId) -> JobStatus {
+        let total = self.parts.iter().map(|part| part.total).sum();
+        let bytes_per_second = self.bytes_per_second;
+        JobStatus {
+            task,
+            kind: self.spec.kind(),
+            disks: self.spec.disks(),
+            state: self.state.clone(),
+            progress: JobProgress { done: self.done(), total, bytes_per_second },
+        }
+    }
+}
+
+/// The jobs of a VM: for each disk those at work, or the last one.
+#[derive(Default)]
+pub struct Jobs(BTreeMap<TaskId, Job>);
+
+impl Jobs {
+    /// How a task's job stands, which has to be this one; none where nothing is known of it.
+    ///
+    /// # Errors
+    /// `conflict`: it is another one.
+    pub fn same(&self, task: TaskId, spec: &JobSpec) -> Result<Option<&JobState>, Problem> {
+        match self.0.get(&task) {
+            None => Ok(None),
+            Some(job) if job.spec == *spec => Ok(Some(&job.state)),
+            Some(_) => {
+                let what = format!("task {task} has another job on this VM");
+                Err(Problem::new(ErrorCode::Conflict, what))
+            }
+        }
+    }
+
+    /// Notes that a job is to begin. It takes the place of others that have ended with its disks.
+    pub fn begin(&mut self, task: TaskId, spec: JobSpec) {
+        let disks = spec.disks();
+        self.0.retain(|_, job| {
+            job.is_at_work() || !job.parts.iter().any(|part| disks.contains(&part.disk))
+        });
+        let part = |disk| Part { disk, finished: false, done: 0, total: 0 };
+        let parts = disks.into_iter().map(part).collect();
+        let (state, first, bytes_per_second) = (JobState::Waiting, None, None);
+        self.0.insert(task, Job { spec, state, parts, first, bytes_per_second });
+    }
+
+    /// The job that is at work on a disk.
+    fn at_work(&mut self, disk: DiskId) -> Option<&mut Job> {
+        self.0.values_mut().find(|job| {
+            job.is_at_work() && job.parts.iter().any(|part| part.disk == disk && !part.finished)
+        })
+    }
+
+    /// Notes how far the work on a disk is, in bytes, at this time.
+    pub fn progress(&mut self, disk: DiskId, done: u64, total: u64, now: Instant) {
+        let Some(job) = self.at_work(disk) else { return };
+        for part in job.parts.iter_mut().filter(|part| part.disk == disk) {
+            (part.done, part.total) = (done, total);
+        }
+        job.state = JobState::Running;
+        let all = job.done();
+        let (begun, before) = *job.first.get_or_insert((now, all));
+        let milliseconds = now.saturating_duration_since(begun).as_millis();
+        let copied = u128::from(all.saturating_sub(before));
+        if milliseconds > 0 && copied > 0 {
+            job.bytes_per_second = u64::try_from(copied * 1000 / milliseconds).ok();
+        }
+    }
+
+    /// Notes that the work on a disk is done; `last` is what its job comes to with its last disk.
+    fn finished(&mut self, disk: DiskId, last: JobState) {
+        let Some(job) = self.at_work(disk) else { return };
+        for part in job.parts.iter_mut().filter(|part| part.disk == disk) {
+            part.finished = true;
+            part.done = part.total;
+        }
+        if job.parts.iter().all(|part| part.finished) {
+            job.state = last;
+        }
+    }
+
+    /// Notes that a disk is made.
+    pub fn made(&mut self, disk: DiskId) {
+        self.finished(disk, JobState::Done);
+    }
+
+    /// Notes that a disk's export is whole.
+    pub fn written(&mut self, disk: DiskId) {
+        self.finished(disk, JobState::ReadyToCommit);
+    }
+
+    /// Notes that the work on a disk failed; gives the disks of the same job that are to be given up.
+    pub fn failed(&mut self, disk: DiskId, problem: Problem) -> Vec<DiskId> {
+        let Some(job) = self.at_work(disk) else { return Vec::new() };
+        job.state = JobState::Failed { problem };
+        job.unfinished().into_iter().filter(|other| *other != disk).collect()
+    }
+
+    /// Notes that a job is committed.
+    pub fn committed(&mut self, task: TaskId) {
+        if let Some(job) = self.0.get_mut(&task) {
+            job.state = JobState::Done;
+        }
+    }
+
+    /// Notes that a job is cancelled; gives the disks that are to be given up.
+    pub fn cancel(&mut self, task: TaskId) -> Vec<DiskId> {
+        let Some(job) = self.0.get_mut(&task) else { return Vec::new() };
+        let at_work = job.is_at_work();
+        job.state = JobState::Cancelled;
+        if at_work { job.unfinished() } else { Vec::new() }
+    }
+
+    /// A disk is removed: what has ended with it is forgotten, and what is at work on it is cancelled. Gives the
+    /// disks that are to be given up.
+    pub fn remove_disk(&mut self, disk: DiskId) -> Vec<DiskId> {
+        let of_disk = |job: &Job| job.parts.iter().any(|part| part.disk == disk);
+        self.0.retain(|_, job| job.is_at_work() || !of_disk(job));
+        let tasks: Vec<_> =
+            self.0.iter().filter(|(_, job)| of_disk(job)).map(|(id, _)| *id).collect();
+        tasks.into_iter().flat_map(|task| self.cancel(task)).collect()
+    }
+
+    /// Forgets what has ended with disks that the VM does not have any more.
+    pub fn keep_disks_of(&mut self, spec: &VmSpec) {
+        let known = |disk| spec.disk(disk).is_some();
+        self.0.retain(|_, job| job.is_at_work() || job.parts.iter().all(|part| known(part.disk)));
+    }
+
+    /// What is under way with disks.
+    pub fn activities(&self) -> impl Iterator<Item = (DiskId, Activity)> {
+        self.0.values().filter(|job| job.is_at_work()).flat_map(|job| {
+            let activity = match job.spec {
+                JobSpec::Create(_) => Activity::Creating,
+                JobSpec::Export(_) => Activity::Exporting,
+            };
+            job.unfinished().into_iter().map(move |disk| (disk, activity))
+        })
+    }
+
+    /// How a task's job stands.
+    ///
+    /// # Errors
+    /// `not-found`.
+    pub fn status(&self, task: TaskId) -> Result<JobStatus, Problem> {
+        let job = self.0.get(&task).ok_or_else(|| Problem::not_found("job on this host", task))?;
+        Ok(job.status(task))
+    }
+
+    /// How all stand.
+    pub fn statuses(&self) -> Vec<JobStatus> {
+        self.0.iter().map(|(task, job)| job.status(*task)).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use vmseal_api::host::{CreateJob, DiskToCreate};
+
+    use super::*;
+
+    fn create(disks: &[DiskId]) -> JobSpec {
+        let disks = disks.iter().map(|disk| DiskToCreate { disk: *disk, source: None });
+        JobSpec::Create(CreateJob { disks: disks.collect() })
+    }
+
+    #[test]
+    fn a_job_is_done_with_its_last_disk_and_tells_how_fast_it_is() {
+        let (task, [one, two]) = (TaskId::new(), [DiskId::new(), DiskId::new()]);
+        let mut jobs = Jobs::default();
+        jobs.begin(task, create(&[one, two]));
+        let status = |jobs: &Jobs| jobs.status(task).unwrap();
+        assert_eq!(status(&jobs).state, JobState::Waiting);
+        let begin = Instant::now();
+        // An earlier agent had got so far.
+        jobs.progress(one, 1000, 4000, begin);
+        jobs.progress(two, 0, 2000, begin);
+        assert_eq!(status(&jobs).progress.bytes_per_second, None);
+        jobs.progress(one, 3000, 4000, begin + Duration::from_secs(2));
+        let progress = JobProgress { done: 3000, total: 6000, bytes_per_second: Some(1000) };
+        assert_eq!((status(&jobs).state, status(&jobs).progress), (JobState::Running, progress));
+        jobs.made(one);
+        assert_eq!(status(&jobs).state, JobState::Running);
+        assert_eq!(jobs.activities().collect::<Vec<_>>(), [(two, Activity::Creating)]);
+        jobs.made(two);
+        assert_eq!(status(&jobs).state, JobState::Done);
+        assert_eq!(jobs.activities().count(), 0);
+    }
+
+    #[test]
+    fn a_task_has_one_job_and_a_disk_its_last_one() {
+        let (task, [one, two]) = (TaskId::new(), [DiskId::new(), DiskId::new()]);
+        let mut jobs = Jobs::default();
+        assert_eq!(jobs.same(task, &create(&[one])).unwrap(), None);
+        jobs.begin(task, create(&[one]));
+        assert_eq!(jobs.same(task, &create(&[one])).unwrap(), Some(&JobState::Waiting));
+        let other = jobs.same(task, &create(&[two])).unwrap_err();
+        assert_eq!(other.code, ErrorCode::Conflict);
+        jobs.made(one);
+        let next = TaskId::new();
+        jobs.begin(next, create(&[one, two]));
+        assert_eq!(jobs.status(task).unwrap_err().code, ErrorCode::NotFound);
+        let problem = Problem::new(ErrorCode::NoSpace, "full");
+        assert_eq!(jobs.failed(one, problem.clone()), [two], "the others are given up with it");
+        assert_eq!(jobs.status(next).unwrap().state, JobState::Failed { problem });
+        jobs.begin(next, create(&[one, two]));
+        assert_eq!(jobs.remove_disk(two), [one, two]);
+        assert_eq!(jobs.status(next).unwrap().state, JobState::Cancelled);
+    }
+}

@@ -1,0 +1,281 @@
+//! What excludes what on a VM: one table, which the real host and the simulated one ask, and which the contract
+//! suite walks. Giving a key and cutting the power are never excluded. Whether what an action needs is there (a
+//! key, a disk that is made) is for the rest of [`super`] to say.
+
+use vmseal_api::host::{DiskSpec, Power, VmSpec};
+use vmseal_api::id::DiskId;
+use vmseal_api::problem::{ErrorCode, Problem};
+
+/// What somebody wants to do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Action {
+    /// To replace what is known of the VM by something else.
+    Register,
+    /// To forget the VM.
+    Unregister,
+    /// To look at or change the keys of its disks.
+    ChangeKeys,
+    /// To make a disk. The same job once more is no action.
+    CreateDisk,
+    /// To remove a disk.
+    DeleteDisk,
+    /// To export a disk. The same job once more is no action.
+    ExportDisk,
+    /// To expose a disk for reading.
+    ExposeToRead,
+    /// To expose a disk for writing.
+    ExposeToWrite,
+    /// To start the VM.
+    PowerOn,
+    /// To ask the guest to shut down.
+    ShutDown,
+    /// To open the console.
+    Console,
+    /// To see or change the dirty bitmaps of a disk.
+    Bitmaps,
+    /// To see how a replica stands.
+    Replica,
+}
+
+/// What is so of a VM, or under way on it. Of the first four exactly one is, of the others any number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Activity {
+    /// It is off.
+    Off,
+    /// It is being started.
+    Starting,
+    /// It runs.
+    Running,
+    /// Its guest was asked to shut down.
+    Stopping,
+    /// The keys of its disks are being looked at or changed.
+    KeyChange,
+    /// A disk is being made.
+    Creating,
+    /// A disk is being exported.
+    Exporting,
+    /// A disk is exposed.
+    Exposed,
+}
+
+/// What becomes of an action during an activity: a cell of the table.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Rule {
+    /// Both go on.
+    Allowed,
+    /// Nothing is done: it is so already.
+    Already,
+    /// The action is done, and ends the activity.
+    Ends,
+    /// It is refused so.
+    Refused(ErrorCode),
+}
+
+use Activity::{Creating, Exporting, Exposed, KeyChange, Off, Running, Starting, Stopping};
+use Rule::{Allowed as YES, Already as IS, Ends as ENDS};
+
+const STATE: Rule = Rule::Refused(ErrorCode::WrongState);
+const IN_USE: Rule = Rule::Refused(ErrorCode::InUse);
+/// Whoever lost the answer asks again, and is answered when it has ended.
+const AGAIN: Rule = Rule::Refused(ErrorCode::TimedOut);
+
+/// The columns of [`TABLE`].
+pub const ACTIVITIES: [Activity; 8] =
+    [Off, Starting, Running, Stopping, KeyChange, Creating, Exporting, Exposed];
+
+/// What may be done during what. For an action on a disk the last three columns are about that disk, for one on
+/// the VM about any disk of it.
+#[rustfmt::skip]
+pub const TABLE: [(Action, [Rule; ACTIVITIES.len()]); 13] = [
+    //                       off    starting running stopping key change creating exporting exposed
+    (Action::Register,      [YES,   STATE,   STATE,  STATE,   IN_USE,    YES,     YES,      YES]),
+    (Action::Unregister,    [YES,   STATE,   STATE,  STATE,   IN_USE,    ENDS,    ENDS,     IN_USE]),
+    (Action::ChangeKeys,    [YES,   STATE,   STATE,  STATE,   AGAIN,     IN_USE,  IN_USE,   IN_USE]),
+    (Action::CreateDisk,    [YES,   IN_USE,  IN_USE, IN_USE,  IN_USE,    IN_USE,  IN_USE,   IN_USE]),
+    (Action::DeleteDisk,    [YES,   IN_USE,  IN_USE, IN_USE,  IN_USE,    ENDS,    IN_USE,   IN_USE]),
+    (Action::ExportDisk,    [YES,   IN_USE,  IN_USE, IN_USE,  IN_USE,    IN_USE,  IN_USE,   IN_USE]),
+    (Action::ExposeToRead,  [YES,   IN_USE,  YES,    YES,     IN_USE,    IN_USE,  IN_USE,   IN_USE]),
+    (Action::ExposeToWrite, [YES,   IN_USE,  IN_USE, IN_USE,  IN_USE,    IN_USE,  IN_USE,   IN_USE]),
+    (Action::PowerOn,       [YES,   IS,      IS,     STATE,   IN_USE,    STATE,   STATE,    IN_USE]),
+    (Action::ShutDown,      [IS,    STATE,   YES,    YES,     YES,       YES,     YES,      YES]),
+    (Action::Console,       [STATE, STATE,   YES,    YES,     YES,       YES,     YES,      YES]),
+    (Action::Bitmaps,       [STATE, STATE,   YES,    YES,     YES,       YES,     YES,      YES]),
+    (Action::Replica,       [STATE, STATE,   YES,    YES,     YES,       YES,     YES,      YES]),
+];
+
+/// What becomes of an action during an activity.
+#[must_use]
+pub fn rule(action: Action, activity: Activity) -> Rule {
+    let row = TABLE.iter().find(|(row, _)| *row == action);
+    let column = ACTIVITIES.iter().position(|column| *column == activity);
+    row.zip(column).map_or(STATE, |((_, row), column)| row[column])
+}
+
+/// What an action that is not refused comes to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Permission {
+    /// It is to be done; what it ends is to be ended first.
+    Granted,
+    /// Nothing is to be done: it is so already.
+    Already,
+}
+
+/// What is so of a VM, and under way on it.
+pub struct Situation<'a> {
+    /// The VM.
+    pub spec: &'a VmSpec,
+    /// Whether it runs.
+    pub power: Power,
+    /// Whether the keys of its disks are being looked at or changed.
+    pub changing_keys: bool,
+    /// The disks that are being made or exported, or are exposed.
+    pub disks: Vec<(DiskId, Activity)>,
+}
+
+impl Situation<'_> {
+    /// Whether something may be done, with this disk or with the VM as a whole.
+    ///
+    /// # Errors
+    /// What the table says, in words.
+    pub fn may(&self, action: Action, disk: Option<&DiskSpec>) -> Result<Permission, Problem> {
+        let power = match self.power {
+            Power::Off => Off,
+            Power::Starting => Starting,
+            Power::Stopping => Stopping,
+            // It is not off.
+            Power::Running | Power::Unknown => Running,
+        };
+        match rule(action, power) {
+            Rule::Already => return Ok(Permission::Already),
+            Rule::Refused(code) => return Err(self.refusal(code, action, power, disk)),
+            Rule::Allowed | Rule::Ends => {}
+        }
+        let keys = self.changing_keys.then_some((None, KeyChange));
+        let concerned =
+            self.disks.iter().filter(|(id, _)| disk.is_none_or(|disk| disk.disk == *id));
+        let disks = concerned.map(|(id, activity)| (Some(*id), *activity));
+        for (id, activity) in keys.into_iter().chain(disks) {
+            if let Rule::Refused(code) = rule(action, activity) {
+                let disk = disk.or_else(|| self.spec.disk(id?));
+                return Err(self.refusal(code, action, activity, disk));
+            }
+        }
+        Ok(Permission::Granted)
+    }
+
+    fn refusal(
+        &self,
+        code: ErrorCode,
+        action: Action,
+        during: Activity,
+        disk: Option<&DiskSpec>,
+    ) -> Problem {
+        let vm = &self.spec.name;
+        let disk = disk.map_or_else(|| "a disk".to_owned(), |disk| format!("disk '{}'", disk.name));
+        let what = match (action, during) {
+            (Action::Register, Starting | Running | Stopping) => {
+                "is not off: what is known of it cannot be replaced. Stop it first"
+            }
+            (Action::Unregister, Starting | Running | Stopping) => "is not off. Stop it first",
+            (Action::ChangeKeys, Starting | Running | Stopping) => {
+                "is not off: the keys of its disks cannot be changed. Stop it first"
+            }
+            (Action::PowerOn, Stopping) => "is stopping. Wait until it is off",
+            (Action::PowerOn, Creating | Exporting) => {
+                "cannot start while a disk is being made or exported. Try again in a moment, or cancel the task"
+            }
+            (Action::ShutDown, Starting) => {
+                "is only being started: its guest cannot be asked yet. Wait, or force it off"
+            }
+            (Action::Console, _) => "does not run: it has no console. Start it first",
+            (Action::Bitmaps, _) => {
+                "does not run: its disks have no dirty bitmaps, which end with the filter that serves its guest. Start it, make a full backup, and start bitmaps"
+            }
+            (Action::Replica, _) => {
+                "does not run: nothing is copied to a replica while its VM is off; it stays as it was when that stopped. Start the VM, and ask again"
+            }
+            (_, KeyChange) => {
+                let what = format!("the keys of VM '{vm}' are being changed: wait a moment");
+                return Problem::new(code, what);
+            }
+            (_, Creating) => {
+                let what = format!("{disk} is being made: wait, or cancel the task");
+                return Problem::new(code, what);
+            }
+            (_, Exporting) => {
+                let what = format!("{disk} is being exported: wait, or cancel the task");
+                return Problem::new(code, what);
+            }
+            (_, Exposed) => {
+                let what = format!(
+                    "{disk} is exposed: end the 'vmseal disk expose' that exposes it first"
+                );
+                return Problem::new(code, what);
+            }
+            (_, Off | Starting | Running | Stopping) => {
+                let what = format!("{disk} is in use: VM '{vm}' is not off. Stop it first");
+                return Problem::new(code, what);
+            }
+        };
+        Problem::new(code, format!("VM '{vm}' {what}"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use vmseal_api::host::Device;
+
+    use super::*;
+
+    #[test]
+    fn the_table_has_each_action_once() {
+        for (index, (action, _)) in TABLE.iter().enumerate() {
+            assert!(TABLE[..index].iter().all(|(other, _)| other != action), "{action:?}");
+        }
+    }
+
+    #[test]
+    fn every_pair_is_answered_as_the_table_says() {
+        let mut spec = crate::process::run_dir::tests::spec();
+        spec.devices =
+            ["one", "two"].map(|name| Device::Disk(super::super::tests::disk(name))).into();
+        let [one, two] = [0, 1].map(|index| spec.disks().nth(index).unwrap());
+        let at_rest = || Situation {
+            spec: &spec,
+            power: Power::Off,
+            changing_keys: false,
+            disks: Vec::new(),
+        };
+        for (action, row) in &TABLE {
+            for (activity, cell) in ACTIVITIES.iter().zip(row) {
+                let on_disk = matches!(activity, Creating | Exporting | Exposed);
+                let situation = match activity {
+                    Off => at_rest(),
+                    Starting => Situation { power: Power::Starting, ..at_rest() },
+                    Running => Situation { power: Power::Running, ..at_rest() },
+                    Stopping => Situation { power: Power::Stopping, ..at_rest() },
+                    KeyChange => Situation { changing_keys: true, ..at_rest() },
+                    _ => Situation { disks: vec![(one.disk, *activity)], ..at_rest() },
+                };
+                // What needs a VM that runs is refused with one that is off, whatever else is so.
+                let off = super::rule(*action, Off);
+                let expected = match (on_disk || *activity == KeyChange, off) {
+                    (true, Rule::Refused(_) | Rule::Already) => off,
+                    _ => *cell,
+                };
+                let answer = situation.may(*action, Some(one));
+                match expected {
+                    Rule::Refused(code) => assert_eq!(answer.unwrap_err().code, code),
+                    Rule::Already => assert_eq!(answer.unwrap(), Permission::Already),
+                    YES | ENDS => assert_eq!(answer.unwrap(), Permission::Granted),
+                }
+                if on_disk && off == YES {
+                    let beside = situation.may(*action, Some(two));
+                    assert_eq!(beside.unwrap(), Permission::Granted, "{action:?} {activity:?}");
+                    let refused = matches!(cell, Rule::Refused(_));
+                    assert_eq!(situation.may(*action, None).is_err(), refused, "{action:?}");
+                }
+            }
+        }
+    }
+}

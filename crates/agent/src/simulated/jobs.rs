@@ -1,0 +1,196 @@
+//! The jobs of a simulated host: disks as records, and names of exported files without files.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::PathBuf;
+use std::time::Instant;
+
+use vmseal_api::host::{ExportJob, JobSpec, JobState};
+use vmseal_api::id::{TaskId, VmId};
+use vmseal_api::problem::{ErrorCode, Problem};
+
+use super::calls::Later;
+use super::{Inside, Work};
+use crate::rules::exclusion::Action;
+use crate::rules::{self, find_disk};
+use crate::storage::image::Image;
+use crate::storage::transfer::TransferDirectories;
+
+/// The exported files that are on the host.
+#[derive(Default)]
+pub struct Exports {
+    unnamed: BTreeSet<TaskId>,
+    named: BTreeMap<PathBuf, TaskId>,
+}
+
+impl Exports {
+    pub fn files(&self) -> (Vec<PathBuf>, usize) {
+        (self.named.keys().cloned().collect(), self.unnamed.len())
+    }
+}
+
+impl Inside {
+    /// Sees that nothing speaks against a job.
+    pub fn ready(&mut self, vm: VmId, job: &JobSpec) -> Result<(), Problem> {
+        let situation = self.situation(vm)?;
+        let action = match job {
+            JobSpec::Create(_) => Action::CreateDisk,
+            JobSpec::Export(_) => Action::ExportDisk,
+        };
+        for disk in job.disks() {
+            situation.may(action, Some(find_disk(situation.spec, disk)?))?;
+        }
+        let known = self.known(vm)?;
+        let key = rules::key_state(&known.spec, known.key_held);
+        rules::check_job(&known.spec, job, key, |disk| known.has_made(disk))?;
+        let JobSpec::Export(export) = job else { return Ok(()) };
+        if self.world.exports.named.contains_key(&export.to) {
+            let what = format!("{} is there already", export.to.display());
+            return Err(Problem::new(ErrorCode::AlreadyExists, what));
+        }
+        if let Some(sealed) = &export.passphrase {
+            self.life.key_box.open_passphrase(vm, export.disk, sealed)?;
+        }
+        Ok(())
+    }
+
+    pub fn put_job(&mut self, vm: VmId, task: TaskId, job: JobSpec) -> Result<Later, Problem> {
+        match self.known(vm)?.jobs.same(task, &job)? {
+            None | Some(JobState::Failed { .. } | JobState::Cancelled) => {}
+            Some(_) => return Ok(None),
+        }
+        self.ready(vm, &job)?;
+        let known = self.known(vm)?;
+        known.jobs.begin(task, job.clone());
+        if let Some((disk, problem)) = wrong_source(&known.spec, &job) {
+            known.made.remove(&disk);
+            known.jobs.failed(disk, problem);
+            self.life.post(vm);
+            return Ok(None);
+        }
+        for disk in job.disks() {
+            let total = match &job {
+                JobSpec::Create(_) => 0,
+                JobSpec::Export(_) => find_disk(&known.spec, disk)?.size,
+            };
+            known.jobs.progress(disk, 0, total, Instant::now());
+        }
+        self.numbered(vm, Work::Job(task), self.work)
+    }
+
+    /// The work of a job is over.
+    pub fn worked(&mut self, vm: VmId, work: Work) {
+        let Work::Job(task) = work else { return };
+        let full = self.full;
+        let Ok(known) = self.known(vm) else { return };
+        let Ok(status) = known.jobs.status(task) else { return };
+        if !matches!(status.state, JobState::Waiting | JobState::Running) {
+            return;
+        }
+        match status.kind {
+            vmseal_api::host::JobKind::Export if full => {
+                let problem = Problem::new(ErrorCode::NoSpace, "the simulated host is full");
+                status.disks.into_iter().for_each(|disk| {
+                    known.jobs.failed(disk, problem.clone());
+                });
+            }
+            vmseal_api::host::JobKind::Export => {
+                status.disks.into_iter().for_each(|disk| known.jobs.written(disk));
+                self.world.exports.unnamed.insert(task);
+            }
+            _ => {
+                for disk in status.disks {
+                    let made = self.make_disk(vm, disk);
+                    let Ok(known) = self.known(vm) else { return };
+                    match made {
+                        Ok(facts) => {
+                            known.made.insert(disk, facts);
+                            known.jobs.made(disk);
+                        }
+                        Err(problem) => {
+                            known.made.remove(&disk);
+                            known.jobs.failed(disk, problem);
+                            return;
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    pub fn commit_job(&mut self, vm: VmId, task: TaskId, job: JobSpec) -> Result<(), Problem> {
+        let known = self.known(vm)?;
+        let state = known.jobs.same(task, &job)?.cloned();
+        if matches!(state, Some(JobState::Waiting | JobState::Running)) {
+            return Err(rules::wrong_state(&known.spec, rules::NOT_READY_TO_COMMIT));
+        }
+        match job {
+            JobSpec::Create(_) if state == Some(JobState::Done) => Ok(()),
+            JobSpec::Create(_) => Err(rules::nothing_to_commit(task)),
+            JobSpec::Export(export) => {
+                self.check_export(vm, &export)?;
+                self.name(task, &export)?;
+                self.known(vm)?.jobs.committed(task);
+                self.life.post(vm);
+                Ok(())
+            }
+        }
+    }
+
+    pub fn cancel_job(&mut self, vm: VmId, task: TaskId, job: JobSpec) -> Result<(), Problem> {
+        let known = self.known(vm)?;
+        let state = known.jobs.same(task, &job)?.cloned();
+        let at_work = matches!(state, Some(JobState::Waiting | JobState::Running));
+        if at_work || state == Some(JobState::ReadyToCommit) {
+            known.jobs.cancel(task);
+            known.work.remove(&Work::Job(task));
+            self.life.post(vm);
+        }
+        let JobSpec::Export(export) = job else { return Ok(()) };
+        if state == Some(JobState::Cancelled) {
+            return Ok(());
+        }
+        self.check_export(vm, &export)?;
+        if self.world.exports.unnamed.remove(&task) || at_work {
+            return Ok(());
+        }
+        if self.world.exports.named.get(&export.to) == Some(&task) {
+            return Err(rules::has_its_name(&export.to));
+        }
+        Err(Problem::new(ErrorCode::NotFound, "there is no such half-written file"))
+    }
+
+    fn check_export(&mut self, vm: VmId, export: &ExportJob) -> Result<(), Problem> {
+        find_disk(&self.known(vm)?.spec, export.disk)?;
+        rules::check_export(export)
+    }
+
+    fn name(&mut self, task: TaskId, export: &ExportJob) -> Result<(), Problem> {
+        let Exports { unnamed, named } = &mut self.world.exports;
+        match (unnamed.contains(&task), named.get(&export.to)) {
+            (true, Some(_)) => {
+                let what = format!("{} is there already", export.to.display());
+                Err(Problem::new(ErrorCode::AlreadyExists, what))
+            }
+            (true, None) => {
+                unnamed.remove(&task);
+                named.insert(export.to.clone(), task);
+                Ok(())
+            }
+            (false, Some(there)) if *there == task => Ok(()),
+            (false, _) => Err(Problem::new(ErrorCode::NotFound, "the export is gone")),
+        }
+    }
+}
+
+/// A disk that cannot be filled from what it is to be filled from, and why.
+fn wrong_source(
+    spec: &vmseal_api::host::VmSpec,
+    job: &JobSpec,
+) -> Option<(vmseal_api::id::DiskId, Problem)> {
+    let JobSpec::Create(create) = job else { return None };
+    create.disks.iter().find_map(|wanted| {
+        let (source, disk) = (wanted.source.as_ref()?, spec.disk(wanted.disk)?);
+        let problem = Image::open(source, disk, &TransferDirectories::anywhere()).err()?;
+        Some((disk.disk, problem))
+    })
+}

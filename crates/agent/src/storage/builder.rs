@@ -1,0 +1,42 @@
+//! What making, filling and exporting disks need of the host.
+
+use std::fs::File;
+use std::sync::Arc;
+
+use vmseal_api::host::{Allocation, DiskSpec};
+use vmseal_api::problem::{ErrorCode, Problem};
+
+use crate::process::run_dir::ProcessDir;
+use crate::process::users::Users;
+use crate::storage::transfer::TransferDirectories;
+
+/// What an import needs of the host.
+#[derive(Clone)]
+pub struct DiskBuilder {
+    /// The filter program.
+    pub filter: Arc<File>,
+    /// Whom it may run as.
+    pub users: Users,
+    /// Where its sockets and logs are.
+    pub directory: ProcessDir,
+    /// Where images may be read from.
+    pub transfer: TransferDirectories,
+}
+
+/// A defect, or an error that has no name.
+pub fn internal(error: impl std::fmt::Display) -> Problem {
+    Problem::new(ErrorCode::Internal, error.to_string())
+}
+
+/// Whether all of a disk's room is taken when it is made.
+#[must_use]
+pub fn is_preallocated(disk: &DiskSpec) -> bool {
+    disk.allocation == Allocation::Preallocated
+}
+
+/// No user is left for another process.
+#[must_use]
+pub fn too_many() -> Problem {
+    let what = "too many VMs and imports run on this host: stop some, or wait for imports to end";
+    Problem::new(ErrorCode::LimitExceeded, what)
+}

@@ -1,0 +1,131 @@
+//! The mark that says which datastore a directory is.
+
+use std::fs::File;
+use std::io;
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+use vmseal_api::host::{DatastoreLocation, DatastoreSpec, DatastoreUsage};
+use vmseal_api::id::DatastoreId;
+use vmseal_api::problem::{ErrorCode, Problem};
+
+use crate::atomic_file;
+
+/// The file that says which datastore this is.
+pub const MARKER: &str = "vmseal-datastore.json";
+
+/// The version of that file.
+const VERSION: u32 = 1;
+
+/// The longest marker, in bytes.
+const MARKER_MAX: u64 = 4096;
+
+#[derive(Serialize, Deserialize)]
+pub(super) struct Marker {
+    pub(super) version: u32,
+    pub(super) datastore: DatastoreId,
+}
+
+pub(crate) fn failed(path: &Path, what: &str, error: &io::Error) -> Problem {
+    let code = match error.raw_os_error() {
+        Some(libc::ENOSPC | libc::EDQUOT) => ErrorCode::NoSpace,
+        _ => ErrorCode::Internal,
+    };
+    Problem::new(code, format!("{} cannot be {what}: {error}", path.display()))
+}
+
+pub(super) fn directory(spec: &DatastoreSpec) -> Result<&Path, Problem> {
+    let DatastoreLocation::Dir { path } = &spec.location;
+    if !path.is_absolute() {
+        return Err(Problem::invalid("location.path", "must be an absolute path"));
+    }
+    match path.metadata() {
+        Ok(metadata) if metadata.is_dir() => Ok(path),
+        Ok(_) => {
+            Err(Problem::invalid("location.path", format!("{} is no directory", path.display())))
+        }
+        Err(error) => Err(Problem::invalid(
+            "location.path",
+            format!("{}: {error}. Make or mount it on this host first", path.display()),
+        )),
+    }
+}
+
+pub(super) fn marker(path: &Path) -> Result<Option<Marker>, Problem> {
+    use std::io::Read;
+    let path = path.join(MARKER);
+    let mut text = Vec::new();
+    match File::open(&path).and_then(|file| file.take(MARKER_MAX).read_to_end(&mut text)) {
+        Ok(_) => {}
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(failed(&path, "read", &error)),
+    }
+    match serde_json::from_slice::<Marker>(&text) {
+        Ok(marker) if marker.version == VERSION => Ok(Some(marker)),
+        Ok(marker) => Err(Problem::new(
+            ErrorCode::Damaged,
+            format!("{} has version {}; use a newer vmseal", path.display(), marker.version),
+        )),
+        Err(error) => {
+            Err(Problem::new(ErrorCode::Damaged, format!("{} is damaged: {error}", path.display())))
+        }
+    }
+}
+
+pub(super) fn check_marker(
+    path: &Path,
+    marker: &Marker,
+    spec: &DatastoreSpec,
+) -> Result<(), Problem> {
+    if marker.datastore == spec.datastore {
+        return Ok(());
+    }
+    Err(Problem::new(
+        ErrorCode::WrongState,
+        format!(
+            "{} holds datastore {}, not {}: is the right file system mounted?",
+            path.display(),
+            marker.datastore,
+            spec.datastore
+        ),
+    ))
+}
+
+/// The directory of a datastore that carries the right mark.
+///
+/// # Errors
+/// `wrong-state` when the place carries no mark, or another one (not mounted?).
+pub fn marked(spec: &DatastoreSpec) -> Result<&Path, Problem> {
+    let path = directory(spec)?;
+    let marker = marker(path)?.ok_or_else(|| {
+        let what =
+            format!("{} is not marked as a datastore: is the file system mounted?", path.display());
+        Problem::new(ErrorCode::WrongState, what)
+    })?;
+    check_marker(path, &marker, spec)?;
+    Ok(path)
+}
+
+/// Room at `path`, in bytes.
+///
+/// # Errors
+/// As statvfs.
+pub fn usage(path: &Path) -> Result<DatastoreUsage, Problem> {
+    let stat = nix::sys::statvfs::statvfs(path)
+        .map_err(|error| failed(path, "measured", &error.into()))?;
+    let block = stat.fragment_size();
+    Ok(DatastoreUsage {
+        capacity: stat.blocks().saturating_mul(block),
+        free: stat.blocks_available().saturating_mul(block),
+    })
+}
+
+/// Marks a directory as this datastore.
+pub(super) fn put(path: &Path, spec: &DatastoreSpec) -> Result<(), Problem> {
+    let marker = Marker { version: VERSION, datastore: spec.datastore };
+    let path = path.join(MARKER);
+    serde_json::to_vec(&marker)
+        .map_err(io::Error::from)
+        .and_then(|json| atomic_file::write(&path, &json))
+        .map_err(|error| failed(&path, "written", &error))
+}

@@ -1,0 +1,183 @@
+//! The jobs of a VM's disks, as the VM's owner begins, finishes and stops them.
+
+use std::time::Instant;
+
+use tokio::task::spawn_blocking;
+use vmseal_api::host::{CreateJob, DiskFacts, DiskSpec, ExportJob, JobSpec, JobState};
+use vmseal_api::id::{DiskId, TaskId};
+use vmseal_api::problem::Problem;
+
+use super::Owner;
+use crate::rules::exclusion::Action;
+use crate::rules::{self, find_disk};
+use crate::storage::disk::Recipe;
+use crate::storage::export::{self, Export, Order};
+use crate::storage::patience;
+use crate::vm::internal;
+use crate::vm::report::Report;
+
+/// What is to be begun, where nothing speaks against it.
+enum Ready {
+    Create(Vec<Recipe>),
+    Export(Box<Order>),
+}
+
+impl Owner {
+    /// Sees whether a job could be begun.
+    pub(super) async fn examine_job(&self, spec: JobSpec) -> Result<(), Problem> {
+        self.ready(TaskId::new(), &spec).await.map(drop)
+    }
+
+    pub(super) async fn put_job(&mut self, task: TaskId, spec: JobSpec) -> Result<(), Problem> {
+        match self.jobs.same(task, &spec)? {
+            None | Some(JobState::Failed { .. } | JobState::Cancelled) => {}
+            Some(_) => return Ok(()),
+        }
+        let ready = self.ready(task, &spec).await?;
+        self.jobs.begin(task, spec);
+        match ready {
+            Ready::Create(recipes) => {
+                recipes.into_iter().for_each(|recipe| self.workers.begin(&self.shared, recipe));
+            }
+            Ready::Export(order) => {
+                self.jobs.progress(order.disk.disk, 0, order.disk.size, Instant::now());
+                self.workers.begin_export(&self.shared, *order);
+            }
+        }
+        Ok(())
+    }
+
+    async fn ready(&self, task: TaskId, spec: &JobSpec) -> Result<Ready, Problem> {
+        match spec {
+            JobSpec::Create(create) => self.ready_to_create(create, spec).map(Ready::Create),
+            JobSpec::Export(export) => {
+                let order = self.ready_to_export(task, export, spec).await;
+                order.map(|order| Ready::Export(Box::new(order)))
+            }
+        }
+    }
+
+    /// Asks for each disk of a job.
+    fn may_work(&self, action: Action, spec: &JobSpec) -> Result<(), Problem> {
+        let situation = self.situation();
+        for disk in spec.disks() {
+            situation.may(action, Some(find_disk(&self.spec, disk)?))?;
+        }
+        rules::check_job(&self.spec, spec, self.key(), |disk| self.facts(disk).is_some())
+    }
+
+    fn ready_to_create(&self, create: &CreateJob, job: &JobSpec) -> Result<Vec<Recipe>, Problem> {
+        self.may_work(Action::CreateDisk, job)?;
+        let recipe = |(disk, source): (DiskId, _)| {
+            let disk = find_disk(&self.spec, disk)?.clone();
+            let kek = if disk.encrypted { self.clone_kek()? } else { None };
+            Ok(Recipe { spec: self.spec.clone(), disk, kek, source })
+        };
+        create.disks.iter().map(|wanted| recipe((wanted.disk, wanted.source.clone()))).collect()
+    }
+
+    async fn ready_to_export(
+        &self,
+        task: TaskId,
+        job: &ExportJob,
+        spec: &JobSpec,
+    ) -> Result<Order, Problem> {
+        self.may_work(Action::ExportDisk, spec)?;
+        let disk = find_disk(&self.spec, job.disk)?.clone();
+        let export = Export { task, job: job.clone() };
+        let (wanted, transfer) = (export.clone(), self.shared.transfer.clone());
+        patience::look(&job.to, move || export::check(&wanted, &transfer)).await?;
+        let open = |sealed| self.shared.key_box.open_passphrase(self.spec.vm, disk.disk, sealed);
+        let passphrase = job.passphrase.as_ref().map(open).transpose()?;
+        let Some(facts) = self.facts(&disk) else { return Err(internal("a disk without facts")) };
+        let kek = if disk.encrypted { self.clone_kek()? } else { None };
+        let record = self.shared.run_dir.exported(disk.disk);
+        Ok(Order { spec: self.spec.clone(), disk, facts, kek, export, passphrase, record })
+    }
+
+    pub(super) async fn commit_job(&mut self, task: TaskId, spec: JobSpec) -> Result<(), Problem> {
+        let state = self.jobs.same(task, &spec)?.cloned();
+        if matches!(state, Some(JobState::Waiting | JobState::Running)) {
+            return Err(rules::wrong_state(&self.spec, rules::NOT_READY_TO_COMMIT));
+        }
+        match spec {
+            JobSpec::Create(_) if state == Some(JobState::Done) => Ok(()),
+            JobSpec::Create(_) => Err(rules::nothing_to_commit(task)),
+            JobSpec::Export(job) => {
+                let record = self.record_of(&job)?;
+                let (export, transfer) = (Export { task, job }, self.shared.transfer.clone());
+                let named = spawn_blocking(move || export::name(&export, &record, &transfer));
+                named.await.map_err(internal)??;
+                self.jobs.committed(task);
+                Ok(())
+            }
+        }
+    }
+
+    pub(super) async fn cancel_job(&mut self, task: TaskId, spec: JobSpec) -> Result<(), Problem> {
+        let state = self.jobs.same(task, &spec)?.cloned();
+        let at_work = matches!(state, Some(JobState::Waiting | JobState::Running));
+        if at_work || state == Some(JobState::ReadyToCommit) {
+            // The last words of its workers are about what is removed here.
+            for disk in self.jobs.cancel(task) {
+                self.workers.cancel(disk).await;
+            }
+        }
+        match spec {
+            // What was being made is removed by who made it.
+            JobSpec::Create(_) => Ok(()),
+            JobSpec::Export(_) if state == Some(JobState::Cancelled) => Ok(()),
+            JobSpec::Export(job) => {
+                let record = self.record_of(&job)?;
+                let (export, transfer) = (Export { task, job }, self.shared.transfer.clone());
+                let removed = spawn_blocking(move || export::remove(&export, &record, &transfer));
+                let removed = removed.await.map_err(internal)?;
+                if at_work { Ok(()) } else { removed }
+            }
+        }
+    }
+
+    /// Where an export of a disk of this VM is on record.
+    fn record_of(&self, job: &ExportJob) -> Result<std::path::PathBuf, Problem> {
+        let disk = find_disk(&self.spec, job.disk)?;
+        rules::check_export(job)?;
+        Ok(self.shared.run_dir.exported(disk.disk))
+    }
+
+    /// What a worker says of a disk.
+    pub(super) async fn reported(&mut self, disk: DiskId, report: Report) {
+        match report {
+            Report::Progress(done, total) => {
+                self.jobs.progress(disk, done, total, Instant::now());
+            }
+            Report::Made(Ok(facts)) => {
+                self.made.insert(disk, facts);
+                self.jobs.made(disk);
+            }
+            Report::Made(Err(problem)) => {
+                self.made.remove(&disk);
+                self.give_up(disk, problem).await;
+            }
+            Report::Written(Ok(())) => self.jobs.written(disk),
+            Report::Written(Err(problem)) => self.give_up(disk, problem).await,
+            Report::ExposedErrors(errors) => {
+                self.exposed_errors.insert(disk, errors);
+            }
+            Report::Exposed(holder) => {
+                self.exposed.remove(&disk);
+                drop(holder);
+            }
+        }
+    }
+
+    async fn give_up(&mut self, disk: DiskId, problem: Problem) {
+        for other in self.jobs.failed(disk, problem) {
+            self.workers.cancel(other).await;
+        }
+    }
+
+    /// What is pinned of a disk, by the inventory or by the work that has just made it.
+    pub(super) fn facts(&self, disk: &DiskSpec) -> Option<DiskFacts> {
+        disk.facts.clone().or_else(|| self.made.get(&disk.disk).cloned())
+    }
+}

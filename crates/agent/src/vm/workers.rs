@@ -1,0 +1,141 @@
+//! Who works on the disks of a VM: each is made, exported or exposed by a task that can be cancelled.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use tokio::sync::{mpsc, oneshot};
+use tokio::task::JoinHandle;
+use vmseal_api::host::DiskFacts;
+use vmseal_api::id::DiskId;
+use vmseal_api::problem::Problem;
+use vmseal_api::request_id;
+
+use super::Shared;
+use super::exposed::Exposure;
+use super::report::{Progress, Report};
+use crate::process::run_dir::ProcessDir;
+use crate::storage::builder::DiskBuilder;
+use crate::storage::disk::{self, Recipe};
+use crate::storage::export::{self, Order};
+
+/// Progress that may wait for the owner.
+const REPORTS_MAX: usize = 16;
+
+struct Worker {
+    /// Tells reports of this attempt from those of an earlier one.
+    number: u64,
+    cancel: oneshot::Sender<()>,
+    task: JoinHandle<()>,
+}
+
+/// Work under way.
+pub struct Workers {
+    workers: BTreeMap<DiskId, Worker>,
+    started: u64,
+    sender: mpsc::Sender<(DiskId, u64, Report)>,
+    reports: mpsc::Receiver<(DiskId, u64, Report)>,
+}
+
+impl Workers {
+    pub fn new() -> Self {
+        let (sender, reports) = mpsc::channel(REPORTS_MAX);
+        Self { workers: BTreeMap::new(), started: 0, sender, reports }
+    }
+
+    /// Begins to make a disk.
+    pub fn begin(&mut self, shared: &Arc<Shared>, recipe: Recipe) {
+        let disk = recipe.disk.disk;
+        let builder = builder(shared, shared.run_dir.import(disk));
+        self.spawn(disk, |cancelled, show| async move {
+            let progress = |done, total| show.progress(Report::Progress(done, total));
+            Report::Made(make(recipe, builder, cancelled, progress).await)
+        });
+    }
+
+    /// Begins to export a disk.
+    pub fn begin_export(&mut self, shared: &Arc<Shared>, order: Order) {
+        let disk = order.disk.disk;
+        let builder = builder(shared, shared.run_dir.export(disk));
+        self.spawn(disk, |cancelled, show| async move {
+            let progress = |done, total| show.progress(Report::Progress(done, total));
+            let written = export::write(order, &builder, progress, cancelled).await;
+            Report::Written(written.inspect_err(
+                |problem| tracing::warn!(%disk, %problem, "a disk could not be exported"),
+            ))
+        });
+    }
+
+    /// Begins to expose a disk.
+    pub fn begin_exposure(&mut self, shared: &Arc<Shared>, exposure: Exposure) {
+        let disk = exposure.disk();
+        let builder = builder(shared, shared.run_dir.export(disk));
+        self.spawn(disk, |cancelled, show| async move {
+            Report::Exposed(exposure.serve(builder, show, cancelled).await)
+        });
+    }
+
+    fn spawn<F>(&mut self, disk: DiskId, work: impl FnOnce(oneshot::Receiver<()>, Progress) -> F)
+    where
+        F: Future<Output = Report> + Send + 'static,
+    {
+        self.started += 1;
+        let (number, sender) = (self.started, self.sender.clone());
+        let (cancel, cancelled) = oneshot::channel();
+        let work = work(cancelled, Progress { disk, number, sender: sender.clone() });
+        let work = async move {
+            let last = work.await;
+            // The owner may be gone.
+            let _ = sender.send((disk, number, last)).await;
+        };
+        let task = tokio::spawn(request_id::inherit(work));
+        self.workers.insert(disk, Worker { number, cancel, task });
+    }
+
+    /// The next report of an attempt that is still wanted.
+    pub async fn next(&mut self) -> (DiskId, Report) {
+        loop {
+            // The sender is held here: there is always an end of the channel.
+            let Some((disk, number, report)) = self.reports.recv().await else {
+                return std::future::pending().await;
+            };
+            if self.workers.get(&disk).is_none_or(|worker| worker.number != number) {
+                continue;
+            }
+            if !report.is_progress() {
+                self.workers.remove(&disk);
+            }
+            return (disk, report);
+        }
+    }
+
+    /// Stops making or exporting a disk; when this returns, nothing of the attempt is left.
+    pub async fn cancel(&mut self, disk: DiskId) {
+        if let Some(worker) = self.workers.remove(&disk) {
+            // It may have ended by itself.
+            let _ = worker.cancel.send(());
+            // Room for its last report, so that it can end.
+            while !worker.task.is_finished() {
+                tokio::select! {
+                    _ = self.reports.recv() => {}
+                    () = tokio::time::sleep(std::time::Duration::from_millis(5)) => {}
+                }
+            }
+        }
+    }
+}
+
+fn builder(shared: &Shared, directory: ProcessDir) -> DiskBuilder {
+    let (filter, users) = (shared.filter.clone(), shared.users.clone());
+    DiskBuilder { filter, users, directory, transfer: shared.transfer.clone() }
+}
+
+async fn make(
+    recipe: Recipe,
+    builder: DiskBuilder,
+    cancelled: oneshot::Receiver<()>,
+    progress: impl Fn(u64, u64) + Send,
+) -> Result<DiskFacts, Problem> {
+    let (vm, disk) = (recipe.spec.vm, recipe.disk.disk);
+    let made = disk::create(recipe, &builder, progress, cancelled).await;
+    made.inspect_err(|problem| tracing::warn!(%vm, %disk, %problem, "a disk could not be made"))
+}

@@ -1,0 +1,134 @@
+//! A disk as a host makes and opens it.
+
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+use crate::datastore::{DatastoreSpec, LIMIT_MAX};
+use crate::id::DiskId;
+use crate::replica::ReplicaPlace;
+use crate::transfer::ImageFormat;
+
+/// A disk as a host opens it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DiskSpec {
+    /// Which disk.
+    pub disk: DiskId,
+    /// Its name within the VM.
+    pub name: String,
+    /// Where it is kept.
+    pub datastore: DatastoreSpec,
+    /// What the guest sees as its size, in bytes; a multiple of 4096.
+    pub size: u64,
+    /// Whether it is encrypted.
+    pub encrypted: bool,
+    /// Whether its room is taken when it is made.
+    #[serde(default)]
+    pub allocation: Allocation,
+    /// What its guest may use of it.
+    #[serde(default)]
+    pub limits: DiskLimits,
+    /// What its filter keeps of it in memory, in bytes ([`crate::filter::check_caches`]).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cache: Option<u64>,
+    /// Where a second copy of it is kept.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub replica: Option<ReplicaPlace>,
+    /// What the inventory knows of the finished disk; none until it has been made.
+    pub facts: Option<DiskFacts>,
+}
+
+/// When a disk takes room on its datastore.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(rename_all = "snake_case")]
+pub enum Allocation {
+    /// As it is written to; what the guest discards is given back.
+    #[default]
+    Thin,
+    /// All of it when it is made; a discard gives nothing back.
+    Preallocated,
+}
+
+/// The least bandwidth that a disk can be limited to, in bytes a second: one request of 64 KiB each second. A
+/// guest that boots from less is taken for one that hangs.
+pub const BANDWIDTH_MIN: u64 = 64 * 1024;
+
+/// What a guest may use of a disk; none means that it is not limited. After a pause, a tenth of a second's
+/// worth goes at once.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct DiskLimits {
+    /// Requests a second, from 1 to [`LIMIT_MAX`]; flushes do not count.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub iops: Option<u64>,
+    /// Bytes read and written a second, from [`BANDWIDTH_MIN`] to [`LIMIT_MAX`].
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bandwidth: Option<u64>,
+}
+
+impl DiskLimits {
+    /// Checks the ranges.
+    ///
+    /// # Errors
+    /// The field that is out of range, and what it may be.
+    pub fn check(&self) -> Result<(), (&'static str, String)> {
+        let outside =
+            |value: Option<u64>, least| value.is_some_and(|it| !(least..=LIMIT_MAX).contains(&it));
+        if outside(self.iops, 1) {
+            return Err((
+                "limits.iops",
+                format!("must be from 1 to {LIMIT_MAX} requests a second"),
+            ));
+        }
+        if outside(self.bandwidth, BANDWIDTH_MIN) {
+            let what = format!("must be from {BANDWIDTH_MIN} to {LIMIT_MAX} bytes a second");
+            return Err(("limits.bandwidth", what));
+        }
+        Ok(())
+    }
+}
+
+/// What the inventory pins of a disk: opening it compares the datastore with this.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(tag = "format", rename_all = "snake_case", deny_unknown_fields)]
+pub enum DiskFacts {
+    /// A raw image in the clear.
+    Raw,
+    /// LUKS2 as docs/formats/disk.md has it.
+    Luks2 {
+        /// The version of the `vmseal` token.
+        version: u32,
+        /// dm-crypt's name of the cipher.
+        cipher: String,
+        /// Length of the volume key in bits.
+        key_bits: u32,
+        /// The encryption unit in bytes.
+        sector_size: u32,
+        /// Where the data segment begins, in bytes.
+        data_offset: u64,
+    },
+}
+
+/// An image on the host to fill a new disk from.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ImageSource {
+    /// Its absolute path on the host; a regular file whose disk is not longer than the new one.
+    pub path: PathBuf,
+    /// What it is; never guessed.
+    pub format: ImageFormat,
+}
+
+/// A disk that is not made yet.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct NewDisk {
+    /// What it is to be.
+    pub disk: DiskSpec,
+    /// What it is to be filled from.
+    pub source: Option<ImageSource>,
+}

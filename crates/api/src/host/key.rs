@@ -1,0 +1,49 @@
+//! Keys as they cross to a host: by reference, and sealed.
+
+use serde::{Deserialize, Serialize};
+
+use crate::id::{ProviderId, VmId};
+
+/// Which key of which provider, and how to know that it is the right one.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct KeyReference {
+    /// The provider.
+    pub provider: ProviderId,
+    /// The key's id at the provider.
+    pub key_id: String,
+    /// The check value: 128 bits derived from the key, in hexadecimal.
+    pub check: String,
+}
+
+/// A KEK, encrypted to an agent's key box (HPKE base mode, X25519, HKDF-SHA256, AES-256-GCM; the info
+/// string is [`key_info`]).
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct SealedKey {
+    /// The key box it is sealed to; an agent that has restarted since answers `wrong-state`.
+    pub key_box: String,
+    /// The sealed box, base64.
+    pub sealed: String,
+}
+
+/// Another KEK for a VM's disks, beside the one that it is registered with.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct OtherKey {
+    /// The one that it is registered with.
+    pub beside: KeyReference,
+    /// The other one.
+    pub key: KeyReference,
+    /// The other KEK, sealed as [`key_info`] of `key` has it.
+    pub sealed: SealedKey,
+}
+
+/// What a KEK is bound to when it is sealed for an agent: it cannot be offered as another VM's or as
+/// another key.
+#[must_use]
+pub fn key_info(vm: VmId, key: &KeyReference) -> Vec<u8> {
+    format!("vmseal kek v1\0{vm}\0{}\0{}\0{}", key.provider, key.check, key.key_id).into_bytes()
+}

@@ -1,0 +1,92 @@
+//! The contract between the server and a host's agent.
+//!
+//! The server calls, the agent answers; an agent never asks for a key, and no request of an agent
+//! names a key id. Every call may be repeated: a call that finds its work done already answers as if it
+//! had done it. Long work on disks is a job of a task ([`JobSpec`]): it is put, followed in [`JobStatus`],
+//! and then committed or cancelled. Starting a VM is begun by a call, too, and followed in [`VmState`], which
+//! the server reads by long poll.
+//!
+//! A KEK crosses as a [`SealedKey`]: encrypted to a key pair that the agent makes in locked memory at
+//! its start, so that neither side's HTTP and TLS buffers ever hold it.
+//!
+//! ```text
+//! GET    /v1/host                          describe
+//! GET    /v1/state?incarnation=I&after=N&wait_seconds=S  state: the VMs that changed since generation N of I
+//! POST   /v1/datastores                    probe_datastore
+//! POST   /v1/datastores/examine            examine_datastore
+//! POST   /v1/datastores/examine-disk       examine_disk
+//! POST   /v1/datastores/measure            measure_datastore
+//! POST   /v1/datastores/scan               scan_datastore
+//! GET    /v1/metrics                       metrics (OpenMetrics text)
+//! GET    /v1/log-level                     log_level
+//! PUT    /v1/log-level                     set_log_level
+//! PUT    /v1/vms/{vm}                      register_vm
+//! DELETE /v1/vms/{vm}                      unregister_vm
+//! PUT    /v1/vms/{vm}/key                  offer_key
+//! POST   /v1/vms/{vm}/key/check            check_key
+//! POST   /v1/vms/{vm}/key/add              add_key
+//! POST   /v1/vms/{vm}/key/drop-others      drop_other_keys
+//! POST   /v1/vms/{vm}/examine-job          examine_job
+//! PUT    /v1/vms/{vm}/jobs/{task}          put_job
+//! GET    /v1/vms/{vm}/jobs/{task}          job
+//! POST   /v1/vms/{vm}/jobs/{task}/commit   commit_job
+//! POST   /v1/vms/{vm}/jobs/{task}/cancel   cancel_job
+//! DELETE /v1/vms/{vm}/disks/{disk}         delete_disk
+//! GET    /v1/vms/{vm}/disks/{disk}/expose?connect=B&writable=B  expose_disk (WebSocket, binary frames)
+//! GET    /v1/vms/{vm}/disks/{disk}/bitmaps bitmaps
+//! POST   /v1/vms/{vm}/disks/{disk}/bitmaps change_bitmap (body: name and change)
+//! GET    /v1/vms/{vm}/disks/{disk}/replica replica
+//! POST   /v1/vms/{vm}/power-on             power_on
+//! POST   /v1/vms/{vm}/power-off            power_off
+//! GET    /v1/vms/{vm}/console              console (WebSocket, binary frames)
+//! ```
+//!
+//! A request's body is the JSON of the argument that is not in the path (none for power-on and DELETE); an
+//! answer's is the JSON of the result, with 204 and no body where there is none. `incarnation` and `after` come
+//! together or not at all.
+//!
+//! Server and agent may be of different versions of vmseal: [`version`] says how they agree on a version of this
+//! contract, and what an older one makes of words that it does not know.
+
+#[cfg(feature = "client")]
+mod agent;
+mod description;
+mod disk;
+mod job;
+mod key;
+mod state;
+pub mod version;
+mod vm;
+
+use std::time::Duration;
+
+pub use self::description::HostDescription;
+pub use self::disk::{
+    Allocation, BANDWIDTH_MIN, DiskFacts, DiskLimits, DiskSpec, ImageSource, NewDisk,
+};
+pub use self::job::{
+    CreateJob, DiskToCreate, ExportJob, JobKind, JobProgress, JobSpec, JobState, JobStatus,
+    export_info,
+};
+pub use self::key::{KeyReference, OtherKey, SealedKey, key_info};
+pub use self::state::{
+    DiskState, HostState, KeyState, Notice, NoticeCode, Power, StateChange, StopReason, Stopped,
+    VmState,
+};
+pub use self::version::ContractRange;
+pub use self::vm::{Device, PowerOff, SHUTDOWN_SECONDS_MAX, VmSpec};
+pub use crate::accelerator::{Accelerator, AcceleratorKind};
+pub use crate::datastore::{DatastoreLocation, DatastoreSpec, DatastoreUsage, LIMIT_MAX};
+
+#[cfg(feature = "client")]
+pub use self::agent::{HostAgent, ShowsCertificate};
+#[cfg(feature = "client")]
+pub use crate::console::{ConsoleClaim, ConsoleStream};
+#[cfg(feature = "client")]
+pub use crate::expose::Exposing;
+
+/// The longest that [`HostAgent::state`] waits for news; below the usual idle time-outs of TCP middleboxes.
+pub const STATE_WAIT_MAX: Duration = Duration::from_secs(25);
+
+/// The longest request body between server and agent, in bytes; a VM with the most disks fits well within.
+pub const BODY_MAX: usize = 1024 * 1024;

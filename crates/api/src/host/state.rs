@@ -1,0 +1,287 @@
+//! What a host says of itself and its VMs, and how that changes.
+
+use jiff::Timestamp;
+use serde::{Deserialize, Serialize};
+
+use super::disk::DiskFacts;
+use super::job::JobStatus;
+use crate::id::{DiskId, Incarnation, VmId};
+
+/// How a host stands. The server compares it with what it wants.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HostState {
+    /// The life of the agent.
+    pub incarnation: Incarnation,
+    /// Grows with every change within one incarnation.
+    pub generation: u64,
+    /// The registered VMs, and those found running.
+    pub vms: Vec<VmState>,
+}
+
+/// What has changed on a host since a generation that the reader knows.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StateChange {
+    /// The life of the agent.
+    pub incarnation: Incarnation,
+    /// Up to which generation this tells.
+    pub generation: u64,
+    /// Since which generation; none where this is all that there is, because the agent has restarted since, or
+    /// the generation is too old.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub since: Option<u64>,
+    /// The VMs that have changed; all of them where `since` is none.
+    pub vms: Vec<VmState>,
+    /// The VMs that are no longer known.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub gone: Vec<VmId>,
+}
+
+impl HostState {
+    /// What `change` makes of the last state that was read. None where the change follows another state: who
+    /// reads it has to ask for all.
+    #[must_use]
+    pub fn changed(before: Option<&Self>, change: StateChange) -> Option<Self> {
+        let StateChange { incarnation, generation, since, mut vms, gone } = change;
+        if let Some(since) = since {
+            let before = before
+                .filter(|before| (before.incarnation, before.generation) == (incarnation, since))?;
+            let told = |vm: &VmId| gone.contains(vm) || vms.iter().any(|new| new.vm == *vm);
+            let same: Vec<_> = before.vms.iter().filter(|old| !told(&old.vm)).cloned().collect();
+            vms.extend(same);
+        }
+        vms.sort_by_key(|state| state.vm);
+        Some(Self { incarnation, generation, vms })
+    }
+
+    /// The generation that it tells of, as [`HostAgent::state`](super::HostAgent::state) is asked with it.
+    #[must_use]
+    pub fn known(&self) -> (Incarnation, u64) {
+        (self.incarnation, self.generation)
+    }
+}
+
+/// How a VM stands on its host.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct VmState {
+    /// Which VM.
+    pub vm: VmId,
+    /// Whether it runs.
+    pub power: Power,
+    /// Whether its key is there.
+    pub key: KeyState,
+    /// Why it last stopped, or could not start; none until then.
+    pub stopped: Option<Stopped>,
+    /// Its last end that nobody wished for ([`StopReason::is_death`]), until it runs again: an alarm. The
+    /// host keeps it across restarts of the agent.
+    #[serde(default)]
+    pub died: Option<Stopped>,
+    /// Its disks that this agent has made, or has been asked to make and found whole.
+    pub disks: Vec<DiskState>,
+    /// What needs an operator's eye and does not stop the VM.
+    pub notices: Vec<Notice>,
+    /// The last job of each disk, as far as this agent has been asked for one.
+    #[serde(default)]
+    pub jobs: Vec<JobStatus>,
+    /// The id of the request that it was last started or stopped for; none when it did so of itself.
+    #[serde(default)]
+    pub request_id: Option<String>,
+}
+
+/// A disk that is whole.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DiskState {
+    /// Which disk.
+    pub disk: DiskId,
+    /// What the inventory is to pin.
+    pub facts: DiskFacts,
+}
+
+/// Whether a VM runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(rename_all = "snake_case")]
+pub enum Power {
+    /// No process of it lives.
+    Off,
+    /// Its processes are being started.
+    Starting,
+    /// The guest runs.
+    Running,
+    /// It has been asked to stop.
+    Stopping,
+    /// Something that a newer agent says and this side does not know: it is not off.
+    #[serde(other)]
+    Unknown,
+}
+
+/// Whether a VM's KEK is on its host.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(rename_all = "snake_case")]
+pub enum KeyState {
+    /// Nothing of the VM is encrypted.
+    NotNeeded,
+    /// It is there, and it is the right one.
+    Held,
+    /// It is not there: the VM is locked.
+    Missing,
+    /// Something that a newer agent says and this side does not know.
+    #[serde(other)]
+    Unknown,
+}
+
+/// Why a VM stopped.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct Stopped {
+    /// When.
+    #[cfg_attr(feature = "openapi", schema(value_type = String, format = DateTime))]
+    pub at: Timestamp,
+    /// Why.
+    pub reason: StopReason,
+    /// The same for people, with what to do where something is to be done.
+    pub detail: String,
+}
+
+/// The kinds of end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(rename_all = "snake_case")]
+pub enum StopReason {
+    /// The guest powered itself off, by its own or an operator's wish.
+    GuestShutdown,
+    /// An operator cut the power.
+    PoweredOff,
+    /// The guest's firmware or kernel asked QEMU to end in an abnormal way.
+    GuestPanicked,
+    /// The filter process died; the VM was stopped so that it writes nothing it believes written.
+    FilterDied,
+    /// QEMU died.
+    QemuDied,
+    /// It could not be started.
+    FailedToStart,
+    /// The agent restarted and found the VM half-started or gone.
+    FoundDead,
+    /// Something that a newer agent says and this side does not know; its detail tells it.
+    #[serde(other)]
+    Unknown,
+}
+
+impl StopReason {
+    /// Whether it is the death of a VM's process, as against an end that the guest or an operator made.
+    #[must_use]
+    pub fn is_death(self) -> bool {
+        match self {
+            Self::FilterDied | Self::QemuDied | Self::FoundDead => true,
+            Self::GuestShutdown
+            | Self::PoweredOff
+            | Self::GuestPanicked
+            | Self::FailedToStart
+            | Self::Unknown => false,
+        }
+    }
+}
+
+/// Something that an operator should see.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Notice {
+    /// What kind.
+    pub code: NoticeCode,
+    /// Which disk, where it is about one.
+    pub disk: Option<DiskId>,
+    /// What happened and what to do.
+    pub detail: String,
+}
+
+/// The kinds of notice.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(rename_all = "snake_case")]
+pub enum NoticeCode {
+    /// One copy of a disk's header is damaged; the other one serves.
+    HeaderCopyDamaged,
+    /// The name of a disk's image leads to another file than the VM uses, or to none.
+    ImageExchanged,
+    /// A disk answers errors.
+    DiskErrors,
+    /// A disk's second copy is not kept up, or cannot be.
+    ReplicaBehind,
+    /// The VM's filter process died; its guest waits for another one.
+    DisksDown,
+    /// The VM's filter process died and another one serves its disks; nothing is lost.
+    FilterRestarted,
+    /// The VM runs, and the agent that was started meanwhile cannot take it over.
+    NotAdopted,
+    /// Something that a newer agent says and this side does not know; its detail tells it.
+    #[serde(other)]
+    Unknown,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn vm(power: Power) -> VmState {
+        VmState {
+            vm: VmId::new(),
+            power,
+            key: KeyState::NotNeeded,
+            stopped: None,
+            died: None,
+            disks: vec![],
+            notices: vec![],
+            jobs: vec![],
+            request_id: None,
+        }
+    }
+
+    #[test]
+    fn a_change_is_applied_to_the_state_that_it_follows_and_to_no_other() {
+        let incarnation = Incarnation::new();
+        let (kept, changed, gone) = (vm(Power::Off), vm(Power::Off), vm(Power::Off));
+        let all = |vms| StateChange { incarnation, generation: 3, since: None, vms, gone: vec![] };
+        let first =
+            HostState::changed(None, all(vec![kept.clone(), changed.clone(), gone.clone()]))
+                .unwrap();
+        assert_eq!(first.vms.len(), 3);
+        let running = VmState { power: Power::Running, ..changed };
+        let change = StateChange {
+            incarnation,
+            generation: 5,
+            since: Some(3),
+            vms: vec![running.clone()],
+            gone: vec![gone.vm],
+        };
+        let second = HostState::changed(Some(&first), change.clone()).unwrap();
+        let mut expected = vec![kept, running];
+        expected.sort_by_key(|state| state.vm);
+        assert_eq!((second.generation, &second.vms), (5, &expected));
+        assert_eq!(HostState::changed(None, change.clone()), None);
+        assert_eq!(HostState::changed(Some(&second), change.clone()), None, "it is of another one");
+        let restarted = StateChange { incarnation: Incarnation::new(), ..change };
+        assert_eq!(HostState::changed(Some(&first), restarted), None);
+    }
+
+    #[test]
+    fn what_a_newer_agent_says_is_read_as_unknown() {
+        let mut state = serde_json::to_value(vm(Power::Off)).unwrap();
+        state["power"] = "hibernated".into();
+        state["key"] = "shared".into();
+        state["stopped"] =
+            serde_json::json!({"at": "2026-01-01T00:00:00Z", "reason": "evicted", "detail": "so"});
+        state["notices"] = serde_json::json!([{"code": "clock-skew", "disk": null, "detail": "d"}]);
+        state["jobs"] = serde_json::json!([{
+            "task": crate::id::TaskId::new(), "kind": "snapshot", "disks": [], "more": 1,
+            "state": {"is": "paused", "until": "noon"}, "progress": {"done": 1, "total": 2}
+        }]);
+        state["mood"] = "fine".into();
+        let read: VmState = serde_json::from_value(state).unwrap();
+        assert_eq!((read.power, read.key), (Power::Unknown, KeyState::Unknown));
+        assert_eq!(read.stopped.unwrap().reason, StopReason::Unknown);
+        assert_eq!(read.notices[0].code, NoticeCode::Unknown);
+        let job = &read.jobs[0];
+        assert_eq!(job.kind, super::super::job::JobKind::Unknown);
+        assert_eq!(job.state, super::super::job::JobState::Unknown);
+        assert_eq!(job.progress.total, 2);
+    }
+}

@@ -1,0 +1,158 @@
+//! How a server and an agent of different versions of vmseal agree.
+//!
+//! ```text
+//! server                                         agent
+//!    │ GET /v1/host   (answered to every version)  │
+//!    │◄────── description: contract {min, max} ────┤
+//!    ├── every request: vmseal-contract: MIN-MAX ─►│  both take the highest version that both speak;
+//!    │                                             │  where there is none, either refuses (`unsupported`)
+//! ```
+//! An answer may hold more fields than its reader knows, and they are ignored; kinds that the reader does not
+//! know (of notices, jobs, states) are read as `unknown`. A request is heeded as a whole or refused: an agent
+//! refuses fields, devices and jobs that it does not know. What a newer server asks of an older agent is only
+//! what the version that they agreed on has, or what is among the agent's features.
+
+use std::fmt;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+
+use crate::problem::{ErrorCode, Problem};
+
+/// The versions that this vmseal speaks. 1 had calls of their own for making and exporting disks, and was never
+/// released.
+pub const CONTRACT: ContractRange = ContractRange { min: 2, max: 2 };
+
+/// What this agent can do beyond the first version of the contract that it speaks.
+pub const FEATURES: [&str; 2] = ["job-create", "job-export"];
+
+/// The header in which a server says which versions it speaks, as `MIN-MAX`.
+pub const CONTRACT_HEADER: &str = "vmseal-contract";
+
+/// The versions of the contract that one side speaks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(from = "Written")]
+pub struct ContractRange {
+    /// The oldest.
+    pub min: u32,
+    /// The newest.
+    pub max: u32,
+}
+
+/// Version 1 said its number alone.
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Written {
+    One(u32),
+    Range { min: u32, max: u32 },
+}
+
+impl From<Written> for ContractRange {
+    fn from(written: Written) -> Self {
+        match written {
+            Written::One(version) => Self { min: version, max: version },
+            Written::Range { min, max } => Self { min, max },
+        }
+    }
+}
+
+impl ContractRange {
+    /// The highest version that both speak; none where there is none.
+    #[must_use]
+    pub fn common(self, other: Self) -> Option<u32> {
+        let highest = self.max.min(other.max);
+        (highest >= self.min.max(other.min)).then_some(highest)
+    }
+
+    /// The highest version that both speak. `other` is named so in the error.
+    ///
+    /// # Errors
+    /// `unsupported`: there is none. It says which side is to be upgraded.
+    pub fn agree(self, other: Self, name: &str) -> Result<u32, Problem> {
+        self.common(other).ok_or_else(|| {
+            let older = if other.max < self.min { name } else { "this side" };
+            let what = format!(
+                "{name} speaks {other} of the contract between server and agent, and this side (vmseal {}) speaks {self}: upgrade {older}",
+                env!("CARGO_PKG_VERSION")
+            );
+            Problem::new(ErrorCode::Unsupported, what)
+        })
+    }
+
+    /// As [`CONTRACT_HEADER`] has it.
+    #[must_use]
+    pub fn to_header(self) -> String {
+        format!("{}-{}", self.min, self.max)
+    }
+}
+
+impl fmt::Display for ContractRange {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.min == self.max {
+            return write!(f, "version {}", self.max);
+        }
+        write!(f, "versions {} to {}", self.min, self.max)
+    }
+}
+
+/// The header is no `MIN-MAX`.
+#[derive(Debug, thiserror::Error)]
+#[error("'{0}' is no range of versions: it has the form MIN-MAX")]
+pub struct NotARange(String);
+
+impl FromStr for ContractRange {
+    type Err = NotARange;
+
+    fn from_str(text: &str) -> Result<Self, NotARange> {
+        let numbers = text.split_once('-').and_then(|(min, max)| {
+            let (min, max) = (min.parse().ok()?, max.parse().ok()?);
+            (min <= max).then_some(Self { min, max })
+        });
+        // The text is a stranger's.
+        numbers.ok_or_else(|| NotARange(text.chars().take(40).collect()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const fn range(min: u32, max: u32) -> ContractRange {
+        ContractRange { min, max }
+    }
+
+    #[test]
+    fn the_highest_common_version_is_taken() {
+        assert_eq!(range(2, 4).common(range(1, 3)), Some(3));
+        assert_eq!(range(2, 4).common(range(3, 9)), Some(4));
+        assert_eq!(range(2, 2).common(range(2, 2)), Some(2));
+        assert_eq!(range(2, 3).common(range(4, 5)), None);
+        assert_eq!(range(4, 5).common(range(1, 3)), None);
+    }
+
+    #[test]
+    fn the_older_side_is_named_where_ranges_do_not_meet() {
+        let older = range(2, 3).agree(range(1, 1), "host 'a'").unwrap_err();
+        assert_eq!(older.code, ErrorCode::Unsupported);
+        assert!(older.detail.contains("host 'a' speaks version 1 "), "{older}");
+        assert!(older.detail.ends_with("upgrade host 'a'"), "{older}");
+        let newer = range(2, 3).agree(range(4, 5), "host 'a'").unwrap_err();
+        assert!(newer.detail.contains("versions 4 to 5"), "{newer}");
+        assert!(newer.detail.ends_with("upgrade this side"), "{newer}");
+    }
+
+    #[test]
+    fn ranges_are_written_and_read() {
+        for written in [range(1, 1), range(2, 7)] {
+            assert_eq!(written.to_header().parse::<ContractRange>().unwrap(), written);
+            let json = serde_json::to_string(&written).unwrap();
+            assert_eq!(serde_json::from_str::<ContractRange>(&json).unwrap(), written);
+        }
+        // As the version before this one said it.
+        assert_eq!(serde_json::from_str::<ContractRange>("1").unwrap(), range(1, 1));
+        for wrong in ["", "1", "2-1", "a-b", "-1", "1-2-3"] {
+            assert!(wrong.parse::<ContractRange>().is_err(), "{wrong}");
+        }
+    }
+}

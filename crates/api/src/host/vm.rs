@@ -1,0 +1,82 @@
+//! A VM as a host runs it.
+
+use serde::{Deserialize, Serialize};
+
+use super::disk::DiskSpec;
+use super::key::KeyReference;
+use crate::id::{DiskId, VmId};
+
+/// A VM as a host runs it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct VmSpec {
+    /// Which VM.
+    pub vm: VmId,
+    /// Its name, for people: process titles, logs.
+    pub name: String,
+    /// Virtual processors.
+    pub vcpus: u32,
+    /// Memory in bytes, a multiple of 1 MiB.
+    pub memory: u64,
+    /// Its KEK; none when nothing of it is encrypted.
+    pub key: Option<KeyReference>,
+    /// Its devices; disks in boot order.
+    pub devices: Vec<Device>,
+}
+
+/// A device of a VM. An agent refuses a VM with a device of a kind that it does not know.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "device", rename_all = "snake_case")]
+pub enum Device {
+    /// A disk.
+    Disk(DiskSpec),
+}
+
+impl VmSpec {
+    /// The disks, in boot order.
+    pub fn disks(&self) -> impl Iterator<Item = &DiskSpec> + Clone {
+        self.devices.iter().map(|device| match device {
+            Device::Disk(disk) => disk,
+        })
+    }
+
+    /// The disks, in boot order.
+    pub fn disks_mut(&mut self) -> impl Iterator<Item = &mut DiskSpec> {
+        self.devices.iter_mut().map(|device| match device {
+            Device::Disk(disk) => disk,
+        })
+    }
+
+    /// The disk at this place in boot order, from 0.
+    #[must_use]
+    pub fn disk_at(&self, index: usize) -> Option<&DiskSpec> {
+        self.disks().nth(index)
+    }
+
+    /// The disk at this place in boot order, from 0.
+    pub fn disk_at_mut(&mut self, index: usize) -> Option<&mut DiskSpec> {
+        self.disks_mut().nth(index)
+    }
+
+    /// The disk of this id.
+    #[must_use]
+    pub fn disk(&self, disk: DiskId) -> Option<&DiskSpec> {
+        self.disks().find(|known| known.disk == disk)
+    }
+}
+
+/// The longest that a guest may be given to shut down, in seconds: databases flush for minutes, not hours.
+pub const SHUTDOWN_SECONDS_MAX: u32 = 3600;
+
+/// How to power off.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "how", rename_all = "snake_case", deny_unknown_fields)]
+pub enum PowerOff {
+    /// The ACPI power button; the call answers at once, and the guest may take its time or refuse.
+    Shutdown {
+        /// How long it counts as stopping; then it is taken to run on. At most [`SHUTDOWN_SECONDS_MAX`].
+        seconds: u32,
+    },
+    /// The plug: answers when the processes are gone.
+    Force,
+}

@@ -1,0 +1,21 @@
+//! Passphrases as they cross from a user to the server.
+
+use serde::{Deserialize, Serialize};
+
+/// A passphrase, sealed to the server's passphrase box (`GET /api/v1/about`) with the info string
+/// [`passphrase_info`]: HTTP buffers never hold it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct SealedPassphrase {
+    /// The box it is sealed to.
+    pub passphrase_box: String,
+    /// The sealed box, base64.
+    pub sealed: String,
+}
+
+/// What a passphrase is bound to when it is sealed: one provider's, by name.
+#[must_use]
+pub fn passphrase_info(provider: &str) -> Vec<u8> {
+    format!("vmseal passphrase v1\0{provider}").into_bytes()
+}
