@@ -219,7 +219,7 @@ mod tests {
     #[tokio::test]
     async fn a_token_serves_once_and_only_for_a_join_that_succeeds() {
         let directory = tempfile::tempdir().unwrap();
-        let store = Store::open(&directory.path().join("db")).await.unwrap();
+        let store = crate::testing::new_store(directory.path()).await;
         let authority = Authority::open(directory.path()).unwrap();
         let token = make_token(&store, &authority, "me").await.unwrap().token;
         let key = rcgen::KeyPair::generate().unwrap();
@@ -253,7 +253,7 @@ mod tests {
     #[tokio::test]
     async fn who_has_no_token_does_not_wait_for_the_writer() {
         let directory = tempfile::tempdir().unwrap();
-        let store = Store::open(&directory.path().join("db")).await.unwrap();
+        let store = crate::testing::new_store(directory.path()).await;
         let authority = Authority::open(directory.path()).unwrap();
         let _taken = store.write().await.unwrap();
         let stranger = join_token::JoinToken { secret: [7; 32], authority: [0; 32] };
@@ -292,7 +292,7 @@ mod tests {
     #[tokio::test]
     async fn an_expired_token_is_none() {
         let directory = tempfile::tempdir().unwrap();
-        let store = Store::open(&directory.path().join("db")).await.unwrap();
+        let store = crate::testing::new_store(directory.path()).await;
         let mut write = store.write().await.unwrap();
         let past = Timestamp::now() - Duration::from_millis(1500);
         users::insert_join_token(&mut write, "old", past).await.unwrap();

@@ -11,7 +11,7 @@ pub mod kmip;
 mod measured;
 pub mod native;
 mod native_life;
-mod sealed_file;
+pub(crate) mod sealed_file;
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};

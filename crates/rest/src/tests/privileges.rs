@@ -271,8 +271,8 @@ async fn every_route_is_forbidden_without_its_privilege_and_allowed_with_it_alon
 #[tokio::test]
 async fn what_is_encrypted_needs_the_cryptography_privileges_too() {
     let api = Api::new().await;
-    api.plant.made("secret", "encrypted").await;
-    api.plant.made("open", "plain").await;
+    api.fixture.made("secret", "encrypted").await;
+    api.fixture.made("open", "plain").await;
     let forbidden = async |with: &[Privilege], method, path: &str, body: &Value, lacks: &str| {
         let caller = caller(with.iter().copied());
         let answer = api.send_as(caller, request(method, path, &body.to_string())).await;
@@ -307,5 +307,5 @@ async fn what_is_encrypted_needs_the_cryptography_privileges_too() {
     forbidden(&[VmConsole], "GET", &console("secret"), &Value::Null, "direct-access").await;
     allowed(&[VmConsole], "GET", &console("open"), &Value::Null).await;
     allowed(&[VmConsole, DirectAccess], "GET", &console("secret"), &Value::Null).await;
-    assert!(api.plant.events("vm.console-opened").await.iter().all(|it| it.actor == "somebody"));
+    assert!(api.fixture.events("vm.console-opened").await.iter().all(|it| it.actor == "somebody"));
 }
