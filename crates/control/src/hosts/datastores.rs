@@ -12,7 +12,7 @@ use vmseal_api::id::{DatastoreId, HostId};
 use vmseal_api::model::Connection;
 use vmseal_api::problem::Problem;
 
-use super::View;
+use super::HostView;
 use crate::store::alarms::Standing;
 use crate::store::datastores::Datastore;
 use crate::store::{self, Store};
@@ -33,16 +33,16 @@ const CRITICAL_FROM: u64 = 95;
 /// transaction.
 const NOTED_CHANGE: u64 = 1000;
 
-pub(super) struct Watch {
+pub(super) struct DatastoreMonitor {
     pub(super) host: HostId,
     pub(super) store: Arc<Store>,
     pub(super) agent: Arc<dyn HostAgent>,
-    pub(super) view: watch::Receiver<View>,
+    pub(super) view: watch::Receiver<HostView>,
     /// Those with an alarm for being full.
     pub(super) full: HashSet<DatastoreId>,
 }
 
-impl Watch {
+impl DatastoreMonitor {
     /// Runs until it is dropped.
     pub(super) async fn run(mut self) {
         // The sender lives as long as the monitor, which ends together with this.
@@ -136,10 +136,16 @@ mod tests {
 
     const TIB: u64 = 1 << 40;
 
-    async fn watch(fixture: &Fixture) -> Watch {
-        let (_, view) = watch::channel(View::NOTHING);
+    async fn watch(fixture: &Fixture) -> DatastoreMonitor {
+        let (_, view) = watch::channel(HostView::NOTHING);
         let (store, host) = (Arc::clone(&fixture.store), fixture.host);
-        Watch { host, store, agent: Arc::new(fixture.agent.clone()), view, full: HashSet::new() }
+        DatastoreMonitor {
+            host,
+            store,
+            agent: Arc::new(fixture.agent.clone()),
+            view,
+            full: HashSet::new(),
+        }
     }
 
     async fn free_shown(fixture: &Fixture) -> u64 {

@@ -50,7 +50,7 @@ pub async fn make_token(
 const JOINS_MAX: usize = 4;
 
 /// How long a join may wait for others.
-const JOIN_PATIENCE: Duration = Duration::from_secs(10);
+const JOIN_TIMEOUT: Duration = Duration::from_secs(10);
 
 static JOINS: Semaphore = Semaphore::const_new(JOINS_MAX);
 
@@ -72,7 +72,7 @@ pub async fn join(
     };
     let token: join_token::JoinToken = request.token.parse().map_err(|_| refused())?;
     let secret = crate::sha256_hex(&token.secret);
-    let Ok(Ok(_turn)) = tokio::time::timeout(JOIN_PATIENCE, JOINS.acquire()).await else {
+    let Ok(Ok(_turn)) = tokio::time::timeout(JOIN_TIMEOUT, JOINS.acquire()).await else {
         let detail = "too many machines want to join at this moment: try again";
         return Err(Problem::new(ErrorCode::TimedOut, detail));
     };

@@ -28,7 +28,7 @@ use vmseal_api::model::{ProviderKind, ProviderStatus};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_secret::{SecretBytes, passphrase_rule};
 
-use self::kmip::{KmipProvider, Watched};
+use self::kmip::{KmipProvider, MonitoredProvider};
 use self::measured::Measured;
 use self::native::NativeProvider;
 use crate::operation::Operation;
@@ -100,7 +100,7 @@ pub trait KeyProvider: Send + Sync {
 /// A provider by its kind.
 enum Open {
     Native(Arc<NativeProvider>),
-    Kmip(Watched),
+    Kmip(MonitoredProvider),
 }
 
 /// The providers of this server.

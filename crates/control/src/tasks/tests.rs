@@ -24,7 +24,7 @@ mod upgrade;
 mod waiting;
 
 use super::Engine;
-use super::environment::{Fault, Faults, Moment};
+use super::environment::{Fault, FaultPoint, Faults};
 use crate::operation::Operation;
 use crate::store::tasks::Task;
 use crate::tasks::steps;
@@ -34,14 +34,14 @@ use crate::testing::Fixture;
 fn at(
     step: &'static str,
     state: TaskState,
-    moment: Moment,
+    point: FaultPoint,
     fault: Fault,
     times: u32,
 ) -> (Faults, Arc<AtomicU32>) {
     let done = Arc::new(AtomicU32::new(0));
     let count = Arc::clone(&done);
     let faults: Faults = Arc::new(move |at_step, at_state, at_moment| {
-        let here = (at_step, at_state, at_moment) == (step, state, moment);
+        let here = (at_step, at_state, at_moment) == (step, state, point);
         if here && count.fetch_add(1, Ordering::SeqCst) < times {
             fault.clone()
         } else {
@@ -191,32 +191,32 @@ async fn carry_out(
 
 async fn matrix(kind: Kind) {
     for step in kind.steps() {
-        for moment in [Moment::Before, Moment::After] {
-            let what = format!("{kind:?}, crash {moment:?} {step:?}");
-            let (faults, done) = at(step, TaskState::Running, moment, Fault::Crash, 1);
+        for point in [FaultPoint::Before, FaultPoint::After] {
+            let what = format!("{kind:?}, crash {point:?} {step:?}");
+            let (faults, done) = at(step, TaskState::Running, point, Fault::Crash, 1);
             let (fixture, vm, task) = carry_out(kind, faults, &done, true).await;
             assert_eq!(fixture.task(task).await.state, TaskState::Done, "{what}");
             kind.assert_done(&fixture, vm, &what).await;
 
-            let what = format!("{kind:?}, {step:?} unanswered once {moment:?}");
-            let (faults, done) = at(step, TaskState::Running, moment, Fault::Fail(silent()), 1);
+            let what = format!("{kind:?}, {step:?} unanswered once {point:?}");
+            let (faults, done) = at(step, TaskState::Running, point, Fault::Fail(silent()), 1);
             let (fixture, vm, task) = carry_out(kind, faults, &done, false).await;
             assert_eq!(fixture.task(task).await.state, TaskState::Done, "{what}");
             kind.assert_done(&fixture, vm, &what).await;
 
-            let what = format!("{kind:?}, {step:?} refused {moment:?}");
-            let (faults, done) = at(step, TaskState::Running, moment, Fault::Fail(refused()), 1);
+            let what = format!("{kind:?}, {step:?} refused {point:?}");
+            let (faults, done) = at(step, TaskState::Running, point, Fault::Fail(refused()), 1);
             let (mut fixture, vm, task) = carry_out(kind, faults, &done, false).await;
             assert_failed_truly(kind, &mut fixture, vm, task, &what).await;
 
-            let what = format!("{kind:?}, {step:?} panics {moment:?}");
-            let (faults, done) = at(step, TaskState::Running, moment, Fault::Panic, 1);
+            let what = format!("{kind:?}, {step:?} panics {point:?}");
+            let (faults, done) = at(step, TaskState::Running, point, Fault::Panic, 1);
             let (mut fixture, vm, task) = carry_out(kind, faults, &done, false).await;
             assert_failed_truly(kind, &mut fixture, vm, task, &what).await;
 
-            let what = format!("{kind:?}, {step:?} never answered {moment:?}");
+            let what = format!("{kind:?}, {step:?} never answered {point:?}");
             let (faults, done) =
-                at(step, TaskState::Running, moment, Fault::Fail(silent()), u32::MAX);
+                at(step, TaskState::Running, point, Fault::Fail(silent()), u32::MAX);
             if kind.is_past_commit(step) {
                 goes_on_until_answered(kind, faults, &done, &what).await;
             } else {
@@ -225,7 +225,7 @@ async fn matrix(kind: Kind) {
             }
         }
         let what = format!("{kind:?}, {step:?} done twice");
-        let (faults, done) = at(step, TaskState::Running, Moment::After, Fault::Twice, 1);
+        let (faults, done) = at(step, TaskState::Running, FaultPoint::After, Fault::Twice, 1);
         let (fixture, vm, task) = carry_out(kind, faults, &done, false).await;
         assert_eq!(fixture.task(task).await.state, TaskState::Done, "{what}");
         kind.assert_done(&fixture, vm, &what).await;
@@ -349,21 +349,21 @@ async fn delete_survives_every_fault_at_every_step() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn undoing_a_creation_survives_every_fault_at_every_step() {
     for step in Kind::Create.steps() {
-        for (moment, fault) in [
-            (Moment::Before, Fault::Crash),
-            (Moment::After, Fault::Crash),
-            (Moment::Before, Fault::Fail(silent())),
-            (Moment::After, Fault::Fail(silent())),
-            (Moment::After, Fault::Twice),
+        for (point, fault) in [
+            (FaultPoint::Before, Fault::Crash),
+            (FaultPoint::After, Fault::Crash),
+            (FaultPoint::Before, Fault::Fail(silent())),
+            (FaultPoint::After, Fault::Fail(silent())),
+            (FaultPoint::After, Fault::Twice),
         ] {
-            let what = format!("{fault:?} {moment:?} undoing {step:?}");
+            let what = format!("{fault:?} {point:?} undoing {step:?}");
             let crashes = matches!(fault, Fault::Crash);
-            let (undoing, done) = at(step, TaskState::RollingBack, moment, fault, 1);
+            let (undoing, done) = at(step, TaskState::RollingBack, point, fault, 1);
             let (failing, _) =
-                at("finish", TaskState::Running, Moment::After, Fault::Fail(refused()), 1);
+                at("finish", TaskState::Running, FaultPoint::After, Fault::Fail(refused()), 1);
             let both: Faults =
-                Arc::new(move |step, state, moment| match failing(step, state, moment) {
-                    Fault::None => undoing(step, state, moment),
+                Arc::new(move |step, state, point| match failing(step, state, point) {
+                    Fault::None => undoing(step, state, point),
                     fault => fault,
                 });
             let (fixture, vm, task) = carry_out(Kind::Create, both, &done, crashes).await;
@@ -377,7 +377,8 @@ async fn undoing_a_creation_survives_every_fault_at_every_step() {
 async fn what_cannot_be_undone_is_said_and_can_be_deleted() {
     let mut fixture = Fixture::new().await;
     fixture.inject(Call::DeleteDisk, HostFault::LoseRequest, ATTEMPTS);
-    let (failing, _) = at("finish", TaskState::Running, Moment::Before, Fault::Fail(refused()), 1);
+    let (failing, _) =
+        at("finish", TaskState::Running, FaultPoint::Before, Fault::Fail(refused()), 1);
     fixture.restart(|engine| engine.environment.faults = Some(failing)).await;
     let (vm, task) = fixture.create("web", "encrypted").await;
     let ended = fixture.ended(task).await;
@@ -445,9 +446,9 @@ async fn an_agent_that_restarts_in_the_middle_of_any_step_is_told_again() {
         let mut fixture = Fixture::new().await;
         let agent = fixture.agent.clone();
         let restarted = Mutex::new(false);
-        let faults: Faults = Arc::new(move |at_step, _, moment| {
+        let faults: Faults = Arc::new(move |at_step, _, point| {
             let mut restarted = restarted.lock().unwrap();
-            if at_step == step && moment == Moment::Before && !*restarted {
+            if at_step == step && point == FaultPoint::Before && !*restarted {
                 *restarted = true;
                 agent.restart();
             }
@@ -591,7 +592,7 @@ async fn a_deletion_that_the_host_refuses_leaves_the_vm_whole() {
 async fn a_task_that_goes_on_after_a_crash_is_still_for_the_request_that_asked_for_it() {
     let mut fixture = Fixture::new().await;
     let vm = fixture.made("web", "encrypted").await;
-    let (faults, crashed) = at("power-on", TaskState::Running, Moment::Before, Fault::Crash, 1);
+    let (faults, crashed) = at("power-on", TaskState::Running, FaultPoint::Before, Fault::Crash, 1);
     fixture.restart(|engine: &mut Engine| engine.environment.faults = Some(faults)).await;
     let request = RequestId::new();
     let begin = fixture.begin(Operation::StartVm { vm }, "web");

@@ -25,7 +25,7 @@ use crate::store::{Store, alarms, disks, events, policies, providers, tasks, use
 use crate::tasks::{Engine, Retry};
 
 /// How long anything may take in a test.
-const PATIENCE: Duration = Duration::from_secs(20);
+const TIMEOUT: Duration = Duration::from_secs(20);
 
 /// How often a step is tried.
 pub const ATTEMPTS: u32 = 3;
@@ -156,8 +156,8 @@ impl Fixture {
             if let Some(found) = test().await {
                 return found;
             }
-            if begun.elapsed() > PATIENCE {
-                panic!("not so after {PATIENCE:?}: {what}; alarms: {:?}", self.alarms().await);
+            if begun.elapsed() > TIMEOUT {
+                panic!("not so after {TIMEOUT:?}: {what}; alarms: {:?}", self.alarms().await);
             }
             tokio::time::sleep(Duration::from_millis(2)).await;
         }

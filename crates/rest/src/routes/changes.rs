@@ -14,7 +14,7 @@ use vmseal_api::model::Changes;
 use vmseal_control::services::{self, Services};
 
 use crate::connections::{self, Connection};
-use crate::problem::Refusal;
+use crate::problem::ProblemResponse;
 use crate::request::auth::Authenticated;
 use crate::request::body::QueryOf;
 
@@ -31,13 +31,13 @@ pub(super) struct ChangeQuery {
 
 /// Tells the change number; waits for another one where that is asked for.
 #[utoipa::path(get, path = "/api/v1/changes", tag = "events", params(ChangeQuery),
-    responses((status = 200, body = Changes), Refusal))]
+    responses((status = 200, body = Changes), ProblemResponse))]
 pub(super) async fn show(
     State(control): State<Arc<Services>>,
     Authenticated(caller): Authenticated,
     connection: Option<Extension<Connection>>,
     QueryOf(query): QueryOf<ChangeQuery>,
-) -> Result<Json<Changes>, Refusal> {
+) -> Result<Json<Changes>, ProblemResponse> {
     let wait = Duration::from_secs(query.wait_seconds.unwrap_or(0).into());
     let _held = if wait.is_zero() { None } else { connections::hold(connection.as_ref())? };
     Ok(Json(services::events::changes(&control, &caller, query.after, wait).await?))

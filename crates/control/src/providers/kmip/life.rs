@@ -18,7 +18,7 @@ use x509_parser::certificate::X509Certificate;
 use x509_parser::prelude::FromDer;
 
 use super::client_key::ClientKey;
-use super::{KmipProvider, Server, TIMEOUTS, Watched, problem};
+use super::{KmipProvider, MonitoredProvider, ServerState, TIMEOUTS, problem};
 use crate::providers::Providers;
 use crate::store::events::NewEvent;
 use crate::store::providers::Provider;
@@ -310,7 +310,7 @@ impl Providers {
             Arc::clone(&self.store),
             self.unlocked.clone(),
         );
-        let watched = Watched::new(kmip);
+        let watched = MonitoredProvider::new(kmip);
         let kmip = Arc::clone(&watched.provider);
         self.insert(provider.id, crate::providers::Open::Kmip(watched));
         kmip
@@ -348,7 +348,7 @@ impl KmipProvider {
         KmipDetails { servers: servers.collect(), client, next_key: setup.next_key }
     }
 
-    fn server(&self, alias: &str) -> Result<Arc<Server>, Problem> {
+    fn server(&self, alias: &str) -> Result<Arc<ServerState>, Problem> {
         let found = self.servers().into_iter().find(|server| server.row.alias == alias);
         found.ok_or_else(|| {
             Problem::not_found(&format!("server of provider '{}',", self.name), alias)
@@ -356,7 +356,7 @@ impl KmipProvider {
     }
 
     /// The certificate that a server shows; nothing is trusted.
-    async fn look(&self, server: &Server) -> Result<ShownCertificate, Problem> {
+    async fn look(&self, server: &ServerState) -> Result<ShownCertificate, Problem> {
         let endpoint = Endpoint::new(server.row.host.clone(), server.row.port)
             .map_err(|error| Problem::invalid("host", error.to_string()))?;
         let shown = show_certificate(&endpoint, &TIMEOUTS).await;

@@ -7,8 +7,8 @@ use super::*;
 fn away_at(here: &WithKms, step: &'static str) -> (Faults, Arc<AtomicU32>) {
     let (kms, done) = (Arc::clone(&here.kms), Arc::new(AtomicU32::new(0)));
     let count = Arc::clone(&done);
-    let faults: Faults = Arc::new(move |at_step, state, moment| {
-        let first = (at_step, state, moment) == (step, TaskState::Running, Moment::Before)
+    let faults: Faults = Arc::new(move |at_step, state, point| {
+        let first = (at_step, state, point) == (step, TaskState::Running, FaultPoint::Before)
             && count.fetch_add(1, Ordering::SeqCst) == 0;
         if first {
             kms.lock().unwrap().kill();

@@ -75,11 +75,11 @@ async fn recrypt_survives_every_fault_at_every_step() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn after_a_crash_at_any_step_the_key_of_the_inventory_opens_every_disk() {
     for step in steps() {
-        for moment in [Moment::Before, Moment::After] {
-            let what = format!("crash {moment:?} {step:?}");
+        for point in [FaultPoint::Before, FaultPoint::After] {
+            let what = format!("crash {point:?} {step:?}");
             let mut fixture = Fixture::new().await;
             let vm = fixture.made("web", "encrypted").await;
-            let (faults, done) = at(step, TaskState::Running, moment, Fault::Crash, 1);
+            let (faults, done) = at(step, TaskState::Running, point, Fault::Crash, 1);
             fixture.restart(|engine| engine.environment.faults = Some(faults)).await;
             fixture.begin(fixture.recryption(vm).await, "web").await;
             let crashed = async || (done.load(Ordering::SeqCst) > 0).then_some(());
@@ -93,21 +93,21 @@ async fn after_a_crash_at_any_step_the_key_of_the_inventory_opens_every_disk() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn undoing_a_recryption_survives_every_fault_at_every_step() {
     for step in undone_steps() {
-        for (moment, fault) in [
-            (Moment::Before, Fault::Crash),
-            (Moment::After, Fault::Crash),
-            (Moment::Before, Fault::Fail(silent())),
-            (Moment::After, Fault::Fail(silent())),
-            (Moment::After, Fault::Twice),
+        for (point, fault) in [
+            (FaultPoint::Before, Fault::Crash),
+            (FaultPoint::After, Fault::Crash),
+            (FaultPoint::Before, Fault::Fail(silent())),
+            (FaultPoint::After, Fault::Fail(silent())),
+            (FaultPoint::After, Fault::Twice),
         ] {
-            let what = format!("{fault:?} {moment:?} undoing {step:?}");
+            let what = format!("{fault:?} {point:?} undoing {step:?}");
             let crashes = matches!(fault, Fault::Crash);
-            let (undoing, done) = at(step, TaskState::RollingBack, moment, fault, 1);
+            let (undoing, done) = at(step, TaskState::RollingBack, point, fault, 1);
             let (failing, _) =
-                at(COMMIT, TaskState::Running, Moment::Before, Fault::Fail(refused()), 1);
+                at(COMMIT, TaskState::Running, FaultPoint::Before, Fault::Fail(refused()), 1);
             let both: Faults =
-                Arc::new(move |step, state, moment| match failing(step, state, moment) {
-                    Fault::None => undoing(step, state, moment),
+                Arc::new(move |step, state, point| match failing(step, state, point) {
+                    Fault::None => undoing(step, state, point),
                     fault => fault,
                 });
             let (fixture, vm, task) = carry_out(Kind::Recrypt, both, &done, crashes).await;
@@ -126,14 +126,13 @@ async fn a_recryption_that_is_stuck_leaves_a_whole_vm_and_another_one_leaves_one
         let mut fixture = Fixture::new().await;
         let vm = fixture.made("web", "encrypted").await;
         let (failing, _) =
-            at(COMMIT, TaskState::Running, Moment::Before, Fault::Fail(refused()), 1);
+            at(COMMIT, TaskState::Running, FaultPoint::Before, Fault::Fail(refused()), 1);
         let (stuck, _) =
-            at(step, TaskState::RollingBack, Moment::Before, Fault::Fail(refused()), u32::MAX);
-        let both: Faults =
-            Arc::new(move |step, state, moment| match failing(step, state, moment) {
-                Fault::None => stuck(step, state, moment),
-                fault => fault,
-            });
+            at(step, TaskState::RollingBack, FaultPoint::Before, Fault::Fail(refused()), u32::MAX);
+        let both: Faults = Arc::new(move |step, state, point| match failing(step, state, point) {
+            Fault::None => stuck(step, state, point),
+            fault => fault,
+        });
         fixture.restart(|engine| engine.environment.faults = Some(both)).await;
         let task = fixture.begin(fixture.recryption(vm).await, "web").await;
         assert_eq!(fixture.ended(task).await.state, TaskState::Unknown, "{what}");
@@ -206,7 +205,7 @@ async fn a_recryption_can_be_cancelled_until_the_vm_has_its_new_key() {
         let what = format!("cancelled at {step:?}");
         let mut fixture = Fixture::new().await;
         let vm = fixture.made("web", "encrypted").await;
-        let (faults, done) = at(step, TaskState::Running, Moment::Before, Fault::Crash, 1);
+        let (faults, done) = at(step, TaskState::Running, FaultPoint::Before, Fault::Crash, 1);
         fixture.restart(|engine| engine.environment.faults = Some(faults)).await;
         let task = fixture.begin(fixture.recryption(vm).await, "web").await;
         let crashed = async || (done.load(Ordering::SeqCst) > 0).then_some(());
@@ -276,9 +275,9 @@ async fn the_old_key_is_not_destroyed_while_a_disk_cannot_be_opened() {
     let mut fixture = Fixture::new().await;
     let vm = fixture.made("web", "encrypted").await;
     let agent = fixture.agent.clone();
-    let faults: Faults = Arc::new(move |step, state, moment| {
-        let here = (step, state, moment);
-        if here == ("destroy-old-key", TaskState::Running, Moment::Before) {
+    let faults: Faults = Arc::new(move |step, state, point| {
+        let here = (step, state, point);
+        if here == ("destroy-old-key", TaskState::Running, FaultPoint::Before) {
             agent.change_mark(std::path::Path::new("/store"));
         }
         Fault::None

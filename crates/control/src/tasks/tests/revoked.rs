@@ -143,8 +143,8 @@ async fn nothing_is_made_with_a_key_that_was_revoked_meanwhile() {
     let mut here = WithKms::new().await;
     let (client, seen) = (Arc::clone(&here.client), Arc::new(AtomicU32::new(0)));
     let count = Arc::clone(&seen);
-    let faults: Faults = Arc::new(move |step, state, moment| {
-        let here = (step, state, moment) == ("deliver-key", TaskState::Running, Moment::Before);
+    let faults: Faults = Arc::new(move |step, state, point| {
+        let here = (step, state, point) == ("deliver-key", TaskState::Running, FaultPoint::Before);
         if here && count.fetch_add(1, Ordering::SeqCst) == 0 {
             tokio::task::block_in_place(|| {
                 tokio::runtime::Handle::current().block_on(async {

@@ -97,7 +97,7 @@ async fn a_task_that_cannot_be_read_is_left_as_it_is_until_somebody_resolves_it(
         let what = format!("{column} {value}");
         let mut fixture = Fixture::new().await;
         let vm = fixture.made("web", "encrypted").await;
-        let (faults, done) = at("prepare", TaskState::Running, Moment::Before, Fault::Crash, 1);
+        let (faults, done) = at("prepare", TaskState::Running, FaultPoint::Before, Fault::Crash, 1);
         fixture.restart(|engine| engine.environment.faults = Some(faults)).await;
         let task = fixture.begin(Operation::StartVm { vm }, "web").await;
         fixture

@@ -7,7 +7,7 @@ use vmseal_api::kmip::KeyFault;
 use vmseal_api::model::WaitingOn;
 
 use super::*;
-use crate::tasks::engine::Plan;
+use crate::tasks::engine::TaskSchedule;
 
 /// Waits until a task waits for this.
 async fn waits(fixture: &Fixture, task: vmseal_api::id::TaskId, on: WaitingOn) -> Task {
@@ -28,7 +28,7 @@ fn provider_is_away() -> Problem {
 async fn after_a_restart_a_creation_waits_for_the_passphrase_of_its_provider() {
     for step in ["make-key", "deliver-key"] {
         let mut fixture = Fixture::new().await;
-        let (faults, done) = at(step, TaskState::Running, Moment::Before, Fault::Crash, 1);
+        let (faults, done) = at(step, TaskState::Running, FaultPoint::Before, Fault::Crash, 1);
         fixture.restart(|engine| engine.environment.faults = Some(faults)).await;
         let (vm, task) = fixture.create("web", "encrypted").await;
         fixture
@@ -56,7 +56,7 @@ async fn a_creation_that_waits_for_its_provider_can_be_cancelled_and_leaves_noth
     let (faults, _) = at(
         "make-key",
         TaskState::Running,
-        Moment::Before,
+        FaultPoint::Before,
         Fault::Fail(provider_is_away()),
         u32::MAX,
     );
@@ -86,12 +86,12 @@ async fn a_start_does_not_wait_for_a_passphrase() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_recryption_waits_for_its_provider_at_every_step() {
     for step in recrypt::steps() {
-        for moment in [Moment::Before, Moment::After] {
-            let what = format!("away {moment:?} {step}");
+        for point in [FaultPoint::Before, FaultPoint::After] {
+            let what = format!("away {point:?} {step}");
             let mut fixture = Fixture::new().await;
             let vm = fixture.made("web", "encrypted").await;
             let fault = Fault::Fail(provider_is_away());
-            let (faults, _) = at(step, TaskState::Running, moment, fault, 4 * ATTEMPTS);
+            let (faults, _) = at(step, TaskState::Running, point, fault, 4 * ATTEMPTS);
             fixture.restart(|engine| engine.environment.faults = Some(faults)).await;
             let task = fixture.begin(fixture.recryption(vm).await, "web").await;
             let ended = fixture.ended(task).await;
@@ -110,7 +110,7 @@ async fn a_step_is_not_given_up_because_the_inventory_fails() {
         let full = Problem { inventory: true, ..Problem::new(ErrorCode::Internal, "full") };
         let mut fixture = Fixture::new().await;
         let fault = Fault::Fail(full);
-        let (faults, _) = at(step, TaskState::Running, Moment::After, fault, 4 * ATTEMPTS);
+        let (faults, _) = at(step, TaskState::Running, FaultPoint::After, fault, 4 * ATTEMPTS);
         fixture.restart(|engine| engine.environment.faults = Some(faults)).await;
         let (vm, task) = fixture.create("web", "encrypted").await;
         assert_eq!(fixture.ended(task).await.state, TaskState::Done, "{step}");
@@ -125,15 +125,15 @@ async fn a_task_does_not_begin_before_its_time_and_is_cancelled_with_what_it_is_
     let record = async |vm, name, plan| {
         let mut write = fixture.store.write().await.unwrap();
         let start = Operation::StartVm { vm };
-        let task = Engine::record_planned(&mut write, start, name, "me", plan).await.unwrap();
+        let task = Engine::record_scheduled(&mut write, start, name, "me", plan).await.unwrap();
         write.commit().await.unwrap();
         let id = task.id;
         fixture.engine.begin(task);
         id
     };
     let later = Some(Timestamp::now() + 1.hour());
-    let parent = record(first, "web", Plan { parent: None, not_before: later }).await;
-    let part = record(second, "db", Plan { parent: Some(parent), not_before: later }).await;
+    let parent = record(first, "web", TaskSchedule { parent: None, not_before: later }).await;
+    let part = record(second, "db", TaskSchedule { parent: Some(parent), not_before: later }).await;
     waits(&fixture, parent, WaitingOn::Time).await;
     waits(&fixture, part, WaitingOn::Time).await;
     assert_eq!(fixture.calls(Call::PowerOn), 0);
@@ -143,7 +143,7 @@ async fn a_task_does_not_begin_before_its_time_and_is_cancelled_with_what_it_is_
     }
     assert_eq!(fixture.calls(Call::PowerOn), 0);
     let soon = Some(Timestamp::now() + 50.milliseconds());
-    let begun = record(first, "web", Plan { parent: None, not_before: soon }).await;
+    let begun = record(first, "web", TaskSchedule { parent: None, not_before: soon }).await;
     assert_eq!(fixture.ended(begun).await.state, TaskState::Done);
     assert!(Some(Timestamp::now()) >= soon);
 }
