@@ -12,6 +12,7 @@ use vmseal_secret::sealed_box::{BoxError, Recipient};
 use crate::hosts::Hosts;
 use crate::hosts::connector::HttpsConnector;
 use crate::providers::Providers;
+use crate::retention;
 use crate::services::Services;
 use crate::setup::authority::Authority;
 use crate::setup::expiry;
@@ -43,12 +44,13 @@ pub struct ControlPlane {
     services: Arc<Services>,
     identity: Arc<Identity>,
     renewing: JoinHandle<()>,
+    deleting_events: JoinHandle<()>,
     _lock: nix::fcntl::Flock<std::fs::File>,
 }
 
 impl ControlPlane {
     /// Monitors the hosts, goes on with the tasks, and renews its certificate from now on. Credentials are in
-    /// `credentials_dir` (systemd's `$CREDENTIALS_DIRECTORY`).
+    /// `credentials_dir` (systemd's `$CREDENTIALS_DIRECTORY`). Events are kept for `keep_events_days`.
     ///
     /// # Errors
     /// [`StartError`].
@@ -56,6 +58,7 @@ impl ControlPlane {
         Initialised { lock, authority, identity, store }: Initialised,
         data_dir: &Path,
         credentials_dir: Option<PathBuf>,
+        keep_events_days: u32,
     ) -> Result<Self, StartError> {
         let (store, authority, identity) =
             (Arc::new(store), Arc::new(authority), Arc::new(identity));
@@ -77,8 +80,10 @@ impl ControlPlane {
         let renewing =
             tokio::spawn(renew(Arc::clone(&identity), Arc::clone(&authority), Arc::clone(&store)));
         let recipient = Recipient::generate()?;
+        let deleting_events =
+            tokio::spawn(retention::delete_old_events(Arc::clone(&store), keep_events_days));
         let services = Services { store, providers, hosts, engine, authority, recipient };
-        Ok(Self { services: Arc::new(services), identity, renewing, _lock: lock })
+        Ok(Self { services: Arc::new(services), identity, renewing, deleting_events, _lock: lock })
     }
 
     /// What it offers.
@@ -96,6 +101,7 @@ impl ControlPlane {
     /// Begins no work any more; tasks stop where they are and go on with the next start.
     pub fn stop_work(&self) {
         self.renewing.abort();
+        self.deleting_events.abort();
         self.services.engine.stop();
     }
 

@@ -10,6 +10,7 @@
 //! | [`operation`], [`tasks`] | durable work |
 //! | [`services`] | one function for each operation, with its caller and its privilege |
 //! | [`control_plane`] | all of it, at work |
+//! | [`retention`] | how long events are kept |
 //! | `locks` | one lock for each of many things |
 //! | [`metrics`] | what the server measures |
 
@@ -20,6 +21,7 @@ mod locks;
 pub mod metrics;
 pub mod operation;
 pub mod providers;
+pub mod retention;
 pub mod services;
 pub mod setup;
 pub mod store;

@@ -3,8 +3,6 @@
 
 #![allow(clippy::unwrap_used)] // a test
 
-mod initiator;
-
 use std::collections::HashMap;
 use std::ffi::CStr;
 use std::io::{BufRead, BufReader, Read, Seek, Write};
@@ -16,10 +14,10 @@ use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
-use initiator::{BASE, INDIRECT, Initiator, NEXT, WRITE};
 use serde_json::{Value, json};
 use vm_memory::{Bytes, GuestAddress};
 use vmseal_api::filter::{Confinement, ControlReply, FilesConfined};
+use vmseal_initiator::driver::{BASE, Driver, INDIRECT, NEXT, WRITE};
 use vmseal_iofilter::process::config::read;
 use vmseal_iofilter::process::confinement::{confine_files, confine_system_calls, enter};
 
@@ -380,9 +378,9 @@ const BUFFERS: u64 = BASE + 0x10_0000;
 
 /// Keeps `DEPTH` requests of `length` bytes, at most `LENGTH`, under way, `rounds` times over; `kind` as
 /// virtio-blk has it.
-fn load(guest: &mut Initiator, kind: u32, length: u32, rounds: u32, mut watch: impl FnMut()) {
+fn load(guest: &mut Driver, kind: u32, length: u32, rounds: u32, mut watch: impl FnMut()) {
     let mut asked = 0_u64;
-    let mut ask = |guest: &mut Initiator, head: u16| {
+    let mut ask = |guest: &mut Driver, head: u16| {
         let (slot, place) = (u64::from(head), asked * u64::from(length) % SIZE);
         asked += 1;
         let (header, table) = (HEADERS + slot * 32, TABLES + slot * 64);
@@ -417,7 +415,7 @@ fn a_filter_at_its_busiest_stays_within_its_memory() {
     for place in [env!("CARGO_TARGET_TMPDIR"), "/dev/shm"] {
         let filter = Filter::start(Path::new(place));
         let memory = (1 << 20) + u64::from(DEPTH) * u64::from(LENGTH);
-        let mut guest = Initiator::connect_sized(filter.connect("vhost"), DEPTH, memory);
+        let mut guest = Driver::connect_sized(filter.connect("vhost"), DEPTH, memory);
         let idle = filter.resident();
         let mut most = 0;
         for kind in [1, 0, 1] {
@@ -437,7 +435,7 @@ fn a_cache_takes_what_it_was_given_and_no_more() {
         chain.push(json!({ "kind": "cache", "bytes": CACHE }));
     });
     let memory = (1 << 20) + u64::from(DEPTH) * u64::from(LENGTH);
-    let mut guest = Initiator::connect_sized(filter.connect("vhost"), DEPTH, memory);
+    let mut guest = Driver::connect_sized(filter.connect("vhost"), DEPTH, memory);
     let idle = filter.resident();
     // The whole disk, four times as long as the cache.
     load(&mut guest, 0, 4096, 256, || ());

@@ -3,6 +3,7 @@
 //! | module | what |
 //! |---|---|
 //! | [`ttlv`] | the encoding, without I/O: hostile input is an error, never a panic or an allocation by its word |
+//! | [`fields`] | the items of a structure by their tags, and how a response can depart from the protocol |
 //! | [`message`] | requests and responses around operations, without I/O |
 //! | [`operation`] | what is asked of a server, and its answers |
 //! | `client` | connections, TLS, the pool, and [`Client`](client::Client) (feature `client`, on by default) |
@@ -13,6 +14,7 @@
 #[cfg(feature = "client")]
 pub mod client;
 mod enumeration;
+pub mod fields;
 pub mod message;
 pub mod operation;
 #[cfg(feature = "testing")]

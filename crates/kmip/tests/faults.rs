@@ -7,7 +7,8 @@ use std::time::{Duration, Instant};
 
 use tokio::time::timeout;
 use vmseal_kmip::client::{Client, Error, NewKey, Settings, Step};
-use vmseal_kmip::message::{Outcome, Violation};
+use vmseal_kmip::fields::Violation;
+use vmseal_kmip::message::Outcome;
 use vmseal_kmip::operation::{Create, KeyId, Locate, Text};
 use vmseal_kmip::testing::{Asked, Authority, PyKmip, Reaction, ScriptedServer, Validity};
 use vmseal_kmip::ttlv::{Encoder, Garbage, Tag};

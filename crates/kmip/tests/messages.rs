@@ -1,7 +1,8 @@
 //! Requests as they are written, and responses that are right, odd or wrong.
 #![allow(clippy::unwrap_used)] // in tests a panic is the report
 
-use vmseal_kmip::message::{BATCH_MAX, Outcome, Violation, request, responses};
+use vmseal_kmip::fields::Violation;
+use vmseal_kmip::message::{BATCH_MAX, Outcome, request, responses};
 use vmseal_kmip::operation::{
     AddAttribute, AnswerError, Create, Get, GetState, KeyId, Locate, Operation, Query,
     TEXT_LEN_MAX, Text, UnusableKey,

@@ -6,16 +6,17 @@ use std::time::Duration;
 
 use clap::Args;
 use clap::builder::PossibleValuesParser;
+use vmseal_initiator::Wait;
 
 use vmseal_api::filter::Direct;
 
 use crate::experiment::{self, Cores, ExperimentError, Outcome, Plan, Progress};
 use crate::goals::{self, GoalsError};
-use crate::initiator::Wait;
+use crate::idle::IDLE;
 use crate::load::Workload;
 use crate::machine::{self, Machine};
 use crate::report::{self, Measured, Obstacle, Report};
-use crate::sections::{IDLE, SECTIONS, SYSTEMS, Section, Storage, workload_ids};
+use crate::sections::{SECTIONS, SYSTEMS, Section, Storage, workload_ids};
 use crate::statistics::VALUES_MAX;
 use crate::systems::{Nbdkit, Program, SEVERAL, StorageDaemon, System, Transport, Vmseal};
 

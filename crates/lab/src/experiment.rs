@@ -15,15 +15,17 @@ use std::time::Duration;
 
 use hdrhistogram::Histogram;
 use serde::Serialize;
+use vmseal_initiator::{Initiator, InitiatorError, Operation, Wait};
 
 use crate::ceiling::{self, Ceiling, CeilingError};
 use crate::clock::{self, ProcessClock};
-use crate::idle::{self, Idle};
-use crate::initiator::{Initiator, InitiatorError, Operation, Wait};
+use crate::idle::{self, IDLE, Idle};
 use crate::load::{self, Direction, Extent, LoadError, Order, Workload};
 use crate::pattern::Pattern;
-use crate::sections::IDLE;
 use crate::systems::{Place, Server, System, SystemError, check_at_rest};
+
+/// A share of time above which a CPU counts as the bottleneck.
+pub(crate) const SATURATED: f64 = 0.9;
 
 /// What filling and checking use: large and sequential, for every system's sake.
 const FILL: Workload = Workload {

@@ -6,10 +6,8 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use crate::experiment::{Cell, Outcome};
-use crate::idle::Idle;
-use crate::report::SATURATED;
-use crate::sections::IDLE;
+use crate::experiment::{Cell, Outcome, SATURATED};
+use crate::idle::{IDLE, Idle};
 use crate::statistics::Interval;
 
 /// The longest goals file, in bytes: a hundred goals fit.

@@ -4,11 +4,14 @@ use std::io;
 use std::time::{Duration, Instant};
 
 use serde::Serialize;
+use vmseal_initiator::{Operation, Wait};
 
 use crate::clock::{self, ProcessClock};
-use crate::initiator::{Operation, Wait};
 use crate::load::{self, Extent, LoadError, Workload};
 use crate::systems::Server;
+
+/// What is asked of a disk that is connected and has nothing to do; a name beside those of loads.
+pub const IDLE: &str = "idle";
 
 /// How long a server may take to notice that nothing comes any more: a polling one looks again for a while.
 const SETTLING: Duration = Duration::from_millis(200);

@@ -4,7 +4,7 @@
 //! |---|---|
 //! | [`arguments`] | what a user may choose, and the way from there to a report |
 //! | [`systems`] | the servers under test |
-//! | [`initiator`], [`load`], [`pattern`], [`clock`] | driving one and measuring it |
+//! | [`load`], [`pattern`], [`clock`] | driving one and measuring it |
 //! | [`sections`] | what is measured where |
 //! | [`experiment`], [`idle`], [`ceiling`] | the order of measuring; disks without work; what the machine could do at best |
 //! | [`statistics`], [`goals`] | what may be concluded |
@@ -16,7 +16,6 @@ pub mod clock;
 pub mod experiment;
 pub mod goals;
 pub mod idle;
-pub mod initiator;
 pub mod load;
 pub mod machine;
 pub mod pattern;

@@ -6,9 +6,9 @@ use std::time::{Duration, Instant};
 
 use hdrhistogram::Histogram;
 use serde::Serialize;
+use vmseal_initiator::{Completion, Initiator, InitiatorError, Operation};
 
 use crate::clock::{self, ProcessClock};
-use crate::initiator::{Completion, Initiator, InitiatorError, Operation};
 use crate::pattern::Pattern;
 
 /// Latencies are kept from 1 ns to a minute, with two significant digits: below the noise of a run.

@@ -4,11 +4,11 @@ use std::path::Path;
 use std::{fs, io};
 
 use serde::Serialize;
+use vmseal_initiator::Wait;
 
-use crate::experiment::{Cell, Cores, Outcome, Plan};
+use crate::experiment::{Cell, Cores, Outcome, Plan, SATURATED};
 use crate::goals::{Assessment, Verdict};
 use crate::idle::Idle;
-use crate::initiator::Wait;
 use crate::load::Workload;
 use crate::machine::Machine;
 use crate::sections::Section;
@@ -18,8 +18,6 @@ use crate::systems::Transport;
 /// The version of the JSON.
 pub const VERSION: u32 = 3;
 
-/// A share of time above which a CPU counts as the bottleneck.
-pub(crate) const SATURATED: f64 = 0.9;
 /// Everything about one run.
 #[derive(Clone, Debug, Serialize)]
 pub struct Report {

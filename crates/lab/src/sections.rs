@@ -7,6 +7,7 @@ use nix::sys::statfs::{EXT4_SUPER_MAGIC, statfs};
 use serde::Serialize;
 
 use crate::experiment::Progress;
+use crate::idle::IDLE;
 use crate::load::{Direction, Order, Workload};
 use crate::systems::Transport;
 
@@ -20,9 +21,6 @@ pub const SYSTEMS: [&str; 7] = [
     "nbdkit-plain",
     "nbdkit-luks",
 ];
-
-/// What is asked of a disk that is connected and has nothing to do; a name beside those of loads.
-pub const IDLE: &str = "idle";
 
 /// Where disks lie.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]

@@ -5,9 +5,9 @@ use std::fmt::Write as _;
 use comfy_table::{
     Cell as TableCell, CellAlignment, ContentArrangement, LineStyle, Table, TableStyle,
 };
+use vmseal_initiator::Wait;
 
 use crate::goals::{Compare, Metric, Relation, Verdict};
-use crate::initiator::Wait;
 use crate::report::{Bottleneck, Measured, Report, Settings};
 use crate::statistics::Interval;
 

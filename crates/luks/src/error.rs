@@ -6,9 +6,6 @@ use uuid::Uuid;
 use vmseal_secret::MemoryError;
 use vmseal_secret::derive::DeriveError;
 
-use crate::facts::Facts;
-use crate::layout::CopyFault;
-
 /// How much of a text from a hostile header is repeated in a message, in characters.
 const QUOTE_MAX: usize = 64;
 
@@ -34,8 +31,10 @@ pub enum HeaderError {
     #[error("{0} bytes cannot be the size of an encrypted disk: it must be a multiple of 4096")]
     Size(u64),
     /// The inventory describes a disk as this vmseal does not know it.
-    #[error("the inventory describes disk {disk} in a way that this vmseal does not know: use a newer one", disk = .0.disk)]
-    UnknownFacts(Box<Facts>),
+    #[error(
+        "the inventory describes disk {0} in a way that this vmseal does not know: use a newer one"
+    )]
+    UnknownFacts(Uuid),
     /// Neither copy of the header can be used.
     #[error(
         "both copies of the disk's header are unusable: the first {primary}, the second {secondary}; restore the header from a backup"
@@ -97,6 +96,29 @@ pub enum HeaderError {
     /// There is no memory for a secret.
     #[error(transparent)]
     Memory(#[from] MemoryError),
+}
+
+/// Why a copy cannot be used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum CopyFault {
+    /// It does not begin as a LUKS header does.
+    #[error("is not a LUKS header")]
+    Magic,
+    /// LUKS1, or a version to come.
+    #[error("has LUKS version {0}, not 2")]
+    Version(u16),
+    /// It has a size that vmseal never writes.
+    #[error("says it is {0} bytes long, not 16384")]
+    Length(u64),
+    /// It belongs to another place.
+    #[error("says it is at byte {0}, where it is not")]
+    Offset(u64),
+    /// Another checksum algorithm.
+    #[error("has a checksum other than SHA-256")]
+    ChecksumKind,
+    /// The checksum does not match: torn or damaged.
+    #[error("has a wrong checksum")]
+    Checksum,
 }
 
 /// In which way a header is not what it has to be: damaged in a way that its checksum does not show,

@@ -75,7 +75,7 @@ impl Facts {
             && self.sector_size == SECTOR_SIZE
             && self.key_bits == KEY_BITS
             && self.cipher == CIPHER;
-        if known { Ok(()) } else { Err(HeaderError::UnknownFacts(Box::new(self.clone()))) }
+        if known { Ok(()) } else { Err(HeaderError::UnknownFacts(self.disk)) }
     }
 }
 

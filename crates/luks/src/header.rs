@@ -12,9 +12,9 @@
 use vmseal_secret::derive::KeyContext;
 use vmseal_secret::{DEK_LEN, KEK_LEN, SecretBytes};
 
-use crate::error::{HeaderError, Refusal};
+use crate::error::{CopyFault, HeaderError, Refusal};
 use crate::facts::{Facts, Holes, Identity};
-use crate::layout::{self, COPY_LEN, Copy, CopyFault, HeaderNotice};
+use crate::layout::{self, COPY_LEN, Copy, HeaderNotice};
 use crate::library::Device;
 use crate::loaded::{Copies, Loaded, WorkingCopy};
 use crate::metadata::{Metadata, SLOTS_MAX, area_offsets};

@@ -8,6 +8,7 @@ use std::fmt;
 use aws_lc_rs::digest;
 use vmseal_secret::MemoryError;
 
+use crate::error::CopyFault;
 use crate::facts::DATA_OFFSET;
 
 /// The size of a copy, in bytes: cryptsetup's default, and far more than vmseal's metadata needs.
@@ -69,29 +70,6 @@ impl fmt::Display for Copy {
             Self::Secondary => "second",
         })
     }
-}
-
-/// Why a copy cannot be used.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum CopyFault {
-    /// It does not begin as a LUKS header does.
-    #[error("is not a LUKS header")]
-    Magic,
-    /// LUKS1, or a version to come.
-    #[error("has LUKS version {0}, not 2")]
-    Version(u16),
-    /// It has a size that vmseal never writes.
-    #[error("says it is {0} bytes long, not 16384")]
-    Length(u64),
-    /// It belongs to another place.
-    #[error("says it is at byte {0}, where it is not")]
-    Offset(u64),
-    /// Another checksum algorithm.
-    #[error("has a checksum other than SHA-256")]
-    ChecksumKind,
-    /// The checksum does not match: torn or damaged.
-    #[error("has a wrong checksum")]
-    Checksum,
 }
 
 /// The disk opened, and one copy of its header needs repair. To be shown to people until

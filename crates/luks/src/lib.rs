@@ -28,10 +28,10 @@ pub mod store;
 mod token;
 mod write_back;
 
-pub use error::{HeaderError, Refusal};
+pub use error::{CopyFault, HeaderError, Refusal};
 pub use export::create_for_passphrase;
 pub use facts::{DATA_OFFSET, Facts, Holes, Identity, SECTOR_SIZE};
 pub use header::{Opened, add_kek, adopt, create, drop_other_keks, inspect, open, repair};
-pub use layout::{Copy, CopyFault, HeaderNotice};
+pub use layout::{Copy, HeaderNotice};
 pub use store::HeaderStore;
 pub use token::KeyReference;

@@ -45,6 +45,8 @@ pub struct ServerOptions {
     pub names: Vec<String>,
     /// Where credentials are (systemd's `$CREDENTIALS_DIRECTORY`).
     pub credentials_dir: Option<PathBuf>,
+    /// How many days events are kept.
+    pub keep_events_days: u32,
 }
 
 /// Why the server cannot run.
@@ -88,8 +90,13 @@ impl Server {
             .map_err(|error| ServerError::Listen(options.listen, error))?;
         let address =
             listener.local_addr().map_err(|error| ServerError::Listen(options.listen, error))?;
-        let control =
-            ControlPlane::start(initialised, &options.data_dir, options.credentials_dir).await?;
+        let control = ControlPlane::start(
+            initialised,
+            &options.data_dir,
+            options.credentials_dir,
+            options.keep_events_days,
+        )
+        .await?;
         let tls = TlsAcceptor::from(Arc::new(tls(control.identity())?));
         let router = router(Arc::clone(control.services()));
         let (stop, stopped) = watch::channel(false);

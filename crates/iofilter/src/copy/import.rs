@@ -260,7 +260,7 @@ mod tests {
         let source = Source::open(image, ImageFormat::Raw).unwrap();
         let state = Arc::new(DiskState::new(DiskId::new(), 1));
         let backend = Forgetful { state: Arc::clone(&state), written: 0, flushed: 0, seen: 0 };
-        let mut chain = Chain::new(size as u64, false, Vec::new(), Box::new(backend));
+        let mut chain = Chain::new(size as u64, false, Vec::new(), Box::new(backend)).unwrap();
         run(&source, 0, &mut chain, &state, &Stop::new().unwrap()).unwrap();
     }
 }

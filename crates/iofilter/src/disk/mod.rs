@@ -158,7 +158,7 @@ impl Disk {
     /// # Errors
     /// [`CryptError`]: the key is no good, or no memory for buffers.
     pub fn chain(&self) -> Result<Chain, CryptError> {
-        self.make_chain(self.read_only, self.pool_bytes, self.backend()?)
+        self.make_chain(self.read_only, self.pool_bytes, self.backend())
     }
 
     /// The same over another backend, which takes what this disk's own would: for tests of what becomes
@@ -176,7 +176,7 @@ impl Disk {
     /// # Errors
     /// As [`Disk::chain`].
     pub fn reader(&self) -> Result<Chain, CryptError> {
-        self.make_chain(true, READER_POOL_BYTES, self.blocking_backend()?)
+        self.make_chain(true, READER_POOL_BYTES, self.blocking_backend())
     }
 
     /// A chain of what lies below the layer of this kind, for a thread of its own that reads there. It can be
@@ -189,7 +189,7 @@ impl Disk {
         let above = layers.iter().take_while(|layer| layer.kind() != kind).count() + 1;
         let filters = layers.iter().skip(above).map(|layer| layer.filter());
         let filters = filters.collect::<io::Result<_>>()?;
-        Ok(Chain::new(self.size, true, filters, self.blocking_backend()?))
+        Chain::new(self.size, true, filters, self.blocking_backend())
     }
 
     /// The file that the disk rests in, if it is its bytes.
@@ -214,7 +214,7 @@ impl Disk {
         if let Some(align) = self.align(pool_bytes / 4)? {
             filters.push(Box::new(align));
         }
-        let at_once = backend.wait_handle().is_none();
+        let at_once = backend.works_at_once();
         if let Some(Encryption { key, holes }) = &self.encryption {
             filters.push(Box::new(Crypt::new(
                 key,
@@ -227,23 +227,23 @@ impl Disk {
         for layer in &self.below {
             filters.push(layer.filter()?);
         }
-        let chain = Chain::new(self.size, read_only, filters, backend);
+        let chain = Chain::new(self.size, read_only, filters, backend)?;
         Ok(chain.marking(self.bitmaps()))
     }
 
-    fn backend(&self) -> io::Result<Box<dyn Backend>> {
+    fn backend(&self) -> Box<dyn Backend> {
         match &self.rest {
-            Rest::File(file) => Ok(file.queue()),
+            Rest::File(file) => file.queue(),
             Rest::Qcow2(image) => image.queue(),
-            Rest::Mem(mem) => Ok(mem.queue()),
+            Rest::Mem(mem) => mem.queue(),
         }
     }
 
-    fn blocking_backend(&self) -> io::Result<Box<dyn Backend>> {
+    fn blocking_backend(&self) -> Box<dyn Backend> {
         match &self.rest {
-            Rest::File(file) => Ok(file.blocking_queue()),
+            Rest::File(file) => file.blocking_queue(),
             Rest::Qcow2(image) => image.queue(),
-            Rest::Mem(mem) => Ok(mem.queue()),
+            Rest::Mem(mem) => mem.queue(),
         }
     }
 

@@ -80,15 +80,14 @@ impl Filter for Queue {
         io.complete(id, io.request(id).result);
     }
 
-    fn tick(&mut self, io: &mut Io<'_>) -> Option<Duration> {
-        let Reverse((first, _)) = self.held.peek()?;
-        let now = Instant::now();
-        if *first > now && !self.hastened {
-            return Some(*first - now);
+    fn tick(&mut self, io: &mut Io<'_>) -> Option<Instant> {
+        if self.held.is_empty() {
+            return None;
         }
+        let now = Instant::now();
         while let Some(&Reverse((until, id))) = self.held.peek() {
             if until > now && !self.hastened {
-                return Some(until - now);
+                return Some(until);
             }
             self.held.pop();
             io.pass(id);

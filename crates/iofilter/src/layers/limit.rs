@@ -129,7 +129,7 @@ impl Filter for Queue {
         io.complete(id, io.request(id).result);
     }
 
-    fn tick(&mut self, io: &mut Io<'_>) -> Option<Duration> {
+    fn tick(&mut self, io: &mut Io<'_>) -> Option<Instant> {
         if self.waiting.is_empty() {
             return None;
         }
@@ -137,7 +137,7 @@ impl Filter for Queue {
         while let Some(&(id, since)) = self.waiting.front() {
             let wait = self.shared.admit(now, io.request(id), self.hastened);
             if wait > 0 {
-                return Some(Duration::from_nanos(wait));
+                return Some(self.shared.since + Duration::from_nanos(now.saturating_add(wait)));
             }
             self.waiting.pop_front();
             self.shared.held_nanoseconds.add(now.saturating_sub(since));

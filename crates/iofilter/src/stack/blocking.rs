@@ -3,14 +3,14 @@
 use std::time::Duration;
 
 use nix::errno::Errno;
-use nix::poll::{PollFd, PollFlags, ppoll};
+use nix::poll::{PollFd, ppoll};
 use nix::sys::signal::SigSet;
 use nix::sys::time::TimeSpec;
 
 use crate::stack::chain::Chain;
 use crate::stack::request::{IoError, Operation};
 
-/// How long to sleep between two looks where the system does not let us wait for what is under way.
+/// How long to sleep between two looks where the system refuses to wait for what is under way.
 const LOOK_AGAIN: Duration = Duration::from_millis(1);
 
 /// Waits for everything that is under way; the first error, if there was one. Nothing is under way when it
@@ -36,7 +36,9 @@ fn drain_by(
         if chain.in_flight() == 0 {
             return result;
         }
-        if let Err(error) = wait(chain, &sleep) {
+        if let Err(error) = chain.wait_by([], None, &sleep)
+            && error != Errno::EINTR
+        {
             if !std::mem::replace(&mut failed, true) {
                 tracing::error!(%error, "cannot wait for the disk; looking every millisecond");
             }
@@ -53,21 +55,6 @@ pub fn flush(chain: &mut Chain) -> Result<(), IoError> {
     let id = chain.begin().ok_or(IoError::Overload)?;
     chain.submit(id, Operation::Flush, 0, 0, 0);
     drain(chain)
-}
-
-/// Sleeps until the backend has something, or the chain wants to be looked at.
-fn wait(
-    chain: &Chain,
-    sleep: &impl Fn(&mut [PollFd<'_>], Option<TimeSpec>, Option<SigSet>) -> Result<i32, Errno>,
-) -> Result<(), Errno> {
-    let handle = chain.wait_handle();
-    let mut fds: Vec<PollFd<'_>> =
-        handle.iter().map(|handle| PollFd::new(*handle, PollFlags::POLLIN)).collect();
-    let timeout = chain.wake_after().map(TimeSpec::from);
-    match sleep(&mut fds, timeout, None) {
-        Ok(_) | Err(Errno::EINTR) => Ok(()),
-        Err(error) => Err(error),
-    }
 }
 
 #[cfg(test)]
@@ -87,7 +74,7 @@ mod tests {
             seed: 0,
         };
         let filter = Delay::new(delay).filter().unwrap();
-        let mut chain = Chain::new(1 << 20, false, vec![filter], MemDisk::new(0).queue());
+        let mut chain = Chain::new(1 << 20, false, vec![filter], MemDisk::new(0).queue()).unwrap();
         let id = chain.begin().unwrap();
         chain.submit(id, Operation::Flush, 0, 0, 0);
         let drained = drain_by(&mut chain, |_, _, _| Err(Errno::ENOMEM));

@@ -23,6 +23,20 @@
 //! a filter may complete from within `down`. Whoever waits (for a buffer, a lock, a time) keeps the
 //! request's id in a list of its own, says so ([`Io::hold`]) and looks again in `up` or [`Filter::tick`].
 //!
+//! **Wake contract.** The chain's thread sleeps in [`Chain::wait`], on one wait set:
+//! ```text
+//!  the chain's eventfd         others write it: a sector lock is free, a chunk is marked, the thread of a qcow2
+//!                              image has answered ([`crate::stack::waker`])
+//!  the backend's descriptor    the kernel makes it readable: completions of io_uring
+//!  the front end's own         a kick, a connection, a stop
+//!  the next deadline           a time that means something: a delay, a budget that fills
+//! ```
+//! So a layer that waits for something has arranged to be woken before it looks for the last time and returns: by a
+//! completion of its own requests, by [`Io::waker`] in the hands of whoever will have the news, or by the deadline that
+//! it names in [`Filter::tick`]. Nobody counts on another pass, and nobody tries again after some time what somebody
+//! could tell of. The kernel alone tells nobody when it can do again what it refused: the file engine then names a
+//! deadline for the next attempt.
+//!
 //! The chain sees to it that a filter's defect stays one of that filter (docs/decisions/053). What a filter has neither
 //! passed, ended, split nor held when it returns is ended with [`IoError::Forgotten`]; what is not its own it can
 //! neither pass nor end; a request whose parts are under way goes up after the last of them, so that no memory of
@@ -32,9 +46,10 @@
 //! [`Limits::children`] children a filter.
 
 use std::collections::VecDeque;
+use std::io;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::Instant;
 
 use crate::stack::dirty::Bitmaps;
 use crate::stack::memory::{Cursor, SEGMENTS_MAX, Segments};
@@ -42,6 +57,9 @@ use crate::stack::pool::{Buffer, Pool};
 use crate::stack::request::{
     IoError, LOGICAL_BLOCK, Operation, Request, RequestId, Requests, Turn,
 };
+use crate::stack::waker::Waker;
+
+mod wait;
 
 /// The most requests of the front end that are under way in one chain. QEMU's rings have 128 entries
 /// unless told otherwise; more than this wait in their ring.
@@ -69,8 +87,9 @@ pub trait Filter: Send {
     fn up(&mut self, id: RequestId, io: &mut Io<'_>);
 
     /// Called on every pass. A filter that waits for something no completion of this chain will tell it
-    /// of looks for it here, and says after how long it wants to be called again at the latest.
-    fn tick(&mut self, _io: &mut Io<'_>) -> Option<Duration> {
+    /// of looks for it here, after it has said whom to wake ([`Io::waker`]); and names the time at which it wants to
+    /// be called again at the latest, if it waits for a time.
+    fn tick(&mut self, _io: &mut Io<'_>) -> Option<Instant> {
         None
     }
 
@@ -91,18 +110,23 @@ pub trait Backend: Send {
     /// finished. Never blocks.
     fn poll(&mut self, io: &mut Io<'_>);
 
-    /// A descriptor that becomes readable when [`Backend::poll`] has something to complete; none if
-    /// requests are always completed within `submit`.
+    /// A descriptor that the kernel makes readable when [`Backend::poll`] has something to complete; none if
+    /// requests are completed within `submit`, or a thread completes them, which has the chain's waker.
     fn wait_handle(&self) -> Option<BorrowedFd<'_>>;
+
+    /// Whether requests are completed within `submit` or the next `poll`.
+    fn works_at_once(&self) -> bool {
+        self.wait_handle().is_none()
+    }
 
     /// Waits until the kernel uses no memory of requests any more; false if it cannot learn of that.
     fn finish(&mut self) -> bool {
         true
     }
 
-    /// After how long [`Backend::poll`] is to be called again although [`Backend::wait_handle`] has not become
-    /// readable; asked for after each `poll`.
-    fn wake_after(&self) -> Option<Duration> {
+    /// When [`Backend::poll`] is to be called again although nothing has woken the thread; asked for after each
+    /// `poll`.
+    fn deadline(&self) -> Option<Instant> {
         None
     }
 }
@@ -148,10 +172,17 @@ pub struct Io<'a> {
     requests: &'a mut Requests,
     work: &'a mut VecDeque<Work>,
     watch: &'a mut Watch,
+    waker: &'a Waker,
     level: usize,
 }
 
 impl Io<'_> {
+    /// Wakes this chain's thread: for whoever will have news of what a layer waits for.
+    #[must_use]
+    pub fn waker(&self) -> &Waker {
+        self.waker
+    }
+
     /// The request.
     #[must_use]
     pub fn request(&self, id: RequestId) -> &Request {
@@ -294,7 +325,7 @@ impl Io<'_> {
     }
 }
 
-fn sooner(one: Option<Duration>, other: Option<Duration>) -> Option<Duration> {
+fn sooner(one: Option<Instant>, other: Option<Instant>) -> Option<Instant> {
     match (one, other) {
         (Some(one), Some(other)) => Some(one.min(other)),
         (one, other) => one.or(other),
@@ -329,26 +360,29 @@ pub struct Chain {
     watch: Box<Watch>,
     done: VecDeque<RequestId>,
     roots: usize,
-    wake_after: Option<Duration>,
+    deadline: Option<Instant>,
+    waker: Waker,
     bitmaps: Option<Arc<Bitmaps>>,
 }
 
 impl Chain {
     /// Puts a chain together, `filters` from the guest downwards, for a disk of `size` bytes.
-    #[must_use]
+    ///
+    /// # Errors
+    /// The system has no eventfd.
     pub fn new(
         size: u64,
         read_only: bool,
         mut filters: Vec<Box<dyn Filter>>,
         mut backend: Box<dyn Backend>,
-    ) -> Self {
+    ) -> io::Result<Self> {
         let left: Vec<usize> = filters.iter().map(|filter| filter.limits().children).collect();
         let children: usize = left.iter().sum();
         let requests = Requests::new(u32::try_from(ROOTS_MAX + children).unwrap_or(u32::MAX));
         let capacity = requests.capacity();
         filters.iter_mut().for_each(|filter| filter.prepare(capacity));
         backend.prepare(capacity);
-        Self {
+        Ok(Self {
             size,
             read_only,
             filters,
@@ -363,9 +397,10 @@ impl Chain {
             }),
             done: VecDeque::with_capacity(ROOTS_MAX),
             roots: 0,
-            wake_after: None,
+            deadline: None,
+            waker: Waker::new()?,
             bitmaps: None,
-        }
+        })
     }
 
     /// The same chain, whose changes are marked in the disk's dirty bitmaps.
@@ -490,17 +525,17 @@ impl Chain {
             while let Some(work) = self.work.pop_front() {
                 self.run(work);
             }
-            self.wake_after = None;
+            self.deadline = None;
             let (requests, work, watch) = (&mut self.requests, &mut self.work, &mut self.watch);
-            let mut io = Io { requests, work, watch, level: 0 };
+            let mut io = Io { requests, work, watch, waker: &self.waker, level: 0 };
             for (level, filter) in self.filters.iter_mut().enumerate() {
                 io.level = level;
-                self.wake_after = sooner(self.wake_after, filter.tick(&mut io));
+                self.deadline = sooner(self.deadline, filter.tick(&mut io));
                 io.settle(None);
             }
             io.level = self.filters.len();
             self.backend.poll(&mut io);
-            self.wake_after = sooner(self.wake_after, self.backend.wake_after());
+            self.deadline = sooner(self.deadline, self.backend.deadline());
             if self.work.is_empty() {
                 return;
             }
@@ -509,12 +544,13 @@ impl Chain {
 
     fn run(&mut self, work: Work) {
         let (requests, list, watch) = (&mut self.requests, &mut self.work, &mut self.watch);
+        let waker = &self.waker;
         match work {
             Work::Down(id) => {
                 let request = requests.get_mut(id);
                 request.turn = Turn::Layer;
                 let level = request.level;
-                let mut io = Io { requests, work: list, watch, level };
+                let mut io = Io { requests, work: list, watch, waker, level };
                 match self.filters.get_mut(level) {
                     Some(filter) => {
                         filter.down(id, &mut io);
@@ -529,7 +565,7 @@ impl Chain {
                     return self.done.push_back(id);
                 };
                 (request.level, request.turn) = (level, Turn::Layer);
-                let mut io = Io { requests, work: list, watch, level };
+                let mut io = Io { requests, work: list, watch, waker, level };
                 self.filters[level].up(id, &mut io);
                 io.settle(Some(id));
             }
@@ -558,16 +594,16 @@ impl Chain {
         self.filters.iter_mut().for_each(|filter| filter.hasten(hastened));
     }
 
-    /// After how long [`Chain::poll`] is to be called again even if nothing happens.
+    /// When [`Chain::poll`] is to be called again even if nothing happens.
     #[must_use]
-    pub fn wake_after(&self) -> Option<Duration> {
-        self.wake_after
+    pub fn deadline(&self) -> Option<Instant> {
+        self.deadline
     }
 
-    /// A descriptor that becomes readable when [`Chain::poll`] has something to do.
+    /// Whether what is asked of storage is done as it is asked for ([`Backend::works_at_once`]).
     #[must_use]
-    pub fn wait_handle(&self) -> Option<BorrowedFd<'_>> {
-        self.backend.wait_handle()
+    pub fn works_at_once(&self) -> bool {
+        self.backend.works_at_once()
     }
 }
 

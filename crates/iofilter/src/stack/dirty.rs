@@ -295,7 +295,7 @@ mod tests {
     fn a_change_is_dirty_before_it_is_done_and_in_what_starts_while_it_is_under_way() {
         let disk = MemDisk::new(1 << 20);
         let bitmaps = Arc::new(Bitmaps::new(1 << 20));
-        let mut chain = Chain::new(1 << 20, false, Vec::new(), disk.queue());
+        let mut chain = Chain::new(1 << 20, false, Vec::new(), disk.queue()).unwrap();
         chain = chain.marking(Arc::clone(&bitmaps));
         let dirty = |name: &str| bitmaps.read(name).unwrap().extent(1 << 19, 1 << 20).0;
         for operation in [Operation::Discard, Operation::WriteZeroes { unmap: false }] {

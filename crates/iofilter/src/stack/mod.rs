@@ -11,3 +11,4 @@ pub mod pool;
 pub mod request;
 pub mod stop;
 pub mod tally;
+pub mod waker;

@@ -5,4 +5,5 @@ pub mod file;
 pub mod mem;
 pub mod qcow2;
 pub mod sync;
+pub mod target;
 pub mod uring;

@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 use crate::stack::chain::{Backend, Io};
 use crate::stack::memory::{Cursor, Segment, Segments};
 use crate::stack::request::{IoError, Operation, Request, RequestId};
-use crate::storage::file::{Intact, Target, ZERO, ZEROES};
+use crate::storage::target::{Intact, Target, ZERO, ZEROES};
 
 /// See the module.
 pub struct SyncFile {

@@ -9,8 +9,8 @@
 //! keeps the slot, and `rest` is only rewritten between two submissions of the same request.
 //!
 //! Whoever owns the chain sleeps until the ring is readable, and it is readable only for what the kernel has.
-//! So `poll` leaves nothing that the kernel does not have, unless it also says after how long it is to be called
-//! again ([`Backend::wake_after`]): when `io_uring_enter` fails, and when a request makes no progress.
+//! So `poll` leaves nothing that the kernel does not have, unless it also says when it is to be called
+//! again ([`Backend::deadline`]): when `io_uring_enter` fails, and when a request makes no progress.
 //!
 //! The data of FUSE files is not moved by the ring: when a read of one, or a direct write, comes back short, the kernel
 //! moves the rest by itself, from or to the wrong place in the file, and says that all is well (docs/decisions/052).
@@ -23,7 +23,7 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use io_uring::register::Restriction;
 use io_uring::{IoUring, opcode, squeue, types};
@@ -31,8 +31,8 @@ use io_uring::{IoUring, opcode, squeue, types};
 use crate::stack::chain::{Backend, Io};
 use crate::stack::memory::{Cursor, Segments};
 use crate::stack::request::{IoError, Operation, Request, RequestId};
-use crate::storage::file::{Intact, Target};
 use crate::storage::sync::{self, PUNCH, ZERO_RANGE};
+use crate::storage::target::{Intact, Target};
 
 /// Entries of the submission queue: what a pass hands over in one go.
 const ENTRIES: u32 = 256;
@@ -47,8 +47,9 @@ const ROUNDS: usize = 16;
 /// How soon to try again what failed without progress: long against a system call, short against a guest's patience.
 const RETRY: Duration = Duration::from_millis(1);
 
-/// How often in a row a request is tried again without progress: half a minute, as a guest waits for a disk.
-const TRIES_MAX: u32 = 30_000;
+/// How often in a row a request is tried again without progress: half a minute, as a guest waits for a disk. A pass
+/// tries twice, and so does the look before the thread sleeps for [`RETRY`].
+const TRIES_MAX: u32 = 120_000;
 
 /// How often the end of an engine tries to learn of what the kernel still does, [`RETRY`] apart, when
 /// `io_uring_enter` fails for good.
@@ -123,7 +124,7 @@ pub struct UringFile<R: Ring = IoUring> {
     finished: Vec<(u64, i32)>,
     /// Whether a request has moved data or ended since this was cleared.
     progress: bool,
-    wake_after: Option<Duration>,
+    deadline: Option<Instant>,
     /// Whether `io_uring_enter` failed the last time: said once.
     failing: bool,
 }
@@ -151,7 +152,7 @@ impl<R: Ring> UringFile<R> {
             again: VecDeque::new(),
             finished: Vec::new(),
             progress: false,
-            wake_after: None,
+            deadline: None,
             failing: false,
         }
     }
@@ -369,7 +370,7 @@ impl<R: Ring> Backend for UringFile<R> {
 
     fn poll(&mut self, io: &mut Io<'_>) {
         self.intact.next_pass();
-        self.wake_after = None;
+        self.deadline = None;
         if self.in_flight == 0 {
             return;
         }
@@ -386,15 +387,15 @@ impl<R: Ring> Backend for UringFile<R> {
                 break;
             }
         }
-        self.wake_after = Some(if self.progress { Duration::ZERO } else { RETRY });
+        self.deadline = Some(Instant::now() + if self.progress { Duration::ZERO } else { RETRY });
     }
 
     fn wait_handle(&self) -> Option<BorrowedFd<'_>> {
         Some(self.ring.event())
     }
 
-    fn wake_after(&self) -> Option<Duration> {
-        self.wake_after
+    fn deadline(&self) -> Option<Instant> {
+        self.deadline
     }
 
     fn finish(&mut self) -> bool {

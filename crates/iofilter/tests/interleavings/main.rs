@@ -28,6 +28,8 @@ mod marks;
 mod tally;
 
 mod few_preemptions;
+mod stack;
+mod waking;
 mod worker;
 
 /// Stands for the module of this name in the crate.
@@ -106,7 +108,7 @@ impl Watched {
 }
 
 fn sectors_are_modified_alone_and_written_together() {
-    every_order(|| {
+    few_preemptions(4, || {
         let watched = Arc::new(Watched::default());
         let (writer, modifier) = (Arc::clone(&watched), Arc::clone(&watched));
         let threads = [
@@ -120,7 +122,7 @@ fn sectors_are_modified_alone_and_written_together() {
 }
 
 fn who_reads_sees_whoever_modified_meanwhile() {
-    every_order(|| {
+    few_preemptions(4, || {
         let watched = Arc::new(Watched::default());
         let (one, other) = (Arc::clone(&watched), Arc::clone(&watched));
         let threads =
@@ -457,12 +459,24 @@ fn run(scheduler: impl Scheduler + 'static, model: impl Fn() + Send + Sync + 'st
 
 type Model = (&'static str, fn());
 
-const MODELS: [Model; 23] = [
+const MODELS: [Model; 26] = [
     (
         "sectors_are_modified_alone_and_written_together",
         sectors_are_modified_alone_and_written_together,
     ),
     ("who_reads_sees_whoever_modified_meanwhile", who_reads_sees_whoever_modified_meanwhile),
+    (
+        "a_chain_that_sleeps_is_woken_by_whoever_has_news",
+        waking::a_chain_that_sleeps_is_woken_by_whoever_has_news,
+    ),
+    (
+        "whoever_waits_for_a_sector_lock_is_woken_when_it_is_free",
+        waking::whoever_waits_for_a_sector_lock_is_woken_when_it_is_free,
+    ),
+    (
+        "whoever_waits_for_the_last_writer_is_woken_when_it_leaves",
+        waking::whoever_waits_for_the_last_writer_is_woken_when_it_leaves,
+    ),
     (
         "a_write_over_two_stretches_takes_both_or_none",
         a_write_over_two_stretches_takes_both_or_none,

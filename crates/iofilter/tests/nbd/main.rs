@@ -330,7 +330,7 @@ impl Filter for Slow {
 
 /// Serves one connection of a client over a disk with this filter, until it ends.
 fn serve_one(filter: Box<dyn Filter>, server: UnixStream, stop: &Stop) {
-    let chain = Chain::new(SIZE, false, vec![filter], MemDisk::new(1 << 20).queue());
+    let chain = Chain::new(SIZE, false, vec![filter], MemDisk::new(1 << 20).queue()).unwrap();
     let served = Served {
         size: SIZE,
         read_only: false,

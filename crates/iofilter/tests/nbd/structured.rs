@@ -368,7 +368,7 @@ impl Backend for PowerCut {
 fn a_flush_makes_durable_what_was_answered_on_other_connections() {
     let disk = PowerCut::default();
     let connect = |disk: &PowerCut| {
-        let chain = Chain::new(SIZE, false, Vec::new(), Box::new(disk.clone()));
+        let chain = Chain::new(SIZE, false, Vec::new(), Box::new(disk.clone())).unwrap();
         let (server, stream) = UnixStream::pair().unwrap();
         let thread = std::thread::spawn(move || {
             let state = Arc::new(DiskState::new(DiskId::new(), 1));

@@ -22,7 +22,7 @@ use super::error::{Error, OwnCertificate, Step, TlsProblem};
 use super::plaintext::{Plaintext, READ_MAX};
 use super::settings::{Endpoint, Timeouts};
 use super::tls::{Identity, validity};
-use crate::message::Violation;
+use crate::fields::Violation;
 use crate::ttlv::{HEADER_LEN, Tag, message_len};
 
 /// The most addresses of a name that are tried.

@@ -9,7 +9,8 @@ use vmseal_secret::MemoryError;
 
 use super::settings::Endpoint;
 use super::tls::Identity;
-use crate::message::{Refusal, Violation};
+use crate::fields::Violation;
+use crate::message::Refusal;
 use crate::operation::{AnswerError, KeyId, UnusableKey};
 use crate::ttlv::TooLong;
 use crate::{OperationCode, ProtocolVersion, ResultReason};

@@ -13,7 +13,8 @@ use super::observer::{Ended, Observer};
 use super::pool::{Pool, Unanswered};
 use super::settings::{Endpoint, Settings};
 use super::tls::{self, SetupError};
-use crate::message::{BATCH_MAX, Outcome, Refusal, Violation, request, responses};
+use crate::fields::Violation;
+use crate::message::{BATCH_MAX, Outcome, Refusal, request, responses};
 use crate::operation::{
     Activate, AddAttribute, Create, Destroy, DiscoverVersions, Get, GetState, KeyId, Locate,
     Operation, Query, Revoke, ServerDescription, Text,

@@ -15,10 +15,8 @@
 //! Every item of a request has an id of its own, also when it is alone, and a result is taken for the
 //! item that it names: never for the one in its place.
 
-mod fields;
 mod request;
 mod response;
 
-pub use fields::{Fields, Violation};
 pub use request::{BATCH_MAX, request};
 pub use response::{Outcome, REFUSAL_TEXT_MAX, Refusal, responses};

@@ -2,9 +2,9 @@
 
 use std::fmt;
 
-use super::fields::{Fields, Violation};
 use super::request::batch_item_ids;
 use crate::enumeration::{STATUS_FAILED, STATUS_PENDING, STATUS_SUCCESS, STATUS_UNDONE};
+use crate::fields::{Fields, Violation};
 use crate::operation::{AnswerError, Operation};
 use crate::ttlv::{Tag, decode};
 use crate::{OperationCode, ProtocolVersion, ResultReason};

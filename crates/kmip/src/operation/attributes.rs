@@ -2,7 +2,7 @@
 
 use super::create::attribute;
 use super::{AnswerError, KeyId, Operation, Text};
-use crate::message::{Fields, Violation};
+use crate::fields::{Fields, Violation};
 use crate::ttlv::{Encoder, Tag};
 use crate::{OperationCode, State};
 

@@ -5,7 +5,7 @@ use crate::OperationCode;
 use crate::enumeration::{
     ALGORITHM_AES, NAME_UNINTERPRETED_TEXT, OBJECT_SYMMETRIC_KEY, USAGE_ENCRYPT_DECRYPT,
 };
-use crate::message::Fields;
+use crate::fields::Fields;
 use crate::ttlv::{Encoder, Tag};
 
 /// The length of the keys that are made, in bits.

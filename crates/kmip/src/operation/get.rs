@@ -5,7 +5,7 @@ use vmseal_secret::{KEK_LEN, SecretBytes};
 use super::{AnswerError, KeyId, Operation};
 use crate::OperationCode;
 use crate::enumeration::{ALGORITHM_AES, FORMAT_RAW, OBJECT_SYMMETRIC_KEY};
-use crate::message::{Fields, Violation};
+use crate::fields::{Fields, Violation};
 use crate::ttlv::{Encoder, Tag, Value};
 
 /// Why an object is no key that vmseal can use.

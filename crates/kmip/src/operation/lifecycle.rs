@@ -3,7 +3,7 @@
 //! None is repeatable: the second time a server refuses, as the key's state is another by then.
 
 use super::{AnswerError, KeyId, Operation};
-use crate::message::Fields;
+use crate::fields::Fields;
 use crate::ttlv::{Encoder, Tag};
 use crate::{OperationCode, RevocationReason};
 

@@ -3,7 +3,7 @@
 use super::create::{ApplicationInformation, name_attribute};
 use super::{AnswerError, KeyId, Operation, Text};
 use crate::OperationCode;
-use crate::message::{Fields, Violation};
+use crate::fields::{Fields, Violation};
 use crate::ttlv::{Encoder, Tag, Value};
 
 /// The most ids that are asked for: they fit one message whatever their length. As many in an answer may mean

@@ -13,7 +13,7 @@ use std::fmt;
 use vmseal_secret::MemoryError;
 
 use crate::OperationCode;
-use crate::message::{Fields, Violation};
+use crate::fields::{Fields, Violation};
 use crate::ttlv::{Encoder, Tag};
 
 pub use attributes::{AddAttribute, GetState};

@@ -1,7 +1,7 @@
 //! DiscoverVersions (section 4.26) and Query (section 4.25): what a server is.
 
 use super::{AnswerError, Operation};
-use crate::message::{Fields, Violation};
+use crate::fields::{Fields, Violation};
 use crate::ttlv::{Encoder, Tag, Value};
 use crate::{OperationCode, ProtocolVersion};
 

@@ -19,7 +19,7 @@ use tokio_rustls::server::TlsStream;
 
 use super::certificates::{Authority, Issued};
 use crate::client::Endpoint;
-use crate::message::Fields;
+use crate::fields::Fields;
 use crate::ttlv::{Encoder, HEADER_LEN, Tag, decode, message_len};
 use crate::{OperationCode, ProtocolVersion, ResultReason};
 

@@ -10,9 +10,9 @@ use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde::Serialize;
+use vmseal_initiator::{Initiator, InitiatorError, Nbd, VhostUser, Wait};
 
 use super::{Place, SystemError};
-use crate::initiator::{Initiator, InitiatorError, Nbd, VhostUser, Wait};
 
 /// How long a server may take until its socket is there. QEMU's key derivation takes about a second.
 const START: Duration = Duration::from_secs(30);

@@ -153,10 +153,13 @@ fn routes() -> Vec<(&'static str, &'static str, Privilege, String)> {
     .into()
 }
 
+/// Routes, by method and path.
+type Routes = BTreeSet<(String, String)>;
+
 /// What the router serves, and which of it has a dry run.
-fn served() -> (BTreeSet<(String, String)>, BTreeSet<(String, String)>) {
+fn served() -> (Routes, Routes) {
     let document = serde_json::to_value(document()).unwrap();
-    let (mut all, mut dry) = (BTreeSet::new(), BTreeSet::new());
+    let (mut all, mut dry) = (Routes::new(), Routes::new());
     for (path, methods) in document["paths"].as_object().unwrap() {
         for (method, operation) in methods.as_object().unwrap() {
             let route = (method.to_uppercase(), path.clone());
@@ -204,7 +207,7 @@ impl Api {
 
 #[test]
 fn every_route_that_is_not_public_has_its_privilege_in_the_table() {
-    let known: BTreeSet<_> = routes()
+    let known: Routes = routes()
         .iter()
         .map(|(method, path, ..)| (*method, *path))
         .chain(PUBLIC)

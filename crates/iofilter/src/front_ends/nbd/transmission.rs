@@ -26,8 +26,7 @@ use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
-use nix::poll::{PollFd, PollFlags, ppoll};
-use nix::sys::time::TimeSpec;
+use nix::poll::PollFlags;
 
 use crate::front_ends::Served;
 use crate::front_ends::nbd::arrivals::Arrivals;
@@ -645,30 +644,16 @@ impl<'a> Transmission<'a> {
         let mut wanted = PollFlags::empty();
         wanted.set(PollFlags::POLLIN, receives);
         wanted.set(PollFlags::POLLOUT, sends);
-        let readable = PollFlags::POLLIN;
-        let mut fds = [(); 3].map(|()| PollFd::new(self.stop.event(), PollFlags::empty()));
+        let (nothing, stop) = (PollFlags::empty(), self.stop.event());
+        let stopping = if self.phase == Phase::Serving { PollFlags::POLLIN } else { nothing };
         // A socket from which nothing is wanted is left out: that its other side is gone would wake us.
-        if !wanted.is_empty() {
-            fds[0] = PollFd::new(self.stream.as_fd(), wanted);
-        }
-        if self.phase == Phase::Serving {
-            fds[1] = PollFd::new(self.stop.event(), readable);
-        }
-        if let (true, Some(handle)) = (self.chain.in_flight() > 0, self.chain.wait_handle()) {
-            fds[2] = PollFd::new(handle, readable);
-        }
-        let ending = match self.phase {
-            Phase::Ending { until } if sends => {
-                Some(until.saturating_duration_since(Instant::now()))
-            }
+        let stream = if wanted.is_empty() { stop } else { self.stream.as_fd() };
+        let until = match self.phase {
+            Phase::Ending { until } if sends => Some(until),
             _ => None,
         };
-        let timeout = match (self.chain.wake_after(), ending) {
-            (Some(one), Some(other)) => Some(one.min(other)),
-            (one, other) => one.or(other),
-        };
-        if ppoll(&mut fds, timeout.map(TimeSpec::from), None).is_ok() {
-            self.readable |= receives && fds[0].any().unwrap_or(true);
+        if let Ok([ready, _]) = self.chain.wait([(stream, wanted), (stop, stopping)], until) {
+            self.readable |= receives && !ready.is_empty();
         }
     }
 }

@@ -18,8 +18,7 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use nix::poll::{PollFd, PollFlags, ppoll};
-use nix::sys::time::TimeSpec;
+use nix::poll::PollFlags;
 use virtio_bindings::virtio_blk::{VIRTIO_BLK_S_IOERR, VIRTIO_BLK_S_OK};
 use virtio_queue::{Queue, QueueOwnedT, QueueT};
 use vm_memory::GuestMemoryMmap;
@@ -201,7 +200,7 @@ impl Worker {
     fn new(setup: Setup, chain: Chain, stop: Arc<Stop>) -> Self {
         let pending = vec![None; chain.capacity()];
         let (phase, parser) = (Phase::Serving, Parser::default());
-        let batch = if chain.wait_handle().is_none() { Batch::AT_ONCE } else { Batch::DEVICE };
+        let batch = if chain.works_at_once() { Batch::AT_ONCE } else { Batch::DEVICE };
         let (replay, window) = (None, Duration::ZERO);
         Self { setup, chain, stop, phase, parser, pending, batch, replay, window }
     }
@@ -467,29 +466,19 @@ impl Worker {
         }
     }
 
-    fn wait(&self) {
-        let readable = PollFlags::POLLIN;
-        let mut fds = [
-            PollFd::new(self.setup.kick.as_fd(), readable),
-            PollFd::new(self.stop.event(), readable),
-            PollFd::new(self.stop.event(), PollFlags::empty()),
-        ];
-        let in_flight = self.chain.in_flight() > 0;
-        if let (true, Some(handle)) = (in_flight, self.chain.wait_handle()) {
-            fds[2] = PollFd::new(handle, readable);
-        }
+    fn wait(&mut self) {
+        let (none, readable) = (PollFlags::empty(), PollFlags::POLLIN);
+        let stop = self.stop.event();
         // Once stopping or broken, neither kicks nor the stop event (still set) are looked at.
-        let from = match self.phase {
-            Phase::Serving => 0,
-            Phase::Broken => 1,
-            Phase::Draining => 2,
+        let others = match self.phase {
+            Phase::Serving => [(self.setup.kick.as_fd(), readable), (stop, readable)],
+            Phase::Broken => [(stop, none), (stop, readable)],
+            Phase::Draining => [(stop, none), (stop, none)],
         };
-        let timeout = self.chain.wake_after().map(TimeSpec::from);
-        if ppoll(&mut fds[from..], timeout, None).is_ok() && from == 0 {
-            let kicked = fds[0].revents().is_some_and(|events| events.contains(readable));
-            if kicked {
-                let _ = nix::unistd::read(&self.setup.kick, &mut [0; 8]);
-            }
+        let ready = self.chain.wait(others, None);
+        if self.phase == Phase::Serving && ready.is_ok_and(|[kicked, _]| kicked.contains(readable))
+        {
+            let _ = nix::unistd::read(&self.setup.kick, &mut [0; 8]);
         }
     }
 }

@@ -7,12 +7,16 @@
 //!   count 0, claimed   = held exclusively, until release_exclusive
 //! ```
 //! A claim stops new writers and waits for those under way, so it is never starved. Nobody who holds a
-//! lock waits for another one; whoever is refused holds nothing and tries again.
+//! lock waits for another one; whoever is refused holds nothing.
+//!
+//! Who has to wait says so ([`SectorLocks::wait`]) and tries once more. It is woken when a claim is given back, or when
+//! the last writer leaves a claimed stretch; each tells by the counter alone whether that is so.
 //!
 //! Who reads whole sectors takes no lock. Claims are counted, and [`SectorLocks::claims`] before and after the read
 //! says whether somebody may have modified what was read meanwhile: one load in most cases, and no store, so
 //! queues that only read do not take the counter from each other.
 
+use crate::stack::waker::{Waiters, Waker};
 use crate::sync::atomic::{AtomicU64, Ordering};
 
 /// How many counters there are; stretches this many apart share one.
@@ -34,11 +38,13 @@ const HELD: u64 = CLAIM - 1;
 #[derive(Debug)]
 pub struct SectorLocks {
     counters: Box<[AtomicU64]>,
+    waiters: Waiters,
 }
 
 impl Default for SectorLocks {
     fn default() -> Self {
-        Self { counters: (0..COUNTERS).map(|_| AtomicU64::new(0)).collect() }
+        let counters = (0..COUNTERS).map(|_| AtomicU64::new(0)).collect();
+        Self { counters, waiters: Waiters::default() }
     }
 }
 
@@ -87,6 +93,12 @@ impl SectorLocks {
     /// Gives back what [`Self::claim`] took.
     pub fn release_exclusive(&self, offset: u64) {
         self.at(offset).fetch_and(!CLAIMED, Ordering::Release);
+        self.waiters.wake();
+    }
+
+    /// A chain that was refused, or whose claim is not yet exclusive, is to be woken when that may have changed.
+    pub fn wait(&self, waker: &Waker) {
+        self.waiters.add(waker);
     }
 
     fn at(&self, offset: u64) -> &AtomicU64 {
@@ -101,6 +113,9 @@ impl SectorLocks {
     fn leave(&self, index: usize) {
         let before = self.counters[index].fetch_sub(1, Ordering::Release);
         debug_assert_ne!(before & HELD & !CLAIMED, 0, "released more often than taken");
+        if before & HELD == CLAIMED + 1 {
+            self.waiters.wake();
+        }
     }
 }
 

@@ -25,17 +25,13 @@ pub mod locks;
 use std::collections::VecDeque;
 use std::io;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::Instant;
 
 use crate::layers::align::locks::SectorLocks;
 use crate::stack::chain::{Filter, Io, Limits, ROOTS_MAX};
 use crate::stack::memory::Cursor;
 use crate::stack::pool::{BLOCK, BLOCKS_MAX, Buffer, Pool};
 use crate::stack::request::{IoError, Operation, RequestId};
-
-/// How long to wait before looking again for a lock that another queue holds. Such waits are rare
-/// (partition tables, firmware) and as short as one I/O.
-const RETRY: Duration = Duration::from_micros(50);
 
 /// How a piece is done; see the module.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,6 +42,13 @@ enum Way {
     Gather,
     Scatter,
     Modify,
+}
+
+impl Way {
+    /// Whether it goes through a bounce buffer.
+    fn has_buffer(self) -> bool {
+        matches!(self, Self::Gather | Self::Scatter | Self::Modify)
+    }
 }
 
 /// A stretch of whole blocks, and the part of it that the request is about.
@@ -219,7 +222,7 @@ impl Align {
     fn start(&mut self, id: RequestId, io: &mut Io<'_>) -> bool {
         let Some(job) = self.jobs[id.index()].as_mut() else { return true };
         let piece = job.piece;
-        if matches!(piece.way, Way::Gather | Way::Scatter | Way::Modify) && job.buffer.is_none() {
+        if piece.way.has_buffer() && job.buffer.is_none() {
             let Some(buffer) = self.pool.take(piece.length as usize) else { return false };
             job.shorten(buffer.len() as u64, self.block);
             job.buffer = Some(buffer);
@@ -304,6 +307,12 @@ impl Align {
         self.release(id);
         self.jobs[id.index()] = None;
         io.complete(id, result);
+    }
+
+    /// Whether somebody has its buffer and waits for others to release a lock.
+    fn waits_for_a_lock(&self) -> bool {
+        let jobs = self.waiting.iter().filter_map(|id| self.jobs[id.index()].as_ref());
+        jobs.into_iter().any(|job| job.buffer.is_some() || !job.piece.way.has_buffer())
     }
 
     /// Lets those who wait try, oldest first.
@@ -436,8 +445,13 @@ impl Filter for Align {
         self.retry(io);
     }
 
-    fn tick(&mut self, io: &mut Io<'_>) -> Option<Duration> {
+    fn tick(&mut self, io: &mut Io<'_>) -> Option<Instant> {
         self.retry(io);
-        (!self.waiting.is_empty()).then_some(RETRY)
+        if self.waits_for_a_lock() {
+            self.locks.wait(io.waker());
+            // For what was released before that.
+            self.retry(io);
+        }
+        None
     }
 }

@@ -114,7 +114,7 @@ fn a_device_is_given_a_large_write_whole_and_what_works_at_once_in_parts_that_st
         let lengths = Arc::new(Mutex::new(Vec::new()));
         let crypt = Crypt::new(&key, Holes::Zero, chunk, 1 << 20, Arc::default()).unwrap();
         let backend = Box::new(Lengths(Arc::clone(&lengths)));
-        let mut chain = Chain::new(1 << 20, false, vec![Box::new(crypt)], backend);
+        let mut chain = Chain::new(1 << 20, false, vec![Box::new(crypt)], backend).unwrap();
         let mut data = vec![7; 512 << 10];
         let id = chain.begin().unwrap();
         // SAFETY: the data outlives the request, which is done when `poll` returns.

@@ -38,6 +38,7 @@ use crate::layers::replicate::place::Place;
 use crate::stack::chain::{Filter, Io, Limits};
 use crate::stack::layer::{Counter, Layer};
 use crate::stack::request::RequestId;
+use crate::stack::waker::Waiters;
 
 /// The name of the filter.
 pub const KIND: &str = "replicate";
@@ -52,11 +53,6 @@ pub fn memory(disk: DiskId, size: u64) -> u64 {
     let tables = geometry.chunks() * 16 + geometry.map_bytes();
     (tables + copier::PIECE + 2 * THREAD_BYTES) as u64
 }
-
-/// How soon a queue looks whether what waits is marked: an eighth of how long it has waited, within these. A
-/// flush takes from microseconds to milliseconds, and where it takes for ever nobody is to be kept busy.
-const LOOK_AFTER_MIN: Duration = Duration::from_micros(50);
-const LOOK_AFTER_MAX: Duration = Duration::from_millis(50);
 
 /// What the replica cannot do at present, for the disk's status.
 #[derive(Debug, Default)]
@@ -82,6 +78,8 @@ struct Shared {
     inbox: Mutex<Inbox>,
     /// Something came into the inbox, was marked, or all is to end.
     news: Condvar,
+    /// The chains whose requests wait for marks.
+    waiters: Waiters,
     clock: Clock,
     troubles: Mutex<Troubles>,
     counters: Counters,
@@ -142,6 +140,7 @@ impl Replicate {
             map: Mutex::new(map),
             inbox: Mutex::default(),
             news: Condvar::new(),
+            waiters: Waiters::default(),
             clock: Clock::start(),
             troubles: Mutex::default(),
             counters: Counters::default(),
@@ -240,6 +239,8 @@ impl Shared {
         let mut map = lock(&self.map);
         let marked = map.mark(&self.chunks, &[self.geometry.all()], NEVER);
         self.tell_of_the_map(&map);
+        drop(map);
+        self.waiters.wake();
         marked
     }
 
@@ -268,10 +269,12 @@ impl Shared {
         }
     }
 
-    /// Wakes who sleeps. Whoever was just about to sleep has the lock, so it is not missed.
+    /// Wakes the threads and the chains that wait. A thread that was just about to sleep has the lock, so it is not
+    /// missed.
     fn wake(&self) {
         drop(lock(&self.inbox));
         self.news.notify_all();
+        self.waiters.wake();
     }
 
     fn is_closed(&self) -> bool {
@@ -298,7 +301,6 @@ struct Waiting {
     id: RequestId,
     /// What is before it is marked.
     clean: usize,
-    since: Instant,
 }
 
 struct Queue {
@@ -306,6 +308,22 @@ struct Queue {
     /// What is under way, by request.
     changes: Vec<Option<Span>>,
     waiting: VecDeque<Waiting>,
+}
+
+impl Queue {
+    /// Passes what waits and is marked by now.
+    fn pass_marked(&mut self, io: &mut Io<'_>) {
+        let Self { shared, changes, waiting } = self;
+        waiting.retain_mut(|waiting| {
+            let Some(span) = changes[waiting.id.index()] else { return false };
+            let clean = shared.chunks.first_clean(waiting.clean, span.last);
+            match clean {
+                Some(clean) => waiting.clean = clean,
+                None => io.pass(waiting.id),
+            }
+            clean.is_some()
+        });
+    }
 }
 
 impl Filter for Queue {
@@ -330,7 +348,7 @@ impl Filter for Queue {
         }
         self.shared.counters.held.add(1);
         io.hold(id);
-        self.waiting.push_back(Waiting { id, clean: span.first, since: Instant::now() });
+        self.waiting.push_back(Waiting { id, clean: span.first });
         lock(&self.shared.inbox).spans.push(span);
         self.shared.news.notify_all();
     }
@@ -342,19 +360,14 @@ impl Filter for Queue {
         io.complete(id, io.request(id).result);
     }
 
-    fn tick(&mut self, io: &mut Io<'_>) -> Option<Duration> {
-        let Self { shared, changes, waiting } = self;
-        waiting.retain_mut(|waiting| {
-            let Some(span) = changes[waiting.id.index()] else { return false };
-            let clean = shared.chunks.first_clean(waiting.clean, span.last);
-            match clean {
-                Some(clean) => waiting.clean = clean,
-                None => io.pass(waiting.id),
-            }
-            clean.is_some()
-        });
-        let longest = waiting.front()?.since.elapsed();
-        Some((longest / 8).clamp(LOOK_AFTER_MIN, LOOK_AFTER_MAX))
+    fn tick(&mut self, io: &mut Io<'_>) -> Option<Instant> {
+        self.pass_marked(io);
+        if !self.waiting.is_empty() {
+            self.shared.waiters.add(io.waker());
+            // For what was marked before that.
+            self.pass_marked(io);
+        }
+        None
     }
 }
 

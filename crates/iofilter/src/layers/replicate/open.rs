@@ -97,8 +97,11 @@ impl Opened {
         if image_is(&replica) || image_is(&map) || replica.is_same_file(&map) {
             return Err(ReplicaError::Same);
         }
-        let (replicate, found) = Replicate::new(geometry, Place::file(map, map_bytes));
-        let replica = Place::file(replica, size);
+        let place = |what, file, size| {
+            Place::file(file, size).map_err(|error| ReplicaError::Look { what, error })
+        };
+        let (replicate, found) = Replicate::new(geometry, place(MAP, map, map_bytes)?);
+        let replica = place(REPLICA, replica, size)?;
         tell(disk, &replicate, found);
         Ok(Self { replicate, replica, bytes_per_second: spec.bytes_per_second })
     }

@@ -1,6 +1,8 @@
 //! A disk used by a thread that may sleep, one request after the other: the source of a copy, the replica, the map.
 //! Each is a chain of its own.
 
+use std::io;
+
 use crate::stack::blocking;
 use crate::stack::chain::Chain;
 use crate::stack::memory::Segment;
@@ -23,10 +25,12 @@ impl Place {
 
     /// A file of ours alone. After a flush that has failed all that was written since the last good one is to be
     /// written again; then the next one may be good.
-    #[must_use]
-    pub fn file(file: FileDisk, size: u64) -> Self {
-        let chain = Chain::new(size, false, Vec::new(), file.blocking_queue());
-        Self { chain, file: Some(file) }
+    ///
+    /// # Errors
+    /// The system refuses what a chain needs.
+    pub fn file(file: FileDisk, size: u64) -> io::Result<Self> {
+        let chain = Chain::new(size, false, Vec::new(), file.blocking_queue())?;
+        Ok(Self { chain, file: Some(file) })
     }
 
     /// Reads what fills the segment.

@@ -77,7 +77,7 @@ impl Backend for Gate {
 fn chain(filters: Vec<Box<dyn Filter>>) -> (Chain, Arc<Mutex<bool>>) {
     let gate = Gate::default();
     let open = Arc::clone(&gate.open);
-    (Chain::new(1 << 20, false, filters, Box::new(gate)), open)
+    (Chain::new(1 << 20, false, filters, Box::new(gate)).unwrap(), open)
 }
 
 fn flush(chain: &mut Chain) {

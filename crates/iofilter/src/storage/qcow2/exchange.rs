@@ -12,7 +12,7 @@
 //!                    [closed]
 //! ```
 //! A queue's event is set after its list has the answers, and cleared before they are taken: whoever finds
-//! nothing and sleeps until the event is set misses none. A queue that is dropped waits for what it has handed
+//! nothing and sleeps until the event is set misses none. The event of a chain is its waker. A queue that is dropped waits for what it has handed
 //! over, as the thread uses its requests' memory; so nothing is in the inbox any more when the last one is gone.
 
 use std::sync::{Arc, PoisonError};

@@ -150,10 +150,8 @@ impl Qcow2Disk {
     }
 
     /// A backend for one queue.
-    ///
-    /// # Errors
-    /// The system refuses a descriptor.
-    pub fn queue(&self) -> io::Result<Box<dyn Backend>> {
+    #[must_use]
+    pub fn queue(&self) -> Box<dyn Backend> {
         self.0.queue()
     }
 }

@@ -16,8 +16,8 @@ use vmseal_qcow2::Layout;
 
 use crate::stack::memory::{Cursor, Segment, Segments};
 use crate::stack::request::IoError;
-use crate::storage::file::Target;
 use crate::storage::sync;
+use crate::storage::target::Target;
 
 /// The file of a layer; clones are the same file.
 #[derive(Clone, Debug)]

@@ -1,7 +1,7 @@
 //! The thread that has an image, and what queues have of it.
 //!
 //! ```text
-//!  queue ── poll: jobs ──> [Working] ── batch done, tables committed ──> answers, eventfd ──> queue
+//!  queue ── poll: jobs ──> [Working] ── batch done, tables committed ──> answers, waker ──> queue
 //!                             │ a defect of the library (panic)
 //!                             v
 //!                          [Failed]: every job fails
@@ -10,14 +10,13 @@
 //! done one after the other, in the order of their arrival ([`super::exchange`]). The thread begins with the
 //! first of them: a queue's thread starts it, and it is confined as that one is ([`crate::process::confinement`]).
 
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::{fmt, io, mem};
 
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use nix::sys::eventfd::{EfdFlags, EventFd};
 
 use super::exchange::{End, Event, Exchange, Job, Work};
 use super::image::Image;
@@ -25,6 +24,7 @@ use crate::stack::chain::{Backend, Io};
 use crate::stack::contained;
 use crate::stack::memory::{Cursor, Segments};
 use crate::stack::request::{IoError, Operation, RequestId, Requests};
+use crate::stack::waker::Waker;
 use crate::storage::extent::Extent;
 
 /// imago goes down a frame or two for each layer.
@@ -54,7 +54,7 @@ struct Owner(Option<Image>);
 
 impl Work for Owner {
     type Request = Request;
-    type Event = EventFd;
+    type Event = Waker;
 
     const BATCH: usize = 64;
 
@@ -116,18 +116,13 @@ fn contain<T>(mut image: Image, run: impl FnOnce(&mut Image) -> T) -> (Option<Im
     }
 }
 
-impl Event for EventFd {
+impl Event for Waker {
     fn set(&self) {
-        // It cannot be full: the queue empties it each time that it looks.
-        let _ = self.write(1);
+        self.wake();
     }
 
-    fn clear(&self) {
-        match self.read() {
-            Ok(_) | Err(Errno::EAGAIN | Errno::EINTR) => {}
-            Err(error) => tracing::error!(%error, "an event of the image cannot be read"),
-        }
-    }
+    /// Nothing is to be cleared: whoever slept has disarmed it.
+    fn clear(&self) {}
 }
 
 /// The owner of an image, for all that have the disk. It ends, and the image is closed, when the last of them is gone.
@@ -140,16 +135,15 @@ impl Worker {
     }
 
     /// A backend for one queue.
-    pub(super) fn queue(&self) -> io::Result<Box<dyn Backend>> {
-        let event = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
-        Ok(Box::new(Queue { end: self.0.end(event), lists: Vec::new() }))
+    pub(super) fn queue(&self) -> Box<dyn Backend> {
+        let (exchange, capacity, lists) = (Arc::clone(&self.0), 0, Vec::new());
+        Box::new(Queue { exchange, end: None, capacity, lists })
     }
 
     /// For those who ask where the disk's zeroes are, and may sleep.
     pub(super) fn extents(&self) -> io::Result<Extents> {
-        let event = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
         let id = Requests::new(1).take().ok_or(io::ErrorKind::Other)?;
-        Ok(Extents { end: Mutex::new(self.0.end(event)), id })
+        Ok(Extents { end: Mutex::new(self.0.end(Waker::new()?)), id })
     }
 }
 
@@ -182,25 +176,41 @@ impl Extents {
             drop(queue.collect());
             return Err(error);
         }
-        loop {
-            let mut answered = [PollFd::new(queue.event().as_fd(), PollFlags::POLLIN)];
-            match poll(&mut answered, PollTimeout::NONE) {
-                Ok(_) | Err(Errno::EINTR) => {}
-                Err(error) => return Err(error.into()),
-            }
-            let Some(Request { asked, result, .. }) = queue.collect().next() else { continue };
-            result.map_err(io::Error::other)?;
-            return match asked {
-                Asked::Extent(Some(extent)) => Ok(extent),
-                _ => Err(io::ErrorKind::Other.into()),
-            };
+        let Request { asked, result, .. } = answer(&mut queue)?;
+        result.map_err(io::Error::other)?;
+        match asked {
+            Asked::Extent(Some(extent)) => Ok(extent),
+            _ => Err(io::ErrorKind::Other.into()),
+        }
+    }
+}
+
+/// Sleeps until the one request is answered.
+fn answer(queue: &mut End<Owner>) -> io::Result<Request> {
+    loop {
+        queue.event().arm();
+        let answered = queue.collect().next();
+        let mut woken = [PollFd::new(queue.event().event(), PollFlags::POLLIN)];
+        let slept = match answered {
+            Some(_) => Ok(0),
+            None => poll(&mut woken, PollTimeout::NONE),
+        };
+        let woken = woken[0].any().unwrap_or(true);
+        queue.event().disarm(woken);
+        match (answered, slept) {
+            (Some(answered), _) => return Ok(answered),
+            (None, Ok(_) | Err(Errno::EINTR)) => {}
+            (None, Err(error)) => return Err(error.into()),
         }
     }
 }
 
 /// What one queue has of the image.
 struct Queue {
-    end: End<Owner>,
+    exchange: Arc<Exchange<Owner>>,
+    /// From the first request on: whom to wake is known then.
+    end: Option<End<Owner>>,
+    capacity: usize,
     /// Lists of memory, by request, kept so that none is allocated.
     lists: Vec<Segments>,
 }
@@ -208,7 +218,7 @@ struct Queue {
 impl Backend for Queue {
     fn prepare(&mut self, capacity: usize) {
         self.lists.resize_with(capacity, Segments::default);
-        self.end.reserve(capacity);
+        self.capacity = capacity;
     }
 
     fn submit(&mut self, id: RequestId, io: &mut Io<'_>) {
@@ -218,23 +228,33 @@ impl Backend for Queue {
         data.push_from(&request.data, &mut Cursor::default(), request.data.bytes());
         let (operation, offset, length) = (request.operation, request.offset, request.length);
         let asked = Asked::Operation(operation);
-        self.end.push(Request { id, asked, offset, length, data, result: Ok(()) });
+        let end = self.end.get_or_insert_with(|| {
+            let mut end = self.exchange.end(io.waker().clone());
+            end.reserve(self.capacity);
+            end
+        });
+        end.push(Request { id, asked, offset, length, data, result: Ok(()) });
     }
 
     fn poll(&mut self, io: &mut Io<'_>) {
-        if let Err(error) = self.end.hand_over() {
+        let Some(end) = &mut self.end else { return };
+        if let Err(error) = end.hand_over() {
             tracing::error!(%error, "no thread for an image: its requests fail");
             let failed = IoError::Device(error.raw_os_error().unwrap_or(libc::EAGAIN));
-            self.end.refuse(|request| request.result = Err(failed));
+            end.refuse(|request| request.result = Err(failed));
         }
-        for Request { id, result, data, .. } in self.end.collect() {
+        for Request { id, result, data, .. } in end.collect() {
             self.lists[id.index()] = data;
             io.complete(id, result);
         }
     }
 
     fn wait_handle(&self) -> Option<BorrowedFd<'_>> {
-        Some(self.end.event().as_fd())
+        None
+    }
+
+    fn works_at_once(&self) -> bool {
+        false
     }
 }
 
@@ -274,7 +294,7 @@ mod tests {
         assert_eq!(std::fs::read(&path).unwrap()[..before.len()], before, "tables were written");
 
         let exchange = Arc::new(Exchange::new(Owner(None)));
-        let mut end = exchange.end(EventFd::from_flags(EfdFlags::EFD_NONBLOCK).unwrap());
+        let mut end = exchange.end(Waker::new().unwrap());
         end.push(Request {
             id: crate::stack::request::Requests::new(1).take().unwrap(),
             asked: Asked::Operation(Operation::Flush),
@@ -284,9 +304,6 @@ mod tests {
             result: Ok(()),
         });
         end.hand_over().unwrap();
-        let mut told = [PollFd::new(end.event().as_fd(), PollFlags::POLLIN)];
-        assert_eq!(poll(&mut told, PollTimeout::NONE), Ok(1));
-        let results: Vec<_> = end.collect().map(|request| request.result).collect();
-        assert_eq!(results, [Err(IoError::Defect)]);
+        assert_eq!(answer(&mut end).unwrap().result, Err(IoError::Defect));
     }
 }

@@ -87,7 +87,7 @@ fn setup(length: u32) -> Setup {
 fn taken(by_itself: bool, length: u32) -> usize {
     let setup = setup(length);
     let storage = Storage(by_itself.then(|| EventFd::new().unwrap()));
-    let chain = Chain::new(1 << 20, false, Vec::new(), Box::new(storage));
+    let chain = Chain::new(1 << 20, false, Vec::new(), Box::new(storage)).unwrap();
     let state = Arc::clone(&setup.state);
     let (chain, next) = serve_now(setup, chain, 1).unwrap();
     assert_eq!(chain.in_flight(), 0);
@@ -137,7 +137,7 @@ fn a_guest_that_loops_malformed_rings_and_resets_does_not_fill_the_log() {
     const ROUNDS: usize = 200;
     let (lines, state) = (Lines::default(), Arc::new(DiskState::new(DiskId::new(), 1)));
     let (begun, mut chain) =
-        (Instant::now(), Chain::new(1 << 20, false, Vec::new(), Box::new(Storage(None))));
+        (Instant::now(), Chain::new(1 << 20, false, Vec::new(), Box::new(Storage(None))).unwrap());
     tracing::subscriber::with_default(lines.clone(), || {
         for _ in 0..ROUNDS {
             let setup = Setup { state: Arc::clone(&state), ..setup(4096) };
@@ -154,5 +154,5 @@ fn a_guest_that_loops_malformed_rings_and_resets_does_not_fill_the_log() {
 }
 
 fn spare() -> Chain {
-    Chain::new(0, false, Vec::new(), Box::new(Storage(None)))
+    Chain::new(0, false, Vec::new(), Box::new(Storage(None))).unwrap()
 }

@@ -1,0 +1,89 @@
+//! How the thread of a chain sleeps: the wait set of the contract in [`super`].
+
+use std::os::fd::BorrowedFd;
+use std::time::Instant;
+
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, ppoll};
+use nix::sys::signal::SigSet;
+use nix::sys::time::TimeSpec;
+
+use super::Chain;
+
+/// The most descriptors that a front end adds to the wait set: a kick or a connection, and a stop.
+const OTHERS_MAX: usize = 2;
+
+/// The descriptors of the chain itself: its eventfd and the backend's.
+const OWN: usize = 2;
+
+impl Chain {
+    /// Gets ready to sleep: whoever has news for the chain writes its eventfd from now on, and what was there before
+    /// is done now. False if a request is finished and to be fetched: do not sleep. [`Chain::disarm`] follows.
+    pub fn arm(&mut self) -> bool {
+        self.waker.arm();
+        self.poll();
+        self.done.is_empty()
+    }
+
+    /// What a thread that has armed the chain sleeps on, until [`Chain::deadline`]: the eventfd, which others write,
+    /// and what the kernel makes readable for the backend.
+    #[must_use]
+    pub fn wait_set(&self) -> (BorrowedFd<'_>, Option<BorrowedFd<'_>>) {
+        (self.waker.event(), self.backend.wait_handle())
+    }
+
+    /// The thread is awake; `woken` is whether the eventfd was readable.
+    pub fn disarm(&mut self, woken: bool) {
+        self.waker.disarm(woken);
+    }
+
+    /// Sleeps until the chain has something to do, one of `others` is ready for what is named with it, or the time
+    /// comes: the chain's own deadline or `until`. Gives what each of the others is ready for. A chain with nothing
+    /// in flight has nothing to do.
+    ///
+    /// # Errors
+    /// What `ppoll` says.
+    pub fn wait<const N: usize>(
+        &mut self,
+        others: [(BorrowedFd<'_>, PollFlags); N],
+        until: Option<Instant>,
+    ) -> Result<[PollFlags; N], Errno> {
+        self.wait_by(others, until, ppoll)
+    }
+
+    /// As [`Chain::wait`], with what sleeps.
+    pub(in crate::stack) fn wait_by<const N: usize>(
+        &mut self,
+        others: [(BorrowedFd<'_>, PollFlags); N],
+        until: Option<Instant>,
+        sleep: impl FnOnce(&mut [PollFd<'_>], Option<TimeSpec>, Option<SigSet>) -> Result<i32, Errno>,
+    ) -> Result<[PollFlags; N], Errno> {
+        const { assert!(N <= OTHERS_MAX) };
+        let busy = self.in_flight() > 0;
+        if busy && !self.arm() {
+            self.disarm(false);
+            return Ok([PollFlags::empty(); N]);
+        }
+        let (event, handle) = self.wait_set();
+        let mut fds = [(); OWN + OTHERS_MAX].map(|()| PollFd::new(event, PollFlags::empty()));
+        if busy {
+            fds[0] = PollFd::new(event, PollFlags::POLLIN);
+            if let Some(handle) = handle {
+                fds[1] = PollFd::new(handle, PollFlags::POLLIN);
+            }
+        }
+        for (place, (fd, wanted)) in fds[OWN..].iter_mut().zip(others) {
+            *place = PollFd::new(fd, wanted);
+        }
+        let deadline = [self.deadline().filter(|_| busy), until].into_iter().flatten().min();
+        let timeout = deadline.map(|at| at.saturating_duration_since(Instant::now()));
+        let slept = sleep(&mut fds[..OWN + N], timeout.map(TimeSpec::from), None);
+        let ready = |fd: &PollFd<'_>| fd.revents().unwrap_or(PollFlags::all());
+        let woken = slept.is_ok() && !ready(&fds[0]).is_empty();
+        let others = std::array::from_fn(|index| ready(&fds[OWN + index]));
+        if busy {
+            self.disarm(woken);
+        }
+        slept.map(|_| others)
+    }
+}

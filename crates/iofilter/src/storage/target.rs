@@ -1,0 +1,188 @@
+//! The part of a file that is a disk, as both file engines have it: what the file system cannot do, and whether the
+//! file is still whole.
+//!
+//! A regular file that someone truncates while it is in use must not become an image with zeroes where data was: a
+//! write behind the new end would make it longer again. So its length is looked at ([`Intact`]), and an image that
+//! was found too short once refuses everything until it is opened again (reads too, if it was changed: what then lies
+//! between its new end and the change may be zeroes of ours):
+//! ```text
+//!   before a change        if the last look is LOOK_EVERY ago
+//!   before a change that reaches the disk's end, the only one that can make the file as long as before
+//!   after each flush       before it is answered: what it covers is in a file that was not cut
+//!   before a read          never: a read behind the end says so itself
+//! ```
+//! No system call writes only below the end of a file, so what is under way when the file is cut, and changes
+//! for [`LOOK_EVERY`] after, can still extend it; no flush after the cut is ever good.
+
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use crate::stack::request::{IoError, Request};
+
+/// How old the last look at a file's length may be when it is changed: long against a look, however small the writes
+/// are, and short against the time that anybody has to notice what he did.
+const LOOK_EVERY: Duration = Duration::from_micros(200);
+
+/// The part of a file that is a disk.
+#[derive(Debug)]
+pub struct Target {
+    pub(super) fd: OwnedFd,
+    /// Where the disk starts in the file.
+    pub(super) offset: u64,
+    /// Where it ends; none for a block device, whose length is not the file's to say.
+    pub(super) end: Option<u64>,
+    /// Cleared when the file system says that it cannot, or the file is to keep its room.
+    pub(super) punches: AtomicBool,
+    /// Cleared when the file system says that it cannot.
+    pub(super) zeroes: AtomicBool,
+    /// Whether the page cache is bypassed.
+    pub(super) direct: bool,
+    /// Set when a flush has failed; see [`Target::flushed`].
+    pub(super) lost: AtomicBool,
+    /// Whether a process serves the file.
+    pub(super) fuse: bool,
+    /// Set when the file was found shorter than the disk.
+    pub(super) cut: AtomicBool,
+    /// Set when it was changed through this.
+    pub(super) changed: AtomicBool,
+}
+
+impl Target {
+    /// All of a file, by way of the page cache, however long it is.
+    pub(super) fn whole(fd: OwnedFd) -> Self {
+        let (punches, zeroes) = (AtomicBool::new(true), AtomicBool::new(true));
+        let (lost, cut) = (AtomicBool::new(false), AtomicBool::new(false));
+        let changed = AtomicBool::new(false);
+        let (offset, end, direct, fuse) = (0, None, false, false);
+        Self { fd, offset, end, punches, zeroes, direct, lost, fuse, cut, changed }
+    }
+
+    /// Whether a flush has failed, and what was written before it may be lost for good.
+    pub(super) fn is_lost(&self) -> bool {
+        self.lost.load(Ordering::Acquire)
+    }
+
+    /// Remembers that the file system lacks a kind of `fallocate`, if that is what the error means.
+    pub(super) fn cannot(&self, errno: i32, flag: &AtomicBool) -> bool {
+        let cannot = matches!(errno, libc::EOPNOTSUPP | libc::ENOSYS | libc::ENODEV);
+        if cannot {
+            flag.store(false, Ordering::Relaxed);
+        }
+        cannot
+    }
+
+    /// What a flush comes to that the kernel has answered. Where one fails, the kernel drops from the page
+    /// cache what it could not write, says so once, and to one of those who ask; so from then on no flush
+    /// of the disk is good, whoever asks for it. Without a page cache each flush speaks for itself. Nor is one good
+    /// after which the file is too short: what it was to cover may be what was cut off.
+    pub(super) fn flushed(&self, answer: Result<(), IoError>) -> Result<(), IoError> {
+        if answer.is_err() && !self.direct {
+            self.lost.store(true, Ordering::Release);
+        }
+        answer?;
+        if self.lost.load(Ordering::Acquire) {
+            return Err(IoError::Lost);
+        }
+        self.intact()
+    }
+
+    /// Whether the file still has all of the disk.
+    fn intact(&self) -> Result<(), IoError> {
+        let Some(end) = self.end else { return Ok(()) };
+        if self.cut.load(Ordering::Relaxed) {
+            return Err(IoError::Truncated);
+        }
+        let stat =
+            nix::sys::stat::fstat(&self.fd).map_err(|error| IoError::Device(error as i32))?;
+        let has = u64::try_from(stat.st_size).unwrap_or(0);
+        if has >= end {
+            return Ok(());
+        }
+        if !self.cut.swap(true, Ordering::Relaxed) {
+            tracing::error!(has, needs = end, "the image was truncated while it is in use");
+        }
+        Err(IoError::Truncated)
+    }
+
+    /// Whether a change would make a file that was cut as long as it is to be.
+    fn reaches_end(&self, request: &Request) -> bool {
+        let behind = self.offset + request.offset + request.length;
+        request.operation.changes() && self.end.is_some_and(|end| behind >= end)
+    }
+}
+
+/// What one queue knows of the file's length; see the module.
+#[derive(Debug, Default)]
+pub(super) struct Intact {
+    looked: Option<Instant>,
+    /// Whether the look is recent enough for this pass of the queue, which is shorter than a look at the clock.
+    recent: bool,
+}
+
+impl Intact {
+    /// Whether the request may go to the file.
+    pub(super) fn allows(&mut self, target: &Target, request: &Request) -> Result<(), IoError> {
+        let changes = request.operation.changes();
+        if target.cut.load(Ordering::Relaxed) && (changes || target.changed.load(Ordering::Relaxed))
+        {
+            return Err(IoError::Truncated);
+        }
+        if target.end.is_none() || !changes {
+            return Ok(());
+        }
+        if target.reaches_end(request) {
+            target.intact()?;
+        } else if !self.recent {
+            self.look(target)?;
+        }
+        if !target.changed.load(Ordering::Relaxed) {
+            target.changed.store(true, Ordering::Relaxed);
+        }
+        Ok(())
+    }
+
+    /// Looks at the file's length, unless that was done just now.
+    fn look(&mut self, target: &Target) -> Result<(), IoError> {
+        let now = Instant::now();
+        if self.looked.is_none_or(|looked| now - looked >= LOOK_EVERY) {
+            target.intact()?;
+            self.looked = Some(now);
+        }
+        self.recent = true;
+        Ok(())
+    }
+
+    /// The next pass looks at the clock again.
+    pub(super) fn next_pass(&mut self) {
+        self.recent = false;
+    }
+}
+
+/// Zeroes to write where the file system cannot make them; aligned for direct I/O.
+#[repr(align(4096))]
+pub(super) struct Zeroes(pub(super) [u8; ZEROES]);
+
+/// How many of them.
+pub(super) const ZEROES: usize = 64 * 1024;
+
+pub(super) static ZERO: Zeroes = Zeroes([0; ZEROES]);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn after_a_failed_flush_none_is_good_unless_the_page_cache_is_bypassed() {
+        let device = Err(IoError::Device(libc::EIO));
+        for direct in [false, true] {
+            let fd = OwnedFd::from(tempfile::tempfile().unwrap());
+            let target = Target { direct, ..Target::whole(fd) };
+            assert_eq!(target.flushed(Ok(())), Ok(()));
+            assert_eq!(target.flushed(device), device);
+            let next = if direct { Ok(()) } else { Err(IoError::Lost) };
+            assert_eq!(target.flushed(Ok(())), next);
+            assert_eq!(target.flushed(device), device, "what the kernel says now comes first");
+        }
+    }
+}

@@ -1,0 +1,239 @@
+//! What a guest saw of its disk, and whether a disk could have done that.
+//!
+//! Each unit is a register. Of a read that found the write W, wrong is:
+//! ```text
+//!  torn        neither zeroes nor one whole unit          misplaced   a whole unit of another place or disk
+//!  invented    W was never made, or only after the read
+//!  lost        W' followed W and was done before the read, and no read ever finds W' or a later one
+//!  stale       the same, but W' is found later            doubled     the same, but W' was found before
+//!  doubled     also: reads found W, then another, then W again
+//! ```
+//! W' follows W when it was asked for after W was over. A write that failed may have been done in part,
+//! and one that was under way when all ended may be done or not; neither hides another. After a power cut
+//! only what a flush covers hides others: it was done before the flush was asked for, and the flush was
+//! done. What a unit is then, it has always been: the next history begins with it.
+
+use std::ops::Range;
+
+use crate::history::stamp::Found;
+
+/// Counts what happens, one after the other.
+pub type Time = u64;
+
+/// How something ended that was asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum End {
+    Done(Time),
+    /// Perhaps in part, but not after that time.
+    Failed(Time),
+    Open,
+}
+
+/// A write of stamped units, or of zeroes.
+#[derive(Clone, Debug)]
+pub struct Write {
+    pub sequence: u64,
+    pub units: Range<u64>,
+    pub zeroes: bool,
+    pub asked: Time,
+    pub end: End,
+}
+
+/// A read that was answered well.
+#[derive(Clone, Debug)]
+pub struct Read {
+    pub first: u64,
+    pub found: Vec<Found>,
+    pub asked: Time,
+    pub done: Time,
+}
+
+/// All that a guest did and saw, from the disk's content at its start.
+#[derive(Clone, Debug)]
+pub struct History {
+    pub start: Vec<Found>,
+    pub writes: Vec<Write>,
+    pub reads: Vec<Read>,
+    /// When each flush was asked for that was answered well.
+    pub flushes: Vec<Time>,
+    now: Time,
+}
+
+/// What a disk must not do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Wrong {
+    Torn,
+    Misplaced,
+    Invented,
+    Lost,
+    Stale,
+    Doubled,
+    /// After a power cut: a flush covered what hides it.
+    Unflushed,
+}
+
+/// Where it did it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Finding {
+    pub wrong: Wrong,
+    pub unit: u64,
+    pub found: Found,
+    pub at: Time,
+}
+
+/// A write as one of its units sees it; the content at the start is the first.
+#[derive(Clone, Copy, Debug)]
+struct Version {
+    value: Found,
+    asked: Time,
+    over: Option<Time>,
+    hides: Option<Time>,
+}
+
+impl Version {
+    fn is_followed_by(&self, other: &Version) -> bool {
+        self.over.is_some_and(|over| over < other.asked)
+    }
+}
+
+/// What one read saw of one unit.
+#[derive(Clone, Copy, Debug)]
+struct Sight {
+    value: Found,
+    asked: Time,
+    done: Time,
+}
+
+impl History {
+    pub fn new(start: Vec<Found>) -> Self {
+        let (writes, reads, flushes) = (Vec::new(), Vec::new(), Vec::new());
+        Self { start, writes, reads, flushes, now: 0 }
+    }
+
+    /// The next instant.
+    pub fn tick(&mut self) -> Time {
+        self.now += 1;
+        self.now
+    }
+
+    fn versions(&self, unit: u64) -> Vec<Version> {
+        let first =
+            Version { value: self.start[unit as usize], asked: 0, over: Some(0), hides: Some(0) };
+        let covering = self.writes.iter().filter(|write| write.units.contains(&unit));
+        let version = |write: &Write| {
+            let (over, hides) = match write.end {
+                End::Done(time) => (Some(time), Some(time)),
+                End::Failed(time) => (Some(time), None),
+                End::Open => (None, None),
+            };
+            let value = if write.zeroes { Found::Zeroes } else { Found::Write(write.sequence) };
+            Version { value, asked: write.asked, over, hides }
+        };
+        std::iter::once(first).chain(covering.map(version)).collect()
+    }
+
+    fn sights(&self, unit: u64) -> Vec<Sight> {
+        let of = |read: &Read| {
+            let value = *read.found.get(unit.checked_sub(read.first)? as usize)?;
+            Some(Sight { value, asked: read.asked, done: read.done })
+        };
+        let mut sights: Vec<_> = self.reads.iter().filter_map(of).collect();
+        sights.sort_by_key(|sight| sight.done);
+        sights
+    }
+
+    /// Everything that no disk could have done.
+    pub fn check(&self) -> Vec<Finding> {
+        let units = 0..self.start.len() as u64;
+        units.flat_map(|unit| self.check_unit(unit)).collect()
+    }
+
+    fn check_unit(&self, unit: u64) -> Vec<Finding> {
+        let (versions, sights) = (self.versions(unit), self.sights(unit));
+        let judged = sights.iter().enumerate().filter_map(|(index, sight)| {
+            let wrong = garbled(sight.value)
+                .or_else(|| judge(&versions, &sights, sight))
+                .or_else(|| back_again(&versions, &sights[..index], sight))?;
+            Some(Finding { wrong, unit, found: sight.value, at: sight.done })
+        });
+        judged.collect()
+    }
+
+    /// Everything that a power cut cannot have left: `after` is what each unit is then.
+    pub fn check_cut(&self, after: &[Found]) -> Vec<Finding> {
+        let units = (0..).zip(after);
+        let judged = units.filter_map(|(unit, &found)| {
+            let wrong = garbled(found).or_else(|| self.judge_cut(unit, found))?;
+            Some(Finding { wrong, unit, found, at: self.now })
+        });
+        judged.collect()
+    }
+
+    fn judge_cut(&self, unit: u64, found: Found) -> Option<Wrong> {
+        let versions = self.versions(unit);
+        let flushed = |version: &Version| {
+            let done = version.hides?;
+            (done == 0 || self.flushes.iter().any(|asked| done < *asked)).then_some(done)
+        };
+        let durable: Vec<_> =
+            versions.iter().filter(|version| flushed(version).is_some()).collect();
+        let mut same = versions.iter().filter(|version| version.value == found).peekable();
+        if same.peek().is_none() {
+            return Some(Wrong::Invented);
+        }
+        let hidden = |version: &Version| durable.iter().any(|other| version.is_followed_by(other));
+        same.all(hidden).then_some(Wrong::Unflushed)
+    }
+}
+
+fn garbled(found: Found) -> Option<Wrong> {
+    match found {
+        Found::Torn => Some(Wrong::Torn),
+        Found::Misplaced(_) => Some(Wrong::Misplaced),
+        Found::Zeroes | Found::Write(_) => None,
+    }
+}
+
+/// Whether what was seen was there to be seen.
+fn judge(versions: &[Version], sights: &[Sight], sight: &Sight) -> Option<Wrong> {
+    let made = |version: &&Version| version.value == sight.value && version.asked < sight.done;
+    let made: Vec<_> = versions.iter().filter(made).collect();
+    if made.is_empty() {
+        return Some(Wrong::Invented);
+    }
+    let done = |other: &&Version| other.hides.is_some_and(|hides| hides < sight.asked);
+    let hiding = |version: &Version| {
+        versions.iter().filter(done).filter(|other| version.is_followed_by(other)).collect()
+    };
+    let hiding: Vec<Vec<&Version>> = made.into_iter().map(hiding).collect();
+    if hiding.iter().any(Vec::is_empty) {
+        return None;
+    }
+    let newer = |seen: &Sight| hiding.iter().flatten().any(|other| other.value == seen.value);
+    let (before, after) = (
+        sights.iter().any(|seen| seen.done < sight.asked && newer(seen)),
+        sights.iter().any(|seen| seen.asked > sight.done && newer(seen)),
+    );
+    Some(match (before, after) {
+        (_, true) => Wrong::Stale,
+        (true, false) => Wrong::Doubled,
+        (false, false) => Wrong::Lost,
+    })
+}
+
+/// Whether what is seen had been replaced by what was seen before. Zeroes may be written twice.
+fn back_again(versions: &[Version], earlier: &[Sight], sight: &Sight) -> Option<Wrong> {
+    if versions.iter().filter(|version| version.value == sight.value).count() != 1 {
+        return None;
+    }
+    let version = versions.iter().find(|version| version.value == sight.value)?;
+    let before = || earlier.iter().filter(|seen| seen.done < sight.asked);
+    let mut others = before().filter(|seen| seen.value != sight.value);
+    let replaced = others.any(|other| {
+        let by = |by: &Version| by.value == other.value;
+        let follows = versions.iter().filter(|one| by(one)).all(|one| version.is_followed_by(one));
+        let seen_first = before().any(|seen| seen.value == sight.value && seen.done < other.asked);
+        follows || seen_first
+    });
+    replaced.then_some(Wrong::Doubled)
+}

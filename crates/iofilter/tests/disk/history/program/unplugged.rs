@@ -1,0 +1,130 @@
+//! The program, whose power fails at any instant: every chain over a raw file, a qcow2 image and images over others,
+//! which forget ([`super::forgetful`]). What a flush covered is there, of the rest each block is one that was there or was asked
+//! for, and the image is sound.
+
+use std::io::{self, Write as _};
+use std::time::Duration;
+
+use serde_json::Value;
+use vmseal_initiator::driver::Driver;
+
+use super::forgetful::Forgetful;
+use super::rests::Rests;
+use super::{Program, chains, pause};
+use crate::history::checker::{Finding, Wrong};
+use crate::history::{BLOCK, SECTOR};
+use crate::seed::seed;
+
+const CUTS: usize = 3;
+
+/// All that a disk may rest in, and the replica's.
+const FILES: [&str; 5] = ["disk", "middle", "base", "replica", "map"];
+
+/// Cuts the power again and again; what is wrong.
+fn run(rests: Rests, chain: &[Value], syncs: bool, mut random: fastrand::Rng) -> Vec<Finding> {
+    let place = tempfile::tempdir_in(rests.directory()).unwrap();
+    let mut program = Program::new(rests, place.path(), chain);
+    let mut guest = program.guest(random.fork());
+    // A hole is a sector of zeroes, not a block of zeroes.
+    let granule = if chains::holes(chain) == Some("zero") { SECTOR } else { BLOCK };
+    let cuts = random.fork();
+    let files = Forgetful::mount(place.path(), &FILES, granule as u64, syncs, cuts).unwrap();
+    let (mut filter, socket) = program.start(&mut random);
+    guest.reboot(Driver::connect_with_record(socket, u64::MAX));
+    let mut findings = Vec::new();
+    for _ in 0..CUTS {
+        guest.go_on();
+        pause(&mut random);
+        filter.kill();
+        while guest.answer(Duration::ZERO) {}
+        files.cut();
+        rests.repair(place.path());
+        let socket;
+        (filter, socket) = program.start(&mut random);
+        let driver = Driver::connect_with_record(socket, u64::MAX);
+        let (history, found) = guest.reboot(driver);
+        findings.extend(history.check());
+        findings.extend(history.check_cut(&found));
+    }
+    guest.go_on();
+    guest.finish();
+    guest.read_all();
+    program.end(filter);
+    rests.is_sound(place.path());
+    findings.extend(guest.history.check());
+    if findings.is_empty() {
+        program.judge(&guest);
+    } else {
+        println!("{}", program.log());
+    }
+    drop(files);
+    place.close().expect("nothing is mounted in it any more");
+    findings
+}
+
+/// Whether a file system of ours can be mounted here; says so if not.
+fn can_mount() -> bool {
+    let place = tempfile::tempdir().unwrap();
+    let random = fastrand::Rng::new();
+    match Forgetful::mount(place.path(), &[], BLOCK as u64, true, random) {
+        Ok(_) => true,
+        Err(error) => {
+            let kind = error.kind();
+            let may_be = [io::ErrorKind::PermissionDenied, io::ErrorKind::NotFound].contains(&kind);
+            assert!(may_be, "{error}");
+            // Not by a macro, whose words the harness keeps to itself when a test passes.
+            let message = format!("skipped: files that forget are mounted by FUSE: {error}\n");
+            io::stderr().write_all(message.as_bytes()).unwrap();
+            false
+        }
+    }
+}
+
+fn check_each(rests: Rests) {
+    if !can_mount() {
+        return;
+    }
+    let mut random = fastrand::Rng::with_seed(seed());
+    for chain in chains::all() {
+        println!("{rests:?}, {}", chains::name(&chain));
+        let findings = run(rests, &chain, true, random.fork());
+        let first: Vec<_> = findings.iter().take(5).collect();
+        assert!(first.is_empty(), "{} wrong: {first:?}", findings.len());
+    }
+}
+
+#[test]
+fn of_a_file_only_what_was_not_flushed_goes_with_the_power() {
+    check_each(Rests::Storage);
+}
+
+#[test]
+fn of_a_file_that_keeps_its_room_only_what_was_not_flushed_goes_with_the_power() {
+    check_each(Rests::PageCache);
+}
+
+#[test]
+fn of_a_qcow2_image_only_what_was_not_flushed_goes_with_the_power() {
+    check_each(Rests::Qcow2);
+}
+
+#[test]
+fn of_images_over_others_only_what_was_not_flushed_goes_with_the_power() {
+    check_each(Rests::Overlay);
+}
+
+#[test]
+fn files_that_lose_what_was_flushed_are_found_out() {
+    if !can_mount() {
+        return;
+    }
+    let mut random = fastrand::Rng::with_seed(seed());
+    let mut is_found = |chain: &[Value]| {
+        let findings = run(Rests::Storage, chain, false, random.fork());
+        findings.iter().any(|finding| finding.wrong == Wrong::Unflushed)
+    };
+    for chain in chains::all().iter().filter(|chain| !chains::fails(chain, &["read", "write"])) {
+        let found = (0..8).any(|_| is_found(chain));
+        assert!(found, "{}: nothing is found to be lost", chains::name(chain));
+    }
+}

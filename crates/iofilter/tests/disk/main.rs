@@ -1,0 +1,17 @@
+//! Disks from the inside and the outside: chains and layers, the front end of guests, and what must hold whatever
+//! happens. One program, as most of these share how a disk is asked, stored and killed.
+
+#![allow(clippy::unwrap_used)] // a test
+
+mod cache;
+mod history;
+mod layers;
+mod model;
+mod platter;
+mod replicate;
+mod replicated;
+mod seed;
+mod successor;
+mod vhost_user;
+mod waiting;
+mod wake;

@@ -1,0 +1,275 @@
+//! A disk, its replica and the map, each on storage that forgets what was not flushed, and a guest that asks at
+//! random, also while a chunk is being copied. One thread does all of it, in an order that the seed decides.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex};
+use std::time::Instant;
+
+use vmseal_api::filter::{FilterSpec, ReplicaStatus};
+use vmseal_api::id::DiskId;
+use vmseal_iofilter::layers;
+use vmseal_iofilter::layers::replicate::Replicate;
+use vmseal_iofilter::layers::replicate::copier::Copier;
+use vmseal_iofilter::layers::replicate::format::{Geometry, Image};
+use vmseal_iofilter::layers::replicate::place::Place;
+use vmseal_iofilter::stack::chain::{Backend, Chain, Filter, Io, Limits};
+use vmseal_iofilter::stack::layer::Layer;
+use vmseal_iofilter::stack::memory::Segment;
+use vmseal_iofilter::stack::request::{Operation, RequestId};
+
+use crate::platter::{Fault, Platter};
+use crate::waiting;
+
+/// Chunks of 16 KiB; the last is not whole.
+pub const SIZE: u64 = (13 << 14) + 4096;
+const SHIFT: u32 = 14;
+const BLOCK: u64 = 512;
+const QUEUES: usize = 2;
+const DEPTH: usize = 6;
+
+/// What stands in the way of the disk (as the copier reads it), the replica and the map.
+#[derive(Clone, Debug, Default)]
+pub struct Faults {
+    pub source: Vec<FilterSpec>,
+    pub replica: Vec<FilterSpec>,
+    pub map: Vec<FilterSpec>,
+}
+
+pub struct Rig {
+    geometry: Geometry,
+    faults: Faults,
+    source: Platter,
+    replica: Platter,
+    map: Platter,
+    random: fastrand::Rng,
+}
+
+fn filters(specs: &[FilterSpec]) -> Vec<Box<dyn Filter>> {
+    specs.iter().map(|spec| layers::of(spec).unwrap().filter().unwrap()).collect()
+}
+
+impl Rig {
+    pub fn new(faults: Faults, mut random: fastrand::Rng) -> Self {
+        let disk: DiskId = "01890a5d-ac96-774b-bcce-b302099a8058".parse().unwrap();
+        let geometry = Geometry::new(disk, SIZE).with_shift(SHIFT);
+        let mut platter = |size| Platter::new(size, BLOCK as usize, Fault::Nothing, random.fork());
+        let (source, replica) = (platter(SIZE as usize), platter(SIZE as usize));
+        let map = platter(geometry.map_bytes());
+        Self { geometry, faults, source, replica, map, random }
+    }
+
+    /// A process that serves the disk.
+    pub fn start(&mut self) -> Guest {
+        let map_bytes = self.geometry.map_bytes() as u64;
+        let map =
+            Chain::new(map_bytes, false, filters(&self.faults.map), self.map.queue()).unwrap();
+        let (replicate, _) = Replicate::new(self.geometry, Place::new(map));
+        let chain = |_| {
+            let filters = vec![replicate.filter().unwrap()];
+            let chain = Chain::new(SIZE, false, filters, self.source.queue()).unwrap();
+            Queue { chain, under_way: HashMap::new() }
+        };
+        let queues = (0..QUEUES).map(chain).collect();
+        let asking = Arc::new(Mutex::new(Asking { queues, random: self.random.fork() }));
+        let meddler = |filters: Vec<Box<dyn Filter>>, backend: Box<dyn Backend>| {
+            let meddler: Box<dyn Filter> = Box::new(Meddler(Arc::clone(&asking)));
+            Chain::new(SIZE, false, [vec![meddler], filters].concat_boxes(), backend).unwrap()
+        };
+        let source = meddler(filters(&self.faults.source), self.source.queue());
+        let replica = meddler(filters(&self.faults.replica), self.replica.queue());
+        let (source, replica) = (Place::new(source), Place::new(replica));
+        let copier = Copier::new(&replicate, source, None, replica, u64::MAX);
+        Guest { replicate, copier, asking, random: self.random.fork() }
+    }
+
+    /// The power fails. Nothing is left that was started.
+    pub fn cut(&self) {
+        [&self.source, &self.replica, &self.map].into_iter().for_each(Platter::cut);
+    }
+
+    /// The process is killed.
+    pub fn kill(&self) {
+        [&self.source, &self.replica, &self.map].into_iter().for_each(Platter::kill);
+    }
+
+    /// Nothing goes wrong any more.
+    pub fn heal(&mut self) {
+        self.faults = Faults::default();
+    }
+
+    pub fn is_equal(&self, when: &str) {
+        let (source, replica) = (self.source.bytes(), self.replica.bytes());
+        let differs = (0..source.len()).find(|at| source[*at] != replica[*at]);
+        assert_eq!(differs, None, "{when}: the replica counts as equal and differs");
+    }
+
+    /// What the next process would believe.
+    pub fn what_is_not_marked_is_equal(&self) {
+        let Ok((image, _)) = Image::read(self.geometry, &self.map.bytes()) else { return };
+        let (source, replica) = (self.source.bytes(), self.replica.bytes());
+        for chunk in (0..self.geometry.chunks()).filter(|chunk| !image.is_dirty(*chunk)) {
+            let (start, end) = self.geometry.range(chunk);
+            let range = start as usize..end as usize;
+            assert!(source[range.clone()] == replica[range], "chunk {chunk} is stale");
+        }
+    }
+}
+
+/// Puts lists of boxes together.
+trait ConcatBoxes {
+    fn concat_boxes(self) -> Vec<Box<dyn Filter>>;
+}
+
+impl ConcatBoxes for [Vec<Box<dyn Filter>>; 2] {
+    fn concat_boxes(self) -> Vec<Box<dyn Filter>> {
+        self.into_iter().flatten().collect()
+    }
+}
+
+struct Queue {
+    chain: Chain,
+    under_way: HashMap<u64, Vec<u8>>,
+}
+
+/// What the guest has asked for.
+struct Asking {
+    queues: Vec<Queue>,
+    random: fastrand::Rng,
+}
+
+impl Asking {
+    /// Asks for something, or looks for answers.
+    fn step(&mut self) {
+        let queue = self.random.usize(..QUEUES);
+        if self.random.bool() && self.queues[queue].under_way.len() < DEPTH {
+            self.ask(queue);
+        } else {
+            self.poll(queue);
+        }
+    }
+
+    fn ask(&mut self, queue: usize) {
+        let random = &mut self.random;
+        let blocks = SIZE / BLOCK;
+        let first = random.u64(..blocks);
+        let most = if random.u8(..8) == 0 { 100 } else { 16 };
+        let count = random.u64(1..=most).min(blocks - first);
+        let operation = match random.u8(..16) {
+            0 => Operation::Flush,
+            1 => Operation::Discard,
+            2 => Operation::WriteZeroes { unmap: true },
+            3 => Operation::WriteZeroes { unmap: false },
+            4 => Operation::Read,
+            _ => Operation::Write,
+        };
+        let mut data = vec![random.u8(1..); (count * BLOCK) as usize];
+        let tag = random.u64(..);
+        let Queue { chain, under_way } = &mut self.queues[queue];
+        let id = chain.begin().unwrap();
+        // SAFETY: the memory is kept until the answer, or the chain's end; nothing below uses it after.
+        chain.data_mut(id).push(unsafe { Segment::new(data.as_mut_ptr(), data.len()) });
+        chain.submit(id, operation, first * BLOCK, count * BLOCK, tag);
+        under_way.insert(tag, data);
+    }
+
+    fn poll(&mut self, queue: usize) {
+        let Queue { chain, under_way } = &mut self.queues[queue];
+        chain.poll();
+        while let Some(done) = chain.next_done() {
+            assert_eq!(done.result, Ok(()), "the guest sees an error");
+            under_way.remove(&done.tag).expect("one answer");
+        }
+    }
+
+    fn is_idle(&self) -> bool {
+        self.queues.iter().all(|queue| queue.under_way.is_empty())
+    }
+}
+
+/// Lets the guest ask while the copier reads and writes.
+struct Meddler(Arc<Mutex<Asking>>);
+
+impl Filter for Meddler {
+    fn limits(&self) -> Limits {
+        Limits { children: 0 }
+    }
+
+    fn prepare(&mut self, _capacity: usize) {}
+
+    fn down(&mut self, id: RequestId, io: &mut Io<'_>) {
+        self.meddle();
+        io.pass(id);
+    }
+
+    fn up(&mut self, id: RequestId, io: &mut Io<'_>) {
+        self.meddle();
+        io.complete(id, io.request(id).result);
+    }
+
+    fn tick(&mut self, _io: &mut Io<'_>) -> Option<Instant> {
+        None
+    }
+}
+
+impl Meddler {
+    fn meddle(&self) {
+        // Not while the guest itself is at work, or has been told to be quiet.
+        let Ok(mut asking) = self.0.try_lock() else { return };
+        for _ in 0..asking.random.usize(..4) {
+            asking.step();
+        }
+    }
+}
+
+/// A process that serves the disk, and whoever uses it.
+pub struct Guest {
+    replicate: Replicate,
+    copier: Copier,
+    asking: Arc<Mutex<Asking>>,
+    random: fastrand::Rng,
+}
+
+impl Guest {
+    pub fn status(&self) -> ReplicaStatus {
+        self.replicate.status()
+    }
+
+    pub fn dirty(&self) -> u64 {
+        self.status().dirty_bytes
+    }
+
+    /// Asks, marks and copies so many times.
+    pub fn run(&mut self, steps: usize) {
+        for _ in 0..steps {
+            match self.random.u8(..16) {
+                0 => _ = self.copier.batch(),
+                1..=3 => _ = self.replicate.mark_waiting(),
+                _ => self.asking.lock().unwrap().step(),
+            }
+        }
+    }
+
+    /// Waits for what was asked, asks for no more, and copies what is marked, as far as it can be.
+    pub fn settle(&mut self) {
+        let asking = Arc::clone(&self.asking);
+        let mut quiet = asking.lock().unwrap();
+        for _ in 0..10_000 {
+            if quiet.is_idle() {
+                break;
+            }
+            let marked = self.replicate.mark_waiting();
+            (0..QUEUES).for_each(|queue| quiet.poll(queue));
+            // The marker would be at work.
+            if marked {
+                waiting::sleep(quiet.queues.iter_mut().map(|queue| &mut queue.chain));
+            }
+        }
+        assert!(quiet.is_idle(), "requests wait for ever");
+        for _ in 0..100 {
+            if self.status().dirty_bytes == 0 {
+                break;
+            }
+            let _ = self.copier.batch();
+        }
+    }
+}

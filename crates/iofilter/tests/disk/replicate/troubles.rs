@@ -1,0 +1,438 @@
+//! What goes wrong with replicas and maps in files, and what is refused before anything is served.
+
+use std::fs::File;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use vmseal_api::filter::{Direct, Handle, ReplicaStatus, ReplicateSpec};
+use vmseal_api::id::DiskId;
+use vmseal_iofilter::disk::{Disk, Rest};
+use vmseal_iofilter::handle::Handles;
+use vmseal_iofilter::layers::replicate::copier::{Batch, Copier, CopyError};
+use vmseal_iofilter::layers::replicate::format::{Geometry, Image};
+use vmseal_iofilter::layers::replicate::open::{Opened, ReplicaError};
+use vmseal_iofilter::layers::replicate::place::Place;
+use vmseal_iofilter::layers::replicate::threads::Replicating;
+use vmseal_iofilter::layers::replicate::{KIND, Replicate};
+use vmseal_iofilter::stack::chain::{Chain, Filter, Io, Limits};
+use vmseal_iofilter::stack::layer::Layer;
+use vmseal_iofilter::stack::memory::Segment;
+use vmseal_iofilter::stack::request::{IoError, Operation, RequestId};
+use vmseal_iofilter::storage::file::FileDisk;
+use vmseal_iofilter::storage::mem::MemDisk;
+
+use crate::waiting;
+
+const SIZE: u64 = (8 << 20) + 4096;
+const OFFSET: u64 = 8192;
+const PATIENCE: Duration = Duration::from_secs(30);
+
+fn disk_id() -> DiskId {
+    "01890a5d-ac96-774b-bcce-b302099a8058".parse().unwrap()
+}
+
+/// Three files.
+struct Files(tempfile::TempDir);
+
+impl Files {
+    fn new() -> Self {
+        let files = Self(tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap());
+        files.make("image", SIZE);
+        files.make("replica", OFFSET + SIZE);
+        files.make("map", 0);
+        files
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.0.path().join(name)
+    }
+
+    fn make(&self, name: &str, length: u64) {
+        File::create(self.path(name)).unwrap().set_len(length).unwrap();
+    }
+
+    fn file(&self, name: &str) -> File {
+        File::options().read(true).write(true).open(self.path(name)).unwrap()
+    }
+
+    fn image(&self) -> FileDisk {
+        let image = OwnedFd::from(self.file("image"));
+        FileDisk::open(image, 0, SIZE, Direct::Off, false).unwrap()
+    }
+
+    fn open_named(&self, replica: &str, map: &str) -> Result<Opened, ReplicaError> {
+        let handle = |name| Handle::Path(self.path(name));
+        let (replica, map) = (handle(replica), handle(map));
+        let spec = ReplicateSpec { replica, map, offset: OFFSET, bytes_per_second: u64::MAX };
+        Opened::open(disk_id(), SIZE, &spec, Some(&self.image()), &mut Handles::default())
+    }
+
+    /// The disk with its replica, and who copies.
+    fn open(&self) -> (Disk, Replicate, Copier) {
+        let opened = self.open_named("replica", "map").unwrap();
+        let replicate = opened.replicate.clone();
+        let layers: Vec<Arc<dyn Layer>> = vec![Arc::new(replicate.clone())];
+        let disk = Disk::new(SIZE, false, None, Rest::File(self.image()), 1);
+        let disk = disk.with_layers(layers, Vec::new());
+        let copier = opened.copier(disk.below(KIND).unwrap(), disk.file().cloned());
+        (disk, replicate, copier)
+    }
+
+    fn is_equal(&self) -> bool {
+        let read = |name: &str| std::fs::read(self.path(name)).unwrap();
+        read("image") == read("replica")[OFFSET as usize..]
+    }
+}
+
+fn submit(chain: &mut Chain, at: u64, bytes: &mut [u8]) {
+    let id = chain.begin().unwrap();
+    // SAFETY: every test drains the chain before its buffers go.
+    chain.data_mut(id).push(unsafe { Segment::new(bytes.as_mut_ptr(), bytes.len()) });
+    chain.submit(id, Operation::Write, at, 0, 0);
+}
+
+/// Writes, while somebody marks.
+fn write(chain: &mut Chain, at: u64, fill: u8, length: usize, mut mark: impl FnMut()) {
+    let mut bytes = vec![fill; length];
+    submit(chain, at, &mut bytes);
+    let until = Instant::now() + PATIENCE;
+    loop {
+        chain.poll();
+        if let Some(done) = chain.next_done() {
+            return done.result.unwrap();
+        }
+        assert!(Instant::now() < until, "the write waits for ever");
+        mark();
+        waiting::sleep([&mut *chain]);
+    }
+}
+
+/// Waits for the threads.
+fn becomes_equal(replicate: &Replicate) {
+    let until = Instant::now() + PATIENCE;
+    while replicate.status().dirty_bytes > 0 {
+        assert!(Instant::now() < until, "{:?}", replicate.status());
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+fn copy_all(replicate: &Replicate, copier: &mut Copier) {
+    for _ in 0..1000 {
+        if replicate.status().dirty_bytes == 0 {
+            return;
+        }
+        copier.batch().unwrap();
+    }
+    panic!("it is copied and stays marked: {:?}", replicate.status());
+}
+
+#[test]
+fn files_that_cannot_be_a_replica_are_refused_with_what_to_do() {
+    let files = Files::new();
+    let refused = |replica: &str, map: &str| match files.open_named(replica, map) {
+        Ok(_) => panic!("{replica} and {map} are taken"),
+        Err(error) => error.to_string(),
+    };
+    for length in [0, OFFSET + SIZE - 4096, OFFSET + SIZE + 4096] {
+        files.make("other", length);
+        let said = refused("other", "map");
+        assert!(said.contains(&format!("has {length} bytes where the disk has")), "{said}");
+    }
+    files.make("image2", OFFSET + SIZE);
+    std::fs::hard_link(files.path("replica"), files.path("link")).unwrap();
+    assert!(refused("replica", "link").contains("three files"));
+    assert!(refused("replica", "image").contains("three files"));
+    assert!(refused("replica", "none").contains("the map of its replica: cannot open"));
+    assert!(refused("none", "map").contains("its replica: cannot open"));
+}
+
+#[test]
+fn the_threads_copy_what_is_written_keep_holes_and_leave_when_told() {
+    let files = Files::new();
+    let (disk, replicate, copier) = files.open();
+    let mut chain = disk.chain().unwrap();
+    let running = Replicating::start(&replicate, copier).unwrap();
+    let equal = || becomes_equal(&replicate);
+    equal();
+    assert_eq!(replicate.status().lag_milliseconds, Some(0));
+    for (at, fill) in [(0, 1), ((1 << 20) - 512, 2), (5 << 20, 3), (SIZE - 4096, 4)] {
+        write(&mut chain, at, fill, 4096, || ());
+        assert!(replicate.status().dirty_bytes > 0, "it is on the disk and not marked");
+    }
+    equal();
+    drop(running);
+    assert!(files.is_equal());
+    let replica = files.path("replica").metadata().unwrap();
+    assert!(replica.blocks() * 512 < 2 << 20, "holes became data: {} blocks", replica.blocks());
+    // The next process has nothing to copy.
+    drop((chain, disk));
+    assert_eq!(files.open().1.status().dirty_bytes, 0);
+}
+
+#[test]
+fn several_queues_write_while_it_is_copied_and_all_of_it_arrives() {
+    let files = Files::new();
+    let (disk, replicate, copier) = files.open();
+    let running = Replicating::start(&replicate, copier).unwrap();
+    std::thread::scope(|scope| {
+        for writer in 0..4u8 {
+            let mut chain = disk.chain().unwrap();
+            scope.spawn(move || {
+                let mut random = fastrand::Rng::with_seed(writer.into());
+                for round in 0..150u8 {
+                    let length = random.usize(1..16) * 4096;
+                    let at = random.u64(..(SIZE - length as u64) / 4096) * 4096;
+                    write(&mut chain, at, round | 1, length, || ());
+                    if round % 50 == 0 {
+                        // Past a pass of the copier: chunks become clean, and then change again.
+                        std::thread::sleep(Duration::from_millis(400));
+                    }
+                }
+            });
+        }
+    });
+    becomes_equal(&replicate);
+    drop(running);
+    assert!(files.is_equal());
+    let held = replicate.counters().into_iter().find(|(name, _)| *name == "held_requests");
+    assert!(held.unwrap().1 > 0, "nothing ever became clean: the test proves little");
+}
+
+#[test]
+fn a_replica_that_is_cut_is_not_made_longer_and_is_copied_whole_when_it_has_its_length_again() {
+    let files = Files::new();
+    let (disk, replicate, mut copier) = files.open();
+    let mut chain = disk.chain().unwrap();
+    let mark = || {
+        let _ = replicate.mark_waiting();
+    };
+    write(&mut chain, 6 << 20, 7, 8192, mark);
+    copy_all(&replicate, &mut copier);
+    assert!(files.is_equal());
+    files.file("replica").set_len(OFFSET + (1 << 20)).unwrap();
+    write(&mut chain, 0, 8, 8192, mark);
+    for _ in 0..3 {
+        assert_eq!(copier.batch(), Err(CopyError::Cut));
+    }
+    assert_eq!(files.path("replica").metadata().unwrap().len(), OFFSET + (1 << 20));
+    let status = replicate.status();
+    assert_eq!((status.dirty_bytes, status.lag_milliseconds), (SIZE, None));
+    assert!(matches!(files.open_named("replica", "map"), Err(ReplicaError::Size { .. })));
+    files.file("replica").set_len(OFFSET + SIZE).unwrap();
+    copy_all(&replicate, &mut copier);
+    assert!(files.is_equal(), "what was cut off is not there again");
+}
+
+#[test]
+fn an_image_that_is_cut_does_not_erase_its_replica() {
+    let files = Files::new();
+    files.file("image").write_all_at(&vec![7; SIZE as usize], 0).unwrap();
+    let (disk, replicate, mut copier) = files.open();
+    let mut chain = disk.chain().unwrap();
+    copy_all(&replicate, &mut copier);
+    assert!(files.is_equal());
+    let whole = std::fs::read(files.path("replica")).unwrap();
+    files.file("image").set_len(3 << 20).unwrap();
+    let mut bytes = vec![8; 4096];
+    submit(&mut chain, 6 << 20, &mut bytes);
+    let until = Instant::now() + PATIENCE;
+    let done = loop {
+        chain.poll();
+        let _ = replicate.mark_waiting();
+        if let Some(done) = chain.next_done() {
+            break done;
+        }
+        assert!(Instant::now() < until, "the write waits for ever");
+    };
+    assert_eq!(done.result, Err(IoError::Truncated));
+    assert!(replicate.status().dirty_bytes > 0, "the test asks for no copy");
+    for _ in 0..3 {
+        assert_eq!(copier.batch(), Err(CopyError::Source(IoError::Truncated)));
+        // The next batch begins with the first chunk again.
+        assert_eq!(copier.batch(), Ok(Batch::Pass));
+    }
+    assert!(std::fs::read(files.path("replica")).unwrap() == whole, "the last copy is erased");
+    assert!(replicate.status().dirty_bytes > 0, "it is taken for copied");
+}
+
+#[test]
+fn a_damaged_map_has_everything_copied_again_and_one_of_another_disk_too() {
+    let files = Files::new();
+    let sound = |files: &Files| {
+        let (_disk, replicate, mut copier) = files.open();
+        copy_all(&replicate, &mut copier);
+    };
+    let dirty = || files.open().1.status().dirty_bytes;
+    sound(&files);
+    assert_eq!(dirty(), 0);
+    for at in [0, 10, 40, 511, 1024, 1535] {
+        let map = files.file("map");
+        let mut byte = [0];
+        map.read_exact_at(&mut byte, at).unwrap();
+        map.write_all_at(&[byte[0] ^ 1], at).unwrap();
+        assert_eq!(dirty(), SIZE, "byte {at}");
+        sound(&files);
+    }
+    let other = Image::new(Geometry::new(DiskId::new(), SIZE));
+    files.file("map").write_all_at(other.bytes(), 0).unwrap();
+    assert_eq!(dirty(), SIZE);
+}
+
+/// Fails changes from this offset on: what is below works.
+struct Breaks(Arc<AtomicU64>);
+
+impl Filter for Breaks {
+    fn limits(&self) -> Limits {
+        Limits { children: 0 }
+    }
+
+    fn prepare(&mut self, _capacity: usize) {}
+
+    fn down(&mut self, id: RequestId, io: &mut Io<'_>) {
+        let request = io.request(id);
+        let broken = request.offset + request.length > self.0.load(Ordering::Relaxed);
+        match broken && request.operation == Operation::Write {
+            true => io.complete(id, Err(IoError::Device(libc::EIO))),
+            false => io.pass(id),
+        }
+    }
+
+    fn up(&mut self, id: RequestId, io: &mut Io<'_>) {
+        io.complete(id, io.request(id).result);
+    }
+}
+
+/// A disk and a replica in memory, and a map that can break.
+struct Memory {
+    map: MemDisk,
+    geometry: Geometry,
+    replicate: Replicate,
+    chain: Chain,
+    copier: Copier,
+    works_below: Arc<AtomicU64>,
+}
+
+impl Memory {
+    fn new() -> Self {
+        let geometry = Geometry::new(disk_id(), SIZE);
+        let map = MemDisk::new(geometry.map_bytes());
+        let works_below = Arc::new(AtomicU64::new(u64::MAX));
+        let breaks: Box<dyn Filter> = Box::new(Breaks(Arc::clone(&works_below)));
+        let place =
+            Chain::new(geometry.map_bytes() as u64, false, vec![breaks], map.queue()).unwrap();
+        let (replicate, _) = Replicate::new(geometry, Place::new(place));
+        let (source, replica) = (MemDisk::new(SIZE as usize), MemDisk::new(SIZE as usize));
+        let chain =
+            Chain::new(SIZE, false, vec![replicate.filter().unwrap()], source.queue()).unwrap();
+        let place =
+            |disk: &MemDisk| Place::new(Chain::new(SIZE, false, vec![], disk.queue()).unwrap());
+        let copier = Copier::new(&replicate, place(&source), None, place(&replica), u64::MAX);
+        let mut memory = Self { map, geometry, replicate, chain, copier, works_below };
+        copy_all(&memory.replicate, &mut memory.copier);
+        memory
+    }
+
+    fn next_process(&self) -> ReplicaStatus {
+        let map =
+            Chain::new(self.geometry.map_bytes() as u64, false, vec![], self.map.queue()).unwrap();
+        Replicate::new(self.geometry, Place::new(map)).0.status()
+    }
+
+    fn next_process_copies(&self) -> u64 {
+        self.next_process().dirty_bytes
+    }
+}
+
+#[test]
+fn the_lag_is_that_of_the_oldest_change_and_a_restart_makes_it_no_younger() {
+    let mut memory = Memory::new();
+    let lag = |memory: &Memory| memory.replicate.status().lag_milliseconds.unwrap();
+    let pause = || std::thread::sleep(Duration::from_millis(60));
+    pause();
+    assert_eq!((lag(&memory), memory.next_process().lag_milliseconds), (0, Some(0)));
+    let begun = Instant::now();
+    for at in [0, 2 << 20] {
+        let replicate = memory.replicate.clone();
+        write(&mut memory.chain, at, 1, 4096, || {
+            let _ = replicate.mark_waiting();
+        });
+        pause();
+    }
+    let (now, next) = (lag(&memory), memory.next_process().lag_milliseconds.unwrap());
+    // Not since the last copy, which was before the first pause. Times are cut to milliseconds.
+    let most = begun.elapsed().as_millis() as u64 + 2;
+    assert!(now >= 118 && now <= most, "{now} ms of {most}");
+    assert!(next + 2 >= now, "{now} ms, then {next} ms");
+    copy_all(&memory.replicate, &mut memory.copier);
+    assert_eq!(lag(&memory), 0);
+    // Of a disk that was never copied nothing is said.
+    let empty = Chain::new(memory.geometry.map_bytes() as u64, false, vec![], {
+        MemDisk::new(memory.geometry.map_bytes()).queue()
+    })
+    .unwrap();
+    let fresh = Replicate::new(memory.geometry, Place::new(empty)).0;
+    assert_eq!(fresh.status().lag_milliseconds, None);
+}
+
+#[test]
+fn while_the_map_cannot_be_written_at_all_first_changes_wait_and_others_do_not() {
+    let mut memory = Memory::new();
+    let mark = || {
+        let _ = memory.replicate.mark_waiting();
+    };
+    write(&mut memory.chain, 0, 1, 4096, mark);
+    memory.works_below.store(0, Ordering::Relaxed);
+    write(&mut memory.chain, 8192, 2, 4096, || panic!("a marked chunk waits"));
+    let mut bytes = vec![3; 4096];
+    submit(&mut memory.chain, 2 << 20, &mut bytes);
+    for _ in 0..5 {
+        memory.chain.poll();
+        assert!(!memory.replicate.mark_waiting());
+        assert!(memory.chain.next_done().is_none(), "on the disk, and not on record");
+        assert_eq!(memory.chain.deadline(), None, "it is tried again by time");
+    }
+    let trouble = memory.replicate.status().trouble.unwrap();
+    assert!(trouble.contains("map") && trouble.contains("waits until it can"), "{trouble}");
+    assert_eq!(memory.next_process_copies(), 1 << 20, "nothing else is on record");
+    memory.works_below.store(u64::MAX, Ordering::Relaxed);
+    assert!(memory.replicate.mark_waiting());
+    memory.chain.poll();
+    assert_eq!(memory.chain.next_done().unwrap().result, Ok(()));
+    assert_eq!(memory.replicate.status().trouble, None);
+    assert_eq!(memory.next_process_copies(), 2 << 20);
+}
+
+#[test]
+fn a_map_that_is_partly_broken_is_wiped_so_that_the_guest_goes_on_and_nothing_is_believed() {
+    let mut memory = Memory::new();
+    memory.works_below.store(512, Ordering::Relaxed);
+    let mark = || {
+        let _ = memory.replicate.mark_waiting();
+    };
+    write(&mut memory.chain, 2 << 20, 3, 4096, mark);
+    let trouble = memory.replicate.status().trouble.unwrap();
+    assert!(trouble.contains("the disk goes on"), "{trouble}");
+    copy_all(&memory.replicate, &mut memory.copier);
+    assert_eq!(memory.map.bytes()[..512], [0; 512]);
+    memory.works_below.store(u64::MAX, Ordering::Relaxed);
+    write(&mut memory.chain, 0, 3, 4096, || {
+        let _ = memory.replicate.mark_waiting();
+    });
+    assert_eq!(memory.replicate.status().trouble, None);
+    assert_eq!(memory.next_process_copies(), 1 << 20, "it is kept again");
+}
+
+#[test]
+fn a_chain_that_goes_with_changes_under_way_leaves_nothing_that_is_never_equal() {
+    let mut memory = Memory::new();
+    let mut bytes = vec![3; 4096];
+    submit(&mut memory.chain, 0, &mut bytes);
+    memory.chain.poll();
+    memory.chain = Chain::new(SIZE, false, Vec::new(), MemDisk::new(0).queue()).unwrap();
+    assert!(memory.replicate.mark_waiting());
+    copy_all(&memory.replicate, &mut memory.copier);
+}

@@ -1,0 +1,5 @@
+//! Stands for the module of this name in the crate.
+
+#[path = "../../../src/stack/waker.rs"]
+#[allow(dead_code)]
+pub mod waker;
