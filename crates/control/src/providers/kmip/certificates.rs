@@ -17,8 +17,9 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_secret::SecretBytes;
 use x509_parser::prelude::{FromDer, X509Certificate};
 
+use super::certificate::summary;
 use super::client_key::ClientKey;
-use super::life::{check_pem, summary};
+use super::life::check_pem;
 use crate::providers::{Providers, check_new_passphrase};
 use crate::store::events::NewEvent;
 use crate::store::providers::Provider;

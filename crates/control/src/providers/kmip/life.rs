@@ -3,7 +3,6 @@
 use std::sync::{Arc, PoisonError};
 
 use futures_util::future::join_all;
-use jiff::Timestamp;
 use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject;
 use vmseal_api::id::{ProviderId, check_name};
@@ -12,34 +11,16 @@ use vmseal_api::kmip::{
 };
 use vmseal_api::model::ProviderKind;
 use vmseal_api::problem::{ErrorCode, Problem};
-use vmseal_kmip::client::{Endpoint, Fingerprint, ShownCertificate, Trust, show_certificate};
+use vmseal_kmip::client::{Endpoint, ShownCertificate, Trust, show_certificate};
 use vmseal_secret::SecretBytes;
-use x509_parser::certificate::X509Certificate;
-use x509_parser::prelude::FromDer;
 
+use super::certificate::{of_der, summary};
 use super::client_key::ClientKey;
 use super::{KmipProvider, MonitoredProvider, ServerState, TIMEOUTS, problem};
 use crate::providers::Providers;
 use crate::store::events::NewEvent;
 use crate::store::providers::Provider;
 use crate::store::{kmip, providers};
-
-/// What a certificate (the first of a PEM) says of itself.
-pub(super) fn summary(pem: &str) -> Option<Certificate> {
-    of_der(&CertificateDer::from_pem_slice(pem.as_bytes()).ok()?)
-}
-
-fn of_der(der: &CertificateDer<'_>) -> Option<Certificate> {
-    let (_, parsed) = X509Certificate::from_der(der).ok()?;
-    let shown = |name: String| name.chars().filter(|c| !c.is_control()).take(200).collect();
-    Some(Certificate {
-        fingerprint: Fingerprint::of(der).to_string(),
-        subject: shown(parsed.subject().to_string()),
-        issuer: shown(parsed.issuer().to_string()),
-        not_before: Timestamp::from_second(parsed.validity().not_before.timestamp()).ok()?,
-        not_after: Timestamp::from_second(parsed.validity().not_after.timestamp()).ok()?,
-    })
-}
 
 fn shown_trust(trust: &kmip::Trust) -> Option<KmipTrust> {
     match trust {

@@ -21,6 +21,7 @@
 
 mod ask;
 mod backup;
+mod certificate;
 mod certificates;
 mod client_key;
 mod create;

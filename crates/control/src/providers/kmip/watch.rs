@@ -26,9 +26,9 @@ use vmseal_kmip::{ResultReason, State};
 
 use super::KEY_STATE;
 use super::ask::ServerFailure;
+use super::certificate::summary;
 use super::destroy::{PendingDestruction, alarm_of};
 use super::get::GetFailure;
-use super::life::summary;
 use super::{KeyProvider, KmipProvider, ServerState, problem};
 use crate::backoff;
 use crate::setup::expiry;
