@@ -49,8 +49,8 @@ pub struct ControlPlane {
 }
 
 impl ControlPlane {
-    /// Monitors the hosts, continues the tasks, renews its certificate and deletes old events from now on. Credentials are in
-    /// `credentials_dir` (systemd's `$CREDENTIALS_DIRECTORY`).
+    /// Monitors the hosts, continues the tasks, renews its certificate and deletes events older than `keep_events_days`
+    /// from now on. Credentials are in `credentials_dir` (systemd's `$CREDENTIALS_DIRECTORY`).
     ///
     /// # Errors
     /// [`StartError`].
@@ -79,9 +79,9 @@ impl ControlPlane {
         engine.resume().await?;
         let renewing =
             tokio::spawn(renew(Arc::clone(&identity), Arc::clone(&authority), Arc::clone(&store)));
+        let recipient = Recipient::generate()?;
         let deleting_events =
             tokio::spawn(retention::delete_old_events(Arc::clone(&store), keep_events_days));
-        let recipient = Recipient::generate()?;
         let services = Services { store, providers, hosts, engine, authority, recipient };
         Ok(Self { services: Arc::new(services), identity, renewing, deleting_events, _lock: lock })
     }

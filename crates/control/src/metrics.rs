@@ -27,7 +27,7 @@ const TASK_BUCKETS: [f64; 10] = [0.1, 0.5, 1.0, 2.5, 5.0, 15.0, 60.0, 300.0, 180
 
 /// A REST request.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct Request {
+struct RequestLabels {
     method: String,
     /// The route's pattern.
     route: String,
@@ -35,13 +35,13 @@ struct Request {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct Route {
+struct RouteLabels {
     method: String,
     route: String,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct Task {
+struct TaskLabels {
     kind: String,
     outcome: &'static str,
 }
@@ -82,10 +82,10 @@ type Histograms<L> = Family<L, Histogram, fn() -> Histogram>;
 /// The families of this process.
 pub struct Metrics {
     registry: Registry,
-    requests: Family<Request, Counter>,
-    request_seconds: Histograms<Route>,
-    tasks: Family<Task, Counter>,
-    task_seconds: Histograms<Task>,
+    requests: Family<RequestLabels, Counter>,
+    request_seconds: Histograms<RouteLabels>,
+    tasks: Family<TaskLabels, Counter>,
+    task_seconds: Histograms<TaskLabels>,
     key_operations: Family<KeyOperation, Counter>,
     key_seconds: Histograms<KeyLatency>,
     kms_requests: Family<KmsRequest, Counter>,
@@ -164,14 +164,14 @@ impl Metrics {
     /// Counts a REST request.
     pub fn request(&self, method: &str, route: &str, status: u16, took: Duration) {
         let (method, route) = (method.to_owned(), route.to_owned());
-        let labels = Route { method: method.clone(), route: route.clone() };
+        let labels = RouteLabels { method: method.clone(), route: route.clone() };
         self.request_seconds.get_or_create(&labels).observe(took.as_secs_f64());
-        self.requests.get_or_create(&Request { method, route, status }).inc();
+        self.requests.get_or_create(&RequestLabels { method, route, status }).inc();
     }
 
     /// Counts a task that has ended.
     pub fn task(&self, kind: &str, outcome: &'static str, took: Duration) {
-        let labels = Task { kind: kind.to_owned(), outcome };
+        let labels = TaskLabels { kind: kind.to_owned(), outcome };
         self.task_seconds.get_or_create(&labels).observe(took.as_secs_f64());
         self.tasks.get_or_create(&labels).inc();
     }

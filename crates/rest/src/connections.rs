@@ -1,15 +1,16 @@
-//! Who may have how many connections to the server.
+//! How many connections to the server there may be.
 //!
 //! ```text
-//!  accepted ─► stranger ──── a request with a user's token ────► known ─► ends
-//!                 │ STRANGER_TIMEOUT, or one too many of strangers
+//!  accepted ─► unauthenticated ── a request with a user's token ──► authenticated ─► ends
+//!                 │ AUTHENTICATION_TIMEOUT, or one too many of them
 //!                 ▼
 //!               closed
 //! ```
-//! A stranger has shown no token yet: it is in its TLS handshake, joins a host, or asks what needs no token. Strangers
-//! have places of their own, and take none from users, whatever they do. Where they are too many, the oldest one of the
-//! address with the most goes: who shows a token at once is hardly ever met by that. What users hold open (long
-//! polls, consoles, exposed disks) has a limit of its own, so that requests that are answered at once find room.
+//! An unauthenticated connection has shown no token yet: it is in its TLS handshake, joins a host, or asks what needs
+//! no token. Such connections have a limit of their own, and take no place from users. Where they are too many, the
+//! oldest one of the address with the most is closed: who shows a token at once is hardly ever met by that. What users
+//! hold open (long polls, consoles, exposed disks) has its own limit, so that requests that are answered at once find
+//! room.
 
 use std::net::IpAddr;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -19,75 +20,75 @@ use axum::Extension;
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
 use vmseal_api::problem::{ErrorCode, Problem};
 
-/// Connections of users. With [`STRANGERS_MAX`] well below the 1024 descriptors that a process has by default.
-const KNOWN_MAX: usize = 512;
+/// Connections of users. With [`UNAUTHENTICATED_MAX`] well below the 1024 descriptors that a process has by default.
+const AUTHENTICATED_MAX: usize = 512;
 
 /// What users may hold open at a time: three quarters of their connections.
 const HELD_MAX: usize = 384;
 
-/// Connections of strangers.
-const STRANGERS_MAX: usize = 256;
+/// Connections without a token so far.
+const UNAUTHENTICATED_MAX: usize = 256;
 
-/// Connections of strangers from one address: several commands at a time, and not all places.
-const STRANGERS_PER_SOURCE: usize = 128;
+/// The same from one address: several commands at a time, and not all places.
+const UNAUTHENTICATED_PER_SOURCE: usize = 128;
 
-/// How long one may stay a stranger: a TLS handshake and a join fit well within.
-pub(crate) const STRANGER_TIMEOUT: Duration = Duration::from_secs(30);
+/// How long a connection may stay unauthenticated: a TLS handshake and a join fit well within.
+pub(crate) const AUTHENTICATION_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// The places for connections.
-pub(crate) struct Places {
-    strangers: Mutex<Vec<Stranger>>,
-    known: Arc<Semaphore>,
+/// The limits, and what counts towards them.
+pub(crate) struct ConnectionLimits {
+    unauthenticated: Mutex<Vec<Unauthenticated>>,
+    authenticated: Arc<Semaphore>,
     held: Arc<Semaphore>,
 }
 
 /// Oldest first in their list.
-struct Stranger {
+struct Unauthenticated {
     source: IpAddr,
-    /// Told when it is to go.
+    /// Told when it is to be closed.
     leave: Arc<Notify>,
 }
 
-impl Places {
+impl ConnectionLimits {
     pub(crate) fn new() -> Arc<Self> {
         Arc::new(Self {
-            strangers: Mutex::default(),
-            known: Arc::new(Semaphore::new(KNOWN_MAX)),
+            unauthenticated: Mutex::default(),
+            authenticated: Arc::new(Semaphore::new(AUTHENTICATED_MAX)),
             held: Arc::new(Semaphore::new(HELD_MAX)),
         })
     }
 
-    fn strangers(&self) -> MutexGuard<'_, Vec<Stranger>> {
-        self.strangers.lock().unwrap_or_else(PoisonError::into_inner)
+    fn unauthenticated(&self) -> MutexGuard<'_, Vec<Unauthenticated>> {
+        self.unauthenticated.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes in a stranger; another one may have to leave for it.
+    /// Takes in a connection; another one may be closed for it.
     pub(crate) fn admit(self: &Arc<Self>, source: IpAddr) -> Connection {
         let source = source.to_canonical();
         let leave = Arc::new(Notify::new());
-        let mut strangers = self.strangers();
-        if let Some(index) = one_too_many(&strangers, source) {
+        let mut unauthenticated = self.unauthenticated();
+        if let Some(index) = one_too_many(&unauthenticated, source) {
             // It is told once, also when it does not wait for that yet.
-            strangers.remove(index).leave.notify_one();
+            unauthenticated.remove(index).leave.notify_one();
         }
-        strangers.push(Stranger { source, leave: Arc::clone(&leave) });
-        drop(strangers);
-        let (places, known) = (Arc::clone(self), OnceLock::new());
-        Connection(Arc::new(Inner { places, source, leave, known }))
+        unauthenticated.push(Unauthenticated { source, leave: Arc::clone(&leave) });
+        drop(unauthenticated);
+        let (limits, authenticated) = (Arc::clone(self), OnceLock::new());
+        Connection(Arc::new(Inner { limits, source, leave, authenticated }))
     }
 }
 
-/// Which stranger has to go before one from `source` is taken in.
-fn one_too_many(strangers: &[Stranger], source: IpAddr) -> Option<usize> {
-    let of = |source| strangers.iter().filter(|it| it.source == source).count();
-    let crowded = if of(source) >= STRANGERS_PER_SOURCE {
+/// Which one is to be closed before one from `source` is taken in.
+fn one_too_many(unauthenticated: &[Unauthenticated], source: IpAddr) -> Option<usize> {
+    let of = |source| unauthenticated.iter().filter(|it| it.source == source).count();
+    let crowded = if of(source) >= UNAUTHENTICATED_PER_SOURCE {
         source
-    } else if strangers.len() >= STRANGERS_MAX {
-        strangers.iter().map(|it| it.source).max_by_key(|source| of(*source))?
+    } else if unauthenticated.len() >= UNAUTHENTICATED_MAX {
+        unauthenticated.iter().map(|it| it.source).max_by_key(|source| of(*source))?
     } else {
         return None;
     };
-    strangers.iter().position(|it| it.source == crowded)
+    unauthenticated.iter().position(|it| it.source == crowded)
 }
 
 /// A connection, in the extensions of its requests.
@@ -95,10 +96,10 @@ fn one_too_many(strangers: &[Stranger], source: IpAddr) -> Option<usize> {
 pub(crate) struct Connection(Arc<Inner>);
 
 struct Inner {
-    places: Arc<Places>,
+    limits: Arc<ConnectionLimits>,
     source: IpAddr,
     leave: Arc<Notify>,
-    known: OnceLock<OwnedSemaphorePermit>,
+    authenticated: OnceLock<OwnedSemaphorePermit>,
 }
 
 impl Connection {
@@ -107,35 +108,35 @@ impl Connection {
         self.0.source
     }
 
-    /// A user's token came over it: it is no stranger's from here on.
+    /// A user's token came over it: it is authenticated from here on.
     ///
     /// # Errors
     /// `limit-exceeded`: users have too many already.
-    pub(crate) fn is_users(&self) -> Result<(), Problem> {
-        if self.is_known() {
+    pub(crate) fn set_authenticated(&self) -> Result<(), Problem> {
+        if self.is_authenticated() {
             return Ok(());
         }
-        let permit = Arc::clone(&self.0.places.known).try_acquire_owned().map_err(|_| {
+        let permit = Arc::clone(&self.0.limits.authenticated).try_acquire_owned().map_err(|_| {
             let detail = format!(
-                "{KNOWN_MAX} connections are open, which is the most: close some, or try again"
+                "{AUTHENTICATED_MAX} connections are open, which is the most: close some, or try again"
             );
             Problem::new(ErrorCode::LimitExceeded, detail)
         })?;
         // Of two requests at once on it, one keeps its place; the other's is given back.
-        let _ = self.0.known.set(permit);
-        self.0.leave_strangers();
+        let _ = self.0.authenticated.set(permit);
+        self.0.leave_unauthenticated();
         Ok(())
     }
 
-    pub(crate) fn is_known(&self) -> bool {
-        self.0.known.get().is_some()
+    pub(crate) fn is_authenticated(&self) -> bool {
+        self.0.authenticated.get().is_some()
     }
 
-    /// Waits until it has to leave to make room. A user's never has to.
-    pub(crate) async fn leave(&self) {
+    /// Waits until it is to be closed to make room. An authenticated one never is.
+    pub(crate) async fn evicted(&self) {
         loop {
             self.0.leave.notified().await;
-            if !self.is_known() {
+            if !self.is_authenticated() {
                 return;
             }
         }
@@ -143,14 +144,14 @@ impl Connection {
 }
 
 impl Inner {
-    fn leave_strangers(&self) {
-        self.places.strangers().retain(|it| !Arc::ptr_eq(&it.leave, &self.leave));
+    fn leave_unauthenticated(&self) {
+        self.limits.unauthenticated().retain(|it| !Arc::ptr_eq(&it.leave, &self.leave));
     }
 }
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        self.leave_strangers();
+        self.leave_unauthenticated();
     }
 }
 
@@ -162,7 +163,7 @@ pub(crate) fn hold(
     connection: Option<&Extension<Connection>>,
 ) -> Result<Option<OwnedSemaphorePermit>, Problem> {
     let Some(Extension(connection)) = connection else { return Ok(None) };
-    let held = Arc::clone(&connection.0.places.held).try_acquire_owned().map_err(|_| {
+    let held = Arc::clone(&connection.0.limits.held).try_acquire_owned().map_err(|_| {
         let detail = format!(
             "{HELD_MAX} consoles, exposed disks, and requests that wait for news are open, which is the most: end some, or try again"
         );
@@ -181,55 +182,55 @@ mod tests {
 
     fn has_to_leave(connection: &Connection) -> bool {
         use futures_util::FutureExt;
-        connection.leave().now_or_never().is_some()
+        connection.evicted().now_or_never().is_some()
     }
 
     #[tokio::test]
     async fn strangers_take_no_places_from_users_and_the_oldest_of_the_most_goes() {
-        let places = Places::new();
-        let user = places.admit(address(1));
-        user.is_users().unwrap();
+        let limits = ConnectionLimits::new();
+        let user = limits.admit(address(1));
+        user.set_authenticated().unwrap();
         let mut flood: Vec<_> =
-            (0..STRANGERS_PER_SOURCE).map(|_| places.admit(address(1))).collect();
+            (0..UNAUTHENTICATED_PER_SOURCE).map(|_| limits.admit(address(1))).collect();
         assert!(!flood.iter().any(has_to_leave));
-        flood.push(places.admit(address(1)));
+        flood.push(limits.admit(address(1)));
         assert!(has_to_leave(&flood[0]) && !flood[1..].iter().any(has_to_leave));
-        let more: Vec<_> = (0..STRANGERS_MAX - STRANGERS_PER_SOURCE)
-            .map(|index| places.admit(address(2 + u8::try_from(index % 100).unwrap())))
+        let more: Vec<_> = (0..UNAUTHENTICATED_MAX - UNAUTHENTICATED_PER_SOURCE)
+            .map(|index| limits.admit(address(2 + u8::try_from(index % 100).unwrap())))
             .collect();
-        let late = places.admit(address(200));
+        let late = limits.admit(address(200));
         assert!(has_to_leave(&flood[1]) && !more.iter().any(has_to_leave) && !has_to_leave(&late));
-        assert_eq!(places.strangers().len(), STRANGERS_MAX);
+        assert_eq!(limits.unauthenticated().len(), UNAUTHENTICATED_MAX);
         assert!(!has_to_leave(&user));
-        late.is_users().unwrap();
-        assert!(late.is_known());
-        assert_eq!(places.strangers().len(), STRANGERS_MAX - 1);
+        late.set_authenticated().unwrap();
+        assert!(late.is_authenticated());
+        assert_eq!(limits.unauthenticated().len(), UNAUTHENTICATED_MAX - 1);
         drop((flood, more));
-        assert!(places.strangers().is_empty());
+        assert!(limits.unauthenticated().is_empty());
     }
 
     #[test]
     fn users_have_a_limit_and_give_back_what_they_had() {
-        let places = Places::new();
-        let connection = || places.admit(address(1));
-        let mut users: Vec<_> = (0..KNOWN_MAX).map(|_| connection()).collect();
-        users.iter().for_each(|user| user.is_users().unwrap());
-        users[0].is_users().unwrap();
+        let limits = ConnectionLimits::new();
+        let connection = || limits.admit(address(1));
+        let mut users: Vec<_> = (0..AUTHENTICATED_MAX).map(|_| connection()).collect();
+        users.iter().for_each(|user| user.set_authenticated().unwrap());
+        users[0].set_authenticated().unwrap();
         let one_more = connection();
-        assert_eq!(one_more.is_users().unwrap_err().code, ErrorCode::LimitExceeded);
+        assert_eq!(one_more.set_authenticated().unwrap_err().code, ErrorCode::LimitExceeded);
         users.pop();
-        one_more.is_users().unwrap();
+        one_more.set_authenticated().unwrap();
     }
 
     #[test]
     fn what_is_held_open_leaves_room_for_requests() {
-        let places = Places::new();
-        let connection = Extension(places.admit(address(1)));
+        let limits = ConnectionLimits::new();
+        let connection = Extension(limits.admit(address(1)));
         let mut held: Vec<_> = (0..HELD_MAX).map(|_| hold(Some(&connection)).unwrap()).collect();
         let refused = hold(Some(&connection)).unwrap_err();
         assert_eq!(refused.code, ErrorCode::LimitExceeded);
         held.pop();
         assert!(hold(Some(&connection)).unwrap().is_some());
-        const { assert!(HELD_MAX < KNOWN_MAX) };
+        const { assert!(HELD_MAX < AUTHENTICATED_MAX) };
     }
 }

@@ -6,7 +6,7 @@
 //! | `request` | what comes with a request: who asks, body, query, names |
 //! | `answer`, `problem` | what goes back |
 //! | `trace` | ids, log lines and metrics of requests |
-//! | `connections` | who may have how many connections |
+//! | `connections` | how many connections there may be |
 //! | [`server`] | the process |
 
 mod answer;

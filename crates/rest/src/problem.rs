@@ -14,15 +14,15 @@ const MEDIA_TYPE: &str = "application/problem+json";
 
 /// What a handler answers when it does not do what was asked.
 #[derive(Debug)]
-pub(crate) struct Refusal(pub Problem);
+pub(crate) struct ProblemResponse(pub Problem);
 
-impl From<Problem> for Refusal {
+impl From<Problem> for ProblemResponse {
     fn from(problem: Problem) -> Self {
         Self(problem)
     }
 }
 
-impl IntoResponse for Refusal {
+impl IntoResponse for ProblemResponse {
     fn into_response(mut self) -> Response {
         self.0.request_id = request_id::current().map(|id| id.as_str().into());
         let status =
@@ -39,7 +39,7 @@ impl IntoResponse for Refusal {
 }
 
 /// In the document: any other status is a problem.
-impl IntoResponses for Refusal {
+impl IntoResponses for ProblemResponse {
     fn responses() -> BTreeMap<String, RefOr<response::Response>> {
         let content = ContentBuilder::new()
             .schema(Some(RefOr::Ref(Ref::from_schema_name(Problem::name()))))

@@ -19,20 +19,20 @@ use vmseal_control::control_plane::{ControlPlane, StartError};
 use vmseal_control::setup::identity::Identity;
 use vmseal_control::setup::initialise::{InitialiseError, certificate_names, initialise};
 
-use crate::connections::{Connection, Places, STRANGER_TIMEOUT};
+use crate::connections::{AUTHENTICATION_TIMEOUT, Connection, ConnectionLimits};
 use crate::routes::router;
 
 /// How long a client may take for its TLS handshake, and for a request's header.
-const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
+const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The longest request header, in bytes.
 const HEADER_MAX: usize = 32 * 1024;
 
 /// How long requests that are under way may take when the server stops.
-const FAREWELL: Duration = Duration::from_secs(5);
+const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// How long to wait when a connection cannot be accepted (no descriptors left).
-const ACCEPT_PAUSE: Duration = Duration::from_millis(200);
+const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(200);
 
 /// How to run a server.
 #[derive(Clone, Debug)]
@@ -154,7 +154,7 @@ async fn accept(
     router: axum::Router,
     mut stopped: watch::Receiver<bool>,
 ) {
-    let places = Places::new();
+    let limits = ConnectionLimits::new();
     let mut connections = JoinSet::new();
     loop {
         let accepted = tokio::select! {
@@ -164,33 +164,39 @@ async fn accept(
         };
         match accepted {
             Ok((stream, source)) => {
-                let place = places.admit(source.ip());
+                let connection_limit = limits.admit(source.ip());
                 let (tls, router) = (tls.clone(), router.clone());
-                connections.spawn(serve_connection(stream, place, tls, router, stopped.clone()));
+                connections.spawn(serve_connection(
+                    stream,
+                    connection_limit,
+                    tls,
+                    router,
+                    stopped.clone(),
+                ));
             }
             Err(error) => {
                 tracing::warn!(%error, "a connection could not be accepted");
-                tokio::time::sleep(ACCEPT_PAUSE).await;
+                tokio::time::sleep(ACCEPT_RETRY_DELAY).await;
             }
         }
     }
     drop(listener);
     let farewell = async { while connections.join_next().await.is_some() {} };
     // What is still there then is aborted with the set.
-    let _ = tokio::time::timeout(FAREWELL, farewell).await;
+    let _ = tokio::time::timeout(SHUTDOWN_TIMEOUT, farewell).await;
 }
 
 /// Ends when a connection has been a stranger's for too long.
-async fn stays_a_stranger(place: &Connection) {
-    tokio::time::sleep(STRANGER_TIMEOUT).await;
-    if place.is_known() {
+async fn authentication_timeout(connection_limit: &Connection) {
+    tokio::time::sleep(AUTHENTICATION_TIMEOUT).await;
+    if connection_limit.is_authenticated() {
         std::future::pending::<()>().await;
     }
 }
 
 async fn serve_connection(
     stream: TcpStream,
-    place: Connection,
+    connection_limit: Connection,
     tls: TlsAcceptor,
     router: axum::Router,
     mut stopped: watch::Receiver<bool>,
@@ -198,22 +204,22 @@ async fn serve_connection(
     // Answers are small and waited for; a socket that refuses this still works.
     let _ = stream.set_nodelay(true);
     let shaken = tokio::select! {
-        shaken = tokio::time::timeout(HELLO_TIMEOUT, tls.accept(stream)) => shaken,
-        () = place.leave() => return tracing::debug!("closed to make room"),
+        shaken = tokio::time::timeout(HANDSHAKE_TIMEOUT, tls.accept(stream)) => shaken,
+        () = connection_limit.evicted() => return tracing::debug!("closed to make room"),
     };
     let stream = match shaken {
         Ok(Ok(stream)) => stream,
         Ok(Err(error)) => return tracing::debug!(%error, "no TLS"),
         Err(_) => return tracing::debug!("no TLS in time"),
     };
-    let (service, of_request) = (TowerToHyperService::new(router), place.clone());
+    let (service, of_request) = (TowerToHyperService::new(router), connection_limit.clone());
     let service = service_fn(move |mut request: hyper::Request<Incoming>| {
         request.extensions_mut().insert(of_request.clone());
         service.call(request)
     });
     let connection = http1::Builder::new()
         .timer(TokioTimer::new())
-        .header_read_timeout(HELLO_TIMEOUT)
+        .header_read_timeout(HANDSHAKE_TIMEOUT)
         .max_buf_size(HEADER_MAX)
         .serve_connection(TokioIo::new(stream), service)
         .with_upgrades();
@@ -224,8 +230,8 @@ async fn serve_connection(
             connection.as_mut().graceful_shutdown();
             connection.await
         }
-        () = place.leave() => return tracing::debug!("closed to make room"),
-        () = stays_a_stranger(&place) => return tracing::debug!("closed: no user's, and late"),
+        () = connection_limit.evicted() => return tracing::debug!("closed to make room"),
+        () = authentication_timeout(&connection_limit) => return tracing::debug!("closed: no user's, and late"),
     };
     if let Err(error) = ended {
         tracing::debug!(%error, "a connection ended early");

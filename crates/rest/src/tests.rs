@@ -29,14 +29,14 @@ use vmseal_secret::sealed_box::{Recipient, seal};
 
 use vmseal_control::services::Services;
 use vmseal_control::store::{datastores, hosts};
-use vmseal_control::testing::Plant;
+use vmseal_control::testing::Fixture;
 
 use crate::routes::{document, router};
 
 const TOKEN: &str = "a-token-for-tests";
 
 struct Api {
-    plant: Plant,
+    fixture: Fixture,
     control: Arc<Services>,
     router: axum::Router,
     passphrase_box: [u8; 32],
@@ -68,13 +68,13 @@ impl Answer {
 
 impl Api {
     async fn new() -> Self {
-        let plant = Plant::new().await;
-        plant.add_user("me", TOKEN).await;
+        let fixture = Fixture::new().await;
+        fixture.add_user("me", TOKEN).await;
         let recipient = Recipient::generate().unwrap();
         let passphrase_box = recipient.public_key();
-        let control = Arc::new(plant.services(recipient));
+        let control = Arc::new(fixture.services(recipient));
         let router = router(Arc::clone(&control));
-        Self { plant, control, router, passphrase_box }
+        Self { fixture, control, router, passphrase_box }
     }
 
     async fn send(&self, request: Request<Body>) -> Answer {
@@ -128,7 +128,7 @@ impl Api {
         assert_eq!(begun.status, StatusCode::ACCEPTED, "{}", begun.body);
         let place = begun.headers[header::LOCATION].to_str().unwrap();
         let path = place.strip_prefix("/api/v1/").unwrap().to_owned();
-        self.plant
+        self.fixture
             .eventually("the task ends", async || {
                 Some(self.get(&path).await.body).filter(|task| !task["ended"].is_null())
             })
@@ -157,7 +157,7 @@ fn vm_with(pointer: &str, value: Value) -> Value {
 #[tokio::test]
 async fn datastores_of_two_hosts_may_have_one_name() {
     let api = Api::new().await;
-    let mut write = api.plant.store.write().await.unwrap();
+    let mut write = api.fixture.store.write().await.unwrap();
     let known = datastores::find(&mut write, "local").await.unwrap().unwrap();
     let other = hosts::Host {
         id: HostId::new(),
@@ -387,9 +387,9 @@ async fn a_vm_through_its_life() {
 #[tokio::test]
 async fn while_a_host_is_away_its_vms_power_is_not_known_and_nothing_begins() {
     let api = Api::new().await;
-    api.plant.made("web", "encrypted").await;
-    api.plant.agent.set_reachable(false);
-    api.plant
+    api.fixture.made("web", "encrypted").await;
+    api.fixture.agent.set_reachable(false);
+    api.fixture
         .eventually("away", async || {
             (api.get("hosts/here").await.body["connection"] == "disconnected").then_some(())
         })
@@ -398,7 +398,7 @@ async fn while_a_host_is_away_its_vms_power_is_not_known_and_nothing_begins() {
     api.post("vms/web/start", Value::Null).await.assert_problem(502, "unreachable");
     api.delete("vms/web").await.assert_problem(502, "unreachable");
     assert_eq!(api.get("vms/web").await.body["lifecycle"], "ready");
-    api.plant
+    api.fixture
         .eventually("alarm", async || {
             (api.get("alarms").await.body["items"][0]["code"] == "host-disconnected").then_some(())
         })
@@ -515,7 +515,7 @@ fn the_checked_in_openapi_document_is_the_one_of_the_code() {
 #[tokio::test]
 async fn an_export_says_what_it_is_and_is_on_record() {
     let api = Api::new().await;
-    let vm = api.plant.made("web", "encrypted").await;
+    let vm = api.fixture.made("web", "encrypted").await;
     let export = |body: Value| {
         let api = &api;
         async move { api.post("vms/web/disks/disk0/export", body).await }
@@ -537,17 +537,17 @@ async fn an_export_says_what_it_is_and_is_on_record() {
     export(bare).await.assert_field("passphrase");
     let none = api.post("vms/web/disks/none/export", raw.clone()).await;
     none.assert_problem(404, "not-found");
-    assert!(api.plant.events("disk.export").await.is_empty(), "a refused export is on record");
+    assert!(api.fixture.events("disk.export").await.is_empty(), "a refused export is on record");
 
     api.done(export(raw.clone()).await).await;
-    let told = api.plant.events("disk.export").await;
+    let told = api.fixture.events("disk.export").await;
     assert_eq!(told.len(), 1);
     let detail = &told[0].detail;
     assert!(detail.contains("IN THE CLEAR") && detail.contains("/out.raw"), "{detail}");
     assert_eq!((told[0].actor.as_str(), told[0].target.as_str()), ("me", "web"));
 
-    let task = api.plant.begin(vmseal_control::operation::Operation::StartVm { vm }, "web").await;
-    api.plant.ended(task).await;
+    let task = api.fixture.begin(vmseal_control::operation::Operation::StartVm { vm }, "web").await;
+    api.fixture.ended(task).await;
     let answer = export(raw).await;
     answer.assert_problem(409, "wrong-state");
     assert!(answer.body["detail"].as_str().unwrap().contains("stop it first"), "{}", answer.body);
@@ -594,7 +594,7 @@ async fn what_the_server_does_is_counted_for_prometheus_and_for_nobody_without_a
     }
     let strange = Request::builder().method("BREW").uri("/coffee/17").body(Body::empty()).unwrap();
     api.send(strange).await;
-    api.plant.agent.set_free(1 << 30);
+    api.fixture.agent.set_free(1 << 30);
     let after = api.scrape("/metrics").await;
     assert!(sample(&after, tasks) > sample(&before, tasks), "{after}");
     assert!(sample(&after, lists) >= sample(&before, lists) + 3.0, "{after}");

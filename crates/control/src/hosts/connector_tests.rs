@@ -19,7 +19,7 @@ use zeroize::Zeroizing;
 
 use crate::setup::authority::Authority;
 use crate::setup::identity::Identity;
-use crate::testing::Plant;
+use crate::testing::Fixture;
 
 struct Peers {
     _directory: tempfile::TempDir,
@@ -71,15 +71,15 @@ impl Peers {
 
 #[tokio::test]
 async fn a_vm_is_seen_and_worked_on_through_it() {
-    let (peers, plant, host) = (Peers::new(), Plant::new().await, HostId::new());
-    let vm = plant.running("web").await;
-    let client = peers.client(host, peers.agent(host, plant.agent.clone()).await);
-    assert_eq!(client.describe().await.unwrap(), plant.agent.describe().await.unwrap());
+    let (peers, fixture, host) = (Peers::new(), Fixture::new().await, HostId::new());
+    let vm = fixture.running("web").await;
+    let client = peers.client(host, peers.agent(host, fixture.agent.clone()).await);
+    assert_eq!(client.describe().await.unwrap(), fixture.agent.describe().await.unwrap());
     // Until when the agent's certificate is valid is known from the connection.
     let until = crate::setup::expiry::until(&client.certificate().unwrap()).unwrap();
     assert!(until > jiff::Timestamp::now() + jiff::SignedDuration::from_hours(24 * 365 * 9));
     let state = client.state_after(None, STATE_WAIT_MAX * 2).await.unwrap();
-    assert_eq!(state, plant.agent.state_now().await.unwrap());
+    assert_eq!(state, fixture.agent.state_now().await.unwrap());
 
     let mut console = client.console(vm, ConsoleClaim::IfFree).await.unwrap();
     console.write_all(b"hello").await.unwrap();
@@ -100,10 +100,10 @@ async fn a_vm_is_seen_and_worked_on_through_it() {
 
 #[tokio::test]
 async fn an_exposed_disk_is_carried_both_ways_at_once() {
-    let (peers, plant, host) = (Peers::new(), Plant::new().await, HostId::new());
-    let vm = plant.made("web", "encrypted").await;
-    let disk = plant.disks(vm).await[0].id;
-    let client = peers.client(host, peers.agent(host, plant.agent.clone()).await);
+    let (peers, fixture, host) = (Peers::new(), Fixture::new().await, HostId::new());
+    let vm = fixture.made("web", "encrypted").await;
+    let disk = fixture.disks(vm).await[0].id;
+    let client = peers.client(host, peers.agent(host, fixture.agent.clone()).await);
     let hold = Exposing::Hold { writable: true };
     let mut holder = client.expose_disk(vm, disk, hold).await.unwrap();
     let refused = client.expose_disk(vm, disk, hold).await.err().unwrap();

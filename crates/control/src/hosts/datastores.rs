@@ -12,7 +12,7 @@ use vmseal_api::id::{DatastoreId, HostId};
 use vmseal_api::model::Connection;
 use vmseal_api::problem::Problem;
 
-use super::View;
+use super::HostView;
 use crate::store::alarms::Standing;
 use crate::store::datastores::Datastore;
 use crate::store::{self, Store};
@@ -33,16 +33,16 @@ const CRITICAL_FROM: u64 = 95;
 /// transaction.
 const NOTED_CHANGE: u64 = 1000;
 
-pub(super) struct Watch {
+pub(super) struct DatastoreMonitor {
     pub(super) host: HostId,
     pub(super) store: Arc<Store>,
     pub(super) agent: Arc<dyn HostAgent>,
-    pub(super) view: watch::Receiver<View>,
+    pub(super) view: watch::Receiver<HostView>,
     /// Those with an alarm for being full.
     pub(super) full: HashSet<DatastoreId>,
 }
 
-impl Watch {
+impl DatastoreMonitor {
     /// Runs until it is dropped.
     pub(super) async fn run(mut self) {
         // The sender lives as long as the monitor, which ends together with this.
@@ -132,26 +132,32 @@ fn is_news(known: Option<DatastoreUsage>, now: DatastoreUsage) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::testing::Plant;
+    use crate::testing::Fixture;
 
     const TIB: u64 = 1 << 40;
 
-    async fn watch(plant: &Plant) -> Watch {
-        let (_, view) = watch::channel(View::NOTHING);
-        let (store, host) = (Arc::clone(&plant.store), plant.host);
-        Watch { host, store, agent: Arc::new(plant.agent.clone()), view, full: HashSet::new() }
+    async fn watch(fixture: &Fixture) -> DatastoreMonitor {
+        let (_, view) = watch::channel(HostView::NOTHING);
+        let (store, host) = (Arc::clone(&fixture.store), fixture.host);
+        DatastoreMonitor {
+            host,
+            store,
+            agent: Arc::new(fixture.agent.clone()),
+            view,
+            full: HashSet::new(),
+        }
     }
 
-    async fn free_shown(plant: &Plant) -> u64 {
-        let mut read = plant.store.read().await.unwrap();
+    async fn free_shown(fixture: &Fixture) -> u64 {
+        let mut read = fixture.store.read().await.unwrap();
         let found = store::datastores::find(&mut read, "local").await.unwrap().unwrap();
         found.usage.unwrap().free
     }
 
     #[tokio::test]
     async fn a_datastore_that_fills_is_an_alarm_at_its_thresholds_and_its_room_is_noted() {
-        let plant = Plant::new().await;
-        let mut watch = watch(&plant).await;
+        let fixture = Fixture::new().await;
+        let mut watch = watch(&fixture).await;
         let steps: [(u64, &[&str]); 7] = [
             (50, &[]),
             (84, &[]),
@@ -163,31 +169,31 @@ mod tests {
         ];
         for (percent, alarms) in steps {
             let free = TIB - TIB / 100 * percent - (1 << 30);
-            plant.agent.set_free(free);
+            fixture.agent.set_free(free);
             watch.round().await.unwrap();
-            assert_eq!(plant.alarms().await, alarms, "{percent} %");
-            assert_eq!(free_shown(&plant).await, free, "{percent} %");
+            assert_eq!(fixture.alarms().await, alarms, "{percent} %");
+            assert_eq!(free_shown(&fixture).await, free, "{percent} %");
         }
-        let told = plant.events("alarm.raised").await;
+        let told = fixture.events("alarm.raised").await;
         assert!(told.last().unwrap().detail.contains("write errors"), "{told:?}");
         // Too little to be noted.
-        let before = free_shown(&plant).await;
-        plant.agent.set_free(before - 4096);
+        let before = free_shown(&fixture).await;
+        fixture.agent.set_free(before - 4096);
         watch.round().await.unwrap();
-        assert_eq!(free_shown(&plant).await, before);
+        assert_eq!(free_shown(&fixture).await, before);
     }
 
     #[tokio::test]
     async fn another_ones_mark_is_an_alarm_and_a_hosts_silence_is_not_the_datastores() {
-        let plant = Plant::new().await;
-        let mut watch = watch(&plant).await;
+        let fixture = Fixture::new().await;
+        let mut watch = watch(&fixture).await;
         watch.round().await.unwrap();
-        assert!(plant.alarms().await.is_empty());
-        plant.agent.change_mark(std::path::Path::new("/store"));
+        assert!(fixture.alarms().await.is_empty());
+        fixture.agent.change_mark(std::path::Path::new("/store"));
         watch.round().await.unwrap();
-        assert_eq!(plant.alarms().await, ["datastore-wrong local"]);
-        plant.agent.set_reachable(false);
+        assert_eq!(fixture.alarms().await, ["datastore-wrong local"]);
+        fixture.agent.set_reachable(false);
         watch.round().await.unwrap_err();
-        assert!(plant.alarms().await.contains(&"datastore-wrong local".to_owned()));
+        assert!(fixture.alarms().await.contains(&"datastore-wrong local".to_owned()));
     }
 }

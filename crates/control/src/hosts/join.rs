@@ -51,7 +51,7 @@ pub async fn make_token(
 const JOINS_MAX: usize = 4;
 
 /// How long a join may wait for others.
-const JOIN_PATIENCE: Duration = Duration::from_secs(10);
+const JOIN_TIMEOUT: Duration = Duration::from_secs(10);
 
 static JOINS: Semaphore = Semaphore::const_new(JOINS_MAX);
 
@@ -73,7 +73,7 @@ pub async fn join(
     };
     let token: join_token::JoinToken = request.token.parse().map_err(|_| refused())?;
     let secret = crate::sha256_hex(&token.secret);
-    let Ok(Ok(_turn)) = tokio::time::timeout(JOIN_PATIENCE, JOINS.acquire()).await else {
+    let Ok(Ok(_turn)) = tokio::time::timeout(JOIN_TIMEOUT, JOINS.acquire()).await else {
         let detail = "too many machines want to join at this moment: try again";
         return Err(Problem::new(ErrorCode::TimedOut, detail));
     };
@@ -226,7 +226,7 @@ mod tests {
     #[tokio::test]
     async fn a_token_serves_once_and_only_for_a_join_that_succeeds() {
         let directory = tempfile::tempdir().unwrap();
-        let store = Store::open(&directory.path().join("db")).await.unwrap();
+        let store = crate::testing::new_store(directory.path()).await;
         let authority = Authority::open(directory.path()).unwrap();
         let token = make_token(&store, &authority, "me").await.unwrap().token;
         let key = rcgen::KeyPair::generate().unwrap();
@@ -266,7 +266,7 @@ mod tests {
     #[tokio::test]
     async fn who_has_no_token_does_not_wait_for_the_writer() {
         let directory = tempfile::tempdir().unwrap();
-        let store = Store::open(&directory.path().join("db")).await.unwrap();
+        let store = crate::testing::new_store(directory.path()).await;
         let authority = Authority::open(directory.path()).unwrap();
         let _taken = store.write().await.unwrap();
         let stranger = join_token::JoinToken { secret: [7; 32], authority: [0; 32] };
@@ -306,7 +306,7 @@ mod tests {
     #[tokio::test]
     async fn an_expired_token_is_none() {
         let directory = tempfile::tempdir().unwrap();
-        let store = Store::open(&directory.path().join("db")).await.unwrap();
+        let store = crate::testing::new_store(directory.path()).await;
         let mut write = store.write().await.unwrap();
         let past = Timestamp::now() - Duration::from_millis(1500);
         users::insert_join_token(&mut write, "old", past).await.unwrap();

@@ -4,9 +4,9 @@ pub mod alarms;
 pub mod connector;
 #[cfg(test)]
 mod connector_tests;
-mod courier;
 mod datastores;
 pub mod join;
+mod key_delivery;
 pub mod keys;
 mod monitor;
 mod registration;
@@ -25,7 +25,7 @@ use vmseal_api::model::Connection;
 use vmseal_api::problem::{ErrorCode, Problem};
 
 use self::connector::HostConnector;
-use self::datastores::Watch;
+use self::datastores::DatastoreMonitor;
 use self::keys::Purpose;
 use self::monitor::Monitor;
 pub use self::registration::{register, spec_of};
@@ -40,7 +40,7 @@ const SHOWN_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// What is known of a host now.
 #[derive(Clone, Debug)]
-pub struct View {
+pub struct HostView {
     /// Whether it answers, and its VMs are registered.
     pub connection: Connection,
     /// What it is; the key box in it belongs to the life of the agent that `state` is of.
@@ -49,7 +49,7 @@ pub struct View {
     pub state: Option<Arc<HostState>>,
 }
 
-impl View {
+impl HostView {
     const NOTHING: Self =
         Self { connection: Connection::Disconnected, description: None, state: None };
 
@@ -73,7 +73,7 @@ impl View {
 struct Entry {
     name: String,
     agent: Arc<dyn HostAgent>,
-    view: watch::Receiver<View>,
+    view: watch::Receiver<HostView>,
     monitor: JoinHandle<()>,
     datastores: JoinHandle<()>,
 }
@@ -125,7 +125,7 @@ impl Hosts {
     /// The connector's.
     pub fn add(&self, host: &Host) -> Result<(), Problem> {
         let agent = self.connector.connect(host)?;
-        let (view, seen) = watch::channel(View::NOTHING);
+        let (view, seen) = watch::channel(HostView::NOTHING);
         let monitor = Monitor::new(
             host,
             Arc::clone(&self.store),
@@ -134,7 +134,7 @@ impl Hosts {
             Arc::clone(&self.locks),
             view,
         );
-        let datastores = Watch {
+        let datastores = DatastoreMonitor {
             host: host.id,
             store: Arc::clone(&self.store),
             agent: Arc::clone(&agent),
@@ -159,8 +159,8 @@ impl Hosts {
 
     /// What is known of a host now.
     #[must_use]
-    pub fn view(&self, host: HostId) -> View {
-        self.entries().get(&host).map_or(View::NOTHING, |entry| entry.view.borrow().clone())
+    pub fn view(&self, host: HostId) -> HostView {
+        self.entries().get(&host).map_or(HostView::NOTHING, |entry| entry.view.borrow().clone())
     }
 
     /// The agent of a host, whether it answers or not.

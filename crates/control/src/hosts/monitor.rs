@@ -17,7 +17,7 @@
 //! ```
 //!
 //! The monitor deals with VMs that are whole. Those that a task makes or removes are the task's. Keys are
-//! brought by a courier beside it: a KMS that hangs does not keep a host from being followed.
+//! delivered beside it: a KMS that hangs does not keep a host from being followed.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -36,9 +36,9 @@ use vmseal_api::problem::Problem;
 use vmseal_api::request_id::{self, RequestId};
 
 use super::alarms;
-use super::courier::{Courier, Delivery};
+use super::key_delivery::{Delivery, KeyDeliveries};
 use super::keys::Purpose;
-use super::{View, is_silence, registration};
+use super::{HostView, is_silence, registration};
 use crate::locks::Locks;
 use crate::operation::Operation;
 use crate::providers::Providers;
@@ -70,9 +70,9 @@ pub(super) struct Monitor {
     providers: Arc<Providers>,
     agent: Arc<dyn HostAgent>,
     locks: Arc<Locks<VmId>>,
-    view: watch::Sender<View>,
-    /// Brings keys in this life of the agent.
-    courier: Courier,
+    view: watch::Sender<HostView>,
+    /// Delivers keys in this life of the agent.
+    deliveries: KeyDeliveries,
 }
 
 impl Monitor {
@@ -82,11 +82,11 @@ impl Monitor {
         providers: Arc<Providers>,
         agent: Arc<dyn HostAgent>,
         locks: Arc<Locks<VmId>>,
-        view: watch::Sender<View>,
+        view: watch::Sender<HostView>,
     ) -> Self {
         let (id, name) = (host.id, host.name.clone());
-        let courier = Courier::default();
-        Self { id, name, store, providers, agent, locks, view, courier }
+        let deliveries = KeyDeliveries::default();
+        Self { id, name, store, providers, agent, locks, view, deliveries }
     }
 
     /// Runs until it is dropped.
@@ -152,14 +152,14 @@ impl Monitor {
     }
 
     async fn settle(&mut self, description: Box<HostDescription>) -> Phase {
-        self.courier = Courier::default();
+        self.deliveries = KeyDeliveries::default();
         let settled = async {
             let state = self.agent.state_now().await?;
             if state.incarnation != description.incarnation {
                 return Ok(None);
             }
             self.supply(&description, &state).await?;
-            self.courier.patiently().await?;
+            self.deliveries.settle().await?;
             // Read again, now that the VMs are registered.
             let state = self.agent.state_now().await?;
             Ok((state.incarnation == description.incarnation).then_some(state))
@@ -196,18 +196,18 @@ impl Monitor {
         let news = tokio::select! {
             news = self.agent.state_after(Some(&state), STATE_WAIT_MAX) => news,
             Ok(()) = unlocks.changed() => {
-                self.courier.try_all_again();
+                self.deliveries.try_all_again();
                 Ok(*state)
             }
             // A key was brought, or could not be, or it is time to try again.
-            brought = self.courier.next() => brought.map(|()| *state),
+            brought = self.deliveries.next() => brought.map(|()| *state),
         };
         let supplied = match news {
             Ok(state) if state.incarnation != description.incarnation => {
                 return Phase::Connecting { failures: 0 };
             }
             Ok(state) => match self.supply(&description, &state).await {
-                Ok(()) => self.courier.patiently().await.map(|()| state),
+                Ok(()) => self.deliveries.settle().await.map(|()| state),
                 Err(problem) => Err(problem),
             },
             Err(problem) => Err(problem),
@@ -243,13 +243,13 @@ impl Monitor {
             .filter(|vm| seen(vm.id).is_none_or(|seen| seen.key == KeyState::Missing))
             .map(|vm| vm.id)
             .collect();
-        self.courier.keep_only(&lacking);
+        self.deliveries.keep_only(&lacking);
         for vm in lacking {
-            if !self.courier.may_begin(vm) {
+            if !self.deliveries.may_begin(vm) {
                 continue;
             }
             match self.register(vm, seen(vm)).await {
-                Ok(true) => self.courier.begin(Delivery {
+                Ok(true) => self.deliveries.begin(Delivery {
                     vm,
                     // One that runs goes on, whatever has become of its key.
                     purpose: match seen(vm).map(|seen| seen.power) {
@@ -264,7 +264,7 @@ impl Monitor {
                 }),
                 Ok(false) => {}
                 Err(problem) if is_silence(&problem) => return Err(problem),
-                Err(problem) => self.courier.failed(vm, problem),
+                Err(problem) => self.deliveries.failed(vm, problem),
             }
         }
         for seen in state.vms.iter().filter(|seen| seen.power == Power::Off) {
@@ -361,7 +361,7 @@ impl Monitor {
     async fn show(&self, description: &HostDescription, state: &HostState) {
         let told = self.tell(description, state).await;
         self.note(told);
-        let before = self.view.send_replace(View {
+        let before = self.view.send_replace(HostView {
             connection: Connection::Connected,
             description: Some(Arc::new(description.clone())),
             state: Some(Arc::new(state.clone())),
@@ -386,7 +386,7 @@ impl Monitor {
             true => store::disks::names_on_host(&mut read, self.id).await?,
             false => HashMap::new(),
         };
-        let problems = self.courier.problems();
+        let problems = self.deliveries.problems();
         let mut standing = alarms::of_host(&self.name, description, state, &vms, &disks, &problems);
         let certificate = self.agent.certificate();
         standing.extend(alarms::last_copies(&self.name, &vms, &self.last_copies(&vms, state)));

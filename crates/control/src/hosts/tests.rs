@@ -5,98 +5,98 @@ use vmseal_api::host::{ContractRange, HostAgent, Notice, NoticeCode, Power, Stop
 use vmseal_api::id::VmId;
 use vmseal_api::model::Connection;
 
-use crate::testing::Plant;
+use crate::testing::Fixture;
 
-async fn alarm(plant: &Plant, wanted: &str) {
-    plant
+async fn alarm(fixture: &Fixture, wanted: &str) {
+    fixture
         .eventually(wanted, async || {
-            plant.alarms().await.iter().any(|alarm| alarm == wanted).then_some(())
+            fixture.alarms().await.iter().any(|alarm| alarm == wanted).then_some(())
         })
         .await;
 }
 
-async fn no_alarms(plant: &Plant) {
-    plant.eventually("no alarms", async || plant.alarms().await.is_empty().then_some(())).await;
+async fn no_alarms(fixture: &Fixture) {
+    fixture.eventually("no alarms", async || fixture.alarms().await.is_empty().then_some(())).await;
 }
 
 #[tokio::test]
 async fn a_host_that_restarts_gets_its_vms_and_keys_again() {
-    let plant = Plant::new().await;
-    let (off, on) = (plant.made("off", "encrypted").await, plant.running("on").await);
-    plant.agent.restart();
-    plant.assert_whole(off, Power::Off, "off").await;
-    plant.assert_whole(on, Power::Running, "on").await;
-    no_alarms(&plant).await;
+    let fixture = Fixture::new().await;
+    let (off, on) = (fixture.made("off", "encrypted").await, fixture.running("on").await);
+    fixture.agent.restart();
+    fixture.assert_whole(off, Power::Off, "off").await;
+    fixture.assert_whole(on, Power::Running, "on").await;
+    no_alarms(&fixture).await;
 }
 
 #[tokio::test]
 async fn a_host_that_is_away_is_an_alarm_until_it_is_back() {
-    let plant = Plant::new().await;
-    let vm = plant.made("web", "encrypted").await;
-    plant.agent.set_reachable(false);
-    alarm(&plant, "host-disconnected here").await;
-    let view = plant.hosts.view(plant.host);
+    let fixture = Fixture::new().await;
+    let vm = fixture.made("web", "encrypted").await;
+    fixture.agent.set_reachable(false);
+    alarm(&fixture, "host-disconnected here").await;
+    let view = fixture.hosts.view(fixture.host);
     assert_eq!(view.connection, Connection::Disconnected);
     assert_eq!(view.vm(vm), None, "what is not known is shown");
-    plant.agent.set_reachable(true);
-    plant.connected().await;
-    no_alarms(&plant).await;
-    let told: Vec<_> = plant.events("alarm.cleared").await;
+    fixture.agent.set_reachable(true);
+    fixture.connected().await;
+    no_alarms(&fixture).await;
+    let told: Vec<_> = fixture.events("alarm.cleared").await;
     assert!(told.iter().any(|event| event.detail == "host-disconnected"), "{told:?}");
 }
 
 #[tokio::test]
 async fn a_vm_whose_key_cannot_be_had_is_locked_until_the_provider_is_unlocked() {
-    let mut plant = Plant::new().await;
-    let vm = plant.made("web", "encrypted").await;
+    let mut fixture = Fixture::new().await;
+    let vm = fixture.made("web", "encrypted").await;
     // Another life of the server, whose provider is sealed.
     let sealed = crate::providers::Providers::open(
-        std::sync::Arc::clone(&plant.store),
-        plant.directory.path(),
+        std::sync::Arc::clone(&fixture.store),
+        fixture.directory.path(),
         None,
     );
-    plant.providers = std::sync::Arc::new(sealed.await.unwrap());
-    plant.agent.restart();
-    plant.restart(|_| {}).await;
-    alarm(&plant, "vm-locked web").await;
-    assert_eq!((plant.agent.registered(), plant.agent.keys_held()), (vec![vm], vec![]));
-    let mut read = plant.store.read().await.unwrap();
+    fixture.providers = std::sync::Arc::new(sealed.await.unwrap());
+    fixture.agent.restart();
+    fixture.restart(|_| {}).await;
+    alarm(&fixture, "vm-locked web").await;
+    assert_eq!((fixture.agent.registered(), fixture.agent.keys_held()), (vec![vm], vec![]));
+    let mut read = fixture.store.read().await.unwrap();
     let standing = crate::store::alarms::list(&mut read).await.unwrap();
     let provider = crate::store::providers::find(&mut read, "keys").await.unwrap().unwrap();
     drop(read);
     assert!(standing[0].detail.contains("vmseal provider unlock keys"), "{standing:?}");
     let passphrase =
         vmseal_secret::SecretBytes::from_wiped(&mut b"pass, as in the tests".to_vec()).unwrap();
-    plant.providers.unlock(&provider, passphrase, "me").await.unwrap();
-    no_alarms(&plant).await;
-    plant.assert_whole(vm, Power::Off, "unlocked").await;
+    fixture.providers.unlock(&provider, passphrase, "me").await.unwrap();
+    no_alarms(&fixture).await;
+    fixture.assert_whole(vm, Power::Off, "unlocked").await;
 }
 
 #[tokio::test]
 async fn a_dead_filter_and_a_damaged_header_are_alarms() {
-    let plant = Plant::new().await;
-    let vm = plant.running("web").await;
+    let fixture = Fixture::new().await;
+    let vm = fixture.running("web").await;
     let detail = "the first header copy is damaged".to_owned();
-    plant.agent.notice(vm, Notice { code: NoticeCode::HeaderCopyDamaged, disk: None, detail });
-    alarm(&plant, "header-copy-damaged web").await;
-    plant.agent.kill_filter(vm);
-    alarm(&plant, "filter-restarted web").await;
-    assert!(plant.events("vm.stopped").await.is_empty(), "its guest goes on");
-    plant.agent.stop_guest(vm, StopReason::FilterDied);
-    alarm(&plant, "filter-died web").await;
-    let stopped = plant.events("vm.stopped").await;
+    fixture.agent.notice(vm, Notice { code: NoticeCode::HeaderCopyDamaged, disk: None, detail });
+    alarm(&fixture, "header-copy-damaged web").await;
+    fixture.agent.kill_filter(vm);
+    alarm(&fixture, "filter-restarted web").await;
+    assert!(fixture.events("vm.stopped").await.is_empty(), "its guest goes on");
+    fixture.agent.stop_guest(vm, StopReason::FilterDied);
+    alarm(&fixture, "filter-died web").await;
+    let stopped = fixture.events("vm.stopped").await;
     assert_eq!(stopped.last().unwrap().detail, "the simulated guest has stopped");
     // The host keeps the death, and tells it again when its agent restarts.
-    plant.agent.restart();
-    plant.connected().await;
-    plant.assert_whole(vm, Power::Off, "after a restart").await;
-    alarm(&plant, "filter-died web").await;
-    assert!(!plant.events("alarm.cleared").await.iter().any(|told| told.detail == "filter-died"));
-    let task = plant.begin(crate::operation::Operation::StartVm { vm }, "web").await;
-    plant.ended(task).await;
-    plant
+    fixture.agent.restart();
+    fixture.connected().await;
+    fixture.assert_whole(vm, Power::Off, "after a restart").await;
+    alarm(&fixture, "filter-died web").await;
+    assert!(!fixture.events("alarm.cleared").await.iter().any(|told| told.detail == "filter-died"));
+    let task = fixture.begin(crate::operation::Operation::StartVm { vm }, "web").await;
+    fixture.ended(task).await;
+    fixture
         .eventually("the alarm is gone", async || {
-            let alarms = plant.alarms().await;
+            let alarms = fixture.alarms().await;
             (!alarms.contains(&"filter-died web".to_owned())).then_some(())
         })
         .await;
@@ -104,22 +104,22 @@ async fn a_dead_filter_and_a_damaged_header_are_alarms() {
 
 #[tokio::test]
 async fn starts_and_stops_are_told_once_also_across_restarts_of_the_server() {
-    let mut plant = Plant::new().await;
-    let vm = plant.running("web").await;
-    plant.restart(|_| {}).await;
-    plant.agent.restart();
-    plant.assert_whole(vm, Power::Running, "after restarts").await;
-    assert_eq!(plant.events("vm.started").await.len(), 1);
-    plant.agent.stop_guest(vm, StopReason::FilterDied);
-    alarm(&plant, "filter-died web").await;
-    plant.restart(|_| {}).await;
-    assert_eq!(plant.events("vm.stopped").await.len(), 1);
-    assert_eq!(plant.alarms().await, ["filter-died web"]);
+    let mut fixture = Fixture::new().await;
+    let vm = fixture.running("web").await;
+    fixture.restart(|_| {}).await;
+    fixture.agent.restart();
+    fixture.assert_whole(vm, Power::Running, "after restarts").await;
+    assert_eq!(fixture.events("vm.started").await.len(), 1);
+    fixture.agent.stop_guest(vm, StopReason::FilterDied);
+    alarm(&fixture, "filter-died web").await;
+    fixture.restart(|_| {}).await;
+    assert_eq!(fixture.events("vm.stopped").await.len(), 1);
+    assert_eq!(fixture.alarms().await, ["filter-died web"]);
 }
 
 #[tokio::test]
 async fn what_the_inventory_does_not_have_the_host_is_to_forget() {
-    let plant = Plant::new().await;
+    let fixture = Fixture::new().await;
     let spec = VmSpec {
         vm: VmId::new(),
         name: "ghost".to_owned(),
@@ -129,10 +129,10 @@ async fn what_the_inventory_does_not_have_the_host_is_to_forget() {
         devices: Vec::new(),
     };
     let ghost = spec.vm;
-    plant.agent.register_vm(spec).await.unwrap();
-    plant
+    fixture.agent.register_vm(spec).await.unwrap();
+    fixture
         .eventually("it is forgotten", async || {
-            (!plant.agent.registered().contains(&ghost)).then_some(())
+            (!fixture.agent.registered().contains(&ghost)).then_some(())
         })
         .await;
 }
@@ -141,26 +141,26 @@ async fn what_the_inventory_does_not_have_the_host_is_to_forget() {
 async fn whatever_is_lost_in_settling_is_mended() {
     for call in [Call::Describe, Call::State, Call::RegisterVm, Call::OfferKey] {
         for fault in [Fault::LoseRequest, Fault::LoseAnswer, Fault::Crash, Fault::CrashAfter] {
-            let plant = Plant::new().await;
-            let vm = plant.made("web", "encrypted").await;
-            plant.inject(call, fault, 1);
-            plant.agent.restart();
-            plant.assert_whole(vm, Power::Off, &format!("{call:?} {fault:?}")).await;
+            let fixture = Fixture::new().await;
+            let vm = fixture.made("web", "encrypted").await;
+            fixture.inject(call, fault, 1);
+            fixture.agent.restart();
+            fixture.assert_whole(vm, Power::Off, &format!("{call:?} {fault:?}")).await;
         }
     }
 }
 
 #[tokio::test]
 async fn a_host_without_a_common_version_is_not_worked_with_until_it_is_upgraded() {
-    let plant = Plant::new().await;
-    let vm = plant.made("web", "encrypted").await;
+    let fixture = Fixture::new().await;
+    let vm = fixture.made("web", "encrypted").await;
     for (min, max) in [(1, 1), (7, 9)] {
-        plant.agent.set_contract(ContractRange { min, max });
-        plant.agent.restart();
-        alarm(&plant, "host-disconnected here").await;
-        assert!(plant.agent.registered().is_empty(), "it is told of VMs");
+        fixture.agent.set_contract(ContractRange { min, max });
+        fixture.agent.restart();
+        alarm(&fixture, "host-disconnected here").await;
+        assert!(fixture.agent.registered().is_empty(), "it is told of VMs");
         // One that speaks later versions, too, will do.
-        plant.agent.set_contract(ContractRange { min: 1, max: 9 });
-        plant.assert_whole(vm, Power::Off, "after the upgrade").await;
+        fixture.agent.set_contract(ContractRange { min: 1, max: 9 });
+        fixture.assert_whole(vm, Power::Off, "after the upgrade").await;
     }
 }

@@ -11,7 +11,7 @@ pub mod kmip;
 mod measured;
 pub mod native;
 mod native_life;
-mod sealed_file;
+pub(crate) mod sealed_file;
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -28,7 +28,7 @@ use vmseal_api::model::{ProviderKind, ProviderStatus};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_secret::{SecretBytes, passphrase_rule};
 
-use self::kmip::{KmipProvider, Watched};
+use self::kmip::{KmipProvider, MonitoredProvider};
 use self::measured::Measured;
 use self::native::NativeProvider;
 use crate::operation::Operation;
@@ -100,7 +100,7 @@ pub trait KeyProvider: Send + Sync {
 /// A provider by its kind.
 enum Open {
     Native(Arc<NativeProvider>),
-    Kmip(Watched),
+    Kmip(MonitoredProvider),
 }
 
 /// The providers of this server.

@@ -11,13 +11,36 @@ use vmseal_secret::passphrase::{
 
 use crate::setup::files;
 
+/// What it costs to try a passphrase of a file that is written.
+fn cost() -> Cost {
+    #[cfg(any(test, feature = "testing"))]
+    if let Some(cost) = cost_in_tests::COST.get() {
+        return *cost;
+    }
+    Cost::RECOMMENDED
+}
+
+/// Tests choose the least cost for their process; no shipped program has this.
+#[cfg(any(test, feature = "testing"))]
+pub(crate) mod cost_in_tests {
+    use std::sync::OnceLock;
+
+    use vmseal_secret::passphrase::{Cost, MEMORY_KIB_MIN};
+
+    pub(super) static COST: OnceLock<Cost> = OnceLock::new();
+
+    pub(crate) fn lower() {
+        COST.get_or_init(|| Cost::new(MEMORY_KIB_MIN, 1, 1).unwrap_or(Cost::RECOMMENDED));
+    }
+}
+
 /// Seals a secret; `associated` says what it is for.
 pub(super) fn seal(
     secret: &SecretBytes,
     passphrase: &SecretBytes,
     associated: &[u8],
 ) -> Result<Vec<u8>, Problem> {
-    seal_with_passphrase(secret, passphrase, associated, Cost::RECOMMENDED)
+    seal_with_passphrase(secret, passphrase, associated, cost())
         .map_err(|error| crate::internal(&error))
 }
 

@@ -166,7 +166,7 @@ async fn provider_of(
     usable(services, provider).map(Some)
 }
 
-struct OnHost {
+struct ChosenHost {
     id: HostId,
     name: String,
 }
@@ -176,8 +176,8 @@ async fn place(
     write: &mut Write<'_>,
     wanted: &[CreateDisk],
     policy: &Policy,
-) -> Result<(OnHost, Vec<disks::Disk>), Problem> {
-    let mut host: Option<OnHost> = None;
+) -> Result<(ChosenHost, Vec<disks::Disk>), Problem> {
+    let mut host: Option<ChosenHost> = None;
     let mut made = Vec::new();
     for (index, disk) in wanted.iter().enumerate() {
         let field = || Some(format!("disks[{index}].datastore"));
@@ -185,7 +185,7 @@ async fn place(
         let found = found
             .and_then(|it| it.ok_or_else(|| Problem::not_found("datastore", &disk.datastore)))
             .map_err(|problem| Problem { field: field(), ..problem })?;
-        let on = host.get_or_insert(OnHost { id: found.host, name: found.host_name.clone() });
+        let on = host.get_or_insert(ChosenHost { id: found.host, name: found.host_name.clone() });
         if on.id != found.host {
             let detail = format!(
                 "datastore '{}' belongs to host '{}', the first disk's to '{}'",
@@ -225,7 +225,7 @@ async fn place(
 async fn replica(
     write: &mut Write<'_>,
     policy: &Policy,
-    host: &OnHost,
+    host: &ChosenHost,
     image: &DatastoreSpec,
 ) -> Result<Option<(ReplicaPlace, String)>, Problem> {
     let Some(wanted) = &policy.replica else { return Ok(None) };

@@ -176,5 +176,5 @@ pub async fn replica(
     let (vm, disk) = find(services, vm, disk).await?;
     require_ready(&vm)?;
     let agent = services.hosts.connected(vm.host)?;
-    Ok(agent.replica(vm.id, disk.id).await?)
+    agent.replica(vm.id, disk.id).await
 }

@@ -45,7 +45,7 @@ pub async fn show_host(
 ) -> Result<LogLevel, Problem> {
     caller.require(Privilege::Read)?;
     let host = hosts::find(services, name).await?;
-    Ok(services.hosts.connected(host.id)?.log_level().await?)
+    services.hosts.connected(host.id)?.log_level().await
 }
 
 /// Changes what a host's agent and the filters of its VMs log, until the agent's process ends.

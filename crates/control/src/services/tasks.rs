@@ -25,7 +25,7 @@ pub async fn list(
 /// Shows a task.
 pub async fn show(services: &Services, caller: &Caller, id: &str) -> Result<Task, Problem> {
     caller.require(Privilege::Read)?;
-    let found = tasks::get(&mut *services.store.read().await?, &id).await?;
+    let found = tasks::get(&mut *services.store.read().await?, id).await?;
     let task = found.ok_or_else(|| Problem::not_found("task", id))?;
     Ok(services.engine.shown(&task))
 }
@@ -39,7 +39,7 @@ pub async fn cancel(
 ) -> Result<Outcome<Task>, Problem> {
     caller.require(Privilege::ManageTasks)?;
     if dry_run {
-        let task = services.engine.check_cancel(&id).await?;
+        let task = services.engine.check_cancel(id).await?;
         let step = format!(
             "stop {} at step '{}', and undo what it has done",
             task.operation.kind(),
@@ -47,11 +47,11 @@ pub async fn cancel(
         );
         return Ok(Outcome::planned("task.cancel", &task.target, step));
     }
-    let task = services.engine.cancel(&id, caller.name()).await?;
+    let task = services.engine.cancel(id, caller.name()).await?;
     Ok(Outcome::Done(services.engine.shown(&task)))
 }
 
-/// Notes that an operator has seen to what a task left, and clears its alarm. A task that this version cannot carry
+/// Notes that an operator has dealt with what a task left, and clears its alarm. A task that this version cannot carry
 /// out ends as unknown, and its VM is free for others.
 pub async fn resolve(
     services: &Services,
@@ -61,10 +61,10 @@ pub async fn resolve(
 ) -> Result<Outcome<Task>, Problem> {
     caller.require(Privilege::ManageTasks)?;
     if dry_run {
-        let task = services.engine.check_resolve(&id).await?;
+        let task = services.engine.check_resolve(id).await?;
         let step = format!("clear the alarm of {} as task {}", task.operation.kind(), task.id);
         return Ok(Outcome::planned("task.resolve", &task.target, step));
     }
-    let task = services.engine.resolve(&id, caller.name()).await?;
+    let task = services.engine.resolve(id, caller.name()).await?;
     Ok(Outcome::Done(services.engine.shown(&task)))
 }

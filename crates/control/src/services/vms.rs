@@ -224,9 +224,7 @@ pub async fn stop(
     caller.require(Privilege::VmPower)?;
     let timeout_seconds = request.timeout_seconds.unwrap_or(SHUTDOWN_DEFAULT);
     if !(1..=SHUTDOWN_MAX).contains(&timeout_seconds) {
-        return Err(
-            Problem::invalid("timeout_seconds", format!("must be 1 to {SHUTDOWN_MAX}")).into()
-        );
+        return Err(Problem::invalid("timeout_seconds", format!("must be 1 to {SHUTDOWN_MAX}")));
     }
     let (vm, _) = find(services, name).await?;
     require_ready(&vm)?;

@@ -12,7 +12,7 @@ pub const WARN_BEFORE: SignedDuration = SignedDuration::from_hours(30 * 24);
 pub const CODE: &str = "certificate-expiring";
 
 /// A certificate, and what is done about its end.
-pub struct Watched {
+pub struct ExpiringCertificate {
     /// What it is, with its article.
     pub what: String,
     /// Until when it is valid.
@@ -23,8 +23,12 @@ pub struct Watched {
 
 /// The alarm about those of somebody's certificates that end soon, or have ended.
 #[must_use]
-pub fn alarm(target: &str, certificates: &[Watched], now: Timestamp) -> Option<Standing> {
-    let soon = |it: &&Watched| it.until.duration_since(now) < WARN_BEFORE;
+pub fn alarm(
+    target: &str,
+    certificates: &[ExpiringCertificate],
+    now: Timestamp,
+) -> Option<Standing> {
+    let soon = |it: &&ExpiringCertificate| it.until.duration_since(now) < WARN_BEFORE;
     let told: Vec<_> = certificates
         .iter()
         .filter(soon)
@@ -40,7 +44,7 @@ pub fn alarm(target: &str, certificates: &[Watched], now: Timestamp) -> Option<S
 /// The alarm about the certificate (DER) of a host's agent.
 #[must_use]
 pub fn of_host(host: &str, certificate: Option<&[u8]>, now: Timestamp) -> Option<Standing> {
-    let certificate = Watched {
+    let certificate = ExpiringCertificate {
         what: format!("the certificate of host '{host}'"),
         until: until(certificate?)?,
         remedy: "have the host join again (vmseal host token, then vmseal agent join)".to_owned(),
@@ -53,7 +57,7 @@ pub fn of_host(host: &str, certificate: Option<&[u8]>, now: Timestamp) -> Option
 pub fn of_server(own: &[u8], authority: &[u8], now: Timestamp) -> Option<Standing> {
     let watched = |what: &str, der, remedy: &str| {
         let (what, remedy) = (what.to_owned(), remedy.to_owned());
-        Some(Watched { what, until: until(der)?, remedy })
+        Some(ExpiringCertificate { what, until: until(der)?, remedy })
     };
     let own = watched(
         "the server's certificate",
@@ -107,9 +111,9 @@ mod tests {
         assert!(alarm.detail.contains("of the server's authority"));
     }
 
-    fn certificate(what: &str, until: &str) -> Watched {
+    fn certificate(what: &str, until: &str) -> ExpiringCertificate {
         let (what, remedy) = (what.to_owned(), "renew it".to_owned());
-        Watched { what, until: until.parse().unwrap(), remedy }
+        ExpiringCertificate { what, until: until.parse().unwrap(), remedy }
     }
 
     #[test]

@@ -12,7 +12,7 @@ use vmseal_api::transfer::Progress;
 use async_trait::async_trait;
 
 use super::run::{Run, StepError, absent_is_fine, register, state_of};
-use super::step::{Limit, Output, Patience};
+use super::step::{Limit, Output, WaitPolicy};
 use crate::hosts::keys::Purpose;
 use crate::store::disks::{self, Disk};
 use crate::store::events::NewEvent;
@@ -21,7 +21,7 @@ use crate::store::{datastores, key_requests, keys};
 
 /// What is done, in order. The names and ids are taken with the request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Step {
+pub(crate) enum CreateVmStep {
     Reserve,
     MakeKey,
     Register,
@@ -31,16 +31,16 @@ pub(crate) enum Step {
 }
 
 pub(crate) const STEPS: &[&dyn super::step::Step] = &[
-    &Step::Reserve,
-    &Step::MakeKey,
-    &Step::Register,
-    &Step::DeliverKey,
-    &Step::CreateDisks,
-    &Step::Finish,
+    &CreateVmStep::Reserve,
+    &CreateVmStep::MakeKey,
+    &CreateVmStep::Register,
+    &CreateVmStep::DeliverKey,
+    &CreateVmStep::CreateDisks,
+    &CreateVmStep::Finish,
 ];
 
 #[async_trait]
-impl super::step::Step for Step {
+impl super::step::Step for CreateVmStep {
     fn name(&self) -> &'static str {
         match self {
             Self::Reserve => "reserve",
@@ -67,11 +67,11 @@ impl super::step::Step for Step {
         matches!(self, Self::MakeKey | Self::DeliverKey)
     }
 
-    fn patience(&self) -> Patience {
+    fn wait_policy(&self) -> WaitPolicy {
         match self {
-            Self::MakeKey | Self::DeliverKey => Patience::PROVIDER,
-            Self::CreateDisks => Patience::BOTH,
-            _ => Patience::NONE,
+            Self::MakeKey | Self::DeliverKey => WaitPolicy::PROVIDER,
+            Self::CreateDisks => WaitPolicy::BOTH,
+            _ => WaitPolicy::NONE,
         }
     }
 

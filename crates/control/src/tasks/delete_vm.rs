@@ -13,7 +13,7 @@ use crate::store::{disks, keys, vms};
 
 /// What is done, in order. The VM is marked with the request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Step {
+pub(crate) enum DeleteVmStep {
     Mark,
     DeleteDisks,
     Forget,
@@ -21,11 +21,16 @@ pub(crate) enum Step {
     RemoveRows,
 }
 
-pub(crate) const STEPS: &[&dyn super::step::Step] =
-    &[&Step::Mark, &Step::DeleteDisks, &Step::Forget, &Step::DestroyKey, &Step::RemoveRows];
+pub(crate) const STEPS: &[&dyn super::step::Step] = &[
+    &DeleteVmStep::Mark,
+    &DeleteVmStep::DeleteDisks,
+    &DeleteVmStep::Forget,
+    &DeleteVmStep::DestroyKey,
+    &DeleteVmStep::RemoveRows,
+];
 
 #[async_trait]
-impl super::step::Step for Step {
+impl super::step::Step for DeleteVmStep {
     fn name(&self) -> &'static str {
         match self {
             Self::Mark => "mark",

@@ -16,8 +16,8 @@ use vmseal_api::transfer::Progress;
 
 use super::environment::{Environment, Retry};
 use super::run::{Context, LiveProgress, Requests};
-use super::runner::{Left, Runner};
-use super::{attention, steps};
+use super::runner::{Interrupted, Runner};
+use super::{alarms, steps};
 use crate::hosts::Hosts;
 use crate::operation::Operation;
 use crate::providers::Providers;
@@ -34,7 +34,7 @@ struct Running {
 
 /// How a task fits among others.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Plan {
+pub struct TaskSchedule {
     /// The task that it is a part of: it is cancelled with it.
     pub parent: Option<TaskId>,
     /// It does not begin before this time.
@@ -88,19 +88,19 @@ impl Engine {
         target: &str,
         actor: &str,
     ) -> Result<Task, Problem> {
-        Self::record_planned(write, operation, target, actor, Plan::default()).await
+        Self::record_scheduled(write, operation, target, actor, TaskSchedule::default()).await
     }
 
     /// The same, of a task that is a part of another, or begins later.
     ///
     /// # Errors
     /// Those of [`Engine::record`].
-    pub async fn record_planned(
+    pub async fn record_scheduled(
         write: &mut Write<'_>,
         operation: Operation,
         target: &str,
         actor: &str,
-        plan: Plan,
+        plan: TaskSchedule,
     ) -> Result<Task, Problem> {
         let step = steps::of(&operation).first().map_or("", |step| step.name());
         let task = Task {
@@ -160,8 +160,8 @@ impl Engine {
                 match runner.carry_out().await {
                     Ok(()) => {}
                     #[cfg(test)]
-                    Err(Left::Crashed) => return,
-                    Err(Left::Unreadable(why)) => engine.leave(&kept, &why).await,
+                    Err(Interrupted::Crashed) => return,
+                    Err(Interrupted::Unreadable(why)) => engine.leave(&kept, &why).await,
                 }
                 engine.running().remove(&id);
             };
@@ -175,7 +175,7 @@ impl Engine {
         tracing::error!(task = %task.id, why, "the task is left as it is");
         let noted = async {
             let mut write = self.environment.context.store.write().await?;
-            attention::unreadable(&mut write, task, why).await?;
+            alarms::unreadable(&mut write, task, why).await?;
             write.commit().await
         };
         if let Err(error) = noted.await {
@@ -247,7 +247,7 @@ impl Engine {
         Ok(Some(task))
     }
 
-    /// Notes that an operator has seen to what a task left: its alarm is cleared. One that this version cannot
+    /// Notes that an operator has dealt with what a task left: its alarm is cleared. One that this version cannot
     /// carry out ends as unknown, and holds nothing any more.
     ///
     /// # Errors
@@ -288,10 +288,10 @@ impl Engine {
             task.problem = Some(Problem::new(ErrorCode::Internal, detail));
             tasks::update(write, &task).await?;
         } else if task.state != TaskState::Unknown {
-            let detail = "the task has ended, and left nothing to see to";
+            let detail = "the task has ended, and left nothing to deal with";
             return Err(Problem::new(ErrorCode::WrongState, detail));
         }
-        attention::clear(write, &task).await?;
+        alarms::clear(write, &task).await?;
         let detail = format!("{} as task {}", task.operation.kind(), task.id);
         let (kind, target) = ("task.resolved", task.target.as_str());
         write.event(NewEvent { kind, actor, target, detail: &detail }).await?;

@@ -11,7 +11,7 @@ use vmseal_api::model::TaskState;
 #[cfg(test)]
 use vmseal_api::problem::Problem;
 
-use super::attention;
+use super::alarms;
 use super::limits::Limits;
 use super::run::Context;
 use crate::metrics;
@@ -49,7 +49,7 @@ impl Retry {
 /// Where a test may interfere.
 #[cfg(test)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Moment {
+pub(crate) enum FaultPoint {
     Before,
     After,
 }
@@ -70,7 +70,7 @@ pub(crate) enum Fault {
 }
 
 #[cfg(test)]
-pub(crate) type Faults = Arc<dyn Fn(&str, TaskState, Moment) -> Fault + Send + Sync>;
+pub(crate) type Faults = Arc<dyn Fn(&str, TaskState, FaultPoint) -> Fault + Send + Sync>;
 
 /// What every task is carried out with.
 pub(super) struct Environment {
@@ -122,8 +122,8 @@ impl Environment {
                 tasks::update(&mut write, task).await?;
                 if let Some((kind, vm)) = ended {
                     match task.state {
-                        TaskState::Unknown => attention::unfinished(&mut write, task).await?,
-                        TaskState::Done => attention::answered(&mut write, task, vm).await?,
+                        TaskState::Unknown => alarms::unfinished(&mut write, task).await?,
+                        TaskState::Done => alarms::answered(&mut write, task, vm).await?,
                         _ => {}
                     }
                     let mut detail = format!("{} as task {}", task.operation.kind(), task.id);

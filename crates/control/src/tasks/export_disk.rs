@@ -8,14 +8,14 @@ use vmseal_api::transfer::{ExportFormat, Progress};
 
 use super::run::{Run, StepError};
 use super::start_vm::prepare;
-use super::step::{Limit, Output, Patience};
+use super::step::{Limit, Output, WaitPolicy};
 use crate::hosts::keys::Purpose;
 use crate::operation::Operation;
 use crate::store::vms::Vm;
 
 /// What is done, in order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Step {
+pub(crate) enum ExportDiskStep {
     Prepare,
     WriteFile,
     NameFile,
@@ -24,13 +24,13 @@ pub(crate) enum Step {
 /// Ciphertext is copied without a key, and without asking for one.
 pub(crate) fn steps(format: ExportFormat) -> &'static [&'static dyn super::step::Step] {
     match format {
-        ExportFormat::Sealed => &[&Step::WriteFile, &Step::NameFile],
-        _ => &[&Step::Prepare, &Step::WriteFile, &Step::NameFile],
+        ExportFormat::Sealed => &[&ExportDiskStep::WriteFile, &ExportDiskStep::NameFile],
+        _ => &[&ExportDiskStep::Prepare, &ExportDiskStep::WriteFile, &ExportDiskStep::NameFile],
     }
 }
 
 #[async_trait]
-impl super::step::Step for Step {
+impl super::step::Step for ExportDiskStep {
     fn name(&self) -> &'static str {
         match self {
             Self::Prepare => "prepare",
@@ -47,10 +47,10 @@ impl super::step::Step for Step {
         }
     }
 
-    fn patience(&self) -> Patience {
+    fn wait_policy(&self) -> WaitPolicy {
         match self {
-            Self::WriteFile => Patience::BOTH,
-            _ => Patience::NONE,
+            Self::WriteFile => WaitPolicy::BOTH,
+            _ => WaitPolicy::NONE,
         }
     }
 

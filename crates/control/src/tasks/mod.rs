@@ -10,10 +10,10 @@
 //! | `runner` | carries one task out |
 //! | `waits` | what a step that failed is waited for |
 //! | `limits` | how much of a kind happens at a time |
-//! | `attention` | alarms about tasks that need an operator |
+//! | `alarms` | alarms about tasks that need an operator |
 //! | `run` | what a step has to work with |
 
-mod attention;
+mod alarms;
 mod create_vm;
 mod delete_vm;
 pub mod engine;

@@ -22,7 +22,7 @@ use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::run::{Run, StepError, state_of};
 use super::start_vm::locked;
-use super::step::{Limit, Output, Patience};
+use super::step::{Limit, Output, WaitPolicy};
 use crate::hosts::keys::{self as delivery, Purpose};
 use crate::operation::Operation;
 use crate::store::events::NewEvent;
@@ -32,7 +32,7 @@ use crate::store::{key_requests, keys};
 /// What is done, in order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(clippy::enum_variant_names, reason = "two keys are what it is about")]
-pub(crate) enum Step {
+pub(crate) enum RecryptVmStep {
     CheckKey,
     MakeNewKey,
     AddNewKey,
@@ -43,17 +43,17 @@ pub(crate) enum Step {
 }
 
 pub(crate) const STEPS: &[&dyn super::step::Step] = &[
-    &Step::CheckKey,
-    &Step::MakeNewKey,
-    &Step::AddNewKey,
-    &Step::SwitchKey,
-    &Step::DeliverNewKey,
-    &Step::DropOldKey,
-    &Step::DestroyOldKey,
+    &RecryptVmStep::CheckKey,
+    &RecryptVmStep::MakeNewKey,
+    &RecryptVmStep::AddNewKey,
+    &RecryptVmStep::SwitchKey,
+    &RecryptVmStep::DeliverNewKey,
+    &RecryptVmStep::DropOldKey,
+    &RecryptVmStep::DestroyOldKey,
 ];
 
 #[async_trait]
-impl super::step::Step for Step {
+impl super::step::Step for RecryptVmStep {
     fn name(&self) -> &'static str {
         match self {
             Self::CheckKey => "check-key",
@@ -82,14 +82,14 @@ impl super::step::Step for Step {
         matches!(self, Self::SwitchKey)
     }
 
-    fn patience(&self) -> Patience {
+    fn wait_policy(&self) -> WaitPolicy {
         match self {
             Self::MakeNewKey
             | Self::AddNewKey
             | Self::DeliverNewKey
             | Self::DropOldKey
-            | Self::DestroyOldKey => Patience::PROVIDER,
-            _ => Patience::NONE,
+            | Self::DestroyOldKey => WaitPolicy::PROVIDER,
+            _ => WaitPolicy::NONE,
         }
     }
 
@@ -146,7 +146,7 @@ fn key_of(vm: &Vm) -> Result<&KeyReference, StepError> {
 
 /// The key that this task had made.
 async fn new_key(run: &Run<'_>) -> Result<KeyReference, StepError> {
-    if let Some(key) = run.output(super::step::Step::name(&Step::MakeNewKey)) {
+    if let Some(key) = run.output(super::step::Step::name(&RecryptVmStep::MakeNewKey)) {
         return Ok(key);
     }
     // Begun by a version that kept no outputs.

@@ -19,7 +19,7 @@
 //! starts goes on with every task where it was: the step that was under way is done (or undone) again from its
 //! beginning, which every step can bear. A host's silence is no answer: the step is repeated with growing pauses,
 //! and when that is no use it is undone, as it may have been done. Whom a step waits for without end, the step says
-//! ([`super::step::Patience`]); after the commit step it is everybody.
+//! ([`super::step::WaitPolicy`]); after the commit step it is everybody.
 
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
@@ -34,17 +34,17 @@ use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::environment::{Environment, Retry};
 #[cfg(test)]
-use super::environment::{Fault, Moment};
+use super::environment::{Fault, FaultPoint};
 use super::run::{LiveProgress, Requests, Run, StepError};
-use super::step::{Limit, Output, Patience, Step};
-use super::waits::{self, Verdict};
+use super::step::{Limit, Output, Step, WaitPolicy};
+use super::waits::{self, FailureKind};
 use super::{limits, steps};
 use crate::hosts::is_silence;
 use crate::store::tasks::Task;
 use crate::store::vms;
 
 /// Why a task was left before its end.
-pub(super) enum Left {
+pub(super) enum Interrupted {
     /// As if the server's process had ended.
     #[cfg(test)]
     Crashed,
@@ -53,7 +53,7 @@ pub(super) enum Left {
 }
 
 /// Why a step was not done.
-struct Failure {
+struct StepFailure {
     problem: Problem,
     /// Whether nobody has heard of it: there is nothing to undo.
     unsent: bool,
@@ -70,7 +70,7 @@ pub(super) struct Runner<'a> {
 }
 
 impl Runner<'_> {
-    pub(super) async fn carry_out(mut self) -> Result<(), Left> {
+    pub(super) async fn carry_out(mut self) -> Result<(), Interrupted> {
         self.await_time().await;
         loop {
             match self.task.state {
@@ -88,10 +88,12 @@ impl Runner<'_> {
     }
 
     /// The place of the step that the task is at.
-    fn position(&self) -> Result<usize, Left> {
+    fn position(&self) -> Result<usize, Interrupted> {
         let name = &self.task.step;
         let found = self.steps().iter().position(|step| step.name() == name);
-        found.ok_or_else(|| Left::Unreadable(format!("this version knows no step '{name}' of it")))
+        found.ok_or_else(|| {
+            Interrupted::Unreadable(format!("this version knows no step '{name}' of it"))
+        })
     }
 
     /// Waits for the time before which the task does not begin.
@@ -113,7 +115,7 @@ impl Runner<'_> {
     }
 
     /// Does the next step.
-    async fn advance(&mut self) -> Result<(), Left> {
+    async fn advance(&mut self) -> Result<(), Interrupted> {
         let position = self.position()?;
         let step = self.steps()[position];
         let committed = self.steps()[..position].iter().any(|step| step.commits());
@@ -127,12 +129,12 @@ impl Runner<'_> {
                     None => self.environment.end(&mut self.task, self.vm_id, TaskState::Done).await,
                 }
             }
-            Err(Failure { problem, .. }) if committed => {
+            Err(StepFailure { problem, .. }) if committed => {
                 self.task.problem =
                     Some(steps::unfinished(&self.task.operation, &self.task.target, &problem));
                 self.environment.end(&mut self.task, self.vm_id, TaskState::Unknown).await;
             }
-            Err(Failure { problem, unsent }) => {
+            Err(StepFailure { problem, unsent }) => {
                 tracing::warn!(task = %self.task.id, step = step.name(), %problem, "rolling back");
                 self.task.problem = Some(problem);
                 self.task.failed_step = Some(step.name().to_owned());
@@ -146,7 +148,7 @@ impl Runner<'_> {
     }
 
     /// Undoes the step that the task is at.
-    async fn retreat(&mut self) -> Result<(), Left> {
+    async fn retreat(&mut self) -> Result<(), Interrupted> {
         let position = self.position()?;
         let step = self.steps()[position];
         let cause = self.task.problem.clone().unwrap_or_else(|| {
@@ -157,7 +159,7 @@ impl Runner<'_> {
                 Some(before) => self.go_back_to(self.steps()[before]).await,
                 None => self.end_undone().await,
             },
-            Err(Failure { problem, .. }) => {
+            Err(StepFailure { problem, .. }) => {
                 let detail = format!("{cause}; and undoing '{}' failed: {problem}", step.title());
                 self.task.problem = Some(Problem::new(problem.code, detail));
                 self.environment.end(&mut self.task, self.vm_id, TaskState::Unknown).await;
@@ -193,11 +195,11 @@ impl Runner<'_> {
         step: &'static dyn Step,
         cause: Option<&Problem>,
         committed: bool,
-    ) -> Result<Result<Output, Failure>, Left> {
-        let patience = match cause {
-            Some(_) => Patience::NONE,
-            None if committed => Patience::BOTH,
-            None => step.patience(),
+    ) -> Result<Result<Output, StepFailure>, Interrupted> {
+        let wait_policy = match cause {
+            Some(_) => WaitPolicy::NONE,
+            None if committed => WaitPolicy::BOTH,
+            None => step.wait_policy(),
         };
         // What is undone, and what is past its commit step, is not cancelled.
         let (_keep, never) = watch::channel(Requests::default());
@@ -224,24 +226,24 @@ impl Runner<'_> {
             if done > furthest {
                 (tries, furthest) = (0, done);
             }
-            match waits::verdict(&error, patience) {
-                Verdict::Inventory => {
+            match waits::classify(&error, wait_policy) {
+                FailureKind::Inventory => {
                     tracing::error!(task = %task.id, error = %error.as_problem(), "the inventory fails: waiting");
                     pause(retry.store_pause, &run.requests).await;
                 }
-                Verdict::Provider => {
+                FailureKind::Provider => {
                     let waiting = waits::for_provider(&run, error.as_problem()).await;
                     self.note_waiting(waiting).await;
                     let answers = self.await_provider(retry.pause(tries), &run.requests).await;
                     // A step that is long is seen to run; a short one that waits again does not flicker.
-                    if answers || patience.host {
+                    if answers || wait_policy.host {
                         self.note_running().await;
                     }
                     tries = tries.saturating_add(1);
                 }
-                Verdict::Silence => {
+                FailureKind::Silence => {
                     let mut waiter = HostWait { run: &run, retry, problem: error.as_problem() };
-                    if patience.host && waiter.is_silent().await {
+                    if wait_policy.host && waiter.is_silent().await {
                         let waiting = waiter.shown().await;
                         self.note_waiting(waiting).await;
                         waiter.outwait().await;
@@ -257,16 +259,16 @@ impl Runner<'_> {
                     pause(pause_for, &run.requests).await;
                     tries = tries.saturating_add(1);
                 }
-                Verdict::Final => return Ok(Err(Self::failure(step, error, sent))),
+                FailureKind::Final => return Ok(Err(Self::failure(step, error, sent))),
             }
         }
     }
 
-    fn failure(step: &dyn Step, error: StepError, sent: bool) -> Failure {
+    fn failure(step: &dyn Step, error: StepError, sent: bool) -> StepFailure {
         let problem = error.problem();
         let unsent =
             step.notes_what_it_sends() && !sent && is_silence(&problem) && !problem.in_doubt;
-        Failure { problem, unsent }
+        StepFailure { problem, unsent }
     }
 
     /// Shows what the task waits for.
@@ -351,18 +353,18 @@ impl Runner<'_> {
         run: &Run<'_>,
         step: &'static dyn Step,
         cause: Option<&Problem>,
-    ) -> Result<Result<Output, StepError>, Left> {
+    ) -> Result<Result<Output, StepError>, Interrupted> {
         if let Err(cancelled) = run.check_cancelled() {
             return Ok(Err(cancelled));
         }
         #[cfg(test)]
-        if let Some(interfered) = self.interfere(run, step, cause, Moment::Before).await? {
+        if let Some(interfered) = self.interfere(run, step, cause, FaultPoint::Before).await? {
             return Ok(interfered);
         }
         let outcome = perform(run, step, cause).await;
         #[cfg(test)]
         if outcome.is_ok()
-            && let Some(interfered) = self.interfere(run, step, cause, Moment::After).await?
+            && let Some(interfered) = self.interfere(run, step, cause, FaultPoint::After).await?
         {
             return Ok(interfered);
         }
@@ -375,13 +377,13 @@ impl Runner<'_> {
         run: &Run<'_>,
         step: &'static dyn Step,
         cause: Option<&Problem>,
-        moment: Moment,
-    ) -> Result<Option<Result<Output, StepError>>, Left> {
+        point: FaultPoint,
+    ) -> Result<Option<Result<Output, StepError>>, Interrupted> {
         let Some(faults) = &self.environment.faults else { return Ok(None) };
         let state = if cause.is_some() { TaskState::RollingBack } else { TaskState::Running };
-        match faults(step.name(), state, moment) {
+        match faults(step.name(), state, point) {
             Fault::None => Ok(None),
-            Fault::Crash => Err(Left::Crashed),
+            Fault::Crash => Err(Interrupted::Crashed),
             Fault::Fail(problem) => {
                 // Nobody knows what a step did that fails so.
                 run.sent.store(true, Ordering::Relaxed);

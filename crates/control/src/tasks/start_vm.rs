@@ -15,15 +15,15 @@ use crate::store::vms::Vm;
 
 /// What is done, in order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Step {
+pub(crate) enum StartVmStep {
     Prepare,
     PowerOn,
 }
 
-pub(crate) const STEPS: &[&dyn super::step::Step] = &[&Step::Prepare, &Step::PowerOn];
+pub(crate) const STEPS: &[&dyn super::step::Step] = &[&StartVmStep::Prepare, &StartVmStep::PowerOn];
 
 #[async_trait]
-impl super::step::Step for Step {
+impl super::step::Step for StartVmStep {
     fn name(&self) -> &'static str {
         match self {
             Self::Prepare => "prepare",

@@ -28,7 +28,7 @@ impl From<()> for Output {
 
 /// Who is waited for, as long as it takes, before the commit step; after it, everybody is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Patience {
+pub(crate) struct WaitPolicy {
     /// The VM's host: it may have hours of work with the step, which is not given up because it is away for a
     /// while. What it has done is there when it is back.
     pub host: bool,
@@ -36,7 +36,7 @@ pub(crate) struct Patience {
     pub provider: bool,
 }
 
-impl Patience {
+impl WaitPolicy {
     /// Nobody is waited for long: somebody waits for the outcome.
     pub const NONE: Self = Self { host: false, provider: false };
     /// The provider is.
@@ -74,8 +74,8 @@ pub(crate) trait Step: fmt::Debug + Send + Sync {
     }
 
     /// Who is waited for.
-    fn patience(&self) -> Patience {
-        Patience::NONE
+    fn wait_policy(&self) -> WaitPolicy {
+        WaitPolicy::NONE
     }
 
     /// Of what it takes a share.

@@ -16,14 +16,14 @@ use crate::store::vms::Vm;
 
 /// What is done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Step {
+pub(crate) enum StopVmStep {
     PowerOff,
 }
 
-pub(crate) const STEPS: &[&dyn super::step::Step] = &[&Step::PowerOff];
+pub(crate) const STEPS: &[&dyn super::step::Step] = &[&StopVmStep::PowerOff];
 
 #[async_trait]
-impl super::step::Step for Step {
+impl super::step::Step for StopVmStep {
     fn name(&self) -> &'static str {
         match self {
             Self::PowerOff => "power-off",
@@ -71,7 +71,7 @@ pub(super) async fn power_off(run: &Run<'_>) -> Result<(), StepError> {
         let seconds = timeout_seconds;
         let how = PowerOff::Shutdown { seconds };
         absent_is_fine(run.noted(agent.power_off(vm.id, how).await))?;
-        if shut_down(run, &vm, &*agent, state, seconds).await? == Asked::Heeded {
+        if shut_down(run, &vm, &*agent, state, seconds).await? == ShutdownOutcome::Heeded {
             return Ok(());
         }
     }
@@ -81,7 +81,7 @@ pub(super) async fn power_off(run: &Run<'_>) -> Result<(), StepError> {
 
 /// How a guest that was asked to shut down ends.
 #[derive(PartialEq, Eq)]
-enum Asked {
+enum ShutdownOutcome {
     /// By itself.
     Heeded,
     /// A user has the power cut meanwhile.
@@ -95,7 +95,7 @@ async fn shut_down(
     agent: &dyn HostAgent,
     mut state: HostState,
     seconds: u32,
-) -> Result<Asked, StepError> {
+) -> Result<ShutdownOutcome, StepError> {
     let deadline = Instant::now() + Duration::from_secs(seconds.into());
     loop {
         let left = deadline.saturating_duration_since(Instant::now());
@@ -103,16 +103,16 @@ async fn shut_down(
             Ok(next) => state = next?,
             Err(_) => {
                 not_heeded(run, vm, agent, seconds).await?;
-                return Ok(Asked::Heeded);
+                return Ok(ShutdownOutcome::Heeded);
             }
         }
         if state_of(&state, vm.id).is_none_or(|seen| seen.power == Power::Off) {
             run.hosts().until_shown(vm.host, &state).await;
-            return Ok(Asked::Heeded);
+            return Ok(ShutdownOutcome::Heeded);
         }
         run.check_cancelled()?;
         if run.requests.borrow().forced {
-            return Ok(Asked::Forced);
+            return Ok(ShutdownOutcome::Forced);
         }
     }
 }

@@ -24,24 +24,24 @@ mod upgrade;
 mod waiting;
 
 use super::Engine;
-use super::environment::{Fault, Faults, Moment};
+use super::environment::{Fault, FaultPoint, Faults};
 use crate::operation::Operation;
 use crate::store::tasks::Task;
 use crate::tasks::steps;
-use crate::testing::Plant;
+use crate::testing::Fixture;
 
 /// Interferes at one place, a given number of times; counts how often it did.
 fn at(
     step: &'static str,
     state: TaskState,
-    moment: Moment,
+    point: FaultPoint,
     fault: Fault,
     times: u32,
 ) -> (Faults, Arc<AtomicU32>) {
     let done = Arc::new(AtomicU32::new(0));
     let count = Arc::clone(&done);
     let faults: Faults = Arc::new(move |at_step, at_state, at_moment| {
-        let here = (at_step, at_state, at_moment) == (step, state, moment);
+        let here = (at_step, at_state, at_moment) == (step, state, point);
         if here && count.fetch_add(1, Ordering::SeqCst) < times {
             fault.clone()
         } else {
@@ -85,27 +85,27 @@ enum Kind {
 
 impl Kind {
     /// Brings about what the operation starts from, with no faults.
-    async fn before(self, plant: &Plant) -> Option<VmId> {
+    async fn before(self, fixture: &Fixture) -> Option<VmId> {
         match self {
             Self::Create => None,
             Self::Start | Self::Delete | Self::Export | Self::Recrypt => {
-                Some(plant.made("web", "encrypted").await)
+                Some(fixture.made("web", "encrypted").await)
             }
-            Self::Stop => Some(plant.running("web").await),
+            Self::Stop => Some(fixture.running("web").await),
         }
     }
 
-    async fn begin(self, plant: &Plant, vm: Option<VmId>) -> (VmId, vmseal_api::id::TaskId) {
-        let Some(vm) = vm else { return plant.create("web", "encrypted").await };
+    async fn begin(self, fixture: &Fixture, vm: Option<VmId>) -> (VmId, vmseal_api::id::TaskId) {
+        let Some(vm) = vm else { return fixture.create("web", "encrypted").await };
         let operation = match self {
             Self::Create => unreachable!("it has no VM yet"),
             Self::Start => Operation::StartVm { vm },
             Self::Stop => Operation::StopVm { vm, force: true, timeout_seconds: 10 },
             Self::Delete => Operation::DeleteVm { vm, was: Lifecycle::Ready },
-            Self::Export => exporting(vm, plant.disks(vm).await[0].id),
-            Self::Recrypt => plant.recryption(vm).await,
+            Self::Export => exporting(vm, fixture.disks(vm).await[0].id),
+            Self::Recrypt => fixture.recryption(vm).await,
         };
-        (vm, plant.begin(operation, "web").await)
+        (vm, fixture.begin(operation, "web").await)
     }
 
     fn steps(self) -> Vec<&'static str> {
@@ -134,34 +134,34 @@ impl Kind {
     }
 
     /// What is to be when the operation is done.
-    async fn assert_done(self, plant: &Plant, vm: VmId, what: &str) {
+    async fn assert_done(self, fixture: &Fixture, vm: VmId, what: &str) {
         match self {
-            Self::Create | Self::Stop => plant.assert_whole(vm, Power::Off, what).await,
-            Self::Start => plant.assert_whole(vm, Power::Running, what).await,
-            Self::Delete => plant.assert_nothing_left(vm, what).await,
+            Self::Create | Self::Stop => fixture.assert_whole(vm, Power::Off, what).await,
+            Self::Start => fixture.assert_whole(vm, Power::Running, what).await,
+            Self::Delete => fixture.assert_nothing_left(vm, what).await,
             Self::Export => {
-                plant.assert_whole(vm, Power::Off, what).await;
-                assert_eq!(plant.agent.exports(), (vec![OUT.into()], 0), "{what}");
+                fixture.assert_whole(vm, Power::Off, what).await;
+                assert_eq!(fixture.agent.exports(), (vec![OUT.into()], 0), "{what}");
             }
-            Self::Recrypt => recrypt::assert_done(plant, vm, what).await,
+            Self::Recrypt => recrypt::assert_done(fixture, vm, what).await,
         }
     }
 
     /// What is to be when the operation has failed.
-    async fn assert_undone(self, plant: &Plant, vm: VmId, what: &str) {
+    async fn assert_undone(self, fixture: &Fixture, vm: VmId, what: &str) {
         match self {
-            Self::Create => plant.assert_nothing_left(vm, what).await,
-            Self::Start | Self::Delete => plant.assert_whole(vm, Power::Off, what).await,
+            Self::Create => fixture.assert_nothing_left(vm, what).await,
+            Self::Start | Self::Delete => fixture.assert_whole(vm, Power::Off, what).await,
             Self::Export => {
-                plant.assert_whole(vm, Power::Off, what).await;
-                assert_eq!(plant.agent.exports(), (vec![], 0), "{what}");
+                fixture.assert_whole(vm, Power::Off, what).await;
+                assert_eq!(fixture.agent.exports(), (vec![], 0), "{what}");
             }
-            Self::Recrypt => recrypt::assert_undone(plant, vm, what).await,
+            Self::Recrypt => recrypt::assert_undone(fixture, vm, what).await,
             // A stop that was done cannot be taken back; what is must be what is shown.
             Self::Stop => {
-                let runs = plant.agent.running().contains(&vm);
+                let runs = fixture.agent.running().contains(&vm);
                 let power = if runs { Power::Running } else { Power::Off };
-                plant.assert_whole(vm, power, what).await;
+                fixture.assert_whole(vm, power, what).await;
             }
         }
     }
@@ -173,116 +173,116 @@ async fn carry_out(
     faults: Faults,
     done: &AtomicU32,
     crashes: bool,
-) -> (Plant, VmId, vmseal_api::id::TaskId) {
-    let mut plant = Plant::new().await;
-    let before = kind.before(&plant).await;
-    plant.restart(|engine: &mut Engine| engine.environment.faults = Some(faults)).await;
-    let (vm, task) = kind.begin(&plant, before).await;
+) -> (Fixture, VmId, vmseal_api::id::TaskId) {
+    let mut fixture = Fixture::new().await;
+    let before = kind.before(&fixture).await;
+    fixture.restart(|engine: &mut Engine| engine.environment.faults = Some(faults)).await;
+    let (vm, task) = kind.begin(&fixture, before).await;
     if crashes {
-        plant
+        fixture
             .eventually("it crashes", async || (done.load(Ordering::SeqCst) > 0).then_some(()))
             .await;
-        assert!(plant.task(task).await.ended.is_none());
-        plant.restart(|_| {}).await;
+        assert!(fixture.task(task).await.ended.is_none());
+        fixture.restart(|_| {}).await;
     }
-    plant.ended(task).await;
-    (plant, vm, task)
+    fixture.ended(task).await;
+    (fixture, vm, task)
 }
 
 async fn matrix(kind: Kind) {
     for step in kind.steps() {
-        for moment in [Moment::Before, Moment::After] {
-            let what = format!("{kind:?}, crash {moment:?} {step:?}");
-            let (faults, done) = at(step, TaskState::Running, moment, Fault::Crash, 1);
-            let (plant, vm, task) = carry_out(kind, faults, &done, true).await;
-            assert_eq!(plant.task(task).await.state, TaskState::Done, "{what}");
-            kind.assert_done(&plant, vm, &what).await;
+        for point in [FaultPoint::Before, FaultPoint::After] {
+            let what = format!("{kind:?}, crash {point:?} {step:?}");
+            let (faults, done) = at(step, TaskState::Running, point, Fault::Crash, 1);
+            let (fixture, vm, task) = carry_out(kind, faults, &done, true).await;
+            assert_eq!(fixture.task(task).await.state, TaskState::Done, "{what}");
+            kind.assert_done(&fixture, vm, &what).await;
 
-            let what = format!("{kind:?}, {step:?} unanswered once {moment:?}");
-            let (faults, done) = at(step, TaskState::Running, moment, Fault::Fail(silent()), 1);
-            let (plant, vm, task) = carry_out(kind, faults, &done, false).await;
-            assert_eq!(plant.task(task).await.state, TaskState::Done, "{what}");
-            kind.assert_done(&plant, vm, &what).await;
+            let what = format!("{kind:?}, {step:?} unanswered once {point:?}");
+            let (faults, done) = at(step, TaskState::Running, point, Fault::Fail(silent()), 1);
+            let (fixture, vm, task) = carry_out(kind, faults, &done, false).await;
+            assert_eq!(fixture.task(task).await.state, TaskState::Done, "{what}");
+            kind.assert_done(&fixture, vm, &what).await;
 
-            let what = format!("{kind:?}, {step:?} refused {moment:?}");
-            let (faults, done) = at(step, TaskState::Running, moment, Fault::Fail(refused()), 1);
-            let (mut plant, vm, task) = carry_out(kind, faults, &done, false).await;
-            assert_failed_truly(kind, &mut plant, vm, task, &what).await;
+            let what = format!("{kind:?}, {step:?} refused {point:?}");
+            let (faults, done) = at(step, TaskState::Running, point, Fault::Fail(refused()), 1);
+            let (mut fixture, vm, task) = carry_out(kind, faults, &done, false).await;
+            assert_failed_truly(kind, &mut fixture, vm, task, &what).await;
 
-            let what = format!("{kind:?}, {step:?} panics {moment:?}");
-            let (faults, done) = at(step, TaskState::Running, moment, Fault::Panic, 1);
-            let (mut plant, vm, task) = carry_out(kind, faults, &done, false).await;
-            assert_failed_truly(kind, &mut plant, vm, task, &what).await;
+            let what = format!("{kind:?}, {step:?} panics {point:?}");
+            let (faults, done) = at(step, TaskState::Running, point, Fault::Panic, 1);
+            let (mut fixture, vm, task) = carry_out(kind, faults, &done, false).await;
+            assert_failed_truly(kind, &mut fixture, vm, task, &what).await;
 
-            let what = format!("{kind:?}, {step:?} never answered {moment:?}");
+            let what = format!("{kind:?}, {step:?} never answered {point:?}");
             let (faults, done) =
-                at(step, TaskState::Running, moment, Fault::Fail(silent()), u32::MAX);
+                at(step, TaskState::Running, point, Fault::Fail(silent()), u32::MAX);
             if kind.is_past_commit(step) {
                 goes_on_until_answered(kind, faults, &done, &what).await;
             } else {
-                let (mut plant, vm, task) = carry_out(kind, faults, &done, false).await;
-                assert_failed_truly(kind, &mut plant, vm, task, &what).await;
+                let (mut fixture, vm, task) = carry_out(kind, faults, &done, false).await;
+                assert_failed_truly(kind, &mut fixture, vm, task, &what).await;
             }
         }
         let what = format!("{kind:?}, {step:?} done twice");
-        let (faults, done) = at(step, TaskState::Running, Moment::After, Fault::Twice, 1);
-        let (plant, vm, task) = carry_out(kind, faults, &done, false).await;
-        assert_eq!(plant.task(task).await.state, TaskState::Done, "{what}");
-        kind.assert_done(&plant, vm, &what).await;
+        let (faults, done) = at(step, TaskState::Running, FaultPoint::After, Fault::Twice, 1);
+        let (fixture, vm, task) = carry_out(kind, faults, &done, false).await;
+        assert_eq!(fixture.task(task).await.state, TaskState::Done, "{what}");
+        kind.assert_done(&fixture, vm, &what).await;
     }
 }
 
 /// A step after the commit step is tried for as long as nobody answers.
 async fn goes_on_until_answered(kind: Kind, faults: Faults, done: &AtomicU32, what: &str) {
-    let mut plant = Plant::new().await;
-    let before = kind.before(&plant).await;
-    plant.restart(|engine: &mut Engine| engine.environment.faults = Some(faults)).await;
-    let (vm, task) = kind.begin(&plant, before).await;
-    plant
+    let mut fixture = Fixture::new().await;
+    let before = kind.before(&fixture).await;
+    fixture.restart(|engine: &mut Engine| engine.environment.faults = Some(faults)).await;
+    let (vm, task) = kind.begin(&fixture, before).await;
+    fixture
         .eventually(what, async || (done.load(Ordering::SeqCst) > 3 * ATTEMPTS).then_some(()))
         .await;
-    assert!(plant.task(task).await.ended.is_none(), "{what}: it was given up");
-    let refused = plant.engine.cancel(&task.to_string(), "me").await.unwrap_err();
+    assert!(fixture.task(task).await.ended.is_none(), "{what}: it was given up");
+    let refused = fixture.engine.cancel(&task.to_string(), "me").await.unwrap_err();
     assert_eq!(refused.code, ErrorCode::WrongState, "{what}: it can be cancelled");
-    plant.restart(|_| {}).await;
-    assert_eq!(plant.ended(task).await.state, TaskState::Done, "{what}");
-    kind.assert_done(&plant, vm, what).await;
+    fixture.restart(|_| {}).await;
+    assert_eq!(fixture.ended(task).await.state, TaskState::Done, "{what}");
+    kind.assert_done(&fixture, vm, what).await;
 }
 
 /// Either nothing of it is left, or it is said that something is, and deleting again removes it.
 async fn assert_failed_truly(
     kind: Kind,
-    plant: &mut Plant,
+    fixture: &mut Fixture,
     vm: VmId,
     task: vmseal_api::id::TaskId,
     what: &str,
 ) {
-    let ended = plant.task(task).await;
+    let ended = fixture.task(task).await;
     let problem = ended.problem.clone().unwrap();
     match ended.state {
-        TaskState::Failed => kind.assert_undone(plant, vm, what).await,
+        TaskState::Failed => kind.assert_undone(fixture, vm, what).await,
         TaskState::Unknown => {
             if kind == Kind::Export {
                 // It had its name already: that is said, and it is left.
                 assert!(problem.detail.contains(OUT) && problem.detail.contains("is whole"));
-                assert_eq!(plant.agent.exports(), (vec![OUT.into()], 0), "{what}");
+                assert_eq!(fixture.agent.exports(), (vec![OUT.into()], 0), "{what}");
                 return;
             }
             if kind == Kind::Recrypt {
                 // Past its commit step: that is said, an alarm stands, and another recryption finishes it.
                 assert!(problem.detail.contains("has its new key"), "{what}: {problem}");
                 let alarm = "task-unfinished web".to_owned();
-                assert!(plant.alarms().await.contains(&alarm), "{what}");
-                recrypt::recrypt_again(plant, vm, what).await;
-                assert!(!plant.alarms().await.contains(&alarm), "{what}: the alarm stands");
+                assert!(fixture.alarms().await.contains(&alarm), "{what}");
+                recrypt::recrypt_again(fixture, vm, what).await;
+                assert!(!fixture.alarms().await.contains(&alarm), "{what}: the alarm stands");
                 return;
             }
             assert_eq!(kind, Kind::Delete, "{what}: {problem}");
             assert!(problem.detail.contains("delete it again"), "{what}: {problem}");
-            if let Some(row) = plant.vm(vm).await {
+            if let Some(row) = fixture.vm(vm).await {
                 assert_eq!(row.lifecycle, Lifecycle::Deleting, "{what}");
                 // The fault is still there: without it, deleting again succeeds.
-                plant.engine.stop();
+                fixture.engine.stop();
             }
         }
         other => panic!("{what}: {other:?} {problem}"),
@@ -311,34 +311,34 @@ async fn export_survives_every_fault_at_every_step() {
 
 #[tokio::test]
 async fn an_export_that_is_called_off_or_fails_leaves_nothing() {
-    let plant = Plant::new().await;
-    let vm = plant.made("web", "encrypted").await;
-    let disk = plant.disks(vm).await[0].id;
-    plant.agent.set_work(LONG);
-    let before = plant.calls(Call::PutJob);
-    let task = plant.begin(exporting(vm, disk), "web").await;
-    plant
-        .eventually("it writes", async || (plant.calls(Call::PutJob) > before).then_some(()))
+    let fixture = Fixture::new().await;
+    let vm = fixture.made("web", "encrypted").await;
+    let disk = fixture.disks(vm).await[0].id;
+    fixture.agent.set_work(LONG);
+    let before = fixture.calls(Call::PutJob);
+    let task = fixture.begin(exporting(vm, disk), "web").await;
+    fixture
+        .eventually("it writes", async || (fixture.calls(Call::PutJob) > before).then_some(()))
         .await;
-    plant.engine.cancel(&task.to_string(), "me").await.unwrap();
-    let ended = plant.ended(task).await;
+    fixture.engine.cancel(&task.to_string(), "me").await.unwrap();
+    let ended = fixture.ended(task).await;
     assert_eq!(ended.problem.unwrap().code, ErrorCode::Cancelled);
-    Kind::Export.assert_undone(&plant, vm, "cancelled").await;
+    Kind::Export.assert_undone(&fixture, vm, "cancelled").await;
 
-    plant.agent.set_work(std::time::Duration::from_millis(1));
-    plant.agent.set_full(true);
-    let task = plant.begin(exporting(vm, disk), "web").await;
-    let ended = plant.ended(task).await;
+    fixture.agent.set_work(std::time::Duration::from_millis(1));
+    fixture.agent.set_full(true);
+    let task = fixture.begin(exporting(vm, disk), "web").await;
+    let ended = fixture.ended(task).await;
     assert_eq!(ended.problem.unwrap().code, ErrorCode::NoSpace);
-    Kind::Export.assert_undone(&plant, vm, "full").await;
+    Kind::Export.assert_undone(&fixture, vm, "full").await;
 
-    plant.agent.set_full(false);
-    let task = plant.begin(exporting(vm, disk), "web").await;
-    assert_eq!(plant.ended(task).await.state, TaskState::Done);
-    let task = plant.begin(exporting(vm, disk), "web").await;
-    let ended = plant.ended(task).await;
+    fixture.agent.set_full(false);
+    let task = fixture.begin(exporting(vm, disk), "web").await;
+    assert_eq!(fixture.ended(task).await.state, TaskState::Done);
+    let task = fixture.begin(exporting(vm, disk), "web").await;
+    let ended = fixture.ended(task).await;
     assert_eq!(ended.problem.unwrap().code, ErrorCode::AlreadyExists);
-    Kind::Export.assert_done(&plant, vm, "it was there").await;
+    Kind::Export.assert_done(&fixture, vm, "it was there").await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -350,62 +350,63 @@ async fn delete_survives_every_fault_at_every_step() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn undoing_a_creation_survives_every_fault_at_every_step() {
     for step in Kind::Create.steps() {
-        for (moment, fault) in [
-            (Moment::Before, Fault::Crash),
-            (Moment::After, Fault::Crash),
-            (Moment::Before, Fault::Fail(silent())),
-            (Moment::After, Fault::Fail(silent())),
-            (Moment::After, Fault::Twice),
+        for (point, fault) in [
+            (FaultPoint::Before, Fault::Crash),
+            (FaultPoint::After, Fault::Crash),
+            (FaultPoint::Before, Fault::Fail(silent())),
+            (FaultPoint::After, Fault::Fail(silent())),
+            (FaultPoint::After, Fault::Twice),
         ] {
-            let what = format!("{fault:?} {moment:?} undoing {step:?}");
+            let what = format!("{fault:?} {point:?} undoing {step:?}");
             let crashes = matches!(fault, Fault::Crash);
-            let (undoing, done) = at(step, TaskState::RollingBack, moment, fault, 1);
+            let (undoing, done) = at(step, TaskState::RollingBack, point, fault, 1);
             let (failing, _) =
-                at("finish", TaskState::Running, Moment::After, Fault::Fail(refused()), 1);
+                at("finish", TaskState::Running, FaultPoint::After, Fault::Fail(refused()), 1);
             let both: Faults =
-                Arc::new(move |step, state, moment| match failing(step, state, moment) {
-                    Fault::None => undoing(step, state, moment),
+                Arc::new(move |step, state, point| match failing(step, state, point) {
+                    Fault::None => undoing(step, state, point),
                     fault => fault,
                 });
-            let (plant, vm, task) = carry_out(Kind::Create, both, &done, crashes).await;
-            assert_eq!(plant.task(task).await.state, TaskState::Failed, "{what}");
-            plant.assert_nothing_left(vm, &what).await;
+            let (fixture, vm, task) = carry_out(Kind::Create, both, &done, crashes).await;
+            assert_eq!(fixture.task(task).await.state, TaskState::Failed, "{what}");
+            fixture.assert_nothing_left(vm, &what).await;
         }
     }
 }
 
 #[tokio::test]
 async fn what_cannot_be_undone_is_said_and_can_be_deleted() {
-    let mut plant = Plant::new().await;
-    plant.inject(Call::DeleteDisk, HostFault::LoseRequest, ATTEMPTS);
-    let (failing, _) = at("finish", TaskState::Running, Moment::Before, Fault::Fail(refused()), 1);
-    plant.restart(|engine| engine.environment.faults = Some(failing)).await;
-    let (vm, task) = plant.create("web", "encrypted").await;
-    let ended = plant.ended(task).await;
+    let mut fixture = Fixture::new().await;
+    fixture.inject(Call::DeleteDisk, HostFault::LoseRequest, ATTEMPTS);
+    let (failing, _) =
+        at("finish", TaskState::Running, FaultPoint::Before, Fault::Fail(refused()), 1);
+    fixture.restart(|engine| engine.environment.faults = Some(failing)).await;
+    let (vm, task) = fixture.create("web", "encrypted").await;
+    let ended = fixture.ended(task).await;
     assert_eq!(ended.state, TaskState::Unknown);
     let detail = ended.problem.unwrap().detail;
     assert!(
         detail.contains("refused on purpose") && detail.contains("create the disks"),
         "{detail}"
     );
-    assert_eq!(plant.vm(vm).await.unwrap().lifecycle, Lifecycle::Creating);
+    assert_eq!(fixture.vm(vm).await.unwrap().lifecycle, Lifecycle::Creating);
     let delete = Operation::DeleteVm { vm, was: Lifecycle::Creating };
-    let task = plant.begin(delete, "web").await;
-    assert_eq!(plant.ended(task).await.state, TaskState::Done);
-    plant.assert_nothing_left(vm, "after deletion").await;
+    let task = fixture.begin(delete, "web").await;
+    assert_eq!(fixture.ended(task).await.state, TaskState::Done);
+    fixture.assert_nothing_left(vm, "after deletion").await;
 }
 
 #[tokio::test]
 async fn a_deletion_that_was_cut_short_can_be_repeated() {
-    let plant = Plant::new().await;
-    let vm = plant.made("web", "encrypted").await;
-    plant.inject(Call::UnregisterVm, HostFault::Refuse(ErrorCode::Internal), 1);
-    let task = plant.begin(Operation::DeleteVm { vm, was: Lifecycle::Ready }, "web").await;
-    assert_eq!(plant.ended(task).await.state, TaskState::Unknown);
-    assert_eq!(plant.vm(vm).await.unwrap().lifecycle, Lifecycle::Deleting);
-    let task = plant.begin(Operation::DeleteVm { vm, was: Lifecycle::Deleting }, "web").await;
-    assert_eq!(plant.ended(task).await.state, TaskState::Done);
-    plant.assert_nothing_left(vm, "after the second deletion").await;
+    let fixture = Fixture::new().await;
+    let vm = fixture.made("web", "encrypted").await;
+    fixture.inject(Call::UnregisterVm, HostFault::Refuse(ErrorCode::Internal), 1);
+    let task = fixture.begin(Operation::DeleteVm { vm, was: Lifecycle::Ready }, "web").await;
+    assert_eq!(fixture.ended(task).await.state, TaskState::Unknown);
+    assert_eq!(fixture.vm(vm).await.unwrap().lifecycle, Lifecycle::Deleting);
+    let task = fixture.begin(Operation::DeleteVm { vm, was: Lifecycle::Deleting }, "web").await;
+    assert_eq!(fixture.ended(task).await.state, TaskState::Done);
+    fixture.assert_nothing_left(vm, "after the second deletion").await;
 }
 
 /// The calls to the host themselves: lost on their way, or their answers lost, or the agent restarts.
@@ -416,25 +417,26 @@ async fn lost_calls_lost_answers_and_crashes_of_the_agent_do_not_matter() {
         for fault in
             [HostFault::LoseRequest, HostFault::LoseAnswer, HostFault::Crash, HostFault::CrashAfter]
         {
-            let plant = Plant::new().await;
+            let fixture = Fixture::new().await;
             let what = format!("{call:?} {fault:?}");
-            plant.inject(call, fault, 1);
-            let vm = plant.made("web", "encrypted").await;
-            plant.assert_whole(vm, Power::Off, &what).await;
-            plant.inject(call, fault, 1);
-            let task = plant.begin(Operation::StartVm { vm }, "web").await;
-            assert_eq!(plant.ended(task).await.state, TaskState::Done, "{what}");
-            plant.assert_whole(vm, Power::Running, &what).await;
-            plant.inject(call, fault, 1);
+            fixture.inject(call, fault, 1);
+            let vm = fixture.made("web", "encrypted").await;
+            fixture.assert_whole(vm, Power::Off, &what).await;
+            fixture.inject(call, fault, 1);
+            let task = fixture.begin(Operation::StartVm { vm }, "web").await;
+            assert_eq!(fixture.ended(task).await.state, TaskState::Done, "{what}");
+            fixture.assert_whole(vm, Power::Running, &what).await;
+            fixture.inject(call, fault, 1);
             let stop = Operation::StopVm { vm, force: false, timeout_seconds: 10 };
-            let task = plant.begin(stop, "web").await;
-            let ended = plant.ended(task).await;
+            let task = fixture.begin(stop, "web").await;
+            let ended = fixture.ended(task).await;
             assert_eq!(ended.state, TaskState::Done, "{what} {:?}", ended.problem);
-            plant.inject(call, fault, 1);
-            let task = plant.begin(Operation::DeleteVm { vm, was: Lifecycle::Ready }, "web").await;
-            let ended = plant.ended(task).await;
+            fixture.inject(call, fault, 1);
+            let task =
+                fixture.begin(Operation::DeleteVm { vm, was: Lifecycle::Ready }, "web").await;
+            let ended = fixture.ended(task).await;
             assert_eq!(ended.state, TaskState::Done, "{what} {:?}", ended.problem);
-            plant.assert_nothing_left(vm, &what).await;
+            fixture.assert_nothing_left(vm, &what).await;
         }
     }
 }
@@ -442,170 +444,170 @@ async fn lost_calls_lost_answers_and_crashes_of_the_agent_do_not_matter() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_agent_that_restarts_in_the_middle_of_any_step_is_told_again() {
     for step in ["register", "deliver-key", "create-disks", "finish"] {
-        let mut plant = Plant::new().await;
-        let agent = plant.agent.clone();
+        let mut fixture = Fixture::new().await;
+        let agent = fixture.agent.clone();
         let restarted = Mutex::new(false);
-        let faults: Faults = Arc::new(move |at_step, _, moment| {
+        let faults: Faults = Arc::new(move |at_step, _, point| {
             let mut restarted = restarted.lock().unwrap();
-            if at_step == step && moment == Moment::Before && !*restarted {
+            if at_step == step && point == FaultPoint::Before && !*restarted {
                 *restarted = true;
                 agent.restart();
             }
             Fault::None
         });
-        plant.restart(|engine| engine.environment.faults = Some(faults)).await;
-        let (vm, task) = plant.create("web", "encrypted").await;
-        let ended = plant.ended(task).await;
+        fixture.restart(|engine| engine.environment.faults = Some(faults)).await;
+        let (vm, task) = fixture.create("web", "encrypted").await;
+        let ended = fixture.ended(task).await;
         assert_eq!(ended.state, TaskState::Done, "{step:?} {:?}", ended.problem);
-        plant.assert_whole(vm, Power::Off, &format!("{step:?}")).await;
+        fixture.assert_whole(vm, Power::Off, &format!("{step:?}")).await;
     }
 }
 
 #[tokio::test]
 async fn a_cancelled_creation_leaves_nothing() {
-    let plant = Plant::new().await;
-    plant.agent.set_work(LONG);
-    let (vm, task) = plant.create("web", "encrypted").await;
-    plant.eventually("disks", async || (plant.calls(Call::PutJob) > 0).then_some(())).await;
-    let tried = plant.engine.check_cancel(&task.to_string()).await.unwrap();
+    let fixture = Fixture::new().await;
+    fixture.agent.set_work(LONG);
+    let (vm, task) = fixture.create("web", "encrypted").await;
+    fixture.eventually("disks", async || (fixture.calls(Call::PutJob) > 0).then_some(())).await;
+    let tried = fixture.engine.check_cancel(&task.to_string()).await.unwrap();
     assert_eq!(tried.state, TaskState::Running);
-    plant.engine.cancel(&task.to_string(), "me").await.unwrap();
-    let ended = plant.ended(task).await;
+    fixture.engine.cancel(&task.to_string(), "me").await.unwrap();
+    let ended = fixture.ended(task).await;
     assert_eq!(ended.state, TaskState::Cancelled);
     assert_eq!(ended.problem.unwrap().code, ErrorCode::Cancelled);
-    plant.assert_nothing_left(vm, "cancelled").await;
-    let tried = plant.engine.check_cancel(&task.to_string()).await.unwrap_err();
+    fixture.assert_nothing_left(vm, "cancelled").await;
+    let tried = fixture.engine.check_cancel(&task.to_string()).await.unwrap_err();
     assert_eq!(tried.code, ErrorCode::WrongState);
-    let again = plant.engine.cancel(&task.to_string(), "me").await.unwrap_err();
+    let again = fixture.engine.cancel(&task.to_string(), "me").await.unwrap_err();
     assert_eq!(again.code, ErrorCode::WrongState);
 }
 
 #[tokio::test]
 async fn a_task_that_was_cancelled_before_a_crash_is_undone_after_it() {
-    let mut plant = Plant::new().await;
-    plant.agent.set_work(LONG);
-    let (vm, task) = plant.create("web", "encrypted").await;
-    plant.eventually("disks", async || (plant.calls(Call::PutJob) > 0).then_some(())).await;
-    plant.engine.stop();
-    plant.engine.cancel(&task.to_string(), "me").await.unwrap();
-    plant.restart(|_| {}).await;
-    assert_eq!(plant.ended(task).await.state, TaskState::Cancelled);
-    plant.assert_nothing_left(vm, "cancelled before a crash").await;
+    let mut fixture = Fixture::new().await;
+    fixture.agent.set_work(LONG);
+    let (vm, task) = fixture.create("web", "encrypted").await;
+    fixture.eventually("disks", async || (fixture.calls(Call::PutJob) > 0).then_some(())).await;
+    fixture.engine.stop();
+    fixture.engine.cancel(&task.to_string(), "me").await.unwrap();
+    fixture.restart(|_| {}).await;
+    assert_eq!(fixture.ended(task).await.state, TaskState::Cancelled);
+    fixture.assert_nothing_left(vm, "cancelled before a crash").await;
 }
 
 #[tokio::test]
 async fn one_task_works_on_a_vm_at_a_time() {
-    let plant = Plant::new().await;
-    plant.agent.set_work(std::time::Duration::from_millis(200));
-    let (vm, task) = plant.create("web", "encrypted").await;
-    let mut write = plant.store.write().await.unwrap();
+    let fixture = Fixture::new().await;
+    fixture.agent.set_work(std::time::Duration::from_millis(200));
+    let (vm, task) = fixture.create("web", "encrypted").await;
+    let mut write = fixture.store.write().await.unwrap();
     let second = Engine::record(&mut write, Operation::StartVm { vm }, "web", "me").await;
     assert_eq!(second.unwrap_err().code, ErrorCode::WrongState);
     drop(write);
-    assert_eq!(plant.ended(task).await.state, TaskState::Done);
-    let mut write = plant.store.write().await.unwrap();
+    assert_eq!(fixture.ended(task).await.state, TaskState::Done);
+    let mut write = fixture.store.write().await.unwrap();
     Engine::record(&mut write, Operation::StartVm { vm }, "web", "me").await.unwrap();
 }
 
 #[tokio::test]
 async fn a_guest_that_does_not_shut_down_goes_on_and_is_shown_so() {
-    let plant = Plant::new().await;
-    let vm = plant.running("web").await;
-    plant.agent.set_heeds_shutdown(false);
+    let fixture = Fixture::new().await;
+    let vm = fixture.running("web").await;
+    fixture.agent.set_heeds_shutdown(false);
     let stop = Operation::StopVm { vm, force: false, timeout_seconds: 1 };
-    let task = plant.begin(stop, "web").await;
-    let ended = plant.ended(task).await;
+    let task = fixture.begin(stop, "web").await;
+    let ended = fixture.ended(task).await;
     assert_eq!(ended.state, TaskState::Failed);
     let problem = ended.problem.unwrap();
     assert!(problem.detail.contains("--force"), "{problem}");
-    assert_eq!(plant.calls(Call::PowerOff), 1, "it was asked more than once");
-    assert_eq!(plant.agent.running(), [vm]);
-    let view = plant.hosts.view(plant.host);
+    assert_eq!(fixture.calls(Call::PowerOff), 1, "it was asked more than once");
+    assert_eq!(fixture.agent.running(), [vm]);
+    let view = fixture.hosts.view(fixture.host);
     assert_eq!(view.vm(vm).unwrap().power, Power::Running, "it is shown to be stopping");
 }
 
 #[tokio::test]
 async fn every_use_of_a_key_is_an_event() {
-    let plant = Plant::new().await;
-    let vm = plant.running("web").await;
-    let key = plant.vm(vm).await.unwrap().key.unwrap();
-    let created = plant.events("key.created").await;
+    let fixture = Fixture::new().await;
+    let vm = fixture.running("web").await;
+    let key = fixture.vm(vm).await.unwrap().key.unwrap();
+    let created = fixture.events("key.created").await;
     assert!(created.len() == 1 && created[0].detail.contains(&key.key_id), "{created:?}");
-    let delivered = plant.events("key.delivered").await.len();
-    assert_eq!(delivered, plant.calls(Call::OfferKey));
+    let delivered = fixture.events("key.delivered").await.len();
+    assert_eq!(delivered, fixture.calls(Call::OfferKey));
     assert!(delivered > 0);
     let stop = Operation::StopVm { vm, force: true, timeout_seconds: 1 };
-    let task = plant.begin(stop, "web").await;
-    plant.ended(task).await;
-    let task = plant.begin(Operation::DeleteVm { vm, was: Lifecycle::Ready }, "web").await;
-    plant.ended(task).await;
-    let destroyed = plant.events("key.destroyed").await;
+    let task = fixture.begin(stop, "web").await;
+    fixture.ended(task).await;
+    let task = fixture.begin(Operation::DeleteVm { vm, was: Lifecycle::Ready }, "web").await;
+    fixture.ended(task).await;
+    let destroyed = fixture.events("key.destroyed").await;
     assert!(destroyed.len() == 1 && destroyed[0].detail.contains(&key.key_id), "{destroyed:?}");
 }
 
 #[tokio::test]
 async fn a_plain_vm_has_no_key_and_needs_none() {
-    let plant = Plant::new().await;
-    let vm = plant.made("open", "plain").await;
-    assert_eq!(plant.vm(vm).await.unwrap().key, None);
-    assert_eq!((plant.calls(Call::OfferKey), plant.events("key.created").await.len()), (0, 0));
-    let task = plant.begin(Operation::StartVm { vm }, "open").await;
-    assert_eq!(plant.ended(task).await.state, TaskState::Done);
+    let fixture = Fixture::new().await;
+    let vm = fixture.made("open", "plain").await;
+    assert_eq!(fixture.vm(vm).await.unwrap().key, None);
+    assert_eq!((fixture.calls(Call::OfferKey), fixture.events("key.created").await.len()), (0, 0));
+    let task = fixture.begin(Operation::StartVm { vm }, "open").await;
+    assert_eq!(fixture.ended(task).await.state, TaskState::Done);
 }
 
 #[tokio::test]
 async fn a_disk_that_cannot_be_made_fails_the_creation_with_the_hosts_words() {
-    let plant = Plant::new().await;
-    plant.agent.set_full(true);
-    let (vm, task) = plant.create("web", "encrypted").await;
-    let ended = plant.ended(task).await;
+    let fixture = Fixture::new().await;
+    fixture.agent.set_full(true);
+    let (vm, task) = fixture.create("web", "encrypted").await;
+    let ended = fixture.ended(task).await;
     assert_eq!(ended.state, TaskState::Failed);
     assert_eq!(ended.problem.as_ref().unwrap().code, ErrorCode::NoSpace);
     assert_eq!(steps::title(&ended), "create the disks", "where it failed is not shown");
-    plant.assert_nothing_left(vm, "no room").await;
+    fixture.assert_nothing_left(vm, "no room").await;
 }
 
 #[tokio::test]
 async fn a_deletion_that_the_host_refuses_leaves_the_vm_whole() {
-    let plant = Plant::new().await;
-    let vm = plant.made("web", "encrypted").await;
-    plant.inject(Call::DeleteDisk, HostFault::Refuse(ErrorCode::InUse), 1);
-    let task = plant.begin(Operation::DeleteVm { vm, was: Lifecycle::Ready }, "web").await;
-    let ended = plant.ended(task).await;
+    let fixture = Fixture::new().await;
+    let vm = fixture.made("web", "encrypted").await;
+    fixture.inject(Call::DeleteDisk, HostFault::Refuse(ErrorCode::InUse), 1);
+    let task = fixture.begin(Operation::DeleteVm { vm, was: Lifecycle::Ready }, "web").await;
+    let ended = fixture.ended(task).await;
     assert_eq!(ended.state, TaskState::Failed);
     assert_eq!(ended.problem.unwrap().code, ErrorCode::InUse);
-    plant.assert_whole(vm, Power::Off, "refused").await;
+    fixture.assert_whole(vm, Power::Off, "refused").await;
 
     // The first disk is gone when the second is refused: that is said, and the rest can go.
-    plant.agent.inject(Call::DeleteDisk, 2, HostFault::Refuse(ErrorCode::InUse));
-    let task = plant.begin(Operation::DeleteVm { vm, was: Lifecycle::Ready }, "web").await;
-    let ended = plant.ended(task).await;
+    fixture.agent.inject(Call::DeleteDisk, 2, HostFault::Refuse(ErrorCode::InUse));
+    let task = fixture.begin(Operation::DeleteVm { vm, was: Lifecycle::Ready }, "web").await;
+    let ended = fixture.ended(task).await;
     assert_eq!(ended.state, TaskState::Unknown);
     assert!(ended.problem.unwrap().detail.contains("delete it again"));
-    let task = plant.begin(Operation::DeleteVm { vm, was: Lifecycle::Deleting }, "web").await;
-    assert_eq!(plant.ended(task).await.state, TaskState::Done);
-    plant.assert_nothing_left(vm, "deleted again").await;
+    let task = fixture.begin(Operation::DeleteVm { vm, was: Lifecycle::Deleting }, "web").await;
+    assert_eq!(fixture.ended(task).await.state, TaskState::Done);
+    fixture.assert_nothing_left(vm, "deleted again").await;
 }
 
 #[tokio::test]
 async fn a_task_that_goes_on_after_a_crash_is_still_for_the_request_that_asked_for_it() {
-    let mut plant = Plant::new().await;
-    let vm = plant.made("web", "encrypted").await;
-    let (faults, crashed) = at("power-on", TaskState::Running, Moment::Before, Fault::Crash, 1);
-    plant.restart(|engine: &mut Engine| engine.environment.faults = Some(faults)).await;
+    let mut fixture = Fixture::new().await;
+    let vm = fixture.made("web", "encrypted").await;
+    let (faults, crashed) = at("power-on", TaskState::Running, FaultPoint::Before, Fault::Crash, 1);
+    fixture.restart(|engine: &mut Engine| engine.environment.faults = Some(faults)).await;
     let request = RequestId::new();
-    let begin = plant.begin(Operation::StartVm { vm }, "web");
+    let begin = fixture.begin(Operation::StartVm { vm }, "web");
     let task = request_id::during(Some(request.clone()), begin).await;
-    plant
+    fixture
         .eventually("it crashes", async || (crashed.load(Ordering::SeqCst) > 0).then_some(()))
         .await;
-    assert_eq!(plant.calls(Call::PowerOn), 0);
-    plant.restart(|_| {}).await;
-    let ended = plant.ended(task).await;
+    assert_eq!(fixture.calls(Call::PowerOn), 0);
+    fixture.restart(|_| {}).await;
+    let ended = fixture.ended(task).await;
     assert_eq!((ended.state, ended.request_id), (TaskState::Done, Some(request.clone())));
-    assert_eq!(plant.agent.requests(Call::PowerOn), [Some(request.clone())]);
+    assert_eq!(fixture.agent.requests(Call::PowerOn), [Some(request.clone())]);
     for kind in ["vm.started", "task.done"] {
-        let caused = plant.events(kind).await.pop().unwrap();
+        let caused = fixture.events(kind).await.pop().unwrap();
         assert_eq!(caused.request_id.as_deref(), Some(request.as_str()), "{kind}");
     }
 }

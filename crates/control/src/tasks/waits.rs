@@ -5,13 +5,13 @@ use vmseal_api::model::{Waiting, WaitingOn};
 use vmseal_api::problem::Problem;
 
 use super::run::{Run, StepError};
-use super::step::Patience;
+use super::step::WaitPolicy;
 use crate::operation::Operation;
 use crate::store::providers;
 
 /// What becomes of a step that failed.
 #[derive(Debug, PartialEq)]
-pub(super) enum Verdict {
+pub(super) enum FailureKind {
     /// The inventory could not be read or written; it is tried until it can.
     Inventory,
     /// A provider gives no keys; it is waited for.
@@ -23,18 +23,18 @@ pub(super) enum Verdict {
 }
 
 /// What becomes of a step that failed with this error.
-pub(super) fn verdict(error: &StepError, patience: Patience) -> Verdict {
+pub(super) fn classify(error: &StepError, wait_policy: WaitPolicy) -> FailureKind {
     let problem = error.as_problem();
     if problem.inventory {
-        return Verdict::Inventory;
+        return FailureKind::Inventory;
     }
     if problem.reason.is_some_and(KeyFault::is_of_provider) {
-        // Somebody waits for the outcome of a step without patience: it is told at once.
-        return if patience.provider { Verdict::Provider } else { Verdict::Final };
+        // Somebody waits for the outcome of a step that waits for nobody: it is told at once.
+        return if wait_policy.provider { FailureKind::Provider } else { FailureKind::Final };
     }
     match error {
-        StepError::Again(_) => Verdict::Silence,
-        StepError::Final(_) => Verdict::Final,
+        StepError::Again(_) => FailureKind::Silence,
+        StepError::Final(_) => FailureKind::Final,
     }
 }
 

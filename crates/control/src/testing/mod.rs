@@ -1,6 +1,7 @@
 //! What the unit tests stand on: a control plane around one simulated host, which can crash.
 
-mod plant;
+mod fixture;
+mod template;
 
 use std::sync::Arc;
 
@@ -8,7 +9,8 @@ use vmseal_agent::simulated::SimulatedHost;
 use vmseal_api::host::HostAgent;
 use vmseal_api::problem::Problem;
 
-pub use self::plant::{ATTEMPTS, Plant};
+pub use self::fixture::{ATTEMPTS, Fixture};
+pub use self::template::new_store;
 use crate::hosts::connector::HostConnector;
 use crate::store::hosts::Host;
 

@@ -11,7 +11,7 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_control::services::{self, Caller, Services};
 
 use crate::connections::Connection;
-use crate::problem::Refusal;
+use crate::problem::ProblemResponse;
 
 /// The longest token that is looked at, in bytes; ours have 43.
 const TOKEN_MAX: usize = 256;
@@ -25,8 +25,8 @@ pub(crate) async fn authenticate(
     State(control): State<Arc<Services>>,
     mut request: Request,
     next: Next,
-) -> Result<Response, Refusal> {
-    let refused = |why: &str| Refusal(Problem::new(ErrorCode::Unauthenticated, why));
+) -> Result<Response, ProblemResponse> {
+    let refused = |why: &str| ProblemResponse(Problem::new(ErrorCode::Unauthenticated, why));
     let header = request
         .headers()
         .get(AUTHORIZATION)
@@ -41,19 +41,19 @@ pub(crate) async fn authenticate(
         .ok_or_else(|| refused("the credentials are not of the form: Bearer TOKEN"))?;
     let caller = services::users::authenticate(&control, token).await?;
     if let Some(connection) = request.extensions().get::<Connection>() {
-        connection.is_users()?;
+        connection.set_authenticated()?;
     }
     request.extensions_mut().insert(Authenticated(caller));
     Ok(next.run(request).await)
 }
 
 impl<S: Sync> FromRequestParts<S> for Authenticated {
-    type Rejection = Refusal;
+    type Rejection = ProblemResponse;
 
-    async fn from_request_parts(parts: &mut Parts, _: &S) -> Result<Self, Refusal> {
+    async fn from_request_parts(parts: &mut Parts, _: &S) -> Result<Self, ProblemResponse> {
         let caller = parts.extensions.get::<Self>().cloned();
         caller.ok_or_else(|| {
-            Refusal(Problem::new(ErrorCode::Unauthenticated, "no user is known here"))
+            ProblemResponse(Problem::new(ErrorCode::Unauthenticated, "no user is known here"))
         })
     }
 }

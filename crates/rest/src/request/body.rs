@@ -12,7 +12,7 @@ use serde::de::DeserializeOwned;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::BODY_MAX;
 
-use crate::problem::Refusal;
+use crate::problem::ProblemResponse;
 
 /// The most of a body over its limit that is read and dropped, in bytes. Who is answered while still
 /// sending loses the connection, and often the answer with it; but nobody may send on for ever.
@@ -22,7 +22,7 @@ const DRAIN_MAX: usize = 4 * BODY_MAX;
 /// read the answer, so this is.
 const BODY_TIMEOUT: Duration = Duration::from_secs(30);
 
-async fn read(body: Body) -> Result<Bytes, Refusal> {
+async fn read(body: Body) -> Result<Bytes, ProblemResponse> {
     tokio::time::timeout(BODY_TIMEOUT, collect(body)).await.unwrap_or_else(|_| {
         let seconds = BODY_TIMEOUT.as_secs();
         let detail = format!("the request body took longer than {seconds} s: nothing was done");
@@ -30,7 +30,7 @@ async fn read(body: Body) -> Result<Bytes, Refusal> {
     })
 }
 
-async fn collect(mut body: Body) -> Result<Bytes, Refusal> {
+async fn collect(mut body: Body) -> Result<Bytes, ProblemResponse> {
     let mut content = Vec::new();
     let mut length = 0;
     // A client that says its length, and waits to be told to go on, is answered before it sends anything.
@@ -79,15 +79,15 @@ fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, Problem> {
 pub(crate) struct Json<T>(pub T);
 
 impl<T: DeserializeOwned, S: Sync> FromRequest<S> for Json<T> {
-    type Rejection = Refusal;
+    type Rejection = ProblemResponse;
 
-    async fn from_request(request: Request, _: &S) -> Result<Self, Refusal> {
+    async fn from_request(request: Request, _: &S) -> Result<Self, ProblemResponse> {
         check_type(&request)?;
         Ok(Self(parse(&read(request.into_body()).await?)?))
     }
 }
 
-fn check_type(request: &Request) -> Result<(), Refusal> {
+fn check_type(request: &Request) -> Result<(), ProblemResponse> {
     let media_type = request.headers().get(CONTENT_TYPE).and_then(|value| value.to_str().ok());
     let essence = media_type.and_then(|value| value.split(';').next()).map(str::trim);
     if essence.is_some_and(|essence| essence.eq_ignore_ascii_case("application/json")) {
@@ -101,9 +101,9 @@ fn check_type(request: &Request) -> Result<(), Refusal> {
 pub(crate) struct OptionalJson<T>(pub T);
 
 impl<T: DeserializeOwned + Default, S: Sync> FromRequest<S> for OptionalJson<T> {
-    type Rejection = Refusal;
+    type Rejection = ProblemResponse;
 
-    async fn from_request(request: Request, _: &S) -> Result<Self, Refusal> {
+    async fn from_request(request: Request, _: &S) -> Result<Self, ProblemResponse> {
         let bytes = read(request.into_body()).await?;
         if bytes.is_empty() {
             return Ok(Self(T::default()));
@@ -115,15 +115,15 @@ impl<T: DeserializeOwned + Default, S: Sync> FromRequest<S> for OptionalJson<T> 
 /// What a request without parameters may have as its body: nothing, `null` or `{}`.
 #[derive(Default, serde::Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(crate) struct Nothing {}
+pub(crate) struct EmptyBody {}
 
 /// The query.
 pub(crate) struct QueryOf<T>(pub T);
 
 impl<T: DeserializeOwned, S: Sync> FromRequestParts<S> for QueryOf<T> {
-    type Rejection = Refusal;
+    type Rejection = ProblemResponse;
 
-    async fn from_request_parts(parts: &mut Parts, _: &S) -> Result<Self, Refusal> {
+    async fn from_request_parts(parts: &mut Parts, _: &S) -> Result<Self, ProblemResponse> {
         match Query::try_from_uri(&parts.uri) {
             Ok(Query(query)) => Ok(Self(query)),
             Err(error) => Err(Problem::invalid("query", error.body_text()).into()),
@@ -132,12 +132,12 @@ impl<T: DeserializeOwned, S: Sync> FromRequestParts<S> for QueryOf<T> {
 }
 
 /// The two names or ids in a path.
-pub(crate) struct NamedPair(pub String, pub String);
+pub(crate) struct TwoPathSegments(pub String, pub String);
 
-impl<S: Send + Sync> FromRequestParts<S> for NamedPair {
-    type Rejection = Refusal;
+impl<S: Send + Sync> FromRequestParts<S> for TwoPathSegments {
+    type Rejection = ProblemResponse;
 
-    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, Refusal> {
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, ProblemResponse> {
         match Path::from_request_parts(parts, state).await {
             Ok(Path((first, second))) => Ok(Self(first, second)),
             Err(error) => Err(Problem::new(ErrorCode::InvalidRequest, error.body_text()).into()),
@@ -146,12 +146,12 @@ impl<S: Send + Sync> FromRequestParts<S> for NamedPair {
 }
 
 /// The name or id in a path.
-pub(crate) struct Named(pub String);
+pub(crate) struct PathSegment(pub String);
 
-impl<S: Send + Sync> FromRequestParts<S> for Named {
-    type Rejection = Refusal;
+impl<S: Send + Sync> FromRequestParts<S> for PathSegment {
+    type Rejection = ProblemResponse;
 
-    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, Refusal> {
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, ProblemResponse> {
         match Path::from_request_parts(parts, state).await {
             Ok(Path(name)) => Ok(Self(name)),
             Err(error) => Err(Problem::new(ErrorCode::InvalidRequest, error.body_text()).into()),
@@ -160,12 +160,12 @@ impl<S: Send + Sync> FromRequestParts<S> for Named {
 }
 
 /// The three names or ids in a path.
-pub(crate) struct NamedTriple(pub String, pub String, pub String);
+pub(crate) struct ThreePathSegments(pub String, pub String, pub String);
 
-impl<S: Send + Sync> FromRequestParts<S> for NamedTriple {
-    type Rejection = Refusal;
+impl<S: Send + Sync> FromRequestParts<S> for ThreePathSegments {
+    type Rejection = ProblemResponse;
 
-    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, Refusal> {
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, ProblemResponse> {
         match Path::from_request_parts(parts, state).await {
             Ok(Path((first, second, third))) => Ok(Self(first, second, third)),
             Err(error) => Err(Problem::new(ErrorCode::InvalidRequest, error.body_text()).into()),

@@ -17,13 +17,13 @@ use utoipa::openapi::path::{Operation, Parameter, ParameterIn, PathItem};
 use utoipa::openapi::{OpenApi, RefOr};
 use vmseal_api::problem::Problem;
 
-use crate::problem::Refusal;
+use crate::problem::ProblemResponse;
 
 /// Whether a request is meant, or tried.
 #[derive(Clone, Copy, Debug, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
-pub(crate) struct Intent {
+pub(crate) struct DryRunQuery {
     /// Check the request and answer what it would do, without doing anything.
     #[serde(default)]
     #[param(value_type = Option<bool>)]
@@ -31,9 +31,9 @@ pub(crate) struct Intent {
 }
 
 /// The changing requests that take parameters, as the document has them.
-pub(crate) struct Parameterized(HashSet<(Method, String)>);
+pub(crate) struct RoutesWithQuery(HashSet<(Method, String)>);
 
-impl Parameterized {
+impl RoutesWithQuery {
     pub(crate) fn of(document: &OpenApi) -> Arc<Self> {
         let mut found = HashSet::new();
         for (path, item) in &document.paths.paths {
@@ -60,11 +60,11 @@ fn changing(item: &PathItem) -> [(Method, Option<&Operation>); 4] {
 
 /// Refuses parameters where there are none: else a request that cannot be tried would be carried out.
 pub(crate) async fn refuse_others(
-    State(parameterized): State<Arc<Parameterized>>,
+    State(parameterized): State<Arc<RoutesWithQuery>>,
     path: MatchedPath,
     request: Request,
     next: Next,
-) -> Result<Response, Refusal> {
+) -> Result<Response, ProblemResponse> {
     let method = request.method().clone();
     let asked = request.uri().query().is_some_and(|query| !query.is_empty());
     if asked && !method.is_safe() {

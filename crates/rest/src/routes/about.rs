@@ -7,11 +7,11 @@ use axum::extract::State;
 use vmseal_api::model::About;
 use vmseal_control::services::{self, Services};
 
-use crate::problem::Refusal;
+use crate::problem::ProblemResponse;
 
 /// What the server is; needs no credentials.
 #[utoipa::path(get, path = "/api/v1/about", tag = "server", security(()),
-    responses((status = 200, body = About), Refusal))]
+    responses((status = 200, body = About), ProblemResponse))]
 pub(super) async fn show(State(control): State<Arc<Services>>) -> Json<About> {
     Json(services::passphrases::about(&control))
 }

@@ -13,40 +13,42 @@ use vmseal_control::services::bitmaps::Target;
 use vmseal_control::services::{self, Services};
 
 use crate::answer::{Answer, BitmapOrPlan, created, no_content};
-use crate::problem::Refusal;
+use crate::problem::ProblemResponse;
 use crate::request::auth::Authenticated;
-use crate::request::body::{self, NamedPair, NamedTriple, Nothing, OptionalJson, QueryOf};
-use crate::request::dry_run::Intent;
+use crate::request::body::{
+    self, EmptyBody, OptionalJson, QueryOf, ThreePathSegments, TwoPathSegments,
+};
+use crate::request::dry_run::DryRunQuery;
 
 /// Lists the dirty bitmaps of a disk whose VM runs. They live in the process that serves the disk: all are gone when
 /// the VM stops, and when another process takes its place.
 #[utoipa::path(get, path = "/api/v1/vms/{vm}/disks/{disk}/bitmaps", tag = "vms",
     params(("vm" = String, Path, description = "The VM's name or id"),
            ("disk" = String, Path, description = "The disk's name within the VM, or its id")),
-    responses((status = 200, body = Page<BitmapStatus>), Refusal))]
+    responses((status = 200, body = Page<BitmapStatus>), ProblemResponse))]
 pub(super) async fn list(
     State(control): State<Arc<Services>>,
     Authenticated(caller): Authenticated,
-    NamedPair(vm, disk): NamedPair,
-) -> Result<Json<Page<BitmapStatus>>, Refusal> {
+    TwoPathSegments(vm, disk): TwoPathSegments,
+) -> Result<Json<Page<BitmapStatus>>, ProblemResponse> {
     Ok(Json(services::bitmaps::list(&control, &caller, &vm, &disk).await?))
 }
 
 /// Starts a dirty bitmap of a disk whose VM runs: what changes from now on is dirty. One that is there is refused.
 #[utoipa::path(post, path = "/api/v1/vms/{vm}/disks/{disk}/bitmaps", tag = "vms",
     params(("vm" = String, Path, description = "The VM's name or id"),
-           ("disk" = String, Path, description = "The disk's name within the VM, or its id"), Intent),
+           ("disk" = String, Path, description = "The disk's name within the VM, or its id"), DryRunQuery),
     request_body = AddBitmap,
-    responses((status = 201, body = BitmapStatus), (status = 200, body = Plan), Refusal))]
+    responses((status = 201, body = BitmapStatus), (status = 200, body = Plan), ProblemResponse))]
 pub(super) async fn add(
     State(control): State<Arc<Services>>,
     Authenticated(caller): Authenticated,
-    NamedPair(vm, disk): NamedPair,
-    QueryOf(intent): QueryOf<Intent>,
+    TwoPathSegments(vm, disk): TwoPathSegments,
+    QueryOf(query): QueryOf<DryRunQuery>,
     body::Json(request): body::Json<AddBitmap>,
-) -> Result<Answer<(StatusCode, Json<BitmapStatus>)>, Refusal> {
+) -> Result<Answer<(StatusCode, Json<BitmapStatus>)>, ProblemResponse> {
     Ok(Answer(
-        services::bitmaps::add(&control, &caller, &vm, &disk, request, intent.dry_run)
+        services::bitmaps::add(&control, &caller, &vm, &disk, request, query.dry_run)
             .await?
             .map(created),
     ))
@@ -57,33 +59,33 @@ pub(super) async fn add(
 #[utoipa::path(post, path = "/api/v1/vms/{vm}/disks/{disk}/bitmaps/{bitmap}/clear", tag = "vms",
     params(("vm" = String, Path, description = "The VM's name or id"),
            ("disk" = String, Path, description = "The disk's name within the VM, or its id"),
-           ("bitmap" = String, Path, description = "The bitmap's name"), Intent),
-    responses((status = 200, body = BitmapOrPlan), Refusal))]
+           ("bitmap" = String, Path, description = "The bitmap's name"), DryRunQuery),
+    responses((status = 200, body = BitmapOrPlan), ProblemResponse))]
 pub(super) async fn clear(
     State(control): State<Arc<Services>>,
     Authenticated(caller): Authenticated,
-    NamedTriple(vm, disk, bitmap): NamedTriple,
-    QueryOf(intent): QueryOf<Intent>,
-    OptionalJson(Nothing {}): OptionalJson<Nothing>,
-) -> Result<Answer<Json<BitmapStatus>>, Refusal> {
+    ThreePathSegments(vm, disk, bitmap): ThreePathSegments,
+    QueryOf(query): QueryOf<DryRunQuery>,
+    OptionalJson(EmptyBody {}): OptionalJson<EmptyBody>,
+) -> Result<Answer<Json<BitmapStatus>>, ProblemResponse> {
     let of = Target { vm: &vm, disk: &disk, bitmap: &bitmap };
-    Ok(Answer(services::bitmaps::clear(&control, &caller, of, intent.dry_run).await?.map(Json)))
+    Ok(Answer(services::bitmaps::clear(&control, &caller, of, query.dry_run).await?.map(Json)))
 }
 
 /// Removes a dirty bitmap. Not while somebody reads it.
 #[utoipa::path(delete, path = "/api/v1/vms/{vm}/disks/{disk}/bitmaps/{bitmap}", tag = "vms",
     params(("vm" = String, Path, description = "The VM's name or id"),
            ("disk" = String, Path, description = "The disk's name within the VM, or its id"),
-           ("bitmap" = String, Path, description = "The bitmap's name"), Intent),
-    responses((status = 204, description = "It is removed"), (status = 200, body = Plan), Refusal))]
+           ("bitmap" = String, Path, description = "The bitmap's name"), DryRunQuery),
+    responses((status = 204, description = "It is removed"), (status = 200, body = Plan), ProblemResponse))]
 pub(super) async fn remove(
     State(control): State<Arc<Services>>,
     Authenticated(caller): Authenticated,
-    NamedTriple(vm, disk, bitmap): NamedTriple,
-    QueryOf(intent): QueryOf<Intent>,
-) -> Result<Answer<StatusCode>, Refusal> {
+    ThreePathSegments(vm, disk, bitmap): ThreePathSegments,
+    QueryOf(query): QueryOf<DryRunQuery>,
+) -> Result<Answer<StatusCode>, ProblemResponse> {
     let of = Target { vm: &vm, disk: &disk, bitmap: &bitmap };
     Ok(Answer(
-        services::bitmaps::remove(&control, &caller, of, intent.dry_run).await?.map(no_content),
+        services::bitmaps::remove(&control, &caller, of, query.dry_run).await?.map(no_content),
     ))
 }

@@ -16,7 +16,7 @@ use vmseal_control::services::events::Kinds;
 use vmseal_control::services::{self, Services};
 
 use crate::connections::{self, Connection};
-use crate::problem::Refusal;
+use crate::problem::ProblemResponse;
 use crate::request::auth::Authenticated;
 use crate::request::body::QueryOf;
 
@@ -35,13 +35,13 @@ pub(super) struct ChangeQuery {
 
 /// Tells the change number; waits for another one where that is asked for.
 #[utoipa::path(get, path = "/api/v1/changes", tag = "events", params(ChangeQuery),
-    responses((status = 200, body = Changes), Refusal))]
+    responses((status = 200, body = Changes), ProblemResponse))]
 pub(super) async fn show(
     State(control): State<Arc<Services>>,
     Authenticated(caller): Authenticated,
     connection: Option<Extension<Connection>>,
     QueryOf(query): QueryOf<ChangeQuery>,
-) -> Result<Json<Changes>, Refusal> {
+) -> Result<Json<Changes>, ProblemResponse> {
     let kinds = query.kinds.as_deref().map(kinds_of).transpose()?.unwrap_or_else(Kinds::all);
     let wait = Duration::from_secs(query.wait_seconds.unwrap_or(0).into());
     let _held = if wait.is_zero() { None } else { connections::hold(connection.as_ref())? };

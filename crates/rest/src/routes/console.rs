@@ -17,9 +17,9 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_control::services::{self, Services};
 
 use crate::connections::{self, Connection};
-use crate::problem::Refusal;
+use crate::problem::ProblemResponse;
 use crate::request::auth::Authenticated;
-use crate::request::body::{Named, QueryOf};
+use crate::request::body::{PathSegment, QueryOf};
 
 /// The longest message from a user, in bytes: what is pasted at once.
 const MESSAGE_MAX: usize = 64 * 1024;
@@ -41,15 +41,15 @@ pub(super) struct ConsoleQuery {
 /// Opens a guest's serial console as a WebSocket of binary messages; one user has it at a time.
 #[utoipa::path(get, path = "/api/v1/vms/{vm}/console", tag = "vms",
     params(("vm" = String, Path, description = "Its name or id"), ConsoleQuery),
-    responses((status = 101, description = "The WebSocket stands"), Refusal))]
+    responses((status = 101, description = "The WebSocket stands"), ProblemResponse))]
 pub(super) async fn open(
     State(control): State<Arc<Services>>,
-    Named(name): Named,
+    PathSegment(name): PathSegment,
     Authenticated(caller): Authenticated,
     connection: Option<Extension<Connection>>,
     QueryOf(query): QueryOf<ConsoleQuery>,
     upgrade: Result<WebSocketUpgrade, WebSocketUpgradeRejection>,
-) -> Result<Response, Refusal> {
+) -> Result<Response, ProblemResponse> {
     let upgrade = upgrade.map_err(|error| {
         let detail = format!("the console is a WebSocket: {}", error.body_text());
         Problem::new(ErrorCode::InvalidRequest, detail)

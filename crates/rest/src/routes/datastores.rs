@@ -11,62 +11,62 @@ use vmseal_api::request::AddDatastore;
 use vmseal_control::services::{self, Services};
 
 use crate::answer::{Answer, created, no_content};
-use crate::problem::Refusal;
+use crate::problem::ProblemResponse;
 use crate::request::auth::Authenticated;
-use crate::request::body::{self, Named, QueryOf};
-use crate::request::dry_run::Intent;
+use crate::request::body::{self, PathSegment, QueryOf};
+use crate::request::dry_run::DryRunQuery;
 use crate::request::page::PageQuery;
 
 /// Lists the datastores.
 #[utoipa::path(get, path = "/api/v1/datastores", tag = "datastores", params(PageQuery),
-    responses((status = 200, body = Page<Datastore>), Refusal))]
+    responses((status = 200, body = Page<Datastore>), ProblemResponse))]
 pub(super) async fn list(
     State(control): State<Arc<Services>>,
     Authenticated(caller): Authenticated,
     QueryOf(query): QueryOf<PageQuery>,
-) -> Result<Json<Page<Datastore>>, Refusal> {
+) -> Result<Json<Page<Datastore>>, ProblemResponse> {
     Ok(Json(services::datastores::list(&control, &caller, query.into()).await?))
 }
 
 /// Adds a datastore of a host, which marks it and measures it.
-#[utoipa::path(post, path = "/api/v1/datastores", tag = "datastores", params(Intent),
+#[utoipa::path(post, path = "/api/v1/datastores", tag = "datastores", params(DryRunQuery),
     request_body = AddDatastore,
-    responses((status = 201, body = Datastore), (status = 200, body = Plan), Refusal))]
+    responses((status = 201, body = Datastore), (status = 200, body = Plan), ProblemResponse))]
 pub(super) async fn add(
     State(control): State<Arc<Services>>,
     Authenticated(caller): Authenticated,
-    QueryOf(intent): QueryOf<Intent>,
+    QueryOf(query): QueryOf<DryRunQuery>,
     body::Json(request): body::Json<AddDatastore>,
-) -> Result<Answer<(StatusCode, Json<Datastore>)>, Refusal> {
+) -> Result<Answer<(StatusCode, Json<Datastore>)>, ProblemResponse> {
     Ok(Answer(
-        services::datastores::add(&control, &caller, request, intent.dry_run).await?.map(created),
+        services::datastores::add(&control, &caller, request, query.dry_run).await?.map(created),
     ))
 }
 
 /// Shows a datastore.
 #[utoipa::path(get, path = "/api/v1/datastores/{datastore}", tag = "datastores",
     params(("datastore" = String, Path, description = "Its name, HOST:NAME where hosts share one, or id")),
-    responses((status = 200, body = Datastore), Refusal))]
+    responses((status = 200, body = Datastore), ProblemResponse))]
 pub(super) async fn show(
     State(control): State<Arc<Services>>,
     Authenticated(caller): Authenticated,
-    Named(name): Named,
-) -> Result<Json<Datastore>, Refusal> {
+    PathSegment(name): PathSegment,
+) -> Result<Json<Datastore>, ProblemResponse> {
     Ok(Json(services::datastores::show(&control, &caller, &name).await?))
 }
 
 /// Forgets a datastore without disks; what else is on it stays.
 #[utoipa::path(delete, path = "/api/v1/datastores/{datastore}", tag = "datastores",
-    params(("datastore" = String, Path, description = "Its name, HOST:NAME where hosts share one, or id"), Intent),
-    responses((status = 204, description = "It is forgotten"), (status = 200, body = Plan), Refusal))]
+    params(("datastore" = String, Path, description = "Its name, HOST:NAME where hosts share one, or id"), DryRunQuery),
+    responses((status = 204, description = "It is forgotten"), (status = 200, body = Plan), ProblemResponse))]
 pub(super) async fn remove(
     State(control): State<Arc<Services>>,
     Authenticated(caller): Authenticated,
-    Named(name): Named,
-    QueryOf(intent): QueryOf<Intent>,
-) -> Result<Answer<StatusCode>, Refusal> {
+    PathSegment(name): PathSegment,
+    QueryOf(query): QueryOf<DryRunQuery>,
+) -> Result<Answer<StatusCode>, ProblemResponse> {
     Ok(Answer(
-        services::datastores::remove(&control, &caller, &name, intent.dry_run)
+        services::datastores::remove(&control, &caller, &name, query.dry_run)
             .await?
             .map(no_content),
     ))
@@ -76,11 +76,11 @@ pub(super) async fn remove(
 /// nothing.
 #[utoipa::path(get, path = "/api/v1/datastores/{datastore}/scan", tag = "datastores",
     params(("datastore" = String, Path, description = "Its name, HOST:NAME where hosts share one, or id")),
-    responses((status = 200, body = DatastoreScan), Refusal))]
+    responses((status = 200, body = DatastoreScan), ProblemResponse))]
 pub(super) async fn scan(
     State(control): State<Arc<Services>>,
     Authenticated(caller): Authenticated,
-    Named(name): Named,
-) -> Result<Json<DatastoreScan>, Refusal> {
+    PathSegment(name): PathSegment,
+) -> Result<Json<DatastoreScan>, ProblemResponse> {
     Ok(Json(services::datastores::scan(&control, &caller, &name).await?))
 }

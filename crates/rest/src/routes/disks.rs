@@ -19,26 +19,26 @@ use vmseal_control::services::{self, Services};
 
 use crate::answer::{Accepted, Answer};
 use crate::connections::{self, Connection};
-use crate::problem::Refusal;
+use crate::problem::ProblemResponse;
 use crate::request::auth::Authenticated;
-use crate::request::body::{self, NamedPair, QueryOf};
-use crate::request::dry_run::Intent;
+use crate::request::body::{self, QueryOf, TwoPathSegments};
+use crate::request::dry_run::DryRunQuery;
 
 /// Writes a disk of a VM that is off to a file of its host.
 #[utoipa::path(post, path = "/api/v1/vms/{vm}/disks/{disk}/export", tag = "vms",
     params(("vm" = String, Path, description = "The VM's name or id"),
-           ("disk" = String, Path, description = "The disk's name within the VM, or its id"), Intent),
+           ("disk" = String, Path, description = "The disk's name within the VM, or its id"), DryRunQuery),
     request_body = ExportDisk,
-    responses((status = 202, body = Task), (status = 200, body = Plan), Refusal))]
+    responses((status = 202, body = Task), (status = 200, body = Plan), ProblemResponse))]
 pub(super) async fn export(
     State(control): State<Arc<Services>>,
     Authenticated(caller): Authenticated,
-    NamedPair(vm, disk): NamedPair,
-    QueryOf(intent): QueryOf<Intent>,
+    TwoPathSegments(vm, disk): TwoPathSegments,
+    QueryOf(query): QueryOf<DryRunQuery>,
     body::Json(request): body::Json<ExportDisk>,
-) -> Result<Answer<Accepted>, Refusal> {
+) -> Result<Answer<Accepted>, ProblemResponse> {
     Ok(Answer(
-        services::disks::export(&control, &caller, &vm, &disk, request, intent.dry_run)
+        services::disks::export(&control, &caller, &vm, &disk, request, query.dry_run)
             .await?
             .map(Accepted),
     ))
@@ -66,15 +66,15 @@ pub(super) struct ExposeQuery {
 #[utoipa::path(get, path = "/api/v1/vms/{vm}/disks/{disk}/expose", tag = "vms",
     params(("vm" = String, Path, description = "The VM's name or id"),
            ("disk" = String, Path, description = "The disk's name within the VM, or its id"), ExposeQuery),
-    responses((status = 101, description = "The WebSocket stands"), Refusal))]
+    responses((status = 101, description = "The WebSocket stands"), ProblemResponse))]
 pub(super) async fn expose(
     State(control): State<Arc<Services>>,
-    NamedPair(vm, disk): NamedPair,
+    TwoPathSegments(vm, disk): TwoPathSegments,
     Authenticated(caller): Authenticated,
     connection: Option<Extension<Connection>>,
     QueryOf(query): QueryOf<ExposeQuery>,
     upgrade: Result<WebSocketUpgrade, WebSocketUpgradeRejection>,
-) -> Result<Response, Refusal> {
+) -> Result<Response, ProblemResponse> {
     let upgrade = upgrade.map_err(|error| {
         let detail = format!("an exposed disk is a WebSocket: {}", error.body_text());
         Problem::new(ErrorCode::InvalidRequest, detail)
@@ -103,11 +103,11 @@ pub(super) async fn expose(
 #[utoipa::path(get, path = "/api/v1/vms/{vm}/disks/{disk}/replica", tag = "vms",
     params(("vm" = String, Path, description = "The VM's name or id"),
            ("disk" = String, Path, description = "The disk's name within the VM, or its id")),
-    responses((status = 200, body = ReplicaStatus), Refusal))]
+    responses((status = 200, body = ReplicaStatus), ProblemResponse))]
 pub(super) async fn replica(
     State(control): State<Arc<Services>>,
     Authenticated(caller): Authenticated,
-    NamedPair(vm, disk): NamedPair,
-) -> Result<Json<ReplicaStatus>, Refusal> {
+    TwoPathSegments(vm, disk): TwoPathSegments,
+) -> Result<Json<ReplicaStatus>, ProblemResponse> {
     Ok(Json(services::disks::replica(&control, &caller, &vm, &disk).await?))
 }

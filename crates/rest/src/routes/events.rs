@@ -13,7 +13,7 @@ use vmseal_control::services::events::{EventsRequest, Filter};
 use vmseal_control::services::{self, Services};
 
 use crate::connections::{self, Connection};
-use crate::problem::Refusal;
+use crate::problem::ProblemResponse;
 use crate::request::auth::Authenticated;
 use crate::request::body::QueryOf;
 
@@ -43,13 +43,13 @@ pub(super) struct EventQuery {
 
 /// Lists events, oldest first; waits for the next one where that is asked for.
 #[utoipa::path(get, path = "/api/v1/events", tag = "events", params(EventQuery),
-    responses((status = 200, body = Page<Event>), Refusal))]
+    responses((status = 200, body = Page<Event>), ProblemResponse))]
 pub(super) async fn list(
     State(control): State<Arc<Services>>,
     Authenticated(caller): Authenticated,
     connection: Option<Extension<Connection>>,
     QueryOf(query): QueryOf<EventQuery>,
-) -> Result<Json<Page<Event>>, Refusal> {
+) -> Result<Json<Page<Event>>, ProblemResponse> {
     let EventQuery { after, limit, wait_seconds, kind, target, since, request, last } = query;
     let wait = Duration::from_secs(wait_seconds.unwrap_or(0).into());
     let waits = last.is_none() && !wait.is_zero();
@@ -61,10 +61,10 @@ pub(super) async fn list(
 
 /// Lists the alarms that stand, oldest first.
 #[utoipa::path(get, path = "/api/v1/alarms", tag = "events",
-    responses((status = 200, body = Page<Alarm>), Refusal))]
+    responses((status = 200, body = Page<Alarm>), ProblemResponse))]
 pub(super) async fn alarms(
     State(control): State<Arc<Services>>,
     Authenticated(caller): Authenticated,
-) -> Result<Json<Page<Alarm>>, Refusal> {
+) -> Result<Json<Page<Alarm>>, ProblemResponse> {
     Ok(Json(services::events::alarms(&control, &caller).await?))
 }

@@ -19,9 +19,9 @@ use serde::Serialize;
 use vmseal_control::metrics;
 use vmseal_control::services::{self, Services};
 
-use crate::problem::Refusal;
+use crate::problem::ProblemResponse;
 use crate::request::auth::Authenticated;
-use crate::request::body::Named;
+use crate::request::body::PathSegment;
 
 /// The routes; they are no part of the API and its document.
 pub(crate) fn routes() -> [(&'static str, MethodRouter<Arc<Services>>); 3] {
@@ -40,7 +40,7 @@ fn text(body: String) -> Response {
 async fn server(
     State(control): State<Arc<Services>>,
     Authenticated(caller): Authenticated,
-) -> Result<Response, Refusal> {
+) -> Result<Response, ProblemResponse> {
     Ok(text(services::metrics::server(&control, &caller).await?))
 }
 
@@ -48,8 +48,8 @@ async fn server(
 async fn host(
     State(control): State<Arc<Services>>,
     Authenticated(caller): Authenticated,
-    Named(name): Named,
-) -> Result<Response, Refusal> {
+    PathSegment(name): PathSegment,
+) -> Result<Response, ProblemResponse> {
     Ok(text(services::metrics::host(&control, &caller, &name).await?))
 }
 
@@ -65,7 +65,7 @@ async fn targets(
     State(control): State<Arc<Services>>,
     Authenticated(caller): Authenticated,
     headers: HeaderMap,
-) -> Result<Json<Vec<Targets>>, Refusal> {
+) -> Result<Json<Vec<Targets>>, ProblemResponse> {
     let address = headers.get(HOST).and_then(|host| host.to_str().ok()).unwrap_or_default();
     let target = |path: String, instance: String| Targets {
         targets: [address.to_owned()],

@@ -35,7 +35,7 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request_id;
 use vmseal_control::services::Services;
 
-use crate::problem::{self, Refusal};
+use crate::problem::{self, ProblemResponse};
 use crate::request::{auth, dry_run};
 use crate::trace;
 
@@ -130,7 +130,7 @@ pub fn document() -> utoipa::openapi::OpenApi {
 
 /// The routes that need a user, without the check who it is.
 pub(crate) fn user_router() -> axum::Router<Arc<Services>> {
-    let parameterized = dry_run::Parameterized::of(&document());
+    let parameterized = dry_run::RoutesWithQuery::of(&document());
     let api = axum::Router::from(user_routes())
         .route_layer(middleware::from_fn_with_state(parameterized, dry_run::refuse_others));
     metrics::routes().into_iter().fold(api, |router, (path, route)| router.route(path, route))
@@ -149,11 +149,11 @@ pub fn router(control: Arc<Services>) -> axum::Router {
         .with_state(control)
 }
 
-async fn unknown_path(request: Request) -> Refusal {
+async fn unknown_path(request: Request) -> ProblemResponse {
     Problem::new(ErrorCode::NotFound, format!("there is no path '{}'", request.uri().path())).into()
 }
 
-async fn wrong_method(request: Request) -> Refusal {
+async fn wrong_method(request: Request) -> ProblemResponse {
     let detail = format!("{} cannot be done with {}", request.method(), request.uri().path());
     let mut problem = Problem::new(ErrorCode::InvalidRequest, detail);
     problem.status = StatusCode::METHOD_NOT_ALLOWED.as_u16();
@@ -176,14 +176,14 @@ async fn limit_time(request: Request, next: Next) -> Response {
         Ok(Err(error)) => {
             tracing::error!(%error, "a request ended in a defect");
             let detail = "a defect of vmseal ended the request: the server's log says where; whether it was done is not known";
-            Refusal::from(Problem::new(ErrorCode::Internal, detail)).into_response()
+            ProblemResponse::from(Problem::new(ErrorCode::Internal, detail)).into_response()
         }
         Err(_) => {
             let detail = format!(
                 "the request took longer than {} s; whether it was done is not known",
                 REQUEST_TIMEOUT.as_secs()
             );
-            Refusal::from(Problem::new(ErrorCode::TimedOut, detail)).into_response()
+            ProblemResponse::from(Problem::new(ErrorCode::TimedOut, detail)).into_response()
         }
     }
 }

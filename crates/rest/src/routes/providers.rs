@@ -10,80 +10,78 @@ use vmseal_api::request::{AddProvider, Backup, ChangePassphrase, GivePassphrase,
 use vmseal_control::services::{self, Services};
 
 use crate::answer::{Answer, BackupOrPlan, ProviderOrPlan, created, no_content};
-use crate::problem::Refusal;
+use crate::problem::ProblemResponse;
 use crate::request::auth::Authenticated;
-use crate::request::body::{self, Named, Nothing, OptionalJson, QueryOf};
-use crate::request::dry_run::Intent;
+use crate::request::body::{self, EmptyBody, OptionalJson, PathSegment, QueryOf};
+use crate::request::dry_run::DryRunQuery;
 use crate::request::page::PageQuery;
 
 /// Lists the key providers.
 #[utoipa::path(get, path = "/api/v1/providers", tag = "providers", params(PageQuery),
-    responses((status = 200, body = Page<Provider>), Refusal))]
+    responses((status = 200, body = Page<Provider>), ProblemResponse))]
 pub(super) async fn list(
     State(control): State<Arc<Services>>,
     Authenticated(caller): Authenticated,
     QueryOf(query): QueryOf<PageQuery>,
-) -> Result<Json<Page<Provider>>, Refusal> {
+) -> Result<Json<Page<Provider>>, ProblemResponse> {
     Ok(Json(services::providers::list(&control, &caller, query.into()).await?))
 }
 
 /// Adds a key provider: a native one, with a new key or from a backup, or one over KMIP.
-#[utoipa::path(post, path = "/api/v1/providers", tag = "providers", params(Intent),
+#[utoipa::path(post, path = "/api/v1/providers", tag = "providers", params(DryRunQuery),
     request_body = AddProvider,
-    responses((status = 201, body = Provider), (status = 200, body = Plan), Refusal))]
+    responses((status = 201, body = Provider), (status = 200, body = Plan), ProblemResponse))]
 pub(super) async fn add(
     State(control): State<Arc<Services>>,
     Authenticated(caller): Authenticated,
-    QueryOf(intent): QueryOf<Intent>,
+    QueryOf(query): QueryOf<DryRunQuery>,
     body::Json(request): body::Json<AddProvider>,
-) -> Result<Answer<(StatusCode, Json<Provider>)>, Refusal> {
+) -> Result<Answer<(StatusCode, Json<Provider>)>, ProblemResponse> {
     Ok(Answer(
-        services::providers::add(&control, &caller, request, intent.dry_run).await?.map(created),
+        services::providers::add(&control, &caller, request, query.dry_run).await?.map(created),
     ))
 }
 
 /// Shows a key provider.
 #[utoipa::path(get, path = "/api/v1/providers/{provider}", tag = "providers",
     params(("provider" = String, Path, description = "Its name or id")),
-    responses((status = 200, body = Provider), Refusal))]
+    responses((status = 200, body = Provider), ProblemResponse))]
 pub(super) async fn show(
     State(control): State<Arc<Services>>,
     Authenticated(caller): Authenticated,
-    Named(name): Named,
-) -> Result<Json<Provider>, Refusal> {
+    PathSegment(name): PathSegment,
+) -> Result<Json<Provider>, ProblemResponse> {
     Ok(Json(services::providers::show(&control, &caller, &name).await?))
 }
 
 /// Removes a key provider that nothing uses, with its key.
 #[utoipa::path(delete, path = "/api/v1/providers/{provider}", tag = "providers",
-    params(("provider" = String, Path, description = "Its name or id"), Intent),
-    responses((status = 204, description = "It is removed"), (status = 200, body = Plan), Refusal))]
+    params(("provider" = String, Path, description = "Its name or id"), DryRunQuery),
+    responses((status = 204, description = "It is removed"), (status = 200, body = Plan), ProblemResponse))]
 pub(super) async fn remove(
     State(control): State<Arc<Services>>,
     Authenticated(caller): Authenticated,
-    Named(name): Named,
-    QueryOf(intent): QueryOf<Intent>,
-) -> Result<Answer<StatusCode>, Refusal> {
+    PathSegment(name): PathSegment,
+    QueryOf(query): QueryOf<DryRunQuery>,
+) -> Result<Answer<StatusCode>, ProblemResponse> {
     Ok(Answer(
-        services::providers::remove(&control, &caller, &name, intent.dry_run)
-            .await?
-            .map(no_content),
+        services::providers::remove(&control, &caller, &name, query.dry_run).await?.map(no_content),
     ))
 }
 
 /// Gives a provider's passphrase, after a start of the server.
 #[utoipa::path(post, path = "/api/v1/providers/{provider}/unlock", tag = "providers",
-    params(("provider" = String, Path, description = "Its name or id"), Intent),
-    request_body = GivePassphrase, responses((status = 200, body = ProviderOrPlan), Refusal))]
+    params(("provider" = String, Path, description = "Its name or id"), DryRunQuery),
+    request_body = GivePassphrase, responses((status = 200, body = ProviderOrPlan), ProblemResponse))]
 pub(super) async fn unlock(
     State(control): State<Arc<Services>>,
     Authenticated(caller): Authenticated,
-    Named(name): Named,
-    QueryOf(intent): QueryOf<Intent>,
+    PathSegment(name): PathSegment,
+    QueryOf(query): QueryOf<DryRunQuery>,
     body::Json(request): body::Json<GivePassphrase>,
-) -> Result<Answer<Json<Provider>>, Refusal> {
+) -> Result<Answer<Json<Provider>>, ProblemResponse> {
     Ok(Answer(
-        services::providers::unlock(&control, &caller, &name, request, intent.dry_run)
+        services::providers::unlock(&control, &caller, &name, request, query.dry_run)
             .await?
             .map(Json),
     ))
@@ -91,17 +89,17 @@ pub(super) async fn unlock(
 
 /// Changes a provider's passphrase.
 #[utoipa::path(post, path = "/api/v1/providers/{provider}/passphrase", tag = "providers",
-    params(("provider" = String, Path, description = "Its name or id"), Intent),
-    request_body = ChangePassphrase, responses((status = 200, body = ProviderOrPlan), Refusal))]
+    params(("provider" = String, Path, description = "Its name or id"), DryRunQuery),
+    request_body = ChangePassphrase, responses((status = 200, body = ProviderOrPlan), ProblemResponse))]
 pub(super) async fn change_passphrase(
     State(control): State<Arc<Services>>,
     Authenticated(caller): Authenticated,
-    Named(name): Named,
-    QueryOf(intent): QueryOf<Intent>,
+    PathSegment(name): PathSegment,
+    QueryOf(query): QueryOf<DryRunQuery>,
     body::Json(request): body::Json<ChangePassphrase>,
-) -> Result<Answer<Json<Provider>>, Refusal> {
+) -> Result<Answer<Json<Provider>>, ProblemResponse> {
     Ok(Answer(
-        services::providers::change_passphrase(&control, &caller, &name, request, intent.dry_run)
+        services::providers::change_passphrase(&control, &caller, &name, request, query.dry_run)
             .await?
             .map(Json),
     ))
@@ -110,17 +108,17 @@ pub(super) async fn change_passphrase(
 /// Gives a backup of the provider's key, and of the settings of a KMIP provider, sealed under the passphrase of
 /// the request.
 #[utoipa::path(post, path = "/api/v1/providers/{provider}/backup", tag = "providers",
-    params(("provider" = String, Path, description = "Its name or id"), Intent),
-    request_body = GivePassphrase, responses((status = 200, body = BackupOrPlan), Refusal))]
+    params(("provider" = String, Path, description = "Its name or id"), DryRunQuery),
+    request_body = GivePassphrase, responses((status = 200, body = BackupOrPlan), ProblemResponse))]
 pub(super) async fn backup(
     State(control): State<Arc<Services>>,
     Authenticated(caller): Authenticated,
-    Named(name): Named,
-    QueryOf(intent): QueryOf<Intent>,
+    PathSegment(name): PathSegment,
+    QueryOf(query): QueryOf<DryRunQuery>,
     body::Json(request): body::Json<GivePassphrase>,
-) -> Result<Answer<Json<Backup>>, Refusal> {
+) -> Result<Answer<Json<Backup>>, ProblemResponse> {
     Ok(Answer(
-        services::providers::backup(&control, &caller, &name, request, intent.dry_run)
+        services::providers::backup(&control, &caller, &name, request, query.dry_run)
             .await?
             .map(Json),
     ))
@@ -128,17 +126,17 @@ pub(super) async fn backup(
 
 /// Verifies a backup; the provider makes keys from the first success on.
 #[utoipa::path(post, path = "/api/v1/providers/{provider}/verify", tag = "providers",
-    params(("provider" = String, Path, description = "Its name or id"), Intent),
-    request_body = VerifyBackup, responses((status = 200, body = ProviderOrPlan), Refusal))]
+    params(("provider" = String, Path, description = "Its name or id"), DryRunQuery),
+    request_body = VerifyBackup, responses((status = 200, body = ProviderOrPlan), ProblemResponse))]
 pub(super) async fn verify(
     State(control): State<Arc<Services>>,
     Authenticated(caller): Authenticated,
-    Named(name): Named,
-    QueryOf(intent): QueryOf<Intent>,
+    PathSegment(name): PathSegment,
+    QueryOf(query): QueryOf<DryRunQuery>,
     body::Json(request): body::Json<VerifyBackup>,
-) -> Result<Answer<Json<Provider>>, Refusal> {
+) -> Result<Answer<Json<Provider>>, ProblemResponse> {
     Ok(Answer(
-        services::providers::verify(&control, &caller, &name, request, intent.dry_run)
+        services::providers::verify(&control, &caller, &name, request, query.dry_run)
             .await?
             .map(Json),
     ))
@@ -146,18 +144,16 @@ pub(super) async fn verify(
 
 /// Makes a provider the default one.
 #[utoipa::path(post, path = "/api/v1/providers/{provider}/default", tag = "providers",
-    params(("provider" = String, Path, description = "Its name or id"), Intent),
-    responses((status = 200, body = ProviderOrPlan), Refusal))]
+    params(("provider" = String, Path, description = "Its name or id"), DryRunQuery),
+    responses((status = 200, body = ProviderOrPlan), ProblemResponse))]
 pub(super) async fn make_default(
     State(control): State<Arc<Services>>,
     Authenticated(caller): Authenticated,
-    Named(name): Named,
-    QueryOf(intent): QueryOf<Intent>,
-    OptionalJson(Nothing {}): OptionalJson<Nothing>,
-) -> Result<Answer<Json<Provider>>, Refusal> {
+    PathSegment(name): PathSegment,
+    QueryOf(query): QueryOf<DryRunQuery>,
+    OptionalJson(EmptyBody {}): OptionalJson<EmptyBody>,
+) -> Result<Answer<Json<Provider>>, ProblemResponse> {
     Ok(Answer(
-        services::providers::make_default(&control, &caller, &name, intent.dry_run)
-            .await?
-            .map(Json),
+        services::providers::make_default(&control, &caller, &name, query.dry_run).await?.map(Json),
     ))
 }

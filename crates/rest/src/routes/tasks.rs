@@ -10,10 +10,10 @@ use vmseal_api::model::{Page, Plan, Task, TaskState};
 use vmseal_control::services::{self, PageRequest, Services};
 
 use crate::answer::{Accepted, Answer, TaskOrPlan};
-use crate::problem::Refusal;
+use crate::problem::ProblemResponse;
 use crate::request::auth::Authenticated;
-use crate::request::body::{Named, Nothing, OptionalJson, QueryOf};
-use crate::request::dry_run::Intent;
+use crate::request::body::{EmptyBody, OptionalJson, PathSegment, QueryOf};
+use crate::request::dry_run::DryRunQuery;
 
 /// Which tasks.
 #[derive(Debug, Deserialize, IntoParams)]
@@ -30,12 +30,12 @@ pub(super) struct TaskQuery {
 
 /// Lists the tasks, oldest first.
 #[utoipa::path(get, path = "/api/v1/tasks", tag = "tasks", params(TaskQuery),
-    responses((status = 200, body = Page<Task>), Refusal))]
+    responses((status = 200, body = Page<Task>), ProblemResponse))]
 pub(super) async fn list(
     State(control): State<Arc<Services>>,
     Authenticated(caller): Authenticated,
     QueryOf(query): QueryOf<TaskQuery>,
-) -> Result<Json<Page<Task>>, Refusal> {
+) -> Result<Json<Page<Task>>, ProblemResponse> {
     let page = PageRequest { after: query.after, limit: query.limit };
     Ok(Json(services::tasks::list(&control, &caller, page, query.state).await?))
 }
@@ -43,40 +43,40 @@ pub(super) async fn list(
 /// Shows a task.
 #[utoipa::path(get, path = "/api/v1/tasks/{task}", tag = "tasks",
     params(("task" = String, Path, description = "Its id")),
-    responses((status = 200, body = Task), Refusal))]
+    responses((status = 200, body = Task), ProblemResponse))]
 pub(super) async fn show(
     State(control): State<Arc<Services>>,
     Authenticated(caller): Authenticated,
-    Named(id): Named,
-) -> Result<Json<Task>, Refusal> {
+    PathSegment(id): PathSegment,
+) -> Result<Json<Task>, ProblemResponse> {
     Ok(Json(services::tasks::show(&control, &caller, &id).await?))
 }
 
 /// Asks a task to stop and to undo what it has done.
 #[utoipa::path(post, path = "/api/v1/tasks/{task}/cancel", tag = "tasks",
-    params(("task" = String, Path, description = "Its id"), Intent),
-    responses((status = 202, body = Task), (status = 200, body = Plan), Refusal))]
+    params(("task" = String, Path, description = "Its id"), DryRunQuery),
+    responses((status = 202, body = Task), (status = 200, body = Plan), ProblemResponse))]
 pub(super) async fn cancel(
     State(control): State<Arc<Services>>,
     Authenticated(caller): Authenticated,
-    Named(id): Named,
-    QueryOf(intent): QueryOf<Intent>,
-    OptionalJson(Nothing {}): OptionalJson<Nothing>,
-) -> Result<Answer<Accepted>, Refusal> {
-    Ok(Answer(services::tasks::cancel(&control, &caller, &id, intent.dry_run).await?.map(Accepted)))
+    PathSegment(id): PathSegment,
+    QueryOf(query): QueryOf<DryRunQuery>,
+    OptionalJson(EmptyBody {}): OptionalJson<EmptyBody>,
+) -> Result<Answer<Accepted>, ProblemResponse> {
+    Ok(Answer(services::tasks::cancel(&control, &caller, &id, query.dry_run).await?.map(Accepted)))
 }
 
 /// Notes that an operator has seen to what a task left, and clears its alarm. A task that this version cannot carry
 /// out ends as unknown, and its VM is free for others.
 #[utoipa::path(post, path = "/api/v1/tasks/{task}/resolve", tag = "tasks",
-    params(("task" = String, Path, description = "Its id"), Intent),
-    responses((status = 200, body = TaskOrPlan), Refusal))]
+    params(("task" = String, Path, description = "Its id"), DryRunQuery),
+    responses((status = 200, body = TaskOrPlan), ProblemResponse))]
 pub(super) async fn resolve(
     State(control): State<Arc<Services>>,
     Authenticated(caller): Authenticated,
-    Named(id): Named,
-    QueryOf(intent): QueryOf<Intent>,
-    OptionalJson(Nothing {}): OptionalJson<Nothing>,
-) -> Result<Answer<Json<Task>>, Refusal> {
-    Ok(Answer(services::tasks::resolve(&control, &caller, &id, intent.dry_run).await?.map(Json)))
+    PathSegment(id): PathSegment,
+    QueryOf(query): QueryOf<DryRunQuery>,
+    OptionalJson(EmptyBody {}): OptionalJson<EmptyBody>,
+) -> Result<Answer<Json<Task>>, ProblemResponse> {
+    Ok(Answer(services::tasks::resolve(&control, &caller, &id, query.dry_run).await?.map(Json)))
 }

@@ -69,7 +69,7 @@ async fn what_cannot_be_is_refused_by_name_and_is_no_event() {
     }
     api.post(PLACE, json!({ "name": "more" })).await.assert_problem(429, "limit-exceeded");
     let known = events(&api).await.len();
-    api.plant.agent.inject(Call::ChangeBitmap, 1, Fault::Refuse(ErrorCode::InUse));
+    api.fixture.agent.inject(Call::ChangeBitmap, 1, Fault::Refuse(ErrorCode::InUse));
     api.delete(&format!("{PLACE}/b0")).await.assert_problem(409, "in-use");
     assert_eq!(events(&api).await.len(), known);
     // With the VM all of them are gone.

@@ -8,14 +8,14 @@ async fn everything(api: &Api) -> Vec<Value> {
     for list in ["hosts", "datastores", "providers", "policies", "vms", "tasks", "events"] {
         all.push(api.get(&format!("{list}?limit=1000")).await.body["items"].clone());
     }
-    let mut files: Vec<_> = std::fs::read_dir(api.plant.directory.path().join("providers"))
+    let mut files: Vec<_> = std::fs::read_dir(api.fixture.directory.path().join("providers"))
         .unwrap()
         .map(|entry| entry.unwrap().path().display().to_string())
         .collect();
     files.sort();
     all.push(json!(files));
     let keys: i64 = sqlx::query_scalar("SELECT COUNT(*) FROM keys")
-        .fetch_one(&mut *api.plant.store.read().await.unwrap())
+        .fetch_one(&mut *api.fixture.store.read().await.unwrap())
         .await
         .unwrap();
     all.push(json!(keys));
@@ -35,7 +35,7 @@ async fn a_dry_run_says_what_would_be_done_and_changes_nothing() {
     let backup = json!({ "backup": backup.body["backup"], "passphrase": api.sealed("keys", "b") });
     let export = json!({ "to": "/out/web.img", "format": "raw", "plaintext": true });
     let given = |passphrase: &str| json!({ "passphrase": api.sealed("keys", passphrase) });
-    let (before, calls) = (everything(&api).await, api.plant.agent.calls().len());
+    let (before, calls) = (everything(&api).await, api.fixture.agent.calls().len());
     let policy = json!({ "name": "new", "encryption": true });
     let datastore = |path: &str| json!({ "name": "more", "host": "here", "location": { "kind": "dir", "path": path } });
     let provider = json!({ "name": "other", "passphrase": api.sealed("other", "pass") });
@@ -63,11 +63,11 @@ async fn a_dry_run_says_what_would_be_done_and_changes_nothing() {
         assert!(steps.contains(step), "{path}: {steps}");
     }
     assert_eq!(everything(&api).await, before);
-    let told = &api.plant.agent.calls()[calls..];
+    let told = &api.fixture.agent.calls()[calls..];
     // A disk that could be exported is looked at by the same call that would export it.
     let harmless = ["ExamineDatastore", "ExamineDisk", "MeasureDatastore", "ExportDisk"];
     assert!(told.iter().all(|call| harmless.contains(&&*format!("{call:?}"))), "{told:?}");
-    assert_eq!(api.plant.agent.exports(), (Vec::new(), 0));
+    assert_eq!(api.fixture.agent.exports(), (Vec::new(), 0));
 }
 
 #[tokio::test]

@@ -10,14 +10,14 @@ async fn a_client_that_hangs_up_leaves_no_task_that_nobody_carries_out() {
     let api = Api::new().await;
     api.done(api.post("vms", vm()).await).await;
     // The inventory has one writer: the handler waits for it.
-    let writer = api.plant.store.write().await.unwrap();
+    let writer = api.fixture.store.write().await.unwrap();
     let request = api.post("vms/web/start", Value::Null);
     assert!(tokio::time::timeout(Duration::from_millis(200), request).await.is_err());
     drop(writer);
     let ended = api
-        .plant
+        .fixture
         .eventually("the start ends", async || {
-            let mut read = api.plant.store.read().await.unwrap();
+            let mut read = api.fixture.store.read().await.unwrap();
             let all = vmseal_control::store::Part::all();
             let tasks = vmseal_control::store::tasks::list(&mut read, &all, None).await.unwrap();
             tasks

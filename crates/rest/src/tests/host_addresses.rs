@@ -8,7 +8,7 @@ use super::*;
 #[tokio::test]
 async fn a_hosts_address_can_be_changed_and_not_to_another_hosts() {
     let api = Api::new().await;
-    let mut write = api.plant.store.write().await.unwrap();
+    let mut write = api.fixture.store.write().await.unwrap();
     let other = hosts::Host {
         id: vmseal_api::id::HostId::new(),
         name: "other".to_owned(),

@@ -53,7 +53,7 @@ async fn levels_are_shown_and_changed_and_every_change_is_an_event() {
     api.put("hosts/none/log-level", json!({ "levels": "off" }))
         .await
         .assert_problem(404, "not-found");
-    api.plant.agent.set_reachable(false);
+    api.fixture.agent.set_reachable(false);
     let silent = api.put("hosts/here/log-level", json!({ "levels": "off" })).await;
     silent.assert_problem(502, "unreachable");
     assert_eq!(api.events_of("host.log-level-set").await.len(), 2, "what was not done was told");

@@ -153,10 +153,13 @@ fn routes() -> Vec<(&'static str, &'static str, Privilege, String)> {
     .into()
 }
 
+/// Routes, by method and path.
+type Routes = BTreeSet<(String, String)>;
+
 /// What the router serves, and which of it has a dry run.
-fn served() -> (BTreeSet<(String, String)>, BTreeSet<(String, String)>) {
+fn served() -> (Routes, Routes) {
     let document = serde_json::to_value(document()).unwrap();
-    let (mut all, mut dry) = (BTreeSet::new(), BTreeSet::new());
+    let (mut all, mut dry) = (Routes::new(), Routes::new());
     for (path, methods) in document["paths"].as_object().unwrap() {
         for (method, operation) in methods.as_object().unwrap() {
             let route = (method.to_uppercase(), path.clone());
@@ -204,7 +207,7 @@ impl Api {
 
 #[test]
 fn every_route_that_is_not_public_has_its_privilege_in_the_table() {
-    let known: BTreeSet<_> = routes()
+    let known: Routes = routes()
         .iter()
         .map(|(method, path, ..)| (*method, *path))
         .chain(PUBLIC)
@@ -271,8 +274,8 @@ async fn every_route_is_forbidden_without_its_privilege_and_allowed_with_it_alon
 #[tokio::test]
 async fn what_is_encrypted_needs_the_cryptography_privileges_too() {
     let api = Api::new().await;
-    api.plant.made("secret", "encrypted").await;
-    api.plant.made("open", "plain").await;
+    api.fixture.made("secret", "encrypted").await;
+    api.fixture.made("open", "plain").await;
     let forbidden = async |with: &[Privilege], method, path: &str, body: &Value, lacks: &str| {
         let caller = caller(with.iter().copied());
         let answer = api.send_as(caller, request(method, path, &body.to_string())).await;
@@ -307,5 +310,5 @@ async fn what_is_encrypted_needs_the_cryptography_privileges_too() {
     forbidden(&[VmConsole], "GET", &console("secret"), &Value::Null, "direct-access").await;
     allowed(&[VmConsole], "GET", &console("open"), &Value::Null).await;
     allowed(&[VmConsole, DirectAccess], "GET", &console("secret"), &Value::Null).await;
-    assert!(api.plant.events("vm.console-opened").await.iter().all(|it| it.actor == "somebody"));
+    assert!(api.fixture.events("vm.console-opened").await.iter().all(|it| it.actor == "somebody"));
 }

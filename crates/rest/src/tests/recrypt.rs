@@ -9,11 +9,11 @@ async fn a_vm_is_given_a_key_of_another_provider_and_shows_it() {
     let before = api.get("vms/web").await.body;
     assert_eq!(before["provider"], "keys");
     let vm = before["id"].as_str().unwrap().parse().unwrap();
-    api.plant.recryption(vm).await;
+    api.fixture.recryption(vm).await;
     // Its backup has not been verified.
     let other = json!({ "provider": "other" });
     api.post("vms/web/recrypt", other.clone()).await.assert_problem(409, "wrong-state");
-    let mut write = api.plant.store.write().await.unwrap();
+    let mut write = api.fixture.store.write().await.unwrap();
     let row = vmseal_control::store::providers::find(&mut write, "other").await.unwrap().unwrap();
     vmseal_control::store::providers::set_verified(&mut write, row.id).await.unwrap();
     write.commit().await.unwrap();

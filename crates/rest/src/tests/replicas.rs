@@ -6,7 +6,7 @@ use super::{Api, vm_with};
 
 /// Where a datastore of the host is, called `second`.
 async fn add_second(api: &Api) -> std::path::PathBuf {
-    let second = api.plant.directory.path().join("second");
+    let second = api.fixture.directory.path().join("second");
     std::fs::create_dir(&second).unwrap();
     let place = json!({ "kind": "dir", "path": second });
     let added = json!({ "name": "second", "host": "here", "location": place });
@@ -72,10 +72,10 @@ async fn how_far_a_replica_is_behind_is_shown_while_its_vm_runs() {
     let shown = api.get(place).await;
     let caught_up = json!({ "dirty_bytes": 0, "lag_milliseconds": 0 });
     assert_eq!((shown.status.as_u16(), &shown.body), (200, &caught_up));
-    api.plant.agent.change_mark(&second);
+    api.fixture.agent.change_mark(&second);
     refused(place, "without its replica").await;
     api.done(api.post("vms/web/stop", json!({ "force": true })).await).await;
     refused(place, "while its VM is off").await;
-    api.plant.agent.set_reachable(false);
+    api.fixture.agent.set_reachable(false);
     api.get(place).await.assert_problem(502, "unreachable");
 }

@@ -38,7 +38,7 @@ async fn a_requests_id_is_in_its_answer_its_task_its_events_and_what_its_host_is
     // Two requests are two, and what the server does of itself is none's.
     assert_ne!(of(&events, "task.begun")[0], "mine-1");
     assert_eq!(of(&events, "provider.added"), [Value::Null]);
-    let told = api.plant.agent.requests(Call::PowerOn);
+    let told = api.fixture.agent.requests(Call::PowerOn);
     assert_eq!(told, [Some("mine-1".parse().unwrap())]);
 }
 

@@ -8,7 +8,7 @@ async fn a_forced_stop_takes_over_the_task_that_waits_for_the_guest() {
     let api = Api::new().await;
     api.done(api.post("vms", vm()).await).await;
     api.done(api.post("vms/web/start", Value::Null).await).await;
-    api.plant.agent.set_heeds_shutdown(false);
+    api.fixture.agent.set_heeds_shutdown(false);
     let graceful = api.post("vms/web/stop", json!({ "timeout_seconds": 600 })).await;
     assert_eq!(graceful.status, 202);
     let again = api.post("vms/web/stop", json!({ "timeout_seconds": 600 })).await;
@@ -35,7 +35,7 @@ async fn a_task_of_another_version_is_shown_and_resolved() {
     let refused = api.post(&format!("tasks/{id}/resolve"), Value::Null).await;
     refused.assert_problem(409, "wrong-state");
     api.post("tasks/x/resolve", Value::Null).await.assert_problem(404, "not-found");
-    let mut write = api.plant.store.write().await.unwrap();
+    let mut write = api.fixture.store.write().await.unwrap();
     let done = tasks::get(&mut write, &id).await.unwrap().unwrap();
     let start = vmseal_control::operation::Operation::StartVm { vm: done.operation.vm().unwrap() };
     let task = vmseal_control::tasks::Engine::record(&mut write, start, "web", "me").await.unwrap();

@@ -13,20 +13,20 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_kmip::client::{Client, Error};
 
 use super::race::{DEADLINE, race};
-use super::{KmipProvider, Server, problem};
+use super::{KmipProvider, ServerState, problem};
 
 /// Why there is no success.
-pub(super) enum Answer {
+pub(super) enum ServerFailure {
     /// The server answered, and it is no.
-    No(Problem),
+    Refused(Problem),
     /// The server did not answer in any way that counts.
-    None(Problem),
+    NoAnswer(Problem),
 }
 
-impl From<Answer> for Problem {
-    fn from(answer: Answer) -> Self {
+impl From<ServerFailure> for Problem {
+    fn from(answer: ServerFailure) -> Self {
         match answer {
-            Answer::No(problem) | Answer::None(problem) => problem,
+            ServerFailure::Refused(problem) | ServerFailure::NoAnswer(problem) => problem,
         }
     }
 }
@@ -37,7 +37,7 @@ pub(super) struct Silent(HashMap<String, Problem>);
 
 impl KmipProvider {
     /// The servers, the most promising first.
-    pub(super) fn by_health(&self) -> Vec<Arc<Server>> {
+    pub(super) fn by_health(&self) -> Vec<Arc<ServerState>> {
         let mut servers = self.servers();
         // Stable: those of one rank stay in the operator's order.
         servers.sort_by_key(|server| match (&server.client, server.fault()) {
@@ -53,8 +53,8 @@ impl KmipProvider {
     /// A server that is late is asked after the others for a while.
     pub(super) async fn ask_any<T, E, F>(
         &self,
-        ask: impl Fn(Arc<Server>) -> F,
-    ) -> Result<(Arc<Server>, T), Vec<(Arc<Server>, Option<E>)>>
+        ask: impl Fn(Arc<ServerState>) -> F,
+    ) -> Result<(Arc<ServerState>, T), Vec<(Arc<ServerState>, Option<E>)>>
     where
         F: Future<Output = Result<T, E>>,
     {
@@ -64,9 +64,9 @@ impl KmipProvider {
     /// As [`Self::ask_any`], of these servers, in their order.
     pub(super) async fn ask_any_of<T, E, F>(
         &self,
-        servers: Vec<Arc<Server>>,
-        ask: impl Fn(Arc<Server>) -> F,
-    ) -> Result<(Arc<Server>, T), Vec<(Arc<Server>, Option<E>)>>
+        servers: Vec<Arc<ServerState>>,
+        ask: impl Fn(Arc<ServerState>) -> F,
+    ) -> Result<(Arc<ServerState>, T), Vec<(Arc<ServerState>, Option<E>)>>
     where
         F: Future<Output = Result<T, E>>,
     {
@@ -87,12 +87,17 @@ impl KmipProvider {
     }
 
     /// Asks one server, and notes how it answered.
-    pub(super) async fn ask_one<T, W, F>(&self, server: &Server, work: W) -> Result<T, Answer>
+    pub(super) async fn ask_one<T, W, F>(
+        &self,
+        server: &ServerState,
+        work: W,
+    ) -> Result<T, ServerFailure>
     where
         W: FnOnce(Arc<Client>) -> F,
         F: Future<Output = Result<T, Error>>,
     {
-        let client = server.client.as_ref().map_err(|problem| Answer::None(problem.clone()))?;
+        let client =
+            server.client.as_ref().map_err(|problem| ServerFailure::NoAnswer(problem.clone()))?;
         match work(Arc::clone(client)).await {
             Ok(answer) => {
                 self.note(server, None);
@@ -102,12 +107,12 @@ impl KmipProvider {
                 let problem = problem::of(&self.name, &error);
                 if problem::is_silence(&error) {
                     self.note(server, Some(problem.clone()));
-                    Err(Answer::None(problem))
+                    Err(ServerFailure::NoAnswer(problem))
                 } else {
                     if error.refusal().is_some() {
                         self.note(server, None);
                     }
-                    Err(Answer::No(problem))
+                    Err(ServerFailure::Refused(problem))
                 }
             }
         }
@@ -117,25 +122,25 @@ impl KmipProvider {
     pub(super) async fn ask_unless<T, W, F>(
         &self,
         silent: &mut Silent,
-        server: &Server,
+        server: &ServerState,
         work: W,
-    ) -> Result<T, Answer>
+    ) -> Result<T, ServerFailure>
     where
         W: FnOnce(Arc<Client>) -> F,
         F: Future<Output = Result<T, Error>>,
     {
         if let Some(problem) = silent.0.get(&server.row.alias) {
-            return Err(Answer::None(problem.clone()));
+            return Err(ServerFailure::NoAnswer(problem.clone()));
         }
         let answer = self.ask_one(server, work).await;
-        if let Err(Answer::None(problem)) = &answer {
+        if let Err(ServerFailure::NoAnswer(problem)) = &answer {
             silent.0.insert(server.row.alias.clone(), problem.clone());
         }
         answer
     }
 
     /// Notes how a server answered; when that is new, the watch is to look.
-    pub(super) fn note(&self, server: &Server, problem: Option<Problem>) {
+    pub(super) fn note(&self, server: &ServerState, problem: Option<Problem>) {
         let was = server.seen().map(|seen| seen.problem.is_some());
         let is = problem.is_some();
         server.saw(problem);

@@ -17,8 +17,9 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_secret::SecretBytes;
 use x509_parser::prelude::{FromDer, X509Certificate};
 
+use super::certificate::summary;
 use super::client_key::ClientKey;
-use super::life::{check_pem, summary};
+use super::life::check_pem;
 use crate::providers::{Providers, check_new_passphrase};
 use crate::store::events::NewEvent;
 use crate::store::providers::Provider;
@@ -51,7 +52,7 @@ pub struct NewName {
 }
 
 /// The key that a certificate is of.
-enum Chosen {
+enum CertificateKey {
     /// The one in use.
     Present,
     /// The one that waited for it.
@@ -142,13 +143,16 @@ impl Providers {
         provider: &Provider,
         before: &kmip::ClientRow,
         name: NewName,
-    ) -> Result<(String, Chosen), Problem> {
+    ) -> Result<(String, CertificateKey), Problem> {
         let (certificate, chosen) = if name.replace {
             let passphrase = self.new_passphrase(provider, name.passphrase)?;
             let key = ClientKey::generate()?;
-            (key.self_signed(&name.common_name)?, Chosen::Given(key, passphrase))
+            (key.self_signed(&name.common_name)?, CertificateKey::Given(key, passphrase))
         } else {
-            (self.kmip(provider.id)?.key()?.self_signed(&name.common_name)?, Chosen::Present)
+            (
+                self.kmip(provider.id)?.key()?.self_signed(&name.common_name)?,
+                CertificateKey::Present,
+            )
         };
         if !name.force {
             check_successor(before.certificate.as_deref(), &certificate, Timestamp::now())?;
@@ -191,18 +195,18 @@ impl Providers {
         provider: &Provider,
         before: kmip::ClientRow,
         certificate: String,
-        chosen: Chosen,
+        chosen: CertificateKey,
         actor: &str,
     ) -> Result<(), Problem> {
         let fingerprint = summary(&certificate).map(|it| it.fingerprint).unwrap_or_default();
         let certificate = Some(certificate);
         let (key, client) = match chosen {
-            Chosen::Present => (None, kmip::ClientRow { certificate, ..before.clone() }),
-            Chosen::Next(key) => {
+            CertificateKey::Present => (None, kmip::ClientRow { certificate, ..before.clone() }),
+            CertificateKey::Next(key) => {
                 let key_file = before.next_key_file.clone().unwrap_or_default();
                 (Some(key), kmip::ClientRow { key_file, certificate, next_key_file: None })
             }
-            Chosen::Given(key, passphrase) => {
+            CertificateKey::Given(key, passphrase) => {
                 let (key_file, key) = self.keep_client_key(provider, key, passphrase).await?;
                 (Some(key), kmip::ClientRow { key_file, certificate, next_key_file: None })
             }
@@ -219,7 +223,7 @@ impl Providers {
         &self,
         provider: &Provider,
         new: NewCertificate,
-    ) -> Result<(kmip::ClientRow, String, Chosen), Problem> {
+    ) -> Result<(kmip::ClientRow, String, CertificateKey), Problem> {
         check_pem("certificate", &new.certificate)?;
         let kmip = self.kmip(provider.id)?;
         let before = self.client_row(provider).await?;
@@ -238,7 +242,7 @@ impl Providers {
                     self.read_client_key(provider, copy).await?;
                     passphrase
                 };
-                Chosen::Given(key, passphrase)
+                CertificateKey::Given(key, passphrase)
             }
             None if replace => {
                 let detail = "a certificate that replaces the key comes with its private key";
@@ -259,10 +263,10 @@ impl Providers {
         before: &kmip::ClientRow,
         certificate: &str,
         passphrase: Option<SecretBytes>,
-    ) -> Result<Chosen, Problem> {
+    ) -> Result<CertificateKey, Problem> {
         let kmip = self.kmip(provider.id)?;
         let not_the_present = match kmip.key().and_then(|key| key.identity(certificate)) {
-            Ok(_) => return Ok(Chosen::Present),
+            Ok(_) => return Ok(CertificateKey::Present),
             Err(problem) => problem,
         };
         let Some(file) = before.next_key_file.clone() else { return Err(not_the_present) };
@@ -274,7 +278,7 @@ impl Providers {
             }
         };
         next.identity(certificate)?;
-        Ok(Chosen::Next(next))
+        Ok(CertificateKey::Next(next))
     }
 
     /// The passphrase that is to seal a new key.

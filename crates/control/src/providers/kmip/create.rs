@@ -29,8 +29,8 @@ use vmseal_kmip::operation::{ApplicationInformation, Create, KeyId, Locate, Text
 use vmseal_kmip::{ResultReason, State};
 use vmseal_secret::SecretBytes;
 
-use super::ask::{Answer, Silent};
-use super::{KmipProvider, Server, problem};
+use super::ask::{ServerFailure, Silent};
+use super::{KmipProvider, ServerState, problem};
 use crate::store::events::NewEvent;
 use crate::store::key_requests::{self, KeyRequest};
 use crate::store::keys;
@@ -43,13 +43,13 @@ const NAMESPACE: &str = "vmseal";
 const LATE: SignedDuration = SignedDuration::from_mins(5);
 
 /// What a server says of a key that may have been made.
-pub(super) enum Located {
+pub(super) enum LocateResult {
     /// It is there.
     Found(KeyId),
     /// There is none.
-    Nothing,
+    NotFound,
     /// The server cannot tell it from others.
-    CannotTell,
+    Ambiguous,
 }
 
 impl KmipProvider {
@@ -65,8 +65,8 @@ impl KmipProvider {
         };
         let kek = match self.put_to_use(&server, &id).await {
             Ok(kek) => kek,
-            Err(Answer::None(problem)) => return Err(problem),
-            Err(Answer::No(problem)) => {
+            Err(ServerFailure::NoAnswer(problem)) => return Err(problem),
+            Err(ServerFailure::Refused(problem)) => {
                 if will_stay_so(&problem) {
                     self.discard(&server, &id, vm, request).await;
                 }
@@ -106,16 +106,16 @@ impl KmipProvider {
     }
 
     /// Has the first server that answers make a key.
-    async fn make(&self, vm: VmId, request: Uuid) -> Result<(Arc<Server>, KeyId), Problem> {
+    async fn make(&self, vm: VmId, request: Uuid) -> Result<(Arc<ServerState>, KeyId), Problem> {
         self.make_at_one_of(self.by_health(), vm, request).await
     }
 
     async fn make_at_one_of(
         &self,
-        servers: Vec<Arc<Server>>,
+        servers: Vec<Arc<ServerState>>,
         vm: VmId,
         request: Uuid,
-    ) -> Result<(Arc<Server>, KeyId), Problem> {
+    ) -> Result<(Arc<ServerState>, KeyId), Problem> {
         // Asked first whether it is there: a question that changes nothing, so that what follows is rarely
         // in doubt.
         let ready = self.ask_any_of(servers, |server| async move {
@@ -138,7 +138,7 @@ impl KmipProvider {
     }
 
     /// What the most promising server said; it is the first.
-    fn nobody_answers(&self, said: Vec<(Arc<Server>, Option<Answer>)>) -> Problem {
+    fn nobody_answers(&self, said: Vec<(Arc<ServerState>, Option<ServerFailure>)>) -> Problem {
         match said.into_iter().next() {
             Some((_, Some(answer))) => answer.into(),
             Some((server, None)) => self.too_late(&format!("server '{}'", server.row.alias)),
@@ -147,14 +147,15 @@ impl KmipProvider {
     }
 
     /// Whether another server than this one answered when it was asked last.
-    fn another_answers(&self, than: &Server) -> bool {
-        let answers = |server: &Arc<Server>| server.seen().is_some() && server.fault().is_none();
+    fn another_answers(&self, than: &ServerState) -> bool {
+        let answers =
+            |server: &Arc<ServerState>| server.seen().is_some() && server.fault().is_none();
         self.servers().iter().any(|server| server.row.alias != than.row.alias && answers(server))
     }
 
     /// Destroys a key that was made for a request and cannot be used, so that the next try does not leave
     /// one more. What cannot be done now is done when the request is abandoned.
-    async fn discard(&self, server: &Server, id: &KeyId, vm: VmId, request: Uuid) {
+    async fn discard(&self, server: &ServerState, id: &KeyId, vm: VmId, request: Uuid) {
         let discarded = async {
             if !keys::is_known(&mut *self.store.read().await?, self.id, id.as_str()).await? {
                 self.destroy_by_id(server, vm, id).await?;
@@ -170,7 +171,7 @@ impl KmipProvider {
     /// Has a server make a key. The request is noted, and what is known of it.
     pub(super) async fn create_at(
         &self,
-        server: &Server,
+        server: &ServerState,
         mut noted: KeyRequest,
     ) -> Result<KeyId, Problem> {
         let client = server.client.as_ref().map_err(Clone::clone)?;
@@ -207,7 +208,7 @@ impl KmipProvider {
     }
 
     /// Goes on with a request whose outcome is not known.
-    async fn make_again(&self, noted: KeyRequest) -> Result<(Arc<Server>, KeyId), Problem> {
+    async fn make_again(&self, noted: KeyRequest) -> Result<(Arc<ServerState>, KeyId), Problem> {
         let server = self.servers().into_iter().find(|server| server.row.alias == noted.server);
         let Some(server) = server else {
             self.tell_orphan(&noted, "which the provider does not have any more").await?;
@@ -220,24 +221,24 @@ impl KmipProvider {
             return Ok((server, self.key_id(id)?));
         }
         let located = match self.locate(&server, &noted, &mut Silent::default()).await {
-            Err(Answer::None(_)) if self.another_answers(&server) => {
+            Err(ServerFailure::NoAnswer(_)) if self.another_answers(&server) => {
                 return self.make_elsewhere(&noted).await;
             }
             located => located?,
         };
         match located {
-            Located::Found(id) => {
+            LocateResult::Found(id) => {
                 let key_id = Some(id.as_str().to_owned());
                 self.note_request(&KeyRequest { key_id, ..noted }).await?;
                 Ok((server, id))
             }
-            Located::Nothing => {
+            LocateResult::NotFound => {
                 if may_be_late(&noted) {
                     self.leave(&noted).await?;
                 }
                 self.make(noted.vm, noted.request).await
             }
-            Located::CannotTell => {
+            LocateResult::Ambiguous => {
                 self.tell_orphan(&noted, "which cannot find it by the request").await?;
                 self.make(noted.vm, noted.request).await
             }
@@ -245,7 +246,10 @@ impl KmipProvider {
     }
 
     /// Does not wait for a server that does not answer: the watch destroys what it has made when it does.
-    async fn make_elsewhere(&self, noted: &KeyRequest) -> Result<(Arc<Server>, KeyId), Problem> {
+    async fn make_elsewhere(
+        &self,
+        noted: &KeyRequest,
+    ) -> Result<(Arc<ServerState>, KeyId), Problem> {
         self.leave(noted).await?;
         let mut others = self.by_health();
         others.retain(|server| server.row.alias != noted.server);
@@ -255,33 +259,37 @@ impl KmipProvider {
     /// Looks for the key of a request.
     pub(super) async fn locate(
         &self,
-        server: &Server,
+        server: &ServerState,
         noted: &KeyRequest,
         silent: &mut Silent,
-    ) -> Result<Located, Answer> {
+    ) -> Result<LocateResult, ServerFailure> {
         if !noted.marked {
-            return Ok(Located::CannotTell);
+            return Ok(LocateResult::Ambiguous);
         }
         let Some(found) = self.find(server, noted.mark, silent).await? else {
-            return Ok(Located::CannotTell);
+            return Ok(LocateResult::Ambiguous);
         };
         let [id] = found.as_slice() else {
-            return Ok(if found.is_empty() { Located::Nothing } else { Located::CannotTell });
+            return Ok(if found.is_empty() {
+                LocateResult::NotFound
+            } else {
+                LocateResult::Ambiguous
+            });
         };
         // A server that ignores what it does not know finds something for every id.
         match self.find(server, Uuid::new_v4(), silent).await? {
-            Some(others) if others.is_empty() => Ok(Located::Found(id.clone())),
-            _ => Ok(Located::CannotTell),
+            Some(others) if others.is_empty() => Ok(LocateResult::Found(id.clone())),
+            _ => Ok(LocateResult::Ambiguous),
         }
     }
 
     /// What a server finds by a mark; none when it does not have them.
     async fn find(
         &self,
-        server: &Server,
+        server: &ServerState,
         marked: Uuid,
         silent: &mut Silent,
-    ) -> Result<Option<Vec<KeyId>>, Answer> {
+    ) -> Result<Option<Vec<KeyId>>, ServerFailure> {
         let work = |client: Arc<Client>| async move {
             let application = mark(marked);
             match client.locate(Locate { application, name: None }).await {
@@ -305,9 +313,9 @@ impl KmipProvider {
     /// Activates a key if it has to be, and reads it.
     pub(super) async fn put_to_use(
         &self,
-        server: &Server,
+        server: &ServerState,
         id: &KeyId,
-    ) -> Result<SecretBytes, Answer> {
+    ) -> Result<SecretBytes, ServerFailure> {
         let asked = self.ask_one(server, |client: Arc<Client>| {
             let id = id.clone();
             async move {
@@ -325,7 +333,7 @@ impl KmipProvider {
             Some(fault) => {
                 let what = format!("is {state} at server '{}'", server.row.alias);
                 let why = self.wrong_key(ErrorCode::WrongState, fault, id.as_str(), &what);
-                Err(Answer::No(why))
+                Err(ServerFailure::Refused(why))
             }
         }
     }
@@ -339,7 +347,7 @@ fn will_stay_so(problem: &Problem) -> bool {
 
 /// Tells the server whose key it is, by the attributes that vCenter sends for its keys: an operator finds it
 /// by them there. Many servers do not have that, and the key is as good without.
-async fn say_whose(server: &Server, id: &KeyId, vm: VmId) {
+async fn say_whose(server: &ServerState, id: &KeyId, vm: VmId) {
     let Ok(client) = &server.client else { return };
     let said = [
         ("Product", "vmseal".to_owned()),

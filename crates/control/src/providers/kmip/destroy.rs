@@ -15,9 +15,9 @@ use vmseal_kmip::{ResultReason, RevocationReason, State};
 use vmseal_secret::SecretBytes;
 
 use super::KEY_STATE;
-use super::ask::{Answer, Silent};
-use super::create::{Located, may_be_late};
-use super::{KmipProvider, Server};
+use super::ask::{ServerFailure, Silent};
+use super::create::{LocateResult, may_be_late};
+use super::{KmipProvider, ServerState};
 use crate::store::alarms::{self, Standing};
 use crate::store::events::NewEvent;
 use crate::store::key_requests::{self, KeyRequest};
@@ -27,12 +27,12 @@ use crate::store::keys::{self, LivingKey};
 const NAMED_MAX: usize = 3;
 
 /// What is to be done, and could not be.
-pub(super) struct Undone {
+pub(super) struct PendingDestruction {
     what: String,
     why: Problem,
 }
 
-impl Undone {
+impl PendingDestruction {
     fn key(key: &LivingKey, why: Problem) -> Self {
         let vm = key.vm_name.clone().unwrap_or_else(|| key.vm.to_string());
         Self { what: format!("key '{}' of VM {vm}", key.key_id), why }
@@ -45,17 +45,17 @@ impl Undone {
 }
 
 /// The alarm about keys that are to be destroyed.
-pub(super) fn alarm_of(provider: &str, undone: &[Undone]) -> Option<Standing> {
-    let first = undone.first()?;
-    let named = undone.iter().take(NAMED_MAX);
+pub(super) fn alarm_of(provider: &str, pending: &[PendingDestruction]) -> Option<Standing> {
+    let first = pending.first()?;
+    let named = pending.iter().take(NAMED_MAX);
     let mut named: Vec<_> =
-        named.map(|undone| format!("{}: {}", undone.what, undone.why.detail)).collect();
-    if undone.len() > NAMED_MAX {
-        named.push(format!("and {} more", undone.len() - NAMED_MAX));
+        named.map(|pending| format!("{}: {}", pending.what, pending.why.detail)).collect();
+    if pending.len() > NAMED_MAX {
+        named.push(format!("and {} more", pending.len() - NAMED_MAX));
     }
     let detail = format!(
         "keys that are to be destroyed and are there yet: {}. They are tried again. {}",
-        undone.len(),
+        pending.len(),
         named.join("; ")
     );
     let (code, target) = ("keys-await-destruction", provider.to_owned());
@@ -94,7 +94,7 @@ impl KmipProvider {
     /// Destroys a key that one server has just given, and is noted as unwanted.
     pub(super) async fn destroy_at(
         &self,
-        server: &Server,
+        server: &ServerState,
         vm: VmId,
         key: &KeyReference,
     ) -> Result<(), Problem> {
@@ -111,7 +111,7 @@ impl KmipProvider {
     /// check value to compare: the server named the id itself, and no VM has it.
     pub(super) async fn destroy_by_id(
         &self,
-        server: &Server,
+        server: &ServerState,
         vm: VmId,
         id: &KeyId,
     ) -> Result<(), Problem> {
@@ -175,7 +175,7 @@ impl KmipProvider {
         key: &KeyReference,
         id: &KeyId,
         silent: &mut Silent,
-    ) -> Result<Option<Arc<Server>>, Problem> {
+    ) -> Result<Option<Arc<ServerState>>, Problem> {
         let (mut refused, mut unanswered) = (None, None);
         for server in self.by_health() {
             let work = |client| async move { read_if_there(&client, id).await };
@@ -187,10 +187,10 @@ impl KmipProvider {
                     }
                 },
                 Ok(None) => {}
-                Err(Answer::No(problem)) => {
+                Err(ServerFailure::Refused(problem)) => {
                     refused.get_or_insert(problem);
                 }
-                Err(Answer::None(problem)) => {
+                Err(ServerFailure::NoAnswer(problem)) => {
                     unanswered.get_or_insert(problem);
                 }
             }
@@ -202,15 +202,15 @@ impl KmipProvider {
     ///
     /// # Errors
     /// The inventory's.
-    pub(super) async fn catch_up(&self) -> Result<Vec<Undone>, Problem> {
-        let (mut undone, mut silent) = (Vec::new(), Silent::default());
+    pub(super) async fn catch_up(&self) -> Result<Vec<PendingDestruction>, Problem> {
+        let (mut pending, mut silent) = (Vec::new(), Silent::default());
         for noted in key_requests::abandoned(&mut *self.store.read().await?, self.id).await? {
             if self.is_on_trial(noted.request) {
                 continue;
             }
             if let Err(why) = self.settle(&noted, &mut silent).await {
                 tracing::warn!(provider = self.name, request = %noted.request, problem = %why, "a request stays open");
-                undone.push(Undone::request(&noted, why));
+                pending.push(PendingDestruction::request(&noted, why));
             }
         }
         for key in self.unwanted().await? {
@@ -219,22 +219,24 @@ impl KmipProvider {
             let name = key.vm_name.clone().unwrap_or_else(|| key.vm.to_string());
             if let Err(why) = self.destroy_now(key.vm, &name, &reference, &mut silent).await {
                 tracing::warn!(provider = self.name, key = key.key_id, problem = %why, "a key stays");
-                undone.push(Undone::key(&key, why));
+                pending.push(PendingDestruction::key(&key, why));
             }
         }
-        Ok(undone)
+        Ok(pending)
     }
 
     /// What is put off while no server answers.
     ///
     /// # Errors
     /// The inventory's.
-    pub(super) async fn put_off(&self, why: &Problem) -> Result<Vec<Undone>, Problem> {
+    pub(super) async fn put_off(&self, why: &Problem) -> Result<Vec<PendingDestruction>, Problem> {
         let requests = key_requests::abandoned(&mut *self.store.read().await?, self.id).await?;
-        let mut undone: Vec<_> =
-            requests.iter().map(|noted| Undone::request(noted, why.clone())).collect();
-        undone.extend(self.unwanted().await?.iter().map(|key| Undone::key(key, why.clone())));
-        Ok(undone)
+        let mut pending: Vec<_> =
+            requests.iter().map(|noted| PendingDestruction::request(noted, why.clone())).collect();
+        pending.extend(
+            self.unwanted().await?.iter().map(|key| PendingDestruction::key(key, why.clone())),
+        );
+        Ok(pending)
     }
 
     async fn unwanted(&self) -> Result<Vec<LivingKey>, Problem> {
@@ -249,14 +251,14 @@ impl KmipProvider {
             return self.tell_orphan(noted, "which the provider does not have any more").await;
         };
         let located = match &noted.key_id {
-            Some(id) => Located::Found(self.key_id(id)?),
+            Some(id) => LocateResult::Found(self.key_id(id)?),
             None => self.locate(&server, noted, silent).await?,
         };
         let mut write = match located {
-            Located::CannotTell => {
+            LocateResult::Ambiguous => {
                 return self.tell_orphan(noted, "which cannot find it by the request").await;
             }
-            Located::Found(id) => {
+            LocateResult::Found(id) => {
                 let key_id = id.as_str().to_owned();
                 // One that became a VM's key after all is not touched.
                 let mut read = self.store.read().await?;
@@ -270,7 +272,7 @@ impl KmipProvider {
                     Ok(Some(kek)) => self.check(noted.vm, &key_id, &kek)?,
                     // Without a check value nothing is destroyed; there is nothing any more.
                     Ok(None) => String::new(),
-                    Err(Answer::No(why)) if cannot_be_read(&why) && !is_known => {
+                    Err(ServerFailure::Refused(why)) if cannot_be_read(&why) && !is_known => {
                         self.destroy_by_id(&server, noted.vm, &id).await?;
                         return self.forget_request(noted.request).await;
                     }
@@ -284,8 +286,8 @@ impl KmipProvider {
                 write
             }
             // It is looked for again.
-            Located::Nothing if may_be_late(noted) => return Ok(()),
-            Located::Nothing => self.store.write().await?,
+            LocateResult::NotFound if may_be_late(noted) => return Ok(()),
+            LocateResult::NotFound => self.store.write().await?,
         };
         key_requests::delete(&mut write, self.id, noted.request).await?;
         Ok(write.commit().await?)

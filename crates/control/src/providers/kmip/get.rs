@@ -14,14 +14,14 @@ use vmseal_kmip::client::Client;
 use vmseal_kmip::operation::KeyId;
 use vmseal_secret::SecretBytes;
 
-use super::ask::Answer;
-use super::{KmipProvider, Server, problem};
+use super::ask::ServerFailure;
+use super::{KmipProvider, ServerState, problem};
 use crate::providers::{GivenKey, KeyProvider};
 use crate::store::keys;
 
 /// Why a server did not give a key; what weighs more is greater.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Weight {
+enum FailureWeight {
     /// It has none of this id.
     Missing,
     /// It says that the key is destroyed.
@@ -36,31 +36,33 @@ enum Weight {
 
 /// What one server said instead of giving a key.
 #[derive(Clone)]
-pub(super) struct Without {
-    weight: Weight,
+pub(super) struct GetFailure {
+    weight: FailureWeight,
     why: Problem,
 }
 
-impl Without {
-    pub(super) fn new(answer: Answer) -> Self {
+impl GetFailure {
+    pub(super) fn new(answer: ServerFailure) -> Self {
         let (weight, why) = match answer {
-            Answer::No(why) if why.reason == Some(KeyFault::KeyMissing) => (Weight::Missing, why),
+            ServerFailure::Refused(why) if why.reason == Some(KeyFault::KeyMissing) => {
+                (FailureWeight::Missing, why)
+            }
             // Without a reason it is not about the server: this one was not asked in the end.
-            Answer::No(why) if why.reason.is_none() => (Weight::Silent, why),
-            Answer::No(why) => (Weight::Refused, why),
-            Answer::None(why) => (Weight::Silent, why),
+            ServerFailure::Refused(why) if why.reason.is_none() => (FailureWeight::Silent, why),
+            ServerFailure::Refused(why) => (FailureWeight::Refused, why),
+            ServerFailure::NoAnswer(why) => (FailureWeight::Silent, why),
         };
         Self { weight, why }
     }
 
     /// The server says that the key is destroyed.
     pub(super) fn destroyed(why: Problem) -> Self {
-        Self { weight: Weight::Destroyed, why }
+        Self { weight: FailureWeight::Destroyed, why }
     }
 }
 
-impl From<Without> for Problem {
-    fn from(without: Without) -> Self {
+impl From<GetFailure> for Problem {
+    fn from(without: GetFailure) -> Self {
         without.why
     }
 }
@@ -98,11 +100,11 @@ impl KmipProvider {
     /// Reads a key at one server: the right one, in a state in which it opens what there is.
     async fn read_at(
         &self,
-        server: &Server,
+        server: &ServerState,
         vm: VmId,
         key: &KeyReference,
         id: &KeyId,
-    ) -> Result<(State, SecretBytes), Without> {
+    ) -> Result<(State, SecretBytes), GetFailure> {
         let asked = self.ask_one(server, |client: Arc<Client>| async move {
             let state = client.key_state(id).await?;
             match problem::of_state(state) {
@@ -110,19 +112,19 @@ impl KmipProvider {
                 _ => Ok((state, Some(client.get_key(id).await?))),
             }
         });
-        let (state, kek) = asked.await.map_err(Without::new)?;
+        let (state, kek) = asked.await.map_err(GetFailure::new)?;
         let Some(kek) = kek else {
             let fault = problem::of_state(state).unwrap_or(KeyFault::KeyNotActive);
             let what = format!("is {state} at server '{}'", server.row.alias);
             let why = self.wrong_key(ErrorCode::NotFound, fault, &key.key_id, &what);
             return Err(match fault {
-                KeyFault::KeyDestroyed => Without::destroyed(why),
-                _ => Without { weight: Weight::Refused, why },
+                KeyFault::KeyDestroyed => GetFailure::destroyed(why),
+                _ => GetFailure { weight: FailureWeight::Refused, why },
             });
         };
         match self.compare(vm, key, &kek, server) {
             Ok(()) => Ok((state, kek)),
-            Err(why) => Err(Without { weight: Weight::Mismatch, why }),
+            Err(why) => Err(GetFailure { weight: FailureWeight::Mismatch, why }),
         }
     }
 
@@ -130,11 +132,11 @@ impl KmipProvider {
     pub(super) fn no_key(
         &self,
         key_id: &str,
-        said: Vec<(Arc<Server>, Option<Without>)>,
+        said: Vec<(Arc<ServerState>, Option<GetFailure>)>,
     ) -> Problem {
-        let late = |server: &Server| {
+        let late = |server: &ServerState| {
             let what = format!("server '{}'", server.row.alias);
-            Without { weight: Weight::Silent, why: self.too_late(&what) }
+            GetFailure { weight: FailureWeight::Silent, why: self.too_late(&what) }
         };
         let said: Vec<_> = said
             .into_iter()
@@ -148,7 +150,7 @@ impl KmipProvider {
         let Some((_, heaviest)) = heaviest else {
             return Problem::not_found("provider", &self.name);
         };
-        if heaviest.weight == Weight::Missing {
+        if heaviest.weight == FailureWeight::Missing {
             let names: Vec<_> =
                 said.iter().map(|(server, _)| format!("'{}'", server.row.alias)).collect();
             let what = format!("is at none of its servers: {}", names.join(", "));
@@ -172,12 +174,12 @@ impl KmipProvider {
     }
 }
 
-fn word(without: &Without) -> &'static str {
+fn word(without: &GetFailure) -> &'static str {
     match without.weight {
-        Weight::Missing => "does not have it",
-        Weight::Destroyed => "says that it is destroyed",
-        Weight::Silent => "does not answer",
-        Weight::Refused => "does not give it",
-        Weight::Mismatch => "has other bytes under this id",
+        FailureWeight::Missing => "does not have it",
+        FailureWeight::Destroyed => "says that it is destroyed",
+        FailureWeight::Silent => "does not answer",
+        FailureWeight::Refused => "does not give it",
+        FailureWeight::Mismatch => "has other bytes under this id",
     }
 }

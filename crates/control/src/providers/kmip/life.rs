@@ -3,7 +3,6 @@
 use std::sync::{Arc, PoisonError};
 
 use futures_util::future::join_all;
-use jiff::Timestamp;
 use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject;
 use vmseal_api::id::{ProviderId, check_name};
@@ -12,34 +11,16 @@ use vmseal_api::kmip::{
 };
 use vmseal_api::model::ProviderKind;
 use vmseal_api::problem::{ErrorCode, Problem};
-use vmseal_kmip::client::{Endpoint, Fingerprint, ShownCertificate, Trust, show_certificate};
+use vmseal_kmip::client::{Endpoint, ShownCertificate, Trust, show_certificate};
 use vmseal_secret::SecretBytes;
-use x509_parser::certificate::X509Certificate;
-use x509_parser::prelude::FromDer;
 
+use super::certificate::{of_der, summary};
 use super::client_key::ClientKey;
-use super::{KmipProvider, Server, TIMEOUTS, Watched, problem};
+use super::{KmipProvider, MonitoredProvider, ServerState, TIMEOUTS, problem};
 use crate::providers::Providers;
 use crate::store::events::NewEvent;
 use crate::store::providers::Provider;
 use crate::store::{kmip, providers};
-
-/// What a certificate (the first of a PEM) says of itself.
-pub(super) fn summary(pem: &str) -> Option<Certificate> {
-    of_der(&CertificateDer::from_pem_slice(pem.as_bytes()).ok()?)
-}
-
-fn of_der(der: &CertificateDer<'_>) -> Option<Certificate> {
-    let (_, parsed) = X509Certificate::from_der(der).ok()?;
-    let shown = |name: String| name.chars().filter(|c| !c.is_control()).take(200).collect();
-    Some(Certificate {
-        fingerprint: Fingerprint::of(der).to_string(),
-        subject: shown(parsed.subject().to_string()),
-        issuer: shown(parsed.issuer().to_string()),
-        not_before: Timestamp::from_second(parsed.validity().not_before.timestamp()).ok()?,
-        not_after: Timestamp::from_second(parsed.validity().not_after.timestamp()).ok()?,
-    })
-}
 
 fn shown_trust(trust: &kmip::Trust) -> Option<KmipTrust> {
     match trust {
@@ -310,7 +291,7 @@ impl Providers {
             Arc::clone(&self.store),
             self.unlocked.clone(),
         );
-        let watched = Watched::new(kmip);
+        let watched = MonitoredProvider::new(kmip);
         let kmip = Arc::clone(&watched.provider);
         self.insert(provider.id, crate::providers::Open::Kmip(watched));
         kmip
@@ -348,7 +329,7 @@ impl KmipProvider {
         KmipDetails { servers: servers.collect(), client, next_key: setup.next_key }
     }
 
-    fn server(&self, alias: &str) -> Result<Arc<Server>, Problem> {
+    fn server(&self, alias: &str) -> Result<Arc<ServerState>, Problem> {
         let found = self.servers().into_iter().find(|server| server.row.alias == alias);
         found.ok_or_else(|| {
             Problem::not_found(&format!("server of provider '{}',", self.name), alias)
@@ -356,7 +337,7 @@ impl KmipProvider {
     }
 
     /// The certificate that a server shows; nothing is trusted.
-    async fn look(&self, server: &Server) -> Result<ShownCertificate, Problem> {
+    async fn look(&self, server: &ServerState) -> Result<ShownCertificate, Problem> {
         let endpoint = Endpoint::new(server.row.host.clone(), server.row.port)
             .map_err(|error| Problem::invalid("host", error.to_string()))?;
         let shown = show_certificate(&endpoint, &TIMEOUTS).await;

@@ -21,6 +21,7 @@
 
 mod ask;
 mod backup;
+mod certificate;
 mod certificates;
 mod client_key;
 mod create;
@@ -67,7 +68,7 @@ const KEY_STATE: &str = "key-state";
 pub use self::certificates::{NewCertificate, NewName};
 pub(in crate::providers) use self::create::orphan;
 pub use self::servers::ServerChange;
-pub use self::watch::Watched;
+pub use self::watch::MonitoredProvider;
 pub use vmseal_kmip::client::KMIP_PORT;
 
 /// How long each step may take: a VM that is started waits for all of them, and a request of the API has
@@ -89,7 +90,7 @@ pub struct KmipProvider {
     id: ProviderId,
     name: String,
     store: Arc<Store>,
-    setup: RwLock<Setup>,
+    setup: RwLock<Configuration>,
     /// Held from the check of a change of its setup until the change is in the inventory and in `setup`.
     changing: tokio::sync::Mutex<()>,
     /// Of keys, by id, while they are destroyed: whoever came second would note that they were gone already, or
@@ -107,7 +108,7 @@ pub struct KmipProvider {
 
 /// All that an operator sets.
 #[derive(Default)]
-struct Setup {
+struct Configuration {
     /// None until its passphrase is given.
     key: Option<Arc<ClientKey>>,
     certificate: Option<String>,
@@ -115,11 +116,11 @@ struct Setup {
     /// the server's start.
     next_key: bool,
     next: Option<Arc<ClientKey>>,
-    servers: Vec<Arc<Server>>,
+    servers: Vec<Arc<ServerState>>,
 }
 
 /// A server, and what is known of it.
-struct Server {
+struct ServerState {
     row: kmip::Server,
     /// None while something is missing, with what that is.
     client: Result<Arc<Client>, Problem>,
@@ -128,7 +129,7 @@ struct Server {
     late: Mutex<Option<Instant>>,
 }
 
-impl Server {
+impl ServerState {
     fn seen(&self) -> Option<KmipSeen> {
         self.seen.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
@@ -193,7 +194,7 @@ impl KmipProvider {
             }
             let client = self.client(&row, certificate.as_deref(), setup.key.as_deref());
             let (seen, late) = (Mutex::default(), Mutex::default());
-            Arc::new(Server { row, client: client.map(Arc::new), seen, late })
+            Arc::new(ServerState { row, client: client.map(Arc::new), seen, late })
         });
         let servers = servers.collect();
         (setup.servers, setup.certificate, setup.next_key) = (servers, certificate, next_key);
@@ -261,7 +262,7 @@ impl KmipProvider {
         })
     }
 
-    fn servers(&self) -> Vec<Arc<Server>> {
+    fn servers(&self) -> Vec<Arc<ServerState>> {
         self.setup.read().unwrap_or_else(PoisonError::into_inner).servers.clone()
     }
 
@@ -272,7 +273,7 @@ impl KmipProvider {
         // The best of its servers decides.
         if faults.iter().any(Option::is_none) {
             let answers =
-                |server: &Arc<Server>| server.fault().is_none() && server.seen().is_some();
+                |server: &Arc<ServerState>| server.fault().is_none() && server.seen().is_some();
             return if !servers.iter().any(answers) {
                 ProviderStatus::Untried
             } else if faults.iter().any(Option::is_some) {
@@ -312,7 +313,7 @@ impl KmipProvider {
         vm: VmId,
         key: &KeyReference,
         kek: &SecretBytes,
-        server: &Server,
+        server: &ServerState,
     ) -> Result<(), Problem> {
         if self.check(vm, &key.key_id, kek)? == key.check {
             return Ok(());

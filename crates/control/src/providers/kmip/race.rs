@@ -84,29 +84,29 @@ mod tests {
 
     /// What a server does: an answer or a failure after a time, or nothing.
     #[derive(Clone, Copy)]
-    enum Server {
+    enum Scripted {
         Answers(u64),
         Fails(u64),
         Hangs,
     }
 
     /// Who won, who failed, who was late, who was asked, and how long it took in milliseconds.
-    async fn run(servers: &[Server]) -> (Option<usize>, Vec<usize>, Vec<usize>, usize, u128) {
+    async fn run(servers: &[Scripted]) -> (Option<usize>, Vec<usize>, Vec<usize>, usize, u128) {
         let (begun, asked) = (Instant::now(), RefCell::new(0));
         let race = race(servers.len(), |place| {
             *asked.borrow_mut() += 1;
             async move {
                 let pause = |millis| sleep(Duration::from_millis(millis));
                 match servers[place] {
-                    Server::Answers(after) => {
+                    Scripted::Answers(after) => {
                         pause(after).await;
                         Ok(())
                     }
-                    Server::Fails(after) => {
+                    Scripted::Fails(after) => {
                         pause(after).await;
                         Err(())
                     }
-                    Server::Hangs => std::future::pending().await,
+                    Scripted::Hangs => std::future::pending().await,
                 }
             }
         });
@@ -118,7 +118,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn the_next_is_asked_when_one_fails_or_is_late() {
-        use Server::{Answers, Fails, Hangs};
+        use Scripted::{Answers, Fails, Hangs};
         assert_eq!(run(&[]).await, (None, vec![], vec![], 0, 0));
         assert_eq!(run(&[Answers(10), Hangs]).await, (Some(0), vec![], vec![], 1, 10));
         assert_eq!(run(&[Fails(10), Answers(10)]).await, (Some(1), vec![0], vec![], 2, 20));
@@ -131,7 +131,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn one_deadline_bounds_the_whole() {
-        let (won, failed, late, asked, took) = run(&[Server::Hangs; 8]).await;
+        let (won, failed, late, asked, took) = run(&[Scripted::Hangs; 8]).await;
         assert_eq!((won, failed, asked, took), (None, vec![], 8, DEADLINE.as_millis()));
         assert_eq!(late, (0..8).collect::<Vec<_>>());
     }

@@ -45,7 +45,7 @@ struct Here {
 impl Here {
     async fn new() -> Self {
         let directory = tempfile::tempdir().unwrap();
-        let store = Arc::new(Store::open(&directory.path().join("db")).await.unwrap());
+        let store = Arc::new(crate::testing::new_store(directory.path()).await);
         let providers = Providers::open(Arc::clone(&store), directory.path(), None).await.unwrap();
         Self { directory, store, providers }
     }

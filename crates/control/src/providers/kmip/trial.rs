@@ -19,7 +19,7 @@ use vmseal_kmip::client::Client;
 use vmseal_kmip::operation::KeyId;
 use vmseal_secret::SecretBytes;
 
-use super::{KmipProvider, Server};
+use super::{KmipProvider, ServerState};
 use crate::providers::Providers;
 use crate::store::events::NewEvent;
 use crate::store::key_requests::{self, KeyRequest};
@@ -57,7 +57,7 @@ impl Providers {
                 KmipTested { alias, seen, key: None }
             })
             .collect();
-        let usable = |tested: &[KmipTested]| -> Vec<Arc<Server>> {
+        let usable = |tested: &[KmipTested]| -> Vec<Arc<ServerState>> {
             let pairs = servers.iter().zip(tested);
             let usable = pairs.filter(|(_, it)| it.seen.problem.is_none());
             usable.map(|(server, _)| Arc::clone(server)).collect()
@@ -84,7 +84,7 @@ impl Providers {
 }
 
 /// What is known of a server that was probed just now.
-fn seen_now(server: &Server) -> KmipSeen {
+fn seen_now(server: &ServerState) -> KmipSeen {
     match (server.seen(), &server.client) {
         (Some(seen), Ok(_)) => seen,
         (_, client) => KmipSeen {
@@ -100,9 +100,9 @@ impl KmipProvider {
     /// Makes a key at the first of these servers that does, reads it at each, destroys it, and tells of it.
     async fn try_key(
         &self,
-        servers: &[Arc<Server>],
+        servers: &[Arc<ServerState>],
         actor: &str,
-    ) -> Result<Vec<(Arc<Server>, KeyTested)>, Problem> {
+    ) -> Result<Vec<(Arc<ServerState>, KeyTested)>, Problem> {
         let mut outcomes = Vec::new();
         let mut rest = servers;
         while let Some((maker, others)) = rest.split_first() {
@@ -155,8 +155,8 @@ impl KmipProvider {
 
     async fn make_read_destroy(
         &self,
-        maker: &Arc<Server>,
-        others: &[Arc<Server>],
+        maker: &Arc<ServerState>,
+        others: &[Arc<ServerState>],
         noted: &KeyRequest,
     ) -> Result<(KeyId, Vec<KeyTested>), Problem> {
         let id = self.create_at(maker, noted.clone()).await?;
@@ -182,7 +182,7 @@ impl KmipProvider {
     }
 
     /// Reads at a server the key that another one has made.
-    async fn read_replica(&self, server: &Server, id: &KeyId, kek: &SecretBytes) -> KeyTested {
+    async fn read_replica(&self, server: &ServerState, id: &KeyId, kek: &SecretBytes) -> KeyTested {
         let begun = Instant::now();
         loop {
             let get = |client: Arc<Client>| async move { client.get_key(id).await };

@@ -25,11 +25,11 @@ use vmseal_kmip::operation::KeyId;
 use vmseal_kmip::{ResultReason, State};
 
 use super::KEY_STATE;
-use super::ask::Answer;
-use super::destroy::{Undone, alarm_of};
-use super::get::Without;
-use super::life::summary;
-use super::{KeyProvider, KmipProvider, Server, problem};
+use super::ask::ServerFailure;
+use super::certificate::summary;
+use super::destroy::{PendingDestruction, alarm_of};
+use super::get::GetFailure;
+use super::{KeyProvider, KmipProvider, ServerState, problem};
 use crate::backoff;
 use crate::setup::expiry;
 use crate::store::alarms::{self, Standing};
@@ -45,48 +45,48 @@ const RETRY: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs
 const REST: Duration = Duration::from_millis(500);
 
 /// A provider with its watch, which ends with it.
-pub struct Watched {
+pub struct MonitoredProvider {
     /// The provider.
     pub provider: Arc<KmipProvider>,
     watch: JoinHandle<()>,
 }
 
-impl Watched {
+impl MonitoredProvider {
     pub(super) fn new(provider: KmipProvider) -> Self {
         let provider = Arc::new(provider);
-        let watch = tokio::spawn(Watch::new(Arc::clone(&provider)).run());
+        let watch = tokio::spawn(ProviderMonitor::new(Arc::clone(&provider)).run());
         Self { provider, watch }
     }
 }
 
-impl Drop for Watched {
+impl Drop for MonitoredProvider {
     fn drop(&mut self) {
         self.watch.abort();
     }
 }
 
-struct Watch {
+struct ProviderMonitor {
     provider: Arc<KmipProvider>,
     /// In a row.
     failures: u32,
     /// The alarms about keys, as last known.
     about_keys: Vec<Standing>,
     /// What is put off, as last known.
-    undone: Vec<Undone>,
+    pending: Vec<PendingDestruction>,
     /// How many looks in a row have left something undone.
     left: u32,
 }
 
-impl Watch {
+impl ProviderMonitor {
     fn new(provider: Arc<KmipProvider>) -> Self {
-        Self { provider, failures: 0, about_keys: Vec::new(), undone: Vec::new(), left: 0 }
+        Self { provider, failures: 0, about_keys: Vec::new(), pending: Vec::new(), left: 0 }
     }
 
     async fn run(mut self) {
         self.provider.wake.notified().await;
         loop {
             self.look().await;
-            self.left = if self.undone.is_empty() { 0 } else { self.left.saturating_add(1) };
+            self.left = if self.pending.is_empty() { 0 } else { self.left.saturating_add(1) };
             let pause = match (self.failures, self.left) {
                 (0, 0) => EVERY,
                 // One answer that was late is not to leave a key there for minutes.
@@ -130,16 +130,16 @@ impl Watch {
         }
     }
 
-    fn note(&mut self, undone: Result<Vec<Undone>, Problem>) {
-        match undone {
-            Ok(undone) => self.undone = undone,
+    fn note(&mut self, pending: Result<Vec<PendingDestruction>, Problem>) {
+        match pending {
+            Ok(pending) => self.pending = pending,
             Err(problem) => {
                 tracing::error!(provider = self.provider.name, %problem, "what was put off could not be read");
             }
         }
     }
 
-    async fn raise(&self, servers: &[Arc<Server>]) -> Result<(), Problem> {
+    async fn raise(&self, servers: &[Arc<ServerState>]) -> Result<(), Problem> {
         let provider = &self.provider;
         let mut standing = provider.about_servers(servers);
         let mut read = provider.store.read().await?;
@@ -156,7 +156,7 @@ impl Watch {
         }
         standing.extend(provider.about_certificates(servers, Timestamp::now()));
         standing.extend(self.about_keys.iter().cloned());
-        standing.extend(alarm_of(&provider.name, &self.undone));
+        standing.extend(alarm_of(&provider.name, &self.pending));
         let source = provider.id.to_string();
         if alarms::differ(&mut *provider.store.read().await?, &source, &standing).await? {
             let mut write = provider.store.write().await?;
@@ -169,7 +169,7 @@ impl Watch {
 
 impl KmipProvider {
     /// Tries a server: which version it speaks, and what it is.
-    pub(super) async fn probe(&self, server: &Server) {
+    pub(super) async fn probe(&self, server: &ServerState) {
         let asked = self.ask_one(server, |client: Arc<Client>| async move {
             let spoken = client.discover().await?.spoken.to_string();
             let vendor = match client.query().await {
@@ -188,14 +188,16 @@ impl KmipProvider {
                 *seen = Some(KmipSeen { at, version, vendor, problem: None });
             }
             // Without a reason it is not about the KMS.
-            Err(Answer::No(problem)) if problem.reason.is_some() => server.saw(Some(problem)),
+            Err(ServerFailure::Refused(problem)) if problem.reason.is_some() => {
+                server.saw(Some(problem))
+            }
             // Noted already.
             Err(_) => {}
         }
     }
 
     /// The alarms about servers that cannot be used: all of them, or some.
-    fn about_servers(&self, servers: &[Arc<Server>]) -> Vec<Standing> {
+    fn about_servers(&self, servers: &[Arc<ServerState>]) -> Vec<Standing> {
         let faults: Vec<_> =
             servers.iter().filter_map(|server| Some((server, server.fault()?))).collect();
         let Some((_, first)) = faults.first() else { return Vec::new() };
@@ -219,14 +221,14 @@ impl KmipProvider {
     /// were trusted.
     pub(super) fn about_certificates(
         &self,
-        servers: &[Arc<Server>],
+        servers: &[Arc<ServerState>],
         now: Timestamp,
     ) -> Option<Standing> {
         let name = &self.name;
         let mut all = Vec::new();
         let setup = self.setup.read().unwrap_or_else(std::sync::PoisonError::into_inner);
         if let Some(client) = setup.certificate.as_deref().and_then(summary) {
-            all.push(expiry::Watched {
+            all.push(expiry::ExpiringCertificate {
                 what: "the client certificate".to_owned(),
                 until: client.not_after,
                 remedy: format!("renew it with the same name (vmseal provider certificate {name})"),
@@ -244,7 +246,7 @@ impl KmipProvider {
             };
             let alias = &server.row.alias;
             if let Some(until) = pinned.map(|it| it.not_after).or_else(shown) {
-                all.push(expiry::Watched {
+                all.push(expiry::ExpiringCertificate {
                     what: format!("the certificate of server '{alias}'"),
                     until,
                     remedy: format!(
@@ -302,7 +304,7 @@ impl KmipProvider {
             let states = match self.ask_one(server, work).await {
                 Ok(states) => states,
                 Err(answer) => {
-                    let without = Without::new(answer);
+                    let without = GetFailure::new(answer);
                     for (.., said) in &mut open {
                         said.push((Arc::clone(server), Some(without.clone())));
                     }
@@ -337,21 +339,23 @@ impl KmipProvider {
     /// What the state of a key at a server keeps it from; an error where another server has to be asked.
     fn seen_at(
         &self,
-        server: &Server,
+        server: &ServerState,
         id: &KeyId,
         state: Result<State, Error>,
-    ) -> Result<Option<Problem>, Box<Without>> {
+    ) -> Result<Option<Problem>, Box<GetFailure>> {
         let state = match state {
             Ok(state) => state,
             Err(error) => {
-                return Err(Box::new(Without::new(Answer::No(problem::of(&self.name, &error)))));
+                return Err(Box::new(GetFailure::new(ServerFailure::Refused(problem::of(
+                    &self.name, &error,
+                )))));
             }
         };
         let Some(fault) = problem::of_state(state) else { return Ok(None) };
         let what = format!("is {state} at server '{}'", server.row.alias);
         let why = self.wrong_key(ErrorCode::WrongState, fault, id.as_str(), &what);
         match fault {
-            KeyFault::KeyDestroyed => Err(Box::new(Without::destroyed(why))),
+            KeyFault::KeyDestroyed => Err(Box::new(GetFailure::destroyed(why))),
             _ => Ok(Some(why)),
         }
     }

@@ -5,39 +5,39 @@ use crate::tasks::limits::HOST_WORK;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn long_work_on_a_host_queues_and_power_does_not_wait_for_it() {
-    let plant = Plant::new().await;
-    let other = plant.made("other", "plain").await;
-    plant.agent.set_work(LONG);
+    let fixture = Fixture::new().await;
+    let other = fixture.made("other", "plain").await;
+    fixture.agent.set_work(LONG);
     let mut tasks = Vec::new();
     for index in 0..HOST_WORK + 2 {
-        tasks.push(plant.create(&format!("web{index}"), "plain").await.1);
+        tasks.push(fixture.create(&format!("web{index}"), "plain").await.1);
     }
     let count = async |state: TaskState| {
         let mut count = 0;
         for task in &tasks {
-            count += usize::from(plant.task(*task).await.state == state);
+            count += usize::from(fixture.task(*task).await.state == state);
         }
         count
     };
-    plant
+    fixture
         .eventually("two are queued", async || (count(TaskState::Queued).await == 2).then_some(()))
         .await;
     assert_eq!(count(TaskState::Running).await, HOST_WORK);
-    plant.begin(Operation::StartVm { vm: other }, "other").await;
-    let started = async || (plant.calls(Call::PowerOn) > 0).then_some(());
-    plant.eventually("a start does not wait for imports", started).await;
+    fixture.begin(Operation::StartVm { vm: other }, "other").await;
+    let started = async || (fixture.calls(Call::PowerOn) > 0).then_some(());
+    fixture.eventually("a start does not wait for imports", started).await;
     // One that is queued can be cancelled, and one whose turn comes goes on.
     let queued = tasks.pop().unwrap();
-    plant.engine.cancel(&queued.to_string(), "me").await.unwrap();
-    assert_eq!(plant.ended(queued).await.state, TaskState::Cancelled);
+    fixture.engine.cancel(&queued.to_string(), "me").await.unwrap();
+    assert_eq!(fixture.ended(queued).await.state, TaskState::Cancelled);
     let first = tasks.remove(0);
-    plant.engine.cancel(&first.to_string(), "me").await.unwrap();
-    assert_eq!(plant.ended(first).await.state, TaskState::Cancelled);
-    plant
+    fixture.engine.cancel(&first.to_string(), "me").await.unwrap();
+    assert_eq!(fixture.ended(first).await.state, TaskState::Cancelled);
+    fixture
         .eventually("the last one has its turn", async || {
             let mut running = 0;
             for task in &tasks {
-                running += usize::from(plant.task(*task).await.state == TaskState::Running);
+                running += usize::from(fixture.task(*task).await.state == TaskState::Running);
             }
             (running == HOST_WORK).then_some(())
         })

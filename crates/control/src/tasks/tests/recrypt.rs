@@ -26,44 +26,44 @@ fn undone_steps() -> Vec<&'static str> {
 const COMMIT: &str = "switch-key";
 
 /// The VM is whole and has a key of the first or the other provider, the only one that there is of it.
-async fn assert_one_key(plant: &Plant, vm: VmId, recrypted: bool, what: &str) {
-    plant.assert_whole(vm, Power::Off, what).await;
-    let key = plant.vm(vm).await.unwrap().key.unwrap();
-    assert_eq!(key.provider != plant.provider(), recrypted, "{what}");
-    for disk in plant.agent.disks().values() {
+async fn assert_one_key(fixture: &Fixture, vm: VmId, recrypted: bool, what: &str) {
+    fixture.assert_whole(vm, Power::Off, what).await;
+    let key = fixture.vm(vm).await.unwrap().key.unwrap();
+    assert_eq!(key.provider != fixture.provider(), recrypted, "{what}");
+    for disk in fixture.agent.disks().values() {
         assert_eq!(disk.checks, [key.check.clone()].into(), "{what}: another key opens a disk");
     }
-    let mut read = plant.store.read().await.unwrap();
+    let mut read = fixture.store.read().await.unwrap();
     assert_eq!(keys::of_vm(&mut read, vm).await.unwrap(), [key], "{what}: keys are left");
 }
 
-pub async fn assert_done(plant: &Plant, vm: VmId, what: &str) {
-    assert_one_key(plant, vm, true, what).await;
-    assert_eq!(plant.events("vm.recrypted").await.len(), 1, "{what}");
-    assert_eq!(plant.events("key.destroyed").await.len(), 1, "{what}");
+pub async fn assert_done(fixture: &Fixture, vm: VmId, what: &str) {
+    assert_one_key(fixture, vm, true, what).await;
+    assert_eq!(fixture.events("vm.recrypted").await.len(), 1, "{what}");
+    assert_eq!(fixture.events("key.destroyed").await.len(), 1, "{what}");
 }
 
-pub async fn assert_undone(plant: &Plant, vm: VmId, what: &str) {
-    assert_one_key(plant, vm, false, what).await;
+pub async fn assert_undone(fixture: &Fixture, vm: VmId, what: &str) {
+    assert_one_key(fixture, vm, false, what).await;
 }
 
 /// Between any two steps, and whatever has failed: what the inventory names opens every disk, and its
 /// provider gives it.
-async fn assert_opens(plant: &Plant, vm: VmId, what: &str) {
-    let key = plant.vm(vm).await.unwrap().key.unwrap();
-    for disk in plant.agent.disks().values() {
+async fn assert_opens(fixture: &Fixture, vm: VmId, what: &str) {
+    let key = fixture.vm(vm).await.unwrap().key.unwrap();
+    for disk in fixture.agent.disks().values() {
         assert!(disk.checks.contains(&key.check), "{what}: a disk does not open: {disk:?}");
     }
-    plant.providers.get(key.provider).unwrap().get_key(vm, &key).await.unwrap();
+    fixture.providers.get(key.provider).unwrap().get_key(vm, &key).await.unwrap();
 }
 
 /// Gives a VM another key, under no faults; its disks open with that alone.
-pub async fn recrypt_again(plant: &mut Plant, vm: VmId, what: &str) {
-    plant.restart(|engine| engine.environment.faults = None).await;
-    let task = plant.begin(plant.recryption(vm).await, "web").await;
-    let ended = plant.ended(task).await;
+pub async fn recrypt_again(fixture: &mut Fixture, vm: VmId, what: &str) {
+    fixture.restart(|engine| engine.environment.faults = None).await;
+    let task = fixture.begin(fixture.recryption(vm).await, "web").await;
+    let ended = fixture.ended(task).await;
     assert_eq!(ended.state, TaskState::Done, "{what}: {:?}", ended.problem);
-    assert_one_key(plant, vm, true, what).await;
+    assert_one_key(fixture, vm, true, what).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -75,16 +75,16 @@ async fn recrypt_survives_every_fault_at_every_step() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn after_a_crash_at_any_step_the_key_of_the_inventory_opens_every_disk() {
     for step in steps() {
-        for moment in [Moment::Before, Moment::After] {
-            let what = format!("crash {moment:?} {step:?}");
-            let mut plant = Plant::new().await;
-            let vm = plant.made("web", "encrypted").await;
-            let (faults, done) = at(step, TaskState::Running, moment, Fault::Crash, 1);
-            plant.restart(|engine| engine.environment.faults = Some(faults)).await;
-            plant.begin(plant.recryption(vm).await, "web").await;
+        for point in [FaultPoint::Before, FaultPoint::After] {
+            let what = format!("crash {point:?} {step:?}");
+            let mut fixture = Fixture::new().await;
+            let vm = fixture.made("web", "encrypted").await;
+            let (faults, done) = at(step, TaskState::Running, point, Fault::Crash, 1);
+            fixture.restart(|engine| engine.environment.faults = Some(faults)).await;
+            fixture.begin(fixture.recryption(vm).await, "web").await;
             let crashed = async || (done.load(Ordering::SeqCst) > 0).then_some(());
-            plant.eventually("it crashes", crashed).await;
-            assert_opens(&plant, vm, &what).await;
+            fixture.eventually("it crashes", crashed).await;
+            assert_opens(&fixture, vm, &what).await;
         }
     }
 }
@@ -93,27 +93,27 @@ async fn after_a_crash_at_any_step_the_key_of_the_inventory_opens_every_disk() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn undoing_a_recryption_survives_every_fault_at_every_step() {
     for step in undone_steps() {
-        for (moment, fault) in [
-            (Moment::Before, Fault::Crash),
-            (Moment::After, Fault::Crash),
-            (Moment::Before, Fault::Fail(silent())),
-            (Moment::After, Fault::Fail(silent())),
-            (Moment::After, Fault::Twice),
+        for (point, fault) in [
+            (FaultPoint::Before, Fault::Crash),
+            (FaultPoint::After, Fault::Crash),
+            (FaultPoint::Before, Fault::Fail(silent())),
+            (FaultPoint::After, Fault::Fail(silent())),
+            (FaultPoint::After, Fault::Twice),
         ] {
-            let what = format!("{fault:?} {moment:?} undoing {step:?}");
+            let what = format!("{fault:?} {point:?} undoing {step:?}");
             let crashes = matches!(fault, Fault::Crash);
-            let (undoing, done) = at(step, TaskState::RollingBack, moment, fault, 1);
+            let (undoing, done) = at(step, TaskState::RollingBack, point, fault, 1);
             let (failing, _) =
-                at(COMMIT, TaskState::Running, Moment::Before, Fault::Fail(refused()), 1);
+                at(COMMIT, TaskState::Running, FaultPoint::Before, Fault::Fail(refused()), 1);
             let both: Faults =
-                Arc::new(move |step, state, moment| match failing(step, state, moment) {
-                    Fault::None => undoing(step, state, moment),
+                Arc::new(move |step, state, point| match failing(step, state, point) {
+                    Fault::None => undoing(step, state, point),
                     fault => fault,
                 });
-            let (plant, vm, task) = carry_out(Kind::Recrypt, both, &done, crashes).await;
-            let ended = plant.task(task).await;
+            let (fixture, vm, task) = carry_out(Kind::Recrypt, both, &done, crashes).await;
+            let ended = fixture.task(task).await;
             assert_eq!(ended.state, TaskState::Failed, "{what}: {:?}", ended.problem);
-            assert_undone(&plant, vm, &what).await;
+            assert_undone(&fixture, vm, &what).await;
         }
     }
 }
@@ -123,24 +123,23 @@ async fn undoing_a_recryption_survives_every_fault_at_every_step() {
 async fn a_recryption_that_is_stuck_leaves_a_whole_vm_and_another_one_leaves_one_key() {
     for step in undone_steps() {
         let what = format!("undoing {step:?} fails for good");
-        let mut plant = Plant::new().await;
-        let vm = plant.made("web", "encrypted").await;
+        let mut fixture = Fixture::new().await;
+        let vm = fixture.made("web", "encrypted").await;
         let (failing, _) =
-            at(COMMIT, TaskState::Running, Moment::Before, Fault::Fail(refused()), 1);
+            at(COMMIT, TaskState::Running, FaultPoint::Before, Fault::Fail(refused()), 1);
         let (stuck, _) =
-            at(step, TaskState::RollingBack, Moment::Before, Fault::Fail(refused()), u32::MAX);
-        let both: Faults =
-            Arc::new(move |step, state, moment| match failing(step, state, moment) {
-                Fault::None => stuck(step, state, moment),
-                fault => fault,
-            });
-        plant.restart(|engine| engine.environment.faults = Some(both)).await;
-        let task = plant.begin(plant.recryption(vm).await, "web").await;
-        assert_eq!(plant.ended(task).await.state, TaskState::Unknown, "{what}");
-        assert_opens(&plant, vm, &what).await;
-        recrypt_again(&mut plant, vm, &what).await;
-        let start = plant.begin(Operation::StartVm { vm }, "web").await;
-        assert_eq!(plant.ended(start).await.state, TaskState::Done, "{what}");
+            at(step, TaskState::RollingBack, FaultPoint::Before, Fault::Fail(refused()), u32::MAX);
+        let both: Faults = Arc::new(move |step, state, point| match failing(step, state, point) {
+            Fault::None => stuck(step, state, point),
+            fault => fault,
+        });
+        fixture.restart(|engine| engine.environment.faults = Some(both)).await;
+        let task = fixture.begin(fixture.recryption(vm).await, "web").await;
+        assert_eq!(fixture.ended(task).await.state, TaskState::Unknown, "{what}");
+        assert_opens(&fixture, vm, &what).await;
+        recrypt_again(&mut fixture, vm, &what).await;
+        let start = fixture.begin(Operation::StartVm { vm }, "web").await;
+        assert_eq!(fixture.ended(start).await.state, TaskState::Done, "{what}");
     }
 }
 
@@ -165,13 +164,13 @@ async fn a_recryption_survives_what_happens_to_its_calls() {
         ] {
             for nth in [1, 2] {
                 let what = format!("{call:?} {fault:?}, the {nth}th time");
-                let plant = Plant::new().await;
-                let vm = plant.made("web", "encrypted").await;
-                plant.agent.inject(call, nth, fault);
-                let task = plant.begin(plant.recryption(vm).await, "web").await;
-                let ended = plant.ended(task).await;
+                let fixture = Fixture::new().await;
+                let vm = fixture.made("web", "encrypted").await;
+                fixture.agent.inject(call, nth, fault);
+                let task = fixture.begin(fixture.recryption(vm).await, "web").await;
+                let ended = fixture.ended(task).await;
                 assert_eq!(ended.state, TaskState::Done, "{what} {:?}", ended.problem);
-                assert_done(&plant, vm, &what).await;
+                assert_done(&fixture, vm, &what).await;
             }
         }
     }
@@ -182,21 +181,21 @@ async fn a_recryption_survives_what_happens_to_its_calls() {
 async fn an_agent_that_dies_between_two_disks_for_good_leaves_a_whole_vm() {
     for call in [Call::AddKey] {
         let what = format!("{call:?}");
-        let mut plant = Plant::new().await;
-        let vm = plant.made("web", "encrypted").await;
-        plant.agent.inject(call, 1, HostFault::CrashHalfway);
+        let mut fixture = Fixture::new().await;
+        let vm = fixture.made("web", "encrypted").await;
+        fixture.agent.inject(call, 1, HostFault::CrashHalfway);
         // Every further attempt, and every attempt to undo it.
         for call in [Call::AddKey, Call::DropOtherKeys] {
-            (1..20).for_each(|nth| plant.agent.inject(call, nth, HostFault::LoseRequest));
+            (1..20).for_each(|nth| fixture.agent.inject(call, nth, HostFault::LoseRequest));
         }
-        let task = plant.begin(plant.recryption(vm).await, "web").await;
-        let ended = plant.ended(task).await;
+        let task = fixture.begin(fixture.recryption(vm).await, "web").await;
+        let ended = fixture.ended(task).await;
         assert_eq!(ended.state, TaskState::Unknown, "{what}");
         let detail = ended.problem.unwrap().detail;
         assert!(detail.contains("is whole") && detail.contains("recrypt it again"), "{detail}");
-        assert_opens(&plant, vm, &what).await;
-        plant.agent.forget_faults();
-        recrypt_again(&mut plant, vm, &what).await;
+        assert_opens(&fixture, vm, &what).await;
+        fixture.agent.forget_faults();
+        recrypt_again(&mut fixture, vm, &what).await;
     }
 }
 
@@ -204,130 +203,130 @@ async fn an_agent_that_dies_between_two_disks_for_good_leaves_a_whole_vm() {
 async fn a_recryption_can_be_cancelled_until_the_vm_has_its_new_key() {
     for step in steps() {
         let what = format!("cancelled at {step:?}");
-        let mut plant = Plant::new().await;
-        let vm = plant.made("web", "encrypted").await;
-        let (faults, done) = at(step, TaskState::Running, Moment::Before, Fault::Crash, 1);
-        plant.restart(|engine| engine.environment.faults = Some(faults)).await;
-        let task = plant.begin(plant.recryption(vm).await, "web").await;
+        let mut fixture = Fixture::new().await;
+        let vm = fixture.made("web", "encrypted").await;
+        let (faults, done) = at(step, TaskState::Running, FaultPoint::Before, Fault::Crash, 1);
+        fixture.restart(|engine| engine.environment.faults = Some(faults)).await;
+        let task = fixture.begin(fixture.recryption(vm).await, "web").await;
         let crashed = async || (done.load(Ordering::SeqCst) > 0).then_some(());
-        plant.eventually("it crashes", crashed).await;
-        let cancelled = plant.engine.cancel(&task.to_string(), "me").await;
-        plant.restart(|_| {}).await;
-        let ended = plant.ended(task).await;
+        fixture.eventually("it crashes", crashed).await;
+        let cancelled = fixture.engine.cancel(&task.to_string(), "me").await;
+        fixture.restart(|_| {}).await;
+        let ended = fixture.ended(task).await;
         if !undone_steps().contains(&step) {
             assert_eq!(cancelled.unwrap_err().code, ErrorCode::WrongState, "{what}");
             assert_eq!(ended.state, TaskState::Done, "{what}: {:?}", ended.problem);
-            assert_done(&plant, vm, &what).await;
+            assert_done(&fixture, vm, &what).await;
             continue;
         }
         assert_eq!(ended.state, TaskState::Cancelled, "{what}: {:?}", ended.problem);
         assert_eq!(ended.problem.unwrap().code, ErrorCode::Cancelled);
-        assert_undone(&plant, vm, &what).await;
+        assert_undone(&fixture, vm, &what).await;
     }
 }
 
 /// A recryption that has to be refused: nothing is made, nothing changed.
-async fn assert_refused(plant: &Plant, vm: VmId, code: ErrorCode) {
-    let (before, row) = (plant.agent.disks(), plant.vm(vm).await.unwrap());
-    let created = plant.events("key.created").await.len();
-    let task = plant.begin(plant.recryption(vm).await, "web").await;
-    let ended = plant.ended(task).await;
+async fn assert_refused(fixture: &Fixture, vm: VmId, code: ErrorCode) {
+    let (before, row) = (fixture.agent.disks(), fixture.vm(vm).await.unwrap());
+    let created = fixture.events("key.created").await.len();
+    let task = fixture.begin(fixture.recryption(vm).await, "web").await;
+    let ended = fixture.ended(task).await;
     assert_eq!(ended.state, TaskState::Failed);
     let problem = ended.problem.unwrap();
     assert_eq!(problem.code, code, "{problem}");
-    assert_eq!(plant.agent.disks(), before);
-    assert_eq!(plant.vm(vm).await.unwrap().key, row.key);
-    assert_eq!(plant.events("key.created").await.len(), created, "a key was made");
+    assert_eq!(fixture.agent.disks(), before);
+    assert_eq!(fixture.vm(vm).await.unwrap().key, row.key);
+    assert_eq!(fixture.events("key.created").await.len(), created, "a key was made");
 }
 
 #[tokio::test]
 async fn a_vm_that_runs_is_refused() {
-    let plant = Plant::new().await;
-    let vm = plant.running("web").await;
-    assert_refused(&plant, vm, ErrorCode::WrongState).await;
-    assert_eq!(plant.agent.running(), [vm]);
-    assert_eq!(plant.calls(Call::AddKey), 0);
+    let fixture = Fixture::new().await;
+    let vm = fixture.running("web").await;
+    assert_refused(&fixture, vm, ErrorCode::WrongState).await;
+    assert_eq!(fixture.agent.running(), [vm]);
+    assert_eq!(fixture.calls(Call::AddKey), 0);
 }
 
 #[tokio::test]
 async fn a_vm_whose_key_cannot_be_had_is_refused() {
-    let plant = Plant::new().await;
-    let vm = plant.made("web", "encrypted").await;
-    let key = plant.vm(vm).await.unwrap().key.unwrap();
-    let mut write = plant.store.write().await.unwrap();
+    let fixture = Fixture::new().await;
+    let vm = fixture.made("web", "encrypted").await;
+    let key = fixture.vm(vm).await.unwrap().key.unwrap();
+    let mut write = fixture.store.write().await.unwrap();
     keys::destroy(&mut write, vm, &key).await.unwrap();
     write.commit().await.unwrap();
-    plant.agent.restart();
-    assert_refused(&plant, vm, ErrorCode::Locked).await;
+    fixture.agent.restart();
+    assert_refused(&fixture, vm, ErrorCode::Locked).await;
 }
 
 #[tokio::test]
 async fn a_disk_that_cannot_be_reached_refuses_the_recryption_of_the_vm() {
-    let plant = Plant::new().await;
-    let vm = plant.made("web", "encrypted").await;
-    plant.agent.change_mark(std::path::Path::new("/store"));
-    assert_refused(&plant, vm, ErrorCode::WrongState).await;
+    let fixture = Fixture::new().await;
+    let vm = fixture.made("web", "encrypted").await;
+    fixture.agent.change_mark(std::path::Path::new("/store"));
+    assert_refused(&fixture, vm, ErrorCode::WrongState).await;
 }
 
 /// A datastore that goes away when the old key is about to be destroyed: it is not, as nobody knows any more
 /// what opens the disks.
 #[tokio::test]
 async fn the_old_key_is_not_destroyed_while_a_disk_cannot_be_opened() {
-    let mut plant = Plant::new().await;
-    let vm = plant.made("web", "encrypted").await;
-    let agent = plant.agent.clone();
-    let faults: Faults = Arc::new(move |step, state, moment| {
-        let here = (step, state, moment);
-        if here == ("destroy-old-key", TaskState::Running, Moment::Before) {
+    let mut fixture = Fixture::new().await;
+    let vm = fixture.made("web", "encrypted").await;
+    let agent = fixture.agent.clone();
+    let faults: Faults = Arc::new(move |step, state, point| {
+        let here = (step, state, point);
+        if here == ("destroy-old-key", TaskState::Running, FaultPoint::Before) {
             agent.change_mark(std::path::Path::new("/store"));
         }
         Fault::None
     });
-    plant.restart(|engine| engine.environment.faults = Some(faults)).await;
-    let old = plant.vm(vm).await.unwrap().key.unwrap();
-    let task = plant.begin(plant.recryption(vm).await, "web").await;
-    assert_eq!(plant.ended(task).await.state, TaskState::Unknown);
-    assert_eq!(plant.events("key.destroyed").await.len(), 0);
-    assert_opens(&plant, vm, "the new key").await;
-    plant.providers.get(old.provider).unwrap().get_key(vm, &old).await.unwrap();
+    fixture.restart(|engine| engine.environment.faults = Some(faults)).await;
+    let old = fixture.vm(vm).await.unwrap().key.unwrap();
+    let task = fixture.begin(fixture.recryption(vm).await, "web").await;
+    assert_eq!(fixture.ended(task).await.state, TaskState::Unknown);
+    assert_eq!(fixture.events("key.destroyed").await.len(), 0);
+    assert_opens(&fixture, vm, "the new key").await;
+    fixture.providers.get(old.provider).unwrap().get_key(vm, &old).await.unwrap();
 }
 
 #[tokio::test]
 async fn a_vm_that_is_deleted_with_two_keys_leaves_none() {
-    let mut plant = Plant::new().await;
-    let vm = plant.made("web", "encrypted").await;
-    plant.agent.inject(Call::DropOtherKeys, 1, HostFault::Refuse(ErrorCode::Damaged));
-    plant.agent.inject(Call::AddKey, 2, HostFault::Refuse(ErrorCode::Damaged));
-    let task = plant.begin(plant.recryption(vm).await, "web").await;
-    assert_eq!(plant.ended(task).await.state, TaskState::Unknown);
-    assert_opens(&plant, vm, "two keys").await;
-    plant.restart(|_| {}).await;
-    let task = plant.begin(Operation::DeleteVm { vm, was: Lifecycle::Ready }, "web").await;
-    assert_eq!(plant.ended(task).await.state, TaskState::Done);
-    plant.assert_nothing_left(vm, "deleted").await;
+    let mut fixture = Fixture::new().await;
+    let vm = fixture.made("web", "encrypted").await;
+    fixture.agent.inject(Call::DropOtherKeys, 1, HostFault::Refuse(ErrorCode::Damaged));
+    fixture.agent.inject(Call::AddKey, 2, HostFault::Refuse(ErrorCode::Damaged));
+    let task = fixture.begin(fixture.recryption(vm).await, "web").await;
+    assert_eq!(fixture.ended(task).await.state, TaskState::Unknown);
+    assert_opens(&fixture, vm, "two keys").await;
+    fixture.restart(|_| {}).await;
+    let task = fixture.begin(Operation::DeleteVm { vm, was: Lifecycle::Ready }, "web").await;
+    assert_eq!(fixture.ended(task).await.state, TaskState::Done);
+    fixture.assert_nothing_left(vm, "deleted").await;
 }
 
 #[tokio::test]
 async fn a_rotation_stays_with_the_provider_and_every_use_of_a_key_is_an_event() {
-    let plant = Plant::new().await;
-    let vm = plant.made("web", "encrypted").await;
-    let old = plant.vm(vm).await.unwrap().key.unwrap();
+    let fixture = Fixture::new().await;
+    let vm = fixture.made("web", "encrypted").await;
+    let old = fixture.vm(vm).await.unwrap().key.unwrap();
     let rotation = Operation::RecryptVm { vm, old: old.clone(), provider: old.provider };
-    let task = plant.begin(rotation, "web").await;
-    let ended = plant.ended(task).await;
+    let task = fixture.begin(rotation, "web").await;
+    let ended = fixture.ended(task).await;
     assert_eq!(ended.state, TaskState::Done, "{:?}", ended.problem);
-    assert_one_key(&plant, vm, false, "rotated").await;
-    let new = plant.vm(vm).await.unwrap().key.unwrap();
+    assert_one_key(&fixture, vm, false, "rotated").await;
+    let new = fixture.vm(vm).await.unwrap().key.unwrap();
     assert_ne!(new.key_id, old.key_id);
-    let delivered = plant.events("key.delivered").await;
+    let delivered = fixture.events("key.delivered").await;
     let new_ones = delivered.iter().filter(|event| event.detail.contains(&new.key_id)).count();
     assert!(new_ones >= 2, "sealed to the host beside the old one, and then as the VM's");
-    assert_eq!(plant.calls(Call::AddKey), 1);
-    assert_eq!(delivered.len(), plant.calls(Call::OfferKey) + plant.calls(Call::AddKey));
-    let told = plant.events("vm.recrypted").await;
+    assert_eq!(fixture.calls(Call::AddKey), 1);
+    assert_eq!(delivered.len(), fixture.calls(Call::OfferKey) + fixture.calls(Call::AddKey));
+    let told = fixture.events("vm.recrypted").await;
     assert!(told[0].detail.contains(&old.key_id) && told[0].detail.contains(&new.key_id));
-    let destroyed = plant.events("key.destroyed").await;
+    let destroyed = fixture.events("key.destroyed").await;
     assert!(destroyed.len() == 1 && destroyed[0].detail.contains(&old.key_id));
-    let gone = plant.providers.get(old.provider).unwrap().get_key(vm, &old).await.unwrap_err();
+    let gone = fixture.providers.get(old.provider).unwrap().get_key(vm, &old).await.unwrap_err();
     assert_eq!(gone.code, ErrorCode::NotFound);
 }

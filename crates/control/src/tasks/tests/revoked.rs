@@ -14,9 +14,9 @@ use vmseal_secret::SecretBytes;
 use super::*;
 use crate::providers::kmip::NewCertificate;
 
-/// A plant whose VMs have their keys from a real KMS, and a client of the same identity.
+/// A fixture whose VMs have their keys from a real KMS, and a client of the same identity.
 pub struct WithKms {
-    pub plant: Plant,
+    pub fixture: Fixture,
     pub client: Arc<Client>,
     pub provider: ProviderId,
     pub kms: Arc<Mutex<PyKmip>>,
@@ -28,45 +28,49 @@ impl WithKms {
         let authority = Authority::new("kms");
         let kms = PyKmip::start(&authority);
         let identity = authority.client("vmseal", Validity::Now);
-        let mut plant = Plant::new().await;
+        let mut fixture = Fixture::new().await;
         let (host, port) = (kms.endpoint().host().to_owned(), kms.port());
         let servers = [AddKmipServer { alias: "one".to_owned(), host, port }];
-        let added =
-            plant.providers.add_kmip("kms", &servers, Some(secret("pass, as in the tests")), "me");
+        let added = fixture.providers.add_kmip(
+            "kms",
+            &servers,
+            Some(secret("pass, as in the tests")),
+            "me",
+        );
         let provider = added.await.unwrap();
         let authorities = authority.certificate().to_owned();
-        plant.providers.trust_authorities(&provider, "one", authorities, "me").await.unwrap();
+        fixture.providers.trust_authorities(&provider, "one", authorities, "me").await.unwrap();
         let (certificate, key) = (identity.certificate.clone(), Some(identity.private_key()));
         let passphrase = Some(secret("pass, as in the tests"));
         let (replace, force) = (false, false);
         let new = NewCertificate { certificate, key, passphrase, replace, force };
-        plant.providers.set_certificate(&provider, new, "me").await.unwrap();
-        plant.use_provider(provider.id);
+        fixture.providers.set_certificate(&provider, new, "me").await.unwrap();
+        fixture.use_provider(provider.id);
         let settings = Settings::new(kms.endpoint(), authority.trust(), identity.identity());
         let client = Arc::new(Client::new(settings).unwrap());
-        Self { plant, client, provider: provider.id, kms: Arc::new(Mutex::new(kms)) }
+        Self { fixture, client, provider: provider.id, kms: Arc::new(Mutex::new(kms)) }
     }
 
     /// Takes a VM's key out of use, and has the server notice.
     async fn revoke(&self, vm: VmId, reason: RevocationReason) {
-        let key = self.plant.vm(vm).await.unwrap().key.unwrap();
+        let key = self.fixture.vm(vm).await.unwrap().key.unwrap();
         self.client.revoke(&KeyId::new(key.key_id.clone()).unwrap(), reason).await.unwrap();
         // It asks for the state, and wakes the watch.
-        self.plant.providers.get(key.provider).unwrap().get_key(vm, &key).await.unwrap();
+        self.fixture.providers.get(key.provider).unwrap().get_key(vm, &key).await.unwrap();
     }
 
     pub async fn until(&self, code: &str, vm: &str, reason: Option<KeyFault>) {
         let what = format!("{code} {vm} {reason:?}");
-        self.plant
+        self.fixture
             .eventually(&what, async || {
-                (self.plant.reason(code, vm).await.flatten() == reason).then_some(())
+                (self.fixture.reason(code, vm).await.flatten() == reason).then_some(())
             })
             .await;
     }
 
     pub async fn done(&self, operation: Operation, vm: &str) {
         let what = format!("{operation:?}");
-        let ended = self.plant.ended(self.plant.begin(operation, vm).await).await;
+        let ended = self.fixture.ended(self.fixture.begin(operation, vm).await).await;
         assert_eq!(ended.state, TaskState::Done, "{what}: {:?}", ended.problem);
     }
 }
@@ -74,42 +78,43 @@ impl WithKms {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_vm_with_a_revoked_key_goes_on_while_it_runs_and_is_locked_until_it_has_another() {
     let here = WithKms::new().await;
-    let plant = &here.plant;
+    let fixture = &here.fixture;
     for (reason, fault, name) in [
         (RevocationReason::CessationOfOperation, KeyFault::KeyDeactivated, "old"),
         (RevocationReason::KeyCompromise, KeyFault::KeyCompromised, "known"),
     ] {
         let (on, off) = (format!("{name}-on"), format!("{name}-off"));
-        let (running, stopped) = (plant.running(&on).await, plant.made(&off, "encrypted").await);
+        let (running, stopped) =
+            (fixture.running(&on).await, fixture.made(&off, "encrypted").await);
         here.revoke(running, reason).await;
         here.revoke(stopped, reason).await;
         here.until("key-state", &on, Some(fault)).await;
         here.until("key-state", &off, Some(fault)).await;
         // Its host had the key.
         here.until("vm-locked", &off, Some(fault)).await;
-        plant
+        fixture
             .eventually("its host has the key no more", async || {
-                (!plant.agent.keys_held().contains(&stopped)).then_some(())
+                (!fixture.agent.keys_held().contains(&stopped)).then_some(())
             })
             .await;
         // Whatever restarts, the one that runs has its key.
-        plant.agent.restart();
-        plant.assert_whole(running, Power::Running, &on).await;
+        fixture.agent.restart();
+        fixture.assert_whole(running, Power::Running, &on).await;
         here.until("vm-locked", &off, Some(fault)).await;
-        assert_eq!(plant.reason("vm-locked", &on).await, None, "{on}");
+        assert_eq!(fixture.reason("vm-locked", &on).await, None, "{on}");
 
-        let refused = plant.begin(Operation::StartVm { vm: stopped }, &off).await;
-        let problem = plant.ended(refused).await.problem.unwrap();
+        let refused = fixture.begin(Operation::StartVm { vm: stopped }, &off).await;
+        let problem = fixture.ended(refused).await.problem.unwrap();
         assert_eq!((problem.code, problem.reason), (ErrorCode::Locked, Some(fault)), "{problem}");
         assert!(problem.detail.contains("vmseal vm recrypt"), "{problem}");
-        assert!(!plant.agent.running().contains(&stopped), "{off} was started");
+        assert!(!fixture.agent.running().contains(&stopped), "{off} was started");
 
         // What leads away from it is done.
-        let disk = plant.disks(stopped).await[0].id;
+        let disk = fixture.disks(stopped).await[0].id;
         let (to, format) = (format!("/exports/{name}.raw").into(), ExportFormat::Raw);
         let export = Operation::ExportDisk { vm: stopped, disk, to, format, passphrase: None };
         here.done(export, &off).await;
-        let old = plant.vm(stopped).await.unwrap().key.unwrap();
+        let old = fixture.vm(stopped).await.unwrap().key.unwrap();
         let recrypt = Operation::RecryptVm { vm: stopped, old, provider: here.provider };
         here.done(recrypt, &off).await;
         here.until("vm-locked", &off, None).await;
@@ -127,7 +132,9 @@ async fn a_vm_with_a_revoked_key_goes_on_while_it_runs_and_is_locked_until_it_ha
             }
             here.done(Operation::DeleteVm { vm, was: Lifecycle::Ready }, name).await;
         }
-        plant.eventually("no alarms", async || plant.alarms().await.is_empty().then_some(())).await;
+        fixture
+            .eventually("no alarms", async || fixture.alarms().await.is_empty().then_some(()))
+            .await;
     }
 }
 
@@ -136,8 +143,8 @@ async fn nothing_is_made_with_a_key_that_was_revoked_meanwhile() {
     let mut here = WithKms::new().await;
     let (client, seen) = (Arc::clone(&here.client), Arc::new(AtomicU32::new(0)));
     let count = Arc::clone(&seen);
-    let faults: Faults = Arc::new(move |step, state, moment| {
-        let here = (step, state, moment) == ("deliver-key", TaskState::Running, Moment::Before);
+    let faults: Faults = Arc::new(move |step, state, point| {
+        let here = (step, state, point) == ("deliver-key", TaskState::Running, FaultPoint::Before);
         if here && count.fetch_add(1, Ordering::SeqCst) == 0 {
             tokio::task::block_in_place(|| {
                 tokio::runtime::Handle::current().block_on(async {
@@ -149,12 +156,12 @@ async fn nothing_is_made_with_a_key_that_was_revoked_meanwhile() {
         }
         Fault::None
     });
-    here.plant.restart(|engine| engine.environment.faults = Some(faults)).await;
-    let (vm, task) = here.plant.create("new", "encrypted").await;
-    let ended = here.plant.ended(task).await;
+    here.fixture.restart(|engine| engine.environment.faults = Some(faults)).await;
+    let (vm, task) = here.fixture.create("new", "encrypted").await;
+    let ended = here.fixture.ended(task).await;
     assert_eq!(seen.load(Ordering::SeqCst), 1, "it was not revoked in time");
     let problem = ended.problem.unwrap();
     assert_eq!(ended.state, TaskState::Failed, "{problem}");
     assert_eq!(problem.reason, Some(KeyFault::KeyDeactivated), "{problem}");
-    here.plant.assert_nothing_left(vm, "new").await;
+    here.fixture.assert_nothing_left(vm, "new").await;
 }

@@ -95,15 +95,15 @@ async fn a_task_that_cannot_be_read_is_left_as_it_is_until_somebody_resolves_it(
         ("outputs", "[]"),
     ] {
         let what = format!("{column} {value}");
-        let mut plant = Plant::new().await;
-        let vm = plant.made("web", "encrypted").await;
-        let (faults, done) = at("prepare", TaskState::Running, Moment::Before, Fault::Crash, 1);
-        plant.restart(|engine| engine.environment.faults = Some(faults)).await;
-        let task = plant.begin(Operation::StartVm { vm }, "web").await;
-        plant
+        let mut fixture = Fixture::new().await;
+        let vm = fixture.made("web", "encrypted").await;
+        let (faults, done) = at("prepare", TaskState::Running, FaultPoint::Before, Fault::Crash, 1);
+        fixture.restart(|engine| engine.environment.faults = Some(faults)).await;
+        let task = fixture.begin(Operation::StartVm { vm }, "web").await;
+        fixture
             .eventually("it crashes", async || (done.load(Ordering::SeqCst) > 0).then_some(()))
             .await;
-        let mut write = plant.store.write().await.unwrap();
+        let mut write = fixture.store.write().await.unwrap();
         sqlx::query(sqlx::AssertSqlSafe(format!("UPDATE tasks SET {column} = ? WHERE id = ?")))
             .bind(value)
             .bind(task.to_string())
@@ -111,27 +111,27 @@ async fn a_task_that_cannot_be_read_is_left_as_it_is_until_somebody_resolves_it(
             .await
             .unwrap();
         write.commit().await.unwrap();
-        plant.restart(|_| {}).await;
-        plant
+        fixture.restart(|_| {}).await;
+        fixture
             .eventually("an alarm", async || {
-                plant.alarms().await.contains(&"task-unreadable web".to_owned()).then_some(())
+                fixture.alarms().await.contains(&"task-unreadable web".to_owned()).then_some(())
             })
             .await;
         // Others go on; this VM is held.
-        plant.made("other", "encrypted").await;
-        let mut write = plant.store.write().await.unwrap();
+        fixture.made("other", "encrypted").await;
+        let mut write = fixture.store.write().await.unwrap();
         let second = Engine::record(&mut write, Operation::StartVm { vm }, "web", "me").await;
         assert_eq!(second.unwrap_err().code, ErrorCode::WrongState, "{what}");
         drop(write);
-        let shown = plant.engine.shown(&plant.task(task).await);
+        let shown = fixture.engine.shown(&fixture.task(task).await);
         assert_eq!((shown.kind.as_str(), shown.ended), ("vm.start", None), "{what}");
 
-        let resolved = plant.engine.resolve(&task.to_string(), "me").await.unwrap();
+        let resolved = fixture.engine.resolve(&task.to_string(), "me").await.unwrap();
         assert_eq!(resolved.state, TaskState::Unknown, "{what}");
-        assert!(plant.alarms().await.is_empty(), "{what}");
-        let task = plant.begin(Operation::StartVm { vm }, "web").await;
-        assert_eq!(plant.ended(task).await.state, TaskState::Done, "{what}");
-        let refused = plant.engine.resolve(&task.to_string(), "me").await.unwrap_err();
+        assert!(fixture.alarms().await.is_empty(), "{what}");
+        let task = fixture.begin(Operation::StartVm { vm }, "web").await;
+        assert_eq!(fixture.ended(task).await.state, TaskState::Done, "{what}");
+        let refused = fixture.engine.resolve(&task.to_string(), "me").await.unwrap_err();
         assert_eq!(refused.code, ErrorCode::WrongState, "{what}");
     }
 }

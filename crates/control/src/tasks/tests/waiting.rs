@@ -7,13 +7,13 @@ use vmseal_api::kmip::KeyFault;
 use vmseal_api::model::WaitingOn;
 
 use super::*;
-use crate::tasks::engine::Plan;
+use crate::tasks::engine::TaskSchedule;
 
 /// Waits until a task waits for this.
-async fn waits(plant: &Plant, task: vmseal_api::id::TaskId, on: WaitingOn) -> Task {
-    plant
+async fn waits(fixture: &Fixture, task: vmseal_api::id::TaskId, on: WaitingOn) -> Task {
+    fixture
         .eventually("it waits", async || {
-            let task = plant.task(task).await;
+            let task = fixture.task(task).await;
             let waits = task.state == TaskState::Waiting && task.waiting.as_ref()?.on == on;
             waits.then_some(task)
         })
@@ -27,57 +27,57 @@ fn provider_is_away() -> Problem {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn after_a_restart_a_creation_waits_for_the_passphrase_of_its_provider() {
     for step in ["make-key", "deliver-key"] {
-        let mut plant = Plant::new().await;
-        let (faults, done) = at(step, TaskState::Running, Moment::Before, Fault::Crash, 1);
-        plant.restart(|engine| engine.environment.faults = Some(faults)).await;
-        let (vm, task) = plant.create("web", "encrypted").await;
-        plant
+        let mut fixture = Fixture::new().await;
+        let (faults, done) = at(step, TaskState::Running, FaultPoint::Before, Fault::Crash, 1);
+        fixture.restart(|engine| engine.environment.faults = Some(faults)).await;
+        let (vm, task) = fixture.create("web", "encrypted").await;
+        fixture
             .eventually("it crashes", async || (done.load(Ordering::SeqCst) > 0).then_some(()))
             .await;
-        plant.restart_sealed().await;
-        let seen = waits(&plant, task, WaitingOn::Passphrase).await;
+        fixture.restart_sealed().await;
+        let seen = waits(&fixture, task, WaitingOn::Passphrase).await;
         let waiting = seen.waiting.unwrap();
         assert_eq!(waiting.name, "keys");
         assert!(waiting.to_string().contains("vmseal provider unlock keys"), "{waiting}");
         // However long: more often than a step is tried.
         tokio::time::sleep(Duration::from_millis(200)).await;
-        assert!(plant.task(task).await.ended.is_none(), "it was given up");
-        plant.unlock("keys").await;
-        let ended = plant.ended(task).await;
+        assert!(fixture.task(task).await.ended.is_none(), "it was given up");
+        fixture.unlock("keys").await;
+        let ended = fixture.ended(task).await;
         assert_eq!(ended.state, TaskState::Done, "{step}: {:?}", ended.problem);
         assert_eq!(ended.waiting, None);
-        plant.assert_whole(vm, Power::Off, step).await;
+        fixture.assert_whole(vm, Power::Off, step).await;
     }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_creation_that_waits_for_its_provider_can_be_cancelled_and_leaves_nothing() {
-    let mut plant = Plant::new().await;
+    let mut fixture = Fixture::new().await;
     let (faults, _) = at(
         "make-key",
         TaskState::Running,
-        Moment::Before,
+        FaultPoint::Before,
         Fault::Fail(provider_is_away()),
         u32::MAX,
     );
-    plant.restart(|engine| engine.environment.faults = Some(faults)).await;
-    let (vm, task) = plant.create("web", "encrypted").await;
-    waits(&plant, task, WaitingOn::Provider).await;
-    plant.engine.cancel(&task.to_string(), "me").await.unwrap();
-    assert_eq!(plant.ended(task).await.state, TaskState::Cancelled);
-    plant.assert_nothing_left(vm, "cancelled").await;
+    fixture.restart(|engine| engine.environment.faults = Some(faults)).await;
+    let (vm, task) = fixture.create("web", "encrypted").await;
+    waits(&fixture, task, WaitingOn::Provider).await;
+    fixture.engine.cancel(&task.to_string(), "me").await.unwrap();
+    assert_eq!(fixture.ended(task).await.state, TaskState::Cancelled);
+    fixture.assert_nothing_left(vm, "cancelled").await;
 }
 
 /// A start tells at once what is wrong: somebody waits for it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_start_does_not_wait_for_a_passphrase() {
-    let mut plant = Plant::new().await;
-    let vm = plant.made("web", "encrypted").await;
+    let mut fixture = Fixture::new().await;
+    let vm = fixture.made("web", "encrypted").await;
     // Its host does not hold the key either.
-    plant.agent.restart();
-    plant.restart_sealed().await;
-    let task = plant.begin(Operation::StartVm { vm }, "web").await;
-    let ended = plant.ended(task).await;
+    fixture.agent.restart();
+    fixture.restart_sealed().await;
+    let task = fixture.begin(Operation::StartVm { vm }, "web").await;
+    let ended = fixture.ended(task).await;
     let problem = ended.problem.unwrap();
     assert_eq!((ended.state, problem.code), (TaskState::Failed, ErrorCode::Locked), "{problem}");
 }
@@ -86,15 +86,15 @@ async fn a_start_does_not_wait_for_a_passphrase() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_recryption_waits_for_its_provider_at_every_step() {
     for step in recrypt::steps() {
-        for moment in [Moment::Before, Moment::After] {
-            let what = format!("away {moment:?} {step}");
-            let mut plant = Plant::new().await;
-            let vm = plant.made("web", "encrypted").await;
+        for point in [FaultPoint::Before, FaultPoint::After] {
+            let what = format!("away {point:?} {step}");
+            let mut fixture = Fixture::new().await;
+            let vm = fixture.made("web", "encrypted").await;
             let fault = Fault::Fail(provider_is_away());
-            let (faults, _) = at(step, TaskState::Running, moment, fault, 4 * ATTEMPTS);
-            plant.restart(|engine| engine.environment.faults = Some(faults)).await;
-            let task = plant.begin(plant.recryption(vm).await, "web").await;
-            let ended = plant.ended(task).await;
+            let (faults, _) = at(step, TaskState::Running, point, fault, 4 * ATTEMPTS);
+            fixture.restart(|engine| engine.environment.faults = Some(faults)).await;
+            let task = fixture.begin(fixture.recryption(vm).await, "web").await;
+            let ended = fixture.ended(task).await;
             // Before anything is done it is told at once, and the commit step asks nothing of the provider.
             let told = ["check-key", "switch-key"].contains(&step);
             let expected = if told { TaskState::Failed } else { TaskState::Done };
@@ -108,42 +108,42 @@ async fn a_recryption_waits_for_its_provider_at_every_step() {
 async fn a_step_is_not_given_up_because_the_inventory_fails() {
     for step in Kind::Create.steps() {
         let full = Problem { inventory: true, ..Problem::new(ErrorCode::Internal, "full") };
-        let mut plant = Plant::new().await;
+        let mut fixture = Fixture::new().await;
         let fault = Fault::Fail(full);
-        let (faults, _) = at(step, TaskState::Running, Moment::After, fault, 4 * ATTEMPTS);
-        plant.restart(|engine| engine.environment.faults = Some(faults)).await;
-        let (vm, task) = plant.create("web", "encrypted").await;
-        assert_eq!(plant.ended(task).await.state, TaskState::Done, "{step}");
-        plant.assert_whole(vm, Power::Off, step).await;
+        let (faults, _) = at(step, TaskState::Running, FaultPoint::After, fault, 4 * ATTEMPTS);
+        fixture.restart(|engine| engine.environment.faults = Some(faults)).await;
+        let (vm, task) = fixture.create("web", "encrypted").await;
+        assert_eq!(fixture.ended(task).await.state, TaskState::Done, "{step}");
+        fixture.assert_whole(vm, Power::Off, step).await;
     }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_task_does_not_begin_before_its_time_and_is_cancelled_with_what_it_is_a_part_of() {
-    let plant = Plant::new().await;
-    let (first, second) = (plant.made("web", "plain").await, plant.made("db", "plain").await);
+    let fixture = Fixture::new().await;
+    let (first, second) = (fixture.made("web", "plain").await, fixture.made("db", "plain").await);
     let record = async |vm, name, plan| {
-        let mut write = plant.store.write().await.unwrap();
+        let mut write = fixture.store.write().await.unwrap();
         let start = Operation::StartVm { vm };
-        let task = Engine::record_planned(&mut write, start, name, "me", plan).await.unwrap();
+        let task = Engine::record_scheduled(&mut write, start, name, "me", plan).await.unwrap();
         write.commit().await.unwrap();
         let id = task.id;
-        plant.engine.begin(task);
+        fixture.engine.begin(task);
         id
     };
     let later = Some(Timestamp::now() + 1.hour());
-    let parent = record(first, "web", Plan { parent: None, not_before: later }).await;
-    let part = record(second, "db", Plan { parent: Some(parent), not_before: later }).await;
-    waits(&plant, parent, WaitingOn::Time).await;
-    waits(&plant, part, WaitingOn::Time).await;
-    assert_eq!(plant.calls(Call::PowerOn), 0);
-    plant.engine.cancel(&parent.to_string(), "me").await.unwrap();
+    let parent = record(first, "web", TaskSchedule { parent: None, not_before: later }).await;
+    let part = record(second, "db", TaskSchedule { parent: Some(parent), not_before: later }).await;
+    waits(&fixture, parent, WaitingOn::Time).await;
+    waits(&fixture, part, WaitingOn::Time).await;
+    assert_eq!(fixture.calls(Call::PowerOn), 0);
+    fixture.engine.cancel(&parent.to_string(), "me").await.unwrap();
     for task in [parent, part] {
-        assert_eq!(plant.ended(task).await.state, TaskState::Cancelled);
+        assert_eq!(fixture.ended(task).await.state, TaskState::Cancelled);
     }
-    assert_eq!(plant.calls(Call::PowerOn), 0);
+    assert_eq!(fixture.calls(Call::PowerOn), 0);
     let soon = Some(Timestamp::now() + 50.milliseconds());
-    let begun = record(first, "web", Plan { parent: None, not_before: soon }).await;
-    assert_eq!(plant.ended(begun).await.state, TaskState::Done);
+    let begun = record(first, "web", TaskSchedule { parent: None, not_before: soon }).await;
+    assert_eq!(fixture.ended(begun).await.state, TaskState::Done);
     assert!(Some(Timestamp::now()) >= soon);
 }

@@ -3,17 +3,17 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use vmseal_api::host::{Allocation, DatastoreLocation, DatastoreSpec, Power};
-use vmseal_api::id::{DatastoreId, DiskId, HostId, PolicyId, ProviderId, TaskId, VmId};
+use vmseal_api::host::{DatastoreSpec, Power};
+use vmseal_api::id::{DiskId, HostId, ProviderId, TaskId, VmId};
 use vmseal_api::kmip::KeyFault;
 use vmseal_api::model::{Alarm, Lifecycle, TaskState};
-use vmseal_secret::SecretBytes;
 use vmseal_secret::sealed_box::Recipient;
 
 use vmseal_agent::simulated::{Call, Fault, SimulatedHost};
 use vmseal_api::host::HostAgent;
 
 use super::ToSimulated;
+use super::template::{Template, location, passphrase};
 use crate::hosts::Hosts;
 use crate::operation::Operation;
 use crate::providers::Providers;
@@ -21,13 +21,11 @@ use crate::services::Services;
 use crate::setup::authority::Authority;
 use crate::store::tasks::Task;
 use crate::store::vms::Vm;
-use crate::store::{
-    Store, alarms, datastores, disks, events, hosts, policies, providers, tasks, users, vms,
-};
+use crate::store::{Store, alarms, disks, events, policies, providers, tasks, users, vms};
 use crate::tasks::{Engine, Retry};
 
 /// How long anything may take in a test.
-const PATIENCE: Duration = Duration::from_secs(20);
+const TIMEOUT: Duration = Duration::from_secs(20);
 
 /// How often a step is tried.
 pub const ATTEMPTS: u32 = 3;
@@ -40,7 +38,7 @@ const RETRY: Retry = Retry {
     store_pause: Duration::from_millis(5),
 };
 
-pub struct Plant {
+pub struct Fixture {
     pub directory: tempfile::TempDir,
     pub agent: SimulatedHost,
     pub store: Arc<Store>,
@@ -52,52 +50,18 @@ pub struct Plant {
     datastore: DatastoreSpec,
 }
 
-impl Plant {
+impl Fixture {
     pub async fn new() -> Self {
+        let template = Template::get().await;
         let directory = tempfile::tempdir().unwrap();
-        let store = Arc::new(Store::open(&directory.path().join("db")).await.unwrap());
+        let store = Arc::new(template.copy(directory.path()).await);
         let providers =
             Arc::new(Providers::open(Arc::clone(&store), directory.path(), None).await.unwrap());
+        let known = providers::find(&mut store.read().await.unwrap(), "keys").await.unwrap();
+        providers.unlock(&known.unwrap(), passphrase(), "me").await.unwrap();
         let agent = SimulatedHost::new();
-        let passphrase = SecretBytes::from_wiped(&mut b"pass, as in the tests".to_vec()).unwrap();
-        let provider = providers.add("keys", Some(passphrase), None, "me").await.unwrap();
-        let host_row = hosts::Host {
-            id: HostId::new(),
-            name: "here".to_owned(),
-            address: "127.0.0.1:1".to_owned(),
-            description: None,
-        };
-        let location = DatastoreLocation::Dir { path: "/store".into() };
-        let datastore = datastores::Datastore {
-            id: DatastoreId::new(),
-            name: "local".to_owned(),
-            host: host_row.id,
-            host_name: host_row.name.clone(),
-            location: location.clone(),
-            usage: None,
-        };
-        let mut write = store.write().await.unwrap();
-        providers::set_verified(&mut write, provider.id).await.unwrap();
-        providers::set_default(&mut write, provider.id).await.unwrap();
-        hosts::insert(&mut write, &host_row).await.unwrap();
-        datastores::insert(&mut write, &datastore).await.unwrap();
-        for (name, encryption) in [("encrypted", true), ("plain", false)] {
-            let (id, name) = (PolicyId::new(), name.to_owned());
-            let policy = policies::Policy {
-                id,
-                name,
-                encryption,
-                provider: None,
-                allocation: Allocation::Thin,
-                limits: Default::default(),
-                cache: None,
-                replica: None,
-            };
-            policies::insert(&mut write, &policy).await.unwrap();
-        }
-        write.commit().await.unwrap();
-        let spec = DatastoreSpec { datastore: datastore.id, location: location.clone() };
-        agent.probe_datastore(spec).await.unwrap();
+        let datastore = DatastoreSpec { datastore: template.datastore, location: location() };
+        agent.probe_datastore(datastore.clone()).await.unwrap();
         let (hosts, engine) = begin(&store, &providers, &agent, RETRY).await;
         let this = Self {
             directory,
@@ -106,9 +70,9 @@ impl Plant {
             providers,
             hosts,
             engine,
-            host: host_row.id,
-            provider: provider.id,
-            datastore: DatastoreSpec { datastore: datastore.id, location },
+            host: template.host.id,
+            provider: template.provider,
+            datastore,
         };
         this.connected().await;
         this
@@ -166,8 +130,7 @@ impl Plant {
     /// Gives the passphrase of a provider.
     pub async fn unlock(&self, name: &str) {
         let found = providers::find(&mut self.store.read().await.unwrap(), name).await.unwrap();
-        let passphrase = SecretBytes::from_wiped(&mut b"pass, as in the tests".to_vec()).unwrap();
-        self.providers.unlock(&found.unwrap(), passphrase, "me").await.unwrap();
+        self.providers.unlock(&found.unwrap(), passphrase(), "me").await.unwrap();
     }
 
     /// The next `times` calls of this kind go wrong.
@@ -193,8 +156,8 @@ impl Plant {
             if let Some(found) = test().await {
                 return found;
             }
-            if begun.elapsed() > PATIENCE {
-                panic!("not so after {PATIENCE:?}: {what}; alarms: {:?}", self.alarms().await);
+            if begun.elapsed() > TIMEOUT {
+                panic!("not so after {TIMEOUT:?}: {what}; alarms: {:?}", self.alarms().await);
             }
             tokio::time::sleep(Duration::from_millis(2)).await;
         }
@@ -277,11 +240,7 @@ impl Plant {
         let other = providers::find(&mut self.store.read().await.unwrap(), "other").await.unwrap();
         let other = match other {
             Some(other) => other,
-            None => {
-                let passphrase =
-                    SecretBytes::from_wiped(&mut b"pass, as in the tests".to_vec()).unwrap();
-                self.providers.add("other", Some(passphrase), None, "me").await.unwrap()
-            }
+            None => self.providers.add("other", Some(passphrase()), None, "me").await.unwrap(),
         };
         let old = self.vm(vm).await.unwrap().key.unwrap();
         Operation::RecryptVm { vm, old, provider: other.id }

@@ -13,7 +13,7 @@ fn source(task: &Task) -> String {
     format!("task {}", task.id)
 }
 
-/// Whether what such a task has left is to be seen to. The state of the host says how a VM stands that could not
+/// Whether an operator has to deal with what such a task has left. The state of the host says how a VM stands that could not
 /// be started or stopped.
 fn leaves_work(operation: &Operation) -> bool {
     !matches!(operation, Operation::StartVm { .. } | Operation::StopVm { .. })
@@ -48,7 +48,7 @@ async fn raise(
 ) -> Result<(), StoreError> {
     let (kind, id) = (task.operation.kind(), task.id);
     let detail =
-        format!("{kind} as task {id}: {why}. When this is seen to: vmseal task resolve {id}");
+        format!("{kind} as task {id}: {why}. When it is dealt with: vmseal task resolve {id}");
     let alarm = Standing { code, target: task.target.clone(), detail, reason: None };
     alarms::replace(write, &source(task), &[alarm]).await
 }

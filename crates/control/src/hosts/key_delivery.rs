@@ -1,8 +1,8 @@
-//! Brings the keys that a host lacks, beside its monitor, and tries again those that could not be had:
+//! Delivers the keys that a host lacks, beside its monitor, and tries again those that could not be had:
 //! after pauses that grow, so that neither a KMS nor a host is hammered.
 //!
 //! ```text
-//!   lacked ──► under way ──► brought
+//!   lacked ──► in flight ──► delivered
 //!                │   ▲
 //!                ▼   │ after a pause, or when a provider can be used again
 //!              failed
@@ -28,11 +28,11 @@ use crate::providers::Providers;
 use crate::store::{Store, vms};
 
 /// How many keys are under way to a host at a time.
-const AT_ONCE: usize = 4;
+const IN_FLIGHT_MAX: usize = 4;
 
 /// How long the monitor waits for keys before it shows what is: those of a provider that answers are
 /// there by then, and nobody sees a VM locked for the blink of an eye.
-const PATIENCE: Duration = Duration::from_secs(2);
+const SETTLE_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// How soon a key that could not be had is asked for again, at first and at most.
 const RETRY: (Duration, Duration) = (Duration::from_secs(2), Duration::from_secs(300));
@@ -49,20 +49,20 @@ pub(super) struct Delivery {
 }
 
 /// Why a key was not brought.
-enum Undelivered {
+enum DeliveryError {
     /// There is no key to be had, or the host does not take it.
     Problem(Problem),
     /// The host does not answer.
     Silence(Problem),
 }
 
-impl<E: Into<Problem>> From<E> for Undelivered {
+impl<E: Into<Problem>> From<E> for DeliveryError {
     fn from(error: E) -> Self {
         Self::Problem(error.into())
     }
 }
 
-struct Failure {
+struct FailedDelivery {
     problem: Problem,
     /// In a row.
     failures: u32,
@@ -70,38 +70,38 @@ struct Failure {
 }
 
 /// The deliveries to one host, in one life of its agent.
-pub(super) struct Courier {
-    under_way: JoinSet<(VmId, Result<(), Undelivered>)>,
-    whose: HashSet<VmId>,
-    failed: HashMap<VmId, Failure>,
+pub(super) struct KeyDeliveries {
+    work: JoinSet<(VmId, Result<(), DeliveryError>)>,
+    in_flight: HashSet<VmId>,
+    failed: HashMap<VmId, FailedDelivery>,
     places: Arc<Semaphore>,
 }
 
-impl Default for Courier {
+impl Default for KeyDeliveries {
     fn default() -> Self {
         Self {
-            under_way: JoinSet::new(),
-            whose: HashSet::new(),
+            work: JoinSet::new(),
+            in_flight: HashSet::new(),
             failed: HashMap::new(),
-            places: Arc::new(Semaphore::new(AT_ONCE)),
+            places: Arc::new(Semaphore::new(IN_FLIGHT_MAX)),
         }
     }
 }
 
-impl Courier {
+impl KeyDeliveries {
     /// Whether a VM's key may be sent for now.
     pub(super) fn may_begin(&self, vm: VmId) -> bool {
         let waits = self.failed.get(&vm).is_some_and(|failure| failure.again > Instant::now());
-        !waits && !self.whose.contains(&vm)
+        !waits && !self.in_flight.contains(&vm)
     }
 
     /// Sends for a VM's key.
     pub(super) fn begin(&mut self, delivery: Delivery) {
         let places = Arc::clone(&self.places);
-        self.whose.insert(delivery.vm);
-        self.under_way.spawn(async move {
+        self.in_flight.insert(delivery.vm);
+        self.work.spawn(async move {
             let _place = places.acquire_owned().await;
-            (delivery.vm, delivery.bring().await)
+            (delivery.vm, delivery.deliver().await)
         });
     }
 
@@ -109,7 +109,7 @@ impl Courier {
     pub(super) fn failed(&mut self, vm: VmId, problem: Problem) {
         let failures = self.failed.get(&vm).map_or(0, |failure| failure.failures).saturating_add(1);
         let again = Instant::now() + backoff::pause(RETRY.0, RETRY.1, failures);
-        self.failed.insert(vm, Failure { problem, failures, again });
+        self.failed.insert(vm, FailedDelivery { problem, failures, again });
     }
 
     /// Forgets what failed for VMs that lack no key any more.
@@ -132,7 +132,7 @@ impl Courier {
     /// # Errors
     /// The host does not answer.
     pub(super) async fn next(&mut self) -> Result<(), Problem> {
-        let due = self.failed.iter().filter(|(vm, _)| !self.whose.contains(vm));
+        let due = self.failed.iter().filter(|(vm, _)| !self.in_flight.contains(vm));
         let due = due.map(|(_, failure)| failure.again).min();
         let time = async {
             match due {
@@ -141,16 +141,16 @@ impl Courier {
             }
         };
         let ended = tokio::select! {
-            Some(ended) = self.under_way.join_next() => ended,
+            Some(ended) = self.work.join_next() => ended,
             () = time => return Ok(()),
         };
         match ended {
             Ok((vm, outcome)) => {
-                self.whose.remove(&vm);
+                self.in_flight.remove(&vm);
                 match outcome {
                     Ok(()) => drop(self.failed.remove(&vm)),
-                    Err(Undelivered::Silence(problem)) => return Err(problem),
-                    Err(Undelivered::Problem(problem)) => {
+                    Err(DeliveryError::Silence(problem)) => return Err(problem),
+                    Err(DeliveryError::Problem(problem)) => {
                         tracing::warn!(%vm, %problem, "it stays locked");
                         self.failed(vm, problem);
                     }
@@ -166,19 +166,19 @@ impl Courier {
     ///
     /// # Errors
     /// The host does not answer.
-    pub(super) async fn patiently(&mut self) -> Result<(), Problem> {
+    pub(super) async fn settle(&mut self) -> Result<(), Problem> {
         let all = async {
-            while !self.under_way.is_empty() {
+            while !self.work.is_empty() {
                 self.next().await?;
             }
             Ok(())
         };
-        timeout(PATIENCE, all).await.unwrap_or(Ok(()))
+        timeout(SETTLE_TIMEOUT, all).await.unwrap_or(Ok(()))
     }
 }
 
 impl Delivery {
-    async fn bring(&self) -> Result<(), Undelivered> {
+    async fn deliver(&self) -> Result<(), DeliveryError> {
         let Some(vm) = vms::get(&mut *self.store.read().await?, self.vm).await? else {
             return Ok(());
         };
@@ -201,9 +201,9 @@ impl Delivery {
         let (store, agent) = (&self.store, &*self.agent);
         keys::hand_over(store, agent, &self.key_box, &vm, &key, kek).await.map_err(|problem| {
             if is_silence(&problem) {
-                Undelivered::Silence(problem)
+                DeliveryError::Silence(problem)
             } else {
-                Undelivered::Problem(problem)
+                DeliveryError::Problem(problem)
             }
         })
     }
