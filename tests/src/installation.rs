@@ -158,8 +158,8 @@ impl Installation {
             &[&["provider", "verify", "keys", "--from", text(&backup)?], &given[..]].concat(),
         )?;
         self.vmseal(&["provider", "default", "keys"])?;
-        self.vmseal(&["policy", "add", "encrypted", "--encrypt"])?;
-        self.vmseal(&["policy", "add", "plain", "--plain"])?;
+        self.vmseal(&["policy", "create", "encrypted", "--encrypt"])?;
+        self.vmseal(&["policy", "create", "plain", "--plain"])?;
         Ok(())
     }
 

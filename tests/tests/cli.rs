@@ -84,14 +84,14 @@ fn scripts_can_tell_failures_apart_and_read_every_format() {
         (0, &["vm", "list"][..]),
         (2, &["vm", "lisst"]),
         (2, &["vm", "list", "-c", "colour"]),
-        (2, &["policy", "add", "not a name", "--encrypt"]),
+        (2, &["policy", "create", "not a name", "--encrypt"]),
         (2, &create("c", "plain", "datastore=local,size=1MiB,colour=red")),
         (2, &create("c", "plain", "datastore=local,size=1MiB,format=vmdk")),
         (3, &["vm", "show", "c"]),
         (3, &["vm", "start", "c"]),
         (3, &["disk", "show", "a", "disk9"]),
-        (4, &["policy", "remove", "encrypted"]),
-        (4, &["policy", "add", "encrypted", "--encrypt"]),
+        (4, &["policy", "delete", "encrypted"]),
+        (4, &["policy", "create", "encrypted", "--encrypt"]),
         (2, &["vm", "show", "a/b"]),
         (2, &["provider", "unlock", "keys"]),
         (4, &["vm", "show", "a", "--libvirt"]),
@@ -131,7 +131,7 @@ fn scripts_can_tell_failures_apart_and_read_every_format() {
         here.json(&["events", "--since", "2999-01-01T00:00:00Z"]).unwrap(),
         Value::Array(vec![])
     );
-    here.vmseal(&["--request-id", "change-7", "policy", "add", "asked-for", "--plain"]).unwrap();
+    here.vmseal(&["--request-id", "change-7", "policy", "create", "asked-for", "--plain"]).unwrap();
     let asked = here.json(&["events", "--request", "change-7"]).unwrap();
     assert_eq!((&asked[0]["kind"], asked.as_array().unwrap().len()), (&"policy.added".into(), 1));
     let all = here.json(&["events"]).unwrap();
@@ -251,7 +251,7 @@ fn a_host_is_examined_and_what_is_wrong_is_told_with_its_remedy() {
     let output = here.try_vmseal(&wrong).unwrap();
     assert_eq!(output.status.code(), Some(1));
     let said = String::from_utf8_lossy(&output.stdout).into_owned();
-    assert!(said.contains("failed   qemu: ") && said.contains("to mend it: install"), "{said}");
+    assert!(said.contains("failed   qemu: ") && said.contains("fix: install"), "{said}");
     assert!(said.contains("failed   filter: "), "{said}");
     assert!(said.lines().all(|line| line.starts_with(['o', 'w', 'f', ' '])), "{said}");
 }
@@ -284,7 +284,7 @@ fn waiting_for_a_task_survives_a_restart_of_the_server() {
     let mut late = late.args(["task", "wait", task]).stderr(Stdio::null()).spawn().unwrap();
     here.start_server().unwrap();
     watch.line_with(&["the server answers again"]);
-    here.vmseal(&["policy", "add", "later", "--plain"]).unwrap();
+    here.vmseal(&["policy", "create", "later", "--plain"]).unwrap();
     list.line_with(&["added", "later"]);
     events.line_with(&["policy.added", "later"]);
     watch.line_with(&["vm.stop vm1", "failed at step"]);

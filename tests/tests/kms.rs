@@ -46,7 +46,7 @@ fn add_provider(here: &Installation, kms: &PyKmip, authority: &Authority, client
     assert!(tested.contains("one: KMIP 1.4") && tested.contains("destroyed a key"), "{tested}");
     let shown = here.json(&["provider", "show", "kms"]).unwrap();
     assert_eq!((&shown["kind"], &shown["status"]), (&"kmip".into(), &"normal".into()));
-    here.vmseal(&["policy", "add", "from-kms", "--encrypt", "--provider", "kms"]).unwrap();
+    here.vmseal(&["policy", "create", "from-kms", "--encrypt", "--provider", "kms"]).unwrap();
 }
 
 /// Of several servers all are trusted or none, and a fingerprint is one server's.
@@ -211,7 +211,7 @@ fn a_vm_lives_on_keys_of_a_kms_and_waits_locked_while_it_is_away() {
     .unwrap();
     let gone = runtime.block_on(own.key_state(&id)).unwrap_err();
     assert_eq!(gone.refusal(), Some(ResultReason::ItemNotFound), "{gone}");
-    here.vmseal(&["policy", "remove", "from-kms"]).unwrap();
+    here.vmseal(&["policy", "delete", "from-kms"]).unwrap();
     here.vmseal(&["provider", "remove", "kms"]).unwrap();
 }
 
@@ -339,7 +339,7 @@ fn a_vm_moves_from_the_native_provider_to_a_kms_and_back() {
     assert_eq!(here.boot_counter("sealed").unwrap(), 3);
     nothing_is_found(&here, &[first, kek], &client);
     here.vmseal(&["vm", "stop", "sealed", "--force"]).unwrap();
-    here.vmseal(&["policy", "remove", "from-kms"]).unwrap();
+    here.vmseal(&["policy", "delete", "from-kms"]).unwrap();
     here.vmseal(&["provider", "remove", "kms"]).unwrap();
 }
 
@@ -456,7 +456,7 @@ fn a_provider_is_changed_by_every_verb_and_outlives_its_passphrase() {
     here.vmseal(&[&["provider", "verify", "kms", "--from", backup], &given[..]].concat()).unwrap();
     let id = here.json(&["provider", "show", "kms"]).unwrap()["id"].clone();
     here.vmseal(&["provider", "default", "keys"]).unwrap();
-    here.vmseal(&["policy", "remove", "from-kms"]).unwrap();
+    here.vmseal(&["policy", "delete", "from-kms"]).unwrap();
     here.vmseal(&["provider", "remove", "kms"]).unwrap();
     let restore =
         ["provider", "add", "kms", "--restore", backup, "--backup-passphrase-file", &third];

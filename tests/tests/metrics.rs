@@ -20,16 +20,17 @@ fn sum(text: &str, name: &str, label: &str) -> f64 {
 fn a_guests_requests_are_counted_and_timed_in_the_filter_and_told_by_the_server() {
     let here = Installation::new().unwrap();
     for (option, value) in [("--iops", "0"), ("--bandwidth", "4KiB"), ("--bandwidth", "2TiB")] {
-        let said = here.refused(&["policy", "add", "limited", "--encrypt", option, value]).unwrap();
+        let said =
+            here.refused(&["policy", "create", "limited", "--encrypt", option, value]).unwrap();
         assert!(said.contains("must be from"), "{option} {value}: {said}");
     }
     for (size, why) in [("512KiB", "give a multiple"), ("257MiB", "at most 268435456")] {
         let said =
-            here.refused(&["policy", "add", "limited", "--encrypt", "--cache", size]).unwrap();
+            here.refused(&["policy", "create", "limited", "--encrypt", "--cache", size]).unwrap();
         assert!(said.contains(why), "{size}: {said}");
     }
     let limits = ["--iops", "4", "--bandwidth", "8MiB", "--cache", "1MiB"];
-    here.vmseal(&[&["policy", "add", "limited", "--encrypt"][..], &limits].concat()).unwrap();
+    here.vmseal(&[&["policy", "create", "limited", "--encrypt"][..], &limits].concat()).unwrap();
     here.create_counter("web", "limited").unwrap();
     let said = here.vmseal(&["vm", "show", "web"]).unwrap();
     assert!(said.contains("at most 4 IOPS, at most 8.0 MiB/s, 1.0 MiB of cache"), "{said}");

@@ -55,7 +55,7 @@ fn a_replica_outlives_the_deaths_of_filter_and_agent_and_is_the_disk_in_the_end(
     std::fs::create_dir(&second).unwrap();
     let place = ["datastore", "add", "second", "--host", "here", "--path", text(&second).unwrap()];
     here.vmseal(&place).unwrap();
-    let copied = ["policy", "add", "copied", "--encrypt", "--replicate-to"];
+    let copied = ["policy", "create", "copied", "--encrypt", "--replicate-to"];
     let refused = here.refused(&[&copied[..], &["nowhere"]].concat()).unwrap();
     assert!(refused.contains("nowhere"), "{refused}");
     here.vmseal(&[&copied[..], &["second", "--replicate-rate", "64MiB"]].concat()).unwrap();

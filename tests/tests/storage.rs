@@ -42,7 +42,7 @@ fn hosts_have_datastores_of_one_name_and_a_disk_lies_on_the_one_that_was_asked_f
     let place = text(&fast_there).unwrap();
     let twice = ["datastore", "add", "fast", "--host", "there", "--path", place];
     assert!(here.refused(&twice).unwrap().contains("fast"), "one host has two of one name");
-    here.vmseal(&["policy", "add", "thick", "--encrypt", "--preallocate"]).unwrap();
+    here.vmseal(&["policy", "create", "thick", "--encrypt", "--preallocate"]).unwrap();
 
     let listed = here.json(&["datastore", "list"]).unwrap();
     let mut names: Vec<_> = listed
@@ -119,7 +119,7 @@ fn a_vm_has_disks_on_two_datastores_and_a_scan_tells_what_belongs_to_whom() {
     std::fs::create_dir(&second).unwrap();
     let add = ["datastore", "add", "second", "--host", "here", "--path", text(&second).unwrap()];
     here.vmseal(&add).unwrap();
-    here.vmseal(&["policy", "add", "thick", "--encrypt", "--preallocate"]).unwrap();
+    here.vmseal(&["policy", "create", "thick", "--encrypt", "--preallocate"]).unwrap();
     let mark = |place: &Path| std::fs::read(place.join("vmseal-datastore.json")).unwrap();
     assert_ne!(mark(&here.path("datastore")), mark(&second), "two datastores have one mark");
     for datastore in here.json(&["datastore", "list"]).unwrap().as_array().unwrap() {

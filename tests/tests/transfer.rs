@@ -80,7 +80,7 @@ fn what_cannot_be_imported_is_refused_and_leaves_nothing() {
     let output = create(&format!("image={image}"));
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     assert_eq!(output.status.code(), Some(2), "{said}");
-    assert!(said.contains("never guessed") && said.contains("format=qcow2"), "{said}");
+    assert!(said.contains("give the format") && said.contains("format=qcow2"), "{said}");
     for (options, reason) in [
         (format!("image={},format=qcow2,size=256MiB", text(&overlay).unwrap()), "backing file"),
         (format!("image={image},format=qcow2,size=128MiB"), "make the disk larger"),
@@ -361,7 +361,7 @@ fn a_libvirt_domain_comes_in_and_what_runs_is_shown_as_one() {
     let arguments = [&fixed[..], &["--libvirt", text(&xml).unwrap()]].concat();
     let output = here.try_vmseal(&arguments).unwrap();
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert!(output.status.success() && said.contains("not taken over: 2 network"), "{said}");
+    assert!(output.status.success() && said.contains("not imported: 2 network"), "{said}");
     let shown = here.vm("web").unwrap();
     let names =
         ["disks/0/name", "disks/1/name"].map(|at| shown.pointer(&format!("/{at}")).unwrap());

@@ -129,7 +129,7 @@ mod tests {
         let clear = bitmap.find_subcommand("clear").unwrap();
         let mut names = clear.get_arguments().filter(|it| it.get::<ArgValueCandidates>().is_some());
         assert!(["vm", "disk"].into_iter().eq(names.by_ref().map(|it| it.get_id().as_str())));
-        assert!(!asks("vm", "create", "name") && !asks("policy", "add", "name"));
+        assert!(!asks("vm", "create", "name") && !asks("policy", "create", "name"));
     }
 
     #[test]

@@ -85,7 +85,7 @@ pub async fn login(global: &Global, options: &Login) -> anyhow::Result<()> {
         let _: Page<Host> = client.get("hosts").await?;
         print::say(format_args!("{server} is vmseal {}", about.vmseal));
     }
-    let path = saved_path().context("there is no home directory to save in: set HOME")?;
+    let path = saved_path().context("there is no home directory: set HOME")?;
     if options.dry_run.dry_run {
         let steps = vec![format!("save it in {}", path.display())];
         let plan = Plan { kind: "login".to_owned(), target: server.clone(), steps };

@@ -118,7 +118,7 @@ fn parse_format(text: &str) -> anyhow::Result<ImageFormat> {
 fn ask_format(image: &Path, terminal: bool) -> anyhow::Result<ImageFormat> {
     if !terminal {
         let message = format!(
-            "what {} is has to be named, as it is never guessed: add format=raw or format=qcow2 to --disk",
+            "give the format of {}: add format=raw or format=qcow2 to --disk",
             image.display()
         );
         return Err(Ended::new(Exit::Usage, message).into());
@@ -138,7 +138,7 @@ fn ask_format(image: &Path, terminal: bool) -> anyhow::Result<ImageFormat> {
 /// The size of the disk in an image, rounded up to what a disk's size must be a multiple of.
 pub fn size_of_image(image: &Path, format: ImageFormat) -> anyhow::Result<u64> {
     let unseen =
-        || format!("cannot see how large {} is from here: give size=SIZE", image.display());
+        || format!("cannot read the size of {} on this machine: give size=SIZE", image.display());
     let size = match format {
         ImageFormat::Raw => std::fs::metadata(image).with_context(unseen)?.len(),
         ImageFormat::Qcow2 => {
@@ -197,7 +197,7 @@ mod tests {
             ("datastore=x,format=qcow2,image=/dev/null", "/dev/null"),
             ("datastore=x,image=/dev/null,format=vmdk", "vmdk"),
             ("datastore=x,size=1MiB,format=raw", "none is given"),
-            ("datastore=x,size=1MiB,image=/dev/null", "never guessed"),
+            ("datastore=x,size=1MiB,image=/dev/null", "give the format"),
         ] {
             let message = format!("{:#}", parse(option, 0, false).unwrap_err());
             assert!(message.contains(named), "{option}: {message}");

@@ -2,54 +2,46 @@
 
 /// By manual page: what somebody wants, and what they type.
 pub const EXAMPLES: &[(&str, &str, &str)] = &[
-    ("vmseal", "Is anything wrong?", "vmseal alarms"),
-    ("vmseal", "What is under way?", "vmseal task list --state running"),
+    ("vmseal", "Show what is wrong:", "vmseal alarms"),
+    ("vmseal", "Show running tasks:", "vmseal task list --state running"),
     ("vmseal", "For a script:", "vmseal vm list -o csv -c name,power,host --no-header"),
     (
         "vmseal-server",
-        "A control plane that hosts and people reach by name:",
+        "Listen for hosts and users, under a DNS name:",
         "vmseal server --listen 192.0.2.10:8443 --name control.example.org",
     ),
-    (
-        "vmseal-agent",
-        "Be the host that this machine has become by `vmseal agent join`:",
-        "vmseal agent",
-    ),
+    ("vmseal-agent", "Run the agent after `vmseal agent join`:", "vmseal agent"),
     (
         "vmseal-agent-join",
-        "Become a host, with a token in a file:",
+        "Join with a token in a file:",
         "vmseal agent join --to https://192.0.2.10:8443 --name host1 --join-token-file token",
     ),
     (
         "vmseal-host-set",
-        "It has moved to another address (its agent is started with --listen there):",
+        "The host has a new address (its agent was restarted with --listen):",
         "vmseal host set host1 --address 192.0.2.21:8444",
     ),
     (
         "vmseal-login",
-        "Save whom to talk to, once:",
+        "Save the server once:",
         "vmseal login --server https://192.0.2.10:8443 --ca ca.pem --token-file admin.token",
     ),
-    ("vmseal-host-token", "Take it to the new host as a file:", "vmseal host token > token"),
+    ("vmseal-host-token", "Save it to a file for the new host:", "vmseal host token > token"),
     ("vmseal-host-list", "For a program:", "vmseal host list -o json"),
     (
         "vmseal-datastore-add",
-        "Would it do?",
+        "Check a directory first:",
         "vmseal datastore add fast --host host1 --path /srv/nvme --dry-run",
     ),
-    (
-        "vmseal-datastore-scan",
-        "Which images take how much room?",
-        "vmseal datastore scan fast -o csv",
-    ),
+    ("vmseal-datastore-scan", "List images and their size:", "vmseal datastore scan fast -o csv"),
     (
         "vmseal-provider-add",
-        "A native provider, which is part of the server:",
+        "A native provider, built into the server:",
         "vmseal provider add keys",
     ),
     (
         "vmseal-provider-add",
-        "The same one again, on a new server:",
+        "Restore it on a new server:",
         "vmseal provider add keys --restore keys.backup",
     ),
     (
@@ -77,12 +69,12 @@ pub const EXAMPLES: &[(&str, &str, &str)] = &[
     ("vmseal-provider-server-remove", "", "vmseal provider server remove kms three"),
     (
         "vmseal-provider-server-set",
-        "It has moved:",
+        "It has a new address:",
         "vmseal provider server set kms two=kms2.example.net:5697",
     ),
-    ("vmseal-provider-server-move", "Ask it first:", "vmseal provider server move kms two --to 1"),
+    ("vmseal-provider-server-move", "Check first:", "vmseal provider server move kms two --to 1"),
     ("vmseal-provider-passphrase", "", "vmseal provider passphrase kms"),
-    ("vmseal-provider-test", "Can keys be made there?", "vmseal provider test kms --key"),
+    ("vmseal-provider-test", "Test whether keys can be created:", "vmseal provider test kms --key"),
     (
         "vmseal-provider-backup",
         "Write it, then verify it:",
@@ -90,24 +82,24 @@ pub const EXAMPLES: &[(&str, &str, &str)] = &[
     ),
     ("vmseal-provider-backup", "", "vmseal provider verify keys --from keys.backup"),
     (
-        "vmseal-policy-add",
+        "vmseal-policy-create",
         "Encrypted, with keys of the default provider:",
-        "vmseal policy add encrypted --encrypt",
+        "vmseal policy create encrypted --encrypt",
     ),
     (
-        "vmseal-policy-add",
+        "vmseal-policy-create",
         "Encrypted with keys of another one, and preallocated:",
-        "vmseal policy add secret --encrypt --provider keys2 --preallocate",
+        "vmseal policy create secret --encrypt --provider keys2 --preallocate",
     ),
     (
-        "vmseal-policy-add",
+        "vmseal-policy-create",
         "For slow storage: what guests read of each disk is kept in memory, as ciphertext:",
-        "vmseal policy add cached --encrypt --cache 64MiB",
+        "vmseal policy create cached --encrypt --cache 64MiB",
     ),
     (
-        "vmseal-policy-add",
+        "vmseal-policy-create",
         "With a second copy of each disk on the datastore `second` of the VM's host:",
-        "vmseal policy add copied --encrypt --replicate-to second --replicate-rate 50MiB",
+        "vmseal policy create copied --encrypt --replicate-to second --replicate-rate 50MiB",
     ),
     (
         "vmseal-vm-create",
@@ -116,7 +108,7 @@ pub const EXAMPLES: &[(&str, &str, &str)] = &[
     ),
     (
         "vmseal-vm-create",
-        "Would it work?",
+        "Check first:",
         "vmseal vm create web1 --policy encrypted --disk datastore=fast,size=20GiB --dry-run",
     ),
     (
@@ -131,12 +123,12 @@ pub const EXAMPLES: &[(&str, &str, &str)] = &[
     ),
     (
         "vmseal-server-log-level",
-        "See all requests for a while, and no more:",
+        "Log all requests for a while:",
         "vmseal server log-level info,vmseal_control=debug",
     ),
     (
         "vmseal-host-log-level",
-        "Have one host's agent and filters say more:",
+        "Log more on one host:",
         "vmseal host log-level host1 info,vmseal=debug",
     ),
     ("vmseal-vm-list", "Follow the power of all VMs:", "vmseal vm list -w -c name,power,host"),
@@ -145,12 +137,12 @@ pub const EXAMPLES: &[(&str, &str, &str)] = &[
         "Give the guest five minutes, but return after one:",
         "vmseal vm stop web1 --grace-period 5m --timeout 1m",
     ),
+    ("vmseal-vm-console", "Take it over from another user:", "vmseal vm console web1 --force"),
     (
         "vmseal-vm-console",
-        "Somebody else has it, and has gone home:",
-        "vmseal vm console web1 --force",
+        "With another escape key than Ctrl-]:",
+        "vmseal vm console web1 --escape ^A",
     ),
-    ("vmseal-vm-console", "With another escape than Ctrl-]:", "vmseal vm console web1 --escape ^A"),
     (
         "vmseal-disk-export",
         "A file that cryptsetup opens anywhere:",
@@ -172,19 +164,19 @@ pub const EXAMPLES: &[(&str, &str, &str)] = &[
         "vmseal disk bitmap add web1 disk0 sunday",
     ),
     ("vmseal-disk-bitmap", "", "vmseal disk bitmap list web1 disk0"),
-    ("vmseal-disk-replica", "See it catch up:", "vmseal disk replica web1 disk0 -w"),
-    ("vmseal-task-watch", "All that runs now:", "vmseal task watch"),
+    ("vmseal-disk-replica", "Watch it catch up:", "vmseal disk replica web1 disk0 -w"),
+    ("vmseal-task-watch", "All running tasks:", "vmseal task watch"),
     (
         "vmseal-task-wait",
-        "No longer than ten minutes:",
+        "At most ten minutes:",
         "vmseal task wait 0192f0c1-7a52-7d14-9c1f-5b1c5c6b2c11 --timeout 10m",
     ),
     ("vmseal-events", "Every use of a key from now on:", "vmseal events --kind key --since 0s -f"),
-    ("vmseal-events", "What happened to a VM today:", "vmseal events --target web1 --since 24h"),
+    ("vmseal-events", "The events of a VM today:", "vmseal events --target web1 --since 24h"),
     ("vmseal-alarms", "Stay, and print alarms as they come and go:", "vmseal alarms -w"),
     (
         "vmseal-doctor",
-        "With a directory that is to be a datastore:",
+        "With a directory that will be a datastore:",
         "vmseal doctor --datastore /srv/nvme",
     ),
     ("vmseal-completion", "For this shell:", "source <(vmseal completion bash)"),
@@ -193,11 +185,7 @@ pub const EXAMPLES: &[(&str, &str, &str)] = &[
         "For all of them:",
         "vmseal completion bash > /etc/bash_completion.d/vmseal",
     ),
-    (
-        "vmseal-lab-disk",
-        "The shortest run that says anything:",
-        "vmseal lab disk --rounds 5 --seconds 1",
-    ),
+    ("vmseal-lab-disk", "The shortest useful run:", "vmseal lab disk --rounds 5 --seconds 1"),
 ];
 
 /// Those of a page.

@@ -24,21 +24,18 @@ pub enum Exit {
 /// Every code with what it means, as --help and the man pages say it.
 pub const ALL: &[(Exit, &str)] = &[
     (Exit::Done, "done"),
-    (Exit::Failed, "failed for another reason than those below"),
-    (Exit::Usage, "wrong usage: an option, or a value that is not allowed"),
-    (Exit::NotFound, "what was named does not exist"),
-    (Exit::Conflict, "it exists already, is in use, or is in a state in which this cannot be done"),
-    (
-        Exit::NotPermitted,
-        "not permitted: no server or access token is known, the token is wrong, or it may not do this",
-    ),
-    (Exit::NoAnswer, "the server, a host or a guest did not answer, or not in time"),
+    (Exit::Failed, "failed"),
+    (Exit::Usage, "wrong usage: an unknown option, or a value that is not allowed"),
+    (Exit::NotFound, "not found"),
+    (Exit::Conflict, "conflict: exists already, in use, or in the wrong state"),
+    (Exit::NotPermitted, "not permitted: no access token, a wrong one, or a missing privilege"),
+    (Exit::NoAnswer, "the server, a host or a guest is unreachable, or did not answer in time"),
     (
         Exit::OutcomeUnknown,
-        "it is not known whether it was done: the answer was lost, or the task could be neither finished nor undone: look at it",
+        "outcome unknown: the answer was lost, or the task could neither be finished nor undone",
     ),
-    (Exit::NoKey, "the VM's key is not available, or is not the right one"),
-    (Exit::GoesOn, "--timeout has passed; the task goes on"),
+    (Exit::NoKey, "VM key unavailable, or a wrong key"),
+    (Exit::GoesOn, "timeout reached; the task goes on"),
     (Exit::Interrupted, "interrupted (Ctrl-C); a task that was waited for goes on"),
 ];
 

@@ -11,9 +11,26 @@ use crate::{examples, exit};
 const EXITS: &[(&str, &str)] =
     &[("vmseal-doctor", "The exit code is 1 when something has failed, and 0 with warnings only.")];
 
+/// What the help of every command says in place of the options that all commands have.
+const GLOBAL_OPTIONS: &str =
+    "Global options: --server, --ca, --token-file, --request-id, -o/--output; see `vmseal --help`.";
+
 /// The command line as it is parsed and explained.
 pub fn command() -> Command {
-    explained(Arguments::command(), "vmseal")
+    let mut command = explained(Arguments::command(), "vmseal");
+    // Only from then on have subcommands the global options.
+    command.build();
+    without_global_options(command)
+}
+
+/// Leaves the global options out of the help of subcommands, where they are longer than what is asked for.
+fn without_global_options(command: Command) -> Command {
+    command.mut_subcommands(|verb| {
+        without_global_options(verb.mut_args(|arg| {
+            let hidden = arg.is_global_set() || arg.is_hide_set();
+            arg.hide(hidden)
+        }))
+    })
 }
 
 /// The arguments that become a part of a request's path.
@@ -33,7 +50,7 @@ fn explained(command: Command, page: &str) -> Command {
         true => arg.value_parser(one_name),
         false => arg,
     });
-    let ends = ending(&command, page);
+    let ends = ending(page);
     command.after_long_help(ends).mut_subcommands(|verb| {
         let page = format!("{page}-{}", verb.get_name());
         explained(verb, &page)
@@ -41,7 +58,7 @@ fn explained(command: Command, page: &str) -> Command {
 }
 
 /// What the long help ends with.
-fn ending(command: &Command, page: &str) -> String {
+fn ending(page: &str) -> String {
     let mut text = String::new();
     for (index, (what, typed)) in examples::of(page).enumerate() {
         let head = if index == 0 { "Examples:\n" } else { "" };
@@ -52,15 +69,14 @@ fn ending(command: &Command, page: &str) -> String {
     if !text.is_empty() {
         text.push('\n');
     }
-    match EXITS.iter().find(|(of, _)| *of == page) {
-        _ if page == "vmseal" => text.push_str(&exit::help()),
-        Some((_, said)) => text.push_str(said),
-        None if command.has_subcommands() => {
-            text.push_str("Every command: `vmseal NOUN VERB --help`.")
-        }
-        None => text.push_str("Exit codes: `vmseal --help` has them."),
+    if page == "vmseal" {
+        return text + &exit::help();
     }
-    text
+    if let Some((_, said)) = EXITS.iter().find(|(of, _)| *of == page) {
+        text.push_str(said);
+        text.push('\n');
+    }
+    text + GLOBAL_OPTIONS
 }
 
 #[cfg(test)]
@@ -91,7 +107,6 @@ mod tests {
     fn every_help_text_is_the_one_that_was_read() {
         let directory = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/help");
         let mut command = command().term_width(WIDTH);
-        command.build();
         let mut wanted = vec![(
             "vmseal.txt".to_owned(),
             format!("$ vmseal --help\n{}\n", command.render_long_help()),

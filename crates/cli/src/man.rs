@@ -14,23 +14,19 @@ const FILES: &[(&str, &str, &str)] = &[
     (
         "vmseal",
         "~/.config/vmseal/client.toml",
-        "what vmseal login saves: the server, its authority, and where the token is",
+        "saved by vmseal login: the server, its authority, and the path of the token",
     ),
     (
         "vmseal-login",
         "~/.config/vmseal/client.toml",
-        "what is saved: the server, its authority, and where the token is",
+        "the server, its authority, and the path of the token",
     ),
     (
         "vmseal-server",
         "/var/lib/vmseal/server/ca.pem",
         "the certificate of the authority: what clients need",
     ),
-    (
-        "vmseal-server",
-        "/var/lib/vmseal/server/ca.key",
-        "its key: whoever has it can be a server or a host",
-    ),
+    ("vmseal-server", "/var/lib/vmseal/server/ca.key", "its private key: keep it secret"),
     (
         "vmseal-server",
         "/var/lib/vmseal/server/admin.token",
@@ -41,7 +37,7 @@ const FILES: &[(&str, &str, &str)] = &[
     (
         "vmseal-agent",
         "/var/lib/vmseal/agent/identity.json",
-        "who this host is: its certificate and key",
+        "this host's identity: certificate and key",
     ),
     ("vmseal-agent", "/run/vmseal/", "sockets, process ids and logs of running VMs"),
     (
@@ -55,15 +51,11 @@ const FILES: &[(&str, &str, &str)] = &[
 const ENVIRONMENT: &[(&str, &str, &str)] = &[
     ("vmseal", "VMSEAL_SERVER, VMSEAL_CA, VMSEAL_TOKEN_FILE", "as --server, --ca and --token-file"),
     ("vmseal", "VMSEAL_REQUEST_ID", "as --request-id"),
-    (
-        "vmseal",
-        "NO_COLOR",
-        "set to anything: no colours; there are none anyway where no terminal is",
-    ),
+    ("vmseal", "NO_COLOR", "set to anything: no colours (none are used without a terminal)"),
     (
         "vmseal-server",
         "RUST_LOG",
-        "how much is logged to standard error at first: warn, info (so it is without), debug, or as vmseal_control=debug",
+        "the log level for standard error at start: warn, info (default), debug, or as vmseal_control=debug",
     ),
     (
         "vmseal-server",
@@ -73,7 +65,7 @@ const ENVIRONMENT: &[(&str, &str, &str)] = &[
     (
         "vmseal-agent",
         "RUST_LOG",
-        "how much is logged to standard error at first: warn, info (so it is without), debug, or as vmseal_agent=debug",
+        "the log level for standard error at start: warn, info (default), debug, or as vmseal_agent=debug",
     ),
 ];
 
@@ -81,8 +73,7 @@ const ENVIRONMENT: &[(&str, &str, &str)] = &[
 pub fn write(directory: &Path) -> anyhow::Result<()> {
     std::fs::create_dir_all(directory)
         .with_context(|| format!("cannot make {}", directory.display()))?;
-    let mut command = help::command().disable_help_subcommand(true);
-    command.build();
+    let command = help::command();
     for (name, page) in pages(&command, "vmseal") {
         let path = directory.join(format!("{name}.1"));
         std::fs::write(&path, page).with_context(|| format!("cannot write {}", path.display()))?;
@@ -92,7 +83,9 @@ pub fn write(directory: &Path) -> anyhow::Result<()> {
 
 fn pages(command: &Command, name: &str) -> Vec<(String, Vec<u8>)> {
     let mut made = vec![(name.to_owned(), page(command, name))];
-    for verb in command.get_subcommands().filter(|verb| !verb.is_hide_set()) {
+    for verb in
+        command.get_subcommands().filter(|verb| !verb.is_hide_set() && verb.get_name() != "help")
+    {
         made.extend(pages(verb, &format!("{name}-{}", verb.get_name())));
     }
     made

@@ -84,7 +84,7 @@ pub fn seal(
 pub fn seal_to(passphrase: &SecretBytes, info: &[u8], public: &str) -> anyhow::Result<String> {
     let public: [u8; 32] =
         STANDARD.decode(public).ok().and_then(|bytes| bytes.try_into().ok()).context(
-            "what the passphrase is to be sealed to is not a key of 32 bytes: is it a vmseal server?",
+            "the server sent no usable public key for passphrases: is it a vmseal server?",
         )?;
     let sealed = sealed_box::seal(&public, info, passphrase)?;
     Ok(STANDARD.encode(sealed.as_bytes()))

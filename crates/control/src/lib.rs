@@ -7,6 +7,7 @@
 //! | [`providers`], [`keys`] | where keys come from, and how they get to hosts |
 //! | [`hosts`], [`alarms`] | joining, one monitor per host, what stands |
 //! | [`tasks`] | durable work |
+//! | [`retention`] | how long events are kept |
 //! | `locks` | one lock for each of many things |
 //! | `connections` | who may have how many connections |
 //! | [`metrics`] | what the server measures |
@@ -26,6 +27,7 @@ pub mod keys;
 mod locks;
 pub mod metrics;
 pub mod providers;
+pub mod retention;
 mod scan;
 pub mod server;
 #[cfg(test)]

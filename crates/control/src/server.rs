@@ -28,6 +28,7 @@ use crate::http::{App, router};
 use crate::identity::Identity;
 use crate::initialise::{InitialiseError, Initialised, certificate_names, initialise};
 use crate::providers::Providers;
+use crate::retention;
 use crate::store::alarms::{self, Standing};
 use crate::store::{Store, StoreError};
 use crate::tasks::{Engine, Retry};
@@ -61,6 +62,8 @@ pub struct ServerOptions {
     pub names: Vec<String>,
     /// Where credentials are (systemd's `$CREDENTIALS_DIRECTORY`).
     pub credentials_dir: Option<PathBuf>,
+    /// How many days events are kept.
+    pub keep_events_days: u32,
 }
 
 /// Why the server cannot run.
@@ -94,6 +97,7 @@ pub struct Server {
     stop: watch::Sender<bool>,
     accepting: JoinHandle<()>,
     renewing: JoinHandle<()>,
+    deleting_events: JoinHandle<()>,
     _lock: nix::fcntl::Flock<std::fs::File>,
 }
 
@@ -141,8 +145,12 @@ impl Server {
         let (stop, stopped) = watch::channel(false);
         let accepting = tokio::spawn(accept(listener, tls, router(app), stopped));
         let renewing = tokio::spawn(renew(identity, authority, Arc::clone(&store)));
+        let deleting_events = tokio::spawn(retention::delete_old_events(
+            Arc::clone(&store),
+            options.keep_events_days,
+        ));
         tracing::info!(%address, "the server runs");
-        Ok(Self { address, store, engine, stop, accepting, renewing, _lock: lock })
+        Ok(Self { address, store, engine, stop, accepting, renewing, deleting_events, _lock: lock })
     }
 
     /// Where it listens.
@@ -154,6 +162,7 @@ impl Server {
     /// Stops: requests under way may end, tasks stop where they are and go on with the next start.
     pub async fn shutdown(self) {
         self.renewing.abort();
+        self.deleting_events.abort();
         self.engine.stop();
         self.stop.send_replace(true);
         // It bounds its own farewell; that it panicked is in the log.

@@ -50,6 +50,7 @@ impl Installation {
             listen: "127.0.0.1:0".parse().unwrap(),
             names: Vec::new(),
             credentials_dir: Some(self.directory.path().join("credentials")),
+            keep_events_days: crate::retention::DAYS,
         };
         self.server = Some(Server::start(options).await.unwrap());
     }

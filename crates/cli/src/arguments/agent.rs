@@ -21,30 +21,30 @@ pub enum AgentCommand {
 
 #[derive(Args)]
 pub struct RunAgent {
-    /// Where the agent keeps its certificate and key
+    /// The directory of the agent's certificate and key
     #[arg(long, value_name = "DIR", default_value = "/var/lib/vmseal/agent")]
     pub state_dir: PathBuf,
-    /// Where sockets and process ids of running VMs are; must not survive a reboot
+    /// The directory of sockets and process ids of running VMs; it must be empty after a reboot
     #[arg(long, value_name = "DIR", default_value = "/run/vmseal")]
     pub run_dir: PathBuf,
-    /// Where to listen; by default at the address that this machine joined with
+    /// The address and port to listen on [default: the address this machine joined with]
     #[arg(long, value_name = "HOST:PORT")]
     pub listen: Option<String>,
-    /// How to run guests: `kvm`; `tcg`, which is slow and needs nothing; or `auto`, which is KVM where a
-    /// guest, tried at the start, really runs under it
+    /// How to run guests: `kvm`, `tcg` (emulation, slow), or `auto`: KVM if a trial guest runs under it at
+    /// start, else TCG
     #[arg(long, value_enum, default_value_t)]
     pub accelerator: Accelerator,
-    /// The QEMU to run
+    /// The QEMU program
     #[arg(long, value_name = "FILE", default_value = "qemu-system-x86_64")]
     pub qemu: PathBuf,
-    /// The filter to run; by default the vmseal-filter beside this program
+    /// The filter program [default: vmseal-filter beside this program]
     #[arg(long, value_name = "FILE")]
     pub filter: Option<PathBuf>,
-    /// A directory that images may be imported from and exported to, with all below it; may be repeated. By
-    /// default `transfer` in the state directory, which is made
+    /// A directory that images may be imported from and exported to; may be repeated [default: `transfer` in
+    /// the state directory]
     #[arg(long = "transfer-directory", value_name = "DIR")]
     pub transfer_directories: Vec<PathBuf>,
-    /// The first of the user ids that guests' processes run under (as root only)
+    /// The first user id for the processes of VMs (as root only)
     #[arg(long, value_name = "UID", default_value_t = 2_000_000)]
     pub uid_base: u32,
 }
@@ -69,11 +69,11 @@ pub struct JoinAgent {
     /// The new host's name
     #[arg(long, value_name = "NAME")]
     pub name: String,
-    /// Where the agent is to listen, as the server reaches it; by default the address from which the server
-    /// sees this machine come, with port 8444
+    /// The address and port at which the server reaches the agent [default: the address from which this
+    /// machine connects to the server, port 8444]
     #[arg(long, value_name = "HOST:PORT")]
     pub address: Option<String>,
-    /// Where the agent keeps its certificate and key
+    /// The directory of the agent's certificate and key
     #[arg(long, value_name = "DIR", default_value = "/var/lib/vmseal/agent")]
     pub state_dir: PathBuf,
 }

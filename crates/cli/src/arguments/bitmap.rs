@@ -7,7 +7,7 @@ use super::{DryRun, List};
 
 #[derive(Subcommand)]
 pub enum Bitmap {
-    /// List the dirty bitmaps of a disk, since when they count, and how much has changed
+    /// List the dirty bitmaps of a disk
     #[command(visible_alias = "ls")]
     List {
         #[command(flatten)]
@@ -15,10 +15,10 @@ pub enum Bitmap {
         #[command(flatten)]
         how: List<BitmapStatus>,
     },
-    /// Start a dirty bitmap: what the guest changes from now on is in it
+    /// Add a dirty bitmap, which records what the guest changes from now on
     ///
-    /// NBD clients see it as `qemu:dirty-bitmap:NAME` (`vmseal disk expose`). A name that is taken is refused, so
-    /// that nobody takes a new bitmap for the old one that a backup rests on. A disk has four at most.
+    /// NBD clients see it as `qemu:dirty-bitmap:NAME` (`vmseal disk expose`). The name must be
+    /// new. A disk has at most four bitmaps.
     Add {
         #[command(flatten)]
         of: DiskInUse,
@@ -28,10 +28,10 @@ pub enum Bitmap {
         #[command(flatten)]
         dry_run: DryRun,
     },
-    /// Forget what a dirty bitmap has noted, and go on noting
+    /// Clear a dirty bitmap, which goes on recording
     ///
-    /// What changes while a backup is read from a running guest is lost with it: for a chain of backups start
-    /// another bitmap before each, and remove the old one afterwards.
+    /// Changes made while a backup is being read are cleared as well: for a chain of backups add a new bitmap
+    /// before each, and remove the old one afterwards.
     Clear {
         #[command(flatten)]
         of: DiskInUse,
@@ -57,7 +57,7 @@ pub enum Bitmap {
 /// A disk of a VM that runs.
 #[derive(Args)]
 pub struct DiskInUse {
-    /// The VM's name or id; it has to run
+    /// The VM's name or id; it must be running
     vm: String,
     /// The disk's name within the VM, or its id
     disk: String,

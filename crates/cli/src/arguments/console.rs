@@ -19,10 +19,10 @@ pub struct Console {
     /// The VM's name or id
     #[arg(value_name = "NAME")]
     pub name: String,
-    /// The key that leaves the console: `^A` to `^_` (Ctrl with that key), or `none`
+    /// The key that closes the console: `^A` to `^_` (Ctrl with that key), or `none`
     #[arg(long, value_name = "KEY", default_value_t)]
     pub escape: Escape,
-    /// Take the console over from whoever has it; they are told
+    /// Take over the console from another user, who is told
     #[arg(long)]
     pub force: bool,
 }

@@ -9,7 +9,7 @@ use super::{DryRun, List, Name, Show};
 
 /// Names are a host's own.
 fn of_datastore(arg: Arg) -> Arg {
-    arg.help("Name, `HOST:NAME` where hosts share one, or id")
+    arg.help("Name, `HOST:NAME` if several hosts have one of that name, or id")
 }
 
 #[derive(Subcommand)]
@@ -20,9 +20,9 @@ pub enum Datastore {
     /// Show one datastore
     #[command(mut_arg("name", of_datastore))]
     Show(Show),
-    /// Add a directory of a host; the host marks it as this datastore
+    /// Add a directory of a host as a datastore
     Add {
-        /// The new datastore's name; another host may have one of the same
+        /// The new datastore's name, unique on its host
         name: String,
         /// The host's name or id
         #[arg(long)]
@@ -33,13 +33,13 @@ pub enum Datastore {
         #[command(flatten)]
         dry_run: DryRun,
     },
-    /// Say what is on a datastore: disks of VMs, of no VM, missing and half-made ones. Changes nothing
+    /// List the images on a datastore: of VMs, orphaned, missing, incomplete; changes nothing
     #[command(mut_arg("name", of_datastore))]
     Scan(Name),
-    /// Forget a datastore on which no VM has a disk or a replica; what is in the directory stays
+    /// Remove a datastore that no VM uses; the files in its directory stay
     #[command(visible_alias = "rm")]
     Remove {
-        /// Name, `HOST:NAME` where hosts share one, or id
+        /// Name, `HOST:NAME` if several hosts have one of that name, or id
         name: String,
         #[command(flatten)]
         dry_run: DryRun,

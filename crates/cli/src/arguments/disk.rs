@@ -23,11 +23,11 @@ pub enum Disk {
         vm: String,
         /// The disk's name within the VM, or its id
         disk: String,
-        /// Print a line for it, and one for every change until it is removed
+        /// Stay, and print a line for every change until it is removed
         #[arg(short, long)]
         watch: bool,
     },
-    /// Write a disk of a VM that is off to a file on its host
+    /// Export a disk of a VM that is off to a file on its host
     Export {
         /// The VM's name or id
         vm: String,
@@ -36,12 +36,11 @@ pub enum Disk {
         /// The file's absolute path on the VM's host; it must not exist
         #[arg(long, value_name = "FILE")]
         to: PathBuf,
-        /// What to write: `luks2` opens with a passphrase (cryptsetup open), `raw` and `qcow2` are in the
-        /// clear and need --plaintext, `sealed` is the ciphertext as it lies in the datastore: it is taken
-        /// without a key and opens with the VM's alone
+        /// The file's format: `luks2` opens with a passphrase (cryptsetup open); `raw` and `qcow2` are plaintext
+        /// and need --plaintext; `sealed` copies the ciphertext, needs no key now, and the VM's key to open
         #[arg(long, value_enum)]
         format: ExportFormat,
-        /// Allow a file that whoever has it can read
+        /// Allow a plaintext file
         #[arg(long)]
         plaintext: bool,
         #[command(flatten)]
@@ -51,31 +50,30 @@ pub enum Disk {
         #[command(flatten)]
         wait: Wait,
     },
-    /// Make a disk a local NBD socket, read-only, until Ctrl-C: for nbdcopy, qemu-img and backups
+    /// Expose a disk as a local NBD socket, read-only, until Ctrl-C: for nbdcopy, qemu-img and backups
     ///
-    /// The disk is in the clear to whoever may open the socket. Its VM does not start meanwhile; the disk of
-    /// one that runs can be read while its guest goes on, and is then not of one instant. What is printed is
-    /// the address for tools.
+    /// Whoever may open the socket reads plaintext. A VM that is off cannot be started meanwhile; the disk of a
+    /// running VM is read while its guest writes, so it is not a point-in-time copy. The address for tools is
+    /// printed.
     Expose(Expose),
-    /// Dirty bitmaps of a disk in use: what has changed since when, for incremental backups
+    /// Dirty bitmaps of a running VM's disk, for incremental backups
     ///
-    /// A bitmap lives in the memory of the filter process that serves the disk of a running VM. All are gone when
-    /// the VM stops, and when its filter dies and another one takes its place (alarm `filter-restarted`); they
-    /// stay while the guest reboots, and while agent or server restart. One that is gone is not told of any more,
-    /// and nothing is called clean that may have changed: make a full backup then, and start again.
+    /// A bitmap lives in the memory of the VM's filter process. It is lost when the VM stops and when its filter is
+    /// restarted (alarm `filter-restarted`); it survives a reboot of the guest and a restart of agent or server.
+    /// A lost bitmap is not listed any more: make a full backup then, and add a new one.
     #[command(subcommand)]
     Bitmap(Bitmap),
-    /// Show how far a disk's replica is behind, now
+    /// Show how far a disk's replica is behind
     ///
-    /// Its VM has to run: nothing is copied otherwise. `dirty` is how much the replica may not have; what was done on
-    /// the disk `lag` ago, and before, is in it. A disk has a replica where its policy has it (`vmseal policy add
+    /// Its VM must be running: nothing is copied otherwise. `dirty` is how much is not copied yet; the replica has
+    /// everything written up to `lag` ago. A policy decides whether disks have replicas (`vmseal policy create
     /// --replicate-to`).
     Replica {
-        /// The VM's name or id; it has to run
+        /// The VM's name or id; it must be running
         vm: String,
         /// The disk's name within the VM, or its id
         disk: String,
-        /// Print a line for it, and one for what is different each second, until its VM stops
+        /// Stay, and print a line whenever it has changed, until its VM stops
         #[arg(short, long)]
         watch: bool,
     },
@@ -88,10 +86,10 @@ pub struct Expose {
     pub vm: String,
     /// The disk's name within the VM, or its id
     pub disk: String,
-    /// The path of the socket to make, for you alone
+    /// The path of the socket to create; only you may open it
     #[arg(long, value_name = "PATH")]
     pub socket: PathBuf,
-    /// Allow tools to change the disk; its VM has to be off
+    /// Allow tools to write to the disk; its VM must be off
     #[arg(long)]
     pub writable: bool,
 }

@@ -9,19 +9,19 @@ use super::Columns;
 
 #[derive(Args)]
 pub struct Doctor {
-    /// Where the agent keeps its certificate and key
+    /// The directory of the agent's certificate and key
     #[arg(long, value_name = "DIR", default_value = "/var/lib/vmseal/agent")]
     pub state_dir: PathBuf,
-    /// Where a server on this machine keeps its data
+    /// The data directory of a server on this machine
     #[arg(long, value_name = "DIR", default_value = "/var/lib/vmseal/server")]
     pub data_dir: PathBuf,
-    /// The QEMU to look at
+    /// The QEMU program
     #[arg(long, value_name = "FILE", default_value = "qemu-system-x86_64")]
     pub qemu: PathBuf,
-    /// The filter to look at; by default the vmseal-filter beside this program
+    /// The filter program [default: vmseal-filter beside this program]
     #[arg(long, value_name = "FILE")]
     pub filter: Option<PathBuf>,
-    /// A directory that is, or is to be, a datastore; may be repeated
+    /// A directory that is or will be a datastore; may be repeated
     #[arg(long = "datastore", value_name = "DIR")]
     pub datastores: Vec<PathBuf>,
     #[command(flatten)]

@@ -42,7 +42,7 @@ pub struct Global {
         help_heading = "Global"
     )]
     pub token_file: Option<PathBuf>,
-    /// The id by which this command is found in logs, tasks and events; one is made where none is given
+    /// The request id that logs, tasks and events carry [default: a new one]
     #[arg(
         long,
         global = true,
@@ -108,7 +108,7 @@ pub struct Columns<T: Row> {
         help = columns_help::<T>(),
     )]
     pub columns: Vec<String>,
-    /// Leave out the line with the names of the columns
+    /// Leave out the header
     #[arg(long, visible_alias = "no-headers")]
     pub no_header: bool,
     #[arg(skip)]
@@ -146,7 +146,7 @@ pub struct Show {
     /// Name or id
     #[arg(value_name = "NAME")]
     pub name: String,
-    /// Print a line for it, and one for every change until it is removed
+    /// Stay, and print a line for every change until it is removed
     #[arg(short, long)]
     pub watch: bool,
 }

@@ -13,7 +13,7 @@ pub enum Host {
     List(List<model::Host>),
     /// Show one host
     Show(Show),
-    /// Show what a host's agent logs, or change it for agent and filters until the agent's process ends
+    /// Show or change the log level of a host's agent and filters, until the agent restarts
     #[command(after_help = LEVELS_HELP)]
     LogLevel {
         /// The host's name or id
@@ -22,17 +22,17 @@ pub enum Host {
         #[arg(value_name = "LEVEL|TARGET=LEVEL,...")]
         levels: Option<Levels>,
     },
-    /// Change where a host's agent is called
+    /// Change the address of a host
     Set {
         /// The host's name or id
         name: String,
-        /// Where its agent listens, as the server reaches it (see `vmseal agent --listen`)
+        /// The address and port at which the server reaches the agent (see `vmseal agent --listen`)
         #[arg(long, value_name = "HOST:PORT")]
         address: String,
         #[command(flatten)]
         dry_run: DryRun,
     },
-    /// Make a token with which one machine may join, once, within 15 minutes
+    /// Create a token with which one machine may join, once, within 15 minutes
     Token {
         #[command(flatten)]
         dry_run: DryRun,

@@ -9,9 +9,9 @@ use super::{DryRun, Passphrase};
 /// The servers of a KMIP provider that is added.
 #[derive(Args)]
 pub struct Servers {
-    /// Add a KMIP provider with this key server (port 5696 unless given); may be repeated for servers that
-    /// replicate, in the order in which they are to be asked. The passphrase then seals the private key of
-    /// the certificate that the provider shows them
+    /// Add a KMIP provider with this key server (default port 5696); may be repeated for servers that
+    /// replicate, in the order of preference. The passphrase then seals the private key of the provider's
+    /// client certificate
     #[arg(long = "kms", value_name = "ALIAS=HOST[:PORT]", conflicts_with = "restore")]
     pub servers: Vec<String>,
 }
@@ -22,28 +22,28 @@ pub enum Kmip {
     Trust {
         /// Name or id
         name: String,
-        /// Only this server; without, all of them
+        /// Only this server [default: all]
         #[arg(long, value_name = "ALIAS")]
         kms: Option<String>,
-        /// Do not ask: trust the certificate with this SHA-256 fingerprint, if the server shows it
+        /// Do not ask: trust the server's certificate if it has this SHA-256 fingerprint
         #[arg(long, value_name = "SHA256", conflicts_with = "authority")]
         fingerprint: Option<String>,
-        /// Do not ask: trust every certificate that the authorities in this file (PEM) have signed
+        /// Do not ask: trust certificates signed by the authorities in this file (PEM)
         #[arg(long, value_name = "FILE")]
         authority: Option<PathBuf>,
         #[command(flatten)]
         dry_run: DryRun,
     },
-    /// Give a KMIP provider the certificate that it shows to its servers
+    /// Set the client certificate of a KMIP provider
     Certificate(Certificate),
     /// Add, remove and order the servers of a KMIP provider, or change their addresses
     #[command(subcommand, name = "server", subcommand_required = true)]
     Servers(ServerOf),
-    /// Connect to every server of a KMIP provider, and say what it is or what is wrong
+    /// Test the connection to every server of a KMIP provider
     Test {
         /// Name or id
         name: String,
-        /// Also make a key at one, read it at each, which says whether they replicate, and destroy it
+        /// Also test replication: create a key at one server, read it at each, and destroy it
         #[arg(long)]
         key: bool,
     },
@@ -52,45 +52,45 @@ pub enum Kmip {
 /// `vmseal provider server`. No argument may have the id `server`, which is the global option's.
 #[derive(Subcommand)]
 pub enum ServerOf {
-    /// Add a server, as the last one to be asked; trust its certificate then (vmseal provider trust)
+    /// Add a server, last in order; then trust its certificate (vmseal provider trust)
     Add {
         /// Name or id of the provider
         name: String,
-        /// What it is called and where it is (port 5696 unless given)
+        /// Its name and address [default port: 5696]
         #[arg(value_name = "ALIAS=HOST[:PORT]")]
         address: String,
         #[command(flatten)]
         dry_run: DryRun,
     },
-    /// Remove a server: it is not asked any more, and keeps its keys
+    /// Remove a server; the keys on it stay
     #[command(visible_alias = "rm")]
     Remove {
         /// Name or id of the provider
         name: String,
-        /// What the server is called
+        /// The server's name
         #[arg(value_name = "ALIAS")]
         kms: String,
         #[command(flatten)]
         dry_run: DryRun,
     },
-    /// Change the address of a server; whom to trust for it stays as it is
+    /// Change the address of a server; its trusted certificate stays
     Set {
         /// Name or id of the provider
         name: String,
-        /// What it is called and where it is now (port 5696 unless given)
+        /// Its name and new address [default port: 5696]
         #[arg(value_name = "ALIAS=HOST[:PORT]")]
         address: String,
         #[command(flatten)]
         dry_run: DryRun,
     },
-    /// Move a server in the order in which servers are asked
+    /// Change a server's place in the order of preference
     Move {
         /// Name or id of the provider
         name: String,
-        /// What the server is called
+        /// The server's name
         #[arg(value_name = "ALIAS")]
         kms: String,
-        /// Its place; the first one is 1
+        /// Its new place; 1 is the first
         #[arg(long, value_name = "PLACE")]
         to: usize,
         #[command(flatten)]
@@ -106,25 +106,24 @@ pub struct Certificate {
     /// Print a certificate request for the provider's key, for the KMS's authority to sign
     #[arg(long)]
     pub csr: bool,
-    /// Make a certificate that nobody else signs, use it, and print it for the KMS's administrator
+    /// Create a self-signed certificate, use it, and print it for the KMS's administrator
     #[arg(long)]
     pub self_signed: bool,
     /// Use the certificate in this file (PEM, with its chain)
     #[arg(long, value_name = "FILE")]
     pub import: Option<PathBuf>,
-    /// The name that the certificate carries; many KMSs take it for the client's identity, so a renewal has
-    /// to keep it
+    /// The certificate's common name; many KMSs take it for the client's identity, so keep it when you renew
     #[arg(long, value_name = "NAME", default_value = "vmseal", conflicts_with = "import")]
     pub common_name: String,
-    /// The certificate's private key (PEM, PKCS #8), in place of the provider's own
+    /// The certificate's private key (PEM, PKCS #8) [default: the provider's own]
     #[arg(long, value_name = "FILE", requires = "import")]
     pub key: Option<PathBuf>,
-    /// Replace the private key: with a new one, which is used as soon as its certificate is imported, or at
-    /// once with --self-signed, or with the one in --key. What the provider has is not needed for that, if
-    /// its passphrase or its file is lost. The passphrase is the provider's from then on
+    /// Replace the private key by a new one (used once its certificate is imported, or at once with
+    /// --self-signed), or by the one in --key. The old key and its passphrase are not needed. The passphrase
+    /// given becomes the provider's
     #[arg(long)]
     pub replace: bool,
-    /// Also replace a valid certificate by one that is not valid now, or that has another name
+    /// Allow a certificate that is not valid now, or that has another common name
     #[arg(long)]
     pub force: bool,
     #[command(flatten)]

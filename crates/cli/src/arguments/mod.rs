@@ -43,8 +43,8 @@ pub use self::wait::{DryRun, Wait};
 
 /// vmseal encrypts virtual machines on QEMU/KVM by policy.
 ///
-/// Run `vmseal server` on the machine that decides, `vmseal agent` on every machine that runs guests,
-/// and the other commands from anywhere.
+/// Run `vmseal server` on one machine, `vmseal agent` on every machine that runs guests, and the other
+/// commands from anywhere.
 #[derive(Parser)]
 #[command(name = "vmseal", version = env!("VMSEAL_VERSION"), max_term_width = 100)]
 pub struct Arguments {
@@ -56,19 +56,19 @@ pub struct Arguments {
 
 #[derive(Subcommand)]
 pub enum Command {
-    /// Run the control plane on this machine, until it is told to end; or change what it logs
+    /// Run the control plane on this machine; or change its log level
     Server(Server),
-    /// Run this machine as a host, until it is told to end; or join it to a server first
+    /// Run this machine as a host; or join it to a server first
     Agent(Agent),
-    /// Save which server to talk to, and as whom
+    /// Save the address and the access token of a server
     Login(Login),
-    /// Machines that run guests
+    /// Hosts: machines that run guests
     #[command(subcommand, visible_alias = "hosts")]
     Host(Host),
-    /// Places where disks are kept
+    /// Datastores: places for disks
     #[command(subcommand, visible_alias = "datastores")]
     Datastore(Datastore),
-    /// Where keys come from
+    /// Key providers
     #[command(subcommand, visible_alias = "providers")]
     Provider(Provider),
     /// Storage policies: what is encrypted, with whose keys
@@ -80,16 +80,16 @@ pub enum Command {
     /// Virtual disks
     #[command(subcommand, visible_alias = "disks")]
     Disk(Disk),
-    /// What the server is doing and has done; its restart does not end a task
+    /// Tasks: what the server does and has done
     #[command(subcommand, visible_alias = "tasks")]
     Task(Task),
-    /// What happened, oldest first; every use of a key is in it
+    /// Events, oldest first; every use of a key is one
     Events(Events),
-    /// What needs an operator now
+    /// Alarms: what needs attention now
     Alarms(List<model::Alarm>),
-    /// Look at this machine and say what to mend, before or after it has become a host
+    /// Check this host for problems
     Doctor(Doctor),
-    /// Print the script by which a shell completes this program's command lines
+    /// Print a completion script for a shell
     Completion(Completion),
     /// Write the manual pages to a directory
     #[command(hide = true)]

@@ -13,48 +13,48 @@ pub enum Policy {
     List(List<model::Policy>),
     /// Show one policy
     Show(Show),
-    /// Add a policy: whether disks are encrypted, with whose keys, when they take their room, and what guests may use
-    Add {
+    /// Create a policy: encryption, key provider, allocation, limits, cache, replication
+    Create {
         /// The new policy's name
         name: String,
         /// Encrypt the VMs that have this policy
         #[arg(long, required_unless_present = "plain")]
         encrypt: bool,
-        /// Leave the VMs that have this policy in the clear
+        /// Do not encrypt the VMs that have this policy
         #[arg(long, conflicts_with_all = ["encrypt", "provider"])]
         plain: bool,
-        /// The provider of the keys; without, the one that is the default when a VM is made
+        /// The key provider [default: the default provider at the time a VM is created]
         #[arg(long)]
         provider: Option<String>,
-        /// Disks take room on their datastore as they are written to (so it is without --preallocate)
+        /// Allocate disk space as it is written (default)
         #[arg(long, conflicts_with = "preallocate")]
         thin: bool,
-        /// Disks take all of their room on their datastore when they are made, and keep it
+        /// Allocate all disk space when a disk is created
         #[arg(long)]
         preallocate: bool,
-        /// Guests get at most so many requests a second from each disk
+        /// IOPS limit per disk
         #[arg(long, value_name = "REQUESTS")]
         iops: Option<u64>,
-        /// Guests read and write at most so many bytes a second on each disk, such as 200MiB
+        /// Bandwidth limit per disk, in bytes per second, such as 200MiB
         #[arg(long, value_name = "SIZE", value_parser = parse_size)]
         bandwidth: Option<u64>,
-        /// Keep so much of what guests read of each disk in their hosts' memory, which is locked: multiples of 1MiB, and
-        /// 256MiB at most for all disks of a VM
+        /// Read cache per disk, in locked memory of the host: a multiple of 1MiB, at most 256MiB for all disks of a
+        /// VM
         #[arg(long, value_name = "SIZE", value_parser = parse_size)]
         cache: Option<u64>,
-        /// Keep a second copy of each disk on this datastore of the VM's host, later than the disk; the
-        /// host's metrics and the alarm `replica-behind` say how it stands
+        /// Replicate each disk, asynchronously, to this datastore of the VM's host; the metrics and the alarm
+        /// `replica-behind` say how far it is behind
         #[arg(long, value_name = "DATASTORE")]
         replicate_to: Option<String>,
-        /// Copy at most so many bytes a second of each disk, at least 1MiB (100MiB without)
+        /// Replication bandwidth limit per disk, in bytes per second, at least 1MiB [default: 100MiB]
         #[arg(long, value_name = "SIZE", value_parser = parse_size, requires = "replicate_to")]
         replicate_rate: Option<u64>,
         #[command(flatten)]
         dry_run: DryRun,
     },
-    /// Remove a policy that no VM uses
+    /// Delete a policy that no VM uses
     #[command(visible_alias = "rm")]
-    Remove {
+    Delete {
         /// Name or id
         name: String,
         #[command(flatten)]

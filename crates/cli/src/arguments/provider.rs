@@ -12,7 +12,7 @@ use super::{DryRun, List, Show};
 #[derive(Args)]
 #[group(skip)]
 pub struct Passphrase {
-    /// The file with the passphrase (one newline at its end does not count); without, it is asked for
+    /// The file with the passphrase, without its final newline [default: ask]
     #[arg(long, value_name = "FILE")]
     pub passphrase_file: Option<PathBuf>,
 }
@@ -30,11 +30,10 @@ pub enum Provider {
         name: String,
         #[command(flatten)]
         passphrase: Passphrase,
-        /// Restore the provider from this backup instead of making a new one: its key, and the settings of a KMIP
-        /// provider
+        /// Restore the provider from this backup: its key, and the settings of a KMIP provider
         #[arg(long, value_name = "FILE")]
         restore: Option<PathBuf>,
-        /// The file with the backup's passphrase; without, it is asked for
+        /// The file with the backup's passphrase [default: ask]
         #[arg(long, value_name = "FILE", requires = "restore")]
         backup_passphrase_file: Option<PathBuf>,
         #[command(flatten)]
@@ -44,7 +43,7 @@ pub enum Provider {
     },
     #[command(flatten)]
     Kmip(Kmip),
-    /// Give the server the passphrase of a provider that is sealed, as after a start of the server
+    /// Unlock a provider with its passphrase, after a start of the server
     Unlock {
         /// Name or id
         name: String,
@@ -53,11 +52,11 @@ pub enum Provider {
         #[command(flatten)]
         dry_run: DryRun,
     },
-    /// Change the passphrase that seals what a provider keeps; give the server's credential the new one, too
+    /// Change the passphrase of a provider; update the server's systemd credential as well
     Passphrase {
         /// Name or id
         name: String,
-        /// The file with the passphrase that it has; without, it is asked for
+        /// The file with the current passphrase [default: ask]
         #[arg(long, value_name = "FILE")]
         old_passphrase_file: Option<PathBuf>,
         #[command(flatten)]
@@ -65,8 +64,8 @@ pub enum Provider {
         #[command(flatten)]
         dry_run: DryRun,
     },
-    /// Write a backup of a provider to a file here, sealed by a passphrase of its own: the key of a native one,
-    /// the settings and the client key of a KMIP one
+    /// Write a backup of a provider to a local file, sealed by a passphrase of its own: a native provider's key,
+    /// or a KMIP provider's settings and client key
     Backup {
         /// Name or id
         name: String,
@@ -78,7 +77,7 @@ pub enum Provider {
         #[command(flatten)]
         dry_run: DryRun,
     },
-    /// Verify a provider's backup; a native provider makes keys from the first time on
+    /// Verify a backup of a provider; a native provider can be used after the first time
     Verify {
         /// Name or id
         name: String,
@@ -90,14 +89,14 @@ pub enum Provider {
         #[command(flatten)]
         dry_run: DryRun,
     },
-    /// Make a provider the default: policies that name none use it
+    /// Make a provider the default, which policies without a provider use
     Default {
         /// Name or id
         name: String,
         #[command(flatten)]
         dry_run: DryRun,
     },
-    /// Remove a provider that no VM and no policy uses, with its key
+    /// Remove a provider that no VM and no policy uses, and delete its key
     #[command(visible_alias = "rm")]
     Remove {
         /// Name or id

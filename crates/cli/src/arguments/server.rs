@@ -17,7 +17,7 @@ pub struct Server {
 
 #[derive(Subcommand)]
 pub enum ServerCommand {
-    /// Show what the server logs, or change it until its process ends
+    /// Show or change the server's log level, until it restarts
     #[command(after_help = LEVELS_HELP)]
     LogLevel {
         /// The new levels
@@ -34,20 +34,24 @@ use super::DryRun;
 
 #[derive(Args)]
 pub struct RunServer {
-    /// Where the server keeps its database, certificates and sealed keys; made at the first start
+    /// The directory of the server's database, certificates and sealed keys; created at the first start
     #[arg(long, value_name = "DIR", default_value = "/var/lib/vmseal/server")]
     pub data_dir: PathBuf,
     /// The address and port to listen on
     #[arg(long, value_name = "ADDRESS:PORT", default_value = "127.0.0.1:8443")]
     pub listen: SocketAddr,
-    /// A name or address that clients and hosts reach the server by, for its certificate; may be repeated
+    /// A name or address of the server, for its certificate; may be repeated
     #[arg(long = "name", value_name = "NAME", default_value = "localhost")]
     pub names: Vec<String>,
+    /// How many days events are kept
+    #[arg(long, value_name = "DAYS", default_value_t = vmseal_control::retention::DAYS,
+        value_parser = clap::value_parser!(u32).range(1..=36_500))]
+    pub keep_events: u32,
 }
 
 #[derive(Args)]
 pub struct Login {
-    /// Save without trying the connection first
+    /// Do not test the connection first
     #[arg(long)]
     pub no_check: bool,
     #[command(flatten)]

@@ -21,7 +21,7 @@ pub enum Shell {
 
 #[derive(Args)]
 pub struct Man {
-    /// The directory; it is made where it does not exist
+    /// The directory; it is created if it does not exist
     #[arg(long, value_name = "DIR")]
     pub dir: PathBuf,
 }

@@ -27,22 +27,22 @@ pub enum Task {
     /// Show one task
     #[command(mut_arg("name", of_task))]
     Show(Show),
-    /// Wait for the end of tasks; the exit code is 0 when all are done, else that of the first that is not
+    /// Wait for tasks to end; the exit code is 0 if all are done, else that of the first that is not
     Wait {
         /// The tasks' ids
         #[arg(value_name = "TASK", required = true)]
         tasks: Vec<String>,
-        /// Wait no longer than this (30s, 5m, 1h); the tasks go on, and the exit code is 9
+        /// Stop waiting after this time (30s, 5m, 1h): the tasks go on, the exit code is 9
         #[arg(long, value_name = "DURATION", value_parser = duration)]
         timeout: Option<Duration>,
     },
-    /// Show how tasks advance until all have ended, with a bar for each on a terminal
+    /// Show the progress of tasks until they end
     Watch {
-        /// The tasks' ids; without, all that run now
+        /// The tasks' ids [default: all that are running]
         #[arg(value_name = "TASK")]
         tasks: Vec<String>,
     },
-    /// Stop a task that runs, and undo what it has done
+    /// Cancel a task, and undo what it has done
     Cancel {
         /// The task's id
         #[arg(value_name = "TASK")]
@@ -50,10 +50,10 @@ pub enum Task {
         #[command(flatten)]
         dry_run: DryRun,
     },
-    /// Say that you have seen to what a task left: its alarm is cleared
+    /// Mark a task that ended as unknown as resolved, and clear its alarm
     ///
-    /// For a task that ended as unknown. A task that another version of vmseal began, and this one cannot carry out,
-    /// ends as unknown, and its VM is free for other tasks.
+    /// Check its VM first. A task that another version of vmseal started, and that this version cannot continue,
+    /// becomes unknown, and its VM is free for other tasks.
     Resolve {
         /// The task's id
         #[arg(value_name = "TASK")]

@@ -17,25 +17,24 @@ pub enum Vm {
     List(List<model::Vm>),
     /// Show one VM
     Show(ShowVm),
-    /// Make a VM with new disks, empty or filled from images; it is off at first
+    /// Create a VM, with disks that are empty or filled from images; it is not started
     Create {
         /// The new VM's name
         name: String,
         /// The storage policy's name or id
         #[arg(long)]
         policy: String,
-        /// How many virtual processors
+        /// Virtual processors
         #[arg(long, default_value_t = 1)]
         vcpus: u32,
-        /// How much memory, with a unit (512MiB, 2GiB)
+        /// Memory, such as 512MiB or 2GiB
         #[arg(long, default_value = "512MiB", value_name = "SIZE")]
         memory: ByteSize,
         /// A disk: `datastore=NAME,size=SIZE[,name=NAME][,image=FILE,format=raw|qcow2]`; may be repeated,
-        /// in boot order. The datastore decides the host; it is `HOST:NAME` where hosts share a name. `size`
-        /// has a unit (20GiB). `image` is an image on the host that the disk is filled
-        /// from, `format` what it is; without `size` the disk is as large as the image's, where the image is
-        /// on this machine too. Without `name` disks are called `disk0`, `disk1` and so on. A
-        /// comma within a value is doubled (`image=/a,,b.raw`)
+        /// in boot order. The datastore decides the host; write `HOST:NAME` if several hosts have one of that name.
+        /// `image` is a file on the host that the disk is filled from, in `format`; `size` (20GiB) may be left
+        /// out if the image is on this machine too. Disks are named `disk0`, `disk1`, ... unless `name` is
+        /// given. Write a comma within a value twice (`image=/a,,b.raw`)
         #[arg(long = "disk", value_name = "OPTIONS", required = true)]
         disks: Vec<String>,
         #[command(flatten)]
@@ -43,7 +42,7 @@ pub enum Vm {
         #[command(flatten)]
         wait: Wait,
     },
-    /// Make a VM from images or from a libvirt domain, encrypting on the way in
+    /// Create a VM from images or a libvirt domain, and encrypt it on the way
     Import(Import),
     /// Power a VM on
     Start {
@@ -54,14 +53,14 @@ pub enum Vm {
         #[command(flatten)]
         wait: Wait,
     },
-    /// Ask a VM's guest to shut down, and wait until it has
+    /// Shut a VM down through its guest, and wait until it is off
     Stop {
         /// Name or id
         name: String,
-        /// Cut the power instead; what the guest has not written is lost
+        /// Turn the VM off at once; unwritten data of the guest is lost
         #[arg(long)]
         force: bool,
-        /// How long the guest may take (90s, 5m) before the task fails and the guest runs on [default: 2m]
+        /// How long to wait for the guest (90s, 5m); then the task fails and the guest keeps running [default: 2m]
         #[arg(long, value_name = "DURATION", value_parser = duration, conflicts_with = "force")]
         grace_period: Option<Duration>,
         #[command(flatten)]
@@ -69,14 +68,14 @@ pub enum Vm {
         #[command(flatten)]
         wait: Wait,
     },
-    /// Give a VM that is off another key, of its provider or another one (shallow recrypt)
+    /// Give a VM that is off a new key (shallow recrypt)
     ///
-    /// The data of its disks stays as it is; the keys of the disks are wrapped anew. In the end the old
-    /// key is destroyed: copies of the disks from before, backups among them, cannot be opened any more.
+    /// The disks' keys are wrapped with the new key; their data is not rewritten. The old key is destroyed: older
+    /// copies of the disks, such as backups, cannot be opened any more.
     Recrypt {
         /// Its name or id
         name: String,
-        /// The provider of the new key [default: the one that its key is of]
+        /// The provider of the new key [default: the provider of its present key]
         #[arg(long, value_name = "NAME")]
         provider: Option<String>,
         #[command(flatten)]
@@ -84,7 +83,7 @@ pub enum Vm {
         #[command(flatten)]
         wait: Wait,
     },
-    /// Open a VM's serial console, which one person has at a time
+    /// Open a VM's serial console; one user at a time
     Console(Console),
     /// Delete a VM that is off, and its disks
     #[command(visible_alias = "rm")]
@@ -100,16 +99,16 @@ pub enum Vm {
 
 #[derive(Args)]
 pub struct Import {
-    /// The new VM's name; without, the libvirt domain's
+    /// The new VM's name [default: the libvirt domain's]
     #[arg(required_unless_present = "libvirt")]
     pub name: Option<String>,
     /// The storage policy's name or id
     #[arg(long)]
     pub policy: String,
-    /// How many virtual processors [default: 1, or the domain's]
+    /// Virtual processors [default: 1, or the domain's]
     #[arg(long)]
     pub vcpus: Option<u32>,
-    /// How much memory, with a unit (2GiB) [default: 512MiB, or the domain's]
+    /// Memory, such as 2GiB [default: 512MiB, or the domain's]
     #[arg(long, value_name = "SIZE")]
     pub memory: Option<ByteSize>,
     /// A disk, as for `vm create`: `datastore=NAME,image=FILE,format=raw|qcow2[,size=SIZE][,name=NAME]`;
@@ -122,7 +121,7 @@ pub struct Import {
     )]
     pub disks: Vec<String>,
     /// The file with a libvirt domain, as `virsh dumpxml --inactive` prints it. Its images are on this
-    /// machine, which is the host of the datastore. What of it is not taken over is said
+    /// machine, which must be the host of the datastore. What is not imported is listed
     #[arg(long, value_name = "FILE", requires = "datastore")]
     pub libvirt: Option<PathBuf>,
     /// The datastore for the disks of the libvirt domain
@@ -139,7 +138,7 @@ pub struct Import {
 pub struct ShowVm {
     #[command(flatten)]
     pub of: Show,
-    /// Print it as a libvirt domain (XML); it has to run
+    /// Print it as a libvirt domain (XML); it must be running
     #[arg(long, conflicts_with = "watch")]
     pub libvirt: bool,
 }

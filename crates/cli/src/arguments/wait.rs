@@ -8,13 +8,13 @@ use jiff::{SignedDuration, Timestamp};
 /// Whether to wait for the task's end.
 #[derive(Args)]
 pub struct Wait {
-    /// Wait for the end of the task (so it is without --no-wait)
+    /// Wait for the end of the task (default)
     #[arg(long, overrides_with = "no_wait")]
     wait: bool,
     /// Print the task and return at once
     #[arg(long, overrides_with = "wait")]
     pub no_wait: bool,
-    /// Wait no longer than this (30s, 5m, 1h); the task goes on, and the exit code is 9
+    /// Stop waiting after this time (30s, 5m, 1h): the task goes on, the exit code is 9
     #[arg(long, value_name = "DURATION", value_parser = duration, conflicts_with = "no_wait")]
     pub timeout: Option<Duration>,
 }
@@ -22,7 +22,7 @@ pub struct Wait {
 /// Whether the command is only tried.
 #[derive(Args)]
 pub struct DryRun {
-    /// Check everything and say what would be done, without doing it
+    /// Check everything and print what would be done, but do nothing
     #[arg(long)]
     pub dry_run: bool,
 }

@@ -109,11 +109,9 @@ pub async fn attach(server: &ServerClient, options: &Console) -> anyhow::Result<
     let terminal = if person {
         match options.escape {
             Escape(Some(_)) => {
-                print::say(format_args!("connected to {vm}; {} leaves", options.escape))
+                print::say(format_args!("connected to {vm}; press {} to leave", options.escape))
             }
-            Escape(None) => {
-                print::say(format_args!("connected to {vm}; only the end of the guest leaves"))
-            }
+            Escape(None) => print::say(format_args!("connected to {vm} until the VM stops")),
         }
         Some(RawTerminal::enter().context("cannot set the terminal to raw mode")?)
     } else {
@@ -140,7 +138,7 @@ pub async fn attach(server: &ServerClient, options: &Console) -> anyhow::Result<
 }
 
 fn told() -> Ended {
-    Ended::new(Exit::Interrupted, "a signal ended the console")
+    Ended::new(Exit::Interrupted, "interrupted")
 }
 
 /// What a person has typed and the guest has not taken.

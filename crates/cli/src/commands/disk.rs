@@ -88,9 +88,9 @@ fn check(format: ExportFormat, plaintext: bool, passphrase: &Passphrase) -> anyh
     let wrong = |message: String| Err(wrong(message));
     match (format.is_plain(), plaintext) {
         (true, false) => wrong(format!(
-            "a {name} file is in the clear: say that it may be with --plaintext, or use --format luks2"
+            "a {name} file is plaintext: allow it with --plaintext, or use --format luks2"
         )),
-        (false, true) => wrong(format!("a {name} file is not in the clear: leave out --plaintext")),
+        (false, true) => wrong(format!("a {name} file is not plaintext: leave out --plaintext")),
         _ if !format.has_passphrase() && passphrase.passphrase_file.is_some() => {
             wrong(format!("a {name} file has no passphrase of its own"))
         }
@@ -118,7 +118,12 @@ async fn sealed(
     let passphrase = passphrase::obtain(options, "Passphrase of the file", Prompt::Twice)?;
     let host: Host = server.get(&format!("hosts/{}", vm.host)).await?;
     let described = host.description;
-    let silent = || Ended::new(Exit::NoAnswer, format!("host '{}' does not answer", vm.host));
+    let silent = || {
+        Ended::new(
+            Exit::NoAnswer,
+            format!("host '{}' is unreachable; check that its agent is running", vm.host),
+        )
+    };
     let described = described.ok_or_else(silent)?;
     let info = export_info(vm.id, disk.id);
     let sealed = passphrase::seal_to(&passphrase, &info, &described.key_box)?;

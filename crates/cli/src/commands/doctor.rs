@@ -1,4 +1,4 @@
-//! `vmseal doctor`: what is to be mended on this host.
+//! `vmseal doctor`: checks this host for problems.
 
 use vmseal_agent::host::doctor::{self, Finding, Options, Verdict};
 use vmseal_secret::process::Hardening;
@@ -33,8 +33,8 @@ pub async fn run(output: Output, asked: Doctor, hardening: Hardening) -> anyhow:
     }
     match failed {
         0 => Ok(()),
-        1 => Err(Ended::new(Exit::Failed, "one thing has to be mended").into()),
-        some => Err(Ended::new(Exit::Failed, format!("{some} things have to be mended")).into()),
+        1 => Err(Ended::new(Exit::Failed, "1 problem found").into()),
+        some => Err(Ended::new(Exit::Failed, format!("{some} problems found")).into()),
     }
 }
 
@@ -44,6 +44,6 @@ fn report(finding: &Finding) -> String {
     let line = print::printable(&format!("{:<8} {check}: {found}", print::word(result)));
     match remedy {
         None => line,
-        Some(remedy) => format!("{line}\n{:<8} to mend it: {remedy}", ""),
+        Some(remedy) => format!("{line}\n{:<8} fix: {remedy}", ""),
     }
 }

@@ -47,7 +47,7 @@ impl Socket {
         let Ok(metadata) = path.symlink_metadata() else { return Ok(false) };
         let used = std::os::unix::net::UnixStream::connect(path).is_ok();
         if used || !metadata.file_type().is_socket() {
-            let message = format!("{} is there already: name another path", path.display());
+            let message = format!("{} exists already: choose another path", path.display());
             return Err(Ended::new(Exit::Usage, message).into());
         }
         Ok(true)
@@ -120,7 +120,7 @@ pub async fn run(
         failed = connections => return failed,
         lost = hold(&mut holder) => {
             let detail = if lost.is_empty() { "its VM was stopped, or the connection was lost" } else { &lost };
-            let message = format!("disk '{}' is not exposed any more: {detail}", disk.name);
+            let message = format!("disk '{}' is no longer exposed: {detail}", disk.name);
             return Err(Ended::new(Exit::NoAnswer, message).into());
         }
         () = ends.any() => {}
@@ -130,7 +130,7 @@ pub async fn run(
 }
 
 fn told() -> Ended {
-    Ended::new(Exit::Interrupted, "a signal ended it before the disk was exposed")
+    Ended::new(Exit::Interrupted, "interrupted before the disk was exposed")
 }
 
 /// Holds the disk; what went wrong, once it is not held any more.

@@ -59,7 +59,7 @@ fn images(options: &[String]) -> anyhow::Result<Vec<CreateDisk>> {
 fn from_domain(file: &Path, datastore: &str, policy: String) -> anyhow::Result<CreateVm> {
     let domain = libvirt::read(file)?;
     for warning in &domain.warnings {
-        print::say(format_args!("not taken over: {warning}"));
+        print::say(format_args!("not imported: {warning}"));
     }
     let disk = |disk: &libvirt::Disk| {
         Ok(CreateDisk {

@@ -172,9 +172,9 @@ fn confirmed(alias: &str, shown: &KmipShown) -> anyhow::Result<Option<String>> {
     let Some(fingerprint) = untrusted(alias, shown) else { return Ok(None) };
     ensure!(
         std::io::stdin().is_terminal(),
-        "nobody is there to compare it with what the KMS displays: give --fingerprint or --authority"
+        "there is no terminal to confirm it: give --fingerprint or --authority"
     );
-    eprint!("Is it the one that the KMS displays? Trust it (yes/no): ");
+    eprint!("Compare it with the KMS's own display. Trust it (yes/no): ");
     std::io::stderr().flush()?;
     let mut answer = String::new();
     std::io::stdin().read_line(&mut answer)?;

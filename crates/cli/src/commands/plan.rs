@@ -15,6 +15,6 @@ pub fn show(output: Output, plan: &Plan) -> anyhow::Result<()> {
     for (index, step) in plan.steps.iter().enumerate() {
         print::words(&format!("{:>3}. {step}", index + 1))?;
     }
-    print::say("nothing was done: this was a dry run");
+    print::say("dry run: nothing was changed");
     Ok(())
 }

@@ -20,7 +20,7 @@ pub async fn run(
         arguments::Policy::Show(of) => {
             list::one::<Policy>(server, output, &of, "policies", |_| Vec::new()).await
         }
-        arguments::Policy::Add {
+        arguments::Policy::Create {
             name,
             encrypt,
             plain: _,
@@ -49,7 +49,7 @@ pub async fn run(
             let policy: Policy = server.post("policies", &request).await?;
             print::one(output, &policy, &[])
         }
-        arguments::Policy::Remove { name, dry_run } => {
+        arguments::Policy::Delete { name, dry_run } => {
             let path = format!("policies/{name}");
             if dry_run.dry_run {
                 return plan::show(output, &server.try_delete(&path).await?);

@@ -20,8 +20,15 @@ pub async fn server(options: RunServer, hardening: Hardening) -> anyhow::Result<
     vmseal_log::start();
     report(hardening);
     let credentials_dir = std::env::var_os("CREDENTIALS_DIRECTORY").map(PathBuf::from);
-    let RunServer { data_dir, listen, names } = options;
-    vmseal_control::serve(ServerOptions { data_dir, listen, names, credentials_dir }).await?;
+    let RunServer { data_dir, listen, names, keep_events } = options;
+    vmseal_control::serve(ServerOptions {
+        data_dir,
+        listen,
+        names,
+        credentials_dir,
+        keep_events_days: keep_events,
+    })
+    .await?;
     Ok(())
 }
 
@@ -121,7 +128,7 @@ fn report(hardening: Hardening) {
     if hardening.memory != MemoryLock::Locked {
         tracing::warn!(
             memory = ?hardening.memory,
-            "memory is not locked: only keys themselves are kept from swap; run as root or with LimitMEMLOCK=infinity"
+            "memory is not locked: only keys are kept out of swap; run as root or with LimitMEMLOCK=infinity"
         );
     }
     if !hardening.not_dumpable || !hardening.no_core {

@@ -186,7 +186,7 @@ async fn try_backup(
         return Err(taken(to).into());
     }
     access(directory, AccessFlags::W_OK | AccessFlags::X_OK)
-        .with_context(|| format!("cannot make the backup file {}", to.display()))?;
+        .with_context(|| format!("cannot create the backup file {}", to.display()))?;
     let request = GivePassphrase { passphrase: sealed(server, name, &given).await? };
     let mut plan = server.try_post(&format!("providers/{name}/backup"), &request).await?;
     plan.steps.push(format!("write it to {}", to.display()));
@@ -206,7 +206,7 @@ async fn backup(
             match error.kind() {
                 ErrorKind::AlreadyExists => taken(to).into(),
                 _ => anyhow::Error::from(error)
-                    .context(format!("cannot make the backup file {}", to.display())),
+                    .context(format!("cannot create the backup file {}", to.display())),
             }
         })?;
     let written = async {
@@ -232,7 +232,7 @@ async fn backup(
 }
 
 fn taken(file: &Path) -> Ended {
-    Ended::new(Exit::Conflict, format!("the backup file {} is there already", file.display()))
+    Ended::new(Exit::Conflict, format!("the backup file {} exists already", file.display()))
 }
 
 fn read_backup(file: &Path) -> anyhow::Result<String> {

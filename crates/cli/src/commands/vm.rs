@@ -79,7 +79,12 @@ async fn show_domain(server: &ServerClient, vm: &Vm) -> anyhow::Result<()> {
         return Err(Ended::new(Exit::Conflict, message).into());
     }
     let host: Host = server.get(&format!("hosts/{host}")).await?;
-    let silent = || Ended::new(Exit::NoAnswer, format!("host '{}' does not answer", vm.host));
+    let silent = || {
+        Ended::new(
+            Exit::NoAnswer,
+            format!("host '{}' is unreachable; check that its agent is running", vm.host),
+        )
+    };
     let description = host.description.ok_or_else(silent)?;
     print::line(libvirt::domain(vm, &description).trim_end())
 }

@@ -114,7 +114,7 @@ pub fn read(file: &Path) -> anyhow::Result<Domain> {
         .and_then(|open| open.take(XML_MAX + 1).read_to_string(&mut text))
         .with_context(|| format!("cannot read {}", file.display()))?;
     ensure!(text.len() as u64 <= XML_MAX, "{} is longer than {XML_MAX} bytes", file.display());
-    parse(&text).with_context(|| format!("the domain in {} cannot be taken over", file.display()))
+    parse(&text).with_context(|| format!("the domain in {} cannot be imported", file.display()))
 }
 
 fn parse(text: &str) -> anyhow::Result<Domain> {
@@ -204,7 +204,7 @@ fn disks(devices: Node<'_, '_>, warnings: &mut Vec<String>) -> anyhow::Result<Ve
             }
             // Removable media: whose content is elsewhere, too.
             media @ ("cdrom" | "floppy") => warnings.push(format!("the {media} '{target}'")),
-            other => bail!("disk '{target}' is a {other}, which cannot be taken over"),
+            other => bail!("disk '{target}' is a {other}, which cannot be imported"),
         }
     }
     ensure!(!found.is_empty(), "it has no disk");

@@ -38,7 +38,7 @@ struct Row {
 }
 
 async fn of_source(from: &mut SqliteConnection, source: &str) -> Result<Vec<Row>, StoreError> {
-    Ok(sqlx::query_as("SELECT code, target, since, detail, reason FROM alarms WHERE source = ?")
+    Ok(sqlx::query_as("SELECT code, target, since, detail, reason FROM alarms WHERE source = $1")
         .bind(source)
         .fetch_all(from)
         .await?)
@@ -70,7 +70,7 @@ pub async fn is_raised(
     code: &str,
 ) -> Result<bool, StoreError> {
     let raised =
-        sqlx::query_scalar("SELECT EXISTS (SELECT 1 FROM alarms WHERE source = ? AND code = ?)");
+        sqlx::query_scalar("SELECT EXISTS (SELECT 1 FROM alarms WHERE source = $1 AND code = $2)");
     Ok(raised.bind(source).bind(code).fetch_one(from).await?)
 }
 
@@ -84,7 +84,7 @@ pub async fn replace(
     let known = of_source(write, source).await?;
     for row in &known {
         if !standing.iter().any(|alarm| alarm.code == row.code && alarm.target == row.target) {
-            sqlx::query("DELETE FROM alarms WHERE source = ? AND code = ? AND target = ?")
+            sqlx::query("DELETE FROM alarms WHERE source = $1 AND code = $2 AND target = $3")
                 .bind(source)
                 .bind(&row.code)
                 .bind(&row.target)
@@ -106,7 +106,7 @@ pub async fn raise(
     alarm: &Standing,
 ) -> Result<(), StoreError> {
     let known: i64 = sqlx::query_scalar(
-        "SELECT COUNT(*) FROM alarms WHERE source = ? AND code = ? AND target = ?",
+        "SELECT COUNT(*) FROM alarms WHERE source = $1 AND code = $2 AND target = $3",
     )
     .bind(source)
     .bind(alarm.code)
@@ -114,7 +114,7 @@ pub async fn raise(
     .fetch_one(&mut **write)
     .await?;
     sqlx::query(
-        "INSERT INTO alarms (source, code, target, since, detail, reason) VALUES (?, ?, ?, ?, ?, ?)
+        "INSERT INTO alarms (source, code, target, since, detail, reason) VALUES ($1, $2, $3, $4, $5, $6)
          ON CONFLICT (source, code, target) DO UPDATE
          SET detail = excluded.detail, reason = excluded.reason",
     )

@@ -10,7 +10,15 @@ use vmseal_api::id::{DatastoreId, DiskId, HostId, VmId};
 use vmseal_api::replica::ReplicaPlace;
 use vmseal_api::transfer::ImageFormat;
 
-use super::{StoreError, from_json, from_name, parse, to_json, to_name, unsigned};
+use super::{
+    FIRST_GENERATION, Part, StoreError, from_json, from_name, parse, to_json, to_name, unsigned,
+};
+
+/// The role of the volume that a disk's guest reads and writes.
+const IMAGE: &str = "image";
+
+/// The role of a disk's second copy.
+const REPLICA: &str = "replica";
 
 /// A disk as the inventory has it.
 #[derive(Clone, Debug)]
@@ -45,6 +53,7 @@ pub struct Disk {
 
 #[derive(FromRow)]
 struct Row {
+    vm_id: String,
     id: String,
     name: String,
     datastore_id: String,
@@ -81,9 +90,30 @@ impl Row {
     }
 }
 
-impl TryFrom<Row> for Disk {
-    type Error = StoreError;
-    fn try_from(row: Row) -> Result<Self, StoreError> {
+/// Where the disks of a VM are is seen from the host that owns it.
+macro_rules! select {
+    ($rest:literal) => {
+        concat!(
+            "SELECT d.vm_id, d.id, d.name, i.datastore_id, s.name AS datastore_name, s.location, d.size,
+                    d.encrypted, d.allocation, d.limits, d.cache, d.image, d.image_format, i.facts,
+                    d.deleting, r.datastore_id AS replica_id, d.replica_rate,
+                    t.name AS replica_name, t.location AS replica_location
+             FROM disks d JOIN placements o ON o.vm_id = d.vm_id AND o.role = 'owner'
+                  JOIN volumes i ON i.disk_id = d.id AND i.role = 'image'
+                  JOIN datastore_hosts s
+                       ON s.datastore_id = i.datastore_id AND s.host_id = o.host_id
+                  LEFT JOIN volumes r ON r.disk_id = d.id AND r.role = 'replica'
+                  LEFT JOIN datastore_hosts t
+                       ON t.datastore_id = r.datastore_id AND t.host_id = o.host_id ",
+            $rest
+        )
+    };
+}
+
+impl Row {
+    fn read(self) -> Result<(VmId, Disk), StoreError> {
+        let row = self;
+        let vm = parse(&row.vm_id, "a VM's id")?;
         let datastore: DatastoreId = parse(&row.datastore_id, "a datastore's id")?;
         let location: DatastoreLocation = from_json(&row.location, "a datastore's location")?;
         let format = match &row.image_format {
@@ -91,7 +121,7 @@ impl TryFrom<Row> for Disk {
             None => ImageFormat::Raw,
         };
         let replica = row.replica()?;
-        Ok(Self {
+        let disk = Disk {
             id: parse(&row.id, "a disk's id")?,
             name: row.name,
             datastore: DatastoreSpec { datastore, location },
@@ -108,7 +138,8 @@ impl TryFrom<Row> for Disk {
                 .map(|json| from_json(&json, "what is pinned of a disk"))
                 .transpose()?,
             deleting: row.deleting,
-        })
+        };
+        Ok((vm, disk))
     }
 }
 
@@ -120,15 +151,14 @@ pub async fn insert(
     disk: &Disk,
 ) -> Result<(), StoreError> {
     sqlx::query(
-        "INSERT INTO disks (id, vm_id, position, name, datastore_id, size, encrypted, image,
-                            image_format, allocation, limits, cache, replica_id, replica_rate)
-         VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        "INSERT INTO disks (id, vm_id, position, name, size, encrypted, image, image_format,
+                            allocation, limits, cache, replica_rate)
+         VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12)",
     )
     .bind(disk.id.to_string())
     .bind(vm.to_string())
     .bind(i64::try_from(position).unwrap_or(i64::MAX))
     .bind(&disk.name)
-    .bind(disk.datastore.datastore.to_string())
     .bind(i64::try_from(disk.size).unwrap_or(i64::MAX))
     .bind(disk.encrypted)
     .bind(disk.image.as_ref().map(|image| image.path.to_string_lossy()))
@@ -136,31 +166,80 @@ pub async fn insert(
     .bind(to_name(&disk.allocation))
     .bind(to_json(&disk.limits))
     .bind(disk.cache.map(|bytes| i64::try_from(bytes).unwrap_or(i64::MAX)))
-    .bind(disk.replica.as_ref().map(|(place, _)| place.datastore.datastore.to_string()))
     .bind(disk.replica.as_ref().map(|(place, _)| {
         // At most LIMIT_MAX.
         i64::try_from(place.bytes_per_second).unwrap_or(i64::MAX)
     }))
+    .execute(&mut *to)
+    .await?;
+    insert_volume(to, disk.id, IMAGE, disk.datastore.datastore).await?;
+    if let Some((place, _)) = &disk.replica {
+        insert_volume(to, disk.id, REPLICA, place.datastore.datastore).await?;
+    }
+    Ok(())
+}
+
+async fn insert_volume(
+    to: &mut SqliteConnection,
+    disk: DiskId,
+    role: &str,
+    datastore: DatastoreId,
+) -> Result<(), StoreError> {
+    sqlx::query(
+        "INSERT INTO volumes (disk_id, role, datastore_id, generation) VALUES ($1, $2, $3, $4)",
+    )
+    .bind(disk.to_string())
+    .bind(role)
+    .bind(datastore.to_string())
+    .bind(FIRST_GENERATION)
     .execute(to)
     .await?;
     Ok(())
 }
 
-/// The disks of a VM, in boot order.
-pub async fn of_vm(from: &mut SqliteConnection, vm: VmId) -> Result<Vec<Disk>, StoreError> {
-    let rows: Vec<Row> = sqlx::query_as(
-        "SELECT d.id, d.name, d.datastore_id, s.name AS datastore_name, s.location, d.size,
-                d.encrypted, d.allocation, d.limits, d.cache, d.image, d.image_format, d.facts,
-                d.deleting, d.replica_id, d.replica_rate, r.name AS replica_name,
-                r.location AS replica_location
-         FROM disks d JOIN datastores s ON s.id = d.datastore_id
-              LEFT JOIN datastores r ON r.id = d.replica_id
-         WHERE d.vm_id = ? ORDER BY d.position",
-    )
-    .bind(vm.to_string())
+/// The disks of the VMs that a part of their list has, by VM, in boot order: one query, however many VMs there are.
+pub async fn of_part(
+    from: &mut SqliteConnection,
+    part: &Part,
+) -> Result<HashMap<VmId, Vec<Disk>>, StoreError> {
+    let rows: Vec<Row> = sqlx::query_as(select!(
+        "WHERE d.vm_id IN (SELECT id FROM vms WHERE id > $1 ORDER BY id LIMIT $2) ORDER BY d.position"
+    ))
+    .bind(&part.after)
+    .bind(part.limit)
     .fetch_all(from)
     .await?;
-    rows.into_iter().map(Disk::try_from).collect()
+    by_vm(rows)
+}
+
+/// The disks of a host's VMs, by VM, in boot order.
+pub async fn on_host(
+    from: &mut SqliteConnection,
+    host: HostId,
+) -> Result<HashMap<VmId, Vec<Disk>>, StoreError> {
+    let rows: Vec<Row> = sqlx::query_as(select!("WHERE o.host_id = $1 ORDER BY d.position"))
+        .bind(host.to_string())
+        .fetch_all(from)
+        .await?;
+    by_vm(rows)
+}
+
+fn by_vm(rows: Vec<Row>) -> Result<HashMap<VmId, Vec<Disk>>, StoreError> {
+    let mut disks: HashMap<VmId, Vec<Disk>> = HashMap::new();
+    for row in rows {
+        let (vm, disk) = row.read()?;
+        disks.entry(vm).or_default().push(disk);
+    }
+    Ok(disks)
+}
+
+/// The disks of a VM, in boot order.
+pub async fn of_vm(from: &mut SqliteConnection, vm: VmId) -> Result<Vec<Disk>, StoreError> {
+    let rows: Vec<Row> = sqlx::query_as(select!("WHERE d.vm_id = $1 ORDER BY d.position"))
+        .bind(vm.to_string())
+        .fetch_all(from)
+        .await?;
+    rows.into_iter().map(|row| Ok(row.read()?.1)).collect()
 }
 
 /// Pins what is known of a finished disk.
@@ -169,7 +248,7 @@ pub async fn set_facts(
     disk: DiskId,
     facts: &DiskFacts,
 ) -> Result<(), StoreError> {
-    sqlx::query("UPDATE disks SET facts = ? WHERE id = ?")
+    sqlx::query("UPDATE volumes SET facts = $1 WHERE disk_id = $2 AND role = 'image'")
         .bind(to_json(facts))
         .bind(disk.to_string())
         .execute(to)
@@ -183,7 +262,7 @@ pub async fn set_deleting(
     disk: DiskId,
     deleting: bool,
 ) -> Result<(), StoreError> {
-    sqlx::query("UPDATE disks SET deleting = ? WHERE id = ?")
+    sqlx::query("UPDATE disks SET deleting = $1 WHERE id = $2")
         .bind(deleting)
         .bind(disk.to_string())
         .execute(to)
@@ -197,7 +276,8 @@ pub async fn names_on_host(
     host: HostId,
 ) -> Result<HashMap<DiskId, String>, StoreError> {
     let rows: Vec<(String, String)> = sqlx::query_as(
-        "SELECT d.id, d.name FROM disks d JOIN vms v ON v.id = d.vm_id WHERE v.host_id = ?",
+        "SELECT d.id, d.name FROM placements o JOIN disks d ON d.vm_id = o.vm_id
+         WHERE o.host_id = $1 AND o.role = 'owner'",
     )
     .bind(host.to_string())
     .fetch_all(from)
@@ -249,10 +329,13 @@ impl Placed {
 /// All disks.
 pub async fn placed(from: &mut SqliteConnection) -> Result<Vec<Placed>, StoreError> {
     Ok(sqlx::query_as(
-        "SELECT d.id, d.name, d.vm_id, v.name AS vm_name, d.datastore_id,
-                s.name AS datastore_name, d.replica_id, d.encrypted, d.size, d.facts,
-                d.facts IS NOT NULL AND d.deleting = 0 AS whole
-         FROM disks d JOIN vms v ON v.id = d.vm_id JOIN datastores s ON s.id = d.datastore_id
+        "SELECT d.id, d.name, d.vm_id, v.name AS vm_name, i.datastore_id,
+                s.name AS datastore_name, r.datastore_id AS replica_id, d.encrypted, d.size, i.facts,
+                i.facts IS NOT NULL AND NOT d.deleting AS whole
+         FROM disks d JOIN vms v ON v.id = d.vm_id
+              JOIN volumes i ON i.disk_id = d.id AND i.role = 'image'
+              JOIN datastores s ON s.id = i.datastore_id
+              LEFT JOIN volumes r ON r.disk_id = d.id AND r.role = 'replica'
          ORDER BY v.name, d.position",
     )
     .fetch_all(from)

@@ -1,7 +1,9 @@
-//! Events: appended, never changed.
+//! Events: appended, never changed, deleted when they are old.
 
 use jiff::Timestamp;
-use sqlx::{FromRow, SqliteConnection};
+use sqlx::query::QueryAs;
+use sqlx::sqlite::SqliteArguments;
+use sqlx::{FromRow, Sqlite, SqliteConnection};
 use vmseal_api::model::Event;
 use vmseal_api::request_id;
 
@@ -38,7 +40,7 @@ pub(super) async fn append(
 ) -> Result<i64, StoreError> {
     Ok(sqlx::query_scalar(
         "INSERT INTO events (at, kind, actor, target, detail, request_id)
-         VALUES (?, ?, ?, ?, ?, ?)
+         VALUES ($1, $2, $3, $4, $5, $6)
          RETURNING sequence",
     )
     .bind(Timestamp::now().to_string())
@@ -71,6 +73,21 @@ pub struct Filter {
     pub request: Option<String>,
 }
 
+/// A target or a request has a statement of its own, which finds its events by their index; a condition that may be
+/// left out would hide the index.
+macro_rules! wanted {
+    ($rest:literal) => {
+        concat!(
+            "SELECT sequence, at, kind, actor, target, detail, request_id FROM events
+             WHERE sequence > $1
+               AND (CAST($2 AS TEXT) IS NULL OR kind = $2
+                    OR substr(kind, 1, length($2) + 1) = $2 || '.')
+               AND (CAST($3 AS TEXT) IS NULL OR substr(at, 1, 19) >= $3) ",
+            $rest
+        )
+    };
+}
+
 /// The events after a sequence number that are wanted, oldest first.
 pub async fn after(
     from: &mut SqliteConnection,
@@ -78,7 +95,17 @@ pub async fn after(
     limit: u32,
     filter: &Filter,
 ) -> Result<Vec<Event>, StoreError> {
-    read(from, OLDEST_FIRST, sequence, limit, filter).await
+    let query = match (&filter.target, &filter.request) {
+        (None, None) => sqlx::query_as(wanted!("ORDER BY sequence LIMIT $4")),
+        (Some(_), None) => sqlx::query_as(wanted!("AND target = $5 ORDER BY sequence LIMIT $4")),
+        (None, Some(_)) => {
+            sqlx::query_as(wanted!("AND request_id = $5 ORDER BY sequence LIMIT $4"))
+        }
+        (Some(_), Some(_)) => sqlx::query_as(wanted!(
+            "AND target = $5 AND request_id = $6 ORDER BY sequence LIMIT $4"
+        )),
+    };
+    read(from, query, sequence, limit, filter).await
 }
 
 /// The newest events that are wanted, oldest first.
@@ -87,47 +114,38 @@ pub async fn last_of(
     count: u32,
     filter: &Filter,
 ) -> Result<Vec<Event>, StoreError> {
-    let mut events = read(from, NEWEST_FIRST, 0, count, filter).await?;
+    let query = match (&filter.target, &filter.request) {
+        (None, None) => sqlx::query_as(wanted!("ORDER BY sequence DESC LIMIT $4")),
+        (Some(_), None) => {
+            sqlx::query_as(wanted!("AND target = $5 ORDER BY sequence DESC LIMIT $4"))
+        }
+        (None, Some(_)) => {
+            sqlx::query_as(wanted!("AND request_id = $5 ORDER BY sequence DESC LIMIT $4"))
+        }
+        (Some(_), Some(_)) => sqlx::query_as(wanted!(
+            "AND target = $5 AND request_id = $6 ORDER BY sequence DESC LIMIT $4"
+        )),
+    };
+    let mut events = read(from, query, 0, count, filter).await?;
     events.reverse();
     Ok(events)
 }
 
-macro_rules! wanted {
-    ($order:literal) => {
-        concat!(
-            "SELECT sequence, at, kind, actor, target, detail, request_id FROM events
-             WHERE sequence > ?1
-               AND (?2 IS NULL OR kind = ?2 OR substr(kind, 1, length(?2) + 1) = ?2 || '.')
-               AND (?3 IS NULL OR target = ?3)
-               AND (?4 IS NULL OR substr(at, 1, 19) >= ?4)
-               AND (?5 IS NULL OR request_id = ?5)
-             ORDER BY sequence ",
-            $order,
-            " LIMIT ?6"
-        )
-    };
-}
-
-const OLDEST_FIRST: &str = wanted!("ASC");
-const NEWEST_FIRST: &str = wanted!("DESC");
-
 async fn read(
     from: &mut SqliteConnection,
-    statement: &'static str,
+    query: QueryAs<'static, Sqlite, Row, SqliteArguments>,
     sequence: i64,
     limit: u32,
     filter: &Filter,
 ) -> Result<Vec<Event>, StoreError> {
-    let rows: Vec<Row> = sqlx::query_as(statement)
+    let query = query
         .bind(sequence)
-        .bind(&filter.kind)
-        .bind(&filter.target)
+        .bind(filter.kind.clone())
         // Whole seconds compare as text; fractions of different lengths do not.
         .bind(filter.since.map(|at| at.strftime("%Y-%m-%dT%H:%M:%S").to_string()))
-        .bind(&filter.request)
-        .bind(limit)
-        .fetch_all(from)
-        .await?;
+        .bind(limit);
+    let by = [&filter.target, &filter.request].into_iter().flatten();
+    let rows: Vec<Row> = by.fold(query, |query, by| query.bind(by.clone())).fetch_all(from).await?;
     rows.into_iter()
         .map(|row| {
             Ok(Event {
@@ -141,4 +159,23 @@ async fn read(
             })
         })
         .collect()
+}
+
+/// Deletes the events from before a time, and the oldest beyond a number of them; gives how many.
+pub async fn delete_old(
+    to: &mut SqliteConnection,
+    before: Timestamp,
+    most: i64,
+) -> Result<u64, StoreError> {
+    let deleted = sqlx::query(
+        "DELETE FROM events
+         WHERE sequence <= (SELECT COALESCE(MAX(sequence), 0) FROM events) - $1
+            OR sequence < (SELECT COALESCE(MIN(sequence), 0) FROM events
+                           WHERE substr(at, 1, 19) >= $2)",
+    )
+    .bind(most)
+    .bind(before.strftime("%Y-%m-%dT%H:%M:%S").to_string())
+    .execute(to)
+    .await?;
+    Ok(deleted.rows_affected())
 }

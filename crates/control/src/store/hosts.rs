@@ -43,7 +43,7 @@ impl TryFrom<Row> for Host {
 
 /// Adds a host.
 pub async fn insert(to: &mut SqliteConnection, host: &Host) -> Result<(), StoreError> {
-    sqlx::query("INSERT INTO hosts (id, name, address) VALUES (?, ?, ?)")
+    sqlx::query("INSERT INTO hosts (id, name, address) VALUES ($1, $2, $3)")
         .bind(host.id.to_string())
         .bind(&host.name)
         .bind(&host.address)
@@ -59,7 +59,7 @@ pub async fn set_description(
     host: HostId,
     description: &HostDescription,
 ) -> Result<(), StoreError> {
-    sqlx::query("UPDATE hosts SET description = ? WHERE id = ?")
+    sqlx::query("UPDATE hosts SET description = $1 WHERE id = $2")
         .bind(to_json(description))
         .bind(host.to_string())
         .execute(to)
@@ -73,7 +73,7 @@ pub async fn set_address(
     host: HostId,
     address: &str,
 ) -> Result<(), StoreError> {
-    sqlx::query("UPDATE hosts SET address = ? WHERE id = ?")
+    sqlx::query("UPDATE hosts SET address = $1 WHERE id = $2")
         .bind(address)
         .bind(host.to_string())
         .execute(to)
@@ -86,19 +86,20 @@ pub async fn find(
     from: &mut SqliteConnection,
     name_or_id: &str,
 ) -> Result<Option<Host>, StoreError> {
-    let row: Option<Row> =
-        sqlx::query_as("SELECT id, name, address, description FROM hosts WHERE name = ? OR id = ?")
-            .bind(name_or_id)
-            .bind(name_or_id)
-            .fetch_optional(from)
-            .await?;
+    let row: Option<Row> = sqlx::query_as(
+        "SELECT id, name, address, description FROM hosts WHERE name = $1 OR id = $2",
+    )
+    .bind(name_or_id)
+    .bind(name_or_id)
+    .fetch_optional(from)
+    .await?;
     row.map(Host::try_from).transpose()
 }
 
 /// Hosts in order of their ids.
 pub async fn list(from: &mut SqliteConnection, part: &Part) -> Result<Vec<Host>, StoreError> {
     let rows: Vec<Row> = sqlx::query_as(
-        "SELECT id, name, address, description FROM hosts WHERE id > ? ORDER BY id LIMIT ?",
+        "SELECT id, name, address, description FROM hosts WHERE id > $1 ORDER BY id LIMIT $2",
     )
     .bind(&part.after)
     .bind(part.limit)
@@ -110,8 +111,8 @@ pub async fn list(from: &mut SqliteConnection, part: &Part) -> Result<Vec<Host>,
 /// How many datastores and VMs are on a host.
 pub async fn uses(from: &mut SqliteConnection, host: HostId) -> Result<(i64, i64), StoreError> {
     Ok(sqlx::query_as(
-        "SELECT (SELECT COUNT(*) FROM datastores WHERE host_id = ?),
-                (SELECT COUNT(*) FROM vms WHERE host_id = ?)",
+        "SELECT (SELECT COUNT(*) FROM datastore_hosts WHERE host_id = $1),
+                (SELECT COUNT(*) FROM placements WHERE host_id = $2)",
     )
     .bind(host.to_string())
     .bind(host.to_string())
@@ -121,11 +122,11 @@ pub async fn uses(from: &mut SqliteConnection, host: HostId) -> Result<(i64, i64
 
 /// Removes a host and the alarms that those who watch it raised.
 pub async fn delete(to: &mut SqliteConnection, host: HostId) -> Result<(), StoreError> {
-    sqlx::query("DELETE FROM alarms WHERE source = ? OR source = ?")
+    sqlx::query("DELETE FROM alarms WHERE source = $1 OR source = $2")
         .bind(host.to_string())
         .bind(super::alarms::source_of_datastores(host))
         .execute(&mut *to)
         .await?;
-    sqlx::query("DELETE FROM hosts WHERE id = ?").bind(host.to_string()).execute(to).await?;
+    sqlx::query("DELETE FROM hosts WHERE id = $1").bind(host.to_string()).execute(to).await?;
     Ok(())
 }

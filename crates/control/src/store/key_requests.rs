@@ -65,7 +65,7 @@ pub async fn put(
 ) -> Result<(), StoreError> {
     sqlx::query(
         "INSERT INTO key_requests (provider_id, request, mark, sent_at, vm_id, server, marked, key_id, abandoned)
-         VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)
+         VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9)
          ON CONFLICT (provider_id, request) DO UPDATE
          SET mark = excluded.mark, sent_at = excluded.sent_at, server = excluded.server,
              marked = excluded.marked, key_id = excluded.key_id, abandoned = excluded.abandoned",
@@ -92,7 +92,7 @@ pub async fn get(
 ) -> Result<Option<KeyRequest>, StoreError> {
     let row: Option<Row> = sqlx::query_as(
         "SELECT request, mark, sent_at, vm_id, server, marked, key_id, abandoned FROM key_requests
-         WHERE provider_id = ? AND request = ?",
+         WHERE provider_id = $1 AND request = $2",
     )
     .bind(provider.to_string())
     .bind(request.to_string())
@@ -108,7 +108,7 @@ pub async fn abandoned(
 ) -> Result<Vec<KeyRequest>, StoreError> {
     let rows: Vec<Row> = sqlx::query_as(
         "SELECT request, mark, sent_at, vm_id, server, marked, key_id, abandoned FROM key_requests
-         WHERE provider_id = ? AND abandoned = 1 ORDER BY request",
+         WHERE provider_id = $1 AND abandoned ORDER BY request",
     )
     .bind(provider.to_string())
     .fetch_all(from)
@@ -123,7 +123,7 @@ pub async fn of_provider(
 ) -> Result<Vec<KeyRequest>, StoreError> {
     let rows: Vec<Row> = sqlx::query_as(
         "SELECT request, mark, sent_at, vm_id, server, marked, key_id, abandoned FROM key_requests
-         WHERE provider_id = ? ORDER BY request",
+         WHERE provider_id = $1 ORDER BY request",
     )
     .bind(provider.to_string())
     .fetch_all(from)
@@ -138,7 +138,7 @@ pub async fn set_server(
     from: &str,
     server: &str,
 ) -> Result<(), StoreError> {
-    sqlx::query("UPDATE key_requests SET server = ? WHERE provider_id = ? AND server = ?")
+    sqlx::query("UPDATE key_requests SET server = $1 WHERE provider_id = $2 AND server = $3")
         .bind(server)
         .bind(provider.to_string())
         .bind(from)
@@ -153,7 +153,7 @@ pub async fn delete(
     provider: ProviderId,
     request: Uuid,
 ) -> Result<(), StoreError> {
-    sqlx::query("DELETE FROM key_requests WHERE provider_id = ? AND request = ?")
+    sqlx::query("DELETE FROM key_requests WHERE provider_id = $1 AND request = $2")
         .bind(provider.to_string())
         .bind(request.to_string())
         .execute(to)

@@ -13,7 +13,7 @@ pub async fn insert(
     key: &KeyReference,
 ) -> Result<(), StoreError> {
     sqlx::query(
-        "INSERT INTO keys (provider_id, key_id, vm_id, check_value) VALUES (?, ?, ?, ?)
+        "INSERT INTO keys (provider_id, key_id, vm_id, check_value) VALUES ($1, $2, $3, $4)
          ON CONFLICT (provider_id, key_id) DO NOTHING",
     )
     .bind(key.provider.to_string())
@@ -33,7 +33,7 @@ pub async fn insert_for_task(
     task: TaskId,
 ) -> Result<(), StoreError> {
     insert(to, vm, key).await?;
-    sqlx::query("UPDATE keys SET task_id = ? WHERE provider_id = ? AND key_id = ?")
+    sqlx::query("UPDATE keys SET task_id = $1 WHERE provider_id = $2 AND key_id = $3")
         .bind(task.to_string())
         .bind(key.provider.to_string())
         .bind(&key.key_id)
@@ -49,7 +49,7 @@ pub async fn of_task(
 ) -> Result<Option<KeyReference>, StoreError> {
     let row: Option<(String, String, String)> = sqlx::query_as(
         "SELECT provider_id, key_id, check_value FROM keys
-         WHERE task_id = ? AND destroyed = 0 AND unwanted = 0",
+         WHERE task_id = $1 AND NOT destroyed AND NOT unwanted",
     )
     .bind(task.to_string())
     .fetch_optional(from)
@@ -62,7 +62,7 @@ pub async fn of_task(
 pub async fn of_vm(from: &mut SqliteConnection, vm: VmId) -> Result<Vec<KeyReference>, StoreError> {
     let rows: Vec<(String, String, String)> = sqlx::query_as(
         "SELECT provider_id, key_id, check_value FROM keys
-         WHERE vm_id = ? AND destroyed = 0 AND unwanted = 0 ORDER BY provider_id, key_id",
+         WHERE vm_id = $1 AND NOT destroyed AND NOT unwanted ORDER BY provider_id, key_id",
     )
     .bind(vm.to_string())
     .fetch_all(from)
@@ -98,7 +98,7 @@ pub async fn living(
 ) -> Result<Vec<LivingKey>, StoreError> {
     let rows: Vec<(String, String, Option<String>, String, bool)> = sqlx::query_as(
         "SELECT k.key_id, k.vm_id, v.name, k.check_value, k.unwanted FROM keys k LEFT JOIN vms v ON v.id = k.vm_id
-         WHERE k.provider_id = ? AND k.destroyed = 0 ORDER BY k.key_id",
+         WHERE k.provider_id = $1 AND NOT k.destroyed ORDER BY k.key_id",
     )
     .bind(provider.to_string())
     .fetch_all(from)
@@ -117,7 +117,7 @@ pub async fn is_known(
     key_id: &str,
 ) -> Result<bool, StoreError> {
     let found: i64 =
-        sqlx::query_scalar("SELECT COUNT(*) FROM keys WHERE provider_id = ? AND key_id = ?")
+        sqlx::query_scalar("SELECT COUNT(*) FROM keys WHERE provider_id = $1 AND key_id = $2")
             .bind(provider.to_string())
             .bind(key_id)
             .fetch_one(from)
@@ -132,7 +132,7 @@ pub async fn set_unwanted(
     key: &KeyReference,
 ) -> Result<(), StoreError> {
     insert(to, vm, key).await?;
-    sqlx::query("UPDATE keys SET unwanted = 1 WHERE provider_id = ? AND key_id = ?")
+    sqlx::query("UPDATE keys SET unwanted = TRUE WHERE provider_id = $1 AND key_id = $2")
         .bind(key.provider.to_string())
         .bind(&key.key_id)
         .execute(to)
@@ -149,7 +149,7 @@ pub async fn destroy(
 ) -> Result<bool, StoreError> {
     insert(to, vm, key).await?;
     let destroyed = sqlx::query(
-        "UPDATE keys SET destroyed = 1 WHERE provider_id = ? AND key_id = ? AND destroyed = 0",
+        "UPDATE keys SET destroyed = TRUE WHERE provider_id = $1 AND key_id = $2 AND NOT destroyed",
     )
     .bind(key.provider.to_string())
     .bind(&key.key_id)
@@ -165,7 +165,7 @@ pub async fn is_destroyed(
     key_id: &str,
 ) -> Result<bool, StoreError> {
     let found: Option<bool> =
-        sqlx::query_scalar("SELECT destroyed FROM keys WHERE provider_id = ? AND key_id = ?")
+        sqlx::query_scalar("SELECT destroyed FROM keys WHERE provider_id = $1 AND key_id = $2")
             .bind(provider.to_string())
             .bind(key_id)
             .fetch_optional(from)

@@ -64,7 +64,7 @@ pub async fn insert_servers(
     for (position, server) in servers.iter().enumerate() {
         sqlx::query(
             "INSERT INTO kmip_servers (provider_id, position, alias, host, port, trust)
-             VALUES (?, ?, ?, ?, ?, ?)",
+             VALUES ($1, $2, $3, $4, $5, $6)",
         )
         .bind(provider.to_string())
         .bind(i64::try_from(position).unwrap_or(i64::MAX))
@@ -85,7 +85,7 @@ pub async fn replace_servers(
     provider: ProviderId,
     servers: &[Server],
 ) -> Result<(), StoreError> {
-    sqlx::query("DELETE FROM kmip_servers WHERE provider_id = ?")
+    sqlx::query("DELETE FROM kmip_servers WHERE provider_id = $1")
         .bind(provider.to_string())
         .execute(&mut *to)
         .await?;
@@ -98,7 +98,7 @@ pub async fn servers(
     provider: ProviderId,
 ) -> Result<Vec<Server>, StoreError> {
     let rows: Vec<Row> = sqlx::query_as(
-        "SELECT alias, host, port, trust FROM kmip_servers WHERE provider_id = ? ORDER BY position",
+        "SELECT alias, host, port, trust FROM kmip_servers WHERE provider_id = $1 ORDER BY position",
     )
     .bind(provider.to_string())
     .fetch_all(from)
@@ -118,7 +118,7 @@ pub async fn set_trust(
     alias: &str,
     trust: &Trust,
 ) -> Result<(), StoreError> {
-    sqlx::query("UPDATE kmip_servers SET trust = ? WHERE provider_id = ? AND alias = ?")
+    sqlx::query("UPDATE kmip_servers SET trust = $1 WHERE provider_id = $2 AND alias = $3")
         .bind(to_json(trust))
         .bind(provider.to_string())
         .bind(alias)
@@ -133,7 +133,7 @@ pub async fn client(
     provider: ProviderId,
 ) -> Result<Option<ClientRow>, StoreError> {
     Ok(sqlx::query_as(
-        "SELECT key_file, certificate, next_key_file FROM kmip_clients WHERE provider_id = ?",
+        "SELECT key_file, certificate, next_key_file FROM kmip_clients WHERE provider_id = $1",
     )
     .bind(provider.to_string())
     .fetch_optional(from)
@@ -147,7 +147,7 @@ pub async fn insert_client(
     client: &ClientRow,
 ) -> Result<(), StoreError> {
     let sql = "INSERT INTO kmip_clients (provider_id, key_file, certificate, next_key_file)
-               VALUES (?, ?, ?, ?)";
+               VALUES ($1, $2, $3, $4)";
     sqlx::query(sql)
         .bind(provider.to_string())
         .bind(&client.key_file)
@@ -166,8 +166,8 @@ pub async fn change_client(
     client: &ClientRow,
 ) -> Result<bool, StoreError> {
     let changed = sqlx::query(
-        "UPDATE kmip_clients SET key_file = ?, certificate = ?, next_key_file = ?
-         WHERE provider_id = ? AND key_file = ?",
+        "UPDATE kmip_clients SET key_file = $1, certificate = $2, next_key_file = $3
+         WHERE provider_id = $4 AND key_file = $5",
     )
     .bind(&client.key_file)
     .bind(&client.certificate)

@@ -18,6 +18,9 @@ pub mod tasks;
 pub mod users;
 pub mod vms;
 
+#[cfg(test)]
+mod migration_tests;
+
 use std::ops::{Deref, DerefMut};
 use std::path::Path;
 use std::str::FromStr;
@@ -38,6 +41,9 @@ const READERS: u32 = 4;
 
 /// How long a request waits for a connection before it fails.
 const ACQUIRE_TIMEOUT: Duration = Duration::from_secs(15);
+
+/// The generation of a volume or a placement when it is made.
+const FIRST_GENERATION: i64 = 1;
 
 /// How many rows a page of a list has at most.
 pub const PAGE_MAX: u32 = 1000;

@@ -66,7 +66,7 @@ pub async fn insert(to: &mut SqliteConnection, policy: &Policy) -> Result<(), St
     sqlx::query(
         "INSERT INTO policies (id, name, encryption, provider_id, allocation, limits, cache,
                                replica)
-         VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+         VALUES ($1, $2, $3, $4, $5, $6, $7, $8)",
     )
     .bind(policy.id.to_string())
     .bind(&policy.name)
@@ -91,7 +91,7 @@ pub async fn find(
         "SELECT p.id, p.name, p.encryption, p.provider_id, k.name AS provider_name, p.allocation,
                 p.limits, p.cache, p.replica
          FROM policies p LEFT JOIN providers k ON k.id = p.provider_id
-         WHERE p.name = ? OR p.id = ?",
+         WHERE p.name = $1 OR p.id = $2",
     )
     .bind(name_or_id)
     .bind(name_or_id)
@@ -106,7 +106,7 @@ pub async fn list(from: &mut SqliteConnection, part: &Part) -> Result<Vec<Policy
         "SELECT p.id, p.name, p.encryption, p.provider_id, k.name AS provider_name, p.allocation,
                 p.limits, p.cache, p.replica
          FROM policies p LEFT JOIN providers k ON k.id = p.provider_id
-         WHERE p.id > ? ORDER BY p.id LIMIT ?",
+         WHERE p.id > $1 ORDER BY p.id LIMIT $2",
     )
     .bind(&part.after)
     .bind(part.limit)
@@ -117,7 +117,7 @@ pub async fn list(from: &mut SqliteConnection, part: &Part) -> Result<Vec<Policy
 
 /// How many VMs have a policy.
 pub async fn uses(from: &mut SqliteConnection, policy: PolicyId) -> Result<i64, StoreError> {
-    Ok(sqlx::query_scalar("SELECT COUNT(*) FROM vms WHERE policy_id = ?")
+    Ok(sqlx::query_scalar("SELECT COUNT(*) FROM vms WHERE policy_id = $1")
         .bind(policy.to_string())
         .fetch_one(from)
         .await?)
@@ -125,6 +125,6 @@ pub async fn uses(from: &mut SqliteConnection, policy: PolicyId) -> Result<i64, 
 
 /// Removes a policy.
 pub async fn delete(to: &mut SqliteConnection, policy: PolicyId) -> Result<(), StoreError> {
-    sqlx::query("DELETE FROM policies WHERE id = ?").bind(policy.to_string()).execute(to).await?;
+    sqlx::query("DELETE FROM policies WHERE id = $1").bind(policy.to_string()).execute(to).await?;
     Ok(())
 }

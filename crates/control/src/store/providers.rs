@@ -46,7 +46,7 @@ impl TryFrom<Row> for Provider {
 /// Adds a provider.
 pub async fn insert(to: &mut SqliteConnection, provider: &Provider) -> Result<(), StoreError> {
     sqlx::query(
-        "INSERT INTO providers (id, name, kind, is_default, verified) VALUES (?, ?, ?, ?, ?)",
+        "INSERT INTO providers (id, name, kind, is_default, verified) VALUES ($1, $2, $3, $4, $5)",
     )
     .bind(provider.id.to_string())
     .bind(&provider.name)
@@ -65,7 +65,7 @@ pub async fn find(
     name_or_id: &str,
 ) -> Result<Option<Provider>, StoreError> {
     let row: Option<Row> = sqlx::query_as(
-        "SELECT id, name, kind, is_default, verified FROM providers WHERE name = ? OR id = ?",
+        "SELECT id, name, kind, is_default, verified FROM providers WHERE name = $1 OR id = $2",
     )
     .bind(name_or_id)
     .bind(name_or_id)
@@ -77,7 +77,7 @@ pub async fn find(
 /// The default provider.
 pub async fn default(from: &mut SqliteConnection) -> Result<Option<Provider>, StoreError> {
     let row: Option<Row> = sqlx::query_as(
-        "SELECT id, name, kind, is_default, verified FROM providers WHERE is_default = 1",
+        "SELECT id, name, kind, is_default, verified FROM providers WHERE is_default",
     )
     .fetch_optional(from)
     .await?;
@@ -88,7 +88,7 @@ pub async fn default(from: &mut SqliteConnection) -> Result<Option<Provider>, St
 pub async fn list(from: &mut SqliteConnection, part: &Part) -> Result<Vec<Provider>, StoreError> {
     let rows: Vec<Row> = sqlx::query_as(
         "SELECT id, name, kind, is_default, verified FROM providers
-         WHERE id > ? ORDER BY id LIMIT ?",
+         WHERE id > $1 ORDER BY id LIMIT $2",
     )
     .bind(&part.after)
     .bind(part.limit)
@@ -102,10 +102,10 @@ pub async fn set_default(
     to: &mut SqliteConnection,
     provider: ProviderId,
 ) -> Result<(), StoreError> {
-    sqlx::query("UPDATE providers SET is_default = 0 WHERE is_default = 1")
+    sqlx::query("UPDATE providers SET is_default = FALSE WHERE is_default")
         .execute(&mut *to)
         .await?;
-    sqlx::query("UPDATE providers SET is_default = 1 WHERE id = ?")
+    sqlx::query("UPDATE providers SET is_default = TRUE WHERE id = $1")
         .bind(provider.to_string())
         .execute(to)
         .await?;
@@ -117,7 +117,7 @@ pub async fn set_verified(
     to: &mut SqliteConnection,
     provider: ProviderId,
 ) -> Result<(), StoreError> {
-    sqlx::query("UPDATE providers SET verified = 1 WHERE id = ?")
+    sqlx::query("UPDATE providers SET verified = TRUE WHERE id = $1")
         .bind(provider.to_string())
         .execute(to)
         .await?;
@@ -130,9 +130,9 @@ pub async fn uses(
     provider: ProviderId,
 ) -> Result<(i64, i64), StoreError> {
     Ok(sqlx::query_as(
-        "SELECT (SELECT COUNT(*) FROM keys WHERE provider_id = ? AND destroyed = 0 AND unwanted = 0)
-                  + (SELECT COUNT(*) FROM vms WHERE provider_id = ? AND key_id IS NULL),
-                (SELECT COUNT(*) FROM policies WHERE provider_id = ?)",
+        "SELECT (SELECT COUNT(*) FROM keys WHERE provider_id = $1 AND NOT destroyed AND NOT unwanted)
+                  + (SELECT COUNT(*) FROM vms WHERE provider_id = $2 AND key_id IS NULL),
+                (SELECT COUNT(*) FROM policies WHERE provider_id = $3)",
     )
     .bind(provider.to_string())
     .bind(provider.to_string())
@@ -143,7 +143,7 @@ pub async fn uses(
 
 /// Removes a provider. The tombstones of its keys stay.
 pub async fn delete(to: &mut SqliteConnection, provider: ProviderId) -> Result<(), StoreError> {
-    sqlx::query("DELETE FROM providers WHERE id = ?")
+    sqlx::query("DELETE FROM providers WHERE id = $1")
         .bind(provider.to_string())
         .execute(to)
         .await?;

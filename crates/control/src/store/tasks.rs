@@ -180,7 +180,7 @@ pub async fn insert(to: &mut SqliteConnection, task: &Task) -> Result<(), Proble
     for claim in task.operation.claims() {
         let (kind, object) = claim.stored();
         let claimed =
-            sqlx::query("INSERT INTO task_claims (kind, object, task_id) VALUES (?, ?, ?)")
+            sqlx::query("INSERT INTO task_claims (kind, object, task_id) VALUES ($1, $2, $3)")
                 .bind(kind)
                 .bind(object)
                 .bind(task.id.to_string())
@@ -201,7 +201,7 @@ pub async fn insert(to: &mut SqliteConnection, task: &Task) -> Result<(), Proble
     sqlx::query(
         "INSERT INTO tasks (id, kind, target, vm_id, actor, operation, state, step, created,
                             request_id, parent, not_before)
-         VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+         VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12)",
     )
     .bind(task.id.to_string())
     .bind(task.operation.kind())
@@ -224,7 +224,7 @@ pub async fn insert(to: &mut SqliteConnection, task: &Task) -> Result<(), Proble
 async fn prune(to: &mut SqliteConnection) -> Result<(), StoreError> {
     let forgotten = sqlx::query(
         "DELETE FROM tasks WHERE ended IS NOT NULL AND id <= (
-             SELECT id FROM tasks WHERE ended IS NOT NULL ORDER BY id DESC LIMIT 1 OFFSET ?)",
+             SELECT id FROM tasks WHERE ended IS NOT NULL ORDER BY id DESC LIMIT 1 OFFSET $1)",
     )
     .bind(ENDED_MAX)
     .execute(&mut *to)
@@ -245,8 +245,8 @@ async fn prune(to: &mut SqliteConnection) -> Result<(), StoreError> {
 pub async fn update(to: &mut SqliteConnection, task: &Task) -> Result<(), StoreError> {
     // Not `cancelled`, nor the operation: those are the users' to set.
     sqlx::query(
-        "UPDATE tasks SET state = ?, step = ?, failed_step = ?, outputs = ?, waiting = ?, ended = ?, problem = ?
-         WHERE id = ?",
+        "UPDATE tasks SET state = $1, step = $2, failed_step = $3, outputs = $4, waiting = $5, ended = $6, problem = $7
+         WHERE id = $8",
     )
     .bind(to_name(&task.state))
     .bind(&task.step)
@@ -259,7 +259,7 @@ pub async fn update(to: &mut SqliteConnection, task: &Task) -> Result<(), StoreE
     .execute(&mut *to)
     .await?;
     if task.ended.is_some() {
-        sqlx::query("DELETE FROM task_claims WHERE task_id = ?")
+        sqlx::query("DELETE FROM task_claims WHERE task_id = $1")
             .bind(task.id.to_string())
             .execute(to)
             .await?;
@@ -269,7 +269,7 @@ pub async fn update(to: &mut SqliteConnection, task: &Task) -> Result<(), StoreE
 
 /// Notes what a task does now.
 pub async fn set_operation(to: &mut SqliteConnection, task: &Task) -> Result<(), StoreError> {
-    sqlx::query("UPDATE tasks SET operation = ? WHERE id = ?")
+    sqlx::query("UPDATE tasks SET operation = $1 WHERE id = $2")
         .bind(to_json(&task.operation))
         .bind(task.id.to_string())
         .execute(to)
@@ -280,8 +280,8 @@ pub async fn set_operation(to: &mut SqliteConnection, task: &Task) -> Result<(),
 /// Notes that a task is to stop; false when it has ended or is being undone.
 pub async fn cancel(to: &mut SqliteConnection, task: TaskId) -> Result<bool, StoreError> {
     let cancelled = sqlx::query(
-        "UPDATE tasks SET cancelled = 1
-         WHERE id = ? AND state IN ('queued', 'running', 'waiting')",
+        "UPDATE tasks SET cancelled = TRUE
+         WHERE id = $1 AND state IN ('queued', 'running', 'waiting')",
     )
     .bind(task.to_string())
     .execute(to)
@@ -295,7 +295,7 @@ pub async fn cancel_parts(
     parent: TaskId,
 ) -> Result<Vec<Task>, StoreError> {
     let rows: Vec<Row> =
-        sqlx::query_as(concat!("SELECT ", columns!(), " FROM tasks WHERE parent = ? ORDER BY id"))
+        sqlx::query_as(concat!("SELECT ", columns!(), " FROM tasks WHERE parent = $1 ORDER BY id"))
             .bind(parent.to_string())
             .fetch_all(&mut *to)
             .await?;
@@ -312,7 +312,7 @@ pub async fn cancel_parts(
 /// A task by its id.
 pub async fn get(from: &mut SqliteConnection, id: &str) -> Result<Option<Task>, StoreError> {
     let row: Option<Row> =
-        sqlx::query_as(concat!("SELECT ", columns!(), " FROM tasks WHERE id = ?"))
+        sqlx::query_as(concat!("SELECT ", columns!(), " FROM tasks WHERE id = $1"))
             .bind(id)
             .fetch_optional(from)
             .await?;
@@ -324,7 +324,7 @@ pub async fn holding(from: &mut SqliteConnection, vm: VmId) -> Result<Option<Tas
     let row: Option<Row> = sqlx::query_as(concat!(
         "SELECT ",
         columns!(),
-        " FROM tasks WHERE id = (SELECT task_id FROM task_claims WHERE kind = 'vm' AND object = ?)"
+        " FROM tasks WHERE id = (SELECT task_id FROM task_claims WHERE kind = 'vm' AND object = $1)"
     ))
     .bind(vm.to_string())
     .fetch_optional(from)
@@ -337,7 +337,7 @@ pub async fn unknown_of_vm(from: &mut SqliteConnection, vm: VmId) -> Result<Vec<
     let rows: Vec<Row> = sqlx::query_as(concat!(
         "SELECT ",
         columns!(),
-        " FROM tasks WHERE vm_id = ? AND state = 'unknown'"
+        " FROM tasks WHERE vm_id = $1 AND state = 'unknown'"
     ))
     .bind(vm.to_string())
     .fetch_all(from)
@@ -351,16 +351,25 @@ pub async fn list(
     part: &Part,
     state: Option<TaskState>,
 ) -> Result<Vec<Task>, StoreError> {
-    let rows: Vec<Row> = sqlx::query_as(concat!(
-        "SELECT ",
-        columns!(),
-        " FROM tasks WHERE id > ?1 AND (?2 IS NULL OR state = ?2) ORDER BY id LIMIT ?3"
-    ))
-    .bind(&part.after)
-    .bind(state.as_ref().map(to_name))
-    .bind(part.limit)
-    .fetch_all(from)
-    .await?;
+    // Each has an index of its own; a condition that may be left out would hide it.
+    let query = match state {
+        None => sqlx::query_as(concat!(
+            "SELECT ",
+            columns!(),
+            " FROM tasks WHERE id > $1 ORDER BY id LIMIT $2"
+        )),
+        Some(_) => sqlx::query_as(concat!(
+            "SELECT ",
+            columns!(),
+            " FROM tasks WHERE id > $1 AND state = $3 ORDER BY id LIMIT $2"
+        )),
+    };
+    let query = query.bind(&part.after).bind(part.limit);
+    let query = match state {
+        None => query,
+        Some(state) => query.bind(to_name(&state)),
+    };
+    let rows: Vec<Row> = query.fetch_all(from).await?;
     Ok(rows.into_iter().map(Task::from).collect())
 }
 

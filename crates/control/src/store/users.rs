@@ -17,7 +17,7 @@ pub async fn insert(
     name: &str,
     token_sha256: &str,
 ) -> Result<(), StoreError> {
-    sqlx::query("INSERT INTO users (name, token_sha256) VALUES (?, ?)")
+    sqlx::query("INSERT INTO users (name, token_sha256) VALUES ($1, $2)")
         .bind(name)
         .bind(token_sha256)
         .execute(to)
@@ -32,11 +32,11 @@ pub async fn insert_join_token(
     expires: Timestamp,
 ) -> Result<(), StoreError> {
     // RFC 3339 in UTC with the same number of digits sorts as time does.
-    sqlx::query("DELETE FROM join_tokens WHERE expires < ?")
+    sqlx::query("DELETE FROM join_tokens WHERE expires < $1")
         .bind(sortable(Timestamp::now()))
         .execute(&mut *to)
         .await?;
-    sqlx::query("INSERT INTO join_tokens (sha256, expires) VALUES (?, ?)")
+    sqlx::query("INSERT INTO join_tokens (sha256, expires) VALUES ($1, $2)")
         .bind(sha256)
         .bind(sortable(expires))
         .execute(to)
@@ -47,7 +47,7 @@ pub async fn insert_join_token(
 /// Whether there is such a join token, and it has not expired.
 pub async fn has_join_token(from: &mut SqliteConnection, sha256: &str) -> Result<bool, StoreError> {
     let found: Option<(i64,)> =
-        sqlx::query_as("SELECT 1 FROM join_tokens WHERE sha256 = ? AND expires >= ?")
+        sqlx::query_as("SELECT 1 FROM join_tokens WHERE sha256 = $1 AND expires >= $2")
             .bind(sha256)
             .bind(sortable(Timestamp::now()))
             .fetch_optional(from)
@@ -57,7 +57,7 @@ pub async fn has_join_token(from: &mut SqliteConnection, sha256: &str) -> Result
 
 /// Uses up a join token; false when there is no such token, or it has expired.
 pub async fn take_join_token(to: &mut SqliteConnection, sha256: &str) -> Result<bool, StoreError> {
-    let taken = sqlx::query("DELETE FROM join_tokens WHERE sha256 = ? AND expires >= ?")
+    let taken = sqlx::query("DELETE FROM join_tokens WHERE sha256 = $1 AND expires >= $2")
         .bind(sha256)
         .bind(sortable(Timestamp::now()))
         .execute(to)

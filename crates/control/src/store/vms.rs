@@ -5,7 +5,10 @@ use vmseal_api::host::{KeyReference, Power, Stopped};
 use vmseal_api::id::{HostId, PolicyId, ProviderId, VmId};
 use vmseal_api::model::Lifecycle;
 
-use super::{Part, StoreError, from_json, from_name, parse, taken, to_json, to_name, unsigned};
+use super::{
+    FIRST_GENERATION, Part, StoreError, from_json, from_name, parse, taken, to_json, to_name,
+    unsigned,
+};
 
 /// A VM as the inventory has it, without its disks.
 #[derive(Clone, Debug)]
@@ -60,10 +63,11 @@ struct Row {
 macro_rules! select {
     ($rest:literal) => {
         concat!(
-            "SELECT v.id, v.name, v.host_id, h.name AS host_name, v.policy_id, p.name AS policy_name,
+            "SELECT v.id, v.name, o.host_id, h.name AS host_name, v.policy_id, p.name AS policy_name,
                     v.vcpus, v.memory, v.provider_id, v.key_id, v.key_check, v.lifecycle,
                     v.seen_power, v.seen_stopped
-             FROM vms v JOIN hosts h ON h.id = v.host_id JOIN policies p ON p.id = v.policy_id ",
+             FROM vms v JOIN placements o ON o.vm_id = v.id AND o.role = 'owner'
+                  JOIN hosts h ON h.id = o.host_id JOIN policies p ON p.id = v.policy_id ",
             $rest
         )
     };
@@ -104,26 +108,33 @@ impl TryFrom<Row> for Vm {
 /// Adds a VM that is to be made.
 pub async fn insert(to: &mut SqliteConnection, vm: &Vm) -> Result<(), StoreError> {
     sqlx::query(
-        "INSERT INTO vms (id, name, host_id, policy_id, vcpus, memory, provider_id, lifecycle)
-         VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+        "INSERT INTO vms (id, name, policy_id, vcpus, memory, provider_id, lifecycle)
+         VALUES ($1, $2, $3, $4, $5, $6, $7)",
     )
     .bind(vm.id.to_string())
     .bind(&vm.name)
-    .bind(vm.host.to_string())
     .bind(vm.policy.to_string())
     .bind(vm.vcpus)
     .bind(i64::try_from(vm.memory).unwrap_or(i64::MAX))
     .bind(vm.provider.map(|id| id.to_string()))
     .bind(to_name(&vm.lifecycle))
-    .execute(to)
+    .execute(&mut *to)
     .await
     .map_err(taken(|| format!("a VM '{}'", vm.name)))?;
+    sqlx::query(
+        "INSERT INTO placements (vm_id, role, host_id, generation) VALUES ($1, 'owner', $2, $3)",
+    )
+    .bind(vm.id.to_string())
+    .bind(vm.host.to_string())
+    .bind(FIRST_GENERATION)
+    .execute(to)
+    .await?;
     Ok(())
 }
 
 /// A VM by its name or id.
 pub async fn find(from: &mut SqliteConnection, name_or_id: &str) -> Result<Option<Vm>, StoreError> {
-    let row: Option<Row> = sqlx::query_as(select!("WHERE v.name = ? OR v.id = ?"))
+    let row: Option<Row> = sqlx::query_as(select!("WHERE v.name = $1 OR v.id = $2"))
         .bind(name_or_id)
         .bind(name_or_id)
         .fetch_optional(from)
@@ -138,7 +149,7 @@ pub async fn get(from: &mut SqliteConnection, vm: VmId) -> Result<Option<Vm>, St
 
 /// VMs in order of their ids.
 pub async fn list(from: &mut SqliteConnection, part: &Part) -> Result<Vec<Vm>, StoreError> {
-    let rows: Vec<Row> = sqlx::query_as(select!("WHERE v.id > ? ORDER BY v.id LIMIT ?"))
+    let rows: Vec<Row> = sqlx::query_as(select!("WHERE v.id > $1 ORDER BY v.id LIMIT $2"))
         .bind(&part.after)
         .bind(part.limit)
         .fetch_all(from)
@@ -148,7 +159,7 @@ pub async fn list(from: &mut SqliteConnection, part: &Part) -> Result<Vec<Vm>, S
 
 /// The VMs of a host.
 pub async fn on_host(from: &mut SqliteConnection, host: HostId) -> Result<Vec<Vm>, StoreError> {
-    let rows: Vec<Row> = sqlx::query_as(select!("WHERE v.host_id = ? ORDER BY v.id"))
+    let rows: Vec<Row> = sqlx::query_as(select!("WHERE o.host_id = $1 ORDER BY v.id"))
         .bind(host.to_string())
         .fetch_all(from)
         .await?;
@@ -161,7 +172,7 @@ pub async fn set_key(
     vm: VmId,
     key: &KeyReference,
 ) -> Result<(), StoreError> {
-    sqlx::query("UPDATE vms SET provider_id = ?, key_id = ?, key_check = ? WHERE id = ?")
+    sqlx::query("UPDATE vms SET provider_id = $1, key_id = $2, key_check = $3 WHERE id = $4")
         .bind(key.provider.to_string())
         .bind(&key.key_id)
         .bind(&key.check)
@@ -177,7 +188,7 @@ pub async fn set_lifecycle(
     vm: VmId,
     lifecycle: Lifecycle,
 ) -> Result<(), StoreError> {
-    sqlx::query("UPDATE vms SET lifecycle = ? WHERE id = ?")
+    sqlx::query("UPDATE vms SET lifecycle = $1 WHERE id = $2")
         .bind(to_name(&lifecycle))
         .bind(vm.to_string())
         .execute(to)
@@ -192,7 +203,7 @@ pub async fn set_seen(
     power: Power,
     stopped: Option<&Stopped>,
 ) -> Result<(), StoreError> {
-    sqlx::query("UPDATE vms SET seen_power = ?, seen_stopped = ? WHERE id = ?")
+    sqlx::query("UPDATE vms SET seen_power = $1, seen_stopped = $2 WHERE id = $3")
         .bind(to_name(&power))
         .bind(stopped.map(to_json))
         .bind(vm.to_string())
@@ -201,9 +212,12 @@ pub async fn set_seen(
     Ok(())
 }
 
-/// Removes a VM and what is left of its disks.
+/// Removes a VM, its placements, and what is left of its disks.
 pub async fn delete(to: &mut SqliteConnection, vm: VmId) -> Result<(), StoreError> {
-    sqlx::query("DELETE FROM disks WHERE vm_id = ?").bind(vm.to_string()).execute(&mut *to).await?;
-    sqlx::query("DELETE FROM vms WHERE id = ?").bind(vm.to_string()).execute(to).await?;
+    sqlx::query("DELETE FROM disks WHERE vm_id = $1")
+        .bind(vm.to_string())
+        .execute(&mut *to)
+        .await?;
+    sqlx::query("DELETE FROM vms WHERE id = $1").bind(vm.to_string()).execute(to).await?;
     Ok(())
 }
