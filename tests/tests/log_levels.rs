@@ -24,7 +24,7 @@ fn levels_change_at_once_are_the_filters_too_and_last_until_the_process_ends() {
     };
     assert_eq!(levels(&here, &["server", "log-level"]), "info");
     assert!(!shows(&here, "quiet-1"));
-    here.vmseal(&["server", "log-level", "info,vmseal_control=debug"]).unwrap();
+    here.vmseal(&["server", "log-level", "info,vmseal_rest=debug"]).unwrap();
     assert!(shows(&here, "loud-1"));
     here.vmseal(&["server", "log-level", "info"]).unwrap();
     assert!(!shows(&here, "quiet-2"));

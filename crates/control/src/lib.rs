@@ -1,46 +1,37 @@
-//! The control plane: inventory, policies, key providers, hosts, tasks, and the REST API before them.
+//! The control plane: inventory, policies, key providers, hosts, tasks, and the services that the API offers.
+//! HTTP is above it, in a crate of its own.
 //!
 //! | module | what |
 //! |---|---|
-//! | [`initialise`], [`authority`], [`identity`] | the data directory; the CA; the server's certificate |
+//! | [`setup`] | the data directory; the CA; the server's certificate |
 //! | [`store`] | the inventory |
-//! | [`providers`], [`keys`] | where keys come from, and how they get to hosts |
-//! | [`hosts`], [`alarms`] | joining, one monitor per host, what stands |
-//! | [`tasks`] | durable work |
+//! | [`providers`] | where keys come from |
+//! | [`hosts`] | joining, one monitor per host, how keys get there, alarms |
+//! | [`operation`], [`tasks`] | durable work |
 //! | [`retention`] | how long events are kept |
+//! | [`services`] | one function for each operation, with its caller and its privilege |
+//! | [`control_plane`] | all of it, at work |
 //! | `locks` | one lock for each of many things |
-//! | `connections` | who may have how many connections |
 //! | [`metrics`] | what the server measures |
-//! | [`http`], [`server`] | the API, and the process |
 
-pub mod alarms;
-pub mod authority;
 mod backoff;
-mod connections;
-mod expiry;
-mod files;
+pub mod control_plane;
 pub mod hosts;
-pub mod http;
-pub mod identity;
-pub mod initialise;
-pub mod keys;
 mod locks;
 pub mod metrics;
+pub mod operation;
 pub mod providers;
 pub mod retention;
-mod scan;
-pub mod server;
-#[cfg(test)]
-mod server_tests;
+pub mod services;
+pub mod setup;
 pub mod store;
 pub mod tasks;
-#[cfg(test)]
-mod testing;
+#[cfg(any(test, feature = "testing"))]
+#[allow(clippy::unwrap_used, missing_docs)] // a test that cannot go on ends
+pub mod testing;
 
 use aws_lc_rs::digest::{SHA256, digest};
 use vmseal_api::problem::{ErrorCode, Problem};
-
-pub use server::{Server, ServerError, ServerOptions, serve};
 
 /// Who acts where no user does.
 pub const SELF: &str = "vmseal";

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, ensure};
 use tokio::signal::unix::{SignalKind, signal};
 use vmseal_agent::{AcceleratorChoice as Choice, AgentOptions, JoinOptions};
-use vmseal_control::ServerOptions;
+use vmseal_rest::ServerOptions;
 use vmseal_secret::process::{Hardening, MemoryLock};
 use zeroize::Zeroizing;
 
@@ -21,7 +21,7 @@ pub async fn server(options: RunServer, hardening: Hardening) -> anyhow::Result<
     report(hardening);
     let credentials_dir = std::env::var_os("CREDENTIALS_DIRECTORY").map(PathBuf::from);
     let RunServer { data_dir, listen, names, keep_events } = options;
-    vmseal_control::serve(ServerOptions {
+    vmseal_rest::serve(ServerOptions {
         data_dir,
         listen,
         names,

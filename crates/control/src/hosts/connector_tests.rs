@@ -16,8 +16,8 @@ use vmseal_api::id::{HostId, VmId};
 use vmseal_api::problem::ErrorCode;
 use zeroize::Zeroizing;
 
-use crate::authority::Authority;
-use crate::identity::Identity;
+use crate::setup::authority::Authority;
+use crate::setup::identity::Identity;
 use crate::testing::Plant;
 
 struct Peers {
@@ -75,7 +75,7 @@ async fn a_vm_is_seen_and_worked_on_through_it() {
     let client = peers.client(host, peers.agent(host, plant.agent.clone()).await);
     assert_eq!(client.describe().await.unwrap(), plant.agent.describe().await.unwrap());
     // Until when the agent's certificate is valid is known from the connection.
-    let until = crate::expiry::until(&client.certificate().unwrap()).unwrap();
+    let until = crate::setup::expiry::until(&client.certificate().unwrap()).unwrap();
     assert!(until > jiff::Timestamp::now() + jiff::SignedDuration::from_hours(24 * 365 * 9));
     let state = client.state(None, STATE_WAIT_MAX * 2).await.unwrap();
     assert_eq!(state, plant.agent.state(None, Duration::ZERO).await.unwrap());

@@ -20,10 +20,9 @@ use vmseal_api::id::VmId;
 use vmseal_api::model::Lifecycle;
 use vmseal_api::problem::Problem;
 
-use super::monitor::is_silence;
-use super::registration;
+use super::keys::{self, Purpose};
+use super::{is_silence, registration};
 use crate::backoff;
-use crate::keys::{self, Purpose};
 use crate::locks::Locks;
 use crate::providers::Providers;
 use crate::store::{Store, vms};

@@ -12,7 +12,7 @@ use vmseal_api::model::JoinToken;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::{AGENT_PORT, JoinHost, Joined};
 
-use crate::authority::{Authority, AuthorityError, REQUEST_MAX};
+use crate::setup::authority::{Authority, AuthorityError, REQUEST_MAX};
 use crate::store::events::NewEvent;
 use crate::store::hosts::Host;
 use crate::store::{Part, Store, Write, hosts, users};

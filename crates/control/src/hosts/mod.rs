@@ -1,11 +1,13 @@
 //! The hosts: one monitor each, what they last said, and the way to their agents.
 
+pub mod alarms;
 pub mod connector;
 #[cfg(test)]
 mod connector_tests;
 mod courier;
 mod datastores;
 pub mod join;
+pub mod keys;
 mod monitor;
 mod registration;
 #[cfg(test)]
@@ -24,9 +26,9 @@ use vmseal_api::problem::{ErrorCode, Problem};
 
 use self::connector::HostConnector;
 use self::datastores::Watch;
+use self::keys::Purpose;
 use self::monitor::Monitor;
 pub use self::registration::{register, spec_of};
-use crate::keys::{self, Purpose};
 use crate::locks::Locks;
 use crate::providers::Providers;
 use crate::store::hosts::Host;
@@ -249,4 +251,9 @@ impl Hosts {
     pub async fn lock(&self, vm: VmId) -> OwnedMutexGuard<()> {
         self.locks.lock(vm).await
     }
+}
+
+/// Whether somebody who was asked has not answered.
+pub(crate) fn is_silence(problem: &Problem) -> bool {
+    matches!(problem.code, ErrorCode::Unreachable | ErrorCode::TimedOut)
 }

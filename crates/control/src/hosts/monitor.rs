@@ -34,17 +34,18 @@ use vmseal_api::model::{Connection, Lifecycle};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request_id::{self, RequestId};
 
+use super::alarms;
 use super::courier::{Courier, Delivery};
-use super::{View, registration};
-use crate::keys::Purpose;
+use super::keys::Purpose;
+use super::{View, is_silence, registration};
 use crate::locks::Locks;
+use crate::operation::Operation;
 use crate::providers::Providers;
+use crate::setup::expiry;
 use crate::store::events::NewEvent;
 use crate::store::hosts::Host;
 use crate::store::vms::Vm;
 use crate::store::{self, Store, StoreError, Write};
-use crate::tasks::Operation;
-use crate::{alarms, expiry};
 
 /// How soon a host that does not answer is asked again, at first and at most: an agent that restarts
 /// is noticed at once, and one that stays away costs little.
@@ -414,11 +415,6 @@ impl Monitor {
         store::alarms::replace(&mut write, &source, &standing).await?;
         write.commit().await
     }
-}
-
-/// Whether the host may not have heard the question, or may have.
-pub(super) fn is_silence(problem: &Problem) -> bool {
-    matches!(problem.code, ErrorCode::Unreachable | ErrorCode::TimedOut)
 }
 
 async fn tell_power(write: &mut Write<'_>, vm: &Vm, seen: &VmState) -> Result<(), StoreError> {

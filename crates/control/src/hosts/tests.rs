@@ -92,7 +92,7 @@ async fn a_dead_filter_and_a_damaged_header_are_alarms() {
     plant.assert_whole(vm, Power::Off, "after a restart").await;
     alarm(&plant, "filter-died web").await;
     assert!(!plant.events("alarm.cleared").await.iter().any(|told| told.detail == "filter-died"));
-    let task = plant.begin(crate::tasks::Operation::StartVm { vm }, "web").await;
+    let task = plant.begin(crate::operation::Operation::StartVm { vm }, "web").await;
     plant.ended(task).await;
     plant
         .eventually("the alarm is gone", async || {

@@ -31,11 +31,11 @@ use vmseal_secret::{SecretBytes, passphrase_rule};
 use self::kmip::{KmipProvider, Watched};
 use self::measured::Measured;
 use self::native::NativeProvider;
+use crate::operation::Operation;
 use crate::store::alarms::Standing;
 use crate::store::events::NewEvent;
 use crate::store::providers::Provider;
 use crate::store::{Part, Store, StoreError, alarms, key_requests, keys, providers, tasks};
-use crate::tasks::Operation;
 
 /// The longest passphrase that a credential file may hold, in bytes; the command line's limit.
 const PASSPHRASE_MAX: usize = 512;

@@ -9,7 +9,7 @@ use vmseal_secret::passphrase::{
     Cost, PassphraseError, open_with_passphrase, seal_with_passphrase,
 };
 
-use crate::files;
+use crate::setup::files;
 
 /// Seals a secret; `associated` says what it is for.
 pub(super) fn seal(

@@ -10,7 +10,7 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request_id::RequestId;
 
 use super::{Part, StoreError, from_json, from_name, parse, to_json, to_name};
-use crate::tasks::Operation;
+use crate::operation::Operation;
 
 /// How many ended tasks are kept; the events tell of all.
 const ENDED_MAX: i64 = 10_000;
@@ -53,24 +53,6 @@ pub struct Task {
 }
 
 impl Task {
-    /// The step that it is at, or failed at, for people.
-    #[must_use]
-    pub fn step_title(&self) -> &str {
-        let name = match (&self.failed_step, self.ended) {
-            (Some(failed), Some(_)) => failed,
-            _ => &self.step,
-        };
-        let known = self.operation.steps().iter().find(|step| step.name() == name);
-        known.map_or(name, |step| step.title())
-    }
-
-    /// Whether it is past its commit step.
-    #[must_use]
-    pub fn is_committed(&self) -> bool {
-        let before = self.operation.steps().iter().take_while(|step| step.name() != self.step);
-        self.state != TaskState::RollingBack && before.into_iter().any(|step| step.commits())
-    }
-
     /// Why this version does not carry it out.
     #[must_use]
     pub fn why_unreadable(&self) -> String {
@@ -293,6 +275,7 @@ pub async fn cancel(to: &mut SqliteConnection, task: TaskId) -> Result<bool, Sto
 pub async fn cancel_parts(
     to: &mut SqliteConnection,
     parent: TaskId,
+    may_be_cancelled: impl Fn(&Task) -> bool,
 ) -> Result<Vec<Task>, StoreError> {
     let rows: Vec<Row> =
         sqlx::query_as(concat!("SELECT ", columns!(), " FROM tasks WHERE parent = $1 ORDER BY id"))
@@ -301,8 +284,7 @@ pub async fn cancel_parts(
             .await?;
     let mut cancelled = Vec::new();
     for part in rows.into_iter().map(Task::from) {
-        let may = part.operation.can_be_cancelled() && !part.is_committed();
-        if may && cancel(to, part.id).await? {
+        if may_be_cancelled(&part) && cancel(to, part.id).await? {
             cancelled.push(part);
         }
     }

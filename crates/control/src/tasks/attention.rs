@@ -3,7 +3,7 @@
 
 use vmseal_api::id::VmId;
 
-use super::operation::Operation;
+use crate::operation::Operation;
 use crate::store::alarms::Standing;
 use crate::store::tasks::{self, Task};
 use crate::store::{StoreError, Write, alarms};

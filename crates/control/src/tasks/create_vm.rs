@@ -9,9 +9,9 @@ use vmseal_api::transfer::Progress;
 
 use async_trait::async_trait;
 
-use super::run::{Run, StepError, absent_is_fine, state_of};
+use super::run::{Run, StepError, absent_is_fine, register, state_of};
 use super::step::{Limit, Output, Patience};
-use crate::keys::Purpose;
+use crate::hosts::keys::Purpose;
 use crate::store::disks::{self, Disk};
 use crate::store::events::NewEvent;
 use crate::store::vms::{self, Vm};
@@ -132,11 +132,6 @@ pub(super) async fn unmake_key(run: &Run<'_>) -> Result<(), StepError> {
     }
     let Some(provider) = vm.provider else { return Ok(()) };
     Ok(run.context.providers.get(provider)?.abandon(run.task.id.0).await?)
-}
-
-pub(super) async fn register(run: &Run<'_>) -> Result<(), StepError> {
-    crate::hosts::register(run.store(), run.hosts(), run.vm_id).await?;
-    Ok(())
 }
 
 pub(super) async fn deliver_key(run: &Run<'_>) -> Result<(), StepError> {

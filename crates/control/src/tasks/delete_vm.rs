@@ -5,10 +5,9 @@ use async_trait::async_trait;
 use vmseal_api::model::Lifecycle;
 use vmseal_api::problem::{ErrorCode, Problem};
 
-use super::create_vm::register;
-use super::operation::Operation;
-use super::run::{Run, StepError, absent_is_fine};
+use super::run::{Run, StepError, absent_is_fine, register};
 use super::step::{Limit, Output};
+use crate::operation::Operation;
 use crate::store::events::NewEvent;
 use crate::store::{disks, keys, vms};
 

@@ -3,7 +3,6 @@
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
 
 use jiff::Timestamp;
 use tokio::sync::watch;
@@ -15,45 +14,16 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request_id;
 use vmseal_api::transfer::Progress;
 
-use super::attention;
-use super::limits::Limits;
-use super::operation::Operation;
+use super::environment::{Environment, Retry};
 use super::run::{Context, LiveProgress, Requests};
 use super::runner::{Left, Runner};
+use super::{attention, steps};
 use crate::hosts::Hosts;
-use crate::metrics;
+use crate::operation::Operation;
 use crate::providers::Providers;
 use crate::store::events::NewEvent;
 use crate::store::tasks::{self, Task};
 use crate::store::{Store, StoreError, Write};
-
-/// How often, and with what pauses, a step is tried that a host leaves unanswered.
-#[derive(Clone, Copy, Debug)]
-pub struct Retry {
-    /// How often in all.
-    pub attempts: u32,
-    /// The first pause; each is twice the one before.
-    pub first_pause: Duration,
-    /// The longest pause.
-    pub longest_pause: Duration,
-    /// How long the inventory is given before it is tried again when it fails.
-    pub store_pause: Duration,
-}
-
-impl Retry {
-    /// About a minute in all: an agent that restarts is back by then, and a host that is gone does
-    /// not keep its users waiting for long.
-    pub const USUAL: Self = Self {
-        attempts: 10,
-        first_pause: Duration::from_millis(250),
-        longest_pause: Duration::from_secs(10),
-        store_pause: Duration::from_secs(2),
-    };
-
-    pub(super) fn pause(&self, attempt: u32) -> Duration {
-        self.first_pause.saturating_mul(1 << attempt.min(16)).min(self.longest_pause)
-    }
-}
 
 /// A task that is being carried out, as others see it.
 struct Running {
@@ -61,32 +31,6 @@ struct Running {
     live: Arc<LiveProgress>,
     work: AbortHandle,
 }
-
-/// Where a test may interfere.
-#[cfg(test)]
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Moment {
-    Before,
-    After,
-}
-
-/// What a test may do there.
-#[cfg(test)]
-#[derive(Clone, Debug)]
-pub(crate) enum Fault {
-    None,
-    /// As if the server's process ended here.
-    Crash,
-    /// The step fails without being done (before), or although it was done (after).
-    Fail(Problem),
-    /// The step panics.
-    Panic,
-    /// It is done once more.
-    Twice,
-}
-
-#[cfg(test)]
-pub(crate) type Faults = Arc<dyn Fn(&str, TaskState, Moment) -> Fault + Send + Sync>;
 
 /// How a task fits among others.
 #[derive(Clone, Copy, Debug, Default)]
@@ -99,12 +43,8 @@ pub struct Plan {
 
 /// Carries tasks out until [`Engine::stop`].
 pub struct Engine {
-    pub(super) context: Context,
-    pub(super) retry: Retry,
-    pub(super) limits: Limits,
+    pub(super) environment: Environment,
     running: Mutex<HashMap<TaskId, Running>>,
-    #[cfg(test)]
-    pub(crate) faults: Option<Faults>,
 }
 
 impl Engine {
@@ -117,12 +57,8 @@ impl Engine {
         retry: Retry,
     ) -> Self {
         Self {
-            context: Context { store, providers, hosts },
-            retry,
-            limits: Limits::default(),
+            environment: Environment::new(Context { store, providers, hosts }, retry),
             running: Mutex::default(),
-            #[cfg(test)]
-            faults: None,
         }
     }
 
@@ -135,7 +71,7 @@ impl Engine {
     /// # Errors
     /// [`StoreError`].
     pub async fn resume(self: &Arc<Self>) -> Result<(), StoreError> {
-        for task in tasks::open(&mut *self.context.store.read().await?).await? {
+        for task in tasks::open(&mut *self.environment.context.store.read().await?).await? {
             self.spawn(task, true);
         }
         Ok(())
@@ -166,7 +102,7 @@ impl Engine {
         actor: &str,
         plan: Plan,
     ) -> Result<Task, Problem> {
-        let step = operation.steps().first().map_or("", |step| step.name());
+        let step = steps::of(&operation).first().map_or("", |step| step.name());
         let task = Task {
             id: TaskId::new(),
             operation,
@@ -198,7 +134,8 @@ impl Engine {
     }
 
     fn spawn(self: &Arc<Self>, task: Task, resumed: bool) {
-        let Some(vm_id) = task.operation.vm().filter(|_| !task.operation.steps().is_empty()) else {
+        let Some(vm_id) = task.operation.vm().filter(|_| !steps::of(&task.operation).is_empty())
+        else {
             let engine = Arc::clone(self);
             tokio::spawn(async move { engine.leave(&task, &task.why_unreadable()).await });
             return;
@@ -218,8 +155,8 @@ impl Engine {
                 let (kind, target) = (task.operation.kind(), &task.target);
                 tracing::info!(kind, target, step = task.step, "the task goes on");
                 let kept = task.clone();
-                let runner =
-                    Runner { engine: &engine, task, vm_id, requests: asked, live, resumed };
+                let environment = &engine.environment;
+                let runner = Runner { environment, task, vm_id, requests: asked, live, resumed };
                 match runner.carry_out().await {
                     Ok(()) => {}
                     #[cfg(test)]
@@ -237,7 +174,7 @@ impl Engine {
     async fn leave(&self, task: &Task, why: &str) {
         tracing::error!(task = %task.id, why, "the task is left as it is");
         let noted = async {
-            let mut write = self.context.store.write().await?;
+            let mut write = self.environment.context.store.write().await?;
             attention::unreadable(&mut write, task, why).await?;
             write.commit().await
         };
@@ -251,10 +188,10 @@ impl Engine {
     /// # Errors
     /// `not-found`; `wrong-state` when it has ended, is being undone, or cannot be stopped half-way.
     pub async fn cancel(&self, id: &str, actor: &str) -> Result<Task, Problem> {
-        let mut write = self.context.store.write().await?;
+        let mut write = self.environment.context.store.write().await?;
         let task = Self::note_cancelled(&mut write, id).await?;
         let mut cancelled = vec![task];
-        cancelled.extend(tasks::cancel_parts(&mut write, cancelled[0].id).await?);
+        cancelled.extend(tasks::cancel_parts(&mut write, cancelled[0].id, may_be_cancelled).await?);
         for task in &cancelled {
             let (kind, target) = ("task.cancelled", task.target.as_str());
             let detail = format!("{} as task {}", task.operation.kind(), task.id);
@@ -279,7 +216,7 @@ impl Engine {
     /// # Errors
     /// The inventory's.
     pub async fn force_stop(&self, vm: VmId, actor: &str) -> Result<Option<Task>, Problem> {
-        let mut write = self.context.store.write().await?;
+        let mut write = self.environment.context.store.write().await?;
         let Some(task) = Self::note_forced(&mut write, vm).await? else { return Ok(None) };
         tasks::set_operation(&mut write, &task).await?;
         let detail = format!("{} as task {} cuts the power now", task.operation.kind(), task.id);
@@ -296,7 +233,7 @@ impl Engine {
     /// Those of [`Engine::force_stop`].
     pub async fn check_force_stop(&self, vm: VmId) -> Result<Option<Task>, Problem> {
         // What is written is not committed.
-        Self::note_forced(&mut self.context.store.write().await?, vm).await
+        Self::note_forced(&mut self.environment.context.store.write().await?, vm).await
     }
 
     async fn note_forced(write: &mut Write<'_>, vm: VmId) -> Result<Option<Task>, Problem> {
@@ -316,7 +253,7 @@ impl Engine {
     /// # Errors
     /// `not-found`; `wrong-state` for a task that needs nobody.
     pub async fn resolve(&self, id: &str, actor: &str) -> Result<Task, Problem> {
-        let mut write = self.context.store.write().await?;
+        let mut write = self.environment.context.store.write().await?;
         let task = self.note_resolved(&mut write, id, actor).await?;
         write.commit().await?;
         Ok(task)
@@ -328,7 +265,7 @@ impl Engine {
     /// Those of [`Engine::resolve`].
     pub async fn check_resolve(&self, id: &str) -> Result<Task, Problem> {
         // What is written is not committed.
-        let mut write = self.context.store.write().await?;
+        let mut write = self.environment.context.store.write().await?;
         self.note_resolved(&mut write, id, crate::SELF).await
     }
 
@@ -367,7 +304,7 @@ impl Engine {
     /// Those of [`Engine::cancel`].
     pub async fn check_cancel(&self, id: &str) -> Result<Task, Problem> {
         // What is written is not committed.
-        Self::note_cancelled(&mut self.context.store.write().await?, id).await
+        Self::note_cancelled(&mut self.environment.context.store.write().await?, id).await
     }
 
     async fn note_cancelled(write: &mut Write<'_>, id: &str) -> Result<Task, Problem> {
@@ -376,10 +313,10 @@ impl Engine {
         if !task.operation.can_be_cancelled() {
             return refused(format!("{} cannot be stopped half-way", task.operation.kind()));
         }
-        if task.is_committed() {
+        if steps::is_committed(&task) {
             return refused(format!(
                 "the task is past the step from which it goes only forward ({}): wait for it",
-                task.step_title()
+                steps::title(&task)
             ));
         }
         if !tasks::cancel(write, task.id).await? {
@@ -398,7 +335,7 @@ impl Engine {
             kind: task.operation.kind().to_owned(),
             target: task.target.clone(),
             state: task.state,
-            step: task.step_title().to_owned(),
+            step: steps::title(task).to_owned(),
             percent: progress.and_then(Progress::percent),
             progress,
             created: task.created,
@@ -417,57 +354,9 @@ impl Engine {
             running.work.abort();
         }
     }
+}
 
-    /// Ends a task; what it held is free.
-    pub(super) async fn end(&self, task: &mut Task, vm: VmId, state: TaskState) {
-        task.state = state;
-        task.waiting = None;
-        task.ended = Some(Timestamp::now());
-        let kind = match state {
-            TaskState::Done => "task.done",
-            TaskState::Unknown => "task.unknown",
-            TaskState::Cancelled => "task.undone",
-            _ => "task.failed",
-        };
-        self.save(task, Some((kind, vm))).await;
-        tracing::info!(kind = task.operation.kind(), outcome = kind, "the task has ended");
-        let took = task.ended.map(|ended| ended.duration_since(task.created).unsigned_abs());
-        let outcome = match state {
-            TaskState::Cancelled => "cancelled",
-            _ => kind.trim_start_matches("task."),
-        };
-        metrics::get().task(task.operation.kind(), outcome, took.unwrap_or_default());
-    }
-
-    /// Records how the task stands; an inventory that cannot be written is tried until it can, as going
-    /// on without a record would be going on in the dark.
-    pub(super) async fn save(&self, task: &Task, ended: Option<(&str, VmId)>) {
-        loop {
-            let saved = async {
-                let mut write = self.context.store.write().await?;
-                tasks::update(&mut write, task).await?;
-                if let Some((kind, vm)) = ended {
-                    match task.state {
-                        TaskState::Unknown => attention::unfinished(&mut write, task).await?,
-                        TaskState::Done => attention::answered(&mut write, task, vm).await?,
-                        _ => {}
-                    }
-                    let mut detail = format!("{} as task {}", task.operation.kind(), task.id);
-                    if let Some(problem) = &task.problem {
-                        detail.push_str(&format!(": {problem}"));
-                    }
-                    let (actor, target) = (task.actor.as_str(), task.target.as_str());
-                    write.event(NewEvent { kind, actor, target, detail: &detail }).await?;
-                }
-                write.commit().await
-            };
-            match saved.await {
-                Ok(()) => return,
-                Err(error) => {
-                    tracing::error!(task = %task.id, %error, "a task's state cannot be recorded");
-                    tokio::time::sleep(self.retry.store_pause).await;
-                }
-            }
-        }
-    }
+/// Whether a part of a task that is cancelled is cancelled with it.
+fn may_be_cancelled(part: &Task) -> bool {
+    part.operation.can_be_cancelled() && !steps::is_committed(part)
 }

@@ -7,11 +7,11 @@ use vmseal_api::id::DiskId;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::transfer::{ExportFormat, Progress};
 
-use super::operation::Operation;
 use super::run::{Run, StepError, state_of};
 use super::start_vm::prepare;
 use super::step::{Limit, Output, Patience};
-use crate::keys::Purpose;
+use crate::hosts::keys::Purpose;
+use crate::operation::Operation;
 use crate::store::vms::Vm;
 
 /// What is done, in order.

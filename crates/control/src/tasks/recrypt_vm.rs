@@ -20,11 +20,11 @@ use vmseal_api::id::ProviderId;
 use vmseal_api::model::Lifecycle;
 use vmseal_api::problem::{ErrorCode, Problem};
 
-use super::operation::Operation;
 use super::run::{Run, StepError, state_of};
 use super::start_vm::locked;
 use super::step::{Limit, Output, Patience};
-use crate::keys::{self as delivery, Purpose};
+use crate::hosts::keys::{self as delivery, Purpose};
+use crate::operation::Operation;
 use crate::store::events::NewEvent;
 use crate::store::vms::{self, Vm};
 use crate::store::{key_requests, keys};

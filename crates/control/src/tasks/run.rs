@@ -11,7 +11,7 @@ use vmseal_api::id::VmId;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::transfer::Progress;
 
-use crate::hosts::Hosts;
+use crate::hosts::{Hosts, is_silence};
 use crate::providers::Providers;
 use crate::store::disks::{self, Disk};
 use crate::store::tasks::Task;
@@ -84,11 +84,6 @@ impl From<Problem> for StepError {
     fn from(problem: Problem) -> Self {
         if is_silence(&problem) { Self::Again(problem) } else { Self::Final(problem) }
     }
-}
-
-/// Whether somebody who was asked has not answered.
-pub(super) fn is_silence(problem: &Problem) -> bool {
-    matches!(problem.code, ErrorCode::Unreachable | ErrorCode::TimedOut)
 }
 
 impl From<StoreError> for StepError {
@@ -205,4 +200,10 @@ pub(super) fn absent_is_fine(answer: Result<(), Problem>) -> Result<(), StepErro
         Err(problem) if problem.code == ErrorCode::NotFound => Ok(()),
         other => Ok(other?),
     }
+}
+
+/// Has the VM's host know the VM as the inventory has it.
+pub(super) async fn register(run: &Run<'_>) -> Result<(), StepError> {
+    crate::hosts::register(run.store(), run.hosts(), run.vm_id).await?;
+    Ok(())
 }

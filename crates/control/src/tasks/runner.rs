@@ -32,13 +32,14 @@ use tokio::sync::{OwnedSemaphorePermit, watch};
 use vmseal_api::model::{TaskState, Waiting, WaitingOn};
 use vmseal_api::problem::{ErrorCode, Problem};
 
-use super::engine::{Engine, Retry};
+use super::environment::{Environment, Retry};
 #[cfg(test)]
-use super::engine::{Fault, Moment};
-use super::limits;
-use super::run::{LiveProgress, Requests, Run, StepError, is_silence};
+use super::environment::{Fault, Moment};
+use super::run::{LiveProgress, Requests, Run, StepError};
 use super::step::{Limit, Output, Patience, Step};
 use super::waits::{self, Verdict};
+use super::{limits, steps};
+use crate::hosts::is_silence;
 use crate::store::tasks::Task;
 use crate::store::vms;
 
@@ -59,7 +60,7 @@ struct Failure {
 }
 
 pub(super) struct Runner<'a> {
-    pub(super) engine: &'a Engine,
+    pub(super) environment: &'a Environment,
     pub(super) task: Task,
     pub(super) vm_id: vmseal_api::id::VmId,
     pub(super) requests: watch::Receiver<Requests>,
@@ -83,7 +84,7 @@ impl Runner<'_> {
     }
 
     fn steps(&self) -> &'static [&'static dyn Step] {
-        self.task.operation.steps()
+        steps::of(&self.task.operation)
     }
 
     /// The place of the step that the task is at.
@@ -123,13 +124,13 @@ impl Runner<'_> {
                 }
                 match self.steps().get(position + 1) {
                     Some(next) => self.go_to(*next, TaskState::Running).await,
-                    None => self.engine.end(&mut self.task, self.vm_id, TaskState::Done).await,
+                    None => self.environment.end(&mut self.task, self.vm_id, TaskState::Done).await,
                 }
             }
             Err(Failure { problem, .. }) if committed => {
                 self.task.problem =
-                    Some(self.task.operation.unfinished(&self.task.target, &problem));
-                self.engine.end(&mut self.task, self.vm_id, TaskState::Unknown).await;
+                    Some(steps::unfinished(&self.task.operation, &self.task.target, &problem));
+                self.environment.end(&mut self.task, self.vm_id, TaskState::Unknown).await;
             }
             Err(Failure { problem, unsent }) => {
                 tracing::warn!(task = %self.task.id, step = step.name(), %problem, "rolling back");
@@ -159,7 +160,7 @@ impl Runner<'_> {
             Err(Failure { problem, .. }) => {
                 let detail = format!("{cause}; and undoing '{}' failed: {problem}", step.title());
                 self.task.problem = Some(Problem::new(problem.code, detail));
-                self.engine.end(&mut self.task, self.vm_id, TaskState::Unknown).await;
+                self.environment.end(&mut self.task, self.vm_id, TaskState::Unknown).await;
             }
         }
         Ok(())
@@ -170,7 +171,7 @@ impl Runner<'_> {
         self.task.step = step.name().to_owned();
         self.task.state = state;
         self.task.waiting = None;
-        self.engine.save(&self.task, None).await;
+        self.environment.save(&self.task, None).await;
     }
 
     async fn go_back_to(&mut self, step: &dyn Step) {
@@ -183,7 +184,7 @@ impl Runner<'_> {
         let cancelled =
             self.task.problem.as_ref().is_some_and(|problem| problem.code == ErrorCode::Cancelled);
         let state = if cancelled { TaskState::Cancelled } else { TaskState::Failed };
-        self.engine.end(&mut self.task, self.vm_id, state).await;
+        self.environment.end(&mut self.task, self.vm_id, state).await;
     }
 
     /// Does a step, or undoes it because of `cause`, with patience for those who do not answer.
@@ -204,8 +205,8 @@ impl Runner<'_> {
             None if !committed => self.requests.clone(),
             _ => never,
         };
-        let (engine, live, vm_id) = (self.engine, Arc::clone(&self.live), self.vm_id);
-        let (retry, context) = (engine.retry, &engine.context);
+        let (environment, live, vm_id) = (self.environment, Arc::clone(&self.live), self.vm_id);
+        let (retry, context) = (environment.retry, &environment.context);
         let (mut tries, mut furthest, mut sent) = (0, 0, self.resumed);
         loop {
             let share = self.take_share(step, &requests).await;
@@ -274,7 +275,7 @@ impl Runner<'_> {
             tracing::info!(task = %self.task.id, on = ?waiting.on, name = waiting.name, "waiting");
             self.task.waiting = Some(waiting);
             self.task.state = TaskState::Waiting;
-            self.engine.save(&self.task, None).await;
+            self.environment.save(&self.task, None).await;
         }
     }
 
@@ -282,7 +283,7 @@ impl Runner<'_> {
     async fn note_running(&mut self) {
         self.task.waiting = None;
         self.task.state = TaskState::Running;
-        self.engine.save(&self.task, None).await;
+        self.environment.save(&self.task, None).await;
     }
 
     /// Waits for the task's turn where only so much happens at a time; then it runs.
@@ -298,7 +299,7 @@ impl Runner<'_> {
                 None => {
                     if self.task.state == TaskState::Running {
                         self.task.state = TaskState::Queued;
-                        self.engine.save(&self.task, None).await;
+                        self.environment.save(&self.task, None).await;
                     }
                     let mut requests = requests.clone();
                     tokio::select! {
@@ -311,7 +312,7 @@ impl Runner<'_> {
         };
         if self.task.state == TaskState::Queued {
             self.task.state = TaskState::Running;
-            self.engine.save(&self.task, None).await;
+            self.environment.save(&self.task, None).await;
         }
         share
     }
@@ -321,13 +322,13 @@ impl Runner<'_> {
             return None;
         }
         let limit = step.limit()?;
-        let mut read = self.engine.context.store.read().await.ok()?;
+        let mut read = self.environment.context.store.read().await.ok()?;
         let vm = vms::get(&mut read, self.vm_id).await.ok()??;
         let whose = match limit {
             Limit::HostWork => vm.host.0,
             Limit::Provider => vm.provider?.0,
         };
-        Some(self.engine.limits.of(limit, whose))
+        Some(self.environment.limits.of(limit, whose))
     }
 
     /// Waits until a provider can be used again (true), somebody asks something of the task, or a pause is over.
@@ -336,7 +337,7 @@ impl Runner<'_> {
         at_most: Duration,
         requests: &watch::Receiver<Requests>,
     ) -> bool {
-        let mut unlocks = self.engine.context.providers.unlocks();
+        let mut unlocks = self.environment.context.providers.unlocks();
         let mut requests = requests.clone();
         tokio::select! {
             Ok(()) = unlocks.changed() => true,
@@ -376,7 +377,7 @@ impl Runner<'_> {
         cause: Option<&Problem>,
         moment: Moment,
     ) -> Result<Option<Result<Output, StepError>>, Left> {
-        let Some(faults) = &self.engine.faults else { return Ok(None) };
+        let Some(faults) = &self.environment.faults else { return Ok(None) };
         let state = if cause.is_some() { TaskState::RollingBack } else { TaskState::Running };
         match faults(step.name(), state, moment) {
             Fault::None => Ok(None),

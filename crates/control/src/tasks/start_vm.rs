@@ -7,10 +7,10 @@ use tokio::time::Instant;
 use vmseal_api::host::{HostAgent, HostState, Power, PowerOff, StopReason};
 use vmseal_api::problem::{ErrorCode, Problem};
 
-use super::operation::Operation;
 use super::run::{Run, StepError, absent_is_fine, state_of};
 use super::step::{Limit, Output};
-use crate::keys::Purpose;
+use crate::hosts::keys::Purpose;
+use crate::operation::Operation;
 use crate::store::vms::Vm;
 
 /// What is done, in order.

@@ -8,10 +8,10 @@ use tokio::time::Instant;
 use vmseal_api::host::{HostAgent, HostState, Power, PowerOff};
 use vmseal_api::problem::{ErrorCode, Problem};
 
-use super::operation::Operation;
 use super::run::{Run, StepError, absent_is_fine, state_of};
 use super::start_vm::wait_off;
 use super::step::Output;
+use crate::operation::Operation;
 use crate::store::vms::Vm;
 
 /// What is done.

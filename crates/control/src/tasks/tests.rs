@@ -24,9 +24,10 @@ mod upgrade;
 mod waiting;
 
 use super::Engine;
-use super::engine::{Fault, Faults, Moment};
-use super::operation::Operation;
+use super::environment::{Fault, Faults, Moment};
+use crate::operation::Operation;
 use crate::store::tasks::Task;
+use crate::tasks::steps;
 use crate::testing::Plant;
 
 /// Interferes at one place, a given number of times; counts how often it did.
@@ -110,11 +111,11 @@ impl Kind {
     fn steps(self) -> Vec<&'static str> {
         let vm = VmId::new();
         let steps = match self {
-            Self::Create => Operation::CreateVm { vm }.steps(),
-            Self::Start => Operation::StartVm { vm }.steps(),
-            Self::Stop => Operation::StopVm { vm, force: true, timeout_seconds: 1 }.steps(),
-            Self::Delete => Operation::DeleteVm { vm, was: Lifecycle::Ready }.steps(),
-            Self::Export => exporting(vm, DiskId::new()).steps(),
+            Self::Create => steps::of(&Operation::CreateVm { vm }),
+            Self::Start => steps::of(&Operation::StartVm { vm }),
+            Self::Stop => steps::of(&Operation::StopVm { vm, force: true, timeout_seconds: 1 }),
+            Self::Delete => steps::of(&Operation::DeleteVm { vm, was: Lifecycle::Ready }),
+            Self::Export => steps::of(&exporting(vm, DiskId::new())),
             Self::Recrypt => return recrypt::steps(),
         };
         steps.iter().map(|step| step.name()).collect()
@@ -128,7 +129,7 @@ impl Kind {
             Self::Recrypt => recrypt::operation(vm),
             _ => return false,
         };
-        let before = operation.steps().iter().take_while(|it| it.name() != step);
+        let before = steps::of(&operation).iter().take_while(|it| it.name() != step);
         before.into_iter().any(|step| step.commits())
     }
 
@@ -175,7 +176,7 @@ async fn carry_out(
 ) -> (Plant, VmId, vmseal_api::id::TaskId) {
     let mut plant = Plant::new().await;
     let before = kind.before(&plant).await;
-    plant.restart(|engine: &mut Engine| engine.faults = Some(faults)).await;
+    plant.restart(|engine: &mut Engine| engine.environment.faults = Some(faults)).await;
     let (vm, task) = kind.begin(&plant, before).await;
     if crashes {
         plant
@@ -235,7 +236,7 @@ async fn matrix(kind: Kind) {
 async fn goes_on_until_answered(kind: Kind, faults: Faults, done: &AtomicU32, what: &str) {
     let mut plant = Plant::new().await;
     let before = kind.before(&plant).await;
-    plant.restart(|engine: &mut Engine| engine.faults = Some(faults)).await;
+    plant.restart(|engine: &mut Engine| engine.environment.faults = Some(faults)).await;
     let (vm, task) = kind.begin(&plant, before).await;
     plant
         .eventually(what, async || (done.load(Ordering::SeqCst) > 3 * ATTEMPTS).then_some(()))
@@ -375,7 +376,7 @@ async fn what_cannot_be_undone_is_said_and_can_be_deleted() {
     let mut plant = Plant::new().await;
     plant.inject(Call::DeleteDisk, HostFault::LoseRequest, ATTEMPTS);
     let (failing, _) = at("finish", TaskState::Running, Moment::Before, Fault::Fail(refused()), 1);
-    plant.restart(|engine| engine.faults = Some(failing)).await;
+    plant.restart(|engine| engine.environment.faults = Some(failing)).await;
     let (vm, task) = plant.create("web", "encrypted").await;
     let ended = plant.ended(task).await;
     assert_eq!(ended.state, TaskState::Unknown);
@@ -449,7 +450,7 @@ async fn an_agent_that_restarts_in_the_middle_of_any_step_is_told_again() {
             }
             Fault::None
         });
-        plant.restart(|engine| engine.faults = Some(faults)).await;
+        plant.restart(|engine| engine.environment.faults = Some(faults)).await;
         let (vm, task) = plant.create("web", "encrypted").await;
         let ended = plant.ended(task).await;
         assert_eq!(ended.state, TaskState::Done, "{step:?} {:?}", ended.problem);
@@ -557,7 +558,7 @@ async fn a_disk_that_cannot_be_made_fails_the_creation_with_the_hosts_words() {
     let ended = plant.ended(task).await;
     assert_eq!(ended.state, TaskState::Failed);
     assert_eq!(ended.problem.as_ref().unwrap().code, ErrorCode::NoSpace);
-    assert_eq!(ended.step_title(), "create the disks", "where it failed is not shown");
+    assert_eq!(steps::title(&ended), "create the disks", "where it failed is not shown");
     plant.assert_nothing_left(vm, "no room").await;
 }
 
@@ -588,7 +589,7 @@ async fn a_task_that_goes_on_after_a_crash_is_still_for_the_request_that_asked_f
     let mut plant = Plant::new().await;
     let vm = plant.made("web", "encrypted").await;
     let (faults, crashed) = at("power-on", TaskState::Running, Moment::Before, Fault::Crash, 1);
-    plant.restart(|engine: &mut Engine| engine.faults = Some(faults)).await;
+    plant.restart(|engine: &mut Engine| engine.environment.faults = Some(faults)).await;
     let request = RequestId::new();
     let begin = plant.begin(Operation::StartVm { vm }, "web");
     let task = request_id::during(Some(request.clone()), begin).await;

@@ -4,9 +4,9 @@ use vmseal_api::kmip::KeyFault;
 use vmseal_api::model::{Waiting, WaitingOn};
 use vmseal_api::problem::Problem;
 
-use super::operation::Operation;
 use super::run::{Run, StepError};
 use super::step::Patience;
+use crate::operation::Operation;
 use crate::store::providers;
 
 /// What becomes of a step that failed.

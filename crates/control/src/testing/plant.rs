@@ -8,19 +8,23 @@ use vmseal_api::id::{DatastoreId, DiskId, HostId, PolicyId, ProviderId, TaskId, 
 use vmseal_api::kmip::KeyFault;
 use vmseal_api::model::{Alarm, Lifecycle, TaskState};
 use vmseal_secret::SecretBytes;
+use vmseal_secret::sealed_box::Recipient;
 
 use vmseal_agent::simulated::{Call, Fault, SimulatedHost};
 use vmseal_api::host::HostAgent;
 
 use super::ToSimulated;
 use crate::hosts::Hosts;
+use crate::operation::Operation;
 use crate::providers::Providers;
+use crate::services::Services;
+use crate::setup::authority::Authority;
 use crate::store::tasks::Task;
 use crate::store::vms::Vm;
 use crate::store::{
-    Store, alarms, datastores, disks, events, hosts, policies, providers, tasks, vms,
+    Store, alarms, datastores, disks, events, hosts, policies, providers, tasks, users, vms,
 };
-use crate::tasks::{Engine, Operation, Retry};
+use crate::tasks::{Engine, Retry};
 
 /// How long anything may take in a test.
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -108,6 +112,25 @@ impl Plant {
         };
         this.connected().await;
         this
+    }
+
+    /// The services, with passphrases sealed to `recipient`.
+    pub fn services(&self, recipient: Recipient) -> Services {
+        Services {
+            store: Arc::clone(&self.store),
+            providers: Arc::clone(&self.providers),
+            hosts: Arc::clone(&self.hosts),
+            engine: Arc::clone(&self.engine),
+            authority: Arc::new(Authority::open(self.directory.path()).unwrap()),
+            recipient,
+        }
+    }
+
+    /// Adds a user.
+    pub async fn add_user(&self, name: &str, token: &str) {
+        let mut write = self.store.write().await.unwrap();
+        users::insert(&mut write, name, &crate::sha256_hex(token.as_bytes())).await.unwrap();
+        write.commit().await.unwrap();
     }
 
     /// The server's process ends at once, and another one starts; `prepare` sees the new engine before it

@@ -18,8 +18,8 @@ use vmseal_kmip::client::Identity;
 use vmseal_secret::SecretBytes;
 use zeroize::Zeroizing;
 
-use crate::authority::valid_for;
 use crate::providers::sealed_file;
+use crate::setup::authority::valid_for;
 
 const ASSOCIATED: &[u8] = b"vmseal kmip client key v1";
 

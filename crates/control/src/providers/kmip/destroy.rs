@@ -14,9 +14,9 @@ use vmseal_kmip::operation::KeyId;
 use vmseal_kmip::{ResultReason, RevocationReason, State};
 use vmseal_secret::SecretBytes;
 
+use super::KEY_STATE;
 use super::ask::{Answer, Silent};
 use super::create::{Located, may_be_late};
-use super::watch::KEY_STATE;
 use super::{KmipProvider, Server};
 use crate::store::alarms::{self, Standing};
 use crate::store::events::NewEvent;

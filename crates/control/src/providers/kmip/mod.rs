@@ -61,6 +61,9 @@ use crate::locks::Locks;
 use crate::metrics;
 use crate::store::{Store, StoreError, key_requests, kmip};
 
+/// The alarms about keys in use that are no longer as they should be.
+const KEY_STATE: &str = "key-state";
+
 pub use self::certificates::{NewCertificate, NewName};
 pub(in crate::providers) use self::create::orphan;
 pub use self::servers::ServerChange;

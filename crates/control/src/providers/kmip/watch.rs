@@ -24,17 +24,16 @@ use vmseal_kmip::client::{Client, Error};
 use vmseal_kmip::operation::KeyId;
 use vmseal_kmip::{ResultReason, State};
 
+use super::KEY_STATE;
 use super::ask::Answer;
 use super::destroy::{Undone, alarm_of};
 use super::get::Without;
 use super::life::summary;
 use super::{KeyProvider, KmipProvider, Server, problem};
+use crate::backoff;
+use crate::setup::expiry;
 use crate::store::alarms::{self, Standing};
 use crate::store::{keys, kmip, providers};
-use crate::{backoff, expiry};
-
-/// The alarms about keys in use that are no longer as they should be.
-pub(super) const KEY_STATE: &str = "key-state";
 
 /// How often a KMS that answers is looked at; as vCenter does.
 const EVERY: Duration = Duration::from_secs(300);

@@ -30,7 +30,7 @@ async fn a_recryption_goes_on_when_its_kms_was_away() {
     // At the first step nothing is done yet, and it is told at once.
     for step in recrypt::steps().into_iter().skip(1) {
         let (faults, done) = away_at(&here, step);
-        here.plant.restart(|engine| engine.faults = Some(faults)).await;
+        here.plant.restart(|engine| engine.environment.faults = Some(faults)).await;
         let old = here.plant.vm(vm).await.unwrap().key.unwrap();
         let recrypt = Operation::RecryptVm { vm, old: old.clone(), provider: here.provider };
         let ended = here.plant.ended(here.plant.begin(recrypt, "web").await).await;
@@ -54,7 +54,7 @@ async fn a_creation_goes_on_when_its_kms_was_away() {
     let mut here = WithKms::new().await;
     for step in ["make-key", "deliver-key"] {
         let (faults, _) = away_at(&here, step);
-        here.plant.restart(|engine| engine.faults = Some(faults)).await;
+        here.plant.restart(|engine| engine.environment.faults = Some(faults)).await;
         let vm = here.plant.made(step, "encrypted").await;
         here.plant.assert_whole(vm, Power::Off, step).await;
         let delete = Operation::DeleteVm { vm, was: Lifecycle::Ready };

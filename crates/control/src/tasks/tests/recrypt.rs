@@ -11,7 +11,7 @@ pub fn operation(vm: VmId) -> Operation {
 }
 
 pub fn steps() -> Vec<&'static str> {
-    operation(VmId::new()).steps().iter().map(|step| step.name()).collect()
+    steps::of(&operation(VmId::new())).iter().map(|step| step.name()).collect()
 }
 
 /// The steps that can be undone: up to the commit step.
@@ -59,7 +59,7 @@ async fn assert_opens(plant: &Plant, vm: VmId, what: &str) {
 
 /// Gives a VM another key, under no faults; its disks open with that alone.
 pub async fn recrypt_again(plant: &mut Plant, vm: VmId, what: &str) {
-    plant.restart(|engine| engine.faults = None).await;
+    plant.restart(|engine| engine.environment.faults = None).await;
     let task = plant.begin(plant.recryption(vm).await, "web").await;
     let ended = plant.ended(task).await;
     assert_eq!(ended.state, TaskState::Done, "{what}: {:?}", ended.problem);
@@ -80,7 +80,7 @@ async fn after_a_crash_at_any_step_the_key_of_the_inventory_opens_every_disk() {
             let mut plant = Plant::new().await;
             let vm = plant.made("web", "encrypted").await;
             let (faults, done) = at(step, TaskState::Running, moment, Fault::Crash, 1);
-            plant.restart(|engine| engine.faults = Some(faults)).await;
+            plant.restart(|engine| engine.environment.faults = Some(faults)).await;
             plant.begin(plant.recryption(vm).await, "web").await;
             let crashed = async || (done.load(Ordering::SeqCst) > 0).then_some(());
             plant.eventually("it crashes", crashed).await;
@@ -134,7 +134,7 @@ async fn a_recryption_that_is_stuck_leaves_a_whole_vm_and_another_one_leaves_one
                 Fault::None => stuck(step, state, moment),
                 fault => fault,
             });
-        plant.restart(|engine| engine.faults = Some(both)).await;
+        plant.restart(|engine| engine.environment.faults = Some(both)).await;
         let task = plant.begin(plant.recryption(vm).await, "web").await;
         assert_eq!(plant.ended(task).await.state, TaskState::Unknown, "{what}");
         assert_opens(&plant, vm, &what).await;
@@ -207,7 +207,7 @@ async fn a_recryption_can_be_cancelled_until_the_vm_has_its_new_key() {
         let mut plant = Plant::new().await;
         let vm = plant.made("web", "encrypted").await;
         let (faults, done) = at(step, TaskState::Running, Moment::Before, Fault::Crash, 1);
-        plant.restart(|engine| engine.faults = Some(faults)).await;
+        plant.restart(|engine| engine.environment.faults = Some(faults)).await;
         let task = plant.begin(plant.recryption(vm).await, "web").await;
         let crashed = async || (done.load(Ordering::SeqCst) > 0).then_some(());
         plant.eventually("it crashes", crashed).await;
@@ -283,7 +283,7 @@ async fn the_old_key_is_not_destroyed_while_a_disk_cannot_be_opened() {
         }
         Fault::None
     });
-    plant.restart(|engine| engine.faults = Some(faults)).await;
+    plant.restart(|engine| engine.environment.faults = Some(faults)).await;
     let old = plant.vm(vm).await.unwrap().key.unwrap();
     let task = plant.begin(plant.recryption(vm).await, "web").await;
     assert_eq!(plant.ended(task).await.state, TaskState::Unknown);

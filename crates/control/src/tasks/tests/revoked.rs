@@ -149,7 +149,7 @@ async fn nothing_is_made_with_a_key_that_was_revoked_meanwhile() {
         }
         Fault::None
     });
-    here.plant.restart(|engine| engine.faults = Some(faults)).await;
+    here.plant.restart(|engine| engine.environment.faults = Some(faults)).await;
     let (vm, task) = here.plant.create("new", "encrypted").await;
     let ended = here.plant.ended(task).await;
     assert_eq!(seen.load(Ordering::SeqCst), 1, "it was not revoked in time");

@@ -98,7 +98,7 @@ async fn a_task_that_cannot_be_read_is_left_as_it_is_until_somebody_resolves_it(
         let mut plant = Plant::new().await;
         let vm = plant.made("web", "encrypted").await;
         let (faults, done) = at("prepare", TaskState::Running, Moment::Before, Fault::Crash, 1);
-        plant.restart(|engine| engine.faults = Some(faults)).await;
+        plant.restart(|engine| engine.environment.faults = Some(faults)).await;
         let task = plant.begin(Operation::StartVm { vm }, "web").await;
         plant
             .eventually("it crashes", async || (done.load(Ordering::SeqCst) > 0).then_some(()))

@@ -29,7 +29,7 @@ async fn after_a_restart_a_creation_waits_for_the_passphrase_of_its_provider() {
     for step in ["make-key", "deliver-key"] {
         let mut plant = Plant::new().await;
         let (faults, done) = at(step, TaskState::Running, Moment::Before, Fault::Crash, 1);
-        plant.restart(|engine| engine.faults = Some(faults)).await;
+        plant.restart(|engine| engine.environment.faults = Some(faults)).await;
         let (vm, task) = plant.create("web", "encrypted").await;
         plant
             .eventually("it crashes", async || (done.load(Ordering::SeqCst) > 0).then_some(()))
@@ -60,7 +60,7 @@ async fn a_creation_that_waits_for_its_provider_can_be_cancelled_and_leaves_noth
         Fault::Fail(provider_is_away()),
         u32::MAX,
     );
-    plant.restart(|engine| engine.faults = Some(faults)).await;
+    plant.restart(|engine| engine.environment.faults = Some(faults)).await;
     let (vm, task) = plant.create("web", "encrypted").await;
     waits(&plant, task, WaitingOn::Provider).await;
     plant.engine.cancel(&task.to_string(), "me").await.unwrap();
@@ -92,7 +92,7 @@ async fn a_recryption_waits_for_its_provider_at_every_step() {
             let vm = plant.made("web", "encrypted").await;
             let fault = Fault::Fail(provider_is_away());
             let (faults, _) = at(step, TaskState::Running, moment, fault, 4 * ATTEMPTS);
-            plant.restart(|engine| engine.faults = Some(faults)).await;
+            plant.restart(|engine| engine.environment.faults = Some(faults)).await;
             let task = plant.begin(plant.recryption(vm).await, "web").await;
             let ended = plant.ended(task).await;
             // Before anything is done it is told at once, and the commit step asks nothing of the provider.
@@ -111,7 +111,7 @@ async fn a_step_is_not_given_up_because_the_inventory_fails() {
         let mut plant = Plant::new().await;
         let fault = Fault::Fail(full);
         let (faults, _) = at(step, TaskState::Running, Moment::After, fault, 4 * ATTEMPTS);
-        plant.restart(|engine| engine.faults = Some(faults)).await;
+        plant.restart(|engine| engine.environment.faults = Some(faults)).await;
         let (vm, task) = plant.create("web", "encrypted").await;
         assert_eq!(plant.ended(task).await.state, TaskState::Done, "{step}");
         plant.assert_whole(vm, Power::Off, step).await;

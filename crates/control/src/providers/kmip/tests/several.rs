@@ -1,8 +1,8 @@
 //! Servers that are added, removed, moved and tested, and the alarms about providers.
 
 use super::*;
-use crate::expiry;
 use crate::providers::kmip::ServerChange;
+use crate::setup::expiry;
 use crate::store::providers as inventory;
 
 async fn change(here: &Here, provider: &Provider, change: ServerChange) -> Result<(), Problem> {

@@ -186,7 +186,8 @@ async fn the_key_of_a_test_is_left_to_the_test_while_that_destroys_it() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn whoever_removes_a_provider_is_told_of_every_key_that_may_be_left() {
-    use crate::tasks::{Engine, Operation};
+    use crate::operation::Operation;
+    use crate::tasks::Engine;
     let authority = Authority::new("kms");
     let mut server = PyKmip::start(&authority);
     let identity = authority.client("vmseal", Validity::Now);

@@ -1,0 +1,135 @@
+//! The control plane: everything above, put together and at work. Who calls its services is not its business.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use jiff::Timestamp;
+use tokio::task::JoinHandle;
+use vmseal_api::client::ClientIdentity;
+use vmseal_secret::sealed_box::{BoxError, Recipient};
+
+use crate::hosts::Hosts;
+use crate::hosts::connector::HttpsConnector;
+use crate::providers::Providers;
+use crate::retention;
+use crate::services::Services;
+use crate::setup::authority::Authority;
+use crate::setup::expiry;
+use crate::setup::identity::Identity;
+use crate::setup::initialise::Initialised;
+use crate::store::alarms::{self, Standing};
+use crate::store::{Store, StoreError};
+use crate::tasks::{Engine, Retry};
+
+/// The source of the alarms about the server's own certificates.
+const CERTIFICATE_ALARMS: &str = "certificates of the server";
+
+/// How often the server looks whether its certificate is to be renewed.
+const RENEW_EVERY: Duration = Duration::from_secs(24 * 3600);
+
+/// Why the control plane cannot start.
+#[derive(Debug, thiserror::Error)]
+pub enum StartError {
+    /// The inventory.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    /// There is no key pair for passphrases.
+    #[error(transparent)]
+    Box(#[from] BoxError),
+}
+
+/// A control plane at work.
+pub struct ControlPlane {
+    services: Arc<Services>,
+    identity: Arc<Identity>,
+    renewing: JoinHandle<()>,
+    deleting_events: JoinHandle<()>,
+    _lock: nix::fcntl::Flock<std::fs::File>,
+}
+
+impl ControlPlane {
+    /// Monitors the hosts, continues the tasks, renews its certificate and deletes old events from now on. Credentials are in
+    /// `credentials_dir` (systemd's `$CREDENTIALS_DIRECTORY`).
+    ///
+    /// # Errors
+    /// [`StartError`].
+    pub async fn start(
+        Initialised { lock, authority, identity, store }: Initialised,
+        data_dir: &Path,
+        credentials_dir: Option<PathBuf>,
+        keep_events_days: u32,
+    ) -> Result<Self, StartError> {
+        let (store, authority, identity) =
+            (Arc::new(store), Arc::new(authority), Arc::new(identity));
+        let connector = Arc::new(HttpsConnector(ClientIdentity {
+            authority: authority.pem().to_owned(),
+            certificate: Arc::clone(&identity) as _,
+        }));
+        let providers = Providers::open(Arc::clone(&store), data_dir, credentials_dir).await?;
+        let providers = Arc::new(providers);
+        let hosts = Hosts::start(Arc::clone(&store), Arc::clone(&providers), connector).await?;
+        let hosts = Arc::new(hosts);
+        let engine = Arc::new(Engine::new(
+            Arc::clone(&store),
+            Arc::clone(&providers),
+            Arc::clone(&hosts),
+            Retry::USUAL,
+        ));
+        engine.resume().await?;
+        let renewing =
+            tokio::spawn(renew(Arc::clone(&identity), Arc::clone(&authority), Arc::clone(&store)));
+        let deleting_events =
+            tokio::spawn(retention::delete_old_events(Arc::clone(&store), keep_events_days));
+        let recipient = Recipient::generate()?;
+        let services = Services { store, providers, hosts, engine, authority, recipient };
+        Ok(Self { services: Arc::new(services), identity, renewing, deleting_events, _lock: lock })
+    }
+
+    /// What it offers.
+    #[must_use]
+    pub fn services(&self) -> &Arc<Services> {
+        &self.services
+    }
+
+    /// The server's certificate.
+    #[must_use]
+    pub fn identity(&self) -> &Arc<Identity> {
+        &self.identity
+    }
+
+    /// Begins no work any more; tasks stop where they are and go on with the next start.
+    pub fn stop_work(&self) {
+        self.renewing.abort();
+        self.deleting_events.abort();
+        self.services.engine.stop();
+    }
+
+    /// Closes the inventory, when nobody calls the services any more.
+    pub async fn close(self) {
+        self.stop_work();
+        self.services.store.close().await;
+    }
+}
+
+async fn renew(identity: Arc<Identity>, authority: Arc<Authority>, store: Arc<Store>) {
+    loop {
+        if let Err(error) = identity.renew(&authority) {
+            tracing::error!(%error, "the server's certificate could not be renewed");
+        }
+        let standing = expiry::of_server(&identity.der(), authority.der(), Timestamp::now());
+        if let Err(error) = raise(&store, standing.as_slice()).await {
+            tracing::error!(%error, "the alarm about the server's certificate could not be written");
+        }
+        tokio::time::sleep(RENEW_EVERY).await;
+    }
+}
+
+async fn raise(store: &Store, standing: &[Standing]) -> Result<(), StoreError> {
+    if alarms::differ(&mut *store.read().await?, CERTIFICATE_ALARMS, standing).await? {
+        let mut write = store.write().await?;
+        alarms::replace(&mut write, CERTIFICATE_ALARMS, standing).await?;
+        write.commit().await?;
+    }
+    Ok(())
+}

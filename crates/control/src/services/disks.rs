@@ -1,0 +1,183 @@
+//! Disks of VMs.
+
+use vmseal_api::filter::ReplicaStatus;
+use vmseal_api::host::{ConsoleStream, ExportSpec, ExportStep, Exposing, Power};
+use vmseal_api::id::TaskId;
+use vmseal_api::model::Task;
+use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::request::ExportDisk;
+use vmseal_api::transfer::ExportFormat;
+
+use super::caller::{Caller, Privilege};
+use super::vms::{plan, power, require_ready};
+use super::{Outcome, Services};
+use crate::hosts::keys::Purpose;
+use crate::operation::Operation;
+use crate::store::disks::Disk;
+use crate::store::events::NewEvent;
+use crate::store::vms::Vm;
+use crate::tasks::Engine;
+
+/// Writes a disk of a VM that is off to a file of its host.
+pub async fn export(
+    services: &Services,
+    caller: &Caller,
+    vm: &str,
+    disk: &str,
+    request: ExportDisk,
+    dry_run: bool,
+) -> Result<Outcome<Task>, Problem> {
+    caller.require(Privilege::DirectAccess)?;
+    check(&request)?;
+    let (vm, disk) = find(services, vm, disk).await?;
+    if disk.encrypted && request.format != ExportFormat::Sealed {
+        caller.require(Privilege::Decrypt)?;
+    }
+    if request.format == ExportFormat::Sealed && !disk.encrypted {
+        let detail = format!("disk '{}' is not encrypted: export it as raw", disk.name);
+        return Err(Problem::invalid("format", detail));
+    }
+    require_off(services, &vm).await?;
+    let mut write = services.store.write().await?;
+    let detail = told(&vm, &disk, &request);
+    let event =
+        NewEvent { kind: "disk.export", actor: caller.name(), target: &vm.name, detail: &detail };
+    write.event(event).await?;
+    let ExportDisk { to, format, passphrase, .. } = request;
+    let spec = dry_run.then(|| ExportSpec {
+        export: TaskId::new(),
+        to: to.clone(),
+        format,
+        passphrase: passphrase.clone(),
+    });
+    let operation = Operation::ExportDisk { vm: vm.id, disk: disk.id, to, format, passphrase };
+    let task = Engine::record(&mut write, operation, &vm.name, caller.name()).await?;
+    if let Some(spec) = spec {
+        // The inventory is not kept waiting for a host.
+        drop(write);
+        let agent = services.hosts.connected(vm.host)?;
+        agent.export_disk(vm.id, disk.id, ExportStep::Check, spec).await?;
+        return Ok(Outcome::Planned(plan(&task, &vm)));
+    }
+    write.commit().await?;
+    let shown = services.engine.shown(&task);
+    services.engine.begin(task);
+    Ok(Outcome::Done(shown))
+}
+
+/// Exposes a disk over NBD, or opens a connection to one that is being exposed. A disk of a VM that runs is exposed
+/// for reading alone.
+pub async fn expose(
+    services: &Services,
+    caller: &Caller,
+    vm: &str,
+    disk: &str,
+    what: Exposing,
+) -> Result<ConsoleStream, Problem> {
+    caller.require(Privilege::DirectAccess)?;
+    let (vm, disk) = find(services, vm, disk).await?;
+    require_ready(&vm)?;
+    let stream = opened(services, &vm, &disk, what).await?;
+    if let Exposing::Hold { writable } = what {
+        let mut write = services.store.write().await?;
+        let how = if writable { "to be read and changed" } else { "read-only" };
+        let detail = format!("disk '{}' over NBD, {how}, IN THE CLEAR", disk.name);
+        let (kind, target) = ("disk.exposed", vm.name.as_str());
+        write.event(NewEvent { kind, actor: caller.name(), target, detail: &detail }).await?;
+        write.commit().await?;
+    }
+    Ok(stream)
+}
+
+/// What the host opens; one that has restarted is told of the VM, and of its key.
+async fn opened(
+    services: &Services,
+    vm: &Vm,
+    disk: &Disk,
+    what: Exposing,
+) -> Result<ConsoleStream, Problem> {
+    let agent = services.hosts.connected(vm.host)?;
+    match agent.expose_disk(vm.id, disk.id, what).await {
+        Err(problem)
+            if what != Exposing::Connect
+                && matches!(problem.code, ErrorCode::NotFound | ErrorCode::Locked) =>
+        {
+            services.hosts.prepare(vm.id, Purpose::Open).await?;
+            agent.expose_disk(vm.id, disk.id, what).await
+        }
+        other => other,
+    }
+}
+
+pub(super) async fn find(services: &Services, vm: &str, disk: &str) -> Result<(Vm, Disk), Problem> {
+    let (vm, disks) = super::vms::find(services, vm).await?;
+    let found = disks.into_iter().find(|it| it.name == disk || it.id.to_string() == disk);
+    match found {
+        Some(disk) => Ok((vm, disk)),
+        None => {
+            let detail = format!("VM '{}' has no disk '{disk}'", vm.name);
+            Err(Problem::new(ErrorCode::NotFound, detail))
+        }
+    }
+}
+
+/// What the record of the use of the disk's key says.
+fn told(vm: &Vm, disk: &Disk, request: &ExportDisk) -> String {
+    let how = match request.format {
+        ExportFormat::Raw | ExportFormat::Qcow2 => "IN THE CLEAR",
+        ExportFormat::Luks2 => "under a passphrase",
+        ExportFormat::Sealed => "still under the VM's key",
+    };
+    let (host, format) = (&vm.host_name, request.format.name());
+    format!("disk '{}' to {} on host '{host}' as {format}, {how}", disk.name, request.to.display())
+}
+
+fn check(request: &ExportDisk) -> Result<(), Problem> {
+    if !request.to.is_absolute() || request.to.file_name().is_none() {
+        return Err(Problem::invalid("to", "must be an absolute path that ends with a name"));
+    }
+    let (plain, protected) = (request.format.is_plain(), request.format.has_passphrase());
+    if plain && !request.plaintext {
+        let detail = format!(
+            "a {} file is in the clear: say that it may be (--plaintext), or export luks2",
+            request.format.name()
+        );
+        return Err(Problem::invalid("plaintext", detail));
+    }
+    if request.plaintext && !plain {
+        let detail = format!("a {} file is not in the clear", request.format.name());
+        return Err(Problem::invalid("plaintext", detail));
+    }
+    match (protected, &request.passphrase) {
+        (false, Some(_)) => Err(Problem::invalid("passphrase", "is for luks2 alone")),
+        (true, None) => Err(Problem::invalid("passphrase", "is needed for luks2")),
+        _ => Ok(()),
+    }
+}
+
+async fn require_off(services: &Services, vm: &Vm) -> Result<(), Problem> {
+    require_ready(vm)?;
+    if power(services, vm).await?.is_none_or(|power| power == Power::Off) {
+        return Ok(());
+    }
+    let name = &vm.name;
+    let detail = format!(
+        "VM '{name}' is not off, and a disk that is written to cannot be exported: stop it first (vmseal vm stop {name})"
+    );
+    Err(Problem::new(ErrorCode::WrongState, detail))
+}
+
+/// Shows how far the replica of a disk is behind, now. Refused for a disk that its policy gave none, while its VM is
+/// off, and where the disk is served without it.
+pub async fn replica(
+    services: &Services,
+    caller: &Caller,
+    vm: &str,
+    disk: &str,
+) -> Result<ReplicaStatus, Problem> {
+    caller.require(Privilege::Read)?;
+    let (vm, disk) = find(services, vm, disk).await?;
+    require_ready(&vm)?;
+    let agent = services.hosts.connected(vm.host)?;
+    Ok(agent.replica(vm.id, disk.id).await?)
+}

@@ -1,0 +1,128 @@
+//! Hosts.
+
+use std::net::IpAddr;
+
+use vmseal_api::model::{Host, JoinToken, Page};
+use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::request::{ChangeHost, JoinHost, Joined};
+
+use super::caller::{Caller, Privilege};
+use super::{Outcome, PageRequest, Services, page_of};
+use crate::hosts::join as joining;
+use crate::store::events::NewEvent;
+use crate::store::hosts;
+
+fn shown(services: &Services, host: hosts::Host) -> Host {
+    let view = services.hosts.view(host.id);
+    Host {
+        id: host.id,
+        name: host.name,
+        address: host.address,
+        connection: view.connection,
+        description: view.description.or(host.description),
+    }
+}
+
+pub(super) async fn find(services: &Services, name: &str) -> Result<hosts::Host, Problem> {
+    let found = hosts::find(&mut *services.store.read().await?, name).await?;
+    found.ok_or_else(|| Problem::not_found("host", name))
+}
+
+/// Lists the hosts.
+pub async fn list(
+    services: &Services,
+    caller: &Caller,
+    request: PageRequest,
+) -> Result<Page<Host>, Problem> {
+    caller.require(Privilege::Read)?;
+    let part = request.part();
+    let found = hosts::list(&mut *services.store.read().await?, &part).await?;
+    let items = found.into_iter().map(|host| shown(services, host)).collect();
+    Ok(page_of(items, part.limit, |host: &Host| host.id.to_string()))
+}
+
+/// Shows a host.
+pub async fn show(services: &Services, caller: &Caller, name: &str) -> Result<Host, Problem> {
+    caller.require(Privilege::Read)?;
+    Ok(shown(services, find(services, name).await?))
+}
+
+/// Changes where a host's agent is called. What its certificate says stays: another machine is not taken for it.
+pub async fn change(
+    services: &Services,
+    caller: &Caller,
+    name: &str,
+    request: ChangeHost,
+    dry_run: bool,
+) -> Result<Outcome<Host>, Problem> {
+    caller.require(Privilege::RegisterHost)?;
+    let host = find(services, name).await?;
+    let mut write = services.store.write().await?;
+    let host = joining::change_address(&mut write, caller.name(), host, &request.address).await?;
+    if dry_run {
+        let step = format!("call its agent at {} from now on", host.address);
+        return Ok(Outcome::planned("host.set", &host.name, step));
+    }
+    write.commit().await?;
+    // The monitor of the old address ends.
+    services.hosts.add(&host)?;
+    Ok(Outcome::Done(shown(services, host)))
+}
+
+/// Removes a host that has neither datastores nor VMs.
+pub async fn remove(
+    services: &Services,
+    caller: &Caller,
+    name: &str,
+    dry_run: bool,
+) -> Result<Outcome<()>, Problem> {
+    caller.require(Privilege::RegisterHost)?;
+    let host = find(services, name).await?;
+    let mut write = services.store.write().await?;
+    let (datastores, vms) = hosts::uses(&mut write, host.id).await?;
+    if datastores + vms > 0 {
+        let detail = format!(
+            "host '{}' is in use (datastores: {datastores}, VMs: {vms}): remove them first",
+            host.name
+        );
+        return Err(Problem::new(ErrorCode::InUse, detail));
+    }
+    hosts::delete(&mut write, host.id).await?;
+    let (kind, target, detail) = ("host.removed", host.name.as_str(), host.address.as_str());
+    write.event(NewEvent { kind, actor: caller.name(), target, detail }).await?;
+    if dry_run {
+        let step = "remove it; it has neither datastores nor VMs".to_owned();
+        return Ok(Outcome::planned("host.remove", target, step));
+    }
+    write.commit().await?;
+    services.hosts.remove(host.id);
+    Ok(Outcome::Done(()))
+}
+
+/// Makes a one-time token that lets a machine join as a host.
+pub async fn make_token(
+    services: &Services,
+    caller: &Caller,
+    dry_run: bool,
+) -> Result<Outcome<JoinToken>, Problem> {
+    caller.require(Privilege::RegisterHost)?;
+    if dry_run {
+        let minutes = joining::TOKEN_VALID.as_secs() / 60;
+        let step = format!("make a token with which one machine may join within {minutes} minutes");
+        return Ok(Outcome::planned("host.token", "", step));
+    }
+    let token = joining::make_token(&services.store, &services.authority, caller.name()).await?;
+    Ok(Outcome::Done(token))
+}
+
+/// Joins as a host from `source`; anybody may ask, and the token in the request is what authorizes it.
+pub async fn join(
+    services: &Services,
+    request: JoinHost,
+    source: Option<IpAddr>,
+) -> Result<Joined, Problem> {
+    let (host, joined) =
+        joining::join(&services.store, &services.authority, request, source).await?;
+    services.hosts.add(&host)?;
+    Ok(joined)
+}

@@ -1,0 +1,141 @@
+//! Storage policies.
+
+use vmseal_api::filter::check_caches;
+use vmseal_api::id::{PolicyId, check_name};
+use vmseal_api::model::{Page, Policy, Replication};
+use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::replica::check_replica_rate;
+use vmseal_api::request::AddPolicy;
+
+use super::caller::{Caller, Privilege};
+use super::{Outcome, PageRequest, Services, page_of};
+use crate::store::events::NewEvent;
+use crate::store::{Write, datastores, policies, providers};
+
+fn shown(policy: policies::Policy) -> Policy {
+    Policy {
+        id: policy.id,
+        name: policy.name,
+        encryption: policy.encryption,
+        provider: policy.provider.map(|(_, name)| name),
+        allocation: policy.allocation,
+        limits: policy.limits,
+        cache: policy.cache,
+        replica: policy.replica,
+    }
+}
+
+async fn find(services: &Services, name: &str) -> Result<policies::Policy, Problem> {
+    let found = policies::find(&mut *services.store.read().await?, name).await?;
+    found.ok_or_else(|| Problem::not_found("policy", name))
+}
+
+/// Which host's it is to be is seen when a VM is made; that nobody has it can be told now.
+async fn check_replica(write: &mut Write<'_>, replica: &Replication) -> Result<(), Problem> {
+    check_replica_rate(replica.bytes_per_second)
+        .map_err(|what| Problem::invalid("replica.bytes_per_second", what))?;
+    if !datastores::called(write, &replica.datastore).await?.is_empty() {
+        return Ok(());
+    }
+    Err(Problem {
+        field: Some("replica.datastore".to_owned()),
+        ..Problem::not_found("datastore", &replica.datastore)
+    })
+}
+
+/// Lists the storage policies.
+pub async fn list(
+    services: &Services,
+    caller: &Caller,
+    request: PageRequest,
+) -> Result<Page<Policy>, Problem> {
+    caller.require(Privilege::Read)?;
+    let part = request.part();
+    let found = policies::list(&mut *services.store.read().await?, &part).await?;
+    let items = found.into_iter().map(shown).collect();
+    Ok(page_of(items, part.limit, |it: &Policy| it.id.to_string()))
+}
+
+/// Adds a storage policy.
+pub async fn add(
+    services: &Services,
+    caller: &Caller,
+    request: AddPolicy,
+    dry_run: bool,
+) -> Result<Outcome<Policy>, Problem> {
+    caller.require(Privilege::ManagePolicies)?;
+    check_name(&request.name).map_err(|error| Problem::invalid("name", error.to_string()))?;
+    request.limits.check().map_err(|(field, what)| Problem::invalid(field, what))?;
+    check_caches([request.cache]).map_err(|(_, what)| Problem::invalid("cache", what))?;
+    let mut write = services.store.write().await?;
+    if let Some(replica) = &request.replica {
+        check_replica(&mut write, replica).await?;
+    }
+    let provider = match &request.provider {
+        None => None,
+        Some(_) if !request.encryption => {
+            let detail = "a policy without encryption has no key provider";
+            return Err(Problem::invalid("provider", detail));
+        }
+        Some(name) => {
+            let found = providers::find(&mut write, name).await?;
+            let found = found.ok_or_else(|| Problem {
+                field: Some("provider".to_owned()),
+                ..Problem::not_found("provider", name)
+            })?;
+            Some((found.id, found.name))
+        }
+    };
+    let policy = policies::Policy {
+        id: PolicyId::new(),
+        name: request.name,
+        encryption: request.encryption,
+        provider,
+        allocation: request.allocation,
+        limits: request.limits,
+        cache: request.cache,
+        replica: request.replica,
+    };
+    policies::insert(&mut write, &policy).await?;
+    let detail = if policy.encryption { "encrypts" } else { "does not encrypt" };
+    let (kind, target) = ("policy.added", policy.name.as_str());
+    write.event(NewEvent { kind, actor: caller.name(), target, detail }).await?;
+    if dry_run {
+        let step = format!("add a policy that {detail}");
+        return Ok(Outcome::planned("policy.add", target, step));
+    }
+    write.commit().await?;
+    Ok(Outcome::Done(shown(policy)))
+}
+
+/// Shows a storage policy.
+pub async fn show(services: &Services, caller: &Caller, name: &str) -> Result<Policy, Problem> {
+    caller.require(Privilege::Read)?;
+    Ok(shown(find(services, name).await?))
+}
+
+/// Removes a storage policy that no VM has.
+pub async fn remove(
+    services: &Services,
+    caller: &Caller,
+    name: &str,
+    dry_run: bool,
+) -> Result<Outcome<()>, Problem> {
+    caller.require(Privilege::ManagePolicies)?;
+    let policy = find(services, name).await?;
+    let mut write = services.store.write().await?;
+    let vms = policies::uses(&mut write, policy.id).await?;
+    if vms > 0 {
+        let detail = format!("policy '{}' is in use (VMs: {vms}): delete them first", policy.name);
+        return Err(Problem::new(ErrorCode::InUse, detail));
+    }
+    policies::delete(&mut write, policy.id).await?;
+    let (kind, target) = ("policy.removed", policy.name.as_str());
+    write.event(NewEvent { kind, actor: caller.name(), target, detail: "" }).await?;
+    if dry_run {
+        let step = "remove it; no VM has it".to_owned();
+        return Ok(Outcome::planned("policy.remove", target, step));
+    }
+    write.commit().await?;
+    Ok(Outcome::Done(()))
+}

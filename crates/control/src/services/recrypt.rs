@@ -1,0 +1,53 @@
+//! Shallow recryption: another KEK for a VM.
+
+use vmseal_api::host::Power;
+use vmseal_api::model::Task;
+use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::request::RecryptVm;
+
+use super::caller::{Caller, Privilege};
+use super::providers::usable;
+use super::vms::{begin, check_key, find, power, require_ready, word};
+use super::{Outcome, Services};
+use crate::operation::Operation;
+use crate::store::{providers, vms};
+
+/// Gives a VM that is off another key-encryption key, of its provider or another one, and destroys the one that it
+/// had. The data of its disks is not rewritten.
+pub async fn recrypt(
+    services: &Services,
+    caller: &Caller,
+    name: &str,
+    request: RecryptVm,
+    dry_run: bool,
+) -> Result<Outcome<Task>, Problem> {
+    caller.require(Privilege::Recrypt)?;
+    let (vm, _) = find(services, name).await?;
+    require_ready(&vm)?;
+    let power = power(services, &vm).await?.unwrap_or(Power::Off);
+    if power != Power::Off {
+        let (name, word) = (&vm.name, word(power));
+        let detail = format!(
+            "VM '{name}' is {word}: a VM is recrypted while it is off (vmseal vm stop {name})"
+        );
+        return Err(Problem::new(ErrorCode::WrongState, detail));
+    }
+    let mut write = services.store.write().await?;
+    // As it is now: a task may have ended since.
+    let vm = vms::get(&mut write, vm.id).await?.ok_or_else(|| Problem::not_found("VM", name))?;
+    let Some(old) = vm.key.clone() else {
+        let detail = format!("VM '{}' has no key: nothing of it is encrypted", vm.name);
+        return Err(Problem::new(ErrorCode::WrongState, detail));
+    };
+    let wanted = request.provider.unwrap_or_else(|| old.provider.to_string());
+    let provider = providers::find(&mut write, &wanted).await?.ok_or_else(|| Problem {
+        field: Some("provider".to_owned()),
+        ..Problem::not_found("provider", &wanted)
+    })?;
+    let provider = usable(services, provider)?.id;
+    if dry_run {
+        check_key(services, &vm)?;
+    }
+    let operation = Operation::RecryptVm { vm: vm.id, old, provider };
+    begin(services, write, operation, &vm, caller, dry_run).await
+}

@@ -1,0 +1,285 @@
+//! Virtual machines.
+
+use std::time::Duration;
+
+use sqlx::SqliteConnection;
+use vmseal_api::console::ConsoleClaim;
+use vmseal_api::host::{ConsoleStream, KeyState, Power};
+use vmseal_api::model::{self, Disk, Lifecycle, Page, Plan, Replication, Vm};
+use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::request::StopVm;
+
+use super::caller::{Caller, Privilege};
+use super::{Outcome, PageRequest, Services, page_of};
+use crate::operation::Operation;
+use crate::store::events::NewEvent;
+use crate::store::tasks::Task;
+use crate::store::{StoreError, Write, disks, providers, vms};
+use crate::tasks::{Engine, steps};
+
+/// How long a guest may take to shut down where nobody says otherwise, in seconds.
+const SHUTDOWN_DEFAULT: u32 = 120;
+
+/// The longest that a guest may be given, in seconds.
+const SHUTDOWN_MAX: u32 = vmseal_api::host::SHUTDOWN_SECONDS_MAX;
+
+fn shown(
+    services: &Services,
+    vm: vms::Vm,
+    disks: Vec<disks::Disk>,
+    provider: Option<String>,
+) -> Vm {
+    let view = services.hosts.view(vm.host);
+    let seen = view.vm(vm.id);
+    let disks = disks.into_iter().map(|disk| Disk {
+        id: disk.id,
+        name: disk.name,
+        datastore: disk.datastore_name,
+        size: disk.size,
+        encrypted: disk.encrypted,
+        allocation: disk.allocation,
+        limits: disk.limits,
+        cache: disk.cache,
+        replica: disk.replica.map(|(place, datastore)| Replication {
+            datastore,
+            bytes_per_second: place.bytes_per_second,
+        }),
+        facts: disk.facts,
+    });
+    Vm {
+        id: vm.id,
+        name: vm.name,
+        host: vm.host_name,
+        policy: vm.policy_name,
+        vcpus: vm.vcpus,
+        memory: vm.memory,
+        key: vm.key,
+        provider,
+        disks: disks.collect(),
+        lifecycle: vm.lifecycle,
+        power: seen.map(|seen| seen.power),
+        key_state: seen.map(|seen| seen.key),
+        stopped: seen.and_then(|seen| seen.stopped.clone()).or(vm.seen_stopped),
+    }
+}
+
+async fn provider_name(
+    from: &mut SqliteConnection,
+    vm: &vms::Vm,
+) -> Result<Option<String>, StoreError> {
+    let Some(key) = &vm.key else { return Ok(None) };
+    let found = providers::find(from, &key.provider.to_string()).await?;
+    Ok(found.map(|provider| provider.name))
+}
+
+pub(super) async fn find(
+    services: &Services,
+    name: &str,
+) -> Result<(vms::Vm, Vec<disks::Disk>), Problem> {
+    let mut read = services.store.read().await?;
+    let vm = vms::find(&mut read, name).await?.ok_or_else(|| Problem::not_found("VM", name))?;
+    let disks = disks::of_vm(&mut read, vm.id).await?;
+    Ok((vm, disks))
+}
+
+/// Lists the VMs.
+pub async fn list(
+    services: &Services,
+    caller: &Caller,
+    request: PageRequest,
+) -> Result<Page<Vm>, Problem> {
+    caller.require(Privilege::Read)?;
+    let part = request.part();
+    let mut read = services.store.read().await?;
+    let mut items = Vec::new();
+    for vm in vms::list(&mut read, &part).await? {
+        let disks = disks::of_vm(&mut read, vm.id).await?;
+        let provider = provider_name(&mut read, &vm).await?;
+        items.push(shown(services, vm, disks, provider));
+    }
+    Ok(page_of(items, part.limit, |it: &Vm| it.id.to_string()))
+}
+
+/// Shows a VM.
+pub async fn show(services: &Services, caller: &Caller, name: &str) -> Result<Vm, Problem> {
+    caller.require(Privilege::Read)?;
+    let (vm, disks) = find(services, name).await?;
+    let provider = provider_name(&mut *services.store.read().await?, &vm).await?;
+    Ok(shown(services, vm, disks, provider))
+}
+
+/// Commits what is written together with a task, and begins the task; or only says what it would do.
+pub(super) async fn begin(
+    services: &Services,
+    mut write: Write<'_>,
+    operation: Operation,
+    vm: &vms::Vm,
+    caller: &Caller,
+    dry_run: bool,
+) -> Result<Outcome<model::Task>, Problem> {
+    let task = Engine::record(&mut write, operation, &vm.name, caller.name()).await?;
+    if dry_run {
+        return Ok(Outcome::Planned(plan(&task, vm)));
+    }
+    write.commit().await?;
+    let shown = services.engine.shown(&task);
+    services.engine.begin(task);
+    Ok(Outcome::Done(shown))
+}
+
+/// What a task would do.
+pub(super) fn plan(task: &Task, vm: &vms::Vm) -> Plan {
+    let keyless = vm.provider.is_none();
+    let steps = steps::of(&task.operation).iter().filter(|step| !(keyless && step.needs_key()));
+    Plan {
+        kind: task.operation.kind().to_owned(),
+        target: vm.name.clone(),
+        steps: steps.map(|step| step.title().to_owned()).collect(),
+    }
+}
+
+/// The power of a VM, asked of its host: what is shown may be a moment old.
+pub(super) async fn power(services: &Services, vm: &vms::Vm) -> Result<Option<Power>, Problem> {
+    let state = services.hosts.connected(vm.host)?.state(None, Duration::ZERO).await?;
+    Ok(state.vms.iter().find(|seen| seen.vm == vm.id).map(|seen| seen.power))
+}
+
+pub(super) fn require_ready(vm: &vms::Vm) -> Result<(), Problem> {
+    let why = match vm.lifecycle {
+        Lifecycle::Ready => return Ok(()),
+        Lifecycle::Creating => "is not made yet",
+        Lifecycle::Deleting => "is being deleted",
+    };
+    Err(Problem::new(ErrorCode::WrongState, format!("VM '{}' {why}", vm.name)))
+}
+
+/// Starts a VM that is off.
+pub async fn start(
+    services: &Services,
+    caller: &Caller,
+    name: &str,
+    dry_run: bool,
+) -> Result<Outcome<model::Task>, Problem> {
+    caller.require(Privilege::VmPower)?;
+    let (vm, _) = find(services, name).await?;
+    require_ready(&vm)?;
+    if let Some(power) = power(services, &vm).await?
+        && power != Power::Off
+    {
+        let detail = format!("VM '{}' is not off: it is {}", vm.name, word(power));
+        return Err(Problem::new(ErrorCode::WrongState, detail));
+    }
+    if dry_run {
+        check_key(services, &vm)?;
+    }
+    let write = services.store.write().await?;
+    let operation = Operation::StartVm { vm: vm.id };
+    begin(services, write, operation, &vm, caller, dry_run).await
+}
+
+/// A key that the monitor could not deliver so far: a start would try again, and most likely fail.
+pub(super) fn check_key(services: &Services, vm: &vms::Vm) -> Result<(), Problem> {
+    let missing =
+        services.hosts.view(vm.host).vm(vm.id).is_some_and(|seen| seen.key == KeyState::Missing);
+    if !missing {
+        return Ok(());
+    }
+    let detail = format!("the key of VM '{}' is not on its host (vmseal alarms says why)", vm.name);
+    Err(Problem::new(ErrorCode::Locked, detail))
+}
+
+pub(super) fn word(power: Power) -> &'static str {
+    match power {
+        Power::Off => "off",
+        Power::Starting => "starting",
+        Power::Running => "running",
+        Power::Stopping => "stopping",
+    }
+}
+
+/// Stops a VM; one that is off stays off. With `force`, a task that waits for the guest to shut down cuts its power
+/// instead, and is the task that is answered.
+pub async fn stop(
+    services: &Services,
+    caller: &Caller,
+    name: &str,
+    request: StopVm,
+    dry_run: bool,
+) -> Result<Outcome<model::Task>, Problem> {
+    caller.require(Privilege::VmPower)?;
+    let timeout_seconds = request.timeout_seconds.unwrap_or(SHUTDOWN_DEFAULT);
+    if !(1..=SHUTDOWN_MAX).contains(&timeout_seconds) {
+        return Err(
+            Problem::invalid("timeout_seconds", format!("must be 1 to {SHUTDOWN_MAX}")).into()
+        );
+    }
+    let (vm, _) = find(services, name).await?;
+    require_ready(&vm)?;
+    power(services, &vm).await?;
+    if request.force && dry_run {
+        if let Some(task) = services.engine.check_force_stop(vm.id).await? {
+            let step = format!("cut the power now, as task {}", task.id);
+            return Ok(Outcome::planned("vm.stop", &vm.name, step));
+        }
+    } else if request.force
+        && let Some(task) = services.engine.force_stop(vm.id, caller.name()).await?
+    {
+        return Ok(Outcome::Done(services.engine.shown(&task)));
+    }
+    let write = services.store.write().await?;
+    let operation = Operation::StopVm { vm: vm.id, force: request.force, timeout_seconds };
+    begin(services, write, operation, &vm, caller, dry_run).await
+}
+
+/// Deletes a VM that is off, with its disks and its key; also what is left of one.
+pub async fn delete(
+    services: &Services,
+    caller: &Caller,
+    name: &str,
+    dry_run: bool,
+) -> Result<Outcome<model::Task>, Problem> {
+    caller.require(Privilege::VmConfigure)?;
+    let (vm, _) = find(services, name).await?;
+    if let Some(power) = power(services, &vm).await?
+        && power != Power::Off
+    {
+        let detail = format!(
+            "VM '{}' is {}: stop it first (vmseal vm stop {})",
+            vm.name,
+            word(power),
+            vm.name
+        );
+        return Err(Problem::new(ErrorCode::WrongState, detail));
+    }
+    let _unchanged = services.hosts.lock(vm.id).await;
+    let mut write = services.store.write().await?;
+    // As it is now: a task may have ended since.
+    let now = vms::get(&mut write, vm.id).await?.ok_or_else(|| Problem::not_found("VM", name))?;
+    vms::set_lifecycle(&mut write, vm.id, Lifecycle::Deleting).await?;
+    let operation = Operation::DeleteVm { vm: vm.id, was: now.lifecycle };
+    begin(services, write, operation, &vm, caller, dry_run).await
+}
+
+/// Opens a guest's serial console; one user has it at a time.
+pub async fn console(
+    services: &Services,
+    caller: &Caller,
+    name: &str,
+    claim: ConsoleClaim,
+) -> Result<ConsoleStream, Problem> {
+    caller.require(Privilege::VmConsole)?;
+    let (vm, disks) = find(services, name).await?;
+    if disks.iter().any(|disk| disk.encrypted) {
+        caller.require(Privilege::DirectAccess)?;
+    }
+    let console = services.hosts.connected(vm.host)?.console(vm.id, claim).await?;
+    let mut write = services.store.write().await?;
+    let (kind, target) = ("vm.console-opened", vm.name.as_str());
+    let detail = match claim {
+        ConsoleClaim::IfFree => "its serial line",
+        ConsoleClaim::TakeOver => "its serial line, taken over from whoever had it",
+    };
+    write.event(NewEvent { kind, actor: caller.name(), target, detail }).await?;
+    write.commit().await?;
+    Ok(console)
+}

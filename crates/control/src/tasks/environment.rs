@@ -1,0 +1,147 @@
+//! What every task is carried out with: how often steps are tried, how much happens at a time, and how a task's
+//! state is recorded.
+
+#[cfg(test)]
+use std::sync::Arc;
+use std::time::Duration;
+
+use jiff::Timestamp;
+use vmseal_api::id::VmId;
+use vmseal_api::model::TaskState;
+#[cfg(test)]
+use vmseal_api::problem::Problem;
+
+use super::attention;
+use super::limits::Limits;
+use super::run::Context;
+use crate::metrics;
+use crate::store::events::NewEvent;
+use crate::store::tasks::{self, Task};
+
+/// How often, and with what pauses, a step is tried that a host leaves unanswered.
+#[derive(Clone, Copy, Debug)]
+pub struct Retry {
+    /// How often in all.
+    pub attempts: u32,
+    /// The first pause; each is twice the one before.
+    pub first_pause: Duration,
+    /// The longest pause.
+    pub longest_pause: Duration,
+    /// How long the inventory is given before it is tried again when it fails.
+    pub store_pause: Duration,
+}
+
+impl Retry {
+    /// About a minute in all: an agent that restarts is back by then, and a host that is gone does
+    /// not keep its users waiting for long.
+    pub const USUAL: Self = Self {
+        attempts: 10,
+        first_pause: Duration::from_millis(250),
+        longest_pause: Duration::from_secs(10),
+        store_pause: Duration::from_secs(2),
+    };
+
+    pub(super) fn pause(&self, attempt: u32) -> Duration {
+        self.first_pause.saturating_mul(1 << attempt.min(16)).min(self.longest_pause)
+    }
+}
+
+/// Where a test may interfere.
+#[cfg(test)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Moment {
+    Before,
+    After,
+}
+
+/// What a test may do there.
+#[cfg(test)]
+#[derive(Clone, Debug)]
+pub(crate) enum Fault {
+    None,
+    /// As if the server's process ended here.
+    Crash,
+    /// The step fails without being done (before), or although it was done (after).
+    Fail(Problem),
+    /// The step panics.
+    Panic,
+    /// It is done once more.
+    Twice,
+}
+
+#[cfg(test)]
+pub(crate) type Faults = Arc<dyn Fn(&str, TaskState, Moment) -> Fault + Send + Sync>;
+
+/// What every task is carried out with.
+pub(super) struct Environment {
+    pub(super) context: Context,
+    pub(super) retry: Retry,
+    pub(super) limits: Limits,
+    #[cfg(test)]
+    pub(super) faults: Option<Faults>,
+}
+
+impl Environment {
+    pub(super) fn new(context: Context, retry: Retry) -> Self {
+        Self {
+            context,
+            retry,
+            limits: Limits::default(),
+            #[cfg(test)]
+            faults: None,
+        }
+    }
+
+    /// Ends a task; what it held is free.
+    pub(super) async fn end(&self, task: &mut Task, vm: VmId, state: TaskState) {
+        task.state = state;
+        task.waiting = None;
+        task.ended = Some(Timestamp::now());
+        let kind = match state {
+            TaskState::Done => "task.done",
+            TaskState::Unknown => "task.unknown",
+            TaskState::Cancelled => "task.undone",
+            _ => "task.failed",
+        };
+        self.save(task, Some((kind, vm))).await;
+        tracing::info!(kind = task.operation.kind(), outcome = kind, "the task has ended");
+        let took = task.ended.map(|ended| ended.duration_since(task.created).unsigned_abs());
+        let outcome = match state {
+            TaskState::Cancelled => "cancelled",
+            _ => kind.trim_start_matches("task."),
+        };
+        metrics::get().task(task.operation.kind(), outcome, took.unwrap_or_default());
+    }
+
+    /// Records how the task stands; an inventory that cannot be written is tried until it can, as going
+    /// on without a record would be going on in the dark.
+    pub(super) async fn save(&self, task: &Task, ended: Option<(&str, VmId)>) {
+        loop {
+            let saved = async {
+                let mut write = self.context.store.write().await?;
+                tasks::update(&mut write, task).await?;
+                if let Some((kind, vm)) = ended {
+                    match task.state {
+                        TaskState::Unknown => attention::unfinished(&mut write, task).await?,
+                        TaskState::Done => attention::answered(&mut write, task, vm).await?,
+                        _ => {}
+                    }
+                    let mut detail = format!("{} as task {}", task.operation.kind(), task.id);
+                    if let Some(problem) = &task.problem {
+                        detail.push_str(&format!(": {problem}"));
+                    }
+                    let (actor, target) = (task.actor.as_str(), task.target.as_str());
+                    write.event(NewEvent { kind, actor, target, detail: &detail }).await?;
+                }
+                write.commit().await
+            };
+            match saved.await {
+                Ok(()) => return,
+                Err(error) => {
+                    tracing::error!(task = %task.id, %error, "a task's state cannot be recorded");
+                    tokio::time::sleep(self.retry.store_pause).await;
+                }
+            }
+        }
+    }
+}

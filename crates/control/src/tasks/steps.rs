@@ -1,0 +1,46 @@
+//! The steps of each operation, and how far a task is in them.
+
+use vmseal_api::model::TaskState;
+use vmseal_api::problem::Problem;
+
+use super::step::Step;
+use super::{create_vm, delete_vm, export_disk, recrypt_vm, start_vm, stop_vm};
+use crate::operation::Operation;
+use crate::store::tasks::Task;
+
+/// The steps of an operation, in order.
+pub(crate) fn of(operation: &Operation) -> &'static [&'static dyn Step] {
+    match operation {
+        Operation::CreateVm { .. } => create_vm::STEPS,
+        Operation::StartVm { .. } => start_vm::STEPS,
+        Operation::StopVm { .. } => stop_vm::STEPS,
+        Operation::ExportDisk { format, .. } => export_disk::steps(*format),
+        Operation::RecryptVm { .. } => recrypt_vm::STEPS,
+        Operation::DeleteVm { .. } => delete_vm::STEPS,
+        Operation::Unreadable { .. } => &[],
+    }
+}
+
+/// Says what is left, and what to do, when a step after the commit step has failed because of `cause`.
+pub(super) fn unfinished(operation: &Operation, target: &str, cause: &Problem) -> Problem {
+    match operation {
+        Operation::RecryptVm { .. } => recrypt_vm::unfinished(target, cause),
+        _ => delete_vm::unfinished(target, cause),
+    }
+}
+
+/// The step that a task is at, or failed at, for people.
+pub(crate) fn title(task: &Task) -> &str {
+    let name = match (&task.failed_step, task.ended) {
+        (Some(failed), Some(_)) => failed,
+        _ => &task.step,
+    };
+    let known = of(&task.operation).iter().find(|step| step.name() == name);
+    known.map_or(name, |step| step.title())
+}
+
+/// Whether a task is past its commit step.
+pub(super) fn is_committed(task: &Task) -> bool {
+    let before = of(&task.operation).iter().take_while(|step| step.name() != task.step);
+    task.state != TaskState::RollingBack && before.into_iter().any(|step| step.commits())
+}

@@ -1,0 +1,60 @@
+//! Problems as HTTP responses.
+
+use std::collections::BTreeMap;
+
+use axum::http::{HeaderValue, StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use utoipa::openapi::{ContentBuilder, Ref, RefOr, ResponseBuilder, response};
+use utoipa::{IntoResponses, PartialSchema, ToSchema};
+use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::request_id;
+
+/// The media type of problems (RFC 9457).
+const MEDIA_TYPE: &str = "application/problem+json";
+
+/// What a handler answers when it does not do what was asked.
+#[derive(Debug)]
+pub(crate) struct Refusal(pub Problem);
+
+impl From<Problem> for Refusal {
+    fn from(problem: Problem) -> Self {
+        Self(problem)
+    }
+}
+
+impl IntoResponse for Refusal {
+    fn into_response(mut self) -> Response {
+        self.0.request_id = request_id::current().map(|id| id.as_str().into());
+        let status =
+            StatusCode::from_u16(self.0.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
+        // A problem has nothing that JSON cannot hold.
+        let body = serde_json::to_vec(&self.0).unwrap_or_default();
+        let mut response = (status, [(header::CONTENT_TYPE, MEDIA_TYPE)], body).into_response();
+        if self.0.code == ErrorCode::Unauthenticated {
+            let scheme = HeaderValue::from_static("Bearer realm=\"vmseal\"");
+            response.headers_mut().insert(header::WWW_AUTHENTICATE, scheme);
+        }
+        response
+    }
+}
+
+/// In the document: any other status is a problem.
+impl IntoResponses for Refusal {
+    fn responses() -> BTreeMap<String, RefOr<response::Response>> {
+        let content = ContentBuilder::new()
+            .schema(Some(RefOr::Ref(Ref::from_schema_name(Problem::name()))))
+            .build();
+        let response = ResponseBuilder::new()
+            .description("What went wrong, with which field, and what to do")
+            .content(MEDIA_TYPE, content)
+            .build();
+        BTreeMap::from([("default".to_owned(), RefOr::T(response))])
+    }
+}
+
+/// What [`Refusal`] refers to in the document.
+pub(crate) fn schemas() -> Vec<(String, RefOr<utoipa::openapi::Schema>)> {
+    let mut schemas = vec![(Problem::name().into_owned(), Problem::schema())];
+    Problem::schemas(&mut schemas);
+    schemas
+}

@@ -1,0 +1,59 @@
+//! Who is it? A bearer token (RFC 6750).
+
+use std::sync::Arc;
+
+use axum::extract::{FromRequestParts, Request, State};
+use axum::http::header::AUTHORIZATION;
+use axum::http::request::Parts;
+use axum::middleware::Next;
+use axum::response::Response;
+use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_control::services::{self, Caller, Services};
+
+use crate::connections::Connection;
+use crate::problem::Refusal;
+
+/// The longest token that is looked at, in bytes; ours have 43.
+const TOKEN_MAX: usize = 256;
+
+/// The user who asks.
+#[derive(Clone, Debug)]
+pub(crate) struct Authenticated(pub Caller);
+
+/// Lets a request pass that comes from a user.
+pub(crate) async fn authenticate(
+    State(control): State<Arc<Services>>,
+    mut request: Request,
+    next: Next,
+) -> Result<Response, Refusal> {
+    let refused = |why: &str| Refusal(Problem::new(ErrorCode::Unauthenticated, why));
+    let header = request
+        .headers()
+        .get(AUTHORIZATION)
+        .ok_or_else(|| refused("no credentials: send the header Authorization: Bearer TOKEN"))?;
+    let token = header
+        .to_str()
+        .ok()
+        .and_then(|text| text.split_once(' '))
+        .filter(|(scheme, _)| scheme.eq_ignore_ascii_case("bearer"))
+        .map(|(_, token)| token.trim())
+        .filter(|token| token.len() <= TOKEN_MAX)
+        .ok_or_else(|| refused("the credentials are not of the form: Bearer TOKEN"))?;
+    let caller = services::users::authenticate(&control, token).await?;
+    if let Some(connection) = request.extensions().get::<Connection>() {
+        connection.is_users()?;
+    }
+    request.extensions_mut().insert(Authenticated(caller));
+    Ok(next.run(request).await)
+}
+
+impl<S: Sync> FromRequestParts<S> for Authenticated {
+    type Rejection = Refusal;
+
+    async fn from_request_parts(parts: &mut Parts, _: &S) -> Result<Self, Refusal> {
+        let caller = parts.extensions.get::<Self>().cloned();
+        caller.ok_or_else(|| {
+            Refusal(Problem::new(ErrorCode::Unauthenticated, "no user is known here"))
+        })
+    }
+}

@@ -1,0 +1,174 @@
+//! What comes with a request: bodies, queries and names, each with its limits, each error a problem
+//! that names the field.
+
+use std::time::Duration;
+
+use axum::body::{Body, Bytes, HttpBody};
+use axum::extract::{FromRequest, FromRequestParts, Path, Query, Request};
+use axum::http::header::CONTENT_TYPE;
+use axum::http::request::Parts;
+use http_body_util::BodyExt;
+use serde::de::DeserializeOwned;
+use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::request::BODY_MAX;
+
+use crate::problem::Refusal;
+
+/// The most of a body over its limit that is read and dropped, in bytes. Who is answered while still
+/// sending loses the connection, and often the answer with it; but nobody may send on for ever.
+const DRAIN_MAX: usize = 4 * BODY_MAX;
+
+/// How long a client may take to send its body: what changes something is not ended when its client is slow to
+/// read the answer, so this is.
+const BODY_TIMEOUT: Duration = Duration::from_secs(30);
+
+async fn read(body: Body) -> Result<Bytes, Refusal> {
+    tokio::time::timeout(BODY_TIMEOUT, collect(body)).await.unwrap_or_else(|_| {
+        let seconds = BODY_TIMEOUT.as_secs();
+        let detail = format!("the request body took longer than {seconds} s: nothing was done");
+        Err(Problem::new(ErrorCode::InvalidRequest, detail).into())
+    })
+}
+
+async fn collect(mut body: Body) -> Result<Bytes, Refusal> {
+    let mut content = Vec::new();
+    let mut length = 0;
+    // A client that says its length, and waits to be told to go on, is answered before it sends anything.
+    let said = usize::try_from(body.size_hint().lower()).unwrap_or(usize::MAX);
+    while length <= DRAIN_MAX && said <= DRAIN_MAX {
+        let Some(frame) = body.frame().await else { break };
+        let frame = frame.map_err(|error| {
+            let detail = format!("the request body could not be read: {error}");
+            Problem::new(ErrorCode::InvalidRequest, detail)
+        })?;
+        let Ok(data) = frame.into_data() else { continue };
+        length += data.len();
+        if length <= BODY_MAX {
+            content.extend_from_slice(&data);
+        }
+    }
+    if length.max(said) > BODY_MAX {
+        let detail = format!("the request body is longer than {BODY_MAX} bytes");
+        return Err(Problem::new(ErrorCode::TooLarge, detail).into());
+    }
+    Ok(content.into())
+}
+
+/// Understands JSON; an error names the field by its path.
+fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, Problem> {
+    let mut deserializer = serde_json::Deserializer::from_slice(bytes);
+    let parsed = serde_path_to_error::deserialize(&mut deserializer).map_err(|error| {
+        let path = error.path().to_string();
+        let error = error.into_inner();
+        if error.is_data() && path != "." {
+            Problem::invalid(path, error.to_string())
+        } else {
+            Problem::new(
+                ErrorCode::InvalidRequest,
+                format!("the body is not what it should be: {error}"),
+            )
+        }
+    })?;
+    deserializer.end().map_err(|error| {
+        Problem::new(ErrorCode::InvalidRequest, format!("the body goes on after its end: {error}"))
+    })?;
+    Ok(parsed)
+}
+
+/// A JSON body.
+pub(crate) struct Json<T>(pub T);
+
+impl<T: DeserializeOwned, S: Sync> FromRequest<S> for Json<T> {
+    type Rejection = Refusal;
+
+    async fn from_request(request: Request, _: &S) -> Result<Self, Refusal> {
+        check_type(&request)?;
+        Ok(Self(parse(&read(request.into_body()).await?)?))
+    }
+}
+
+fn check_type(request: &Request) -> Result<(), Refusal> {
+    let media_type = request.headers().get(CONTENT_TYPE).and_then(|value| value.to_str().ok());
+    let essence = media_type.and_then(|value| value.split(';').next()).map(str::trim);
+    if essence.is_some_and(|essence| essence.eq_ignore_ascii_case("application/json")) {
+        return Ok(());
+    }
+    let detail = "the body must be JSON, and Content-Type must say application/json";
+    Err(Problem::new(ErrorCode::InvalidRequest, detail).into())
+}
+
+/// A JSON body, or none for what is usual.
+pub(crate) struct OptionalJson<T>(pub T);
+
+impl<T: DeserializeOwned + Default, S: Sync> FromRequest<S> for OptionalJson<T> {
+    type Rejection = Refusal;
+
+    async fn from_request(request: Request, _: &S) -> Result<Self, Refusal> {
+        let bytes = read(request.into_body()).await?;
+        if bytes.is_empty() {
+            return Ok(Self(T::default()));
+        }
+        Ok(Self(parse::<Option<T>>(&bytes)?.unwrap_or_default()))
+    }
+}
+
+/// What a request without parameters may have as its body: nothing, `null` or `{}`.
+#[derive(Default, serde::Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Nothing {}
+
+/// The query.
+pub(crate) struct QueryOf<T>(pub T);
+
+impl<T: DeserializeOwned, S: Sync> FromRequestParts<S> for QueryOf<T> {
+    type Rejection = Refusal;
+
+    async fn from_request_parts(parts: &mut Parts, _: &S) -> Result<Self, Refusal> {
+        match Query::try_from_uri(&parts.uri) {
+            Ok(Query(query)) => Ok(Self(query)),
+            Err(error) => Err(Problem::invalid("query", error.body_text()).into()),
+        }
+    }
+}
+
+/// The two names or ids in a path.
+pub(crate) struct NamedPair(pub String, pub String);
+
+impl<S: Send + Sync> FromRequestParts<S> for NamedPair {
+    type Rejection = Refusal;
+
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, Refusal> {
+        match Path::from_request_parts(parts, state).await {
+            Ok(Path((first, second))) => Ok(Self(first, second)),
+            Err(error) => Err(Problem::new(ErrorCode::InvalidRequest, error.body_text()).into()),
+        }
+    }
+}
+
+/// The name or id in a path.
+pub(crate) struct Named(pub String);
+
+impl<S: Send + Sync> FromRequestParts<S> for Named {
+    type Rejection = Refusal;
+
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, Refusal> {
+        match Path::from_request_parts(parts, state).await {
+            Ok(Path(name)) => Ok(Self(name)),
+            Err(error) => Err(Problem::new(ErrorCode::InvalidRequest, error.body_text()).into()),
+        }
+    }
+}
+
+/// The three names or ids in a path.
+pub(crate) struct NamedTriple(pub String, pub String, pub String);
+
+impl<S: Send + Sync> FromRequestParts<S> for NamedTriple {
+    type Rejection = Refusal;
+
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, Refusal> {
+        match Path::from_request_parts(parts, state).await {
+            Ok(Path((first, second, third))) => Ok(Self(first, second, third)),
+            Err(error) => Err(Problem::new(ErrorCode::InvalidRequest, error.body_text()).into()),
+        }
+    }
+}

@@ -1,0 +1,113 @@
+//! Disks of VMs.
+
+use std::sync::Arc;
+
+use axum::extract::State;
+use axum::extract::ws::rejection::WebSocketUpgradeRejection;
+use axum::extract::ws::{Message, WebSocketUpgrade};
+use axum::response::Response;
+use axum::{Extension, Json};
+use serde::Deserialize;
+use utoipa::IntoParams;
+use vmseal_api::expose::{self, Carried, MESSAGE_MAX};
+use vmseal_api::filter::ReplicaStatus;
+use vmseal_api::host::Exposing;
+use vmseal_api::model::{Plan, Task};
+use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::request::ExportDisk;
+use vmseal_control::services::{self, Services};
+
+use crate::answer::{Accepted, Answer};
+use crate::connections::{self, Connection};
+use crate::problem::Refusal;
+use crate::request::auth::Authenticated;
+use crate::request::body::{self, NamedPair, QueryOf};
+use crate::request::dry_run::Intent;
+
+/// Writes a disk of a VM that is off to a file of its host.
+#[utoipa::path(post, path = "/api/v1/vms/{vm}/disks/{disk}/export", tag = "vms",
+    params(("vm" = String, Path, description = "The VM's name or id"),
+           ("disk" = String, Path, description = "The disk's name within the VM, or its id"), Intent),
+    request_body = ExportDisk,
+    responses((status = 202, body = Task), (status = 200, body = Plan), Refusal))]
+pub(super) async fn export(
+    State(control): State<Arc<Services>>,
+    Authenticated(caller): Authenticated,
+    NamedPair(vm, disk): NamedPair,
+    QueryOf(intent): QueryOf<Intent>,
+    body::Json(request): body::Json<ExportDisk>,
+) -> Result<Answer<Accepted>, Refusal> {
+    Ok(Answer(
+        services::disks::export(&control, &caller, &vm, &disk, request, intent.dry_run)
+            .await?
+            .map(Accepted),
+    ))
+}
+
+/// What is opened of a disk's exposure.
+#[derive(Debug, Deserialize, IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+pub(super) struct ExposeQuery {
+    /// Open a connection, which is NBD, to a disk that is being exposed; else expose it.
+    #[serde(default)]
+    #[param(value_type = Option<bool>)]
+    connect: bool,
+    /// Allow to change a disk that is to be exposed; its VM has to be off.
+    #[serde(default)]
+    #[param(value_type = Option<bool>)]
+    writable: bool,
+}
+
+/// Exposes a disk over NBD, as WebSockets of binary messages. The first one holds it exposed: it sends `.` every
+/// 10 seconds and `q` to let go, is told in words what went wrong, if anything did, and ends when the disk is free.
+/// Each further one, with `connect`, is an NBD connection. The VM does not start while a disk of it is
+/// exposed; a disk of a VM that runs is exposed for reading alone.
+#[utoipa::path(get, path = "/api/v1/vms/{vm}/disks/{disk}/expose", tag = "vms",
+    params(("vm" = String, Path, description = "The VM's name or id"),
+           ("disk" = String, Path, description = "The disk's name within the VM, or its id"), ExposeQuery),
+    responses((status = 101, description = "The WebSocket stands"), Refusal))]
+pub(super) async fn expose(
+    State(control): State<Arc<Services>>,
+    NamedPair(vm, disk): NamedPair,
+    Authenticated(caller): Authenticated,
+    connection: Option<Extension<Connection>>,
+    QueryOf(query): QueryOf<ExposeQuery>,
+    upgrade: Result<WebSocketUpgrade, WebSocketUpgradeRejection>,
+) -> Result<Response, Refusal> {
+    let upgrade = upgrade.map_err(|error| {
+        let detail = format!("an exposed disk is a WebSocket: {}", error.body_text());
+        Problem::new(ErrorCode::InvalidRequest, detail)
+    })?;
+    let held = connections::hold(connection.as_ref())?;
+    let ExposeQuery { connect, writable } = query;
+    let what = if connect { Exposing::Connect } else { Exposing::Hold { writable } };
+    // Before the upgrade, so that a refusal is an answer that can be read.
+    let stream = services::disks::expose(&control, &caller, &vm, &disk, what).await?;
+    let message = |bytes: Vec<u8>| Message::Binary(bytes.into());
+    let carried = |message| match message {
+        Message::Binary(bytes) => Carried::Bytes(bytes.into()),
+        Message::Ping(_) | Message::Pong(_) => Carried::Nothing,
+        Message::Text(_) | Message::Close(_) => Carried::End,
+    };
+    Ok(upgrade.max_message_size(MESSAGE_MAX).max_frame_size(MESSAGE_MAX).on_upgrade(
+        async move |socket| {
+            let _held = (held, connection);
+            expose::carry(socket, stream, message, carried).await;
+        },
+    ))
+}
+
+/// Shows how far the replica of a disk is behind, now. Refused for a disk that its policy gave none, while its VM is
+/// off, and where the disk is served without it.
+#[utoipa::path(get, path = "/api/v1/vms/{vm}/disks/{disk}/replica", tag = "vms",
+    params(("vm" = String, Path, description = "The VM's name or id"),
+           ("disk" = String, Path, description = "The disk's name within the VM, or its id")),
+    responses((status = 200, body = ReplicaStatus), Refusal))]
+pub(super) async fn replica(
+    State(control): State<Arc<Services>>,
+    Authenticated(caller): Authenticated,
+    NamedPair(vm, disk): NamedPair,
+) -> Result<Json<ReplicaStatus>, Refusal> {
+    Ok(Json(services::disks::replica(&control, &caller, &vm, &disk).await?))
+}

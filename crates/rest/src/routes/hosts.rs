@@ -1,0 +1,96 @@
+//! Hosts.
+
+use std::sync::Arc;
+
+use axum::extract::State;
+use axum::http::StatusCode;
+use axum::{Extension, Json};
+use vmseal_api::model::{Host, JoinToken, Page, Plan};
+use vmseal_api::request::{ChangeHost, JoinHost, Joined};
+use vmseal_control::services::{self, Services};
+
+use crate::answer::{Answer, HostOrPlan, created, no_content};
+use crate::connections::Connection;
+use crate::problem::Refusal;
+use crate::request::auth::Authenticated;
+use crate::request::body::{self, Named, Nothing, OptionalJson, QueryOf};
+use crate::request::dry_run::Intent;
+use crate::request::page::PageQuery;
+
+/// Lists the hosts.
+#[utoipa::path(get, path = "/api/v1/hosts", tag = "hosts", params(PageQuery),
+    responses((status = 200, body = Page<Host>), Refusal))]
+pub(super) async fn list(
+    State(control): State<Arc<Services>>,
+    Authenticated(caller): Authenticated,
+    QueryOf(query): QueryOf<PageQuery>,
+) -> Result<Json<Page<Host>>, Refusal> {
+    Ok(Json(services::hosts::list(&control, &caller, query.into()).await?))
+}
+
+/// Shows a host.
+#[utoipa::path(get, path = "/api/v1/hosts/{host}", tag = "hosts",
+    params(("host" = String, Path, description = "Its name or id")),
+    responses((status = 200, body = Host), Refusal))]
+pub(super) async fn show(
+    State(control): State<Arc<Services>>,
+    Authenticated(caller): Authenticated,
+    Named(name): Named,
+) -> Result<Json<Host>, Refusal> {
+    Ok(Json(services::hosts::show(&control, &caller, &name).await?))
+}
+
+/// Changes where a host's agent is called. What its certificate says stays: another machine is not taken for it.
+#[utoipa::path(patch, path = "/api/v1/hosts/{host}", tag = "hosts",
+    params(("host" = String, Path, description = "Its name or id"), Intent), request_body = ChangeHost,
+    responses((status = 200, body = HostOrPlan), Refusal))]
+pub(super) async fn change(
+    State(control): State<Arc<Services>>,
+    Authenticated(caller): Authenticated,
+    Named(name): Named,
+    QueryOf(intent): QueryOf<Intent>,
+    body::Json(request): body::Json<ChangeHost>,
+) -> Result<Answer<Json<Host>>, Refusal> {
+    Ok(Answer(
+        services::hosts::change(&control, &caller, &name, request, intent.dry_run).await?.map(Json),
+    ))
+}
+
+/// Removes a host that has neither datastores nor VMs.
+#[utoipa::path(delete, path = "/api/v1/hosts/{host}", tag = "hosts",
+    params(("host" = String, Path, description = "Its name or id"), Intent),
+    responses((status = 204, description = "It is removed"), (status = 200, body = Plan), Refusal))]
+pub(super) async fn remove(
+    State(control): State<Arc<Services>>,
+    Authenticated(caller): Authenticated,
+    Named(name): Named,
+    QueryOf(intent): QueryOf<Intent>,
+) -> Result<Answer<StatusCode>, Refusal> {
+    Ok(Answer(
+        services::hosts::remove(&control, &caller, &name, intent.dry_run).await?.map(no_content),
+    ))
+}
+
+/// Makes a one-time token that lets a machine join as a host.
+#[utoipa::path(post, path = "/api/v1/hosts/tokens", tag = "hosts", params(Intent),
+    responses((status = 201, body = JoinToken), (status = 200, body = Plan), Refusal))]
+pub(super) async fn make_token(
+    State(control): State<Arc<Services>>,
+    Authenticated(caller): Authenticated,
+    QueryOf(intent): QueryOf<Intent>,
+    OptionalJson(Nothing {}): OptionalJson<Nothing>,
+) -> Result<Answer<(StatusCode, Json<JoinToken>)>, Refusal> {
+    Ok(Answer(services::hosts::make_token(&control, &caller, intent.dry_run).await?.map(created)))
+}
+
+/// Joins as a host; the token in the request is what authorizes it.
+#[utoipa::path(post, path = "/api/v1/hosts/join", tag = "hosts", security(()),
+    request_body = JoinHost, responses((status = 201, body = Joined), Refusal))]
+pub(super) async fn join(
+    State(control): State<Arc<Services>>,
+    connection: Option<Extension<Connection>>,
+    body::Json(request): body::Json<JoinHost>,
+) -> Result<(StatusCode, Json<Joined>), Refusal> {
+    let source = connection.map(|Extension(connection)| connection.source());
+    Ok(created(services::hosts::join(&control, request, source).await?))
+}

@@ -1,0 +1,59 @@
+//! What the server and its hosts log.
+
+use std::sync::Arc;
+
+use axum::Json;
+use axum::extract::State;
+use vmseal_api::model::LogLevel;
+use vmseal_api::request::SetLogLevel;
+use vmseal_control::services::{self, Services};
+
+use crate::problem::Refusal;
+use crate::request::auth::Authenticated;
+use crate::request::body::{self, Named};
+
+/// Shows what the server logs.
+#[utoipa::path(get, path = "/api/v1/log-level", tag = "server",
+    responses((status = 200, body = LogLevel), Refusal))]
+pub(super) async fn show(
+    State(control): State<Arc<Services>>,
+    Authenticated(caller): Authenticated,
+) -> Result<Json<LogLevel>, Refusal> {
+    Ok(Json(services::log_levels::show(&control, &caller).await?))
+}
+
+/// Changes what the server logs, until its process ends.
+#[utoipa::path(put, path = "/api/v1/log-level", tag = "server",
+    request_body = SetLogLevel, responses((status = 200, body = LogLevel), Refusal))]
+pub(super) async fn set(
+    State(control): State<Arc<Services>>,
+    Authenticated(caller): Authenticated,
+    body::Json(request): body::Json<SetLogLevel>,
+) -> Result<Json<LogLevel>, Refusal> {
+    Ok(Json(services::log_levels::set(&control, &caller, request).await?))
+}
+
+/// Shows what a host's agent logs.
+#[utoipa::path(get, path = "/api/v1/hosts/{host}/log-level", tag = "hosts",
+    params(("host" = String, Path, description = "Its name or id")),
+    responses((status = 200, body = LogLevel), Refusal))]
+pub(super) async fn show_host(
+    State(control): State<Arc<Services>>,
+    Authenticated(caller): Authenticated,
+    Named(name): Named,
+) -> Result<Json<LogLevel>, Refusal> {
+    Ok(Json(services::log_levels::show_host(&control, &caller, &name).await?))
+}
+
+/// Changes what a host's agent and the filters of its VMs log, until the agent's process ends.
+#[utoipa::path(put, path = "/api/v1/hosts/{host}/log-level", tag = "hosts",
+    params(("host" = String, Path, description = "Its name or id")),
+    request_body = SetLogLevel, responses((status = 200, body = LogLevel), Refusal))]
+pub(super) async fn set_host(
+    State(control): State<Arc<Services>>,
+    Authenticated(caller): Authenticated,
+    Named(name): Named,
+    body::Json(request): body::Json<SetLogLevel>,
+) -> Result<Json<LogLevel>, Refusal> {
+    Ok(Json(services::log_levels::set_host(&control, &caller, &name, request).await?))
+}

@@ -1,0 +1,189 @@
+//! The REST API under `/api/v1`: one module per resource.
+//!
+//! Every answer that is not a success is a problem (RFC 9457), also for what no handler sees.
+
+mod about;
+mod bitmaps;
+mod changes;
+mod console;
+mod datastores;
+mod disks;
+mod events;
+mod hosts;
+mod kmip;
+mod kmip_servers;
+mod log_levels;
+pub(crate) mod metrics;
+mod policies;
+mod providers;
+mod tasks;
+mod vms;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::extract::Request;
+use axum::http::StatusCode;
+use axum::middleware::{self, Next};
+use axum::response::{IntoResponse, Response};
+use tracing::Instrument;
+use utoipa::openapi::security::{HttpAuthScheme, HttpBuilder, SecurityScheme};
+use utoipa::{Modify, OpenApi};
+use utoipa_axum::router::OpenApiRouter;
+use utoipa_axum::routes;
+use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::request_id;
+use vmseal_control::services::Services;
+
+use crate::problem::{self, Refusal};
+use crate::request::{auth, dry_run};
+use crate::trace;
+
+/// How long a request may take in all; console connections are no requests any more once they stand.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(60);
+
+#[derive(OpenApi)]
+#[openapi(
+    info(
+        title = "vmseal",
+        description = "Encrypts virtual machines by policy. Long work answers 202 with a task; every \
+                       error is a problem (RFC 9457). A request may carry an id in the header \
+                       X-Request-Id (1 to 64 ASCII letters, digits, '-', '_' and '.'); else it gets one. \
+                       The answer carries it, and so does all that is logged and recorded for it.",
+    ),
+    modifiers(&Credentials),
+    security(("token" = [])),
+)]
+struct Document;
+
+struct Credentials;
+
+impl Modify for Credentials {
+    fn modify(&self, document: &mut utoipa::openapi::OpenApi) {
+        let scheme = HttpBuilder::new().scheme(HttpAuthScheme::Bearer).build();
+        let components = document.components.get_or_insert_default();
+        components.add_security_scheme("token", SecurityScheme::Http(scheme));
+        components.schemas.extend(problem::schemas());
+    }
+}
+
+fn open_routes() -> OpenApiRouter<Arc<Services>> {
+    OpenApiRouter::with_openapi(Document::openapi())
+        .routes(routes!(about::show))
+        .routes(routes!(hosts::join))
+}
+
+fn user_routes() -> OpenApiRouter<Arc<Services>> {
+    OpenApiRouter::new()
+        .routes(routes!(hosts::list))
+        .routes(routes!(hosts::show, hosts::change, hosts::remove))
+        .routes(routes!(hosts::make_token))
+        .routes(routes!(log_levels::show, log_levels::set))
+        .routes(routes!(log_levels::show_host, log_levels::set_host))
+        .routes(routes!(datastores::list, datastores::add))
+        .routes(routes!(datastores::show, datastores::remove))
+        .routes(routes!(datastores::scan))
+        .routes(routes!(providers::list, providers::add))
+        .routes(routes!(providers::show, providers::remove))
+        .routes(routes!(providers::unlock))
+        .routes(routes!(providers::change_passphrase))
+        .routes(routes!(providers::backup))
+        .routes(routes!(providers::verify))
+        .routes(routes!(providers::make_default))
+        .routes(routes!(kmip::certificate))
+        .routes(routes!(kmip::trust))
+        .routes(routes!(kmip::request_certificate))
+        .routes(routes!(kmip::self_sign))
+        .routes(routes!(kmip::set_certificate))
+        .routes(routes!(kmip::test))
+        .routes(routes!(kmip_servers::add))
+        .routes(routes!(kmip_servers::set, kmip_servers::remove))
+        .routes(routes!(kmip_servers::move_to))
+        .routes(routes!(policies::list, policies::add))
+        .routes(routes!(policies::show, policies::remove))
+        .routes(routes!(vms::list, vms::create))
+        .routes(routes!(vms::show, vms::delete))
+        .routes(routes!(vms::start))
+        .routes(routes!(vms::stop))
+        .routes(routes!(vms::recrypt))
+        .routes(routes!(console::open))
+        .routes(routes!(disks::export))
+        .routes(routes!(disks::expose))
+        .routes(routes!(bitmaps::list, bitmaps::add))
+        .routes(routes!(bitmaps::clear))
+        .routes(routes!(bitmaps::remove))
+        .routes(routes!(disks::replica))
+        .routes(routes!(tasks::list))
+        .routes(routes!(tasks::show))
+        .routes(routes!(tasks::cancel))
+        .routes(routes!(tasks::resolve))
+        .routes(routes!(events::list))
+        .routes(routes!(events::alarms))
+        .routes(routes!(changes::show))
+}
+
+/// The API as a document.
+#[must_use]
+pub fn document() -> utoipa::openapi::OpenApi {
+    open_routes().merge(user_routes()).into_openapi()
+}
+
+/// The routes that need a user, without the check who it is.
+pub(crate) fn user_router() -> axum::Router<Arc<Services>> {
+    let parameterized = dry_run::Parameterized::of(&document());
+    let api = axum::Router::from(user_routes())
+        .route_layer(middleware::from_fn_with_state(parameterized, dry_run::refuse_others));
+    metrics::routes().into_iter().fold(api, |router, (path, route)| router.route(path, route))
+}
+
+/// The API.
+pub fn router(control: Arc<Services>) -> axum::Router {
+    let authenticate = middleware::from_fn_with_state(Arc::clone(&control), auth::authenticate);
+    axum::Router::from(open_routes())
+        .merge(user_router().route_layer(authenticate))
+        .fallback(unknown_path)
+        .method_not_allowed_fallback(wrong_method)
+        .layer(middleware::from_fn(limit_time))
+        .layer(middleware::from_fn(trace::count))
+        .layer(middleware::from_fn(trace::identify))
+        .with_state(control)
+}
+
+async fn unknown_path(request: Request) -> Refusal {
+    Problem::new(ErrorCode::NotFound, format!("there is no path '{}'", request.uri().path())).into()
+}
+
+async fn wrong_method(request: Request) -> Refusal {
+    let detail = format!("{} cannot be done with {}", request.method(), request.uri().path());
+    let mut problem = Problem::new(ErrorCode::InvalidRequest, detail);
+    problem.status = StatusCode::METHOD_NOT_ALLOWED.as_u16();
+    problem.into()
+}
+
+/// Answers in time. What changes something goes on when its client hangs up or the time is over: between the
+/// record of a task and its beginning nothing may be dropped.
+async fn limit_time(request: Request, next: Next) -> Response {
+    let changes = !request.method().is_safe();
+    let work = async {
+        if !changes {
+            return Ok(next.run(request).await);
+        }
+        let work = next.run(request).instrument(tracing::Span::current());
+        tokio::spawn(request_id::during(request_id::current(), work)).await
+    };
+    match tokio::time::timeout(REQUEST_TIMEOUT, work).await {
+        Ok(Ok(response)) => response,
+        Ok(Err(error)) => {
+            tracing::error!(%error, "a request ended in a defect");
+            let detail = "a defect of vmseal ended the request: the server's log says where; whether it was done is not known";
+            Refusal::from(Problem::new(ErrorCode::Internal, detail)).into_response()
+        }
+        Err(_) => {
+            let detail = format!(
+                "the request took longer than {} s; whether it was done is not known",
+                REQUEST_TIMEOUT.as_secs()
+            );
+            Refusal::from(Problem::new(ErrorCode::TimedOut, detail)).into_response()
+        }
+    }
+}

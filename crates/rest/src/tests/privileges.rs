@@ -1,0 +1,311 @@
+//! Every route, and the privilege that it needs.
+
+use std::collections::BTreeSet;
+
+use axum::Extension;
+use vmseal_control::services::{Caller, Privilege};
+
+use super::*;
+use crate::request::auth::Authenticated;
+use crate::routes::{metrics, user_router};
+
+/// Routes that anybody may ask.
+const PUBLIC: [(&str, &str); 2] = [("GET", "/api/v1/about"), ("POST", "/api/v1/hosts/join")];
+
+/// A passphrase in the form that requests have.
+const SEALED: &str = r#"{"passphrase_box": "", "sealed": ""}"#;
+
+/// Each other route: method, path, privilege, and a body of the form that it takes. What is in them is refused, or
+/// about nothing that there is.
+fn routes() -> Vec<(&'static str, &'static str, Privilege, String)> {
+    use Privilege::*;
+    let of = |text: &str| text.replace("SEALED", SEALED);
+    [
+        ("GET", "/api/v1/hosts", Read, ""),
+        ("GET", "/api/v1/hosts/{host}", Read, ""),
+        ("PATCH", "/api/v1/hosts/{host}", RegisterHost, r#"{"address": "?"}"#),
+        ("DELETE", "/api/v1/hosts/{host}", RegisterHost, ""),
+        ("POST", "/api/v1/hosts/tokens", RegisterHost, ""),
+        ("GET", "/api/v1/log-level", Read, ""),
+        ("PUT", "/api/v1/log-level", Diagnostics, r#"{"levels": "?"}"#),
+        ("GET", "/api/v1/hosts/{host}/log-level", Read, ""),
+        ("PUT", "/api/v1/hosts/{host}/log-level", Diagnostics, r#"{"levels": "?"}"#),
+        ("GET", "/api/v1/datastores", Read, ""),
+        (
+            "POST",
+            "/api/v1/datastores",
+            ManageDatastores,
+            r#"{"name": "?", "host": "none", "location": {"kind": "dir", "path": "/x"}}"#,
+        ),
+        ("GET", "/api/v1/datastores/{datastore}", Read, ""),
+        ("DELETE", "/api/v1/datastores/{datastore}", ManageDatastores, ""),
+        ("GET", "/api/v1/datastores/{datastore}/scan", Read, ""),
+        ("GET", "/api/v1/providers", Read, ""),
+        ("POST", "/api/v1/providers", ManageProviders, r#"{"name": "?"}"#),
+        ("GET", "/api/v1/providers/{provider}", Read, ""),
+        ("DELETE", "/api/v1/providers/{provider}", ManageProviders, ""),
+        (
+            "POST",
+            "/api/v1/providers/{provider}/unlock",
+            ManageProviders,
+            r#"{"passphrase": SEALED}"#,
+        ),
+        (
+            "POST",
+            "/api/v1/providers/{provider}/passphrase",
+            ManageProviders,
+            r#"{"old": SEALED, "new": SEALED}"#,
+        ),
+        ("POST", "/api/v1/providers/{provider}/backup", ManageKeys, r#"{"passphrase": SEALED}"#),
+        (
+            "POST",
+            "/api/v1/providers/{provider}/verify",
+            ManageKeys,
+            r#"{"backup": "", "passphrase": SEALED}"#,
+        ),
+        ("POST", "/api/v1/providers/{provider}/default", ManageProviders, ""),
+        ("GET", "/api/v1/providers/{provider}/servers/{server}/certificate", ManageProviders, ""),
+        (
+            "POST",
+            "/api/v1/providers/{provider}/servers/{server}/trust",
+            ManageProviders,
+            r#"{"fingerprint": "?"}"#,
+        ),
+        (
+            "POST",
+            "/api/v1/providers/{provider}/certificate-request",
+            ManageProviders,
+            r#"{"common_name": "x"}"#,
+        ),
+        (
+            "POST",
+            "/api/v1/providers/{provider}/self-signed-certificate",
+            ManageProviders,
+            r#"{"common_name": "x"}"#,
+        ),
+        (
+            "PUT",
+            "/api/v1/providers/{provider}/certificate",
+            ManageProviders,
+            r#"{"certificate": "x"}"#,
+        ),
+        ("POST", "/api/v1/providers/{provider}/test", ManageProviders, r#"{"key": false}"#),
+        (
+            "POST",
+            "/api/v1/providers/{provider}/servers",
+            ManageProviders,
+            r#"{"alias": "x", "host": "x", "port": 5696}"#,
+        ),
+        (
+            "PUT",
+            "/api/v1/providers/{provider}/servers/{server}",
+            ManageProviders,
+            r#"{"host": "x", "port": 5696}"#,
+        ),
+        ("DELETE", "/api/v1/providers/{provider}/servers/{server}", ManageProviders, ""),
+        (
+            "POST",
+            "/api/v1/providers/{provider}/servers/{server}/move",
+            ManageProviders,
+            r#"{"place": 1}"#,
+        ),
+        ("GET", "/api/v1/policies", Read, ""),
+        ("POST", "/api/v1/policies", ManagePolicies, r#"{"name": "?", "encryption": false}"#),
+        ("GET", "/api/v1/policies/{policy}", Read, ""),
+        ("DELETE", "/api/v1/policies/{policy}", ManagePolicies, ""),
+        ("GET", "/api/v1/vms", Read, ""),
+        (
+            "POST",
+            "/api/v1/vms",
+            VmConfigure,
+            r#"{"name": "?", "policy": "none", "memory": 0, "disks": []}"#,
+        ),
+        ("GET", "/api/v1/vms/{vm}", Read, ""),
+        ("DELETE", "/api/v1/vms/{vm}", VmConfigure, ""),
+        ("POST", "/api/v1/vms/{vm}/start", VmPower, ""),
+        ("POST", "/api/v1/vms/{vm}/stop", VmPower, ""),
+        ("POST", "/api/v1/vms/{vm}/recrypt", Recrypt, ""),
+        ("GET", "/api/v1/vms/{vm}/console", VmConsole, ""),
+        (
+            "POST",
+            "/api/v1/vms/{vm}/disks/{disk}/export",
+            DirectAccess,
+            r#"{"to": "/x", "format": "raw", "plaintext": true}"#,
+        ),
+        ("GET", "/api/v1/vms/{vm}/disks/{disk}/expose", DirectAccess, ""),
+        ("GET", "/api/v1/vms/{vm}/disks/{disk}/replica", Read, ""),
+        ("GET", "/api/v1/vms/{vm}/disks/{disk}/bitmaps", Read, ""),
+        ("POST", "/api/v1/vms/{vm}/disks/{disk}/bitmaps", VmConfigure, r#"{"name": "b"}"#),
+        ("POST", "/api/v1/vms/{vm}/disks/{disk}/bitmaps/{bitmap}/clear", VmConfigure, ""),
+        ("DELETE", "/api/v1/vms/{vm}/disks/{disk}/bitmaps/{bitmap}", VmConfigure, ""),
+        ("GET", "/api/v1/tasks", Read, ""),
+        ("GET", "/api/v1/tasks/{task}", Read, ""),
+        ("POST", "/api/v1/tasks/{task}/cancel", ManageTasks, ""),
+        ("POST", "/api/v1/tasks/{task}/resolve", ManageTasks, ""),
+        ("GET", "/api/v1/events", Read, ""),
+        ("GET", "/api/v1/alarms", Read, ""),
+        ("GET", "/api/v1/changes", Read, ""),
+        ("GET", "/metrics", Read, ""),
+        ("GET", "/metrics/hosts/{host}", Read, ""),
+        ("GET", "/metrics/targets", Read, ""),
+    ]
+    .map(|(method, path, privilege, body)| (method, path, privilege, of(body)))
+    .into()
+}
+
+/// What the router serves, and which of it has a dry run.
+fn served() -> (BTreeSet<(String, String)>, BTreeSet<(String, String)>) {
+    let document = serde_json::to_value(document()).unwrap();
+    let (mut all, mut dry) = (BTreeSet::new(), BTreeSet::new());
+    for (path, methods) in document["paths"].as_object().unwrap() {
+        for (method, operation) in methods.as_object().unwrap() {
+            let route = (method.to_uppercase(), path.clone());
+            let parameters = operation["parameters"].as_array();
+            if parameters.into_iter().flatten().any(|it| it["name"] == "dry_run") {
+                dry.insert(route.clone());
+            }
+            all.insert(route);
+        }
+    }
+    // They are not in the document, and are read alone.
+    all.extend(metrics::routes().map(|(path, _)| ("GET".to_owned(), path.to_owned())));
+    (all, dry)
+}
+
+fn caller(privileges: impl IntoIterator<Item = Privilege>) -> Caller {
+    Caller::new("somebody", privileges.into_iter().collect())
+}
+
+/// A request about resources that there are not; one that asks for a WebSocket, where the answer is one.
+fn request(method: &str, path: &str, body: &str) -> Request<Body> {
+    let segments = path.split('/').map(|it| if it.starts_with('{') { "none" } else { it });
+    let mut request = Request::builder()
+        .method(method)
+        .uri(segments.collect::<Vec<_>>().join("/"))
+        .header(header::CONTENT_TYPE, "application/json")
+        .header(header::CONNECTION, "upgrade")
+        .header(header::UPGRADE, "websocket")
+        .header(header::SEC_WEBSOCKET_VERSION, "13")
+        .header(header::SEC_WEBSOCKET_KEY, "dGhlIHNhbXBsZSBub25jZQ==")
+        .body(Body::from(body.to_owned()))
+        .unwrap();
+    let upgrade = hyper::upgrade::on(&mut request);
+    request.extensions_mut().insert(upgrade);
+    request
+}
+
+impl Api {
+    /// What somebody is answered who was authenticated.
+    async fn send_as(&self, caller: Caller, request: Request<Body>) -> Answer {
+        let router = user_router().layer(Extension(Authenticated(caller)));
+        self.answer(router.with_state(Arc::clone(&self.control)), request).await
+    }
+}
+
+#[test]
+fn every_route_that_is_not_public_has_its_privilege_in_the_table() {
+    let known: BTreeSet<_> = routes()
+        .iter()
+        .map(|(method, path, ..)| (*method, *path))
+        .chain(PUBLIC)
+        .map(|(method, path)| (method.to_owned(), path.to_owned()))
+        .collect();
+    assert_eq!(known, served().0);
+    assert_eq!(known.len(), routes().len() + PUBLIC.len(), "a route is in the table twice");
+}
+
+#[tokio::test]
+async fn nobody_gets_past_a_route_without_a_token() {
+    let api = Api::new().await;
+    for (method, path, _, body) in routes() {
+        let answer = api.send(request(method, path, &body)).await;
+        assert_eq!(answer.status, StatusCode::UNAUTHORIZED, "{method} {path}: {}", answer.body);
+    }
+    for (method, path) in PUBLIC {
+        let answer = api.send(request(method, path, "{}")).await;
+        assert_ne!(answer.status, StatusCode::UNAUTHORIZED, "{method} {path}");
+    }
+}
+
+#[tokio::test]
+async fn every_route_is_forbidden_without_its_privilege_and_allowed_with_it_alone() {
+    let api = Api::new().await;
+    let (_, dry) = served();
+    let mut sent = Vec::new();
+    for (method, path, privilege, body) in routes() {
+        if dry.contains(&(method.to_owned(), path.to_owned())) {
+            sent.push((method, format!("{path}?dry_run=true"), privilege, body.clone()));
+        }
+        sent.push((method, path.to_owned(), privilege, body));
+    }
+    let stands = async || {
+        let events = api.get("events?limit=1000").await.body["items"].clone();
+        let lists = ["hosts", "datastores", "providers", "policies", "vms", "tasks", "log-level"];
+        let mut all = vec![events];
+        for list in lists {
+            all.push(api.get(list).await.body);
+        }
+        all
+    };
+    let before = stands().await;
+    for (method, path, privilege, body) in &sent {
+        let others = Privilege::ALL.into_iter().filter(|other| other != privilege);
+        for caller in [caller([]), caller(others)] {
+            let answer = api.send_as(caller, request(method, path, body)).await;
+            let what = format!("{method} {path}: {} {}", answer.status, answer.body);
+            assert_eq!(answer.status, StatusCode::FORBIDDEN, "{what}");
+            assert_eq!(answer.body["code"], "forbidden", "{what}");
+            let named = format!("the privilege '{}'", privilege.name());
+            assert!(answer.body["detail"].as_str().unwrap().ends_with(&named), "{what}");
+        }
+    }
+    assert_eq!(stands().await, before, "a request that was forbidden changed something");
+    for (method, path, privilege, body) in &sent {
+        let answer = api.send_as(caller([*privilege]), request(method, path, body)).await;
+        let what = format!("{method} {path}: {} {}", answer.status, answer.body);
+        assert_ne!(answer.status, StatusCode::FORBIDDEN, "{what}");
+        assert!(!answer.status.is_server_error(), "{what}");
+    }
+}
+
+#[tokio::test]
+async fn what_is_encrypted_needs_the_cryptography_privileges_too() {
+    let api = Api::new().await;
+    api.plant.made("secret", "encrypted").await;
+    api.plant.made("open", "plain").await;
+    let forbidden = async |with: &[Privilege], method, path: &str, body: &Value, lacks: &str| {
+        let caller = caller(with.iter().copied());
+        let answer = api.send_as(caller, request(method, path, &body.to_string())).await;
+        assert_eq!(answer.status, StatusCode::FORBIDDEN, "{path}: {}", answer.body);
+        let detail = answer.body["detail"].as_str().unwrap();
+        assert!(detail.ends_with(&format!("'{lacks}'")), "{path}: {detail}");
+    };
+    let allowed = async |with: &[Privilege], method, path: &str, body: &Value| {
+        let caller = caller(with.iter().copied());
+        let answer = api.send_as(caller, request(method, path, &body.to_string())).await;
+        assert_ne!(answer.status, StatusCode::FORBIDDEN, "{path}: {}", answer.body);
+        answer
+    };
+    use Privilege::*;
+
+    let plain = vm_with("/policy", json!("plain"));
+    let path = "/api/v1/vms?dry_run=true";
+    forbidden(&[VmConfigure], "POST", path, &vm(), "encrypt-new").await;
+    assert_eq!(allowed(&[VmConfigure], "POST", path, &plain).await.status, StatusCode::OK);
+    let both = [VmConfigure, EncryptNew];
+    assert_eq!(allowed(&both, "POST", path, &vm()).await.status, StatusCode::OK);
+
+    let export = |vm: &str| format!("/api/v1/vms/{vm}/disks/disk0/export?dry_run=true");
+    let raw = json!({ "to": "/x", "format": "raw", "plaintext": true });
+    let sealed = json!({ "to": "/x", "format": "sealed" });
+    forbidden(&[DirectAccess], "POST", &export("secret"), &raw, "decrypt").await;
+    allowed(&[DirectAccess], "POST", &export("secret"), &sealed).await;
+    allowed(&[DirectAccess], "POST", &export("open"), &raw).await;
+    allowed(&[DirectAccess, Decrypt], "POST", &export("secret"), &raw).await;
+
+    let console = |vm: &str| format!("/api/v1/vms/{vm}/console");
+    forbidden(&[VmConsole], "GET", &console("secret"), &Value::Null, "direct-access").await;
+    allowed(&[VmConsole], "GET", &console("open"), &Value::Null).await;
+    allowed(&[VmConsole, DirectAccess], "GET", &console("secret"), &Value::Null).await;
+    assert!(api.plant.events("vm.console-opened").await.iter().all(|it| it.actor == "somebody"));
+}

@@ -1,0 +1,78 @@
+//! What is known of each request: its id, the client's where that is one, goes with all work that is done for it, and
+//! back to the client; the line of log that says what was answered; and the metrics of it.
+
+use std::time::Instant;
+
+use axum::extract::{MatchedPath, Request};
+use axum::http::{HeaderValue, Method};
+use axum::middleware::Next;
+use axum::response::Response;
+use vmseal_api::request_id::{self, HEADER, RequestId};
+use vmseal_control::metrics;
+
+/// How much of a path is logged, in bytes: a noun, a name, a verb. Strangers may send longer ones.
+const PATH_MAX: usize = 160;
+
+/// Gives a request its id, and the answer too.
+pub(crate) async fn identify(request: Request, next: Next) -> Response {
+    let id = RequestId::sent_or_new(request.headers().get(HEADER).map(HeaderValue::as_bytes));
+    let mut response = request_id::during(Some(id.clone()), answer(request, next)).await;
+    // An id has nothing that a header cannot hold.
+    if let Ok(value) = HeaderValue::from_str(id.as_str()) {
+        response.headers_mut().insert(HEADER, value);
+    }
+    response
+}
+
+/// What only reads is not worth a line each: clients poll.
+async fn answer(request: Request, next: Next) -> Response {
+    let (began, method) = (Instant::now(), request.method().clone());
+    let path = shown(request.uri().path()).to_owned();
+    let response = next.run(request).await;
+    let (status, took) = (response.status().as_u16(), began.elapsed());
+    if method.is_safe() {
+        tracing::debug!(%method, path, status, ?took, "answered");
+    } else {
+        tracing::info!(%method, path, status, ?took, "answered");
+    }
+    response
+}
+
+/// Counts and times every request, by its route's pattern.
+pub(crate) async fn count(request: Request, next: Next) -> Response {
+    let began = Instant::now();
+    let method = known(request.method());
+    let route = request.extensions().get::<MatchedPath>();
+    // What matches no route is whatever strangers make up.
+    let route = route.map_or("none", MatchedPath::as_str).to_owned();
+    let response = next.run(request).await;
+    metrics::get().request(method, &route, response.status().as_u16(), began.elapsed());
+    response
+}
+
+/// Methods are words that clients choose; those that the API has are told.
+fn known(method: &Method) -> &'static str {
+    match *method {
+        Method::GET => "GET",
+        Method::POST => "POST",
+        Method::PUT => "PUT",
+        Method::DELETE => "DELETE",
+        _ => "other",
+    }
+}
+
+fn shown(path: &str) -> &str {
+    &path[..path.floor_char_boundary(PATH_MAX)]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_path_is_cut_between_characters() {
+        assert_eq!(shown("/api/v1/vms"), "/api/v1/vms");
+        let long = format!("/{}", "é".repeat(PATH_MAX));
+        assert_eq!(shown(&long).len(), PATH_MAX - 1);
+    }
+}
