@@ -32,8 +32,8 @@ use std::sync::Arc;
 use vmseal_api::filter::Holes;
 use vmseal_api::id::DiskId;
 use vmseal_iofilter::disk::status::DiskState;
-use vmseal_iofilter::disk::{Disk, Encryption, Rest};
-use vmseal_iofilter::front_ends::Served;
+use vmseal_iofilter::disk::{Disk, DiskStorage, Encryption};
+use vmseal_iofilter::front_ends::ServedDisk;
 use vmseal_iofilter::storage::mem::MemDisk;
 use vmseal_secret::SecretBytes;
 
@@ -71,15 +71,20 @@ fn secret(mut bytes: Vec<u8>) -> SecretBytes {
 }
 
 /// A disk in memory with buffers so small that requests have to wait for them, and what serves it.
-fn disk(bytes: &MemDisk, read_only: bool, encrypted: bool, queues: usize) -> (Disk, Arc<Served>) {
+fn disk(
+    bytes: &MemDisk,
+    read_only: bool,
+    encrypted: bool,
+    queues: usize,
+) -> (Disk, Arc<ServedDisk>) {
     /// Each has 64 KiB of buffers then.
     const POOLS: usize = 256;
     let size = bytes.bytes().len() as u64;
     let key = || secret((0..64).collect());
     let encryption = encrypted.then(|| Encryption { key: key(), holes: Holes::Zero });
-    let disk = Disk::new(size, read_only, encryption, Rest::Mem(bytes.clone()), POOLS);
+    let disk = Disk::new(size, read_only, encryption, DiskStorage::Mem(bytes.clone()), POOLS);
     let state = Arc::new(DiskState::new(DiskId::new(), queues).with_bitmaps(disk.bitmaps()));
     let allocation = disk.allocation();
-    let served = Served { size, read_only, serial: "serial-1".into(), state, allocation };
+    let served = ServedDisk { size, read_only, serial: "serial-1".into(), state, allocation };
     (disk, Arc::new(served))
 }

@@ -7,7 +7,7 @@ use std::os::unix::fs::FileExt;
 
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use vmseal_api::transfer::ImageFormat;
-use vmseal_iofilter::disk::{Disk, Rest};
+use vmseal_iofilter::disk::{Disk, DiskStorage};
 use vmseal_iofilter::stack::blocking;
 use vmseal_iofilter::stack::memory::Segment;
 use vmseal_iofilter::stack::request::{IoError, Operation};
@@ -45,7 +45,7 @@ pub fn run(data: &[u8]) {
         Err(Qcow2Error::Defect) => panic!("a defect when it was opened"),
         Err(_) => return,
     };
-    let disk = Disk::new(size, false, None, Rest::Qcow2(image), 1);
+    let disk = Disk::new(size, false, None, DiskStorage::Qcow2(image), 1);
     let mut chain = disk.chain().unwrap();
     let mut buffer = vec![7; LENGTH as usize];
     let operations = [

@@ -10,7 +10,7 @@ use std::path::Path;
 use std::process::Command;
 
 use vmseal_api::filter::{Direct, Holes};
-use vmseal_iofilter::disk::{Disk, Encryption, Rest};
+use vmseal_iofilter::disk::{Disk, DiskStorage, Encryption};
 use vmseal_iofilter::stack::blocking;
 use vmseal_iofilter::stack::memory::Segment;
 use vmseal_iofilter::stack::request::Operation;
@@ -62,7 +62,7 @@ fn transfer(image: &Path, operation: Operation, buffer: &mut [u8]) {
     let file = FileDisk::open(OwnedFd::from(file), DATA, SIZE as u64, Direct::Auto, false).unwrap();
     let key = SecretBytes::from_wiped(&mut key()).unwrap();
     let encryption = Encryption { key, holes: Holes::Ciphertext };
-    let disk = Disk::new(SIZE as u64, false, Some(encryption), Rest::File(file), 1);
+    let disk = Disk::new(SIZE as u64, false, Some(encryption), DiskStorage::File(file), 1);
     let mut chain = disk.chain().unwrap();
     let id = chain.begin().unwrap();
     // SAFETY: the buffer outlives the drained chain.

@@ -19,7 +19,7 @@ use vmseal_api::filter::{
     BitmapChange, ControlReply, ControlRequest, Direct, DiskActivity, DiskStatus, Holes, LINE_MAX,
 };
 use vmseal_api::problem::ErrorCode;
-use vmseal_iofilter::disk::{Disk, Encryption, Rest};
+use vmseal_iofilter::disk::{Disk, DiskStorage, Encryption};
 use vmseal_iofilter::stack::blocking;
 use vmseal_iofilter::stack::memory::Segment;
 use vmseal_iofilter::stack::request::Operation;
@@ -95,7 +95,8 @@ impl Place {
         let mut key: Vec<u8> = (0..64).collect();
         let key = SecretBytes::from_wiped(&mut key).unwrap();
         let encryption = Some(Encryption { key, holes: Holes::Zero });
-        let mut chain = Disk::new(SIZE, true, encryption, Rest::File(file), 1).chain().unwrap();
+        let mut chain =
+            Disk::new(SIZE, true, encryption, DiskStorage::File(file), 1).chain().unwrap();
         let mut bytes = vec![1; SIZE as usize];
         let id = chain.begin().unwrap();
         // SAFETY: the buffer outlives the drained chain.

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 use vmseal_api::transfer::ImageFormat;
-use vmseal_iofilter::disk::{Disk, Rest};
+use vmseal_iofilter::disk::{Disk, DiskStorage};
 use vmseal_iofilter::stack::blocking;
 use vmseal_iofilter::stack::chain::Chain;
 use vmseal_iofilter::stack::memory::Segment;
@@ -66,7 +66,7 @@ impl Place {
         let below = below.iter().map(|&(name, format)| (OwnedFd::from(self.file(name)), format));
         let image = OwnedFd::from(self.file("image"));
         let opened = Qcow2Disk::open(image, below.collect(), 0, SIZE, read_only);
-        let rest = Rest::Qcow2(opened.map_err(|error| error.to_string())?);
+        let rest = DiskStorage::Qcow2(opened.map_err(|error| error.to_string())?);
         Ok(Disk::new(SIZE, read_only, None, rest, 1))
     }
 

@@ -8,7 +8,7 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
 
 use vmseal_api::filter::{Direct, Holes};
-use vmseal_iofilter::disk::{Disk, Encryption, Rest};
+use vmseal_iofilter::disk::{Disk, DiskStorage, Encryption};
 use vmseal_iofilter::stack::blocking;
 use vmseal_iofilter::stack::chain::Chain;
 use vmseal_iofilter::stack::memory::Segment;
@@ -44,7 +44,7 @@ impl Image {
         let mut key: Vec<u8> = (0..64).collect();
         let key = SecretBytes::from_wiped(&mut key).unwrap();
         let encryption = holes.map(|holes| Encryption { key, holes });
-        let chain = Disk::new(SIZE, false, encryption, Rest::File(disk), 1).chain().unwrap();
+        let chain = Disk::new(SIZE, false, encryption, DiskStorage::File(disk), 1).chain().unwrap();
         Self { file, chain }
     }
 

@@ -1,7 +1,7 @@
 //! Reading the items of a structure by their tags, whatever their order: servers add items that later
 //! versions or their vendors define, and those are passed over.
 
-use crate::ttlv::{Garbage, Item, Tag, Value};
+use crate::ttlv::{DecodeError, Item, Tag, Value};
 use crate::{OperationCode, ProtocolVersion};
 
 /// How a response departs from the protocol.
@@ -9,7 +9,7 @@ use crate::{OperationCode, ProtocolVersion};
 pub enum Violation {
     /// It is not TTLV, or beyond the limits.
     #[error("it is no KMIP message: {0}")]
-    Garbage(#[from] Garbage),
+    Malformed(#[from] DecodeError),
     /// A field is missing.
     #[error("{structure} has no {field}")]
     Missing {

@@ -11,7 +11,7 @@ use vmseal_kmip::fields::Violation;
 use vmseal_kmip::message::Outcome;
 use vmseal_kmip::operation::{Create, KeyId, Locate, Text};
 use vmseal_kmip::testing::{Asked, Authority, PyKmip, Reaction, ScriptedServer, Validity};
-use vmseal_kmip::ttlv::{Encoder, Garbage, Tag};
+use vmseal_kmip::ttlv::{DecodeError, Encoder, Tag};
 use vmseal_kmip::{OperationCode, ProtocolVersion, ResultReason, State};
 
 use server::AUTHORITY;
@@ -91,12 +91,15 @@ async fn violation(answer: &[u8]) -> Violation {
 #[tokio::test]
 async fn garbage_and_claims_of_a_huge_length_are_told() {
     let http = violation(b"HTTP/1.1 400 Bad Request\r\n\r\n").await;
-    assert!(matches!(http, Violation::Garbage(Garbage::OtherBeginning { .. })), "{http}");
+    assert!(matches!(http, Violation::Malformed(DecodeError::OtherBeginning { .. })), "{http}");
     let huge = violation(&[0x42, 0, 0x7b, 1, 0xff, 0xff, 0xff, 0xf8]).await;
-    assert_eq!(huge, Violation::Garbage(Garbage::TooLong(1 << 32)));
+    assert_eq!(huge, Violation::Malformed(DecodeError::TooLong(1 << 32)));
     let inside = violation(&[0x42, 0, 0x7b, 1, 0, 0, 0, 8, 0x42, 0, 0x7a, 1, 0, 0, 0xff, 0xf8]);
     let inside = inside.await;
-    assert!(matches!(inside, Violation::Garbage(Garbage::Truncated { at: 8, .. })), "{inside}");
+    assert!(
+        matches!(inside, Violation::Malformed(DecodeError::Truncated { at: 8, .. })),
+        "{inside}"
+    );
     let empty = violation(&[0x42, 0, 0x7b, 1, 0, 0, 0, 0]).await;
     assert!(matches!(empty, Violation::Missing { .. }), "{empty}");
 }

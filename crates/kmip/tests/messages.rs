@@ -227,7 +227,10 @@ fn what_departs_from_the_protocol_is_told() {
     assert_eq!(violation(&one, &of_another), Violation::OtherObject);
     let request = request(ProtocolVersion::V1_2, FIRST_ID, &one).unwrap();
     assert_eq!(violation(&one, &request), Violation::WrongValue(Tag::REQUEST_MESSAGE));
-    assert!(matches!(violation(&one, b"HTTP/1.1 400 Bad Request\r\n\r\n"), Violation::Garbage(_)));
+    assert!(matches!(
+        violation(&one, b"HTTP/1.1 400 Bad Request\r\n\r\n"),
+        Violation::Malformed(_)
+    ));
 }
 
 #[test]

@@ -15,7 +15,7 @@ use crate::goals::{self, GoalsError};
 use crate::idle::IDLE;
 use crate::load::Workload;
 use crate::machine::{self, Machine};
-use crate::report::{self, Measured, Obstacle, Report};
+use crate::report::{self, Measured, Report, Unavailable};
 use crate::sections::{SECTIONS, SYSTEMS, Section, Storage, workload_ids};
 use crate::statistics::VALUES_MAX;
 use crate::systems::{Nbdkit, Program, SEVERAL, StorageDaemon, System, Transport, Vmseal};
@@ -121,7 +121,7 @@ pub fn run(
             continue;
         }
         if let Some(why) = arguments.obstacle(section) {
-            obstacles.push(Obstacle { section: section.id, why });
+            obstacles.push(Unavailable { section: section.id, why });
             continue;
         }
         observe(Progress::Section(section.id, section.title));

@@ -17,8 +17,8 @@ use hdrhistogram::Histogram;
 use serde::Serialize;
 use vmseal_initiator::{Initiator, InitiatorError, Operation, Wait};
 
-use crate::ceiling::{self, Ceiling, CeilingError};
 use crate::clock::{self, ProcessClock};
+use crate::computed_limit::{self, ComputedLimit, ComputedLimitError};
 use crate::idle::{self, IDLE, Idle};
 use crate::load::{self, Direction, Extent, LoadError, Order, Workload};
 use crate::pattern::Pattern;
@@ -152,7 +152,7 @@ pub enum ExperimentError {
     },
     /// The limit of this machine cannot be computed.
     #[error(transparent)]
-    Ceiling(#[from] CeilingError),
+    ComputedLimit(#[from] ComputedLimitError),
     /// Not enough room for the disks.
     #[error(
         "{} has room for {available} bytes, and the disks need {needed}; choose smaller disks or another directory",
@@ -206,12 +206,12 @@ pub fn run(
     for place in 0..places {
         let home = tempfile::tempdir_in(root.path());
         let home = home.map_err(|source| setting(&plan.directory, source))?;
-        let ceiling = match plan.limit && plan.workloads.iter().any(Ceiling::is_of) {
-            true => Some(Ceiling::new(home.path(), plan.size)?),
+        let computed_limit = match plan.limit && plan.workloads.iter().any(ComputedLimit::is_of) {
+            true => Some(ComputedLimit::new(home.path(), plan.size)?),
             false => None,
         };
         let mut experiment =
-            Experiment { plan, stands: Vec::new(), ceiling, observe: &mut *observe };
+            Experiment { plan, stands: Vec::new(), computed_limit, observe: &mut *observe };
         // None always has its files where the first ones go.
         let (later, first) = systems.split_at(place as usize % systems.len().max(1));
         for system in first.iter().chain(later) {
@@ -269,7 +269,7 @@ impl Stand<'_> {
 struct Experiment<'a, 'o> {
     plan: &'a Plan,
     stands: Vec<Stand<'a>>,
-    ceiling: Option<Ceiling>,
+    computed_limit: Option<ComputedLimit>,
     observe: &'o mut dyn FnMut(Progress<'_>),
 }
 
@@ -334,18 +334,20 @@ impl<'a> Experiment<'a, '_> {
         workload: &Workload,
         outcome: &mut Outcome,
     ) -> Result<(), ExperimentError> {
-        let Some(ceiling) = self.ceiling.as_mut().filter(|_| Ceiling::is_of(workload)) else {
+        let Some(computed_limit) =
+            self.computed_limit.as_mut().filter(|_| ComputedLimit::is_of(workload))
+        else {
             return Ok(());
         };
         pin(self.plan.cores.map(|cores| cores.server))?;
-        let measured = ceiling.measure(workload, self.plan.cell, load::latencies());
+        let measured = computed_limit.measure(workload, self.plan.cell, load::latencies());
         pin(self.plan.cores.map(|cores| cores.client))?;
         let measured = measured?;
         let (seconds, requests) = (measured.time.as_secs_f64(), measured.blocks as f64);
         outcome.add(
             Cell {
                 round,
-                system: ceiling::ID.to_owned(),
+                system: computed_limit::ID.to_owned(),
                 workload: workload.id.to_owned(),
                 requests: measured.blocks,
                 seconds,

@@ -336,7 +336,7 @@ fn judge(goal: &Goal, judged: &Interval) -> Verdict {
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
-    use crate::ceiling::Ceiling;
+    use crate::computed_limit::ComputedLimit;
     use crate::sections::SECTIONS;
 
     pub(crate) fn cell(round: u32, system: &str, workload: &str, iops: f64) -> Cell {
@@ -530,8 +530,9 @@ pub(crate) mod tests {
             let found = loads.into_iter().find(|(_, load)| load.id == goal.workload);
             let (section, load) = found.unwrap_or_else(|| panic!("{}: no such load", goal.id));
             for system in systems {
-                let computed =
-                    system == crate::ceiling::ID && section.limit && Ceiling::is_of(load);
+                let computed = system == crate::computed_limit::ID
+                    && section.limit
+                    && ComputedLimit::is_of(load);
                 let known = section.systems.contains(&system.as_str());
                 assert!(known || computed, "{}: {system}", goal.id);
             }

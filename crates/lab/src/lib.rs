@@ -6,13 +6,13 @@
 //! | [`systems`] | the servers under test |
 //! | [`load`], [`pattern`], [`clock`] | driving one and measuring it |
 //! | [`sections`] | what is measured where |
-//! | [`experiment`], [`idle`], [`ceiling`] | the order of measuring; disks without work; what the machine could do at best |
+//! | [`experiment`], [`idle`], [`computed_limit`] | the order of measuring; disks without work; what the machine could do at best |
 //! | [`statistics`], [`goals`] | what may be concluded |
 //! | [`report`], [`tables`], [`machine`] | how it is told |
 
 pub mod arguments;
-pub mod ceiling;
 pub mod clock;
+pub mod computed_limit;
 pub mod experiment;
 pub mod goals;
 pub mod idle;

@@ -34,7 +34,7 @@ pub struct Report {
     /// What was measured.
     pub sections: Vec<Measured>,
     /// What was not, and why.
-    pub obstacles: Vec<Obstacle>,
+    pub obstacles: Vec<Unavailable>,
 }
 
 /// A section that was measured.
@@ -60,7 +60,7 @@ pub struct Measured {
 
 /// A section that could not be measured here.
 #[derive(Clone, Debug, Serialize)]
-pub struct Obstacle {
+pub struct Unavailable {
     /// Its name.
     pub section: &'static str,
     /// Why not.
@@ -346,7 +346,7 @@ pub(crate) mod tests {
             },
             goals: goals.iter().map(|goal| assess(goal, &outcome)).collect(),
             sections: vec![Measured::of(&SECTIONS[0], &plan, &outcome)],
-            obstacles: vec![Obstacle { section: "nbd", why: "there is no nbdkit".to_owned() }],
+            obstacles: vec![Unavailable { section: "nbd", why: "there is no nbdkit".to_owned() }],
         }
     }
 

@@ -10,7 +10,7 @@ use vmseal_secret::derive::DeriveError;
 const QUOTE_MAX: usize = 64;
 
 /// Why a header was not made, opened or changed. On any of these nothing has been written, but for
-/// [`HeaderError::Write`] and [`HeaderError::NotKept`].
+/// [`HeaderError::Write`] and [`HeaderError::ReadBackFailed`].
 #[derive(Debug, thiserror::Error)]
 pub enum HeaderError {
     /// The backend failed while it was read.
@@ -76,7 +76,7 @@ pub enum HeaderError {
     #[error(
         "the header was written for key {0} and does not open with it when it is read back: the datastore loses writes"
     )]
-    NotKept(String),
+    ReadBackFailed(String),
     /// A DEK or KEK has a wrong length.
     #[error("a {0} has the wrong length: {1} bytes")]
     KeyLength(&'static str, usize),

@@ -126,7 +126,7 @@ pub fn repair(
 /// if it opens with that already. What was written is read back and opened with the second one.
 ///
 /// # Errors
-/// As [`open`], [`HeaderError::TwoKeys`], [`HeaderError::Write`], or [`HeaderError::NotKept`]: it opens with
+/// As [`open`], [`HeaderError::TwoKeys`], [`HeaderError::Write`], or [`HeaderError::ReadBackFailed`]: it opens with
 /// the first one as before.
 pub fn add_kek(
     store: &mut impl HeaderStore,
@@ -160,7 +160,7 @@ pub fn add_kek(
 /// recrypt, second half). Nothing is written unless the disk opens with it.
 ///
 /// # Errors
-/// As [`open`], [`HeaderError::Write`], or [`HeaderError::NotKept`].
+/// As [`open`], [`HeaderError::Write`], or [`HeaderError::ReadBackFailed`].
 pub fn drop_other_keks(
     store: &mut impl HeaderStore,
     expected: &Facts,

@@ -102,7 +102,7 @@ impl Session {
         match Self::open(store, expected, kek, context) {
             Ok(read) if read.dek == dek => Ok(()),
             Err(error @ HeaderError::WrongKek(_)) => Err(error),
-            _ => Err(HeaderError::NotKept(name(context))),
+            _ => Err(HeaderError::ReadBackFailed(name(context))),
         }
     }
 }

@@ -290,7 +290,7 @@ fn a_key_that_was_not_kept_is_not_said_to_open() {
         let mut store = Forgetful { inner: created(), lost: lost.clone() };
         let (old, new) = ((&keys.0, &CONTEXT), (&keys.1, &NEW_CONTEXT));
         let added = vmseal_luks::add_kek(&mut store, &facts(), old, new);
-        assert!(matches!(added, Err(HeaderError::NotKept(_))), "{lost:?}: {added:?}");
+        assert!(matches!(added, Err(HeaderError::ReadBackFailed(_))), "{lost:?}: {added:?}");
         assert!(opens(&store.inner, &dek()).0, "{lost:?}");
     }
 }

@@ -15,8 +15,8 @@ use vmseal_api::filter::{Direct, Holes};
 use vmseal_api::id::DiskId;
 use vmseal_example_write_once::WriteOnce;
 use vmseal_iofilter::disk::status::DiskState;
-use vmseal_iofilter::disk::{Disk, Encryption, Rest};
-use vmseal_iofilter::front_ends::Served;
+use vmseal_iofilter::disk::{Disk, DiskStorage, Encryption};
+use vmseal_iofilter::front_ends::ServedDisk;
 use vmseal_iofilter::front_ends::nbd;
 use vmseal_iofilter::stack::blocking;
 use vmseal_iofilter::stack::stop::Stop;
@@ -35,7 +35,7 @@ fn main() -> anyhow::Result<()> {
     let file = File::options().read(true).write(true).open(&path);
     let file = file.with_context(|| format!("cannot open {}", path.display()))?;
     let size = file.metadata()?.len();
-    let rest = Rest::File(FileDisk::open(file.into(), 0, size, Direct::Auto, false)?);
+    let rest = DiskStorage::File(FileDisk::open(file.into(), 0, size, Direct::Auto, false)?);
     let encryption = Encryption { key: SecretBytes::random(64)?, holes: Holes::Zero };
 
     // Above encryption: the filter sees what the client asks. A chain and a pool of buffers a connection.
@@ -43,7 +43,7 @@ fn main() -> anyhow::Result<()> {
         .with_layers(vec![Arc::new(WriteOnce::new(size))], Vec::new());
     let chains = (0..CONNECTIONS).map(|_| disk.chain()).collect::<Result<Vec<_>, _>>()?;
     let state = DiskState::new(DiskId::new(), CONNECTIONS).with_layers(disk.layers());
-    let served = Served {
+    let served = ServedDisk {
         size,
         read_only: false,
         serial: "example".into(),

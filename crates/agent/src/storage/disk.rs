@@ -352,7 +352,7 @@ pub(crate) fn header_problem(disk: &DiskSpec, error: &HeaderError) -> Problem {
         | HeaderError::BothCopies { .. }
         | HeaderError::Refused(_)
         | HeaderError::SlotDamaged(_)
-        | HeaderError::NotKept(_)
+        | HeaderError::ReadBackFailed(_)
         | HeaderError::Occupied(_) => ErrorCode::Damaged,
         HeaderError::UnknownFacts(_) => ErrorCode::Unsupported,
         HeaderError::Write(error)

@@ -18,7 +18,7 @@ use vmseal_api::filter::{CRYPT_SECTOR, DiskActivity, Holes};
 
 use crate::copy::import::run_of_zeroes_or_data;
 use crate::disk::status::DiskState;
-use crate::disk::{Disk, Encryption, Rest};
+use crate::disk::{Disk, DiskStorage, Encryption};
 use crate::layers::crypt::CryptError;
 use crate::stack::blocking;
 use crate::stack::chain::Chain;
@@ -97,7 +97,7 @@ impl Target {
         let direct = vmseal_api::filter::Direct::Auto;
         let file = FileDisk::open(file.into(), offset, size, direct, false)?;
         let encryption = Encryption { key, holes: Holes::Ciphertext };
-        let disk = Disk::new(size, false, Some(encryption), Rest::File(file), 2);
+        let disk = Disk::new(size, false, Some(encryption), DiskStorage::File(file), 2);
         Ok(Self::Luks2(Box::new(disk.chain()?)))
     }
 

@@ -215,7 +215,7 @@ mod tests {
     use vmseal_api::transfer::ImageFormat;
 
     use super::*;
-    use crate::stack::chain::{Backend, Io};
+    use crate::stack::chain::{Io, Storage};
     use crate::stack::request::RequestId;
 
     /// Knows what a power cut would leave, and looks at each request whether more is called durable.
@@ -226,7 +226,7 @@ mod tests {
         seen: u64,
     }
 
-    impl Backend for Forgetful {
+    impl Storage for Forgetful {
         fn prepare(&mut self, _capacity: usize) {}
 
         fn submit(&mut self, id: RequestId, io: &mut Io<'_>) {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use vmseal_api::filter::{CRYPT_SECTOR, Holes};
 
-use crate::disk::{Encryption, Rest};
+use crate::disk::{DiskStorage, Encryption};
 use crate::storage::extent::Extent;
 use crate::storage::file::FileDisk;
 use crate::storage::qcow2::Extents;
@@ -29,18 +29,18 @@ impl Allocation {
     /// What is known of a disk that rests there. A hole is a hole to the reader in the clear, and where
     /// the encryption says so; where all ciphertext is decrypted, a hole would read as noise.
     #[must_use]
-    pub fn of(rest: &Rest, encryption: Option<&Encryption>) -> Self {
+    pub fn of(storage: &DiskStorage, encryption: Option<&Encryption>) -> Self {
         let zeroes = encryption.is_none_or(|encryption| encryption.holes == Holes::Zero);
-        match rest {
-            Rest::File(file) if zeroes => Self::File(file.clone()),
-            Rest::Qcow2(image) if zeroes => match image.extents() {
+        match storage {
+            DiskStorage::File(file) if zeroes => Self::File(file.clone()),
+            DiskStorage::Qcow2(image) if zeroes => match image.extents() {
                 Ok(extents) => Self::Qcow2(Arc::new(extents)),
                 Err(error) => {
                     tracing::warn!(%error, "the holes of the image are not known");
                     Self::Unknown
                 }
             },
-            Rest::File(_) | Rest::Qcow2(_) | Rest::Mem(_) => Self::Unknown,
+            DiskStorage::File(_) | DiskStorage::Qcow2(_) | DiskStorage::Mem(_) => Self::Unknown,
         }
     }
 

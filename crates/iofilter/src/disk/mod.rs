@@ -13,7 +13,7 @@ use crate::disk::allocation::Allocation;
 use crate::layers::align::Align;
 use crate::layers::align::locks::SectorLocks;
 use crate::layers::crypt::{Chunk, Crypt, CryptError};
-use crate::stack::chain::{Backend, Chain, Filter};
+use crate::stack::chain::{Chain, Filter, Storage};
 use crate::stack::dirty::Bitmaps;
 use crate::stack::figures::CipherTime;
 use crate::stack::layer::Layer;
@@ -37,7 +37,7 @@ pub const READER_POOL_BYTES: usize = 256 * 1024;
 
 /// Where a disk's data rests.
 #[derive(Clone, Debug)]
-pub enum Rest {
+pub enum DiskStorage {
     /// A file or block device.
     File(FileDisk),
     /// An image of QEMU's format.
@@ -61,7 +61,7 @@ pub struct Disk {
     size: u64,
     read_only: bool,
     encryption: Option<Encryption>,
-    rest: Rest,
+    storage: DiskStorage,
     locks: Arc<SectorLocks>,
     pool_bytes: usize,
     cipher_time: Arc<CipherTime>,
@@ -78,11 +78,11 @@ impl Disk {
         size: u64,
         read_only: bool,
         encryption: Option<Encryption>,
-        rest: Rest,
+        storage: DiskStorage,
         pools: usize,
     ) -> Self {
-        let most = match &rest {
-            Rest::File(file) if !file.works_at_once() => DEVICE_POOL_BYTES,
+        let most = match &storage {
+            DiskStorage::File(file) if !file.works_at_once() => DEVICE_POOL_BYTES,
             _ => QUEUE_POOL_BYTES,
         };
         let pool_bytes = (POOLS_BYTES / pools.max(1)).min(most);
@@ -93,7 +93,7 @@ impl Disk {
             size,
             read_only,
             encryption,
-            rest,
+            storage,
             locks,
             pool_bytes,
             cipher_time,
@@ -105,7 +105,7 @@ impl Disk {
 
     /// The same disk with further layers: `above` encryption, which see what the guest asks, and `below`,
     /// which see whole sectors of ciphertext; each from the guest downwards. Without encryption both are
-    /// above the backend.
+    /// above storage.
     #[must_use]
     pub fn with_layers(self, above: Vec<Arc<dyn Layer>>, below: Vec<Arc<dyn Layer>>) -> Self {
         Self { above, below, ..self }
@@ -144,7 +144,7 @@ impl Disk {
     /// What is known of the disk's holes.
     #[must_use]
     pub fn allocation(&self) -> Allocation {
-        Allocation::of(&self.rest, self.encryption.as_ref())
+        Allocation::of(&self.storage, self.encryption.as_ref())
     }
 
     /// What the buffers of a front end may take, for each of its chains.
@@ -158,16 +158,16 @@ impl Disk {
     /// # Errors
     /// [`CryptError`]: the key is no good, or no memory for buffers.
     pub fn chain(&self) -> Result<Chain, CryptError> {
-        self.make_chain(self.read_only, self.pool_bytes, self.backend())
+        self.make_chain(self.read_only, self.pool_bytes, self.queue_storage())
     }
 
-    /// The same over another backend, which takes what this disk's own would: for tests of what becomes
+    /// The same over other storage, which takes what this disk's own would: for tests of what becomes
     /// of the data below a chain.
     ///
     /// # Errors
     /// [`CryptError`]
-    pub fn chain_over(&self, backend: Box<dyn Backend>) -> Result<Chain, CryptError> {
-        self.make_chain(self.read_only, self.pool_bytes, backend)
+    pub fn chain_over(&self, storage: Box<dyn Storage>) -> Result<Chain, CryptError> {
+        self.make_chain(self.read_only, self.pool_bytes, storage)
     }
 
     /// A chain that only reads, whatever the disk allows, for someone beside the front end. Its buffers
@@ -176,7 +176,7 @@ impl Disk {
     /// # Errors
     /// As [`Disk::chain`].
     pub fn reader(&self) -> Result<Chain, CryptError> {
-        self.make_chain(true, READER_POOL_BYTES, self.blocking_backend())
+        self.make_chain(true, READER_POOL_BYTES, self.blocking_storage())
     }
 
     /// A chain of what lies below the layer of this kind, for a thread of its own that reads there. It can be
@@ -189,15 +189,15 @@ impl Disk {
         let above = layers.iter().take_while(|layer| layer.kind() != kind).count() + 1;
         let filters = layers.iter().skip(above).map(|layer| layer.filter());
         let filters = filters.collect::<io::Result<_>>()?;
-        Chain::new(self.size, true, filters, self.blocking_backend())
+        Chain::new(self.size, true, filters, self.blocking_storage())
     }
 
     /// The file that the disk rests in, if it is its bytes.
     #[must_use]
     pub fn file(&self) -> Option<&FileDisk> {
-        match &self.rest {
-            Rest::File(file) => Some(file),
-            Rest::Qcow2(_) | Rest::Mem(_) => None,
+        match &self.storage {
+            DiskStorage::File(file) => Some(file),
+            DiskStorage::Qcow2(_) | DiskStorage::Mem(_) => None,
         }
     }
 
@@ -205,7 +205,7 @@ impl Disk {
         &self,
         read_only: bool,
         pool_bytes: usize,
-        backend: Box<dyn Backend>,
+        storage: Box<dyn Storage>,
     ) -> Result<Chain, CryptError> {
         let mut filters: Vec<Box<dyn Filter>> = Vec::new();
         for layer in &self.above {
@@ -214,7 +214,7 @@ impl Disk {
         if let Some(align) = self.align(pool_bytes / 4)? {
             filters.push(Box::new(align));
         }
-        let at_once = backend.works_at_once();
+        let at_once = storage.works_at_once();
         if let Some(Encryption { key, holes }) = &self.encryption {
             filters.push(Box::new(Crypt::new(
                 key,
@@ -227,30 +227,30 @@ impl Disk {
         for layer in &self.below {
             filters.push(layer.filter()?);
         }
-        let chain = Chain::new(self.size, read_only, filters, backend)?;
+        let chain = Chain::new(self.size, read_only, filters, storage)?;
         Ok(chain.marking(self.bitmaps()))
     }
 
-    fn backend(&self) -> Box<dyn Backend> {
-        match &self.rest {
-            Rest::File(file) => file.queue(),
-            Rest::Qcow2(image) => image.queue(),
-            Rest::Mem(mem) => mem.queue(),
+    fn queue_storage(&self) -> Box<dyn Storage> {
+        match &self.storage {
+            DiskStorage::File(file) => file.queue(),
+            DiskStorage::Qcow2(image) => image.queue(),
+            DiskStorage::Mem(mem) => mem.queue(),
         }
     }
 
-    fn blocking_backend(&self) -> Box<dyn Backend> {
-        match &self.rest {
-            Rest::File(file) => file.blocking_queue(),
-            Rest::Qcow2(image) => image.queue(),
-            Rest::Mem(mem) => mem.queue(),
+    fn blocking_storage(&self) -> Box<dyn Storage> {
+        match &self.storage {
+            DiskStorage::File(file) => file.blocking_queue(),
+            DiskStorage::Qcow2(image) => image.queue(),
+            DiskStorage::Mem(mem) => mem.queue(),
         }
     }
 
     fn align(&self, pool_bytes: usize) -> io::Result<Option<Align>> {
-        let (block, memory) = match &self.rest {
-            Rest::File(file) => (file.block(), file.memory_alignment()),
-            Rest::Qcow2(_) | Rest::Mem(_) => (LOGICAL_BLOCK as u32, 1),
+        let (block, memory) = match &self.storage {
+            DiskStorage::File(file) => (file.block(), file.memory_alignment()),
+            DiskStorage::Qcow2(_) | DiskStorage::Mem(_) => (LOGICAL_BLOCK as u32, 1),
         };
         let block = if self.encryption.is_some() { block.max(CRYPT_SECTOR) } else { block };
         if u64::from(block) == LOGICAL_BLOCK && memory == 1 {

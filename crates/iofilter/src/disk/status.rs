@@ -65,7 +65,7 @@ impl Counters {
 pub struct DiskState {
     disk: DiskId,
     activity: Mutex<DiskActivity>,
-    trouble: Mutex<Trouble>,
+    trouble: Mutex<ErrorLog>,
     queues: Vec<Counters>,
     cipher: Option<Arc<CipherTime>>,
     layers: Vec<Arc<dyn Layer>>,
@@ -76,7 +76,7 @@ pub struct DiskState {
 }
 
 #[derive(Debug, Default)]
-struct Trouble {
+struct ErrorLog {
     message: Option<String>,
     logged: Option<Instant>,
     /// Of queues that a guest breaks: it can set one up anew and break it again as fast as it likes.

@@ -13,7 +13,7 @@ use crate::disk::status::DiskState;
 
 /// What a front end serves, for the life of the process.
 #[derive(Debug)]
-pub struct Served {
+pub struct ServedDisk {
     /// The disk's size in bytes.
     pub size: u64,
     /// Whether it is read-only.

@@ -45,9 +45,9 @@ pub fn memory(spec: &CacheSpec, queues: usize) -> u64 {
 
 /// The layer: what a disk's queues have together.
 #[derive(Clone)]
-pub struct Cache(Arc<Shared>);
+pub struct Cache(Arc<CacheState>);
 
-struct Shared {
+struct CacheState {
     blocks: Blocks,
     passed: Counter,
 }
@@ -57,7 +57,7 @@ impl Cache {
     #[must_use]
     pub fn new(spec: &CacheSpec) -> Self {
         let (blocks, passed) = (Blocks::new(spec.bytes), Counter::default());
-        Self(Arc::new(Shared { blocks, passed }))
+        Self(Arc::new(CacheState { blocks, passed }))
     }
 }
 
@@ -75,7 +75,7 @@ impl Layer for Cache {
 
     fn filter(&self) -> std::io::Result<Box<dyn Filter>> {
         let (shared, pool) = (Arc::clone(&self.0), Pool::new(QUEUE_BYTES)?);
-        Ok(Box::new(Queue { shared, pool, fetches: Vec::new() }))
+        Ok(Box::new(CacheFilter { shared, pool, fetches: Vec::new() }))
     }
 
     fn counters(&self) -> Vec<(&'static str, u64)> {
@@ -97,14 +97,14 @@ struct Fetch {
     ticket: blocks::Ticket,
 }
 
-struct Queue {
-    shared: Arc<Shared>,
+struct CacheFilter {
+    shared: Arc<CacheState>,
     pool: Pool,
     /// By child.
     fetches: Vec<Option<Fetch>>,
 }
 
-impl Queue {
+impl CacheFilter {
     fn read(&mut self, id: RequestId, io: &mut Io<'_>) {
         let request = io.request(id);
         let (offset, length) = (request.offset, request.length);
@@ -158,7 +158,7 @@ impl Queue {
     }
 }
 
-impl Filter for Queue {
+impl Filter for CacheFilter {
     fn limits(&self) -> Limits {
         // A child has a buffer of one block at the least.
         Limits { children: self.pool.blocks() }

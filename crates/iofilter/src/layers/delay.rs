@@ -16,10 +16,10 @@ use crate::stack::request::RequestId;
 
 /// The layer.
 #[derive(Clone, Debug)]
-pub struct Delay(Arc<Shared>);
+pub struct Delay(Arc<DelayState>);
 
 #[derive(Debug)]
-struct Shared {
+struct DelayState {
     spec: DelaySpec,
     delayed: Counter,
 }
@@ -28,7 +28,7 @@ impl Delay {
     /// A layer that delays as told.
     #[must_use]
     pub fn new(spec: DelaySpec) -> Self {
-        Self(Arc::new(Shared { spec, delayed: Counter::default() }))
+        Self(Arc::new(DelayState { spec, delayed: Counter::default() }))
     }
 }
 
@@ -40,7 +40,7 @@ impl Layer for Delay {
     fn filter(&self) -> std::io::Result<Box<dyn Filter>> {
         let random = fastrand::Rng::with_seed(self.0.spec.seed);
         let (held, hastened) = (BinaryHeap::new(), false);
-        Ok(Box::new(Queue { shared: Arc::clone(&self.0), random, held, hastened }))
+        Ok(Box::new(DelayFilter { shared: Arc::clone(&self.0), random, held, hastened }))
     }
 
     fn counters(&self) -> Vec<(&'static str, u64)> {
@@ -48,14 +48,14 @@ impl Layer for Delay {
     }
 }
 
-struct Queue {
-    shared: Arc<Shared>,
+struct DelayFilter {
+    shared: Arc<DelayState>,
     random: fastrand::Rng,
     held: BinaryHeap<Reverse<(Instant, RequestId)>>,
     hastened: bool,
 }
 
-impl Filter for Queue {
+impl Filter for DelayFilter {
     fn limits(&self) -> Limits {
         Limits { children: 0 }
     }

@@ -18,10 +18,10 @@ const TORN_MAX: usize = 32;
 
 /// The layer.
 #[derive(Clone, Debug)]
-pub struct Fault(Arc<Shared>);
+pub struct Fault(Arc<FaultState>);
 
 #[derive(Debug)]
-struct Shared {
+struct FaultState {
     seed: u64,
     rules: Vec<Rule>,
 }
@@ -40,7 +40,7 @@ impl Fault {
     pub fn new(spec: FaultSpec) -> Self {
         let rule = |rule| Rule { rule, matched: AtomicU64::new(0), struck: Counter::default() };
         let rules = spec.rules.into_iter().map(rule).collect();
-        Self(Arc::new(Shared { seed: spec.seed, rules }))
+        Self(Arc::new(FaultState { seed: spec.seed, rules }))
     }
 }
 
@@ -50,7 +50,7 @@ impl Layer for Fault {
     }
 
     fn filter(&self) -> std::io::Result<Box<dyn Filter>> {
-        Ok(Box::new(Queue(Arc::clone(&self.0))))
+        Ok(Box::new(FaultFilter(Arc::clone(&self.0))))
     }
 
     fn counters(&self) -> Vec<(&'static str, u64)> {
@@ -91,9 +91,9 @@ impl Rule {
     }
 }
 
-struct Queue(Arc<Shared>);
+struct FaultFilter(Arc<FaultState>);
 
-impl Queue {
+impl FaultFilter {
     fn fault(&self, request: &Request) -> Option<FaultKind> {
         let seeded = self.0.rules.iter().zip(0u64..);
         let mut striking = seeded.filter(|(rule, index)| {
@@ -103,7 +103,7 @@ impl Queue {
     }
 }
 
-impl Filter for Queue {
+impl Filter for FaultFilter {
     fn limits(&self) -> Limits {
         Limits { children: TORN_MAX }
     }

@@ -25,10 +25,10 @@ use crate::stack::request::{Operation, Request, RequestId};
 
 /// The layer: the budgets that a disk's queues share.
 #[derive(Clone, Debug)]
-pub struct Limit(Arc<Shared>);
+pub struct Limit(Arc<LimitState>);
 
 #[derive(Debug)]
-struct Shared {
+struct LimitState {
     since: Instant,
     requests: Option<Bucket>,
     bytes: Option<Bucket>,
@@ -40,7 +40,7 @@ impl Limit {
     /// A layer with full budgets.
     #[must_use]
     pub fn new(spec: &LimitSpec) -> Self {
-        Self(Arc::new(Shared {
+        Self(Arc::new(LimitState {
             since: Instant::now(),
             requests: spec.requests.map(Bucket::new),
             bytes: spec.bytes.map(Bucket::new),
@@ -56,7 +56,7 @@ impl Layer for Limit {
     }
 
     fn filter(&self) -> std::io::Result<Box<dyn Filter>> {
-        Ok(Box::new(Queue {
+        Ok(Box::new(LimitFilter {
             shared: Arc::clone(&self.0),
             waiting: VecDeque::new(),
             hastened: false,
@@ -71,7 +71,7 @@ impl Layer for Limit {
     }
 }
 
-impl Shared {
+impl LimitState {
     fn now(&self) -> u64 {
         u64::try_from(self.since.elapsed().as_nanos()).unwrap_or(u64::MAX)
     }
@@ -96,14 +96,14 @@ impl Shared {
     }
 }
 
-struct Queue {
-    shared: Arc<Shared>,
+struct LimitFilter {
+    shared: Arc<LimitState>,
     /// Who waits, and since when.
     waiting: VecDeque<(RequestId, u64)>,
     hastened: bool,
 }
 
-impl Filter for Queue {
+impl Filter for LimitFilter {
     fn limits(&self) -> Limits {
         Limits { children: 0 }
     }

@@ -28,8 +28,8 @@ use crate::copy::import;
 use crate::copy::import::ImportError;
 use crate::copy::source::Source;
 use crate::disk::status::DiskState;
-use crate::disk::{Disk, Encryption, Rest};
-use crate::front_ends::Served;
+use crate::disk::{Disk, DiskStorage, Encryption};
+use crate::front_ends::ServedDisk;
 use crate::front_ends::nbd;
 use crate::front_ends::vhost_user;
 use crate::handle::{HandleError, Handles, Socket};
@@ -118,7 +118,7 @@ struct Prepared {
     replica: Option<(Replicate, Copier)>,
     /// What a front end's own buffers may take, for each chain.
     pool_bytes: usize,
-    served: Arc<Served>,
+    served: Arc<ServedDisk>,
     disk: DiskId,
 }
 
@@ -145,7 +145,7 @@ enum FrontEnd {
 struct Beside {
     listener: UnixListener,
     uid: u32,
-    served: Served,
+    served: ServedDisk,
     disk: Disk,
 }
 
@@ -220,7 +220,7 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
         let what = format!("disk {id}, {what}");
         move |error| StartError::Handle { what, error }
     };
-    let (rest, sparse) = rest(config, handles)?;
+    let (storage, sparse) = storage(config, handles)?;
     let crypt = config.chain.iter().find_map(|link| match link {
         FilterSpec::Crypt { key, holes } => Some((key, *holes)),
         _ => None,
@@ -266,7 +266,7 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
     };
     let queues = config::queues(config);
     let is_crypt = |link: &FilterSpec| matches!(link, FilterSpec::Crypt { .. });
-    let replica = replica(config, handles, &rest)?;
+    let replica = replica(config, handles, &storage)?;
     let layer_of = |link: &FilterSpec| match (link, &replica) {
         (FilterSpec::Replicate(_), Some(opened)) => {
             Some(Arc::new(opened.replicate.clone()) as Arc<dyn Layer>)
@@ -275,15 +275,15 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
     };
     let mut sides = config.chain.split(is_crypt).map(|side| side.iter().filter_map(layer_of));
     let mut side = || sides.next().into_iter().flatten().collect();
-    let disk =
-        Disk::new(config.size, config.read_only, encryption, rest, all).with_layers(side(), side());
+    let disk = Disk::new(config.size, config.read_only, encryption, storage, all)
+        .with_layers(side(), side());
     let chains = (0..queues).map(|_| disk.chain()).collect::<Result<_, _>>();
     let chains = chains.map_err(|error| StartError::Crypt { disk: id, error })?;
     let state_beside = beside.is_some().then(|| {
         let state = DiskState::new(id, usize::from(NBD_CONNECTIONS));
         Arc::new(state.with_bitmaps(disk.bitmaps()))
     });
-    let served = Arc::new(Served {
+    let served = Arc::new(ServedDisk {
         size: config.size,
         read_only: config.read_only,
         serial: config.serial.as_str().into(),
@@ -314,7 +314,7 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
     let beside = beside.zip(state_beside).map(|((listener, uid), state)| Beside {
         listener,
         uid,
-        served: Served {
+        served: ServedDisk {
             size: config.size,
             read_only: true,
             serial: Arc::clone(&served.serial),
@@ -340,12 +340,12 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
 fn replica(
     config: &DiskConfig,
     handles: &mut Handles,
-    rest: &Rest,
+    storage: &DiskStorage,
 ) -> Result<Option<replicate::open::Opened>, StartError> {
     let Some(spec) = config::replica(config) else { return Ok(None) };
-    let image = match rest {
-        Rest::File(file) => Some(file),
-        Rest::Qcow2(_) | Rest::Mem(_) => None,
+    let image = match storage {
+        DiskStorage::File(file) => Some(file),
+        DiskStorage::Qcow2(_) | DiskStorage::Mem(_) => None,
     };
     replicate::open::Opened::open(config.disk, config.size, spec, image, handles)
         .map(Some)
@@ -353,7 +353,10 @@ fn replica(
 }
 
 /// Where a disk's data rests, and where its holes are, if that can be told.
-fn rest(config: &DiskConfig, handles: &mut Handles) -> Result<(Rest, Option<Sparse>), StartError> {
+fn storage(
+    config: &DiskConfig,
+    handles: &mut Handles,
+) -> Result<(DiskStorage, Option<Sparse>), StartError> {
     let (id, size, read_only) = (config.disk, config.size, config.read_only);
     let named = |what: &str| {
         let what = format!("disk {id}, {what}");
@@ -368,7 +371,7 @@ fn rest(config: &DiskConfig, handles: &mut Handles) -> Result<(Rest, Option<Spar
             if *keeps_room {
                 file.keep_room();
             }
-            Ok((Rest::File(file), Some(sparse)))
+            Ok((DiskStorage::File(file), Some(sparse)))
         }
         BackendSpec::Qcow2 { file, backing, offset } => {
             let fd = handles.image(file, !read_only).map_err(named("its image"))?;
@@ -378,12 +381,12 @@ fn rest(config: &DiskConfig, handles: &mut Handles) -> Result<(Rest, Option<Spar
                 below.push((fd, *format));
             }
             Qcow2Disk::open(fd, below, *offset, size, read_only)
-                .map(|image| (Rest::Qcow2(image), None))
+                .map(|image| (DiskStorage::Qcow2(image), None))
                 .map_err(|error| StartError::Image { disk: id, error })
         }
         BackendSpec::Mem {} => {
             let file = FileDisk::in_memory(size).map_err(opened)?;
-            Ok((Rest::File(file), None))
+            Ok((DiskStorage::File(file), None))
         }
     }
 }

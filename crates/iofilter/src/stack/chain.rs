@@ -1,4 +1,4 @@
-//! The chain that a disk is: filters over a backend. One chain serves one queue and is used by one
+//! The chain that a disk is: filters over storage. One chain serves one queue and is used by one
 //! thread; a disk with several queues has several chains, whose filters may share atomics.
 //!
 //! ```text
@@ -8,7 +8,7 @@
 //!                          v                 |
 //!  filter 1           down ── pass      up ── complete     crypt
 //!                          v                 |
-//!  backend              submit ·········> complete         file, mem
+//!  storage              submit ·········> complete         file, mem
 //! ```
 //!
 //! A request is at exactly one layer at a time. The layer that has it does one of three things, at
@@ -27,7 +27,7 @@
 //! ```text
 //!  the chain's eventfd         others write it: a sector lock is free, a chunk is marked, the thread of a qcow2
 //!                              image has answered ([`crate::stack::waker`])
-//!  the backend's descriptor    the kernel makes it readable: completions of io_uring
+//!  the storage's descriptor    the kernel makes it readable: completions of io_uring
 //!  the front end's own         a kick, a connection, a stop
 //!  the next deadline           a time that means something: a delay, a budget that fills
 //! ```
@@ -99,7 +99,7 @@ pub trait Filter: Send {
 }
 
 /// The end of a chain: where data rests. All calls come from the one thread that has the chain.
-pub trait Backend: Send {
+pub trait Storage: Send {
     /// Told once how many requests there can be.
     fn prepare(&mut self, capacity: usize);
 
@@ -110,7 +110,7 @@ pub trait Backend: Send {
     /// finished. Never blocks.
     fn poll(&mut self, io: &mut Io<'_>);
 
-    /// A descriptor that the kernel makes readable when [`Backend::poll`] has something to complete; none if
+    /// A descriptor that the kernel makes readable when [`Storage::poll`] has something to complete; none if
     /// requests are completed within `submit`, or a thread completes them, which has the chain's waker.
     fn wait_handle(&self) -> Option<BorrowedFd<'_>>;
 
@@ -124,7 +124,7 @@ pub trait Backend: Send {
         true
     }
 
-    /// When [`Backend::poll`] is to be called again although nothing has woken the thread; asked for after each
+    /// When [`Storage::poll`] is to be called again although nothing has woken the thread; asked for after each
     /// `poll`.
     fn deadline(&self) -> Option<Instant> {
         None
@@ -132,14 +132,14 @@ pub trait Backend: Send {
 }
 
 #[derive(Clone, Copy, Debug)]
-enum Work {
+enum Step {
     Down(RequestId),
     Up(RequestId),
 }
 
 /// What the chain knows of what its filters do.
 #[derive(Debug)]
-struct Watch {
+struct FilterAudit {
     /// How many children each filter may still make.
     left: Vec<usize>,
     /// Requests to look at when the filter that was called returns.
@@ -149,7 +149,7 @@ struct Watch {
     misused: u64,
 }
 
-impl Watch {
+impl FilterAudit {
     /// Says so the first time, the second, the fourth, and so on: a defect is met with each request.
     fn misuse(&mut self, level: usize, what: &'static str) {
         self.misused += 1;
@@ -170,8 +170,8 @@ impl Watch {
 /// What a layer may do with requests.
 pub struct Io<'a> {
     requests: &'a mut Requests,
-    work: &'a mut VecDeque<Work>,
-    watch: &'a mut Watch,
+    work: &'a mut VecDeque<Step>,
+    audit: &'a mut FilterAudit,
     waker: &'a Waker,
     level: usize,
 }
@@ -198,17 +198,17 @@ impl Io<'_> {
     /// Hands a request on to the layer below.
     pub fn pass(&mut self, id: RequestId) {
         if !self.owns(id) {
-            return self.watch.misuse(self.level, "it passed a request that it does not have");
+            return self.audit.misuse(self.level, "it passed a request that it does not have");
         }
         let request = self.requests.get_mut(id);
         (request.level, request.turn, request.held) = (self.level + 1, Turn::Chain, false);
-        self.work.push_back(Work::Down(id));
+        self.work.push_back(Step::Down(id));
     }
 
     /// Ends a request at this layer. It goes up when all its parts are released.
     pub fn complete(&mut self, id: RequestId, result: Result<(), IoError>) {
         if !self.owns(id) {
-            return self.watch.misuse(self.level, "it ended a request that it does not have");
+            return self.audit.misuse(self.level, "it ended a request that it does not have");
         }
         let request = self.requests.get_mut(id);
         (request.result, request.held) = (result, false);
@@ -217,13 +217,13 @@ impl Io<'_> {
             return;
         }
         request.turn = Turn::Chain;
-        self.work.push_back(Work::Up(id));
+        self.work.push_back(Step::Up(id));
     }
 
     /// Keeps a request for later: to be passed or ended in another call of the filter.
     pub fn hold(&mut self, id: RequestId) {
         if !self.owns(id) {
-            return self.watch.misuse(self.level, "it keeps a request that it does not have");
+            return self.audit.misuse(self.level, "it keeps a request that it does not have");
         }
         self.requests.get_mut(id).held = true;
     }
@@ -238,10 +238,10 @@ impl Io<'_> {
         length: u64,
     ) -> Option<RequestId> {
         if !self.owns(parent) {
-            self.watch.misuse(self.level, "it splits a request that it does not have");
+            self.audit.misuse(self.level, "it splits a request that it does not have");
             return None;
         }
-        let left = self.watch.left.get_mut(self.level).filter(|left| **left > 0)?;
+        let left = self.audit.left.get_mut(self.level).filter(|left| **left > 0)?;
         let id = self.requests.take()?;
         *left -= 1;
         let whole = self.requests.get_mut(parent);
@@ -249,7 +249,7 @@ impl Io<'_> {
         let child = self.requests.get_mut(id);
         (child.operation, child.offset, child.length) = (operation, offset, length);
         (child.parent, child.level, child.maker) = (Some(parent), self.level, Some(self.level));
-        self.watch.touched.push(id);
+        self.audit.touched.push(id);
         Some(id)
     }
 
@@ -290,10 +290,10 @@ impl Io<'_> {
     pub fn release(&mut self, child: RequestId) {
         let parent = self.parent(child).filter(|_| self.owns(child));
         let Some(parent) = parent.filter(|_| self.requests.get(child).children == 0) else {
-            return self.watch.misuse(self.level, "it forgets a part that it does not have");
+            return self.audit.misuse(self.level, "it forgets a part that it does not have");
         };
         self.requests.give(child);
-        self.watch.left[self.level] += 1;
+        self.audit.left[self.level] += 1;
         let whole = self.requests.get_mut(parent);
         whole.children -= 1;
         if whole.children > 0 {
@@ -301,21 +301,21 @@ impl Io<'_> {
         }
         if whole.turn == Turn::Parts {
             whole.turn = Turn::Chain;
-            self.work.push_back(Work::Up(parent));
+            self.work.push_back(Step::Up(parent));
         } else {
-            self.watch.touched.push(parent);
+            self.audit.touched.push(parent);
         }
     }
 
     /// Ends what the filter that has returned owes something to, and does not keep.
     fn settle(&mut self, called_with: Option<RequestId>) {
-        self.watch.touched.extend(called_with);
-        while let Some(id) = self.watch.touched.pop() {
+        self.audit.touched.extend(called_with);
+        while let Some(id) = self.audit.touched.pop() {
             let request = self.requests.get(id);
             if !self.owns(id) || request.held || request.children > 0 {
                 continue;
             }
-            self.watch.forgot(self.level);
+            self.audit.forgot(self.level);
             if self.parent(id).is_some() {
                 self.release(id);
             } else {
@@ -353,11 +353,11 @@ pub struct Chain {
     read_only: bool,
     /// Before the filters, as it is dropped in this order: the kernel may still write into their buffers until
     /// it is gone.
-    backend: Box<dyn Backend>,
+    storage: Box<dyn Storage>,
     filters: Vec<Box<dyn Filter>>,
     requests: Requests,
-    work: VecDeque<Work>,
-    watch: Box<Watch>,
+    work: VecDeque<Step>,
+    audit: Box<FilterAudit>,
     done: VecDeque<RequestId>,
     roots: usize,
     deadline: Option<Instant>,
@@ -374,22 +374,22 @@ impl Chain {
         size: u64,
         read_only: bool,
         mut filters: Vec<Box<dyn Filter>>,
-        mut backend: Box<dyn Backend>,
+        mut storage: Box<dyn Storage>,
     ) -> io::Result<Self> {
         let left: Vec<usize> = filters.iter().map(|filter| filter.limits().children).collect();
         let children: usize = left.iter().sum();
         let requests = Requests::new(u32::try_from(ROOTS_MAX + children).unwrap_or(u32::MAX));
         let capacity = requests.capacity();
         filters.iter_mut().for_each(|filter| filter.prepare(capacity));
-        backend.prepare(capacity);
+        storage.prepare(capacity);
         Ok(Self {
             size,
             read_only,
             filters,
-            backend,
+            storage,
             requests,
             work: VecDeque::with_capacity(capacity),
-            watch: Box::new(Watch {
+            audit: Box::new(FilterAudit {
                 left,
                 touched: Vec::with_capacity(capacity),
                 forgotten: 0,
@@ -437,7 +437,7 @@ impl Chain {
     /// How many requests filters have forgotten; each has failed with [`IoError::Forgotten`].
     #[must_use]
     pub fn forgotten(&self) -> u64 {
-        self.watch.forgotten
+        self.audit.forgotten
     }
 
     /// A slot for a new request, to be filled and submitted, or cancelled; none while [`ROOTS_MAX`] are
@@ -492,7 +492,7 @@ impl Chain {
             Ok(()) if length == 0 && operation != Operation::Flush => self.done.push_back(id),
             Ok(()) => {
                 self.requests.get_mut(id).turn = Turn::Chain;
-                self.work.push_back(Work::Down(id));
+                self.work.push_back(Step::Down(id));
                 self.mark(operation, offset, length);
             }
         }
@@ -526,46 +526,46 @@ impl Chain {
                 self.run(work);
             }
             self.deadline = None;
-            let (requests, work, watch) = (&mut self.requests, &mut self.work, &mut self.watch);
-            let mut io = Io { requests, work, watch, waker: &self.waker, level: 0 };
+            let (requests, work, audit) = (&mut self.requests, &mut self.work, &mut self.audit);
+            let mut io = Io { requests, work, audit, waker: &self.waker, level: 0 };
             for (level, filter) in self.filters.iter_mut().enumerate() {
                 io.level = level;
                 self.deadline = sooner(self.deadline, filter.tick(&mut io));
                 io.settle(None);
             }
             io.level = self.filters.len();
-            self.backend.poll(&mut io);
-            self.deadline = sooner(self.deadline, self.backend.deadline());
+            self.storage.poll(&mut io);
+            self.deadline = sooner(self.deadline, self.storage.deadline());
             if self.work.is_empty() {
                 return;
             }
         }
     }
 
-    fn run(&mut self, work: Work) {
-        let (requests, list, watch) = (&mut self.requests, &mut self.work, &mut self.watch);
+    fn run(&mut self, work: Step) {
+        let (requests, list, audit) = (&mut self.requests, &mut self.work, &mut self.audit);
         let waker = &self.waker;
         match work {
-            Work::Down(id) => {
+            Step::Down(id) => {
                 let request = requests.get_mut(id);
                 request.turn = Turn::Layer;
                 let level = request.level;
-                let mut io = Io { requests, work: list, watch, waker, level };
+                let mut io = Io { requests, work: list, audit, waker, level };
                 match self.filters.get_mut(level) {
                     Some(filter) => {
                         filter.down(id, &mut io);
                         io.settle(Some(id));
                     }
-                    None => self.backend.submit(id, &mut io),
+                    None => self.storage.submit(id, &mut io),
                 }
             }
-            Work::Up(id) => {
+            Step::Up(id) => {
                 let request = requests.get_mut(id);
                 let Some(level) = request.level.checked_sub(1) else {
                     return self.done.push_back(id);
                 };
                 (request.level, request.turn) = (level, Turn::Layer);
-                let mut io = Io { requests, work: list, watch, waker, level };
+                let mut io = Io { requests, work: list, audit, waker, level };
                 self.filters[level].up(id, &mut io);
                 io.settle(Some(id));
             }
@@ -600,17 +600,17 @@ impl Chain {
         self.deadline
     }
 
-    /// Whether what is asked of storage is done as it is asked for ([`Backend::works_at_once`]).
+    /// Whether what is asked of storage is done as it is asked for ([`Storage::works_at_once`]).
     #[must_use]
     pub fn works_at_once(&self) -> bool {
-        self.backend.works_at_once()
+        self.storage.works_at_once()
     }
 }
 
 impl Drop for Chain {
     /// What the kernel may still write into is not freed, but lost to the process.
     fn drop(&mut self) {
-        if !self.backend.finish() {
+        if !self.storage.finish() {
             std::mem::forget(std::mem::replace(&mut self.requests, Requests::new(0)));
         }
     }

@@ -28,13 +28,13 @@ use vmseal_api::filter::{
 use self::marks::Marks;
 
 /// What the bitmaps of all disks of the process take, in bytes.
-static TAKEN: Taken = Taken(AtomicUsize::new(0));
+static TAKEN: BitmapMemory = BitmapMemory(AtomicUsize::new(0));
 
 /// Memory that is taken, in bytes; at most [`BITMAPS_BYTES_MAX`].
 #[derive(Debug)]
-struct Taken(AtomicUsize);
+struct BitmapMemory(AtomicUsize);
 
-impl Taken {
+impl BitmapMemory {
     fn take(&self, bytes: usize) -> bool {
         let fits = self.0.fetch_add(bytes, SeqCst) + bytes <= BITMAPS_BYTES_MAX;
         if !fits {
@@ -50,7 +50,7 @@ impl Taken {
 
 /// A named bitmap.
 #[derive(Debug)]
-struct Named {
+struct NamedBitmap {
     name: String,
     /// What changed after this is dirty.
     since: Timestamp,
@@ -64,8 +64,8 @@ pub struct Bitmaps {
     marks: Marks,
     /// What the words of one bitmap take, in bytes.
     bytes: usize,
-    names: Mutex<[Option<Named>; BITMAPS_MAX]>,
-    taken: &'static Taken,
+    names: Mutex<[Option<NamedBitmap>; BITMAPS_MAX]>,
+    taken: &'static BitmapMemory,
 }
 
 impl Bitmaps {
@@ -76,7 +76,7 @@ impl Bitmaps {
         Self::within(size, &TAKEN)
     }
 
-    fn within(size: u64, taken: &'static Taken) -> Self {
+    fn within(size: u64, taken: &'static BitmapMemory) -> Self {
         let mut shift = BITMAP_GRANULE.trailing_zeros();
         while marks::bytes(size, shift) > BITMAP_BYTES_MAX {
             shift += 1;
@@ -124,7 +124,7 @@ impl Bitmaps {
 
     fn start(
         &self,
-        names: &mut [Option<Named>; BITMAPS_MAX],
+        names: &mut [Option<NamedBitmap>; BITMAPS_MAX],
         name: &str,
     ) -> Result<(), BitmapError> {
         let slot = names.iter().position(Option::is_none).ok_or(BitmapError::TooMany)?;
@@ -134,7 +134,7 @@ impl Bitmaps {
         self.marks.start(slot);
         // Afterwards: whatever comes after that time is marked.
         let since = Timestamp::now();
-        names[slot] = Some(Named { name: name.into(), since, readers: 0 });
+        names[slot] = Some(NamedBitmap { name: name.into(), since, readers: 0 });
         Ok(())
     }
 
@@ -143,7 +143,7 @@ impl Bitmaps {
     pub fn status(&self) -> Vec<BitmapStatus> {
         let names = self.names();
         let named = names.iter().enumerate().filter_map(|(slot, named)| {
-            let Named { name, since, .. } = named.as_ref()?;
+            let NamedBitmap { name, since, .. } = named.as_ref()?;
             let (name, since) = (name.clone(), *since);
             let (granularity, dirty_bytes) = (self.granule(), self.marks.dirty_bytes(slot));
             Some(BitmapStatus { name, since, granularity, dirty_bytes })
@@ -166,7 +166,7 @@ impl Bitmaps {
         Some(Reader { bitmaps: Arc::clone(self), slot })
     }
 
-    fn names(&self) -> MutexGuard<'_, [Option<Named>; BITMAPS_MAX]> {
+    fn names(&self) -> MutexGuard<'_, [Option<NamedBitmap>; BITMAPS_MAX]> {
         self.names.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -178,7 +178,7 @@ impl Drop for Bitmaps {
     }
 }
 
-fn find(names: &[Option<Named>; BITMAPS_MAX], name: &str) -> Option<usize> {
+fn find(names: &[Option<NamedBitmap>; BITMAPS_MAX], name: &str) -> Option<usize> {
     names.iter().position(|named| named.as_ref().is_some_and(|named| named.name == name))
 }
 
@@ -322,7 +322,7 @@ mod tests {
         assert_eq!(granule(512 << 30), GRANULE);
         assert_eq!(granule((512 << 30) + 4096), 2 * GRANULE);
         assert_eq!(granule(1 << 62), (1 << 62) / (BITMAP_BYTES_MAX as u64 * 8));
-        let taken: &'static Taken = Box::leak(Box::new(Taken(AtomicUsize::new(0))));
+        let taken: &'static BitmapMemory = Box::leak(Box::new(BitmapMemory(AtomicUsize::new(0))));
         let disks: Vec<Bitmaps> = (0..4).map(|_| Bitmaps::within(1 << 40, taken)).collect();
         let mut started = 0;
         let refused = disks.iter().flat_map(|disk| (0..4).map(move |name| (disk, name))).find_map(

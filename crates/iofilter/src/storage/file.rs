@@ -21,10 +21,10 @@ use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::statfs::{FsType, fstatfs};
 use vmseal_api::filter::Direct;
 
-use crate::stack::chain::Backend;
+use crate::stack::chain::Storage;
 use crate::storage::extent::{Extent, raw_extent};
 use crate::storage::sync::SyncFile;
-use crate::storage::target::Target;
+use crate::storage::target::FileTarget;
 use crate::storage::uring::UringFile;
 
 /// hugetlbfs and ramfs (linux/magic.h); tmpfs is in nix.
@@ -74,7 +74,7 @@ pub enum OpenError {
 /// An open disk, from which each queue gets its backend.
 #[derive(Clone, Debug)]
 pub struct FileDisk {
-    target: Arc<Target>,
+    target: Arc<FileTarget>,
     in_memory: bool,
     block: u32,
     memory: u32,
@@ -106,7 +106,7 @@ impl FileDisk {
             return Err(OpenError::Offset { offset, block });
         }
         let fuse = kind == nix::sys::statfs::FUSE_SUPER_MAGIC;
-        let target = Target { offset, end, direct, fuse, ..Target::whole(fd) };
+        let target = FileTarget { offset, end, direct, fuse, ..FileTarget::whole(fd) };
         Ok(Self { target: Arc::new(target), in_memory, block, memory })
     }
 
@@ -184,7 +184,7 @@ impl FileDisk {
 
     /// A backend for one queue.
     #[must_use]
-    pub fn queue(&self) -> Box<dyn Backend> {
+    pub fn queue(&self) -> Box<dyn Storage> {
         if !self.in_memory {
             match UringFile::new(Arc::clone(&self.target)) {
                 Ok(backend) => return Box::new(backend),
@@ -196,7 +196,7 @@ impl FileDisk {
 
     /// A backend that needs no ring, and whose requests block whoever makes them.
     #[must_use]
-    pub fn blocking_queue(&self) -> Box<dyn Backend> {
+    pub fn blocking_queue(&self) -> Box<dyn Storage> {
         Box::new(SyncFile::new(Arc::clone(&self.target)))
     }
 }
@@ -307,7 +307,7 @@ mod tests {
     #[test]
     fn a_flush_is_answered_by_the_kernel_and_nobody_else() {
         let flushed = |fd: OwnedFd, in_memory| {
-            let target = Target { direct: true, ..Target::whole(fd) };
+            let target = FileTarget { direct: true, ..FileTarget::whole(fd) };
             let disk = FileDisk { target: Arc::new(target), in_memory, block: 512, memory: 1 };
             let mut chain = Chain::new(4096, false, Vec::new(), disk.queue()).unwrap();
             assert_eq!(chain.works_at_once(), in_memory, "the other engine is tested");

@@ -3,7 +3,7 @@
 use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use crate::stack::chain::{Backend, Io};
+use crate::stack::chain::{Io, Storage};
 use crate::stack::memory::Cursor;
 use crate::stack::request::{IoError, Operation, RequestId};
 
@@ -26,7 +26,7 @@ impl MemDisk {
 
     /// A backend for one queue.
     #[must_use]
-    pub fn queue(&self) -> Box<dyn Backend> {
+    pub fn queue(&self) -> Box<dyn Storage> {
         Box::new(Mem { disk: self.clone(), waiting: Vec::new() })
     }
 
@@ -56,7 +56,7 @@ struct Mem {
     waiting: Vec<RequestId>,
 }
 
-impl Backend for Mem {
+impl Storage for Mem {
     fn prepare(&mut self, capacity: usize) {
         self.waiting.reserve(capacity);
     }

@@ -4,21 +4,21 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use crate::stack::chain::{Backend, Io};
+use crate::stack::chain::{Io, Storage};
 use crate::stack::memory::{Cursor, Segment, Segments};
 use crate::stack::request::{IoError, Operation, Request, RequestId};
-use crate::storage::target::{Intact, Target, ZERO, ZEROES};
+use crate::storage::target::{FileTarget, LengthCheck, ZERO, ZEROES};
 
 /// See the module.
 pub struct SyncFile {
-    target: Arc<Target>,
-    intact: Intact,
+    target: Arc<FileTarget>,
+    intact: LengthCheck,
     rest: Segments,
 }
 
 impl SyncFile {
-    pub(super) fn new(target: Arc<Target>) -> Self {
-        Self { target, intact: Intact::default(), rest: Segments::default() }
+    pub(super) fn new(target: Arc<FileTarget>) -> Self {
+        Self { target, intact: LengthCheck::default(), rest: Segments::default() }
     }
 
     fn perform(&mut self, request: &Request) -> Result<(), IoError> {
@@ -35,7 +35,7 @@ impl SyncFile {
 
 /// Reads or writes all of a request; `rest` is for the list of what a call has left.
 pub(super) fn transfer(
-    target: &Target,
+    target: &FileTarget,
     request: &Request,
     rest: &mut Segments,
 ) -> Result<(), IoError> {
@@ -52,7 +52,7 @@ pub(super) fn transfer(
     Ok(())
 }
 
-impl Backend for SyncFile {
+impl Storage for SyncFile {
     fn prepare(&mut self, _capacity: usize) {}
 
     fn submit(&mut self, id: RequestId, io: &mut Io<'_>) {
@@ -75,7 +75,7 @@ fn errno() -> i32 {
 
 /// One `preadv` or `pwritev`; how many bytes it moved, never 0.
 pub(super) fn once(
-    target: &Target,
+    target: &FileTarget,
     write: bool,
     at: u64,
     segments: &[Segment],
@@ -103,7 +103,7 @@ pub(super) fn once(
 }
 
 /// Makes durable what is in the file.
-pub(super) fn flush(target: &Target) -> Result<(), IoError> {
+pub(super) fn flush(target: &FileTarget) -> Result<(), IoError> {
     let answer = nix::unistd::fdatasync(&target.fd);
     target.flushed(answer.map_err(|error| IoError::from_errno(error as i32)))
 }
@@ -114,7 +114,7 @@ pub(super) const PUNCH: i32 = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_
 /// How allocated zeroes are asked for.
 pub(super) const ZERO_RANGE: i32 = libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE;
 
-fn fallocate(target: &Target, mode: i32, offset: u64, length: u64) -> Result<(), i32> {
+fn fallocate(target: &FileTarget, mode: i32, offset: u64, length: u64) -> Result<(), i32> {
     loop {
         let (fd, start) = (target.fd.as_raw_fd(), (target.offset + offset) as i64);
         // SAFETY: a plain system call on our descriptor.
@@ -128,7 +128,7 @@ fn fallocate(target: &Target, mode: i32, offset: u64, length: u64) -> Result<(),
 }
 
 /// Punches a hole; does nothing where the file system cannot, as discard is a hint.
-pub(super) fn discard(target: &Target, offset: u64, length: u64) -> Result<(), IoError> {
+pub(super) fn discard(target: &FileTarget, offset: u64, length: u64) -> Result<(), IoError> {
     if !target.punches.load(Ordering::Relaxed) {
         return Ok(());
     }
@@ -140,7 +140,12 @@ pub(super) fn discard(target: &Target, offset: u64, length: u64) -> Result<(), I
 }
 
 /// Makes a range read as zeroes, by the cheapest way the file system has.
-pub(super) fn zero(target: &Target, offset: u64, length: u64, unmap: bool) -> Result<(), IoError> {
+pub(super) fn zero(
+    target: &FileTarget,
+    offset: u64,
+    length: u64,
+    unmap: bool,
+) -> Result<(), IoError> {
     let ways = [(PUNCH, &target.punches, unmap), (ZERO_RANGE, &target.zeroes, true)];
     for (mode, flag, allowed) in ways {
         if allowed && flag.load(Ordering::Relaxed) {

@@ -2,7 +2,7 @@
 //! file is still whole.
 //!
 //! A regular file that someone truncates while it is in use must not become an image with zeroes where data was: a
-//! write behind the new end would make it longer again. So its length is looked at ([`Intact`]), and an image that
+//! write behind the new end would make it longer again. So its length is looked at ([`LengthCheck`]), and an image that
 //! was found too short once refuses everything until it is opened again (reads too, if it was changed: what then lies
 //! between its new end and the change may be zeroes of ours):
 //! ```text
@@ -26,7 +26,7 @@ const LOOK_EVERY: Duration = Duration::from_micros(200);
 
 /// The part of a file that is a disk.
 #[derive(Debug)]
-pub struct Target {
+pub struct FileTarget {
     pub(super) fd: OwnedFd,
     /// Where the disk starts in the file.
     pub(super) offset: u64,
@@ -38,7 +38,7 @@ pub struct Target {
     pub(super) zeroes: AtomicBool,
     /// Whether the page cache is bypassed.
     pub(super) direct: bool,
-    /// Set when a flush has failed; see [`Target::flushed`].
+    /// Set when a flush has failed; see [`FileTarget::flushed`].
     pub(super) lost: AtomicBool,
     /// Whether a process serves the file.
     pub(super) fuse: bool,
@@ -48,7 +48,7 @@ pub struct Target {
     pub(super) changed: AtomicBool,
 }
 
-impl Target {
+impl FileTarget {
     /// All of a file, by way of the page cache, however long it is.
     pub(super) fn whole(fd: OwnedFd) -> Self {
         let (punches, zeroes) = (AtomicBool::new(true), AtomicBool::new(true));
@@ -114,15 +114,15 @@ impl Target {
 
 /// What one queue knows of the file's length; see the module.
 #[derive(Debug, Default)]
-pub(super) struct Intact {
+pub(super) struct LengthCheck {
     looked: Option<Instant>,
     /// Whether the look is recent enough for this pass of the queue, which is shorter than a look at the clock.
     recent: bool,
 }
 
-impl Intact {
+impl LengthCheck {
     /// Whether the request may go to the file.
-    pub(super) fn allows(&mut self, target: &Target, request: &Request) -> Result<(), IoError> {
+    pub(super) fn allows(&mut self, target: &FileTarget, request: &Request) -> Result<(), IoError> {
         let changes = request.operation.changes();
         if target.cut.load(Ordering::Relaxed) && (changes || target.changed.load(Ordering::Relaxed))
         {
@@ -143,7 +143,7 @@ impl Intact {
     }
 
     /// Looks at the file's length, unless that was done just now.
-    fn look(&mut self, target: &Target) -> Result<(), IoError> {
+    fn look(&mut self, target: &FileTarget) -> Result<(), IoError> {
         let now = Instant::now();
         if self.looked.is_none_or(|looked| now - looked >= LOOK_EVERY) {
             target.intact()?;
@@ -177,7 +177,7 @@ mod tests {
         let device = Err(IoError::Device(libc::EIO));
         for direct in [false, true] {
             let fd = OwnedFd::from(tempfile::tempfile().unwrap());
-            let target = Target { direct, ..Target::whole(fd) };
+            let target = FileTarget { direct, ..FileTarget::whole(fd) };
             assert_eq!(target.flushed(Ok(())), Ok(()));
             assert_eq!(target.flushed(device), device);
             let next = if direct { Ok(()) } else { Err(IoError::Lost) };

@@ -10,7 +10,7 @@
 //!
 //! Whoever owns the chain sleeps until the ring is readable, and it is readable only for what the kernel has.
 //! So `poll` leaves nothing that the kernel does not have, unless it also says when it is to be called
-//! again ([`Backend::deadline`]): when `io_uring_enter` fails, and when a request makes no progress.
+//! again ([`Storage::deadline`]): when `io_uring_enter` fails, and when a request makes no progress.
 //!
 //! The data of FUSE files is not moved by the ring: when a read of one, or a direct write, comes back short, the kernel
 //! moves the rest by itself, from or to the wrong place in the file, and says that all is well (docs/decisions/052).
@@ -28,11 +28,11 @@ use std::time::{Duration, Instant};
 use io_uring::register::Restriction;
 use io_uring::{IoUring, opcode, squeue, types};
 
-use crate::stack::chain::{Backend, Io};
+use crate::stack::chain::{Io, Storage};
 use crate::stack::memory::{Cursor, Segments};
 use crate::stack::request::{IoError, Operation, Request, RequestId};
 use crate::storage::sync::{self, PUNCH, ZERO_RANGE};
-use crate::storage::target::{Intact, Target};
+use crate::storage::target::{FileTarget, LengthCheck};
 
 /// Entries of the submission queue: what a pass hands over in one go.
 const ENTRIES: u32 = 256;
@@ -103,7 +103,7 @@ impl Ring for IoUring {
 
 /// A request in flight.
 #[derive(Debug, Default)]
-struct Flight {
+struct InFlight {
     id: Option<RequestId>,
     done: usize,
     /// How often in a row it came back without progress.
@@ -114,9 +114,9 @@ struct Flight {
 /// See the module.
 pub struct UringFile<R: Ring = IoUring> {
     ring: R,
-    target: Arc<Target>,
-    intact: Intact,
-    flights: Vec<Flight>,
+    target: Arc<FileTarget>,
+    intact: LengthCheck,
+    flights: Vec<InFlight>,
     /// Requests that were submitted and are not completed.
     in_flight: usize,
     /// Those of them that the ring does not have: to be handed over in the next round.
@@ -130,7 +130,7 @@ pub struct UringFile<R: Ring = IoUring> {
 }
 
 impl UringFile {
-    pub(super) fn new(target: Arc<Target>) -> io::Result<Self> {
+    pub(super) fn new(target: Arc<FileTarget>) -> io::Result<Self> {
         let ring = restricted(target.fd.as_raw_fd()).or_else(|error| {
             tracing::warn!(%error, "what a ring may do cannot be restricted");
             let ring = IoUring::builder().dontfork().build(ENTRIES)?;
@@ -142,11 +142,11 @@ impl UringFile {
 }
 
 impl<R: Ring> UringFile<R> {
-    fn over(ring: R, target: Arc<Target>) -> Self {
+    fn over(ring: R, target: Arc<FileTarget>) -> Self {
         Self {
             ring,
             target,
-            intact: Intact::default(),
+            intact: LengthCheck::default(),
             flights: Vec::new(),
             in_flight: 0,
             again: VecDeque::new(),
@@ -334,9 +334,9 @@ fn passing(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::EINTR | libc::EAGAIN | libc::EBUSY))
 }
 
-impl<R: Ring> Backend for UringFile<R> {
+impl<R: Ring> Storage for UringFile<R> {
     fn prepare(&mut self, capacity: usize) {
-        self.flights.resize_with(capacity, Flight::default);
+        self.flights.resize_with(capacity, InFlight::default);
         self.again.reserve(capacity);
         self.finished.reserve(capacity);
     }

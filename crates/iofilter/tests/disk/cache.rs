@@ -10,9 +10,9 @@ use std::time::{Duration, Instant};
 use vmseal_api::filter::{
     CacheSpec, DelaySpec, FaultKind, FaultRule, FaultSpec, FilterSpec, Holes, OperationKind,
 };
-use vmseal_iofilter::disk::{Disk, Encryption, Rest};
+use vmseal_iofilter::disk::{Disk, DiskStorage, Encryption};
 use vmseal_iofilter::layers;
-use vmseal_iofilter::stack::chain::{Backend, Chain, Io};
+use vmseal_iofilter::stack::chain::{Chain, Io, Storage};
 use vmseal_iofilter::stack::layer::Layer;
 use vmseal_iofilter::stack::memory::Segment;
 use vmseal_iofilter::stack::request::{IoError, Operation, RequestId};
@@ -59,7 +59,8 @@ fn disk(mem: &MemDisk, encrypted: bool, layers: &[&Arc<dyn Layer>]) -> Disk {
     let key = SecretBytes::from_wiped(&mut key).unwrap();
     let encryption = encrypted.then_some(Encryption { key, holes: Holes::Zero });
     let layers = layers.iter().map(|layer| Arc::clone(layer)).collect();
-    Disk::new(SIZE, false, encryption, Rest::Mem(mem.clone()), 1).with_layers(Vec::new(), layers)
+    Disk::new(SIZE, false, encryption, DiskStorage::Mem(mem.clone()), 1)
+        .with_layers(Vec::new(), layers)
 }
 
 fn begin(chain: &mut Chain, operation: Operation, offset: u64, bytes: &mut [u8]) {
@@ -194,7 +195,7 @@ struct Racing {
     waiting: Vec<RequestId>,
 }
 
-impl Backend for Racing {
+impl Storage for Racing {
     fn prepare(&mut self, _capacity: usize) {}
 
     fn submit(&mut self, id: RequestId, _io: &mut Io<'_>) {

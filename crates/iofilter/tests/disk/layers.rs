@@ -8,7 +8,7 @@ use vmseal_api::filter::{
     Budget, DelaySpec, FaultKind, FaultRange, FaultRule, FaultSpec, FilterSpec, Holes, LimitSpec,
     OperationKind,
 };
-use vmseal_iofilter::disk::{Disk, Encryption, Rest};
+use vmseal_iofilter::disk::{Disk, DiskStorage, Encryption};
 use vmseal_iofilter::layers;
 use vmseal_iofilter::stack::chain::Chain;
 use vmseal_iofilter::stack::layer::Layer;
@@ -30,7 +30,7 @@ fn disk(mem: &MemDisk, above: Vec<Arc<dyn Layer>>, below: Vec<Arc<dyn Layer>>) -
     let mut key: Vec<u8> = (0..64).collect();
     let key = SecretBytes::from_wiped(&mut key).unwrap();
     let encryption = Some(Encryption { key, holes: Holes::Zero });
-    Disk::new(SIZE, false, encryption, Rest::Mem(mem.clone()), 1).with_layers(above, below)
+    Disk::new(SIZE, false, encryption, DiskStorage::Mem(mem.clone()), 1).with_layers(above, below)
 }
 
 fn begin(chain: &mut Chain, operation: Operation, offset: u64, bytes: &mut [u8], tag: u64) {

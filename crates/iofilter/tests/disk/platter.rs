@@ -6,7 +6,7 @@
 use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use vmseal_iofilter::stack::chain::{Backend, Io};
+use vmseal_iofilter::stack::chain::{Io, Storage};
 use vmseal_iofilter::stack::request::{Operation, RequestId};
 use vmseal_iofilter::stack::stop::Stop;
 
@@ -65,7 +65,7 @@ impl Platter {
         Self(Arc::new(Mutex::new(inside)))
     }
 
-    pub fn queue(&self) -> Box<dyn Backend> {
+    pub fn queue(&self) -> Box<dyn Storage> {
         let awake = Stop::new().unwrap();
         awake.ask();
         Box::new(Queue { platter: self.clone(), waiting: Vec::new(), awake })
@@ -187,7 +187,7 @@ fn written(id: RequestId, io: &Io<'_>) -> Option<Vec<u8>> {
     Some(bytes)
 }
 
-impl Backend for Queue {
+impl Storage for Queue {
     fn prepare(&mut self, _capacity: usize) {}
 
     fn submit(&mut self, id: RequestId, io: &mut Io<'_>) {

@@ -5,9 +5,9 @@ use std::time::Instant;
 
 use vmseal_api::id::DiskId;
 use vmseal_iofilter::disk::Disk;
+use vmseal_iofilter::layers::replicate::blocking_disk::BlockingDisk;
 use vmseal_iofilter::layers::replicate::copier::{Copier, CopyError};
 use vmseal_iofilter::layers::replicate::format::Geometry;
-use vmseal_iofilter::layers::replicate::place::Place;
 use vmseal_iofilter::layers::replicate::{KIND, Replicate};
 use vmseal_iofilter::stack::chain::{Chain, Filter, Io, Limits};
 use vmseal_iofilter::stack::layer::Layer;
@@ -25,8 +25,8 @@ pub struct Replicated {
     size: u64,
 }
 
-fn place(disk: &MemDisk, size: u64) -> Place {
-    Place::new(Chain::new(size, false, Vec::new(), disk.queue()).unwrap())
+fn place(disk: &MemDisk, size: u64) -> BlockingDisk {
+    BlockingDisk::new(Chain::new(size, false, Vec::new(), disk.queue()).unwrap())
 }
 
 impl Replicated {
@@ -62,7 +62,7 @@ impl Replicated {
     }
 
     fn copier(&self, disk: &Disk) -> Copier {
-        let source = Place::new(disk.below(KIND).unwrap());
+        let source = BlockingDisk::new(disk.below(KIND).unwrap());
         let replica = place(&self.replica, self.size);
         Copier::new(&self.replicate, source, disk.file().cloned(), replica, u64::MAX)
     }
@@ -75,7 +75,7 @@ impl Replicated {
 
 /// What lies below the replica's layer.
 pub fn below(disk: &Disk) -> Vec<u8> {
-    let mut source = Place::new(disk.below(KIND).unwrap());
+    let mut source = BlockingDisk::new(disk.below(KIND).unwrap());
     let mut pages = vec![Page([0xee; 4096]); disk.size() as usize / 4096];
     // SAFETY: the pages outlive the read, which is over when the call returns.
     let all = unsafe { Segment::new(pages.as_mut_ptr().cast(), disk.size() as usize) };

@@ -19,12 +19,12 @@ use vmseal_api::id::DiskId;
 use vmseal_initiator::driver::{BASE, DATA, Driver, INDIRECT, NEXT, RING, WRITE};
 use vmseal_iofilter::disk::allocation::Allocation;
 use vmseal_iofilter::disk::status::DiskState;
-use vmseal_iofilter::disk::{Disk, Encryption, Rest};
-use vmseal_iofilter::front_ends::Served;
+use vmseal_iofilter::disk::{Disk, DiskStorage, Encryption};
+use vmseal_iofilter::front_ends::ServedDisk;
 use vmseal_iofilter::front_ends::vhost_user::serve;
 use vmseal_iofilter::handle::Socket;
 use vmseal_iofilter::layers::delay::Delay;
-use vmseal_iofilter::stack::chain::{Backend, Chain, Io};
+use vmseal_iofilter::stack::chain::{Chain, Io, Storage};
 use vmseal_iofilter::stack::layer::Layer;
 use vmseal_iofilter::stack::request::{Operation, RequestId};
 use vmseal_iofilter::stack::stop::Stop;
@@ -56,10 +56,10 @@ struct Server {
 impl Server {
     fn start(read_only: bool) -> Self {
         let mem = MemDisk::new(SIZE as usize);
-        Self::start_on(Rest::Mem(mem.clone()), mem, read_only)
+        Self::start_on(DiskStorage::Mem(mem.clone()), mem, read_only)
     }
 
-    fn start_on(rest: Rest, mem: MemDisk, read_only: bool) -> Self {
+    fn start_on(rest: DiskStorage, mem: MemDisk, read_only: bool) -> Self {
         let key = SecretBytes::random(64).unwrap();
         let encryption = Some(Encryption { key, holes: Holes::Zero });
         let disk = Disk::new(SIZE, read_only, encryption, rest, 2);
@@ -71,7 +71,7 @@ impl Server {
         let path = directory.path().join("disk");
         let socket = Socket::Listening(UnixListener::bind(&path).unwrap());
         let state = Arc::new(DiskState::new(DiskId::new(), 2));
-        let served = Arc::new(Served {
+        let served = Arc::new(ServedDisk {
             size: SIZE,
             read_only,
             serial: "serial-1".into(),
@@ -314,7 +314,7 @@ impl Slow {
     }
 }
 
-impl Backend for Slow {
+impl Storage for Slow {
     fn prepare(&mut self, _capacity: usize) {}
 
     fn submit(&mut self, id: RequestId, io: &mut Io<'_>) {
@@ -447,7 +447,7 @@ fn a_full_datastore_is_an_io_error_and_a_mark_and_the_disk_goes_on() {
     let file = options.open(small.0.path().join("disk")).unwrap();
     file.set_len(SIZE).unwrap();
     let file = FileDisk::open(file.into(), 0, SIZE, Direct::Auto, false).unwrap();
-    let server = Server::start_on(Rest::File(file), MemDisk::new(0), false);
+    let server = Server::start_on(DiskStorage::File(file), MemDisk::new(0), false);
     let mut guest = server.connect(ALL);
     assert_eq!(guest.request(1, 0, &vec![7; 128 << 10]).0, OK);
     assert_eq!(guest.request(1, 512, &vec![8; 256 << 10]).0, IOERR);

@@ -6,11 +6,11 @@ use std::sync::{Arc, Mutex};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use vmseal_api::filter::Holes;
 use vmseal_api::id::DiskId;
-use vmseal_iofilter::disk::{Disk, Encryption, Rest};
+use vmseal_iofilter::disk::{Disk, DiskStorage, Encryption};
 use vmseal_iofilter::layers::replicate::Replicate;
+use vmseal_iofilter::layers::replicate::blocking_disk::BlockingDisk;
 use vmseal_iofilter::layers::replicate::format::Geometry;
-use vmseal_iofilter::layers::replicate::place::Place;
-use vmseal_iofilter::stack::chain::{Backend, Chain, Io};
+use vmseal_iofilter::stack::chain::{Chain, Io, Storage};
 use vmseal_iofilter::stack::layer::Layer;
 use vmseal_iofilter::stack::memory::Segment;
 use vmseal_iofilter::stack::request::{Operation, RequestId};
@@ -25,7 +25,7 @@ struct Gate {
     waiting: Vec<RequestId>,
 }
 
-impl Backend for Gate {
+impl Storage for Gate {
     fn prepare(&mut self, _capacity: usize) {}
 
     fn submit(&mut self, id: RequestId, _io: &mut Io<'_>) {
@@ -47,7 +47,7 @@ fn disk() -> Disk {
     let mut key: Vec<u8> = (0..64).collect();
     let key = SecretBytes::from_wiped(&mut key).unwrap();
     let encryption = Some(Encryption { key, holes: Holes::Zero });
-    Disk::new(SIZE, false, encryption, Rest::Mem(MemDisk::new(SIZE as usize)), 1)
+    Disk::new(SIZE, false, encryption, DiskStorage::Mem(MemDisk::new(SIZE as usize)), 1)
 }
 
 fn write(chain: &mut Chain, offset: u64, bytes: &mut [u8]) {
@@ -135,12 +135,12 @@ fn the_first_change_of_a_chunk_is_woken_by_the_mark() {
     let geometry = Geometry::new(DiskId::new(), SIZE);
     let map = MemDisk::new(geometry.map_bytes());
     let map = Chain::new(geometry.map_bytes() as u64, false, Vec::new(), map.queue()).unwrap();
-    let (replicate, _) = Replicate::new(geometry, Place::new(map));
+    let (replicate, _) = Replicate::new(geometry, BlockingDisk::new(map));
     // What was never copied is marked. The replica has all of it from here on, for this test.
     let filters = vec![replicate.filter().unwrap()];
     let source = MemDisk::new(SIZE as usize);
     let mut chain = Chain::new(SIZE, false, filters, source.queue()).unwrap();
-    let place = || Place::new(Chain::new(SIZE, false, Vec::new(), source.queue()).unwrap());
+    let place = || BlockingDisk::new(Chain::new(SIZE, false, Vec::new(), source.queue()).unwrap());
     let copier = vmseal_iofilter::layers::replicate::copier::Copier::new;
     let mut copier = copier(&replicate, place(), None, place(), u64::MAX);
     while replicate.status().dirty_bytes > 0 {

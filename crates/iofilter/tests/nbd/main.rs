@@ -17,7 +17,7 @@ use vmseal_api::filter::{DelaySpec, DiskActivity, NBD_CONNECTIONS, OperationKind
 use vmseal_api::id::DiskId;
 use vmseal_iofilter::disk::allocation::Allocation;
 use vmseal_iofilter::disk::status::DiskState;
-use vmseal_iofilter::front_ends::Served;
+use vmseal_iofilter::front_ends::ServedDisk;
 use vmseal_iofilter::front_ends::nbd::option::{Agreed, OPTION_MAX, OPTIONS_MAX};
 use vmseal_iofilter::front_ends::nbd::transmission::{ENDING_MAX, REQUESTS_MAX, Transmission};
 use vmseal_iofilter::front_ends::nbd::wire::{
@@ -331,7 +331,7 @@ impl Filter for Slow {
 /// Serves one connection of a client over a disk with this filter, until it ends.
 fn serve_one(filter: Box<dyn Filter>, server: UnixStream, stop: &Stop) {
     let chain = Chain::new(SIZE, false, vec![filter], MemDisk::new(1 << 20).queue()).unwrap();
-    let served = Served {
+    let served = ServedDisk {
         size: SIZE,
         read_only: false,
         serial: "serial-1".into(),

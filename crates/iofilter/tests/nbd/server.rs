@@ -13,8 +13,8 @@ use std::time::{Duration, Instant};
 use vmseal_api::filter::{Direct, DiskActivity, Holes, NBD_CONNECTIONS};
 use vmseal_api::id::DiskId;
 use vmseal_iofilter::disk::status::DiskState;
-use vmseal_iofilter::disk::{Disk, Encryption, Rest};
-use vmseal_iofilter::front_ends::Served;
+use vmseal_iofilter::disk::{Disk, DiskStorage, Encryption};
+use vmseal_iofilter::front_ends::ServedDisk;
 use vmseal_iofilter::front_ends::nbd::serve;
 use vmseal_iofilter::front_ends::nbd::wire::{OPTION_MAGIC, Request, command, option};
 use vmseal_iofilter::stack::chain::Chain;
@@ -61,12 +61,12 @@ impl Server {
         let key = SecretBytes::from_wiped(&mut key).unwrap();
         let encryption = Some(Encryption { key, holes: options.holes });
         let queues = usize::from(NBD_CONNECTIONS);
-        let disk = Disk::new(SIZE, read_only, encryption, Rest::File(file.unwrap()), queues);
+        let disk = Disk::new(SIZE, read_only, encryption, DiskStorage::File(file.unwrap()), queues);
         let chains = (0..queues).map(|_| disk.chain().unwrap()).collect();
         let bitmaps = disk.bitmaps();
         let state = DiskState::new(DiskId::new(), queues).with_bitmaps(Arc::clone(&bitmaps));
         let state = Arc::new(state);
-        let served = Served {
+        let served = ServedDisk {
             size: SIZE,
             read_only,
             serial: "serial-1".into(),

@@ -8,13 +8,13 @@ use vmseal_api::filter::{BitmapChange, Holes};
 use vmseal_api::id::DiskId;
 use vmseal_iofilter::disk::allocation::Allocation;
 use vmseal_iofilter::disk::status::DiskState;
-use vmseal_iofilter::front_ends::Served;
+use vmseal_iofilter::front_ends::ServedDisk;
 use vmseal_iofilter::front_ends::nbd::option::Agreed;
 use vmseal_iofilter::front_ends::nbd::transmission::Transmission;
 use vmseal_iofilter::front_ends::nbd::wire::{
     chunk, command, command_flag, error, option, option_reply,
 };
-use vmseal_iofilter::stack::chain::{Backend, Chain, Io};
+use vmseal_iofilter::stack::chain::{Chain, Io, Storage};
 use vmseal_iofilter::stack::request::{Operation, RequestId};
 use vmseal_iofilter::stack::stop::Stop;
 
@@ -344,7 +344,7 @@ fn libnbd_lists_contexts_and_takes_several_at_once() {
 #[derive(Clone, Default)]
 struct PowerCut(Arc<Mutex<(Vec<u64>, Vec<u64>)>>);
 
-impl Backend for PowerCut {
+impl Storage for PowerCut {
     fn prepare(&mut self, _capacity: usize) {}
 
     fn submit(&mut self, id: RequestId, io: &mut Io<'_>) {
@@ -374,7 +374,7 @@ fn a_flush_makes_durable_what_was_answered_on_other_connections() {
             let state = Arc::new(DiskState::new(DiskId::new(), 1));
             let serial = "serial-1".into();
             let allocation = Allocation::Unknown;
-            let served = Served { size: SIZE, read_only: false, serial, state, allocation };
+            let served = ServedDisk { size: SIZE, read_only: false, serial, state, allocation };
             let (stop, agreed) = (Stop::new().unwrap(), Agreed::default());
             let connection =
                 Transmission::new(&server, agreed, &served, &stop, (0, chain), 1 << 20);

@@ -5,7 +5,7 @@ use super::{DEPTH_MAX, HEADER_LEN, ITEMS_MAX, Item, MESSAGE_LEN_MAX, Tag, Value}
 
 /// Why bytes are not TTLV. `at` counts bytes from the beginning of the message.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum Garbage {
+pub enum DecodeError {
     /// The message is longer than [`MESSAGE_LEN_MAX`], or says that it is.
     #[error("it has {0} bytes, or says so; at most {MESSAGE_LEN_MAX} are accepted")]
     TooLong(u64),
@@ -72,16 +72,16 @@ pub enum Garbage {
 /// looked at, as the specification gives it no value.
 ///
 /// # Errors
-/// [`Garbage`].
-pub fn decode(message: &[u8]) -> Result<Item<'_>, Garbage> {
+/// [`DecodeError`].
+pub fn decode(message: &[u8]) -> Result<Item<'_>, DecodeError> {
     if message.len() > MESSAGE_LEN_MAX {
-        return Err(Garbage::TooLong(message.len() as u64));
+        return Err(DecodeError::TooLong(message.len() as u64));
     }
     let mut decoder = Decoder { message, at: 0, items: 0 };
     let item = decoder.item(message.len(), 0)?;
     match message.len() - decoder.at {
         0 => Ok(item),
-        rest => Err(Garbage::Trailing(rest)),
+        rest => Err(DecodeError::Trailing(rest)),
     }
 }
 
@@ -89,21 +89,21 @@ pub fn decode(message: &[u8]) -> Result<Item<'_>, Garbage> {
 /// is read.
 ///
 /// # Errors
-/// [`Garbage`]: what begins so is not a structure with this tag, or is too long.
-pub fn message_len(header: [u8; HEADER_LEN], tag: Tag) -> Result<usize, Garbage> {
+/// [`DecodeError`]: what begins so is not a structure with this tag, or is too long.
+pub fn message_len(header: [u8; HEADER_LEN], tag: Tag) -> Result<usize, DecodeError> {
     let [a, b, c, kind, l0, l1, l2, l3] = header;
     if (u32::from_be_bytes([0, a, b, c]), kind) != (tag.0, STRUCTURE) {
         let found = u32::from_be_bytes([a, b, c, kind]);
-        return Err(Garbage::OtherBeginning { expected: tag, found });
+        return Err(DecodeError::OtherBeginning { expected: tag, found });
     }
     let length = u32::from_be_bytes([l0, l1, l2, l3]);
     let whole = u64::from(length) + HEADER_LEN as u64;
     if !length.is_multiple_of(8) {
-        return Err(Garbage::Length { at: 0, kind, found: length });
+        return Err(DecodeError::Length { at: 0, kind, found: length });
     }
     match usize::try_from(whole) {
         Ok(whole) if whole <= MESSAGE_LEN_MAX => Ok(whole),
-        _ => Err(Garbage::TooLong(whole)),
+        _ => Err(DecodeError::TooLong(whole)),
     }
 }
 
@@ -132,24 +132,24 @@ struct Header {
 }
 
 impl Header {
-    fn fixed<const N: usize>(&self, value: &[u8]) -> Result<[u8; N], Garbage> {
+    fn fixed<const N: usize>(&self, value: &[u8]) -> Result<[u8; N], DecodeError> {
         value.try_into().map_err(|_| self.wrong_length())
     }
 
-    fn wrong_length(&self) -> Garbage {
-        Garbage::Length { at: self.at, kind: self.kind, found: self.length }
+    fn wrong_length(&self) -> DecodeError {
+        DecodeError::Length { at: self.at, kind: self.kind, found: self.length }
     }
 }
 
 impl<'a> Decoder<'a> {
     /// The item at `self.at`, which ends before `end`.
-    fn item(&mut self, end: usize, depth: usize) -> Result<Item<'a>, Garbage> {
+    fn item(&mut self, end: usize, depth: usize) -> Result<Item<'a>, DecodeError> {
         self.items += 1;
         if self.items > ITEMS_MAX {
-            return Err(Garbage::TooManyItems);
+            return Err(DecodeError::TooManyItems);
         }
         let at = self.at;
-        let truncated = |claimed| Garbage::Truncated { at, claimed, left: end - at };
+        let truncated = |claimed| DecodeError::Truncated { at, claimed, left: end - at };
         let Some(&[a, b, c, kind, l0, l1, l2, l3]) =
             self.message[at..end].first_chunk::<HEADER_LEN>()
         else {
@@ -176,7 +176,7 @@ impl<'a> Decoder<'a> {
         header: &Header,
         bytes: &'a [u8],
         depth: usize,
-    ) -> Result<Value<'a>, Garbage> {
+    ) -> Result<Value<'a>, DecodeError> {
         Ok(match header.kind {
             STRUCTURE if !bytes.len().is_multiple_of(8) => return Err(header.wrong_length()),
             STRUCTURE => self.structure(bytes.len(), depth)?,
@@ -190,21 +190,21 @@ impl<'a> Decoder<'a> {
             BOOLEAN => match u64::from_be_bytes(header.fixed(bytes)?) {
                 0 => Value::Boolean(false),
                 1 => Value::Boolean(true),
-                _ => return Err(Garbage::Boolean { at: header.at }),
+                _ => return Err(DecodeError::Boolean { at: header.at }),
             },
             TEXT_STRING => Value::TextString(
-                std::str::from_utf8(bytes).map_err(|_| Garbage::Text { at: header.at })?,
+                std::str::from_utf8(bytes).map_err(|_| DecodeError::Text { at: header.at })?,
             ),
             BYTE_STRING => Value::ByteString(bytes),
             DATE_TIME => Value::DateTime(i64::from_be_bytes(header.fixed(bytes)?)),
             INTERVAL => Value::Interval(u32::from_be_bytes(header.fixed(bytes)?)),
-            found => return Err(Garbage::UnknownType { at: header.at, found }),
+            found => return Err(DecodeError::UnknownType { at: header.at, found }),
         })
     }
 
-    fn structure(&mut self, len: usize, depth: usize) -> Result<Value<'a>, Garbage> {
+    fn structure(&mut self, len: usize, depth: usize) -> Result<Value<'a>, DecodeError> {
         if depth == DEPTH_MAX {
-            return Err(Garbage::TooDeep);
+            return Err(DecodeError::TooDeep);
         }
         let end = self.at + len;
         let mut items = Vec::new();

@@ -13,7 +13,7 @@ mod tests;
 
 use std::fmt;
 
-pub use decode::{Garbage, decode, message_len};
+pub use decode::{DecodeError, decode, message_len};
 pub use encode::{Encoder, TooLong};
 
 /// The longest message that is sent or accepted, in bytes with its header: what fits one secret

@@ -144,10 +144,10 @@ proptest! {
         let mut bytes = encoded(&borrow(tag, &value, &mut big.iter()));
         for len in 0..bytes.len() {
             let refused = decode(&bytes[..len]);
-            prop_assert!(matches!(refused, Err(Garbage::Truncated { .. })), "{:?}", refused);
+            prop_assert!(matches!(refused, Err(DecodeError::Truncated { .. })), "{:?}", refused);
         }
         bytes.push(0);
-        prop_assert_eq!(decode(&bytes), Err(Garbage::Trailing(1)));
+        prop_assert_eq!(decode(&bytes), Err(DecodeError::Trailing(1)));
     }
 
     #[test]
@@ -173,7 +173,7 @@ fn padding_may_hold_anything_but_has_to_be_there() {
     let item = decode(&bytes).unwrap();
     assert_eq!(item.value, Value::ByteString(&[1, 2, 3]));
     bytes.truncate(11);
-    let truncated = Garbage::Truncated { at: 0, claimed: 16, left: 11 };
+    let truncated = DecodeError::Truncated { at: 0, claimed: 16, left: 11 };
     assert_eq!(decode(&bytes), Err(truncated));
 }
 
@@ -184,7 +184,7 @@ fn lengths_that_a_type_cannot_have_are_refused() {
     {
         let mut bytes = vec![0x42, 0, 0x20, kind, 0, 0, 0, length];
         bytes.resize(8 + usize::from(length).next_multiple_of(8), 0);
-        let expected = Garbage::Length { at: 0, kind, found: length.into() };
+        let expected = DecodeError::Length { at: 0, kind, found: length.into() };
         assert_eq!(decode(&bytes), Err(expected), "type {kind}");
     }
 }
@@ -193,26 +193,26 @@ fn lengths_that_a_type_cannot_have_are_refused() {
 fn values_that_a_type_cannot_have_are_refused() {
     let refused = |line| decode(&hex(line)).unwrap_err();
     let two = refused("42 00 20 | 06 | 00 00 00 08 | 00 00 00 00 00 00 00 02");
-    assert_eq!(two, Garbage::Boolean { at: 0 });
+    assert_eq!(two, DecodeError::Boolean { at: 0 });
     let text = refused("42 00 20 | 07 | 00 00 00 01 | ff 00 00 00 00 00 00 00");
-    assert_eq!(text, Garbage::Text { at: 0 });
+    assert_eq!(text, DecodeError::Text { at: 0 });
     for kind in [0, 11, 0x80, 0xff] {
         let mut bytes = hex("42 00 20 | 02 | 00 00 00 04 | 00 00 00 08 00 00 00 00");
         bytes[3] = kind;
-        assert_eq!(decode(&bytes), Err(Garbage::UnknownType { at: 0, found: kind }));
+        assert_eq!(decode(&bytes), Err(DecodeError::UnknownType { at: 0, found: kind }));
     }
 }
 
 #[test]
 fn claimed_lengths_are_not_believed() {
     let claimed = hex("42 00 20 | 08 | ff ff ff ff | 01 02 03 00 00 00 00 00");
-    let truncated = Garbage::Truncated { at: 0, claimed: 8 + (1 << 32), left: 16 };
+    let truncated = DecodeError::Truncated { at: 0, claimed: 8 + (1 << 32), left: 16 };
     assert_eq!(decode(&claimed), Err(truncated));
     // An item may not reach out of its structure, though the message goes on.
     let outer =
         hex("42 00 20 | 01 | 00 00 00 10 | 42 00 20 | 08 | 00 00 00 10 | 00 00 00 00 00 00 00 00
          42 00 20 | 02 | 00 00 00 04 | 00 00 00 08 00 00 00 00");
-    let truncated = Garbage::Truncated { at: 8, claimed: 24, left: 16 };
+    let truncated = DecodeError::Truncated { at: 8, claimed: 24, left: 16 };
     assert_eq!(decode(&outer), Err(truncated));
 }
 
@@ -229,17 +229,17 @@ fn nested(depth: usize) -> Vec<u8> {
 #[test]
 fn depth_and_count_are_limited() {
     assert!(decode(&nested(DEPTH_MAX)).is_ok());
-    assert_eq!(decode(&nested(DEPTH_MAX + 1)), Err(Garbage::TooDeep));
-    assert_eq!(decode(&nested(MESSAGE_LEN_MAX / 8)), Err(Garbage::TooDeep));
+    assert_eq!(decode(&nested(DEPTH_MAX + 1)), Err(DecodeError::TooDeep));
+    assert_eq!(decode(&nested(MESSAGE_LEN_MAX / 8)), Err(DecodeError::TooDeep));
 
     let many = |count: u32| {
         let empty = [0x42, 0, 0x20, 8, 0, 0, 0, 0].repeat(count as usize);
         [&[0x42, 0, 0x20, 1][..], &(count * 8).to_be_bytes(), &empty].concat()
     };
     assert!(decode(&many(ITEMS_MAX as u32 - 1)).is_ok());
-    assert_eq!(decode(&many(ITEMS_MAX as u32)), Err(Garbage::TooManyItems));
+    assert_eq!(decode(&many(ITEMS_MAX as u32)), Err(DecodeError::TooManyItems));
     let long = vec![0; MESSAGE_LEN_MAX + 8];
-    assert_eq!(decode(&long), Err(Garbage::TooLong(MESSAGE_LEN_MAX as u64 + 8)));
+    assert_eq!(decode(&long), Err(DecodeError::TooLong(MESSAGE_LEN_MAX as u64 + 8)));
 }
 
 #[test]
@@ -249,17 +249,17 @@ fn the_length_of_a_message_is_known_from_its_header() {
     assert_eq!(of("42 00 7b | 01 | 00 00 ff f8"), Ok(MESSAGE_LEN_MAX));
     assert_eq!(
         of("42 00 7b | 01 | 00 01 00 00"),
-        Err(Garbage::TooLong(MESSAGE_LEN_MAX as u64 + 8))
+        Err(DecodeError::TooLong(MESSAGE_LEN_MAX as u64 + 8))
     );
-    assert_eq!(of("42 00 7b | 01 | ff ff ff f8"), Err(Garbage::TooLong(1 << 32)));
+    assert_eq!(of("42 00 7b | 01 | ff ff ff f8"), Err(DecodeError::TooLong(1 << 32)));
     assert_eq!(
         of("42 00 7b | 01 | 00 00 00 51"),
-        Err(Garbage::Length { at: 0, kind: 1, found: 0x51 })
+        Err(DecodeError::Length { at: 0, kind: 1, found: 0x51 })
     );
     for other in
         ["42 00 78 | 01 | 00 00 00 50", "42 00 7b | 02 | 00 00 00 50", "48 54 54 50 | 2f 31 2e 31"]
     {
-        assert!(matches!(of(other), Err(Garbage::OtherBeginning { .. })), "{other}");
+        assert!(matches!(of(other), Err(DecodeError::OtherBeginning { .. })), "{other}");
     }
 }
 

@@ -21,7 +21,7 @@ use crate::front_ends::nbd::negotiation::{self, NegotiationError};
 use crate::front_ends::nbd::option::Export;
 use crate::front_ends::nbd::transmission::Transmission;
 use crate::front_ends::nbd::{GRACE, RETRY, STACK};
-use crate::front_ends::{self, Served};
+use crate::front_ends::{self, ServedDisk};
 use crate::stack::stop::Stop;
 
 /// The buffers of a connection, in bytes: two of the longest pieces.
@@ -35,7 +35,7 @@ pub const POOL_BYTES: usize = 1024 * 1024;
 pub fn serve(
     listener: &UnixListener,
     peer_uid: u32,
-    served: &Served,
+    served: &ServedDisk,
     disk: &Disk,
     stop: &Stop,
 ) -> io::Result<()> {
@@ -83,7 +83,7 @@ fn next(listener: &UnixListener, peer_uid: u32, stop: &Stop) -> io::Result<Optio
     Ok(None)
 }
 
-fn connection(stream: &UnixStream, place: usize, served: &Served, disk: &Disk, stop: &Stop) {
+fn connection(stream: &UnixStream, place: usize, served: &ServedDisk, disk: &Disk, stop: &Stop) {
     let export = Export {
         name: served.state.disk().to_string(),
         size: served.size,

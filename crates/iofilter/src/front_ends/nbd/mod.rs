@@ -38,7 +38,7 @@ use vmseal_api::filter::DiskActivity;
 use crate::front_ends::nbd::negotiation::NegotiationError;
 use crate::front_ends::nbd::option::Export;
 use crate::front_ends::nbd::transmission::Transmission;
-use crate::front_ends::{self, Served};
+use crate::front_ends::{self, ServedDisk};
 use crate::stack::chain::Chain;
 use crate::stack::stop::Stop;
 
@@ -54,7 +54,7 @@ const GRACE: Duration = Duration::from_secs(1);
 
 /// What workers share.
 struct Server<'a> {
-    served: &'a Served,
+    served: &'a ServedDisk,
     export: Export,
     pool_bytes: usize,
     stop: &'a Stop,
@@ -69,7 +69,7 @@ struct Server<'a> {
 pub fn serve(
     listener: &UnixListener,
     peer_uid: u32,
-    served: &Served,
+    served: &ServedDisk,
     chains: Vec<Chain>,
     pool_bytes: usize,
     stop: &Stop,

@@ -27,7 +27,7 @@ const RANGE_MAX: u64 = 32 * 1024 * 1024;
 
 /// What a request comes to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Asked {
+pub enum ClientCommand {
     /// The client is done.
     Disconnect,
     /// Something for the chain; `durable`: before it is answered.
@@ -81,47 +81,51 @@ impl Terms {
 
 /// What a request asks.
 #[must_use]
-pub fn understand(request: &Request, terms: &Terms) -> Asked {
+pub fn understand(request: &Request, terms: &Terms) -> ClientCommand {
     if request.command != command::DISCONNECT && request.flags & !terms.known(request.command) != 0
     {
-        return Asked::Refused(error::EINVAL);
+        return ClientCommand::Refused(error::EINVAL);
     }
     let operation = match request.command {
-        command::DISCONNECT => return Asked::Disconnect,
+        command::DISCONNECT => return ClientCommand::Disconnect,
         command::READ => Operation::Read,
         command::WRITE => Operation::Write,
-        command::FLUSH => return Asked::Io { operation: Operation::Flush, durable: false },
+        command::FLUSH => return ClientCommand::Io { operation: Operation::Flush, durable: false },
         command::BLOCK_STATUS => {
             let length = u64::from(request.length);
             let possible = terms.contexts && length > 0 && terms.has(request.offset, length);
             let one = request.flags & command_flag::REQ_ONE != 0;
-            return if possible { Asked::Status { one } } else { Asked::Refused(error::EINVAL) };
+            return if possible {
+                ClientCommand::Status { one }
+            } else {
+                ClientCommand::Refused(error::EINVAL)
+            };
         }
         command::TRIM => Operation::Discard,
         command::WRITE_ZEROES => {
             Operation::WriteZeroes { unmap: request.flags & command_flag::NO_HOLE == 0 }
         }
-        _ => return Asked::Refused(error::EINVAL),
+        _ => return ClientCommand::Refused(error::EINVAL),
     };
     if terms.read_only && operation.changes() {
-        return Asked::Refused(error::EPERM);
+        return ClientCommand::Refused(error::EPERM);
     }
     let length = u64::from(request.length);
     let whole = (request.offset | length).is_multiple_of(LOGICAL_BLOCK);
     if !whole || (operation == Operation::Read && request.length > BLOCK_MAX) {
-        return Asked::Refused(error::EINVAL);
+        return ClientCommand::Refused(error::EINVAL);
     }
     if !terms.has(request.offset, length) {
         let zeroes = matches!(operation, Operation::WriteZeroes { .. });
         let grows = operation == Operation::Write || zeroes;
-        return Asked::Refused(if grows { error::ENOSPC } else { error::EINVAL });
+        return ClientCommand::Refused(if grows { error::ENOSPC } else { error::EINVAL });
     }
     let fast = terms.zeroes_fast && operation == Operation::WriteZeroes { unmap: true };
     if request.flags & command_flag::FAST_ZERO != 0 && !fast {
-        return Asked::Refused(error::ENOTSUP);
+        return ClientCommand::Refused(error::ENOTSUP);
     }
     let durable = operation.changes() && request.flags & command_flag::FUA != 0;
-    Asked::Io { operation, durable }
+    ClientCommand::Io { operation, durable }
 }
 
 /// Where a request is; see the module.
@@ -189,20 +193,22 @@ impl Default for Slot {
 
 impl Slot {
     /// Begins anew.
-    pub fn begin(&mut self, request: Request, asked: Asked) {
+    pub fn begin(&mut self, request: Request, asked: ClientCommand) {
         debug_assert!(self.buffers.is_empty());
         self.began = Instant::now();
         let (operation, durable, error) = match asked {
-            Asked::Io { operation, durable } => (operation, durable, 0),
+            ClientCommand::Io { operation, durable } => (operation, durable, 0),
             // What is refused with data behind it is read as a write.
-            Asked::Refused(error) if request.command == command::WRITE => {
+            ClientCommand::Refused(error) if request.command == command::WRITE => {
                 (Operation::Write, false, error)
             }
-            Asked::Refused(error) => (Operation::Flush, false, error),
-            Asked::Disconnect | Asked::Status { .. } => (Operation::Flush, false, 0),
+            ClientCommand::Refused(error) => (Operation::Flush, false, error),
+            ClientCommand::Disconnect | ClientCommand::Status { .. } => {
+                (Operation::Flush, false, 0)
+            }
         };
         self.status = match asked {
-            Asked::Status { one } => Some(one),
+            ClientCommand::Status { one } => Some(one),
             _ => None,
         };
         (self.request, self.operation, self.durable) = (request, operation, durable);
@@ -299,13 +305,13 @@ mod tests {
     const TERMS: Terms =
         Terms { size: SIZE, read_only: false, structured: true, contexts: true, zeroes_fast: true };
 
-    fn ask(command: u16, flags: u16, offset: u64, length: u32) -> Asked {
+    fn ask(command: u16, flags: u16, offset: u64, length: u32) -> ClientCommand {
         understand(&Request { flags, command, cookie: 0, offset, length }, &TERMS)
     }
 
     #[test]
     fn each_command_is_what_the_document_says() {
-        let io = |operation, durable| Asked::Io { operation, durable };
+        let io = |operation, durable| ClientCommand::Io { operation, durable };
         assert_eq!(ask(command::READ, 1, 512, 1024), io(Operation::Read, false));
         assert_eq!(ask(command::WRITE, 0, SIZE - 512, 512), io(Operation::Write, false));
         assert_eq!(ask(command::WRITE, 1, 0, 512), io(Operation::Write, true));
@@ -314,11 +320,11 @@ mod tests {
         let zeroes = |unmap| io(Operation::WriteZeroes { unmap }, false);
         assert_eq!(ask(command::WRITE_ZEROES, 0, 0, 1 << 30), zeroes(true));
         assert_eq!(ask(command::WRITE_ZEROES, 2, 0, 512), zeroes(false));
-        assert_eq!(ask(command::DISCONNECT, 0, 0, 0), Asked::Disconnect);
+        assert_eq!(ask(command::DISCONNECT, 0, 0, 0), ClientCommand::Disconnect);
         assert_eq!(ask(command::WRITE_ZEROES, 16, 0, 512), zeroes(true));
         assert_eq!(ask(command::READ, 4, 0, 512), io(Operation::Read, false));
-        assert_eq!(ask(command::BLOCK_STATUS, 0, 0, 1 << 30), Asked::Status { one: false });
-        assert_eq!(ask(command::BLOCK_STATUS, 8, 512, 512), Asked::Status { one: true });
+        assert_eq!(ask(command::BLOCK_STATUS, 0, 0, 1 << 30), ClientCommand::Status { one: false });
+        assert_eq!(ask(command::BLOCK_STATUS, 8, 512, 512), ClientCommand::Status { one: true });
     }
 
     #[test]
@@ -326,17 +332,17 @@ mod tests {
         let ask = |command, flags, terms: &Terms| {
             understand(&Request { flags, command, cookie: 0, offset: 0, length: 512 }, terms)
         };
-        let invalid = Asked::Refused(error::EINVAL);
+        let invalid = ClientCommand::Refused(error::EINVAL);
         let simple = Terms { structured: false, contexts: false, ..TERMS };
         assert_eq!(ask(command::READ, command_flag::DF, &simple), invalid);
         assert_eq!(ask(command::BLOCK_STATUS, 0, &simple), invalid);
         let slow = Terms { zeroes_fast: false, ..TERMS };
         let fast = command_flag::FAST_ZERO;
         for (flags, terms) in [(fast, &slow), (fast | command_flag::NO_HOLE, &TERMS)] {
-            let refused = Asked::Refused(error::ENOTSUP);
+            let refused = ClientCommand::Refused(error::ENOTSUP);
             assert_eq!(ask(command::WRITE_ZEROES, flags, terms), refused);
         }
-        assert!(matches!(ask(command::WRITE_ZEROES, 0, &slow), Asked::Io { .. }));
+        assert!(matches!(ask(command::WRITE_ZEROES, 0, &slow), ClientCommand::Io { .. }));
     }
 
     #[test]
@@ -363,12 +369,16 @@ mod tests {
             (6, 32, 0, 512, EINVAL),
         ] {
             let asked = ask(command, flags, offset, length);
-            assert_eq!(asked, Asked::Refused(number), "{command} {flags} {offset} {length}");
+            assert_eq!(
+                asked,
+                ClientCommand::Refused(number),
+                "{command} {flags} {offset} {length}"
+            );
         }
         for command in [command::WRITE, command::TRIM, command::WRITE_ZEROES] {
             let request = Request { command, length: 512, ..Request::default() };
             let terms = Terms { read_only: true, ..TERMS };
-            assert_eq!(understand(&request, &terms), Asked::Refused(error::EPERM));
+            assert_eq!(understand(&request, &terms), ClientCommand::Refused(error::EPERM));
         }
     }
 
@@ -378,7 +388,7 @@ mod tests {
         let request = Request { command: command::WRITE, length: 100_352, ..Request::default() };
         let (mut one, mut other) = (Slot::default(), Slot::default());
         for slot in [&mut one, &mut other] {
-            slot.begin(request, Asked::Refused(1));
+            slot.begin(request, ClientCommand::Refused(1));
         }
         assert!(one.take_memory(&mut pool, 16 * BLOCK));
         assert!(!other.take_memory(&mut pool, 16 * BLOCK), "four blocks are left");
@@ -397,7 +407,7 @@ mod tests {
             command in 0u16..10, flags in 0u16..32, offset: u64, length: u32, near: bool,
         ) {
             let offset = if near { SIZE - offset % 8192 } else { offset };
-            if let Asked::Io { operation, .. } = ask(command, flags, offset, length)
+            if let ClientCommand::Io { operation, .. } = ask(command, flags, offset, length)
                 && operation != Operation::Flush
             {
                 prop_assert!(offset + u64::from(length) <= SIZE);

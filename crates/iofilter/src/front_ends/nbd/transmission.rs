@@ -28,12 +28,12 @@ use std::time::{Duration, Instant};
 
 use nix::poll::PollFlags;
 
-use crate::front_ends::Served;
+use crate::front_ends::ServedDisk;
 use crate::front_ends::nbd::arrivals::Arrivals;
 use crate::front_ends::nbd::chunk::{BEGINNINGS, Reply};
 use crate::front_ends::nbd::context::{self, STATUS_MAX};
 use crate::front_ends::nbd::option::Agreed;
-use crate::front_ends::nbd::request::{Asked, Slot, Stage, Terms, understand};
+use crate::front_ends::nbd::request::{ClientCommand, Slot, Stage, Terms, understand};
 use crate::front_ends::nbd::socket::{self, Moved};
 use crate::front_ends::nbd::wire::{
     self, BLOCK_MAX, REQUEST_LENGTH, Request, command, command_flag, error,
@@ -104,7 +104,7 @@ enum Input {
 /// See the module.
 pub struct Transmission<'a> {
     stream: &'a UnixStream,
-    served: &'a Served,
+    served: &'a ServedDisk,
     agreed: Agreed,
     stop: &'a Stop,
     /// Which of the disk's queues this is.
@@ -140,7 +140,7 @@ impl<'a> Transmission<'a> {
     pub fn new(
         stream: &'a UnixStream,
         agreed: Agreed,
-        served: &'a Served,
+        served: &'a ServedDisk,
         stop: &'a Stop,
         (queue, chain): (usize, Chain),
         pool_bytes: usize,
@@ -297,7 +297,7 @@ impl<'a> Transmission<'a> {
             return Err(Broken::Length(request.length));
         }
         let asked = understand(&request, &self.terms());
-        if asked == Asked::Disconnect {
+        if asked == ClientCommand::Disconnect {
             self.end();
             return Ok(false);
         }
@@ -305,7 +305,7 @@ impl<'a> Transmission<'a> {
         self.slots[slot].begin(request, asked);
         if self.slots[slot].needs_memory() {
             self.input = Input::Memory { slot };
-        } else if let Asked::Refused(_) = asked {
+        } else if let ClientCommand::Refused(_) = asked {
             self.answer(slot);
         } else {
             self.submit(slot);

@@ -29,7 +29,7 @@ use vmseal_api::filter::DiskActivity;
 
 use crate::front_ends::vhost_user::message::Arrival;
 use crate::front_ends::vhost_user::session::Session;
-use crate::front_ends::{self, Served};
+use crate::front_ends::{self, ServedDisk};
 use crate::handle::Socket;
 use crate::stack::chain::Chain;
 use crate::stack::stop::Stop;
@@ -42,7 +42,7 @@ use crate::stack::stop::Stop;
 pub fn serve(
     socket: &Socket,
     peer_uid: u32,
-    served: &Arc<Served>,
+    served: &Arc<ServedDisk>,
     chains: Vec<Chain>,
     stop: &Stop,
 ) -> io::Result<Vec<Chain>> {
@@ -60,7 +60,7 @@ pub fn serve(
 fn serve_all(
     listener: &UnixListener,
     peer_uid: u32,
-    served: &Arc<Served>,
+    served: &Arc<ServedDisk>,
     mut chains: Vec<Chain>,
     stop: &Stop,
 ) -> io::Result<Vec<Chain>> {
@@ -76,7 +76,7 @@ fn serve_all(
 /// The time with one VMM.
 fn session(
     stream: UnixStream,
-    served: &Arc<Served>,
+    served: &Arc<ServedDisk>,
     chains: Vec<Chain>,
     stop: &Stop,
 ) -> io::Result<Vec<Chain>> {
@@ -95,7 +95,7 @@ fn session(
 /// threads that died.
 fn converse(
     stream: UnixStream,
-    served: &Arc<Served>,
+    served: &Arc<ServedDisk>,
     chains: Vec<Chain>,
     stop: &Stop,
 ) -> io::Result<Vec<Chain>> {

@@ -26,7 +26,7 @@ use vm_memory::GuestMemoryMmap;
 use crate::disk::status::DiskState;
 use crate::front_ends::vhost_user::inflight::{InflightError, Record};
 use crate::front_ends::vhost_user::replay::{Replay, ReplayError};
-use crate::front_ends::vhost_user::request::{Asked, Malformed, Parsed, Parser};
+use crate::front_ends::vhost_user::request::{GuestCommand, Malformed, Parsed, Parser};
 use crate::stack::chain::{Chain, Done};
 use crate::stack::memory::{Cursor, Segment};
 use crate::stack::request::{Operation, RequestId};
@@ -34,14 +34,14 @@ use crate::stack::stop::Stop;
 
 /// The most that is taken from the ring in one pass.
 #[derive(Clone, Copy, Debug)]
-struct Batch {
+struct PassLimit {
     requests: usize,
     bytes: usize,
 }
 
 /// Few, so that the guest is at work on the first answers and on new requests while the next are done, instead of each
 /// waiting for the other (docs/decisions/044).
-impl Batch {
+impl PassLimit {
     /// Where a device works on many at a time: it begins with the first of them, and is not to wait until the next large
     /// write is encrypted, too (docs/decisions/045).
     const DEVICE: Self = Self { requests: 6, bytes: 512 * 1024 };
@@ -113,7 +113,7 @@ impl Running {
                 let Ok(chain) = receive.recv() else {
                     unreachable!("the chain is sent once the thread exists")
                 };
-                Worker::new(setup, chain, stopping).run()
+                QueueWorker::new(setup, chain, stopping).run()
             });
         match spawned {
             Err(error) => Err((Box::new(chain), error)),
@@ -141,7 +141,7 @@ impl Running {
 #[doc(hidden)]
 pub fn serve_now(setup: Setup, chain: Chain, passes: usize) -> std::io::Result<(Chain, u16)> {
     let stop = Arc::new(Stop::new()?);
-    let mut worker = Worker::new(setup, chain, Arc::clone(&stop));
+    let mut worker = QueueWorker::new(setup, chain, Arc::clone(&stop));
     worker.check_ring();
     for _ in 0..passes {
         if !worker.pass() {
@@ -171,14 +171,14 @@ enum Phase {
     Broken,
 }
 
-struct Worker {
+struct QueueWorker {
     setup: Setup,
     chain: Chain,
     stop: Arc<Stop>,
     phase: Phase,
     parser: Parser,
     pending: Vec<Option<Pending>>,
-    batch: Batch,
+    batch: PassLimit,
     replay: Option<Replay>,
     window: Duration,
 }
@@ -196,11 +196,11 @@ enum Broken {
     Replay(#[from] ReplayError),
 }
 
-impl Worker {
+impl QueueWorker {
     fn new(setup: Setup, chain: Chain, stop: Arc<Stop>) -> Self {
         let pending = vec![None; chain.capacity()];
         let (phase, parser) = (Phase::Serving, Parser::default());
-        let batch = if chain.works_at_once() { Batch::AT_ONCE } else { Batch::DEVICE };
+        let batch = if chain.works_at_once() { PassLimit::AT_ONCE } else { PassLimit::DEVICE };
         let (replay, window) = (None, Duration::ZERO);
         Self { setup, chain, stop, phase, parser, pending, batch, replay, window }
     }
@@ -319,17 +319,17 @@ impl Worker {
         began: Instant,
     ) -> Result<(), Broken> {
         let written = match parsed.asked {
-            Asked::Io { operation: Operation::Read, .. } => parsed.writable + 1,
+            GuestCommand::Io { operation: Operation::Read, .. } => parsed.writable + 1,
             _ => 1,
         };
         let pending = Pending { head, status: parsed.status, written, began, flushed: None };
         match parsed.asked {
-            Asked::Io { operation, offset, length } => {
+            GuestCommand::Io { operation, offset, length } => {
                 self.pending[id.index()] = Some(pending);
                 self.chain.submit(id, operation, offset, length, id.index() as u64);
                 return Ok(());
             }
-            Asked::Id => {
+            GuestCommand::Id => {
                 let mut text = [0; vmseal_api::filter::SERIAL_MAX];
                 let serial = self.setup.serial.as_bytes();
                 let length = serial.len().min(text.len());
@@ -338,7 +338,7 @@ impl Worker {
                 let written = u32::try_from(put).unwrap_or(0) + 1;
                 self.answer(Pending { written, ..pending }, VIRTIO_BLK_S_OK as u8)?;
             }
-            Asked::Refused(status) => {
+            GuestCommand::Refused(status) => {
                 self.setup.state.counters(self.setup.index).failed();
                 self.answer(pending, status)?;
             }

@@ -49,7 +49,7 @@ pub enum Malformed {
 
 /// What a guest asks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Asked {
+pub enum GuestCommand {
     /// Something for the chain, which has got the data segments. The length is for requests without data.
     Io {
         /// What.
@@ -69,7 +69,7 @@ pub enum Asked {
 #[derive(Clone, Copy, Debug)]
 pub struct Parsed {
     /// What is asked.
-    pub asked: Asked,
+    pub asked: GuestCommand,
     /// The byte that the status goes to.
     pub status: Segment,
     /// How many bytes there are for data the device writes.
@@ -128,42 +128,44 @@ impl Parser {
         if open { Err(Malformed::Endless) } else { Ok(()) }
     }
 
-    fn understand(&self, writable: usize, data: &mut Segments) -> Asked {
+    fn understand(&self, writable: usize, data: &mut Segments) -> GuestCommand {
         let mut header = [0; HEADER];
         let mut cursor = Cursor::default();
         if cursor.gather(&self.readable, &mut header) < HEADER {
-            return Asked::Refused(VIRTIO_BLK_S_IOERR as u8);
+            return GuestCommand::Refused(VIRTIO_BLK_S_IOERR as u8);
         }
         let [kind, _priority] = [0, 4].map(|at| u32::from_le_bytes(field(&header, at)));
         let sector = u64::from_le_bytes(field(&header, 8));
         let Some(offset) = sector.checked_mul(LOGICAL_BLOCK) else {
-            return Asked::Refused(VIRTIO_BLK_S_IOERR as u8);
+            return GuestCommand::Refused(VIRTIO_BLK_S_IOERR as u8);
         };
         match kind {
             VIRTIO_BLK_T_IN => {
                 data.push_from(&self.writable, &mut Cursor::default(), writable);
-                Asked::Io { operation: Operation::Read, offset, length: 0 }
+                GuestCommand::Io { operation: Operation::Read, offset, length: 0 }
             }
             VIRTIO_BLK_T_OUT => {
                 data.push_from(&self.readable, &mut cursor, self.readable.bytes() - HEADER);
-                Asked::Io { operation: Operation::Write, offset, length: 0 }
+                GuestCommand::Io { operation: Operation::Write, offset, length: 0 }
             }
-            VIRTIO_BLK_T_FLUSH => Asked::Io { operation: Operation::Flush, offset: 0, length: 0 },
+            VIRTIO_BLK_T_FLUSH => {
+                GuestCommand::Io { operation: Operation::Flush, offset: 0, length: 0 }
+            }
             VIRTIO_BLK_T_DISCARD | VIRTIO_BLK_T_WRITE_ZEROES => self.range(kind, cursor),
             VIRTIO_BLK_T_GET_ID => {
                 data.push_from(&self.writable, &mut Cursor::default(), writable);
-                Asked::Id
+                GuestCommand::Id
             }
-            _ => Asked::Refused(VIRTIO_BLK_S_UNSUPP as u8),
+            _ => GuestCommand::Refused(VIRTIO_BLK_S_UNSUPP as u8),
         }
     }
 
     /// A discard's or write-zeroes' one range.
-    fn range(&self, kind: u32, mut cursor: Cursor) -> Asked {
+    fn range(&self, kind: u32, mut cursor: Cursor) -> GuestCommand {
         let mut range = [0; RANGE];
         let whole = self.readable.bytes() == HEADER + RANGE;
         if !whole || cursor.gather(&self.readable, &mut range) < RANGE {
-            return Asked::Refused(VIRTIO_BLK_S_IOERR as u8);
+            return GuestCommand::Refused(VIRTIO_BLK_S_IOERR as u8);
         }
         let sector = u64::from_le_bytes(field(&range, 0));
         let [sectors, flags] = [8, 12].map(|at| u32::from_le_bytes(field(&range, at)));
@@ -172,13 +174,13 @@ impl Parser {
             (VIRTIO_BLK_T_WRITE_ZEROES, 0 | VIRTIO_BLK_WRITE_ZEROES_FLAG_UNMAP) => {
                 (Operation::WriteZeroes { unmap: flags != 0 }, WRITE_ZEROES_SECTORS_MAX)
             }
-            _ => return Asked::Refused(VIRTIO_BLK_S_UNSUPP as u8),
+            _ => return GuestCommand::Refused(VIRTIO_BLK_S_UNSUPP as u8),
         };
         match sector.checked_mul(LOGICAL_BLOCK) {
             Some(offset) if sectors <= most => {
-                Asked::Io { operation, offset, length: u64::from(sectors) * LOGICAL_BLOCK }
+                GuestCommand::Io { operation, offset, length: u64::from(sectors) * LOGICAL_BLOCK }
             }
-            _ => Asked::Refused(VIRTIO_BLK_S_IOERR as u8),
+            _ => GuestCommand::Refused(VIRTIO_BLK_S_IOERR as u8),
         }
     }
 }

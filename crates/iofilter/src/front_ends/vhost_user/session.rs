@@ -25,7 +25,7 @@ use vm_memory::{
     FileOffset, GuestAddress, GuestMemoryMmap, GuestMemoryRegion, GuestRegionMmap, MmapRegion,
 };
 
-use crate::front_ends::Served;
+use crate::front_ends::ServedDisk;
 use crate::front_ends::vhost_user::config::{self, RING_MAX, SPACE};
 use crate::front_ends::vhost_user::inflight::{Inflight, InflightError, Record};
 use crate::front_ends::vhost_user::queue::{Running, Setup};
@@ -59,7 +59,7 @@ struct Region {
 
 /// See the module.
 pub struct Session {
-    served: Arc<Served>,
+    served: Arc<ServedDisk>,
     rings: Vec<Ring>,
     regions: Vec<Region>,
     memory: GuestMemoryMmap,
@@ -84,7 +84,7 @@ impl Session {
     /// # Errors
     /// None in practice: the ring size is a constant that is allowed.
     pub fn new(
-        served: Arc<Served>,
+        served: Arc<ServedDisk>,
         chains: Vec<Chain>,
     ) -> std::result::Result<Self, virtio_queue::Error> {
         let rings = chains.into_iter().map(|chain| {

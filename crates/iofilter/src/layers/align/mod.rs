@@ -35,7 +35,7 @@ use crate::stack::request::{IoError, Operation, RequestId};
 
 /// How a piece is done; see the module.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Way {
+enum Method {
     /// The request itself is passed.
     Whole,
     Direct,
@@ -44,7 +44,7 @@ enum Way {
     Modify,
 }
 
-impl Way {
+impl Method {
     /// Whether it goes through a bounce buffer.
     fn has_buffer(self) -> bool {
         matches!(self, Self::Gather | Self::Scatter | Self::Modify)
@@ -54,7 +54,7 @@ impl Way {
 /// A stretch of whole blocks, and the part of it that the request is about.
 #[derive(Clone, Copy, Debug)]
 struct Piece {
-    way: Way,
+    method: Method,
     start: u64,
     length: u64,
     /// Up to where the request is served when this piece is done.
@@ -63,7 +63,7 @@ struct Piece {
 
 /// A request that is being served.
 #[derive(Debug)]
-struct Job {
+struct SplitRequest {
     operation: Operation,
     /// How far it is served, in bytes on the disk.
     position: u64,
@@ -71,12 +71,12 @@ struct Job {
     cursor: Cursor,
     piece: Piece,
     buffer: Option<Buffer>,
-    held: Held,
+    held: LockState,
 }
 
 /// What a job has of its piece's lock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Held {
+enum LockState {
     Nothing,
     Shared,
     /// Announced; exclusive once the others have gone.
@@ -89,7 +89,7 @@ pub struct Align {
     memory: usize,
     locks: Arc<SectorLocks>,
     pool: Pool,
-    jobs: Vec<Option<Job>>,
+    jobs: Vec<Option<SplitRequest>>,
     /// How often the stretches of a read that was passed had been claimed before it.
     claims: Vec<u64>,
     waiting: VecDeque<RequestId>,
@@ -138,7 +138,7 @@ impl Align {
     }
 
     /// What to do next for a request that does not fit.
-    fn next_piece(&self, job: &Job, memory_fits: bool) -> Option<Piece> {
+    fn next_piece(&self, job: &SplitRequest, memory_fits: bool) -> Option<Piece> {
         let (position, end) = (job.position, job.end);
         if position >= end {
             return None;
@@ -149,23 +149,23 @@ impl Align {
         Some(match job.operation {
             Operation::Discard => {
                 let (start, until) = inner?;
-                Piece { way: Way::Direct, start, length: until - start, until: end }
+                Piece { method: Method::Direct, start, length: until - start, until: end }
             }
             Operation::Read => {
                 let covered = (self.floor(end + self.block - 1) - block_start).min(most);
                 let until = (block_start + covered).min(end);
-                Piece { way: Way::Scatter, start: block_start, length: covered, until }
+                Piece { method: Method::Scatter, start: block_start, length: covered, until }
             }
             Operation::Flush | Operation::Write | Operation::WriteZeroes { .. } => match inner {
                 Some((start, until)) if start == position => {
                     let copied = job.operation == Operation::Write && !memory_fits;
-                    let way = if copied { Way::Gather } else { Way::Direct };
+                    let method = if copied { Method::Gather } else { Method::Direct };
                     let length = (until - start).min(if copied { most } else { u64::MAX });
-                    Piece { way, start, length, until: start + length }
+                    Piece { method, start, length, until: start + length }
                 }
                 _ => {
                     let until = (block_start + self.block).min(end);
-                    Piece { way: Way::Modify, start: block_start, length: self.block, until }
+                    Piece { method: Method::Modify, start: block_start, length: self.block, until }
                 }
             },
         })
@@ -182,15 +182,15 @@ impl Align {
     fn take_on(&mut self, id: RequestId, fits: bool, io: &mut Io<'_>) {
         let request = io.request(id);
         let (operation, offset, length) = (request.operation, request.offset, request.length);
-        let piece = Piece { way: Way::Whole, start: offset, length, until: offset + length };
-        self.jobs[id.index()] = Some(Job {
+        let piece = Piece { method: Method::Whole, start: offset, length, until: offset + length };
+        self.jobs[id.index()] = Some(SplitRequest {
             operation,
             position: offset,
             end: offset + length,
             cursor: Cursor::default(),
             piece,
             buffer: None,
-            held: Held::Nothing,
+            held: LockState::Nothing,
         });
         if !fits {
             self.advance(id, io);
@@ -222,7 +222,7 @@ impl Align {
     fn start(&mut self, id: RequestId, io: &mut Io<'_>) -> bool {
         let Some(job) = self.jobs[id.index()].as_mut() else { return true };
         let piece = job.piece;
-        if piece.way.has_buffer() && job.buffer.is_none() {
+        if piece.method.has_buffer() && job.buffer.is_none() {
             let Some(buffer) = self.pool.take(piece.length as usize) else { return false };
             job.shorten(buffer.len() as u64, self.block);
             job.buffer = Some(buffer);
@@ -230,7 +230,7 @@ impl Align {
         if !job.lock(&self.locks) {
             return false;
         }
-        if piece.way == Way::Whole {
+        if piece.method == Method::Whole {
             io.pass(id);
         } else {
             self.run(id, io);
@@ -242,9 +242,9 @@ impl Align {
     fn run(&mut self, id: RequestId, io: &mut Io<'_>) {
         let Some(job) = self.jobs[id.index()].as_mut() else { return };
         let piece = job.piece;
-        let operation = match piece.way {
-            Way::Scatter | Way::Modify => Operation::Read,
-            Way::Whole | Way::Direct | Way::Gather => job.operation,
+        let operation = match piece.method {
+            Method::Scatter | Method::Modify => Operation::Read,
+            Method::Whole | Method::Direct | Method::Gather => job.operation,
         };
         let Some(child) = io.child(id, operation, piece.start, piece.length) else {
             return self.finish(id, Err(IoError::Overload), io);
@@ -256,7 +256,7 @@ impl Align {
             None => {}
             Some(buffer) => {
                 let length = piece.length as usize;
-                if piece.way == Way::Gather {
+                if piece.method == Method::Gather {
                     let segment = self.pool.segment(buffer).part(0, length);
                     copy(&mut job.cursor, id, segment, Direction::FromGuest, io);
                 }
@@ -272,9 +272,9 @@ impl Align {
         let (piece, Some(buffer)) = (job.piece, &job.buffer) else { return true };
         let start = (job.position - piece.start) as usize;
         let part = self.pool.segment(buffer).part(start, (piece.until - job.position) as usize);
-        match piece.way {
-            Way::Scatter => copy(&mut job.cursor, id, part, Direction::ToGuest, io),
-            Way::Modify if was == Operation::Read => {
+        match piece.method {
+            Method::Scatter => copy(&mut job.cursor, id, part, Direction::ToGuest, io),
+            Method::Modify if was == Operation::Read => {
                 if job.operation == Operation::Write {
                     copy(&mut job.cursor, id, part, Direction::FromGuest, io);
                 } else {
@@ -288,7 +288,7 @@ impl Align {
                 io.pass(child);
                 return false;
             }
-            Way::Whole | Way::Direct | Way::Gather | Way::Modify => {}
+            Method::Whole | Method::Direct | Method::Gather | Method::Modify => {}
         }
         true
     }
@@ -312,7 +312,7 @@ impl Align {
     /// Whether somebody has its buffer and waits for others to release a lock.
     fn waits_for_a_lock(&self) -> bool {
         let jobs = self.waiting.iter().filter_map(|id| self.jobs[id.index()].as_ref());
-        jobs.into_iter().any(|job| job.buffer.is_some() || !job.piece.way.has_buffer())
+        jobs.into_iter().any(|job| job.buffer.is_some() || !job.piece.method.has_buffer())
     }
 
     /// Lets those who wait try, oldest first.
@@ -354,7 +354,7 @@ fn copy(
     }
 }
 
-impl Job {
+impl SplitRequest {
     /// Makes the piece small enough for a buffer of `length` bytes.
     fn shorten(&mut self, length: u64, block: u64) {
         if self.piece.length > length {
@@ -365,15 +365,15 @@ impl Job {
 
     fn lock(&mut self, locks: &SectorLocks) -> bool {
         let piece = self.piece;
-        if piece.way == Way::Modify {
-            if self.held == Held::Nothing && locks.claim(piece.start) {
-                self.held = Held::Claimed;
+        if piece.method == Method::Modify {
+            if self.held == LockState::Nothing && locks.claim(piece.start) {
+                self.held = LockState::Claimed;
             }
-            self.held == Held::Claimed && locks.is_exclusive(piece.start)
+            self.held == LockState::Claimed && locks.is_exclusive(piece.start)
         } else {
             let shared = locks.try_shared(piece.start, piece.length);
             if shared {
-                self.held = Held::Shared;
+                self.held = LockState::Shared;
             }
             shared
         }
@@ -381,11 +381,11 @@ impl Job {
 
     fn unlock(&mut self, locks: &SectorLocks) {
         match self.held {
-            Held::Nothing => {}
-            Held::Shared => locks.release_shared(self.piece.start, self.piece.length),
-            Held::Claimed => locks.release_exclusive(self.piece.start),
+            LockState::Nothing => {}
+            LockState::Shared => locks.release_shared(self.piece.start, self.piece.length),
+            LockState::Claimed => locks.release_exclusive(self.piece.start),
         }
-        self.held = Held::Nothing;
+        self.held = LockState::Nothing;
     }
 }
 

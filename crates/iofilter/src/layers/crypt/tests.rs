@@ -5,7 +5,7 @@ use std::os::fd::BorrowedFd;
 use std::sync::Mutex;
 
 use super::*;
-use crate::stack::chain::{Backend, Chain};
+use crate::stack::chain::{Chain, Storage};
 
 fn hex(text: &str) -> Vec<u8> {
     (0..text.len())
@@ -92,7 +92,7 @@ fn bad_keys_are_refused() {
 /// Storage that only notes how long its requests are.
 struct Lengths(Arc<Mutex<Vec<u64>>>);
 
-impl Backend for Lengths {
+impl Storage for Lengths {
     fn prepare(&mut self, _capacity: usize) {}
 
     fn submit(&mut self, id: RequestId, io: &mut Io<'_>) {

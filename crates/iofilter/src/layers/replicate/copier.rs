@@ -10,8 +10,8 @@
 use std::time::{Duration, Instant};
 
 use crate::layers::replicate::Replicate;
+use crate::layers::replicate::blocking_disk::BlockingDisk;
 use crate::layers::replicate::map::Copied;
-use crate::layers::replicate::place::Place;
 use crate::stack::memory::Segment;
 use crate::stack::request::IoError;
 use crate::storage::file::FileDisk;
@@ -68,10 +68,10 @@ pub enum Batch {
 /// See the module.
 pub struct Copier {
     replicate: Replicate,
-    source: Place,
+    source: BlockingDisk,
     /// The file of the disk, where its holes can be told without reading them.
     holes: Option<FileDisk>,
-    replica: Place,
+    replica: BlockingDisk,
     buffer: Vec<Page>,
     /// The next chunk of the pass.
     next: usize,
@@ -87,9 +87,9 @@ impl Copier {
     #[must_use]
     pub fn new(
         replicate: &Replicate,
-        source: Place,
+        source: BlockingDisk,
         holes: Option<FileDisk>,
-        replica: Place,
+        replica: BlockingDisk,
         bytes_per_second: u64,
     ) -> Self {
         Self {

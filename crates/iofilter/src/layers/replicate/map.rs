@@ -15,15 +15,15 @@
 //! harm. But it comes after what was copied is durable, on the replica and on the disk itself: after a power
 //! cut a disk may be older than what was read from it.
 
+use crate::layers::replicate::blocking_disk::BlockingDisk;
 use crate::layers::replicate::chunks::{Chunks, NEVER, Span, Ticket};
 use crate::layers::replicate::format::{BLOCK, Foreign, Geometry, Image};
-use crate::layers::replicate::place::Place;
 use crate::stack::memory::Segment;
 use crate::stack::request::IoError;
 
 /// What the file is worth.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Worth {
+enum MapValidity {
     Valid,
     Void,
     Unknown,
@@ -42,7 +42,7 @@ pub struct Copied {
 
 /// What was found in the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Found {
+pub enum MapLoad {
     /// A map; the copy goes on.
     Map {
         /// Blocks of it whose chunks are all copied again.
@@ -56,16 +56,16 @@ pub enum Found {
 
 /// See the module.
 pub struct Map {
-    file: Place,
+    file: BlockingDisk,
     image: Image,
-    worth: Worth,
+    worth: MapValidity,
     /// The first error since the file was last valid.
     failure: Option<IoError>,
 }
 
 impl Map {
     /// Reads the map, marks what it calls dirty, and writes a new one where there is none.
-    pub fn open(file: Place, geometry: Geometry, chunks: &Chunks) -> (Self, Found) {
+    pub fn open(file: BlockingDisk, geometry: Geometry, chunks: &Chunks) -> (Self, MapLoad) {
         let (mut map, found) = Self::read(file, geometry);
         let up_to = map.image.up_to();
         for chunk in (0..geometry.chunks()).filter(|chunk| map.image.is_dirty(*chunk)) {
@@ -75,14 +75,18 @@ impl Map {
         (map, found)
     }
 
-    fn read(mut file: Place, geometry: Geometry) -> (Self, Found) {
+    fn read(mut file: BlockingDisk, geometry: Geometry) -> (Self, MapLoad) {
         let mut bytes = vec![0; geometry.map_bytes()];
         // SAFETY: the bytes outlive the read, which is over when the call returns.
         let read = file.read(0, unsafe { Segment::new(bytes.as_mut_ptr(), bytes.len()) });
         let (image, worth, found) = match read.map(|()| Image::read(geometry, &bytes)) {
-            Ok(Ok((image, damaged_blocks))) => (image, Worth::Valid, Found::Map { damaged_blocks }),
-            Ok(Err(foreign)) => (Image::new(geometry), Worth::Void, Found::Nothing(foreign)),
-            Err(error) => (Image::new(geometry), Worth::Unknown, Found::Unreadable(error)),
+            Ok(Ok((image, damaged_blocks))) => {
+                (image, MapValidity::Valid, MapLoad::Map { damaged_blocks })
+            }
+            Ok(Err(foreign)) => {
+                (Image::new(geometry), MapValidity::Void, MapLoad::Nothing(foreign))
+            }
+            Err(error) => (Image::new(geometry), MapValidity::Unknown, MapLoad::Unreadable(error)),
         };
         (Self { file, image, worth, failure: None }, found)
     }
@@ -90,7 +94,7 @@ impl Map {
     /// Whether changes of clean chunks can be marked.
     #[must_use]
     pub fn can_mark(&self) -> bool {
-        self.worth != Worth::Unknown
+        self.worth != MapValidity::Unknown
     }
 
     /// Why the map is not kept; none if it is.
@@ -110,7 +114,7 @@ impl Map {
             self.image.set_up_to(now);
             touched.add(Some((1, 1)));
         }
-        if self.worth == Worth::Valid {
+        if self.worth == MapValidity::Valid {
             let written = self.write(touched).and_then(|written| match written {
                 true => self.file.flush(),
                 false => Ok(()),
@@ -139,7 +143,7 @@ impl Map {
         }
         self.image.set_up_to(chunks.all_up_to(now));
         touched.add(Some((1, 1)));
-        if self.worth == Worth::Valid
+        if self.worth == MapValidity::Valid
             && let Err(error) = self.write(touched)
         {
             self.fail(error);
@@ -148,21 +152,21 @@ impl Map {
     }
 
     fn fail(&mut self, error: IoError) {
-        self.worth = Worth::Unknown;
+        self.worth = MapValidity::Unknown;
         self.failure.get_or_insert(error);
     }
 
     /// Writes the whole map anew where the file is not valid, or else makes it void.
     pub fn mend(&mut self) {
-        if self.worth == Worth::Valid {
+        if self.worth == MapValidity::Valid {
             return;
         }
         match self.write_anew() {
-            Ok(()) => (self.worth, self.failure) = (Worth::Valid, None),
+            Ok(()) => (self.worth, self.failure) = (MapValidity::Valid, None),
             Err(error) => {
                 self.failure.get_or_insert(error);
-                if self.worth == Worth::Unknown && self.wipe().is_ok() {
-                    self.worth = Worth::Void;
+                if self.worth == MapValidity::Unknown && self.wipe().is_ok() {
+                    self.worth = MapValidity::Void;
                 }
             }
         }
@@ -173,7 +177,7 @@ impl Map {
         (0..self.image.blocks()).for_each(|index| self.image.seal(index));
         self.put(1, self.image.blocks() - 1)?;
         self.file.flush()?;
-        self.worth = Worth::Unknown;
+        self.worth = MapValidity::Unknown;
         self.put(0, 0)?;
         self.file.flush()
     }

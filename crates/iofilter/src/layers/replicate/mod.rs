@@ -15,12 +15,13 @@
 //! The replica equals the disk when no chunk is marked. Until then its chunks are of different times: it is no
 //! image of one instant. See docs/decisions/043.
 
+pub mod blocking_disk;
 pub mod chunks;
 pub mod copier;
 pub mod format;
 pub mod map;
 pub mod open;
-pub mod place;
+
 pub mod threads;
 
 use std::collections::VecDeque;
@@ -31,10 +32,10 @@ use std::time::{Duration, Instant, SystemTime};
 use vmseal_api::filter::ReplicaStatus;
 use vmseal_api::id::DiskId;
 
+use crate::layers::replicate::blocking_disk::BlockingDisk;
 use crate::layers::replicate::chunks::{Chunks, NEVER, Span};
 use crate::layers::replicate::format::Geometry;
-use crate::layers::replicate::map::{Copied, Found, Map};
-use crate::layers::replicate::place::Place;
+use crate::layers::replicate::map::{Copied, Map, MapLoad};
 use crate::stack::chain::{Filter, Io, Limits};
 use crate::stack::layer::{Counter, Layer};
 use crate::stack::request::RequestId;
@@ -56,14 +57,14 @@ pub fn memory(disk: DiskId, size: u64) -> u64 {
 
 /// What the replica cannot do at present, for the disk's status.
 #[derive(Debug, Default)]
-struct Troubles {
+struct ReplicaErrors {
     copy: Option<String>,
     map: Option<String>,
 }
 
 /// What queues ask the marker, and who waits for what the threads do.
 #[derive(Debug, Default)]
-struct Inbox {
+struct MarkRequests {
     /// To be marked.
     spans: Vec<Span>,
     /// Nobody has the disk any more, or the process ends.
@@ -71,17 +72,17 @@ struct Inbox {
 }
 
 /// What the queues, the marker and the copier of a disk share.
-struct Shared {
+struct ReplicaState {
     geometry: Geometry,
     chunks: Chunks,
     map: Mutex<Map>,
-    inbox: Mutex<Inbox>,
+    inbox: Mutex<MarkRequests>,
     /// Something came into the inbox, was marked, or all is to end.
     news: Condvar,
     /// The chains whose requests wait for marks.
     waiters: Waiters,
     clock: Clock,
-    troubles: Mutex<Troubles>,
+    troubles: Mutex<ReplicaErrors>,
     counters: Counters,
 }
 
@@ -126,15 +127,15 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 /// The layer: what a disk's queues have together.
 #[derive(Clone)]
-pub struct Replicate(Arc<Shared>);
+pub struct Replicate(Arc<ReplicaState>);
 
 impl Replicate {
     /// Takes up the map of a disk, or begins one; and what was found.
     #[must_use]
-    pub fn new(geometry: Geometry, map: Place) -> (Self, Found) {
+    pub fn new(geometry: Geometry, map: BlockingDisk) -> (Self, MapLoad) {
         let chunks = Chunks::new(geometry.chunks());
         let (map, found) = Map::open(map, geometry, &chunks);
-        let shared = Shared {
+        let shared = ReplicaState {
             geometry,
             chunks,
             map: Mutex::new(map),
@@ -187,7 +188,7 @@ impl Layer for Replicate {
 
     fn filter(&self) -> std::io::Result<Box<dyn Filter>> {
         let shared = Arc::clone(&self.0);
-        Ok(Box::new(Queue { shared, changes: Vec::new(), waiting: VecDeque::new() }))
+        Ok(Box::new(ReplicateFilter { shared, changes: Vec::new(), waiting: VecDeque::new() }))
     }
 
     fn counters(&self) -> Vec<(&'static str, u64)> {
@@ -204,7 +205,7 @@ impl Layer for Replicate {
     }
 }
 
-impl Shared {
+impl ReplicaState {
     fn dirty_bytes(&self) -> u64 {
         let bytes = self.chunks.marked().saturating_mul(self.geometry.chunk());
         bytes.min(self.geometry.size())
@@ -257,7 +258,7 @@ impl Shared {
     }
 
     /// Notes what is wrong, or that nothing is, and logs it where that is news.
-    fn tell(&self, which: fn(&mut Troubles) -> &mut Option<String>, what: Option<String>) {
+    fn tell(&self, which: fn(&mut ReplicaErrors) -> &mut Option<String>, what: Option<String>) {
         let mut troubles = lock(&self.troubles);
         let known = which(&mut troubles);
         if *known != what {
@@ -303,14 +304,14 @@ struct Waiting {
     clean: usize,
 }
 
-struct Queue {
-    shared: Arc<Shared>,
+struct ReplicateFilter {
+    shared: Arc<ReplicaState>,
     /// What is under way, by request.
     changes: Vec<Option<Span>>,
     waiting: VecDeque<Waiting>,
 }
 
-impl Queue {
+impl ReplicateFilter {
     /// Passes what waits and is marked by now.
     fn pass_marked(&mut self, io: &mut Io<'_>) {
         let Self { shared, changes, waiting } = self;
@@ -326,7 +327,7 @@ impl Queue {
     }
 }
 
-impl Filter for Queue {
+impl Filter for ReplicateFilter {
     fn limits(&self) -> Limits {
         Limits { children: 0 }
     }
@@ -371,7 +372,7 @@ impl Filter for Queue {
     }
 }
 
-impl Drop for Queue {
+impl Drop for ReplicateFilter {
     /// What was under way when the chain went is over: its backend has gone before.
     fn drop(&mut self) {
         self.changes.iter().flatten().for_each(|span| self.shared.chunks.end(*span));

@@ -10,10 +10,10 @@ use vmseal_api::id::DiskId;
 
 use crate::handle::{HandleError, Handles};
 use crate::layers::replicate::Replicate;
+use crate::layers::replicate::blocking_disk::BlockingDisk;
 use crate::layers::replicate::copier::Copier;
 use crate::layers::replicate::format::Geometry;
-use crate::layers::replicate::map::Found;
-use crate::layers::replicate::place::Place;
+use crate::layers::replicate::map::MapLoad;
 use crate::stack::chain::Chain;
 use crate::storage::file::{self, FileDisk};
 
@@ -66,7 +66,7 @@ const MAP: &str = "the map of its replica";
 pub struct Opened {
     /// The layer.
     pub replicate: Replicate,
-    replica: Place,
+    replica: BlockingDisk,
     bytes_per_second: u64,
 }
 
@@ -98,7 +98,7 @@ impl Opened {
             return Err(ReplicaError::Same);
         }
         let place = |what, file, size| {
-            Place::file(file, size).map_err(|error| ReplicaError::Look { what, error })
+            BlockingDisk::file(file, size).map_err(|error| ReplicaError::Look { what, error })
         };
         let (replicate, found) = Replicate::new(geometry, place(MAP, map, map_bytes)?);
         let replica = place(REPLICA, replica, size)?;
@@ -110,23 +110,23 @@ impl Opened {
     #[must_use]
     pub fn copier(self, source: Chain, holes: Option<FileDisk>) -> Copier {
         let Self { replicate, replica, bytes_per_second } = self;
-        Copier::new(&replicate, Place::new(source), holes, replica, bytes_per_second)
+        Copier::new(&replicate, BlockingDisk::new(source), holes, replica, bytes_per_second)
     }
 }
 
-fn tell(disk: DiskId, replicate: &Replicate, found: Found) {
+fn tell(disk: DiskId, replicate: &Replicate, found: MapLoad) {
     let dirty_bytes = replicate.status().dirty_bytes;
     match found {
-        Found::Map { damaged_blocks: 0 } => {
+        MapLoad::Map { damaged_blocks: 0 } => {
             tracing::info!(%disk, dirty_bytes, "the copy to the replica goes on");
         }
-        Found::Map { damaged_blocks } => {
+        MapLoad::Map { damaged_blocks } => {
             tracing::warn!(%disk, damaged_blocks, dirty_bytes, "the map of the replica is damaged; what it is not sure of is copied again");
         }
-        Found::Nothing(why) => {
+        MapLoad::Nothing(why) => {
             tracing::info!(%disk, %why, "there is no map of the replica; all of the disk is copied");
         }
-        Found::Unreadable(error) => {
+        MapLoad::Unreadable(error) => {
             tracing::warn!(%disk, %error, "the map of the replica cannot be read; all of the disk is copied");
         }
     }

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use crate::layers::replicate::chunks::Span;
 use crate::layers::replicate::copier::{Batch, Copier, CopyError};
-use crate::layers::replicate::{Replicate, Shared, lock};
+use crate::layers::replicate::{ReplicaState, Replicate, lock};
 
 /// The stack of each thread; it is locked memory.
 const STACK: usize = 128 * 1024;
@@ -38,7 +38,7 @@ const END_LOOKED_EVERY: Duration = Duration::from_millis(5);
 
 /// The running threads; they end when this is dropped.
 pub struct Replicating {
-    shared: Arc<Shared>,
+    shared: Arc<ReplicaState>,
     threads: Vec<JoinHandle<()>>,
 }
 
@@ -80,7 +80,7 @@ impl Drop for Replicating {
 }
 
 /// Sleeps until something is to be marked; none at the end.
-fn asked(shared: &Shared) -> Option<Vec<Span>> {
+fn asked(shared: &ReplicaState) -> Option<Vec<Span>> {
     let mut inbox = lock(&shared.inbox);
     while inbox.spans.is_empty() {
         if inbox.closed {
@@ -91,7 +91,7 @@ fn asked(shared: &Shared) -> Option<Vec<Span>> {
     Some(std::mem::take(&mut inbox.spans))
 }
 
-fn mark(shared: &Shared) {
+fn mark(shared: &ReplicaState) {
     while let Some(spans) = asked(shared) {
         let mut wait = MARK_RETRY_FIRST;
         while !shared.mark(&spans) {
@@ -104,7 +104,7 @@ fn mark(shared: &Shared) {
 }
 
 /// Sleeps until something is marked; false at the end.
-fn is_dirty(shared: &Shared) -> bool {
+fn is_dirty(shared: &ReplicaState) -> bool {
     let mut inbox = lock(&shared.inbox);
     while shared.chunks.marked() == 0 && !inbox.closed {
         inbox = shared.news.wait(inbox).unwrap_or_else(PoisonError::into_inner);
@@ -112,7 +112,7 @@ fn is_dirty(shared: &Shared) -> bool {
     !inbox.closed
 }
 
-fn copy(shared: &Shared, copier: &mut Copier) {
+fn copy(shared: &ReplicaState, copier: &mut Copier) {
     let (mut wait, mut well) = (RETRY_FIRST, true);
     let mut begun = Instant::now();
     while is_dirty(shared) {

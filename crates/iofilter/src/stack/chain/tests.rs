@@ -56,7 +56,7 @@ struct Gate {
     waiting: Vec<RequestId>,
 }
 
-impl Backend for Gate {
+impl Storage for Gate {
     fn prepare(&mut self, _capacity: usize) {}
 
     fn submit(&mut self, id: RequestId, _io: &mut Io<'_>) {

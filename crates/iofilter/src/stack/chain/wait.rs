@@ -13,7 +13,7 @@ use super::Chain;
 /// The most descriptors that a front end adds to the wait set: a kick or a connection, and a stop.
 const OTHERS_MAX: usize = 2;
 
-/// The descriptors of the chain itself: its eventfd and the backend's.
+/// The descriptors of the chain itself: its eventfd and the storage's.
 const OWN: usize = 2;
 
 impl Chain {
@@ -26,10 +26,10 @@ impl Chain {
     }
 
     /// What a thread that has armed the chain sleeps on, until [`Chain::deadline`]: the eventfd, which others write,
-    /// and what the kernel makes readable for the backend.
+    /// and what the kernel makes readable for the storage.
     #[must_use]
     pub fn wait_set(&self) -> (BorrowedFd<'_>, Option<BorrowedFd<'_>>) {
-        (self.waker.event(), self.backend.wait_handle())
+        (self.waker.event(), self.storage.wait_handle())
     }
 
     /// The thread is awake; `woken` is whether the eventfd was readable.

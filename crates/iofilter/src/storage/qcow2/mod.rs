@@ -32,8 +32,8 @@ use vmseal_qcow2::{Layout, Refusal};
 use self::image::Image;
 use self::storage::ImageFile;
 pub use self::worker::Extents;
-use self::worker::Worker;
-use crate::stack::chain::Backend;
+use self::worker::ImageWorker;
+use crate::stack::chain::Storage;
 use crate::storage::file::{OpenError, check_mode};
 
 /// The largest L1 table, in bytes: it is held in memory. With clusters of 64 KiB it maps 64 TiB.
@@ -114,7 +114,7 @@ impl fmt::Display for Layer {
 
 /// An open disk, from which each queue gets its backend.
 #[derive(Clone)]
-pub struct Qcow2Disk(Worker);
+pub struct Qcow2Disk(ImageWorker);
 
 impl Debug for Qcow2Disk {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
@@ -138,7 +138,7 @@ impl Qcow2Disk {
         check_mode(&file, read_only)?;
         let opened = crate::stack::contained::run(|| open(file, backing, offset, size, read_only));
         let image = opened.ok_or(Qcow2Error::Defect)??;
-        Ok(Self(Worker::new(image)))
+        Ok(Self(ImageWorker::new(image)))
     }
 
     /// For those who ask where the disk's zeroes are.
@@ -151,7 +151,7 @@ impl Qcow2Disk {
 
     /// A backend for one queue.
     #[must_use]
-    pub fn queue(&self) -> Box<dyn Backend> {
+    pub fn queue(&self) -> Box<dyn Storage> {
         self.0.queue()
     }
 }

@@ -17,7 +17,7 @@ use vmseal_qcow2::Layout;
 use crate::stack::memory::{Cursor, Segment, Segments};
 use crate::stack::request::IoError;
 use crate::storage::sync;
-use crate::storage::target::Target;
+use crate::storage::target::FileTarget;
 
 /// The file of a layer; clones are the same file.
 #[derive(Clone, Debug)]
@@ -25,7 +25,7 @@ pub(super) struct ImageFile(pub(super) Arc<Inner>);
 
 #[derive(Debug)]
 pub(super) struct Inner {
-    pub(super) target: Target,
+    pub(super) target: FileTarget,
     /// How long the file is, as far as we made it so.
     pub(super) length: AtomicU64,
     /// How much of it anything was ever written to.
@@ -104,7 +104,7 @@ impl ImageFile {
         let length = u64::try_from(nix::unistd::lseek(&fd, 0, nix::unistd::Whence::SeekEnd)?);
         let (length, tables) = (length.unwrap_or(0), tables.into());
         let (length, used) = (AtomicU64::new(length), AtomicU64::new(length));
-        let (target, helper) = (Target::whole(fd), CommonStorageHelper::default());
+        let (target, helper) = (FileTarget::whole(fd), CommonStorageHelper::default());
         Ok(Self(Arc::new(Inner {
             target,
             length,

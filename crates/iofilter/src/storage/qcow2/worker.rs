@@ -20,7 +20,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use super::exchange::{End, Event, Exchange, Job, Work};
 use super::image::Image;
-use crate::stack::chain::{Backend, Io};
+use crate::stack::chain::{Io, Storage};
 use crate::stack::contained;
 use crate::stack::memory::{Cursor, Segments};
 use crate::stack::request::{IoError, Operation, RequestId, Requests};
@@ -31,7 +31,7 @@ use crate::storage::extent::Extent;
 const STACK: usize = 512 * 1024;
 
 /// What is asked of the image.
-enum Asked {
+enum ImageQuery {
     /// To do this.
     Operation(Operation),
     /// What is there; and the answer.
@@ -41,7 +41,7 @@ enum Asked {
 /// A request to the image, and how it went.
 struct Request {
     id: RequestId,
-    asked: Asked,
+    asked: ImageQuery,
     offset: u64,
     length: u64,
     /// The list is for the next one.
@@ -50,9 +50,9 @@ struct Request {
 }
 
 /// An image; none after a defect.
-struct Owner(Option<Image>);
+struct ImageOwner(Option<Image>);
 
-impl Work for Owner {
+impl Work for ImageOwner {
     type Request = Request;
     type Event = Waker;
 
@@ -82,12 +82,12 @@ impl Work for Owner {
     }
 }
 
-fn do_batch(image: &mut Image, batch: &mut [Job<Owner>]) {
+fn do_batch(image: &mut Image, batch: &mut [Job<ImageOwner>]) {
     for Job { request, .. } in batch.iter_mut() {
         let Request { asked, offset, length, data, .. } = request;
         request.result = match asked {
-            Asked::Operation(operation) => image.perform(*operation, *offset, *length, data),
-            Asked::Extent(found) => {
+            ImageQuery::Operation(operation) => image.perform(*operation, *offset, *length, data),
+            ImageQuery::Extent(found) => {
                 image.extent(*offset, *length).map(|extent| *found = Some(extent))
             }
         };
@@ -96,8 +96,8 @@ fn do_batch(image: &mut Image, batch: &mut [Job<Owner>]) {
         // Nothing leads to what was written.
         let requests = batch.iter_mut().map(|job| &mut job.request);
         let changes = |request: &&mut Request| match request.asked {
-            Asked::Operation(operation) => operation != Operation::Read,
-            Asked::Extent(_) => false,
+            ImageQuery::Operation(operation) => operation != Operation::Read,
+            ImageQuery::Extent(_) => false,
         };
         requests.filter(changes).for_each(|request| request.result = Err(error));
     }
@@ -127,17 +127,17 @@ impl Event for Waker {
 
 /// The owner of an image, for all that have the disk. It ends, and the image is closed, when the last of them is gone.
 #[derive(Clone)]
-pub(super) struct Worker(Arc<Exchange<Owner>>);
+pub(super) struct ImageWorker(Arc<Exchange<ImageOwner>>);
 
-impl Worker {
+impl ImageWorker {
     pub(super) fn new(image: Image) -> Self {
-        Self(Arc::new(Exchange::new(Owner(Some(image)))))
+        Self(Arc::new(Exchange::new(ImageOwner(Some(image)))))
     }
 
     /// A backend for one queue.
-    pub(super) fn queue(&self) -> Box<dyn Backend> {
+    pub(super) fn queue(&self) -> Box<dyn Storage> {
         let (exchange, capacity, lists) = (Arc::clone(&self.0), 0, Vec::new());
-        Box::new(Queue { exchange, end: None, capacity, lists })
+        Box::new(ImageQueue { exchange, end: None, capacity, lists })
     }
 
     /// For those who ask where the disk's zeroes are, and may sleep.
@@ -149,7 +149,7 @@ impl Worker {
 
 /// What is known of an image's zeroes: asked of its thread, one question at a time.
 pub struct Extents {
-    end: Mutex<End<Owner>>,
+    end: Mutex<End<ImageOwner>>,
     /// The one request that there is.
     id: RequestId,
 }
@@ -168,7 +168,7 @@ impl Extents {
     pub fn extent(&self, at: u64, end: u64) -> io::Result<Extent> {
         let mut queue = self.end.lock().unwrap_or_else(PoisonError::into_inner);
         let (id, data) = (self.id, Segments::default());
-        let (asked, length) = (Asked::Extent(None), end - at);
+        let (asked, length) = (ImageQuery::Extent(None), end - at);
         queue.push(Request { id, asked, offset: at, length, data, result: Ok(()) });
         if let Err(error) = queue.hand_over() {
             // It is taken back.
@@ -179,14 +179,14 @@ impl Extents {
         let Request { asked, result, .. } = answer(&mut queue)?;
         result.map_err(io::Error::other)?;
         match asked {
-            Asked::Extent(Some(extent)) => Ok(extent),
+            ImageQuery::Extent(Some(extent)) => Ok(extent),
             _ => Err(io::ErrorKind::Other.into()),
         }
     }
 }
 
 /// Sleeps until the one request is answered.
-fn answer(queue: &mut End<Owner>) -> io::Result<Request> {
+fn answer(queue: &mut End<ImageOwner>) -> io::Result<Request> {
     loop {
         queue.event().arm();
         let answered = queue.collect().next();
@@ -206,16 +206,16 @@ fn answer(queue: &mut End<Owner>) -> io::Result<Request> {
 }
 
 /// What one queue has of the image.
-struct Queue {
-    exchange: Arc<Exchange<Owner>>,
+struct ImageQueue {
+    exchange: Arc<Exchange<ImageOwner>>,
     /// From the first request on: whom to wake is known then.
-    end: Option<End<Owner>>,
+    end: Option<End<ImageOwner>>,
     capacity: usize,
     /// Lists of memory, by request, kept so that none is allocated.
     lists: Vec<Segments>,
 }
 
-impl Backend for Queue {
+impl Storage for ImageQueue {
     fn prepare(&mut self, capacity: usize) {
         self.lists.resize_with(capacity, Segments::default);
         self.capacity = capacity;
@@ -227,7 +227,7 @@ impl Backend for Queue {
         data.clear();
         data.push_from(&request.data, &mut Cursor::default(), request.data.bytes());
         let (operation, offset, length) = (request.operation, request.offset, request.length);
-        let asked = Asked::Operation(operation);
+        let asked = ImageQuery::Operation(operation);
         let end = self.end.get_or_insert_with(|| {
             let mut end = self.exchange.end(io.waker().clone());
             end.reserve(self.capacity);
@@ -293,11 +293,11 @@ mod tests {
         assert!(kept.is_none() && outcome.is_none());
         assert_eq!(std::fs::read(&path).unwrap()[..before.len()], before, "tables were written");
 
-        let exchange = Arc::new(Exchange::new(Owner(None)));
+        let exchange = Arc::new(Exchange::new(ImageOwner(None)));
         let mut end = exchange.end(Waker::new().unwrap());
         end.push(Request {
             id: crate::stack::request::Requests::new(1).take().unwrap(),
-            asked: Asked::Operation(Operation::Flush),
+            asked: ImageQuery::Operation(Operation::Flush),
             offset: 0,
             length: 0,
             data: Segments::default(),

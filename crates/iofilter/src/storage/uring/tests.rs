@@ -173,7 +173,7 @@ fn run(
     ring: Scripted,
     (operation, mut bytes, length): (Operation, Vec<u8>, usize),
 ) -> (Vec<u8>, Result<(), IoError>) {
-    let target = Arc::new(Target::whole(file.try_clone().unwrap().into()));
+    let target = Arc::new(FileTarget::whole(file.try_clone().unwrap().into()));
     let (send, receive) = mpsc::channel();
     std::thread::spawn(move || {
         let backend = Box::new(UringFile::over(ring, target));
@@ -221,7 +221,7 @@ fn flushes_and_zeroes_that_are_interrupted_are_handed_over_again() {
     {
         let file = file();
         let script = [Next::Fails(libc::EINTR), Next::Fails(libc::EAGAIN)];
-        let target = Arc::new(Target::whole(file.try_clone().unwrap().into()));
+        let target = Arc::new(FileTarget::whole(file.try_clone().unwrap().into()));
         let ring = Scripted::new(&file, script, 8);
         let (send, receive) = mpsc::channel();
         std::thread::spawn(move || {
@@ -269,7 +269,7 @@ fn whatever_the_kernel_may_do_many_requests_at_once_all_end_and_move_all_their_b
 #[test]
 fn a_request_that_never_gets_on_fails_and_does_not_keep_a_processor_busy() {
     let file = file();
-    let target = Arc::new(Target::whole(file.try_clone().unwrap().into()));
+    let target = Arc::new(FileTarget::whole(file.try_clone().unwrap().into()));
     let ring = Scripted::new(&file, std::iter::repeat_n(Next::Fails(libc::EAGAIN), 100), 8);
     let mut chain =
         Chain::new(SIZE as u64, false, Vec::new(), Box::new(UringFile::over(ring, target)))
@@ -340,7 +340,7 @@ fn memory_that_the_kernel_may_still_write_into_is_not_freed() {
         let file = file();
         let fails = usize::from(!works) * 5000;
         let script = std::iter::repeat_n(Next::EnterFails(libc::ENOMEM), fails);
-        let target = Arc::new(Target::whole(file.try_clone().unwrap().into()));
+        let target = Arc::new(FileTarget::whole(file.try_clone().unwrap().into()));
         let backend = UringFile::over(Scripted::new(&file, script, 8), target);
         let bounces = Bounces(Pool::new(4096).unwrap());
         let arena = Arc::downgrade(bounces.0.arena());

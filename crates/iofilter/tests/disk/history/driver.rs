@@ -11,7 +11,7 @@ use vmseal_api::id::DiskId;
 use vmseal_initiator::driver;
 use vmseal_iofilter::disk::allocation::Allocation;
 use vmseal_iofilter::disk::status::DiskState;
-use vmseal_iofilter::front_ends::Served;
+use vmseal_iofilter::front_ends::ServedDisk;
 use vmseal_iofilter::front_ends::nbd;
 use vmseal_iofilter::front_ends::vhost_user;
 use vmseal_iofilter::handle::Socket;
@@ -56,7 +56,7 @@ impl Server {
         let listener = UnixListener::bind(place.path().join("socket")).unwrap();
         let chains = vec![kind.disk().chain_over(platter.queue()).unwrap()];
         let state = Arc::new(DiskState::new(DiskId::new(), 1));
-        let served = Served {
+        let served = ServedDisk {
             size: SIZE,
             read_only: false,
             serial: "serial-1".into(),

@@ -15,7 +15,7 @@ use vmseal_api::filter::{
     Budget, CacheSpec, DelaySpec, FaultKind, FaultRule, FaultSpec, FilterSpec, Handle, Holes,
     LimitSpec, OperationKind, ReplicateSpec,
 };
-use vmseal_iofilter::disk::{Disk, Encryption, Rest};
+use vmseal_iofilter::disk::{Disk, DiskStorage, Encryption};
 use vmseal_iofilter::layers;
 use vmseal_iofilter::stack::layer::Layer;
 use vmseal_iofilter::storage::mem::MemDisk;
@@ -57,7 +57,7 @@ impl Kind {
             specs.iter().map(layer).collect()
         };
         // As if 100 queues shared the budget: buffers run out, and requests have to wait for them.
-        Disk::new(SIZE, false, encryption, Rest::Mem(MemDisk::new(0)), 100)
+        Disk::new(SIZE, false, encryption, DiskStorage::Mem(MemDisk::new(0)), 100)
             .with_layers(layers(&self.above), layers(&self.below))
     }
 }

@@ -16,7 +16,7 @@ use std::time::Duration;
 use proptest::prelude::*;
 use proptest::test_runner::RngSeed;
 use vmseal_api::filter::{Direct, Holes};
-use vmseal_iofilter::disk::{Disk, Rest};
+use vmseal_iofilter::disk::{Disk, DiskStorage};
 use vmseal_iofilter::stack::chain::Chain;
 use vmseal_iofilter::stack::request::{IoError, Operation};
 use vmseal_iofilter::storage::file::FileDisk;
@@ -200,7 +200,7 @@ fn write_own_blocks(disk: &Disk, writer: u64) {
 
 #[test]
 fn what_is_not_on_the_disk_or_not_in_blocks_is_refused() {
-    let disk = Disk::new(SIZE, true, None, Rest::Mem(MemDisk::new(SIZE as usize)), 1);
+    let disk = Disk::new(SIZE, true, None, DiskStorage::Mem(MemDisk::new(SIZE as usize)), 1);
     let mut chain = disk.chain().unwrap();
     let cases = [
         (Operation::Discard, SIZE, 512, IoError::OutOfRange),

@@ -14,7 +14,7 @@ use fuser::{
 };
 use nix::mount::{MntFlags, umount2};
 use vmseal_api::filter::{Direct, Holes};
-use vmseal_iofilter::disk::{Disk, Encryption, Rest};
+use vmseal_iofilter::disk::{Disk, DiskStorage, Encryption};
 use vmseal_iofilter::storage::file::FileDisk;
 use vmseal_secret::SecretBytes;
 
@@ -155,7 +155,7 @@ fn a_file_that_is_served_in_parts_is_read_and_written_whole() {
             let file = FileDisk::open(file.unwrap().into(), 0, SIZE, direct, false).unwrap();
             let key = SecretBytes::from_wiped(&mut (0..64).collect::<Vec<u8>>()).unwrap();
             let encryption = holes.map(|holes| Encryption { key, holes });
-            let disk = Disk::new(SIZE, false, encryption, Rest::File(file), 1);
+            let disk = Disk::new(SIZE, false, encryption, DiskStorage::File(file), 1);
             let mut chain = disk.chain().unwrap();
             // One request at a time: nothing else wakes the thread that waits for it.
             for round in 0..20u64 {

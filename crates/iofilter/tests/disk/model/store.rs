@@ -10,7 +10,7 @@ use vmseal_api::filter::{
     Budget, CacheSpec, DelaySpec, Direct, FaultSpec, FilterSpec, Holes, LimitSpec,
 };
 use vmseal_api::transfer::ImageFormat;
-use vmseal_iofilter::disk::{Disk, Encryption, Rest};
+use vmseal_iofilter::disk::{Disk, DiskStorage, Encryption};
 use vmseal_iofilter::layers;
 use vmseal_iofilter::stack::layer::Layer;
 use vmseal_iofilter::storage::file::FileDisk;
@@ -201,13 +201,13 @@ impl Store {
         let key = SecretBytes::from_wiped(&mut key).unwrap();
         let encryption = self.holes.map(|holes| Encryption { key, holes });
         let rest = match (&self.images, self.place) {
-            (Some(images), place) => Rest::Qcow2(images.open(place)),
-            (None, Place::Mem) => Rest::Mem(self.mem.clone()),
-            (None, Place::Gone) => Rest::File(self.gone.clone()),
+            (Some(images), place) => DiskStorage::Qcow2(images.open(place)),
+            (None, Place::Mem) => DiskStorage::Mem(self.mem.clone()),
+            (None, Place::Gone) => DiskStorage::File(self.gone.clone()),
             (None, _) => {
                 let file = File::options().read(true).write(true).open(self.file.path()).unwrap();
                 let file = OwnedFd::from(file);
-                Rest::File(FileDisk::open(file, OFFSET, SIZE, Direct::Auto, false).unwrap())
+                DiskStorage::File(FileDisk::open(file, OFFSET, SIZE, Direct::Auto, false).unwrap())
             }
         };
         // As if 100 queues shared the budget: buffers run out, and requests have to wait for them.

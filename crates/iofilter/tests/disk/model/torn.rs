@@ -5,8 +5,8 @@ use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Mutex};
 
 use vmseal_api::filter::Holes;
-use vmseal_iofilter::disk::{Disk, Encryption, Rest};
-use vmseal_iofilter::stack::chain::{Backend, Chain, Io};
+use vmseal_iofilter::disk::{Disk, DiskStorage, Encryption};
+use vmseal_iofilter::stack::chain::{Chain, Io, Storage};
 use vmseal_iofilter::stack::request::{Operation, RequestId};
 use vmseal_iofilter::storage::mem::MemDisk;
 use vmseal_secret::SecretBytes;
@@ -24,7 +24,7 @@ struct Tearing {
     waiting: Vec<RequestId>,
 }
 
-impl Backend for Tearing {
+impl Storage for Tearing {
     fn prepare(&mut self, _capacity: usize) {}
 
     fn submit(&mut self, id: RequestId, _io: &mut Io<'_>) {
@@ -96,7 +96,7 @@ fn a_read_of_a_whole_sector_that_is_a_hole_finds_no_noise_while_a_part_of_it_is_
     for read_comes_first in [true, false] {
         let key = SecretBytes::from_wiped(&mut (0..64).collect::<Vec<u8>>()).unwrap();
         let encryption = Some(Encryption { key, holes: Holes::Zero });
-        let disk = Disk::new(SIZE, false, encryption, Rest::Mem(MemDisk::new(0)), 2);
+        let disk = Disk::new(SIZE, false, encryption, DiskStorage::Mem(MemDisk::new(0)), 2);
         let bytes = Arc::new(Mutex::new(vec![0; SIZE as usize]));
         let mut reader = Queue::new(&disk, &bytes, Operation::Read);
         let mut writer = Queue::new(&disk, &bytes, Operation::Write);

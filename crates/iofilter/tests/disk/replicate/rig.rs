@@ -9,10 +9,10 @@ use vmseal_api::filter::{FilterSpec, ReplicaStatus};
 use vmseal_api::id::DiskId;
 use vmseal_iofilter::layers;
 use vmseal_iofilter::layers::replicate::Replicate;
+use vmseal_iofilter::layers::replicate::blocking_disk::BlockingDisk;
 use vmseal_iofilter::layers::replicate::copier::Copier;
 use vmseal_iofilter::layers::replicate::format::{Geometry, Image};
-use vmseal_iofilter::layers::replicate::place::Place;
-use vmseal_iofilter::stack::chain::{Backend, Chain, Filter, Io, Limits};
+use vmseal_iofilter::stack::chain::{Chain, Filter, Io, Limits, Storage};
 use vmseal_iofilter::stack::layer::Layer;
 use vmseal_iofilter::stack::memory::Segment;
 use vmseal_iofilter::stack::request::{Operation, RequestId};
@@ -63,7 +63,7 @@ impl Rig {
         let map_bytes = self.geometry.map_bytes() as u64;
         let map =
             Chain::new(map_bytes, false, filters(&self.faults.map), self.map.queue()).unwrap();
-        let (replicate, _) = Replicate::new(self.geometry, Place::new(map));
+        let (replicate, _) = Replicate::new(self.geometry, BlockingDisk::new(map));
         let chain = |_| {
             let filters = vec![replicate.filter().unwrap()];
             let chain = Chain::new(SIZE, false, filters, self.source.queue()).unwrap();
@@ -71,13 +71,13 @@ impl Rig {
         };
         let queues = (0..QUEUES).map(chain).collect();
         let asking = Arc::new(Mutex::new(Asking { queues, random: self.random.fork() }));
-        let meddler = |filters: Vec<Box<dyn Filter>>, backend: Box<dyn Backend>| {
+        let meddler = |filters: Vec<Box<dyn Filter>>, backend: Box<dyn Storage>| {
             let meddler: Box<dyn Filter> = Box::new(Meddler(Arc::clone(&asking)));
             Chain::new(SIZE, false, [vec![meddler], filters].concat_boxes(), backend).unwrap()
         };
         let source = meddler(filters(&self.faults.source), self.source.queue());
         let replica = meddler(filters(&self.faults.replica), self.replica.queue());
-        let (source, replica) = (Place::new(source), Place::new(replica));
+        let (source, replica) = (BlockingDisk::new(source), BlockingDisk::new(replica));
         let copier = Copier::new(&replicate, source, None, replica, u64::MAX);
         Guest { replicate, copier, asking, random: self.random.fork() }
     }

@@ -10,12 +10,12 @@ use std::time::{Duration, Instant};
 
 use vmseal_api::filter::{Direct, Handle, ReplicaStatus, ReplicateSpec};
 use vmseal_api::id::DiskId;
-use vmseal_iofilter::disk::{Disk, Rest};
+use vmseal_iofilter::disk::{Disk, DiskStorage};
 use vmseal_iofilter::handle::Handles;
+use vmseal_iofilter::layers::replicate::blocking_disk::BlockingDisk;
 use vmseal_iofilter::layers::replicate::copier::{Batch, Copier, CopyError};
 use vmseal_iofilter::layers::replicate::format::{Geometry, Image};
 use vmseal_iofilter::layers::replicate::open::{Opened, ReplicaError};
-use vmseal_iofilter::layers::replicate::place::Place;
 use vmseal_iofilter::layers::replicate::threads::Replicating;
 use vmseal_iofilter::layers::replicate::{KIND, Replicate};
 use vmseal_iofilter::stack::chain::{Chain, Filter, Io, Limits};
@@ -76,7 +76,7 @@ impl Files {
         let opened = self.open_named("replica", "map").unwrap();
         let replicate = opened.replicate.clone();
         let layers: Vec<Arc<dyn Layer>> = vec![Arc::new(replicate.clone())];
-        let disk = Disk::new(SIZE, false, None, Rest::File(self.image()), 1);
+        let disk = Disk::new(SIZE, false, None, DiskStorage::File(self.image()), 1);
         let disk = disk.with_layers(layers, Vec::new());
         let copier = opened.copier(disk.below(KIND).unwrap(), disk.file().cloned());
         (disk, replicate, copier)
@@ -324,12 +324,13 @@ impl Memory {
         let breaks: Box<dyn Filter> = Box::new(Breaks(Arc::clone(&works_below)));
         let place =
             Chain::new(geometry.map_bytes() as u64, false, vec![breaks], map.queue()).unwrap();
-        let (replicate, _) = Replicate::new(geometry, Place::new(place));
+        let (replicate, _) = Replicate::new(geometry, BlockingDisk::new(place));
         let (source, replica) = (MemDisk::new(SIZE as usize), MemDisk::new(SIZE as usize));
         let chain =
             Chain::new(SIZE, false, vec![replicate.filter().unwrap()], source.queue()).unwrap();
-        let place =
-            |disk: &MemDisk| Place::new(Chain::new(SIZE, false, vec![], disk.queue()).unwrap());
+        let place = |disk: &MemDisk| {
+            BlockingDisk::new(Chain::new(SIZE, false, vec![], disk.queue()).unwrap())
+        };
         let copier = Copier::new(&replicate, place(&source), None, place(&replica), u64::MAX);
         let mut memory = Self { map, geometry, replicate, chain, copier, works_below };
         copy_all(&memory.replicate, &mut memory.copier);
@@ -339,7 +340,7 @@ impl Memory {
     fn next_process(&self) -> ReplicaStatus {
         let map =
             Chain::new(self.geometry.map_bytes() as u64, false, vec![], self.map.queue()).unwrap();
-        Replicate::new(self.geometry, Place::new(map)).0.status()
+        Replicate::new(self.geometry, BlockingDisk::new(map)).0.status()
     }
 
     fn next_process_copies(&self) -> u64 {
@@ -374,7 +375,7 @@ fn the_lag_is_that_of_the_oldest_change_and_a_restart_makes_it_no_younger() {
         MemDisk::new(memory.geometry.map_bytes()).queue()
     })
     .unwrap();
-    let fresh = Replicate::new(memory.geometry, Place::new(empty)).0;
+    let fresh = Replicate::new(memory.geometry, BlockingDisk::new(empty)).0;
     assert_eq!(fresh.status().lag_milliseconds, None);
 }
 

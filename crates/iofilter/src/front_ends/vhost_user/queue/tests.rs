@@ -7,7 +7,7 @@ use vm_memory::{Bytes, GuestAddress};
 use vmseal_api::id::DiskId;
 
 use super::*;
-use crate::stack::chain::{Backend, Io};
+use crate::stack::chain::{Io, Storage};
 
 /// What the guest has asked for, more than a pass takes; each has three descriptors.
 const REQUESTS: u16 = 16;
@@ -19,10 +19,10 @@ const HEADER: u64 = 0x3000;
 const STATUS: u64 = 0x4000;
 const DATA: u64 = 0x1_0000;
 
-/// Storage that does what it is asked for at once; with an event, it says that it works by itself.
-struct Storage(Option<EventFd>);
+/// InstantStorage that does what it is asked for at once; with an event, it says that it works by itself.
+struct InstantStorage(Option<EventFd>);
 
-impl Backend for Storage {
+impl Storage for InstantStorage {
     fn prepare(&mut self, _capacity: usize) {}
 
     fn submit(&mut self, id: RequestId, io: &mut Io<'_>) {
@@ -86,7 +86,7 @@ fn setup(length: u32) -> Setup {
 /// How many of the guest's writes of `length` bytes a pass takes.
 fn taken(by_itself: bool, length: u32) -> usize {
     let setup = setup(length);
-    let storage = Storage(by_itself.then(|| EventFd::new().unwrap()));
+    let storage = InstantStorage(by_itself.then(|| EventFd::new().unwrap()));
     let chain = Chain::new(1 << 20, false, Vec::new(), Box::new(storage)).unwrap();
     let state = Arc::clone(&setup.state);
     let (chain, next) = serve_now(setup, chain, 1).unwrap();
@@ -100,9 +100,9 @@ fn taken(by_itself: bool, length: u32) -> usize {
 fn a_pass_takes_few_requests_and_of_large_ones_a_device_gets_one() {
     const SMALL: u32 = 4096;
     const LARGE: u32 = 512 * 1024;
-    assert_eq!(taken(false, SMALL), Batch::AT_ONCE.requests);
-    assert_eq!(taken(false, LARGE), Batch::AT_ONCE.requests);
-    assert_eq!(taken(true, SMALL), Batch::DEVICE.requests);
+    assert_eq!(taken(false, SMALL), PassLimit::AT_ONCE.requests);
+    assert_eq!(taken(false, LARGE), PassLimit::AT_ONCE.requests);
+    assert_eq!(taken(true, SMALL), PassLimit::DEVICE.requests);
     assert_eq!(taken(true, LARGE), 1);
 }
 
@@ -136,8 +136,10 @@ impl tracing::Subscriber for Lines {
 fn a_guest_that_loops_malformed_rings_and_resets_does_not_fill_the_log() {
     const ROUNDS: usize = 200;
     let (lines, state) = (Lines::default(), Arc::new(DiskState::new(DiskId::new(), 1)));
-    let (begun, mut chain) =
-        (Instant::now(), Chain::new(1 << 20, false, Vec::new(), Box::new(Storage(None))).unwrap());
+    let (begun, mut chain) = (
+        Instant::now(),
+        Chain::new(1 << 20, false, Vec::new(), Box::new(InstantStorage(None))).unwrap(),
+    );
     tracing::subscriber::with_default(lines.clone(), || {
         for _ in 0..ROUNDS {
             let setup = Setup { state: Arc::clone(&state), ..setup(4096) };
@@ -154,5 +156,5 @@ fn a_guest_that_loops_malformed_rings_and_resets_does_not_fill_the_log() {
 }
 
 fn spare() -> Chain {
-    Chain::new(0, false, Vec::new(), Box::new(Storage(None))).unwrap()
+    Chain::new(0, false, Vec::new(), Box::new(InstantStorage(None))).unwrap()
 }

@@ -10,13 +10,13 @@ use crate::stack::request::{IoError, Operation};
 use crate::storage::file::FileDisk;
 
 /// See the module.
-pub struct Place {
+pub struct BlockingDisk {
     chain: Chain,
     /// The file below, where a flush that has failed may be tried again.
     file: Option<FileDisk>,
 }
 
-impl Place {
+impl BlockingDisk {
     /// What this chain leads to.
     #[must_use]
     pub fn new(chain: Chain) -> Self {
@@ -66,7 +66,7 @@ impl Place {
     /// Makes durable what was written.
     ///
     /// # Errors
-    /// [`IoError`]; see [`Place::file`].
+    /// [`IoError`]; see [`BlockingDisk::file`].
     pub fn flush(&mut self) -> Result<(), IoError> {
         let flushed = self.run(Operation::Flush, 0, 0, None);
         if let (Err(_), Some(file)) = (&flushed, &self.file) {

@@ -21,7 +21,7 @@ const BLOCK_MIN: u32 = 512 * 1024;
 
 /// Why it cannot be computed.
 #[derive(Debug, thiserror::Error)]
-pub enum CeilingError {
+pub enum ComputedLimitError {
     /// The file.
     #[error("the file that copying is measured with")]
     File(#[from] io::Error),
@@ -31,7 +31,7 @@ pub enum CeilingError {
 }
 
 /// What is worked with.
-pub struct Ceiling {
+pub struct ComputedLimit {
     file: File,
     size: u64,
     buffer: Vec<u8>,
@@ -47,7 +47,7 @@ pub struct Measured {
     pub latency: Histogram<u64>,
 }
 
-impl Ceiling {
+impl ComputedLimit {
     /// Whether it says something about this load.
     #[must_use]
     pub fn is_of(workload: &Workload) -> bool {
@@ -57,8 +57,8 @@ impl Ceiling {
     /// Makes the file, full, in `directory`; it has no name.
     ///
     /// # Errors
-    /// [`CeilingError`]
-    pub fn new(directory: &Path, size: u64) -> Result<Self, CeilingError> {
+    /// [`ComputedLimitError`]
+    pub fn new(directory: &Path, size: u64) -> Result<Self, ComputedLimitError> {
         let file = tempfile::tempfile_in(directory)?;
         let buffer = vec![0x5a; BLOCK_MIN as usize];
         for at in (0..size).step_by(buffer.len()) {
@@ -70,13 +70,13 @@ impl Ceiling {
     /// Works for about `time`, block after block as the load would have it.
     ///
     /// # Errors
-    /// [`CeilingError`]
+    /// [`ComputedLimitError`]
     pub fn measure(
         &mut self,
         workload: &Workload,
         time: Duration,
         mut latency: Histogram<u64>,
-    ) -> Result<Measured, CeilingError> {
+    ) -> Result<Measured, ComputedLimitError> {
         let block = workload.block as usize;
         self.buffer.resize(block, 0x5a);
         let key: Vec<u8> = (0..xts::KEY_LENGTH as u8).collect();
@@ -112,12 +112,14 @@ mod tests {
 
     #[test]
     fn large_loads_have_a_limit_and_it_is_worked_for() {
-        let of: Vec<_> = SECTIONS[0].workloads.iter().filter(|load| Ceiling::is_of(load)).collect();
+        let of: Vec<_> =
+            SECTIONS[0].workloads.iter().filter(|load| ComputedLimit::is_of(load)).collect();
         assert!(of.iter().all(|load| load.id.starts_with("512k")) && of.len() == 3);
-        let mut ceiling = Ceiling::new(Path::new("/dev/shm"), 2 << 20).unwrap();
+        let mut computed_limit = ComputedLimit::new(Path::new("/dev/shm"), 2 << 20).unwrap();
         for load in of {
             let latency = Histogram::new_with_bounds(1, 60_000_000_000, 2).unwrap();
-            let measured = ceiling.measure(load, Duration::from_millis(20), latency).unwrap();
+            let measured =
+                computed_limit.measure(load, Duration::from_millis(20), latency).unwrap();
             assert!(measured.blocks > 0 && measured.time >= Duration::from_millis(20));
             assert_eq!(measured.latency.len(), measured.blocks);
         }
