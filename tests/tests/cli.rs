@@ -133,7 +133,7 @@ fn scripts_can_tell_failures_apart_and_read_every_format() {
     );
     here.vmseal(&["--request-id", "change-7", "policy", "create", "asked-for", "--plain"]).unwrap();
     let asked = here.json(&["events", "--request", "change-7"]).unwrap();
-    assert_eq!((&asked[0]["kind"], asked.as_array().unwrap().len()), (&"policy.added".into(), 1));
+    assert_eq!((&asked[0]["kind"], asked.as_array().unwrap().len()), (&"policy.created".into(), 1));
     let all = here.json(&["events"]).unwrap();
     let last = here.json(&["events", "-n", "2"]).unwrap();
     assert_eq!(
@@ -286,7 +286,7 @@ fn waiting_for_a_task_survives_a_restart_of_the_server() {
     watch.line_with(&["the server answers again"]);
     here.vmseal(&["policy", "create", "later", "--plain"]).unwrap();
     list.line_with(&["added", "later"]);
-    events.line_with(&["policy.added", "later"]);
+    events.line_with(&["policy.created", "later"]);
     watch.line_with(&["vm.stop vm1", "failed at step"]);
     assert_eq!(watch.child.wait().unwrap().code(), Some(6), "not as the task ended");
     assert_eq!(late.wait().unwrap().code(), Some(6), "not as the task ended");

@@ -78,7 +78,7 @@ fn tools_fill_and_read_the_disk_of_a_vm_that_is_off_and_it_starts_afterwards() {
     here.kill_agent();
     here.start_agent().unwrap();
     let (code, said) = exposed.ended().unwrap();
-    assert!(code == Some(6) && said.contains("not exposed any more"), "{code:?} {said}");
+    assert!(code == Some(6) && said.contains("no longer exposed"), "{code:?} {said}");
     here.wait_host().unwrap();
     eventually("the filter of the dead agent is gone", || {
         here.guest_processes(FILTER).is_empty().then_some(())
@@ -109,7 +109,7 @@ fn a_disk_whose_image_was_cut_is_read_with_errors_and_an_alarm() {
     let told = here.wait_alarm("web", "disk-errors").unwrap();
     assert!(told.contains("truncated") && told.contains("disk0"), "{told}");
     let scan = here.json(&["datastore", "scan", "local"]).unwrap();
-    assert_eq!(scan["images"][0]["standing"], "truncated", "{scan}");
+    assert_eq!(scan["images"][0]["status"], "truncated", "{scan}");
     // Whole again, it ends in order; what went wrong is said once more.
     image.set_len(length).unwrap();
     let said = exposed.interrupt().unwrap_err().to_string();

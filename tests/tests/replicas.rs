@@ -113,9 +113,9 @@ fn a_replica_outlives_the_deaths_of_filter_and_agent_and_is_the_disk_in_the_end(
     assert_eq!(std::fs::read(&map).unwrap(), before);
 
     let scan = here.json(&["datastore", "scan", "second"]).unwrap();
-    let standings: Vec<_> =
-        scan["images"].as_array().unwrap().iter().map(|it| it["standing"].clone()).collect();
-    assert_eq!(standings, [Value::from("in_use")], "{scan}");
+    let statuses: Vec<_> =
+        scan["images"].as_array().unwrap().iter().map(|it| it["status"].clone()).collect();
+    assert_eq!(statuses, [Value::from("in_use")], "{scan}");
 
     // Without its second datastore the guest runs, and what it writes is not taken for copied.
     let away = here.path("away");

@@ -9,14 +9,14 @@ use serde_json::Value;
 use vmseal_tests::eventually;
 use vmseal_tests::installation::{Installation, create, text};
 
-/// The standings of what is on a datastore, with the disks' names.
+/// The statuses of what is on a datastore, with the disks' names.
 fn scanned(here: &Installation, datastore: &str) -> Vec<(String, Value)> {
     let scan = here.json(&["datastore", "scan", datastore]).unwrap();
     assert_eq!(scan["incomplete"], Value::Null, "{scan}");
     let images = scan["images"].as_array().unwrap();
     images
         .iter()
-        .map(|image| (image["standing"].as_str().unwrap().to_owned(), image["disk"].clone()))
+        .map(|image| (image["status"].as_str().unwrap().to_owned(), image["disk"].clone()))
         .collect()
 }
 
@@ -160,7 +160,7 @@ fn a_vm_has_disks_on_two_datastores_and_a_scan_tells_what_belongs_to_whom() {
     std::fs::create_dir(&gone).unwrap();
     std::fs::copy(&copied, gone.join("01890a5d-ac96-774b-bcce-b302099a8058.raw")).unwrap();
     let told = scanned(&here, "second");
-    let count = |standing: &str| told.iter().filter(|(it, _)| it == standing).count();
+    let count = |status: &str| told.iter().filter(|(it, _)| it == status).count();
     assert_eq!((count("orphan"), count("in_use"), told.len()), (2, 1, 3), "{told:?}");
     assert!(told.contains(&("in_use".to_owned(), "data".into())), "{told:?}");
     assert_eq!(scanned(&here, "local"), [("in_use".to_owned(), "system".into())]);

@@ -187,7 +187,7 @@ pub struct DatastoreScan {
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct ScannedImage {
     /// How it stands to the inventory.
-    pub standing: Standing,
+    pub status: ImageStatus,
     /// The VM that it belongs to, by name.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vm: Option<String>,
@@ -205,7 +205,7 @@ pub struct ScannedImage {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "snake_case")]
-pub enum Standing {
+pub enum ImageStatus {
     /// The disk of a VM.
     InUse,
     /// The disk of a VM, or its replica, whose file is shorter than the disk.

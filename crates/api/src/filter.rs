@@ -179,7 +179,7 @@ pub struct ReplicaStatus {
     pub lag_milliseconds: Option<u64>,
     /// What keeps it from being copied, or its map from being kept, at present.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub trouble: Option<String>,
+    pub last_error: Option<String>,
 }
 
 /// The least memory of a cache, in bytes: less is not worth its looking up.
@@ -626,7 +626,7 @@ pub struct DiskStatus {
     pub counters: DiskCounters,
     /// The last error the datastore gave the guest, and what to do about it; the disk goes on.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub trouble: Option<String>,
+    pub last_error: Option<String>,
     /// Its dirty bitmaps.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub bitmaps: Vec<BitmapStatus>,

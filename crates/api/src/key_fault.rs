@@ -1,8 +1,8 @@
-//! Why a key cannot be had.
+//! Why a key is unavailable.
 
 use serde::{Deserialize, Serialize};
 
-/// Why a key cannot be had, as the `reason` of a problem and of an alarm: stable, for programs.
+/// Why a key is unavailable, as the `reason` of a problem and of an alarm: stable, for programs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "kebab-case")]

@@ -411,7 +411,7 @@ impl TaskState {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Plan {
-    /// What it would do (`vm.create`, `policy.remove`, …).
+    /// What it would do (`vm.create`, `policy.delete`, …).
     pub kind: String,
     /// The resource that it is about, by name.
     pub target: String,
@@ -499,7 +499,7 @@ pub struct Alarm {
     pub since: Timestamp,
     /// What happened and what to do.
     pub detail: String,
-    /// Why a key cannot be had, where it is about that.
+    /// Why a key is unavailable, where it is about that.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reason: Option<KeyFault>,
 }

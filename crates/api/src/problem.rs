@@ -122,7 +122,7 @@ pub struct Problem {
     /// The field of the request that is at fault, as a path (`disks[0].size`).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub field: Option<String>,
-    /// Why a key cannot be had, where it is about that.
+    /// Why a key is unavailable, where it is about that.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reason: Option<KeyFault>,
     /// The id of the request that failed: what its lines in all logs carry.

@@ -31,7 +31,7 @@ fn found(image: &ScannedImage, cell: fn(&FoundImage) -> Cell) -> Cell {
 
 impl Row for ScannedImage {
     const COLUMNS: &'static [Column<Self>] = &[
-        usual("standing", |it| word(&it.standing).into()),
+        usual("status", |it| word(&it.status).into()),
         usual("vm", |it| it.vm.clone().into()),
         usual("disk", |it| it.disk.clone().into()),
         usual("size", |it| found(it, |image| Cell::Bytes(image.size))),

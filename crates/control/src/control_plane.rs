@@ -18,7 +18,7 @@ use crate::setup::authority::Authority;
 use crate::setup::expiry;
 use crate::setup::identity::Identity;
 use crate::setup::initialise::Initialised;
-use crate::store::alarms::{self, Standing};
+use crate::store::alarms::{self, RaisedAlarm};
 use crate::store::{Store, StoreError};
 use crate::tasks::{Engine, Retry};
 
@@ -117,18 +117,18 @@ async fn renew(identity: Arc<Identity>, authority: Arc<Authority>, store: Arc<St
         if let Err(error) = identity.renew(&authority) {
             tracing::error!(%error, "the server's certificate could not be renewed");
         }
-        let standing = expiry::of_server(&identity.der(), authority.der(), Timestamp::now());
-        if let Err(error) = raise(&store, standing.as_slice()).await {
+        let raised = expiry::of_server(&identity.der(), authority.der(), Timestamp::now());
+        if let Err(error) = raise(&store, raised.as_slice()).await {
             tracing::error!(%error, "the alarm about the server's certificate could not be written");
         }
         tokio::time::sleep(RENEW_EVERY).await;
     }
 }
 
-async fn raise(store: &Store, standing: &[Standing]) -> Result<(), StoreError> {
-    if alarms::differ(&mut *store.read().await?, CERTIFICATE_ALARMS, standing).await? {
+async fn raise(store: &Store, raised: &[RaisedAlarm]) -> Result<(), StoreError> {
+    if alarms::differ(&mut *store.read().await?, CERTIFICATE_ALARMS, raised).await? {
         let mut write = store.write().await?;
-        alarms::replace(&mut write, CERTIFICATE_ALARMS, standing).await?;
+        alarms::replace(&mut write, CERTIFICATE_ALARMS, raised).await?;
         write.commit().await?;
     }
     Ok(())

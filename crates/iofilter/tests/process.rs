@@ -522,8 +522,8 @@ fn what_is_cut_off_an_image_is_an_error_to_every_reader_and_never_zeroes() {
         let uri = uri(name);
         let (well, said) = ran("nbdcopy", &[&uri, &copy]);
         assert!(!well, "{name}: nbdcopy takes what is lost for zeroes: {said}");
-        let trouble = filter.disk().trouble.unwrap_or_default();
-        assert!(trouble.contains("truncated"), "{name}: {trouble:?}");
+        let last_error = filter.disk().last_error.unwrap_or_default();
+        assert!(last_error.contains("truncated"), "{name}: {last_error:?}");
         let (well, said) = ran("qemu-img", &["convert", "-f", "raw", "-O", "raw", &uri, &copy]);
         assert!(!well, "{name}: qemu-img takes what is lost for zeroes: {said}");
     }

@@ -473,7 +473,7 @@ async fn lists_come_in_pages_and_events_are_waited_for() {
         api.post("policies", json!({ "name": "d", "encryption": false })).await
     };
     let (waited, _) = tokio::join!(waiting, adding);
-    assert_eq!(waited.body["items"][0]["kind"], "policy.added");
+    assert_eq!(waited.body["items"][0]["kind"], "policy.created");
     let begun = std::time::Instant::now();
     let none = api.get(&format!("events?after={}", i64::MAX)).await;
     assert_eq!(none.body["items"], json!([]));

@@ -67,7 +67,7 @@ pub async fn followed(agent: &dyn HostAgent, session: &Session) {
     let give_up = Instant::now() + session.fixture.patience;
     loop {
         let replica = done(agent.replica(vm, with).await, "seeing how a replica stands");
-        assert_eq!(replica.trouble, None);
+        assert_eq!(replica.last_error, None);
         if replica.dirty_bytes == 0 && replica.lag_milliseconds.is_some() {
             return;
         }

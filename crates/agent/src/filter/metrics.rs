@@ -461,7 +461,7 @@ mod tests {
             replica: Some(ReplicaStatus {
                 dirty_bytes: 12,
                 lag_milliseconds: Some(1500),
-                trouble: None,
+                last_error: None,
             }),
         };
         let state = HostState { incarnation: Incarnation::new(), generation: 1, vms: vec![] };

@@ -64,7 +64,7 @@ pub enum FilterError {
         said: String,
     },
     /// No answer in time.
-    #[error("the filter process does not answer")]
+    #[error("the filter process does not respond")]
     TimedOut,
     /// It says that it could not.
     #[error("the filter process: {message}")]

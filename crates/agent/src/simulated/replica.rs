@@ -19,6 +19,6 @@ impl Inside {
             let what = format!("runs, but {}", rules::unreplicated(disk, place));
             return Err(rules::wrong_state(spec, &what));
         }
-        Ok(ReplicaStatus { dirty_bytes: 0, lag_milliseconds: Some(0), trouble: None })
+        Ok(ReplicaStatus { dirty_bytes: 0, lag_milliseconds: Some(0), last_error: None })
     }
 }

@@ -83,7 +83,7 @@ impl Scanning {
             Ok(Ok(contents)) => contents,
             Ok(Err(error)) => Err(Problem::new(ErrorCode::Internal, error.to_string())),
             Err(_) => {
-                let what = format!("the file system at {} does not answer", path.display());
+                let what = format!("the file system at {} does not respond", path.display());
                 Err(Problem::new(ErrorCode::TimedOut, what))
             }
         }

@@ -35,7 +35,7 @@ impl Measuring {
         let DatastoreLocation::Dir { path } = &spec.location;
         let silent = DatastoreCondition::Unavailable {
             detail: format!(
-                "the file system at {} does not answer: see that its server or device is there",
+                "the file system at {} does not respond; check its server or device",
                 path.display()
             ),
         };

@@ -50,7 +50,7 @@ async fn look_for<T: Send + 'static>(
 ) -> Result<T, Problem> {
     let silent = || {
         let what = format!(
-            "the file system at {} does not answer: see that its server or device is there",
+            "the file system at {} does not respond; check its server or device",
             place.display()
         );
         Problem::new(ErrorCode::TimedOut, what)

@@ -220,24 +220,24 @@ fn unserved(status: &FilterStatus, left: &mut bool) -> Option<String> {
 
 /// What a filter's status holds that an operator should see.
 fn troubles(spec: &VmSpec, status: &FilterStatus) -> Vec<Notice> {
-    let trouble = disk_errors(spec, status);
+    let last_error = disk_errors(spec, status);
     let behind = status.disks.iter().filter_map(|disk| {
         let known = spec.disks().find(|known| known.disk == disk.disk)?;
         let place = known.replica.as_ref()?;
         let detail = match &disk.replica {
             Some(replica) => {
-                let trouble = replica.trouble.as_ref()?;
+                let last_error = replica.last_error.as_ref()?;
                 let DatastoreLocation::Dir { path } = &place.datastore.location;
                 let (name, path) = (&known.name, path.display());
                 format!(
-                    "the replica of disk '{name}' is not kept up: {trouble}. See that {path} is there, has room and works; the guest sees nothing of it, and it is tried again"
+                    "the replica of disk '{name}' is not kept up: {last_error}. See that {path} is there, has room and works; the guest sees nothing of it, and it is tried again"
                 )
             }
             None => rules::unreplicated(known, place),
         };
         Some(Notice { code: NoticeCode::ReplicaBehind, disk: Some(disk.disk), detail })
     });
-    trouble.chain(behind).collect()
+    last_error.chain(behind).collect()
 }
 
 /// The disks that answer requests with errors: requests of the guest, or of a client of an exposed disk.
@@ -246,11 +246,11 @@ pub fn disk_errors<'a>(
     status: &'a FilterStatus,
 ) -> impl Iterator<Item = Notice> + 'a {
     status.disks.iter().filter_map(|disk| {
-        let trouble = disk.trouble.as_ref()?;
+        let last_error = disk.last_error.as_ref()?;
         let known = spec.disks().find(|known| known.disk == disk.disk)?;
         let DatastoreLocation::Dir { path } = &known.datastore.location;
         let detail = format!(
-            "disk '{}' answers with errors: {trouble}. See that {} is there, has room and works; the guest, if it runs, goes on",
+            "disk '{}' answers with errors: {last_error}. See that {} is there, has room and works; the guest, if it runs, goes on",
             known.name,
             path.display()
         );
@@ -276,7 +276,7 @@ mod tests {
                     disk: DiskId::new(),
                     state,
                     counters: DiskCounters::default(),
-                    trouble: None,
+                    last_error: None,
                     bitmaps: Vec::new(),
                     replica: None,
                 })
@@ -326,15 +326,15 @@ mod tests {
                 disk: spec.disk_at(0).unwrap().disk,
                 state: DiskActivity::Connected,
                 counters: DiskCounters::default(),
-                trouble: None,
+                last_error: None,
                 bitmaps: Vec::new(),
                 replica,
             }],
             confinement: None,
         };
-        let with = |trouble: Option<&str>| {
-            let trouble = trouble.map(str::to_owned);
-            Some(ReplicaStatus { dirty_bytes: 5, lag_milliseconds: None, trouble })
+        let with = |last_error: Option<&str>| {
+            let last_error = last_error.map(str::to_owned);
+            Some(ReplicaStatus { dirty_bytes: 5, lag_milliseconds: None, last_error })
         };
         assert_eq!(troubles(&spec, &status(with(None))), []);
         for (replica, word) in [(with(Some("no room")), "no room"), (None, "without its replica")] {

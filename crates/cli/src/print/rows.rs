@@ -196,7 +196,7 @@ impl Row for DiskReplica {
         usual("datastore", |it| it.datastore.clone().into()),
         usual("dirty", |it| Cell::Bytes(it.status.dirty_bytes)),
         usual("lag", |it| Cell::Lag(it.status.lag_milliseconds)),
-        usual("trouble", |it| it.status.trouble.clone().into()),
+        usual("last-error", |it| it.status.last_error.clone().into()),
     ];
     fn identity(&self) -> String {
         format!("{} {}", self.vm, self.disk)

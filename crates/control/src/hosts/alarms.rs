@@ -9,13 +9,13 @@ use vmseal_api::id::{DiskId, VmId};
 use vmseal_api::model::Lifecycle;
 use vmseal_api::problem::Problem;
 
-use crate::store::alarms::Standing;
+use crate::store::alarms::RaisedAlarm;
 use crate::store::vms::Vm;
 
 /// A host does not answer.
 #[must_use]
-pub fn disconnected(host: &str, why: &Problem) -> Standing {
-    Standing {
+pub fn disconnected(host: &str, why: &Problem) -> RaisedAlarm {
+    RaisedAlarm {
         code: "host-disconnected",
         target: host.to_owned(),
         detail: format!("{why}. Its VMs are shown as last known; see that its agent runs"),
@@ -32,11 +32,11 @@ pub fn of_host(
     vms: &[Vm],
     disks: &HashMap<DiskId, String>,
     failures: &HashMap<VmId, Problem>,
-) -> Vec<Standing> {
-    let mut standing = Vec::new();
+) -> Vec<RaisedAlarm> {
+    let mut raised = Vec::new();
     if !description.weaknesses.is_empty() {
         let detail = description.weaknesses.join("; ");
-        standing.push(Standing {
+        raised.push(RaisedAlarm {
             code: "host-weakness",
             target: host.to_owned(),
             detail,
@@ -46,11 +46,11 @@ pub fn of_host(
     for seen in &state.vms {
         match vms.iter().find(|vm| vm.id == seen.vm) {
             Some(vm) if vm.lifecycle == Lifecycle::Ready => {
-                standing.extend(of_vm(vm, seen, disks, failures.get(&vm.id)));
+                raised.extend(of_vm(vm, seen, disks, failures.get(&vm.id)));
             }
             Some(_) => {}
             None if seen.power == Power::Off => {}
-            None => standing.push(Standing {
+            None => raised.push(RaisedAlarm {
                 code: "vm-unknown",
                 target: seen.vm.to_string(),
                 detail: format!(
@@ -60,12 +60,12 @@ pub fn of_host(
             }),
         }
     }
-    standing
+    raised
 }
 
 /// The alarms about VMs whose key no provider gives any more, for these reasons, while the host still holds it.
 #[must_use]
-pub fn last_copies(host: &str, vms: &[Vm], lost: &HashMap<VmId, Problem>) -> Vec<Standing> {
+pub fn last_copies(host: &str, vms: &[Vm], lost: &HashMap<VmId, Problem>) -> Vec<RaisedAlarm> {
     let of = |vm: &Vm| {
         let why = lost.get(&vm.id)?;
         let name = &vm.name;
@@ -73,7 +73,7 @@ pub fn last_copies(host: &str, vms: &[Vm], lost: &HashMap<VmId, Problem>) -> Vec
             "{why}. Host '{host}' holds the last copy of the key, in the memory of its agent: do not restart the agent or the host. Stop the guest (vmseal vm stop {name}) and give the VM another key now (vmseal vm recrypt {name})"
         );
         let (code, target) = ("key-on-host-only", name.clone());
-        Some(Standing { code, target, detail, reason: why.reason })
+        Some(RaisedAlarm { code, target, detail, reason: why.reason })
     };
     vms.iter().filter_map(of).collect()
 }
@@ -83,10 +83,10 @@ fn of_vm(
     seen: &VmState,
     disks: &HashMap<DiskId, String>,
     failure: Option<&Problem>,
-) -> Vec<Standing> {
+) -> Vec<RaisedAlarm> {
     let alarm =
-        |code, detail: String| Standing { code, target: vm.name.clone(), detail, reason: None };
-    let mut standing = Vec::new();
+        |code, detail: String| RaisedAlarm { code, target: vm.name.clone(), detail, reason: None };
+    let mut raised = Vec::new();
     if seen.key == KeyState::Missing {
         let why = match failure {
             Some(problem) => problem.to_string(),
@@ -94,7 +94,7 @@ fn of_vm(
         };
         let running = if seen.power == Power::Off { "" } else { "; it goes on running" };
         let locked = alarm("vm-locked", format!("its key is not on its host: {why}{running}"));
-        standing.push(Standing { reason: failure.and_then(|problem| problem.reason), ..locked });
+        raised.push(RaisedAlarm { reason: failure.and_then(|problem| problem.reason), ..locked });
     }
     if let Some(died) = &seen.died {
         let code = match died.reason {
@@ -102,7 +102,7 @@ fn of_vm(
             StopReason::QemuDied => "qemu-died",
             _ => "vm-found-dead",
         };
-        standing.push(alarm(code, died.detail.clone()));
+        raised.push(alarm(code, died.detail.clone()));
     }
     for (code, notice) in [
         ("header-copy-damaged", NoticeCode::HeaderCopyDamaged),
@@ -120,12 +120,12 @@ fn of_vm(
             let target = disk.map_or_else(|| vm.name.clone(), |disk| format!("{}/{disk}", vm.name));
             told.entry(target).or_default().push(&notice.detail);
         }
-        standing.extend(
+        raised.extend(
             told.into_iter()
-                .map(|(target, told)| Standing { target, ..alarm(code, told.join("; ")) }),
+                .map(|(target, told)| RaisedAlarm { target, ..alarm(code, told.join("; ")) }),
         );
     }
-    standing
+    raised
 }
 
 #[cfg(test)]
@@ -173,9 +173,9 @@ mod tests {
             jobs: Vec::new(),
             request_id: None,
         };
-        let standing = of_vm(&vm, &seen, &disks, None);
+        let raised = of_vm(&vm, &seen, &disks, None);
         let told: Vec<_> =
-            standing.iter().map(|it| (it.code, it.target.as_str(), it.detail.as_str())).collect();
+            raised.iter().map(|it| (it.code, it.target.as_str(), it.detail.as_str())).collect();
         let code = "header-copy-damaged";
         assert_eq!(
             told,

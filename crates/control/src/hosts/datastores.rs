@@ -13,7 +13,7 @@ use vmseal_api::model::Connection;
 use vmseal_api::problem::Problem;
 
 use super::HostView;
-use crate::store::alarms::Standing;
+use crate::store::alarms::RaisedAlarm;
 use crate::store::datastores::Datastore;
 use crate::store::{self, Store};
 
@@ -57,7 +57,7 @@ impl DatastoreMonitor {
     /// Measures all datastores of the host once. What is not answered says nothing about them.
     pub(super) async fn round(&mut self) -> Result<(), Problem> {
         let here = store::datastores::of_host(&mut *self.store.read().await?, self.host).await?;
-        let (mut standing, mut changed) = (Vec::new(), Vec::new());
+        let (mut raised, mut changed) = (Vec::new(), Vec::new());
         for datastore in here {
             let location = datastore.location.clone();
             let spec = DatastoreSpec { datastore: datastore.id, location };
@@ -67,11 +67,11 @@ impl DatastoreMonitor {
             {
                 changed.push((datastore.id, usage));
             }
-            standing.extend(self.judge(&datastore, condition));
+            raised.extend(self.judge(&datastore, condition));
         }
         let source = store::alarms::source_of_datastores(self.host);
         let mut read = self.store.read().await?;
-        let new_alarms = store::alarms::differ(&mut read, &source, &standing).await?;
+        let new_alarms = store::alarms::differ(&mut read, &source, &raised).await?;
         drop(read);
         if changed.is_empty() && !new_alarms {
             return Ok(());
@@ -80,15 +80,19 @@ impl DatastoreMonitor {
         for (datastore, usage) in changed {
             store::datastores::set_usage(&mut write, datastore, usage).await?;
         }
-        store::alarms::replace(&mut write, &source, &standing).await?;
+        store::alarms::replace(&mut write, &source, &raised).await?;
         Ok(write.commit().await?)
     }
 
-    fn judge(&mut self, datastore: &Datastore, condition: DatastoreCondition) -> Option<Standing> {
+    fn judge(
+        &mut self,
+        datastore: &Datastore,
+        condition: DatastoreCondition,
+    ) -> Option<RaisedAlarm> {
         let alarm = |code, detail: String| {
             // Hosts may have datastores of one name.
             let detail = format!("on host '{}': {detail}", datastore.host_name);
-            Some(Standing { code, target: datastore.name.clone(), detail, reason: None })
+            Some(RaisedAlarm { code, target: datastore.name.clone(), detail, reason: None })
         };
         match condition {
             DatastoreCondition::Available { usage } => {

@@ -182,7 +182,7 @@ impl Hosts {
         let entry = entries.get(&host).ok_or_else(|| Problem::not_found("host", host))?;
         if entry.view.borrow().connection == Connection::Disconnected {
             let detail = format!(
-                "host '{}' does not answer: see that its agent runs (vmseal host show {})",
+                "host '{}' is unreachable; check that its agent is running (vmseal host show {})",
                 entry.name, entry.name
             );
             return Err(Problem::new(ErrorCode::Unreachable, detail));

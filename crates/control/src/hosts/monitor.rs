@@ -387,11 +387,11 @@ impl Monitor {
             false => HashMap::new(),
         };
         let problems = self.deliveries.problems();
-        let mut standing = alarms::of_host(&self.name, description, state, &vms, &disks, &problems);
+        let mut raised = alarms::of_host(&self.name, description, state, &vms, &disks, &problems);
         let certificate = self.agent.certificate();
-        standing.extend(alarms::last_copies(&self.name, &vms, &self.last_copies(&vms, state)));
-        standing.extend(expiry::of_host(&self.name, certificate.as_deref(), Timestamp::now()));
-        let new_alarms = store::alarms::differ(&mut read, &source, &standing).await?;
+        raised.extend(alarms::last_copies(&self.name, &vms, &self.last_copies(&vms, state)));
+        raised.extend(expiry::of_host(&self.name, certificate.as_deref(), Timestamp::now()));
+        let new_alarms = store::alarms::differ(&mut read, &source, &raised).await?;
         drop(read);
         let changed: Vec<_> = vms
             .iter()
@@ -410,7 +410,7 @@ impl Monitor {
             let stopped = seen.stopped.as_ref();
             store::vms::set_seen(&mut write, vm.id, seen.power, stopped).await?;
         }
-        store::alarms::replace(&mut write, &source, &standing).await?;
+        store::alarms::replace(&mut write, &source, &raised).await?;
         write.commit().await
     }
 }

@@ -61,10 +61,10 @@ async fn a_vm_whose_key_cannot_be_had_is_locked_until_the_provider_is_unlocked()
     alarm(&fixture, "vm-locked web").await;
     assert_eq!((fixture.agent.registered(), fixture.agent.keys_held()), (vec![vm], vec![]));
     let mut read = fixture.store.read().await.unwrap();
-    let standing = crate::store::alarms::list(&mut read).await.unwrap();
+    let raised = crate::store::alarms::list(&mut read).await.unwrap();
     let provider = crate::store::providers::find(&mut read, "keys").await.unwrap().unwrap();
     drop(read);
-    assert!(standing[0].detail.contains("vmseal provider unlock keys"), "{standing:?}");
+    assert!(raised[0].detail.contains("vmseal provider unlock keys"), "{raised:?}");
     let passphrase =
         vmseal_secret::SecretBytes::from_wiped(&mut b"pass, as in the tests".to_vec()).unwrap();
     fixture.providers.unlock(&provider, passphrase, "me").await.unwrap();

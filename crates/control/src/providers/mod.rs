@@ -32,7 +32,7 @@ use self::kmip::{KmipProvider, MonitoredProvider};
 use self::measured::Measured;
 use self::native::NativeProvider;
 use crate::operation::Operation;
-use crate::store::alarms::Standing;
+use crate::store::alarms::RaisedAlarm;
 use crate::store::events::NewEvent;
 use crate::store::providers::Provider;
 use crate::store::{Part, Store, StoreError, alarms, key_requests, keys, providers, tasks};
@@ -484,9 +484,9 @@ impl Providers {
         let default = providers::default(&mut *self.store.read().await?).await?;
         let sealed = default
             .filter(|provider| self.native(provider.id).is_ok_and(|native| native.is_sealed()));
-        let standing: Vec<_> = sealed
+        let raised: Vec<_> = sealed
             .into_iter()
-            .map(|provider| Standing {
+            .map(|provider| RaisedAlarm {
                 code: "provider-sealed",
                 detail: format!(
                     "the default key provider '{0}' is sealed: no VM can be made or unlocked with its keys. Unlock it (vmseal provider unlock {0})",
@@ -496,9 +496,9 @@ impl Providers {
                 reason: Some(KeyFault::ProviderSealed),
             })
             .collect();
-        if alarms::differ(&mut *self.store.read().await?, NATIVE_ALARMS, &standing).await? {
+        if alarms::differ(&mut *self.store.read().await?, NATIVE_ALARMS, &raised).await? {
             let mut write = self.store.write().await?;
-            alarms::replace(&mut write, NATIVE_ALARMS, &standing).await?;
+            alarms::replace(&mut write, NATIVE_ALARMS, &raised).await?;
             write.commit().await?;
         }
         Ok(())

@@ -98,11 +98,11 @@ pub async fn add(
     };
     policies::insert(&mut write, &policy).await?;
     let detail = if policy.encryption { "encrypts" } else { "does not encrypt" };
-    let (kind, target) = ("policy.added", policy.name.as_str());
+    let (kind, target) = ("policy.created", policy.name.as_str());
     write.event(NewEvent { kind, actor: caller.name(), target, detail }).await?;
     if dry_run {
         let step = format!("add a policy that {detail}");
-        return Ok(Outcome::planned("policy.add", target, step));
+        return Ok(Outcome::planned("policy.create", target, step));
     }
     write.commit().await?;
     Ok(Outcome::Done(shown(policy)))
@@ -130,11 +130,11 @@ pub async fn remove(
         return Err(Problem::new(ErrorCode::InUse, detail));
     }
     policies::delete(&mut write, policy.id).await?;
-    let (kind, target) = ("policy.removed", policy.name.as_str());
+    let (kind, target) = ("policy.deleted", policy.name.as_str());
     write.event(NewEvent { kind, actor: caller.name(), target, detail: "" }).await?;
     if dry_run {
         let step = "remove it; no VM has it".to_owned();
-        return Ok(Outcome::planned("policy.remove", target, step));
+        return Ok(Outcome::planned("policy.delete", target, step));
     }
     write.commit().await?;
     Ok(Outcome::Done(()))

@@ -262,7 +262,7 @@ pub(super) fn usable(
         ProviderStatus::Failing => {
             let fault = services.providers.get(provider.id)?.known_fault();
             Err(fault.unwrap_or_else(|| {
-                let detail = format!("key provider '{name}' does not answer");
+                let detail = format!("key provider '{name}' is unreachable");
                 Problem::new(ErrorCode::Unreachable, detail)
             }))
         }

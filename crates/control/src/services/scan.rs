@@ -3,7 +3,8 @@
 use std::collections::{HashMap, HashSet};
 
 use vmseal_api::datastore::{
-    DatastoreContents, DatastoreScan, FoundImage, ImageContent, NamedImage, ScannedImage, Standing,
+    DatastoreContents, DatastoreScan, FoundImage, ImageContent, ImageStatus, NamedImage,
+    ScannedImage,
 };
 
 use crate::store::datastores::Datastore;
@@ -29,7 +30,7 @@ pub fn compare(
     let mut images = Vec::new();
     for found in contents.images {
         let image = judge(&here, found, &by_id);
-        if matches!(image.standing, Standing::InUse | Standing::Truncated)
+        if matches!(image.status, ImageStatus::InUse | ImageStatus::Truncated)
             && let Some(name) = image.found.as_ref().and_then(|found| found.named)
             && !name.replica
         {
@@ -43,7 +44,7 @@ pub fn compare(
             .filter(expected)
             .filter(|disk| since_before.contains(disk.id.as_str()) && !seen.contains(&disk.id));
         images.extend(missing.map(|disk| ScannedImage {
-            standing: Standing::Missing,
+            status: ImageStatus::Missing,
             vm: Some(disk.vm_name.clone()),
             disk: Some(disk.name.clone()),
             found: None,
@@ -66,7 +67,7 @@ fn judge(here: &str, found: FoundImage, known: &HashMap<&str, &Placed>) -> Scann
     let disk = found.named.and_then(|name| known.get(name.disk.to_string().as_str()).copied());
     let disk =
         disk.filter(|disk| found.named.is_some_and(|name| disk.vm_id == name.vm.to_string()));
-    let (standing, detail) = match (found.named, disk) {
+    let (status, detail) = match (found.named, disk) {
         (Some(NamedImage { half_made: true, .. }), _) => {
             let what = match found.kept_until {
                 Some(until) => {
@@ -75,54 +76,56 @@ fn judge(here: &str, found: FoundImage, known: &HashMap<&str, &Placed>) -> Scann
                 }
                 None => "being made, or debris, which the host removes within a day".to_owned(),
             };
-            (Standing::HalfMade, what)
+            (ImageStatus::HalfMade, what)
         }
         (Some(NamedImage { replica: true, .. }), disk) => match disk {
             Some(disk) if disk.replica_id.as_deref() == Some(here) => {
                 if let Some(what) = truncated(disk, &found) {
                     let what =
                         format!("{what}; the next start of its VM copies the whole disk again");
-                    return scanned(Standing::Truncated, Some(disk), found, what);
+                    return scanned(ImageStatus::Truncated, Some(disk), found, what);
                 }
                 let what = format!("the replica of a disk on datastore '{}'", disk.datastore_name);
-                (Standing::InUse, what)
+                (ImageStatus::InUse, what)
             }
-            _ => (Standing::Orphan, "a replica that no disk of the inventory has here".to_owned()),
+            _ => {
+                (ImageStatus::Orphan, "a replica that no disk of the inventory has here".to_owned())
+            }
         },
         (Some(_), Some(disk)) if disk.datastore_id == here => {
             if let Some(what) = truncated(disk, &found) {
                 let what = format!("{what}: restore it from a backup");
-                return scanned(Standing::Truncated, Some(disk), found, what);
+                return scanned(ImageStatus::Truncated, Some(disk), found, what);
             }
-            (Standing::InUse, against_inventory(disk, &found.content))
+            (ImageStatus::InUse, against_inventory(disk, &found.content))
         }
         (Some(_), Some(disk)) => {
             let place = &disk.datastore_name;
             (
-                Standing::Orphan,
+                ImageStatus::Orphan,
                 format!("a copy: the inventory has this disk on datastore '{place}'"),
             )
         }
-        (Some(_), None) => (Standing::Orphan, "no VM of the inventory has this disk".to_owned()),
+        (Some(_), None) => (ImageStatus::Orphan, "no VM of the inventory has this disk".to_owned()),
         (None, _) => match &found.content {
             ImageContent::Vmseal { .. } => {
                 let what = "a disk of vmseal under a name that is not its own: a copy, or moved";
-                (Standing::Orphan, what.to_owned())
+                (ImageStatus::Orphan, what.to_owned())
             }
-            _ => (Standing::Foreign, "not made by vmseal".to_owned()),
+            _ => (ImageStatus::Foreign, "not made by vmseal".to_owned()),
         },
     };
-    scanned(standing, disk, found, detail)
+    scanned(status, disk, found, detail)
 }
 
 fn scanned(
-    standing: Standing,
+    status: ImageStatus,
     disk: Option<&Placed>,
     found: FoundImage,
     detail: String,
 ) -> ScannedImage {
     ScannedImage {
-        standing,
+        status,
         vm: disk.map(|disk| disk.vm_name.clone()),
         disk: disk.map(|disk| disk.name.clone()),
         found: Some(found),
@@ -243,21 +246,21 @@ mod tests {
         let told: Vec<_> = scan
             .images
             .iter()
-            .map(|it| (it.found.as_ref().map_or("-", |found| found.path.as_str()), it.standing))
+            .map(|it| (it.found.as_ref().map_or("-", |found| found.path.as_str()), it.status))
             .collect();
         assert_eq!(
             told,
             [
-                ("whole", Standing::InUse),
-                ("bare", Standing::InUse),
-                ("forged", Standing::InUse),
-                ("copy", Standing::Orphan),
-                ("stolen", Standing::Orphan),
-                ("stranger", Standing::Orphan),
-                ("half", Standing::HalfMade),
-                ("renamed", Standing::Orphan),
-                ("foreign", Standing::Foreign),
-                ("-", Standing::Missing),
+                ("whole", ImageStatus::InUse),
+                ("bare", ImageStatus::InUse),
+                ("forged", ImageStatus::InUse),
+                ("copy", ImageStatus::Orphan),
+                ("stolen", ImageStatus::Orphan),
+                ("stranger", ImageStatus::Orphan),
+                ("half", ImageStatus::HalfMade),
+                ("renamed", ImageStatus::Orphan),
+                ("foreign", ImageStatus::Foreign),
+                ("-", ImageStatus::Missing),
             ]
         );
         assert_eq!(scan.images[0].detail, "");
@@ -270,7 +273,7 @@ mod tests {
         // A list that is not whole proves nothing missing.
         let part = DatastoreContents { incomplete: Some("too many".to_owned()), ..contents };
         let scan = compare(&here, part, &known, &known);
-        assert!(scan.images.iter().all(|image| image.standing != Standing::Missing));
+        assert!(scan.images.iter().all(|image| image.status != ImageStatus::Missing));
     }
 
     #[test]
@@ -284,10 +287,10 @@ mod tests {
         let contents = DatastoreContents { images, ..DatastoreContents::default() };
         let standings = |of: &Datastore| {
             let scan = compare(of, contents.clone(), &known, &known);
-            scan.images.iter().map(|it| it.standing).collect::<Vec<_>>()
+            scan.images.iter().map(|it| it.status).collect::<Vec<_>>()
         };
-        assert_eq!(standings(&here), [Standing::InUse]);
-        assert_eq!(standings(&there), [Standing::Orphan, Standing::Missing]);
+        assert_eq!(standings(&here), [ImageStatus::InUse]);
+        assert_eq!(standings(&there), [ImageStatus::Orphan, ImageStatus::Missing]);
     }
 
     #[test]
@@ -305,8 +308,8 @@ mod tests {
         let images = vec![of(disk, false), of(copied, true)];
         let contents = DatastoreContents { images, ..DatastoreContents::default() };
         let scan = compare(&here, contents, &known, &known);
-        let told: Vec<_> = scan.images.iter().map(|it| it.standing).collect();
-        assert_eq!(told, [Standing::Truncated, Standing::Truncated]);
+        let told: Vec<_> = scan.images.iter().map(|it| it.status).collect();
+        assert_eq!(told, [ImageStatus::Truncated, ImageStatus::Truncated]);
         let (first, second) = (&scan.images[0].detail, &scan.images[1].detail);
         assert!(first.contains("has 1044480 bytes and needs 1048576"), "{first}");
         assert!(first.contains("restore") && second.contains("copies the whole"), "{second}");
@@ -324,8 +327,8 @@ mod tests {
         let images = vec![found("deleted", name(deleted), claims(vm, deleted))];
         let contents = DatastoreContents { images, ..DatastoreContents::default() };
         let scan = compare(&here, contents, &before, &after);
-        let told: Vec<_> = scan.images.iter().map(|it| it.standing).collect();
-        assert_eq!(told, [Standing::InUse, Standing::Missing]);
+        let told: Vec<_> = scan.images.iter().map(|it| it.status).collect();
+        assert_eq!(told, [ImageStatus::InUse, ImageStatus::Missing]);
         assert!(scan.images[1].detail.contains(&gone.to_string()));
     }
 }

@@ -3,7 +3,7 @@
 
 use jiff::{SignedDuration, Timestamp};
 
-use crate::store::alarms::Standing;
+use crate::store::alarms::RaisedAlarm;
 
 /// How long before its end a certificate is an alarm: time for two people to arrange another.
 pub const WARN_BEFORE: SignedDuration = SignedDuration::from_hours(30 * 24);
@@ -27,7 +27,7 @@ pub fn alarm(
     target: &str,
     certificates: &[ExpiringCertificate],
     now: Timestamp,
-) -> Option<Standing> {
+) -> Option<RaisedAlarm> {
     let soon = |it: &&ExpiringCertificate| it.until.duration_since(now) < WARN_BEFORE;
     let told: Vec<_> = certificates
         .iter()
@@ -38,12 +38,12 @@ pub fn alarm(
         })
         .collect();
     let (target, detail) = (target.to_owned(), told.join("; "));
-    (!told.is_empty()).then_some(Standing { code: CODE, target, detail, reason: None })
+    (!told.is_empty()).then_some(RaisedAlarm { code: CODE, target, detail, reason: None })
 }
 
 /// The alarm about the certificate (DER) of a host's agent.
 #[must_use]
-pub fn of_host(host: &str, certificate: Option<&[u8]>, now: Timestamp) -> Option<Standing> {
+pub fn of_host(host: &str, certificate: Option<&[u8]>, now: Timestamp) -> Option<RaisedAlarm> {
     let certificate = ExpiringCertificate {
         what: format!("the certificate of host '{host}'"),
         until: until(certificate?)?,
@@ -54,7 +54,7 @@ pub fn of_host(host: &str, certificate: Option<&[u8]>, now: Timestamp) -> Option
 
 /// The alarm about the server's own certificate, which it renews itself long before, and its authority's.
 #[must_use]
-pub fn of_server(own: &[u8], authority: &[u8], now: Timestamp) -> Option<Standing> {
+pub fn of_server(own: &[u8], authority: &[u8], now: Timestamp) -> Option<RaisedAlarm> {
     let watched = |what: &str, der, remedy: &str| {
         let (what, remedy) = (what.to_owned(), remedy.to_owned());
         Some(ExpiringCertificate { what, until: until(der)?, remedy })

@@ -11,14 +11,14 @@ use super::{StoreError, Write, from_name, parse, to_name};
 
 /// An alarm as its source sees it; since when is the store's matter.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Standing {
+pub struct RaisedAlarm {
     /// What kind.
     pub code: &'static str,
     /// The resource, by name.
     pub target: String,
     /// What happened and what to do.
     pub detail: String,
-    /// Why a key cannot be had, where it is about that.
+    /// Why a key is unavailable, where it is about that.
     pub reason: Option<KeyFault>,
 }
 
@@ -48,11 +48,11 @@ async fn of_source(from: &mut SqliteConnection, source: &str) -> Result<Vec<Row>
 pub async fn differ(
     from: &mut SqliteConnection,
     source: &str,
-    standing: &[Standing],
+    raised: &[RaisedAlarm],
 ) -> Result<bool, StoreError> {
     let known = of_source(from, source).await?;
-    let same = known.len() == standing.len()
-        && standing.iter().all(|alarm| {
+    let same = known.len() == raised.len()
+        && raised.iter().all(|alarm| {
             known.iter().any(|row| {
                 row.code == alarm.code
                     && row.target == alarm.target
@@ -79,11 +79,11 @@ pub async fn is_raised(
 pub async fn replace(
     write: &mut Write<'_>,
     source: &str,
-    standing: &[Standing],
+    raised: &[RaisedAlarm],
 ) -> Result<(), StoreError> {
     let known = of_source(write, source).await?;
     for row in &known {
-        if !standing.iter().any(|alarm| alarm.code == row.code && alarm.target == row.target) {
+        if !raised.iter().any(|alarm| alarm.code == row.code && alarm.target == row.target) {
             sqlx::query("DELETE FROM alarms WHERE source = $1 AND code = $2 AND target = $3")
                 .bind(source)
                 .bind(&row.code)
@@ -93,7 +93,7 @@ pub async fn replace(
             tell(write, "alarm.cleared", &row.target, &row.code).await?;
         }
     }
-    for alarm in standing {
+    for alarm in raised {
         raise(write, source, alarm).await?;
     }
     Ok(())
@@ -103,7 +103,7 @@ pub async fn replace(
 pub async fn raise(
     write: &mut Write<'_>,
     source: &str,
-    alarm: &Standing,
+    alarm: &RaisedAlarm,
 ) -> Result<(), StoreError> {
     let known: i64 = sqlx::query_scalar(
         "SELECT COUNT(*) FROM alarms WHERE source = $1 AND code = $2 AND target = $3",

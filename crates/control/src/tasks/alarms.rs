@@ -4,7 +4,7 @@
 use vmseal_api::id::VmId;
 
 use crate::operation::Operation;
-use crate::store::alarms::Standing;
+use crate::store::alarms::RaisedAlarm;
 use crate::store::tasks::{self, Task};
 use crate::store::{StoreError, Write, alarms};
 
@@ -49,7 +49,7 @@ async fn raise(
     let (kind, id) = (task.operation.kind(), task.id);
     let detail =
         format!("{kind} as task {id}: {why}. When it is dealt with: vmseal task resolve {id}");
-    let alarm = Standing { code, target: task.target.clone(), detail, reason: None };
+    let alarm = RaisedAlarm { code, target: task.target.clone(), detail, reason: None };
     alarms::replace(write, &source(task), &[alarm]).await
 }
 

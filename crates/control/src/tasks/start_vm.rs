@@ -95,7 +95,7 @@ pub(super) fn locked(problem: Problem) -> Problem {
         | ErrorCode::NotFound
         | ErrorCode::KeyMismatch
         | ErrorCode::Locked => {
-            let detail = format!("the VM's key cannot be had: {problem}");
+            let detail = format!("VM key unavailable: {problem}");
             Problem { reason: problem.reason, ..Problem::new(ErrorCode::Locked, detail) }
         }
         _ => problem,

@@ -282,15 +282,15 @@ impl Fixture {
     }
 
     pub async fn alarms(&self) -> Vec<String> {
-        let standing = alarms::list(&mut self.store.read().await.unwrap()).await.unwrap();
-        standing.into_iter().map(|alarm| format!("{} {}", alarm.code, alarm.target)).collect()
+        let raised = alarms::list(&mut self.store.read().await.unwrap()).await.unwrap();
+        raised.into_iter().map(|alarm| format!("{} {}", alarm.code, alarm.target)).collect()
     }
 
     /// The reason of an alarm; none while it does not stand.
     pub async fn reason(&self, code: &str, target: &str) -> Option<Option<KeyFault>> {
-        let standing = alarms::list(&mut self.store.read().await.unwrap()).await.unwrap();
+        let raised = alarms::list(&mut self.store.read().await.unwrap()).await.unwrap();
         let wanted = |alarm: &&Alarm| alarm.code == code && alarm.target == target;
-        standing.iter().find(wanted).map(|alarm| alarm.reason)
+        raised.iter().find(wanted).map(|alarm| alarm.reason)
     }
 
     /// Nothing is left of a VM: no rows, no file, no registration, and its keys are destroyed.

@@ -65,7 +65,7 @@ impl Counters {
 pub struct DiskState {
     disk: DiskId,
     activity: Mutex<DiskActivity>,
-    trouble: Mutex<ErrorLog>,
+    last_error: Mutex<ErrorLog>,
     queues: Vec<Counters>,
     cipher: Option<Arc<CipherTime>>,
     layers: Vec<Arc<dyn Layer>>,
@@ -96,7 +96,7 @@ impl DiskState {
         Self {
             disk,
             activity: Mutex::new(DiskActivity::Idle),
-            trouble: Mutex::default(),
+            last_error: Mutex::default(),
             queues: (0..queues.max(1)).map(|_| Counters::default()).collect(),
             cipher: None,
             layers: Vec::new(),
@@ -113,9 +113,9 @@ impl DiskState {
     }
 
     /// What went wrong last, with a request of the guest or, if none did, of those beside it.
-    fn trouble(&self) -> Option<String> {
-        let own = lock(&self.trouble).message.clone();
-        own.or_else(|| self.beside.as_ref().and_then(|beside| beside.trouble()))
+    fn last_error(&self) -> Option<String> {
+        let own = lock(&self.last_error).message.clone();
+        own.or_else(|| self.beside.as_ref().and_then(|beside| beside.last_error()))
     }
 
     /// The same, of a disk that has these dirty bitmaps.
@@ -168,13 +168,13 @@ impl DiskState {
     /// Notes and logs (now and then) that a request failed for a reason that lies with us or below us,
     /// or that the guest asked for something that cannot be.
     pub fn note(&self, done: &Done, error: IoError) {
-        let mut trouble = lock(&self.trouble);
+        let mut last_error = lock(&self.last_error);
         if !matches!(error, IoError::OutOfRange | IoError::Scattered | IoError::ReadOnly) {
-            trouble.message = Some(error.to_string());
+            last_error.message = Some(error.to_string());
         }
-        if trouble.logged.is_none_or(|last| last.elapsed() > LOG_EVERY) {
-            trouble.logged = Some(Instant::now());
-            drop(trouble);
+        if last_error.logged.is_none_or(|last| last.elapsed() > LOG_EVERY) {
+            last_error.logged = Some(Instant::now());
+            drop(last_error);
             tracing::error!(
                 operation = ?done.operation, offset = done.offset, length = done.length, %error,
                 "a request failed; whoever made it sees an I/O error and goes on"
@@ -184,14 +184,14 @@ impl DiskState {
 
     /// Notes and logs (now and then) that a queue is stopped, as the guest has broken its ring; whether it was logged.
     pub fn note_broken(&self, queue: usize, error: &dyn std::error::Error) -> bool {
-        let mut trouble = lock(&self.trouble);
-        if trouble.broken_logged.is_some_and(|last| last.elapsed() <= LOG_EVERY) {
-            trouble.broken += 1;
+        let mut last_error = lock(&self.last_error);
+        if last_error.broken_logged.is_some_and(|last| last.elapsed() <= LOG_EVERY) {
+            last_error.broken += 1;
             return false;
         }
-        let unlogged = std::mem::take(&mut trouble.broken);
-        trouble.broken_logged = Some(Instant::now());
-        drop(trouble);
+        let unlogged = std::mem::take(&mut last_error.broken);
+        last_error.broken_logged = Some(Instant::now());
+        drop(last_error);
         tracing::error!(queue, %error, unlogged, "the guest's queue is stopped");
         true
     }
@@ -235,7 +235,7 @@ impl DiskState {
             disk: self.disk,
             state: lock(&self.activity).clone(),
             counters: self.totals(),
-            trouble: self.trouble(),
+            last_error: self.last_error(),
             bitmaps: self.bitmaps.as_ref().map(|bitmaps| bitmaps.status()).unwrap_or_default(),
             replica: self.replica.as_ref().map(Replicate::status),
         }

@@ -451,7 +451,7 @@ fn a_full_datastore_is_an_io_error_and_a_mark_and_the_disk_goes_on() {
     let mut guest = server.connect(ALL);
     assert_eq!(guest.request(1, 0, &vec![7; 128 << 10]).0, OK);
     assert_eq!(guest.request(1, 512, &vec![8; 256 << 10]).0, IOERR);
-    assert!(server.state.status().trouble.unwrap().contains("no space"));
+    assert!(server.state.status().last_error.unwrap().contains("no space"));
     assert_eq!(guest.request(0, 0, &vec![0; 128 << 10]), (OK, vec![7; 128 << 10]));
     assert_eq!(guest.request(11, 0, &range(0, 2048, 0)).0, OK, "the guest makes room");
     assert_eq!(guest.request(1, 512, &vec![8; 128 << 10]).0, OK);

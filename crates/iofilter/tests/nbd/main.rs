@@ -490,6 +490,6 @@ fn a_broken_image_is_never_made_longer() {
     let mut first = [0; 8];
     server.file().read_exact_at(&mut first, OFFSET).unwrap();
     assert_ne!(first, [0; 8]);
-    let message = server.state.status().trouble.unwrap();
+    let message = server.state.status().last_error.unwrap();
     assert!(message.contains("truncated"), "{message}");
 }

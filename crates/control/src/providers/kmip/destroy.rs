@@ -18,7 +18,7 @@ use super::KEY_STATE;
 use super::ask::{ServerFailure, Silent};
 use super::create::{LocateResult, may_be_late};
 use super::{KmipProvider, ServerState};
-use crate::store::alarms::{self, Standing};
+use crate::store::alarms::{self, RaisedAlarm};
 use crate::store::events::NewEvent;
 use crate::store::key_requests::{self, KeyRequest};
 use crate::store::keys::{self, LivingKey};
@@ -45,7 +45,7 @@ impl PendingDestruction {
 }
 
 /// The alarm about keys that are to be destroyed.
-pub(super) fn alarm_of(provider: &str, pending: &[PendingDestruction]) -> Option<Standing> {
+pub(super) fn alarm_of(provider: &str, pending: &[PendingDestruction]) -> Option<RaisedAlarm> {
     let first = pending.first()?;
     let named = pending.iter().take(NAMED_MAX);
     let mut named: Vec<_> =
@@ -59,7 +59,7 @@ pub(super) fn alarm_of(provider: &str, pending: &[PendingDestruction]) -> Option
         named.join("; ")
     );
     let (code, target) = ("keys-await-destruction", provider.to_owned());
-    Some(Standing { code, target, detail, reason: first.why.reason })
+    Some(RaisedAlarm { code, target, detail, reason: first.why.reason })
 }
 
 impl KmipProvider {

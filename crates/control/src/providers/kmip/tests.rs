@@ -92,8 +92,8 @@ impl Here {
     }
 
     async fn alarms(&self) -> Vec<(String, Option<KeyFault>)> {
-        let standing = alarms::list(&mut self.store.read().await.unwrap()).await.unwrap();
-        standing.into_iter().map(|alarm| (alarm.code, alarm.reason)).collect()
+        let raised = alarms::list(&mut self.store.read().await.unwrap()).await.unwrap();
+        raised.into_iter().map(|alarm| (alarm.code, alarm.reason)).collect()
     }
 
     async fn eventually(&self, what: &str, test: impl AsyncFn(&Self) -> bool) {

@@ -32,7 +32,7 @@ use super::get::GetFailure;
 use super::{KeyProvider, KmipProvider, ServerState, problem};
 use crate::backoff;
 use crate::setup::expiry;
-use crate::store::alarms::{self, Standing};
+use crate::store::alarms::{self, RaisedAlarm};
 use crate::store::{keys, kmip, providers};
 
 /// How often a KMS that answers is looked at; as vCenter does.
@@ -70,7 +70,7 @@ struct ProviderMonitor {
     /// In a row.
     failures: u32,
     /// The alarms about keys, as last known.
-    about_keys: Vec<Standing>,
+    about_keys: Vec<RaisedAlarm>,
     /// What is put off, as last known.
     pending: Vec<PendingDestruction>,
     /// How many looks in a row have left something undone.
@@ -109,7 +109,7 @@ impl ProviderMonitor {
         if answers {
             // Each whatever becomes of the other: what is known stays known.
             match provider.look_at_keys().await {
-                Ok(standing) => self.about_keys = standing,
+                Ok(raised) => self.about_keys = raised,
                 Err(problem) => {
                     tracing::warn!(provider = provider.name, %problem, "the states of its keys could not be read");
                 }
@@ -141,26 +141,26 @@ impl ProviderMonitor {
 
     async fn raise(&self, servers: &[Arc<ServerState>]) -> Result<(), Problem> {
         let provider = &self.provider;
-        let mut standing = provider.about_servers(servers);
+        let mut raised = provider.about_servers(servers);
         let mut read = provider.store.read().await?;
         let (in_use, _) = providers::uses(&mut read, provider.id).await?;
         let default = providers::default(&mut read).await?.is_some_and(|it| it.id == provider.id);
         drop(read);
         if in_use == 0 {
             // Somebody is setting it up.
-            standing.retain(|alarm| match alarm.reason {
+            raised.retain(|alarm| match alarm.reason {
                 Some(KeyFault::NotTrusted | KeyFault::NoClientCertificate) => false,
                 Some(KeyFault::ProviderSealed) => default,
                 _ => true,
             });
         }
-        standing.extend(provider.about_certificates(servers, Timestamp::now()));
-        standing.extend(self.about_keys.iter().cloned());
-        standing.extend(alarm_of(&provider.name, &self.pending));
+        raised.extend(provider.about_certificates(servers, Timestamp::now()));
+        raised.extend(self.about_keys.iter().cloned());
+        raised.extend(alarm_of(&provider.name, &self.pending));
         let source = provider.id.to_string();
-        if alarms::differ(&mut *provider.store.read().await?, &source, &standing).await? {
+        if alarms::differ(&mut *provider.store.read().await?, &source, &raised).await? {
             let mut write = provider.store.write().await?;
-            alarms::replace(&mut write, &source, &standing).await?;
+            alarms::replace(&mut write, &source, &raised).await?;
             write.commit().await?;
         }
         Ok(())
@@ -197,12 +197,12 @@ impl KmipProvider {
     }
 
     /// The alarms about servers that cannot be used: all of them, or some.
-    fn about_servers(&self, servers: &[Arc<ServerState>]) -> Vec<Standing> {
+    fn about_servers(&self, servers: &[Arc<ServerState>]) -> Vec<RaisedAlarm> {
         let faults: Vec<_> =
             servers.iter().filter_map(|server| Some((server, server.fault()?))).collect();
         let Some((_, first)) = faults.first() else { return Vec::new() };
         let alarm =
-            |code, detail, reason| Standing { code, target: self.name.clone(), detail, reason };
+            |code, detail, reason| RaisedAlarm { code, target: self.name.clone(), detail, reason };
         if faults.len() == servers.len() {
             let code = match first.reason {
                 Some(KeyFault::ProviderSealed) => "provider-sealed",
@@ -223,7 +223,7 @@ impl KmipProvider {
         &self,
         servers: &[Arc<ServerState>],
         now: Timestamp,
-    ) -> Option<Standing> {
+    ) -> Option<RaisedAlarm> {
         let name = &self.name;
         let mut all = Vec::new();
         let setup = self.setup.read().unwrap_or_else(std::sync::PoisonError::into_inner);
@@ -259,7 +259,7 @@ impl KmipProvider {
     }
 
     /// The alarms about keys in use that are no longer as they should be.
-    async fn look_at_keys(&self) -> Result<Vec<Standing>, Problem> {
+    async fn look_at_keys(&self) -> Result<Vec<RaisedAlarm>, Problem> {
         let living = keys::living(&mut *self.store.read().await?, self.id).await?;
         let used: Vec<_> = living
             .into_iter()
@@ -270,20 +270,20 @@ impl KmipProvider {
             self.note_faults(HashMap::new());
             return Ok(Vec::new());
         }
-        let (mut standing, mut faults) = (Vec::new(), HashMap::new());
+        let (mut raised, mut faults) = (Vec::new(), HashMap::new());
         for (id, vm, problem) in self.faults_of(used).await? {
             faults.insert(id.as_str().to_owned(), problem.clone());
             // One alarm for a VM that is being given another key and has two.
-            match standing.iter_mut().find(|known: &&mut Standing| known.target == vm) {
+            match raised.iter_mut().find(|known: &&mut RaisedAlarm| known.target == vm) {
                 Some(known) => known.detail = format!("{}; {}", known.detail, problem.detail),
                 None => {
                     let (code, detail) = (KEY_STATE, problem.detail);
-                    standing.push(Standing { code, target: vm, detail, reason: problem.reason });
+                    raised.push(RaisedAlarm { code, target: vm, detail, reason: problem.reason });
                 }
             }
         }
         self.note_faults(faults);
-        Ok(standing)
+        Ok(raised)
     }
 
     /// What is wrong with keys. One that a server does not have, or calls destroyed, is asked of the next.

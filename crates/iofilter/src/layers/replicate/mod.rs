@@ -155,11 +155,11 @@ impl Replicate {
     pub fn status(&self) -> ReplicaStatus {
         let shared = &*self.0;
         let troubles = lock(&shared.troubles);
-        let trouble = [&troubles.map, &troubles.copy].into_iter().flatten().cloned();
+        let last_error = [&troubles.map, &troubles.copy].into_iter().flatten().cloned();
         ReplicaStatus {
             dirty_bytes: shared.dirty_bytes(),
             lag_milliseconds: shared.lag(),
-            trouble: trouble.reduce(|one, other| format!("{one}; {other}")),
+            last_error: last_error.reduce(|one, other| format!("{one}; {other}")),
         }
     }
 

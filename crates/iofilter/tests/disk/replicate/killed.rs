@@ -87,7 +87,7 @@ fn a_filter_that_is_killed_goes_on_with_the_copy_until_the_replica_is_equal() {
         std::thread::sleep(Duration::from_millis(20));
     }
     let status = status(path);
-    assert_eq!((status.trouble, status.lag_milliseconds), (None, Some(0)));
+    assert_eq!((status.last_error, status.lag_milliseconds), (None, Some(0)));
     filter.kill();
     let read = |name: &str| std::fs::read(path.join(name)).unwrap();
     assert!(read("disk") == read("replica")[4096..], "the replica counts as equal and differs");

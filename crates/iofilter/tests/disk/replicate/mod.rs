@@ -62,7 +62,7 @@ fn live(faults: &Faults, seed: u64, happened: &mut Happened) {
     guest.settle();
     assert_eq!(guest.dirty(), 0, "it does not become equal");
     let status = guest.status();
-    assert_eq!((status.trouble, status.lag_milliseconds.is_some()), (None, true));
+    assert_eq!((status.last_error, status.lag_milliseconds.is_some()), (None, true));
     drop(guest);
     rig.is_equal("at the end");
 }

@@ -396,14 +396,14 @@ fn while_the_map_cannot_be_written_at_all_first_changes_wait_and_others_do_not()
         assert!(memory.chain.next_done().is_none(), "on the disk, and not on record");
         assert_eq!(memory.chain.deadline(), None, "it is tried again by time");
     }
-    let trouble = memory.replicate.status().trouble.unwrap();
+    let last_error = memory.replicate.status().last_error.unwrap();
     assert!(trouble.contains("map") && trouble.contains("waits until it can"), "{trouble}");
     assert_eq!(memory.next_process_copies(), 1 << 20, "nothing else is on record");
     memory.works_below.store(u64::MAX, Ordering::Relaxed);
     assert!(memory.replicate.mark_waiting());
     memory.chain.poll();
     assert_eq!(memory.chain.next_done().unwrap().result, Ok(()));
-    assert_eq!(memory.replicate.status().trouble, None);
+    assert_eq!(memory.replicate.status().last_error, None);
     assert_eq!(memory.next_process_copies(), 2 << 20);
 }
 
@@ -415,15 +415,15 @@ fn a_map_that_is_partly_broken_is_wiped_so_that_the_guest_goes_on_and_nothing_is
         let _ = memory.replicate.mark_waiting();
     };
     write(&mut memory.chain, 2 << 20, 3, 4096, mark);
-    let trouble = memory.replicate.status().trouble.unwrap();
-    assert!(trouble.contains("the disk goes on"), "{trouble}");
+    let last_error = memory.replicate.status().last_error.unwrap();
+    assert!(last_error.contains("the disk goes on"), "{last_error}");
     copy_all(&memory.replicate, &mut memory.copier);
     assert_eq!(memory.map.bytes()[..512], [0; 512]);
     memory.works_below.store(u64::MAX, Ordering::Relaxed);
     write(&mut memory.chain, 0, 3, 4096, || {
         let _ = memory.replicate.mark_waiting();
     });
-    assert_eq!(memory.replicate.status().trouble, None);
+    assert_eq!(memory.replicate.status().last_error, None);
     assert_eq!(memory.next_process_copies(), 1 << 20, "it is kept again");
 }
 

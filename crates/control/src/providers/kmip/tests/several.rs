@@ -119,12 +119,12 @@ async fn certificates_that_end_soon_are_alarms() {
     let pinned = here.providers.trust_certificate(&provider, "two", &shown.fingerprint, "me");
     pinned.await.unwrap();
     let kmip = here.providers.kmip(provider.id).unwrap();
-    let standing = |now| kmip.about_certificates(&kmip.servers(), now);
-    assert!(standing(Timestamp::now()).is_none());
+    let raised = |now| kmip.about_certificates(&kmip.servers(), now);
+    assert!(raised(Timestamp::now()).is_none());
     let client = here.providers.kmip_details(&provider).unwrap().client.unwrap();
     let last = client.not_after.max(shown.not_after);
     // Each is told of: the client's, that of a server which an authority signed, and a pinned one.
-    let alarm = standing(last).unwrap();
+    let alarm = raised(last).unwrap();
     assert_eq!(alarm.code, expiry::CODE);
     for what in ["the client certificate", "of server 'one'", "of server 'two'"] {
         assert!(alarm.detail.contains(what), "{what}: {}", alarm.detail);

@@ -6,8 +6,8 @@ use super::*;
 
 /// The detail of the alarm of this kind.
 async fn detail(here: &Here, code: &str) -> Option<String> {
-    let standing = alarms::list(&mut here.store.read().await.unwrap()).await.unwrap();
-    standing.into_iter().find(|alarm| alarm.code == code).map(|alarm| alarm.detail)
+    let raised = alarms::list(&mut here.store.read().await.unwrap()).await.unwrap();
+    raised.into_iter().find(|alarm| alarm.code == code).map(|alarm| alarm.detail)
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
