@@ -190,6 +190,28 @@ impl Hosts {
         Ok(Arc::clone(&entry.agent))
     }
 
+    /// Waits until a host's monitor has a newer state than one that was read from the host; for as long as the
+    /// caller likes, as the host may not answer, or its monitor be busy.
+    ///
+    /// # Errors
+    /// `not-found`: it was removed.
+    pub async fn newer_state(
+        &self,
+        host: HostId,
+        than: &HostState,
+    ) -> Result<Arc<HostState>, Problem> {
+        let gone = || Problem::not_found("host", host);
+        let mut view =
+            self.entries().get(&host).map(|entry| entry.view.clone()).ok_or_else(gone)?;
+        let newer = |state: &Arc<HostState>| {
+            state.incarnation != than.incarnation || state.generation > than.generation
+        };
+        let seen = view.wait_for(|view| {
+            view.connection == Connection::Connected && view.state.as_ref().is_some_and(newer)
+        });
+        seen.await.map_err(|_| gone())?.state.clone().ok_or_else(gone)
+    }
+
     /// Waits until what is shown of a host is at least as new as a state that was read from it, so that
     /// whoever waited for a task sees what it did. A monitor that is busy elsewhere is not waited for long.
     pub async fn until_shown(&self, host: HostId, read: &HostState) {

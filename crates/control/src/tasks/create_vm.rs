@@ -1,6 +1,8 @@
 //! Making a VM: its key, its registration, its disks. Until the last step it is `creating`, and undoing
 //! leaves nothing of it.
 
+use std::sync::Arc;
+
 use vmseal_api::datastore::DatastoreCondition;
 use vmseal_api::host::{
     CreateJob, DiskState, DiskToCreate, HostAgent, HostState, JobSpec, JobState,
@@ -159,9 +161,9 @@ pub(super) async fn create_disks(run: &Run<'_>) -> Result<(), StepError> {
     let wanted = |disk: &Disk| DiskToCreate { disk: disk.id, source: disk.image.clone() };
     let job = JobSpec::Create(CreateJob { disks: disks.iter().map(wanted).collect() });
     begin(run, &vm, &*agent, job).await?;
-    let mut state: Option<HostState> = None;
+    let mut state: Option<Arc<HostState>> = None;
     loop {
-        let next = run.news(&*agent, state.as_ref()).await?;
+        let next = run.news(vm.host, state.as_deref()).await?;
         match run.job_in(&next).map(|job| &job.state) {
             Some(JobState::Done) => {
                 let seen = state_of(&next, vm.id).map(|seen| seen.disks.as_slice());
@@ -248,7 +250,7 @@ pub(super) async fn finish(run: &Run<'_>) -> Result<(), StepError> {
         }
     }
     let vm = run.vm().await?;
-    let state = run.news(&*run.agent(&vm)?, None).await?;
+    let state = run.news(vm.host, None).await?;
     run.hosts().until_shown(vm.host, &state).await;
     measure_datastores(run).await;
     Ok(())

@@ -1,6 +1,8 @@
 //! Writing a disk to a file of its host. The host writes it under another name first, and gives it its own
 //! in a step of its own: whether that has happened can always be told.
 
+use std::sync::Arc;
+
 use async_trait::async_trait;
 use vmseal_api::host::{ExportJob, HostAgent, HostState, JobSpec, JobState};
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -92,9 +94,9 @@ pub(super) async fn write(run: &Run<'_>) -> Result<(), StepError> {
     let vm = run.vm().await?;
     let agent = run.agent(&vm)?;
     begin(run, &vm, &*agent, order(run)?).await?;
-    let mut state: Option<HostState> = None;
+    let mut state: Option<Arc<HostState>> = None;
     loop {
-        let next = run.news(&*agent, state.as_ref()).await?;
+        let next = run.news(vm.host, state.as_deref()).await?;
         match run.job_in(&next).map(|job| &job.state) {
             Some(JobState::ReadyToCommit | JobState::Done) => {
                 run.show(Progress::default());

@@ -197,7 +197,7 @@ pub(super) async fn check(run: &Run<'_>) -> Result<(), StepError> {
         return refused("has been changed meanwhile");
     }
     let agent = run.agent(&vm)?;
-    let state = run.news(&*agent, None).await?;
+    let state = run.news(vm.host, None).await?;
     if state_of(&state, vm.id).is_some_and(|seen| seen.power != Power::Off) {
         return refused("is not off: stop it first");
     }

@@ -7,7 +7,7 @@ use std::time::Duration;
 use serde::de::DeserializeOwned;
 use tokio::sync::watch;
 use vmseal_api::host::{HostAgent, HostState, JobStatus, VmState};
-use vmseal_api::id::VmId;
+use vmseal_api::id::{HostId, VmId};
 use vmseal_api::model::ChangeKind;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::transfer::Progress;
@@ -46,7 +46,7 @@ pub(super) struct Requests {
     pub(super) forced: bool,
 }
 
-/// How long one wait for a host's news is: a cancelled task notices within it.
+/// How long a task waits for news from a host's monitor before it asks the host itself.
 const NEWS_WAIT: Duration = Duration::from_secs(2);
 
 /// Why a step did not succeed.
@@ -183,21 +183,23 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Reads the host's state, at once or as soon as it differs from the last one.
+    /// The host's state: at first as the host itself has it, so that what it was just asked to do is in it; then as
+    /// the host's monitor has it, as soon as it is newer than the last one. So a host is asked once, however many
+    /// tasks wait for it.
     pub(super) async fn news(
         &self,
-        agent: &dyn HostAgent,
+        host: HostId,
         last: Option<&HostState>,
-    ) -> Result<HostState, Problem> {
-        let wait = if last.is_some() { NEWS_WAIT } else { Duration::ZERO };
+    ) -> Result<Arc<HostState>, Problem> {
+        let read = async || Ok(Arc::new(self.hosts().agent(host)?.state_now().await?));
+        let Some(last) = last else { return read().await };
         let mut requests = self.requests.clone();
         tokio::select! {
-            state = agent.state_after(last, wait) => state,
+            newer = self.hosts().newer_state(host, last) => newer,
+            // The host does not answer, or its monitor is busy.
+            () = tokio::time::sleep(NEWS_WAIT) => read().await,
             // The caller checks; it goes on with what it has.
-            Ok(()) = requests.changed() => match last {
-                Some(state) => Ok(state.clone()),
-                None => agent.state_now().await,
-            },
+            Ok(()) = requests.changed() => Ok(Arc::new(last.clone())),
         }
     }
 }

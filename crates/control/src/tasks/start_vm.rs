@@ -1,10 +1,11 @@
 //! Starting a VM.
 
-use async_trait::async_trait;
+use std::sync::Arc;
 use std::time::Duration;
 
+use async_trait::async_trait;
 use tokio::time::Instant;
-use vmseal_api::host::{HostAgent, HostState, Power, PowerOff, StopReason};
+use vmseal_api::host::{HostState, Power, PowerOff, StopReason};
 use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::run::{Run, StepError, absent_is_fine, state_of};
@@ -75,8 +76,7 @@ const OFF_TIMEOUT: Duration = Duration::from_secs(60);
 /// Sees that the host has the VM's key; for an export, any that opens the disk.
 pub(super) async fn prepare(run: &Run<'_>) -> Result<(), StepError> {
     let vm = run.vm().await?;
-    let agent = run.agent(&vm)?;
-    let state = run.news(&*agent, None).await?;
+    let state = run.news(vm.host, None).await?;
     // Processes of an earlier try at this start may be there: they have what they need.
     if state_of(&state, vm.id).is_some_and(|seen| seen.power != Power::Off) {
         return Ok(());
@@ -114,9 +114,9 @@ pub(super) async fn power_on(run: &Run<'_>) -> Result<(), StepError> {
         other => other?,
     }
     let deadline = Instant::now() + START_TIMEOUT;
-    let mut state: Option<HostState> = None;
+    let mut state: Option<Arc<HostState>> = None;
     loop {
-        let next = run.news(&*agent, state.as_ref()).await?;
+        let next = run.news(vm.host, state.as_deref()).await?;
         let seen = state_of(&next, vm.id);
         match seen.map(|seen| (seen.power, &seen.stopped)) {
             Some((Power::Running, _)) => {
@@ -158,19 +158,15 @@ pub(super) async fn power_off(run: &Run<'_>) -> Result<(), StepError> {
     let vm = run.vm().await?;
     let agent = run.agent(&vm)?;
     absent_is_fine(agent.power_off(vm.id, PowerOff::Force).await)?;
-    wait_off(run, &vm, &*agent).await
+    wait_off(run, &vm).await
 }
 
 /// Waits until the VM is off; its power has been cut.
-pub(super) async fn wait_off(
-    run: &Run<'_>,
-    vm: &Vm,
-    agent: &dyn HostAgent,
-) -> Result<(), StepError> {
+pub(super) async fn wait_off(run: &Run<'_>, vm: &Vm) -> Result<(), StepError> {
     let deadline = Instant::now() + OFF_TIMEOUT;
-    let mut state: Option<HostState> = None;
+    let mut state: Option<Arc<HostState>> = None;
     loop {
-        let next = run.news(agent, state.as_ref()).await?;
+        let next = run.news(vm.host, state.as_deref()).await?;
         if state_of(&next, vm.id).is_none_or(|seen| seen.power == Power::Off) {
             run.hosts().until_shown(vm.host, &next).await;
             return Ok(());

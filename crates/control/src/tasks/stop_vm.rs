@@ -1,11 +1,12 @@
 //! Stopping a VM. There is nothing to undo: a guest that was asked to shut down may do so later, and the
 //! host's state says what is.
 
-use async_trait::async_trait;
+use std::sync::Arc;
 use std::time::Duration;
 
+use async_trait::async_trait;
 use tokio::time::Instant;
-use vmseal_api::host::{HostAgent, HostState, Power, PowerOff};
+use vmseal_api::host::{HostState, Power, PowerOff};
 use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::run::{Run, StepError, absent_is_fine, state_of};
@@ -63,7 +64,7 @@ pub(super) async fn power_off(run: &Run<'_>) -> Result<(), StepError> {
     };
     let vm = run.vm().await?;
     let agent = run.agent(&vm)?;
-    let state = run.news(&*agent, None).await?;
+    let state = run.news(vm.host, None).await?;
     if state_of(&state, vm.id).is_none_or(|seen| seen.power == Power::Off) {
         return Ok(());
     }
@@ -71,12 +72,12 @@ pub(super) async fn power_off(run: &Run<'_>) -> Result<(), StepError> {
         let seconds = timeout_seconds;
         let how = PowerOff::Shutdown { seconds };
         absent_is_fine(run.noted(agent.power_off(vm.id, how).await))?;
-        if shut_down(run, &vm, &*agent, state, seconds).await? == ShutdownOutcome::Heeded {
+        if shut_down(run, &vm, state, seconds).await? == ShutdownOutcome::Heeded {
             return Ok(());
         }
     }
     absent_is_fine(run.noted(agent.power_off(vm.id, PowerOff::Force).await))?;
-    wait_off(run, &vm, &*agent).await
+    wait_off(run, &vm).await
 }
 
 /// How a guest that was asked to shut down ends.
@@ -92,17 +93,16 @@ enum ShutdownOutcome {
 async fn shut_down(
     run: &Run<'_>,
     vm: &Vm,
-    agent: &dyn HostAgent,
-    mut state: HostState,
+    mut state: Arc<HostState>,
     seconds: u32,
 ) -> Result<ShutdownOutcome, StepError> {
     let deadline = Instant::now() + Duration::from_secs(seconds.into());
     loop {
         let left = deadline.saturating_duration_since(Instant::now());
-        match tokio::time::timeout(left, run.news(agent, Some(&state))).await {
+        match tokio::time::timeout(left, run.news(vm.host, Some(&state))).await {
             Ok(next) => state = next?,
             Err(_) => {
-                not_heeded(run, vm, agent, seconds).await?;
+                not_heeded(run, vm, seconds).await?;
                 return Ok(ShutdownOutcome::Heeded);
             }
         }
@@ -118,17 +118,12 @@ async fn shut_down(
 }
 
 /// Fails when it is shown that the guest runs on: the host has counted the same time.
-async fn not_heeded(
-    run: &Run<'_>,
-    vm: &Vm,
-    agent: &dyn HostAgent,
-    seconds: u32,
-) -> Result<(), StepError> {
+async fn not_heeded(run: &Run<'_>, vm: &Vm, seconds: u32) -> Result<(), StepError> {
     let give_up = Instant::now() + HOST_LAG;
-    let mut state = run.news(agent, None).await?;
+    let mut state = run.news(vm.host, None).await?;
     let power = |state: &HostState| state_of(state, vm.id).map_or(Power::Off, |seen| seen.power);
     while power(&state) == Power::Stopping && Instant::now() < give_up {
-        state = run.news(agent, Some(&state)).await?;
+        state = run.news(vm.host, Some(&state)).await?;
     }
     run.hosts().until_shown(vm.host, &state).await;
     if power(&state) == Power::Off {

@@ -397,7 +397,10 @@ fn while_the_map_cannot_be_written_at_all_first_changes_wait_and_others_do_not()
         assert_eq!(memory.chain.deadline(), None, "it is tried again by time");
     }
     let last_error = memory.replicate.status().last_error.unwrap();
-    assert!(trouble.contains("map") && trouble.contains("waits until it can"), "{trouble}");
+    assert!(
+        last_error.contains("map") && last_error.contains("waits until it can"),
+        "{last_error}"
+    );
     assert_eq!(memory.next_process_copies(), 1 << 20, "nothing else is on record");
     memory.works_below.store(u64::MAX, Ordering::Relaxed);
     assert!(memory.replicate.mark_waiting());
