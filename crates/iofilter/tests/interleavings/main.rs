@@ -271,6 +271,7 @@ impl Replicated {
     fn new() -> Arc<Self> {
         let (disk, replica) = (AtomicU8::new(0), AtomicU8::new(0));
         let (chunks, on_record) = (Chunks::new(1), Mutex::new(false));
+        chunks.on_record();
         Arc::new(Self { disk, replica, chunks, on_record })
     }
 

@@ -9,7 +9,12 @@
 //! them are; a mark is taken away only from a word that is what it was when the copy began, with nothing under
 //! way. So what goes down is marked, and stays so until a copy that began after its end.
 //!
+//! What a process before this one had marked is marked in memory first, to be copied, and on record perhaps later.
+//! Until the map says that it is, nothing goes down.
+//!
 //! Only whoever has the map ([`super::map`]) marks and unmarks.
+
+use std::sync::atomic::AtomicBool;
 
 use crate::sync::atomic::{AtomicU64, Ordering::SeqCst};
 
@@ -48,14 +53,28 @@ pub struct Chunks {
     /// Of marked chunks: the replica has all of them that was done before. Milliseconds since 1970, or [`NEVER`].
     up_to: Box<[AtomicU64]>,
     marked: AtomicU64,
+    /// All marks are on record, durably. It stays so, so the models of what threads do need not try its orders.
+    on_record: AtomicBool,
 }
 
 impl Chunks {
-    /// So many, all of them clean.
+    /// So many, all of them clean. Nothing goes down before [`Self::on_record`].
     #[must_use]
     pub fn new(count: usize) -> Self {
         let zeroes = || (0..count).map(|_| AtomicU64::new(0)).collect();
-        Self { words: zeroes(), up_to: zeroes(), marked: AtomicU64::new(0) }
+        let (marked, on_record) = (AtomicU64::new(0), AtomicBool::new(false));
+        Self { words: zeroes(), up_to: zeroes(), marked, on_record }
+    }
+
+    /// What is marked is on record, durably; so is from now on whatever will be marked, before it is.
+    pub fn on_record(&self) {
+        self.on_record.store(true, SeqCst);
+    }
+
+    /// Whether changes of marked chunks may go down.
+    #[must_use]
+    pub fn is_on_record(&self) -> bool {
+        self.on_record.load(SeqCst)
     }
 
     /// How many there are.
@@ -73,7 +92,7 @@ impl Chunks {
     /// A change begins; whether it may go down at once. It ends with [`Self::end`] in any case.
     pub fn begin(&self, span: Span) -> bool {
         let words = &self.words[span.first..=span.last];
-        words.iter().fold(true, |all, word| {
+        words.iter().fold(self.is_on_record(), |all, word| {
             let before = word.fetch_add(GENERATION + CHANGE, SeqCst);
             all & (before & MARKED != 0)
         })
@@ -86,9 +105,13 @@ impl Chunks {
         }
     }
 
-    /// The first chunk from `from` on, up to `last`, that is not marked. What has begun and was marked stays so.
+    /// The first chunk from `from` on, up to `last`, that is not marked, or not on record. What has begun and was
+    /// marked stays so.
     #[must_use]
     pub fn first_clean(&self, from: usize, last: usize) -> Option<usize> {
+        if !self.is_on_record() {
+            return Some(from);
+        }
         (from..=last).find(|chunk| self.words[*chunk].load(SeqCst) & MARKED == 0)
     }
 
@@ -158,6 +181,7 @@ mod tests {
     #[test]
     fn a_change_goes_down_when_its_chunks_are_marked_and_a_mark_stays_while_it_is_under_way() {
         let chunks = Chunks::new(4);
+        chunks.on_record();
         assert!(!chunks.begin(ALL));
         chunks.mark(ONE, 5);
         assert_eq!(chunks.first_clean(0, 3), Some(0));
@@ -175,6 +199,18 @@ mod tests {
         assert!(chunks.unmark(1, ticket));
         assert!(!chunks.unmark(1, ticket), "twice");
         assert_eq!((chunks.ticket(1), chunks.marked(), chunks.next_marked(1)), (None, 3, Some(2)));
+    }
+
+    #[test]
+    fn what_is_marked_is_to_be_copied_and_goes_down_only_when_it_is_on_record() {
+        let chunks = Chunks::new(4);
+        chunks.mark(ALL, 5);
+        assert!(chunks.ticket(1).is_some());
+        assert!(!chunks.begin(ONE), "perhaps not on record");
+        assert_eq!(chunks.first_clean(1, 1), Some(1));
+        chunks.on_record();
+        assert_eq!(chunks.first_clean(1, 1), None);
+        assert!(chunks.begin(ONE));
     }
 
     #[test]

@@ -1,6 +1,8 @@
 //! The map of a replica: keeps on record, durably, which chunks may differ, and alone marks and unmarks them.
 //!
 //! ```text
+//!                                            taken up
+//!                                                v
 //!  Valid ── a write or flush of the map fails ──> Unknown ── written anew ──> Valid
 //!                                                    │ cannot be, but its first block can be wiped
 //!                                                    v
@@ -10,6 +12,12 @@
 //! - **Void**: the file says, durably, that it is not to be believed; the next process copies everything. What
 //!   changes is marked in memory alone.
 //! - **Unknown**: the file may be believed and wrong. Nothing is marked any more, so changes of clean chunks wait.
+//!
+//! A map that is taken up is Unknown, whatever is read. The process before may have been killed, or failed, between
+//! a write of the map and its flush: then a mark is read that is in the kernel's memory alone, and after a power cut
+//! the file says that the chunk is clean. So no change goes down, not even of a chunk that is marked, before the
+//! map has been written anew or wiped. A flush would not do: after one that has failed the kernel may take the pages
+//! for written.
 //!
 //! A mark is durable before it is seen. The end of one need not be: a chunk that is copied once more does no
 //! harm. But it comes after what was copied is durable, on the replica and on the disk itself: after a power
@@ -71,7 +79,7 @@ impl Map {
         for chunk in (0..geometry.chunks()).filter(|chunk| map.image.is_dirty(*chunk)) {
             chunks.mark(Span { first: chunk, last: chunk }, up_to);
         }
-        map.mend();
+        map.mend(chunks);
         (map, found)
     }
 
@@ -79,16 +87,12 @@ impl Map {
         let mut bytes = vec![0; geometry.map_bytes()];
         // SAFETY: the bytes outlive the read, which is over when the call returns.
         let read = file.read(0, unsafe { Segment::new(bytes.as_mut_ptr(), bytes.len()) });
-        let (image, worth, found) = match read.map(|()| Image::read(geometry, &bytes)) {
-            Ok(Ok((image, damaged_blocks))) => {
-                (image, MapValidity::Valid, MapLoad::Map { damaged_blocks })
-            }
-            Ok(Err(foreign)) => {
-                (Image::new(geometry), MapValidity::Void, MapLoad::Nothing(foreign))
-            }
-            Err(error) => (Image::new(geometry), MapValidity::Unknown, MapLoad::Unreadable(error)),
+        let (image, found) = match read.map(|()| Image::read(geometry, &bytes)) {
+            Ok(Ok((image, damaged_blocks))) => (image, MapLoad::Map { damaged_blocks }),
+            Ok(Err(foreign)) => (Image::new(geometry), MapLoad::Nothing(foreign)),
+            Err(error) => (Image::new(geometry), MapLoad::Unreadable(error)),
         };
-        (Self { file, image, worth, failure: None }, found)
+        (Self { file, image, worth: MapValidity::Unknown, failure: None }, found)
     }
 
     /// Whether changes of clean chunks can be marked.
@@ -123,7 +127,7 @@ impl Map {
                 self.fail(error);
             }
         }
-        self.mend();
+        self.mend(chunks);
         if !self.can_mark() {
             return false;
         }
@@ -148,7 +152,7 @@ impl Map {
         {
             self.fail(error);
         }
-        self.mend();
+        self.mend(chunks);
     }
 
     fn fail(&mut self, error: IoError) {
@@ -156,8 +160,9 @@ impl Map {
         self.failure.get_or_insert(error);
     }
 
-    /// Writes the whole map anew where the file is not valid, or else makes it void.
-    pub fn mend(&mut self) {
+    /// Writes the whole map anew where the file is not valid, or else makes it void. After either all that is marked
+    /// is on record: every process will copy it.
+    fn mend(&mut self, chunks: &Chunks) {
         if self.worth == MapValidity::Valid {
             return;
         }
@@ -169,6 +174,9 @@ impl Map {
                     self.worth = MapValidity::Void;
                 }
             }
+        }
+        if self.can_mark() {
+            chunks.on_record();
         }
     }
 

@@ -10,7 +10,7 @@
 //! The guest is answered as storage answers; the replica is written by a thread of its own, from what lies below
 //! this filter. Only the first change of a chunk that is clean waits, for the map beside the disk. What the
 //! replica does not have is on record before it is on the disk, so a process that is killed at any instant is
-//! followed by one that goes on.
+//! followed by one that goes on. That one first has on record, durably, what it finds.
 //!
 //! The replica equals the disk when no chunk is marked. Until then its chunks are of different times: it is no
 //! image of one instant. See docs/decisions/043.
@@ -249,6 +249,8 @@ impl ReplicaState {
         let told = map.failure().map(|error| {
             let then = if map.can_mark() {
                 "the disk goes on, and the next filter copies everything"
+            } else if !self.chunks.is_on_record() {
+                "what the guest changes waits until it can"
             } else {
                 "what the guest changes for the first time since it was copied waits until it can"
             };

@@ -13,8 +13,9 @@ use vmseal_api::id::DiskId;
 use vmseal_iofilter::disk::{Disk, DiskStorage};
 use vmseal_iofilter::handle::Handles;
 use vmseal_iofilter::layers::replicate::blocking_disk::BlockingDisk;
+use vmseal_iofilter::layers::replicate::chunks::Span;
 use vmseal_iofilter::layers::replicate::copier::{Batch, Copier, CopyError};
-use vmseal_iofilter::layers::replicate::format::{Geometry, Image};
+use vmseal_iofilter::layers::replicate::format::{BLOCK, Geometry, Image};
 use vmseal_iofilter::layers::replicate::open::{Opened, ReplicaError};
 use vmseal_iofilter::layers::replicate::threads::Replicating;
 use vmseal_iofilter::layers::replicate::{KIND, Replicate};
@@ -25,6 +26,7 @@ use vmseal_iofilter::stack::request::{IoError, Operation, RequestId};
 use vmseal_iofilter::storage::file::FileDisk;
 use vmseal_iofilter::storage::mem::MemDisk;
 
+use crate::platter::{Fault, Platter};
 use crate::waiting;
 
 const SIZE: u64 = (8 << 20) + 4096;
@@ -428,6 +430,90 @@ fn a_map_that_is_partly_broken_is_wiped_so_that_the_guest_goes_on_and_nothing_is
     });
     assert_eq!(memory.replicate.status().last_error, None);
     assert_eq!(memory.next_process_copies(), 1 << 20, "it is kept again");
+}
+
+/// What a process has written of a map when it is killed before its flush.
+#[derive(Clone, Copy, Debug)]
+enum Left {
+    /// The mark of the third chunk.
+    Mark,
+    /// Zeroes for the first block.
+    Wiped,
+}
+
+/// A map that durably calls every chunk clean, and says something else to who reads it.
+fn unflushed(geometry: Geometry, left: Left, seed: u64) -> Platter {
+    let random = fastrand::Rng::with_seed(seed);
+    let map = Platter::new(geometry.map_bytes(), BLOCK, Fault::Nothing, random);
+    let chain = Chain::new(geometry.map_bytes() as u64, false, vec![], map.queue()).unwrap();
+    let mut file = BlockingDisk::new(chain);
+    let put = |file: &mut BlockingDisk, mut bytes: Vec<u8>| {
+        // SAFETY: the write is over when the call returns.
+        file.write(0, unsafe { Segment::new(bytes.as_mut_ptr(), bytes.len()) }).unwrap();
+    };
+    let mut image = Image::new(geometry);
+    image.set(geometry.all(), false);
+    image.seal(2);
+    put(&mut file, image.bytes().to_vec());
+    file.flush().unwrap();
+    match left {
+        Left::Mark => {
+            image.set(Span { first: 2, last: 2 }, true);
+            image.seal(2);
+            put(&mut file, image.bytes().to_vec());
+        }
+        Left::Wiped => put(&mut file, vec![0; BLOCK]),
+    }
+    map
+}
+
+/// The process before was killed between a write of the map and its flush, and then the power fails: what the guest
+/// has changed in between is on record all the same.
+#[test]
+fn what_a_killed_process_left_in_the_map_is_durable_before_anything_changes() {
+    let geometry = Geometry::new(disk_id(), SIZE);
+    for left in [Left::Mark, Left::Wiped] {
+        // What survives of a write that was not flushed is up to the seed.
+        for seed in 0..20 {
+            // With a map that works at once, and one that does so later.
+            changes_after_a_kill(geometry, left, seed, u64::MAX);
+            changes_after_a_kill(geometry, left, seed, 0);
+        }
+    }
+}
+
+fn changes_after_a_kill(geometry: Geometry, left: Left, seed: u64, works_below: u64) {
+    let map = unflushed(geometry, left, seed);
+    let works = Arc::new(AtomicU64::new(works_below));
+    let breaks: Box<dyn Filter> = Box::new(Breaks(Arc::clone(&works)));
+    let file = Chain::new(geometry.map_bytes() as u64, false, vec![breaks], map.queue()).unwrap();
+    let (replicate, _) = Replicate::new(geometry, BlockingDisk::new(file));
+    assert!(replicate.status().dirty_bytes > 0, "{left:?}: it is not copied");
+    let disk = MemDisk::new(SIZE as usize);
+    let filters = vec![replicate.filter().unwrap()];
+    let mut chain = Chain::new(SIZE, false, filters, disk.queue()).unwrap();
+    let mut bytes = vec![3; 4096];
+    submit(&mut chain, 2 << 20, &mut bytes);
+    chain.poll();
+    if works_below == 0 {
+        for _ in 0..5 {
+            assert!(!replicate.mark_waiting());
+            chain.poll();
+            assert!(chain.next_done().is_none(), "{left:?}: on the disk, and not on record");
+            assert_eq!(chain.deadline(), None, "it is tried again by time");
+        }
+        let last_error = replicate.status().last_error.unwrap();
+        assert!(last_error.contains("what the guest changes waits"), "{last_error}");
+        works.store(u64::MAX, Ordering::Relaxed);
+        assert!(replicate.mark_waiting());
+        chain.poll();
+    }
+    let done = chain.next_done().expect("what is on record does not wait");
+    assert_eq!(done.result, Ok(()));
+    map.cut();
+    let known = Image::read(geometry, &map.bytes());
+    let copied = known.map_or(true, |(image, _)| image.is_dirty(2));
+    assert!(copied, "{left:?}, seed {seed}: the chunk has changed and counts as equal");
 }
 
 #[test]
