@@ -80,7 +80,26 @@ pub fn write_guest(path: &Path) -> std::io::Result<()> {
     let banner = BANNER.as_bytes();
     sector[BOOT_CODE.len()..BOOT_CODE.len() + banner.len()].copy_from_slice(banner);
     sector[510..].copy_from_slice(&[0x55, 0xaa]);
-    std::fs::write(path, sector)
+    write_image(path, &sector)
+}
+
+/// Writes a file by another process. What this one has open for writing, so has every process that a thread of it
+/// forks at this moment, until that executes its program; an image that somebody has open for writing is refused.
+///
+/// # Errors
+/// As starting `tee`, and writing to it.
+pub fn write_image(path: &Path, contents: &[u8]) -> std::io::Result<()> {
+    use std::io::Write;
+    use std::process::{Command, Stdio};
+    let mut tee =
+        Command::new("tee").arg(path).stdin(Stdio::piped()).stdout(Stdio::null()).spawn()?;
+    let written = tee.stdin.take().map_or(Ok(()), |mut input| input.write_all(contents));
+    let ended = tee.wait()?;
+    written?;
+    match ended.success() {
+        true => Ok(()),
+        false => Err(std::io::Error::other(format!("tee has failed: {ended}"))),
+    }
 }
 
 /// A VM of the suite, between two lives of the agent.

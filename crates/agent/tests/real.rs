@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tokio::io::AsyncReadExt;
-use vmseal_agent::contract::{self, BANNER, Fixture};
+use vmseal_agent::contract::{self, BANNER, Fixture, write_image};
 use vmseal_agent::{AcceleratorChoice, AgentOptions, RealHost};
 use vmseal_api::host::{
     Allocation, CreateJob, DatastoreLocation, DatastoreSpec, Device, DiskFacts, DiskSpec,
@@ -308,7 +308,7 @@ async fn end_of(code: &[u8], reason: StopReason) {
     sector[..code.len()].copy_from_slice(code);
     sector[code.len()..code.len() + 4].copy_from_slice(&[0xfa, 0xf4, 0xeb, 0xfd]);
     sector[510..].copy_from_slice(&[0x55, 0xaa]);
-    std::fs::write(bench.path("guest"), sector).unwrap();
+    write_image(&bench.path("guest"), &sector).unwrap();
     let agent = bench.agent().await;
     let vm = made(&bench, &*agent).await.vm;
     agent.power_on(vm).await.unwrap();
@@ -657,7 +657,7 @@ async fn a_datastore_that_fills_up_while_a_disk_is_made_is_told_and_left_clean()
     // More than there is room for is refused at once; what just fits, only when it no longer does.
     for length in [6 << 20, (4 << 20) - 8192] {
         let path = bench.path("image");
-        std::fs::write(&path, vec![7; length]).unwrap();
+        write_image(&path, &vec![7; length]).unwrap();
         if length < 4 << 20 {
             std::fs::write(small.0.join("other"), vec![0; 4096]).unwrap();
         }
