@@ -13,7 +13,7 @@ const EVENTS_MAX: i64 = 1_000_000;
 /// How many days events are kept where the operator says nothing: an audit looks back a year.
 pub const DAYS: u32 = 365;
 
-/// How often old events are deleted. The first hour's worth beyond the limit does no harm.
+/// How often old events are deleted. An hour's worth of events beyond the limit does no harm.
 const EVERY: Duration = Duration::from_secs(3600);
 
 /// Deletes old events, again and again.
@@ -49,7 +49,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn events_go_by_their_age_and_by_their_number_and_numbers_are_not_used_again() {
+    async fn old_events_and_events_beyond_the_limit_are_deleted_and_numbers_are_not_reused() {
         let directory = tempfile::tempdir().unwrap();
         let store = Store::open(&directory.path().join("db")).await.unwrap();
         let mut write = store.write().await.unwrap();
@@ -66,7 +66,6 @@ mod tests {
         assert_eq!(left(&store).await, [3, 4, 5]);
         assert_eq!(delete_once(&store, 30, 2).await.unwrap(), 1);
         assert_eq!(left(&store).await, [4, 5]);
-        // All of them are older than no time at all.
         assert_eq!(delete_once(&store, 0, 0).await.unwrap(), 2);
         let mut write = store.write().await.unwrap();
         let event = NewEvent { kind: "k", actor: "a", target: "t", detail: "" };

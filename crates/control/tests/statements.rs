@@ -52,10 +52,11 @@ impl PostgreSql {
             .stderr(log)
             .spawn()
             .unwrap();
-        let this = Self { programs, directory, server };
+        let mut this = Self { programs, directory, server };
         while !this.is_ready() {
-            let ended = fs::read_to_string(this.directory.path().join("log")).unwrap();
-            assert!(!ended.contains("FATAL:  could not"), "{ended}");
+            let ended = this.server.try_wait().unwrap();
+            let log = fs::read_to_string(this.directory.path().join("log")).unwrap();
+            assert!(ended.is_none(), "PostgreSQL did not start: {log}");
             std::thread::sleep(std::time::Duration::from_millis(50));
         }
         this
@@ -262,7 +263,7 @@ const WHOLE: [&str; 10] = [
 ];
 
 #[tokio::test]
-async fn whatever_is_asked_for_by_something_is_found_by_an_index() {
+async fn queries_by_host_vm_task_target_or_name_use_an_index() {
     let directory = tempfile::tempdir().unwrap();
     let file = directory.path().join("db");
     Store::open(&file).await.unwrap().close().await;

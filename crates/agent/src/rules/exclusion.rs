@@ -37,7 +37,8 @@ pub enum Action {
     Replica,
 }
 
-/// What is so of a VM, or under way on it. Of the first four exactly one is, of the others any number.
+/// A state of a VM, or work in progress on it. A VM is in exactly one of the first four; any number of the others may be in
+/// progress.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Activity {
     /// It is off.
@@ -76,7 +77,7 @@ use Rule::{Allowed as YES, Already as IS, Ends as ENDS};
 
 const STATE: Rule = Rule::Refused(ErrorCode::WrongState);
 const IN_USE: Rule = Rule::Refused(ErrorCode::InUse);
-/// Whoever lost the answer asks again, and is answered when it has ended.
+/// A client that lost the answer retries, and gets the answer when the work has ended.
 const AGAIN: Rule = Rule::Refused(ErrorCode::TimedOut);
 
 /// The columns of [`TABLE`].
@@ -120,7 +121,7 @@ pub enum Permission {
     Already,
 }
 
-/// What is so of a VM, and under way on it.
+/// The state of a VM, and the work in progress on it.
 pub struct Situation<'a> {
     /// The VM.
     pub spec: &'a VmSpec,

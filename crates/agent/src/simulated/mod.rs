@@ -443,7 +443,7 @@ impl Inside {
         }
     }
 
-    /// What is so of a VM, and under way on it.
+    /// The state of a VM, and the work in progress on it.
     fn situation(&self, vm: VmId) -> Result<Situation<'_>, Problem> {
         let known = self.life.vms.get(&vm).ok_or_else(|| rules::unknown(vm))?;
         let disks = known.spec.disks().map(|disk| disk.disk);

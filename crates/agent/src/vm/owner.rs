@@ -437,7 +437,7 @@ impl Owner {
         Ok(())
     }
 
-    /// What is so of the VM, and under way on it.
+    /// The state of the VM, and the work in progress on it.
     fn situation(&self) -> Situation<'_> {
         let exposed = self.exposed.keys().map(|disk| (*disk, Activity::Exposed));
         Situation {

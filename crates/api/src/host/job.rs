@@ -120,7 +120,7 @@ pub struct JobStatus {
     pub progress: JobProgress,
 }
 
-/// What is so of a job.
+/// The state of a job.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "is", rename_all = "snake_case")]
 pub enum JobState {

@@ -1,8 +1,7 @@
-//! What the API shows has changed: a number for each kind of resource, so that whoever waits for one kind is not
-//! woken by another.
+//! Change numbers, one for each kind of resource: a watcher of one kind is not woken by a change of another.
 //!
-//! SQLite itself says which tables a transaction has written. What a host or a running task says is in no table;
-//! whoever learns it notes it here.
+//! SQLite reports which tables a transaction wrote. The state of a host and the progress of a task are in no table; the
+//! monitor and the task report their changes.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -68,7 +67,7 @@ impl Kinds {
         match noun {
             "host" => Self::OF_HOST,
             "datastore" => Self::NONE.with(ChangeKind::Datastore),
-            "provider" | "key" => Self::NONE.with(ChangeKind::Provider),
+            "provider" => Self::NONE.with(ChangeKind::Provider),
             "policy" => Self::NONE.with(ChangeKind::Policy),
             "vm" | "disk" => Self::NONE.with(ChangeKind::Vm),
             _ => Self::NONE,
@@ -162,7 +161,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn whoever_waits_for_one_kind_is_not_woken_by_another() {
+    async fn a_change_of_one_kind_wakes_no_watcher_of_another() {
         let directory = tempfile::tempdir().unwrap();
         let store = Store::open(&directory.path().join("db")).await.unwrap();
         let numbers = || *store.changes().borrow();
@@ -189,10 +188,10 @@ mod tests {
         write(&store, async |_| {}).await;
         assert_eq!(changed(before, numbers()), []);
 
-        // What is taken back is no change, not even of the next transaction.
-        let mut taken_back = store.write().await.unwrap();
-        sqlx::query("DELETE FROM hosts WHERE id = 'h'").execute(&mut *taken_back).await.unwrap();
-        drop(taken_back);
+        // A transaction that is rolled back changes nothing, and the next one does not report it.
+        let mut rolled_back = store.write().await.unwrap();
+        sqlx::query("DELETE FROM hosts WHERE id = 'h'").execute(&mut *rolled_back).await.unwrap();
+        drop(rolled_back);
         write(&store, async |write| {
             sqlx::query("INSERT INTO users VALUES ('u', 't')").execute(&mut **write).await.unwrap();
         })

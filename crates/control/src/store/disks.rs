@@ -209,22 +209,6 @@ pub async fn of_part(
     .bind(part.limit)
     .fetch_all(from)
     .await?;
-    by_vm(rows)
-}
-
-/// The disks of a host's VMs, by VM, in boot order.
-pub async fn on_host(
-    from: &mut SqliteConnection,
-    host: HostId,
-) -> Result<HashMap<VmId, Vec<Disk>>, StoreError> {
-    let rows: Vec<Row> = sqlx::query_as(select!("WHERE o.host_id = $1 ORDER BY d.position"))
-        .bind(host.to_string())
-        .fetch_all(from)
-        .await?;
-    by_vm(rows)
-}
-
-fn by_vm(rows: Vec<Row>) -> Result<HashMap<VmId, Vec<Disk>>, StoreError> {
     let mut disks: HashMap<VmId, Vec<Disk>> = HashMap::new();
     for row in rows {
         let (vm, disk) = row.read()?;

@@ -118,7 +118,7 @@ impl Owner {
         let state = self.jobs.same(task, &spec)?.cloned();
         let at_work = matches!(state, Some(JobState::Waiting | JobState::Running));
         if at_work || state == Some(JobState::ReadyToCommit) {
-            // The last words of its workers are about what is removed here.
+            // Reports that its workers still send are about files that are removed here.
             for disk in self.jobs.cancel(task) {
                 self.workers.cancel(disk).await;
             }
