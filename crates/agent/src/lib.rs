@@ -19,7 +19,6 @@
 //! | [`simulated`] | a simulated host with failure injection, for tests of the control plane |
 //! | `contract` | the suite that both hosts pass (feature `contract-suite`) |
 
-mod atomic_file;
 #[cfg(any(test, feature = "contract-suite"))]
 pub mod contract;
 mod filter;

@@ -9,7 +9,10 @@
 //! No type here can hold a raw key: a key travels as [`host::SealedKey`] or as an inherited descriptor.
 
 mod accelerator;
+pub mod atomic_file;
 pub mod bitmap;
+#[cfg(feature = "client")]
+pub mod carry;
 #[cfg(feature = "client")]
 pub mod client;
 #[cfg(feature = "client")]

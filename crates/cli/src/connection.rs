@@ -1,10 +1,10 @@
 //! Which server to talk to, and as whom: options, environment, or what `vmseal login` saved.
 
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use anyhow::Context;
 use serde::{Deserialize, Serialize};
+use vmseal_api::atomic_file::{self, PRIVATE};
 use vmseal_api::client::ServerClient;
 use vmseal_api::model::{About, Host, Page, Plan};
 use zeroize::Zeroizing;
@@ -99,16 +99,8 @@ pub async fn login(global: &Global, options: &Login) -> anyhow::Result<()> {
     if let Some(directory) = path.parent() {
         std::fs::create_dir_all(directory)?;
     }
-    let next = path.with_extension("new");
-    let mut file = std::fs::OpenOptions::new()
-        .write(true)
-        .create(true)
-        .truncate(true)
-        .mode(0o600)
-        .open(&next)
-        .with_context(|| format!("cannot write {}", next.display()))?;
-    std::io::Write::write_all(&mut file, text.as_bytes())?;
-    std::fs::rename(&next, &path)?;
+    atomic_file::write(&path, text.as_bytes(), PRIVATE)
+        .with_context(|| format!("cannot write {}", path.display()))?;
     print::say(format_args!("saved in {}", path.display()));
     Ok(())
 }

@@ -12,7 +12,7 @@ use vmseal_api::client::verifier::Verifier;
 use vmseal_api::id::HostId;
 use zeroize::Zeroizing;
 
-use crate::atomic_file;
+use vmseal_api::atomic_file::{self, PRIVATE};
 
 /// The file in the state directory.
 const FILE: &str = "identity.json";
@@ -140,7 +140,7 @@ impl Identity {
         serde_json::to_writer_pretty(&mut *text, &stored)
             .map_err(io::Error::from)
             .and_then(|()| std::fs::DirBuilder::new().recursive(true).mode(0o700).create(state_dir))
-            .and_then(|()| atomic_file::write(&path, &text))
+            .and_then(|()| atomic_file::write(&path, &text, PRIVATE))
             .map_err(|error| IdentityError::File { path: path.display().to_string(), error })
     }
 

@@ -16,8 +16,8 @@ use tokio::process::Command;
 use tokio::time::timeout;
 use vmseal_api::host::{Accelerator, AcceleratorKind};
 
-use crate::atomic_file;
 use crate::process::machine;
+use vmseal_api::atomic_file::{self, PRIVATE};
 
 /// The longest that the probe guest may take: one that runs under KVM needs 1 to 2 s.
 pub const PROBE_TIMEOUT: Duration = Duration::from_secs(10);
@@ -66,7 +66,7 @@ pub async fn choose(choice: Choice, qemu: &Path, qemu_version: &str, cache: &Pat
     let cached = Cached { boot, qemu: qemu_version.to_owned(), found: found.clone() };
     let written = serde_json::to_vec(&cached)
         .map_err(io::Error::from)
-        .and_then(|json| atomic_file::write(cache, &json));
+        .and_then(|json| atomic_file::write(cache, &json, PRIVATE));
     if let Err(error) = written {
         tracing::warn!(path = %cache.display(), %error, "the accelerator's probe is not kept");
     }

@@ -17,8 +17,8 @@ use serde::{Deserialize, Serialize};
 use vmseal_api::host::{Stopped, VmSpec};
 use vmseal_api::id::VmId;
 
-use crate::atomic_file;
 use crate::process::run_record;
+use vmseal_api::atomic_file::{self, PRIVATE};
 
 /// The version of a record.
 const VERSION: u32 = 1;
@@ -67,7 +67,7 @@ impl Deaths {
     /// As the file system.
     pub fn record(&self, spec: &VmSpec, stopped: &Stopped) -> io::Result<()> {
         let death = Stored { version: VERSION, spec: spec.into(), stopped: stopped.clone() };
-        atomic_file::write(&self.path(spec.vm), &serde_json::to_vec_pretty(&death)?)
+        atomic_file::write(&self.path(spec.vm), &serde_json::to_vec_pretty(&death)?, PRIVATE)
     }
 
     /// Removes a VM's record, if there is one.

@@ -19,10 +19,10 @@ use std::path::{Path, PathBuf};
 use vmseal_api::host::VmSpec;
 use vmseal_api::id::{DiskId, VmId};
 
-use crate::atomic_file;
 use crate::process::Process;
 use crate::process::machine;
 use crate::process::run_record::{self, Phase, Record, Unreadable};
+use vmseal_api::atomic_file::{self, PRIVATE};
 
 /// The longest path of a socket (sockaddr_un), in bytes, its end mark included.
 const SOCKET_PATH_MAX: usize = 108;
@@ -292,7 +292,7 @@ impl ProcessDir {
     /// As the file system.
     pub fn write(&self, spec: &VmSpec, slot: u32, phase: Phase) -> io::Result<()> {
         let record = Record { boot: machine::boot_id(), spec: spec.clone(), slot, phase };
-        atomic_file::write(&self.record(), &record.to_text()?)
+        atomic_file::write(&self.record(), &record.to_text()?, PRIVATE)
     }
 
     /// What is on record.

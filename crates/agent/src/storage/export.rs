@@ -24,7 +24,6 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::transfer::ExportFormat;
 use vmseal_secret::{DEK_LEN, SecretBytes};
 
-use crate::atomic_file;
 use crate::filter::{self, Control, Volume};
 use crate::process::users::Slot;
 use crate::rules;
@@ -35,6 +34,7 @@ use crate::storage::filling;
 use crate::storage::locked::Access;
 use crate::storage::mark::usage;
 use crate::storage::transfer::{Parent, Refused, TransferDirectories};
+use vmseal_api::atomic_file;
 
 /// How often an export is asked how far it is.
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(100);

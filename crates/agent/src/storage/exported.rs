@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 use vmseal_api::id::TaskId;
 
-use crate::atomic_file;
+use vmseal_api::atomic_file::{self, PRIVATE};
 
 /// The version of the record.
 const VERSION: u32 = 1;
@@ -49,7 +49,7 @@ impl Exported {
     /// # Errors
     /// As the file system.
     pub fn write(&self, path: &Path) -> io::Result<()> {
-        atomic_file::write(path, &serde_json::to_vec(self)?)
+        atomic_file::write(path, &serde_json::to_vec(self)?, PRIVATE)
     }
 
     /// Notes that the file is whole.

@@ -28,10 +28,10 @@ use vmseal_api::host::{DatastoreSpec, DiskSpec, KeyReference, VmSpec};
 use vmseal_api::id::{DiskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 
-use crate::atomic_file;
 use crate::storage::image::Identity;
 use crate::storage::locked::{Access, make_locked, open_locked, open_once};
 use crate::storage::mark::{failed, marked, usage};
+use vmseal_api::atomic_file::{self, PRIVATE};
 
 /// The version of the descriptor.
 const VERSION: u32 = 1;
@@ -201,7 +201,7 @@ impl Home {
         let path = self.importing(disk);
         serde_json::to_vec(note)
             .map_err(io::Error::from)
-            .and_then(|json| atomic_file::write(&path, &json))
+            .and_then(|json| atomic_file::write(&path, &json, PRIVATE))
             .map_err(|error| failed(&path, "written", &error))
     }
 
@@ -265,7 +265,7 @@ impl Home {
         let path = self.path.join(DESCRIPTOR);
         serde_json::to_vec_pretty(&descriptor)
             .map_err(io::Error::from)
-            .and_then(|json| atomic_file::write(&path, &json))
+            .and_then(|json| atomic_file::write(&path, &json, PRIVATE))
             .map_err(|error| failed(&path, "written", &error))
     }
 

@@ -9,7 +9,7 @@ use vmseal_api::host::{DatastoreLocation, DatastoreSpec, DatastoreUsage};
 use vmseal_api::id::DatastoreId;
 use vmseal_api::problem::{ErrorCode, Problem};
 
-use crate::atomic_file;
+use vmseal_api::atomic_file::{self, PRIVATE};
 
 /// The file that says which datastore this is.
 pub const MARKER: &str = "vmseal-datastore.json";
@@ -126,6 +126,6 @@ pub(super) fn put(path: &Path, spec: &DatastoreSpec) -> Result<(), Problem> {
     let path = path.join(MARKER);
     serde_json::to_vec(&marker)
         .map_err(io::Error::from)
-        .and_then(|json| atomic_file::write(&path, &json))
+        .and_then(|json| atomic_file::write(&path, &json, PRIVATE))
         .map_err(|error| failed(&path, "written", &error))
 }

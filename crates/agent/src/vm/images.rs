@@ -17,10 +17,10 @@ use vmseal_api::id::{DiskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::internal;
-use crate::atomic_file;
 use crate::process::run_dir::ProcessDir;
 use crate::storage::home::Home;
 use crate::storage::patience;
+use vmseal_api::atomic_file::{self, PRIVATE};
 
 /// The version of the record.
 const VERSION: u32 = 1;
@@ -76,7 +76,7 @@ pub fn check(directory: &ProcessDir, opened: &[(&DiskSpec, &File)]) -> Result<()
         let record = Record { version: VERSION, images };
         return serde_json::to_vec(&record)
             .map_err(io::Error::from)
-            .and_then(|json| atomic_file::write(&directory.images(), &json))
+            .and_then(|json| atomic_file::write(&directory.images(), &json, PRIVATE))
             .map_err(internal);
     };
     for (image, (disk, _)) in images.iter().zip(opened) {

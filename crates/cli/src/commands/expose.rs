@@ -15,9 +15,10 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt, copy_bidirectional_with_sizes};
 use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::Semaphore;
 use tokio::time::{interval, timeout};
+use vmseal_api::carry::MESSAGE_MAX;
 use vmseal_api::client::ServerClient;
 use vmseal_api::console::ConsoleStream;
-use vmseal_api::expose::{HOLD, HOLD_INTERVAL, LET_GO, MESSAGE_MAX};
+use vmseal_api::expose::{HOLD, HOLD_INTERVAL, LET_GO};
 use vmseal_api::host::Exposing;
 use vmseal_api::model::{Disk, Vm};
 

@@ -9,7 +9,7 @@ use vmseal_secret::passphrase::{
     Cost, PassphraseError, open_with_passphrase, seal_with_passphrase,
 };
 
-use crate::setup::files;
+use vmseal_api::atomic_file;
 
 /// What it costs to try a passphrase of a file that is written.
 fn cost() -> Cost {
@@ -65,8 +65,8 @@ pub(super) fn open(
 
 /// Puts a sealed file into a provider's directory, durably.
 pub(super) fn write(directory: &Path, name: &str, sealed: &[u8]) -> Result<(), Problem> {
-    let written = files::private_directory(directory)
-        .and_then(|()| files::put(&directory.join(name), sealed, files::PRIVATE));
+    let written = atomic_file::private_directory(directory)
+        .and_then(|()| atomic_file::write(&directory.join(name), sealed, atomic_file::PRIVATE));
     written.map_err(|error| {
         let detail = format!("the key file in {} cannot be written: {error}", directory.display());
         Problem::new(ErrorCode::NoSpace, detail)

@@ -25,7 +25,7 @@ use vmseal_api::client::host_server_name;
 use vmseal_api::id::HostId;
 use zeroize::Zeroizing;
 
-use crate::setup::files;
+use vmseal_api::atomic_file;
 
 pub use vmseal_api::client::role::{HOST_ROLE, SERVER_ROLE};
 
@@ -114,7 +114,7 @@ impl Authority {
             (None, None) => {
                 let key = KeyPair::generate()?;
                 let text = Zeroizing::new(key.serialize_pem());
-                files::put(&key_path, text.as_bytes(), files::PRIVATE)
+                atomic_file::write(&key_path, text.as_bytes(), atomic_file::PRIVATE)
                     .map_err(file_error(&key_path))?;
                 key
             }
@@ -123,7 +123,7 @@ impl Authority {
             Some(text) => text.to_string(),
             None => {
                 let pem = authority_certificate(&key)?.pem();
-                files::put(&pem_path, pem.as_bytes(), files::PUBLIC)
+                atomic_file::write(&pem_path, pem.as_bytes(), atomic_file::PUBLIC)
                     .map_err(file_error(&pem_path))?;
                 pem
             }

@@ -17,7 +17,7 @@ use x509_parser::prelude::{FromDer, GeneralName, X509Certificate};
 use zeroize::Zeroizing;
 
 use crate::setup::authority::{Authority, AuthorityError, SERVER_ROLE};
-use crate::setup::files;
+use vmseal_api::atomic_file;
 
 /// When so much is left of a certificate, it is renewed: long enough to notice that it fails.
 const RENEW_BEFORE: Duration = Duration::from_secs(90 * 24 * 3600);
@@ -90,7 +90,7 @@ fn issue(
     names: &[String],
 ) -> Result<CertifiedKey, AuthorityError> {
     let pem = authority.server_certificate(names)?;
-    files::put(file, pem.as_bytes(), files::PRIVATE)
+    atomic_file::write(file, pem.as_bytes(), atomic_file::PRIVATE)
         .map_err(|source| AuthorityError::File { path: file.display().to_string(), source })?;
     certified(&pem, authority).ok_or_else(|| AuthorityError::Damaged {
         path: file.display().to_string(),

@@ -23,9 +23,9 @@ use nix::fcntl::{Flock, FlockArg};
 use zeroize::Zeroizing;
 
 use crate::setup::authority::{Authority, AuthorityError};
-use crate::setup::files;
 use crate::setup::identity::Identity;
 use crate::store::{Store, StoreError, users};
+use vmseal_api::atomic_file;
 
 /// The name of the first user.
 pub const ADMIN: &str = "admin";
@@ -79,7 +79,7 @@ pub async fn initialise(
     data_dir: &Path,
     names: Vec<String>,
 ) -> Result<Initialised, InitialiseError> {
-    files::private_directory(data_dir).map_err(file_error(data_dir))?;
+    atomic_file::private_directory(data_dir).map_err(file_error(data_dir))?;
     let lock = lock(data_dir)?;
     let authority = Authority::open(data_dir)?;
     let identity = Identity::open(data_dir, &authority, names)?;
@@ -94,7 +94,7 @@ fn lock(data_dir: &Path) -> Result<Flock<File>, InitialiseError> {
         .write(true)
         .create(true)
         .truncate(false)
-        .mode(files::PRIVATE)
+        .mode(atomic_file::PRIVATE)
         .open(&path)
         .map_err(file_error(&path))?;
     Flock::lock(file, FlockArg::LockExclusiveNonblock)
@@ -112,7 +112,7 @@ async fn make_admin(data_dir: &Path, store: &Store) -> Result<(), InitialiseErro
     let token = Zeroizing::new(URL_SAFE_NO_PAD.encode(*random));
     let path = data_dir.join("admin.token");
     let text = Zeroizing::new(format!("{}\n", token.as_str()));
-    files::put(&path, text.as_bytes(), files::PRIVATE).map_err(file_error(&path))?;
+    atomic_file::write(&path, text.as_bytes(), atomic_file::PRIVATE).map_err(file_error(&path))?;
     let mut write = store.write().await?;
     users::insert(&mut write, ADMIN, &crate::sha256_hex(token.as_bytes())).await?;
     write.commit().await?;

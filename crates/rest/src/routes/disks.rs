@@ -3,13 +3,13 @@
 use std::sync::Arc;
 
 use axum::extract::State;
+use axum::extract::ws::WebSocketUpgrade;
 use axum::extract::ws::rejection::WebSocketUpgradeRejection;
-use axum::extract::ws::{Message, WebSocketUpgrade};
 use axum::response::Response;
 use axum::{Extension, Json};
 use serde::Deserialize;
 use utoipa::IntoParams;
-use vmseal_api::expose::{self, Carried, MESSAGE_MAX};
+use vmseal_api::carry::{MESSAGE_MAX, carry};
 use vmseal_api::filter::ReplicaStatus;
 use vmseal_api::host::Exposing;
 use vmseal_api::model::{Plan, Task};
@@ -84,16 +84,10 @@ pub(super) async fn expose(
     let what = if connect { Exposing::Connect } else { Exposing::Hold { writable } };
     // Before the upgrade, so that a refusal is an answer that can be read.
     let stream = services::disks::expose(&control, &caller, &vm, &disk, what).await?;
-    let message = |bytes: Vec<u8>| Message::Binary(bytes.into());
-    let carried = |message| match message {
-        Message::Binary(bytes) => Carried::Bytes(bytes.into()),
-        Message::Ping(_) | Message::Pong(_) => Carried::Nothing,
-        Message::Text(_) | Message::Close(_) => Carried::End,
-    };
     Ok(upgrade.max_message_size(MESSAGE_MAX).max_frame_size(MESSAGE_MAX).on_upgrade(
         async move |socket| {
             let _held = (held, connection);
-            expose::carry(socket, stream, message, carried).await;
+            carry(socket, stream).await;
         },
     ))
 }

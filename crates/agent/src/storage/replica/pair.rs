@@ -13,9 +13,9 @@ use uuid::Uuid;
 use vmseal_api::id::DiskId;
 use vmseal_api::problem::Problem;
 
-use crate::atomic_file;
 use crate::storage::home::Home;
 use crate::storage::mark::failed;
+use vmseal_api::atomic_file::{self, PRIVATE};
 
 /// The version of the note.
 const VERSION: u32 = 1;
@@ -80,7 +80,7 @@ pub fn write(home: &Home, disk: DiskId, pair: &Pair) -> Result<(), Problem> {
     let path = home.pair(disk);
     serde_json::to_vec(pair)
         .map_err(io::Error::from)
-        .and_then(|json| atomic_file::write(&path, &json))
+        .and_then(|json| atomic_file::write(&path, &json, PRIVATE))
         .map_err(|error| failed(&path, "written", &error))
 }
 
