@@ -13,7 +13,9 @@ use nix::sys::mman::munmap;
 /// The most segments of one request: what `preadv2` takes (`IOV_MAX`).
 pub const SEGMENTS_MAX: usize = 1024;
 
-/// A piece of memory, laid out as the kernel's `iovec`.
+/// A piece of memory, laid out as the kernel's `iovec`. A copy of one may outlive the memory, so only this crate
+/// reads and writes through it; filters of others copy from and to a request
+/// ([`Request::copy_to`](crate::stack::request::Request::copy_to)).
 #[derive(Clone, Copy, Debug)]
 #[repr(transparent)]
 pub struct Segment(libc::iovec);
@@ -60,35 +62,35 @@ impl Segment {
     }
 
     /// Copies the segment's start into `to`, which is not longer than the segment.
-    pub fn copy_to(&self, to: &mut [u8]) {
+    pub(crate) fn copy_to(&self, to: &mut [u8]) {
         assert!(to.len() <= self.len());
         // SAFETY: `new`'s promise for the source; `to` is a live exclusive slice, so they do not overlap.
         unsafe { ptr::copy_nonoverlapping(self.base(), to.as_mut_ptr(), to.len()) }
     }
 
     /// Copies `from`, which is not longer than the segment, over the segment's start.
-    pub fn copy_from(&self, from: &[u8]) {
+    pub(crate) fn copy_from(&self, from: &[u8]) {
         assert!(from.len() <= self.len());
         // SAFETY: `new`'s promise for the target; `from` is a live slice, so they do not overlap.
         unsafe { ptr::copy_nonoverlapping(from.as_ptr(), self.base(), from.len()) }
     }
 
     /// Copies a segment that is not longer over this one's start.
-    pub fn copy_from_segment(&self, from: &Segment) {
+    pub(crate) fn copy_from_segment(&self, from: &Segment) {
         assert!(from.len() <= self.len());
         // SAFETY: `new`'s promise for both; `copy` allows the two to overlap, as a guest's may.
         unsafe { ptr::copy(from.base(), self.base(), from.len()) }
     }
 
     /// Fills it with zeroes.
-    pub fn clear(&self) {
+    pub(crate) fn clear(&self) {
         // SAFETY: `new`'s promise.
         unsafe { ptr::write_bytes(self.base(), 0, self.len()) }
     }
 
     /// Whether it holds nothing but zeroes.
     #[must_use]
-    pub fn is_zero(&self) -> bool {
+    pub(crate) fn is_zero(&self) -> bool {
         // Ciphertext is told by its first bytes (docs/decisions/046).
         let mut beginning = [0u8; 8];
         let looked = self.part(0, beginning.len());
@@ -131,7 +133,7 @@ impl Arena {
         Self { base, length }
     }
 
-    pub(crate) fn base(&self) -> *mut u8 {
+    pub fn base(&self) -> *mut u8 {
         self.base.as_ptr().cast()
     }
 
@@ -254,7 +256,7 @@ impl Cursor {
     }
 
     /// Gathers `to.len()` bytes into `to`; returns how many there were.
-    pub fn gather(&mut self, list: &Segments, to: &mut [u8]) -> usize {
+    pub(crate) fn gather(&mut self, list: &Segments, to: &mut [u8]) -> usize {
         let mut done = 0;
         while done < to.len() {
             let Some(piece) = self.next(list, to.len() - done) else { break };
@@ -265,7 +267,7 @@ impl Cursor {
     }
 
     /// Scatters `from` over the list; returns how many bytes found room.
-    pub fn scatter(&mut self, list: &Segments, from: &[u8]) -> usize {
+    pub(crate) fn scatter(&mut self, list: &Segments, from: &[u8]) -> usize {
         let mut done = 0;
         while done < from.len() {
             let Some(piece) = self.next(list, from.len() - done) else { break };
