@@ -93,17 +93,13 @@ impl Handles {
         }
     }
 
-    /// A disk's image, or another file that nobody else may use meanwhile: one at a path is locked as agents lock
-    /// images, against all others if it is to be written, else against writers. An inherited one is locked by whoever
-    /// passed it.
+    /// A disk's image, or another file that nobody else may use meanwhile: [`Handles::file`], locked.
     ///
     /// # Errors
     /// [`HandleError`]; [`HandleError::Locked`] when somebody has it.
     pub fn image(&mut self, handle: &Handle, write: bool) -> Result<OwnedFd, HandleError> {
         let file = self.file(handle, write)?;
-        if let Handle::Path(path) = handle {
-            lock(&file, path, write)?;
-        }
+        lock_if_path(&file, handle, write)?;
         Ok(file)
     }
 
@@ -171,6 +167,18 @@ impl Handles {
         fcntl(&owned, FcntlArg::F_SETFD(FdFlag::FD_CLOEXEC))
             .map_err(|error| HandleError::Descriptor { fd, error: error.into() })?;
         Ok(owned)
+    }
+}
+
+/// Locks a file that was opened by its path as agents lock images: against all others if it is to be written, else
+/// against writers. An inherited file was locked by the process that passed it.
+///
+/// # Errors
+/// [`HandleError::Locked`] when somebody has it.
+pub fn lock_if_path(file: &OwnedFd, handle: &Handle, write: bool) -> Result<(), HandleError> {
+    match handle {
+        Handle::Path(path) => lock(file, path, write),
+        Handle::Fd(_) => Ok(()),
     }
 }
 

@@ -8,7 +8,7 @@ use nix::sys::stat::{FileStat, fstat};
 use vmseal_api::filter::{Direct, ReplicateSpec};
 use vmseal_api::id::DiskId;
 
-use crate::handle::{HandleError, Handles};
+use crate::handle::{HandleError, Handles, lock_if_path};
 use crate::layers::replicate::Replicate;
 use crate::layers::replicate::blocking_disk::BlockingDisk;
 use crate::layers::replicate::copier::Copier;
@@ -87,6 +87,10 @@ impl Opened {
             handles.file(handle, true).map_err(|error| ReplicaError::Handle { what, error })
         };
         let (replica, map) = (file(REPLICA, &spec.replica)?, file(MAP, &spec.map)?);
+        let opened = [
+            (REPLICA, &spec.replica, shared(REPLICA, &replica)?),
+            (MAP, &spec.map, shared(MAP, &map)?),
+        ];
         check_size(&replica, spec.offset.saturating_add(size))?;
         let replica = FileDisk::open(replica, spec.offset, size, Direct::Auto, false)
             .map_err(|error| ReplicaError::Open { what: REPLICA, error })?;
@@ -96,6 +100,10 @@ impl Opened {
         let image_is = |other: &FileDisk| image.is_some_and(|image| image.is_same_file(other));
         if image_is(&replica) || image_is(&map) || replica.is_same_file(&map) {
             return Err(ReplicaError::Same);
+        }
+        for (what, handle, file) in opened {
+            lock_if_path(&file, handle, true)
+                .map_err(|error| ReplicaError::Handle { what, error })?;
         }
         let place = |what, file, size| {
             BlockingDisk::file(file, size).map_err(|error| ReplicaError::Look { what, error })
@@ -112,6 +120,11 @@ impl Opened {
         let Self { replicate, replica, bytes_per_second } = self;
         Copier::new(&replicate, BlockingDisk::new(source), holes, replica, bytes_per_second)
     }
+}
+
+/// Another descriptor of the same open file, which has its lock, too.
+fn shared(what: &'static str, file: &OwnedFd) -> Result<OwnedFd, ReplicaError> {
+    file.try_clone().map_err(|error| ReplicaError::Look { what, error })
 }
 
 fn tell(disk: DiskId, replicate: &Replicate, found: MapLoad) {
@@ -158,4 +171,50 @@ fn lengthened(map: OwnedFd, bytes: u64) -> Result<OwnedFd, ReplicaError> {
         map.set_len(bytes).map_err(|error| ReplicaError::Look { what: MAP, error })?;
     }
     Ok(map.into())
+}
+
+#[cfg(test)]
+mod tests {
+    use vmseal_api::filter::{Handle, REPLICATE_RATE_MIN};
+
+    use super::*;
+
+    const SIZE: u64 = 1 << 20;
+
+    fn open(replica: &std::path::Path, map: &std::path::Path) -> Result<Opened, ReplicaError> {
+        let spec = ReplicateSpec {
+            replica: Handle::Path(replica.into()),
+            map: Handle::Path(map.into()),
+            offset: 0,
+            bytes_per_second: REPLICATE_RATE_MIN,
+        };
+        Opened::open(DiskId::new(), SIZE, &spec, None, &mut Handles::default())
+    }
+
+    #[test]
+    fn a_replica_and_a_map_at_paths_are_one_filters_at_a_time() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = |name| directory.path().join(name);
+        for name in ["replica", "other replica"] {
+            File::create_new(path(name)).unwrap().set_len(SIZE).unwrap();
+        }
+        for name in ["map", "other map"] {
+            File::create_new(path(name)).unwrap();
+        }
+        let first = open(&path("replica"), &path("map")).unwrap();
+        for (replica, map, locked) in
+            [("replica", "other map", REPLICA), ("other replica", "map", MAP)]
+        {
+            match open(&path(replica), &path(map)).map(drop) {
+                Err(ReplicaError::Handle { what, error: HandleError::Locked(_) }) => {
+                    assert_eq!(what, locked);
+                }
+                other => panic!("{replica} and {map}: {other:?}"),
+            }
+        }
+        drop(first);
+        open(&path("replica"), &path("map")).unwrap();
+        assert!(matches!(open(&path("map"), &path("map")), Err(ReplicaError::Size { .. })));
+        assert!(matches!(open(&path("replica"), &path("replica")), Err(ReplicaError::Same)));
+    }
 }
