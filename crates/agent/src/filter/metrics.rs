@@ -1,7 +1,7 @@
 //! What the agent and its filters have measured, for Prometheus (OpenMetrics text).
 //!
-//! Counters that belong to the process are statics; what is true now is read when it is asked for: the
-//! board says which VMs run, and each VM's filter is asked over its control socket.
+//! Counters of the process are statics. Gauges are read when they are asked for: the state store says which
+//! VMs run, and each VM's filter is asked over its control socket.
 
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -21,10 +21,10 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use crate::filter::Control;
 use crate::process::run_dir::RunDir;
 
-/// How long a filter may take to tell its figures; it waits for no disk.
+/// How long a filter may take to report its figures; it does no disk I/O for that.
 const FIGURES_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// The kinds of end, with their words.
+/// The reasons of a VM's end, with their labels.
 const ENDS: [(StopReason, &str); 7] = [
     (StopReason::GuestShutdown, "guest_shutdown"),
     (StopReason::PoweredOff, "powered_off"),
@@ -35,7 +35,7 @@ const ENDS: [(StopReason, &str); 7] = [
     (StopReason::FoundDead, "found_dead"),
 ];
 
-/// A count that only grows.
+/// A counter that only grows.
 #[derive(Debug)]
 pub struct Count(AtomicU64);
 
@@ -44,7 +44,7 @@ impl Count {
         Self(AtomicU64::new(0))
     }
 
-    /// One more.
+    /// Adds one.
     pub fn add(&self) {
         self.0.fetch_add(1, Ordering::Relaxed);
     }
@@ -54,7 +54,7 @@ impl Count {
     }
 }
 
-/// KEKs that were taken.
+/// KEKs that were accepted.
 pub static KEYS_TAKEN: Count = Count::new();
 /// KEKs that were refused.
 pub static KEYS_REFUSED: Count = Count::new();
@@ -62,7 +62,7 @@ pub static KEYS_REFUSED: Count = Count::new();
 pub static QEMU_STARTED: Count = Count::new();
 /// Filter processes that were started, those of imports included.
 pub static FILTERS_STARTED: Count = Count::new();
-/// Filter processes that were started for a guest whose filter had died.
+/// Filters that were started for a running guest after its filter had died.
 pub static FILTERS_RESTARTED: Count = Count::new();
 /// QMP commands and greetings that were not answered in time.
 pub static QMP_TIMEOUTS: Count = Count::new();
@@ -78,10 +78,10 @@ pub fn vm_ended(reason: StopReason) {
     }
 }
 
-/// All of it as text.
+/// All metrics as text.
 ///
 /// # Errors
-/// `internal`: the encoder fails, which ours do not.
+/// `internal`: the encoder failed, which does not happen with these metrics.
 pub async fn exposition(run_dir: &RunDir, state: HostState) -> Result<String, Problem> {
     let mut asked = JoinSet::new();
     for vm in state.vms.iter().filter(|vm| matches!(vm.power, Power::Running | Power::Stopping)) {
@@ -105,7 +105,7 @@ pub async fn exposition(run_dir: &RunDir, state: HostState) -> Result<String, Pr
     Ok(text)
 }
 
-/// What is told at one time.
+/// The figures of one scrape.
 #[derive(Debug)]
 struct Snapshot {
     state: HostState,
@@ -225,7 +225,7 @@ impl Snapshot {
             .encode_gauge(&silent)
     }
 
-    /// What filters may take of the host's memory.
+    /// The memory limits of filters.
     fn memory(&self, to: &mut DescriptorEncoder<'_>) -> Told {
         let limit = |(vm, figures): &(VmId, FilterFigures)| {
             Some(([("vm", vm.to_string())], figures.memory_limit_bytes?))
@@ -306,7 +306,7 @@ impl Snapshot {
         )
     }
 
-    /// What the limits of disks have done.
+    /// Requests that were delayed by the limits of disks.
     fn held(&self, to: &mut DescriptorEncoder<'_>) -> Told {
         let of_limits = |name: &'static str| {
             self.disks().filter_map(move |(labels, disk)| {
@@ -326,7 +326,7 @@ impl Snapshot {
         )
     }
 
-    /// How replicas stand. One that was never complete has no lag.
+    /// The state of replicas. A replica that was never complete has no lag.
     fn replicated(&self, to: &mut DescriptorEncoder<'_>) -> Told {
         let replicas = || {
             self.disks().filter_map(|(labels, disk)| Some((labels, disk, disk.replica.as_ref()?)))
@@ -355,7 +355,7 @@ impl Snapshot {
         counters(to, ("vmseal_disk_replica_copied_bytes", what), copied)
     }
 
-    /// What the caches of disks have done.
+    /// The figures of disk caches.
     fn cached(&self, to: &mut DescriptorEncoder<'_>) -> Told {
         let of_caches = |label, kinds: [(&'static str, &str); 3]| {
             self.by(label, |disk| {

@@ -51,10 +51,10 @@ use crate::vm::board::Board;
 use crate::vm::vms::Vms;
 use crate::vm::{self, Call, Change, Initial, Shared, Vm};
 
-/// How an agent is set up.
+/// The settings of an agent.
 #[derive(Clone, Debug)]
 pub struct AgentOptions {
-    /// Where sockets and process ids are; emptied by a reboot.
+    /// Where sockets and process records are; emptied by a reboot.
     pub run_dir: PathBuf,
     /// The `vmseal-filter` program.
     pub filter: PathBuf,
@@ -116,7 +116,7 @@ pub struct RealHost {
 }
 
 impl RealHost {
-    /// Takes the machine over: adopts the VMs that run, sweeps what is left of others.
+    /// Takes over the machine: adopts the VMs that run, removes what others have left.
     ///
     /// # Errors
     /// [`StartError`].
@@ -187,11 +187,11 @@ impl RealHost {
     }
 }
 
-/// How long the run directory may be taken. A child that a killed agent was about to start holds the
-/// lock until it becomes its program, and by then it is on record: who waits sees it there.
+/// How long the run directory may be locked by another process. A child that a killed agent was about to start
+/// holds the lock until it executes its program. By then it is on record, and this agent finds it there.
 const LOCK_PATIENCE: Duration = Duration::from_secs(5);
 
-/// How often it is tried meanwhile.
+/// The pause between attempts.
 const LOCK_INTERVAL: Duration = Duration::from_millis(20);
 
 async fn lock_run_dir(

@@ -1,9 +1,9 @@
-//! KVM or emulation? Found by running a guest, because `/dev/kvm` alone promises too little: on a host
-//! that is itself a guest it may open, and even run firmware, and yet hang an operating system.
+//! KVM or emulation? Decided by running a guest, because `/dev/kvm` alone proves too little: on a host that
+//! is itself a guest it may open, and even run firmware, and yet hang an operating system.
 //!
-//! The probe guest is a Linux kernel from this host's /boot. Without a root disk it ends in a panic whose
-//! words are known; by then it has used long mode, paging, timers, interrupts and all it calibrates. Only a
-//! guest that gets there in time makes the answer KVM. On any doubt it is emulation, and the reason says why.
+//! The probe guest is a Linux kernel from this host's /boot. Without a root disk it ends in a panic with a
+//! known message; by then it has used long mode, paging, timers and interrupts. Only a guest that gets there
+//! in time selects KVM. In any other case emulation is selected, and the reason says why.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -22,25 +22,25 @@ use crate::process::machine;
 /// The longest that the probe guest may take: one that runs under KVM needs 1 to 2 s.
 pub const PROBE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// What the probe guest says when it has come through.
+/// The probe guest's message when it has come through.
 const LAST_WORDS: &[u8] = b"Kernel panic - not syncing: VFS";
 
 /// The most output that is looked at, in bytes.
 const OUTPUT_MAX: usize = 1024 * 1024;
 
-/// What the operator wants.
+/// The operator's choice.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Choice {
-    /// What the probe finds.
+    /// Use the probe's result.
     #[default]
     Auto,
-    /// KVM, whatever the probe would find.
+    /// KVM without a probe.
     Kvm,
     /// Emulation.
     Tcg,
 }
 
-/// A probe's result, and what it holds for.
+/// A probe's result, and the kernel and QEMU that it is valid for.
 #[derive(Serialize, Deserialize)]
 struct Cached {
     boot: String,
@@ -48,7 +48,7 @@ struct Cached {
     found: Accelerator,
 }
 
-/// Decides. A probe's result is kept at `cache` for this run of the kernel and this QEMU.
+/// Chooses the accelerator. A probe's result is cached at `cache` for this boot and this QEMU.
 pub async fn choose(choice: Choice, qemu: &Path, qemu_version: &str, cache: &Path) -> Accelerator {
     let fixed = |kind, reason: &str| Accelerator { kind, reason: reason.to_owned() };
     match choice {
@@ -73,7 +73,7 @@ pub async fn choose(choice: Choice, qemu: &Path, qemu_version: &str, cache: &Pat
     found
 }
 
-/// What the probe finds now, whatever it found before.
+/// The result of a new probe, whatever the cache says.
 pub async fn examine(qemu: &Path) -> Accelerator {
     probe(qemu, Path::new("/dev/kvm"), kernel(Path::new("/boot")), PROBE_TIMEOUT).await
 }
@@ -160,7 +160,7 @@ async fn run(
             return Ok(());
         }
         let mut said = Vec::new();
-        // What QEMU said is an extra; without it the reason is still true.
+        // QEMU's output is optional: without it the reason is still true.
         let _ = errors.take(4096).read_to_end(&mut said).await;
         let said = String::from_utf8_lossy(&said);
         Err(format!("QEMU ended ({})", said.lines().next().unwrap_or("without a word").trim()))
@@ -173,7 +173,7 @@ async fn run(
     outcome
 }
 
-/// Reads until the words were seen (true) or the output ended.
+/// Reads until the words are found (true) or the output ends.
 async fn wait_for(mut output: impl AsyncRead + Unpin, words: &[u8]) -> bool {
     let mut seen = Vec::new();
     let mut chunk = [0; 4096];
@@ -196,7 +196,7 @@ mod tests {
 
     use super::*;
 
-    /// Something in QEMU's place.
+    /// A script in QEMU's place.
     fn script(directory: &Path, body: &str) -> PathBuf {
         let path = directory.join("qemu");
         std::fs::write(&path, format!("#!/bin/sh\n{body}\n")).unwrap();
@@ -251,7 +251,7 @@ mod tests {
         assert_eq!(choose(Choice::Kvm, &qemu, "8.0", &cache).await.kind, AcceleratorKind::Kvm);
     }
 
-    /// Whatever this machine is: KVM is only ever chosen where the same kernel then runs under it again.
+    /// On any machine: KVM is chosen only where the same kernel then runs under it again.
     #[tokio::test]
     async fn this_machine_is_judged_in_time_and_kvm_holds_what_the_probe_says() {
         let qemu = Path::new("qemu-system-x86_64");
@@ -266,7 +266,7 @@ mod tests {
         }
     }
 
-    /// That of the small guest of the tests: a container has none of its own.
+    /// The kernel of the tests' small guest: a container has none of its own.
     fn guest_kernel() -> PathBuf {
         let script =
             Path::new(env!("CARGO_MANIFEST_DIR")).join("../../scripts/build-test-initramfs");
@@ -276,7 +276,7 @@ mod tests {
         Path::new(said.lines().last().unwrap()).join("vmlinuz")
     }
 
-    /// The probe's own words, from a real kernel, under the accelerator that runs everywhere.
+    /// The probe's message, from a real kernel under emulation, which runs everywhere.
     #[tokio::test]
     async fn a_real_kernel_comes_through_under_emulation() {
         let kernel = guest_kernel();

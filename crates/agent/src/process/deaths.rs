@@ -1,11 +1,11 @@
-//! The deaths of VMs that nobody has seen to yet, on record beside the run directory's processes, so that
-//! an agent that restarts raises the same alarm.
+//! VMs that died and have not run since, on record beside the run directory's processes, so that an agent
+//! that restarts raises the same alarm.
 //!
 //! ```text
 //! <run dir>/deaths/<vm id>.json
 //! ```
-//! Written before what is left of the VM is cleared away, removed before its guest runs again. Like the run
-//! directory it does not outlive the machine; VMs that ran then are found dead where it does.
+//! Written before what is left of the VM is removed; removed before its guest runs again. Like the run
+//! directory, it is lost at a reboot; VMs that ran then are found dead where the run directory survives it.
 
 use std::collections::BTreeMap;
 use std::fs::DirBuilder;
@@ -26,13 +26,13 @@ const VERSION: u32 = 1;
 /// A VM that died.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Death {
-    /// What it ran as.
+    /// The specification that it ran with.
     pub spec: VmSpec,
     /// When and why it died.
     pub stopped: Stopped,
 }
 
-/// What is on record of it.
+/// The record.
 #[derive(Serialize, Deserialize)]
 struct Stored {
     version: u32,
@@ -40,17 +40,17 @@ struct Stored {
     stopped: Stopped,
 }
 
-/// The deaths on record.
+/// The records of VMs that died.
 #[derive(Debug)]
 pub struct Deaths {
     directory: PathBuf,
 }
 
 impl Deaths {
-    /// Opens the records in the run directory `root`; made when missing.
+    /// Opens the records in the run directory `root`; creates their directory when missing.
     ///
     /// # Errors
-    /// As the file system.
+    /// Those of the file system.
     pub fn open(root: &Path) -> io::Result<Self> {
         let directory = root.join("deaths");
         DirBuilder::new().recursive(true).mode(0o700).create(&directory)?;
@@ -61,10 +61,10 @@ impl Deaths {
         self.directory.join(format!("{vm}.json"))
     }
 
-    /// Puts a death on record; an earlier one of the same VM is replaced.
+    /// Records that a VM died; replaces an earlier record of the VM.
     ///
     /// # Errors
-    /// As the file system.
+    /// Those of the file system.
     pub fn record(&self, spec: &VmSpec, stopped: &Stopped) -> io::Result<()> {
         let death = Stored { version: VERSION, spec: spec.into(), stopped: stopped.clone() };
         atomic_file::write(&self.path(spec.vm), &serde_json::to_vec_pretty(&death)?)
@@ -73,7 +73,7 @@ impl Deaths {
     /// Removes a VM's record, if there is one.
     ///
     /// # Errors
-    /// As the file system.
+    /// Those of the file system.
     pub fn forget(&self, vm: VmId) -> io::Result<()> {
         match std::fs::remove_file(self.path(vm)) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
@@ -81,15 +81,15 @@ impl Deaths {
         }
     }
 
-    /// All deaths on record. What cannot be understood is told in the log and passed over.
+    /// All records. A record that cannot be read is logged and skipped.
     ///
     /// # Errors
-    /// As reading the directory.
+    /// Those of reading the directory.
     pub fn all(&self) -> io::Result<BTreeMap<VmId, Death>> {
         let mut found = BTreeMap::new();
         for entry in std::fs::read_dir(&self.directory)? {
             let path = entry?.path();
-            // Others are what a crash left of writing one.
+            // Other files are left from a crash while a record was written.
             if path.extension().is_none_or(|extension| extension != "json") {
                 continue;
             }

@@ -27,11 +27,11 @@ use crate::rules::exclusion::{Action, Permission};
 use crate::storage::image::Image;
 use crate::storage::transfer::TransferDirectories;
 
-/// Work that goes on after a call has been answered.
+/// Work that continues after a call has been answered.
 pub type Later = Option<(VmId, Work, u64, Duration)>;
 
 impl SimulatedHost {
-    /// Does a call, with the fault that is planned for it.
+    /// Executes a call, with the fault that is planned for it.
     fn call<T>(
         &self,
         call: Call,
@@ -46,7 +46,7 @@ impl SimulatedHost {
             Some(Fault::Refuse(code)) => Err(Problem::new(code, "an injected refusal")),
             Some(Fault::LoseRequest) => Err(lost()),
             Some(Fault::LoseAnswer) => {
-                // Whatever it would have answered is lost.
+                // The real answer is lost, whatever it is.
                 let _ = work(&mut inside);
                 let problem = Problem::new(ErrorCode::TimedOut, "an injected time-out");
                 Err(Problem { in_doubt: true, ..problem })
@@ -70,7 +70,7 @@ impl SimulatedHost {
         }
     }
 
-    /// A call that begins work which ends later; the work goes on even when the answer is lost.
+    /// A call that begins work which ends later; the work continues even when the answer is lost.
     fn begin(
         &self,
         call: Call,
@@ -158,7 +158,7 @@ impl Inside {
         }
     }
 
-    /// What a real host would find of the disks that are there.
+    /// The disks that a real host would find there.
     fn contents(&self, spec: &DatastoreSpec) -> Result<DatastoreContents, Problem> {
         self.check_place(spec)?;
         let here = self.world.disks.iter().filter(|(_, it)| it.datastore == spec.datastore);
@@ -289,7 +289,7 @@ impl Inside {
                 known.power = Power::Running;
                 known.died = None;
                 let guest = (known.spec.clone(), Guest::new());
-                // Of an earlier run.
+                // Left by an earlier run.
                 self.world.bitmaps.remove(&vm);
                 self.world.guests.insert(vm, guest);
             }
@@ -392,7 +392,7 @@ impl Inside {
     }
 }
 
-/// What the real host would make.
+/// The facts that the real host would return.
 fn facts(disk: &DiskSpec) -> Result<DiskFacts, Problem> {
     if !disk.encrypted {
         return Ok(DiskFacts::Raw);

@@ -1,4 +1,4 @@
-//! The jobs of a simulated host: disks as records, and names of exported files without files.
+//! The jobs of a simulated host: disks are records; of exported files only the names are kept.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -15,7 +15,7 @@ use crate::rules::{self, find_disk};
 use crate::storage::image::Image;
 use crate::storage::transfer::TransferDirectories;
 
-/// The exported files that are on the host.
+/// The exported files on the host.
 #[derive(Default)]
 pub struct Exports {
     unnamed: BTreeSet<TaskId>,
@@ -29,7 +29,7 @@ impl Exports {
 }
 
 impl Inside {
-    /// Sees that nothing speaks against a job.
+    /// Checks that a job can begin.
     pub fn ready(&mut self, vm: VmId, job: &JobSpec) -> Result<(), Problem> {
         let situation = self.situation(vm)?;
         let action = match job {
@@ -77,7 +77,7 @@ impl Inside {
         self.numbered(vm, Work::Job(task), self.work)
     }
 
-    /// The work of a job is over.
+    /// Ends the work of a job.
     pub fn worked(&mut self, vm: VmId, work: Work) {
         let Work::Job(task) = work else { return };
         let full = self.full;
@@ -156,7 +156,7 @@ impl Inside {
         if self.world.exports.named.get(&export.to) == Some(&task) {
             return Err(rules::has_its_name(&export.to));
         }
-        Err(Problem::new(ErrorCode::NotFound, "there is no such half-written file"))
+        Err(Problem::new(ErrorCode::NotFound, "there is no such unfinished export"))
     }
 
     fn check_export(&mut self, vm: VmId, export: &ExportJob) -> Result<(), Problem> {
@@ -182,7 +182,7 @@ impl Inside {
     }
 }
 
-/// A disk that cannot be filled from what it is to be filled from, and why.
+/// The disk that cannot be filled from its source, and why.
 fn wrong_source(
     spec: &vmseal_api::host::VmSpec,
     job: &JobSpec,

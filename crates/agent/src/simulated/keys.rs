@@ -11,7 +11,7 @@ use crate::rules;
 use crate::rules::exclusion::Action;
 
 impl Inside {
-    /// The encrypted disks of a VM, all of which open with the key that it is registered with.
+    /// The encrypted disks of a VM, all of which open with its registered key.
     pub fn key_opens(
         &mut self,
         vm: VmId,

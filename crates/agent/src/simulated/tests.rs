@@ -78,7 +78,7 @@ async fn wait(host: &SimulatedHost, wanted: impl Fn(&VmState) -> bool) -> VmStat
         }
         last = Some(state);
     }
-    panic!("it has not come");
+    panic!("timed out");
 }
 
 #[tokio::test]
@@ -120,7 +120,7 @@ async fn a_crash_voids_work_under_way_and_ends_long_polls() {
     let found = wait(&host, |state| state.power == Power::Off).await;
     assert_eq!(found.stopped.unwrap().reason, StopReason::FoundDead);
     tokio::time::sleep(Duration::from_millis(80)).await;
-    assert!(host.running().is_empty(), "work of an earlier life went on");
+    assert!(host.running().is_empty(), "work of an earlier agent continued");
 }
 
 #[tokio::test]

@@ -1,10 +1,10 @@
-//! Making a disk and opening one: header, key, image, and what the inventory pins of it.
+//! Making and opening a disk: header, key, image, and the facts pinned in the inventory.
 //!
 //! ```text
 //! begin (sparse, locked, *.creating) ─► LUKS2 header ─► import through a filter ─► flush ─► rename
 //! ```
-//! Killed at any point, what is left is debris that the next attempt, a delete or a probe removes; or,
-//! once an import has noted how far it is ([`crate::storage::filling`]), that the next attempt goes on from.
+//! A kill at any point leaves debris, which the next attempt, a delete or a probe removes. Once an import has
+//! noted its progress ([`crate::storage::filling`]), the next attempt continues from there.
 
 use std::fs::File;
 use std::sync::Arc;
@@ -31,26 +31,27 @@ use crate::storage::patience;
 use crate::storage::replica;
 use crate::storage::transfer::TransferDirectories;
 
-/// How much room is taken in one step, in bytes: a moment's work on most file systems.
+/// How much room is allocated in one step, in bytes: a moment's work on most file systems.
 const ALLOCATION_STEP: u64 = 1 << 30;
 
-/// What a disk is to be made with.
+/// A disk to make.
 pub struct Recipe {
     /// The VM.
     pub spec: VmSpec,
     /// The disk, one of the VM's.
     pub disk: DiskSpec,
-    /// The VM's KEK, where the disk is to be encrypted.
+    /// The VM's KEK, where the disk will be encrypted.
     pub kek: Option<SecretBytes>,
-    /// What to fill it from.
+    /// The image that it is filled from.
     pub source: Option<ImageSource>,
 }
 
-/// Makes a disk, or finds it made. `progress` is told bytes done and in all. Cancelling it ends an import;
-/// the short steps before and after run to their end, so that nothing is written behind the caller's back.
+/// Makes a disk, or finds it made. `progress` receives the bytes done and the total. Cancelling ends an
+/// import; the short steps before and after it run to their end, so that nothing is written after the caller
+/// has gone on.
 ///
 /// # Errors
-/// What is wrong; nothing half-made is left then.
+/// The problem; nothing half-made is left then.
 pub async fn create(
     recipe: Recipe,
     builder: &DiskBuilder,
@@ -60,7 +61,7 @@ pub async fn create(
     let (vm, made, place) = (recipe.spec.vm, recipe.disk.clone(), recipe.disk.datastore.clone());
     let DatastoreLocation::Dir { path } = place.location.clone();
     let home = patience::look(&path, move || Home::of(&place, vm)).await?;
-    // Not free for another process before this one's is gone.
+    // The users are released only after this attempt's process has ended.
     let slot = builder.users.take().ok_or_else(too_many)?;
     let result = make(recipe, &home, builder, &slot, progress, cancelled).await;
     if result.is_err() {
@@ -69,7 +70,7 @@ pub async fn create(
     result
 }
 
-/// Removes what an attempt has left; the filter that held the image's lock goes first.
+/// Removes what an attempt has left; first the filter, which holds the image's lock.
 async fn discard(home: &Home, builder: &DiskBuilder, vm: VmId, made: &DiskSpec) {
     let disk = made.disk;
     if let Err(error) = builder.directory.sweep().await {
@@ -106,7 +107,7 @@ async fn make(
         Attempt::Whole(facts) => return Ok(facts),
         Attempt::Begun(begun) => begun,
     };
-    // Before the long work: it would be in vain.
+    // Before the long work, which would be in vain.
     replica::examine(&disk).await?;
     if is_preallocated(&disk) {
         let file = file.try_clone().map_err(internal)?;
@@ -129,8 +130,8 @@ async fn make(
             Ok(()) = cancelled => return Err(removed_meanwhile()),
         }
     }
-    // It was filled without its replica, so no map is to be believed. One that cannot be made now is made by
-    // whoever writes first: it is not worth a long import.
+    // It was filled without its replica, so no map may be believed. A replica that cannot be made
+    // now is made by the next writer: that is not worth failing a long import.
     drop(replica::for_writer(&spec, &disk, &file, data_offset(&facts)).await?);
     let place = home.clone();
     spawn_blocking(move || place.finish(disk.disk, &file)).await.map_err(internal)??;
@@ -141,7 +142,7 @@ fn removed_meanwhile() -> Problem {
     Problem::new(ErrorCode::Cancelled, "the disk was removed while it was being made")
 }
 
-/// Takes the room of the whole image, part by part: where that is slow it is seen and can be ended.
+/// Allocates the whole image, part by part: where that is slow, progress is visible and it can be cancelled.
 async fn take_room(
     home: &Home,
     disk: DiskId,
@@ -172,10 +173,10 @@ fn told_if_full(home: &Home, problem: Problem) -> Problem {
     Problem::new(ErrorCode::NoSpace, what)
 }
 
-/// Sees that a disk could be made now; makes nothing.
+/// Checks that a disk could be made now; makes nothing.
 ///
 /// # Errors
-/// What [`create`] would end with, as far as that can be known before.
+/// The error that [`create`] would return, as far as that can be known before.
 pub async fn examine(
     disk: DiskSpec,
     source: Option<ImageSource>,
@@ -199,7 +200,7 @@ async fn open_source(
     patience::look(&path, move || Image::open(&source, &disk, &transfer).map(Some)).await
 }
 
-/// Sees that there is the room that is taken while a disk is made.
+/// Checks that there is the room that making a disk needs.
 fn check_room(home: &Home, disk: &DiskSpec, image: Option<&Image>) -> Result<(), Problem> {
     let header = if disk.encrypted { vmseal_luks::DATA_OFFSET } else { 0 };
     match image {
@@ -220,12 +221,12 @@ struct Begun {
     file: File,
     facts: DiskFacts,
     key: Option<SecretBytes>,
-    /// What is before it is there already, from an earlier attempt; in bytes.
+    /// The bytes before it are there already, from an earlier attempt.
     from: u64,
 }
 
 enum Attempt {
-    /// It is there.
+    /// The disk is made already.
     Whole(DiskFacts),
     Begun(Begun),
 }
@@ -245,9 +246,9 @@ fn begin(recipe: &Recipe, home: &Home, image: Option<&Image>) -> Result<Attempt,
         match go_on(spec.vm, disk, home, image, encryption) {
             Ok(Some(begun)) => return Ok(Attempt::Begun(begun)),
             Ok(None) => {}
-            // It is made anew; who works on it is found out then.
+            // It is made again from the beginning. If another process works on it, that shows then.
             Err(problem) => {
-                tracing::info!(vm = %spec.vm, disk = %disk.disk, %problem, "no going on");
+                tracing::info!(vm = %spec.vm, disk = %disk.disk, %problem, "an interrupted import cannot be continued");
             }
         }
     }
@@ -265,7 +266,7 @@ fn begin(recipe: &Recipe, home: &Home, image: Option<&Image>) -> Result<Attempt,
     Ok(Attempt::Begun(Begun { file, facts: to_api(&facts), key: Some(dek), from: 0 }))
 }
 
-/// What an interrupted import of the same image has left, if it has noted how far it was.
+/// The unfinished disk of an interrupted import of the same image, if its progress was noted.
 fn go_on(
     vm: VmId,
     disk: &DiskSpec,
@@ -275,15 +276,15 @@ fn go_on(
 ) -> Result<Option<Begun>, Problem> {
     let Some((file, note)) = home.noted(disk.disk)? else { return Ok(None) };
     if note.image != image.identity {
-        let what = "the image is another one, or was changed, since its import was interrupted";
+        let what = "the image was replaced or changed since its import was interrupted";
         return Err(Problem::new(ErrorCode::WrongState, what));
     }
     let (facts, key) = check_whole(&file, vm, disk, encryption)?;
-    tracing::info!(%vm, disk = %disk.disk, from = note.durable, "an interrupted import goes on");
+    tracing::info!(%vm, disk = %disk.disk, from = note.durable, "an interrupted import continues");
     Ok(Some(Begun { file, facts, key, from: note.durable }))
 }
 
-/// A disk that is there already has to be the one that would have been made. With its DEK.
+/// Checks that a disk that exists is the one that would have been made. Returns its DEK.
 fn check_whole(
     file: &File,
     vm: VmId,
@@ -328,7 +329,7 @@ pub fn to_api(facts: &Facts) -> DiskFacts {
     }
 }
 
-/// The pinned facts as crate luks has them; none for a raw disk.
+/// The pinned facts in the type of crate luks; none for a raw disk.
 pub(crate) fn from_api(disk: &DiskSpec, facts: &DiskFacts) -> Option<Facts> {
     match facts {
         DiskFacts::Raw => None,
@@ -344,7 +345,7 @@ pub(crate) fn from_api(disk: &DiskSpec, facts: &DiskFacts) -> Option<Facts> {
     }
 }
 
-/// What a header's error is called outside.
+/// The API's error for a header's error.
 pub(crate) fn header_problem(disk: &DiskSpec, error: &HeaderError) -> Problem {
     let code = match error {
         HeaderError::OtherKey { .. } | HeaderError::WrongKek(_) => ErrorCode::KeyMismatch,
@@ -381,9 +382,9 @@ pub struct Open {
     pub file: File,
     /// Where the guest's first byte is, in bytes.
     pub offset: u64,
-    /// The DEK, to be passed on, and what holes mean; none in the clear.
+    /// The DEK as a descriptor, and what holes mean; none for a plain disk.
     pub key: Option<(SecretFd, Holes)>,
-    /// What an operator should see.
+    /// A notice for operators.
     pub notice: Option<Notice>,
 }
 
@@ -402,7 +403,8 @@ fn open_image(spec: &VmSpec, disk: &DiskSpec, access: Access) -> Result<File, Pr
     })
 }
 
-/// Opens the image of an encrypted disk for reading, without its key; also gives its length in bytes. Blocks.
+/// Opens the image of an encrypted disk for reading, without its key; also returns its length in bytes.
+/// Blocks.
 ///
 /// # Errors
 /// `damaged`, `in-use`, `not-found`.
@@ -430,10 +432,10 @@ pub fn open(
 ) -> Result<Open, Problem> {
     let file = open_image(spec, disk, access)?;
     let Some(pinned) = from_api(disk, facts) else {
-        // What is to be encrypted is never opened in the clear, whatever the datastore holds.
+        // An encrypted disk is never opened as a plain one, whatever the datastore holds.
         if disk.encrypted {
             let what = format!(
-                "disk '{}' is to be encrypted, and the inventory says that its image is raw: was an old inventory restored?",
+                "disk '{}' must be encrypted, and the inventory says that its image is raw: was an old inventory restored?",
                 disk.name
             );
             return Err(Problem::new(ErrorCode::Damaged, what));
@@ -456,7 +458,7 @@ pub fn open(
         code: NoticeCode::HeaderCopyDamaged,
         disk: Some(disk.disk),
         detail: format!(
-            "disk '{}': {notice}. Stop the VM and give it a new key, which writes both copies anew: vmseal vm recrypt {}",
+            "disk '{}': {notice}. Stop the VM and give it a new key, which writes both copies again: vmseal vm recrypt {}",
             disk.name, spec.name
         ),
     });
@@ -596,7 +598,7 @@ mod tests {
                 !home.image(bench.spec.disk_at(index).unwrap().disk).parent().unwrap().exists()
             );
         }
-        // The same, thin: the room is not asked for.
+        // The same with thin allocation: the room is not required.
         bench.spec.disk_at_mut(1).unwrap().allocation = Allocation::Thin;
         bench.spec.disk_at_mut(1).unwrap().size = 1 << 40;
         bench.create(1).await.unwrap();

@@ -1,7 +1,7 @@
-//! File systems that hang: asked by a thread of its own, and not waited for without end.
+//! File systems that may hang: each call runs in its own thread, and the wait for it is bounded.
 //!
-//! For what only looks, or may be done late. What else writes runs to its end, so that nothing happens behind the
-//! caller's back.
+//! For calls that only read, or whose work may be done late. Other writes run to their end, so that nothing
+//! is written after the caller has gone on.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -12,19 +12,19 @@ use tokio::task::spawn_blocking;
 use tokio::time::timeout;
 use vmseal_api::problem::{ErrorCode, Problem};
 
-/// How long a look may take: one that is there answers at once, a disk that spins up in ten seconds.
+/// The timeout of a call: a working file system answers at once, a disk that spins up in ten seconds.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// How long a glance may take.
+/// The short timeout.
 const GLANCE: Duration = Duration::from_secs(2);
 
-/// Places that have not answered yet: no second thread is sent there.
+/// Places that have not answered yet: no second thread is started for them.
 static SILENT: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
 
-/// Looks at something at `place`.
+/// Runs a call on the file system at `place`.
 ///
 /// # Errors
-/// As the look; `timed-out` when it takes too long.
+/// Those of the call; `timed-out` when it takes too long.
 pub async fn look<T: Send + 'static>(
     place: &Path,
     work: impl FnOnce() -> Result<T, Problem> + Send + 'static,
@@ -32,7 +32,7 @@ pub async fn look<T: Send + 'static>(
     look_for(place, work, PATIENCE).await
 }
 
-/// The same for what is looked at again and again, and holds up other work.
+/// The same for calls that are made again and again and delay other work.
 ///
 /// # Errors
 /// As [`look`].
@@ -98,7 +98,7 @@ mod tests {
         drop(answer);
         let give_up = std::time::Instant::now() + PATIENCE;
         while look(place, || Ok(())).await.is_err() {
-            assert!(std::time::Instant::now() < give_up, "it is never asked again");
+            assert!(std::time::Instant::now() < give_up, "the place is never tried again");
             tokio::time::sleep(short).await;
         }
     }

@@ -1,4 +1,5 @@
-//! The state that the server reads: every VM's owner posts its VM here, and readers wait for news.
+//! The state that the server reads: the owner of each VM publishes its state here, and readers wait for
+//! changes.
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};
@@ -9,10 +10,11 @@ use tokio::time::timeout;
 use vmseal_api::host::{HostState, STATE_WAIT_MAX, StateChange, VmState};
 use vmseal_api::id::{Incarnation, VmId};
 
-/// The most VMs whose end is remembered: as many as a host has. A reader that is further behind reads all.
+/// The most ended VMs that are remembered: as many as a host can have. A reader that is further behind gets
+/// the full state.
 const GONE_MAX: usize = 1024;
 
-/// What is known of all VMs, with a generation that grows with every change.
+/// The state of all VMs, with a generation that grows with every change.
 pub struct Board {
     incarnation: Incarnation,
     known: Mutex<Known>,
@@ -21,28 +23,28 @@ pub struct Board {
 
 #[derive(Default)]
 struct Known {
-    /// Each VM's state, and the generation that it came with.
+    /// Each VM's state, and the generation of its last change.
     vms: BTreeMap<VmId, (u64, VmState)>,
-    /// The generations that VMs went with.
+    /// The generations at which VMs were removed.
     gone: BTreeMap<u64, VmId>,
-    /// Who knows a generation before this one reads all: an end that came later is forgotten.
+    /// A reader with an earlier generation gets the full state: a later removal is forgotten.
     oldest: u64,
 }
 
 impl Board {
-    /// An empty board of this life of the agent.
+    /// An empty store of this run of the agent.
     #[must_use]
     pub fn new(incarnation: Incarnation) -> Self {
         Self { incarnation, known: Mutex::default(), generation: watch::Sender::new(1) }
     }
 
-    /// Whose board it is.
+    /// The run of the agent that it belongs to.
     #[must_use]
     pub fn incarnation(&self) -> Incarnation {
         self.incarnation
     }
 
-    /// Replaces what is known of a VM; none forgets it.
+    /// Replaces a VM's state; none removes it.
     pub fn post(&self, vm: VmId, state: Option<VmState>) {
         let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
         let next = *self.generation.borrow() + 1;
@@ -64,7 +66,7 @@ impl Board {
                 }
             }
         }
-        // Under the lock: no reader sees the new state under the old generation.
+        // Under the lock: no reader sees the new state with the old generation.
         self.generation.send_replace(next);
     }
 
@@ -85,19 +87,19 @@ impl Board {
         }
     }
 
-    /// What has changed since `after`, as soon as anything has, at the latest after `wait`.
+    /// The changes since `after`, as soon as there are any, at the latest after `wait`.
     pub async fn state(&self, after: Option<(Incarnation, u64)>, wait: Duration) -> StateChange {
         let after = after.filter(|(incarnation, _)| *incarnation == self.incarnation);
         if let Some((_, generation)) = after {
             let mut changes = self.generation.subscribe();
             let news = changes.wait_for(|now| *now > generation);
-            // Without news in time the answer is that nothing has changed.
+            // On a time-out the answer is that nothing has changed.
             let _ = timeout(wait.min(STATE_WAIT_MAX), news).await;
         }
         self.read(after.map(|(_, generation)| generation))
     }
 
-    /// How all VMs stand now.
+    /// The state of all VMs now.
     #[must_use]
     pub fn now(&self) -> HostState {
         let StateChange { incarnation, generation, vms, .. } = self.read(None);
@@ -146,7 +148,7 @@ mod tests {
         assert_eq!((news.generation, news.vms.len()), (first.generation + 1, 1));
 
         board.post(vm, Some(off(vm)));
-        assert_eq!(board.now().generation, news.generation, "the same is no news");
+        assert_eq!(board.now().generation, news.generation, "an equal state was published as a change");
         let stranger = Some((Incarnation::new(), 99));
         let started = tokio::time::Instant::now();
         let all = board.state(stranger, STATE_WAIT_MAX).await;
@@ -169,13 +171,13 @@ mod tests {
         assert_eq!(change.vms.iter().map(|state| state.vm).collect::<Vec<_>>(), [one]);
         assert_eq!(change.gone, [two]);
         assert_eq!(HostState::changed(Some(&before), change), Some(board.now()));
-        // One that comes back is not gone.
+        // A VM that comes back is not removed.
         board.post(two, Some(off(two)));
         let change = board.state(Some(before.known()), Duration::ZERO).await;
         assert!(change.gone.is_empty() && change.vms.len() == 2, "{change:?}");
         let later = Some((board.incarnation(), board.now().generation + 1));
         let beyond = board.read(later.map(|(_, generation)| generation));
-        assert_eq!(beyond.since, None, "it was never told");
+        assert_eq!(beyond.since, None, "the generation is unknown");
         for _ in 0..=GONE_MAX {
             let vm = VmId::new();
             board.post(vm, Some(off(vm)));

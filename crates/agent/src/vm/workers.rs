@@ -1,4 +1,5 @@
-//! Who works on the disks of a VM: each is made, exported or exposed by a task that can be cancelled.
+//! The tasks that work on a VM's disks: each disk is made, exported or exposed by a task that can be
+//! cancelled.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -18,17 +19,17 @@ use crate::storage::builder::DiskBuilder;
 use crate::storage::disk::{self, Recipe};
 use crate::storage::export::{self, Order};
 
-/// Progress that may wait for the owner.
+/// Progress reports that may wait for the owner.
 const REPORTS_MAX: usize = 16;
 
 struct Worker {
-    /// Tells reports of this attempt from those of an earlier one.
+    /// Distinguishes reports of this attempt from those of an earlier one.
     number: u64,
     cancel: oneshot::Sender<()>,
     task: JoinHandle<()>,
 }
 
-/// Work under way.
+/// The work in progress.
 pub struct Workers {
     workers: BTreeMap<DiskId, Worker>,
     started: u64,
@@ -91,10 +92,10 @@ impl Workers {
         self.workers.insert(disk, Worker { number, cancel, task });
     }
 
-    /// The next report of an attempt that is still wanted.
+    /// The next report of an attempt that has not been cancelled.
     pub async fn next(&mut self) -> (DiskId, Report) {
         loop {
-            // The sender is held here: there is always an end of the channel.
+            // The sender is held here, so the channel never closes.
             let Some((disk, number, report)) = self.reports.recv().await else {
                 return std::future::pending().await;
             };

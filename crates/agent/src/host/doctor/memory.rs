@@ -1,4 +1,4 @@
-//! Memory: whether keys stay in it.
+//! Memory: whether keys can leave it.
 
 use vmseal_secret::Backing;
 use vmseal_secret::process::{Hardening, MemoryLock};
@@ -10,7 +10,7 @@ use crate::process::machine;
 const RAISE: &str =
     "set LimitMEMLOCK=infinity in the unit (ulimit -l unlimited in a shell), or run it as root";
 
-/// All that is about memory.
+/// All checks of memory.
 pub fn all(hardening: Hardening) -> Vec<Finding> {
     vec![
         lock(hardening.memory),
@@ -58,7 +58,7 @@ fn secrets(backing: Backing) -> Finding {
     match backing {
         Backing::SecretMemory => Finding::ok(
             CHECK,
-            "keys are in memfd_secret: not even the kernel's own mappings have them",
+            "keys are in memfd_secret, outside the kernel's own mappings",
         ),
         Backing::LockedMemory => Finding::warning(
             CHECK,
@@ -88,7 +88,7 @@ fn cores(hardening: Hardening) -> Finding {
         return Finding::ok(CHECK, found);
     }
     let found = format!("cores cannot be forbidden; core_pattern sends them to {pattern}");
-    Finding::failed(CHECK, found, "start it with LimitCORE=0, and see that prctl is not filtered")
+    Finding::failed(CHECK, found, "start it with LimitCORE=0, and check that no seccomp filter blocks prctl")
 }
 
 #[cfg(test)]

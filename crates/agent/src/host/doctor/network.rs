@@ -17,7 +17,7 @@ pub fn of_host(identity: &Identity) -> Vec<Finding> {
         reached(
             "server",
             &server,
-            "see that the server runs and listens there, and that no packet filter is in between",
+            "check that the server runs and listens there, and that no packet filter blocks it",
         ),
         reached(
             "agent",
@@ -33,9 +33,9 @@ fn reached(check: &str, address: &str, remedy: &str) -> Finding {
         TcpStream::connect_timeout(&address, PATIENCE)
     });
     match connected {
-        Ok(_) => Finding::ok(check, format!("{address} takes connections")),
+        Ok(_) => Finding::ok(check, format!("{address} accepts connections")),
         Err(error) => {
-            Finding::warning(check, format!("{address} takes no connection: {error}"), remedy)
+            Finding::warning(check, format!("{address} refuses the connection: {error}"), remedy)
         }
     }
 }

@@ -37,7 +37,7 @@ impl Owner {
         let _ = to.send(Err(problem));
     }
 
-    /// What serves the disk, where nothing speaks against it.
+    /// The source to serve the disk from, if that is allowed.
     fn ready_to_expose(&self, disk: DiskId, writable: bool) -> Result<Source, Problem> {
         let disk = find_disk(&self.spec, disk)?;
         let action = if writable { Action::ExposeToWrite } else { Action::ExposeToRead };

@@ -16,14 +16,14 @@ use crate::storage::patience;
 use crate::vm::internal;
 use crate::vm::report::Report;
 
-/// What is to be begun, where nothing speaks against it.
+/// The work to begin.
 enum Ready {
     Create(Vec<Recipe>),
     Export(Box<Order>),
 }
 
 impl Owner {
-    /// Sees whether a job could be begun.
+    /// Checks whether a job could begin.
     pub(super) async fn examine_job(&self, spec: JobSpec) -> Result<(), Problem> {
         self.ready(TaskId::new(), &spec).await.map(drop)
     }
@@ -57,7 +57,7 @@ impl Owner {
         }
     }
 
-    /// Asks for each disk of a job.
+    /// Checks the action for each disk of a job.
     fn may_work(&self, action: Action, spec: &JobSpec) -> Result<(), Problem> {
         let situation = self.situation();
         for disk in spec.disks() {
@@ -124,7 +124,7 @@ impl Owner {
             }
         }
         match spec {
-            // What was being made is removed by who made it.
+            // The worker removes what it was making.
             JobSpec::Create(_) => Ok(()),
             JobSpec::Export(_) if state == Some(JobState::Cancelled) => Ok(()),
             JobSpec::Export(job) => {
@@ -137,14 +137,14 @@ impl Owner {
         }
     }
 
-    /// Where an export of a disk of this VM is on record.
+    /// The path of the record of an export of this VM's disk.
     fn record_of(&self, job: &ExportJob) -> Result<std::path::PathBuf, Problem> {
         let disk = find_disk(&self.spec, job.disk)?;
         rules::check_export(job)?;
         Ok(self.shared.run_dir.exported(disk.disk))
     }
 
-    /// What a worker says of a disk.
+    /// Handles a worker's report on a disk.
     pub(super) async fn reported(&mut self, disk: DiskId, report: Report) {
         match report {
             Report::Progress(done, total) => {
@@ -176,7 +176,7 @@ impl Owner {
         }
     }
 
-    /// What is pinned of a disk, by the inventory or by the work that has just made it.
+    /// The facts of a disk that are pinned in the inventory or that the last job returned.
     pub(super) fn facts(&self, disk: &DiskSpec) -> Option<DiskFacts> {
         disk.facts.clone().or_else(|| self.made.get(&disk.disk).cloned())
     }
