@@ -56,7 +56,7 @@ pub const BANNER: &str = "vmseal contract guest\r\n";
 const DISK_SIZE: u64 = 8 << 20;
 
 /// The longest that a guest may be shown as stopping after it was given 2 seconds.
-const NOT_HEEDED_MAX: Duration = Duration::from_secs(20);
+const STOPPING_MAX: Duration = Duration::from_secs(20);
 
 /// The directories and limits of the suite.
 pub struct Fixture {
@@ -65,7 +65,7 @@ pub struct Fixture {
     /// The guest's image, as [`write_guest`] made it.
     pub image: PathBuf,
     /// The timeout of each step.
-    pub patience: Duration,
+    pub timeout: Duration,
     /// Kills the filter of a running VM.
     pub kill_filter: Box<dyn Fn(VmId) + Send + Sync>,
 }
@@ -178,7 +178,7 @@ impl Session {
         what: &str,
         wanted: impl Fn(&VmState) -> bool,
     ) -> VmState {
-        let give_up = Instant::now() + self.fixture.patience;
+        let give_up = Instant::now() + self.fixture.timeout;
         let mut last = None;
         loop {
             let wait = Duration::from_secs(5);
@@ -196,7 +196,11 @@ impl Session {
         let what = format!("{power:?}");
         self.wait(agent, &what, |state| {
             let failed = power == Power::Running && state.power == Power::Off;
-            assert!(!failed || state.stopped.is_none(), "the VM does not start: {:?}", state.stopped);
+            assert!(
+                !failed || state.stopped.is_none(),
+                "the VM does not start: {:?}",
+                state.stopped
+            );
             state.power == power
         })
         .await
@@ -210,7 +214,7 @@ impl Session {
 }
 
 /// The first part: from nothing to a running VM. Every call is repeated, every refusal is provoked.
-pub async fn first_life(agent: &dyn HostAgent, fixture: Fixture) -> Session {
+pub async fn first_run(agent: &dyn HostAgent, fixture: Fixture) -> Session {
     let description = done(agent.describe().await, "describe");
     assert_eq!(
         (description.contract, &*description.features),
@@ -258,13 +262,13 @@ async fn exposed(agent: &dyn HostAgent, session: &Session) {
         held.write_all(&[HOLD, HOLD]).await.expect("holding");
         held.write_all(&[LET_GO]).await.expect("releasing the disk");
         let mut wrong = String::new();
-        let end = timeout(session.fixture.patience, held.read_to_string(&mut wrong)).await;
+        let end = timeout(session.fixture.timeout, held.read_to_string(&mut wrong)).await;
         assert!(end.is_ok() && wrong.is_empty(), "releasing the disk: {wrong:?}");
         let late = agent.expose_disk(vm, disk, Exposing::Connect).await;
         refused(late.map(drop), ErrorCode::WrongState, "a connection to a released disk");
     }
     drop(done(hold(false).await, "exposing a disk"));
-    let give_up = Instant::now() + session.fixture.patience;
+    let give_up = Instant::now() + session.fixture.timeout;
     loop {
         match hold(false).await {
             Err(problem) if problem.code == ErrorCode::InUse && Instant::now() < give_up => {
@@ -395,7 +399,7 @@ async fn keys(agent: &dyn HostAgent, session: &Session) {
     refused(agent.offer_key(vm, elsewhere).await, ErrorCode::KeyMismatch, "another VM's key");
     let stale_box = crate::keys::KeyBox::new().expect("locked memory").public();
     let stale = seal_for(&stale_box, vm, reference, &session.kek);
-    refused(agent.offer_key(vm, stale).await, ErrorCode::WrongState, "another life's key");
+    refused(agent.offer_key(vm, stale).await, ErrorCode::WrongState, "a key for an earlier agent");
     assert_eq!(session.now(agent).await.key, KeyState::Missing);
     done(session.offer(agent).await, "the key");
     done(session.offer(agent).await, "the key again");
@@ -434,22 +438,22 @@ async fn console(agent: &dyn HostAgent, session: &Session) {
             seen.extend_from_slice(&chunk[..length]);
         }
     };
-    let outcome = timeout(session.fixture.patience, talk).await;
+    let outcome = timeout(session.fixture.timeout, talk).await;
     assert!(outcome.is_ok(), "the console shows no guest");
 }
 
 /// A console in use is refused. Its client is told when another one takes it over. Once released, it is free.
 async fn one_console_at_a_time(agent: &dyn HostAgent, session: &Session) {
-    let (vm, patience) = (session.vm(), session.fixture.patience);
+    let (vm, limit) = (session.vm(), session.fixture.timeout);
     let mut first = done(agent.console(vm, ConsoleClaim::TakeOver).await, "the console");
     let second = agent.console(vm, ConsoleClaim::IfFree).await;
     refused(second.map(drop), ErrorCode::InUse, "a console in use");
     let second = done(agent.console(vm, ConsoleClaim::TakeOver).await, "taking it over");
-    let end = timeout(patience, first.read_to_end(&mut Vec::new())).await;
+    let end = timeout(limit, first.read_to_end(&mut Vec::new())).await;
     let end = end.expect("the first console does not end").expect_err("the client is not told why");
     assert!(is_taken_over(&end), "{end}");
     drop(second);
-    let give_up = Instant::now() + patience;
+    let give_up = Instant::now() + limit;
     while let Err(problem) = agent.console(vm, ConsoleClaim::IfFree).await {
         assert_eq!(problem.code, ErrorCode::InUse, "{problem}");
         assert!(Instant::now() < give_up, "a released console is not free");
@@ -489,7 +493,7 @@ async fn running(agent: &dyn HostAgent, session: &Session) {
     let reading = agent.expose_disk(vm, disk, Exposing::Hold { writable: false }).await;
     let mut beside = done(reading, "exposing a disk in use");
     speaks_nbd(agent, session, disk).await;
-    not_heeding(agent, session).await;
+    ignored_power_button(agent, session).await;
     let mut held = done(agent.console(vm, ConsoleClaim::TakeOver).await, "the console");
     done(agent.power_off(vm, press).await, "pressing the power button");
     done(agent.power_off(vm, PowerOff::Force).await, "forcing it off");
@@ -498,9 +502,9 @@ async fn running(agent: &dyn HostAgent, session: &Session) {
     refused(agent.bitmaps(vm, disk).await, ErrorCode::WrongState, "bitmaps of a VM that is off");
     replicas::at_rest(agent, session).await;
     assert_eq!(vm_state.stopped.expect("why").reason, StopReason::PoweredOff);
-    let end = timeout(session.fixture.patience, held.read_to_end(&mut Vec::new())).await;
+    let end = timeout(session.fixture.timeout, held.read_to_end(&mut Vec::new())).await;
     assert!(end.is_ok(), "the console does not end with the VM");
-    let end = timeout(session.fixture.patience, beside.read_to_end(&mut Vec::new())).await;
+    let end = timeout(session.fixture.timeout, beside.read_to_end(&mut Vec::new())).await;
     assert!(end.is_ok(), "a disk stays exposed beside a guest that is gone");
     done(agent.power_on(vm).await, "starting after forcing it off");
     session.wait(agent, "running", |state| state.power == Power::Running).await;
@@ -509,7 +513,7 @@ async fn running(agent: &dyn HostAgent, session: &Session) {
 }
 
 /// The suite's guest ignores the power button.
-async fn not_heeding(agent: &dyn HostAgent, session: &Session) {
+async fn ignored_power_button(agent: &dyn HostAgent, session: &Session) {
     let (vm, code) = (session.vm(), ErrorCode::InvalidRequest);
     for seconds in [0, SHUTDOWN_SECONDS_MAX + 1] {
         refused(agent.power_off(vm, PowerOff::Shutdown { seconds }).await, code, "no such time");
@@ -523,12 +527,12 @@ async fn not_heeding(agent: &dyn HostAgent, session: &Session) {
     session.wait(agent, "running on", |state| state.power == Power::Running).await;
     // The later press counts. The VM does not stay `stopping` longer than the given time.
     let waited = began.elapsed();
-    assert!((Duration::from_millis(1900)..NOT_HEEDED_MAX).contains(&waited), "{waited:?}");
+    assert!((Duration::from_millis(1900)..STOPPING_MAX).contains(&waited), "{waited:?}");
 }
 
 /// The second part, with the next run of the agent: the VM still runs and the key is gone. In the end its
 /// filter dies.
-pub async fn second_life(agent: &dyn HostAgent, mut session: Session) -> (Session, Stopped) {
+pub async fn second_run(agent: &dyn HostAgent, mut session: Session) -> (Session, Stopped) {
     let (vm, spec) = (session.vm(), session.spec.clone());
     let found = session.now(agent).await;
     assert_eq!((found.power, found.key), (Power::Running, KeyState::Missing));
@@ -544,7 +548,10 @@ pub async fn second_life(agent: &dyn HostAgent, mut session: Session) -> (Sessio
     done(agent.power_on(vm).await, "starting");
     session.wait(agent, "running", |state| state.power == Power::Running).await;
     console(agent, &session).await;
-    assert!(bitmaps::named(agent, &session).await.is_empty(), "a bitmap is kept after the VM stopped");
+    assert!(
+        bitmaps::named(agent, &session).await.is_empty(),
+        "a bitmap is kept after the VM stopped"
+    );
     bitmaps::start(agent, &session).await;
     let dead = filters_die(agent, &session).await;
     let died = dead.died.expect("an alarm");
@@ -574,7 +581,10 @@ async fn filters_die(agent: &dyn HostAgent, session: &Session) -> VmState {
         assert_eq!(now.power, Power::Running);
         if death == 1 {
             // Without a filter the guest's writes are in no bitmap, so no bitmap may be kept.
-            assert!(bitmaps::named(agent, session).await.is_empty(), "a bitmap is kept after its filter died");
+            assert!(
+                bitmaps::named(agent, session).await.is_empty(),
+                "a bitmap is kept after its filter died"
+            );
             console(agent, session).await;
         }
     }
@@ -582,13 +592,17 @@ async fn filters_die(agent: &dyn HostAgent, session: &Session) -> VmState {
 }
 
 /// The third part, with one more run of the agent: the death is reported until the VM runs again.
-pub async fn third_life(agent: &dyn HostAgent, (mut session, died): (Session, Stopped)) {
+pub async fn third_run(agent: &dyn HostAgent, (mut session, died): (Session, Stopped)) {
     let vm = session.vm();
     let spec = session.spec.clone();
     let told = Some(died);
     let found = session.now(agent).await;
     assert_eq!((found.power, found.key), (Power::Off, KeyState::Missing));
-    assert_eq!((&found.died, &found.stopped), (&told, &told), "the death is not reported as before");
+    assert_eq!(
+        (&found.died, &found.stopped),
+        (&told, &told),
+        "the death is not reported as before"
+    );
     refused(agent.power_on(vm).await, ErrorCode::Locked, "starting without the key");
     assert_eq!(session.now(agent).await.died, told, "a start that failed cleared it");
     session.key_box = done(agent.describe().await, "describe").key_box;
@@ -641,7 +655,11 @@ async fn other_keys(agent: &dyn HostAgent, session: &mut Session) {
     refused(wrong, ErrorCode::KeyMismatch, "another key than its reference says");
     let beside_another = agent.add_key(vm, other(&third, &second, &second_kek)).await;
     refused(beside_another, code, "beside one that it is not registered with");
-    refused(agent.drop_other_keys(vm, second.clone()).await, code, "keeping a key that it does not have");
+    refused(
+        agent.drop_other_keys(vm, second.clone()).await,
+        code,
+        "keeping a key that it does not have",
+    );
     done(agent.drop_other_keys(vm, first.clone()).await, "dropping none");
     done(agent.add_key(vm, other(&first, &second, &second_kek)).await, "another key");
     done(agent.add_key(vm, other(&first, &second, &second_kek)).await, "the same again");
@@ -694,17 +712,17 @@ async fn log_levels(agent: &dyn HostAgent) {
 }
 
 /// Runs all parts, each on a new agent from `next`.
-pub async fn all_lives<F, A>(fixture: Fixture, mut next: F)
+pub async fn all_runs<F, A>(fixture: Fixture, mut next: F)
 where
     F: FnMut() -> A,
     A: Future<Output = Arc<dyn HostAgent>>,
 {
     let agent = next().await;
     log_levels(&*agent).await;
-    let session = first_life(&*agent, fixture).await;
+    let session = first_run(&*agent, fixture).await;
     drop(agent);
     let agent = next().await;
-    let session = second_life(&*agent, session).await;
+    let session = second_run(&*agent, session).await;
     drop(agent);
-    third_life(&*next().await, session).await;
+    third_run(&*next().await, session).await;
 }

@@ -140,7 +140,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_the_right_key_for_the_right_vm_in_this_life_is_taken() {
+    fn only_the_right_key_for_the_right_vm_and_agent_is_accepted() {
         let key_box = KeyBox::new().unwrap();
         let (vm, kek) = (VmId::new(), SecretBytes::random(KEK_LEN).unwrap());
         let reference = reference_of(&kek, vm, "k1");

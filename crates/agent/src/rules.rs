@@ -292,7 +292,7 @@ pub fn check_start(
 ///
 /// # Errors
 /// `invalid-request` for zero and for too long.
-pub fn patience(seconds: u32) -> Result<Duration, Problem> {
+pub fn shutdown_time(seconds: u32) -> Result<Duration, Problem> {
     if (1..=SHUTDOWN_SECONDS_MAX).contains(&seconds) {
         return Ok(Duration::from_secs(seconds.into()));
     }

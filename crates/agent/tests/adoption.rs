@@ -23,7 +23,7 @@ const GOLDEN_VM: &str = "0198a000-0000-7000-8000-000000000001";
 const GOLDEN_BOOT: &str = "0f0e0d0c-0000-4000-8000-000000000000";
 
 /// On a busy machine; nothing here takes that long by itself.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// A run directory. Its processes are killed when the test ends.
 struct Host {
@@ -139,7 +139,7 @@ async fn state(agent: &RealHost, vm: VmId) -> Option<VmState> {
 }
 
 async fn wait(agent: &RealHost, vm: VmId, wanted: impl Fn(&VmState) -> bool) -> VmState {
-    let give_up = tokio::time::Instant::now() + PATIENCE;
+    let give_up = tokio::time::Instant::now() + TIMEOUT;
     loop {
         let found = state(agent, vm).await;
         if let Some(state) = found.clone().filter(&wanted) {
@@ -254,7 +254,7 @@ async fn a_damaged_record_ends_nothing_until_an_operator_does() {
 }
 
 #[tokio::test]
-async fn a_damaged_record_of_a_vm_that_is_gone_is_told_and_cleared_away() {
+async fn a_damaged_record_of_a_vm_that_is_gone_is_reported_and_removed() {
     let mut host = Host::new();
     let vm = host.vm(newer);
     host.processes[0].kill().unwrap();
@@ -269,7 +269,7 @@ async fn a_damaged_record_of_a_vm_that_is_gone_is_told_and_cleared_away() {
 }
 
 #[tokio::test]
-async fn one_that_cannot_be_adopted_keeps_no_other_and_not_the_agent_from_starting() {
+async fn a_vm_that_cannot_be_adopted_stops_neither_others_nor_the_agent() {
     let mut host = Host::new();
     let good = host.vm(|vm| record(RECORD_1, vm));
     host.answer_as_qemu(good);

@@ -114,11 +114,11 @@ async fn the_contract_holds_over_https() {
     let fixture = Fixture {
         datastore: directory.path().to_owned(),
         image,
-        patience: Duration::from_secs(20),
+        timeout: Duration::from_secs(20),
         kill_filter: Box::new(move |vm| victims.kill_filter(vm)),
     };
     let mut first = true;
-    contract::all_lives(fixture, || {
+    contract::all_runs(fixture, || {
         if !std::mem::take(&mut first) {
             host.restart();
         }
@@ -156,7 +156,7 @@ async fn only_the_server_of_the_same_control_plane_is_let_in_and_only_the_right_
 }
 
 #[tokio::test]
-async fn an_agent_that_is_told_to_end_does_not_wait_for_long_polls() {
+async fn an_agent_that_shuts_down_does_not_wait_for_long_polls() {
     let authority = Authority::new();
     let identity = authority.host();
     let endpoint = Endpoint::bind(&identity).await.unwrap();
@@ -229,7 +229,7 @@ async fn an_agent_works_for_the_request_that_the_server_works_for() {
 }
 
 #[tokio::test]
-async fn what_is_not_the_contract_is_answered_with_a_problem() {
+async fn invalid_requests_are_answered_with_a_problem() {
     let authority = Authority::new();
     let host = SimulatedHost::new();
     let (id, address) = serve(&authority, &host).await;
@@ -288,7 +288,7 @@ async fn an_agent_speaks_tls_1_3_alone() {
 }
 
 #[tokio::test]
-async fn a_server_without_a_common_version_is_told_and_learns_what_the_agent_is() {
+async fn a_server_without_a_common_version_is_refused_and_gets_the_agents_version() {
     let authority = Authority::new();
     let host = SimulatedHost::new();
     let (id, address) = serve(&authority, &host).await;

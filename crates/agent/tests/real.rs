@@ -23,7 +23,7 @@ use vmseal_api::replica::{REPLICA_RATE, ReplicaPlace};
 use vmseal_api::transfer::ImageFormat;
 
 /// Two cores, emulation, and other tests beside: nothing here takes that long by itself.
-const PATIENCE: Duration = Duration::from_secs(90);
+const TIMEOUT: Duration = Duration::from_secs(90);
 
 fn filter() -> PathBuf {
     if let Some(path) = std::env::var_os("VMSEAL_FILTER") {
@@ -71,7 +71,7 @@ impl Bench {
         Fixture {
             datastore: self.path("store"),
             image: self.path("guest"),
-            patience: PATIENCE,
+            timeout: TIMEOUT,
             kill_filter: Box::new(move |vm| kill(process(&run, vm, "filter"))),
         }
     }
@@ -147,7 +147,7 @@ fn kill(pid: i32) {
 }
 
 async fn wait(agent: &dyn HostAgent, vm: VmId, wanted: impl Fn(&VmState) -> bool) -> VmState {
-    let give_up = tokio::time::Instant::now() + PATIENCE;
+    let give_up = tokio::time::Instant::now() + TIMEOUT;
     let mut last = None;
     loop {
         let state = agent.state_after(last.as_ref(), Duration::from_secs(5)).await.unwrap();
@@ -268,13 +268,13 @@ async fn start(agent: &dyn HostAgent, vm: VmId) {
             seen.extend_from_slice(&chunk[..length]);
         }
     };
-    tokio::time::timeout(PATIENCE, shown).await.expect("the guest says nothing");
+    tokio::time::timeout(TIMEOUT, shown).await.expect("the guest says nothing");
 }
 
 #[tokio::test]
 async fn the_real_host_keeps_the_contract() {
     let bench = Bench::new();
-    contract::all_lives(bench.fixture(), || bench.agent()).await;
+    contract::all_runs(bench.fixture(), || bench.agent()).await;
     bench.nothing_runs();
     let mut left = std::fs::read_dir(bench.path("store")).unwrap();
     assert!(left.all(|entry| entry.unwrap().file_name() == "vmseal-datastore.json"));
@@ -318,7 +318,7 @@ async fn end_of(code: &[u8], reason: StopReason) {
 }
 
 #[tokio::test]
-async fn a_guest_that_powers_itself_off_and_one_that_panics_are_told_apart() {
+async fn a_guest_that_powers_itself_off_and_one_that_panics_are_distinguished() {
     // mov dx,604h; mov ax,2000h; out dx,ax: ACPI's sleep register, state S5
     end_of(&[0xba, 0x04, 0x06, 0xb8, 0x00, 0x20, 0xef], StopReason::GuestShutdown).await;
     // mov dx,505h; mov al,1; out dx,al: the pvpanic device
@@ -426,7 +426,7 @@ async fn a_guest_waits_for_its_disks_until_they_can_be_served() {
 /// An image is replaced by another file while its VM runs: the guest continues with its own file, and no
 /// other filter serves it the new one.
 #[tokio::test]
-async fn an_image_that_was_exchanged_is_told_of_and_never_served() {
+async fn an_image_that_was_replaced_is_reported_and_never_served() {
     let bench = Bench::new();
     let agent = bench.agent().await;
     let spec = running(&bench, &*agent).await;
@@ -460,7 +460,7 @@ async fn an_image_that_was_exchanged_is_told_of_and_never_served() {
 
 /// The status of a replica is unavailable while no filter writes the replica.
 #[tokio::test]
-async fn a_replica_is_told_of_while_a_filter_writes_it() {
+async fn a_replica_is_reported_while_a_filter_writes_it() {
     let bench = Bench::new();
     let agent = bench.agent().await;
     let (second, elsewhere) = (bench.path("second"), bench.path("elsewhere"));
@@ -499,7 +499,7 @@ async fn a_replica_is_told_of_while_a_filter_writes_it() {
 
 /// The agent dies between recording a death and removing the remains.
 #[tokio::test]
-async fn a_death_on_record_is_told_as_it_was_seen_and_is_forgotten_with_its_vm() {
+async fn a_death_on_record_is_reported_unchanged_and_removed_with_its_vm() {
     let bench = Bench::new();
     let agent = bench.agent().await;
     let spec = running(&bench, &*agent).await;
@@ -637,7 +637,7 @@ impl Drop for Small {
 }
 
 #[tokio::test]
-async fn a_datastore_that_fills_up_while_a_disk_is_made_is_told_and_left_clean() {
+async fn a_datastore_that_fills_up_while_a_disk_is_made_is_reported_and_left_clean() {
     if !nix::unistd::geteuid().is_root() {
         return; // only root can mount
     }

@@ -143,8 +143,15 @@ pub async fn disks(agent: &dyn HostAgent, session: &mut Session) {
     let to = session.fixture.datastore.join("exported");
     done(export(to.clone()).await, "examining its export");
     let jobs = session.now(agent).await.jobs;
-    assert!(!to.exists() && jobs.iter().all(|job| job.kind != JobKind::Export), "the disk is exported");
-    refused(export("relative".into()).await, ErrorCode::InvalidRequest, "an export to a relative path");
+    assert!(
+        !to.exists() && jobs.iter().all(|job| job.kind != JobKind::Export),
+        "the disk is exported"
+    );
+    refused(
+        export("relative".into()).await,
+        ErrorCode::InvalidRequest,
+        "an export to a relative path",
+    );
 }
 
 /// What can be exported without the key: ciphertext, and disks that are not encrypted.

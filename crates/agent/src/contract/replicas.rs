@@ -64,7 +64,7 @@ pub async fn followed(agent: &dyn HostAgent, session: &Session) {
     let unknown = agent.replica(vm, DiskId::new()).await;
     refused(unknown, ErrorCode::NotFound, "the replica of an unknown disk");
     refuses(agent, session, without, "has no replica: its policy").await;
-    let give_up = Instant::now() + session.fixture.patience;
+    let give_up = Instant::now() + session.fixture.timeout;
     loop {
         let replica = done(agent.replica(vm, with).await, "asking for a replica's status");
         assert_eq!(replica.last_error, None);

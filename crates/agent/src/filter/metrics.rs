@@ -113,14 +113,14 @@ struct Snapshot {
     silent: u64,
 }
 
-type Told = Result<(), fmt::Error>;
+type Encoded = Result<(), fmt::Error>;
 
 /// A family of counters of integers.
 fn counters<'a, const N: usize>(
     to: &mut DescriptorEncoder<'_>,
     (name, help): (&str, &str),
     samples: impl IntoIterator<Item = ([(&'a str, String); N], u64)>,
-) -> Told {
+) -> Encoded {
     let mut family = to.encode_descriptor(name, help, None, MetricType::Counter)?;
     for (labels, value) in samples {
         family.encode_family(&labels)?.encode_counter::<NoLabelSet, _, u64>(&value, None)?;
@@ -132,7 +132,7 @@ fn seconds<'a, const N: usize>(
     to: &mut DescriptorEncoder<'_>,
     (name, help): (&str, &str),
     samples: impl IntoIterator<Item = ([(&'a str, String); N], u64)>,
-) -> Told {
+) -> Encoded {
     let mut family = to.encode_descriptor(name, help, None, MetricType::Counter)?;
     for (labels, nanoseconds) in samples {
         let value = nanoseconds as f64 / 1e9;
@@ -145,7 +145,7 @@ fn gauges<'a, const N: usize>(
     to: &mut DescriptorEncoder<'_>,
     (name, help): (&str, &str),
     samples: impl IntoIterator<Item = ([(&'a str, String); N], u64)>,
-) -> Told {
+) -> Encoded {
     let mut family = to.encode_descriptor(name, help, None, MetricType::Gauge)?;
     for (labels, value) in samples {
         let value = i64::try_from(value).unwrap_or(i64::MAX);
@@ -155,7 +155,7 @@ fn gauges<'a, const N: usize>(
 }
 
 impl Snapshot {
-    fn vms(&self, to: &mut DescriptorEncoder<'_>) -> Told {
+    fn vms(&self, to: &mut DescriptorEncoder<'_>) -> Encoded {
         let count = |wanted: &dyn Fn(&vmseal_api::host::VmState) -> bool| {
             self.state.vms.iter().filter(|vm| wanted(vm)).count() as u64
         };
@@ -184,7 +184,7 @@ impl Snapshot {
         )
     }
 
-    fn processes(&self, to: &mut DescriptorEncoder<'_>) -> Told {
+    fn processes(&self, to: &mut DescriptorEncoder<'_>) -> Encoded {
         let labelled = |name, pairs: [(&str, &Count); 2]| {
             pairs.map(|(word, count)| ([(name, word.to_owned())], count.get()))
         };
@@ -226,7 +226,7 @@ impl Snapshot {
     }
 
     /// The memory limits of filters.
-    fn memory(&self, to: &mut DescriptorEncoder<'_>) -> Told {
+    fn memory(&self, to: &mut DescriptorEncoder<'_>) -> Encoded {
         let limit = |(vm, figures): &(VmId, FilterFigures)| {
             Some(([("vm", vm.to_string())], figures.memory_limit_bytes?))
         };
@@ -263,7 +263,7 @@ impl Snapshot {
         samples
     }
 
-    fn requests(&self, to: &mut DescriptorEncoder<'_>) -> Told {
+    fn requests(&self, to: &mut DescriptorEncoder<'_>) -> Encoded {
         counters(
             to,
             ("vmseal_disk_requests", "Requests answered well, by operation."),
@@ -307,7 +307,7 @@ impl Snapshot {
     }
 
     /// Requests that were delayed by the limits of disks.
-    fn held(&self, to: &mut DescriptorEncoder<'_>) -> Told {
+    fn held(&self, to: &mut DescriptorEncoder<'_>) -> Encoded {
         let of_limits = |name: &'static str| {
             self.disks().filter_map(move |(labels, disk)| {
                 let limit = disk.layers.iter().find(|layer| layer.kind == "limit")?;
@@ -327,7 +327,7 @@ impl Snapshot {
     }
 
     /// The state of replicas. A replica that was never complete has no lag.
-    fn replicated(&self, to: &mut DescriptorEncoder<'_>) -> Told {
+    fn replicated(&self, to: &mut DescriptorEncoder<'_>) -> Encoded {
         let replicas = || {
             self.disks().filter_map(|(labels, disk)| Some((labels, disk, disk.replica.as_ref()?)))
         };
@@ -356,7 +356,7 @@ impl Snapshot {
     }
 
     /// The figures of disk caches.
-    fn cached(&self, to: &mut DescriptorEncoder<'_>) -> Told {
+    fn cached(&self, to: &mut DescriptorEncoder<'_>) -> Encoded {
         let of_caches = |label, kinds: [(&'static str, &str); 3]| {
             self.by(label, |disk| {
                 let cache = disk.layers.iter().find(|layer| layer.kind == "cache");
@@ -378,7 +378,7 @@ impl Snapshot {
         counters(to, ("vmseal_disk_cache_blocks", what), of_caches("event", blocks))
     }
 
-    fn latencies(&self, to: &mut DescriptorEncoder<'_>) -> Told {
+    fn latencies(&self, to: &mut DescriptorEncoder<'_>) -> Encoded {
         let help = "How long requests took that were answered well, from the front end and back.";
         let mut family =
             to.encode_descriptor("vmseal_disk_latency_seconds", help, None, MetricType::Histogram)?;
@@ -391,7 +391,7 @@ impl Snapshot {
                 ("discard", &latencies.discard),
             ] {
                 let labels = [vm.clone(), disk.clone(), ("operation", word.to_owned())];
-                let (sum, buckets) = told(histogram);
+                let (sum, buckets) = samples_of(histogram);
                 family.encode_family(&labels)?.encode_histogram::<NoLabelSet>(
                     sum,
                     buckets.iter().map(|(_, count)| count).sum(),
@@ -405,7 +405,7 @@ impl Snapshot {
 }
 
 /// The sum in seconds, and each bucket's end with its own count.
-fn told(histogram: &Histogram) -> (f64, Vec<(f64, u64)>) {
+fn samples_of(histogram: &Histogram) -> (f64, Vec<(f64, u64)>) {
     let buckets = histogram.counts.iter().enumerate();
     let bounded = buckets
         .map(|(index, count)| (latency_bound_seconds(index).unwrap_or(f64::INFINITY), *count));
@@ -413,7 +413,7 @@ fn told(histogram: &Histogram) -> (f64, Vec<(f64, u64)>) {
 }
 
 impl Collector for Snapshot {
-    fn encode(&self, mut to: DescriptorEncoder<'_>) -> Told {
+    fn encode(&self, mut to: DescriptorEncoder<'_>) -> Encoded {
         self.vms(&mut to)?;
         self.processes(&mut to)?;
         self.memory(&mut to)?;
@@ -435,7 +435,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_disks_figures_are_told_by_the_rules_of_openmetrics() {
+    fn a_disks_figures_are_valid_openmetrics() {
         let layer = |kind: &str, counters: &[(&str, u64)]| LayerFigures {
             kind: kind.to_owned(),
             counters: counters.iter().map(|(name, value)| ((*name).to_owned(), *value)).collect(),

@@ -493,7 +493,7 @@ fn unexpected(reply: ControlReply) -> FilterError {
 async fn ask(
     socket: &Path,
     request: &ControlRequest,
-    patience: Duration,
+    limit: Duration,
 ) -> Result<ControlReply, FilterError> {
     let exchange = async {
         let mut stream = UnixStream::connect(socket).await?;
@@ -512,7 +512,7 @@ async fn ask(
             _ => Err(io::Error::from(io::ErrorKind::UnexpectedEof).into()),
         }
     };
-    timeout(patience, exchange).await.map_err(|_| FilterError::TimedOut)?
+    timeout(limit, exchange).await.map_err(|_| FilterError::TimedOut)?
 }
 
 #[cfg(test)]
@@ -559,7 +559,7 @@ mod tests {
     }
 
     #[test]
-    fn what_waits_is_not_encrypted_yet_and_what_is_kept_is_ciphertext() {
+    fn limits_are_above_encryption_and_the_cache_is_below() {
         let (socket, _guest) = std::os::unix::net::UnixStream::pair().unwrap();
         let limits = DiskLimits { iops: Some(100), bandwidth: None };
         let key = vmseal_secret::SecretBytes::random(vmseal_secret::DEK_LEN).unwrap();
@@ -578,7 +578,11 @@ mod tests {
                 bytes_per_second: 5 << 20,
             }),
         };
-        assert_eq!(disk.descriptors().count(), 5, "the filter lacks a descriptor of its configuration");
+        assert_eq!(
+            disk.descriptors().count(),
+            5,
+            "the filter lacks a descriptor of its configuration"
+        );
         let chain = disk.config(0).chain;
         let [
             FilterSpec::Limit(_),

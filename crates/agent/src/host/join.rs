@@ -320,7 +320,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_machine_joins_once_and_keeps_who_it_is() {
+    async fn a_machine_joins_once_and_keeps_its_identity() {
         let directory = tempfile::tempdir().unwrap();
         let authority = Authority::new();
         let pin = fingerprint(authority.certificate.der());
@@ -377,7 +377,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn the_servers_refusal_is_told_and_nothing_is_kept() {
+    async fn the_servers_refusal_is_reported_and_nothing_is_stored() {
         let directory = tempfile::tempdir().unwrap();
         let authority = Authority::new();
         let pin = fingerprint(authority.certificate.der());
@@ -388,7 +388,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_cannot_be_is_refused_before_anything_is_sent() {
+    async fn invalid_options_are_refused_before_anything_is_sent() {
         let directory = tempfile::tempdir().unwrap();
         let with = |change: fn(&mut JoinOptions)| {
             let mut options = options("https://127.0.0.1:1", [0; 32], directory.path());

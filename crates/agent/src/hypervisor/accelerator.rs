@@ -106,7 +106,7 @@ async fn probe(
     qemu: &Path,
     device: &Path,
     kernel: Option<PathBuf>,
-    patience: Duration,
+    limit: Duration,
 ) -> Accelerator {
     let tcg = |reason: String| Accelerator { kind: AcceleratorKind::Tcg, reason };
     if let Err(error) = std::fs::OpenOptions::new().read(true).write(true).open(device) {
@@ -117,7 +117,7 @@ async fn probe(
             "no kernel in /boot to try KVM with; --accelerator kvm uses it untried".to_owned()
         );
     };
-    match run(qemu, AcceleratorKind::Kvm, &kernel, patience).await {
+    match run(qemu, AcceleratorKind::Kvm, &kernel, limit).await {
         Ok(()) => Accelerator {
             kind: AcceleratorKind::Kvm,
             reason: format!("a probe guest ({}) runs under KVM", kernel.display()),
@@ -131,7 +131,7 @@ async fn run(
     qemu: &Path,
     kind: AcceleratorKind,
     kernel: &Path,
-    patience: Duration,
+    limit: Duration,
 ) -> Result<(), String> {
     let (name, cpu) = match kind {
         AcceleratorKind::Kvm => ("kvm", "host"),
@@ -155,7 +155,7 @@ async fn run(
     let (Some(output), Some(errors)) = (child.stdout.take(), child.stderr.take()) else {
         return Err("its output is lost".to_owned());
     };
-    let outcome = timeout(patience, async {
+    let outcome = timeout(limit, async {
         if wait_for(output, LAST_WORDS).await {
             return Ok(());
         }
@@ -166,7 +166,7 @@ async fn run(
         Err(format!("QEMU ended ({})", said.lines().next().unwrap_or("without a word").trim()))
     })
     .await
-    .unwrap_or_else(|_| Err(format!("it hangs (nothing more after {} s)", patience.as_secs())));
+    .unwrap_or_else(|_| Err(format!("it hangs (nothing more after {} s)", limit.as_secs())));
     if let Err(error) = child.kill().await {
         tracing::debug!(%error, "the probe guest has ended by itself");
     }
@@ -228,10 +228,10 @@ mod tests {
 
     #[tokio::test]
     async fn without_a_device_or_a_kernel_it_is_emulation() {
-        let (qemu, patience) = (Path::new("/bin/false"), Duration::from_secs(1));
-        let found = probe(qemu, Path::new("/dev/no-kvm"), None, patience).await;
+        let (qemu, limit) = (Path::new("/bin/false"), Duration::from_secs(1));
+        let found = probe(qemu, Path::new("/dev/no-kvm"), None, limit).await;
         assert!(found.reason.contains("/dev/no-kvm"), "{}", found.reason);
-        let found = probe(qemu, Path::new("/dev/null"), None, patience).await;
+        let found = probe(qemu, Path::new("/dev/null"), None, limit).await;
         assert!(found.reason.contains("no kernel"), "{}", found.reason);
         assert_eq!(found.kind, AcceleratorKind::Tcg);
     }
@@ -253,7 +253,7 @@ mod tests {
 
     /// On any machine: KVM is chosen only where the same kernel then runs under it again.
     #[tokio::test]
-    async fn this_machine_is_judged_in_time_and_kvm_holds_what_the_probe_says() {
+    async fn the_probe_ends_in_time_and_kvm_works_where_it_is_chosen() {
         let qemu = Path::new("qemu-system-x86_64");
         let (device, kernel) = (Path::new("/dev/kvm"), kernel(Path::new("/boot")));
         let started = std::time::Instant::now();
@@ -281,7 +281,7 @@ mod tests {
     async fn a_real_kernel_comes_through_under_emulation() {
         let kernel = guest_kernel();
         let qemu = Path::new("qemu-system-x86_64");
-        let patience = Duration::from_secs(120);
-        assert_eq!(run(qemu, AcceleratorKind::Tcg, &kernel, patience).await, Ok(()));
+        let limit = Duration::from_secs(120);
+        assert_eq!(run(qemu, AcceleratorKind::Tcg, &kernel, limit).await, Ok(()));
     }
 }

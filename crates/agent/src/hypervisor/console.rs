@@ -29,15 +29,15 @@ const CLIENT_BUFFER: usize = 64 * 1024;
 const CHUNK: usize = 4096;
 
 /// Clients that may wait to be attached; they are attached one at a time.
-const NEWCOMERS_MAX: usize = 4;
+const WAITING_MAX: usize = 4;
 
 /// A client of a running guest's console task.
 #[derive(Clone, Debug)]
-pub struct Console(mpsc::Sender<Newcomer>);
+pub struct Console(mpsc::Sender<NewClient>);
 
 /// Why a client does not get the console.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Refused {
+pub enum ConsoleError {
     /// The guest is gone.
     Gone,
     /// Another client has it.
@@ -45,9 +45,9 @@ pub enum Refused {
 }
 
 /// A client that waits for the console.
-struct Newcomer {
+struct NewClient {
     claim: ConsoleClaim,
-    answer: oneshot::Sender<Result<ConsoleStream, Refused>>,
+    answer: oneshot::Sender<Result<ConsoleStream, ConsoleError>>,
 }
 
 impl Console {
@@ -57,21 +57,21 @@ impl Console {
     /// Those of connecting.
     pub async fn connect(socket: &Path, earlier: &[u8]) -> io::Result<Self> {
         let guest = UnixStream::connect(socket).await?;
-        let (sender, newcomers) = mpsc::channel(NEWCOMERS_MAX);
+        let (sender, new_clients) = mpsc::channel(WAITING_MAX);
         let mut replay = Replay::default();
         replay.push(earlier);
-        tokio::spawn(serve(guest, newcomers, replay));
+        tokio::spawn(serve(guest, new_clients, replay));
         Ok(Self(sender))
     }
 
     /// A new client.
     ///
     /// # Errors
-    /// [`Refused`].
-    pub async fn attach(&self, claim: ConsoleClaim) -> Result<ConsoleStream, Refused> {
+    /// [`ConsoleError`].
+    pub async fn attach(&self, claim: ConsoleClaim) -> Result<ConsoleStream, ConsoleError> {
         let (answer, answered) = oneshot::channel();
-        self.0.send(Newcomer { claim, answer }).await.map_err(|_| Refused::Gone)?;
-        answered.await.unwrap_or(Err(Refused::Gone))
+        self.0.send(NewClient { claim, answer }).await.map_err(|_| ConsoleError::Gone)?;
+        answered.await.unwrap_or(Err(ConsoleError::Gone))
     }
 }
 
@@ -117,8 +117,8 @@ impl Client {
 }
 
 /// The events of the console's task.
-enum Happening {
-    Newcomer(Option<Newcomer>),
+enum ConsoleEvent {
+    NewClient(Option<NewClient>),
     /// The guest's output; `Ok(0)` is its end.
     Output(io::Result<usize>),
     /// The client's input; `Ok(0)` is its end.
@@ -129,7 +129,7 @@ enum Happening {
     Taken(io::Result<usize>),
 }
 
-async fn serve(guest: UnixStream, mut newcomers: mpsc::Receiver<Newcomer>, mut replay: Replay) {
+async fn serve(guest: UnixStream, mut new_clients: mpsc::Receiver<NewClient>, mut replay: Replay) {
     let (mut from_guest, mut to_guest) = guest.into_split();
     let (mut output, mut input) = ([0; CHUNK], [0; CHUNK]);
     let mut client: Option<Client> = None;
@@ -137,19 +137,19 @@ async fn serve(guest: UnixStream, mut newcomers: mpsc::Receiver<Newcomer>, mut r
     let mut typed: VecDeque<u8> = VecDeque::new();
     loop {
         let happening = tokio::select! {
-            stream = newcomers.recv() => Happening::Newcomer(stream),
-            length = from_guest.read(&mut output) => Happening::Output(length),
-            length = to_guest.write(typed.as_slices().0), if !typed.is_empty() => Happening::Typed(length),
+            stream = new_clients.recv() => ConsoleEvent::NewClient(stream),
+            length = from_guest.read(&mut output) => ConsoleEvent::Output(length),
+            length = to_guest.write(typed.as_slices().0), if !typed.is_empty() => ConsoleEvent::Typed(length),
             happening = of_client(&mut client, &mut input, typed.is_empty()) => happening,
         };
         match happening {
-            Happening::Newcomer(Some(newcomer)) => {
-                take_in(newcomer, &mut client, &mut typed, &replay).await;
+            ConsoleEvent::NewClient(Some(new_client)) => {
+                take_in(new_client, &mut client, &mut typed, &replay).await;
             }
             // The VM's owner has dropped the console: the VM is off.
-            Happening::Newcomer(None) => return,
-            Happening::Output(Ok(0) | Err(_)) => break,
-            Happening::Output(Ok(length)) => {
+            ConsoleEvent::NewClient(None) => return,
+            ConsoleEvent::Output(Ok(0) | Err(_)) => break,
+            ConsoleEvent::Output(Ok(length)) => {
                 replay.push(&output[..length]);
                 if let Some(reader) = &mut client {
                     reader.behind.extend(&output[..length]);
@@ -159,15 +159,15 @@ async fn serve(guest: UnixStream, mut newcomers: mpsc::Receiver<Newcomer>, mut r
                     client = None;
                 }
             }
-            Happening::Input(Ok(length)) if length > 0 => typed.extend(&input[..length]),
-            Happening::Typed(Ok(length)) if length > 0 => drop(typed.drain(..length)),
-            Happening::Typed(_) => break,
-            Happening::Taken(Ok(length)) if length > 0 => {
+            ConsoleEvent::Input(Ok(length)) if length > 0 => typed.extend(&input[..length]),
+            ConsoleEvent::Typed(Ok(length)) if length > 0 => drop(typed.drain(..length)),
+            ConsoleEvent::Typed(_) => break,
+            ConsoleEvent::Taken(Ok(length)) if length > 0 => {
                 if let Some(client) = &mut client {
                     client.behind.drain(..length);
                 }
             }
-            Happening::Input(_) | Happening::Taken(_) => client = None,
+            ConsoleEvent::Input(_) | ConsoleEvent::Taken(_) => client = None,
         }
     }
     // The guest is gone; its last output is still sent to the client.
@@ -180,37 +180,37 @@ async fn serve(guest: UnixStream, mut newcomers: mpsc::Receiver<Newcomer>, mut r
 
 /// Gives a new client the console, or refuses it.
 async fn take_in(
-    newcomer: Newcomer,
+    new_client: NewClient,
     client: &mut Option<Client>,
     typed: &mut VecDeque<u8>,
     replay: &Replay,
 ) {
     if let Some(present) = client {
-        match newcomer.claim {
+        match new_client.claim {
             ConsoleClaim::TakeOver => present.ending.taken_over(),
             ConsoleClaim::IfFree if present.has_left(typed).await => {}
             ConsoleClaim::IfFree => {
                 // A client that does not wait for the answer does not get the console.
-                let _ = newcomer.answer.send(Err(Refused::InUse));
+                let _ = new_client.answer.send(Err(ConsoleError::InUse));
                 return;
             }
         }
     }
     let (taken_in, stream) = Client::new(replay);
     // A client that has disconnected meanwhile is noticed at the next read.
-    let _ = newcomer.answer.send(Ok(stream));
+    let _ = new_client.answer.send(Ok(stream));
     *client = Some(taken_in);
 }
 
 /// The next event of the client; pending for ever without one. It is not read from while the guest has not
 /// read its earlier input.
-async fn of_client(client: &mut Option<Client>, input: &mut [u8], may_type: bool) -> Happening {
+async fn of_client(client: &mut Option<Client>, input: &mut [u8], may_type: bool) -> ConsoleEvent {
     let Some(Client { reader, writer, behind, .. }) = client else {
         return std::future::pending().await;
     };
     tokio::select! {
-        length = reader.read(input), if may_type => Happening::Input(length),
-        length = writer.write(behind.as_slices().0), if !behind.is_empty() => Happening::Taken(length),
+        length = reader.read(input), if may_type => ConsoleEvent::Input(length),
+        length = writer.write(behind.as_slices().0), if !behind.is_empty() => ConsoleEvent::Taken(length),
         else => std::future::pending().await,
     }
 }
@@ -223,7 +223,7 @@ mod tests {
 
     use vmseal_api::console::is_taken_over;
 
-    const PATIENCE: std::time::Duration = std::time::Duration::from_secs(30);
+    const TIMEOUT: std::time::Duration = std::time::Duration::from_secs(30);
 
     async fn guest() -> (tempfile::TempDir, UnixStream, Console) {
         let directory = tempfile::tempdir().unwrap();
@@ -252,7 +252,7 @@ mod tests {
         assert_eq!(&typed, b"root\n");
 
         let refused = console.attach(ConsoleClaim::IfFree).await.err();
-        assert_eq!(refused, Some(Refused::InUse));
+        assert_eq!(refused, Some(ConsoleError::InUse));
         first.write_all(b"x").await.unwrap();
         guest.read_exact(&mut typed[..1]).await.unwrap();
         let mut second = console.attach(ConsoleClaim::TakeOver).await.unwrap();
@@ -271,7 +271,7 @@ mod tests {
         expect(&mut second, b"bye").await;
         assert_eq!(second.read(&mut [0; 8]).await.unwrap(), 0);
         let gone = console.attach(ConsoleClaim::TakeOver).await.err();
-        assert_eq!(gone, Some(Refused::Gone));
+        assert_eq!(gone, Some(ConsoleError::Gone));
     }
 
     #[tokio::test]
@@ -281,11 +281,11 @@ mod tests {
         let paste = vec![b'x'; 16 * CLIENT_BUFFER];
         let typing = tokio::spawn(async move { busy.write_all(&paste).await });
         let tries = async {
-            assert_eq!(console.attach(ConsoleClaim::IfFree).await.err(), Some(Refused::InUse));
+            assert_eq!(console.attach(ConsoleClaim::IfFree).await.err(), Some(ConsoleError::InUse));
             console.attach(ConsoleClaim::TakeOver).await.unwrap()
         };
         tokio::time::sleep(Duration::from_millis(200)).await;
-        timeout(PATIENCE, tries).await.expect("the console waits for the guest");
+        timeout(TIMEOUT, tries).await.expect("the console waits for the guest");
         assert!(typing.await.unwrap().is_err(), "the first client can still type");
     }
 
@@ -298,7 +298,7 @@ mod tests {
         guest.write_all(&flood).await.unwrap();
         guest.write_all(b"end").await.unwrap();
         let mut got = Vec::new();
-        let cut = tokio::time::timeout(PATIENCE, lazy.read_to_end(&mut got)).await;
+        let cut = tokio::time::timeout(TIMEOUT, lazy.read_to_end(&mut got)).await;
         cut.expect("the client was not disconnected").unwrap();
         assert!(got.len() < flood.len(), "the client was not disconnected before the end");
         // Until all output is read, a new client may get an earlier replay.

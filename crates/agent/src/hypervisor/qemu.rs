@@ -267,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn the_installed_qemu_is_found_and_a_missing_one_is_told() {
+    fn the_installed_qemu_is_found_and_a_missing_one_is_an_error() {
         let qemu = Qemu::find(Path::new("qemu-system-x86_64")).unwrap();
         assert!(qemu.version().starts_with(char::is_numeric), "{}", qemu.version());
         let error = Qemu::find(Path::new("/no/such/qemu")).unwrap_err();

@@ -128,7 +128,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn swap_in_the_clear_is_told_from_swap_in_memory_and_on_dm_crypt() {
+    fn unencrypted_swap_is_distinguished_from_swap_in_memory_and_on_dm_crypt() {
         let block = tempfile::tempdir().unwrap();
         for (name, uuid) in [("dm-0", "CRYPT-PLAIN-swap"), ("dm-1", "LVM-abc")] {
             let dm = block.path().join(name).join("dm");

@@ -5,7 +5,7 @@
 //! no process runs without a record. Process id and start time together identify a process; a process id
 //! alone may have been reused.
 
-pub(crate) mod deaths;
+pub(crate) mod died;
 pub(crate) mod machine;
 pub(crate) mod restarts;
 pub(crate) mod run_dir;
@@ -233,7 +233,7 @@ unsafe fn put_on_record(record: RawFd) -> io::Result<()> {
 
 /// Identifies a process until the machine restarts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Identity {
+pub struct ProcessIdentity {
     /// The process id.
     pub pid: u32,
     /// When it started, in clock ticks since boot (proc(5), field 22).
@@ -241,18 +241,18 @@ pub struct Identity {
 }
 
 /// Process id and start time out of `/proc/PID/stat`.
-fn parse_stat(stat: &str) -> Option<Identity> {
+fn parse_stat(stat: &str) -> Option<ProcessIdentity> {
     // The name (field 2) is in parentheses and may hold anything, parentheses and spaces included.
     let (head, tail) = (stat.split_once(" (")?.0, stat.rsplit_once(") ")?.1);
     let started = tail.split(' ').nth(22 - 3)?;
-    Some(Identity { pid: head.parse().ok()?, started: started.trim().parse().ok()? })
+    Some(ProcessIdentity { pid: head.parse().ok()?, started: started.trim().parse().ok()? })
 }
 
 /// The process on record; none without a record, or with an empty one.
 ///
 /// # Errors
 /// Those of reading the file.
-pub fn identity(record: &Path) -> io::Result<Option<Identity>> {
+pub fn identity(record: &Path) -> io::Result<Option<ProcessIdentity>> {
     match std::fs::read_to_string(record) {
         Ok(stat) => Ok(parse_stat(&stat)),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
@@ -287,7 +287,7 @@ impl std::fmt::Display for Exit {
 /// A process, started by this agent or by an earlier one.
 #[derive(Debug)]
 pub struct Process {
-    identity: Identity,
+    identity: ProcessIdentity,
     pidfd: AsyncFd<OwnedFd>,
 }
 
@@ -306,7 +306,7 @@ impl Process {
         }
     }
 
-    fn with_identity(identity: Option<Identity>) -> io::Result<Self> {
+    fn with_identity(identity: Option<ProcessIdentity>) -> io::Result<Self> {
         let gone = || io::Error::new(io::ErrorKind::NotFound, "the process is gone");
         let identity = identity.ok_or_else(gone)?;
         let pidfd = match pidfd_open(identity.pid) {
@@ -390,9 +390,9 @@ impl Process {
         }
     }
 
-    /// Waits until it has ended; kills it after `patience`.
-    pub async fn end_within(&self, patience: Duration) -> Exit {
-        if let Ok(exit) = timeout(patience, self.ended()).await {
+    /// Waits until it has ended; kills it after `limit`.
+    pub async fn end_within(&self, limit: Duration) -> Exit {
+        if let Ok(exit) = timeout(limit, self.ended()).await {
             return exit;
         }
         tracing::warn!(pid = self.pid(), "a process does not exit by itself and is killed");
@@ -491,7 +491,7 @@ mod tests {
     #[test]
     fn a_name_with_parentheses_does_not_shift_the_fields() {
         let stat = "42 (a) b) S 1 42 42 0 -1 4194560 1 0 0 0 0 0 0 0 20 0 1 0 987654 1 1";
-        assert_eq!(parse_stat(stat), Some(Identity { pid: 42, started: 987_654 }));
+        assert_eq!(parse_stat(stat), Some(ProcessIdentity { pid: 42, started: 987_654 }));
         assert_eq!(parse_stat("42 (a"), None);
         assert_eq!(parse_stat(""), None);
     }

@@ -95,7 +95,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn so_many_deaths_are_put_up_with_in_a_window_and_no_more() {
+    fn a_limited_number_of_deaths_is_allowed_in_a_window() {
         let (mut restarts, start) = (Restarts::default(), Instant::now());
         let spec = crate::process::run_dir::tests::spec();
         assert!(restarts.notice(&spec, false).is_none());

@@ -5,7 +5,7 @@
 //! <run dir>/vms/<vm id>/         run.json, *.process, sockets, logs
 //! <run dir>/imports/<disk id>/   filter.process, filter.sock, filter.log (of an export, too)
 //! <run dir>/exports/             see [`crate::storage::exported`]
-//! <run dir>/deaths/              see [`crate::process::deaths`]
+//! <run dir>/deaths/              see [`crate::process::died`]
 //! ```
 //! A directory is made before the first process of it is started and removed after the last has ended; every
 //! process in it is on record (see [`crate::process`]). So sweeping a directory leaves no process behind. A

@@ -106,7 +106,7 @@ mod tests {
     }
 
     #[test]
-    fn there_is_an_end_to_them() {
+    fn users_run_out() {
         let users = Users::new(Some(0));
         let slots: Vec<Slot> = std::iter::from_fn(|| users.take()).collect();
         assert_eq!(slots.len(), SLOTS as usize);

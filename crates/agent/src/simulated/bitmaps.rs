@@ -24,7 +24,7 @@ impl Inside {
             rules::check_bitmap(name)?;
         }
         self.situation(vm)?.may(Action::Bitmaps, Some(disk))?;
-        let all = self.world.bitmaps.entry(vm).or_default().entry(disk.disk).or_default();
+        let all = self.persisted.bitmaps.entry(vm).or_default().entry(disk.disk).or_default();
         let Some((name, change)) = change else { return Ok(all.clone()) };
         bitmap::check(all.iter().map(|bitmap| &*bitmap.name), &name, change).map_err(|error| {
             Problem::new(error.code(), format!("{}: {error}", rules::disk_of(&spec, disk)))

@@ -43,12 +43,12 @@ impl Inside {
         let key = rules::key_state(&known.spec, known.key_held);
         rules::check_job(&known.spec, job, key, |disk| known.has_made(disk))?;
         let JobSpec::Export(export) = job else { return Ok(()) };
-        if self.world.exports.named.contains_key(&export.to) {
+        if self.persisted.exports.named.contains_key(&export.to) {
             let what = format!("{} is there already", export.to.display());
             return Err(Problem::new(ErrorCode::AlreadyExists, what));
         }
         if let Some(sealed) = &export.passphrase {
-            self.life.key_box.open_passphrase(vm, export.disk, sealed)?;
+            self.agent.key_box.open_passphrase(vm, export.disk, sealed)?;
         }
         Ok(())
     }
@@ -64,7 +64,7 @@ impl Inside {
         if let Some((disk, problem)) = wrong_source(&known.spec, &job) {
             known.made.remove(&disk);
             known.jobs.failed(disk, problem);
-            self.life.post(vm);
+            self.agent.publish(vm);
             return Ok(None);
         }
         for disk in job.disks() {
@@ -95,7 +95,7 @@ impl Inside {
             }
             vmseal_api::host::JobKind::Export => {
                 status.disks.into_iter().for_each(|disk| known.jobs.written(disk));
-                self.world.exports.unnamed.insert(task);
+                self.persisted.exports.unnamed.insert(task);
             }
             _ => {
                 for disk in status.disks {
@@ -130,7 +130,7 @@ impl Inside {
                 self.check_export(vm, &export)?;
                 self.name(task, &export)?;
                 self.known(vm)?.jobs.committed(task);
-                self.life.post(vm);
+                self.agent.publish(vm);
                 Ok(())
             }
         }
@@ -143,17 +143,17 @@ impl Inside {
         if at_work || state == Some(JobState::ReadyToCommit) {
             known.jobs.cancel(task);
             known.work.remove(&Work::Job(task));
-            self.life.post(vm);
+            self.agent.publish(vm);
         }
         let JobSpec::Export(export) = job else { return Ok(()) };
         if state == Some(JobState::Cancelled) {
             return Ok(());
         }
         self.check_export(vm, &export)?;
-        if self.world.exports.unnamed.remove(&task) || at_work {
+        if self.persisted.exports.unnamed.remove(&task) || at_work {
             return Ok(());
         }
-        if self.world.exports.named.get(&export.to) == Some(&task) {
+        if self.persisted.exports.named.get(&export.to) == Some(&task) {
             return Err(rules::has_its_name(&export.to));
         }
         Err(Problem::new(ErrorCode::NotFound, "there is no such unfinished export"))
@@ -165,7 +165,7 @@ impl Inside {
     }
 
     fn name(&mut self, task: TaskId, export: &ExportJob) -> Result<(), Problem> {
-        let Exports { unnamed, named } = &mut self.world.exports;
+        let Exports { unnamed, named } = &mut self.persisted.exports;
         match (unnamed.contains(&task), named.get(&export.to)) {
             (true, Some(_)) => {
                 let what = format!("{} is there already", export.to.display());

@@ -1,9 +1,9 @@
-//! A host without processes behind the same contract: the same [`rules`], the same [`Board`], real
+//! A host without processes behind the same contract: the same [`rules`], the same [`StateStore`], real
 //! cryptography (key boxes, check values), disks as records. For tests of the control plane.
 //!
 //! ```text
-//! SimulatedHost ─► Life    what dies with the agent: incarnation, key box, registered VMs, keys
-//!              └─► World   what outlives it: datastores, disks, running guests
+//! SimulatedHost ─► AgentState  lost with the agent: incarnation, key box, registered VMs, keys
+//!              └─► Persisted   outlives the agent: datastores, disks, running guests
 //! ```
 //! [`SimulatedHost::restart`] and [`Fault::Crash`] end one agent and start the next. Faults are injected at
 //! the n-th call of a kind ([`SimulatedHost::inject`]); a lost answer after the work was done is one of them.
@@ -40,7 +40,7 @@ use crate::keys::KeyBox;
 use crate::process::restarts::Restarts;
 use crate::rules;
 use crate::rules::exclusion::{Activity, Situation};
-use crate::vm::board::Board;
+use crate::vm::state_store::StateStore;
 
 use console::Guest;
 use exposed::Exposed;
@@ -69,7 +69,7 @@ pub struct SimulatedDisk {
 
 /// The state that outlives an agent.
 #[derive(Default)]
-struct World {
+struct Persisted {
     marks: BTreeMap<PathBuf, DatastoreId>,
     disks: BTreeMap<DiskId, SimulatedDisk>,
     guests: BTreeMap<VmId, (VmSpec, Guest)>,
@@ -103,7 +103,7 @@ struct Known {
 enum Work {
     Power,
     /// The time that a guest has to shut down.
-    Patience,
+    ShutdownTimeout,
     Job(TaskId),
 }
 
@@ -163,9 +163,9 @@ impl Known {
 }
 
 /// The state that is lost when an agent ends.
-struct Life {
+struct AgentState {
     key_box: Arc<KeyBox>,
-    board: Arc<Board>,
+    states: Arc<StateStore>,
     vms: BTreeMap<VmId, Known>,
     log_levels: Levels,
     exposed: Exposed,
@@ -174,11 +174,11 @@ struct Life {
     ended: watch::Sender<bool>,
 }
 
-impl Life {
+impl AgentState {
     fn new() -> Self {
         Self {
             key_box: Arc::new(KeyBox::new().expect("locked memory for a key box")),
-            board: Arc::new(Board::new(Incarnation::new())),
+            states: Arc::new(StateStore::new(Incarnation::new())),
             vms: BTreeMap::new(),
             log_levels: Levels::default(),
             exposed: Exposed::default(),
@@ -187,14 +187,14 @@ impl Life {
         }
     }
 
-    fn post(&self, vm: VmId) {
-        self.board.post(vm, self.vms.get(&vm).map(Known::state));
+    fn publish(&self, vm: VmId) {
+        self.states.publish(vm, self.vms.get(&vm).map(Known::state));
     }
 }
 
 struct Inside {
-    life: Life,
-    world: World,
+    agent: AgentState,
+    persisted: Persisted,
     faults: Faults,
     work: Duration,
     heeds_shutdown: bool,
@@ -227,8 +227,8 @@ impl SimulatedHost {
     #[must_use]
     pub fn new() -> Self {
         Self(Arc::new(Mutex::new(Inside {
-            life: Life::new(),
-            world: World::default(),
+            agent: AgentState::new(),
+            persisted: Persisted::default(),
             faults: Faults::default(),
             work: WORK,
             heeds_shutdown: true,
@@ -281,8 +281,8 @@ impl SimulatedHost {
         inside.reachable = reachable;
         if !reachable {
             // Long polls end as connections do.
-            inside.life.ended.send_replace(true);
-            inside.life.ended = watch::Sender::new(false);
+            inside.agent.ended.send_replace(true);
+            inside.agent.ended = watch::Sender::new(false);
         }
     }
 
@@ -313,7 +313,7 @@ impl SimulatedHost {
 
     /// Puts another datastore at a path.
     pub fn change_mark(&self, path: &std::path::Path) {
-        self.inside().world.marks.insert(path.to_owned(), DatastoreId::new());
+        self.inside().persisted.marks.insert(path.to_owned(), DatastoreId::new());
     }
 
     /// Makes the creation of this disk fail after it has begun.
@@ -325,11 +325,11 @@ impl SimulatedHost {
     pub fn kill_filter(&self, vm: VmId) {
         let now = Instant::now();
         let mut inside = self.inside();
-        inside.world.bitmaps.remove(&vm);
-        let Some(known) = inside.life.vms.get_mut(&vm) else { return };
+        inside.persisted.bitmaps.remove(&vm);
+        let Some(known) = inside.agent.vms.get_mut(&vm) else { return };
         if known.restarts.died("the simulated filter was killed".to_owned(), now) {
             known.restarts.served(now);
-            return inside.life.post(vm);
+            return inside.agent.publish(vm);
         }
         drop(inside);
         self.stop_guest(vm, StopReason::FilterDied);
@@ -338,53 +338,53 @@ impl SimulatedHost {
     /// Stops a running VM for this reason.
     pub fn stop_guest(&self, vm: VmId, reason: StopReason) {
         let mut inside = self.inside();
-        if inside.world.guests.remove(&vm).is_some()
-            && let Some(known) = inside.life.vms.get_mut(&vm)
+        if inside.persisted.guests.remove(&vm).is_some()
+            && let Some(known) = inside.agent.vms.get_mut(&vm)
         {
             known.request = None;
             known.stop(reason, "the simulated guest has stopped");
-            inside.life.post(vm);
+            inside.agent.publish(vm);
         }
     }
 
     /// Adds a notice to a VM.
     pub fn notice(&self, vm: VmId, notice: Notice) {
         let mut inside = self.inside();
-        if let Some(known) = inside.life.vms.get_mut(&vm) {
+        if let Some(known) = inside.agent.vms.get_mut(&vm) {
             known.notices.push(notice);
-            inside.life.post(vm);
+            inside.agent.publish(vm);
         }
     }
 
     /// The disks on the host: tests check that none is left over or lost.
     #[must_use]
     pub fn disks(&self) -> BTreeMap<DiskId, SimulatedDisk> {
-        self.inside().world.disks.clone()
+        self.inside().persisted.disks.clone()
     }
 
     /// The files of exports: the committed ones, and the number of those that are not.
     #[must_use]
     pub fn exports(&self) -> (Vec<PathBuf>, usize) {
-        self.inside().world.exports.files()
+        self.inside().persisted.exports.files()
     }
 
     /// The running guests.
     #[must_use]
     pub fn running(&self) -> Vec<VmId> {
-        self.inside().world.guests.keys().copied().collect()
+        self.inside().persisted.guests.keys().copied().collect()
     }
 
     /// The VMs that are registered.
     #[must_use]
     pub fn registered(&self) -> Vec<VmId> {
-        self.inside().life.vms.keys().copied().collect()
+        self.inside().agent.vms.keys().copied().collect()
     }
 
     /// The VMs whose key is held.
     #[must_use]
     pub fn keys_held(&self) -> Vec<VmId> {
         let inside = self.inside();
-        let held = inside.life.vms.iter().filter(|(_, known)| known.key_held);
+        let held = inside.agent.vms.iter().filter(|(_, known)| known.key_held);
         held.map(|(vm, _)| *vm).collect()
     }
 }
@@ -400,25 +400,25 @@ fn lost() -> Problem {
 
 impl Inside {
     fn restart(&mut self) {
-        let before = std::mem::replace(&mut self.life, Life::new());
+        let before = std::mem::replace(&mut self.agent, AgentState::new());
         before.ended.send_replace(true);
-        for (vm, (spec, _)) in &self.world.guests {
+        for (vm, (spec, _)) in &self.persisted.guests {
             let known = Known { power: Power::Running, ..Known::new(spec.clone()) };
-            self.life.vms.insert(*vm, known);
+            self.agent.vms.insert(*vm, known);
         }
         for (vm, before) in before.vms {
             if before.power == Power::Starting {
                 let mut known = Known::new(before.spec);
                 known.stop(StopReason::FoundDead, "the agent ended while the VM was being started");
-                self.life.vms.insert(vm, known);
+                self.agent.vms.insert(vm, known);
             } else if let Some(died) = before.died {
                 let (stopped, died) = (Some(died.clone()), Some(died));
                 let known = Known { stopped, died, ..Known::new(before.spec) };
-                self.life.vms.insert(vm, known);
+                self.agent.vms.insert(vm, known);
             }
         }
-        let vms: Vec<VmId> = self.life.vms.keys().copied().collect();
-        vms.into_iter().for_each(|vm| self.life.post(vm));
+        let vms: Vec<VmId> = self.agent.vms.keys().copied().collect();
+        vms.into_iter().for_each(|vm| self.agent.publish(vm));
     }
 
     fn describe(&self) -> HostDescription {
@@ -426,9 +426,9 @@ impl Inside {
             contract: self.contract,
             features: FEATURES.map(str::to_owned).to_vec(),
             vmseal: env!("CARGO_PKG_VERSION").to_owned(),
-            incarnation: self.life.board.incarnation(),
+            incarnation: self.agent.states.incarnation(),
             hostname: "simulated".to_owned(),
-            key_box: self.life.key_box.public(),
+            key_box: self.agent.key_box.public(),
             accelerator: Accelerator {
                 kind: AcceleratorKind::Tcg,
                 reason: "nothing runs on a simulated host".to_owned(),
@@ -445,9 +445,9 @@ impl Inside {
 
     /// The state of a VM, and the work in progress on it.
     fn situation(&self, vm: VmId) -> Result<Situation<'_>, Problem> {
-        let known = self.life.vms.get(&vm).ok_or_else(|| rules::unknown(vm))?;
+        let known = self.agent.vms.get(&vm).ok_or_else(|| rules::unknown(vm))?;
         let disks = known.spec.disks().map(|disk| disk.disk);
-        let exposed = disks.filter(|disk| self.life.exposed.has(*disk));
+        let exposed = disks.filter(|disk| self.agent.exposed.has(*disk));
         Ok(Situation {
             spec: &known.spec,
             power: known.power,
@@ -462,7 +462,7 @@ impl Inside {
     }
 
     fn known(&mut self, vm: VmId) -> Result<&mut Known, Problem> {
-        self.life.vms.get_mut(&vm).ok_or_else(|| rules::unknown(vm))
+        self.agent.vms.get_mut(&vm).ok_or_else(|| rules::unknown(vm))
     }
 }
 

@@ -36,7 +36,7 @@ const DEPTH_MAX: usize = 5;
 const TIME_MAX: Duration = Duration::from_secs(40);
 
 /// How long the caller waits for a scan, which checks its time between two entries only.
-const PATIENCE: Duration = Duration::from_secs(50);
+const TIMEOUT: Duration = Duration::from_secs(50);
 
 /// The longest key id that is reported, in bytes; real ones are UUIDs or short numbers.
 const KEY_ID_MAX: usize = 256;
@@ -79,7 +79,7 @@ impl Scanning {
             busy.lock().unwrap_or_else(PoisonError::into_inner).remove(&spec.datastore);
             contents
         });
-        match timeout(PATIENCE, looking).await {
+        match timeout(TIMEOUT, looking).await {
             Ok(Ok(contents)) => contents,
             Ok(Err(error)) => Err(Problem::new(ErrorCode::Internal, error.to_string())),
             Err(_) => {
@@ -349,7 +349,7 @@ mod tests {
     }
 
     #[test]
-    fn every_kind_of_file_is_told_for_what_it_is_and_left_as_it_is() {
+    fn every_kind_of_file_is_recognised_and_left_unchanged() {
         let (directory, spec) = store();
         let root = directory.path();
         let (vm, disk, plain, making) = (VmId::new(), DiskId::new(), DiskId::new(), DiskId::new());
@@ -431,7 +431,7 @@ mod tests {
     }
 
     #[test]
-    fn another_datastore_within_is_told_and_not_looked_into() {
+    fn another_datastore_within_is_reported_and_not_scanned() {
         let (directory, spec) = store();
         let inner = directory.path().join("vms/inner");
         let (vm, disk) = (VmId::new(), DiskId::new());

@@ -27,15 +27,15 @@ use crate::storage::filling::Filling;
 use crate::storage::home::Home;
 use crate::storage::image::Image;
 use crate::storage::locked::Access;
-use crate::storage::patience;
 use crate::storage::replica;
+use crate::storage::timed;
 use crate::storage::transfer::TransferDirectories;
 
 /// How much room is allocated in one step, in bytes: a moment's work on most file systems.
 const ALLOCATION_STEP: u64 = 1 << 30;
 
 /// A disk to make.
-pub struct Recipe {
+pub struct NewDisk {
     /// The VM.
     pub spec: VmSpec,
     /// The disk, one of the VM's.
@@ -53,17 +53,18 @@ pub struct Recipe {
 /// # Errors
 /// The problem; nothing half-made is left then.
 pub async fn create(
-    recipe: Recipe,
+    new_disk: NewDisk,
     builder: &DiskBuilder,
     progress: impl Fn(u64, u64) + Send,
     cancelled: oneshot::Receiver<()>,
 ) -> Result<DiskFacts, Problem> {
-    let (vm, made, place) = (recipe.spec.vm, recipe.disk.clone(), recipe.disk.datastore.clone());
+    let (vm, made, place) =
+        (new_disk.spec.vm, new_disk.disk.clone(), new_disk.disk.datastore.clone());
     let DatastoreLocation::Dir { path } = place.location.clone();
-    let home = patience::look(&path, move || Home::of(&place, vm)).await?;
+    let home = timed::call(&path, move || Home::of(&place, vm)).await?;
     // The users are released only after this attempt's process has ended.
     let slot = builder.users.take().ok_or_else(too_many)?;
-    let result = make(recipe, &home, builder, &slot, progress, cancelled).await;
+    let result = make(new_disk, &home, builder, &slot, progress, cancelled).await;
     if result.is_err() {
         discard(&home, builder, vm, &made).await;
     }
@@ -87,19 +88,19 @@ async fn discard(home: &Home, builder: &DiskBuilder, vm: VmId, made: &DiskSpec) 
 }
 
 async fn make(
-    recipe: Recipe,
+    new_disk: NewDisk,
     home: &Home,
     builder: &DiskBuilder,
     slot: &Slot,
     progress: impl Fn(u64, u64) + Send,
     mut cancelled: oneshot::Receiver<()>,
 ) -> Result<DiskFacts, Problem> {
-    let image = open_source(recipe.source.clone(), &recipe.disk, &builder.transfer).await?;
-    let (spec, disk) = (recipe.spec.clone(), recipe.disk.clone());
+    let image = open_source(new_disk.source.clone(), &new_disk.disk, &builder.transfer).await?;
+    let (spec, disk) = (new_disk.spec.clone(), new_disk.disk.clone());
     let vm = spec.vm;
     let place = home.clone();
     let (begun, image) = spawn_blocking(move || {
-        begin(&recipe, &place, image.as_ref()).map(|attempt| (attempt, image))
+        begin(&new_disk, &place, image.as_ref()).map(|attempt| (attempt, image))
     })
     .await
     .map_err(internal)??;
@@ -125,7 +126,7 @@ async fn make(
         };
         tokio::select! {
             filled = filling.run(from, builder, slot, progress) => {
-                filled.map_err(|problem| told_if_full(home, problem))?;
+                filled.map_err(|problem| explained_if_full(home, problem))?;
             }
             Ok(()) = cancelled => return Err(removed_meanwhile()),
         }
@@ -165,7 +166,7 @@ async fn take_room(
     Ok(())
 }
 
-fn told_if_full(home: &Home, problem: Problem) -> Problem {
+fn explained_if_full(home: &Home, problem: Problem) -> Problem {
     if !home.is_full() {
         return problem;
     }
@@ -184,10 +185,10 @@ pub async fn examine(
 ) -> Result<(), Problem> {
     let DatastoreLocation::Dir { path } = disk.datastore.location.clone();
     let place = disk.datastore.clone();
-    let home = patience::look(&path, move || Home::of(&place, VmId::new())).await?;
+    let home = timed::call(&path, move || Home::of(&place, VmId::new())).await?;
     let image = open_source(source, &disk, transfer).await?;
     replica::examine(&disk).await?;
-    patience::look(&path, move || check_room(&home, &disk, image.as_ref())).await
+    timed::call(&path, move || check_room(&home, &disk, image.as_ref())).await
 }
 
 async fn open_source(
@@ -197,7 +198,7 @@ async fn open_source(
 ) -> Result<Option<Image>, Problem> {
     let Some(source) = source else { return Ok(None) };
     let (path, disk, transfer) = (source.path.clone(), disk.clone(), transfer.clone());
-    patience::look(&path, move || Image::open(&source, &disk, &transfer).map(Some)).await
+    timed::call(&path, move || Image::open(&source, &disk, &transfer).map(Some)).await
 }
 
 /// Checks that there is the room that making a disk needs.
@@ -231,9 +232,9 @@ enum Attempt {
     Begun(Begun),
 }
 
-fn begin(recipe: &Recipe, home: &Home, image: Option<&Image>) -> Result<Attempt, Problem> {
-    let (spec, disk) = (&recipe.spec, &recipe.disk);
-    let encryption = match (disk.encrypted, &recipe.kek, &spec.key) {
+fn begin(new_disk: &NewDisk, home: &Home, image: Option<&Image>) -> Result<Attempt, Problem> {
+    let (spec, disk) = (&new_disk.spec, &new_disk.disk);
+    let encryption = match (disk.encrypted, &new_disk.kek, &spec.key) {
         (false, ..) => None,
         (true, Some(kek), Some(reference)) => Some((kek, reference)),
         _ => return Err(internal("an encrypted disk was begun without its key")),
@@ -536,9 +537,9 @@ mod tests {
         ) -> Result<DiskFacts, Problem> {
             let kek = Some(self.kek.try_clone().unwrap());
             let disk = self.spec.disk_at(index).unwrap().clone();
-            let recipe = Recipe { spec: self.spec.clone(), disk, kek, source };
+            let new_disk = NewDisk { spec: self.spec.clone(), disk, kek, source };
             let (_running, cancelled) = oneshot::channel();
-            create(recipe, &self.builder, |_, _| {}, cancelled).await
+            create(new_disk, &self.builder, |_, _| {}, cancelled).await
         }
 
         fn open(&self, index: usize, facts: &DiskFacts) -> Result<Open, Problem> {
@@ -625,7 +626,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_is_wrong_with_a_disk_is_told_and_nothing_is_written() {
+    async fn a_defect_of_a_disk_is_reported_and_nothing_is_written() {
         let mut bench = bench();
         let facts = bench.create(0).await.unwrap();
         assert_eq!(bench.open(0, &DiskFacts::Raw).unwrap_err().code, ErrorCode::Damaged);

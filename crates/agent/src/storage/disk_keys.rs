@@ -19,11 +19,11 @@ use crate::rules;
 use crate::storage::disk;
 use crate::storage::home::Home;
 use crate::storage::locked::Access;
-use crate::storage::replica;
+use crate::storage::replica::ReplicaHeader;
 
 /// A disk whose header may be changed.
-struct Header<'a> {
-    replica: Option<replica::Header>,
+struct DiskHeader<'a> {
+    replica: Option<ReplicaHeader>,
     disk: &'a DiskSpec,
     facts: Facts,
     /// The image, its lock held.
@@ -35,7 +35,7 @@ pub struct DiskKeys<'a> {
     spec: &'a VmSpec,
     registered: &'a KeyReference,
     kek: &'a SecretBytes,
-    headers: Vec<Header<'a>>,
+    headers: Vec<DiskHeader<'a>>,
 }
 
 impl<'a> DiskKeys<'a> {
@@ -58,8 +58,8 @@ impl<'a> DiskKeys<'a> {
             let pinned = disk.facts.as_ref().ok_or_else(unmade)?;
             let file = disk::open(spec, disk, pinned, Some(kek), access)?.file;
             let facts = disk::from_api(disk, pinned).ok_or_else(unmade)?;
-            let replica = replica::Header::open(spec, disk)?;
-            Ok(Header { replica, disk, facts, file })
+            let replica = ReplicaHeader::open(spec, disk)?;
+            Ok(DiskHeader { replica, disk, facts, file })
         };
         let headers = encrypted.map(header).collect::<Result<_, Problem>>()?;
         Ok(Self { spec, registered, kek, headers })
@@ -110,7 +110,7 @@ impl<'a> DiskKeys<'a> {
 
     /// The caller relies on the replicas opening with the same keys as the disks.
     fn tell_replicas(&self) -> Result<(), Problem> {
-        for Header { replica, disk, facts, file } in &self.headers {
+        for DiskHeader { replica, disk, facts, file } in &self.headers {
             if let Some(replica) = replica {
                 replica.copy(self.spec, disk, file, facts.data_offset)?;
             }

@@ -34,7 +34,7 @@ use crate::storage::exported::Exported;
 use crate::storage::filling;
 use crate::storage::locked::Access;
 use crate::storage::mark::usage;
-use crate::storage::transfer::{Parent, Refused, TransferDirectories};
+use crate::storage::transfer::{Parent, TransferDirectories, TransferError};
 
 /// How often an export is asked for its progress.
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(100);
@@ -49,7 +49,7 @@ pub struct Export {
 }
 
 /// A disk to export.
-pub struct Order {
+pub struct ExportRequest {
     /// The VM.
     pub spec: VmSpec,
     /// The disk, one of the VM's.
@@ -82,8 +82,8 @@ fn within(parent: &Parent, path: &Path) -> PathBuf {
 fn parent(export: &Export, allowed: &TransferDirectories) -> Result<Parent, Problem> {
     rules::check_export(&export.job)?;
     allowed.parent(&export.job.to).map_err(|refused| match refused {
-        Refused::Outside(why) => Problem::invalid("to", why),
-        Refused::File(error) => failed(&export.job.to, "made", &error),
+        TransferError::Outside(why) => Problem::invalid("to", why),
+        TransferError::File(error) => failed(&export.job.to, "made", &error),
     })
 }
 
@@ -125,13 +125,13 @@ fn nothing_has_its_name(export: &Export, parent: &Parent) -> Result<(), Problem>
 /// # Errors
 /// The problem; nothing is left then.
 pub async fn write(
-    order: Order,
+    request: ExportRequest,
     builder: &DiskBuilder,
     progress: impl Fn(u64, u64) + Send,
     cancelled: oneshot::Receiver<()>,
 ) -> Result<(), Problem> {
-    let (export, record) = (order.export.clone(), order.record.clone());
-    let written = attempt(order, builder, progress, cancelled).await;
+    let (export, record) = (request.export.clone(), request.record.clone());
+    let written = attempt(request, builder, progress, cancelled).await;
     if written.is_err() {
         // The filter first: it has the file open.
         if let Err(error) = builder.directory.sweep().await {
@@ -147,7 +147,7 @@ pub async fn write(
 }
 
 async fn attempt(
-    order: Order,
+    request: ExportRequest,
     builder: &DiskBuilder,
     progress: impl Fn(u64, u64) + Send,
     cancelled: oneshot::Receiver<()>,
@@ -156,10 +156,10 @@ async fn attempt(
     let directory = &builder.directory;
     // A filter of an earlier attempt is ended, which releases the disk.
     directory.renew().await.map_err(internal)?;
-    let (vm, export, record) = (order.spec.vm, order.export.clone(), order.record.clone());
+    let (vm, export, record) = (request.spec.vm, request.export.clone(), request.record.clone());
     // Short, and not cancelled: no file may be created after whoever removes the export has looked.
     let allowed = builder.transfer.clone();
-    let begun = spawn_blocking(move || begin(order, &allowed));
+    let begun = spawn_blocking(move || begin(request, &allowed));
     let (target, disk) = begun.await.map_err(internal)??;
     tokio::select! {
         written = fill(vm, &export, disk, builder, &slot, progress) => written?,
@@ -192,7 +192,9 @@ async fn fill(
         match status.disks.into_iter().next().map(|disk| disk.state) {
             Some(DiskActivity::Exporting { done, total }) => progress(done, total),
             Some(DiskActivity::Idle) => break,
-            Some(DiskActivity::Failed { message }) => return Err(told_if_full(export, message)),
+            Some(DiskActivity::Failed { message }) => {
+                return Err(explained_if_full(export, message));
+            }
             other => return Err(internal(format!("the filter of an export says {other:?}"))),
         }
         tokio::time::sleep(PROGRESS_INTERVAL).await;
@@ -202,7 +204,7 @@ async fn fill(
     directory.sweep().await.map_err(internal)
 }
 
-fn told_if_full(export: &Export, message: String) -> Problem {
+fn explained_if_full(export: &Export, message: String) -> Problem {
     let directory = export.job.to.parent().unwrap_or(Path::new("/"));
     // The part of the room that a file system may keep for itself.
     let full = usage(directory).is_ok_and(|usage| usage.free < 16 << 20);
@@ -214,8 +216,11 @@ fn told_if_full(export: &Export, message: String) -> Problem {
 }
 
 /// Opens the disk and makes the file, with its header where it has one.
-fn begin(order: Order, allowed: &TransferDirectories) -> Result<(File, filter::Disk), Problem> {
-    let Order { spec, disk, facts, kek, export, passphrase, record } = order;
+fn begin(
+    request: ExportRequest,
+    allowed: &TransferDirectories,
+) -> Result<(File, filter::Disk), Problem> {
+    let ExportRequest { spec, disk, facts, kek, export, passphrase, record } = request;
     let (Open { file, offset, key, .. }, size) = match export.job.format {
         // The whole image as it is: its ciphertext is what is exported.
         ExportFormat::Sealed => {
@@ -325,7 +330,7 @@ fn named(export: &Export, record: &Path, parent: &Parent) -> NameHolder {
 }
 
 /// The operator must find out whether it is the exported file.
-fn untold(to: &Path) -> Problem {
+fn name_in_doubt(to: &Path) -> Problem {
     let what = format!(
         "{} exists, and it is no longer known whether it is the exported file: check it",
         to.display()
@@ -347,7 +352,7 @@ pub fn name(export: &Export, record: &Path, allowed: &TransferDirectories) -> Re
         Err(Errno::ENOENT) => match named(export, record, &parent) {
             // The answer to an earlier request was lost.
             NameHolder::Export => {}
-            NameHolder::Unknown => return Err(untold(to)),
+            NameHolder::Unknown => return Err(name_in_doubt(to)),
             NameHolder::Free | NameHolder::Other => {
                 let what =
                     format!("what was exported to {} is gone: export it again", to.display());
@@ -389,7 +394,7 @@ pub fn remove(
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
             match named(export, record, &parent) {
                 NameHolder::Export => Err(rules::has_its_name(&export.job.to)),
-                NameHolder::Unknown => Err(untold(&export.job.to)),
+                NameHolder::Unknown => Err(name_in_doubt(&export.job.to)),
                 NameHolder::Free | NameHolder::Other => Err(gone()),
             }
         }
@@ -524,7 +529,7 @@ mod tests {
     }
 
     #[test]
-    fn places_that_cannot_be_are_refused() {
+    fn invalid_places_are_refused() {
         let directory = tempfile::tempdir().unwrap();
         for to in ["relative", "/", "/tmp/.."] {
             let problem = check(&spec(to.into()), &TransferDirectories::anywhere()).unwrap_err();

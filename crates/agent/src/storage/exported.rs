@@ -113,7 +113,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_was_being_written_is_removed_and_nothing_else() {
+    fn only_unfinished_exports_are_removed() {
         let directory = tempfile::tempdir().unwrap();
         let at = |name: &str| directory.path().join(name);
         std::fs::create_dir(at("records")).unwrap();

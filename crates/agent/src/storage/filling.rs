@@ -29,7 +29,7 @@ use crate::storage::image::Image;
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(100);
 
 /// How often a filter may die without progress: then the image or the machine is the cause.
-const DEATHS_MAX: u32 = 3;
+const FAILURES_MAX: u32 = 3;
 
 /// A disk to fill.
 pub struct Filling<'a> {
@@ -81,15 +81,15 @@ impl Filling<'_> {
         slot: &Slot,
         progress: impl Fn(u64, u64) + Send,
     ) -> Result<(), Problem> {
-        let (mut durable, mut deaths) = (from, 0);
+        let (mut durable, mut failures) = (from, 0);
         loop {
             let begun = durable;
             let result = self.attempt(&mut durable, builder, slot, &progress).await;
-            deaths = if durable > begun { 0 } else { deaths + 1 };
+            failures = if durable > begun { 0 } else { failures + 1 };
             match result {
                 Ok(()) => return self.image.check_unchanged(),
                 Err(Failure::Final(problem)) => return Err(problem),
-                Err(Failure::Died(problem)) if deaths >= DEATHS_MAX => return Err(problem),
+                Err(Failure::Died(problem)) if failures >= FAILURES_MAX => return Err(problem),
                 Err(Failure::Died(problem)) => {
                     tracing::warn!(
                         vm = %self.vm, disk = %self.disk.disk, %problem, durable,
@@ -204,7 +204,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_filter_that_is_slow_is_one_that_died_and_no_end_of_the_import() {
+    fn a_slow_filter_is_replaced_and_does_not_end_the_import() {
         let is_final = |error: FilterError| matches!(Failure::from(error), Failure::Final(_));
         assert!(!is_final(FilterError::TimedOut));
         let (code, message) = (ErrorCode::Internal, "no".to_owned());
@@ -212,7 +212,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_is_flushed_is_whole_though_its_filter_does_not_answer_any_more() {
+    async fn a_flushed_import_is_complete_even_if_its_filter_no_longer_answers() {
         let directory = tempfile::tempdir().unwrap();
         let run =
             crate::process::run_dir::RunDir::open(directory.path()).unwrap().import(DiskId::new());

@@ -29,7 +29,7 @@ use vmseal_api::id::{DiskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 
 use crate::atomic_file;
-use crate::storage::image::Identity;
+use crate::storage::image::ImageIdentity;
 use crate::storage::locked::{Access, make_locked, open_locked, open_once};
 use crate::storage::mark::{failed, marked, usage};
 
@@ -86,7 +86,7 @@ struct DescribedDisk<'a> {
 pub struct Note {
     version: u32,
     /// The image that is imported.
-    pub image: Identity,
+    pub image: ImageIdentity,
     /// The bytes before it have been written and flushed.
     pub durable: u64,
 }
@@ -94,7 +94,7 @@ pub struct Note {
 impl Note {
     /// A note with this progress.
     #[must_use]
-    pub fn new(image: Identity, durable: u64) -> Self {
+    pub fn new(image: ImageIdentity, durable: u64) -> Self {
         Self { version: NOTE_VERSION, image, durable }
     }
 }
@@ -584,7 +584,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lock_outlives_its_maker_in_whoever_inherited_the_file() {
+    fn a_lock_is_kept_by_a_process_that_inherited_the_file() {
         let (_directory, spec) = datastore();
         mark::put(directory_of(&spec), &spec).unwrap();
         let (home, vm) = home(&spec);
@@ -684,7 +684,10 @@ mod tests {
         let file = File::options().write(true).open(&path).unwrap();
         file.set_modified(std::time::SystemTime::now() - INTERRUPTED_KEPT).unwrap();
         sweep(home.datastore());
-        assert!(!home.creating(disk).exists() && !path.exists(), "a half-made disk is kept for ever");
+        assert!(
+            !home.creating(disk).exists() && !path.exists(),
+            "a half-made disk is kept for ever"
+        );
         home.note(disk, &note).unwrap();
         drop(begin(&home, &vm, 0).unwrap());
         assert!(!path.exists(), "a new import with an old note");

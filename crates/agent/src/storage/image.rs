@@ -21,7 +21,7 @@ use vmseal_api::host::{DiskSpec, ImageSource};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::transfer::ImageFormat;
 
-use crate::storage::transfer::{Refused, TransferDirectories};
+use crate::storage::transfer::{TransferDirectories, TransferError};
 
 /// Where QEMU locks the permissions that it uses, and those that it denies to others, in bytes.
 const QEMU_USES: i64 = 100;
@@ -38,7 +38,7 @@ const F_SETSIG: libc::c_int = 10;
 /// Identifies the file and its last change.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Identity {
+pub struct ImageIdentity {
     format: ImageFormat,
     /// A reboot may change the number of a file system, but not the paths and inodes of its files.
     path: PathBuf,
@@ -48,7 +48,7 @@ pub struct Identity {
     modified_nanoseconds: i64,
 }
 
-impl Identity {
+impl ImageIdentity {
     fn of(file: &File, path: &Path, format: ImageFormat) -> io::Result<Self> {
         let metadata = file.metadata()?;
         Ok(Self {
@@ -70,7 +70,7 @@ pub struct Image {
     /// Its format.
     pub format: ImageFormat,
     /// Its identity.
-    pub identity: Identity,
+    pub identity: ImageIdentity,
     /// Its length without holes, in bytes.
     pub allocated: u64,
 }
@@ -92,8 +92,8 @@ impl Image {
             return Err(invalid("must be an absolute path".to_owned()));
         }
         let file = allowed.image(&source.path).map_err(|refused| match refused {
-            Refused::Outside(why) => Problem::invalid("image", why),
-            Refused::File(error) => invalid(error.to_string()),
+            TransferError::Outside(why) => Problem::invalid("image", why),
+            TransferError::File(error) => invalid(error.to_string()),
         })?;
         let metadata = file.metadata().map_err(|error| invalid(error.to_string()))?;
         if !metadata.is_file() {
@@ -112,8 +112,8 @@ impl Image {
                 disk.name, disk.size
             )));
         }
-        let identity =
-            Identity::of(&file, &source.path, source.format).map_err(|e| invalid(e.to_string()))?;
+        let identity = ImageIdentity::of(&file, &source.path, source.format)
+            .map_err(|e| invalid(e.to_string()))?;
         let allocated = metadata.blocks().saturating_mul(512).min(metadata.len());
         Ok(Self { file, format: source.format, identity, allocated })
     }
@@ -123,7 +123,7 @@ impl Image {
     /// # Errors
     /// `in-use`: it has been changed.
     pub fn check_unchanged(&self) -> Result<(), Problem> {
-        let now = Identity::of(&self.file, &self.identity.path, self.format)
+        let now = ImageIdentity::of(&self.file, &self.identity.path, self.format)
             .map_err(|error| Problem::new(ErrorCode::Internal, error.to_string()))?;
         if now == self.identity {
             return Ok(());
@@ -253,7 +253,7 @@ mod tests {
     }
 
     #[test]
-    fn qemu_s_locks_are_heeded_and_set() {
+    fn qemu_s_locks_are_checked_and_set() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("image");
         std::fs::write(&path, [1; 8192]).unwrap();

@@ -14,7 +14,7 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use crate::storage::mark::failed;
 
 /// How long a lock may stay after its holder has died: the kernel finishes its requests first.
-const LOCK_PATIENCE: Duration = Duration::from_secs(3);
+const LOCK_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// The pause between attempts.
 const LOCK_INTERVAL: Duration = Duration::from_millis(50);
@@ -61,7 +61,7 @@ pub enum Access {
 /// # Errors
 /// `in-use` when another process has it; `damaged` when it is not a regular file.
 pub fn open_locked(path: &Path, access: Access) -> Result<Option<File>, Problem> {
-    let give_up = Instant::now() + LOCK_PATIENCE;
+    let give_up = Instant::now() + LOCK_TIMEOUT;
     loop {
         match open_once(path, access) {
             Ok(file) => return Ok(file),

@@ -14,7 +14,7 @@ use vmseal_api::id::DatastoreId;
 use crate::storage::datastore;
 
 /// How long a file system may take to report its room; one that works answers at once.
-const PATIENCE: Duration = Duration::from_secs(10);
+const TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Measures datastores, each by one thread at a time.
 #[derive(Clone, Default)]
@@ -23,14 +23,14 @@ pub struct Measuring(Arc<Mutex<HashSet<DatastoreId>>>);
 impl Measuring {
     /// Measures a datastore.
     pub async fn measure(&self, spec: DatastoreSpec) -> DatastoreCondition {
-        self.measure_by(spec, datastore::condition, PATIENCE).await
+        self.measure_by(spec, datastore::condition, TIMEOUT).await
     }
 
     async fn measure_by(
         &self,
         spec: DatastoreSpec,
         look: impl FnOnce(&DatastoreSpec) -> DatastoreCondition + Send + 'static,
-        patience: Duration,
+        limit: Duration,
     ) -> DatastoreCondition {
         let DatastoreLocation::Dir { path } = &spec.location;
         let silent = DatastoreCondition::Unavailable {
@@ -49,7 +49,7 @@ impl Measuring {
             busy.lock().unwrap_or_else(PoisonError::into_inner).remove(&spec.datastore);
             condition
         });
-        match timeout(patience, looking).await {
+        match timeout(limit, looking).await {
             Ok(Ok(condition)) => condition,
             Ok(Err(error)) => DatastoreCondition::Unavailable { detail: error.to_string() },
             Err(_) => silent,
@@ -101,11 +101,11 @@ mod tests {
         let first = measuring.measure_by(spec.clone(), hangs, short).await;
         assert!(matches!(first, DatastoreCondition::Unavailable { .. }), "{first:?}");
         let unasked = |_: &DatastoreSpec| unreachable!("a second thread was started");
-        let second = measuring.measure_by(spec.clone(), unasked, PATIENCE).await;
+        let second = measuring.measure_by(spec.clone(), unasked, TIMEOUT).await;
         assert_eq!(second, first);
         drop(answer);
-        let give_up = std::time::Instant::now() + PATIENCE;
-        while measuring.measure_by(spec.clone(), move |_| well(), PATIENCE).await != well() {
+        let give_up = std::time::Instant::now() + TIMEOUT;
+        while measuring.measure_by(spec.clone(), move |_| well(), TIMEOUT).await != well() {
             assert!(std::time::Instant::now() < give_up, "the datastore is never measured again");
             tokio::time::sleep(short).await;
         }
@@ -123,7 +123,7 @@ mod tests {
         std::fs::write(&debris, "").unwrap();
         let sweeping = Sweeping::default();
         sweeping.when_due(spec.clone());
-        let give_up = std::time::Instant::now() + PATIENCE;
+        let give_up = std::time::Instant::now() + TIMEOUT;
         while debris.exists() {
             assert!(std::time::Instant::now() < give_up, "the datastore is never swept");
             tokio::time::sleep(Duration::from_millis(5)).await;

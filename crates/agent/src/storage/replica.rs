@@ -8,7 +8,7 @@
 //! ```
 //! An image whose map is believed may be changed only by a filter with the replica in its chain. Everything
 //! that changes an image begins here: the filters of guests and of tools that write, and the making of a disk
-//! ([`for_writer`]); and changes of keys, which are in the header, outside of the map ([`Header`]).
+//! ([`for_writer`]); and changes of keys, which are in the header, outside of the map ([`ReplicaHeader`]).
 //!
 //! A guest gets its disk even when its replica is unavailable or the second datastore hangs. Work on a
 //! hanging datastore that was given up may still be done later: it leaves two notes that differ, so that
@@ -27,12 +27,12 @@ use vmseal_api::id::{DiskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::replica::ReplicaPlace;
 
-use self::pair::{Identity, Pair};
+use self::pair::{FileIdentity, Pair};
 use crate::filter::Replica;
 use crate::storage::builder::internal;
 use crate::storage::home::Home;
 use crate::storage::mark::failed;
-use crate::storage::patience;
+use crate::storage::timed;
 
 /// How much of a header is written before it is flushed, in bytes: the length of each of its two copies, so
 /// that one of them is complete at any time.
@@ -156,7 +156,7 @@ async fn look<T: Send + 'static>(
 ) -> Result<T, Problem> {
     let DatastoreLocation::Dir { path } = place.location.clone();
     let place = place.clone();
-    patience::look(&path, move || work(&Home::of(&place, vm)?)).await
+    timed::call(&path, move || work(&Home::of(&place, vm)?)).await
 }
 
 /// A replica: its VM and disk, and its place.
@@ -170,14 +170,14 @@ struct Of {
 /// The files beside the image.
 struct Beside {
     map: File,
-    image: Identity,
+    image: FileIdentity,
     pair: Option<Pair>,
 }
 
 /// The files on the second datastore.
 struct Found {
     file: File,
-    replica: Identity,
+    replica: FileIdentity,
     pair: Option<Pair>,
 }
 
@@ -192,7 +192,8 @@ impl Of {
             let (home, disk) = (of.home()?, of.disk.disk);
             let map = home.open_or_make(&of.spec, &of.disk.datastore, &home.map(disk))?;
             let path = home.image(disk);
-            let image = Identity::of(&image).map_err(|error| failed(&path, "looked at", &error))?;
+            let image =
+                FileIdentity::of(&image).map_err(|error| failed(&path, "looked at", &error))?;
             Ok(Beside { map, image, pair: pair::read(&home, disk) })
         };
         spawn_blocking(open).await.map_err(internal)?
@@ -219,7 +220,7 @@ impl Of {
 
     /// The replica, and a map that is about it.
     async fn open(&self, beside: &Beside, image: &File, offset: u64) -> Result<File, Problem> {
-        let image = anew(image).map_err(internal)?;
+        let image = reopened(image).map_err(internal)?;
         let of = self.clone();
         let open = move |home: &Home| of.open_there(home, &image, offset);
         let found = look(&self.place.datastore, self.spec.vm, open).await?;
@@ -255,18 +256,19 @@ impl Of {
             file.set_len(length).map_err(|error| failed(&path, "made", &error))?;
         }
         copy(image, &file, offset).map_err(|error| failed(&path, "given its header", &error))?;
-        let replica = Identity::of(&file).map_err(|error| failed(&path, "looked at", &error))?;
+        let replica =
+            FileIdentity::of(&file).map_err(|error| failed(&path, "looked at", &error))?;
         Ok(Found { file, replica, pair: pair::read(home, disk) })
     }
 }
 
 /// The replica of a disk whose keys are to be changed, open and locked.
-pub struct Header {
+pub struct ReplicaHeader {
     home: Home,
     file: File,
 }
 
-impl Header {
+impl ReplicaHeader {
     /// Opens it. A missing replica gets its header when it is made. Blocks.
     ///
     /// # Errors
@@ -294,14 +296,14 @@ impl Header {
             self.home.describe(spec, &place.datastore)?;
         }
         let path = self.home.replica(disk.disk);
-        let copied = anew(image).and_then(|image| copy(&image, &self.file, offset));
+        let copied = reopened(image).and_then(|image| copy(&image, &self.file, offset));
         copied.map_err(|error| failed(&path, "given its header", &error))
     }
 }
 
 /// Opens the same file again. A filter that had the given open file has set O_DIRECT on it, for its own
 /// aligned buffers; and a thread that was given up does not hold its lock.
-fn anew(file: &File) -> io::Result<File> {
+fn reopened(file: &File) -> io::Result<File> {
     File::open(format!("/proc/self/fd/{}", file.as_raw_fd()))
 }
 
@@ -508,7 +510,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_replica_that_is_gone_or_cut_is_made_anew_and_copied_whole() {
+    async fn a_missing_or_truncated_replica_is_made_again_and_copied_completely() {
         let bench = Bench::new().await;
         let spoils: [fn(&Path) -> io::Result<()>; 2] = [
             |path| std::fs::remove_file(path),
@@ -577,7 +579,7 @@ mod tests {
         let bench = Bench::new().await;
         bench.fill_map();
         let copy = || {
-            let header = Header::open(&bench.spec, bench.disk())?;
+            let header = ReplicaHeader::open(&bench.spec, bench.disk())?;
             header.map_or(Ok(()), |it| it.copy(&bench.spec, bench.disk(), &bench.image, OFFSET))
         };
         bench.image.write_all_at(&[9; 100], 5).unwrap();
@@ -596,7 +598,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_disk_goes_with_its_replica_and_neither_while_it_is_used() {
+    async fn a_disk_is_removed_with_its_replica_unless_one_is_in_use() {
         let bench = Bench::new().await;
         let (vm, disk) = (bench.spec.vm, bench.disk().clone());
         discard(&bench.home(), vm, &disk).await.unwrap();

@@ -20,7 +20,7 @@ pub struct TransferDirectories(Arc<[PathBuf]>);
 
 /// Why a file is not opened.
 #[derive(Debug, thiserror::Error)]
-pub enum Refused {
+pub enum TransferError {
     /// It is in none of the directories.
     #[error("{0}")]
     Outside(String),
@@ -72,8 +72,8 @@ impl TransferDirectories {
     /// Opens an image for reading.
     ///
     /// # Errors
-    /// [`Refused`].
-    pub fn image(&self, path: &Path) -> Result<std::fs::File, Refused> {
+    /// [`TransferError`].
+    pub fn image(&self, path: &Path) -> Result<std::fs::File, TransferError> {
         // Opening a pipe would wait for its other end.
         let flags = OFlag::O_RDONLY | OFlag::O_NONBLOCK | OFlag::O_NOCTTY;
         self.open(path, flags, path).map(std::fs::File::from)
@@ -82,15 +82,15 @@ impl TransferDirectories {
     /// Opens the directory of a file that is to be written.
     ///
     /// # Errors
-    /// [`Refused`].
-    pub fn parent(&self, path: &Path) -> Result<Parent, Refused> {
+    /// [`TransferError`].
+    pub fn parent(&self, path: &Path) -> Result<Parent, TransferError> {
         let directory = path.parent().unwrap_or(Path::new("/"));
         let open = self.open(directory, OFlag::O_PATH | OFlag::O_DIRECTORY, path)?;
         let path = PathBuf::from(format!("/proc/self/fd/{}", open.as_raw_fd()));
         Ok(Parent { path, _open: open })
     }
 
-    fn open(&self, path: &Path, flags: OFlag, shown: &Path) -> Result<OwnedFd, Refused> {
+    fn open(&self, path: &Path, flags: OFlag, shown: &Path) -> Result<OwnedFd, TransferError> {
         for directory in self.0.iter() {
             let Ok(beneath) = path.strip_prefix(directory) else { continue };
             let base = OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC;
@@ -112,7 +112,7 @@ impl TransferDirectories {
                 Err(error) => return Err(io::Error::from(error).into()),
             }
         }
-        Err(Refused::Outside(self.refusal(shown)))
+        Err(TransferError::Outside(self.refusal(shown)))
     }
 
     fn refusal(&self, path: &Path) -> String {
@@ -164,7 +164,7 @@ mod tests {
             "onemore",
         ] {
             match allowed.image(&at(name)) {
-                Err(Refused::Outside(told)) => {
+                Err(TransferError::Outside(told)) => {
                     assert!(told.contains("--transfer-directory"), "{told}");
                     assert!(told.contains(&at("two").display().to_string()), "{told}");
                 }
@@ -172,15 +172,15 @@ mod tests {
             }
         }
         for name in ["secret/new", "one/../new", "one/directory/new"] {
-            assert!(matches!(allowed.parent(&at(name)), Err(Refused::Outside(_))), "{name}");
+            assert!(matches!(allowed.parent(&at(name)), Err(TransferError::Outside(_))), "{name}");
         }
-        assert!(matches!(allowed.image(&at("one/none")), Err(Refused::File(_))));
+        assert!(matches!(allowed.image(&at("one/none")), Err(TransferError::File(_))));
         let parent = allowed.parent(&at("one/sub/new")).unwrap();
         std::fs::rename(at("one/sub"), at("one/moved")).unwrap();
         std::fs::write(parent.path().join("new"), "x").unwrap();
         assert!(at("one/moved/new").exists(), "the file is not in the directory that was opened");
         let none = TransferDirectories::new(Vec::new()).unwrap();
-        assert!(matches!(none.image(&at("one/image")), Err(Refused::Outside(_))));
+        assert!(matches!(none.image(&at("one/image")), Err(TransferError::Outside(_))));
         assert_eq!(TransferDirectories::new(vec!["a/b".into()]).unwrap_err(), Path::new("a/b"));
         // An agent that allows everything follows links as they are.
         TransferDirectories::anywhere().image(&at("one/absolute")).unwrap();

@@ -18,7 +18,7 @@ use super::reconnect::{Reconnected, clear_away, reconnect};
 use super::{Initial, Shared, Vm};
 use crate::hypervisor::qemu;
 use crate::process::Process;
-use crate::process::deaths::Death;
+use crate::process::died::DiedVm;
 use crate::process::run_dir::ProcessDir;
 use crate::process::run_record::{Phase, Record, Unreadable};
 
@@ -41,12 +41,12 @@ pub async fn adopt(shared: &Arc<Shared>) -> io::Result<Vec<(VmId, Vm)>> {
             tracing::error!(disk = import.name(), %error, "cannot remove the remains of an import");
         }
     }
-    let deaths = shared.deaths.all()?;
+    let died = shared.died.all()?;
     // Concurrently: one that does not answer delays no other.
     let found =
-        shared.run_dir.vms()?.into_iter().map(|directory| adopt_one(shared, directory, &deaths));
+        shared.run_dir.vms()?.into_iter().map(|directory| adopt_one(shared, directory, &died));
     let mut found: BTreeMap<VmId, Vm> = join_all(found).await.into_iter().flatten().collect();
-    for (vm, death) in deaths {
+    for (vm, death) in died {
         found.entry(vm).or_insert_with(|| {
             Vm::own(shared.clone(), death.spec, Initial::Stopped(death.stopped))
         });
@@ -57,19 +57,22 @@ pub async fn adopt(shared: &Arc<Shared>) -> io::Result<Vec<(VmId, Vm)>> {
 async fn adopt_one(
     shared: &Arc<Shared>,
     directory: ProcessDir,
-    deaths: &BTreeMap<VmId, Death>,
+    died: &BTreeMap<VmId, DiedVm>,
 ) -> Option<(VmId, Vm)> {
     let Ok(vm) = directory.name().parse::<VmId>() else {
-        tracing::warn!(name = directory.name(), "a directory in the run directory is not named after a VM");
+        tracing::warn!(
+            name = directory.name(),
+            "a directory in the run directory is not named after a VM"
+        );
         return None;
     };
     let record = match directory.read() {
         Ok(record) if record.spec.vm == vm => record,
         Ok(record) => {
             let why = Unreadable::Damaged(format!("it is of VM {}", record.spec.vm));
-            return unreadable(shared, directory, vm, why, deaths.get(&vm)).await;
+            return unreadable(shared, directory, vm, why, died.get(&vm)).await;
         }
-        Err(why) => return unreadable(shared, directory, vm, why, deaths.get(&vm)).await,
+        Err(why) => return unreadable(shared, directory, vm, why, died.get(&vm)).await,
     };
     let initial = match look(shared, &directory, &record).await {
         Reconnected::Alive(running) => {
@@ -84,7 +87,7 @@ async fn adopt_one(
         Reconnected::Dead(why) => {
             tracing::warn!(%vm, %why, "found a VM dead");
             // The earlier agent may have seen it die and ended before it removed the remains.
-            let seen = deaths.get(&vm).filter(|_| record.phase == Phase::Running);
+            let seen = died.get(&vm).filter(|_| record.phase == Phase::Running);
             Initial::Stopped(found_dead(shared, &directory, &record.spec, why, seen).await)
         }
     };
@@ -97,7 +100,7 @@ async fn unreadable(
     directory: ProcessDir,
     vm: VmId,
     why: Unreadable,
-    seen: Option<&Death>,
+    seen: Option<&DiedVm>,
 ) -> Option<(VmId, Vm)> {
     let spec = unknown_spec(vm);
     let initial = match (Process::adopt(&directory.process(qemu::NAME)), &why) {
@@ -143,7 +146,7 @@ async fn found_dead(
     directory: &ProcessDir,
     spec: &VmSpec,
     why: String,
-    seen: Option<&Death>,
+    seen: Option<&DiedVm>,
 ) -> Stopped {
     let vm = spec.vm;
     let stopped = match seen {
@@ -151,7 +154,7 @@ async fn found_dead(
         None => {
             let (at, reason) = (Timestamp::now(), StopReason::FoundDead);
             let stopped = Stopped { at, reason, detail: why };
-            if let Err(error) = shared.deaths.record(spec, &stopped) {
+            if let Err(error) = shared.died.record(spec, &stopped) {
                 tracing::error!(%vm, %error, "cannot record the death of a VM");
             }
             stopped

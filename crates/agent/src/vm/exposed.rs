@@ -42,7 +42,7 @@ const WAITING_MAX: usize = 16;
 const WORDS_MAX: usize = 4096;
 
 /// How often the disk's own filter is checked for errors.
-const CARE_INTERVAL: Duration = Duration::from_secs(10);
+const CHECK_INTERVAL: Duration = Duration::from_secs(10);
 
 /// The socket of the disk's own filter.
 const SOCKET: &str = "nbd";
@@ -53,13 +53,13 @@ pub type ConnectionSender = mpsc::Sender<Reply<ConsoleStream>>;
 /// What serves the disk.
 pub enum Source {
     /// Its own filter, not started yet.
-    Own(Box<Order>),
+    Own(Box<OfflineDisk>),
     /// The filter of the running VM, at this socket.
     Beside(PathBuf),
 }
 
 /// A disk to serve while its VM is off.
-pub struct Order {
+pub struct OfflineDisk {
     /// The VM.
     pub spec: VmSpec,
     /// The disk, one of the VM's.
@@ -124,8 +124,8 @@ async fn serve(
     (builder, show): (DiskBuilder, Progress),
     cancelled: &mut oneshot::Receiver<()>,
 ) -> Option<DuplexStream> {
-    let order = match source {
-        Source::Own(order) => order,
+    let offline = match source {
+        Source::Own(offline) => offline,
         Source::Beside(socket) => {
             let mut held = Held { socket, holder: admit(holder), connections };
             held.until_the_end(cancelled, std::future::pending::<()>()).await;
@@ -133,22 +133,23 @@ async fn serve(
         }
     };
     let directory = &builder.directory;
-    let spec = order.spec.clone();
+    let spec = offline.spec.clone();
     let started = tokio::select! {
-        started = start(*order, &builder) => started,
+        started = start(*offline, &builder) => started,
         _ = &mut *cancelled => Err(Problem::new(ErrorCode::Cancelled, "the exposure was cancelled")),
     };
     match started {
         Ok((process, _slot)) => {
             let socket = directory.socket(SOCKET);
             let mut held = Held { socket, holder: admit(holder), connections };
-            let mut care = Care { spec, control: Control::of(directory), show, told: Vec::new() };
-            let ended = held.until_the_end(cancelled, care.until(process.ended())).await;
+            let mut check =
+                ErrorCheck { spec, control: Control::of(directory), show, told: Vec::new() };
+            let ended = held.until_the_end(cancelled, check.until(process.ended())).await;
             let wrong = match ended {
                 Some(exit) => Some(filter::ended(exit, directory).to_string()),
                 None => {
-                    let errors = care.look().await;
-                    let end = end(disk, &care.control, &process).await;
+                    let errors = check.look().await;
+                    let end = end(disk, &check.control, &process).await;
                     end.err().map(|error| error.to_string()).or(errors)
                 }
             };
@@ -181,14 +182,14 @@ fn admit(holder: Reply<ConsoleStream>) -> DuplexStream {
 }
 
 async fn start(
-    order: Order,
+    offline: OfflineDisk,
     builder: &DiskBuilder,
 ) -> Result<(Process, crate::process::users::Slot), Problem> {
     let slot = builder.users.take().ok_or_else(builder::too_many)?;
     let directory = &builder.directory;
     // A filter of an earlier attempt is ended, which releases the disk.
     directory.renew().await.map_err(internal)?;
-    let Order { spec, disk, facts, kek, writable } = order;
+    let OfflineDisk { spec, disk, facts, kek, writable } = offline;
     let vm = spec.vm;
     let (of, opening) = (spec.clone(), disk.clone());
     let access = if writable { Access::Write } else { Access::Read };
@@ -221,7 +222,7 @@ async fn start(
 }
 
 /// Checks whether an exposed disk answers with errors.
-struct Care {
+struct ErrorCheck {
     spec: VmSpec,
     control: Control,
     show: Progress,
@@ -229,12 +230,12 @@ struct Care {
     told: Vec<Notice>,
 }
 
-impl Care {
+impl ErrorCheck {
     /// Checks periodically until the filter ends.
     async fn until<T>(&mut self, ended: impl Future<Output = T>) -> T {
         tokio::pin!(ended);
         loop {
-            if let Ok(ended) = timeout(CARE_INTERVAL, &mut ended).await {
+            if let Ok(ended) = timeout(CHECK_INTERVAL, &mut ended).await {
                 return ended;
             }
             self.look().await;
@@ -342,7 +343,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn it_ends_with_its_holder_with_the_holders_silence_or_when_told_to() {
+    async fn it_ends_with_its_client_or_when_the_client_is_silent_or_when_cancelled() {
         let (task, holder, _cancel, _sender) = held();
         drop(holder);
         task.await.unwrap();

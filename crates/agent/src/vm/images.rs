@@ -20,7 +20,7 @@ use super::internal;
 use crate::atomic_file;
 use crate::process::run_dir::ProcessDir;
 use crate::storage::home::Home;
-use crate::storage::patience;
+use crate::storage::timed;
 
 /// The version of the record.
 const VERSION: u32 = 1;
@@ -107,7 +107,7 @@ pub async fn exchanged(spec: &VmSpec, directory: &ProcessDir) -> Vec<Notice> {
         let Some(&image) = known.iter().find(|known| known.disk == disk.disk) else { continue };
         let DatastoreLocation::Dir { path } = &disk.datastore.location;
         let (vm, of) = (spec.vm, disk.clone());
-        if let Ok(Some(detail)) = patience::glance(path, move || compare(vm, &of, image)).await {
+        if let Ok(Some(detail)) = timed::quick_call(path, move || compare(vm, &of, image)).await {
             let code = NoticeCode::ImageExchanged;
             notices.push(Notice { code, disk: Some(disk.disk), detail });
         }
@@ -124,10 +124,10 @@ fn compare(vm: VmId, disk: &DiskSpec, image: Image) -> Result<Option<String>, Pr
         Err(error) if error.kind() == io::ErrorKind::NotFound => "is not there".to_owned(),
         Err(error) => return Err(internal(error)),
     };
-    Ok(Some(told(disk, &path, &found, image.inode)))
+    Ok(Some(notice_text(disk, &path, &found, image.inode)))
 }
 
-fn told(disk: &DiskSpec, path: &Path, found: &str, inode: u64) -> String {
+fn notice_text(disk: &DiskSpec, path: &Path, found: &str, inode: u64) -> String {
     let (name, path) = (&disk.name, path.display());
     format!(
         "disk '{name}': {path} {found}, and not the file that the VM was started with (inode {inode}). The running guest continues with its own file, which may have no name any more and is then lost when the VM stops; no other file is served to it. Put the original file back under its name; if it has no name, copy the disk out before the VM stops (vmseal disk expose). When the VM starts again it uses the file that is there then"
@@ -175,7 +175,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_file_in_the_place_of_an_image_is_refused_and_told_of() {
+    async fn a_file_in_the_place_of_an_image_is_refused_and_reported() {
         let Bench { directory, spec, run } = bench().await;
         let disk = spec.disk_at(0).unwrap();
         let home = Home::of(&disk.datastore, spec.vm).unwrap();
@@ -192,12 +192,15 @@ mod tests {
         let (away, copy) = (directory.path().join("away"), directory.path().join("store/copy"));
         std::fs::copy(&path, &copy).unwrap();
         std::fs::rename(&path, &away).unwrap();
-        let told = exchanged(&spec, &run).await;
-        assert!(told[0].detail.contains("is not there"), "{told:?}");
+        let notice_text = exchanged(&spec, &run).await;
+        assert!(notice_text[0].detail.contains("is not there"), "{notice_text:?}");
         std::fs::rename(&copy, &path).unwrap();
-        let told = exchanged(&spec, &run).await;
-        assert_eq!((told.len(), told[0].code), (1, NoticeCode::ImageExchanged));
-        assert!(told[0].detail.contains("another file") && told[0].detail.contains("disk 'd'"));
+        let notice_text = exchanged(&spec, &run).await;
+        assert_eq!((notice_text.len(), notice_text[0].code), (1, NoticeCode::ImageExchanged));
+        assert!(
+            notice_text[0].detail.contains("another file")
+                && notice_text[0].detail.contains("disk 'd'")
+        );
         let refused = check(&run, &[(disk, &open())]).unwrap_err();
         assert!(refused.code == ErrorCode::Damaged && refused.detail.contains("replaced"));
         std::fs::rename(&away, &path).unwrap();

@@ -102,7 +102,7 @@ impl LeftRunning {
     }
 
     /// Publishes its state.
-    pub fn post(&self) {
+    pub fn publish(&self) {
         let detail = self.detail();
         let state = VmState {
             vm: self.spec.vm,
@@ -115,7 +115,7 @@ impl LeftRunning {
             jobs: Vec::new(),
             request_id: None,
         };
-        self.shared.board.post(self.spec.vm, Some(state));
+        self.shared.states.publish(self.spec.vm, Some(state));
     }
 
     /// The reason and the remedy, as text.
@@ -153,7 +153,7 @@ impl LeftRunning {
             }
         };
         let owner = owner.with_key(self.kek);
-        owner.post();
+        owner.publish();
         owner.run(calls).await;
     }
 
@@ -168,14 +168,14 @@ impl LeftRunning {
                     None => return End::Agent,
                     Some((request, call)) => {
                         let ended = request_id::during(request, self.answer(call)).await;
-                        self.post();
+                        self.publish();
                         ended
                     }
                 },
                 () = ended(self.qemu.as_ref()) => Some(self.ended_by_itself()),
                 reconnected = reconnected(&mut self.reconnecting) => {
                     let ended = self.reconnected(reconnected);
-                    self.post();
+                    self.publish();
                     ended
                 }
                 _ = care.tick() => self.look_after(),
@@ -345,7 +345,7 @@ impl LeftRunning {
         metrics::vm_ended(reason);
         let stopped = Stopped { at: Timestamp::now(), reason, detail };
         if reason.is_death()
-            && let Err(error) = self.shared.deaths.record(&self.spec, &stopped)
+            && let Err(error) = self.shared.died.record(&self.spec, &stopped)
         {
             tracing::warn!(%vm, %error, "cannot record the death of a VM");
         }

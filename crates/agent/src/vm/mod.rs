@@ -9,7 +9,7 @@
 //!     │◄─────────────────────────────── force, QEMU ended ─── Running
 //! ```
 //! When a filter ends, the guest waits for another one ([`service`]); after too many, the VM is stopped. A VM
-//! that died is on record until its guest runs again ([`crate::process::deaths`]). A running VM that a
+//! that died is on record until its guest runs again ([`crate::process::died`]). A running VM that a
 //! starting agent cannot take over has no owner until it can be: see [`left_running`].
 //!
 //! Everything that happens reaches the owner as an event and is applied by it alone; after each event it
@@ -17,7 +17,6 @@
 //! gone.
 
 mod adopt;
-pub(crate) mod board;
 mod exposed;
 mod images;
 mod left_running;
@@ -28,6 +27,7 @@ mod running;
 mod serve;
 mod service;
 mod start;
+pub(crate) mod state_store;
 pub(crate) mod vms;
 mod workers;
 
@@ -46,11 +46,11 @@ use vmseal_api::request_id::{self, RequestId};
 
 use crate::hypervisor::qemu::Qemu;
 use crate::keys::KeyBox;
-use crate::process::deaths::Deaths;
+use crate::process::died::DiedVms;
 use crate::process::run_dir::RunDir;
 use crate::process::users::Users;
 use crate::storage::transfer::TransferDirectories;
-use crate::vm::board::Board;
+use crate::vm::state_store::StateStore;
 
 pub use adopt::adopt;
 use left_running::LeftRunning;
@@ -62,13 +62,13 @@ const CALLS_MAX: usize = 32;
 /// What the owners of a host's VMs share.
 pub struct Shared {
     /// The state that the server reads.
-    pub board: Board,
+    pub states: StateStore,
     /// The key pair that keys are sealed to.
     pub key_box: KeyBox,
     /// The directory of processes and records.
     pub run_dir: RunDir,
     /// The records of VMs that died.
-    pub deaths: Deaths,
+    pub died: DiedVms,
     /// The users that processes run as.
     pub users: Users,
     /// Where images may be imported from and exported to.
@@ -155,12 +155,12 @@ impl Vm {
         let (sender, calls) = mpsc::channel(CALLS_MAX);
         // Published before the handle is returned: a caller that has the handle sees the state.
         if let Initial::LeftRunning(left) = initial {
-            left.post();
+            left.publish();
             tokio::spawn(left.run(calls));
             return Self(sender);
         }
         let owner = owner::Owner::new(shared, spec, initial);
-        owner.post();
+        owner.publish();
         tokio::spawn(owner.run(calls));
         Self(sender)
     }

@@ -34,7 +34,7 @@ use super::workers::Workers;
 use super::{Call, Change, Initial, Request, Shared, images, internal};
 use crate::filter;
 use crate::filter::metrics;
-use crate::hypervisor::console::Refused;
+use crate::hypervisor::console::ConsoleError;
 use crate::jobs::Jobs;
 use crate::process::restarts::Restarts;
 use crate::process::{Exit, Process};
@@ -46,7 +46,7 @@ use crate::storage::locked::Access;
 use crate::storage::replica;
 
 /// How often running processes are checked.
-const CARE_INTERVAL: Duration = Duration::from_secs(10);
+const CHECK_INTERVAL: Duration = Duration::from_secs(10);
 
 type StartResult = Result<(Running, Vec<Notice>), Problem>;
 
@@ -62,7 +62,7 @@ enum Event {
     Call(Option<Request>),
     Started(Box<StartResult>),
     Process(ProcessEvent),
-    PatienceOver,
+    ShutdownTimedOut,
     Disk(DiskId, Report),
     KeysChanged(Result<(), Problem>),
     Care,
@@ -134,7 +134,7 @@ impl Owner {
 
     pub async fn run(mut self, mut calls: mpsc::Receiver<Request>) {
         self.found_unserved();
-        let mut care = tokio::time::interval(CARE_INTERVAL);
+        let mut care = tokio::time::interval(CHECK_INTERVAL);
         care.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         loop {
             let event = tokio::select! {
@@ -150,7 +150,7 @@ impl Owner {
                     let result = self.unregister().await;
                     let done = result.is_ok();
                     if done {
-                        self.shared.board.post(self.spec.vm, None);
+                        self.shared.states.publish(self.spec.vm, None);
                     }
                     let _ = reply.send(result);
                     if done {
@@ -162,7 +162,7 @@ impl Owner {
                 }
                 event => {
                     self.apply(event).await;
-                    self.post();
+                    self.publish();
                 }
             }
         }
@@ -182,7 +182,7 @@ impl Owner {
     }
 
     /// Publishes the VM's state.
-    pub fn post(&self) {
+    pub fn publish(&self) {
         let disk =
             |(disk, facts): (&DiskId, &DiskFacts)| DiskState { disk: *disk, facts: facts.clone() };
         let state = VmState {
@@ -196,7 +196,7 @@ impl Owner {
             jobs: self.jobs.statuses(),
             request_id: self.request.as_ref().map(ToString::to_string),
         };
-        self.shared.board.post(self.spec.vm, Some(state));
+        self.shared.states.publish(self.spec.vm, Some(state));
     }
 
     fn notices(&self) -> Vec<Notice> {
@@ -215,7 +215,7 @@ impl Owner {
         macro_rules! reply {
             ($reply:expr, $result:expr) => {{
                 let result = $result;
-                self.post();
+                self.publish();
                 let _ = $reply.send(result);
             }};
         }
@@ -266,7 +266,7 @@ impl Owner {
             }
             Event::Process(ProcessEvent::QemuEnded(exit)) => self.qemu_ended(Some(exit)).await,
             Event::Process(ProcessEvent::MonitorLost) => self.qemu_ended(None).await,
-            Event::PatienceOver => {
+            Event::ShutdownTimedOut => {
                 if let Some(running) = self.take_running() {
                     tracing::info!(vm = %self.spec.vm, "the guest has not shut down in the time that it was given");
                     self.state = State::Running(Box::new(running));
@@ -402,7 +402,7 @@ impl Owner {
         self.stopped = Some(stopped);
         // A start that failed may have got far enough to remove the record of the last death.
         if let Some(died) = &self.died
-            && let Err(error) = self.shared.deaths.record(&self.spec, died)
+            && let Err(error) = self.shared.died.record(&self.spec, died)
         {
             tracing::warn!(%vm, %error, "cannot record the death of a VM");
         }
@@ -454,7 +454,7 @@ impl Owner {
         for disk in working {
             self.workers.cancel(disk).await;
         }
-        self.shared.deaths.forget(self.spec.vm).map_err(internal)
+        self.shared.died.forget(self.spec.vm).map_err(internal)
     }
 
     fn offer_key(&mut self, offered: &SealedKey) -> Result<(), Problem> {
@@ -557,17 +557,17 @@ impl Owner {
     }
 
     async fn power_off(&mut self, how: PowerOff) -> Result<(), Problem> {
-        let patience = match how {
+        let shutdown_time = match how {
             PowerOff::Shutdown { seconds } => {
-                let patience = rules::patience(seconds)?;
+                let shutdown_time = rules::shutdown_time(seconds)?;
                 self.situation().may(Action::ShutDown, None)?;
-                patience
+                shutdown_time
             }
             PowerOff::Force => Duration::ZERO,
         };
         match (std::mem::replace(&mut self.state, State::Off), how) {
             (State::Off, _) => {}
-            // Refused above.
+            // ConsoleError above.
             (state @ State::Starting { .. }, PowerOff::Shutdown { .. }) => self.state = state,
             (State::Starting { task, cancel }, PowerOff::Force) => {
                 self.request = request_id::current();
@@ -589,7 +589,7 @@ impl Owner {
                 let asked = running.ask_to_shut_down().await;
                 self.request = request_id::current();
                 self.state = match asked {
-                    Ok(()) => State::Stopping { running, until: Instant::now() + patience },
+                    Ok(()) => State::Stopping { running, until: Instant::now() + shutdown_time },
                     Err(_) => State::Running(running),
                 };
                 asked.map_err(internal)?;
@@ -609,14 +609,14 @@ impl Owner {
             State::Running(running) | State::Stopping { running, .. } => {
                 running.console.attach(claim).await
             }
-            State::Off | State::Starting { .. } => Err(Refused::Gone),
+            State::Off | State::Starting { .. } => Err(ConsoleError::Gone),
         };
         attached.map_err(|refused| match refused {
-            Refused::Gone => {
+            ConsoleError::Gone => {
                 let what = "does not run: it has no console. Start it first";
                 rules::wrong_state(&self.spec, what)
             }
-            Refused::InUse => rules::console_in_use(&self.spec),
+            ConsoleError::InUse => rules::console_in_use(&self.spec),
         })
     }
 }
@@ -631,7 +631,7 @@ async fn next(state: &mut State) -> Event {
         State::Running(running) => Event::Process(running.next().await),
         State::Stopping { running, until } => tokio::select! {
             event = running.next() => Event::Process(event),
-            () = sleep_until(*until) => Event::PatienceOver,
+            () = sleep_until(*until) => Event::ShutdownTimedOut,
         },
     }
 }

@@ -20,7 +20,7 @@ use crate::process::{Exit, Process};
 use crate::rules;
 
 /// How long QEMU may take to exit by itself.
-const QUIT_PATIENCE: Duration = Duration::from_secs(5);
+const QUIT_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// How long to wait for QEMU's last events when it has ended.
 const LAST_EVENTS: Duration = Duration::from_secs(1);
@@ -106,7 +106,7 @@ impl Running {
     pub async fn end_after_qemu(self, vm: &str, exit: Option<Exit>) -> Ending {
         let exit = match exit {
             Some(exit) => exit,
-            None => self.qemu.end_within(QUIT_PATIENCE).await,
+            None => self.qemu.end_within(QUIT_TIMEOUT).await,
         };
         self.after_qemu(vm, exit).await
     }
@@ -156,7 +156,7 @@ impl Running {
             tracing::info!(%error, "QEMU does not take 'quit' and is killed");
             self.qemu.kill();
         }
-        self.qemu.end_within(QUIT_PATIENCE).await;
+        self.qemu.end_within(QUIT_TIMEOUT).await;
         let flushed = self.end_filter().await;
         let mut detail = "an operator cut the power".to_owned();
         if let Err(error) = flushed {
@@ -294,7 +294,7 @@ mod tests {
     }
 
     #[test]
-    fn a_replica_that_is_not_kept_up_is_told_of_and_one_that_is_is_not() {
+    fn only_a_replica_that_is_not_kept_up_is_reported() {
         use vmseal_api::filter::ReplicaStatus;
         use vmseal_api::host::{DatastoreSpec, Device, DiskSpec};
         use vmseal_api::id::DatastoreId;
@@ -347,7 +347,7 @@ mod tests {
     }
 
     #[test]
-    fn the_reason_is_what_qemu_said_last_and_a_panic_is_one_in_any_case() {
+    fn the_reason_is_qemus_last_one_and_a_panic_always_counts() {
         let after = |events: &[Event]| {
             let mut words = QemuEnd::default();
             events.iter().cloned().for_each(|event| words.note(event));

@@ -66,7 +66,7 @@ pub async fn start(
         left: false,
     };
     // In this order: a VM on record as running that is found dead then has no older death on record.
-    shared.deaths.forget(spec.vm).map_err(internal)?;
+    shared.died.forget(spec.vm).map_err(internal)?;
     directory.write(spec, running.slot.number(), Phase::Running).map_err(internal)?;
     running.qmp.execute("cont", Value::Null).await.map_err(internal)?;
     Ok((running, notices))

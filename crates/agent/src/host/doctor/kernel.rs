@@ -104,7 +104,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn filters_that_cannot_be_confined_are_told() {
+    fn unconfined_filters_are_reported() {
         let actions = "kill_process kill_thread trap errno user_notif trace log allow\n";
         let judged = |actions, landlock| judge_confinement(actions, landlock).result;
         assert_eq!(judged(actions, 7), Verdict::Ok);
@@ -116,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn a_clock_that_nobody_keeps_is_told() {
+    fn an_unsynchronised_clock_is_reported() {
         assert_eq!(judge_clock(libc::TIME_OK, libc::STA_PLL).result, Verdict::Ok);
         for (state, status) in [(libc::TIME_ERROR, 0), (libc::TIME_OK, libc::STA_UNSYNC), (-1, 0)] {
             assert_eq!(judge_clock(state, status).result, Verdict::Warning);

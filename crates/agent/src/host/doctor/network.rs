@@ -7,7 +7,7 @@ use super::Finding;
 use crate::host::identity::Identity;
 
 /// How long a connection may take.
-const PATIENCE: Duration = Duration::from_secs(3);
+const TIMEOUT: Duration = Duration::from_secs(3);
 
 /// The server that this host joined, and its own agent.
 pub fn of_host(identity: &Identity) -> Vec<Finding> {
@@ -30,7 +30,7 @@ pub fn of_host(identity: &Identity) -> Vec<Finding> {
 fn reached(check: &str, address: &str, remedy: &str) -> Finding {
     let connected = address.to_socket_addrs().and_then(|mut found| {
         let address = found.next().ok_or(std::io::ErrorKind::AddrNotAvailable)?;
-        TcpStream::connect_timeout(&address, PATIENCE)
+        TcpStream::connect_timeout(&address, TIMEOUT)
     });
     match connected {
         Ok(_) => Finding::ok(check, format!("{address} accepts connections")),
@@ -46,7 +46,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_address_that_nobody_listens_at_is_told() {
+    fn an_address_without_a_listener_is_reported() {
         let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap().to_string();
         assert_eq!(reached("it", &address, "").result, Verdict::Ok);

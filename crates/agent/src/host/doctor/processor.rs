@@ -64,7 +64,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_can_open_kvm_is_not_told_to_load_it() {
+    fn no_advice_to_load_kvm_where_it_can_be_opened() {
         assert!(!kvm_remedy(true).contains("load"), "{}", kvm_remedy(true));
         assert!(kvm_remedy(false).contains("/dev/kvm"), "{}", kvm_remedy(false));
     }

@@ -13,7 +13,7 @@ use crate::hypervisor::qemu::Qemu;
 const DEVICE: &str = "\"vhost-user-blk-pci\"";
 
 /// How long a program may take to print its version; a slow disk reads QEMU in a second or two.
-const PATIENCE: Duration = Duration::from_secs(10);
+const TIMEOUT: Duration = Duration::from_secs(10);
 
 /// How long it may take to exit after that.
 const ENDING: Duration = Duration::from_secs(1);
@@ -62,11 +62,11 @@ pub fn filter(program: &Path) -> Finding {
 }
 
 fn said(program: &Path, arguments: &[&str]) -> Option<String> {
-    said_within(PATIENCE, program, arguments)
+    said_within(TIMEOUT, program, arguments)
 }
 
-/// The output of a program that exits with success within `patience`.
-fn said_within(patience: Duration, program: &Path, arguments: &[&str]) -> Option<String> {
+/// The output of a program that exits with success within `limit`.
+fn said_within(limit: Duration, program: &Path, arguments: &[&str]) -> Option<String> {
     let mut command = Command::new(program);
     command.args(arguments).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
     let mut child = command.spawn().ok()?;
@@ -79,7 +79,7 @@ fn said_within(patience: Duration, program: &Path, arguments: &[&str]) -> Option
         // The receiver is gone when the time is over.
         let _ = sender.send(read.map(|_| said));
     });
-    let said = answer.recv_timeout(patience);
+    let said = answer.recv_timeout(limit);
     let deadline = Instant::now() + ENDING;
     while said.is_ok() && Instant::now() < deadline && matches!(child.try_wait(), Ok(None)) {
         std::thread::sleep(Duration::from_millis(5));
@@ -105,7 +105,7 @@ mod tests {
     }
 
     #[test]
-    fn programs_that_are_missing_old_or_lack_a_device_are_told() {
+    fn programs_that_are_missing_old_or_lack_a_device_are_reported() {
         let directory = tempfile::tempdir().unwrap();
         let run = |body: &str| script(directory.path(), body);
         let same = format!("echo vmseal-filter {}", env!("CARGO_PKG_VERSION"));

@@ -67,9 +67,10 @@ fn weakness_of(kind: FsType) -> Option<(&'static str, &'static str)> {
         TMPFS_MAGIC => {
             Some(("it is in memory: disks are lost at the next boot", "use a real disk"))
         }
-        OVERLAYFS_SUPER_MAGIC => {
-            Some(("it is a container's own layer: disks are lost with the container", "mount a volume"))
-        }
+        OVERLAYFS_SUPER_MAGIC => Some((
+            "it is a container's own layer: disks are lost with the container",
+            "mount a volume",
+        )),
         NFS_SUPER_MAGIC => Some((
             "it is NFS: two hosts that use it do not notice each other",
             "use it on this host only",

@@ -118,7 +118,7 @@ async fn a_monitor_that_is_silent_is_timed_out() {
 }
 
 #[test]
-fn the_reasons_of_an_end_are_told_apart() {
+fn the_reasons_of_an_end_are_distinguished() {
     let event = |reason: &str| {
         let line = format!("{{\"event\":\"SHUTDOWN\",\"data\":{{\"reason\":\"{reason}\"}}}}");
         match wire::parse(line.as_bytes()).unwrap() {

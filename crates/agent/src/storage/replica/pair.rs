@@ -26,14 +26,14 @@ const NOTE_MAX: u64 = 4096;
 /// Identifies a file, whatever its name.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Identity {
+pub struct FileIdentity {
     inode: u64,
     /// When it was created, in nanoseconds since 1970, where the file system has that.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     born: Option<u64>,
 }
 
-impl Identity {
+impl FileIdentity {
     /// The identity of an open file.
     pub fn of(file: &File) -> io::Result<Self> {
         let metadata = file.metadata()?;
@@ -49,18 +49,18 @@ impl Identity {
 pub struct Pair {
     version: u32,
     id: Uuid,
-    image: Identity,
-    replica: Identity,
+    image: FileIdentity,
+    replica: FileIdentity,
 }
 
 impl Pair {
     /// A new pair, different from every other note.
-    pub fn new(image: Identity, replica: Identity) -> Self {
+    pub fn new(image: FileIdentity, replica: FileIdentity) -> Self {
         Self { version: VERSION, id: Uuid::new_v4(), image, replica }
     }
 
     /// Whether the note is about these two.
-    pub fn is_of(&self, image: &Identity, replica: &Identity) -> bool {
+    pub fn is_of(&self, image: &FileIdentity, replica: &FileIdentity) -> bool {
         self.version == VERSION && self.image == *image && self.replica == *replica
     }
 }
@@ -97,8 +97,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_note_is_as_it_is_described() {
-        let identity = |inode, born| Identity { inode, born };
+    fn the_note_matches_its_description() {
+        let identity = |inode, born| FileIdentity { inode, born };
         let id = Uuid::from_u128(7);
         let pair = Pair { version: 1, id, image: identity(5, Some(6)), replica: identity(8, None) };
         let text = r#"{"version":1,"id":"00000000-0000-0000-0000-000000000007","image":{"inode":5,"born":6},"replica":{"inode":8}}"#;
@@ -110,7 +110,7 @@ mod tests {
     fn a_copy_is_another_file_and_a_file_with_another_name_is_not() {
         let directory = tempfile::tempdir().unwrap();
         let path = |name: &str| directory.path().join(name);
-        let identity = |name: &str| Identity::of(&File::open(path(name)).unwrap()).unwrap();
+        let identity = |name: &str| FileIdentity::of(&File::open(path(name)).unwrap()).unwrap();
         std::fs::write(path("a"), "1").unwrap();
         let first = identity("a");
         std::fs::rename(path("a"), path("b")).unwrap();

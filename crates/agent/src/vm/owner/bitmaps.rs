@@ -25,7 +25,7 @@ impl Owner {
         let work = async move {
             let answer = match filter {
                 Ok((control, what)) => {
-                    answered(&control, disk, change).await.map_err(|error| told(&what, error))
+                    answered(&control, disk, change).await.map_err(|error| explained(&what, error))
                 }
                 Err(problem) => Err(problem),
             };
@@ -72,7 +72,7 @@ async fn answered(
 }
 
 /// The host's problem for a filter's refusal or silence.
-pub(super) fn told(what: &str, error: FilterError) -> Problem {
+pub(super) fn explained(what: &str, error: FilterError) -> Problem {
     let code = match &error {
         FilterError::Refused { code, message } => {
             return Problem::new(*code, format!("{what}: {message}"));

@@ -7,7 +7,7 @@ use vmseal_api::problem::Problem;
 use vmseal_api::replica::ReplicaPlace;
 use vmseal_api::request_id;
 
-use super::bitmaps::told;
+use super::bitmaps::explained;
 use super::{Owner, State};
 use crate::filter::Control;
 use crate::rules;
@@ -56,7 +56,7 @@ impl Question {
     async fn answer(self) -> Result<ReplicaStatus, Problem> {
         let Self { control, spec, disk, place } = self;
         let status = control.status().await;
-        let status = status.map_err(|error| told(&rules::disk_of(&spec, &disk), error))?;
+        let status = status.map_err(|error| explained(&rules::disk_of(&spec, &disk), error))?;
         let found = status.disks.into_iter().find(|found| found.disk == disk.disk);
         found.and_then(|found| found.replica).ok_or_else(|| {
             rules::wrong_state(&spec, &format!("runs, but {}", rules::unreplicated(&disk, &place)))

@@ -15,7 +15,7 @@ use vmseal_api::id::{Incarnation, VmId};
 const GONE_MAX: usize = 1024;
 
 /// The state of all VMs, with a generation that grows with every change.
-pub struct Board {
+pub struct StateStore {
     incarnation: Incarnation,
     known: Mutex<Known>,
     generation: watch::Sender<u64>,
@@ -31,7 +31,7 @@ struct Known {
     oldest: u64,
 }
 
-impl Board {
+impl StateStore {
     /// An empty store of this run of the agent.
     #[must_use]
     pub fn new(incarnation: Incarnation) -> Self {
@@ -45,7 +45,7 @@ impl Board {
     }
 
     /// Replaces a VM's state; none removes it.
-    pub fn post(&self, vm: VmId, state: Option<VmState>) {
+    pub fn publish(&self, vm: VmId, state: Option<VmState>) {
         let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
         let next = *self.generation.borrow() + 1;
         match state {
@@ -129,61 +129,65 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn a_reader_waits_for_news_and_no_longer_than_it_may() {
-        let board = std::sync::Arc::new(Board::new(Incarnation::new()));
+        let store = std::sync::Arc::new(StateStore::new(Incarnation::new()));
         let vm = VmId::new();
-        let first = board.now();
+        let first = store.now();
         let seen = Some(first.known());
 
         let started = tokio::time::Instant::now();
-        let none = board.state(seen, Duration::from_secs(3600)).await;
+        let none = store.state(seen, Duration::from_secs(3600)).await;
         assert_eq!(HostState::changed(Some(&first), none), Some(first.clone()));
         assert_eq!(started.elapsed(), STATE_WAIT_MAX);
 
-        let poster = board.clone();
+        let publisher = store.clone();
         let late = async move {
             tokio::time::sleep(Duration::from_secs(2)).await;
-            poster.post(vm, Some(off(vm)));
+            publisher.publish(vm, Some(off(vm)));
         };
-        let (news, ()) = tokio::join!(board.state(seen, STATE_WAIT_MAX), late);
+        let (news, ()) = tokio::join!(store.state(seen, STATE_WAIT_MAX), late);
         assert_eq!((news.generation, news.vms.len()), (first.generation + 1, 1));
 
-        board.post(vm, Some(off(vm)));
-        assert_eq!(board.now().generation, news.generation, "an equal state was published as a change");
+        store.publish(vm, Some(off(vm)));
+        assert_eq!(
+            store.now().generation,
+            news.generation,
+            "an equal state was published as a change"
+        );
         let stranger = Some((Incarnation::new(), 99));
         let started = tokio::time::Instant::now();
-        let all = board.state(stranger, STATE_WAIT_MAX).await;
+        let all = store.state(stranger, STATE_WAIT_MAX).await;
         assert_eq!((all.since, &all.vms), (None, &news.vms));
         assert_eq!(started.elapsed(), Duration::ZERO);
     }
 
     #[tokio::test]
-    async fn a_reader_is_told_of_what_changed_since_and_of_all_when_it_is_too_far_behind() {
-        let board = Board::new(Incarnation::new());
+    async fn a_reader_gets_the_changes_and_the_full_state_when_it_is_too_far_behind() {
+        let store = StateStore::new(Incarnation::new());
         let [one, two, three] = [(); 3].map(|()| VmId::new());
         for vm in [one, two, three] {
-            board.post(vm, Some(off(vm)));
+            store.publish(vm, Some(off(vm)));
         }
-        let before = board.now();
-        board.post(one, Some(VmState { power: Power::Running, ..off(one) }));
-        board.post(two, None);
-        let change = board.state(Some(before.known()), Duration::ZERO).await;
+        let before = store.now();
+        store.publish(one, Some(VmState { power: Power::Running, ..off(one) }));
+        store.publish(two, None);
+        let change = store.state(Some(before.known()), Duration::ZERO).await;
         assert_eq!(change.since, Some(before.generation));
         assert_eq!(change.vms.iter().map(|state| state.vm).collect::<Vec<_>>(), [one]);
         assert_eq!(change.gone, [two]);
-        assert_eq!(HostState::changed(Some(&before), change), Some(board.now()));
+        assert_eq!(HostState::changed(Some(&before), change), Some(store.now()));
         // A VM that comes back is not removed.
-        board.post(two, Some(off(two)));
-        let change = board.state(Some(before.known()), Duration::ZERO).await;
+        store.publish(two, Some(off(two)));
+        let change = store.state(Some(before.known()), Duration::ZERO).await;
         assert!(change.gone.is_empty() && change.vms.len() == 2, "{change:?}");
-        let later = Some((board.incarnation(), board.now().generation + 1));
-        let beyond = board.read(later.map(|(_, generation)| generation));
+        let later = Some((store.incarnation(), store.now().generation + 1));
+        let beyond = store.read(later.map(|(_, generation)| generation));
         assert_eq!(beyond.since, None, "the generation is unknown");
         for _ in 0..=GONE_MAX {
             let vm = VmId::new();
-            board.post(vm, Some(off(vm)));
-            board.post(vm, None);
+            store.publish(vm, Some(off(vm)));
+            store.publish(vm, None);
         }
-        let all = board.state(Some(before.known()), Duration::ZERO).await;
+        let all = store.state(Some(before.known()), Duration::ZERO).await;
         assert_eq!((all.since, all.vms.len()), (None, 3));
     }
 }

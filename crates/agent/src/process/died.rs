@@ -25,7 +25,7 @@ const VERSION: u32 = 1;
 
 /// A VM that died.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Death {
+pub struct DiedVm {
     /// The specification that it ran with.
     pub spec: VmSpec,
     /// When and why it died.
@@ -42,11 +42,11 @@ struct Stored {
 
 /// The records of VMs that died.
 #[derive(Debug)]
-pub struct Deaths {
+pub struct DiedVms {
     directory: PathBuf,
 }
 
-impl Deaths {
+impl DiedVms {
     /// Opens the records in the run directory `root`; creates their directory when missing.
     ///
     /// # Errors
@@ -85,7 +85,7 @@ impl Deaths {
     ///
     /// # Errors
     /// Those of reading the directory.
-    pub fn all(&self) -> io::Result<BTreeMap<VmId, Death>> {
+    pub fn all(&self) -> io::Result<BTreeMap<VmId, DiedVm>> {
         let mut found = BTreeMap::new();
         for entry in std::fs::read_dir(&self.directory)? {
             let path = entry?.path();
@@ -104,10 +104,10 @@ impl Deaths {
     }
 }
 
-fn read(path: &Path) -> io::Result<Death> {
+fn read(path: &Path) -> io::Result<DiedVm> {
     let death: Stored = serde_json::from_slice(&std::fs::read(path)?)?;
     if death.version == VERSION {
-        return Ok(Death { spec: death.spec.into(), stopped: death.stopped });
+        return Ok(DiedVm { spec: death.spec.into(), stopped: death.stopped });
     }
     Err(io::Error::other(format!("it has version {}, this agent reads {VERSION}", death.version)))
 }
@@ -127,33 +127,33 @@ mod tests {
     #[test]
     fn the_last_death_of_each_vm_is_on_record_until_it_is_forgotten() {
         let root = tempfile::tempdir().unwrap();
-        let deaths = Deaths::open(root.path()).unwrap();
+        let died = DiedVms::open(root.path()).unwrap();
         let (one, other) = (spec(), spec());
-        deaths.record(&one, &death(StopReason::FilterDied)).unwrap();
-        deaths.record(&one, &death(StopReason::QemuDied)).unwrap();
-        deaths.record(&other, &death(StopReason::FoundDead)).unwrap();
-        let again = Deaths::open(root.path()).unwrap();
+        died.record(&one, &death(StopReason::FilterDied)).unwrap();
+        died.record(&one, &death(StopReason::QemuDied)).unwrap();
+        died.record(&other, &death(StopReason::FoundDead)).unwrap();
+        let again = DiedVms::open(root.path()).unwrap();
         let all = again.all().unwrap();
         assert_eq!(all.len(), 2);
         assert_eq!(all[&one.vm].stopped.reason, StopReason::QemuDied);
         assert_eq!(all[&one.vm].spec, one);
         again.forget(one.vm).unwrap();
         again.forget(one.vm).unwrap();
-        assert_eq!(deaths.all().unwrap().into_keys().collect::<Vec<_>>(), [other.vm]);
+        assert_eq!(died.all().unwrap().into_keys().collect::<Vec<_>>(), [other.vm]);
     }
 
     #[test]
-    fn what_is_no_record_hides_no_other() {
+    fn files_that_are_not_records_are_skipped() {
         let root = tempfile::tempdir().unwrap();
-        let deaths = Deaths::open(root.path()).unwrap();
+        let died = DiedVms::open(root.path()).unwrap();
         let (dead, newer) = (spec(), spec());
-        deaths.record(&dead, &death(StopReason::QemuDied)).unwrap();
-        deaths.record(&newer, &death(StopReason::QemuDied)).unwrap();
-        let path = deaths.path(newer.vm);
+        died.record(&dead, &death(StopReason::QemuDied)).unwrap();
+        died.record(&newer, &death(StopReason::QemuDied)).unwrap();
+        let path = died.path(newer.vm);
         let text = std::fs::read_to_string(&path).unwrap();
         std::fs::write(&path, text.replace("\"version\": 1", "\"version\": 2")).unwrap();
-        std::fs::write(deaths.directory.join("x.json"), "{").unwrap();
-        std::fs::write(deaths.directory.join("y.json.new"), "{").unwrap();
-        assert_eq!(deaths.all().unwrap().into_keys().collect::<Vec<_>>(), [dead.vm]);
+        std::fs::write(died.directory.join("x.json"), "{").unwrap();
+        std::fs::write(died.directory.join("y.json.new"), "{").unwrap();
+        assert_eq!(died.all().unwrap().into_keys().collect::<Vec<_>>(), [dead.vm]);
     }
 }
