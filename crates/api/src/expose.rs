@@ -1,5 +1,5 @@
-//! A disk that is exposed to an operator's tools: NBD connections, each carried as a stream of bytes from
-//! the tool over the server to the agent, and one stream more that holds the exposure open.
+//! A disk that is exposed to an operator's tools: NBD connections, each carried as a stream of bytes from the
+//! tool through the server to the agent, and one more stream that keeps the exposure open.
 
 use std::fmt;
 use std::time::Duration;
@@ -8,39 +8,40 @@ use futures_util::{Sink, SinkExt, Stream, StreamExt};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, split};
 use tokio::time::timeout;
 
-/// What whoever holds a disk exposed sends every [`HOLD_INTERVAL`].
+/// The client that holds a disk exposed sends this every [`HOLD_INTERVAL`].
 pub const HOLD: u8 = b'.';
 
-/// What it sends to end the exposure, and then reads until the end.
+/// It sends this to end the exposure, and then reads until the end.
 pub const LET_GO: u8 = b'q';
 
 /// How often [`HOLD`] is sent.
 pub const HOLD_INTERVAL: Duration = Duration::from_secs(10);
 
-/// After how long without it an agent takes the holder for gone, and ends the exposure.
+/// An agent that has not received it for so long takes the client for gone, and ends the exposure.
 pub const HOLD_TIMEOUT: Duration = Duration::from_secs(45);
 
 /// The most bytes of a WebSocket's message, each way.
 pub const MESSAGE_MAX: usize = 64 * 1024;
 
-/// How long a socket that is closed may take to say so.
+/// How long the closing handshake of a socket may take.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// What is opened of a disk's exposure.
+/// The kinds of stream of an exposure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Exposing {
-    /// The exposure itself. It ends with this stream, or with [`LET_GO`]; [`HOLD`] keeps it. The stream ends
-    /// when all is flushed and the disk is free; what is read from it is what went wrong, in words.
+    /// The exposure itself. It ends with this stream, or with [`LET_GO`]; [`HOLD`] keeps it open. The stream
+    /// ends when everything is flushed and the disk is free; it carries the error text, if there was an
+    /// error.
     Hold {
         /// Whether the disk may be changed.
         writable: bool,
     },
-    /// A connection to the disk, which is being held exposed: NBD as the filter speaks it.
+    /// A connection to the exposed disk: the filter's NBD.
     Connect,
 }
 
 impl Exposing {
-    /// Where it is asked for, below the API's root.
+    /// Its path below the API's root.
     #[cfg(feature = "client")]
     pub(crate) fn path(self, vm: impl fmt::Display, disk: impl fmt::Display) -> String {
         let connect = self == Self::Connect;
@@ -49,18 +50,18 @@ impl Exposing {
     }
 }
 
-/// What a message of a WebSocket is to [`carry`].
+/// The meaning of a WebSocket's message for [`carry`].
 pub enum Carried {
     /// Bytes for the stream.
     Bytes(Vec<u8>),
-    /// Nothing.
+    /// Ignored.
     Nothing,
-    /// There is no more.
+    /// The end.
     End,
 }
 
-/// Carries bytes between a WebSocket and a stream until either ends. Neither direction waits for the other:
-/// a server may have to send before it can take more.
+/// Carries bytes between a WebSocket and a stream until either ends. Neither direction waits for the other: a
+/// server may have to send before it can receive more.
 pub async fn carry<S, M, E>(
     socket: S,
     stream: impl AsyncRead + AsyncWrite,
@@ -117,7 +118,7 @@ mod tests {
             _ => Carried::End,
         };
         let carried = carry(socket, stream, Message::binary::<Vec<u8>>, bytes);
-        timeout(Duration::from_secs(30), carried).await.expect("it does not end");
+        timeout(Duration::from_secs(30), carried).await.expect("carrying does not end");
     }
 
     #[tokio::test]
@@ -128,7 +129,7 @@ mod tests {
             tokio::spawn(carried(one, Role::Client, near)),
             tokio::spawn(carried(other, Role::Server, far)),
         ];
-        // Each says much before it listens to anything, as tools that read and write at once may.
+        // Each sends much before it reads anything, as tools that read and write at once may.
         let much: Vec<u8> = (0..1_000_000u32).map(|number| number as u8).collect();
         let talk = async |side: DuplexStream| {
             let (mut from, mut to) = split(side);
