@@ -1,5 +1,4 @@
-//! Disks that are what they should be: made, opened, listed, repaired, adopted, and understood by the
-//! real cryptsetup.
+//! Valid disks: made, opened, listed, repaired, adopted, and opened by the real cryptsetup.
 
 #![allow(clippy::unwrap_used, reason = "a test")]
 
@@ -69,7 +68,7 @@ fn one_damaged_copy_is_reported_and_repaired_only_when_asked() {
 
         vmseal_luks::repair(&mut store, &facts(), &kek(), &CONTEXT).unwrap();
         assert_eq!(open(&store).unwrap().notice, None);
-        // Each copy alone is good now.
+        // Each copy alone is valid now.
         for lost in [0..COPY, COPY..2 * COPY] {
             let mut half = store.clone();
             half.head[lost].fill(0xff);

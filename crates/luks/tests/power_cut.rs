@@ -26,8 +26,8 @@ impl Random {
     }
 }
 
-/// Every state that a power cut during `journal` can leave, and some thousand blocks' subsets more.
-/// Each comes with how many flushes had been done.
+/// Every state that a power cut during `journal` can leave, and some thousand subsets of blocks. Each comes
+/// with the number of flushes before it.
 fn states(before: &[u8], journal: &[Event]) -> Vec<(usize, u64, MemoryStore)> {
     let mut found = Vec::new();
     let mut durable = before.to_vec();
@@ -68,7 +68,7 @@ fn states(before: &[u8], journal: &[Event]) -> Vec<(usize, u64, MemoryStore)> {
     found
 }
 
-/// Which of the two keys open; any DEK that comes out is the disk's.
+/// Which of the two keys open the disk; a DEK that comes out must be the disk's.
 fn opens(store: &MemoryStore, dek: &SecretBytes) -> (bool, bool) {
     let with = |kek: &SecretBytes, context: &KeyContext<'_>| match vmseal_luks::open(
         store,
@@ -139,7 +139,7 @@ fn while_the_old_key_is_dropped_the_new_one_always_opens_and_the_step_can_be_rep
     }
 }
 
-/// A copy is damaged already when a change begins: the only whole one is never written first.
+/// A copy is damaged before a change begins: the only intact one is never written first.
 #[test]
 fn a_damaged_copy_is_restored_before_anything_else() {
     for damaged in [100, COPY + 100] {
@@ -258,7 +258,7 @@ fn a_full_datastore_ends_the_change_and_leaves_a_disk_that_opens() {
     }
 }
 
-/// A store that says it has written a range, and has not.
+/// A store that reports a write of a range as done, and loses it.
 struct Forgetful {
     inner: MemoryStore,
     lost: std::ops::Range<u64>,
