@@ -91,7 +91,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_are_what_tools_and_shells_take_as_they_are() {
+    fn names_need_no_quoting_in_tools_and_shells() {
         for good in ["a", "monday", "2026-11-21_full.1", &"a".repeat(BITMAP_NAME_MAX)] {
             assert_eq!(check_name(good), Ok(()), "{good}");
         }
@@ -102,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn one_is_started_once_and_only_one_that_is_there_is_changed() {
+    fn a_bitmap_is_started_once_and_only_existing_ones_are_changed() {
         let four = ["a", "b", "c", "d"];
         assert_eq!(check(["a"], "b", Start), Ok(()));
         assert_eq!(check(["a"], "a", Start), Err(BitmapError::Exists("a".into())));

@@ -105,7 +105,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn the_end_tells_whether_it_was_taken_over_after_all_that_was_said() {
+    async fn the_end_of_a_console_says_whether_it_was_taken_over() {
         for taken in [false, true] {
             let (mut ours, ending, mut theirs) = pair(64);
             ours.write_all(b"bye").await.unwrap();

@@ -65,7 +65,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_token_survives_text_and_what_is_none_is_refused() {
+    fn a_token_survives_text_and_other_texts_are_refused() {
         let token = JoinToken { secret: [0xfb; SECRET_LEN], authority: [0x0a; 32] };
         let text = token.to_string();
         assert_eq!(text.len(), 43 + 1 + 64);

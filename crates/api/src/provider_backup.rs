@@ -213,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_cut_off_or_changed_is_refused() {
+    fn truncated_or_changed_backups_are_refused() {
         let backup = [&head(&settings()).unwrap()[..], b"s"].concat();
         for length in 0..backup.len() {
             assert!(parse(&backup[..length]).is_err(), "{length} bytes");

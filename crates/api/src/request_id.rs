@@ -112,7 +112,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_hostile_is_replaced() {
+    fn hostile_ids_are_replaced() {
         let long = "a".repeat(LEN_MAX + 1);
         let hostile =
             ["", " ", "a b", "a\nb", "a\rb", "a\0", "\u{1b}[2J", "é", "a/b", "${x}", "\"", &long];

@@ -284,7 +284,7 @@ mod tests {
     }
 
     #[test]
-    fn without_the_event_index_flags_rule() {
+    fn without_the_event_index_flags_decide() {
         let mut queue = queue(2, false);
         let flags =
             |queue: &Queue| -> u16 { queue.memory.load(queue.layout.available, Ordering::Relaxed) };

@@ -1,4 +1,4 @@
-//! The laboratory: proves what encryption costs on the hardware it is run on.
+//! The benchmark: measures what encryption costs on the hardware it runs on.
 //!
 //! | module | subject |
 //! |---|---|

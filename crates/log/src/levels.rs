@@ -127,7 +127,7 @@ mod tests {
     }
 
     #[test]
-    fn levels_are_what_operators_know_and_anything_else_says_what_is_wrong() {
+    fn levels_are_parsed_and_errors_say_what_is_wrong() {
         for (text, canonical) in [
             ("info", "info"),
             ("TRACE", "trace"),
@@ -158,7 +158,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_printed_is_understood_and_the_same(text in "[a-z_:=,]{0,40}|(off|info|trace)(,[a-z_]{1,6}(::[a-z]{1,4})?=(error|debug)){0,4}") {
+        fn printed_levels_parse_to_the_same(text in "[a-z_:=,]{0,40}|(off|info|trace)(,[a-z_]{1,6}(::[a-z]{1,4})?=(error|debug)){0,4}") {
             if let Ok(levels) = text.parse::<Levels>() {
                 prop_assert_eq!(levels.to_string().parse::<Levels>().unwrap(), levels);
             }

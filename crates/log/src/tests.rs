@@ -61,7 +61,7 @@ fn we_speak() {
 }
 
 #[test]
-fn libraries_are_not_heard_below_info_whatever_is_asked_for() {
+fn libraries_are_not_logged_below_info_at_any_level() {
     hear_log();
     let paper = Paper::default();
     let (subscriber, change) = subscriber(&Levels::default(), paper.clone(), false);

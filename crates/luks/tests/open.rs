@@ -15,7 +15,7 @@ use vmseal_luks::{
 };
 
 #[test]
-fn a_disk_opens_with_its_key_and_says_so_without_it() {
+fn a_disk_opens_with_its_key_and_is_listed_without_it() {
     let store = created();
     let opened = open(&store).unwrap();
     assert_eq!(opened.dek, dek());
@@ -97,7 +97,7 @@ fn both_copies_damaged_is_an_error_that_says_so() {
 }
 
 #[test]
-fn wrong_keys_are_told_apart() {
+fn wrong_keys_are_distinguished() {
     let store = created();
     let error = vmseal_luks::open(&store, &facts(), &new_kek(), &CONTEXT).unwrap_err();
     assert!(matches!(error, HeaderError::WrongKek(_)), "{error}");

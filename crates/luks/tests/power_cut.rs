@@ -185,7 +185,7 @@ fn a_disk_under_creation_opens_whole_or_not_at_all() {
 }
 
 #[test]
-fn keys_go_round_and_round() {
+fn keys_are_changed_again_and_again() {
     let mut store = created();
     let keys = [(kek(), CONTEXT), (new_kek(), NEW_CONTEXT)];
     for round in 0..6 {
@@ -198,7 +198,7 @@ fn keys_go_round_and_round() {
 }
 
 #[test]
-fn a_third_key_waits_and_a_change_can_be_called_off() {
+fn a_third_key_waits_and_a_change_can_be_cancelled() {
     let mut store = created();
     add(&mut store).unwrap();
     let (third, context) = (secret(3, 32), KeyContext { key_id: "key-3", ..CONTEXT });
@@ -283,7 +283,7 @@ impl HeaderStore for Forgetful {
 }
 
 #[test]
-fn a_key_that_was_not_kept_is_not_said_to_open() {
+fn a_key_that_the_store_lost_is_an_error() {
     let keys = (kek(), new_kek());
     let (copies, areas) = (0..2 * COPY as u64, 2 * COPY as u64..u64::MAX);
     for lost in [areas, copies] {

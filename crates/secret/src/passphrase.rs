@@ -291,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn other_files_and_other_versions_are_told_apart() {
+    fn other_files_and_other_versions_are_distinguished() {
         let mut sealed =
             seal_with_passphrase(&secret("key"), &secret("right"), b"", CHEAP).unwrap();
         sealed[11] = 2;

@@ -109,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn what_everybody_tries_is_refused() {
+    fn common_passphrases_are_refused() {
         use TrivialPassphrase as Trivial;
         for (text, why) in [
             ("hunter2", Trivial::Short(7)),
@@ -130,7 +130,7 @@ mod tests {
     }
 
     #[test]
-    fn what_takes_long_to_find_is_taken() {
+    fn strong_passphrases_are_accepted() {
         for text in [
             "correct horse battery",
             "k3J-x9Qz_pLw",

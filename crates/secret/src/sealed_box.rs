@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_is_refused() {
+    fn invalid_boxes_are_refused() {
         for len in [0, BOX_OVERHEAD, BOX_OVERHEAD + SECRET_LEN_MAX + 1] {
             assert!(
                 matches!(SealedBox::from_bytes(vec![0; len]), Err(BoxError::Length(l)) if l == len)

@@ -146,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn lengths_that_cannot_be_are_refused() {
+    fn impossible_lengths_are_refused() {
         let wrapping = secret(&[1; KEK_LEN]);
         for len in [0, 8, 15, 17, WRAPPED_KEY_MAX + 24] {
             assert!(

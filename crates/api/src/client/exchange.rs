@@ -183,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn doubt_is_the_clients_own_and_not_sent() {
+    fn doubt_is_not_serialized() {
         let problem = lost(true, Problem::new(ErrorCode::TimedOut, "60 s"));
         assert!(!serde_json::to_string(&problem).unwrap().contains("doubt"));
     }
