@@ -3,7 +3,6 @@
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
-pub use crate::key_fault::KeyFault;
 use crate::passphrase::SealedPassphrase;
 use crate::problem::Problem;
 

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::host::{Allocation, ContractRange, DatastoreLocation, DiskLimits, SealedKey};
 use crate::model::Replication;
-pub use crate::passphrase::{SealedPassphrase, passphrase_info};
+use crate::passphrase::SealedPassphrase;
 use crate::transfer::{ExportFormat, ImageFormat};
 
 /// The longest request body that the REST API accepts, in bytes.

@@ -5,7 +5,7 @@ use std::time::Duration;
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 use vmseal_api::host::{HostState, Power};
-use vmseal_api::model::LogLevel;
+use vmseal_api::log_level::LogLevel;
 use vmseal_api::problem::Problem;
 use vmseal_log::{Levels, LevelsError};
 
