@@ -243,7 +243,7 @@ pub fn nothing_to_commit(task: TaskId) -> Problem {
     Problem::not_found("job to commit on this host", task)
 }
 
-/// A file that is to be removed before its commit has been committed.
+/// The file of an export that should be removed as uncommitted is committed already.
 #[must_use]
 pub fn has_its_name(to: &std::path::Path) -> Problem {
     let what = format!("{} is whole: remove it if it is not wanted", to.display());

@@ -123,12 +123,12 @@ fn described(settings: &Settings) -> String {
         Wait::Sleep => "sleeps until something comes",
         Wait::Poll => "polls",
     };
-    let anew = match settings.places {
+    let made = match settings.places {
         1 => String::new(),
         places => format!(", files made {places} times"),
     };
     format!(
-        "{transport}, {} MiB on {}, {} rounds of {} s{anew}, client {client}",
+        "{transport}, {} MiB on {}, {} rounds of {} s{made}, client {client}",
         settings.size >> 20,
         settings.file_system,
         settings.rounds,

@@ -104,7 +104,7 @@ pub struct Disk {
     pub key: Option<(SecretFd, Holes)>,
     /// Whether the image stays allocated when the guest discards.
     pub keeps_room: bool,
-    /// What is to be done with it.
+    /// The work.
     pub work: Work,
     /// The socket for clients that read the disk beside the guest.
     pub beside: Option<UnixListener>,

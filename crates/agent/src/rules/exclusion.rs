@@ -37,8 +37,8 @@ pub enum Action {
     Replica,
 }
 
-/// A state of a VM, or work in progress on it. A VM is in exactly one of the first four; any number of the others may be in
-/// progress.
+/// A state of a VM, or work in progress on it. A VM is in exactly one of the first four; any number of the others
+/// may be in progress.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Activity {
     /// It is off.

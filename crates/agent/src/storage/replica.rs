@@ -262,7 +262,7 @@ impl Of {
     }
 }
 
-/// The replica of a disk whose keys are to be changed, open and locked.
+/// The open and locked replica of a disk whose keys will be changed.
 pub struct ReplicaHeader {
     home: Home,
     file: File,

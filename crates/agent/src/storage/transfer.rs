@@ -79,7 +79,7 @@ impl TransferDirectories {
         self.open(path, flags, path).map(std::fs::File::from)
     }
 
-    /// Opens the directory of a file that is to be written.
+    /// Opens the directory of a file to write.
     ///
     /// # Errors
     /// [`TransferError`].

@@ -3,8 +3,8 @@
 //! ```text
 //!            power on              all connected, guest goes
 //!    Off ───────────────► Starting ────────────────────────► Running ◄───────────┐
-//!     ▲                      │ failed, or force                 │ shutdown asked │ the guest did
-//!     │◄─────────────────────┘                                  ▼                │ not heed it
+//!     ▲                      │ failed, or force                 │ shutdown asked │ the guest
+//!     │◄─────────────────────┘                                  ▼                │ ignored it
 //!     │◄─────────────────────────────── force, QEMU ended ─── Stopping ──────────┘
 //!     │◄─────────────────────────────── force, QEMU ended ─── Running
 //! ```

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! put ─► Waiting ─► Running ─► ReadyToCommit ── commit ─► Done      (export)
-//!                      │  └──────────────────────────────► Done      (create: nothing is to be committed)
+//!                      │  └──────────────────────────────► Done      (create: nothing to commit)
 //!                      │              │
 //!                      ├── cancel ────┴─► Cancelled: nothing is left of it
 //!                      └── an error ────► Failed:    nothing is left of it
