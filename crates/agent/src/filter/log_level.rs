@@ -36,7 +36,7 @@ pub fn shown() -> LogLevel {
 /// `invalid-request`: nothing is changed.
 pub async fn set(run_dir: &RunDir, state: HostState, levels: &str) -> Result<LogLevel, Problem> {
     let levels = parse(levels)?;
-    tracing::info!(%levels, "log levels changed");
+    tracing::info!(%levels, "logging at other levels from now on");
     vmseal_log::set_levels(levels);
     let mut told = JoinSet::new();
     for vm in state.vms.iter().filter(|vm| vm.power != Power::Off) {
