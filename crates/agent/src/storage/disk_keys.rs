@@ -130,6 +130,7 @@ mod tests {
 
     use super::*;
     use crate::storage::datastore;
+    use crate::storage::replica;
 
     /// All that comes before the data of a disk.
     const HEAD: usize = vmseal_luks::DATA_OFFSET as usize;

@@ -94,7 +94,10 @@ mod tests {
         let open = std::fs::Permissions::from_mode(0o777);
         std::fs::set_permissions(directory.path(), open).unwrap();
         let found = datastore(directory.path());
-        assert!(found.result == Verdict::Warning && found.found.contains("every user"), "{found:?}");
+        assert!(
+            found.result == Verdict::Warning && found.found.contains("every user"),
+            "{found:?}"
+        );
         assert_eq!(datastore(Path::new("/nowhere")).result, Verdict::Failed);
         assert_eq!(datastore(Path::new("/dev/null")).result, Verdict::Failed);
         // Where nobody can write, not even root.
