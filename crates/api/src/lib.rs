@@ -1,4 +1,4 @@
-//! The contracts that vmseal's processes share: what they call each other, in types.
+//! The contracts between vmseal's processes, as types.
 //!
 //! | module | between | carried by |
 //! |---|---|---|

@@ -8,8 +8,8 @@ use crate::host::{
     KeyReference, KeyState, Power, Stopped,
 };
 use crate::id::{DatastoreId, DiskId, HostId, PolicyId, ProviderId, TaskId, VmId};
-use crate::kmip::{KeyFault, KmipDetails};
-pub use crate::log_level::LogLevel;
+use crate::key_fault::KeyFault;
+use crate::kmip::KmipDetails;
 use crate::problem::Problem;
 use crate::replica::REPLICA_RATE;
 use crate::transfer::Progress;

@@ -7,7 +7,7 @@ use std::path::Path;
 use anyhow::{Context, ensure};
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
-use vmseal_api::request::{SealedPassphrase, passphrase_info};
+use vmseal_api::passphrase::{SealedPassphrase, passphrase_info};
 use vmseal_secret::SecretBytes;
 use vmseal_secret::sealed_box;
 use zeroize::{Zeroize, Zeroizing};

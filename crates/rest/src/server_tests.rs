@@ -19,6 +19,7 @@ use vmseal_api::client::role::{HOST_ROLE, SERVER_ROLE};
 use vmseal_api::client::{ClientIdentity, HostClient, ServerClient, host_server_name};
 use vmseal_api::host::{ConsoleClaim, DatastoreLocation, HostAgent};
 use vmseal_api::model::*;
+use vmseal_api::passphrase::{SealedPassphrase, passphrase_info};
 use vmseal_api::problem::ErrorCode;
 use vmseal_api::request::*;
 use vmseal_secret::SecretBytes;

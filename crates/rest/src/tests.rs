@@ -23,7 +23,8 @@ use serde_json::{Value, json};
 use tower::ServiceExt;
 use vmseal_api::id::{DatastoreId, HostId};
 use vmseal_api::model::TaskState;
-use vmseal_api::request::{BODY_MAX, passphrase_info};
+use vmseal_api::passphrase::passphrase_info;
+use vmseal_api::request::BODY_MAX;
 use vmseal_secret::SecretBytes;
 use vmseal_secret::sealed_box::{Recipient, seal};
 

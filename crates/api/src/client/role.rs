@@ -1,5 +1,5 @@
-//! What a certificate of the control plane's authority is for: the server or a host. Each side checks it beside the
-//! authority and the name, so that no host can pass for the server, whatever names its certificate has.
+//! The role of a certificate of the control plane's authority: server or host. Each side checks it besides
+//! the authority and the name, so that no host can act as the server, whatever names its certificate has.
 
 use std::sync::{Arc, Mutex};
 
@@ -13,11 +13,11 @@ use crate::id::HostId;
 /// The URI in the server's certificate.
 pub const SERVER_ROLE: &str = "urn:vmseal:server";
 
-/// The URI in hosts' certificates. Those that were issued before there was one have none: they are known by
-/// their name.
+/// The URI in hosts' certificates. Certificates that were issued before it existed have none and are
+/// recognised by their name.
 pub const HOST_ROLE: &str = "urn:vmseal:host";
 
-/// What the names in hosts' certificates end with; no resolver knows it.
+/// The domain of the names in hosts' certificates; no resolver knows it.
 const HOSTS_DOMAIN: &str = ".host.vmseal.internal";
 
 /// The name in the certificate of a host's agent.
@@ -26,7 +26,7 @@ pub fn host_server_name(host: HostId) -> String {
     format!("{host}{HOSTS_DOMAIN}")
 }
 
-/// What a certificate is for.
+/// The role of a certificate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
     /// The control plane's server.
@@ -36,7 +36,7 @@ pub enum Role {
 }
 
 impl Role {
-    /// The role that a certificate carries, whoever signed it; none where it carries none, or two.
+    /// The role in a certificate, whoever signed it; none where it has none or two.
     #[must_use]
     pub fn of(certificate: &CertificateDer<'_>) -> Option<Self> {
         let (_, certificate) = X509Certificate::from_der(certificate).ok()?;
@@ -52,11 +52,11 @@ impl Role {
     }
 }
 
-/// The certificate is good, and of somebody else.
+/// A valid certificate of the wrong role.
 #[derive(Clone, Copy, thiserror::Error)]
 #[error("the certificate is not {}", match .0 {
-    Role::Server => "the server's: whoever answers is not the control plane's server",
-    Role::Host => "a host's: whoever answers is not the agent",
+    Role::Server => "the server's: the peer is not the control plane's server",
+    Role::Host => "a host's: the peer is not an agent",
 })]
 struct WrongRole(Role);
 
@@ -66,10 +66,10 @@ impl std::fmt::Debug for WrongRole {
     }
 }
 
-/// Checks that a certificate, which is good otherwise, has this role.
+/// Checks that an otherwise valid certificate has this role.
 ///
 /// # Errors
-/// It has another one, or none.
+/// It has another role or none.
 pub fn check(certificate: &CertificateDer<'_>, role: Role) -> Result<(), rustls::Error> {
     if Role::of(certificate) == Some(role) {
         return Ok(());
@@ -77,5 +77,5 @@ pub fn check(certificate: &CertificateDer<'_>, role: Role) -> Result<(), rustls:
     Err(CertificateError::Other(OtherError(Arc::new(WrongRole(role)))).into())
 }
 
-/// The certificate (DER) that the other side showed last, once it was found good.
+/// The last valid certificate (DER) of the other side.
 pub(super) type SeenCertificate = Arc<Mutex<Option<Vec<u8>>>>;

@@ -23,12 +23,12 @@ use crate::host::version::CONTRACT_HEADER;
 use crate::problem::{ErrorCode, Problem};
 use crate::request_id;
 
-/// What is on its way in one direction, in bytes: a screen or two.
+/// The buffer of each direction, in bytes: a screen or two.
 const BUFFER: usize = 16 * 1024;
 
-/// Where a console is.
+/// The address of a WebSocket.
 pub(super) struct Address<'a> {
-    /// How messages name the other end.
+    /// The other end, as messages name it.
     pub peer: Peer<'a>,
     /// `host:port` to connect to.
     pub socket: String,
@@ -42,7 +42,7 @@ pub(super) struct Address<'a> {
     pub contract: Option<ContractRange>,
 }
 
-/// Connects; gives both directions of the console.
+/// Connects to a console; returns both directions.
 pub(super) async fn open(
     address: Address<'_>,
     tls: Arc<ClientConfig>,
@@ -57,7 +57,7 @@ pub(super) async fn open(
     Ok(theirs)
 }
 
-/// Connects to a disk; gives both directions, neither of which waits for the other.
+/// Connects to a disk; returns both directions, which do not wait for each other.
 pub(super) async fn open_disk(
     address: Address<'_>,
     tls: Arc<ClientConfig>,
@@ -82,7 +82,7 @@ async fn connect(address: Address<'_>, tls: Arc<ClientConfig>) -> Result<Socket,
     let peer = &address.peer;
     let tcp =
         TcpStream::connect(&address.socket).await.map_err(|error| peer.unreachable(&error))?;
-    // Key strokes are small and wait for nobody. A socket that refuses this still works.
+    // Key strokes are small and must not wait. If the socket refuses this it still works.
     let _ = tcp.set_nodelay(true);
     let stream = TlsConnector::from(tls)
         .connect(address.server_name.clone(), tcp)
@@ -92,7 +92,10 @@ async fn connect(address: Address<'_>, tls: Arc<ClientConfig>) -> Result<Socket,
         address.url.as_str().into_client_request().map_err(|error| peer.unreachable(&error))?;
     if let Some(authorization) = &address.authorization {
         let value = authorization.as_str().try_into().map_err(|_| {
-            Problem::new(ErrorCode::Unauthenticated, "the token holds characters that no token has")
+            Problem::new(
+                ErrorCode::Unauthenticated,
+                "the token has characters that are not allowed in a token",
+            )
         })?;
         request.headers_mut().insert(AUTHORIZATION, value);
     }

@@ -14,7 +14,7 @@ use vmseal_api::kmip::{
     TrustServer,
 };
 use vmseal_api::model::Provider;
-use vmseal_api::request::SealedPassphrase;
+use vmseal_api::passphrase::SealedPassphrase;
 use vmseal_control::providers::kmip::KMIP_PORT;
 use vmseal_secret::SecretBytes;
 use zeroize::Zeroizing;

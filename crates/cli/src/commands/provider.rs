@@ -12,10 +12,9 @@ use nix::unistd::{AccessFlags, access};
 use serde_json::Value;
 use vmseal_api::client::ServerClient;
 use vmseal_api::model::{About, Provider};
+use vmseal_api::passphrase::SealedPassphrase;
 use vmseal_api::provider_backup::{SEALED_MAX, SETTINGS_MAX};
-use vmseal_api::request::{
-    AddProvider, Backup, ChangePassphrase, GivePassphrase, SealedPassphrase, VerifyBackup,
-};
+use vmseal_api::request::{AddProvider, Backup, ChangePassphrase, GivePassphrase, VerifyBackup};
 use vmseal_secret::SecretBytes;
 
 use super::{kmip, list, plan};

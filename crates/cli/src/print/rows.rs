@@ -6,9 +6,9 @@ use serde::Serialize;
 use vmseal_agent::host::doctor::Finding;
 use vmseal_api::filter::{BitmapStatus, ReplicaStatus};
 use vmseal_api::host::{DatastoreLocation, HostDescription};
+use vmseal_api::log_level::LogLevel;
 use vmseal_api::model::{
-    Alarm, Datastore, Disk, Event, Host, JoinToken, LogLevel, Plan, Policy, Provider, Task,
-    TaskState, Vm,
+    Alarm, Datastore, Disk, Event, Host, JoinToken, Plan, Policy, Provider, Task, TaskState, Vm,
 };
 
 use super::column::{Cell, Column, Row, more, usual};

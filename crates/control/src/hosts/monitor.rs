@@ -30,7 +30,7 @@ use vmseal_api::host::{
     HostAgent, HostDescription, HostState, KeyState, Power, STATE_WAIT_MAX, Stopped, VmState,
 };
 use vmseal_api::id::{HostId, VmId};
-use vmseal_api::kmip::KeyFault;
+use vmseal_api::key_fault::KeyFault;
 use vmseal_api::model::{Connection, Lifecycle};
 use vmseal_api::problem::Problem;
 use vmseal_api::request_id::{self, RequestId};

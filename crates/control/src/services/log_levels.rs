@@ -1,6 +1,6 @@
 //! What the server and its hosts log.
 
-use vmseal_api::model::LogLevel;
+use vmseal_api::log_level::LogLevel;
 use vmseal_api::problem::Problem;
 use vmseal_api::request::SetLogLevel;
 use vmseal_log::{Levels, LevelsError};

@@ -3,8 +3,8 @@
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use vmseal_api::model::About;
+use vmseal_api::passphrase::{SealedPassphrase, passphrase_info};
 use vmseal_api::problem::{ErrorCode, Problem};
-use vmseal_api::request::{SealedPassphrase, passphrase_info};
 use vmseal_secret::SecretBytes;
 use vmseal_secret::sealed_box::SealedBox;
 

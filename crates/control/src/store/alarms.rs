@@ -3,7 +3,7 @@
 use jiff::Timestamp;
 use sqlx::{FromRow, SqliteConnection};
 use vmseal_api::id::HostId;
-use vmseal_api::kmip::KeyFault;
+use vmseal_api::key_fault::KeyFault;
 use vmseal_api::model::Alarm;
 
 use super::events::NewEvent;

@@ -1,6 +1,6 @@
 //! What a step that failed is waited for.
 
-use vmseal_api::kmip::KeyFault;
+use vmseal_api::key_fault::KeyFault;
 use vmseal_api::model::{Waiting, WaitingOn};
 use vmseal_api::problem::Problem;
 

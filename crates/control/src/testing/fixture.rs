@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use vmseal_api::host::{DatastoreSpec, Power};
 use vmseal_api::id::{DiskId, HostId, ProviderId, TaskId, VmId};
-use vmseal_api::kmip::KeyFault;
+use vmseal_api::key_fault::KeyFault;
 use vmseal_api::model::{Alarm, Lifecycle, TaskState};
 use vmseal_secret::sealed_box::Recipient;
 

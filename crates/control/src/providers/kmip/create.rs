@@ -21,7 +21,7 @@ use jiff::{SignedDuration, Timestamp};
 use uuid::Uuid;
 use vmseal_api::host::KeyReference;
 use vmseal_api::id::VmId;
-use vmseal_api::kmip::KeyFault;
+use vmseal_api::key_fault::KeyFault;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_kmip::client::{Client, Error};
 use vmseal_kmip::message::Outcome;

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use vmseal_api::host::KeyReference;
 use vmseal_api::id::VmId;
-use vmseal_api::kmip::KeyFault;
+use vmseal_api::key_fault::KeyFault;
 use vmseal_api::problem::Problem;
 use vmseal_kmip::client::{Client, Error};
 use vmseal_kmip::operation::KeyId;

@@ -1,6 +1,6 @@
 //! What goes wrong at a KMS, as problems of the API: what happened, and what to do about it.
 
-use vmseal_api::kmip::KeyFault;
+use vmseal_api::key_fault::KeyFault;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_kmip::client::{Error, OwnCertificate, Step, TlsProblem};
 use vmseal_kmip::{OperationCode, ResultReason, State};

@@ -1,6 +1,6 @@
 //! The key that a host holds, where no provider gives it.
 
-use vmseal_api::kmip::KeyFault;
+use vmseal_api::key_fault::KeyFault;
 use vmseal_kmip::RevocationReason;
 use vmseal_kmip::operation::KeyId;
 

@@ -4,7 +4,8 @@
 use std::time::Duration;
 
 use vmseal_api::id::ProviderId;
-use vmseal_api::kmip::{AddKmipServer, KeyFault};
+use vmseal_api::key_fault::KeyFault;
+use vmseal_api::kmip::AddKmipServer;
 use vmseal_kmip::RevocationReason;
 use vmseal_kmip::client::{Client, Settings};
 use vmseal_kmip::operation::KeyId;
