@@ -1,4 +1,4 @@
-//! Servers that die, hang, answer garbage, or refuse: what the client makes of it.
+//! The client with servers that die, hang, answer garbage, or refuse.
 #![allow(clippy::unwrap_used)] // in tests a panic is the report
 
 mod server;
@@ -16,11 +16,11 @@ use vmseal_kmip::{OperationCode, ProtocolVersion, ResultReason, State};
 
 use server::AUTHORITY;
 
-/// How long a test waits for a time-out.
+/// The timeout that a test waits for.
 const SHORT: Duration = Duration::from_secs(1);
 
 /// How much longer a step may take on a busy machine.
-const PATIENCE: Duration = Duration::from_secs(20);
+const LONG_ENOUGH: Duration = Duration::from_secs(20);
 
 fn settings(server: &ScriptedServer) -> Settings {
     let identity = AUTHORITY.client("vmseal", Validity::Now).identity();
@@ -46,7 +46,7 @@ fn active(payload: &mut Encoder) {
     });
 }
 
-/// A good answer, to whatever is asked.
+/// A good answer to any request.
 fn good(asked: &Asked) -> Vec<u8> {
     asked.done(|payload| match asked.operation {
         OperationCode::GetAttributes => active(payload),
@@ -66,9 +66,9 @@ async fn a_server_that_hangs_in_the_middle_of_its_answer_is_given_up() {
     let begun = Instant::now();
     let error = client.key_state(&id()).await.unwrap_err();
     assert!(matches!(error, Error::TimedOut { step: Step::Read, after: SHORT, .. }), "{error}");
-    assert!(begun.elapsed() >= SHORT && begun.elapsed() < PATIENCE);
+    assert!(begun.elapsed() >= SHORT && begun.elapsed() < LONG_ENOUGH);
     assert_eq!(client.idle_connections(), 0, "its connection is not used again");
-    // Whether the key was made, nobody knows.
+    // It is unknown whether the key was created.
     let error = client.create(Create::default()).await.unwrap_err();
     let Error::OutcomeUnknown { operation: OperationCode::Create, source } = &error else {
         panic!("{error}")
@@ -316,7 +316,7 @@ async fn versions_are_negotiated() {
     });
     assert_eq!(client(&newer).discover().await.unwrap().spoken, ProtocolVersion::V1_4);
 
-    // Those that know one version alone, or two, and refuse all others.
+    // Servers that know only one version, or two, and refuse all others.
     for known in [
         &[ProtocolVersion::V1_3][..],
         &[ProtocolVersion::V1_2],
@@ -332,7 +332,7 @@ async fn versions_are_negotiated() {
         assert_eq!((found.spoken, found.offered.as_slice()), (known[0], known));
         assert_eq!(client.key_state(&id()).await.unwrap(), State::Active);
     }
-    // One that answers in a version of its own, whatever it was asked in.
+    // One that answers in its own version, whatever the version of the request.
     let own = bare(|asked| {
         let asked = Asked { version: V2_0, ..asked.clone() };
         asked.refused(ResultReason::InvalidMessage)
@@ -433,15 +433,15 @@ async fn a_server_that_stands_still_is_given_up_and_used_again_when_it_goes_on()
     server.resume();
     let begun = Instant::now();
     while client.key_state(&id).await.is_err() {
-        assert!(begun.elapsed() < PATIENCE);
+        assert!(begun.elapsed() < LONG_ENOUGH);
     }
 }
 
-/// What is not known is decided by whether the request was sent, whatever went wrong.
+/// An outcome is unknown if the request was sent, whatever went wrong.
 #[tokio::test]
 async fn what_was_never_sent_was_surely_not_done() {
     let server = scripted(|asked| Reaction::Send(good(asked)));
-    // The handshake fails on this side: it shows a certificate that nobody trusts.
+    // The handshake fails on this side: the server's certificate is not trusted.
     let stranger = Authority::new("stranger");
     let mut untrusting = settings(&server);
     untrusting.trust = stranger.trust();
@@ -449,7 +449,7 @@ async fn what_was_never_sent_was_surely_not_done() {
     let error = Client::new(untrusting).unwrap().create(Create::default()).await.unwrap_err();
     assert!(matches!(error, Error::Tls { .. }), "{error}");
 
-    // With the version known, Create itself is what meets it.
+    // With the version known, Create itself meets the fault.
     let certificate = AUTHORITY.server(&["127.0.0.1"], Validity::Now);
     let server =
         ScriptedServer::start(&certificate, None, |asked| Reaction::SendAndClose(good(asked)));

@@ -1,4 +1,4 @@
-//! Requests as they are written, and responses that are right, odd or wrong.
+//! The encoding of requests, and responses that are right, odd or wrong.
 #![allow(clippy::unwrap_used)] // in tests a panic is the report
 
 use vmseal_kmip::fields::Violation;
@@ -13,7 +13,7 @@ use vmseal_kmip::{OperationCode, ProtocolVersion, ResultReason, State};
 
 const FIRST_ID: u64 = 7;
 
-/// The bytes of an annotated file: without what follows a `#`.
+/// The bytes of an annotated file; a `#` begins a comment.
 fn hex(text: &str) -> Vec<u8> {
     let lines = text.lines().map(|line| line.split('#').next().unwrap());
     let digits: String = lines.flat_map(str::chars).filter(char::is_ascii_hexdigit).collect();
@@ -277,7 +277,7 @@ fn what_a_server_says_is_fit_to_be_shown() {
     assert!(!described.vendor.unwrap().chars().any(char::is_control));
 }
 
-/// What may be said of a key in an answer to Get.
+/// The properties of a key in an answer to Get.
 struct Said {
     object: u32,
     format: u32,
