@@ -2,7 +2,7 @@
 //!
 //! | module | what |
 //! |---|---|
-//! | [`ttlv`] | the encoding, without I/O: hostile input is an error, never a panic or a huge allocation |
+//! | [`ttlv`] | the encoding, without I/O: bad input is an error, never a panic or a huge allocation |
 //! | [`fields`] | the items of a structure by their tags, and how a response can violate the protocol |
 //! | [`message`] | requests and responses that carry operations, without I/O |
 //! | [`operation`] | the operations: requests to a server, and its answers |

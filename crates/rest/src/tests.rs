@@ -1,4 +1,4 @@
-//! The API from outside: every guard with the input that trips it, and the document.
+//! The API from outside: every check with input that fails it, and the OpenAPI document.
 
 mod bitmaps;
 mod dry_run;
@@ -49,7 +49,7 @@ struct Answer {
 }
 
 impl Answer {
-    /// It is a problem of this status and code.
+    /// Asserts that it is a problem of this status and code.
     #[track_caller]
     fn assert_problem(&self, status: u16, code: &str) -> &Self {
         assert_eq!(self.status.as_u16(), status, "{}", self.body);
@@ -112,7 +112,7 @@ impl Api {
         self.raw(Method::DELETE, path, "").await
     }
 
-    /// A passphrase; long enough to be taken.
+    /// A passphrase that is long enough.
     fn sealed(&self, provider: &str, passphrase: &str) -> Value {
         let mut long = format!("{passphrase}, as in the tests").into_bytes();
         let secret = SecretBytes::from_wiped(&mut long).unwrap();
@@ -153,7 +153,7 @@ fn vm_with(pointer: &str, value: Value) -> Value {
     request
 }
 
-/// Which of several datastores of one name is meant is said, never guessed.
+/// Among several datastores of one name, the request must say which one it means.
 #[tokio::test]
 async fn datastores_of_two_hosts_may_have_one_name() {
     let api = Api::new().await;
@@ -296,7 +296,7 @@ async fn nobody_gets_in_without_the_right_token() {
     api.post("hosts/join", join).await.assert_problem(401, "unauthenticated");
 }
 
-/// Whoever adds a route cannot forget the credentials.
+/// Every route requires credentials, including one added later.
 #[tokio::test]
 async fn every_documented_path_but_two_wants_credentials() {
     let api = Api::new().await;
@@ -508,7 +508,7 @@ fn the_checked_in_openapi_document_is_the_one_of_the_code() {
     let checked_in = std::fs::read_to_string(path).unwrap_or_default();
     assert!(
         checked_in == written,
-        "crates/rest/openapi.json is not what the code describes; after a look at the difference: UPDATE_OPENAPI=1 cargo test -p vmseal-rest"
+        "crates/rest/openapi.json is not what the code describes; check the difference, then run: UPDATE_OPENAPI=1 cargo test -p vmseal-rest"
     );
 }
 
@@ -554,7 +554,7 @@ async fn an_export_says_what_it_is_and_is_on_record() {
 }
 
 impl Api {
-    /// What Prometheus gets.
+    /// The metrics that Prometheus gets.
     async fn scrape(&self, path: &str) -> String {
         let request = Request::builder()
             .uri(path)
@@ -569,7 +569,7 @@ impl Api {
     }
 }
 
-/// The value of a sample; 0 where it is not told.
+/// The value of a sample; 0 if it is absent.
 fn sample(text: &str, name: &str) -> f64 {
     let line =
         text.lines().find(|line| line.strip_prefix(name).is_some_and(|it| it.starts_with(' ')));

@@ -166,7 +166,7 @@ impl Client {
     /// Reads the bytes of a key, whatever its state.
     ///
     /// # Errors
-    /// [`Error`]; [`Error::UnusableKey`] if the object is not an AES-256 key, or the server does not release it.
+    /// [`Error`]; [`Error::UnusableKey`] if the object is not an AES-256 key that the server releases.
     pub async fn get_key(&self, id: &KeyId) -> Result<SecretBytes, Error> {
         self.one(Get { id: id.clone() }).await
     }

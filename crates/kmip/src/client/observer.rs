@@ -18,7 +18,7 @@ pub enum Ended {
 
 /// Called for each request; a batch is one request.
 pub trait Observer: Send + Sync + fmt::Debug {
-    /// A request ended after `elapsed`, which includes waiting for a connection and opening it. Not called
+    /// A request ended after `took`, which includes waiting for a connection and opening it. Not called
     /// for a request that its caller cancels.
     fn ended(&self, operation: OperationCode, took: Duration, how: Ended);
 }
