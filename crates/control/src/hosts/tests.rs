@@ -1,4 +1,4 @@
-//! What a monitor sees to, against a host in memory.
+//! The monitor, against a host in memory.
 
 use vmseal_agent::simulated::{Call, Fault};
 use vmseal_api::host::{ContractRange, HostAgent, Notice, NoticeCode, Power, StopReason, VmSpec};
@@ -49,7 +49,7 @@ async fn a_host_that_is_away_is_an_alarm_until_it_is_back() {
 async fn a_vm_whose_key_cannot_be_had_is_locked_until_the_provider_is_unlocked() {
     let mut fixture = Fixture::new().await;
     let vm = fixture.made("web", "encrypted").await;
-    // Another life of the server, whose provider is sealed.
+    // Another run of the server, with its provider sealed.
     let sealed = crate::providers::Providers::open(
         std::sync::Arc::clone(&fixture.store),
         fixture.directory.path(),
@@ -86,7 +86,7 @@ async fn a_dead_filter_and_a_damaged_header_are_alarms() {
     alarm(&fixture, "filter-died web").await;
     let stopped = fixture.events("vm.stopped").await;
     assert_eq!(stopped.last().unwrap().detail, "the simulated guest has stopped");
-    // The host keeps the death, and tells it again when its agent restarts.
+    // The host keeps the cause of the stop, and reports it again when its agent restarts.
     fixture.agent.restart();
     fixture.connected().await;
     fixture.assert_whole(vm, Power::Off, "after a restart").await;
@@ -159,7 +159,7 @@ async fn a_host_without_a_common_version_is_not_worked_with_until_it_is_upgraded
         fixture.agent.restart();
         alarm(&fixture, "host-disconnected here").await;
         assert!(fixture.agent.registered().is_empty(), "it is told of VMs");
-        // One that speaks later versions, too, will do.
+        // An agent that also speaks later versions works.
         fixture.agent.set_contract(ContractRange { min: 1, max: 9 });
         fixture.assert_whole(vm, Power::Off, "after the upgrade").await;
     }
