@@ -104,9 +104,9 @@ impl DatastoreMonitor {
                 }
                 self.full.insert(datastore.id);
                 let what = if used < CRITICAL_FROM {
-                    "free space or move disks before thin disks run out of it"
+                    "make room or move disks before thin disks run out of it"
                 } else {
-                    "guests with thin disks on it are about to get write errors; free space now"
+                    "guests with thin disks on it are about to get write errors; make room now"
                 };
                 // In steps of five, so that small changes do not change the alarm.
                 alarm(
