@@ -59,8 +59,7 @@ async fn eventually(what: &str, mut test: impl FnMut() -> bool) {
 #[tokio::test]
 async fn no_more_connections_are_opened_than_are_allowed() {
     let server = slow(Duration::from_millis(20));
-    let limits =
-        PoolLimits { connections: 4, idle: 4, idle_for: TIMEOUT, ..PoolLimits::default() };
+    let limits = PoolLimits { connections: 4, idle: 4, idle_for: TIMEOUT, ..PoolLimits::default() };
     let client = Arc::new(Client::new(settings(&server, limits)).unwrap());
     client.discover().await.unwrap();
     ask_at_once(&client, 40).await;

@@ -50,7 +50,11 @@ async fn a_server_certificate_has_to_be_of_the_authority_valid_and_for_the_name(
     let of = async |certificate: Issued, trust: Trust| {
         let server = shown_by(&certificate);
         let outcome = discover(server.endpoint(), trust).await;
-        assert_eq!(server.requests(), usize::from(outcome.is_ok()), "only a trusted server gets a request");
+        assert_eq!(
+            server.requests(),
+            usize::from(outcome.is_ok()),
+            "only a trusted server gets a request"
+        );
         outcome
     };
     let good = |validity| AUTHORITY.server(&["127.0.0.1"], validity);
@@ -80,7 +84,11 @@ async fn a_pinned_certificate_is_trusted_alone_and_while_it_is_valid() {
     let of = async |certificate: &Issued, trust: Trust| {
         let server = shown_by(certificate);
         let outcome = discover(server.endpoint(), trust).await;
-        assert_eq!(server.requests(), usize::from(outcome.is_ok()), "only a trusted server gets a request");
+        assert_eq!(
+            server.requests(),
+            usize::from(outcome.is_ok()),
+            "only a trusted server gets a request"
+        );
         outcome
     };
     // As a KMS makes it at its installation: its names do not matter.
