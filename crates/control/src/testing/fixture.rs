@@ -309,7 +309,7 @@ impl Fixture {
         assert_eq!(living, 0, "{what}: its key is not destroyed");
     }
 
-    /// Whether its host runs a VM.
+    /// Asserts that its host runs a VM.
     pub async fn assert_runs(&self, vm: VmId) {
         self.eventually("it runs", async || self.agent.running().contains(&vm).then_some(())).await;
     }

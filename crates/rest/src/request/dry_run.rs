@@ -71,7 +71,7 @@ pub(crate) async fn refuse_others(
         if !parameterized.0.contains(&known) {
             let (method, path) = known;
             let detail = format!(
-                "{method} {path} takes no parameters, so no dry run either (dry_run): nothing was done"
+                "{method} {path} takes no parameters and has no dry run (dry_run): nothing was done"
             );
             return Err(Problem::invalid("query", detail).into());
         }

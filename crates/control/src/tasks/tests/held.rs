@@ -44,7 +44,7 @@ async fn a_vm_whose_key_was_destroyed_at_the_kms_is_led_away_from_it() {
     let id = KeyId::new(old.key_id.clone()).unwrap();
     here.client.revoke(&id, RevocationReason::CessationOfOperation).await.unwrap();
     here.client.destroy(&id).await.unwrap();
-    // A request for the state wakes the watch.
+    // This reads the key's state, and wakes the watch.
     fixture.providers.get(old.provider).unwrap().get_key(vm, &old).await.unwrap_err();
     here.until("key-on-host-only", "web", Some(KeyFault::KeyMissing)).await;
     let stop = Operation::StopVm { vm, force: true, timeout_seconds: 5 };

@@ -55,7 +55,7 @@ impl WithKms {
     async fn revoke(&self, vm: VmId, reason: RevocationReason) {
         let key = self.fixture.vm(vm).await.unwrap().key.unwrap();
         self.client.revoke(&KeyId::new(key.key_id.clone()).unwrap(), reason).await.unwrap();
-        // A request for the state wakes the watch.
+        // This reads the key's state, and wakes the watch.
         self.fixture.providers.get(key.provider).unwrap().get_key(vm, &key).await.unwrap();
     }
 

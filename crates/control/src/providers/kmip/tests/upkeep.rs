@@ -1,4 +1,4 @@
-//! What the watch sees to: one thing that cannot be done keeps no other one from being done.
+//! The watch: one failure does not prevent its other work.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -70,7 +70,7 @@ async fn what_cannot_be_cleared_up_keeps_nothing_else_waiting_and_is_an_alarm() 
     .await;
     assert_eq!(*destroyed.lock().unwrap(), ["1 whole"]);
     let code = "keys-await-destruction";
-    // A look may have begun before all of them were there.
+    // A check may have begun before all of them existed.
     here.eventually("an alarm", async |here| {
         detail(here, code).await.is_some_and(|told| told.contains("there yet: 2"))
     })
@@ -87,7 +87,7 @@ async fn what_cannot_be_cleared_up_keeps_nothing_else_waiting_and_is_an_alarm() 
     assert_eq!(*destroyed.lock().unwrap(), ["1 whole", "0 short"]);
 }
 
-/// A server whose key is gone at once when it is asked to destroy it, and which says so late.
+/// A server that destroys a key at once, but answers late.
 struct Slow {
     server: ScriptedServer,
     gone: Arc<AtomicBool>,
@@ -132,7 +132,7 @@ impl Slow {
     }
 }
 
-/// The watch and a task, say; the one that comes second does not tell that the key was gone already.
+/// For example the watch and a task; the second one does not report that the key was already gone.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_key_that_two_destroy_at_once_is_destroyed_by_one() {
     let authority = Authority::new("kms");
@@ -157,7 +157,7 @@ async fn a_key_that_two_destroy_at_once_is_destroyed_by_one() {
     slow.was_not_asked_again();
 }
 
-/// The key of a test is unwanted from the outset: the watch may come upon it while the test destroys it.
+/// The key of a test is unwanted from the beginning: the watch may find it while the test destroys it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_key_of_a_test_is_left_to_the_test_while_that_destroys_it() {
     let authority = Authority::new("kms");
