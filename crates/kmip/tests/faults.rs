@@ -55,7 +55,7 @@ fn good(asked: &Asked) -> Vec<u8> {
 }
 
 #[tokio::test]
-async fn a_server_that_hangs_in_the_middle_of_its_answer_is_given_up() {
+async fn a_server_that_hangs_in_the_middle_of_its_answer_times_out() {
     let server = scripted(|asked| {
         let answer = good(asked);
         Reaction::SendAndHang(answer[..answer.len() / 2].to_vec())
@@ -89,7 +89,7 @@ async fn violation(answer: &[u8]) -> Violation {
 }
 
 #[tokio::test]
-async fn garbage_and_claims_of_a_huge_length_are_told() {
+async fn garbage_and_claims_of_a_huge_length_are_reported() {
     let http = violation(b"HTTP/1.1 400 Bad Request\r\n\r\n").await;
     assert!(matches!(http, Violation::Malformed(DecodeError::OtherBeginning { .. })), "{http}");
     let huge = violation(&[0x42, 0, 0x7b, 1, 0xff, 0xff, 0xff, 0xf8]).await;
@@ -165,7 +165,7 @@ fn forgetful(answered: usize, end: fn(Vec<u8>) -> Vec<u8>) -> ScriptedServer {
 }
 
 #[tokio::test]
-async fn a_dead_connection_of_the_pool_is_replaced_for_what_may_be_asked_twice() {
+async fn a_dead_connection_of_the_pool_is_replaced_for_repeatable_requests() {
     let server = forgetful(1, |_| Vec::new());
     let client = client(&server);
     assert_eq!(client.key_state(&id()).await.unwrap(), State::Active);
@@ -175,7 +175,7 @@ async fn a_dead_connection_of_the_pool_is_replaced_for_what_may_be_asked_twice()
 }
 
 #[tokio::test]
-async fn what_changes_something_is_never_sent_twice() {
+async fn changing_requests_are_never_sent_twice() {
     let server = forgetful(1, |_| Vec::new());
     let client = client(&server);
     client.key_state(&id()).await.unwrap();
@@ -361,7 +361,7 @@ fn pykmip() -> (Authority, PyKmip, Client) {
 }
 
 #[tokio::test]
-async fn a_server_that_went_mad_is_told_and_used_again_when_it_is_well() {
+async fn a_broken_server_is_reported_and_used_again_when_it_is_well() {
     let (authority, mut server, client) = pykmip();
     let id = client.create_key(NewKey::default()).await.unwrap().id;
     let key = client.get_key(&id).await.unwrap();
@@ -391,7 +391,7 @@ async fn a_restart_of_the_server_is_not_noticed() {
 }
 
 #[tokio::test]
-async fn a_server_that_is_killed_in_the_middle_of_a_request_is_told() {
+async fn a_server_that_is_killed_in_the_middle_of_a_request_is_reported() {
     let (_, mut server, client) = pykmip();
     let id = client.create_key(NewKey::default()).await.unwrap().id;
     server.freeze();
@@ -409,7 +409,7 @@ async fn a_server_that_is_killed_in_the_middle_of_a_request_is_told() {
 }
 
 #[tokio::test]
-async fn a_server_that_stands_still_is_given_up_and_used_again_when_it_goes_on() {
+async fn a_suspended_server_times_out_and_is_used_again_when_it_resumes() {
     let authority = Authority::new("kms");
     let server = PyKmip::start(&authority);
     let identity = authority.client("vmseal", Validity::Now).identity();
@@ -439,7 +439,7 @@ async fn a_server_that_stands_still_is_given_up_and_used_again_when_it_goes_on()
 
 /// An outcome is unknown if the request was sent, whatever went wrong.
 #[tokio::test]
-async fn what_was_never_sent_was_surely_not_done() {
+async fn a_request_that_was_never_sent_was_not_done() {
     let server = scripted(|asked| Reaction::Send(good(asked)));
     // The handshake fails on this side: the server's certificate is not trusted.
     let stranger = Authority::new("stranger");

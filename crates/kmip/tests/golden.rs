@@ -112,7 +112,7 @@ fn life(source: &mut Source, version: ProtocolVersion) {
 }
 
 #[test]
-fn what_pykmip_answered_is_read() {
+fn answers_of_pykmip_are_read() {
     let mut source = Source::Files;
     let server;
     if std::env::var_os("RECORD_KMIP").is_some() {

@@ -87,7 +87,7 @@ async fn another_identity_is_denied_the_key() {
 }
 
 #[tokio::test]
-async fn keys_are_found_by_name_and_by_what_vmseal_calls_them() {
+async fn keys_are_found_by_name_and_by_vmseals_name() {
     let client = client_as("finder");
     let application =
         |data| Some(ApplicationInformation { namespace: text("vmseal"), data: text(data) });

@@ -30,7 +30,7 @@ fn id(id: &str) -> KeyId {
 }
 
 #[test]
-fn requests_are_as_the_specification_has_them() {
+fn requests_match_the_specification() {
     let create = include_str!("golden/specification/create-request-1.1.txt");
     assert_eq!(request(ProtocolVersion::V1_1, 1, &[Create::default()]).unwrap(), hex(create));
     let add = |name, value| AddAttribute { id: id("17"), name: text(name), value: text(value) };
@@ -49,7 +49,7 @@ fn a_request_carries_no_more_than_its_answers_may_take() {
 }
 
 #[test]
-fn texts_that_cannot_be_shown_or_are_too_long_are_no_ids() {
+fn unprintable_or_too_long_texts_are_not_ids() {
     for wrong in ["", "a\nb", "\u{1b}[2J", &"i".repeat(TEXT_LEN_MAX + 1)] {
         assert!(KeyId::new(wrong).is_err(), "{wrong:?}");
     }
@@ -184,7 +184,7 @@ fn a_request_that_is_not_understood_is_refused_as_a_whole() {
 }
 
 #[test]
-fn what_departs_from_the_protocol_is_told() {
+fn violations_of_the_protocol_are_reported() {
     let one = states(&["a"]);
     let good = asked(OperationCode::GetAttributes, 1);
     let done = |asked: &Asked| asked.done(|payload| state(payload, State::Active));
@@ -254,7 +254,7 @@ fn fields_that_are_there_twice_or_of_another_type_are_refused() {
 }
 
 #[test]
-fn what_a_server_says_is_fit_to_be_shown() {
+fn texts_of_a_server_are_made_printable() {
     let good = asked(OperationCode::Query, 1);
     let long = format!("no\u{1b}[2J\r\n{}", "x".repeat(1000));
     let refused = good.response(1, |message| {

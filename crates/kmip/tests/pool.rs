@@ -69,7 +69,7 @@ async fn no_more_connections_are_opened_than_are_allowed() {
 }
 
 #[tokio::test]
-async fn who_waits_too_long_for_a_connection_is_told() {
+async fn waiting_too_long_for_a_connection_is_an_error() {
     let server = slow(Duration::from_secs(3));
     let limits = PoolLimits { connections: 1, ..PoolLimits::default() };
     let mut settings = settings(&server, limits);
@@ -87,7 +87,7 @@ async fn who_waits_too_long_for_a_connection_is_told() {
 }
 
 #[tokio::test]
-async fn few_connections_stay_open_when_there_is_nothing_to_do() {
+async fn few_idle_connections_stay_open() {
     let server = slow(Duration::from_millis(50));
     let limits =
         PoolLimits { connections: 10, idle: 2, idle_for: TIMEOUT, ..PoolLimits::default() };

@@ -46,7 +46,7 @@ fn problem(result: Result<(), Error>) -> TlsProblem {
 }
 
 #[tokio::test]
-async fn a_server_certificate_has_to_be_of_the_authority_valid_and_for_the_name() {
+async fn a_server_certificate_must_be_of_the_authority_valid_and_for_the_name() {
     let of = async |certificate: Issued, trust: Trust| {
         let server = shown_by(&certificate);
         let outcome = discover(server.endpoint(), trust).await;
@@ -80,7 +80,7 @@ async fn a_server_certificate_has_to_be_of_the_authority_valid_and_for_the_name(
 }
 
 #[tokio::test]
-async fn a_pinned_certificate_is_trusted_alone_and_while_it_is_valid() {
+async fn only_the_pinned_certificate_is_trusted_and_only_while_valid() {
     let of = async |certificate: &Issued, trust: Trust| {
         let server = shown_by(certificate);
         let outcome = discover(server.endpoint(), trust).await;
@@ -138,7 +138,7 @@ fn own(problem: &TlsProblem) -> OwnCertificate {
 }
 
 #[tokio::test]
-async fn a_client_certificate_that_the_server_refuses_is_told() {
+async fn a_refused_client_certificate_is_reported() {
     let server = server::server();
     let stranger = Authority::new("another").client("vmseal", Validity::Now).identity();
     let refused = as_client(server, stranger).await;
@@ -157,7 +157,7 @@ async fn a_client_certificate_that_the_server_refuses_is_told() {
 
 /// In TLS 1.3 the client's handshake ends before the server has seen its certificate.
 #[tokio::test]
-async fn a_client_certificate_that_is_refused_late_is_told_too() {
+async fn a_client_certificate_that_is_refused_late_is_reported_too() {
     let certificate = AUTHORITY.server(&["127.0.0.1"], Validity::Now);
     let server = ScriptedServer::start(&certificate, Some(&AUTHORITY), unasked);
     discover(server.endpoint(), AUTHORITY.trust()).await.unwrap();
@@ -168,12 +168,12 @@ async fn a_client_certificate_that_is_refused_late_is_told_too() {
 }
 
 #[tokio::test]
-async fn who_is_not_there_is_told_apart() {
+async fn causes_of_an_unreachable_server_are_distinguished() {
     let free = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     let nobody = discover(Endpoint::new("127.0.0.1", free).unwrap(), AUTHORITY.trust()).await;
     assert!(matches!(nobody, Err(Error::ConnectionRefused { .. })), "{nobody:?}");
     let unknown = discover(Endpoint::new("kms.invalid", free).unwrap(), AUTHORITY.trust()).await;
-    // Where no name server answers, that takes long.
+    // If no name server answers, that takes long.
     assert!(
         matches!(
             unknown,
@@ -196,7 +196,7 @@ async fn with_short_timeouts(port: u16) -> Error {
 }
 
 #[tokio::test]
-async fn a_port_that_takes_no_connection_or_does_no_handshake_is_given_up() {
+async fn a_port_without_an_accept_or_a_handshake_times_out() {
     let silent = TcpListener::bind("127.0.0.1:0").unwrap();
     let error = with_short_timeouts(silent.local_addr().unwrap().port()).await;
     assert!(matches!(error, Error::TimedOut { step: Step::Handshake, .. }), "{error}");
@@ -212,7 +212,7 @@ async fn a_port_that_takes_no_connection_or_does_no_handshake_is_given_up() {
 }
 
 #[tokio::test]
-async fn a_port_that_speaks_something_else_is_told() {
+async fn a_port_with_another_protocol_is_reported() {
     let web = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = web.local_addr().unwrap().port();
     let answer = std::thread::spawn(move || {
@@ -232,7 +232,7 @@ async fn a_port_that_speaks_something_else_is_told() {
 }
 
 #[tokio::test]
-async fn a_port_that_closes_in_the_handshake_is_told() {
+async fn a_port_that_closes_in_the_handshake_is_reported() {
     let closing = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = closing.local_addr().unwrap().port();
     let close = std::thread::spawn(move || drop(closing.accept().unwrap()));

@@ -43,7 +43,7 @@ fn places(half: &[u8]) -> Vec<String> {
 }
 
 #[tokio::test]
-async fn keys_pass_through_secret_memory_alone() {
+async fn keys_pass_only_through_secret_memory() {
     if Backing::of_this_machine() == Backing::LockedMemory {
         // The search would find the keys themselves.
         eprintln!("SKIPPED: the kernel has no memfd_secret, so nothing is proven here");

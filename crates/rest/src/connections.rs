@@ -186,7 +186,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn strangers_take_no_places_from_users_and_the_oldest_of_the_most_goes() {
+    async fn unauthenticated_connections_leave_room_for_users_and_the_oldest_is_closed() {
         let limits = ConnectionLimits::new();
         let user = limits.admit(address(1));
         user.set_authenticated().unwrap();
@@ -210,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn users_have_a_limit_and_give_back_what_they_had() {
+    fn users_have_a_limit_and_release_their_connections() {
         let limits = ConnectionLimits::new();
         let connection = || limits.admit(address(1));
         let mut users: Vec<_> = (0..AUTHENTICATED_MAX).map(|_| connection()).collect();
@@ -223,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_held_open_leaves_room_for_requests() {
+    fn held_connections_leave_room_for_requests() {
         let limits = ConnectionLimits::new();
         let connection = Extension(limits.admit(address(1)));
         let mut held: Vec<_> = (0..HELD_MAX).map(|_| hold(Some(&connection)).unwrap()).collect();

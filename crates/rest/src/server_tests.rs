@@ -226,7 +226,7 @@ async fn wrong_tokens_and_wrong_authorities_are_refused() {
 
 /// A client that sends nothing, or half a header, is disconnected, and other clients are not affected.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn silent_clients_disturb_nobody_and_headers_have_a_limit() {
+async fn silent_clients_do_not_affect_others_and_headers_have_a_limit() {
     let here = Installation::new().await;
     let address = here.server.as_ref().unwrap().address();
     let mut silent = Vec::new();

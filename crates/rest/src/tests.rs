@@ -246,7 +246,7 @@ async fn a_request_that_is_not_as_described_is_refused_with_the_fields_name() {
 }
 
 #[tokio::test]
-async fn bodies_that_are_no_json_or_too_large_are_refused() {
+async fn bodies_that_are_not_json_or_too_large_are_refused() {
     let api = Api::new().await;
     for bad in ["", "{", "[]", "nonsense", "{} {}", "\u{0}"] {
         api.raw(Method::POST, "vms", bad).await.assert_problem(400, "invalid-request");
@@ -264,7 +264,7 @@ async fn bodies_that_are_no_json_or_too_large_are_refused() {
 }
 
 #[tokio::test]
-async fn nobody_gets_in_without_the_right_token() {
+async fn requests_without_the_right_token_are_refused() {
     let api = Api::new().await;
     let long = format!("Bearer {}", "x".repeat(10_000));
     for authorization in [
@@ -428,7 +428,7 @@ async fn a_provider_is_usable_only_after_its_backup_was_verified() {
 }
 
 #[tokio::test]
-async fn a_passphrase_is_for_this_life_of_the_server_and_one_provider() {
+async fn a_passphrase_is_for_this_run_of_the_server_and_one_provider() {
     let api = Api::new().await;
     let for_another = json!({ "name": "two", "passphrase": api.sealed("three", "p") });
     api.post("providers", for_another).await.assert_field("passphrase.sealed");
@@ -513,7 +513,7 @@ fn the_checked_in_openapi_document_is_the_one_of_the_code() {
 }
 
 #[tokio::test]
-async fn an_export_says_what_it_is_and_is_on_record() {
+async fn an_export_has_an_event_with_its_details() {
     let api = Api::new().await;
     let vm = api.fixture.made("web", "encrypted").await;
     let export = |body: Value| {
@@ -577,7 +577,7 @@ fn sample(text: &str, name: &str) -> f64 {
 }
 
 #[tokio::test]
-async fn what_the_server_does_is_counted_for_prometheus_and_for_nobody_without_a_token() {
+async fn metrics_count_requests_and_need_a_token() {
     let api = Api::new().await;
     for path in ["/metrics", "/metrics/targets", "/metrics/hosts/here"] {
         let request = Request::builder().uri(path).body(Body::empty()).unwrap();

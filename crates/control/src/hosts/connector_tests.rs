@@ -151,7 +151,7 @@ async fn an_agent_of_another_authority_is_refused_and_refuses() {
 }
 
 #[tokio::test]
-async fn nobody_there_is_unreachable_and_says_so() {
+async fn a_missing_agent_is_unreachable_and_the_problem_says_so() {
     let (peers, host) = (Peers::new(), HostId::new());
     let nobody = TcpListener::bind("127.0.0.1:0").await.unwrap().local_addr().unwrap();
     let problem = peers.client(host, nobody).describe().await.unwrap_err();
@@ -162,7 +162,7 @@ async fn nobody_there_is_unreachable_and_says_so() {
 
 /// A server that is not a vmseal agent does not answer with problems.
 #[tokio::test]
-async fn something_else_that_listens_there_is_told_apart() {
+async fn another_service_at_the_address_is_recognized() {
     let (peers, host) = (Peers::new(), HostId::new());
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();

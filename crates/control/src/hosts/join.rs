@@ -264,7 +264,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn who_has_no_token_does_not_wait_for_the_writer() {
+    async fn a_join_without_a_token_does_not_wait_for_the_writer() {
         let directory = tempfile::tempdir().unwrap();
         let store = crate::testing::new_store(directory.path()).await;
         let authority = Authority::open(directory.path()).unwrap();

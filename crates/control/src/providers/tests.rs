@@ -118,7 +118,7 @@ async fn a_sealed_default_provider_is_an_alarm_until_it_is_unlocked_or_another_i
 }
 
 #[tokio::test]
-async fn a_passphrase_is_changed_by_who_knows_it_and_not_to_a_trivial_one() {
+async fn a_passphrase_change_needs_the_old_one_and_a_new_one_that_is_not_trivial() {
     let here = Here::new().await;
     let provider = here.add().await;
     let change = |old: &str, new: SecretBytes| {

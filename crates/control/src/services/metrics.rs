@@ -174,7 +174,7 @@ impl Collector for Snapshot {
         )?;
         encode_gauges(
             &mut to,
-            ("vmseal_alarms", "Alarms that stand, by code."),
+            ("vmseal_alarms", "Active alarms, by code."),
             counted(self.alarms.iter().map(|alarm| alarm.code.clone()))
                 .into_iter()
                 .map(|(code, count)| ([("code", code)], count)),

@@ -210,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn each_image_is_told_for_what_it_is_to_the_inventory() {
+    fn each_image_is_classified_by_the_inventory() {
         let (here, there) = (datastore(), Datastore { name: "other".to_owned(), ..datastore() });
         let (vm, stranger) = (VmId::new(), VmId::new());
         let [whole, bare, forged, copy, gone] = std::array::from_fn(|_| DiskId::new());

@@ -315,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn a_crash_between_key_and_certificate_is_mended_and_a_wrong_pair_refused() {
+    fn a_crash_between_key_and_certificate_is_repaired_and_a_wrong_pair_refused() {
         let directory = tempfile::tempdir().unwrap();
         let first = Authority::open(directory.path()).unwrap();
         assert_eq!(Authority::open(directory.path()).unwrap().pem(), first.pem());

@@ -95,7 +95,7 @@ mod tests {
     }
 
     #[test]
-    fn hosts_and_the_server_are_told_of_in_time() {
+    fn expiring_certificates_of_hosts_and_the_server_are_reported_in_time() {
         let (der, until) = issued();
         let (before, soon) = (until - SignedDuration::from_hours(31 * 24), until - WARN_BEFORE);
         let soon = soon + SignedDuration::from_hours(1);

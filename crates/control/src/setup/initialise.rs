@@ -181,7 +181,7 @@ mod tests {
 
     /// Each file missing in turn, as after a crash before it was made, or after a start of an earlier version.
     #[tokio::test]
-    async fn a_start_that_was_cut_short_is_mended_by_the_next() {
+    async fn the_next_start_completes_an_interrupted_one() {
         for missing in ["ca.pem", "server.pem", "inventory.db"] {
             let directory = tempfile::tempdir().unwrap();
             let started = start(directory.path()).await.unwrap();

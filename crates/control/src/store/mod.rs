@@ -300,7 +300,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn what_is_not_committed_never_was_and_events_wake_readers() {
+    async fn uncommitted_writes_are_lost_and_events_wake_readers() {
         let directory = tempfile::tempdir().unwrap();
         let store = Store::open(&directory.path().join("db")).await.unwrap();
         let mut newest = store.newest_event();

@@ -274,7 +274,10 @@ async fn assert_failed_truly(
                 let alarm = "task-unfinished web".to_owned();
                 assert!(fixture.alarms().await.contains(&alarm), "{what}");
                 recrypt::recrypt_again(fixture, vm, what).await;
-                assert!(!fixture.alarms().await.contains(&alarm), "{what}: the alarm stands");
+                assert!(
+                    !fixture.alarms().await.contains(&alarm),
+                    "{what}: the alarm is still active"
+                );
                 return;
             }
             assert_eq!(kind, Kind::Delete, "{what}: {problem}");
@@ -375,7 +378,7 @@ async fn undoing_a_creation_survives_every_fault_at_every_step() {
 }
 
 #[tokio::test]
-async fn what_cannot_be_undone_is_said_and_can_be_deleted() {
+async fn a_failed_undo_is_reported_and_the_rest_can_be_deleted() {
     let mut fixture = Fixture::new().await;
     fixture.inject(Call::DeleteDisk, HostFault::LoseRequest, ATTEMPTS);
     let (failing, _) =
@@ -442,7 +445,7 @@ async fn lost_calls_lost_answers_and_crashes_of_the_agent_do_not_matter() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_agent_that_restarts_in_the_middle_of_any_step_is_told_again() {
+async fn an_agent_that_restarts_in_the_middle_of_any_step_gets_the_vm_again() {
     for step in ["register", "deliver-key", "create-disks", "finish"] {
         let mut fixture = Fixture::new().await;
         let agent = fixture.agent.clone();

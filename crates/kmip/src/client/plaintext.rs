@@ -295,7 +295,7 @@ mod tests {
     }
 
     #[test]
-    fn what_nobody_reads_or_asked_for_is_an_error() {
+    fn unread_or_unrequested_data_is_an_error() {
         for version in [&version::TLS12, &version::TLS13] {
             let (mut client, mut server) = connected(version);
             server.writer().write_all(b"unasked").unwrap();

@@ -66,7 +66,7 @@ pub(super) struct ExposeQuery {
 #[utoipa::path(get, path = "/api/v1/vms/{vm}/disks/{disk}/expose", tag = "vms",
     params(("vm" = String, Path, description = "The VM's name or id"),
            ("disk" = String, Path, description = "The disk's name within the VM, or its id"), ExposeQuery),
-    responses((status = 101, description = "The WebSocket stands"), ProblemResponse))]
+    responses((status = 101, description = "The WebSocket is open"), ProblemResponse))]
 pub(super) async fn expose(
     State(control): State<Arc<Services>>,
     TwoPathSegments(vm, disk): TwoPathSegments,

@@ -50,7 +50,7 @@ async fn one_is_started_cleared_and_removed_and_each_is_an_event() {
 }
 
 #[tokio::test]
-async fn what_cannot_be_is_refused_by_name_and_is_no_event() {
+async fn impossible_requests_are_refused_and_have_no_event() {
     let api = with_vm().await;
     for bad in ["", "a b", "..", "-f", &"a".repeat(65)] {
         api.post(PLACE, json!({ "name": bad })).await.assert_field("name");

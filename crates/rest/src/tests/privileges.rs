@@ -218,7 +218,7 @@ fn every_route_that_is_not_public_has_its_privilege_in_the_table() {
 }
 
 #[tokio::test]
-async fn nobody_gets_past_a_route_without_a_token() {
+async fn every_route_refuses_requests_without_a_token() {
     let api = Api::new().await;
     for (method, path, _, body) in routes() {
         let answer = api.send(request(method, path, &body)).await;
@@ -272,7 +272,7 @@ async fn every_route_is_forbidden_without_its_privilege_and_allowed_with_it_alon
 }
 
 #[tokio::test]
-async fn what_is_encrypted_needs_the_cryptography_privileges_too() {
+async fn encrypted_resources_need_the_cryptography_privileges_too() {
     let api = Api::new().await;
     api.fixture.made("secret", "encrypted").await;
     api.fixture.made("open", "plain").await;

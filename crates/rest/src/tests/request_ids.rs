@@ -18,7 +18,7 @@ impl Api {
 }
 
 #[tokio::test]
-async fn a_requests_id_is_in_its_answer_its_task_its_events_and_what_its_host_is_told() {
+async fn a_requests_id_is_in_its_answer_its_task_its_events_and_the_calls_to_its_host() {
     let api = Api::new().await;
     api.done(api.post("vms", vm()).await).await;
     let begun = api.post_as(b"mine-1", "vms/web/start").await;

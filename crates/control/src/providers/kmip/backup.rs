@@ -221,7 +221,7 @@ mod tests {
     }
 
     /// Made from the written format by another implementation (pyca/cryptography): it has to
-    /// open for ever.
+    /// open forever.
     #[test]
     fn the_golden_file_opens() {
         let (settings, key) = open(&golden("correct horse")).unwrap();

@@ -107,7 +107,7 @@ impl KmipProvider {
         Ok(write.commit().await?)
     }
 
-    /// Destroys a key that a server made for a request of ours and that nobody can read, so that there is no
+    /// Destroys a key that a server made for one of our requests and that cannot be read, so that there is no
     /// check value to compare: the server named the id itself, and no VM has it.
     pub(super) async fn destroy_by_id(
         &self,
@@ -323,7 +323,7 @@ async fn revoke_and_destroy(client: &Arc<Client>, id: &KeyId) -> Result<bool, Er
         Ok(State::Active) => revoke().await?,
         Ok(_) => {}
         Err(error) if gone(&error) => return Ok(false),
-        // It does not tell states. Only an Active key can be revoked, and has to be before it is destroyed;
+        // It does not report states. Only an Active key can be revoked, and must be before it is destroyed;
         // of any other one the refusal says nothing.
         Err(error) if error.refusal().is_some() => match revoke().await {
             Err(error) if error.refusal().is_none() => return Err(error),

@@ -206,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn waiting_for_ones_own_turn_says_nothing_of_the_kms() {
+    fn waiting_for_a_free_connection_is_not_a_fault_of_the_kms() {
         let (step, after) = (Step::Wait, std::time::Duration::from_secs(10));
         let error = Error::TimedOut { server: endpoint(), step, after };
         let problem = of("kms", &error);

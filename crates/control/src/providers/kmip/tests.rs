@@ -209,7 +209,7 @@ async fn a_key_is_made_once_given_checked_and_destroyed() {
     let files = here.directory.path().join("providers").join(provider.id.to_string());
     std::fs::write(files.join("client-left.key"), b"sealed").unwrap();
     let once_more = Providers::open(Arc::clone(&here.store), here.directory.path(), None).await;
-    assert!(!files.join("client-left.key").exists(), "it is left for ever");
+    assert!(!files.join("client-left.key").exists(), "it is left forever");
     drop(once_more);
     // A server that was not asked is not reported as answering.
     again.open_up(&provider, secret(PASSPHRASE), "me").await.unwrap();
@@ -222,7 +222,7 @@ async fn a_key_is_made_once_given_checked_and_destroyed() {
 
 /// Every reason why a key is unavailable, with its name.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn whatever_keeps_a_key_away_is_named() {
+async fn every_cause_of_an_unavailable_key_is_named() {
     use KeyFault as Fault;
     let (authority, stranger) = (Authority::new("kms"), Authority::new("stranger"));
     let names = &["127.0.0.1"];
@@ -326,7 +326,7 @@ fn state(payload: &mut Encoder, number: u32) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_kms_that_is_away_is_an_alarm_and_what_was_put_off_is_done_when_it_is_back() {
+async fn an_unreachable_kms_is_an_alarm_and_pending_work_is_done_when_it_is_back() {
     let authority = Authority::new("kms");
     let mut server = PyKmip::start(&authority);
     let identity = authority.client("vmseal", Validity::Now);
@@ -353,7 +353,7 @@ async fn a_kms_that_is_away_is_an_alarm_and_what_was_put_off_is_done_when_it_is_
 
     server.restart();
     here.eventually("no alarm", async |here| here.alarms().await.is_empty()).await;
-    assert!(usable.has_changed().unwrap(), "nobody was told");
+    assert!(usable.has_changed().unwrap(), "no change was reported");
     here.eventually("both are destroyed", async |here| {
         here.events("key.destroyed").await.len() == 2
     })
@@ -420,7 +420,7 @@ async fn the_key_of_a_request_without_an_answer_is_found_again() {
 
 /// A request that a slow server does after its client has given up.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_key_that_is_made_after_nobody_waits_for_it_is_found_and_destroyed() {
+async fn a_key_that_is_made_after_its_request_was_abandoned_is_found_and_destroyed() {
     let authority = Authority::new("kms");
     let server = PyKmip::start(&authority);
     let identity = authority.client("vmseal", Validity::Now);
@@ -457,7 +457,7 @@ async fn a_key_that_is_made_after_nobody_waits_for_it_is_found_and_destroyed() {
     // A key that does not exist after a long time was never created.
     put(&KeyRequest { sent: Timestamp::UNIX_EPOCH, mark: Uuid::from_u128(44), ..left }).await;
     kmip.catch_up().await.unwrap();
-    assert!(open().await.iter().all(|noted| !noted.abandoned), "it is kept for ever");
+    assert!(open().await.iter().all(|noted| !noted.abandoned), "it is kept forever");
     assert!(here.events("key.orphaned").await.is_empty());
 }
 
@@ -517,7 +517,7 @@ fn scripted(
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_a_kms_that_cannot_tell_may_have_made_is_reported_and_never_guessed() {
+async fn a_key_that_a_kms_may_have_made_is_reported_and_never_guessed() {
     let authority = Authority::new("kms");
     let identity = authority.client("vmseal", Validity::Now);
     let count = |log: &Mutex<Vec<OperationCode>>, code| {

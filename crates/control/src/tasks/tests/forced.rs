@@ -40,7 +40,7 @@ async fn a_forced_stop_is_not_forgotten_in_a_crash() {
 
 /// No host received the request: that is known, and the VM is unchanged.
 #[tokio::test]
-async fn a_stop_of_which_a_host_has_not_heard_has_failed_and_is_not_in_doubt() {
+async fn a_stop_that_never_reached_the_host_has_failed_and_is_not_unknown() {
     let fixture = Fixture::new().await;
     let vm = fixture.running("web").await;
     fixture.agent.set_reachable(false);

@@ -36,7 +36,7 @@ async fn a_vm_whose_key_its_host_holds_starts_while_the_kms_is_away() {
 /// The host has the last copy of a key that was destroyed at the KMS (PyKMIP forgets such keys): it opens the disks for
 /// a recryption and for an export, an alarm says so, and no VM is started with it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_vm_whose_key_was_destroyed_at_the_kms_is_led_away_from_it() {
+async fn a_vm_whose_key_was_destroyed_at_the_kms_can_get_another() {
     let here = WithKms::new().await;
     let fixture = &here.fixture;
     let vm = fixture.running("web").await;

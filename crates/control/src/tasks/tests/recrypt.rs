@@ -250,7 +250,7 @@ async fn a_vm_that_runs_is_refused() {
 }
 
 #[tokio::test]
-async fn a_vm_whose_key_cannot_be_had_is_refused() {
+async fn a_vm_whose_key_is_unavailable_is_refused() {
     let fixture = Fixture::new().await;
     let vm = fixture.made("web", "encrypted").await;
     let key = fixture.vm(vm).await.unwrap().key.unwrap();

@@ -85,7 +85,7 @@ async fn tasks_of_the_version_before_step_names_go_on_at_their_steps() {
 
 /// Rows that this version cannot read: the server starts, everything else works, and an alarm says what to do.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_task_that_cannot_be_read_is_left_as_it_is_until_somebody_resolves_it() {
+async fn a_task_that_cannot_be_read_is_left_as_it_is_until_it_is_resolved() {
     for (column, value) in [
         ("operation", "{\"do\":\"defragment_vm\"}"),
         ("operation", "rubbish"),

@@ -31,7 +31,7 @@ async fn restarted(here: &Here) -> Providers {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_lost_passphrase_is_no_end() {
+async fn a_client_key_with_a_lost_passphrase_can_be_replaced() {
     let authority = Authority::new("kms");
     let server = any_client(&authority);
     let identity = authority.client("vmseal", Validity::Now);

@@ -74,7 +74,7 @@ async fn servers_of_a_provider_change_while_it_is_used() {
     change(&here, &provider, ServerChange::Remove("one".to_owned())).await.unwrap();
     assert_eq!(order(&here, &provider), ["two"]);
     kms.get_key(vm, &key).await.unwrap();
-    here.eventually("its request is told of", async |here| {
+    here.eventually("its request is reported", async |here| {
         let orphans = here.events("key.orphaned").await;
         orphans.iter().any(|detail| detail.contains("one at 127.0.0.1 port"))
     })
