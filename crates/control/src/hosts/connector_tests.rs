@@ -1,4 +1,4 @@
-//! The way to agents over HTTPS: the server's client and certificates, the agent's own router and TLS.
+//! Agents over HTTPS: the server's client and certificates, the agent's own router and TLS.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -75,7 +75,7 @@ async fn a_vm_is_seen_and_worked_on_through_it() {
     let vm = fixture.running("web").await;
     let client = peers.client(host, peers.agent(host, fixture.agent.clone()).await);
     assert_eq!(client.describe().await.unwrap(), fixture.agent.describe().await.unwrap());
-    // Until when the agent's certificate is valid is known from the connection.
+    // The end of the certificate's validity is known from the connection.
     let until = crate::setup::expiry::until(&client.certificate().unwrap()).unwrap();
     assert!(until > jiff::Timestamp::now() + jiff::SignedDuration::from_hours(24 * 365 * 9));
     let state = client.state_after(None, STATE_WAIT_MAX * 2).await.unwrap();
@@ -141,7 +141,7 @@ async fn an_agent_of_another_authority_is_refused_and_refuses() {
     let address = theirs.agent(host, SimulatedHost::new()).await;
     let problem = ours.client(host, address).describe().await.unwrap_err();
     assert_eq!(problem.code, ErrorCode::Unreachable, "{problem}");
-    // Their authority trusted, and still our certificate shown.
+    // Their authority is trusted, but our certificate is still sent.
     let mixed = ClientIdentity {
         authority: theirs.identity.authority.clone(),
         certificate: Arc::clone(&ours.identity.certificate),
@@ -151,7 +151,7 @@ async fn an_agent_of_another_authority_is_refused_and_refuses() {
 }
 
 #[tokio::test]
-async fn nobody_there_is_unreachable_and_says_so() {
+async fn a_missing_agent_is_unreachable_and_the_problem_says_so() {
     let (peers, host) = (Peers::new(), HostId::new());
     let nobody = TcpListener::bind("127.0.0.1:0").await.unwrap().local_addr().unwrap();
     let problem = peers.client(host, nobody).describe().await.unwrap_err();
@@ -160,9 +160,9 @@ async fn nobody_there_is_unreachable_and_says_so() {
     assert!(problem.detail.contains("refused"), "{problem}");
 }
 
-/// What is no agent of vmseal answers something else than problems.
+/// A server that is not a vmseal agent does not answer with problems.
 #[tokio::test]
-async fn something_else_that_listens_there_is_told_apart() {
+async fn another_service_at_the_address_is_recognized() {
     let (peers, host) = (Peers::new(), HostId::new());
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();

@@ -1,4 +1,4 @@
-//! The first start, and every other: a data directory with all that a server keeps.
+//! Opens the data directory at the first and every later start.
 //!
 //! ```text
 //! ca.key, ca.pem      the authority
@@ -6,11 +6,11 @@
 //! admin.token         the first user's token, written once; remove it when you have stored it
 //! inventory.db        the inventory
 //! providers/ID/key    a native provider's key, sealed under its passphrase
-//! lock                held by the server that runs
+//! lock                held by the running server
 //! ```
 //!
-//! Each piece is put in its place whole, and a start makes what is missing: one that is cut short is
-//! mended by the next.
+//! Each file is written atomically, and a start makes those that are missing: so the next start completes one
+//! that was interrupted.
 
 use std::fs::{File, OpenOptions};
 use std::net::SocketAddr;
@@ -55,7 +55,7 @@ pub enum InitialiseError {
     Random,
 }
 
-/// What a start finds or makes.
+/// The opened data directory.
 pub struct Initialised {
     /// Held while the server runs.
     pub lock: Flock<File>,
@@ -71,7 +71,7 @@ fn file_error(path: &Path) -> impl FnOnce(std::io::Error) -> InitialiseError {
     move |source| InitialiseError::File { path: path.to_owned(), source }
 }
 
-/// Opens a data directory, and makes what is missing in it.
+/// Opens a data directory, and makes missing files.
 ///
 /// # Errors
 /// [`InitialiseError`].
@@ -101,8 +101,8 @@ fn lock(data_dir: &Path) -> Result<Flock<File>, InitialiseError> {
         .map_err(|_| InitialiseError::Locked(data_dir.to_owned()))
 }
 
-/// Writes the token first and its hash then: after a crash between the two there is no user yet, and
-/// the next start writes another token.
+/// Writes the token first, then its hash: after a crash between the two there is no user yet, and the next start
+/// writes another token.
 async fn make_admin(data_dir: &Path, store: &Store) -> Result<(), InitialiseError> {
     if !users::list(&mut *store.read().await?).await?.is_empty() {
         return Ok(());
@@ -119,8 +119,8 @@ async fn make_admin(data_dir: &Path, store: &Store) -> Result<(), InitialiseErro
     Ok(())
 }
 
-/// The names that the server's certificate carries: those that were asked for and, where it listens on
-/// loopback or everywhere, loopback's.
+/// The names in the server's certificate: those that were given and, if it listens on loopback or on all
+/// addresses, those of loopback.
 #[must_use]
 pub fn certificate_names(listen: SocketAddr, asked: &[String]) -> Vec<String> {
     let mut names = asked.to_vec();
@@ -179,9 +179,9 @@ mod tests {
         assert!(!database.windows(43).any(|window| window == token.trim().as_bytes()));
     }
 
-    /// Every piece missing, as a crash before it was made (or an earlier start of another version) leaves it.
+    /// Each file missing in turn, as after a crash before it was made, or after a start of an earlier version.
     #[tokio::test]
-    async fn a_start_that_was_cut_short_is_mended_by_the_next() {
+    async fn the_next_start_completes_an_interrupted_one() {
         for missing in ["ca.pem", "server.pem", "inventory.db"] {
             let directory = tempfile::tempdir().unwrap();
             let started = start(directory.path()).await.unwrap();

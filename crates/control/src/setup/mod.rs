@@ -1,4 +1,4 @@
-//! What a server is before it serves: its data directory, its authority, its certificate.
+//! The setup of a server: its data directory, its authority, its certificate.
 pub mod authority;
 pub(crate) mod expiry;
 pub mod identity;

@@ -1,5 +1,5 @@
-//! Keys that a provider was asked to make, from before the question until the key is in the inventory.
-//! For providers that make another key every time they are asked.
+//! Requests to create keys, recorded from before the request until the key is in the inventory. For providers that
+//! create another key for every request.
 
 use jiff::Timestamp;
 use sqlx::{FromRow, SqliteConnection};
@@ -8,24 +8,24 @@ use vmseal_api::id::{ProviderId, VmId};
 
 use super::{StoreError, parse};
 
-/// A question to a provider.
+/// A request to a provider.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KeyRequest {
     /// Its id.
     pub request: Uuid,
-    /// What the key is found by again, if the server keeps it.
+    /// The mark by which the key is found, if the server stores it.
     pub mark: Uuid,
     /// When it was sent.
     pub sent: Timestamp,
-    /// For which VM.
+    /// The VM.
     pub vm: VmId,
-    /// Which server was asked.
+    /// The server.
     pub server: String,
-    /// Whether the server was asked to keep the mark with the key.
+    /// Whether the server was asked to store the mark with the key.
     pub marked: bool,
     /// The key, once it is known.
     pub key_id: Option<String>,
-    /// Nobody wants the key any more.
+    /// The key is no longer needed.
     pub abandoned: bool,
 }
 
@@ -57,7 +57,7 @@ impl TryFrom<Row> for KeyRequest {
     }
 }
 
-/// Notes a question, or what is known of its answer.
+/// Records a request, or what is known of its answer.
 pub async fn put(
     to: &mut SqliteConnection,
     provider: ProviderId,
@@ -84,7 +84,7 @@ pub async fn put(
     Ok(())
 }
 
-/// A question that was noted.
+/// A recorded request.
 pub async fn get(
     from: &mut SqliteConnection,
     provider: ProviderId,
@@ -101,7 +101,7 @@ pub async fn get(
     row.map(KeyRequest::try_from).transpose()
 }
 
-/// The questions whose keys nobody wants any more.
+/// The requests whose keys are no longer needed.
 pub async fn abandoned(
     from: &mut SqliteConnection,
     provider: ProviderId,
@@ -116,7 +116,7 @@ pub async fn abandoned(
     rows.into_iter().map(KeyRequest::try_from).collect()
 }
 
-/// All questions to a provider.
+/// All requests to a provider.
 pub async fn of_provider(
     from: &mut SqliteConnection,
     provider: ProviderId,
@@ -131,7 +131,7 @@ pub async fn of_provider(
     rows.into_iter().map(KeyRequest::try_from).collect()
 }
 
-/// Has the questions that went to one server name another one.
+/// Changes the server of the requests that went to one server.
 pub async fn set_server(
     to: &mut SqliteConnection,
     provider: ProviderId,
@@ -147,7 +147,7 @@ pub async fn set_server(
     Ok(())
 }
 
-/// Forgets a question: its key is in the inventory, or there is none.
+/// Deletes a request: its key is in the inventory, or there is none.
 pub async fn delete(
     to: &mut SqliteConnection,
     provider: ProviderId,

@@ -1,4 +1,4 @@
-//! Who is it? A bearer token (RFC 6750).
+//! Authentication by a bearer token (RFC 6750).
 
 use std::sync::Arc;
 
@@ -13,14 +13,14 @@ use vmseal_control::services::{self, Caller, Services};
 use crate::connections::Connection;
 use crate::problem::ProblemResponse;
 
-/// The longest token that is looked at, in bytes; ours have 43.
+/// The maximum length of a token that is checked, in bytes; ours have 43.
 const TOKEN_MAX: usize = 256;
 
-/// The user who asks.
+/// The user who sent the request.
 #[derive(Clone, Debug)]
 pub(crate) struct Authenticated(pub Caller);
 
-/// Lets a request pass that comes from a user.
+/// Lets only requests of users pass.
 pub(crate) async fn authenticate(
     State(control): State<Arc<Services>>,
     mut request: Request,

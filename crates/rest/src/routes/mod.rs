@@ -1,6 +1,6 @@
 //! The REST API under `/api/v1`: one module per resource.
 //!
-//! Every answer that is not a success is a problem (RFC 9457), also for what no handler sees.
+//! Every answer that is not a success is a problem (RFC 9457), even if no handler gets the request.
 
 mod about;
 mod bitmaps;
@@ -39,7 +39,7 @@ use crate::problem::{self, ProblemResponse};
 use crate::request::{auth, dry_run};
 use crate::trace;
 
-/// How long a request may take in all; console connections are no requests any more once they stand.
+/// How long a request may take in all; an established console connection is no longer a request.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(60);
 
 #[derive(OpenApi)]
@@ -122,13 +122,13 @@ fn user_routes() -> OpenApiRouter<Arc<Services>> {
         .routes(routes!(changes::show))
 }
 
-/// The API as a document.
+/// The OpenAPI document.
 #[must_use]
 pub fn document() -> utoipa::openapi::OpenApi {
     open_routes().merge(user_routes()).into_openapi()
 }
 
-/// The routes that need a user, without the check who it is.
+/// The routes that need a user, without the authentication.
 pub(crate) fn user_router() -> axum::Router<Arc<Services>> {
     let parameterized = dry_run::RoutesWithQuery::of(&document());
     let api = axum::Router::from(user_routes())
@@ -160,8 +160,8 @@ async fn wrong_method(request: Request) -> ProblemResponse {
     problem.into()
 }
 
-/// Answers in time. What changes something goes on when its client hangs up or the time is over: between the
-/// record of a task and its beginning nothing may be dropped.
+/// Answers within the timeout. A changing request runs on when its client disconnects or the timeout passes: it must not
+/// be dropped between recording a task and starting it.
 async fn limit_time(request: Request, next: Next) -> Response {
     let changes = !request.method().is_safe();
     let work = async {
@@ -174,7 +174,7 @@ async fn limit_time(request: Request, next: Next) -> Response {
     match tokio::time::timeout(REQUEST_TIMEOUT, work).await {
         Ok(Ok(response)) => response,
         Ok(Err(error)) => {
-            tracing::error!(%error, "a request ended in a defect");
+            tracing::error!(%error, "a handler panicked");
             let detail = "a defect of vmseal ended the request: the server's log says where; whether it was done is not known";
             ProblemResponse::from(Problem::new(ErrorCode::Internal, detail)).into_response()
         }

@@ -1,4 +1,4 @@
-//! The servers of a provider: added, removed, at another address, in another order.
+//! The servers of a provider: adds, removes and reorders them, and changes their addresses.
 
 use vmseal_api::kmip::{AddKmipServer, SERVERS_MAX};
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -9,21 +9,21 @@ use crate::store::events::NewEvent;
 use crate::store::providers::Provider;
 use crate::store::{key_requests, kmip};
 
-/// What becomes of the servers of a provider.
+/// A change of the servers of a provider.
 #[derive(Clone, Debug)]
 pub enum ServerChange {
-    /// Another one, the last in the order; nobody has trusted it yet.
+    /// Adds one as the last in the order; it is not trusted yet.
     Add(AddKmipServer),
-    /// One that is not asked any more, by its alias.
+    /// Removes the one with this alias.
     Remove(String),
-    /// Another address of the server with this alias. Whom to trust for it stays as it is.
+    /// Changes the address of the server with this alias. Its trust stays.
     Set(AddKmipServer),
-    /// Another place in the order, from 1, of the server with this alias.
+    /// Moves the server with this alias to another place in the order, from 1.
     Move(String, usize),
 }
 
 impl ServerChange {
-    /// The servers after the change, with what an event says of it.
+    /// The servers after the change, with the text of its event.
     fn apply(
         &self,
         provider: &str,
@@ -118,8 +118,8 @@ impl Providers {
         let (servers, (kind, detail)) = change.apply(&provider.name, servers)?;
         kmip::replace_servers(&mut write, provider.id, &servers).await?;
         if let Some((alias, former)) = former {
-            // What was asked of it is not to be looked for, or destroyed by its id, at whatever has the alias
-            // or the address now.
+            // Its requests must not be looked for, and keys not destroyed by their ids, at another server that has the
+            // alias or the address now.
             key_requests::set_server(&mut write, provider.id, alias, &former).await?;
         }
         write.event(NewEvent { kind, actor, target: &provider.name, detail: &detail }).await?;
@@ -127,7 +127,7 @@ impl Providers {
         self.refreshed(provider, None).await
     }
 
-    /// What [`Providers::change_servers`] would do, in words.
+    /// A text that says what [`Providers::change_servers`] would do.
     ///
     /// # Errors
     /// Those of [`Providers::change_servers`].

@@ -39,7 +39,7 @@ async fn after_a_restart_a_creation_waits_for_the_passphrase_of_its_provider() {
         let waiting = seen.waiting.unwrap();
         assert_eq!(waiting.name, "keys");
         assert!(waiting.to_string().contains("vmseal provider unlock keys"), "{waiting}");
-        // However long: more often than a step is tried.
+        // However long: for more attempts than a step has.
         tokio::time::sleep(Duration::from_millis(200)).await;
         assert!(fixture.task(task).await.ended.is_none(), "it was given up");
         fixture.unlock("keys").await;
@@ -68,7 +68,7 @@ async fn a_creation_that_waits_for_its_provider_can_be_cancelled_and_leaves_noth
     fixture.assert_nothing_left(vm, "cancelled").await;
 }
 
-/// A start tells at once what is wrong: somebody waits for it.
+/// A start reports at once what is wrong: a user waits for it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_start_does_not_wait_for_a_passphrase() {
     let mut fixture = Fixture::new().await;
@@ -82,7 +82,7 @@ async fn a_start_does_not_wait_for_a_passphrase() {
     assert_eq!((ended.state, problem.code), (TaskState::Failed, ErrorCode::Locked), "{problem}");
 }
 
-/// The provider is away at each step of a recryption for longer than a step is tried.
+/// The provider is unreachable at each step of a recryption for longer than a step is retried.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_recryption_waits_for_its_provider_at_every_step() {
     for step in recrypt::steps() {
@@ -95,7 +95,7 @@ async fn a_recryption_waits_for_its_provider_at_every_step() {
             fixture.restart(|engine| engine.environment.faults = Some(faults)).await;
             let task = fixture.begin(fixture.recryption(vm).await, "web").await;
             let ended = fixture.ended(task).await;
-            // Before anything is done it is told at once, and the commit step asks nothing of the provider.
+            // Before anything is done the failure is reported at once, and the commit step does not use the provider.
             let told = ["check-key", "switch-key"].contains(&step);
             let expected = if told { TaskState::Failed } else { TaskState::Done };
             assert_eq!(ended.state, expected, "{what}: {:?}", ended.problem);
@@ -103,7 +103,7 @@ async fn a_recryption_waits_for_its_provider_at_every_step() {
     }
 }
 
-/// The disk below the inventory is full for longer than a step is tried.
+/// The disk of the inventory is full for longer than a step is retried.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_step_is_not_given_up_because_the_inventory_fails() {
     for step in Kind::Create.steps() {

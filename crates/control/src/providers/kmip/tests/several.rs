@@ -38,7 +38,7 @@ async fn a_test_says_whether_the_servers_replicate() {
     let tested = test().await;
     assert_eq!(keys(&tested), [Some(KmipKeyTested::Made), Some(KmipKeyTested::Missing)]);
     assert_eq!(tested.replicate, Some(false));
-    // Nothing is asked of a key without one, and nothing said of one server.
+    // Without a key there is no result about keys, and none about a single server.
     let plain = here.providers.test(&provider, false, "me").await.unwrap();
     assert_eq!((keys(&plain), plain.replicate), (vec![None, None], None));
     change(&here, &provider, ServerChange::Remove("two".to_owned())).await.unwrap();
@@ -68,13 +68,13 @@ async fn servers_of_a_provider_change_while_it_is_used() {
     assert_eq!(here.providers.status(&provider), ProviderStatus::Normal);
     change(&here, &provider, ServerChange::Move("two".to_owned(), 1)).await.unwrap();
     assert_eq!(order(&here, &provider), ["two", "one"]);
-    // What was asked of a server that goes is not looked for at another one under its name.
+    // Requests to a removed server are not looked for at another one under its name.
     let abandoned = KeyRequest { abandoned: true, ..asked_of_one(vm, Uuid::from_u128(9)) };
     put(&here, provider.id, &abandoned).await;
     change(&here, &provider, ServerChange::Remove("one".to_owned())).await.unwrap();
     assert_eq!(order(&here, &provider), ["two"]);
     kms.get_key(vm, &key).await.unwrap();
-    here.eventually("its request is told of", async |here| {
+    here.eventually("its request is reported", async |here| {
         let orphans = here.events("key.orphaned").await;
         orphans.iter().any(|detail| detail.contains("one at 127.0.0.1 port"))
     })
@@ -123,7 +123,7 @@ async fn certificates_that_end_soon_are_alarms() {
     assert!(raised(Timestamp::now()).is_none());
     let client = here.providers.kmip_details(&provider).unwrap().client.unwrap();
     let last = client.not_after.max(shown.not_after);
-    // Each is told of: the client's, that of a server which an authority signed, and a pinned one.
+    // Each is in the alarm: the client's, one that an authority signed, and a pinned one.
     let alarm = raised(last).unwrap();
     assert_eq!(alarm.code, expiry::CODE);
     for what in ["the client certificate", "of server 'one'", "of server 'two'"] {
