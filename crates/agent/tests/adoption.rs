@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
 use tokio::net::UnixListener;
-use vmseal_agent::{AcceleratorChoice, AgentOptions, RealHost};
+use vmseal_agent::{AcceleratorChoice, AgentOptions, FILTER_RESTART_TIMEOUT, RealHost};
 use vmseal_api::host::{HostAgent, NoticeCode, Power, PowerOff, StopReason, VmSpec, VmState};
 use vmseal_api::id::VmId;
 use vmseal_api::problem::ErrorCode;
@@ -88,6 +88,7 @@ impl Host {
             uid_base: 1_900_000_000,
             accelerator: AcceleratorChoice::Tcg,
             hardening: None,
+            filter_restart_timeout: FILTER_RESTART_TIMEOUT,
         };
         RealHost::start(options).await.unwrap()
     }

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use tokio::io::AsyncReadExt;
 use vmseal_agent::contract::{self, BANNER, Fixture, write_image};
-use vmseal_agent::{AcceleratorChoice, AgentOptions, RealHost};
+use vmseal_agent::{AcceleratorChoice, AgentOptions, FILTER_RESTART_TIMEOUT, RealHost};
 use vmseal_api::host::{
     Allocation, CreateJob, DatastoreLocation, DatastoreSpec, Device, DiskFacts, DiskSpec,
     DiskToCreate, HostAgent, ImageSource, JobSpec, JobState, NoticeCode, Power, PowerOff,
@@ -54,6 +54,10 @@ impl Bench {
     }
 
     async fn agent(&self) -> Arc<dyn HostAgent> {
+        self.agent_that_retries_for(FILTER_RESTART_TIMEOUT).await
+    }
+
+    async fn agent_that_retries_for(&self, filter_restart_timeout: Duration) -> Arc<dyn HostAgent> {
         let options = AgentOptions {
             run_dir: self.path("run"),
             filter: filter(),
@@ -62,6 +66,7 @@ impl Bench {
             uid_base: 1_900_000_000,
             accelerator: AcceleratorChoice::Tcg,
             hardening: None,
+            filter_restart_timeout,
         };
         Arc::new(RealHost::start(options).await.unwrap())
     }
@@ -458,6 +463,25 @@ async fn an_image_that_was_replaced_is_reported_and_never_served() {
     bench.nothing_runs();
 }
 
+/// Where its own file does not come back, the VM is stopped, and its end is on record.
+#[tokio::test]
+async fn a_vm_whose_image_was_replaced_is_stopped_when_no_filter_can_serve_it() {
+    let bench = Bench::new();
+    let agent = bench.agent_that_retries_for(Duration::from_secs(1)).await;
+    let spec = running(&bench, &*agent).await;
+    let (vm, disk) = (spec.vm, spec.disk_at(0).unwrap().disk);
+    let image = bench.path("store").join(vm.to_string()).join(format!("{disk}.raw"));
+    let copy = bench.path("store/copy");
+    std::fs::copy(&image, &copy).unwrap();
+    std::fs::rename(&copy, &image).unwrap();
+    bench.kill(vm, "filter");
+    let off = wait(&*agent, vm, |state| state.power == Power::Off).await;
+    let end = off.died.expect("the end of the VM is not on record");
+    assert_eq!(end.reason, StopReason::FilterDied);
+    assert!(end.detail.contains("another file"), "{}", end.detail);
+    bench.nothing_runs();
+}
+
 /// The status of a replica is unavailable while no filter writes the replica.
 #[tokio::test]
 async fn a_replica_is_reported_while_a_filter_writes_it() {
@@ -565,6 +589,7 @@ async fn a_half_started_vm_is_swept_and_two_agents_cannot_work_in_one_place() {
         uid_base: 1_900_000_000,
         accelerator: AcceleratorChoice::Tcg,
         hardening: None,
+        filter_restart_timeout: FILTER_RESTART_TIMEOUT,
     });
     let error = second.await.err().expect("a second agent started");
     assert!(error.to_string().contains("another agent"), "{error}");

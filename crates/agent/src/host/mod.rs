@@ -68,6 +68,8 @@ pub struct AgentOptions {
     pub accelerator: Choice,
     /// What [`vmseal_secret::process::harden`] achieved; none when it was not called.
     pub hardening: Option<Hardening>,
+    /// How long starting another filter for a running VM is retried before the VM is stopped.
+    pub filter_restart_timeout: Duration,
 }
 
 /// Why an agent does not start.
@@ -149,6 +151,7 @@ impl RealHost {
             filter: Arc::new(filter),
             qemu,
             accelerator,
+            filter_restart_timeout: options.filter_restart_timeout,
         });
         let vms = vm::adopt(&shared).await.map_err(run_error)?;
         let records = shared.run_dir.exports();

@@ -33,6 +33,7 @@ mod workers;
 
 use std::fs::File;
 use std::sync::Arc;
+use std::time::Duration;
 
 use tokio::sync::{mpsc, oneshot};
 use vmseal_api::filter::{BitmapChange, BitmapStatus, ReplicaStatus};
@@ -55,6 +56,7 @@ use crate::vm::state_store::StateStore;
 pub use adopt::adopt;
 use left_running::LeftRunning;
 use running::Running;
+pub use service::FILTER_RESTART_TIMEOUT;
 
 /// Calls that may wait for a VM's owner.
 const CALLS_MAX: usize = 32;
@@ -79,6 +81,8 @@ pub struct Shared {
     pub qemu: Qemu,
     /// How guests are accelerated.
     pub accelerator: Accelerator,
+    /// How long starting another filter is retried before the VM is stopped.
+    pub filter_restart_timeout: Duration,
 }
 
 type Reply<T> = oneshot::Sender<Result<T, Problem>>;

@@ -29,9 +29,9 @@ use crate::process::run_dir::ProcessDir;
 use crate::process::users::Slot;
 use crate::process::{Exit, Process};
 
-/// How long starting another filter is retried. The kernel may take a while to finish the requests of the
-/// dead one on a slow disk, and holds the image's lock until then.
-const RETRY_TIME: Duration = Duration::from_secs(60);
+/// How long starting another filter is retried, unless a test says otherwise. The kernel may take a while to finish
+/// the requests of the dead one on a slow disk, and holds the image's lock until then.
+pub const FILTER_RESTART_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The pause after the first failed attempt; it doubles after each.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
@@ -107,7 +107,7 @@ impl Service {
     }
 }
 
-/// Starts a filter for a guest that waits; retries for [`RETRY_TIME`].
+/// Starts a filter for a guest that waits; retries for the host's `filter_restart_timeout`.
 async fn serve_again(
     shared: &Shared,
     directory: &ProcessDir,
@@ -115,7 +115,7 @@ async fn serve_again(
     slot: &Slot,
     qmp: &Qmp,
 ) -> Result<Process, Problem> {
-    let give_up = Instant::now() + RETRY_TIME;
+    let give_up = Instant::now() + shared.filter_restart_timeout;
     let mut pause = FIRST_PAUSE;
     loop {
         let served = match serve::filter(shared, directory, &plan, slot).await {

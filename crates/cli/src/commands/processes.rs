@@ -5,7 +5,9 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, ensure};
 use tokio::signal::unix::{SignalKind, signal};
-use vmseal_agent::{AcceleratorChoice as Choice, AgentOptions, JoinOptions};
+use vmseal_agent::{
+    AcceleratorChoice as Choice, AgentOptions, FILTER_RESTART_TIMEOUT, JoinOptions,
+};
 use vmseal_rest::ServerOptions;
 use vmseal_secret::process::{Hardening, MemoryLock};
 use zeroize::Zeroizing;
@@ -65,6 +67,7 @@ async fn run_agent(options: RunAgent, hardening: Hardening) -> anyhow::Result<()
             Accelerator::Tcg => Choice::Tcg,
         },
         hardening: Some(hardening),
+        filter_restart_timeout: FILTER_RESTART_TIMEOUT,
     };
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
