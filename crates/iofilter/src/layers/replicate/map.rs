@@ -1,27 +1,27 @@
-//! The map of a replica: keeps on record, durably, which chunks may differ, and alone marks and unmarks them.
+//! The map of a replica: records durably which chunks may differ. Only it marks and unmarks them.
 //!
 //! ```text
-//!                                            taken up
+//!                                           loaded
 //!                                                v
-//!  Valid ── a write or flush of the map fails ──> Unknown ── written anew ──> Valid
-//!                                                    │ cannot be, but its first block can be wiped
+//!  Valid ── a write or flush of the map fails ──> Unknown ── rewritten ──> Valid
+//!                                                    │ rewriting fails, but its first block can be wiped
 //!                                                    v
-//!                                                  Void ── written anew ──> Valid
+//!                                                  Void ── rewritten ──> Valid
 //! ```
 //! - **Valid**: the file says of every marked chunk that it may differ.
-//! - **Void**: the file says, durably, that it is not to be believed; the next process copies everything. What
-//!   changes is marked in memory alone.
-//! - **Unknown**: the file may be believed and wrong. Nothing is marked any more, so changes of clean chunks wait.
+//! - **Void**: the file says, durably, that it is invalid; the next process copies everything. Changed chunks
+//!   are marked in memory only.
+//! - **Unknown**: the file may look valid and be wrong. Nothing is marked any more, so changes of clean chunks wait.
 //!
-//! A map that is taken up is Unknown, whatever is read. The process before may have been killed, or failed, between
-//! a write of the map and its flush: then a mark is read that is in the kernel's memory alone, and after a power cut
-//! the file says that the chunk is clean. So no change goes down, not even of a chunk that is marked, before the
-//! map has been written anew or wiped. A flush would not do: after one that has failed the kernel may take the pages
-//! for written.
+//! A map is Unknown when it is loaded, whatever it holds. The previous process may have been killed, or failed, between
+//! a write of the map and its flush: then a mark is read that is in the kernel's memory only, and after a power cut
+//! the file says that the chunk is clean. So no change is passed down, not even of a marked chunk, before the
+//! map has been rewritten or wiped. A flush is not enough: after a failed flush the kernel may treat the pages as
+//! written.
 //!
-//! A mark is durable before it is seen. The end of one need not be: a chunk that is copied once more does no
-//! harm. But it comes after what was copied is durable, on the replica and on the disk itself: after a power
-//! cut a disk may be older than what was read from it.
+//! A mark is durable before it is visible. Its removal need not be: a chunk that is copied once more does no
+//! harm. But it is removed only after the copied data is durable, on the replica and on the disk itself: after a
+//! power cut a disk may be older than the data that was read from it.
 
 use crate::layers::replicate::blocking_disk::BlockingDisk;
 use crate::layers::replicate::chunks::{Chunks, NEVER, Span, Ticket};
@@ -29,7 +29,7 @@ use crate::layers::replicate::format::{BLOCK, Foreign, Geometry, Image};
 use crate::stack::memory::Segment;
 use crate::stack::request::IoError;
 
-/// What the file is worth.
+/// Whether the file can be relied on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum MapValidity {
     Valid,
@@ -37,28 +37,28 @@ enum MapValidity {
     Unknown,
 }
 
-/// A chunk that was copied: what was done before `began` the replica has now, durably.
+/// A copied chunk: the replica now durably has every change made before `began`.
 #[derive(Clone, Copy, Debug)]
 pub struct Copied {
-    /// Which.
+    /// Which chunk.
     pub chunk: usize,
-    /// None if something was under way when the copy began.
+    /// None if a change was in flight when the copy began.
     pub ticket: Option<Ticket>,
     /// When the copy began, in milliseconds since 1970.
     pub began: u64,
 }
 
-/// What was found in the file.
+/// What the file held.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MapLoad {
-    /// A map; the copy goes on.
+    /// A map; the copy resumes.
     Map {
-        /// Blocks of it whose chunks are all copied again.
+        /// Damaged blocks, whose chunks are all copied again.
         damaged_blocks: usize,
     },
-    /// None that is to be believed: everything is copied.
+    /// No valid map: everything is copied.
     Nothing(Foreign),
-    /// It cannot be read: everything is copied.
+    /// The file cannot be read: everything is copied.
     Unreadable(IoError),
 }
 
@@ -72,7 +72,7 @@ pub struct Map {
 }
 
 impl Map {
-    /// Reads the map, marks what it calls dirty, and writes a new one where there is none.
+    /// Reads the map, marks the chunks that it calls dirty, and writes a new map where there is none.
     pub fn open(file: BlockingDisk, geometry: Geometry, chunks: &Chunks) -> (Self, MapLoad) {
         let (mut map, found) = Self::read(file, geometry);
         let up_to = map.image.up_to();
@@ -101,13 +101,13 @@ impl Map {
         self.worth != MapValidity::Unknown
     }
 
-    /// Why the map is not kept; none if it is.
+    /// Why the map cannot be kept up to date; none if it is.
     #[must_use]
     pub fn failure(&self) -> Option<IoError> {
         self.failure
     }
 
-    /// Marks chunks that are about to change: on record first. The replica has of them what was done before `now`,
+    /// Marks chunks that are about to change: recorded first. The replica has every change of them made before `now`,
     /// or, if that is [`NEVER`], nothing. False if that cannot be recorded: ask again.
     pub fn mark(&mut self, chunks: &Chunks, spans: &[Span], now: u64) -> bool {
         let mut touched = Touched::default();
@@ -135,7 +135,7 @@ impl Map {
         true
     }
 
-    /// Takes the marks of what was copied, where nothing has changed since the copy began.
+    /// Unmarks copied chunks that have not changed since the copy began.
     pub fn unmark(&mut self, chunks: &Chunks, copied: &[Copied], now: u64) {
         let mut touched = Touched::default();
         for Copied { chunk, ticket, began } in copied {
@@ -160,8 +160,8 @@ impl Map {
         self.failure.get_or_insert(error);
     }
 
-    /// Writes the whole map anew where the file is not valid, or else makes it void. After either all that is marked
-    /// is on record: every process will copy it.
+    /// Rewrites the whole map where the file is not valid, or else makes it void. After either, all marks are
+    /// recorded: every process will copy those chunks.
     fn mend(&mut self, chunks: &Chunks) {
         if self.worth == MapValidity::Valid {
             return;
@@ -180,7 +180,7 @@ impl Map {
         }
     }
 
-    /// Bits first: with its first block the file is believed, also when that could not be written well.
+    /// Bits first: the first block makes the file valid, even if its own write reports an error.
     fn write_anew(&mut self) -> Result<(), IoError> {
         (0..self.image.blocks()).for_each(|index| self.image.seal(index));
         self.put(1, self.image.blocks() - 1)?;
@@ -197,7 +197,7 @@ impl Map {
         self.file.flush()
     }
 
-    /// Writes the blocks that have changed; whether there were any.
+    /// Writes the blocks that have changed; true if there were any.
     fn write(&mut self, touched: Touched) -> Result<bool, IoError> {
         let Some((first, last)) = touched.0 else { return Ok(false) };
         (first..=last).for_each(|index| self.image.seal(index));
@@ -213,7 +213,7 @@ impl Map {
     }
 }
 
-/// The blocks of a map that are to be written: one stretch, with what lies between.
+/// The blocks of a map that must be written: one range, gaps included.
 #[derive(Clone, Copy, Debug, Default)]
 struct Touched(Option<(usize, usize)>);
 

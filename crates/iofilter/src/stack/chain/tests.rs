@@ -1,4 +1,4 @@
-//! Filters with defects: nothing hangs, nothing is ended twice, and no memory is used that was given back.
+//! Filters with defects: nothing hangs, nothing is completed twice, and no memory is used after it was given back.
 
 use std::sync::{Arc, Mutex};
 
@@ -6,7 +6,7 @@ use super::*;
 
 type Step = Box<dyn FnMut(RequestId, &mut Io<'_>) + Send>;
 
-/// A filter that does what a test says.
+/// A filter whose behaviour the test sets.
 struct By {
     children: usize,
     down: Step,
@@ -29,7 +29,7 @@ impl Filter for By {
     }
 }
 
-/// What a filter without a defect does with what comes up.
+/// How a filter without a defect handles a request that comes up.
 fn finish(id: RequestId, io: &mut Io<'_>) {
     match io.parent(id) {
         None => io.complete(id, io.request(id).result),
