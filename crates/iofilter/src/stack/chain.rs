@@ -38,8 +38,8 @@
 //! then sets a deadline for the next attempt.
 //!
 //! The chain confines a filter's defect to that filter (docs/decisions/053). A request that a filter has neither
-//! passed, completed, split nor held when it returns is completed with [`IoError::Forgotten`]; a filter can neither pass
-//! nor complete a request that it does not have; a request with children in flight goes up after the last of them, so
+//! passed, completed, split nor held when it returns is completed with [`IoError::Forgotten`]; a filter cannot pass
+//! or complete a request that it does not have; a request with children in flight goes up after the last of them, so
 //! that no guest memory is in use after the guest got it back; and a filter makes no more children than it declared.
 //!
 //! Nothing here allocates or locks while requests flow: slots, lists and tables are made once, for

@@ -156,7 +156,7 @@ const ARENAS_KEPT: usize = 4;
 pub struct Segments {
     list: Vec<Segment>,
     bytes: usize,
-    /// The arenas that the segments point into. They stay when the list is emptied, so that a list that is used with the
+    /// The arenas that the segments point into. They stay when the list is emptied, so that a list that uses the
     /// same arena again and again changes no reference counts.
     arenas: Vec<Arc<Arena>>,
 }

@@ -63,7 +63,7 @@ pub enum IoError {
     /// The file ends before the end of the disk.
     #[error("the image ends before the end of the disk: it was truncated; restore it from a copy")]
     Truncated,
-    /// An earlier flush has failed: the kernel may have dropped data that it should have written, and reports that only once.
+    /// An earlier flush has failed: the kernel may have dropped data that it should have written, and reports it once.
     #[error(
         "an earlier flush failed, so what was written before it may be lost; look at the datastore, then stop and start the VM"
     )]
@@ -147,8 +147,8 @@ pub struct Request {
 }
 
 impl Request {
-    /// Copies the data to write, from `start` bytes on, into `to`; returns how many bytes there were. The guest may change
-    /// it at any time: read it only once.
+    /// Copies the data to write, from `start` bytes on, into `to`; returns how many bytes there were. The guest may
+    /// change it at any time: read it only once.
     pub fn copy_to(&self, start: usize, to: &mut [u8]) -> usize {
         let mut cursor = Cursor::default();
         cursor.skip(&self.data, start);

@@ -14,13 +14,13 @@ use crate::front_ends::nbd::option::{
 };
 use crate::stack::stop::Stop;
 
-/// How long a client may take, so that one that says nothing does not keep others out.
+/// How long a client may take, so that a silent one does not keep others out.
 pub const PATIENCE: Duration = Duration::from_secs(10);
 
-/// Why a connection does not come to serve.
+/// Why a negotiation failed.
 #[derive(Debug, thiserror::Error)]
 pub enum NegotiationError {
-    /// The client sent what cannot be answered.
+    /// The client sent input that cannot be answered.
     #[error("{0}")]
     Hostile(#[from] Hostile),
     /// The client took too long.
@@ -29,12 +29,12 @@ pub enum NegotiationError {
     /// The connection broke.
     #[error("the connection broke: {0}")]
     Io(#[from] io::Error),
-    /// We are to end.
+    /// The filter is stopping.
     #[error("the filter is ending")]
     Stopped,
 }
 
-/// Agrees with a client on the export; none if it is not to be served.
+/// Negotiates with a client about the export; none if it must not be served.
 ///
 /// # Errors
 /// [`NegotiationError`].

@@ -25,8 +25,8 @@ impl Chain {
         self.done.is_empty()
     }
 
-    /// The descriptors on which a thread sleeps after arming the chain, until [`Chain::deadline`]: the eventfd, which others
-    /// write, and the descriptor that the kernel makes readable for the storage.
+    /// The descriptors on which a thread sleeps after arming the chain, until [`Chain::deadline`]: the eventfd, which
+    /// others write, and the one that the kernel makes readable for the storage.
     #[must_use]
     pub fn wait_set(&self) -> (BorrowedFd<'_>, Option<BorrowedFd<'_>>) {
         (self.waker.event(), self.storage.wait_handle())

@@ -5,7 +5,7 @@
 //!                                        └── data ──────────────────────────────────────> file
 //! ```
 //! Nothing is opened by name: every file of the chain is given, with its format, and an image whose header
-//! says something else is refused. The page cache is used.
+//! differs from that is refused. The page cache is used.
 
 mod check;
 mod commit;
@@ -67,7 +67,7 @@ pub enum Qcow2Error {
     /// Given twice.
     #[error("{0} is a file that is in the chain already")]
     Twice(Layer),
-    /// Tables that would take too much memory.
+    /// Its tables would take too much memory.
     #[error(
         "{which} has tables of {0} bytes, more than are held in memory: convert it to larger clusters (qemu-img convert -O qcow2 -o cluster_size=64k)",
         which = .1
@@ -124,7 +124,7 @@ impl Debug for Qcow2Disk {
 
 impl Qcow2Disk {
     /// Opens an image and the files below it, from the next one downwards. The disk is `size` bytes from
-    /// `offset` on of what the image holds.
+    /// `offset` on of the image's content.
     ///
     /// # Errors
     /// [`Qcow2Error`].
@@ -141,7 +141,7 @@ impl Qcow2Disk {
         Ok(Self(ImageWorker::new(image)))
     }
 
-    /// For those who ask where the disk's zeroes are.
+    /// For callers that ask where the disk's zeroes are.
     ///
     /// # Errors
     /// The system refuses a descriptor.
@@ -189,7 +189,7 @@ fn open(
     image.ok_or_else(|| Qcow2Error::System(io::ErrorKind::NotFound.into()))
 }
 
-/// No file is in a chain twice: what is written to it would change what lies below.
+/// Checks that no file is in a chain twice: a write to it would change the data below.
 fn check_apart(file: &OwnedFd, backing: &[(OwnedFd, ImageFormat)]) -> Result<(), Qcow2Error> {
     let below = backing.iter().zip(1..).map(|((fd, _), depth)| (fd, Layer::Below(depth)));
     let mut seen = HashSet::new();
@@ -225,7 +225,7 @@ fn open_layer(
         .map_err(|refusal| Qcow2Error::Refused { which, refusal })?;
     let l1 = u64::from(layout.l1_entries) * 8;
     let refcounts = u64::from(layout.refcount_clusters) * layout.header.cluster_size;
-    // One cluster of any size will do.
+    // One cluster of any size is enough.
     let most = REFCOUNT_TABLE_BYTES_MAX.max(layout.header.cluster_size);
     if l1 > L1_BYTES_MAX || refcounts > most {
         return Err(Qcow2Error::Tables(l1.max(refcounts), which));

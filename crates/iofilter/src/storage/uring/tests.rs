@@ -1,5 +1,5 @@
-//! The engine over a ring that ends requests as a test says, within what the kernel may do; and what a real ring
-//! may do.
+//! The engine over a ring that completes requests as a test says, within the kernel's contract; and which operations
+//! a real ring allows.
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -15,16 +15,16 @@ use crate::stack::chain::{Chain, Filter, Limits};
 use crate::stack::memory::Segment;
 use crate::stack::pool::Pool;
 
-/// How long a chain may take that is not stuck.
+/// A chain that takes longer is stuck.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 const SIZE: usize = 1 << 20;
 
-/// What becomes of the next request that the kernel takes, or of the next `io_uring_enter`.
+/// The outcome of the next request that the kernel takes, or of the next `io_uring_enter`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Next {
     Whole,
-    /// At most so many bytes of a read or write.
+    /// At most this many bytes of a read or write.
     Short(usize),
     /// This error number.
     Fails(i32),
@@ -34,7 +34,7 @@ enum Next {
     EnterTakesOne,
 }
 
-/// The kernel's side. What the script does not say goes well.
+/// The kernel's side. Everything that is not in the script succeeds.
 struct Scripted {
     file: File,
     script: VecDeque<Next>,
@@ -52,7 +52,7 @@ impl Scripted {
         Self { file, script, entries, queued, done, event }
     }
 
-    /// Does what an entry (linux/io_uring.h) asks for.
+    /// Does the operation of an entry (linux/io_uring.h).
     fn perform(&mut self, entry: &[u8; 64]) {
         let field = |at: usize| u64::from_le_bytes(entry[at..at + 8].try_into().unwrap());
         let (offset, address, user) = (field(8), field(16), field(32));
@@ -154,7 +154,7 @@ fn content(seed: usize) -> Vec<u8> {
     (0..SIZE).map(|at| ((at / 512 + seed) % 251) as u8).collect()
 }
 
-/// Requests of so many bytes each, one behind the other, in memory of odd pieces.
+/// Requests of this many bytes each, one after the other, in memory of odd pieces.
 fn submit(chain: &mut Chain, operation: Operation, bytes: &mut [u8], length: usize) {
     for (index, part) in bytes.chunks_mut(length).enumerate() {
         let id = chain.begin().unwrap();
@@ -166,8 +166,8 @@ fn submit(chain: &mut Chain, operation: Operation, bytes: &mut [u8], length: usi
     }
 }
 
-/// Does the requests over a ring with this script, sleeping as production does; what the memory then has, and how
-/// they ended.
+/// Does the requests over a ring with this script, sleeping as in production; returns the memory's content and
+/// the results.
 fn run(
     file: &File,
     ring: Scripted,
