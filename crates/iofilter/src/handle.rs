@@ -23,7 +23,7 @@ use vmseal_secret::{DEK_LEN, MemoryError, SecretBytes};
 const FIRST: RawFd = 3;
 
 /// How long a lock may outlive its holder.
-const LOCK_PATIENCE: Duration = Duration::from_secs(3);
+const LOCK_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// How often a lock is tried.
 const LOCK_INTERVAL: Duration = Duration::from_millis(20);
@@ -194,7 +194,7 @@ fn lock(file: &OwnedFd, path: &Path, write: bool) -> Result<(), HandleError> {
         // Must be 0 for locks of open file descriptions.
         l_pid: 0,
     };
-    let give_up = Instant::now() + LOCK_PATIENCE;
+    let give_up = Instant::now() + LOCK_TIMEOUT;
     loop {
         match fcntl(file, FcntlArg::F_OFD_SETLK(&whole)) {
             Ok(_) => return Ok(()),

@@ -22,7 +22,9 @@ pub enum SourceError {
     #[error("the image cannot be read: {0}")]
     Read(#[from] io::Error),
     /// A part of it is missing.
-    #[error("the image is truncated: the data for byte {0} of its disk is beyond the end of the file")]
+    #[error(
+        "the image is truncated: the data for byte {0} of its disk is beyond the end of the file"
+    )]
     Truncated(u64),
     /// It was truncated.
     #[error("the image became shorter while it was read")]

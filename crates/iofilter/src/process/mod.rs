@@ -111,8 +111,8 @@ pub enum StartError {
 /// A disk with all it needs, not yet running.
 struct Prepared {
     chains: Vec<Chain>,
-    import: Option<Import>,
-    export: Option<Export>,
+    import: Option<ImportSource>,
+    export: Option<ExportTarget>,
     front_end: Option<FrontEnd>,
     beside: Option<Beside>,
     replica: Option<(Replicate, Copier)>,
@@ -123,14 +123,14 @@ struct Prepared {
 }
 
 /// An image to import, and where to resume.
-struct Import {
+struct ImportSource {
     file: File,
     format: ImageFormat,
     from: u64,
 }
 
 /// The target of an export, and where the disk's holes are.
-struct Export {
+struct ExportTarget {
     target: Target,
     sparse: Option<Sparse>,
 }
@@ -234,7 +234,7 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
     let import = match &config.import {
         Some(ImportSpec { source, format, from }) => {
             let file = handles.file(source, false).map_err(named("the image to import"))?;
-            Some(Import { file: file.into(), format: *format, from: *from })
+            Some(ImportSource { file: file.into(), format: *format, from: *from })
         }
         None => None,
     };
@@ -242,7 +242,7 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
     let zeroes = encryption.as_ref().is_none_or(|encryption| encryption.holes == Holes::Zero);
     let sparse = sparse.filter(|_| zeroes);
     let export = match &config.export {
-        Some(spec) => Some(Export { target: target(config, spec, handles)?, sparse }),
+        Some(spec) => Some(ExportTarget { target: target(config, spec, handles)?, sparse }),
         None => None,
     };
     let uid = |peer_uid: &Option<u32>| peer_uid.unwrap_or(geteuid().as_raw());
@@ -341,13 +341,13 @@ fn replica(
     config: &DiskConfig,
     handles: &mut Handles,
     storage: &DiskStorage,
-) -> Result<Option<replicate::open::Opened>, StartError> {
+) -> Result<Option<replicate::open::OpenedReplica>, StartError> {
     let Some(spec) = config::replica(config) else { return Ok(None) };
     let image = match storage {
         DiskStorage::File(file) => Some(file),
         DiskStorage::Qcow2(_) | DiskStorage::Mem(_) => None,
     };
-    replicate::open::Opened::open(config.disk, config.size, spec, image, handles)
+    replicate::open::OpenedReplica::open(config.disk, config.size, spec, image, handles)
         .map(Some)
         .map_err(|error| StartError::Replica { disk: config.disk, error })
 }
@@ -454,7 +454,7 @@ impl Prepared {
             None => None,
         };
         if let (Some(source), Some(chain)) = (self.import.take(), self.chains.first_mut()) {
-            let Import { file, format, from } = source;
+            let ImportSource { file, format, from } = source;
             Source::open(file, format)
                 .map_err(ImportError::from)
                 .and_then(|source| import::run(&source, from, chain, state, stop))

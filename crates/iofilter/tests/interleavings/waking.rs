@@ -1,4 +1,4 @@
-//! How a chain's thread is woken: whoever went to sleep without the news finds its eventfd readable in the end.
+//! How a chain's thread is woken: if it slept without the news, its eventfd is readable in the end.
 
 use std::sync::Arc;
 
@@ -17,7 +17,7 @@ fn is_woken(waker: &Waker) -> bool {
     poll(&mut fds, PollTimeout::ZERO).unwrap() == 1
 }
 
-/// Goes to sleep as a chain's thread does, unless it gets what it wants; whether it sleeps.
+/// Goes to sleep as a chain's thread does, unless it gets what it waits for; true if it sleeps.
 fn sleeps(waker: &Waker, mut gets: impl FnMut() -> bool) -> bool {
     if gets() {
         return false;

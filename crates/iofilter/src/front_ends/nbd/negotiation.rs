@@ -15,7 +15,7 @@ use crate::front_ends::nbd::option::{
 use crate::stack::stop::Stop;
 
 /// How long a client may take, so that a silent one does not keep others out.
-pub const PATIENCE: Duration = Duration::from_secs(10);
+pub const TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Why a negotiation failed.
 #[derive(Debug, thiserror::Error)]
@@ -24,7 +24,7 @@ pub enum NegotiationError {
     #[error("{0}")]
     Hostile(#[from] Hostile),
     /// The client took too long.
-    #[error("the client did not finish its options within {} seconds", PATIENCE.as_secs())]
+    #[error("the client did not finish its options within {} seconds", TIMEOUT.as_secs())]
     Slow,
     /// The connection broke.
     #[error("the connection broke: {0}")]
@@ -43,8 +43,8 @@ pub fn run(
     export: &Export,
     stop: &Stop,
 ) -> Result<Option<Agreed>, NegotiationError> {
-    stream.set_write_timeout(Some(PATIENCE))?;
-    let client = Client { stream, stop, until: Instant::now() + PATIENCE };
+    stream.set_write_timeout(Some(TIMEOUT))?;
+    let client = Client { stream, stop, until: Instant::now() + TIMEOUT };
     client.send(&greeting())?;
     let mut options = Options::new(export, client.read()?)?;
     let (mut data, mut answer) = (Vec::new(), Vec::new());

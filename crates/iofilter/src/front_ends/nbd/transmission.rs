@@ -71,7 +71,7 @@ pub const ENDING_MAX: Duration = Duration::from_secs(5);
 
 /// Why a connection ends.
 #[derive(Debug, thiserror::Error)]
-enum Broken {
+enum ConnectionError {
     #[error("what the client sent is not a request")]
     Magic,
     #[error("a write has {0} bytes, at most {BLOCK_MAX} are possible")]
@@ -231,7 +231,7 @@ impl<'a> Transmission<'a> {
     }
 
     /// One round; true if there was progress.
-    fn pass(&mut self) -> Result<bool, Broken> {
+    fn pass(&mut self) -> Result<bool, ConnectionError> {
         let mut moved = false;
         if self.phase == Phase::Serving {
             for _ in 0..BATCH {
@@ -262,7 +262,7 @@ impl<'a> Transmission<'a> {
     }
 
     /// One step of receiving; true if there was something to do.
-    fn take(&mut self) -> Result<bool, Broken> {
+    fn take(&mut self) -> Result<bool, ConnectionError> {
         match self.input {
             Input::Request => self.take_request(),
             Input::Memory { slot } => {
@@ -285,16 +285,16 @@ impl<'a> Transmission<'a> {
         }
     }
 
-    fn take_request(&mut self) -> Result<bool, Broken> {
+    fn take_request(&mut self) -> Result<bool, ConnectionError> {
         if self.free.is_empty() {
             return Ok(false);
         }
         let Some(bytes) = self.arrivals.take::<REQUEST_LENGTH>() else {
             return self.receive(None).map(|received| received.is_some());
         };
-        let request = Request::decode(&bytes).ok_or(Broken::Magic)?;
+        let request = Request::decode(&bytes).ok_or(ConnectionError::Magic)?;
         if request.command == command::WRITE && request.length > BLOCK_MAX {
-            return Err(Broken::Length(request.length));
+            return Err(ConnectionError::Length(request.length));
         }
         let asked = understand(&request, &self.terms());
         if asked == ClientCommand::Disconnect {
@@ -351,7 +351,7 @@ impl<'a> Transmission<'a> {
     }
 
     /// Receives the data of a write's piece.
-    fn take_data(&mut self, slot: usize, filled: usize) -> Result<bool, Broken> {
+    fn take_data(&mut self, slot: usize, filled: usize) -> Result<bool, ConnectionError> {
         let whole = self.slots[slot].memory.bytes();
         let mut cursor = Cursor::default();
         cursor.skip(&self.slots[slot].memory, filled);
@@ -394,7 +394,7 @@ impl<'a> Transmission<'a> {
 
     /// Receives data of the slot from the cursor on, and then the input after it; returns how much data that was
     /// (0 if there was only later input, or none was asked for); none if there is nothing now.
-    fn receive(&mut self, data: Option<(usize, Cursor)>) -> Result<Option<usize>, Broken> {
+    fn receive(&mut self, data: Option<(usize, Cursor)>) -> Result<Option<usize>, ConnectionError> {
         if !self.readable {
             return Ok(None);
         }
@@ -450,7 +450,7 @@ impl<'a> Transmission<'a> {
     }
 
     /// The chain has finished a piece of the slot, or its flush.
-    fn done(&mut self, slot: usize, length: u64) -> Result<(), Broken> {
+    fn done(&mut self, slot: usize, length: u64) -> Result<(), ConnectionError> {
         let stopped = self.stop.asked();
         let state = &mut self.slots[slot];
         if self.phase == Phase::Broken {
@@ -470,7 +470,7 @@ impl<'a> Transmission<'a> {
         match state.operation {
             Operation::Read if state.begun => {
                 if state.error != 0 {
-                    return Err(Broken::Cut);
+                    return Err(ConnectionError::Cut);
                 }
                 self.ready(slot);
             }
@@ -558,12 +558,12 @@ impl<'a> Transmission<'a> {
     }
 
     /// Sends everything ready, in one go; true if anything was sent.
-    fn send(&mut self) -> Result<bool, Broken> {
+    fn send(&mut self) -> Result<bool, ConnectionError> {
         if let Phase::Ending { until } = self.phase
             && self.has_reply()
             && Instant::now() > until
         {
-            return Err(Broken::Slow);
+            return Err(ConnectionError::Slow);
         }
         let mut moved = false;
         while self.has_reply() {

@@ -307,7 +307,7 @@ mod tests {
         #[test]
         fn what_is_not_answered_is_found_once(
             picks in proptest::collection::vec((any::<bool>(), 0usize..8), 1..60),
-            deaths in proptest::collection::vec(0usize..240, 0..6),
+            kills in proptest::collection::vec(0usize..240, 0..6),
         ) {
             let kept = made();
             let mut ring = Ring::default();
@@ -341,7 +341,7 @@ mod tests {
                         Step::Answered => mine.answered(head, ring.used),
                     }
                     at += 1;
-                    if deaths.contains(&at) {
+                    if kills.contains(&at) {
                         mine = record(&kept);
                         let found = mine.resume(ring.used).unwrap().expect("it was on record");
                         prop_assert_eq!(&found, &ring.under_way);

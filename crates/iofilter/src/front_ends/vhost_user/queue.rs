@@ -86,12 +86,12 @@ pub struct Setup {
 }
 
 /// A running queue.
-pub struct Running {
+pub struct RunningQueue {
     thread: JoinHandle<(Chain, u16)>,
     stop: Arc<Stop>,
 }
 
-impl Running {
+impl RunningQueue {
     /// Starts the thread.
     ///
     /// # Errors
@@ -185,7 +185,7 @@ struct QueueWorker {
 
 /// Why a queue stops.
 #[derive(Debug, thiserror::Error)]
-enum Broken {
+enum QueueError {
     #[error("{0}")]
     Malformed(#[from] Malformed),
     #[error("the ring is invalid: {0}")]
@@ -208,7 +208,7 @@ impl QueueWorker {
     fn check_ring(&mut self) {
         let Setup { queue, memory, begun, .. } = &self.setup;
         if !queue.is_valid(memory) {
-            self.broken(&Broken::Ring(virtio_queue::Error::QueueNotReady));
+            self.broken(&QueueError::Ring(virtio_queue::Error::QueueNotReady));
         } else if !begun.is_empty() {
             tracing::info!(
                 queue = self.setup.index,
@@ -241,7 +241,7 @@ impl QueueWorker {
     }
 
     /// The ring can no longer be trusted: nothing is taken from it until the guest sets it up again.
-    fn broken(&mut self, error: &Broken) {
+    fn broken(&mut self, error: &QueueError) {
         if self.phase == Phase::Serving {
             self.setup.state.note_broken(self.setup.index, error);
             self.setup.state.counters(self.setup.index).failed();
@@ -267,7 +267,7 @@ impl QueueWorker {
     }
 
     /// Takes the requests that the guest has made available.
-    fn take(&mut self) -> Result<usize, Broken> {
+    fn take(&mut self) -> Result<usize, QueueError> {
         let (mut taken, mut bytes) = (0, 0);
         // Read once, and only by a pass that takes requests.
         let mut began = None;
@@ -294,7 +294,7 @@ impl QueueWorker {
     }
 
     /// The next request, with the memory of its data in the slot: first those of an earlier filter, then the ring's.
-    fn next(&mut self, id: RequestId) -> Result<Option<(u16, Parsed)>, Broken> {
+    fn next(&mut self, id: RequestId) -> Result<Option<(u16, Parsed)>, QueueError> {
         let memory = &self.setup.memory;
         let again = self.replay.as_mut().map(Replay::take).transpose()?.flatten();
         let chain = match again {
@@ -317,7 +317,7 @@ impl QueueWorker {
         head: u16,
         parsed: &Parsed,
         began: Instant,
-    ) -> Result<(), Broken> {
+    ) -> Result<(), QueueError> {
         let written = match parsed.asked {
             GuestCommand::Io { operation: Operation::Read, .. } => parsed.writable + 1,
             _ => 1,
@@ -348,7 +348,7 @@ impl QueueWorker {
         self.notify()
     }
 
-    fn answer_all(&mut self) -> Result<usize, Broken> {
+    fn answer_all(&mut self) -> Result<usize, QueueError> {
         let mut answered = 0;
         let mut now = None;
         while let Some(done) = self.chain.next_done() {
@@ -406,7 +406,7 @@ impl QueueWorker {
         }
     }
 
-    fn answer(&mut self, pending: Pending, status: u8) -> Result<(), Broken> {
+    fn answer(&mut self, pending: Pending, status: u8) -> Result<(), QueueError> {
         pending.status.copy_from(&[status]);
         let Setup { queue, memory, record, .. } = &mut self.setup;
         if let Some(record) = record {
@@ -419,7 +419,7 @@ impl QueueWorker {
         Ok(())
     }
 
-    fn notify(&mut self) -> Result<(), Broken> {
+    fn notify(&mut self) -> Result<(), QueueError> {
         let needed = self.setup.queue.needs_notification(&self.setup.memory)?;
         if let (true, Some(call)) = (needed, &self.setup.call) {
             signal(call.as_fd());

@@ -28,7 +28,7 @@ use vm_memory::{
 use crate::front_ends::ServedDisk;
 use crate::front_ends::vhost_user::config::{self, RING_MAX, SPACE};
 use crate::front_ends::vhost_user::inflight::{Inflight, InflightError, Record};
-use crate::front_ends::vhost_user::queue::{Running, Setup};
+use crate::front_ends::vhost_user::queue::{RunningQueue, Setup};
 use crate::stack::chain::Chain;
 
 /// The most memory regions of a guest: what QEMU uses without memory slots, times four.
@@ -36,7 +36,7 @@ pub const REGIONS_MAX: usize = 32;
 
 enum Serving {
     Stopped(Chain),
-    Running(Running),
+    Running(RunningQueue),
     Lost,
 }
 
@@ -155,7 +155,7 @@ impl Session {
             record,
             begun: begun.unwrap_or_default(),
         };
-        match Running::start(setup, chain) {
+        match RunningQueue::start(setup, chain) {
             Ok(running) => ring.serving = Serving::Running(running),
             Err((chain, error)) => {
                 ring.serving = Serving::Stopped(*chain);

@@ -258,7 +258,7 @@ impl Align {
                 let length = piece.length as usize;
                 if piece.method == Method::Gather {
                     let segment = self.pool.segment(buffer).part(0, length);
-                    copy(&mut job.cursor, id, segment, Direction::FromGuest, io);
+                    copy(&mut job.cursor, id, segment, CopyDirection::FromGuest, io);
                 }
                 io.lend(child, &self.pool, buffer, length);
             }
@@ -273,10 +273,10 @@ impl Align {
         let start = (job.position - piece.start) as usize;
         let part = self.pool.segment(buffer).part(start, (piece.until - job.position) as usize);
         match piece.method {
-            Method::Scatter => copy(&mut job.cursor, id, part, Direction::ToGuest, io),
+            Method::Scatter => copy(&mut job.cursor, id, part, CopyDirection::ToGuest, io),
             Method::Modify if was == Operation::Read => {
                 if job.operation == Operation::Write {
-                    copy(&mut job.cursor, id, part, Direction::FromGuest, io);
+                    copy(&mut job.cursor, id, part, CopyDirection::FromGuest, io);
                 } else {
                     part.clear();
                 }
@@ -327,7 +327,7 @@ impl Align {
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Direction {
+enum CopyDirection {
     FromGuest,
     ToGuest,
 }
@@ -337,7 +337,7 @@ fn copy(
     cursor: &mut Cursor,
     id: RequestId,
     bounce: crate::stack::memory::Segment,
-    direction: Direction,
+    direction: CopyDirection,
     io: &Io<'_>,
 ) {
     let data = &io.request(id).data;
@@ -346,8 +346,8 @@ fn copy(
         let Some(guest) = cursor.next(data, bounce.len() - at) else { return };
         let part = bounce.part(at, guest.len());
         let (from, to) = match direction {
-            Direction::FromGuest => (guest, part),
-            Direction::ToGuest => (part, guest),
+            CopyDirection::FromGuest => (guest, part),
+            CopyDirection::ToGuest => (part, guest),
         };
         to.copy_from_segment(&from);
         at += guest.len();

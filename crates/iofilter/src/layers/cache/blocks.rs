@@ -105,7 +105,7 @@ impl Blocks {
     /// was cached.
     pub fn read(&self, offset: u64, length: u64, mut take: impl FnMut(&[u8])) -> bool {
         let mut given = 0;
-        for Piece { stretch, start, end } in pieces(offset, length) {
+        for StretchPart { stretch, start, end } in pieces(offset, length) {
             let mut shard = self.shard(stretch);
             if !shard.give(start, end, &mut take) {
                 shard.counts.misses += 1;
@@ -134,7 +134,7 @@ impl Blocks {
     /// given. `fetch` copies from this offset in the range.
     pub fn install(&self, ticket: &Ticket, mut fetch: impl FnMut(usize, &mut [u8])) {
         let pieces = pieces(ticket.offset, ticket.length).zip(ticket.generations);
-        for (Piece { stretch, start, end }, generation) in pieces {
+        for (StretchPart { stretch, start, end }, generation) in pieces {
             let mut shard = self.shard(stretch);
             if generation != Some(shard.stripe(stretch).generation) {
                 continue;
@@ -158,7 +158,7 @@ impl Blocks {
             }
             return;
         }
-        for Piece { stretch, start, end } in pieces(offset, length) {
+        for StretchPart { stretch, start, end } in pieces(offset, length) {
             let mut shard = self.shard(stretch);
             shard.stripe(stretch).begin();
             (start / BLOCK..end.div_ceil(BLOCK)).for_each(|block| shard.forget(block));
@@ -308,15 +308,15 @@ fn lock(shard: &Mutex<Shard>) -> MutexGuard<'_, Shard> {
 }
 
 /// The part of a range that is in one stretch; in bytes.
-struct Piece {
+struct StretchPart {
     stretch: u64,
     start: u64,
     end: u64,
 }
 
-fn pieces(offset: u64, length: u64) -> impl Iterator<Item = Piece> {
+fn pieces(offset: u64, length: u64) -> impl Iterator<Item = StretchPart> {
     let end = offset + length;
-    (offset / STRETCH..end.div_ceil(STRETCH)).map(move |stretch| Piece {
+    (offset / STRETCH..end.div_ceil(STRETCH)).map(move |stretch| StretchPart {
         stretch,
         start: offset.max(stretch * STRETCH),
         end: end.min((stretch + 1) * STRETCH),

@@ -44,7 +44,7 @@ pub struct Span {
 
 /// The word of a chunk when a copy of it began, with no change in flight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Ticket(u64);
+pub struct CopyTicket(u64);
 
 /// See the module.
 #[derive(Debug)]
@@ -139,13 +139,13 @@ impl Chunks {
 
     /// A copy of a marked chunk begins; it counts as complete only with a ticket.
     #[must_use]
-    pub fn ticket(&self, chunk: usize) -> Option<Ticket> {
+    pub fn ticket(&self, chunk: usize) -> Option<CopyTicket> {
         let word = self.words[chunk].load(SeqCst);
-        (word & MARKED != 0 && word & UNDER_WAY == 0).then_some(Ticket(word))
+        (word & MARKED != 0 && word & UNDER_WAY == 0).then_some(CopyTicket(word))
     }
 
     /// The replica durably has the chunk as of its ticket: it is clean, unless it has changed since.
-    pub fn unmark(&self, chunk: usize, ticket: Ticket) -> bool {
+    pub fn unmark(&self, chunk: usize, ticket: CopyTicket) -> bool {
         let clean = ticket.0 & !MARKED;
         let same = self.words[chunk].compare_exchange(ticket.0, clean, SeqCst, SeqCst).is_ok();
         if same {

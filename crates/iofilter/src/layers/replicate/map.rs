@@ -24,7 +24,7 @@
 //! power cut a disk may be older than the data that was read from it.
 
 use crate::layers::replicate::blocking_disk::BlockingDisk;
-use crate::layers::replicate::chunks::{Chunks, NEVER, Span, Ticket};
+use crate::layers::replicate::chunks::{Chunks, CopyTicket, NEVER, Span};
 use crate::layers::replicate::format::{BLOCK, Foreign, Geometry, Image};
 use crate::stack::memory::Segment;
 use crate::stack::request::IoError;
@@ -43,7 +43,7 @@ pub struct Copied {
     /// Which chunk.
     pub chunk: usize,
     /// None if a change was in flight when the copy began.
-    pub ticket: Option<Ticket>,
+    pub ticket: Option<CopyTicket>,
     /// When the copy began, in milliseconds since 1970.
     pub began: u64,
 }
@@ -66,7 +66,7 @@ pub enum MapLoad {
 pub struct Map {
     file: BlockingDisk,
     image: Image,
-    worth: MapValidity,
+    validity: MapValidity,
     /// The first error since the file was last valid.
     failure: Option<IoError>,
 }
@@ -92,13 +92,13 @@ impl Map {
             Ok(Err(foreign)) => (Image::new(geometry), MapLoad::Nothing(foreign)),
             Err(error) => (Image::new(geometry), MapLoad::Unreadable(error)),
         };
-        (Self { file, image, worth: MapValidity::Unknown, failure: None }, found)
+        (Self { file, image, validity: MapValidity::Unknown, failure: None }, found)
     }
 
     /// Whether changes of clean chunks can be marked.
     #[must_use]
     pub fn can_mark(&self) -> bool {
-        self.worth != MapValidity::Unknown
+        self.validity != MapValidity::Unknown
     }
 
     /// Why the map cannot be kept up to date; none if it is.
@@ -118,7 +118,7 @@ impl Map {
             self.image.set_up_to(now);
             touched.add(Some((1, 1)));
         }
-        if self.worth == MapValidity::Valid {
+        if self.validity == MapValidity::Valid {
             let written = self.write(touched).and_then(|written| match written {
                 true => self.file.flush(),
                 false => Ok(()),
@@ -147,7 +147,7 @@ impl Map {
         }
         self.image.set_up_to(chunks.all_up_to(now));
         touched.add(Some((1, 1)));
-        if self.worth == MapValidity::Valid
+        if self.validity == MapValidity::Valid
             && let Err(error) = self.write(touched)
         {
             self.fail(error);
@@ -156,22 +156,22 @@ impl Map {
     }
 
     fn fail(&mut self, error: IoError) {
-        self.worth = MapValidity::Unknown;
+        self.validity = MapValidity::Unknown;
         self.failure.get_or_insert(error);
     }
 
     /// Rewrites the whole map where the file is not valid, or else makes it void. After either, all marks are
     /// recorded: every process will copy those chunks.
     fn mend(&mut self, chunks: &Chunks) {
-        if self.worth == MapValidity::Valid {
+        if self.validity == MapValidity::Valid {
             return;
         }
-        match self.write_anew() {
-            Ok(()) => (self.worth, self.failure) = (MapValidity::Valid, None),
+        match self.rewrite() {
+            Ok(()) => (self.validity, self.failure) = (MapValidity::Valid, None),
             Err(error) => {
                 self.failure.get_or_insert(error);
-                if self.worth == MapValidity::Unknown && self.wipe().is_ok() {
-                    self.worth = MapValidity::Void;
+                if self.validity == MapValidity::Unknown && self.wipe().is_ok() {
+                    self.validity = MapValidity::Void;
                 }
             }
         }
@@ -181,11 +181,11 @@ impl Map {
     }
 
     /// Bits first: the first block makes the file valid, even if its own write reports an error.
-    fn write_anew(&mut self) -> Result<(), IoError> {
+    fn rewrite(&mut self) -> Result<(), IoError> {
         (0..self.image.blocks()).for_each(|index| self.image.seal(index));
         self.put(1, self.image.blocks() - 1)?;
         self.file.flush()?;
-        self.worth = MapValidity::Unknown;
+        self.validity = MapValidity::Unknown;
         self.put(0, 0)?;
         self.file.flush()
     }

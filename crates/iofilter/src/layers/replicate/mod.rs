@@ -83,11 +83,11 @@ struct ReplicaState {
     waiters: Waiters,
     clock: Clock,
     troubles: Mutex<ReplicaErrors>,
-    counters: Counters,
+    counters: ReplicaCounters,
 }
 
 #[derive(Debug, Default)]
-struct Counters {
+struct ReplicaCounters {
     /// Requests that waited for the map.
     held: Counter,
     /// Times that the map was made durable for requests that waited.
@@ -144,7 +144,7 @@ impl Replicate {
             waiters: Waiters::default(),
             clock: Clock::start(),
             troubles: Mutex::default(),
-            counters: Counters::default(),
+            counters: ReplicaCounters::default(),
         };
         shared.tell_of_the_map(&lock(&shared.map));
         (Self(Arc::new(shared)), found)

@@ -63,14 +63,14 @@ const REPLICA: &str = "its replica";
 const MAP: &str = "the map of its replica";
 
 /// An open replica whose copier does not exist yet.
-pub struct Opened {
+pub struct OpenedReplica {
     /// The layer.
     pub replicate: Replicate,
     replica: BlockingDisk,
     bytes_per_second: u64,
 }
 
-impl Opened {
+impl OpenedReplica {
     /// Opens the replica of a disk. `image` is the file that holds the disk, if there is one.
     ///
     /// # Errors

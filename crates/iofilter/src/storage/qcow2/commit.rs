@@ -21,7 +21,7 @@ use std::sync::atomic::Ordering;
 
 use super::refcounts;
 #[cfg(test)]
-use super::storage::Event;
+use super::storage::FileEvent;
 use super::storage::{Block, ImageFile, Tables, within};
 use crate::stack::request::IoError;
 
@@ -127,7 +127,7 @@ impl ImageFile {
             return Ok(());
         }
         #[cfg(test)]
-        self.note(Event::Length(to));
+        self.note(FileEvent::Length(to));
         self.set_length(to)
     }
 
@@ -142,7 +142,7 @@ impl ImageFile {
     pub(super) fn shorten(&self) -> Result<(), IoError> {
         let used = self.0.used.load(Ordering::Relaxed);
         #[cfg(test)]
-        self.note(Event::Length(used));
+        self.note(FileEvent::Length(used));
         self.set_length(used)
     }
 

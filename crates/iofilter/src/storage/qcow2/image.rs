@@ -22,7 +22,7 @@ const CACHES_MAX: u64 = 6 << 20;
 
 /// The disk that an image holds.
 #[derive(Debug)]
-pub(super) struct Image {
+pub(super) struct Qcow2Image {
     format: FormatAccess<ImageFile>,
     /// The image itself.
     file: ImageFile,
@@ -40,7 +40,7 @@ pub(super) struct Image {
     /// Whether data must be durable before anything points to it.
     durable: bool,
     /// Whether clusters were given up and may not be used again yet: the file had no room to record that.
-    owes: bool,
+    release_due: bool,
     /// A buffer for a cluster that is written in part.
     bounce: Vec<u8>,
 }
@@ -55,7 +55,7 @@ enum Old {
     Other { frees: bool },
 }
 
-impl Image {
+impl Qcow2Image {
     /// The disk that `format` holds from `offset` on; `layers` are its files.
     pub(super) fn new(
         format: FormatAccess<ImageFile>,
@@ -76,12 +76,12 @@ impl Image {
             fresh_from,
             changed: false,
             durable: false,
-            owes: false,
+            release_due: false,
             bounce: Vec::new(),
         })
     }
 
-    /// Does a request. A change must be answered only after [`Image::commit`].
+    /// Does a request. A change must be answered only after [`Qcow2Image::commit`].
     pub(super) fn perform(
         &mut self,
         operation: Operation,
@@ -316,19 +316,19 @@ impl Image {
     /// Clusters that were given up must not be used again before that is durable.
     fn given_up(&mut self, freed: bool) -> Result<(), IoError> {
         if freed || self.file.moved() {
-            (self.changed, self.owes) = (true, true);
+            (self.changed, self.release_due) = (true, true);
         }
         self.settle()
     }
 
     /// Makes durable that clusters were given up, if that is still pending.
     fn settle(&mut self) -> Result<(), IoError> {
-        if self.owes {
+        if self.release_due {
             self.flush()?;
             // In the file they still count, which would be one too many for their next user.
             self.file.release()?;
             self.fresh_from = self.file.length().next_multiple_of(self.cluster);
-            self.owes = false;
+            self.release_due = false;
         }
         Ok(())
     }

@@ -37,7 +37,7 @@ pub(super) struct Inner {
     pub(super) helper: CommonStorageHelper,
     /// The changes of the file, in order: for tests, which interrupt it anywhere.
     #[cfg(test)]
-    pub(super) events: Mutex<Vec<Event>>,
+    pub(super) events: Mutex<Vec<FileEvent>>,
     /// The number of changes after which there is no more room: for tests.
     #[cfg(test)]
     pub(super) room: std::sync::atomic::AtomicI64,
@@ -46,7 +46,7 @@ pub(super) struct Inner {
 /// A change of the file.
 #[cfg(test)]
 #[derive(Clone, Debug)]
-pub(super) enum Event {
+pub(super) enum FileEvent {
     Write { at: u64, bytes: Vec<u8> },
     Zero { at: u64, length: u64 },
     Length(u64),
@@ -176,7 +176,7 @@ impl ImageFile {
             return Ok(());
         }
         #[cfg(test)]
-        self.note(Event::Zero { at, length: there });
+        self.note(FileEvent::Zero { at, length: there });
         sync::zero(&self.0.target, at, there, unmap)
     }
 
@@ -184,19 +184,19 @@ impl ImageFile {
     pub(super) fn discard_data(&self, at: u64, length: u64) -> Result<(), IoError> {
         self.settle(at, length)?;
         #[cfg(test)]
-        self.note(Event::Zero { at, length: length.min(self.length().saturating_sub(at)) });
+        self.note(FileEvent::Zero { at, length: length.min(self.length().saturating_sub(at)) });
         sync::discard(&self.0.target, at, length)
     }
 
     /// Makes the file durable.
     pub(super) fn sync_file(&self) -> Result<(), IoError> {
         #[cfg(test)]
-        self.note(Event::Sync);
+        self.note(FileEvent::Sync);
         sync::flush(&self.0.target)
     }
 
     #[cfg(test)]
-    pub(super) fn note(&self, event: Event) {
+    pub(super) fn note(&self, event: FileEvent) {
         self.0.events.lock().unwrap().push(event);
     }
 
@@ -209,7 +209,7 @@ impl ImageFile {
 
     /// The changes of the file since the last call.
     #[cfg(test)]
-    pub(super) fn events(&self) -> Vec<Event> {
+    pub(super) fn events(&self) -> Vec<FileEvent> {
         std::mem::take(&mut self.0.events.lock().unwrap())
     }
 
@@ -251,7 +251,7 @@ impl ImageFile {
             self.take_room()?;
             let mut bytes = vec![0; data.bytes()];
             Cursor::default().gather(data, &mut bytes);
-            self.note(Event::Write { at, bytes });
+            self.note(FileEvent::Write { at, bytes });
         }
         let mut rest = Segments::default();
         let mut done = sync::once(&self.0.target, write, at, data.as_slice())?;

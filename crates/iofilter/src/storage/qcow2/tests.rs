@@ -18,8 +18,8 @@ use std::sync::atomic::Ordering;
 use fastrand::Rng;
 use vmseal_api::transfer::ImageFormat;
 
-use super::storage::Event;
-use super::{Image, open};
+use super::storage::FileEvent;
+use super::{Qcow2Image, open};
 use crate::stack::memory::{Segment, Segments};
 use crate::stack::request::{IoError, Operation};
 
@@ -35,7 +35,7 @@ type Allowed = BTreeSet<u32>;
 
 /// An event: a change of the file, or an answer to the guest.
 enum Step {
-    File(Event),
+    File(FileEvent),
     /// From here on each of these blocks may hold one of these numbers.
     Begun(Vec<(usize, Allowed)>),
     /// The operations that have begun are answered.
@@ -118,7 +118,7 @@ impl Place {
         File::options().read(true).write(true).open(self.directory.path().join(name)).unwrap()
     }
 
-    fn open(&self) -> Image {
+    fn open(&self) -> Qcow2Image {
         let below = |&format: &ImageFormat| (OwnedFd::from(self.file("below")), format);
         let below = self.below.iter().map(below).collect();
         open(self.file("image").into(), below, 0, SIZE, false).unwrap()
@@ -144,7 +144,7 @@ impl Place {
 }
 
 /// Does requests that a guest may make, in batches as the worker does; returns the events.
-fn history(image: &mut Image, rng: &mut Rng, number: &mut u32, now: &[Allowed]) -> Vec<Step> {
+fn history(image: &mut Qcow2Image, rng: &mut Rng, number: &mut u32, now: &[Allowed]) -> Vec<Step> {
     let (mut steps, mut now) = (Vec::new(), now.to_vec());
     for _ in 0..rng.usize(1..30) {
         let mut flush = false;
@@ -208,11 +208,11 @@ fn history(image: &mut Image, rng: &mut Rng, number: &mut u32, now: &[Allowed]) 
 
 /// Applies the events to a file; with `power_cut`, only some of those that were not made durable.
 fn replay(file: &File, steps: &[Step], power_cut: Option<&mut Rng>) {
-    let events: Vec<&Event> = steps
+    let events: Vec<&FileEvent> = steps
         .iter()
         .filter_map(|step| if let Step::File(event) = step { Some(event) } else { None })
         .collect();
-    let durable = events.iter().rposition(|event| matches!(event, Event::Sync)).unwrap_or(0);
+    let durable = events.iter().rposition(|event| matches!(event, FileEvent::Sync)).unwrap_or(0);
     let (sure, unsure) = events.split_at(durable);
     sure.iter().for_each(|event| apply(file, event, &mut |_| true));
     let mut rng = power_cut;
@@ -228,7 +228,7 @@ fn replay(file: &File, steps: &[Step], power_cut: Option<&mut Rng>) {
     }
 }
 
-fn apply(file: &File, event: &Event, kept: &mut dyn FnMut(u64) -> bool) {
+fn apply(file: &File, event: &FileEvent, kept: &mut dyn FnMut(u64) -> bool) {
     let mut put = |at: u64, bytes: &[u8]| {
         for (index, sector) in bytes.chunks(512).enumerate() {
             let at = at + index as u64 * 512;
@@ -238,11 +238,11 @@ fn apply(file: &File, event: &Event, kept: &mut dyn FnMut(u64) -> bool) {
         }
     };
     match event {
-        Event::Write { at, bytes } => put(*at, bytes),
-        Event::Zero { at, length } => put(*at, &vec![0; *length as usize]),
+        FileEvent::Write { at, bytes } => put(*at, bytes),
+        FileEvent::Zero { at, length } => put(*at, &vec![0; *length as usize]),
         // A power cut may lose it as it may lose the writes that make the file longer.
-        Event::Length(length) if kept(0) => file.set_len(*length).unwrap(),
-        Event::Length(_) | Event::Sync => {}
+        FileEvent::Length(length) if kept(0) => file.set_len(*length).unwrap(),
+        FileEvent::Length(_) | FileEvent::Sync => {}
     }
 }
 
@@ -253,7 +253,7 @@ fn place_of_cut(image: &[u8], steps: &[Step], rng: &mut Rng) -> usize {
     let start = u64::from_be_bytes(image[40..48].try_into().unwrap());
     let l1 = start..start + 8 * u64::from(entries);
     let leads =
-        |step: &Step| matches!(step, Step::File(Event::Write { at, .. }) if l1.contains(at));
+        |step: &Step| matches!(step, Step::File(FileEvent::Write { at, .. }) if l1.contains(at));
     let behind: Vec<usize> =
         (1..).zip(steps).filter(|(_, step)| leads(step)).map(|(cut, _)| cut).collect();
     match rng.choice(&behind) {

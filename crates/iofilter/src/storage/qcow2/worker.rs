@@ -19,7 +19,7 @@ use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use super::exchange::{End, Event, Exchange, Job, Work};
-use super::image::Image;
+use super::image::Qcow2Image;
 use crate::stack::chain::{Io, Storage};
 use crate::stack::contained;
 use crate::stack::memory::{Cursor, Segments};
@@ -50,7 +50,7 @@ struct Request {
 }
 
 /// An image; none after a defect.
-struct ImageOwner(Option<Image>);
+struct ImageOwner(Option<Qcow2Image>);
 
 impl Work for ImageOwner {
     type Request = Request;
@@ -82,7 +82,7 @@ impl Work for ImageOwner {
     }
 }
 
-fn do_batch(image: &mut Image, batch: &mut [Job<ImageOwner>]) {
+fn do_batch(image: &mut Qcow2Image, batch: &mut [Job<ImageOwner>]) {
     for Job { request, .. } in batch.iter_mut() {
         let Request { asked, offset, length, data, .. } = request;
         request.result = match asked {
@@ -105,7 +105,10 @@ fn do_batch(image: &mut Image, batch: &mut [Job<ImageOwner>]) {
 
 /// Runs code of the library on the image, which is not used again if that panics: held-back tables are then
 /// not written.
-fn contain<T>(mut image: Image, run: impl FnOnce(&mut Image) -> T) -> (Option<Image>, Option<T>) {
+fn contain<T>(
+    mut image: Qcow2Image,
+    run: impl FnOnce(&mut Qcow2Image) -> T,
+) -> (Option<Qcow2Image>, Option<T>) {
     match contained::run(|| run(&mut image)) {
         Some(outcome) => (Some(image), Some(outcome)),
         None => {
@@ -130,7 +133,7 @@ impl Event for Waker {
 pub(super) struct ImageWorker(Arc<Exchange<ImageOwner>>);
 
 impl ImageWorker {
-    pub(super) fn new(image: Image) -> Self {
+    pub(super) fn new(image: Qcow2Image) -> Self {
         Self(Arc::new(Exchange::new(ImageOwner(Some(image)))))
     }
 
@@ -264,7 +267,7 @@ mod tests {
 
     use super::*;
 
-    fn image(at: &std::path::Path) -> Image {
+    fn image(at: &std::path::Path) -> Qcow2Image {
         let create = ["create", "-q", "-f", "qcow2"];
         let made = std::process::Command::new("qemu-img").args(create).arg(at).arg("1M").status();
         assert!(made.unwrap().success());
