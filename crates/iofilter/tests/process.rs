@@ -269,7 +269,7 @@ fn a_damaged_qcow2_image_is_refused_by_its_reason() {
 }
 
 #[test]
-fn an_import_goes_on_where_it_is_told_to_and_says_what_is_flushed() {
+fn an_import_resumes_at_the_given_place_and_reports_what_is_flushed() {
     let place = Place::new();
     let bytes = image(&place.path("image"));
     let mut config = place.config();
@@ -285,7 +285,7 @@ fn an_import_goes_on_where_it_is_told_to_and_says_what_is_flushed() {
         config["disks"][0]["import"] = from(nowhere);
         let filter = place.start(&config);
         let DiskActivity::Failed { message } = filter.settled() else { panic!("it did not fail") };
-        assert!(message.contains("cannot go on"), "{message}");
+        assert!(message.contains("cannot resume"), "{message}");
     }
 }
 
@@ -307,7 +307,7 @@ fn an_import_over_old_data_leaves_none_of_it() {
 }
 
 #[test]
-fn an_import_that_fails_is_said_to_have_failed() {
+fn a_failed_import_is_reported() {
     let place = Place::new();
     File::create(place.path("image")).unwrap().set_len(SIZE + 4096).unwrap();
     let mut config = place.config();
@@ -504,7 +504,7 @@ fn a_disk_in_use_is_read_beside_its_front_end_and_knows_what_has_changed() {
 }
 
 #[test]
-fn what_is_cut_off_an_image_is_an_error_to_every_reader_and_never_zeroes() {
+fn the_truncated_part_of_an_image_is_an_error_to_every_reader_and_never_zeroes() {
     let place = Place::new();
     std::fs::write(place.path("disk"), vec![7; (DATA + SIZE) as usize]).unwrap();
     let mut config = place.config();
@@ -624,7 +624,7 @@ fn what_is_logged_changes_while_it_serves_and_only_to_what_is_understood() {
 }
 
 #[test]
-fn nonsense_on_the_control_socket_is_answered_or_ended() {
+fn invalid_input_on_the_control_socket_is_answered_or_ended() {
     let place = Place::new();
     let filter = place.start(&place.config());
     let ControlReply::Error { message, .. } = filter.send(b"{\"do\":\"fly\"}") else { panic!() };

@@ -142,7 +142,7 @@ fn an_image_is_refused_for_what_is_wrong_with_it() {
 }
 
 #[test]
-fn what_lies_below_is_what_is_given_and_never_what_the_image_names() {
+fn the_files_below_are_those_given_and_never_those_the_image_names() {
     let place = Place::new();
     std::fs::write(place.path("secret"), vec![0x11; SIZE as usize]).unwrap();
     std::fs::write(place.path("base"), vec![0x22; SIZE as usize]).unwrap();
@@ -201,7 +201,7 @@ fn with_a_file_below_what_is_discarded_or_zeroed_reads_as_zeroes() {
 }
 
 #[test]
-fn what_meets_damage_fails_and_the_rest_goes_on() {
+fn requests_that_meet_damage_fail_and_others_succeed() {
     let place = Place::new();
     place.create("image", &[]);
     place.write("image", "write -P 7 0 256k");

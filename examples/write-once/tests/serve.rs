@@ -29,7 +29,7 @@ fn qemu_io(socket: &Path, commands: &[&str]) -> Output {
 }
 
 #[test]
-fn what_was_written_once_stays() {
+fn written_blocks_stay() {
     let place = tempfile::tempdir().unwrap();
     let (disk, socket) = (place.path().join("disk"), place.path().join("socket"));
     File::create(&disk).unwrap().set_len(16 << 20).unwrap();

@@ -196,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn a_hole_ends_with_its_file_and_what_is_cut_off_is_an_error() {
+    fn a_hole_ends_with_its_file_and_a_truncated_part_is_an_error() {
         let file = tempfile::tempfile().unwrap();
         file.write_all_at(&[7; 65536], 0).unwrap();
         file.set_len(1 << 20).unwrap();

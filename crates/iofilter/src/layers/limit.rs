@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   arrives ── within the budget, nobody waiting ──> goes on, is charged
-//!      └───── otherwise ──> waits, first come first served in its queue ── in time ──> goes on, is charged
+//!      └───── otherwise ──> waits in its queue, first come first served ── in time ──> goes on, is charged
 //! ```
 //! A request is charged when it is admitted, whatever its result. A budget is a bucket that fills at its rate
 //! and holds its burst (the generic cell rate algorithm of ITU-T I.371, in nanoseconds): after a pause the

@@ -339,7 +339,7 @@ mod tests {
     }
 
     #[test]
-    fn what_lies_below_an_image_is_checked_for_sense() {
+    fn the_files_below_an_image_are_checked() {
         let file = |format: &str| json!({ "file": { "fd": 8 }, "format": format });
         let image = |backing: Vec<Value>, offset: u64| {
             let mut config = good();
@@ -435,7 +435,7 @@ mod tests {
     }
 
     #[test]
-    fn each_nonsense_is_refused_by_name() {
+    fn each_invalid_value_is_refused_with_its_reason() {
         let cases: [(&str, Value, &str); 11] = [
             ("/version", json!(2), "version 2"),
             ("/disks", json!([]), "0 disks"),

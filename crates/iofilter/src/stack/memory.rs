@@ -321,7 +321,7 @@ mod tests {
     }
 
     #[test]
-    fn zeroes_are_told_from_data_wherever_that_is() {
+    fn zeroes_are_distinguished_from_data_at_any_place() {
         for length in [0, 5, 8, 9, 520, 521, 4096] {
             let is_zero = |other: Option<usize>| {
                 let mut bytes = vec![0; length];

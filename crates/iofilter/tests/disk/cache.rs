@@ -110,7 +110,7 @@ fn counters(cache: &Arc<dyn Layer>) -> [u64; 6] {
 }
 
 #[test]
-fn what_was_read_is_read_again_without_storage_and_by_every_queue() {
+fn cached_data_is_read_again_without_storage_and_by_every_queue() {
     for encrypted in [false, true] {
         let (mem, cache) = (MemDisk::new(SIZE as usize), cache());
         let broken = fails(error(), OperationKind::Read, 2);
@@ -149,7 +149,7 @@ fn long_reads_go_past_it() {
 }
 
 #[test]
-fn what_is_changed_is_forgotten_however_the_change_ends() {
+fn changed_blocks_are_forgotten_however_the_change_ends() {
     let length = 4 * SECTOR;
     let torn = fails(FaultKind::Torn, OperationKind::Write, 1);
     let failed = fails(error(), OperationKind::Write, 1);
@@ -293,7 +293,7 @@ impl Versions {
 }
 
 #[test]
-fn what_was_answered_is_read_by_every_queue_while_all_of_them_are_at_work() {
+fn answered_writes_are_read_by_every_queue_under_load() {
     for encrypted in [false, true] {
         let (mem, cache) = (MemDisk::new(SIZE as usize), cache());
         let disk = disk(&mem, encrypted, &[&cache, &jitter()]);

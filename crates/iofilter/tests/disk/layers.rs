@@ -140,7 +140,7 @@ fn a_chain_that_is_drained_waits_for_no_budget_and_no_delay() {
 }
 
 #[test]
-fn what_is_delayed_comes_late_and_what_is_not_does_not() {
+fn delayed_requests_come_late_and_others_do_not() {
     let spec = FilterSpec::Delay(DelaySpec {
         operations: vec![OperationKind::Write],
         microseconds: 30_000,

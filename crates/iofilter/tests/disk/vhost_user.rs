@@ -106,7 +106,7 @@ fn range(sector: u64, sectors: u32, flags: u32) -> Vec<u8> {
 }
 
 #[test]
-fn all_that_a_guest_may_ask() {
+fn every_request_of_a_guest() {
     for features in [ALL, ALL & !EVENT_IDX] {
         let server = Server::start(false);
         let mut guest = server.connect(features);
@@ -134,7 +134,7 @@ fn all_that_a_guest_may_ask() {
 }
 
 #[test]
-fn what_cannot_be_done_is_answered_and_the_queue_goes_on() {
+fn impossible_requests_are_answered_and_the_queue_continues() {
     let server = Server::start(false);
     let mut guest = server.connect(ALL);
     let sectors = SIZE / 512;
@@ -467,7 +467,7 @@ proptest! {
 
     /// Rings full of noise: the server may refuse, but it neither dies nor hangs.
     #[test]
-    fn noise_in_the_ring_harms_nobody(
+    fn noise_in_the_ring_does_no_harm(
         noise in prop::collection::vec((any::<u64>(), any::<u32>(), 0u16..8, 0u16..20), 16),
         near in prop::collection::vec((0u64..(8 << 20), 0u32..8192), 16),
         heads in prop::collection::vec(0u16..18, 1..16),

@@ -121,7 +121,7 @@ fn sectors_are_modified_alone_and_written_together() {
     });
 }
 
-fn who_reads_sees_whoever_modified_meanwhile() {
+fn a_reader_notices_a_concurrent_modification() {
     few_preemptions(4, || {
         let watched = Arc::new(Watched::default());
         let (one, other) = (Arc::clone(&watched), Arc::clone(&watched));
@@ -146,7 +146,7 @@ fn a_write_over_two_stretches_takes_both_or_none() {
     });
 }
 
-fn what_goes_is_charged_and_the_debt_is_one_request_a_queue() {
+fn admitted_requests_are_charged_and_the_debt_is_one_request_per_queue() {
     every_order(|| {
         let bucket = Arc::new(Bucket::new(Budget { per_second: 1, burst: 1 }));
         let queue = |bucket: &Bucket| {
@@ -324,7 +324,7 @@ impl Replicated {
     }
 }
 
-fn what_is_copied_while_it_changes_stays_marked() {
+fn a_chunk_that_changes_while_it_is_copied_stays_marked() {
     every_order(|| {
         let replicated = Replicated::new();
         replicated.write(1);
@@ -339,7 +339,7 @@ fn what_is_copied_while_it_changes_stays_marked() {
     });
 }
 
-fn what_two_change_while_it_is_copied_is_unmarked_for_neither() {
+fn a_chunk_that_two_queues_change_while_it_is_copied_stays_marked() {
     every_order(|| {
         let replicated = Replicated::new();
         replicated.write(1);
@@ -404,18 +404,18 @@ fn is_backed_up(begin: fn(&Marks)) {
     });
 }
 
-fn what_lands_after_a_bitmap_is_cleared_is_in_it() {
+fn a_change_that_lands_after_a_bitmap_is_cleared_is_in_it() {
     is_backed_up(|marks| marks.clear(ONE));
 }
 
-fn what_lands_after_a_bitmap_is_started_is_in_it() {
+fn a_change_that_lands_after_a_bitmap_is_started_is_in_it() {
     is_backed_up(|marks| {
         marks.stop(ONE);
         marks.start(ONE);
     });
 }
 
-fn what_lands_while_a_bitmap_follows_another_is_in_one_of_them() {
+fn a_change_that_lands_while_a_bitmap_replaces_another_is_in_one_of_them() {
     every_order(|| {
         let disk = BackedUp::new();
         let writer = Arc::clone(&disk);
@@ -428,7 +428,7 @@ fn what_lands_while_a_bitmap_follows_another_is_in_one_of_them() {
     });
 }
 
-fn two_that_mark_one_word_take_nothing_from_each_other() {
+fn two_queues_that_mark_one_word_lose_no_marks() {
     every_order(|| {
         let disk = BackedUp::new();
         let writer = Arc::clone(&disk);
@@ -465,26 +465,23 @@ const MODELS: [Model; 26] = [
         "sectors_are_modified_alone_and_written_together",
         sectors_are_modified_alone_and_written_together,
     ),
-    ("who_reads_sees_whoever_modified_meanwhile", who_reads_sees_whoever_modified_meanwhile),
+    ("a_reader_notices_a_concurrent_modification", a_reader_notices_a_concurrent_modification),
+    ("a_chain_that_sleeps_is_woken_by_news", waking::a_chain_that_sleeps_is_woken_by_news),
     (
-        "a_chain_that_sleeps_is_woken_by_whoever_has_news",
-        waking::a_chain_that_sleeps_is_woken_by_whoever_has_news,
+        "a_chain_that_waits_for_a_sector_lock_is_woken_when_it_is_free",
+        waking::a_chain_that_waits_for_a_sector_lock_is_woken_when_it_is_free,
     ),
     (
-        "whoever_waits_for_a_sector_lock_is_woken_when_it_is_free",
-        waking::whoever_waits_for_a_sector_lock_is_woken_when_it_is_free,
-    ),
-    (
-        "whoever_waits_for_the_last_writer_is_woken_when_it_leaves",
-        waking::whoever_waits_for_the_last_writer_is_woken_when_it_leaves,
+        "a_chain_that_waits_for_the_last_writer_is_woken_when_it_leaves",
+        waking::a_chain_that_waits_for_the_last_writer_is_woken_when_it_leaves,
     ),
     (
         "a_write_over_two_stretches_takes_both_or_none",
         a_write_over_two_stretches_takes_both_or_none,
     ),
     (
-        "what_goes_is_charged_and_the_debt_is_one_request_a_queue",
-        what_goes_is_charged_and_the_debt_is_one_request_a_queue,
+        "admitted_requests_are_charged_and_the_debt_is_one_request_per_queue",
+        admitted_requests_are_charged_and_the_debt_is_one_request_per_queue,
     ),
     (
         "a_tally_never_goes_back_and_loses_nothing_of_its_one_writer",
@@ -492,38 +489,38 @@ const MODELS: [Model; 26] = [
     ),
     ("a_counter_loses_nothing_of_anybody", a_counter_loses_nothing_of_anybody),
     ("a_read_keeps_nothing_that_a_write_overtook", a_read_keeps_nothing_that_a_write_overtook),
-    ("what_is_copied_while_it_changes_stays_marked", what_is_copied_while_it_changes_stays_marked),
     (
-        "what_two_change_while_it_is_copied_is_unmarked_for_neither",
-        what_two_change_while_it_is_copied_is_unmarked_for_neither,
+        "a_chunk_that_changes_while_it_is_copied_stays_marked",
+        a_chunk_that_changes_while_it_is_copied_stays_marked,
+    ),
+    (
+        "a_chunk_that_two_queues_change_while_it_is_copied_stays_marked",
+        a_chunk_that_two_queues_change_while_it_is_copied_stays_marked,
     ),
     (
         "nothing_is_kept_before_the_last_of_two_writes_ends_and_all_after_it",
         nothing_is_kept_before_the_last_of_two_writes_ends_and_all_after_it,
     ),
     (
-        "what_lands_after_a_bitmap_is_cleared_is_in_it",
-        what_lands_after_a_bitmap_is_cleared_is_in_it,
+        "a_change_that_lands_after_a_bitmap_is_cleared_is_in_it",
+        a_change_that_lands_after_a_bitmap_is_cleared_is_in_it,
     ),
     (
-        "what_lands_after_a_bitmap_is_started_is_in_it",
-        what_lands_after_a_bitmap_is_started_is_in_it,
+        "a_change_that_lands_after_a_bitmap_is_started_is_in_it",
+        a_change_that_lands_after_a_bitmap_is_started_is_in_it,
     ),
     (
-        "what_lands_while_a_bitmap_follows_another_is_in_one_of_them",
-        what_lands_while_a_bitmap_follows_another_is_in_one_of_them,
+        "a_change_that_lands_while_a_bitmap_replaces_another_is_in_one_of_them",
+        a_change_that_lands_while_a_bitmap_replaces_another_is_in_one_of_them,
+    ),
+    ("two_queues_that_mark_one_word_lose_no_marks", two_queues_that_mark_one_word_lose_no_marks),
+    (
+        "a_queue_that_sleeps_until_it_is_woken_is_woken",
+        worker::a_queue_that_sleeps_until_it_is_woken_is_woken,
     ),
     (
-        "two_that_mark_one_word_take_nothing_from_each_other",
-        two_that_mark_one_word_take_nothing_from_each_other,
-    ),
-    (
-        "a_queue_that_sleeps_until_it_is_told_is_told",
-        worker::a_queue_that_sleeps_until_it_is_told_is_told,
-    ),
-    (
-        "two_queues_that_sleep_until_they_are_told_have_each_answer_once",
-        worker::two_queues_that_sleep_until_they_are_told_have_each_answer_once,
+        "two_queues_that_sleep_until_they_are_woken_get_each_answer_once",
+        worker::two_queues_that_sleep_until_they_are_woken_get_each_answer_once,
     ),
     (
         "a_queue_that_asks_while_it_is_answered_misses_nothing",

@@ -196,7 +196,7 @@ impl Queue {
     }
 }
 
-pub fn a_queue_that_sleeps_until_it_is_told_is_told() {
+pub fn a_queue_that_sleeps_until_it_is_woken_is_woken() {
     every_order(|| {
         let (disk, steps) = open();
         let mut queue = Queue::new(&disk);
@@ -207,7 +207,7 @@ pub fn a_queue_that_sleeps_until_it_is_told_is_told() {
     });
 }
 
-pub fn two_queues_that_sleep_until_they_are_told_have_each_answer_once() {
+pub fn two_queues_that_sleep_until_they_are_woken_get_each_answer_once() {
     few_preemptions(3, || {
         let (disk, steps) = open();
         let ask = |number| {

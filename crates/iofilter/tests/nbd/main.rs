@@ -237,7 +237,7 @@ fn a_read_only_disk_is_not_changed() {
 }
 
 #[test]
-fn an_error_of_the_datastore_is_told_or_ends_a_read_that_has_begun() {
+fn an_error_of_the_datastore_is_reported_or_ends_a_read_that_has_begun() {
     let server = Server::start(USUAL);
     let mut client = server.client();
     server.file().set_len(OFFSET + (4 << 20)).unwrap();
@@ -383,7 +383,7 @@ fn a_filter_that_ends_waits_for_no_delay() {
 }
 
 #[test]
-fn clients_that_go_in_the_middle_hurt_nobody() {
+fn clients_that_disconnect_at_any_time_do_not_affect_others() {
     let server = Server::start(Options { in_memory: false, ..USUAL });
     for round in 0..40u64 {
         let mut client = server.client();
@@ -439,7 +439,7 @@ fn hostile_negotiations_end_and_others_are_served() {
 }
 
 #[test]
-fn random_bytes_end_their_connection_and_hurt_nobody() {
+fn random_bytes_end_their_connection_and_do_not_affect_others() {
     let server = Server::start(Options { pool_bytes: 64 << 10, ..USUAL });
     let mut witness = server.client();
     assert_eq!(witness.write(SIZE - 4096, &[0x42; 4096]), 0);

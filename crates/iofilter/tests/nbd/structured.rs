@@ -250,7 +250,7 @@ fn errors_have_words_and_a_long_read_that_fails_does_not_end_the_connection() {
 }
 
 #[test]
-fn what_is_written_is_dirty_for_libnbd_and_for_qemu() {
+fn written_parts_are_dirty_for_libnbd_and_for_qemu() {
     let server = Server::start(USUAL);
     fill(&server);
     let started = |name: &str| server.bitmaps.change(name, BitmapChange::Start).unwrap();

@@ -49,8 +49,8 @@ const STACK: usize = 256 * 1024;
 /// How long to wait when the system has no descriptor for a connection.
 const RETRY: Duration = Duration::from_millis(100);
 
-/// How long a connection waits when every worker is busy: the worker of a client that has just disconnected may still be
-/// finishing its requests.
+/// How long a connection waits when every worker is busy: the worker of a client that has just disconnected may
+/// still be finishing its requests.
 const GRACE: Duration = Duration::from_secs(1);
 
 /// The state that workers share.

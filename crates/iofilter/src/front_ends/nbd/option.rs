@@ -400,7 +400,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_unknown_malformed_or_too_much_is_refused() {
+    fn unknown_malformed_and_excessive_options_are_refused() {
         for unknown in [0, 5, 11, u32::MAX] {
             let (next, answer) = ask(unknown, b"data");
             assert_eq!(next, Next::Option);
@@ -444,7 +444,7 @@ mod tests {
     }
 
     #[test]
-    fn contexts_are_chosen_once_replies_can_tell_of_them() {
+    fn contexts_can_be_chosen_once_replies_are_structured() {
         let bitmaps = Arc::new(Bitmaps::new(1 << 20));
         bitmaps.change("b1", vmseal_api::filter::BitmapChange::Start).unwrap();
         let export = Export { bitmaps: Some(bitmaps), ..export() };

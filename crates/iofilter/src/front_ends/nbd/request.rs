@@ -328,7 +328,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_not_agreed_on_is_refused() {
+    fn commands_that_were_not_negotiated_are_refused() {
         let ask = |command, flags, terms: &Terms| {
             understand(&Request { flags, command, cookie: 0, offset: 0, length: 512 }, terms)
         };
@@ -346,7 +346,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_is_refused_with_the_right_number() {
+    fn impossible_requests_are_refused_with_the_right_number() {
         use error::{EINVAL, ENOSPC};
         for (command, flags, offset, length, number) in [
             (command::READ, 0, 0, BLOCK_MAX + 512, EINVAL),

@@ -151,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn who_reads_learns_of_claims_before_and_during_the_read_and_of_no_others() {
+    fn a_reader_notices_claims_before_and_during_the_read_and_no_others() {
         let locks = SectorLocks::default();
         let (at, length) = (STRETCH - 4096, 8192);
         let before = locks.claims(at, length);

@@ -2,8 +2,8 @@
 //!
 //! ```text
 //!  Opening: files, sockets, keys, rings
-//!      └── enter ──> Confined until it exits: capabilities dropped, limits set, Landlock, system calls filtered
-//!                       └── a system call that is not allowed ──> reported on standard error, ended by SIGSYS
+//!      └── enter ──> Confined: capabilities dropped, limits set, Landlock, system calls filtered
+//!                       └── a system call that is not allowed ──> said on standard error, ended by SIGSYS
 //! ```
 //! Each step needs system calls that a later one forbids, so the order matters: the filter of system calls
 //! comes last. Landlock covers the calling thread and the threads it starts, so all of this happens before

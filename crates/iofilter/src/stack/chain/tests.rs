@@ -125,7 +125,7 @@ fn a_request_that_a_filter_forgets_fails_and_is_counted() {
 }
 
 #[test]
-fn what_a_filter_says_that_it_keeps_is_not_forgotten() {
+fn a_held_request_is_not_forgotten() {
     let kept = Arc::new(Mutex::new(None));
     let keeps = Arc::clone(&kept);
     let keep = move |id, io: &mut Io<'_>| {
@@ -195,7 +195,7 @@ fn a_request_goes_up_when_its_last_part_is_released_and_not_before() {
 }
 
 #[test]
-fn a_request_is_ended_once_and_by_whoever_has_it() {
+fn a_request_is_completed_once_and_only_by_the_layer_that_has_it() {
     let twice = |id, io: &mut Io<'_>| {
         io.complete(id, Ok(()));
         io.complete(id, Err(IoError::Cipher));

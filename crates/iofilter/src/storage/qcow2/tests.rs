@@ -329,7 +329,7 @@ fn seed() -> u64 {
 }
 
 #[test]
-fn an_image_that_is_cut_off_anywhere_is_sound_and_has_lost_nothing() {
+fn an_image_that_is_interrupted_anywhere_is_sound_and_has_lost_nothing() {
     let seed = seed();
     println!("VMSEAL_SEED={seed}");
     for turn in 0..2 {

@@ -267,7 +267,7 @@ fn whatever_the_kernel_may_do_many_requests_at_once_all_end_and_move_all_their_b
 }
 
 #[test]
-fn a_request_that_never_gets_on_fails_and_does_not_keep_a_processor_busy() {
+fn a_request_without_progress_fails_and_does_not_keep_a_processor_busy() {
     let file = file();
     let target = Arc::new(FileTarget::whole(file.try_clone().unwrap().into()));
     let ring = Scripted::new(&file, std::iter::repeat_n(Outcome::Fails(libc::EAGAIN), 100), 8);

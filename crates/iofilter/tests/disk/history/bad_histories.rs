@@ -29,7 +29,7 @@ const TWO: Found = Found::Write(2);
 const ZERO: Found = Found::Zeroes;
 
 #[test]
-fn what_a_disk_may_do_is_not_found_fault_with() {
+fn correct_histories_have_no_findings() {
     let both = [done(1, 1, 2), done(2, 5, 8)];
     assert_eq!(wrong(&both, &[(ZERO, 1, 3), (ONE, 3, 4), (ONE, 6, 7), (TWO, 9, 10)]), []);
     assert_eq!(wrong(&both, &[(ONE, 4, 9), (TWO, 6, 7)]), [], "reads at once, in any order");
@@ -75,7 +75,7 @@ fn a_write_that_is_done_twice_is_found() {
 }
 
 #[test]
-fn what_is_torn_misplaced_or_invented_is_found() {
+fn torn_misplaced_and_invented_data_is_found() {
     let one = [done(1, 1, 2)];
     assert_eq!(wrong(&one, &[(Found::Torn, 3, 4)]), [Wrong::Torn]);
     let elsewhere = Found::Misplaced(Stamp { disk: 1, unit: 3, sequence: 1 });

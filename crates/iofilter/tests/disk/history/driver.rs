@@ -174,7 +174,7 @@ fn run(kind: &Kind, way: Way, random: &mut fastrand::Rng) -> Vec<Finding> {
 }
 
 #[test]
-fn what_is_answered_as_durable_survives_a_power_cut() {
+fn writes_answered_as_durable_survive_a_power_cut() {
     let mut random = fastrand::Rng::with_seed(seed());
     let ways = [
         (Way::Vhost { features: !FLUSH }, Way::Vhost { features: u64::MAX }),

@@ -176,7 +176,7 @@ fn is_found_out(kind: &Kind, fault: Fault, wrong: Wrong) {
 }
 
 #[test]
-fn storage_that_misbehaves_is_found_out() {
+fn storage_that_misbehaves_is_detected() {
     let expected = [
         (Fault::IgnoresFlushes, Wrong::Unflushed),
         (Fault::FlushesAllButOne, Wrong::Unflushed),
@@ -192,7 +192,7 @@ fn storage_that_misbehaves_is_found_out() {
 }
 
 #[test]
-fn filters_that_lose_what_they_answer_are_found_out() {
+fn filters_that_lose_answered_writes_are_detected() {
     let loses = |operation| faults(&[FaultKind::Lost], &[operation], 4);
     let sealed = || Kind::new(Some(Holes::Zero), SECTOR);
     for (operation, wrong) in

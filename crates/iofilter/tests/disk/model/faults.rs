@@ -228,7 +228,7 @@ fn check(
 }
 
 #[test]
-fn what_fails_is_told_and_done_or_not_and_nothing_else_changes() {
+fn failed_changes_are_reported_and_done_or_not_and_nothing_else_changes() {
     let seed = seed::seed();
     let flags = [false, true];
     for place in PLACES {

@@ -199,7 +199,7 @@ fn write_own_blocks(disk: &Disk, writer: u64) {
 }
 
 #[test]
-fn what_is_not_on_the_disk_or_not_in_blocks_is_refused() {
+fn requests_beyond_the_disk_or_not_in_blocks_are_refused() {
     let disk = Disk::new(SIZE, true, None, DiskStorage::Mem(MemDisk::new(SIZE as usize)), 1);
     let mut chain = disk.chain().unwrap();
     let cases = [

@@ -55,7 +55,7 @@ fn live(faults: &Faults, seed: u64, happened: &mut Happened) {
             true => rig.cut(),
             false => rig.kill(),
         }
-        rig.what_is_not_marked_is_equal();
+        rig.unmarked_chunks_are_equal();
     }
     rig.heal();
     let mut guest = rig.start();
@@ -77,7 +77,7 @@ fn check(name: &str, faults: &Faults, rounds: u64) -> Happened {
 }
 
 #[test]
-fn what_is_not_marked_is_equal_after_any_kill_or_power_cut() {
+fn unmarked_chunks_are_equal_after_any_kill_or_power_cut() {
     let happened = check("no errors", &Faults::default(), 150);
     // Otherwise the test proves nothing.
     assert!(happened.resumed > 50, "{happened:?}");
@@ -86,7 +86,7 @@ fn what_is_not_marked_is_equal_after_any_kill_or_power_cut() {
 }
 
 #[test]
-fn errors_of_replica_and_map_never_reach_the_guest_and_are_made_good() {
+fn errors_of_replica_and_map_never_reach_the_guest_and_are_repaired() {
     use FaultKind::{Error, Torn};
     let changes = [OperationKind::Write, OperationKind::Discard, OperationKind::Flush];
     let writes = [OperationKind::Write];

@@ -104,7 +104,7 @@ impl Rig {
     }
 
     /// Checks what the next process would rely on.
-    pub fn what_is_not_marked_is_equal(&self) {
+    pub fn unmarked_chunks_are_equal(&self) {
         let Ok((image, _)) = Image::read(self.geometry, &self.map.bytes()) else { return };
         let (source, replica) = (self.source.bytes(), self.replica.bytes());
         for chunk in (0..self.geometry.chunks()).filter(|chunk| !image.is_dirty(*chunk)) {

@@ -114,7 +114,7 @@ fn of_images_over_others_only_what_was_not_flushed_goes_with_the_power() {
 }
 
 #[test]
-fn files_that_lose_what_was_flushed_are_found_out() {
+fn files_that_lose_flushed_data_are_detected() {
     if !can_mount() {
         return;
     }
