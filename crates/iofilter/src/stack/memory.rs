@@ -1,8 +1,8 @@
-//! Memory that data moves through: guest memory and bounce buffers, as scatter lists.
+//! Memory for data: guest memory and bounce buffers, as scatter lists.
 //!
 //! The guest may change its memory at any time, so nothing here ever makes a Rust reference to it:
-//! data goes through raw pointers only. All that dereferences them is in this module, in
-//! [`crate::layers::crypt::xts`] and in the kernel.
+//! data goes through raw pointers only. Only this module, [`crate::layers::crypt::xts`] and the kernel
+//! dereference them.
 
 use std::num::NonZeroUsize;
 use std::ptr::{self, NonNull};
@@ -91,7 +91,7 @@ impl Segment {
     /// Whether it holds nothing but zeroes.
     #[must_use]
     pub(crate) fn is_zero(&self) -> bool {
-        // Ciphertext is told by its first bytes (docs/decisions/046).
+        // Ciphertext shows in its first bytes (docs/decisions/046).
         let mut beginning = [0u8; 8];
         let looked = self.part(0, beginning.len());
         looked.copy_to(&mut beginning[..looked.len()]);
@@ -112,7 +112,7 @@ impl Segment {
     }
 }
 
-/// Memory that bounce buffers are made of, there for as long as anybody may use it.
+/// The memory of bounce buffers, which lives as long as it may be used.
 #[derive(Debug)]
 pub(crate) struct Arena {
     base: NonNull<libc::c_void>,
@@ -125,7 +125,7 @@ unsafe impl Send for Arena {}
 unsafe impl Sync for Arena {}
 
 impl Arena {
-    /// Takes a mapping over.
+    /// Takes ownership of a mapping.
     ///
     /// # Safety
     /// It is mapped, readable and writable, and nobody else unmaps it.
@@ -158,8 +158,8 @@ const ARENAS_KEPT: usize = 4;
 pub struct Segments {
     list: Vec<Segment>,
     bytes: usize,
-    /// What segments of buffers lie in. They stay when the list is emptied, so that one that is used for the same
-    /// arena again and again counts no references.
+    /// The arenas that the segments point into. They stay when the list is emptied, so that a list that uses the
+    /// same arena again and again changes no reference counts.
     arenas: Vec<Arc<Arena>>,
 }
 
@@ -173,7 +173,7 @@ impl Segments {
         }
     }
 
-    /// Adds a segment of a buffer, whose memory then stays for as long as it is in the list.
+    /// Adds a segment of a buffer, whose memory then lives as long as it is in the list.
     pub(crate) fn push_of(&mut self, arena: &Arc<Arena>, segment: Segment) {
         if !self.arenas.iter().any(|known| Arc::ptr_eq(known, arena)) {
             self.arenas.push(Arc::clone(arena));
@@ -323,7 +323,7 @@ mod tests {
     }
 
     #[test]
-    fn zeroes_are_told_from_data_wherever_that_is() {
+    fn zeroes_are_distinguished_from_data_at_any_place() {
         for length in [0, 5, 8, 9, 520, 521, 4096] {
             let is_zero = |other: Option<usize>| {
                 let mut bytes = vec![0; length];
