@@ -181,14 +181,14 @@ mod tests {
 
     const SIZE: u64 = 1 << 20;
 
-    fn open(replica: &std::path::Path, map: &std::path::Path) -> Result<Opened, ReplicaError> {
+    fn open(replica: &std::path::Path, map: &std::path::Path) -> Result<OpenedReplica, ReplicaError> {
         let spec = ReplicateSpec {
             replica: Handle::Path(replica.into()),
             map: Handle::Path(map.into()),
             offset: 0,
             bytes_per_second: REPLICATE_RATE_MIN,
         };
-        Opened::open(DiskId::new(), SIZE, &spec, None, &mut Handles::default())
+        OpenedReplica::open(DiskId::new(), SIZE, &spec, None, &mut Handles::default())
     }
 
     #[test]
