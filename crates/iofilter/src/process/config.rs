@@ -168,7 +168,7 @@ fn check_chain(chain: &[FilterSpec]) -> Result<(), String> {
         return Err(format!("{} filters; at most {CHAIN_MAX} are possible", chain.len()));
     }
     if chain.iter().filter(|link| is_crypt(link)).count() > 1 {
-        return Err("it is to be encrypted more than once".into());
+        return Err("it is encrypted more than once".into());
     }
     chain.iter().try_for_each(|link| match link {
         FilterSpec::Crypt { .. } => Ok(()),
@@ -182,7 +182,7 @@ fn check_chain(chain: &[FilterSpec]) -> Result<(), String> {
     check_place_of_replica(chain)?;
     let is_cache = |link: &FilterSpec| matches!(link, FilterSpec::Cache(_));
     if chain.iter().filter(|link| is_cache(link)).count() > 1 {
-        return Err("it is to be cached more than once".into());
+        return Err("it is cached more than once".into());
     }
     // Without encryption all filters are in the order that the guest sees.
     let above = chain.split(is_crypt).next().unwrap_or(chain);
@@ -209,7 +209,7 @@ fn check_place_of_replica(chain: &[FilterSpec]) -> Result<(), String> {
     let mut after = chain.split(is_replica).skip(1);
     let Some(below) = after.next() else { return Ok(()) };
     if after.next().is_some() {
-        return Err("it is to be replicated more than once".into());
+        return Err("it is replicated more than once".into());
     }
     if below.iter().any(|link| matches!(link, FilterSpec::Crypt { .. })) {
         return Err("a replica above the encryption would be plaintext: put it below".into());

@@ -90,7 +90,7 @@ pub enum IoError {
     )]
     Forgotten,
     /// More requests are in flight than the chain was built for.
-    #[error("too many requests are under way")]
+    #[error("too many requests are in flight")]
     Overload,
 }
 

@@ -24,7 +24,7 @@ pub fn sleep<'a>(chains: impl IntoIterator<Item = &'a mut Chain>) {
         let due = busy.iter().filter_map(|chain| chain.deadline()).min();
         let timeout = due.map_or(TIMEOUT, |at| at.saturating_duration_since(Instant::now()));
         let woken = ppoll(&mut fds, Some(TimeSpec::from(timeout)), None).unwrap();
-        assert!(woken > 0 || due.is_some(), "requests are under way, and nothing woke their owner");
+        assert!(woken > 0 || due.is_some(), "requests are in flight, and nothing woke their owner");
     }
     busy.into_iter().for_each(|chain| chain.disarm(true));
 }

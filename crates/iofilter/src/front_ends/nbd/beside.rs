@@ -2,8 +2,8 @@
 //!
 //! ```text
 //!   Listening --connection, peer allowed--> [thread: Negotiating --> Transmitting] --> ended
-//!   Listening --connection, peer allowed--> [thread: Negotiating --> Transmitting] --> ended
 //!       ^                                └──all places taken, for GRACE──> closed
+//!       └───────────────────────────────────────┘
 //! ```
 //! A connection's chain and buffers exist only as long as the connection, so that a guest's disk has
 //! all its memory while nobody makes a backup.

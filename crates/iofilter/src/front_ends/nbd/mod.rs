@@ -10,8 +10,7 @@
 //! ```
 //! A disk has as many workers as chains; each serves one connection at a time. Connections beyond that are closed
 //! at once: a client that makes several and waits for all of them would wait for ever. [`wire`], [`option`] and
-//! [`request`] implement the protocol and do no I/O;
-//! [`negotiation`] and [`transmission`] move the bytes.
+//! [`request`] implement the protocol and do no I/O; [`negotiation`] and [`transmission`] move the bytes.
 //!
 //! Beside another front end, a disk has no workers: [`beside`] makes a chain, and a thread, for each
 //! connection. [`chunk`] makes structured replies, [`context`] reports holes and changes.

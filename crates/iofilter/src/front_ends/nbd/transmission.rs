@@ -16,7 +16,7 @@
 //! connection's pool. Requests that have memory progress without further input.
 //!
 //! A read longer than a piece is answered as its pieces come. In a structured reply each piece has chunks
-//! its own, and other replies may come between them. Simple replies, and those that must be one
+//! of its own, and other replies may come between them. Simple replies, and those that must be one
 //! chunk, stream their pieces, and cannot report an error once data has begun, so then the connection
 //! ends, as the protocol demands.
 

@@ -52,21 +52,21 @@ const ALIGNMENT: usize = 64;
 #[derive(Debug, thiserror::Error)]
 pub enum InflightError {
     /// No memory.
-    #[error("there is no memory for the record of requests under way: {0}")]
+    #[error("there is no memory for the record of requests in flight: {0}")]
     System(#[from] std::io::Error),
     /// Of another size, offset, or number of rings.
-    #[error("the record of requests under way does not fit the disk's rings")]
+    #[error("the record of requests in flight does not fit the disk's rings")]
     Shape,
     /// Its file could be truncated while it is mapped.
     #[error(
-        "the file of the record of requests under way is not sealed: not one that a filter made"
+        "the file of the record of requests in flight is not sealed: not one that a filter made"
     )]
     Unsealed,
     /// It contradicts itself or the ring.
-    #[error("the record of requests under way contradicts the ring")]
+    #[error("the record of requests in flight contradicts the ring")]
     Contradiction,
     /// Cannot be mapped.
-    #[error("the record of requests under way cannot be mapped: {0}")]
+    #[error("the record of requests in flight cannot be mapped: {0}")]
     Mapping(#[from] MmapRegionError),
 }
 

@@ -1,8 +1,8 @@
 //! The vhost-user-blk front end: QEMU's fast path, on shared guest memory.
 //!
 //! ```text
-//!   Listening --connection, peer allowed, it speaks--> Connected --disconnected | protocol error--> Listening
-//!   Listening --connection, peer allowed, first message--> Connected --disconnected | protocol error--> Listening
+//!   Listening --connection, peer allowed--> Connected --disconnected | protocol error--> Listening
+//!        └─────────────────────── stop ───────────────┴──> ended, rings drained
 //! ```
 //! A socket that is connected from the start serves that one connection.
 //!

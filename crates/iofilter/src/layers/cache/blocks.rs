@@ -1,12 +1,12 @@
 //! The cached blocks of a disk, shared by its queues, and the rules that keep stale blocks out.
 //!
 //! ```text
-//!  stripe  quiet, generation g --begin_change--> 1 under way, generation g + 1, its blocks forgotten
-//!          n under way         --begin_change--> n + 1 under way, the next generation, forgotten
-//!          n under way         --end_change----> n - 1 under way; quiet at 0
+//!  stripe  quiet, generation g --begin_change--> 1 in flight, generation g + 1, its blocks forgotten
+//!          n in flight         --begin_change--> n + 1 in flight, the next generation, forgotten
+//!          n in flight         --end_change----> n - 1 in flight; quiet at 0
 //!
 //!  read    quiet, generation g --ticket--> storage is asked --install--> kept if it is still g
-//!          a change under way  --ticket--> void: nothing is kept of what storage answers
+//!          a change in flight  --ticket--> void: nothing is kept of what storage answers
 //! ```
 //! So a cached block was read from storage while nothing changed it. A change that failed, or was done in
 //! part, has forgotten its blocks like any other.

@@ -79,7 +79,7 @@ impl Map {
         for chunk in (0..geometry.chunks()).filter(|chunk| map.image.is_dirty(*chunk)) {
             chunks.mark(Span { first: chunk, last: chunk }, up_to);
         }
-        map.mend(chunks);
+        map.repair(chunks);
         (map, found)
     }
 
@@ -127,7 +127,7 @@ impl Map {
                 self.fail(error);
             }
         }
-        self.mend(chunks);
+        self.repair(chunks);
         if !self.can_mark() {
             return false;
         }
@@ -152,7 +152,7 @@ impl Map {
         {
             self.fail(error);
         }
-        self.mend(chunks);
+        self.repair(chunks);
     }
 
     fn fail(&mut self, error: IoError) {
@@ -162,7 +162,7 @@ impl Map {
 
     /// Rewrites the whole map where the file is not valid, or else makes it void. After either, all marks are
     /// recorded: every process will copy those chunks.
-    fn mend(&mut self, chunks: &Chunks) {
+    fn repair(&mut self, chunks: &Chunks) {
         if self.validity == MapValidity::Valid {
             return;
         }

@@ -176,7 +176,7 @@ impl<'a> Guest<'a> {
         mut data: Vec<u8>,
     ) {
         let Queue { chain, under_way } = &mut self.queues[queue];
-        let id = chain.begin().expect("few enough are under way");
+        let id = chain.begin().expect("fewer than the limit are in flight");
         // SAFETY: the memory is kept until the answer, or the chain's end; nothing below uses it after.
         chain.data_mut(id).push(unsafe { Segment::new(data.as_mut_ptr(), data.len()) });
         let (offset, length) = (units.start, units.end - units.start);

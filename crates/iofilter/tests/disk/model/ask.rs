@@ -83,7 +83,7 @@ pub fn apart(asks: &[Ask]) -> usize {
 
 /// Submits `buffer` as the request's memory, split into segments of `cut` bytes.
 pub fn submit(chain: &mut Chain, ask: &Ask, buffer: &mut [u8], tag: u64) {
-    let id = chain.begin().expect("few enough are under way");
+    let id = chain.begin().expect("fewer than the limit are in flight");
     if matches!(ask.what, What::Read | What::Write) {
         for part in buffer.chunks_mut(ask.cut) {
             // SAFETY: the buffers live until the chain has completed everything.

@@ -97,7 +97,7 @@ impl Guest {
             let failed = answers.iter().filter(|answer| answer.is_err()).count() as u64;
             // Several parts of a request may have met one.
             assert!(failed <= struck, "{failed} requests failed of {struck} faults: {batch:?}");
-            assert!(struck == 0 || failed > 0, "nobody is told of {struck} faults: {batch:?}");
+            assert!(struck == 0 || failed > 0, "{struck} faults are not reported: {batch:?}");
             for ((ask, buffer), answer) in batch.iter().zip(&buffers).zip(&answers) {
                 let write = ask.what == What::Write;
                 assert!(!write || *buffer == ask.content(), "a write changed the guest's memory");

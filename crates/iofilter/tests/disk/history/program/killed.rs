@@ -64,11 +64,11 @@ fn check_each(kind: BackendKind) {
         // Printed first: a test that fails shows which case it was.
         print!("{kind:?}, {}: ", chains::name(&chain));
         let resumed = check(kind, &chain, random.fork());
-        println!("{resumed} requests were under way when a filter was killed");
+        println!("{resumed} requests were in flight when a filter was killed");
         in_all += resumed;
     }
     // A quick chain may have answered every request each time; one that delays has not.
-    assert!(in_all > 0, "no request was ever under way");
+    assert!(in_all > 0, "no request was ever in flight");
 }
 
 #[test]
