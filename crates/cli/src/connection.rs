@@ -10,9 +10,8 @@ use vmseal_api::model::{About, Host, Page, Plan};
 use zeroize::Zeroizing;
 
 use crate::arguments::{Global, Login};
-use crate::commands::plan;
 use crate::exit::{Ended, Exit};
-use crate::print;
+use crate::print::{self, plan};
 
 /// What `vmseal login` saves. Paths, not contents: the token stays in its own file.
 #[derive(Default, Serialize, Deserialize)]

@@ -2,7 +2,7 @@
 //! doubled, as QEMU has it.
 
 use std::fs::File;
-use std::io::{BufRead, Write};
+use std::io::{BufRead, IsTerminal, Write};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, bail, ensure};
@@ -12,11 +12,17 @@ use vmseal_api::request::CreateDisk;
 use vmseal_api::transfer::ImageFormat;
 
 use crate::exit::{Ended, Exit};
-use crate::print;
+use crate::stream::say;
+
+/// Parses all values of `--disk`, in the order in which they were given.
+pub fn parse_all(options: &[String]) -> anyhow::Result<Vec<CreateDisk>> {
+    let terminal = std::io::stdin().is_terminal();
+    options.iter().enumerate().map(|(index, it)| parse(it, index, terminal)).collect()
+}
 
 /// Parses the `index`th `--disk`; a disk that is not named is called after its place (`disk0`). An
 /// image's format that is not named is asked for, where there is a terminal to ask at.
-pub fn parse(option: &str, index: usize, terminal: bool) -> anyhow::Result<CreateDisk> {
+fn parse(option: &str, index: usize, terminal: bool) -> anyhow::Result<CreateDisk> {
     let parts = split(option).map_err(|why| Ended::new(Exit::Usage, format!("{why:#}")))?;
     let image = match (parts.image, parts.format) {
         (Some(image), Some(format)) => Some((image, format)),
@@ -130,7 +136,7 @@ fn ask_format(image: &Path, terminal: bool) -> anyhow::Result<ImageFormat> {
         ensure!(std::io::stdin().lock().read_line(&mut answer)? > 0, "no format was named");
         match parse_format(answer.trim()) {
             Ok(format) => return Ok(format),
-            Err(error) => print::say(error),
+            Err(error) => say(error),
         }
     }
 }

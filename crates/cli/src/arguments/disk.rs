@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::{Args, Subcommand, ValueEnum};
 
 use super::{Bitmap, DryRun, List, Passphrase, Wait};
-use crate::print::VmDisk;
+use crate::rows::VmDisk;
 
 #[derive(Subcommand)]
 pub enum Disk {

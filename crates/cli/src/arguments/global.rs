@@ -7,7 +7,7 @@ use clap::builder::PossibleValuesParser;
 use clap::{Args, ValueEnum};
 use vmseal_api::request_id::RequestId;
 
-use crate::print::Row;
+use crate::rows::Row;
 
 /// Options of every command.
 #[derive(Args, Clone)]

@@ -5,12 +5,11 @@ use std::path::Path;
 use vmseal_api::client::ServerClient;
 use vmseal_api::request::{CreateDisk, CreateVm};
 
-use super::vm;
+use super::task;
 use crate::arguments::{Import, Output};
 use crate::disk_option::size_of_image;
 use crate::exit::{Ended, Exit};
-use crate::libvirt;
-use crate::print;
+use crate::{disk_option, libvirt, print};
 
 /// A VM's memory where nothing says otherwise, in bytes.
 const MEMORY: u64 = 512 << 20;
@@ -35,7 +34,7 @@ pub async fn run(server: &ServerClient, output: Output, options: Import) -> anyh
             disks: images(&options.disks)?,
         },
     };
-    vm::begin(server, output, "vms", &request, &options.dry_run, &options.wait).await
+    task::begin(server, output, "vms", &request, &options.dry_run, &options.wait).await
 }
 
 /// The way out where a domain's image cannot be looked at.
@@ -47,7 +46,7 @@ fn by_hand(disk: &libvirt::Disk) -> String {
 }
 
 fn images(options: &[String]) -> anyhow::Result<Vec<CreateDisk>> {
-    let disks = vm::disk_options(options)?;
+    let disks = disk_option::parse_all(options)?;
     if disks.iter().all(|disk| disk.image.is_none()) {
         let message = "no disk has an image to import: add image=FILE,format=FORMAT, or make an empty VM with vmseal vm create";
         return Err(Ended::new(Exit::Usage, message).into());

@@ -19,12 +19,11 @@ use vmseal_control::providers::kmip::KMIP_PORT;
 use vmseal_secret::SecretBytes;
 use zeroize::Zeroizing;
 
-use super::plan;
-use super::provider::sealed;
+use super::provider_secret::sealed;
 use crate::arguments::{Certificate, Kmip, Output, ServerOf};
 use crate::exit::{Ended, Exit};
 use crate::passphrase::{self, Prompt};
-use crate::print;
+use crate::print::{self, plan};
 
 pub async fn run(server: &ServerClient, output: Output, verb: Kmip) -> anyhow::Result<()> {
     match verb {

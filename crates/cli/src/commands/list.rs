@@ -4,10 +4,11 @@ use serde::de::DeserializeOwned;
 use vmseal_api::client::ServerClient;
 use vmseal_api::problem::{ErrorCode, Problem};
 
-use super::follow::{Change, Changes, differences};
+use super::follow::Changes;
 use super::reconnect::across;
 use crate::arguments::{List, Output, Show};
-use crate::print::{self, Lines, Row};
+use crate::print::{self, Lines};
+use crate::rows::{Change, Row, differences};
 
 /// What a table says of a resource beyond its columns.
 type Details<T> = fn(&T) -> Vec<(&'static str, String)>;

@@ -11,6 +11,7 @@ use vmseal_api::model::{Task, TaskState};
 use vmseal_api::transfer;
 
 use crate::print;
+use crate::rows::word;
 
 /// How often a bar without a percentage turns.
 const TICK: Duration = Duration::from_millis(120);
@@ -64,7 +65,7 @@ impl Progress {
     fn tell(&self, task: &Task) {
         let state = match task.state {
             open if open.is_open() => task.at(),
-            ended => print::word(&ended),
+            ended => word(&ended),
         };
         self.say(&format!("{} {}: {state}", task.kind, task.target));
     }

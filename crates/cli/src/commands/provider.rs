@@ -11,18 +11,16 @@ use base64::engine::general_purpose::STANDARD;
 use nix::unistd::{AccessFlags, access};
 use serde_json::Value;
 use vmseal_api::client::ServerClient;
-use vmseal_api::model::{About, Provider};
+use vmseal_api::model::Provider;
 use vmseal_api::provider_backup::{SEALED_MAX, SETTINGS_MAX};
-use vmseal_api::request::{
-    AddProvider, Backup, ChangePassphrase, GivePassphrase, SealedPassphrase, VerifyBackup,
-};
-use vmseal_secret::SecretBytes;
+use vmseal_api::request::{AddProvider, Backup, ChangePassphrase, GivePassphrase, VerifyBackup};
 
-use super::{kmip, list, plan};
+use super::provider_secret::sealed;
+use super::{kmip, list};
 use crate::arguments::{self, Output, Passphrase};
 use crate::exit::{Ended, Exit};
 use crate::passphrase::{self, Prompt};
-use crate::print;
+use crate::print::{self, plan};
 
 /// The longest backup file that is read, in bytes. That of a native provider has a few hundred, that of a KMIP
 /// provider its certificates, too.
@@ -124,24 +122,6 @@ pub async fn run(
             }
             Ok(server.delete(&path).await?)
         }
-    }
-}
-
-pub(super) async fn sealed(
-    server: &ServerClient,
-    provider: &str,
-    passphrase: &SecretBytes,
-) -> anyhow::Result<SealedPassphrase> {
-    let about: About = server.get("about").await?;
-    // Sealed for the provider's name, also where the command named its id.
-    passphrase::seal(passphrase, &name_of(server, provider).await, &about.passphrase_box)
-}
-
-/// The name of a provider given by name or id; what was given when it does not exist yet.
-async fn name_of(server: &ServerClient, provider: &str) -> String {
-    match server.get::<Provider>(&format!("providers/{provider}")).await {
-        Ok(found) => found.name,
-        Err(_) => provider.to_owned(),
     }
 }
 

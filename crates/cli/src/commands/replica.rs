@@ -6,10 +6,10 @@ use vmseal_api::client::ServerClient;
 use vmseal_api::model::{Disk, Vm};
 use vmseal_api::problem::Problem;
 
-use super::follow::{Change, differences};
 use super::reconnect::asked_again;
 use crate::arguments::Output;
-use crate::print::{self, DiskReplica, Lines};
+use crate::print::{self, Lines};
+use crate::rows::{Change, DiskReplica, differences};
 
 /// The time between two questions: the server does not tell when a replica comes nearer or falls behind.
 const PAUSE: Duration = Duration::from_secs(1);

@@ -8,12 +8,13 @@ use vmseal_api::model::{Task, TaskState};
 use vmseal_api::problem::Problem;
 
 use super::follow::Changes;
+use super::list;
 use super::progress::Progress;
 use super::reconnect::{self, across, answers, may_pass, until_answer, within};
-use super::{list, plan};
-use crate::arguments::{self, Output, Wait};
+use crate::arguments::{self, DryRun, Output, Wait};
 use crate::exit::{self, Ended, Exit};
-use crate::print;
+use crate::print::{self, plan};
+use crate::rows::word;
 
 pub async fn run(
     server: &ServerClient,
@@ -80,7 +81,7 @@ async fn named(server: &ServerClient, ids: &[String]) -> anyhow::Result<Vec<Task
 async fn open(server: &ServerClient) -> Result<Vec<Task>, Problem> {
     let mut tasks: Vec<Task> = Vec::new();
     for state in TaskState::OPEN {
-        let state = print::word(&state).replace('-', "_");
+        let state = word(&state).replace('-', "_");
         for seen in server.all::<Task>(&format!("tasks?state={state}")).await? {
             match tasks.iter_mut().find(|task| task.id == seen.id) {
                 Some(known) => *known = seen,
@@ -90,6 +91,22 @@ async fn open(server: &ServerClient) -> Result<Vec<Task>, Problem> {
     }
     tasks.sort_by_key(|task| task.id);
     Ok(tasks)
+}
+
+/// Begins a task and waits for it, as far as that is wanted.
+pub async fn begin(
+    server: &ServerClient,
+    output: Output,
+    path: &str,
+    request: &(impl serde::Serialize + Sync),
+    dry_run: &DryRun,
+    wait: &Wait,
+) -> anyhow::Result<()> {
+    if dry_run.dry_run {
+        return plan::show(output, &server.try_post(path, request).await?);
+    }
+    let begun = server.post(path, request).await?;
+    settle(server, output, begun, wait).await
 }
 
 /// Waits for a task's end, or only shows it where the user does not want to wait.

@@ -1,20 +1,17 @@
 //! Results on standard output: tables for people, CSV and the API's own documents for programs.
 
-pub mod column;
-mod rows;
-mod stream;
+pub mod plan;
+pub mod scan;
 mod table;
 
 use serde::Serialize;
-use vmseal_api::host::DiskFacts;
 use vmseal_api::model::{Disk, Task, Vm};
 
-pub use self::column::Row;
-pub use self::rows::{DiskReplica, VmDisk};
-pub use self::stream::{is_closed, line, print, printable, say, words};
 pub use self::table::Lines;
 use crate::arguments::{Columns, Output};
-use crate::commands::follow::Change;
+use crate::rows::column::Cell;
+use crate::rows::{Change, Row, disk_format, word};
+pub use crate::stream::{is_closed, line, print, printable, say, words};
 
 /// Prints a list, in the order of its kind.
 pub fn list<T: Row>(output: Output, how: &Columns<T>, mut items: Vec<T>) -> anyhow::Result<()> {
@@ -85,33 +82,14 @@ fn yaml<T: Serialize>(item: &T) -> anyhow::Result<String> {
     Ok(text)
 }
 
-/// The word that the API uses for an enum's value.
-pub fn word<T: Serialize>(value: &T) -> String {
-    match serde_json::to_value(value) {
-        Ok(serde_json::Value::String(word)) => word.replace('_', "-"),
-        _ => String::new(),
-    }
-}
-
 /// What `task show` says beyond the columns.
 pub fn task_details(task: &Task) -> Vec<(&'static str, String)> {
     task.problem.iter().map(|problem| ("PROBLEM CODE", word(&problem.code))).collect()
 }
 
-/// What a disk is on its datastore.
-fn disk_format(disk: &Disk) -> String {
-    match &disk.facts {
-        None => "not made yet".to_owned(),
-        Some(DiskFacts::Raw) => "raw, in the clear".to_owned(),
-        Some(DiskFacts::Luks2 { cipher, key_bits, sector_size, .. }) => {
-            format!("LUKS2 {cipher}, {key_bits}-bit key, {sector_size}-byte sectors")
-        }
-    }
-}
-
 /// What a guest may use of a disk and what is kept of it, to be said after what the disk is.
 fn limits(disk: &Disk) -> String {
-    let size = |bytes| column::Cell::Bytes(bytes).for_people();
+    let size = |bytes| Cell::Bytes(bytes).for_people();
     let limits = &disk.limits;
     let iops = limits.iops.map(|iops| format!(", at most {iops} IOPS"));
     let bandwidth = limits.bandwidth.map(|bytes| format!(", at most {}/s", size(bytes)));
@@ -131,7 +109,7 @@ pub fn vm_details(vm: &Vm) -> Vec<(&'static str, String)> {
     }
     for disk in &vm.disks {
         let format = disk_format(disk);
-        let size = column::Cell::Bytes(disk.size).for_people();
+        let size = Cell::Bytes(disk.size).for_people();
         lines.push((
             "DISK",
             format!(

@@ -3,10 +3,10 @@
 use comfy_table::presets::NOTHING;
 use comfy_table::{ColumnConstraint, Table, Width};
 
-use super::column::{Cell, Column, Row};
-use super::{printable, word};
 use crate::arguments::{Columns, Output};
-use crate::commands::follow::Change;
+use crate::rows::column::{Cell, Column};
+use crate::rows::{Change, Row, word};
+use crate::stream::printable;
 
 /// The spaces between two columns.
 const GAP: u16 = 2;

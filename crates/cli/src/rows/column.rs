@@ -6,7 +6,7 @@ use bytesize::ByteSize;
 use jiff::{SignedDuration, Timestamp};
 use serde::Serialize;
 
-use super::printable;
+use crate::stream::printable;
 
 /// The longest lag that people read to a tenth of a second, in milliseconds.
 const MINUTE: u64 = 60_000;
