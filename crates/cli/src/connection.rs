@@ -74,7 +74,8 @@ pub async fn login(global: &Global, options: &Login) -> anyhow::Result<()> {
         return Err(Ended::new(Exit::Usage, message).into());
     };
     let absolute = |path: &Path| {
-        std::path::absolute(path).with_context(|| format!("where is {}?", path.display()))
+        std::path::absolute(path)
+            .with_context(|| format!("cannot make {} absolute", path.display()))
     };
     let (ca, token_file) = (absolute(ca)?, absolute(token_file)?);
     if !options.no_check {

@@ -1,4 +1,4 @@
-//! What can be typed: the whole command line as types, one module per noun.
+//! The whole command line as types, one module per noun.
 
 mod agent;
 mod bitmap;

@@ -1,4 +1,4 @@
-//! Following what the server shows, without asking in between: it says when something has changed.
+//! Waiting for changes on the server, without polling: it answers when something has changed.
 
 use std::time::Duration;
 
@@ -6,13 +6,13 @@ use vmseal_api::client::ServerClient;
 use vmseal_api::model;
 use vmseal_api::problem::Problem;
 
-/// How long the server holds a question for changes, in seconds; below the usual idle time-outs.
+/// How long the server holds a request for changes, in seconds; below the usual idle timeouts.
 const WAIT: u32 = 20;
 
-/// The least time between two questions: many changes at once are read once.
+/// The least time between two requests, so that many changes at once are read once.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// The server's changes. Begun before what is shown is read, it misses none.
+/// Changes on the server. None is missed if this begins before the first read.
 pub struct Changes<'a> {
     server: &'a ServerClient,
     kind: &'static str,

@@ -53,7 +53,7 @@ pub async fn run(
     }
 }
 
-/// What `host show` says beyond the columns.
+/// What `host show` adds to the columns.
 fn details(host: &Host) -> Vec<(&'static str, String)> {
     let Some(described) = &host.description else { return Vec::new() };
     let because = ("ACCELERATOR BECAUSE", described.accelerator.reason.clone());

@@ -1,4 +1,4 @@
-//! Bringing VMs in: from images, or from a libvirt domain.
+//! Import of VMs from images, or from a libvirt domain.
 
 use std::path::Path;
 
@@ -11,7 +11,7 @@ use crate::disk_option::size_of_image;
 use crate::exit::{Ended, Exit};
 use crate::{disk_option, libvirt, print};
 
-/// A VM's memory where nothing says otherwise, in bytes.
+/// The default memory of a VM, in bytes.
 const MEMORY: u64 = 512 << 20;
 
 pub async fn run(server: &ServerClient, output: Output, options: Import) -> anyhow::Result<()> {
@@ -37,11 +37,11 @@ pub async fn run(server: &ServerClient, output: Output, options: Import) -> anyh
     task::begin(server, output, "vms", &request, &options.dry_run, &options.wait).await
 }
 
-/// The way out where a domain's image cannot be looked at.
+/// What to do if the image of a domain cannot be read.
 fn by_hand(disk: &libvirt::Disk) -> String {
     let (image, format) = (disk.image.display(), disk.format.name());
     format!(
-        "a domain does not say how large its disks are: run this on the datastore's host, as somebody who may read the image; or leave out --libvirt and give the disk as --disk datastore=NAME,image={image},format={format},size=SIZE"
+        "a domain does not say how large its disks are: run this on the datastore's host, as a user who may read the image; or leave out --libvirt and give the disk as --disk datastore=NAME,image={image},format={format},size=SIZE"
     )
 }
 
@@ -54,7 +54,7 @@ fn images(options: &[String]) -> anyhow::Result<Vec<CreateDisk>> {
     Ok(disks)
 }
 
-/// What a domain becomes; says what of it does not come along.
+/// The request for a VM like the domain; reports what is not imported.
 fn from_domain(file: &Path, datastore: &str, policy: String) -> anyhow::Result<CreateVm> {
     let domain = libvirt::read(file)?;
     for warning in &domain.warnings {

@@ -22,8 +22,8 @@ use crate::exit::{Ended, Exit};
 use crate::passphrase::{self, Prompt};
 use crate::print::{self, plan};
 
-/// The longest backup file that is read, in bytes. That of a native provider has a few hundred, that of a KMIP
-/// provider its certificates, too.
+/// The longest backup file that is read, in bytes. A native provider's has a few hundred; a KMIP provider's has its
+/// certificates too.
 const BACKUP_MAX: u64 = (SETTINGS_MAX + SEALED_MAX + 1024) as u64;
 
 pub async fn run(
@@ -149,7 +149,7 @@ async fn new_provider(
     Ok(request)
 }
 
-/// Sees whether a backup could be made, and whether it could be kept.
+/// Checks whether a backup could be made and written.
 async fn try_backup(
     server: &ServerClient,
     output: Output,
@@ -180,7 +180,7 @@ async fn backup(
     passphrase: &Passphrase,
 ) -> anyhow::Result<()> {
     let given = passphrase::obtain(passphrase, "New passphrase of the backup", Prompt::Twice)?;
-    // Made before the request, so that nothing is asked of the server when it cannot be kept.
+    // Created before the request: the server makes no backup that could not be written.
     let mut file =
         OpenOptions::new().write(true).create_new(true).mode(0o600).open(to).map_err(|error| {
             match error.kind() {
@@ -199,7 +199,7 @@ async fn backup(
     }
     .await;
     if written.is_err() {
-        // An empty file would pass for a backup at a glance.
+        // An empty file could be mistaken for a backup.
         let _ = std::fs::remove_file(to);
     }
     written.with_context(|| format!("no backup of provider '{name}' was written"))?;

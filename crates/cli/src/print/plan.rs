@@ -1,11 +1,11 @@
-//! `--dry-run`: what a command would do.
+//! `--dry-run`: the plan of a command.
 
 use vmseal_api::model::Plan;
 
 use crate::arguments::Output;
 use crate::stream::{say, words};
 
-/// Says what would be done, and that it was not.
+/// Prints what would be done, and that nothing was changed.
 pub fn show(output: Output, plan: &Plan) -> anyhow::Result<()> {
     if output != Output::Table {
         return super::one(output, plan, &[]);

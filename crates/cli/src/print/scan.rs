@@ -1,4 +1,4 @@
-//! What a scan of a datastore found, as a table or as the API's own document.
+//! The result of a datastore's scan, as a table or as the API's own document.
 
 use vmseal_api::datastore::{DatastoreScan, FoundImage, ImageContent, ScannedImage};
 
@@ -8,7 +8,7 @@ use crate::rows::column::{Cell, Column, usual};
 use crate::rows::{Row, word};
 use crate::stream::say;
 
-/// Prints it. What is beside the images goes to standard error, so that a table stays one.
+/// Prints a scan. All but the images goes to standard error, so that standard output is only the table.
 pub fn show(output: Output, scan: &DatastoreScan) -> anyhow::Result<()> {
     if !matches!(output, Output::Table | Output::Csv) {
         return super::whole(output, scan);
@@ -22,7 +22,7 @@ pub fn show(output: Output, scan: &DatastoreScan) -> anyhow::Result<()> {
         say(format_args!("another datastore, not looked into: {within}"));
     }
     if let Some(why) = &scan.incomplete {
-        say(format_args!("the list is not whole: {why}"));
+        say(format_args!("the list is incomplete: {why}"));
     }
     Ok(())
 }

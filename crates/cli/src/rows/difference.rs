@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use super::column::Row;
 
-/// What is new about an item of a list.
+/// How an item of a list has changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Change {
@@ -17,7 +17,7 @@ pub enum Change {
     Removed,
 }
 
-/// What is different now; `before` is none at first.
+/// The differences between two readings; `before` is none at first.
 pub fn differences<T: Row>(before: Option<&[T]>, now: &[T]) -> Vec<(Change, T)> {
     let Some(before) = before else {
         return now.iter().map(|item| (Change::Listed, item.clone())).collect();
@@ -67,10 +67,10 @@ mod tests {
     }
 
     #[test]
-    fn what_came_changed_and_went_is_told_once() {
+    fn each_change_is_reported_once() {
         let first = [alarm("a", "x"), alarm("b", "x")];
-        let told = differences(None, &first);
-        assert!(told.iter().all(|(change, _)| *change == Change::Listed) && told.len() == 2);
+        let found = differences(None, &first);
+        assert!(found.iter().all(|(change, _)| *change == Change::Listed) && found.len() == 2);
         assert_eq!(differences(Some(&first), &first), []);
         let second = [alarm("b", "y"), alarm("c", "x")];
         assert_eq!(

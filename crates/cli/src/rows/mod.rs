@@ -20,7 +20,7 @@ pub fn word<T: Serialize>(value: &T) -> String {
     }
 }
 
-/// What a disk is on its datastore.
+/// The format of a disk on its datastore.
 pub fn disk_format(disk: &Disk) -> String {
     match &disk.facts {
         None => "not made yet".to_owned(),
