@@ -115,8 +115,8 @@ impl Successor {
     }
 }
 
-/// Opens an image anew and takes its lock: not before the kernel has let go of all that the last filter had
-/// under way.
+/// Opens an image again and takes its lock, which is free only when the last request of the previous filter has
+/// ended.
 fn locked(image: &Path) -> anyhow::Result<File> {
     let file = File::options().read(true).write(true).open(image)?;
     let whole = libc::flock {

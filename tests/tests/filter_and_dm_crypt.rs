@@ -109,7 +109,7 @@ fn a_guest_reads_through_the_filter_what_dm_crypt_wrote_on_an_image_of_cryptsetu
     assert_eq!(image.with_filter(&on(READ, "/dev/vda")).unwrap(), written);
 }
 
-/// Lets the real cryptsetup make the header anew, with its own volume key; gives that key.
+/// Has the real cryptsetup create the header again, with its own volume key; gives that key.
 fn format_with_cryptsetup(image: &Image) -> anyhow::Result<SecretBytes> {
     let kek = image.files().join("kek");
     let key = image.directory.path().join("volume-key");
@@ -186,7 +186,7 @@ fn fio_verifies_every_kind_of_write_in_a_guest() {
     assert!(said.ends_with("fine"), "{said}");
 }
 
-/// Serves a disk to a guest until it is told that the guest is done, killing filter after filter when each has
+/// Serves a disk to a guest until the guest is done, killing filter after filter when each has
 /// answered some requests; gives how many.
 fn serve_and_kill(image: &Image, socket: &Path, done: &AtomicBool) -> usize {
     let path = image.path();
