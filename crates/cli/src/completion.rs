@@ -13,8 +13,8 @@ use crate::connection;
 /// The variable by which a shell asks for completions.
 const VARIABLE: &str = "COMPLETE";
 
-/// How long a person waits for names at most.
-const PATIENCE: Duration = Duration::from_secs(2);
+/// The longest time to wait for names.
+const NAMES_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The nouns whose verbs take a name, and the lists that have the names.
 const NOUNS: [(&str, &str); 7] = [
@@ -27,15 +27,15 @@ const NOUNS: [(&str, &str); 7] = [
     ("task", "tasks"),
 ];
 
-/// The verbs whose name is a new one.
+/// The verbs that take a new name.
 const NEW: [&str; 3] = ["add", "create", "import"];
 
-/// Answers a shell and ends the program, where it is a shell that asks.
+/// If a shell asks for completions, answers and ends the program.
 pub fn answer() {
     CompleteEnv::with_factory(command).var(VARIABLE).complete();
 }
 
-/// The script that a shell is to read once.
+/// The script that a shell loads.
 pub fn script(shell: Shell) -> anyhow::Result<String> {
     let name = match shell {
         Shell::Bash => "bash",
@@ -50,7 +50,7 @@ pub fn script(shell: Shell) -> anyhow::Result<String> {
     Ok(String::from_utf8(script)?)
 }
 
-/// The command line, with names wherever one is to be typed.
+/// The command line, with completion of names.
 fn command() -> Command {
     NOUNS.into_iter().fold(Arguments::command(), |command, (noun, list)| {
         command.mut_subcommand(noun, |noun| noun.mut_subcommands(|verb| with_names(verb, list)))
@@ -79,7 +79,7 @@ fn named(arg: Arg, list: &'static str) -> Arg {
 
 /// The names that disks have.
 fn disks() -> Vec<CompletionCandidate> {
-    let vms = asked("vms");
+    let vms = fetched("vms");
     let disks = vms.iter().filter_map(|vm| vm.get("disks")?.as_array()).flatten();
     let mut names: Vec<_> = disks.filter_map(|disk| disk.get("name")?.as_str()).collect();
     names.sort_unstable();
@@ -93,19 +93,19 @@ fn names(list: &str) -> Vec<CompletionCandidate> {
         let name = item.get("name").or_else(|| item.get("id"))?;
         name.as_str().map(CompletionCandidate::new)
     };
-    asked(list).iter().filter_map(name).collect()
+    fetched(list).iter().filter_map(name).collect()
 }
 
-/// What is in a list; nothing where the server cannot be asked, as nothing may disturb the line that is typed.
-fn asked(list: &str) -> Vec<Value> {
-    let asked = || -> anyhow::Result<Vec<Value>> {
+/// The items of a list; none if the server does not answer, as an error would disturb the line being typed.
+fn fetched(list: &str) -> Vec<Value> {
+    let fetch = || -> anyhow::Result<Vec<Value>> {
         let server = connection::connect(&Global::from_environment())?;
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         Ok(runtime.block_on(async {
-            tokio::time::timeout(PATIENCE, server.all::<Value>(list)).await
+            tokio::time::timeout(NAMES_TIMEOUT, server.all::<Value>(list)).await
         })??)
     };
-    asked().unwrap_or_default()
+    fetch().unwrap_or_default()
 }
 
 #[cfg(test)]
@@ -113,7 +113,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_are_asked_for_where_one_of_what_is_there_is_to_be_typed() {
+    fn existing_names_are_completed_and_new_ones_are_not() {
         let command = command();
         let asks = |noun: &str, verb: &str, arg: &str| {
             let verb = command.find_subcommand(noun).unwrap().find_subcommand(verb).unwrap();

@@ -14,7 +14,8 @@ mod libvirt;
 mod man;
 mod passphrase;
 mod print;
-mod print_scan;
+mod rows;
+mod stream;
 
 use std::process::ExitCode;
 

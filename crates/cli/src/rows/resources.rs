@@ -175,7 +175,7 @@ impl Row for BitmapStatus {
     }
 }
 
-/// How the replica of a disk stands, with whose it is and where.
+/// The status of a disk's replica, with its VM, disk and datastore.
 #[derive(Clone, PartialEq, Serialize)]
 pub struct DiskReplica {
     /// The VM's name.
@@ -184,7 +184,7 @@ pub struct DiskReplica {
     pub disk: String,
     /// The name of the replica's datastore.
     pub datastore: Option<String>,
-    /// What the filter says that writes it.
+    /// The status that the filter reports.
     #[serde(flatten)]
     pub status: ReplicaStatus,
 }
