@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, bail, ensure};
 
 /// How long a guest may take to answer: emulated, on a machine that runs other tests.
-pub const GUEST_PATIENCE: Duration = Duration::from_secs(120);
+pub const GUEST_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// What the counting guest prints before its number.
 pub const COUNT: &str = "VMSEAL-COUNT ";
@@ -101,7 +101,7 @@ impl Console {
                     return Ok(found);
                 }
             }
-            if heard.ended || begun.elapsed() > GUEST_PATIENCE {
+            if heard.ended || begun.elapsed() > GUEST_TIMEOUT {
                 bail!("the guest never said '{pattern}'; it said: {}", heard.text);
             }
             (heard, _) = news

@@ -29,17 +29,17 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, bail};
 
 /// The longest time for anything but a guest's boot. Generous: the machine may be busy with other tests.
-pub const PATIENCE: Duration = Duration::from_secs(60);
+pub const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Waits until `test` gives something, and gives it; fails with `what` after [`PATIENCE`].
+/// Waits until `test` gives something, and gives it; fails with `what` after [`TIMEOUT`].
 pub fn eventually<T>(what: &str, mut test: impl FnMut() -> Option<T>) -> anyhow::Result<T> {
     let begun = Instant::now();
     loop {
         if let Some(found) = test() {
             return Ok(found);
         }
-        if begun.elapsed() > PATIENCE {
-            bail!("not so after {PATIENCE:?}: {what}");
+        if begun.elapsed() > TIMEOUT {
+            bail!("not so after {TIMEOUT:?}: {what}");
         }
         std::thread::sleep(Duration::from_millis(50));
     }

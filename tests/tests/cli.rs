@@ -17,7 +17,7 @@ use vmseal_tests::eventually;
 use vmseal_tests::installation::{Installation, create, text};
 
 /// How long a line that has to come may take.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// A command that goes on printing, read line by line.
 struct Watch {
@@ -36,7 +36,7 @@ impl Watch {
     /// The next line that holds all these words.
     fn line_with(&self, words: &[&str]) -> String {
         loop {
-            let line = self.lines.recv_timeout(PATIENCE).expect("no such line came");
+            let line = self.lines.recv_timeout(TIMEOUT).expect("no such line came");
             if words.iter().all(|word| line.contains(word)) {
                 return line;
             }
