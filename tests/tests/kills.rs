@@ -208,7 +208,8 @@ fn shown(here: &Installation, vm: &str) -> anyhow::Result<Option<Value>> {
 
 /// Waits until every task has ended; none may end as unknown.
 fn settle(here: &Installation) {
-    let open = |task: &Value| task["state"] == "running" || task["state"] == "undoing";
+    let ended = ["done", "failed", "cancelled", "unknown"];
+    let open = |task: &Value| !ended.iter().any(|state| task["state"] == *state);
     let tasks = eventually("every task has ended", || {
         let tasks = here.json(&["task", "list"]).ok()?;
         (!tasks.as_array()?.iter().any(open)).then_some(tasks)

@@ -5,14 +5,17 @@ use std::fs::File;
 use std::io::{BufRead, IsTerminal, Write};
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, bail, ensure};
-use bytesize::ByteSize;
+use anyhow::{Context, anyhow, bail, ensure};
 use vmseal_api::filter::CRYPT_SECTOR;
 use vmseal_api::request::CreateDisk;
 use vmseal_api::transfer::ImageFormat;
 
 use crate::exit::{Ended, Exit};
+use crate::size::parse_size;
 use crate::stream::say;
+
+/// The keys of the option.
+pub const DISK_KEYS: [&str; 5] = ["datastore", "size", "name", "image", "format"];
 
 /// Parses all values of `--disk`, in the order in which they were given.
 pub fn parse_all(options: &[String]) -> anyhow::Result<Vec<CreateDisk>> {
@@ -68,7 +71,9 @@ fn split(option: &str) -> anyhow::Result<Parts> {
         ensure!(!value.is_empty(), "--disk {option}: '{key}' has no value");
         let taken = match key {
             "datastore" => datastore.replace(value.to_owned()).is_some(),
-            "size" => size.replace(parse_size(value)?).is_some(),
+            "size" => size
+                .replace(parse_size(value).map_err(|why| anyhow!("--disk {option}: {why}"))?)
+                .is_some(),
             "name" => name.replace(value.to_owned()).is_some(),
             "image" => image.replace(PathBuf::from(value)).is_some(),
             "format" => format.replace(parse_format(value)?).is_some(),
@@ -106,13 +111,6 @@ fn parts(option: &str) -> Vec<String> {
         part.push_str(rest);
     }
     parts
-}
-
-pub fn parse_size(text: &str) -> anyhow::Result<u64> {
-    match text.parse::<ByteSize>() {
-        Ok(size) => Ok(size.as_u64()),
-        Err(why) => bail!("'{text}' is not a size such as 10GiB: {why}"),
-    }
 }
 
 fn parse_format(text: &str) -> anyhow::Result<ImageFormat> {

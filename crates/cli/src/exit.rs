@@ -66,6 +66,20 @@ impl Exit {
     }
 }
 
+/// An error and its causes on one line. A cause that the text before it already has is left out: many errors
+/// end with the text of their cause.
+pub fn text(error: &anyhow::Error) -> String {
+    error.chain().map(ToString::to_string).fold(String::new(), |text, cause| {
+        if text.is_empty() {
+            cause
+        } else if text.ends_with(&cause) {
+            text
+        } else {
+            format!("{text}: {cause}")
+        }
+    })
+}
+
 /// The end of a message when the server has failed, or its answer was lost: how to find the request.
 pub fn trace(error: &anyhow::Error) -> String {
     let problem = error.downcast_ref::<Problem>();
@@ -145,6 +159,15 @@ mod tests {
             let told = trace(&error);
             assert!(told.contains("not known") && told.contains("request id r-1 in"), "{told}");
         }
+    }
+
+    #[test]
+    fn a_cause_is_told_once() {
+        let missing = || std::io::Error::from_raw_os_error(2);
+        let plain = anyhow::Error::from(missing()).context("cannot read a.pem");
+        assert_eq!(text(&plain), "cannot read a.pem: No such file or directory (os error 2)");
+        let told = plain.context("cannot read a.pem: No such file or directory (os error 2)");
+        assert_eq!(text(&told), "cannot read a.pem: No such file or directory (os error 2)");
     }
 
     /// Scripts are written from the manual.

@@ -11,7 +11,7 @@ use anyhow::Context;
 use nix::sys::termios::{SetArg, Termios, cfmakeraw, tcgetattr, tcsetattr};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::signal::unix::{Signal, SignalKind, signal};
-use tokio::time::timeout;
+use tokio::time::{Instant, sleep_until, timeout};
 use vmseal_api::client::ServerClient;
 use vmseal_api::console::{ConsoleClaim, ConsoleStream, is_taken_over};
 use vmseal_api::host::Power;
@@ -29,6 +29,9 @@ const CHUNK: usize = 4096;
 
 /// The most typed input that waits for the guest, in bytes: more than a person types while a line is blocked.
 const PENDING_MAX: usize = 64 * 1024;
+
+/// How long the guest's output is shown after the end of the input.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// How long the guest may take to read what was typed before the escape.
 const LEAVE_TIMEOUT: Duration = Duration::from_secs(1);
@@ -156,9 +159,13 @@ impl Keyboard {
         self.open && (self.person || self.pending.len() < PENDING_MAX)
     }
 
+    /// Whether all input has come to its end and gone to the guest.
+    fn is_done(&self) -> bool {
+        !self.open && self.pending.is_empty()
+    }
+
     /// Takes what was read; returns whether it has the escape. Input beyond the limit is dropped, as by a serial line.
     fn take(&mut self, typed: &[u8]) -> bool {
-        // At the end of a script's input, the guest's output is still wanted.
         self.open = !typed.is_empty();
         let (before, left) = until_escape(typed, self.escape);
         if self.pending.len() < PENDING_MAX {
@@ -180,9 +187,16 @@ async fn join(
     let (mut from_person, mut from_guest) = ([0; CHUNK], [0; CHUNK]);
     let (mut to_show, mut shown) = (Vec::new(), true);
     tokio::pin!(signal);
+    let mut leave_at = None;
     loop {
+        if keyboard.is_done() && leave_at.is_none() {
+            leave_at = Some(Instant::now() + ANSWER_TIMEOUT);
+        }
         tokio::select! {
             () = &mut signal => return Ok(End::Signal),
+            () = sleep_until(leave_at.unwrap_or_else(Instant::now)), if leave_at.is_some() => {
+                return Ok(End::Left);
+            }
             read = typed.read(&mut from_person), if keyboard.listens() => {
                 if keyboard.take(&from_person[..read?]) {
                     // What was typed before the escape still goes to the guest, as far as it reads.
@@ -280,6 +294,22 @@ mod tests {
             Keyboard { escape: Escape::default(), person, open: true, pending: Vec::new() };
         let joined = join(guest, ours, tokio::io::sink(), keyboard, signal);
         timeout(Duration::from_secs(20), joined).await.expect("it hangs").unwrap()
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn the_end_of_the_input_leaves_once_the_guest_has_it_and_had_time_to_answer() {
+        let (mut guest, _, console) = vmseal_api::console::pair(16);
+        let keyboard =
+            Keyboard { escape: Escape::default(), person: false, open: true, pending: Vec::new() };
+        let script = &b"uptime\r"[..];
+        let (mut heard, mut answer) = ([0; 7], Vec::new());
+        let join = join(console, script, &mut answer, keyboard, std::future::pending());
+        let (end, ()) = tokio::join!(join, async {
+            guest.read_exact(&mut heard).await.unwrap();
+            guest.write_all(b"up 3 days").await.unwrap();
+        });
+        assert!(matches!(end.unwrap(), End::Left));
+        assert_eq!((&heard, &answer[..]), (b"uptime\r", &b"up 3 days"[..]));
     }
 
     #[tokio::test]

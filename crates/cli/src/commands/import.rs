@@ -16,7 +16,7 @@ const MEMORY: u64 = 512 << 20;
 
 pub async fn run(server: &ServerClient, output: Output, options: Import) -> anyhow::Result<()> {
     let vcpus = options.vcpus;
-    let memory = options.memory.map(|size| size.as_u64());
+    let memory = options.memory;
     let request = match &options.libvirt {
         Some(file) => {
             let datastore = options.datastore.unwrap_or_default();

@@ -23,7 +23,7 @@ pub async fn run(server: &ServerClient, output: Output, verb: arguments::Vm) -> 
         }
         arguments::Vm::Create { name, policy, vcpus, memory, disks, dry_run, wait } => {
             let disks = disk_option::parse_all(&disks)?;
-            let request = CreateVm { name, policy, vcpus, memory: memory.as_u64(), disks };
+            let request = CreateVm { name, policy, vcpus, memory, disks };
             task::begin(server, output, "vms", &request, &dry_run, &wait).await
         }
         arguments::Vm::Import(options) => import::run(server, output, options).await,

@@ -13,10 +13,15 @@ use crate::rows::column::Cell;
 use crate::rows::{Change, Row, disk_format, word};
 pub use crate::stream::{is_closed, line, print, printable, say, words};
 
-/// Prints a list, in the order of its kind.
+/// Prints a list, in the order of its kind. A table without rows is a message, which is not in the way of a script
+/// that reads the table.
 pub fn list<T: Row>(output: Output, how: &Columns<T>, mut items: Vec<T>) -> anyhow::Result<()> {
     items.sort_by(T::order);
     match output {
+        Output::Table if items.is_empty() => {
+            say(format_args!("no {}", T::PLURAL));
+            Ok(())
+        }
         Output::Json | Output::Yaml => whole(output, &items),
         Output::Table | Output::Csv => print(&Lines::new(output, how).of(&items)?),
     }

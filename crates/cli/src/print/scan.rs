@@ -32,6 +32,7 @@ fn found(image: &ScannedImage, cell: fn(&FoundImage) -> Cell) -> Cell {
 }
 
 impl Row for ScannedImage {
+    const PLURAL: &'static str = "images";
     const COLUMNS: &'static [Column<Self>] = &[
         usual("status", |it| word(&it.status).into()),
         usual("vm", |it| it.vm.clone().into()),

@@ -103,6 +103,9 @@ pub const fn more<T>(name: &'static str, cell: fn(&T) -> Cell) -> Column<T> {
 
 /// A resource as a row of a table.
 pub trait Row: Serialize + Clone + PartialEq + Sized + Send + Sync + 'static {
+    /// What an empty list is of, such as `VMs`.
+    const PLURAL: &'static str;
+
     /// All columns, in the order of `show`.
     const COLUMNS: &'static [Column<Self>];
 
