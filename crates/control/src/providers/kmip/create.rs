@@ -9,11 +9,14 @@
 //!                                   │
 //!                                   ├─ the server has none ──► asked again
 //!                                   ├─ the server has none yet ──► abandoned, settled later; asked again
+//!                                   ├─ the server was moved, and has none ──► key.orphaned, asked again
 //!                                   └─ the server cannot tell ──► key.orphaned, asked again
 //! ```
 //!
 //! The mark, another one each time, is sent as ApplicationSpecificInformation (namespace `vmseal`), which not every
-//! server has. A server that has no such key may yet be about to make it: that counts only after some minutes. What Locate finds is believed only of a server that finds nothing for an id that never was.
+//! server has. A server that has no such key may yet be about to make it: that counts only after some minutes. What Locate
+//! finds is believed only of a server that finds nothing for an id that never was. At another address than the one where
+//! the server was asked, the key is found by its mark alone: its id may be another's there.
 
 use std::sync::Arc;
 
@@ -42,6 +45,10 @@ const NAMESPACE: &str = "vmseal";
 /// proxy or a module of hardware before it. Time-outs of those are minutes at most.
 const LATE: SignedDuration = SignedDuration::from_mins(5);
 
+/// Why the key of a request is not found at the new address of its server.
+pub(super) const LEFT_BEHIND: &str =
+    "whose address was changed since, and which does not have it at the new one";
+
 /// What a server says of a key that may have been made.
 pub(super) enum LocateResult {
     /// It is there.
@@ -58,10 +65,12 @@ impl KmipProvider {
         vm: VmId,
         request: Uuid,
     ) -> Result<(KeyReference, SecretBytes), Problem> {
+        // In this order: of a server that is asked at its new address, the request says that it was moved.
+        let servers = self.servers();
         let noted = key_requests::get(&mut *self.store.read().await?, self.id, request).await?;
         let (server, id) = match noted {
             None => self.make(vm, request).await?,
-            Some(noted) => self.make_again(noted).await?,
+            Some(noted) => self.make_again(noted, servers).await?,
         };
         let kek = match self.put_to_use(&server, &id).await {
             Ok(kek) => kek,
@@ -132,6 +141,7 @@ impl KmipProvider {
             marked: true,
             key_id: None,
             abandoned: false,
+            moved: false,
         };
         let id = self.create_at(&server, noted).await?;
         Ok((server, id))
@@ -208,13 +218,17 @@ impl KmipProvider {
     }
 
     /// Goes on with a request whose outcome is not known.
-    async fn make_again(&self, noted: KeyRequest) -> Result<(Arc<ServerState>, KeyId), Problem> {
-        let server = self.servers().into_iter().find(|server| server.row.alias == noted.server);
+    async fn make_again(
+        &self,
+        noted: KeyRequest,
+        servers: Vec<Arc<ServerState>>,
+    ) -> Result<(Arc<ServerState>, KeyId), Problem> {
+        let server = servers.into_iter().find(|server| server.row.alias == noted.server);
         let Some(server) = server else {
             self.tell_orphan(&noted, "which the provider does not have any more").await?;
             return self.make(noted.vm, noted.request).await;
         };
-        if let Some(id) = &noted.key_id {
+        if let Some(id) = noted.key_id.as_ref().filter(|_| !noted.moved) {
             if server.fault().is_some() && self.another_answers(&server) {
                 return self.make_elsewhere(&noted).await;
             }
@@ -231,6 +245,10 @@ impl KmipProvider {
                 let key_id = Some(id.as_str().to_owned());
                 self.note_request(&KeyRequest { key_id, ..noted }).await?;
                 Ok((server, id))
+            }
+            LocateResult::NotFound if is_left_behind(&noted) => {
+                self.tell_orphan(&noted, LEFT_BEHIND).await?;
+                self.make(noted.vm, noted.request).await
             }
             LocateResult::NotFound => {
                 if may_be_late(&noted) {
@@ -383,6 +401,12 @@ pub(in crate::providers) fn orphan(noted: &KeyRequest, why: &str) -> String {
             "a key for VM {vm} may have been made by server '{server}', {why}: look there for an AES-256 key that no VM uses (asked for at {sent}; {NAMESPACE} {mark} where the server keeps that)"
         ),
     }
+}
+
+/// Whether a server that is called at another address than when it was asked is another one, as it has no key of a
+/// request: one that was made is at the old address, and so is one that may have been.
+pub(super) fn is_left_behind(noted: &KeyRequest) -> bool {
+    noted.moved && (noted.key_id.is_some() || !may_be_late(noted))
 }
 
 /// Whether a server that has no key of a request may yet make it.

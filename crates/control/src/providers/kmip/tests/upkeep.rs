@@ -60,6 +60,7 @@ async fn what_cannot_be_cleared_up_keeps_nothing_else_waiting_and_is_an_alarm() 
         marked: true,
         key_id: None,
         abandoned: true,
+        moved: false,
     };
     key_requests::put(&mut write, provider.id, &stuck).await.unwrap();
     write.commit().await.unwrap();
@@ -205,6 +206,7 @@ async fn whoever_removes_a_provider_is_told_of_every_key_that_may_be_left() {
             marked: true,
             key_id: key_id.map(str::to_owned),
             abandoned,
+            moved: false,
         };
         key_requests::put(&mut write, provider.id, &request).await.unwrap();
     }
