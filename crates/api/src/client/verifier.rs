@@ -11,7 +11,7 @@ use rustls::server::WebPkiClientVerifier;
 use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
 use rustls::{DigitallySignedStruct, DistinguishedName, RootCertStore, SignatureScheme};
 
-use super::role::{Role, SeenCertificate, check};
+use super::role::{Role, SeenCertificate, check, tell_whose};
 
 /// What a server shows.
 pub struct ServerChain<'a> {
@@ -120,7 +120,12 @@ impl ServerOfRole {
 impl ServerCheck for ServerOfRole {
     fn check(&self, chain: &ServerChain<'_>) -> Result<(), rustls::Error> {
         let ServerChain { certificate, above, name, ocsp, now } = chain;
-        self.authority.verify_server_cert(certificate, above, name, ocsp, *now)?;
+        let verified = self.authority.verify_server_cert(certificate, above, name, ocsp, *now);
+        verified.map_err(|error| match self.role {
+            // The name comes last: the chain is good.
+            Role::Host => tell_whose(error, certificate),
+            Role::Server => error,
+        })?;
         check(certificate, self.role)?;
         *self.seen.lock().unwrap_or_else(PoisonError::into_inner) = Some(certificate.to_vec());
         Ok(())
