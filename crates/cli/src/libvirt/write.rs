@@ -17,7 +17,8 @@ const NOTE: &str = "
 pub fn domain(vm: &Vm, host: &HostDescription) -> String {
     let (kind, cpu) = match host.accelerator.kind {
         AcceleratorKind::Kvm => ("kvm", "host-passthrough"),
-        AcceleratorKind::Tcg => ("qemu", "maximum"),
+        // Emulation runs anywhere.
+        AcceleratorKind::Tcg | AcceleratorKind::Unknown => ("qemu", "maximum"),
     };
     let mut xml = format!("<!--{NOTE}-->\n");
     let mut line = |text: String| {
