@@ -171,7 +171,7 @@ fn the_threads_copy_what_is_written_keep_holes_and_leave_when_told() {
     let replica = files.path("replica").metadata().unwrap();
     assert!(replica.blocks() * 512 < 2 << 20, "holes became data: {} blocks", replica.blocks());
     // The next process has nothing to copy.
-    drop((chain, disk));
+    drop((chain, disk, replicate));
     assert_eq!(files.open().1.status().dirty_bytes, 0);
 }
 
