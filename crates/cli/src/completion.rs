@@ -17,13 +17,14 @@ const VARIABLE: &str = "COMPLETE";
 const PATIENCE: Duration = Duration::from_secs(2);
 
 /// The nouns whose verbs take a name, and the lists that have the names.
-const NOUNS: [(&str, &str); 7] = [
+const NOUNS: [(&str, &str); 8] = [
     ("host", "hosts"),
     ("datastore", "datastores"),
     ("provider", "providers"),
     ("policy", "policies"),
     ("vm", "vms"),
     ("disk", "vms"),
+    ("nic", "vms"),
     ("task", "tasks"),
 ];
 
@@ -67,7 +68,8 @@ fn with_names(verb: Command, list: &'static str) -> Command {
         "provider" => named(arg, "providers"),
         "host" => named(arg, "hosts"),
         "vm" => named(arg, "vms"),
-        "disk" => arg.add(ArgValueCandidates::new(disks)),
+        "disk" => arg.add(ArgValueCandidates::new(|| of_vms("disks"))),
+        "nic" => arg.add(ArgValueCandidates::new(|| of_vms("nics"))),
         "datastore" | "replicate_to" => named(arg, "datastores"),
         _ => arg,
     })
@@ -77,11 +79,11 @@ fn named(arg: Arg, list: &'static str) -> Arg {
     arg.add(ArgValueCandidates::new(move || names(list)))
 }
 
-/// The names that disks have.
-fn disks() -> Vec<CompletionCandidate> {
+/// The names that disks, or network cards, have.
+fn of_vms(what: &str) -> Vec<CompletionCandidate> {
     let vms = asked("vms");
-    let disks = vms.iter().filter_map(|vm| vm.get("disks")?.as_array()).flatten();
-    let mut names: Vec<_> = disks.filter_map(|disk| disk.get("name")?.as_str()).collect();
+    let all = vms.iter().filter_map(|vm| vm.get(what)?.as_array()).flatten();
+    let mut names: Vec<_> = all.filter_map(|it| it.get("name")?.as_str()).collect();
     names.sort_unstable();
     names.dedup();
     names.into_iter().map(CompletionCandidate::new).collect()

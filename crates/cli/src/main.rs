@@ -12,6 +12,7 @@ mod exit;
 mod help;
 mod libvirt;
 mod man;
+mod nic_option;
 mod passphrase;
 mod print;
 mod print_scan;

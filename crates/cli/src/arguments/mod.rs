@@ -11,6 +11,7 @@ mod global;
 mod host;
 mod kmip;
 mod lab;
+mod nic;
 mod policy;
 mod provider;
 mod server;
@@ -33,6 +34,7 @@ pub use self::global::{Columns, Global, List, Name, Output, Show};
 pub use self::host::Host;
 pub use self::kmip::{Certificate, Kmip, ServerOf};
 pub use self::lab::Lab;
+pub use self::nic::{Link, Nic};
 pub use self::policy::Policy;
 pub use self::provider::{Passphrase, Provider};
 pub use self::server::{LEVELS_HELP, Login, RunServer, Server, ServerCommand};
@@ -80,6 +82,9 @@ pub enum Command {
     /// Virtual disks
     #[command(subcommand, visible_alias = "disks")]
     Disk(Disk),
+    /// Network cards
+    #[command(subcommand, visible_alias = "nics")]
+    Nic(Nic),
     /// Tasks: what the server does and has done
     #[command(subcommand, visible_alias = "tasks")]
     Task(Task),

@@ -1,5 +1,6 @@
 //! Domains of libvirt: read to bring a VM in, and printed to show what runs.
 
+mod interfaces;
 mod read;
 mod write;
 

@@ -1,5 +1,5 @@
 //! What of a libvirt domain (<https://libvirt.org/formatdomain.html>) becomes a VM: name, processors,
-//! memory, and its disks with their formats. The rest is said to stay behind; what holds data that would
+//! memory, its disks with their formats, and its network cards. The rest is said to stay behind; what holds data that would
 //! stay behind is refused.
 
 use std::collections::BTreeMap;
@@ -9,7 +9,10 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, bail, ensure};
 use roxmltree::{Document, Node, ParsingOptions};
+use vmseal_api::request::CreateNic;
 use vmseal_api::transfer::ImageFormat;
+
+use super::interfaces;
 
 /// The longest domain, in bytes; libvirt's own are some ten thousand.
 const XML_MAX: u64 = 1024 * 1024;
@@ -31,6 +34,8 @@ pub struct Domain {
     pub memory: u64,
     /// The disks, in boot order.
     pub disks: Vec<Disk>,
+    /// The network cards.
+    pub nics: Vec<CreateNic>,
     /// What is not taken over.
     pub warnings: Vec<String>,
 }
@@ -74,8 +79,18 @@ const KNOWN: [&str; 22] = [
 ];
 
 /// Devices that a VM has its own of, or needs none of.
-const OWN_DEVICES: [&str; 9] =
-    ["disk", "emulator", "controller", "input", "memballoon", "rng", "serial", "console", "panic"];
+const OWN_DEVICES: [&str; 10] = [
+    "disk",
+    "interface",
+    "emulator",
+    "controller",
+    "input",
+    "memballoon",
+    "rng",
+    "serial",
+    "console",
+    "panic",
+];
 
 /// Elements of a disk that are read, refused, or say nothing that a VM does not have of its own.
 const KNOWN_OF_DISK: [&str; 9] = [
@@ -130,8 +145,9 @@ fn parse(text: &str) -> anyhow::Result<Domain> {
     let memory = memory(child(domain, "memory").context("it says of no memory")?)?;
     let devices = child(domain, "devices").context("it has no devices")?;
     let disks = disks(devices, &mut warnings)?;
+    let nics = interfaces::nics(devices, &mut warnings);
     left_behind(domain, devices, &mut warnings);
-    Ok(Domain { name, vcpus, memory, disks, warnings })
+    Ok(Domain { name, vcpus, memory, disks, nics, warnings })
 }
 
 fn child<'a>(of: Node<'a, 'a>, name: &str) -> Option<Node<'a, 'a>> {
@@ -291,7 +307,6 @@ fn unknown(of: Node<'_, '_>, known: &[&str]) -> BTreeMap<String, u32> {
 fn left_behind(domain: Node<'_, '_>, devices: Node<'_, '_>, warnings: &mut Vec<String>) {
     for (device, count) in unknown(devices, &OWN_DEVICES) {
         warnings.push(match device.as_str() {
-            "interface" => format!("{count} network interfaces: a VM has no network card"),
             "hostdev" => format!("{count} devices of the host that were passed through"),
             "filesystem" => format!("{count} shared directories of the host"),
             "graphics" | "video" => format!("{device}: a VM has a serial console"),
@@ -336,9 +351,12 @@ mod tests {
         let system = disk("vdb", "/var/lib/libvirt/images/web.qcow2", ImageFormat::Qcow2, Some(1));
         let data = disk("vda", "/srv/data.img", ImageFormat::Raw, None);
         assert_eq!(domain.disks, [system, data], "not in boot order");
+        let nics: Vec<_> = domain.nics.iter().map(|nic| nic.backend.to_string()).collect();
+        assert_eq!(nics, ["bridge br0"]);
         let said = domain.warnings.join("\n");
         for left in [
-            "2 network",
+            "network 'default'",
+            "its model, none",
             "1 devices of the host",
             "cdrom 'sda'",
             "UEFI",

@@ -14,6 +14,7 @@ mod kmip;
 mod kmip_servers;
 mod log_levels;
 pub(crate) mod metrics;
+mod nics;
 mod policies;
 mod providers;
 mod tasks;
@@ -107,6 +108,7 @@ fn user_routes() -> OpenApiRouter<Arc<Services>> {
         .routes(routes!(vms::stop))
         .routes(routes!(vms::recrypt))
         .routes(routes!(console::open))
+        .routes(routes!(nics::set))
         .routes(routes!(disks::export))
         .routes(routes!(disks::expose))
         .routes(routes!(bitmaps::list, bitmaps::add))
