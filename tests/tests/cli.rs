@@ -242,6 +242,7 @@ fn a_host_is_examined_and_what_is_wrong_is_told_with_its_remedy() {
         "swap",
         "clock",
         "io-uring",
+        "network-cards",
         "confinement",
         "datastore",
     ] {
