@@ -7,7 +7,7 @@ use vmseal_api::request::CreateNic;
 use crate::exit::{Ended, Exit};
 
 /// Parses each `--nic`, in order.
-pub fn all(options: &[String]) -> anyhow::Result<Vec<CreateNic>> {
+pub fn parse_all(options: &[String]) -> anyhow::Result<Vec<CreateNic>> {
     options.iter().map(|option| parse(option)).collect()
 }
 

@@ -3,7 +3,7 @@
 use clap::{Subcommand, ValueEnum};
 
 use super::{DryRun, List};
-use crate::print::VmNic;
+use crate::rows::VmNic;
 
 #[derive(Subcommand)]
 pub enum Nic {

@@ -6,9 +6,10 @@ use vmseal_api::nic::NicLink;
 use vmseal_api::problem::ErrorCode;
 use vmseal_api::request::SetNic;
 
-use super::{list, plan};
+use super::list;
 use crate::arguments::{self, Output};
-use crate::print::{self, VmNic};
+use crate::print::{self, plan};
+use crate::rows::VmNic;
 
 pub async fn run(
     server: &ServerClient,
