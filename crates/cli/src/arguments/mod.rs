@@ -11,6 +11,7 @@ mod global;
 mod host;
 mod kmip;
 mod lab;
+mod nic;
 mod passphrase;
 mod policy;
 mod provider;
@@ -34,6 +35,7 @@ pub use self::global::{Columns, Global, List, Name, Output, Show};
 pub use self::host::Host;
 pub use self::kmip::{Certificate, Kmip, ServerOf};
 pub use self::lab::Lab;
+pub use self::nic::{Link, Nic};
 pub use self::passphrase::Passphrase;
 pub use self::policy::Policy;
 pub use self::provider::Provider;
@@ -82,6 +84,9 @@ pub enum Command {
     /// Virtual disks
     #[command(subcommand, visible_alias = "disks")]
     Disk(Disk),
+    /// Network cards
+    #[command(subcommand, visible_alias = "nics")]
+    Nic(Nic),
     /// Tasks: what the server does and has done
     #[command(subcommand, visible_alias = "tasks")]
     Task(Task),
