@@ -5,6 +5,17 @@ pub const EXAMPLES: &[(&str, &str, &str)] = &[
     ("vmseal", "Show what is wrong:", "vmseal alarms"),
     ("vmseal", "Show running tasks:", "vmseal task list --state running"),
     ("vmseal", "For a script:", "vmseal vm list -o csv -c name,power,host --no-header"),
+    ("vmseal-init", "Show what it would do on this machine:", "vmseal init --dry-run"),
+    (
+        "vmseal-init",
+        "With disks on another file system, and the backup on a stick:",
+        "vmseal init --datastore /srv/nvme --backup /media/stick/keys.backup",
+    ),
+    (
+        "vmseal-init",
+        "By a script, without questions:",
+        "vmseal init --yes --passphrase-file /root/passphrase",
+    ),
     (
         "vmseal-server",
         "Listen for hosts and users, under a DNS name:",

@@ -47,6 +47,9 @@ pub struct RunAgent {
     /// The first user id for the processes of VMs (as root only)
     #[arg(long, value_name = "UID", default_value_t = 2_000_000)]
     pub uid_base: u32,
+    /// The process that started this one: it ends when that one does
+    #[arg(long, value_name = "PID", hide = true)]
+    pub parent: Option<i32>,
 }
 
 /// The choice of accelerator.

@@ -9,6 +9,7 @@ mod doctor;
 mod events;
 mod global;
 mod host;
+mod init;
 mod kmip;
 mod lab;
 mod policy;
@@ -31,6 +32,7 @@ pub use self::doctor::Doctor;
 pub use self::events::Events;
 pub use self::global::{Columns, Global, List, Name, Output, Show};
 pub use self::host::Host;
+pub use self::init::{Init, Places};
 pub use self::kmip::{Certificate, Kmip, ServerOf};
 pub use self::lab::Lab;
 pub use self::policy::Policy;
@@ -56,6 +58,12 @@ pub struct Arguments {
 
 #[derive(Subcommand)]
 pub enum Command {
+    /// Set this machine up to run encrypted VMs: server, agent, datastore, keys with a backup, policy
+    ///
+    /// Each step says what was done, or that it was there already: a second run repairs what is missing and changes
+    /// nothing else. Give the same options again. Where systemd runs, server and agent are its services; else they run
+    /// in this terminal until Ctrl-C.
+    Init(Init),
     /// Run the control plane on this machine; or change its log level
     Server(Server),
     /// Run this machine as a host; or join it to a server first

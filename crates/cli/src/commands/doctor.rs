@@ -39,7 +39,7 @@ pub async fn run(output: Output, asked: Doctor, hardening: Hardening) -> anyhow:
 }
 
 /// A line, and one below it where something is to be done.
-fn report(finding: &Finding) -> String {
+pub(super) fn report(finding: &Finding) -> String {
     let Finding { check, result, found, remedy } = finding;
     let line = print::printable(&format!("{:<8} {check}: {found}", print::word(result)));
     match remedy {

@@ -10,6 +10,7 @@ mod expose;
 pub mod follow;
 mod host;
 mod import;
+mod init;
 mod kmip;
 mod lab;
 mod list;
@@ -41,6 +42,7 @@ pub async fn run(arguments: Arguments, hardening: Hardening) -> anyhow::Result<(
         Command::Agent(options) => return processes::agent(options, hardening).await,
         Command::Lab(Lab::Disk(options)) => return lab::disk(&options),
         Command::Doctor(options) => return doctor::run(global.output, options, hardening).await,
+        Command::Init(options) => return init::run(global, options, hardening).await,
         Command::Completion(options) => return print::print(&completion::script(options.shell)?),
         Command::Man(options) => return man::write(&options.dir),
         other => other,
@@ -73,6 +75,7 @@ async fn ask(global: Global, command: Command) -> anyhow::Result<()> {
         | Command::Agent(_)
         | Command::Login(_)
         | Command::Doctor(_)
+        | Command::Init(_)
         | Command::Completion(_)
         | Command::Man(_)
         | Command::Lab(_) => {

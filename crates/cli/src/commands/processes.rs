@@ -20,7 +20,8 @@ pub async fn server(options: RunServer, hardening: Hardening) -> anyhow::Result<
     vmseal_log::start();
     report(hardening);
     let credentials_dir = std::env::var_os("CREDENTIALS_DIRECTORY").map(PathBuf::from);
-    let RunServer { data_dir, listen, names, keep_events } = options;
+    let RunServer { data_dir, listen, names, keep_events, parent } = options;
+    end_with(parent)?;
     vmseal_rest::serve(ServerOptions {
         data_dir,
         listen,
@@ -42,6 +43,7 @@ pub async fn agent(options: Agent, hardening: Hardening) -> anyhow::Result<()> {
 async fn run_agent(options: RunAgent, hardening: Hardening) -> anyhow::Result<()> {
     vmseal_log::start();
     report(hardening);
+    end_with(options.parent)?;
     let filter = match options.filter {
         Some(filter) => filter,
         None => {
@@ -94,6 +96,15 @@ fn transfer_directories(state_dir: &Path, given: Vec<PathBuf>) -> anyhow::Result
 pub(super) fn beside_this_program(name: &str) -> anyhow::Result<PathBuf> {
     let own = std::env::current_exe().context("where is this program?")?;
     Ok(own.with_file_name(name))
+}
+
+/// Has this process told to end when the one that started it has ended, however that was.
+fn end_with(parent: Option<i32>) -> anyhow::Result<()> {
+    let Some(parent) = parent else { return Ok(()) };
+    nix::sys::prctl::set_pdeathsig(Some(nix::sys::signal::Signal::SIGTERM))?;
+    // It may have ended before this was set.
+    ensure!(nix::unistd::getppid().as_raw() == parent, "process {parent} did not start this one");
+    Ok(())
 }
 
 async fn join_host(options: JoinAgent) -> anyhow::Result<()> {
