@@ -26,17 +26,17 @@ pub struct Filter {
     socket: PathBuf,
 }
 
-/// The disk that a filter serves.
+/// A disk that a filter serves.
 pub struct Disk<'a> {
     /// The image.
     pub image: &'a Path,
-    /// Where its data begins.
+    /// The offset of its data.
     pub offset: u64,
-    /// What the guest sees as its size.
+    /// The size that the guest sees.
     pub size: u64,
-    /// Its key; none for one in the clear.
+    /// Its key; none without encryption.
     pub dek: Option<&'a SecretBytes>,
-    /// What a hole means.
+    /// The meaning of a hole.
     pub holes: Holes,
 }
 
@@ -52,13 +52,13 @@ impl Filter {
         Ok(Self { process, socket })
     }
 
-    /// Where QEMU connects.
+    /// The socket for QEMU.
     #[must_use]
     pub fn socket(&self) -> &Path {
         &self.socket
     }
 
-    /// Ends it in good order, and removes its sockets.
+    /// Ends it in order, and removes its sockets.
     pub fn stop(self, directory: &Path) -> anyhow::Result<()> {
         let Self { mut process, socket } = self;
         process.terminate();
@@ -77,7 +77,7 @@ pub struct Successor {
 }
 
 impl Successor {
-    /// Starts one in `directory`, where the one before is gone, with its connection to a VMM.
+    /// Starts one in `directory`, after the previous one has ended, with its connection to a VMM.
     pub fn start(directory: &Path, disk: &Disk<'_>, vmm: &UnixStream) -> anyhow::Result<Self> {
         let image = locked(disk.image)?;
         let inherited = [image.as_raw_fd(), vmm.as_raw_fd()];
@@ -96,7 +96,7 @@ impl Successor {
         Ok(Self { process, control: directory.join("control.sock") })
     }
 
-    /// How many requests it has answered; none if it does not say.
+    /// How many requests it has answered; none if it does not answer the question.
     #[must_use]
     pub fn answered(&self) -> Option<u64> {
         let mut stream = UnixStream::connect(&self.control).ok()?;
@@ -115,8 +115,8 @@ impl Successor {
     }
 }
 
-/// Opens an image anew and takes its lock: not before the kernel has let go of all that the last filter had
-/// under way.
+/// Opens an image again and takes its lock: not before the kernel has finished all requests of the last
+/// filter.
 fn locked(image: &Path) -> anyhow::Result<File> {
     let file = File::options().read(true).write(true).open(image)?;
     let whole = libc::flock {
@@ -131,7 +131,7 @@ fn locked(image: &Path) -> anyhow::Result<File> {
     Ok(file)
 }
 
-/// What starts a filter in `directory`, and its log.
+/// The command that starts a filter in `directory`, and its log.
 fn command(
     directory: &Path,
     disk: &Disk<'_>,

@@ -13,7 +13,7 @@ const SCRIPT_SECONDS: u32 = 300;
 pub enum GuestDisk<'a> {
     /// Served on a vhost-user socket.
     VhostUser(&'a Path),
-    /// Served by whoever connects to this vhost-user socket, one after the other.
+    /// Served by any process that connects to this vhost-user socket, one after the other.
     VhostUserServer(&'a Path),
     /// QEMU's own access to a raw file.
     Raw(&'a Path),
@@ -28,7 +28,7 @@ fn images() -> anyhow::Result<PathBuf> {
     Ok(printed.lines().last().context("it said no path")?.into())
 }
 
-/// Boots the guest, runs `script` in it, and gives what the script printed. `files` lie in `/files`.
+/// Boots the guest, runs `script` in it, and returns the script's output. `files` are in `/files`.
 ///
 /// # Errors
 /// The script ended with another status than 0, or not at all.

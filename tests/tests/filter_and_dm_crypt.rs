@@ -109,7 +109,7 @@ fn a_guest_reads_through_the_filter_what_dm_crypt_wrote_on_an_image_of_cryptsetu
     assert_eq!(image.with_filter(&on(READ, "/dev/vda")).unwrap(), written);
 }
 
-/// Lets the real cryptsetup make the header anew, with its own volume key; gives that key.
+/// Makes the real cryptsetup write the header again, with its own volume key; returns that key.
 fn format_with_cryptsetup(image: &Image) -> anyhow::Result<SecretBytes> {
     let kek = image.files().join("kek");
     let key = image.directory.path().join("volume-key");
@@ -157,7 +157,7 @@ fn cryptsetup(arguments: &[&str], kek: &Path, image: &Path) -> anyhow::Result<()
 #[test]
 fn fio_verifies_every_kind_of_write_in_a_guest() {
     let image = Image::new();
-    // Sizes and places down to 512 bytes: the filter's sectors have 4096.
+    // Sizes and offsets down to 512 bytes: the filter's sectors have 4096.
     let script = "set -e
         cat /sys/block/vda/queue/logical_block_size /sys/block/vda/queue/physical_block_size
         cat /sys/block/vda/serial; echo
@@ -187,7 +187,7 @@ fn fio_verifies_every_kind_of_write_in_a_guest() {
 }
 
 /// Serves a disk to a guest until it is told that the guest is done, killing filter after filter when each has
-/// answered some requests; gives how many.
+/// answered some requests; returns how many.
 fn serve_and_kill(image: &Image, socket: &Path, done: &AtomicBool) -> usize {
     let path = image.path();
     let disk = image.disk(&path);

@@ -1,4 +1,4 @@
-//! What `vmseal-filter` is made of: it holds the disk keys, so it maps no code that it does not need.
+//! The code in `vmseal-filter`: it holds the disk keys, so it maps no code that it does not need.
 
 use std::process::Command;
 
@@ -22,6 +22,6 @@ fn found_in(name: &str) -> Vec<&'static str> {
 #[test]
 fn the_filter_has_no_http_sql_or_tls_code() {
     assert_eq!(found_in("vmseal-filter"), Vec::<&str>::new());
-    // The same search finds them where they are.
+    // The same search finds them in a program that has them.
     assert_eq!(found_in("vmseal"), ["rustls", "hyper", "sqlite3_"]);
 }

@@ -1,4 +1,4 @@
-//! Bringing images in and taking disks out, through the command line, with QEMU's own tools as the judge.
+//! Import of images and export of disks, through the command line, with QEMU's own tools as the judge.
 
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
@@ -176,7 +176,7 @@ fn an_import_goes_on_after_a_kill_of_filter_agent_and_server() {
             made.read_exact_at(&mut a, at).unwrap();
             source.read_exact_at(&mut b, at).unwrap();
             if at == 0 {
-                assert!(a[8192..12288] != b[8192..12288], "{victim}: it began anew");
+                assert!(a[8192..12288] != b[8192..12288], "{victim}: it started again");
                 b[8192..12288].copy_from_slice(&a[8192..12288]);
             }
             assert!(a == b, "{victim}: the disk differs in the MiB at {at}");
@@ -254,6 +254,27 @@ fn encrypted_by_cryptsetup(here: &Installation, plain: &Path, key: &Path) -> Pat
     image
 }
 
+/// A directory that is mounted read-only until this is dropped.
+struct ReadOnly(PathBuf);
+
+impl ReadOnly {
+    fn mount(directory: &Path) -> Self {
+        let name = text(directory).unwrap();
+        run("mount", &["--bind", name, name]);
+        let mounted = Self(directory.to_owned());
+        run("mount", &["-o", "remount,bind,ro", name]);
+        assert!(File::create(directory.join("new")).is_err(), "{name} is not read-only");
+        mounted
+    }
+}
+
+impl Drop for ReadOnly {
+    fn drop(&mut self) {
+        // A test that failed may have a process left that uses it.
+        run("umount", &["--lazy", text(&self.0).unwrap()]);
+    }
+}
+
 /// Where the data of a LUKS2 volume begins, in bytes.
 const LUKS_DATA: u64 = 16 << 20;
 
@@ -315,7 +336,11 @@ fn a_disk_goes_out_as_it_came_in_and_opens_with_other_tools() {
     }
     let events = here.json(&["events"]).unwrap().to_string();
     assert!(events.contains("IN THE CLEAR") && events.contains("under a passphrase"));
+    let datastore = ReadOnly::mount(&here.path("datastore"));
     done("sealed", &[]);
+    std::fs::remove_file(out("out.luks2")).unwrap();
+    done("luks2", &["--passphrase-file", &passphrase]);
+    drop(datastore);
     put_back(&here, &out("out.sealed"));
     assert_eq!(here.boot_counter("web").unwrap(), 1);
     let refused = here.refused(&[

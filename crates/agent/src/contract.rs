@@ -1,7 +1,7 @@
-//! What every [`HostAgent`] has to do, as a suite: the real host, the simulated one, and the HTTPS
-//! client with a router behind it pass the same.
+//! The contract of [`HostAgent`] as a test suite. The real host, the simulated one, and the HTTPS client with
+//! a router behind it pass the same suite.
 //!
-//! It panics where an agent does not keep the contract; a test calls it.
+//! It panics where an agent breaks the contract.
 
 mod bitmaps;
 mod exclusion;
@@ -32,7 +32,7 @@ use vmseal_secret::{KEK_LEN, SecretBytes};
 use crate::keys::{reference_of, seal_for};
 use crate::process::restarts::RESTARTS_MAX;
 
-/// A boot sector that says [`BANNER`] on the first serial port and then echoes what comes:
+/// A boot sector that prints [`BANNER`] on the first serial port and then echoes its input:
 ///
 /// ```text
 ///       cli; xor ax,ax; mov ds,ax; mov ss,ax; mov sp,7c00h; mov si,banner
@@ -49,31 +49,31 @@ const BOOT_CODE: [u8; 59] = [
     0xa8, 0x20, 0x74, 0xfb, 0xba, 0xf8, 0x03, 0x88, 0xe0, 0xee, 0xc3,
 ];
 
-/// What the suite's guest says first.
+/// The first output of the suite's guest.
 pub const BANNER: &str = "vmseal contract guest\r\n";
 
 /// The size of the suite's disks, in bytes.
 const DISK_SIZE: u64 = 8 << 20;
 
-/// The longest that a guest which was given 2 seconds may be shown as stopping.
-const NOT_HEEDED_MAX: Duration = Duration::from_secs(20);
+/// The longest that a guest may be shown as stopping after it was given 2 seconds.
+const STOPPING_MAX: Duration = Duration::from_secs(20);
 
-/// Where and how the suite works.
+/// The directories and limits of the suite.
 pub struct Fixture {
-    /// A directory on the agent's host for a datastore, empty.
+    /// An empty directory on the agent's host for a datastore.
     pub datastore: PathBuf,
     /// The guest's image, as [`write_guest`] made it.
     pub image: PathBuf,
-    /// How long anything that is begun may take.
-    pub patience: Duration,
-    /// Kills the filter of a VM that runs.
+    /// The timeout of each step.
+    pub timeout: Duration,
+    /// Kills the filter of a running VM.
     pub kill_filter: Box<dyn Fn(VmId) + Send + Sync>,
 }
 
 /// Writes the image of the suite's guest.
 ///
 /// # Errors
-/// As writing a file.
+/// Those of writing a file.
 pub fn write_guest(path: &Path) -> std::io::Result<()> {
     let mut sector = [0; 512];
     sector[..BOOT_CODE.len()].copy_from_slice(&BOOT_CODE);
@@ -83,11 +83,11 @@ pub fn write_guest(path: &Path) -> std::io::Result<()> {
     write_image(path, &sector)
 }
 
-/// Writes a file by another process. What this one has open for writing, so has every process that a thread of it
-/// forks at this moment, until that executes its program; an image that somebody has open for writing is refused.
+/// Writes a file in another process. A child that a thread of this process forks holds every file that is
+/// open for writing here until it executes its program, and an image that is open for writing is refused.
 ///
 /// # Errors
-/// As starting `tee`, and writing to it.
+/// Those of starting `tee` and writing to it.
 pub fn write_image(path: &Path, contents: &[u8]) -> std::io::Result<()> {
     use std::io::Write;
     use std::process::{Command, Stdio};
@@ -98,11 +98,11 @@ pub fn write_image(path: &Path, contents: &[u8]) -> std::io::Result<()> {
     written?;
     match ended.success() {
         true => Ok(()),
-        false => Err(std::io::Error::other(format!("tee has failed: {ended}"))),
+        false => Err(std::io::Error::other(format!("tee failed: {ended}"))),
     }
 }
 
-/// A VM of the suite, between two lives of the agent.
+/// The suite's VM, kept from one run of the agent to the next.
 pub struct Session {
     fixture: Fixture,
     place: DatastoreSpec,
@@ -178,7 +178,7 @@ impl Session {
         what: &str,
         wanted: impl Fn(&VmState) -> bool,
     ) -> VmState {
-        let give_up = Instant::now() + self.fixture.patience;
+        let give_up = Instant::now() + self.fixture.timeout;
         let mut last = None;
         loop {
             let wait = Duration::from_secs(5);
@@ -188,7 +188,7 @@ impl Session {
             if let Some(vm) = vm.clone().filter(&wanted) {
                 return vm;
             }
-            assert!(Instant::now() < give_up, "{what} has not come: {vm:?}");
+            assert!(Instant::now() < give_up, "timed out waiting for {what}: {vm:?}");
         }
     }
 
@@ -196,7 +196,11 @@ impl Session {
         let what = format!("{power:?}");
         self.wait(agent, &what, |state| {
             let failed = power == Power::Running && state.power == Power::Off;
-            assert!(!failed || state.stopped.is_none(), "it does not start: {:?}", state.stopped);
+            assert!(
+                !failed || state.stopped.is_none(),
+                "the VM does not start: {:?}",
+                state.stopped
+            );
             state.power == power
         })
         .await
@@ -209,8 +213,8 @@ impl Session {
     }
 }
 
-/// The first part: from nothing to a running VM, every call repeated, every refusal provoked.
-pub async fn first_life(agent: &dyn HostAgent, fixture: Fixture) -> Session {
+/// The first part: from nothing to a running VM. Every call is repeated, every refusal is provoked.
+pub async fn first_run(agent: &dyn HostAgent, fixture: Fixture) -> Session {
     let description = done(agent.describe().await, "describe");
     assert_eq!(
         (description.contract, &*description.features),
@@ -232,7 +236,7 @@ pub async fn first_life(agent: &dyn HostAgent, fixture: Fixture) -> Session {
     session
 }
 
-/// Sees that a connection to an exposed disk speaks NBD.
+/// Checks that a connection to an exposed disk speaks NBD.
 async fn speaks_nbd(agent: &dyn HostAgent, session: &Session, disk: DiskId) {
     let connected = agent.expose_disk(session.vm(), disk, Exposing::Connect).await;
     let mut greeting = [0; 16];
@@ -240,14 +244,15 @@ async fn speaks_nbd(agent: &dyn HostAgent, session: &Session, disk: DiskId) {
     assert!(read.is_ok() && greeting == *b"NBDMAGICIHAVEOPT", "{read:?} {greeting:?}");
 }
 
-/// A disk is exposed to one holder at a time, and nothing else is done with it; it ends with its holder.
+/// A disk is exposed to one client at a time and nothing else can be done with it. The exposure ends when its
+/// client disconnects.
 async fn exposed(agent: &dyn HostAgent, session: &Session) {
     let (vm, disk) = (session.vm(), session.disk(0).disk);
     let hold = |writable| agent.expose_disk(vm, disk, Exposing::Hold { writable });
     let early = agent.expose_disk(vm, disk, Exposing::Connect).await;
     refused(early.map(drop), ErrorCode::WrongState, "a connection to a disk that is not exposed");
     let unknown = agent.expose_disk(vm, DiskId::new(), Exposing::Hold { writable: false }).await;
-    refused(unknown.map(drop), ErrorCode::NotFound, "exposing a disk that is none");
+    refused(unknown.map(drop), ErrorCode::NotFound, "exposing an unknown disk");
     for writable in [false, true] {
         let mut held = done(hold(writable).await, "exposing a disk");
         speaks_nbd(agent, session, disk).await;
@@ -255,23 +260,23 @@ async fn exposed(agent: &dyn HostAgent, session: &Session) {
         refused(hold(false).await.map(drop), ErrorCode::InUse, "exposing it twice");
         refused(agent.power_on(vm).await, ErrorCode::InUse, "starting while a disk is exposed");
         held.write_all(&[HOLD, HOLD]).await.expect("holding");
-        held.write_all(&[LET_GO]).await.expect("letting go");
+        held.write_all(&[LET_GO]).await.expect("releasing the disk");
         let mut wrong = String::new();
-        let end = timeout(session.fixture.patience, held.read_to_string(&mut wrong)).await;
-        assert!(end.is_ok() && wrong.is_empty(), "letting go: {wrong:?}");
+        let end = timeout(session.fixture.timeout, held.read_to_string(&mut wrong)).await;
+        assert!(end.is_ok() && wrong.is_empty(), "releasing the disk: {wrong:?}");
         let late = agent.expose_disk(vm, disk, Exposing::Connect).await;
-        refused(late.map(drop), ErrorCode::WrongState, "a connection to what was let go");
+        refused(late.map(drop), ErrorCode::WrongState, "a connection to a released disk");
     }
     drop(done(hold(false).await, "exposing a disk"));
-    let give_up = Instant::now() + session.fixture.patience;
+    let give_up = Instant::now() + session.fixture.timeout;
     loop {
         match hold(false).await {
             Err(problem) if problem.code == ErrorCode::InUse && Instant::now() < give_up => {
                 tokio::time::sleep(Duration::from_millis(20)).await;
             }
             held => {
-                let mut held = done(held, "exposing it after a holder that has gone");
-                held.write_all(&[LET_GO]).await.expect("letting go");
+                let mut held = done(held, "exposing it after the client disconnected");
+                held.write_all(&[LET_GO]).await.expect("releasing the disk");
                 let _ = held.read_to_end(&mut Vec::new()).await;
                 return;
             }
@@ -289,39 +294,39 @@ async fn unknown_vms(agent: &dyn HostAgent, session: &Session) {
     refused(agent.power_off(vm, PowerOff::Force).await, code, "stopping an unknown VM");
     let console = agent.console(vm, ConsoleClaim::IfFree).await;
     refused(console.map(drop), code, "the console of an unknown VM");
-    done(agent.unregister_vm(vm).await, "forgetting an unknown VM");
+    done(agent.unregister_vm(vm).await, "unregistering an unknown VM");
     assert!(session.seen(agent).await.is_none());
 }
 
 async fn datastores(agent: &dyn HostAgent, session: &Session) {
-    done(agent.examine_datastore(session.place.clone()).await, "looking at a new place");
+    done(agent.examine_datastore(session.place.clone()).await, "examining a new place");
     let condition = done(agent.measure_datastore(session.place.clone()).await, "measuring");
     assert!(
         matches!(condition, DatastoreCondition::WrongMark { .. }),
-        "it is marked: {condition:?}"
+        "the place is marked: {condition:?}"
     );
     let usage = done(agent.probe_datastore(session.place.clone()).await, "probing");
     assert!(usage.capacity >= usage.free && usage.free > 0);
     done(agent.probe_datastore(session.place.clone()).await, "probing again");
     let other = DatastoreSpec { datastore: DatastoreId::new(), ..session.place.clone() };
     let code = ErrorCode::WrongState;
-    refused(agent.probe_datastore(other.clone()).await, code, "another one's place");
-    refused(agent.examine_datastore(other).await, code, "looking at another one's place");
+    refused(agent.probe_datastore(other.clone()).await, code, "another datastore's place");
+    refused(agent.examine_datastore(other).await, code, "examining another datastore's place");
     let location = DatastoreLocation::Dir { path: session.fixture.datastore.join("missing") };
     let missing = DatastoreSpec { location, ..session.place.clone() };
     let code = ErrorCode::InvalidRequest;
     refused(agent.probe_datastore(missing.clone()).await, code, "a missing place");
-    refused(agent.examine_datastore(missing).await, code, "looking at a missing place");
+    refused(agent.examine_datastore(missing).await, code, "examining a missing place");
 
     let new = |datastore: &DatastoreSpec, image: Option<&Path>| NewDisk {
         disk: DiskSpec { datastore: datastore.clone(), ..session.disk(1).clone() },
         source: image.map(|path| ImageSource { path: path.to_owned(), format: ImageFormat::Raw }),
     };
     let disk = new(&session.place, Some(&session.fixture.image));
-    done(agent.examine_disk(disk).await, "looking at a disk that can be made");
+    done(agent.examine_disk(disk).await, "examining a disk that can be created");
     let disk = new(&session.place, Some(&session.fixture.datastore.join("missing")));
     let code = ErrorCode::InvalidRequest;
-    refused(agent.examine_disk(disk).await, code, "looking at a disk without its image");
+    refused(agent.examine_disk(disk).await, code, "examining a disk without its image");
     let other = DatastoreSpec { datastore: DatastoreId::new(), ..session.place.clone() };
     let code = ErrorCode::WrongState;
     refused(agent.examine_disk(new(&other, None)).await, code, "a disk on another datastore");
@@ -356,14 +361,14 @@ async fn registration(agent: &dyn HostAgent, session: &Session) {
     assert!(vm.stopped.is_none() && vm.disks.is_empty());
     let after = done(agent.state(Some(before.known()), STATE_WAIT_MAX).await, "news");
     assert!(after.generation > before.generation);
-    assert_eq!(after.since, Some(before.generation), "all is told");
-    assert_eq!(after.vms, [vm], "more than what has changed is told, or less");
+    assert_eq!(after.since, Some(before.generation), "all VMs are reported");
+    assert_eq!(after.vms, [vm], "the changed VMs are not exactly those reported");
     done(agent.register_vm(spec.clone()).await, "registering again");
-    // Without news the answer comes when the time is over, and not before.
+    // Without a change the answer comes when the time is over, not before.
     let now = state(agent).await;
     let started = Instant::now();
     let wait = Duration::from_millis(1100);
-    let none = done(agent.state(Some(now.known()), wait).await, "no news");
+    let none = done(agent.state(Some(now.known()), wait).await, "no change");
     assert!(none.vms.is_empty() && none.gone.is_empty(), "{none:?}");
     // Over HTTP the time is given in whole seconds.
     assert!(started.elapsed() >= Duration::from_secs(1));
@@ -375,7 +380,7 @@ async fn registration(agent: &dyn HostAgent, session: &Session) {
     let gone = done(agent.state(Some(now.known()), STATE_WAIT_MAX).await, "news");
     assert_eq!((gone.since, &*gone.gone), (Some(now.generation), &[spec.vm][..]), "{gone:?}");
     let strange = done(agent.state(Some((Incarnation::new(), 1)), STATE_WAIT_MAX).await, "all");
-    assert_eq!(strange.since, None, "news since a state of another agent");
+    assert_eq!(strange.since, None, "changes since a state of another agent");
     let later = Some((now.incarnation, now.generation + 1_000_000));
     assert_eq!(done(agent.state(later, Duration::ZERO).await, "all").since, None);
     done(agent.register_vm(spec.clone()).await, "registering once more");
@@ -394,27 +399,27 @@ async fn keys(agent: &dyn HostAgent, session: &Session) {
     refused(agent.offer_key(vm, elsewhere).await, ErrorCode::KeyMismatch, "another VM's key");
     let stale_box = crate::keys::KeyBox::new().expect("locked memory").public();
     let stale = seal_for(&stale_box, vm, reference, &session.kek);
-    refused(agent.offer_key(vm, stale).await, ErrorCode::WrongState, "another life's key");
+    refused(agent.offer_key(vm, stale).await, ErrorCode::WrongState, "a key for an earlier agent");
     assert_eq!(session.now(agent).await.key, KeyState::Missing);
     done(session.offer(agent).await, "the key");
     done(session.offer(agent).await, "the key again");
     assert_eq!(session.now(agent).await.key, KeyState::Held);
     let mut changed = spec.clone();
     changed.key = Some(reference_of(&other, vm, "another-key"));
-    done(agent.register_vm(changed).await, "another key reference");
+    done(agent.register_vm(changed).await, "registering another key reference");
     assert_eq!(session.now(agent).await.key, KeyState::Missing, "the key of another reference");
     done(agent.register_vm(spec.clone()).await, "and back");
     assert_eq!(session.now(agent).await.key, KeyState::Missing);
     done(session.offer(agent).await, "the key once more");
 }
 
-/// Waits for the banner on the console, and has a word echoed.
+/// Waits for the banner on the console and has a text echoed.
 async fn console(agent: &dyn HostAgent, session: &Session) {
-    // An earlier client may not have been missed yet.
+    // The agent may not have noticed yet that an earlier client is gone.
     let mut console =
         done(agent.console(session.vm(), ConsoleClaim::TakeOver).await, "the console");
     let mut seen = Vec::new();
-    // Another one each time: an earlier echo may be shown again.
+    // A new text each time: an earlier echo may be replayed.
     let word = DiskId::new().to_string();
     let mut to_type = Some(word.as_str());
     let talk = async {
@@ -433,25 +438,25 @@ async fn console(agent: &dyn HostAgent, session: &Session) {
             seen.extend_from_slice(&chunk[..length]);
         }
     };
-    let outcome = timeout(session.fixture.patience, talk).await;
+    let outcome = timeout(session.fixture.timeout, talk).await;
     assert!(outcome.is_ok(), "the console shows no guest");
 }
 
-/// A console in use is refused; taken over, it ends with the reason; let go, it is free.
+/// A console in use is refused. Its client is told when another one takes it over. Once released, it is free.
 async fn one_console_at_a_time(agent: &dyn HostAgent, session: &Session) {
-    let (vm, patience) = (session.vm(), session.fixture.patience);
+    let (vm, limit) = (session.vm(), session.fixture.timeout);
     let mut first = done(agent.console(vm, ConsoleClaim::TakeOver).await, "the console");
     let second = agent.console(vm, ConsoleClaim::IfFree).await;
     refused(second.map(drop), ErrorCode::InUse, "a console in use");
     let second = done(agent.console(vm, ConsoleClaim::TakeOver).await, "taking it over");
-    let end = timeout(patience, first.read_to_end(&mut Vec::new())).await;
-    let end = end.expect("the first console does not end").expect_err("it is not told why");
+    let end = timeout(limit, first.read_to_end(&mut Vec::new())).await;
+    let end = end.expect("the first console does not end").expect_err("the client is not told why");
     assert!(is_taken_over(&end), "{end}");
     drop(second);
-    let give_up = Instant::now() + patience;
+    let give_up = Instant::now() + limit;
     while let Err(problem) = agent.console(vm, ConsoleClaim::IfFree).await {
         assert_eq!(problem.code, ErrorCode::InUse, "{problem}");
-        assert!(Instant::now() < give_up, "a console that was let go is not free");
+        assert!(Instant::now() < give_up, "a released console is not free");
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
 }
@@ -459,7 +464,7 @@ async fn one_console_at_a_time(agent: &dyn HostAgent, session: &Session) {
 async fn running(agent: &dyn HostAgent, session: &Session) {
     let (vm, spec) = (session.vm(), &session.spec);
     let none = agent.console(vm, ConsoleClaim::TakeOver).await;
-    refused(none.map(drop), ErrorCode::WrongState, "a console of none");
+    refused(none.map(drop), ErrorCode::WrongState, "a console of a VM that is off");
     done(agent.power_off(vm, PowerOff::Force).await, "stopping one that is off");
     let press = PowerOff::Shutdown { seconds: 2 };
     done(agent.power_off(vm, press).await, "the same, gently");
@@ -474,7 +479,7 @@ async fn running(agent: &dyn HostAgent, session: &Session) {
     done(agent.register_vm(spec.clone()).await, "registering the same while it runs");
     let changed = VmSpec { vcpus: 2, ..spec.clone() };
     refused(agent.register_vm(changed).await, ErrorCode::WrongState, "a change while it runs");
-    refused(agent.unregister_vm(vm).await, ErrorCode::WrongState, "forgetting while it runs");
+    refused(agent.unregister_vm(vm).await, ErrorCode::WrongState, "unregistering while it runs");
     for disk in spec.disks() {
         refused(agent.delete_disk(vm, disk.disk).await, ErrorCode::InUse, "a disk in use");
         let made = session.create(agent, disk.disk, None).await;
@@ -488,62 +493,65 @@ async fn running(agent: &dyn HostAgent, session: &Session) {
     let reading = agent.expose_disk(vm, disk, Exposing::Hold { writable: false }).await;
     let mut beside = done(reading, "exposing a disk in use");
     speaks_nbd(agent, session, disk).await;
-    not_heeding(agent, session).await;
+    ignored_power_button(agent, session).await;
     let mut held = done(agent.console(vm, ConsoleClaim::TakeOver).await, "the console");
-    done(agent.power_off(vm, press).await, "the button");
-    done(agent.power_off(vm, PowerOff::Force).await, "the plug");
+    done(agent.power_off(vm, press).await, "pressing the power button");
+    done(agent.power_off(vm, PowerOff::Force).await, "forcing it off");
     let vm_state = session.now(agent).await;
     assert_eq!(vm_state.power, Power::Off);
     refused(agent.bitmaps(vm, disk).await, ErrorCode::WrongState, "bitmaps of a VM that is off");
     replicas::at_rest(agent, session).await;
     assert_eq!(vm_state.stopped.expect("why").reason, StopReason::PoweredOff);
-    let end = timeout(session.fixture.patience, held.read_to_end(&mut Vec::new())).await;
+    let end = timeout(session.fixture.timeout, held.read_to_end(&mut Vec::new())).await;
     assert!(end.is_ok(), "the console does not end with the VM");
-    let end = timeout(session.fixture.patience, beside.read_to_end(&mut Vec::new())).await;
+    let end = timeout(session.fixture.timeout, beside.read_to_end(&mut Vec::new())).await;
     assert!(end.is_ok(), "a disk stays exposed beside a guest that is gone");
-    done(agent.power_on(vm).await, "starting after the plug");
+    done(agent.power_on(vm).await, "starting after forcing it off");
     session.wait(agent, "running", |state| state.power == Power::Running).await;
     console(agent, session).await;
     bitmaps::start(agent, session).await;
 }
 
-/// The suite's guest does not hear the power button.
-async fn not_heeding(agent: &dyn HostAgent, session: &Session) {
+/// The suite's guest ignores the power button.
+async fn ignored_power_button(agent: &dyn HostAgent, session: &Session) {
     let (vm, code) = (session.vm(), ErrorCode::InvalidRequest);
     for seconds in [0, SHUTDOWN_SECONDS_MAX + 1] {
         refused(agent.power_off(vm, PowerOff::Shutdown { seconds }).await, code, "no such time");
     }
     assert_eq!(session.now(agent).await.power, Power::Running);
     let began = Instant::now();
-    done(agent.power_off(vm, PowerOff::Shutdown { seconds: 1 }).await, "the button");
-    done(agent.power_off(vm, PowerOff::Shutdown { seconds: 2 }).await, "the button again");
+    done(agent.power_off(vm, PowerOff::Shutdown { seconds: 1 }).await, "pressing the power button");
+    done(agent.power_off(vm, PowerOff::Shutdown { seconds: 2 }).await, "pressing it again");
     assert_eq!(session.now(agent).await.power, Power::Stopping);
     refused(agent.power_on(vm).await, ErrorCode::WrongState, "starting one that is stopping");
     session.wait(agent, "running on", |state| state.power == Power::Running).await;
-    // The later press counts; and nobody waits longer for the guest than they said.
+    // The later press counts. The VM does not stay `stopping` longer than the given time.
     let waited = began.elapsed();
-    assert!((Duration::from_millis(1900)..NOT_HEEDED_MAX).contains(&waited), "{waited:?}");
+    assert!((Duration::from_millis(1900)..STOPPING_MAX).contains(&waited), "{waited:?}");
 }
 
-/// The second part, with the next life of the agent: the VM still runs, the key is gone; in the end its
+/// The second part, with the next run of the agent: the VM still runs and the key is gone. In the end its
 /// filter dies.
-pub async fn second_life(agent: &dyn HostAgent, mut session: Session) -> (Session, Stopped) {
+pub async fn second_run(agent: &dyn HostAgent, mut session: Session) -> (Session, Stopped) {
     let (vm, spec) = (session.vm(), session.spec.clone());
     let found = session.now(agent).await;
     assert_eq!((found.power, found.key), (Power::Running, KeyState::Missing));
-    refused(session.offer(agent).await, ErrorCode::WrongState, "a key for the earlier life");
+    refused(session.offer(agent).await, ErrorCode::WrongState, "a key sealed to the earlier agent");
     session.key_box = done(agent.describe().await, "describe").key_box;
     done(agent.register_vm(spec.clone()).await, "registering one that was found");
     done(session.offer(agent).await, "the key");
     let known = session.now(agent).await;
     assert_eq!((known.power, known.key), (Power::Running, KeyState::Held));
     console(agent, &session).await;
-    assert_eq!(bitmaps::named(agent, &session).await, ["kept"], "it ended with an agent");
-    done(agent.power_off(vm, PowerOff::Force).await, "the plug");
+    assert_eq!(bitmaps::named(agent, &session).await, ["kept"], "the bitmap ended with an agent");
+    done(agent.power_off(vm, PowerOff::Force).await, "forcing it off");
     done(agent.power_on(vm).await, "starting");
     session.wait(agent, "running", |state| state.power == Power::Running).await;
     console(agent, &session).await;
-    assert!(bitmaps::named(agent, &session).await.is_empty(), "it outlives its VM's run");
+    assert!(
+        bitmaps::named(agent, &session).await.is_empty(),
+        "a bitmap is kept after the VM stopped"
+    );
     bitmaps::start(agent, &session).await;
     let dead = filters_die(agent, &session).await;
     let died = dead.died.expect("an alarm");
@@ -552,7 +560,7 @@ pub async fn second_life(agent: &dyn HostAgent, mut session: Session) -> (Sessio
     (session, died)
 }
 
-/// Filters die until the VM does. The guest goes on with each but the last.
+/// Kills filters until the VM stops. The guest runs on after each but the last.
 async fn filters_die(agent: &dyn HostAgent, session: &Session) -> VmState {
     let told = |state: &VmState| {
         let restarted = |notice: &&Notice| notice.code == NoticeCode::FilterRestarted;
@@ -561,7 +569,7 @@ async fn filters_die(agent: &dyn HostAgent, session: &Session) -> VmState {
     let mut before = None;
     for death in 1.. {
         (session.fixture.kill_filter)(session.vm());
-        let now = session.wait(agent, "another filter, or its death", |state| {
+        let now = session.wait(agent, "another filter, or the VM's end", |state| {
             state.power == Power::Off || told(state).is_some_and(|detail| Some(detail) != before)
         });
         let now = now.await;
@@ -572,24 +580,31 @@ async fn filters_die(agent: &dyn HostAgent, session: &Session) -> VmState {
         before = told(&now);
         assert_eq!(now.power, Power::Running);
         if death == 1 {
-            // What changed while there was no filter is in no bitmap: there is none that could be believed.
-            assert!(bitmaps::named(agent, session).await.is_empty(), "it outlives its filter");
+            // Without a filter the guest's writes are in no bitmap, so no bitmap may be kept.
+            assert!(
+                bitmaps::named(agent, session).await.is_empty(),
+                "a bitmap is kept after its filter died"
+            );
             console(agent, session).await;
         }
     }
     unreachable!("the loop ends by its return")
 }
 
-/// The third part, with one more life: the death is told as before until the VM runs again.
-pub async fn third_life(agent: &dyn HostAgent, (mut session, died): (Session, Stopped)) {
+/// The third part, with one more run of the agent: the death is reported until the VM runs again.
+pub async fn third_run(agent: &dyn HostAgent, (mut session, died): (Session, Stopped)) {
     let vm = session.vm();
     let spec = session.spec.clone();
     let told = Some(died);
     let found = session.now(agent).await;
     assert_eq!((found.power, found.key), (Power::Off, KeyState::Missing));
-    assert_eq!((&found.died, &found.stopped), (&told, &told), "it is forgotten, or another one");
+    assert_eq!(
+        (&found.died, &found.stopped),
+        (&told, &told),
+        "the death is not reported as before"
+    );
     refused(agent.power_on(vm).await, ErrorCode::Locked, "starting without the key");
-    assert_eq!(session.now(agent).await.died, told, "a start that did not come about ended it");
+    assert_eq!(session.now(agent).await.died, told, "a start that failed cleared it");
     session.key_box = done(agent.describe().await, "describe").key_box;
     done(agent.register_vm(spec.clone()).await, "registering one that was found dead");
     jobs::locked_exports(agent, &session).await;
@@ -599,13 +614,13 @@ pub async fn third_life(agent: &dyn HostAgent, (mut session, died): (Session, St
     let runs = session.wait(agent, "running", |state| state.power == Power::Running).await;
     assert_eq!(runs.died, None, "it runs");
     console(agent, &session).await;
-    done(agent.power_off(vm, PowerOff::Force).await, "the plug");
-    assert_eq!(session.now(agent).await.died, None, "an end that was wished for is no death");
+    done(agent.power_off(vm, PowerOff::Force).await, "forcing it off");
+    assert_eq!(session.now(agent).await.died, None, "a requested stop is reported as a death");
     other_keys(agent, &mut session).await;
     let spec = session.spec.clone();
 
     done(agent.unregister_vm(vm).await, "forgetting");
-    done(agent.unregister_vm(vm).await, "forgetting again");
+    done(agent.unregister_vm(vm).await, "unregistering again");
     assert!(session.seen(agent).await.is_none());
     // Removing disks needs no key.
     done(agent.register_vm(spec.clone()).await, "registering to remove");
@@ -613,11 +628,11 @@ pub async fn third_life(agent: &dyn HostAgent, (mut session, died): (Session, St
     for disk in spec.disks() {
         done(agent.delete_disk(vm, disk.disk).await, "removing a disk");
     }
-    done(agent.unregister_vm(vm).await, "forgetting at last");
+    done(agent.unregister_vm(vm).await, "unregistering at last");
     assert!(state(agent).await.vms.is_empty());
 }
 
-/// Another key for the disks, and others in its place: the VM is off, and its key is there.
+/// Adds and drops keys of the disks. The VM is off and its key is there.
 async fn other_keys(agent: &dyn HostAgent, session: &mut Session) {
     let vm = session.vm();
     let first = session.spec.key.clone().expect("the VM has a key");
@@ -640,19 +655,23 @@ async fn other_keys(agent: &dyn HostAgent, session: &mut Session) {
     refused(wrong, ErrorCode::KeyMismatch, "another key than its reference says");
     let beside_another = agent.add_key(vm, other(&third, &second, &second_kek)).await;
     refused(beside_another, code, "beside one that it is not registered with");
-    refused(agent.drop_other_keys(vm, second.clone()).await, code, "keeping what it has not");
+    refused(
+        agent.drop_other_keys(vm, second.clone()).await,
+        code,
+        "keeping a key that it does not have",
+    );
     done(agent.drop_other_keys(vm, first.clone()).await, "dropping none");
     done(agent.add_key(vm, other(&first, &second, &second_kek)).await, "another key");
     done(agent.add_key(vm, other(&first, &second, &second_kek)).await, "the same again");
-    done(agent.drop_other_keys(vm, first.clone()).await, "calling it off");
+    done(agent.drop_other_keys(vm, first.clone()).await, "dropping the added key");
     let called_off = VmSpec { key: Some(second.clone()), ..session.spec.clone() };
     let new_kek = std::mem::replace(&mut session.kek, second_kek);
     let old_spec = std::mem::replace(&mut session.spec, called_off);
-    done(agent.register_vm(session.spec.clone()).await, "registering with what was called off");
+    done(agent.register_vm(session.spec.clone()).await, "registering with the dropped key");
     refused(agent.check_key(vm, second.clone()).await, ErrorCode::Locked, "without its key");
-    done(session.offer(agent).await, "what was called off");
+    done(session.offer(agent).await, "the dropped key");
     let gone = agent.check_key(vm, second.clone()).await;
-    refused(gone, ErrorCode::KeyMismatch, "the key that was called off");
+    refused(gone, ErrorCode::KeyMismatch, "the dropped key");
     refused(agent.drop_other_keys(vm, second.clone()).await, ErrorCode::KeyMismatch, "keeping it");
     let second_kek = std::mem::replace(&mut session.kek, new_kek);
     session.spec = old_spec;
@@ -674,10 +693,10 @@ async fn other_keys(agent: &dyn HostAgent, session: &mut Session) {
     refused(agent.drop_other_keys(vm, third.clone()).await, code, "dropping while it runs");
     let running = agent.add_key(vm, other(&third, &second, &second_kek)).await;
     refused(running, code, "adding while it runs");
-    done(agent.power_off(vm, PowerOff::Force).await, "the plug");
+    done(agent.power_off(vm, PowerOff::Force).await, "forcing it off");
 }
 
-/// What it logs can be changed, and is not by what is not understood.
+/// Log levels can be changed. Invalid levels change nothing.
 async fn log_levels(agent: &dyn HostAgent) {
     let before = done(agent.log_level().await, "log_level").levels;
     let set = |levels: &str| agent.set_log_level(levels.to_owned());
@@ -692,18 +711,18 @@ async fn log_levels(agent: &dyn HostAgent) {
     assert_eq!(done(set(&before).await, "set_log_level").levels, before);
 }
 
-/// All parts on agents that are made by `next`, one after the other.
-pub async fn all_lives<F, A>(fixture: Fixture, mut next: F)
+/// Runs all parts, each on a new agent from `next`.
+pub async fn all_runs<F, A>(fixture: Fixture, mut next: F)
 where
     F: FnMut() -> A,
     A: Future<Output = Arc<dyn HostAgent>>,
 {
     let agent = next().await;
     log_levels(&*agent).await;
-    let session = first_life(&*agent, fixture).await;
+    let session = first_run(&*agent, fixture).await;
     drop(agent);
     let agent = next().await;
-    let session = second_life(&*agent, session).await;
+    let session = second_run(&*agent, session).await;
     drop(agent);
-    third_life(&*next().await, session).await;
+    third_run(&*next().await, session).await;
 }

@@ -1,5 +1,5 @@
-//! The jobs of a VM, as its host keeps account of them: what was asked for, and how far it is. The real host and
-//! the simulated one have the same account; who does the work says here what became of it.
+//! The jobs of a VM, as its host keeps them: what was asked for, and how far it is. The real host and the
+//! simulated one use the same code; whoever does the work reports the outcome here.
 //!
 //! [`vmseal_api::host::JobState`] has the diagram.
 
@@ -24,7 +24,7 @@ struct Job {
     spec: JobSpec,
     state: JobState,
     parts: Vec<Part>,
-    /// When it first said how far it was, and how far that was: an earlier agent may have begun it.
+    /// When progress was first reported, and how much it was: an earlier agent may have begun the work.
     first: Option<(Instant, u64)>,
     bytes_per_second: Option<u64>,
 }
@@ -55,15 +55,15 @@ impl Job {
     }
 }
 
-/// The jobs of a VM: for each disk those at work, or the last one.
+/// The jobs of a VM. A disk has either jobs in progress or its last job.
 #[derive(Default)]
 pub struct Jobs(BTreeMap<TaskId, Job>);
 
 impl Jobs {
-    /// How a task's job stands, which has to be this one; none where nothing is known of it.
+    /// The state of a task's job, which must be this one; none where it is unknown.
     ///
     /// # Errors
-    /// `conflict`: it is another one.
+    /// `conflict`: the task has another job.
     pub fn same(&self, task: TaskId, spec: &JobSpec) -> Result<Option<&JobState>, Problem> {
         match self.0.get(&task) {
             None => Ok(None),
@@ -75,7 +75,7 @@ impl Jobs {
         }
     }
 
-    /// Notes that a job is to begin. It takes the place of others that have ended with its disks.
+    /// Records that a job begins. Ended jobs of its disks are forgotten.
     pub fn begin(&mut self, task: TaskId, spec: JobSpec) {
         let disks = spec.disks();
         self.0.retain(|_, job| {
@@ -87,14 +87,14 @@ impl Jobs {
         self.0.insert(task, Job { spec, state, parts, first, bytes_per_second });
     }
 
-    /// The job that is at work on a disk.
+    /// The job that works on a disk.
     fn at_work(&mut self, disk: DiskId) -> Option<&mut Job> {
         self.0.values_mut().find(|job| {
             job.is_at_work() && job.parts.iter().any(|part| part.disk == disk && !part.finished)
         })
     }
 
-    /// Notes how far the work on a disk is, in bytes, at this time.
+    /// Records the progress of a disk, in bytes, at this time.
     pub fn progress(&mut self, disk: DiskId, done: u64, total: u64, now: Instant) {
         let Some(job) = self.at_work(disk) else { return };
         for part in job.parts.iter_mut().filter(|part| part.disk == disk) {
@@ -110,7 +110,7 @@ impl Jobs {
         }
     }
 
-    /// Notes that the work on a disk is done; `last` is what its job comes to with its last disk.
+    /// Records that the work on a disk is done; `last` is the job's state once its last disk is done.
     fn finished(&mut self, disk: DiskId, last: JobState) {
         let Some(job) = self.at_work(disk) else { return };
         for part in job.parts.iter_mut().filter(|part| part.disk == disk) {
@@ -122,31 +122,32 @@ impl Jobs {
         }
     }
 
-    /// Notes that a disk is made.
+    /// Records that a disk is made.
     pub fn made(&mut self, disk: DiskId) {
         self.finished(disk, JobState::Done);
     }
 
-    /// Notes that a disk's export is whole.
+    /// Records that a disk's export is complete.
     pub fn written(&mut self, disk: DiskId) {
         self.finished(disk, JobState::ReadyToCommit);
     }
 
-    /// Notes that the work on a disk failed; gives the disks of the same job that are to be given up.
+    /// Records that the work on a disk failed; returns the other disks of the job, whose work must be
+    /// stopped.
     pub fn failed(&mut self, disk: DiskId, problem: Problem) -> Vec<DiskId> {
         let Some(job) = self.at_work(disk) else { return Vec::new() };
         job.state = JobState::Failed { problem };
         job.unfinished().into_iter().filter(|other| *other != disk).collect()
     }
 
-    /// Notes that a job is committed.
+    /// Records that a job is committed.
     pub fn committed(&mut self, task: TaskId) {
         if let Some(job) = self.0.get_mut(&task) {
             job.state = JobState::Done;
         }
     }
 
-    /// Notes that a job is cancelled; gives the disks that are to be given up.
+    /// Records that a job is cancelled; returns the disks whose work must be stopped.
     pub fn cancel(&mut self, task: TaskId) -> Vec<DiskId> {
         let Some(job) = self.0.get_mut(&task) else { return Vec::new() };
         let at_work = job.is_at_work();
@@ -154,8 +155,8 @@ impl Jobs {
         if at_work { job.unfinished() } else { Vec::new() }
     }
 
-    /// A disk is removed: what has ended with it is forgotten, and what is at work on it is cancelled. Gives the
-    /// disks that are to be given up.
+    /// A disk is removed: its ended jobs are forgotten, its jobs in progress are cancelled. Returns the disks
+    /// whose work must be stopped.
     pub fn remove_disk(&mut self, disk: DiskId) -> Vec<DiskId> {
         let of_disk = |job: &Job| job.parts.iter().any(|part| part.disk == disk);
         self.0.retain(|_, job| job.is_at_work() || !of_disk(job));
@@ -164,13 +165,13 @@ impl Jobs {
         tasks.into_iter().flat_map(|task| self.cancel(task)).collect()
     }
 
-    /// Forgets what has ended with disks that the VM does not have any more.
+    /// Forgets ended jobs of disks that the VM no longer has.
     pub fn keep_disks_of(&mut self, spec: &VmSpec) {
         let known = |disk| spec.disk(disk).is_some();
         self.0.retain(|_, job| job.is_at_work() || job.parts.iter().all(|part| known(part.disk)));
     }
 
-    /// What is under way with disks.
+    /// The work in progress on disks.
     pub fn activities(&self) -> impl Iterator<Item = (DiskId, Activity)> {
         self.0.values().filter(|job| job.is_at_work()).flat_map(|job| {
             let activity = match job.spec {
@@ -181,7 +182,7 @@ impl Jobs {
         })
     }
 
-    /// How a task's job stands.
+    /// The status of a task's job.
     ///
     /// # Errors
     /// `not-found`.
@@ -190,7 +191,7 @@ impl Jobs {
         Ok(job.status(task))
     }
 
-    /// How all stand.
+    /// The status of all jobs.
     pub fn statuses(&self) -> Vec<JobStatus> {
         self.0.iter().map(|(task, job)| job.status(*task)).collect()
     }
@@ -217,7 +218,7 @@ mod tests {
         let status = |jobs: &Jobs| jobs.status(task).unwrap();
         assert_eq!(status(&jobs).state, JobState::Waiting);
         let begin = Instant::now();
-        // An earlier agent had got so far.
+        // Progress of an earlier agent.
         jobs.progress(one, 1000, 4000, begin);
         jobs.progress(two, 0, 2000, begin);
         assert_eq!(status(&jobs).progress.bytes_per_second, None);
@@ -246,7 +247,7 @@ mod tests {
         jobs.begin(next, create(&[one, two]));
         assert_eq!(jobs.status(task).unwrap_err().code, ErrorCode::NotFound);
         let problem = Problem::new(ErrorCode::NoSpace, "full");
-        assert_eq!(jobs.failed(one, problem.clone()), [two], "the others are given up with it");
+        assert_eq!(jobs.failed(one, problem.clone()), [two], "the others are not stopped");
         assert_eq!(jobs.status(next).unwrap().state, JobState::Failed { problem });
         jobs.begin(next, create(&[one, two]));
         assert_eq!(jobs.remove_disk(two), [one, two]);

@@ -9,14 +9,14 @@ use vmseal_secret::derive::{KeyContext, check_value};
 use vmseal_secret::sealed_box::{BoxError, Recipient, SealedBox};
 use vmseal_secret::{KEK_LEN, SecretBytes};
 
-/// The receiving end for KEKs: a key pair that lives as long as the agent.
+/// The key pair that KEKs are sealed to. It lives as long as the agent.
 pub struct KeyBox(Recipient);
 
 impl KeyBox {
     /// A new key pair.
     ///
     /// # Errors
-    /// [`BoxError`]: no memory that can be locked.
+    /// [`BoxError`]: memory could not be locked.
     pub fn new() -> Result<Self, BoxError> {
         Recipient::generate().map(Self)
     }
@@ -30,8 +30,8 @@ impl KeyBox {
     /// Opens the passphrase of an export.
     ///
     /// # Errors
-    /// `wrong-state` when it is sealed to an earlier life of the agent, `invalid-request` when it is no
-    /// sealed box, or one for another disk.
+    /// `wrong-state` when it is sealed to an earlier run of the agent, `invalid-request` when it is not a
+    /// sealed box or is for another disk.
     pub fn open_passphrase(
         &self,
         vm: VmId,
@@ -52,7 +52,7 @@ impl KeyBox {
         if offered.key_box != self.public() {
             return Err(Problem::new(
                 ErrorCode::WrongState,
-                "the secret is sealed to an earlier life of this agent; read its description and seal it again",
+                "the secret is sealed to an earlier run of this agent; read its description and seal it again",
             ));
         }
         let sealed = STANDARD
@@ -66,10 +66,10 @@ impl KeyBox {
         })
     }
 
-    /// Opens a delivery, and makes sure that it is the key which `reference` means.
+    /// Opens a delivery and checks that it is the key that `reference` means.
     ///
     /// # Errors
-    /// `wrong-state` when it is sealed to an earlier life of the agent, `invalid-request` when it is no
+    /// `wrong-state` when it is sealed to an earlier run of the agent, `invalid-request` when it is not a
     /// sealed box, `key-mismatch` when it is another key or another VM's.
     pub fn open(
         &self,
@@ -81,18 +81,18 @@ impl KeyBox {
             mismatch(vm, reference, "the sealed key is for another VM or key")
         })?;
         if kek.len() != KEK_LEN {
-            return Err(mismatch(vm, reference, "it has a wrong length"));
+            return Err(mismatch(vm, reference, "its length is wrong"));
         }
         let check = check_value(&kek, &context(vm, reference))
             .map_err(|error| Problem::new(ErrorCode::Internal, error.to_string()))?;
         if check.to_string() != reference.check {
-            return Err(mismatch(vm, reference, "its check value is another one"));
+            return Err(mismatch(vm, reference, "its check value differs"));
         }
         Ok(kek)
     }
 }
 
-/// Whose KEK it is, for everything that is derived from it.
+/// The VM and key of a KEK, as context for what is derived from it.
 #[must_use]
 pub fn context(vm: VmId, reference: &KeyReference) -> KeyContext<'_> {
     KeyContext {
@@ -122,7 +122,7 @@ pub fn seal_for(key_box: &str, vm: VmId, reference: &KeyReference, kek: &SecretB
     SealedKey { key_box: key_box.to_owned(), sealed: STANDARD.encode(sealed.as_bytes()) }
 }
 
-/// The reference of a KEK, with its true check value. For tests.
+/// The reference of a KEK, with its real check value. For tests.
 #[cfg(any(test, feature = "contract-suite"))]
 pub fn reference_of(kek: &SecretBytes, vm: VmId, key_id: &str) -> KeyReference {
     let mut reference = KeyReference {
@@ -140,7 +140,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_the_right_key_for_the_right_vm_in_this_life_is_taken() {
+    fn only_the_right_key_for_the_right_vm_and_agent_is_accepted() {
         let key_box = KeyBox::new().unwrap();
         let (vm, kek) = (VmId::new(), SecretBytes::random(KEK_LEN).unwrap());
         let reference = reference_of(&kek, vm, "k1");

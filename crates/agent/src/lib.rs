@@ -19,7 +19,6 @@
 //! | [`simulated`] | a simulated host with failure injection, for tests of the control plane |
 //! | `contract` | the suite that both hosts pass (feature `contract-suite`) |
 
-mod atomic_file;
 #[cfg(any(test, feature = "contract-suite"))]
 pub mod contract;
 mod filter;
@@ -39,6 +38,7 @@ use std::sync::Arc;
 pub use host::join::{JoinError, JoinOptions, JoinedAs, join};
 pub use host::{AgentOptions, RealHost};
 pub use hypervisor::accelerator::Choice as AcceleratorChoice;
+pub use vm::FILTER_RESTART_TIMEOUT;
 
 /// Why an agent ended.
 #[derive(Debug, thiserror::Error)]

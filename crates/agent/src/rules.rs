@@ -1,5 +1,5 @@
-//! What may be done with a VM when. The real host and the simulated one ask here, so that they cannot
-//! come to differ. What excludes what is one table, [`exclusion`].
+//! What may be done with a VM when. The real host and the simulated one share these rules. The table of what
+//! excludes what is [`exclusion`].
 
 pub mod exclusion;
 
@@ -20,8 +20,8 @@ use vmseal_api::transfer::ExportFormat;
 /// The unit of a VM's memory, in bytes.
 const MEMORY_UNIT: u64 = 1 << 20;
 
-/// Checks a specification on its own. The server has checked what users typed; this is for what would
-/// hurt this host.
+/// Checks a specification on its own. The server has checked the user's input; these checks protect this
+/// host.
 ///
 /// # Errors
 /// `invalid-request`, with the field.
@@ -94,8 +94,8 @@ pub fn find_disk(spec: &VmSpec, disk: DiskId) -> Result<&DiskSpec, Problem> {
     })
 }
 
-/// What a job needs besides what [`exclusion`] says: nothing is wrong with it, and what it needs of the VM is
-/// there. `made` says whether a disk is made.
+/// The preconditions of a job besides [`exclusion`]: the job is valid, and what it needs of the VM is there.
+/// `made` says whether a disk is made.
 ///
 /// # Errors
 /// `not-found` for a disk that the VM does not have; `invalid-request`; `locked` without its key, where that is
@@ -145,7 +145,7 @@ fn needs_to_be_made(spec: &VmSpec, disk: &DiskSpec, made: bool) -> Result<(), Pr
     Err(wrong_state(spec, &format!("has not made its disk '{}' yet", disk.name)))
 }
 
-/// What exposing a disk of a VM that is off needs besides what [`exclusion`] says.
+/// The preconditions of exposing a disk of a VM that is off, besides [`exclusion`].
 ///
 /// # Errors
 /// `locked` without its key; `wrong-state` before it is made.
@@ -159,13 +159,13 @@ pub fn check_exposure(
     needs_key(spec, disk, key)
 }
 
-/// Nobody has the disk exposed.
+/// The disk is not exposed.
 #[must_use]
 pub fn not_exposed(spec: &VmSpec, disk: &DiskSpec) -> Problem {
-    wrong_state(spec, &format!("has its disk '{}' not exposed, or not any more", disk.name))
+    wrong_state(spec, &format!("does not have its disk '{}' exposed, or no longer", disk.name))
 }
 
-/// Whether this can be the name of a dirty bitmap.
+/// Whether this is a valid name of a dirty bitmap.
 ///
 /// # Errors
 /// `invalid-request`.
@@ -173,14 +173,14 @@ pub fn check_bitmap(name: &str) -> Result<(), Problem> {
     bitmap::check_name(name).map_err(|error| Problem::invalid("name", error.to_string()))
 }
 
-/// The filter has died that kept them, and no other one serves yet.
+/// The filter that kept the bitmaps has died, and no other one serves yet.
 #[must_use]
 pub fn bitmaps_lost(spec: &VmSpec) -> Problem {
     let what = "waits for another filter (alarm 'disks-down'): the dirty bitmaps of its disks are lost with the last one";
     wrong_state(spec, what)
 }
 
-/// A disk that has a replica by policy, and where that is.
+/// A disk that has a replica by policy, and the replica's place.
 ///
 /// # Errors
 /// `not-found`; `wrong-state` where it has none.
@@ -194,19 +194,19 @@ pub fn find_replica(spec: &VmSpec, disk: DiskId) -> Result<(&DiskSpec, &ReplicaP
     Ok((disk, place))
 }
 
-/// The filter has died that wrote the replica, and no other one serves yet.
+/// The filter that wrote the replica has died, and no other one serves yet.
 #[must_use]
 pub fn replica_waits(spec: &VmSpec) -> Problem {
-    let what = "waits for another filter (alarm 'disks-down'): nothing is copied to the replicas of its disks until there is one";
+    let what = "waits for another filter (alarm 'disks-down'): nothing is copied to the replicas of its disks until it runs";
     wrong_state(spec, what)
 }
 
-/// What an operator is told of a disk whose filter has no replica to write.
+/// The notice for operators about a disk whose filter has no replica to write.
 #[must_use]
 pub fn unreplicated(disk: &DiskSpec, place: &ReplicaPlace) -> String {
     let DatastoreLocation::Dir { path } = &place.datastore.location;
     format!(
-        "disk '{}' is served without its replica: {}, or the replica's map beside the disk, could not be used when it was opened. See that both datastores are there, have room and work, then stop and start the VM: the replica is copied anew",
+        "disk '{}' is served without its replica: {}, or the replica's map beside the disk, could not be used when it was opened. Check that both datastores are mounted, have room and work, then stop and start the VM: the whole replica is copied again",
         disk.name,
         path.display()
     )
@@ -218,7 +218,7 @@ pub fn disk_of(spec: &VmSpec, disk: &DiskSpec) -> String {
     format!("disk '{}' of VM '{}'", disk.name, spec.name)
 }
 
-/// Whether a disk may be exported so.
+/// Whether a disk may be exported like this.
 ///
 /// # Errors
 /// `invalid-request`.
@@ -237,21 +237,21 @@ pub fn check_export(export: &ExportJob) -> Result<(), Problem> {
 pub const NOT_READY_TO_COMMIT: &str =
     "is still being worked on by this job: it cannot be committed yet";
 
-/// There is nothing to be committed.
+/// There is nothing to commit.
 #[must_use]
 pub fn nothing_to_commit(task: TaskId) -> Problem {
     Problem::not_found("job to commit on this host", task)
 }
 
-/// A file that is to be removed while it has no name has got one.
+/// The file of an export that should be removed as uncommitted is committed already.
 #[must_use]
 pub fn has_its_name(to: &std::path::Path) -> Problem {
     let what = format!("{} is whole: remove it if it is not wanted", to.display());
     Problem::new(ErrorCode::AlreadyExists, what)
 }
 
-/// What looking at or changing the keys of a VM's disks needs besides what [`exclusion`] says; `registered` is
-/// the key that the server takes it to be registered with.
+/// The preconditions of checking or changing the keys of a VM's disks, besides [`exclusion`]; `registered` is
+/// the key that the server expects it to be registered with.
 ///
 /// # Errors
 /// `wrong-state` when it is registered with another key; `locked` when its key is not here.
@@ -269,7 +269,7 @@ pub fn check_key_change(
     Ok(())
 }
 
-/// What starting a VM needs besides what [`exclusion`] says. `made` says whether a disk is made.
+/// The preconditions of starting a VM, besides [`exclusion`]. `made` says whether a disk is made.
 ///
 /// # Errors
 /// `wrong-state` without a disk, or before all are made; `locked` when a disk needs a key that is not here.
@@ -291,21 +291,21 @@ pub fn check_start(
 /// How long a guest that is asked to shut down counts as stopping.
 ///
 /// # Errors
-/// `invalid-request` for none at all and for too long.
-pub fn patience(seconds: u32) -> Result<Duration, Problem> {
+/// `invalid-request` for zero and for too long.
+pub fn shutdown_time(seconds: u32) -> Result<Duration, Problem> {
     if (1..=SHUTDOWN_SECONDS_MAX).contains(&seconds) {
         return Ok(Duration::from_secs(seconds.into()));
     }
     Err(Problem::invalid("seconds", format!("must be 1 to {SHUTDOWN_SECONDS_MAX}")))
 }
 
-/// The VM is not known here.
+/// The VM is unknown here.
 #[must_use]
 pub fn unknown(vm: impl std::fmt::Display) -> Problem {
     Problem::not_found("VM on this host", vm)
 }
 
-/// Something that the VM's state does not allow.
+/// The VM's state does not allow something.
 #[must_use]
 pub fn wrong_state(spec: &VmSpec, what: &str) -> Problem {
     Problem::new(ErrorCode::WrongState, format!("VM '{}' {what}", spec.name))
@@ -321,7 +321,7 @@ fn locked(spec: &VmSpec) -> Problem {
     )
 }
 
-/// Somebody has the console.
+/// Another client has the console.
 pub fn console_in_use(spec: &VmSpec) -> Problem {
     let name = &spec.name;
     let what = format!(

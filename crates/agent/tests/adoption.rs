@@ -1,6 +1,5 @@
-//! A starting agent and what it finds in its run directory: records of older and newer agents, damaged ones, and
-//! all of them beside each other. Processes that sleep stand for QEMU: an agent knows them by process id and start
-//! time alone.
+//! A starting agent and its run directory: records of older and newer agents, damaged ones, and all of them
+//! together. Sleeping processes stand in for QEMU: an agent identifies it by process id and start time alone.
 
 #![allow(clippy::unwrap_used)] // in tests a panic is the report
 
@@ -11,7 +10,7 @@ use std::time::Duration;
 
 use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
 use tokio::net::UnixListener;
-use vmseal_agent::{AcceleratorChoice, AgentOptions, RealHost};
+use vmseal_agent::{AcceleratorChoice, AgentOptions, FILTER_RESTART_TIMEOUT, RealHost};
 use vmseal_api::host::{HostAgent, NoticeCode, Power, PowerOff, StopReason, VmSpec, VmState};
 use vmseal_api::id::VmId;
 use vmseal_api::problem::ErrorCode;
@@ -23,16 +22,16 @@ const RECORD_2: &str = include_str!("golden/run-record-2.json");
 const GOLDEN_VM: &str = "0198a000-0000-7000-8000-000000000001";
 const GOLDEN_BOOT: &str = "0f0e0d0c-0000-4000-8000-000000000000";
 
-/// A busy machine, and nothing here takes as long by itself.
-const PATIENCE: Duration = Duration::from_secs(60);
+/// On a busy machine; nothing here takes that long by itself.
+const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// A run directory. What runs in it is ended when a test ends.
+/// A run directory. Its processes are killed when the test ends.
 struct Host {
     directory: tempfile::TempDir,
     processes: Vec<Child>,
 }
 
-/// The record of a VM of this boot, made of a golden one.
+/// The record of a VM of this boot, made from a golden one.
 fn record(golden: &str, vm: VmId) -> String {
     let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap();
     golden.replace(GOLDEN_VM, &vm.to_string()).replace(GOLDEN_BOOT, boot.trim())
@@ -75,7 +74,7 @@ impl Host {
         vm
     }
 
-    /// Whether the QEMU of the VM that was made at this place lives.
+    /// Whether the QEMU of the VM that was made at this index lives.
     fn lives(&mut self, index: usize) -> bool {
         self.processes[index].try_wait().unwrap().is_none()
     }
@@ -89,11 +88,12 @@ impl Host {
             uid_base: 1_900_000_000,
             accelerator: AcceleratorChoice::Tcg,
             hardening: None,
+            filter_restart_timeout: FILTER_RESTART_TIMEOUT,
         };
         RealHost::start(options).await.unwrap()
     }
 
-    /// Answers as QEMU's monitor and console do whose guest runs.
+    /// Answers as QEMU's monitor and console do while the guest runs.
     fn answer_as_qemu(&self, vm: VmId) {
         let console = UnixListener::bind(self.of(vm).join("console.sock")).unwrap();
         let monitor = UnixListener::bind(self.of(vm).join("qmp.sock")).unwrap();
@@ -140,20 +140,20 @@ async fn state(agent: &RealHost, vm: VmId) -> Option<VmState> {
 }
 
 async fn wait(agent: &RealHost, vm: VmId, wanted: impl Fn(&VmState) -> bool) -> VmState {
-    let give_up = tokio::time::Instant::now() + PATIENCE;
+    let give_up = tokio::time::Instant::now() + TIMEOUT;
     loop {
         let found = state(agent, vm).await;
         if let Some(state) = found.clone().filter(&wanted) {
             return state;
         }
-        assert!(tokio::time::Instant::now() < give_up, "it has not come: {found:?}");
+        assert!(tokio::time::Instant::now() < give_up, "timed out: {found:?}");
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
 }
 
-/// What the alarm of a VM that is left running says.
+/// The alarm text of a VM that is left running.
 async fn left_running(agent: &RealHost, vm: VmId) -> String {
-    let state = state(agent, vm).await.expect("it is not shown");
+    let state = state(agent, vm).await.expect("the VM is not reported");
     assert_eq!((state.power, &state.died), (Power::Running, &None));
     let [notice] = state.notices.as_slice() else { panic!("{:?}", state.notices) };
     assert_eq!(notice.code, NoticeCode::NotAdopted);
@@ -164,7 +164,7 @@ fn spec(vm: VmId) -> VmSpec {
     VmSpec { vm, name: "web".to_owned(), vcpus: 1, memory: 1 << 28, key: None, devices: vec![] }
 }
 
-/// It has no filter here, and that is what is told of a VM that was adopted.
+/// It has no filter here, and that is reported about an adopted VM.
 async fn adopted(agent: &RealHost, vm: VmId) {
     let found = wait(agent, vm, |state| {
         let codes: Vec<_> = state.notices.iter().map(|notice| notice.code).collect();
@@ -204,7 +204,7 @@ async fn what_a_newer_agent_started_is_left_running_with_an_alarm() {
     for part in [&path, "version 7", "written by vmseal 9.1.0", "Restart the agent", "vm stop"] {
         assert!(told.contains(part), "'{part}' is missing in: {told}");
     }
-    // The server says its name; what would need the processes is refused with the same words.
+    // The server registers it with its name; calls that need the processes are refused with the same text.
     agent.register_vm(spec(vm)).await.unwrap();
     assert!(left_running(&agent, vm).await.contains("VM 'web'"));
     agent.power_on(vm).await.unwrap();
@@ -212,10 +212,10 @@ async fn what_a_newer_agent_started_is_left_running_with_an_alarm() {
     assert_eq!(refused.code, ErrorCode::WrongState);
     let disk = vmseal_api::id::DiskId::new();
     assert_eq!(agent.bitmaps(vm, disk).await.unwrap_err().code, ErrorCode::WrongState);
-    // There is no monitor to press the button at.
+    // There is no monitor to send the power button to.
     let button = agent.power_off(vm, PowerOff::Shutdown { seconds: 1 }).await.unwrap_err();
     assert!(button.detail.contains("--force"), "{button}");
-    // Nothing of it is touched, so that the agent that started it adopts it.
+    // Nothing of it is changed, so that the agent that started it can adopt it.
     assert!(host.lives(0));
     assert_eq!(std::fs::read(host.of(vm).join("run.json")).unwrap(), before);
     drop(agent);
@@ -247,7 +247,7 @@ async fn a_damaged_record_ends_nothing_until_an_operator_does() {
     assert_eq!((off.stopped.unwrap().reason, off.died), (StopReason::PoweredOff, None));
     assert!(!host.of(damaged).exists());
     agent.unregister_vm(damaged).await.unwrap();
-    // It ends by itself: nobody knows why, which is an alarm.
+    // It ends by itself: the reason is unknown, which raises an alarm.
     host.processes[1].kill().unwrap();
     let off = wait(&agent, of_another, |state| state.power == Power::Off).await;
     assert_eq!(off.died.unwrap().reason, StopReason::FoundDead);
@@ -255,7 +255,7 @@ async fn a_damaged_record_ends_nothing_until_an_operator_does() {
 }
 
 #[tokio::test]
-async fn a_damaged_record_of_a_vm_that_is_gone_is_told_and_cleared_away() {
+async fn a_damaged_record_of_a_vm_that_is_gone_is_reported_and_removed() {
     let mut host = Host::new();
     let vm = host.vm(newer);
     host.processes[0].kill().unwrap();
@@ -270,18 +270,18 @@ async fn a_damaged_record_of_a_vm_that_is_gone_is_told_and_cleared_away() {
 }
 
 #[tokio::test]
-async fn one_that_cannot_be_adopted_keeps_no_other_and_not_the_agent_from_starting() {
+async fn a_vm_that_cannot_be_adopted_stops_neither_others_nor_the_agent() {
     let mut host = Host::new();
     let good = host.vm(|vm| record(RECORD_1, vm));
     host.answer_as_qemu(good);
     let unreadable = host.vm(newer);
-    // Its record is a directory, and its QEMU's record too.
+    // Its record is a directory, and so is its QEMU's record.
     let odd = host.vm(newer);
     for name in ["run.json", "qemu.process"] {
         std::fs::remove_file(host.of(odd).join(name)).unwrap();
         std::fs::create_dir(host.of(odd).join(name)).unwrap();
     }
-    // Nobody answers at its monitor.
+    // Its monitor does not answer.
     let silent = host.vm(|vm| record(RECORD_2, vm));
     std::fs::create_dir(host.path("run/vms/no-vm")).unwrap();
     std::fs::create_dir(host.path("run/imports")).unwrap();
@@ -294,7 +294,7 @@ async fn one_that_cannot_be_adopted_keeps_no_other_and_not_the_agent_from_starti
     assert!((0..4).all(|index| host.lives(index)));
     assert!(Path::new(&host.path("run/vms/no-vm")).exists());
     let refused = agent.power_off(odd, PowerOff::Force).await.unwrap_err();
-    assert!(refused.detail.contains("cannot be found out"), "{refused}");
+    assert!(refused.detail.contains("cannot be determined"), "{refused}");
 
     // The silent one is tried again, and adopted once it answers.
     host.answer_as_qemu(silent);

@@ -1,5 +1,5 @@
-//! The contract suite through the wire: the server's HTTPS client, certificates on both sides, the
-//! agent's router, a simulated host behind it. And what the wire refuses.
+//! The contract suite over HTTPS: the server's client, certificates on both sides, the agent's router, a
+//! simulated host behind it. And the requests that are refused.
 
 #![allow(clippy::unwrap_used)] // in tests a panic is the report
 
@@ -25,7 +25,7 @@ use vmseal_api::problem::ErrorCode;
 use vmseal_api::request_id::{HEADER, RequestId, during};
 use zeroize::Zeroizing;
 
-/// One certificate, whatever is asked for.
+/// One certificate for every connection.
 #[derive(Debug)]
 struct Fixed(Arc<CertifiedKey>);
 
@@ -91,7 +91,7 @@ impl Authority {
     }
 }
 
-/// Serves a simulated host; gives its id and address.
+/// Serves a simulated host; returns its id and address.
 async fn serve(authority: &Authority, host: &SimulatedHost) -> (HostId, String) {
     let identity = authority.host();
     let endpoint = Endpoint::bind(&identity).await.unwrap();
@@ -114,11 +114,11 @@ async fn the_contract_holds_over_https() {
     let fixture = Fixture {
         datastore: directory.path().to_owned(),
         image,
-        patience: Duration::from_secs(20),
+        timeout: Duration::from_secs(20),
         kill_filter: Box::new(move |vm| victims.kill_filter(vm)),
     };
     let mut first = true;
-    contract::all_lives(fixture, || {
+    contract::all_runs(fixture, || {
         if !std::mem::take(&mut first) {
             host.restart();
         }
@@ -156,7 +156,7 @@ async fn only_the_server_of_the_same_control_plane_is_let_in_and_only_the_right_
 }
 
 #[tokio::test]
-async fn an_agent_that_is_told_to_end_does_not_wait_for_long_polls() {
+async fn an_agent_that_shuts_down_does_not_wait_for_long_polls() {
     let authority = Authority::new();
     let identity = authority.host();
     let endpoint = Endpoint::bind(&identity).await.unwrap();
@@ -171,11 +171,11 @@ async fn an_agent_that_is_told_to_end_does_not_wait_for_long_polls() {
     tokio::time::sleep(Duration::from_millis(200)).await;
     tell.send(()).unwrap();
     let ended = tokio::time::timeout(Duration::from_secs(10), serving).await;
-    ended.expect("it waits for the long poll").unwrap().unwrap();
+    ended.expect("the shutdown waits for the long poll").unwrap().unwrap();
     poll.abort();
 }
 
-/// What the server says it speaks.
+/// The header with the server's contract versions.
 const CONTRACT: HeaderName = HeaderName::from_static(CONTRACT_HEADER);
 const CONTRACT_2: HeaderValue = HeaderValue::from_static("2-2");
 
@@ -220,7 +220,7 @@ async fn an_agent_works_for_the_request_that_the_server_works_for() {
     let request = RequestId::new();
     during(Some(request.clone()), client.describe()).await.unwrap();
     client.describe().await.unwrap();
-    // What is no id is none here: it came from no server of ours.
+    // An invalid id is not used: it did not come from the server.
     for hostile in ["a b", "x\u{9}y", &"x".repeat(65)] {
         let get = |client: &reqwest::Client, url: String| client.get(url).header(HEADER, hostile);
         assert_eq!(raw(&authority, id, &address, get, "/v1/host").await.0, 200);
@@ -229,7 +229,7 @@ async fn an_agent_works_for_the_request_that_the_server_works_for() {
 }
 
 #[tokio::test]
-async fn what_is_not_the_contract_is_answered_with_a_problem() {
+async fn invalid_requests_are_answered_with_a_problem() {
     let authority = Authority::new();
     let host = SimulatedHost::new();
     let (id, address) = serve(&authority, &host).await;
@@ -260,7 +260,7 @@ async fn what_is_not_the_contract_is_answered_with_a_problem() {
     ask(&get, &key, 400, "invalid-request").await;
     ask(&get, "/v1/state?after=x", 400, "invalid-request").await;
     ask(&get, &console, 400, "invalid-request").await;
-    // Asked for more than there is: the wait is bounded, so that the answer comes at all.
+    // A longer wait than the maximum: it is bounded, so that the answer comes at all.
     assert!(STATE_WAIT_MAX < Duration::from_secs(60));
     let (status, _, text) = raw(&authority, id, &address, get, "/v1/state").await;
     assert_eq!(status, 200, "{text}");
@@ -288,7 +288,7 @@ async fn an_agent_speaks_tls_1_3_alone() {
 }
 
 #[tokio::test]
-async fn a_server_without_a_common_version_is_told_and_learns_what_the_agent_is() {
+async fn a_server_without_a_common_version_is_refused_and_gets_the_agents_version() {
     let authority = Authority::new();
     let host = SimulatedHost::new();
     let (id, address) = serve(&authority, &host).await;
@@ -308,7 +308,7 @@ async fn a_server_without_a_common_version_is_told_and_learns_what_the_agent_is(
     for (min, max) in [(1, 1), (3, 5)] {
         speaking(min, max).describe().await.unwrap();
     }
-    // A server of version 1 does not say what it speaks; a console is no way around.
+    // A server of version 1 does not send its versions; the console does not bypass the check.
     let refused = speaking(3, 5).console(vmseal_api::id::VmId::new(), ConsoleClaim::IfFree).await;
     assert_eq!(refused.err().unwrap().code, ErrorCode::Unsupported);
     let bad = |client: &reqwest::Client, url: String| client.get(url).header(CONTRACT, "new");
@@ -328,13 +328,13 @@ async fn a_job_that_only_a_later_agent_has_is_refused_as_such() {
     let later = r#"{"kind":"snapshot","name":"before"}"#;
     let (status, _, text) = raw(&authority, id, &address, put(later), &path).await;
     assert!(status == 422 && text.contains("snapshot") && text.contains("upgrade it"), "{text}");
-    // What this agent would not heed is refused, too.
+    // Fields unknown to this agent are refused, too.
     let more = r#"{"kind":"create","disks":[],"speed":1}"#;
     let (status, _, text) = raw(&authority, id, &address, put(more), &path).await;
     assert!(status == 400 && text.contains("speed"), "{text}");
 }
 
-/// An agent of a later version of vmseal that speaks this server's version, too.
+/// An agent of a later version of vmseal that also speaks this server's version.
 #[tokio::test]
 async fn a_later_agent_is_understood() {
     let authority = Authority::new();

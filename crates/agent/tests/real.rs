@@ -1,4 +1,4 @@
-//! The real host: real QEMU, real filter processes, the contract suite, and deaths of processes.
+//! The real host: real QEMU, real filter processes, the contract suite, and processes that die.
 //!
 //! The filter program is `vmseal-filter` beside the test's target directory (`cargo build -p
 //! vmseal-iofilter` makes it), or what `VMSEAL_FILTER` names. Emulation is used: no KVM is needed.
@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use tokio::io::AsyncReadExt;
 use vmseal_agent::contract::{self, BANNER, Fixture, write_image};
-use vmseal_agent::{AcceleratorChoice, AgentOptions, RealHost};
+use vmseal_agent::{AcceleratorChoice, AgentOptions, FILTER_RESTART_TIMEOUT, RealHost};
 use vmseal_api::host::{
     Allocation, CreateJob, DatastoreLocation, DatastoreSpec, Device, DiskFacts, DiskSpec,
     DiskToCreate, HostAgent, ImageSource, JobSpec, JobState, NoticeCode, Power, PowerOff,
@@ -22,8 +22,8 @@ use vmseal_api::problem::ErrorCode;
 use vmseal_api::replica::{REPLICA_RATE, ReplicaPlace};
 use vmseal_api::transfer::ImageFormat;
 
-/// Two cores, emulation, and other tests beside: nothing here takes as long by itself.
-const PATIENCE: Duration = Duration::from_secs(90);
+/// Two cores, emulation, and other tests beside: nothing here takes that long by itself.
+const TIMEOUT: Duration = Duration::from_secs(90);
 
 fn filter() -> PathBuf {
     if let Some(path) = std::env::var_os("VMSEAL_FILTER") {
@@ -36,7 +36,7 @@ fn filter() -> PathBuf {
     path
 }
 
-/// Directories of a host, and agents on it. Dropping an agent leaves its VMs running, as its death does.
+/// Directories of a host, and agents on it. Dropping an agent leaves its VMs running, as a crash does.
 struct Bench {
     directory: tempfile::TempDir,
 }
@@ -54,6 +54,10 @@ impl Bench {
     }
 
     async fn agent(&self) -> Arc<dyn HostAgent> {
+        self.agent_that_retries_for(FILTER_RESTART_TIMEOUT).await
+    }
+
+    async fn agent_that_retries_for(&self, filter_restart_timeout: Duration) -> Arc<dyn HostAgent> {
         let options = AgentOptions {
             run_dir: self.path("run"),
             filter: filter(),
@@ -62,6 +66,7 @@ impl Bench {
             uid_base: 1_900_000_000,
             accelerator: AcceleratorChoice::Tcg,
             hardening: None,
+            filter_restart_timeout,
         };
         Arc::new(RealHost::start(options).await.unwrap())
     }
@@ -71,7 +76,7 @@ impl Bench {
         Fixture {
             datastore: self.path("store"),
             image: self.path("guest"),
-            patience: PATIENCE,
+            timeout: TIMEOUT,
             kill_filter: Box::new(move |vm| kill(process(&run, vm, "filter"))),
         }
     }
@@ -85,7 +90,7 @@ impl Bench {
         kill(self.process(vm, name));
     }
 
-    /// What `/proc/PID/status` says of a VM's process, as words.
+    /// A field of `/proc/PID/status` of a VM's process, as words.
     fn status(&self, vm: VmId, process: &str, field: &str) -> Vec<String> {
         let status = format!("/proc/{}/status", self.process(vm, process));
         let status = std::fs::read_to_string(status).unwrap();
@@ -111,7 +116,7 @@ impl Bench {
     fn nothing_runs(&self) {
         let left = std::fs::read_dir(self.path("run/vms")).unwrap().count();
         assert_eq!(left, 0, "a run directory is left");
-        // Between fork and exec, a process of another test has all our files.
+        // Between fork and exec, a process of another test has all our files open.
         let give_up = std::time::Instant::now() + Duration::from_secs(2);
         while !self.users().is_empty() {
             assert!(std::time::Instant::now() < give_up, "left: {:?}", self.users());
@@ -121,11 +126,11 @@ impl Bench {
 }
 
 impl Drop for Bench {
-    /// A test that failed leaves nothing running.
+    /// A failed test leaves nothing running.
     fn drop(&mut self) {
         let users = self.users();
         if !users.is_empty() {
-            // Between fork and exec, a process of another test has all our files: that one is to live.
+            // Between fork and exec, a process of another test has all our files open: that one must live.
             std::thread::sleep(Duration::from_millis(300));
             let still = self.users();
             users.into_iter().filter(|pid| still.contains(pid)).for_each(kill);
@@ -147,7 +152,7 @@ fn kill(pid: i32) {
 }
 
 async fn wait(agent: &dyn HostAgent, vm: VmId, wanted: impl Fn(&VmState) -> bool) -> VmState {
-    let give_up = tokio::time::Instant::now() + PATIENCE;
+    let give_up = tokio::time::Instant::now() + TIMEOUT;
     let mut last = None;
     loop {
         let state = agent.state_after(last.as_ref(), Duration::from_secs(5)).await.unwrap();
@@ -156,11 +161,11 @@ async fn wait(agent: &dyn HostAgent, vm: VmId, wanted: impl Fn(&VmState) -> bool
         if let Some(state) = found.clone().filter(&wanted) {
             return state;
         }
-        assert!(tokio::time::Instant::now() < give_up, "it has not come: {found:?}");
+        assert!(tokio::time::Instant::now() < give_up, "timed out: {found:?}");
     }
 }
 
-/// What is told of a VM under this code.
+/// The notice of a VM with this code.
 fn told(state: &VmState, code: NoticeCode) -> Option<String> {
     let notice = state.notices.iter().find(|notice| notice.code == code);
     notice.map(|notice| notice.detail.clone())
@@ -190,7 +195,7 @@ async fn off(agent: &dyn HostAgent, vm: VmId, reason: StopReason) -> String {
     stopped.detail
 }
 
-/// A VM's death is told with its name and with the remedy.
+/// The report of a VM's death contains its name and the remedy.
 fn says_what_to_do(why: &str) {
     assert!(why.contains("VM 'victim'") && why.contains("vmseal vm start victim"), "{why}");
 }
@@ -208,7 +213,7 @@ async fn running(bench: &Bench, agent: &dyn HostAgent) -> VmSpec {
     spec
 }
 
-/// A VM with a plain disk that holds what is in the file `guest`.
+/// A VM with a plain disk that holds the contents of the file `guest`.
 async fn made(bench: &Bench, agent: &dyn HostAgent) -> VmSpec {
     made_with(bench, agent, None).await
 }
@@ -268,13 +273,13 @@ async fn start(agent: &dyn HostAgent, vm: VmId) {
             seen.extend_from_slice(&chunk[..length]);
         }
     };
-    tokio::time::timeout(PATIENCE, shown).await.expect("the guest says nothing");
+    tokio::time::timeout(TIMEOUT, shown).await.expect("the guest says nothing");
 }
 
 #[tokio::test]
 async fn the_real_host_keeps_the_contract() {
     let bench = Bench::new();
-    contract::all_lives(bench.fixture(), || bench.agent()).await;
+    contract::all_runs(bench.fixture(), || bench.agent()).await;
     bench.nothing_runs();
     let mut left = std::fs::read_dir(bench.path("store")).unwrap();
     assert!(left.all(|entry| entry.unwrap().file_name() == "vmseal-datastore.json"));
@@ -301,7 +306,7 @@ async fn the_death_of_a_process_stops_its_vm_and_it_starts_again() {
     bench.nothing_runs();
 }
 
-/// Guests of a few instructions: `code`, then halt for ever.
+/// Runs a guest of a few instructions: `code`, then halt for ever.
 async fn end_of(code: &[u8], reason: StopReason) {
     let bench = Bench::new();
     let mut sector = vec![0; 512];
@@ -318,7 +323,7 @@ async fn end_of(code: &[u8], reason: StopReason) {
 }
 
 #[tokio::test]
-async fn a_guest_that_powers_itself_off_and_one_that_panics_are_told_apart() {
+async fn a_guest_that_powers_itself_off_and_one_that_panics_are_distinguished() {
     // mov dx,604h; mov ax,2000h; out dx,ax: ACPI's sleep register, state S5
     end_of(&[0xba, 0x04, 0x06, 0xb8, 0x00, 0x20, 0xef], StopReason::GuestShutdown).await;
     // mov dx,505h; mov al,1; out dx,al: the pvpanic device
@@ -346,7 +351,7 @@ async fn a_vm_that_died_while_no_agent_was_there_is_found_dead() {
     let vm = running(&bench, &*agent).await.vm;
     drop(agent);
     bench.kill(vm, "qemu");
-    // The dead one is this test's child: only its parent can clear it away.
+    // The dead one is this test's child: only its parent can reap it.
     tokio::time::sleep(Duration::from_millis(300)).await;
     let agent = bench.agent().await;
     let why = off(&*agent, vm, StopReason::FoundDead).await;
@@ -365,7 +370,7 @@ async fn a_vm_that_died_while_no_agent_was_there_is_found_dead() {
     agent.unregister_vm(vm).await.unwrap();
 }
 
-/// A filter dies while no agent is there; then the agent dies that starts another one.
+/// A filter dies while no agent is there; then the agent that starts another one dies.
 #[tokio::test]
 async fn a_guest_whose_filter_died_while_no_agent_was_there_goes_on() {
     let bench = Bench::new();
@@ -375,7 +380,7 @@ async fn a_guest_whose_filter_died_while_no_agent_was_there_goes_on() {
     for milliseconds in [0, 5, 20, 80] {
         drop(agent);
         bench.kill(vm, "filter");
-        // The dead one is this test's child: only its parent can clear it away.
+        // The dead one is this test's child: only its parent can reap it.
         tokio::time::sleep(Duration::from_millis(300)).await;
         let dies = bench.agent().await;
         tokio::time::sleep(Duration::from_millis(milliseconds)).await;
@@ -390,7 +395,7 @@ async fn a_guest_whose_filter_died_while_no_agent_was_there_goes_on() {
     bench.nothing_runs();
 }
 
-/// The host cannot start another filter at once: the image is not there. The guest waits meanwhile, and can
+/// The host cannot start another filter at first: the image is not there. The guest waits meanwhile, and can
 /// be forced off.
 #[tokio::test]
 async fn a_guest_waits_for_its_disks_until_they_can_be_served() {
@@ -419,14 +424,14 @@ async fn a_guest_waits_for_its_disks_until_they_can_be_served() {
     }
     off(&*agent, vm, StopReason::PoweredOff).await;
     start(&*agent, vm).await;
-    assert!(wait(&*agent, vm, |_| true).await.notices.is_empty(), "of an earlier run");
+    assert!(wait(&*agent, vm, |_| true).await.notices.is_empty(), "a notice of an earlier run");
     agent.power_off(vm, PowerOff::Force).await.unwrap();
 }
 
-/// Another file is put in the place of an image while its VM runs: the guest goes on with its own, and no other filter
-/// serves it that file.
+/// An image is replaced by another file while its VM runs: the guest continues with its own file, and no
+/// other filter serves it the new one.
 #[tokio::test]
-async fn an_image_that_was_exchanged_is_told_of_and_never_served() {
+async fn an_image_that_was_replaced_is_reported_and_never_served() {
     let bench = Bench::new();
     let agent = bench.agent().await;
     let spec = running(&bench, &*agent).await;
@@ -438,18 +443,18 @@ async fn an_image_that_was_exchanged_is_told_of_and_never_served() {
     std::fs::rename(&copy, &image).unwrap();
     let exchanged = |state: &VmState| told(state, NoticeCode::ImageExchanged).is_some();
     let seen = wait(&*agent, vm, exchanged).await;
-    assert_eq!(seen.power, Power::Running, "it goes on with its own");
-    // An agent that comes later knows it, too, and that no filter was there when it came.
+    assert_eq!(seen.power, Power::Running, "the guest does not run on");
+    // A later agent knows it, too, and that there was no filter when it started.
     drop(agent);
     bench.kill(vm, "filter");
     tokio::time::sleep(Duration::from_millis(300)).await;
     let agent = bench.agent().await;
     let waits = |state: &VmState| told(state, NoticeCode::DisksDown).is_some() && exchanged(state);
     assert_eq!(wait(&*agent, vm, waits).await.power, Power::Running);
-    // Many attempts later.
+    // After many attempts.
     tokio::time::sleep(Duration::from_secs(3)).await;
     assert!(waits(&wait(&*agent, vm, |_| true).await), "the other file is served");
-    // With its own file it goes on.
+    // With its own file it continues.
     std::fs::rename(&away, &image).unwrap();
     let up = |state: &VmState| told(state, NoticeCode::FilterRestarted).is_some();
     assert_eq!(wait(&*agent, vm, up).await.power, Power::Running);
@@ -458,9 +463,28 @@ async fn an_image_that_was_exchanged_is_told_of_and_never_served() {
     bench.nothing_runs();
 }
 
-/// Nobody is told how a replica stands that no filter writes.
+/// Where its own file does not come back, the VM is stopped, and its end is on record.
 #[tokio::test]
-async fn a_replica_is_told_of_while_a_filter_writes_it() {
+async fn a_vm_whose_image_was_replaced_is_stopped_when_no_filter_can_serve_it() {
+    let bench = Bench::new();
+    let agent = bench.agent_that_retries_for(Duration::from_secs(1)).await;
+    let spec = running(&bench, &*agent).await;
+    let (vm, disk) = (spec.vm, spec.disk_at(0).unwrap().disk);
+    let image = bench.path("store").join(vm.to_string()).join(format!("{disk}.raw"));
+    let copy = bench.path("store/copy");
+    std::fs::copy(&image, &copy).unwrap();
+    std::fs::rename(&copy, &image).unwrap();
+    bench.kill(vm, "filter");
+    let off = wait(&*agent, vm, |state| state.power == Power::Off).await;
+    let end = off.died.expect("the end of the VM is not on record");
+    assert_eq!(end.reason, StopReason::FilterDied);
+    assert!(end.detail.contains("another file"), "{}", end.detail);
+    bench.nothing_runs();
+}
+
+/// The status of a replica is unavailable while no filter writes the replica.
+#[tokio::test]
+async fn a_replica_is_reported_while_a_filter_writes_it() {
     let bench = Bench::new();
     let agent = bench.agent().await;
     let (second, elsewhere) = (bench.path("second"), bench.path("elsewhere"));
@@ -497,9 +521,9 @@ async fn a_replica_is_told_of_while_a_filter_writes_it() {
     bench.nothing_runs();
 }
 
-/// The agent dies between putting a death on record and clearing away what is left.
+/// The agent dies between recording a death and removing the remains.
 #[tokio::test]
-async fn a_death_on_record_is_told_as_it_was_seen_and_is_forgotten_with_its_vm() {
+async fn a_death_on_record_is_reported_unchanged_and_removed_with_its_vm() {
     let bench = Bench::new();
     let agent = bench.agent().await;
     let spec = running(&bench, &*agent).await;
@@ -519,10 +543,10 @@ async fn a_death_on_record_is_told_as_it_was_seen_and_is_forgotten_with_its_vm()
     agent.unregister_vm(vm).await.unwrap();
     drop(agent);
     let agent = bench.agent().await;
-    assert!(agent.state_now().await.unwrap().vms.is_empty(), "it is told for ever");
+    assert!(agent.state_now().await.unwrap().vms.is_empty(), "the VM is reported for ever");
 }
 
-/// The agent dies while a disk is filled: its filter goes on without anybody.
+/// The agent dies while a disk is filled: its filter continues alone.
 #[tokio::test]
 async fn an_import_that_an_agent_left_is_ended_and_swept_by_the_next() {
     let bench = Bench::new();
@@ -533,12 +557,12 @@ async fn an_import_that_an_agent_left_is_ended_and_swept_by_the_next() {
     let mut filter = std::process::Command::new("sleep").arg("600").stdout(log).spawn().unwrap();
     std::fs::copy(format!("/proc/{}/stat", filter.id()), import.join("filter.process")).unwrap();
     let _agent = bench.agent().await;
-    // Ended and waited for, as the agent is in this process; else that is left to do.
+    // Ended and reaped, as the agent is in this process; otherwise init does that.
     let lives = Path::new("/proc").join(filter.id().to_string()).exists();
     if lives {
         filter.kill().unwrap();
     }
-    // The agent may have waited for it.
+    // The agent may have reaped it.
     let _ = filter.wait();
     assert!(!lives, "the import's filter lives on, and holds the disk's lock");
     assert!(!import.exists(), "the import's directory is left");
@@ -565,12 +589,13 @@ async fn a_half_started_vm_is_swept_and_two_agents_cannot_work_in_one_place() {
         uid_base: 1_900_000_000,
         accelerator: AcceleratorChoice::Tcg,
         hardening: None,
+        filter_restart_timeout: FILTER_RESTART_TIMEOUT,
     });
     let error = second.await.err().expect("a second agent started");
     assert!(error.to_string().contains("another agent"), "{error}");
 }
 
-/// As a child of a killed agent does, between its fork and its becoming QEMU or a filter.
+/// The same as a child of a killed agent between its fork and its exec of QEMU or a filter.
 #[tokio::test]
 async fn an_agent_waits_for_what_is_left_of_its_predecessor() {
     let bench = Bench::new();
@@ -584,7 +609,7 @@ async fn an_agent_waits_for_what_is_left_of_its_predecessor() {
     });
     bench.agent().await;
     let started = Instant::now();
-    assert!(started > released.join().unwrap(), "it did not wait");
+    assert!(started > released.join().unwrap(), "the agent did not wait");
 }
 
 #[tokio::test]
@@ -637,9 +662,9 @@ impl Drop for Small {
 }
 
 #[tokio::test]
-async fn a_datastore_that_fills_up_while_a_disk_is_made_is_told_and_left_clean() {
+async fn a_datastore_that_fills_up_while_a_disk_is_made_is_reported_and_left_clean() {
     if !nix::unistd::geteuid().is_root() {
-        return; // only root mounts
+        return; // only root can mount
     }
     let bench = Bench::new();
     let agent = bench.agent().await;
@@ -654,7 +679,7 @@ async fn a_datastore_that_fills_up_while_a_disk_is_made_is_told_and_left_clean()
     let known = spec.disk_at_mut(0).unwrap();
     *known = DiskSpec { disk, datastore: place, size: 8 << 20, ..known.clone() };
     agent.register_vm(spec.clone()).await.unwrap();
-    // More than there is room for is refused at once; what just fits, only when it no longer does.
+    // More than fits is refused at once; what just fits is refused only when it no longer fits.
     for length in [6 << 20, (4 << 20) - 8192] {
         let path = bench.path("image");
         write_image(&path, &vec![7; length]).unwrap();
@@ -679,7 +704,7 @@ async fn a_datastore_that_fills_up_while_a_disk_is_made_is_told_and_left_clean()
     bench.nothing_runs();
 }
 
-/// Every process of a VM is another user, and none of them is root (where the tests run as root).
+/// Every process of a VM runs as another user, none as root (where the tests run as root).
 #[tokio::test]
 async fn processes_run_under_users_of_their_own() {
     if !nix::unistd::geteuid().is_root() {
@@ -694,7 +719,7 @@ async fn processes_run_under_users_of_their_own() {
     });
     assert_ne!(users[0], users[1]);
     assert!(users.iter().flatten().all(|uid| uid.starts_with("19000000")), "{users:?}");
-    // They are counted by user, so only a filter that has its own can be held to a number of threads.
+    // Threads are counted by user, so only a filter with its own user can be limited.
     let limits = format!("/proc/{}/limits", bench.process(vm, "filter"));
     let limits = std::fs::read_to_string(limits).unwrap();
     let threads = limits.lines().find_map(|line| line.strip_prefix("Max processes")).unwrap();
@@ -704,8 +729,8 @@ async fn processes_run_under_users_of_their_own() {
     assert_eq!(agent.power_on(vm).await.unwrap_err().code, ErrorCode::NotFound);
 }
 
-/// A filter's memory is locked, with or without a limit that lets everyone; what that takes is all that
-/// it is given.
+/// A filter's memory is locked, with or without an unlimited limit; it gets no more privileges than that
+/// needs.
 #[tokio::test]
 async fn a_filter_under_its_own_user_locks_its_memory_and_has_no_other_capability() {
     if !nix::unistd::geteuid().is_root() {

@@ -1,29 +1,28 @@
-//! Dirty bitmaps: what may be done with them, as the filter that keeps them, the hosts and the server
-//! have it.
+//! Dirty bitmaps: the rules that the filter that keeps them, the hosts and the server share.
 
 use crate::filter::{BITMAP_NAME_MAX, BITMAPS_BYTES_MAX, BITMAPS_MAX, BitmapChange};
 use crate::problem::ErrorCode;
 
-/// Why a bitmap is not as asked.
+/// Why a bitmap cannot be changed as asked.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum BitmapError {
-    /// The name cannot be one.
+    /// The name is not valid.
     #[error(
         "a bitmap's name has 1 to {BITMAP_NAME_MAX} letters, digits, dots, dashes and underscores, and begins with a letter or digit"
     )]
     Name,
     /// The name is taken.
-    #[error("there is a bitmap '{0}' already; clear it, or take another name")]
+    #[error("there is a bitmap '{0}' already; clear it, or choose another name")]
     Exists(String),
-    /// There is none of that name.
+    /// There is no bitmap of that name.
     #[error(
         "there is no bitmap '{0}'; it is lost when the filter of its VM ends: make a full backup, and start one"
     )]
     Unknown(String),
-    /// There are as many as there can be.
+    /// The disk has the maximum number of bitmaps.
     #[error("the disk has {BITMAPS_MAX} bitmaps, which is all it can have; remove one")]
     TooMany,
-    /// No memory is left for another.
+    /// The limit of memory for bitmaps is reached.
     #[error(
         "the bitmaps of this VM take {BITMAPS_BYTES_MAX} bytes of memory, which is all they may; remove one of this disk, or stop and start the VM"
     )]
@@ -34,7 +33,7 @@ pub enum BitmapError {
 }
 
 impl BitmapError {
-    /// The same for programs.
+    /// The error code.
     #[must_use]
     pub fn code(&self) -> ErrorCode {
         match self {
@@ -47,7 +46,7 @@ impl BitmapError {
     }
 }
 
-/// Whether this can be a bitmap's name.
+/// Whether this is a valid name of a bitmap.
 ///
 /// # Errors
 /// [`BitmapError::Name`].
@@ -60,9 +59,8 @@ pub fn check_name(name: &str) -> Result<(), BitmapError> {
     Ok(())
 }
 
-/// Whether the bitmaps of a disk, which has those of `names`, can be changed so. Starting one that is
-/// there is refused, not repeated: whoever relies on an old one must not be given a new one for it, which
-/// calls clean what changed between.
+/// Whether a change of a disk's bitmaps, which have these `names`, is allowed. Starting an existing bitmap is
+/// refused, not repeated: a backup that relies on the old bitmap would miss the changes before the new one.
 ///
 /// # Errors
 /// [`BitmapError`].
@@ -93,7 +91,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_are_what_tools_and_shells_take_as_they_are() {
+    fn names_need_no_quoting_in_tools_and_shells() {
         for good in ["a", "monday", "2026-11-21_full.1", &"a".repeat(BITMAP_NAME_MAX)] {
             assert_eq!(check_name(good), Ok(()), "{good}");
         }
@@ -104,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn one_is_started_once_and_only_one_that_is_there_is_changed() {
+    fn a_bitmap_is_started_once_and_only_existing_ones_are_changed() {
         let four = ["a", "b", "c", "d"];
         assert_eq!(check(["a"], "b", Start), Ok(()));
         assert_eq!(check(["a"], "a", Start), Err(BitmapError::Exists("a".into())));

@@ -1,4 +1,4 @@
-//! A guest's serial console: bytes both ways, and whether its end is another client's doing.
+//! A guest's serial console: bytes both ways, and whether it ended because another client took it over.
 
 use std::io;
 use std::pin::Pin;
@@ -8,19 +8,19 @@ use std::task::{Context, Poll, ready};
 
 use tokio::io::{AsyncRead, AsyncWrite, DuplexStream, ReadBuf, duplex};
 
-/// The code with which a WebSocket is closed whose console was taken over; one of those that RFC 6455
-/// (7.4.2) leaves to applications.
+/// The WebSocket close code of a console that was taken over; one of the codes that RFC 6455 (7.4.2) leaves
+/// to applications.
 pub const TAKEN_OVER_CODE: u16 = 4000;
 
 /// The same for people.
 pub const TAKEN_OVER: &str = "the console was taken over by another client";
 
-/// What a client wants who finds a console in use.
+/// What a client asks for if the console is in use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ConsoleClaim {
-    /// To be refused.
+    /// Refuse the client.
     IfFree,
-    /// To take it over; the other client is told.
+    /// Take it over; the other client is notified.
     TakeOver,
 }
 
@@ -28,29 +28,29 @@ pub enum ConsoleClaim {
 pub trait Duplex: AsyncRead + AsyncWrite + Send + Unpin {}
 impl<T: AsyncRead + AsyncWrite + Send + Unpin> Duplex for T {}
 
-/// A guest's serial console: bytes both ways. Reading ends with [`is_taken_over`] where another client has
-/// taken it over.
+/// A guest's serial console: bytes both ways. Reading ends with [`is_taken_over`] if another client takes it
+/// over.
 pub type ConsoleStream = Box<dyn Duplex>;
 
-/// Whether this is how reading a console ends that was taken over.
+/// Whether this read error means that the console was taken over.
 #[must_use]
 pub fn is_taken_over(error: &io::Error) -> bool {
     error.kind() == io::ErrorKind::ConnectionAborted
 }
 
-/// The way to tell a client that its console was taken over: before its stream is dropped.
+/// Notifies a client that its console was taken over, before its stream is dropped.
 #[derive(Debug)]
 pub struct Ending(Arc<AtomicBool>);
 
 impl Ending {
-    /// The stream ends because another client has it now.
+    /// Notifies the client.
     pub fn taken_over(&self) {
         self.0.store(true, Ordering::Release);
     }
 }
 
-/// A new console for a client, with `capacity` bytes on the way in each direction: our side of it, the
-/// way to tell how it ends, and the client's side.
+/// A new console for a client, with a buffer of `capacity` bytes in each direction: our side, the notifier,
+/// and the client's side.
 #[must_use]
 pub fn pair(capacity: usize) -> (DuplexStream, Ending, ConsoleStream) {
     let (ours, theirs) = duplex(capacity);
@@ -105,7 +105,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn the_end_tells_whether_it_was_taken_over_after_all_that_was_said() {
+    async fn the_end_of_a_console_says_whether_it_was_taken_over() {
         for taken in [false, true] {
             let (mut ours, ending, mut theirs) = pair(64);
             ours.write_all(b"bye").await.unwrap();

@@ -1,4 +1,4 @@
-//! Datastores: where they are, how they stand, and what is on them.
+//! Datastores: their places, their condition and their contents.
 
 use std::path::PathBuf;
 
@@ -7,17 +7,18 @@ use serde::{Deserialize, Serialize};
 
 use crate::id::{DatastoreId, DiskId, VmId};
 
-/// The most images that a scan lists: as many disks as 1024 VMs with some disks each have.
+/// The most images that a scan lists: enough for the disks of 1024 VMs.
 pub const SCAN_IMAGES_MAX: usize = 10_000;
 
-/// The most directory entries that a scan looks at, so that a foreign tree does not hold it up for long.
+/// The most directory entries that a scan reads, so that a foreign tree does not delay it for long.
 pub const SCAN_ENTRIES_MAX: u64 = 200_000;
 
-/// A place for disks, as an agent needs to know it.
+/// A datastore, as an agent needs to know it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DatastoreSpec {
-    /// Which datastore; written into it at the first use, so that another (or an unmounted) one is noticed.
+    /// The datastore's id; written into it at the first use, so that another (or an unmounted) one is
+    /// noticed.
     pub datastore: DatastoreId,
     /// Where it is.
     pub location: DatastoreLocation,
@@ -49,7 +50,7 @@ pub struct DatastoreUsage {
 /// The highest limit, of either kind: more than any datastore gives.
 pub const LIMIT_MAX: u64 = 1 << 40;
 
-/// How a datastore stands, as its host sees it. Asking changes nothing on it.
+/// The condition of a datastore, as its host sees it. Asking changes nothing on it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "is", rename_all = "snake_case")]
 pub enum DatastoreCondition {
@@ -70,18 +71,18 @@ pub enum DatastoreCondition {
     },
 }
 
-/// What a host finds on a datastore. Nothing of it is authenticated: whoever can write to the datastore
-/// can make it say anything.
+/// The contents of a datastore, as a host found them. Nothing of it is authenticated: a writer to the
+/// datastore can fake everything.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DatastoreContents {
     /// The disk images, in the order of their paths.
     pub images: Vec<FoundImage>,
-    /// Files that are no disk images, pipes, links and devices included.
+    /// Files that are not disk images, pipes, links and devices included.
     pub others: u64,
     /// Directories that are other datastores, by their paths within this one: not looked into.
     #[serde(default)]
     pub datastores: Vec<String>,
-    /// Why the list is not whole; none when it is.
+    /// Why the list is incomplete; none when it is complete.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub incomplete: Option<String>,
 }

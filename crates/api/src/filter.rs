@@ -1,10 +1,9 @@
 //! The contract between the agent and a `vmseal-filter` process.
 //!
-//! The agent starts one filter per VM with a [`FilterConfig`] and open descriptors; the filter holds
-//! no path it would have to be permitted to open, and reads each key once from an inherited
-//! `memfd_secret`. From then on the two talk over the control socket: one JSON object a line, a
-//! [`ControlRequest`] answered by a [`ControlReply`], in order. A filter outlives its agent; the next
-//! agent connects to the same socket.
+//! The agent starts one filter per VM with a [`FilterConfig`] and open descriptors. The filter needs no
+//! permission to open any path, and reads each key once from an inherited `memfd_secret`. After that the two
+//! talk over the control socket: one JSON object per line, each [`ControlRequest`] answered by a
+//! [`ControlReply`], in order. A filter outlives its agent; the next agent connects to the same socket.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -28,15 +27,15 @@ pub const DISKS_MAX: usize = 28;
 /// The most request queues of a disk; QEMU's default is one per vCPU, and more than 16 gain nothing.
 pub const QUEUES_MAX: u16 = 16;
 
-/// The connections of one NBD front end that are served at a time: what nbdcopy opens by default. More
-/// of them wait until one ends.
+/// How many connections of one NBD front end are served at a time: the number that nbdcopy opens by default.
+/// Others wait until one ends.
 pub const NBD_CONNECTIONS: u16 = 4;
 
-/// What one bit of a dirty bitmap stands for, in bytes, where that fits [`BITMAP_BYTES_MAX`]: with
-/// smaller ones a backup would save little and ask more.
+/// The part of a disk that one bit of a dirty bitmap stands for, in bytes, unless that exceeds
+/// [`BITMAP_BYTES_MAX`]: smaller ones would save a backup little and cost more requests.
 pub const BITMAP_GRANULE: u64 = 64 * 1024;
 
-/// The most dirty bitmaps of a disk: one that is read, one that has begun after it, and as many for
+/// The most dirty bitmaps of a disk: one that is being read, one that was started after it, and as many for
 /// another user of backups.
 pub const BITMAPS_MAX: usize = 4;
 
@@ -58,7 +57,7 @@ pub const CRYPT_SECTOR: u32 = 4096;
 /// The length of a disk's device id (virtio-blk `VIRTIO_BLK_T_GET_ID`), in bytes.
 pub const SERIAL_MAX: usize = 20;
 
-/// Something that is open already or is to be opened.
+/// An open descriptor, or a path to open.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Handle {
@@ -68,13 +67,13 @@ pub enum Handle {
     Path(PathBuf),
 }
 
-/// All that a filter process is told at its start. Nothing secret is in it.
+/// The configuration that a filter process gets at its start. It contains no secret.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct FilterConfig {
     /// [`VERSION`].
     pub version: u32,
-    /// Whose disks these are; named in every log line.
+    /// The VM of these disks; named in every log line.
     pub vm: VmId,
     /// The control socket: a listening unix stream socket, or the path to make one at (mode 0600).
     pub control: Handle,
@@ -84,7 +83,7 @@ pub struct FilterConfig {
     /// The id of the request that it is started for, for the log.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub request_id: Option<String>,
-    /// What it logs; none means what `RUST_LOG` says.
+    /// Its log levels; none means those of `RUST_LOG`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub log_levels: Option<String>,
     /// The disks, at most [`DISKS_MAX`].
@@ -97,33 +96,33 @@ pub struct FilterConfig {
 pub struct DiskConfig {
     /// Which disk this is.
     pub disk: DiskId,
-    /// What the guest sees as the disk's size, in bytes; a multiple of [`CRYPT_SECTOR`].
+    /// The size that the guest sees, in bytes; a multiple of [`CRYPT_SECTOR`].
     pub size: u64,
-    /// What the guest sees as the device id; at most [`SERIAL_MAX`] bytes of ASCII.
+    /// The device id that the guest sees; at most [`SERIAL_MAX`] bytes of ASCII.
     pub serial: String,
-    /// Refuse everything that changes the disk.
+    /// Whether everything that changes the disk is refused.
     #[serde(default)]
     pub read_only: bool,
     /// The filters, from the guest downwards.
     pub chain: Vec<FilterSpec>,
-    /// Where the data rests.
+    /// Where the data is stored.
     pub backend: BackendSpec,
-    /// Who serves the guest; none for a filter that only runs an [`ImportSpec`] or [`ExportSpec`].
+    /// The front end that serves the guest; none for a filter that only runs an [`ImportSpec`] or
+    /// [`ExportSpec`].
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub front_end: Option<FrontEndSpec>,
     /// Serves the disk to others at the same time, read-only, for backups.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub beside: Option<BesideSpec>,
-    /// An image to be written through the chain once, before anything else happens to the disk.
+    /// An image to write through the chain once, before anything else happens to the disk.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub import: Option<ImportSpec>,
-    /// A file that all of the disk is to be written to once. The disk is read-only then, and is neither
-    /// served nor filled.
+    /// A file to write the whole disk to once. The disk is read-only then, and is neither served nor filled.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub export: Option<ExportSpec>,
 }
 
-/// A link of the chain.
+/// A layer of the chain.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)]
 pub enum FilterSpec {
@@ -135,36 +134,37 @@ pub enum FilterSpec {
         /// What a sector of zeroes on the datastore means.
         holes: Holes,
     },
-    /// At most so many requests and bytes a second, of all queues together.
+    /// Limits requests and bytes a second, of all queues together.
     Limit(LimitSpec),
-    /// Requests are held back for a time: for tests and drills.
+    /// Delays requests: for tests and drills.
     Delay(DelaySpec),
-    /// Requests fail, tear or get lost: for tests and drills.
+    /// Makes requests fail, tear or get lost: for tests and drills.
     Fault(FaultSpec),
-    /// What was read is kept in memory. Below encryption only, where there is any: it holds ciphertext.
+    /// Caches reads in memory. Below encryption, where there is any, so that it holds ciphertext.
     Cache(CacheSpec),
-    /// A second place gets what the disk has, later. Below encryption, where there is any: it gets ciphertext.
+    /// Copies the disk to a second place, with a lag. Below encryption, where there is any, so that it gets
+    /// ciphertext.
     Replicate(ReplicateSpec),
 }
 
-/// The least that a replica may be given, in bytes a second: less than one chunk of it in a second only gets
-/// further behind.
+/// The lowest rate of a replica, in bytes a second: less than one chunk a second would only fall further
+/// behind.
 pub const REPLICATE_RATE_MIN: u64 = 1 << 20;
 
-/// Where the replica is.
+/// A replica, and how it is copied.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ReplicateSpec {
-    /// A file as long as `offset` and the disk's size together, or a device that is not shorter; open for reading
-    /// and writing, its lock held.
+    /// A file with the length of `offset` plus the disk's size, or a device that is not shorter; open for
+    /// reading and writing, its lock held.
     pub replica: Handle,
-    /// Where the disk's first byte is in it, in bytes.
+    /// The offset of the disk's first byte in it, in bytes.
     #[serde(default)]
     pub offset: u64,
-    /// The map of what the replica does not have: a regular file beside the disk's own image, not beside the
-    /// replica; open for reading and writing, its lock held. Empty for a new replica.
+    /// The map of what the replica lacks: a regular file beside the disk's own image, not beside the replica;
+    /// open for reading and writing, its lock held. Empty for a new replica.
     pub map: Handle,
-    /// How fast it is copied at most; at least [`REPLICATE_RATE_MIN`].
+    /// The highest rate of copying; at least [`REPLICATE_RATE_MIN`].
     pub bytes_per_second: u64,
 }
 
@@ -182,14 +182,14 @@ pub struct ReplicaStatus {
     pub last_error: Option<String>,
 }
 
-/// The least memory of a cache, in bytes: less is not worth its looking up.
+/// The least memory of a cache, in bytes: less is not worth the lookups.
 pub const CACHE_BYTES_MIN: u64 = 1 << 20;
 
 /// The most memory of all caches of one filter, in bytes: it is locked memory, which the host cannot
 /// take back.
 pub const CACHE_BYTES_MAX: u64 = 256 << 20;
 
-/// How much is kept.
+/// The size of a cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct CacheSpec {
@@ -198,11 +198,11 @@ pub struct CacheSpec {
     pub bytes: u64,
 }
 
-/// Checks what the caches of a VM's disks are to be, in bytes: each a multiple of [`CACHE_BYTES_MIN`], and all
-/// of them [`CACHE_BYTES_MAX`] at most.
+/// Checks the sizes of the caches of a VM's disks, in bytes: each a multiple of [`CACHE_BYTES_MIN`], all
+/// together at most [`CACHE_BYTES_MAX`].
 ///
 /// # Errors
-/// Which of them is wrong, and what it may be.
+/// The index of the wrong one, and what is allowed.
 pub fn check_caches(caches: impl IntoIterator<Item = Option<u64>>) -> Result<(), (usize, String)> {
     let mut all = 0u64;
     for (index, bytes) in caches.into_iter().enumerate() {
@@ -222,7 +222,7 @@ pub fn check_caches(caches: impl IntoIterator<Item = Option<u64>>) -> Result<(),
     Ok(())
 }
 
-/// What a disk may use. At least one of the two is given.
+/// The limits of a disk. At least one of the two is given.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct LimitSpec {
@@ -234,37 +234,36 @@ pub struct LimitSpec {
     pub bytes: Option<Budget>,
 }
 
-/// So many a second, and so many at once after a pause. Neither is 0.
+/// A rate, and a burst after a pause. Neither is 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Budget {
     /// Units a second.
     pub per_second: u64,
-    /// Units that may go at once.
+    /// Units that may be used at once.
     pub burst: u64,
 }
 
-/// The longest that a request can be told to be held back, in microseconds: a minute, longer than which
-/// guests' own time-outs are what is tested.
+/// The longest delay, in microseconds: a minute. A longer one would only test the time-outs of guests.
 pub const DELAY_MAX: u64 = 60_000_000;
 
-/// How long requests are held back.
+/// How requests are delayed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DelaySpec {
-    /// Which; none are all.
+    /// The kinds of request; empty means all.
     #[serde(default)]
     pub operations: Vec<OperationKind>,
-    /// At least so long; at most [`DELAY_MAX`].
+    /// The least delay; at most [`DELAY_MAX`].
     pub microseconds: u64,
-    /// And up to so much longer, at random; at most [`DELAY_MAX`].
+    /// A random addition up to this; at most [`DELAY_MAX`].
     #[serde(default)]
     pub jitter_microseconds: u64,
-    /// Whether it is known that jitter makes requests overtake each other; it must be said above
-    /// encryption, where the guest's own order is.
+    /// Confirms that jitter reorders requests. It must be set above encryption, where the requests are in the
+    /// guest's own order.
     #[serde(default)]
     pub reorders: bool,
-    /// Where the random numbers begin.
+    /// The seed of the random numbers.
     #[serde(default)]
     pub seed: u64,
 }
@@ -283,17 +282,17 @@ pub enum OperationKind {
     Discard,
 }
 
-/// The most rules of a [`FaultSpec`]: each request is held against each.
+/// The most rules of a [`FaultSpec`]: each request is compared with each rule.
 pub const FAULT_RULES_MAX: usize = 16;
 
 /// Which requests fail, and how.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct FaultSpec {
-    /// Where the random numbers begin: the same requests in the same order meet the same faults.
+    /// The seed of the random numbers: the same requests in the same order get the same faults.
     #[serde(default)]
     pub seed: u64,
-    /// The rules; the first one that strikes a request counts. At most [`FAULT_RULES_MAX`].
+    /// The rules; the first one that applies to a request counts. At most [`FAULT_RULES_MAX`].
     pub rules: Vec<FaultRule>,
 }
 
@@ -301,21 +300,21 @@ pub struct FaultSpec {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct FaultRule {
-    /// Which; none are all.
+    /// The kinds of request; empty means all.
     #[serde(default)]
     pub operations: Vec<OperationKind>,
-    /// Those that touch this part of the disk; none means any. A flush is everywhere.
+    /// The part of the disk; none means all of it. A flush touches every part.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub range: Option<FaultRange>,
-    /// The first so many of them are spared.
+    /// How many requests are spared at first.
     #[serde(default)]
     pub after: u64,
-    /// One in so many, on average; 1 is each.
+    /// One in this many fails, on average; 1 is each.
     pub one_in: u64,
-    /// At most so many times.
+    /// The most failures.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub times: Option<u64>,
-    /// What happens.
+    /// The failure.
     pub kind: FaultKind,
 }
 
@@ -329,32 +328,32 @@ pub struct FaultRange {
     pub length: u64,
 }
 
-/// What happens to a request.
+/// A failure of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "is", rename_all = "snake_case", deny_unknown_fields)]
 pub enum FaultKind {
     /// It fails and nothing is done.
     Error {
-        /// As the kernel would answer: 5 is EIO, 28 ENOSPC.
+        /// The error, as the kernel would report it: 5 is EIO, 28 ENOSPC.
         errno: i32,
     },
-    /// A write of which the first half is done, and which fails.
+    /// Only the first half of a write is done, and it fails.
     Torn,
-    /// It is not done and nobody is told. Not for reads.
+    /// It is not done and reported as done. Not for reads.
     Lost,
 }
 
-/// What a 4096-byte sector means whose ciphertext is all zeroes.
+/// The meaning of a 4096-byte sector whose ciphertext is all zeroes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Holes {
     /// It was never written or was discarded, and reads as zeroes.
     Zero,
-    /// It is ciphertext as any other, as dm-crypt has it; discard then never punches holes.
+    /// It is ordinary ciphertext, as in dm-crypt; a discard then never punches holes.
     Ciphertext,
 }
 
-/// Where data rests.
+/// Where data is stored.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)]
 pub enum BackendSpec {
@@ -362,12 +361,12 @@ pub enum BackendSpec {
     File {
         /// The file, open for reading and (unless read-only) writing, its lock held.
         file: Handle,
-        /// Where the guest's first byte is, in bytes from the start of the file (LUKS2: the data segment).
+        /// The offset of the guest's first byte in the file (LUKS2: the data segment), in bytes.
         offset: u64,
         /// Whether to bypass the page cache.
         #[serde(default)]
         direct: Direct,
-        /// Whether the file keeps its room whatever the guest discards: a preallocated disk.
+        /// Whether the file stays allocated when the guest discards: a preallocated disk.
         #[serde(default)]
         keeps_room: bool,
     },
@@ -375,28 +374,27 @@ pub enum BackendSpec {
     Qcow2 {
         /// The image, open for reading and (unless read-only) writing, its lock held.
         file: Handle,
-        /// The files below it, from the one right below downwards; at most [`BACKING_MAX`]. The names that
-        /// the images have of each other are not followed.
+        /// The files below it, from the nearest downwards; at most [`BACKING_MAX`]. File names stored in the
+        /// images are not used.
         #[serde(default, skip_serializing_if = "Vec::is_empty")]
         backing: Vec<BackingSpec>,
-        /// Where the guest's first byte is, in bytes from the start of the image's disk (LUKS2: the data
-        /// segment).
+        /// The offset of the guest's first byte in the image's disk (LUKS2: the data segment), in bytes.
         offset: u64,
     },
-    /// Memory that is gone when the filter ends: for tests, drills and measurements.
+    /// Memory that is lost when the filter ends: for tests, drills and measurements.
     Mem {},
 }
 
-/// The most files below a qcow2 image: each costs a look at its tables for what the ones above lack.
+/// The most files below a qcow2 image: a read may have to look into the tables of each.
 pub const BACKING_MAX: usize = 8;
 
-/// A file below a qcow2 image, which is only read.
+/// A file below a qcow2 image; it is only read.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct BackingSpec {
     /// The file, open for reading.
     pub file: Handle,
-    /// What it is: never guessed. A raw one is the last of its chain.
+    /// Its format, which is never guessed. A raw file is the last of its chain.
     pub format: ImageFormat,
 }
 
@@ -413,23 +411,23 @@ pub enum Direct {
     Off,
 }
 
-/// Who serves the guest, or whoever else the disk is for.
+/// The front end that serves the guest or another client.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)]
 pub enum FrontEndSpec {
     /// vhost-user-blk: QEMU's fast path, on shared guest memory.
     VhostUserBlk {
-        /// A unix stream socket: one that listens, or the path to make one at (mode 0600), for one VMM after
-        /// the other; or one that is connected to the VMM, which is served as long as that lasts.
+        /// A unix stream socket: a listening one, or the path to make one at (mode 0600), for one VMM after
+        /// the other; or one that is connected to the VMM, which is served as long as the connection lasts.
         socket: Handle,
-        /// The only user that may connect where it listens, by SO_PEERCRED; none means the filter's own.
+        /// The only user that may connect to a listening socket, by SO_PEERCRED; none means the filter's own.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         peer_uid: Option<u32>,
         /// The number of request queues, 1 to [`QUEUES_MAX`].
         queues: u16,
     },
-    /// NBD (fixed newstyle, without TLS): tools on the host, such as nbdcopy, qemu-img and fio. The
-    /// export is called by the disk's id, or not at all; up to [`NBD_CONNECTIONS`] are served at a time.
+    /// NBD (fixed newstyle, without TLS): for tools on the host, such as nbdcopy, qemu-img and fio. The
+    /// export's name is the disk's id, or empty; up to [`NBD_CONNECTIONS`] are served at a time.
     Nbd {
         /// The listening unix stream socket, or the path to make one at (mode 0600).
         listen: Handle,
@@ -439,7 +437,7 @@ pub enum FrontEndSpec {
     },
 }
 
-/// An image to be written through the chain. Zeroes and holes of the source stay holes.
+/// An image to write through the chain. Zeroes and holes of the source stay holes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ImportSpec {
@@ -448,14 +446,13 @@ pub struct ImportSpec {
     pub source: Handle,
     /// What the image is.
     pub format: ImageFormat,
-    /// Where to go on: what is before it has been written and flushed by an earlier import of the same
+    /// Where to continue: the part before it has been written and flushed by an earlier import of the same
     /// image. A multiple of [`CRYPT_SECTOR`].
     #[serde(default)]
     pub from: u64,
 }
 
-/// A file that all of a disk is written to. Zeroes and holes of the disk stay holes, where the format
-/// has holes.
+/// A file to write the whole disk to. Zeroes and holes of the disk stay holes, where the format has holes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ExportSpec {
@@ -465,16 +462,16 @@ pub struct ExportSpec {
     pub format: TargetFormat,
 }
 
-/// What is written to a file.
+/// The format of an export's file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)]
 pub enum TargetFormat {
-    /// The bytes; the file has the disk's length already.
+    /// The bytes of the disk; the file has the disk's length already.
     Raw,
     /// QEMU's format; the file is empty.
     Qcow2,
     /// The data segment of a LUKS2 volume, whose header is there already. It has no holes: dm-crypt would
-    /// read them as noise.
+    /// decrypt them to noise.
     Luks2 {
         /// The volume's key: 64 bytes in a `memfd_secret`.
         key: Handle,
@@ -483,8 +480,8 @@ pub enum TargetFormat {
     },
 }
 
-/// NBD as in [`FrontEndSpec::Nbd`], but read-only whatever the disk is, and beside its front end. It takes
-/// memory only while someone is connected.
+/// NBD as in [`FrontEndSpec::Nbd`], but always read-only, and beside the disk's front end. It uses memory
+/// only while a client is connected.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct BesideSpec {
@@ -495,29 +492,29 @@ pub struct BesideSpec {
     pub peer_uid: Option<u32>,
 }
 
-/// What the agent asks of a filter.
+/// A request of the agent to a filter.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "do", rename_all = "snake_case", deny_unknown_fields)]
 pub enum ControlRequest {
-    /// How things stand; answered by [`ControlReply::Status`].
+    /// Report the status; answered by [`ControlReply::Status`].
     Status,
-    /// What was measured; answered by [`ControlReply::Figures`].
+    /// Report the figures; answered by [`ControlReply::Figures`].
     Figures,
-    /// Log this from now on, until the process ends; answered by [`ControlReply::Done`].
+    /// Use these log levels until the process ends; answered by [`ControlReply::Done`].
     SetLogLevel {
         /// Directives, as operators write them.
         levels: String,
     },
     /// Start, clear or remove a dirty bitmap; answered by [`ControlReply::Bitmaps`].
     Bitmap {
-        /// Of which disk.
+        /// The disk.
         disk: DiskId,
         /// Its name ([`crate::bitmap::check_name`]). NBD clients know it as `qemu:dirty-bitmap:NAME`.
         name: String,
-        /// What happens to it.
+        /// The change.
         change: BitmapChange,
     },
-    /// Finish what is under way, flush, answer [`ControlReply::Done`], and exit with 0.
+    /// Finish the requests in flight, flush, answer [`ControlReply::Done`], and exit with 0.
     Shutdown,
 }
 
@@ -548,7 +545,7 @@ pub struct BitmapStatus {
     pub dirty_bytes: u64,
 }
 
-/// What a filter answers.
+/// An answer of a filter.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "answer", rename_all = "snake_case", deny_unknown_fields)]
 pub enum ControlReply {
@@ -561,11 +558,11 @@ pub enum ControlReply {
         /// The bitmaps that the disk has now.
         bitmaps: Vec<BitmapStatus>,
     },
-    /// It is done.
+    /// The request is done.
     Done,
-    /// It was not done, or not understood.
+    /// The request was refused, failed or could not be parsed.
     Error {
-        /// The same for programs.
+        /// The error code.
         #[serde(default = "unnamed")]
         code: ErrorCode,
         /// What happened, to which disk, and what to do.
@@ -577,54 +574,54 @@ fn unnamed() -> ErrorCode {
     ErrorCode::Internal
 }
 
-/// How a filter process stands.
+/// The status of a filter process.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FilterStatus {
     /// [`VERSION`] of the running process.
     pub version: u32,
     /// Its process id.
     pub pid: u32,
-    /// Whose disks it serves.
+    /// The VM whose disks it serves.
     pub vm: VmId,
     /// The disks, in the configuration's order.
     pub disks: Vec<DiskStatus>,
-    /// What keeps it from doing anything else; none of an earlier vmseal.
+    /// How it is confined; none from a filter of an earlier vmseal.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub confinement: Option<Confinement>,
 }
 
-/// What keeps a filter process, should somebody take it over, from doing more than serving its disks.
-/// Its system calls are always filtered: it does not serve otherwise.
+/// What limits a filter process that an attacker has taken over to serving its disks. Its system calls are
+/// always filtered: otherwise it does not serve.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Confinement {
-    /// Whether Landlock keeps it from paths and ports.
+    /// Whether Landlock restricts its access to paths and ports.
     pub files: FilesConfined,
-    /// The most private memory that it can have, in bytes: guest memory is not in it.
+    /// The most private memory that it can have, in bytes; guest memory does not count.
     pub memory_bytes: u64,
 }
 
-/// How much of what is asked of Landlock the kernel enforces.
+/// How much of the requested Landlock rules the kernel enforces.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum FilesConfined {
     /// All of it.
     Fully,
-    /// What this kernel knows of it.
+    /// The part that this kernel supports.
     Partly,
-    /// The kernel has no Landlock, or it is switched off.
+    /// None: the kernel has no Landlock, or it is switched off.
     No,
 }
 
-/// How one disk stands.
+/// The status of one disk.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DiskStatus {
     /// Which disk.
     pub disk: DiskId,
-    /// What it is doing.
+    /// Its activity.
     pub state: DiskActivity,
-    /// What it has done since the process started.
+    /// Its counters since the process started.
     pub counters: DiskCounters,
-    /// The last error the datastore gave the guest, and what to do about it; the disk goes on.
+    /// The last error of the datastore that the guest got, and what to do about it; the disk continues.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub last_error: Option<String>,
     /// Its dirty bitmaps.
@@ -635,22 +632,22 @@ pub struct DiskStatus {
     pub replica: Option<ReplicaStatus>,
 }
 
-/// What a disk is doing.
+/// The activity of a disk.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "is", rename_all = "snake_case")]
 pub enum DiskActivity {
     /// An import runs.
     Importing {
-        /// Bytes of the source dealt with.
+        /// Bytes of the source that are processed.
         done: u64,
         /// Bytes of the source.
         total: u64,
-        /// What of `done` is flushed: where another import may go on ([`ImportSpec::from`]).
+        /// The part of `done` that is flushed: where another import may continue ([`ImportSpec::from`]).
         durable: u64,
     },
     /// An export runs.
     Exporting {
-        /// Bytes of the disk dealt with.
+        /// Bytes of the disk that are processed.
         done: u64,
         /// Bytes of the disk.
         total: u64,
@@ -659,7 +656,7 @@ pub enum DiskActivity {
     Idle,
     /// A front end is connected.
     Connected,
-    /// It cannot go on.
+    /// It cannot continue.
     Failed {
         /// What happened and what to do.
         message: String,
@@ -691,34 +688,35 @@ pub const LATENCY_BUCKETS: usize = 22;
 /// The first bucket of a latency histogram ends at 2 to this power, in nanoseconds: about 8 µs.
 pub const LATENCY_FIRST_BITS: u32 = 13;
 
-/// Where a bucket of a latency histogram ends, in seconds; each ends at twice the one before, and the last
-/// has no end.
+/// The upper bound of a bucket of a latency histogram, in seconds; each is twice the one before, and the last
+/// bucket has none.
 #[must_use]
 pub fn latency_bound_seconds(bucket: usize) -> Option<f64> {
     (bucket + 1 < LATENCY_BUCKETS)
         .then(|| (1u64 << (LATENCY_FIRST_BITS as usize + bucket)) as f64 / 1e9)
 }
 
-/// What a filter has measured since it started.
+/// The figures of a filter since it started.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FilterFigures {
     /// The disks, in the configuration's order.
     pub disks: Vec<DiskFigures>,
-    /// The most private memory that it can have, in bytes ([`Confinement::memory_bytes`]); none of an earlier vmseal.
+    /// The most private memory that it can have, in bytes ([`Confinement::memory_bytes`]); none from a filter
+    /// of an earlier vmseal.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub memory_limit_bytes: Option<u64>,
 }
 
-/// What was measured of one disk.
+/// The figures of one disk.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DiskFigures {
     /// Which disk.
     pub disk: DiskId,
     /// Requests and bytes.
     pub counters: DiskCounters,
-    /// How long the requests took that were answered well.
+    /// The latencies of the requests that succeeded.
     pub latencies: LatencyFigures,
-    /// The CPU time of the cipher; none for a disk in the clear.
+    /// The CPU time of the cipher; none for a plain disk.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cipher: Option<CipherFigures>,
     /// The other layers of its chain, from the guest downwards.
@@ -729,16 +727,16 @@ pub struct DiskFigures {
     pub replica: Option<ReplicaStatus>,
 }
 
-/// What a layer has done since the process started, and how it stands.
+/// The figures of a layer since the process started.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LayerFigures {
-    /// What it is, as in [`FilterSpec`].
+    /// Its kind, as in [`FilterSpec`].
     pub kind: String,
     /// Its counters, by name.
     pub counters: BTreeMap<String, u64>,
 }
 
-/// How long requests took, from being taken from the front end until their answer.
+/// Latencies, from taking a request from the front end until its answer.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LatencyFigures {
     /// Reads.
@@ -754,7 +752,7 @@ pub struct LatencyFigures {
 /// Durations in buckets.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Histogram {
-    /// How many in each bucket alone; [`LATENCY_BUCKETS`] of them.
+    /// The count of each bucket alone; [`LATENCY_BUCKETS`] of them.
     pub counts: Vec<u64>,
     /// Their sum.
     pub nanoseconds: u64,

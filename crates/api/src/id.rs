@@ -1,5 +1,5 @@
-//! Identities. A resource has a UUID for life and a name that people choose; ids are what
-//! processes exchange, names are what people type.
+//! Ids and names. A resource has a UUID for life and a name that people choose; processes use ids, people
+//! type names.
 
 use std::fmt;
 use std::str::FromStr;
@@ -88,7 +88,7 @@ pub enum NameError {
     )]
     Characters,
     /// A name that reads as an id would make `vm show <id>` ambiguous.
-    #[error("the name has the form of an id; choose one that has not")]
+    #[error("the name has the form of an id; choose another one")]
     LooksLikeId,
 }
 

@@ -1,9 +1,9 @@
 //! The one-time token by which a machine joins as a host: a secret that authorizes the request, and the
 //! fingerprint of the control plane's CA, by which the machine knows that it talks to the right server.
 //!
-//! Text form: 43 characters of base64url (32 random bytes), a dot, 64 hexadecimal digits (SHA-256 of
-//! the CA certificate's DER). The server's TLS chain has to carry the CA certificate: the joining side
-//! has nothing but the fingerprint to know it by.
+//! Text form: 43 characters of base64url (32 random bytes), a dot, 64 hexadecimal digits (SHA-256 of the CA
+//! certificate's DER). The server's TLS chain must contain the CA certificate, because the joining side knows
+//! only its fingerprint.
 
 use std::fmt;
 use std::str::FromStr;
@@ -14,17 +14,17 @@ use base64::engine::general_purpose::URL_SAFE_NO_PAD;
 /// The length of the secret part, in bytes.
 pub const SECRET_LEN: usize = 32;
 
-/// A token that is not one.
+/// A text that is not a token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "this is not a join token: it is 43 characters, a dot and 64 hexadecimal digits, as `vmseal host token` prints it"
+    "this is not a join token: one has 43 characters, a dot and 64 hexadecimal digits, as `vmseal host token` prints it"
 )]
 pub struct NotAToken;
 
 /// The parts of a join token. `Debug` does not show the secret.
 #[derive(Clone, PartialEq, Eq)]
 pub struct JoinToken {
-    /// What authorizes to join, once.
+    /// The secret that authorizes joining, once.
     pub secret: [u8; SECRET_LEN],
     /// SHA-256 of the CA certificate's DER.
     pub authority: [u8; 32],
@@ -65,7 +65,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_token_survives_text_and_what_is_none_is_refused() {
+    fn a_token_survives_text_and_other_texts_are_refused() {
         let token = JoinToken { secret: [0xfb; SECRET_LEN], authority: [0x0a; 32] };
         let text = token.to_string();
         assert_eq!(text.len(), 43 + 1 + 64);

@@ -54,7 +54,8 @@ pub enum KeyFault {
 }
 
 impl KeyFault {
-    /// Whether it is a fault of the provider, which gives no key at all until it is mended, and not of one key.
+    /// Whether it is a fault of the provider, which gives no key at all until it is fixed, and not of one
+    /// key.
     #[must_use]
     pub fn is_of_provider(self) -> bool {
         match self {

@@ -1,16 +1,15 @@
-//! Key providers that are key servers over KMIP: what the REST API shows of them and takes.
+//! Key providers that are key servers over KMIP, in the REST API.
 
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
-pub use crate::key_fault::KeyFault;
 use crate::passphrase::SealedPassphrase;
 use crate::problem::Problem;
 
 /// The most servers of one provider.
 pub const SERVERS_MAX: usize = 8;
 
-/// The longest PEM that is taken, in bytes: a chain or a few authorities.
+/// The longest PEM that is accepted, in bytes: a chain or a few authorities.
 pub const PEM_MAX: usize = 64 * 1024;
 
 /// What a KMIP provider is made of.

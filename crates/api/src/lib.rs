@@ -1,4 +1,4 @@
-//! The contracts that vmseal's processes share: what they call each other, in types.
+//! The contracts between vmseal's processes, as types.
 //!
 //! | module | between | carried by |
 //! |---|---|---|
@@ -9,7 +9,10 @@
 //! No type here can hold a raw key: a key travels as [`host::SealedKey`] or as an inherited descriptor.
 
 mod accelerator;
+pub mod atomic_file;
 pub mod bitmap;
+#[cfg(feature = "client")]
+pub mod carry;
 #[cfg(feature = "client")]
 pub mod client;
 #[cfg(feature = "client")]

@@ -8,8 +8,8 @@ use crate::host::{
     KeyReference, KeyState, Power, Stopped,
 };
 use crate::id::{DatastoreId, DiskId, HostId, PolicyId, ProviderId, TaskId, VmId};
-use crate::kmip::{KeyFault, KmipDetails};
-pub use crate::log_level::LogLevel;
+use crate::key_fault::KeyFault;
+use crate::kmip::KmipDetails;
 use crate::problem::Problem;
 use crate::replica::REPLICA_RATE;
 use crate::transfer::Progress;
@@ -365,7 +365,7 @@ impl Task {
 pub enum WaitingOn {
     /// A host that does not answer.
     Host,
-    /// A key provider that gives no keys: it does not answer, or a certificate has to be mended.
+    /// A key provider that gives no keys: it does not answer, or a certificate must be replaced.
     Provider,
     /// A key provider that has to be unlocked (`vmseal provider unlock`).
     Passphrase,

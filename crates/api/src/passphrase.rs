@@ -1,4 +1,4 @@
-//! Passphrases as they cross from a user to the server.
+//! Passphrases on their way from a user to the server.
 
 use serde::{Deserialize, Serialize};
 
@@ -14,7 +14,7 @@ pub struct SealedPassphrase {
     pub sealed: String,
 }
 
-/// What a passphrase is bound to when it is sealed: one provider's, by name.
+/// The context that a passphrase is sealed with: one provider, by name.
 #[must_use]
 pub fn passphrase_info(provider: &str) -> Vec<u8> {
     format!("vmseal passphrase v1\0{provider}").into_bytes()

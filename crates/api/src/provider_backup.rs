@@ -1,5 +1,5 @@
-//! The backup of a KMIP provider: its settings as they are, and its client key sealed
-//! (docs/formats/kmip-provider-backup.md). What is sealed holds a digest of everything before it, so that
+//! The backup of a KMIP provider: its settings in the clear, and its client key sealed
+//! (docs/formats/kmip-provider-backup.md). The sealed part contains a digest of everything before it, so that
 //! no setting can be changed without the passphrase.
 //!
 //! ```text
@@ -45,7 +45,7 @@ pub struct Server {
     pub host: String,
     /// Its port.
     pub port: u16,
-    /// Whom to trust; none where nobody has said so.
+    /// The trust in it; none where no operator has set it.
     pub trust: Option<Trust>,
 }
 
@@ -53,23 +53,23 @@ pub struct Server {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)]
 pub enum Trust {
-    /// That of an operator, for this certificate (PEM).
+    /// This certificate (PEM), which an operator has confirmed.
     Pinned {
         /// The certificate.
         certificate: String,
     },
-    /// That of authorities (PEM).
+    /// Certificates of these authorities (PEM).
     Authorities {
         /// Their certificates.
         certificates: String,
     },
 }
 
-/// Why there is no backup.
+/// Why a backup cannot be written or read.
 #[derive(Debug, thiserror::Error)]
 pub enum BackupError {
-    /// It does not begin as one does, or ends too soon.
-    #[error("this is no backup of a KMIP provider")]
+    /// It has another beginning, or is too short.
+    #[error("this is not a backup of a KMIP provider")]
     NotABackup,
     /// A later vmseal made it.
     #[error("the backup has version {0}; this vmseal knows version {VERSION}: use a newer one")]
@@ -77,7 +77,7 @@ pub enum BackupError {
     /// The settings cannot be read.
     #[error("the settings in the backup cannot be read: {0}")]
     Json(#[from] serde_json::Error),
-    /// The settings are none that a provider can have.
+    /// The settings are not valid for a provider.
     #[error("the settings in the backup are wrong: {0}")]
     Settings(String),
     /// The settings are too long to be written.
@@ -85,18 +85,18 @@ pub enum BackupError {
     TooLong(usize),
 }
 
-/// A backup that was read. Nothing in it is vouched for before the sealed part has opened.
+/// A backup that was read. Nothing in it is authenticated before the sealed part has been opened.
 #[derive(Debug)]
 pub struct Parsed<'a> {
     /// The settings.
     pub settings: Settings,
-    /// All before the sealed part, whose digest that has to hold.
+    /// All before the sealed part, which contains a digest of it.
     pub head: &'a [u8],
     /// The sealed part.
     pub sealed: &'a [u8],
 }
 
-/// Whether a file begins as a backup does.
+/// Whether a file begins like a backup.
 #[must_use]
 pub fn is_backup(bytes: &[u8]) -> bool {
     bytes.starts_with(MAGIC)
@@ -213,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_cut_off_or_changed_is_refused() {
+    fn truncated_or_changed_backups_are_refused() {
         let backup = [&head(&settings()).unwrap()[..], b"s"].concat();
         for length in 0..backup.len() {
             assert!(parse(&backup[..length]).is_err(), "{length} bytes");

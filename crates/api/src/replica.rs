@@ -1,13 +1,13 @@
-//! Where the second copy of a disk is kept, and how fast it is copied: what inventory and agents say of it. The
-//! filter's side is [`crate::filter::ReplicateSpec`].
+//! Where a disk's replica is kept, and how fast it is copied, for inventory and agents. The filter's side is
+//! [`crate::filter::ReplicateSpec`].
 
 use serde::{Deserialize, Serialize};
 
 use crate::datastore::{DatastoreSpec, LIMIT_MAX};
 use crate::filter::REPLICATE_RATE_MIN;
 
-/// How fast a replica is copied where nobody said otherwise, in bytes a second: a first copy of 1 TiB takes three
-/// hours, and a network of 10 Gbit/s keeps nine tenths for others.
+/// The default rate of copying a replica, in bytes a second: a first copy of 1 TiB takes three hours and uses
+/// a tenth of a network of 10 Gbit/s.
 pub const REPLICA_RATE: u64 = 100 << 20;
 
 /// Where a disk's replica is kept.
@@ -16,31 +16,31 @@ pub const REPLICA_RATE: u64 = 100 << 20;
 pub struct ReplicaPlace {
     /// A datastore of the same host, other than the disk's own.
     pub datastore: DatastoreSpec,
-    /// How fast it is copied at most, from [`REPLICATE_RATE_MIN`] to [`LIMIT_MAX`].
+    /// The highest rate of copying, from [`REPLICATE_RATE_MIN`] to [`LIMIT_MAX`].
     pub bytes_per_second: u64,
 }
 
 impl ReplicaPlace {
-    /// Checks it, as the replica of a disk that is on `image`.
+    /// Checks it as the replica of a disk on `image`.
     ///
     /// # Errors
-    /// The field that is wrong, and what it may be.
+    /// The field that is wrong, and what is allowed.
     pub fn check(&self, image: &DatastoreSpec) -> Result<(), (&'static str, String)> {
         let same = self.datastore.datastore == image.datastore
             || self.datastore.location == image.location;
         if same {
             let what =
-                "is the disk's own datastore: a replica is for the loss of that, name another";
+                "is the disk's own datastore: a replica protects against its loss, so name another";
             return Err(("replica.datastore", what.to_owned()));
         }
         check_replica_rate(self.bytes_per_second).map_err(|what| ("replica.bytes_per_second", what))
     }
 }
 
-/// Checks how fast a replica is to be copied, in bytes a second.
+/// Checks the rate of copying a replica, in bytes a second.
 ///
 /// # Errors
-/// What it may be.
+/// What is allowed.
 pub fn check_replica_rate(bytes_per_second: u64) -> Result<(), String> {
     if (REPLICATE_RATE_MIN..=LIMIT_MAX).contains(&bytes_per_second) {
         return Ok(());

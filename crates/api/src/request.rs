@@ -1,5 +1,5 @@
-//! The bodies that the REST API takes. Unknown fields are refused, so that a misspelt option is an
-//! error and not a silent default.
+//! The request bodies of the REST API. Unknown fields are refused, so that a misspelt option is an error and
+//! not a silent default.
 
 use std::path::PathBuf;
 
@@ -7,10 +7,10 @@ use serde::{Deserialize, Serialize};
 
 use crate::host::{Allocation, ContractRange, DatastoreLocation, DiskLimits, SealedKey};
 use crate::model::Replication;
-pub use crate::passphrase::{SealedPassphrase, passphrase_info};
+use crate::passphrase::SealedPassphrase;
 use crate::transfer::{ExportFormat, ImageFormat};
 
-/// The longest request body that the REST API takes, in bytes.
+/// The longest request body that the REST API accepts, in bytes.
 pub const BODY_MAX: usize = 256 * 1024;
 
 /// The most disks of a VM; the filter's limit.
@@ -41,7 +41,7 @@ pub struct SetLogLevel {
     pub levels: String,
 }
 
-/// The port of an agent where nobody says otherwise.
+/// The default port of an agent.
 pub const AGENT_PORT: u16 = 8444;
 
 /// A machine joins as a host. The only request that a join token, not a user, authorizes.

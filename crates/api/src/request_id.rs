@@ -1,8 +1,8 @@
 //! The id of one request of a user, from the command line to the filter: in the header `X-Request-Id`, in
-//! every line of log that is written for it, in the records of its tasks and events, and in problems.
+//! every log line written for it, in the records of its tasks and events, and in problems.
 //!
-//! It goes with the work as a value of the tokio task that does it ([`during`]); whoever spawns another
-//! task for the same work passes it on ([`inherit`]).
+//! It is a value of the tokio task that does the work ([`during`]); code that spawns another task for the
+//! same work passes it on ([`inherit`]).
 
 use std::fmt;
 use std::str::FromStr;
@@ -12,11 +12,10 @@ use uuid::Uuid;
 /// The header that carries it.
 pub const HEADER: &str = "x-request-id";
 
-/// The longest id that is taken from others, in bytes; W3C's trace ids and UUIDs are shorter.
+/// The longest id that is accepted from others, in bytes; W3C's trace ids and UUIDs are shorter.
 pub const LEN_MAX: usize = 64;
 
-/// An id: 1 to [`LEN_MAX`] ASCII letters, digits, `-`, `_` and `.`. It ends up in logs and headers, so nothing
-/// else is taken.
+/// An id: 1 to [`LEN_MAX`] ASCII letters, digits, `-`, `_` and `.`, because it appears in logs and headers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RequestId(String);
 
@@ -32,13 +31,13 @@ impl RequestId {
         Self(Uuid::new_v4().simple().to_string())
     }
 
-    /// What somebody sent, if it is an id; else a new one.
+    /// The received text, if it is an id; otherwise a new id.
     #[must_use]
     pub fn sent_or_new(sent: Option<&[u8]>) -> Self {
         Self::sent(sent).unwrap_or_default()
     }
 
-    /// What somebody sent, if it is an id.
+    /// The received text, if it is an id.
     #[must_use]
     pub fn sent(sent: Option<&[u8]>) -> Option<Self> {
         std::str::from_utf8(sent?).ok()?.parse().ok()
@@ -87,7 +86,7 @@ mod work {
         static CURRENT: Option<RequestId>;
     }
 
-    /// Does work for a request, or for none. What it logs carries the id, at whatever level.
+    /// Does work for a request, or for none. All its log lines carry the id.
     pub fn during<F: Future>(id: Option<RequestId>, work: F) -> impl Future<Output = F::Output> {
         let span = match &id {
             Some(id) => tracing::error_span!("request", request_id = %id),
@@ -102,7 +101,7 @@ mod work {
         CURRENT.try_with(Clone::clone).ok().flatten()
     }
 
-    /// Work for another task, for the request that the caller works for.
+    /// Wraps work for another task, so that it is for the caller's request.
     pub fn inherit<F: Future>(work: F) -> impl Future<Output = F::Output> {
         during(current(), work)
     }
@@ -113,7 +112,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_hostile_is_replaced() {
+    fn hostile_ids_are_replaced() {
         let long = "a".repeat(LEN_MAX + 1);
         let hostile =
             ["", " ", "a b", "a\nb", "a\rb", "a\0", "\u{1b}[2J", "é", "a/b", "${x}", "\"", &long];

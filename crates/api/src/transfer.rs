@@ -31,19 +31,19 @@ pub enum ExportFormat {
 }
 
 impl ExportFormat {
-    /// Whether whoever reads the file reads the disk.
+    /// Whether the file is readable without a key.
     #[must_use]
     pub fn is_plain(self) -> bool {
         matches!(self, Self::Raw | Self::Qcow2)
     }
 
-    /// Whether it is encrypted anew, under a passphrase.
+    /// Whether it is encrypted again, under a passphrase.
     #[must_use]
     pub fn has_passphrase(self) -> bool {
         self == Self::Luks2
     }
 
-    /// As the API and the command line call it.
+    /// Its name in the API and on the command line.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -59,7 +59,7 @@ impl ImageFormat {
     /// All of them.
     pub const ALL: [Self; 2] = [Self::Raw, Self::Qcow2];
 
-    /// As the API and the command line call it.
+    /// Its name in the API and on the command line.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -80,7 +80,7 @@ pub struct Progress {
 }
 
 impl Progress {
-    /// The same as a percentage; none of nothing.
+    /// The same as a percentage; none if there are no bytes.
     #[must_use]
     pub fn percent(self) -> Option<u8> {
         let percent = u128::from(self.done) * 100 / u128::from(self.total).max(1);

@@ -1,18 +1,17 @@
 //! Which server to talk to, and as whom: options, environment, or what `vmseal login` saved.
 
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use anyhow::Context;
 use serde::{Deserialize, Serialize};
+use vmseal_api::atomic_file::{self, PRIVATE};
 use vmseal_api::client::ServerClient;
 use vmseal_api::model::{About, Host, Page, Plan};
 use zeroize::Zeroizing;
 
 use crate::arguments::{Global, Login};
-use crate::commands::plan;
 use crate::exit::{Ended, Exit};
-use crate::print;
+use crate::print::{self, plan};
 
 /// What `vmseal login` saves. Paths, not contents: the token stays in its own file.
 #[derive(Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -77,7 +76,8 @@ pub async fn login(global: &Global, options: &Login) -> anyhow::Result<()> {
         return Err(Ended::new(Exit::Usage, message).into());
     };
     let absolute = |path: &Path| {
-        std::path::absolute(path).with_context(|| format!("where is {}?", path.display()))
+        std::path::absolute(path)
+            .with_context(|| format!("cannot make {} absolute", path.display()))
     };
     let (ca, token_file) = (absolute(ca)?, absolute(token_file)?);
     if !options.no_check {
@@ -108,14 +108,6 @@ pub fn save(path: &Path, login: &Saved) -> anyhow::Result<()> {
         std::fs::create_dir_all(directory)
             .with_context(|| format!("cannot make {}", directory.display()))?;
     }
-    let next = path.with_extension("new");
-    let mut file = std::fs::OpenOptions::new()
-        .write(true)
-        .create(true)
-        .truncate(true)
-        .mode(0o600)
-        .open(&next)
-        .with_context(|| format!("cannot write {}", next.display()))?;
-    std::io::Write::write_all(&mut file, text.as_bytes())?;
-    Ok(std::fs::rename(&next, path)?)
+    atomic_file::write(path, text.as_bytes(), PRIVATE)
+        .with_context(|| format!("cannot write {}", path.display()))
 }

@@ -1,14 +1,13 @@
-//! Growing pauses between attempts, with a random part: many that failed together do not come back
-//! together.
+//! Exponential backoff between attempts, with jitter: clients that failed together do not retry together.
 
 use std::time::Duration;
 
-/// The pause after `failures` attempts in a row that failed (1 is the first): from `first`, doubled each
-/// time, to `longest`; a quarter of it, more or less, is by chance.
+/// The pause after `failures` failed attempts in a row (1 is the first): from `first`, doubled each time, up to
+/// `longest`, with a jitter of a quarter.
 pub fn pause(first: Duration, longest: Duration, failures: u32) -> Duration {
     let doubled = first.saturating_mul(1 << failures.saturating_sub(1).min(16)).min(longest);
     let mut byte = [128];
-    // Without chance the pause is what it is.
+    // Without random bytes there is no jitter.
     let _ = aws_lc_rs::rand::fill(&mut byte);
     doubled * 3 / 4 + doubled * u32::from(byte[0]) / 512
 }
@@ -25,7 +24,7 @@ mod tests {
             let (low, high) =
                 (Duration::from_secs(around) * 3 / 4, Duration::from_secs(around) * 5 / 4);
             assert!(seen.iter().all(|pause| (low..=high).contains(pause)), "{failures}: {seen:?}");
-            assert!(seen.iter().any(|pause| *pause != seen[0]), "{failures}: no chance in it");
+            assert!(seen.iter().any(|pause| *pause != seen[0]), "{failures}: no jitter");
         }
     }
 }

@@ -1,4 +1,4 @@
-//! The control plane: everything above, put together and at work. Who calls its services is not its business.
+//! The running control plane: starts all parts, and offers the services, whatever their transport.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -25,7 +25,7 @@ use crate::tasks::{Engine, Retry};
 /// The source of the alarms about the server's own certificates.
 const CERTIFICATE_ALARMS: &str = "certificates of the server";
 
-/// How often the server looks whether its certificate is to be renewed.
+/// How often the server checks whether its certificate must be renewed.
 const RENEW_EVERY: Duration = Duration::from_secs(24 * 3600);
 
 /// Why the control plane cannot start.
@@ -34,12 +34,12 @@ pub enum StartError {
     /// The inventory.
     #[error(transparent)]
     Store(#[from] StoreError),
-    /// There is no key pair for passphrases.
+    /// No key pair for passphrases could be made.
     #[error(transparent)]
     Box(#[from] BoxError),
 }
 
-/// A control plane at work.
+/// A running control plane.
 pub struct ControlPlane {
     services: Arc<Services>,
     identity: Arc<Identity>,
@@ -49,8 +49,8 @@ pub struct ControlPlane {
 }
 
 impl ControlPlane {
-    /// Monitors the hosts, continues the tasks, renews its certificate and deletes events older than `keep_events_days`
-    /// from now on. Credentials are in `credentials_dir` (systemd's `$CREDENTIALS_DIRECTORY`).
+    /// Starts it: it monitors the hosts, resumes the tasks, renews its certificate and deletes events older than
+    /// `keep_events_days`. Credentials are in `credentials_dir` (systemd's `$CREDENTIALS_DIRECTORY`).
     ///
     /// # Errors
     /// [`StartError`].
@@ -86,7 +86,7 @@ impl ControlPlane {
         Ok(Self { services: Arc::new(services), identity, renewing, deleting_events, _lock: lock })
     }
 
-    /// What it offers.
+    /// Its services.
     #[must_use]
     pub fn services(&self) -> &Arc<Services> {
         &self.services
@@ -98,14 +98,14 @@ impl ControlPlane {
         &self.identity
     }
 
-    /// Begins no work any more; tasks stop where they are and go on with the next start.
+    /// Stops all work; tasks stop where they are and resume at the next start.
     pub fn stop_work(&self) {
         self.renewing.abort();
         self.deleting_events.abort();
         self.services.engine.stop();
     }
 
-    /// Closes the inventory, when nobody calls the services any more.
+    /// Closes the inventory; call it once the services are no longer used.
     pub async fn close(self) {
         self.stop_work();
         self.services.store.close().await;

@@ -1,18 +1,18 @@
-//! The control plane: inventory, policies, key providers, hosts, tasks, and the services that the API offers.
-//! HTTP is above it, in a crate of its own.
+//! The control plane: inventory, policies, key providers, hosts, tasks, and the services of the API. HTTP is in
+//! another crate.
 //!
 //! | module | what |
 //! |---|---|
 //! | [`setup`] | the data directory; the CA; the server's certificate |
 //! | [`store`] | the inventory |
-//! | [`providers`] | where keys come from |
-//! | [`hosts`] | joining, one monitor per host, how keys get there, alarms |
-//! | [`operation`], [`tasks`] | durable work |
-//! | [`retention`] | how long events are kept |
+//! | [`providers`] | key providers |
+//! | [`hosts`] | joining, one monitor per host, key delivery, alarms |
+//! | [`operation`], [`tasks`] | durable tasks |
+//! | [`retention`] | the deletion of old events |
 //! | [`services`] | one function for each operation, with its caller and its privilege |
-//! | [`control_plane`] | all of it, at work |
-//! | `locks` | one lock for each of many things |
-//! | [`metrics`] | what the server measures |
+//! | [`control_plane`] | starts and stops all of it |
+//! | `locks` | one lock for each key |
+//! | [`metrics`] | the server's metrics |
 
 mod backoff;
 pub mod control_plane;
@@ -33,10 +33,10 @@ pub mod testing;
 use aws_lc_rs::digest::{SHA256, digest};
 use vmseal_api::problem::{ErrorCode, Problem};
 
-/// Who acts where no user does.
+/// The actor of work that no user asked for.
 pub const SELF: &str = "vmseal";
 
-/// An error that is nobody's business but the operator's: it is logged, and the user is told that.
+/// An internal error: its details go to the log only, and the answer points there.
 fn internal(error: &(dyn std::error::Error + '_)) -> Problem {
     tracing::error!(error = %error, "internal error");
     Problem::new(ErrorCode::Internal, "an internal error; the server's log says which")

@@ -1,4 +1,4 @@
-//! One lock for each of many things.
+//! One lock for each key.
 
 use std::collections::HashMap;
 use std::hash::Hash;
@@ -16,11 +16,11 @@ impl<K> Default for Locks<K> {
 }
 
 impl<K: Eq + Hash> Locks<K> {
-    /// Waits for those who hold the lock of `of`, or wait for it already.
+    /// Waits for the lock of `of`, after those that waited before.
     pub async fn lock(&self, of: K) -> OwnedMutexGuard<()> {
         let lock = {
             let mut locks = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-            // Those that nobody holds or waits for.
+            // Those that are neither held nor waited for.
             locks.retain(|_, lock| Arc::strong_count(lock) > 1);
             Arc::clone(locks.entry(of).or_default())
         };

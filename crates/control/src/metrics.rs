@@ -1,8 +1,8 @@
-//! What the server measures, for Prometheus (OpenMetrics text).
+//! The server's metrics, for Prometheus (OpenMetrics text).
 //!
-//! One registry for the process, as is usual: whoever does something worth counting counts it here. Labels
-//! are of bounded kinds only (routes, kinds of task, names of resources), never ids of requests or tasks.
-//! What is true now (hosts, VMs, alarms, room) is read when it is asked for: [`crate::http`].
+//! One registry for the process; all parts of the server count here. Labels have bounded sets of values only
+//! (routes, kinds of task, names of resources), never ids of requests or tasks. Gauges of the current state (hosts,
+//! VMs, alarms, space) are read at each scrape: [`crate::services::metrics`].
 
 use std::sync::LazyLock;
 use std::time::{Duration, Instant};
@@ -17,12 +17,12 @@ use vmseal_api::problem::Problem;
 /// The content type of an exposition.
 pub const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
-/// Where the buckets of requests to server and provider end, in seconds: a read of the inventory takes
+/// The bounds of the buckets of requests to server and provider, in seconds: a read of the inventory takes
 /// milliseconds, a long poll up to a minute.
 const CALL_BUCKETS: [f64; 12] =
     [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0, 25.0, 60.0];
 
-/// Where the buckets of tasks end, in seconds: a start takes a second or two, an import hours.
+/// The bounds of the buckets of tasks, in seconds: a start takes a second or two, an import hours.
 const TASK_BUCKETS: [f64; 10] = [0.1, 0.5, 1.0, 2.5, 5.0, 15.0, 60.0, 300.0, 1800.0, 7200.0];
 
 /// A REST request.
@@ -79,7 +79,7 @@ struct KmsLatency {
 
 type Histograms<L> = Family<L, Histogram, fn() -> Histogram>;
 
-/// The families of this process.
+/// The metric families of this process.
 pub struct Metrics {
     registry: Registry,
     requests: Family<RequestLabels, Counter>,
@@ -176,7 +176,7 @@ impl Metrics {
         self.tasks.get_or_create(&labels).inc();
     }
 
-    /// Counts an operation of a key provider that began at `began`, and passes its outcome on.
+    /// Counts an operation of a key provider that began at `began`, and returns its outcome.
     pub fn key_operation<T>(
         &self,
         provider: &str,
@@ -215,10 +215,10 @@ impl Metrics {
         self.kms_requests.get_or_create(&labels).inc();
     }
 
-    /// All of them as text, without the end mark.
+    /// All metrics as text, without the end mark.
     ///
     /// # Errors
-    /// The encoder's; ours have none.
+    /// The encoder's; our metrics cause none.
     pub fn encode(&self, to: &mut String) -> std::fmt::Result {
         prometheus_client::encoding::text::encode_registry(to, &self.registry)
     }

@@ -1,4 +1,4 @@
-//! The operations that tasks carry out: what is stored of each.
+//! The operations of tasks, in their stored form.
 
 use std::path::PathBuf;
 
@@ -12,19 +12,19 @@ use vmseal_api::transfer::ExportFormat;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "do", rename_all = "snake_case")]
 pub enum Operation {
-    /// Makes a VM whose rows are reserved.
+    /// Creates a VM whose rows are reserved.
     CreateVm {
-        /// Which.
+        /// The VM.
         vm: VmId,
     },
     /// Starts a VM that is off.
     StartVm {
-        /// Which.
+        /// The VM.
         vm: VmId,
     },
     /// Stops a VM.
     StopVm {
-        /// Which.
+        /// The VM.
         vm: VmId,
         /// Cut the power.
         force: bool,
@@ -33,42 +33,42 @@ pub enum Operation {
     },
     /// Writes a disk of a VM that is off to a file of its host.
     ExportDisk {
-        /// Whose.
+        /// The VM.
         vm: VmId,
-        /// Which.
+        /// The disk.
         disk: DiskId,
         /// The file.
         to: PathBuf,
-        /// What is written.
+        /// The format of the file.
         format: ExportFormat,
-        /// The passphrase of a LUKS2 file, sealed to the host's agent: nobody else can open it, and it not
-        /// any more when it has restarted.
+        /// The passphrase of a LUKS2 file, sealed to the current run of the host's agent: nobody else can open
+        /// it, nor can the agent after a restart.
         passphrase: Option<SealedKey>,
     },
     /// Gives a VM that is off another KEK.
     RecryptVm {
-        /// Which.
+        /// The VM.
         vm: VmId,
-        /// The key that it has when the task begins.
+        /// Its key when the task begins.
         old: KeyReference,
-        /// Whose the new one is.
+        /// The provider of the new key.
         provider: ProviderId,
     },
     /// Removes a VM that is off and marked as being deleted.
     DeleteVm {
-        /// Which.
+        /// The VM.
         vm: VmId,
-        /// What it was before.
+        /// Its lifecycle before.
         was: Lifecycle,
     },
-    /// What another version of vmseal wrote and this one cannot read: it is left as it is.
+    /// Written by another version of vmseal and unreadable for this one: left unchanged.
     #[serde(skip)]
     Unreadable {
         /// Its name.
         kind: String,
-        /// Which VM it is about, where that can be read.
+        /// Its VM, if that can be read.
         vm: Option<VmId>,
-        /// What cannot be read.
+        /// The unreadable text.
         why: String,
     },
 }
@@ -88,7 +88,7 @@ impl Operation {
         }
     }
 
-    /// Which VM it is about.
+    /// Its VM.
     #[must_use]
     pub fn vm(&self) -> Option<VmId> {
         match self {
@@ -102,28 +102,28 @@ impl Operation {
         }
     }
 
-    /// Whether it can be stopped half-way; what has been deleted is not coming back.
+    /// Whether it can be cancelled; a deletion cannot be undone.
     #[must_use]
     pub fn can_be_cancelled(&self) -> bool {
         !matches!(self, Self::DeleteVm { .. } | Self::Unreadable { .. })
     }
 
-    /// What it holds until it ends: one task has a thing at a time.
+    /// The resource that it holds until it ends: only one task holds a resource at a time.
     #[must_use]
     pub fn claims(&self) -> Vec<Claim> {
         self.vm().map(Claim::Vm).into_iter().collect()
     }
 }
 
-/// A thing that a task holds.
+/// A resource that a task holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Claim {
-    /// A VM, with all that belongs to it.
+    /// A VM with its disks and keys.
     Vm(VmId),
 }
 
 impl Claim {
-    /// Its kind and which, as the inventory has them.
+    /// Its kind and id, as in the inventory.
     #[must_use]
     pub fn stored(&self) -> (&'static str, String) {
         match self {

@@ -1,4 +1,4 @@
-//! How long events are kept: a number of days that the operator chooses, and never more than [`EVENTS_MAX`].
+//! Deletes old events: those older than a number of days that the operator sets, and those beyond [`EVENTS_MAX`].
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -7,16 +7,16 @@ use jiff::{SignedDuration, Timestamp};
 
 use crate::store::{Store, StoreError, events};
 
-/// How many events are kept at most: some 300 MB of inventory.
+/// How many events are kept at most: about 300 MB of inventory.
 const EVENTS_MAX: i64 = 1_000_000;
 
-/// How many days events are kept where the operator says nothing: an audit looks back a year.
+/// How many days events are kept by default: an audit looks back a year.
 pub const DAYS: u32 = 365;
 
 /// How often old events are deleted. An hour's worth of events beyond the limit does no harm.
 const EVERY: Duration = Duration::from_secs(3600);
 
-/// Deletes old events, again and again.
+/// Deletes old events periodically.
 pub(crate) async fn delete_old_events(store: Arc<Store>, days: u32) {
     loop {
         match delete_once(&store, days, EVENTS_MAX).await {

@@ -17,15 +17,15 @@ use vhost::{VhostBackend, VhostUserMemoryRegionInfo, VringConfigData};
 use vm_memory::{Bytes, FileOffset, GuestAddress, GuestMemoryBackend, GuestMemoryMmap};
 use vmm_sys_util::eventfd::EventFd;
 
-/// The guest's memory: from this address on.
+/// The start address of the guest's memory.
 pub const BASE: u64 = 0x10_0000;
-/// As long as this, unless asked for otherwise.
+/// Its default length.
 pub const MEMORY: u64 = 8 << 20;
 /// Entries of the ring, unless asked for otherwise.
 pub const RING: u16 = 16;
 const AVAILABLE: u64 = BASE + 0x1000;
 const USED: u64 = BASE + 0x2000;
-/// Where buffers may be.
+/// The address of buffers.
 pub const DATA: u64 = BASE + 0x10000;
 
 /// The descriptor has a successor.
@@ -55,7 +55,7 @@ pub struct Driver {
 }
 
 impl Driver {
-    /// Connects and brings queue `queue` up, `features` acknowledged of those offered.
+    /// Connects and starts queue `queue`, acknowledging those of `features` that are offered.
     pub fn connect(stream: UnixStream, queue: usize, features: u64) -> Self {
         let protocol = VhostUserProtocolFeatures::empty();
         let mut driver = Self::new(stream, features, protocol, RING, MEMORY);
@@ -63,7 +63,7 @@ impl Driver {
         driver
     }
 
-    /// Connects and brings queue 0 up, with a ring and a memory of these sizes.
+    /// Connects and starts queue 0, with a ring and a memory of these sizes.
     pub fn connect_sized(stream: UnixStream, ring: u16, memory: u64) -> Self {
         let protocol = VhostUserProtocolFeatures::empty();
         let mut driver = Self::new(stream, u64::MAX, protocol, ring, memory);
@@ -71,7 +71,7 @@ impl Driver {
         driver
     }
 
-    /// Connects and brings queue 0 up; requests under way are on record.
+    /// Connects and starts queue 0 with in-flight tracking (`INFLIGHT_SHMFD`).
     pub fn connect_with_record(stream: UnixStream, features: u64) -> Self {
         let protocol = VhostUserProtocolFeatures::INFLIGHT_SHMFD;
         let mut driver = Self::new(stream, features, protocol, RING, MEMORY);
@@ -103,8 +103,8 @@ impl Driver {
         driver
     }
 
-    /// Goes on with another server after the last one died, as QEMU does: the ring's base is what is in
-    /// the used ring.
+    /// Continues with another server after the last one died, as QEMU does: the ring's base is taken from the
+    /// used ring.
     pub fn reconnect(&mut self, stream: UnixStream) {
         let protocol = VhostUserProtocolFeatures::INFLIGHT_SHMFD;
         self.frontend = negotiate(stream, self.features, protocol);
@@ -132,7 +132,7 @@ impl Driver {
         self.frontend.set_inflight_fd(about, file.as_raw_fd()).unwrap();
     }
 
-    /// Sets the ring up, from `position` on.
+    /// Sets the ring up, starting at `position`.
     pub fn start(&mut self, queue: usize, position: u16) {
         let host = |address| self.memory.get_host_address(GuestAddress(address)).unwrap() as u64;
         let ring = VringConfigData {
@@ -174,7 +174,7 @@ impl Driver {
         put(14, &next.to_le_bytes());
     }
 
-    /// Makes the chain that starts at `head` available; the device is told by [`Self::kick`].
+    /// Makes the chain that starts at `head` available; [`Self::kick`] notifies the device.
     pub fn offer(&mut self, head: u16) {
         let slot = AVAILABLE + 4 + u64::from(self.available % self.ring) * 2;
         self.memory.write_obj(head, GuestAddress(slot)).unwrap();
@@ -182,7 +182,7 @@ impl Driver {
         self.publish(self.available);
     }
 
-    /// Sets the available index, also to nonsense.
+    /// Sets the available index, even to an invalid value.
     pub fn publish(&self, index: u16) {
         self.memory.store(index, GuestAddress(AVAILABLE + 2), Ordering::Release).unwrap();
     }
@@ -192,9 +192,9 @@ impl Driver {
         self.kick.write(1).unwrap();
     }
 
-    /// The next answer: head and length; none if there is none within `patience`.
-    pub fn answer(&mut self, patience: Duration) -> Option<(u32, u32)> {
-        let until = Instant::now() + patience;
+    /// The next answer: head and length; none if there is none within `timeout`.
+    pub fn answer(&mut self, timeout: Duration) -> Option<(u32, u32)> {
+        let until = Instant::now() + timeout;
         loop {
             let used: u16 = self.memory.load(GuestAddress(USED + 2), Ordering::Acquire).unwrap();
             if used != self.seen {
@@ -210,7 +210,7 @@ impl Driver {
         }
     }
 
-    /// One request in the usual form (header, data, status): its status, and what the data is then.
+    /// One request in the usual form (header, data, status): returns its status and the data after it.
     pub fn request(&mut self, kind: u32, sector: u64, data: &[u8]) -> (u8, Vec<u8>) {
         let header = BASE + 0x3000;
         let status = BASE + 0x3100;
@@ -232,7 +232,7 @@ impl Driver {
         (self.memory.read_obj(GuestAddress(status)).unwrap(), out)
     }
 
-    /// How often the guest was notified since the last time this was asked.
+    /// How often the guest was notified since the last call.
     pub fn notifications(&self) -> u64 {
         let _ = self.call.write(1);
         self.call.read().unwrap() - 1

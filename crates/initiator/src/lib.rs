@@ -1,14 +1,14 @@
-//! Clients of a served disk, for the laboratory and for tests.
+//! Clients of a served disk, for benchmarks and tests.
 //!
-//! An [`Initiator`] has requests in slots and is as fast as the way to the server lets it be, so that what is measured
-//! is the server.
+//! An [`Initiator`] has requests in slots and is as fast as its transport allows, so that the server is what
+//! is measured.
 //!
 //! ```text
 //! submit … submit → publish (tells the server) → reap ⇄ wait → submit …
 //! ```
 //!
-//! [`VhostUser`] is a guest without a guest, [`Nbd`] a client of one connection. [`driver`] has a guest's driver for
-//! tests, which can also misbehave and panics where the server does not do what it should.
+//! [`VhostUser`] is the driver of a guest without the guest, [`Nbd`] a client of one connection. [`driver`]
+//! is a guest's driver for tests, which can also misbehave, and panics where the server does.
 
 pub mod driver;
 mod memory;
@@ -29,8 +29,8 @@ pub use self::vhost_user::VhostUser;
 pub const DEPTH_MAX: u16 = 1024 / 3;
 /// The largest request, in bytes.
 pub const BLOCK_MAX: u32 = 4 << 20;
-/// How long no request may come back before the server counts as stuck; well above a busy machine's
-/// hiccups, well below the patience of who waits for the result.
+/// How long the server may complete nothing before it counts as stuck; well above the delays of a busy
+/// machine, well below the time that a user waits for the result.
 pub const STALL: Duration = Duration::from_secs(10);
 
 /// What a request does.
@@ -54,20 +54,20 @@ impl Operation {
     }
 }
 
-/// What the initiator does when nothing has come back.
+/// What the initiator does while nothing completes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Wait {
     /// Sleep until the server interrupts, as a guest's kernel does.
     Sleep,
-    /// Look again, and have the server interrupt nobody.
+    /// Poll, with interrupts suppressed.
     Poll,
 }
 
-/// Why a server could not be driven.
+/// Why a benchmark or test of a server failed.
 #[derive(Debug, thiserror::Error)]
 pub enum InitiatorError {
-    /// A queue that cannot be laid out.
+    /// An invalid queue size.
     #[error(
         "a queue of depth {depth} with blocks of {block} bytes: depths of 1 to {DEPTH_MAX} and blocks of 512 to {BLOCK_MAX} bytes, a multiple of 512, are allowed"
     )]
@@ -77,20 +77,20 @@ pub enum InitiatorError {
         /// The block size asked for, in bytes.
         block: u32,
     },
-    /// No memory to share.
+    /// No shared memory.
     #[error("{size} bytes of memory to share with the server could not be had")]
     Memory {
-        /// How much.
+        /// The size.
         size: usize,
-        /// Why.
+        /// The cause.
         source: io::Error,
     },
-    /// Nobody answers on the socket.
+    /// No connection to the socket.
     #[error("no connection to the server's socket {}", path.display())]
     Connect {
         /// The socket.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         source: io::Error,
     },
     /// A message of the vhost-user handshake failed.
@@ -98,13 +98,13 @@ pub enum InitiatorError {
     Handshake {
         /// The message, as the vhost-user specification calls it.
         message: &'static str,
-        /// How it failed.
+        /// The cause.
         source: vhost::Error,
     },
-    /// A server that is not what it has to be.
+    /// The server lacks a required feature.
     #[error("the server does not offer {0}")]
     Missing(&'static str),
-    /// A descriptor for events failed.
+    /// An event descriptor failed.
     #[error("event descriptors failed")]
     Events(#[source] io::Error),
     /// The server closed its socket with requests in flight.
@@ -116,10 +116,10 @@ pub enum InitiatorError {
     /// A socket failed.
     #[error("the connection failed")]
     Socket(#[source] io::Error),
-    /// What came from the server is no NBD.
+    /// The server's data is not valid NBD.
     #[error("the server does not keep to NBD: {0}")]
     Protocol(&'static str),
-    /// The server names a request that is not in flight.
+    /// The server completed a request that is not in flight.
     #[error("the server completed request {id}, which is not in flight")]
     NotInFlight {
         /// The head of a descriptor chain, or the cookie of NBD.
@@ -127,12 +127,12 @@ pub enum InitiatorError {
     },
 }
 
-/// A request that came back.
+/// A completed request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Completion {
-    /// The slot it was submitted in.
+    /// Its slot.
     pub slot: u16,
-    /// 0, or how it failed: VIRTIO_BLK_S_IOERR (1) and so on, over NBD the error's number.
+    /// 0, or the error: VIRTIO_BLK_S_IOERR (1) and so on, over NBD the error's number.
     pub status: u8,
 }
 
@@ -162,25 +162,25 @@ pub trait Initiator: Send {
     /// If the slot is in flight or does not exist, or the request is longer than a block.
     fn submit(&mut self, slot: u16, operation: Operation, offset: u64, length: u32);
 
-    /// Starts what was submitted.
+    /// Starts the submitted requests.
     ///
     /// # Errors
-    /// The connection's.
+    /// Those of the connection.
     fn publish(&mut self) -> Result<(), InitiatorError>;
 
-    /// Appends what has come back; returns without waiting.
+    /// Appends the completions that have arrived; does not wait.
     ///
     /// # Errors
     /// [`InitiatorError::NotInFlight`], [`InitiatorError::Protocol`].
     fn reap(&mut self, completions: &mut Vec<Completion>) -> Result<(), InitiatorError>;
 
-    /// Waits until something may have come back.
+    /// Waits until a completion may have arrived.
     ///
     /// # Errors
-    /// [`InitiatorError::Closed`], [`InitiatorError::Stalled`], and the connection's.
+    /// [`InitiatorError::Closed`], [`InitiatorError::Stalled`], and those of the connection.
     fn wait(&mut self) -> Result<(), InitiatorError>;
 
-    /// Runs one request and waits for it; for set-up work, not for measuring.
+    /// Runs one request and waits for it; for set-up, not for measurements.
     ///
     /// # Errors
     /// As [`Self::wait`] and [`Self::reap`].

@@ -11,7 +11,7 @@ use vm_memory::{
 
 use crate::InitiatorError;
 
-/// One shared region. Offsets are the initiator's own; one outside the region is a bug and panics.
+/// One shared region. Offsets come from the initiator; one outside the region is a bug and panics.
 pub(crate) struct SharedMemory {
     region: GuestRegionMmap,
 }
@@ -32,7 +32,7 @@ impl SharedMemory {
         Ok(memory)
     }
 
-    /// What SET_MEM_TABLE tells the server.
+    /// The region for SET_MEM_TABLE.
     pub(crate) fn info(&self) -> Result<VhostUserMemoryRegionInfo, vhost::Error> {
         VhostUserMemoryRegionInfo::from_guest_region(&self.region)
     }

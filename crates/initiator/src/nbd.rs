@@ -1,5 +1,5 @@
 //! A client of an NBD server over one connection (fixed newstyle, simple replies; NetworkBlockDevice/nbd,
-//! `doc/proto.md`): what was submitted leaves with one system call, and one brings whatever has come.
+//! `doc/proto.md`): one system call sends all submitted requests, and one receives all that has arrived.
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::os::fd::AsRawFd;
@@ -23,10 +23,10 @@ const REPLY_ACK: u32 = 1;
 const REPLY_INFO: u32 = 3;
 const INFO_EXPORT: u16 = 0;
 const INFO_BLOCK_SIZE: u16 = 3;
-/// The longest answer to an option: what it tells of an export is short.
+/// The longest reply to an option: what it says about an export is short.
 const OPTION_REPLY_MAX: u32 = 4096;
 const REPLY_LENGTH: usize = 16;
-/// What one system call may bring: the replies to 32 reads of 4 KiB fit twice.
+/// The buffer of one receive call: the replies to 32 reads of 4 KiB fit twice.
 const ARRIVALS: usize = 256 * 1024;
 
 /// A slot's buffer, and the request in it.
@@ -35,7 +35,7 @@ struct Slot {
     request: Option<(Operation, u32)>,
 }
 
-/// A reply to a read of which part of the data is here.
+/// A reply to a read with incomplete data.
 struct Receiving {
     slot: u16,
     done: usize,
@@ -50,7 +50,7 @@ pub struct Nbd {
     slots: Vec<Slot>,
     outgoing: Vec<u8>,
     arrivals: Box<[u8]>,
-    /// What of the arrivals is not taken yet.
+    /// The first byte that is not processed yet.
     begin: usize,
     end: usize,
     receiving: Option<Receiving>,
@@ -97,7 +97,7 @@ impl Nbd {
         Some(&self.arrivals[begin..self.begin])
     }
 
-    /// The next reply's completion, if all of it is here.
+    /// The completion of the next reply, if all of it has arrived.
     fn next(&mut self) -> Result<Option<Completion>, InitiatorError> {
         if self.receiving.is_none() {
             let Some(header) = self.take(REPLY_LENGTH) else { return Ok(None) };
@@ -142,7 +142,7 @@ impl Nbd {
         Completion { slot, status: u8::try_from(error).unwrap_or(u8::MAX) }
     }
 
-    /// Takes what has come, waiting for it or not; true if something has.
+    /// Receives what has arrived, waiting for it or not; true if there was something.
     fn receive_more(&mut self, flags: MsgFlags) -> Result<bool, InitiatorError> {
         self.arrivals.copy_within(self.begin..self.end, 0);
         (self.begin, self.end) = (0, self.end - self.begin);
@@ -192,7 +192,7 @@ impl Initiator for Nbd {
         self.outgoing.extend(data);
     }
 
-    /// Requests of a load go one way, so replies cannot fill the socket while this one waits for room.
+    /// A load only reads or only writes, so replies cannot fill the socket while this waits for room.
     fn publish(&mut self) -> Result<(), InitiatorError> {
         if !self.outgoing.is_empty() {
             self.stream.write_all(&self.outgoing).map_err(broken)?;
@@ -223,7 +223,7 @@ impl Initiator for Nbd {
     }
 }
 
-/// What a failure of the socket means.
+/// The error for a failed socket.
 fn broken(error: io::Error) -> InitiatorError {
     match error.kind() {
         ErrorKind::BrokenPipe | ErrorKind::ConnectionReset | ErrorKind::UnexpectedEof => {
@@ -242,7 +242,7 @@ fn long(bytes: &[u8], at: usize) -> u64 {
     u64::from(word(bytes, at)) << 32 | u64::from(word(bytes, at + 4))
 }
 
-/// Agrees on the default export; says its size.
+/// Negotiates the default export; returns its size.
 fn negotiate(stream: &mut (impl Read + Write)) -> Result<u64, InitiatorError> {
     let mut greeting = [0; 18];
     stream.read_exact(&mut greeting).map_err(broken)?;
@@ -255,7 +255,7 @@ fn negotiate(stream: &mut (impl Read + Write)) -> Result<u64, InitiatorError> {
     let mut go = Vec::from(u32::from(FIXED_NEWSTYLE).to_be_bytes());
     go.extend(OPTION_MAGIC.to_be_bytes());
     go.extend(OPTION_GO.to_be_bytes());
-    // No name, and one thing to be told of: the sizes of blocks, which we are then bound to.
+    // No name, and one request for information: the block sizes, which we must then respect.
     let data = [&0u32.to_be_bytes()[..], &1u16.to_be_bytes(), &INFO_BLOCK_SIZE.to_be_bytes()];
     go.extend(8u32.to_be_bytes());
     go.extend(data.concat());
@@ -378,7 +378,7 @@ mod tests {
         assert!(matches!(client.wait(), Err(InitiatorError::Closed)));
     }
 
-    /// What a server says, and what became of the client's words.
+    /// A scripted server: what it sends, and what the client sent.
     struct Script(io::Cursor<Vec<u8>>, Vec<u8>);
 
     impl Read for Script {

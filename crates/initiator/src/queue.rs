@@ -60,18 +60,19 @@ impl Layout {
         self.buffers + usize::from(slot) * self.block
     }
 
-    /// Where the device asks for its next notification (2.7.10); it follows the used ring.
+    /// The offset of the index at which the device wants its next notification (2.7.10); it follows the used
+    /// ring.
     fn available_event(&self) -> usize {
         self.used + 4 + 8 * usize::from(self.queue_size)
     }
 
-    /// Where we ask for the next interrupt (2.7.10); it follows the available ring.
+    /// The offset of the index at which we want the next interrupt (2.7.10); it follows the available ring.
     fn used_event(&self) -> usize {
         self.available + 4 + 2 * usize::from(self.queue_size)
     }
 }
 
-/// Whether the step from `old` to `new` passes the index that the other side asked to hear of
+/// Whether the step from `old` to `new` passes the index at which the other side wants a notification
 /// (`vring_need_event`, 2.7.7.2).
 fn passes(event: u16, new: u16, old: u16) -> bool {
     new.wrapping_sub(event).wrapping_sub(1) < new.wrapping_sub(old)
@@ -82,10 +83,10 @@ pub(crate) struct Queue {
     memory: SharedMemory,
     layout: Layout,
     event_index: bool,
-    /// The available index as we count it; published up to `published`.
+    /// Our available index; published up to `published`.
     available: u16,
     published: u16,
-    /// The next used entry to look at.
+    /// The next used entry to read.
     used: u16,
     in_flight: Vec<bool>,
 }
@@ -141,7 +142,7 @@ impl Queue {
         self.memory.store(at + 8, rest.to_le(), Ordering::Relaxed);
     }
 
-    /// Shows the device what was pushed; true if it wants to be notified.
+    /// Publishes the pushed requests; true if the device wants to be notified.
     pub(crate) fn publish(&mut self) -> bool {
         let (old, new) = (self.published, self.available);
         if old == new {
@@ -149,7 +150,7 @@ impl Queue {
         }
         self.memory.store(self.layout.available + 2, new.to_le(), Ordering::Release);
         self.published = new;
-        // The device may go to sleep on the index it saw: read its wish after our store (2.7.13.4).
+        // The device may go to sleep on the index it saw: read its event index after our store (2.7.13.4).
         fence(Ordering::SeqCst);
         if self.event_index {
             let event =
@@ -182,7 +183,7 @@ impl Queue {
         Ok(Some((slot, self.memory.load(self.layout.status(slot), Ordering::Relaxed))))
     }
 
-    /// Asks for an interrupt with the next completion; true if one is there already.
+    /// Requests an interrupt with the next completion; true if one is there already.
     pub(crate) fn arm(&self) -> bool {
         if self.event_index {
             let event = self.used.to_le();
@@ -190,12 +191,12 @@ impl Queue {
         } else {
             self.memory.store(self.layout.available, 0u16, Ordering::Relaxed);
         }
-        // The device may complete before it sees our wish: look again after the store (2.7.14).
+        // The device may complete before it sees the request: check again after the store (2.7.14).
         fence(Ordering::SeqCst);
         self.has_used()
     }
 
-    /// Asks for no interrupts. With the event index, an index just passed comes again only after
+    /// Suppresses interrupts. With the event index, an index that was just passed comes again only after
     /// 65535 completions.
     pub(crate) fn disarm(&self) {
         if self.event_index {
@@ -213,7 +214,7 @@ mod tests {
 
     use super::*;
 
-    /// The device's side, as simple as can be: it completes the request at available index `next`.
+    /// A minimal device: it completes the request at available index `next`.
     fn complete(queue: &Queue, next: u16, status: u8) {
         let (memory, layout) = (&queue.memory, &queue.layout);
         let entry = usize::from(next % layout.queue_size);
@@ -283,7 +284,7 @@ mod tests {
     }
 
     #[test]
-    fn without_the_event_index_flags_rule() {
+    fn without_the_event_index_flags_decide() {
         let mut queue = queue(2, false);
         let flags =
             |queue: &Queue| -> u16 { queue.memory.load(queue.layout.available, Ordering::Relaxed) };
@@ -319,7 +320,7 @@ mod tests {
     }
 
     proptest! {
-        /// The formula of the specification against walking the steps one by one.
+        /// Compares the formula of the specification with walking the steps one by one.
         #[test]
         fn an_event_is_passed_when_one_of_the_steps_is_it(old: u16, steps in 0u16..300, event: u16) {
             let new = old.wrapping_add(steps);

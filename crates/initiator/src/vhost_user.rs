@@ -1,7 +1,7 @@
-//! The guest's side of vhost-user-blk without a guest: one queue, as fast as a driver can be.
+//! The guest's side of vhost-user-blk without a guest: one queue, driven as fast as possible.
 //!
-//! It negotiates the event index as Linux's driver does and asks for an interrupt only when it has
-//! nothing left to do ([`Wait::Sleep`]), or never ([`Wait::Poll`]).
+//! It negotiates the event index as Linux's driver does and requests an interrupt only when it has nothing
+//! left to do ([`Wait::Sleep`]), or never ([`Wait::Poll`]).
 
 use std::io;
 use std::os::fd::AsRawFd;
@@ -24,7 +24,7 @@ use crate::memory::SharedMemory;
 use crate::queue::{Layout, Queue};
 use crate::{Completion, Initiator, InitiatorError, Operation, STALL, Wait, check_shape};
 
-/// How long a server that may have missed a notification is waited for before it gets another.
+/// How long to wait for a server that may have missed a notification before it is notified again.
 const RENOTIFY: Duration = Duration::from_millis(100);
 
 const CALLED: u64 = 1;
@@ -95,8 +95,8 @@ impl VhostUser {
         })
     }
 
-    /// The same for a server known to miss a notification now and then: while one that sleeps is waited
-    /// for, it is notified again. Not the default, as it would hide that a server began to miss them.
+    /// The same for a server that is known to miss notifications now and then: while the initiator waits for
+    /// it, it is notified again. Not the default, as that would hide a server that begins to miss them.
     #[must_use]
     pub fn renotifying(self) -> Self {
         Self { misses_notifications: true, ..self }
@@ -215,7 +215,7 @@ fn event_descriptor() -> Result<EventFd, InitiatorError> {
     EventFd::new(nix::libc::EFD_NONBLOCK | nix::libc::EFD_CLOEXEC).map_err(InitiatorError::Events)
 }
 
-/// Virtio features that both sides have, of those that this initiator can use.
+/// The virtio features that both sides support, of those that this initiator uses.
 fn negotiate(frontend: &mut Frontend) -> Result<u64, InitiatorError> {
     frontend.set_owner().map_err(handshake("SET_OWNER"))?;
     let offered = frontend.get_features().map_err(handshake("GET_FEATURES"))?;

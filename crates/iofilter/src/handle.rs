@@ -1,6 +1,6 @@
-//! Turning what the configuration names into open descriptors.
+//! Turns the handles in the configuration into open descriptors.
 //!
-//! An inherited descriptor is taken once: it is ours from then on, is not inherited further, and is
+//! An inherited descriptor is taken once: from then on it is ours, is not inherited further, and is
 //! closed when it is no longer needed.
 
 use std::collections::HashSet;
@@ -19,16 +19,16 @@ use nix::sys::stat::{Mode, umask};
 use vmseal_api::filter::Handle;
 use vmseal_secret::{DEK_LEN, MemoryError, SecretBytes};
 
-/// The first descriptor that can be passed: not standard input, output and error.
+/// The first descriptor that can be passed: 0 to 2 are standard input, output and error.
 const FIRST: RawFd = 3;
 
-/// How long a lock may linger after its holder has died.
-const LOCK_PATIENCE: Duration = Duration::from_secs(3);
+/// How long a lock may outlive its holder.
+const LOCK_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// How often a lock is tried.
 const LOCK_INTERVAL: Duration = Duration::from_millis(20);
 
-/// Why something that the configuration names cannot be used.
+/// Why a handle in the configuration cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum HandleError {
     /// Named twice, or one of the standard descriptors.
@@ -37,26 +37,26 @@ pub enum HandleError {
     /// Not open, or not what it should be.
     #[error("descriptor {fd} cannot be used: {error}")]
     Descriptor {
-        /// Which.
+        /// Its number.
         fd: RawFd,
         /// Why.
         error: io::Error,
     },
-    /// Not to be opened.
+    /// It cannot be opened.
     #[error("cannot open {path}: {error}")]
     Path {
-        /// Which.
+        /// Its path.
         path: PathBuf,
         /// Why.
         error: io::Error,
     },
-    /// The path of a socket is taken.
+    /// The path of a socket is in use.
     #[error("{0} exists already and is in use, or is not a socket")]
     InUse(PathBuf),
-    /// Somebody works on it.
+    /// Another process uses it.
     #[error("{0} is in use: another process holds its lock. End the filter or the VM that uses it")]
     Locked(PathBuf),
-    /// A key file that others can read, or of another length.
+    /// A key file that others can read, or of the wrong length.
     #[error(
         "key file {0} must be a file of {DEK_LEN} bytes that nobody but its owner can read (mode 0600)"
     )]
@@ -66,12 +66,12 @@ pub enum HandleError {
     Key(#[from] MemoryError),
 }
 
-/// A socket by which a VMM is served.
+/// A socket that serves a VMM.
 #[derive(Debug)]
 pub enum Socket {
-    /// Whoever connects is.
+    /// Listening: any peer that connects is served.
     Listening(UnixListener),
-    /// Whoever is on the other side is.
+    /// Connected: its one peer is served.
     Connected(UnixStream),
 }
 
@@ -93,17 +93,13 @@ impl Handles {
         }
     }
 
-    /// A disk's image, or another file that nobody else may use meanwhile: one at a path is locked as agents lock
-    /// images, against all others if it is to be written, else against writers. An inherited one is locked by whoever
-    /// passed it.
+    /// A disk's image, or another file that no other process may use meanwhile: [`Handles::file`], locked.
     ///
     /// # Errors
-    /// [`HandleError`]; [`HandleError::Locked`] when somebody has it.
+    /// [`HandleError`]; [`HandleError::Locked`] when another process uses it.
     pub fn image(&mut self, handle: &Handle, write: bool) -> Result<OwnedFd, HandleError> {
         let file = self.file(handle, write)?;
-        if let Handle::Path(path) = handle {
-            lock(&file, path, write)?;
-        }
+        lock_if_path(&file, handle, write)?;
         Ok(file)
     }
 
@@ -134,8 +130,8 @@ impl Handles {
         }
     }
 
-    /// A listening unix socket. One at a path is made with mode 0600; a left-over that nobody listens
-    /// on is replaced.
+    /// A listening unix socket. One at a path is created with mode 0600; a left-over socket that nobody
+    /// listens on is replaced.
     ///
     /// # Errors
     /// [`HandleError`].
@@ -174,6 +170,18 @@ impl Handles {
     }
 }
 
+/// Locks a file that was opened by its path as agents lock images: against all others if it is to be written, else
+/// against writers. An inherited file was locked by the process that passed it.
+///
+/// # Errors
+/// [`HandleError::Locked`] when somebody has it.
+pub fn lock_if_path(file: &OwnedFd, handle: &Handle, write: bool) -> Result<(), HandleError> {
+    match handle {
+        Handle::Path(path) => lock(file, path, write),
+        Handle::Fd(_) => Ok(()),
+    }
+}
+
 fn open(path: &Path, write: bool) -> Result<File, HandleError> {
     OpenOptions::new()
         .read(true)
@@ -183,7 +191,7 @@ fn open(path: &Path, write: bool) -> Result<File, HandleError> {
 }
 
 /// Locks an open file as a whole (the lock of docs/formats and crate agent's `home`). A process that was killed may
-/// hold it a little longer: the kernel finishes its requests first.
+/// keep it a little longer: the kernel finishes its requests first.
 fn lock(file: &OwnedFd, path: &Path, write: bool) -> Result<(), HandleError> {
     let kind = if write { libc::F_WRLCK } else { libc::F_RDLCK };
     let whole = libc::flock {
@@ -194,7 +202,7 @@ fn lock(file: &OwnedFd, path: &Path, write: bool) -> Result<(), HandleError> {
         // Must be 0 for locks of open file descriptions.
         l_pid: 0,
     };
-    let give_up = Instant::now() + LOCK_PATIENCE;
+    let give_up = Instant::now() + LOCK_TIMEOUT;
     loop {
         match fcntl(file, FcntlArg::F_OFD_SETLK(&whole)) {
             Ok(_) => return Ok(()),
@@ -272,7 +280,7 @@ mod tests {
             assert!(matches!(open(write), Err(HandleError::Locked(of)) if of == path));
         }
         drop(writer);
-        // As a file system that is mounted read-only has it.
+        // As on a file system that is mounted read-only.
         std::fs::set_permissions(&path, PermissionsExt::from_mode(0o400)).unwrap();
         let readers = [open(false).unwrap(), open(false).unwrap()];
         std::fs::set_permissions(&path, PermissionsExt::from_mode(0o600)).unwrap();

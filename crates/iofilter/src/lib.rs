@@ -1,16 +1,16 @@
-//! The I/O-filter framework and what `vmseal-filter` is made of.
+//! The I/O filter framework, and the parts that make up `vmseal-filter`.
 //!
 //! ```text
 //!  process ─► front_ends, copy ─► disk ─► layers ─► storage ─► stack
 //! ```
 //! | module | subject |
 //! |---|---|
-//! | [`stack`] | how a request gets through a disk, and the memory it moves through; start at [`stack::chain`] |
-//! | [`storage`] | where a disk's bytes lie: file, qcow2, memory |
-//! | [`layers`] | what may stand above storage: alignment, encryption, cache, limits, a replica, faults |
-//! | [`disk`] | a disk put together, and its status |
-//! | [`front_ends`] | who serves it: vhost-user-blk to QEMU, NBD to tools |
-//! | [`copy`] | filling a disk from an image, writing one from a disk |
+//! | [`stack`] | how a request passes through a disk, and the memory it uses; start at [`stack::chain`] |
+//! | [`storage`] | where a disk's bytes are stored: file, qcow2, memory |
+//! | [`layers`] | the filters above storage: alignment, encryption, cache, limits, a replica, faults |
+//! | [`disk`] | a complete disk, and its status |
+//! | [`front_ends`] | the protocols that serve it: vhost-user-blk to QEMU, NBD to tools |
+//! | [`copy`] | filling a disk from an image, writing a disk to an image |
 //! | [`process`] | the filter process: configuration, confinement, control socket |
 //! | [`handle`] | the descriptors that a configuration names |
 

@@ -2,7 +2,7 @@
 //!
 //! It reads its configuration ([`vmseal_api::filter::FilterConfig`]) once, takes the keys from
 //! inherited descriptors, and serves until SIGTERM or a shutdown over its control socket; then it
-//! finishes what is under way, flushes, and exits with 0.
+//! finishes the requests in flight, flushes, and exits with 0.
 
 use std::fs::File;
 use std::process::ExitCode;
@@ -28,10 +28,10 @@ Serves the disks of one VM as its JSON configuration says, which is read from a 
 input (-) or from an inherited descriptor (fd:N). Logs go to standard error; its log_levels,
 or else RUST_LOG, say how much.";
 
-/// How long to wait for the outcome of a shutdown to be sent to whoever asked for it.
+/// How long to wait until the outcome of a shutdown has been sent to the client that asked for it.
 const LAST_WORDS: Duration = Duration::from_secs(2);
 
-/// The stack of the two small threads.
+/// The stack size of the two small threads.
 const STACK: usize = 256 * 1024;
 
 fn main() -> ExitCode {
@@ -39,7 +39,7 @@ fn main() -> ExitCode {
         println!("vmseal-filter {}", env!("CARGO_PKG_VERSION"));
         return ExitCode::SUCCESS;
     }
-    // Before there are threads, keys or anything else worth a dump.
+    // First of all: before there are threads, keys or anything else that must not be in a core dump.
     let hardening = harden();
     let privileges = nix::sys::prctl::set_no_new_privs();
     log();
@@ -54,7 +54,7 @@ fn log() {
     vmseal_log::start();
     std::panic::set_hook(Box::new(|panic| {
         if vmseal_iofilter::stack::contained::is_contained() {
-            return tracing::error!(%panic, "a defect of a library; what it was used for fails");
+            return tracing::error!(%panic, "a defect of a library; the operation fails");
         }
         tracing::error!(%panic, "a defect; the process ends");
         std::process::abort();
@@ -74,7 +74,7 @@ fn report(hardening: &Hardening) {
     }
 }
 
-/// Serves as long as it is wanted; whether all went well.
+/// Serves until asked to stop; true if everything went well.
 fn run() -> bool {
     let mut handles = Handles::default();
     let Ok(config) = read_config(&mut handles).inspect_err(tell) else { return false };
@@ -94,7 +94,7 @@ fn tell(error: &anyhow::Error) {
     tracing::error!("{error:#}");
 }
 
-/// The request that the process is started for. Whoever starts it by hand may have written anything there.
+/// The request id that the process was started with. When it was started by hand, this may be any text.
 fn request_span(config: &FilterConfig) -> tracing::Span {
     match RequestId::sent(config.request_id.as_deref().map(str::as_bytes)) {
         Some(id) => tracing::error_span!("request", request_id = %id),
@@ -124,7 +124,7 @@ fn begin(
         confinement,
         events: events.clone(),
     });
-    // Before whoever may change what is logged can.
+    // Before a control client can change the log levels.
     let levels = vmseal_log::levels();
     tracing::info!(vm = %config.vm, disks = config.disks.len(), logging = %levels, memory = confinement.memory_bytes, "serving");
     std::thread::Builder::new()
@@ -145,7 +145,7 @@ fn on_signal(signals: &SigSet, events: &Sender<Event>) {
     }
 }
 
-/// Waits for a shutdown and does it; whether all went well.
+/// Waits for a shutdown and does it; true if everything went well.
 fn end(running: Running, asked: &Receiver<Event>) -> bool {
     let Ok(Event::Shutdown { reply, sent }) = asked.recv() else { return false };
     let well = running.shut_down();

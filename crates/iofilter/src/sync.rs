@@ -1,5 +1,5 @@
-//! The atomics, locks and threads of the modules whose interleavings are tried one by one: tests/interleavings
-//! includes those modules as they are, where these names stand for Shuttle's.
+//! The atomics, locks and threads of the modules whose interleavings are tested exhaustively: tests/interleavings
+//! includes those modules unchanged, and there these names mean Shuttle's types.
 
 pub(crate) use std::sync::{Condvar, Mutex, MutexGuard, atomic};
 pub(crate) use std::thread::JoinHandle;

@@ -1,5 +1,5 @@
-//! What a filter cannot do any more once it serves: tried by processes that are confined as it is, and
-//! looked at in the program itself.
+//! The limits of a filter once it serves: tried by processes that are confined in the same way, and
+//! checked in the program itself.
 
 #![allow(clippy::unwrap_used)] // a test
 
@@ -21,19 +21,19 @@ use vmseal_initiator::driver::{BASE, Driver, INDIRECT, NEXT, WRITE};
 use vmseal_iofilter::process::config::read;
 use vmseal_iofilter::process::confinement::{confine_files, confine_system_calls, enter};
 
-const PATIENCE: Duration = Duration::from_secs(30);
+const TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Names the probe that this program is to be, instead of a test.
+/// Names the probe that this program must run, instead of a test.
 const PROBE: &str = "VMSEAL_TEST_PROBE";
 
-/// What becomes of a process that tries.
+/// The outcome for a process that tries.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Fate {
     /// It is ended by SIGSYS.
     Ended,
     /// It gets this error.
     Error(i32),
-    /// It can.
+    /// It succeeds.
     Done,
 }
 
@@ -52,7 +52,7 @@ fn text(text: &'static CStr) -> i64 {
 
 type Probe = (&'static str, Fate, fn() -> i32);
 
-/// Tried behind the filter of system calls alone, as Landlock would answer some of them first.
+/// Tried with the filter of system calls alone, as Landlock would answer some of them first.
 const SYSTEM_CALLS: &[Probe] = {
     use Fate::{Done, Ended, Error};
     &[
@@ -98,7 +98,7 @@ const SYSTEM_CALLS: &[Probe] = {
     ]
 };
 
-/// Tried behind Landlock alone.
+/// Tried with Landlock alone.
 const FILES: &[Probe] = {
     use Fate::Error;
     let denied = Error(libc::EACCES);
@@ -113,7 +113,7 @@ const FILES: &[Probe] = {
     ]
 };
 
-/// Tried behind all of it, in a process that was to serve one disk.
+/// Tried with everything, in a process that was about to serve one disk.
 const ALL: &[Probe] = {
     use Fate::{Done, Ended, Error};
     &[
@@ -143,7 +143,7 @@ fn error_of<T>(result: std::io::Result<T>) -> i32 {
     result.err().and_then(|error| error.raw_os_error()).unwrap_or(0)
 }
 
-/// What a filter does all day, on whatever C library: it must not be ended for it.
+/// The system calls of a filter in normal work, with any C library: they must not end it.
 fn everyday() -> i32 {
     let threads: Vec<_> = (0..4)
         .map(|number| {
@@ -168,7 +168,7 @@ fn everyday() -> i32 {
     if joined == 4 && read == 8 { failed[0] | failed[1] } else { 1 }
 }
 
-/// Not a test: what this program does where it is started as a probe.
+/// Not a test: the code that this program runs when it is started as a probe.
 #[test]
 fn probe() {
     let Ok(name) = std::env::var(PROBE) else { return };
@@ -247,7 +247,7 @@ fn a_confined_process_reaches_no_path_port_or_process() {
     }
 }
 
-/// Landlock holds for the thread that asks, so this one ends with its confinement.
+/// Landlock holds for the calling thread, so this one ends with its confinement.
 fn confine_on_a_thread() -> FilesConfined {
     let confine = || {
         nix::sys::prctl::set_no_new_privs().unwrap();
@@ -270,7 +270,7 @@ struct Filter {
 
 const SIZE: u64 = 128 << 20;
 
-/// One disk, and what it needs in this directory.
+/// One disk, and its files in this directory.
 fn config(directory: &Path) -> Value {
     let path = |name: &str| directory.join(name);
     json!({
@@ -311,7 +311,7 @@ impl Filter {
     }
 
     fn connect(&self, name: &str) -> UnixStream {
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + TIMEOUT;
         loop {
             match UnixStream::connect(self.directory.path().join(name)) {
                 Ok(stream) => return stream,
@@ -371,13 +371,13 @@ fn the_program_serves_confined_and_says_how() {
 
 const DEPTH: u16 = 128;
 const LENGTH: u32 = 512 << 10;
-/// Where the requests' headers, tables and data are.
+/// The places of the requests' headers, tables and data.
 const HEADERS: u64 = BASE + 0x10000;
 const TABLES: u64 = BASE + 0x20000;
 const BUFFERS: u64 = BASE + 0x10_0000;
 
-/// Keeps `DEPTH` requests of `length` bytes, at most `LENGTH`, under way, `rounds` times over; `kind` as
-/// virtio-blk has it.
+/// Keeps `DEPTH` requests of `length` bytes, at most `LENGTH`, in flight, `rounds` times over; `kind` is
+/// virtio-blk's number.
 fn load(guest: &mut Driver, kind: u32, length: u32, rounds: u32, mut watch: impl FnMut()) {
     let mut asked = 0_u64;
     let mut ask = |guest: &mut Driver, head: u16| {
@@ -399,7 +399,7 @@ fn load(guest: &mut Driver, kind: u32, length: u32, rounds: u32, mut watch: impl
     (0..DEPTH).for_each(|head| ask(guest, head));
     guest.kick();
     for round in 0..u32::from(DEPTH) * rounds {
-        let (head, _) = guest.answer(PATIENCE).expect("an answer");
+        let (head, _) = guest.answer(TIMEOUT).expect("an answer");
         let status = HEADERS + u64::from(head) * 32 + 16;
         assert_eq!(guest.memory.read_obj::<u8>(GuestAddress(status)).unwrap(), 0);
         if round < u32::from(DEPTH) * (rounds - 1) {

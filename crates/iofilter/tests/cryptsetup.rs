@@ -1,5 +1,5 @@
-//! What cryptsetup encrypts with the same key, this filter reads, and the reverse: aes-xts-plain64
-//! with 4096-byte sectors, exactly as dm-crypt has it.
+//! The filter reads data that cryptsetup encrypts with the same key, and the reverse: aes-xts-plain64
+//! with 4096-byte sectors, exactly as in dm-crypt.
 
 #![allow(clippy::unwrap_used)] // a test
 
@@ -28,7 +28,7 @@ fn key() -> Vec<u8> {
     (0..64u8).map(|at| at.wrapping_mul(91) ^ 0x5a).collect()
 }
 
-/// Has cryptsetup encrypt a file that begins with `plain`, in place, without device-mapper.
+/// Makes cryptsetup encrypt a file that begins with `plain`, in place, without device-mapper.
 fn encrypt_with_cryptsetup(directory: &Path, plain: &[u8]) -> std::path::PathBuf {
     let path = |name: &str| directory.join(name);
     std::fs::write(path("key"), key()).unwrap();

@@ -28,7 +28,7 @@ use vmseal_secret::SecretBytes;
 
 const DATA: u64 = 16 << 20;
 const SIZE: u64 = 64 << 20;
-const PATIENCE: Duration = Duration::from_secs(30);
+const TIMEOUT: Duration = Duration::from_secs(30);
 
 struct Place {
     directory: tempfile::TempDir,
@@ -88,7 +88,7 @@ impl Place {
         Filter { child: command.spawn().unwrap(), control: self.path("control") }
     }
 
-    /// What the disk holds, decrypted.
+    /// The disk's content, decrypted.
     fn content(&self) -> Vec<u8> {
         let file = File::options().read(true).write(true).open(self.path("disk")).unwrap();
         let file = FileDisk::open(OwnedFd::from(file), DATA, SIZE, Direct::Off, false).unwrap();
@@ -114,7 +114,7 @@ struct Filter {
 
 impl Filter {
     fn connect(&self) -> UnixStream {
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + TIMEOUT;
         loop {
             match UnixStream::connect(&self.control) {
                 Ok(stream) => return stream,
@@ -145,7 +145,7 @@ impl Filter {
 
     /// Waits until the disk no longer imports or exports.
     fn settled(&self) -> DiskActivity {
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + TIMEOUT;
         loop {
             match self.disk().state {
                 DiskActivity::Importing { .. } | DiskActivity::Exporting { .. } => {
@@ -158,7 +158,7 @@ impl Filter {
     }
 
     fn ended(mut self) -> (Option<i32>, String) {
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + TIMEOUT;
         while self.child.try_wait().unwrap().is_none() {
             assert!(Instant::now() < until, "the filter does not end");
             std::thread::sleep(Duration::from_millis(5));
@@ -176,7 +176,7 @@ impl Drop for Filter {
     }
 }
 
-/// A sparse image of odd length with data here and there.
+/// A sparse image of odd length with data in some places.
 fn image(path: &Path) -> Vec<u8> {
     let mut bytes = vec![0; (20 << 20) + 1234];
     for (at, length) in [(0, 5000), (3 << 20, 70_000), ((9 << 20) - 3, 6), ((20 << 20) + 1000, 234)]
@@ -214,8 +214,8 @@ fn an_image_is_imported_encrypted_sparse_and_whole_and_the_filter_ends_on_reques
     assert!(raw.windows(64).all(|window| *window != bytes[..64]), "plaintext is in the image");
 }
 
-/// Holes and clusters of zeroes in the source make no allocation in the destination, whatever is in a
-/// compressed cluster.
+/// Holes and clusters of zeroes in the source allocate nothing in the destination, whatever a
+/// compressed cluster contains.
 #[test]
 fn a_qcow2_image_is_imported_as_its_disk_and_stays_sparse() {
     let place = Place::new();
@@ -228,7 +228,7 @@ fn a_qcow2_image_is_imported_as_its_disk_and_stays_sparse() {
     };
     convert("plain.qcow2", &[]);
     convert("compressed.qcow2", &["-c"]);
-    // Clusters that say that they are zero, and clusters full of zeroes.
+    // Clusters that are marked as zero, and clusters full of zeroes.
     convert("zeroed.qcow2", &["-S", "0", "-o", "cluster_size=4096"]);
     let zero = Command::new("qemu-io")
         .args(["-f", "qcow2", "-c", "write -z 5M 3M"])
@@ -269,7 +269,7 @@ fn a_damaged_qcow2_image_is_refused_by_its_reason() {
 }
 
 #[test]
-fn an_import_goes_on_where_it_is_told_to_and_says_what_is_flushed() {
+fn an_import_resumes_at_the_given_place_and_reports_what_is_flushed() {
     let place = Place::new();
     let bytes = image(&place.path("image"));
     let mut config = place.config();
@@ -285,7 +285,7 @@ fn an_import_goes_on_where_it_is_told_to_and_says_what_is_flushed() {
         config["disks"][0]["import"] = from(nowhere);
         let filter = place.start(&config);
         let DiskActivity::Failed { message } = filter.settled() else { panic!("it did not fail") };
-        assert!(message.contains("cannot go on"), "{message}");
+        assert!(message.contains("cannot resume"), "{message}");
     }
 }
 
@@ -307,7 +307,7 @@ fn an_import_over_old_data_leaves_none_of_it() {
 }
 
 #[test]
-fn an_import_that_fails_is_said_to_have_failed() {
+fn a_failed_import_is_reported() {
     let place = Place::new();
     File::create(place.path("image")).unwrap().set_len(SIZE + 4096).unwrap();
     let mut config = place.config();
@@ -483,28 +483,28 @@ fn a_disk_in_use_is_read_beside_its_front_end_and_knows_what_has_changed() {
     let map = "--map=qemu:dirty-bitmap:monday";
     let (well, dirty) = ran("nbdinfo", &[map, &backup]);
     assert!(well && dirty.lines().filter(|line| line.contains("dirty")).count() == 2, "{dirty}");
-    // Nothing but reading, whoever asks.
+    // Reading is all that works, for any client.
     let (well, said) = ran("nbdinfo", &[&backup]);
     assert!(well && said.contains("is_read_only: true"), "{said}");
     let commands = ["-f", "raw", "-c", "write 0 4k", &backup];
     assert!(!ran("qemu-io", &commands).0, "written beside the guest");
     assert_eq!(filter.disk().counters.errors, 0, "what is beside counts apart");
-    // It changes as the guest goes on, and its end does not wait for who reads.
+    // The bitmap changes as the guest continues, and the filter's end does not wait for readers.
     let held = UnixStream::connect(place.path("backup")).unwrap();
     assert!(nbdcopy(&["--connections=3", &backup, &image]) == place.content());
     let shutdown = filter.ask(&ControlRequest::Shutdown);
     assert_eq!((shutdown, filter.ended().0), (ControlReply::Done, Some(0)));
     drop(held);
-    // What happened while there was no filter is not known: nothing is called clean.
+    // Changes made while there was no filter are not known: nothing is reported as clean.
     let filter = place.start(&config);
     assert_eq!(filter.settled(), DiskActivity::Idle);
-    assert!(!ran("nbdinfo", &[map, &backup]).0, "a bitmap that is lost is told of");
+    assert!(!ran("nbdinfo", &[map, &backup]).0, "a lost bitmap is reported");
     assert!(filter.disk().bitmaps.is_empty());
     assert_eq!(filter.ask(&ControlRequest::Shutdown), ControlReply::Done);
 }
 
 #[test]
-fn what_is_cut_off_an_image_is_an_error_to_every_reader_and_never_zeroes() {
+fn the_truncated_part_of_an_image_is_an_error_to_every_reader_and_never_zeroes() {
     let place = Place::new();
     std::fs::write(place.path("disk"), vec![7; (DATA + SIZE) as usize]).unwrap();
     let mut config = place.config();
@@ -517,7 +517,7 @@ fn what_is_cut_off_an_image_is_an_error_to_every_reader_and_never_zeroes() {
     disk.set_len(DATA + SIZE / 2).unwrap();
     let copy = place.path("copy").display().to_string();
     let uri = |name: &str| format!("nbd+unix:///?socket={}", place.path(name).display());
-    // Beside the guest first: its trouble is the disk's, too.
+    // Beside the guest first: errors there are the disk's, too.
     for name in ["backup", "guest"] {
         let uri = uri(name);
         let (well, said) = ran("nbdcopy", &[&uri, &copy]);
@@ -563,7 +563,7 @@ fn a_disk_leaves_byte_for_byte_and_sparse() {
     assert_eq!(filter.settled(), DiskActivity::Idle);
     assert_eq!(filter.ask(&ControlRequest::Shutdown), ControlReply::Done);
     filter.ended();
-    // What the disk holds, as a file to compare with.
+    // The disk's content, as a file to compare with.
     std::fs::write(place.path("plain"), place.content()).unwrap();
     let before = std::fs::read(place.path("disk")).unwrap();
     let used = || std::fs::metadata(place.path("out")).unwrap().blocks() * 512;
@@ -624,7 +624,7 @@ fn what_is_logged_changes_while_it_serves_and_only_to_what_is_understood() {
 }
 
 #[test]
-fn nonsense_on_the_control_socket_is_answered_or_ended() {
+fn invalid_input_on_the_control_socket_is_answered_or_ended() {
     let place = Place::new();
     let filter = place.start(&place.config());
     let ControlReply::Error { message, .. } = filter.send(b"{\"do\":\"fly\"}") else { panic!() };

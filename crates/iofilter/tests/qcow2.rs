@@ -1,5 +1,5 @@
-//! qcow2 images that are damaged, hostile or not what they are said to be: refused with the reason, or an
-//! error of the requests that meet the damage; and what an image costs in memory.
+//! qcow2 images that are damaged, hostile or differ from their declared format: refused with the reason, or an
+//! error of the requests that meet the damage; and the memory that an image costs.
 
 #![allow(clippy::unwrap_used)] // a test
 
@@ -21,9 +21,9 @@ use vmseal_iofilter::storage::qcow2::Qcow2Disk;
 
 const SIZE: u64 = 4 << 20;
 const CLUSTER: u64 = 65536;
-const PATIENCE: Duration = Duration::from_secs(30);
+const TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Where `qemu-img create` puts things.
+/// Offsets in an image of `qemu-img create`.
 const REFCOUNT_TABLE: u64 = CLUSTER;
 const REFCOUNT_BLOCK: u64 = 2 * CLUSTER;
 const L1: u64 = 3 * CLUSTER;
@@ -53,7 +53,7 @@ impl Place {
         self.run("qemu-img", &[&create, options, &[name, "4M"]].concat());
     }
 
-    /// Has QEMU write to the image.
+    /// Makes QEMU write to the image.
     fn write(&self, name: &str, what: &str) {
         self.run("qemu-io", &["-f", "qcow2", "-c", what, name]);
     }
@@ -81,7 +81,7 @@ fn read_u64(file: &File, at: u64) -> u64 {
     u64::from_be_bytes(bytes)
 }
 
-/// One request; reads return what they read.
+/// Does one request; a read returns its data.
 fn ask(chain: &mut Chain, what: Operation, at: u64, bytes: &mut [u8]) -> Result<(), IoError> {
     let id = chain.begin().unwrap();
     if matches!(what, Operation::Read | Operation::Write) {
@@ -142,11 +142,11 @@ fn an_image_is_refused_for_what_is_wrong_with_it() {
 }
 
 #[test]
-fn what_lies_below_is_what_is_given_and_never_what_the_image_names() {
+fn the_files_below_are_those_given_and_never_those_the_image_names() {
     let place = Place::new();
     std::fs::write(place.path("secret"), vec![0x11; SIZE as usize]).unwrap();
     std::fs::write(place.path("base"), vec![0x22; SIZE as usize]).unwrap();
-    // QEMU would read the file that is named.
+    // QEMU would read the named file.
     place.create("image", &["-b", "secret", "-F", "raw"]);
     let refusal = place.refusal(&[]);
     assert!(refusal.contains("an overlay of another file (secret)"), "{refusal}");
@@ -155,7 +155,7 @@ fn what_lies_below_is_what_is_given_and_never_what_the_image_names() {
     ask(&mut disk.chain().unwrap(), Operation::Read, 4096, &mut bytes).unwrap();
     assert!(bytes.iter().all(|&byte| byte == 0x22));
     drop(disk);
-    // A raw file stays one, whatever a guest has written to its start.
+    // A raw file is read as raw, whatever a guest has written to its start.
     place.create("evil", &["-b", "secret", "-F", "raw"]);
     let evil = std::fs::read(place.path("evil")).unwrap();
     place.file("base").write_all_at(&evil, 0).unwrap();
@@ -201,13 +201,13 @@ fn with_a_file_below_what_is_discarded_or_zeroed_reads_as_zeroes() {
 }
 
 #[test]
-fn what_meets_damage_fails_and_the_rest_goes_on() {
+fn requests_that_meet_damage_fail_and_others_succeed() {
     let place = Place::new();
     place.create("image", &[]);
     place.write("image", "write -P 7 0 256k");
     let file = place.file("image");
     let l2 = read_u64(&file, L1) & 0x00ff_ffff_ffff_fe00;
-    // A cluster that lies beyond the end, and one that is compressed, but is not.
+    // A cluster that is beyond the end, and one that is marked as compressed, but is not.
     file.write_all_at(&(1u64 << 63 | 1 << 40).to_be_bytes(), l2).unwrap();
     file.write_all_at(&(1u64 << 62 | (5 * CLUSTER)).to_be_bytes(), l2 + 16).unwrap();
     let mut chain = place.open(&[], false).unwrap().chain().unwrap();
@@ -219,17 +219,17 @@ fn what_meets_damage_fails_and_the_rest_goes_on() {
     assert_eq!(read(3, &mut bytes), Ok(()));
     assert!(bytes.iter().all(|&byte| byte == 7));
     drop(chain);
-    // One that does not begin where clusters do.
+    // A cluster that is not at a cluster boundary.
     file.write_all_at(&(1u64 << 63 | 0x1200).to_be_bytes(), l2).unwrap();
     let mut chain = place.open(&[], false).unwrap().chain().unwrap();
     assert_eq!(ask(&mut chain, Operation::Read, 0, &mut bytes), Err(IoError::Damaged));
     drop(chain);
-    // A table that is nowhere in the file.
+    // A table that is not in the file.
     place.create("image", &[]);
     place.write("image", "write -P 7 0 256k");
     let mut chain = place.open(&[], true).unwrap().chain().unwrap();
     place.file("image").write_all_at(&(1u64 << 63 | 1 << 40).to_be_bytes(), L1).unwrap();
-    assert_eq!(ask(&mut chain, Operation::Read, 0, &mut bytes), Ok(()), "it was looked at before");
+    assert_eq!(ask(&mut chain, Operation::Read, 0, &mut bytes), Ok(()), "it was checked before");
     drop(chain);
     let mut chain = place.open(&[], true).unwrap().chain().unwrap();
     assert_eq!(ask(&mut chain, Operation::Read, 0, &mut bytes), Err(IoError::Damaged));
@@ -263,8 +263,8 @@ fn an_image_that_was_cut_is_not_opened_and_loses_nothing_more() {
         assert!(refusal.contains("truncated: data of its disk"), "{refusal}");
     }
     let image = place.path("image").metadata().unwrap();
-    assert_eq!(image.len(), whole.len() as u64 - (1 << 20), "it was made longer");
-    // With what was cut off it is whole again.
+    assert_eq!(image.len(), whole.len() as u64 - (1 << 20), "it was extended");
+    // With the truncated part put back it is whole again.
     std::fs::write(place.path("image"), &whole).unwrap();
     place.open(&[], false).unwrap();
     // As a layer below another one, too.
@@ -327,7 +327,7 @@ impl Filter {
         let mut command = Command::new(env!("CARGO_BIN_EXE_vmseal-filter"));
         command.arg("--config").arg(at.join("config")).stderr(Stdio::null());
         let filter = Self(command.spawn().unwrap());
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + TIMEOUT;
         while !at.join("nbd").exists() {
             assert!(Instant::now() < until, "it does not serve");
             std::thread::sleep(Duration::from_millis(5));
@@ -335,7 +335,7 @@ impl Filter {
         filter
     }
 
-    /// Memory of its own, in KiB.
+    /// Its private memory, in KiB.
     fn memory(&self) -> u64 {
         let status = std::fs::read_to_string(format!("/proc/{}/status", self.0.id())).unwrap();
         let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:")).unwrap();
@@ -434,7 +434,7 @@ fn block_status_shows_what_an_image_has_not_allocated() {
     let whole = [(false, 1 << 20), (true, (1 << 20) + (128 << 10)), (false, SIZE)];
     assert_eq!(extents(0), whole);
     assert_eq!(extents(512), whole, "from within a hole");
-    // From several threads at once, and beside those who read.
+    // From several threads at once, and while others read.
     let mut chain = disk.chain().unwrap();
     std::thread::scope(|scope| {
         for _ in 0..3 {

@@ -1,5 +1,5 @@
-//! What room a disk takes on its datastore: a thin one gives back what the guest discards, a preallocated
-//! one never does, by either file engine, encrypted and not.
+//! The space that a disk takes on its datastore: a thin one gives back what the guest discards, a preallocated
+//! one never does, with either file engine, encrypted and not.
 
 #![allow(clippy::unwrap_used)] // a test
 

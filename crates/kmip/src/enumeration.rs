@@ -1,4 +1,4 @@
-//! Enumerations of the protocol (KMIP 1.4 specification, section 9.1.3.2), as far as they are used.
+//! Enumerations of the protocol (KMIP 1.4 specification, section 9.1.3.2), as far as vmseal uses them.
 
 use std::fmt;
 
@@ -13,7 +13,7 @@ macro_rules! enumeration {
         }
 
         impl $type {
-            /// As the protocol numbers it.
+            /// Its number in the protocol.
             #[must_use]
             pub fn number(self) -> u32 {
                 match self {
@@ -22,7 +22,7 @@ macro_rules! enumeration {
                 }
             }
 
-            /// What a number means.
+            /// The value of a number.
             #[must_use]
             pub fn from_number(number: u32) -> Self {
                 match number {
@@ -44,9 +44,9 @@ macro_rules! enumeration {
 }
 
 enumeration! {
-    /// What is asked of a server (section 9.1.3.2.27).
+    /// An operation of a server (section 9.1.3.2.27).
     OperationCode {
-        /// Make a key.
+        /// Create a key.
         Create = 0x01, "Create";
         /// Find objects by attributes.
         Locate = 0x08, "Locate";
@@ -62,9 +62,9 @@ enumeration! {
         Revoke = 0x13, "Revoke";
         /// Destroy an object.
         Destroy = 0x14, "Destroy";
-        /// What the server is and can do.
+        /// Ask for the server's description and operations.
         Query = 0x18, "Query";
-        /// Which versions the server speaks (from 1.1).
+        /// Ask which versions the server speaks (from 1.1).
         DiscoverVersions = 0x1e, "DiscoverVersions";
     }
 }
@@ -72,13 +72,13 @@ enumeration! {
 enumeration! {
     /// Why a server refuses (section 9.1.3.2.29; section 11 says when).
     ResultReason {
-        /// No such object, for this client; also a destroyed one, where the server forgets those.
+        /// No such object for this client; at some servers also a destroyed one.
         ItemNotFound = 0x01, "ItemNotFound";
         /// The answer is longer than the client accepts.
         ResponseTooLarge = 0x02, "ResponseTooLarge";
-        /// The client is not who it has to be.
+        /// The client could not be authenticated.
         AuthenticationNotSuccessful = 0x03, "AuthenticationNotSuccessful";
-        /// The server does not understand the message; also a version that it does not speak.
+        /// The server does not understand the message, or does not speak its version.
         InvalidMessage = 0x04, "InvalidMessage";
         /// The server does not know the operation.
         OperationNotSupported = 0x05, "OperationNotSupported";
@@ -92,11 +92,11 @@ enumeration! {
         OperationCanceledByRequester = 0x09, "OperationCanceledByRequester";
         /// The server's cryptography failed.
         CryptographicFailure = 0x0a, "CryptographicFailure";
-        /// Not allowed for the object as it is.
+        /// Not allowed for this object.
         IllegalOperation = 0x0b, "IllegalOperation";
-        /// This client may not; also an operation that the object's state forbids.
+        /// Not allowed for this client, or in the object's state.
         PermissionDenied = 0x0c, "PermissionDenied";
-        /// The object has to be recovered from the archive.
+        /// The object must be recovered from the archive.
         ObjectArchived = 0x0d, "ObjectArchived";
         /// An attribute has no such index.
         IndexOutOfBounds = 0x0e, "IndexOutOfBounds";
@@ -106,19 +106,19 @@ enumeration! {
         KeyFormatTypeNotSupported = 0x10, "KeyFormatTypeNotSupported";
         /// The key cannot be given with this compression.
         KeyCompressionTypeNotSupported = 0x11, "KeyCompressionTypeNotSupported";
-        /// The encoding of a wrapped key.
+        /// The encoding of a wrapped key is not supported.
         EncodingOptionError = 0x12, "EncodingOptionError";
         /// The server has the object without its key.
         KeyValueNotPresent = 0x13, "KeyValueNotPresent";
-        /// The server wants an attestation.
+        /// The server requires an attestation.
         AttestationRequired = 0x14, "AttestationRequired";
         /// The attestation was wrong.
         AttestationFailed = 0x15, "AttestationFailed";
-        /// The key may leave the server wrapped only (from 1.4).
+        /// The key may leave the server only wrapped (from 1.4).
         Sensitive = 0x16, "Sensitive";
         /// The key may not leave the server (from 1.4).
         NotExtractable = 0x17, "NotExtractable";
-        /// There is one already.
+        /// The object exists already.
         ObjectAlreadyExists = 0x18, "ObjectAlreadyExists";
         /// Anything else.
         GeneralFailure = 0x100, "GeneralFailure";
@@ -126,15 +126,15 @@ enumeration! {
 }
 
 enumeration! {
-    /// What may be done with a key (section 3.22).
+    /// The state of a key, which decides its use (section 3.22).
     State {
-        /// Made, not yet to be used.
+        /// Created, not yet usable.
         PreActive = 1, "Pre-Active";
         /// In use.
         Active = 2, "Active";
-        /// Only to decrypt what there is.
+        /// Only for decryption of existing data.
         Deactivated = 3, "Deactivated";
-        /// Somebody else may have it; only to decrypt what there is.
+        /// Somebody else may have it; only for decryption of existing data.
         Compromised = 4, "Compromised";
         /// The key is gone.
         Destroyed = 5, "Destroyed";
@@ -152,7 +152,7 @@ enumeration! {
         KeyCompromise = 2, "Key Compromise";
         /// Another key took its place: Deactivated.
         Superseded = 5, "Superseded";
-        /// What it was for is no more: Deactivated.
+        /// It is no longer needed: Deactivated.
         CessationOfOperation = 6, "Cessation of Operation";
     }
 }
@@ -161,9 +161,9 @@ enumeration! {
 pub(crate) const STATUS_SUCCESS: u32 = 0;
 /// Refused.
 pub(crate) const STATUS_FAILED: u32 = 1;
-/// Will be done later; to be asked for.
+/// Will be done later; the client must poll.
 pub(crate) const STATUS_PENDING: u32 = 2;
-/// Was done, and undone because of another item of the batch.
+/// Done, then undone because of another item of the batch.
 pub(crate) const STATUS_UNDONE: u32 = 3;
 
 /// `Object Type` (section 9.1.3.2.12): a symmetric key.

@@ -1,14 +1,14 @@
-//! Reading the items of a structure by their tags, whatever their order: servers add items that later
-//! versions or their vendors define, and those are passed over.
+//! Reads the items of a structure by their tags, in any order, and ignores unknown items: servers add
+//! items that later versions or their vendors define.
 
 use crate::ttlv::{DecodeError, Item, Tag, Value};
 use crate::{OperationCode, ProtocolVersion};
 
-/// How a response departs from the protocol.
+/// How a response violates the protocol.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Violation {
-    /// It is not TTLV, or beyond the limits.
-    #[error("it is no KMIP message: {0}")]
+    /// It is not TTLV, or exceeds the limits.
+    #[error("it is not a KMIP message: {0}")]
     Malformed(#[from] DecodeError),
     /// A field is missing.
     #[error("{structure} has no {field}")]
@@ -18,7 +18,7 @@ pub enum Violation {
         /// What.
         field: Tag,
     },
-    /// A field that may be there once is there more often.
+    /// A field is repeated that may occur once.
     #[error("{structure} has more than one {field}")]
     Repeated {
         /// Where.
@@ -33,11 +33,11 @@ pub enum Violation {
         structure: Tag,
         /// What.
         field: Tag,
-        /// The type that it has to have.
+        /// The type that it must have.
         expected: &'static str,
     },
-    /// A field has a value that it cannot have here.
-    #[error("{0} has a value that it cannot have there")]
+    /// A field has an invalid value.
+    #[error("{0} has an invalid value")]
     WrongValue(Tag),
     /// The response is of a version that this crate does not speak.
     #[error("it is of KMIP {0}")]
@@ -45,17 +45,17 @@ pub enum Violation {
     /// The header's count of batch items is wrong, or there are more than were asked for.
     #[error("it announces {announced} results and has {found}, where {asked} were asked for")]
     BatchCount {
-        /// As the header says.
+        /// The header's count.
         announced: i32,
-        /// As there are.
+        /// The actual count.
         found: usize,
-        /// As there should be.
+        /// The count of items in the request.
         asked: usize,
     },
-    /// A result names no item of the request, or one that has its result.
+    /// A result names no item of the request, or one that already has its result.
     #[error("a result belongs to no item of the request")]
     WrongBatchItem,
-    /// An item of the request has no result, though none was refused.
+    /// An item of the request has no result, although none was refused.
     #[error("an item of the request has no result")]
     NoResult,
     /// A result is of another operation.
@@ -69,7 +69,7 @@ pub enum Violation {
     /// A result is about another object.
     #[error("it is about another object than was asked for")]
     OtherObject,
-    /// The server wants to answer later, which it was not offered.
+    /// The server wants to answer later, which the request did not allow.
     #[error("the operation is pending, although the request was not asynchronous")]
     Pending,
 }
@@ -82,7 +82,7 @@ pub struct Fields<'m, 'a> {
 }
 
 impl<'m, 'a> Fields<'m, 'a> {
-    /// The items of a structure; `None` if it is none.
+    /// The items of a structure; `None` for another value.
     #[must_use]
     pub fn of(item: &'m Item<'a>) -> Option<Self> {
         match &item.value {
@@ -105,7 +105,7 @@ impl<'m, 'a> Fields<'m, 'a> {
     /// The structures with a tag.
     ///
     /// # Errors
-    /// [`Violation::WrongType`], one by one.
+    /// [`Violation::WrongType`], for each of them.
     pub fn structures(self, field: Tag) -> impl Iterator<Item = Result<Fields<'m, 'a>, Violation>> {
         self.items
             .iter()
@@ -113,7 +113,7 @@ impl<'m, 'a> Fields<'m, 'a> {
             .map(move |item| Fields::of(item).ok_or(self.wrong_type(field, "Structure")))
     }
 
-    /// An item that may be there once.
+    /// An optional item.
     ///
     /// # Errors
     /// [`Violation::Repeated`].
@@ -126,7 +126,7 @@ impl<'m, 'a> Fields<'m, 'a> {
         Ok(first)
     }
 
-    /// An item that has to be there once.
+    /// A mandatory item.
     ///
     /// # Errors
     /// [`Violation::Missing`], [`Violation::Repeated`].
@@ -138,10 +138,10 @@ impl<'m, 'a> Fields<'m, 'a> {
         Violation::WrongType { structure: self.structure, field, expected }
     }
 
-    /// A structure that has to be there.
+    /// A mandatory structure.
     ///
     /// # Errors
-    /// [`Violation`], as all that follow.
+    /// [`Violation`], as for all that follow.
     pub fn structure(self, field: Tag) -> Result<Fields<'m, 'a>, Violation> {
         match self.required(field)? {
             Value::Structure(items) => Ok(Fields { structure: field, items }),
@@ -149,7 +149,7 @@ impl<'m, 'a> Fields<'m, 'a> {
         }
     }
 
-    /// A structure that may be there.
+    /// An optional structure.
     ///
     /// # Errors
     /// [`Violation`].
@@ -160,7 +160,7 @@ impl<'m, 'a> Fields<'m, 'a> {
         }
     }
 
-    /// A text string that has to be there.
+    /// A mandatory text string.
     ///
     /// # Errors
     /// [`Violation`].
@@ -171,7 +171,7 @@ impl<'m, 'a> Fields<'m, 'a> {
         }
     }
 
-    /// A text string that may be there.
+    /// An optional text string.
     ///
     /// # Errors
     /// [`Violation`].
@@ -182,7 +182,7 @@ impl<'m, 'a> Fields<'m, 'a> {
         }
     }
 
-    /// A byte string that has to be there.
+    /// A mandatory byte string.
     ///
     /// # Errors
     /// [`Violation`].
@@ -193,7 +193,7 @@ impl<'m, 'a> Fields<'m, 'a> {
         }
     }
 
-    /// An integer that has to be there.
+    /// A mandatory integer.
     ///
     /// # Errors
     /// [`Violation`].
@@ -204,7 +204,7 @@ impl<'m, 'a> Fields<'m, 'a> {
         }
     }
 
-    /// An enumeration that has to be there.
+    /// A mandatory enumeration.
     ///
     /// # Errors
     /// [`Violation`].
@@ -215,7 +215,7 @@ impl<'m, 'a> Fields<'m, 'a> {
         }
     }
 
-    /// An enumeration that may be there.
+    /// An optional enumeration.
     ///
     /// # Errors
     /// [`Violation`].
@@ -226,7 +226,7 @@ impl<'m, 'a> Fields<'m, 'a> {
         }
     }
 
-    /// A protocol version that is a structure here.
+    /// A protocol version that is an item of this structure.
     ///
     /// # Errors
     /// [`Violation`].

@@ -2,14 +2,14 @@
 //!
 //! | module | what |
 //! |---|---|
-//! | [`ttlv`] | the encoding, without I/O: hostile input is an error, never a panic or an allocation by its word |
-//! | [`fields`] | the items of a structure by their tags, and how a response can depart from the protocol |
-//! | [`message`] | requests and responses around operations, without I/O |
-//! | [`operation`] | what is asked of a server, and its answers |
+//! | [`ttlv`] | the encoding, without I/O: bad input is an error, never a panic or a huge allocation |
+//! | [`fields`] | the items of a structure by their tags, and how a response can violate the protocol |
+//! | [`message`] | requests and responses that carry operations, without I/O |
+//! | [`operation`] | the operations: requests to a server, and its answers |
 //! | `client` | connections, TLS, the pool, and [`Client`](client::Client) (feature `client`, on by default) |
 //! | `testing` | servers and certificates for tests (feature `testing`) |
 //!
-//! What is sent, what a server has to support and what is tolerated: docs/kmip.md.
+//! docs/kmip.md describes what is sent, what a server must support and what is tolerated.
 
 #[cfg(feature = "client")]
 pub mod client;

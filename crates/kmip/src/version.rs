@@ -25,8 +25,8 @@ impl ProtocolVersion {
     /// KMIP 1.4 (2017).
     pub const V1_4: Self = Self { major: 1, minor: 4 };
 
-    /// Those that this crate speaks, latest first: the order in which they are offered. KMIP 2.x codes
-    /// attributes differently and is not spoken.
+    /// The versions that this crate speaks, latest first: the order in which it offers them. KMIP 2.x
+    /// encodes attributes differently and is not supported.
     pub const SPOKEN: [Self; 5] = [Self::V1_4, Self::V1_3, Self::V1_2, Self::V1_1, Self::V1_0];
 
     /// Writes it as a `Protocol Version`.

@@ -1,4 +1,4 @@
-//! Servers that die, hang, answer garbage, or refuse: what the client makes of it.
+//! The client with servers that die, hang, answer garbage, or refuse.
 #![allow(clippy::unwrap_used)] // in tests a panic is the report
 
 mod server;
@@ -16,11 +16,11 @@ use vmseal_kmip::{OperationCode, ProtocolVersion, ResultReason, State};
 
 use server::AUTHORITY;
 
-/// How long a test waits for a time-out.
+/// The timeout that a test waits for.
 const SHORT: Duration = Duration::from_secs(1);
 
-/// How much longer a step may take on a busy machine.
-const PATIENCE: Duration = Duration::from_secs(20);
+/// How long a step may take on a busy machine.
+const MAX_ELAPSED: Duration = Duration::from_secs(20);
 
 fn settings(server: &ScriptedServer) -> Settings {
     let identity = AUTHORITY.client("vmseal", Validity::Now).identity();
@@ -46,7 +46,7 @@ fn active(payload: &mut Encoder) {
     });
 }
 
-/// A good answer, to whatever is asked.
+/// A good answer to any request.
 fn good(asked: &Asked) -> Vec<u8> {
     asked.done(|payload| match asked.operation {
         OperationCode::GetAttributes => active(payload),
@@ -55,7 +55,7 @@ fn good(asked: &Asked) -> Vec<u8> {
 }
 
 #[tokio::test]
-async fn a_server_that_hangs_in_the_middle_of_its_answer_is_given_up() {
+async fn a_server_that_hangs_in_the_middle_of_its_answer_times_out() {
     let server = scripted(|asked| {
         let answer = good(asked);
         Reaction::SendAndHang(answer[..answer.len() / 2].to_vec())
@@ -66,9 +66,9 @@ async fn a_server_that_hangs_in_the_middle_of_its_answer_is_given_up() {
     let begun = Instant::now();
     let error = client.key_state(&id()).await.unwrap_err();
     assert!(matches!(error, Error::TimedOut { step: Step::Read, after: SHORT, .. }), "{error}");
-    assert!(begun.elapsed() >= SHORT && begun.elapsed() < PATIENCE);
+    assert!(begun.elapsed() >= SHORT && begun.elapsed() < MAX_ELAPSED);
     assert_eq!(client.idle_connections(), 0, "its connection is not used again");
-    // Whether the key was made, nobody knows.
+    // It is unknown whether the key was created.
     let error = client.create(Create::default()).await.unwrap_err();
     let Error::OutcomeUnknown { operation: OperationCode::Create, source } = &error else {
         panic!("{error}")
@@ -89,7 +89,7 @@ async fn violation(answer: &[u8]) -> Violation {
 }
 
 #[tokio::test]
-async fn garbage_and_claims_of_a_huge_length_are_told() {
+async fn garbage_and_claims_of_a_huge_length_are_reported() {
     let http = violation(b"HTTP/1.1 400 Bad Request\r\n\r\n").await;
     assert!(matches!(http, Violation::Malformed(DecodeError::OtherBeginning { .. })), "{http}");
     let huge = violation(&[0x42, 0, 0x7b, 1, 0xff, 0xff, 0xff, 0xf8]).await;
@@ -165,7 +165,7 @@ fn forgetful(answered: usize, end: fn(Vec<u8>) -> Vec<u8>) -> ScriptedServer {
 }
 
 #[tokio::test]
-async fn a_dead_connection_of_the_pool_is_replaced_for_what_may_be_asked_twice() {
+async fn a_dead_connection_of_the_pool_is_replaced_for_repeatable_requests() {
     let server = forgetful(1, |_| Vec::new());
     let client = client(&server);
     assert_eq!(client.key_state(&id()).await.unwrap(), State::Active);
@@ -175,7 +175,7 @@ async fn a_dead_connection_of_the_pool_is_replaced_for_what_may_be_asked_twice()
 }
 
 #[tokio::test]
-async fn what_changes_something_is_never_sent_twice() {
+async fn changing_requests_are_never_sent_twice() {
     let server = forgetful(1, |_| Vec::new());
     let client = client(&server);
     client.key_state(&id()).await.unwrap();
@@ -316,7 +316,7 @@ async fn versions_are_negotiated() {
     });
     assert_eq!(client(&newer).discover().await.unwrap().spoken, ProtocolVersion::V1_4);
 
-    // Those that know one version alone, or two, and refuse all others.
+    // Servers that know only one version, or two, and refuse all others.
     for known in [
         &[ProtocolVersion::V1_3][..],
         &[ProtocolVersion::V1_2],
@@ -332,7 +332,7 @@ async fn versions_are_negotiated() {
         assert_eq!((found.spoken, found.offered.as_slice()), (known[0], known));
         assert_eq!(client.key_state(&id()).await.unwrap(), State::Active);
     }
-    // One that answers in a version of its own, whatever it was asked in.
+    // One that answers in its own version, whatever the version of the request.
     let own = bare(|asked| {
         let asked = Asked { version: V2_0, ..asked.clone() };
         asked.refused(ResultReason::InvalidMessage)
@@ -361,7 +361,7 @@ fn pykmip() -> (Authority, PyKmip, Client) {
 }
 
 #[tokio::test]
-async fn a_server_that_went_mad_is_told_and_used_again_when_it_is_well() {
+async fn a_broken_server_is_reported_and_used_again_when_it_is_well() {
     let (authority, mut server, client) = pykmip();
     let id = client.create_key(NewKey::default()).await.unwrap().id;
     let key = client.get_key(&id).await.unwrap();
@@ -391,7 +391,7 @@ async fn a_restart_of_the_server_is_not_noticed() {
 }
 
 #[tokio::test]
-async fn a_server_that_is_killed_in_the_middle_of_a_request_is_told() {
+async fn a_server_that_is_killed_in_the_middle_of_a_request_is_reported() {
     let (_, mut server, client) = pykmip();
     let id = client.create_key(NewKey::default()).await.unwrap().id;
     server.freeze();
@@ -409,7 +409,7 @@ async fn a_server_that_is_killed_in_the_middle_of_a_request_is_told() {
 }
 
 #[tokio::test]
-async fn a_server_that_stands_still_is_given_up_and_used_again_when_it_goes_on() {
+async fn a_suspended_server_times_out_and_is_used_again_when_it_resumes() {
     let authority = Authority::new("kms");
     let server = PyKmip::start(&authority);
     let identity = authority.client("vmseal", Validity::Now).identity();
@@ -433,15 +433,15 @@ async fn a_server_that_stands_still_is_given_up_and_used_again_when_it_goes_on()
     server.resume();
     let begun = Instant::now();
     while client.key_state(&id).await.is_err() {
-        assert!(begun.elapsed() < PATIENCE);
+        assert!(begun.elapsed() < MAX_ELAPSED);
     }
 }
 
-/// What is not known is decided by whether the request was sent, whatever went wrong.
+/// An outcome is unknown if the request was sent, whatever went wrong.
 #[tokio::test]
-async fn what_was_never_sent_was_surely_not_done() {
+async fn a_request_that_was_never_sent_was_not_done() {
     let server = scripted(|asked| Reaction::Send(good(asked)));
-    // The handshake fails on this side: it shows a certificate that nobody trusts.
+    // The handshake fails on this side: the server's certificate is not trusted.
     let stranger = Authority::new("stranger");
     let mut untrusting = settings(&server);
     untrusting.trust = stranger.trust();
@@ -449,7 +449,7 @@ async fn what_was_never_sent_was_surely_not_done() {
     let error = Client::new(untrusting).unwrap().create(Create::default()).await.unwrap_err();
     assert!(matches!(error, Error::Tls { .. }), "{error}");
 
-    // With the version known, Create itself is what meets it.
+    // With the version known, Create itself meets the fault.
     let certificate = AUTHORITY.server(&["127.0.0.1"], Validity::Now);
     let server =
         ScriptedServer::start(&certificate, None, |asked| Reaction::SendAndClose(good(asked)));

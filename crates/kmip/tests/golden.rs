@@ -1,7 +1,7 @@
-//! What PyKMIP 0.11.0 answered, as recorded, is read; in each version of the protocol.
+//! Reads recorded answers of PyKMIP 0.11.0, in each version of the protocol.
 //!
-//! `RECORD_KMIP=1 cargo test -p vmseal-kmip --test golden` records anew, from a PyKMIP that is started for
-//! it. The key in it has never been used.
+//! `RECORD_KMIP=1 cargo test -p vmseal-kmip --test golden` records them again from a PyKMIP that it
+//! starts. The key in them has never been used.
 #![allow(clippy::unwrap_used)] // in tests a panic is the report
 
 use std::path::PathBuf;
@@ -112,7 +112,7 @@ fn life(source: &mut Source, version: ProtocolVersion) {
 }
 
 #[test]
-fn what_pykmip_answered_is_read() {
+fn answers_of_pykmip_are_read() {
     let mut source = Source::Files;
     let server;
     if std::env::var_os("RECORD_KMIP").is_some() {
@@ -127,7 +127,7 @@ fn what_pykmip_answered_is_read() {
     }
 }
 
-/// Whatever is damaged on the way is read or refused, and never of another length.
+/// A damaged answer is read or refused, and a key never has another length.
 #[test]
 fn damaged_answers_are_read_or_refused() {
     for (index, version) in ProtocolVersion::SPOKEN.into_iter().enumerate() {

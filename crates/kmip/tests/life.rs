@@ -1,4 +1,4 @@
-//! The life of a key at a real server (PyKMIP), and who may do what with it.
+//! The life cycle of a key at a real server (PyKMIP), and which client may do what with it.
 #![allow(clippy::unwrap_used)] // in tests a panic is the report
 
 mod server;
@@ -31,7 +31,7 @@ async fn a_key_is_made_used_and_destroyed() {
         ..NewKey::default()
     };
     let made = client.create_key(new).await.unwrap();
-    // PyKMIP has no AddAttribute; the key is as good.
+    // PyKMIP has no AddAttribute; the key is usable without it.
     for outcome in made.attributes.unwrap() {
         assert!(matches!(outcome, Outcome::Refused(_)), "{outcome:?}");
     }
@@ -87,7 +87,7 @@ async fn another_identity_is_denied_the_key() {
 }
 
 #[tokio::test]
-async fn keys_are_found_by_name_and_by_what_vmseal_calls_them() {
+async fn keys_are_found_by_name_and_by_vmseals_name() {
     let client = client_as("finder");
     let application =
         |data| Some(ApplicationInformation { namespace: text("vmseal"), data: text(data) });
@@ -114,7 +114,7 @@ async fn the_states_of_many_keys_come_in_batches_each_with_its_own_result() {
     }
     client.activate(&ids[1]).await.unwrap();
     client.destroy(&ids[2]).await.unwrap();
-    // More than one request carries.
+    // More than fit one request.
     let many: Vec<KeyId> = ids.iter().cycle().take(70).cloned().collect();
     let states = client.key_states(&many).await.unwrap();
     assert_eq!(states.len(), 70);

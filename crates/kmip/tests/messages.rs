@@ -1,4 +1,4 @@
-//! Requests as they are written, and responses that are right, odd or wrong.
+//! The encoding of requests, and responses that are right, odd or wrong.
 #![allow(clippy::unwrap_used)] // in tests a panic is the report
 
 use vmseal_kmip::fields::Violation;
@@ -13,7 +13,7 @@ use vmseal_kmip::{OperationCode, ProtocolVersion, ResultReason, State};
 
 const FIRST_ID: u64 = 7;
 
-/// The bytes of an annotated file: without what follows a `#`.
+/// The bytes of an annotated file; a `#` begins a comment.
 fn hex(text: &str) -> Vec<u8> {
     let lines = text.lines().map(|line| line.split('#').next().unwrap());
     let digits: String = lines.flat_map(str::chars).filter(char::is_ascii_hexdigit).collect();
@@ -30,7 +30,7 @@ fn id(id: &str) -> KeyId {
 }
 
 #[test]
-fn requests_are_as_the_specification_has_them() {
+fn requests_match_the_specification() {
     let create = include_str!("golden/specification/create-request-1.1.txt");
     assert_eq!(request(ProtocolVersion::V1_1, 1, &[Create::default()]).unwrap(), hex(create));
     let add = |name, value| AddAttribute { id: id("17"), name: text(name), value: text(value) };
@@ -49,7 +49,7 @@ fn a_request_carries_no_more_than_its_answers_may_take() {
 }
 
 #[test]
-fn texts_that_cannot_be_shown_or_are_too_long_are_no_ids() {
+fn unprintable_or_too_long_texts_are_not_ids() {
     for wrong in ["", "a\nb", "\u{1b}[2J", &"i".repeat(TEXT_LEN_MAX + 1)] {
         assert!(KeyId::new(wrong).is_err(), "{wrong:?}");
     }
@@ -184,7 +184,7 @@ fn a_request_that_is_not_understood_is_refused_as_a_whole() {
 }
 
 #[test]
-fn what_departs_from_the_protocol_is_told() {
+fn violations_of_the_protocol_are_reported() {
     let one = states(&["a"]);
     let good = asked(OperationCode::GetAttributes, 1);
     let done = |asked: &Asked| asked.done(|payload| state(payload, State::Active));
@@ -254,7 +254,7 @@ fn fields_that_are_there_twice_or_of_another_type_are_refused() {
 }
 
 #[test]
-fn what_a_server_says_is_fit_to_be_shown() {
+fn texts_of_a_server_are_made_printable() {
     let good = asked(OperationCode::Query, 1);
     let long = format!("no\u{1b}[2J\r\n{}", "x".repeat(1000));
     let refused = good.response(1, |message| {
@@ -277,7 +277,7 @@ fn what_a_server_says_is_fit_to_be_shown() {
     assert!(!described.vendor.unwrap().chars().any(char::is_control));
 }
 
-/// What may be said of a key in an answer to Get.
+/// The properties of a key in an answer to Get.
 struct Said {
     object: u32,
     format: u32,

@@ -1,4 +1,4 @@
-//! Many requests at a time, and connections with nothing to do.
+//! Many requests at a time, and idle connections.
 #![allow(clippy::unwrap_used)] // in tests a panic is the report
 
 mod server;
@@ -14,7 +14,7 @@ use vmseal_kmip::ttlv::Tag;
 
 use server::AUTHORITY;
 
-const PATIENCE: Duration = Duration::from_secs(30);
+const TIMEOUT: Duration = Duration::from_secs(30);
 
 /// A server that takes `late` for each answer.
 fn slow(late: Duration) -> ScriptedServer {
@@ -34,7 +34,7 @@ fn settings(server: &ScriptedServer, limits: PoolLimits) -> Settings {
     let identity = AUTHORITY.client("vmseal", Validity::Now).identity();
     let mut settings = Settings::new(server.endpoint(), AUTHORITY.trust(), identity);
     settings.limits = limits;
-    settings.timeouts.wait = PATIENCE;
+    settings.timeouts.wait = TIMEOUT;
     settings
 }
 
@@ -51,7 +51,7 @@ async fn ask_at_once(client: &Arc<Client>, count: usize) {
 async fn eventually(what: &str, mut test: impl FnMut() -> bool) {
     let begun = Instant::now();
     while !test() {
-        assert!(begun.elapsed() < PATIENCE, "not so after {PATIENCE:?}: {what}");
+        assert!(begun.elapsed() < TIMEOUT, "not so after {TIMEOUT:?}: {what}");
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
 }
@@ -59,8 +59,7 @@ async fn eventually(what: &str, mut test: impl FnMut() -> bool) {
 #[tokio::test]
 async fn no_more_connections_are_opened_than_are_allowed() {
     let server = slow(Duration::from_millis(20));
-    let limits =
-        PoolLimits { connections: 4, idle: 4, idle_for: PATIENCE, ..PoolLimits::default() };
+    let limits = PoolLimits { connections: 4, idle: 4, idle_for: TIMEOUT, ..PoolLimits::default() };
     let client = Arc::new(Client::new(settings(&server, limits)).unwrap());
     client.discover().await.unwrap();
     ask_at_once(&client, 40).await;
@@ -70,7 +69,7 @@ async fn no_more_connections_are_opened_than_are_allowed() {
 }
 
 #[tokio::test]
-async fn who_waits_too_long_for_a_connection_is_told() {
+async fn waiting_too_long_for_a_connection_is_an_error() {
     let server = slow(Duration::from_secs(3));
     let limits = PoolLimits { connections: 1, ..PoolLimits::default() };
     let mut settings = settings(&server, limits);
@@ -88,10 +87,10 @@ async fn who_waits_too_long_for_a_connection_is_told() {
 }
 
 #[tokio::test]
-async fn few_connections_stay_open_when_there_is_nothing_to_do() {
+async fn few_idle_connections_stay_open() {
     let server = slow(Duration::from_millis(50));
     let limits =
-        PoolLimits { connections: 10, idle: 2, idle_for: PATIENCE, ..PoolLimits::default() };
+        PoolLimits { connections: 10, idle: 2, idle_for: TIMEOUT, ..PoolLimits::default() };
     let client = Arc::new(Client::new(settings(&server, limits)).unwrap());
     ask_at_once(&client, 10).await;
     assert_eq!(client.idle_connections(), 2);
@@ -129,7 +128,7 @@ async fn a_connection_that_is_too_old_is_not_used_again() {
 #[tokio::test]
 async fn a_client_that_is_dropped_leaves_no_connection() {
     let server = slow(Duration::ZERO);
-    let limits = PoolLimits { idle_for: PATIENCE, ..PoolLimits::default() };
+    let limits = PoolLimits { idle_for: TIMEOUT, ..PoolLimits::default() };
     let client = Arc::new(Client::new(settings(&server, limits)).unwrap());
     ask_at_once(&client, 1).await;
     assert_eq!(server.open(), 1);
@@ -152,7 +151,7 @@ async fn a_real_server_is_asked_by_many_at_once() {
     for task in tasks.collect::<Vec<_>>() {
         made.push(task.await.unwrap());
     }
-    // Every answer went to whom it was for.
+    // Every answer went to its request.
     for (id, key) in &made {
         assert_eq!(client.get_key(id).await.unwrap(), *key);
         assert_eq!(made.iter().filter(|(_, other)| other == key).count(), 1);

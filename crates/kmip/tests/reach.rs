@@ -1,4 +1,4 @@
-//! Whom the client can reach and whom it trusts: addresses, certificates on both sides, time-outs of
+//! Which servers the client can reach and trusts: addresses, certificates on both sides, timeouts of
 //! connecting.
 #![allow(clippy::unwrap_used)] // in tests a panic is the report
 
@@ -46,18 +46,22 @@ fn problem(result: Result<(), Error>) -> TlsProblem {
 }
 
 #[tokio::test]
-async fn a_server_certificate_has_to_be_of_the_authority_valid_and_for_the_name() {
+async fn a_server_certificate_must_be_of_the_authority_valid_and_for_the_name() {
     let of = async |certificate: Issued, trust: Trust| {
         let server = shown_by(&certificate);
         let outcome = discover(server.endpoint(), trust).await;
-        assert_eq!(server.requests(), usize::from(outcome.is_ok()), "only who is trusted is asked");
+        assert_eq!(
+            server.requests(),
+            usize::from(outcome.is_ok()),
+            "only a trusted server gets a request"
+        );
         outcome
     };
     let good = |validity| AUTHORITY.server(&["127.0.0.1"], validity);
     of(good(Validity::Now), AUTHORITY.trust()).await.unwrap();
     let other = Authority::new("another");
     assert_eq!(problem(of(good(Validity::Now), other.trust()).await), TlsProblem::UntrustedIssuer);
-    // An authority that only has the name of the right one.
+    // Another authority with the name of the right one.
     let impostor = Authority::new("vmseal tests").server(&["127.0.0.1"], Validity::Now);
     let refused = problem(of(impostor, AUTHORITY.trust()).await);
     assert!(matches!(refused, TlsProblem::UntrustedIssuer | TlsProblem::BadCertificate(_)));
@@ -69,21 +73,25 @@ async fn a_server_certificate_has_to_be_of_the_authority_valid_and_for_the_name(
     assert_eq!(problem(of(elsewhere, AUTHORITY.trust()).await), TlsProblem::WrongName);
     let alone = self_signed(&["127.0.0.1"], Validity::Now);
     assert_eq!(problem(of(alone, AUTHORITY.trust()).await), TlsProblem::UntrustedIssuer);
-    // A client's certificate is none for a server.
+    // A client certificate is not valid for a server.
     let client = AUTHORITY.client("127.0.0.1", Validity::Now);
     let wrong = problem(of(client, AUTHORITY.trust()).await);
     assert!(matches!(wrong, TlsProblem::BadCertificate(_) | TlsProblem::WrongName), "{wrong}");
 }
 
 #[tokio::test]
-async fn a_pinned_certificate_is_trusted_alone_and_while_it_is_valid() {
+async fn only_the_pinned_certificate_is_trusted_and_only_while_valid() {
     let of = async |certificate: &Issued, trust: Trust| {
         let server = shown_by(certificate);
         let outcome = discover(server.endpoint(), trust).await;
-        assert_eq!(server.requests(), usize::from(outcome.is_ok()), "only who is trusted is asked");
+        assert_eq!(
+            server.requests(),
+            usize::from(outcome.is_ok()),
+            "only a trusted server gets a request"
+        );
         outcome
     };
-    // As a KMS makes it at its installation: for no name that matters.
+    // As a KMS makes it at its installation: its names do not matter.
     let alone = self_signed(&["kms.example.org"], Validity::Now);
     of(&alone, alone.pin()).await.unwrap();
     let other = self_signed(&["kms.example.org"], Validity::Now);
@@ -110,7 +118,7 @@ async fn a_server_shows_its_certificate_and_an_operator_trusts_it() {
     assert_eq!((text.len(), text.matches(':').count()), (32 * 3 - 1, 31));
     discover(server.endpoint(), shown.pin()).await.unwrap();
 
-    // From an authority, with a name that the operator sees.
+    // Signed by an authority whose name the operator sees.
     let server = shown_by(&AUTHORITY.server(&["kms-2.example.org"], Validity::Expired));
     let shown = show_certificate(&server.endpoint(), &Timeouts::default()).await.unwrap();
     assert_eq!((shown.subject.as_str(), shown.issuer.as_str()), ("CN=kms", "CN=vmseal tests"));
@@ -130,7 +138,7 @@ fn own(problem: &TlsProblem) -> OwnCertificate {
 }
 
 #[tokio::test]
-async fn a_client_certificate_that_the_server_refuses_is_told() {
+async fn a_refused_client_certificate_is_reported() {
     let server = server::server();
     let stranger = Authority::new("another").client("vmseal", Validity::Now).identity();
     let refused = as_client(server, stranger).await;
@@ -149,7 +157,7 @@ async fn a_client_certificate_that_the_server_refuses_is_told() {
 
 /// In TLS 1.3 the client's handshake ends before the server has seen its certificate.
 #[tokio::test]
-async fn a_client_certificate_that_is_refused_late_is_told_too() {
+async fn a_client_certificate_that_is_refused_late_is_reported_too() {
     let certificate = AUTHORITY.server(&["127.0.0.1"], Validity::Now);
     let server = ScriptedServer::start(&certificate, Some(&AUTHORITY), unasked);
     discover(server.endpoint(), AUTHORITY.trust()).await.unwrap();
@@ -160,12 +168,12 @@ async fn a_client_certificate_that_is_refused_late_is_told_too() {
 }
 
 #[tokio::test]
-async fn who_is_not_there_is_told_apart() {
+async fn causes_of_an_unreachable_server_are_distinguished() {
     let free = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     let nobody = discover(Endpoint::new("127.0.0.1", free).unwrap(), AUTHORITY.trust()).await;
     assert!(matches!(nobody, Err(Error::ConnectionRefused { .. })), "{nobody:?}");
     let unknown = discover(Endpoint::new("kms.invalid", free).unwrap(), AUTHORITY.trust()).await;
-    // Where no name server answers, that takes long.
+    // If no name server answers, that takes long.
     assert!(
         matches!(
             unknown,
@@ -188,12 +196,12 @@ async fn with_short_timeouts(port: u16) -> Error {
 }
 
 #[tokio::test]
-async fn a_port_that_takes_no_connection_or_does_no_handshake_is_given_up() {
+async fn a_port_without_an_accept_or_a_handshake_times_out() {
     let silent = TcpListener::bind("127.0.0.1:0").unwrap();
     let error = with_short_timeouts(silent.local_addr().unwrap().port()).await;
     assert!(matches!(error, Error::TimedOut { step: Step::Handshake, .. }), "{error}");
 
-    // The queue of connections that nobody accepts is full.
+    // The backlog of the listening socket is full.
     let socket = TcpSocket::new_v4().unwrap();
     socket.bind("127.0.0.1:0".parse().unwrap()).unwrap();
     let full = socket.listen(0).unwrap();
@@ -204,7 +212,7 @@ async fn a_port_that_takes_no_connection_or_does_no_handshake_is_given_up() {
 }
 
 #[tokio::test]
-async fn a_port_that_speaks_something_else_is_told() {
+async fn a_port_with_another_protocol_is_reported() {
     let web = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = web.local_addr().unwrap().port();
     let answer = std::thread::spawn(move || {
@@ -224,7 +232,7 @@ async fn a_port_that_speaks_something_else_is_told() {
 }
 
 #[tokio::test]
-async fn a_port_that_closes_in_the_handshake_is_told() {
+async fn a_port_that_closes_in_the_handshake_is_reported() {
     let closing = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = closing.local_addr().unwrap().port();
     let close = std::thread::spawn(move || drop(closing.accept().unwrap()));

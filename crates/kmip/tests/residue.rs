@@ -1,5 +1,5 @@
-//! No key is left in this process's ordinary memory: not in buffers of TLS, not in freed memory. Alone in
-//! its file, as the whole process is searched; the server is another process.
+//! No key is left in this process's ordinary memory: not in buffers of TLS, not in freed memory. The only
+//! test of its file, as it searches the whole process; the server is another process.
 
 #![allow(clippy::unwrap_used)] // in tests a panic is the report
 
@@ -14,7 +14,7 @@ use vmseal_secret::{Backing, SecretBytes};
 /// What is read at once, in bytes.
 const CHUNK: usize = 1 << 20;
 
-/// The length of what is looked for, in bytes: half a key.
+/// The length of the search pattern, in bytes: half a key.
 const HALF: usize = 16;
 
 /// Where half of a key begins in readable memory. `/proc/self/mem` does not give the memory of secrets.
@@ -43,13 +43,13 @@ fn places(half: &[u8]) -> Vec<String> {
 }
 
 #[tokio::test]
-async fn keys_pass_through_secret_memory_alone() {
+async fn keys_pass_only_through_secret_memory() {
     if Backing::of_this_machine() == Backing::LockedMemory {
-        // The keys themselves would be found.
+        // The search would find the keys themselves.
         eprintln!("SKIPPED: the kernel has no memfd_secret, so nothing is proven here");
         return;
     }
-    // The search finds what is there.
+    // The search works.
     let mut plain = vec![0; HALF];
     plain.copy_from_slice(SecretBytes::random(HALF).unwrap().expose());
     assert!(!places(&plain).is_empty());

@@ -1,4 +1,4 @@
-//! `vmseal lab disk`: what a user may choose, and the way from there to a report.
+//! `vmseal lab disk`: its arguments, and running it.
 
 use std::io;
 use std::path::PathBuf;
@@ -76,7 +76,7 @@ pub struct BenchArguments {
     pub nbdkit: PathBuf,
 }
 
-/// A length of time that a cell may have.
+/// The length of a cell.
 fn seconds(text: &str) -> Result<f64, String> {
     match text.parse() {
         Ok(seconds) if (0.01..=3600.0).contains(&seconds) => Ok(seconds),
@@ -84,7 +84,7 @@ fn seconds(text: &str) -> Result<f64, String> {
     }
 }
 
-/// Why there is no report.
+/// Why a run failed.
 #[derive(Debug, thiserror::Error)]
 pub enum BenchError {
     /// The goals cannot be used.
@@ -93,20 +93,20 @@ pub enum BenchError {
     /// Measuring failed.
     #[error(transparent)]
     Experiment(#[from] ExperimentError),
-    /// The results cannot be kept.
+    /// The results cannot be written.
     #[error("the results cannot be written to {}", path.display())]
     Write {
-        /// Where.
+        /// The path.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         source: io::Error,
     },
 }
 
-/// Measures, judges, and writes the JSON; `observe` hears how far it is.
+/// Measures, judges, and writes the JSON; `observe` is called with the progress.
 ///
 /// # Errors
-/// [`BenchError`]. A goal that is not met is no error.
+/// [`BenchError`]. A goal that is not met is not an error.
 pub fn run(
     arguments: &BenchArguments,
     observe: &mut dyn FnMut(Progress<'_>),
@@ -142,7 +142,7 @@ pub fn run(
     Ok(report)
 }
 
-/// Tells on standard error what an experiment is about to do.
+/// Prints the progress of an experiment on standard error.
 pub fn narrate(progress: Progress<'_>) {
     match progress {
         Progress::Section(id, title) => eprintln!("{id}: {title}"),
@@ -177,7 +177,7 @@ impl BenchArguments {
         }
     }
 
-    /// The section's systems that are to be measured; none if the section is not.
+    /// The section's systems to measure; none if the section is not chosen.
     fn systems(&self, section: &Section) -> Vec<Box<dyn System>> {
         if !chosen(&self.sections, section.id) {
             return Vec::new();
@@ -320,7 +320,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_section_needs_is_asked_for_before() {
+    fn missing_programs_are_reported_before_a_section_begins() {
         let without = parse("--nbdkit /nonexistent/nbdkit --ext4-directory /proc").unwrap();
         let obstacle = |id: &str| {
             let section = SECTIONS.iter().find(|section| section.id == id).unwrap();
@@ -334,7 +334,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_measured_is_refused() {
+    fn impossible_arguments_are_refused() {
         for line in [
             "--rounds 0",
             "--rounds 1001",

@@ -1,4 +1,4 @@
-//! What is used: CPU time and memory of a server process from outside, of this one, and of the whole machine.
+//! Measuring CPU time and memory: of a server process, of this process, and of the whole machine.
 
 use std::io;
 use std::time::Duration;
@@ -6,8 +6,8 @@ use std::time::Duration;
 use nix::time::{ClockId, clock_getcpuclockid};
 use nix::unistd::Pid;
 
-/// The CPU time of another process: all its threads, those that ended and the kernel's io_uring
-/// workers for it included, in nanoseconds.
+/// The CPU time of another process, in nanoseconds: all its threads, including ended ones and the kernel's
+/// io_uring workers for it.
 #[derive(Clone, Copy, Debug)]
 pub struct ProcessClock(ClockId);
 
@@ -21,7 +21,7 @@ impl ProcessClock {
         Ok(Self(clock_getcpuclockid(Pid::from_raw(pid))?))
     }
 
-    /// What the process has used since it started.
+    /// The CPU time of the process since it started.
     ///
     /// # Errors
     /// The process has ended.
@@ -30,22 +30,22 @@ impl ProcessClock {
     }
 }
 
-/// What this process has used since it started.
+/// The CPU time of this process since it started.
 ///
 /// # Errors
-/// The kernel's.
+/// Those of the kernel.
 pub fn own() -> io::Result<Duration> {
     Ok(ClockId::CLOCK_PROCESS_CPUTIME_ID.now()?.into())
 }
 
-/// How often the threads that a process has now gave up their CPU to wait for something (proc(5)).
+/// How often the current threads of a process gave up their CPU to wait for something (proc(5)).
 ///
 /// # Errors
 /// The process has ended.
 pub fn waits(pid: u32) -> io::Result<u64> {
     let mut sum = 0;
     for thread in std::fs::read_dir(format!("/proc/{pid}/task"))? {
-        // One that ends meanwhile is one that it has no more: its file cannot be opened, or not be read.
+        // A thread that ends meanwhile is skipped: its file cannot be opened or read.
         let Ok(status) = std::fs::read_to_string(thread?.path().join("status")) else { continue };
         sum += status
             .lines()
@@ -55,8 +55,7 @@ pub fn waits(pid: u32) -> io::Result<u64> {
     Ok(sum)
 }
 
-/// The memory that a process has for itself (RssAnon of proc(5)), in bytes: not what it maps of files or
-/// shares with others.
+/// The private memory of a process (RssAnon of proc(5)), in bytes: without mapped files and shared memory.
 ///
 /// # Errors
 /// The process has ended.
@@ -68,8 +67,8 @@ pub fn own_memory(pid: u32) -> io::Result<u64> {
     kilobytes.map(|count| count * 1024).ok_or_else(|| io::Error::other("no RssAnon in its status"))
 }
 
-/// What all CPUs together were busy with since the machine started, the time that its host took away
-/// included; in steps of the kernel's ticks (10 ms).
+/// The busy time of all CPUs together since the machine started, including stolen time; in steps of the
+/// kernel's ticks (10 ms).
 ///
 /// # Errors
 /// /proc/stat cannot be read.
@@ -110,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_that_works_is_told_from_one_that_sleeps() {
+    fn a_working_process_is_distinguished_from_a_sleeping_one() {
         let mut sleeper = Command::new("sleep").arg("60").spawn().unwrap();
         let mut worker = Command::new("sh")
             .args(["-c", "while :; do :; done"])
@@ -133,8 +132,8 @@ mod tests {
     }
 
     #[test]
-    fn a_process_that_wakes_up_and_waits_again_is_told_from_one_that_sleeps() {
-        // They end by themselves should this test fail, and hold nothing of ours open.
+    fn a_process_that_wakes_up_and_waits_is_distinguished_from_a_sleeping_one() {
+        // They end by themselves if this test fails, and hold none of our files open.
         let start = |script: &str| {
             let mut command = Command::new("sh");
             command.args(["-c", script]).stdin(Stdio::null());

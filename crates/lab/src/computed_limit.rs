@@ -1,6 +1,6 @@
-//! What this machine could do at best with large requests, as a system beside the others: one core that moves each
-//! byte once between a file in memory and a buffer, and encrypts or decrypts it once. In rates:
-//! 1 / (1 / copy + 1 / xts).
+//! The best that this machine could do with large requests, shown as another system: one core that copies
+//! each byte once between a file in memory and a buffer, and encrypts or decrypts it once. In rates: 1 / (1 /
+//! copy + 1 / xts).
 
 use std::fs::File;
 use std::io;
@@ -16,7 +16,7 @@ use crate::load::{Direction, Workload};
 /// Its name in goals and results.
 pub const ID: &str = "computed-limit";
 
-/// From this size of a request on, what is not copying and encryption hardly counts.
+/// From this request size on, costs other than copying and encryption hardly count.
 const BLOCK_MIN: u32 = 512 * 1024;
 
 /// Why it cannot be computed.
@@ -30,15 +30,15 @@ pub enum ComputedLimitError {
     Cipher(#[from] XtsError),
 }
 
-/// What is worked with.
+/// The resources of the computation.
 pub struct ComputedLimit {
     file: File,
     size: u64,
     buffer: Vec<u8>,
 }
 
-/// What came out.
-pub struct Measured {
+/// The result.
+pub struct LimitResult {
     /// Blocks that were copied and encrypted or decrypted.
     pub blocks: u64,
     /// The time of copying and encryption together.
@@ -48,13 +48,13 @@ pub struct Measured {
 }
 
 impl ComputedLimit {
-    /// Whether it says something about this load.
+    /// Whether it applies to this load.
     #[must_use]
     pub fn is_of(workload: &Workload) -> bool {
         workload.block >= BLOCK_MIN
     }
 
-    /// Makes the file, full, in `directory`; it has no name.
+    /// Makes the file, fully allocated, in `directory`; it has no name.
     ///
     /// # Errors
     /// [`ComputedLimitError`]
@@ -67,7 +67,7 @@ impl ComputedLimit {
         Ok(Self { file, size, buffer })
     }
 
-    /// Works for about `time`, block after block as the load would have it.
+    /// Works for about `time`, block by block as the load requires.
     ///
     /// # Errors
     /// [`ComputedLimitError`]
@@ -76,7 +76,7 @@ impl ComputedLimit {
         workload: &Workload,
         time: Duration,
         mut latency: Histogram<u64>,
-    ) -> Result<Measured, ComputedLimitError> {
+    ) -> Result<LimitResult, ComputedLimitError> {
         let block = workload.block as usize;
         self.buffer.resize(block, 0x5a);
         let key: Vec<u8> = (0..xts::KEY_LENGTH as u8).collect();
@@ -101,7 +101,7 @@ impl ComputedLimit {
             blocks += 1;
             at = (at + block as u64) % (self.size / block as u64 * block as u64);
         }
-        Ok(Measured { blocks, time: spent, latency })
+        Ok(LimitResult { blocks, time: spent, latency })
     }
 }
 

@@ -1,4 +1,4 @@
-//! The order in which things are measured, so that the machine's moods hit all systems alike.
+//! The order of measurements, chosen so that disturbances of the machine affect all systems alike.
 //!
 //! ```text
 //! once:   each system: make its disks → fill them through the server → look at the files
@@ -7,7 +7,7 @@
 //!         → each system in turn without work → stop all
 //! ```
 //!
-//! The systems' order turns by one from round to round. What is compared is compared within a round.
+//! The order of the systems is rotated by one from round to round. Comparisons are made within a round.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -27,7 +27,7 @@ use crate::systems::{Place, Server, System, SystemError, check_at_rest};
 /// A share of time above which a CPU counts as the bottleneck.
 pub(crate) const SATURATED: f64 = 0.9;
 
-/// What filling and checking use: large and sequential, for every system's sake.
+/// The load for filling and checking: large and sequential, to be fast on every system.
 const FILL: Workload = Workload {
     id: "fill",
     order: Order::Sequential,
@@ -35,28 +35,28 @@ const FILL: Workload = Workload {
     block: 512 * 1024,
     depth: 8,
 };
-/// What an idle disk is woken with before it is left alone.
+/// The load that wakes an idle disk before it is left alone.
 const WAKING: Workload =
     Workload { id: IDLE, order: Order::Random, direction: Direction::Read, block: 4096, depth: 32 };
-/// Every disk holds this.
+/// The content of every disk.
 const PATTERN_SEED: u64 = 0x766d_7365_616c;
 
-/// What to measure.
+/// The measurements to make.
 #[derive(Clone, Debug)]
 pub struct Plan {
     /// The loads.
     pub workloads: Vec<Workload>,
-    /// Whether disks are left alone for a cell, too.
+    /// Whether disks without work are measured, too.
     pub idle: bool,
-    /// Whether the computed limit stands beside large loads.
+    /// Whether large loads are compared with the computed limit.
     pub limit: bool,
-    /// How often everything is measured.
+    /// How often each cell is measured.
     pub rounds: u32,
-    /// How often the disks are made anew meanwhile, one time included; at most as often as there are rounds.
+    /// How often the disks are made, the first time included; at most once a round.
     pub places: u32,
     /// How long a cell is measured.
     pub cell: Duration,
-    /// How long a cell runs before that.
+    /// How long a cell runs before it is measured.
     pub warm_up: Duration,
     /// How the client waits.
     pub wait: Wait,
@@ -70,7 +70,7 @@ pub struct Plan {
     pub cores: Option<Cores>,
 }
 
-/// Which core does what.
+/// The cores of server and client.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Cores {
     /// All threads of the server.
@@ -82,13 +82,13 @@ pub struct Cores {
 /// One system under one load in one round.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Cell {
-    /// From 0.
+    /// The round, from 0.
     pub round: u32,
     /// [`System::id`].
     pub system: String,
     /// [`Workload::id`].
     pub workload: String,
-    /// Requests that came back.
+    /// Completed requests.
     pub requests: u64,
     /// The measured time, in seconds.
     pub seconds: f64,
@@ -96,30 +96,30 @@ pub struct Cell {
     pub iops: f64,
     /// Bytes per second.
     pub throughput: f64,
-    /// The server's CPU time for a request, in nanoseconds.
+    /// The server's CPU time per request, in nanoseconds.
     pub cpu_per_io: f64,
-    /// The median time that a request took, in nanoseconds.
+    /// The median latency, in nanoseconds.
     pub p50: f64,
-    /// What 99 of 100 requests did not exceed, in nanoseconds.
+    /// The 99th percentile of the latency, in nanoseconds.
     pub p99: f64,
-    /// The server's own memory (RssAnon) afterwards, in bytes.
+    /// The server's private memory (RssAnon) afterwards, in bytes.
     pub memory: f64,
     /// The share of the time that the server was on a CPU; above 1 with several threads.
     pub server_busy: f64,
     /// The share of the time that the client was on its CPU.
     pub client_busy: f64,
-    /// The share of the time of one CPU that everything else used.
+    /// The CPU time of everything else, as a share of one CPU.
     pub others_busy: f64,
 }
 
-/// What came out.
+/// The results.
 #[derive(Debug, Default)]
 pub struct Outcome {
     /// In the order in which they were measured.
     pub cells: Vec<Cell>,
-    /// The same without work.
+    /// The results without work.
     pub idle: Vec<Idle>,
-    /// Of all rounds together, by system and workload, in nanoseconds.
+    /// The latencies of all rounds together, by system and workload, in nanoseconds.
     pub latencies: BTreeMap<(String, String), Histogram<u64>>,
 }
 
@@ -137,7 +137,7 @@ impl Outcome {
 /// Why an experiment ended early.
 #[derive(Debug, thiserror::Error)]
 pub enum ExperimentError {
-    /// A system did not come up.
+    /// A system did not start.
     #[error(transparent)]
     System(#[from] SystemError),
     /// A load failed.
@@ -166,31 +166,31 @@ pub enum ExperimentError {
         /// How much is needed.
         needed: u64,
     },
-    /// The directory or the core of the client cannot be used.
+    /// The directory or the client's core cannot be used.
     #[error("{what}")]
     Setting {
-        /// What was tried.
+        /// The attempt.
         what: String,
-        /// Why not.
+        /// The cause.
         source: std::io::Error,
     },
 }
 
-/// What an experiment is about to do, for whoever waits.
+/// The next step of an experiment, for progress messages.
 #[derive(Clone, Copy, Debug)]
 pub enum Progress<'a> {
-    /// A section begins: its name, and what it is about.
+    /// A section begins: its name and its title.
     Section(&'a str, &'a str),
     /// A disk is made, filled and checked.
     Filling(&'a str),
-    /// A round begins: its number from 1, and how many there are.
+    /// A round begins: its number from 1, and the number of rounds.
     Round(u32, u32),
 }
 
-/// Runs a plan over systems.
+/// Runs a plan with some systems.
 ///
 /// # Errors
-/// [`ExperimentError`]; nothing is left behind in any case.
+/// [`ExperimentError`]; no files are left in any case.
 pub fn run(
     plan: &Plan,
     systems: &[Box<dyn System>],
@@ -211,8 +211,8 @@ pub fn run(
             false => None,
         };
         let mut experiment =
-            Experiment { plan, stands: Vec::new(), computed_limit, observe: &mut *observe };
-        // None always has its files where the first ones go.
+            Experiment { plan, tested: Vec::new(), computed_limit, observe: &mut *observe };
+        // No system always has its files in the place that is used first.
         let (later, first) = systems.split_at(place as usize % systems.len().max(1));
         for system in first.iter().chain(later) {
             experiment.set_up(system.as_ref(), home.path())?;
@@ -229,7 +229,7 @@ fn setting(directory: &Path, source: std::io::Error) -> ExperimentError {
     ExperimentError::Setting { what, source }
 }
 
-/// A disk takes its size, and headers and file system a little.
+/// A disk takes its size; headers and file system take a little more.
 fn check_room(plan: &Plan, systems: usize) -> Result<(), ExperimentError> {
     let directory = plan.directory.clone();
     let space = nix::sys::statvfs::statvfs(&directory)
@@ -242,7 +242,7 @@ fn check_room(plan: &Plan, systems: usize) -> Result<(), ExperimentError> {
     Ok(())
 }
 
-/// Has this thread run on one core.
+/// Pins this thread to one core.
 fn pin(core: Option<usize>) -> Result<(), ExperimentError> {
     let Some(core) = core else { return Ok(()) };
     let mut set = nix::sched::CpuSet::new();
@@ -254,13 +254,13 @@ fn pin(core: Option<usize>) -> Result<(), ExperimentError> {
         })
 }
 
-/// A system and where its files are.
-struct Stand<'a> {
+/// A system and the place of its files.
+struct TestedSystem<'a> {
     system: &'a dyn System,
     place: Place,
 }
 
-impl Stand<'_> {
+impl TestedSystem<'_> {
     fn failed(&self, workload: &Workload, source: LoadError) -> ExperimentError {
         ExperimentError::Load { system: self.system.id(), workload: workload.id, source }
     }
@@ -268,66 +268,66 @@ impl Stand<'_> {
 
 struct Experiment<'a, 'o> {
     plan: &'a Plan,
-    stands: Vec<Stand<'a>>,
+    tested: Vec<TestedSystem<'a>>,
     computed_limit: Option<ComputedLimit>,
     observe: &'o mut dyn FnMut(Progress<'_>),
 }
 
 impl<'a> Experiment<'a, '_> {
-    fn start(&self, stand: &Stand<'_>) -> Result<Server, ExperimentError> {
-        Ok(stand.system.start(&stand.place, self.plan.cores.map(|cores| cores.server))?)
+    fn start(&self, tested: &TestedSystem<'_>) -> Result<Server, ExperimentError> {
+        Ok(tested.system.start(&tested.place, self.plan.cores.map(|cores| cores.server))?)
     }
 
-    /// Makes a disk full of the pattern; the read-back goes through another life of the server.
+    /// Makes a disk full of the pattern. The server is restarted before it is read back.
     fn set_up(&mut self, system: &'a dyn System, root: &Path) -> Result<(), ExperimentError> {
         (self.observe)(Progress::Filling(system.id()));
         let directory = root.join(system.id());
         std::fs::create_dir(&directory).map_err(|source| setting(&directory, source))?;
-        let stand = Stand { system, place: Place { directory, size: self.plan.size } };
-        system.prepare(&stand.place)?;
-        let places = system.places(&stand.place);
+        let tested = TestedSystem { system, place: Place { directory, size: self.plan.size } };
+        system.prepare(&tested.place)?;
+        let places = system.places(&tested.place);
         for direction in [Direction::Write, Direction::Read] {
-            let server = self.start(&stand)?;
+            let server = self.start(&tested)?;
             let workload = Workload { direction, ..FILL };
             for (disk, place) in places.iter().enumerate() {
                 whole_disk(&server, disk, place.size, &workload)
-                    .map_err(|source| stand.failed(&workload, source))?;
+                    .map_err(|source| tested.failed(&workload, source))?;
             }
         }
         for place in &places {
             check_at_rest(system, place, Pattern::new(PATTERN_SEED))?;
         }
-        self.stands.push(stand);
+        self.tested.push(tested);
         Ok(())
     }
 
     fn round(&mut self, round: u32, outcome: &mut Outcome) -> Result<(), ExperimentError> {
         (self.observe)(Progress::Round(round + 1, self.plan.rounds));
-        let count = self.stands.len();
+        let count = self.tested.len();
         let order: Vec<usize> = (0..count).map(|i| (i + round as usize) % count).collect();
         let mut servers = Vec::new();
-        for stand in &self.stands {
-            servers.push(self.start(stand)?);
+        for tested in &self.tested {
+            servers.push(self.start(tested)?);
         }
         for workload in &self.plan.workloads {
             self.compute_limit(round, workload, outcome)?;
             for &i in &order {
-                let stand = &self.stands[i];
-                self.cell(round, workload, stand, &servers[i], outcome)
-                    .map_err(|source| stand.failed(workload, source))?;
+                let tested = &self.tested[i];
+                self.cell(round, workload, tested, &servers[i], outcome)
+                    .map_err(|source| tested.failed(workload, source))?;
             }
         }
         for &i in order.iter().filter(|_| self.plan.idle) {
-            let stand = &self.stands[i];
+            let tested = &self.tested[i];
             let time = self.plan.cell;
-            let idle = idle::measure(&servers[i], &WAKING, time, round, stand.system.id())
-                .map_err(|source| stand.failed(&WAKING, source))?;
+            let idle = idle::measure(&servers[i], &WAKING, time, round, tested.system.id())
+                .map_err(|source| tested.failed(&WAKING, source))?;
             outcome.idle.push(idle);
         }
         Ok(())
     }
 
-    /// What one core could do, measured where the servers run.
+    /// The computed limit of one core, measured on the servers' core.
     fn compute_limit(
         &mut self,
         round: u32,
@@ -366,17 +366,17 @@ impl<'a> Experiment<'a, '_> {
         Ok(())
     }
 
-    /// One cell's load: on one disk from this thread, on several from one each.
+    /// The load of one cell: on one disk from this thread, on several from one thread each.
     fn load(
         &self,
         round: u32,
         workload: &Workload,
         initiators: &mut [Box<dyn Initiator>],
         clock: &ProcessClock,
-    ) -> Result<load::Measured, LoadError> {
+    ) -> Result<load::LoadResult, LoadError> {
         let Plan { warm_up, cell: measured, .. } = *self.plan;
         let pattern = self.plan.verify.then(|| Pattern::new(PATTERN_SEED));
-        // The same places in the same order for every system of a round.
+        // The same offsets in the same order for every system of a round.
         let seed = u64::from(round);
         if let [initiator] = initiators {
             let extent = Extent::Time { warm_up, measured };
@@ -390,12 +390,12 @@ impl<'a> Experiment<'a, '_> {
         &self,
         round: u32,
         workload: &Workload,
-        stand: &Stand<'_>,
+        tested: &TestedSystem<'_>,
         server: &Server,
         outcome: &mut Outcome,
     ) -> Result<(), LoadError> {
         let clock = ProcessClock::of(server.pid()).map_err(LoadError::Clock)?;
-        // Connected until all is read: what a server has for a guest is its memory, too.
+        // Connected until all is read: what a server allocates for a guest counts as its memory, too.
         let mut initiators = (0..server.sockets().len())
             .map(|disk| connect(server, disk, workload, self.plan.wait))
             .collect::<Result<Vec<_>, _>>()?;
@@ -406,7 +406,7 @@ impl<'a> Experiment<'a, '_> {
         let share = |time: Duration| time.as_secs_f64() / seconds;
         let cell = Cell {
             round,
-            system: stand.system.id().to_owned(),
+            system: tested.system.id().to_owned(),
             workload: workload.id.to_owned(),
             requests: measured.requests,
             seconds,
@@ -425,7 +425,7 @@ impl<'a> Experiment<'a, '_> {
     }
 }
 
-/// Writes a pattern all over a disk, or reads it.
+/// Writes a pattern over a whole disk, or reads it.
 fn whole_disk(
     server: &Server,
     disk: usize,

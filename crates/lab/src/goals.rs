@@ -13,7 +13,7 @@ use crate::statistics::Interval;
 /// The longest goals file, in bytes: a hundred goals fit.
 const FILE_MAX: u64 = 64 * 1024;
 
-/// What is compared.
+/// The metric that is compared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Metric {
@@ -36,7 +36,7 @@ pub enum Metric {
 }
 
 impl Metric {
-    /// What was found of a system under a load, with the round.
+    /// The values of a system under a load, with their rounds.
     fn of(self, outcome: &Outcome, system: &str, workload: &str) -> Vec<(u32, f64)> {
         let cells = |value: fn(&Cell) -> f64| {
             let wanted = |cell: &&Cell| cell.system == system && cell.workload == workload;
@@ -62,7 +62,7 @@ impl Metric {
         matches!(self, Self::Iops | Self::Throughput)
     }
 
-    /// How it is shown to people: in how many of its own unit, with how many decimals, and what that is called.
+    /// How it is shown: the size of its unit, the number of decimals, and the unit's name.
     fn unit(self) -> (f64, usize, &'static str) {
         match self {
             Self::Iops => (1e3, 1, "kIOPS"),
@@ -89,7 +89,7 @@ impl Metric {
     }
 }
 
-/// On which side of the value the ratio has to be.
+/// On which side of the goal's value the measured value must be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Relation {
@@ -99,7 +99,7 @@ pub enum Relation {
     AtMost,
 }
 
-/// What of two systems has to be on the right side of the value.
+/// What is compared with the goal's value.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Compare {
@@ -118,21 +118,21 @@ pub enum Compare {
 pub struct Goal {
     /// Its name; what it is about comes first (`disk.`).
     pub id: String,
-    /// What it says, for people.
+    /// Its description.
     pub description: String,
     /// What is compared.
     pub metric: Metric,
     /// The system above the line.
     pub numerator: String,
-    /// The system below the line; none where one stands alone.
+    /// The system below the line; none where one is judged alone.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub denominator: Option<String>,
     /// The load.
     pub workload: String,
-    /// What has to be on that side of `value`.
+    /// What is compared with `value`.
     #[serde(default)]
     pub compare: Compare,
-    /// On which side of `value` it has to be.
+    /// On which side of `value` it must be.
     pub relation: Relation,
     /// The value.
     pub value: f64,
@@ -144,26 +144,26 @@ struct Goals {
     goal: Vec<Goal>,
 }
 
-/// Why goals could not be read.
+/// Why goals cannot be read.
 #[derive(Debug, thiserror::Error)]
 pub enum GoalsError {
-    /// No such file, or too long.
+    /// There is no such file, or it is too long.
     #[error("the goals in {} cannot be read (at most {FILE_MAX} bytes)", path.display())]
     Read {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         source: std::io::Error,
     },
-    /// Not what a goals file looks like.
-    #[error("the goals in {} are not understood", path.display())]
+    /// The file is not valid.
+    #[error("the goals in {} cannot be parsed", path.display())]
     Parse {
         /// The file.
         path: PathBuf,
         /// Where and why.
         source: toml::de::Error,
     },
-    /// A goal that cannot be told from another, or can never be judged.
+    /// A goal that is a duplicate or can never be judged.
     #[error("goal {id} {what}")]
     Goal {
         /// Which.
@@ -209,7 +209,7 @@ fn parse(path: &Path, text: &str) -> Result<Vec<Goal>, GoalsError> {
     Ok(goals.goal)
 }
 
-/// What is said of a goal.
+/// The verdict on a goal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Verdict {
@@ -234,33 +234,33 @@ impl fmt::Display for Verdict {
     }
 }
 
-/// A goal, judged.
+/// A goal with its verdict.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Assessment {
     /// The goal.
     #[serde(flatten)]
     pub goal: Goal,
-    /// What is said of it.
+    /// The verdict.
     pub verdict: Verdict,
     /// Numerator over denominator, within each round.
     pub ratio: Option<Interval>,
     /// Numerator minus denominator, within each round, in the metric's unit.
     pub difference: Option<Interval>,
-    /// The numerator by itself, where it stands alone, in the metric's unit.
+    /// The numerator alone, where it is judged alone, in the metric's unit.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub alone: Option<Interval>,
-    /// What decides where a rate is not resolved.
+    /// The verdict by CPU time, where a rate is not resolved.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub by_cpu_time: Option<ByCpuTime>,
 }
 
-/// A rate that the machine's or its storage's moods made too noisy, by CPU time: what it would have been, had
-/// the time of a request of the system below the line been longer or shorter by the difference in CPU time
-/// alone. Where the server's core was what limits, that is the ratio of CPU times. Where it waited for storage,
-/// the difference may hide behind the waiting; the ratio is then the worst that it can be.
+/// The verdict by CPU time on a rate that the noise of the machine or its storage leaves unresolved: the
+/// ratio if the latency of the system below the line changed by the difference in CPU time alone. Where the
+/// server's core is the bottleneck, that is the ratio of CPU times. Where it waits for storage, the waiting
+/// may hide the difference; the ratio is then the worst case.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct ByCpuTime {
-    /// What is said of the goal.
+    /// The verdict.
     pub verdict: Verdict,
     /// Numerator over denominator, within each round.
     pub ratio: Interval,
@@ -299,14 +299,14 @@ fn by_cpu_time(goal: &Goal, outcome: &Outcome) -> Option<ByCpuTime> {
     let ratio = Interval::of(cells.iter().map(ratio))?;
     let waited = cells.iter().any(|(above, _)| above.server_busy < SATURATED);
     let verdict = match judge(goal, &ratio) {
-        // The worst that it can be.
+        // The worst case.
         Verdict::NotMet if waited && goal.relation == Relation::AtLeast => Verdict::NotResolved,
         verdict => verdict,
     };
     Some(ByCpuTime { verdict, ratio })
 }
 
-/// What there is of both systems, for each round that has both.
+/// The values of both systems, for each round that has both.
 fn pairs<T>(goal: &Goal, of: impl Fn(&str) -> Vec<(u32, T)>) -> Vec<(T, T)> {
     let Some(denominator) = &goal.denominator else { return Vec::new() };
     let mut below: BTreeMap<u32, T> = of(denominator).into_iter().collect();
@@ -454,14 +454,14 @@ pub(crate) mod tests {
             let decided = of(&cells).unwrap();
             assert_eq!((decided.verdict, decided.ratio.median), (verdict, cpu_ratio));
         }
-        // The clock's own verdict stands where there is one, and CPU time needs rounds too.
+        // A verdict by the clock takes precedence, and CPU time needs rounds, too.
         assert_eq!(of(&rounds(&[4.0; 5])), None);
         assert_eq!(of(&rounds(&[4.0; 4])).unwrap().verdict, Verdict::NotResolved);
     }
 
     #[test]
-    fn behind_waiting_cpu_time_can_speak_only_in_favour() {
-        // Both wait for the storage, which is moody; ours needs 0.1 or 1 ms more CPU of about 10 ms.
+    fn while_waiting_cpu_time_can_only_help() {
+        // Both wait for noisy storage; ours needs 0.1 or 1 ms more CPU of about 10 ms.
         let mut cells = rounds(&[0.8, 0.9, 1.0, 1.1, 1.2]);
         for (more, verdict) in [(0.1e6, Verdict::Met), (1e6, Verdict::NotResolved)] {
             for cell in &mut cells {
@@ -554,7 +554,7 @@ pub(crate) mod tests {
         assert!(refused(&text("x", "nan", "b", "")).contains("not a positive number"));
         assert!(refused(&text("x", "-1.0", "b", "")).contains("not a positive number"));
         assert!(refused(&text("x", "1.0", "a", "")).contains("with itself"));
-        assert!(refused(&text("x", "1.0", "b", "note = 1")).contains("not understood"));
+        assert!(refused(&text("x", "1.0", "b", "note = 1")).contains("cannot be parsed"));
         let alone = refused(&text("x", "1.0", "b", "compare = \"alone\""));
         assert!(alone.contains("denominator"), "{alone}");
         let single = text("x", "1.0", "b", "").replace("denominator = \"b\"\n", "");

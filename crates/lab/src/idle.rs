@@ -1,4 +1,4 @@
-//! What a disk costs that is connected and has nothing to do.
+//! The cost of a disk that is connected and has nothing to do.
 
 use std::io;
 use std::time::{Duration, Instant};
@@ -10,31 +10,31 @@ use crate::clock::{self, ProcessClock};
 use crate::load::{self, Extent, LoadError, Workload};
 use crate::systems::Server;
 
-/// What is asked of a disk that is connected and has nothing to do; a name beside those of loads.
+/// The name of that measurement, used like the name of a load.
 pub const IDLE: &str = "idle";
 
-/// How long a server may take to notice that nothing comes any more: a polling one looks again for a while.
+/// How long a server may take to become idle: one that polls looks again for a while.
 const SETTLING: Duration = Duration::from_millis(200);
-/// How many requests it has before, so that it is one that has worked.
+/// The number of requests before that, so that the disk has done some work.
 const WAKING: u64 = 10_000;
 
 /// One system without work in one round.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Idle {
-    /// From 0.
+    /// The round, from 0.
     pub round: u32,
     /// [`crate::systems::System::id`].
     pub system: String,
     /// The measured time, in seconds.
     pub seconds: f64,
-    /// The server's CPU time within it, in nanoseconds: what its threads ran by the scheduler's account
-    /// (sum_exec_runtime), no sampling of ticks.
+    /// The server's CPU time within it, in nanoseconds: the run time of its threads according to the
+    /// scheduler (sum_exec_runtime), not sampled by ticks.
     pub cpu: f64,
-    /// How often its threads woke up and went to wait again within it.
+    /// How often its threads woke up and waited again within it.
     pub waits: f64,
 }
 
-/// Has a disk work for a moment, lets it settle, and then leaves it alone, with the client connected.
+/// Gives a disk some work, lets it settle, and then leaves it idle with the client connected.
 ///
 /// # Errors
 /// [`LoadError`].
@@ -56,7 +56,7 @@ pub fn measure(
     std::thread::sleep(time);
     let after = read().map_err(LoadError::Clock)?;
     let seconds = begin.elapsed().as_secs_f64();
-    // It was idle, not gone.
+    // Checks that it was idle, not gone.
     let status = initiator.run_one(Operation::Read, 0, workload.block)?;
     if status != 0 {
         return Err(LoadError::Request { operation: Operation::Read, offset: 0, status });

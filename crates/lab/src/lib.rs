@@ -1,4 +1,4 @@
-//! The laboratory: proves what encryption costs on the hardware it is run on.
+//! The benchmark: measures what encryption costs on the hardware it runs on.
 //!
 //! | module | subject |
 //! |---|---|
@@ -8,7 +8,7 @@
 //! | [`sections`] | what is measured where |
 //! | [`experiment`], [`idle`], [`computed_limit`] | the order of measuring; disks without work; what the machine could do at best |
 //! | [`statistics`], [`goals`] | what may be concluded |
-//! | [`report`], [`tables`], [`machine`] | how it is told |
+//! | [`report`], [`tables`], [`machine`] | the results as JSON and as tables, and the machine |
 
 pub mod arguments;
 pub mod clock;

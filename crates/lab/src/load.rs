@@ -11,11 +11,11 @@ use vmseal_initiator::{Completion, Initiator, InitiatorError, Operation};
 use crate::clock::{self, ProcessClock};
 use crate::pattern::Pattern;
 
-/// Latencies are kept from 1 ns to a minute, with two significant digits: below the noise of a run.
+/// Latencies are recorded from 1 ns to a minute with two significant digits: finer than the noise of a run.
 const LATENCY_MAX: u64 = 60_000_000_000;
 const LATENCY_DIGITS: u8 = 2;
 
-/// In which order blocks are visited.
+/// The order in which blocks are accessed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Order {
@@ -40,7 +40,7 @@ pub enum Direction {
 pub struct Workload {
     /// Its name in goals and results.
     pub id: &'static str,
-    /// In which order blocks are visited.
+    /// The order in which blocks are accessed.
     pub order: Order,
     /// What the requests do.
     pub direction: Direction,
@@ -50,24 +50,24 @@ pub struct Workload {
     pub depth: u16,
 }
 
-/// How much to run.
+/// How long to run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Extent {
-    /// For a time, after a time that does not count.
+    /// For a time, after a warm-up.
     Time {
-        /// Not counted: caches fill, a polling server notices that there is work.
+        /// The warm-up: caches fill, a polling server notices that there is work.
         warm_up: Duration,
-        /// Counted.
+        /// The measured time.
         measured: Duration,
     },
-    /// So many requests; all count.
+    /// For this many requests; all count.
     Requests(u64),
 }
 
-/// What came out.
+/// The results.
 #[derive(Clone, Debug)]
-pub struct Measured {
-    /// Requests that came back within the measured time.
+pub struct LoadResult {
+    /// Requests completed within the measured time.
     pub requests: u64,
     /// The measured time.
     pub elapsed: Duration,
@@ -77,11 +77,11 @@ pub struct Measured {
     pub client: Duration,
     /// CPU time of everything else on the machine within it, in ticks of 10 ms.
     pub others: Duration,
-    /// Nanoseconds from submitting to reaping.
+    /// Latencies in nanoseconds, from submitting to reaping.
     pub latency: Histogram<u64>,
 }
 
-/// Latencies of which none is recorded yet.
+/// An empty histogram of latencies.
 #[must_use]
 pub fn latencies() -> Histogram<u64> {
     Histogram::new_with_bounds(1, LATENCY_MAX, LATENCY_DIGITS).expect("the bounds are constants")
@@ -90,26 +90,26 @@ pub fn latencies() -> Histogram<u64> {
 /// Why a load ended early.
 #[derive(Debug, thiserror::Error)]
 pub enum LoadError {
-    /// The server does not keep to the protocol, or is gone.
+    /// The server violates the protocol, or is gone.
     #[error(transparent)]
     Initiator(#[from] InitiatorError),
     /// A request failed.
     #[error("the server answered a request ({operation:?}) at byte {offset} with status {status}")]
     Request {
-        /// Which.
+        /// The operation.
         operation: Operation,
-        /// Where, in bytes from the start of the disk.
+        /// The offset on the disk, in bytes.
         offset: u64,
         /// VIRTIO_BLK_S_IOERR (1), VIRTIO_BLK_S_UNSUPP (2), or 255 if none was written; over NBD its error.
         status: u8,
     },
-    /// A read brought something other than what was written there.
+    /// A read returned other data than was written there.
     #[error("the disk does not hold at byte {at} what was written there")]
     Mismatch {
-        /// Where the first wrong word is, in bytes from the start of the disk.
+        /// The offset of the first wrong word on the disk, in bytes.
         at: u64,
     },
-    /// The disk holds not one block.
+    /// The disk is smaller than one block.
     #[error("the disk of {capacity} bytes is smaller than one block of {block}")]
     TooSmall {
         /// The disk's size.
@@ -122,10 +122,10 @@ pub enum LoadError {
     Clock(#[source] io::Error),
 }
 
-/// Drives `workload` until `extent` is done. With a `pattern`, writes carry it and reads are compared
-/// with it, at some cost of the calling thread.
+/// Drives `workload` until `extent` is done. With a `pattern`, writes contain it and reads are compared with
+/// it, at some cost for the calling thread.
 ///
-/// # Errors
+/// [`LoadError`]; the first error ends the load.
 /// [`LoadError`]; the first one ends the load.
 pub fn run(
     initiator: &mut dyn Initiator,
@@ -134,20 +134,20 @@ pub fn run(
     pattern: Option<Pattern>,
     server: &ProcessClock,
     seed: u64,
-) -> Result<Measured, LoadError> {
+) -> Result<LoadResult, LoadError> {
     let mut load = Load::new(initiator, workload, extent, pattern, seed)?;
     load.prime()?;
     let begin = load.warm_up()?;
     let start = Reading::now(server)?;
     load.measure(begin)?;
     let end = Reading::now(server)?;
-    let measured = Measured::between(&start, &end, load.completed, load.latency.clone());
+    let measured = LoadResult::between(&start, &end, load.completed, load.latency.clone());
     load.drain()?;
     Ok(measured)
 }
 
-/// Drives `workload` on several disks of one server at a time, each from a thread of its own, and says what
-/// all of them did between two moments.
+/// Drives `workload` on several disks of one server at a time, each from its own thread, and returns what all
+/// of them did between two moments.
 ///
 /// # Errors
 /// [`LoadError`]; a disk that fails does not stop the others.
@@ -158,7 +158,7 @@ pub fn run_side_by_side(
     pattern: Option<Pattern>,
     server: &ProcessClock,
     seed: u64,
-) -> Result<Measured, LoadError> {
+) -> Result<LoadResult, LoadError> {
     let signals = Signals::default();
     let done: Vec<AtomicU64> = initiators.iter().map(|_| AtomicU64::new(0)).collect();
     let all_done = || done.iter().map(|done| done.load(Ordering::Relaxed)).sum::<u64>();
@@ -185,19 +185,19 @@ pub fn run_side_by_side(
             let times = thread.join().expect("a load does not panic")?;
             latency.add(times).expect("all have the same bounds");
         }
-        Ok(Measured::between(&start?, &end?, after - before, latency))
+        Ok(LoadResult::between(&start?, &end?, after - before, latency))
     })
 }
 
-/// What the threads of several disks are told. Nothing else is handed over with it, so no order is needed.
+/// Signals for the threads of several disks. No other data depends on it, so no memory ordering is needed.
 #[derive(Default)]
 struct Signals {
     measuring: AtomicBool,
     over: AtomicBool,
 }
 
-/// One disk's part: what its requests took while all were measured. How many are `done` is read from outside
-/// together with the clocks, so that it does not matter when a thread hears that something began or ended.
+/// One disk's part: returns the latencies while all were measured. `done` is read by the main thread together
+/// with the clocks, so that it does not matter when this thread notices the beginning or the end.
 fn drive(
     initiator: &mut dyn Initiator,
     workload: &Workload,
@@ -240,7 +240,7 @@ impl Reading {
     }
 }
 
-impl Measured {
+impl LoadResult {
     fn between(start: &Reading, end: &Reading, requests: u64, latency: Histogram<u64>) -> Self {
         let server = end.server.saturating_sub(start.server);
         let client = end.client.saturating_sub(start.client);
@@ -256,7 +256,7 @@ impl Measured {
     }
 }
 
-/// What is in a slot.
+/// The state of a slot.
 #[derive(Clone, Copy)]
 struct Request {
     offset: u64,
@@ -313,8 +313,8 @@ impl<'a> Load<'a> {
         })
     }
 
-    /// Fills the queue. Buffers of a load without a pattern get one content for good: no constant,
-    /// which a server might treat specially.
+    /// Fills the queue. Buffers of a load without a pattern keep one content that is not constant, as a
+    /// server might treat constant data specially.
     fn prime(&mut self) -> Result<(), LoadError> {
         let slots = 0..self.slots.len() as u16;
         for slot in slots.clone() {
@@ -347,7 +347,7 @@ impl<'a> Load<'a> {
         block * u64::from(self.workload.block)
     }
 
-    /// Submits the next request unless all that were asked for are submitted.
+    /// Submits the next request unless all requested ones are submitted.
     fn submit(&mut self, slot: u16, now: Instant) {
         if matches!(self.extent, Extent::Requests(count) if self.submitted == count) {
             return;
@@ -363,7 +363,7 @@ impl<'a> Load<'a> {
         self.submitted += 1;
     }
 
-    /// Waits for at least one completion and checks all that are there; says when they were seen.
+    /// Waits for at least one completion and checks all that have arrived; returns the time.
     fn reap(&mut self) -> Result<Instant, LoadError> {
         self.completions.clear();
         loop {
@@ -401,7 +401,7 @@ impl<'a> Load<'a> {
         Ok(())
     }
 
-    /// One pass: what has come back is replaced by new requests.
+    /// One pass: completed requests are replaced by new ones.
     fn turn(&mut self) -> Result<Instant, LoadError> {
         let now = self.reap()?;
         for i in 0..self.completions.len() {

@@ -1,4 +1,4 @@
-//! What a result was measured on.
+//! The machine that a result was measured on.
 
 use std::fs;
 use std::path::Path;
@@ -6,7 +6,7 @@ use std::process::Command;
 
 use serde::Serialize;
 
-/// A machine and what runs on it.
+/// A machine and its software.
 #[derive(Clone, Debug, Serialize)]
 pub struct Machine {
     /// The model of its first CPU.
@@ -21,15 +21,15 @@ pub struct Machine {
     pub storage_daemon: Option<String>,
     /// The version of nbdkit; none if there is none.
     pub nbdkit: Option<String>,
-    /// Processes that wanted to run in the minute before.
+    /// Runnable processes in the minute before.
     pub load_average: f64,
 }
 
-/// What stands for something that the machine does not say.
+/// Stands for a missing value.
 const UNKNOWN: &str = "unknown";
 
 impl Machine {
-    /// This one, before anything is measured.
+    /// Describes this machine, before anything is measured.
     #[must_use]
     pub fn here(storage_daemon: &Path, nbdkit: &Path) -> Self {
         let read = |path| fs::read_to_string(path).unwrap_or_default();
@@ -50,7 +50,7 @@ impl Machine {
     }
 }
 
-/// One of the words, counted from 0, that a program says when it is asked for its version.
+/// One word, counted from 0, of a program's version output.
 fn version(program: &Path, word: usize) -> Option<String> {
     let line = first_line(Command::new(program).arg("--version"))?;
     line.split_whitespace().nth(word).map(str::to_owned)
@@ -122,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn a_machine_without_others_programs_is_described_all_the_same() {
+    fn a_machine_without_the_other_programs_is_described() {
         let machine =
             Machine::here(Path::new("/nonexistent/daemon"), Path::new("/nonexistent/kit"));
         assert_eq!((machine.storage_daemon, machine.nbdkit), (None, None));

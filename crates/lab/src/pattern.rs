@@ -1,20 +1,20 @@
-//! What is written to a disk under test: words that follow from a seed and their place on the disk,
-//! so that a block at the wrong place, an old block and a damaged one are all noticed.
+//! The content of a disk under test: words computed from a seed and their offset, so that a block at the
+//! wrong place, an old block and a damaged one are all noticed.
 
-/// A disk's content as a function of the place.
+/// A disk's content as a function of the offset.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Pattern {
     seed: u64,
 }
 
 impl Pattern {
-    /// The content that belongs to `seed`.
+    /// The content of `seed`.
     #[must_use]
     pub fn new(seed: u64) -> Self {
         Self { seed }
     }
 
-    /// The eight bytes at byte `position`, a multiple of 8: SplitMix64's finalizer over the place.
+    /// The eight bytes at byte `position`, a multiple of 8: SplitMix64's finalizer of the position.
     fn word(self, position: u64) -> u64 {
         let mut z = self.seed.wrapping_add(position.wrapping_mul(0x9e37_79b9_7f4a_7c15));
         z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -22,7 +22,7 @@ impl Pattern {
         z ^ (z >> 31)
     }
 
-    /// Fills `bytes`, whole words, with what belongs at byte `offset` and after.
+    /// Fills `bytes`, whole words, with the content from byte `offset` on.
     pub fn fill(self, offset: u64, bytes: &mut [u8]) {
         let (words, rest) = bytes.as_chunks_mut::<8>();
         debug_assert!(rest.is_empty());
@@ -31,7 +31,7 @@ impl Pattern {
         }
     }
 
-    /// The first place, in bytes on the disk, where `bytes` read at `offset` are not what belongs there.
+    /// The first offset on the disk, in bytes, at which `bytes` read at `offset` differ from the content.
     #[must_use]
     pub fn mismatch(self, offset: u64, bytes: &[u8]) -> Option<u64> {
         let (words, rest) = bytes.as_chunks::<8>();

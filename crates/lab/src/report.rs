@@ -1,4 +1,5 @@
-//! What experiments say, as JSON with all that is needed to judge it later; as tables in [`crate::tables`].
+//! The results of experiments as JSON, with all that is needed to judge them later; as tables in
+//! [`crate::tables`].
 
 use std::path::Path;
 use std::{fs, io};
@@ -27,13 +28,13 @@ pub struct Report {
     pub started: jiff::Timestamp,
     /// The commit that was measured, with `-dirty` if there were changes.
     pub commit: String,
-    /// Where.
+    /// The machine.
     pub machine: Machine,
-    /// The goals and what is said of each.
+    /// The goals with their verdicts.
     pub goals: Vec<Assessment>,
-    /// What was measured.
+    /// The measured sections.
     pub sections: Vec<Measured>,
-    /// What was not, and why.
+    /// The sections that could not be measured, and why.
     pub obstacles: Vec<Unavailable>,
 }
 
@@ -42,9 +43,9 @@ pub struct Report {
 pub struct Measured {
     /// Its name.
     pub section: &'static str,
-    /// What it is about, for people.
+    /// Its title.
     pub title: &'static str,
-    /// How.
+    /// Its settings.
     pub settings: Settings,
     /// Each system under each load, over all rounds.
     pub summaries: Vec<Summary>,
@@ -63,12 +64,12 @@ pub struct Measured {
 pub struct Unavailable {
     /// Its name.
     pub section: &'static str,
-    /// Why not.
+    /// The reason.
     pub why: String,
 }
 
 impl Measured {
-    /// What came out of a section's plan.
+    /// The results of a section's plan.
     #[must_use]
     pub fn of(section: &Section, plan: &Plan, outcome: &Outcome) -> Self {
         Self {
@@ -83,16 +84,16 @@ impl Measured {
     }
 }
 
-/// How it was measured.
+/// The settings of a measurement.
 #[derive(Clone, Debug, Serialize)]
 pub struct Settings {
     /// How disks were served.
     pub transport: Transport,
     /// The loads.
     pub workloads: Vec<Workload>,
-    /// How often.
+    /// The number of rounds.
     pub rounds: u32,
-    /// How often the disks were made anew meanwhile, one time included.
+    /// How often the disks were made, the first time included.
     pub places: u32,
     /// How long a cell was measured, in seconds.
     pub seconds: f64,
@@ -106,7 +107,7 @@ pub struct Settings {
     pub wait: Wait,
     /// Whether content was compared while measuring.
     pub verify: bool,
-    /// Which core did what.
+    /// The cores of server and client.
     pub cores: Option<Cores>,
 }
 
@@ -130,7 +131,7 @@ impl Settings {
     }
 }
 
-/// What kept a system from being quicker.
+/// What limited the speed of a system.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Bottleneck {
@@ -166,7 +167,7 @@ pub struct Summary {
     pub iops: Interval,
     /// Bytes per second.
     pub throughput: Interval,
-    /// The server's CPU time for a request, in nanoseconds.
+    /// The server's CPU time per request, in nanoseconds.
     pub cpu_per_io: Interval,
     /// Shares of the time, as in [`Cell`].
     pub server_busy: Interval,
@@ -174,7 +175,7 @@ pub struct Summary {
     pub client_busy: Interval,
     /// As in [`Cell`].
     pub others_busy: Interval,
-    /// What kept it from being quicker.
+    /// What limited its speed.
     pub bottleneck: Bottleneck,
     /// Latencies.
     pub latency: Latency,
@@ -257,10 +258,10 @@ fn summary(outcome: &Outcome, system: &str, workload: &str) -> Option<Summary> {
 }
 
 impl Report {
-    /// Writes the JSON so that the file is the old one or the new one, whatever happens.
+    /// Writes the JSON atomically: the file is the old one or the new one.
     ///
     /// # Errors
-    /// The file system's.
+    /// Those of the file system.
     pub fn write(&self, path: &Path) -> io::Result<()> {
         let directory = path.parent().filter(|parent| !parent.as_os_str().is_empty());
         let directory = directory.unwrap_or(Path::new("."));
@@ -270,7 +271,7 @@ impl Report {
         file.persist(path).map(drop).map_err(|error| error.error)
     }
 
-    /// How many goals have a verdict.
+    /// The number of goals with a verdict.
     #[must_use]
     pub fn count(&self, verdict: Verdict) -> usize {
         self.goals.iter().filter(|judged| judged.verdict == verdict).count()
@@ -356,7 +357,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn the_bottleneck_is_who_was_busy() {
+    fn the_bottleneck_is_the_busy_side() {
         let with = |server: f64, client: f64| {
             let mut outcome = outcome();
             for cell in &mut outcome.cells {

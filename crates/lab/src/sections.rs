@@ -1,5 +1,5 @@
-//! What is measured where: each section has its systems, its loads and its kind of storage, and is an experiment
-//! of its own, as what is compared is compared within a section.
+//! The sections of the benchmark. Each has its systems, its loads and its kind of storage, and is an
+//! experiment by itself: comparisons are made within a section.
 
 use std::path::Path;
 
@@ -22,24 +22,24 @@ pub const SYSTEMS: [&str; 7] = [
     "nbdkit-luks",
 ];
 
-/// Where disks lie.
+/// The storage of disks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Storage {
     /// In files whose pages are in memory.
     Memory,
-    /// In files of an ext4 that are read and written past the page cache.
+    /// In files on ext4 that are accessed without the page cache.
     Ext4,
 }
 
-/// Systems that are measured side by side.
+/// Systems that are measured together.
 #[derive(Clone, Copy, Debug)]
 pub struct Section {
     /// Its name.
     pub id: &'static str,
-    /// What it is about, for people.
+    /// Its title.
     pub title: &'static str,
-    /// Where its disks lie.
+    /// The storage of its disks.
     pub storage: Storage,
     /// How they are served.
     pub transport: Transport,
@@ -47,14 +47,14 @@ pub struct Section {
     pub systems: &'static [&'static str],
     /// Its loads.
     pub workloads: &'static [Workload],
-    /// Whether its disks are left alone for a while, too.
+    /// Whether its disks are also measured without work.
     pub idle: bool,
-    /// Whether large loads have the computed limit beside them.
+    /// Whether large loads are compared with the computed limit.
     pub limit: bool,
-    /// How many rounds a round is cut into, each so much shorter: what is compared then is closer in time, and
-    /// more rounds have narrower bounds.
+    /// How many shorter rounds replace each round: values that are compared are then closer in time, and more
+    /// rounds give narrower bounds.
     pub cuts: u32,
-    /// How often the disks are made anew meanwhile: where a file lies on a device decides by more than what is in
+    /// How often the disks are made: where a file is on a device matters more than the differences in
     /// question (docs/benchmarks.md).
     pub places: u32,
 }
@@ -77,10 +77,10 @@ pub const SECTIONS: [Section; 4] = [
             random("4k-random-write", Direction::Write),
             sequential("512k-sequential-read", Direction::Read),
             sequential("512k-sequential-write", Direction::Write),
-            // One request at a time: what counts is how long it takes.
+            // One request at a time: the latency counts.
             Workload { depth: 1, ..random("4k-alone-read", Direction::Read) },
             Workload { depth: 1, ..random("4k-alone-write", Direction::Write) },
-            // For what the server's memory grows to.
+            // For the growth of the server's memory.
             Workload { depth: 128, ..sequential("512k-deep-write", Direction::Write) },
         ],
         idle: true,
@@ -143,7 +143,7 @@ const fn sequential(id: &'static str, direction: Direction) -> Workload {
 }
 
 impl Section {
-    /// Whether this is worth a line while one waits: of many short rounds, only that they go on.
+    /// Whether to print a progress line for this: with many short rounds, only some.
     #[must_use]
     pub fn tells(&self, progress: Progress<'_>) -> bool {
         match progress {
@@ -153,7 +153,7 @@ impl Section {
     }
 }
 
-/// The names of all loads, and of none at all.
+/// The names of all loads, and of the measurement without work.
 #[must_use]
 pub fn workload_ids() -> Vec<&'static str> {
     let of = |section: &Section| section.workloads.iter().map(|workload| workload.id);
@@ -161,7 +161,7 @@ pub fn workload_ids() -> Vec<&'static str> {
 }
 
 impl Storage {
-    /// Why this kind of storage is not to be had in a directory; none if it is.
+    /// Why this kind of storage is unavailable in a directory; none if it is available.
     #[must_use]
     pub fn obstacle(self, directory: &Path) -> Option<String> {
         if self == Self::Memory {
@@ -198,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn of_many_short_rounds_one_hears_that_they_go_on() {
+    fn of_many_short_rounds_only_some_are_announced() {
         let told = |cuts| {
             let section = Section { cuts, ..SECTIONS[0] };
             (1..=20).filter(|round| section.tells(Progress::Round(*round, 20))).collect::<Vec<_>>()
@@ -208,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn ext4_is_told_from_what_is_not() {
+    fn ext4_is_recognised() {
         assert_eq!(Storage::Memory.obstacle(Path::new("/nonexistent")), None);
         let missing = Storage::Ext4.obstacle(Path::new("/nonexistent")).unwrap();
         assert!(missing.contains("/nonexistent cannot be used: No such file"), "{missing}");

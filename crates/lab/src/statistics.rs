@@ -1,16 +1,16 @@
 //! Medians and bounds of few values, without assuming how they are distributed.
 //!
-//! The bounds are order statistics: whatever the distribution, the k-th smallest of n independent
-//! values lies above the true median with probability P(Binomial(n, ½) < k). The bounds are the
-//! innermost values for which that is at most 5 %, so each bound by itself holds with 95 % or more.
-//! Fewer than five values have no such bound.
+//! The bounds are order statistics: whatever the distribution, the k-th smallest of n independent values is
+//! above the true median with probability P(Binomial(n, ½) < k). The bounds are the innermost values for
+//! which that is at most 5 %, so each bound by itself holds with 95 % or more. Fewer than five values have no
+//! such bound.
 
 use serde::Serialize;
 
 /// How often a bound may be wrong.
 const RISK: f64 = 0.05;
 
-/// The most values; 2⁻ⁿ is still a number.
+/// The most values; 2⁻ⁿ is still representable.
 pub const VALUES_MAX: usize = 1000;
 
 /// A median with its 95 % bounds, one-sided each.
@@ -25,7 +25,7 @@ pub struct Interval {
 }
 
 impl Interval {
-    /// Of `values`; none if there are none, or one is no number.
+    /// Of `values`; none if there are none, or one is not a number.
     #[must_use]
     pub fn of(values: impl IntoIterator<Item = f64>) -> Option<Self> {
         let mut sorted: Vec<f64> = values.into_iter().take(VALUES_MAX).collect();
@@ -45,7 +45,7 @@ impl Interval {
         Some(Self { median, lower, upper })
     }
 
-    /// The median, and the bounds where there are any, for people.
+    /// The median with its bounds, if there are any, as text.
     #[must_use]
     pub fn show(&self, number: impl Fn(f64) -> String) -> String {
         let median = number(self.median);
@@ -58,7 +58,7 @@ impl Interval {
     }
 }
 
-/// How many of `n` sorted values lie outside the bound, on either side.
+/// How many of `n` sorted values are outside the bound, on either side.
 fn outside(n: usize) -> Option<usize> {
     let mut probability = 0.5_f64.powi(i32::try_from(n).ok()?);
     let mut cumulative = probability;
@@ -93,7 +93,7 @@ mod tests {
     }
 
     /// Table of the sign test, one-sided 5 %: critical values for n = 1 to 20, 25 and 50, as in any
-    /// collection of statistical tables.
+    /// statistical tables.
     #[test]
     fn the_bounds_are_those_of_the_sign_test() {
         let expected = [
@@ -125,8 +125,8 @@ mod tests {
         assert_eq!(Interval::of([1.0; 4]).unwrap().lower, None);
     }
 
-    /// The promise itself, tried: of many samples of a skewed distribution with median 1, at most
-    /// about 5 % have their lower bound above 1.
+    /// Tests the bound itself: of many samples of a skewed distribution with median 1, at most about 5 % have
+    /// their lower bound above 1.
     #[test]
     fn bounds_hold_as_often_as_they_say() {
         let mut random = fastrand::Rng::with_seed(11);

@@ -1,4 +1,4 @@
-//! A report as tables, for people.
+//! A report as tables.
 
 use std::fmt::Write as _;
 
@@ -11,10 +11,10 @@ use crate::goals::{Compare, Metric, Relation, Verdict};
 use crate::report::{Bottleneck, Measured, Report, Settings};
 use crate::statistics::Interval;
 
-/// A share of a CPU above which other work on the machine is worth a word.
+/// The share of a CPU above which other work on the machine is mentioned.
 const DISTURBED: f64 = 0.1;
 
-/// One rule, under the titles.
+/// One rule below the titles.
 const STYLE: TableStyle =
     TableStyle::new().header_separator(LineStyle::none().fill('─').junction('─'));
 
@@ -101,7 +101,7 @@ impl Report {
         table
     }
 
-    /// What else the machine did while it measured.
+    /// The other work on the machine during the measurement.
     fn disturbance(&self) -> Option<String> {
         let cells = self.sections.iter().flat_map(|measured| &measured.cells);
         let others = Interval::of(cells.map(|cell| cell.others_busy))?.median;
@@ -123,12 +123,12 @@ fn described(settings: &Settings) -> String {
         Wait::Sleep => "sleeps until something comes",
         Wait::Poll => "polls",
     };
-    let anew = match settings.places {
+    let made = match settings.places {
         1 => String::new(),
         places => format!(", files made {places} times"),
     };
     format!(
-        "{transport}, {} MiB on {}, {} rounds of {} s{anew}, client {client}",
+        "{transport}, {} MiB on {}, {} rounds of {} s{made}, client {client}",
         settings.size >> 20,
         settings.file_system,
         settings.rounds,
@@ -156,7 +156,7 @@ fn systems(measured: &Measured) -> Table {
             Bottleneck::Client => "client",
             Bottleneck::Waiting => "waiting",
         };
-        // A load is named where it begins, so that one sees where the next does.
+        // A load is named in its first row only, so that the next one is visible.
         let again = before == summary.workload;
         before = &summary.workload;
         table.add_row(vec![
@@ -196,7 +196,7 @@ fn table(titles: &[&str]) -> Table {
     table
 }
 
-/// A table without blanks at the ends of its lines.
+/// A table without trailing blanks.
 fn lines(table: &Table) -> String {
     table.trim_fmt()
 }

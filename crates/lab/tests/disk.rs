@@ -38,7 +38,7 @@ fn nbdkit(luks: bool) -> Nbdkit {
 }
 
 /// A disk in memory, and a server on it.
-struct Stand {
+struct ServedDisk {
     server: Server,
     place: Place,
     _directory: tempfile::TempDir,
@@ -58,23 +58,23 @@ fn vmseal(encrypted: bool) -> Vmseal {
     }
 }
 
-fn stand() -> Stand {
-    stand_of(&storage_daemon(false))
+fn serve() -> ServedDisk {
+    serve_with(&storage_daemon(false))
 }
 
-fn stand_of(system: &dyn System) -> Stand {
+fn serve_with(system: &dyn System) -> ServedDisk {
     let directory = tempfile::tempdir_in("/dev/shm").unwrap();
     let place = Place { directory: directory.path().to_owned(), size: SIZE };
     system.prepare(&place).unwrap();
     let server = system.start(&place, None).unwrap();
-    Stand { server, place, _directory: directory }
+    ServedDisk { server, place, _directory: directory }
 }
 
 fn workload(order: Order, direction: Direction, block: u32, depth: u16) -> Workload {
     Workload { id: "test", order, direction, block, depth }
 }
 
-impl Stand {
+impl ServedDisk {
     fn connect(&self, workload: &Workload, wait: Wait) -> Box<dyn Initiator> {
         self.server.connect(0, workload.depth, workload.block, wait).unwrap()
     }
@@ -103,34 +103,34 @@ fn what_is_written_is_read_back_sleeping_and_polling() {
     for (system, wait) in
         systems.iter().flat_map(|system| [Wait::Sleep, Wait::Poll].map(|wait| (*system, wait)))
     {
-        let stand = stand_of(system);
-        stand.fill(wait);
-        check_at_rest(system, &stand.place, Pattern::new(PATTERN)).unwrap();
-        stand.run(&workload(Order::Random, Direction::Read, 4096, 32), wait, 5000).unwrap();
-        stand.run(&workload(Order::Random, Direction::Write, 512, 7), wait, 5000).unwrap();
-        stand.run(&workload(Order::Sequential, Direction::Read, 1 << 20, 1), wait, 32).unwrap();
+        let disk = serve_with(system);
+        disk.fill(wait);
+        check_at_rest(system, &disk.place, Pattern::new(PATTERN)).unwrap();
+        disk.run(&workload(Order::Random, Direction::Read, 4096, 32), wait, 5000).unwrap();
+        disk.run(&workload(Order::Random, Direction::Write, 512, 7), wait, 5000).unwrap();
+        disk.run(&workload(Order::Sequential, Direction::Read, 1 << 20, 1), wait, 32).unwrap();
     }
 }
 
 #[test]
 fn one_changed_byte_on_the_disk_is_found() {
-    let stand = stand();
-    stand.fill(Wait::Sleep);
-    let file = OpenOptions::new().read(true).write(true).open(stand.place.disk()).unwrap();
+    let disk = serve();
+    disk.fill(Wait::Sleep);
+    let file = OpenOptions::new().read(true).write(true).open(disk.place.disk()).unwrap();
     let at = 5_000_003;
     let mut byte = [0];
     file.read_exact_at(&mut byte, at).unwrap();
     file.write_all_at(&[!byte[0]], at).unwrap();
     let read = workload(Order::Sequential, Direction::Read, 64 << 10, 4);
-    let found = stand.run(&read, Wait::Sleep, SIZE >> 16);
+    let found = disk.run(&read, Wait::Sleep, SIZE >> 16);
     assert!(matches!(found, Err(LoadError::Mismatch { at: 5_000_000 })), "{found:?}");
 }
 
 #[test]
 fn a_request_beyond_the_disk_is_an_error_and_not_a_figure() {
-    let stand = stand();
+    let disk = serve();
     let shape = workload(Order::Random, Direction::Read, 4096, 1);
-    let mut initiator = stand.connect(&shape, Wait::Sleep);
+    let mut initiator = disk.connect(&shape, Wait::Sleep);
     assert_eq!(initiator.capacity(), SIZE);
     assert_eq!(initiator.run_one(Operation::Read, 0, 4096).unwrap(), 0);
     assert_ne!(initiator.run_one(Operation::Read, SIZE, 4096).unwrap(), 0);
@@ -138,12 +138,12 @@ fn a_request_beyond_the_disk_is_an_error_and_not_a_figure() {
 
 #[test]
 fn a_load_ends_with_the_first_request_that_fails() {
-    let stand = stand_of(&vmseal(false));
-    stand.fill(Wait::Sleep);
-    let file = OpenOptions::new().write(true).open(stand.place.disk()).unwrap();
+    let disk = serve_with(&vmseal(false));
+    disk.fill(Wait::Sleep);
+    let file = OpenOptions::new().write(true).open(disk.place.disk()).unwrap();
     file.set_len(SIZE / 2).unwrap();
     let read = workload(Order::Sequential, Direction::Read, 64 << 10, 1);
-    let cut = stand.run(&read, Wait::Sleep, SIZE >> 16);
+    let cut = disk.run(&read, Wait::Sleep, SIZE >> 16);
     let half = SIZE / 2;
     let failed = matches!(cut, Err(LoadError::Request { offset, status: 1, .. }) if offset == half);
     assert!(failed, "{cut:?}");
@@ -155,11 +155,11 @@ fn a_server_that_dies_ends_the_load_at_once() {
     for (system, wait) in
         systems.iter().flat_map(|system| [Wait::Sleep, Wait::Poll].map(|wait| (*system, wait)))
     {
-        let stand = stand_of(system);
+        let disk = serve_with(system);
         let shape = workload(Order::Random, Direction::Read, 4096, 32);
-        let mut initiator = stand.connect(&shape, wait);
-        let clock = ProcessClock::of(stand.server.pid()).unwrap();
-        let pid = Pid::from_raw(stand.server.pid().try_into().unwrap());
+        let mut initiator = disk.connect(&shape, wait);
+        let clock = ProcessClock::of(disk.server.pid()).unwrap();
+        let pid = Pid::from_raw(disk.server.pid().try_into().unwrap());
         let (begin, killer) = (Instant::now(), Duration::from_millis(200));
         let killer = std::thread::spawn(move || {
             std::thread::sleep(killer);
@@ -176,11 +176,11 @@ fn a_server_that_dies_ends_the_load_at_once() {
 
 #[test]
 fn a_socket_that_is_there_before_its_server_listens_is_tried_again() {
-    let stand = stand();
-    let socket = &stand.server.sockets()[0];
+    let disk = serve();
+    let socket = &disk.server.sockets()[0];
     let aside = socket.with_extension("aside");
     std::fs::rename(socket, &aside).unwrap();
-    // Bound, and nobody listens.
+    // Bound, but not listening.
     drop(std::os::unix::net::UnixDatagram::bind(socket).unwrap());
     std::thread::scope(|scope| {
         scope.spawn(|| {
@@ -188,39 +188,42 @@ fn a_socket_that_is_there_before_its_server_listens_is_tried_again() {
             std::fs::rename(&aside, socket).unwrap();
         });
         let begin = Instant::now();
-        stand.run(&workload(Order::Random, Direction::Read, 4096, 1), Wait::Sleep, 0).unwrap();
-        assert!(begin.elapsed() >= Duration::from_millis(50), "it was refused before");
+        disk.run(&workload(Order::Random, Direction::Read, 4096, 1), Wait::Sleep, 0).unwrap();
+        assert!(
+            begin.elapsed() >= Duration::from_millis(50),
+            "the connection was refused too early"
+        );
     });
 }
 
 #[test]
-fn queues_that_cannot_be_are_refused() {
-    let stand = stand();
+fn impossible_queues_are_refused() {
+    let disk = serve();
     for (depth, block) in [(0, 4096), (342, 4096), (1, 0), (1, 513), (1, 8 << 20)] {
-        let refused = VhostUser::connect(&stand.server.sockets()[0], depth, block, Wait::Sleep);
+        let refused = VhostUser::connect(&disk.server.sockets()[0], depth, block, Wait::Sleep);
         assert!(matches!(refused, Err(InitiatorError::Shape { .. })), "{depth} {block}");
     }
 }
 
 #[test]
-fn plaintext_is_told_from_ciphertext() {
-    let stand = stand();
+fn plaintext_is_distinguished_from_ciphertext() {
+    let disk = serve();
     let pattern = Pattern::new(PATTERN);
-    // Nothing written: a system that does not encrypt should have left the pattern.
-    let empty = check_at_rest(&storage_daemon(false), &stand.place, pattern);
+    // Nothing is written: a system that does not encrypt should have left the pattern.
+    let empty = check_at_rest(&storage_daemon(false), &disk.place, pattern);
     assert!(matches!(empty, Err(SystemError::AtRest { found: 0, .. })), "{empty:?}");
-    stand.fill(Wait::Sleep);
-    // The same file, had it come from a system that encrypts.
-    let leak = check_at_rest(&storage_daemon(true), &stand.place, pattern);
+    disk.fill(Wait::Sleep);
+    // The same file, as if it came from a system that encrypts.
+    let leak = check_at_rest(&storage_daemon(true), &disk.place, pattern);
     assert!(matches!(leak, Err(SystemError::AtRest { expected: 0, found: 4096, .. })), "{leak:?}");
 }
 
 #[test]
 fn qemu_s_luks_keeps_what_is_written_and_no_plaintext() {
-    let stand = stand_of(&storage_daemon(true));
-    stand.fill(Wait::Sleep);
-    stand.run(&workload(Order::Random, Direction::Read, 4096, 32), Wait::Sleep, 1000).unwrap();
-    check_at_rest(&storage_daemon(true), &stand.place, Pattern::new(PATTERN)).unwrap();
+    let disk = serve_with(&storage_daemon(true));
+    disk.fill(Wait::Sleep);
+    disk.run(&workload(Order::Random, Direction::Read, 4096, 32), Wait::Sleep, 1000).unwrap();
+    check_at_rest(&storage_daemon(true), &disk.place, Pattern::new(PATTERN)).unwrap();
 }
 
 #[test]
@@ -264,7 +267,7 @@ fn eight_disks_hold_what_each_was_given_and_are_counted_together() {
     let extent = Extent::Requests(SIZE / u64::from(fill.block));
     let connect =
         |load: &Workload, disk| server.connect(disk, load.depth, load.block, Wait::Sleep).unwrap();
-    // Each disk its own content: one served for another would be seen.
+    // Each disk has its own content: one that is served for another would be noticed.
     for disk in 0..8 {
         let pattern = Some(Pattern::new(disk as u64));
         load::run(connect(&fill, disk).as_mut(), &fill, extent, pattern, &clock, 1).unwrap();
@@ -282,7 +285,8 @@ fn eight_disks_hold_what_each_was_given_and_are_counted_together() {
     assert!(found.requests >= 8 && !found.latency.is_empty(), "{}", found.requests);
     assert!(found.elapsed >= measured && found.server > Duration::ZERO, "{:?}", found.elapsed);
     drop(together);
-    // A disk without work, of a server that has some elsewhere: not what it is to cost, and seen.
+    // A disk without work, of a server that has work elsewhere, costs more than an idle one, and that is
+    // noticed.
     let stop = std::sync::atomic::AtomicBool::new(false);
     let busy = std::thread::scope(|scope| {
         scope.spawn(|| {
@@ -296,7 +300,7 @@ fn eight_disks_hold_what_each_was_given_and_are_counted_together() {
         busy.unwrap()
     });
     assert!(busy.cpu > 0.0 && busy.waits > 0.0, "{busy:?}");
-    // The first has the content of the first, and not of the second: the load ends.
+    // The first disk has its own content, not that of the second: the load ends.
     let pattern = Some(Pattern::new(0));
     let mut two: Vec<_> = (0..2).map(|disk| connect(&read, disk)).collect();
     let wrong = load::run_side_by_side(&mut two, &read, times, pattern, &clock, 1);
@@ -316,7 +320,7 @@ fn an_experiment_measures_every_cell_and_leaves_nothing() {
         }
     });
     let outcome = outcome.unwrap();
-    // All are made anew for the second round, and the one that was first is last then.
+    // All are made again for the second round, and the one that was first is last then.
     assert_eq!((filled.len(), &filled[0]), (6, &filled[5]));
     // With the computed limit of the large one.
     assert_eq!(outcome.cells.len(), 14);
@@ -324,7 +328,7 @@ fn an_experiment_measures_every_cell_and_leaves_nothing() {
     for cell in &outcome.cells {
         assert!(cell.requests > 0 && cell.cpu_per_io > 0.0 && cell.server_busy > 0.0, "{cell:?}");
     }
-    // Who goes first changes from round to round.
+    // The order changes from round to round.
     let first = |round| outcome.cells.iter().find(|cell| cell.round == round).unwrap();
     assert_ne!(first(0).system, first(1).system);
     assert_eq!(outcome.idle.len(), 6);

@@ -6,10 +6,10 @@ use std::str::FromStr;
 use tracing::level_filters::LevelFilter;
 use tracing_subscriber::filter::Targets;
 
-/// The longest text of levels, in bytes: one for each of our crates and some modules.
+/// The longest text of levels, in bytes: one for each crate of vmseal and some modules.
 pub const LEN_MAX: usize = 256;
 
-/// What is logged where nothing else is said.
+/// The default level.
 const USUAL: LevelFilter = LevelFilter::INFO;
 
 /// The levels by their names, quietest first.
@@ -22,35 +22,35 @@ const NAMES: [(&str, LevelFilter); 6] = [
     ("trace", LevelFilter::TRACE),
 ];
 
-/// How much of what is logged: a level for all, and others for crates or modules.
+/// Log levels: one for everything, and others for crates or modules.
 ///
-/// As text: directives separated by commas. `LEVEL` is for all that no other directive is for (`info` where
-/// there is none), `TARGET=LEVEL` for the crates and modules whose names begin so (`vmseal` for all of ours,
-/// `vmseal_agent::vm`); the longest target that fits a message decides. So it is with every program that knows
-/// `RUST_LOG`, but for its ways to choose by spans and fields, which are not taken.
+/// As text: directives separated by commas. `LEVEL` applies to everything without a directive of its own
+/// (`info` by default), `TARGET=LEVEL` to the crates and modules whose names begin with the target (`vmseal`
+/// for all of vmseal's, `vmseal_agent::vm`); the longest matching target decides. The syntax is that of
+/// `RUST_LOG`, without filters by spans and fields.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Levels {
     usual: LevelFilter,
     of: Vec<(String, LevelFilter)>,
 }
 
-/// Why a text is none of levels.
+/// Why a text is not valid log levels.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum LevelsError {
     /// Longer than [`LEN_MAX`].
     #[error("has {0} bytes, and levels have at most {LEN_MAX}")]
     TooLong(usize),
-    /// Not of the form.
+    /// Not a directive.
     #[error(
         "{0:?} is no log level: give off, error, warn, info, debug or trace, or TARGET=LEVEL as in info,vmseal_agent=debug"
     )]
     NoLevel(String),
-    /// A target that no crate or module can have.
+    /// Not a name of a crate or module.
     #[error(
         "{0:?} is no crate or module: they have letters, digits, '_' and '::', as vmseal_agent::vm"
     )]
     NoTarget(String),
-    /// Said twice.
+    /// Given twice.
     #[error("the level of {0} is given twice")]
     Twice(String),
 }
@@ -127,7 +127,7 @@ mod tests {
     }
 
     #[test]
-    fn levels_are_what_operators_know_and_anything_else_says_what_is_wrong() {
+    fn levels_are_parsed_and_errors_say_what_is_wrong() {
         for (text, canonical) in [
             ("info", "info"),
             ("TRACE", "trace"),
@@ -152,13 +152,13 @@ mod tests {
         let longest = format!("{}=info", "a".repeat(LEN_MAX - 5));
         assert!(longest.parse::<Levels>().is_ok());
         assert_eq!(error(&format!("a{longest}")), LevelsError::TooLong(LEN_MAX + 1));
-        // What is quoted cannot forge a line.
+        // Quoted input cannot forge a log line.
         assert!(!error("in\nfo").to_string().contains('\n'));
     }
 
     proptest! {
         #[test]
-        fn what_is_printed_is_understood_and_the_same(text in "[a-z_:=,]{0,40}|(off|info|trace)(,[a-z_]{1,6}(::[a-z]{1,4})?=(error|debug)){0,4}") {
+        fn printed_levels_parse_to_the_same(text in "[a-z_:=,]{0,40}|(off|info|trace)(,[a-z_]{1,6}(::[a-z]{1,4})?=(error|debug)){0,4}") {
             if let Ok(levels) = text.parse::<Levels>() {
                 prop_assert_eq!(levels.to_string().parse::<Levels>().unwrap(), levels);
             }

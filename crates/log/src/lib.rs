@@ -1,14 +1,13 @@
-//! The log of a process: on standard error, as much of it as its [`Levels`] say, which can be changed while
-//! it runs.
+//! The log of a process on standard error. Its [`Levels`] can be changed while it runs.
 //!
 //! ```text
-//! event ─► levels (reload) ─► cap: what libraries say below info is dropped ─► standard error
+//! event ─► levels (reload) ─► cap: messages of libraries below info are dropped ─► standard error
 //! ```
-//! The cap is no matter of levels. Libraries write what they carry into their debug and trace messages:
-//! tungstenite every frame of a console, requests with their `Authorization`; rustls handshakes; hyper
-//! buffers. What of it is secret changes with each of their versions; so none of it is logged, whatever
-//! anybody asks for, and a library that is new is capped as the others are. Our own messages hold no secret
-//! at any level, which a whole-system test searches for keys.
+//! The cap does not depend on the levels. Libraries write the data that they carry into their debug and trace
+//! messages: tungstenite every frame of a console and requests with their `Authorization`, rustls handshakes,
+//! hyper buffers. Which of it is secret changes from version to version, so none of it is logged at any
+//! level, and a new library is capped like the others. vmseal's own messages contain no secret at any level;
+//! a whole-system test searches them for keys.
 
 mod levels;
 
@@ -24,11 +23,11 @@ use tracing_subscriber::{Registry, reload};
 
 pub use levels::{LEN_MAX, Levels, LevelsError};
 
-/// The environment variable with the levels at the start.
+/// The environment variable with the initial levels.
 const VARIABLE: &str = "RUST_LOG";
 
-/// What libraries say is logged up to this level; [`LIBRARIES_LOG_MAX`] is the same for those that speak
-/// through the crate `log`.
+/// Messages of libraries are logged up to this level; [`LIBRARIES_LOG_MAX`] is the same for libraries that
+/// log through the crate `log`.
 const LIBRARIES_MAX: Level = Level::INFO;
 
 /// See [`LIBRARIES_MAX`].
@@ -36,10 +35,10 @@ const LIBRARIES_LOG_MAX: log::LevelFilter = log::LevelFilter::Info;
 
 type Change = reload::Handle<Targets, Registry>;
 
-/// What this process logs now.
+/// The current levels.
 struct Current {
     levels: Option<Levels>,
-    /// None before [`start`], and where somebody else's subscriber was there first.
+    /// None before [`start`], and where another subscriber was installed first.
     change: Option<Change>,
 }
 
@@ -49,32 +48,32 @@ fn current() -> MutexGuard<'static, Current> {
     CURRENT.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Starts the log of this process with the levels of `RUST_LOG`. Colours only for a person who wants them.
+/// Starts the log of this process with the levels of `RUST_LOG`. Colours are used on a terminal only.
 pub fn start() {
     let colours = std::io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none();
     let text = std::env::var(VARIABLE).unwrap_or_default();
     let parsed = text.parse::<Levels>();
     let levels = parsed.clone().unwrap_or_default();
     let (subscriber, change) = subscriber(&levels, std::io::stderr, colours);
-    // A test's own may be there; then that one decides.
+    // A test may have installed its own subscriber, which then decides.
     let change = tracing::subscriber::set_global_default(subscriber).is_ok().then_some(change);
     *current() = Current { levels: Some(levels), change };
-    // Another one may be installed; then its messages are its own business.
+    // Another logger may be installed, which then handles its own messages.
     let _ = LogTracer::init_with_filter(LIBRARIES_LOG_MAX);
     if let Err(error) = parsed
         && !text.is_empty()
     {
-        tracing::warn!(%error, "{VARIABLE} is not understood: logging at the usual levels");
+        tracing::warn!(%error, "{VARIABLE} cannot be parsed: using the default log levels");
     }
 }
 
-/// What this process logs now.
+/// The current levels of this process.
 #[must_use]
 pub fn levels() -> Levels {
     current().levels.clone().unwrap_or_default()
 }
 
-/// Changes what this process logs, until it is changed again or the process ends.
+/// Changes the levels of this process, until they are changed again or the process ends.
 pub fn set_levels(levels: Levels) {
     let mut current = current();
     if let Some(change) = &current.change {
@@ -84,12 +83,12 @@ pub fn set_levels(levels: Levels) {
     current.levels = Some(levels);
 }
 
-/// Whether a message may be logged at all: ours, or a library's that says no more than it may.
+/// Whether a message may be logged at all: one of vmseal's, or a library's that is not above the cap.
 fn may_be_logged(message: &Metadata<'_>) -> bool {
     *message.level() <= LIBRARIES_MAX || is_ours(message.target())
 }
 
-/// Our crates are `vmseal` and those that begin with `vmseal_`.
+/// vmseal's crates are `vmseal` and those that begin with `vmseal_`.
 fn is_ours(target: &str) -> bool {
     let name = target.split("::").next().unwrap_or_default();
     name == "vmseal" || name.starts_with("vmseal_")

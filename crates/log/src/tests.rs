@@ -1,4 +1,4 @@
-//! What comes out of a log at which levels.
+//! The output of a log at different levels.
 
 use std::io;
 use std::sync::{Arc, Once};
@@ -7,7 +7,7 @@ use tracing::subscriber::with_default;
 
 use super::*;
 
-/// What was logged.
+/// The captured output.
 #[derive(Clone, Default)]
 struct Paper(Arc<Mutex<Vec<u8>>>);
 
@@ -34,13 +34,13 @@ impl MakeWriter<'_> for Paper {
     }
 }
 
-/// Libraries that speak through `log` get no further than here without the second guard.
+/// Without the second guard, messages of libraries that use `log` get only this far.
 fn hear_log() {
     static HEARD: Once = Once::new();
     HEARD.call_once(|| LogTracer::init_with_filter(log::LevelFilter::Trace).unwrap());
 }
 
-/// What libraries of ours say, as they say it.
+/// Logs what libraries log.
 fn libraries_speak() {
     tracing::trace!(target: "sqlx::query", "a secret");
     tracing::debug!(target: "hyper_util::client", "a secret");
@@ -61,7 +61,7 @@ fn we_speak() {
 }
 
 #[test]
-fn libraries_are_not_heard_below_info_whatever_is_asked_for() {
+fn libraries_are_not_logged_below_info_at_any_level() {
     hear_log();
     let paper = Paper::default();
     let (subscriber, change) = subscriber(&Levels::default(), paper.clone(), false);

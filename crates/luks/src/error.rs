@@ -1,4 +1,4 @@
-//! What can be wrong with a header, told precisely: a refusal names the field that is not as it must be.
+//! The errors of a header: a refusal names the wrong field.
 
 use std::io;
 
@@ -6,17 +6,17 @@ use uuid::Uuid;
 use vmseal_secret::MemoryError;
 use vmseal_secret::derive::DeriveError;
 
-/// How much of a text from a hostile header is repeated in a message, in characters.
+/// How much of a text from a hostile header is quoted in a message, in characters.
 const QUOTE_MAX: usize = 64;
 
-/// Why a header was not made, opened or changed. On any of these nothing has been written, but for
+/// Why a header was not made, opened or changed. Nothing has been written on any of these except
 /// [`HeaderError::Write`] and [`HeaderError::ReadBackFailed`].
 #[derive(Debug, thiserror::Error)]
 pub enum HeaderError {
     /// The backend failed while it was read.
     #[error("the disk's header cannot be read")]
     Read(#[source] io::Error),
-    /// The backend failed while it was written. What is there opens; repeat the operation.
+    /// The backend failed while it was written. The existing header still opens; repeat the operation.
     #[error("the disk's header cannot be written")]
     Write(#[source] io::Error),
     /// The image ends too early.
@@ -30,7 +30,7 @@ pub enum HeaderError {
     /// The disk's size is out of range.
     #[error("{0} bytes cannot be the size of an encrypted disk: it must be a multiple of 4096")]
     Size(u64),
-    /// The inventory describes a disk as this vmseal does not know it.
+    /// The inventory's description is unknown to this vmseal.
     #[error(
         "the inventory describes disk {0} in a way that this vmseal does not know: use a newer one"
     )]
@@ -45,10 +45,10 @@ pub enum HeaderError {
         /// The second copy.
         secondary: CopyFault,
     },
-    /// The header is whole, and not what it has to be.
+    /// The header is intact but not as expected.
     #[error("the disk's header is refused: {0}")]
     Refused(#[from] Refusal),
-    /// There is a whole header of another disk where a new one was to be made.
+    /// The image has an intact header of another disk where a new one should be made.
     #[error("the image holds the encrypted disk {0}: nothing was overwritten")]
     Occupied(String),
     /// The header is wrapped under other keys than the one that was given.
@@ -59,20 +59,20 @@ pub enum HeaderError {
         /// Those that the header names; not authenticated.
         found: String,
     },
-    /// The key has the right id and is another key: its check value differs.
+    /// The key has the right id but other bytes: its check value differs.
     #[error(
         "key {0} is not the key this disk was encrypted under: a provider gives another key for the same id"
     )]
     WrongKek(String),
-    /// The check value matches, and yet the key slot does not open.
+    /// The check value matches, but the key slot does not open.
     #[error(
         "the key slot of key {0} does not open: it is damaged; restore the header from a backup"
     )]
     SlotDamaged(String),
-    /// A change of key is under way that has to be ended first.
+    /// Another change of key must be finished first.
     #[error("the disk is under two keys already: drop the old one before another is added")]
     TwoKeys,
-    /// What was written is not what is read back.
+    /// The header that is read back differs from the one that was written.
     #[error(
         "the header was written for key {0} and does not open with it when it is read back: the datastore loses writes"
     )]
@@ -83,11 +83,11 @@ pub enum HeaderError {
     /// libcryptsetup failed.
     #[error("libcryptsetup failed in {call}: {source}{messages}")]
     Library {
-        /// Which function.
+        /// The function.
         call: &'static str,
-        /// How.
+        /// The error.
         source: io::Error,
-        /// What it said about it.
+        /// Its messages.
         messages: String,
     },
     /// A key could not be derived.
@@ -98,19 +98,19 @@ pub enum HeaderError {
     Memory(#[from] MemoryError),
 }
 
-/// Why a copy cannot be used.
+/// Why a copy of the header cannot be used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CopyFault {
-    /// It does not begin as a LUKS header does.
+    /// It does not begin like a LUKS header.
     #[error("is not a LUKS header")]
     Magic,
-    /// LUKS1, or a version to come.
+    /// LUKS1, or a future version.
     #[error("has LUKS version {0}, not 2")]
     Version(u16),
     /// It has a size that vmseal never writes.
     #[error("says it is {0} bytes long, not 16384")]
     Length(u64),
-    /// It belongs to another place.
+    /// Its offset field is wrong.
     #[error("says it is at byte {0}, where it is not")]
     Offset(u64),
     /// Another checksum algorithm.
@@ -121,41 +121,41 @@ pub enum CopyFault {
     Checksum,
 }
 
-/// In which way a header is not what it has to be: damaged in a way that its checksum does not show,
-/// or forged. Found texts are quoted and cut.
+/// How a header differs from what is expected: damage that its checksum does not show, or a forgery. Texts
+/// from the header are quoted and truncated.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 pub enum Refusal {
-    /// The JSON part is not JSON, or has fields that vmseal never writes.
+    /// The JSON part is not valid JSON, or has fields that vmseal never writes.
     #[error("its metadata is not as vmseal writes it: {0}")]
     Json(String),
-    /// It asks for a feature.
+    /// It requires an unknown feature.
     #[error("it requires the feature {0}")]
     Requirement(String),
-    /// Not one data segment.
+    /// The number of data segments is not one.
     #[error("it has {0} data segments instead of one")]
     Segments(usize),
     /// Another cipher.
     #[error("the data's cipher is {found} instead of {expected}")]
     Cipher {
-        /// What it says.
+        /// The header's value.
         found: String,
-        /// What the inventory says.
+        /// The inventory's value.
         expected: String,
     },
     /// The data begins elsewhere.
     #[error("the data begins at byte {found} instead of {expected}")]
     Offset {
-        /// What it says.
+        /// The header's value.
         found: u64,
-        /// What the inventory says.
+        /// The inventory's value.
         expected: u64,
     },
     /// Another sector size.
     #[error("the data's sector size is {found} instead of {expected}")]
     SectorSize {
-        /// What it says.
+        /// The header's value.
         found: u64,
-        /// What the inventory says.
+        /// The inventory's value.
         expected: u32,
     },
     /// A key derivation that is too costly, or of another kind. It was not run.
@@ -163,9 +163,9 @@ pub enum Refusal {
     Kdf {
         /// `key slot` or `digest`.
         place: &'static str,
-        /// What it demands.
+        /// The demand.
         found: String,
-        /// What is allowed.
+        /// The limit.
         limit: String,
     },
     /// A field with a value that vmseal never writes.
@@ -175,7 +175,7 @@ pub enum Refusal {
         field: &'static str,
         /// Its value.
         found: String,
-        /// What it has to be.
+        /// The expected value.
         expected: String,
     },
     /// The token is of a version that this vmseal does not know.
@@ -187,17 +187,17 @@ pub enum Refusal {
     /// It belongs to another disk.
     #[error("it is the header of disk {found}, and disk {expected} was to be opened")]
     OtherDisk {
-        /// What it says.
+        /// The header's value.
         found: Uuid,
-        /// What the inventory says.
+        /// The inventory's value.
         expected: Uuid,
     },
     /// It belongs to another VM.
     #[error("it is the header of a disk of VM {found}, and one of VM {expected} was to be opened")]
     OtherVm {
-        /// What it says.
+        /// The header's value.
         found: Uuid,
-        /// What the inventory says.
+        /// The inventory's value.
         expected: Uuid,
     },
     /// The authentication code does not match: something it covers was changed.
@@ -205,7 +205,7 @@ pub enum Refusal {
     Mac,
 }
 
-/// A text of the header, fit for a message and a log: short, in quotes, control characters escaped.
+/// A text of the header for a message or a log: short, in quotes, control characters escaped.
 pub(crate) fn quote(text: &str) -> String {
     let mut quoted: String = text.chars().take(QUOTE_MAX).flat_map(char::escape_debug).collect();
     if text.chars().nth(QUOTE_MAX).is_some() {

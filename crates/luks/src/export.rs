@@ -1,4 +1,4 @@
-//! Headers of volumes that leave vmseal: plain LUKS2, opened by a passphrase, without a token.
+//! Headers of exported volumes: plain LUKS2, opened by a passphrase, without a token.
 
 use uuid::Uuid;
 use vmseal_secret::{DEK_LEN, SecretBytes};
@@ -10,14 +10,14 @@ use crate::loaded::WorkingCopy;
 use crate::session::check_len;
 use crate::store::HeaderStore;
 
-/// The unit in which the header area is written, in bytes; what is zero stays a hole.
+/// The unit in which the header area is written, in bytes; zeroes stay holes.
 const BLOCK: usize = 4096;
 
 /// Writes the header of a new volume that is encrypted with `dek` (64 bytes) and opens with `passphrase`;
 /// its data begins at [`DATA_OFFSET`]. The store is new: all zero.
 ///
 /// # Errors
-/// [`HeaderError`]; what has been written is no volume then.
+/// [`HeaderError`]; what has been written is not a valid volume then.
 pub fn create_for_passphrase(
     store: &mut impl HeaderStore,
     dek: &SecretBytes,

@@ -1,4 +1,4 @@
-//! What the inventory pins about a disk, so that nothing the datastore says has to be trusted.
+//! The facts about a disk that the inventory pins, so that nothing on the datastore has to be trusted.
 
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
@@ -8,7 +8,7 @@ use crate::error::HeaderError;
 /// The version of vmseal's use of LUKS2: of the token, its MAC and the parameters below.
 pub const FORMAT_VERSION: u32 = 1;
 
-/// Where the data segment begins, in bytes: cryptsetup's default, 16 MiB.
+/// The offset of the data segment, in bytes: cryptsetup's default, 16 MiB.
 pub const DATA_OFFSET: u64 = 16 << 20;
 
 /// The unit of encryption, in bytes.
@@ -24,7 +24,7 @@ pub const CIPHER: &str = "aes-xts-plain64";
 const SIZE_MIN: u64 = SECTOR_SIZE as u64;
 const SIZE_MAX: u64 = 1 << 60;
 
-/// What a disk is: kept in the inventory from its creation, compared at each opening. Not secret.
+/// The facts of a disk: stored in the inventory at its creation, compared at each opening. Not secret.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Facts {
@@ -32,9 +32,9 @@ pub struct Facts {
     pub version: u32,
     /// The disk's id.
     pub disk: Uuid,
-    /// What the guest sees as the size, in bytes. The header does not say it (`size: dynamic`).
+    /// The size that the guest sees, in bytes. The header does not contain it (`size: dynamic`).
     pub size: u64,
-    /// Where the guest's first byte is, in bytes from the start.
+    /// The offset of the guest's first byte, in bytes.
     pub data_offset: u64,
     /// The unit of encryption, in bytes.
     pub sector_size: u32,
@@ -63,7 +63,7 @@ impl Facts {
         Ok(facts)
     }
 
-    /// Whether this vmseal can work with such a disk: the inventory may come from a newer one.
+    /// Whether this vmseal supports such a disk: the inventory may come from a newer one.
     pub(crate) fn check(&self) -> Result<(), HeaderError> {
         if !(SIZE_MIN..=SIZE_MAX).contains(&self.size)
             || !self.size.is_multiple_of(SECTOR_SIZE.into())
@@ -79,7 +79,7 @@ impl Facts {
     }
 }
 
-/// Who a disk is, and how its holes read.
+/// The id of a disk, and how its holes read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Identity {
     /// The disk's id.
@@ -88,12 +88,12 @@ pub struct Identity {
     pub holes: Holes,
 }
 
-/// What a sector of zeroes on the datastore means. Authenticated by the token's MAC.
+/// The meaning of a sector of zeroes on the datastore. Authenticated by the token's MAC.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Holes {
     /// It was never written or was discarded, and reads as zeroes.
     Zero,
-    /// It is ciphertext as any other, as dm-crypt has it.
+    /// It is ordinary ciphertext, as in dm-crypt.
     Ciphertext,
 }

@@ -1,12 +1,12 @@
-//! Create, open, inspect, change of key, repair, adopt. Every function that changes a header may be
-//! killed anywhere and repeated.
+//! Create, open, inspect, change keys, repair, adopt. Every function that changes a header can be killed at
+//! any point and repeated.
 //!
 //! A change of KEK (shallow recrypt), as the inventory sees it:
 //!
 //! ```text
 //!  one key ── add_kek ──▶ two keys ── the inventory names the new one ── drop_other_keks ──▶ one key
 //!     ▲                      │
-//!     └── drop_other_keks ───┘ (with the old key: the change is called off)
+//!     └── drop_other_keks ───┘ (with the old key: the change is cancelled)
 //! ```
 
 use vmseal_secret::derive::KeyContext;
@@ -30,18 +30,18 @@ pub struct Opened {
     pub dek: SecretBytes,
     /// How its holes read; authenticated.
     pub holes: Holes,
-    /// Something to be repaired.
+    /// Something to repair.
     pub notice: Option<HeaderNotice>,
 }
 
-/// Makes the header of a new disk of `size` bytes (a multiple of 4096) that is encrypted with `dek`
-/// (64 bytes) and opens with `kek` (32 bytes). The store has to be as long as header and data.
+/// Makes the header of a new disk of `size` bytes (a multiple of 4096) that is encrypted with `dek` (64
+/// bytes) and opens with `kek` (32 bytes). The store must be as long as header and data.
 ///
-/// Only with the returned facts in the inventory is the disk finished; until then it may be made again,
-/// with another DEK. A whole header of another disk is never overwritten.
+/// The disk is finished when the returned facts are in the inventory; until then it may be made again with
+/// another DEK. An intact header of another disk is never overwritten.
 ///
 /// # Errors
-/// [`HeaderError`]; nothing has been written but on [`HeaderError::Write`].
+/// [`HeaderError`]; nothing has been written except on [`HeaderError::Write`].
 pub fn create(
     store: &mut impl HeaderStore,
     size: u64,
@@ -65,7 +65,7 @@ pub fn create(
     drop(device);
 
     let mut plan = Plan::default();
-    // What an earlier attempt left must not refer to the area that is written next.
+    // The remains of an earlier attempt must not refer to the area that is written next.
     for copy in [Copy::Primary, Copy::Secondary] {
         if before.get(copy).iter().any(|byte| *byte != 0) {
             plan.write(copy.offset(), vec![0; COPY_LEN]);
@@ -79,7 +79,7 @@ pub fn create(
     Ok(facts)
 }
 
-/// Opens a disk. `expected` is what the inventory pinned, `context` whose key `kek` is.
+/// Opens a disk. `expected` are the facts of the inventory, `context` is the context of `kek`.
 ///
 /// # Errors
 /// [`HeaderError`] says what is wrong; no key derivation beyond the limits has been run.
@@ -93,11 +93,11 @@ pub fn open(
     Ok(Opened { dek: session.dek, holes: session.holes, notice: session.attached.loaded.notice })
 }
 
-/// Whose disk this is and which keys open it, by what the header says. Needs no key, and nothing of it is
+/// The disk's id and the keys that open it, according to the header. Needs no key, and nothing of it is
 /// authenticated: for listings.
 ///
 /// # Errors
-/// [`HeaderError`]: there is no header, or none of vmseal.
+/// [`HeaderError`]: there is no header, or not one of vmseal's.
 pub fn inspect(
     store: &impl HeaderStore,
 ) -> Result<(Vec<KeyReference>, Option<HeaderNotice>), HeaderError> {
@@ -109,7 +109,7 @@ pub fn inspect(
     Ok((tokens.iter().map(Token::reference).collect(), loaded.notice))
 }
 
-/// Restores the copy of the header that [`Opened::notice`] tells of. Does nothing if there is none.
+/// Restores the copy of the header that [`Opened::notice`] reports. Does nothing if there is no notice.
 ///
 /// # Errors
 /// As [`open`], or [`HeaderError::Write`].
@@ -122,12 +122,12 @@ pub fn repair(
     Session::open(store, expected, kek, context)?.attached.plan().run(store)
 }
 
-/// Lets a disk open with a second KEK, beside the first (shallow recrypt, first half). Nothing happens
-/// if it opens with that already. What was written is read back and opened with the second one.
+/// Adds a second KEK that opens the disk (shallow recrypt, first half). Does nothing if the KEK opens it
+/// already. The header is read back and opened with the second KEK.
 ///
 /// # Errors
-/// As [`open`], [`HeaderError::TwoKeys`], [`HeaderError::Write`], or [`HeaderError::ReadBackFailed`]: it opens with
-/// the first one as before.
+/// As [`open`], [`HeaderError::TwoKeys`], [`HeaderError::Write`], or [`HeaderError::ReadBackFailed`]: the
+/// disk opens with the first KEK as before.
 pub fn add_kek(
     store: &mut impl HeaderStore,
     expected: &Facts,
@@ -156,8 +156,8 @@ pub fn add_kek(
     session.prove(store, expected, (new, new_context))
 }
 
-/// Leaves `kek` as the only one that opens the disk, and overwrites what the others have left (shallow
-/// recrypt, second half). Nothing is written unless the disk opens with it.
+/// Removes all KEKs but `kek`, and overwrites their key slots (shallow recrypt, second half). Nothing is
+/// written unless the disk opens with `kek`.
 ///
 /// # Errors
 /// As [`open`], [`HeaderError::Write`], or [`HeaderError::ReadBackFailed`].
@@ -179,7 +179,7 @@ pub fn drop_other_keks(
         plan.copies(&attached.working)?;
     }
     let used = attached.working.check(expected)?.areas;
-    // Also when there was nothing to drop: a power cut may have come before the wipe.
+    // Also when there was nothing to remove: a power cut may have come before the wipe.
     for area in area_offsets().into_iter().filter(|area| !used.values().any(|used| used == area)) {
         plan.wipe_area(area);
     }
@@ -188,7 +188,7 @@ pub fn drop_other_keks(
 }
 
 /// Takes over a disk that cryptsetup made with vmseal's parameters (docs/formats/disk.md) and `kek` as its
-/// key file: adds the token. Its holes read as ciphertext, as dm-crypt has it.
+/// key file: adds the token. Its holes read as ciphertext, as in dm-crypt.
 ///
 /// # Errors
 /// [`HeaderError`]; [`HeaderError::Occupied`] if it is a disk of vmseal already.
@@ -222,7 +222,7 @@ pub fn adopt(
     Ok(facts)
 }
 
-/// Whether a new header may be written: there is none, or what an earlier attempt at this disk left.
+/// Whether a new header may be written: there is none, or one of an earlier attempt at this disk.
 fn check_vacant(before: &Copies, facts: &Facts) -> Result<(), HeaderError> {
     for copy in [Copy::Primary, Copy::Secondary] {
         let owner = match layout::parse(copy, before.get(copy)) {

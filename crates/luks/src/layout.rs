@@ -24,10 +24,10 @@ pub(crate) const SLOTS_LEN: u64 = DATA_OFFSET - SLOTS_OFFSET;
 /// The size of one key slot's area, in bytes: 64 bytes × 4000 stripes, in whole 4096-byte blocks.
 pub(crate) const AREA_LEN: u64 = 258_048;
 
-/// Where checksum and its algorithm's name are within the binary part.
+/// The places of the checksum and of its algorithm's name in the binary part.
 const CHECKSUM: std::ops::Range<usize> = 0x1c0..0x200;
 const CHECKSUM_NAME: std::ops::Range<usize> = 0x48..0x68;
-/// Where the salt is, by which the two copies' checksums differ, and where the copy's own offset is.
+/// The places of the salt, which makes the two copies' checksums differ, and of the copy's own offset.
 const SALT: std::ops::Range<usize> = 0x68..0xa8;
 const OFFSET: std::ops::Range<usize> = 0x100..0x108;
 
@@ -72,8 +72,8 @@ impl fmt::Display for Copy {
     }
 }
 
-/// The disk opened, and one copy of its header needs repair. To be shown to people until
-/// [`crate::repair`] has been called.
+/// The disk opened, but one copy of its header needs repair. Show it to operators until [`crate::repair`] has
+/// been called.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum HeaderNotice {
     /// It is damaged.
@@ -92,7 +92,7 @@ pub enum HeaderNotice {
     },
 }
 
-/// A copy with a right checksum.
+/// A copy with a valid checksum.
 pub(crate) struct Valid<'a> {
     pub(crate) sequence: u64,
     pub(crate) json: &'a [u8],
@@ -102,7 +102,7 @@ fn number(bytes: &[u8]) -> u64 {
     bytes.iter().fold(0, |value, byte| value << 8 | u64::from(*byte))
 }
 
-/// The checksum over a copy: SHA-256 with the checksum's own field taken as zero.
+/// The checksum of a copy: SHA-256 with the checksum field set to zero.
 fn checksum(bytes: &[u8; COPY_LEN]) -> [u8; 32] {
     let mut context = digest::Context::new(&digest::SHA256);
     context.update(&bytes[..CHECKSUM.start]);
@@ -113,7 +113,7 @@ fn checksum(bytes: &[u8; COPY_LEN]) -> [u8; 32] {
     sum
 }
 
-/// Takes apart one copy.
+/// Parses one copy.
 pub(crate) fn parse(copy: Copy, bytes: &[u8; COPY_LEN]) -> Result<Valid<'_>, CopyFault> {
     let version = number(&bytes[6..8]) as u16;
     let (length, offset) = (number(&bytes[8..16]), number(&bytes[OFFSET]));
@@ -139,7 +139,7 @@ pub(crate) fn parse(copy: Copy, bytes: &[u8; COPY_LEN]) -> Result<Valid<'_>, Cop
     Ok(Valid { sequence: number(&bytes[16..24]), json: &bytes[BINARY_LEN..] })
 }
 
-/// The other copy of a whole copy: the same but for what says where it is, and a salt of its own.
+/// The other copy: the same except for its offset and its salt.
 pub(crate) fn twin(copy: Copy, bytes: &[u8; COPY_LEN]) -> Result<Box<[u8; COPY_LEN]>, MemoryError> {
     let other = copy.other();
     let mut twin = Box::new(*bytes);

@@ -1,11 +1,11 @@
-//! LUKS2 headers of vmseal's disks: made and changed by libcryptsetup on a copy in memory, checked
-//! before and authenticated after unlocking, written back in an order that survives a power cut at any
-//! point. docs/formats/disk.md describes the format.
+//! LUKS2 headers of vmseal's disks. libcryptsetup makes and changes them on a copy in memory. They are
+//! checked before unlocking and authenticated after it, and written back in an order that survives a power
+//! cut at any point. docs/formats/disk.md describes the format.
 //!
 //! | module | subject |
 //! |---|---|
-//! | [`store`] | where a header lies: any backend |
-//! | [`facts`] | what the inventory pins about a disk |
+//! | [`store`] | where a header is stored: any backend |
+//! | [`facts`] | the facts that the inventory pins about a disk |
 //! | `layout` | the binary part of the two header copies |
 //! | `metadata` | the JSON part: bounded, and exactly as expected |
 //! | `token` | the `vmseal` token and its authentication code |
@@ -13,7 +13,7 @@
 //! | `loaded`, `session` | a header in memory, and one that is checked and unlocked |
 //! | `write_back` | the order of writes |
 //! | [`header`] | create, open, inspect, change of key, repair, adopt |
-//! | `export` | headers of volumes that leave vmseal |
+//! | `export` | headers of exported volumes |
 
 pub mod error;
 mod export;

@@ -1,7 +1,7 @@
 //! libcryptsetup 2.6: the dozen functions that are needed, and the only unsafe code of this crate.
 //!
-//! libcryptsetup holds the DEK and what the KEK was stretched to in locked memory of its own, which it
-//! wipes. It never sees the disk, only a [`WorkingCopy`].
+//! libcryptsetup keeps the DEK and the stretched KEK in its own locked memory, which it wipes. It never sees
+//! the disk, only a [`WorkingCopy`].
 
 use std::cell::RefCell;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
@@ -27,8 +27,8 @@ const LOG_ERROR: c_int = 1;
 /// `CRYPT_PBKDF_NO_BENCHMARK`.
 const NO_BENCHMARK: u32 = 1 << 1;
 
-/// What it costs to try a passphrase of an exported volume: cryptsetup's passes and lanes, and a quarter
-/// of its memory, so that an agent with locked memory and a rescue system can both open it.
+/// The cost of trying a passphrase of an exported volume: cryptsetup's passes and lanes, and a quarter of its
+/// memory, so that an agent with locked memory and a rescue system can both open it.
 const PASSPHRASE_PASSES: u32 = 4;
 const PASSPHRASE_MEMORY_KIB: u32 = 256 * 1024;
 const PASSPHRASE_LANES: u32 = 4;
@@ -111,7 +111,7 @@ unsafe extern "C" {
 /// settings are global: one call at a time. Each takes some 20 to 70 ms.
 static LIBRARY: Mutex<()> = Mutex::new(());
 
-/// A header area in libcryptsetup's hands.
+/// A header area that libcryptsetup has open.
 pub(crate) struct Device {
     raw: NonNull<CryptDevice>,
     /// Boxed, as libcryptsetup keeps its address.
@@ -126,7 +126,7 @@ impl Drop for Device {
     }
 }
 
-/// Keeps errors for [`HeaderError::Library`]; libcryptsetup prints nothing when it has this.
+/// Collects errors for [`HeaderError::Library`]; libcryptsetup prints nothing when it has a log function.
 extern "C" fn keep_message(level: c_int, message: *const c_char, user: *mut c_void) {
     if level != LOG_ERROR || message.is_null() {
         return;
@@ -222,7 +222,7 @@ impl Device {
         Ok(device)
     }
 
-    /// Slots that are added from now on open with what people remember: argon2id, as cryptsetup has it.
+    /// Slots that are added from now on are for passphrases: argon2id with cryptsetup's parameters.
     pub(crate) fn derive_slowly(&self) -> Result<(), HeaderError> {
         let pbkdf = PbkdfType {
             kind: c"argon2id".as_ptr(),
@@ -238,7 +238,7 @@ impl Device {
         self.check("crypt_set_pbkdf_type", answer)
     }
 
-    /// Takes the header that is in the working copy.
+    /// Loads the header in the working copy.
     pub(crate) fn load(copy: &WorkingCopy) -> Result<Self, HeaderError> {
         let device = Self::on(copy)?;
         let raw = device.raw.as_ptr();
@@ -274,7 +274,7 @@ impl Device {
         self.check("crypt_keyslot_add_by_key", answer)
     }
 
-    /// Forgets a slot and its token.
+    /// Removes a slot and its token.
     pub(crate) fn remove_slot(&self, slot: u32) -> Result<(), HeaderError> {
         // SAFETY: no JSON means that the token goes.
         let answer = unsafe { crypt_token_json_set(self.raw.as_ptr(), slot as c_int, ptr::null()) };
@@ -284,7 +284,7 @@ impl Device {
         self.check("crypt_keyslot_destroy", answer)
     }
 
-    /// Sets the token of a slot; it has the slot's number.
+    /// Sets the token of a slot; it gets the slot's number.
     pub(crate) fn set_token(&self, slot: u32, json: &str) -> Result<(), HeaderError> {
         let json = c_string(json)?;
         // SAFETY: the JSON is a C string, read during the call only.

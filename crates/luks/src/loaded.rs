@@ -13,10 +13,10 @@ use crate::layout::{self, AREA_LEN, COPY_LEN, Copy, HeaderNotice, SLOTS_OFFSET};
 use crate::metadata::Metadata;
 use crate::store::HeaderStore;
 
-/// What libcryptsetup wants to see behind the header: room for some data.
+/// The room that libcryptsetup expects behind the header for data.
 const DATA_ROOM: u64 = 1 << 20;
 
-/// The image of the header area in memory. It holds no secret: key slots are ciphertext.
+/// The header area in memory. It holds no secret: key slots are ciphertext.
 pub(crate) struct WorkingCopy(File);
 
 impl WorkingCopy {
@@ -30,8 +30,8 @@ impl WorkingCopy {
         make().map(Self).map_err(|source: io::Error| in_memory("memfd_create", source))
     }
 
-    /// The path by which libcryptsetup opens it. A process may open its own descriptors so, without
-    /// root and without being dumpable too.
+    /// The path by which libcryptsetup opens it. A process may open its own descriptors like this, without
+    /// root and without being dumpable.
     pub(crate) fn path(&self) -> String {
         format!("/proc/self/fd/{}", self.0.as_raw_fd())
     }
@@ -46,13 +46,13 @@ impl WorkingCopy {
         Ok(bytes)
     }
 
-    /// One copy of the header, as it has to be written.
+    /// One copy of the header, as it must be written.
     pub(crate) fn header(&self, copy: Copy) -> Result<Vec<u8>, HeaderError> {
         self.read(copy.offset(), COPY_LEN)
     }
 
-    /// Checks what libcryptsetup has made, by the rules for what is opened: never write what would
-    /// not open.
+    /// Checks what libcryptsetup has made by the rules for opening, so that nothing is written that would not
+    /// open.
     pub(crate) fn check(&self, facts: &Facts) -> Result<Metadata, HeaderError> {
         let (primary, secondary) = (self.header(Copy::Primary)?, self.header(Copy::Secondary)?);
         let copies = Copies::from_halves(&primary, &secondary);
@@ -102,21 +102,21 @@ impl Copies {
     }
 }
 
-/// A header of which at least one copy is whole.
+/// A header with at least one intact copy.
 pub(crate) struct Loaded {
     copies: Copies,
     serving: Copy,
-    /// What is the matter with the other copy.
+    /// What is wrong with the other copy.
     pub(crate) notice: Option<HeaderNotice>,
 }
 
 impl Loaded {
-    /// Reads the two copies, nothing else.
+    /// Reads the two copies only.
     pub(crate) fn read(store: &impl HeaderStore) -> Result<Self, HeaderError> {
         Self::choose(Copies::read(store)?)
     }
 
-    /// The whole copy with the higher sequence number serves; of equals the first, as in cryptsetup.
+    /// Chooses the intact copy with the higher sequence number; the first of equals, as cryptsetup does.
     pub(crate) fn choose(copies: Copies) -> Result<Self, HeaderError> {
         let parse = |copy| layout::parse(copy, copies.get(copy)).map(|valid| valid.sequence);
         let damaged = |copy, fault| Some(HeaderNotice::Damaged { copy, fault });
@@ -134,19 +134,19 @@ impl Loaded {
         Ok(Self { copies, serving, notice })
     }
 
-    /// The JSON part of the copy that serves.
+    /// The JSON part of the chosen copy.
     pub(crate) fn json(&self) -> &[u8] {
         &self.copies.get(self.serving)[layout::BINARY_LEN..]
     }
 
-    /// The copy that does not serve although it should, if there is one.
+    /// The copy that needs repair, if there is one.
     pub(crate) fn to_repair(&self) -> Option<Copy> {
         self.notice.map(|_| self.serving.other())
     }
 
-    /// Brings the serving copy and the key slots' areas into memory. The other copy is made from the one
-    /// that serves, whatever is in the store, so that libcryptsetup has no choice to make. (It restores
-    /// copies itself only with lock files, which a memfd has no use for.)
+    /// Reads the chosen copy and the key slots' areas into memory. The other copy is made from the chosen
+    /// one, whatever is in the store, so that libcryptsetup has no choice to make. (It restores copies itself
+    /// only with lock files, which are of no use for a memfd.)
     pub(crate) fn working_copy(
         &self,
         store: &impl HeaderStore,

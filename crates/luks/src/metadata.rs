@@ -1,5 +1,5 @@
-//! The JSON part of a LUKS2 header (specification section 3), in types that hold what vmseal writes and
-//! nothing else. All of it is checked before libcryptsetup sees it and before any key derivation runs.
+//! The JSON part of a LUKS2 header (specification section 3), in types that accept only what vmseal writes.
+//! All of it is checked before libcryptsetup sees it and before any key derivation runs.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -13,7 +13,7 @@ use crate::facts::{FORMAT_VERSION, Facts};
 use crate::layout::{AREA_LEN, JSON_LEN, SLOTS_LEN, SLOTS_OFFSET};
 use crate::token::{TYPE, Token};
 
-/// The most key slots: two, while a change of key is under way.
+/// The most key slots: two, during a change of key.
 pub(crate) const SLOTS_MAX: usize = 2;
 
 /// The most entries of any JSON object that is keyed by numbers; bounds what is kept in memory.
@@ -28,8 +28,8 @@ const ITERATIONS_MAX: u64 = 10_000;
 /// The stripes of the anti-forensic splitter: what LUKS2 has always used.
 const STRIPES: u64 = 4000;
 
-/// An object keyed by number, as LUKS2 has them. A key that comes twice is an error: parsers differ in
-/// which one they take, and libcryptsetup's is another than ours.
+/// An object keyed by number, as in LUKS2. A repeated key is an error: parsers differ in which value they
+/// use, and libcryptsetup's differs from ours.
 struct Numbered<T>(BTreeMap<u32, T>);
 
 impl<'de, T: Deserialize<'de>> Deserialize<'de> for Numbered<T> {
@@ -103,7 +103,7 @@ struct Area {
     key_size: u64,
 }
 
-/// The parameters of PBKDF2, and those of Argon2 so that it can be refused by name.
+/// The parameters of PBKDF2; those of Argon2 are read only so that it can be refused by name.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Kdf {
@@ -161,10 +161,10 @@ struct Requirements {
     mandatory: Vec<String>,
 }
 
-/// What is left to know of a header once it has been checked.
+/// What is needed of a header once it has been checked.
 #[derive(Debug)]
 pub(crate) struct Metadata {
-    /// The key slots, with where their areas begin; one or two, none overlapping.
+    /// The key slots, with the offsets of their areas; one or two, none overlapping.
     pub(crate) areas: BTreeMap<u32, u64>,
     /// The tokens by the slot each is for: one per slot, or none at all.
     pub(crate) tokens: BTreeMap<u32, Token>,
@@ -192,8 +192,8 @@ fn expect_number(field: &'static str, found: u64, expected: u64) -> Result<(), R
 }
 
 impl Metadata {
-    /// Takes apart the JSON part of a copy and checks everything that is the same for every disk.
-    /// `facts` are what the segment has to be.
+    /// Parses the JSON part of a copy and checks everything that is the same for every disk. `facts` are the
+    /// expected values of the segment.
     pub(crate) fn parse(json_area: &[u8], facts: &Facts) -> Result<Self, Refusal> {
         let json = Self::read(json_area)?;
         check_config(&json.config)?;
@@ -204,7 +204,7 @@ impl Metadata {
         Ok(Self { areas, tokens })
     }
 
-    /// The tokens alone, of a header that is only looked at.
+    /// The tokens alone, for a header that is only inspected.
     pub(crate) fn tokens(json_area: &[u8]) -> Result<Vec<Token>, Refusal> {
         Ok(Self::read(json_area)?.tokens.0.into_values().collect())
     }
@@ -215,13 +215,13 @@ impl Metadata {
         if json_area[end..].iter().any(|byte| *byte != 0) {
             return Err(Refusal::Json("there is something behind its end".to_owned()));
         }
-        // Said by name, before the types: a header of a later cryptsetup announces itself so.
+        // Checked by name before the types: a header of a later cryptsetup announces itself like this.
         if let Ok(probe) = serde_json::from_slice::<RequirementsProbe>(&json_area[..end])
             && let Some(name) = probe.config.requirements.mandatory.first()
         {
             return Err(Refusal::Requirement(quote(name)));
         }
-        // Likewise a token whose version tells why it has unknown fields.
+        // Likewise a token whose version explains why it has unknown fields.
         if let Ok(probe) = serde_json::from_slice::<VersionProbe>(&json_area[..end])
             && let Some(token) = probe
                 .tokens
@@ -324,7 +324,7 @@ fn check_slots(
     Ok(areas)
 }
 
-/// Where key slots lie: the first two areas that libcryptsetup gives out.
+/// The offsets of key slots: the first two areas that libcryptsetup allocates.
 pub(crate) fn area_offsets() -> [u64; SLOTS_MAX] {
     [SLOTS_OFFSET, SLOTS_OFFSET + AREA_LEN]
 }
@@ -393,7 +393,7 @@ fn check_tokens(
         expect("token.type", &token.kind, TYPE)?;
         expect("token.keyslots", &token.keyslots.join(","), &slot.to_string())?;
     }
-    // Each key slot has the token of the same number; none at all is what cryptsetup makes.
+    // Each key slot has the token of the same number; cryptsetup makes none at all.
     if !tokens.is_empty() && tokens.keys().ne(areas.keys()) {
         return Err(Refusal::Field {
             field: "the number of tokens",

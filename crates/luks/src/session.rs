@@ -14,13 +14,13 @@ use crate::store::HeaderStore;
 use crate::token::Token;
 use crate::write_back::Plan;
 
-/// A header in libcryptsetup's hands, checked but not unlocked.
+/// A header that is loaded in libcryptsetup and checked, but not unlocked.
 pub(crate) struct Attached {
     pub(crate) loaded: Loaded,
     pub(crate) metadata: Metadata,
     pub(crate) working: WorkingCopy,
     pub(crate) device: Device,
-    /// The copy that has to be restored in the store, as it was before any change.
+    /// The copy to restore in the store, as it was before any change.
     repair: Option<(Copy, Vec<u8>)>,
 }
 
@@ -41,8 +41,8 @@ impl Attached {
         Ok(Self { loaded, metadata, working, device, repair })
     }
 
-    /// A plan that begins with the repair, if one is needed: two whole copies are what the rest of
-    /// every plan counts on.
+    /// A plan that begins with the repair, if one is needed: the rest of every plan relies on two intact
+    /// copies.
     pub(crate) fn plan(&self) -> Plan {
         let mut plan = Plan::default();
         if let Some((copy, bytes)) = &self.repair {
@@ -55,14 +55,14 @@ impl Attached {
 /// An opened disk.
 pub(crate) struct Session {
     pub(crate) attached: Attached,
-    /// The key slot of the KEK in hand.
+    /// The key slot of the given KEK.
     pub(crate) slot: u32,
     pub(crate) dek: SecretBytes,
     pub(crate) holes: Holes,
 }
 
 impl Session {
-    /// Checks everything, cheap things first, then unlocks and authenticates.
+    /// Checks everything, cheap checks first, then unlocks and authenticates.
     pub(crate) fn open(
         store: &impl HeaderStore,
         expected: &Facts,
@@ -88,8 +88,8 @@ impl Session {
         Ok(Self { attached, slot, dek, holes: token.holes })
     }
 
-    /// Ends with the header read back and opened with a key: a backend may lose what it said it had written,
-    /// and the other key is given up on the strength of this one.
+    /// Reads the header back and opens it with a key: a backend may lose writes that it reported as done, and
+    /// the other key is removed because this one opens.
     pub(crate) fn prove(
         self,
         store: &impl HeaderStore,
@@ -97,7 +97,7 @@ impl Session {
         (kek, context): (&SecretBytes, &KeyContext<'_>),
     ) -> Result<(), HeaderError> {
         let Self { attached, dek, .. } = self;
-        // Two cannot be in libcryptsetup's hands at a time.
+        // libcryptsetup handles one at a time.
         drop(attached);
         match Self::open(store, expected, kek, context) {
             Ok(read) if read.dek == dek => Ok(()),
@@ -107,7 +107,7 @@ impl Session {
     }
 }
 
-/// The token of the key that the context names, once all tokens are known to be of this disk.
+/// The token of the key that the context names, after checking that all tokens belong to this disk.
 fn choose_token<'a>(
     metadata: &'a Metadata,
     expected: &Facts,
@@ -149,7 +149,7 @@ pub(crate) fn check_len(
     if key.len() == len { Ok(()) } else { Err(HeaderError::KeyLength(what, key.len())) }
 }
 
-/// Whether header and data fit the store: an image that was cut short is noticed before it is used.
+/// Whether header and data fit the store, so that a truncated image is noticed before it is used.
 pub(crate) fn check_size(store: &impl HeaderStore, facts: &Facts) -> Result<(), HeaderError> {
     let found = store.size().map_err(HeaderError::Read)?;
     let needed = facts.data_offset + facts.size;

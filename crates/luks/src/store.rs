@@ -1,34 +1,34 @@
-//! Where a header lies: a file, or whatever holds a disk. Only the first [`crate::DATA_OFFSET`] bytes
-//! are touched.
+//! Where a header is stored: a file, or any other backend of a disk. Only the first [`crate::DATA_OFFSET`]
+//! bytes are accessed.
 
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 
-/// A place that holds a disk with its header. The holder of the disk's lease calls it, nobody else.
+/// Storage of a disk with its header. Only the holder of the disk's lease calls it.
 pub trait HeaderStore {
-    /// How many bytes it holds, header included.
+    /// Its size in bytes, header included.
     ///
     /// # Errors
-    /// Of the backend.
+    /// Those of the backend.
     fn size(&self) -> io::Result<u64>;
 
     /// Fills `buffer` from `offset`. Past the end is an error.
     ///
     /// # Errors
-    /// Of the backend.
+    /// Those of the backend.
     fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()>;
 
     /// Writes all of `bytes` at `offset`; durable after the next [`HeaderStore::flush`], not before.
     ///
     /// # Errors
-    /// Of the backend.
+    /// Those of the backend.
     fn write_at(&mut self, bytes: &[u8], offset: u64) -> io::Result<()>;
 
     /// Returns when everything written is durable.
     ///
     /// # Errors
-    /// Of the backend.
+    /// Those of the backend.
     fn flush(&mut self) -> io::Result<()>;
 }
 
@@ -37,7 +37,7 @@ impl HeaderStore for File {
     fn size(&self) -> io::Result<u64> {
         use std::io::{Seek, SeekFrom};
         let mut file = self;
-        // The length in the metadata is zero for a block device; its end is not.
+        // The length in the metadata of a block device is zero; its end is not.
         file.seek(SeekFrom::End(0))
     }
 

@@ -1,5 +1,5 @@
-//! The LUKS2 token `vmseal`: whose disk it is, which key opens which slot, and the MAC that makes the
-//! header's parameters trustworthy. One per key slot; described in docs/formats/disk.md.
+//! The LUKS2 token `vmseal`: the disk and its VM, which key opens which slot, and the MAC that authenticates
+//! the header's parameters. One per key slot; described in docs/formats/disk.md.
 
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
@@ -16,7 +16,7 @@ pub(crate) const TYPE: &str = "vmseal";
 /// The MAC's first field.
 const LABEL: &[u8] = b"vmseal disk header v1";
 
-/// What a header says about the key that opens it, readable without any key and not authenticated.
+/// What a header says about the key that opens it; readable without any key and not authenticated.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KeyReference {
     /// The key provider.
@@ -90,7 +90,7 @@ impl Token {
         }
     }
 
-    /// Whether this token is of the key that the context names.
+    /// Whether this token belongs to the key that the context names.
     pub(crate) fn is_of(&self, context: &KeyContext<'_>) -> bool {
         self.provider.as_bytes() == &context.provider && self.key_id == context.key_id
     }
@@ -109,7 +109,7 @@ impl Token {
         Ok(vmseal_secret::derive::check_value(kek, context)? == expected)
     }
 
-    /// Checks the MAC: only who has the KEK could have made this header for this DEK.
+    /// Checks the MAC: only a holder of the KEK can have made this header for this DEK.
     pub(crate) fn authenticate(
         &self,
         facts: &Facts,
@@ -157,7 +157,7 @@ fn with_message<T>(
         &facts.data_offset.to_be_bytes(),
         holes,
     ] {
-        // The longest field is the cipher's name, which has been compared with the one known.
+        // The longest field is the cipher's name, which has been compared with the known one.
         public.extend_from_slice(&(field.len() as u16).to_be_bytes());
         public.extend_from_slice(field);
     }

@@ -4,8 +4,8 @@
 //!  other copy, if it needs repair ─ flush ─▶ new slot into a free area ─ flush ─▶ second copy ─ flush
 //!     ─▶ first copy ─ flush ─▶ areas that no copy refers to any more ─ flush
 //! ```
-//! Whatever is torn or lost between two flushes, at least one copy is whole, and every area that it
-//! refers to is whole: the disk opens as before or as after.
+//! Whatever is torn or lost between two flushes, at least one copy is intact, and so is every area that it
+//! refers to: the disk opens as before or as after.
 
 use crate::error::HeaderError;
 use crate::layout::{AREA_LEN, Copy};
@@ -18,7 +18,7 @@ enum Step {
     Flush,
 }
 
-/// All steps of one change, made before the first is taken.
+/// All steps of one change, prepared before the first is executed.
 #[derive(Default)]
 pub(crate) struct Plan(Vec<Step>);
 
@@ -28,7 +28,7 @@ impl Plan {
         self.0.extend([Step::Write { offset, bytes }, Step::Flush]);
     }
 
-    /// The area of a new key slot: before any copy refers to it.
+    /// Writes the area of a new key slot, before any copy refers to it.
     pub(crate) fn area(&mut self, working: &WorkingCopy, offset: u64) -> Result<(), HeaderError> {
         self.write(offset, working.read(offset, AREA_LEN as usize)?);
         Ok(())
@@ -39,7 +39,7 @@ impl Plan {
         self.write(offset, vec![0; AREA_LEN as usize]);
     }
 
-    /// Both copies, the second first: if it tears, the first still serves.
+    /// Writes both copies, the second first: if it tears, the first is still valid.
     pub(crate) fn copies(&mut self, working: &WorkingCopy) -> Result<(), HeaderError> {
         for copy in [Copy::Secondary, Copy::Primary] {
             self.write(copy.offset(), working.header(copy)?);
@@ -47,7 +47,7 @@ impl Plan {
         Ok(())
     }
 
-    /// Takes the steps, in order, and stops at the first that fails.
+    /// Executes the steps in order and stops at the first failure.
     pub(crate) fn run(self, store: &mut impl HeaderStore) -> Result<(), HeaderError> {
         for step in self.0 {
             match step {

@@ -1,4 +1,4 @@
-//! Headers with right checksums that somebody has edited: each is refused, by name, and nothing is written.
+//! Edited headers with valid checksums: each is refused by name, and nothing is written.
 
 #![allow(clippy::unwrap_used, reason = "a test")]
 
@@ -126,8 +126,8 @@ fn the_header_of_another_disk_or_vm() {
     assert_eq!(refusal(&store), Refusal::OtherVm { found: other, expected });
 }
 
-/// A header made by somebody who has the KEK of the same VM, put in another disk's place: its own MAC is
-/// right, but for another disk.
+/// A header made with the KEK of the same VM, put in another disk's place: its MAC is valid, but for another
+/// disk.
 #[test]
 fn the_true_header_of_another_disk_of_the_same_vm_under_this_disks_id() {
     let mut other = MemoryStore::new();
@@ -278,7 +278,7 @@ fn other_versions_places_and_checksums() {
     }
 }
 
-/// An image of nothing but zeroes or noise is not a disk.
+/// An image of zeroes or noise is not a disk.
 #[test]
 fn garbage_and_nothing() {
     let mut store = MemoryStore::new();
@@ -288,7 +288,7 @@ fn garbage_and_nothing() {
     assert!(matches!(vmseal_luks::inspect(&store), Err(HeaderError::BothCopies { .. })));
 }
 
-/// Where the bytes that mean something are: the binary headers' fields, the JSON, the first slot.
+/// The bytes that have a meaning: the binary headers' fields, the JSON, the first slot.
 fn place() -> impl Strategy<Value = usize> {
     prop_oneof![
         4 => 0usize..0x200,
@@ -313,7 +313,7 @@ fn never_another_dek(store: &MemoryStore) {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(300))]
 
-    /// Bytes changed at random, with and without right checksums.
+    /// Bytes changed at random, with and without valid checksums.
     #[test]
     fn mutated_headers_never_panic_and_never_open_with_another_dek(
         changes in prop::collection::vec((place(), any::<u8>()), 1..6),
@@ -329,7 +329,7 @@ proptest! {
         never_another_dek(&store);
     }
 
-    /// The same edit in both copies' JSON: what a forger would do, a character at a time.
+    /// The same edit in both copies' JSON, as a forger would make it, a character at a time.
     #[test]
     fn mutated_json_never_panics_and_never_opens_with_another_dek(
         at in 0usize..1500,

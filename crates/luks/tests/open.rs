@@ -1,5 +1,4 @@
-//! Disks that are what they should be: made, opened, listed, repaired, adopted, and understood by the
-//! real cryptsetup.
+//! Valid disks: made, opened, listed, repaired, adopted, and opened by the real cryptsetup.
 
 #![allow(clippy::unwrap_used, reason = "a test")]
 
@@ -16,7 +15,7 @@ use vmseal_luks::{
 };
 
 #[test]
-fn a_disk_opens_with_its_key_and_says_so_without_it() {
+fn a_disk_opens_with_its_key_and_is_listed_without_it() {
     let store = created();
     let opened = open(&store).unwrap();
     assert_eq!(opened.dek, dek());
@@ -69,7 +68,7 @@ fn one_damaged_copy_is_reported_and_repaired_only_when_asked() {
 
         vmseal_luks::repair(&mut store, &facts(), &kek(), &CONTEXT).unwrap();
         assert_eq!(open(&store).unwrap().notice, None);
-        // Each copy alone is good now.
+        // Each copy alone is valid now.
         for lost in [0..COPY, COPY..2 * COPY] {
             let mut half = store.clone();
             half.head[lost].fill(0xff);
@@ -98,7 +97,7 @@ fn both_copies_damaged_is_an_error_that_says_so() {
 }
 
 #[test]
-fn wrong_keys_are_told_apart() {
+fn wrong_keys_are_distinguished() {
     let store = created();
     let error = vmseal_luks::open(&store, &facts(), &new_kek(), &CONTEXT).unwrap_err();
     assert!(matches!(error, HeaderError::WrongKek(_)), "{error}");

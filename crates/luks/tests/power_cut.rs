@@ -26,8 +26,8 @@ impl Random {
     }
 }
 
-/// Every state that a power cut during `journal` can leave, and some thousand blocks' subsets more.
-/// Each comes with how many flushes had been done.
+/// Every state that a power cut during `journal` can leave, and some thousand subsets of blocks. Each comes
+/// with the number of flushes before it.
 fn states(before: &[u8], journal: &[Event]) -> Vec<(usize, u64, MemoryStore)> {
     let mut found = Vec::new();
     let mut durable = before.to_vec();
@@ -68,7 +68,7 @@ fn states(before: &[u8], journal: &[Event]) -> Vec<(usize, u64, MemoryStore)> {
     found
 }
 
-/// Which of the two keys open; any DEK that comes out is the disk's.
+/// Which of the two keys open the disk; a DEK that comes out must be the disk's.
 fn opens(store: &MemoryStore, dek: &SecretBytes) -> (bool, bool) {
     let with = |kek: &SecretBytes, context: &KeyContext<'_>| match vmseal_luks::open(
         store,
@@ -139,7 +139,7 @@ fn while_the_old_key_is_dropped_the_new_one_always_opens_and_the_step_can_be_rep
     }
 }
 
-/// A copy is damaged already when a change begins: the only whole one is never written first.
+/// A copy is damaged before a change begins: the only intact one is never written first.
 #[test]
 fn a_damaged_copy_is_restored_before_anything_else() {
     for damaged in [100, COPY + 100] {
@@ -185,7 +185,7 @@ fn a_disk_under_creation_opens_whole_or_not_at_all() {
 }
 
 #[test]
-fn keys_go_round_and_round() {
+fn keys_are_changed_again_and_again() {
     let mut store = created();
     let keys = [(kek(), CONTEXT), (new_kek(), NEW_CONTEXT)];
     for round in 0..6 {
@@ -198,7 +198,7 @@ fn keys_go_round_and_round() {
 }
 
 #[test]
-fn a_third_key_waits_and_a_change_can_be_called_off() {
+fn a_third_key_waits_and_a_change_can_be_cancelled() {
     let mut store = created();
     add(&mut store).unwrap();
     let (third, context) = (secret(3, 32), KeyContext { key_id: "key-3", ..CONTEXT });
@@ -258,7 +258,7 @@ fn a_full_datastore_ends_the_change_and_leaves_a_disk_that_opens() {
     }
 }
 
-/// A store that says it has written a range, and has not.
+/// A store that reports a write of a range as done, and loses it.
 struct Forgetful {
     inner: MemoryStore,
     lost: std::ops::Range<u64>,
@@ -283,7 +283,7 @@ impl HeaderStore for Forgetful {
 }
 
 #[test]
-fn a_key_that_was_not_kept_is_not_said_to_open() {
+fn a_key_that_the_store_lost_is_an_error() {
     let keys = (kek(), new_kek());
     let (copies, areas) = (0..2 * COPY as u64, 2 * COPY as u64..u64::MAX);
     for lost in [areas, copies] {

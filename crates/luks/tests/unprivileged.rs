@@ -1,5 +1,5 @@
-//! A hardened process without root: it is not dumpable, so that much of its own /proc is closed to it.
-//! This changes the whole process, so the test starts itself again.
+//! A hardened process without root: it is not dumpable, so much of its own /proc is inaccessible. This
+//! changes the whole process, so the test starts itself again.
 
 #![allow(clippy::unwrap_used, reason = "a test")]
 
@@ -32,7 +32,7 @@ fn headers_are_made_and_opened_without_root_and_not_dumpable() {
         .output()
         .unwrap();
     assert!(child.status.success(), "{}", String::from_utf8_lossy(&child.stderr));
-    // libcryptsetup says what it does to the library's caller, and prints nothing.
+    // libcryptsetup reports errors to the library's caller, and prints nothing.
     let text = String::from_utf8_lossy(&child.stderr).to_lowercase();
     assert!(!text.contains("luks") && !text.contains("crypt"), "{text}");
 }

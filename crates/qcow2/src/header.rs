@@ -1,4 +1,4 @@
-//! The header and its extensions, which all lie in the image's first cluster.
+//! The header and its extensions, which are all in the image's first cluster.
 
 use std::fs::File;
 use std::io;
@@ -16,7 +16,7 @@ const V3_LEN: usize = 104;
 /// The largest cluster that QEMU makes, as a power of two: 2 MiB.
 const CLUSTER_BITS: std::ops::RangeInclusive<u32> = 9..=21;
 
-/// How much of a file [`parse`] needs at most, in bytes: the largest first cluster.
+/// How many bytes of a file [`parse`] needs at most: the largest first cluster.
 pub const EXAMINED_MAX: usize = 1 << 21;
 
 /// The largest table of tables, in bytes: QEMU's limit.
@@ -37,7 +37,7 @@ const SIZE_MAX: u64 = i64::MAX as u64;
 /// The most header extensions that are looked at; QEMU writes at most six.
 const EXTENSIONS_MAX: usize = 64;
 
-/// Where the autoclear features of version 3 are, in bytes.
+/// The offset of the autoclear features of version 3, in bytes.
 const AUTOCLEAR: usize = 88;
 
 /// Incompatible features.
@@ -47,7 +47,7 @@ const EXTERNAL_DATA: u64 = 1 << 2;
 const COMPRESSION_TYPE: u64 = 1 << 3;
 const EXTENDED_L2: u64 = 1 << 4;
 
-/// Header extensions that say that data lies elsewhere, or is encrypted.
+/// Header extensions that say that the data is in another file, or is encrypted.
 const EXTENSION_END: u32 = 0;
 const EXTENSION_EXTERNAL_DATA: u32 = 0x4441_5441;
 const EXTENSION_ENCRYPTION: u32 = 0x0537_be77;
@@ -55,45 +55,45 @@ const EXTENSION_ENCRYPTION: u32 = 0x0537_be77;
 /// The header extension that names dirty bitmaps.
 const EXTENSION_BITMAPS: u32 = 0x2385_2875;
 
-/// What an image is that can be imported.
+/// The properties of an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
     /// 2 or 3.
     pub version: u32,
-    /// What the guest sees as the disk's size, in bytes.
+    /// The size that the guest sees, in bytes.
     pub size: u64,
     /// The unit of allocation, in bytes.
     pub cluster_size: u64,
 }
 
-/// What an image is to be used for.
+/// How an image is used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Use {
-    /// To be read once: whole in itself.
+    /// Read once; it must be complete in itself.
     Import,
     /// A disk, or a layer of one.
     Disk {
-        /// Whether the file below it is given: the image itself must say the same.
+        /// Whether the file below it is given; the image must agree.
         backing: bool,
-        /// Whether it is to be written.
+        /// Whether it is written.
         writable: bool,
     },
 }
 
-/// An image that is a disk, or a layer of one: where its tables are.
+/// The tables of an image that is a disk, or a layer of one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Layout {
-    /// What it is.
+    /// The image's properties.
     pub header: Header,
-    /// Where the L1 table begins, in bytes.
+    /// The offset of the L1 table, in bytes.
     pub l1_offset: u64,
     /// How many entries of 8 bytes it has.
     pub l1_entries: u32,
-    /// Where the refcount table begins, in bytes.
+    /// The offset of the refcount table, in bytes.
     pub refcount_offset: u64,
-    /// How many clusters it takes.
+    /// Its length in clusters.
     pub refcount_clusters: u32,
-    /// How wide a refcount is, as a power of two of bits.
+    /// The width of a refcount, as a power of two of bits.
     pub refcount_order: u32,
 }
 
@@ -106,54 +106,54 @@ pub enum Refusal {
     /// Not qcow2 at all.
     #[error("it is not a qcow2 image: name the format that it has")]
     Magic,
-    /// Version 1, or one to come.
+    /// Version 1, or a future one.
     #[error("it is of qcow2 version {0}; versions 2 and 3 are known")]
     Version(u32),
-    /// Its data is only what differs from another file.
+    /// It contains only the differences from another file.
     #[error(
         "it has a backing file ({0}), without which it is not whole: make a whole image of both first (qemu-img convert -O qcow2)"
     )]
     BackingFile(String),
-    /// Its data lies in another file.
+    /// Its data is in another file.
     #[error(
         "its data lies in another file: make one image of both first (qemu-img convert -O qcow2)"
     )]
     ExternalData,
-    /// It is encrypted in itself.
+    /// It is encrypted by itself.
     #[error("it is encrypted by {0}: decrypt it first (qemu-img convert -O qcow2)")]
     Encrypted(&'static str),
-    /// An overlay, and what is below it is not there.
+    /// An overlay without the file below it.
     #[error(
         "it is an overlay of another file ({0}), and none is given: name the whole chain of files; the name in the image is not followed"
     )]
     BackingNotGiven(String),
-    /// Something is given below an image that is whole in itself.
+    /// A file below an image that has no backing file.
     #[error("it has no backing file, but one is given: leave that out, or give the right image")]
     BackingNotNamed,
-    /// Writing would leave them wrong.
+    /// Dirty bitmaps, which writing would invalidate.
     #[error(
         "it has dirty bitmaps, which writing would make wrong: remove them first (qemu-img bitmap --remove)"
     )]
     Bitmaps,
-    /// As bitmaps.
+    /// Autoclear features, which writing would invalidate.
     #[error(
         "it has features ({0:#x}) that writing would make void: convert it first (qemu-img convert -O qcow2)"
     )]
     Autoclear(u64),
-    /// It holds states that would not come along.
+    /// Internal snapshots, which an import would lose.
     #[error(
         "it holds {0} internal snapshots, which would be lost: delete them (qemu-img snapshot -d) or make an image of the state that is wanted (qemu-img convert -O qcow2)"
     )]
     Snapshots(u32),
-    /// Whoever wrote it last has not closed it.
+    /// Its last writer has not closed it.
     #[error(
         "it was not closed properly (dirty bit): is it in use? If not, repair it first (qemu-img check -r all)"
     )]
     Dirty,
-    /// QEMU has found it damaged.
+    /// QEMU has marked it as damaged.
     #[error("it is marked as corrupt: repair it first (qemu-img check -r all)")]
     Corrupt,
-    /// Compressed by something else than deflate.
+    /// Compressed by another method than deflate.
     #[error(
         "its clusters are compressed by {0}, which is not supported: convert it first (qemu-img convert -O qcow2)"
     )]
@@ -163,10 +163,10 @@ pub enum Refusal {
         "it has extended L2 entries, which are not supported: convert it first (qemu-img convert -O qcow2 -o extended_l2=off)"
     )]
     ExtendedL2,
-    /// Features that nobody knew when this was written.
+    /// Features that are unknown to this version.
     #[error("it has unknown incompatible features ({0:#x}): use a newer vmseal")]
     UnknownFeatures(u64),
-    /// Something that no writer writes.
+    /// Values that no writer writes.
     #[error("its header is damaged: {0}")]
     Damaged(&'static str),
     /// Shorter than its tables need.
@@ -174,7 +174,7 @@ pub enum Refusal {
     Truncated(&'static str),
 }
 
-/// Reads and checks the header of `file`, which is to be imported.
+/// Reads and checks the header of a `file` for an import.
 ///
 /// # Errors
 /// [`Refusal`].
@@ -183,7 +183,7 @@ pub fn examine(file: &File) -> Result<Header, Refusal> {
     parse(&bytes, length)
 }
 
-/// Reads and checks the header of `file`, which is to be a disk or a layer of one.
+/// Reads and checks the header of a `file` that is a disk or a layer of one.
 ///
 /// # Errors
 /// [`Refusal`].
@@ -247,7 +247,7 @@ pub fn parse_for(bytes: &[u8], length: u64, usage: Use) -> Result<Layout, Refusa
     })
 }
 
-/// The features that change what the rest means, first of all.
+/// The features that change the meaning of the rest come first.
 fn check_features(fields: &Fields<'_>, features: u64) -> Result<(), Refusal> {
     let known = DIRTY | CORRUPT | EXTERNAL_DATA | COMPRESSION_TYPE | EXTENDED_L2;
     let has = |feature| features & feature != 0;
@@ -276,7 +276,7 @@ fn check_features(fields: &Fields<'_>, features: u64) -> Result<(), Refusal> {
     Ok(())
 }
 
-/// What is given below the image is what it says itself.
+/// Checks that the given backing file agrees with the image.
 fn check_backing(fields: &Fields<'_>, usage: Use) -> Result<(), Refusal> {
     let backing = fields.u64(8)?;
     let name_len = fields.u32(16)?.min(BACKING_NAME_MAX);
@@ -289,7 +289,7 @@ fn check_backing(fields: &Fields<'_>, usage: Use) -> Result<(), Refusal> {
     }
 }
 
-/// All of the data is in this file, and can be read; and written, where it is to be.
+/// Checks that all data is in this file, and can be read, and written if needed.
 fn check_whole(fields: &Fields<'_>, usage: Use) -> Result<(), Refusal> {
     match fields.u32(32)? {
         0 => {}
@@ -297,7 +297,7 @@ fn check_whole(fields: &Fields<'_>, usage: Use) -> Result<(), Refusal> {
         2 => return Err(Refusal::Encrypted("LUKS inside of qcow2")),
         _ => return Err(Refusal::Encrypted("an unknown method")),
     }
-    // What is only read as a layer of a disk may have other states beside the one that is read.
+    // A layer of a disk that is only read may have internal snapshots.
     let read_only_layer = matches!(usage, Use::Disk { writable: false, .. });
     match fields.u32(60)? {
         0 => Ok(()),
@@ -335,7 +335,7 @@ fn check_extensions(
             EXTENSION_EXTERNAL_DATA => return Err(Refusal::ExternalData),
             EXTENSION_ENCRYPTION => return Err(Refusal::Encrypted("LUKS inside of qcow2")),
             EXTENSION_BITMAPS if written => return Err(Refusal::Bitmaps),
-            // Names for messages, dirty bitmaps of backup programs: nothing that the data needs.
+            // Names for messages, dirty bitmaps of backup programs: the data does not need them.
             _ => {}
         }
         at += 8 + u64::from(len).next_multiple_of(8);
@@ -346,7 +346,7 @@ fn check_extensions(
     Err(Refusal::Damaged("it has too many header extensions"))
 }
 
-/// What a writer that does not know it has to declare void, for whoever relies on it.
+/// Checks for features that a writer that does not know them must clear.
 fn check_autoclear(features: u64, written: bool) -> Result<(), Refusal> {
     if written && features != 0 {
         return Err(Refusal::Autoclear(features));
@@ -354,7 +354,7 @@ fn check_autoclear(features: u64, written: bool) -> Result<(), Refusal> {
     Ok(())
 }
 
-/// The tables are where they can be, and large enough for the disk.
+/// Checks that the tables are inside the file and large enough for the disk.
 fn check_tables(fields: &Fields<'_>, size: u64, cluster: u64, length: u64) -> Result<(), Refusal> {
     // An L1 entry stands for a cluster full of 8-byte L2 entries.
     let (entries, covered) =
@@ -403,7 +403,7 @@ impl Fields<'_> {
         self.take(at).map(u64::from_be_bytes)
     }
 
-    /// A text for a message: what of it can be printed.
+    /// A text for a message: its printable characters.
     fn text(&self, at: u64, len: u32) -> String {
         let start = usize::try_from(at).unwrap_or(usize::MAX);
         let bytes = self.0.get(start..).unwrap_or_default();
@@ -420,7 +420,7 @@ mod tests {
 
     use super::*;
 
-    /// What `qemu-img create -f qcow2` writes for a disk of 1 MiB, as far as it is looked at.
+    /// The header that `qemu-img create -f qcow2` writes for a disk of 1 MiB, with the fields that are read.
     fn good() -> Vec<u8> {
         let mut image = vec![0; 4 * 65536];
         let mut put = |at: usize, bytes: &[u8]| image[at..at + bytes.len()].copy_from_slice(bytes);
@@ -533,7 +533,7 @@ mod tests {
         assert!(refusal.to_string().contains("(base.q2)"), "{refusal}");
     }
 
-    /// What QEMU's own tool makes is taken or refused as its options say.
+    /// Images of QEMU's own tool are accepted or refused according to their options.
     #[test]
     fn images_of_qemu_img_are_judged_by_what_they_are() {
         let directory = tempfile::tempdir().unwrap();
@@ -549,7 +549,7 @@ mod tests {
                     .unwrap();
                 (made.status.success(), String::from_utf8_lossy(&made.stderr).into_owned())
             };
-            // On a busy machine qemu-img cannot always measure how long a key's derivation takes.
+            // On a busy machine qemu-img cannot always measure how long a key derivation takes.
             let tries = std::iter::repeat_with(made).take(20);
             let unmeasured = |said: &str| said.contains("Unable to get accurate CPU usage");
             let (made, said) =
@@ -587,7 +587,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever the bytes are: an answer, and what passes keeps its promises.
+        /// Any bytes get an answer, and an accepted header is consistent.
         #[test]
         fn any_header_is_judged(
             changes in prop::collection::vec((0usize..200, any::<u8>()), 0..6),

@@ -1,24 +1,24 @@
-//! Whether all that an image refers to is in its file: one that was cut off must not be written, as the first new
-//! cluster makes the file longer again and what was lost reads as zeroes.
+//! Checks that everything that an image refers to is in its file. A truncated image must not be written: the
+//! first new cluster makes the file longer again, and the lost part would read as zeroes.
 //!
-//! Every cluster that something leads to is counted. So the refcount blocks of what lies beyond the end of the file
-//! tell, and there is usually none. Clusters that are counted and lead nowhere are no loss: a writer that was
-//! killed leaves some. Only then are the tables read that lead to data.
+//! Every cluster in use has a refcount. So it is enough to find refcounts of clusters beyond the end of the
+//! file, and usually there are none. Clusters that are counted but not referred to are no loss: a killed
+//! writer leaves some. Only if there are any, the tables that lead to data are read.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 
 use crate::{Layout, Refusal};
 
-/// Where entries of tables point, without their flags.
+/// The bits of a table entry that are the offset, without the flags.
 const OFFSET_MASK: u64 = 0x00ff_ffff_ffff_fe00;
 
 /// An entry of an L2 table: a compressed cluster; all zeroes, wherever it points (version 3).
 const COMPRESSED: u64 = 1 << 62;
 const ZERO: u64 = 1;
 
-/// Sees that nothing that the image refers to lies beyond the end of its file of `length` bytes. Only the tail of
-/// the last cluster may be missing: writers leave it out.
+/// Checks that nothing that the image refers to is beyond the end of its file of `length` bytes. Only the
+/// tail of the last cluster may be missing: writers omit it.
 ///
 /// # Errors
 /// [`Refusal::Truncated`] if something does; [`Refusal::Read`].
@@ -47,10 +47,10 @@ pub fn check_reach(file: &File, layout: &Layout, length: u64) -> Result<(), Refu
     if counted_beyond { check_data(file, layout, length) } else { Ok(()) }
 }
 
-/// Looks at everything that leads to data.
+/// Checks everything that leads to data.
 fn check_data(file: &File, layout: &Layout, length: u64) -> Result<(), Refusal> {
     let cluster = layout.header.cluster_size;
-    // Of a compressed cluster: the offset is in the lower bits, how many depends on the size of clusters.
+    // For a compressed cluster the offset is in the lower bits; how many depends on the cluster size.
     let compressed_mask = (1u64 << (70 - cluster.ilog2())) - 1;
     for map in table(file, layout.l1_offset, u64::from(layout.l1_entries))? {
         let map = map & OFFSET_MASK;
@@ -83,8 +83,8 @@ fn table(file: &File, at: u64, entries: u64) -> Result<impl Iterator<Item = u64>
     Ok((0..usize::try_from(entries).unwrap_or(0)).map(entry))
 }
 
-/// So many bytes of the file; zeroes behind its end, as the last table may lack its tail. The header was checked:
-/// no table is longer than its limit.
+/// Reads this many bytes of the file; zeroes behind its end, as the last table may lack its tail. The header
+/// was checked: no table is longer than its limit.
 fn read(file: &File, at: u64, length: u64) -> Result<Vec<u8>, Refusal> {
     let mut bytes = vec![0; usize::try_from(length).unwrap_or(0)];
     let mut done = 0;
@@ -99,8 +99,8 @@ fn read(file: &File, at: u64, length: u64) -> Result<Vec<u8>, Refusal> {
     Ok(bytes)
 }
 
-/// Whether any of the packed numbers from `bit` on is not 0. Those of less than a byte begin at the least
-/// significant bit of theirs; the others begin with a byte.
+/// Whether any of the packed numbers from `bit` on is not 0. Numbers smaller than a byte begin at its least
+/// significant bit; the others begin at a byte.
 fn has_bits_from(block: &[u8], bit: usize, order: u32) -> bool {
     let first = bit / 8;
     let Some((&first, rest)) = block.get(first..).and_then(<[u8]>::split_first) else {
@@ -166,7 +166,7 @@ mod tests {
     fn compressed_clusters_are_counted_in_and_prepared_ones_are_there() {
         let directory = tempfile::tempdir().unwrap();
         let (raw, path) = (directory.path().join("raw"), directory.path().join("image"));
-        // Nothing that becomes shorter by compression to less than some clusters.
+        // Data that compresses to no less than some clusters.
         let mut noise = 1u32;
         let bytes: Vec<u8> = std::iter::repeat_with(|| {
             noise = noise.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
@@ -193,7 +193,7 @@ mod tests {
         let file = image(&path, "cluster_size=64k", "64M");
         run("qemu-io", &["-f", "qcow2", "-c", "write -P 7 0 256k"], &path);
         let blocks = 2 * CLUSTER;
-        // As a writer counts ahead that is killed then: 16 bits a cluster.
+        // As left by a writer that counts clusters in advance and is killed: 16 bits a cluster.
         file.write_all_at(&1u16.to_be_bytes(), blocks + 2 * 500).unwrap();
         check(&file).unwrap();
         let length = file.metadata().unwrap().len();
@@ -202,7 +202,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever the tables say: an answer.
+        /// Any tables get an answer.
         #[test]
         fn any_tables_are_judged(
             changes in prop::collection::vec((0usize..6 * 4096, any::<u8>()), 0..40),

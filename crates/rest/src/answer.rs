@@ -1,4 +1,4 @@
-//! Answers that are no problems.
+//! Successful answers.
 
 use std::borrow::Cow;
 use std::marker::PhantomData;
@@ -14,7 +14,7 @@ use vmseal_api::model::{Host, Plan, Provider, Task};
 use vmseal_api::request::Backup;
 use vmseal_control::services::Outcome;
 
-/// The answer to a request that has a dry run.
+/// The answer to a request that supports a dry run.
 pub(crate) struct Answer<T>(pub Outcome<T>);
 
 impl<T: IntoResponse> IntoResponse for Answer<T> {
@@ -26,14 +26,14 @@ impl<T: IntoResponse> IntoResponse for Answer<T> {
     }
 }
 
-/// The answer to a request for long work: 202, the task, and where it is.
+/// The answer to a request that starts a task: 202, the task, and its location.
 pub(crate) struct Accepted(pub Task);
 
 impl IntoResponse for Accepted {
     fn into_response(self) -> Response {
         let place = format!("/api/v1/tasks/{}", self.0.id);
         let mut response = (StatusCode::ACCEPTED, Json(self.0)).into_response();
-        // A UUID has nothing that a header cannot hold.
+        // A UUID is a valid header value.
         if let Ok(place) = HeaderValue::try_from(place) {
             response.headers_mut().insert(header::LOCATION, place);
         }
@@ -41,7 +41,7 @@ impl IntoResponse for Accepted {
     }
 }
 
-/// 201, with what was made.
+/// 201, with the new resource.
 pub(crate) fn created<T>(made: T) -> (StatusCode, Json<T>) {
     (StatusCode::CREATED, Json(made))
 }
@@ -51,7 +51,7 @@ pub(crate) fn no_content((): ()) -> StatusCode {
     StatusCode::NO_CONTENT
 }
 
-/// In the document: an answer that comes with one status, whether the request is meant or tried.
+/// In the OpenAPI document: an answer with the same status for a dry run and for the real request.
 pub(crate) struct OrPlan<T>(PhantomData<T>);
 
 pub(crate) type BackupOrPlan = OrPlan<Backup>;
@@ -66,7 +66,7 @@ impl<T: ToSchema> PartialSchema for OrPlan<T> {
         OneOfBuilder::new()
             .item(Ref::from_schema_name(T::name()))
             .item(Ref::from_schema_name(Plan::name()))
-            .description(Some("What it is now; or, of a dry run, what would be done."))
+            .description(Some("The result; or, for a dry run, what would be done."))
             .into()
     }
 }

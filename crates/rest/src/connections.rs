@@ -1,4 +1,4 @@
-//! How many connections to the server there may be.
+//! The limits of connections to the server.
 //!
 //! ```text
 //!  accepted ─► unauthenticated ── a request with a user's token ──► authenticated ─► ends
@@ -6,11 +6,11 @@
 //!                 ▼
 //!               closed
 //! ```
-//! An unauthenticated connection has shown no token yet: it is in its TLS handshake, joins a host, or asks what needs
-//! no token. Such connections have a limit of their own, and take no place from users. Where they are too many, the
-//! oldest one of the address with the most is closed: who shows a token at once is hardly ever met by that. What users
-//! hold open (long polls, consoles, exposed disks) has its own limit, so that requests that are answered at once find
-//! room.
+//! An unauthenticated connection has sent no token yet: it is in its TLS handshake, joins a host, or sends requests
+//! that need no token. Such connections have a separate limit, so they take no slots from users. If there are too
+//! many, the oldest one of the address with the most is closed: a client that sends its token at once is hardly ever
+//! affected. Connections that users hold open (long polls, consoles, exposed disks) have their own limit, which
+//! leaves room for short requests.
 
 use std::net::IpAddr;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -20,32 +20,32 @@ use axum::Extension;
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
 use vmseal_api::problem::{ErrorCode, Problem};
 
-/// Connections of users. With [`UNAUTHENTICATED_MAX`] well below the 1024 descriptors that a process has by default.
+/// Connections of users. Together with [`UNAUTHENTICATED_MAX`] well below the default limit of 1024 descriptors.
 const AUTHENTICATED_MAX: usize = 512;
 
-/// What users may hold open at a time: three quarters of their connections.
+/// How many connections users may hold open at a time: three quarters of theirs.
 const HELD_MAX: usize = 384;
 
-/// Connections without a token so far.
+/// Unauthenticated connections.
 const UNAUTHENTICATED_MAX: usize = 256;
 
-/// The same from one address: several commands at a time, and not all places.
+/// Unauthenticated connections from one address: enough for several commands at a time, but not all slots.
 const UNAUTHENTICATED_PER_SOURCE: usize = 128;
 
-/// How long a connection may stay unauthenticated: a TLS handshake and a join fit well within.
+/// How long a connection may stay unauthenticated: more than enough for a TLS handshake and a join.
 pub(crate) const AUTHENTICATION_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// The limits, and what counts towards them.
+/// The limits, and their current use.
 pub(crate) struct ConnectionLimits {
     unauthenticated: Mutex<Vec<Unauthenticated>>,
     authenticated: Arc<Semaphore>,
     held: Arc<Semaphore>,
 }
 
-/// Oldest first in their list.
+/// In a list, oldest first.
 struct Unauthenticated {
     source: IpAddr,
-    /// Told when it is to be closed.
+    /// Notified when it must close.
     leave: Arc<Notify>,
 }
 
@@ -62,13 +62,13 @@ impl ConnectionLimits {
         self.unauthenticated.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes in a connection; another one may be closed for it.
+    /// Admits a connection; may close another one to make room.
     pub(crate) fn admit(self: &Arc<Self>, source: IpAddr) -> Connection {
         let source = source.to_canonical();
         let leave = Arc::new(Notify::new());
         let mut unauthenticated = self.unauthenticated();
         if let Some(index) = one_too_many(&unauthenticated, source) {
-            // It is told once, also when it does not wait for that yet.
+            // The notification is kept if the connection does not wait for it yet.
             unauthenticated.remove(index).leave.notify_one();
         }
         unauthenticated.push(Unauthenticated { source, leave: Arc::clone(&leave) });
@@ -78,7 +78,7 @@ impl ConnectionLimits {
     }
 }
 
-/// Which one is to be closed before one from `source` is taken in.
+/// The connection to close before one from `source` is admitted.
 fn one_too_many(unauthenticated: &[Unauthenticated], source: IpAddr) -> Option<usize> {
     let of = |source| unauthenticated.iter().filter(|it| it.source == source).count();
     let crowded = if of(source) >= UNAUTHENTICATED_PER_SOURCE {
@@ -108,7 +108,7 @@ impl Connection {
         self.0.source
     }
 
-    /// A user's token came over it: it is authenticated from here on.
+    /// Marks it as authenticated: it sent a user's token.
     ///
     /// # Errors
     /// `limit-exceeded`: users have too many already.
@@ -118,11 +118,11 @@ impl Connection {
         }
         let permit = Arc::clone(&self.0.limits.authenticated).try_acquire_owned().map_err(|_| {
             let detail = format!(
-                "{AUTHENTICATED_MAX} connections are open, which is the most: close some, or try again"
+                "{AUTHENTICATED_MAX} connections are open, which is the limit: close some, or try again"
             );
             Problem::new(ErrorCode::LimitExceeded, detail)
         })?;
-        // Of two requests at once on it, one keeps its place; the other's is given back.
+        // Of two requests on it at once, one keeps its permit; the other's is returned.
         let _ = self.0.authenticated.set(permit);
         self.0.leave_unauthenticated();
         Ok(())
@@ -132,7 +132,7 @@ impl Connection {
         self.0.authenticated.get().is_some()
     }
 
-    /// Waits until it is to be closed to make room. An authenticated one never is.
+    /// Waits until it must close to make room. An authenticated one never must.
     pub(crate) async fn evicted(&self) {
         loop {
             self.0.leave.notified().await;
@@ -155,7 +155,7 @@ impl Drop for Inner {
     }
 }
 
-/// A place for something that is held open; kept for as long as that is.
+/// A permit for a connection that is held open; kept as long as the connection.
 ///
 /// # Errors
 /// `limit-exceeded`.
@@ -165,7 +165,7 @@ pub(crate) fn hold(
     let Some(Extension(connection)) = connection else { return Ok(None) };
     let held = Arc::clone(&connection.0.limits.held).try_acquire_owned().map_err(|_| {
         let detail = format!(
-            "{HELD_MAX} consoles, exposed disks, and requests that wait for news are open, which is the most: end some, or try again"
+            "{HELD_MAX} consoles, exposed disks, and requests that wait for changes are open, which is the limit: end some, or try again"
         );
         Problem::new(ErrorCode::LimitExceeded, detail)
     })?;
@@ -186,7 +186,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn strangers_take_no_places_from_users_and_the_oldest_of_the_most_goes() {
+    async fn unauthenticated_connections_leave_room_for_users_and_the_oldest_is_closed() {
         let limits = ConnectionLimits::new();
         let user = limits.admit(address(1));
         user.set_authenticated().unwrap();
@@ -210,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn users_have_a_limit_and_give_back_what_they_had() {
+    fn users_have_a_limit_and_release_their_connections() {
         let limits = ConnectionLimits::new();
         let connection = || limits.admit(address(1));
         let mut users: Vec<_> = (0..AUTHENTICATED_MAX).map(|_| connection()).collect();
@@ -223,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_held_open_leaves_room_for_requests() {
+    fn held_connections_leave_room_for_requests() {
         let limits = ConnectionLimits::new();
         let connection = Extension(limits.admit(address(1)));
         let mut held: Vec<_> = (0..HELD_MAX).map(|_| hold(Some(&connection)).unwrap()).collect();

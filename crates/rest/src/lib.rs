@@ -2,11 +2,11 @@
 //!
 //! | module | what |
 //! |---|---|
-//! | [`routes`] | one handler for each operation: what is sent becomes a call of [`vmseal_control::services`] |
-//! | `request` | what comes with a request: who asks, body, query, names |
-//! | `answer`, `problem` | what goes back |
+//! | [`routes`] | one handler for each operation, which calls [`vmseal_control::services`] |
+//! | `request` | the parts of a request: user, body, query, names |
+//! | `answer`, `problem` | answers |
 //! | `trace` | ids, log lines and metrics of requests |
-//! | `connections` | how many connections there may be |
+//! | `connections` | limits of connections |
 //! | [`server`] | the process |
 
 mod answer;

@@ -12,7 +12,7 @@ use vmseal_api::request_id;
 /// The media type of problems (RFC 9457).
 const MEDIA_TYPE: &str = "application/problem+json";
 
-/// What a handler answers when it does not do what was asked.
+/// The answer of a handler that refuses or fails.
 #[derive(Debug)]
 pub(crate) struct ProblemResponse(pub Problem);
 
@@ -27,7 +27,7 @@ impl IntoResponse for ProblemResponse {
         self.0.request_id = request_id::current().map(|id| id.as_str().into());
         let status =
             StatusCode::from_u16(self.0.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
-        // A problem has nothing that JSON cannot hold.
+        // A problem can always be serialized.
         let body = serde_json::to_vec(&self.0).unwrap_or_default();
         let mut response = (status, [(header::CONTENT_TYPE, MEDIA_TYPE)], body).into_response();
         if self.0.code == ErrorCode::Unauthenticated {
@@ -38,7 +38,7 @@ impl IntoResponse for ProblemResponse {
     }
 }
 
-/// In the document: any other status is a problem.
+/// In the OpenAPI document: any other status is a problem.
 impl IntoResponses for ProblemResponse {
     fn responses() -> BTreeMap<String, RefOr<response::Response>> {
         let content = ContentBuilder::new()
@@ -52,7 +52,7 @@ impl IntoResponses for ProblemResponse {
     }
 }
 
-/// What [`Refusal`] refers to in the document.
+/// The schema that [`Refusal`] refers to in the OpenAPI document.
 pub(crate) fn schemas() -> Vec<(String, RefOr<utoipa::openapi::Schema>)> {
     let mut schemas = vec![(Problem::name().into_owned(), Problem::schema())];
     Problem::schemas(&mut schemas);

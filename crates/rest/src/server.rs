@@ -1,4 +1,4 @@
-//! The server process: the control plane, and the API before it, behind TLS.
+//! The server process: the control plane and its API, served over TLS.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -25,25 +25,25 @@ use crate::routes::router;
 /// How long a client may take for its TLS handshake, and for a request's header.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// The longest request header, in bytes.
+/// The maximum length of a request header, in bytes.
 const HEADER_MAX: usize = 32 * 1024;
 
-/// How long requests that are under way may take when the server stops.
+/// How long requests in flight may take when the server stops.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// How long to wait when a connection cannot be accepted (no descriptors left).
+/// The delay before the next attempt when a connection cannot be accepted (no descriptors left).
 const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(200);
 
 /// How to run a server.
 #[derive(Clone, Debug)]
 pub struct ServerOptions {
-    /// Where all that it keeps is.
+    /// Its data directory.
     pub data_dir: PathBuf,
-    /// Where it listens; port 0 takes a free one.
+    /// The address to listen on; port 0 takes a free one.
     pub listen: SocketAddr,
     /// Names and addresses for its certificate, beside those of `listen`.
     pub names: Vec<String>,
-    /// Where credentials are (systemd's `$CREDENTIALS_DIRECTORY`).
+    /// The directory of credentials (systemd's `$CREDENTIALS_DIRECTORY`).
     pub credentials_dir: Option<PathBuf>,
     /// How many days events are kept.
     pub keep_events_days: u32,
@@ -69,7 +69,7 @@ pub enum ServerError {
     Signals(std::io::Error),
 }
 
-/// A server that runs.
+/// A running server.
 pub struct Server {
     address: SocketAddr,
     control: ControlPlane,
@@ -105,17 +105,17 @@ impl Server {
         Ok(Self { address, control, stop, accepting })
     }
 
-    /// Where it listens.
+    /// The address it listens on.
     #[must_use]
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// Stops: requests under way may end, tasks stop where they are and go on with the next start.
+    /// Stops: requests in flight may finish; tasks stop after their current step and resume at the next start.
     pub async fn shutdown(self) {
         self.control.stop_work();
         self.stop.send_replace(true);
-        // It bounds its own farewell; that it panicked is in the log.
+        // Its shutdown has its own timeout; a panic is in the log.
         let _ = self.accepting.await;
         self.control.close().await;
     }
@@ -182,11 +182,11 @@ async fn accept(
     }
     drop(listener);
     let farewell = async { while connections.join_next().await.is_some() {} };
-    // What is still there then is aborted with the set.
+    // Remaining connections are aborted with the set.
     let _ = tokio::time::timeout(SHUTDOWN_TIMEOUT, farewell).await;
 }
 
-/// Ends when a connection has been a stranger's for too long.
+/// Ends when a connection has been unauthenticated for too long.
 async fn authentication_timeout(connection_limit: &Connection) {
     tokio::time::sleep(AUTHENTICATION_TIMEOUT).await;
     if connection_limit.is_authenticated() {
@@ -201,7 +201,7 @@ async fn serve_connection(
     router: axum::Router,
     mut stopped: watch::Receiver<bool>,
 ) {
-    // Answers are small and waited for; a socket that refuses this still works.
+    // Answers are small and the client waits for them; a socket that refuses this still works.
     let _ = stream.set_nodelay(true);
     let shaken = tokio::select! {
         shaken = tokio::time::timeout(HANDSHAKE_TIMEOUT, tls.accept(stream)) => shaken,
@@ -210,7 +210,7 @@ async fn serve_connection(
     let stream = match shaken {
         Ok(Ok(stream)) => stream,
         Ok(Err(error)) => return tracing::debug!(%error, "no TLS"),
-        Err(_) => return tracing::debug!("no TLS in time"),
+        Err(_) => return tracing::debug!("the TLS handshake timed out"),
     };
     let (service, of_request) = (TowerToHyperService::new(router), connection_limit.clone());
     let service = service_fn(move |mut request: hyper::Request<Incoming>| {

@@ -1,5 +1,5 @@
-//! The whole server over TLS, through the command line's client, with a simulated host that joined as
-//! real ones do and is called over HTTPS.
+//! The whole server over TLS, through the command line's client, with a simulated host that joined like a
+//! real one and is called over HTTPS.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -19,6 +19,7 @@ use vmseal_api::client::role::{HOST_ROLE, SERVER_ROLE};
 use vmseal_api::client::{ClientIdentity, HostClient, ServerClient, host_server_name};
 use vmseal_api::host::{ConsoleClaim, DatastoreLocation, HostAgent};
 use vmseal_api::model::*;
+use vmseal_api::passphrase::{SealedPassphrase, passphrase_info};
 use vmseal_api::problem::ErrorCode;
 use vmseal_api::request::*;
 use vmseal_secret::SecretBytes;
@@ -224,19 +225,19 @@ async fn wrong_tokens_and_wrong_authorities_are_refused() {
     assert!(refused.detail.contains("certificate"), "{refused}");
 }
 
-/// A client that says nothing, or half a header, is hung up on, and disturbs nobody.
+/// A client that sends nothing, or half a header, is disconnected, and other clients are not affected.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn silent_clients_disturb_nobody_and_headers_have_a_limit() {
+async fn silent_clients_do_not_affect_others_and_headers_have_a_limit() {
     let here = Installation::new().await;
     let address = here.server.as_ref().unwrap().address();
     let mut silent = Vec::new();
-    // More than the server serves at all.
+    // More than the server's limit.
     for _ in 0..600 {
         silent.push(tokio::net::TcpStream::connect(address).await.unwrap());
     }
     let _: About = here.client().get("about").await.unwrap();
     let long = here.client_with(&"x".repeat(64 * 1024)).get::<Page<Vm>>("vms").await.unwrap_err();
-    // A server that hangs up on who still sends may take its answer with it.
+    // A client that still sends when the server closes the connection may not get the answer.
     let hung_up = long.code == ErrorCode::Unreachable && long.detail.contains("Broken pipe");
     let hung_up = hung_up || long.detail.contains("Connection reset");
     assert!(hung_up || long.detail.contains("431"), "a header of 64 KiB was taken: {long}");
@@ -261,7 +262,7 @@ impl Installation {
         (certificate.der().clone(), PrivateKeyDer::try_from(key.serialize_der()).unwrap())
     }
 
-    /// Answers TLS with this certificate; gives the address.
+    /// Answers TLS with this certificate; returns the address.
     async fn answers_with(&self, names: Vec<rcgen::SanType>) -> std::net::SocketAddr {
         let (certificate, key) = self.signed(names);
         let tls = rustls::ServerConfig::builder_with_provider(provider())
@@ -289,7 +290,7 @@ fn provider() -> Arc<rustls::crypto::CryptoProvider> {
     Arc::new(rustls::crypto::aws_lc_rs::default_provider())
 }
 
-/// With the certificate that hosts were once given: for an address that they chose.
+/// With a certificate as hosts of an early version had: for an address that they chose.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_host_does_not_pass_for_the_server_nor_the_server_for_a_host() {
     let here = Installation::new().await;

@@ -1,4 +1,4 @@
-//! The API from outside: every guard with the input that trips it, and the document.
+//! The API from outside: every check with input that fails it, and the OpenAPI document.
 
 mod bitmaps;
 mod dry_run;
@@ -23,7 +23,8 @@ use serde_json::{Value, json};
 use tower::ServiceExt;
 use vmseal_api::id::{DatastoreId, HostId};
 use vmseal_api::model::TaskState;
-use vmseal_api::request::{BODY_MAX, passphrase_info};
+use vmseal_api::passphrase::passphrase_info;
+use vmseal_api::request::BODY_MAX;
 use vmseal_secret::SecretBytes;
 use vmseal_secret::sealed_box::{Recipient, seal};
 
@@ -49,7 +50,7 @@ struct Answer {
 }
 
 impl Answer {
-    /// It is a problem of this status and code.
+    /// Asserts that it is a problem of this status and code.
     #[track_caller]
     fn assert_problem(&self, status: u16, code: &str) -> &Self {
         assert_eq!(self.status.as_u16(), status, "{}", self.body);
@@ -112,7 +113,7 @@ impl Api {
         self.raw(Method::DELETE, path, "").await
     }
 
-    /// A passphrase; long enough to be taken.
+    /// A passphrase that is long enough.
     fn sealed(&self, provider: &str, passphrase: &str) -> Value {
         let mut long = format!("{passphrase}, as in the tests").into_bytes();
         let secret = SecretBytes::from_wiped(&mut long).unwrap();
@@ -153,7 +154,7 @@ fn vm_with(pointer: &str, value: Value) -> Value {
     request
 }
 
-/// Which of several datastores of one name is meant is said, never guessed.
+/// Among several datastores of one name, the request must say which one it means.
 #[tokio::test]
 async fn datastores_of_two_hosts_may_have_one_name() {
     let api = Api::new().await;
@@ -246,7 +247,7 @@ async fn a_request_that_is_not_as_described_is_refused_with_the_fields_name() {
 }
 
 #[tokio::test]
-async fn bodies_that_are_no_json_or_too_large_are_refused() {
+async fn bodies_that_are_not_json_or_too_large_are_refused() {
     let api = Api::new().await;
     for bad in ["", "{", "[]", "nonsense", "{} {}", "\u{0}"] {
         api.raw(Method::POST, "vms", bad).await.assert_problem(400, "invalid-request");
@@ -264,7 +265,7 @@ async fn bodies_that_are_no_json_or_too_large_are_refused() {
 }
 
 #[tokio::test]
-async fn nobody_gets_in_without_the_right_token() {
+async fn requests_without_the_right_token_are_refused() {
     let api = Api::new().await;
     let long = format!("Bearer {}", "x".repeat(10_000));
     for authorization in [
@@ -296,7 +297,7 @@ async fn nobody_gets_in_without_the_right_token() {
     api.post("hosts/join", join).await.assert_problem(401, "unauthenticated");
 }
 
-/// Whoever adds a route cannot forget the credentials.
+/// Every route requires credentials, including one added later.
 #[tokio::test]
 async fn every_documented_path_but_two_wants_credentials() {
     let api = Api::new().await;
@@ -428,7 +429,7 @@ async fn a_provider_is_usable_only_after_its_backup_was_verified() {
 }
 
 #[tokio::test]
-async fn a_passphrase_is_for_this_life_of_the_server_and_one_provider() {
+async fn a_passphrase_is_for_this_run_of_the_server_and_one_provider() {
     let api = Api::new().await;
     let for_another = json!({ "name": "two", "passphrase": api.sealed("three", "p") });
     api.post("providers", for_another).await.assert_field("passphrase.sealed");
@@ -508,12 +509,12 @@ fn the_checked_in_openapi_document_is_the_one_of_the_code() {
     let checked_in = std::fs::read_to_string(path).unwrap_or_default();
     assert!(
         checked_in == written,
-        "crates/rest/openapi.json is not what the code describes; after a look at the difference: UPDATE_OPENAPI=1 cargo test -p vmseal-rest"
+        "crates/rest/openapi.json is not what the code describes; check the difference, then run: UPDATE_OPENAPI=1 cargo test -p vmseal-rest"
     );
 }
 
 #[tokio::test]
-async fn an_export_says_what_it_is_and_is_on_record() {
+async fn an_export_has_an_event_with_its_details() {
     let api = Api::new().await;
     let vm = api.fixture.made("web", "encrypted").await;
     let export = |body: Value| {
@@ -554,7 +555,7 @@ async fn an_export_says_what_it_is_and_is_on_record() {
 }
 
 impl Api {
-    /// What Prometheus gets.
+    /// The metrics that Prometheus gets.
     async fn scrape(&self, path: &str) -> String {
         let request = Request::builder()
             .uri(path)
@@ -569,7 +570,7 @@ impl Api {
     }
 }
 
-/// The value of a sample; 0 where it is not told.
+/// The value of a sample; 0 if it is absent.
 fn sample(text: &str, name: &str) -> f64 {
     let line =
         text.lines().find(|line| line.strip_prefix(name).is_some_and(|it| it.starts_with(' ')));
@@ -577,7 +578,7 @@ fn sample(text: &str, name: &str) -> f64 {
 }
 
 #[tokio::test]
-async fn what_the_server_does_is_counted_for_prometheus_and_for_nobody_without_a_token() {
+async fn metrics_count_requests_and_need_a_token() {
     let api = Api::new().await;
     for path in ["/metrics", "/metrics/targets", "/metrics/hosts/here"] {
         let request = Request::builder().uri(path).body(Body::empty()).unwrap();

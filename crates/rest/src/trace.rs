@@ -1,5 +1,5 @@
-//! What is known of each request: its id, the client's where that is one, goes with all work that is done for it, and
-//! back to the client; the line of log that says what was answered; and the metrics of it.
+//! Tracing of requests: the id (the client's if it sent one), which goes with all work for the request and back to the
+//! client; the log line of the answer; and the metrics.
 
 use std::time::Instant;
 
@@ -10,21 +10,21 @@ use axum::response::Response;
 use vmseal_api::request_id::{self, HEADER, RequestId};
 use vmseal_control::metrics;
 
-/// How much of a path is logged, in bytes: a noun, a name, a verb. Strangers may send longer ones.
+/// How much of a path is logged, in bytes: a noun, a name, a verb. Unauthenticated clients may send longer ones.
 const PATH_MAX: usize = 160;
 
-/// Gives a request its id, and the answer too.
+/// Gives a request and its answer their id.
 pub(crate) async fn identify(request: Request, next: Next) -> Response {
     let id = RequestId::sent_or_new(request.headers().get(HEADER).map(HeaderValue::as_bytes));
     let mut response = request_id::during(Some(id.clone()), answer(request, next)).await;
-    // An id has nothing that a header cannot hold.
+    // An id is a valid header value.
     if let Ok(value) = HeaderValue::from_str(id.as_str()) {
         response.headers_mut().insert(HEADER, value);
     }
     response
 }
 
-/// What only reads is not worth a line each: clients poll.
+/// Reads get no line at the usual level: clients poll.
 async fn answer(request: Request, next: Next) -> Response {
     let (began, method) = (Instant::now(), request.method().clone());
     let path = shown(request.uri().path()).to_owned();
@@ -43,14 +43,14 @@ pub(crate) async fn count(request: Request, next: Next) -> Response {
     let began = Instant::now();
     let method = known(request.method());
     let route = request.extensions().get::<MatchedPath>();
-    // What matches no route is whatever strangers make up.
+    // A path without a route may be anything that a client makes up, so it is no label.
     let route = route.map_or("none", MatchedPath::as_str).to_owned();
     let response = next.run(request).await;
     metrics::get().request(method, &route, response.status().as_u16(), began.elapsed());
     response
 }
 
-/// Methods are words that clients choose; those that the API has are told.
+/// Clients may send any method; only those of the API become labels.
 fn known(method: &Method) -> &'static str {
     match *method {
         Method::GET => "GET",

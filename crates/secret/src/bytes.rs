@@ -1,4 +1,4 @@
-//! [`SecretBytes`]: the type that every key and passphrase of vmseal lives in.
+//! [`SecretBytes`]: the type of every key and passphrase of vmseal.
 
 use std::fmt;
 use std::os::fd::AsFd;
@@ -37,8 +37,7 @@ impl SecretBytes {
         Ok(secret)
     }
 
-    /// Takes over a secret that lies in ordinary memory: copies it and wipes the source, also when
-    /// there is an error.
+    /// Takes over a secret from ordinary memory: copies it and wipes the source, also on an error.
     ///
     /// # Errors
     /// [`MemoryError`], as [`SecretBytes::zeroed`].
@@ -51,7 +50,7 @@ impl SecretBytes {
         secret
     }
 
-    /// A second copy. Not `Clone`, as it can fail and should be seen.
+    /// A second copy. Not `Clone`, because it can fail and copies should be visible in the code.
     ///
     /// # Errors
     /// [`MemoryError`], as [`SecretBytes::zeroed`].
@@ -66,13 +65,13 @@ impl SecretBytes {
         Ok(copy)
     }
 
-    /// The bytes. What is done with them must not outlive this value.
+    /// The bytes. Copies must not outlive this value.
     #[must_use]
     pub fn expose(&self) -> &[u8] {
         self.0.as_slice()
     }
 
-    /// The bytes, to be changed.
+    /// The bytes, for changing.
     #[must_use]
     pub fn expose_mut(&mut self) -> &mut [u8] {
         self.0.as_mut_slice()
@@ -85,14 +84,14 @@ impl SecretBytes {
         self.expose().len()
     }
 
-    /// What kind of memory holds it.
+    /// The kind of memory that holds it.
     #[must_use]
     pub fn backing(&self) -> Backing {
         self.0.backing()
     }
 
-    /// A new descriptor that holds a copy, to be inherited by a child process. It is
-    /// close-on-exec: the child's set-up clears that on the one descriptor it is to have.
+    /// A new descriptor with a copy, for a child process to inherit. It is close-on-exec: the child's set-up
+    /// clears that on the one descriptor that it should have.
     ///
     /// # Errors
     /// [`MemoryError`], as [`SecretBytes::zeroed`].
@@ -100,11 +99,11 @@ impl SecretBytes {
         self.0.to_memfd()
     }
 
-    /// A copy of the secret of `len` bytes that a descriptor made by [`SecretBytes::to_memfd`] holds.
-    /// Close the descriptor afterwards.
+    /// A copy of the secret of `len` bytes in a descriptor made by [`SecretBytes::to_memfd`]. Close the
+    /// descriptor afterwards.
     ///
     /// # Errors
-    /// [`MemoryError`]: the descriptor is of another kind or size, or as [`SecretBytes::zeroed`].
+    /// [`MemoryError`]: the descriptor is of another kind or size; or those of [`SecretBytes::zeroed`].
     pub fn from_memfd(fd: impl AsFd, len: usize) -> Result<Self, MemoryError> {
         Region::from_memfd(fd.as_fd(), len).map(Self)
     }
@@ -194,7 +193,7 @@ mod tests {
         }
     }
 
-    /// Where there is no `memfd_secret`.
+    /// Where `memfd_secret` is missing.
     #[test]
     fn an_ordinary_memfd_that_carries_a_secret_is_locked_sealed_and_wiped() {
         use std::os::fd::{AsFd, AsRawFd};
@@ -202,7 +201,7 @@ mod tests {
         let mut secret = SecretBytes(Region::zeroed(DEK_LEN, Backing::LockedMemory).unwrap());
         secret.expose_mut().fill(0x5a);
         let carried = secret.to_memfd().unwrap();
-        // The receiver's: it outlives the maker's.
+        // The receiver's mapping: it outlives the maker's.
         let received = File::from(carried.as_fd().try_clone_to_owned().unwrap());
         let inode =
             format!(" {} ", std::os::unix::fs::MetadataExt::ino(&received.metadata().unwrap()));
@@ -215,7 +214,7 @@ mod tests {
         for flag in [" lo ", " dd ", " dc "] {
             assert!(flags.contains(flag), "the memory lacks{flag}in{flags}");
         }
-        // By no way, and no seal can be added or forgotten.
+        // It cannot be written in any way, and no seal can be added or removed.
         assert!(received.write_at(&[1], 0).is_err());
         assert!(received.set_len(1).is_err() && received.set_len(4096).is_err());
         let (shared, both) = (libc::MAP_SHARED, libc::PROT_READ | libc::PROT_WRITE);

@@ -21,7 +21,7 @@ pub const DERIVED_LEN: usize = 32;
 /// The length of a check value, in bytes: 128 bits tell any two keys apart, and reveal none.
 pub const CHECK_LEN: usize = 16;
 
-/// What a derived key is for.
+/// The purpose of a derived key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Purpose {
     /// AES-KWP of other keys (the VM home's DEK).
@@ -49,7 +49,7 @@ impl Purpose {
     }
 }
 
-/// Whose KEK it is. Every derived key depends on all of it.
+/// The context of a KEK. Every derived key depends on all of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KeyContext<'a> {
     /// The VM's id: the 16 bytes of its UUID.
@@ -77,7 +77,7 @@ pub enum DeriveError {
     Memory(#[from] MemoryError),
 }
 
-/// The length of the key that HKDF is to make, as aws-lc-rs wants to be told.
+/// The length of HKDF's output, in the form that aws-lc-rs requires.
 struct Length(usize);
 
 impl KeyType for Length {
@@ -131,7 +131,7 @@ pub fn derive(
     hkdf_sha256(&[], kek.expose(), &info(context, purpose)?, purpose.len())
 }
 
-/// What tells a key from another one with the same id. Public: it is stored and shown as hex.
+/// Distinguishes a key from another one with the same id. Public: it is stored and shown as hex.
 ///
 /// # Errors
 /// As [`derive`].
@@ -228,7 +228,7 @@ mod tests {
         );
     }
 
-    /// The values come from another implementation (pyca/cryptography) fed with the written format.
+    /// The values come from another implementation (pyca/cryptography) and the written format.
     #[test]
     fn derived_keys_are_those_of_the_written_format() {
         for (purpose, expected) in [

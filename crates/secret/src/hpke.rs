@@ -1,8 +1,8 @@
-//! HPKE (RFC 9180), base mode, single shot, as AWS-LC has it: DHKEM(X25519, HKDF-SHA256) and
-//! HKDF-SHA256. The one module that calls AWS-LC's C functions: aws-lc-rs does not offer them.
+//! HPKE (RFC 9180), base mode, single shot, by AWS-LC: DHKEM(X25519, HKDF-SHA256) and HKDF-SHA256. The only
+//! module that calls AWS-LC's C functions: aws-lc-rs does not offer them.
 //!
-//! AWS-LC is preferred to the crate `hpke` because it is the one cryptographic library of vmseal, and
-//! because it wipes what it frees (`OPENSSL_free`), contexts and private keys included.
+//! AWS-LC is used instead of the crate `hpke` because it is vmseal's only cryptographic library, and because
+//! it wipes what it frees (`OPENSSL_free`), contexts and private keys included.
 
 use std::ptr::NonNull;
 
@@ -56,7 +56,7 @@ impl PrivateKey {
         Ok(key)
     }
 
-    /// A key pair of which the private key is known: for test vectors.
+    /// A key pair from a known private key: for test vectors.
     #[cfg(test)]
     pub(crate) fn from_bytes(bytes: &[u8]) -> Result<Self, Refused> {
         let key = Self::empty()?;
@@ -185,7 +185,7 @@ pub(crate) fn open(
             info.len(),
         )
     })?;
-    // AWS-LC wants room for the ciphertext without its tag, no more.
+    // AWS-LC requires room for the ciphertext without its tag, no more.
     if ciphertext.len() != out.len() + TAG_LEN {
         return Err(Refused);
     }

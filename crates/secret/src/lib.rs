@@ -1,5 +1,5 @@
-//! Key bytes in locked memory, and what is done with them: derivation, wrapping, authentication,
-//! sealing to a public key and under a passphrase, hardening of the process that holds them.
+//! Key bytes in locked memory, and the operations on them: derivation, wrapping, authentication, sealing to a
+//! public key and under a passphrase, hardening of the process that holds them.
 //!
 //! No I/O other than memory, no async. Formats are described in docs/formats/.
 

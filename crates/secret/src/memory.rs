@@ -1,11 +1,11 @@
 //! Memory for secrets: the one module of this crate that maps memory.
 //!
-//! A region is a mapping of its own `memfd_secret` (Linux 5.14): its pages are locked, are taken out
-//! of the kernel's direct map, and appear in no core dump, no swap and no `/proc/PID/mem`. Where the
-//! kernel has none (`ENOSYS`: old, or `secretmem.enable=0`) it is anonymous memory that is locked and
-//! left out of dumps; what passes a secret on is then an ordinary memfd that is locked, wiped by its
-//! maker and sealed against other writers ([`SecretFd`]). Either way a forked child does not get it, so that the child's destructors
-//! cannot wipe the parent's secret through a shared mapping.
+//! A region is a mapping of its own `memfd_secret` (Linux 5.14): its pages are locked, are removed from the
+//! kernel's direct map, and appear in no core dump, no swap and no `/proc/PID/mem`. Where the kernel has no
+//! `memfd_secret` (`ENOSYS`: old, or `secretmem.enable=0`) it is anonymous memory that is locked and excluded
+//! from dumps; a secret is then passed on in an ordinary memfd that is locked, wiped by its maker and sealed
+//! against other writers ([`SecretFd`]). Either way a forked child does not get it, so that the child's
+//! destructors cannot wipe the parent's secret through a shared mapping.
 //!
 //! A region is at least one page. vmseal holds at most a few secrets per VM, so that a hundred VMs
 //! cost some megabytes; all of it counts against `RLIMIT_MEMLOCK` for a process without CAP_IPC_LOCK.
@@ -30,7 +30,7 @@ pub const SECRET_LEN_MAX: usize = 64 * 1024;
 /// `SECRETMEM_MAGIC` of linux/magic.h: the file system type of a `memfd_secret`.
 const SECRETMEM_MAGIC: i64 = 0x5345_434d;
 
-/// Why there is no memory for a secret, or why a descriptor holds none.
+/// Why memory for a secret is unavailable, or why a descriptor holds no secret.
 #[derive(Debug, thiserror::Error)]
 pub enum MemoryError {
     /// Zero bytes, or more than [`SECRET_LEN_MAX`].
@@ -51,7 +51,7 @@ pub enum MemoryError {
     Size {
         /// The descriptor's number.
         fd: i32,
-        /// How long the secret has to be.
+        /// The expected length of the secret.
         expected: usize,
         /// The size that the descriptor reports.
         found: i64,
@@ -62,38 +62,38 @@ pub enum MemoryError {
     /// A system call failed.
     #[error("{call} for secret memory failed")]
     System {
-        /// Which one.
+        /// The call.
         call: &'static str,
-        /// How.
+        /// The error.
         source: io::Error,
     },
 }
 
 fn system(call: &'static str) -> impl FnOnce(Errno) -> MemoryError {
     move |errno| match errno {
-        // What mmap of a memfd_secret and mlock answer beyond RLIMIT_MEMLOCK.
+        // The errors of mmap of a memfd_secret and of mlock beyond RLIMIT_MEMLOCK.
         Errno::EAGAIN | Errno::EPERM | Errno::ENOMEM => MemoryError::LockLimit,
         errno => MemoryError::System { call, source: errno.into() },
     }
 }
 
-/// What kind of memory holds a secret.
+/// The kind of memory that holds a secret.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Backing {
-    /// `memfd_secret`: not even the kernel's direct map has it.
+    /// `memfd_secret`: not even in the kernel's direct map.
     SecretMemory,
     /// Anonymous memory, locked and left out of dumps: the kernel has no `memfd_secret`.
     LockedMemory,
 }
 
 impl Backing {
-    /// What this machine has; asked of the kernel once.
+    /// The kind on this machine; determined once.
     #[must_use]
     pub fn of_this_machine() -> Self {
         static FOUND: OnceLock<Backing> = OnceLock::new();
         *FOUND.get_or_init(|| match memfd_secret() {
-            // Only a kernel without them is a reason to do with less; any other failure comes up
-            // as an error when a secret is made.
+            // Only a kernel without memfd_secret is a reason for the weaker kind; any other failure becomes
+            // an error when a secret is made.
             Err(Errno::ENOSYS) => Self::LockedMemory,
             _ => Self::SecretMemory,
         })
@@ -109,19 +109,19 @@ fn memfd_secret() -> Result<OwnedFd, Errno> {
     Ok(unsafe { OwnedFd::from_raw_fd(fd as i32) })
 }
 
-/// A mapping of `len` bytes that nobody else has, wiped and unmapped at its end.
+/// A mapping of `len` bytes with one owner, wiped and unmapped when dropped.
 pub(crate) struct Region {
     start: NonNull<u8>,
     len: usize,
     backing: Backing,
 }
 
-/// A descriptor that holds a copy of a secret, to be inherited by another process, which reads it by
+/// A descriptor with a copy of a secret, for another process to inherit and read by
 /// [`crate::SecretBytes::from_memfd`].
 ///
-/// Keep it until that has happened. A `memfd_secret` is cleared by the kernel when its last user is gone. Where
-/// the kernel has none, it is an ordinary memfd, which is locked in memory while this lives, and wiped when this
-/// is dropped: for all who have the descriptor.
+/// Keep it until that has happened. A `memfd_secret` is cleared by the kernel when its last user is gone.
+/// Otherwise it is an ordinary memfd, which is locked in memory while this value exists, and wiped for all
+/// holders of the descriptor when it is dropped.
 #[derive(Debug)]
 pub struct SecretFd {
     fd: OwnedFd,
@@ -149,8 +149,8 @@ impl Region {
             Backing::SecretMemory => {
                 let fd = memfd_secret().map_err(system("memfd_secret"))?;
                 ftruncate(&fd, len as i64).map_err(system("ftruncate"))?;
-                // The mapping keeps the memory; the descriptor is closed here, so that no other
-                // process can be handed it by accident.
+                // The mapping keeps the memory; the descriptor is closed here, so that it cannot be passed to
+                // another process by accident.
                 Self::map_secret(&fd, len)
             }
             Backing::LockedMemory => Self::map_locked(len),
@@ -171,7 +171,7 @@ impl Region {
         Ok(region)
     }
 
-    /// Locks ordinary memory, and leaves it out of dumps and of forked children.
+    /// Locks ordinary memory, and excludes it from dumps and from forked children.
     fn lock(&self) -> Result<(), MemoryError> {
         // SAFETY: the range is the mapping that `self` owns.
         let locked = unsafe { libc::mlock(self.start.as_ptr().cast(), self.len) };
@@ -201,14 +201,14 @@ impl Region {
         unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.len) }
     }
 
-    /// A new descriptor that holds a copy.
+    /// A new descriptor with a copy.
     pub(crate) fn to_memfd(&self) -> Result<SecretFd, MemoryError> {
         match self.backing {
             Backing::SecretMemory => {
                 let fd = memfd_secret().map_err(system("memfd_secret"))?;
                 ftruncate(&fd, self.len as i64).map_err(system("ftruncate"))?;
-                // A memfd_secret can only be filled through a mapping. This one must not be wiped
-                // when it goes: its bytes are what the descriptor holds.
+                // A memfd_secret can only be filled through a mapping. This one must not be wiped when it is
+                // unmapped: its bytes are the descriptor's content.
                 let mut copy = std::mem::ManuallyDrop::new(Self::map_secret(&fd, self.len)?);
                 copy.as_mut_slice().copy_from_slice(self.as_slice());
                 copy.unmap();
@@ -220,17 +220,17 @@ impl Region {
                 ftruncate(&fd, self.len as i64).map_err(system("ftruncate"))?;
                 let start = map(self.len, libc::MAP_SHARED, fd.as_raw_fd())?;
                 let mut memory = Self { start, len: self.len, backing: Backing::LockedMemory };
-                // Before the secret is in it.
+                // Before the secret is written to it.
                 memory.lock()?;
                 memory.as_mut_slice().copy_from_slice(self.as_slice());
-                // From now on this mapping is the only way to write to it.
+                // From now on only this mapping can write to it.
                 fcntl(&fd, FcntlArg::F_ADD_SEALS(all_seals())).map_err(system("fcntl"))?;
                 Ok(SecretFd { fd, memory: Some(memory) })
             }
         }
     }
 
-    /// A copy of what a descriptor of [`Region::to_memfd`] holds.
+    /// A copy of the content of a descriptor of [`Region::to_memfd`].
     pub(crate) fn from_memfd(fd: BorrowedFd<'_>, len: usize) -> Result<Self, MemoryError> {
         check_len(len)?;
         let number = fd.as_raw_fd();
@@ -245,8 +245,8 @@ impl Region {
         }
         let mut region = Self::zeroed(len, Backing::of_this_machine())?;
         if secret {
-            // The size of a memfd_secret is set once and for all, so that this mapping cannot be cut
-            // short under us. It belongs to the descriptor: unmapped, not wiped.
+            // The size of a memfd_secret is fixed once set, so this mapping cannot be truncated. It belongs
+            // to the descriptor: unmapped, not wiped.
             let start = map(len, libc::MAP_SHARED, number)?;
             let mut source =
                 std::mem::ManuallyDrop::new(Self { start, len, backing: Backing::SecretMemory });
@@ -281,12 +281,13 @@ impl Drop for Region {
     }
 }
 
-/// Whether a page can be locked at all right now.
+/// Whether a page can be locked now.
 pub(crate) fn can_lock() -> bool {
     Region::map_locked(1).is_ok()
 }
 
-/// Of an ordinary memfd: its size stays, and nobody but the mapping that filled it can write, which is to wipe it.
+/// For an ordinary memfd: its size is fixed, and only the mapping that filled it, and will wipe it, can
+/// write.
 fn all_seals() -> SealFlag {
     SealFlag::F_SEAL_SEAL
         | SealFlag::F_SEAL_SHRINK

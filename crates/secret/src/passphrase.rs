@@ -1,6 +1,6 @@
 //! A secret sealed under a passphrase: Argon2id (RFC 9106) and AES-256-GCM, in a binary envelope that
-//! docs/formats/native-key-file.md describes. What it costs is stored in it, and is checked against limits
-//! before any of it is spent: a hostile file cannot demand gigabytes or hours.
+//! docs/formats/native-key-file.md describes. The cost parameters are stored in it and are checked against
+//! limits before they are used: a hostile file cannot demand gigabytes or hours.
 
 use argon2::{Algorithm, Argon2, Block, Params, Version};
 use aws_lc_rs::aead::{AES_256_GCM, Aad, LessSafeKey, NONCE_LEN, Nonce, UnboundKey};
@@ -27,7 +27,7 @@ pub const PASSES_MAX: u32 = 10;
 /// The most lanes: RFC 9106 recommends 4.
 pub const LANES_MAX: u32 = 4;
 
-/// What it costs to try one passphrase. Always within the limits of this module.
+/// The cost of trying one passphrase. Always within the limits of this module.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Cost {
     memory_kib: u32,
@@ -58,7 +58,7 @@ impl Cost {
 /// Why a secret was not sealed or opened.
 #[derive(Debug, thiserror::Error)]
 pub enum PassphraseError {
-    /// It does not begin as an envelope does, or is too short or too long to be one.
+    /// It does not begin like an envelope, or has a wrong length.
     #[error("this is not a file sealed by vmseal under a passphrase")]
     NotAnEnvelope,
     /// A later vmseal made it.
@@ -76,7 +76,7 @@ pub enum PassphraseError {
         /// Lanes.
         lanes: u32,
     },
-    /// Another passphrase, other associated data, or a changed byte: they cannot be told apart.
+    /// Another passphrase, other associated data, or a changed byte: the three cannot be distinguished.
     #[error("the passphrase is wrong, or the file is damaged or belongs to something else")]
     WrongPassphraseOrDamaged,
     /// There is not enough memory for the key derivation.
@@ -126,7 +126,7 @@ impl Head {
         Ok(Self { cost, salt, nonce })
     }
 
-    /// Runs Argon2id; its memory, which holds what the passphrase was turned into, is wiped.
+    /// Runs Argon2id; its memory, which holds data derived from the passphrase, is wiped.
     fn cipher(&self, passphrase: &SecretBytes) -> Result<LessSafeKey, PassphraseError> {
         let Cost { memory_kib, passes, lanes } = self.cost;
         let argon = |_| PassphraseError::Cipher("Argon2id");
@@ -155,11 +155,11 @@ impl Head {
     }
 }
 
-/// Seals a secret under a passphrase. `associated` says what the secret is for, and has to be the same
-/// at opening; it is not stored.
+/// Seals a secret under a passphrase. `associated` names the purpose of the secret and must be the same when
+/// it is opened; it is not stored.
 ///
 /// # Errors
-/// [`PassphraseError`], for want of memory only.
+/// [`PassphraseError`], only when memory is short.
 pub fn seal_with_passphrase(
     secret: &SecretBytes,
     passphrase: &SecretBytes,
@@ -183,8 +183,8 @@ pub fn seal_with_passphrase(
 /// Opens what [`seal_with_passphrase`] made.
 ///
 /// # Errors
-/// [`PassphraseError`] tells a wrong passphrase or damage from an unknown version, from a cost beyond
-/// the limits, and from something that is no envelope at all.
+/// [`PassphraseError`] distinguishes a wrong passphrase or damage from an unknown version, from a cost beyond
+/// the limits, and from a file that is not an envelope.
 pub fn open_with_passphrase(
     sealed: &[u8],
     passphrase: &SecretBytes,
@@ -236,7 +236,7 @@ mod tests {
         assert_eq!(tag.as_slice(), hex(expected));
     }
 
-    /// Made by this module's first version: it has to open for ever.
+    /// Made by this module's first version: it must open for ever.
     #[test]
     fn the_golden_file_opens() {
         let sealed = include_bytes!("../tests/golden/passphrase-v1.bin");
@@ -291,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn other_files_and_other_versions_are_told_apart() {
+    fn other_files_and_other_versions_are_distinguished() {
         let mut sealed =
             seal_with_passphrase(&secret("key"), &secret("right"), b"", CHEAP).unwrap();
         sealed[11] = 2;

@@ -1,6 +1,6 @@
-//! What a new passphrase has to be. Whoever has a copy of what it seals can try passphrases for as long as he
-//! likes: key derivation makes each try cost some tenths of a second of one core, and cannot help one that is among the
-//! first million. Nothing of the passphrase is copied.
+//! The rules for a new passphrase. An attacker with a copy of the sealed data can try passphrases without
+//! limit: key derivation makes each try cost some tenths of a second of one core, but cannot protect one that
+//! is among the first million. Nothing of the passphrase is copied.
 
 use crate::bytes::SecretBytes;
 
@@ -10,10 +10,10 @@ pub const LENGTH_MIN: usize = 12;
 /// The fewest different bytes.
 pub const DIFFERENT_MIN: usize = 5;
 
-/// How much has to be left where words that everybody tries are taken out, in bytes.
+/// How many bytes must be left without common words.
 pub const REST_MIN: usize = 6;
 
-/// Words that are in every list of passwords, and what is typed without thinking.
+/// Words that are in every list of passwords, and common key sequences.
 const COMMON: &[&[u8]] = &[
     b"passphrase",
     b"password",
@@ -34,13 +34,13 @@ const COMMON: &[&[u8]] = &[
     b"vmseal",
 ];
 
-/// Why a passphrase is not taken.
+/// Why a passphrase is not accepted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum TrivialPassphrase {
     /// Too short.
     #[error("the passphrase has {0} bytes: give at least {LENGTH_MIN}")]
     Short(usize),
-    /// Few characters, often.
+    /// Too few different characters.
     #[error("the passphrase has {0} different characters: give at least {DIFFERENT_MIN}")]
     FewDifferent(usize),
     /// `abcdefghijkl`, `123456789012`.
@@ -54,7 +54,7 @@ pub enum TrivialPassphrase {
     Common,
 }
 
-/// Checks a passphrase that something is to be sealed under. One that opens what is sealed is not checked.
+/// Checks a passphrase that will seal something. Passphrases that open something are not checked.
 ///
 /// # Errors
 /// [`TrivialPassphrase`].
@@ -109,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn what_everybody_tries_is_refused() {
+    fn common_passphrases_are_refused() {
         use TrivialPassphrase as Trivial;
         for (text, why) in [
             ("hunter2", Trivial::Short(7)),
@@ -130,7 +130,7 @@ mod tests {
     }
 
     #[test]
-    fn what_takes_long_to_find_is_taken() {
+    fn strong_passphrases_are_accepted() {
         for text in [
             "correct horse battery",
             "k3J-x9Qz_pLw",

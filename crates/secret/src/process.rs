@@ -1,5 +1,5 @@
-//! Hardening of a process that holds keys. Cipher contexts and TLS buffers hold key material too, and
-//! lie in ordinary memory: so all of the memory is locked, and nobody gets a dump of it.
+//! Hardening of a process that holds keys. Cipher contexts and TLS buffers hold key material too, in ordinary
+//! memory: so all memory is locked, and nobody gets a dump of it.
 
 use nix::errno::Errno;
 use nix::sys::mman::{MlockAllFlags, mlockall};
@@ -11,11 +11,12 @@ use nix::sys::resource::{Resource, getrlimit, rlim_t, setrlimit};
 /// (fs/coredump.c), and no core file is as small.
 const CORE_LIMIT: rlim_t = 1;
 
-/// What became of the memory.
+/// The result of locking memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MemoryLock {
-    /// All memory is locked as it comes into use: nothing of it goes to swap. A process that owes this to
-    /// CAP_IPC_LOCK must keep it: without it, every later mapping beyond the limit fails with EAGAIN.
+    /// All memory is locked as it comes into use: nothing of it goes to swap. A process that needed
+    /// CAP_IPC_LOCK for this must keep it: without it, every later mapping beyond the limit fails with
+    /// EAGAIN.
     Locked,
     /// The limit on locked memory (`RLIMIT_MEMLOCK`, in bytes) is finite and the process may not
     /// exceed it. Locking everything would make a later allocation fail and end the process, so only
@@ -25,7 +26,7 @@ pub enum MemoryLock {
     Refused(Errno),
 }
 
-/// What [`harden`] achieved. The caller logs what is missing, and decides whether it goes on.
+/// What [`harden`] achieved. The caller logs what is missing, and decides whether to continue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Hardening {
     /// Whether all memory is locked.
@@ -37,7 +38,7 @@ pub struct Hardening {
     pub no_core: bool,
 }
 
-/// Locks all memory, forbids dumps. To be called first in `main`, before there are threads or keys.
+/// Locks all memory, forbids dumps. Call it first in `main`, before there are threads or keys.
 ///
 /// A process that is not dumpable finds its own `/proc/PID` owned by root: without root it can no
 /// longer read `/proc/self/environ`, `maps` and the like, nor write its own `uid_map`. `execve` makes a
@@ -51,7 +52,7 @@ pub fn harden() -> Hardening {
 }
 
 fn forbid_cores() -> bool {
-    // A hard limit of 0, which cannot be raised, forbids files; pipes are left to "not dumpable".
+    // A hard limit of 0, which cannot be raised, forbids files; pipes are then prevented by "not dumpable".
     setrlimit(Resource::RLIMIT_CORE, CORE_LIMIT, CORE_LIMIT).is_ok()
 }
 
@@ -68,7 +69,7 @@ fn lock_memory() -> MemoryLock {
     if limit != nix::libc::RLIM_INFINITY && !may_exceed_limit(limit, hard) {
         return MemoryLock::LimitTooLow(limit);
     }
-    // ONFAULT: locks what is used, instead of making every reserved page resident.
+    // ONFAULT: locks memory in use, instead of making every reserved page resident.
     let on_fault = MlockAllFlags::from_bits_retain(nix::libc::MCL_ONFAULT);
     match mlockall(MlockAllFlags::MCL_CURRENT | MlockAllFlags::MCL_FUTURE | on_fault) {
         Ok(()) => MemoryLock::Locked,

@@ -1,20 +1,20 @@
 //! Secrets sealed to a public key, so that a KEK passes through HTTP and TLS buffers as ciphertext
 //! only: HPKE (RFC 9180) base mode, DHKEM(X25519, HKDF-SHA256), HKDF-SHA256, AES-256-GCM, one shot.
 //!
-//! The recipient makes a key pair that lives as long as its process; who may send is a matter of the
-//! mutually authenticated connection that carries the box.
+//! The recipient makes a key pair that lives as long as its process; the mutually authenticated connection
+//! that carries the box decides who may send.
 
 use crate::bytes::SecretBytes;
 use crate::hpke::{Aead, PUBLIC_LEN, PrivateKey, TAG_LEN, open, seal as hpke_seal};
 use crate::memory::{MemoryError, SECRET_LEN_MAX};
 
-/// Stands before the caller's `info`, so that a box of vmseal can be opened as nothing else.
+/// Comes before the caller's `info`, so that a box of vmseal cannot be opened as anything else.
 const LABEL: &[u8] = b"vmseal sealed box v1\0";
 
 /// The length of a public key, in bytes.
 pub const PUBLIC_KEY_LEN: usize = PUBLIC_LEN;
 
-/// What sealing adds to a secret, in bytes.
+/// The length that sealing adds to a secret, in bytes.
 pub const BOX_OVERHEAD: usize = PUBLIC_LEN + TAG_LEN;
 
 /// The longest `info`, in bytes: some ids.
@@ -35,8 +35,8 @@ pub enum BoxError {
     /// No key pair could be made.
     #[error("AWS-LC cannot make a key pair")]
     Generate,
-    /// It was sealed to another public key (the recipient has restarted since), for another context,
-    /// or was changed on the way.
+    /// It was sealed to another public key (the recipient has restarted since) or for another context, or was
+    /// changed on the way.
     #[error("the sealed box is for another recipient or context, or is damaged")]
     Open,
     /// No memory for the secret.
@@ -49,7 +49,7 @@ pub enum BoxError {
 pub struct SealedBox(Vec<u8>);
 
 impl SealedBox {
-    /// Takes bytes for a box, by their length.
+    /// A box from bytes; only their length is checked.
     ///
     /// # Errors
     /// [`BoxError::Length`].
@@ -63,7 +63,7 @@ impl SealedBox {
         }
     }
 
-    /// The bytes, to be sent.
+    /// The bytes, for sending.
     #[must_use]
     pub fn as_bytes(&self) -> &[u8] {
         &self.0
@@ -77,10 +77,11 @@ fn labelled(info: &[u8]) -> Result<Vec<u8>, BoxError> {
     Ok([LABEL, info].concat())
 }
 
-/// Seals a secret to a public key. `info` says what the box is for, and has to be the same at opening.
+/// Seals a secret to a public key. `info` names the purpose of the box and must be the same when it is
+/// opened.
 ///
 /// # Errors
-/// [`BoxError`]: the public key is no key, or `info` is too long.
+/// [`BoxError`]: the public key is not valid, or `info` is too long.
 pub fn seal(
     public: &[u8; PUBLIC_KEY_LEN],
     info: &[u8],
@@ -111,7 +112,7 @@ impl Recipient {
         Ok(Self { key, public })
     }
 
-    /// What the sender needs.
+    /// The key that the sender needs.
     #[must_use]
     pub fn public_key(&self) -> [u8; PUBLIC_KEY_LEN] {
         self.public
@@ -171,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_is_refused() {
+    fn invalid_boxes_are_refused() {
         for len in [0, BOX_OVERHEAD, BOX_OVERHEAD + SECRET_LEN_MAX + 1] {
             assert!(
                 matches!(SealedBox::from_bytes(vec![0; len]), Err(BoxError::Length(l)) if l == len)

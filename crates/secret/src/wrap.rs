@@ -5,7 +5,7 @@ use aws_lc_rs::key_wrap::{AES_256, AesKek, KeyWrapPadded};
 use crate::bytes::{KEK_LEN, SecretBytes};
 use crate::memory::MemoryError;
 
-/// What AES-KWP adds at most, in bytes: 8 of integrity check and up to 7 of padding.
+/// The most that AES-KWP adds, in bytes: 8 of integrity check and up to 7 of padding.
 pub const WRAP_OVERHEAD_MAX: usize = 15;
 
 /// The longest key that is wrapped, in bytes; no key of vmseal has more than 64.
@@ -17,7 +17,7 @@ pub enum WrapError {
     /// Not an AES-256 key.
     #[error("a wrapping key is {KEK_LEN} bytes long; this one has {0}")]
     WrappingKeyLength(usize),
-    /// The key to be wrapped is too long, or what is to be unwrapped cannot be a wrapped key.
+    /// The key to wrap is too long, or the input to unwrap has no length of a wrapped key.
     #[error("{0} bytes cannot be a key to wrap (at most {WRAPPED_KEY_MAX}) or a wrapped key")]
     Length(usize),
     /// The integrity check failed.
@@ -56,7 +56,7 @@ pub fn wrap(wrapping: &SecretBytes, key: &SecretBytes) -> Result<Vec<u8>, WrapEr
 /// Unwraps what [`wrap`] made.
 ///
 /// # Errors
-/// [`WrapError`]: another wrapping key, damage, or a length that no wrapped key has.
+/// [`WrapError`]: another wrapping key, damage, or an impossible length.
 pub fn unwrap(wrapping: &SecretBytes, wrapped: &[u8]) -> Result<SecretBytes, WrapError> {
     if !(16..=WRAPPED_KEY_MAX + WRAP_OVERHEAD_MAX).contains(&wrapped.len())
         || !wrapped.len().is_multiple_of(8)
@@ -146,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn lengths_that_cannot_be_are_refused() {
+    fn impossible_lengths_are_refused() {
         let wrapping = secret(&[1; KEK_LEN]);
         for len in [0, 8, 15, 17, WRAPPED_KEY_MAX + 24] {
             assert!(

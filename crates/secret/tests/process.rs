@@ -1,4 +1,4 @@
-//! Hardening changes the whole process, so this test has one of its own: it starts itself again.
+//! Hardening changes the whole process, so this test has its own: it starts itself again.
 
 #![allow(clippy::unwrap_used, reason = "a test")]
 
@@ -40,7 +40,7 @@ fn the_role_that_the_parent_asked_for() {
     match role.as_str() {
         "limited" => {
             assert_eq!(achieved.memory, MemoryLock::LimitTooLow(65536));
-            // Life goes on: memory can be had, and secrets up to the limit.
+            // The process still works: it gets memory, and secrets up to the limit.
             let big = vec![1u8; 64 << 20];
             assert_eq!(big.iter().map(|byte| u64::from(*byte)).sum::<u64>(), 64 << 20);
             let mut kept = Vec::new();

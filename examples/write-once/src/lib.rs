@@ -1,7 +1,7 @@
-//! A filter that is not vmseal's own: a block that was written can be read and never changed again, so that
-//! what deletes or encrypts backups in a guest has no grip on those that are there already.
+//! A filter from outside vmseal: a block that was written can be read but never changed again, so that
+//! malware in a guest cannot delete or encrypt existing backups.
 //!
-//! docs/write-a-filter.md goes through this file.
+//! docs/write-a-filter.md explains this file.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -10,10 +10,10 @@ use vmseal_iofilter::stack::chain::{Filter, Io, Limits};
 use vmseal_iofilter::stack::layer::{Counter, Layer};
 use vmseal_iofilter::stack::request::{IoError, Operation, Request, RequestId};
 
-/// The unit that is kept: 4096 bytes.
+/// The unit that is protected: 4096 bytes.
 const BLOCK: u64 = 4096;
 
-/// The layer: what all queues of a disk share. One bit a block: written.
+/// The layer: what all queues of a disk share. One bit per block: written.
 #[derive(Clone, Debug)]
 pub struct WriteOnce(Arc<Shared>);
 
@@ -24,7 +24,7 @@ struct Shared {
 }
 
 impl WriteOnce {
-    /// For a disk of `size` bytes, nothing of which is written yet.
+    /// For a disk of `size` bytes, of which nothing is written yet.
     #[must_use]
     pub fn new(size: u64) -> Self {
         let words = usize::try_from(size.div_ceil(BLOCK).div_ceil(64)).unwrap_or(usize::MAX);
@@ -48,7 +48,7 @@ impl Layer for WriteOnce {
 }
 
 impl Shared {
-    /// Marks the blocks of a request; false, and nothing marked by it, if one of them is marked already.
+    /// Marks the blocks of a request; false, without marking any, if one of them is marked already.
     fn claim(&self, request: &Request) -> bool {
         let first = request.offset / BLOCK;
         let end = (request.offset + request.length).div_ceil(BLOCK);
@@ -61,7 +61,7 @@ impl Shared {
         true
     }
 
-    /// Marks a block; whether it was marked before.
+    /// Marks a block; true if it was marked before.
     fn mark(&self, block: u64) -> bool {
         let bit = 1 << (block % 64);
         self.word(block).fetch_or(bit, Ordering::AcqRel) & bit != 0
@@ -72,7 +72,7 @@ impl Shared {
     }
 
     fn word(&self, block: u64) -> &AtomicU64 {
-        // The chain lets nothing through that is beyond the disk's end.
+        // The chain lets no request through that is beyond the disk's end.
         &self.written[(block / 64) as usize]
     }
 }
@@ -92,7 +92,7 @@ impl Filter for Queue {
         match request.operation {
             Operation::Read | Operation::Flush => io.pass(id),
             Operation::Write if self.0.claim(request) => io.pass(id),
-            // A discard would take away what is to stay; that the guest's system may ignore it is virtio's.
+            // A discard would remove protected data, so it is refused, too.
             Operation::Write | Operation::Discard | Operation::WriteZeroes { .. } => {
                 self.0.refused.add(1);
                 io.complete(id, Err(IoError::ReadOnly));
@@ -101,7 +101,7 @@ impl Filter for Queue {
     }
 
     fn up(&mut self, id: RequestId, io: &mut Io<'_>) {
-        // A write that failed is to be tried again: its blocks are free.
+        // A write that failed may be tried again: its blocks are free.
         let request = io.request(id);
         if request.operation == Operation::Write && request.result.is_err() {
             let blocks = request.offset / BLOCK..(request.offset + request.length).div_ceil(BLOCK);

@@ -3,7 +3,7 @@
 //! ```text
 //! vmseal-example-write-once FILE SOCKET
 //! ```
-//! The disk is as large as the file, its key is made up and forgotten at the end: it is an example.
+//! The disk is as large as the file. Its key is random and forgotten at the end: it is an example.
 
 use std::fs::File;
 use std::os::unix::net::UnixListener;
@@ -38,7 +38,7 @@ fn main() -> anyhow::Result<()> {
     let rest = DiskStorage::File(FileDisk::open(file.into(), 0, size, Direct::Auto, false)?);
     let encryption = Encryption { key: SecretBytes::random(64)?, holes: Holes::Zero };
 
-    // Above encryption: the filter sees what the client asks. A chain and a pool of buffers a connection.
+    // Above encryption: the filter sees the client's requests. A chain and a pool of buffers per connection.
     let disk = Disk::new(size, false, Some(encryption), rest, 2 * CONNECTIONS)
         .with_layers(vec![Arc::new(WriteOnce::new(size))], Vec::new());
     let chains = (0..CONNECTIONS).map(|_| disk.chain()).collect::<Result<Vec<_>, _>>()?;

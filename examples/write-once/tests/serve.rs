@@ -29,7 +29,7 @@ fn qemu_io(socket: &Path, commands: &[&str]) -> Output {
 }
 
 #[test]
-fn what_was_written_once_stays() {
+fn written_blocks_stay() {
     let place = tempfile::tempdir().unwrap();
     let (disk, socket) = (place.path().join("disk"), place.path().join("socket"));
     File::create(&disk).unwrap().set_len(16 << 20).unwrap();
@@ -46,7 +46,7 @@ fn what_was_written_once_stays() {
     }
     let first = qemu_io(&socket, &["write -P 1 0 64k", "read -P 1 0 64k"]);
     assert!(first.status.success(), "{first:?}");
-    // Another one, over the last of those blocks, and behind them; and taking them away.
+    // Another one, over the last of those blocks and after them; then discards.
     for refused in ["write -P 2 60k 8k", "write -z 0 64k", "discard 0 64k"] {
         let output = qemu_io(&socket, &[refused]);
         assert!(!output.status.success(), "{refused}: {output:?}");

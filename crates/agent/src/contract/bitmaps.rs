@@ -1,4 +1,4 @@
-//! Dirty bitmaps: what may be done with them, and that none outlives what keeps it.
+//! Dirty bitmaps: the operations on them, and that none outlives its filter.
 
 use vmseal_api::filter::{BITMAP_NAME_MAX, BITMAPS_MAX, BitmapChange};
 use vmseal_api::host::HostAgent;
@@ -10,30 +10,29 @@ use super::{Session, done, refused};
 /// The names of the dirty bitmaps of the suite's first disk.
 pub async fn named(agent: &dyn HostAgent, session: &Session) -> Vec<String> {
     let bitmaps = agent.bitmaps(session.vm(), session.disk(0).disk).await;
-    done(bitmaps, "seeing bitmaps").into_iter().map(|bitmap| bitmap.name).collect()
+    done(bitmaps, "listing bitmaps").into_iter().map(|bitmap| bitmap.name).collect()
 }
 
-/// Starts one of that disk, called `kept`.
+/// Starts the bitmap `kept` on that disk.
 pub async fn start(agent: &dyn HostAgent, session: &Session) {
     let (vm, disk) = (session.vm(), session.disk(0).disk);
     let started = agent.change_bitmap(vm, disk, "kept".to_owned(), BitmapChange::Start).await;
     done(started, "starting a bitmap");
 }
 
-/// Dirty bitmaps are started once each, as many as there can be, cleared and removed; each disk has its own.
-/// One is left.
+/// Bitmaps are started up to the limit, cleared and removed; each disk has its own. One is left.
 pub async fn changed(agent: &dyn HostAgent, session: &Session) {
     use BitmapChange::{Clear, Remove, Start};
     let (vm, [disk, other]) = (session.vm(), [0, 1].map(|index| session.disk(index).disk));
     let change = |name: &str, change| agent.change_bitmap(vm, disk, name.to_owned(), change);
-    assert!(named(agent, session).await.is_empty(), "of an earlier run");
+    assert!(named(agent, session).await.is_empty(), "a bitmap of an earlier run");
     for name in ["", "a b", "a/b", &"a".repeat(BITMAP_NAME_MAX + 1)] {
         refused(change(name, Start).await, ErrorCode::InvalidRequest, name);
     }
     let unknown = agent.bitmaps(vm, DiskId::new()).await;
-    refused(unknown, ErrorCode::NotFound, "bitmaps of a disk that is none");
+    refused(unknown, ErrorCode::NotFound, "bitmaps of an unknown disk");
     for how in [Clear, Remove] {
-        refused(change("b0", how).await, ErrorCode::NotFound, "changing one that is not there");
+        refused(change("b0", how).await, ErrorCode::NotFound, "changing an unknown bitmap");
     }
     for number in 0..BITMAPS_MAX {
         let all = done(change(&format!("b{number}"), Start).await, "starting one");
@@ -41,9 +40,9 @@ pub async fn changed(agent: &dyn HostAgent, session: &Session) {
     }
     refused(change("b0", Start).await, ErrorCode::AlreadyExists, "starting it again");
     refused(change("more", Start).await, ErrorCode::LimitExceeded, "one too many");
-    let others = done(agent.bitmaps(vm, other).await, "seeing those of another disk");
+    let others = done(agent.bitmaps(vm, other).await, "listing those of another disk");
     assert!(others.is_empty(), "{others:?}");
-    let before = done(agent.bitmaps(vm, disk).await, "seeing bitmaps");
+    let before = done(agent.bitmaps(vm, disk).await, "listing bitmaps");
     let cleared = done(change("b1", Clear).await, "clearing one");
     assert!(cleared[1].since > before[1].since && cleared[0] == before[0], "{cleared:?}");
     for number in 1..BITMAPS_MAX {

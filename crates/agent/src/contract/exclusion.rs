@@ -1,5 +1,5 @@
-//! Every pair of the table of what excludes what: the activity is brought about, the action is tried, and the
-//! answer is what the table says. A change of keys is over too soon to be caught here; the table's own test has
+//! Every pair of the exclusion table: the activity is started, the action is tried, and the answer must be
+//! what the table says. A change of keys ends too soon to be caught here; the table's own unit test covers
 //! that column.
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -16,20 +16,20 @@ use super::jobs::{creation, image};
 use super::{Session, done};
 use crate::rules::exclusion::{ACTIVITIES, Action, Activity, Rule, TABLE, rule};
 
-/// How often a pair is tried whose activity ends before the action has been answered.
+/// How often a pair is tried when its activity ends before the action is answered.
 const ATTEMPTS: u32 = 50;
 
-/// Longer than the walk over a row takes, in seconds: the suite's guest does not hear the power button.
+/// Longer than a row takes, in seconds. The suite's guest ignores the power button.
 const STOPPING_SECONDS: u32 = 600;
 
-/// What keeps an activity going.
+/// Keeps an activity in progress.
 enum Ongoing {
     ByItself,
     Job(TaskId),
     Stream(ConsoleStream),
 }
 
-/// Tries all pairs. The VM is off, its disks are made, its key is there; so it is left.
+/// Tries all pairs. The VM is off, its disks are made and its key is there, before and after.
 pub async fn walk(agent: &dyn HostAgent, session: &Session) {
     for activity in ACTIVITIES {
         if activity == Activity::KeyChange {
@@ -42,7 +42,7 @@ pub async fn walk(agent: &dyn HostAgent, session: &Session) {
     }
 }
 
-/// What the table says of a VM that is off while something is under way with its disk.
+/// What the table says of a VM that is off while its disk is worked on.
 fn expected(action: Action, activity: Activity) -> Rule {
     let of_disk = matches!(activity, Activity::Creating | Activity::Exporting | Activity::Exposed);
     match rule(action, Activity::Off) {
@@ -70,7 +70,7 @@ async fn pair(agent: &dyn HostAgent, session: &Session, action: Action, activity
         }
         assert!(!goes_on, "{action:?} during {activity:?}: {answer:?} and not {expected:?}");
     }
-    panic!("{action:?} during {activity:?}: that was always over too soon");
+    panic!("{action:?} during {activity:?}: the activity always ended too soon");
 }
 
 async fn at_rest(agent: &dyn HostAgent, session: &Session) {
@@ -116,7 +116,7 @@ async fn bring_about(agent: &dyn HostAgent, session: &Session, activity: Activit
             session.power(agent, Power::Running).await;
             if activity == Activity::Stopping {
                 let how = PowerOff::Shutdown { seconds: STOPPING_SECONDS };
-                done(agent.power_off(vm, how).await, "the button");
+                done(agent.power_off(vm, how).await, "pressing the power button");
             }
         }
         Activity::Creating => {
@@ -180,7 +180,7 @@ async fn attempt(agent: &dyn HostAgent, session: &Session, action: Action) -> Re
     }
 }
 
-/// Whether an activity that was brought about is still so.
+/// Whether the activity is still in progress.
 async fn goes_on(
     agent: &dyn HostAgent,
     session: &Session,
@@ -201,7 +201,7 @@ async fn goes_on(
     }
 }
 
-/// Lets go of what is ongoing; jobs end by themselves.
+/// Ends the activity; jobs end by themselves.
 async fn release(ongoing: Ongoing) {
     if let Ongoing::Stream(mut stream) = ongoing {
         // It may have ended with its VM.

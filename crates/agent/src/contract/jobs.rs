@@ -34,14 +34,14 @@ impl Session {
         agent.put_job(self.vm(), task, creation(disk, source)).await.map(|()| task)
     }
 
-    /// Waits until a job has come to an end, or waits to be committed.
+    /// Waits until a job has ended or waits to be committed.
     pub async fn worked(&self, agent: &dyn HostAgent, task: TaskId) -> JobState {
         let state_in = |state: &VmState| {
             let job = state.jobs.iter().find(|job| job.task == task)?;
             (!matches!(job.state, JobState::Waiting | JobState::Running)).then(|| job.state.clone())
         };
         let state = self.wait(agent, "the end of a job", |state| state_in(state).is_some()).await;
-        let found = state_in(&state).expect("it was there");
+        let found = state_in(&state).expect("the job was there");
         let asked = done(agent.job(self.vm(), task).await, "asking for a job");
         assert_eq!((&asked.state, asked.task), (&found, task));
         assert!(asked.progress.done <= asked.progress.total, "{asked:?}");
@@ -71,17 +71,17 @@ impl Session {
     }
 }
 
-/// Disks are made, found whole, removed and made again. In the end both are there and pinned.
+/// Disks are made, found complete, removed and made again. In the end both are there and pinned.
 pub async fn disks(agent: &dyn HostAgent, session: &mut Session) {
     let vm = session.vm();
     let [system, data] = [0, 1].map(|index| session.disk(index).disk);
     refused(agent.power_on(vm).await, ErrorCode::WrongState, "starting without disks");
     let strange = session.create(agent, DiskId::new(), None).await;
-    refused(strange, ErrorCode::NotFound, "a disk that the VM has not");
+    refused(strange, ErrorCode::NotFound, "a disk that the VM does not have");
     let none = JobSpec::Create(CreateJob { disks: vec![] });
     let code = ErrorCode::InvalidRequest;
     refused(agent.put_job(vm, TaskId::new(), none).await, code, "a job without disks");
-    refused(agent.job(vm, TaskId::new()).await, ErrorCode::NotFound, "a job that is none");
+    refused(agent.job(vm, TaskId::new()).await, ErrorCode::NotFound, "an unknown job");
     let missing = image(&session.fixture.datastore.join("no-such-image"));
     if let Ok(task) = session.create(agent, data, missing).await {
         let failed = session.worked(agent, task).await;
@@ -89,8 +89,8 @@ pub async fn disks(agent: &dyn HostAgent, session: &mut Session) {
     }
     let guest = image(&session.fixture.image);
     let (task, job) = (TaskId::new(), creation(system, guest.clone()));
-    done(agent.examine_job(vm, job.clone()).await, "seeing whether it could be made");
-    assert!(session.now(agent).await.disks.is_empty(), "it is made");
+    done(agent.examine_job(vm, job.clone()).await, "examining its creation");
+    assert!(session.now(agent).await.disks.is_empty(), "the disk is made");
     done(agent.put_job(vm, task, job.clone()).await, "the encrypted disk");
     done(agent.put_job(vm, task, job.clone()).await, "the same, while it is made");
     refused(agent.put_job(vm, task, creation(system, None)).await, ErrorCode::Conflict, "another");
@@ -98,12 +98,12 @@ pub async fn disks(agent: &dyn HostAgent, session: &mut Session) {
     assert!(matches!(facts, DiskFacts::Luks2 { sector_size: 4096, key_bits: 512, .. }));
     assert_eq!(done(agent.job(vm, task).await, "a job").kind, JobKind::Create);
     done(agent.put_job(vm, task, job.clone()).await, "the same, when it is made");
-    done(agent.commit_job(vm, task, job.clone()).await, "committing what is done");
+    done(agent.commit_job(vm, task, job.clone()).await, "committing a finished job");
     let other = agent.cancel_job(vm, task, creation(data, None)).await;
     refused(other, ErrorCode::Conflict, "cancelling another job of the task");
     let plain = done(session.create(agent, data, None).await, "the plain disk");
     assert_eq!(session.made(agent, plain, data).await, DiskFacts::Raw);
-    let again = done(session.create(agent, system, guest.clone()).await, "what is made");
+    let again = done(session.create(agent, system, guest.clone()).await, "a disk that is made");
     assert_eq!(session.made(agent, again, system).await, facts);
 
     // Removed and made again.
@@ -119,7 +119,7 @@ pub async fn disks(agent: &dyn HostAgent, session: &mut Session) {
     done(agent.cancel_job(vm, removed, job.clone()).await, "cancelling it again");
     assert_eq!(session.worked(agent, removed).await, JobState::Cancelled);
     refused(agent.commit_job(vm, removed, job.clone()).await, ErrorCode::NotFound, "committing it");
-    // Both at once: what is whole is not touched.
+    // Both at once: the complete one is not touched.
     let wanted = |disk, source| DiskToCreate { disk, source };
     let disks = vec![wanted(system, guest), wanted(data, None)];
     let both = TaskId::new();
@@ -141,13 +141,20 @@ pub async fn disks(agent: &dyn HostAgent, session: &mut Session) {
         agent.examine_job(vm, JobSpec::Export(ExportJob { disk, to, format, passphrase: None }))
     };
     let to = session.fixture.datastore.join("exported");
-    done(export(to.clone()).await, "seeing whether it could be exported");
+    done(export(to.clone()).await, "examining its export");
     let jobs = session.now(agent).await.jobs;
-    assert!(!to.exists() && jobs.iter().all(|job| job.kind != JobKind::Export), "it is exported");
-    refused(export("relative".into()).await, ErrorCode::InvalidRequest, "an export to nowhere");
+    assert!(
+        !to.exists() && jobs.iter().all(|job| job.kind != JobKind::Export),
+        "the disk is exported"
+    );
+    refused(
+        export("relative".into()).await,
+        ErrorCode::InvalidRequest,
+        "an export to a relative path",
+    );
 }
 
-/// What can be taken out without the key: ciphertext, and what is in the clear anyway.
+/// What can be exported without the key: ciphertext, and disks that are not encrypted.
 pub async fn locked_exports(agent: &dyn HostAgent, session: &Session) {
     let (vm, [system, data]) = (session.vm(), [0, 1].map(|index| session.disk(index).disk));
     let (task, raw) = session.export("locked.raw", system, ExportFormat::Raw);
@@ -159,28 +166,28 @@ pub async fn locked_exports(agent: &dyn HostAgent, session: &Session) {
     session.written(agent, &export).await;
     let (task, sealed) = export;
     let commit = || agent.commit_job(vm, task, sealed.clone());
-    done(commit().await, "its name");
+    done(commit().await, "committing the export");
     assert_eq!(session.worked(agent, task).await, JobState::Done);
-    done(commit().await, "its name again");
+    done(commit().await, "committing it again");
     let put = agent.put_job(vm, TaskId::new(), sealed.clone()).await;
-    refused(put, ErrorCode::AlreadyExists, "a file that is there");
+    refused(put, ErrorCode::AlreadyExists, "a file that exists");
 }
 
-/// An export can be cancelled until it has its name.
+/// An export can be cancelled until it is committed.
 pub async fn exports(agent: &dyn HostAgent, session: &Session) {
     let vm = session.vm();
     let export = session.export("system.raw", session.disk(0).disk, ExportFormat::Raw);
     let (task, job) = &export;
     let commit = || agent.commit_job(vm, *task, job.clone());
     let cancel = || agent.cancel_job(vm, *task, job.clone());
-    refused(commit().await, ErrorCode::NotFound, "naming nothing");
-    refused(cancel().await, ErrorCode::NotFound, "cancelling nothing");
+    refused(commit().await, ErrorCode::NotFound, "committing an unknown export");
+    refused(cancel().await, ErrorCode::NotFound, "cancelling an unknown export");
     session.written(agent, &export).await;
     done(cancel().await, "cancelling it");
     assert_eq!(session.worked(agent, *task).await, JobState::Cancelled);
     done(cancel().await, "cancelling it again");
-    refused(commit().await, ErrorCode::NotFound, "naming what was cancelled");
+    refused(commit().await, ErrorCode::NotFound, "committing a cancelled export");
     session.written(agent, &export).await;
-    done(commit().await, "its name");
-    refused(cancel().await, ErrorCode::AlreadyExists, "cancelling what has its name");
+    done(commit().await, "committing the export");
+    refused(cancel().await, ErrorCode::AlreadyExists, "cancelling a committed export");
 }

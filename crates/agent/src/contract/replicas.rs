@@ -1,4 +1,4 @@
-//! Replicas of disks: where they may not be, and how far they are behind.
+//! Replicas of disks: where they must not be, and how far they are behind.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use vmseal_api::replica::{REPLICA_RATE, ReplicaPlace};
 
 use super::{Session, done, refused};
 
-/// A replica is neither beside its disk, nor too slow, nor where no datastore is.
+/// A replica is refused beside its disk, below the minimum rate, and where there is no datastore.
 pub async fn misplaced(agent: &dyn HostAgent, session: &Session) {
     let elsewhere = |name: &str| DatastoreSpec {
         datastore: DatastoreId::new(),
@@ -45,7 +45,7 @@ pub async fn misplaced(agent: &dyn HostAgent, session: &Session) {
     );
 }
 
-/// The suite's second disk is to have a replica, on a datastore of its own.
+/// Gives the suite's second disk a replica on another datastore.
 pub async fn given(agent: &dyn HostAgent, session: &mut Session) {
     let path = session.fixture.image.with_file_name("second");
     std::fs::create_dir(&path).expect("a second datastore");
@@ -58,25 +58,26 @@ pub async fn given(agent: &dyn HostAgent, session: &mut Session) {
     session.spec.disk_at_mut(1).expect("two disks").replica = Some(replica);
 }
 
-/// While the guest runs, its disk's replica comes to have all that the disk has.
+/// While the guest runs, the replica catches up with its disk.
 pub async fn followed(agent: &dyn HostAgent, session: &Session) {
     let (vm, [without, with]) = (session.vm(), [0, 1].map(|index| session.disk(index).disk));
     let unknown = agent.replica(vm, DiskId::new()).await;
-    refused(unknown, ErrorCode::NotFound, "the replica of a disk that is none");
+    refused(unknown, ErrorCode::NotFound, "the replica of an unknown disk");
     refuses(agent, session, without, "has no replica: its policy").await;
-    let give_up = Instant::now() + session.fixture.patience;
+    let give_up = Instant::now() + session.fixture.timeout;
     loop {
-        let replica = done(agent.replica(vm, with).await, "seeing how a replica stands");
+        let replica = done(agent.replica(vm, with).await, "asking for a replica's status");
         assert_eq!(replica.last_error, None);
         if replica.dirty_bytes == 0 && replica.lag_milliseconds.is_some() {
             return;
         }
-        assert!(Instant::now() < give_up, "it does not catch up: {replica:?}");
+        assert!(Instant::now() < give_up, "the replica does not catch up: {replica:?}");
         sleep(Duration::from_millis(50)).await;
     }
 }
 
-/// Nobody tells how a replica stands when the VM is off; a disk that has none is told of as ever.
+/// The status of a replica is unavailable while the VM is off. A disk without a replica gets the same answer
+/// as while the VM runs.
 pub async fn at_rest(agent: &dyn HostAgent, session: &Session) {
     let [without, with] = [0, 1].map(|index| session.disk(index).disk);
     refuses(agent, session, with, "nothing is copied to a replica while its VM is off").await;

@@ -1,21 +1,21 @@
-//! What agent and filters log: the agent's levels are its filters' too, from their start on.
+//! Log levels. The agent's levels are also those of its filters, from their start on.
 
 use std::time::Duration;
 
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 use vmseal_api::host::{HostState, Power};
-use vmseal_api::model::LogLevel;
+use vmseal_api::log_level::LogLevel;
 use vmseal_api::problem::Problem;
 use vmseal_log::{Levels, LevelsError};
 
 use crate::filter::Control;
 use crate::process::run_dir::RunDir;
 
-/// How long a filter may take to change its levels; it waits for no disk.
+/// How long a filter may take to change its levels; it does no disk I/O for that.
 const FILTER_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Understands levels.
+/// Parses levels.
 ///
 /// # Errors
 /// `invalid-request`.
@@ -23,14 +23,14 @@ pub fn parse(levels: &str) -> Result<Levels, Problem> {
     levels.parse().map_err(|error: LevelsError| Problem::invalid("levels", error.to_string()))
 }
 
-/// What is logged now.
+/// The current levels.
 #[must_use]
 pub fn shown() -> LogLevel {
     LogLevel { levels: vmseal_log::levels().to_string(), silent: Vec::new() }
 }
 
-/// Changes it here first, then in the filters of VMs: one that is being started meanwhile is told at its
-/// start, or has its socket already.
+/// Changes the levels here first, then in the filters of VMs. A filter that is being started meanwhile gets
+/// them at its start, or its socket is there already.
 ///
 /// # Errors
 /// `invalid-request`: nothing is changed.
@@ -49,7 +49,7 @@ pub async fn set(run_dir: &RunDir, state: HostState, levels: &str) -> Result<Log
     Ok(LogLevel { silent, ..shown() })
 }
 
-/// Has a filter log what the agent does; whether it has taken it.
+/// Sends the agent's levels to a filter; false if it did not accept them.
 pub async fn pass_on(control: &Control) -> bool {
     let levels = vmseal_log::levels().to_string();
     matches!(timeout(FILTER_TIMEOUT, control.set_log_level(levels)).await, Ok(Ok(())))

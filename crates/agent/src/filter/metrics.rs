@@ -1,7 +1,7 @@
 //! What the agent and its filters have measured, for Prometheus (OpenMetrics text).
 //!
-//! Counters that belong to the process are statics; what is true now is read when it is asked for: the
-//! board says which VMs run, and each VM's filter is asked over its control socket.
+//! Counters of the process are statics. Gauges are read when they are asked for: the state store says which
+//! VMs run, and each VM's filter is asked over its control socket.
 
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -21,10 +21,10 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use crate::filter::Control;
 use crate::process::run_dir::RunDir;
 
-/// How long a filter may take to tell its figures; it waits for no disk.
+/// How long a filter may take to report its figures; it does no disk I/O for that.
 const FIGURES_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// The kinds of end, with their words.
+/// The reasons of a VM's end, with their labels.
 const ENDS: [(StopReason, &str); 7] = [
     (StopReason::GuestShutdown, "guest_shutdown"),
     (StopReason::PoweredOff, "powered_off"),
@@ -35,7 +35,7 @@ const ENDS: [(StopReason, &str); 7] = [
     (StopReason::FoundDead, "found_dead"),
 ];
 
-/// A count that only grows.
+/// A counter that only grows.
 #[derive(Debug)]
 pub struct Count(AtomicU64);
 
@@ -44,7 +44,7 @@ impl Count {
         Self(AtomicU64::new(0))
     }
 
-    /// One more.
+    /// Adds one.
     pub fn add(&self) {
         self.0.fetch_add(1, Ordering::Relaxed);
     }
@@ -54,7 +54,7 @@ impl Count {
     }
 }
 
-/// KEKs that were taken.
+/// KEKs that were accepted.
 pub static KEYS_TAKEN: Count = Count::new();
 /// KEKs that were refused.
 pub static KEYS_REFUSED: Count = Count::new();
@@ -62,7 +62,7 @@ pub static KEYS_REFUSED: Count = Count::new();
 pub static QEMU_STARTED: Count = Count::new();
 /// Filter processes that were started, those of imports included.
 pub static FILTERS_STARTED: Count = Count::new();
-/// Filter processes that were started for a guest whose filter had died.
+/// Filters that were started for a running guest after its filter had died.
 pub static FILTERS_RESTARTED: Count = Count::new();
 /// QMP commands and greetings that were not answered in time.
 pub static QMP_TIMEOUTS: Count = Count::new();
@@ -78,10 +78,10 @@ pub fn vm_ended(reason: StopReason) {
     }
 }
 
-/// All of it as text.
+/// All metrics as text.
 ///
 /// # Errors
-/// `internal`: the encoder fails, which ours do not.
+/// `internal`: the encoder failed, which does not happen with these metrics.
 pub async fn exposition(run_dir: &RunDir, state: HostState) -> Result<String, Problem> {
     let mut asked = JoinSet::new();
     for vm in state.vms.iter().filter(|vm| matches!(vm.power, Power::Running | Power::Stopping)) {
@@ -105,7 +105,7 @@ pub async fn exposition(run_dir: &RunDir, state: HostState) -> Result<String, Pr
     Ok(text)
 }
 
-/// What is told at one time.
+/// The figures of one scrape.
 #[derive(Debug)]
 struct Snapshot {
     state: HostState,
@@ -113,14 +113,14 @@ struct Snapshot {
     silent: u64,
 }
 
-type Told = Result<(), fmt::Error>;
+type Encoded = Result<(), fmt::Error>;
 
 /// A family of counters of integers.
 fn counters<'a, const N: usize>(
     to: &mut DescriptorEncoder<'_>,
     (name, help): (&str, &str),
     samples: impl IntoIterator<Item = ([(&'a str, String); N], u64)>,
-) -> Told {
+) -> Encoded {
     let mut family = to.encode_descriptor(name, help, None, MetricType::Counter)?;
     for (labels, value) in samples {
         family.encode_family(&labels)?.encode_counter::<NoLabelSet, _, u64>(&value, None)?;
@@ -132,7 +132,7 @@ fn seconds<'a, const N: usize>(
     to: &mut DescriptorEncoder<'_>,
     (name, help): (&str, &str),
     samples: impl IntoIterator<Item = ([(&'a str, String); N], u64)>,
-) -> Told {
+) -> Encoded {
     let mut family = to.encode_descriptor(name, help, None, MetricType::Counter)?;
     for (labels, nanoseconds) in samples {
         let value = nanoseconds as f64 / 1e9;
@@ -145,7 +145,7 @@ fn gauges<'a, const N: usize>(
     to: &mut DescriptorEncoder<'_>,
     (name, help): (&str, &str),
     samples: impl IntoIterator<Item = ([(&'a str, String); N], u64)>,
-) -> Told {
+) -> Encoded {
     let mut family = to.encode_descriptor(name, help, None, MetricType::Gauge)?;
     for (labels, value) in samples {
         let value = i64::try_from(value).unwrap_or(i64::MAX);
@@ -155,7 +155,7 @@ fn gauges<'a, const N: usize>(
 }
 
 impl Snapshot {
-    fn vms(&self, to: &mut DescriptorEncoder<'_>) -> Told {
+    fn vms(&self, to: &mut DescriptorEncoder<'_>) -> Encoded {
         let count = |wanted: &dyn Fn(&vmseal_api::host::VmState) -> bool| {
             self.state.vms.iter().filter(|vm| wanted(vm)).count() as u64
         };
@@ -184,7 +184,7 @@ impl Snapshot {
         )
     }
 
-    fn processes(&self, to: &mut DescriptorEncoder<'_>) -> Told {
+    fn processes(&self, to: &mut DescriptorEncoder<'_>) -> Encoded {
         let labelled = |name, pairs: [(&str, &Count); 2]| {
             pairs.map(|(word, count)| ([(name, word.to_owned())], count.get()))
         };
@@ -225,8 +225,8 @@ impl Snapshot {
             .encode_gauge(&silent)
     }
 
-    /// What filters may take of the host's memory.
-    fn memory(&self, to: &mut DescriptorEncoder<'_>) -> Told {
+    /// The memory limits of filters.
+    fn memory(&self, to: &mut DescriptorEncoder<'_>) -> Encoded {
         let limit = |(vm, figures): &(VmId, FilterFigures)| {
             Some(([("vm", vm.to_string())], figures.memory_limit_bytes?))
         };
@@ -263,7 +263,7 @@ impl Snapshot {
         samples
     }
 
-    fn requests(&self, to: &mut DescriptorEncoder<'_>) -> Told {
+    fn requests(&self, to: &mut DescriptorEncoder<'_>) -> Encoded {
         counters(
             to,
             ("vmseal_disk_requests", "Requests answered well, by operation."),
@@ -306,8 +306,8 @@ impl Snapshot {
         )
     }
 
-    /// What the limits of disks have done.
-    fn held(&self, to: &mut DescriptorEncoder<'_>) -> Told {
+    /// Requests that were delayed by the limits of disks.
+    fn held(&self, to: &mut DescriptorEncoder<'_>) -> Encoded {
         let of_limits = |name: &'static str| {
             self.disks().filter_map(move |(labels, disk)| {
                 let limit = disk.layers.iter().find(|layer| layer.kind == "limit")?;
@@ -326,8 +326,8 @@ impl Snapshot {
         )
     }
 
-    /// How replicas stand. One that was never complete has no lag.
-    fn replicated(&self, to: &mut DescriptorEncoder<'_>) -> Told {
+    /// The state of replicas. A replica that was never complete has no lag.
+    fn replicated(&self, to: &mut DescriptorEncoder<'_>) -> Encoded {
         let replicas = || {
             self.disks().filter_map(|(labels, disk)| Some((labels, disk, disk.replica.as_ref()?)))
         };
@@ -355,8 +355,8 @@ impl Snapshot {
         counters(to, ("vmseal_disk_replica_copied_bytes", what), copied)
     }
 
-    /// What the caches of disks have done.
-    fn cached(&self, to: &mut DescriptorEncoder<'_>) -> Told {
+    /// The figures of disk caches.
+    fn cached(&self, to: &mut DescriptorEncoder<'_>) -> Encoded {
         let of_caches = |label, kinds: [(&'static str, &str); 3]| {
             self.by(label, |disk| {
                 let cache = disk.layers.iter().find(|layer| layer.kind == "cache");
@@ -378,7 +378,7 @@ impl Snapshot {
         counters(to, ("vmseal_disk_cache_blocks", what), of_caches("event", blocks))
     }
 
-    fn latencies(&self, to: &mut DescriptorEncoder<'_>) -> Told {
+    fn latencies(&self, to: &mut DescriptorEncoder<'_>) -> Encoded {
         let help = "How long requests took that were answered well, from the front end and back.";
         let mut family =
             to.encode_descriptor("vmseal_disk_latency_seconds", help, None, MetricType::Histogram)?;
@@ -391,7 +391,7 @@ impl Snapshot {
                 ("discard", &latencies.discard),
             ] {
                 let labels = [vm.clone(), disk.clone(), ("operation", word.to_owned())];
-                let (sum, buckets) = told(histogram);
+                let (sum, buckets) = samples_of(histogram);
                 family.encode_family(&labels)?.encode_histogram::<NoLabelSet>(
                     sum,
                     buckets.iter().map(|(_, count)| count).sum(),
@@ -405,7 +405,7 @@ impl Snapshot {
 }
 
 /// The sum in seconds, and each bucket's end with its own count.
-fn told(histogram: &Histogram) -> (f64, Vec<(f64, u64)>) {
+fn samples_of(histogram: &Histogram) -> (f64, Vec<(f64, u64)>) {
     let buckets = histogram.counts.iter().enumerate();
     let bounded = buckets
         .map(|(index, count)| (latency_bound_seconds(index).unwrap_or(f64::INFINITY), *count));
@@ -413,7 +413,7 @@ fn told(histogram: &Histogram) -> (f64, Vec<(f64, u64)>) {
 }
 
 impl Collector for Snapshot {
-    fn encode(&self, mut to: DescriptorEncoder<'_>) -> Told {
+    fn encode(&self, mut to: DescriptorEncoder<'_>) -> Encoded {
         self.vms(&mut to)?;
         self.processes(&mut to)?;
         self.memory(&mut to)?;
@@ -435,7 +435,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_disks_figures_are_told_by_the_rules_of_openmetrics() {
+    fn a_disks_figures_are_valid_openmetrics() {
         let layer = |kind: &str, counters: &[(&str, u64)]| LayerFigures {
             kind: kind.to_owned(),
             counters: counters.iter().map(|(name, value)| ((*name).to_owned(), *value)).collect(),

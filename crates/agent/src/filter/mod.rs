@@ -1,5 +1,5 @@
-//! The agent's side of a `vmseal-filter` process: starting it with open descriptors and talking to it
-//! over its control socket ([`vmseal_api::filter`]).
+//! The agent's side of a `vmseal-filter` process: starts it with open descriptors and talks to it over its
+//! control socket ([`vmseal_api::filter`]).
 
 pub(crate) mod log_level;
 pub(crate) mod metrics;
@@ -37,19 +37,19 @@ pub const NAME: &str = "filter";
 /// The longest that a filter may take until it answers: it locks its memory and opens its disks.
 const READY_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// The longest that a status may take; it waits for no disk.
+/// The longest that a status may take; the filter does no disk I/O for it.
 const STATUS_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The longest that a flush and end may take: a slow datastore with what the kernel has not written yet.
+/// The longest that flush and exit may take: a slow datastore with data that the kernel has not written yet.
 pub const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// How often a filter that is starting is asked.
+/// The pause between status requests while a filter starts.
 const READY_INTERVAL: Duration = Duration::from_millis(20);
 
-/// How long after its socket the end of a process may be seen; the kernel closes files first.
+/// How long after its socket the end of a process may be noticed: the kernel closes files first.
 const END_SEEN_WITHIN: Duration = Duration::from_secs(1);
 
-/// Why a filter does not answer as it should.
+/// Why a request to a filter failed.
 #[derive(Debug, thiserror::Error)]
 pub enum FilterError {
     /// The socket or process does not work.
@@ -58,57 +58,57 @@ pub enum FilterError {
     /// It has ended.
     #[error("the filter process {exit}, {said}")]
     Ended {
-        /// How.
+        /// How it ended.
         exit: process::Exit,
-        /// How its log ends.
+        /// The end of its log.
         said: String,
     },
     /// No answer in time.
     #[error("the filter process does not respond")]
     TimedOut,
-    /// It says that it could not.
+    /// The filter reports an error.
     #[error("the filter process: {message}")]
     Refused {
-        /// The same for programs.
+        /// The error code.
         code: ErrorCode,
-        /// Why.
+        /// The error text.
         message: String,
     },
-    /// Not what was asked for.
-    #[error("the filter process answers what it was not asked for: {0}")]
+    /// An answer of the wrong kind.
+    #[error("unexpected answer of the filter process: {0}")]
     Protocol(String),
 }
 
-/// A replica that is open, for a filter.
+/// An open replica, for a filter.
 #[derive(Debug)]
 pub struct Replica {
-    /// An image of its own, as long as header and disk; its lock held.
+    /// The replica's image, as long as header and disk; its lock is held.
     pub file: File,
-    /// What it may not have; its lock held.
+    /// The map of what the replica may lack; its lock is held.
     pub map: File,
-    /// How fast it is copied at most.
+    /// The highest rate of copying.
     pub bytes_per_second: u64,
 }
 
-/// A disk that a filter is to serve or fill.
+/// A disk for a filter to serve, fill or export.
 pub struct Disk {
     /// Which.
     pub disk: DiskId,
-    /// What the guest sees as its size, in bytes.
+    /// The size that the guest sees, in bytes.
     pub size: u64,
     /// The image, its lock held.
     pub file: File,
     /// Where the guest's first byte is, in bytes.
     pub offset: u64,
-    /// The DEK, to be passed on, and what holes mean; none in the clear.
+    /// The DEK as a descriptor, and what holes mean; none for a plain disk.
     pub key: Option<(SecretFd, Holes)>,
-    /// Whether the image keeps its room whatever is discarded.
+    /// Whether the image stays allocated when the guest discards.
     pub keeps_room: bool,
-    /// What is to be done with it.
+    /// The work.
     pub work: Work,
-    /// The socket for whoever reads it beside the guest.
+    /// The socket for clients that read the disk beside the guest.
     pub beside: Option<UnixListener>,
-    /// What gets a copy of what is written ([`crate::storage::replica`]).
+    /// The replica that gets a copy of each write ([`crate::storage::replica`]).
     pub replica: Option<Replica>,
 }
 
@@ -120,14 +120,14 @@ pub enum Work {
         socket: std::os::unix::net::UnixStream,
         /// How many queues it has.
         queues: u16,
-        /// What the guest may use of it.
+        /// The limits of the guest's requests.
         limits: DiskLimits,
-        /// What is kept in memory of what is read, in bytes.
+        /// The size of the read cache, in bytes.
         cache: Option<u64>,
     },
     /// Serves tools over NBD.
     Expose {
-        /// The socket for the agent, which carries what tools say.
+        /// The socket that the agent connects tools to.
         socket: UnixListener,
         /// Whether they may change the disk.
         writable: bool,
@@ -136,23 +136,23 @@ pub enum Work {
     Import {
         /// The image.
         source: File,
-        /// What it is.
+        /// Its format.
         format: ImageFormat,
-        /// Where to go on, in bytes.
+        /// Where to continue, in bytes.
         from: u64,
     },
     /// Writes all of it to a file.
     Export {
-        /// The file, new.
+        /// The file, which is new.
         target: File,
-        /// What is written.
+        /// The format to write.
         format: Volume,
     },
 }
 
-/// What a disk is written as.
+/// The format of an export.
 pub enum Volume {
-    /// Its bytes.
+    /// The disk's bytes.
     Raw,
     /// QEMU's format.
     Qcow2,
@@ -179,7 +179,7 @@ impl Volume {
 }
 
 impl Work {
-    /// What holds requests back, where something does.
+    /// The limits that delay requests, if there are any.
     fn limit(&self) -> Option<LimitSpec> {
         let Self::Serve { limits, .. } = self else { return None };
         if *limits == DiskLimits::default() {
@@ -189,7 +189,7 @@ impl Work {
         Some(LimitSpec { requests: limits.iops.map(budget), bytes: limits.bandwidth.map(budget) })
     }
 
-    /// What keeps what is read, where something does.
+    /// The read cache, if there is one.
     fn cache(&self) -> Option<CacheSpec> {
         let Self::Serve { cache, .. } = self else { return None };
         cache.map(|bytes| CacheSpec { bytes })
@@ -216,11 +216,12 @@ impl Disk {
             key: fd(key.as_fd()),
             holes: *holes,
         };
-        // Above encryption: what has to wait is not encrypted yet. Below it: what is kept is ciphertext.
+        // The limit is above encryption, so that delayed requests are not encrypted yet. The cache is below
+        // it, so that it holds ciphertext.
         let chain = self.work.limit().map(FilterSpec::Limit).into_iter();
         let chain = chain.chain(self.key.iter().map(crypt));
         let chain = chain.chain(self.work.cache().map(FilterSpec::Cache));
-        // Last: what it reads to copy is what the image has, and takes no room in the cache.
+        // Last, so that it copies what the image holds and takes no room in the cache.
         let replicate = |replica: &Replica| {
             FilterSpec::Replicate(ReplicateSpec {
                 replica: fd(replica.file.as_fd()),
@@ -275,7 +276,7 @@ impl Disk {
         }
     }
 
-    /// Closes all but what holds keys.
+    /// Closes all descriptors but those of keys.
     fn into_keys(self) -> impl Iterator<Item = SecretFd> {
         let volume = match self.work {
             Work::Export { format: Volume::Luks2 { key, .. }, .. } => Some(key),
@@ -293,22 +294,22 @@ impl Disk {
     }
 }
 
-/// What the guest sees as the device id: the last digits of the disk's id, the random ones.
+/// The device id that the guest sees: the last digits of the disk's id, which are random.
 fn serial(disk: DiskId) -> String {
     let digits = disk.0.simple().to_string();
     digits[digits.len() - SERIAL_MAX..].to_owned()
 }
 
-/// The keys that a filter was given. To be kept until it answers: it has read them then, and where they are in
-/// ordinary memory they are wiped when this is dropped.
+/// The keys that a filter was given. Keep this until the filter answers: it has read them then. Keys in
+/// ordinary memory are wiped when this is dropped.
 #[must_use]
 pub struct Keys(#[expect(dead_code, reason = "they are wiped when this goes")] Vec<SecretFd>);
 
-/// Starts a filter. Its descriptors are closed here when the call returns, but for those of the keys; the locks
-/// live on in it.
+/// Starts a filter. All descriptors but those of the keys are closed here when the call returns; the filter
+/// keeps the locks.
 ///
 /// # Errors
-/// As making the socket and starting the process.
+/// Those of making the socket and starting the process.
 pub fn start(
     program: &File,
     vm: VmId,
@@ -343,7 +344,7 @@ pub fn start(
     Ok((launched, Keys(disks.into_iter().flat_map(Disk::into_keys).collect())))
 }
 
-/// A file that is nowhere but in memory.
+/// A file in memory only.
 fn in_memory(contents: &[u8]) -> io::Result<File> {
     use std::io::{Seek, Write};
     let flags = nix::sys::memfd::MFdFlags::MFD_CLOEXEC;
@@ -353,7 +354,7 @@ fn in_memory(contents: &[u8]) -> io::Result<File> {
     Ok(file)
 }
 
-/// The way to a running filter.
+/// A client of a running filter's control socket.
 #[derive(Clone, Debug)]
 pub struct Control(PathBuf);
 
@@ -364,7 +365,7 @@ impl Control {
         Self(directory.socket(NAME))
     }
 
-    /// How it stands.
+    /// Its status.
     ///
     /// # Errors
     /// [`FilterError`].
@@ -375,10 +376,10 @@ impl Control {
         }
     }
 
-    /// How a filter stands that may end meanwhile.
+    /// The status of a filter that may end meanwhile.
     ///
     /// # Errors
-    /// [`FilterError::Ended`], also when its end is seen by its socket first.
+    /// [`FilterError::Ended`], also when the socket shows the end first.
     pub async fn status_of(
         &self,
         process: &Process,
@@ -395,10 +396,10 @@ impl Control {
         }
     }
 
-    /// What it has measured.
+    /// Its figures.
     ///
     /// # Errors
-    /// [`FilterError`]; one of an earlier vmseal does not know the question.
+    /// [`FilterError`]; a filter of an earlier vmseal does not know the request.
     pub async fn figures(&self) -> Result<FilterFigures, FilterError> {
         match ask(&self.0, &ControlRequest::Figures, STATUS_TIMEOUT).await? {
             ControlReply::Figures(figures) => Ok(figures),
@@ -406,10 +407,10 @@ impl Control {
         }
     }
 
-    /// Has it log this from now on.
+    /// Changes what it logs.
     ///
     /// # Errors
-    /// [`FilterError`]; one of an earlier vmseal does not know the request.
+    /// [`FilterError`]; a filter of an earlier vmseal does not know the request.
     pub async fn set_log_level(&self, levels: String) -> Result<(), FilterError> {
         match ask(&self.0, &ControlRequest::SetLogLevel { levels }, STATUS_TIMEOUT).await? {
             ControlReply::Done => Ok(()),
@@ -417,7 +418,7 @@ impl Control {
         }
     }
 
-    /// Starts, clears or removes a dirty bitmap; gives those that the disk has then.
+    /// Starts, clears or removes a dirty bitmap; returns the disk's bitmaps after that.
     ///
     /// # Errors
     /// [`FilterError`].
@@ -437,7 +438,7 @@ impl Control {
     /// Waits until it serves.
     ///
     /// # Errors
-    /// [`FilterError::Ended`] with what it said, when it did not come up.
+    /// [`FilterError::Ended`] with the end of its log when it failed to start.
     pub async fn ready(
         &self,
         process: &Process,
@@ -460,7 +461,7 @@ impl Control {
         }
     }
 
-    /// Has it finish, flush and end. When the answer is [`FilterError::Refused`], something could not be
+    /// Has it finish its requests, flush and exit. [`FilterError::Refused`] means that something could not be
     /// flushed.
     ///
     /// # Errors
@@ -473,7 +474,7 @@ impl Control {
     }
 }
 
-/// A filter that has ended, and what it said last.
+/// The error for a filter that has ended, with the end of its log.
 #[must_use]
 pub fn ended(exit: process::Exit, directory: &ProcessDir) -> FilterError {
     FilterError::Ended { exit, said: directory.log_ends(NAME) }
@@ -483,16 +484,16 @@ fn unexpected(reply: ControlReply) -> FilterError {
     match reply {
         ControlReply::Error { code, message } => FilterError::Refused { code, message },
         ControlReply::Bitmaps { .. } => FilterError::Protocol("a disk's dirty bitmaps".to_owned()),
-        ControlReply::Status(_) => FilterError::Protocol("how it stands".to_owned()),
-        ControlReply::Figures(_) => FilterError::Protocol("what it measured".to_owned()),
-        ControlReply::Done => FilterError::Protocol("that it is done".to_owned()),
+        ControlReply::Status(_) => FilterError::Protocol("its status".to_owned()),
+        ControlReply::Figures(_) => FilterError::Protocol("its figures".to_owned()),
+        ControlReply::Done => FilterError::Protocol("done".to_owned()),
     }
 }
 
 async fn ask(
     socket: &Path,
     request: &ControlRequest,
-    patience: Duration,
+    limit: Duration,
 ) -> Result<ControlReply, FilterError> {
     let exchange = async {
         let mut stream = UnixStream::connect(socket).await?;
@@ -511,7 +512,7 @@ async fn ask(
             _ => Err(io::Error::from(io::ErrorKind::UnexpectedEof).into()),
         }
     };
-    timeout(patience, exchange).await.map_err(|_| FilterError::TimedOut)?
+    timeout(limit, exchange).await.map_err(|_| FilterError::TimedOut)?
 }
 
 #[cfg(test)]
@@ -524,7 +525,7 @@ mod tests {
     /// Answers one request with these bytes.
     async fn answered(answer: &'static [u8]) -> Result<FilterStatus, FilterError> {
         async fn send(stream: &mut (impl AsyncWrite + Unpin), answer: &[u8]) {
-            // The client may have seen enough before the end.
+            // The client may stop reading before the end.
             let _ = stream.write_all(answer).await;
         }
         let directory = tempfile::tempdir().unwrap();
@@ -544,7 +545,7 @@ mod tests {
     #[tokio::test]
     async fn answers_are_understood_and_wrong_ones_are_errors() {
         let refused = answered(b"{\"answer\":\"error\",\"message\":\"no\"}\n").await.unwrap_err();
-        // As a filter of an earlier vmseal says it, without a code.
+        // A filter of an earlier vmseal sends no code.
         assert!(
             matches!(refused, FilterError::Refused { code: ErrorCode::Internal, message } if message == "no")
         );
@@ -558,7 +559,7 @@ mod tests {
     }
 
     #[test]
-    fn what_waits_is_not_encrypted_yet_and_what_is_kept_is_ciphertext() {
+    fn limits_are_above_encryption_and_the_cache_is_below() {
         let (socket, _guest) = std::os::unix::net::UnixStream::pair().unwrap();
         let limits = DiskLimits { iops: Some(100), bandwidth: None };
         let key = vmseal_secret::SecretBytes::random(vmseal_secret::DEK_LEN).unwrap();
@@ -577,7 +578,11 @@ mod tests {
                 bytes_per_second: 5 << 20,
             }),
         };
-        assert_eq!(disk.descriptors().count(), 5, "the filter is not given all that it is told of");
+        assert_eq!(
+            disk.descriptors().count(),
+            5,
+            "the filter lacks a descriptor of its configuration"
+        );
         let chain = disk.config(0).chain;
         let [
             FilterSpec::Limit(_),
@@ -592,7 +597,7 @@ mod tests {
         disk.replica = None;
         let source = tempfile::tempfile().unwrap();
         disk.work = Work::Import { source, format: ImageFormat::Raw, from: 0 };
-        assert_eq!(disk.config(0).chain.len(), 1, "a filter that fills a disk keeps nothing of it");
+        assert_eq!(disk.config(0).chain.len(), 1, "a filter that fills a disk has a cache");
     }
 
     #[test]

@@ -8,23 +8,20 @@ use std::time::Duration;
 
 use axum::Router;
 use axum::body::{Body, to_bytes};
-use axum::extract::ws::{CloseFrame, Message, WebSocket, WebSocketUpgrade};
+use axum::extract::ws::WebSocketUpgrade;
 use axum::extract::{Path, Query, State};
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{delete, get, post, put};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Notify, Semaphore, mpsc};
 use tokio::time::timeout;
 use tokio_rustls::TlsAcceptor;
 use tokio_rustls::server::TlsStream;
-use vmseal_api::console::{
-    ConsoleClaim, ConsoleStream, TAKEN_OVER, TAKEN_OVER_CODE, is_taken_over,
-};
-use vmseal_api::expose::{self, Carried, MESSAGE_MAX};
+use vmseal_api::carry::{MESSAGE_MAX, carry};
+use vmseal_api::console::ConsoleClaim;
 use vmseal_api::host::version::{CONTRACT, CONTRACT_HEADER, NotARange};
 use vmseal_api::host::{
     BODY_MAX, ContractRange, Exposing, HostAgent, JobKind, JobSpec, STATE_WAIT_MAX, VmSpec,
@@ -49,12 +46,6 @@ const ACCEPTED_MAX: usize = 16;
 
 /// How long requests under way may take to end when the agent is told to.
 const SHUTDOWN_GRACE: Duration = Duration::from_secs(2);
-
-/// The longest message on a console, in bytes.
-const CONSOLE_MESSAGE_MAX: usize = 64 * 1024;
-
-/// How much of a console's output goes into one message, in bytes.
-const CONSOLE_CHUNK: usize = 16 * 1024;
 
 /// What every server may ask, whichever versions of the contract it speaks.
 const DESCRIPTION: &str = "/v1/host";
@@ -437,8 +428,10 @@ async fn console(
         query.map_err(|error| Problem::new(ErrorCode::InvalidRequest, error.body_text()))?;
     let claim = if force { ConsoleClaim::TakeOver } else { ConsoleClaim::IfFree };
     let stream = agent.console(id("vm", &vm)?, claim).await?;
-    let upgrade = upgrade.max_message_size(CONSOLE_MESSAGE_MAX).max_frame_size(CONSOLE_MESSAGE_MAX);
-    Ok(upgrade.on_upgrade(move |socket| pump(socket, stream)))
+    let upgrade = upgrade.max_message_size(MESSAGE_MAX).max_frame_size(MESSAGE_MAX);
+    Ok(upgrade.on_upgrade(async move |socket| {
+        carry(socket, stream).await;
+    }))
 }
 
 /// What is opened of a disk's exposure.
@@ -463,53 +456,9 @@ async fn expose_disk(
     let what = if connect { Exposing::Connect } else { Exposing::Hold { writable } };
     let stream = agent.expose_disk(id("vm", &vm)?, id("disk", &disk)?, what).await?;
     let upgrade = upgrade.max_message_size(MESSAGE_MAX).max_frame_size(MESSAGE_MAX);
-    let message = |bytes: Vec<u8>| Message::Binary(bytes.into());
-    let carried = |message| match message {
-        Message::Binary(bytes) => Carried::Bytes(bytes.into()),
-        Message::Ping(_) | Message::Pong(_) => Carried::Nothing,
-        Message::Text(_) | Message::Close(_) => Carried::End,
-    };
-    Ok(upgrade.on_upgrade(move |socket| expose::carry(socket, stream, message, carried)))
-}
-
-/// Carries bytes until either side ends.
-async fn pump(mut socket: WebSocket, stream: ConsoleStream) {
-    let (mut from_guest, mut to_guest) = tokio::io::split(stream);
-    let mut buffer = vec![0; CONSOLE_CHUNK];
-    let mut why = None;
-    loop {
-        tokio::select! {
-            length = from_guest.read(&mut buffer) => match length {
-                Ok(length) if length > 0 => {
-                    let message = Message::Binary(buffer[..length].to_vec().into());
-                    if socket.send(message).await.is_err() {
-                        return;
-                    }
-                }
-                Err(error) if is_taken_over(&error) => {
-                    why = Some(CloseFrame { code: TAKEN_OVER_CODE, reason: TAKEN_OVER.into() });
-                    break;
-                }
-                _ => break,
-            },
-            message = socket.recv() => match message {
-                Some(Ok(Message::Binary(bytes))) => {
-                    if to_guest.write_all(&bytes).await.is_err() {
-                        break;
-                    }
-                }
-                Some(Ok(Message::Text(text))) => {
-                    if to_guest.write_all(text.as_bytes()).await.is_err() {
-                        break;
-                    }
-                }
-                Some(Ok(Message::Ping(_) | Message::Pong(_))) => {}
-                Some(Ok(Message::Close(_)) | Err(_)) | None => return,
-            },
-        }
-    }
-    // The other side may be gone.
-    let _ = socket.send(Message::Close(why)).await;
+    Ok(upgrade.on_upgrade(async move |socket| {
+        carry(socket, stream).await;
+    }))
 }
 
 /// Connections whose TLS handshake is done.

@@ -1,5 +1,5 @@
-//! Who this host is: its certificate and key, the authority that it trusts, and where it listens. One
-//! file, so that it is there as a whole or not at all.
+//! The identity of this host: its certificate and key, the authority that it trusts, and its address. One
+//! file, so that it is either complete or missing.
 
 use std::io;
 use std::path::Path;
@@ -12,7 +12,7 @@ use vmseal_api::client::verifier::Verifier;
 use vmseal_api::id::HostId;
 use zeroize::Zeroizing;
 
-use crate::atomic_file;
+use vmseal_api::atomic_file::{self, PRIVATE};
 
 /// The file in the state directory.
 const FILE: &str = "identity.json";
@@ -37,7 +37,7 @@ pub enum IdentityError {
         /// What is wrong.
         error: io::Error,
     },
-    /// It is not what it should be.
+    /// It cannot be used.
     #[error("{path} is damaged: {why}. Join the server again")]
     Damaged {
         /// Which file.
@@ -78,8 +78,8 @@ struct Stored<'a> {
     server: String,
     certificate: String,
     authority: String,
-    /// Borrowed, so that no copy is left behind; line ends are kept as `|`, which PEM has not, as JSON
-    /// could not be borrowed with escapes in it.
+    /// Borrowed, so that no copy is left in memory. JSON strings with escapes cannot be borrowed, so line
+    /// ends are stored as `|`, which PEM does not contain.
     key: &'a str,
 }
 
@@ -118,7 +118,7 @@ impl Identity {
         })
     }
 
-    /// Writes it, whole or not at all.
+    /// Writes it completely or not at all.
     ///
     /// # Errors
     /// [`IdentityError::File`].
@@ -140,11 +140,11 @@ impl Identity {
         serde_json::to_writer_pretty(&mut *text, &stored)
             .map_err(io::Error::from)
             .and_then(|()| std::fs::DirBuilder::new().recursive(true).mode(0o700).create(state_dir))
-            .and_then(|()| atomic_file::write(&path, &text))
+            .and_then(|()| atomic_file::write(&path, &text, PRIVATE))
             .map_err(|error| IdentityError::File { path: path.display().to_string(), error })
     }
 
-    /// The TLS settings of the agent's side: it shows its certificate, and talks to the server alone.
+    /// The TLS settings of the agent's listener: it presents its certificate and accepts the server alone.
     ///
     /// # Errors
     /// [`IdentityError::Certificate`] when certificate, key and authority do not belong together.

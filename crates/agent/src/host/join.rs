@@ -1,4 +1,4 @@
-//! Joining a server, the one call that an agent makes in its life.
+//! Joining a server: the only call that an agent makes to it.
 //!
 //! The token carries the fingerprint of the control plane's authority: the connection is made only to a
 //! server whose chain ends in exactly that certificate, before the token's secret is sent. The private key is
@@ -39,16 +39,16 @@ pub struct JoinOptions {
     pub server: String,
     /// The one-time token.
     pub token: Zeroizing<String>,
-    /// The name to be known by.
+    /// The name of the host.
     pub name: String,
-    /// Where the agent will listen (`host:port`), as the server reaches it; none for the address that the
-    /// server sees this machine at, with the usual port.
+    /// Where the agent will listen (`host:port`), as the server reaches it; none for the address from which
+    /// the server sees this machine, with the default port.
     pub address: Option<String>,
     /// Where the identity is kept.
     pub state_dir: PathBuf,
 }
 
-/// Why a machine has not joined.
+/// Why joining failed.
 #[derive(Debug, thiserror::Error)]
 pub enum JoinError {
     /// The token.
@@ -58,10 +58,10 @@ pub enum JoinError {
     #[error(transparent)]
     Name(#[from] NameError),
     /// The address.
-    #[error("'{0}' is no address to listen at: give it as host:port")]
+    #[error("'{0}' is not an address to listen at: give it as host:port")]
     Address(String),
     /// The server's address.
-    #[error("'{0}' is no server's address: it begins with https://")]
+    #[error("'{0}' is not a server's address: it must begin with https://")]
     Server(String),
     /// This machine has joined already.
     #[error("this machine has joined {0} already; remove it there and remove {1} to join again")]
@@ -69,7 +69,7 @@ pub enum JoinError {
     /// The key pair or request.
     #[error("the host's key cannot be made: {0}")]
     Key(#[from] rcgen::Error),
-    /// No connection.
+    /// The server is unreachable.
     #[error("{server} cannot be reached: {why}")]
     Unreachable {
         /// The server.
@@ -77,13 +77,13 @@ pub enum JoinError {
         /// Why.
         why: String,
     },
-    /// The server says no.
+    /// The server refuses.
     #[error("the server refuses: {0}")]
     Refused(Problem),
-    /// Not what a server answers.
+    /// An unexpected answer.
     #[error("the server's answer is not understood: {0}")]
     Answer(String),
-    /// What came back cannot be kept or used.
+    /// The identity cannot be stored or used.
     #[error(transparent)]
     Identity(#[from] IdentityError),
 }
@@ -93,15 +93,14 @@ pub enum JoinError {
 pub struct JoinedAs {
     /// The host's id.
     pub host: HostId,
-    /// Where its agent is to listen, and is called.
+    /// Where its agent must listen, as the server calls it.
     pub address: String,
 }
 
-/// Joins.
+/// Joins a server.
 ///
 /// # Errors
-/// [`JoinError`]; nothing is stored then, and the token may be used again unless the server has
-/// taken it.
+/// [`JoinError`]; nothing is stored then. The token can be used again unless the server has accepted it.
 pub async fn join(options: JoinOptions) -> Result<JoinedAs, JoinError> {
     let token: JoinToken = options.token.trim().parse()?;
     check_name(&options.name)?;
@@ -120,9 +119,9 @@ pub async fn join(options: JoinOptions) -> Result<JoinedAs, JoinError> {
     };
     let joined = post(&options.server, &token, &body).await?;
     check_authority(&joined, &token)?;
-    // A server of an earlier version does not say it: it was told one.
+    // A server of an earlier version does not send an address: one was sent to it.
     let address = joined.address.or(options.address).ok_or_else(|| {
-        JoinError::Answer("it does not say at which address the agent is to listen".to_owned())
+        JoinError::Answer("it does not say at which address the agent must listen".to_owned())
     })?;
     check_address(&address)?;
     let identity = Identity {
@@ -134,7 +133,7 @@ pub async fn join(options: JoinOptions) -> Result<JoinedAs, JoinError> {
         authority: joined.authority,
         key: Zeroizing::new(key.serialize_pem()),
     };
-    // Certificate, key and authority have to belong together before they are kept.
+    // Certificate, key and authority must belong together before they are stored.
     identity.tls()?;
     identity.store(&options.state_dir)?;
     Ok(JoinedAs { host: identity.host, address: identity.address })
@@ -217,7 +216,7 @@ async fn post(server: &str, token: &JoinToken, body: &JoinHost) -> Result<Joined
     }
 }
 
-/// Accepts a server whose chain holds the authority with this fingerprint, and is good under it alone.
+/// Accepts a server whose chain contains the authority with this fingerprint and is valid under it alone.
 #[derive(Debug)]
 struct PinnedAuthority {
     fingerprint: [u8; 32],
@@ -243,7 +242,7 @@ impl ServerCheck for PinnedAuthority {
                 chain.ocsp,
                 chain.now,
             )?;
-        // No host passes for the server.
+        // A host's certificate is not accepted as the server's.
         role::check(chain.certificate, Role::Server)
     }
 }
@@ -260,7 +259,7 @@ mod tests {
     use crate::host::http::TlsListener;
     use crate::host::peer_tests::Authority;
 
-    /// A server that signs whatever it is sent, or refuses; gives its address.
+    /// A server that signs any request, or refuses; returns its address.
     async fn server(authority: Authority, chain: bool, refuse: bool) -> String {
         serving(authority, chain, refuse, Some(role::SERVER_ROLE)).await
     }
@@ -321,7 +320,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_machine_joins_once_and_keeps_who_it_is() {
+    async fn a_machine_joins_once_and_keeps_its_identity() {
         let directory = tempfile::tempdir().unwrap();
         let authority = Authority::new();
         let pin = fingerprint(authority.certificate.der());
@@ -378,7 +377,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn the_servers_refusal_is_told_and_nothing_is_kept() {
+    async fn the_servers_refusal_is_reported_and_nothing_is_stored() {
         let directory = tempfile::tempdir().unwrap();
         let authority = Authority::new();
         let pin = fingerprint(authority.certificate.der());
@@ -389,7 +388,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_cannot_be_is_refused_before_anything_is_sent() {
+    async fn invalid_options_are_refused_before_anything_is_sent() {
         let directory = tempfile::tempdir().unwrap();
         let with = |change: fn(&mut JoinOptions)| {
             let mut options = options("https://127.0.0.1:1", [0; 32], directory.path());

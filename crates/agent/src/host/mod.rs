@@ -35,7 +35,7 @@ use crate::hypervisor::accelerator::{self, Choice};
 use crate::hypervisor::qemu::Qemu;
 use crate::keys::KeyBox;
 use crate::process;
-use crate::process::deaths::Deaths;
+use crate::process::died::DiedVms;
 use crate::process::machine::{self, Machine};
 use crate::process::run_dir::RunDir;
 use crate::process::users::Users;
@@ -45,16 +45,16 @@ use crate::storage::datastore;
 use crate::storage::disk;
 use crate::storage::exported;
 use crate::storage::measure::{Measuring, Sweeping};
-use crate::storage::patience;
+use crate::storage::timed;
 use crate::storage::transfer::TransferDirectories;
-use crate::vm::board::Board;
+use crate::vm::state_store::StateStore;
 use crate::vm::vms::Vms;
 use crate::vm::{self, Call, Change, Initial, Shared, Vm};
 
-/// How an agent is set up.
+/// The settings of an agent.
 #[derive(Clone, Debug)]
 pub struct AgentOptions {
-    /// Where sockets and process ids are; emptied by a reboot.
+    /// Where sockets and process records are; emptied by a reboot.
     pub run_dir: PathBuf,
     /// The `vmseal-filter` program.
     pub filter: PathBuf,
@@ -68,6 +68,8 @@ pub struct AgentOptions {
     pub accelerator: Choice,
     /// What [`vmseal_secret::process::harden`] achieved; none when it was not called.
     pub hardening: Option<Hardening>,
+    /// How long starting another filter for a running VM is retried before the VM is stopped.
+    pub filter_restart_timeout: Duration,
 }
 
 /// Why an agent does not start.
@@ -116,7 +118,7 @@ pub struct RealHost {
 }
 
 impl RealHost {
-    /// Takes the machine over: adopts the VMs that run, sweeps what is left of others.
+    /// Takes over the machine: adopts the VMs that run, removes what others have left.
     ///
     /// # Errors
     /// [`StartError`].
@@ -124,7 +126,7 @@ impl RealHost {
         let run_error = |error| StartError::RunDir { path: options.run_dir.clone(), error };
         let lock = lock_run_dir(&options).await?;
         let run_dir = RunDir::open(&options.run_dir).map_err(run_error)?;
-        let deaths = Deaths::open(&options.run_dir).map_err(run_error)?;
+        let died = DiedVms::open(&options.run_dir).map_err(run_error)?;
         let transfer =
             TransferDirectories::new(options.transfer_directories).map_err(StartError::Transfer)?;
         let qemu = Qemu::find(&options.qemu).map_err(StartError::Qemu)?;
@@ -140,19 +142,20 @@ impl RealHost {
         tracing::info!(kind = ?accelerator.kind, reason = accelerator.reason, "guests are run by");
         let root = nix::unistd::geteuid().is_root();
         let shared = Arc::new(Shared {
-            board: Board::new(Incarnation::new()),
+            states: StateStore::new(Incarnation::new()),
             key_box: KeyBox::new()?,
             run_dir,
-            deaths,
+            died,
             transfer,
             users: Users::new(root.then_some(options.uid_base)),
             filter: Arc::new(filter),
             qemu,
             accelerator,
+            filter_restart_timeout: options.filter_restart_timeout,
         });
         let vms = vm::adopt(&shared).await.map_err(run_error)?;
         let records = shared.run_dir.exports();
-        let sweeping = patience::look(&options.run_dir, move || {
+        let sweeping = timed::call(&options.run_dir, move || {
             exported::sweep(&records);
             Ok(())
         });
@@ -187,11 +190,11 @@ impl RealHost {
     }
 }
 
-/// How long the run directory may be taken. A child that a killed agent was about to start holds the
-/// lock until it becomes its program, and by then it is on record: who waits sees it there.
-const LOCK_PATIENCE: Duration = Duration::from_secs(5);
+/// How long the run directory may be locked by another process. A child that a killed agent was about to start
+/// holds the lock until it executes its program. By then it is on record, and this agent finds it there.
+const LOCK_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// How often it is tried meanwhile.
+/// The pause between attempts.
 const LOCK_INTERVAL: Duration = Duration::from_millis(20);
 
 async fn lock_run_dir(
@@ -204,7 +207,7 @@ async fn lock_run_dir(
     loop {
         match nix::fcntl::Flock::lock(file, nix::fcntl::FlockArg::LockExclusiveNonblock) {
             Ok(lock) => return Ok(lock),
-            Err((_, nix::errno::Errno::EWOULDBLOCK)) if begin.elapsed() > LOCK_PATIENCE => {
+            Err((_, nix::errno::Errno::EWOULDBLOCK)) if begin.elapsed() > LOCK_TIMEOUT => {
                 return Err(StartError::Running(options.run_dir.clone()));
             }
             Err((same, nix::errno::Errno::EWOULDBLOCK)) => file = same,
@@ -220,7 +223,7 @@ fn describe(shared: &Shared, weaknesses: Vec<String>) -> HostDescription {
         contract: CONTRACT,
         features: FEATURES.map(str::to_owned).to_vec(),
         vmseal: env!("CARGO_PKG_VERSION").to_owned(),
-        incarnation: shared.board.incarnation(),
+        incarnation: shared.states.incarnation(),
         hostname: machine.hostname,
         key_box: shared.key_box.public(),
         accelerator: shared.accelerator.clone(),
@@ -247,7 +250,7 @@ impl HostAgent for RealHost {
         after: Option<(Incarnation, u64)>,
         wait: Duration,
     ) -> Result<StateChange, Problem> {
-        Ok(self.shared.board.state(after, wait).await)
+        Ok(self.shared.states.state(after, wait).await)
     }
 
     async fn probe_datastore(&self, spec: DatastoreSpec) -> Result<DatastoreUsage, Problem> {
@@ -279,7 +282,7 @@ impl HostAgent for RealHost {
     }
 
     async fn metrics(&self) -> Result<String, Problem> {
-        let state = self.shared.board.now();
+        let state = self.shared.states.now();
         metrics::exposition(&self.shared.run_dir, state).await
     }
 
@@ -288,7 +291,7 @@ impl HostAgent for RealHost {
     }
 
     async fn set_log_level(&self, levels: String) -> Result<LogLevel, Problem> {
-        let state = self.shared.board.now();
+        let state = self.shared.states.now();
         log_level::set(&self.shared.run_dir, state, &levels).await
     }
 

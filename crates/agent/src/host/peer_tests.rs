@@ -1,4 +1,4 @@
-//! A control plane's authority, for tests; and whom agents take for the server.
+//! A control plane's authority for tests, and which peers agents accept as the server.
 
 use std::sync::Arc;
 

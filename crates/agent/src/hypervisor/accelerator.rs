@@ -1,9 +1,9 @@
-//! KVM or emulation? Found by running a guest, because `/dev/kvm` alone promises too little: on a host
-//! that is itself a guest it may open, and even run firmware, and yet hang an operating system.
+//! KVM or emulation? Decided by running a guest, because `/dev/kvm` alone proves too little: on a host that
+//! is itself a guest it may open, and even run firmware, and yet hang an operating system.
 //!
-//! The probe guest is a Linux kernel from this host's /boot. Without a root disk it ends in a panic whose
-//! words are known; by then it has used long mode, paging, timers, interrupts and all it calibrates. Only a
-//! guest that gets there in time makes the answer KVM. On any doubt it is emulation, and the reason says why.
+//! The probe guest is a Linux kernel from this host's /boot. Without a root disk it ends in a panic with a
+//! known message; by then it has used long mode, paging, timers and interrupts. Only a guest that gets there
+//! in time selects KVM. In any other case emulation is selected, and the reason says why.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -16,31 +16,31 @@ use tokio::process::Command;
 use tokio::time::timeout;
 use vmseal_api::host::{Accelerator, AcceleratorKind};
 
-use crate::atomic_file;
 use crate::process::machine;
+use vmseal_api::atomic_file::{self, PRIVATE};
 
 /// The longest that the probe guest may take: one that runs under KVM needs 1 to 2 s.
 pub const PROBE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// What the probe guest says when it has come through.
+/// The probe guest's message when it has come through.
 const LAST_WORDS: &[u8] = b"Kernel panic - not syncing: VFS";
 
 /// The most output that is looked at, in bytes.
 const OUTPUT_MAX: usize = 1024 * 1024;
 
-/// What the operator wants.
+/// The operator's choice.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Choice {
-    /// What the probe finds.
+    /// Use the probe's result.
     #[default]
     Auto,
-    /// KVM, whatever the probe would find.
+    /// KVM without a probe.
     Kvm,
     /// Emulation.
     Tcg,
 }
 
-/// A probe's result, and what it holds for.
+/// A probe's result, and the kernel and QEMU that it is valid for.
 #[derive(Serialize, Deserialize)]
 struct Cached {
     boot: String,
@@ -48,7 +48,7 @@ struct Cached {
     found: Accelerator,
 }
 
-/// Decides. A probe's result is kept at `cache` for this run of the kernel and this QEMU.
+/// Chooses the accelerator. A probe's result is cached at `cache` for this boot and this QEMU.
 pub async fn choose(choice: Choice, qemu: &Path, qemu_version: &str, cache: &Path) -> Accelerator {
     let fixed = |kind, reason: &str| Accelerator { kind, reason: reason.to_owned() };
     match choice {
@@ -66,14 +66,14 @@ pub async fn choose(choice: Choice, qemu: &Path, qemu_version: &str, cache: &Pat
     let cached = Cached { boot, qemu: qemu_version.to_owned(), found: found.clone() };
     let written = serde_json::to_vec(&cached)
         .map_err(io::Error::from)
-        .and_then(|json| atomic_file::write(cache, &json));
+        .and_then(|json| atomic_file::write(cache, &json, PRIVATE));
     if let Err(error) = written {
         tracing::warn!(path = %cache.display(), %error, "the accelerator's probe is not kept");
     }
     found
 }
 
-/// What the probe finds now, whatever it found before.
+/// The result of a new probe, whatever the cache says.
 pub async fn examine(qemu: &Path) -> Accelerator {
     probe(qemu, Path::new("/dev/kvm"), kernel(Path::new("/boot")), PROBE_TIMEOUT).await
 }
@@ -106,7 +106,7 @@ async fn probe(
     qemu: &Path,
     device: &Path,
     kernel: Option<PathBuf>,
-    patience: Duration,
+    limit: Duration,
 ) -> Accelerator {
     let tcg = |reason: String| Accelerator { kind: AcceleratorKind::Tcg, reason };
     if let Err(error) = std::fs::OpenOptions::new().read(true).write(true).open(device) {
@@ -117,7 +117,7 @@ async fn probe(
             "no kernel in /boot to try KVM with; --accelerator kvm uses it untried".to_owned()
         );
     };
-    match run(qemu, AcceleratorKind::Kvm, &kernel, patience).await {
+    match run(qemu, AcceleratorKind::Kvm, &kernel, limit).await {
         Ok(()) => Accelerator {
             kind: AcceleratorKind::Kvm,
             reason: format!("a probe guest ({}) runs under KVM", kernel.display()),
@@ -131,11 +131,11 @@ async fn run(
     qemu: &Path,
     kind: AcceleratorKind,
     kernel: &Path,
-    patience: Duration,
+    limit: Duration,
 ) -> Result<(), String> {
     let (name, cpu) = match kind {
         AcceleratorKind::Kvm => ("kvm", "host"),
-        AcceleratorKind::Tcg => ("tcg", "max"),
+        AcceleratorKind::Tcg | AcceleratorKind::Unknown => ("tcg", "max"),
     };
     let mut child = Command::new(qemu)
         .args(["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"])
@@ -155,25 +155,25 @@ async fn run(
     let (Some(output), Some(errors)) = (child.stdout.take(), child.stderr.take()) else {
         return Err("its output is lost".to_owned());
     };
-    let outcome = timeout(patience, async {
+    let outcome = timeout(limit, async {
         if wait_for(output, LAST_WORDS).await {
             return Ok(());
         }
         let mut said = Vec::new();
-        // What QEMU said is an extra; without it the reason is still true.
+        // QEMU's output is optional: without it the reason is still true.
         let _ = errors.take(4096).read_to_end(&mut said).await;
         let said = String::from_utf8_lossy(&said);
         Err(format!("QEMU ended ({})", said.lines().next().unwrap_or("without a word").trim()))
     })
     .await
-    .unwrap_or_else(|_| Err(format!("it hangs (nothing more after {} s)", patience.as_secs())));
+    .unwrap_or_else(|_| Err(format!("it hangs (nothing more after {} s)", limit.as_secs())));
     if let Err(error) = child.kill().await {
         tracing::debug!(%error, "the probe guest has ended by itself");
     }
     outcome
 }
 
-/// Reads until the words were seen (true) or the output ended.
+/// Reads until the words are found (true) or the output ends.
 async fn wait_for(mut output: impl AsyncRead + Unpin, words: &[u8]) -> bool {
     let mut seen = Vec::new();
     let mut chunk = [0; 4096];
@@ -196,7 +196,7 @@ mod tests {
 
     use super::*;
 
-    /// Something in QEMU's place.
+    /// A script in QEMU's place.
     fn script(directory: &Path, body: &str) -> PathBuf {
         let path = directory.join("qemu");
         std::fs::write(&path, format!("#!/bin/sh\n{body}\n")).unwrap();
@@ -228,10 +228,10 @@ mod tests {
 
     #[tokio::test]
     async fn without_a_device_or_a_kernel_it_is_emulation() {
-        let (qemu, patience) = (Path::new("/bin/false"), Duration::from_secs(1));
-        let found = probe(qemu, Path::new("/dev/no-kvm"), None, patience).await;
+        let (qemu, limit) = (Path::new("/bin/false"), Duration::from_secs(1));
+        let found = probe(qemu, Path::new("/dev/no-kvm"), None, limit).await;
         assert!(found.reason.contains("/dev/no-kvm"), "{}", found.reason);
-        let found = probe(qemu, Path::new("/dev/null"), None, patience).await;
+        let found = probe(qemu, Path::new("/dev/null"), None, limit).await;
         assert!(found.reason.contains("no kernel"), "{}", found.reason);
         assert_eq!(found.kind, AcceleratorKind::Tcg);
     }
@@ -251,9 +251,9 @@ mod tests {
         assert_eq!(choose(Choice::Kvm, &qemu, "8.0", &cache).await.kind, AcceleratorKind::Kvm);
     }
 
-    /// Whatever this machine is: KVM is only ever chosen where the same kernel then runs under it again.
+    /// On any machine: KVM is chosen only where the same kernel then runs under it again.
     #[tokio::test]
-    async fn this_machine_is_judged_in_time_and_kvm_holds_what_the_probe_says() {
+    async fn the_probe_ends_in_time_and_kvm_works_where_it_is_chosen() {
         let qemu = Path::new("qemu-system-x86_64");
         let (device, kernel) = (Path::new("/dev/kvm"), kernel(Path::new("/boot")));
         let started = std::time::Instant::now();
@@ -266,7 +266,7 @@ mod tests {
         }
     }
 
-    /// That of the small guest of the tests: a container has none of its own.
+    /// The kernel of the tests' small guest: a container has none of its own.
     fn guest_kernel() -> PathBuf {
         let script =
             Path::new(env!("CARGO_MANIFEST_DIR")).join("../../scripts/build-test-initramfs");
@@ -276,12 +276,12 @@ mod tests {
         Path::new(said.lines().last().unwrap()).join("vmlinuz")
     }
 
-    /// The probe's own words, from a real kernel, under the accelerator that runs everywhere.
+    /// The probe's message, from a real kernel under emulation, which runs everywhere.
     #[tokio::test]
     async fn a_real_kernel_comes_through_under_emulation() {
         let kernel = guest_kernel();
         let qemu = Path::new("qemu-system-x86_64");
-        let patience = Duration::from_secs(120);
-        assert_eq!(run(qemu, AcceleratorKind::Tcg, &kernel, patience).await, Ok(()));
+        let limit = Duration::from_secs(120);
+        assert_eq!(run(qemu, AcceleratorKind::Tcg, &kernel, limit).await, Ok(()));
     }
 }

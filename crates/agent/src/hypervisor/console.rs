@@ -1,9 +1,9 @@
-//! A guest's serial console. The agent holds QEMU's end all the time and keeps the last of the output,
-//! so that whoever comes late sees the login prompt. One client has it at a time; another one is refused, or
+//! A guest's serial console. The agent keeps QEMU's end open all the time and buffers the last output, so
+//! that a late client sees the login prompt. One client has the console at a time; another one is refused or
 //! takes it over.
 //!
-//! A client that does not read is cut, so that it cannot hold up the guest; a guest that does not read
-//! holds up nobody but the client that types.
+//! A client that does not read is disconnected, so that it cannot block the guest. A guest that does not read
+//! blocks only the client that types.
 
 use std::collections::VecDeque;
 use std::io;
@@ -19,7 +19,7 @@ use vmseal_api::console::{ConsoleClaim, ConsoleStream, Ending, pair};
 /// How much of the output a late client is shown, in bytes.
 pub const REPLAY_MAX: usize = 64 * 1024;
 
-/// How far a client may be behind before it is cut, in bytes.
+/// How far a client may be behind before it is disconnected, in bytes.
 const BEHIND_MAX: usize = 256 * 1024;
 
 /// The buffer between the agent and a client, each way, in bytes.
@@ -28,50 +28,50 @@ const CLIENT_BUFFER: usize = 64 * 1024;
 /// How much is read at once, in bytes.
 const CHUNK: usize = 4096;
 
-/// Clients that wait to be taken in; they come one at a time.
-const NEWCOMERS_MAX: usize = 4;
+/// Clients that may wait to be attached; they are attached one at a time.
+const WAITING_MAX: usize = 4;
 
-/// The way to a running guest's console.
+/// A client of a running guest's console task.
 #[derive(Clone, Debug)]
-pub struct Console(mpsc::Sender<Newcomer>);
+pub struct Console(mpsc::Sender<NewClient>);
 
-/// Why there is no console for a client.
+/// Why a client does not get the console.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Refused {
+pub enum ConsoleError {
     /// The guest is gone.
     Gone,
     /// Another client has it.
     InUse,
 }
 
-/// A client that wants the console.
-struct Newcomer {
+/// A client that waits for the console.
+struct NewClient {
     claim: ConsoleClaim,
-    answer: oneshot::Sender<Result<ConsoleStream, Refused>>,
+    answer: oneshot::Sender<Result<ConsoleStream, ConsoleError>>,
 }
 
 impl Console {
-    /// Connects to QEMU's socket. `earlier` is output from before.
+    /// Connects to QEMU's socket. `earlier` is earlier output.
     ///
     /// # Errors
-    /// As connecting.
+    /// Those of connecting.
     pub async fn connect(socket: &Path, earlier: &[u8]) -> io::Result<Self> {
         let guest = UnixStream::connect(socket).await?;
-        let (sender, newcomers) = mpsc::channel(NEWCOMERS_MAX);
+        let (sender, new_clients) = mpsc::channel(WAITING_MAX);
         let mut replay = Replay::default();
         replay.push(earlier);
-        tokio::spawn(serve(guest, newcomers, replay));
+        tokio::spawn(serve(guest, new_clients, replay));
         Ok(Self(sender))
     }
 
     /// A new client.
     ///
     /// # Errors
-    /// [`Refused`].
-    pub async fn attach(&self, claim: ConsoleClaim) -> Result<ConsoleStream, Refused> {
+    /// [`ConsoleError`].
+    pub async fn attach(&self, claim: ConsoleClaim) -> Result<ConsoleStream, ConsoleError> {
         let (answer, answered) = oneshot::channel();
-        self.0.send(Newcomer { claim, answer }).await.map_err(|_| Refused::Gone)?;
-        answered.await.unwrap_or(Err(Refused::Gone))
+        self.0.send(NewClient { claim, answer }).await.map_err(|_| ConsoleError::Gone)?;
+        answered.await.unwrap_or(Err(ConsoleError::Gone))
     }
 }
 
@@ -90,7 +90,7 @@ impl Replay {
 struct Client {
     reader: ReadHalf<DuplexStream>,
     writer: WriteHalf<DuplexStream>,
-    /// Output that it has not taken yet.
+    /// Output that the client has not read yet.
     behind: VecDeque<u8>,
     ending: Ending,
 }
@@ -102,7 +102,7 @@ impl Client {
         (Self { reader, writer, behind: replay.0.clone(), ending }, theirs)
     }
 
-    /// Whether it has left, as far as can be told at once; what it has typed before goes to `typed`.
+    /// Whether the client has disconnected, without waiting. What it typed before goes to `typed`.
     async fn has_left(&mut self, typed: &mut VecDeque<u8>) -> bool {
         while typed.len() < CLIENT_BUFFER {
             let mut input = [0; CHUNK];
@@ -116,61 +116,61 @@ impl Client {
     }
 }
 
-/// What happened, out of all that can.
-enum Happening {
-    Newcomer(Option<Newcomer>),
+/// The events of the console's task.
+enum ConsoleEvent {
+    NewClient(Option<NewClient>),
     /// The guest's output; `Ok(0)` is its end.
     Output(io::Result<usize>),
     /// The client's input; `Ok(0)` is its end.
     Input(io::Result<usize>),
-    /// The guest took so much of what was typed.
+    /// The guest read this much of the typed input.
     Typed(io::Result<usize>),
-    /// The client took so much of its output.
+    /// The client read this much of its output.
     Taken(io::Result<usize>),
 }
 
-async fn serve(guest: UnixStream, mut newcomers: mpsc::Receiver<Newcomer>, mut replay: Replay) {
+async fn serve(guest: UnixStream, mut new_clients: mpsc::Receiver<NewClient>, mut replay: Replay) {
     let (mut from_guest, mut to_guest) = guest.into_split();
     let (mut output, mut input) = ([0; CHUNK], [0; CHUNK]);
     let mut client: Option<Client> = None;
-    // What the guest has not taken yet.
+    // Typed input that the guest has not read yet.
     let mut typed: VecDeque<u8> = VecDeque::new();
     loop {
         let happening = tokio::select! {
-            stream = newcomers.recv() => Happening::Newcomer(stream),
-            length = from_guest.read(&mut output) => Happening::Output(length),
-            length = to_guest.write(typed.as_slices().0), if !typed.is_empty() => Happening::Typed(length),
+            stream = new_clients.recv() => ConsoleEvent::NewClient(stream),
+            length = from_guest.read(&mut output) => ConsoleEvent::Output(length),
+            length = to_guest.write(typed.as_slices().0), if !typed.is_empty() => ConsoleEvent::Typed(length),
             happening = of_client(&mut client, &mut input, typed.is_empty()) => happening,
         };
         match happening {
-            Happening::Newcomer(Some(newcomer)) => {
-                take_in(newcomer, &mut client, &mut typed, &replay).await;
+            ConsoleEvent::NewClient(Some(new_client)) => {
+                take_in(new_client, &mut client, &mut typed, &replay).await;
             }
-            // The VM's owner has let go: the VM is off.
-            Happening::Newcomer(None) => return,
-            Happening::Output(Ok(0) | Err(_)) => break,
-            Happening::Output(Ok(length)) => {
+            // The VM's owner has dropped the console: the VM is off.
+            ConsoleEvent::NewClient(None) => return,
+            ConsoleEvent::Output(Ok(0) | Err(_)) => break,
+            ConsoleEvent::Output(Ok(length)) => {
                 replay.push(&output[..length]);
                 if let Some(reader) = &mut client {
                     reader.behind.extend(&output[..length]);
                 }
                 if client.as_ref().is_some_and(|client| client.behind.len() > BEHIND_MAX) {
-                    tracing::info!("a console client does not read and is cut");
+                    tracing::info!("a console client does not read and is disconnected");
                     client = None;
                 }
             }
-            Happening::Input(Ok(length)) if length > 0 => typed.extend(&input[..length]),
-            Happening::Typed(Ok(length)) if length > 0 => drop(typed.drain(..length)),
-            Happening::Typed(_) => break,
-            Happening::Taken(Ok(length)) if length > 0 => {
+            ConsoleEvent::Input(Ok(length)) if length > 0 => typed.extend(&input[..length]),
+            ConsoleEvent::Typed(Ok(length)) if length > 0 => drop(typed.drain(..length)),
+            ConsoleEvent::Typed(_) => break,
+            ConsoleEvent::Taken(Ok(length)) if length > 0 => {
                 if let Some(client) = &mut client {
                     client.behind.drain(..length);
                 }
             }
-            Happening::Input(_) | Happening::Taken(_) => client = None,
+            ConsoleEvent::Input(_) | ConsoleEvent::Taken(_) => client = None,
         }
     }
-    // The guest is gone; its last words still reach the client.
+    // The guest is gone; its last output is still sent to the client.
     if let Some(mut client) = client {
         let rest: Vec<u8> = client.behind.into();
         let _ = client.writer.write_all(&rest).await;
@@ -178,39 +178,39 @@ async fn serve(guest: UnixStream, mut newcomers: mpsc::Receiver<Newcomer>, mut r
     }
 }
 
-/// Gives a newcomer the console, or refuses it.
+/// Gives a new client the console, or refuses it.
 async fn take_in(
-    newcomer: Newcomer,
+    new_client: NewClient,
     client: &mut Option<Client>,
     typed: &mut VecDeque<u8>,
     replay: &Replay,
 ) {
     if let Some(present) = client {
-        match newcomer.claim {
+        match new_client.claim {
             ConsoleClaim::TakeOver => present.ending.taken_over(),
             ConsoleClaim::IfFree if present.has_left(typed).await => {}
             ConsoleClaim::IfFree => {
-                // Who does not wait for the answer does not want it.
-                let _ = newcomer.answer.send(Err(Refused::InUse));
+                // A client that does not wait for the answer does not get the console.
+                let _ = new_client.answer.send(Err(ConsoleError::InUse));
                 return;
             }
         }
     }
     let (taken_in, stream) = Client::new(replay);
-    // One that has gone meanwhile is noticed when it is read from.
-    let _ = newcomer.answer.send(Ok(stream));
+    // A client that has disconnected meanwhile is noticed at the next read.
+    let _ = new_client.answer.send(Ok(stream));
     *client = Some(taken_in);
 }
 
-/// The next thing that the client does; never ends without a client. It is not read from while the guest
-/// has not taken what it typed before.
-async fn of_client(client: &mut Option<Client>, input: &mut [u8], may_type: bool) -> Happening {
+/// The next event of the client; pending for ever without one. It is not read from while the guest has not
+/// read its earlier input.
+async fn of_client(client: &mut Option<Client>, input: &mut [u8], may_type: bool) -> ConsoleEvent {
     let Some(Client { reader, writer, behind, .. }) = client else {
         return std::future::pending().await;
     };
     tokio::select! {
-        length = reader.read(input), if may_type => Happening::Input(length),
-        length = writer.write(behind.as_slices().0), if !behind.is_empty() => Happening::Taken(length),
+        length = reader.read(input), if may_type => ConsoleEvent::Input(length),
+        length = writer.write(behind.as_slices().0), if !behind.is_empty() => ConsoleEvent::Taken(length),
         else => std::future::pending().await,
     }
 }
@@ -223,7 +223,7 @@ mod tests {
 
     use vmseal_api::console::is_taken_over;
 
-    const PATIENCE: std::time::Duration = std::time::Duration::from_secs(30);
+    const TIMEOUT: std::time::Duration = std::time::Duration::from_secs(30);
 
     async fn guest() -> (tempfile::TempDir, UnixStream, Console) {
         let directory = tempfile::tempdir().unwrap();
@@ -252,14 +252,14 @@ mod tests {
         assert_eq!(&typed, b"root\n");
 
         let refused = console.attach(ConsoleClaim::IfFree).await.err();
-        assert_eq!(refused, Some(Refused::InUse));
+        assert_eq!(refused, Some(ConsoleError::InUse));
         first.write_all(b"x").await.unwrap();
         guest.read_exact(&mut typed[..1]).await.unwrap();
         let mut second = console.attach(ConsoleClaim::TakeOver).await.unwrap();
         expect(&mut second, b"earlier login: ").await;
         let end = first.read(&mut [0; 8]).await.unwrap_err();
         assert!(is_taken_over(&end), "{end}");
-        // Who has left has left at once, and what was typed before is not lost.
+        // A client that has left is noticed at once, and its earlier input is not lost.
         second.write_all(b"yz").await.unwrap();
         drop(second);
         let mut second = console.attach(ConsoleClaim::IfFree).await.unwrap();
@@ -271,7 +271,7 @@ mod tests {
         expect(&mut second, b"bye").await;
         assert_eq!(second.read(&mut [0; 8]).await.unwrap(), 0);
         let gone = console.attach(ConsoleClaim::TakeOver).await.err();
-        assert_eq!(gone, Some(Refused::Gone));
+        assert_eq!(gone, Some(ConsoleError::Gone));
     }
 
     #[tokio::test]
@@ -281,12 +281,12 @@ mod tests {
         let paste = vec![b'x'; 16 * CLIENT_BUFFER];
         let typing = tokio::spawn(async move { busy.write_all(&paste).await });
         let tries = async {
-            assert_eq!(console.attach(ConsoleClaim::IfFree).await.err(), Some(Refused::InUse));
+            assert_eq!(console.attach(ConsoleClaim::IfFree).await.err(), Some(ConsoleError::InUse));
             console.attach(ConsoleClaim::TakeOver).await.unwrap()
         };
         tokio::time::sleep(Duration::from_millis(200)).await;
-        timeout(PATIENCE, tries).await.expect("it waits for the guest");
-        assert!(typing.await.unwrap().is_err(), "it types into another one's console");
+        timeout(TIMEOUT, tries).await.expect("the console waits for the guest");
+        assert!(typing.await.unwrap().is_err(), "the first client can still type");
     }
 
     #[tokio::test]
@@ -298,10 +298,10 @@ mod tests {
         guest.write_all(&flood).await.unwrap();
         guest.write_all(b"end").await.unwrap();
         let mut got = Vec::new();
-        let cut = tokio::time::timeout(PATIENCE, lazy.read_to_end(&mut got)).await;
-        cut.expect("it was not cut").unwrap();
-        assert!(got.len() < flood.len(), "it was not cut before the end");
-        // Until all of the flood is read, a newcomer may be shown an earlier state.
+        let cut = tokio::time::timeout(TIMEOUT, lazy.read_to_end(&mut got)).await;
+        cut.expect("the client was not disconnected").unwrap();
+        assert!(got.len() < flood.len(), "the client was not disconnected before the end");
+        // Until all output is read, a new client may get an earlier replay.
         loop {
             let mut next = console.attach(ConsoleClaim::TakeOver).await.unwrap();
             let mut replay = vec![0; REPLAY_MAX];

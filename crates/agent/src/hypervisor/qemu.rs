@@ -1,7 +1,7 @@
 //! QEMU: its command line, and starting it.
 //!
-//! QEMU opens nothing of ours by path. Monitor, console, the console's log and the sockets at which it takes
-//! its disks' filters are inherited descriptors, so that it can run as a user who may open none of them.
+//! QEMU opens none of our files by path. Monitor, console, the console's log and the sockets for the disks'
+//! filters are inherited descriptors, so that it can run as a user who may open none of them.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -75,14 +75,15 @@ impl Qemu {
         &self.path
     }
 
-    /// Its version, as it says.
+    /// The version that it reports.
     #[must_use]
     pub fn version(&self) -> &str {
         &self.version
     }
 
-    /// Starts it for a VM, with the guest standing still. `disks` are the sockets that filters are connected to, one
-    /// after the other: QEMU listens, as only so it goes on with another filter when one has died.
+    /// Starts it for a VM, with the guest paused. `disks` are the listening sockets for the filters, in
+    /// order. QEMU listens and the filter connects, because only then does QEMU continue with another filter
+    /// after one has died.
     ///
     /// # Errors
     /// As making the sockets and starting the process.
@@ -121,7 +122,7 @@ impl Qemu {
 fn kvm_group(accelerator: AcceleratorKind) -> Option<u32> {
     match accelerator {
         AcceleratorKind::Kvm => Path::new("/dev/kvm").metadata().ok().map(|device| device.gid()),
-        AcceleratorKind::Tcg => None,
+        AcceleratorKind::Tcg | AcceleratorKind::Unknown => None,
     }
 }
 
@@ -148,7 +149,8 @@ fn arguments(
 ) -> Vec<OsString> {
     let (accel, cpu) = match accelerator {
         AcceleratorKind::Kvm => ("kvm", "host"),
-        AcceleratorKind::Tcg => ("tcg", "max"),
+        // No agent chooses what it does not know.
+        AcceleratorKind::Tcg | AcceleratorKind::Unknown => ("tcg", "max"),
     };
     let megabytes = spec.memory >> 20;
     let mut arguments: Vec<String> = Vec::new();
@@ -266,7 +268,7 @@ mod tests {
     }
 
     #[test]
-    fn the_installed_qemu_is_found_and_a_missing_one_is_told() {
+    fn the_installed_qemu_is_found_and_a_missing_one_is_an_error() {
         let qemu = Qemu::find(Path::new("qemu-system-x86_64")).unwrap();
         assert!(qemu.version().starts_with(char::is_numeric), "{}", qemu.version());
         let error = Qemu::find(Path::new("/no/such/qemu")).unwrap_err();

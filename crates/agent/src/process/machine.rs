@@ -1,4 +1,4 @@
-//! What this machine is, and where it falls short of protecting keys and guests.
+//! Facts about this machine, and where it fails to protect keys and guests.
 
 use std::path::Path;
 
@@ -9,7 +9,7 @@ use crate::process;
 /// The facts of a machine that do not change while it runs.
 #[derive(Clone, Debug)]
 pub struct Machine {
-    /// What it calls itself.
+    /// Its host name.
     pub hostname: String,
     /// Logical processors.
     pub cpus: u32,
@@ -20,7 +20,7 @@ pub struct Machine {
 }
 
 impl Machine {
-    /// This one.
+    /// Reads the facts of this machine.
     #[must_use]
     pub fn this() -> Self {
         Self {
@@ -45,7 +45,7 @@ fn has_aes() -> bool {
     false
 }
 
-/// The id of this run of the kernel: differs after a reboot.
+/// The id of this boot of the kernel.
 #[must_use]
 pub fn boot_id() -> String {
     std::fs::read_to_string("/proc/sys/kernel/random/boot_id")
@@ -53,7 +53,7 @@ pub fn boot_id() -> String {
         .unwrap_or_default()
 }
 
-/// What could not be protected as it should be, for people, each with its remedy.
+/// What could not be protected as it should be: messages for operators, each with its remedy.
 #[must_use]
 pub fn weaknesses(hardening: Option<Hardening>, root: bool) -> Vec<String> {
     let mut found = Vec::new();
@@ -78,7 +78,8 @@ pub fn weaknesses(hardening: Option<Hardening>, root: bool) -> Vec<String> {
             }
         }
     }
-    // In a user namespace capabilities of memory do not count: the agent has tried, filters get no more.
+    // In a user namespace the capability does not count for memory locks: the agent has tried, and filters
+    // get no more.
     let agent_locks = hardening.is_none_or(|hardening| hardening.memory == MemoryLock::Locked);
     if root && !(agent_locks && process::child_can_lock()) {
         found.push(
@@ -117,7 +118,7 @@ fn is_protected(area: &str, block: &Path) -> bool {
     if resolved.starts_with("/dev") && name.to_string_lossy().starts_with("zram") {
         return true;
     }
-    // libcryptsetup and systemd name every mapping of dm-crypt so.
+    // libcryptsetup and systemd name every dm-crypt mapping like this.
     std::fs::read_to_string(block.join(name).join("dm/uuid"))
         .is_ok_and(|uuid| uuid.starts_with("CRYPT-"))
 }
@@ -127,7 +128,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn swap_in_the_clear_is_told_from_swap_in_memory_and_on_dm_crypt() {
+    fn unencrypted_swap_is_distinguished_from_swap_in_memory_and_on_dm_crypt() {
         let block = tempfile::tempdir().unwrap();
         for (name, uuid) in [("dm-0", "CRYPT-PLAIN-swap"), ("dm-1", "LVM-abc")] {
             let dm = block.path().join(name).join("dm");

@@ -1,11 +1,11 @@
-//! Processes that outlive the agent: started with exactly the descriptors they are to have, under their
-//! own user, on record before they run, and watched by pidfd.
+//! Processes that outlive the agent: started with exactly the given descriptors, under their own user,
+//! recorded before they run, and watched by pidfd.
 //!
-//! The record is a copy of `/proc/PID/stat` which the child itself writes before it executes the program:
-//! there is no moment at which a process runs and is not on record. Process id and start time in it name
-//! a process for good; a process id alone may have been given to another one.
+//! The record is a copy of `/proc/PID/stat`, which the child itself writes before it executes the program, so
+//! no process runs without a record. Process id and start time together identify a process; a process id
+//! alone may have been reused.
 
-pub(crate) mod deaths;
+pub(crate) mod died;
 pub(crate) mod machine;
 pub(crate) mod restarts;
 pub(crate) mod run_dir;
@@ -30,7 +30,7 @@ use tokio::time::timeout;
 /// The size limit of a core: the kernel takes 1 for "neither a file nor a pipe" (fs/coredump.c).
 const CORE_LIMIT: libc::rlim_t = 1;
 
-/// Open descriptors of a child: some per disk and queue, with room.
+/// The limit of open descriptors of a child: some per disk and queue, with room.
 const OPEN_FILES: libc::rlim_t = 4096;
 
 /// The capability to lock memory beyond RLIMIT_MEMLOCK (linux/capability.h).
@@ -54,11 +54,11 @@ pub struct User {
     pub group: Option<u32>,
 }
 
-/// A program to be started.
+/// A program to start.
 pub struct Launch<'a> {
     /// The program, open: its path need not be accessible to `user`.
     pub program: &'a File,
-    /// What the program is called in process listings.
+    /// The program's name in process listings.
     pub name: &'a str,
     /// Its arguments.
     pub arguments: Vec<OsString>,
@@ -68,23 +68,23 @@ pub struct Launch<'a> {
     pub input: Stdio,
     /// Where its output and errors go.
     pub log: File,
-    /// Who it runs as; none means as the agent.
+    /// The user that it runs as; none means the agent's.
     pub user: Option<User>,
-    /// Whether it holds keys, and is to be able to lock all its memory under `user` as well.
+    /// Whether it holds keys and must be able to lock all its memory, also under `user`.
     pub locks_memory: bool,
-    /// Where it is put on record.
+    /// The path of its record.
     pub record: &'a Path,
 }
 
 /// Opens a program for [`Launch`].
 ///
 /// # Errors
-/// As opening the file.
+/// Those of opening the file.
 pub fn open_program(path: &Path) -> io::Result<File> {
     File::open(path)
 }
 
-/// Where a program is that is named without a directory, as `execvp` would find it.
+/// The path of a program that is named without a directory, as `execvp` would find it.
 #[must_use]
 pub fn find_program(name: &Path) -> PathBuf {
     if name.components().count() > 1 {
@@ -97,10 +97,10 @@ pub fn find_program(name: &Path) -> PathBuf {
         .unwrap_or_else(|| name.to_path_buf())
 }
 
-/// Starts a program. It leads a session of its own, so that nothing sent to the agent's reaches it.
+/// Starts a program in a new session, so that signals to the agent's session do not reach it.
 ///
 /// # Errors
-/// As `fork`, `execve` and the set-up in between.
+/// Those of `fork`, `execve` and the set-up in between.
 pub fn launch(launch: Launch<'_>) -> io::Result<Process> {
     let record = OpenOptions::new()
         .write(true)
@@ -131,7 +131,7 @@ pub fn launch(launch: Launch<'_>) -> io::Result<Process> {
     Process::with_identity(identity(launch.record)?.filter(|identity| identity.pid == pid))
 }
 
-/// What the child does before it becomes the program. `grant_lock` leaves it CAP_IPC_LOCK under its user.
+/// Runs in the child before it executes the program. `grant_lock` leaves it CAP_IPC_LOCK under its user.
 fn prepare(keep: &[RawFd], user: Option<User>, grant_lock: bool, record: RawFd) -> io::Result<()> {
     // SAFETY: plain system calls; pointers refer to locals that outlive the calls.
     unsafe {
@@ -145,7 +145,7 @@ fn prepare(keep: &[RawFd], user: Option<User>, grant_lock: bool, record: RawFd) 
         put_on_record(record)?;
         if let Some(user) = user {
             if grant_lock {
-                // Until exec: the change of user takes all capabilities away otherwise.
+                // Until exec: otherwise the change of user drops all capabilities.
                 check(libc::prctl(libc::PR_SET_KEEPCAPS, 1, 0, 0, 0))?;
             }
             let groups = [user.group.unwrap_or(user.id)];
@@ -164,7 +164,7 @@ fn check(result: libc::c_int) -> io::Result<()> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// Lowers a limit; the agent may have a lower one already.
+/// Lowers a limit; the agent's own may be lower already.
 unsafe fn limit(resource: libc::__rlimit_resource_t, most: libc::rlim_t) -> io::Result<()> {
     let mut now = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
     // SAFETY: `now` and `new` outlive the calls.
@@ -175,8 +175,8 @@ unsafe fn limit(resource: libc::__rlimit_resource_t, most: libc::rlim_t) -> io::
     }
 }
 
-/// Whether a child under a user of its own can lock all its memory: the limit that it inherits lets it,
-/// or it can be given CAP_IPC_LOCK. Root that lacks CAP_SYS_RESOURCE cannot raise the limit for it.
+/// Whether a child under another user can lock all its memory: the inherited limit allows it, or it can be
+/// given CAP_IPC_LOCK. Root without CAP_SYS_RESOURCE cannot raise the limit for it.
 #[must_use]
 pub fn child_can_lock() -> bool {
     limit_lets_lock() || can_grant_lock()
@@ -200,8 +200,8 @@ fn can_grant_lock() -> bool {
         && bits & libc::SECBIT_NO_CAP_AMBIENT_RAISE == 0
 }
 
-/// Gives all capabilities away but CAP_IPC_LOCK, and has that one outlive exec: ambient, as neither the
-/// user nor the program's file gives it.
+/// Drops all capabilities but CAP_IPC_LOCK, and keeps that one across exec: as an ambient capability, because
+/// neither the user nor the program's file grants it.
 unsafe fn keep_only_lock() -> io::Result<()> {
     let (header, lock) = ([CAPABILITY_VERSION, 0], 1 << CAP_IPC_LOCK);
     let sets: CapabilitySets = [[0, lock, lock], [0; 3]];
@@ -231,28 +231,28 @@ unsafe fn put_on_record(record: RawFd) -> io::Result<()> {
     Ok(())
 }
 
-/// What names a process for the life of the machine.
+/// Identifies a process until the machine restarts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Identity {
+pub struct ProcessIdentity {
     /// The process id.
     pub pid: u32,
-    /// When it started, in clock ticks since the machine did (proc(5), field 22).
+    /// When it started, in clock ticks since boot (proc(5), field 22).
     pub started: u64,
 }
 
 /// Process id and start time out of `/proc/PID/stat`.
-fn parse_stat(stat: &str) -> Option<Identity> {
+fn parse_stat(stat: &str) -> Option<ProcessIdentity> {
     // The name (field 2) is in parentheses and may hold anything, parentheses and spaces included.
     let (head, tail) = (stat.split_once(" (")?.0, stat.rsplit_once(") ")?.1);
     let started = tail.split(' ').nth(22 - 3)?;
-    Some(Identity { pid: head.parse().ok()?, started: started.trim().parse().ok()? })
+    Some(ProcessIdentity { pid: head.parse().ok()?, started: started.trim().parse().ok()? })
 }
 
-/// Who is on record; none without a record, or with one that was never written.
+/// The process on record; none without a record, or with an empty one.
 ///
 /// # Errors
-/// As reading the file.
-pub fn identity(record: &Path) -> io::Result<Option<Identity>> {
+/// Those of reading the file.
+pub fn identity(record: &Path) -> io::Result<Option<ProcessIdentity>> {
     match std::fs::read_to_string(record) {
         Ok(stat) => Ok(parse_stat(&stat)),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
@@ -267,7 +267,7 @@ pub enum Exit {
     Status(i32),
     /// A signal ended it.
     Signal(i32),
-    /// It was started by an earlier agent: how it ended is not known.
+    /// Unknown: an earlier agent started it.
     Unknown,
 }
 
@@ -287,7 +287,7 @@ impl std::fmt::Display for Exit {
 /// A process, started by this agent or by an earlier one.
 #[derive(Debug)]
 pub struct Process {
-    identity: Identity,
+    identity: ProcessIdentity,
     pidfd: AsyncFd<OwnedFd>,
 }
 
@@ -295,7 +295,7 @@ impl Process {
     /// The process on record, if it still lives.
     ///
     /// # Errors
-    /// As reading the record and `pidfd_open`.
+    /// Those of reading the record and `pidfd_open`.
     pub fn adopt(record: &Path) -> io::Result<Option<Self>> {
         let Some(identity) = identity(record)? else { return Ok(None) };
         match Self::with_identity(Some(identity)) {
@@ -306,14 +306,14 @@ impl Process {
         }
     }
 
-    fn with_identity(identity: Option<Identity>) -> io::Result<Self> {
+    fn with_identity(identity: Option<ProcessIdentity>) -> io::Result<Self> {
         let gone = || io::Error::new(io::ErrorKind::NotFound, "the process is gone");
         let identity = identity.ok_or_else(gone)?;
         let pidfd = match pidfd_open(identity.pid) {
             Err(error) if error.raw_os_error() == Some(libc::ESRCH) => return Err(gone()),
             other => other?,
         };
-        // Only now: the pidfd cannot come to mean another process.
+        // Only now: from here on the pidfd cannot refer to another process.
         let stat =
             std::fs::read_to_string(format!("/proc/{}/stat", identity.pid)).map_err(|_| gone())?;
         if parse_stat(&stat) != Some(identity) {
@@ -330,7 +330,7 @@ impl Process {
         self.identity.pid
     }
 
-    /// The user that it runs under; none where it has just ended.
+    /// The user that it runs as; none when it has just ended.
     #[must_use]
     pub fn user(&self) -> Option<u32> {
         let status = std::fs::read_to_string(format!("/proc/{}/status", self.pid())).ok()?;
@@ -340,7 +340,7 @@ impl Process {
         (!self.has_ended()).then_some(user)
     }
 
-    /// Ends it at once (SIGKILL); one that has ended stays so.
+    /// Kills it (SIGKILL); does nothing when it has ended.
     pub fn kill(&self) {
         // SAFETY: the descriptor is a pidfd that we own; no siginfo is passed.
         let result = unsafe {
@@ -357,7 +357,7 @@ impl Process {
         }
     }
 
-    /// Whether it has ended, be it waited for or not.
+    /// Whether it has ended, waited for or not.
     fn has_ended(&self) -> bool {
         let mut poll =
             libc::pollfd { fd: self.pidfd.as_raw_fd(), events: libc::POLLIN, revents: 0 };
@@ -365,13 +365,13 @@ impl Process {
         unsafe { libc::poll(&mut poll, 1, 0) == 1 }
     }
 
-    /// Waits until it has ended, and says how.
+    /// Waits until it has ended; returns how.
     pub async fn ended(&self) -> Exit {
         while !self.has_ended() {
             match self.pidfd.readable().await {
                 Ok(mut guard) if !self.has_ended() => guard.clear_ready(),
                 Ok(_) => break,
-                // The reactor is gone: the program ends anyway.
+                // The reactor is gone: the program is ending anyway.
                 Err(_) => tokio::time::sleep(Duration::from_millis(100)).await,
             }
         }
@@ -390,12 +390,12 @@ impl Process {
         }
     }
 
-    /// Waits until it has ended; kills it when that takes longer than `patience`.
-    pub async fn end_within(&self, patience: Duration) -> Exit {
-        if let Ok(exit) = timeout(patience, self.ended()).await {
+    /// Waits until it has ended; kills it after `limit`.
+    pub async fn end_within(&self, limit: Duration) -> Exit {
+        if let Ok(exit) = timeout(limit, self.ended()).await {
             return exit;
         }
-        tracing::warn!(pid = self.pid(), "does not end by itself and is killed");
+        tracing::warn!(pid = self.pid(), "a process does not exit by itself and is killed");
         self.kill();
         self.ended().await
     }
@@ -491,7 +491,7 @@ mod tests {
     #[test]
     fn a_name_with_parentheses_does_not_shift_the_fields() {
         let stat = "42 (a) b) S 1 42 42 0 -1 4194560 1 0 0 0 0 0 0 0 20 0 1 0 987654 1 1";
-        assert_eq!(parse_stat(stat), Some(Identity { pid: 42, started: 987_654 }));
+        assert_eq!(parse_stat(stat), Some(ProcessIdentity { pid: 42, started: 987_654 }));
         assert_eq!(parse_stat("42 (a"), None);
         assert_eq!(parse_stat(""), None);
     }

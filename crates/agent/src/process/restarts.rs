@@ -1,5 +1,5 @@
-//! How often the filters of a running VM have died, and whether another one is worth it. The real host and
-//! the simulated one ask here.
+//! How often the filters of a running VM have died, and whether to start another one. The real host and the
+//! simulated one share these rules.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -7,43 +7,43 @@ use std::time::{Duration, Instant};
 use jiff::Timestamp;
 use vmseal_api::host::{Notice, NoticeCode, VmSpec};
 
-/// Deaths of filters after which a VM is stopped: a kernel short of memory may take one now and then, but what
-/// dies at this rate is taken down by its guest or its datastore, and each new process gives the cause another try.
+/// The filter deaths after which a VM is stopped. A kernel short of memory may kill one now and then; at this
+/// rate the guest or the datastore is the cause, and each new process gives that cause another try.
 pub const RESTARTS_MAX: usize = 5;
 
-/// Within so long.
+/// The period in which deaths count.
 pub const WINDOW: Duration = Duration::from_secs(600);
 
-/// A filter that died, and another one in its place.
+/// A filter that died, and when another one replaced it.
 #[derive(Clone, Debug)]
 struct Restart {
     died: Instant,
     /// How it ended.
     why: String,
-    /// When the disks were served again, and how long the guest had waited; none: they are not yet.
+    /// When the disks were served again, and how long the guest had waited; none while they are not.
     served: Option<(Timestamp, Duration)>,
 }
 
-/// The deaths of the last [`WINDOW`].
+/// The filter deaths of the last [`WINDOW`].
 #[derive(Clone, Debug, Default)]
 pub struct Restarts(VecDeque<Restart>);
 
 impl Restarts {
-    /// Takes note of a death; whether there is to be another filter.
+    /// Records a death; returns whether to start another filter.
     pub fn died(&mut self, why: String, now: Instant) -> bool {
         self.forget(now);
         self.0.push_back(Restart { died: now, why, served: None });
         self.0.len() <= RESTARTS_MAX
     }
 
-    /// Takes note that the disks are served again.
+    /// Records that the disks are served again.
     pub fn served(&mut self, now: Instant) {
         if let Some(last) = self.0.back_mut() {
             last.served = Some((Timestamp::now(), now.saturating_duration_since(last.died)));
         }
     }
 
-    /// Forgets what is long ago.
+    /// Forgets deaths older than [`WINDOW`].
     pub fn forget(&mut self, now: Instant) {
         let old = |one: &Restart| {
             one.served.is_some() && now.saturating_duration_since(one.died) > WINDOW
@@ -53,7 +53,7 @@ impl Restarts {
         }
     }
 
-    /// What an operator should see. `waits_for_key` says what a new filter waits for, if it waits.
+    /// The notice for operators. `waits_for_key` says whether a new filter waits for the VM's key.
     #[must_use]
     pub fn notice(&self, spec: &VmSpec, waits_for_key: bool) -> Option<Notice> {
         let Restart { why, served, .. } = self.0.back()?;
@@ -73,7 +73,7 @@ impl Restarts {
                 let (count, minutes) = (self.0.len(), WINDOW.as_secs() / 60);
                 let milliseconds = waited.as_millis();
                 let detail = format!(
-                    "{why}. Another one has served the disks since {at:.0}; the guest waited {milliseconds} ms and lost nothing. Dirty bitmaps, where it had any, ended with the last one: make a full backup then. That was {count} of the {RESTARTS_MAX} times that are put up with in {minutes} minutes; see the host's kernel log if it was killed for memory"
+                    "{why}. Another one has served the disks since {at:.0}; the guest waited {milliseconds} ms and lost nothing. Dirty bitmaps, where it had any, ended with the last one: make a full backup then. That was {count} of the {RESTARTS_MAX} restarts that are allowed in {minutes} minutes; check the host's kernel log if it was killed for memory"
                 );
                 (NoticeCode::FilterRestarted, detail)
             }
@@ -82,7 +82,7 @@ impl Restarts {
         Some(Notice { code, disk: None, detail })
     }
 
-    /// Why there is no other filter, when there have been too many.
+    /// Why no other filter is started, after too many deaths.
     #[must_use]
     pub fn too_many(&self) -> String {
         let minutes = WINDOW.as_secs() / 60;
@@ -95,7 +95,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn so_many_deaths_are_put_up_with_in_a_window_and_no_more() {
+    fn a_limited_number_of_deaths_is_allowed_in_a_window() {
         let (mut restarts, start) = (Restarts::default(), Instant::now());
         let spec = crate::process::run_dir::tests::spec();
         assert!(restarts.notice(&spec, false).is_none());
@@ -111,7 +111,7 @@ mod tests {
         let mut patient = restarts.clone();
         assert!(!restarts.died("it died".to_owned(), start + Duration::from_secs(9)));
         assert!(restarts.too_many().contains("6th"));
-        // The first two are long ago by now.
+        // The first two are outside the window by now.
         assert!(patient.died("it died".to_owned(), start + WINDOW + Duration::from_millis(1500)));
         patient.served(start + WINDOW + Duration::from_secs(2));
         patient.forget(start + WINDOW * 3);

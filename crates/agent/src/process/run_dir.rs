@@ -1,14 +1,15 @@
-//! What a restarted agent finds: a directory for each VM that has processes, and for each import or export.
+//! The run directory, by which a restarted agent finds processes: a directory for each VM that has processes,
+//! and for each import or export.
 //!
 //! ```text
 //! <run dir>/vms/<vm id>/         run.json, *.process, sockets, logs
 //! <run dir>/imports/<disk id>/   filter.process, filter.sock, filter.log (of an export, too)
 //! <run dir>/exports/             see [`crate::storage::exported`]
-//! <run dir>/deaths/              see [`crate::process::deaths`]
+//! <run dir>/deaths/              see [`crate::process::died`]
 //! ```
-//! A directory is made before the first process of it is started and removed after the last has ended;
-//! every process in it is on record (see [`crate::process`]). Sweeping one therefore leaves nothing behind.
-//! A VM's `run.json` is a [`crate::process::run_record`].
+//! A directory is made before the first process of it is started and removed after the last has ended; every
+//! process in it is on record (see [`crate::process`]). So sweeping a directory leaves no process behind. A
+//! VM's `run.json` is a [`crate::process::run_record`].
 
 use std::fs::{DirBuilder, File, OpenOptions};
 use std::io::{self, Read, Seek, SeekFrom};
@@ -19,21 +20,21 @@ use std::path::{Path, PathBuf};
 use vmseal_api::host::VmSpec;
 use vmseal_api::id::{DiskId, VmId};
 
-use crate::atomic_file;
 use crate::process::Process;
 use crate::process::machine;
 use crate::process::run_record::{self, Phase, Record, Unreadable};
+use vmseal_api::atomic_file::{self, PRIVATE};
 
 /// The longest path of a socket (sockaddr_un), in bytes, its end mark included.
 const SOCKET_PATH_MAX: usize = 108;
 
-/// The longest path below the run directory: of a disk's socket.
+/// The longest path below the run directory: that of a disk's socket.
 const LONGEST_INSIDE: usize = "/imports/00000000-0000-0000-0000-000000000000/console.sock".len();
 
-/// A log that has grown beyond this is cut, in bytes.
+/// A longer log is truncated, in bytes.
 pub const LOG_MAX: u64 = 4 << 20;
 
-/// How much of a log's end is looked at, in bytes.
+/// How much of a log's end is read, in bytes.
 const LOG_TAIL: u64 = 8 * 1024;
 
 /// The run directory.
@@ -43,10 +44,10 @@ pub struct RunDir {
 }
 
 impl RunDir {
-    /// Opens it; made when missing.
+    /// Opens it; creates it when missing.
     ///
     /// # Errors
-    /// As the file system, or when sockets in it would have too long a path.
+    /// Those of the file system, or when the paths of sockets in it would be too long.
     pub fn open(root: &Path) -> io::Result<Self> {
         if root.as_os_str().len() + LONGEST_INSIDE >= SOCKET_PATH_MAX {
             let message = format!(
@@ -95,7 +96,7 @@ impl RunDir {
         self.import(disk)
     }
 
-    /// Where exports are on record.
+    /// The directory of records of exports.
     #[must_use]
     pub fn exports(&self) -> PathBuf {
         self.root.join("exports")
@@ -107,18 +108,18 @@ impl RunDir {
         self.exports().join(format!("{disk}.json"))
     }
 
-    /// The directories of VMs that are there.
+    /// The directories of VMs.
     ///
     /// # Errors
-    /// As the file system.
+    /// Those of the file system.
     pub fn vms(&self) -> io::Result<Vec<ProcessDir>> {
         inside(&self.root.join("vms"))
     }
 
-    /// The directories of imports that are there.
+    /// The directories of imports.
     ///
     /// # Errors
-    /// As the file system.
+    /// Those of the file system.
     pub fn imports(&self) -> io::Result<Vec<ProcessDir>> {
         inside(&self.root.join("imports"))
     }
@@ -135,19 +136,19 @@ pub struct ProcessDir {
 }
 
 impl ProcessDir {
-    /// Makes it anew; whatever was there is ended and removed.
+    /// Creates it again, empty; processes of an earlier one are ended.
     ///
     /// # Errors
-    /// As the file system.
+    /// Those of the file system.
     pub async fn renew(&self) -> io::Result<()> {
         self.sweep().await?;
         DirBuilder::new().mode(0o700).create(&self.path)
     }
 
-    /// Ends all processes in it, and removes it.
+    /// Ends all processes in it and removes it.
     ///
     /// # Errors
-    /// As the file system.
+    /// Those of the file system.
     pub async fn sweep(&self) -> io::Result<()> {
         let entries = match std::fs::read_dir(&self.path) {
             Ok(entries) => entries,
@@ -167,12 +168,13 @@ impl ProcessDir {
         std::fs::remove_dir_all(&self.path)
     }
 
-    /// Process ids on record mean something. Imports have no record: their start times must do.
+    /// Process ids on record are valid only in this boot. Imports have no boot on record: there the start
+    /// times must do.
     fn is_of_this_boot(&self) -> bool {
         self.read().map_or(true, |record| record.is_of_this_boot())
     }
 
-    /// What its name says: the id of the VM or disk.
+    /// Its name: the id of the VM or disk.
     #[must_use]
     pub fn name(&self) -> String {
         self.path.file_name().unwrap_or_default().to_string_lossy().into_owned()
@@ -196,10 +198,10 @@ impl ProcessDir {
         self.path.join("images.json")
     }
 
-    /// Removes the socket that a process of this name, which is gone, has left; it may have left none.
+    /// Removes the socket that an ended process of this name may have left.
     ///
     /// # Errors
-    /// As the file system.
+    /// Those of the file system.
     pub fn forget_socket(&self, name: &str) -> io::Result<()> {
         match std::fs::remove_file(self.socket(name)) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
@@ -207,10 +209,10 @@ impl ProcessDir {
         }
     }
 
-    /// Makes the socket of this name. Nobody else reaches it: the directory is the agent's.
+    /// Creates the socket of this name. Nobody else reaches it: the directory is the agent's.
     ///
     /// # Errors
-    /// As bind.
+    /// Those of bind.
     pub fn listen(&self, name: &str) -> io::Result<UnixListener> {
         use std::os::unix::fs::PermissionsExt;
         let path = self.socket(name);
@@ -219,10 +221,10 @@ impl ProcessDir {
         Ok(listener)
     }
 
-    /// Opens the log of this name, to be appended to.
+    /// Opens the log of this name for appending.
     ///
     /// # Errors
-    /// As the file system.
+    /// Those of the file system.
     pub fn log(&self, name: &str) -> io::Result<File> {
         OpenOptions::new().append(true).create(true).mode(0o600).open(self.log_path(name))
     }
@@ -245,7 +247,7 @@ impl ProcessDir {
         read().unwrap_or_default()
     }
 
-    /// The last line of a log that says something, for an error message.
+    /// The last line of a log with text in it, for an error message.
     #[must_use]
     pub fn last_words(&self, name: &str) -> Option<String> {
         let end = self.log_end(name, LOG_TAIL);
@@ -255,16 +257,16 @@ impl ProcessDir {
         Some(line.chars().filter(|c| !c.is_control()).take(500).collect())
     }
 
-    /// How a log ends, as a part of a sentence about its process' end.
+    /// The end of a log, as a part of a sentence about its process' end.
     #[must_use]
     pub fn log_ends(&self, name: &str) -> String {
         match self.last_words(name) {
             Some(words) => format!("and its log ends '{words}'"),
-            None => "without a word in its log".to_owned(),
+            None => "and its log is empty".to_owned(),
         }
     }
 
-    /// Cuts the logs that have grown too long. Their writers append: they go on at the beginning.
+    /// Truncates logs that are too long. Their writers append, so they continue at the beginning.
     pub fn bound_logs(&self) {
         for name in ["filter", "qemu", "console"] {
             let cut = || {
@@ -273,7 +275,7 @@ impl ProcessDir {
             };
             match cut() {
                 Err(error) if error.kind() != io::ErrorKind::NotFound => {
-                    tracing::warn!(path = %self.log_path(name).display(), %error, "cannot cut a log");
+                    tracing::warn!(path = %self.log_path(name).display(), %error, "cannot truncate a log");
                 }
                 _ => {}
             }
@@ -286,16 +288,16 @@ impl ProcessDir {
         self.path.join("run.json")
     }
 
-    /// Puts a VM on record.
+    /// Writes the VM's record.
     ///
     /// # Errors
-    /// As the file system.
+    /// Those of the file system.
     pub fn write(&self, spec: &VmSpec, slot: u32, phase: Phase) -> io::Result<()> {
         let record = Record { boot: machine::boot_id(), spec: spec.clone(), slot, phase };
-        atomic_file::write(&self.record(), &record.to_text()?)
+        atomic_file::write(&self.record(), &record.to_text()?, PRIVATE)
     }
 
-    /// What is on record.
+    /// Reads the VM's record.
     ///
     /// # Errors
     /// [`Unreadable`].
@@ -317,7 +319,7 @@ impl ProcessDir {
 }
 
 impl Record {
-    /// Whether its processes can still live: the machine has not been restarted since.
+    /// Whether its processes can still live: the machine has not rebooted since.
     #[must_use]
     pub fn is_of_this_boot(&self) -> bool {
         self.boot == machine::boot_id()
@@ -402,7 +404,7 @@ pub(crate) mod tests {
         let directory = RunDir::open(root.path()).unwrap().import(DiskId::new());
         directory.renew().await.unwrap();
         assert_eq!(directory.last_words("filter"), None);
-        assert_eq!(directory.log_ends("filter"), "without a word in its log");
+        assert_eq!(directory.log_ends("filter"), "and its log is empty");
         let mut log = directory.log("filter").unwrap();
         log.write_all(&vec![b'x'; LOG_MAX as usize]).unwrap();
         log.write_all(b"\nthe reason\x1b[0m\n\nqemu: -device x: info: waiting\n").unwrap();

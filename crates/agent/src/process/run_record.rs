@@ -1,9 +1,9 @@
-//! The record of a VM whose processes run, as the file `run.json` holds it. A later agent adopts the VM by it
-//! alone, and that agent may be of another version: so the file has a version and types of its own, which
-//! change only together with it. docs/formats/run-record.md describes it.
+//! The record of a running VM, as the file `run.json` holds it. It is all that a later agent has to adopt the
+//! VM, and that agent may be of another version. So the file has a version and types of its own, which change
+//! only together with it. docs/formats/run-record.md describes it.
 //!
-//! Older versions are read; the newest is written. What cannot be read says why ([`Unreadable`]), and who reads
-//! it leaves the VM alone.
+//! Older versions are read; the newest is written. [`Unreadable`] says why a record cannot be read; the
+//! caller then leaves the VM alone.
 
 use std::path::PathBuf;
 
@@ -24,7 +24,7 @@ const OLDEST: u32 = 1;
 /// The longest record, in bytes: a VM with the most disks, all with long paths, fits well within.
 pub const LENGTH_MAX: u64 = 1 << 20;
 
-/// The longest text out of an unreadable record that is shown, in characters.
+/// The longest text from an unreadable record that is shown, in characters.
 const SHOWN_MAX: usize = 40;
 
 /// What is on record of a VM.
@@ -40,7 +40,7 @@ pub struct Record {
     pub phase: Phase,
 }
 
-/// How far a VM got.
+/// How far a VM's start got.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Phase {
@@ -53,16 +53,16 @@ pub enum Phase {
 /// Why a record cannot be read.
 #[derive(Debug, thiserror::Error)]
 pub enum Unreadable {
-    /// There is none.
+    /// There is no record.
     #[error("is missing")]
     Missing,
     /// The file system.
     #[error("cannot be read: {0}")]
     File(#[from] std::io::Error),
-    /// It is not what its version says.
+    /// It does not match its version.
     #[error("is damaged: {0}")]
     Damaged(String),
-    /// It is of a version that this agent does not know.
+    /// Its version is unknown to this agent.
     #[error(
         "has version {version}{}, and this agent (vmseal {}) reads versions {OLDEST} to {VERSION}",
         written_by(.writer.as_deref()),
@@ -71,7 +71,7 @@ pub enum Unreadable {
     Version {
         /// Its version.
         version: u64,
-        /// The version of vmseal that wrote it, where it says so.
+        /// The version of vmseal that wrote it, if the record has it.
         writer: Option<String>,
     },
 }
@@ -83,7 +83,7 @@ fn written_by(writer: Option<&str>) -> String {
     })
 }
 
-/// What records of all versions begin with, those to come included.
+/// The beginning of records of all versions, also future ones.
 #[derive(Deserialize)]
 struct Head {
     version: u64,
@@ -91,7 +91,7 @@ struct Head {
     written_by: Option<serde_json::Value>,
 }
 
-/// Version 1: what it was started as is called `spec`.
+/// Version 1: the specification is called `spec`.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Version1 {
@@ -103,7 +103,7 @@ struct Version1 {
     phase: Phase,
 }
 
-/// Version 2: says who wrote it.
+/// Version 2: names the version of vmseal that wrote it.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Version2 {
@@ -141,14 +141,14 @@ struct Vm {
     devices: Vec<StoredDevice>,
 }
 
-/// What a VM has. One of a kind that this agent does not know makes the record unreadable: the VM is left running.
+/// A VM's device. A kind unknown to this agent makes the record unreadable: the VM is left running.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "device", rename_all = "snake_case")]
 enum StoredDevice {
     Disk(Disk),
 }
 
-/// A VM that has disks alone, in records of VMs that died and in older ones of VMs that run.
+/// A VM with disks only, in records of VMs that died and in older records of running VMs.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct VmOfDisks {
@@ -232,7 +232,7 @@ enum Facts {
 }
 
 impl Record {
-    /// Reads a record of any version that is known.
+    /// Reads a record of any known version.
     ///
     /// # Errors
     /// [`Unreadable`].
@@ -262,7 +262,7 @@ impl Record {
         }
     }
 
-    /// The record as it is written.
+    /// The record in the written version.
     ///
     /// # Errors
     /// A path that is not UTF-8.
@@ -481,14 +481,14 @@ mod tests {
         let told = why(&newer);
         assert!(told.starts_with("has version 4 (written by vmseal 9.0)"), "{told}");
         assert!(told.contains("reads versions 1 to 3"), "{told}");
-        // Whatever else a newer one holds, its version is what is told.
+        // The version is reported, whatever else a newer record holds.
         assert!(why(r#"{"version": 9, "written_by": 7, "vm": []}"#).starts_with("has version 9,"));
         assert!(why(r#"{"version": 0}"#).starts_with("has version 0,"));
         for damaged in ["", "{", "[]", "null", r#"{"version": "3"}"#, r#"{"version": 3}"#] {
             assert!(why(damaged).starts_with("is damaged: "), "{damaged}");
         }
         let more = GOLDEN_3.replacen("\"slot\"", "\"more\": 1, \"slot\"", 1);
-        assert!(why(&more).contains("more"), "what this agent would not heed");
+        assert!(why(&more).contains("more"), "an unknown field is accepted");
         let device = GOLDEN_3.replacen("\"device\": \"disk\"", "\"device\": \"tpm\"", 1);
         assert!(why(&device).contains("unknown variant `tpm`"), "{}", why(&device));
     }

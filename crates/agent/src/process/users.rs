@@ -1,5 +1,5 @@
-//! The users that guests' processes run under: two of their own for each VM, from a range that nothing
-//! else on the host uses, so that a broken-out guest finds nothing that it may touch.
+//! The users that guests' processes run as: two for each VM, from a range that nothing else on the host uses,
+//! so that a process that breaks out has access to nothing.
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 /// How many VMs and imports may run at a time.
 const SLOTS: u32 = 4096;
 
-/// The users of this host's VMs; none are given where the agent is not root.
+/// The users of this host's VMs; none where the agent is not root.
 #[derive(Clone, Debug)]
 pub struct Users {
     base: Option<u32>,
@@ -22,13 +22,13 @@ pub struct Slot {
 }
 
 impl Users {
-    /// The users from `base` on; without a base everything runs as the agent's own user.
+    /// The users from `base` on; without a base everything runs as the agent's user.
     #[must_use]
     pub fn new(base: Option<u32>) -> Self {
         Self { base, taken: Arc::default() }
     }
 
-    /// The lowest pair that is free; none when all are taken.
+    /// The lowest free pair; none when all are taken.
     #[must_use]
     pub fn take(&self) -> Option<Slot> {
         let mut taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
@@ -37,7 +37,7 @@ impl Users {
         Some(Slot { users: self.clone(), number })
     }
 
-    /// The pair that a VM has had since before the agent's start.
+    /// Takes the pair that a VM has had since before the agent's start.
     #[must_use]
     pub fn take_again(&self, number: u32) -> Slot {
         self.taken.lock().unwrap_or_else(PoisonError::into_inner).insert(number);
@@ -46,7 +46,7 @@ impl Users {
 }
 
 impl Users {
-    /// The pair of which a running QEMU has this user; none where it is of none.
+    /// Takes the pair to which the user of a running QEMU belongs; none if it belongs to no pair.
     #[must_use]
     pub fn take_of_qemu(&self, user: u32) -> Option<Slot> {
         let offset = user.checked_sub(self.base?)?;
@@ -56,19 +56,19 @@ impl Users {
 }
 
 impl Slot {
-    /// Which pair it is.
+    /// The number of the pair.
     #[must_use]
     pub fn number(&self) -> u32 {
         self.number
     }
 
-    /// Who the filter runs as.
+    /// The filter's user.
     #[must_use]
     pub fn filter(&self) -> Option<u32> {
         self.users.base.map(|base| base + 2 * self.number)
     }
 
-    /// Who QEMU runs as.
+    /// QEMU's user.
     #[must_use]
     pub fn qemu(&self) -> Option<u32> {
         self.users.base.map(|base| base + 2 * self.number + 1)
@@ -106,7 +106,7 @@ mod tests {
     }
 
     #[test]
-    fn there_is_an_end_to_them() {
+    fn users_run_out() {
         let users = Users::new(Some(0));
         let slots: Vec<Slot> = std::iter::from_fn(|| users.take()).collect();
         assert_eq!(slots.len(), SLOTS as usize);

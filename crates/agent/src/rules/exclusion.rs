@@ -1,25 +1,25 @@
-//! What excludes what on a VM: one table, which the real host and the simulated one ask, and which the contract
-//! suite walks. Giving a key and cutting the power are never excluded. Whether what an action needs is there (a
-//! key, a disk that is made) is for the rest of [`super`] to say.
+//! What excludes what on a VM: one table, which the real host and the simulated one use and the contract
+//! suite walks. Giving a key and cutting the power are never excluded. Other preconditions (a key, a disk
+//! that is made) are checked in [`super`].
 
 use vmseal_api::host::{DiskSpec, Power, VmSpec};
 use vmseal_api::id::DiskId;
 use vmseal_api::problem::{ErrorCode, Problem};
 
-/// What somebody wants to do.
+/// The actions on a VM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Action {
-    /// To replace what is known of the VM by something else.
+    /// To replace the VM's registered specification.
     Register,
-    /// To forget the VM.
+    /// To unregister the VM.
     Unregister,
-    /// To look at or change the keys of its disks.
+    /// To check or change the keys of its disks.
     ChangeKeys,
-    /// To make a disk. The same job once more is no action.
+    /// To make a disk. The same job again is not an action.
     CreateDisk,
     /// To remove a disk.
     DeleteDisk,
-    /// To export a disk. The same job once more is no action.
+    /// To export a disk. The same job again is not an action.
     ExportDisk,
     /// To expose a disk for reading.
     ExposeToRead,
@@ -33,12 +33,12 @@ pub enum Action {
     Console,
     /// To see or change the dirty bitmaps of a disk.
     Bitmaps,
-    /// To see how a replica stands.
+    /// To get the status of a replica.
     Replica,
 }
 
-/// A state of a VM, or work in progress on it. A VM is in exactly one of the first four; any number of the others may be in
-/// progress.
+/// A state of a VM, or work in progress on it. A VM is in exactly one of the first four; any number of the others
+/// may be in progress.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Activity {
     /// It is off.
@@ -49,7 +49,7 @@ pub enum Activity {
     Running,
     /// Its guest was asked to shut down.
     Stopping,
-    /// The keys of its disks are being looked at or changed.
+    /// The keys of its disks are being checked or changed.
     KeyChange,
     /// A disk is being made.
     Creating,
@@ -59,16 +59,16 @@ pub enum Activity {
     Exposed,
 }
 
-/// What becomes of an action during an activity: a cell of the table.
+/// The result of an action during an activity: a cell of the table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Rule {
     /// Both go on.
     Allowed,
-    /// Nothing is done: it is so already.
+    /// Nothing to do: the state is as requested already.
     Already,
     /// The action is done, and ends the activity.
     Ends,
-    /// It is refused so.
+    /// It is refused with this code.
     Refused(ErrorCode),
 }
 
@@ -84,8 +84,8 @@ const AGAIN: Rule = Rule::Refused(ErrorCode::TimedOut);
 pub const ACTIVITIES: [Activity; 8] =
     [Off, Starting, Running, Stopping, KeyChange, Creating, Exporting, Exposed];
 
-/// What may be done during what. For an action on a disk the last three columns are about that disk, for one on
-/// the VM about any disk of it.
+/// What may be done during what. For an action on a disk the last three columns are about that disk, for one
+/// on the VM about any of its disks.
 #[rustfmt::skip]
 pub const TABLE: [(Action, [Rule; ACTIVITIES.len()]); 13] = [
     //                       off    starting running stopping key change creating exporting exposed
@@ -104,7 +104,7 @@ pub const TABLE: [(Action, [Rule; ACTIVITIES.len()]); 13] = [
     (Action::Replica,       [STATE, STATE,   YES,    YES,     YES,       YES,     YES,      YES]),
 ];
 
-/// What becomes of an action during an activity.
+/// The result of an action during an activity.
 #[must_use]
 pub fn rule(action: Action, activity: Activity) -> Rule {
     let row = TABLE.iter().find(|(row, _)| *row == action);
@@ -112,12 +112,12 @@ pub fn rule(action: Action, activity: Activity) -> Rule {
     row.zip(column).map_or(STATE, |((_, row), column)| row[column])
 }
 
-/// What an action that is not refused comes to.
+/// The result of an action that is not refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Permission {
-    /// It is to be done; what it ends is to be ended first.
+    /// Do it, after ending what it ends.
     Granted,
-    /// Nothing is to be done: it is so already.
+    /// Nothing to do: the state is as requested already.
     Already,
 }
 
@@ -127,23 +127,23 @@ pub struct Situation<'a> {
     pub spec: &'a VmSpec,
     /// Whether it runs.
     pub power: Power,
-    /// Whether the keys of its disks are being looked at or changed.
+    /// Whether the keys of its disks are being checked or changed.
     pub changing_keys: bool,
     /// The disks that are being made or exported, or are exposed.
     pub disks: Vec<(DiskId, Activity)>,
 }
 
 impl Situation<'_> {
-    /// Whether something may be done, with this disk or with the VM as a whole.
+    /// Whether an action is allowed on this disk, or on the VM as a whole.
     ///
     /// # Errors
-    /// What the table says, in words.
+    /// The table's refusal, as text.
     pub fn may(&self, action: Action, disk: Option<&DiskSpec>) -> Result<Permission, Problem> {
         let power = match self.power {
             Power::Off => Off,
             Power::Starting => Starting,
             Power::Stopping => Stopping,
-            // It is not off.
+            // The VM is not off.
             Power::Running | Power::Unknown => Running,
         };
         match rule(action, power) {
@@ -175,7 +175,7 @@ impl Situation<'_> {
         let disk = disk.map_or_else(|| "a disk".to_owned(), |disk| format!("disk '{}'", disk.name));
         let what = match (action, during) {
             (Action::Register, Starting | Running | Stopping) => {
-                "is not off: what is known of it cannot be replaced. Stop it first"
+                "is not off: its specification cannot be replaced. Stop it first"
             }
             (Action::Unregister, Starting | Running | Stopping) => "is not off. Stop it first",
             (Action::ChangeKeys, Starting | Running | Stopping) => {
@@ -186,14 +186,14 @@ impl Situation<'_> {
                 "cannot start while a disk is being made or exported. Try again in a moment, or cancel the task"
             }
             (Action::ShutDown, Starting) => {
-                "is only being started: its guest cannot be asked yet. Wait, or force it off"
+                "is still being started: its guest cannot be asked to shut down yet. Wait, or force it off"
             }
             (Action::Console, _) => "does not run: it has no console. Start it first",
             (Action::Bitmaps, _) => {
                 "does not run: its disks have no dirty bitmaps, which end with the filter that serves its guest. Start it, make a full backup, and start bitmaps"
             }
             (Action::Replica, _) => {
-                "does not run: nothing is copied to a replica while its VM is off; it stays as it was when that stopped. Start the VM, and ask again"
+                "does not run: nothing is copied to a replica while its VM is off; the replica stays as it was when the VM stopped. Start the VM, and ask again"
             }
             (_, KeyChange) => {
                 let what = format!("the keys of VM '{vm}' are being changed: wait a moment");
@@ -258,7 +258,7 @@ mod tests {
                     KeyChange => Situation { changing_keys: true, ..at_rest() },
                     _ => Situation { disks: vec![(one.disk, *activity)], ..at_rest() },
                 };
-                // What needs a VM that runs is refused with one that is off, whatever else is so.
+                // An action that needs a running VM is refused while it is off, whatever else is in progress.
                 let off = super::rule(*action, Off);
                 let expected = match (on_disk || *activity == KeyChange, off) {
                     (true, Rule::Refused(_) | Rule::Already) => off,

@@ -1,4 +1,4 @@
-//! Dirty bitmaps: they are named, and nothing is ever dirty, as nothing is written.
+//! Dirty bitmaps: only their names are kept. Nothing is ever dirty, as nothing is written.
 
 use jiff::Timestamp;
 use vmseal_api::bitmap;
@@ -11,7 +11,7 @@ use crate::rules;
 use crate::rules::exclusion::Action;
 
 impl Inside {
-    /// Those that a disk has when one has been changed as asked.
+    /// A disk's bitmaps, after one of them has been changed as asked.
     pub fn bitmaps(
         &mut self,
         vm: VmId,
@@ -24,7 +24,7 @@ impl Inside {
             rules::check_bitmap(name)?;
         }
         self.situation(vm)?.may(Action::Bitmaps, Some(disk))?;
-        let all = self.world.bitmaps.entry(vm).or_default().entry(disk.disk).or_default();
+        let all = self.persisted.bitmaps.entry(vm).or_default().entry(disk.disk).or_default();
         let Some((name, change)) = change else { return Ok(all.clone()) };
         bitmap::check(all.iter().map(|bitmap| &*bitmap.name), &name, change).map_err(|error| {
             Problem::new(error.code(), format!("{}: {error}", rules::disk_of(&spec, disk)))

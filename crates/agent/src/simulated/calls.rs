@@ -27,11 +27,11 @@ use crate::rules::exclusion::{Action, Permission};
 use crate::storage::image::Image;
 use crate::storage::transfer::TransferDirectories;
 
-/// Work that goes on after a call has been answered.
+/// Work that continues after a call has been answered.
 pub type Later = Option<(VmId, Work, u64, Duration)>;
 
 impl SimulatedHost {
-    /// Does a call, with the fault that is planned for it.
+    /// Executes a call, with the fault that is planned for it.
     fn call<T>(
         &self,
         call: Call,
@@ -46,7 +46,7 @@ impl SimulatedHost {
             Some(Fault::Refuse(code)) => Err(Problem::new(code, "an injected refusal")),
             Some(Fault::LoseRequest) => Err(lost()),
             Some(Fault::LoseAnswer) => {
-                // Whatever it would have answered is lost.
+                // The real answer is lost, whatever it is.
                 let _ = work(&mut inside);
                 let problem = Problem::new(ErrorCode::TimedOut, "an injected time-out");
                 Err(Problem { in_doubt: true, ..problem })
@@ -70,7 +70,7 @@ impl SimulatedHost {
         }
     }
 
-    /// A call that begins work which ends later; the work goes on even when the answer is lost.
+    /// A call that begins work which ends later; the work continues even when the answer is lost.
     fn begin(
         &self,
         call: Call,
@@ -80,17 +80,17 @@ impl SimulatedHost {
         self.call(call, |inside| {
             let Some((vm, work, number, duration)) = work(inside)? else { return Ok(()) };
             let host = self.clone();
-            let incarnation = inside.life.board.incarnation();
+            let incarnation = inside.agent.states.incarnation();
             tokio::spawn(async move {
                 tokio::time::sleep(duration).await;
                 let mut inside = host.inside();
-                let current = inside.life.vms.get(&vm).and_then(|known| known.work.get(&work));
-                if inside.life.board.incarnation() == incarnation && current == Some(&number) {
+                let current = inside.agent.vms.get(&vm).and_then(|known| known.work.get(&work));
+                if inside.agent.states.incarnation() == incarnation && current == Some(&number) {
                     if let Ok(known) = inside.known(vm) {
                         known.work.remove(&work);
                     }
                     end(&mut inside, vm, work);
-                    inside.life.post(vm);
+                    inside.agent.publish(vm);
                 }
             });
             Ok(())
@@ -100,17 +100,17 @@ impl SimulatedHost {
 
 impl Inside {
     pub fn numbered(&mut self, vm: VmId, work: Work, duration: Duration) -> Result<Later, Problem> {
-        self.life.works += 1;
-        let number = self.life.works;
+        self.agent.works += 1;
+        let number = self.agent.works;
         self.known(vm)?.work.insert(work, number);
-        self.life.post(vm);
+        self.agent.publish(vm);
         Ok(Some((vm, work, number, duration)))
     }
 
     fn probe(&mut self, spec: &DatastoreSpec) -> Result<DatastoreUsage, Problem> {
         let DatastoreLocation::Dir { path } = &spec.location;
         self.examine(spec)?;
-        self.world.marks.insert(path.clone(), spec.datastore);
+        self.persisted.marks.insert(path.clone(), spec.datastore);
         Ok(self.usage())
     }
 
@@ -119,7 +119,7 @@ impl Inside {
         if !path.is_absolute() || path.ends_with("missing") {
             return Err(Problem::invalid("location.path", "is no directory on this host"));
         }
-        if let Some(mark) = self.world.marks.get(path).filter(|mark| **mark != spec.datastore) {
+        if let Some(mark) = self.persisted.marks.get(path).filter(|mark| **mark != spec.datastore) {
             let what = format!("{} holds datastore {mark}", path.display());
             return Err(Problem::new(ErrorCode::WrongState, what));
         }
@@ -158,10 +158,10 @@ impl Inside {
         }
     }
 
-    /// What a real host would find of the disks that are there.
+    /// The disks that a real host would find there.
     fn contents(&self, spec: &DatastoreSpec) -> Result<DatastoreContents, Problem> {
         self.check_place(spec)?;
-        let here = self.world.disks.iter().filter(|(_, it)| it.datastore == spec.datastore);
+        let here = self.persisted.disks.iter().filter(|(_, it)| it.datastore == spec.datastore);
         let image = |(disk, it): (&DiskId, &SimulatedDisk)| FoundImage {
             path: format!("{}/{disk}.raw", it.vm),
             named: Some(NamedImage { vm: it.vm, disk: *disk, half_made: false, replica: false }),
@@ -176,7 +176,7 @@ impl Inside {
 
     pub(super) fn check_place(&self, spec: &DatastoreSpec) -> Result<(), Problem> {
         let DatastoreLocation::Dir { path } = &spec.location;
-        if self.world.marks.get(path) == Some(&spec.datastore) {
+        if self.persisted.marks.get(path) == Some(&spec.datastore) {
             return Ok(());
         }
         let what = format!("{} is not marked as datastore {}", path.display(), spec.datastore);
@@ -184,13 +184,13 @@ impl Inside {
     }
 
     fn log_level(&self) -> LogLevel {
-        LogLevel { levels: self.life.log_levels.to_string(), silent: Vec::new() }
+        LogLevel { levels: self.agent.log_levels.to_string(), silent: Vec::new() }
     }
 
     fn register(&mut self, spec: VmSpec) -> Result<(), Problem> {
         rules::check_spec(&spec)?;
         let vm = spec.vm;
-        if let Some(known) = self.life.vms.get(&vm) {
+        if let Some(known) = self.agent.vms.get(&vm) {
             // Repeating the same is always allowed.
             if known.spec != spec {
                 self.situation(vm)?.may(Action::Register, None)?;
@@ -203,30 +203,30 @@ impl Inside {
             known.jobs.keep_disks_of(&spec);
             known.spec = spec;
         } else {
-            self.life.vms.insert(vm, super::Known::new(spec));
+            self.agent.vms.insert(vm, super::Known::new(spec));
         }
-        self.life.post(vm);
+        self.agent.publish(vm);
         Ok(())
     }
 
     fn unregister(&mut self, vm: VmId) -> Result<(), Problem> {
-        if self.life.vms.contains_key(&vm) {
+        if self.agent.vms.contains_key(&vm) {
             self.situation(vm)?.may(Action::Unregister, None)?;
-            self.life.vms.remove(&vm);
-            self.life.post(vm);
+            self.agent.vms.remove(&vm);
+            self.agent.publish(vm);
         }
         Ok(())
     }
 
     fn offer_key(&mut self, vm: VmId, offered: &SealedKey) -> Result<(), Problem> {
-        let key_box = self.life.key_box.clone();
+        let key_box = self.agent.key_box.clone();
         let known = self.known(vm)?;
         let Some(reference) = &known.spec.key else {
             return Err(rules::wrong_state(&known.spec, "has no key"));
         };
         key_box.open(vm, reference, offered)?;
         known.key_held = true;
-        self.life.post(vm);
+        self.agent.publish(vm);
         Ok(())
     }
 
@@ -239,7 +239,7 @@ impl Inside {
         if let Some(replica) = &spec.replica {
             self.check_place(&replica.datastore)?;
         }
-        if let Some(there) = self.world.disks.get(&disk) {
+        if let Some(there) = self.persisted.disks.get(&disk) {
             check_key(&spec, there, check.as_deref())?;
             return Ok(there.facts.clone());
         }
@@ -252,7 +252,7 @@ impl Inside {
         let facts = facts(&spec)?;
         let (datastore, checks) = (spec.datastore.datastore, check.into_iter().collect());
         let made = SimulatedDisk { vm, datastore, facts: facts.clone(), checks };
-        self.world.disks.insert(disk, made);
+        self.persisted.disks.insert(disk, made);
         Ok(facts)
     }
 
@@ -263,8 +263,8 @@ impl Inside {
         let known = self.known(vm)?;
         known.jobs.remove_disk(disk);
         known.made.remove(&disk);
-        self.world.disks.remove(&disk);
-        self.life.post(vm);
+        self.persisted.disks.remove(&disk);
+        self.agent.publish(vm);
         Ok(())
     }
 
@@ -289,9 +289,9 @@ impl Inside {
                 known.power = Power::Running;
                 known.died = None;
                 let guest = (known.spec.clone(), Guest::new());
-                // Of an earlier run.
-                self.world.bitmaps.remove(&vm);
-                self.world.guests.insert(vm, guest);
+                // Left by an earlier run.
+                self.persisted.bitmaps.remove(&vm);
+                self.persisted.guests.insert(vm, guest);
             }
             Err(problem) => known.stop(StopReason::FailedToStart, &problem.detail),
         }
@@ -304,7 +304,7 @@ impl Inside {
 
     pub fn open_disk(&self, spec: &VmSpec, disk: &DiskSpec) -> Result<(), Problem> {
         self.check_place(&disk.datastore)?;
-        let there = self.world.disks.get(&disk.disk).ok_or_else(|| {
+        let there = self.persisted.disks.get(&disk.disk).ok_or_else(|| {
             Problem::new(ErrorCode::NotFound, format!("disk '{}' has no image", disk.name))
         })?;
         if disk.facts.as_ref().is_some_and(|facts| *facts != there.facts) {
@@ -316,12 +316,12 @@ impl Inside {
     }
 
     fn power_off(&mut self, vm: VmId, how: PowerOff) -> Result<Later, Problem> {
-        let heeded = self.heeds_shutdown.then_some(self.work);
-        let patience = match how {
+        let obeys = self.heeds_shutdown.then_some(self.work);
+        let shutdown_time = match how {
             PowerOff::Shutdown { seconds } => {
-                let patience = rules::patience(seconds)?;
+                let shutdown_time = rules::shutdown_time(seconds)?;
                 self.situation(vm)?.may(Action::ShutDown, None)?;
-                patience
+                shutdown_time
             }
             PowerOff::Force => Duration::ZERO,
         };
@@ -334,17 +334,17 @@ impl Inside {
             (_, PowerOff::Force) => {
                 known.stop(StopReason::PoweredOff, "an operator cut the power");
                 let disks: Vec<DiskId> = known.spec.disks().map(|disk| disk.disk).collect();
-                disks.into_iter().for_each(|disk| self.life.exposed.end(disk));
-                self.world.guests.remove(&vm);
-                self.life.post(vm);
+                disks.into_iter().for_each(|disk| self.agent.exposed.end(disk));
+                self.persisted.guests.remove(&vm);
+                self.agent.publish(vm);
                 Ok(None)
             }
             (_, PowerOff::Shutdown { .. }) => {
                 known.power = Power::Stopping;
-                known.work.remove(&Work::Patience);
-                match heeded {
+                known.work.remove(&Work::ShutdownTimeout);
+                match obeys {
                     Some(work) => self.numbered(vm, Work::Power, work),
-                    None => self.numbered(vm, Work::Patience, patience),
+                    None => self.numbered(vm, Work::ShutdownTimeout, shutdown_time),
                 }
             }
         }
@@ -352,12 +352,12 @@ impl Inside {
 
     fn shut_down(&mut self, vm: VmId, work: Work) {
         let Ok(known) = self.known(vm) else { return };
-        if work == Work::Patience {
+        if work == Work::ShutdownTimeout {
             known.power = Power::Running;
             return;
         }
         known.stop(StopReason::GuestShutdown, "the guest powered itself off");
-        self.world.guests.remove(&vm);
+        self.persisted.guests.remove(&vm);
     }
 
     fn expose(&mut self, vm: VmId, disk: DiskId, what: Exposing) -> Result<ConsoleStream, Problem> {
@@ -373,10 +373,10 @@ impl Inside {
                 if power == Power::Off {
                     rules::check_exposure(&spec, disk, key, made)?;
                 }
-                Ok(self.life.exposed.hold(disk.disk))
+                Ok(self.agent.exposed.hold(disk.disk))
             }
             Exposing::Connect => {
-                let connected = self.life.exposed.connect(disk.disk);
+                let connected = self.agent.exposed.connect(disk.disk);
                 connected.ok_or_else(|| rules::not_exposed(&spec, disk))
             }
         }
@@ -385,14 +385,14 @@ impl Inside {
     fn console(&mut self, vm: VmId, claim: ConsoleClaim) -> Result<ConsoleStream, Problem> {
         self.situation(vm)?.may(Action::Console, None)?;
         let spec = self.known(vm)?.spec.clone();
-        match self.world.guests.get(&vm) {
+        match self.persisted.guests.get(&vm) {
             Some((_, guest)) => guest.console(claim).ok_or_else(|| rules::console_in_use(&spec)),
             None => Err(rules::wrong_state(&spec, "does not run: it has no console")),
         }
     }
 }
 
-/// What the real host would make.
+/// The facts that the real host would return.
 fn facts(disk: &DiskSpec) -> Result<DiskFacts, Problem> {
     if !disk.encrypted {
         return Ok(DiskFacts::Raw);
@@ -423,11 +423,11 @@ impl HostAgent for SimulatedHost {
         after: Option<(Incarnation, u64)>,
         wait: Duration,
     ) -> Result<StateChange, Problem> {
-        let (board, mut ended) = self.call(Call::State, |inside| {
-            Ok((inside.life.board.clone(), inside.life.ended.subscribe()))
+        let (states, mut ended) = self.call(Call::State, |inside| {
+            Ok((inside.agent.states.clone(), inside.agent.ended.subscribe()))
         })?;
         tokio::select! {
-            state = board.state(after, wait) => Ok(state),
+            state = states.state(after, wait) => Ok(state),
             _ = ended.wait_for(|ended| *ended) => Err(gone()),
         }
     }
@@ -462,7 +462,7 @@ impl HostAgent for SimulatedHost {
 
     async fn set_log_level(&self, levels: String) -> Result<LogLevel, Problem> {
         self.call(Call::SetLogLevel, |inside| {
-            inside.life.log_levels = log_level::parse(&levels)?;
+            inside.agent.log_levels = log_level::parse(&levels)?;
             Ok(inside.log_level())
         })
     }

@@ -1,4 +1,4 @@
-//! A guest that says a line and echoes.
+//! A guest that prints a line and echoes.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -6,7 +6,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream};
 use tokio::task::JoinHandle;
 use vmseal_api::console::{ConsoleClaim, ConsoleStream, Ending, pair};
 
-/// What a simulated guest says first: the same as the contract suite's.
+/// The first output of a simulated guest: the same as the contract suite's.
 const BANNER: &str = "vmseal contract guest\r\n";
 
 /// The buffer of a console, each way, in bytes.
@@ -31,7 +31,7 @@ impl Guest {
         Self(Mutex::new(None))
     }
 
-    /// A console for a client; none while another one has it whom it is not to be taken over from.
+    /// A console for a client; none while another one has it and it may not be taken over.
     pub fn console(&self, claim: ConsoleClaim) -> Option<ConsoleStream> {
         let mut client = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(present) = client.as_ref().filter(|present| !present.echo.is_finished()) {

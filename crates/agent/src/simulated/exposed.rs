@@ -1,4 +1,4 @@
-//! Disks that are exposed: each connection says how an NBD server begins, and echoes.
+//! Exposed disks: each connection sends the beginning of an NBD server's greeting, and echoes.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -10,13 +10,13 @@ use vmseal_api::expose::LET_GO;
 use vmseal_api::host::ConsoleStream;
 use vmseal_api::id::DiskId;
 
-/// How an NBD server begins: its two magic numbers, and flags.
+/// The beginning of an NBD server's greeting: its two magic numbers, and flags.
 const GREETING: [u8; 18] = *b"NBDMAGICIHAVEOPT\0\x03";
 
 /// The buffer of a stream, each way, in bytes.
 const BUFFER: usize = 64 * 1024;
 
-/// Those that are exposed; each ends with its holder.
+/// The exposed disks; each exposure ends with its client.
 #[derive(Default)]
 pub struct Exposed(BTreeMap<DiskId, Held>);
 
@@ -30,21 +30,21 @@ impl Exposed {
         self.0.get(&disk).is_some_and(|held| !held.over.load(Ordering::Acquire))
     }
 
-    /// The holder's stream.
+    /// The stream of the client that exposes the disk.
     pub fn hold(&mut self, disk: DiskId) -> ConsoleStream {
         let (mut ours, theirs) = duplex(BUFFER);
         let over = Arc::new(AtomicBool::new(false));
         let at_the_end = Arc::clone(&over);
         let task = tokio::spawn(async move {
             while ours.read_u8().await.is_ok_and(|said| said != LET_GO) {}
-            // Before the holder sees that it is over.
+            // Before the client sees the end of its stream.
             at_the_end.store(true, Ordering::Release);
         });
         self.0.insert(disk, Held { task, over });
         Box::new(theirs)
     }
 
-    /// A connection; none while nobody holds it.
+    /// A connection; none while the disk is not exposed.
     pub fn connect(&self, disk: DiskId) -> Option<ConsoleStream> {
         let (ours, theirs) = duplex(BUFFER);
         self.has(disk).then(|| {
@@ -53,7 +53,7 @@ impl Exposed {
         })
     }
 
-    /// Nobody holds it any more.
+    /// Ends an exposure.
     pub fn end(&mut self, disk: DiskId) {
         if let Some(held) = self.0.remove(&disk) {
             held.task.abort();

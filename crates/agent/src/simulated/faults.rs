@@ -1,4 +1,4 @@
-//! Which call of a simulated host goes wrong, and how.
+//! The faults of a simulated host: which call fails, and how.
 
 use std::collections::BTreeMap;
 
@@ -86,24 +86,24 @@ impl Call {
     ];
 }
 
-/// What goes wrong.
+/// A fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
-    /// Nothing is done, and this is answered.
+    /// Nothing is done, and this error is returned.
     Refuse(ErrorCode),
     /// Nothing is done; the caller sees an unreachable host.
     LoseRequest,
     /// It is done; the caller sees a time-out.
     LoseAnswer,
-    /// The agent dies before it does anything, and another one starts.
+    /// The agent dies before it does anything, and a new one starts.
     Crash,
-    /// The agent dies when it has written to one of the VM's disks, and another one starts.
+    /// The agent dies after it has written to one of the VM's disks, and a new one starts.
     CrashHalfway,
-    /// It is done; then the agent dies, and another one starts. The caller sees an unreachable host.
+    /// It is done; then the agent dies and a new one starts. The caller sees an unreachable host.
     CrashAfter,
 }
 
-/// The plan of faults, and the record of calls.
+/// The planned faults and the record of calls.
 #[derive(Default)]
 pub struct Faults {
     calls: Vec<(Call, Option<RequestId>)>,
@@ -126,9 +126,9 @@ impl Faults {
         &self.calls
     }
 
-    /// Counts a call, and says what is to go wrong with it.
+    /// Counts a call, and returns the fault that is planned for it.
     pub fn count(&mut self, call: Call) -> Option<Fault> {
-        // Long polls come without end and say nothing.
+        // Long polls repeat without end and tell a test nothing.
         if call != Call::State {
             self.calls.push((call, request_id::current()));
         }

@@ -1,4 +1,4 @@
-//! The jobs of a simulated host: disks as records, and names of exported files without files.
+//! The jobs of a simulated host: disks are records; of exported files only the names are kept.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -15,7 +15,7 @@ use crate::rules::{self, find_disk};
 use crate::storage::image::Image;
 use crate::storage::transfer::TransferDirectories;
 
-/// The exported files that are on the host.
+/// The exported files on the host.
 #[derive(Default)]
 pub struct Exports {
     unnamed: BTreeSet<TaskId>,
@@ -29,7 +29,7 @@ impl Exports {
 }
 
 impl Inside {
-    /// Sees that nothing speaks against a job.
+    /// Checks that a job can begin.
     pub fn ready(&mut self, vm: VmId, job: &JobSpec) -> Result<(), Problem> {
         let situation = self.situation(vm)?;
         let action = match job {
@@ -43,12 +43,12 @@ impl Inside {
         let key = rules::key_state(&known.spec, known.key_held);
         rules::check_job(&known.spec, job, key, |disk| known.has_made(disk))?;
         let JobSpec::Export(export) = job else { return Ok(()) };
-        if self.world.exports.named.contains_key(&export.to) {
+        if self.persisted.exports.named.contains_key(&export.to) {
             let what = format!("{} is there already", export.to.display());
             return Err(Problem::new(ErrorCode::AlreadyExists, what));
         }
         if let Some(sealed) = &export.passphrase {
-            self.life.key_box.open_passphrase(vm, export.disk, sealed)?;
+            self.agent.key_box.open_passphrase(vm, export.disk, sealed)?;
         }
         Ok(())
     }
@@ -64,7 +64,7 @@ impl Inside {
         if let Some((disk, problem)) = wrong_source(&known.spec, &job) {
             known.made.remove(&disk);
             known.jobs.failed(disk, problem);
-            self.life.post(vm);
+            self.agent.publish(vm);
             return Ok(None);
         }
         for disk in job.disks() {
@@ -77,7 +77,7 @@ impl Inside {
         self.numbered(vm, Work::Job(task), self.work)
     }
 
-    /// The work of a job is over.
+    /// Ends the work of a job.
     pub fn worked(&mut self, vm: VmId, work: Work) {
         let Work::Job(task) = work else { return };
         let full = self.full;
@@ -95,7 +95,7 @@ impl Inside {
             }
             vmseal_api::host::JobKind::Export => {
                 status.disks.into_iter().for_each(|disk| known.jobs.written(disk));
-                self.world.exports.unnamed.insert(task);
+                self.persisted.exports.unnamed.insert(task);
             }
             _ => {
                 for disk in status.disks {
@@ -130,7 +130,7 @@ impl Inside {
                 self.check_export(vm, &export)?;
                 self.name(task, &export)?;
                 self.known(vm)?.jobs.committed(task);
-                self.life.post(vm);
+                self.agent.publish(vm);
                 Ok(())
             }
         }
@@ -143,20 +143,20 @@ impl Inside {
         if at_work || state == Some(JobState::ReadyToCommit) {
             known.jobs.cancel(task);
             known.work.remove(&Work::Job(task));
-            self.life.post(vm);
+            self.agent.publish(vm);
         }
         let JobSpec::Export(export) = job else { return Ok(()) };
         if state == Some(JobState::Cancelled) {
             return Ok(());
         }
         self.check_export(vm, &export)?;
-        if self.world.exports.unnamed.remove(&task) || at_work {
+        if self.persisted.exports.unnamed.remove(&task) || at_work {
             return Ok(());
         }
-        if self.world.exports.named.get(&export.to) == Some(&task) {
+        if self.persisted.exports.named.get(&export.to) == Some(&task) {
             return Err(rules::has_its_name(&export.to));
         }
-        Err(Problem::new(ErrorCode::NotFound, "there is no such half-written file"))
+        Err(Problem::new(ErrorCode::NotFound, "there is no such unfinished export"))
     }
 
     fn check_export(&mut self, vm: VmId, export: &ExportJob) -> Result<(), Problem> {
@@ -165,7 +165,7 @@ impl Inside {
     }
 
     fn name(&mut self, task: TaskId, export: &ExportJob) -> Result<(), Problem> {
-        let Exports { unnamed, named } = &mut self.world.exports;
+        let Exports { unnamed, named } = &mut self.persisted.exports;
         match (unnamed.contains(&task), named.get(&export.to)) {
             (true, Some(_)) => {
                 let what = format!("{} is there already", export.to.display());
@@ -182,7 +182,7 @@ impl Inside {
     }
 }
 
-/// A disk that cannot be filled from what it is to be filled from, and why.
+/// The disk that cannot be filled from its source, and why.
 fn wrong_source(
     spec: &vmseal_api::host::VmSpec,
     job: &JobSpec,

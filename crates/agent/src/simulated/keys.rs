@@ -11,7 +11,7 @@ use crate::rules;
 use crate::rules::exclusion::Action;
 
 impl Inside {
-    /// The encrypted disks of a VM, all of which open with the key that it is registered with.
+    /// The encrypted disks of a VM, all of which open with its registered key.
     pub fn key_opens(
         &mut self,
         vm: VmId,
@@ -35,7 +35,7 @@ impl Inside {
 
     pub fn add_key(&mut self, vm: VmId, other: &OtherKey) -> Result<(), Problem> {
         let disks = self.key_opens(vm, &other.beside)?;
-        self.life.key_box.open(vm, &other.key, &other.sealed)?;
+        self.agent.key_box.open(vm, &other.key, &other.sealed)?;
         self.set_keys(&disks, [&other.beside, &other.key])
     }
 
@@ -53,7 +53,7 @@ impl Inside {
             if self.halfway && written > 0 {
                 return Err(gone());
             }
-            if let Some(there) = self.world.disks.get_mut(disk) {
+            if let Some(there) = self.persisted.disks.get_mut(disk) {
                 there.checks = BTreeSet::from(keys.map(|key| key.check.clone()));
             }
         }

@@ -1,12 +1,12 @@
-//! A host without processes behind the same contract: the same [`rules`], the same [`Board`], real
+//! A host without processes behind the same contract: the same [`rules`], the same [`StateStore`], real
 //! cryptography (key boxes, check values), disks as records. For tests of the control plane.
 //!
 //! ```text
-//! SimulatedHost ─► Life    what dies with the agent: incarnation, key box, registered VMs, keys
-//!              └─► World   what outlives it: datastores, disks, running guests
+//! SimulatedHost ─► AgentState  lost with the agent: incarnation, key box, registered VMs, keys
+//!              └─► Persisted   outlives the agent: datastores, disks, running guests
 //! ```
-//! [`SimulatedHost::restart`] and [`Fault::Crash`] end a life and begin the next. Faults are injected at the
-//! n-th of a kind of call ([`SimulatedHost::inject`]); an answer that is lost after the work was done is one.
+//! [`SimulatedHost::restart`] and [`Fault::Crash`] end one agent and start the next. Faults are injected at
+//! the n-th call of a kind ([`SimulatedHost::inject`]); a lost answer after the work was done is one of them.
 
 mod bitmaps;
 mod calls;
@@ -40,7 +40,7 @@ use crate::keys::KeyBox;
 use crate::process::restarts::Restarts;
 use crate::rules;
 use crate::rules::exclusion::{Activity, Situation};
-use crate::vm::board::Board;
+use crate::vm::state_store::StateStore;
 
 use console::Guest;
 use exposed::Exposed;
@@ -48,32 +48,32 @@ use faults::Faults;
 pub use faults::{Call, Fault};
 use jobs::Exports;
 
-/// How long simulated work takes unless it is told otherwise: long enough for a caller to see it begin.
+/// The default duration of simulated work: long enough for a caller to see it begin.
 const WORK: Duration = Duration::from_millis(5);
 
 /// The room of a simulated datastore, in bytes.
 const CAPACITY: u64 = 1 << 40;
 
-/// A disk as the world has it.
+/// A disk.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SimulatedDisk {
-    /// Whose it is.
+    /// Its VM.
     pub vm: VmId,
-    /// Where it is.
+    /// Its datastore.
     pub datastore: DatastoreId,
-    /// What was made.
+    /// Its facts.
     pub facts: DiskFacts,
     /// The check values of the keys that open it.
     pub checks: BTreeSet<String>,
 }
 
-/// What outlives an agent.
+/// The state that outlives an agent.
 #[derive(Default)]
-struct World {
+struct Persisted {
     marks: BTreeMap<PathBuf, DatastoreId>,
     disks: BTreeMap<DiskId, SimulatedDisk>,
     guests: BTreeMap<VmId, (VmSpec, Guest)>,
-    /// Those of guests that run, each gone with the filter that has it.
+    /// The bitmaps of running guests, lost when the filter ends.
     bitmaps: BTreeMap<VmId, BTreeMap<DiskId, Vec<BitmapStatus>>>,
     exports: Exports,
 }
@@ -82,7 +82,7 @@ struct World {
 struct Known {
     spec: VmSpec,
     power: Power,
-    /// The check value stands for the key, which was opened and checked: nothing here uses its bytes.
+    /// The check value stands for the key, which was opened and checked: its bytes are not used here.
     key_held: bool,
     stopped: Option<Stopped>,
     died: Option<Stopped>,
@@ -90,20 +90,20 @@ struct Known {
     made: BTreeMap<DiskId, DiskFacts>,
     jobs: Jobs,
     notices: Vec<Notice>,
-    /// Filters that have died under the guest that runs.
+    /// The filters that have died under the running guest.
     restarts: Restarts,
-    /// That it was started or stopped for.
+    /// The request that it was started or stopped for.
     request: Option<RequestId>,
-    /// The number of the work that may still change it; work under an older number is void.
+    /// The number of the latest work that may still change the VM; work with an older number is ignored.
     work: BTreeMap<Work, u64>,
 }
 
-/// What can be under way.
+/// Kinds of work in progress.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Work {
     Power,
-    /// A guest that does not heed the power button is given up.
-    Patience,
+    /// The time that a guest has to shut down.
+    ShutdownTimeout,
     Job(TaskId),
 }
 
@@ -162,23 +162,23 @@ impl Known {
     }
 }
 
-/// What dies with an agent.
-struct Life {
+/// The state that is lost when an agent ends.
+struct AgentState {
     key_box: Arc<KeyBox>,
-    board: Arc<Board>,
+    states: Arc<StateStore>,
     vms: BTreeMap<VmId, Known>,
     log_levels: Levels,
     exposed: Exposed,
     works: u64,
-    /// Turns true when it ends: calls that wait then fail.
+    /// Turns true when the agent ends: calls that wait then fail.
     ended: watch::Sender<bool>,
 }
 
-impl Life {
+impl AgentState {
     fn new() -> Self {
         Self {
             key_box: Arc::new(KeyBox::new().expect("locked memory for a key box")),
-            board: Arc::new(Board::new(Incarnation::new())),
+            states: Arc::new(StateStore::new(Incarnation::new())),
             vms: BTreeMap::new(),
             log_levels: Levels::default(),
             exposed: Exposed::default(),
@@ -187,25 +187,25 @@ impl Life {
         }
     }
 
-    fn post(&self, vm: VmId) {
-        self.board.post(vm, self.vms.get(&vm).map(Known::state));
+    fn publish(&self, vm: VmId) {
+        self.states.publish(vm, self.vms.get(&vm).map(Known::state));
     }
 }
 
 struct Inside {
-    life: Life,
-    world: World,
+    agent: AgentState,
+    persisted: Persisted,
     faults: Faults,
     work: Duration,
     heeds_shutdown: bool,
     reachable: bool,
     full: bool,
-    /// What measuring a datastore finds, where a test says so.
+    /// The result of measuring a datastore, where a test sets it.
     free: Option<u64>,
     fail_disks: BTreeSet<DiskId>,
-    /// The versions of the contract that it says it speaks.
+    /// The versions of the contract that it reports.
     contract: ContractRange,
-    /// The agent is to die when it has written to one disk.
+    /// The agent dies after it has written to one disk.
     halfway: bool,
 }
 
@@ -220,15 +220,15 @@ impl Default for SimulatedHost {
 }
 
 impl SimulatedHost {
-    /// A host with nothing on it.
+    /// A new, empty host.
     ///
     /// # Panics
-    /// Without memory that can be locked.
+    /// When memory cannot be locked.
     #[must_use]
     pub fn new() -> Self {
         Self(Arc::new(Mutex::new(Inside {
-            life: Life::new(),
-            world: World::default(),
+            agent: AgentState::new(),
+            persisted: Persisted::default(),
             faults: Faults::default(),
             work: WORK,
             heeds_shutdown: true,
@@ -245,8 +245,8 @@ impl SimulatedHost {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Ends this life of the agent and begins the next: keys, registrations and work under way are gone,
-    /// running guests are found again, half-started ones are found dead, deaths are told as before.
+    /// Ends this run of the agent and begins the next: keys, registrations and work in progress are lost,
+    /// running guests are adopted, half-started ones are found dead, and deaths are reported as before.
     pub fn restart(&self) {
         self.inside().restart();
     }
@@ -256,7 +256,7 @@ impl SimulatedHost {
         self.inside().faults.inject(call, nth, fault);
     }
 
-    /// Forgets the faults that have not come yet.
+    /// Removes the faults that have not occurred yet.
     pub fn forget_faults(&self) {
         self.inside().faults.forget();
     }
@@ -275,116 +275,116 @@ impl SimulatedHost {
         of_kind.map(|(_, request)| request.clone()).collect()
     }
 
-    /// Takes the host off the network, or back.
+    /// Disconnects the host from the network, or connects it again.
     pub fn set_reachable(&self, reachable: bool) {
         let mut inside = self.inside();
         inside.reachable = reachable;
         if !reachable {
             // Long polls end as connections do.
-            inside.life.ended.send_replace(true);
-            inside.life.ended = watch::Sender::new(false);
+            inside.agent.ended.send_replace(true);
+            inside.agent.ended = watch::Sender::new(false);
         }
     }
 
-    /// Which versions of the contract it says that it speaks, from now on.
+    /// Sets the versions of the contract that it reports.
     pub fn set_contract(&self, contract: ContractRange) {
         self.inside().contract = contract;
     }
 
-    /// How long making a disk, starting and shutting down take.
+    /// Sets how long making a disk, starting and shutting down take.
     pub fn set_work(&self, work: Duration) {
         self.inside().work = work;
     }
 
-    /// Whether guests heed the power button.
+    /// Sets whether guests obey the power button.
     pub fn set_heeds_shutdown(&self, heeds: bool) {
         self.inside().heeds_shutdown = heeds;
     }
 
-    /// Whether the datastores are full.
+    /// Sets whether the datastores are full.
     pub fn set_full(&self, full: bool) {
         self.inside().full = full;
     }
 
-    /// How much room the datastores have from now on, in bytes.
+    /// Sets how much room the datastores have, in bytes.
     pub fn set_free(&self, free: u64) {
         self.inside().free = Some(free);
     }
 
-    /// The datastore at a path is another one from now on.
+    /// Puts another datastore at a path.
     pub fn change_mark(&self, path: &std::path::Path) {
-        self.inside().world.marks.insert(path.to_owned(), DatastoreId::new());
+        self.inside().persisted.marks.insert(path.to_owned(), DatastoreId::new());
     }
 
-    /// Has the making of this disk fail after it has begun.
+    /// Makes the creation of this disk fail after it has begun.
     pub fn fail_disk(&self, disk: DiskId) {
         self.inside().fail_disks.insert(disk);
     }
 
-    /// The filter of a running VM dies: another one takes its place, or the VM stops when too many have died.
+    /// The filter of a running VM dies: a new one replaces it, or the VM stops when too many have died.
     pub fn kill_filter(&self, vm: VmId) {
         let now = Instant::now();
         let mut inside = self.inside();
-        inside.world.bitmaps.remove(&vm);
-        let Some(known) = inside.life.vms.get_mut(&vm) else { return };
+        inside.persisted.bitmaps.remove(&vm);
+        let Some(known) = inside.agent.vms.get_mut(&vm) else { return };
         if known.restarts.died("the simulated filter was killed".to_owned(), now) {
             known.restarts.served(now);
-            return inside.life.post(vm);
+            return inside.agent.publish(vm);
         }
         drop(inside);
         self.stop_guest(vm, StopReason::FilterDied);
     }
 
-    /// A running VM stops by itself, for this reason.
+    /// Stops a running VM for this reason.
     pub fn stop_guest(&self, vm: VmId, reason: StopReason) {
         let mut inside = self.inside();
-        if inside.world.guests.remove(&vm).is_some()
-            && let Some(known) = inside.life.vms.get_mut(&vm)
+        if inside.persisted.guests.remove(&vm).is_some()
+            && let Some(known) = inside.agent.vms.get_mut(&vm)
         {
             known.request = None;
             known.stop(reason, "the simulated guest has stopped");
-            inside.life.post(vm);
+            inside.agent.publish(vm);
         }
     }
 
-    /// Something that an operator should see of a VM, from now on.
+    /// Adds a notice to a VM.
     pub fn notice(&self, vm: VmId, notice: Notice) {
         let mut inside = self.inside();
-        if let Some(known) = inside.life.vms.get_mut(&vm) {
+        if let Some(known) = inside.agent.vms.get_mut(&vm) {
             known.notices.push(notice);
-            inside.life.post(vm);
+            inside.agent.publish(vm);
         }
     }
 
-    /// The disks in the world: what a test looks at to see that nothing is left over or lost.
+    /// The disks on the host: tests check that none is left over or lost.
     #[must_use]
     pub fn disks(&self) -> BTreeMap<DiskId, SimulatedDisk> {
-        self.inside().world.disks.clone()
+        self.inside().persisted.disks.clone()
     }
 
-    /// The files of exports: those that have their name, and how many have none yet.
+    /// The files of exports: the committed ones, and the number of those that are not.
     #[must_use]
     pub fn exports(&self) -> (Vec<PathBuf>, usize) {
-        self.inside().world.exports.files()
+        self.inside().persisted.exports.files()
     }
 
-    /// The guests that run.
+    /// The running guests.
     #[must_use]
     pub fn running(&self) -> Vec<VmId> {
-        self.inside().world.guests.keys().copied().collect()
+        self.inside().persisted.guests.keys().copied().collect()
     }
 
     /// The VMs that are registered.
     #[must_use]
     pub fn registered(&self) -> Vec<VmId> {
-        self.inside().life.vms.keys().copied().collect()
+        self.inside().agent.vms.keys().copied().collect()
     }
 
     /// The VMs whose key is held.
     #[must_use]
     pub fn keys_held(&self) -> Vec<VmId> {
         let inside = self.inside();
-        let held = inside.life.vms.iter().filter(|(_, known)| known.key_held);
+        let held = inside.agent.vms.iter().filter(|(_, known)| known.key_held);
         held.map(|(vm, _)| *vm).collect()
     }
 }
@@ -393,32 +393,32 @@ fn gone() -> Problem {
     Problem::new(ErrorCode::Unreachable, "the simulated host cannot be reached")
 }
 
-/// The host was reached and its answer was lost: the caller cannot know whether the request was carried out.
+/// The host was reached and its answer was lost: the caller cannot know whether the request was executed.
 fn lost() -> Problem {
     Problem { in_doubt: true, ..gone() }
 }
 
 impl Inside {
     fn restart(&mut self) {
-        let before = std::mem::replace(&mut self.life, Life::new());
+        let before = std::mem::replace(&mut self.agent, AgentState::new());
         before.ended.send_replace(true);
-        for (vm, (spec, _)) in &self.world.guests {
+        for (vm, (spec, _)) in &self.persisted.guests {
             let known = Known { power: Power::Running, ..Known::new(spec.clone()) };
-            self.life.vms.insert(*vm, known);
+            self.agent.vms.insert(*vm, known);
         }
         for (vm, before) in before.vms {
             if before.power == Power::Starting {
                 let mut known = Known::new(before.spec);
                 known.stop(StopReason::FoundDead, "the agent ended while the VM was being started");
-                self.life.vms.insert(vm, known);
+                self.agent.vms.insert(vm, known);
             } else if let Some(died) = before.died {
                 let (stopped, died) = (Some(died.clone()), Some(died));
                 let known = Known { stopped, died, ..Known::new(before.spec) };
-                self.life.vms.insert(vm, known);
+                self.agent.vms.insert(vm, known);
             }
         }
-        let vms: Vec<VmId> = self.life.vms.keys().copied().collect();
-        vms.into_iter().for_each(|vm| self.life.post(vm));
+        let vms: Vec<VmId> = self.agent.vms.keys().copied().collect();
+        vms.into_iter().for_each(|vm| self.agent.publish(vm));
     }
 
     fn describe(&self) -> HostDescription {
@@ -426,9 +426,9 @@ impl Inside {
             contract: self.contract,
             features: FEATURES.map(str::to_owned).to_vec(),
             vmseal: env!("CARGO_PKG_VERSION").to_owned(),
-            incarnation: self.life.board.incarnation(),
+            incarnation: self.agent.states.incarnation(),
             hostname: "simulated".to_owned(),
-            key_box: self.life.key_box.public(),
+            key_box: self.agent.key_box.public(),
             accelerator: Accelerator {
                 kind: AcceleratorKind::Tcg,
                 reason: "nothing runs on a simulated host".to_owned(),
@@ -445,13 +445,13 @@ impl Inside {
 
     /// The state of a VM, and the work in progress on it.
     fn situation(&self, vm: VmId) -> Result<Situation<'_>, Problem> {
-        let known = self.life.vms.get(&vm).ok_or_else(|| rules::unknown(vm))?;
+        let known = self.agent.vms.get(&vm).ok_or_else(|| rules::unknown(vm))?;
         let disks = known.spec.disks().map(|disk| disk.disk);
-        let exposed = disks.filter(|disk| self.life.exposed.has(*disk));
+        let exposed = disks.filter(|disk| self.agent.exposed.has(*disk));
         Ok(Situation {
             spec: &known.spec,
             power: known.power,
-            // That takes no time here.
+            // Key changes take no time here.
             changing_keys: false,
             disks: known
                 .jobs
@@ -462,7 +462,7 @@ impl Inside {
     }
 
     fn known(&mut self, vm: VmId) -> Result<&mut Known, Problem> {
-        self.life.vms.get_mut(&vm).ok_or_else(|| rules::unknown(vm))
+        self.agent.vms.get_mut(&vm).ok_or_else(|| rules::unknown(vm))
     }
 }
 

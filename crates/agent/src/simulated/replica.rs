@@ -1,4 +1,4 @@
-//! Replicas: each is the disk at once, as nothing is written, unless its place has become another's.
+//! Replicas: each is always complete, as nothing is written, unless another datastore is in its place.
 
 use vmseal_api::filter::ReplicaStatus;
 use vmseal_api::id::{DiskId, VmId};
@@ -9,7 +9,7 @@ use crate::rules;
 use crate::rules::exclusion::Action;
 
 impl Inside {
-    /// How that of a disk in use stands.
+    /// The status of the replica of a disk in use.
     pub fn replica(&self, vm: VmId, disk: DiskId) -> Result<ReplicaStatus, Problem> {
         let situation = self.situation(vm)?;
         let spec = situation.spec;

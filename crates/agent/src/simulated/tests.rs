@@ -15,7 +15,7 @@ fn fixture(directory: &tempfile::TempDir, host: &SimulatedHost) -> Fixture {
     Fixture {
         datastore: directory.path().to_owned(),
         image,
-        patience: Duration::from_secs(10),
+        timeout: Duration::from_secs(10),
         kill_filter: Box::new(move |vm| victims.kill_filter(vm)),
     }
 }
@@ -26,7 +26,7 @@ async fn the_simulated_host_keeps_the_contract() {
     let host = SimulatedHost::new();
     let mut first = true;
     host.set_heeds_shutdown(false);
-    contract::all_lives(fixture(&directory, &host), || {
+    contract::all_runs(fixture(&directory, &host), || {
         if !std::mem::take(&mut first) {
             host.restart();
         }
@@ -78,11 +78,11 @@ async fn wait(host: &SimulatedHost, wanted: impl Fn(&VmState) -> bool) -> VmStat
         }
         last = Some(state);
     }
-    panic!("it has not come");
+    panic!("timed out");
 }
 
 #[tokio::test]
-async fn faults_strike_where_they_are_planned_and_once() {
+async fn faults_occur_once_and_where_they_are_planned() {
     let (host, spec) = with_vm().await;
     let vm = spec.vm;
     let code = |result: Result<(), Problem>| result.unwrap_err().code;
@@ -105,7 +105,7 @@ async fn faults_strike_where_they_are_planned_and_once() {
 }
 
 #[tokio::test]
-async fn a_crash_voids_work_under_way_and_ends_long_polls() {
+async fn a_crash_cancels_work_in_progress_and_ends_long_polls() {
     let (host, spec) = with_vm().await;
     host.set_work(Duration::from_millis(50));
     host.power_on(spec.vm).await.unwrap();
@@ -120,11 +120,11 @@ async fn a_crash_voids_work_under_way_and_ends_long_polls() {
     let found = wait(&host, |state| state.power == Power::Off).await;
     assert_eq!(found.stopped.unwrap().reason, StopReason::FoundDead);
     tokio::time::sleep(Duration::from_millis(80)).await;
-    assert!(host.running().is_empty(), "work of an earlier life went on");
+    assert!(host.running().is_empty(), "work of an earlier agent continued");
 }
 
 #[tokio::test]
-async fn guests_stop_by_themselves_heed_or_do_not_and_hosts_vanish() {
+async fn guests_stop_or_ignore_the_button_and_hosts_vanish() {
     let (host, spec) = with_vm().await;
     let vm = spec.vm;
     host.power_on(vm).await.unwrap();

@@ -1,4 +1,4 @@
-//! What making, filling and exporting disks need of the host.
+//! What making, filling and exporting disks need from the host.
 
 use std::fs::File;
 use std::sync::Arc;
@@ -10,25 +10,25 @@ use crate::process::run_dir::ProcessDir;
 use crate::process::users::Users;
 use crate::storage::transfer::TransferDirectories;
 
-/// What an import needs of the host.
+/// The host's part of an import or export.
 #[derive(Clone)]
 pub struct DiskBuilder {
     /// The filter program.
     pub filter: Arc<File>,
-    /// Whom it may run as.
+    /// The users that it may run as.
     pub users: Users,
-    /// Where its sockets and logs are.
+    /// The directory of its sockets and logs.
     pub directory: ProcessDir,
     /// Where images may be read from.
     pub transfer: TransferDirectories,
 }
 
-/// A defect, or an error that has no name.
+/// A defect, or an error without a code of its own.
 pub fn internal(error: impl std::fmt::Display) -> Problem {
     Problem::new(ErrorCode::Internal, error.to_string())
 }
 
-/// Whether all of a disk's room is taken when it is made.
+/// Whether all of a disk's room is allocated when it is made.
 #[must_use]
 pub fn is_preallocated(disk: &DiskSpec) -> bool {
     disk.allocation == Allocation::Preallocated

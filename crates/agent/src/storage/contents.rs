@@ -1,8 +1,8 @@
-//! What is on a datastore: read, never written, and nothing of it believed.
+//! The scan of a datastore: it reads, never writes, and trusts nothing that it finds.
 //!
-//! Whoever can write to the datastore chooses names, kinds and contents. So links are not followed, pipes
-//! and devices are not opened, headers are read by the parser that hostile ones are tried on, and depth,
-//! entries, images and time are bounded.
+//! A writer to the datastore chooses names, kinds and contents. So links are not followed, pipes and devices
+//! are not opened, headers are read by the parser that is fuzzed with hostile ones, and depth, entries,
+//! images and time are bounded.
 
 use std::collections::HashSet;
 use std::ffi::OsStr;
@@ -29,28 +29,28 @@ use vmseal_luks::KeyReference;
 use crate::storage::home::{self, DESCRIPTOR};
 use crate::storage::mark::{self, MARKER};
 
-/// How deep directories are looked into: ours have one level, a copied tree a few.
+/// The depth of the scan: our directories have one level, a copied tree a few.
 const DEPTH_MAX: usize = 5;
 
 /// How long a scan may take; the server waits for a minute.
 const TIME_MAX: Duration = Duration::from_secs(40);
 
-/// How long a scan is waited for, whose time is looked at between two entries only.
-const PATIENCE: Duration = Duration::from_secs(50);
+/// How long the caller waits for a scan, which checks its time between two entries only.
+const TIMEOUT: Duration = Duration::from_secs(50);
 
-/// The longest key id that is repeated, in bytes; real ones are UUIDs or short numbers.
+/// The longest key id that is reported, in bytes; real ones are UUIDs or short numbers.
 const KEY_ID_MAX: usize = 256;
 
-/// The most tokens of one image that are listed; a header that vmseal made has one, or two for a while.
+/// The most tokens that are listed of one image; a header of vmseal's has one, or two for a while.
 const CLAIMS_MAX: usize = 4;
 
-/// The most bytes of paths and key ids in all: even if each becomes six in JSON, the answer is taken.
+/// The most bytes of paths and key ids in all: even at six bytes each in JSON, the answer is accepted.
 const TEXT_MAX: usize = 1536 * 1024;
 
-/// How the two copies of a LUKS header begin, and where.
+/// The magic numbers of the two copies of a LUKS header, and their places.
 const MAGICS: [(&[u8; 6], u64); 2] = [(b"LUKS\xba\xbe", 0), (b"SKUL\xba\xbe", 16 * 1024)];
 
-/// What bounds a scan.
+/// The bounds of a scan.
 #[derive(Clone, Copy)]
 struct Limits {
     images: usize,
@@ -58,12 +58,12 @@ struct Limits {
     until: Instant,
 }
 
-/// Looks at datastores, at each by one thread at a time.
+/// Scans datastores, each in one thread at a time.
 #[derive(Default)]
 pub struct Scanning(Arc<Mutex<HashSet<DatastoreId>>>);
 
 impl Scanning {
-    /// [`scan`], on a thread of its own.
+    /// [`scan`], in its own thread.
     ///
     /// # Errors
     /// Those of [`scan`]; `in-use` while another scan has not ended; `timed-out`.
@@ -79,7 +79,7 @@ impl Scanning {
             busy.lock().unwrap_or_else(PoisonError::into_inner).remove(&spec.datastore);
             contents
         });
-        match timeout(PATIENCE, looking).await {
+        match timeout(TIMEOUT, looking).await {
             Ok(Ok(contents)) => contents,
             Ok(Err(error)) => Err(Problem::new(ErrorCode::Internal, error.to_string())),
             Err(_) => {
@@ -90,7 +90,7 @@ impl Scanning {
     }
 }
 
-/// Looks at a datastore that is the right one. Blocks.
+/// Scans a datastore with the right mark. Blocks.
 ///
 /// # Errors
 /// `wrong-state` without its mark; as the file system.
@@ -112,7 +112,7 @@ fn scan_within(root: &Path, limits: Limits) -> io::Result<DatastoreContents> {
     Ok(contents)
 }
 
-/// A directory itself, and not what a link in its place leads to.
+/// The directory itself; a link in its place is not followed.
 fn open_directory(path: &Path) -> io::Result<File> {
     OpenOptions::new().read(true).custom_flags(libc::O_DIRECTORY | libc::O_NOFOLLOW).open(path)
 }
@@ -132,9 +132,9 @@ struct Scan {
 }
 
 impl Scan {
-    /// Looks at the entries of an open directory, which is at `place` within the datastore.
+    /// Scans an open directory, which is at `place` within the datastore.
     fn directory(&mut self, directory: &File, place: &Path, depth: usize) -> io::Result<()> {
-        // By its descriptor: the directory stays the one that was opened, whatever becomes of its name.
+        // By its descriptor, so that it stays the directory that was opened even if it is renamed.
         let here = PathBuf::from(format!("/proc/self/fd/{}", directory.as_raw_fd()));
         for entry in std::fs::read_dir(&here)? {
             if self.exhausted() {
@@ -157,11 +157,11 @@ impl Scan {
 
     fn below(&mut self, at: &Path, place: &Path, depth: usize) {
         if depth > DEPTH_MAX {
-            return self.incomplete(format!("{} is too deep to be looked into", place.display()));
+            return self.incomplete(format!("{} is too deep to be scanned", place.display()));
         }
         let looked = open_directory(at).and_then(|open| {
             if is_marked(&open) {
-                // Whose disks these are is that one's to say.
+                // These disks belong to the datastore within.
                 self.text += place.as_os_str().len();
                 self.contents.datastores.push(place.to_string_lossy().into_owned());
                 return Ok(());
@@ -236,7 +236,7 @@ impl Scan {
     }
 }
 
-/// What the name of a file says: `<vm id>/<disk id>.raw[.creating]` or `<vm id>/<disk id>.replica`.
+/// The meaning of a file's name: `<vm id>/<disk id>.raw[.creating]` or `<vm id>/<disk id>.replica`.
 fn named(place: &Path) -> Option<NamedImage> {
     let (home, file) = (place.parent()?, place.file_name()?.to_str()?);
     let vm: VmId = home.to_str()?.parse().ok()?;
@@ -251,7 +251,7 @@ fn named(place: &Path) -> Option<NamedImage> {
     Some(NamedImage { vm, disk, half_made, replica: false })
 }
 
-/// Whether it is a file of ours that is no image.
+/// Whether it is a file of vmseal's that is not an image.
 fn ours(place: &Path) -> bool {
     let of_home = place.parent().and_then(Path::to_str).is_some_and(|home| {
         let ours =
@@ -263,7 +263,7 @@ fn ours(place: &Path) -> bool {
     of_home || place == Path::new(MARKER)
 }
 
-/// Looks into a file; none when it is no regular file after all.
+/// Reads the head of a file; none when it is not a regular file after all.
 fn look(at: &Path) -> io::Result<Option<(std::fs::Metadata, ImageContent)>> {
     let file = OpenOptions::new()
         .read(true)
@@ -333,7 +333,7 @@ mod tests {
         vmseal_luks::create(&mut file, 1 << 20, &dek, &kek, &context, identity).unwrap();
     }
 
-    /// Paths, lengths, times of writing and allocated blocks of all that is there.
+    /// Paths, lengths, times of writing and allocated blocks of all files.
     fn look_of(root: &Path) -> Vec<(PathBuf, u64, i64, u64)> {
         let (mut found, mut todo) = (Vec::new(), vec![root.to_owned()]);
         while let Some(path) = todo.pop() {
@@ -349,7 +349,7 @@ mod tests {
     }
 
     #[test]
-    fn every_kind_of_file_is_told_for_what_it_is_and_left_as_it_is() {
+    fn every_kind_of_file_is_recognised_and_left_unchanged() {
         let (directory, spec) = store();
         let root = directory.path();
         let (vm, disk, plain, making) = (VmId::new(), DiskId::new(), DiskId::new(), DiskId::new());
@@ -361,7 +361,7 @@ mod tests {
         File::create(home.join(format!("{making}.raw.creating"))).unwrap();
         let copied = DiskId::new();
         encrypted(&home.join(format!("{copied}.replica")), vm, copied);
-        // What a replica may not have, and how far an import is: no images, and no strangers.
+        // A replica's map and an import's note: neither images nor others' files.
         File::create(home.join(format!("{disk}.map"))).unwrap();
         File::create(home.join(format!("{disk}.pair"))).unwrap();
         File::create(home.join(format!("{making}.raw.importing"))).unwrap();
@@ -431,7 +431,7 @@ mod tests {
     }
 
     #[test]
-    fn another_datastore_within_is_told_and_not_looked_into() {
+    fn another_datastore_within_is_reported_and_not_scanned() {
         let (directory, spec) = store();
         let inner = directory.path().join("vms/inner");
         let (vm, disk) = (VmId::new(), DiskId::new());

@@ -1,4 +1,4 @@
-//! Directory datastores: which one a directory is, how much room it has, and debris in it.
+//! Directory datastores: the mark that identifies one, its free room, and debris in it.
 //!
 //! ```text
 //! <path>/vmseal-datastore.json   which datastore this is
@@ -16,10 +16,10 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use crate::storage::home;
 use crate::storage::mark::{MARKER, check_marker, directory, failed, marked, marker, put, usage};
 
-/// How deep it is looked for datastores below a new one.
+/// How deep a new datastore is searched for others below it.
 const BELOW_DEPTH_MAX: usize = 5;
 
-/// How many entries are looked at for that: a full file system that becomes a datastore takes seconds.
+/// How many entries are searched: in a full file system that takes seconds.
 const BELOW_ENTRIES_MAX: usize = 200_000;
 
 /// Makes a datastore known: marks it at the first use, removes debris, and measures it.
@@ -39,7 +39,7 @@ pub fn probe(spec: &DatastoreSpec) -> Result<DatastoreUsage, Problem> {
     usage(path)
 }
 
-/// Answers as [`probe`] would, and changes nothing.
+/// Like [`probe`], without changing anything.
 ///
 /// # Errors
 /// Those of [`probe`].
@@ -56,12 +56,11 @@ pub fn examine(spec: &DatastoreSpec) -> Result<DatastoreUsage, Problem> {
     usage(path)
 }
 
-/// Sees that no datastore is above or below a place that is to be one: each would take the other's disks for
-/// its own.
+/// Checks that no datastore is above or below a new one: each would take the other's disks for its own.
 fn check_alone(place: &Path) -> Result<(), Problem> {
     let nested = |other: &Path| {
         let what = format!(
-            "{} is a datastore, and none may lie within another: name a directory beside it",
+            "{} is a datastore, and one datastore must not be inside another: name a directory beside it",
             other.display()
         );
         Err(Problem::invalid("location.path", what))
@@ -73,7 +72,7 @@ fn check_alone(place: &Path) -> Result<(), Problem> {
     }
     let (mut todo, mut entries) = (vec![(real, 0)], 0);
     while let Some((directory, depth)) = todo.pop() {
-        // What cannot be read is not ours: our directories are the agent's.
+        // An unreadable directory is not ours: our directories belong to the agent.
         for entry in std::fs::read_dir(&directory).into_iter().flatten().flatten() {
             entries += 1;
             if entries > BELOW_ENTRIES_MAX {
@@ -94,7 +93,7 @@ fn check_alone(place: &Path) -> Result<(), Problem> {
     Ok(())
 }
 
-/// How a datastore stands. Blocks, and for long where a file system hangs.
+/// Measures a datastore. Blocks, and for long where a file system hangs.
 #[must_use]
 pub fn condition(spec: &DatastoreSpec) -> DatastoreCondition {
     match marked(spec).and_then(usage) {
@@ -126,7 +125,7 @@ mod tests {
         let (directory, spec) = datastore();
         assert_eq!(Home::of(&spec, VmId::new()).unwrap_err().code, ErrorCode::WrongState);
         let looked_at = examine(&spec).unwrap();
-        assert!(!directory.path().join(MARKER).exists(), "looking at it has marked it");
+        assert!(!directory.path().join(MARKER).exists(), "examining it has marked it");
         let usage = probe(&spec).unwrap();
         assert_eq!(looked_at.capacity, usage.capacity);
         examine(&spec).unwrap();

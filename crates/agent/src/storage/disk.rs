@@ -1,10 +1,10 @@
-//! Making a disk and opening one: header, key, image, and what the inventory pins of it.
+//! Making and opening a disk: header, key, image, and the facts pinned in the inventory.
 //!
 //! ```text
 //! begin (sparse, locked, *.creating) ─► LUKS2 header ─► import through a filter ─► flush ─► rename
 //! ```
-//! Killed at any point, what is left is debris that the next attempt, a delete or a probe removes; or,
-//! once an import has noted how far it is ([`crate::storage::filling`]), that the next attempt goes on from.
+//! A kill at any point leaves debris, which the next attempt, a delete or a probe removes. Once an import has
+//! noted its progress ([`crate::storage::filling`]), the next attempt continues from there.
 
 use std::fs::File;
 use std::sync::Arc;
@@ -27,49 +27,51 @@ use crate::storage::filling::Filling;
 use crate::storage::home::Home;
 use crate::storage::image::Image;
 use crate::storage::locked::Access;
-use crate::storage::patience;
 use crate::storage::replica;
+use crate::storage::timed;
 use crate::storage::transfer::TransferDirectories;
 
-/// How much room is taken in one step, in bytes: a moment's work on most file systems.
+/// How much room is allocated in one step, in bytes: a moment's work on most file systems.
 const ALLOCATION_STEP: u64 = 1 << 30;
 
-/// What a disk is to be made with.
-pub struct Recipe {
+/// A disk to make.
+pub struct NewDisk {
     /// The VM.
     pub spec: VmSpec,
     /// The disk, one of the VM's.
     pub disk: DiskSpec,
-    /// The VM's KEK, where the disk is to be encrypted.
+    /// The VM's KEK, where the disk will be encrypted.
     pub kek: Option<SecretBytes>,
-    /// What to fill it from.
+    /// The image that it is filled from.
     pub source: Option<ImageSource>,
 }
 
-/// Makes a disk, or finds it made. `progress` is told bytes done and in all. Cancelling it ends an import;
-/// the short steps before and after run to their end, so that nothing is written behind the caller's back.
+/// Makes a disk, or finds it made. `progress` receives the bytes done and the total. Cancelling ends an
+/// import; the short steps before and after it run to their end, so that nothing is written after the caller
+/// has gone on.
 ///
 /// # Errors
-/// What is wrong; nothing half-made is left then.
+/// The problem; nothing half-made is left then.
 pub async fn create(
-    recipe: Recipe,
+    new_disk: NewDisk,
     builder: &DiskBuilder,
     progress: impl Fn(u64, u64) + Send,
     cancelled: oneshot::Receiver<()>,
 ) -> Result<DiskFacts, Problem> {
-    let (vm, made, place) = (recipe.spec.vm, recipe.disk.clone(), recipe.disk.datastore.clone());
+    let (vm, made, place) =
+        (new_disk.spec.vm, new_disk.disk.clone(), new_disk.disk.datastore.clone());
     let DatastoreLocation::Dir { path } = place.location.clone();
-    let home = patience::look(&path, move || Home::of(&place, vm)).await?;
-    // Not free for another process before this one's is gone.
+    let home = timed::call(&path, move || Home::of(&place, vm)).await?;
+    // The users are released only after this attempt's process has ended.
     let slot = builder.users.take().ok_or_else(too_many)?;
-    let result = make(recipe, &home, builder, &slot, progress, cancelled).await;
+    let result = make(new_disk, &home, builder, &slot, progress, cancelled).await;
     if result.is_err() {
         discard(&home, builder, vm, &made).await;
     }
     result
 }
 
-/// Removes what an attempt has left; the filter that held the image's lock goes first.
+/// Removes what an attempt has left; first the filter, which holds the image's lock.
 async fn discard(home: &Home, builder: &DiskBuilder, vm: VmId, made: &DiskSpec) {
     let disk = made.disk;
     if let Err(error) = builder.directory.sweep().await {
@@ -86,19 +88,19 @@ async fn discard(home: &Home, builder: &DiskBuilder, vm: VmId, made: &DiskSpec) 
 }
 
 async fn make(
-    recipe: Recipe,
+    new_disk: NewDisk,
     home: &Home,
     builder: &DiskBuilder,
     slot: &Slot,
     progress: impl Fn(u64, u64) + Send,
     mut cancelled: oneshot::Receiver<()>,
 ) -> Result<DiskFacts, Problem> {
-    let image = open_source(recipe.source.clone(), &recipe.disk, &builder.transfer).await?;
-    let (spec, disk) = (recipe.spec.clone(), recipe.disk.clone());
+    let image = open_source(new_disk.source.clone(), &new_disk.disk, &builder.transfer).await?;
+    let (spec, disk) = (new_disk.spec.clone(), new_disk.disk.clone());
     let vm = spec.vm;
     let place = home.clone();
     let (begun, image) = spawn_blocking(move || {
-        begin(&recipe, &place, image.as_ref()).map(|attempt| (attempt, image))
+        begin(&new_disk, &place, image.as_ref()).map(|attempt| (attempt, image))
     })
     .await
     .map_err(internal)??;
@@ -106,7 +108,7 @@ async fn make(
         Attempt::Whole(facts) => return Ok(facts),
         Attempt::Begun(begun) => begun,
     };
-    // Before the long work: it would be in vain.
+    // Before the long work, which would be in vain.
     replica::examine(&disk).await?;
     if is_preallocated(&disk) {
         let file = file.try_clone().map_err(internal)?;
@@ -124,13 +126,13 @@ async fn make(
         };
         tokio::select! {
             filled = filling.run(from, builder, slot, progress) => {
-                filled.map_err(|problem| told_if_full(home, problem))?;
+                filled.map_err(|problem| explained_if_full(home, problem))?;
             }
             Ok(()) = cancelled => return Err(removed_meanwhile()),
         }
     }
-    // It was filled without its replica, so no map is to be believed. One that cannot be made now is made by
-    // whoever writes first: it is not worth a long import.
+    // It was filled without its replica, so no map may be believed. A replica that cannot be made
+    // now is made by the next writer: that is not worth failing a long import.
     drop(replica::for_writer(&spec, &disk, &file, data_offset(&facts)).await?);
     let place = home.clone();
     spawn_blocking(move || place.finish(disk.disk, &file)).await.map_err(internal)??;
@@ -141,7 +143,7 @@ fn removed_meanwhile() -> Problem {
     Problem::new(ErrorCode::Cancelled, "the disk was removed while it was being made")
 }
 
-/// Takes the room of the whole image, part by part: where that is slow it is seen and can be ended.
+/// Allocates the whole image, part by part: where that is slow, progress is visible and it can be cancelled.
 async fn take_room(
     home: &Home,
     disk: DiskId,
@@ -164,7 +166,7 @@ async fn take_room(
     Ok(())
 }
 
-fn told_if_full(home: &Home, problem: Problem) -> Problem {
+fn explained_if_full(home: &Home, problem: Problem) -> Problem {
     if !home.is_full() {
         return problem;
     }
@@ -172,10 +174,10 @@ fn told_if_full(home: &Home, problem: Problem) -> Problem {
     Problem::new(ErrorCode::NoSpace, what)
 }
 
-/// Sees that a disk could be made now; makes nothing.
+/// Checks that a disk could be made now; makes nothing.
 ///
 /// # Errors
-/// What [`create`] would end with, as far as that can be known before.
+/// The error that [`create`] would return, as far as that can be known before.
 pub async fn examine(
     disk: DiskSpec,
     source: Option<ImageSource>,
@@ -183,10 +185,10 @@ pub async fn examine(
 ) -> Result<(), Problem> {
     let DatastoreLocation::Dir { path } = disk.datastore.location.clone();
     let place = disk.datastore.clone();
-    let home = patience::look(&path, move || Home::of(&place, VmId::new())).await?;
+    let home = timed::call(&path, move || Home::of(&place, VmId::new())).await?;
     let image = open_source(source, &disk, transfer).await?;
     replica::examine(&disk).await?;
-    patience::look(&path, move || check_room(&home, &disk, image.as_ref())).await
+    timed::call(&path, move || check_room(&home, &disk, image.as_ref())).await
 }
 
 async fn open_source(
@@ -196,10 +198,10 @@ async fn open_source(
 ) -> Result<Option<Image>, Problem> {
     let Some(source) = source else { return Ok(None) };
     let (path, disk, transfer) = (source.path.clone(), disk.clone(), transfer.clone());
-    patience::look(&path, move || Image::open(&source, &disk, &transfer).map(Some)).await
+    timed::call(&path, move || Image::open(&source, &disk, &transfer).map(Some)).await
 }
 
-/// Sees that there is the room that is taken while a disk is made.
+/// Checks that there is the room that making a disk needs.
 fn check_room(home: &Home, disk: &DiskSpec, image: Option<&Image>) -> Result<(), Problem> {
     let header = if disk.encrypted { vmseal_luks::DATA_OFFSET } else { 0 };
     match image {
@@ -220,19 +222,19 @@ struct Begun {
     file: File,
     facts: DiskFacts,
     key: Option<SecretBytes>,
-    /// What is before it is there already, from an earlier attempt; in bytes.
+    /// The bytes before it are there already, from an earlier attempt.
     from: u64,
 }
 
 enum Attempt {
-    /// It is there.
+    /// The disk is made already.
     Whole(DiskFacts),
     Begun(Begun),
 }
 
-fn begin(recipe: &Recipe, home: &Home, image: Option<&Image>) -> Result<Attempt, Problem> {
-    let (spec, disk) = (&recipe.spec, &recipe.disk);
-    let encryption = match (disk.encrypted, &recipe.kek, &spec.key) {
+fn begin(new_disk: &NewDisk, home: &Home, image: Option<&Image>) -> Result<Attempt, Problem> {
+    let (spec, disk) = (&new_disk.spec, &new_disk.disk);
+    let encryption = match (disk.encrypted, &new_disk.kek, &spec.key) {
         (false, ..) => None,
         (true, Some(kek), Some(reference)) => Some((kek, reference)),
         _ => return Err(internal("an encrypted disk was begun without its key")),
@@ -245,9 +247,9 @@ fn begin(recipe: &Recipe, home: &Home, image: Option<&Image>) -> Result<Attempt,
         match go_on(spec.vm, disk, home, image, encryption) {
             Ok(Some(begun)) => return Ok(Attempt::Begun(begun)),
             Ok(None) => {}
-            // It is made anew; who works on it is found out then.
+            // It is made again from the beginning. If another process works on it, that shows then.
             Err(problem) => {
-                tracing::info!(vm = %spec.vm, disk = %disk.disk, %problem, "no going on");
+                tracing::info!(vm = %spec.vm, disk = %disk.disk, %problem, "an interrupted import cannot be continued");
             }
         }
     }
@@ -265,7 +267,7 @@ fn begin(recipe: &Recipe, home: &Home, image: Option<&Image>) -> Result<Attempt,
     Ok(Attempt::Begun(Begun { file, facts: to_api(&facts), key: Some(dek), from: 0 }))
 }
 
-/// What an interrupted import of the same image has left, if it has noted how far it was.
+/// The unfinished disk of an interrupted import of the same image, if its progress was noted.
 fn go_on(
     vm: VmId,
     disk: &DiskSpec,
@@ -275,15 +277,15 @@ fn go_on(
 ) -> Result<Option<Begun>, Problem> {
     let Some((file, note)) = home.noted(disk.disk)? else { return Ok(None) };
     if note.image != image.identity {
-        let what = "the image is another one, or was changed, since its import was interrupted";
+        let what = "the image was replaced or changed since its import was interrupted";
         return Err(Problem::new(ErrorCode::WrongState, what));
     }
     let (facts, key) = check_whole(&file, vm, disk, encryption)?;
-    tracing::info!(%vm, disk = %disk.disk, from = note.durable, "an interrupted import goes on");
+    tracing::info!(%vm, disk = %disk.disk, from = note.durable, "an interrupted import continues");
     Ok(Some(Begun { file, facts, key, from: note.durable }))
 }
 
-/// A disk that is there already has to be the one that would have been made. With its DEK.
+/// Checks that a disk that exists is the one that would have been made. Returns its DEK.
 fn check_whole(
     file: &File,
     vm: VmId,
@@ -328,7 +330,7 @@ pub fn to_api(facts: &Facts) -> DiskFacts {
     }
 }
 
-/// The pinned facts as crate luks has them; none for a raw disk.
+/// The pinned facts in the type of crate luks; none for a raw disk.
 pub(crate) fn from_api(disk: &DiskSpec, facts: &DiskFacts) -> Option<Facts> {
     match facts {
         DiskFacts::Raw => None,
@@ -344,7 +346,7 @@ pub(crate) fn from_api(disk: &DiskSpec, facts: &DiskFacts) -> Option<Facts> {
     }
 }
 
-/// What a header's error is called outside.
+/// The API's error for a header's error.
 pub(crate) fn header_problem(disk: &DiskSpec, error: &HeaderError) -> Problem {
     let code = match error {
         HeaderError::OtherKey { .. } | HeaderError::WrongKek(_) => ErrorCode::KeyMismatch,
@@ -381,9 +383,9 @@ pub struct Open {
     pub file: File,
     /// Where the guest's first byte is, in bytes.
     pub offset: u64,
-    /// The DEK, to be passed on, and what holes mean; none in the clear.
+    /// The DEK as a descriptor, and what holes mean; none for a plain disk.
     pub key: Option<(SecretFd, Holes)>,
-    /// What an operator should see.
+    /// A notice for operators.
     pub notice: Option<Notice>,
 }
 
@@ -402,7 +404,8 @@ fn open_image(spec: &VmSpec, disk: &DiskSpec, access: Access) -> Result<File, Pr
     })
 }
 
-/// Opens the image of an encrypted disk for reading, without its key; also gives its length in bytes. Blocks.
+/// Opens the image of an encrypted disk for reading, without its key; also returns its length in bytes.
+/// Blocks.
 ///
 /// # Errors
 /// `damaged`, `in-use`, `not-found`.
@@ -430,10 +433,10 @@ pub fn open(
 ) -> Result<Open, Problem> {
     let file = open_image(spec, disk, access)?;
     let Some(pinned) = from_api(disk, facts) else {
-        // What is to be encrypted is never opened in the clear, whatever the datastore holds.
+        // An encrypted disk is never opened as a plain one, whatever the datastore holds.
         if disk.encrypted {
             let what = format!(
-                "disk '{}' is to be encrypted, and the inventory says that its image is raw: was an old inventory restored?",
+                "disk '{}' must be encrypted, and the inventory says that its image is raw: was an old inventory restored?",
                 disk.name
             );
             return Err(Problem::new(ErrorCode::Damaged, what));
@@ -456,7 +459,7 @@ pub fn open(
         code: NoticeCode::HeaderCopyDamaged,
         disk: Some(disk.disk),
         detail: format!(
-            "disk '{}': {notice}. Stop the VM and give it a new key, which writes both copies anew: vmseal vm recrypt {}",
+            "disk '{}': {notice}. Stop the VM and give it a new key, which writes both copies again: vmseal vm recrypt {}",
             disk.name, spec.name
         ),
     });
@@ -534,9 +537,9 @@ mod tests {
         ) -> Result<DiskFacts, Problem> {
             let kek = Some(self.kek.try_clone().unwrap());
             let disk = self.spec.disk_at(index).unwrap().clone();
-            let recipe = Recipe { spec: self.spec.clone(), disk, kek, source };
+            let new_disk = NewDisk { spec: self.spec.clone(), disk, kek, source };
             let (_running, cancelled) = oneshot::channel();
-            create(recipe, &self.builder, |_, _| {}, cancelled).await
+            create(new_disk, &self.builder, |_, _| {}, cancelled).await
         }
 
         fn open(&self, index: usize, facts: &DiskFacts) -> Result<Open, Problem> {
@@ -596,7 +599,7 @@ mod tests {
                 !home.image(bench.spec.disk_at(index).unwrap().disk).parent().unwrap().exists()
             );
         }
-        // The same, thin: the room is not asked for.
+        // The same with thin allocation: the room is not required.
         bench.spec.disk_at_mut(1).unwrap().allocation = Allocation::Thin;
         bench.spec.disk_at_mut(1).unwrap().size = 1 << 40;
         bench.create(1).await.unwrap();
@@ -623,7 +626,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_is_wrong_with_a_disk_is_told_and_nothing_is_written() {
+    async fn a_defect_of_a_disk_is_reported_and_nothing_is_written() {
         let mut bench = bench();
         let facts = bench.create(0).await.unwrap();
         assert_eq!(bench.open(0, &DiskFacts::Raw).unwrap_err().code, ErrorCode::Damaged);

@@ -1,6 +1,6 @@
-//! Changing the keys that open a VM's disks: their headers alone, each in the order that survives a power cut
-//! at any point (crate luks). The VM is off. All its encrypted disks are opened and their locks held before the
-//! first is written: one that is missing, damaged or in use changes nothing.
+//! Changing the keys that open a VM's disks. Only the headers are written, in an order that survives a power
+//! cut at any point (crate luks). The VM is off. All its encrypted disks are opened and locked before the
+//! first is written: one that is missing, damaged or in use fails the change before anything is written.
 //!
 //! ```text
 //!             add(new)                registered with the new one           drop_others
@@ -19,11 +19,11 @@ use crate::rules;
 use crate::storage::disk;
 use crate::storage::home::Home;
 use crate::storage::locked::Access;
-use crate::storage::replica;
+use crate::storage::replica::ReplicaHeader;
 
 /// A disk whose header may be changed.
-struct Header<'a> {
-    replica: Option<replica::Header>,
+struct DiskHeader<'a> {
+    replica: Option<ReplicaHeader>,
     disk: &'a DiskSpec,
     facts: Facts,
     /// The image, its lock held.
@@ -35,11 +35,11 @@ pub struct DiskKeys<'a> {
     spec: &'a VmSpec,
     registered: &'a KeyReference,
     kek: &'a SecretBytes,
-    headers: Vec<Header<'a>>,
+    headers: Vec<DiskHeader<'a>>,
 }
 
 impl<'a> DiskKeys<'a> {
-    /// Opens them all. Blocks.
+    /// Opens all of them. Blocks.
     ///
     /// # Errors
     /// As [`disk::open`]; `wrong-state` when one has not been made.
@@ -58,17 +58,17 @@ impl<'a> DiskKeys<'a> {
             let pinned = disk.facts.as_ref().ok_or_else(unmade)?;
             let file = disk::open(spec, disk, pinned, Some(kek), access)?.file;
             let facts = disk::from_api(disk, pinned).ok_or_else(unmade)?;
-            let replica = replica::Header::open(spec, disk)?;
-            Ok(Header { replica, disk, facts, file })
+            let replica = ReplicaHeader::open(spec, disk)?;
+            Ok(DiskHeader { replica, disk, facts, file })
         };
         let headers = encrypted.map(header).collect::<Result<_, Problem>>()?;
         Ok(Self { spec, registered, kek, headers })
     }
 
-    /// Lets them open with another KEK beside the registered one. Blocks.
+    /// Adds another KEK that opens them beside the registered one. Blocks.
     ///
     /// # Errors
-    /// `damaged`, `no-space`; all of them open with the registered one still.
+    /// `damaged`, `no-space`; all of them still open with the registered one.
     pub fn add(&mut self, other: &KeyReference, kek: &SecretBytes) -> Result<(), Problem> {
         let held = (self.kek, &keys::context(self.spec.vm, self.registered));
         let added = (kek, &keys::context(self.spec.vm, other));
@@ -80,7 +80,7 @@ impl<'a> DiskKeys<'a> {
             };
             let left = known.iter().any(|token| !is(token, self.registered) && !is(token, other));
             let (file, facts) = (&mut header.file, &header.facts);
-            // What an attempt left that was given up: there is room for one other key.
+            // An abandoned attempt may have left another key, and there is room for one only.
             if left {
                 vmseal_luks::drop_other_keks(file, facts, held.0, held.1).map_err(failed)?;
             }
@@ -89,12 +89,13 @@ impl<'a> DiskKeys<'a> {
         self.tell_replicas()
     }
 
-    /// Leaves the registered KEK as the only one. Blocks.
+    /// Removes all KEKs but the registered one. Blocks.
     ///
     /// # Errors
     /// As [`DiskKeys::add`].
     pub fn drop_others(&mut self) -> Result<(), Problem> {
-        // For whoever has nothing but the datastore: before the key that is named there is gone.
+        // The descriptor is updated before the key that it names is removed, for readers that have nothing
+        // but the datastore.
         for header in &self.headers {
             let here = &header.disk.datastore;
             Home::of(here, self.spec.vm)?.describe(self.spec, here)?;
@@ -107,9 +108,9 @@ impl<'a> DiskKeys<'a> {
         self.tell_replicas()
     }
 
-    /// Whoever asked counts on it that the replicas open as the disks do.
+    /// The caller relies on the replicas opening with the same keys as the disks.
     fn tell_replicas(&self) -> Result<(), Problem> {
-        for Header { replica, disk, facts, file } in &self.headers {
+        for DiskHeader { replica, disk, facts, file } in &self.headers {
             if let Some(replica) = replica {
                 replica.copy(self.spec, disk, file, facts.data_offset)?;
             }
@@ -129,6 +130,7 @@ mod tests {
 
     use super::*;
     use crate::storage::datastore;
+    use crate::storage::replica;
 
     /// All that comes before the data of a disk.
     const HEAD: usize = vmseal_luks::DATA_OFFSET as usize;
@@ -205,7 +207,7 @@ mod tests {
             (keys::reference_of(&kek, self.spec.vm, id), kek)
         }
 
-        /// The VM is registered with another key from now on.
+        /// Registers the VM with another key.
         fn switch(
             &mut self,
             (key, kek): (KeyReference, SecretBytes),
@@ -260,7 +262,7 @@ mod tests {
         let after = std::fs::read(bench.image(0)).unwrap();
         assert!(is_equal(&bench) && after != before);
         bench.switch(new);
-        // Before anything is changed: what cannot be told to a replica is not done to its disk.
+        // If the replica is in use, nothing is changed.
         let held = there.open_replica(disk.disk).unwrap();
         assert_eq!(bench.open().err().unwrap().code, ErrorCode::InUse);
         assert!(std::fs::read(bench.image(0)).unwrap() == after);
@@ -269,7 +271,8 @@ mod tests {
         assert!(is_equal(&bench), "the key that was dropped opens the replica");
     }
 
-    /// The last disk is gone, in use, damaged, not made, or on a datastore that is not there: no other is touched.
+    /// The last disk is gone, in use, damaged, not made, or on a datastore that is not mounted: no other is
+    /// changed.
     #[test]
     fn one_disk_that_cannot_be_opened_leaves_all_as_they_were() {
         type Spoil = fn(&mut Bench) -> Option<File>;
@@ -295,7 +298,7 @@ mod tests {
                 let place = bench.directory.path();
                 std::fs::rename(place.join("two"), place.join("elsewhere")).unwrap();
                 std::fs::create_dir(place.join("two")).unwrap();
-                // Those on it cannot be looked at; the others come first.
+                // Disks on it cannot be examined; the others come first.
                 bench.spec.devices.swap(1, 2);
                 None
             }),

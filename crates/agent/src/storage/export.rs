@@ -1,10 +1,10 @@
-//! Writing a disk to a file of the host's, for whoever takes it elsewhere.
+//! Exports: writing a disk to a file on the host.
 //!
 //! ```text
 //! .NAME.vmseal-ID (new, 0600) ─► [LUKS2 header] ─► written by a filter ─► flushed    | commit: NAME
 //! ```
-//! The file has another name until it is whole; that name follows from the export's id, so that whoever
-//! repeats or calls off the export finds what an earlier attempt has left.
+//! Until it is complete the file has another name, derived from the export's id, so that a repeated or
+//! cancelled export finds what an earlier attempt has left.
 
 use std::ffi::OsString;
 use std::fs::{File, OpenOptions};
@@ -24,7 +24,6 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::transfer::ExportFormat;
 use vmseal_secret::{DEK_LEN, SecretBytes};
 
-use crate::atomic_file;
 use crate::filter::{self, Control, Volume};
 use crate::process::users::Slot;
 use crate::rules;
@@ -34,39 +33,40 @@ use crate::storage::exported::Exported;
 use crate::storage::filling;
 use crate::storage::locked::Access;
 use crate::storage::mark::usage;
-use crate::storage::transfer::{Parent, Refused, TransferDirectories};
+use crate::storage::transfer::{Parent, TransferDirectories, TransferError};
+use vmseal_api::atomic_file;
 
-/// How often an export is asked how far it is.
+/// How often an export is asked for its progress.
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(100);
 
-/// An export: whose, where to, and as what.
+/// An export: its task, target and format.
 #[derive(Clone, Debug)]
 pub struct Export {
-    /// The task, by which what has no name yet is known.
+    /// The task, from which the unfinished file's name is derived.
     pub task: TaskId,
-    /// What it asks for.
+    /// The job.
     pub job: ExportJob,
 }
 
-/// What is to be exported.
-pub struct Order {
+/// A disk to export.
+pub struct ExportRequest {
     /// The VM.
     pub spec: VmSpec,
     /// The disk, one of the VM's.
     pub disk: DiskSpec,
-    /// What is pinned of it.
+    /// The facts that are pinned of it.
     pub facts: DiskFacts,
     /// The VM's KEK, where the disk is encrypted.
     pub kek: Option<SecretBytes>,
-    /// Where to, and as what.
+    /// The export.
     pub export: Export,
     /// The passphrase of a LUKS2 file.
     pub passphrase: Option<SecretBytes>,
-    /// Where it is on record.
+    /// The path of its record.
     pub record: PathBuf,
 }
 
-/// The name of the file until it is whole.
+/// The name of the unfinished file.
 fn unnamed(export: &Export) -> PathBuf {
     let mut name = OsString::from(".");
     name.push(export.job.to.file_name().unwrap_or_default());
@@ -74,7 +74,7 @@ fn unnamed(export: &Export) -> PathBuf {
     export.job.to.with_file_name(name)
 }
 
-/// A file in the directory that is open, by the name that it has in `path`.
+/// A file in an open directory, by the name that it has in `path`.
 fn within(parent: &Parent, path: &Path) -> PathBuf {
     parent.path().join(path.file_name().unwrap_or_default())
 }
@@ -82,8 +82,8 @@ fn within(parent: &Parent, path: &Path) -> PathBuf {
 fn parent(export: &Export, allowed: &TransferDirectories) -> Result<Parent, Problem> {
     rules::check_export(&export.job)?;
     allowed.parent(&export.job.to).map_err(|refused| match refused {
-        Refused::Outside(why) => Problem::invalid("to", why),
-        Refused::File(error) => failed(&export.job.to, "made", &error),
+        TransferError::Outside(why) => Problem::invalid("to", why),
+        TransferError::File(error) => failed(&export.job.to, "made", &error),
     })
 }
 
@@ -104,7 +104,7 @@ fn taken(path: &Path) -> Problem {
     Problem::new(ErrorCode::AlreadyExists, what)
 }
 
-/// Sees that an export can begin: this host may write there, and nothing is there under its name.
+/// Checks that an export can begin: this host may write there, and there is no file of its name.
 ///
 /// # Errors
 /// `invalid-request`, `already-exists`.
@@ -120,18 +120,18 @@ fn nothing_has_its_name(export: &Export, parent: &Parent) -> Result<(), Problem>
     }
 }
 
-/// Writes the file, not yet under its name, and flushes it. `progress` is told bytes done and in all.
+/// Writes and flushes the unfinished file. `progress` receives the bytes done and the total.
 ///
 /// # Errors
-/// What is wrong; nothing is left then.
+/// The problem; nothing is left then.
 pub async fn write(
-    order: Order,
+    request: ExportRequest,
     builder: &DiskBuilder,
     progress: impl Fn(u64, u64) + Send,
     cancelled: oneshot::Receiver<()>,
 ) -> Result<(), Problem> {
-    let (export, record) = (order.export.clone(), order.record.clone());
-    let written = attempt(order, builder, progress, cancelled).await;
+    let (export, record) = (request.export.clone(), request.record.clone());
+    let written = attempt(request, builder, progress, cancelled).await;
     if written.is_err() {
         // The filter first: it has the file open.
         if let Err(error) = builder.directory.sweep().await {
@@ -140,38 +140,38 @@ pub async fn write(
         if let Err(problem) = remove(&export, &record, &builder.transfer)
             && !matches!(problem.code, ErrorCode::NotFound | ErrorCode::AlreadyExists)
         {
-            tracing::warn!(export = %export.task, %problem, "a half-written export is left");
+            tracing::warn!(export = %export.task, %problem, "an unfinished export is left");
         }
     }
     written
 }
 
 async fn attempt(
-    order: Order,
+    request: ExportRequest,
     builder: &DiskBuilder,
     progress: impl Fn(u64, u64) + Send,
     cancelled: oneshot::Receiver<()>,
 ) -> Result<(), Problem> {
     let slot = builder.users.take().ok_or_else(builder::too_many)?;
     let directory = &builder.directory;
-    // Whatever an earlier attempt has left running lets go of the disk.
+    // A filter of an earlier attempt is ended, which releases the disk.
     directory.renew().await.map_err(internal)?;
-    let (vm, export, record) = (order.spec.vm, order.export.clone(), order.record.clone());
-    // Short, and not to be cancelled: a file must not come to be behind the back of whoever removes it.
+    let (vm, export, record) = (request.spec.vm, request.export.clone(), request.record.clone());
+    // Short, and not cancelled: no file may be created after whoever removes the export has looked.
     let allowed = builder.transfer.clone();
-    let begun = spawn_blocking(move || begin(order, &allowed));
+    let begun = spawn_blocking(move || begin(request, &allowed));
     let (target, disk) = begun.await.map_err(internal)??;
     tokio::select! {
         written = fill(vm, &export, disk, builder, &slot, progress) => written?,
         Ok(()) = cancelled => {
-            return Err(Problem::new(ErrorCode::Cancelled, "the export was called off"));
+            return Err(Problem::new(ErrorCode::Cancelled, "the export was cancelled"));
         }
     }
     let flushed = move || target.sync_all().and_then(|()| Exported::written(&record));
     spawn_blocking(flushed).await.map_err(internal)?.map_err(internal)
 }
 
-/// Has a filter of its own write the file.
+/// Has a new filter write the file.
 async fn fill(
     vm: VmId,
     export: &Export,
@@ -192,7 +192,9 @@ async fn fill(
         match status.disks.into_iter().next().map(|disk| disk.state) {
             Some(DiskActivity::Exporting { done, total }) => progress(done, total),
             Some(DiskActivity::Idle) => break,
-            Some(DiskActivity::Failed { message }) => return Err(told_if_full(export, message)),
+            Some(DiskActivity::Failed { message }) => {
+                return Err(explained_if_full(export, message));
+            }
             other => return Err(internal(format!("the filter of an export says {other:?}"))),
         }
         tokio::time::sleep(PROGRESS_INTERVAL).await;
@@ -202,9 +204,9 @@ async fn fill(
     directory.sweep().await.map_err(internal)
 }
 
-fn told_if_full(export: &Export, message: String) -> Problem {
+fn explained_if_full(export: &Export, message: String) -> Problem {
     let directory = export.job.to.parent().unwrap_or(Path::new("/"));
-    // As much as a file system may keep to itself.
+    // The part of the room that a file system may keep for itself.
     let full = usage(directory).is_ok_and(|usage| usage.free < 16 << 20);
     if !full {
         return internal(message);
@@ -214,10 +216,13 @@ fn told_if_full(export: &Export, message: String) -> Problem {
 }
 
 /// Opens the disk and makes the file, with its header where it has one.
-fn begin(order: Order, allowed: &TransferDirectories) -> Result<(File, filter::Disk), Problem> {
-    let Order { spec, disk, facts, kek, export, passphrase, record } = order;
+fn begin(
+    request: ExportRequest,
+    allowed: &TransferDirectories,
+) -> Result<(File, filter::Disk), Problem> {
+    let ExportRequest { spec, disk, facts, kek, export, passphrase, record } = request;
     let (Open { file, offset, key, .. }, size) = match export.job.format {
-        // All of the image, as it is: its ciphertext is the disk that is written out.
+        // The whole image as it is: its ciphertext is what is exported.
         ExportFormat::Sealed => {
             let (file, length) = disk::open_sealed(&spec, &disk, &facts)?;
             (Open { file, offset: 0, key: None, notice: None }, length)
@@ -256,7 +261,7 @@ fn begin(order: Order, allowed: &TransferDirectories) -> Result<(File, filter::D
     Ok((target, disk))
 }
 
-/// Makes the file; what an earlier attempt has left is removed.
+/// Makes the file; removes what an earlier attempt has left.
 fn make(
     export: &Export,
     needed: u64,
@@ -284,7 +289,7 @@ fn make(
         .custom_flags(libc::O_NOFOLLOW)
         .open(&path)
         .map_err(|error| failed(&export.job.to, "made", &error))?;
-    // Before anything is in it: from here on it is found again.
+    // The record is written before any data, so that the file is found again from here on.
     Exported::begun(export.task, &shown, &file)
         .and_then(|begun| begun.write(record))
         .map_err(|error| failed(record, "written", &error))?;
@@ -295,21 +300,21 @@ fn make(
     let _ = std::fs::remove_file(&path);
     let directory = export.job.to.parent().unwrap_or(Path::new("/"));
     let what = format!(
-        "{needed} bytes are needed in {} and {free} are free: make room, or name another place",
+        "{needed} bytes are needed in {} and {free} are free: make room, or choose another place",
         directory.display()
     );
     Err(Problem::new(ErrorCode::NoSpace, what))
 }
 
-/// Whether what has an export's name is the export.
+/// Which file has the export's final name.
 enum NameHolder {
-    /// Nothing has it.
+    /// There is none.
     Free,
-    /// It is the file that was written.
+    /// The exported file.
     Export,
-    /// It is another one.
+    /// Another file.
     Other,
-    /// The host was restarted: nothing is on record.
+    /// Unknown: the host was restarted, and nothing is on record.
     Unknown,
 }
 
@@ -324,20 +329,20 @@ fn named(export: &Export, record: &Path, parent: &Parent) -> NameHolder {
     }
 }
 
-/// Whether it is the export is for somebody who looks at it to say.
-fn untold(to: &Path) -> Problem {
+/// The operator must find out whether it is the exported file.
+fn name_in_doubt(to: &Path) -> Problem {
     let what = format!(
-        "{} is there, and whether it is what was exported is not known any more: look at it",
+        "{} exists, and it is no longer known whether it is the exported file: check it",
         to.display()
     );
     Problem::new(ErrorCode::AlreadyExists, what)
 }
 
-/// Gives a written file its name, which nothing has yet. One that has it already is left as it is.
+/// Gives a written file its final name. A file that already has that name is not replaced.
 ///
 /// # Errors
-/// `already-exists` when something else has the name, or what cannot be told; `not-found` when there is
-/// nothing to be named.
+/// `already-exists` when another file has the name, or when that is unknown; `not-found` when there is no
+/// written file.
 pub fn name(export: &Export, record: &Path, allowed: &TransferDirectories) -> Result<(), Problem> {
     let (parent, to) = (parent(export, allowed)?, &export.job.to);
     let (from, new) = (within(&parent, &unnamed(export)), within(&parent, to));
@@ -345,9 +350,9 @@ pub fn name(export: &Export, record: &Path, allowed: &TransferDirectories) -> Re
         Ok(()) => {}
         Err(Errno::EEXIST) => return Err(taken(to)),
         Err(Errno::ENOENT) => match named(export, record, &parent) {
-            // The answer was lost.
+            // The answer to an earlier request was lost.
             NameHolder::Export => {}
-            NameHolder::Unknown => return Err(untold(to)),
+            NameHolder::Unknown => return Err(name_in_doubt(to)),
             NameHolder::Free | NameHolder::Other => {
                 let what =
                     format!("what was exported to {} is gone: export it again", to.display());
@@ -359,11 +364,11 @@ pub fn name(export: &Export, record: &Path, allowed: &TransferDirectories) -> Re
     atomic_file::flush_directory_of(&new).map_err(|error| failed(to, "named", &error))
 }
 
-/// Removes what has been written and has no name yet.
+/// Removes the unfinished or uncommitted file.
 ///
 /// # Errors
-/// `already-exists` when it has its name, or when that cannot be told; `not-found` when it is neither there
-/// with its name nor without.
+/// `already-exists` when it has its final name, or when that is unknown; `not-found` when it exists under
+/// neither name.
 pub fn remove(
     export: &Export,
     record: &Path,
@@ -371,12 +376,13 @@ pub fn remove(
 ) -> Result<(), Problem> {
     rules::check_export(&export.job)?;
     let gone = || {
-        let what = format!("there is no half-written {}", export.job.to.display());
+        let what = format!("there is no unfinished export to {}", export.job.to.display());
         Problem::new(ErrorCode::NotFound, what)
     };
     let parent = match allowed.parent(&export.job.to) {
         Ok(parent) => parent,
-        // An earlier agent could write there, or the directory is gone: what is on record is known by its inode.
+        // An earlier agent could write there, or the directory is gone: the file on record is identified by
+        // its inode.
         Err(_) => {
             let begun = Exported::read(record).filter(|record| record.is_of(export.task));
             return begun.map(|begun| begun.remove_unnamed()).ok_or_else(gone);
@@ -388,7 +394,7 @@ pub fn remove(
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
             match named(export, record, &parent) {
                 NameHolder::Export => Err(rules::has_its_name(&export.job.to)),
-                NameHolder::Unknown => Err(untold(&export.job.to)),
+                NameHolder::Unknown => Err(name_in_doubt(&export.job.to)),
                 NameHolder::Free | NameHolder::Other => Err(gone()),
             }
         }
@@ -417,7 +423,7 @@ mod tests {
             ErrorCode::NotFound
         );
         drop(make(&export, 0, &record, &TransferDirectories::anywhere()).unwrap());
-        // What an earlier attempt left is no hindrance.
+        // The remains of an earlier attempt do not matter.
         drop(make(&export, 0, &record, &TransferDirectories::anywhere()).unwrap());
         assert!(!export.job.to.exists());
         name(&export, &record, &TransferDirectories::anywhere()).unwrap();
@@ -428,7 +434,7 @@ mod tests {
             told.code == ErrorCode::AlreadyExists && told.detail.contains("is whole"),
             "{told}"
         );
-        assert!(export.job.to.exists(), "what has its name is never removed");
+        assert!(export.job.to.exists(), "a committed export was removed");
         assert_eq!(
             check(&export, &TransferDirectories::anywhere()).unwrap_err().code,
             ErrorCode::AlreadyExists
@@ -463,7 +469,7 @@ mod tests {
             remove(&export, &record, &TransferDirectories::anywhere()).unwrap_err().code,
             ErrorCode::NotFound
         );
-        // After a reboot nobody knows.
+        // After a reboot there is no record.
         std::fs::remove_file(&record).unwrap();
         for told in [
             name(&export, &record, &TransferDirectories::anywhere()),
@@ -513,7 +519,7 @@ mod tests {
         assert_eq!(std::fs::read_dir(&outside).unwrap().count(), 0);
         let export = spec(inside.join("a"));
         drop(make(&export, 0, &record, &allowed).unwrap());
-        // An agent that may not write there any more still removes what it had begun.
+        // An agent that may no longer write there still removes the unfinished file.
         let none = TransferDirectories::new(Vec::new()).unwrap();
         remove(&export, &record, &none).unwrap();
         assert!(!unnamed(&export).exists());
@@ -523,7 +529,7 @@ mod tests {
     }
 
     #[test]
-    fn places_that_cannot_be_are_refused() {
+    fn invalid_places_are_refused() {
         let directory = tempfile::tempdir().unwrap();
         for to in ["relative", "/", "/tmp/.."] {
             let problem = check(&spec(to.into()), &TransferDirectories::anywhere()).unwrap_err();

@@ -1,8 +1,8 @@
-//! What is on record of a disk's export, outside of the file that is written: which file that is, so that no
-//! other one is taken for it, and that a later life of the agent removes what nobody goes on with.
+//! The record of a disk's export, kept apart from the exported file. It identifies that file, so that no
+//! other is taken for it, and so that the next agent removes one that was abandoned.
 //!
 //! ```text
-//! <run dir>/exports/<disk id>.json   of the disk's last export; a reboot forgets it
+//! <run dir>/exports/<disk id>.json   the disk's last export; lost at a reboot
 //! ```
 
 use std::fs::{File, Metadata};
@@ -13,27 +13,27 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 use vmseal_api::id::TaskId;
 
-use crate::atomic_file;
+use vmseal_api::atomic_file::{self, PRIVATE};
 
 /// The version of the record.
 const VERSION: u32 = 1;
 
-/// What is on record.
+/// The record.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Exported {
     version: u32,
     export: TaskId,
-    /// The file's path until it has its name.
+    /// The file's path until it has its final name.
     unnamed: PathBuf,
     device: u64,
     inode: u64,
-    /// It is whole, and waits for its name or has it.
+    /// It is complete: it waits for its final name or has it.
     written: bool,
 }
 
 impl Exported {
-    /// A file that has just been made, with nothing in it yet.
+    /// The record of a new, empty file.
     ///
     /// # Errors
     /// As the file system.
@@ -44,15 +44,15 @@ impl Exported {
         Ok(Self { version: VERSION, export, unnamed, device, inode, written: false })
     }
 
-    /// Puts it on record at `path`.
+    /// Writes the record to `path`.
     ///
     /// # Errors
     /// As the file system.
     pub fn write(&self, path: &Path) -> io::Result<()> {
-        atomic_file::write(path, &serde_json::to_vec(self)?)
+        atomic_file::write(path, &serde_json::to_vec(self)?, PRIVATE)
     }
 
-    /// Notes that the file is whole.
+    /// Records that the file is complete.
     ///
     /// # Errors
     /// As the file system.
@@ -63,7 +63,7 @@ impl Exported {
         }
     }
 
-    /// What is on record at `path`; none where nothing is that can be understood.
+    /// The record at `path`; none where it is missing or cannot be read.
     #[must_use]
     pub fn read(path: &Path) -> Option<Self> {
         let record: Self = serde_json::from_slice(&std::fs::read(path).ok()?).ok()?;
@@ -82,11 +82,11 @@ impl Exported {
         (metadata.dev(), metadata.ino()) == (self.device, self.inode)
     }
 
-    /// Removes the file while it has no name.
+    /// Removes the file unless it has its final name.
     pub fn remove_unnamed(&self) {
         let path = &self.unnamed;
         if path.symlink_metadata().is_ok_and(|metadata| self.is_file(&metadata)) {
-            tracing::info!(path = %path.display(), "removing an export that nobody goes on with");
+            tracing::info!(path = %path.display(), "removing an abandoned export");
             if let Err(error) = std::fs::remove_file(path) {
                 tracing::warn!(path = %path.display(), %error, "an unfinished export is left");
             }
@@ -94,8 +94,8 @@ impl Exported {
     }
 }
 
-/// Removes what an earlier life of the agent was writing: it is written anew if it is still wanted. What is
-/// whole stays, as it may be about to get its name. Blocks.
+/// Removes files that an earlier agent was writing; they are written again if they are still wanted. Complete
+/// files stay, as they may be about to get their final names. Blocks.
 pub fn sweep(records: &Path) {
     for record in std::fs::read_dir(records).into_iter().flatten().flatten() {
         let path = record.path();
@@ -113,7 +113,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_was_being_written_is_removed_and_nothing_else() {
+    fn only_unfinished_exports_are_removed() {
         let directory = tempfile::tempdir().unwrap();
         let at = |name: &str| directory.path().join(name);
         std::fs::create_dir(at("records")).unwrap();
@@ -125,7 +125,7 @@ mod tests {
         }
         Exported::written(&at("records/written")).unwrap();
         std::fs::write(at("records/garbage"), "{").unwrap();
-        // Somebody else's file has come to be there: the old one is kept so that its inode is not given again.
+        // Another file is put there. The old one is kept so that its inode is not reused.
         std::fs::rename(at("replaced"), at("elsewhere")).unwrap();
         std::fs::write(at("replaced"), "not ours").unwrap();
         sweep(&at("records"));

@@ -1,12 +1,12 @@
-//! Filling a disk from an image, through a filter process of its own.
+//! Filling a disk from an image, through a filter process.
 //!
 //! ```text
 //!  filter: written ─► flushed ─► says durable = N        agent: notes N beside the half-made disk
 //!     ▲                                                     │
 //!     └──────── killed: a new one goes on from N ◄──────────┘ (or from N after a restart of the agent)
 //! ```
-//! The note never says more than what is flushed, and names the image it is about: another image, or the
-//! same one changed, begins anew.
+//! The note never claims more than is flushed, and names the image: with another image, or a changed one, the
+//! import starts over.
 
 use std::fs::File;
 use std::time::Duration;
@@ -25,25 +25,25 @@ use crate::storage::builder::{DiskBuilder, internal, is_preallocated};
 use crate::storage::home::{Home, Note};
 use crate::storage::image::Image;
 
-/// How often an import is asked how far it is.
+/// How often an import is asked for its progress.
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(100);
 
-/// How often a filter may die without having got on: then it is the image or the machine that kills it.
-const DEATHS_MAX: u32 = 3;
+/// How often a filter may die without progress: then the image or the machine is the cause.
+const FAILURES_MAX: u32 = 3;
 
-/// A disk that is being filled.
+/// A disk to fill.
 pub struct Filling<'a> {
     /// The VM.
     pub vm: VmId,
     /// Which of its disks.
     pub disk: &'a DiskSpec,
-    /// Where it is made.
+    /// Its home.
     pub home: &'a Home,
     /// Its image, locked.
     pub file: &'a File,
     /// Where the guest's first byte is in it, in bytes.
     pub offset: u64,
-    /// The DEK; none in the clear.
+    /// The DEK; none for a plain disk.
     pub key: Option<&'a SecretBytes>,
     /// What it is filled from.
     pub image: &'a Image,
@@ -51,16 +51,16 @@ pub struct Filling<'a> {
 
 /// Why a filter process did not fill a disk.
 enum Failure {
-    /// It died; another one may go on.
+    /// It died; a new one may continue.
     Died(Problem),
-    /// It cannot be done.
+    /// The import cannot be done.
     Final(Problem),
 }
 
 impl From<FilterError> for Failure {
     fn from(error: FilterError) -> Self {
         match &error {
-            // One that is slow to answer has not done worse than one that died: another one goes on.
+            // A filter that is slow to answer is treated as one that died: a new one continues.
             FilterError::Ended { .. } | FilterError::Io(_) | FilterError::TimedOut => {
                 Self::Died(internal(error))
             }
@@ -70,10 +70,10 @@ impl From<FilterError> for Failure {
 }
 
 impl Filling<'_> {
-    /// Fills it, going on at byte `from`. `progress` is told bytes done and in all.
+    /// Fills it from byte `from` on. `progress` receives the bytes done and the total.
     ///
     /// # Errors
-    /// What is wrong with the image, the disk or the process.
+    /// The problem of the image, the disk or the process.
     pub async fn run(
         &self,
         from: u64,
@@ -81,15 +81,15 @@ impl Filling<'_> {
         slot: &Slot,
         progress: impl Fn(u64, u64) + Send,
     ) -> Result<(), Problem> {
-        let (mut durable, mut deaths) = (from, 0);
+        let (mut durable, mut failures) = (from, 0);
         loop {
             let begun = durable;
             let result = self.attempt(&mut durable, builder, slot, &progress).await;
-            deaths = if durable > begun { 0 } else { deaths + 1 };
+            failures = if durable > begun { 0 } else { failures + 1 };
             match result {
                 Ok(()) => return self.image.check_unchanged(),
                 Err(Failure::Final(problem)) => return Err(problem),
-                Err(Failure::Died(problem)) if deaths >= DEATHS_MAX => return Err(problem),
+                Err(Failure::Died(problem)) if failures >= FAILURES_MAX => return Err(problem),
                 Err(Failure::Died(problem)) => {
                     tracing::warn!(
                         vm = %self.vm, disk = %self.disk.disk, %problem, durable,
@@ -100,7 +100,7 @@ impl Filling<'_> {
         }
     }
 
-    /// One filter process, from `durable` on, which grows with what is noted.
+    /// Runs one filter process from `durable` on, which grows with each note.
     async fn attempt(
         &self,
         durable: &mut u64,
@@ -138,7 +138,8 @@ impl Filling<'_> {
                 from,
             },
             beside: None,
-            // Nobody believes a map before the disk is whole: its replica begins empty (crate::storage::replica).
+            // No map is believed before the disk is complete: its replica begins empty
+            // (crate::storage::replica).
             replica: None,
         })
     }
@@ -179,16 +180,16 @@ impl Filling<'_> {
     }
 }
 
-/// Ends a filter whose work is flushed: it only has to go, and is killed when it does not.
+/// Ends a filter whose data is flushed; kills it if it does not exit.
 ///
 /// # Errors
-/// It says that its last flush failed.
+/// It reports that its last flush failed.
 pub(crate) async fn end_idle(control: &Control, disk: DiskId) -> Result<(), Problem> {
     match control.shut_down().await {
         Ok(()) => Ok(()),
         Err(error @ FilterError::Refused { .. }) => Err(internal(error)),
         Err(error) => {
-            tracing::warn!(%disk, %error, "a filter that has done its work does not end; it is killed");
+            tracing::warn!(%disk, %error, "a filter that has finished does not exit and is killed");
             Ok(())
         }
     }
@@ -203,7 +204,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_filter_that_is_slow_is_one_that_died_and_no_end_of_the_import() {
+    fn a_slow_filter_is_replaced_and_does_not_end_the_import() {
         let is_final = |error: FilterError| matches!(Failure::from(error), Failure::Final(_));
         assert!(!is_final(FilterError::TimedOut));
         let (code, message) = (ErrorCode::Internal, "no".to_owned());
@@ -211,7 +212,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_is_flushed_is_whole_though_its_filter_does_not_answer_any_more() {
+    async fn a_flushed_import_is_complete_even_if_its_filter_no_longer_answers() {
         let directory = tempfile::tempdir().unwrap();
         let run =
             crate::process::run_dir::RunDir::open(directory.path()).unwrap().import(DiskId::new());

@@ -1,15 +1,15 @@
-//! A VM's disks on one datastore: its files, their locks, and notes of imports under way.
+//! A VM's home on one datastore: the files of its disks, their locks, and notes of imports in progress.
 //!
 //! ```text
-//! <datastore>/<vm id>/vm.json                 whose disks these are, readable without any key
+//! <datastore>/<vm id>/vm.json                 the VM of these disks, readable without any key
 //! <datastore>/<vm id>/<disk id>.raw           a disk
 //! <datastore>/<vm id>/<disk id>.raw.creating  a disk that is being made, or debris of one
 //! <datastore>/<vm id>/<disk id>.raw.importing how far the import is that makes it ([`Note`])
-//! <datastore>/<vm id>/<disk id>.map           what the replica of a disk may not have ([`crate::storage::replica`])
-//! <datastore>/<vm id>/<disk id>.pair          which image and which replica that is about, beside both
+//! <datastore>/<vm id>/<disk id>.map           what the replica of a disk may lack ([`crate::storage::replica`])
+//! <datastore>/<vm id>/<disk id>.pair          the image and replica that the map is of, beside both
 //! <datastore>/<vm id>/<disk id>.replica       the replica of a disk that is on another datastore
 //! ```
-//! A disk is renamed to its name when it is whole and flushed. Whoever works on an image holds a lock on
+//! A disk gets its name when it is complete and flushed. Each process that works on an image holds a lock on
 //! the open file (F_OFD_SETLK); the filter inherits the open file and the lock with it.
 
 use std::collections::BTreeMap;
@@ -28,10 +28,10 @@ use vmseal_api::host::{DatastoreSpec, DiskSpec, KeyReference, VmSpec};
 use vmseal_api::id::{DiskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 
-use crate::atomic_file;
-use crate::storage::image::Identity;
+use crate::storage::image::ImageIdentity;
 use crate::storage::locked::{Access, make_locked, open_locked, open_once};
 use crate::storage::mark::{failed, marked, usage};
+use vmseal_api::atomic_file::{self, PRIVATE};
 
 /// The version of the descriptor.
 const VERSION: u32 = 1;
@@ -39,20 +39,20 @@ const VERSION: u32 = 1;
 /// The version of notes.
 const NOTE_VERSION: u32 = 2;
 
-/// The file that says whose disks are in a directory.
+/// The file that names the VM of a directory.
 pub const DESCRIPTOR: &str = "vm.json";
 
-/// How long a half-made disk is kept whose import was interrupted: longer than a host is usually down.
+/// How long a half-made disk of an interrupted import is kept: longer than a host is usually down.
 const INTERRUPTED_KEPT: Duration = Duration::from_secs(7 * 24 * 3600);
 
 /// The longest note of an import, in bytes.
 const NOTE_MAX: u64 = 4096;
 
-/// Below this much free room (bytes), a failed write is taken for a full datastore.
+/// A failed write with less free room than this (in bytes) is reported as a full datastore.
 const FULL_BELOW: u64 = 16 << 20;
 
-/// Of each datastore: held while a home gets a file and while an empty one is removed, as disks of one VM are made
-/// and removed beside each other. A datastore that hangs keeps no other one waiting.
+/// One lock per datastore, held while a home gets a file and while an empty one is removed, as disks of one
+/// VM are made and removed concurrently. A datastore that hangs blocks no other one.
 static HOMES: Mutex<BTreeMap<PathBuf, Arc<Mutex<()>>>> = Mutex::new(BTreeMap::new());
 
 fn homes(datastore: &Path) -> Arc<Mutex<()>> {
@@ -60,7 +60,7 @@ fn homes(datastore: &Path) -> Arc<Mutex<()>> {
     Arc::clone(homes.entry(datastore.to_owned()).or_default())
 }
 
-/// What is known of a VM without any key. Nothing trusts it: it is for people and for listing.
+/// The facts of a VM that are readable without any key. For people and for listing; nothing trusts them.
 #[derive(Serialize)]
 struct Descriptor<'a> {
     version: u32,
@@ -80,38 +80,38 @@ struct DescribedDisk<'a> {
     file: String,
 }
 
-/// How far an import is, as noted beside the disk that it makes.
+/// The progress of an import, as noted beside its disk.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Note {
     version: u32,
     /// The image that is imported.
-    pub image: Identity,
-    /// What is before it has been written and flushed, in bytes.
+    pub image: ImageIdentity,
+    /// The bytes before it have been written and flushed.
     pub durable: u64,
 }
 
 impl Note {
-    /// So far.
+    /// A note with this progress.
     #[must_use]
-    pub fn new(image: Identity, durable: u64) -> Self {
+    pub fn new(image: ImageIdentity, durable: u64) -> Self {
         Self { version: NOTE_VERSION, image, durable }
     }
 }
 
-/// Whether an import has noted how far it is, not too long ago.
+/// Whether the import has a note that is not too old.
 fn is_interrupted(note: &Path) -> bool {
     kept_until(note).is_some_and(|until| until > SystemTime::now())
 }
 
-/// Until when a half-made disk is kept for its import to go on; none where it has noted nothing.
+/// Until when a half-made disk is kept for its import to continue; none without a note.
 #[must_use]
 pub fn kept_until(note: &Path) -> Option<SystemTime> {
     let modified = note.symlink_metadata().and_then(|metadata| metadata.modified());
     modified.ok()?.checked_add(INTERRUPTED_KEPT)
 }
 
-/// Removes half-made disks that nobody works on. Blocks.
+/// Removes half-made disks that no process works on. Blocks.
 pub fn sweep(path: &Path) {
     let entries = |path: &Path| {
         let entries = std::fs::read_dir(path).into_iter().flatten().filter_map(Result::ok);
@@ -127,16 +127,16 @@ pub fn sweep(path: &Path) {
     }
 }
 
-/// Removes a half-made disk that nobody works on, unless its import may go on.
+/// Removes a half-made disk that no process works on, unless its import may continue.
 fn remove_debris(path: &Path) {
-    // Whoever makes a file here has locked it, too, before this is given back.
+    // A process that makes a file here has locked it before this lock is released.
     let homes = path.parent().and_then(Path::parent).map(homes).unwrap_or_default();
     let _homes = homes.lock().unwrap_or_else(PoisonError::into_inner);
     let note = path.with_extension("importing");
     if is_interrupted(&note) {
         return;
     }
-    // Its lock is held until it is gone: nobody begins to work on it meanwhile.
+    // The lock is held until the file is gone, so that no process begins to work on it meanwhile.
     let Ok(Some(_lock)) = open_once(path, Access::Write) else { return };
     tracing::info!(path = %path.display(), "removing a half-made disk");
     // An old note first: it is about this file.
@@ -153,7 +153,7 @@ pub struct Home {
 }
 
 impl Home {
-    /// Where a VM's disks are, on a datastore that is the right one.
+    /// A VM's home on a datastore with the right mark.
     ///
     /// # Errors
     /// `wrong-state` when the place carries no mark, or another one (not mounted?).
@@ -179,7 +179,7 @@ impl Home {
         self.path.join(format!("{disk}.replica"))
     }
 
-    /// Which image and replica the map is of, beside either.
+    /// The note of which image and replica the map is of, beside either.
     #[must_use]
     pub fn pair(&self, disk: DiskId) -> PathBuf {
         self.path.join(format!("{disk}.pair"))
@@ -193,7 +193,7 @@ impl Home {
         self.path.join(format!("{disk}.raw.importing"))
     }
 
-    /// Notes how far an import is: durable when this returns.
+    /// Notes an import's progress, durably.
     ///
     /// # Errors
     /// As the file system.
@@ -201,14 +201,14 @@ impl Home {
         let path = self.importing(disk);
         serde_json::to_vec(note)
             .map_err(io::Error::from)
-            .and_then(|json| atomic_file::write(&path, &json))
+            .and_then(|json| atomic_file::write(&path, &json, PRIVATE))
             .map_err(|error| failed(&path, "written", &error))
     }
 
-    /// A half-made disk, locked, and how far its import was; none when there is none to go on with.
+    /// A half-made disk, locked, and the note of its import; none when there is none to continue.
     ///
     /// # Errors
-    /// `in-use` when somebody works on it; `damaged` when the note is.
+    /// `in-use` when another process works on it; `damaged` when the note is.
     pub fn noted(&self, disk: DiskId) -> Result<Option<(File, Note)>, Problem> {
         use std::io::Read;
         let path = self.importing(disk);
@@ -220,12 +220,12 @@ impl Home {
         }
         let note = serde_json::from_slice::<Note>(&text).ok();
         let note = note.filter(|note| note.version == NOTE_VERSION).ok_or_else(|| {
-            Problem::new(ErrorCode::Damaged, format!("{} is not understood", path.display()))
+            Problem::new(ErrorCode::Damaged, format!("{} cannot be parsed", path.display()))
         })?;
         Ok(open_locked(&self.creating(disk), Access::Write)?.map(|file| (file, note)))
     }
 
-    /// Makes the directory, and writes what it holds: which VM's disks, and the key that they open with.
+    /// Makes the directory and writes its descriptor: the VM, its disks, and the key that they open with.
     ///
     /// # Errors
     /// As the file system.
@@ -265,14 +265,15 @@ impl Home {
         let path = self.path.join(DESCRIPTOR);
         serde_json::to_vec_pretty(&descriptor)
             .map_err(io::Error::from)
-            .and_then(|json| atomic_file::write(&path, &json))
+            .and_then(|json| atomic_file::write(&path, &json, PRIVATE))
             .map_err(|error| failed(&path, "written", &error))
     }
 
-    /// Opens a replica or a map at its place in this home, or makes an empty one; locked. `here` is the datastore.
+    /// Opens a replica or a map in this home, or makes an empty one; locked. `here` is the datastore.
     ///
     /// # Errors
-    /// `in-use` when somebody else has it; `damaged` when it is no regular file; as the file system.
+    /// `in-use` when another process has it; `damaged` when it is not a regular file; those of the file
+    /// system.
     pub fn open_or_make(
         &self,
         spec: &VmSpec,
@@ -290,11 +291,11 @@ impl Home {
         Ok(file)
     }
 
-    /// Begins a disk of so many bytes (sparse), locked, one of `spec`'s. Debris of an earlier attempt is
+    /// Begins a disk of this length, one of `spec`'s: a sparse file, locked. Debris of an earlier attempt is
     /// removed.
     ///
     /// # Errors
-    /// `in-use` when somebody works on it; `no-space`.
+    /// `in-use` when another process works on it; `no-space`.
     pub fn begin(&self, spec: &VmSpec, disk: &DiskSpec, length: u64) -> Result<File, Problem> {
         let path = self.creating(disk.disk);
         self.remove_half_made(disk.disk)?;
@@ -306,7 +307,7 @@ impl Home {
         Ok(file)
     }
 
-    /// Takes room for a part of a disk that was begun.
+    /// Allocates a part of a disk that was begun.
     ///
     /// # Errors
     /// `no-space`; `unsupported` where the file system cannot.
@@ -327,29 +328,29 @@ impl Home {
         }
     }
 
-    /// Makes a disk that was begun final: flushed, and under its name.
+    /// Flushes a disk that was begun and gives it its name.
     ///
     /// # Errors
-    /// `no-space`, or as the file system.
+    /// `no-space`, or those of the file system.
     pub fn finish(&self, disk: DiskId, file: &File) -> Result<(), Problem> {
         let (from, to) = (self.creating(disk), self.image(disk));
         file.sync_all()
             .and_then(|()| std::fs::rename(&from, &to))
             .and_then(|()| atomic_file::flush_directory_of(&to))
             .map_err(|error| failed(&to, "finished", &error))?;
-        // Without the half-made disk it means nothing.
+        // It means nothing without the half-made disk.
         remove_if_there(&self.importing(disk))
     }
 
-    /// Opens a whole disk, locked; none when there is none.
+    /// Opens a complete disk, locked; none when there is none.
     ///
     /// # Errors
-    /// `in-use` when somebody else has it; `damaged` when it is no regular file.
+    /// `in-use` when another process has it; `damaged` when it is not a regular file.
     pub fn open(&self, disk: DiskId) -> Result<Option<File>, Problem> {
         open_locked(&self.image(disk), Access::Write)
     }
 
-    /// The same for reading only: others may read it meanwhile, and nobody may write. The datastore may be mounted
+    /// The same for reading only: others may read it too, none may write. The datastore may be mounted
     /// read-only.
     ///
     /// # Errors
@@ -366,24 +367,24 @@ impl Home {
         open_locked(&self.replica(disk), Access::Write)
     }
 
-    /// Removes a half-made disk of which nobody holds the lock.
+    /// Removes a half-made disk that is not locked.
     ///
     /// # Errors
-    /// `in-use`, or as the file system.
+    /// `in-use`, or those of the file system.
     pub fn discard(&self, disk: DiskId) -> Result<(), Problem> {
         self.remove_half_made(disk)?;
         self.remove_empty();
         Ok(())
     }
 
-    /// In this order: a note is about the file that is there.
+    /// The note first: it is about the file that is there.
     fn remove_half_made(&self, disk: DiskId) -> Result<(), Problem> {
         let Some(_lock) = open_locked(&self.creating(disk), Access::Write)? else {
             return remove_if_there(&self.importing(disk));
         };
         let note = self.importing(disk);
         remove_if_there(&note)?;
-        // What is left of one that was being written.
+        // The remains of a note that was being written.
         remove_if_there(&self.path.join(format!("{disk}.raw.importing.new")))?;
         atomic_file::flush_directory_of(&note).map_err(|error| failed(&note, "removed", &error))?;
         let path = self.creating(disk);
@@ -392,19 +393,19 @@ impl Home {
             .map_err(|error| failed(&path, "removed", &error))
     }
 
-    /// Removes a disk, whole or half-made, and with the last one the directory.
+    /// Removes a disk, complete or half-made, and with the last one the directory.
     ///
     /// # Errors
-    /// `in-use`, or as the file system.
+    /// `in-use`, or those of the file system.
     pub fn delete(&self, disk: DiskId) -> Result<(), Problem> {
         self.remove_file(&self.image(disk))?;
         self.discard(disk)
     }
 
-    /// Removes a replica or a map of which nobody holds the lock, and with the last file the directory.
+    /// Removes a replica or a map that is not locked, and with the last file the directory.
     ///
     /// # Errors
-    /// `in-use`, or as the file system.
+    /// `in-use`, or those of the file system.
     pub fn remove(&self, path: &Path) -> Result<(), Problem> {
         self.remove_file(path)?;
         self.remove_empty();
@@ -414,10 +415,10 @@ impl Home {
     /// Removes a note, and with the last file the directory.
     ///
     /// # Errors
-    /// As the file system.
+    /// Those of the file system.
     pub fn remove_note(&self, path: &Path) -> Result<(), Problem> {
         remove_if_there(path)?;
-        // What is left of one that was being written.
+        // The remains of a note that was being written.
         let mut temporary = path.as_os_str().to_owned();
         temporary.push(".new");
         remove_if_there(Path::new(&temporary))?;
@@ -433,7 +434,7 @@ impl Home {
     }
 
     fn remove_file(&self, path: &Path) -> Result<(), Problem> {
-        // The lock is held while the file is removed: nobody can have begun to use it.
+        // The lock is held while the file is removed, so that no process has begun to use it.
         let Some(_lock) = open_locked(path, Access::Write)? else { return Ok(()) };
         std::fs::remove_file(path)
             .and_then(|()| atomic_file::flush_directory_of(path))
@@ -453,13 +454,13 @@ impl Home {
         }
     }
 
-    /// Whether the datastore is so full that this is why something failed.
+    /// Whether the datastore is so full that this explains a failure.
     #[must_use]
     pub fn is_full(&self) -> bool {
         usage(self.datastore()).is_ok_and(|usage| usage.free < FULL_BELOW)
     }
 
-    /// Refuses to begin what cannot fit.
+    /// Fails if there is not enough room.
     ///
     /// # Errors
     /// `no-space`.
@@ -471,7 +472,7 @@ impl Home {
         Err(Problem::new(
             ErrorCode::NoSpace,
             format!(
-                "{needed} bytes are needed in {} and {free} are free: make room or take another datastore",
+                "{needed} bytes are needed in {} and {free} are free: free some room or use another datastore",
                 self.datastore().display()
             ),
         ))
@@ -548,7 +549,7 @@ mod tests {
         let (home, vm) = home(&spec);
         let disk = vm.disk_at(1).unwrap().disk;
         let file = begin(&home, &vm, 1).unwrap();
-        assert!(home.open(disk).unwrap().is_none(), "it was there before it was whole");
+        assert!(home.open(disk).unwrap().is_none(), "the disk was there before it was complete");
         assert_eq!(begin(&home, &vm, 1).unwrap_err().code, ErrorCode::InUse);
         home.finish(disk, &file).unwrap();
         assert_eq!(home.open(disk).unwrap_err().code, ErrorCode::InUse);
@@ -583,7 +584,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lock_outlives_its_maker_in_whoever_inherited_the_file() {
+    fn a_lock_is_kept_by_a_process_that_inherited_the_file() {
         let (_directory, spec) = datastore();
         mark::put(directory_of(&spec), &spec).unwrap();
         let (home, vm) = home(&spec);
@@ -629,11 +630,10 @@ mod tests {
         home.check_room(1).unwrap();
     }
 
-    /// As docs/formats/import-note.md has it.
+    /// As in docs/formats/import-note.md.
     const NOTE: &str = r#"{"version":2,"image":{"format":"qcow2","path":"/srv/old/web.qcow2","inode":131,"length":1048576,"modified":1700000000,"modified_nanoseconds":5},"durable":4194304}"#;
 
-    /// Swept again and again beside a disk that is made again and again: what is made is never removed
-    /// under its maker's hands.
+    /// Sweeps while a disk is made again and again: a disk is never removed while it is being made.
     #[test]
     fn a_sweep_removes_nothing_that_is_being_made() {
         let (_directory, spec) = datastore();
@@ -647,7 +647,7 @@ mod tests {
                 }
             });
             for _ in 0..300 {
-                // What an attempt that died has left, which the sweep may be about to remove.
+                // Left by an attempt that died; the sweep may be about to remove it.
                 drop(begin(&home, &vm, 0));
                 // The sweep may hold its lock for a moment.
                 let Ok(file) = begin(&home, &vm, 0) else { continue };
@@ -680,14 +680,17 @@ mod tests {
             std::fs::write(&path, damaged).unwrap();
             assert_eq!(home.noted(disk).unwrap_err().code, ErrorCode::Damaged, "{damaged:?}");
         }
-        // Long ago: nobody will go on with it.
+        // Too old for its import to continue.
         let file = File::options().write(true).open(&path).unwrap();
         file.set_modified(std::time::SystemTime::now() - INTERRUPTED_KEPT).unwrap();
         sweep(home.datastore());
-        assert!(!home.creating(disk).exists() && !path.exists(), "it is kept for ever");
+        assert!(
+            !home.creating(disk).exists() && !path.exists(),
+            "a half-made disk is kept for ever"
+        );
         home.note(disk, &note).unwrap();
         drop(begin(&home, &vm, 0).unwrap());
-        assert!(!path.exists(), "a new beginning with an old note");
+        assert!(!path.exists(), "a new import with an old note");
         home.note(disk, &note).unwrap();
         home.discard(disk).unwrap();
         assert!(!home.path.exists(), "something is left");

@@ -1,12 +1,12 @@
-//! The image that a disk is filled from: opened for reading only, by nobody written to, and known again.
+//! The image that a disk is filled from: opened read-only, checked to have no writers, and recognised later.
 //!
-//! Nothing tells for certain that a file is not being changed; three things are asked:
-//! - the kernel, whether somebody has it open for writing (a read lease is given only then; on file
+//! Nothing proves that a file is not being changed; three things are checked:
+//! - the kernel, whether a process has it open for writing (a read lease is given only then; on file
 //!   systems that have leases);
 //! - QEMU's locks, which QEMU and its tools set on images also where there are no leases (one byte for
 //!   each permission, `block/file-posix.c`), and which this process then sets, too: a QEMU that would
 //!   write finds the image in use;
-//! - the file's length and time of change, which must be at the end as they were at the beginning.
+//! - the file's length and time of change, which must be the same at the end as at the beginning.
 
 use std::fs::File;
 use std::io;
@@ -21,26 +21,26 @@ use vmseal_api::host::{DiskSpec, ImageSource};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::transfer::ImageFormat;
 
-use crate::storage::transfer::{Refused, TransferDirectories};
+use crate::storage::transfer::{TransferDirectories, TransferError};
 
-/// Where QEMU locks the permissions that it uses, and those that it does not let others have, in bytes.
+/// Where QEMU locks the permissions that it uses, and those that it denies to others, in bytes.
 const QEMU_USES: i64 = 100;
 const QEMU_FORBIDS: i64 = 200;
 
-/// QEMU's permissions: to read what is consistent, to write, to resize.
+/// QEMU's permissions: consistent read, write, resize.
 const READ: i64 = 0;
 const WRITE: i64 = 1;
 const RESIZE: i64 = 3;
 
-/// `F_SETSIG` of asm-generic/fcntl.h: which signal tells of a lease that is broken.
+/// `F_SETSIG` of asm-generic/fcntl.h: the signal that reports a broken lease.
 const F_SETSIG: libc::c_int = 10;
 
-/// Which file it is, and whether it has been changed.
+/// Identifies the file and its last change.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Identity {
+pub struct ImageIdentity {
     format: ImageFormat,
-    /// A reboot may give a file system another number, and leaves its files their paths and inodes.
+    /// A reboot may change the number of a file system, but not the paths and inodes of its files.
     path: PathBuf,
     inode: u64,
     length: u64,
@@ -48,7 +48,7 @@ pub struct Identity {
     modified_nanoseconds: i64,
 }
 
-impl Identity {
+impl ImageIdentity {
     fn of(file: &File, path: &Path, format: ImageFormat) -> io::Result<Self> {
         let metadata = file.metadata()?;
         Ok(Self {
@@ -67,11 +67,11 @@ impl Identity {
 pub struct Image {
     /// The file; QEMU's locks live as long as its open file description.
     pub file: File,
-    /// What it is.
+    /// Its format.
     pub format: ImageFormat,
-    /// Which it is.
-    pub identity: Identity,
-    /// How long it is, and what of that is not holes, in bytes.
+    /// Its identity.
+    pub identity: ImageIdentity,
+    /// Its length without holes, in bytes.
     pub allocated: u64,
 }
 
@@ -79,8 +79,8 @@ impl Image {
     /// Opens the image that a disk is filled from.
     ///
     /// # Errors
-    /// `invalid-request`: it is not where this host may import from, no regular file, not of the format that
-    /// is named, or its disk is longer than this one. `in-use`: somebody may write to it.
+    /// `invalid-request`: it is outside of the directories for imports, not a regular file, not of the given
+    /// format, or larger than the disk. `in-use`: a process may write to it.
     pub fn open(
         source: &ImageSource,
         disk: &DiskSpec,
@@ -92,8 +92,8 @@ impl Image {
             return Err(invalid("must be an absolute path".to_owned()));
         }
         let file = allowed.image(&source.path).map_err(|refused| match refused {
-            Refused::Outside(why) => Problem::invalid("image", why),
-            Refused::File(error) => invalid(error.to_string()),
+            TransferError::Outside(why) => Problem::invalid("image", why),
+            TransferError::File(error) => invalid(error.to_string()),
         })?;
         let metadata = file.metadata().map_err(|error| invalid(error.to_string()))?;
         if !metadata.is_file() {
@@ -112,23 +112,23 @@ impl Image {
                 disk.name, disk.size
             )));
         }
-        let identity =
-            Identity::of(&file, &source.path, source.format).map_err(|e| invalid(e.to_string()))?;
+        let identity = ImageIdentity::of(&file, &source.path, source.format)
+            .map_err(|e| invalid(e.to_string()))?;
         let allocated = metadata.blocks().saturating_mul(512).min(metadata.len());
         Ok(Self { file, format: source.format, identity, allocated })
     }
 
-    /// Sees that nobody has changed it since it was opened.
+    /// Checks that it has not been changed since it was opened.
     ///
     /// # Errors
-    /// `in-use`: somebody has.
+    /// `in-use`: it has been changed.
     pub fn check_unchanged(&self) -> Result<(), Problem> {
-        let now = Identity::of(&self.file, &self.identity.path, self.format)
+        let now = ImageIdentity::of(&self.file, &self.identity.path, self.format)
             .map_err(|error| Problem::new(ErrorCode::Internal, error.to_string()))?;
         if now == self.identity {
             return Ok(());
         }
-        let what = "the image was changed while it was imported: end whoever writes to it and import it again";
+        let what = "the image was changed while it was imported: end the process that writes to it and import it again";
         Err(Problem::new(ErrorCode::InUse, what))
     }
 }
@@ -149,16 +149,16 @@ fn check_unused(file: &File, path: &Path) -> Result<(), Problem> {
         Ok(false) => used("a QEMU or one of its tools has locked it for writing"),
         // A file system without locks.
         Err(error) => {
-            tracing::debug!(path = %path.display(), %error, "QEMU's locks cannot be asked for");
+            tracing::debug!(path = %path.display(), %error, "QEMU's locks cannot be checked");
             Ok(())
         }
     }
 }
 
-/// Whether somebody has the file open for writing, as far as the kernel tells.
+/// Whether a process has the file open for writing, as far as the kernel tells.
 fn has_writers(file: &File) -> bool {
-    // Whoever opens it for writing while the lease is held has a signal sent to us; this one is ignored
-    // by default, the usual one would end the process.
+    // When another process opens it for writing while the lease is held, we get a signal. This one is ignored
+    // by default; the usual one would kill the process.
     // SAFETY: plain numbers, on a descriptor that is open.
     let asked = unsafe {
         let fd = file.as_raw_fd();
@@ -176,7 +176,7 @@ fn has_writers(file: &File) -> bool {
     asked == Err(Errno::EAGAIN)
 }
 
-/// Sets the locks of a QEMU that reads and lets nobody write; false if somebody does.
+/// Sets the locks of a QEMU that reads and denies writing; false if another process writes.
 fn qemu_locks(file: &File) -> io::Result<bool> {
     for byte in [QEMU_USES + READ, QEMU_FORBIDS + WRITE, QEMU_FORBIDS + RESIZE] {
         match fcntl(file, FcntlArg::F_OFD_SETLK(&byte_lock(byte, libc::F_RDLCK))) {
@@ -253,11 +253,11 @@ mod tests {
     }
 
     #[test]
-    fn qemu_s_locks_are_heeded_and_set() {
+    fn qemu_s_locks_are_checked_and_set() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("image");
         std::fs::write(&path, [1; 8192]).unwrap();
-        // As a QEMU that writes has it where no lease tells.
+        // The locks of a QEMU that writes, where there are no leases.
         let writer = File::open(&path).unwrap();
         let lock = byte_lock(QEMU_USES + WRITE, libc::F_RDLCK);
         fcntl(&writer, FcntlArg::F_OFD_SETLK(&lock)).unwrap();
@@ -298,7 +298,7 @@ mod tests {
         .unwrap();
         assert_ne!(image.identity, second.identity);
         image.check_unchanged().unwrap();
-        // Longer than the clock that times of change come from is coarse.
+        // Longer than the resolution of the clock for times of change.
         std::thread::sleep(std::time::Duration::from_millis(20));
         File::options().write(true).open(&path).unwrap().write_all_at(&[2], 5).unwrap();
         let problem = image.check_unchanged().unwrap_err();
@@ -326,7 +326,7 @@ mod tests {
         let large = DiskSpec { size: 2 << 20, ..disk() };
         Image::open(&source(&path, ImageFormat::Qcow2), &large, &TransferDirectories::anywhere())
             .unwrap();
-        // A qcow2 image that is called raw is taken as the bytes that it is.
+        // A qcow2 image that is declared raw is imported byte by byte.
         Image::open(&source(&path, ImageFormat::Raw), &large, &TransferDirectories::anywhere())
             .unwrap();
         std::fs::write(&path, [1; 8192]).unwrap();

@@ -13,10 +13,10 @@ use vmseal_api::problem::{ErrorCode, Problem};
 
 use crate::storage::mark::failed;
 
-/// How long a lock may linger after its holder has died: the kernel ends a dead process' requests first.
-const LOCK_PATIENCE: Duration = Duration::from_secs(3);
+/// How long a lock may stay after its holder has died: the kernel finishes its requests first.
+const LOCK_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// How often a lock is tried.
+/// The pause between attempts.
 const LOCK_INTERVAL: Duration = Duration::from_millis(50);
 
 fn in_use(path: &Path) -> Problem {
@@ -27,10 +27,10 @@ fn in_use(path: &Path) -> Problem {
     Problem::new(ErrorCode::InUse, what)
 }
 
-/// Makes a file for us alone and locks it.
+/// Makes a file that only this user can access, and locks it.
 ///
 /// # Errors
-/// `in-use`, or as the file system.
+/// `in-use`, or those of the file system.
 pub fn make_locked(path: &Path) -> Result<File, Problem> {
     let file = OpenOptions::new()
         .read(true)
@@ -46,7 +46,7 @@ pub fn make_locked(path: &Path) -> Result<File, Problem> {
     Ok(file)
 }
 
-/// What a file is opened for.
+/// The access to a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
     /// Reading; locked against writers.
@@ -55,12 +55,13 @@ pub enum Access {
     Write,
 }
 
-/// Opens a regular file and locks it; none when there is no such file. A lock may linger, and is waited for.
+/// Opens a regular file and locks it; none when there is no such file. Waits for a lock that may be a dead
+/// process'.
 ///
 /// # Errors
-/// `in-use` when somebody else has it; `damaged` when it is no regular file.
+/// `in-use` when another process has it; `damaged` when it is not a regular file.
 pub fn open_locked(path: &Path, access: Access) -> Result<Option<File>, Problem> {
-    let give_up = Instant::now() + LOCK_PATIENCE;
+    let give_up = Instant::now() + LOCK_TIMEOUT;
     loop {
         match open_once(path, access) {
             Ok(file) => return Ok(file),
@@ -80,7 +81,7 @@ pub fn open_once(path: &Path, access: Access) -> Result<Option<File>, Problem> {
     let opened = OpenOptions::new()
         .read(true)
         .write(access == Access::Write)
-        // Neither a link to elsewhere nor a pipe that would make us wait.
+        // Do not follow a link, and do not block on a pipe.
         .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
         .open(path);
     let file = match opened {
@@ -96,7 +97,7 @@ pub fn open_once(path: &Path, access: Access) -> Result<Option<File>, Problem> {
     if !lock(&file, access).map_err(|error| failed(path, "locked", &error))? {
         return Err(in_use(path));
     }
-    // Between the opening and the locking another one may have been put in its place.
+    // Another file may have been put in its place between opening and locking.
     match path.symlink_metadata() {
         Ok(there) if (there.dev(), there.ino()) == (metadata.dev(), metadata.ino()) => {
             Ok(Some(file))
@@ -117,7 +118,7 @@ fn irregular(path: &Path) -> Problem {
     )
 }
 
-/// Locks an open file as a whole; false when somebody else has.
+/// Locks an open file as a whole; false when another process has a lock.
 fn lock(file: &File, access: Access) -> io::Result<bool> {
     let kind = match access {
         Access::Read => libc::F_RDLCK,

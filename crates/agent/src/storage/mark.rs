@@ -1,4 +1,4 @@
-//! The mark that says which datastore a directory is.
+//! The mark that identifies a directory as a datastore.
 
 use std::fs::File;
 use std::io;
@@ -9,9 +9,9 @@ use vmseal_api::host::{DatastoreLocation, DatastoreSpec, DatastoreUsage};
 use vmseal_api::id::DatastoreId;
 use vmseal_api::problem::{ErrorCode, Problem};
 
-use crate::atomic_file;
+use vmseal_api::atomic_file::{self, PRIVATE};
 
-/// The file that says which datastore this is.
+/// The file that holds the mark.
 pub const MARKER: &str = "vmseal-datastore.json";
 
 /// The version of that file.
@@ -106,10 +106,10 @@ pub fn marked(spec: &DatastoreSpec) -> Result<&Path, Problem> {
     Ok(path)
 }
 
-/// Room at `path`, in bytes.
+/// The room at `path`, in bytes.
 ///
 /// # Errors
-/// As statvfs.
+/// Those of statvfs.
 pub fn usage(path: &Path) -> Result<DatastoreUsage, Problem> {
     let stat = nix::sys::statvfs::statvfs(path)
         .map_err(|error| failed(path, "measured", &error.into()))?;
@@ -126,6 +126,6 @@ pub(super) fn put(path: &Path, spec: &DatastoreSpec) -> Result<(), Problem> {
     let path = path.join(MARKER);
     serde_json::to_vec(&marker)
         .map_err(io::Error::from)
-        .and_then(|json| atomic_file::write(&path, &json))
+        .and_then(|json| atomic_file::write(&path, &json, PRIVATE))
         .map_err(|error| failed(&path, "written", &error))
 }

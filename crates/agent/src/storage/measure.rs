@@ -1,5 +1,5 @@
-//! How datastores stand, asked again and again: nothing is written, and a file system that hangs holds up
-//! one thread and no more.
+//! Measuring datastores again and again: nothing is written, and a file system that hangs blocks one thread
+//! only.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -13,24 +13,24 @@ use vmseal_api::id::DatastoreId;
 
 use crate::storage::datastore;
 
-/// How long a file system may take to tell its room: one that is there tells it at once.
-const PATIENCE: Duration = Duration::from_secs(10);
+/// How long a file system may take to report its room; one that works answers at once.
+const TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Measures datastores, each by one thread at a time.
 #[derive(Clone, Default)]
 pub struct Measuring(Arc<Mutex<HashSet<DatastoreId>>>);
 
 impl Measuring {
-    /// How a datastore stands.
+    /// Measures a datastore.
     pub async fn measure(&self, spec: DatastoreSpec) -> DatastoreCondition {
-        self.measure_by(spec, datastore::condition, PATIENCE).await
+        self.measure_by(spec, datastore::condition, TIMEOUT).await
     }
 
     async fn measure_by(
         &self,
         spec: DatastoreSpec,
         look: impl FnOnce(&DatastoreSpec) -> DatastoreCondition + Send + 'static,
-        patience: Duration,
+        limit: Duration,
     ) -> DatastoreCondition {
         let DatastoreLocation::Dir { path } = &spec.location;
         let silent = DatastoreCondition::Unavailable {
@@ -39,7 +39,7 @@ impl Measuring {
                 path.display()
             ),
         };
-        // The thread that still waits for it takes the name away when it gets its answer.
+        // The thread that still waits removes the name when it gets its answer.
         if !self.0.lock().unwrap_or_else(PoisonError::into_inner).insert(spec.datastore) {
             return silent;
         }
@@ -49,7 +49,7 @@ impl Measuring {
             busy.lock().unwrap_or_else(PoisonError::into_inner).remove(&spec.datastore);
             condition
         });
-        match timeout(patience, looking).await {
+        match timeout(limit, looking).await {
             Ok(Ok(condition)) => condition,
             Ok(Err(error)) => DatastoreCondition::Unavailable { detail: error.to_string() },
             Err(_) => silent,
@@ -57,15 +57,15 @@ impl Measuring {
     }
 }
 
-/// How often debris is swept: by then nobody waits for its room.
+/// How often debris is swept.
 const SWEPT_EVERY: Duration = Duration::from_secs(24 * 3600);
 
-/// Sweeps datastores, each when this agent sees it first and then once a day.
+/// Sweeps datastores, each when this agent uses it first and then once a day.
 #[derive(Clone, Default)]
 pub struct Sweeping(Arc<Mutex<HashMap<DatastoreId, Instant>>>);
 
 impl Sweeping {
-    /// Sweeps a datastore that answers, if it is time to.
+    /// Sweeps a datastore that answers, if it is due.
     pub fn when_due(&self, spec: DatastoreSpec) {
         let mut swept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if swept.get(&spec.datastore).is_some_and(|at| at.elapsed() < SWEPT_EVERY) {
@@ -100,13 +100,13 @@ mod tests {
         let short = Duration::from_millis(50);
         let first = measuring.measure_by(spec.clone(), hangs, short).await;
         assert!(matches!(first, DatastoreCondition::Unavailable { .. }), "{first:?}");
-        let unasked = |_: &DatastoreSpec| unreachable!("a second thread was sent into it");
-        let second = measuring.measure_by(spec.clone(), unasked, PATIENCE).await;
+        let unasked = |_: &DatastoreSpec| unreachable!("a second thread was started");
+        let second = measuring.measure_by(spec.clone(), unasked, TIMEOUT).await;
         assert_eq!(second, first);
         drop(answer);
-        let give_up = std::time::Instant::now() + PATIENCE;
-        while measuring.measure_by(spec.clone(), move |_| well(), PATIENCE).await != well() {
-            assert!(std::time::Instant::now() < give_up, "it is never asked again");
+        let give_up = std::time::Instant::now() + TIMEOUT;
+        while measuring.measure_by(spec.clone(), move |_| well(), TIMEOUT).await != well() {
+            assert!(std::time::Instant::now() < give_up, "the datastore is never measured again");
             tokio::time::sleep(short).await;
         }
     }
@@ -123,14 +123,14 @@ mod tests {
         std::fs::write(&debris, "").unwrap();
         let sweeping = Sweeping::default();
         sweeping.when_due(spec.clone());
-        let give_up = std::time::Instant::now() + PATIENCE;
+        let give_up = std::time::Instant::now() + TIMEOUT;
         while debris.exists() {
-            assert!(std::time::Instant::now() < give_up, "it is never swept");
+            assert!(std::time::Instant::now() < give_up, "the datastore is never swept");
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
         std::fs::write(&debris, "").unwrap();
         sweeping.when_due(spec);
         tokio::time::sleep(Duration::from_millis(100)).await;
-        assert!(debris.exists(), "it is swept at every look");
+        assert!(debris.exists(), "the datastore is swept at every measurement");
     }
 }

@@ -13,6 +13,6 @@ pub(crate) mod image;
 pub(crate) mod locked;
 pub(crate) mod mark;
 pub(crate) mod measure;
-pub(crate) mod patience;
 pub(crate) mod replica;
+pub(crate) mod timed;
 pub(crate) mod transfer;

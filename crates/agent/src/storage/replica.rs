@@ -1,17 +1,18 @@
-//! A disk's replica on a second datastore, and the map beside the image of what the replica may not have
+//! A disk's replica on a second datastore, and the map beside the image of what the replica may lack
 //! (docs/formats/replica-map.md).
 //!
 //! ```text
-//!  who is to write to an image ─► for_writer ─┬─ the two are noted as a pair ──► replica and map, for the chain
-//!                                             ├─ they are not ──► map emptied, noted ──► the same
-//!                                             └─ no replica to be had ──► map emptied: a later filter copies all
+//!  a writer of an image ─► for_writer ─┬─ noted as a pair ──► replica and map, for the chain
+//!                                      ├─ not noted ──► map emptied, noted ──► the same
+//!                                      └─ replica unavailable ──► map emptied: a later filter copies all
 //! ```
-//! Nothing but a filter with the replica in its chain may change an image whose map is believed. Those who
-//! change one all begin here: filters of guests and of tools that write, and the making of a disk
-//! ([`for_writer`]); and changes of keys, which are before what the map speaks of ([`Header`]).
+//! An image whose map is believed may be changed only by a filter with the replica in its chain. Everything
+//! that changes an image begins here: the filters of guests and of tools that write, and the making of a disk
+//! ([`for_writer`]); and changes of keys, which are in the header, outside of the map ([`ReplicaHeader`]).
 //!
-//! A replica that is not to be had keeps no guest from its disk, nor does a second datastore that hangs. What is
-//! given up then may be done later all the same: it ends with two notes that differ, so that everything is copied.
+//! A guest gets its disk even when its replica is unavailable or the second datastore hangs. Work on a
+//! hanging datastore that was given up may still be done later: it leaves two notes that differ, so that
+//! everything is copied.
 
 mod pair;
 
@@ -26,23 +27,23 @@ use vmseal_api::id::{DiskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::replica::ReplicaPlace;
 
-use self::pair::{Identity, Pair};
+use self::pair::{FileIdentity, Pair};
 use crate::filter::Replica;
 use crate::storage::builder::internal;
 use crate::storage::home::Home;
 use crate::storage::mark::failed;
-use crate::storage::patience;
+use crate::storage::timed;
 
-/// What is written of a header before it is flushed, in bytes: as long as each of its two copies, so that one of
-/// them is whole at any time.
+/// How much of a header is written before it is flushed, in bytes: the length of each of its two copies, so
+/// that one of them is complete at any time.
 const PIECE: usize = 16 * 1024;
 
-/// What a filter needs that is to write to a disk: its replica, made if it is not there. None where it has none,
-/// and where it is not to be had: then there is no map, or it is empty, durably. `image` is open and locked, and
-/// the disk's first byte is at `offset` in it.
+/// Prepares the replica for a filter that writes to a disk; it is made if it is missing. None where the disk
+/// has no replica or the replica is unavailable: then the map is missing or empty, durably. `image` is open
+/// and locked, and the disk's first byte is at `offset` in it.
 ///
 /// # Errors
-/// `in-use`, or as the datastore of the image, where a map is there that cannot be opened or emptied: a later
+/// `in-use`, or those of the image's datastore, when a map exists that cannot be opened or emptied: a later
 /// filter would believe it.
 pub async fn for_writer(
     spec: &VmSpec,
@@ -56,7 +57,7 @@ pub async fn for_writer(
     let without = |problem: Problem| {
         tracing::warn!(
             vm = %spec.vm, disk = %disk.disk, %problem,
-            "a disk is served without its replica, which is to be copied anew"
+            "a disk is served without its replica, all of which must be copied again"
         );
         Ok(None)
     };
@@ -74,7 +75,7 @@ pub async fn for_writer(
     }
 }
 
-/// Sees that the place of a disk's replica is there.
+/// Checks that the datastore of a disk's replica is there.
 ///
 /// # Errors
 /// `wrong-state` when it carries no mark or another one; `timed-out`.
@@ -85,14 +86,14 @@ pub async fn examine(disk: &DiskSpec) -> Result<(), Problem> {
     }
 }
 
-/// Removes what was made of the replica of a disk that was not. `home` is the image's.
+/// Removes the unfinished replica of a disk whose creation failed. `home` is the image's.
 ///
 /// # Errors
-/// `in-use`, or as the file system of the image.
+/// `in-use`, or those of the image's file system.
 pub async fn discard(home: &Home, vm: VmId, disk: &DiskSpec) -> Result<(), Problem> {
     let Some(place) = disk.replica.clone() else { return Ok(()) };
     let (home, id) = (home.clone(), disk.disk);
-    // One that cannot be looked at may be whole.
+    // A disk that cannot be examined may be complete.
     let unmade = move || match home.image(id).try_exists() {
         Ok(false) => remove_beside(&home, id).map(|()| true),
         Ok(true) | Err(_) => Ok(false),
@@ -103,17 +104,17 @@ pub async fn discard(home: &Home, vm: VmId, disk: &DiskSpec) -> Result<(), Probl
     }
 }
 
-/// Removes a disk, and before it its replica.
+/// Removes a disk, and its replica first.
 ///
 /// # Errors
-/// `in-use`, or as the datastore of the image; what is left can be removed by the same call.
+/// `in-use`, or those of the image's datastore; the same call can then be repeated to remove the rest.
 pub async fn delete_with(vm: VmId, disk: &DiskSpec) -> Result<(), Problem> {
     let (here, id) = (disk.datastore.clone(), disk.disk);
     if let Some(place) = disk.replica.clone() {
         let here = here.clone();
         let begin = move || {
             let home = Home::of(&here, vm)?;
-            // Refused when somebody uses the image.
+            // Refused when another process uses the image.
             drop(home.open(id)?);
             remove_beside(&home, id)
         };
@@ -124,14 +125,14 @@ pub async fn delete_with(vm: VmId, disk: &DiskSpec) -> Result<(), Problem> {
     spawn_blocking(delete).await.map_err(internal)?
 }
 
-/// The map first: it never speaks of a replica that is not there.
+/// The map first: it must not exist without its replica.
 fn remove_beside(home: &Home, disk: DiskId) -> Result<(), Problem> {
     home.remove(&home.map(disk))?;
     pair::remove(home, disk)
 }
 
-/// A replica on a datastore that is lost keeps no disk from being removed: should that come back, a scan shows
-/// what is left.
+/// A replica on a lost datastore does not prevent the removal of its disk. If that datastore comes back, a
+/// scan shows the replica.
 async fn remove_replica(vm: VmId, disk: DiskId, place: &ReplicaPlace) -> Result<(), Problem> {
     let remove = move |home: &Home| {
         pair::remove(home, disk)?;
@@ -147,7 +148,7 @@ async fn remove_replica(vm: VmId, disk: DiskId, place: &ReplicaPlace) -> Result<
     }
 }
 
-/// Does something in a VM's home on the second datastore, and does not wait for one that hangs.
+/// Does something in a VM's home on the second datastore, with a timeout.
 async fn look<T: Send + 'static>(
     place: &DatastoreSpec,
     vm: VmId,
@@ -155,10 +156,10 @@ async fn look<T: Send + 'static>(
 ) -> Result<T, Problem> {
     let DatastoreLocation::Dir { path } = place.location.clone();
     let place = place.clone();
-    patience::look(&path, move || work(&Home::of(&place, vm)?)).await
+    timed::call(&path, move || work(&Home::of(&place, vm)?)).await
 }
 
-/// Whose replica it is, and where.
+/// A replica: its VM and disk, and its place.
 #[derive(Clone)]
 struct Of {
     spec: VmSpec,
@@ -166,17 +167,17 @@ struct Of {
     place: ReplicaPlace,
 }
 
-/// What is beside the image.
+/// The files beside the image.
 struct Beside {
     map: File,
-    image: Identity,
+    image: FileIdentity,
     pair: Option<Pair>,
 }
 
-/// What is on the second datastore.
+/// The files on the second datastore.
 struct Found {
     file: File,
-    replica: Identity,
+    replica: FileIdentity,
     pair: Option<Pair>,
 }
 
@@ -191,13 +192,14 @@ impl Of {
             let (home, disk) = (of.home()?, of.disk.disk);
             let map = home.open_or_make(&of.spec, &of.disk.datastore, &home.map(disk))?;
             let path = home.image(disk);
-            let image = Identity::of(&image).map_err(|error| failed(&path, "looked at", &error))?;
+            let image =
+                FileIdentity::of(&image).map_err(|error| failed(&path, "looked at", &error))?;
             Ok(Beside { map, image, pair: pair::read(&home, disk) })
         };
         spawn_blocking(open).await.map_err(internal)?
     }
 
-    /// Whether it is certain that nothing says what the replica has.
+    /// Whether it is certain that there is no map.
     async fn has_no_map(&self) -> bool {
         let of = self.clone();
         let looked = move || of.home().map(|home| home.map(of.disk.disk).symlink_metadata());
@@ -205,7 +207,7 @@ impl Of {
         matches!(looked, Ok(Ok(Err(error))) if error.kind() == io::ErrorKind::NotFound)
     }
 
-    /// Has everything be copied again.
+    /// Empties the map, so that everything is copied again.
     async fn empty(&self, beside: &Beside) -> Result<(), Problem> {
         let (of, map) = (self.clone(), beside.map.try_clone().map_err(internal)?);
         let empty = move || {
@@ -216,9 +218,9 @@ impl Of {
         spawn_blocking(empty).await.map_err(internal)?
     }
 
-    /// The replica, and a map that speaks of it.
+    /// The replica, and a map that is about it.
     async fn open(&self, beside: &Beside, image: &File, offset: u64) -> Result<File, Problem> {
-        let image = anew(image).map_err(internal)?;
+        let image = reopened(image).map_err(internal)?;
         let of = self.clone();
         let open = move |home: &Home| of.open_there(home, &image, offset);
         let found = look(&self.place.datastore, self.spec.vm, open).await?;
@@ -232,7 +234,7 @@ impl Of {
         Ok(found.file)
     }
 
-    /// Notes that the map, which is empty, is of these two from now on.
+    /// Notes that the empty map is about these two from now on.
     async fn note(&self, pair: Pair) -> Result<(), Problem> {
         let disk = self.disk.disk;
         let (of, here) = (self.clone(), pair.clone());
@@ -249,27 +251,29 @@ impl Of {
         let length = offset.saturating_add(self.disk.size);
         let found = file.metadata().map_err(|error| failed(&path, "read", &error))?.len();
         if found != length {
-            // New, cut, or not made to its end. In this order: no map is believed that speaks of what is not there.
+            // New, truncated, or unfinished. In this order, so that no map of missing data is believed.
             pair::remove(home, disk)?;
             file.set_len(length).map_err(|error| failed(&path, "made", &error))?;
         }
         copy(image, &file, offset).map_err(|error| failed(&path, "given its header", &error))?;
-        let replica = Identity::of(&file).map_err(|error| failed(&path, "looked at", &error))?;
+        let replica =
+            FileIdentity::of(&file).map_err(|error| failed(&path, "looked at", &error))?;
         Ok(Found { file, replica, pair: pair::read(home, disk) })
     }
 }
 
-/// The replica of a disk whose keys are to be changed, open and locked.
-pub struct Header {
+/// The open and locked replica of a disk whose keys will be changed.
+pub struct ReplicaHeader {
     home: Home,
     file: File,
 }
 
-impl Header {
-    /// Opens it. One that is not there gets its header when it is made. Blocks.
+impl ReplicaHeader {
+    /// Opens it. A missing replica gets its header when it is made. Blocks.
     ///
     /// # Errors
-    /// `in-use`, or as the replica's datastore: a key that is dropped would open the replica.
+    /// `in-use`, or those of the replica's datastore: the replica would still open with a key that is
+    /// dropped.
     pub fn open(spec: &VmSpec, disk: &DiskSpec) -> Result<Option<Self>, Problem> {
         let Some(place) = &disk.replica else { return Ok(None) };
         let home = Home::of(&place.datastore, spec.vm)?;
@@ -277,10 +281,10 @@ impl Header {
         Ok(file.map(|file| Self { home, file }))
     }
 
-    /// Makes it open with the keys that the image opens with, durably. Blocks.
+    /// Copies the image's header, so that the replica opens with the same keys, durably. Blocks.
     ///
     /// # Errors
-    /// As the replica's datastore: then the replica may open with the keys that were before.
+    /// Those of the replica's datastore: the replica may then still open with the earlier keys.
     pub fn copy(
         &self,
         spec: &VmSpec,
@@ -292,19 +296,19 @@ impl Header {
             self.home.describe(spec, &place.datastore)?;
         }
         let path = self.home.replica(disk.disk);
-        let copied = anew(image).and_then(|image| copy(&image, &self.file, offset));
+        let copied = reopened(image).and_then(|image| copy(&image, &self.file, offset));
         copied.map_err(|error| failed(&path, "given its header", &error))
     }
 }
 
-/// The same file, opened once more: a filter that had this open file has set O_DIRECT on it, for its own aligned
-/// buffers; and whoever is given up with it does not hold its lock.
-fn anew(file: &File) -> io::Result<File> {
+/// Opens the same file again. A filter that had the given open file has set O_DIRECT on it, for its own
+/// aligned buffers; and a thread that was given up does not hold its lock.
+fn reopened(file: &File) -> io::Result<File> {
     File::open(format!("/proc/self/fd/{}", file.as_raw_fd()))
 }
 
-/// Copies what comes before the data. From the end: the keys' places come behind the two copies that name them, so
-/// a power cut at any point leaves a header that opens as before or as after.
+/// Copies everything before the data, from the end: the key areas are behind the two copies that refer to
+/// them, so that after a power cut at any point the header opens as before or as after.
 fn copy(image: &File, replica: &File, length: u64) -> io::Result<()> {
     let (mut ours, mut theirs) = (vec![0; PIECE], vec![0; PIECE]);
     let mut end = length;
@@ -320,7 +324,7 @@ fn copy(image: &File, replica: &File, length: u64) -> io::Result<()> {
         }
         end = at;
     }
-    // What reads as equal may have been written by one that was killed before it flushed.
+    // An equal header may have been written by a process that was killed before it flushed.
     replica.sync_all()
 }
 
@@ -337,7 +341,7 @@ mod tests {
     use super::*;
     use crate::storage::datastore;
 
-    /// Where the disk begins in its image: not a whole number of pieces.
+    /// The offset of the disk in its image: not a multiple of the piece.
     const OFFSET: u64 = 3 * PIECE as u64 + 4096;
     const SIZE: u64 = 1 << 20;
 
@@ -348,7 +352,7 @@ mod tests {
     }
 
     impl Bench {
-        /// A disk that is made, of random bytes, whose replica is on a second datastore.
+        /// A disk with random bytes, with a replica on a second datastore.
         async fn new() -> Self {
             let directory = tempfile::tempdir().unwrap();
             let place = |name: &str| {
@@ -376,7 +380,7 @@ mod tests {
             let home = Home::of(&spec.disk_at(0).unwrap().datastore, spec.vm).unwrap();
             let image = home.begin(&spec, spec.disk_at(0).unwrap(), OFFSET + SIZE).unwrap();
             image.write_all_at(&[7; OFFSET as usize], 0).unwrap();
-            // As filters that fill disks leave it, where the file system can.
+            // The state in which filters that fill disks leave it, where the file system has O_DIRECT.
             let _ = fcntl(&image, FcntlArg::F_SETFL(OFlag::O_DIRECT));
             drop(
                 for_writer(&spec, spec.disk_at(0).unwrap(), &image, OFFSET).await.unwrap().unwrap(),
@@ -407,7 +411,7 @@ mod tests {
             for_writer(&self.spec, self.disk(), &self.image, OFFSET).await
         }
 
-        /// As a filter leaves it: something that could be believed.
+        /// Fills the map as a filter does, so that it could be believed.
         fn fill_map(&self) {
             std::fs::write(self.home().map(self.disk().disk), [1; 1024]).unwrap();
         }
@@ -458,7 +462,7 @@ mod tests {
         }
     }
 
-    /// No more than one that is there and cannot be opened: that would be believed later.
+    /// Only an existing map that cannot be opened is an error: it would be believed later.
     #[tokio::test]
     async fn a_map_that_cannot_be_made_keeps_no_guest_from_its_disk() {
         let bench = Bench::new().await;
@@ -467,7 +471,7 @@ mod tests {
         std::fs::create_dir(&map).unwrap();
         assert!(bench.for_writer().await.is_err(), "what is there is no map");
         std::fs::remove_dir(&map).unwrap();
-        // Where the note of what is in the directory cannot be written, nothing is made, for root neither.
+        // Where the descriptor cannot be written, nothing is made, not even for root.
         let image = home.image(bench.disk().disk);
         let note = image.with_file_name(crate::storage::home::DESCRIPTOR);
         std::fs::remove_file(&note).unwrap();
@@ -477,7 +481,7 @@ mod tests {
         assert!(served.unwrap().is_none());
     }
 
-    /// Its mark is a pipe: whoever opens it waits, as on a server that is away.
+    /// Its mark is a pipe: opening it blocks, as on a server that is down.
     #[tokio::test(start_paused = true)]
     async fn a_second_datastore_that_hangs_keeps_no_guest_from_its_disk_and_holds_no_lock_of_it() {
         let bench = Bench::new().await;
@@ -493,20 +497,20 @@ mod tests {
         };
         let served = tokio::select! {
             served = bench.for_writer() => served,
-            () = time_passes => unreachable!("time does not end"),
+            () = time_passes => unreachable!("the loop never ends"),
         };
         let (length, home, disk) = (bench.map_length(), bench.home(), bench.disk().disk);
         let Bench { image, directory: _directory, .. } = bench;
         drop(image);
         let free = home.open(disk).map(|image| image.is_some());
-        // Before anything fails: the thread that hangs is waited for at the end of the test.
+        // Before any assertion: the runtime waits for the hanging thread at the end of the test.
         drop(File::options().write(true).open(&mark).unwrap());
         assert!(served.unwrap().is_none());
         assert_eq!((length, free.unwrap()), (0, true));
     }
 
     #[tokio::test]
-    async fn a_replica_that_is_gone_or_cut_is_made_anew_and_copied_whole() {
+    async fn a_missing_or_truncated_replica_is_made_again_and_copied_completely() {
         let bench = Bench::new().await;
         let spoils: [fn(&Path) -> io::Result<()>; 2] = [
             |path| std::fs::remove_file(path),
@@ -522,7 +526,7 @@ mod tests {
         }
     }
 
-    /// Files that were put in their place, by a restore or as a datastore was away and came back.
+    /// Files that were put in their place: by a restore, or when a datastore was away and came back.
     #[tokio::test]
     async fn a_map_is_not_believed_of_another_image_or_replica() {
         let bench = Bench::new().await;
@@ -546,9 +550,9 @@ mod tests {
             assert_eq!(bench.map_length(), 0, "{}", path.display());
             bench.fill_map();
             drop(of(opened(&image)).await);
-            assert_eq!(bench.map_length(), 1024, "the new pair is not known");
+            assert_eq!(bench.map_length(), 1024, "the new pair was not noted");
         }
-        // The first image is kept, as it was, and another one served meanwhile; or nobody knows.
+        // The first image is kept unchanged while another one is served; or the note is missing.
         let (note, kept) =
             (bench.home().pair(bench.disk().disk), bench.directory.path().join("kept"));
         let there = bench.there().pair(bench.disk().disk);
@@ -575,13 +579,13 @@ mod tests {
         let bench = Bench::new().await;
         bench.fill_map();
         let copy = || {
-            let header = Header::open(&bench.spec, bench.disk())?;
+            let header = ReplicaHeader::open(&bench.spec, bench.disk())?;
             header.map_or(Ok(()), |it| it.copy(&bench.spec, bench.disk(), &bench.image, OFFSET))
         };
         bench.image.write_all_at(&[9; 100], 5).unwrap();
         copy().unwrap();
         assert_eq!(head(&bench.replica()), head(&bench.home().image(bench.disk().disk)));
-        // By whoever was killed before it did.
+        // By a process that was killed before it flushed.
         bench.image.write_all_at(&[9; 100], OFFSET - 100).unwrap();
         let held = bench.for_writer().await.unwrap();
         assert_eq!(head(&bench.replica()), head(&bench.home().image(bench.disk().disk)));
@@ -590,15 +594,15 @@ mod tests {
         drop(held);
         std::fs::remove_file(bench.replica()).unwrap();
         copy().unwrap();
-        assert!(!bench.replica().exists(), "a replica without a map that knows of it");
+        assert!(!bench.replica().exists(), "a replica without its map");
     }
 
     #[tokio::test]
-    async fn a_disk_goes_with_its_replica_and_neither_while_it_is_used() {
+    async fn a_disk_is_removed_with_its_replica_unless_one_is_in_use() {
         let bench = Bench::new().await;
         let (vm, disk) = (bench.spec.vm, bench.disk().clone());
         discard(&bench.home(), vm, &disk).await.unwrap();
-        assert!(bench.replica().exists(), "the replica of a disk that is whole");
+        assert!(bench.replica().exists(), "the replica of a complete disk");
         assert_eq!(delete_with(vm, &disk).await.unwrap_err().code, ErrorCode::InUse);
         assert!(bench.replica().exists() && bench.home().map(disk.disk).exists());
         let directory = bench.directory;

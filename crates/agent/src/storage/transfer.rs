@@ -1,8 +1,9 @@
-//! The directories of this host that images are imported from and exported to. The agent is root, and who may
-//! import and export is not: files elsewhere are neither read nor written, by whatever path or link they are named.
+//! The directories of this host that images are imported from and exported to. The agent is root and the
+//! users who import and export are not: files elsewhere are neither read nor written, whatever path or link
+//! names them.
 //!
-//! A path has to begin with one of the directories, and is opened beneath that directory by the kernel
-//! (`openat2`, RESOLVE_BENEATH): no symbolic link, `..` or magic link of /proc leads out of it.
+//! A path must begin with one of the directories, and the kernel opens it beneath that directory (`openat2`,
+//! RESOLVE_BENEATH): no symbolic link, `..` or magic link of /proc leads out of it.
 
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -13,13 +14,13 @@ use nix::errno::Errno;
 use nix::fcntl::{OFlag, OpenHow, ResolveFlag, open, openat2};
 use nix::sys::stat::Mode;
 
-/// The directories. A clone is the same ones.
+/// The directories. Clones share them.
 #[derive(Clone, Debug)]
 pub struct TransferDirectories(Arc<[PathBuf]>);
 
 /// Why a file is not opened.
 #[derive(Debug, thiserror::Error)]
-pub enum Refused {
+pub enum TransferError {
     /// It is in none of the directories.
     #[error("{0}")]
     Outside(String),
@@ -28,8 +29,8 @@ pub enum Refused {
     File(#[from] io::Error),
 }
 
-/// The directory of a file that is written: open, so that the file is made, named and removed in this one, whatever
-/// its path comes to mean.
+/// The open directory of a file that is written: the file is created, renamed and removed in this one, even
+/// if its path leads elsewhere by then.
 #[derive(Debug)]
 pub struct Parent {
     path: PathBuf,
@@ -37,7 +38,7 @@ pub struct Parent {
 }
 
 impl Parent {
-    /// A path of the directory that holds for as long as this lives.
+    /// A path of the directory that is valid for as long as this lives.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
@@ -45,10 +46,10 @@ impl Parent {
 }
 
 impl TransferDirectories {
-    /// These.
+    /// From a list of directories.
     ///
     /// # Errors
-    /// The one that is no absolute path.
+    /// The first path that is not absolute.
     pub fn new(directories: Vec<PathBuf>) -> Result<Self, PathBuf> {
         match directories.iter().find(|directory| !directory.is_absolute()) {
             Some(relative) => Err(relative.clone()),
@@ -56,13 +57,13 @@ impl TransferDirectories {
         }
     }
 
-    /// Everywhere: for the simulated host, and tests.
+    /// All directories: for the simulated host, and tests.
     #[must_use]
     pub fn anywhere() -> Self {
         Self(Arc::new([PathBuf::from("/")]))
     }
 
-    /// As the server shows them.
+    /// The list that the server shows.
     #[must_use]
     pub fn shown(&self) -> Vec<String> {
         self.0.iter().map(|directory| directory.display().to_string()).collect()
@@ -71,31 +72,31 @@ impl TransferDirectories {
     /// Opens an image for reading.
     ///
     /// # Errors
-    /// [`Refused`].
-    pub fn image(&self, path: &Path) -> Result<std::fs::File, Refused> {
-        // A pipe would make us wait for its other end.
+    /// [`TransferError`].
+    pub fn image(&self, path: &Path) -> Result<std::fs::File, TransferError> {
+        // Opening a pipe would wait for its other end.
         let flags = OFlag::O_RDONLY | OFlag::O_NONBLOCK | OFlag::O_NOCTTY;
         self.open(path, flags, path).map(std::fs::File::from)
     }
 
-    /// Opens the directory of a file that is to be written.
+    /// Opens the directory of a file to write.
     ///
     /// # Errors
-    /// [`Refused`].
-    pub fn parent(&self, path: &Path) -> Result<Parent, Refused> {
+    /// [`TransferError`].
+    pub fn parent(&self, path: &Path) -> Result<Parent, TransferError> {
         let directory = path.parent().unwrap_or(Path::new("/"));
         let open = self.open(directory, OFlag::O_PATH | OFlag::O_DIRECTORY, path)?;
         let path = PathBuf::from(format!("/proc/self/fd/{}", open.as_raw_fd()));
         Ok(Parent { path, _open: open })
     }
 
-    fn open(&self, path: &Path, flags: OFlag, shown: &Path) -> Result<OwnedFd, Refused> {
+    fn open(&self, path: &Path, flags: OFlag, shown: &Path) -> Result<OwnedFd, TransferError> {
         for directory in self.0.iter() {
             let Ok(beneath) = path.strip_prefix(directory) else { continue };
             let base = OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC;
             let base = open(directory, base, Mode::empty()).map_err(io::Error::from)?;
             let beneath = if beneath == Path::new("") { Path::new(".") } else { beneath };
-            // From the root, nothing leads out; links there are absolute, and BENEATH refuses all such.
+            // Nothing leads out of the root; links there are absolute, and BENEATH refuses all of these.
             let resolve = if directory == Path::new("/") {
                 ResolveFlag::empty()
             } else {
@@ -106,12 +107,12 @@ impl TransferDirectories {
                 .resolve(resolve | ResolveFlag::RESOLVE_NO_MAGICLINKS);
             match openat2(&base, beneath, how) {
                 Ok(open) => return Ok(open),
-                // It leads out of this one, and may be in another one.
+                // It leads out of this directory, and may be in another one.
                 Err(Errno::EXDEV | Errno::ELOOP) => {}
                 Err(error) => return Err(io::Error::from(error).into()),
             }
         }
-        Err(Refused::Outside(self.refusal(shown)))
+        Err(TransferError::Outside(self.refusal(shown)))
     }
 
     fn refusal(&self, path: &Path) -> String {
@@ -163,7 +164,7 @@ mod tests {
             "onemore",
         ] {
             match allowed.image(&at(name)) {
-                Err(Refused::Outside(told)) => {
+                Err(TransferError::Outside(told)) => {
                     assert!(told.contains("--transfer-directory"), "{told}");
                     assert!(told.contains(&at("two").display().to_string()), "{told}");
                 }
@@ -171,17 +172,17 @@ mod tests {
             }
         }
         for name in ["secret/new", "one/../new", "one/directory/new"] {
-            assert!(matches!(allowed.parent(&at(name)), Err(Refused::Outside(_))), "{name}");
+            assert!(matches!(allowed.parent(&at(name)), Err(TransferError::Outside(_))), "{name}");
         }
-        assert!(matches!(allowed.image(&at("one/none")), Err(Refused::File(_))));
+        assert!(matches!(allowed.image(&at("one/none")), Err(TransferError::File(_))));
         let parent = allowed.parent(&at("one/sub/new")).unwrap();
         std::fs::rename(at("one/sub"), at("one/moved")).unwrap();
         std::fs::write(parent.path().join("new"), "x").unwrap();
-        assert!(at("one/moved/new").exists(), "it is not made in the directory that was opened");
+        assert!(at("one/moved/new").exists(), "the file is not in the directory that was opened");
         let none = TransferDirectories::new(Vec::new()).unwrap();
-        assert!(matches!(none.image(&at("one/image")), Err(Refused::Outside(_))));
+        assert!(matches!(none.image(&at("one/image")), Err(TransferError::Outside(_))));
         assert_eq!(TransferDirectories::new(vec!["a/b".into()]).unwrap_err(), Path::new("a/b"));
-        // Who allows everything may use links as they are.
+        // An agent that allows everything follows links as they are.
         TransferDirectories::anywhere().image(&at("one/absolute")).unwrap();
     }
 }

@@ -1,6 +1,6 @@
-//! What a starting agent does with the VMs of its predecessor: those that run are adopted, those that
-//! were half-started or have died are swept and reported. One that runs and cannot be adopted is left running
-//! ([`super::left_running`]): no doubt about a VM ends its guest.
+//! How a starting agent handles the VMs of its predecessor: running ones are adopted; half-started and dead
+//! ones are swept and reported. A running VM that cannot be adopted is left running
+//! ([`super::left_running`]): a guest is never ended because of doubt.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -18,34 +18,35 @@ use super::reconnect::{Reconnected, clear_away, reconnect};
 use super::{Initial, Shared, Vm};
 use crate::hypervisor::qemu;
 use crate::process::Process;
-use crate::process::deaths::Death;
+use crate::process::died::DiedVm;
 use crate::process::run_dir::ProcessDir;
 use crate::process::run_record::{Phase, Record, Unreadable};
 
-/// How long more attempts are begun to connect to a VM whose processes live; later ones come in the background.
+/// The period in which connecting to a VM with live processes is retried; later attempts are made in the
+/// background.
 const ATTEMPTS_WITHIN: Duration = Duration::from_secs(5);
 
-/// The pause between them.
+/// The pause between attempts.
 const ATTEMPTS_PAUSE: Duration = Duration::from_millis(100);
 
-/// Goes through the run directory. Gives the VMs found, with those that died under an earlier agent and
-/// have not run since; imports are swept, as their disks are made anew. The trouble of one VM or import is
-/// told and keeps no other from being adopted.
+/// Goes through the run directory. Returns the VMs found, also those that died under an earlier agent and
+/// have not run since. Imports are swept, as their disks are made again. The failure of one VM or import is
+/// logged and does not prevent the adoption of others.
 ///
 /// # Errors
-/// As listing the run directory: without it nothing is known, and the agent must not start.
+/// Those of listing the run directory: the agent must not start without it, as nothing would be known.
 pub async fn adopt(shared: &Arc<Shared>) -> io::Result<Vec<(VmId, Vm)>> {
     for import in shared.run_dir.imports()? {
         if let Err(error) = import.sweep().await {
-            tracing::error!(disk = import.name(), %error, "what an import left cannot be cleared away");
+            tracing::error!(disk = import.name(), %error, "cannot remove the remains of an import");
         }
     }
-    let deaths = shared.deaths.all()?;
-    // Beside each other: one that does not answer holds up no other.
+    let died = shared.died.all()?;
+    // Concurrently: one that does not answer delays no other.
     let found =
-        shared.run_dir.vms()?.into_iter().map(|directory| adopt_one(shared, directory, &deaths));
+        shared.run_dir.vms()?.into_iter().map(|directory| adopt_one(shared, directory, &died));
     let mut found: BTreeMap<VmId, Vm> = join_all(found).await.into_iter().flatten().collect();
-    for (vm, death) in deaths {
+    for (vm, death) in died {
         found.entry(vm).or_insert_with(|| {
             Vm::own(shared.clone(), death.spec, Initial::Stopped(death.stopped))
         });
@@ -56,19 +57,22 @@ pub async fn adopt(shared: &Arc<Shared>) -> io::Result<Vec<(VmId, Vm)>> {
 async fn adopt_one(
     shared: &Arc<Shared>,
     directory: ProcessDir,
-    deaths: &BTreeMap<VmId, Death>,
+    died: &BTreeMap<VmId, DiedVm>,
 ) -> Option<(VmId, Vm)> {
     let Ok(vm) = directory.name().parse::<VmId>() else {
-        tracing::warn!(name = directory.name(), "no VM has this directory in the run directory");
+        tracing::warn!(
+            name = directory.name(),
+            "a directory in the run directory is not named after a VM"
+        );
         return None;
     };
     let record = match directory.read() {
         Ok(record) if record.spec.vm == vm => record,
         Ok(record) => {
             let why = Unreadable::Damaged(format!("it is of VM {}", record.spec.vm));
-            return unreadable(shared, directory, vm, why, deaths.get(&vm)).await;
+            return unreadable(shared, directory, vm, why, died.get(&vm)).await;
         }
-        Err(why) => return unreadable(shared, directory, vm, why, deaths.get(&vm)).await,
+        Err(why) => return unreadable(shared, directory, vm, why, died.get(&vm)).await,
     };
     let initial = match look(shared, &directory, &record).await {
         Reconnected::Alive(running) => {
@@ -82,34 +86,34 @@ async fn adopt_one(
         }
         Reconnected::Dead(why) => {
             tracing::warn!(%vm, %why, "found a VM dead");
-            // The earlier agent may have seen it die, and only been kept from clearing it away.
-            let seen = deaths.get(&vm).filter(|_| record.phase == Phase::Running);
+            // The earlier agent may have seen it die and ended before it removed the remains.
+            let seen = died.get(&vm).filter(|_| record.phase == Phase::Running);
             Initial::Stopped(found_dead(shared, &directory, &record.spec, why, seen).await)
         }
     };
     Some((vm, Vm::own(shared.clone(), record.spec, initial)))
 }
 
-/// A VM whose record cannot be read: left running while its QEMU lives, or may.
+/// A VM whose record cannot be read: left running if its QEMU lives or may live.
 async fn unreadable(
     shared: &Arc<Shared>,
     directory: ProcessDir,
     vm: VmId,
     why: Unreadable,
-    seen: Option<&Death>,
+    seen: Option<&DiedVm>,
 ) -> Option<(VmId, Vm)> {
     let spec = unknown_spec(vm);
     let initial = match (Process::adopt(&directory.process(qemu::NAME)), &why) {
         (Ok(None), Unreadable::Missing) => {
-            // Made, and not put on record before the agent ended: nothing of it has run.
+            // The directory was made, but the agent ended before it wrote the record: nothing of it has run.
             if let Err(error) = clear_away(&directory).await {
-                tracing::error!(%vm, %error, "what is left of a VM cannot be cleared away");
+                tracing::error!(%vm, %error, "cannot remove the remains of a VM");
             }
             return None;
         }
         (Ok(None), _) => {
             let why = format!(
-                "VM {vm} stopped while no agent was there to see why, and its record {why}. If it is to run, start it again"
+                "VM {vm} stopped while no agent was there to see why, and its record {why}. If it should run, start it again"
             );
             tracing::warn!(%vm, %why, "found a VM dead");
             let spec = seen.map_or(&spec, |seen| &seen.spec);
@@ -117,7 +121,7 @@ async fn unreadable(
         }
         (Ok(qemu), _) => left_running(shared, directory, vm, why, qemu),
         (Err(error), _) => {
-            tracing::error!(%vm, %error, "it cannot be found out whether a VM runs");
+            tracing::error!(%vm, %error, "cannot determine whether a VM runs");
             left_running(shared, directory, vm, why, None)
         }
     };
@@ -136,13 +140,13 @@ fn left_running(
     Initial::LeftRunning(Box::new(LeftRunning::new(shared.clone(), directory, vm, why, qemu)))
 }
 
-/// Puts a death on record, unless it was seen by an earlier agent, and clears away.
+/// Records the death, unless an earlier agent has, and removes the remains.
 async fn found_dead(
     shared: &Shared,
     directory: &ProcessDir,
     spec: &VmSpec,
     why: String,
-    seen: Option<&Death>,
+    seen: Option<&DiedVm>,
 ) -> Stopped {
     let vm = spec.vm;
     let stopped = match seen {
@@ -150,19 +154,19 @@ async fn found_dead(
         None => {
             let (at, reason) = (Timestamp::now(), StopReason::FoundDead);
             let stopped = Stopped { at, reason, detail: why };
-            if let Err(error) = shared.deaths.record(spec, &stopped) {
-                tracing::error!(%vm, %error, "the death of a VM cannot be put on record");
+            if let Err(error) = shared.died.record(spec, &stopped) {
+                tracing::error!(%vm, %error, "cannot record the death of a VM");
             }
             stopped
         }
     };
     if let Err(error) = clear_away(directory).await {
-        tracing::error!(%vm, %error, "what is left of a VM cannot be cleared away");
+        tracing::error!(%vm, %error, "cannot remove the remains of a VM");
     }
     stopped
 }
 
-/// Connects to a VM's processes, where any can live.
+/// Connects to a VM's processes, if any may live.
 async fn look(shared: &Shared, directory: &ProcessDir, record: &Record) -> Reconnected {
     let name = &record.spec.name;
     let again = format!("start it again (vmseal vm start {name})");

@@ -1,13 +1,14 @@
-//! A disk that is exposed to an operator's tools, for as long as they hold it.
+//! A disk that is exposed to an operator's tools for as long as the client holds its stream.
 //!
 //! ```text
 //!  VM off      opened, locked ─► filter of its own ─► held ─► flushed, ended, directory removed
 //!  VM runs     held: connections go to the NBD that its filter has beside the guest
 //!
-//!  held:       ends with the holder's word, stream or silence, with the filter, or when called off
+//!  held:       until the client releases it, disconnects or goes silent, the filter ends, or it is cancelled
 //! ```
 //! It is one of the VM's [`super::jobs`], so the VM does not start meanwhile, and nothing else is done with
-//! the disk. An agent that dies leaves the filter; the next one sweeps it with what imports have left.
+//! the disk. When the agent dies, the filter remains; the next agent sweeps it together with those of
+//! imports.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -34,36 +35,36 @@ use crate::storage::disk;
 use crate::storage::locked::Access;
 use crate::storage::replica;
 
-/// Connections that may wait to be made.
+/// Requests for connections that may wait.
 const WAITING_MAX: usize = 16;
 
-/// The most that a holder is told of what went wrong, in bytes.
+/// The longest error text that a client is sent, in bytes.
 const WORDS_MAX: usize = 4096;
 
-/// How often a filter of its own is asked whether it answers with errors.
-const CARE_INTERVAL: Duration = Duration::from_secs(10);
+/// How often the disk's own filter is checked for errors.
+const CHECK_INTERVAL: Duration = Duration::from_secs(10);
 
-/// The socket of a filter of its own.
+/// The socket of the disk's own filter.
 const SOCKET: &str = "nbd";
 
-/// The way to who serves an exposed disk: for another connection.
+/// Requests for connections, sent to the task that serves an exposed disk.
 pub type ConnectionSender = mpsc::Sender<Reply<ConsoleStream>>;
 
 /// What serves the disk.
 pub enum Source {
-    /// A filter of its own, which is yet to be started.
-    Own(Box<Order>),
+    /// Its own filter, not started yet.
+    Own(Box<OfflineDisk>),
     /// The filter of the running VM, at this socket.
     Beside(PathBuf),
 }
 
-/// A disk that is to be served while its VM is off.
-pub struct Order {
+/// A disk to serve while its VM is off.
+pub struct OfflineDisk {
     /// The VM.
     pub spec: VmSpec,
     /// The disk, one of the VM's.
     pub disk: DiskSpec,
-    /// What is pinned of it.
+    /// The facts that are pinned of it.
     pub facts: DiskFacts,
     /// The VM's KEK, where the disk is encrypted.
     pub kek: Option<SecretBytes>,
@@ -71,17 +72,17 @@ pub struct Order {
     pub writable: bool,
 }
 
-/// An exposure that begins.
+/// A new exposure.
 pub struct Exposure {
     disk: DiskId,
     source: Source,
-    /// The holder waits for its stream.
+    /// The client waits for its stream.
     holder: Reply<ConsoleStream>,
     connections: mpsc::Receiver<Reply<ConsoleStream>>,
 }
 
 impl Exposure {
-    /// For this holder; and the way to it.
+    /// An exposure for this client, and the sender for connections to it.
     pub fn new(
         disk: DiskId,
         source: Source,
@@ -95,7 +96,7 @@ impl Exposure {
         self.disk
     }
 
-    /// Serves until it ends; the holder's stream is to be kept until the disk is known to be free.
+    /// Serves until it ends. Keep the client's stream until the disk is known to be free.
     pub async fn serve(
         self,
         builder: DiskBuilder,
@@ -105,7 +106,7 @@ impl Exposure {
         let Self { disk, source, holder, mut connections } = self;
         let holder =
             serve(disk, source, holder, &mut connections, (builder, show), &mut cancelled).await;
-        // Who came too late.
+        // Requests that came too late.
         connections.close();
         while let Ok(connection) = connections.try_recv() {
             let what = "the disk is not exposed any more";
@@ -123,8 +124,8 @@ async fn serve(
     (builder, show): (DiskBuilder, Progress),
     cancelled: &mut oneshot::Receiver<()>,
 ) -> Option<DuplexStream> {
-    let order = match source {
-        Source::Own(order) => order,
+    let offline = match source {
+        Source::Own(offline) => offline,
         Source::Beside(socket) => {
             let mut held = Held { socket, holder: admit(holder), connections };
             held.until_the_end(cancelled, std::future::pending::<()>()).await;
@@ -132,22 +133,23 @@ async fn serve(
         }
     };
     let directory = &builder.directory;
-    let spec = order.spec.clone();
+    let spec = offline.spec.clone();
     let started = tokio::select! {
-        started = start(*order, &builder) => started,
-        _ = &mut *cancelled => Err(Problem::new(ErrorCode::Cancelled, "it was called off")),
+        started = start(*offline, &builder) => started,
+        _ = &mut *cancelled => Err(Problem::new(ErrorCode::Cancelled, "the exposure was cancelled")),
     };
     match started {
         Ok((process, _slot)) => {
             let socket = directory.socket(SOCKET);
             let mut held = Held { socket, holder: admit(holder), connections };
-            let mut care = Care { spec, control: Control::of(directory), show, told: Vec::new() };
-            let ended = held.until_the_end(cancelled, care.until(process.ended())).await;
+            let mut check =
+                ErrorCheck { spec, control: Control::of(directory), show, told: Vec::new() };
+            let ended = held.until_the_end(cancelled, check.until(process.ended())).await;
             let wrong = match ended {
                 Some(exit) => Some(filter::ended(exit, directory).to_string()),
                 None => {
-                    let errors = care.look().await;
-                    let end = end(disk, &care.control, &process).await;
+                    let errors = check.look().await;
+                    let end = end(disk, &check.control, &process).await;
                     end.err().map(|error| error.to_string()).or(errors)
                 }
             };
@@ -172,7 +174,7 @@ async fn sweep(disk: DiskId, directory: &ProcessDir) {
     }
 }
 
-/// Gives the holder its stream; ours ends at once where it does not want it any more.
+/// Gives the client its stream; ours ends at once if the client is gone.
 fn admit(holder: Reply<ConsoleStream>) -> DuplexStream {
     let (ours, theirs) = duplex(WORDS_MAX);
     let _ = holder.send(Ok(Box::new(theirs)));
@@ -180,14 +182,14 @@ fn admit(holder: Reply<ConsoleStream>) -> DuplexStream {
 }
 
 async fn start(
-    order: Order,
+    offline: OfflineDisk,
     builder: &DiskBuilder,
 ) -> Result<(Process, crate::process::users::Slot), Problem> {
     let slot = builder.users.take().ok_or_else(builder::too_many)?;
     let directory = &builder.directory;
-    // Whatever an earlier attempt has left running lets go of the disk.
+    // A filter of an earlier attempt is ended, which releases the disk.
     directory.renew().await.map_err(internal)?;
-    let Order { spec, disk, facts, kek, writable } = order;
+    let OfflineDisk { spec, disk, facts, kek, writable } = offline;
     let vm = spec.vm;
     let (of, opening) = (spec.clone(), disk.clone());
     let access = if writable { Access::Write } else { Access::Read };
@@ -219,28 +221,28 @@ async fn start(
     Ok((process, slot))
 }
 
-/// Looks whether a disk that is exposed answers with errors.
-struct Care {
+/// Checks whether an exposed disk answers with errors.
+struct ErrorCheck {
     spec: VmSpec,
     control: Control,
     show: Progress,
-    /// What was told of last.
+    /// The notices that were reported last.
     told: Vec<Notice>,
 }
 
-impl Care {
-    /// Looks now and then until the filter ends.
+impl ErrorCheck {
+    /// Checks periodically until the filter ends.
     async fn until<T>(&mut self, ended: impl Future<Output = T>) -> T {
         tokio::pin!(ended);
         loop {
-            if let Ok(ended) = timeout(CARE_INTERVAL, &mut ended).await {
+            if let Ok(ended) = timeout(CHECK_INTERVAL, &mut ended).await {
                 return ended;
             }
             self.look().await;
         }
     }
 
-    /// What is wrong, which the operators are told if it is news.
+    /// The error, which is also reported to operators if it is new.
     async fn look(&mut self) -> Option<String> {
         let Ok(status) = self.control.status().await else { return None };
         let errors: Vec<Notice> = disk_errors(&self.spec, &status).collect();
@@ -252,13 +254,13 @@ impl Care {
     }
 }
 
-/// Has the filter flush and end.
+/// Has the filter flush and exit.
 async fn end(disk: DiskId, control: &Control, process: &Process) -> Result<(), FilterError> {
     let ended = control.shut_down().await;
     match &ended {
         Ok(()) => drop(process.end_within(filter::SHUTDOWN_TIMEOUT).await),
         Err(error) => {
-            tracing::warn!(%disk, %error, "the filter of an exposed disk has not ended as it should");
+            tracing::warn!(%disk, %error, "the filter of an exposed disk did not end cleanly");
             process.kill();
             process.ended().await;
         }
@@ -266,7 +268,7 @@ async fn end(disk: DiskId, control: &Control, process: &Process) -> Result<(), F
     ended
 }
 
-/// An exposure that stands.
+/// An exposure in progress.
 struct Held<'a> {
     socket: PathBuf,
     holder: DuplexStream,
@@ -274,7 +276,7 @@ struct Held<'a> {
 }
 
 impl Held<'_> {
-    /// What has ended it, if that is `ended`.
+    /// The reason why it ended, or the value of `ended`.
     async fn until_the_end<T>(
         &mut self,
         cancelled: &mut oneshot::Receiver<()>,
@@ -292,7 +294,7 @@ impl Held<'_> {
                     _ => return None,
                 },
                 () = sleep_until(silent_until) => {
-                    tracing::info!("who holds a disk exposed has gone silent; it is not exposed any more");
+                    tracing::info!("the client of an exposed disk has gone silent; the exposure ends");
                     return None;
                 }
                 connection = self.connections.recv() => match connection {
@@ -308,14 +310,14 @@ impl Held<'_> {
     async fn connect(&self, connection: Reply<ConsoleStream>) {
         let connected = UnixStream::connect(&self.socket).await;
         let stream = connected.map(|stream| Box::new(stream) as ConsoleStream).map_err(internal);
-        // It may have gone meanwhile.
+        // The client may have gone meanwhile.
         let _ = connection.send(stream);
     }
 
-    /// Tells the holder what went wrong.
+    /// Sends the client the error.
     async fn tell(&mut self, wrong: &str) {
         let words = &wrong.as_bytes()[..wrong.floor_char_boundary(WORDS_MAX)];
-        // It may have gone meanwhile, and there is room for it at once.
+        // It may have gone meanwhile, and there is room for the text at once.
         let _ = self.holder.write_all(words).await;
     }
 }
@@ -326,7 +328,7 @@ mod tests {
 
     use super::*;
 
-    /// Holds an exposure of a socket that nobody listens on.
+    /// Runs an exposure of a socket that nobody listens on.
     fn held() -> (tokio::task::JoinHandle<()>, DuplexStream, oneshot::Sender<()>, ConnectionSender)
     {
         let (ours, theirs) = duplex(64);
@@ -341,7 +343,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn it_ends_with_its_holder_with_the_holders_silence_or_when_told_to() {
+    async fn it_ends_with_its_client_or_when_the_client_is_silent_or_when_cancelled() {
         let (task, holder, _cancel, _sender) = held();
         drop(holder);
         task.await.unwrap();
@@ -359,7 +361,7 @@ mod tests {
         }
         let (connection, answer) = oneshot::channel();
         sender.send(connection).await.unwrap();
-        assert!(answer.await.unwrap().is_err(), "a refused connection ends nothing");
+        assert!(answer.await.unwrap().is_err(), "a refused connection ended the exposure");
         let silent = Instant::now();
         task.await.unwrap();
         assert!(silent.elapsed() <= HOLD_TIMEOUT);

@@ -1,10 +1,10 @@
-//! Which files the disks of a running VM are: known again by device and inode, so that no other file is ever served
-//! to a guest in the place of its own, whatever becomes of names.
+//! Identifies the files of a running VM's disks by device and inode, so that a guest is never served another
+//! file than its own, even if names change.
 //!
-//! The lock of an image protects the file, not its name: `cp image x; mv x image` leaves the filter with a file that
-//! has no name any more. Its successor would open the copy, and the guest's disk would silently be as it was when the
-//! copy was made. So the first filter's files are on record in the VM's run directory; each later filter has to have
-//! the same, and it is looked now and then whether the names still lead to them.
+//! The lock of an image protects the file, not its name: after `cp image x; mv x image` the filter has a file
+//! without a name. The next filter would open the copy, and the guest's disk would silently be reset to the
+//! time of the copy. So the first filter's files are recorded in the VM's run directory, each later filter
+//! must open the same, and the names are checked periodically.
 
 use std::fs::File;
 use std::io;
@@ -17,10 +17,10 @@ use vmseal_api::id::{DiskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::internal;
-use crate::atomic_file;
 use crate::process::run_dir::ProcessDir;
 use crate::storage::home::Home;
-use crate::storage::patience;
+use crate::storage::timed;
+use vmseal_api::atomic_file::{self, PRIVATE};
 
 /// The version of the record.
 const VERSION: u32 = 1;
@@ -47,11 +47,11 @@ impl Image {
     }
 }
 
-/// What is on record; none when nothing is.
+/// The record; none when there is none.
 fn read(directory: &ProcessDir) -> Result<Option<Vec<Image>>, Problem> {
     let path = directory.images();
     let unreadable = |error: &dyn std::fmt::Display| {
-        internal(format!("{}, which says which files the disks are: {error}", path.display()))
+        internal(format!("{}, the record of the disks' files: {error}", path.display()))
     };
     match std::fs::read(&path) {
         Ok(text) => {
@@ -64,11 +64,11 @@ fn read(directory: &ProcessDir) -> Result<Option<Vec<Image>>, Problem> {
     }
 }
 
-/// Sees that the files that were opened for a VM are those that it was started with; the first ones are put on
-/// record.
+/// Checks that the files that were opened for a VM are those that it was started with; the first ones are
+/// recorded.
 ///
 /// # Errors
-/// `damaged` where one is another file; as reading and writing the record.
+/// `damaged` where one is another file; those of reading and writing the record.
 pub fn check(directory: &ProcessDir, opened: &[(&DiskSpec, &File)]) -> Result<(), Problem> {
     let images = opened.iter().map(|(disk, file)| Image::of(disk.disk, file));
     let images = images.collect::<io::Result<Vec<_>>>().map_err(internal)?;
@@ -76,14 +76,14 @@ pub fn check(directory: &ProcessDir, opened: &[(&DiskSpec, &File)]) -> Result<()
         let record = Record { version: VERSION, images };
         return serde_json::to_vec(&record)
             .map_err(io::Error::from)
-            .and_then(|json| atomic_file::write(&directory.images(), &json))
+            .and_then(|json| atomic_file::write(&directory.images(), &json, PRIVATE))
             .map_err(internal);
     };
     for (image, (disk, _)) in images.iter().zip(opened) {
         let was = known.iter().find(|known| known.disk == image.disk);
         if was.is_some_and(|was| was != image) {
             let what = format!(
-                "disk '{}' is not served: its image was exchanged for another file while the VM ran",
+                "disk '{}' is not served: its image was replaced by another file while the VM ran",
                 disk.name
             );
             return Err(Problem::new(ErrorCode::Damaged, what));
@@ -92,13 +92,13 @@ pub fn check(directory: &ProcessDir, opened: &[(&DiskSpec, &File)]) -> Result<()
     Ok(())
 }
 
-/// The disks of a running VM whose images' names lead to other files, or to none; nothing of those whose
-/// datastores do not answer.
+/// The disks of a running VM whose images' names lead to other files or to none. Disks on datastores that do
+/// not answer are not reported.
 pub async fn exchanged(spec: &VmSpec, directory: &ProcessDir) -> Vec<Notice> {
     let known = match read(directory) {
         Ok(known) => known.unwrap_or_default(),
         Err(problem) => {
-            tracing::warn!(vm = %spec.vm, %problem, "cannot tell whether images were exchanged");
+            tracing::warn!(vm = %spec.vm, %problem, "cannot determine whether images were replaced");
             return Vec::new();
         }
     };
@@ -107,7 +107,7 @@ pub async fn exchanged(spec: &VmSpec, directory: &ProcessDir) -> Vec<Notice> {
         let Some(&image) = known.iter().find(|known| known.disk == disk.disk) else { continue };
         let DatastoreLocation::Dir { path } = &disk.datastore.location;
         let (vm, of) = (spec.vm, disk.clone());
-        if let Ok(Some(detail)) = patience::glance(path, move || compare(vm, &of, image)).await {
+        if let Ok(Some(detail)) = timed::quick_call(path, move || compare(vm, &of, image)).await {
             let code = NoticeCode::ImageExchanged;
             notices.push(Notice { code, disk: Some(disk.disk), detail });
         }
@@ -115,7 +115,7 @@ pub async fn exchanged(spec: &VmSpec, directory: &ProcessDir) -> Vec<Notice> {
     notices
 }
 
-/// What is to be said of an image, if its name does not lead to it.
+/// The notice about an image whose name does not lead to it.
 fn compare(vm: VmId, disk: &DiskSpec, image: Image) -> Result<Option<String>, Problem> {
     let path = Home::of(&disk.datastore, vm)?.image(disk.disk);
     let found = match path.symlink_metadata() {
@@ -124,13 +124,13 @@ fn compare(vm: VmId, disk: &DiskSpec, image: Image) -> Result<Option<String>, Pr
         Err(error) if error.kind() == io::ErrorKind::NotFound => "is not there".to_owned(),
         Err(error) => return Err(internal(error)),
     };
-    Ok(Some(told(disk, &path, &found, image.inode)))
+    Ok(Some(notice_text(disk, &path, &found, image.inode)))
 }
 
-fn told(disk: &DiskSpec, path: &Path, found: &str, inode: u64) -> String {
+fn notice_text(disk: &DiskSpec, path: &Path, found: &str, inode: u64) -> String {
     let (name, path) = (&disk.name, path.display());
     format!(
-        "disk '{name}': {path} {found}, and not the file that the VM was started with (inode {inode}). A guest that runs goes on with its own, which may have no name any more and is lost then when the VM stops; no other file is served to it. Put its own file back under its name; where it has none, copy the disk out before the VM stops (vmseal disk expose). A VM that starts again has what is there then"
+        "disk '{name}': {path} {found}, and not the file that the VM was started with (inode {inode}). The running guest continues with its own file, which may have no name any more and is then lost when the VM stops; no other file is served to it. Put the original file back under its name; if it has no name, copy the disk out before the VM stops (vmseal disk expose). When the VM starts again it uses the file that is there then"
     )
 }
 
@@ -175,7 +175,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_file_in_the_place_of_an_image_is_refused_and_told_of() {
+    async fn a_file_in_the_place_of_an_image_is_refused_and_reported() {
         let Bench { directory, spec, run } = bench().await;
         let disk = spec.disk_at(0).unwrap();
         let home = Home::of(&disk.datastore, spec.vm).unwrap();
@@ -184,7 +184,7 @@ mod tests {
         std::fs::write(&path, "one").unwrap();
         let open = || File::open(&path).unwrap();
         assert!(exchanged(&spec, &run).await.is_empty(), "nothing is on record");
-        // The second time as the next filter does.
+        // The second check is that of the next filter.
         for _ in 0..2 {
             check(&run, &[(disk, &open())]).unwrap();
             assert!(exchanged(&spec, &run).await.is_empty());
@@ -192,17 +192,20 @@ mod tests {
         let (away, copy) = (directory.path().join("away"), directory.path().join("store/copy"));
         std::fs::copy(&path, &copy).unwrap();
         std::fs::rename(&path, &away).unwrap();
-        let told = exchanged(&spec, &run).await;
-        assert!(told[0].detail.contains("is not there"), "{told:?}");
+        let notice_text = exchanged(&spec, &run).await;
+        assert!(notice_text[0].detail.contains("is not there"), "{notice_text:?}");
         std::fs::rename(&copy, &path).unwrap();
-        let told = exchanged(&spec, &run).await;
-        assert_eq!((told.len(), told[0].code), (1, NoticeCode::ImageExchanged));
-        assert!(told[0].detail.contains("another file") && told[0].detail.contains("disk 'd'"));
+        let notice_text = exchanged(&spec, &run).await;
+        assert_eq!((notice_text.len(), notice_text[0].code), (1, NoticeCode::ImageExchanged));
+        assert!(
+            notice_text[0].detail.contains("another file")
+                && notice_text[0].detail.contains("disk 'd'")
+        );
         let refused = check(&run, &[(disk, &open())]).unwrap_err();
-        assert!(refused.code == ErrorCode::Damaged && refused.detail.contains("exchanged"));
+        assert!(refused.code == ErrorCode::Damaged && refused.detail.contains("replaced"));
         std::fs::rename(&away, &path).unwrap();
         check(&run, &[(disk, &open())]).unwrap();
-        // With a record that cannot be understood nothing is served either.
+        // With an unreadable record nothing is served either.
         std::fs::write(run.images(), "{").unwrap();
         assert!(check(&run, &[(disk, &open())]).is_err());
     }

@@ -1,5 +1,5 @@
-//! A VM that runs and that this agent cannot take over: its record cannot be read (it may be of a newer agent),
-//! or its processes do not answer. It is left running, with an alarm; its processes are ended only when an
+//! A running VM that this agent cannot take over: its record cannot be read (it may be a newer agent's), or
+//! its processes do not answer. It is left running, with an alarm; its processes are ended only when an
 //! operator forces it off.
 //!
 //! ```text
@@ -38,7 +38,7 @@ use crate::process::users::Slot;
 use crate::rules;
 use crate::rules::exclusion::{Action, Situation};
 
-/// How often it is looked after: connected to again, or its process looked for.
+/// How often connecting is tried again, or its process is looked for.
 const INTERVAL: Duration = Duration::from_secs(10);
 
 /// The longest that its monitor may take to press the power button.
@@ -46,9 +46,9 @@ const BUTTON_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Why it is left running.
 pub enum Why {
-    /// Its record.
+    /// Its record cannot be read.
     Record(Unreadable),
-    /// Its processes; it is tried again with the record.
+    /// Its processes cannot be connected to; this is tried again with the record.
     Processes(Box<Record>, Problem),
 }
 
@@ -58,28 +58,28 @@ pub struct LeftRunning {
     directory: ProcessDir,
     spec: VmSpec,
     why: Why,
-    /// Its QEMU; none while that cannot be found out.
+    /// Its QEMU; none while it cannot be determined.
     qemu: Option<Process>,
-    /// Its users, so that no other VM gets them; none where they are not known.
+    /// Its users, so that no other VM gets them; none where they are unknown.
     slot: Option<Arc<Slot>>,
     kek: Option<SecretBytes>,
-    /// It was asked to shut down: its end is not a death.
+    /// It was asked to shut down: its end is not reported as a death.
     asked_to_shut_down: bool,
     reconnecting: Option<JoinHandle<Reconnected>>,
 }
 
-/// What the time as one left running ends with.
+/// How the time as a VM left running ends.
 enum End {
-    /// Its processes have been connected to.
+    /// Its processes are connected.
     Connected(Box<Running>),
-    /// No QEMU of it lives.
+    /// It has no live QEMU.
     Off(StopReason, String),
-    /// Nobody is there to ask.
+    /// The agent is ending.
     Agent,
 }
 
 impl LeftRunning {
-    /// Leaves it running. `qemu` is none where it could not be found out whether one lives.
+    /// Leaves it running. `qemu` is none where it could not be determined whether one lives.
     pub fn new(
         shared: Arc<Shared>,
         directory: ProcessDir,
@@ -101,8 +101,8 @@ impl LeftRunning {
         Self { shared, directory, spec, why, qemu, slot, kek, asked_to_shut_down, reconnecting }
     }
 
-    /// Shows the server how it stands.
-    pub fn post(&self) {
+    /// Publishes its state.
+    pub fn publish(&self) {
         let detail = self.detail();
         let state = VmState {
             vm: self.spec.vm,
@@ -115,10 +115,10 @@ impl LeftRunning {
             jobs: Vec::new(),
             request_id: None,
         };
-        self.shared.board.post(self.spec.vm, Some(state));
+        self.shared.states.publish(self.spec.vm, Some(state));
     }
 
-    /// Why, and what to do.
+    /// The reason and the remedy, as text.
     fn detail(&self) -> String {
         let (name, record) = (&self.spec.name, self.directory.record());
         let end = format!(
@@ -130,7 +130,7 @@ impl LeftRunning {
                 record.display()
             ),
             Why::Processes(_, why) => format!(
-                "VM '{name}' is left running, and this agent cannot manage it: its processes (record {}) cannot be connected to: {why}. This is tried again every {} s. Run the agent in the version that started the VM, {end}",
+                "VM '{name}' is left running, and this agent cannot manage it: its processes (record {}) cannot be connected to: {why}. The agent tries again every {} s. Run the agent in the version that started the VM, {end}",
                 record.display(),
                 INTERVAL.as_secs()
             ),
@@ -153,7 +153,7 @@ impl LeftRunning {
             }
         };
         let owner = owner.with_key(self.kek);
-        owner.post();
+        owner.publish();
         owner.run(calls).await;
     }
 
@@ -168,14 +168,14 @@ impl LeftRunning {
                     None => return End::Agent,
                     Some((request, call)) => {
                         let ended = request_id::during(request, self.answer(call)).await;
-                        self.post();
+                        self.publish();
                         ended
                     }
                 },
                 () = ended(self.qemu.as_ref()) => Some(self.ended_by_itself()),
                 reconnected = reconnected(&mut self.reconnecting) => {
                     let ended = self.reconnected(reconnected);
-                    self.post();
+                    self.publish();
                     ended
                 }
                 _ = care.tick() => self.look_after(),
@@ -186,7 +186,7 @@ impl LeftRunning {
         }
     }
 
-    /// Answers; an end is one that an operator forced.
+    /// Answers a call; returns an end if an operator forced one.
     async fn answer(&mut self, call: Call) -> Option<End> {
         // The caller may have gone.
         match call {
@@ -231,7 +231,7 @@ impl LeftRunning {
         Problem::new(ErrorCode::WrongState, self.detail())
     }
 
-    /// The server says what the VM is, which an unreadable record does not.
+    /// Takes the specification from the server, which an unreadable record does not give.
     fn register(&mut self, spec: VmSpec) -> Result<(), Problem> {
         if matches!(self.why, Why::Processes(..)) && self.spec != spec {
             self.situation().may(Action::Register, None)?;
@@ -243,7 +243,7 @@ impl LeftRunning {
         Ok(())
     }
 
-    /// Kept for the owner that this becomes.
+    /// Keeps the key for the owner that this becomes.
     fn offer_key(&mut self, offered: &SealedKey) -> Result<(), Problem> {
         let Some(reference) = &self.spec.key else {
             return Err(rules::wrong_state(&self.spec, "has no key"));
@@ -279,7 +279,7 @@ impl LeftRunning {
 
     async fn force_off(&self) -> Result<(), Problem> {
         let Some(qemu) = &self.qemu else {
-            let what = "cannot be forced off: which process its QEMU is cannot be found out";
+            let what = "cannot be forced off: the process of its QEMU cannot be determined";
             return Err(rules::wrong_state(&self.spec, what));
         };
         qemu.kill();
@@ -294,12 +294,12 @@ impl LeftRunning {
             return End::Off(StopReason::GuestShutdown, detail);
         }
         let detail = format!(
-            "VM '{name}' stopped while this agent could not manage it: its guest may have shut down, or QEMU died. If it is to run, start it again (vmseal vm start {name})"
+            "VM '{name}' stopped while this agent could not manage it: its guest may have shut down, or QEMU died. If it should run, start it again (vmseal vm start {name})"
         );
         End::Off(StopReason::FoundDead, detail)
     }
 
-    /// Looks for its process where that is not known, and begins to connect to it again where that can help.
+    /// Looks for its QEMU where that is unknown, and begins to connect to it again where that can help.
     fn look_after(&mut self) -> Option<End> {
         if self.qemu.is_none() {
             match Process::adopt(&self.directory.process(qemu::NAME)) {
@@ -327,13 +327,14 @@ impl LeftRunning {
                     *why = problem;
                 }
             }
-            // Its QEMU has ended, which is seen, or its guest has never run: an operator forces that off.
+            // Its QEMU has ended, which is noticed elsewhere, or its guest has never run: then an operator
+            // must force it off.
             Reconnected::Dead(why) => tracing::info!(vm = %self.spec.vm, why, "cannot be adopted"),
         }
         None
     }
 
-    /// Ends what is left of it, and puts a death on record.
+    /// Ends what is left of it and records the death.
     async fn clear_away(&mut self, reason: StopReason, detail: String) -> Stopped {
         if let Some(reconnecting) = self.reconnecting.take() {
             reconnecting.abort();
@@ -344,9 +345,9 @@ impl LeftRunning {
         metrics::vm_ended(reason);
         let stopped = Stopped { at: Timestamp::now(), reason, detail };
         if reason.is_death()
-            && let Err(error) = self.shared.deaths.record(&self.spec, &stopped)
+            && let Err(error) = self.shared.died.record(&self.spec, &stopped)
         {
-            tracing::warn!(%vm, %error, "the death of a VM cannot be put on record");
+            tracing::warn!(%vm, %error, "cannot record the death of a VM");
         }
         if let Err(error) = reconnect::clear_away(&self.directory).await {
             tracing::warn!(%vm, %error, "cannot remove the run directory of a VM");
@@ -355,7 +356,7 @@ impl LeftRunning {
     }
 }
 
-/// What is known of a VM whose record cannot be read, until the server registers it.
+/// A placeholder for the specification of a VM whose record cannot be read, until the server registers it.
 pub fn unknown_spec(vm: VmId) -> VmSpec {
     VmSpec { vm, name: vm.to_string(), vcpus: 1, memory: 0, key: None, devices: Vec::new() }
 }

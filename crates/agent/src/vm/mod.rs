@@ -1,22 +1,22 @@
-//! A VM on this host. One task owns it: its state, its key, its processes.
+//! A VM on this host. One task owns its state, its key and its processes.
 //!
 //! ```text
 //!            power on              all connected, guest goes
 //!    Off ───────────────► Starting ────────────────────────► Running ◄───────────┐
-//!     ▲                      │ failed, or force                 │ shutdown asked │ the guest did
-//!     │◄─────────────────────┘                                  ▼                │ not heed it
+//!     ▲                      │ failed, or force                 │ shutdown asked │ the guest
+//!     │◄─────────────────────┘                                  ▼                │ ignored it
 //!     │◄─────────────────────────────── force, QEMU ended ─── Stopping ──────────┘
 //!     │◄─────────────────────────────── force, QEMU ended ─── Running
 //! ```
-//! When a filter ends, the guest waits for another one ([`service`]); when too many do, the VM is stopped.
-//! A death of the VM goes on record, and stays there until the guest runs again ([`crate::process::deaths`]).
-//! A VM that a starting agent cannot take over has no owner until it can: see [`left_running`].
+//! When a filter ends, the guest waits for another one ([`service`]); after too many, the VM is stopped. A VM
+//! that died is on record until its guest runs again ([`crate::process::died`]). A running VM that a
+//! starting agent cannot take over has no owner until it can be: see [`left_running`].
 //!
-//! Whatever happens comes to the owner as an event and is applied by it alone; after each event it posts
-//! what the server is to see. `Off` is entered when no process is left and the run directory is gone.
+//! Everything that happens reaches the owner as an event and is applied by it alone; after each event it
+//! publishes the state for the server. The VM is `Off` only when no process is left and the run directory is
+//! gone.
 
 mod adopt;
-pub(crate) mod board;
 mod exposed;
 mod images;
 mod left_running;
@@ -27,11 +27,13 @@ mod running;
 mod serve;
 mod service;
 mod start;
+pub(crate) mod state_store;
 pub(crate) mod vms;
 mod workers;
 
 use std::fs::File;
 use std::sync::Arc;
+use std::time::Duration;
 
 use tokio::sync::{mpsc, oneshot};
 use vmseal_api::filter::{BitmapChange, BitmapStatus, ReplicaStatus};
@@ -45,30 +47,31 @@ use vmseal_api::request_id::{self, RequestId};
 
 use crate::hypervisor::qemu::Qemu;
 use crate::keys::KeyBox;
-use crate::process::deaths::Deaths;
+use crate::process::died::DiedVms;
 use crate::process::run_dir::RunDir;
 use crate::process::users::Users;
 use crate::storage::transfer::TransferDirectories;
-use crate::vm::board::Board;
+use crate::vm::state_store::StateStore;
 
 pub use adopt::adopt;
 use left_running::LeftRunning;
 use running::Running;
+pub use service::FILTER_RESTART_TIMEOUT;
 
 /// Calls that may wait for a VM's owner.
 const CALLS_MAX: usize = 32;
 
 /// What the owners of a host's VMs share.
 pub struct Shared {
-    /// Where they post.
-    pub board: Board,
-    /// What keys are sealed to.
+    /// The state that the server reads.
+    pub states: StateStore,
+    /// The key pair that keys are sealed to.
     pub key_box: KeyBox,
-    /// Where processes are on record.
+    /// The directory of processes and records.
     pub run_dir: RunDir,
-    /// Where deaths are.
-    pub deaths: Deaths,
-    /// Whom processes run as.
+    /// The records of VMs that died.
+    pub died: DiedVms,
+    /// The users that processes run as.
     pub users: Users,
     /// Where images may be imported from and exported to.
     pub transfer: TransferDirectories,
@@ -76,105 +79,107 @@ pub struct Shared {
     pub filter: Arc<File>,
     /// QEMU.
     pub qemu: Qemu,
-    /// How guests are run.
+    /// How guests are accelerated.
     pub accelerator: Accelerator,
+    /// How long starting another filter is retried before the VM is stopped.
+    pub filter_restart_timeout: Duration,
 }
 
 type Reply<T> = oneshot::Sender<Result<T, Problem>>;
 
-/// What a VM's owner is asked.
+/// A call to a VM's owner.
 pub enum Call {
-    /// To take another specification.
+    /// Replace the specification.
     Register(VmSpec, Reply<()>),
-    /// To forget the VM; the owner ends.
+    /// Unregister the VM; the owner ends.
     Unregister(Reply<()>),
-    /// To take the KEK.
+    /// Accept the KEK.
     OfferKey(SealedKey, Reply<()>),
-    /// To see to the keys of its disks, which it is registered with this one for.
+    /// Check or change the keys of its disks; the key is the one that it is registered with.
     ChangeKeys(KeyReference, Box<Change>, Reply<()>),
-    /// To remove a disk.
+    /// Remove a disk.
     DeleteDisk(DiskId, Reply<()>),
-    /// Whether a job could be put.
+    /// Check whether a job could begin.
     ExamineJob(JobSpec, Reply<()>),
-    /// To begin a task's job, or to go on with it.
+    /// Begin a task's job, or continue it.
     PutJob(TaskId, JobSpec, Reply<()>),
-    /// How far a task's job is.
+    /// Get the status of a task's job.
     Job(TaskId, Reply<JobStatus>),
-    /// To finish a task's job.
+    /// Commit a task's job.
     CommitJob(TaskId, JobSpec, Reply<()>),
-    /// To stop a task's job.
+    /// Cancel a task's job.
     CancelJob(TaskId, JobSpec, Reply<()>),
-    /// To start.
+    /// Start the VM.
     PowerOn(Reply<()>),
-    /// To stop.
+    /// Stop it.
     PowerOff(PowerOff, Reply<()>),
-    /// For the console.
+    /// Open the console.
     Console(ConsoleClaim, Reply<ConsoleStream>),
-    /// To expose a disk, or for a connection to an exposed one.
+    /// Expose a disk, or connect to an exposed one.
     Expose(DiskId, Exposing, Reply<ConsoleStream>),
-    /// For the dirty bitmaps of a disk, as they are when one is changed as asked.
+    /// List the dirty bitmaps of a disk, after changing one as asked.
     Bitmaps(DiskId, Option<(String, BitmapChange)>, Reply<Vec<BitmapStatus>>),
-    /// For how the replica of a disk stands.
+    /// Get the status of a disk's replica.
     Replica(DiskId, Reply<ReplicaStatus>),
 }
 
-/// What becomes of the keys that open a VM's disks.
+/// A change of the keys that open a VM's disks.
 pub enum Change {
-    /// They are only tried.
+    /// None: the keys are only checked.
     None,
-    /// This one opens them, too.
+    /// Add this one.
     Add(KeyReference, SealedKey),
-    /// The registered one alone opens them.
+    /// Remove all but the registered one.
     DropOthers,
 }
 
-/// The way to a VM's owner.
+/// A handle of a VM's owner.
 #[derive(Clone)]
 pub struct Vm(mpsc::Sender<Request>);
 
 /// A call, and the request that it is made for.
 type Request = (Option<RequestId>, Call);
 
-/// What a VM begins its time with this agent as.
+/// The initial state of a VM under this agent.
 pub enum Initial {
-    /// Off, never seen.
+    /// Off, never seen before.
     New,
     /// Off: it ended, died, or was found dead.
     Stopped(Stopped),
     /// Running since before the agent's start.
     Alive(Box<Running>),
-    /// Running, and not to be managed by this agent.
+    /// Running, and this agent cannot manage it.
     LeftRunning(Box<LeftRunning>),
 }
 
 impl Vm {
-    /// Begins to own a VM.
+    /// Starts the owner of a VM.
     #[must_use]
     pub fn own(shared: Arc<Shared>, spec: VmSpec, initial: Initial) -> Self {
         let (sender, calls) = mpsc::channel(CALLS_MAX);
-        // Posted before it is known: who knows it sees it.
+        // Published before the handle is returned: a caller that has the handle sees the state.
         if let Initial::LeftRunning(left) = initial {
-            left.post();
+            left.publish();
             tokio::spawn(left.run(calls));
             return Self(sender);
         }
         let owner = owner::Owner::new(shared, spec, initial);
-        owner.post();
+        owner.publish();
         tokio::spawn(owner.run(calls));
         Self(sender)
     }
 
-    /// The way to an owner that a test plays.
+    /// A handle of an owner that a test plays.
     #[cfg(test)]
     pub(crate) fn unheard() -> (Self, mpsc::Receiver<Request>) {
         let (sender, calls) = mpsc::channel(CALLS_MAX);
         (Self(sender), calls)
     }
 
-    /// Asks, and waits for the answer.
+    /// Sends a call and waits for the answer.
     ///
     /// # Errors
-    /// As the owner answers; `not-found` when the VM has just been forgotten.
+    /// Those of the owner; `not-found` when the VM has just been unregistered.
     pub async fn ask<T>(
         &self,
         vm: VmId,
@@ -187,7 +192,7 @@ impl Vm {
     }
 }
 
-/// What to do about a VM that died.
+/// The remedy for a VM that died.
 fn remedy(vm: &str) -> String {
     format!("Its disks are as a power cut leaves them: start it again (vmseal vm start {vm})")
 }

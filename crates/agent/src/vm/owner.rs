@@ -34,7 +34,7 @@ use super::workers::Workers;
 use super::{Call, Change, Initial, Request, Shared, images, internal};
 use crate::filter;
 use crate::filter::metrics;
-use crate::hypervisor::console::Refused;
+use crate::hypervisor::console::ConsoleError;
 use crate::jobs::Jobs;
 use crate::process::restarts::Restarts;
 use crate::process::{Exit, Process};
@@ -45,8 +45,8 @@ use crate::storage::disk_keys::DiskKeys;
 use crate::storage::locked::Access;
 use crate::storage::replica;
 
-/// How often running processes are looked after.
-const CARE_INTERVAL: Duration = Duration::from_secs(10);
+/// How often running processes are checked.
+const CHECK_INTERVAL: Duration = Duration::from_secs(10);
 
 type StartResult = Result<(Running, Vec<Notice>), Problem>;
 
@@ -57,12 +57,12 @@ enum State {
     Stopping { running: Box<Running>, until: Instant },
 }
 
-/// What comes to the owner.
+/// An event of the owner.
 enum Event {
     Call(Option<Request>),
     Started(Box<StartResult>),
     Process(ProcessEvent),
-    PatienceOver,
+    ShutdownTimedOut,
     Disk(DiskId, Report),
     KeysChanged(Result<(), Problem>),
     Care,
@@ -74,33 +74,33 @@ pub struct Owner {
     state: State,
     kek: Option<SecretBytes>,
     stopped: Option<Stopped>,
-    /// Also on record.
+    /// The last death, which is also on record.
     died: Option<Stopped>,
-    /// The disks that this agent has made, or found whole.
+    /// The disks that this agent has made or found made.
     made: BTreeMap<DiskId, DiskFacts>,
     jobs: Jobs,
     workers: Workers,
-    /// The ways to who serves disks that are exposed, or were: these end by themselves.
+    /// The tasks of disks that are exposed, or were: these end by themselves.
     exposed: BTreeMap<DiskId, ConnectionSender>,
-    /// Of disks that answered with errors while they were exposed; until they are used again.
+    /// The errors of disks while they were exposed; kept until the disks are used again.
     exposed_errors: BTreeMap<DiskId, Vec<Notice>>,
     changing_keys: Option<KeyChange>,
-    /// That the VM was last started or stopped for.
+    /// The request that last started or stopped the VM.
     request: Option<RequestId>,
-    /// From opening the disks; stay until the next start.
+    /// Notices from opening the disks; kept until the next start.
     header_notices: Vec<Notice>,
-    /// From the filter, while it runs.
+    /// Notices from the filter, while it runs.
     troubles: Vec<Notice>,
-    /// Images whose names do not lead to what the VM uses, or used; stay until the next start.
+    /// Images whose names do not lead to the files that the VM uses or used; kept until the next start.
     exchanged: Vec<Notice>,
-    /// Filters that have died under the guest that runs.
+    /// The filters that have died under the running guest.
     restarts: Restarts,
 }
 
 impl Owner {
     pub fn new(shared: Arc<Shared>, spec: VmSpec, initial: Initial) -> Self {
         let (state, stopped) = match initial {
-            // One that is left running is owned when that has ended.
+            // A VM that is left running gets its owner when that has ended.
             Initial::New | Initial::LeftRunning(_) => (State::Off, None),
             Initial::Stopped(stopped) => (State::Off, Some(stopped)),
             Initial::Alive(running) => (State::Running(running), None),
@@ -127,14 +127,14 @@ impl Owner {
         }
     }
 
-    /// The key was taken before it had an owner.
+    /// Adds a key that was accepted before the VM had an owner.
     pub fn with_key(self, kek: Option<SecretBytes>) -> Self {
         Self { kek, ..self }
     }
 
     pub async fn run(mut self, mut calls: mpsc::Receiver<Request>) {
         self.found_unserved();
-        let mut care = tokio::time::interval(CARE_INTERVAL);
+        let mut care = tokio::time::interval(CHECK_INTERVAL);
         care.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         loop {
             let event = tokio::select! {
@@ -150,7 +150,7 @@ impl Owner {
                     let result = self.unregister().await;
                     let done = result.is_ok();
                     if done {
-                        self.shared.board.post(self.spec.vm, None);
+                        self.shared.states.publish(self.spec.vm, None);
                     }
                     let _ = reply.send(result);
                     if done {
@@ -162,7 +162,7 @@ impl Owner {
                 }
                 event => {
                     self.apply(event).await;
-                    self.post();
+                    self.publish();
                 }
             }
         }
@@ -181,8 +181,8 @@ impl Owner {
         rules::key_state(&self.spec, self.kek.is_some())
     }
 
-    /// Shows the server how the VM stands.
-    pub fn post(&self) {
+    /// Publishes the VM's state.
+    pub fn publish(&self) {
         let disk =
             |(disk, facts): (&DiskId, &DiskFacts)| DiskState { disk: *disk, facts: facts.clone() };
         let state = VmState {
@@ -196,7 +196,7 @@ impl Owner {
             jobs: self.jobs.statuses(),
             request_id: self.request.as_ref().map(ToString::to_string),
         };
-        self.shared.board.post(self.spec.vm, Some(state));
+        self.shared.states.publish(self.spec.vm, Some(state));
     }
 
     fn notices(&self) -> Vec<Notice> {
@@ -208,14 +208,14 @@ impl Owner {
         known.cloned().chain(restarted).collect()
     }
 
-    /// Does what is asked. The state is posted before the answer is sent: who has the answer and reads
-    /// the state sees what was done.
+    /// Executes a call. The state is published before the answer is sent, so that a caller that has the
+    /// answer and reads the state sees the result.
     async fn answer(&mut self, call: Call) {
-        // Whoever asked may have gone; what was done stays done.
+        // The caller may have gone; the result stays.
         macro_rules! reply {
             ($reply:expr, $result:expr) => {{
                 let result = $result;
-                self.post();
+                self.publish();
                 let _ = $reply.send(result);
             }};
         }
@@ -235,7 +235,7 @@ impl Owner {
             Call::PowerOn(to) => reply!(to, self.power_on()),
             Call::PowerOff(how, to) => reply!(to, self.power_off(how).await),
             Call::Console(claim, to) => reply!(to, self.console(claim).await),
-            // Answered by who serves it, as its filter has to start first.
+            // The task that serves the disk answers, as its filter has to start first.
             Call::Expose(disk, what, to) => self.expose(disk, what, to),
             Call::Bitmaps(disk, change, to) => self.bitmaps(disk, change, to),
             Call::Replica(disk, to) => self.replica(disk, to),
@@ -266,7 +266,7 @@ impl Owner {
             }
             Event::Process(ProcessEvent::QemuEnded(exit)) => self.qemu_ended(Some(exit)).await,
             Event::Process(ProcessEvent::MonitorLost) => self.qemu_ended(None).await,
-            Event::PatienceOver => {
+            Event::ShutdownTimedOut => {
                 if let Some(running) = self.take_running() {
                     tracing::info!(vm = %self.spec.vm, "the guest has not shut down in the time that it was given");
                     self.state = State::Running(Box::new(running));
@@ -307,7 +307,7 @@ impl Owner {
         }
     }
 
-    /// The guest waits for another filter, or there have been too many.
+    /// The guest waits for another filter, unless too many have died.
     async fn filter_ended(&mut self, exit: Exit) {
         let Some(running) = self.running() else { return };
         let why = filter::ended(exit, &running.directory).to_string();
@@ -323,7 +323,7 @@ impl Owner {
         }
     }
 
-    /// An agent before this one may have died with the filter, or not seen it die.
+    /// An earlier agent may have died together with the filter, or not have noticed its death.
     fn found_unserved(&mut self) {
         if self.running().is_some_and(|running| running.service.waits()) {
             let why = "the filter process died while no agent was there".to_owned();
@@ -332,7 +332,7 @@ impl Owner {
         }
     }
 
-    /// Begins to start another filter, where one is needed and the key that it needs is here.
+    /// Begins to start another filter, if one is needed and its key is here.
     fn serve_again(&mut self) {
         let needs_key = self.spec.disks().any(|disk| disk.encrypted) && self.kek.is_none();
         if needs_key || !self.running().is_some_and(|running| running.service.waits()) {
@@ -383,7 +383,7 @@ impl Owner {
         }
     }
 
-    /// No process is left: records what there is to record, and only then clears away.
+    /// No process is left: writes the record if it died, and only then removes the remains.
     async fn went_off(&mut self, (reason, detail): Ending) {
         let vm = self.spec.vm;
         tracing::info!(%vm, ?reason, detail, "the VM is off");
@@ -400,11 +400,11 @@ impl Owner {
             self.died = Some(stopped.clone());
         }
         self.stopped = Some(stopped);
-        // A start that got far enough to forget the last death may have failed after all.
+        // A start that failed may have got far enough to remove the record of the last death.
         if let Some(died) = &self.died
-            && let Err(error) = self.shared.deaths.record(&self.spec, died)
+            && let Err(error) = self.shared.died.record(&self.spec, died)
         {
-            tracing::warn!(%vm, %error, "the death of a VM cannot be put on record");
+            tracing::warn!(%vm, %error, "cannot record the death of a VM");
         }
         if let Err(error) = self.shared.run_dir.vm(vm).sweep().await {
             tracing::warn!(%vm, %error, "cannot remove the run directory of a VM");
@@ -454,7 +454,7 @@ impl Owner {
         for disk in working {
             self.workers.cancel(disk).await;
         }
-        self.shared.deaths.forget(self.spec.vm).map_err(internal)
+        self.shared.died.forget(self.spec.vm).map_err(internal)
     }
 
     fn offer_key(&mut self, offered: &SealedKey) -> Result<(), Problem> {
@@ -472,7 +472,7 @@ impl Owner {
         self.kek.as_ref().map(SecretBytes::try_clone).transpose().map_err(internal)
     }
 
-    /// Begins to look at or change the keys of the disks.
+    /// Begins to check or change the keys of the disks.
     fn change_keys(
         &self,
         registered: &KeyReference,
@@ -517,7 +517,7 @@ impl Owner {
         Ok(())
     }
 
-    /// What is started; the rules have seen that all disks are made.
+    /// What to start; the rules have checked that all disks are made.
     fn plan(&self) -> Result<Plan, Problem> {
         let disks = self.spec.disks();
         let disks = disks.filter_map(|disk| Some((disk.clone(), self.facts(disk)?))).collect();
@@ -531,7 +531,7 @@ impl Owner {
         rules::check_start(&self.spec, self.key(), |disk| self.facts(disk).is_some())?;
         let plan = self.plan()?;
         let (shared, directory) = (self.shared.clone(), self.shared.run_dir.vm(self.spec.vm));
-        // Not free for another VM before the last process of this one is gone.
+        // The users are released for another VM only after the last process of this one has ended.
         let slot = Arc::new(self.shared.users.take().ok_or_else(builder::too_many)?);
         let (cancel, cancelled) = oneshot::channel();
         tracing::info!(vm = %self.spec.vm, name = self.spec.name, "the VM is being started");
@@ -557,21 +557,21 @@ impl Owner {
     }
 
     async fn power_off(&mut self, how: PowerOff) -> Result<(), Problem> {
-        let patience = match how {
+        let shutdown_time = match how {
             PowerOff::Shutdown { seconds } => {
-                let patience = rules::patience(seconds)?;
+                let shutdown_time = rules::shutdown_time(seconds)?;
                 self.situation().may(Action::ShutDown, None)?;
-                patience
+                shutdown_time
             }
             PowerOff::Force => Duration::ZERO,
         };
         match (std::mem::replace(&mut self.state, State::Off), how) {
             (State::Off, _) => {}
-            // Refused above.
+            // ConsoleError above.
             (state @ State::Starting { .. }, PowerOff::Shutdown { .. }) => self.state = state,
             (State::Starting { task, cancel }, PowerOff::Force) => {
                 self.request = request_id::current();
-                // It may just have got there; then it is ended like one that runs.
+                // The start may just have succeeded; then the VM is ended like a running one.
                 let _ = cancel.send(());
                 let ending = match task.await {
                     Ok(Ok((running, _))) => running.force_off().await,
@@ -582,14 +582,14 @@ impl Owner {
                 self.went_off(ending).await;
             }
             (
-                // Pressed again: some guests heed only what comes after they are up.
+                // Pressed again: some guests obey it only when they have booted.
                 State::Running(running) | State::Stopping { running, .. },
                 PowerOff::Shutdown { .. },
             ) => {
                 let asked = running.ask_to_shut_down().await;
                 self.request = request_id::current();
                 self.state = match asked {
-                    Ok(()) => State::Stopping { running, until: Instant::now() + patience },
+                    Ok(()) => State::Stopping { running, until: Instant::now() + shutdown_time },
                     Err(_) => State::Running(running),
                 };
                 asked.map_err(internal)?;
@@ -609,19 +609,19 @@ impl Owner {
             State::Running(running) | State::Stopping { running, .. } => {
                 running.console.attach(claim).await
             }
-            State::Off | State::Starting { .. } => Err(Refused::Gone),
+            State::Off | State::Starting { .. } => Err(ConsoleError::Gone),
         };
         attached.map_err(|refused| match refused {
-            Refused::Gone => {
+            ConsoleError::Gone => {
                 let what = "does not run: it has no console. Start it first";
                 rules::wrong_state(&self.spec, what)
             }
-            Refused::InUse => rules::console_in_use(&self.spec),
+            ConsoleError::InUse => rules::console_in_use(&self.spec),
         })
     }
 }
 
-/// The next thing that the state brings by itself.
+/// The next event that the state itself produces.
 async fn next(state: &mut State) -> Event {
     match state {
         State::Off => std::future::pending().await,
@@ -631,7 +631,7 @@ async fn next(state: &mut State) -> Event {
         State::Running(running) => Event::Process(running.next().await),
         State::Stopping { running, until } => tokio::select! {
             event = running.next() => Event::Process(event),
-            () = sleep_until(*until) => Event::PatienceOver,
+            () = sleep_until(*until) => Event::ShutdownTimedOut,
         },
     }
 }

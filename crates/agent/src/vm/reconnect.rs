@@ -1,4 +1,4 @@
-//! Connecting to the processes of a VM that an earlier agent started, and clearing away what is left of one.
+//! Connecting to the processes of a VM that an earlier agent started, and removing the remains of one.
 
 use std::io;
 use std::sync::Arc;
@@ -15,17 +15,17 @@ use crate::process::run_dir::ProcessDir;
 use crate::process::run_record::Record;
 use crate::process::users::Slot;
 
-/// What has become of a VM that is on record.
+/// The result of connecting to a VM on record.
 pub enum Reconnected {
     /// It runs, and this agent is connected to it.
     Alive(Box<Running>),
-    /// Its QEMU lives, or may, and cannot be connected to.
+    /// Its QEMU lives or may live, and cannot be connected to.
     Silent(Option<Process>, Problem),
-    /// It does not run any more, or has never run; why, and what to do.
+    /// It no longer runs, or has never run: the reason and the remedy.
     Dead(String),
 }
 
-/// Connects to processes that live.
+/// Connects to the VM's live processes.
 pub async fn reconnect(directory: &ProcessDir, record: &Record, slot: Arc<Slot>) -> Reconnected {
     let name = &record.spec.name;
     let process = |name: &str| Process::adopt(&directory.process(name)).map_err(internal);
@@ -33,7 +33,7 @@ pub async fn reconnect(directory: &ProcessDir, record: &Record, slot: Arc<Slot>)
         Ok(Some(qemu)) => qemu,
         Ok(None) => {
             return Reconnected::Dead(format!(
-                "VM '{name}' stopped while no agent was there to see why: its guest may have shut down, or QEMU died. If it is to run, start it again (vmseal vm start {name})"
+                "VM '{name}' stopped while no agent was there to see why: its guest may have shut down, or QEMU died. If it should run, start it again (vmseal vm start {name})"
             ));
         }
         Err(problem) => return Reconnected::Silent(None, problem),
@@ -50,7 +50,7 @@ pub async fn reconnect(directory: &ProcessDir, record: &Record, slot: Arc<Slot>)
         )),
         Err(NotConnected::Failed(problem)) => match process(qemu::NAME) {
             Ok(None) => Reconnected::Dead(format!(
-                "VM '{name}' stopped while the agent was connecting to it. If it is to run, start it again (vmseal vm start {name})"
+                "VM '{name}' stopped while the agent was connecting to it. If it should run, start it again (vmseal vm start {name})"
             )),
             other => Reconnected::Silent(other.ok().flatten(), problem),
         },

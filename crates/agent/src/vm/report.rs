@@ -1,4 +1,4 @@
-//! What a task that works on a disk says of itself to the VM's owner.
+//! Reports of a task that works on a disk, for the VM's owner.
 
 use tokio::io::DuplexStream;
 use tokio::sync::mpsc;
@@ -6,7 +6,7 @@ use vmseal_api::host::{DiskFacts, Notice};
 use vmseal_api::id::DiskId;
 use vmseal_api::problem::Problem;
 
-/// What a task says of itself.
+/// A report of such a task.
 pub enum Report {
     /// It is being made or exported: bytes done, and in all.
     Progress(u64, u64),
@@ -21,7 +21,7 @@ pub enum Report {
 }
 
 impl Report {
-    /// Whether the task goes on.
+    /// Whether the task continues.
     pub fn is_progress(&self) -> bool {
         match self {
             Self::Progress(..) | Self::ExposedErrors(_) => true,
@@ -30,7 +30,7 @@ impl Report {
     }
 }
 
-/// The way of a task to say how far it is.
+/// Sends a task's reports.
 pub struct Progress {
     pub disk: DiskId,
     pub number: u64,
@@ -38,7 +38,7 @@ pub struct Progress {
 }
 
 impl Progress {
-    /// Says something that must arrive.
+    /// Sends a report that must arrive.
     pub async fn tell(&self, report: Report) {
         // The owner may be gone.
         let _ = self.sender.send((self.disk, self.number, report)).await;

@@ -1,4 +1,4 @@
-//! The processes of a VM whose guest runs: watching them, and ending them in the right order.
+//! The processes of a running VM: watching them, and ending them in the right order.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -19,13 +19,13 @@ use crate::process::users::Slot;
 use crate::process::{Exit, Process};
 use crate::rules;
 
-/// How long QEMU may take to end by itself.
-const QUIT_PATIENCE: Duration = Duration::from_secs(5);
+/// How long QEMU may take to exit by itself.
+const QUIT_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// How long to wait for QEMU's last words when it has ended.
+/// How long to wait for QEMU's last events when it has ended.
 const LAST_EVENTS: Duration = Duration::from_secs(1);
 
-/// Processes, and the ways to them.
+/// The processes, and the connections to them.
 pub struct Running {
     pub directory: ProcessDir,
     pub qemu: Process,
@@ -34,15 +34,15 @@ pub struct Running {
     pub events: mpsc::Receiver<Event>,
     pub console: Console,
     pub control: Control,
-    /// Freed when the processes are gone.
+    /// Released when the processes are gone.
     pub slot: Arc<Slot>,
-    /// What QEMU has said about its end.
+    /// QEMU's events about its end.
     pub qemu_end: QemuEnd,
-    /// Whether the filter was found without QEMU when it was last asked.
+    /// Whether QEMU was disconnected from the filter at the last check.
     pub left: bool,
 }
 
-/// What QEMU has said about its end.
+/// QEMU's events about its end.
 #[derive(Clone, Debug, Default)]
 pub struct QemuEnd {
     shutdown: Option<ShutdownReason>,
@@ -68,27 +68,27 @@ impl QemuEnd {
     }
 }
 
-/// What can happen to running processes.
+/// An event of running processes.
 #[derive(Debug)]
 pub enum ProcessEvent {
     /// QEMU has ended.
     QemuEnded(Exit),
-    /// Something happens to who serves the disks.
+    /// An event of the filter that serves the disks.
     Service(ServiceEvent),
     /// QEMU reports something.
     Reported(Event),
-    /// QEMU's monitor is gone; QEMU ends, or must be ended.
+    /// The connection to QEMU's monitor ended; QEMU ends, or must be ended.
     MonitorLost,
 }
 
-/// Why, and in words.
+/// The reason, and the text for operators.
 pub type Ending = (StopReason, String);
 
 impl Running {
-    /// The next thing that happens.
+    /// The next event.
     pub async fn next(&mut self) -> ProcessEvent {
         tokio::select! {
-            // In this order: what QEMU says about its end comes before its end.
+            // In this order: QEMU's events about its end come before its end.
             biased;
             event = self.events.recv() => event.map_or(ProcessEvent::MonitorLost, ProcessEvent::Reported),
             exit = self.qemu.ended() => ProcessEvent::QemuEnded(exit),
@@ -101,18 +101,17 @@ impl Running {
         self.qmp.execute("system_powerdown", Value::Null).await.map(drop)
     }
 
-    /// Ends everything after something has ended by itself, and says why. What is left of the VM is its
-    /// directory.
+    /// Ends everything after a process has ended by itself, and returns the reason. The VM's directory
+    /// remains.
     pub async fn end_after_qemu(self, vm: &str, exit: Option<Exit>) -> Ending {
         let exit = match exit {
             Some(exit) => exit,
-            None => self.qemu.end_within(QUIT_PATIENCE).await,
+            None => self.qemu.end_within(QUIT_TIMEOUT).await,
         };
         self.after_qemu(vm, exit).await
     }
 
-    /// Ends what is left when there is no filter and is to be no other: a guest that waits for ever helps
-    /// nobody.
+    /// Ends what is left when there is no filter and none will be started: the guest would wait for ever.
     pub async fn end_unserved(self, vm: &str, why: &str) -> Ending {
         self.qemu.kill();
         self.qemu.ended().await;
@@ -129,7 +128,7 @@ impl Running {
                 self.qemu_end.note(event);
             }
         };
-        // A monitor that stays open after its process has ended is none.
+        // A monitor that stays open after its process has ended is of no use.
         let _ = timeout(LAST_EVENTS, words).await;
         let (reason, directory) = (self.qemu_end.reason(), self.directory.clone());
         let flushed = self.end_filter().await;
@@ -137,7 +136,7 @@ impl Running {
         let mut detail = match reason {
             StopReason::GuestShutdown => "the guest powered itself off".to_owned(),
             StopReason::GuestPanicked => {
-                // Not what its console says: that is for those who may open it.
+                // Not the console's output: only users who may open the console may see that.
                 format!("the guest of VM '{vm}' panicked. {remedy}")
             }
             _ => format!(
@@ -146,27 +145,27 @@ impl Running {
             ),
         };
         if let Err(error) = flushed {
-            detail = format!("{detail}. Afterwards {error}");
+            detail = format!("{detail}. Then: {error}");
         }
         (reason, detail)
     }
 
-    /// Cuts the power. What is left of the VM is its directory.
+    /// Cuts the power. The VM's directory remains.
     pub async fn force_off(self) -> Ending {
         if let Err(error) = self.qmp.execute("quit", Value::Null).await {
             tracing::info!(%error, "QEMU does not take 'quit' and is killed");
             self.qemu.kill();
         }
-        self.qemu.end_within(QUIT_PATIENCE).await;
+        self.qemu.end_within(QUIT_TIMEOUT).await;
         let flushed = self.end_filter().await;
         let mut detail = "an operator cut the power".to_owned();
         if let Err(error) = flushed {
-            detail = format!("{detail}. Afterwards {error}");
+            detail = format!("{detail}. Then: {error}");
         }
         (StopReason::PoweredOff, detail)
     }
 
-    /// Has the filter flush and end. Where there is none, there is nothing to flush.
+    /// Has the filter flush and exit. Where there is none, there is nothing to flush.
     async fn end_filter(self) -> Result<(), FilterError> {
         let filter = match self.service {
             Service::Served(filter) => filter,
@@ -181,7 +180,7 @@ impl Running {
         match &result {
             Ok(()) => filter.end_within(filter::SHUTDOWN_TIMEOUT).await,
             Err(error) => {
-                tracing::warn!(%error, "the filter has not ended as it should");
+                tracing::warn!(%error, "the filter did not end cleanly");
                 filter.kill();
                 filter.ended().await
             }
@@ -189,8 +188,8 @@ impl Running {
         result
     }
 
-    /// Looks after logs and asks the filter for trouble. A filter that lives and does not serve is ended, to
-    /// make way for another one.
+    /// Truncates logs and asks the filter for errors. A filter that lives but does not serve is killed, so
+    /// that another one can replace it.
     pub async fn look_after(&mut self, spec: &VmSpec) -> Vec<Notice> {
         self.directory.bound_logs();
         let Service::Served(filter) = &self.service else { return Vec::new() };
@@ -203,8 +202,8 @@ impl Running {
     }
 }
 
-/// What speaks against a filter that lives. A disk that QEMU has left is `left` until it is seen again: QEMU may
-/// be about to end.
+/// Why a live filter must be replaced. A disk that QEMU has disconnected from is `left` at first, and a
+/// reason at the next check: QEMU may be ending.
 fn unserved(status: &FilterStatus, left: &mut bool) -> Option<String> {
     let was_left = std::mem::replace(left, false);
     status.disks.iter().find_map(|disk| match &disk.state {
@@ -218,7 +217,7 @@ fn unserved(status: &FilterStatus, left: &mut bool) -> Option<String> {
     })
 }
 
-/// What a filter's status holds that an operator should see.
+/// The notices for operators from a filter's status.
 fn troubles(spec: &VmSpec, status: &FilterStatus) -> Vec<Notice> {
     let last_error = disk_errors(spec, status);
     let behind = status.disks.iter().filter_map(|disk| {
@@ -230,7 +229,7 @@ fn troubles(spec: &VmSpec, status: &FilterStatus) -> Vec<Notice> {
                 let DatastoreLocation::Dir { path } = &place.datastore.location;
                 let (name, path) = (&known.name, path.display());
                 format!(
-                    "the replica of disk '{name}' is not kept up: {last_error}. See that {path} is there, has room and works; the guest sees nothing of it, and it is tried again"
+                    "the replica of disk '{name}' is not kept up: {last_error}. Check that {path} is mounted, has room and works; the guest does not notice, and writing to the replica is tried again"
                 )
             }
             None => rules::unreplicated(known, place),
@@ -250,7 +249,7 @@ pub fn disk_errors<'a>(
         let known = spec.disks().find(|known| known.disk == disk.disk)?;
         let DatastoreLocation::Dir { path } = &known.datastore.location;
         let detail = format!(
-            "disk '{}' answers with errors: {last_error}. See that {} is there, has room and works; the guest, if it runs, goes on",
+            "disk '{}' answers with errors: {last_error}. Check that {} is mounted, has room and works; the guest, if it runs, continues",
             known.name,
             path.display()
         );
@@ -295,7 +294,7 @@ mod tests {
     }
 
     #[test]
-    fn a_replica_that_is_not_kept_up_is_told_of_and_one_that_is_is_not() {
+    fn only_a_replica_that_is_not_kept_up_is_reported() {
         use vmseal_api::filter::ReplicaStatus;
         use vmseal_api::host::{DatastoreSpec, Device, DiskSpec};
         use vmseal_api::id::DatastoreId;
@@ -348,7 +347,7 @@ mod tests {
     }
 
     #[test]
-    fn the_reason_is_what_qemu_said_last_and_a_panic_is_one_in_any_case() {
+    fn the_reason_is_qemus_last_one_and_a_panic_always_counts() {
         let after = |events: &[Event]| {
             let mut words = QemuEnd::default();
             events.iter().cloned().for_each(|event| words.note(event));

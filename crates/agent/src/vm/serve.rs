@@ -22,22 +22,22 @@ use crate::storage::disk;
 use crate::storage::locked::Access;
 use crate::storage::replica;
 
-/// The longest that a disk may take to be connected once QEMU's monitor answers.
+/// The longest that connecting a disk may take once QEMU's monitor answers.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How often the filter is asked meanwhile.
+/// The pause between checks.
 const CONNECT_INTERVAL: Duration = Duration::from_millis(20);
 
-/// What is started.
+/// The VM to start.
 pub struct Plan {
     pub spec: VmSpec,
-    /// The disks in boot order, with what is pinned of them.
+    /// The disks in boot order, with their pinned facts.
     pub disks: Vec<(DiskSpec, DiskFacts)>,
     pub kek: Option<SecretBytes>,
 }
 
-/// Opens the disks and starts a filter that is connected to the sockets of the VM's QEMU, whether that is there
-/// already or not. None is left running when that fails.
+/// Opens the disks and starts a filter that connects to the sockets of the VM's QEMU, whether QEMU runs
+/// already or not. On failure no filter is left running.
 pub async fn filter(
     shared: &Shared,
     directory: &ProcessDir,
@@ -56,7 +56,7 @@ pub async fn filter(
         notices.extend(open.notice);
         let replica = replica::for_writer(&plan.spec, disk, &open.file, open.offset).await?;
         let socket = UnixStream::connect(directory.socket(&socket(index))).map_err(internal)?;
-        // A filter before this one may have had it.
+        // An earlier filter may have used it.
         directory.forget_socket(&beside(index)).map_err(internal)?;
         let listener = directory.listen(&beside(index)).map_err(internal)?;
         disks.push(filter::Disk {

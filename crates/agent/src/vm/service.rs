@@ -1,6 +1,6 @@
-//! Who serves the disks of a running guest: a filter, or, when it has died, the next one. The guest sees a
-//! pause: QEMU keeps the record of the requests under way and gives it to the next filter, which does them
-//! again (docs/decisions/016 and 020).
+//! The filter of a running guest's disks or, when it has died, the next one. The guest sees a pause: QEMU
+//! keeps the record of the requests in flight and gives it to the next filter, which executes them again
+//! (docs/decisions/016 and 020).
 //!
 //! ```text
 //!    Served ──the filter ended──► Down, waits ──key here or not needed──► Down, attempt under way
@@ -9,7 +9,7 @@
 //!                                   ▼                                                    ▼
 //!               ended with the VM (QEMU ended, forced off)             given up: the VM is stopped
 //! ```
-//! There is no limit to the wait for a key: a guest that waits has lost nothing, one that is stopped has.
+//! The wait for a key has no limit: a waiting guest has lost nothing, a stopped one has.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -29,11 +29,11 @@ use crate::process::run_dir::ProcessDir;
 use crate::process::users::Slot;
 use crate::process::{Exit, Process};
 
-/// How long it is tried to start another filter. The kernel may take a while to finish what the dead one had
-/// under way on a slow disk, and holds the image's lock until then.
-const PATIENCE: Duration = Duration::from_secs(60);
+/// How long starting another filter is retried, unless a test says otherwise. The kernel may take a while to finish
+/// the requests of the dead one on a slow disk, and holds the image's lock until then.
+pub const FILTER_RESTART_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// The pause after the first attempt that failed; each is twice as long as the one before.
+/// The pause after the first failed attempt; it doubles after each.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
 
 /// The longest pause between attempts.
@@ -45,7 +45,7 @@ pub enum Service {
     Down(Option<Attempt>),
 }
 
-/// What can happen to it.
+/// An event of the service.
 #[derive(Debug)]
 pub enum ServiceEvent {
     /// The filter has ended.
@@ -54,14 +54,14 @@ pub enum ServiceEvent {
     ServedAgain(Result<Process, Problem>),
 }
 
-/// Another filter is being started.
+/// An attempt to start another filter.
 pub struct Attempt {
     task: JoinHandle<Result<Process, Problem>>,
     cancel: oneshot::Sender<()>,
 }
 
 impl Attempt {
-    /// Begins one.
+    /// Begins an attempt.
     pub fn begin(
         shared: Arc<Shared>,
         directory: ProcessDir,
@@ -79,7 +79,7 @@ impl Attempt {
         Self { task, cancel }
     }
 
-    /// Ends it; a filter that it has started is on record in the VM's directory.
+    /// Cancels the attempt; a filter that it has started is on record in the VM's directory.
     pub async fn end(self) {
         let _ = self.cancel.send(());
         let _ = self.task.await;
@@ -92,7 +92,7 @@ impl Service {
         matches!(self, Self::Down(None))
     }
 
-    /// The next thing that happens.
+    /// The next event.
     pub async fn next(&mut self) -> ServiceEvent {
         match self {
             Self::Served(filter) => ServiceEvent::FilterEnded(filter.ended().await),
@@ -107,7 +107,7 @@ impl Service {
     }
 }
 
-/// Starts a filter for a guest that waits; tries for [`PATIENCE`].
+/// Starts a filter for a guest that waits; retries for the host's `filter_restart_timeout`.
 async fn serve_again(
     shared: &Shared,
     directory: &ProcessDir,
@@ -115,7 +115,7 @@ async fn serve_again(
     slot: &Slot,
     qmp: &Qmp,
 ) -> Result<Process, Problem> {
-    let give_up = Instant::now() + PATIENCE;
+    let give_up = Instant::now() + shared.filter_restart_timeout;
     let mut pause = FIRST_PAUSE;
     loop {
         let served = match serve::filter(shared, directory, &plan, slot).await {
@@ -134,7 +134,7 @@ async fn serve_again(
     }
 }
 
-/// Waits until QEMU has come to terms with the filter; ends a filter with which it does not.
+/// Waits until QEMU has connected to the filter; kills a filter with which that fails.
 async fn connected(
     directory: &ProcessDir,
     spec: &VmSpec,
@@ -144,7 +144,7 @@ async fn connected(
     let control = Control::of(directory);
     let agreed = async {
         serve::wait_connected(&control, spec).await?;
-        // QEMU takes a filter in one go and answers its monitor afterwards.
+        // QEMU handles a filter's connection in one go and answers its monitor afterwards.
         qmp.execute("query-status", Value::Null).await.map_err(super::internal)?;
         serve::wait_connected(&control, spec).await
     };

@@ -1,7 +1,7 @@
-//! Starting a VM: disks opened, filter, QEMU, monitor and console connected, guest let go.
+//! Starting a VM: open the disks, start filter and QEMU, connect monitor and console, run the guest.
 //!
-//! Every process is on record before it runs, and the guest goes only when all disks are connected. When
-//! a step fails, or the start is cancelled, the caller sweeps the run directory and nothing is left.
+//! Every process is on record before it runs, and the guest runs only when all disks are connected. When a
+//! step fails or the start is cancelled, the caller sweeps the run directory and nothing is left.
 
 use std::sync::Arc;
 
@@ -24,7 +24,7 @@ use crate::process::run_dir::ProcessDir;
 use crate::process::run_record::{Phase, Record};
 use crate::process::users::Slot;
 
-/// QEMU's word for a guest that has not run yet.
+/// QEMU's status of a guest that has not run yet.
 const NOT_STARTED: &str = "prelaunch";
 
 /// Starts it.
@@ -65,14 +65,14 @@ pub async fn start(
         qemu_end: QemuEnd::default(),
         left: false,
     };
-    // In this order: a VM on record as running that is found dead has no older death on record.
-    shared.deaths.forget(spec.vm).map_err(internal)?;
+    // In this order: a VM on record as running that is found dead then has no older death on record.
+    shared.died.forget(spec.vm).map_err(internal)?;
     directory.write(spec, running.slot.number(), Phase::Running).map_err(internal)?;
     running.qmp.execute("cont", Value::Null).await.map_err(internal)?;
     Ok((running, notices))
 }
 
-/// Connects console and monitor; tells what QEMU or the filter said when one of them ends instead.
+/// Connects console and monitor; returns the output of QEMU or the filter when one of them ends instead.
 async fn connect(
     directory: &ProcessDir,
     qemu: &Process,
@@ -103,11 +103,11 @@ async fn connect(
     result
 }
 
-/// Why processes that live cannot be connected to.
+/// Why live processes cannot be connected to.
 pub enum NotConnected {
-    /// The guest has not begun to run, and cannot: nothing is lost with it.
+    /// The guest has not run and cannot: nothing is lost when it is ended.
     NeverRan(Problem),
-    /// Whatever else.
+    /// Any other reason.
     Failed(Problem),
 }
 
@@ -117,8 +117,8 @@ impl From<Problem> for NotConnected {
     }
 }
 
-/// Connects to the processes of a VM that an earlier agent started, and lets its guest go if that agent
-/// died just before. A filter that has died meanwhile is one that is down.
+/// Connects to the processes of a VM that an earlier agent started, and runs its guest if that agent died
+/// just before that. A filter that has died meanwhile is replaced later.
 pub async fn reconnect(
     directory: &ProcessDir,
     record: &Record,
@@ -132,12 +132,12 @@ pub async fn reconnect(
     if let Some(filter) = &filter {
         control.ready(filter, directory).await.map_err(internal)?;
         if !log_level::pass_on(&control).await {
-            tracing::info!(vm = %spec.vm, "a filter of an earlier vmseal logs as before");
+            tracing::info!(vm = %spec.vm, "a filter of an earlier vmseal keeps its log levels");
         }
     }
     let status = qmp.execute("query-status", Value::Null).await.map_err(internal)?;
     if status["running"] != Value::Bool(true) {
-        // Without a filter this is an error: a guest that has not run yet is started anew.
+        // Without a filter this is an error: a guest that has not run yet is started again.
         let never_ran = status["status"] == NOT_STARTED;
         wait_connected(&control, spec).await.map_err(|problem| {
             if never_ran { NotConnected::NeverRan(problem) } else { problem.into() }

@@ -1,5 +1,5 @@
-//! The VMs of a host. Registering and forgetting one VM come one after the other; a VM whose owner is busy
-//! holds up no other.
+//! The VMs of a host. Registering and unregistering one VM are serialized; a VM whose owner is busy delays no
+//! other.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -17,16 +17,16 @@ const VMS_MAX: usize = 1024;
 
 type Changing = Arc<tokio::sync::Mutex<()>>;
 
-/// The ways to their owners.
+/// The handles of their owners.
 #[derive(Default)]
 pub struct Vms {
     known: Mutex<HashMap<VmId, Vm>>,
-    /// Those that are being registered or forgotten.
+    /// The VMs that are being registered or unregistered.
     changing: Mutex<HashMap<VmId, Changing>>,
 }
 
 impl Vms {
-    /// These.
+    /// From these VMs.
     pub fn of(vms: impl IntoIterator<Item = (VmId, Vm)>) -> Self {
         Self { known: Mutex::new(vms.into_iter().collect()), changing: Mutex::default() }
     }
@@ -38,14 +38,14 @@ impl Vms {
     async fn lock(&self, vm: VmId) -> OwnedMutexGuard<()> {
         let lock = {
             let mut changing = self.changing.lock().unwrap_or_else(PoisonError::into_inner);
-            // Those that nobody holds or waits for.
+            // Those without a holder or waiter.
             changing.retain(|_, lock| Arc::strong_count(lock) > 1);
             Arc::clone(changing.entry(vm).or_default())
         };
         lock.lock_owned().await
     }
 
-    /// The way to a VM's owner.
+    /// The handle of a VM's owner.
     ///
     /// # Errors
     /// `not-found`.
@@ -53,10 +53,10 @@ impl Vms {
         self.known().get(&vm).cloned().ok_or_else(|| rules::unknown(vm))
     }
 
-    /// Tells a VM's owner of it; one that is new gets its owner from `own`.
+    /// Registers a VM with its owner; a new VM gets its owner from `own`.
     ///
     /// # Errors
-    /// As the owner; `limit-exceeded`.
+    /// Those of the owner; `limit-exceeded`.
     pub async fn register(
         &self,
         vm: VmId,
@@ -76,10 +76,10 @@ impl Vms {
         Ok(())
     }
 
-    /// Forgets a VM; one that is not known is forgotten.
+    /// Unregisters a VM; an unknown one counts as unregistered.
     ///
     /// # Errors
-    /// As the owner.
+    /// Those of the owner.
     pub async fn forget(&self, vm: VmId) -> Result<(), Problem> {
         let _alone = self.lock(vm).await;
         let Ok(known) = self.get(vm) else { return Ok(()) };
@@ -105,7 +105,7 @@ mod tests {
     async fn an_owner_that_does_not_answer_holds_up_its_own_vm_alone() {
         let soon = Duration::from_millis(100);
         let (stuck, other) = (spec(), spec());
-        // Its calls are taken by nobody.
+        // Nothing receives its calls.
         let (hung, _calls) = Vm::unheard();
         let (answers, mut calls) = Vm::unheard();
         tokio::spawn(async move {
@@ -124,7 +124,7 @@ mod tests {
         };
         tokio::time::sleep(Duration::from_millis(20)).await;
         timeout(soon, vms.register(other.vm, other.clone(), own)).await.unwrap().unwrap();
-        // Forgetting the one waits for what is asked before.
+        // Unregistering it waits for earlier calls.
         assert!(timeout(soon, vms.forget(stuck.vm)).await.is_err());
         assert!(vms.get(stuck.vm).is_ok());
         timeout(soon, vms.forget(other.vm)).await.unwrap().unwrap();

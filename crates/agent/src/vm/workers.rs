@@ -1,4 +1,5 @@
-//! Who works on the disks of a VM: each is made, exported or exposed by a task that can be cancelled.
+//! The tasks that work on a VM's disks: each disk is made, exported or exposed by a task that can be
+//! cancelled.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -15,20 +16,20 @@ use super::exposed::Exposure;
 use super::report::{Progress, Report};
 use crate::process::run_dir::ProcessDir;
 use crate::storage::builder::DiskBuilder;
-use crate::storage::disk::{self, Recipe};
-use crate::storage::export::{self, Order};
+use crate::storage::disk::{self, NewDisk};
+use crate::storage::export::{self, ExportRequest};
 
-/// Progress that may wait for the owner.
+/// Progress reports that may wait for the owner.
 const REPORTS_MAX: usize = 16;
 
 struct Worker {
-    /// Tells reports of this attempt from those of an earlier one.
+    /// Distinguishes reports of this attempt from those of an earlier one.
     number: u64,
     cancel: oneshot::Sender<()>,
     task: JoinHandle<()>,
 }
 
-/// Work under way.
+/// The work in progress.
 pub struct Workers {
     workers: BTreeMap<DiskId, Worker>,
     started: u64,
@@ -43,22 +44,22 @@ impl Workers {
     }
 
     /// Begins to make a disk.
-    pub fn begin(&mut self, shared: &Arc<Shared>, recipe: Recipe) {
-        let disk = recipe.disk.disk;
+    pub fn begin(&mut self, shared: &Arc<Shared>, new_disk: NewDisk) {
+        let disk = new_disk.disk.disk;
         let builder = builder(shared, shared.run_dir.import(disk));
         self.spawn(disk, |cancelled, show| async move {
             let progress = |done, total| show.progress(Report::Progress(done, total));
-            Report::Made(make(recipe, builder, cancelled, progress).await)
+            Report::Made(make(new_disk, builder, cancelled, progress).await)
         });
     }
 
     /// Begins to export a disk.
-    pub fn begin_export(&mut self, shared: &Arc<Shared>, order: Order) {
-        let disk = order.disk.disk;
+    pub fn begin_export(&mut self, shared: &Arc<Shared>, request: ExportRequest) {
+        let disk = request.disk.disk;
         let builder = builder(shared, shared.run_dir.export(disk));
         self.spawn(disk, |cancelled, show| async move {
             let progress = |done, total| show.progress(Report::Progress(done, total));
-            let written = export::write(order, &builder, progress, cancelled).await;
+            let written = export::write(request, &builder, progress, cancelled).await;
             Report::Written(written.inspect_err(
                 |problem| tracing::warn!(%disk, %problem, "a disk could not be exported"),
             ))
@@ -91,10 +92,10 @@ impl Workers {
         self.workers.insert(disk, Worker { number, cancel, task });
     }
 
-    /// The next report of an attempt that is still wanted.
+    /// The next report of an attempt that has not been cancelled.
     pub async fn next(&mut self) -> (DiskId, Report) {
         loop {
-            // The sender is held here: there is always an end of the channel.
+            // The sender is held here, so the channel never closes.
             let Some((disk, number, report)) = self.reports.recv().await else {
                 return std::future::pending().await;
             };
@@ -130,12 +131,12 @@ fn builder(shared: &Shared, directory: ProcessDir) -> DiskBuilder {
 }
 
 async fn make(
-    recipe: Recipe,
+    new_disk: NewDisk,
     builder: DiskBuilder,
     cancelled: oneshot::Receiver<()>,
     progress: impl Fn(u64, u64) + Send,
 ) -> Result<DiskFacts, Problem> {
-    let (vm, disk) = (recipe.spec.vm, recipe.disk.disk);
-    let made = disk::create(recipe, &builder, progress, cancelled).await;
+    let (vm, disk) = (new_disk.spec.vm, new_disk.disk.disk);
+    let made = disk::create(new_disk, &builder, progress, cancelled).await;
     made.inspect_err(|problem| tracing::warn!(%vm, %disk, %problem, "a disk could not be made"))
 }

@@ -1,4 +1,4 @@
-//! One request and its answer: limits, and what each failure is called.
+//! One request and its answer: limits, and the error for each failure.
 
 use std::time::Duration;
 
@@ -8,18 +8,18 @@ use serde::de::DeserializeOwned;
 use crate::problem::{ErrorCode, Problem};
 use crate::request_id;
 
-/// How long a connection may take to be made, TLS included: a host that is up answers within a
-/// round trip or two, and one that is not should be noticed soon.
+/// How long connecting may take, TLS included: a host that is up answers within a round trip or two, and one
+/// that is not should be noticed soon.
 pub(super) const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// The longest answer that is taken, in bytes: lists of 1000 VMs with some disks each.
+/// The longest answer that is accepted, in bytes: lists of 1000 VMs with some disks each.
 const ANSWER_MAX: usize = 16 * 1024 * 1024;
 
 /// The other end, as messages name it.
 pub(super) struct Peer<'a>(pub &'a str);
 
 impl Peer<'_> {
-    /// Sends a request, reads the answer's body.
+    /// Sends a request and reads the answer's body.
     pub(super) async fn exchange(&self, request: RequestBuilder) -> Result<Vec<u8>, Problem> {
         let request = match request_id::current() {
             Some(id) => request.header(request_id::HEADER, id.as_str()),
@@ -59,12 +59,12 @@ impl Peer<'_> {
         Ok(body)
     }
 
-    /// Understands the body of the answer to a request that changes something.
+    /// Parses the answer to a request that changes something.
     pub(super) fn parse_changed<T: DeserializeOwned>(&self, body: &[u8]) -> Result<T, Problem> {
         self.parse(body).map_err(|problem| lost(true, problem))
     }
 
-    /// Understands an answer's body.
+    /// Parses an answer.
     pub(super) fn parse<T: DeserializeOwned>(&self, body: &[u8]) -> Result<T, Problem> {
         serde_json::from_slice(body).map_err(|error| {
             let detail = format!("{} answered with something unexpected: {error}", self.0);
@@ -80,26 +80,26 @@ impl Peer<'_> {
         self.unreachable(&deepest(error))
     }
 
-    /// It cannot be reached.
+    /// The error for a peer that cannot be reached.
     pub(super) fn unreachable(&self, why: &dyn std::fmt::Display) -> Problem {
         Problem::new(ErrorCode::Unreachable, format!("{} cannot be reached: {why}", self.0))
     }
 }
 
-/// Whether a request changes something; those that are only tried do not.
+/// Whether a request changes something; dry runs do not.
 fn changes(request: &Request) -> bool {
     let tried =
         request.url().query_pairs().any(|(name, value)| name == "dry_run" && value == "true");
     !request.method().is_safe() && !tried
 }
 
-/// The answer to a request that was sent is lost: with it, whether what was to be changed is.
+/// The answer to a request that was sent is lost: it is unknown whether the change was made.
 fn lost(changes: bool, problem: Problem) -> Problem {
     let request_id = request_id::current().map(|id| id.as_str().into());
     Problem { in_doubt: changes, request_id: problem.request_id.or(request_id), ..problem }
 }
 
-/// The cause at the end of the chain says most ("connection refused"); the links before it repeat it.
+/// The last cause says most ("connection refused"); those before it repeat it.
 fn deepest(error: &reqwest::Error) -> String {
     let mut cause: &dyn std::error::Error = error;
     while let Some(next) = cause.source() {
@@ -122,7 +122,7 @@ mod tests {
         Client::builder().tls_backend_preconfigured(tls).no_proxy().build().unwrap()
     }
 
-    /// What somebody answers to a request, who then hangs up.
+    /// Sends a request to a server that answers this and hangs up.
     async fn answered(answer: &str, method: Method, query: &str) -> Result<Vec<u8>, Problem> {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let url = format!("http://{}/vms{query}", listener.local_addr().unwrap());
@@ -183,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn doubt_is_the_clients_own_and_not_sent() {
+    fn doubt_is_not_serialized() {
         let problem = lost(true, Problem::new(ErrorCode::TimedOut, "60 s"));
         assert!(!serde_json::to_string(&problem).unwrap().contains("doubt"));
     }

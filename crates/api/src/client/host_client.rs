@@ -31,27 +31,27 @@ use crate::id::{DiskId, HostId, Incarnation, TaskId, VmId};
 use crate::log_level::LogLevel;
 use crate::problem::{ErrorCode, Problem};
 
-/// How long an agent may take to answer: a VM's processes are given half a minute to go.
+/// How long an agent may take to answer: a VM's processes get half a minute to exit.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// What an answer may need beyond the time that the agent was asked to wait for news.
+/// How much longer than the given wait a long poll's answer may take.
 const STATE_MARGIN: Duration = Duration::from_secs(10);
 
 /// An agent, by its host's id and address.
 pub struct HostClient {
-    /// As messages name it.
+    /// The agent, as messages name it.
     name: String,
     address: String,
     server_name: String,
     http: Client,
     tls: Arc<ClientConfig>,
-    /// The versions of the contract that this side says it speaks.
+    /// The versions of the contract that this side reports.
     contract: ContractRange,
-    /// What the agent showed last.
+    /// The agent's last certificate.
     certificate: SeenCertificate,
 }
 
-/// Whatever name is asked for is at the host's address: the name is for the certificate alone.
+/// Resolves every name to the host's address: the name is only for the certificate.
 struct AtAddress(Arc<str>);
 
 impl Resolve for AtAddress {
@@ -68,7 +68,7 @@ impl HostClient {
     /// The agent of `host`, which listens at `address` (`host:port`). Connects when it is first used.
     ///
     /// # Errors
-    /// [`TlsError`]: the identity is not one.
+    /// [`TlsError`]: the identity is not valid.
     pub fn new(
         host: HostId,
         name: &str,
@@ -97,7 +97,7 @@ impl HostClient {
         })
     }
 
-    /// The same, which says that it speaks other versions of the contract.
+    /// The same, reporting other versions of the contract.
     #[must_use]
     pub fn speaking(self, contract: ContractRange) -> Self {
         Self { contract, ..self }
@@ -108,12 +108,13 @@ impl HostClient {
     }
 
     fn url(&self, path: &str) -> String {
-        // The port belongs to the address that the resolver gives; naming it keeps the Host header true.
+        // The port belongs to the address that the resolver returns; with it in the URL the Host header is
+        // right.
         let port = self.address.rsplit_once(':').map_or("443", |(_, port)| port);
         format!("https://{}:{port}/v1/{path}", self.server_name)
     }
 
-    /// Where the WebSocket of this path is.
+    /// The address of a WebSocket.
     fn socket(&self, path: &str) -> Result<websocket::Address<'_>, Problem> {
         let server_name = ServerName::try_from(self.server_name.clone())
             .map_err(|error| Problem::new(ErrorCode::Internal, error.to_string()))?;

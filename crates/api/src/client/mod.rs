@@ -1,8 +1,8 @@
 //! HTTPS clients: [`ServerClient`] for the command line, [`HostClient`] for the server.
 //!
-//! Both speak HTTP/1.1 over TLS 1.3 and trust one CA only, the control plane's own, and of its certificates only
-//! those of the role that they talk to ([`role`]). What goes
-//! wrong is a [`Problem`]: the one that the other side answered, or `unreachable` or `timed-out`.
+//! Both speak HTTP/1.1 over TLS 1.3. They trust only the control plane's own CA, and only certificates with
+//! the role of the peer ([`role`]). Every failure is a [`Problem`]: the one that the other side answered, or
+//! `unreachable` or `timed-out`.
 
 mod exchange;
 mod host_client;
@@ -19,10 +19,10 @@ pub use tls::{ClientIdentity, TlsError};
 
 use crate::problem::Problem;
 
-/// What is between the schema and the path: no user, no query, a host and a port.
+/// The part between the scheme and the path: no user, no query, a host and a port.
 fn base_url(text: &str) -> Result<url::Url, Problem> {
     let url = url::Url::parse(text)
-        .map_err(|error| Problem::invalid("server", format!("'{text}' is no URL: {error}")))?;
+        .map_err(|error| Problem::invalid("server", format!("'{text}' is not a URL: {error}")))?;
     if url.scheme() != "https" || url.host().is_none() || url.path() != "/" {
         let detail = format!("'{text}' does not have the form https://HOST:PORT");
         return Err(Problem::invalid("server", detail));

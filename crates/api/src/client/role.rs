@@ -1,5 +1,5 @@
-//! What a certificate of the control plane's authority is for: the server or a host. Each side checks it beside the
-//! authority and the name, so that no host can pass for the server, whatever names its certificate has.
+//! The role of a certificate of the control plane's authority: server or host. Each side checks it besides
+//! the authority and the name, so that no host can act as the server, whatever names its certificate has.
 
 use std::sync::{Arc, Mutex};
 
@@ -13,11 +13,11 @@ use crate::id::HostId;
 /// The URI in the server's certificate.
 pub const SERVER_ROLE: &str = "urn:vmseal:server";
 
-/// The URI in hosts' certificates. Those that were issued before there was one have none: they are known by
-/// their name.
+/// The URI in hosts' certificates. Certificates that were issued before it existed have none and are
+/// recognised by their name.
 pub const HOST_ROLE: &str = "urn:vmseal:host";
 
-/// What the names in hosts' certificates end with; no resolver knows it.
+/// The domain of the names in hosts' certificates; no resolver knows it.
 const HOSTS_DOMAIN: &str = ".host.vmseal.internal";
 
 /// The name in the certificate of a host's agent.
@@ -26,7 +26,17 @@ pub fn host_server_name(host: HostId) -> String {
     format!("{host}{HOSTS_DOMAIN}")
 }
 
-/// What a certificate is for.
+/// The host whose agent a certificate is for, whether or not its signature is valid.
+fn host_of(certificate: &CertificateDer<'_>) -> Option<HostId> {
+    let (_, certificate) = X509Certificate::from_der(certificate).ok()?;
+    let names = &certificate.subject_alternative_name().ok()??.value.general_names;
+    names.iter().find_map(|name| match name {
+        GeneralName::DNSName(name) => name.strip_suffix(HOSTS_DOMAIN)?.parse().ok(),
+        _ => None,
+    })
+}
+
+/// The role of a certificate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
     /// The control plane's server.
@@ -36,7 +46,7 @@ pub enum Role {
 }
 
 impl Role {
-    /// The role that a certificate carries, whoever signed it; none where it carries none, or two.
+    /// The role in a certificate, whoever signed it; none where it has none or two.
     #[must_use]
     pub fn of(certificate: &CertificateDer<'_>) -> Option<Self> {
         let (_, certificate) = X509Certificate::from_der(certificate).ok()?;
@@ -52,11 +62,11 @@ impl Role {
     }
 }
 
-/// The certificate is good, and of somebody else.
+/// A valid certificate of the wrong role.
 #[derive(Clone, Copy, thiserror::Error)]
 #[error("the certificate is not {}", match .0 {
-    Role::Server => "the server's: whoever answers is not the control plane's server",
-    Role::Host => "a host's: whoever answers is not the agent",
+    Role::Server => "the server's: the peer is not the control plane's server",
+    Role::Host => "a host's: the peer is not an agent",
 })]
 struct WrongRole(Role);
 
@@ -66,10 +76,39 @@ impl std::fmt::Debug for WrongRole {
     }
 }
 
-/// Checks that a certificate, which is good otherwise, has this role.
+/// The certificate is valid, but for another host.
+#[derive(Clone, Copy, thiserror::Error)]
+#[error(
+    "another host answers there, with id {0}: correct the address (vmseal host set NAME --address HOST:PORT)"
+)]
+struct AnotherHost(HostId);
+
+impl std::fmt::Debug for AnotherHost {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        std::fmt::Display::fmt(self, f)
+    }
+}
+
+/// Replaces the error about a wrong name: names the host that the certificate is for.
+pub(super) fn tell_whose(error: rustls::Error, certificate: &CertificateDer<'_>) -> rustls::Error {
+    use CertificateError::{NotValidForName, NotValidForNameContext};
+    match error {
+        rustls::Error::InvalidCertificate(NotValidForName | NotValidForNameContext { .. }) => {}
+        other => return other,
+    }
+    if let Err(wrong_role) = check(certificate, Role::Host) {
+        return wrong_role;
+    }
+    match host_of(certificate) {
+        Some(host) => CertificateError::Other(OtherError(Arc::new(AnotherHost(host)))).into(),
+        None => error,
+    }
+}
+
+/// Checks that an otherwise valid certificate has this role.
 ///
 /// # Errors
-/// It has another one, or none.
+/// It has another role or none.
 pub fn check(certificate: &CertificateDer<'_>, role: Role) -> Result<(), rustls::Error> {
     if Role::of(certificate) == Some(role) {
         return Ok(());
@@ -77,5 +116,5 @@ pub fn check(certificate: &CertificateDer<'_>, role: Role) -> Result<(), rustls:
     Err(CertificateError::Other(OtherError(Arc::new(WrongRole(role)))).into())
 }
 
-/// The certificate (DER) that the other side showed last, once it was found good.
+/// The last valid certificate (DER) of the other side.
 pub(super) type SeenCertificate = Arc<Mutex<Option<Vec<u8>>>>;

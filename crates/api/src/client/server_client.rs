@@ -17,7 +17,7 @@ use crate::host::{ConsoleClaim, ConsoleStream, Exposing};
 use crate::model::{Page, Plan, Task};
 use crate::problem::{ErrorCode, Problem};
 
-/// How long the server may take to answer: its own limit of a minute, and some.
+/// How long the server may take to answer: its own limit of a minute, and a margin.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(70);
 
 /// A server, and a user of it. Paths are relative to `/api/v1/` and may carry a query
@@ -39,7 +39,7 @@ impl ServerClient {
     /// The server at `url` (`https://HOST:PORT`), whose certificate the CA `authority` (PEM) signed.
     ///
     /// # Errors
-    /// `invalid-request`: the URL or the certificate is none.
+    /// `invalid-request`: the URL or the certificate is not valid.
     pub fn new(url: &str, authority: &str, token: &str) -> Result<Self, Problem> {
         let base = base_url(url)?;
         let invalid = |detail: String| Problem::invalid("ca", detail);
@@ -61,7 +61,7 @@ impl ServerClient {
             None => (path, None),
         };
         let mut url = self.base.clone();
-        // Segment by segment: what a user typed as a name cannot become another path.
+        // Segment by segment, so that a name that a user typed cannot become another path.
         if let Ok(mut segments) = url.path_segments_mut() {
             segments.clear().extend(["api", "v1"]).extend(path.split('/'));
         }
@@ -80,7 +80,7 @@ impl ServerClient {
     /// Reads a resource or a page of a list.
     ///
     /// # Errors
-    /// The server's [`Problem`], or `unreachable`, or `timed-out`; so it is for every call.
+    /// The server's [`Problem`], `unreachable` or `timed-out`. The same holds for every call.
     pub async fn get<T: DeserializeOwned>(&self, path: &str) -> Result<T, Problem> {
         let body = self.peer().exchange(self.request(Method::GET, path)).await?;
         self.peer().parse(&body)
@@ -101,7 +101,7 @@ impl ServerClient {
         Ok(items)
     }
 
-    /// Makes a resource or does something with one.
+    /// Creates a resource or performs an action on one.
     ///
     /// # Errors
     /// As [`ServerClient::get`].
@@ -115,7 +115,7 @@ impl ServerClient {
         self.peer().parse_changed(&body)
     }
 
-    /// Replaces something of a resource.
+    /// Replaces a part of a resource.
     ///
     /// # Errors
     /// As [`ServerClient::get`].
@@ -129,7 +129,7 @@ impl ServerClient {
         self.peer().parse_changed(&body)
     }
 
-    /// Changes something of a resource.
+    /// Changes a part of a resource.
     ///
     /// # Errors
     /// As [`ServerClient::get`].
@@ -146,7 +146,7 @@ impl ServerClient {
     /// Has the server check what [`ServerClient::patch`] would do, without doing it.
     ///
     /// # Errors
-    /// Those that the request itself would meet.
+    /// Those of the request itself.
     pub async fn try_patch(
         &self,
         path: &str,
@@ -175,7 +175,7 @@ impl ServerClient {
     /// Has the server check what [`ServerClient::post`] would do, without doing it.
     ///
     /// # Errors
-    /// Those that the request itself would meet.
+    /// Those of the request itself.
     pub async fn try_post(
         &self,
         path: &str,
@@ -187,7 +187,7 @@ impl ServerClient {
     /// Has the server check what [`ServerClient::put`] would do, without doing it.
     ///
     /// # Errors
-    /// Those that the request itself would meet.
+    /// Those of the request itself.
     pub async fn try_put(
         &self,
         path: &str,
@@ -199,7 +199,7 @@ impl ServerClient {
     /// Has the server check what a removal would do, without doing it.
     ///
     /// # Errors
-    /// Those that the request itself would meet.
+    /// Those of the request itself.
     pub async fn try_delete(&self, path: &str) -> Result<Plan, Problem> {
         let request = self.request(Method::DELETE, &format!("{path}?dry_run=true"));
         let body = self.peer().exchange(request).await?;
@@ -209,7 +209,7 @@ impl ServerClient {
     /// A guest's serial console.
     ///
     /// # Errors
-    /// As [`ServerClient::get`]; `in-use` while somebody has it whom it is not to be taken over from.
+    /// As [`ServerClient::get`]; `in-use` while another client has it and it may not be taken over.
     pub async fn console(&self, vm: &str, claim: ConsoleClaim) -> Result<ConsoleStream, Problem> {
         let force = claim == ConsoleClaim::TakeOver;
         let address = self.socket(&format!("vms/{vm}/console?force={force}"))?;
@@ -230,13 +230,13 @@ impl ServerClient {
         websocket::open_disk(address, Arc::clone(&self.tls)).await
     }
 
-    /// Where the WebSocket of this path is.
+    /// The address of a WebSocket.
     fn socket(&self, path: &str) -> Result<websocket::Address<'_>, Problem> {
         let mut url = self.url(path);
         let host = self.base.host_str().unwrap_or_default();
         let server_name =
             ServerName::try_from(host.trim_matches(['[', ']']).to_owned()).map_err(|_| {
-                Problem::new(ErrorCode::InvalidRequest, format!("'{host}' is no host name"))
+                Problem::new(ErrorCode::InvalidRequest, format!("'{host}' is not a host name"))
             })?;
         let socket = format!("{host}:{}", self.base.port_or_known_default().unwrap_or(443));
         // The scheme of WebSockets over TLS; `Url` allows this change between special schemes.

@@ -10,7 +10,7 @@ use rustls::{ClientConfig, RootCertStore};
 use super::role::{Role, SeenCertificate};
 use super::verifier::{ServerOfRole, Verifier};
 
-/// Why there is no TLS with these settings.
+/// Why TLS cannot be used with these settings.
 #[derive(Debug, thiserror::Error)]
 pub enum TlsError {
     /// The CA certificate cannot be read.
@@ -21,12 +21,12 @@ pub enum TlsError {
     Setup(#[from] rustls::Error),
 }
 
-/// Whom this side trusts and what it proves itself with.
+/// The authority that this side trusts, and its own certificate.
 #[derive(Clone, Debug)]
 pub struct ClientIdentity {
     /// The CA's certificate, PEM.
     pub authority: String,
-    /// The certificate to show; a resolver, as certificates are renewed while a process runs.
+    /// The certificate to present; a resolver, as certificates are renewed while a process runs.
     pub certificate: Arc<dyn ResolvesClientCert>,
 }
 
@@ -54,12 +54,12 @@ fn builder(
         .with_custom_certificate_verifier(Arc::new(verifier)))
 }
 
-/// A client of the server, which shows no certificate.
+/// A client of the server, without a certificate.
 pub(super) fn anonymous(authority: &str) -> Result<ClientConfig, TlsError> {
     Ok(builder(authority, Role::Server, SeenCertificate::default())?.with_no_client_auth())
 }
 
-/// A client of a host's agent, which shows a certificate, and keeps that of the other side in `seen`.
+/// A client of a host's agent, with a certificate; stores the other side's in `seen`.
 pub(super) fn identified(
     identity: &ClientIdentity,
     seen: &SeenCertificate,

@@ -1,4 +1,5 @@
-//! Whom TLS accepts: what is checked of the other side's certificate beside its signatures, which all check alike.
+//! Certificate verifiers: the checks that differ from peer to peer, besides the signatures, which are always
+//! checked alike.
 
 use std::fmt::Debug;
 use std::sync::{Arc, PoisonError};
@@ -11,32 +12,32 @@ use rustls::server::WebPkiClientVerifier;
 use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
 use rustls::{DigitallySignedStruct, DistinguishedName, RootCertStore, SignatureScheme};
 
-use super::role::{Role, SeenCertificate, check};
+use super::role::{Role, SeenCertificate, check, tell_whose};
 
-/// What a server shows.
+/// A server's certificate chain.
 pub struct ServerChain<'a> {
     /// Its certificate.
     pub certificate: &'a CertificateDer<'a>,
-    /// Those above it.
+    /// The certificates above it.
     pub above: &'a [CertificateDer<'a>],
-    /// The name that it was called by.
+    /// The name that was called.
     pub name: &'a ServerName<'a>,
-    /// Its stapled OCSP answer; empty where it has none.
+    /// Its stapled OCSP answer; may be empty.
     pub ocsp: &'a [u8],
-    /// When it is.
+    /// The current time.
     pub now: UnixTime,
 }
 
-/// Which servers are accepted.
+/// Decides which servers are accepted.
 pub trait ServerCheck: Debug + Send + Sync {
-    /// Whether this one is.
+    /// Checks one server.
     ///
     /// # Errors
-    /// Why not.
+    /// Why it is refused.
     fn check(&self, chain: &ServerChain<'_>) -> Result<(), rustls::Error>;
 }
 
-/// Accepts whom `check` accepts and whose signatures are good.
+/// Accepts a server if `check` does and its signatures are valid.
 #[derive(Debug)]
 pub struct Verifier<C> {
     check: C,
@@ -50,7 +51,7 @@ impl<C> Verifier<C> {
     }
 }
 
-/// The methods that both kinds of verifier have, word for word.
+/// The methods that both kinds of verifier share.
 macro_rules! signatures {
     () => {
         fn verify_tls12_signature(
@@ -95,7 +96,7 @@ impl<C: ServerCheck> ServerCertVerifier for Verifier<C> {
     signatures!();
 }
 
-/// Servers of one authority that have a role; keeps the certificate of the last one.
+/// Accepts servers of one authority with a role; keeps the last certificate.
 #[derive(Debug)]
 pub(super) struct ServerOfRole {
     authority: Arc<WebPkiServerVerifier>,
@@ -120,15 +121,19 @@ impl ServerOfRole {
 impl ServerCheck for ServerOfRole {
     fn check(&self, chain: &ServerChain<'_>) -> Result<(), rustls::Error> {
         let ServerChain { certificate, above, name, ocsp, now } = chain;
-        self.authority.verify_server_cert(certificate, above, name, ocsp, *now)?;
+        let verified = self.authority.verify_server_cert(certificate, above, name, ocsp, *now);
+        verified.map_err(|error| match self.role {
+            // The name comes last: the chain is good.
+            Role::Host => tell_whose(error, certificate),
+            Role::Server => error,
+        })?;
         check(certificate, self.role)?;
         *self.seen.lock().unwrap_or_else(PoisonError::into_inner) = Some(certificate.to_vec());
         Ok(())
     }
 }
 
-/// Clients of one authority that are the control plane's server: nobody else calls an agent, not even another
-/// host.
+/// Accepts the control plane's server as a client: nobody else may call an agent, not even another host.
 #[derive(Debug)]
 pub struct ServerAsClient(Arc<dyn ClientCertVerifier>);
 
@@ -136,7 +141,7 @@ impl Verifier<ServerAsClient> {
     /// With certificates of this authority.
     ///
     /// # Errors
-    /// What is wrong with the authority's certificate.
+    /// The defect of the authority's certificate.
     pub fn server_as_client(
         authority: CertificateDer<'static>,
         provider: Arc<CryptoProvider>,

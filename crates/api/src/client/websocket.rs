@@ -1,42 +1,34 @@
 //! A guest's console, or a disk's NBD, over a WebSocket: binary frames both ways.
 
 use std::sync::Arc;
-use std::time::Duration;
 
-use futures_util::{SinkExt, StreamExt};
 use rustls::ClientConfig;
 use rustls::pki_types::ServerName;
-use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream, duplex};
+use tokio::io::duplex;
 use tokio::net::TcpStream;
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
 use tokio_tungstenite::WebSocketStream;
+use tokio_tungstenite::tungstenite::Error;
 use tokio_tungstenite::tungstenite::client::IntoClientRequest;
 use tokio_tungstenite::tungstenite::http::header::AUTHORIZATION;
 use tokio_tungstenite::tungstenite::protocol::WebSocketConfig;
-use tokio_tungstenite::tungstenite::{Error, Message};
 use zeroize::Zeroizing;
 
 use super::exchange::{CONNECT_TIMEOUT, Peer};
-use crate::console::{self, ConsoleStream, Ending};
-use crate::expose::{self, Carried};
+use crate::carry::{CarryEnd, MESSAGE_MAX, carry};
+use crate::console::{self, ConsoleStream};
 use crate::host::ContractRange;
 use crate::host::version::CONTRACT_HEADER;
 use crate::problem::{ErrorCode, Problem};
 use crate::request_id;
 
-/// What is on its way in one direction, in bytes: a screen or two.
+/// The buffer of each direction, in bytes: a screen or two.
 const BUFFER: usize = 16 * 1024;
 
-/// The longest frame, in bytes; a console sends what a guest printed since the last.
-const FRAME_MAX: usize = expose::MESSAGE_MAX;
-
-/// How long a socket that is closed may take to say so.
-const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
-
-/// Where a console is.
+/// The address of a WebSocket.
 pub(super) struct Address<'a> {
-    /// How messages name the other end.
+    /// The other end, as messages name it.
     pub peer: Peer<'a>,
     /// `host:port` to connect to.
     pub socket: String,
@@ -50,32 +42,29 @@ pub(super) struct Address<'a> {
     pub contract: Option<ContractRange>,
 }
 
-/// Connects; gives both directions of the console.
+/// Connects to a console; returns both directions.
 pub(super) async fn open(
     address: Address<'_>,
     tls: Arc<ClientConfig>,
 ) -> Result<ConsoleStream, Problem> {
     let socket = connected(address, tls).await?;
-    let (ours, ending, theirs) = console::pair(BUFFER);
-    tokio::spawn(pump(socket, ours, ending));
+    let (mut ours, ending, theirs) = console::pair(BUFFER);
+    tokio::spawn(async move {
+        if carry(socket, &mut ours).await == CarryEnd::TakenOver {
+            ending.taken_over();
+        }
+    });
     Ok(theirs)
 }
 
-/// Connects to a disk; gives both directions, neither of which waits for the other.
+/// Connects to a disk; returns both directions, which do not wait for each other.
 pub(super) async fn open_disk(
     address: Address<'_>,
     tls: Arc<ClientConfig>,
 ) -> Result<ConsoleStream, Problem> {
     let socket = connected(address, tls).await?;
-    let (ours, theirs) = duplex(expose::MESSAGE_MAX);
-    tokio::spawn(async move {
-        let carried = |message| match message {
-            Message::Binary(bytes) => Carried::Bytes(bytes.into()),
-            Message::Ping(_) | Message::Pong(_) => Carried::Nothing,
-            _ => Carried::End,
-        };
-        expose::carry(socket, ours, Message::binary::<Vec<u8>>, carried).await;
-    });
+    let (ours, theirs) = duplex(MESSAGE_MAX);
+    tokio::spawn(carry(socket, ours));
     Ok(Box::new(theirs))
 }
 
@@ -93,7 +82,7 @@ async fn connect(address: Address<'_>, tls: Arc<ClientConfig>) -> Result<Socket,
     let peer = &address.peer;
     let tcp =
         TcpStream::connect(&address.socket).await.map_err(|error| peer.unreachable(&error))?;
-    // Key strokes are small and wait for nobody. A socket that refuses this still works.
+    // Key strokes are small and must not wait. If the socket refuses this it still works.
     let _ = tcp.set_nodelay(true);
     let stream = TlsConnector::from(tls)
         .connect(address.server_name.clone(), tcp)
@@ -103,7 +92,10 @@ async fn connect(address: Address<'_>, tls: Arc<ClientConfig>) -> Result<Socket,
         address.url.as_str().into_client_request().map_err(|error| peer.unreachable(&error))?;
     if let Some(authorization) = &address.authorization {
         let value = authorization.as_str().try_into().map_err(|_| {
-            Problem::new(ErrorCode::Unauthenticated, "the token holds characters that no token has")
+            Problem::new(
+                ErrorCode::Unauthenticated,
+                "the token has characters that are not allowed in a token",
+            )
         })?;
         request.headers_mut().insert(AUTHORIZATION, value);
     }
@@ -114,8 +106,8 @@ async fn connect(address: Address<'_>, tls: Arc<ClientConfig>) -> Result<Socket,
         request.headers_mut().insert(request_id::HEADER, value);
     }
     let limits = WebSocketConfig::default()
-        .max_message_size(Some(FRAME_MAX))
-        .max_frame_size(Some(FRAME_MAX));
+        .max_message_size(Some(MESSAGE_MAX))
+        .max_frame_size(Some(MESSAGE_MAX));
     let (socket, _) = tokio_tungstenite::client_async_with_config(request, stream, Some(limits))
         .await
         .map_err(|error| refusal(peer, error))?;
@@ -130,42 +122,4 @@ fn refusal(peer: &Peer<'_>, error: Error) -> Problem {
         return problem;
     }
     peer.unreachable(&error)
-}
-
-/// Carries bytes until either side ends.
-async fn pump<S>(mut socket: WebSocketStream<S>, stream: DuplexStream, ending: Ending)
-where
-    S: tokio::io::AsyncRead + tokio::io::AsyncWrite + Unpin,
-{
-    let (mut from_user, mut to_user) = tokio::io::split(stream);
-    let mut buffer = vec![0; BUFFER];
-    loop {
-        tokio::select! {
-            read = from_user.read(&mut buffer) => match read {
-                Ok(count) if count > 0 => {
-                    let message = Message::binary(buffer[..count].to_vec());
-                    if socket.send(message).await.is_err() {
-                        break;
-                    }
-                }
-                _ => break,
-            },
-            message = socket.next() => match message {
-                Some(Ok(Message::Binary(bytes))) => {
-                    if to_user.write_all(&bytes).await.is_err() {
-                        break;
-                    }
-                }
-                Some(Ok(Message::Ping(_) | Message::Pong(_))) => {}
-                Some(Ok(Message::Close(Some(frame))))
-                    if u16::from(frame.code) == console::TAKEN_OVER_CODE =>
-                {
-                    ending.taken_over();
-                    break;
-                }
-                _ => break,
-            },
-        }
-    }
-    let _ = tokio::time::timeout(CLOSE_TIMEOUT, socket.close(None)).await;
 }

@@ -1,4 +1,4 @@
-//! What a host is, and which versions of this contract it speaks.
+//! The description of a host, and the versions of this contract that it speaks.
 
 use serde::{Deserialize, Serialize};
 

@@ -17,25 +17,25 @@ pub struct DiskSpec {
     pub disk: DiskId,
     /// Its name within the VM.
     pub name: String,
-    /// Where it is kept.
+    /// Its datastore.
     pub datastore: DatastoreSpec,
-    /// What the guest sees as its size, in bytes; a multiple of 4096.
+    /// The size that the guest sees, in bytes; a multiple of 4096.
     pub size: u64,
     /// Whether it is encrypted.
     pub encrypted: bool,
-    /// Whether its room is taken when it is made.
+    /// Whether its room is allocated when it is made.
     #[serde(default)]
     pub allocation: Allocation,
     /// What its guest may use of it.
     #[serde(default)]
     pub limits: DiskLimits,
-    /// What its filter keeps of it in memory, in bytes ([`crate::filter::check_caches`]).
+    /// The size of its filter's cache, in bytes ([`crate::filter::check_caches`]).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cache: Option<u64>,
     /// Where a second copy of it is kept.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub replica: Option<ReplicaPlace>,
-    /// What the inventory knows of the finished disk; none until it has been made.
+    /// The facts that the inventory has of the finished disk; none until it is made.
     pub facts: Option<DiskFacts>,
 }
 
@@ -51,8 +51,8 @@ pub enum Allocation {
     Preallocated,
 }
 
-/// The least bandwidth that a disk can be limited to, in bytes a second: one request of 64 KiB each second. A
-/// guest that boots from less is taken for one that hangs.
+/// The lowest bandwidth limit of a disk, in bytes a second: one request of 64 KiB each second. With less, a
+/// booting guest seems to hang.
 pub const BANDWIDTH_MIN: u64 = 64 * 1024;
 
 /// What a guest may use of a disk; none means that it is not limited. After a pause, a tenth of a second's
@@ -73,7 +73,7 @@ impl DiskLimits {
     /// Checks the ranges.
     ///
     /// # Errors
-    /// The field that is out of range, and what it may be.
+    /// The field that is out of range, and what is allowed.
     pub fn check(&self) -> Result<(), (&'static str, String)> {
         let outside =
             |value: Option<u64>, least| value.is_some_and(|it| !(least..=LIMIT_MAX).contains(&it));
@@ -123,12 +123,12 @@ pub struct ImageSource {
     pub format: ImageFormat,
 }
 
-/// A disk that is not made yet.
+/// A disk to make.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct NewDisk {
-    /// What it is to be.
+    /// The disk.
     pub disk: DiskSpec,
-    /// What it is to be filled from.
+    /// The image to fill it from.
     pub source: Option<ImageSource>,
 }

@@ -2,13 +2,13 @@
 //!
 //! ```text
 //! put ─► Waiting ─► Running ─► ReadyToCommit ── commit ─► Done      (export)
-//!                      │  └──────────────────────────────► Done      (create: nothing is to be committed)
+//!                      │  └──────────────────────────────► Done      (create: nothing to commit)
 //!                      │              │
 //!                      ├── cancel ────┴─► Cancelled: nothing is left of it
 //!                      └── an error ────► Failed:    nothing is left of it
 //! ```
-//! To put the same job again is to go on with it, or, when it failed or was cancelled, to begin it anew. A job
-//! that an agent has lost with a restart is put again, too: what it had written serves.
+//! Putting the same job again continues it, or begins it again if it failed or was cancelled. A job that an
+//! agent has lost with a restart is put again, too, and continues with what it had written.
 
 use std::path::PathBuf;
 
@@ -20,38 +20,37 @@ use crate::id::{DiskId, TaskId, VmId};
 use crate::problem::Problem;
 use crate::transfer::ExportFormat;
 
-/// What is to be done. An agent refuses a kind that it does not know, as it does one that is not in its features.
+/// The work. An agent refuses a kind that it does not know or that is not in its features.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case")]
 pub enum JobSpec {
-    /// To make disks.
+    /// Make disks.
     Create(CreateJob),
-    /// To write a disk to a file of the host's.
+    /// Write a disk to a file on the host.
     Export(ExportJob),
 }
 
-/// Makes disks of a registered VM that is off. A disk that is there and whole is not touched.
+/// Makes disks of a registered VM that is off. A complete disk is not touched.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct CreateJob {
-    /// Which, each once.
+    /// The disks, each once.
     pub disks: Vec<DiskToCreate>,
 }
 
-/// A disk of the VM's that is to be made.
+/// A disk of the VM to make.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DiskToCreate {
-    /// Which.
+    /// The disk.
     pub disk: DiskId,
-    /// What it is filled from; none leaves it empty.
+    /// The image to fill it from; none leaves it empty.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub source: Option<ImageSource>,
 }
 
-/// Writes a disk of a VM that is off to a file. The file is whole before it has its name: it is written and
-/// flushed beside it first, and renamed when the job is committed, so that whoever asked knows for certain how
-/// far it is.
+/// Writes a disk of a VM that is off to a file. The file is written and flushed under another name, and
+/// renamed when the job is committed, so that the caller knows for certain whether it is complete.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ExportJob {
@@ -66,7 +65,7 @@ pub struct ExportJob {
     pub passphrase: Option<SealedKey>,
 }
 
-/// What a passphrase of an export is bound to when it is sealed for an agent.
+/// The context that the passphrase of an export is sealed with.
 #[must_use]
 pub fn export_info(vm: VmId, disk: DiskId) -> Vec<u8> {
     format!("vmseal export passphrase v1\0{vm}\0{disk}").into_bytes()
@@ -82,7 +81,7 @@ impl JobSpec {
         }
     }
 
-    /// The disks that it is about.
+    /// Its disks.
     #[must_use]
     pub fn disks(&self) -> Vec<DiskId> {
         match self {
@@ -100,23 +99,23 @@ pub enum JobKind {
     Create,
     /// [`ExportJob`]
     Export,
-    /// Something that a newer agent does and this side does not know.
+    /// A kind of a newer agent that this side does not know.
     #[serde(other)]
     Unknown,
 }
 
-/// How far a job is.
+/// The status of a job.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct JobStatus {
-    /// Whose job.
+    /// The task of the job.
     pub task: TaskId,
     /// What it does.
     pub kind: JobKind,
-    /// With which disks.
+    /// Its disks.
     pub disks: Vec<DiskId>,
-    /// What is so.
+    /// Its state.
     pub state: JobState,
-    /// How much is done.
+    /// Its progress.
     pub progress: JobProgress,
 }
 
@@ -124,11 +123,11 @@ pub struct JobStatus {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "is", rename_all = "snake_case")]
 pub enum JobState {
-    /// It is to begin.
+    /// It has not begun.
     Waiting,
-    /// It is at work.
+    /// It is in progress.
     Running,
-    /// What it made is whole and flushed, and nobody sees it yet.
+    /// Its result is complete and flushed, but not visible yet.
     ReadyToCommit,
     /// It is finished.
     Done,
@@ -139,19 +138,19 @@ pub enum JobState {
     },
     /// It was cancelled; what it had made is removed.
     Cancelled,
-    /// Something that a newer agent says and this side does not know: it is followed until it says another.
+    /// A state of a newer agent that this side does not know; the job is followed until the state changes.
     #[serde(other)]
     Unknown,
 }
 
-/// How much of a job is done.
+/// The progress of a job.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct JobProgress {
     /// Bytes dealt with.
     pub done: u64,
-    /// Bytes in all; 0 where there is nothing to copy, or that is not known yet.
+    /// All bytes; 0 where there is nothing to copy, or that is not known yet.
     pub total: u64,
-    /// Bytes a second, over the time that this agent has worked on it; none before it has copied anything.
+    /// Bytes a second while this agent has worked on it; none before it has copied anything.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bytes_per_second: Option<u64>,
 }

@@ -1,4 +1,4 @@
-//! Keys as they cross to a host: by reference, and sealed.
+//! Keys on their way to a host: by reference, and sealed.
 
 use serde::{Deserialize, Serialize};
 
@@ -29,20 +29,19 @@ pub struct SealedKey {
     pub sealed: String,
 }
 
-/// Another KEK for a VM's disks, beside the one that it is registered with.
+/// Another KEK for a VM's disks, besides the registered one.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct OtherKey {
-    /// The one that it is registered with.
+    /// The registered one.
     pub beside: KeyReference,
     /// The other one.
     pub key: KeyReference,
-    /// The other KEK, sealed as [`key_info`] of `key` has it.
+    /// The other KEK, sealed with the [`key_info`] of `key`.
     pub sealed: SealedKey,
 }
 
-/// What a KEK is bound to when it is sealed for an agent: it cannot be offered as another VM's or as
-/// another key.
+/// The context that a KEK is sealed with: it cannot be offered for another VM or as another key.
 #[must_use]
 pub fn key_info(vm: VmId, key: &KeyReference) -> Vec<u8> {
     format!("vmseal kek v1\0{vm}\0{}\0{}\0{}", key.provider, key.check, key.key_id).into_bytes()

@@ -1,13 +1,13 @@
 //! The contract between the server and a host's agent.
 //!
-//! The server calls, the agent answers; an agent never asks for a key, and no request of an agent
-//! names a key id. Every call may be repeated: a call that finds its work done already answers as if it
-//! had done it. Long work on disks is a job of a task ([`JobSpec`]): it is put, followed in [`JobStatus`],
-//! and then committed or cancelled. Starting a VM is begun by a call, too, and followed in [`VmState`], which
-//! the server reads by long poll.
+//! The server calls, the agent answers; an agent never asks for a key, and no request of an agent names a key
+//! id. Every call may be repeated: a call that finds its work done already answers as if it had done it. Long
+//! work on disks is a job of a task ([`JobSpec`]): it is put, followed in [`JobStatus`], and then committed
+//! or cancelled. Starting a VM is also begun by a call, and followed in [`VmState`], which the server reads
+//! by long poll.
 //!
-//! A KEK crosses as a [`SealedKey`]: encrypted to a key pair that the agent makes in locked memory at
-//! its start, so that neither side's HTTP and TLS buffers ever hold it.
+//! A KEK is sent as a [`SealedKey`]: encrypted to a key pair that the agent makes in locked memory at its
+//! start, so that the HTTP and TLS buffers of either side never hold it.
 //!
 //! ```text
 //! GET    /v1/host                          describe
@@ -42,11 +42,11 @@
 //! ```
 //!
 //! A request's body is the JSON of the argument that is not in the path (none for power-on and DELETE); an
-//! answer's is the JSON of the result, with 204 and no body where there is none. `incarnation` and `after` come
+//! answer's body is the JSON of the result, or empty with status 204. `incarnation` and `after` are given
 //! together or not at all.
 //!
-//! Server and agent may be of different versions of vmseal: [`version`] says how they agree on a version of this
-//! contract, and what an older one makes of words that it does not know.
+//! Server and agent may be of different versions of vmseal: [`version`] says how they agree on a version of
+//! this contract, and how an older one handles values that it does not know.
 
 #[cfg(feature = "client")]
 mod agent;
@@ -85,7 +85,8 @@ pub use crate::console::{ConsoleClaim, ConsoleStream};
 #[cfg(feature = "client")]
 pub use crate::expose::Exposing;
 
-/// The longest that [`HostAgent::state`] waits for news; below the usual idle time-outs of TCP middleboxes.
+/// The longest that [`HostAgent::state`] waits for changes; below the usual idle time-outs of TCP
+/// middleboxes.
 pub const STATE_WAIT_MAX: Duration = Duration::from_secs(25);
 
 /// The longest request body between server and agent, in bytes; a VM with the most disks fits well within.

@@ -1,4 +1,4 @@
-//! What a host says of itself and its VMs, and how that changes.
+//! The state of a host and its VMs, and its changes.
 
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
@@ -7,7 +7,7 @@ use super::disk::DiskFacts;
 use super::job::JobStatus;
 use crate::id::{DiskId, Incarnation, VmId};
 
-/// How a host stands. The server compares it with what it wants.
+/// The state of a host. The server compares it with what it wants.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HostState {
     /// The life of the agent.
@@ -18,15 +18,15 @@ pub struct HostState {
     pub vms: Vec<VmState>,
 }
 
-/// What has changed on a host since a generation that the reader knows.
+/// The changes on a host since a generation that the reader knows.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StateChange {
     /// The life of the agent.
     pub incarnation: Incarnation,
-    /// Up to which generation this tells.
+    /// The generation after these changes.
     pub generation: u64,
-    /// Since which generation; none where this is all that there is, because the agent has restarted since, or
-    /// the generation is too old.
+    /// The generation before them; none where this is the full state, because the agent has restarted since
+    /// or the generation is too old.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub since: Option<u64>,
     /// The VMs that have changed; all of them where `since` is none.
@@ -37,8 +37,8 @@ pub struct StateChange {
 }
 
 impl HostState {
-    /// What `change` makes of the last state that was read. None where the change follows another state: who
-    /// reads it has to ask for all.
+    /// The state after `change` is applied to the last state that was read. None where the change is based on
+    /// another state: the reader must ask for the full one.
     #[must_use]
     pub fn changed(before: Option<&Self>, change: StateChange) -> Option<Self> {
         let StateChange { incarnation, generation, since, mut vms, gone } = change;
@@ -53,14 +53,14 @@ impl HostState {
         Some(Self { incarnation, generation, vms })
     }
 
-    /// The generation that it tells of, as [`HostAgent::state`](super::HostAgent::state) is asked with it.
+    /// The known state, as [`HostAgent::state`](super::HostAgent::state) takes it.
     #[must_use]
     pub fn known(&self) -> (Incarnation, u64) {
         (self.incarnation, self.generation)
     }
 }
 
-/// How a VM stands on its host.
+/// The state of a VM on its host.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct VmState {
     /// Which VM.
@@ -71,28 +71,28 @@ pub struct VmState {
     pub key: KeyState,
     /// Why it last stopped, or could not start; none until then.
     pub stopped: Option<Stopped>,
-    /// Its last end that nobody wished for ([`StopReason::is_death`]), until it runs again: an alarm. The
-    /// host keeps it across restarts of the agent.
+    /// Its last unexpected end ([`StopReason::is_death`]), until it runs again: an alarm. The host keeps it
+    /// across restarts of the agent.
     #[serde(default)]
     pub died: Option<Stopped>,
-    /// Its disks that this agent has made, or has been asked to make and found whole.
+    /// The disks that this agent has made, or found made when it was asked to make them.
     pub disks: Vec<DiskState>,
-    /// What needs an operator's eye and does not stop the VM.
+    /// Conditions that an operator should know and that do not stop the VM.
     pub notices: Vec<Notice>,
-    /// The last job of each disk, as far as this agent has been asked for one.
+    /// The last job of each disk that this agent was asked for.
     #[serde(default)]
     pub jobs: Vec<JobStatus>,
-    /// The id of the request that it was last started or stopped for; none when it did so of itself.
+    /// The id of the request that it was last started or stopped for; none when it stopped by itself.
     #[serde(default)]
     pub request_id: Option<String>,
 }
 
-/// A disk that is whole.
+/// A complete disk.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DiskState {
     /// Which disk.
     pub disk: DiskId,
-    /// What the inventory is to pin.
+    /// The facts for the inventory to pin.
     pub facts: DiskFacts,
 }
 
@@ -168,7 +168,7 @@ pub enum StopReason {
 }
 
 impl StopReason {
-    /// Whether it is the death of a VM's process, as against an end that the guest or an operator made.
+    /// Whether it is the death of one of the VM's processes, not an end that the guest or an operator caused.
     #[must_use]
     pub fn is_death(self) -> bool {
         match self {
@@ -182,12 +182,12 @@ impl StopReason {
     }
 }
 
-/// Something that an operator should see.
+/// A condition that an operator should know.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Notice {
-    /// What kind.
+    /// Its kind.
     pub code: NoticeCode,
-    /// Which disk, where it is about one.
+    /// The disk, where it is about one.
     pub disk: Option<DiskId>,
     /// What happened and what to do.
     pub detail: String,
@@ -257,7 +257,11 @@ mod tests {
         expected.sort_by_key(|state| state.vm);
         assert_eq!((second.generation, &second.vms), (5, &expected));
         assert_eq!(HostState::changed(None, change.clone()), None);
-        assert_eq!(HostState::changed(Some(&second), change.clone()), None, "it is of another one");
+        assert_eq!(
+            HostState::changed(Some(&second), change.clone()),
+            None,
+            "a change of another state was applied"
+        );
         let restarted = StateChange { incarnation: Incarnation::new(), ..change };
         assert_eq!(HostState::changed(Some(&first), restarted), None);
     }
@@ -283,5 +287,13 @@ mod tests {
         assert_eq!(job.kind, super::super::job::JobKind::Unknown);
         assert_eq!(job.state, super::super::job::JobState::Unknown);
         assert_eq!(job.progress.total, 2);
+        let described = serde_json::json!({
+            "contract": {"min": 2, "max": 9}, "vmseal": "9", "incarnation": Incarnation::new(), "hostname": "h",
+            "key_box": "", "accelerator": {"kind": "mshv", "reason": "so"}, "qemu": "99", "cpus": 1, "memory": 2,
+            "aes_hardware": true, "run_dir": "/run", "weaknesses": [], "colour": "red"
+        });
+        let read: super::super::HostDescription = serde_json::from_value(described).unwrap();
+        assert_eq!(serde_json::to_value(read.accelerator.kind).unwrap(), "unknown");
+        assert_eq!(read.accelerator.reason, "so");
     }
 }

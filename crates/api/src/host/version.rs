@@ -7,10 +7,10 @@
 //!    ├── every request: vmseal-contract: MIN-MAX ─►│  both take the highest version that both speak;
 //!    │                                             │  where there is none, either refuses (`unsupported`)
 //! ```
-//! An answer may hold more fields than its reader knows, and they are ignored; kinds that the reader does not
-//! know (of notices, jobs, states) are read as `unknown`. A request is heeded as a whole or refused: an agent
-//! refuses fields, devices and jobs that it does not know. What a newer server asks of an older agent is only
-//! what the version that they agreed on has, or what is among the agent's features.
+//! A reader ignores fields of an answer that it does not know, and reads unknown kinds (of notices, jobs,
+//! states) as `unknown`. An agent either executes a request as a whole or refuses it: it refuses unknown
+//! fields, devices and jobs. A newer server uses only what the agreed version has, or what is among the
+//! agent's features.
 
 use std::fmt;
 use std::str::FromStr;
@@ -19,14 +19,14 @@ use serde::{Deserialize, Serialize};
 
 use crate::problem::{ErrorCode, Problem};
 
-/// The versions that this vmseal speaks. 1 had calls of their own for making and exporting disks, and was never
-/// released.
+/// The versions that this vmseal speaks. Version 1 had separate calls for making and exporting disks, and was
+/// never released.
 pub const CONTRACT: ContractRange = ContractRange { min: 2, max: 2 };
 
-/// What this agent can do beyond the first version of the contract that it speaks.
+/// The features of this agent beyond the first version of the contract that it speaks.
 pub const FEATURES: [&str; 2] = ["job-create", "job-export"];
 
-/// The header in which a server says which versions it speaks, as `MIN-MAX`.
+/// The header with a server's versions, as `MIN-MAX`.
 pub const CONTRACT_HEADER: &str = "vmseal-contract";
 
 /// The versions of the contract that one side speaks.
@@ -40,7 +40,7 @@ pub struct ContractRange {
     pub max: u32,
 }
 
-/// Version 1 said its number alone.
+/// Version 1 sent its number alone.
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum Written {
@@ -65,10 +65,10 @@ impl ContractRange {
         (highest >= self.min.max(other.min)).then_some(highest)
     }
 
-    /// The highest version that both speak. `other` is named so in the error.
+    /// The highest version that both speak. `other` is called `name` in the error.
     ///
     /// # Errors
-    /// `unsupported`: there is none. It says which side is to be upgraded.
+    /// `unsupported`: there is none. The error says which side must be upgraded.
     pub fn agree(self, other: Self, name: &str) -> Result<u32, Problem> {
         self.common(other).ok_or_else(|| {
             let older = if other.max < self.min { name } else { "this side" };
@@ -80,7 +80,7 @@ impl ContractRange {
         })
     }
 
-    /// As [`CONTRACT_HEADER`] has it.
+    /// The value of [`CONTRACT_HEADER`].
     #[must_use]
     pub fn to_header(self) -> String {
         format!("{}-{}", self.min, self.max)
@@ -96,9 +96,9 @@ impl fmt::Display for ContractRange {
     }
 }
 
-/// The header is no `MIN-MAX`.
+/// The header is not `MIN-MAX`.
 #[derive(Debug, thiserror::Error)]
-#[error("'{0}' is no range of versions: it has the form MIN-MAX")]
+#[error("'{0}' is not a range of versions of the form MIN-MAX")]
 pub struct NotARange(String);
 
 impl FromStr for ContractRange {
@@ -109,7 +109,7 @@ impl FromStr for ContractRange {
             let (min, max) = (min.parse().ok()?, max.parse().ok()?);
             (min <= max).then_some(Self { min, max })
         });
-        // The text is a stranger's.
+        // The text comes from the other side.
         numbers.ok_or_else(|| NotARange(text.chars().take(40).collect()))
     }
 }
@@ -149,7 +149,7 @@ mod tests {
             let json = serde_json::to_string(&written).unwrap();
             assert_eq!(serde_json::from_str::<ContractRange>(&json).unwrap(), written);
         }
-        // As the version before this one said it.
+        // The form of the version before this one.
         assert_eq!(serde_json::from_str::<ContractRange>("1").unwrap(), range(1, 1));
         for wrong in ["", "1", "2-1", "a-b", "-1", "1-2-3"] {
             assert!(wrong.parse::<ContractRange>().is_err(), "{wrong}");

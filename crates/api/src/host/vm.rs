@@ -74,9 +74,10 @@ pub const SHUTDOWN_SECONDS_MAX: u32 = 3600;
 pub enum PowerOff {
     /// The ACPI power button; the call answers at once, and the guest may take its time or refuse.
     Shutdown {
-        /// How long it counts as stopping; then it is taken to run on. At most [`SHUTDOWN_SECONDS_MAX`].
+        /// How long it counts as stopping; after that it counts as running again. At most
+        /// [`SHUTDOWN_SECONDS_MAX`].
         seconds: u32,
     },
-    /// The plug: answers when the processes are gone.
+    /// Cuts the power: answers when the processes are gone.
     Force,
 }

@@ -1,7 +1,7 @@
-//! What server and hosts log.
+//! The log levels of server and hosts.
 
 use vmseal_api::client::ServerClient;
-use vmseal_api::model::LogLevel;
+use vmseal_api::log_level::LogLevel;
 use vmseal_api::request::SetLogLevel;
 use vmseal_log::Levels;
 

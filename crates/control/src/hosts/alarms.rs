@@ -1,4 +1,4 @@
-//! Which alarms stand: a pure function of what a host says and what the inventory wants.
+//! The alarms of a host: a pure function of the host's state and the inventory.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -18,12 +18,13 @@ pub fn disconnected(host: &str, why: &Problem) -> RaisedAlarm {
     RaisedAlarm {
         code: "host-disconnected",
         target: host.to_owned(),
-        detail: format!("{why}. Its VMs are shown as last known; see that its agent runs"),
+        detail: format!("{why}. Its VMs are shown as last known; check that its agent runs"),
         reason: None,
     }
 }
 
-/// The alarms of a host that answers. `disks` has the names of its VMs' disks, `failures` says why keys could not be delivered.
+/// The alarms of a host that answers. `disks` has the names of its VMs' disks; `failures` says why keys could not
+/// be delivered.
 #[must_use]
 pub fn of_host(
     host: &str,
@@ -63,7 +64,7 @@ pub fn of_host(
     raised
 }
 
-/// The alarms about VMs whose key no provider gives any more, for these reasons, while the host still holds it.
+/// The alarms about VMs whose key no provider has any more, for these reasons, while the host still holds it.
 #[must_use]
 pub fn last_copies(host: &str, vms: &[Vm], lost: &HashMap<VmId, Problem>) -> Vec<RaisedAlarm> {
     let of = |vm: &Vm| {
@@ -113,7 +114,7 @@ fn of_vm(
         ("filter-restarted", NoticeCode::FilterRestarted),
         ("vm-not-adopted", NoticeCode::NotAdopted),
     ] {
-        // One for each disk, so that a second one is news, too.
+        // One for each disk, so that a second one raises an alarm too.
         let mut told: BTreeMap<String, Vec<&str>> = BTreeMap::new();
         for notice in seen.notices.iter().filter(|known| known.code == notice) {
             let disk = notice.disk.and_then(|disk| disks.get(&disk));

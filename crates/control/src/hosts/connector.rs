@@ -1,4 +1,4 @@
-//! How the server gets to an agent: over HTTPS, or in tests to a simulated one.
+//! How the server connects to an agent: over HTTPS, or in tests to a simulated one.
 
 use std::sync::Arc;
 
@@ -8,12 +8,12 @@ use vmseal_api::problem::Problem;
 
 use crate::store::hosts::Host;
 
-/// Makes the agents of hosts.
+/// Makes the clients of hosts' agents.
 pub trait HostConnector: Send + Sync {
     /// The agent of a host; it need not answer yet.
     ///
     /// # Errors
-    /// There can be no connection with these settings.
+    /// No client can be made with these settings.
     fn connect(&self, host: &Host) -> Result<Arc<dyn HostAgent>, Problem>;
 }
 

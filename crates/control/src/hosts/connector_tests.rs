@@ -1,4 +1,4 @@
-//! The way to agents over HTTPS: the server's client and certificates, the agent's own router and TLS.
+//! Agents over HTTPS: the server's client and certificates, the agent's own router and TLS.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -14,11 +14,16 @@ use vmseal_api::host::{
     ConsoleClaim, Exposing, HostAgent, PowerOff, STATE_WAIT_MAX, ShowsCertificate,
 };
 use vmseal_api::id::{HostId, VmId};
+use vmseal_api::model::Connection;
 use vmseal_api::problem::ErrorCode;
 use zeroize::Zeroizing;
 
+use super::Hosts;
+use super::connector::HttpsConnector;
+use crate::providers::Providers;
 use crate::setup::authority::Authority;
 use crate::setup::identity::Identity;
+use crate::store::{alarms, hosts};
 use crate::testing::Fixture;
 
 struct Peers {
@@ -75,7 +80,7 @@ async fn a_vm_is_seen_and_worked_on_through_it() {
     let vm = fixture.running("web").await;
     let client = peers.client(host, peers.agent(host, fixture.agent.clone()).await);
     assert_eq!(client.describe().await.unwrap(), fixture.agent.describe().await.unwrap());
-    // Until when the agent's certificate is valid is known from the connection.
+    // The end of the certificate's validity is known from the connection.
     let until = crate::setup::expiry::until(&client.certificate().unwrap()).unwrap();
     assert!(until > jiff::Timestamp::now() + jiff::SignedDuration::from_hours(24 * 365 * 9));
     let state = client.state_after(None, STATE_WAIT_MAX * 2).await.unwrap();
@@ -135,13 +140,46 @@ async fn another_host_of_the_same_authority_is_refused() {
     assert_eq!(console.code, ErrorCode::Unreachable, "{console}");
 }
 
+/// Whoever joins, or changes an address, may give that of another host: nothing is sent there, and the alarm says whose
+/// it is.
+#[tokio::test]
+async fn an_address_at_which_another_host_answers_is_told_by_the_alarm() {
+    let peers = Peers::new();
+    let (host, other, agent) = (HostId::new(), HostId::new(), SimulatedHost::new());
+    let address = peers.agent(other, agent.clone()).await;
+    let directory = tempfile::tempdir().unwrap();
+    let store = Arc::new(crate::testing::new_store(directory.path()).await);
+    let mut write = store.write().await.unwrap();
+    let (name, address) = ("here".to_owned(), address.to_string());
+    let known = hosts::Host { id: host, name, address, description: None };
+    hosts::insert(&mut write, &known).await.unwrap();
+    write.commit().await.unwrap();
+    let providers = Providers::open(Arc::clone(&store), directory.path(), None).await.unwrap();
+    let connector = Arc::new(HttpsConnector(peers.identity.clone()));
+    let hosts = Hosts::start(Arc::clone(&store), Arc::new(providers), connector).await.unwrap();
+    let begun = std::time::Instant::now();
+    let alarm = loop {
+        let raised = alarms::list(&mut store.read().await.unwrap()).await.unwrap();
+        if let Some(alarm) = raised.into_iter().find(|it| it.code == "host-disconnected") {
+            break alarm;
+        }
+        assert!(begun.elapsed().as_secs() < 30, "no alarm");
+        tokio::time::sleep(std::time::Duration::from_millis(10)).await;
+    };
+    let whose = format!("another host answers there, with id {other}");
+    assert!(alarm.detail.contains(&whose), "{}", alarm.detail);
+    assert!(alarm.detail.contains("vmseal host set"), "{}", alarm.detail);
+    assert_eq!(hosts.view(host).connection, Connection::Disconnected);
+    assert_eq!(agent.calls(), [], "the other host was told something");
+}
+
 #[tokio::test]
 async fn an_agent_of_another_authority_is_refused_and_refuses() {
     let (ours, theirs, host) = (Peers::new(), Peers::new(), HostId::new());
     let address = theirs.agent(host, SimulatedHost::new()).await;
     let problem = ours.client(host, address).describe().await.unwrap_err();
     assert_eq!(problem.code, ErrorCode::Unreachable, "{problem}");
-    // Their authority trusted, and still our certificate shown.
+    // Their authority is trusted, but our certificate is still sent.
     let mixed = ClientIdentity {
         authority: theirs.identity.authority.clone(),
         certificate: Arc::clone(&ours.identity.certificate),
@@ -151,7 +189,7 @@ async fn an_agent_of_another_authority_is_refused_and_refuses() {
 }
 
 #[tokio::test]
-async fn nobody_there_is_unreachable_and_says_so() {
+async fn a_missing_agent_is_unreachable_and_the_problem_says_so() {
     let (peers, host) = (Peers::new(), HostId::new());
     let nobody = TcpListener::bind("127.0.0.1:0").await.unwrap().local_addr().unwrap();
     let problem = peers.client(host, nobody).describe().await.unwrap_err();
@@ -160,9 +198,9 @@ async fn nobody_there_is_unreachable_and_says_so() {
     assert!(problem.detail.contains("refused"), "{problem}");
 }
 
-/// What is no agent of vmseal answers something else than problems.
+/// A server that is not a vmseal agent does not answer with problems.
 #[tokio::test]
-async fn something_else_that_listens_there_is_told_apart() {
+async fn another_service_at_the_address_is_recognized() {
     let (peers, host) = (Peers::new(), HostId::new());
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();

@@ -1,5 +1,5 @@
-//! One host's datastores: measured again and again while the host answers, with an alarm for each that is
-//! nearly full, does not answer, or is another one than it should be.
+//! One host's datastores: measured periodically while the host answers, with an alarm for each that is nearly
+//! full, does not answer, or has a wrong identity.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -17,19 +17,19 @@ use crate::store::alarms::RaisedAlarm;
 use crate::store::datastores::Datastore;
 use crate::store::{self, Store};
 
-/// How often: a guest that writes 1 GiB/s fills 10 GiB between two looks.
+/// How often: a guest that writes 1 GiB/s fills 10 GiB between two measurements.
 const EVERY: Duration = Duration::from_secs(10);
 
-/// From how full on it is an alarm, in percent: vSphere's red line for datastores.
+/// The use that raises an alarm, in percent: vSphere's threshold for datastores.
 const FULL_FROM: u64 = 85;
 
-/// Below how full the alarm goes, in percent: it does not come and go with every file.
+/// The use below which the alarm is cleared, in percent: lower, so that it does not flap.
 const FULL_UNTIL: u64 = 80;
 
-/// From how full on guests are told to be about to fail, in percent.
+/// The use at which the alarm says that guests are about to fail, in percent.
 const CRITICAL_FROM: u64 = 95;
 
-/// Changes of the free room that are noted in the inventory, as a part of the capacity: each is a
+/// The change of free space that is written to the inventory, as a fraction of the capacity: each write is a
 /// transaction.
 const NOTED_CHANGE: u64 = 1000;
 
@@ -38,14 +38,14 @@ pub(super) struct DatastoreMonitor {
     pub(super) store: Arc<Store>,
     pub(super) agent: Arc<dyn HostAgent>,
     pub(super) view: watch::Receiver<HostView>,
-    /// Those with an alarm for being full.
+    /// Those with an alarm about their free space.
     pub(super) full: HashSet<DatastoreId>,
 }
 
 impl DatastoreMonitor {
     /// Runs until it is dropped.
     pub(super) async fn run(mut self) {
-        // The sender lives as long as the monitor, which ends together with this.
+        // The sender is dropped with the monitor, which ends together with this.
         while self.view.wait_for(|view| view.connection == Connection::Connected).await.is_ok() {
             if let Err(problem) = self.round().await {
                 tracing::warn!(host = %self.host, %problem, "its datastores are not measured");
@@ -54,7 +54,7 @@ impl DatastoreMonitor {
         }
     }
 
-    /// Measures all datastores of the host once. What is not answered says nothing about them.
+    /// Measures all datastores of the host once. A missing answer changes nothing.
     pub(super) async fn round(&mut self) -> Result<(), Problem> {
         let here = store::datastores::of_host(&mut *self.store.read().await?, self.host).await?;
         let (mut raised, mut changed) = (Vec::new(), Vec::new());
@@ -63,7 +63,7 @@ impl DatastoreMonitor {
             let spec = DatastoreSpec { datastore: datastore.id, location };
             let condition = self.agent.measure_datastore(spec).await?;
             if let DatastoreCondition::Available { usage } = condition
-                && is_news(datastore.usage, usage)
+                && has_changed(datastore.usage, usage)
             {
                 changed.push((datastore.id, usage));
             }
@@ -108,7 +108,7 @@ impl DatastoreMonitor {
                 } else {
                     "guests with thin disks on it are about to get write errors; make room now"
                 };
-                // By steps of five, so that it is the same alarm while little changes.
+                // In steps of five, so that small changes do not change the alarm.
                 alarm(
                     "datastore-full",
                     format!("at least {} % of it are used: {what}", used / 5 * 5),
@@ -125,8 +125,8 @@ fn used_percent(usage: DatastoreUsage) -> u64 {
     u64::try_from(used * 100 / u128::from(usage.capacity.max(1))).unwrap_or(100)
 }
 
-/// Whether the room differs enough from what the inventory has.
-fn is_news(known: Option<DatastoreUsage>, now: DatastoreUsage) -> bool {
+/// Whether the free space differs enough from that in the inventory.
+fn has_changed(known: Option<DatastoreUsage>, now: DatastoreUsage) -> bool {
     known.is_none_or(|known| {
         known.capacity != now.capacity
             || known.free.abs_diff(now.free) > now.capacity / NOTED_CHANGE
@@ -180,7 +180,7 @@ mod tests {
         }
         let told = fixture.events("alarm.raised").await;
         assert!(told.last().unwrap().detail.contains("write errors"), "{told:?}");
-        // Too little to be noted.
+        // Too small a change to be written.
         let before = free_shown(&fixture).await;
         fixture.agent.set_free(before - 4096);
         watch.round().await.unwrap();

@@ -21,10 +21,10 @@ use crate::store::{Part, Store, Write, hosts, users};
 /// How long a token is valid: long enough to carry it to another machine.
 pub(crate) const TOKEN_VALID: Duration = Duration::from_secs(15 * 60);
 
-/// The longest address of an agent, in bytes: a DNS name and a port.
+/// The maximum length of an agent's address, in bytes: a DNS name and a port.
 const ADDRESS_MAX: usize = 253 + 6;
 
-/// Makes a token; only its hash is kept.
+/// Makes a token; only its hash is stored.
 ///
 /// # Errors
 /// `internal`.
@@ -47,7 +47,7 @@ pub async fn make_token(
     Ok(JoinToken { token: token.to_string(), expires })
 }
 
-/// Joins that are dealt with at a time: the request is anonymous, and each one costs a look into the inventory.
+/// How many joins are handled at a time: the request is anonymous, and each one costs a query of the inventory.
 const JOINS_MAX: usize = 4;
 
 /// How long a join may wait for others.
@@ -59,7 +59,7 @@ static JOINS: Semaphore = Semaphore::const_new(JOINS_MAX);
 ///
 /// # Errors
 /// `unauthenticated`: no such token; `already-exists`: the name or address is taken; `invalid-request`;
-/// `timed-out`: too many want to join; `unsupported`: its agent and this server have no version in common.
+/// `timed-out`: too many joins at once; `unsupported`: its agent and this server have no common version.
 pub async fn join(
     store: &Store,
     authority: &Authority,
@@ -77,11 +77,11 @@ pub async fn join(
         let detail = "too many machines want to join at this moment: try again";
         return Err(Problem::new(ErrorCode::TimedOut, detail));
     };
-    // Before anything that costs work, and before the store's only writer: nobody without a token gets so far.
+    // First, before expensive work and before the store's only writer: without a token a request ends here.
     if !users::has_join_token(&mut *store.read().await?, &secret).await? {
         return Err(refused());
     }
-    // The token stays good for an agent that can be worked with.
+    // The token stays valid for an agent of a supported version.
     if let Some(theirs) = request.contract {
         CONTRACT.agree(theirs, "the agent that joins")?;
     }
@@ -116,7 +116,7 @@ pub async fn join(
     Ok((host, joined))
 }
 
-/// Has a host's agent called at another address from now on. Gives the host.
+/// Changes the address of a host's agent. Returns the host.
 ///
 /// # Errors
 /// `not-found`; `already-exists`: another host is there; `invalid-request`.
@@ -135,7 +135,7 @@ pub async fn change_address(
     Ok(Host { address: address.to_owned(), ..host })
 }
 
-/// Where a machine that joins is called: the address that it gives, or the one that it comes from.
+/// The address of a joining machine: the one that it sends, or the source of its request.
 fn address_of(given: Option<String>, source: Option<IpAddr>) -> Result<String, Problem> {
     let source = source.map(|source| source.to_canonical());
     let Some(given) = given else {
@@ -158,7 +158,7 @@ fn address_of(given: Option<String>, source: Option<IpAddr>) -> Result<String, P
     }
 }
 
-/// Another host's address is refused: who takes it over would be called in that host's place.
+/// Refuses another host's address: the new host would get the calls meant for that one.
 async fn address_is_free(
     from: &mut SqliteConnection,
     address: &str,
@@ -264,7 +264,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn who_has_no_token_does_not_wait_for_the_writer() {
+    async fn a_join_without_a_token_does_not_wait_for_the_writer() {
         let directory = tempfile::tempdir().unwrap();
         let store = crate::testing::new_store(directory.path()).await;
         let authority = Authority::open(directory.path()).unwrap();

@@ -1,5 +1,5 @@
-//! Delivers the keys that a host lacks, beside its monitor, and tries again those that could not be had:
-//! after pauses that grow, so that neither a KMS nor a host is hammered.
+//! Delivers the keys that a host lacks, concurrently with its monitor, and retries those that were unavailable:
+//! with backoff, so that neither a KMS nor a host is overloaded.
 //!
 //! ```text
 //!   lacked ──► in flight ──► delivered
@@ -27,17 +27,17 @@ use crate::locks::Locks;
 use crate::providers::Providers;
 use crate::store::{Store, vms};
 
-/// How many keys are under way to a host at a time.
+/// How many deliveries to a host are in flight at a time.
 const IN_FLIGHT_MAX: usize = 4;
 
-/// How long the monitor waits for keys before it shows what is: those of a provider that answers are
-/// there by then, and nobody sees a VM locked for the blink of an eye.
+/// How long the monitor waits for keys before it shows the host's state: keys of a provider that answers have
+/// arrived by then, so a VM is not shown as locked for a moment.
 const SETTLE_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// How soon a key that could not be had is asked for again, at first and at most.
+/// The pause before an unavailable key is requested again, at first and at most.
 const RETRY: (Duration, Duration) = (Duration::from_secs(2), Duration::from_secs(300));
 
-/// What a delivery needs.
+/// The context of a delivery.
 pub(super) struct Delivery {
     pub(super) vm: VmId,
     pub(super) purpose: Purpose,
@@ -48,9 +48,9 @@ pub(super) struct Delivery {
     pub(super) locks: Arc<Locks<VmId>>,
 }
 
-/// Why a key was not brought.
+/// Why a key was not delivered.
 enum DeliveryError {
-    /// There is no key to be had, or the host does not take it.
+    /// The key is unavailable, or the host refuses it.
     Problem(Problem),
     /// The host does not answer.
     Silence(Problem),
@@ -69,7 +69,7 @@ struct FailedDelivery {
     again: Instant,
 }
 
-/// The deliveries to one host, in one life of its agent.
+/// The deliveries to one host, in one run of its agent.
 pub(super) struct KeyDeliveries {
     work: JoinSet<(VmId, Result<(), DeliveryError>)>,
     in_flight: HashSet<VmId>,
@@ -89,13 +89,13 @@ impl Default for KeyDeliveries {
 }
 
 impl KeyDeliveries {
-    /// Whether a VM's key may be sent for now.
+    /// Whether a delivery of a VM's key may start now.
     pub(super) fn may_begin(&self, vm: VmId) -> bool {
         let waits = self.failed.get(&vm).is_some_and(|failure| failure.again > Instant::now());
         !waits && !self.in_flight.contains(&vm)
     }
 
-    /// Sends for a VM's key.
+    /// Starts the delivery of a VM's key.
     pub(super) fn begin(&mut self, delivery: Delivery) {
         let places = Arc::clone(&self.places);
         self.in_flight.insert(delivery.vm);
@@ -105,29 +105,29 @@ impl KeyDeliveries {
         });
     }
 
-    /// Notes that a VM's key could not be brought.
+    /// Records that a VM's key could not be delivered.
     pub(super) fn failed(&mut self, vm: VmId, problem: Problem) {
         let failures = self.failed.get(&vm).map_or(0, |failure| failure.failures).saturating_add(1);
         let again = Instant::now() + backoff::pause(RETRY.0, RETRY.1, failures);
         self.failed.insert(vm, FailedDelivery { problem, failures, again });
     }
 
-    /// Forgets what failed for VMs that lack no key any more.
+    /// Forgets failures of VMs that have their key now.
     pub(super) fn keep_only(&mut self, lacking: &HashSet<VmId>) {
         self.failed.retain(|vm, _| lacking.contains(vm));
     }
 
-    /// Forgets what failed: it may go better now.
+    /// Forgets all failures, so that they are retried now.
     pub(super) fn try_all_again(&mut self) {
         self.failed.clear();
     }
 
-    /// Why keys could not be brought.
+    /// Why keys could not be delivered.
     pub(super) fn problems(&self) -> HashMap<VmId, Problem> {
         self.failed.iter().map(|(vm, failure)| (*vm, failure.problem.clone())).collect()
     }
 
-    /// Waits for the end of a delivery, or until it is time to try one again.
+    /// Waits for the end of a delivery, or until one is due for a retry.
     ///
     /// # Errors
     /// The host does not answer.
@@ -156,13 +156,13 @@ impl KeyDeliveries {
                     }
                 }
             }
-            // It panicked, which is in the log; the VM is not sent for again in this life of the agent.
+            // It panicked, which is in the log; the key is not delivered again in this run of the agent.
             Err(error) => tracing::error!(%error, "a delivery ended"),
         }
         Ok(())
     }
 
-    /// Waits until nothing is under way, but not for long.
+    /// Waits until no delivery is in flight, but not for long.
     ///
     /// # Errors
     /// The host does not answer.
@@ -184,13 +184,13 @@ impl Delivery {
         };
         let Some(key) = vm.key.clone() else { return Ok(()) };
         let provider = self.providers.get(key.provider)?;
-        // It has a watch, which tells when it can be used again.
+        // Its watch reports when it can be used again.
         if let Some(fault) = provider.known_fault() {
             return Err(fault.into());
         }
         let kek = keys::fetch(&self.providers, &vm, &key, self.purpose).await?;
         let _unchanged = self.locks.lock(self.vm).await;
-        // A task may have begun to remove it since, or to give it another key.
+        // A task may have begun to remove the VM since, or to give it another key.
         let now = registration::read(&self.store, self.vm).await?;
         let same = now.is_some_and(|(now, _)| {
             now.lifecycle == Lifecycle::Ready && now.key.as_ref() == Some(&key)

@@ -1,12 +1,12 @@
-//! Keys on their way: from a provider to the host of their VM, sealed, and each use on record.
+//! The delivery of keys: from a provider to the host of their VM, sealed, with an event for each use.
 //!
-//! A KEK is in the server's memory from the provider's answer until it is sealed to the agent's key
-//! box, in [`SecretBytes`] alone.
+//! A KEK is in the server's memory from the provider's answer until it is sealed to the agent's key box, and only
+//! in [`SecretBytes`].
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use vmseal_api::host::{HostAgent, KeyReference, SealedKey, key_info};
-use vmseal_api::kmip::KeyFault;
+use vmseal_api::key_fault::KeyFault;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_secret::{SecretBytes, sealed_box};
 
@@ -15,22 +15,21 @@ use crate::store::Store;
 use crate::store::events::NewEvent;
 use crate::store::vms::Vm;
 
-/// What a VM's key is wanted for. A key that its KMS has deactivated, or calls compromised, opens what there
-/// is and encrypts nothing new.
+/// The purpose of a VM's key. A key that its KMS has deactivated, or marked as compromised, opens existing data
+/// but encrypts nothing new.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Purpose {
-    /// To make disks, or to run a VM that is off, which writes: only with a key in force.
+    /// To create disks, or to start a VM that is off, which writes: only with an active key.
     Encrypt,
-    /// To keep what runs running, or to lead away from what there is (another key, an export): with any key
-    /// that opens it.
+    /// To keep a VM running, or to migrate its data (to another key, or by an export): with any key that opens it.
     Open,
 }
 
 /// A VM's key from its provider.
 ///
 /// # Errors
-/// `locked`, with the provider's reason, or that of a key which is not for this purpose; `timed-out` and
-/// `unreachable` where that says nothing of the key.
+/// `locked`, with the provider's reason, or because the key is not allowed for this purpose; `timed-out` and
+/// `unreachable` if it is not known whether the key is available.
 pub async fn fetch(
     providers: &Providers,
     vm: &Vm,
@@ -38,7 +37,7 @@ pub async fn fetch(
     purpose: Purpose,
 ) -> Result<SecretBytes, Problem> {
     let locked = |problem: Problem| match problem.code {
-        // Nobody was asked, or nothing is known: it may be had when it is asked for again.
+        // The provider was not asked, or did not answer: a retry may succeed.
         ErrorCode::TimedOut | ErrorCode::Unreachable if problem.reason.is_none() => problem,
         _ => Problem {
             reason: problem.reason,
@@ -54,8 +53,8 @@ pub async fn fetch(
     }
 }
 
-/// Whether the key that a host holds may serve in place of the provider's, which was not given for this reason: to
-/// run the VM while the provider gives no keys at all, and to lead away from a key that no provider has any more.
+/// Whether the key that a host holds may be used although the provider did not give it, for this reason: to run
+/// the VM while the provider gives no keys at all, and to replace a key that no provider has any more.
 #[must_use]
 pub fn may_use_held(problem: &Problem, purpose: Purpose) -> bool {
     match problem.reason {
@@ -65,7 +64,7 @@ pub fn may_use_held(problem: &Problem, purpose: Purpose) -> bool {
     }
 }
 
-/// Puts on record that the key is used which the VM's host holds, and why.
+/// Records the use of the key that the VM's host holds, and why.
 ///
 /// # Errors
 /// The inventory's.
@@ -75,7 +74,7 @@ pub async fn tell_held(store: &Store, vm: &Vm, why: &Problem) -> Result<(), Prob
     tell(store, "key.held-used", vm, &detail).await
 }
 
-/// Gives a VM's key to the agent whose key box this is.
+/// Delivers a VM's key to the agent with this key box.
 ///
 /// # Errors
 /// The agent's problem; `wrong-state` when it has restarted since it announced the key box.
@@ -100,10 +99,10 @@ fn on_its_way(vm: &Vm, key: &KeyReference) -> String {
     format!("key '{}' to host '{}'", key.key_id, vm.host_name)
 }
 
-/// Seals a VM's key to the agent whose key box this is, and puts on record that it leaves.
+/// Seals a VM's key to the agent with this key box, and records its delivery.
 ///
 /// # Errors
-/// The inventory's; it is no key box.
+/// The inventory's; it is not a key box.
 pub async fn seal(
     store: &Store,
     key_box: &str,
@@ -119,7 +118,7 @@ pub async fn seal(
     let sealed = sealed_box::seal(&public, &key_info(vm.id, key), &kek)
         .map_err(|error| crate::internal(&error))?;
     drop(kek);
-    // On record before it leaves: no use of a key without its event, whatever happens next.
+    // Recorded before the key leaves: no use of a key without its event, whatever happens next.
     tell(store, "key.delivered", vm, &on_its_way(vm, key)).await?;
     Ok(SealedKey { key_box: key_box.to_owned(), sealed: STANDARD.encode(sealed.as_bytes()) })
 }

@@ -1,4 +1,4 @@
-//! The hosts: one monitor each, what they last said, and the way to their agents.
+//! The hosts: one monitor each, their last known states, and the connections to their agents.
 
 pub mod alarms;
 pub mod connector;
@@ -35,17 +35,17 @@ use crate::store::hosts::Host;
 use crate::store::vms::Vm;
 use crate::store::{Part, Store, StoreError, hosts};
 
-/// How long [`Hosts::until_shown`] waits; a monitor's round takes milliseconds.
+/// The timeout of [`Hosts::until_shown`]; a monitor's round takes milliseconds.
 const SHOWN_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// What is known of a host now.
+/// The current view of a host.
 #[derive(Clone, Debug)]
 pub struct HostView {
-    /// Whether it answers, and its VMs are registered.
+    /// Whether it answers and its VMs are registered.
     pub connection: Connection,
-    /// What it is; the key box in it belongs to the life of the agent that `state` is of.
+    /// Its description; the key box in it belongs to the same run of the agent as `state`.
     pub description: Option<Arc<HostDescription>>,
-    /// How it stands; what was last known while it does not answer. Shared: it is as long as the host has VMs.
+    /// Its state; the last known one while it does not answer. Shared, as it grows with the number of VMs.
     pub state: Option<Arc<HostState>>,
 }
 
@@ -53,7 +53,7 @@ impl HostView {
     const NOTHING: Self =
         Self { connection: Connection::Disconnected, description: None, state: None };
 
-    /// What a connected host says of its VMs.
+    /// A connected host's VMs.
     #[must_use]
     pub fn vms(&self) -> &[VmState] {
         match &self.state {
@@ -62,14 +62,14 @@ impl HostView {
         }
     }
 
-    /// What a connected host says of a VM.
+    /// A connected host's status of a VM.
     #[must_use]
     pub fn vm(&self, vm: VmId) -> Option<&VmState> {
         self.vms().iter().find(|state| state.vm == vm)
     }
 }
 
-/// A host with its monitor, which ends with it.
+/// A host with its monitor, which ends when this is dropped.
 struct Entry {
     name: String,
     agent: Arc<dyn HostAgent>,
@@ -95,7 +95,7 @@ pub struct Hosts {
 }
 
 impl Hosts {
-    /// Begins to monitor the hosts of the inventory.
+    /// Starts to monitor the hosts of the inventory.
     ///
     /// # Errors
     /// [`StoreError`].
@@ -119,7 +119,7 @@ impl Hosts {
         self.entries.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Begins to monitor a host.
+    /// Starts to monitor a host.
     ///
     /// # Errors
     /// The connector's.
@@ -157,7 +157,7 @@ impl Hosts {
         self.entries().remove(&host);
     }
 
-    /// What is known of a host now.
+    /// The current view of a host.
     #[must_use]
     pub fn view(&self, host: HostId) -> HostView {
         self.entries().get(&host).map_or(HostView::NOTHING, |entry| entry.view.borrow().clone())
@@ -190,8 +190,8 @@ impl Hosts {
         Ok(Arc::clone(&entry.agent))
     }
 
-    /// Waits until a host's monitor has a newer state than one that was read from the host; for as long as the
-    /// caller likes, as the host may not answer, or its monitor be busy.
+    /// Waits until a host's monitor has a newer state than one that was read from the host. The caller sets the
+    /// timeout: the host may not answer, or its monitor may be busy.
     ///
     /// # Errors
     /// `not-found`: it was removed.
@@ -212,8 +212,8 @@ impl Hosts {
         seen.await.map_err(|_| gone())?.state.clone().ok_or_else(gone)
     }
 
-    /// Waits until what is shown of a host is at least as new as a state that was read from it, so that
-    /// whoever waited for a task sees what it did. A monitor that is busy elsewhere is not waited for long.
+    /// Waits until the view of a host is at least as new as a state that was read from it, so that a client that
+    /// waited for a task sees its effect. Does not wait long for a busy monitor.
     pub async fn until_shown(&self, host: HostId, read: &HostState) {
         let Some(mut view) = self.entries().get(&host).map(|entry| entry.view.clone()) else {
             return;
@@ -223,11 +223,11 @@ impl Hosts {
                 shown.incarnation != read.incarnation || shown.generation >= read.generation
             })
         });
-        // Nothing is wrong when it takes longer: the view follows.
+        // Not an error if it takes longer: the view follows.
         let _ = tokio::time::timeout(SHOWN_TIMEOUT, shown).await;
     }
 
-    /// Sees that a VM is registered on its host and that its key is there: the provider's, or, where the provider
+    /// Ensures that a VM is registered on its host and that the host has its key: the provider's or, if the provider
     /// gives none, the one that the host holds.
     ///
     /// # Errors
@@ -235,7 +235,7 @@ impl Hosts {
     pub async fn prepare(&self, vm: VmId, purpose: Purpose) -> Result<(), Problem> {
         let vm = register(&self.store, self, vm).await?;
         let delivered = match self.known_fault(&vm) {
-            // Nobody waits for a provider that is known to give nothing where the host has the key.
+            // Do not wait for a provider that is known to give nothing if the host has the key.
             Some(fault) if self.holds_key(&vm).await? => Err(fault),
             _ => self.deliver(&vm, purpose).await,
         };
@@ -249,13 +249,13 @@ impl Hosts {
         }
     }
 
-    /// Why the provider of a VM's key gives none, as far as is known without asking it.
+    /// Why the provider of a VM's key gives none, as far as is known without a request.
     fn known_fault(&self, vm: &Vm) -> Option<Problem> {
         let key = vm.key.as_ref()?;
         self.providers.get(key.provider).ok()?.known_fault()
     }
 
-    /// Whether a VM's host holds the key that the inventory names: the VM is registered with it.
+    /// Whether a VM's host holds the key of the inventory: the VM is registered with it.
     async fn holds_key(&self, vm: &Vm) -> Result<bool, Problem> {
         let state = self.agent(vm.host)?.state_now().await?;
         Ok(state.vms.iter().any(|seen| seen.vm == vm.id && seen.key == KeyState::Held))
@@ -269,19 +269,19 @@ impl Hosts {
         let Some(key) = &vm.key else { return Ok(()) };
         let agent = self.agent(vm.host)?;
         let kek = keys::fetch(&self.providers, vm, key, purpose).await?;
-        // Asked anew: the box that the view has may be that of an agent that is gone.
+        // Asked again: the key box in the view may be that of an earlier run of the agent.
         let key_box = agent.describe().await?.key_box;
         keys::hand_over(&self.store, &*agent, &key_box, vm, key, kek).await
     }
 
-    /// Holds a VM's registration as it is: what a host is told of a VM, and what the inventory says of
-    /// its life, change only under this lock.
+    /// Locks a VM's registration: its registration on the host, and its lifecycle in the inventory, change only
+    /// under this lock.
     pub async fn lock(&self, vm: VmId) -> OwnedMutexGuard<()> {
         self.locks.lock(vm).await
     }
 }
 
-/// Whether somebody who was asked has not answered.
+/// Whether a request got no answer.
 pub(crate) fn is_silence(problem: &Problem) -> bool {
     matches!(problem.code, ErrorCode::Unreachable | ErrorCode::TimedOut)
 }

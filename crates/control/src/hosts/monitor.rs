@@ -5,19 +5,19 @@
 //!             ┌──────────────┐
 //!             ▼              │
 //!      ┌─► Connecting ───────┘
-//!      │      │ describe: a life of the agent, and its key box
+//!      │      │ describe: a run of the agent, and its key box
 //!      │      ▼
 //!      │   Settling      read the state, register the VMs, deliver the keys that come at once
 //!      │      │ done: the host is connected from here on
 //!      │      ▼
-//!      └── Watching ◄─┐  long poll; what is new is shown, told, and alarms follow it
+//!      └── Watching ◄─┐  long poll; publish a new state, its events and alarms
 //!  no answer,   │     │
-//!  or a new     └─────┘  a provider was unlocked, or it is time to try again: deliver what could not
-//!  life                  be delivered
+//!  or a new     └─────┘  a provider was unlocked, or a retry is due: deliver the keys that could not
+//!  run                   be delivered
 //! ```
 //!
-//! The monitor deals with VMs that are whole. Those that a task makes or removes are the task's. Keys are
-//! delivered beside it: a KMS that hangs does not keep a host from being followed.
+//! The monitor handles complete VMs. A VM that a task creates or removes is the task's. Keys are delivered
+//! concurrently: a KMS that hangs does not block the monitor.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -30,7 +30,7 @@ use vmseal_api::host::{
     HostAgent, HostDescription, HostState, KeyState, Power, STATE_WAIT_MAX, Stopped, VmState,
 };
 use vmseal_api::id::{HostId, VmId};
-use vmseal_api::kmip::KeyFault;
+use vmseal_api::key_fault::KeyFault;
 use vmseal_api::model::{Connection, Lifecycle};
 use vmseal_api::problem::Problem;
 use vmseal_api::request_id::{self, RequestId};
@@ -49,17 +49,17 @@ use crate::store::hosts::Host;
 use crate::store::vms::Vm;
 use crate::store::{self, Store, StoreError, Write};
 
-/// How soon a host that does not answer is asked again, at first and at most: an agent that restarts
-/// is noticed at once, and one that stays away costs little.
+/// The pause before a host that does not answer is asked again, at first and at most: an agent that restarts is
+/// noticed at once, and one that stays away costs little.
 const RECONNECT: (Duration, Duration) = (Duration::from_millis(250), Duration::from_secs(5));
 
 /// A monitor's state.
 enum Phase {
-    /// The host does not answer, so often in a row.
+    /// The host does not answer; the number of failures in a row.
     Connecting { failures: u32 },
-    /// It answers: this life of its agent is to learn what it has to know.
+    /// It answers: this run of its agent must get its VMs and keys.
     Settling(Box<HostDescription>),
-    /// It knows, and is followed.
+    /// It has them, and its state is followed.
     Watching(Box<HostDescription>, Box<HostState>),
 }
 
@@ -71,7 +71,7 @@ pub(super) struct Monitor {
     agent: Arc<dyn HostAgent>,
     locks: Arc<Locks<VmId>>,
     view: watch::Sender<HostView>,
-    /// Delivers keys in this life of the agent.
+    /// Delivers keys in this run of the agent.
     deliveries: KeyDeliveries,
 }
 
@@ -125,7 +125,7 @@ impl Monitor {
         Phase::Connecting { failures: failures.saturating_add(1) }
     }
 
-    /// Shows and tells that the host does not answer.
+    /// Publishes that the host does not answer.
     async fn lost(&mut self, why: &Problem) {
         let lost = self.view.send_if_modified(|view| {
             let changed = view.connection == Connection::Connected;
@@ -144,7 +144,7 @@ impl Monitor {
         self.note(told.await);
     }
 
-    /// The inventory failed: nothing that a monitor can mend, and the host goes on.
+    /// Logs a failure of the inventory: the monitor cannot repair it, and the host runs on.
     fn note(&self, outcome: Result<(), StoreError>) {
         if let Err(error) = outcome {
             tracing::error!(host = self.name, %error, "the inventory could not be written");
@@ -199,7 +199,7 @@ impl Monitor {
                 self.deliveries.try_all_again();
                 Ok(*state)
             }
-            // A key was brought, or could not be, or it is time to try again.
+            // A delivery succeeded or failed, or a retry is due.
             brought = self.deliveries.next() => brought.map(|()| *state),
         };
         let supplied = match news {
@@ -221,8 +221,8 @@ impl Monitor {
         }
     }
 
-    /// Registers the VMs that the host does not know, sends for the keys that it lacks, and has it forget
-    /// VMs that the inventory does not have. Fails only when the host does not answer.
+    /// Registers the VMs that the host does not know, starts the delivery of keys that it lacks, and unregisters VMs
+    /// that the inventory does not have. Fails only if the host does not answer.
     async fn supply(
         &mut self,
         description: &HostDescription,
@@ -251,7 +251,7 @@ impl Monitor {
             match self.register(vm, seen(vm)).await {
                 Ok(true) => self.deliveries.begin(Delivery {
                     vm,
-                    // One that runs goes on, whatever has become of its key.
+                    // A running VM runs on, whatever the state of its key.
                     purpose: match seen(vm).map(|seen| seen.power) {
                         None | Some(Power::Off) => Purpose::Encrypt,
                         Some(_) => Purpose::Open,
@@ -275,21 +275,21 @@ impl Monitor {
         Ok(())
     }
 
-    /// Registers a VM; false when a task has begun to remove it since.
+    /// Registers a VM; false if a task has begun to remove it since.
     async fn register(&self, vm: VmId, seen: Option<&VmState>) -> Result<bool, Problem> {
         let _unchanged = self.locks.lock(vm).await;
         let Some((vm, spec)) = registration::read(&self.store, vm).await? else { return Ok(false) };
         if vm.lifecycle != Lifecycle::Ready {
             return Ok(false);
         }
-        // One that runs was adopted with all that there is to know of it.
+        // The agent has adopted a running VM with its whole definition.
         if seen.is_none_or(|seen| seen.power == Power::Off) {
             self.agent.register_vm(spec).await?;
         }
         Ok(true)
     }
 
-    /// Whether a VM's key is known to encrypt nothing new.
+    /// Whether a VM's key must encrypt nothing new.
     fn is_revoked(&self, vm: &Vm) -> bool {
         let reason = self.fault_of_key(vm).and_then(|fault| fault.reason);
         matches!(reason, Some(KeyFault::KeyDeactivated | KeyFault::KeyCompromised))
@@ -300,7 +300,7 @@ impl Monitor {
         self.providers.get(key.provider).ok()?.known_fault_of(&key.key_id)
     }
 
-    /// Why no provider gives the keys any more that this host still holds.
+    /// Why providers no longer have keys that this host still holds.
     fn last_copies(&self, vms: &[Vm], state: &HostState) -> HashMap<VmId, Problem> {
         let held =
             |vm: VmId| state.vms.iter().any(|seen| seen.vm == vm && seen.key == KeyState::Held);
@@ -313,8 +313,8 @@ impl Monitor {
             .collect()
     }
 
-    /// Takes from the host the key of a VM that is off and may not be run with it; a task that leads
-    /// away from the key has it meanwhile.
+    /// Removes from the host the key of a VM that is off and may not be started with it; a task that replaces the
+    /// key keeps it meanwhile.
     async fn lock_up(&self, vm: VmId) -> Result<(), Problem> {
         let _unchanged = self.locks.lock(vm).await;
         let mut read = self.store.read().await?;
@@ -336,7 +336,7 @@ impl Monitor {
         };
         match again.await {
             Err(problem) if is_silence(&problem) => Err(problem),
-            // It has been started since, or a disk is in use: it is looked at again.
+            // It has been started since, or a disk is in use: checked again later.
             Err(problem) => {
                 tracing::warn!(vm = vm.name, %problem, "it keeps a key that encrypts nothing new");
                 Ok(())
@@ -345,7 +345,7 @@ impl Monitor {
         }
     }
 
-    /// Has the host forget a VM that the inventory does not have: what a crash left.
+    /// Unregisters a VM that the inventory does not have: left by a crash.
     async fn forget(&self, vm: VmId) -> Result<(), Problem> {
         let _unchanged = self.locks.lock(vm).await;
         if registration::read(&self.store, vm).await?.is_some() {
@@ -357,7 +357,7 @@ impl Monitor {
         }
     }
 
-    /// Shows what the host says, and tells what is new in it.
+    /// Publishes the host's state, and writes events about its changes.
     async fn show(&self, description: &HostDescription, state: &HostState) {
         let told = self.tell(description, state).await;
         self.note(told);

@@ -1,4 +1,4 @@
-//! What a host is told of a VM.
+//! The registration of a VM on its host.
 
 use vmseal_api::host::{Device, DiskSpec, VmSpec};
 use vmseal_api::id::VmId;
@@ -9,7 +9,7 @@ use crate::store::disks::{self, Disk};
 use crate::store::vms::{self, Vm};
 use crate::store::{Store, StoreError};
 
-/// A VM as its host is to know it.
+/// The definition of a VM for its host.
 #[must_use]
 pub fn spec_of(vm: &Vm, disks: &[Disk]) -> VmSpec {
     let disks = disks.iter().map(|disk| DiskSpec {
@@ -34,7 +34,7 @@ pub fn spec_of(vm: &Vm, disks: &[Disk]) -> VmSpec {
     }
 }
 
-/// A VM and what its host is to know of it; none when the inventory does not have it.
+/// A VM and its definition for the host; `None` if the inventory does not have it.
 pub(super) async fn read(store: &Store, vm: VmId) -> Result<Option<(Vm, VmSpec)>, StoreError> {
     let mut read = store.read().await?;
     let Some(vm) = vms::get(&mut read, vm).await? else { return Ok(None) };

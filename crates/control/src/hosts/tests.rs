@@ -1,4 +1,4 @@
-//! What a monitor sees to, against a host in memory.
+//! The monitor, against a host in memory.
 
 use vmseal_agent::simulated::{Call, Fault};
 use vmseal_api::host::{ContractRange, HostAgent, Notice, NoticeCode, Power, StopReason, VmSpec};
@@ -46,10 +46,10 @@ async fn a_host_that_is_away_is_an_alarm_until_it_is_back() {
 }
 
 #[tokio::test]
-async fn a_vm_whose_key_cannot_be_had_is_locked_until_the_provider_is_unlocked() {
+async fn a_vm_whose_key_is_unavailable_is_locked_until_the_provider_is_unlocked() {
     let mut fixture = Fixture::new().await;
     let vm = fixture.made("web", "encrypted").await;
-    // Another life of the server, whose provider is sealed.
+    // Another run of the server, with its provider sealed.
     let sealed = crate::providers::Providers::open(
         std::sync::Arc::clone(&fixture.store),
         fixture.directory.path(),
@@ -86,7 +86,7 @@ async fn a_dead_filter_and_a_damaged_header_are_alarms() {
     alarm(&fixture, "filter-died web").await;
     let stopped = fixture.events("vm.stopped").await;
     assert_eq!(stopped.last().unwrap().detail, "the simulated guest has stopped");
-    // The host keeps the death, and tells it again when its agent restarts.
+    // The host keeps the cause of the stop, and reports it again when its agent restarts.
     fixture.agent.restart();
     fixture.connected().await;
     fixture.assert_whole(vm, Power::Off, "after a restart").await;
@@ -103,7 +103,7 @@ async fn a_dead_filter_and_a_damaged_header_are_alarms() {
 }
 
 #[tokio::test]
-async fn starts_and_stops_are_told_once_also_across_restarts_of_the_server() {
+async fn starts_and_stops_have_one_event_even_across_restarts_of_the_server() {
     let mut fixture = Fixture::new().await;
     let vm = fixture.running("web").await;
     fixture.restart(|_| {}).await;
@@ -118,7 +118,7 @@ async fn starts_and_stops_are_told_once_also_across_restarts_of_the_server() {
 }
 
 #[tokio::test]
-async fn what_the_inventory_does_not_have_the_host_is_to_forget() {
+async fn vms_that_the_inventory_does_not_have_are_unregistered() {
     let fixture = Fixture::new().await;
     let spec = VmSpec {
         vm: VmId::new(),
@@ -138,7 +138,7 @@ async fn what_the_inventory_does_not_have_the_host_is_to_forget() {
 }
 
 #[tokio::test]
-async fn whatever_is_lost_in_settling_is_mended() {
+async fn lost_calls_in_settling_are_repeated() {
     for call in [Call::Describe, Call::State, Call::RegisterVm, Call::OfferKey] {
         for fault in [Fault::LoseRequest, Fault::LoseAnswer, Fault::Crash, Fault::CrashAfter] {
             let fixture = Fixture::new().await;
@@ -151,15 +151,15 @@ async fn whatever_is_lost_in_settling_is_mended() {
 }
 
 #[tokio::test]
-async fn a_host_without_a_common_version_is_not_worked_with_until_it_is_upgraded() {
+async fn a_host_without_a_common_version_is_not_used_until_it_is_upgraded() {
     let fixture = Fixture::new().await;
     let vm = fixture.made("web", "encrypted").await;
     for (min, max) in [(1, 1), (7, 9)] {
         fixture.agent.set_contract(ContractRange { min, max });
         fixture.agent.restart();
         alarm(&fixture, "host-disconnected here").await;
-        assert!(fixture.agent.registered().is_empty(), "it is told of VMs");
-        // One that speaks later versions, too, will do.
+        assert!(fixture.agent.registered().is_empty(), "it gets VMs");
+        // An agent that also speaks later versions works.
         fixture.agent.set_contract(ContractRange { min: 1, max: 9 });
         fixture.assert_whole(vm, Power::Off, "after the upgrade").await;
     }

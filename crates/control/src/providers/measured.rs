@@ -1,5 +1,4 @@
-//! A key provider whose operations are counted and timed: around every kind of provider, so that each is
-//! measured in the same way.
+//! A wrapper that counts and times the operations of every kind of key provider in the same way.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -14,9 +13,9 @@ use vmseal_secret::SecretBytes;
 use super::{GivenKey, KeyProvider};
 use crate::metrics;
 
-/// See the module.
+/// The wrapper; see the module.
 pub struct Measured {
-    /// The provider's id, as the label says it: names may change.
+    /// The provider's id, as the label: names may change.
     pub provider: String,
     /// The provider.
     pub inner: Arc<dyn KeyProvider>,

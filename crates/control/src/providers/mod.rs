@@ -1,11 +1,11 @@
-//! Key providers: where KEKs come from. Nothing above [`KeyProvider`] knows which kind it deals with.
+//! Key providers: the sources of KEKs. Callers of [`KeyProvider`] do not depend on its kind.
 //!
 //! | module | what |
 //! |---|---|
-//! | this | the providers of a server: opened, unlocked, removed |
+//! | this | opens, unlocks and removes the providers of a server |
 //! | [`native`], `native_life` | the embedded one |
 //! | [`kmip`] | key management systems |
-//! | `sealed_file` | what rests on disk under a passphrase |
+//! | `sealed_file` | files that are sealed under a passphrase |
 
 pub mod kmip;
 mod measured;
@@ -23,7 +23,7 @@ use tokio::sync::{Semaphore, watch};
 use uuid::Uuid;
 use vmseal_api::host::KeyReference;
 use vmseal_api::id::{ProviderId, VmId};
-use vmseal_api::kmip::KeyFault;
+use vmseal_api::key_fault::KeyFault;
 use vmseal_api::model::{ProviderKind, ProviderStatus};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_secret::{SecretBytes, passphrase_rule};
@@ -51,17 +51,17 @@ const KEY_DERIVATIONS: usize = 1;
 pub struct GivenKey {
     /// The key.
     pub kek: SecretBytes,
-    /// Why nothing new may be encrypted with it, and what to do; it opens what there is.
+    /// Why nothing new may be encrypted with it, and the remedy; it still opens existing data.
     pub fault: Option<Problem>,
 }
 
-/// What gives keys. Every call may be repeated.
+/// A source of keys. Every call may be repeated.
 #[async_trait]
 pub trait KeyProvider: Send + Sync {
     /// Makes a VM's key. The same `request` gives the same key.
     ///
     /// # Errors
-    /// `wrong-state` while the provider is sealed; `unreachable` and `timed-out` where it is elsewhere.
+    /// `wrong-state` while the provider is sealed; `unreachable` and `timed-out` if it is remote.
     async fn create_key(
         &self,
         vm: VmId,
@@ -74,7 +74,7 @@ pub trait KeyProvider: Send + Sync {
     /// As [`KeyProvider::create_key`]; `key-mismatch` when it is another key; `not-found` when it is destroyed.
     async fn get_key(&self, vm: VmId, key: &KeyReference) -> Result<GivenKey, Problem>;
 
-    /// Destroys a VM's key, and tells of it; where the provider is elsewhere and does not answer, as soon
+    /// Destroys a VM's key, and writes an event; if the provider is remote and does not answer, as soon
     /// as it does.
     ///
     /// # Errors
@@ -82,18 +82,18 @@ pub trait KeyProvider: Send + Sync {
     async fn destroy_key(&self, vm: VmId, vm_name: &str, key: &KeyReference)
     -> Result<(), Problem>;
 
-    /// Nobody wants the key of this request any more, if it was made: it is not in the inventory.
+    /// Abandons this request: its key, if it was created, is unwanted, and is not in the inventory.
     ///
     /// # Errors
     /// The inventory's.
     async fn abandon(&self, request: Uuid) -> Result<(), Problem>;
 
-    /// Why it cannot give any key, as far as is known without asking anybody else: who could wait does
-    /// not ask then.
+    /// Why it cannot give any key, as far as is known without a request to a server: a caller that can
+    /// wait then sends none.
     fn known_fault(&self) -> Option<Problem>;
 
-    /// Why nothing new may be encrypted with a key, or no provider gives it any more, as far as is known without asking
-    /// anybody else.
+    /// Why nothing new may be encrypted with a key, or no provider has it any more, as far as is known without a request
+    /// to a server.
     fn known_fault_of(&self, key_id: &str) -> Option<Problem>;
 }
 
@@ -145,7 +145,7 @@ impl Providers {
             match this.credential(&provider.name) {
                 Ok(None) => {}
                 Ok(Some(passphrase)) => {
-                    // Nobody waits here for a KMS: its watch tries it.
+                    // Do not wait for a KMS here: its watch tries it.
                     if let Err(problem) = this.open_up(&provider, passphrase, crate::SELF).await {
                         tracing::warn!(provider = provider.name, %problem, "it stays sealed");
                     }
@@ -154,7 +154,7 @@ impl Providers {
                     tracing::warn!(provider = provider.name, %problem, "it stays sealed");
                 }
             }
-            // Only now: nobody is alarmed by one that is just being unlocked.
+            // Only now, so that one that is just being unlocked raises no alarm.
             if let Ok(kmip) = this.kmip(provider.id) {
                 kmip.look_now();
             }
@@ -165,7 +165,7 @@ impl Providers {
         Ok(this)
     }
 
-    /// Has a provider of the inventory, sealed.
+    /// Adds a provider of the inventory, sealed.
     async fn keep(&self, provider: &Provider) -> Result<(), StoreError> {
         match provider.kind {
             ProviderKind::Native => drop(self.keep_native(provider)),
@@ -181,7 +181,7 @@ impl Providers {
         self.open.write().unwrap_or_else(PoisonError::into_inner).insert(id, provider);
     }
 
-    /// Where a provider's sealed files are.
+    /// The directory of a provider's sealed files.
     fn directory_of(&self, id: ProviderId) -> PathBuf {
         self.directory.join(id.to_string())
     }
@@ -222,7 +222,7 @@ impl Providers {
         Ok(Arc::new(Measured { provider: id.to_string(), inner }))
     }
 
-    /// Changes whenever a provider was unlocked or answers again: then locked VMs can have their keys.
+    /// Changes whenever a provider was unlocked or answers again: then locked VMs can get their keys.
     #[must_use]
     pub fn unlocks(&self) -> watch::Receiver<u64> {
         self.unlocked.subscribe()
@@ -265,7 +265,7 @@ impl Providers {
         SecretBytes::from_wiped(&mut content).map(Some).map_err(|error| crate::internal(&error))
     }
 
-    /// The passphrase that seals what a provider keeps: the one that was given, or the credential.
+    /// The passphrase that seals a provider's files: the one that was given, or the credential.
     fn passphrase_for(
         &self,
         name: &str,
@@ -282,7 +282,7 @@ impl Providers {
         })
     }
 
-    /// The passphrase of a provider that is to be added under a name that is free.
+    /// The passphrase of a new provider whose name must be free.
     async fn passphrase_of_new(
         &self,
         name: &str,
@@ -296,7 +296,7 @@ impl Providers {
         }
     }
 
-    /// Runs what derives a key from a passphrase, outside the threads that serve requests.
+    /// Runs a key derivation from a passphrase, outside the threads that serve requests.
     async fn derive<T: Send + 'static>(
         &self,
         work: impl FnOnce() -> Result<T, Problem> + Send + 'static,
@@ -305,7 +305,7 @@ impl Providers {
         tokio::task::spawn_blocking(work).await.map_err(|error| crate::internal(&error))?
     }
 
-    /// Unlocks a provider; when this ends its servers, if it has some, have been tried.
+    /// Unlocks a provider, and tries its servers, if it has some.
     ///
     /// # Errors
     /// `key-mismatch` for a wrong passphrase; `damaged` when its key file is missing or no key file.
@@ -341,7 +341,7 @@ impl Providers {
         Ok(())
     }
 
-    /// Whether [`Providers::unlock`] would; it stays as it is.
+    /// Whether [`Providers::unlock`] would succeed; changes nothing.
     ///
     /// # Errors
     /// Those of [`Providers::unlock`].
@@ -356,7 +356,7 @@ impl Providers {
         }
     }
 
-    /// Seals what a provider keeps under another passphrase; it stays unlocked, or sealed.
+    /// Seals a provider's files under another passphrase; the provider stays unlocked, or sealed.
     ///
     /// # Errors
     /// `key-mismatch` for a wrong old one; `invalid-request` for a new one that is trivial.
@@ -425,17 +425,17 @@ impl Providers {
         Ok(())
     }
 
-    /// Removes a provider that nothing uses, with its key.
+    /// Removes a provider that is not in use, with its key.
     ///
     /// # Errors
     /// `in-use`.
     pub async fn remove(&self, provider: &Provider, actor: &str) -> Result<(), Problem> {
         let mut write = self.store.write().await?;
         Self::check_unused(&mut write, provider).await?;
-        // Nobody will ask for it any more.
+        // It will not be requested any more.
         for key in keys::living(&mut write, provider.id).await? {
             let detail = format!(
-                "key '{}' of VM {} was to be destroyed when provider '{}' answers, and the provider is removed: destroy it there",
+                "key '{}' of VM {} was pending destruction at provider '{}', which is removed: destroy it there",
                 key.key_id, key.vm, provider.name
             );
             let (kind, target) = ("key.orphaned", provider.name.as_str());
@@ -460,13 +460,13 @@ impl Providers {
         write.commit().await?;
         let directory = self.directory_of(provider.id);
         if let Err(error) = std::fs::remove_dir_all(&directory) {
-            // It is sealed, and nothing refers to it any more.
+            // It is sealed, and no longer referenced.
             tracing::warn!(directory = %directory.display(), %error, "a removed provider's file is left");
         }
         Ok(())
     }
 
-    /// Another provider is the default one: their alarms follow.
+    /// Updates the alarms after another provider has become the default one.
     ///
     /// # Errors
     /// The inventory's.
@@ -517,7 +517,7 @@ impl Providers {
     }
 }
 
-/// Refuses a passphrase that is to seal something and that everybody tries first.
+/// Refuses a new passphrase that is trivial.
 fn check_new_passphrase(passphrase: &SecretBytes, field: &str) -> Result<(), Problem> {
     passphrase_rule::check_new(passphrase)
         .map_err(|trivial| Problem::invalid(field, trivial.to_string()))

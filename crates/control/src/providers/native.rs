@@ -9,9 +9,9 @@
 //!                   "vmseal native provider KEK v1\0" ‖ provider id (16) ‖ key id)
 //! ```
 //!
-//! The id travels with the key, so that a backup restored on another server gives the same KEKs under the
-//! same references. Destroying a derived key is a tombstone in the inventory: whoever has the root key
-//! can derive it again, and only a KMS can really erase one.
+//! The id is sealed with the key, so that a backup restored on another server gives the same KEKs under the
+//! same references. Destroying a derived key is a tombstone in the inventory: anyone with the root key
+//! can derive it again; only a KMS can really erase one.
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, PoisonError, RwLock};
@@ -21,7 +21,7 @@ use aws_lc_rs::hkdf::{HKDF_SHA256, KeyType, Salt};
 use uuid::Uuid;
 use vmseal_api::host::KeyReference;
 use vmseal_api::id::{ProviderId, VmId};
-use vmseal_api::kmip::KeyFault;
+use vmseal_api::key_fault::KeyFault;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_secret::derive::{KeyContext, check_value};
 use vmseal_secret::passphrase::ENVELOPE_OVERHEAD;
@@ -41,7 +41,7 @@ const ROOT_LEN: usize = ID_LEN + 32;
 /// The length of a key file and of a backup, in bytes.
 pub const SEALED_LEN: usize = ROOT_LEN + ENVELOPE_OVERHEAD;
 
-/// What all keys of a provider come from.
+/// The key from which all keys of a provider are derived.
 pub struct RootKey(SecretBytes);
 
 impl RootKey {
@@ -84,7 +84,7 @@ impl RootKey {
         sealed_file::write(directory, "key", &sealed)
     }
 
-    /// Whose it is.
+    /// The provider that it belongs to.
     pub(super) fn provider(&self) -> ProviderId {
         let mut id = [0; ID_LEN];
         id.copy_from_slice(&self.0.expose()[..ID_LEN]);
@@ -232,7 +232,7 @@ impl KeyProvider for NativeProvider {
         Ok(())
     }
 
-    /// What is wrong with it can be asked at once.
+    /// A fault is known without a request to a server.
     fn known_fault(&self) -> Option<Problem> {
         self.root().err()
     }
@@ -259,12 +259,12 @@ mod tests {
     }
 
     /// Made from the written format by another implementation (argon2-cffi and pyca/cryptography): it has to
-    /// open for ever.
+    /// open forever.
     fn golden_backup_holds(root: &RootKey) {
         let backup = include_bytes!("../../tests/golden/native-backup-v1.bin");
         let passphrase = SecretBytes::from_wiped(&mut b"correct horse".to_vec()).unwrap();
         assert!(RootKey::from_backup(backup, &passphrase).unwrap().same(root));
-        // A backup put in the place of a key file is none.
+        // A backup in place of a key file is refused.
         let refused = RootKey::open(backup, &passphrase, KEY_FILE, "it").err().unwrap();
         assert_eq!(refused.code, ErrorCode::KeyMismatch);
     }

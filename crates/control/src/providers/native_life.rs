@@ -1,4 +1,4 @@
-//! Native providers through their life: added, restored, backed up, verified.
+//! Adds, restores, backs up and verifies native providers.
 
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ use crate::store::events::NewEvent;
 use crate::store::providers::{self, Provider};
 
 impl Providers {
-    /// Has a native provider of the inventory, sealed.
+    /// Adds a native provider of the inventory, sealed.
     pub(super) fn keep_native(&self, provider: &Provider) -> Arc<NativeProvider> {
         let native = Arc::new(NativeProvider::sealed(
             provider.id,
@@ -26,7 +26,7 @@ impl Providers {
         native
     }
 
-    /// Whether [`Providers::add`] would add it: a backup is opened, nothing is written, no key is made.
+    /// Whether [`Providers::add`] would succeed: opens a backup, writes nothing, makes no key.
     ///
     /// # Errors
     /// As [`Providers::add`].
@@ -46,7 +46,7 @@ impl Providers {
         self.check_not_here(id).await
     }
 
-    /// A backup of a provider that is here is not to be restored beside it.
+    /// Refuses a backup of a provider that exists here.
     pub(super) async fn check_not_here(&self, id: ProviderId) -> Result<(), Problem> {
         match providers::find(&mut *self.store.read().await?, &id.to_string()).await? {
             None => Ok(()),
@@ -92,7 +92,7 @@ impl Providers {
             name: name.to_owned(),
             kind: ProviderKind::Native,
             default: false,
-            // What came from a backup has one.
+            // A restored key has a backup.
             verified: restored,
         };
         self.check_not_here(provider.id).await?;
@@ -139,7 +139,7 @@ impl Providers {
         }
     }
 
-    /// A provider's backup, sealed under a passphrase of its own.
+    /// A provider's backup, sealed under a separate passphrase.
     ///
     /// # Errors
     /// `wrong-state` while the provider is sealed.
@@ -180,7 +180,7 @@ impl Providers {
         Ok(write.commit().await?)
     }
 
-    /// Whether a backup opens and holds this provider's key; nothing follows from it.
+    /// Whether a backup opens and holds this provider's key; changes nothing.
     ///
     /// # Errors
     /// Those of [`Providers::verify`].

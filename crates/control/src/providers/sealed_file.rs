@@ -1,4 +1,4 @@
-//! A secret that rests in a file, sealed under a passphrase (docs/formats/native-key-file.md): native
+//! A secret in a file, sealed under a passphrase (docs/formats/native-key-file.md): native
 //! providers' root keys and KMIP providers' client keys.
 
 use std::path::Path;
@@ -9,9 +9,9 @@ use vmseal_secret::passphrase::{
     Cost, PassphraseError, open_with_passphrase, seal_with_passphrase,
 };
 
-use crate::setup::files;
+use vmseal_api::atomic_file;
 
-/// What it costs to try a passphrase of a file that is written.
+/// The cost of the passphrase derivation for new files.
 fn cost() -> Cost {
     #[cfg(any(test, feature = "testing"))]
     if let Some(cost) = cost_in_tests::COST.get() {
@@ -20,7 +20,7 @@ fn cost() -> Cost {
     Cost::RECOMMENDED
 }
 
-/// Tests choose the least cost for their process; no shipped program has this.
+/// Tests choose the least cost for their process; no released program has this.
 #[cfg(any(test, feature = "testing"))]
 pub(crate) mod cost_in_tests {
     use std::sync::OnceLock;
@@ -34,7 +34,7 @@ pub(crate) mod cost_in_tests {
     }
 }
 
-/// Seals a secret; `associated` says what it is for.
+/// Seals a secret; `associated` is its purpose.
 pub(super) fn seal(
     secret: &SecretBytes,
     passphrase: &SecretBytes,
@@ -44,7 +44,7 @@ pub(super) fn seal(
         .map_err(|error| crate::internal(&error))
 }
 
-/// Opens what [`seal`] made; `what` names it in errors.
+/// Opens a secret of [`seal`]; `what` names it in errors.
 pub(super) fn open(
     sealed: &[u8],
     passphrase: &SecretBytes,
@@ -63,10 +63,10 @@ pub(super) fn open(
     })
 }
 
-/// Puts a sealed file into a provider's directory, durably.
+/// Writes a sealed file into a provider's directory, durably.
 pub(super) fn write(directory: &Path, name: &str, sealed: &[u8]) -> Result<(), Problem> {
-    let written = files::private_directory(directory)
-        .and_then(|()| files::put(&directory.join(name), sealed, files::PRIVATE));
+    let written = atomic_file::private_directory(directory)
+        .and_then(|()| atomic_file::write(&directory.join(name), sealed, atomic_file::PRIVATE));
     written.map_err(|error| {
         let detail = format!("the key file in {} cannot be written: {error}", directory.display());
         Problem::new(ErrorCode::NoSpace, detail)

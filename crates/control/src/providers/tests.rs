@@ -1,4 +1,4 @@
-//! Providers through their life: added, backed up, verified, restarted, restored, removed.
+//! The life cycle of providers: added, backed up, verified, restarted, restored, removed.
 
 use vmseal_api::problem::ErrorCode;
 
@@ -10,7 +10,7 @@ struct Here {
     providers: Providers,
 }
 
-/// A passphrase; long enough to be taken.
+/// A passphrase that is long enough.
 fn secret(text: &str) -> SecretBytes {
     SecretBytes::from_wiped(&mut format!("{text}, as in the tests").into_bytes()).unwrap()
 }
@@ -101,7 +101,7 @@ async fn a_sealed_default_provider_is_an_alarm_until_it_is_unlocked_or_another_i
         write.commit().await.unwrap();
         providers.default_changed().await.unwrap();
     };
-    // One that is not the default one keeps nobody from making VMs.
+    // One that is not the default one does not prevent the creation of VMs.
     drop(here.restarted(None).await);
     assert_eq!(raised().await, []);
     make_default(&here.providers, provider.id).await;
@@ -118,7 +118,7 @@ async fn a_sealed_default_provider_is_an_alarm_until_it_is_unlocked_or_another_i
 }
 
 #[tokio::test]
-async fn a_passphrase_is_changed_by_who_knows_it_and_not_to_a_trivial_one() {
+async fn a_passphrase_change_needs_the_old_one_and_a_new_one_that_is_not_trivial() {
     let here = Here::new().await;
     let provider = here.add().await;
     let change = |old: &str, new: SecretBytes| {

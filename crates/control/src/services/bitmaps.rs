@@ -1,5 +1,5 @@
-//! Dirty bitmaps of disks in use: what has changed since when, for backups. The filter that serves a disk
-//! keeps them; the inventory knows nothing of them.
+//! Dirty bitmaps of disks in use: the changes since a point in time, for backups. The filter that serves a disk
+//! keeps them; they are not in the inventory.
 
 use vmseal_api::bitmap;
 use vmseal_api::filter::{BitmapChange, BitmapStatus};
@@ -15,8 +15,8 @@ use crate::store::disks::Disk;
 use crate::store::events::NewEvent;
 use crate::store::vms::Vm;
 
-/// Lists the dirty bitmaps of a disk whose VM runs. They live in the process that serves the disk: all are gone when
-/// the VM stops, and when another process takes its place.
+/// Lists the dirty bitmaps of a disk whose VM runs. They are in the memory of the process that serves the disk: all
+/// are lost when the VM stops, and when another process replaces it.
 pub async fn list(
     services: &Services,
     caller: &Caller,
@@ -29,7 +29,7 @@ pub async fn list(
     Ok(Page { items, next: None })
 }
 
-/// Starts a dirty bitmap of a disk whose VM runs: what changes from now on is dirty. One that is there is refused.
+/// Starts a dirty bitmap of a disk whose VM runs: changes from now on are dirty. Refused if the bitmap exists.
 pub async fn add(
     services: &Services,
     caller: &Caller,
@@ -43,8 +43,8 @@ pub async fn add(
     change(services, caller, of, BitmapChange::Start, dry_run).await?.try_map(reported)
 }
 
-/// Clears a dirty bitmap: what has changed until now is forgotten, and what changes from now on is dirty. Not while
-/// somebody reads it.
+/// Clears a dirty bitmap: only changes from now on are dirty. Refused while
+/// it is being read.
 pub async fn clear(
     services: &Services,
     caller: &Caller,
@@ -55,7 +55,7 @@ pub async fn clear(
     change(services, caller, of, BitmapChange::Clear, dry_run).await?.try_map(reported)
 }
 
-/// Removes a dirty bitmap. Not while somebody reads it.
+/// Removes a dirty bitmap. Refused while it is being read.
 pub async fn remove(
     services: &Services,
     caller: &Caller,
@@ -77,7 +77,7 @@ pub struct Target<'a> {
     pub bitmap: &'a str,
 }
 
-/// Changes a bitmap, or says what that would do; gives it, where it is there then.
+/// Changes a bitmap, or plans that; returns it unless it was removed.
 async fn change(
     services: &Services,
     caller: &Caller,
@@ -126,7 +126,7 @@ async fn read(services: &Services, vm: &Vm, disk: &Disk) -> Result<Vec<BitmapSta
     services.hosts.connected(vm.host)?.bitmaps(vm.id, disk.id).await
 }
 
-/// What has just been changed, and not removed.
+/// The bitmap that was just changed, and not removed.
 fn reported(bitmap: Option<BitmapStatus>) -> Result<BitmapStatus, Problem> {
     bitmap.ok_or_else(|| {
         Problem::new(ErrorCode::Internal, "the host does not name the bitmap that it has changed")

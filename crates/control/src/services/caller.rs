@@ -1,11 +1,11 @@
-//! Who asks, and what they may do.
+//! The callers of the services, and their privileges.
 //!
-//! Every function of the services begins with [`Caller::require`]: it names the privilege of the operation. Some
-//! require another one where the resource is encrypted. The cryptography privileges are vSphere's.
+//! Every function of the services begins with [`Caller::require`] and the privilege of the operation. Some
+//! require another one if the resource is encrypted. The cryptography privileges are vSphere's.
 
 use vmseal_api::problem::{ErrorCode, Problem};
 
-/// What a caller may do.
+/// A privilege of a caller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Privilege {
@@ -13,7 +13,7 @@ pub enum Privilege {
     Read,
     /// Start and stop VMs.
     VmPower,
-    /// Make, change and delete VMs.
+    /// Create, change and delete VMs.
     VmConfigure,
     /// Open the console of a VM.
     VmConsole,
@@ -21,21 +21,21 @@ pub enum Privilege {
     ManageTasks,
     /// Add and remove datastores.
     ManageDatastores,
-    /// Change what is logged.
+    /// Change log levels.
     Diagnostics,
-    /// Encrypt what is there in the clear.
+    /// Encrypt existing plaintext resources.
     Encrypt,
-    /// Make what is encrypted from its beginning.
+    /// Create encrypted resources.
     EncryptNew,
-    /// Have what is encrypted in the clear, or under a passphrase.
+    /// Export encrypted resources in plaintext, or under a passphrase.
     Decrypt,
-    /// Give what is encrypted another key.
+    /// Change the key of encrypted resources.
     Recrypt,
-    /// Copy what is encrypted.
+    /// Copy encrypted resources.
     Clone,
-    /// Move what is encrypted to another host.
+    /// Move encrypted resources to another host.
     Migrate,
-    /// Read the content of disks past their VM, and open the console of an encrypted VM.
+    /// Read the content of disks without their VM, and open the console of an encrypted VM.
     DirectAccess,
     /// Take backups of the keys of a provider, and restore them.
     ManageKeys,
@@ -48,7 +48,7 @@ pub enum Privilege {
 }
 
 impl Privilege {
-    /// Every privilege there is.
+    /// All privileges.
     pub const ALL: [Self; 18] = [
         Self::Read,
         Self::VmPower,
@@ -70,7 +70,7 @@ impl Privilege {
         Self::RegisterHost,
     ];
 
-    /// Its name for people and programs.
+    /// Its name.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -114,7 +114,7 @@ impl FromIterator<Privilege> for Privileges {
     }
 }
 
-/// Who asks for an operation.
+/// The caller of an operation.
 #[derive(Clone, Debug)]
 pub struct Caller {
     name: String,
@@ -128,19 +128,19 @@ impl Caller {
         Self { name: name.into(), privileges }
     }
 
-    /// A user who may do everything.
+    /// A user with all privileges.
     #[must_use]
     pub fn administrator(name: impl Into<String>) -> Self {
         Self::new(name, Privilege::ALL.into_iter().collect())
     }
 
-    /// The user's name, as events have it.
+    /// The user's name in events.
     #[must_use]
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Refuses who lacks a privilege.
+    /// Refuses a caller that lacks a privilege.
     ///
     /// # Errors
     /// `forbidden`.
@@ -149,7 +149,7 @@ impl Caller {
             return Ok(());
         }
         let (user, privilege) = (&self.name, privilege.name());
-        tracing::warn!(user, privilege, "a request was refused for want of a privilege");
+        tracing::warn!(user, privilege, "a request was refused: the user lacks a privilege");
         let detail = format!("user '{user}' lacks the privilege '{privilege}'");
         Err(Problem::new(ErrorCode::Forbidden, detail))
     }

@@ -1,4 +1,4 @@
-//! How a VM is made: what is asked for is checked, placed, and recorded as a task.
+//! Creates VMs: checks a request, chooses the host, and records a task.
 
 use std::collections::HashSet;
 
@@ -25,7 +25,7 @@ use crate::tasks::Engine;
 /// The unit of a VM's memory, in bytes.
 const MEMORY_UNIT: u64 = 1 << 20;
 
-/// Makes a VM.
+/// Creates a VM.
 pub async fn create(
     services: &Services,
     caller: &Caller,
@@ -67,7 +67,7 @@ pub async fn create(
     let operation = Operation::CreateVm { vm: vm.id };
     if dry_run {
         let task = Engine::record(&mut write, operation, &vm.name, caller.name()).await?;
-        // The inventory is not kept waiting for a host.
+        // No transaction is held during a call to a host.
         drop(write);
         examine(services, &vm, &made).await?;
         return Ok(Outcome::Planned(plan(&task, &vm)));
@@ -75,7 +75,7 @@ pub async fn create(
     begin(services, write, operation, &vm, caller, dry_run).await
 }
 
-/// Has the host look whether the disks could be made.
+/// Asks the host whether the disks could be created.
 async fn examine(services: &Services, vm: &vms::Vm, made: &[disks::Disk]) -> Result<(), Problem> {
     let agent = services.hosts.connected(vm.host)?;
     let spec = crate::hosts::spec_of(vm, made);
@@ -143,7 +143,7 @@ fn source_of(disk: &CreateDisk) -> Option<ImageSource> {
     Some(ImageSource { path: disk.image.clone()?, format: disk.format? })
 }
 
-/// The provider of the keys that a policy wants; it must be able to make one.
+/// The provider of a policy's keys; it must be able to create one.
 async fn provider_of(
     services: &Services,
     write: &mut Write<'_>,
@@ -171,7 +171,7 @@ struct ChosenHost {
     name: String,
 }
 
-/// Where the disks go: datastores that exist, all of one host.
+/// The datastores of the disks; all must exist and be of one host.
 async fn place(
     write: &mut Write<'_>,
     wanted: &[CreateDisk],
@@ -221,7 +221,7 @@ async fn place(
     Ok((host, made))
 }
 
-/// Where the replica of a disk on `image` goes: to the datastore of this host that the policy names.
+/// The location of the replica of a disk on `image`: this host's datastore that the policy names.
 async fn replica(
     write: &mut Write<'_>,
     policy: &Policy,

@@ -14,7 +14,7 @@ use super::{Outcome, PageRequest, Services, page_of};
 use crate::store::events::NewEvent;
 use crate::store::{datastores, disks, hosts};
 
-/// The longest path of a datastore, in bytes: PATH_MAX less what is below it.
+/// The maximum length of a datastore's path, in bytes: PATH_MAX minus the paths below it.
 const PATH_LEN_MAX: usize = 3072;
 
 fn shown(datastore: datastores::Datastore) -> Datastore {
@@ -35,8 +35,8 @@ pub(super) async fn find(
     found.ok_or_else(|| Problem::not_found("datastore", name))
 }
 
-/// The id of the datastore at a place. It follows from the place, so that adding it again (after a
-/// crash, or after it was removed) finds the mark that it left there to be its own.
+/// The id of a datastore. It is derived from the location, so that adding it again (after a crash, or
+/// after it was removed) recognizes the mark in the directory.
 fn id_of(host: HostId, location: &DatastoreLocation) -> DatastoreId {
     let DatastoreLocation::Dir { path } = location;
     let place = format!("vmseal datastore v1\0{host}\0dir\0{}", path.display());
@@ -93,7 +93,7 @@ pub async fn add(
     let spec = DatastoreSpec { datastore: id, location: request.location.clone() };
     let agent = services.hosts.connected(host.id)?;
     if dry_run {
-        // The host's probe marks the directory: a dry run only has it looked at.
+        // The host's probe marks the directory: a dry run only checks it.
         agent.examine_datastore(spec).await?;
         let DatastoreLocation::Dir { path } = &request.location;
         let steps = vec![
@@ -127,7 +127,7 @@ pub async fn show(services: &Services, caller: &Caller, name: &str) -> Result<Da
     Ok(shown(find(services, name).await?))
 }
 
-/// Forgets a datastore without disks; what else is on it stays.
+/// Removes a datastore without disks from the inventory; other files on it stay.
 pub async fn remove(
     services: &Services,
     caller: &Caller,
@@ -157,7 +157,7 @@ pub async fn remove(
     Ok(Outcome::Done(()))
 }
 
-/// Looks at what is on a datastore, and says which images belong to no VM, and which are missing. Changes
+/// Scans a datastore, and lists images that belong to no VM, and missing images. Changes
 /// nothing.
 pub async fn scan(
     services: &Services,
@@ -168,7 +168,7 @@ pub async fn scan(
     let datastore = find(services, name).await?;
     let agent = services.hosts.connected(datastore.host)?;
     let location = datastore.location.clone();
-    // What is made or deleted while the host looks is whole, or there, in one of the two.
+    // A disk that is created or deleted during the scan is complete, or present, in one of the two.
     let before = disks::placed(&mut *services.store.read().await?).await?;
     let contents =
         agent.scan_datastore(DatastoreSpec { datastore: datastore.id, location }).await?;

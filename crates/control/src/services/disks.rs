@@ -50,7 +50,7 @@ pub async fn export(
     let operation = Operation::ExportDisk { vm: vm.id, disk: disk.id, to, format, passphrase };
     let task = Engine::record(&mut write, operation, &vm.name, caller.name()).await?;
     if let Some(job) = job {
-        // The inventory is not kept waiting for a host.
+        // No transaction is held during a call to a host.
         drop(write);
         let agent = services.hosts.connected(vm.host)?;
         agent.examine_job(vm.id, job).await?;
@@ -62,8 +62,8 @@ pub async fn export(
     Ok(Outcome::Done(shown))
 }
 
-/// Exposes a disk over NBD, or opens a connection to one that is being exposed. A disk of a VM that runs is exposed
-/// for reading alone.
+/// Exposes a disk over NBD, or opens a connection to one that is exposed already. A disk of a running VM is exposed
+/// read-only.
 pub async fn expose(
     services: &Services,
     caller: &Caller,
@@ -86,7 +86,7 @@ pub async fn expose(
     Ok(stream)
 }
 
-/// What the host opens; one that has restarted is told of the VM, and of its key.
+/// Opens the exposure on the host; if its agent has restarted, registers the VM and delivers its key first.
 async fn opened(
     services: &Services,
     vm: &Vm,
@@ -118,7 +118,7 @@ pub(super) async fn find(services: &Services, vm: &str, disk: &str) -> Result<(V
     }
 }
 
-/// What the record of the use of the disk's key says.
+/// The detail of the event about the use of the disk's key.
 fn told(vm: &Vm, disk: &Disk, request: &ExportDisk) -> String {
     let how = match request.format {
         ExportFormat::Raw | ExportFormat::Qcow2 => "IN THE CLEAR",
@@ -146,7 +146,7 @@ fn check(request: &ExportDisk) -> Result<(), Problem> {
         return Err(Problem::invalid("plaintext", detail));
     }
     match (protected, &request.passphrase) {
-        (false, Some(_)) => Err(Problem::invalid("passphrase", "is for luks2 alone")),
+        (false, Some(_)) => Err(Problem::invalid("passphrase", "is only for luks2")),
         (true, None) => Err(Problem::invalid("passphrase", "is needed for luks2")),
         _ => Ok(()),
     }
@@ -164,8 +164,8 @@ async fn require_off(services: &Services, vm: &Vm) -> Result<(), Problem> {
     Err(Problem::new(ErrorCode::WrongState, detail))
 }
 
-/// Shows how far the replica of a disk is behind, now. Refused for a disk that its policy gave none, while its VM is
-/// off, and where the disk is served without it.
+/// Shows how far the replica of a disk is behind now. Refused if the disk's policy has no replica, if its VM is
+/// off, and if the disk is served without its replica.
 pub async fn replica(
     services: &Services,
     caller: &Caller,

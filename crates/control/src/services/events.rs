@@ -1,4 +1,4 @@
-//! Events, alarms, and that something has changed.
+//! Events, alarms, and change numbers.
 
 use std::time::Duration;
 
@@ -14,25 +14,25 @@ pub use crate::store::changes::Kinds;
 
 pub use crate::store::events::Filter;
 
-/// The longest wait for an event; below the usual idle time-outs of what lies between.
+/// The longest wait for an event; below the usual idle timeouts of proxies.
 pub const WAIT_MAX: Duration = Duration::from_secs(25);
 
-/// Which events.
+/// The requested events.
 #[derive(Debug, Default)]
 pub struct EventsRequest {
-    /// Those after this sequence number.
+    /// Only those after this sequence number.
     pub after: i64,
     /// How many at most.
     pub limit: Option<u32>,
-    /// How long to wait where there is none yet.
+    /// How long to wait if there is none yet.
     pub wait: Duration,
-    /// The newest so many, in place of those after a sequence number.
+    /// Only this many of the newest; not together with a sequence number.
     pub last: Option<u32>,
-    /// Those that it lets pass.
+    /// Only those that match.
     pub filter: Filter,
 }
 
-/// Lists events, oldest first; waits for the next one where that is asked for.
+/// Lists events, oldest first; on request waits for the next one if there is none.
 pub async fn list(
     services: &Services,
     caller: &Caller,
@@ -53,7 +53,7 @@ pub async fn list(
             events::after(&mut *services.store.read().await?, after, limit, &filter).await?;
         let waited = items.is_empty()
             && matches!(tokio::time::timeout_at(deadline, newest.changed()).await, Ok(Ok(())));
-        // None of those that were there is wanted: they need not be looked at again.
+        // None of the existing events matches: they need not be read again.
         after = after.max(known);
         if !waited {
             return Ok(page_of(items, limit, |it: &Event| it.sequence.to_string()));
@@ -61,14 +61,14 @@ pub async fn list(
     }
 }
 
-/// Lists the alarms that stand, oldest first.
+/// Lists the active alarms, oldest first.
 pub async fn alarms(services: &Services, caller: &Caller) -> Result<Page<Alarm>, Problem> {
     caller.require(Privilege::Read)?;
     let items = alarms::list(&mut *services.store.read().await?).await?;
     Ok(Page { items, next: None })
 }
 
-/// Tells the change number of these kinds; waits until it is another one than `after`, for as long as `wait`.
+/// Returns the change number of these kinds; waits up to `wait` until it differs from `after`.
 pub async fn changes(
     services: &Services,
     caller: &Caller,
@@ -79,7 +79,7 @@ pub async fn changes(
     caller.require(Privilege::Read)?;
     let mut changes = services.store.changes();
     let another = changes.wait_for(|numbers| after != Some(numbers.of(kinds)));
-    // When nothing comes in time, the number is the one that the caller has.
+    // If nothing changes in time, the number is the one that the caller has.
     let _ = tokio::time::timeout(wait.min(WAIT_MAX), another).await;
     let change = changes.borrow().of(kinds);
     Ok(Changes { change })

@@ -48,7 +48,7 @@ pub async fn show(services: &Services, caller: &Caller, name: &str) -> Result<Ho
     Ok(shown(services, find(services, name).await?))
 }
 
-/// Changes where a host's agent is called. What its certificate says stays: another machine is not taken for it.
+/// Changes the address of a host's agent. The host keeps its certificate, so another machine is not accepted as it.
 pub async fn change(
     services: &Services,
     caller: &Caller,
@@ -116,7 +116,7 @@ pub async fn make_token(
     Ok(Outcome::Done(token))
 }
 
-/// Joins as a host from `source`; anybody may ask, and the token in the request is what authorizes it.
+/// Joins as a host from `source`; needs no credentials except the token in the request.
 pub async fn join(
     services: &Services,
     request: JoinHost,

@@ -1,4 +1,4 @@
-//! What KMIP providers have and others do not: servers to trust, a client certificate, a test.
+//! Operations of KMIP providers only: trust in servers, a client certificate, a test.
 
 use vmseal_api::kmip::{
     AddKmipServer, ClientName, KmipShown, MoveKmipServer, Pem, ProviderTest, SetClientCertificate,
@@ -13,7 +13,7 @@ use super::providers::{find, shown};
 use super::{Outcome, Services};
 use crate::providers::kmip::{NewCertificate, NewName, ServerChange};
 
-/// Shows the certificate that a server shows now; nothing is trusted by that.
+/// Shows the current certificate of a server, without trusting it.
 pub async fn certificate(
     services: &Services,
     caller: &Caller,
@@ -25,7 +25,7 @@ pub async fn certificate(
     services.providers.shown_certificate(&provider, alias).await
 }
 
-/// Trusts a server: the certificate with a fingerprint, or what authorities sign.
+/// Trusts a server: the certificate with a fingerprint, or certificates that given authorities sign.
 pub async fn trust(
     services: &Services,
     caller: &Caller,
@@ -69,7 +69,7 @@ pub async fn trust(
     Ok(Outcome::Done(shown(services, provider)))
 }
 
-/// The name of a client certificate, as it was asked for, with the passphrase opened.
+/// The requested name of a client certificate, with the passphrase opened.
 fn new_name(services: &Services, provider: &str, request: ClientName) -> Result<NewName, Problem> {
     let ClientName { common_name, replace, passphrase, force } = request;
     let passphrase = passphrase.as_ref();
@@ -79,7 +79,7 @@ fn new_name(services: &Services, provider: &str, request: ClientName) -> Result<
     Ok(NewName { common_name, replace, passphrase, force })
 }
 
-/// Makes a certificate request for the provider's client key, or for a new one, for somebody else to sign.
+/// Makes a certificate request for the provider's client key or for a new one, for an authority to sign.
 pub async fn request_certificate(
     services: &Services,
     caller: &Caller,
@@ -93,7 +93,7 @@ pub async fn request_certificate(
     if dry_run {
         let step = match name.replace {
             true => "make a new client key, which is used as soon as its certificate is imported",
-            false => "make a certificate request; nothing is changed by that",
+            false => "make a certificate request; this changes nothing",
         };
         services.providers.check_certificate_request(&provider, name)?;
         return Ok(Outcome::planned("provider.certificate", &provider.name, step.to_owned()));
@@ -102,7 +102,7 @@ pub async fn request_certificate(
     Ok(Outcome::Done(Pem { pem }))
 }
 
-/// Makes a client certificate that nobody else signs, and uses it from now on.
+/// Makes a self-signed client certificate, and uses it from now on.
 pub async fn self_sign(
     services: &Services,
     caller: &Caller,
@@ -123,8 +123,8 @@ pub async fn self_sign(
     Ok(Outcome::Done(Pem { pem }))
 }
 
-/// Sets the client certificate: a signed one for the key that is there, or that was made for it; or one with
-/// another key.
+/// Sets the client certificate: a signed one for the provider's key or for the key of its certificate request; or
+/// one with another key.
 pub async fn set_certificate(
     services: &Services,
     caller: &Caller,
@@ -151,7 +151,7 @@ pub async fn set_certificate(
     Ok(Outcome::Done(shown(services, provider)))
 }
 
-/// Tries every server of a provider; where that is wanted with a key, made at one and read at each.
+/// Tests every server of a provider; on request also creates a key at one and reads it at each.
 pub async fn test(
     services: &Services,
     caller: &Caller,
@@ -164,7 +164,7 @@ pub async fn test(
     Ok(tested)
 }
 
-/// Changes the servers of a provider, or says what that would do.
+/// Changes the servers of a provider, or plans that.
 async fn change_servers(
     services: &Services,
     name: &str,
@@ -181,7 +181,7 @@ async fn change_servers(
     Ok(Outcome::Done(shown(services, provider)))
 }
 
-/// Adds a server to a KMIP provider, as the last in the order; its certificate has to be trusted then.
+/// Adds a server to a KMIP provider, as the last in the order; its certificate must be trusted afterwards.
 pub async fn add_server(
     services: &Services,
     caller: &Caller,
@@ -206,7 +206,7 @@ pub async fn remove_server(
         .await
 }
 
-/// Changes the address of a server; whom to trust for it stays as it is.
+/// Changes the address of a server; its trusted certificates stay.
 pub async fn set_server(
     services: &Services,
     caller: &Caller,
@@ -221,7 +221,7 @@ pub async fn set_server(
     change_servers(services, name, to, caller.name(), dry_run).await
 }
 
-/// Moves a server in the order in which servers are asked.
+/// Moves a server in the order in which vmseal asks them.
 pub async fn move_server(
     services: &Services,
     caller: &Caller,

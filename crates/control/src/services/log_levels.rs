@@ -1,6 +1,6 @@
-//! What the server and its hosts log.
+//! The log levels of the server and its hosts.
 
-use vmseal_api::model::LogLevel;
+use vmseal_api::log_level::LogLevel;
 use vmseal_api::problem::Problem;
 use vmseal_api::request::SetLogLevel;
 use vmseal_log::{Levels, LevelsError};
@@ -18,13 +18,13 @@ fn parse(request: &SetLogLevel) -> Result<Levels, Problem> {
     request.levels.parse().map_err(invalid)
 }
 
-/// Shows what the server logs.
+/// Shows the log levels of the server.
 pub async fn show(_: &Services, caller: &Caller) -> Result<LogLevel, Problem> {
     caller.require(Privilege::Read)?;
     Ok(shown())
 }
 
-/// Changes what the server logs, until its process ends.
+/// Changes the log levels of the server, until its process ends.
 pub async fn set(
     services: &Services,
     caller: &Caller,
@@ -37,7 +37,7 @@ pub async fn set(
     Ok(shown())
 }
 
-/// Shows what a host's agent logs.
+/// Shows the log levels of a host's agent.
 pub async fn show_host(
     services: &Services,
     caller: &Caller,
@@ -48,7 +48,7 @@ pub async fn show_host(
     services.hosts.connected(host.id)?.log_level().await
 }
 
-/// Changes what a host's agent and the filters of its VMs log, until the agent's process ends.
+/// Changes the log levels of a host's agent and of the filters of its VMs, until the agent's process ends.
 pub async fn set_host(
     services: &Services,
     caller: &Caller,

@@ -1,5 +1,5 @@
-//! What Prometheus scrapes: the server's own metrics, and those of each host, which the server fetches.
-//! Agents take certificates of the control plane only, and Prometheus has none.
+//! The metrics for Prometheus: the server's own, and those of each host, which the server fetches.
+//! Agents accept only certificates of the control plane, and Prometheus has none.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -63,14 +63,14 @@ pub async fn host(services: &Services, caller: &Caller, name: &str) -> Result<St
     services.hosts.connected(host.id)?.metrics().await
 }
 
-/// The hosts whose metrics there are, with their names.
+/// The hosts with metrics, with their names.
 pub async fn hosts(services: &Services, caller: &Caller) -> Result<Vec<(HostId, String)>, Problem> {
     caller.require(Privilege::Read)?;
     let known = hosts::list(&mut *services.store.read().await?, &Part::all()).await?;
     Ok(known.into_iter().map(|host| (host.id, host.name)).collect())
 }
 
-/// A VM as it is labelled.
+/// The labels of a VM.
 #[derive(Debug)]
 struct VmLabels {
     vm: String,
@@ -93,7 +93,7 @@ fn labels_of(services: &Services, vm: &Vm) -> VmLabels {
     }
 }
 
-/// What is true now.
+/// The current state.
 #[derive(Debug)]
 struct Snapshot {
     hosts: Vec<(String, bool)>,
@@ -174,7 +174,7 @@ impl Collector for Snapshot {
         )?;
         encode_gauges(
             &mut to,
-            ("vmseal_alarms", "Alarms that stand, by code."),
+            ("vmseal_alarms", "Active alarms, by code."),
             counted(self.alarms.iter().map(|alarm| alarm.code.clone()))
                 .into_iter()
                 .map(|(code, count)| ([("code", code)], count)),

@@ -1,17 +1,17 @@
-//! What the API offers: one function for each operation.
+//! The operations of the API: one function for each.
 //!
-//! A function takes a [`Caller`] and names the [`Privilege`] that the caller needs; who lacks it is answered
+//! A function takes a [`Caller`] and names the [`Privilege`] that the caller needs; without it the answer is
 //! `forbidden`, and nothing is done. Requests, answers and errors are those of the API ([`vmseal_api`]); nothing here
-//! knows HTTP.
+//! depends on HTTP.
 //!
-//! With `dry_run`, a request is checked as if it were meant, and answered with what would be done. Nothing is done:
-//! what the inventory would be told is written and not committed.
+//! With `dry_run`, a request gets all checks, and its answer says what would be done. Nothing is done: the changes of
+//! the inventory are written but not committed.
 //!
 //! | module | what |
 //! |---|---|
-//! | [`caller`], [`users`] | who asks, and what they may do |
+//! | [`caller`], [`users`] | callers, their privileges and tokens |
 //! | [`hosts`], [`datastores`], [`policies`], [`tasks`], [`events`] | resources of these names |
-//! | [`providers`], [`kmip`], [`passphrases`] | key providers, and what is secret on its way to them |
+//! | [`providers`], [`kmip`], [`passphrases`] | key providers, and the secrets sent to them |
 //! | [`vms`], [`create_vm`], [`recrypt`], [`disks`], [`bitmaps`] | virtual machines |
 //! | [`log_levels`], [`metrics`] | diagnostics |
 
@@ -46,10 +46,10 @@ use crate::setup::authority::Authority;
 use crate::store::{PAGE_MAX, Part, Store};
 use crate::tasks::Engine;
 
-/// How many resources a page has where nobody says otherwise.
+/// How many resources a page has by default.
 const PAGE_DEFAULT: u32 = 100;
 
-/// What the services work with.
+/// The parts of the server that the services use.
 pub struct Services {
     /// The inventory.
     pub store: Arc<Store>,
@@ -61,11 +61,11 @@ pub struct Services {
     pub engine: Arc<Engine>,
     /// The authority.
     pub authority: Arc<Authority>,
-    /// What passphrases are sealed to.
+    /// The key pair to which passphrases are sealed.
     pub recipient: Recipient,
 }
 
-/// What a request that has a dry run is answered with.
+/// The answer to a request that supports dry runs.
 #[derive(Debug)]
 pub enum Outcome<T> {
     /// It is done.
@@ -75,12 +75,12 @@ pub enum Outcome<T> {
 }
 
 impl<T> Outcome<T> {
-    /// What would be done, as one step.
+    /// A plan of one step.
     fn planned(kind: &str, target: &str, step: String) -> Self {
         Self::Planned(Plan { kind: kind.to_owned(), target: target.to_owned(), steps: vec![step] })
     }
 
-    /// The same, with another answer where it is done.
+    /// Maps the answer, if it is done.
     pub fn map<U>(self, to: impl FnOnce(T) -> U) -> Outcome<U> {
         match self {
             Self::Done(answer) => Outcome::Done(to(answer)),
@@ -88,7 +88,7 @@ impl<T> Outcome<T> {
         }
     }
 
-    /// The same, where the other answer may be an error.
+    /// Maps the answer, if it is done, to another one or an error.
     fn try_map<U, E>(self, to: impl FnOnce(T) -> Result<U, E>) -> Result<Outcome<U>, E> {
         Ok(match self {
             Self::Done(answer) => Outcome::Done(to(answer)?),
@@ -97,7 +97,7 @@ impl<T> Outcome<T> {
     }
 }
 
-/// Which part of a list.
+/// The requested part of a list.
 #[derive(Clone, Debug, Default)]
 pub struct PageRequest {
     /// The `next` of the last page.
@@ -116,7 +116,7 @@ fn page_limit(asked: Option<u32>) -> u32 {
     asked.unwrap_or(PAGE_DEFAULT).clamp(1, PAGE_MAX)
 }
 
-/// A page; there may be another one when it is full.
+/// A page; if it is full, there may be another one.
 fn page_of<T>(items: Vec<T>, limit: u32, place: impl FnOnce(&T) -> String) -> Page<T> {
     let full = u32::try_from(items.len()).is_ok_and(|count| count >= limit);
     let next = items.last().filter(|_| full).map(place);

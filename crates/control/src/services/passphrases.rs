@@ -1,16 +1,16 @@
-//! Passphrases on their way to the server: sealed to a key pair that lives as long as its process.
+//! The transfer of passphrases to the server: sealed to a key pair that exists as long as its process.
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use vmseal_api::model::About;
+use vmseal_api::passphrase::{SealedPassphrase, passphrase_info};
 use vmseal_api::problem::{ErrorCode, Problem};
-use vmseal_api::request::{SealedPassphrase, passphrase_info};
 use vmseal_secret::SecretBytes;
 use vmseal_secret::sealed_box::SealedBox;
 
 use super::Services;
 
-/// What the server is, and what passphrases are sealed to; anybody may ask.
+/// The server's version, and the key to which passphrases are sealed; needs no credentials.
 #[must_use]
 pub fn about(services: &Services) -> About {
     About { vmseal: env!("CARGO_PKG_VERSION").to_owned(), passphrase_box: passphrase_box(services) }
@@ -39,5 +39,5 @@ pub(super) fn open_passphrase(
     services
         .recipient
         .open(&sealed, &passphrase_info(provider))
-        .map_err(|error| invalid(format!("{error} (it has to be sealed for '{provider}')")))
+        .map_err(|error| invalid(format!("{error} (it must be sealed for '{provider}')")))
 }

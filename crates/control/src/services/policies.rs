@@ -30,7 +30,7 @@ async fn find(services: &Services, name: &str) -> Result<policies::Policy, Probl
     found.ok_or_else(|| Problem::not_found("policy", name))
 }
 
-/// Which host's it is to be is seen when a VM is made; that nobody has it can be told now.
+/// The host is known only when a VM is created; but a datastore that no host has is refused now.
 async fn check_replica(write: &mut Write<'_>, replica: &Replication) -> Result<(), Problem> {
     check_replica_rate(replica.bytes_per_second)
         .map_err(|what| Problem::invalid("replica.bytes_per_second", what))?;

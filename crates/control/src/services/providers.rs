@@ -107,7 +107,7 @@ pub async fn show(services: &Services, caller: &Caller, name: &str) -> Result<Pr
     Ok(shown(services, provider))
 }
 
-/// Removes a key provider that nothing uses, with its key.
+/// Removes a key provider that is not in use, with its key.
 pub async fn remove(
     services: &Services,
     caller: &Caller,
@@ -125,7 +125,7 @@ pub async fn remove(
     Ok(Outcome::Done(()))
 }
 
-/// Gives a provider's passphrase, after a start of the server.
+/// Unlocks a provider with its passphrase, after a start of the server.
 pub async fn unlock(
     services: &Services,
     caller: &Caller,
@@ -167,7 +167,7 @@ pub async fn change_passphrase(
     Ok(Outcome::Done(shown(services, provider)))
 }
 
-/// Gives a backup of the provider's key, and of the settings of a KMIP provider, sealed under the passphrase of
+/// Returns a backup of the provider's key, and of the settings of a KMIP provider, sealed under the passphrase of
 /// the request.
 pub async fn backup(
     services: &Services,
@@ -188,7 +188,7 @@ pub async fn backup(
     Ok(Outcome::Done(Backup { backup: STANDARD.encode(backup) }))
 }
 
-/// Verifies a backup; the provider makes keys from the first success on.
+/// Verifies a backup; the provider creates keys from the first success on.
 pub async fn verify(
     services: &Services,
     caller: &Caller,
@@ -248,7 +248,7 @@ pub(super) fn usable(
     let wrong = |detail: String| Err(Problem::new(ErrorCode::WrongState, detail));
     let name = &provider.name;
     match services.providers.status(&provider) {
-        // Asking it will tell.
+        // A request to it will show.
         ProviderStatus::Normal | ProviderStatus::Degraded | ProviderStatus::Untried => Ok(provider),
         ProviderStatus::Sealed => wrong(format!(
             "key provider '{name}' is sealed: unlock it (vmseal provider unlock {name})"

@@ -12,8 +12,8 @@ use super::{Outcome, Services};
 use crate::operation::Operation;
 use crate::store::{providers, vms};
 
-/// Gives a VM that is off another key-encryption key, of its provider or another one, and destroys the one that it
-/// had. The data of its disks is not rewritten.
+/// Gives a VM that is off another key-encryption key, of its provider or another one, and destroys the old one. The
+/// data of its disks is not rewritten.
 pub async fn recrypt(
     services: &Services,
     caller: &Caller,
@@ -33,7 +33,7 @@ pub async fn recrypt(
         return Err(Problem::new(ErrorCode::WrongState, detail));
     }
     let mut write = services.store.write().await?;
-    // As it is now: a task may have ended since.
+    // Read again: a task may have ended since.
     let vm = vms::get(&mut write, vm.id).await?.ok_or_else(|| Problem::not_found("VM", name))?;
     let Some(old) = vm.key.clone() else {
         let detail = format!("VM '{}' has no key: nothing of it is encrypted", vm.name);

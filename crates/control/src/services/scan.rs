@@ -1,4 +1,4 @@
-//! What a host found on a datastore, compared with the inventory: a pure function.
+//! Compares a host's scan of a datastore with the inventory: a pure function.
 
 use std::collections::{HashMap, HashSet};
 
@@ -10,8 +10,8 @@ use vmseal_api::datastore::{
 use crate::store::datastores::Datastore;
 use crate::store::disks::Placed;
 
-/// Compares with the inventory of before and after the host looked: an orphan is in neither, what is missing
-/// was to be there in both.
+/// Compares with the inventory before and after the scan: an orphan is in neither, a missing image is expected
+/// by both.
 #[must_use]
 pub fn compare(
     datastore: &Datastore,
@@ -19,7 +19,7 @@ pub fn compare(
     before: &[Placed],
     after: &[Placed],
 ) -> DatastoreScan {
-    // The newer one counts where both have a disk.
+    // If both have a disk, the newer one counts.
     let both = before.iter().chain(after);
     let by_id: HashMap<&str, &Placed> = both.map(|disk| (disk.id.as_str(), disk)).collect();
     let here = datastore.id.to_string();
@@ -133,7 +133,7 @@ fn scanned(
     }
 }
 
-/// Says that an image lacks a part of its disk, if it does. Of one that cannot be read the length is not known.
+/// Says that an image is truncated, if it is. The length of one that cannot be read is unknown.
 fn truncated(disk: &Placed, found: &FoundImage) -> Option<String> {
     let needed = disk.image_length()?;
     let known = !matches!(found.content, ImageContent::Unreadable { .. });
@@ -143,8 +143,8 @@ fn truncated(disk: &Placed, found: &FoundImage) -> Option<String> {
     })
 }
 
-/// Where the content is not what the inventory has; empty when it is. The start of the VM decides: only
-/// that has the key.
+/// How the content differs from the inventory; empty if it does not. The final check is the start of the
+/// VM: only that has the key.
 fn against_inventory(disk: &Placed, content: &ImageContent) -> String {
     match content {
         ImageContent::Vmseal { claims } if disk.encrypted => {
@@ -158,7 +158,7 @@ fn against_inventory(disk: &Placed, content: &ImageContent) -> String {
         }
         ImageContent::ForeignLuks { detail } if disk.encrypted => detail.clone(),
         ImageContent::Unreadable { detail } => detail.clone(),
-        // What a guest writes on a plain disk is its own matter.
+        // A guest may write anything on a plaintext disk.
         _ => String::new(),
     }
 }
@@ -210,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn each_image_is_told_for_what_it_is_to_the_inventory() {
+    fn each_image_is_classified_by_the_inventory() {
         let (here, there) = (datastore(), Datastore { name: "other".to_owned(), ..datastore() });
         let (vm, stranger) = (VmId::new(), VmId::new());
         let [whole, bare, forged, copy, gone] = std::array::from_fn(|_| DiskId::new());
@@ -270,7 +270,7 @@ mod tests {
         assert!(scan.images[3].detail.contains("'other'"));
         assert_eq!(scan.images[9].disk.as_deref(), Some("gone"));
         assert_eq!((scan.others, &scan.datastores), (3, &within));
-        // A list that is not whole proves nothing missing.
+        // An incomplete list does not prove that an image is missing.
         let part = DatastoreContents { incomplete: Some("too many".to_owned()), ..contents };
         let scan = compare(&here, part, &known, &known);
         assert!(scan.images.iter().all(|image| image.status != ImageStatus::Missing));
@@ -323,7 +323,7 @@ mod tests {
         let before = [Placed { whole: false, ..whole(begun) }, whole(deleted), whole(gone)];
         let after = [whole(made), whole(begun), whole(gone)];
         let name = |disk| Some(NamedImage { vm, disk, half_made: false, replica: false });
-        // The host saw the one that was deleted then, and none of those that were made.
+        // The host saw the one that was deleted meanwhile, and none of those that were created.
         let images = vec![found("deleted", name(deleted), claims(vm, deleted))];
         let contents = DatastoreContents { images, ..DatastoreContents::default() };
         let scan = compare(&here, contents, &before, &after);

@@ -30,7 +30,7 @@ pub async fn show(services: &Services, caller: &Caller, id: &str) -> Result<Task
     Ok(services.engine.shown(&task))
 }
 
-/// Asks a task to stop and to undo what it has done.
+/// Cancels a task: it stops and undoes what it has done.
 pub async fn cancel(
     services: &Services,
     caller: &Caller,
@@ -51,8 +51,8 @@ pub async fn cancel(
     Ok(Outcome::Done(services.engine.shown(&task)))
 }
 
-/// Notes that an operator has dealt with what a task left, and clears its alarm. A task that this version cannot carry
-/// out ends as unknown, and its VM is free for others.
+/// Records that an operator has handled what a task left behind, and clears its alarm. A task that this version
+/// cannot run ends as unknown, and its VM is free for other tasks.
 pub async fn resolve(
     services: &Services,
     caller: &Caller,

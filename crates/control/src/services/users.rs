@@ -1,4 +1,4 @@
-//! Who is it? A token, compared in constant time.
+//! Authentication by a token, compared in constant time.
 
 use aws_lc_rs::constant_time::verify_slices_are_equal;
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -7,14 +7,14 @@ use super::Services;
 use super::caller::Caller;
 use crate::store::users;
 
-/// The user whose token it is. Every user is an administrator.
+/// The user with this token. Every user is an administrator.
 ///
 /// # Errors
 /// `unauthenticated`.
 pub async fn authenticate(services: &Services, token: &str) -> Result<Caller, Problem> {
     let hash = crate::sha256_hex(token.as_bytes());
     let known = users::list(&mut *services.store.read().await?).await?;
-    // All of them, so that the time says nothing of which.
+    // Compares with all of them, so that the time does not depend on the match.
     let matching: Vec<_> = known
         .into_iter()
         .filter(|(_, known)| verify_slices_are_equal(known.as_bytes(), hash.as_bytes()).is_ok())

@@ -18,10 +18,10 @@ use crate::store::tasks::Task;
 use crate::store::{StoreError, Write, disks, providers, vms};
 use crate::tasks::{Engine, steps};
 
-/// How long a guest may take to shut down where nobody says otherwise, in seconds.
+/// How long a guest may take to shut down by default, in seconds.
 const SHUTDOWN_DEFAULT: u32 = 120;
 
-/// The longest that a guest may be given, in seconds.
+/// The maximum time for a guest to shut down, in seconds.
 const SHUTDOWN_MAX: u32 = vmseal_api::host::SHUTDOWN_SECONDS_MAX;
 
 fn shown(
@@ -90,7 +90,7 @@ pub async fn list(
     caller.require(Privilege::Read)?;
     let part = request.part();
     let mut read = services.store.read().await?;
-    // One state of the inventory: a VM that is made meanwhile is not listed without its disks.
+    // One snapshot of the inventory, so that a VM that is created meanwhile is not listed without its disks.
     let mut read = read.begin().await.map_err(StoreError::from)?;
     let listed = vms::list(&mut read, &part).await?;
     let mut disks = disks::of_part(&mut read, &part).await?;
@@ -122,7 +122,7 @@ pub async fn show(services: &Services, caller: &Caller, name: &str) -> Result<Vm
     Ok(shown(vm, disks, provider, seen))
 }
 
-/// Commits what is written together with a task, and begins the task; or only says what it would do.
+/// Commits a transaction with a new task, and begins the task; or only plans it.
 pub(super) async fn begin(
     services: &Services,
     mut write: Write<'_>,
@@ -141,7 +141,7 @@ pub(super) async fn begin(
     Ok(Outcome::Done(shown))
 }
 
-/// What a task would do.
+/// The plan of a task.
 pub(super) fn plan(task: &Task, vm: &vms::Vm) -> Plan {
     let keyless = vm.provider.is_none();
     let steps = steps::of(&task.operation).iter().filter(|step| !(keyless && step.needs_key()));
@@ -152,7 +152,7 @@ pub(super) fn plan(task: &Task, vm: &vms::Vm) -> Plan {
     }
 }
 
-/// The power of a VM, asked of its host: what is shown may be a moment old.
+/// The power of a VM, read from its host: the monitor's view may be a moment old.
 pub(super) async fn power(services: &Services, vm: &vms::Vm) -> Result<Option<Power>, Problem> {
     let state = services.hosts.connected(vm.host)?.state_now().await?;
     Ok(state.vms.iter().find(|seen| seen.vm == vm.id).map(|seen| seen.power))
@@ -191,7 +191,7 @@ pub async fn start(
     begin(services, write, operation, &vm, caller, dry_run).await
 }
 
-/// A key that the monitor could not deliver so far: a start would try again, and most likely fail.
+/// Refuses a start if the monitor could not deliver the key: the start would most likely fail too.
 pub(super) fn check_key(services: &Services, vm: &vms::Vm) -> Result<(), Problem> {
     let missing =
         services.hosts.view(vm.host).vm(vm.id).is_some_and(|seen| seen.key == KeyState::Missing);
@@ -213,7 +213,7 @@ pub(super) fn word(power: Power) -> &'static str {
 }
 
 /// Stops a VM; one that is off stays off. With `force`, a task that waits for the guest to shut down cuts its power
-/// instead, and is the task that is answered.
+/// instead, and the answer is that task.
 pub async fn stop(
     services: &Services,
     caller: &Caller,
@@ -244,7 +244,7 @@ pub async fn stop(
     begin(services, write, operation, &vm, caller, dry_run).await
 }
 
-/// Deletes a VM that is off, with its disks and its key; also what is left of one.
+/// Deletes a VM that is off, with its disks and its key, or the remains of one.
 pub async fn delete(
     services: &Services,
     caller: &Caller,
@@ -266,7 +266,7 @@ pub async fn delete(
     }
     let _unchanged = services.hosts.lock(vm.id).await;
     let mut write = services.store.write().await?;
-    // As it is now: a task may have ended since.
+    // Read again: a task may have ended since.
     let now = vms::get(&mut write, vm.id).await?.ok_or_else(|| Problem::not_found("VM", name))?;
     vms::set_lifecycle(&mut write, vm.id, Lifecycle::Deleting).await?;
     let operation = Operation::DeleteVm { vm: vm.id, was: now.lifecycle };
@@ -290,7 +290,7 @@ pub async fn console(
     let (kind, target) = ("vm.console-opened", vm.name.as_str());
     let detail = match claim {
         ConsoleClaim::IfFree => "its serial line",
-        ConsoleClaim::TakeOver => "its serial line, taken over from whoever had it",
+        ConsoleClaim::TakeOver => "its serial line, taken over from the former user",
     };
     write.event(NewEvent { kind, actor: caller.name(), target, detail }).await?;
     write.commit().await?;

@@ -1,5 +1,5 @@
-//! The control plane's own certification authority: it signs the server's certificate and those of
-//! hosts, and nothing else is trusted by either.
+//! The control plane's own certificate authority: it signs the certificates of the server and of hosts, and
+//! they trust nothing else.
 //!
 //! | certificate | common name | subject alternative names | usage |
 //! |---|---|---|---|
@@ -7,7 +7,7 @@
 //! | server | `vmseal-server` | its names, `urn:vmseal:server` | server and client |
 //! | host | the host's id | `ID.host.vmseal.internal`, `urn:vmseal:host` | server |
 //!
-//! Nothing that a host chooses comes into a certificate: not its name, not its address.
+//! A certificate contains nothing that a host chooses: neither its name nor its address.
 
 use std::net::IpAddr;
 use std::path::Path;
@@ -25,27 +25,27 @@ use vmseal_api::client::host_server_name;
 use vmseal_api::id::HostId;
 use zeroize::Zeroizing;
 
-use crate::setup::files;
+use vmseal_api::atomic_file;
 
 pub use vmseal_api::client::role::{HOST_ROLE, SERVER_ROLE};
 
-/// How long an authority is valid, in years: as long as an installation may last.
+/// The validity of an authority, in years: as long as an installation may last.
 const AUTHORITY_YEARS: i32 = 30;
 
-/// How long a host's certificate is valid, in years. A host that is removed from the inventory is not
-/// called any more, whatever its certificate says; it is renewed by joining again.
+/// The validity of a host's certificate, in years. Joining again renews it. A host that was removed from the
+/// inventory is no longer called, even if its certificate is valid.
 const HOST_YEARS: i32 = 10;
 
-/// How long the server's certificate is valid, in days; the server renews it itself.
+/// The validity of the server's certificate, in days; the server renews it itself.
 const SERVER_DAYS: i32 = 365;
 
-/// The clocks of hosts may be behind by this many days.
+/// How far the clocks of hosts may be behind, in days.
 const CLOCK_SKEW_DAYS: i32 = 1;
 
-/// The most that is read of a certificate request, in bytes.
+/// The maximum length of a certificate request, in bytes.
 pub const REQUEST_MAX: usize = 16 * 1024;
 
-/// Why there is no authority, or no certificate.
+/// Why the authority or a certificate is unavailable.
 #[derive(Debug, thiserror::Error)]
 pub enum AuthorityError {
     /// A file of the data directory.
@@ -56,7 +56,7 @@ pub enum AuthorityError {
         /// What the file system says.
         source: std::io::Error,
     },
-    /// A key or certificate that is there cannot be used.
+    /// An existing key or certificate cannot be used.
     #[error("{path} is damaged: {why}. Restore it from a backup of the data directory")]
     Damaged {
         /// Which file.
@@ -93,8 +93,8 @@ pub struct Authority {
 }
 
 impl Authority {
-    /// The authority of a data directory, made if there is none: `ca.key` first, then `ca.pem`. A crash
-    /// between the two leaves a key that nobody has a certificate of yet.
+    /// Opens the authority of a data directory, or makes one: first `ca.key`, then `ca.pem`. A crash between the two
+    /// leaves a key without a certificate.
     ///
     /// # Errors
     /// [`AuthorityError`].
@@ -114,7 +114,7 @@ impl Authority {
             (None, None) => {
                 let key = KeyPair::generate()?;
                 let text = Zeroizing::new(key.serialize_pem());
-                files::put(&key_path, text.as_bytes(), files::PRIVATE)
+                atomic_file::write(&key_path, text.as_bytes(), atomic_file::PRIVATE)
                     .map_err(file_error(&key_path))?;
                 key
             }
@@ -123,7 +123,7 @@ impl Authority {
             Some(text) => text.to_string(),
             None => {
                 let pem = authority_certificate(&key)?.pem();
-                files::put(&pem_path, pem.as_bytes(), files::PUBLIC)
+                atomic_file::write(&pem_path, pem.as_bytes(), atomic_file::PUBLIC)
                     .map_err(file_error(&pem_path))?;
                 pem
             }
@@ -150,7 +150,7 @@ impl Authority {
         &self.der
     }
 
-    /// SHA-256 of the certificate: what a join token carries.
+    /// SHA-256 of the certificate, which is part of a join token.
     #[must_use]
     pub fn fingerprint(&self) -> [u8; 32] {
         let mut fingerprint = [0; 32];
@@ -161,7 +161,7 @@ impl Authority {
     /// A new key and certificate for the server: PEM, the key first, then the certificate.
     ///
     /// # Errors
-    /// [`AuthorityError::Certificate`]: a name is no name.
+    /// [`AuthorityError::Certificate`]: an invalid name.
     pub fn server_certificate(
         &self,
         names: &[String],
@@ -176,11 +176,11 @@ impl Authority {
         Ok(Zeroizing::new(format!("{}{}", key.as_str(), certificate.pem())))
     }
 
-    /// Signs a host's certificate request. Only the public key is taken from it, once its signature has
-    /// shown that the host has the private one; all else is as the inventory says.
+    /// Signs a host's certificate request. Takes only the public key from it, after its signature has proved that the
+    /// host has the private one; everything else comes from the inventory.
     ///
     /// # Errors
-    /// [`AuthorityError::Request`]: it is no request, or its signature is wrong.
+    /// [`AuthorityError::Request`]: it is not a request, or its signature is wrong.
     pub fn host_certificate(&self, request: &str, host: HostId) -> Result<String, AuthorityError> {
         let mut request =
             CertificateSigningRequestParams::from_pem(request).map_err(AuthorityError::Request)?;
@@ -215,7 +215,7 @@ fn authority_certificate(key: &KeyPair) -> Result<Certificate, AuthorityError> {
     Ok(params.self_signed(key)?)
 }
 
-/// The certificate of somebody who is no authority.
+/// The parameters of a certificate that is not an authority's.
 fn leaf(
     common_name: &str,
     days: i32,
@@ -229,7 +229,7 @@ fn leaf(
     Ok(params)
 }
 
-/// A certificate of this name, from yesterday on, with a random serial number and no other word yet.
+/// The parameters of a certificate with this name, valid from yesterday, with a random serial number.
 pub(crate) fn valid_for(common_name: &str, days: i32) -> Result<CertificateParams, AuthorityError> {
     let mut params = CertificateParams::default();
     params.distinguished_name = rcgen::DistinguishedName::new();
@@ -315,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn a_crash_between_key_and_certificate_is_mended_and_a_wrong_pair_refused() {
+    fn a_crash_between_key_and_certificate_is_repaired_and_a_wrong_pair_refused() {
         let directory = tempfile::tempdir().unwrap();
         let first = Authority::open(directory.path()).unwrap();
         assert_eq!(Authority::open(directory.path()).unwrap().pem(), first.pem());

@@ -1,27 +1,27 @@
-//! Certificates that end soon, of whatever kind: the server's, its authority's, those of hosts, of KMIP clients
-//! and of KMSs. Each kind is looked at where it is known; the words and the time are the same.
+//! Certificates that expire soon: the server's, its authority's, those of hosts, of KMIP clients and of KMSs. Each
+//! kind is checked in its own module; the alarm text and the time limit are common.
 
 use jiff::{SignedDuration, Timestamp};
 
 use crate::store::alarms::RaisedAlarm;
 
-/// How long before its end a certificate is an alarm: time for two people to arrange another.
+/// How long before its expiry a certificate raises an alarm: enough for two people to arrange another.
 pub const WARN_BEFORE: SignedDuration = SignedDuration::from_hours(30 * 24);
 
 /// The code of the alarm.
 pub const CODE: &str = "certificate-expiring";
 
-/// A certificate, and what is done about its end.
+/// A certificate, and how to renew it.
 pub struct ExpiringCertificate {
-    /// What it is, with its article.
+    /// Its name in the alarm, with an article.
     pub what: String,
-    /// Until when it is valid.
+    /// When it expires.
     pub until: Timestamp,
     /// How it is renewed.
     pub remedy: String,
 }
 
-/// The alarm about those of somebody's certificates that end soon, or have ended.
+/// The alarm about those of an owner's certificates that expire soon, or have expired.
 #[must_use]
 pub fn alarm(
     target: &str,
@@ -52,7 +52,7 @@ pub fn of_host(host: &str, certificate: Option<&[u8]>, now: Timestamp) -> Option
     alarm(host, &[certificate], now)
 }
 
-/// The alarm about the server's own certificate, which it renews itself long before, and its authority's.
+/// The alarm about the server's certificate, which it normally renews long before, and its authority's.
 #[must_use]
 pub fn of_server(own: &[u8], authority: &[u8], now: Timestamp) -> Option<RaisedAlarm> {
     let watched = |what: &str, der, remedy: &str| {
@@ -73,7 +73,7 @@ pub fn of_server(own: &[u8], authority: &[u8], now: Timestamp) -> Option<RaisedA
     alarm("server", &all, now)
 }
 
-/// Until when a certificate (DER) is valid.
+/// When a certificate (DER) expires.
 #[must_use]
 pub fn until(der: &[u8]) -> Option<Timestamp> {
     let (_, certificate) = x509_parser::parse_x509_certificate(der).ok()?;
@@ -84,7 +84,7 @@ pub fn until(der: &[u8]) -> Option<Timestamp> {
 mod tests {
     use super::*;
 
-    /// A certificate with its end.
+    /// A certificate with its expiry.
     fn issued() -> (Vec<u8>, Timestamp) {
         let mut params = crate::setup::authority::valid_for("host", 365).unwrap();
         params.is_ca = rcgen::IsCa::ExplicitNoCa;
@@ -95,7 +95,7 @@ mod tests {
     }
 
     #[test]
-    fn hosts_and_the_server_are_told_of_in_time() {
+    fn expiring_certificates_of_hosts_and_the_server_are_reported_in_time() {
         let (der, until) = issued();
         let (before, soon) = (until - SignedDuration::from_hours(31 * 24), until - WARN_BEFORE);
         let soon = soon + SignedDuration::from_hours(1);

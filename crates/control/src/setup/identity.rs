@@ -17,9 +17,9 @@ use x509_parser::prelude::{FromDer, GeneralName, X509Certificate};
 use zeroize::Zeroizing;
 
 use crate::setup::authority::{Authority, AuthorityError, SERVER_ROLE};
-use crate::setup::files;
+use vmseal_api::atomic_file;
 
-/// When so much is left of a certificate, it is renewed: long enough to notice that it fails.
+/// How long before its expiry a certificate is renewed: enough to notice that a renewal fails.
 const RENEW_BEFORE: Duration = Duration::from_secs(90 * 24 * 3600);
 
 /// The server's certificate and key as TLS uses them now.
@@ -36,7 +36,7 @@ impl std::fmt::Debug for Identity {
 }
 
 impl Identity {
-    /// The certificate in the data directory, or a new one where there is none that will do.
+    /// The certificate in the data directory, or a new one if there is no usable one.
     ///
     /// # Errors
     /// [`AuthorityError`].
@@ -61,7 +61,7 @@ impl Identity {
         Ok(Self { file, names, current: RwLock::new(Arc::new(certified)) })
     }
 
-    /// Renews the certificate if it is time; connections that are open keep theirs.
+    /// Renews the certificate if it is due; open connections keep the old one.
     ///
     /// # Errors
     /// [`AuthorityError`]; the old certificate stays in use.
@@ -90,7 +90,7 @@ fn issue(
     names: &[String],
 ) -> Result<CertifiedKey, AuthorityError> {
     let pem = authority.server_certificate(names)?;
-    files::put(file, pem.as_bytes(), files::PRIVATE)
+    atomic_file::write(file, pem.as_bytes(), atomic_file::PRIVATE)
         .map_err(|source| AuthorityError::File { path: file.display().to_string(), source })?;
     certified(&pem, authority).ok_or_else(|| AuthorityError::Damaged {
         path: file.display().to_string(),
@@ -98,8 +98,8 @@ fn issue(
     })
 }
 
-/// Key and chain as TLS needs them. The chain carries the CA's certificate: a host that joins knows it
-/// by its fingerprint alone.
+/// Key and chain as TLS needs them. The chain includes the CA's certificate: a joining host knows only its
+/// fingerprint.
 fn certified(pem: &str, authority: &Authority) -> Option<CertifiedKey> {
     let key = PrivateKeyDer::from_pem_slice(pem.as_bytes()).ok()?;
     let certificate = CertificateDer::from_pem_slice(pem.as_bytes()).ok()?;
@@ -109,7 +109,7 @@ fn certified(pem: &str, authority: &Authority) -> Option<CertifiedKey> {
     Some(certified)
 }
 
-/// Whether a certificate is of this authority, for these names, and not near its end.
+/// Whether a certificate is of this authority, for these names, and does not expire soon.
 fn will_do(certified: &CertifiedKey, authority: &Authority, names: &[String]) -> bool {
     let Some(Ok((_, certificate))) =
         certified.cert.first().map(|der| X509Certificate::from_der(der))

@@ -1,4 +1,4 @@
-//! The first start, and every other: a data directory with all that a server keeps.
+//! Opens the data directory at the first and every later start.
 //!
 //! ```text
 //! ca.key, ca.pem      the authority
@@ -6,11 +6,11 @@
 //! admin.token         the first user's token, written once; remove it when you have stored it
 //! inventory.db        the inventory
 //! providers/ID/key    a native provider's key, sealed under its passphrase
-//! lock                held by the server that runs
+//! lock                held by the running server
 //! ```
 //!
-//! Each piece is put in its place whole, and a start makes what is missing: one that is cut short is
-//! mended by the next.
+//! Each file is written atomically, and a start makes those that are missing: so the next start completes one
+//! that was interrupted.
 
 use std::fs::{File, OpenOptions};
 use std::net::SocketAddr;
@@ -23,9 +23,9 @@ use nix::fcntl::{Flock, FlockArg};
 use zeroize::Zeroizing;
 
 use crate::setup::authority::{Authority, AuthorityError};
-use crate::setup::files;
 use crate::setup::identity::Identity;
 use crate::store::{Store, StoreError, users};
+use vmseal_api::atomic_file;
 
 /// The name of the first user.
 pub const ADMIN: &str = "admin";
@@ -55,7 +55,7 @@ pub enum InitialiseError {
     Random,
 }
 
-/// What a start finds or makes.
+/// The opened data directory.
 pub struct Initialised {
     /// Held while the server runs.
     pub lock: Flock<File>,
@@ -71,7 +71,7 @@ fn file_error(path: &Path) -> impl FnOnce(std::io::Error) -> InitialiseError {
     move |source| InitialiseError::File { path: path.to_owned(), source }
 }
 
-/// Opens a data directory, and makes what is missing in it.
+/// Opens a data directory, and makes missing files.
 ///
 /// # Errors
 /// [`InitialiseError`].
@@ -79,7 +79,7 @@ pub async fn initialise(
     data_dir: &Path,
     names: Vec<String>,
 ) -> Result<Initialised, InitialiseError> {
-    files::private_directory(data_dir).map_err(file_error(data_dir))?;
+    atomic_file::private_directory(data_dir).map_err(file_error(data_dir))?;
     let lock = lock(data_dir)?;
     let authority = Authority::open(data_dir)?;
     let identity = Identity::open(data_dir, &authority, names)?;
@@ -94,15 +94,15 @@ fn lock(data_dir: &Path) -> Result<Flock<File>, InitialiseError> {
         .write(true)
         .create(true)
         .truncate(false)
-        .mode(files::PRIVATE)
+        .mode(atomic_file::PRIVATE)
         .open(&path)
         .map_err(file_error(&path))?;
     Flock::lock(file, FlockArg::LockExclusiveNonblock)
         .map_err(|_| InitialiseError::Locked(data_dir.to_owned()))
 }
 
-/// Writes the token first and its hash then: after a crash between the two there is no user yet, and
-/// the next start writes another token.
+/// Writes the token first, then its hash: after a crash between the two there is no user yet, and the next start
+/// writes another token.
 async fn make_admin(data_dir: &Path, store: &Store) -> Result<(), InitialiseError> {
     if !users::list(&mut *store.read().await?).await?.is_empty() {
         return Ok(());
@@ -112,15 +112,15 @@ async fn make_admin(data_dir: &Path, store: &Store) -> Result<(), InitialiseErro
     let token = Zeroizing::new(URL_SAFE_NO_PAD.encode(*random));
     let path = data_dir.join("admin.token");
     let text = Zeroizing::new(format!("{}\n", token.as_str()));
-    files::put(&path, text.as_bytes(), files::PRIVATE).map_err(file_error(&path))?;
+    atomic_file::write(&path, text.as_bytes(), atomic_file::PRIVATE).map_err(file_error(&path))?;
     let mut write = store.write().await?;
     users::insert(&mut write, ADMIN, &crate::sha256_hex(token.as_bytes())).await?;
     write.commit().await?;
     Ok(())
 }
 
-/// The names that the server's certificate carries: those that were asked for and, where it listens on
-/// loopback or everywhere, loopback's.
+/// The names in the server's certificate: those that were given and, if it listens on loopback or on all
+/// addresses, those of loopback.
 #[must_use]
 pub fn certificate_names(listen: SocketAddr, asked: &[String]) -> Vec<String> {
     let mut names = asked.to_vec();
@@ -179,9 +179,9 @@ mod tests {
         assert!(!database.windows(43).any(|window| window == token.trim().as_bytes()));
     }
 
-    /// Every piece missing, as a crash before it was made (or an earlier start of another version) leaves it.
+    /// Each file missing in turn, as after a crash before it was made, or after a start of an earlier version.
     #[tokio::test]
-    async fn a_start_that_was_cut_short_is_mended_by_the_next() {
+    async fn the_next_start_completes_an_interrupted_one() {
         for missing in ["ca.pem", "server.pem", "inventory.db"] {
             let directory = tempfile::tempdir().unwrap();
             let started = start(directory.path()).await.unwrap();

@@ -1,6 +1,5 @@
-//! What a server is before it serves: its data directory, its authority, its certificate.
+//! The setup of a server: its data directory, its authority, its certificate.
 pub mod authority;
 pub(crate) mod expiry;
-pub(crate) mod files;
 pub mod identity;
 pub mod initialise;

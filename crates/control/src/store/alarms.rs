@@ -1,24 +1,24 @@
-//! Alarms that stand. Each source says all of its alarms at once; what it no longer says is gone.
+//! Active alarms. Each source reports all of its alarms at once; an alarm that it no longer reports is cleared.
 
 use jiff::Timestamp;
 use sqlx::{FromRow, SqliteConnection};
 use vmseal_api::id::HostId;
-use vmseal_api::kmip::KeyFault;
+use vmseal_api::key_fault::KeyFault;
 use vmseal_api::model::Alarm;
 
 use super::events::NewEvent;
 use super::{StoreError, Write, from_name, parse, to_name};
 
-/// An alarm as its source sees it; since when is the store's matter.
+/// An alarm as its source reports it; the store adds the time.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RaisedAlarm {
-    /// What kind.
+    /// Its kind.
     pub code: &'static str,
     /// The resource, by name.
     pub target: String,
     /// What happened and what to do.
     pub detail: String,
-    /// Why a key is unavailable, where it is about that.
+    /// Why a key is unavailable, if that is its cause.
     pub reason: Option<KeyFault>,
 }
 
@@ -44,7 +44,7 @@ async fn of_source(from: &mut SqliteConnection, source: &str) -> Result<Vec<Row>
         .await?)
 }
 
-/// Whether a source's alarms are others than these.
+/// Whether a source's alarms differ from these.
 pub async fn differ(
     from: &mut SqliteConnection,
     source: &str,
@@ -74,8 +74,8 @@ pub async fn is_raised(
     Ok(raised.bind(source).bind(code).fetch_one(from).await?)
 }
 
-/// Replaces a source's alarms, and tells of those that came and went. `standing` names every
-/// (code, target) once.
+/// Replaces a source's alarms, with an event for each one raised or cleared. `standing` has every (code, target)
+/// at most once.
 pub async fn replace(
     write: &mut Write<'_>,
     source: &str,
@@ -99,7 +99,7 @@ pub async fn replace(
     Ok(())
 }
 
-/// Adds one alarm to a source's, and tells of it where it is new.
+/// Adds one alarm to a source's, with an event if it is new.
 pub async fn raise(
     write: &mut Write<'_>,
     source: &str,
@@ -142,7 +142,7 @@ async fn tell(
     write.event(NewEvent { kind, actor: crate::SELF, target, detail }).await
 }
 
-/// All that stand, oldest first.
+/// All active alarms, oldest first.
 pub async fn list(from: &mut SqliteConnection) -> Result<Vec<Alarm>, StoreError> {
     let rows: Vec<Row> = sqlx::query_as(
         "SELECT code, target, since, detail, reason FROM alarms ORDER BY since, code, target",

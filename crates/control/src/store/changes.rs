@@ -1,7 +1,7 @@
 //! Change numbers, one for each kind of resource: a watcher of one kind is not woken by a change of another.
 //!
-//! SQLite reports which tables a transaction wrote. The state of a host and the progress of a task are in no table; the
-//! monitor and the task report their changes.
+//! SQLite reports which tables a transaction wrote. The state of a host and the progress of a task are not in a table:
+//! the monitor and the task report their changes.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -17,10 +17,10 @@ pub struct Kinds(u32);
 impl Kinds {
     /// No kind.
     pub const NONE: Self = Self(0);
-    /// What a host says: how it stands, its VMs and its datastores.
+    /// The kinds in a host's state: the host, its VMs and its datastores.
     pub const OF_HOST: Self =
         Self::NONE.with(ChangeKind::Host).with(ChangeKind::Vm).with(ChangeKind::Datastore);
-    /// Whatever is not a task or an event. An alarm may be about any of these.
+    /// All kinds except tasks and events. An alarm may be about any of these.
     const RESOURCES: Self =
         Self::OF_HOST.with(ChangeKind::Provider).with(ChangeKind::Policy).with(ChangeKind::Alarm);
 
@@ -36,7 +36,7 @@ impl Kinds {
         Self(self.0 | 1 << kind as u32)
     }
 
-    /// These and those.
+    /// The union of both sets.
     #[must_use]
     pub const fn and(self, others: Self) -> Self {
         Self(self.0 | others.0)
@@ -46,7 +46,7 @@ impl Kinds {
         self.0 & 1 << kind != 0
     }
 
-    /// What rows of a table are about.
+    /// The kinds that rows of a table belong to.
     fn of_table(table: &str) -> Self {
         match table {
             "hosts" => Self::NONE.with(ChangeKind::Host),
@@ -61,7 +61,7 @@ impl Kinds {
         }
     }
 
-    /// What an event is about, by its kind: `provider.unlocked` tells of what is in no table.
+    /// The kinds that an event is about, by its kind: `provider.unlocked` reports a change that is not in a table.
     pub(super) fn of_event(kind: &str) -> Self {
         let noun = kind.split('.').next().unwrap_or(kind);
         match noun {
@@ -94,11 +94,11 @@ impl Numbers {
     }
 }
 
-/// The numbers, for those who wait for another one.
+/// The numbers, with a way to wait for a change.
 pub(super) struct Changes(watch::Sender<Numbers>);
 
 impl Changes {
-    /// Numbers from the time on, so that two runs of a server have none in common.
+    /// Numbers that begin with the time, so that two runs of a server have none in common.
     pub(super) fn begin() -> Self {
         let now = jiff::Timestamp::now().as_microsecond().unsigned_abs();
         Self(watch::Sender::new(Numbers([now; ChangeKind::ALL.len()])))
@@ -115,12 +115,12 @@ impl Changes {
     }
 }
 
-/// What the transaction of a connection has written so far.
+/// The kinds that the transaction of a connection has written so far.
 #[derive(Clone, Default)]
 pub(super) struct Written(Arc<AtomicU32>);
 
 impl Written {
-    /// Notes from now on what a connection writes.
+    /// Starts to record what a connection writes.
     ///
     /// # Errors
     /// The connection's worker has ended.
@@ -132,7 +132,7 @@ impl Written {
         Ok(())
     }
 
-    /// What was written since the last call.
+    /// The kinds that were written since the last call.
     pub(super) fn take(&self) -> Kinds {
         Kinds(self.0.swap(0, Ordering::Relaxed))
     }
@@ -151,7 +151,7 @@ mod tests {
         write.commit().await.unwrap();
     }
 
-    /// The kinds of which there is another number.
+    /// The kinds whose number has changed.
     fn changed(before: Numbers, now: Numbers) -> Vec<ChangeKind> {
         let differ = |kind: &&ChangeKind| {
             let kind = Kinds::NONE.with(**kind);

@@ -20,7 +20,7 @@ pub struct Datastore {
     pub host_name: String,
     /// Where it is.
     pub location: DatastoreLocation,
-    /// Its room when last measured.
+    /// Its capacity and free space when last measured.
     pub usage: Option<DatastoreUsage>,
 }
 
@@ -67,7 +67,7 @@ impl TryFrom<Row> for Datastore {
     }
 }
 
-/// A size as SQL can hold it; more than 8 EiB is as good as 8 EiB here.
+/// A size as SQL can store it; more than 8 EiB counts as 8 EiB.
 fn signed(bytes: u64) -> i64 {
     i64::try_from(bytes).unwrap_or(i64::MAX)
 }
@@ -99,7 +99,7 @@ pub async fn insert(to: &mut SqliteConnection, datastore: &Datastore) -> Result<
     Ok(())
 }
 
-/// Notes how much room there is.
+/// Records its capacity and free space.
 pub async fn set_usage(
     to: &mut SqliteConnection,
     datastore: DatastoreId,
@@ -114,7 +114,7 @@ pub async fn set_usage(
     Ok(())
 }
 
-/// The datastores that go by this: an id, a name, or `HOST:NAME` where hosts share a name.
+/// The datastores with this id or name, or `HOST:NAME` if several hosts have the name.
 pub async fn called(from: &mut SqliteConnection, what: &str) -> Result<Vec<Datastore>, StoreError> {
     let (host, name) = match what.split_once(':') {
         Some((host, name)) => (Some(host), name),
@@ -131,10 +131,10 @@ pub async fn called(from: &mut SqliteConnection, what: &str) -> Result<Vec<Datas
     rows.into_iter().map(Datastore::try_from).collect()
 }
 
-/// The datastore that goes by this, as [`called`]; none where there is none.
+/// The datastore that [`called`] finds, if any.
 ///
 /// # Errors
-/// `invalid-request` where several do: which is meant is never guessed.
+/// `invalid-request` if there are several: vmseal does not guess.
 pub async fn find(from: &mut SqliteConnection, what: &str) -> Result<Option<Datastore>, Problem> {
     let mut found = called(from, what).await?;
     if found.len() > 1 {
@@ -175,7 +175,7 @@ pub async fn uses(from: &mut SqliteConnection, datastore: DatastoreId) -> Result
         .await?)
 }
 
-/// Forgets a datastore; what is on it stays.
+/// Removes a datastore; the files on it stay.
 pub async fn delete(to: &mut SqliteConnection, datastore: DatastoreId) -> Result<(), StoreError> {
     sqlx::query("DELETE FROM datastores WHERE id = $1")
         .bind(datastore.to_string())

@@ -35,17 +35,17 @@ pub struct Disk {
     pub size: u64,
     /// Whether it is encrypted.
     pub encrypted: bool,
-    /// When it takes room.
+    /// Its provisioning.
     pub allocation: Allocation,
-    /// What its guest may use of it.
+    /// The limits of its guest.
     pub limits: DiskLimits,
-    /// What its filter keeps of it in memory, in bytes.
+    /// The size of its cache in its filter, in bytes.
     pub cache: Option<u64>,
-    /// Where its second copy is, and what that datastore is called.
+    /// The datastore of its replica, and that datastore's name.
     pub replica: Option<(ReplicaPlace, String)>,
-    /// What it is to be filled from.
+    /// The image that it is filled from.
     pub image: Option<ImageSource>,
-    /// What is pinned of it; none until it is made.
+    /// The recorded facts about it; `None` until it is created.
     pub facts: Option<DiskFacts>,
     /// Whether its host has been asked to delete it.
     pub deleting: bool,
@@ -90,7 +90,7 @@ impl Row {
     }
 }
 
-/// Where the disks of a VM are is seen from the host that owns it.
+/// The locations of a VM's disks are those on the host that owns it.
 macro_rules! select {
     ($rest:literal) => {
         concat!(
@@ -143,7 +143,7 @@ impl Row {
     }
 }
 
-/// Adds a disk that is to be made.
+/// Adds a disk that does not exist yet.
 pub async fn insert(
     to: &mut SqliteConnection,
     vm: VmId,
@@ -197,7 +197,7 @@ async fn insert_volume(
     Ok(())
 }
 
-/// The disks of the VMs that a part of their list has, by VM, in boot order: one query, however many VMs there are.
+/// The disks of the VMs of a page, by VM, in boot order: one query, however many VMs there are.
 pub async fn of_part(
     from: &mut SqliteConnection,
     part: &Part,
@@ -226,7 +226,7 @@ pub async fn of_vm(from: &mut SqliteConnection, vm: VmId) -> Result<Vec<Disk>, S
     rows.into_iter().map(|row| Ok(row.read()?.1)).collect()
 }
 
-/// Pins what is known of a finished disk.
+/// Records the facts about a finished disk.
 pub async fn set_facts(
     to: &mut SqliteConnection,
     disk: DiskId,
@@ -240,7 +240,7 @@ pub async fn set_facts(
     Ok(())
 }
 
-/// Notes that a disk may be gone from now on, or that it certainly is not.
+/// Records that a disk may be gone from now on, or that it certainly is not.
 pub async fn set_deleting(
     to: &mut SqliteConnection,
     disk: DiskId,
@@ -254,7 +254,7 @@ pub async fn set_deleting(
     Ok(())
 }
 
-/// What the disks of a host's VMs are called.
+/// The names of the disks of a host's VMs.
 pub async fn names_on_host(
     from: &mut SqliteConnection,
     host: HostId,
@@ -290,15 +290,15 @@ pub struct Placed {
     pub encrypted: bool,
     /// Its size, in bytes.
     pub size: i64,
-    /// What is pinned of it, as JSON; none until it is made.
+    /// The recorded facts about it, as JSON; `None` until it is created.
     pub facts: Option<String>,
-    /// Whether it has been made, and its host has not been asked to delete it.
+    /// Whether it was created, and its host has not been asked to delete it.
     pub whole: bool,
 }
 
 impl Placed {
-    /// How long its image is at least, in bytes; none until it is made, or where what is pinned of it cannot be
-    /// read: the start of its VM says so.
+    /// The minimum length of its image, in bytes; `None` until it is created, or if the recorded facts cannot be
+    /// read: the start of its VM reports that.
     #[must_use]
     pub fn image_length(&self) -> Option<u64> {
         let facts: DiskFacts = serde_json::from_str(self.facts.as_deref()?).ok()?;

@@ -9,12 +9,12 @@ use vmseal_api::request_id;
 
 use super::{StoreError, parse};
 
-/// An event that is to be told.
+/// A new event.
 #[derive(Clone, Copy, Debug)]
 pub struct NewEvent<'a> {
-    /// What kind.
+    /// Its kind.
     pub kind: &'a str,
-    /// Who asked for it.
+    /// The user who caused it.
     pub actor: &'a str,
     /// The resource, by name.
     pub target: &'a str,
@@ -33,7 +33,7 @@ struct Row {
     request_id: Option<String>,
 }
 
-/// Appends, for the request that is being worked for; gives the sequence number.
+/// Appends an event, with the id of the current request; returns its sequence number.
 pub(super) async fn append(
     to: &mut SqliteConnection,
     event: NewEvent<'_>,
@@ -60,10 +60,10 @@ pub async fn last(from: &mut SqliteConnection) -> Result<i64, StoreError> {
     Ok(last.unwrap_or(0))
 }
 
-/// Which events are wanted; by default all.
+/// The requested events; by default all.
 #[derive(Clone, Debug, Default)]
 pub struct Filter {
-    /// Of this kind, or of one that begins with it and a dot.
+    /// Of this kind, or of kinds that begin with it and a dot.
     pub kind: Option<String>,
     /// About this resource.
     pub target: Option<String>,
@@ -73,8 +73,8 @@ pub struct Filter {
     pub request: Option<String>,
 }
 
-/// A target or a request has a statement of its own, which finds its events by their index; a condition that may be
-/// left out would hide the index.
+/// A filter by target or request has its own statement, which uses an index; an optional condition would prevent
+/// that.
 macro_rules! wanted {
     ($rest:literal) => {
         concat!(
@@ -88,7 +88,7 @@ macro_rules! wanted {
     };
 }
 
-/// The events after a sequence number that are wanted, oldest first.
+/// The requested events after a sequence number, oldest first.
 pub async fn after(
     from: &mut SqliteConnection,
     sequence: i64,
@@ -108,7 +108,7 @@ pub async fn after(
     read(from, query, sequence, limit, filter).await
 }
 
-/// The newest events that are wanted, oldest first.
+/// The newest of the requested events, oldest first.
 pub async fn last_of(
     from: &mut SqliteConnection,
     count: u32,
@@ -161,7 +161,7 @@ async fn read(
         .collect()
 }
 
-/// Deletes the events from before a time, and the oldest beyond a number of them; gives how many.
+/// Deletes the events from before a time, and the oldest beyond a number of them; returns how many.
 pub async fn delete_old(
     to: &mut SqliteConnection,
     before: Timestamp,

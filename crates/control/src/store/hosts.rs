@@ -13,9 +13,9 @@ pub struct Host {
     pub id: HostId,
     /// Its name.
     pub name: String,
-    /// Where its agent listens.
+    /// The address of its agent.
     pub address: String,
-    /// What it was when it last answered.
+    /// Its description when it last answered.
     pub description: Option<HostDescription>,
 }
 
@@ -30,7 +30,7 @@ struct Row {
 impl TryFrom<Row> for Host {
     type Error = StoreError;
     fn try_from(row: Row) -> Result<Self, StoreError> {
-        // A description is a cache: one that an older vmseal wrote is as good as none.
+        // A description is a cache: an unreadable one of an older vmseal is ignored.
         let description = row.description.and_then(|text| from_json(&text, "a host").ok());
         Ok(Self {
             id: parse(&row.id, "a host's id")?,
@@ -53,7 +53,7 @@ pub async fn insert(to: &mut SqliteConnection, host: &Host) -> Result<(), StoreE
     Ok(())
 }
 
-/// Notes what a host is.
+/// Records a host's description.
 pub async fn set_description(
     to: &mut SqliteConnection,
     host: HostId,
@@ -67,7 +67,7 @@ pub async fn set_description(
     Ok(())
 }
 
-/// Notes where a host's agent is.
+/// Records the address of a host's agent.
 pub async fn set_address(
     to: &mut SqliteConnection,
     host: HostId,
@@ -120,7 +120,7 @@ pub async fn uses(from: &mut SqliteConnection, host: HostId) -> Result<(i64, i64
     .await?)
 }
 
-/// Removes a host and the alarms that those who watch it raised.
+/// Removes a host and the alarms of its monitors.
 pub async fn delete(to: &mut SqliteConnection, host: HostId) -> Result<(), StoreError> {
     sqlx::query("DELETE FROM alarms WHERE source = $1 OR source = $2")
         .bind(host.to_string())

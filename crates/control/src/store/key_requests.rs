@@ -1,5 +1,5 @@
-//! Keys that a provider was asked to make, from before the question until the key is in the inventory.
-//! For providers that make another key every time they are asked.
+//! Requests to create keys, recorded from before the request until the key is in the inventory. For providers that
+//! create another key for every request.
 
 use jiff::Timestamp;
 use sqlx::{FromRow, SqliteConnection};
@@ -8,25 +8,27 @@ use vmseal_api::id::{ProviderId, VmId};
 
 use super::{StoreError, parse};
 
-/// A question to a provider.
+/// A request to a provider.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KeyRequest {
     /// Its id.
     pub request: Uuid,
-    /// What the key is found by again, if the server keeps it.
+    /// The mark by which the key is found, if the server stores it.
     pub mark: Uuid,
     /// When it was sent.
     pub sent: Timestamp,
-    /// For which VM.
+    /// The VM.
     pub vm: VmId,
-    /// Which server was asked.
+    /// The server.
     pub server: String,
-    /// Whether the server was asked to keep the mark with the key.
+    /// Whether the server was asked to store the mark with the key.
     pub marked: bool,
     /// The key, once it is known.
     pub key_id: Option<String>,
-    /// Nobody wants the key any more.
+    /// The key is no longer needed.
     pub abandoned: bool,
+    /// The server's address has changed since: an id that it gave says nothing at the new one.
+    pub moved: bool,
 }
 
 #[derive(FromRow)]
@@ -39,6 +41,7 @@ struct Row {
     marked: bool,
     key_id: Option<String>,
     abandoned: bool,
+    moved: bool,
 }
 
 impl TryFrom<Row> for KeyRequest {
@@ -53,22 +56,25 @@ impl TryFrom<Row> for KeyRequest {
             marked: row.marked,
             key_id: row.key_id,
             abandoned: row.abandoned,
+            moved: row.moved,
         })
     }
 }
 
-/// Notes a question, or what is known of its answer.
+/// Records a request, or what is known of its answer. A recorded move of the server stays, as the address may have
+/// changed while the server was asked.
 pub async fn put(
     to: &mut SqliteConnection,
     provider: ProviderId,
     request: &KeyRequest,
 ) -> Result<(), StoreError> {
     sqlx::query(
-        "INSERT INTO key_requests (provider_id, request, mark, sent_at, vm_id, server, marked, key_id, abandoned)
-         VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9)
+        "INSERT INTO key_requests (provider_id, request, mark, sent_at, vm_id, server, marked, key_id, abandoned, moved)
+         VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10)
          ON CONFLICT (provider_id, request) DO UPDATE
          SET mark = excluded.mark, sent_at = excluded.sent_at, server = excluded.server,
-             marked = excluded.marked, key_id = excluded.key_id, abandoned = excluded.abandoned",
+             marked = excluded.marked, key_id = excluded.key_id, abandoned = excluded.abandoned,
+             moved = excluded.moved OR (key_requests.moved AND key_requests.mark = excluded.mark)",
     )
     .bind(provider.to_string())
     .bind(request.request.to_string())
@@ -79,19 +85,20 @@ pub async fn put(
     .bind(request.marked)
     .bind(&request.key_id)
     .bind(request.abandoned)
+    .bind(request.moved)
     .execute(to)
     .await?;
     Ok(())
 }
 
-/// A question that was noted.
+/// A recorded request.
 pub async fn get(
     from: &mut SqliteConnection,
     provider: ProviderId,
     request: Uuid,
 ) -> Result<Option<KeyRequest>, StoreError> {
     let row: Option<Row> = sqlx::query_as(
-        "SELECT request, mark, sent_at, vm_id, server, marked, key_id, abandoned FROM key_requests
+        "SELECT request, mark, sent_at, vm_id, server, marked, key_id, abandoned, moved FROM key_requests
          WHERE provider_id = $1 AND request = $2",
     )
     .bind(provider.to_string())
@@ -101,13 +108,13 @@ pub async fn get(
     row.map(KeyRequest::try_from).transpose()
 }
 
-/// The questions whose keys nobody wants any more.
+/// The requests whose keys are no longer needed.
 pub async fn abandoned(
     from: &mut SqliteConnection,
     provider: ProviderId,
 ) -> Result<Vec<KeyRequest>, StoreError> {
     let rows: Vec<Row> = sqlx::query_as(
-        "SELECT request, mark, sent_at, vm_id, server, marked, key_id, abandoned FROM key_requests
+        "SELECT request, mark, sent_at, vm_id, server, marked, key_id, abandoned, moved FROM key_requests
          WHERE provider_id = $1 AND abandoned ORDER BY request",
     )
     .bind(provider.to_string())
@@ -116,13 +123,13 @@ pub async fn abandoned(
     rows.into_iter().map(KeyRequest::try_from).collect()
 }
 
-/// All questions to a provider.
+/// All requests to a provider.
 pub async fn of_provider(
     from: &mut SqliteConnection,
     provider: ProviderId,
 ) -> Result<Vec<KeyRequest>, StoreError> {
     let rows: Vec<Row> = sqlx::query_as(
-        "SELECT request, mark, sent_at, vm_id, server, marked, key_id, abandoned FROM key_requests
+        "SELECT request, mark, sent_at, vm_id, server, marked, key_id, abandoned, moved FROM key_requests
          WHERE provider_id = $1 ORDER BY request",
     )
     .bind(provider.to_string())
@@ -131,7 +138,7 @@ pub async fn of_provider(
     rows.into_iter().map(KeyRequest::try_from).collect()
 }
 
-/// Has the questions that went to one server name another one.
+/// Changes the server of the requests that went to one server.
 pub async fn set_server(
     to: &mut SqliteConnection,
     provider: ProviderId,
@@ -147,7 +154,21 @@ pub async fn set_server(
     Ok(())
 }
 
-/// Forgets a question: its key is in the inventory, or there is none.
+/// Records that a server has another address than when it was asked.
+pub async fn set_moved(
+    to: &mut SqliteConnection,
+    provider: ProviderId,
+    server: &str,
+) -> Result<(), StoreError> {
+    sqlx::query("UPDATE key_requests SET moved = TRUE WHERE provider_id = $1 AND server = $2")
+        .bind(provider.to_string())
+        .bind(server)
+        .execute(to)
+        .await?;
+    Ok(())
+}
+
+/// Deletes a request: its key is in the inventory, or there is none.
 pub async fn delete(
     to: &mut SqliteConnection,
     provider: ProviderId,

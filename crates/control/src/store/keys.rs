@@ -1,4 +1,4 @@
-//! Keys by reference: which were made, for whom, and which are destroyed.
+//! References of keys: which were created, for which VM, and which are destroyed.
 
 use sqlx::SqliteConnection;
 use vmseal_api::host::KeyReference;
@@ -6,7 +6,7 @@ use vmseal_api::id::{ProviderId, TaskId, VmId};
 
 use super::{StoreError, parse};
 
-/// Notes that a key was made; a key that is known already stays as it is.
+/// Records a new key; one that is known already stays unchanged.
 pub async fn insert(
     to: &mut SqliteConnection,
     vm: VmId,
@@ -25,7 +25,7 @@ pub async fn insert(
     Ok(())
 }
 
-/// Notes a key that a task had made for a VM which has another one; it is found by the task.
+/// Records a key that a task created for a VM which still has another one; it is found by the task.
 pub async fn insert_for_task(
     to: &mut SqliteConnection,
     vm: VmId,
@@ -42,7 +42,7 @@ pub async fn insert_for_task(
     Ok(())
 }
 
-/// The key that a task had made, unless it is destroyed or is to be.
+/// The key that a task created, unless it is destroyed or unwanted.
 pub async fn of_task(
     from: &mut SqliteConnection,
     task: TaskId,
@@ -57,8 +57,8 @@ pub async fn of_task(
     row.map(reference).transpose()
 }
 
-/// The keys of a VM, of all providers, but those that are destroyed or are to be. More than one while it is
-/// being given another.
+/// The keys of a VM, of all providers, except those that are destroyed or unwanted. More than one during a
+/// recryption.
 pub async fn of_vm(from: &mut SqliteConnection, vm: VmId) -> Result<Vec<KeyReference>, StoreError> {
     let rows: Vec<(String, String, String)> = sqlx::query_as(
         "SELECT provider_id, key_id, check_value FROM keys
@@ -81,13 +81,13 @@ fn reference(
 pub struct LivingKey {
     /// Its id at the provider.
     pub key_id: String,
-    /// The VM that it was made for.
+    /// The VM that it was created for.
     pub vm: VmId,
-    /// That VM's name, while there is one.
+    /// That VM's name, while the VM exists.
     pub vm_name: Option<String>,
-    /// Its check value; empty for one that was gone before it could be read.
+    /// Its check value; empty for a key that was gone before it could be read.
     pub check: String,
-    /// It is to be destroyed as soon as the provider can be asked to.
+    /// It will be destroyed as soon as the provider answers.
     pub unwanted: bool,
 }
 
@@ -110,7 +110,7 @@ pub async fn living(
         .collect()
 }
 
-/// Whether a key of this id was ever made.
+/// Whether a key with this id was ever created.
 pub async fn is_known(
     from: &mut SqliteConnection,
     provider: ProviderId,
@@ -125,7 +125,7 @@ pub async fn is_known(
     Ok(found > 0)
 }
 
-/// Notes that a key is to be destroyed; one that was never noted is noted so.
+/// Marks a key as unwanted, so that it is destroyed; adds it if it was never recorded.
 pub async fn set_unwanted(
     to: &mut SqliteConnection,
     vm: VmId,
@@ -140,8 +140,8 @@ pub async fn set_unwanted(
     Ok(())
 }
 
-/// Marks a key as destroyed, for ever; false when it was already. A key that was never noted gets its
-/// tombstone all the same.
+/// Marks a key as destroyed permanently; false if it was already. A key that was never recorded gets its tombstone
+/// too.
 pub async fn destroy(
     to: &mut SqliteConnection,
     vm: VmId,

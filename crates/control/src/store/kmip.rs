@@ -1,4 +1,4 @@
-//! KMIP providers: their servers, whom to trust, and the client's certificate.
+//! KMIP providers: their servers, trusted certificates, and the client's certificate.
 
 use serde::{Deserialize, Serialize};
 use sqlx::{FromRow, SqliteConnection};
@@ -6,16 +6,16 @@ use vmseal_api::id::ProviderId;
 
 use super::{StoreError, from_json, taken, to_json};
 
-/// Whose word is taken for a server's certificate.
+/// How a server's certificate is checked.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case")]
 pub enum Trust {
-    /// An operator's, for this certificate (PEM).
+    /// It must be this certificate (PEM), which an operator trusts.
     Pinned {
         /// The certificate.
         certificate: String,
     },
-    /// Authorities' (PEM).
+    /// One of these authorities (PEM) must have signed it.
     Authorities {
         /// Their certificates.
         certificates: String,
@@ -32,16 +32,16 @@ pub struct Server {
     pub host: String,
     /// Its port.
     pub port: u16,
-    /// Whom to trust; none until an operator has said so.
+    /// The trust; `None` until an operator has set it.
     pub trust: Option<Trust>,
 }
 
-/// What a provider shows to its servers.
+/// The client key and certificate of a provider.
 #[derive(Clone, Debug, PartialEq, Eq, FromRow)]
 pub struct ClientRow {
     /// The name of the sealed file that holds the private key.
     pub key_file: String,
-    /// The certificate with its chain (PEM); none until there is one for this key.
+    /// The certificate with its chain (PEM); `None` until there is one for this key.
     pub certificate: Option<String>,
     /// The name of the sealed file of another private key, which waits for its certificate.
     pub next_key_file: Option<String>,
@@ -79,7 +79,7 @@ pub async fn insert_servers(
     Ok(())
 }
 
-/// Puts these servers in the place of those that a provider has.
+/// Replaces the servers of a provider.
 pub async fn replace_servers(
     to: &mut SqliteConnection,
     provider: ProviderId,
@@ -111,7 +111,7 @@ pub async fn servers(
         .collect()
 }
 
-/// Notes whom to trust for a server.
+/// Records the trust in a server.
 pub async fn set_trust(
     to: &mut SqliteConnection,
     provider: ProviderId,
@@ -127,7 +127,7 @@ pub async fn set_trust(
     Ok(())
 }
 
-/// What a provider shows to its servers.
+/// The client key and certificate of a provider.
 pub async fn client(
     from: &mut SqliteConnection,
     provider: ProviderId,
@@ -140,7 +140,7 @@ pub async fn client(
     .await?)
 }
 
-/// Notes what a new provider shows to its servers.
+/// Records the client key and certificate of a new provider.
 pub async fn insert_client(
     to: &mut SqliteConnection,
     provider: ProviderId,
@@ -158,7 +158,7 @@ pub async fn insert_client(
     Ok(())
 }
 
-/// Changes what a provider shows to its servers, if its key is still in the file `was`; false when it is not.
+/// Changes the client key and certificate of a provider, if its key is still in the file `was`; false if it is not.
 pub async fn change_client(
     to: &mut SqliteConnection,
     provider: ProviderId,

@@ -1,4 +1,4 @@
-//! Inventories of before keep what they hold.
+//! Inventories of earlier versions keep their data.
 
 use std::str::FromStr;
 
@@ -12,7 +12,7 @@ macro_rules! migration {
 }
 
 /// Every migration, in order.
-const MIGRATIONS: [(u32, &str); 14] = [
+const MIGRATIONS: [(u32, &str); 15] = [
     (1, migration!("0001_inventory")),
     (10, migration!("0010_allocation")),
     (11, migration!("0011_image_format")),
@@ -27,6 +27,7 @@ const MIGRATIONS: [(u32, &str); 14] = [
     (70, migration!("0070_kmip_next_key")),
     (80, migration!("0080_task_steps")),
     (90, migration!("0090_volumes_and_placements")),
+    (91, migration!("0091_key_requests_moved")),
 ];
 
 /// An inventory with the migrations before the one with this number.
@@ -39,7 +40,7 @@ async fn inventory_before(number: u32) -> SqliteConnection {
     inventory
 }
 
-/// Does one migration, as sqlx does it.
+/// Runs one migration, as sqlx does.
 async fn migrate(inventory: &mut SqliteConnection, number: u32) {
     let sql = MIGRATIONS.iter().find(|(it, _)| *it == number).unwrap().1;
     let mut change = inventory.begin().await.unwrap();
@@ -74,7 +75,7 @@ async fn datastores_of_two_hosts_may_have_one_name_and_keep_their_disks() {
     .unwrap();
     assert_eq!((place.as_str(), capacity), ("local", 2));
     let gone = raw_sql("DELETE FROM datastores WHERE id = 'd'").execute(&mut inventory).await;
-    assert!(gone.is_err(), "a datastore with disks can be forgotten");
+    assert!(gone.is_err(), "a datastore with disks can be removed");
 }
 
 const FULL: &str = "
@@ -99,7 +100,7 @@ const FULL: &str = "
         VALUES ('t', 'vm.start', 'web', 'v', 'me', 'O', 'waiting', 's', 1, 'C', NULL, 'P', 'R', '{}', 'f', 'W', 'u', 'N');
     INSERT INTO task_claims VALUES ('vm', 'v', 't');";
 
-/// Everything that is asked for here is joined into a text of one line a row.
+/// The result of a query as text, one line for each row.
 async fn lines(inventory: &mut SqliteConnection, sql: &'static str) -> Vec<String> {
     sqlx::query_scalar(sql).fetch_all(inventory).await.unwrap()
 }

@@ -1,8 +1,8 @@
 //! The inventory: SQLite through sqlx, one module per resource. No secret is ever in it.
 //!
-//! One connection writes and a few read. A [`Write`] is a transaction that is either committed or
-//! undone when it is dropped; what belongs together (a state and the event that tells of it) is
-//! written in one. The file is in WAL mode with `synchronous=FULL`: what was committed is on disk.
+//! One connection writes and a few read. A [`Write`] is a transaction that is either committed or rolled back when
+//! it is dropped; related data (a state and its event) is written in one transaction. The file is in WAL mode with
+//! `synchronous=FULL`: committed data is on disk.
 
 pub mod alarms;
 pub mod changes;
@@ -39,13 +39,13 @@ use vmseal_api::problem::{ErrorCode, Problem};
 
 use self::changes::{Changes, Kinds, Numbers, Written};
 
-/// Connections that read; a request needs one for some milliseconds.
+/// The number of connections that read; a request needs one for some milliseconds.
 const READERS: u32 = 4;
 
 /// How long a request waits for a connection before it fails.
 const ACQUIRE_TIMEOUT: Duration = Duration::from_secs(15);
 
-/// The generation of a volume or a placement when it is made.
+/// The generation of a new volume or placement.
 const FIRST_GENERATION: i64 = 1;
 
 /// How many rows a page of a list has at most.
@@ -60,12 +60,12 @@ pub enum StoreError {
     /// The schema could not be brought up to date.
     #[error("the inventory's schema cannot be brought up to date: {0}")]
     Migration(#[from] sqlx::migrate::MigrateError),
-    /// Something in it that this version did not write.
+    /// A value that this version does not write.
     #[error("the inventory holds '{value}' where {expected} is expected")]
     Unreadable {
-        /// What is there.
+        /// The value.
         value: String,
-        /// What should be there.
+        /// The expected kind of value.
         expected: &'static str,
     },
     /// A name or id is taken.
@@ -74,7 +74,7 @@ pub enum StoreError {
 }
 
 impl StoreError {
-    /// Whether it may go better later: the disk is full, fails, or is busy.
+    /// Whether a retry may succeed: the disk is full, fails, or is busy.
     #[must_use]
     pub fn may_pass(&self) -> bool {
         match self {
@@ -101,7 +101,7 @@ impl From<StoreError> for Problem {
     }
 }
 
-/// What went wrong with an insert: a name that is taken, or the database.
+/// The error of an insert: a name that is taken, or the database's.
 pub(crate) fn taken(what: impl FnOnce() -> String) -> impl FnOnce(sqlx::Error) -> StoreError {
     move |error| match error.as_database_error() {
         Some(database) if database.is_unique_violation() => StoreError::Taken(what()),
@@ -120,7 +120,7 @@ pub struct Store {
 }
 
 impl Store {
-    /// Opens the inventory, makes it if there is none, and brings its schema up to date.
+    /// Opens the inventory, creates it if there is none, and brings its schema up to date.
     ///
     /// # Errors
     /// [`StoreError`].
@@ -151,7 +151,7 @@ impl Store {
         Ok(store)
     }
 
-    /// A connection to read with.
+    /// A connection for reading.
     ///
     /// # Errors
     /// [`StoreError::Database`].
@@ -159,13 +159,13 @@ impl Store {
         Ok(self.readers.acquire().await?)
     }
 
-    /// A transaction to write with. There is one at a time: do not wait for anything else in it.
+    /// A transaction for writing. There is one at a time: do not wait for anything else in it.
     ///
     /// # Errors
     /// [`StoreError::Database`].
     pub async fn write(&self) -> Result<Write<'_>, StoreError> {
         let transaction = self.writer.begin_with("BEGIN IMMEDIATE").await?;
-        // Of a transaction that was undone.
+        // Left from a transaction that was rolled back.
         self.written.take();
         Ok(Write { transaction, store: self, newest: None, told: Kinds::NONE })
     }
@@ -176,18 +176,18 @@ impl Store {
         self.events.subscribe()
     }
 
-    /// Follows the numbers of changes of what is shown.
+    /// Follows the change numbers.
     #[must_use]
     pub fn changes(&self) -> watch::Receiver<Numbers> {
         self.changes.subscribe()
     }
 
-    /// Notes that something that is shown, and not in the inventory, has changed.
+    /// Reports a change of a resource's state that is not in the inventory.
     pub fn note_change(&self, kinds: Kinds) {
         self.changes.note(kinds);
     }
 
-    /// Waits for what is under way, and closes the file.
+    /// Waits for running statements, and closes the file.
     pub async fn close(&self) {
         self.writer.close().await;
         self.readers.close().await;
@@ -199,12 +199,12 @@ pub struct Write<'a> {
     transaction: Transaction<'a, Sqlite>,
     store: &'a Store,
     newest: Option<i64>,
-    /// What its events are about.
+    /// The kinds that its events are about.
     told: Kinds,
 }
 
 impl Write<'_> {
-    /// Adds an event to what is written.
+    /// Adds an event to the transaction.
     ///
     /// # Errors
     /// [`StoreError::Database`].
@@ -214,15 +214,15 @@ impl Write<'_> {
         Ok(())
     }
 
-    /// Makes it so, durably, and wakes whoever waits for events.
+    /// Commits durably, and wakes those that wait for events.
     ///
     /// # Errors
-    /// [`StoreError::Database`]: nothing of it is so.
+    /// [`StoreError::Database`]: nothing was written.
     pub async fn commit(self) -> Result<(), StoreError> {
         let written = self.store.written.take();
         self.transaction.commit().await?;
         if let Some(newest) = self.newest {
-            // Whoever committed later may have come here first.
+            // A later commit may have got here first.
             self.store.events.send_modify(|last| *last = newest.max(*last));
         }
         self.store.changes.note(written.and(self.told));
@@ -243,24 +243,24 @@ impl DerefMut for Write<'_> {
     }
 }
 
-/// Which part of a list.
+/// A part of a list.
 #[derive(Clone, Debug)]
 pub struct Part {
-    /// What the last part ended with; empty for the beginning.
+    /// The last id of the part before; empty for the beginning.
     pub after: String,
     /// How many rows at most.
     pub limit: u32,
 }
 
 impl Part {
-    /// All of a list that is bounded by other means.
+    /// The whole of a list whose length is bounded elsewhere.
     #[must_use]
     pub fn all() -> Self {
         Self { after: String::new(), limit: u32::MAX }
     }
 }
 
-/// A text column that holds something with a text form.
+/// Parses a text column.
 fn parse<T: FromStr>(value: &str, expected: &'static str) -> Result<T, StoreError> {
     value.parse().map_err(|_| StoreError::Unreadable { value: value.to_owned(), expected })
 }
@@ -271,7 +271,7 @@ fn from_json<T: DeserializeOwned>(value: &str, expected: &'static str) -> Result
         .map_err(|_| StoreError::Unreadable { value: value.to_owned(), expected })
 }
 
-/// JSON for a column. Our own types have nothing that JSON cannot hold.
+/// JSON for a column. Our own types can always be serialized.
 fn to_json<T: Serialize>(value: &T) -> String {
     serde_json::to_string(value).unwrap_or_default()
 }
@@ -290,7 +290,7 @@ pub(crate) fn to_name<T: Serialize>(value: &T) -> String {
     }
 }
 
-/// An unsigned column; SQL has none, and our limits keep sizes below 2^63.
+/// An unsigned value from a column; SQL has no unsigned type, and our limits keep sizes below 2^63.
 fn unsigned(value: i64, expected: &'static str) -> Result<u64, StoreError> {
     value.try_into().map_err(|_| StoreError::Unreadable { value: value.to_string(), expected })
 }
@@ -300,7 +300,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn what_is_not_committed_never_was_and_events_wake_readers() {
+    async fn uncommitted_writes_are_lost_and_events_wake_readers() {
         let directory = tempfile::tempdir().unwrap();
         let store = Store::open(&directory.path().join("db")).await.unwrap();
         let mut newest = store.newest_event();
@@ -336,7 +336,7 @@ mod tests {
         assert!(sqlx::query("DELETE FROM events").execute(&mut *read).await.is_err());
     }
 
-    /// A database that may not grow answers what one on a full disk does (SQLITE_FULL).
+    /// A database that may not grow fails like one on a full disk (SQLITE_FULL).
     #[tokio::test]
     async fn a_full_disk_may_pass_and_a_name_that_is_taken_does_not() {
         let directory = tempfile::tempdir().unwrap();

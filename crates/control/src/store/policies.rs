@@ -14,17 +14,17 @@ pub struct Policy {
     pub id: PolicyId,
     /// Its name.
     pub name: String,
-    /// Whether what it is applied to is encrypted.
+    /// Whether its disks are encrypted.
     pub encryption: bool,
     /// The provider of the keys, by id and name; none means the default one.
     pub provider: Option<(ProviderId, String)>,
-    /// When disks take room.
+    /// The provisioning of disks.
     pub allocation: Allocation,
-    /// What guests may use of each disk.
+    /// The limits of guests, for each disk.
     pub limits: DiskLimits,
-    /// What filters keep of each disk in memory, in bytes.
+    /// The size of each disk's cache in its filter, in bytes.
     pub cache: Option<u64>,
-    /// Where second copies of disks are kept.
+    /// The datastore of replicas.
     pub replica: Option<Replication>,
 }
 

@@ -1,4 +1,4 @@
-//! Key providers: what is known of them, not their keys.
+//! Key providers: their properties, not their keys.
 
 use std::collections::HashMap;
 
@@ -15,7 +15,7 @@ pub struct Provider {
     pub id: ProviderId,
     /// Its name.
     pub name: String,
-    /// What kind it is.
+    /// Its kind.
     pub kind: ProviderKind,
     /// Whether it is the default one.
     pub default: bool,
@@ -86,7 +86,7 @@ pub async fn default(from: &mut SqliteConnection) -> Result<Option<Provider>, St
     row.map(Provider::try_from).transpose()
 }
 
-/// What key providers are called.
+/// The names of key providers.
 pub async fn names(from: &mut SqliteConnection) -> Result<HashMap<ProviderId, String>, StoreError> {
     let rows: Vec<(String, String)> =
         sqlx::query_as("SELECT id, name FROM providers ORDER BY id").fetch_all(from).await?;
@@ -121,7 +121,7 @@ pub async fn set_default(
     Ok(())
 }
 
-/// Notes that a provider's backup has been verified.
+/// Records that a provider's backup was verified.
 pub async fn set_verified(
     to: &mut SqliteConnection,
     provider: ProviderId,
@@ -133,7 +133,7 @@ pub async fn set_verified(
     Ok(())
 }
 
-/// How many living keys, and policies that name it, a provider has.
+/// How many keys that are not destroyed, and policies that name it, a provider has.
 pub async fn uses(
     from: &mut SqliteConnection,
     provider: ProviderId,

@@ -12,7 +12,7 @@ use vmseal_api::request_id::RequestId;
 use super::{Part, StoreError, from_json, from_name, parse, to_json, to_name};
 use crate::operation::Operation;
 
-/// How many ended tasks are kept; the events tell of all.
+/// How many ended tasks are kept; the events record all of them.
 const ENDED_MAX: i64 = 10_000;
 
 /// A task as the inventory has it.
@@ -20,40 +20,40 @@ const ENDED_MAX: i64 = 10_000;
 pub struct Task {
     /// Its id.
     pub id: TaskId,
-    /// What it does.
+    /// Its operation.
     pub operation: Operation,
     /// The VM's name when it began.
     pub target: String,
-    /// Who asked for it.
+    /// The user who requested it.
     pub actor: String,
-    /// How it stands.
+    /// Its state.
     pub state: TaskState,
-    /// The name of the step that is being done or undone.
+    /// The name of the current step, done or undone.
     pub step: String,
-    /// The name of the step that failed, once something is undone for that.
+    /// The name of the step that failed, once the rollback has begun.
     pub failed_step: Option<String>,
-    /// What its steps gave, by their names.
+    /// The outputs of its steps, by their names.
     pub outputs: BTreeMap<String, serde_json::Value>,
     /// What it waits for.
     pub waiting: Option<Waiting>,
     /// The task that it is a part of.
     pub parent: Option<TaskId>,
-    /// It does not begin before this time.
+    /// Its earliest start.
     pub not_before: Option<Timestamp>,
-    /// Whether somebody wants it to stop.
+    /// Whether it was cancelled.
     pub cancelled: bool,
-    /// When it was asked for.
+    /// When it was requested.
     pub created: Timestamp,
     /// When it ended.
     pub ended: Option<Timestamp>,
-    /// The id of the request that asked for it.
+    /// The id of its request.
     pub request_id: Option<RequestId>,
     /// Why it failed.
     pub problem: Option<Problem>,
 }
 
 impl Task {
-    /// Why this version does not carry it out.
+    /// Why this version does not run it.
     #[must_use]
     pub fn why_unreadable(&self) -> String {
         match &self.operation {
@@ -93,8 +93,8 @@ macro_rules! columns {
     };
 }
 
-/// Reads a row. What another version wrote, and this one cannot read, is a task that nobody carries out; it never
-/// keeps others from being read.
+/// Reads a row. A task of another version that this one cannot read is kept but not run; it does not prevent other
+/// tasks from being read.
 impl From<Row> for Task {
     fn from(row: Row) -> Self {
         let mut unreadable = None;
@@ -124,7 +124,7 @@ impl From<Row> for Task {
             created: read(&mut unreadable, parse(&row.created, "a time"), Timestamp::UNIX_EPOCH),
             ended: ended.map(|ended| read(&mut unreadable, ended, Timestamp::UNIX_EPOCH)),
             request_id: row.request_id.and_then(|id| parse(&id, "a request's id").ok()),
-            // A newer version may have names for errors that this one does not know.
+            // A newer version may have error codes that this one does not know.
             problem: row.problem.map(|json| {
                 from_json(&json, "a problem").unwrap_or_else(|_| {
                     let detail = format!("another version of vmseal noted: {json}");
@@ -146,7 +146,7 @@ impl From<Row> for Task {
     }
 }
 
-/// What was read, or something in its place and why.
+/// The value that was read, or a substitute and the reason.
 fn read<T>(first: &mut Option<StoreError>, value: Result<T, StoreError>, otherwise: T) -> T {
     value.unwrap_or_else(|error| {
         first.get_or_insert(error);
@@ -154,10 +154,10 @@ fn read<T>(first: &mut Option<StoreError>, value: Result<T, StoreError>, otherwi
     })
 }
 
-/// Adds a task with what it claims, and forgets the oldest of those that ended.
+/// Adds a task and its claim, and deletes the oldest ended tasks.
 ///
 /// # Errors
-/// `wrong-state` while another one has what it claims.
+/// `wrong-state` while another task holds the resource.
 pub async fn insert(to: &mut SqliteConnection, task: &Task) -> Result<(), Problem> {
     for claim in task.operation.claims() {
         let (kind, object) = claim.stored();
@@ -212,7 +212,7 @@ async fn prune(to: &mut SqliteConnection) -> Result<(), StoreError> {
     .execute(&mut *to)
     .await?;
     if forgotten.rows_affected() > 0 {
-        // Nobody could resolve it any more.
+        // Otherwise it could no longer be resolved.
         sqlx::query(
             "DELETE FROM alarms
              WHERE source LIKE 'task %' AND substr(source, 6) NOT IN (SELECT id FROM tasks)",
@@ -223,9 +223,9 @@ async fn prune(to: &mut SqliteConnection) -> Result<(), StoreError> {
     Ok(())
 }
 
-/// Notes how a task stands; one that has ended holds nothing any more.
+/// Records a task's state; an ended task releases its claim.
 pub async fn update(to: &mut SqliteConnection, task: &Task) -> Result<(), StoreError> {
-    // Not `cancelled`, nor the operation: those are the users' to set.
+    // Neither `cancelled` nor the operation: users set those.
     sqlx::query(
         "UPDATE tasks SET state = $1, step = $2, failed_step = $3, outputs = $4, waiting = $5, ended = $6, problem = $7
          WHERE id = $8",
@@ -249,7 +249,7 @@ pub async fn update(to: &mut SqliteConnection, task: &Task) -> Result<(), StoreE
     Ok(())
 }
 
-/// Notes what a task does now.
+/// Records a task's changed operation.
 pub async fn set_operation(to: &mut SqliteConnection, task: &Task) -> Result<(), StoreError> {
     sqlx::query("UPDATE tasks SET operation = $1 WHERE id = $2")
         .bind(to_json(&task.operation))
@@ -259,7 +259,7 @@ pub async fn set_operation(to: &mut SqliteConnection, task: &Task) -> Result<(),
     Ok(())
 }
 
-/// Notes that a task is to stop; false when it has ended or is being undone.
+/// Marks a task as cancelled; false if it has ended or is being undone.
 pub async fn cancel(to: &mut SqliteConnection, task: TaskId) -> Result<bool, StoreError> {
     let cancelled = sqlx::query(
         "UPDATE tasks SET cancelled = TRUE
@@ -271,7 +271,7 @@ pub async fn cancel(to: &mut SqliteConnection, task: TaskId) -> Result<bool, Sto
     Ok(cancelled.rows_affected() == 1)
 }
 
-/// Notes that the parts of a task are to stop; those that can be.
+/// Marks the subtasks of a task as cancelled, if they can be.
 pub async fn cancel_parts(
     to: &mut SqliteConnection,
     parent: TaskId,
@@ -314,7 +314,7 @@ pub async fn holding(from: &mut SqliteConnection, vm: VmId) -> Result<Option<Tas
     Ok(row.map(Task::from))
 }
 
-/// The tasks of a VM that have ended unknown.
+/// The tasks of a VM that have ended as unknown.
 pub async fn unknown_of_vm(from: &mut SqliteConnection, vm: VmId) -> Result<Vec<Task>, StoreError> {
     let rows: Vec<Row> = sqlx::query_as(concat!(
         "SELECT ",
@@ -327,13 +327,13 @@ pub async fn unknown_of_vm(from: &mut SqliteConnection, vm: VmId) -> Result<Vec<
     Ok(rows.into_iter().map(Task::from).collect())
 }
 
-/// Tasks in order of their ids, which is that of their beginning; those in one state, where one is given.
+/// Tasks in order of their ids, which is the order of their requests; only those in `state`, if given.
 pub async fn list(
     from: &mut SqliteConnection,
     part: &Part,
     state: Option<TaskState>,
 ) -> Result<Vec<Task>, StoreError> {
-    // Each has an index of its own; a condition that may be left out would hide it.
+    // Each statement uses its own index; an optional condition would prevent that.
     let query = match state {
         None => sqlx::query_as(concat!(
             "SELECT ",

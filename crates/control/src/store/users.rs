@@ -1,5 +1,5 @@
-//! Who may use the API, and the one-time tokens of hosts that are to join. Tokens are stored as
-//! SHA-256, in hexadecimal: they are 256 random bits, which need no slow hash.
+//! The users of the API, and the one-time tokens of joining hosts. Tokens are stored as SHA-256, in hexadecimal: they
+//! are 256 random bits, which need no slow hash.
 
 use jiff::Timestamp;
 use sqlx::SqliteConnection;
@@ -44,7 +44,7 @@ pub async fn insert_join_token(
     Ok(())
 }
 
-/// Whether there is such a join token, and it has not expired.
+/// Whether the join token exists and has not expired.
 pub async fn has_join_token(from: &mut SqliteConnection, sha256: &str) -> Result<bool, StoreError> {
     let found: Option<(i64,)> =
         sqlx::query_as("SELECT 1 FROM join_tokens WHERE sha256 = $1 AND expires >= $2")
@@ -55,7 +55,7 @@ pub async fn has_join_token(from: &mut SqliteConnection, sha256: &str) -> Result
     Ok(found.is_some())
 }
 
-/// Uses up a join token; false when there is no such token, or it has expired.
+/// Uses up a join token; false if it does not exist or has expired.
 pub async fn take_join_token(to: &mut SqliteConnection, sha256: &str) -> Result<bool, StoreError> {
     let taken = sqlx::query("DELETE FROM join_tokens WHERE sha256 = $1 AND expires >= $2")
         .bind(sha256)

@@ -29,15 +29,15 @@ pub struct Vm {
     pub vcpus: u32,
     /// Memory in bytes.
     pub memory: u64,
-    /// The provider of its KEK; none when nothing of it is encrypted.
+    /// The provider of its KEK; `None` if it is not encrypted.
     pub provider: Option<ProviderId>,
-    /// Its KEK, once it is made.
+    /// Its KEK, once it is created.
     pub key: Option<KeyReference>,
-    /// How far it is made.
+    /// Its lifecycle.
     pub lifecycle: Lifecycle,
-    /// Its power when its host last spoke of it.
+    /// Its power as last reported by its host.
     pub seen_power: Option<Power>,
-    /// Why it stopped, as its host last said.
+    /// Why it stopped, as last reported by its host.
     pub seen_stopped: Option<Stopped>,
 }
 
@@ -59,7 +59,7 @@ struct Row {
     seen_stopped: Option<String>,
 }
 
-/// All columns, with the names that people know.
+/// All columns, with the names of related resources.
 macro_rules! select {
     ($rest:literal) => {
         concat!(
@@ -105,7 +105,7 @@ impl TryFrom<Row> for Vm {
     }
 }
 
-/// Adds a VM that is to be made.
+/// Adds a VM that does not exist yet.
 pub async fn insert(to: &mut SqliteConnection, vm: &Vm) -> Result<(), StoreError> {
     sqlx::query(
         "INSERT INTO vms (id, name, policy_id, vcpus, memory, provider_id, lifecycle)
@@ -166,7 +166,7 @@ pub async fn on_host(from: &mut SqliteConnection, host: HostId) -> Result<Vec<Vm
     rows.into_iter().map(Vm::try_from).collect()
 }
 
-/// Notes a VM's key.
+/// Records a VM's key.
 pub async fn set_key(
     to: &mut SqliteConnection,
     vm: VmId,
@@ -182,7 +182,7 @@ pub async fn set_key(
     Ok(())
 }
 
-/// Notes how far a VM is made.
+/// Records a VM's lifecycle.
 pub async fn set_lifecycle(
     to: &mut SqliteConnection,
     vm: VmId,
@@ -196,7 +196,7 @@ pub async fn set_lifecycle(
     Ok(())
 }
 
-/// Notes what the host said of a VM.
+/// Records a VM's power as its host reported it.
 pub async fn set_seen(
     to: &mut SqliteConnection,
     vm: VmId,
@@ -212,7 +212,7 @@ pub async fn set_seen(
     Ok(())
 }
 
-/// Removes a VM, its placements, and what is left of its disks.
+/// Removes a VM, its placements, and the rest of its disks.
 pub async fn delete(to: &mut SqliteConnection, vm: VmId) -> Result<(), StoreError> {
     sqlx::query("DELETE FROM disks WHERE vm_id = $1")
         .bind(vm.to_string())

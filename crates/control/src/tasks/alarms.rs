@@ -1,5 +1,5 @@
-//! Alarms about tasks that need an operator: what could be neither finished nor undone, and what this version
-//! cannot read. An alarm stands until somebody resolves the task, or a later one has done its work.
+//! Alarms about tasks that need an operator: those that could be neither finished nor undone, and those that this
+//! version cannot read. An alarm is active until an operator resolves the task, or a later task does its work.
 
 use vmseal_api::id::VmId;
 
@@ -13,13 +13,13 @@ fn source(task: &Task) -> String {
     format!("task {}", task.id)
 }
 
-/// Whether an operator has to deal with what such a task has left. The state of the host says how a VM stands that could not
-/// be started or stopped.
+/// Whether an operator must handle what such a task has left behind. For a VM that could not be started or stopped, the
+/// state of the host is enough.
 fn leaves_work(operation: &Operation) -> bool {
     !matches!(operation, Operation::StartVm { .. } | Operation::StopVm { .. })
 }
 
-/// Raises the alarm of a task that has ended unknown.
+/// Raises the alarm of a task that has ended as unknown.
 pub(super) async fn unfinished(write: &mut Write<'_>, task: &Task) -> Result<(), StoreError> {
     if !leaves_work(&task.operation) {
         return Ok(());
@@ -28,14 +28,14 @@ pub(super) async fn unfinished(write: &mut Write<'_>, task: &Task) -> Result<(),
     raise(write, task, "task-unfinished", why).await
 }
 
-/// Raises the alarm of a task that this version does not carry out.
+/// Raises the alarm of a task that this version does not run.
 pub(super) async fn unreadable(
     write: &mut Write<'_>,
     task: &Task,
     why: &str,
 ) -> Result<(), StoreError> {
     let what = format!(
-        "it was begun by another version of vmseal and stays as it is ({why}); that version goes on with it"
+        "it was begun by another version of vmseal and stays as it is ({why}); that version can resume it"
     );
     raise(write, task, "task-unreadable", what).await
 }
@@ -58,8 +58,8 @@ pub(super) async fn clear(write: &mut Write<'_>, task: &Task) -> Result<(), Stor
     alarms::replace(write, &source(task), &[]).await
 }
 
-/// Clears the alarms that a task's success has answered: those of the same operation on its VM, and all of a
-/// VM that is deleted.
+/// Clears the alarms that a task's success makes obsolete: those of the same operation on its VM, and all of a
+/// deleted VM.
 pub(super) async fn answered(
     write: &mut Write<'_>,
     done: &Task,

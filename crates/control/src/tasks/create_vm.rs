@@ -1,5 +1,5 @@
-//! Making a VM: its key, its registration, its disks. Until the last step it is `creating`, and undoing
-//! leaves nothing of it.
+//! Creates a VM: its key, its registration, its disks. Until the last step it is `creating`, and undoing removes all
+//! of it.
 
 use std::sync::Arc;
 
@@ -21,7 +21,7 @@ use crate::store::events::NewEvent;
 use crate::store::vms::{self, Vm};
 use crate::store::{datastores, key_requests, keys};
 
-/// What is done, in order. The names and ids are taken with the request.
+/// The steps, in order. The request has already reserved the names and ids.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum CreateVmStep {
     Reserve,
@@ -85,6 +85,11 @@ impl super::step::Step for CreateVmStep {
         }
     }
 
+    fn is_undone_by_monitor(&self) -> bool {
+        // A VM without disks, which the inventory does not have then, is forgotten.
+        matches!(self, Self::Register)
+    }
+
     async fn forward(&self, run: &Run<'_>) -> Result<Output, StepError> {
         match self {
             Self::Reserve => Ok(()),
@@ -109,7 +114,7 @@ impl super::step::Step for CreateVmStep {
     }
 }
 
-/// The same task asks for the same key, however often.
+/// The request id is the task's, so a repetition gets the same key.
 pub(super) async fn make_key(run: &Run<'_>) -> Result<(), StepError> {
     let vm = run.vm().await?;
     let Some(provider) = vm.provider else { return Ok(()) };
@@ -128,7 +133,7 @@ pub(super) async fn make_key(run: &Run<'_>) -> Result<(), StepError> {
     Ok(write.commit().await?)
 }
 
-/// Undoes [`make_key`], whether or not it is known what it did.
+/// Undoes [`make_key`], even if its outcome is unknown.
 pub(super) async fn unmake_key(run: &Run<'_>) -> Result<(), StepError> {
     let Some(vm) = run.find_vm().await? else { return Ok(()) };
     if vm.key.is_some() {
@@ -141,7 +146,7 @@ pub(super) async fn unmake_key(run: &Run<'_>) -> Result<(), StepError> {
 pub(super) async fn deliver_key(run: &Run<'_>) -> Result<(), StepError> {
     let vm = run.vm().await?;
     match run.hosts().deliver(&vm, Purpose::Encrypt).await {
-        // The agent restarted since it was asked for its key box, or since it was told of the VM.
+        // The agent restarted since it gave its key box, or since the registration.
         Err(problem) if matches!(problem.code, ErrorCode::WrongState | ErrorCode::NotFound) => {
             register(run).await?;
             Ok(run.hosts().deliver(&vm, Purpose::Encrypt).await?)
@@ -150,7 +155,7 @@ pub(super) async fn deliver_key(run: &Run<'_>) -> Result<(), StepError> {
     }
 }
 
-/// Makes the disks, and pins them when all are whole.
+/// Creates the disks, and records the facts about them when all are complete.
 pub(super) async fn create_disks(run: &Run<'_>) -> Result<(), StepError> {
     let vm = run.vm().await?;
     let agent = run.agent(&vm)?;
@@ -163,7 +168,7 @@ pub(super) async fn create_disks(run: &Run<'_>) -> Result<(), StepError> {
     begin(run, &vm, &*agent, job).await?;
     let mut state: Option<Arc<HostState>> = None;
     loop {
-        let next = run.news(vm.host, state.as_deref()).await?;
+        let next = run.host_state(vm.host, state.as_deref()).await?;
         match run.job_in(&next).map(|job| &job.state) {
             Some(JobState::Done) => {
                 let seen = state_of(&next, vm.id).map(|seen| seen.disks.as_slice());
@@ -178,7 +183,7 @@ pub(super) async fn create_disks(run: &Run<'_>) -> Result<(), StepError> {
                 return Err(StepError::Final(Problem::new(ErrorCode::Cancelled, detail)));
             }
             Some(_) => run.show_job(&next),
-            // The agent restarted and knows nothing of it: begin again.
+            // The agent restarted and does not know the job: begin again.
             None => {
                 let detail = format!("host '{}' lost track of the disks", vm.host_name);
                 return Err(StepError::Again(Problem::new(ErrorCode::Unreachable, detail)));
@@ -189,7 +194,7 @@ pub(super) async fn create_disks(run: &Run<'_>) -> Result<(), StepError> {
     }
 }
 
-/// Notes what the inventory is to know of the disks that were made.
+/// Records the facts about the new disks.
 async fn pin(run: &Run<'_>, disks: &[Disk], made: &[DiskState]) -> Result<(), StepError> {
     let mut write = run.store().write().await?;
     for disk in disks {
@@ -209,7 +214,7 @@ async fn begin(
     job: JobSpec,
 ) -> Result<(), StepError> {
     match agent.put_job(vm.id, run.task.id, job.clone()).await {
-        // The agent restarted since it was told of the VM and its key.
+        // The agent restarted since it got the VM and its key.
         Err(problem) if matches!(problem.code, ErrorCode::NotFound | ErrorCode::Locked) => {
             run.hosts().prepare(vm.id, Purpose::Encrypt).await?;
             Ok(agent.put_job(vm.id, run.task.id, job).await?)
@@ -218,7 +223,7 @@ async fn begin(
     }
 }
 
-/// Undoes [`create_disks`]: removes every disk, made or half-made.
+/// Undoes [`create_disks`]: removes every disk, complete or not.
 pub(super) async fn delete_disks(run: &Run<'_>) -> Result<(), StepError> {
     let Some(vm) = run.find_vm().await? else { return Ok(()) };
     let agent = run.agent(&vm)?;
@@ -250,13 +255,13 @@ pub(super) async fn finish(run: &Run<'_>) -> Result<(), StepError> {
         }
     }
     let vm = run.vm().await?;
-    let state = run.news(vm.host, None).await?;
+    let state = run.host_state(vm.host, None).await?;
     run.hosts().until_shown(vm.host, &state).await;
     measure_datastores(run).await;
     Ok(())
 }
 
-/// Notes how much room is left. Nothing depends on it, and nothing is written to the datastore.
+/// Records the free space. Nothing depends on it, and nothing is written to the datastore.
 async fn measure_datastores(run: &Run<'_>) {
     let measured: Result<(), StepError> = async {
         let vm = run.vm().await?;

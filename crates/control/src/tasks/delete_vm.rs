@@ -1,5 +1,5 @@
-//! Removing a VM: disks, registration, key, rows, in this order, so that what is left of one that is
-//! partly deleted can always be deleted by deleting it again. Works without the VM's key.
+//! Deletes a VM: disks, registration, key, rows, in this order, so that a partly deleted VM can always be deleted
+//! again. Works without the VM's key.
 
 use async_trait::async_trait;
 use vmseal_api::model::Lifecycle;
@@ -11,7 +11,7 @@ use crate::operation::Operation;
 use crate::store::events::NewEvent;
 use crate::store::{disks, keys, vms};
 
-/// What is done, in order. The VM is marked with the request.
+/// The steps, in order. The request has already marked the VM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum DeleteVmStep {
     Mark,
@@ -104,8 +104,8 @@ pub(super) async fn delete_disks(run: &Run<'_>) -> Result<(), StepError> {
     Ok(())
 }
 
-/// Whether the host says so before it touches the disk. After any other error the disk may be gone: a directory
-/// that could not be flushed may have lost the name all the same.
+/// Whether the host returns this error before it touches the disk. After any other error the disk may be gone: its
+/// name may be removed although the directory could not be flushed.
 fn refused_untouched(code: ErrorCode) -> bool {
     matches!(
         code,
@@ -119,7 +119,7 @@ async fn mark_disk(run: &Run<'_>, disk: &disks::Disk, deleting: bool) -> Result<
     Ok(write.commit().await?)
 }
 
-/// Undoes [`delete_disks`], which can be done only while no disk has been touched.
+/// Undoes [`delete_disks`], which is possible only while no disk has been touched.
 pub(super) async fn are_disks_whole(run: &Run<'_>, cause: &Problem) -> Result<(), StepError> {
     if run.disks().await?.iter().any(|disk| disk.deleting) {
         return Err(StepError::Final(unfinished(&run.task.target, cause)));
@@ -127,10 +127,10 @@ pub(super) async fn are_disks_whole(run: &Run<'_>, cause: &Problem) -> Result<()
     Ok(())
 }
 
-/// What is left when a deletion cannot go on: what has been deleted is not coming back.
+/// The problem of a deletion that cannot go on: it cannot be undone.
 pub(super) fn unfinished(target: &str, cause: &Problem) -> Problem {
     let detail = format!(
-        "VM '{target}' is partly deleted ({cause}): delete it again when the cause is mended"
+        "VM '{target}' is partly deleted ({cause}): delete it again once the cause is fixed"
     );
     Problem::new(cause.code, detail)
 }
@@ -141,7 +141,7 @@ pub(super) async fn forget(run: &Run<'_>) -> Result<(), StepError> {
     absent_is_fine(run.agent(&vm)?.unregister_vm(vm.id).await)
 }
 
-/// Also those that a recryption has left.
+/// Destroys the VM's keys, including those that a recryption has left.
 pub(super) async fn destroy_keys(run: &Run<'_>) -> Result<(), StepError> {
     let Some(vm) = run.find_vm().await? else { return Ok(()) };
     let known = keys::of_vm(&mut *run.store().read().await?, vm.id).await?;
@@ -163,10 +163,10 @@ pub(super) async fn remove_rows(run: &Run<'_>) -> Result<(), StepError> {
     Ok(write.commit().await?)
 }
 
-/// Undoes the mark: the VM is what it was.
+/// Undoes the mark: the VM has its former lifecycle.
 pub(super) async fn unmark(run: &Run<'_>) -> Result<(), StepError> {
     let Operation::DeleteVm { was, .. } = run.task.operation else { return Ok(()) };
-    // One that was partly deleted before stays so.
+    // A VM that was already partly deleted stays so.
     let lifecycle = if was == Lifecycle::Ready { was } else { Lifecycle::Deleting };
     let _unchanged = run.hosts().lock(run.vm_id).await;
     let mut write = run.store().write().await?;

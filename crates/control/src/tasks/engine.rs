@@ -1,5 +1,5 @@
-//! Begins tasks, goes on with those of an earlier life of the server, cancels and resolves them.
-//! [`super::runner`] carries each out.
+//! Begins tasks, resumes those of an earlier run of the server, cancels and resolves them. [`super::runner`] runs
+//! each one.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -25,30 +25,30 @@ use crate::store::events::NewEvent;
 use crate::store::tasks::{self, Task};
 use crate::store::{Store, StoreError, Write};
 
-/// A task that is being carried out, as others see it.
+/// The handle of a running task.
 struct Running {
     requests: watch::Sender<Requests>,
     live: Arc<LiveProgress>,
     work: AbortHandle,
 }
 
-/// How a task fits among others.
+/// The relation of a task to others.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct TaskSchedule {
-    /// The task that it is a part of: it is cancelled with it.
+    /// Its parent: both are cancelled together.
     pub parent: Option<TaskId>,
-    /// It does not begin before this time.
+    /// Its earliest start.
     pub not_before: Option<Timestamp>,
 }
 
-/// Carries tasks out until [`Engine::stop`].
+/// Runs tasks until [`Engine::stop`].
 pub struct Engine {
     pub(super) environment: Environment,
     running: Mutex<HashMap<TaskId, Running>>,
 }
 
 impl Engine {
-    /// An engine that has not begun anything yet.
+    /// An engine without running tasks.
     #[must_use]
     pub fn new(
         store: Arc<Store>,
@@ -66,7 +66,7 @@ impl Engine {
         self.running.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Goes on with the tasks that have not ended.
+    /// Resumes the tasks that have not ended.
     ///
     /// # Errors
     /// [`StoreError`].
@@ -77,8 +77,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Writes a new task together with what `write` holds; [`Engine::begin`] follows once that is
-    /// committed.
+    /// Writes a new task in the transaction `write`; [`Engine::begin`] follows once that is committed.
     ///
     /// # Errors
     /// `wrong-state` while the VM has another task.
@@ -91,7 +90,7 @@ impl Engine {
         Self::record_scheduled(write, operation, target, actor, TaskSchedule::default()).await
     }
 
-    /// The same, of a task that is a part of another, or begins later.
+    /// The same for a task with a parent or a later start.
     ///
     /// # Errors
     /// Those of [`Engine::record`].
@@ -170,7 +169,7 @@ impl Engine {
         running.insert(id, Running { requests, live, work: work.abort_handle() });
     }
 
-    /// Leaves a task as it is that this version cannot carry out, and says so.
+    /// Leaves a task unchanged that this version cannot run, and raises an alarm.
     async fn leave(&self, task: &Task, why: &str) {
         tracing::error!(task = %task.id, why, "the task is left as it is");
         let noted = async {
@@ -183,7 +182,7 @@ impl Engine {
         }
     }
 
-    /// Asks a task to stop and to undo what it has done.
+    /// Cancels a task: it stops and undoes what it has done.
     ///
     /// # Errors
     /// `not-found`; `wrong-state` when it has ended, is being undone, or cannot be stopped half-way.
@@ -210,8 +209,7 @@ impl Engine {
         }
     }
 
-    /// Has the task that waits for a VM's guest to shut down cut its power instead. None where there is no such
-    /// task.
+    /// Makes the task that waits for a VM's guest to shut down cut its power instead. `None` if there is no such task.
     ///
     /// # Errors
     /// The inventory's.
@@ -227,12 +225,12 @@ impl Engine {
         Ok(Some(task))
     }
 
-    /// Whether [`Engine::force_stop`] would; nothing is changed.
+    /// Whether [`Engine::force_stop`] would succeed; changes nothing.
     ///
     /// # Errors
     /// Those of [`Engine::force_stop`].
     pub async fn check_force_stop(&self, vm: VmId) -> Result<Option<Task>, Problem> {
-        // What is written is not committed.
+        // The transaction is not committed.
         Self::note_forced(&mut self.environment.context.store.write().await?, vm).await
     }
 
@@ -247,11 +245,11 @@ impl Engine {
         Ok(Some(task))
     }
 
-    /// Notes that an operator has dealt with what a task left: its alarm is cleared. One that this version cannot
-    /// carry out ends as unknown, and holds nothing any more.
+    /// Records that an operator has handled what a task left behind: its alarm is cleared. A task that this version
+    /// cannot run ends as unknown, and releases its claim.
     ///
     /// # Errors
-    /// `not-found`; `wrong-state` for a task that needs nobody.
+    /// `not-found`; `wrong-state` for a task that needs no operator.
     pub async fn resolve(&self, id: &str, actor: &str) -> Result<Task, Problem> {
         let mut write = self.environment.context.store.write().await?;
         let task = self.note_resolved(&mut write, id, actor).await?;
@@ -259,12 +257,12 @@ impl Engine {
         Ok(task)
     }
 
-    /// Whether [`Engine::resolve`] would; nothing is changed.
+    /// Whether [`Engine::resolve`] would succeed; changes nothing.
     ///
     /// # Errors
     /// Those of [`Engine::resolve`].
     pub async fn check_resolve(&self, id: &str) -> Result<Task, Problem> {
-        // What is written is not committed.
+        // The transaction is not committed.
         let mut write = self.environment.context.store.write().await?;
         self.note_resolved(&mut write, id, crate::SELF).await
     }
@@ -279,7 +277,7 @@ impl Engine {
         let mut task = found.ok_or_else(|| Problem::not_found("task", id))?;
         if task.state.is_open() {
             if self.running().contains_key(&task.id) {
-                let detail = "the task goes on by itself: wait for it (vmseal task wait), or cancel it (vmseal task cancel)";
+                let detail = "the task is still active: wait for it (vmseal task wait), or cancel it (vmseal task cancel)";
                 return Err(Problem::new(ErrorCode::WrongState, detail));
             }
             task.state = TaskState::Unknown;
@@ -298,12 +296,12 @@ impl Engine {
         Ok(task)
     }
 
-    /// Whether [`Engine::cancel`] would stop it; nothing is stopped.
+    /// Whether [`Engine::cancel`] would succeed; changes nothing.
     ///
     /// # Errors
     /// Those of [`Engine::cancel`].
     pub async fn check_cancel(&self, id: &str) -> Result<Task, Problem> {
-        // What is written is not committed.
+        // The transaction is not committed.
         Self::note_cancelled(&mut self.environment.context.store.write().await?, id).await
     }
 
@@ -315,7 +313,7 @@ impl Engine {
         }
         if steps::is_committed(&task) {
             return refused(format!(
-                "the task is past the step from which it goes only forward ({}): wait for it",
+                "the task is past the step after which it cannot be undone ({}): wait for it",
                 steps::title(&task)
             ));
         }
@@ -325,7 +323,7 @@ impl Engine {
         Ok(task)
     }
 
-    /// A task as the API shows it.
+    /// A task in the form of the API.
     #[must_use]
     pub fn shown(&self, task: &Task) -> model::Task {
         let progress = self.running().get(&task.id).and_then(|it| it.live.read());
@@ -348,7 +346,7 @@ impl Engine {
         }
     }
 
-    /// Stops all work where it is; the next start goes on with it.
+    /// Stops all work where it is; the next start resumes it.
     pub fn stop(&self) {
         for (_, running) in self.running().drain() {
             running.work.abort();
@@ -356,7 +354,7 @@ impl Engine {
     }
 }
 
-/// Whether a part of a task that is cancelled is cancelled with it.
+/// Whether a subtask is cancelled together with its parent.
 fn may_be_cancelled(part: &Task) -> bool {
     part.operation.can_be_cancelled() && !steps::is_committed(part)
 }

@@ -1,5 +1,5 @@
-//! What every task is carried out with: how often steps are tried, how much happens at a time, and how a task's
-//! state is recorded.
+//! The environment of every task: how often steps are retried, how many run at a time, and how a task's state is
+//! recorded.
 
 #[cfg(test)]
 use std::sync::Arc;
@@ -18,22 +18,22 @@ use crate::metrics;
 use crate::store::events::NewEvent;
 use crate::store::tasks::{self, Task};
 
-/// How often, and with what pauses, a step is tried that a host leaves unanswered.
+/// How often, and with what pauses, a step is tried while a host does not answer.
 #[derive(Clone, Copy, Debug)]
 pub struct Retry {
-    /// How often in all.
+    /// The number of attempts.
     pub attempts: u32,
-    /// The first pause; each is twice the one before.
+    /// The first pause; each further one is twice as long.
     pub first_pause: Duration,
     /// The longest pause.
     pub longest_pause: Duration,
-    /// How long the inventory is given before it is tried again when it fails.
+    /// The pause before a failed access to the inventory is retried.
     pub store_pause: Duration,
 }
 
 impl Retry {
-    /// About a minute in all: an agent that restarts is back by then, and a host that is gone does
-    /// not keep its users waiting for long.
+    /// About a minute in all: an agent that restarts is back by then, and users do not wait long for a host that is
+    /// gone.
     pub const USUAL: Self = Self {
         attempts: 10,
         first_pause: Duration::from_millis(250),
@@ -46,7 +46,7 @@ impl Retry {
     }
 }
 
-/// Where a test may interfere.
+/// Where a test may inject a fault.
 #[cfg(test)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum FaultPoint {
@@ -54,25 +54,25 @@ pub(crate) enum FaultPoint {
     After,
 }
 
-/// What a test may do there.
+/// The fault that a test injects.
 #[cfg(test)]
 #[derive(Clone, Debug)]
 pub(crate) enum Fault {
     None,
     /// As if the server's process ended here.
     Crash,
-    /// The step fails without being done (before), or although it was done (after).
+    /// The step fails: without being done (before), or although it was done (after).
     Fail(Problem),
     /// The step panics.
     Panic,
-    /// It is done once more.
+    /// The step is done once more.
     Twice,
 }
 
 #[cfg(test)]
 pub(crate) type Faults = Arc<dyn Fn(&str, TaskState, FaultPoint) -> Fault + Send + Sync>;
 
-/// What every task is carried out with.
+/// The environment of every task.
 pub(super) struct Environment {
     pub(super) context: Context,
     pub(super) retry: Retry,
@@ -92,7 +92,7 @@ impl Environment {
         }
     }
 
-    /// Ends a task; what it held is free.
+    /// Ends a task, and releases its claim.
     pub(super) async fn end(&self, task: &mut Task, vm: VmId, state: TaskState) {
         task.state = state;
         task.waiting = None;
@@ -113,8 +113,8 @@ impl Environment {
         metrics::get().task(task.operation.kind(), outcome, took.unwrap_or_default());
     }
 
-    /// Records how the task stands; an inventory that cannot be written is tried until it can, as going
-    /// on without a record would be going on in the dark.
+    /// Records the task's state. If the inventory cannot be written, retries until it can: a task must not go on without
+    /// a record.
     pub(super) async fn save(&self, task: &Task, ended: Option<(&str, VmId)>) {
         loop {
             let saved = async {

@@ -1,5 +1,5 @@
-//! Writing a disk to a file of its host. The host writes it under another name first, and gives it its own
-//! in a step of its own: whether that has happened can always be told.
+//! Writes a disk to a file of its host. The host writes it under a temporary name, and renames it in a separate
+//! step: so it is always known whether the file has its name.
 
 use std::sync::Arc;
 
@@ -15,7 +15,7 @@ use crate::hosts::keys::Purpose;
 use crate::operation::Operation;
 use crate::store::vms::Vm;
 
-/// What is done, in order.
+/// The steps, in order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ExportDiskStep {
     Prepare,
@@ -23,7 +23,7 @@ pub(crate) enum ExportDiskStep {
     NameFile,
 }
 
-/// Ciphertext is copied without a key, and without asking for one.
+/// Ciphertext is copied without a key, so none is requested.
 pub(crate) fn steps(format: ExportFormat) -> &'static [&'static dyn super::step::Step] {
     match format {
         ExportFormat::Sealed => &[&ExportDiskStep::WriteFile, &ExportDiskStep::NameFile],
@@ -96,7 +96,7 @@ pub(super) async fn write(run: &Run<'_>) -> Result<(), StepError> {
     begin(run, &vm, &*agent, order(run)?).await?;
     let mut state: Option<Arc<HostState>> = None;
     loop {
-        let next = run.news(vm.host, state.as_deref()).await?;
+        let next = run.host_state(vm.host, state.as_deref()).await?;
         match run.job_in(&next).map(|job| &job.state) {
             Some(JobState::ReadyToCommit | JobState::Done) => {
                 run.show(Progress::default());
@@ -108,7 +108,7 @@ pub(super) async fn write(run: &Run<'_>) -> Result<(), StepError> {
                 return Err(StepError::Final(Problem::new(ErrorCode::Cancelled, detail)));
             }
             Some(_) => run.show_job(&next),
-            // The agent restarted and knows nothing of it: begin again.
+            // The agent restarted and does not know the job: begin again.
             None => {
                 let detail = format!("host '{}' lost track of the export", vm.host_name);
                 return Err(StepError::Again(Problem::new(ErrorCode::Unreachable, detail)));
@@ -127,14 +127,14 @@ async fn begin(
 ) -> Result<(), StepError> {
     let step = || agent.put_job(vm.id, run.task.id, JobSpec::Export(spec.clone()));
     let begun = match step().await {
-        // The agent restarted since it was told of the VM; ciphertext is copied without the key.
+        // The agent restarted since the registration; ciphertext is copied without the key.
         Err(problem)
             if problem.code == ErrorCode::NotFound && spec.format == ExportFormat::Sealed =>
         {
             crate::hosts::register(run.store(), run.hosts(), vm.id).await?;
             step().await
         }
-        // The same, and of its key.
+        // The same, with its key.
         Err(problem) if matches!(problem.code, ErrorCode::NotFound | ErrorCode::Locked) => {
             run.hosts().prepare(vm.id, Purpose::Open).await?;
             step().await
@@ -144,7 +144,7 @@ async fn begin(
     match begun {
         Err(problem) if problem.code == ErrorCode::WrongState && spec.passphrase.is_some() => {
             let detail = format!(
-                "{problem}. A passphrase is kept nowhere: if the agent of host '{}' has restarted, export again",
+                "{problem}. A passphrase is not stored: if the agent of host '{}' has restarted, export again",
                 vm.host_name
             );
             Err(StepError::Final(Problem::new(problem.code, detail)))
@@ -153,10 +153,10 @@ async fn begin(
     }
 }
 
-/// Undoes [`write`]: nothing without a name is left.
+/// Undoes [`write`]: removes the file under its temporary name.
 pub(super) async fn drop_unnamed(run: &Run<'_>) -> Result<(), StepError> {
     match drop_half(run).await {
-        // What has the name is not this step's.
+        // A file under the final name is not this step's.
         Err(StepError::Final(problem))
             if matches!(problem.code, ErrorCode::NotFound | ErrorCode::AlreadyExists) =>
         {
@@ -166,7 +166,7 @@ pub(super) async fn drop_unnamed(run: &Run<'_>) -> Result<(), StepError> {
     }
 }
 
-/// Removes what has no name yet; where that fails it is said what may be left.
+/// Removes the file under its temporary name; on failure, the problem says what may be left.
 async fn drop_half(run: &Run<'_>) -> Result<(), StepError> {
     let spec = order(run)?;
     let dropped = end(run, End::Cancel).await;
@@ -174,7 +174,7 @@ async fn drop_half(run: &Run<'_>) -> Result<(), StepError> {
         let (directory, name) = (spec.to.parent(), spec.to.file_name().unwrap_or_default());
         let directory = directory.unwrap_or(std::path::Path::new("/")).display();
         let (name, export) = (name.display(), run.task.id);
-        format!("{detail}. What was written may be left on the host as {directory}/.{name}.vmseal-{export}: remove it there")
+        format!("{detail}. A partial file may be left on the host as {directory}/.{name}.vmseal-{export}: remove it there")
     }))
 }
 
@@ -182,7 +182,7 @@ pub(super) async fn name(run: &Run<'_>) -> Result<(), StepError> {
     end(run, End::Commit).await
 }
 
-/// Undoes [`name`], which can be done only while the file has no name: what has one is the user's.
+/// Undoes [`name`], which is possible only while the file has its temporary name: after that it is the user's.
 pub(super) async fn unname(run: &Run<'_>, cause: &Problem) -> Result<(), StepError> {
     match drop_half(run).await {
         Err(StepError::Final(problem)) if problem.code == ErrorCode::AlreadyExists => {
@@ -191,20 +191,20 @@ pub(super) async fn unname(run: &Run<'_>, cause: &Problem) -> Result<(), StepErr
             );
             Err(StepError::Final(Problem::new(cause.code, detail)))
         }
-        // It is not there, with its name or without: nothing is left of it.
+        // The file exists under neither name: nothing is left of it.
         Err(StepError::Final(problem)) if problem.code == ErrorCode::NotFound => Ok(()),
         other => other,
     }
 }
 
-/// How a job is ended.
+/// How to end a job.
 #[derive(Clone, Copy)]
 enum End {
     Commit,
     Cancel,
 }
 
-/// Ends the job; an agent that has restarted is told of the VM again.
+/// Ends the job; registers the VM again if the agent has restarted.
 async fn end(run: &Run<'_>, how: End) -> Result<(), StepError> {
     let vm = run.vm().await?;
     let agent = run.agent(&vm)?;

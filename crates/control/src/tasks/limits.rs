@@ -1,4 +1,4 @@
-//! How much of a kind happens at a time: long work on each host, calls of each key provider.
+//! Concurrency limits: long work on each host, calls of each key provider.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -8,20 +8,19 @@ use uuid::Uuid;
 
 use super::step::Limit;
 
-/// Long work (disks that are filled or written) on one host: more at a time make each other slower, and the
-/// guests beside them.
+/// Long work (filling or writing disks) on one host: more at a time slow down each other and the guests.
 pub const HOST_WORK: usize = 4;
 
-/// Calls of one key provider: enough to keep a KMS busy, and few enough that other tasks of the server and other
-/// clients of the KMS are served beside them.
+/// Calls of one key provider: enough to keep a KMS busy, and few enough to leave capacity for other tasks of the
+/// server and other clients of the KMS.
 pub const PROVIDER_CALLS: usize = 16;
 
-/// The shares of hosts and providers.
+/// The permits of hosts and providers.
 #[derive(Default)]
 pub(super) struct Limits(Mutex<HashMap<(&'static str, Uuid), Arc<Semaphore>>>);
 
 impl Limits {
-    /// The shares of a host or a provider.
+    /// The permits of a host or a provider.
     pub(super) fn of(&self, limit: Limit, whose: Uuid) -> Arc<Semaphore> {
         let (kind, shares) = match limit {
             Limit::HostWork => ("host", HOST_WORK),
@@ -32,7 +31,7 @@ impl Limits {
     }
 }
 
-/// Takes a share if there is one left.
+/// Takes a permit if one is left.
 pub(super) fn try_take(shares: &Arc<Semaphore>) -> Option<OwnedSemaphorePermit> {
     Arc::clone(shares).try_acquire_owned().ok()
 }

@@ -1,17 +1,17 @@
-//! Durable work: operations as steps with do and undo, recorded before and after each.
+//! Durable tasks: operations as steps with do and undo, recorded before and after each step.
 //!
 //! | module | what |
 //! |---|---|
-//! | `steps` | which steps each operation has ([`crate::operation`]), and how far a task is |
-//! | `step` | what a step is: name, do, undo, whom it waits for |
+//! | `steps` | the steps of each operation ([`crate::operation`]), and the position of a task |
+//! | `step` | the definition of a step: name, do, undo, what it waits for |
 //! | `create_vm`, `start_vm`, `stop_vm`, `recrypt_vm`, `export_disk`, `delete_vm` | the steps of each operation |
 //! | [`engine`] | begins, cancels, resolves tasks, across crashes of the server |
-//! | `environment` | what every task is carried out with; how its state is recorded |
-//! | `runner` | carries one task out |
-//! | `waits` | what a step that failed is waited for |
-//! | `limits` | how much of a kind happens at a time |
+//! | `environment` | the environment of every task; how its state is recorded |
+//! | `runner` | runs one task |
+//! | `waits` | what a task waits for after a step failed |
+//! | `limits` | concurrency limits |
 //! | `alarms` | alarms about tasks that need an operator |
-//! | `run` | what a step has to work with |
+//! | `run` | the context of a step |
 
 mod alarms;
 mod create_vm;

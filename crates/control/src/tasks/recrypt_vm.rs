@@ -1,18 +1,18 @@
-//! Giving a VM that is off another KEK, perhaps of another provider (shallow recrypt): the keys of its disks
-//! stay, and are wrapped anew. At every point the key of the inventory opens all disks of the VM:
+//! Gives a VM that is off another KEK, perhaps of another provider (shallow recrypt): the keys of its disks stay,
+//! and are wrapped again. At every point the key in the inventory opens all disks of the VM:
 //!
 //! ```text
 //!   all disks open with the old key ─► make the new key ─► all open with both ─► inventory: the new one
 //!      ─► host: the new one ─► all open with the new one alone ─► the old one is destroyed
 //! ```
 //!
-//! It can be undone until the inventory has the new key, which is the commit step; from there on it goes only
-//! forward. In the last step the host has tried the new key on every disk once more before the old one goes. The
-//! host is always told which key it is thought to be registered with: what an answer that was lost has left behind
-//! is never taken for the state in which a key may be dropped.
+//! It can be undone until the inventory has the new key, which is the commit step; after that it goes only forward.
+//! In the last step the host has tried the new key on every disk again before the old one is destroyed. Each request
+//! names the key that the host is expected to be registered with: so the effect of a lost answer is never mistaken
+//! for the state in which a key may be dropped.
 //!
 //! A task that can be neither finished nor undone leaves its keys in the inventory, as keys of the VM. The next
-//! recryption drops them from the disks and destroys them, and so does the VM's deletion.
+//! recryption removes them from the disks and destroys them; so does the VM's deletion.
 
 use async_trait::async_trait;
 use vmseal_api::host::{KeyReference, OtherKey, Power};
@@ -29,9 +29,9 @@ use crate::store::events::NewEvent;
 use crate::store::vms::{self, Vm};
 use crate::store::{key_requests, keys};
 
-/// What is done, in order.
+/// The steps, in order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[allow(clippy::enum_variant_names, reason = "two keys are what it is about")]
+#[allow(clippy::enum_variant_names, reason = "every step is about one of two keys")]
 pub(crate) enum RecryptVmStep {
     CheckKey,
     MakeNewKey,
@@ -127,11 +127,11 @@ impl super::step::Step for RecryptVmStep {
     }
 }
 
-/// The key that the VM had, and the provider of the one that it is given.
+/// The old key, and the provider of the new one.
 fn order<'a>(run: &'a Run<'_>) -> Result<(&'a KeyReference, ProviderId), StepError> {
     match &run.task.operation {
         Operation::RecryptVm { old, provider, .. } => Ok((old, *provider)),
-        _ => Err(internal("it is no recryption")),
+        _ => Err(internal("it is not a recryption")),
     }
 }
 
@@ -139,22 +139,22 @@ fn internal(what: &str) -> StepError {
     StepError::Final(Problem::new(ErrorCode::Internal, what))
 }
 
-/// The VM's key, as the inventory has it.
+/// The VM's key in the inventory.
 fn key_of(vm: &Vm) -> Result<&KeyReference, StepError> {
     vm.key.as_ref().ok_or_else(|| internal("the VM has no key"))
 }
 
-/// The key that this task had made.
+/// The key that this task created.
 async fn new_key(run: &Run<'_>) -> Result<KeyReference, StepError> {
     if let Some(key) = run.output(super::step::Step::name(&RecryptVmStep::MakeNewKey)) {
         return Ok(key);
     }
-    // Begun by a version that kept no outputs.
+    // Begun by a version that stored no outputs.
     let found = keys::of_task(&mut *run.store().read().await?, run.task.id).await?;
     found.ok_or_else(|| internal("the new key is not in the inventory"))
 }
 
-/// Tells the host of the VM and gives it the VM's key; once more when it has restarted in between.
+/// Registers the VM on the host and delivers its key; repeats this if the agent has restarted in between.
 async fn prepare(run: &Run<'_>) -> Result<(), StepError> {
     let prepared = match run.hosts().prepare(run.vm_id, Purpose::Open).await {
         Err(problem) if matches!(problem.code, ErrorCode::NotFound | ErrorCode::WrongState) => {
@@ -165,8 +165,8 @@ async fn prepare(run: &Run<'_>) -> Result<(), StepError> {
     Ok(prepared.map_err(locked)?)
 }
 
-/// Asks the host, and once more when it may have restarted since it was told of the VM and its key, or
-/// knows it with another one.
+/// Sends a request to the host; registers the VM and repeats it if the agent may have restarted since the
+/// registration, or has the VM with another key.
 async fn ask<F: Future<Output = Result<(), Problem>>>(
     run: &Run<'_>,
     question: impl Fn() -> F,
@@ -185,7 +185,7 @@ async fn ask<F: Future<Output = Result<(), Problem>>>(
     }
 }
 
-/// Sees that all is as it has to be: the VM is whole and off, and its key opens all its disks.
+/// Checks the preconditions: the VM is complete and off, and its key opens all its disks.
 pub(super) async fn check(run: &Run<'_>) -> Result<(), StepError> {
     let vm = run.vm().await?;
     let (old, _) = order(run)?;
@@ -197,7 +197,7 @@ pub(super) async fn check(run: &Run<'_>) -> Result<(), StepError> {
         return refused("has been changed meanwhile");
     }
     let agent = run.agent(&vm)?;
-    let state = run.news(vm.host, None).await?;
+    let state = run.host_state(vm.host, None).await?;
     if state_of(&state, vm.id).is_some_and(|seen| seen.power != Power::Off) {
         return refused("is not off: stop it first");
     }
@@ -205,7 +205,7 @@ pub(super) async fn check(run: &Run<'_>) -> Result<(), StepError> {
     ask(run, || agent.check_key(vm.id, old.clone())).await
 }
 
-/// The same task asks for the same key, however often; it is in the inventory before anything uses it.
+/// The request id is the task's, so a repetition gets the same key; it is in the inventory before anything uses it.
 pub(super) async fn make_key(run: &Run<'_>) -> Result<KeyReference, StepError> {
     let vm = run.vm().await?;
     let (_, provider) = order(run)?;
@@ -225,7 +225,7 @@ pub(super) async fn make_key(run: &Run<'_>) -> Result<KeyReference, StepError> {
     Ok(key)
 }
 
-/// Undoes [`make_key`], whether or not it is known what it did.
+/// Undoes [`make_key`], even if its outcome is unknown.
 pub(super) async fn unmake_key(run: &Run<'_>) -> Result<(), StepError> {
     let vm = run.vm().await?;
     let (_, provider) = order(run)?;
@@ -234,7 +234,7 @@ pub(super) async fn unmake_key(run: &Run<'_>) -> Result<(), StepError> {
         return Err(internal("the new key is the VM's: it is not destroyed"));
     }
     let provider = match run.context.providers.get(provider) {
-        // It was removed before it could make a key.
+        // The provider was removed before it could create a key.
         Err(problem) if problem.code == ErrorCode::NotFound && made.is_none() => return Ok(()),
         other => other?,
     };
@@ -244,14 +244,14 @@ pub(super) async fn unmake_key(run: &Run<'_>) -> Result<(), StepError> {
     Ok(provider.abandon(run.task.id.0).await?)
 }
 
-/// Lets the disks open with the new key, too.
+/// Adds the new key to the disks.
 pub(super) async fn add_new(run: &Run<'_>) -> Result<(), StepError> {
     let vm = run.vm().await?;
     let (old, _) = order(run)?;
     add(run, &vm, old, &new_key(run).await?).await
 }
 
-/// Lets all disks open with `other` beside the key that the inventory has, which is `beside`.
+/// Adds `other` to all disks, beside the key in the inventory, which is `beside`.
 async fn add(
     run: &Run<'_>,
     vm: &Vm,
@@ -278,7 +278,7 @@ async fn add(
     .await
 }
 
-/// From here on the VM has the new key.
+/// Gives the VM the new key.
 pub(super) async fn switch(run: &Run<'_>) -> Result<(), StepError> {
     let (old, _) = order(run)?;
     set_key(run, old, &new_key(run).await?, "vm.recrypted").await
@@ -315,13 +315,13 @@ async fn set_key(
     Ok(write.commit().await?)
 }
 
-/// Leaves the new key as the only one that opens the disks.
+/// Makes the new key the only one that opens the disks.
 pub(super) async fn drop_old(run: &Run<'_>) -> Result<(), StepError> {
     let vm = run.vm().await?;
     keep_only(run, &vm, &new_key(run).await?).await
 }
 
-/// Leaves the old key as the only one that opens the disks: undoes [`add_new`].
+/// Undoes [`add_new`]: makes the old key the only one that opens the disks.
 pub(super) async fn drop_new(run: &Run<'_>) -> Result<(), StepError> {
     let vm = run.vm().await?;
     let (old, _) = order(run)?;
@@ -336,7 +336,7 @@ async fn keep_only(run: &Run<'_>, vm: &Vm, key: &KeyReference) -> Result<(), Ste
     ask(run, || agent.drop_other_keys(vm.id, key.clone())).await
 }
 
-/// Destroys what the VM had before, also what earlier attempts have left, once its key has opened every disk.
+/// Destroys the old key, and those that earlier attempts have left, once the new one has opened every disk.
 pub(super) async fn destroy_old(run: &Run<'_>) -> Result<(), StepError> {
     let vm = run.vm().await?;
     let new = new_key(run).await?;
@@ -352,20 +352,20 @@ pub(super) async fn destroy_old(run: &Run<'_>) -> Result<(), StepError> {
     Ok(())
 }
 
-/// What is left when it fails after the VM has its new key.
+/// The problem of a failure after the VM has its new key.
 pub(super) fn unfinished(target: &str, cause: &Problem) -> Problem {
     let detail = format!(
-        "VM '{target}' is whole and has its new key, and its old one may open its disks as well ({cause}): recrypt it again when the cause is mended"
+        "VM '{target}' is whole and has its new key, and its old one may open its disks as well ({cause}): recrypt it again once the cause is fixed"
     );
     Problem { reason: cause.reason, ..Problem::new(cause.code, detail) }
 }
 
-/// Says how the VM stands when an undoing has failed.
+/// Adds the VM's state to the problem of a failed undo.
 fn half_done(vm: &Vm, error: StepError) -> StepError {
     let say = |problem: Problem| {
         let key_id = vm.key.as_ref().map_or("", |key| key.key_id.as_str());
         let detail = format!(
-            "{problem}. VM '{}' is whole and opens with key '{key_id}', and its disks may open with another key as well: recrypt it again when the cause is mended",
+            "{problem}. VM '{}' is whole and opens with key '{key_id}', and its disks may open with another key as well: recrypt it again once the cause is fixed",
             vm.name
         );
         Problem { detail, ..problem }

@@ -1,4 +1,4 @@
-//! What a step has to work with.
+//! The context of a step.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -20,12 +20,12 @@ use crate::store::tasks::Task;
 use crate::store::vms::{self, Vm};
 use crate::store::{Store, StoreError};
 
-/// How far a step is, where that is known.
+/// The progress of a step, if known.
 #[derive(Default)]
 pub(super) struct LiveProgress(Mutex<Option<Progress>>);
 
 impl LiveProgress {
-    /// Shows it; whether the percentage is another one now.
+    /// Sets it; returns whether the percentage has changed.
     pub(super) fn show(&self, progress: Option<Progress>) -> bool {
         let mut shown = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let before = std::mem::replace(&mut *shown, progress);
@@ -37,29 +37,29 @@ impl LiveProgress {
     }
 }
 
-/// What a user has asked of a task since it began.
+/// What users requested of a task since it began.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Requests {
     /// To stop, and to undo what it has done.
     pub(super) cancelled: bool,
-    /// To cut the power, where it waits for a guest to shut down.
+    /// To cut the power, if it waits for a guest to shut down.
     pub(super) forced: bool,
 }
 
-/// How long a task waits for news from a host's monitor before it asks the host itself.
-const NEWS_WAIT: Duration = Duration::from_secs(2);
+/// How long a task waits for a newer state from a host's monitor before it asks the host itself.
+const NEWER_STATE_WAIT: Duration = Duration::from_secs(2);
 
 /// Why a step did not succeed.
 #[derive(Debug)]
 pub(crate) enum StepError {
-    /// It may be so or not, or may go better soon: try again.
+    /// It may have happened or not, or a retry may succeed: try again.
     Again(Problem),
-    /// It is certain, and trying again would change nothing.
+    /// It is certain: a retry would change nothing.
     Final(Problem),
 }
 
 impl StepError {
-    /// Says more about an answer that did not come.
+    /// Adds to the problem of a missing answer.
     pub(super) fn about(self, more: impl FnOnce(String) -> String) -> Self {
         match self {
             Self::Again(problem) => {
@@ -94,21 +94,21 @@ impl From<StoreError> for StepError {
     }
 }
 
-/// What all tasks work with.
+/// The parts of the server that all tasks use.
 pub(super) struct Context {
     pub(super) store: Arc<Store>,
     pub(super) providers: Arc<Providers>,
     pub(super) hosts: Arc<Hosts>,
 }
 
-/// A step that is being carried out.
+/// A running step.
 pub(crate) struct Run<'a> {
     pub(super) context: &'a Context,
     pub(super) task: &'a Task,
     pub(super) vm_id: VmId,
     pub(super) requests: watch::Receiver<Requests>,
     pub(super) live: &'a LiveProgress,
-    /// Whether a host may have heard of this step.
+    /// Whether a host may have received a request of this step.
     pub(super) sent: AtomicBool,
 }
 
@@ -121,7 +121,7 @@ impl Run<'_> {
         &self.context.hosts
     }
 
-    /// The task's VM; none when it is removed already.
+    /// The task's VM; `None` if it is already removed.
     pub(super) async fn find_vm(&self) -> Result<Option<Vm>, StoreError> {
         vms::get(&mut *self.store().read().await?, self.vm_id).await
     }
@@ -140,31 +140,31 @@ impl Run<'_> {
         self.hosts().agent(vm.host)
     }
 
-    /// Shows how far the step is, in bytes; nothing of nothing.
+    /// Publishes the step's progress, in bytes; not if the total is 0.
     pub(super) fn show(&self, progress: Progress) {
         if self.live.show(Some(progress).filter(|progress| progress.total > 0)) {
             self.context.store.note_change(Kinds::NONE.with(ChangeKind::Task));
         }
     }
 
-    /// What a host says of the task's job.
+    /// The status of the task's job in a host's state.
     pub(super) fn job_in<'s>(&self, state: &'s HostState) -> Option<&'s JobStatus> {
         state_of(state, self.vm_id)?.jobs.iter().find(|job| job.task == self.task.id)
     }
 
-    /// Shows how far a host says that the task's job is.
+    /// Publishes the progress of the task's job in a host's state.
     pub(super) fn show_job(&self, state: &HostState) {
         if let Some(job) = self.job_in(state) {
             self.show(Progress { done: job.progress.done, total: job.progress.total });
         }
     }
 
-    /// What an earlier step gave.
+    /// The output of an earlier step.
     pub(super) fn output<T: DeserializeOwned>(&self, step: &str) -> Option<T> {
         serde_json::from_value(self.task.outputs.get(step)?.clone()).ok()
     }
 
-    /// Notes whether a change that a host was asked for may have reached it.
+    /// Records whether a request for a change may have reached a host.
     pub(super) fn noted<T>(&self, answer: Result<T, Problem>) -> Result<T, Problem> {
         let unsent = |problem: &Problem| is_silence(problem) && !problem.in_doubt;
         if !answer.as_ref().is_err_and(unsent) {
@@ -173,7 +173,7 @@ impl Run<'_> {
         answer
     }
 
-    /// Ends a step when somebody cancelled the task.
+    /// Ends a step if the task was cancelled.
     pub(super) fn check_cancelled(&self) -> Result<(), StepError> {
         if self.requests.borrow().cancelled {
             let detail =
@@ -183,10 +183,10 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// The host's state: at first as the host itself has it, so that what it was just asked to do is in it; then as
-    /// the host's monitor has it, as soon as it is newer than the last one. So a host is asked once, however many
-    /// tasks wait for it.
-    pub(super) async fn news(
+    /// The host's state. Without `last` it is read from the host, so that the effect of the request before is in it.
+    /// Otherwise it comes from the host's monitor, as soon as it is newer than `last`: so a host is asked once, however
+    /// many tasks wait for it.
+    pub(super) async fn host_state(
         &self,
         host: HostId,
         last: Option<&HostState>,
@@ -197,19 +197,19 @@ impl Run<'_> {
         tokio::select! {
             newer = self.hosts().newer_state(host, last) => newer,
             // The host does not answer, or its monitor is busy.
-            () = tokio::time::sleep(NEWS_WAIT) => read().await,
-            // The caller checks; it goes on with what it has.
+            () = tokio::time::sleep(NEWER_STATE_WAIT) => read().await,
+            // The caller checks the requests; its state is unchanged.
             Ok(()) = requests.changed() => Ok(Arc::new(last.clone())),
         }
     }
 }
 
-/// What a host says of a VM.
+/// The status of a VM in a host's state.
 pub(super) fn state_of(state: &HostState, vm: VmId) -> Option<&VmState> {
     state.vms.iter().find(|seen| seen.vm == vm)
 }
 
-/// No such VM there is what was wanted.
+/// Treats `not-found` as success: the VM should be absent.
 pub(super) fn absent_is_fine(answer: Result<(), Problem>) -> Result<(), StepError> {
     match answer {
         Err(problem) if problem.code == ErrorCode::NotFound => Ok(()),
@@ -217,7 +217,7 @@ pub(super) fn absent_is_fine(answer: Result<(), Problem>) -> Result<(), StepErro
     }
 }
 
-/// Has the VM's host know the VM as the inventory has it.
+/// Registers the VM on its host, as it is in the inventory.
 pub(super) async fn register(run: &Run<'_>) -> Result<(), StepError> {
     crate::hosts::register(run.store(), run.hosts(), run.vm_id).await?;
     Ok(())

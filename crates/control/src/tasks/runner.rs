@@ -1,8 +1,8 @@
-//! Carries one task out.
+//! Runs one task.
 //!
 //! ```text
 //!   Waiting (for its time)
-//!      │            a share is free            host, provider, passphrase
+//!      │            a permit is free           host, provider, passphrase
 //!   Queued ◄───────────────────────► Running ◄───────────────────────────► Waiting
 //!                                    │ ▲ │ next step
 //!      a step fails for good, or     │ └─┘                 after the last step
@@ -15,11 +15,11 @@
 //!                    the step before │ └─┘──── a step cannot be undone ──────► Unknown
 //! ```
 //!
-//! State and step are in the inventory before the step begins, with what the steps before it gave. A server that
-//! starts goes on with every task where it was: the step that was under way is done (or undone) again from its
-//! beginning, which every step can bear. A host's silence is no answer: the step is repeated with growing pauses,
-//! and when that is no use it is undone, as it may have been done. Whom a step waits for without end, the step says
-//! ([`super::step::WaitPolicy`]); after the commit step it is everybody.
+//! State and step are in the inventory before the step begins, with the outputs of the steps before it. A starting
+//! server resumes every task where it was: the interrupted step is done (or undone) again from its beginning, as
+//! every step is repeatable. If a host does not answer, the step is repeated with growing pauses; if it never
+//! answers, the step is undone, as it may have been done. A step's [`super::step::WaitPolicy`] says what it waits for
+//! without a limit; after the commit step a task waits for everything.
 
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
@@ -43,7 +43,7 @@ use crate::hosts::is_silence;
 use crate::store::tasks::Task;
 use crate::store::vms;
 
-/// Why a task was left before its end.
+/// Why running a task stopped before its end.
 pub(super) enum Interrupted {
     /// As if the server's process had ended.
     #[cfg(test)]
@@ -55,7 +55,7 @@ pub(super) enum Interrupted {
 /// Why a step was not done.
 struct StepFailure {
     problem: Problem,
-    /// Whether nobody has heard of it: there is nothing to undo.
+    /// Whether no host received a request of it: then there is nothing to undo.
     unsent: bool,
 }
 
@@ -65,7 +65,7 @@ pub(super) struct Runner<'a> {
     pub(super) vm_id: vmseal_api::id::VmId,
     pub(super) requests: watch::Receiver<Requests>,
     pub(super) live: Arc<LiveProgress>,
-    /// Whether the step may have been begun in an earlier life of the server.
+    /// Whether the step may have been begun in an earlier run of the server.
     pub(super) resumed: bool,
 }
 
@@ -87,7 +87,7 @@ impl Runner<'_> {
         steps::of(&self.task.operation)
     }
 
-    /// The place of the step that the task is at.
+    /// The index of the current step.
     fn position(&self) -> Result<usize, Interrupted> {
         let name = &self.task.step;
         let found = self.steps().iter().position(|step| step.name() == name);
@@ -96,7 +96,7 @@ impl Runner<'_> {
         })
     }
 
-    /// Waits for the time before which the task does not begin.
+    /// Waits for the task's earliest start.
     async fn await_time(&mut self) {
         let Some(time) = self.task.not_before else { return };
         while let Ok(left) = Duration::try_from(time.duration_since(Timestamp::now()))
@@ -147,15 +147,24 @@ impl Runner<'_> {
         Ok(())
     }
 
-    /// Undoes the step that the task is at.
+    /// Undoes the current step.
     async fn retreat(&mut self) -> Result<(), Interrupted> {
         let position = self.position()?;
         let step = self.steps()[position];
         let cause = self.task.problem.clone().unwrap_or_else(|| {
             Problem::new(ErrorCode::Internal, "the inventory does not say why it is undone")
         });
-        match self.attempt(step, Some(&cause), false).await? {
-            Ok(_) => match position.checked_sub(1) {
+        let undone = match self.attempt(step, Some(&cause), false).await? {
+            Err(StepFailure { problem, .. })
+                if step.is_undone_by_monitor() && is_silence(&problem) =>
+            {
+                tracing::info!(task = %self.task.id, step = step.name(), %problem, "left to the host's monitor");
+                Ok(())
+            }
+            other => other.map(drop),
+        };
+        match undone {
+            Ok(()) => match position.checked_sub(1) {
                 Some(before) => self.go_back_to(self.steps()[before]).await,
                 None => self.end_undone().await,
             },
@@ -181,7 +190,7 @@ impl Runner<'_> {
         self.go_to(step, TaskState::RollingBack).await;
     }
 
-    /// Ends a task of which nothing is left; the step shown is that at which it failed.
+    /// Ends a task that is completely undone; the step shown is that at which it failed.
     async fn end_undone(&mut self) {
         let cancelled =
             self.task.problem.as_ref().is_some_and(|problem| problem.code == ErrorCode::Cancelled);
@@ -189,7 +198,7 @@ impl Runner<'_> {
         self.environment.end(&mut self.task, self.vm_id, state).await;
     }
 
-    /// Does a step, or undoes it because of `cause`, with patience for those who do not answer.
+    /// Does a step, or undoes it because of `cause`, with retries while a host or provider does not answer.
     async fn attempt(
         &mut self,
         step: &'static dyn Step,
@@ -201,7 +210,7 @@ impl Runner<'_> {
             None if committed => WaitPolicy::BOTH,
             None => step.wait_policy(),
         };
-        // What is undone, and what is past its commit step, is not cancelled.
+        // A task that is being undone, or is past its commit step, is not cancelled.
         let (_keep, never) = watch::channel(Requests::default());
         let requests = match cause {
             None if !committed => self.requests.clone(),
@@ -235,7 +244,7 @@ impl Runner<'_> {
                     let waiting = waits::for_provider(&run, error.as_problem()).await;
                     self.note_waiting(waiting).await;
                     let answers = self.await_provider(retry.pause(tries), &run.requests).await;
-                    // A step that is long is seen to run; a short one that waits again does not flicker.
+                    // A long step is shown as running; a short one that waits again does not flicker.
                     if answers || wait_policy.host {
                         self.note_running().await;
                     }
@@ -271,7 +280,7 @@ impl Runner<'_> {
         StepFailure { problem, unsent }
     }
 
-    /// Shows what the task waits for.
+    /// Publishes what the task waits for.
     async fn note_waiting(&mut self, waiting: Waiting) {
         if self.task.waiting.as_ref() != Some(&waiting) || self.task.state != TaskState::Waiting {
             tracing::info!(task = %self.task.id, on = ?waiting.on, name = waiting.name, "waiting");
@@ -281,14 +290,14 @@ impl Runner<'_> {
         }
     }
 
-    /// Shows that the task waits for nobody any more.
+    /// Publishes that the task no longer waits.
     async fn note_running(&mut self) {
         self.task.waiting = None;
         self.task.state = TaskState::Running;
         self.environment.save(&self.task, None).await;
     }
 
-    /// Waits for the task's turn where only so much happens at a time; then it runs.
+    /// Waits for a permit if the step's concurrency is limited; then the step runs.
     async fn take_share(
         &mut self,
         step: &dyn Step,
@@ -306,7 +315,7 @@ impl Runner<'_> {
                     let mut requests = requests.clone();
                     tokio::select! {
                         share = shares.acquire_owned() => share.ok(),
-                        // The step looks whether it is cancelled.
+                        // The step checks whether it is cancelled.
                         Ok(()) = requests.changed() => None,
                     }
                 }
@@ -333,7 +342,7 @@ impl Runner<'_> {
         Some(self.environment.limits.of(limit, whose))
     }
 
-    /// Waits until a provider can be used again (true), somebody asks something of the task, or a pause is over.
+    /// Waits until a provider can be used again (true), a user requests something of the task, or a pause is over.
     async fn await_provider(
         &self,
         at_most: Duration,
@@ -385,7 +394,7 @@ impl Runner<'_> {
             Fault::None => Ok(None),
             Fault::Crash => Err(Interrupted::Crashed),
             Fault::Fail(problem) => {
-                // Nobody knows what a step did that fails so.
+                // The effect of a step that fails so is unknown.
                 run.sent.store(true, Ordering::Relaxed);
                 Ok(Some(Err(problem.into())))
             }
@@ -398,10 +407,10 @@ impl Runner<'_> {
     }
 }
 
-/// How often a task looks whether the clock was set, while it waits for a time.
+/// How often a task that waits for a time checks whether the clock was set.
 const CLOCK_CHECK: Duration = Duration::from_secs(60);
 
-/// A pause that ends early when something is asked of the task.
+/// A pause that ends early if a user requests something of the task.
 async fn pause(pause: Duration, requests: &watch::Receiver<Requests>) {
     let mut requests = requests.clone();
     tokio::select! {
@@ -418,7 +427,7 @@ struct HostWait<'a> {
 }
 
 impl HostWait<'_> {
-    /// Whether the host's silence is why the step failed: it does not answer now either.
+    /// Whether the step failed because the host does not answer: it does not answer now either.
     async fn is_silent(&mut self) -> bool {
         let Ok(vm) = self.run.vm().await else { return false };
         let Ok(agent) = self.run.agent(&vm) else { return false };
@@ -434,7 +443,7 @@ impl HostWait<'_> {
         Waiting { on: WaitingOn::Host, name, detail: self.problem.to_string() }
     }
 
-    /// Waits until it answers, or something is asked of the task.
+    /// Waits until it answers, or a user requests something of the task.
     async fn outwait(&mut self) {
         let mut asked = 0;
         loop {
@@ -461,7 +470,7 @@ async fn perform(
     .await
 }
 
-/// A step that panics has failed, and its task is undone like that of any other.
+/// A step that panics has failed, and its task is undone as after any failure.
 async fn caught(
     step: &'static dyn Step,
     work: impl Future<Output = Result<Output, StepError>>,

@@ -1,4 +1,4 @@
-//! Starting a VM.
+//! Starts a VM.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,7 +14,7 @@ use crate::hosts::keys::Purpose;
 use crate::operation::Operation;
 use crate::store::vms::Vm;
 
-/// What is done, in order.
+/// The steps, in order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum StartVmStep {
     Prepare,
@@ -66,18 +66,18 @@ impl super::step::Step for StartVmStep {
     }
 }
 
-/// How long QEMU and the filter may take from their start until the guest runs: seconds, and some more
-/// where a host starts many at once.
+/// How long QEMU and the filter may take from their start until the guest runs: some seconds, and more if a host
+/// starts many VMs at once.
 const START_TIMEOUT: Duration = Duration::from_secs(120);
 
-/// How long processes may take to go when their power is cut.
+/// How long processes may take to end when their VM's power is cut.
 const OFF_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Sees that the host has the VM's key; for an export, any that opens the disk.
+/// Ensures that the host has the VM's key; for an export, any key that opens the disk.
 pub(super) async fn prepare(run: &Run<'_>) -> Result<(), StepError> {
     let vm = run.vm().await?;
-    let state = run.news(vm.host, None).await?;
-    // Processes of an earlier try at this start may be there: they have what they need.
+    let state = run.host_state(vm.host, None).await?;
+    // Processes of an earlier attempt may be running: they have what they need.
     if state_of(&state, vm.id).is_some_and(|seen| seen.power != Power::Off) {
         return Ok(());
     }
@@ -88,7 +88,7 @@ pub(super) async fn prepare(run: &Run<'_>) -> Result<(), StepError> {
     Ok(run.hosts().prepare(vm.id, purpose).await.map_err(locked)?)
 }
 
-/// A provider that gives no key makes the VM locked.
+/// Without a key from the provider the VM is locked.
 pub(super) fn locked(problem: Problem) -> Problem {
     match problem.code {
         ErrorCode::WrongState
@@ -106,7 +106,7 @@ pub(super) async fn power_on(run: &Run<'_>) -> Result<(), StepError> {
     let vm = run.vm().await?;
     let agent = run.agent(&vm)?;
     match run.noted(agent.power_on(vm.id).await) {
-        // The agent restarted since it was told of the VM and its key.
+        // The agent restarted since it got the VM and its key.
         Err(problem) if matches!(problem.code, ErrorCode::NotFound | ErrorCode::Locked) => {
             run.hosts().prepare(vm.id, Purpose::Encrypt).await.map_err(locked)?;
             run.noted(agent.power_on(vm.id).await)?;
@@ -116,7 +116,7 @@ pub(super) async fn power_on(run: &Run<'_>) -> Result<(), StepError> {
     let deadline = Instant::now() + START_TIMEOUT;
     let mut state: Option<Arc<HostState>> = None;
     loop {
-        let next = run.news(vm.host, state.as_deref()).await?;
+        let next = run.host_state(vm.host, state.as_deref()).await?;
         let seen = state_of(&next, vm.id);
         match seen.map(|seen| (seen.power, &seen.stopped)) {
             Some((Power::Running, _)) => {
@@ -166,7 +166,7 @@ pub(super) async fn wait_off(run: &Run<'_>, vm: &Vm) -> Result<(), StepError> {
     let deadline = Instant::now() + OFF_TIMEOUT;
     let mut state: Option<Arc<HostState>> = None;
     loop {
-        let next = run.news(vm.host, state.as_deref()).await?;
+        let next = run.host_state(vm.host, state.as_deref()).await?;
         if state_of(&next, vm.id).is_none_or(|seen| seen.power == Power::Off) {
             run.hosts().until_shown(vm.host, &next).await;
             return Ok(());

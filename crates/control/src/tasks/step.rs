@@ -8,14 +8,14 @@ use vmseal_api::problem::Problem;
 
 use super::run::{Run, StepError};
 
-/// What a step gives to later ones; kept with the task, so it holds no secret.
+/// The output of a step for later ones; stored with the task, so it must contain no secret.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Output(pub(super) Option<serde_json::Value>);
 
 impl Output {
-    /// What later steps read by [`Run::output`].
+    /// An output that later steps read with [`Run::output`].
     pub(super) fn of(value: &impl Serialize) -> Self {
-        // A reference to a key and the like: it has a form in JSON.
+        // A reference to a key and the like: it can be serialized.
         Self(serde_json::to_value(value).ok())
     }
 }
@@ -26,26 +26,26 @@ impl From<()> for Output {
     }
 }
 
-/// Who is waited for, as long as it takes, before the commit step; after it, everybody is.
+/// What a step waits for without a limit before the commit step; after it, a task waits for everything.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct WaitPolicy {
-    /// The VM's host: it may have hours of work with the step, which is not given up because it is away for a
-    /// while. What it has done is there when it is back.
+    /// The VM's host: the step may take it hours, and is not aborted because the host is unreachable for a while. Its
+    /// work is still there when it is back.
     pub host: bool,
     /// The key provider.
     pub provider: bool,
 }
 
 impl WaitPolicy {
-    /// Nobody is waited for long: somebody waits for the outcome.
+    /// Waits for nothing for long: a user waits for the outcome.
     pub const NONE: Self = Self { host: false, provider: false };
-    /// The provider is.
+    /// Waits for the provider.
     pub const PROVIDER: Self = Self { host: false, provider: true };
-    /// Host and provider are.
+    /// Waits for host and provider.
     pub const BOTH: Self = Self { host: true, provider: true };
 }
 
-/// Of what only so much happens at a time.
+/// A kind of work with a concurrency limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Limit {
     /// Long work on a host: disks are filled or written.
@@ -57,35 +57,40 @@ pub(crate) enum Limit {
 /// A part of an operation. Doing and undoing may both be repeated.
 #[async_trait]
 pub(crate) trait Step: fmt::Debug + Send + Sync {
-    /// Its name in the inventory. It never changes: a task of an older version goes on by it.
+    /// Its name in the inventory. It never changes: it is how a task of an older version is resumed.
     fn name(&self) -> &'static str;
 
     /// Its name for people.
     fn title(&self) -> &'static str;
 
-    /// Whether it is nothing for a VM without a key.
+    /// Whether it is skipped for a VM without a key.
     fn needs_key(&self) -> bool {
         false
     }
 
-    /// Whether nothing is undone once it is done: from there on the task goes only forward.
+    /// Whether it is the commit step: once it is done, the task goes only forward.
     fn commits(&self) -> bool {
         false
     }
 
-    /// Who is waited for.
+    /// What it waits for.
     fn wait_policy(&self) -> WaitPolicy {
         WaitPolicy::NONE
     }
 
-    /// Of what it takes a share.
+    /// The kind of work that it needs a permit for.
     fn limit(&self) -> Option<Limit> {
         None
     }
 
-    /// Whether it notes every change that it asks a host for ([`Run::noted`]): only then is it known that a host has
-    /// heard nothing of it.
+    /// Whether it records every request for a change ([`Run::noted`]): only then is it known that no request has
+    /// reached a host.
     fn notes_what_it_sends(&self) -> bool {
+        false
+    }
+
+    /// Whether it is undone without the task when the host does not answer: its monitor sees to that when it does.
+    fn is_undone_by_monitor(&self) -> bool {
         false
     }
 

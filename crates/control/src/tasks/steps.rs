@@ -1,4 +1,4 @@
-//! The steps of each operation, and how far a task is in them.
+//! The steps of each operation, and the position of a task in them.
 
 use vmseal_api::model::TaskState;
 use vmseal_api::problem::Problem;
@@ -21,7 +21,7 @@ pub(crate) fn of(operation: &Operation) -> &'static [&'static dyn Step] {
     }
 }
 
-/// Says what is left, and what to do, when a step after the commit step has failed because of `cause`.
+/// The problem, with the remedy, of a failure after the commit step because of `cause`.
 pub(super) fn unfinished(operation: &Operation, target: &str, cause: &Problem) -> Problem {
     match operation {
         Operation::RecryptVm { .. } => recrypt_vm::unfinished(target, cause),
@@ -29,7 +29,7 @@ pub(super) fn unfinished(operation: &Operation, target: &str, cause: &Problem) -
     }
 }
 
-/// The step that a task is at, or failed at, for people.
+/// The title of the step that a task is at, or failed at.
 pub(crate) fn title(task: &Task) -> &str {
     let name = match (&task.failed_step, task.ended) {
         (Some(failed), Some(_)) => failed,

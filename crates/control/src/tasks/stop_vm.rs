@@ -1,5 +1,5 @@
-//! Stopping a VM. There is nothing to undo: a guest that was asked to shut down may do so later, and the
-//! host's state says what is.
+//! Stops a VM. There is nothing to undo: a guest that was asked to shut down may do so later, and the host's state
+//! shows it.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,7 +15,7 @@ use super::step::Output;
 use crate::operation::Operation;
 use crate::store::vms::Vm;
 
-/// What is done.
+/// The steps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum StopVmStep {
     PowerOff,
@@ -55,7 +55,7 @@ impl super::step::Step for StopVmStep {
     }
 }
 
-/// How much later than the task a host may notice that the guest's time is over.
+/// How much later than the task a host may notice that the guest's timeout has passed.
 const HOST_LAG: Duration = Duration::from_secs(5);
 
 pub(super) async fn power_off(run: &Run<'_>) -> Result<(), StepError> {
@@ -64,7 +64,7 @@ pub(super) async fn power_off(run: &Run<'_>) -> Result<(), StepError> {
     };
     let vm = run.vm().await?;
     let agent = run.agent(&vm)?;
-    let state = run.news(vm.host, None).await?;
+    let state = run.host_state(vm.host, None).await?;
     if state_of(&state, vm.id).is_none_or(|seen| seen.power == Power::Off) {
         return Ok(());
     }
@@ -83,13 +83,13 @@ pub(super) async fn power_off(run: &Run<'_>) -> Result<(), StepError> {
 /// How a guest that was asked to shut down ends.
 #[derive(PartialEq, Eq)]
 enum ShutdownOutcome {
-    /// By itself.
+    /// It has shut down.
     Heeded,
-    /// A user has the power cut meanwhile.
+    /// A user has requested to cut its power.
     Forced,
 }
 
-/// Waits until a guest that was asked to shut down has, or somebody wants its power cut.
+/// Waits until a guest that was asked to shut down has done so, or a user requests to cut its power.
 async fn shut_down(
     run: &Run<'_>,
     vm: &Vm,
@@ -99,7 +99,7 @@ async fn shut_down(
     let deadline = Instant::now() + Duration::from_secs(seconds.into());
     loop {
         let left = deadline.saturating_duration_since(Instant::now());
-        match tokio::time::timeout(left, run.news(vm.host, Some(&state))).await {
+        match tokio::time::timeout(left, run.host_state(vm.host, Some(&state))).await {
             Ok(next) => state = next?,
             Err(_) => {
                 not_heeded(run, vm, seconds).await?;
@@ -117,13 +117,13 @@ async fn shut_down(
     }
 }
 
-/// Fails when it is shown that the guest runs on: the host has counted the same time.
+/// Fails once the host's state shows that the guest runs on: the host has the same timeout.
 async fn not_heeded(run: &Run<'_>, vm: &Vm, seconds: u32) -> Result<(), StepError> {
     let give_up = Instant::now() + HOST_LAG;
-    let mut state = run.news(vm.host, None).await?;
+    let mut state = run.host_state(vm.host, None).await?;
     let power = |state: &HostState| state_of(state, vm.id).map_or(Power::Off, |seen| seen.power);
     while power(&state) == Power::Stopping && Instant::now() < give_up {
-        state = run.news(vm.host, Some(&state)).await?;
+        state = run.host_state(vm.host, Some(&state)).await?;
     }
     run.hosts().until_shown(vm.host, &state).await;
     if power(&state) == Power::Off {
@@ -136,7 +136,7 @@ async fn not_heeded(run: &Run<'_>, vm: &Vm, seconds: u32) -> Result<(), StepErro
     Err(StepError::Final(Problem::new(ErrorCode::TimedOut, detail)))
 }
 
-/// Nothing is undone; but without the host's word it is not known whether the VM runs.
+/// Undoes nothing; but without the host's state it is not known whether the VM runs.
 pub(super) async fn see_what_is(run: &Run<'_>) -> Result<(), StepError> {
     let vm = run.vm().await?;
     run.agent(&vm)?.state_now().await?;

@@ -1,5 +1,5 @@
-//! Every operation, with every step failing, unanswered, repeated, and the server crashing before and
-//! after it: at the end the VM is whole or nothing of it is left, and what is shown is so.
+//! Every operation, with every step failing, unanswered, repeated, and the server crashing before and after it: at
+//! the end the VM is complete or completely removed, and the server shows the real state.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
@@ -30,7 +30,7 @@ use crate::store::tasks::Task;
 use crate::tasks::steps;
 use crate::testing::Fixture;
 
-/// Interferes at one place, a given number of times; counts how often it did.
+/// Injects a fault at one point, a given number of times; counts how often it did.
 fn at(
     step: &'static str,
     state: TaskState,
@@ -84,7 +84,7 @@ enum Kind {
 }
 
 impl Kind {
-    /// Brings about what the operation starts from, with no faults.
+    /// Sets up the state that the operation needs, with no faults.
     async fn before(self, fixture: &Fixture) -> Option<VmId> {
         match self {
             Self::Create => None,
@@ -133,7 +133,7 @@ impl Kind {
         before.into_iter().any(|step| step.commits())
     }
 
-    /// What is to be when the operation is done.
+    /// Checks the state after the operation has succeeded.
     async fn assert_done(self, fixture: &Fixture, vm: VmId, what: &str) {
         match self {
             Self::Create | Self::Stop => fixture.assert_whole(vm, Power::Off, what).await,
@@ -147,7 +147,7 @@ impl Kind {
         }
     }
 
-    /// What is to be when the operation has failed.
+    /// Checks the state after the operation has failed.
     async fn assert_undone(self, fixture: &Fixture, vm: VmId, what: &str) {
         match self {
             Self::Create => fixture.assert_nothing_left(vm, what).await,
@@ -157,7 +157,7 @@ impl Kind {
                 assert_eq!(fixture.agent.exports(), (vec![], 0), "{what}");
             }
             Self::Recrypt => recrypt::assert_undone(fixture, vm, what).await,
-            // A stop that was done cannot be taken back; what is must be what is shown.
+            // A stop cannot be undone; the server must show the real state.
             Self::Stop => {
                 let runs = fixture.agent.running().contains(&vm);
                 let power = if runs { Power::Running } else { Power::Off };
@@ -167,7 +167,7 @@ impl Kind {
     }
 }
 
-/// Carries an operation out under a fault; crashes of the server are followed by a start without faults.
+/// Runs an operation under a fault; after a crash of the server, starts it without faults.
 async fn carry_out(
     kind: Kind,
     faults: Faults,
@@ -232,7 +232,7 @@ async fn matrix(kind: Kind) {
     }
 }
 
-/// A step after the commit step is tried for as long as nobody answers.
+/// A step after the commit step is retried until there is an answer.
 async fn goes_on_until_answered(kind: Kind, faults: Faults, done: &AtomicU32, what: &str) {
     let mut fixture = Fixture::new().await;
     let before = kind.before(&fixture).await;
@@ -249,7 +249,7 @@ async fn goes_on_until_answered(kind: Kind, faults: Faults, done: &AtomicU32, wh
     kind.assert_done(&fixture, vm, what).await;
 }
 
-/// Either nothing of it is left, or it is said that something is, and deleting again removes it.
+/// Either nothing of it is left, or the problem says that something is, and deleting again removes it.
 async fn assert_failed_truly(
     kind: Kind,
     fixture: &mut Fixture,
@@ -263,18 +263,21 @@ async fn assert_failed_truly(
         TaskState::Failed => kind.assert_undone(fixture, vm, what).await,
         TaskState::Unknown => {
             if kind == Kind::Export {
-                // It had its name already: that is said, and it is left.
+                // It had its name already: the problem says so, and the file is left.
                 assert!(problem.detail.contains(OUT) && problem.detail.contains("is whole"));
                 assert_eq!(fixture.agent.exports(), (vec![OUT.into()], 0), "{what}");
                 return;
             }
             if kind == Kind::Recrypt {
-                // Past its commit step: that is said, an alarm stands, and another recryption finishes it.
+                // Past its commit step: the problem says so, an alarm is active, and another recryption finishes it.
                 assert!(problem.detail.contains("has its new key"), "{what}: {problem}");
                 let alarm = "task-unfinished web".to_owned();
                 assert!(fixture.alarms().await.contains(&alarm), "{what}");
                 recrypt::recrypt_again(fixture, vm, what).await;
-                assert!(!fixture.alarms().await.contains(&alarm), "{what}: the alarm stands");
+                assert!(
+                    !fixture.alarms().await.contains(&alarm),
+                    "{what}: the alarm is still active"
+                );
                 return;
             }
             assert_eq!(kind, Kind::Delete, "{what}: {problem}");
@@ -346,7 +349,7 @@ async fn delete_survives_every_fault_at_every_step() {
     matrix(Kind::Delete).await;
 }
 
-/// Fails the last step for good, and interferes with the undoing of every step.
+/// Fails the last step permanently, and injects a fault into the undoing of every step.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn undoing_a_creation_survives_every_fault_at_every_step() {
     for step in Kind::Create.steps() {
@@ -375,7 +378,7 @@ async fn undoing_a_creation_survives_every_fault_at_every_step() {
 }
 
 #[tokio::test]
-async fn what_cannot_be_undone_is_said_and_can_be_deleted() {
+async fn a_failed_undo_is_reported_and_the_rest_can_be_deleted() {
     let mut fixture = Fixture::new().await;
     fixture.inject(Call::DeleteDisk, HostFault::LoseRequest, ATTEMPTS);
     let (failing, _) =
@@ -409,7 +412,7 @@ async fn a_deletion_that_was_cut_short_can_be_repeated() {
     fixture.assert_nothing_left(vm, "after the second deletion").await;
 }
 
-/// The calls to the host themselves: lost on their way, or their answers lost, or the agent restarts.
+/// Faults of calls to the host: the request is lost, or the answer is lost, or the agent restarts.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn lost_calls_lost_answers_and_crashes_of_the_agent_do_not_matter() {
     let calls = Call::CHANGING.into_iter().chain([Call::Describe, Call::State]);
@@ -442,7 +445,7 @@ async fn lost_calls_lost_answers_and_crashes_of_the_agent_do_not_matter() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_agent_that_restarts_in_the_middle_of_any_step_is_told_again() {
+async fn an_agent_that_restarts_in_the_middle_of_any_step_gets_the_vm_again() {
     for step in ["register", "deliver-key", "create-disks", "finish"] {
         let mut fixture = Fixture::new().await;
         let agent = fixture.agent.clone();
@@ -578,7 +581,7 @@ async fn a_deletion_that_the_host_refuses_leaves_the_vm_whole() {
     assert_eq!(ended.problem.unwrap().code, ErrorCode::InUse);
     fixture.assert_whole(vm, Power::Off, "refused").await;
 
-    // The first disk is gone when the second is refused: that is said, and the rest can go.
+    // The first disk is gone when the second is refused: the problem says so, and the rest can be deleted.
     fixture.agent.inject(Call::DeleteDisk, 2, HostFault::Refuse(ErrorCode::InUse));
     let task = fixture.begin(Operation::DeleteVm { vm, was: Lifecycle::Ready }, "web").await;
     let ended = fixture.ended(task).await;

@@ -1,6 +1,6 @@
-//! What a step that failed is waited for.
+//! What a task waits for after a step failed.
 
-use vmseal_api::kmip::KeyFault;
+use vmseal_api::key_fault::KeyFault;
 use vmseal_api::model::{Waiting, WaitingOn};
 use vmseal_api::problem::Problem;
 
@@ -9,27 +9,27 @@ use super::step::WaitPolicy;
 use crate::operation::Operation;
 use crate::store::providers;
 
-/// What becomes of a step that failed.
+/// How to continue after a step failed.
 #[derive(Debug, PartialEq)]
 pub(super) enum FailureKind {
-    /// The inventory could not be read or written; it is tried until it can.
+    /// The inventory could not be read or written: retry until it can.
     Inventory,
-    /// A provider gives no keys; it is waited for.
+    /// A provider gives no keys: wait for it.
     Provider,
-    /// Nobody answered; it is tried a few times, or the host is waited for.
+    /// A host or provider did not answer: retry a few times, or wait for the host.
     Silence,
-    /// It failed, and trying again would change nothing.
+    /// A retry would change nothing.
     Final,
 }
 
-/// What becomes of a step that failed with this error.
+/// How to continue after a step failed with this error.
 pub(super) fn classify(error: &StepError, wait_policy: WaitPolicy) -> FailureKind {
     let problem = error.as_problem();
     if problem.inventory {
         return FailureKind::Inventory;
     }
     if problem.reason.is_some_and(KeyFault::is_of_provider) {
-        // Somebody waits for the outcome of a step that waits for nobody: it is told at once.
+        // A user waits for the outcome of a step that waits for nothing: report the failure at once.
         return if wait_policy.provider { FailureKind::Provider } else { FailureKind::Final };
     }
     match error {
@@ -38,7 +38,7 @@ pub(super) fn classify(error: &StepError, wait_policy: WaitPolicy) -> FailureKin
     }
 }
 
-/// The provider that is waited for, as the task shows it.
+/// The provider that the task waits for, as the task shows it.
 pub(super) async fn for_provider(run: &Run<'_>, problem: &Problem) -> Waiting {
     let on = match problem.reason {
         Some(KeyFault::ProviderSealed) => WaitingOn::Passphrase,

@@ -1,11 +1,11 @@
-//! A control plane without HTTP around one simulated host: it can crash, and start again from its inventory.
+//! A control plane without HTTP with one simulated host: it can crash, and start again from its inventory.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use vmseal_api::host::{DatastoreSpec, Power};
 use vmseal_api::id::{DiskId, HostId, ProviderId, TaskId, VmId};
-use vmseal_api::kmip::KeyFault;
+use vmseal_api::key_fault::KeyFault;
 use vmseal_api::model::{Alarm, Lifecycle, TaskState};
 use vmseal_secret::sealed_box::Recipient;
 
@@ -30,7 +30,7 @@ const TIMEOUT: Duration = Duration::from_secs(20);
 /// How often a step is tried.
 pub const ATTEMPTS: u32 = 3;
 
-/// Short, as nothing in a test needs time to come back.
+/// Short, as nothing in a test needs time to recover.
 const RETRY: Retry = Retry {
     attempts: ATTEMPTS,
     first_pause: Duration::from_millis(2),
@@ -97,8 +97,8 @@ impl Fixture {
         write.commit().await.unwrap();
     }
 
-    /// The server's process ends at once, and another one starts; `prepare` sees the new engine before it
-    /// goes on with its tasks.
+    /// The server's process ends at once, and another one starts; `prepare` gets the new engine before it resumes its
+    /// tasks.
     pub async fn restart(&mut self, prepare: impl FnOnce(&mut Engine)) {
         self.engine.stop();
         let hosts = Hosts::start(
@@ -119,7 +119,7 @@ impl Fixture {
         self.engine.resume().await.unwrap();
     }
 
-    /// The same, and nobody has given the passphrases of the providers since.
+    /// The same, with the providers still sealed.
     pub async fn restart_sealed(&mut self) {
         self.engine.stop();
         let providers = Providers::open(Arc::clone(&self.store), self.directory.path(), None).await;
@@ -133,12 +133,12 @@ impl Fixture {
         self.providers.unlock(&found.unwrap(), passphrase(), "me").await.unwrap();
     }
 
-    /// The next `times` calls of this kind go wrong.
+    /// The next `times` calls of this kind fail.
     pub fn inject(&self, call: Call, fault: Fault, times: u32) {
         (1..=times).for_each(|nth| self.agent.inject(call, nth, fault));
     }
 
-    /// How often the host was called so.
+    /// How many calls of this kind the host got.
     pub fn calls(&self, call: Call) -> usize {
         self.agent.calls().iter().filter(|made| **made == call).count()
     }
@@ -163,7 +163,7 @@ impl Fixture {
         }
     }
 
-    /// Begins to make a VM with two disks; gives it and the task.
+    /// Begins to create a VM with two disks; returns it and the task.
     pub async fn create(&self, name: &str, policy: &str) -> (VmId, TaskId) {
         let mut write = self.store.write().await.unwrap();
         let policy = policies::find(&mut write, policy).await.unwrap().unwrap();
@@ -217,7 +217,7 @@ impl Fixture {
         id
     }
 
-    /// A VM that is whole.
+    /// A complete VM.
     pub async fn made(&self, name: &str, policy: &str) -> VmId {
         let (vm, task) = self.create(name, policy).await;
         let ended = self.ended(task).await;
@@ -230,12 +230,12 @@ impl Fixture {
         self.provider
     }
 
-    /// New VMs have their keys from another provider from now on.
+    /// From now on new VMs get their keys from another provider.
     pub fn use_provider(&mut self, provider: ProviderId) {
         self.provider = provider;
     }
 
-    /// Another key for a VM, of another provider.
+    /// The recryption of a VM with a key of another provider.
     pub async fn recryption(&self, vm: VmId) -> Operation {
         let other = providers::find(&mut self.store.read().await.unwrap(), "other").await.unwrap();
         let other = match other {
@@ -286,20 +286,20 @@ impl Fixture {
         raised.into_iter().map(|alarm| format!("{} {}", alarm.code, alarm.target)).collect()
     }
 
-    /// The reason of an alarm; none while it does not stand.
+    /// The reason of an alarm; `None` if it is not active.
     pub async fn reason(&self, code: &str, target: &str) -> Option<Option<KeyFault>> {
         let raised = alarms::list(&mut self.store.read().await.unwrap()).await.unwrap();
         let wanted = |alarm: &&Alarm| alarm.code == code && alarm.target == target;
         raised.iter().find(wanted).map(|alarm| alarm.reason)
     }
 
-    /// Nothing is left of a VM: no rows, no file, no registration, and its keys are destroyed.
+    /// Asserts that nothing is left of a VM: no rows, no file, no registration, and its keys are destroyed.
     pub async fn assert_nothing_left(&self, vm: VmId, what: &str) {
         assert!(self.vm(vm).await.is_none(), "{what}: its row is left");
         assert!(self.disks(vm).await.is_empty(), "{what}: rows of disks are left");
         assert!(self.agent.disks().is_empty(), "{what}: disks are left");
         assert!(self.agent.running().is_empty(), "{what}: it runs");
-        // A host that has restarted since may have been told of it by its monitor meanwhile.
+        // If the host has restarted since, its monitor may have registered the VM meanwhile.
         assert_eq!(self.agent.registered(), [], "{what}: its host knows it");
         let mut read = self.store.read().await.unwrap();
         let living: i64 = sqlx::query_scalar("SELECT COUNT(*) FROM keys WHERE destroyed = 0")
@@ -309,12 +309,12 @@ impl Fixture {
         assert_eq!(living, 0, "{what}: its key is not destroyed");
     }
 
-    /// Its host runs a VM.
+    /// Asserts that its host runs a VM.
     pub async fn assert_runs(&self, vm: VmId) {
         self.eventually("it runs", async || self.agent.running().contains(&vm).then_some(())).await;
     }
 
-    /// A VM is whole: its disks are there and pinned, its host knows it as it is, and has its key.
+    /// Asserts that a VM is complete: its disks exist and are recorded, and its host has its current definition and key.
     pub async fn assert_whole(&self, vm: VmId, power: Power, what: &str) {
         let row = self.vm(vm).await.unwrap_or_else(|| panic!("{what}: its row is gone"));
         assert_eq!(row.lifecycle, Lifecycle::Ready, "{what}");

@@ -1,4 +1,4 @@
-//! What the unit tests stand on: a control plane around one simulated host, which can crash.
+//! The fixture of the unit tests: a control plane with one simulated host, which can crash.
 
 mod fixture;
 mod template;
@@ -14,7 +14,7 @@ pub use self::template::new_store;
 use crate::hosts::connector::HostConnector;
 use crate::store::hosts::Host;
 
-/// Every host is this one.
+/// Connects every host to the same agent.
 pub struct ToSimulated(pub SimulatedHost);
 
 impl HostConnector for ToSimulated {

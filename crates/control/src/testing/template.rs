@@ -1,4 +1,4 @@
-//! What each test's control plane begins with: made once in a process, and copied.
+//! The initial state of each test's control plane: made once in a process, and copied.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -14,10 +14,10 @@ use crate::store::{Store, datastores, hosts, policies, providers};
 /// The name of the inventory in a data directory.
 const INVENTORY: &str = "db";
 
-/// Files, by their paths in a data directory. In memory: nobody would remove a directory at the end of the process.
+/// Files, by their paths in a data directory. In memory, as a directory would not be removed at the end of the process.
 type Files = Vec<(PathBuf, Vec<u8>)>;
 
-/// An inventory with a host, a datastore, a provider that makes keys, and two policies.
+/// An inventory with a host, a datastore, a provider that creates keys, and two policies.
 pub(super) struct Template {
     files: Files,
     pub(super) host: hosts::Host,
@@ -33,7 +33,7 @@ pub(super) fn passphrase() -> SecretBytes {
     SecretBytes::from_wiped(&mut b"pass, as in the tests".to_vec()).unwrap()
 }
 
-/// An inventory that nothing is in, in this directory. Passphrases cost little from here on.
+/// An empty inventory in this directory. From here on deriving a key from a passphrase is cheap.
 pub async fn new_store(directory: &Path) -> Store {
     sealed_file::cost_in_tests::lower();
     let empty = EMPTY.get_or_init(async || {
@@ -101,7 +101,7 @@ impl Template {
     }
 }
 
-/// Where the datastore is on the simulated host.
+/// The directory of the datastore on the simulated host.
 pub(super) fn location() -> DatastoreLocation {
     DatastoreLocation::Dir { path: "/store".into() }
 }

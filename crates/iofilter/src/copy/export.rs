@@ -5,8 +5,8 @@
 //!                  └─► runs of zeroes  qcow2: written, zeroes stay unallocated
 //!                                      luks2: both encrypted under the volume's own key
 //! ```
-//! What the disk's own image has as holes is not even read. The file is flushed at the end, and means
-//! nothing before that: whoever asked for it gives it its name only then.
+//! Holes in the disk's own image are not even read. The file is flushed at the end, and is unfinished
+//! before that: the caller gives it its name only then.
 
 use std::fs::File;
 use std::io;
@@ -28,7 +28,7 @@ use crate::stack::stop::Stop;
 use crate::storage::extent::raw_extent;
 use crate::storage::file::{FileDisk, OpenError};
 
-/// How much is read at once.
+/// How much is read at a time.
 const CHUNK: usize = 1024 * 1024;
 
 /// The unit in which zeroes are looked for.
@@ -60,9 +60,9 @@ pub enum ExportError {
     Stopped,
 }
 
-/// Where a disk is written to.
+/// The target of an export.
 pub enum Target {
-    /// The bytes.
+    /// A raw file.
     Raw(File),
     /// QEMU's format.
     Qcow2(Box<FormatAccess<imago::file::File>>),
@@ -74,7 +74,7 @@ impl Target {
     /// A file of QEMU's format for a disk of `size` bytes; `file` is empty.
     ///
     /// # Errors
-    /// As writing it.
+    /// An error of writing it.
     pub fn qcow2(file: File, size: u64) -> Result<Self, ExportError> {
         let storage = imago::file::File::try_from(file)?;
         let builder = Qcow2::<imago::file::File>::create_builder(storage).size(size);
@@ -87,7 +87,7 @@ impl Target {
     /// A LUKS2 volume of `size` bytes, whose data segment begins at `offset`.
     ///
     /// # Errors
-    /// The file is too short, or the key is no good.
+    /// The file is too short, or the key is not usable.
     pub fn luks2(
         file: File,
         offset: u64,
@@ -101,7 +101,7 @@ impl Target {
         Ok(Self::Luks2(Box::new(disk.chain()?)))
     }
 
-    /// Whether what is not written reads as zeroes.
+    /// Whether parts that are not written read as zeroes.
     fn has_holes(&self) -> bool {
         !matches!(self, Self::Luks2(_))
     }
@@ -128,7 +128,7 @@ impl Target {
     }
 }
 
-/// The disk's own image, where its holes are known to be zeroes: the file, and where the disk begins in
+/// The disk's own image, where its holes are known to be zeroes: the file, and the offset of the disk in
 /// it.
 pub struct Sparse(pub File, pub u64);
 
@@ -173,7 +173,7 @@ pub fn run(
     target.flush()
 }
 
-/// Where the hole ends that is at `at`, if there is one of at least a unit.
+/// Where the hole at `at` ends, if there is one of at least a unit.
 fn hole(sparse: Option<&Sparse>, at: u64, total: u64) -> io::Result<Option<u64>> {
     let Some(Sparse(file, offset)) = sparse else { return Ok(None) };
     let extent = raw_extent(file, offset + at, offset + total)?;
@@ -181,7 +181,7 @@ fn hole(sparse: Option<&Sparse>, at: u64, total: u64) -> io::Result<Option<u64>>
     Ok((!extent.data && end > at).then_some(end))
 }
 
-/// Reads or writes bytes at once.
+/// Reads or writes bytes synchronously.
 fn move_bytes(
     chain: &mut Chain,
     operation: Operation,

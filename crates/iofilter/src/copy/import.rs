@@ -3,8 +3,8 @@
 //! Holes of the source and blocks of zeroes become write-zeroes that may unmap, and so does the rest
 //! of the disk: a fresh image stays sparse.
 //!
-//! Now and then what was written is flushed, and only then said to be durable: whoever notes that can
-//! have a later import go on there.
+//! Written data is flushed regularly, and only then reported as durable: a caller that records that can
+//! have a later import resume there.
 
 use std::time::{Duration, Instant};
 
@@ -18,7 +18,7 @@ use crate::stack::memory::Segment;
 use crate::stack::request::{IoError, Operation};
 use crate::stack::stop::Stop;
 
-/// How much of the source is read at once.
+/// How much of the source is read at a time.
 const CHUNK: usize = 1024 * 1024;
 
 /// The unit in which zeroes are looked for.
@@ -27,10 +27,10 @@ const UNIT: u64 = CRYPT_SECTOR as u64;
 /// The longest write-zeroes, so that a stop is noticed soon.
 const ZEROES_MAX: u64 = 256 * 1024 * 1024;
 
-/// After how many bytes written at most there is a flush: some tenths of a second's work to do again.
+/// The most bytes written between flushes: a few tenths of a second of work to repeat.
 const FLUSH_BYTES: u64 = 32 * 1024 * 1024;
 
-/// After what time at most there is a flush.
+/// The longest time between flushes.
 const FLUSH_EVERY: Duration = Duration::from_secs(2);
 
 /// Why an import failed.
@@ -46,8 +46,8 @@ pub enum ImportError {
         /// The disk's size.
         disk: u64,
     },
-    /// Asked to go on where no import can have stopped.
-    #[error("an import cannot go on at byte {from} of {image}")]
+    /// Asked to resume where no import can have stopped.
+    #[error("an import cannot resume at byte {from} of {image}")]
     From {
         /// Where.
         from: u64,
@@ -65,11 +65,11 @@ pub enum ImportError {
     Stopped,
 }
 
-/// Writes `source` to the start of the disk and zeroes to the rest, and flushes. What is before `from`
+/// Writes `source` to the start of the disk and zeroes to the rest, and flushes. The part before `from`
 /// is there already.
 ///
 /// # Errors
-/// [`ImportError`]; the disk's content behind what was last said to be durable is undefined then.
+/// [`ImportError`]; the disk's content after the part last reported as durable is undefined then.
 pub fn run(
     source: &Source,
     from: u64,
@@ -92,7 +92,7 @@ pub fn run(
         if import.written >= FLUSH_BYTES || flushed.elapsed() >= FLUSH_EVERY {
             blocking::flush(import.chain)?;
             (import.written, flushed) = (0, Instant::now());
-            // The last sector may be partial: nobody goes on there.
+            // The last sector may be partial: no import resumes there.
             durable = at / UNIT * UNIT;
         }
     }
@@ -113,14 +113,14 @@ struct Import<'a> {
 }
 
 impl Import<'_> {
-    /// Deals with a hole or a chunk at `at` (a multiple of [`UNIT`]); returns where it ends.
+    /// Handles a hole or a chunk at `at` (a multiple of [`UNIT`]); returns where it ends.
     fn step(&mut self, at: u64, total: u64) -> Result<u64, ImportError> {
         if self.stop.asked() {
             return Err(ImportError::Stopped);
         }
         let extent = self.source.extent(at)?;
         if !extent.data {
-            // What is behind the source's end is zero, too.
+            // The part after the source's end is zero, too.
             let end = if extent.end == total { total.next_multiple_of(UNIT) } else { extent.end };
             let end = end / UNIT * UNIT;
             if end > at {
@@ -131,7 +131,7 @@ impl Import<'_> {
         let end = extent.end.next_multiple_of(UNIT).min(total);
         let length = (end - at).min(CHUNK as u64) as usize;
         self.source.read(&mut self.buffer[..length], at)?;
-        // The last sector may be partial; what is behind it on the disk is zero.
+        // The last sector may be partial; the part after it on the disk is zero.
         let whole = length.next_multiple_of(UNIT as usize);
         self.buffer[length..whole].fill(0);
         self.chunk(at, whole)?;
@@ -183,7 +183,7 @@ impl Import<'_> {
         length: u64,
         segment: Option<Segment>,
     ) -> Result<(), ImportError> {
-        // At most CHUNK / UNIT = 256 runs a chunk, which is what a chain takes.
+        // At most CHUNK / UNIT = 256 runs per chunk, which a chain can hold.
         let id = self.chain.begin().ok_or(IoError::Overload)?;
         if let Some(segment) = segment {
             self.chain.data_mut(id).push(segment);
@@ -193,7 +193,7 @@ impl Import<'_> {
     }
 }
 
-/// Where the run of zeroes or of data ends that begins at `start`, in units, and which of the two it is;
+/// Where the run of zeroes or of data that begins at `start` ends, in units, and which of the two it is;
 /// none at the end.
 pub(crate) fn run_of_zeroes_or_data(bytes: &[u8], start: usize) -> Option<(usize, bool)> {
     let is_zero = |bytes: &[u8]| bytes.iter().all(|&byte| byte == 0);
@@ -218,7 +218,7 @@ mod tests {
     use crate::stack::chain::{Io, Storage};
     use crate::stack::request::RequestId;
 
-    /// Knows what a power cut would leave, and looks at each request whether more is called durable.
+    /// Knows what a power cut would leave, and checks at each request whether more is reported as durable.
     struct Forgetful {
         state: Arc<DiskState>,
         written: u64,

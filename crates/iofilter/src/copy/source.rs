@@ -1,4 +1,4 @@
-//! An image that a disk is filled from: its extents and its bytes, whatever its format.
+//! An image that a disk is filled from: its extents and its bytes, in any format.
 
 use std::fs::File;
 use std::io;
@@ -15,16 +15,18 @@ use crate::storage::extent::{Extent, raw_extent};
 /// Why an image cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum SourceError {
-    /// It is not what it should be.
+    /// It is not a valid image.
     #[error("the image cannot be imported: {0}")]
     Refused(#[from] Refusal),
     /// It cannot be read.
     #[error("the image cannot be read: {0}")]
     Read(#[from] io::Error),
     /// A part of it is missing.
-    #[error("the image is truncated: what it has at byte {0} of its disk lies beyond its end")]
+    #[error(
+        "the image is truncated: the data for byte {0} of its disk is beyond the end of the file"
+    )]
     Truncated(u64),
-    /// It became shorter.
+    /// It was truncated.
     #[error("the image became shorter while it was read")]
     Shrunk,
 }
@@ -38,7 +40,7 @@ pub enum Source {
         /// Its length.
         size: u64,
     },
-    /// QEMU's format, as far as [`vmseal_qcow2`] lets it pass.
+    /// QEMU's format, with the features that [`vmseal_qcow2`] allows.
     Qcow2 {
         /// The reader.
         image: Box<FormatAccess<imago::file::File>>,
@@ -57,7 +59,7 @@ impl Source {
     pub fn open(file: File, format: ImageFormat) -> Result<Self, SourceError> {
         match format {
             ImageFormat::Raw => {
-                // Of a block device, too.
+                // Works for a block device, too.
                 let size =
                     u64::try_from(lseek(&file, 0, Whence::SeekEnd).map_err(io::Error::from)?);
                 Ok(Self::Raw { file, size: size.unwrap_or(0) })
@@ -85,7 +87,7 @@ impl Source {
         }
     }
 
-    /// What is at `at`, which is below [`Self::size`].
+    /// The extent at `at`, which is below [`Self::size`].
     ///
     /// # Errors
     /// [`SourceError`].
@@ -97,7 +99,7 @@ impl Source {
                 let (mapping, len) = image.get_mapping(at, size - at)?;
                 let data = match mapping {
                     Mapping::Zero { .. } => false,
-                    // What lies beyond the end would read as zeroes. Only the tail of the file's last
+                    // A part beyond the end would read as zeroes. Only the tail of the file's last
                     // cluster may be missing: writers leave it out.
                     Mapping::Raw { offset, .. }
                         if offset.saturating_add(len.max(1) - 1) / cluster * cluster >= *length =>
@@ -106,7 +108,7 @@ impl Source {
                     }
                     _ => true,
                 };
-                // An extent of nothing would be read for ever.
+                // An empty extent would be read for ever.
                 let end = at.saturating_add(len.max(1)).min(size);
                 Ok(Extent { data, end })
             }
@@ -194,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn a_hole_ends_with_its_file_and_what_is_cut_off_is_an_error() {
+    fn a_hole_ends_with_its_file_and_a_truncated_part_is_an_error() {
         let file = tempfile::tempfile().unwrap();
         file.write_all_at(&[7; 65536], 0).unwrap();
         file.set_len(1 << 20).unwrap();

@@ -10,23 +10,23 @@ use crate::storage::extent::Extent;
 use crate::storage::file::FileDisk;
 use crate::storage::qcow2::Extents;
 
-/// The unit of a hole, in bytes. One that a file system with small blocks has within an encrypted sector
-/// is not a hole to the reader, as the sector's ciphertext is not all zeroes.
+/// The unit of a hole, in bytes. A smaller hole, which a file system with small blocks may have within an encrypted
+/// sector, is no hole to the reader, as the sector's ciphertext is not all zeroes.
 const UNIT: u64 = CRYPT_SECTOR as u64;
 
-/// What is known of a disk's holes.
+/// How to find a disk's holes.
 #[derive(Clone, Debug)]
 pub enum Allocation {
-    /// Nothing: all of it may hold data.
+    /// Not at all: all of it may hold data.
     Unknown,
     /// The holes of this file read as zeroes.
     File(FileDisk),
-    /// What this image has not allocated, or has marked so, reads as zeroes.
+    /// The clusters that this image has not allocated, or has marked as zeroes, read as zeroes.
     Qcow2(Arc<Extents>),
 }
 
 impl Allocation {
-    /// What is known of a disk that rests there. A hole is a hole to the reader in the clear, and where
+    /// The holes of a disk that is stored there. A hole in the file is one to the reader without encryption, and where
     /// the encryption says so; where all ciphertext is decrypted, a hole would read as noise.
     #[must_use]
     pub fn of(storage: &DiskStorage, encryption: Option<&Encryption>) -> Self {
@@ -44,14 +44,14 @@ impl Allocation {
         }
     }
 
-    /// What is at `at`, which is below `end`, up to `end` at the most; both are multiples of 512.
+    /// Data or a hole at `at`, which is below `end`, up to `end` at most; both are multiples of 512.
     ///
     /// # Errors
     /// As lseek.
     pub fn extent(&self, at: u64, end: u64) -> io::Result<Extent> {
         let found = self.ask(at, end)?;
         if !found.data {
-            // Up to the last whole sector of the hole, and from a sector's beginning on.
+            // Up to the last whole sector of the hole, or from the beginning of a sector.
             let inner = if found.end == end { end } else { found.end / UNIT * UNIT };
             let whole = at.is_multiple_of(UNIT) || self.is_hole(at / UNIT * UNIT, at)?;
             if whole && inner > at {
@@ -76,7 +76,7 @@ impl Allocation {
         }
     }
 
-    /// Whether zeroes that may be holes are made without writing them.
+    /// Whether zeroes that may be holes need no writing.
     #[must_use]
     pub fn zeroes_fast(&self) -> bool {
         match self {

@@ -1,4 +1,4 @@
-//! A disk put together: what its chains are made of, shared by its queues.
+//! A complete disk: the parts its chains are made of, shared by its queues.
 
 pub mod allocation;
 pub mod status;
@@ -22,20 +22,20 @@ use crate::storage::file::FileDisk;
 use crate::storage::mem::MemDisk;
 use crate::storage::qcow2::Qcow2Disk;
 
-/// What all bounce buffers of a process may take together. With tables, stacks and the program's own
+/// The limit for all bounce buffers of a process together. With tables, stacks and the program's own
 /// memory a process stays under 32 MiB.
 pub const POOLS_BYTES: usize = 16 * 1024 * 1024;
 
-/// What one queue can use where requests are done at once: more than are under way.
+/// The limit for one queue where storage is synchronous: more than its requests in flight use.
 const QUEUE_POOL_BYTES: usize = 2 * 1024 * 1024;
 
-/// The same where a device works on many at a time: 8 writes of 512 KiB, and a quarter for [`Align`].
+/// The same where a device works on many requests at a time: 8 writes of 512 KiB, and a quarter for [`Align`].
 const DEVICE_POOL_BYTES: usize = 6 * 1024 * 1024;
 
-/// What a chain that only reads can use, for reads that are not of whole sectors.
+/// The limit for a chain that only reads, for reads that are not of whole sectors.
 pub const READER_POOL_BYTES: usize = 256 * 1024;
 
-/// Where a disk's data rests.
+/// Where a disk's data is stored.
 #[derive(Clone, Debug)]
 pub enum DiskStorage {
     /// A file or block device.
@@ -49,13 +49,13 @@ pub enum DiskStorage {
 /// How a disk is encrypted.
 #[derive(Debug)]
 pub struct Encryption {
-    /// The DEK.
+    /// The data key (DEK).
     pub key: SecretBytes,
     /// What a sector of zeroes on the datastore means.
     pub holes: Holes,
 }
 
-/// A disk from which chains are made, one a queue.
+/// A disk from which chains are made, one per queue.
 #[derive(Debug)]
 pub struct Disk {
     size: u64,
@@ -71,8 +71,8 @@ pub struct Disk {
 }
 
 impl Disk {
-    /// A disk of `size` bytes. `pools` is how many chains the whole process makes, and front ends with
-    /// buffers of their own, to share [`POOLS_BYTES`] among them.
+    /// A disk of `size` bytes. `pools` counts the chains of the whole process, and the front ends with
+    /// buffers of their own, which share [`POOLS_BYTES`].
     #[must_use]
     pub fn new(
         size: u64,
@@ -103,7 +103,7 @@ impl Disk {
         }
     }
 
-    /// The same disk with further layers: `above` encryption, which see what the guest asks, and `below`,
+    /// The same disk with further layers: `above` encryption, which see the guest's requests, and `below`,
     /// which see whole sectors of ciphertext; each from the guest downwards. Without encryption both are
     /// above storage.
     #[must_use]
@@ -123,13 +123,13 @@ impl Disk {
         self.size
     }
 
-    /// Whether everything that changes the disk is refused.
+    /// Whether all changes of the disk are refused.
     #[must_use]
     pub fn read_only(&self) -> bool {
         self.read_only
     }
 
-    /// The CPU time of the cipher, where there is one.
+    /// The CPU time of the cipher, if there is one.
     #[must_use]
     pub fn cipher_time(&self) -> Option<Arc<CipherTime>> {
         self.encryption.as_ref().map(|_| Arc::clone(&self.cipher_time))
@@ -141,13 +141,13 @@ impl Disk {
         Arc::clone(&self.bitmaps)
     }
 
-    /// What is known of the disk's holes.
+    /// How to find the disk's holes.
     #[must_use]
     pub fn allocation(&self) -> Allocation {
         Allocation::of(&self.storage, self.encryption.as_ref())
     }
 
-    /// What the buffers of a front end may take, for each of its chains.
+    /// The limit of a front end's buffers, for each of its chains.
     #[must_use]
     pub fn pool_bytes(&self) -> usize {
         self.pool_bytes
@@ -156,13 +156,13 @@ impl Disk {
     /// A chain for one queue.
     ///
     /// # Errors
-    /// [`CryptError`]: the key is no good, or no memory for buffers.
+    /// [`CryptError`]: the key is not usable, or there is no memory for buffers.
     pub fn chain(&self) -> Result<Chain, CryptError> {
         self.make_chain(self.read_only, self.pool_bytes, self.queue_storage())
     }
 
-    /// The same over other storage, which takes what this disk's own would: for tests of what becomes
-    /// of the data below a chain.
+    /// The same over other storage with the same limits as this disk's own: for tests of the data
+    /// below a chain.
     ///
     /// # Errors
     /// [`CryptError`]
@@ -170,8 +170,8 @@ impl Disk {
         self.make_chain(self.read_only, self.pool_bytes, storage)
     }
 
-    /// A chain that only reads, whatever the disk allows, for someone beside the front end. Its buffers
-    /// come on top of what the process was told to expect. It can be made at any time: no ring is.
+    /// A chain that only reads, even on a writable disk, for a reader beside the front end. Its buffers
+    /// are not part of the memory budget that was set at the start. It can be made at any time: it needs no ring.
     ///
     /// # Errors
     /// As [`Disk::chain`].
@@ -179,8 +179,8 @@ impl Disk {
         self.make_chain(true, READER_POOL_BYTES, self.blocking_storage())
     }
 
-    /// A chain of what lies below the layer of this kind, for a thread of its own that reads there. It can be
-    /// made at any time: no ring is.
+    /// A chain of everything below the layer of this kind, for a thread of its own that reads there. It can be
+    /// made at any time: it needs no ring.
     ///
     /// # Errors
     /// The system refuses what it needs.
@@ -192,7 +192,7 @@ impl Disk {
         Chain::new(self.size, true, filters, self.blocking_storage())
     }
 
-    /// The file that the disk rests in, if it is its bytes.
+    /// The file that the disk is stored in, if that is a raw file or a device.
     #[must_use]
     pub fn file(&self) -> Option<&FileDisk> {
         match &self.storage {

@@ -1,4 +1,4 @@
-//! How a disk stands: written by its threads, read by the control socket.
+//! The status of a disk: written by its threads, read by the control socket.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -15,10 +15,10 @@ use crate::stack::layer::Layer;
 use crate::stack::request::{IoError, Operation};
 use crate::stack::tally::Tally;
 
-/// At most one line of log per disk in this time for errors that guests can cause at will.
+/// The shortest time between two log lines of a disk about errors that a guest can cause at will.
 const LOG_EVERY: Duration = Duration::from_secs(5);
 
-/// What one queue has done. Only its own thread writes; a cache line of its own.
+/// The counters of one queue. Only its own thread writes; a cache line of its own.
 #[derive(Debug, Default)]
 #[repr(align(128))]
 pub struct Counters {
@@ -33,7 +33,7 @@ pub struct Counters {
 }
 
 impl Counters {
-    /// Counts a request that was answered well.
+    /// Counts a request that succeeded.
     pub fn succeeded(&self, operation: Operation, bytes: u64) {
         match operation {
             Operation::Read => {
@@ -49,18 +49,18 @@ impl Counters {
         }
     }
 
-    /// Notes how long a request took that was answered well.
+    /// Notes the duration of a request that succeeded.
     pub fn took(&self, operation: Operation, took: Duration) {
         self.latencies.took(operation, took);
     }
 
-    /// Counts a request that was answered with an error.
+    /// Counts a request that failed.
     pub fn failed(&self) {
         self.errors.add(1);
     }
 }
 
-/// How one disk stands.
+/// The status of one disk.
 #[derive(Debug)]
 pub struct DiskState {
     disk: DiskId,
@@ -71,7 +71,7 @@ pub struct DiskState {
     layers: Vec<Arc<dyn Layer>>,
     bitmaps: Option<Arc<Bitmaps>>,
     replica: Option<Replicate>,
-    /// Of those who read the disk beside its front end.
+    /// Of the readers beside its front end.
     beside: Option<Arc<DiskState>>,
 }
 
@@ -79,9 +79,9 @@ pub struct DiskState {
 struct ErrorLog {
     message: Option<String>,
     logged: Option<Instant>,
-    /// Of queues that a guest breaks: it can set one up anew and break it again as fast as it likes.
+    /// Of queues that a guest breaks: it can set one up again and break it again as fast as it likes.
     broken_logged: Option<Instant>,
-    /// How many were broken that no line tells of yet.
+    /// How many broken queues have not been logged yet.
     broken: u64,
 }
 
@@ -90,7 +90,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl DiskState {
-    /// An idle disk with that many queues.
+    /// An idle disk with this many queues.
     #[must_use]
     pub fn new(disk: DiskId, queues: usize) -> Self {
         Self {
@@ -106,13 +106,13 @@ impl DiskState {
         }
     }
 
-    /// The same, of a disk that is read beside its front end: what goes wrong there is its trouble, too.
+    /// The same, of a disk that is read beside its front end: errors there are reported with the disk's own.
     #[must_use]
     pub fn with_beside(self, beside: Option<Arc<Self>>) -> Self {
         Self { beside, ..self }
     }
 
-    /// What went wrong last, with a request of the guest or, if none did, of those beside it.
+    /// The last error of a request of the guest or, if there is none, of the readers beside it.
     fn last_error(&self) -> Option<String> {
         let own = lock(&self.last_error).message.clone();
         own.or_else(|| self.beside.as_ref().and_then(|beside| beside.last_error()))
@@ -160,13 +160,13 @@ impl DiskState {
         &self.queues[queue]
     }
 
-    /// Says what the disk is doing.
+    /// Sets the disk's activity.
     pub fn set(&self, activity: DiskActivity) {
         *lock(&self.activity) = activity;
     }
 
-    /// Notes and logs (now and then) that a request failed for a reason that lies with us or below us,
-    /// or that the guest asked for something that cannot be.
+    /// Notes and logs (rate-limited) that a request failed because of us or the storage below us,
+    /// or that the guest asked for something impossible.
     pub fn note(&self, done: &Done, error: IoError) {
         let mut last_error = lock(&self.last_error);
         if !matches!(error, IoError::OutOfRange | IoError::Scattered | IoError::ReadOnly) {
@@ -177,12 +177,12 @@ impl DiskState {
             drop(last_error);
             tracing::error!(
                 operation = ?done.operation, offset = done.offset, length = done.length, %error,
-                "a request failed; whoever made it sees an I/O error and goes on"
+                "a request failed; the guest or tool that made it gets an I/O error"
             );
         }
     }
 
-    /// Notes and logs (now and then) that a queue is stopped, as the guest has broken its ring; whether it was logged.
+    /// Notes and logs (rate-limited) that a queue is stopped because the guest broke its ring; true if it was logged.
     pub fn note_broken(&self, queue: usize, error: &dyn std::error::Error) -> bool {
         let mut last_error = lock(&self.last_error);
         if last_error.broken_logged.is_some_and(|last| last.elapsed() <= LOG_EVERY) {
@@ -213,7 +213,7 @@ impl DiskState {
         }
     }
 
-    /// What was measured of the disk.
+    /// The measurements of the disk.
     #[must_use]
     pub fn figures(&self) -> DiskFigures {
         let mut latencies = LatencyFigures::default();
@@ -228,7 +228,7 @@ impl DiskState {
         }
     }
 
-    /// What the control socket says of the disk.
+    /// The control socket's view of the disk.
     #[must_use]
     pub fn status(&self) -> DiskStatus {
         DiskStatus {

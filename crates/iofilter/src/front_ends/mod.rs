@@ -1,4 +1,4 @@
-//! What front ends have in common: the disk as those who connect see it, and who may connect.
+//! The common parts of front ends: the disk as clients see it, and who may connect.
 
 pub mod nbd;
 pub mod peer;
@@ -11,7 +11,7 @@ use std::sync::Arc;
 use crate::disk::allocation::Allocation;
 use crate::disk::status::DiskState;
 
-/// What a front end serves, for the life of the process.
+/// The disk that a front end serves, for the life of the process.
 #[derive(Debug)]
 pub struct ServedDisk {
     /// The disk's size in bytes.
@@ -20,16 +20,16 @@ pub struct ServedDisk {
     pub read_only: bool,
     /// The device id.
     pub serial: Arc<str>,
-    /// Where to count, and the dirty bitmaps.
+    /// The counters and the dirty bitmaps.
     pub state: Arc<DiskState>,
-    /// What is known of its holes.
+    /// How to find its holes.
     pub allocation: Allocation,
 }
 
-/// The next connection, of a process of user `peer_uid`; none if it came to nothing or is refused.
+/// The next connection, of a process of user `peer_uid`; none if it failed or is refused.
 ///
 /// # Errors
-/// What concerns the listener, not only one connection.
+/// Errors of the listener, not of a single connection.
 pub fn accept(listener: &UnixListener, peer_uid: u32) -> io::Result<Option<UnixStream>> {
     use io::ErrorKind::{ConnectionAborted, Interrupted, WouldBlock};
     let stream = match listener.accept() {

@@ -1,20 +1,20 @@
-//! Who is on the other side of a unix socket.
+//! The user on the other side of a unix socket.
 
 use std::os::unix::net::UnixStream;
 
 use nix::sys::socket::{getsockopt, sockopt::PeerCredentials};
 
-/// The other side may not connect.
+/// Why the peer may not connect.
 #[derive(Debug, thiserror::Error)]
 pub enum PeerError {
     /// It runs as another user.
     #[error("process {pid} of user {uid} may not connect here, only user {allowed} may")]
     User {
-        /// Who it is.
+        /// Its user.
         uid: u32,
         /// Its process.
         pid: i32,
-        /// Who may.
+        /// The user that may connect.
         allowed: u32,
     },
     /// The kernel does not say.
@@ -22,7 +22,7 @@ pub enum PeerError {
     Unknown(#[from] nix::Error),
 }
 
-/// Checks that the other side runs as user `allowed` (SO_PEERCRED: as it connected).
+/// Checks that the peer runs as user `allowed` (SO_PEERCRED: when it connected).
 ///
 /// # Errors
 /// [`PeerError`].

@@ -1,4 +1,4 @@
-//! The filter `cache`: what was read is kept in memory, and read from there the next time.
+//! The filter `cache`: data that was read is kept in memory, and read from there the next time.
 //!
 //! ```text
 //!  read    all of it here ──> copied, completed
@@ -7,10 +7,10 @@
 //!  write, discard, write-zeroes ──> forgotten, passed ── up, however it ended ──> may be kept again
 //!  flush   passed
 //! ```
-//! Nothing is answered before storage has answered it but reads of what storage once answered, so a
-//! crash loses what it would lose without it. How old blocks are kept out: [`blocks`].
+//! Only reads are answered without storage, and only with data that storage returned before, so a
+//! crash loses no more than it would without the cache. How stale blocks are kept out: [`blocks`].
 //!
-//! What is kept never came through the memory of the request. That is the guest's, and a program in the
+//! Cached data never comes from the memory of the request. That memory is the guest's: a program in the
 //! guest that changed its buffer just before it is copied would change what all others read.
 //!
 //! Below encryption all of this is ciphertext; above it the filter is refused ([`crate::process::config`]).
@@ -29,7 +29,7 @@ use crate::stack::memory::{Cursor, Segment, Segments};
 use crate::stack::pool::{BLOCK, BLOCKS_MAX, Buffer, Pool};
 use crate::stack::request::{Operation, RequestId};
 
-/// The longest read that is looked up and kept, in bytes: what one buffer holds. Longer ones are mostly
+/// The longest read that is looked up and cached, in bytes: the size of one buffer. Longer reads are mostly
 /// of data that is read once.
 const READ_MAX: u64 = STRETCH;
 const _: () = assert!(READ_MAX == (BLOCKS_MAX * BLOCK) as u64);
@@ -43,7 +43,7 @@ pub fn memory(spec: &CacheSpec, queues: usize) -> u64 {
     spec.bytes + spec.bytes / 64 + (queues * QUEUE_BYTES) as u64
 }
 
-/// The layer: what a disk's queues have together.
+/// The layer: what a disk's queues share.
 #[derive(Clone)]
 pub struct Cache(Arc<CacheState>);
 
@@ -62,7 +62,7 @@ impl Cache {
 }
 
 impl fmt::Debug for Cache {
-    /// Without what it holds.
+    /// The memory of a filter, without the cached blocks.
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         formatter.debug_tuple("Cache").field(&self.0.blocks.counts()).finish()
     }
@@ -100,7 +100,7 @@ struct Fetch {
 struct CacheFilter {
     shared: Arc<CacheState>,
     pool: Pool,
-    /// By child.
+    /// Indexed by child.
     fetches: Vec<Option<Fetch>>,
 }
 
@@ -160,7 +160,7 @@ impl CacheFilter {
 
 impl Filter for CacheFilter {
     fn limits(&self) -> Limits {
-        // A child has a buffer of one block at the least.
+        // A child has a buffer of at least one block.
         Limits { children: self.pool.blocks() }
     }
 
@@ -192,7 +192,7 @@ impl Filter for CacheFilter {
     }
 }
 
-/// Copies a buffer to the memory of a request, which is as long.
+/// Copies a buffer to the memory of a request of the same length.
 fn copy(from: &Segment, to: &Segments) {
     let (mut cursor, mut done) = (Cursor::default(), 0);
     while done < from.len() {

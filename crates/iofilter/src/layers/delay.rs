@@ -1,5 +1,5 @@
-//! The filter `delay`: what arrives is held back for a time before it goes on. For tests and drills: a
-//! slow datastore, as long as one likes.
+//! The filter `delay`: holds requests back for a time before it passes them. For tests and drills: it imitates
+//! a slow datastore.
 //!
 //! With a variation (`jitter`) requests overtake each other, as they may anywhere below a guest.
 
@@ -25,7 +25,7 @@ struct DelayState {
 }
 
 impl Delay {
-    /// A layer that delays as told.
+    /// A layer with this delay.
     #[must_use]
     pub fn new(spec: DelaySpec) -> Self {
         Self(Arc::new(DelayState { spec, delayed: Counter::default() }))

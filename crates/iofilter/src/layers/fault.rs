@@ -1,7 +1,7 @@
 //! The filter `fault`: errors, torn writes and lost requests, by rule. For tests and drills.
 //!
-//! Each rule counts the requests that it matches, whichever queue they are on, and the seed says which of
-//! them it strikes: the same requests in the same order meet the same faults.
+//! Each rule counts the requests that it matches, on any queue, and the seed decides which of them it
+//! strikes: the same requests in the same order get the same faults.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -13,7 +13,7 @@ use crate::stack::layer::{Counter, Layer};
 use crate::stack::memory::Cursor;
 use crate::stack::request::{IoError, Operation, Request, RequestId};
 
-/// How many torn writes can be under way in a queue; further ones fail without a byte written.
+/// How many torn writes can be in flight in a queue; further ones fail without a byte written.
 const TORN_MAX: usize = 32;
 
 /// The layer.

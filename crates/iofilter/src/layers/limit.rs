@@ -1,14 +1,14 @@
-//! The filter `limit`: at most so many requests and bytes a second, for all queues of a disk together.
+//! The filter `limit`: at most this many requests and bytes a second, for all queues of a disk together.
 //!
 //! ```text
 //!   arrives ── within the budget, nobody waiting ──> goes on, is charged
-//!      └───── otherwise ──> waits, first come first served in its queue ── in time ──> goes on, is charged
+//!      └───── otherwise ──> waits in its queue, first come first served ── in time ──> goes on, is charged
 //! ```
-//! Charged is at admission, whatever becomes of the request. A budget is a bucket that fills at its rate
+//! A request is charged when it is admitted, whatever its result. A budget is a bucket that fills at its rate
 //! and holds its burst (the generic cell rate algorithm of ITU-T I.371, in nanoseconds): after a pause the
-//! burst may go at once. What is larger than the whole burst goes when the bucket is full, and the
-//! bucket is in debt then. Flushes are free: to hold them back protects nobody. While a chain is drained
-//! nobody waits.
+//! burst may go at once. A request larger than the whole burst goes when the bucket is full, and leaves the
+//! bucket in debt. Flushes are free, as holding them back protects nobody. While a chain is drained
+//! no request waits.
 
 mod bucket;
 
@@ -76,12 +76,12 @@ impl LimitState {
         u64::try_from(self.since.elapsed().as_nanos()).unwrap_or(u64::MAX)
     }
 
-    /// How long a request has to wait; when it need not, it is charged. Queues that ask at the same
-    /// instant may both go: the budget is in debt by one request then, never for good.
+    /// How long a request has to wait; if not at all, it is charged. Queues that ask at the same
+    /// instant may both go: the budget is in debt by one request then, and recovers.
     fn admit(&self, now: u64, request: &Request, hastened: bool) -> u64 {
         let bytes = match request.operation {
             Operation::Read | Operation::Write => request.length,
-            // Its bytes are not moved.
+            // A discard moves none of its bytes.
             Operation::Flush | Operation::Discard | Operation::WriteZeroes { .. } => 0,
         };
         let charges = [(&self.requests, 1), (&self.bytes, bytes)];
@@ -98,7 +98,7 @@ impl LimitState {
 
 struct LimitFilter {
     shared: Arc<LimitState>,
-    /// Who waits, and since when.
+    /// The waiting requests, and since when each waits.
     waiting: VecDeque<(RequestId, u64)>,
     hastened: bool,
 }
@@ -161,7 +161,7 @@ mod tests {
     use crate::layers::limit::bucket::SECOND;
 
     proptest! {
-        /// In no stretch of time is more let through than its rate allows and one burst; and whoever
+        /// In no period is more let through than its rate allows and one burst; and a request that
         /// waits as long as told may go.
         #[test]
         fn a_bucket_lets_through_what_its_budget_has(

@@ -1,4 +1,4 @@
-//! What may stand in a disk's chain: each passes, completes or splits requests.
+//! The filters of a disk's chain: each passes, completes or splits requests.
 
 pub mod align;
 pub mod cache;
@@ -25,8 +25,8 @@ pub fn figures(layer: &dyn Layer) -> LayerFigures {
     LayerFigures { kind: layer.kind().to_owned(), counters: counters.collect() }
 }
 
-/// The layer that a configuration asks for; none for encryption and replication, which need what is opened for
-/// them and are the disk's own.
+/// Makes the layer that a configuration asks for; none for encryption and replication, which need open files or
+/// keys and belong to the disk.
 #[must_use]
 pub fn of(spec: &FilterSpec) -> Option<Arc<dyn Layer>> {
     match spec {

@@ -1,4 +1,4 @@
-//! Reading and checking what the process is told at its start.
+//! Reads and checks the configuration that the process gets at its start.
 
 use std::collections::HashSet;
 use std::io::Read;
@@ -15,7 +15,7 @@ use vmseal_api::transfer::ImageFormat;
 /// The longest configuration, in bytes; [`DISKS_MAX`] disks fit well within.
 pub const CONFIG_MAX: u64 = 1024 * 1024;
 
-/// The most queues of all disks together: each has tables of about 300 KiB, and the process is to stay
+/// The most queues of all disks together: each has tables of about 300 KiB, and the process must stay
 /// under 32 MiB.
 pub const ALL_QUEUES_MAX: usize = 64;
 
@@ -34,18 +34,18 @@ pub enum ConfigError {
     /// Not the JSON that it should be.
     #[error("the configuration is not understood: {0}")]
     Json(#[from] serde_json::Error),
-    /// Of another version of the agent.
+    /// Its version is not the one that this program reads.
     #[error(
         "the configuration has version {0}, this program understands {VERSION}; install vmseal and vmseal-filter of one version"
     )]
     Version(u32),
-    /// Something about the disks together.
+    /// A fault of the disks together.
     #[error("{0}")]
     Disks(String),
-    /// Something about one disk.
+    /// A fault of one disk.
     #[error("disk {disk}: {what}")]
     Disk {
-        /// Which.
+        /// Which disk.
         disk: DiskId,
         /// What is wrong.
         what: String,
@@ -67,7 +67,7 @@ pub fn read(from: impl Read) -> Result<FilterConfig, ConfigError> {
     Ok(config)
 }
 
-/// How many chains a disk needs: one a queue, and one for an import.
+/// How many chains a disk needs: one per queue, and one for an import.
 #[must_use]
 pub fn queues(disk: &DiskConfig) -> usize {
     match &disk.front_end {
@@ -77,8 +77,8 @@ pub fn queues(disk: &DiskConfig) -> usize {
     }
 }
 
-/// How many pools of buffers a disk needs: one a chain, and one for the data of each NBD connection,
-/// which lies in no guest's memory.
+/// How many pools of buffers a disk needs: one per chain, and one for the data of each NBD connection,
+/// which is not in guest memory.
 #[must_use]
 pub fn pools(disk: &DiskConfig) -> usize {
     match &disk.front_end {
@@ -150,10 +150,10 @@ fn check_disk(disk: &DiskConfig) -> Result<(), ConfigError> {
         return refuse("what is exported must be read-only, and neither filled nor served".into());
     }
     if disk.beside.is_some() && disk.front_end.is_none() {
-        return refuse("nobody can be beside a front end that there is not".into());
+        return refuse("`beside` needs a front end".into());
     }
     if replica(disk).is_some() && disk.backend == (BackendSpec::Mem {}) {
-        return refuse("what is gone with the process cannot have a replica".into());
+        return refuse("a disk in memory cannot have a replica".into());
     }
     if disk.read_only && disk.import.is_some() {
         return refuse("an image cannot be imported to a read-only disk".into());
@@ -161,30 +161,30 @@ fn check_disk(disk: &DiskConfig) -> Result<(), ConfigError> {
     Ok(())
 }
 
-/// Whether the links make sense, each and together.
+/// Checks the filters of a chain, each and together.
 fn check_chain(chain: &[FilterSpec]) -> Result<(), String> {
     let is_crypt = |link: &FilterSpec| matches!(link, FilterSpec::Crypt { .. });
     if chain.len() > CHAIN_MAX {
         return Err(format!("{} filters; at most {CHAIN_MAX} are possible", chain.len()));
     }
     if chain.iter().filter(|link| is_crypt(link)).count() > 1 {
-        return Err("it is to be encrypted more than once".into());
+        return Err("it is encrypted more than once".into());
     }
     chain.iter().try_for_each(|link| match link {
         FilterSpec::Crypt { .. } => Ok(()),
         FilterSpec::Limit(limit) => check_limit(limit),
         FilterSpec::Delay(delay) => check_delay(delay),
         FilterSpec::Fault(fault) => check_fault(fault),
-        // What it takes is checked with those of the other disks.
+        // Its memory is checked with that of the other disks.
         FilterSpec::Cache(_) => Ok(()),
         FilterSpec::Replicate(replica) => check_replica(replica),
     })?;
     check_place_of_replica(chain)?;
     let is_cache = |link: &FilterSpec| matches!(link, FilterSpec::Cache(_));
     if chain.iter().filter(|link| is_cache(link)).count() > 1 {
-        return Err("it is to be cached more than once".into());
+        return Err("it is cached more than once".into());
     }
-    // Without encryption all of them are in the guest's own order.
+    // Without encryption all filters are in the order that the guest sees.
     let above = chain.split(is_crypt).next().unwrap_or(chain);
     if chain.iter().any(is_crypt) && above.iter().any(is_cache) {
         return Err("a cache above the encryption would keep plaintext: put it below".into());
@@ -203,13 +203,13 @@ fn check_chain(chain: &[FilterSpec]) -> Result<(), String> {
     Ok(())
 }
 
-/// Only what a datastore does by itself stands below: else the copier would meet what is meant for the guest.
+/// Only filters that imitate a datastore may be below: with others the copier would get faults meant for the guest.
 fn check_place_of_replica(chain: &[FilterSpec]) -> Result<(), String> {
     let is_replica = |link: &FilterSpec| matches!(link, FilterSpec::Replicate(_));
     let mut after = chain.split(is_replica).skip(1);
     let Some(below) = after.next() else { return Ok(()) };
     if after.next().is_some() {
-        return Err("it is to be replicated more than once".into());
+        return Err("it is replicated more than once".into());
     }
     if below.iter().any(|link| matches!(link, FilterSpec::Crypt { .. })) {
         return Err("a replica above the encryption would be plaintext: put it below".into());
@@ -247,7 +247,7 @@ fn check_backend(backend: &BackendSpec) -> Result<(), String> {
         return Err(format!("{count} files below its image; at most {BACKING_MAX} are possible"));
     }
     if backing.iter().rev().skip(1).any(|file| file.format == ImageFormat::Raw) {
-        return Err("a raw file is the last of its chain: nothing can lie below it".into());
+        return Err("a raw file is the last of its chain: nothing can be below it".into());
     }
     if !offset.is_multiple_of(u64::from(CRYPT_SECTOR)) {
         return Err(format!(
@@ -339,7 +339,7 @@ mod tests {
     }
 
     #[test]
-    fn what_lies_below_an_image_is_checked_for_sense() {
+    fn the_files_below_an_image_are_checked() {
         let file = |format: &str| json!({ "file": { "fd": 8 }, "format": format });
         let image = |backing: Vec<Value>, offset: u64| {
             let mut config = good();
@@ -435,7 +435,7 @@ mod tests {
     }
 
     #[test]
-    fn each_nonsense_is_refused_by_name() {
+    fn each_invalid_value_is_refused_with_its_reason() {
         let cases: [(&str, Value, &str); 11] = [
             ("/version", json!(2), "version 2"),
             ("/disks", json!([]), "0 disks"),
@@ -463,7 +463,7 @@ mod tests {
         config["disks"][0]["beside"] = json!({ "listen": { "fd": 9 } });
         assert!(read_value(&config).unwrap().disks[0].beside.is_some());
         config["disks"][0]["front_end"] = Value::Null;
-        assert!(read_value(&config).unwrap_err().to_string().contains("beside a front end"));
+        assert!(read_value(&config).unwrap_err().to_string().contains("needs a front end"));
         let mut config = good();
         config["disks"][0]["backend"] = json!({ "kind": "mem" });
         assert!(read_value(&config).is_ok());
@@ -471,7 +471,7 @@ mod tests {
             "kind": "replicate", "replica": { "fd": 8 }, "map": { "fd": 9 },
             "bytes_per_second": REPLICATE_RATE_MIN
         }]);
-        assert!(read_value(&config).unwrap_err().to_string().contains("gone with the process"));
+        assert!(read_value(&config).unwrap_err().to_string().contains("disk in memory"));
         let mut config = good();
         config["surprise"] = json!(1);
         assert!(read_value(&config).unwrap_err().to_string().contains("surprise"));

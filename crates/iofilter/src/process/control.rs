@@ -1,7 +1,7 @@
 //! The control socket: one JSON object a line, answered in order ([`vmseal_api::filter`]).
 //!
-//! A few connections at a time, a thread each: a new agent gets in although the dead one's connection
-//! may linger.
+//! A few connections at a time, a thread each: a new agent can connect while the dead agent's connection
+//! is still open.
 
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -22,33 +22,33 @@ use crate::front_ends::peer;
 /// The most connections at a time.
 const CONNECTIONS_MAX: usize = 8;
 
-/// The stack of a connection's thread.
+/// The stack size of a connection's thread.
 const STACK: usize = 256 * 1024;
 
-/// What the main thread is asked.
+/// A request to the main thread.
 #[derive(Debug)]
 pub enum Event {
-    /// Finish, flush and end; tell `reply` how it went, if there is one.
+    /// Finish, flush and end; send the outcome to `reply`, if there is one.
     Shutdown {
-        /// Who waits for the outcome.
+        /// Receives the outcome.
         reply: Option<Sender<ControlReply>>,
         /// Disconnected when the outcome has been sent on.
         sent: Option<Receiver<()>>,
     },
 }
 
-/// What the socket tells of.
+/// What the socket serves.
 #[derive(Debug)]
 pub struct Control {
-    /// Whose disks.
+    /// The VM of the disks.
     pub vm: VmId,
     /// The only user that may connect.
     pub uid: u32,
     /// The disks, in the configuration's order.
     pub disks: Vec<Arc<DiskState>>,
-    /// What the process is kept from.
+    /// Which restrictions are in force.
     pub confinement: Confinement,
-    /// Where to ask for a shutdown.
+    /// Where to send a shutdown.
     pub events: Sender<Event>,
 }
 

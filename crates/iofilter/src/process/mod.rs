@@ -1,4 +1,4 @@
-//! The running filter: a thread per disk, and how it all ends.
+//! The running filter: a thread per disk, and its shutdown.
 //!
 //! ```text
 //!  disk:  [Importing | Exporting] → Idle ⇄ Connected → stopped: drained, flushed
@@ -46,19 +46,19 @@ use crate::stack::stop::Stop;
 use crate::storage::file::{FileDisk, OpenError};
 use crate::storage::qcow2::{Qcow2Disk, Qcow2Error};
 
-/// The stack of a disk's thread.
+/// The stack size of a disk's thread.
 const STACK: usize = 512 * 1024;
 
-/// The stack of the thread that waits for whoever reads a disk beside its front end; it is locked memory.
+/// The stack size of the thread that accepts readers beside a front end; it is locked memory.
 const BESIDE_STACK: usize = 128 * 1024;
 
 /// Why the process cannot start.
 #[derive(Debug, thiserror::Error)]
 pub enum StartError {
-    /// Something that the configuration names.
+    /// Part of the configuration.
     #[error("{what}: {error}")]
     Handle {
-        /// Which part of the configuration.
+        /// Which part.
         what: String,
         /// Why.
         error: HandleError,
@@ -66,7 +66,7 @@ pub enum StartError {
     /// A disk's file.
     #[error("disk {disk}: {error}")]
     Open {
-        /// Which.
+        /// Which disk.
         disk: DiskId,
         /// Why.
         error: OpenError,
@@ -74,7 +74,7 @@ pub enum StartError {
     /// A disk's qcow2 image.
     #[error("disk {disk}: {error}")]
     Image {
-        /// Which.
+        /// Which disk.
         disk: DiskId,
         /// Why.
         error: Qcow2Error,
@@ -90,7 +90,7 @@ pub enum StartError {
     /// A disk's cipher or memory.
     #[error("disk {disk}: {error}")]
     Crypt {
-        /// Which.
+        /// Which disk.
         disk: DiskId,
         /// Why.
         error: CryptError,
@@ -103,7 +103,7 @@ pub enum StartError {
         /// Why.
         error: ExportError,
     },
-    /// No thread, no descriptor.
+    /// No thread or no descriptor.
     #[error("the system refuses what the process needs: {0}")]
     System(#[from] std::io::Error),
 }
@@ -111,37 +111,37 @@ pub enum StartError {
 /// A disk with all it needs, not yet running.
 struct Prepared {
     chains: Vec<Chain>,
-    import: Option<Import>,
-    export: Option<Export>,
+    import: Option<ImportSource>,
+    export: Option<ExportTarget>,
     front_end: Option<FrontEnd>,
     beside: Option<Beside>,
     replica: Option<(Replicate, Copier)>,
-    /// What a front end's own buffers may take, for each chain.
+    /// The limit of a front end's own buffers, for each chain.
     pool_bytes: usize,
     served: Arc<ServedDisk>,
     disk: DiskId,
 }
 
-/// An image to be imported, and where to go on.
-struct Import {
+/// An image to import, and where to resume.
+struct ImportSource {
     file: File,
     format: ImageFormat,
     from: u64,
 }
 
-/// Where the disk is to be written to, and where its holes are.
-struct Export {
+/// The target of an export, and where the disk's holes are.
+struct ExportTarget {
     target: Target,
     sparse: Option<Sparse>,
 }
 
-/// Who serves, and to which user.
+/// A front end, and the user it serves.
 enum FrontEnd {
     VhostUser(Socket, u32),
     Nbd(UnixListener, u32),
 }
 
-/// Who reads the disk beside its front end; which user that is, and what to make chains from.
+/// The socket beside the front end: the user it serves, and the disk to make chains from.
 struct Beside {
     listener: UnixListener,
     uid: u32,
@@ -149,7 +149,7 @@ struct Beside {
     disk: Disk,
 }
 
-/// Disks with everything open that the configuration names, not yet running.
+/// Disks that are not yet running, with everything in the configuration open.
 pub struct Opened {
     vm: VmId,
     disks: Vec<Prepared>,
@@ -163,8 +163,8 @@ pub struct Running {
 }
 
 impl Opened {
-    /// Opens everything that the configuration names, and takes the keys. From then on nothing is opened
-    /// by name, and no ring is made.
+    /// Opens everything in the configuration and takes the keys. From then on nothing is opened by name,
+    /// and no ring is made.
     ///
     /// # Errors
     /// [`StartError`].
@@ -186,7 +186,7 @@ impl Running {
         for disk in opened.disks {
             running.states.push(Arc::clone(&disk.served.state));
             let stop = Arc::clone(&running.stop);
-            // Of no request: what happens to a disk later is not the start's doing.
+            // Not in the span of the request: later events of a disk are not part of the start.
             let span =
                 tracing::info_span!(parent: None, "filter", vm = %opened.vm, disk = %disk.disk);
             let thread = std::thread::Builder::new()
@@ -198,13 +198,13 @@ impl Running {
         Ok(running)
     }
 
-    /// How the disks stand, in the configuration's order.
+    /// The status of the disks, in the configuration's order.
     #[must_use]
     pub fn states(&self) -> &[Arc<DiskState>] {
         &self.states
     }
 
-    /// Finishes what is under way and flushes; false if some disk could not.
+    /// Finishes the requests in flight and flushes; false if some disk could not.
     #[must_use]
     pub fn shut_down(self) -> bool {
         self.stop.ask();
@@ -234,15 +234,15 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
     let import = match &config.import {
         Some(ImportSpec { source, format, from }) => {
             let file = handles.file(source, false).map_err(named("the image to import"))?;
-            Some(Import { file: file.into(), format: *format, from: *from })
+            Some(ImportSource { file: file.into(), format: *format, from: *from })
         }
         None => None,
     };
-    // Where there is no cipher, or a hole is a hole to it, too.
+    // Without a cipher, or if the cipher reads a hole as zeroes, too.
     let zeroes = encryption.as_ref().is_none_or(|encryption| encryption.holes == Holes::Zero);
     let sparse = sparse.filter(|_| zeroes);
     let export = match &config.export {
-        Some(spec) => Some(Export { target: target(config, spec, handles)?, sparse }),
+        Some(spec) => Some(ExportTarget { target: target(config, spec, handles)?, sparse }),
         None => None,
     };
     let uid = |peer_uid: &Option<u32>| peer_uid.unwrap_or(geteuid().as_raw());
@@ -341,18 +341,18 @@ fn replica(
     config: &DiskConfig,
     handles: &mut Handles,
     storage: &DiskStorage,
-) -> Result<Option<replicate::open::Opened>, StartError> {
+) -> Result<Option<replicate::open::OpenedReplica>, StartError> {
     let Some(spec) = config::replica(config) else { return Ok(None) };
     let image = match storage {
         DiskStorage::File(file) => Some(file),
         DiskStorage::Qcow2(_) | DiskStorage::Mem(_) => None,
     };
-    replicate::open::Opened::open(config.disk, config.size, spec, image, handles)
+    replicate::open::OpenedReplica::open(config.disk, config.size, spec, image, handles)
         .map(Some)
         .map_err(|error| StartError::Replica { disk: config.disk, error })
 }
 
-/// Where a disk's data rests, and where its holes are, if that can be told.
+/// Where a disk's data is stored, and where its holes are, if that is known.
 fn storage(
     config: &DiskConfig,
     handles: &mut Handles,
@@ -432,7 +432,7 @@ impl Beside {
 }
 
 impl Prepared {
-    /// The life of a disk; whether it ended well, with everything flushed.
+    /// Runs a disk until it ends; true if it ended well, with everything flushed.
     fn run(mut self, stop: &Stop) -> bool {
         match self.live(stop) {
             Ok(()) => true,
@@ -454,7 +454,7 @@ impl Prepared {
             None => None,
         };
         if let (Some(source), Some(chain)) = (self.import.take(), self.chains.first_mut()) {
-            let Import { file, format, from } = source;
+            let ImportSource { file, format, from } = source;
             Source::open(file, format)
                 .map_err(ImportError::from)
                 .and_then(|source| import::run(&source, from, chain, state, stop))
@@ -481,7 +481,7 @@ impl Prepared {
                         nbd::serve(listener, *uid, served, chains, self.pool_bytes, stop)
                     }
                 };
-                // At once: who is beside may still read until all is to stop.
+                // At once: a reader beside the front end may still read until everything is asked to stop.
                 if let Err(error) = &ended {
                     state.set(DiskActivity::Failed { message: error.to_string() });
                 }

@@ -10,11 +10,11 @@ use nix::sys::time::TimeSpec;
 use crate::stack::chain::Chain;
 use crate::stack::request::{IoError, Operation};
 
-/// How long to sleep between two looks where the system refuses to wait for what is under way.
+/// How long to sleep between two checks when the system refuses to wait for requests in flight.
 const LOOK_AGAIN: Duration = Duration::from_millis(1);
 
-/// Waits for everything that is under way; the first error, if there was one. Nothing is under way when it
-/// returns, whatever happens: the memory of requests may be freed.
+/// Waits for all requests in flight; returns the first error, if there was one. Nothing is in flight when it
+/// returns, even after an error: the memory of requests may be freed.
 ///
 /// # Errors
 /// [`IoError`].
@@ -22,7 +22,7 @@ pub fn drain(chain: &mut Chain) -> Result<(), IoError> {
     drain_by(chain, ppoll)
 }
 
-/// As [`drain`], with what sleeps.
+/// As [`drain`], with `sleep` as the system call.
 fn drain_by(
     chain: &mut Chain,
     sleep: impl Fn(&mut [PollFd<'_>], Option<TimeSpec>, Option<SigSet>) -> Result<i32, Errno>,
@@ -40,14 +40,14 @@ fn drain_by(
             && error != Errno::EINTR
         {
             if !std::mem::replace(&mut failed, true) {
-                tracing::error!(%error, "cannot wait for the disk; looking every millisecond");
+                tracing::error!(%error, "cannot wait for the disk; checking every millisecond");
             }
             std::thread::sleep(LOOK_AGAIN);
         }
     }
 }
 
-/// Makes durable what was written.
+/// Makes earlier writes durable.
 ///
 /// # Errors
 /// [`IoError`].

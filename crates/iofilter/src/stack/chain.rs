@@ -1,4 +1,4 @@
-//! The chain that a disk is: filters over storage. One chain serves one queue and is used by one
+//! The chain of a disk: filters over storage. One chain serves one queue and is used by one
 //! thread; a disk with several queues has several chains, whose filters may share atomics.
 //!
 //! ```text
@@ -18,10 +18,10 @@
 //! - **split**: make children of it ([`Io::child`]), change them at will, pass them down, and complete
 //!   it when they have come up again. A child comes up to its maker only, which releases it.
 //!
-//! Layers do not call each other: they put work on the chain's list and [`Chain::poll`] runs it until
-//! nothing is left but what the kernel has to finish. So a stack of any depth needs no recursion, and
-//! a filter may complete from within `down`. Whoever waits (for a buffer, a lock, a time) keeps the
-//! request's id in a list of its own, says so ([`Io::hold`]) and looks again in `up` or [`Filter::tick`].
+//! Layers do not call each other: they put work on the chain's list, and [`Chain::poll`] runs it until only the
+//! kernel has work left. So a stack of any depth needs no recursion, and
+//! a filter may complete from within `down`. A filter that waits (for a buffer, a lock, a time) keeps the
+//! request's id in a list of its own, says so ([`Io::hold`]) and checks again in `up` or [`Filter::tick`].
 //!
 //! **Wake contract.** The chain's thread sleeps in [`Chain::wait`], on one wait set:
 //! ```text
@@ -29,18 +29,18 @@
 //!                              image has answered ([`crate::stack::waker`])
 //!  the storage's descriptor    the kernel makes it readable: completions of io_uring
 //!  the front end's own         a kick, a connection, a stop
-//!  the next deadline           a time that means something: a delay, a budget that fills
+//!  the next deadline           a point in time: the end of a delay, a budget that fills
 //! ```
-//! So a layer that waits for something has arranged to be woken before it looks for the last time and returns: by a
-//! completion of its own requests, by [`Io::waker`] in the hands of whoever will have the news, or by the deadline that
-//! it names in [`Filter::tick`]. Nobody counts on another pass, and nobody tries again after some time what somebody
-//! could tell of. The kernel alone tells nobody when it can do again what it refused: the file engine then names a
-//! deadline for the next attempt.
+//! So a layer that waits arranges to be woken before it checks for the last time and returns: by a completion of its
+//! own requests, by handing [`Io::waker`] to the thread that will have the news, or by the deadline that
+//! it returns from [`Filter::tick`]. A layer never relies on another pass, and never polls for an event that
+//! another thread could announce. Only the kernel does not say when it can do again what it refused: the file engine
+//! then sets a deadline for the next attempt.
 //!
-//! The chain sees to it that a filter's defect stays one of that filter (docs/decisions/053). What a filter has neither
-//! passed, ended, split nor held when it returns is ended with [`IoError::Forgotten`]; what is not its own it can
-//! neither pass nor end; a request whose parts are under way goes up after the last of them, so that no memory of
-//! the guest's is in use that it believes to have back; and it makes no more parts than it declared.
+//! The chain confines a filter's defect to that filter (docs/decisions/053). A request that a filter has neither
+//! passed, completed, split nor held when it returns is completed with [`IoError::Forgotten`]; a filter cannot pass
+//! or complete a request that it does not have; a request with children in flight goes up after the last of them, so
+//! that no guest memory is in use after the guest got it back; and a filter makes no more children than it declared.
 //!
 //! Nothing here allocates or locks while requests flow: slots, lists and tables are made once, for
 //! [`Limits::children`] children a filter.
@@ -61,23 +61,23 @@ use crate::stack::waker::Waker;
 
 mod wait;
 
-/// The most requests of the front end that are under way in one chain. QEMU's rings have 128 entries
-/// unless told otherwise; more than this wait in their ring.
+/// The most requests of the front end in flight in one chain. QEMU's rings have 128 entries
+/// unless told otherwise; further requests wait in their ring.
 pub const ROOTS_MAX: usize = 256;
 
-/// How many requests a filter makes of its own at most, over those it is given.
+/// How many requests a filter makes itself at most, besides those it is given.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
     /// Children alive at the same time.
     pub children: usize,
 }
 
-/// A link of a chain. All calls come from the one thread that has the chain.
+/// A filter of a chain. All calls come from the one thread that has the chain.
 pub trait Filter: Send {
     /// How many children it makes at most. Asked once, when the chain is built.
     fn limits(&self) -> Limits;
 
-    /// Told once how many requests there can be, so that tables beside them can be made.
+    /// Called once with the number of slots, so that tables indexed by slot can be made.
     fn prepare(&mut self, capacity: usize);
 
     /// A request arrives from above.
@@ -86,32 +86,32 @@ pub trait Filter: Send {
     /// A request that was passed, or a child of this filter, comes back; its `result` says how it went.
     fn up(&mut self, id: RequestId, io: &mut Io<'_>);
 
-    /// Called on every pass. A filter that waits for something no completion of this chain will tell it
-    /// of looks for it here, after it has said whom to wake ([`Io::waker`]); and names the time at which it wants to
-    /// be called again at the latest, if it waits for a time.
+    /// Called on every pass. A filter that waits for something other than a completion of this chain checks for it
+    /// here, after it has arranged to be woken ([`Io::waker`]). If it waits for a point in time, it returns the
+    /// latest time at which it must be called again.
     fn tick(&mut self, _io: &mut Io<'_>) -> Option<Instant> {
         None
     }
 
-    /// Told when the chain is being drained, and when it goes on: a filter that holds requests back for a
-    /// time does not do so meanwhile.
+    /// Called when the chain starts or stops being drained: while it is drained, a filter that delays requests
+    /// does not do so.
     fn hasten(&mut self, _hastened: bool) {}
 }
 
-/// The end of a chain: where data rests. All calls come from the one thread that has the chain.
+/// The end of a chain: the place where data is stored. All calls come from the one thread that has the chain.
 pub trait Storage: Send {
-    /// Told once how many requests there can be.
+    /// Called once with the number of slots.
     fn prepare(&mut self, capacity: usize);
 
     /// Takes a request; completes it now or later. Requests in flight may be done in any order.
     fn submit(&mut self, id: RequestId, io: &mut Io<'_>);
 
-    /// Called on every pass: hands what was submitted to the kernel in one go and completes what is
-    /// finished. Never blocks.
+    /// Called on every pass: hands all submitted requests to the kernel in one go and completes the finished
+    /// ones. Never blocks.
     fn poll(&mut self, io: &mut Io<'_>);
 
     /// A descriptor that the kernel makes readable when [`Storage::poll`] has something to complete; none if
-    /// requests are completed within `submit`, or a thread completes them, which has the chain's waker.
+    /// requests are completed within `submit`, or by a thread that uses the chain's waker.
     fn wait_handle(&self) -> Option<BorrowedFd<'_>>;
 
     /// Whether requests are completed within `submit` or the next `poll`.
@@ -119,12 +119,12 @@ pub trait Storage: Send {
         self.wait_handle().is_none()
     }
 
-    /// Waits until the kernel uses no memory of requests any more; false if it cannot learn of that.
+    /// Waits until the kernel no longer uses the memory of requests; false if it cannot find out.
     fn finish(&mut self) -> bool {
         true
     }
 
-    /// When [`Storage::poll`] is to be called again although nothing has woken the thread; asked for after each
+    /// When [`Storage::poll`] must be called again even if nothing wakes the thread; asked for after each
     /// `poll`.
     fn deadline(&self) -> Option<Instant> {
         None
@@ -137,20 +137,20 @@ enum Step {
     Up(RequestId),
 }
 
-/// What the chain knows of what its filters do.
+/// Checks what the filters do with requests.
 #[derive(Debug)]
 struct FilterAudit {
     /// How many children each filter may still make.
     left: Vec<usize>,
-    /// Requests to look at when the filter that was called returns.
+    /// Requests to check when the filter that was called returns.
     touched: Vec<RequestId>,
-    /// How often a filter forgot a request, or did something with one that was not its own.
+    /// How often a filter forgot a request, or misused one that it did not have.
     forgotten: u64,
     misused: u64,
 }
 
 impl FilterAudit {
-    /// Says so the first time, the second, the fourth, and so on: a defect is met with each request.
+    /// Logs the first time, the second, the fourth, and so on: a defect may occur with each request.
     fn misuse(&mut self, level: usize, what: &'static str) {
         self.misused += 1;
         if self.misused.is_power_of_two() {
@@ -167,7 +167,7 @@ impl FilterAudit {
     }
 }
 
-/// What a layer may do with requests.
+/// What a layer can do with requests.
 pub struct Io<'a> {
     requests: &'a mut Requests,
     work: &'a mut VecDeque<Step>,
@@ -177,7 +177,7 @@ pub struct Io<'a> {
 }
 
 impl Io<'_> {
-    /// Wakes this chain's thread: for whoever will have news of what a layer waits for.
+    /// Wakes this chain's thread: for the thread that will have news for a waiting layer.
     #[must_use]
     pub fn waker(&self) -> &Waker {
         self.waker
@@ -189,7 +189,7 @@ impl Io<'_> {
         self.requests.get(id)
     }
 
-    /// Whether it is this layer's turn to do something about a request.
+    /// Whether this layer has the request and must act on it.
     fn owns(&self, id: RequestId) -> bool {
         let request = self.requests.get(id);
         request.turn == Turn::Layer && request.level == self.level
@@ -205,7 +205,7 @@ impl Io<'_> {
         self.work.push_back(Step::Down(id));
     }
 
-    /// Ends a request at this layer. It goes up when all its parts are released.
+    /// Completes a request at this layer. It goes up when all its children are released.
     pub fn complete(&mut self, id: RequestId, result: Result<(), IoError>) {
         if !self.owns(id) {
             return self.audit.misuse(self.level, "it ended a request that it does not have");
@@ -220,7 +220,7 @@ impl Io<'_> {
         self.work.push_back(Step::Up(id));
     }
 
-    /// Keeps a request for later: to be passed or ended in another call of the filter.
+    /// Keeps a request for later: it must be passed or completed in another call of the filter.
     pub fn hold(&mut self, id: RequestId) {
         if !self.owns(id) {
             return self.audit.misuse(self.level, "it keeps a request that it does not have");
@@ -228,8 +228,8 @@ impl Io<'_> {
         self.requests.get_mut(id).held = true;
     }
 
-    /// Makes a part of `parent`, without data, still at this layer. None when the filter has more than
-    /// it said it would ([`Limits`]), or does not have the parent.
+    /// Makes a child of `parent`, without data, still at this layer. None when the filter has more children than
+    /// it declared ([`Limits`]), or does not have the parent.
     pub fn child(
         &mut self,
         parent: RequestId,
@@ -273,20 +273,20 @@ impl Io<'_> {
         }
     }
 
-    /// Whose child this is, if this layer made it.
+    /// The parent of this child, if this layer made it.
     #[must_use]
     pub fn parent(&self, id: RequestId) -> Option<RequestId> {
         let request = self.requests.get(id);
         request.parent.filter(|_| request.maker == Some(self.level))
     }
 
-    /// How many parts of a request there are that are not released.
+    /// How many children of a request are not released.
     #[must_use]
     pub fn parts(&self, id: RequestId) -> u32 {
         self.requests.get(id).children
     }
 
-    /// Forgets a child that came up, or was not passed down.
+    /// Releases a child that came up, or was not passed down.
     pub fn release(&mut self, child: RequestId) {
         let parent = self.parent(child).filter(|_| self.owns(child));
         let Some(parent) = parent.filter(|_| self.requests.get(child).children == 0) else {
@@ -307,7 +307,7 @@ impl Io<'_> {
         }
     }
 
-    /// Ends what the filter that has returned owes something to, and does not keep.
+    /// Completes the requests that the filter left unhandled when it returned.
     fn settle(&mut self, called_with: Option<RequestId>) {
         self.audit.touched.extend(called_with);
         while let Some(id) = self.audit.touched.pop() {
@@ -335,15 +335,15 @@ fn sooner(one: Option<Instant>, other: Option<Instant>) -> Option<Instant> {
 /// A finished request of the front end.
 #[derive(Clone, Copy, Debug)]
 pub struct Done {
-    /// What the front end gave it.
+    /// The front end's own number for it.
     pub tag: u64,
-    /// What was asked.
+    /// The operation.
     pub operation: Operation,
-    /// Where.
+    /// The offset.
     pub offset: u64,
-    /// How much, in bytes.
+    /// The length, in bytes.
     pub length: u64,
-    /// How it went.
+    /// The result.
     pub result: Result<(), IoError>,
 }
 
@@ -351,8 +351,8 @@ pub struct Done {
 pub struct Chain {
     size: u64,
     read_only: bool,
-    /// Before the filters, as it is dropped in this order: the kernel may still write into their buffers until
-    /// it is gone.
+    /// Declared before the filters, so dropped before them: the kernel may still write into their buffers until
+    /// then.
     storage: Box<dyn Storage>,
     filters: Vec<Box<dyn Filter>>,
     requests: Requests,
@@ -403,7 +403,7 @@ impl Chain {
         })
     }
 
-    /// The same chain, whose changes are marked in the disk's dirty bitmaps.
+    /// The same chain, with its changes marked in the disk's dirty bitmaps.
     #[must_use]
     pub fn marking(mut self, bitmaps: Arc<Bitmaps>) -> Self {
         self.bitmaps = Some(bitmaps);
@@ -416,7 +416,7 @@ impl Chain {
         self.size
     }
 
-    /// Whether everything that changes the disk is refused.
+    /// Whether all changes of the disk are refused.
     #[must_use]
     pub fn read_only(&self) -> bool {
         self.read_only
@@ -428,7 +428,7 @@ impl Chain {
         self.requests.capacity()
     }
 
-    /// How many of the front end's requests are under way or not yet fetched with [`Chain::next_done`].
+    /// How many of the front end's requests are in flight or not yet fetched with [`Chain::next_done`].
     #[must_use]
     pub fn in_flight(&self) -> usize {
         self.roots
@@ -440,8 +440,8 @@ impl Chain {
         self.audit.forgotten
     }
 
-    /// A slot for a new request, to be filled and submitted, or cancelled; none while [`ROOTS_MAX`] are
-    /// under way.
+    /// A slot for a new request, which must be submitted or cancelled; none while [`ROOTS_MAX`] are
+    /// in flight.
     pub fn begin(&mut self) -> Option<RequestId> {
         if self.roots == ROOTS_MAX {
             return None;
@@ -457,14 +457,14 @@ impl Chain {
         &mut self.requests.get_mut(id).data
     }
 
-    /// Gives up a request that has begun and was not submitted.
+    /// Cancels a request that has begun and was not submitted.
     pub fn cancel(&mut self, id: RequestId) {
         self.roots -= 1;
         self.requests.give(id);
     }
 
-    /// Submits a request that has begun. For reads and writes the length is that of its memory; it is
-    /// `length` for the others.
+    /// Submits a request that has begun. The length of reads and writes is that of their memory; for other
+    /// operations it is `length`.
     pub fn submit(
         &mut self,
         id: RequestId,
@@ -504,7 +504,7 @@ impl Chain {
         }
     }
 
-    /// What no layer below has to check again.
+    /// Checks that no layer below has to repeat.
     fn check(&self, operation: Operation, offset: u64, length: u64) -> Result<(), IoError> {
         if operation == Operation::Flush {
             return Ok(());
@@ -519,7 +519,7 @@ impl Chain {
         Ok(())
     }
 
-    /// Runs everything that can be done without waiting.
+    /// Does all work that needs no waiting.
     pub fn poll(&mut self) {
         loop {
             while let Some(work) = self.work.pop_front() {
@@ -583,24 +583,24 @@ impl Chain {
             length: request.length,
             result: request.result,
         };
-        // Once more, for bitmaps that have begun since it was submitted.
+        // Once more, for bitmaps that were started after it was submitted.
         self.mark(done.operation, done.offset, done.length);
         self.cancel(id);
         Some(done)
     }
 
-    /// Says whether the chain is being drained ([`Filter::hasten`]).
+    /// Sets whether the chain is being drained ([`Filter::hasten`]).
     pub fn hasten(&mut self, hastened: bool) {
         self.filters.iter_mut().for_each(|filter| filter.hasten(hastened));
     }
 
-    /// When [`Chain::poll`] is to be called again even if nothing happens.
+    /// When [`Chain::poll`] must be called again even if nothing happens.
     #[must_use]
     pub fn deadline(&self) -> Option<Instant> {
         self.deadline
     }
 
-    /// Whether what is asked of storage is done as it is asked for ([`Storage::works_at_once`]).
+    /// Whether storage completes requests as they are submitted ([`Storage::works_at_once`]).
     #[must_use]
     pub fn works_at_once(&self) -> bool {
         self.storage.works_at_once()
@@ -608,7 +608,7 @@ impl Chain {
 }
 
 impl Drop for Chain {
-    /// What the kernel may still write into is not freed, but lost to the process.
+    /// Memory that the kernel may still write into is leaked, not freed.
     fn drop(&mut self) {
         if !self.storage.finish() {
             std::mem::forget(std::mem::replace(&mut self.requests, Requests::new(0)));

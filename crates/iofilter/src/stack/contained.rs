@@ -1,5 +1,5 @@
-//! Defects of a library that must not end the process, but only what it was used for. Any other panic
-//! does end it.
+//! Defects of a library that must not end the process, but only fail the operation. Any other panic
+//! does end the process.
 
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -8,7 +8,7 @@ thread_local! {
     static CONTAINED: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Runs `run`; none if it panics. What it was at work on must not be used then.
+/// Runs `run`; none if it panics. The objects it used must not be used any more then.
 pub fn run<T>(run: impl FnOnce() -> T) -> Option<T> {
     CONTAINED.set(true);
     let outcome = catch_unwind(AssertUnwindSafe(run));

@@ -5,12 +5,12 @@
 //!           ^────────remove───────────┘      (refused while it is read)
 //! ```
 //! A bit stands for a granule. It is set before a change is submitted to the chain, and again when the
-//! change has come back, before whoever asked for it is told. The second time is for bitmaps that began
-//! while the change was under way: what lands after the beginning is marked in any case. A change that
+//! change has come back, before it is answered. The second time is for bitmaps that were started
+//! while the change was in flight: every change that lands after the start is marked. A change that
 //! failed is marked too, as parts of it may have been done.
 //!
-//! Bitmaps live in memory. When the process ends they are gone, and nobody is told that anything is
-//! clean: a client that asks for a bitmap that is not there is not given one.
+//! Bitmaps are kept in memory only. When the process ends they are lost, and nothing is reported as
+//! clean: a client that asks for a missing bitmap gets none.
 //!
 //! The queues of a disk mark without locks (`marks`).
 
@@ -27,10 +27,10 @@ use vmseal_api::filter::{
 
 use self::marks::Marks;
 
-/// What the bitmaps of all disks of the process take, in bytes.
+/// The limit for the bitmaps of all disks of the process, in bytes.
 static TAKEN: BitmapMemory = BitmapMemory(AtomicUsize::new(0));
 
-/// Memory that is taken, in bytes; at most [`BITMAPS_BYTES_MAX`].
+/// Memory in use, in bytes; at most [`BITMAPS_BYTES_MAX`].
 #[derive(Debug)]
 struct BitmapMemory(AtomicUsize);
 
@@ -52,7 +52,7 @@ impl BitmapMemory {
 #[derive(Debug)]
 struct NamedBitmap {
     name: String,
-    /// What changed after this is dirty.
+    /// Changes after this time are dirty.
     since: Timestamp,
     /// How many clients have it in use.
     readers: usize,
@@ -62,15 +62,15 @@ struct NamedBitmap {
 #[derive(Debug)]
 pub struct Bitmaps {
     marks: Marks,
-    /// What the words of one bitmap take, in bytes.
+    /// The size of one bitmap's words, in bytes.
     bytes: usize,
     names: Mutex<[Option<NamedBitmap>; BITMAPS_MAX]>,
     taken: &'static BitmapMemory,
 }
 
 impl Bitmaps {
-    /// No bitmap yet, of a disk of `size` bytes. Granules are [`BITMAP_GRANULE`] bytes, on disks so large
-    /// that a bitmap would not fit [`BITMAP_BYTES_MAX`] a power of two of them.
+    /// No bitmap yet, of a disk of `size` bytes. Granules are [`BITMAP_GRANULE`] bytes, or a power of two of them on
+    /// disks so large that a bitmap would not fit [`BITMAP_BYTES_MAX`].
     #[must_use]
     pub fn new(size: u64) -> Self {
         Self::within(size, &TAKEN)
@@ -85,13 +85,13 @@ impl Bitmaps {
         Self { marks, bytes, names: Mutex::default(), taken }
     }
 
-    /// What one bit stands for, in bytes.
+    /// The size of a granule, in bytes.
     #[must_use]
     pub fn granule(&self) -> u64 {
         self.marks.granule()
     }
 
-    /// This part of the disk changes, or has changed. `length` is not 0 and the part is on the disk.
+    /// This range of the disk changes, or has changed. `length` is not 0 and the range is on the disk.
     #[inline]
     pub fn changed(&self, offset: u64, length: u64) {
         self.marks.changed(offset, length);
@@ -132,7 +132,7 @@ impl Bitmaps {
             return Err(BitmapError::Memory);
         }
         self.marks.start(slot);
-        // Afterwards: whatever comes after that time is marked.
+        // Afterwards: every change after that time is marked.
         let since = Timestamp::now();
         names[slot] = Some(NamedBitmap { name: name.into(), since, readers: 0 });
         Ok(())
@@ -157,7 +157,7 @@ impl Bitmaps {
         self.names().iter().flatten().map(|named| named.name.clone()).collect()
     }
 
-    /// A bitmap to be read: it is neither cleared nor removed meanwhile. None if there is none of that name.
+    /// A bitmap to read: it cannot be cleared or removed meanwhile. None if none has that name.
     #[must_use]
     pub fn read(self: &Arc<Self>, name: &str) -> Option<Reader> {
         let mut names = self.names();
@@ -182,7 +182,7 @@ fn find(names: &[Option<NamedBitmap>; BITMAPS_MAX], name: &str) -> Option<usize>
     names.iter().position(|named| named.as_ref().is_some_and(|named| named.name == name))
 }
 
-/// A bitmap that someone reads.
+/// A bitmap in use by a reader.
 #[derive(Debug)]
 pub struct Reader {
     bitmaps: Arc<Bitmaps>,
@@ -190,8 +190,8 @@ pub struct Reader {
 }
 
 impl Reader {
-    /// Whether the disk's byte at `at` is in a dirty granule, and where a granule begins, at `end` at the
-    /// latest, that is not like it.
+    /// Whether the disk's byte at `at` is in a dirty granule, and where the next granule of the other kind begins, at
+    /// `end` at the latest.
     #[must_use]
     pub fn extent(&self, at: u64, end: u64) -> (bool, u64) {
         self.bitmaps.marks.extent(self.slot, at, end)
@@ -307,7 +307,7 @@ mod tests {
             assert!(!dirty("during"));
             chain.poll();
             assert!(chain.next_done().unwrap().result.is_ok());
-            assert!(dirty("during"), "{operation:?} came to be after the start");
+            assert!(dirty("during"), "{operation:?} was done after the start");
             bitmaps.change("after", Start).unwrap();
             assert!(!dirty("after"));
             for name in ["before", "during", "after"] {

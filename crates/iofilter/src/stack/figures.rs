@@ -1,9 +1,9 @@
-//! What is measured while requests flow: latencies in fixed buckets, and the CPU time of the cipher.
+//! Measurements while requests flow: latencies in fixed buckets, and the CPU time of the cipher.
 //!
 //! Nothing here locks or allocates per request. A queue's latencies are written by its own thread alone.
-//! Clocks cost: a queue reads one for each pass that takes requests and one for each that answers, not
-//! two a request; and the thread's CPU clock, a system call, is read for one piece of work in
-//! [`SAMPLED`] on average.
+//! Clocks cost time: a queue reads one for each pass that takes requests and one for each that answers, not
+//! two per request; and the thread's CPU clock, a system call, is read for one in
+//! [`SAMPLED`] pieces of work on average.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -13,10 +13,10 @@ use vmseal_api::filter::{CipherFigures, Histogram, LATENCY_BUCKETS, LatencyFigur
 use crate::stack::request::Operation;
 use crate::stack::tally::Tally;
 
-/// One piece of encryption in so many is timed, on average.
+/// One in this many pieces of encryption is timed, on average.
 const SAMPLED: u64 = 64;
 
-/// What the first bucket ends at: 2 to this power, in nanoseconds.
+/// The upper bound of the first bucket: 2 to this power, in nanoseconds.
 const FIRST_BUCKET: u32 = vmseal_api::filter::LATENCY_FIRST_BITS;
 
 #[derive(Debug, Default)]
@@ -47,7 +47,7 @@ impl Buckets {
     }
 }
 
-/// How long one queue's requests took. Only its own thread writes.
+/// The latencies of one queue's requests. Only its own thread writes.
 #[derive(Debug, Default)]
 pub struct Latencies {
     read: Buckets,
@@ -57,7 +57,7 @@ pub struct Latencies {
 }
 
 impl Latencies {
-    /// Notes a request that was answered well.
+    /// Notes the latency of a request that succeeded.
     pub fn took(&self, operation: Operation, took: Duration) {
         let buckets = match operation {
             Operation::Read => &self.read,
@@ -85,7 +85,7 @@ pub struct CipherTime {
 }
 
 impl CipherTime {
-    /// What it is so far.
+    /// The estimate so far.
     #[must_use]
     pub fn figures(&self) -> CipherFigures {
         CipherFigures {
@@ -95,7 +95,7 @@ impl CipherTime {
     }
 }
 
-/// Which work of the cipher.
+/// A direction of the cipher.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CipherWork {
     /// Of writes.
@@ -104,10 +104,10 @@ pub enum CipherWork {
     Decrypt,
 }
 
-/// Chooses which pieces of work are timed. One a queue.
+/// Chooses which pieces of work are timed. One per queue.
 #[derive(Debug)]
 pub struct Sampler {
-    /// How many are let go by before the next is timed.
+    /// How many are skipped before the next is timed.
     left: u64,
     random: u64,
     times: std::sync::Arc<CipherTime>,
@@ -118,14 +118,14 @@ pub struct Sampler {
 pub struct Timed(u64);
 
 impl Sampler {
-    /// Adds what it times to `times`.
+    /// Adds the measured time to `times`.
     #[must_use]
     pub fn new(times: std::sync::Arc<CipherTime>) -> Self {
         // Any number but zero will do.
         Self { left: 1, random: 0x9e37_79b9_7f4a_7c15, times }
     }
 
-    /// Before a piece of work.
+    /// Called before a piece of work.
     pub fn begin(&mut self) -> Option<Timed> {
         self.left -= 1;
         if self.left > 0 {
@@ -139,7 +139,7 @@ impl Sampler {
         Some(Timed(thread_nanoseconds()))
     }
 
-    /// After it.
+    /// Called after it.
     pub fn end(&self, timed: Option<Timed>, work: CipherWork) {
         let Some(Timed(began)) = timed else { return };
         let sample = thread_nanoseconds().saturating_sub(began).saturating_mul(SAMPLED);

@@ -1,8 +1,8 @@
-//! Memory that data moves through: guest memory and bounce buffers, as scatter lists.
+//! Memory for data: guest memory and bounce buffers, as scatter lists.
 //!
 //! The guest may change its memory at any time, so nothing here ever makes a Rust reference to it:
-//! data goes through raw pointers only. All that dereferences them is in this module, in
-//! [`crate::layers::crypt::xts`] and in the kernel.
+//! data goes through raw pointers only. Only this module, [`crate::layers::crypt::xts`] and the kernel
+//! dereference them.
 
 use std::num::NonZeroUsize;
 use std::ptr::{self, NonNull};
@@ -13,7 +13,9 @@ use nix::sys::mman::munmap;
 /// The most segments of one request: what `preadv2` takes (`IOV_MAX`).
 pub const SEGMENTS_MAX: usize = 1024;
 
-/// A piece of memory, laid out as the kernel's `iovec`.
+/// A piece of memory, laid out as the kernel's `iovec`. A copy of one may outlive the memory, so only this crate
+/// reads and writes through it; filters of others copy from and to a request
+/// ([`Request::copy_to`](crate::stack::request::Request::copy_to)).
 #[derive(Clone, Copy, Debug)]
 #[repr(transparent)]
 pub struct Segment(libc::iovec);
@@ -60,36 +62,36 @@ impl Segment {
     }
 
     /// Copies the segment's start into `to`, which is not longer than the segment.
-    pub fn copy_to(&self, to: &mut [u8]) {
+    pub(crate) fn copy_to(&self, to: &mut [u8]) {
         assert!(to.len() <= self.len());
         // SAFETY: `new`'s promise for the source; `to` is a live exclusive slice, so they do not overlap.
         unsafe { ptr::copy_nonoverlapping(self.base(), to.as_mut_ptr(), to.len()) }
     }
 
     /// Copies `from`, which is not longer than the segment, over the segment's start.
-    pub fn copy_from(&self, from: &[u8]) {
+    pub(crate) fn copy_from(&self, from: &[u8]) {
         assert!(from.len() <= self.len());
         // SAFETY: `new`'s promise for the target; `from` is a live slice, so they do not overlap.
         unsafe { ptr::copy_nonoverlapping(from.as_ptr(), self.base(), from.len()) }
     }
 
     /// Copies a segment that is not longer over this one's start.
-    pub fn copy_from_segment(&self, from: &Segment) {
+    pub(crate) fn copy_from_segment(&self, from: &Segment) {
         assert!(from.len() <= self.len());
         // SAFETY: `new`'s promise for both; `copy` allows the two to overlap, as a guest's may.
         unsafe { ptr::copy(from.base(), self.base(), from.len()) }
     }
 
     /// Fills it with zeroes.
-    pub fn clear(&self) {
+    pub(crate) fn clear(&self) {
         // SAFETY: `new`'s promise.
         unsafe { ptr::write_bytes(self.base(), 0, self.len()) }
     }
 
     /// Whether it holds nothing but zeroes.
     #[must_use]
-    pub fn is_zero(&self) -> bool {
-        // Ciphertext is told by its first bytes (docs/decisions/046).
+    pub(crate) fn is_zero(&self) -> bool {
+        // Ciphertext shows in its first bytes (docs/decisions/046).
         let mut beginning = [0u8; 8];
         let looked = self.part(0, beginning.len());
         looked.copy_to(&mut beginning[..looked.len()]);
@@ -110,7 +112,7 @@ impl Segment {
     }
 }
 
-/// Memory that bounce buffers are made of, there for as long as anybody may use it.
+/// The memory of bounce buffers, which lives as long as it may be used.
 #[derive(Debug)]
 pub(crate) struct Arena {
     base: NonNull<libc::c_void>,
@@ -123,7 +125,7 @@ unsafe impl Send for Arena {}
 unsafe impl Sync for Arena {}
 
 impl Arena {
-    /// Takes a mapping over.
+    /// Takes ownership of a mapping.
     ///
     /// # Safety
     /// It is mapped, readable and writable, and nobody else unmaps it.
@@ -131,7 +133,7 @@ impl Arena {
         Self { base, length }
     }
 
-    pub(crate) fn base(&self) -> *mut u8 {
+    pub fn base(&self) -> *mut u8 {
         self.base.as_ptr().cast()
     }
 
@@ -156,8 +158,8 @@ const ARENAS_KEPT: usize = 4;
 pub struct Segments {
     list: Vec<Segment>,
     bytes: usize,
-    /// What segments of buffers lie in. They stay when the list is emptied, so that one that is used for the same
-    /// arena again and again counts no references.
+    /// The arenas that the segments point into. They stay when the list is emptied, so that a list that uses the
+    /// same arena again and again changes no reference counts.
     arenas: Vec<Arc<Arena>>,
 }
 
@@ -171,7 +173,7 @@ impl Segments {
         }
     }
 
-    /// Adds a segment of a buffer, whose memory then stays for as long as it is in the list.
+    /// Adds a segment of a buffer, whose memory then lives as long as it is in the list.
     pub(crate) fn push_of(&mut self, arena: &Arc<Arena>, segment: Segment) {
         if !self.arenas.iter().any(|known| Arc::ptr_eq(known, arena)) {
             self.arenas.push(Arc::clone(arena));
@@ -254,7 +256,7 @@ impl Cursor {
     }
 
     /// Gathers `to.len()` bytes into `to`; returns how many there were.
-    pub fn gather(&mut self, list: &Segments, to: &mut [u8]) -> usize {
+    pub(crate) fn gather(&mut self, list: &Segments, to: &mut [u8]) -> usize {
         let mut done = 0;
         while done < to.len() {
             let Some(piece) = self.next(list, to.len() - done) else { break };
@@ -265,7 +267,7 @@ impl Cursor {
     }
 
     /// Scatters `from` over the list; returns how many bytes found room.
-    pub fn scatter(&mut self, list: &Segments, from: &[u8]) -> usize {
+    pub(crate) fn scatter(&mut self, list: &Segments, from: &[u8]) -> usize {
         let mut done = 0;
         while done < from.len() {
             let Some(piece) = self.next(list, from.len() - done) else { break };
@@ -321,7 +323,7 @@ mod tests {
     }
 
     #[test]
-    fn zeroes_are_told_from_data_wherever_that_is() {
+    fn zeroes_are_distinguished_from_data_at_any_place() {
         for length in [0, 5, 8, 9, 520, 521, 4096] {
             let is_zero = |other: Option<usize>| {
                 let mut bytes = vec![0; length];

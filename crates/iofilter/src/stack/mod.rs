@@ -1,4 +1,4 @@
-//! How a request gets through a disk: chains of layers over storage, the memory it moves through, and what all layers share.
+//! How a request passes through a disk, the memory it uses, and the code that all layers share.
 
 pub mod blocking;
 pub mod chain;

@@ -1,8 +1,8 @@
 //! Bounce buffers: a fixed arena of page-aligned blocks, owned by one queue.
 //!
-//! A buffer is 1, 2, 4, 8 or 16 blocks of 4096 bytes. The arena is mapped once and never grows: who
-//! finds it empty waits until a buffer comes back, which bounds the process's memory. A large one is of huge
-//! pages where the kernel has them: a device is then told of a long write in few segments (docs/decisions/047).
+//! A buffer is 1, 2, 4, 8 or 16 blocks of 4096 bytes. The arena is mapped once and never grows: a caller that
+//! finds it empty waits until a buffer comes back, which bounds the process's memory. A large one uses huge
+//! pages where the kernel has them: a device then gets a long write in few segments (docs/decisions/047).
 
 use std::io;
 use std::num::NonZeroUsize;
@@ -25,7 +25,7 @@ const HUGE_PAGE: usize = 2 * 1024 * 1024;
 /// Blocks that one bitmap word stands for.
 const WORD: usize = 64;
 
-/// A buffer that was taken; it is given back with [`Pool::give`].
+/// A buffer in use; it is given back with [`Pool::give`].
 #[derive(Debug)]
 #[must_use = "a buffer that is dropped is lost to its pool"]
 pub struct Buffer {
@@ -47,7 +47,7 @@ impl Buffer {
     }
 }
 
-/// The arena and its free blocks. Requests that have buffers of it keep the arena, also when the pool is gone.
+/// The arena and its free blocks. Requests that use its buffers keep the arena alive after the pool is dropped.
 #[derive(Debug)]
 pub struct Pool {
     arena: Arc<Arena>,
@@ -55,10 +55,10 @@ pub struct Pool {
 }
 
 impl Pool {
-    /// Maps an arena of at least `bytes` (one block at the least). Pages become resident when first used.
+    /// Maps an arena of at least `bytes` (and at least one block). Pages become resident when first used.
     ///
     /// # Errors
-    /// What `mmap` says: out of memory, or beyond the limit of locked memory.
+    /// The error of `mmap`: out of memory, or above the limit of locked memory.
     pub fn new(bytes: usize) -> io::Result<Self> {
         let blocks = bytes.div_ceil(BLOCK).max(1);
         let length = NonZeroUsize::MIN.saturating_add(blocks * BLOCK - 1);
@@ -107,7 +107,7 @@ impl Pool {
         self.free[buffer.first / WORD] |= mask;
     }
 
-    /// What the pool's buffers lie in.
+    /// The memory of the pool's buffers.
     pub(crate) fn arena(&self) -> &Arc<Arena> {
         &self.arena
     }

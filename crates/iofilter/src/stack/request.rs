@@ -7,7 +7,7 @@ use crate::stack::memory::{Cursor, Segments};
 /// The smallest unit a request may have, in bytes (virtio-blk counts in it).
 pub const LOGICAL_BLOCK: u64 = 512;
 
-/// What is asked of a disk. Offsets and lengths are in bytes, multiples of [`LOGICAL_BLOCK`].
+/// An operation of a disk. Offsets and lengths are in bytes, multiples of [`LOGICAL_BLOCK`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Operation {
     /// Fills the request's memory.
@@ -26,13 +26,13 @@ pub enum Operation {
 }
 
 impl Operation {
-    /// Whether it changes what is stored.
+    /// Whether it changes stored data.
     #[must_use]
     pub fn changes(self) -> bool {
         matches!(self, Self::Write | Self::Discard | Self::WriteZeroes { .. })
     }
 
-    /// Whether it is of these kinds; none are all.
+    /// Whether it is of one of these kinds; an empty list means all.
     #[must_use]
     pub fn is_one_of(self, kinds: &[OperationKind]) -> bool {
         let kind = match self {
@@ -45,7 +45,7 @@ impl Operation {
     }
 }
 
-/// Why a request failed. It ends at the guest, as an I/O error of this disk, and in the disk's status.
+/// Why a request failed. It is reported to the guest, as an I/O error of this disk, and in the disk's status.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum IoError {
     /// Not on the disk, or not in whole logical blocks.
@@ -60,15 +60,15 @@ pub enum IoError {
     /// ENOSPC, EDQUOT.
     #[error("no space is left on the datastore; make room there, the guest may then retry")]
     NoSpace,
-    /// The file ends where data should be.
+    /// The file ends before the end of the disk.
     #[error("the image ends before the end of the disk: it was truncated; restore it from a copy")]
     Truncated,
-    /// A flush has failed before: the kernel may have dropped what it was to write, and tells only once.
+    /// An earlier flush has failed: the kernel may have dropped data that it should have written, and reports it once.
     #[error(
         "an earlier flush failed, so what was written before it may be lost; look at the datastore, then stop and start the VM"
     )]
     Lost,
-    /// Anything else that the kernel answers.
+    /// Any other error of the kernel.
     #[error("the datastore answers: {}", std::io::Error::from_raw_os_error(*.0))]
     Device(i32),
     /// The cipher failed; the key or the library is broken.
@@ -89,13 +89,13 @@ pub enum IoError {
         "a filter of the disk has a defect and forgot the request; the filter process's log says which"
     )]
     Forgotten,
-    /// More is under way than the chain was built for.
-    #[error("too many requests are under way")]
+    /// More requests are in flight than the chain was built for.
+    #[error("too many requests are in flight")]
     Overload,
 }
 
 impl IoError {
-    /// What an error number of the kernel means here.
+    /// The meaning of an error number of the kernel.
     #[must_use]
     pub fn from_errno(errno: i32) -> Self {
         match errno {
@@ -105,7 +105,7 @@ impl IoError {
     }
 }
 
-/// Names a request in its chain; an index into tables that filters keep beside it.
+/// Identifies a request in its chain; an index into tables that filters keep for their requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct RequestId(u32);
 
@@ -120,43 +120,43 @@ impl RequestId {
 /// A request.
 #[derive(Debug)]
 pub struct Request {
-    /// What is asked.
+    /// The operation.
     pub operation: Operation,
-    /// Where, in bytes from the start of the guest's disk.
+    /// The offset, in bytes from the start of the guest's disk.
     pub offset: u64,
-    /// How much, in bytes.
+    /// The length, in bytes.
     pub length: u64,
     /// The memory that is read into or written from, of `length` bytes; empty for other operations.
     pub(crate) data: Segments,
-    /// How it ended; meaningful on its way up.
+    /// Its result; valid on its way up.
     pub result: Result<(), IoError>,
-    /// What the front end knows it by.
+    /// The front end's own number for it.
     pub(crate) tag: u64,
-    /// The request it is a part of.
+    /// Its parent.
     pub(crate) parent: Option<RequestId>,
     /// The layer that has it now.
     pub(crate) level: usize,
     /// The layer that made it; none for the front end's own.
     pub(crate) maker: Option<usize>,
-    /// Whose turn it is.
+    /// Who must act on it.
     pub(crate) turn: Turn,
-    /// How many parts of it there are.
+    /// The number of its children.
     pub(crate) children: u32,
-    /// Whether the layer that has it said that it keeps it.
+    /// Whether the layer that has it holds it.
     pub(crate) held: bool,
 }
 
 impl Request {
-    /// Copies what is to be written, from `start` bytes on, into `to`; how many bytes there were. The guest may change
-    /// it at any time: look at it once.
+    /// Copies the data to write, from `start` bytes on, into `to`; returns how many bytes there were. The guest may
+    /// change it at any time: read it only once.
     pub fn copy_to(&self, start: usize, to: &mut [u8]) -> usize {
         let mut cursor = Cursor::default();
         cursor.skip(&self.data, start);
         cursor.gather(&self.data, to)
     }
 
-    /// Copies what was read into the request's memory, from `start` bytes on; how many bytes found room. None do in a
-    /// request that is no read: its memory is not to be changed.
+    /// Copies read data into the request's memory, from `start` bytes on; returns how many bytes fit. None fit in a
+    /// request that is not a read: its memory must not be changed.
     pub fn copy_from(&self, start: usize, from: &[u8]) -> usize {
         if self.operation != Operation::Read {
             return 0;
@@ -167,16 +167,16 @@ impl Request {
     }
 }
 
-/// Whose turn it is to do something about a request.
+/// Who must act on a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Turn {
-    /// Nobody's: the slot is free.
+    /// Nobody: the slot is free.
     Free,
-    /// The layer's that has it.
+    /// The layer that has it.
     Layer,
-    /// The chain's, which takes it to the next layer.
+    /// The chain, which takes it to the next layer.
     Chain,
-    /// Its parts': the layer has ended it, and it goes up when the last of them is released.
+    /// Its children: the layer has completed it, and it goes up when the last of them is released.
     Parts,
 }
 
@@ -226,7 +226,7 @@ impl Requests {
     pub(crate) fn give(&mut self, id: RequestId) {
         let slot = self.get_mut(id);
         slot.turn = Turn::Free;
-        // Whoever still has the id finds no memory that is somebody else's now.
+        // A caller that still has the id must not find another request's memory.
         slot.data.clear();
         self.free.push(id);
     }

@@ -1,4 +1,4 @@
-//! Telling a thread that sleeps on a descriptor to stop.
+//! Tells a thread that sleeps on a descriptor to stop.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -8,7 +8,7 @@ use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 
-/// Asked once, seen by everyone who has it.
+/// A request to stop, made once and visible to every holder.
 #[derive(Debug)]
 pub struct Stop {
     asked: AtomicBool,
@@ -19,7 +19,7 @@ impl Stop {
     /// Not asked yet.
     ///
     /// # Errors
-    /// No eventfd is to be had.
+    /// No eventfd is available.
     pub fn new() -> io::Result<Self> {
         let flags = EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK;
         let event = EventFd::from_value_and_flags(0, flags)?;
@@ -39,7 +39,7 @@ impl Stop {
         self.asked.load(Ordering::Acquire)
     }
 
-    /// The descriptor that becomes, and stays, readable when it was asked.
+    /// The descriptor that becomes readable when a stop is asked for, and stays so.
     #[must_use]
     pub fn event(&self) -> BorrowedFd<'_> {
         self.event.as_fd()
@@ -48,15 +48,15 @@ impl Stop {
     /// Sleeps until asked to stop.
     ///
     /// # Errors
-    /// What `poll` says.
+    /// The error of `poll`.
     pub fn wait(&self) -> io::Result<()> {
         self.wait_or_readable(self.event()).map(drop)
     }
 
-    /// Sleeps until `fd` is readable (or its other side is gone): true; or until asked to stop: false.
+    /// Sleeps until `fd` is readable or its peer is gone (true), or until asked to stop (false).
     ///
     /// # Errors
-    /// What `poll` says.
+    /// The error of `poll`.
     pub fn wait_or_readable(&self, fd: BorrowedFd<'_>) -> io::Result<bool> {
         let readable = PollFlags::POLLIN;
         let mut fds = [PollFd::new(fd, readable), PollFd::new(self.event(), readable)];

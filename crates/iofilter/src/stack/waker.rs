@@ -1,13 +1,13 @@
 //! How others wake the thread that has a chain: by one eventfd a chain.
 //!
 //! ```text
-//!  the chain's thread                          whoever has news for it
+//!  the chain's thread                          a thread with news for it
 //!  arms the waker                              publishes the news: a lock is free, an answer is in a list
 //!  looks once more for news                    wakes: armed? ── yes ──> disarms it, writes the eventfd
 //!  sleeps until the eventfd is readable                  └─── no ───> nothing to do
 //!  disarms the waker
 //! ```
-//! Either that last look finds the news, or whoever has them finds the waker armed. Nobody writes the eventfd of a
+//! Either that last look finds the news, or the other thread finds the waker armed. Nobody writes the eventfd of a
 //! thread that is awake.
 
 use std::io;
@@ -19,7 +19,7 @@ use nix::sys::eventfd::{EfdFlags, EventFd};
 use crate::sync::atomic::{AtomicBool, Ordering::SeqCst, fence};
 use crate::sync::{Mutex, MutexGuard};
 
-/// What wakes the thread of one chain; see the module.
+/// Wakes the thread of one chain; see the module.
 #[derive(Clone, Debug)]
 pub struct Waker(Arc<Shared>);
 
@@ -41,9 +41,9 @@ impl Waker {
         Ok(Self(Arc::new(Shared { armed: AtomicBool::new(false), event })))
     }
 
-    /// Wakes the thread if it sleeps. To be called after the news is published.
+    /// Wakes the thread if it sleeps. Call it after the news is published.
     pub fn wake(&self) {
-        // Orders the news before the look, as `arm` orders its mark before the thread's last look for news.
+        // Orders the news before this load, as `arm` orders its store before the thread's last look for news.
         fence(SeqCst);
         if self.0.armed.load(SeqCst) && self.0.armed.swap(false, SeqCst) {
             // Fails only when the counter is full, and then it is readable anyway.
@@ -61,28 +61,28 @@ impl Waker {
     pub fn disarm(&self, woken: bool) {
         self.0.armed.store(false, SeqCst);
         if woken {
-            // The count is of no interest.
+            // The count does not matter.
             let _ = self.0.event.read();
         }
     }
 
-    /// What becomes readable when the thread is woken.
+    /// The descriptor that becomes readable when the thread is woken.
     #[must_use]
     pub fn event(&self) -> BorrowedFd<'_> {
         self.0.event.as_fd()
     }
 }
 
-/// The chains that wait for something they share: a lock, a mark.
+/// The chains that wait for something shared: a lock, a mark.
 #[derive(Debug, Default)]
 pub struct Waiters {
-    /// Whether the list has any.
+    /// Whether the list is not empty.
     any: AtomicBool,
     wakers: Mutex<Vec<Waker>>,
 }
 
 impl Waiters {
-    /// This chain waits. It looks once more afterwards whether it still has to.
+    /// Adds this chain. It must check once more afterwards whether it still has to wait.
     pub fn add(&self, waker: &Waker) {
         let mut wakers = self.wakers();
         if !wakers.iter().any(|other| Arc::ptr_eq(&other.0, &waker.0)) {
@@ -93,7 +93,7 @@ impl Waiters {
         fence(SeqCst);
     }
 
-    /// Wakes all that wait; who goes on waiting says so again. To be called after the news is published.
+    /// Wakes all waiting chains; one that must wait longer registers again. Call it after the news is published.
     pub fn wake(&self) {
         fence(SeqCst);
         if !self.any.load(SeqCst) {

@@ -1,4 +1,4 @@
-//! What of a disk is in an image: data, or a hole.
+//! The parts of an image: data and holes.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -15,7 +15,7 @@ pub struct Extent {
     pub end: u64,
 }
 
-/// A file that ends before the part that was asked for.
+/// A file that ends before the requested part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "the image ends at byte {length} of its file, before the end of the disk: it was truncated; restore it from a copy"
@@ -25,14 +25,14 @@ pub struct Short {
     pub length: u64,
 }
 
-/// The hole or the data at `at`, in a file that may know of holes and should have at least `size` bytes.
+/// The hole or the data at `at`, in a file that may have holes and should have at least `size` bytes.
 ///
 /// # Errors
-/// As lseek; [`Short`] in an error of kind `UnexpectedEof` where the file ends at `at` or before it: what is
-/// missing is no hole.
+/// As lseek; [`Short`] in an error of kind `UnexpectedEof` where the file ends at `at` or before it: the
+/// missing part is no hole.
 pub fn raw_extent(file: impl AsFd, at: u64, size: u64) -> io::Result<Extent> {
     let file = file.as_fd();
-    // What a file system, or a device, that does not know of holes is taken to say.
+    // A file system, or a device, without holes counts as all data.
     let seek = |whence, without| match lseek(file, at as i64, whence) {
         Ok(found) => Ok(Some(u64::try_from(found).unwrap_or(0).clamp(at, size))),
         Err(Errno::ENXIO) => Ok(None),

@@ -5,7 +5,7 @@
 //! kernel worker, so [`super::sync`] is used; else [`super::uring`], unless the kernel refuses to make a
 //! ring.
 //!
-//! What becomes of a file that someone truncates while it is in use: [`super::target`].
+//! How a file that is truncated while in use is handled: [`super::target`].
 //!
 //! O_DIRECT is set on the open file description that was passed in, so its other holders get it too.
 
@@ -31,7 +31,7 @@ use crate::storage::uring::UringFile;
 const HUGETLBFS_MAGIC: i64 = 0x958_458f6;
 const RAMFS_MAGIC: i64 = 0x8584_58f6;
 
-/// What direct I/O needs where the kernel does not say: the block of nearly every device.
+/// The alignment for direct I/O where the kernel does not say: the block of nearly every device.
 const DIRECT_ALIGNMENT: u32 = 4096;
 
 /// Why a disk's file cannot be used.
@@ -61,7 +61,7 @@ pub enum OpenError {
         /// The storage's block.
         block: u32,
     },
-    /// O_DIRECT was asked for and is not to be had.
+    /// O_DIRECT was asked for and is not available.
     #[error(
         "the file system does not allow direct I/O (O_DIRECT): {0}; configure `direct` as auto or off"
     )]
@@ -110,7 +110,7 @@ impl FileDisk {
         Ok(Self { target: Arc::new(target), in_memory, block, memory })
     }
 
-    /// A disk of zeroes in memory, which takes room as it is written and is gone with the process.
+    /// A disk of zeroes in memory, which is allocated as it is written and lost with the process.
     ///
     /// # Errors
     /// [`OpenError::Look`]: the kernel refuses it.
@@ -122,24 +122,24 @@ impl FileDisk {
         Self::open(file.into(), 0, size, Direct::Off, false)
     }
 
-    /// Never gives room back, as where the file system cannot: a discard does nothing, and what is to
-    /// read as zeroes becomes zeroes that are allocated.
+    /// Never gives space back, as on a file system that cannot: a discard does nothing, and write-zeroes
+    /// leaves allocated zeroes.
     pub fn keep_room(&self) {
         self.target.punches.store(false, Ordering::Relaxed);
     }
 
-    /// Whoever alone writes to the file will write again all that was written since the last good flush: a
-    /// failed one need not fail those that follow.
+    /// The caller is the only writer and will write again everything since the last good flush: a
+    /// failed flush need not fail those that follow.
     pub fn forget_failed_flush(&self) {
         self.target.lost.store(false, Ordering::Release);
     }
 
-    /// Whoever alone writes to the file will write all of it again, should it have its length again.
+    /// The caller is the only writer and will write all of the file again if it gets its length back.
     pub fn forget_cut(&self) {
         self.target.cut.store(false, Ordering::Relaxed);
     }
 
-    /// Whether the other one is of the same file.
+    /// Whether both use the same file.
     #[must_use]
     pub fn is_same_file(&self, other: &Self) -> bool {
         let id = |disk: &Self| {
@@ -148,13 +148,13 @@ impl FileDisk {
         matches!((id(self), id(other)), (Ok(one), Ok(other)) if one == other)
     }
 
-    /// Whether the file system has not yet said that it cannot punch holes, and may.
+    /// Whether it may punch holes, and the file system has not refused that so far.
     #[must_use]
     pub fn punches(&self) -> bool {
         self.target.punches.load(Ordering::Relaxed)
     }
 
-    /// The hole or the data at `at`, which is below `end`, up to `end` at the most.
+    /// The hole or the data at `at`, which is below `end`, up to `end` at most.
     ///
     /// # Errors
     /// As lseek.
@@ -164,19 +164,19 @@ impl FileDisk {
         Ok(Extent { end: found.end - offset, ..found })
     }
 
-    /// The smallest unit the file takes, in bytes.
+    /// The smallest unit that the file takes, in bytes.
     #[must_use]
     pub fn block(&self) -> u32 {
         self.block
     }
 
-    /// Whether its pages are in memory, so that a request is done as it is asked for.
+    /// Whether its pages are in memory, so that requests complete as they are submitted.
     #[must_use]
     pub fn works_at_once(&self) -> bool {
         self.in_memory
     }
 
-    /// What addresses and lengths of memory have to be multiples of.
+    /// The alignment of addresses and lengths of memory.
     #[must_use]
     pub fn memory_alignment(&self) -> u32 {
         self.memory
@@ -194,14 +194,14 @@ impl FileDisk {
         self.blocking_queue()
     }
 
-    /// A backend that needs no ring, and whose requests block whoever makes them.
+    /// A backend without a ring, whose requests block the caller.
     #[must_use]
     pub fn blocking_queue(&self) -> Box<dyn Storage> {
         Box::new(SyncFile::new(Arc::clone(&self.target)))
     }
 }
 
-/// Where the disk ends in a regular file.
+/// The end of the disk in a regular file.
 fn check_length(fd: &OwnedFd, offset: u64, size: u64) -> Result<Option<u64>, OpenError> {
     let look = |error: nix::Error| OpenError::Look(error.into());
     let stat = nix::sys::stat::fstat(fd).map_err(look)?;
@@ -241,7 +241,7 @@ fn set_direct(fd: &OwnedFd) -> io::Result<()> {
     Ok(())
 }
 
-/// What direct I/O on this file wants of memory and of offsets (`STATX_DIOALIGN`, Linux 6.1).
+/// The alignment that direct I/O on this file needs, of memory and of offsets (`STATX_DIOALIGN`, Linux 6.1).
 fn direct_alignment(fd: &OwnedFd) -> (u32, u32) {
     let mut statx = MaybeUninit::<libc::statx>::zeroed();
     // SAFETY: an empty path with AT_EMPTY_PATH names the descriptor; the kernel fills the structure,
@@ -303,7 +303,7 @@ mod tests {
         assert!(file_of(false) < SIZE, "this file system gives no room back");
     }
 
-    /// A pipe cannot be flushed: each engine has to have asked the kernel, and to tell what it says.
+    /// A pipe cannot be flushed: each engine must ask the kernel and report its answer.
     #[test]
     fn a_flush_is_answered_by_the_kernel_and_nobody_else() {
         let flushed = |fd: OwnedFd, in_memory| {

@@ -1,4 +1,4 @@
-//! A disk in memory, for tests: shared by its queues, gone with the process.
+//! A disk in memory, for tests: shared by its queues, lost with the process.
 
 use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -18,7 +18,7 @@ impl MemDisk {
         Self(Arc::new(Mutex::new(vec![0; size])))
     }
 
-    /// What is stored.
+    /// The stored bytes.
     #[must_use]
     pub fn bytes(&self) -> Vec<u8> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
@@ -50,7 +50,7 @@ impl MemDisk {
     }
 }
 
-/// Completes in the opposite order of submission, one pass late: what a layer above must put up with.
+/// Completes in the opposite order of submission, one pass late: a layer above must cope with that.
 struct Mem {
     disk: MemDisk,
     waiting: Vec<RequestId>,

@@ -1,4 +1,4 @@
-//! Where a disk's bytes lie.
+//! Where a disk's bytes are stored.
 
 pub mod extent;
 pub mod file;

@@ -1,4 +1,4 @@
-//! The file engine that does each request at once: `preadv`, `pwritev`, `fallocate`, `fdatasync`.
+//! The file engine that does each request synchronously: `preadv`, `pwritev`, `fallocate`, `fdatasync`.
 
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::sync::Arc;
@@ -33,7 +33,7 @@ impl SyncFile {
     }
 }
 
-/// Reads or writes all of a request; `rest` is for the list of what a call has left.
+/// Reads or writes all of a request; `rest` is for the segments that a call leaves over.
 pub(super) fn transfer(
     target: &FileTarget,
     request: &Request,
@@ -102,16 +102,16 @@ pub(super) fn once(
     }
 }
 
-/// Makes durable what is in the file.
+/// Makes the file durable.
 pub(super) fn flush(target: &FileTarget) -> Result<(), IoError> {
     let answer = nix::unistd::fdatasync(&target.fd);
     target.flushed(answer.map_err(|error| IoError::from_errno(error as i32)))
 }
 
-/// How a hole is asked for.
+/// The mode that asks for a hole.
 pub(super) const PUNCH: i32 = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
 
-/// How allocated zeroes are asked for.
+/// The mode that asks for allocated zeroes.
 pub(super) const ZERO_RANGE: i32 = libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE;
 
 fn fallocate(target: &FileTarget, mode: i32, offset: u64, length: u64) -> Result<(), i32> {
@@ -139,7 +139,7 @@ pub(super) fn discard(target: &FileTarget, offset: u64, length: u64) -> Result<(
     }
 }
 
-/// Makes a range read as zeroes, by the cheapest way the file system has.
+/// Makes a range read as zeroes, in the cheapest way that the file system has.
 pub(super) fn zero(
     target: &FileTarget,
     offset: u64,

@@ -1,18 +1,18 @@
-//! The part of a file that is a disk, as both file engines have it: what the file system cannot do, and whether the
+//! The part of a file that is a disk, for both file engines: which operations the file system lacks, and whether the
 //! file is still whole.
 //!
-//! A regular file that someone truncates while it is in use must not become an image with zeroes where data was: a
-//! write behind the new end would make it longer again. So its length is looked at ([`LengthCheck`]), and an image that
-//! was found too short once refuses everything until it is opened again (reads too, if it was changed: what then lies
-//! between its new end and the change may be zeroes of ours):
+//! A regular file that is truncated while it is in use must not become an image with zeroes where data was: a
+//! write beyond the new end would extend it again. So its length is checked ([`LengthCheck`]), and an image that
+//! was once found too short refuses everything until it is opened again (reads too, if it was changed: the part
+//! between its new end and the change may be zeroes that we wrote):
 //! ```text
-//!   before a change        if the last look is LOOK_EVERY ago
+//!   before a change        if the last check is LOOK_EVERY ago
 //!   before a change that reaches the disk's end, the only one that can make the file as long as before
-//!   after each flush       before it is answered: what it covers is in a file that was not cut
-//!   before a read          never: a read behind the end says so itself
+//!   after each flush       before it is answered: the flushed data is in a file that was not truncated
+//!   before a read          never: a read beyond the end says so itself
 //! ```
-//! No system call writes only below the end of a file, so what is under way when the file is cut, and changes
-//! for [`LOOK_EVERY`] after, can still extend it; no flush after the cut is ever good.
+//! No system call can be limited to the part below the end of a file, so changes in flight when the file is truncated,
+//! and changes for [`LOOK_EVERY`] after, can still extend it; no flush after the truncation ever succeeds.
 
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -20,8 +20,8 @@ use std::time::{Duration, Instant};
 
 use crate::stack::request::{IoError, Request};
 
-/// How old the last look at a file's length may be when it is changed: long against a look, however small the writes
-/// are, and short against the time that anybody has to notice what he did.
+/// How old the last check of a file's length may be when the file is changed: long against a check, however small the
+/// writes are, and short against the time in which anyone notices.
 const LOOK_EVERY: Duration = Duration::from_micros(200);
 
 /// The part of a file that is a disk.
@@ -30,11 +30,11 @@ pub struct FileTarget {
     pub(super) fd: OwnedFd,
     /// Where the disk starts in the file.
     pub(super) offset: u64,
-    /// Where it ends; none for a block device, whose length is not the file's to say.
+    /// Where it ends; none for a block device, whose file length means nothing.
     pub(super) end: Option<u64>,
-    /// Cleared when the file system says that it cannot, or the file is to keep its room.
+    /// Cleared when the file system cannot punch holes, or the file must keep its space.
     pub(super) punches: AtomicBool,
-    /// Cleared when the file system says that it cannot.
+    /// Cleared when the file system cannot do it.
     pub(super) zeroes: AtomicBool,
     /// Whether the page cache is bypassed.
     pub(super) direct: bool,
@@ -44,12 +44,12 @@ pub struct FileTarget {
     pub(super) fuse: bool,
     /// Set when the file was found shorter than the disk.
     pub(super) cut: AtomicBool,
-    /// Set when it was changed through this.
+    /// Set when it was changed through this value.
     pub(super) changed: AtomicBool,
 }
 
 impl FileTarget {
-    /// All of a file, by way of the page cache, however long it is.
+    /// All of a file, through the page cache, however long it is.
     pub(super) fn whole(fd: OwnedFd) -> Self {
         let (punches, zeroes) = (AtomicBool::new(true), AtomicBool::new(true));
         let (lost, cut) = (AtomicBool::new(false), AtomicBool::new(false));
@@ -58,7 +58,7 @@ impl FileTarget {
         Self { fd, offset, end, punches, zeroes, direct, lost, fuse, cut, changed }
     }
 
-    /// Whether a flush has failed, and what was written before it may be lost for good.
+    /// Whether a flush has failed, so that earlier writes may be lost for good.
     pub(super) fn is_lost(&self) -> bool {
         self.lost.load(Ordering::Acquire)
     }
@@ -72,10 +72,10 @@ impl FileTarget {
         cannot
     }
 
-    /// What a flush comes to that the kernel has answered. Where one fails, the kernel drops from the page
-    /// cache what it could not write, says so once, and to one of those who ask; so from then on no flush
-    /// of the disk is good, whoever asks for it. Without a page cache each flush speaks for itself. Nor is one good
-    /// after which the file is too short: what it was to cover may be what was cut off.
+    /// The result of a flush that the kernel has answered. When one fails, the kernel drops the data that it
+    /// could not write from the page cache and reports that once, to one caller; so from then on every flush
+    /// of the disk fails, whoever asks for it. Without a page cache each flush stands for itself. A flush also
+    /// fails if the file is too short afterwards: the flushed data may have been truncated.
     pub(super) fn flushed(&self, answer: Result<(), IoError>) -> Result<(), IoError> {
         if answer.is_err() && !self.direct {
             self.lost.store(true, Ordering::Release);
@@ -87,7 +87,7 @@ impl FileTarget {
         self.intact()
     }
 
-    /// Whether the file still has all of the disk.
+    /// Whether the file still holds all of the disk.
     fn intact(&self) -> Result<(), IoError> {
         let Some(end) = self.end else { return Ok(()) };
         if self.cut.load(Ordering::Relaxed) {
@@ -105,18 +105,18 @@ impl FileTarget {
         Err(IoError::Truncated)
     }
 
-    /// Whether a change would make a file that was cut as long as it is to be.
+    /// Whether a change would make a truncated file as long as the disk needs.
     fn reaches_end(&self, request: &Request) -> bool {
         let behind = self.offset + request.offset + request.length;
         request.operation.changes() && self.end.is_some_and(|end| behind >= end)
     }
 }
 
-/// What one queue knows of the file's length; see the module.
+/// One queue's knowledge of the file's length; see the module.
 #[derive(Debug, Default)]
 pub(super) struct LengthCheck {
     looked: Option<Instant>,
-    /// Whether the look is recent enough for this pass of the queue, which is shorter than a look at the clock.
+    /// Whether the check is recent enough for this pass of the queue, which is shorter than a read of the clock.
     recent: bool,
 }
 
@@ -142,7 +142,7 @@ impl LengthCheck {
         Ok(())
     }
 
-    /// Looks at the file's length, unless that was done just now.
+    /// Checks the file's length, unless that was done just now.
     fn look(&mut self, target: &FileTarget) -> Result<(), IoError> {
         let now = Instant::now();
         if self.looked.is_none_or(|looked| now - looked >= LOOK_EVERY) {
@@ -153,7 +153,7 @@ impl LengthCheck {
         Ok(())
     }
 
-    /// The next pass looks at the clock again.
+    /// The next pass reads the clock again.
     pub(super) fn next_pass(&mut self) {
         self.recent = false;
     }

@@ -2,21 +2,21 @@
 //!
 //! ```text
 //!  submit: entry into the submission queue     poll: io_uring_enter, reap, until nothing is left to hand over
-//!  In flight --whole--> complete     --short, EINTR, EAGAIN--> Again --next round of poll--> In flight
+//!  In flight --all of it--> complete  --short, EINTR, EAGAIN--> Again --next round of poll--> In flight
 //!            --0 of a read--> truncated            --not supported (fallocate)--> done synchronously
 //! ```
 //! A request's memory and its list of segments stay in place until its completion is reaped: the chain
 //! keeps the slot, and `rest` is only rewritten between two submissions of the same request.
 //!
-//! Whoever owns the chain sleeps until the ring is readable, and it is readable only for what the kernel has.
-//! So `poll` leaves nothing that the kernel does not have, unless it also says when it is to be called
+//! The owner of the chain sleeps until the ring is readable, and it becomes readable only for entries that the kernel
+//! has. So `poll` leaves no entry outside the kernel, unless it also says when it must be called
 //! again ([`Storage::deadline`]): when `io_uring_enter` fails, and when a request makes no progress.
 //!
-//! The data of FUSE files is not moved by the ring: when a read of one, or a direct write, comes back short, the kernel
-//! moves the rest by itself, from or to the wrong place in the file, and says that all is well (docs/decisions/052).
+//! The ring must not move data of FUSE files: when a read of one, or a direct write, comes back short, the kernel
+//! moves the rest by itself, from or to the wrong place in the file, and reports success (docs/decisions/052).
 //!
-//! What a ring does passes by the filter of system calls, so each is restricted before it is enabled: to
-//! these four operations, on the file that is registered, and nothing can be registered after.
+//! The filter of system calls does not see a ring's operations, so each ring is restricted before it is enabled: to
+//! these four operations, on the registered file, and nothing can be registered later.
 
 use std::collections::VecDeque;
 use std::io;
@@ -34,28 +34,29 @@ use crate::stack::request::{IoError, Operation, Request, RequestId};
 use crate::storage::sync::{self, PUNCH, ZERO_RANGE};
 use crate::storage::target::{FileTarget, LengthCheck};
 
-/// Entries of the submission queue: what a pass hands over in one go.
+/// Entries of the submission queue: the most that a pass hands over in one go.
 const ENTRIES: u32 = 256;
 
 /// The index of the only registered file.
 const FILE: types::Fixed = types::Fixed(0);
 
-/// How often in one call of `poll` requests are handed over: a file that gives a page at a time is not to keep
+/// How often requests are handed over in one call of `poll`: a file that gives a page at a time must not keep
 /// the queue's thread from its other work.
 const ROUNDS: usize = 16;
 
-/// How soon to try again what failed without progress: long against a system call, short against a guest's patience.
+/// The pause before a request that failed without progress is tried again: long against a system call, short against a
+/// guest's timeout.
 const RETRY: Duration = Duration::from_millis(1);
 
-/// How often in a row a request is tried again without progress: half a minute, as a guest waits for a disk. A pass
-/// tries twice, and so does the look before the thread sleeps for [`RETRY`].
+/// How often in a row a request is tried again without progress: half a minute, about a guest's disk timeout. A pass
+/// tries twice, and so does the check before the thread sleeps for [`RETRY`].
 const TRIES_MAX: u32 = 120_000;
 
-/// How often the end of an engine tries to learn of what the kernel still does, [`RETRY`] apart, when
+/// How often the end of an engine tries to find out what the kernel still uses, [`RETRY`] apart, when
 /// `io_uring_enter` fails for good.
 const LAST_TRIES: u32 = 1000;
 
-/// The part of a ring that the engine uses; tests have their own, behind which requests end as the test says.
+/// The part of a ring that the engine uses; tests have their own, which completes requests as the test says.
 pub trait Ring: Send {
     /// Puts an entry into the submission queue; false if that is full.
     ///
@@ -64,13 +65,13 @@ pub trait Ring: Send {
     unsafe fn push(&mut self, entry: &squeue::Entry) -> bool;
 
     /// Whether `enter` has anything to do: entries that the kernel does not have, or completions that it holds
-    /// back as there was no room for them.
+    /// back because there was no room for them.
     fn is_behind(&mut self) -> bool;
 
-    /// Hands all entries over, and waits for so many completions.
+    /// Hands all entries over, and waits for this many completions.
     fn enter(&mut self, completions: usize) -> io::Result<usize>;
 
-    /// Takes the completions that are there.
+    /// Takes the available completions.
     fn reap(&mut self, into: &mut Vec<(u64, i32)>);
 
     /// Readable when there are completions.
@@ -119,13 +120,13 @@ pub struct UringFile<R: Ring = IoUring> {
     flights: Vec<InFlight>,
     /// Requests that were submitted and are not completed.
     in_flight: usize,
-    /// Those of them that the ring does not have: to be handed over in the next round.
+    /// Those of them that the ring does not have: they are handed over in the next round.
     again: VecDeque<RequestId>,
     finished: Vec<(u64, i32)>,
     /// Whether a request has moved data or ended since this was cleared.
     progress: bool,
     deadline: Option<Instant>,
-    /// Whether `io_uring_enter` failed the last time: said once.
+    /// Whether the last `io_uring_enter` failed: logged once.
     failing: bool,
 }
 
@@ -189,7 +190,7 @@ impl<R: Ring> UringFile<R> {
         }
     }
 
-    /// Moves what is in line into the submission queue, as much as has room.
+    /// Moves the line into the submission queue, as far as it has room.
     fn push_again(&mut self, io: &Io<'_>) {
         while let Some(&id) = self.again.front() {
             let entry = self.entry(io.request(id), id);
@@ -201,7 +202,7 @@ impl<R: Ring> UringFile<R> {
         }
     }
 
-    /// Hands over what the kernel does not have.
+    /// Hands over all entries that the kernel does not have.
     fn enter(&mut self) {
         if !self.ring.is_behind() {
             return;
@@ -217,7 +218,7 @@ impl<R: Ring> UringFile<R> {
         }
     }
 
-    /// Deals with all completions that are there.
+    /// Handles all available completions.
     fn reap(&mut self, io: &mut Io<'_>) {
         let mut finished = std::mem::take(&mut self.finished);
         self.ring.reap(&mut finished);
@@ -227,7 +228,7 @@ impl<R: Ring> UringFile<R> {
         self.finished = finished;
     }
 
-    /// Deals with a completion.
+    /// Handles a completion.
     fn reaped(&mut self, index: u64, answer: i32, io: &mut Io<'_>) {
         let Some(flight) = self.flights.get_mut(index as usize) else { return };
         let Some(id) = flight.id.take() else { return };
@@ -253,7 +254,7 @@ impl<R: Ring> UringFile<R> {
         io.complete(id, result);
     }
 
-    /// A request came back as it was.
+    /// A request came back without progress.
     fn try_again(&mut self, id: RequestId, answer: i32, io: &mut Io<'_>) {
         let flight = &mut self.flights[id.index()];
         flight.tries += 1;
@@ -291,7 +292,7 @@ impl<R: Ring> UringFile<R> {
         self.end(id, result, io);
     }
 
-    /// Does without the kind of `fallocate` that failed, if it is one that the file system lacks.
+    /// Does without the kind of `fallocate` that failed, if the file system lacks it.
     fn fall_back(&self, request: &Request, errno: i32) -> Result<(), IoError> {
         let punched = request.operation != Operation::WriteZeroes { unmap: false };
         let flag = if punched { &self.target.punches } else { &self.target.zeroes };
@@ -311,7 +312,7 @@ impl<R: Ring> UringFile<R> {
     }
 }
 
-/// A ring that can do what this module asks of it with this file, and nothing else (Linux 5.10).
+/// A ring that can do these operations with this file, and nothing else (Linux 5.10).
 fn restricted(file: RawFd) -> io::Result<IoUring> {
     let mut builder = IoUring::builder();
     builder.setup_r_disabled().dontfork();

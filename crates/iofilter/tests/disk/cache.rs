@@ -1,5 +1,5 @@
-//! The filter that keeps what was read: that it answers from memory, and never with what was before, whoever
-//! writes meanwhile, and however that ends.
+//! The cache filter: it answers from memory, and never with old data, whatever other requests write
+//! meanwhile, and however those end.
 
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
@@ -32,7 +32,7 @@ fn cache() -> Arc<dyn Layer> {
     of(FilterSpec::Cache(CacheSpec { bytes: SIZE }))
 }
 
-/// Fails all that comes after the first so many of a kind.
+/// Fails all requests of a kind after this many.
 fn fails(kind: FaultKind, operation: OperationKind, after: u64) -> Arc<dyn Layer> {
     let operations = vec![operation];
     let rule = FaultRule { operations, range: None, after, one_in: 1, times: None, kind };
@@ -110,7 +110,7 @@ fn counters(cache: &Arc<dyn Layer>) -> [u64; 6] {
 }
 
 #[test]
-fn what_was_read_is_read_again_without_storage_and_by_every_queue() {
+fn cached_data_is_read_again_without_storage_and_by_every_queue() {
     for encrypted in [false, true] {
         let (mem, cache) = (MemDisk::new(SIZE as usize), cache());
         let broken = fails(error(), OperationKind::Read, 2);
@@ -149,7 +149,7 @@ fn long_reads_go_past_it() {
 }
 
 #[test]
-fn what_is_changed_is_forgotten_however_the_change_ends() {
+fn changed_blocks_are_forgotten_however_the_change_ends() {
     let length = 4 * SECTOR;
     let torn = fails(FaultKind::Torn, OperationKind::Write, 1);
     let failed = fails(error(), OperationKind::Write, 1);
@@ -158,7 +158,7 @@ fn what_is_changed_is_forgotten_however_the_change_ends() {
             let (mem, cache) = (MemDisk::new(SIZE as usize), cache());
             let disk = disk(&mem, encrypted, &[&cache, &fault]);
             let mut chain = disk.chain().unwrap();
-            // The rule has spared its one in the first round.
+            // The rule has let its first request pass in the first round.
             let first = write(&mut chain, 0, length, 5);
             if first.is_err() {
                 continue;
@@ -189,7 +189,7 @@ fn what_is_changed_is_forgotten_however_the_change_ends() {
     }
 }
 
-/// Storage that has the guest change its memory between storage's answer and its end.
+/// Storage that makes the guest change its memory between storage's answer and its end.
 struct Racing {
     guest: Segment,
     waiting: Vec<RequestId>,
@@ -206,7 +206,8 @@ impl Storage for Racing {
         for id in self.waiting.drain(..) {
             let bytes = vec![7; io.request(id).length as usize];
             io.request(id).copy_from(0, &bytes);
-            self.guest.copy_from(&[0xbd; SECTOR as usize]);
+            // SAFETY: the test keeps the guest's buffer until the chain is drained.
+            unsafe { self.guest.base().write_bytes(0xbd, SECTOR as usize) };
             io.complete(id, Ok(()));
         }
     }
@@ -235,12 +236,12 @@ fn a_program_in_the_guest_cannot_change_what_others_read_by_changing_its_buffer(
 /// How many blocks the threads write and read; a writer has half of them.
 const BLOCKS: u64 = 48;
 
-/// Where a block is: eight of them, then room, so that not all are barred when one is written.
+/// The offset of a block: eight of them, then a gap, so that a write does not bar all of them.
 fn place(block: u64) -> u64 {
     (block / 8 * 16 + block % 8) * SECTOR
 }
 
-/// A guest's view of its disk: of each block, the last version of which a write was answered.
+/// A guest's view of its disk: the last answered version of each block.
 struct Versions {
     answered: [AtomicU64; BLOCKS as usize],
     over: AtomicBool,
@@ -293,7 +294,7 @@ impl Versions {
 }
 
 #[test]
-fn what_was_answered_is_read_by_every_queue_while_all_of_them_are_at_work() {
+fn answered_writes_are_read_by_every_queue_under_load() {
     for encrypted in [false, true] {
         let (mem, cache) = (MemDisk::new(SIZE as usize), cache());
         let disk = disk(&mem, encrypted, &[&cache, &jitter()]);

@@ -1,5 +1,5 @@
-//! The filters that hold back, lose and break requests: what they do, and that nothing else is lost,
-//! whatever stands above and below them.
+//! The filters that delay, lose and break requests: what they do, and that nothing else is lost,
+//! whatever is above and below them.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -40,7 +40,7 @@ fn begin(chain: &mut Chain, operation: Operation, offset: u64, bytes: &mut [u8],
     chain.submit(id, operation, offset, bytes.len() as u64, tag);
 }
 
-/// One request, to its end.
+/// Does one request, to its end.
 fn run(
     chain: &mut Chain,
     operation: Operation,
@@ -140,7 +140,7 @@ fn a_chain_that_is_drained_waits_for_no_budget_and_no_delay() {
 }
 
 #[test]
-fn what_is_delayed_comes_late_and_what_is_not_does_not() {
+fn delayed_requests_come_late_and_others_do_not() {
     let spec = FilterSpec::Delay(DelaySpec {
         operations: vec![OperationKind::Write],
         microseconds: 30_000,

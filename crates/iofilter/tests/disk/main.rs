@@ -1,5 +1,5 @@
-//! Disks from the inside and the outside: chains and layers, the front end of guests, and what must hold whatever
-//! happens. One program, as most of these share how a disk is asked, stored and killed.
+//! Disks from the inside and the outside: chains and layers, the front end of guests, and the properties that must
+//! always hold. One program, as most of these share how a disk is used, stored and killed.
 
 #![allow(clippy::unwrap_used)] // a test
 

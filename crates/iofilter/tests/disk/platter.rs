@@ -1,7 +1,7 @@
-//! A backend that forgets at a power cut what was not flushed: of every write that no flush covers, any
+//! A backend that forgets at a power cut everything that was not flushed: of every write that no flush covers, any
 //! granules may survive, in any combination. Requests are done in any order, some passes late.
 //!
-//! It can also misbehave, so that the checker is seen to notice.
+//! It can also misbehave, so that a test can show that the checker notices.
 
 use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -10,7 +10,7 @@ use vmseal_iofilter::stack::chain::{Io, Storage};
 use vmseal_iofilter::stack::request::{Operation, RequestId};
 use vmseal_iofilter::stack::stop::Stop;
 
-/// What it does wrong.
+/// Its fault.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Fault {
     Nothing,
@@ -18,20 +18,20 @@ pub enum Fault {
     IgnoresFlushes,
     /// A flush leaves out the last write that it covers.
     FlushesAllButOne,
-    /// Now and then a write is answered and not done.
+    /// Some writes are answered and not done.
     Loses,
-    /// Now and then an old write is done once more.
+    /// Some old writes are done again.
     Repeats,
-    /// Now and then half of a sector is written.
+    /// Of some writes half of a sector is written.
     Tears,
-    /// Now and then a write goes one sector too far.
+    /// Some writes go one sector too far.
     Misplaces,
-    /// Now and then a read gets what was there before.
+    /// Some reads return older content.
     ReadsTheOld,
 }
 
 struct Cached {
-    /// When it was done; none while it is under way.
+    /// When it was done; none while it is in flight.
     done: Option<u64>,
     key: u64,
     offset: usize,
@@ -42,10 +42,10 @@ struct Inside {
     granule: usize,
     fault: Fault,
     random: fastrand::Rng,
-    /// What would be left of all that is durable.
+    /// The content that is certain to survive a power cut.
     durable: Vec<u8>,
     visible: Vec<u8>,
-    /// Of some time ago, for faults.
+    /// The content of some time ago, for faults.
     old: Vec<u8>,
     cached: Vec<Cached>,
     clock: u64,
@@ -71,7 +71,7 @@ impl Platter {
         Box::new(Queue { platter: self.clone(), waiting: Vec::new(), awake })
     }
 
-    /// The power fails. Nothing may be asked of the queues that were, any more.
+    /// The power fails. The queues so far must not be used any more.
     pub fn cut(&self) {
         let inside = &mut *self.inside();
         for write in std::mem::take(&mut inside.cached) {
@@ -86,7 +86,7 @@ impl Platter {
         inside.visible.clone_from(&inside.durable);
     }
 
-    /// The process is killed: of what is under way each write was done or will never be.
+    /// The process is killed: each write in flight was done or will never be.
     pub fn kill(&self) {
         let inside = &mut *self.inside();
         let under_way = |write: &&Cached| write.done.is_none();
@@ -101,7 +101,7 @@ impl Platter {
         }
     }
 
-    /// What is read.
+    /// The content that a read returns.
     pub fn bytes(&self) -> Vec<u8> {
         self.inside().visible.clone()
     }
@@ -160,20 +160,20 @@ impl Inside {
 
 struct Waiting {
     id: RequestId,
-    /// The time of the last write that was done before this was asked for.
+    /// The time of the last write that was done before this request was submitted.
     since: u64,
-    /// Of its write among those that are cached.
+    /// The index of its write among the cached ones.
     key: u64,
 }
 
 struct Queue {
     platter: Platter,
     waiting: Vec<Waiting>,
-    /// Always readable: whoever waits for a request looks again.
+    /// Always readable: a caller that waits for a request checks again.
     awake: Stop,
 }
 
-/// What a request is to leave on the disk.
+/// The change that a request makes to the disk.
 fn written(id: RequestId, io: &Io<'_>) -> Option<Vec<u8>> {
     let request = io.request(id);
     let mut bytes = vec![0; request.length as usize];

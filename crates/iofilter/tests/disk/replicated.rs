@@ -15,7 +15,7 @@ use vmseal_iofilter::stack::memory::Segment;
 use vmseal_iofilter::stack::request::RequestId;
 use vmseal_iofilter::storage::mem::MemDisk;
 
-/// Chunks of 64 KiB: requests lie in several.
+/// Chunks of 64 KiB: requests touch several.
 const SHIFT: u32 = 16;
 
 #[derive(Clone, Debug)]
@@ -30,13 +30,13 @@ fn place(disk: &MemDisk, size: u64) -> BlockingDisk {
 }
 
 impl Replicated {
-    /// Of a disk of so many bytes; everything is clean, and a replica of zeroes.
+    /// Of a disk of this many bytes; everything is clean, and a replica of zeroes.
     pub fn new(size: u64) -> Self {
         let geometry = Geometry::new(DiskId::new(), size).with_shift(SHIFT);
         let map_bytes = geometry.map_bytes();
         let map = place(&MemDisk::new(map_bytes), map_bytes as u64);
         let (replicate, _) = Replicate::new(geometry, map);
-        // What is copied from a disk of zeroes.
+        // The copy of a disk of zeroes.
         let replica = MemDisk::new(size as usize);
         let mut copier =
             Copier::new(&replicate, place(&replica, size), None, place(&replica, size), u64::MAX);
@@ -46,8 +46,8 @@ impl Replicated {
         Self { replicate, replica, size }
     }
 
-    /// Copies what is marked of the disk. The replica is equal then where the disk was zeroes before it was asked
-    /// for anything, or was marked.
+    /// Copies the marked chunks of the disk. The replica is equal then where the disk was zeroes before its first
+    /// request, or was marked.
     pub fn copy(&self, disk: &Disk) {
         let mut copier = self.copier(disk);
         while self.replicate.status().dirty_bytes > 0 {
@@ -55,7 +55,7 @@ impl Replicated {
         }
     }
 
-    /// Copies of a disk that fails what can be copied at the first attempt.
+    /// Copies of a disk that fails; returns what can be copied at the first attempt.
     pub fn copy_some(&self, disk: &Disk) {
         let outcome = self.copier(disk).batch();
         assert!(matches!(outcome, Ok(_) | Err(CopyError::Source(_))), "{outcome:?}");
@@ -67,13 +67,13 @@ impl Replicated {
         Copier::new(&self.replicate, source, disk.file().cloned(), replica, u64::MAX)
     }
 
-    /// What the replica holds.
+    /// The content of the replica.
     pub fn bytes(&self) -> Vec<u8> {
         self.replica.bytes()
     }
 }
 
-/// What lies below the replica's layer.
+/// The chain below the replica's layer.
 pub fn below(disk: &Disk) -> Vec<u8> {
     let mut source = BlockingDisk::new(disk.below(KIND).unwrap());
     let mut pages = vec![Page([0xee; 4096]); disk.size() as usize / 4096];

@@ -1,8 +1,8 @@
-//! The seed of what a test does at random.
+//! The seed of a test's random choices.
 
 use std::hash::{BuildHasher, RandomState};
 
-/// The seed of this run, which is printed: `VMSEAL_SEED` repeats one.
+/// The seed of this run, which is printed: `VMSEAL_SEED` repeats a run.
 pub fn seed() -> u64 {
     let seed = match std::env::var("VMSEAL_SEED") {
         Ok(seed) => seed.parse().unwrap(),

@@ -1,4 +1,4 @@
-//! A filter as the agent starts it in place of one that died: its image opened and locked anew, its VMM connected.
+//! A filter as the agent starts it in place of one that died: its image opened and locked again, its VMM connected.
 
 use std::fs::File;
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -10,15 +10,15 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
-/// How long the lock of a dead filter may linger, and how long one may take to end.
-const PATIENCE: Duration = Duration::from_secs(30);
+/// How long the lock of a dead filter may remain, and how long a filter may take to end.
+const TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Killed when dropped.
 pub struct Filter(Child);
 
 impl Filter {
-    /// On the image `disk` in this directory, which holds `size` bytes and is what `backend` says (but for its
-    /// file); with the VMM's end of the connection. Its log is `log`.
+    /// Serves the image `disk` in this directory, which holds `size` bytes, with this `backend` (except for its
+    /// file); also returns the VMM's end of the connection. Its log is `log`.
     pub fn start(
         directory: &Path,
         backend: &Value,
@@ -62,17 +62,17 @@ impl Filter {
         (Self(command.spawn().unwrap()), of_vmm)
     }
 
-    /// At once, whatever it is at.
+    /// Kills it at once.
     pub fn kill(&mut self) {
         self.0.kill().unwrap();
         self.0.wait().unwrap();
     }
 
-    /// In order, as the agent does it; how it ended.
+    /// Ends it in order, as the agent does; returns how it ended.
     pub fn end(mut self) -> ExitStatus {
         let pid = nix::unistd::Pid::from_raw(self.0.id() as i32);
         nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGTERM).unwrap();
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + TIMEOUT;
         loop {
             if let Some(ended) = self.0.try_wait().unwrap() {
                 return ended;
@@ -90,8 +90,8 @@ impl Drop for Filter {
     }
 }
 
-/// Opens the image anew and takes its lock: not before the kernel has let go of all that the last filter
-/// had under way.
+/// Opens the image again and takes its lock: not before the kernel has finished all requests of the last
+/// filter.
 fn locked(path: &Path) -> OwnedFd {
     let file = File::options().read(true).write(true).open(path).unwrap();
     let whole = libc::flock {
@@ -101,7 +101,7 @@ fn locked(path: &Path) -> OwnedFd {
         l_len: 0,
         l_pid: 0,
     };
-    let until = Instant::now() + PATIENCE;
+    let until = Instant::now() + TIMEOUT;
     while nix::fcntl::fcntl(&file, nix::fcntl::FcntlArg::F_OFD_SETLK(&whole)).is_err() {
         assert!(Instant::now() < until, "the dead filter's lock lingers");
         std::thread::sleep(Duration::from_millis(1));

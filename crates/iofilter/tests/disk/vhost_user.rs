@@ -1,5 +1,5 @@
-//! The vhost-user-blk front end against a driver of its own: everything a guest may ask, everything
-//! it should not, VMMs that go and come.
+//! The vhost-user-blk front end against a driver of its own: everything a guest may do, everything
+//! it should not do, VMMs that disconnect and connect.
 
 use std::fs::File;
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -106,7 +106,7 @@ fn range(sector: u64, sectors: u32, flags: u32) -> Vec<u8> {
 }
 
 #[test]
-fn all_that_a_guest_may_ask() {
+fn every_request_of_a_guest() {
     for features in [ALL, ALL & !EVENT_IDX] {
         let server = Server::start(false);
         let mut guest = server.connect(features);
@@ -134,7 +134,7 @@ fn all_that_a_guest_may_ask() {
 }
 
 #[test]
-fn what_cannot_be_done_is_answered_and_the_queue_goes_on() {
+fn impossible_requests_are_answered_and_the_queue_continues() {
     let server = Server::start(false);
     let mut guest = server.connect(ALL);
     let sectors = SIZE / 512;
@@ -170,7 +170,7 @@ fn a_read_only_disk_is_not_changed() {
     assert_eq!(guest.request(0, 0, &[5; 512]), (OK, vec![0; 512]));
 }
 
-/// Chains that cannot be answered: the queue stops, says so, and a new VMM is served.
+/// Chains that cannot be answered: the queue stops, reports it, and a new VMM is served.
 #[test]
 fn malformed_chains_stop_the_queue_and_nothing_else() {
     let outside = BASE + (64 << 20);
@@ -298,7 +298,7 @@ fn memory_beyond_the_end_of_its_file_is_refused() {
     assert!(guest.frontend.set_mem_table(&[region(1 << 15, 1 << 15)]).is_ok());
 }
 
-/// A backend that takes its time and remembers what it was asked.
+/// A backend that takes its time and records its requests.
 struct Slow {
     asked: Arc<Mutex<Vec<Operation>>>,
     waiting: Vec<(Instant, RequestId)>,
@@ -386,7 +386,7 @@ fn a_ring_that_is_stopped_has_answered_all_that_it_took() {
     assert_eq!(asked.lock().unwrap().len(), answers as usize);
 }
 
-/// Nor does a VM that migrates or ends wait for a limit or a drill: what is held back by them goes on at once.
+/// A VM that migrates or ends waits for no limit or delay either: requests that they hold back go on at once.
 #[test]
 fn a_ring_that_is_stopped_waits_for_no_delay() {
     let delay = Delay::new(DelaySpec {
@@ -414,7 +414,7 @@ fn a_ring_that_is_stopped_waits_for_no_delay() {
     }
 }
 
-/// A file system of 256 KiB; it can be made by root only.
+/// A file system of 256 KiB; only root can make it.
 struct Small(tempfile::TempDir);
 
 impl Small {
@@ -467,7 +467,7 @@ proptest! {
 
     /// Rings full of noise: the server may refuse, but it neither dies nor hangs.
     #[test]
-    fn noise_in_the_ring_harms_nobody(
+    fn noise_in_the_ring_does_no_harm(
         noise in prop::collection::vec((any::<u64>(), any::<u32>(), 0u16..8, 0u16..20), 16),
         near in prop::collection::vec((0u64..(8 << 20), 0u32..8192), 16),
         heads in prop::collection::vec(0u16..18, 1..16),

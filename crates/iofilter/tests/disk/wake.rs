@@ -63,14 +63,14 @@ fn is_woken(chain: &Chain) -> bool {
     poll(&mut fds, PollTimeout::ZERO).unwrap() == 1
 }
 
-/// The chain's thread goes to sleep, and nothing but news ends that.
+/// The chain's thread goes to sleep, and only news wakes it.
 fn sleeps(chain: &mut Chain) {
     assert!(chain.arm(), "there is something to do");
     assert!(chain.deadline().is_none(), "it tries again by time");
     assert!(!is_woken(chain), "nobody has news");
 }
 
-/// News have come: the thread wakes and gets on.
+/// There is news: the thread wakes and makes progress.
 fn wakes_and_is_done(chain: &mut Chain) {
     assert!(is_woken(chain), "there is news, and its thread sleeps");
     chain.disarm(true);
@@ -136,7 +136,7 @@ fn the_first_change_of_a_chunk_is_woken_by_the_mark() {
     let map = MemDisk::new(geometry.map_bytes());
     let map = Chain::new(geometry.map_bytes() as u64, false, Vec::new(), map.queue()).unwrap();
     let (replicate, _) = Replicate::new(geometry, BlockingDisk::new(map));
-    // What was never copied is marked. The replica has all of it from here on, for this test.
+    // Chunks that were never copied are marked. For this test the replica has all of them from here on.
     let filters = vec![replicate.filter().unwrap()];
     let source = MemDisk::new(SIZE as usize);
     let mut chain = Chain::new(SIZE, false, filters, source.queue()).unwrap();

@@ -1,18 +1,18 @@
-//! The orders with few preemptions, where all are too many: a thread that can go on is stopped for another so
-//! many times at most. Where it cannot go on, every other is tried. What goes wrong in some order mostly does
-//! in one with two.
+//! The orders with few preemptions, where there are too many in all: a thread that could continue is stopped for
+//! another at most this many times. Where it cannot continue, every other is tried. A fault that occurs in some order
+//! mostly occurs in one with two preemptions.
 
 use shuttle::scheduler::{Schedule, Scheduler, Task, TaskId};
 
-/// What there was to choose from at one step.
+/// The choices at one step.
 struct Choice {
     tasks: Vec<TaskId>,
     chosen: usize,
-    /// Whether the first could go on, so that any other preempts it.
+    /// Whether the first could continue, so that any other preempts it.
     preempts: bool,
 }
 
-/// Goes through them depth first.
+/// Visits the orders depth first.
 pub struct FewPreemptions {
     most: usize,
     begun: bool,

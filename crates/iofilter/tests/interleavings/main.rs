@@ -1,8 +1,8 @@
-//! What a disk's queues share, in every order in which their threads can run (Shuttle, depth first); where
+//! The state that a disk's queues share, in every order in which their threads can run (Shuttle, depth first); where
 //! these are too many, in those with few preemptions.
 //!
-//! The modules are included as they are, over Shuttle's atomics and locks. It tries orders of steps, not what
-//! a processor with weakly ordered memory may do besides.
+//! The modules are included unchanged, over Shuttle's atomics and locks. It tries orders of steps, not the
+//! reorderings of a processor with weakly ordered memory.
 
 #![allow(clippy::unwrap_used)] // a test
 
@@ -32,7 +32,7 @@ mod stack;
 mod waking;
 mod worker;
 
-/// Stands for the module of this name in the crate.
+/// Replaces the module of this name in the crate.
 mod sync {
     pub(crate) use shuttle::sync::{Condvar, Mutex, MutexGuard, atomic};
     pub(crate) use shuttle::thread::JoinHandle;
@@ -60,7 +60,7 @@ use crate::tally::{Counter, Tally};
 const STRETCH: u64 = 256 * 1024;
 const SECTOR: u64 = 4096;
 
-/// Who is where that the locks are for.
+/// The locks, and who holds them.
 #[derive(Default)]
 struct Watched {
     locks: SectorLocks,
@@ -69,7 +69,7 @@ struct Watched {
 }
 
 impl Watched {
-    /// Writes whole sectors, if it may.
+    /// Writes whole sectors, if it gets the lock.
     fn write(&self, offset: u64, length: u64) {
         if self.locks.try_shared(offset, length) {
             self.writers.fetch_add(1, SeqCst);
@@ -79,7 +79,7 @@ impl Watched {
         }
     }
 
-    /// Reads a sector, changes and writes it, if it may at the first look.
+    /// Reads a sector, changes and writes it, if it gets the lock at the first attempt.
     fn modify(&self, offset: u64) {
         if self.locks.claim(offset) {
             if self.locks.is_exclusive(offset) {
@@ -91,7 +91,7 @@ impl Watched {
         }
     }
 
-    /// Reads whole sectors; whoever modifies meanwhile is seen afterwards.
+    /// Reads whole sectors; a modification meanwhile is noticed afterwards.
     fn read(&self, offset: u64, length: u64) {
         let before = self.locks.claims(offset, length);
         let torn = self.modifies.load(SeqCst);
@@ -100,7 +100,7 @@ impl Watched {
         }
     }
 
-    /// Nobody who is gone has left anything.
+    /// Nobody has left a lock behind.
     fn is_free(&self, offset: u64) {
         assert!(self.locks.claim(offset) && self.locks.is_exclusive(offset), "not released");
         self.locks.release_exclusive(offset);
@@ -121,7 +121,7 @@ fn sectors_are_modified_alone_and_written_together() {
     });
 }
 
-fn who_reads_sees_whoever_modified_meanwhile() {
+fn a_reader_notices_a_concurrent_modification() {
     few_preemptions(4, || {
         let watched = Arc::new(Watched::default());
         let (one, other) = (Arc::clone(&watched), Arc::clone(&watched));
@@ -146,7 +146,7 @@ fn a_write_over_two_stretches_takes_both_or_none() {
     });
 }
 
-fn what_goes_is_charged_and_the_debt_is_one_request_a_queue() {
+fn admitted_requests_are_charged_and_the_debt_is_one_request_per_queue() {
     every_order(|| {
         let bucket = Arc::new(Bucket::new(Budget { per_second: 1, burst: 1 }));
         let queue = |bucket: &Bucket| {
@@ -190,7 +190,7 @@ fn a_counter_loses_nothing_of_anybody() {
     });
 }
 
-/// Two blocks of storage, in one stretch, and what is kept of them.
+/// Two blocks of storage, in one stretch, and their cache.
 struct Cached {
     storage: [AtomicU8; 2],
     blocks: Blocks,
@@ -201,7 +201,7 @@ impl Cached {
         Arc::new(Self { storage: [0, 0].map(AtomicU8::new), blocks: Blocks::new(0) })
     }
 
-    /// Reads a block as the filter does; what it was.
+    /// Reads a block as the filter does; returns its content.
     fn read(&self, block: usize) -> u8 {
         let (offset, mut found) = (block as u64 * SECTOR, 0);
         if !self.blocks.read(offset, SECTOR, |bytes| found = bytes[0]) {
@@ -220,7 +220,7 @@ impl Cached {
         self.blocks.end_change(offset, SECTOR);
     }
 
-    /// What is kept is what is stored.
+    /// Cached blocks equal the stored ones.
     fn is_coherent(&self) {
         for (block, stored) in self.storage.iter().enumerate() {
             let stored = stored.load(SeqCst);
@@ -257,7 +257,7 @@ fn nothing_is_kept_before_the_last_of_two_writes_ends_and_all_after_it() {
     });
 }
 
-/// A chunk of a disk, its replica, and whether the map has it on record.
+/// A chunk of a disk, its replica, and whether the map records it.
 struct Replicated {
     disk: AtomicU8,
     replica: AtomicU8,
@@ -300,7 +300,7 @@ impl Replicated {
         self.chunks.end(CHUNK);
     }
 
-    /// Of a change that is under way.
+    /// Of a change in flight.
     fn is_on_record(&self) {
         assert!(*self.on_record.lock().unwrap(), "it is on the disk and not on record");
     }
@@ -315,7 +315,7 @@ impl Replicated {
         }
     }
 
-    /// What is not on record is equal, and what is marked is on record.
+    /// A chunk that is not recorded is equal, and a marked chunk is recorded.
     fn is_honest(&self) {
         let on_record = *self.on_record.lock().unwrap();
         let (disk, replica) = (self.disk.load(SeqCst), self.replica.load(SeqCst));
@@ -324,7 +324,7 @@ impl Replicated {
     }
 }
 
-fn what_is_copied_while_it_changes_stays_marked() {
+fn a_chunk_that_changes_while_it_is_copied_stays_marked() {
     every_order(|| {
         let replicated = Replicated::new();
         replicated.write(1);
@@ -339,7 +339,7 @@ fn what_is_copied_while_it_changes_stays_marked() {
     });
 }
 
-fn what_two_change_while_it_is_copied_is_unmarked_for_neither() {
+fn a_chunk_that_two_queues_change_while_it_is_copied_stays_marked() {
     every_order(|| {
         let replicated = Replicated::new();
         replicated.write(1);
@@ -360,7 +360,7 @@ struct BackedUp {
     marks: Marks,
 }
 
-/// Bitmaps' slots.
+/// The bitmaps' slots.
 const ONE: usize = 0;
 const NEXT: usize = 1;
 
@@ -384,14 +384,14 @@ impl BackedUp {
         self.marks.extent(slot, at, at + SECTOR).0
     }
 
-    /// Of the first granule: the next backup finds whatever this one, which has this of it, did not.
+    /// Of the first granule: the next backup finds every change that this one, which copied this state, misses.
     fn is_found_next(&self, copied: u8, slot: usize) {
         let now = self.disk[0].load(SeqCst);
         assert!(now == copied || self.is_dirty(0, slot), "{now} is in no backup, {copied} is");
     }
 }
 
-/// Begins a bitmap so, and copies everything, while a queue changes it.
+/// Begins a bitmap in this way, and copies everything, while a queue changes the disk.
 fn is_backed_up(begin: fn(&Marks)) {
     every_order(move || {
         let disk = BackedUp::new();
@@ -404,18 +404,18 @@ fn is_backed_up(begin: fn(&Marks)) {
     });
 }
 
-fn what_lands_after_a_bitmap_is_cleared_is_in_it() {
+fn a_change_that_lands_after_a_bitmap_is_cleared_is_in_it() {
     is_backed_up(|marks| marks.clear(ONE));
 }
 
-fn what_lands_after_a_bitmap_is_started_is_in_it() {
+fn a_change_that_lands_after_a_bitmap_is_started_is_in_it() {
     is_backed_up(|marks| {
         marks.stop(ONE);
         marks.start(ONE);
     });
 }
 
-fn what_lands_while_a_bitmap_follows_another_is_in_one_of_them() {
+fn a_change_that_lands_while_a_bitmap_replaces_another_is_in_one_of_them() {
     every_order(|| {
         let disk = BackedUp::new();
         let writer = Arc::clone(&disk);
@@ -428,7 +428,7 @@ fn what_lands_while_a_bitmap_follows_another_is_in_one_of_them() {
     });
 }
 
-fn two_that_mark_one_word_take_nothing_from_each_other() {
+fn two_queues_that_mark_one_word_lose_no_marks() {
     every_order(|| {
         let disk = BackedUp::new();
         let writer = Arc::clone(&disk);
@@ -445,7 +445,7 @@ fn every_order(model: impl Fn() + Send + Sync + 'static) {
     run(DfsScheduler::new(None, false), model);
 }
 
-/// Runs a model that has too many orders in those with so many preemptions at most.
+/// Runs a model that has too many orders in those with at most this many preemptions.
 fn few_preemptions(most: usize, model: impl Fn() + Send + Sync + 'static) {
     run(FewPreemptions::new(most), model);
 }
@@ -465,26 +465,23 @@ const MODELS: [Model; 26] = [
         "sectors_are_modified_alone_and_written_together",
         sectors_are_modified_alone_and_written_together,
     ),
-    ("who_reads_sees_whoever_modified_meanwhile", who_reads_sees_whoever_modified_meanwhile),
+    ("a_reader_notices_a_concurrent_modification", a_reader_notices_a_concurrent_modification),
+    ("a_chain_that_sleeps_is_woken_by_news", waking::a_chain_that_sleeps_is_woken_by_news),
     (
-        "a_chain_that_sleeps_is_woken_by_whoever_has_news",
-        waking::a_chain_that_sleeps_is_woken_by_whoever_has_news,
+        "a_chain_that_waits_for_a_sector_lock_is_woken_when_it_is_free",
+        waking::a_chain_that_waits_for_a_sector_lock_is_woken_when_it_is_free,
     ),
     (
-        "whoever_waits_for_a_sector_lock_is_woken_when_it_is_free",
-        waking::whoever_waits_for_a_sector_lock_is_woken_when_it_is_free,
-    ),
-    (
-        "whoever_waits_for_the_last_writer_is_woken_when_it_leaves",
-        waking::whoever_waits_for_the_last_writer_is_woken_when_it_leaves,
+        "a_chain_that_waits_for_the_last_writer_is_woken_when_it_leaves",
+        waking::a_chain_that_waits_for_the_last_writer_is_woken_when_it_leaves,
     ),
     (
         "a_write_over_two_stretches_takes_both_or_none",
         a_write_over_two_stretches_takes_both_or_none,
     ),
     (
-        "what_goes_is_charged_and_the_debt_is_one_request_a_queue",
-        what_goes_is_charged_and_the_debt_is_one_request_a_queue,
+        "admitted_requests_are_charged_and_the_debt_is_one_request_per_queue",
+        admitted_requests_are_charged_and_the_debt_is_one_request_per_queue,
     ),
     (
         "a_tally_never_goes_back_and_loses_nothing_of_its_one_writer",
@@ -492,38 +489,38 @@ const MODELS: [Model; 26] = [
     ),
     ("a_counter_loses_nothing_of_anybody", a_counter_loses_nothing_of_anybody),
     ("a_read_keeps_nothing_that_a_write_overtook", a_read_keeps_nothing_that_a_write_overtook),
-    ("what_is_copied_while_it_changes_stays_marked", what_is_copied_while_it_changes_stays_marked),
     (
-        "what_two_change_while_it_is_copied_is_unmarked_for_neither",
-        what_two_change_while_it_is_copied_is_unmarked_for_neither,
+        "a_chunk_that_changes_while_it_is_copied_stays_marked",
+        a_chunk_that_changes_while_it_is_copied_stays_marked,
+    ),
+    (
+        "a_chunk_that_two_queues_change_while_it_is_copied_stays_marked",
+        a_chunk_that_two_queues_change_while_it_is_copied_stays_marked,
     ),
     (
         "nothing_is_kept_before_the_last_of_two_writes_ends_and_all_after_it",
         nothing_is_kept_before_the_last_of_two_writes_ends_and_all_after_it,
     ),
     (
-        "what_lands_after_a_bitmap_is_cleared_is_in_it",
-        what_lands_after_a_bitmap_is_cleared_is_in_it,
+        "a_change_that_lands_after_a_bitmap_is_cleared_is_in_it",
+        a_change_that_lands_after_a_bitmap_is_cleared_is_in_it,
     ),
     (
-        "what_lands_after_a_bitmap_is_started_is_in_it",
-        what_lands_after_a_bitmap_is_started_is_in_it,
+        "a_change_that_lands_after_a_bitmap_is_started_is_in_it",
+        a_change_that_lands_after_a_bitmap_is_started_is_in_it,
     ),
     (
-        "what_lands_while_a_bitmap_follows_another_is_in_one_of_them",
-        what_lands_while_a_bitmap_follows_another_is_in_one_of_them,
+        "a_change_that_lands_while_a_bitmap_replaces_another_is_in_one_of_them",
+        a_change_that_lands_while_a_bitmap_replaces_another_is_in_one_of_them,
+    ),
+    ("two_queues_that_mark_one_word_lose_no_marks", two_queues_that_mark_one_word_lose_no_marks),
+    (
+        "a_queue_that_sleeps_until_it_is_woken_is_woken",
+        worker::a_queue_that_sleeps_until_it_is_woken_is_woken,
     ),
     (
-        "two_that_mark_one_word_take_nothing_from_each_other",
-        two_that_mark_one_word_take_nothing_from_each_other,
-    ),
-    (
-        "a_queue_that_sleeps_until_it_is_told_is_told",
-        worker::a_queue_that_sleeps_until_it_is_told_is_told,
-    ),
-    (
-        "two_queues_that_sleep_until_they_are_told_have_each_answer_once",
-        worker::two_queues_that_sleep_until_they_are_told_have_each_answer_once,
+        "two_queues_that_sleep_until_they_are_woken_get_each_answer_once",
+        worker::two_queues_that_sleep_until_they_are_woken_get_each_answer_once,
     ),
     (
         "a_queue_that_asks_while_it_is_answered_misses_nothing",

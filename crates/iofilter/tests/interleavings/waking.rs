@@ -1,4 +1,4 @@
-//! How a chain's thread is woken: whoever went to sleep without the news finds its eventfd readable in the end.
+//! How a chain's thread is woken: if it slept without the news, its eventfd is readable in the end.
 
 use std::sync::Arc;
 
@@ -17,7 +17,7 @@ fn is_woken(waker: &Waker) -> bool {
     poll(&mut fds, PollTimeout::ZERO).unwrap() == 1
 }
 
-/// Goes to sleep as a chain's thread does, unless it gets what it wants; whether it sleeps.
+/// Goes to sleep as a chain's thread does, unless it gets what it waits for; true if it sleeps.
 fn sleeps(waker: &Waker, mut gets: impl FnMut() -> bool) -> bool {
     if gets() {
         return false;
@@ -30,7 +30,7 @@ fn sleeps(waker: &Waker, mut gets: impl FnMut() -> bool) -> bool {
     sleeps
 }
 
-pub fn a_chain_that_sleeps_is_woken_by_whoever_has_news() {
+pub fn a_chain_that_sleeps_is_woken_by_news() {
     every_order(|| {
         let (waker, news) = (Waker::new().unwrap(), Arc::new(AtomicBool::new(false)));
         let (others, publish) = (waker.clone(), Arc::clone(&news));
@@ -44,7 +44,7 @@ pub fn a_chain_that_sleeps_is_woken_by_whoever_has_news() {
     });
 }
 
-pub fn whoever_waits_for_a_sector_lock_is_woken_when_it_is_free() {
+pub fn a_chain_that_waits_for_a_sector_lock_is_woken_when_it_is_free() {
     every_order(|| {
         let (waker, locks) = (Waker::new().unwrap(), Arc::new(SectorLocks::default()));
         assert!(locks.claim(0));
@@ -61,7 +61,7 @@ pub fn whoever_waits_for_a_sector_lock_is_woken_when_it_is_free() {
     });
 }
 
-pub fn whoever_waits_for_the_last_writer_is_woken_when_it_leaves() {
+pub fn a_chain_that_waits_for_the_last_writer_is_woken_when_it_leaves() {
     every_order(|| {
         let (waker, locks) = (Waker::new().unwrap(), Arc::new(SectorLocks::default()));
         assert!(locks.try_shared(0, SECTOR));

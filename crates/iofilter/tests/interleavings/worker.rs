@@ -1,5 +1,5 @@
-//! What the queues of a disk in a qcow2 image share: the exchange with the thread that has the image. What
-//! else happens in a model (bookkeeping over `std`) is no step of its own.
+//! The exchange that the queues of a disk in a qcow2 image share with the thread that owns the image. Other
+//! code in a model (bookkeeping over `std`) is no step of its own.
 
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::SeqCst};
@@ -17,7 +17,7 @@ struct Request {
     done: bool,
 }
 
-/// What the requests of a queue point to: nothing, once this is dropped.
+/// The memory of a queue's requests: gone once this is dropped.
 #[derive(Default)]
 struct Memory {
     gone: Arc<AtomicBool>,
@@ -29,7 +29,7 @@ impl Drop for Memory {
     }
 }
 
-/// What became of an image.
+/// The events of an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Step {
     Done(u32),
@@ -48,7 +48,7 @@ impl Steps {
         assert_eq!(*self.0.lock().unwrap(), steps);
     }
 
-    /// Each of these is done, in whichever order, and then it is closed.
+    /// Each of these is done, in any order, and then it is closed.
     fn are_all_of(&self, numbers: &[u32]) {
         let mut steps = self.0.lock().unwrap();
         assert_eq!(steps.pop(), Some(Step::Closed));
@@ -56,7 +56,7 @@ impl Steps {
         assert!(steps.iter().copied().eq(numbers.iter().copied().map(Step::Done)), "{steps:?}");
     }
 
-    /// As [`Steps::are_all_of`], and of the first two only one is done.
+    /// As [`Steps::are_all_of`], but of the first two only one is done.
     fn are_all_but_one_of(&self, one_of: [u32; 2], numbers: &[u32]) {
         let first = self.0.lock().unwrap().contains(&Step::Done(one_of[0]));
         let one = one_of[usize::from(!first)];
@@ -69,7 +69,7 @@ impl Steps {
 /// How many threads were started since the image was opened.
 static STARTED: AtomicU32 = AtomicU32::new(0);
 
-/// How many threads are not to be had, before one is.
+/// How many attempts to start a thread fail before one succeeds.
 static SCARCE: AtomicU32 = AtomicU32::new(0);
 
 struct Image(Steps);
@@ -106,7 +106,7 @@ impl Work for Image {
 /// An eventfd: each call is one step.
 struct Told {
     set: SyncSender<()>,
-    /// One queue's only.
+    /// Of one queue only.
     read: Mutex<Receiver<()>>,
 }
 
@@ -164,13 +164,13 @@ impl Queue {
         self.end.hand_over().unwrap();
     }
 
-    /// Asks for what is refused, if there is no thread, and then for another.
+    /// Hands over a request that is refused if there is no thread, and then another.
     fn ask_twice(&mut self, first: u32, then: u32) {
         self.push(&[first]);
         if self.end.hand_over().is_ok() {
             self.expect(&[first]);
         } else {
-            // As the answer that it is then: a request that is refused is never one of the image's.
+            // It is its answer then: a refused request never reaches the image.
             self.end.refuse(|request| request.done = true);
             assert_eq!(self.collect(), [first]);
         }
@@ -185,7 +185,7 @@ impl Queue {
             .collect()
     }
 
-    /// Sleeps whenever there is nothing, until it has the answers to these.
+    /// Sleeps whenever there is nothing, until it has the answers to these requests.
     fn expect(&mut self, numbers: &[u32]) {
         let mut answered = self.collect();
         while answered.len() < numbers.len() {
@@ -196,7 +196,7 @@ impl Queue {
     }
 }
 
-pub fn a_queue_that_sleeps_until_it_is_told_is_told() {
+pub fn a_queue_that_sleeps_until_it_is_woken_is_woken() {
     every_order(|| {
         let (disk, steps) = open();
         let mut queue = Queue::new(&disk);
@@ -207,7 +207,7 @@ pub fn a_queue_that_sleeps_until_it_is_told_is_told() {
     });
 }
 
-pub fn two_queues_that_sleep_until_they_are_told_have_each_answer_once() {
+pub fn two_queues_that_sleep_until_they_are_woken_get_each_answer_once() {
     few_preemptions(3, || {
         let (disk, steps) = open();
         let ask = |number| {
@@ -255,7 +255,7 @@ pub fn a_queue_that_goes_waits_for_what_uses_its_memory() {
         let (disk, steps) = open();
         let mut queue = Queue::new(&disk);
         queue.hand_over(&[1, 2, 3]);
-        // What it has by now, it does not wait for.
+        // It does not wait for the answers that it has by now.
         queue.collect();
         drop(queue);
         steps.are(&[Step::Done(1), Step::Done(2), Step::Done(3)]);

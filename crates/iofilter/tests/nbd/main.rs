@@ -1,5 +1,5 @@
-//! The NBD front end against the tools that people use (fio, nbdinfo, nbdcopy, nbdsh, qemu-img, qemu-io),
-//! and against clients that do not mean well.
+//! The NBD front end against common tools (fio, nbdinfo, nbdcopy, nbdsh, qemu-img, qemu-io),
+//! and against hostile clients.
 
 #![allow(clippy::unwrap_used)] // a test
 
@@ -203,7 +203,7 @@ fn requests_that_cannot_be_are_answered_and_the_connection_goes_on() {
         (command::TRIM, 0, u64::MAX, 512, error::EINVAL),
         (command::WRITE_ZEROES, 0, SIZE - 512, 1024, error::ENOSPC),
         (command::WRITE_ZEROES, 0x40, 0, 1024, error::EINVAL),
-        // NBD_CMD_RESIZE: the inventory says how long a disk is.
+        // NBD_CMD_RESIZE: the inventory sets the length of a disk.
         (8, 0, 2 * SIZE, 0, error::EINVAL),
         (99, 0, 0, 0, error::EINVAL),
         (command::READ, 0, 0, 0, 0),
@@ -237,7 +237,7 @@ fn a_read_only_disk_is_not_changed() {
 }
 
 #[test]
-fn an_error_of_the_datastore_is_told_or_ends_a_read_that_has_begun() {
+fn an_error_of_the_datastore_is_reported_or_ends_a_read_that_has_begun() {
     let server = Server::start(USUAL);
     let mut client = server.client();
     server.file().set_len(OFFSET + (4 << 20)).unwrap();
@@ -277,7 +277,7 @@ fn connections_share_the_disk_and_a_flush_is_for_all_of_them() {
     }
     clients[1].ask(command::FLUSH, 0, 0, 0, 1);
     assert_eq!(clients[1].reply(), (1, 0));
-    // One more is closed: who waits for all of its connections would wait for ever.
+    // One more is closed: a client that waits for all of its connections would wait for ever.
     let stranger = server.stranger();
     assert_eq!((&stranger.stream).read(&mut [0]).unwrap(), 0, "it is kept waiting");
     assert_eq!(clients[2].write(0, &[9; 512]), 0, "the others go on");
@@ -383,7 +383,7 @@ fn a_filter_that_ends_waits_for_no_delay() {
 }
 
 #[test]
-fn clients_that_go_in_the_middle_hurt_nobody() {
+fn clients_that_disconnect_at_any_time_do_not_affect_others() {
     let server = Server::start(Options { in_memory: false, ..USUAL });
     for round in 0..40u64 {
         let mut client = server.client();
@@ -398,7 +398,7 @@ fn clients_that_go_in_the_middle_hurt_nobody() {
             _ => client.ask(command::WRITE_ZEROES, command_flag::FUA, 0, 8 << 20, 1),
         }
     }
-    // Where none of them was: what they asked may still be under way.
+    // Where none of them wrote: their requests may still be in flight.
     let mut client = server.client();
     assert_eq!(client.write(SIZE - 4096, &[3; 4096]), 0);
     assert!(client.data(SIZE - 4096, 4096).iter().all(|&byte| byte == 3));
@@ -439,7 +439,7 @@ fn hostile_negotiations_end_and_others_are_served() {
 }
 
 #[test]
-fn random_bytes_end_their_connection_and_hurt_nobody() {
+fn random_bytes_end_their_connection_and_do_not_affect_others() {
     let server = Server::start(Options { pool_bytes: 64 << 10, ..USUAL });
     let mut witness = server.client();
     assert_eq!(witness.write(SIZE - 4096, &[0x42; 4096]), 0);
@@ -456,7 +456,7 @@ fn random_bytes_end_their_connection_and_hurt_nobody() {
             let flags = flags & mask;
             let length = length.min((SIZE - 8192 - offset) as u32);
             let header = Request { flags, command, cookie, offset, length }.encode();
-            // Replies are not read: the client goes when the server takes no more.
+            // Replies are not read: the client leaves when the server takes no more.
             client.stream.set_write_timeout(Some(Duration::from_millis(20))).unwrap();
             if client.stream.write_all(&header).is_err() {
                 break;
@@ -483,7 +483,7 @@ fn a_broken_image_is_never_made_longer() {
     let mut client = server.client();
     assert_eq!(client.write(0, &[1; 4096]), 0);
     server.file().set_len(OFFSET + 4096).unwrap();
-    // The last look at its length is to be an old one.
+    // The last check of its length must be an old one.
     std::thread::sleep(Duration::from_millis(2));
     assert_eq!(client.write(1 << 20, &[1; 4096]), error::EIO);
     assert_eq!(server.file().metadata().unwrap().len(), OFFSET + 4096);

@@ -1,4 +1,4 @@
-//! A disk that is being served, and a client of our own.
+//! A disk that is being served, and our own client.
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -25,7 +25,7 @@ use vmseal_secret::SecretBytes;
 
 pub const SIZE: u64 = 64 << 20;
 pub const OFFSET: u64 = 1 << 16;
-pub const PATIENCE: Duration = Duration::from_secs(60);
+pub const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// An encrypted disk that is being served.
 pub struct Server {
@@ -40,7 +40,7 @@ pub struct Server {
 pub struct Options {
     pub read_only: bool,
     pub holes: Holes,
-    /// On tmpfs, where requests are done at once, or on the build's file system, by io_uring.
+    /// On tmpfs, where requests complete at once, or on the build's file system, with io_uring.
     pub in_memory: bool,
     pub pool_bytes: usize,
 }
@@ -95,7 +95,7 @@ impl Server {
         File::options().read(true).write(true).open(self.path("disk")).unwrap()
     }
 
-    /// A client that has agreed on everything.
+    /// A client after its negotiation.
     pub fn client(&self) -> Client {
         let mut client = self.stranger();
         client.read::<18>();
@@ -105,23 +105,23 @@ impl Server {
         client
     }
 
-    /// A client that has said nothing yet.
+    /// A client before its negotiation.
     pub fn stranger(&self) -> Client {
         let stream = UnixStream::connect(self.path("nbd")).unwrap();
-        stream.set_read_timeout(Some(PATIENCE)).unwrap();
-        stream.set_write_timeout(Some(PATIENCE)).unwrap();
+        stream.set_read_timeout(Some(TIMEOUT)).unwrap();
+        stream.set_write_timeout(Some(TIMEOUT)).unwrap();
         Client { stream }
     }
 
     pub fn wait_until(&self, state: &DiskActivity) {
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + TIMEOUT;
         while self.state.status().state != *state {
             assert!(Instant::now() < until, "the disk is not {state:?}");
             std::thread::sleep(Duration::from_millis(5));
         }
     }
 
-    /// Stops, and says how many chains came back.
+    /// Stops, and returns how many chains came back.
     pub fn end(&mut self) -> usize {
         self.stop.ask();
         self.thread.take().map_or(0, |thread| thread.join().unwrap().unwrap().len())
@@ -170,7 +170,7 @@ impl Client {
         (u64::from_be_bytes(reply[8..].try_into().unwrap()), error)
     }
 
-    /// Whether the other side ends the connection.
+    /// Whether the server ends the connection.
     pub fn is_ended(&mut self) -> bool {
         let mut rest = Vec::new();
         match self.stream.read_to_end(&mut rest) {

@@ -1,4 +1,4 @@
-//! Structured replies, block status and dirty bitmaps, as libnbd, QEMU and a client of our own have them.
+//! Structured replies, block status and dirty bitmaps, with libnbd, QEMU and our own client.
 
 use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::UnixStream;
@@ -51,7 +51,7 @@ fn next(client: &mut Client, cookie: u64) -> (bool, u16, Vec<u8>) {
     (header[5] == 1, u16::from_be_bytes([header[6], header[7]]), payload)
 }
 
-/// Reads; what was read, and how many bytes came as holes.
+/// Reads; returns the data, and how many bytes came as holes.
 fn read(client: &mut Client, flags: u16, offset: u64, length: u32) -> (Vec<u8>, usize) {
     client.ask(command::READ, flags, offset, length, 9);
     let (mut data, mut holes) = (vec![0xee; length as usize], 0);
@@ -77,7 +77,7 @@ fn qemu_img(server: &Server, arguments: &[&str]) -> String {
     succeeds("qemu-img", arguments, server)
 }
 
-/// Runs lines of Python in nbdsh, which belongs to Debian's own Python; what it prints.
+/// Runs lines of Python in nbdsh, which belongs to Debian's own Python; returns the output.
 fn nbdsh(server: &Server, lines: &[&str]) -> String {
     let uri = server.uri();
     let mut arguments = vec!["-m", "nbd"];
@@ -182,7 +182,7 @@ fn qemu_img_converts_compares_and_keeps_holes() {
     assert!(used < SIZE / 2, "{used}");
     qemu_img(&server, &["compare", "-f", "raw", "-F", "qcow2", &uri, "image.qcow2"]);
     qemu_img(&server, &["compare", "-s", "-f", "raw", "-F", "raw", &uri, &uri]);
-    // Zeroed fast first, then what is data.
+    // Zeroed fast first, then the data.
     let target = Server::start(USUAL);
     std::fs::write(target.path("noise"), noise(SIZE as usize)).unwrap();
     succeeds("nbdcopy", &["noise", &target.uri()], &target);
@@ -250,7 +250,7 @@ fn errors_have_words_and_a_long_read_that_fails_does_not_end_the_connection() {
 }
 
 #[test]
-fn what_is_written_is_dirty_for_libnbd_and_for_qemu() {
+fn written_parts_are_dirty_for_libnbd_and_for_qemu() {
     let server = Server::start(USUAL);
     fill(&server);
     let started = |name: &str| server.bitmaps.change(name, BitmapChange::Start).unwrap();
@@ -292,11 +292,11 @@ fn what_is_written_is_dirty_for_libnbd_and_for_qemu() {
         "driver=nbd,server.type=unix,server.path={},x-dirty-bitmap=qemu:dirty-bitmap:b1",
         socket.display()
     );
-    // QEMU shows what is dirty as what is not data.
+    // QEMU shows dirty parts as parts without data.
     let qemu = qemu_img(&server, &["map", "--output=json", "--image-opts", &image]);
     assert_eq!(qemu.matches("\"data\": false").count(), 4, "{qemu}");
     let gone = run("nbdinfo", &["--map=qemu:dirty-bitmap:b3", &server.uri()], &server);
-    assert!(!gone.status.success(), "what is not there is not called clean");
+    assert!(!gone.status.success(), "a missing bitmap is not called clean");
     server.bitmaps.change("b1", BitmapChange::Clear).unwrap();
     assert_eq!(map("b1"), [(0, SIZE, false)]);
 }
@@ -340,7 +340,7 @@ fn libnbd_lists_contexts_and_takes_several_at_once() {
     assert!(list.contains("qemu:dirty-bitmap:b1") && list.contains("base:allocation"), "{list}");
 }
 
-/// A disk that forgets, when the power is cut, what was not flushed. A flush is for the whole disk.
+/// A disk that loses unflushed data when the power is cut. A flush is for the whole disk.
 #[derive(Clone, Default)]
 struct PowerCut(Arc<Mutex<(Vec<u64>, Vec<u64>)>>);
 

@@ -1,4 +1,4 @@
-//! The certificate that a server shows: for an operator to compare, and to trust.
+//! Fetches the certificate of a server, so that an operator can compare and trust it.
 
 use std::fmt;
 use std::sync::Arc;
@@ -45,29 +45,30 @@ impl fmt::Debug for Fingerprint {
     }
 }
 
-/// What a server shows of itself before anybody trusts it. Everything but the fingerprint is what it says.
+/// The certificate of a server that is not trusted yet. Only the fingerprint is verified; the rest is
+/// the server's own claim.
 #[derive(Clone, Debug)]
 pub struct ShownCertificate {
     /// The certificate.
     pub certificate: CertificateDer<'static>,
-    /// The certificates that it sent along: its issuer and so on.
+    /// The rest of the chain: its issuer and so on.
     pub chain: Vec<CertificateDer<'static>>,
-    /// What an operator compares with what the KMS displays.
+    /// An operator compares it with the one that the KMS displays.
     pub fingerprint: Fingerprint,
-    /// Whose it is.
+    /// The subject.
     pub subject: String,
-    /// Who signed it.
+    /// The issuer.
     pub issuer: String,
     /// The DNS names and IP addresses that it is for.
     pub names: Vec<String>,
-    /// Since when it is valid, in seconds since 1970.
+    /// The start of its validity, in seconds since 1970.
     pub not_before: i64,
-    /// Until when, in seconds since 1970.
+    /// The end of its validity, in seconds since 1970.
     pub not_after: i64,
 }
 
 impl ShownCertificate {
-    /// Trust in this very certificate.
+    /// Trusts exactly this certificate.
     #[must_use]
     pub fn pin(&self) -> Trust {
         Trust::Pinned(self.certificate.clone())
@@ -94,7 +95,7 @@ impl ShownCertificate {
     }
 }
 
-/// The certificate's words go to a terminal, and nobody has vouched for them.
+/// Makes a name from an untrusted certificate safe for a terminal.
 fn shown_name(name: &str) -> String {
     name.chars().filter(|c| !c.is_control()).take(200).collect()
 }
@@ -112,11 +113,11 @@ fn name(name: &GeneralName<'_>) -> Option<String> {
     }
 }
 
-/// Connects to a server, without showing a certificate, only to see its own. Nothing is asked of the
-/// server and nothing trusted.
+/// Connects to a server without a client certificate and reads the server's. Sends no request, and
+/// trusts nothing.
 ///
 /// # Errors
-/// [`Error`]: there is no server, or it shows none.
+/// [`Error`]: there is no server, or it sends no certificate.
 pub async fn show_certificate(
     server: &Endpoint,
     timeouts: &Timeouts,
@@ -134,6 +135,6 @@ pub async fn show_certificate(
     }
     Err(failed(match outcome {
         Err(error) => TlsProblem::of_handshake(&error, OwnCertificate::Valid),
-        Ok(_) => TlsProblem::BadCertificate("it shows none".to_owned()),
+        Ok(_) => TlsProblem::BadCertificate("it sends none".to_owned()),
     }))
 }

@@ -1,4 +1,4 @@
-//! One connection: opened, then one exchange after the other.
+//! One connection: opens it, then does one exchange after the other.
 
 use std::future::{Future, poll_fn};
 use std::io;
@@ -25,18 +25,17 @@ use super::tls::{Identity, validity};
 use crate::fields::Violation;
 use crate::ttlv::{HEADER_LEN, Tag, message_len};
 
-/// The most addresses of a name that are tried.
+/// How many addresses of a name are tried at most.
 const ADDRESSES_MAX: usize = 8;
 
-/// A server and how it is spoken to.
+/// A server, and how to connect to it.
 #[derive(Debug)]
 pub(super) struct Peer {
     pub(super) endpoint: Endpoint,
     pub(super) tls: Arc<ClientConfig>,
     pub(super) identity: Identity,
     pub(super) timeouts: Timeouts,
-    /// Until when the certificate is valid that the server showed last, in seconds since 1970; 0 before the
-    /// first one.
+    /// When the certificate that the server sent last expires, in seconds since 1970; 0 before the first one.
     pub(super) certificate_ends: AtomicI64,
 }
 
@@ -46,7 +45,7 @@ impl Peer {
     }
 }
 
-/// Runs a step within its time.
+/// Runs a step with its timeout.
 pub(super) async fn within<T>(
     server: &Endpoint,
     step: Step,
@@ -72,7 +71,7 @@ pub(super) async fn connect(server: &Endpoint, limit: Duration) -> Result<TcpStr
         for address in addresses {
             match TcpStream::connect(address).await {
                 Ok(stream) => {
-                    // A request is one small write that waits for its answer.
+                    // Each request is one small write, and its answer is awaited.
                     stream.set_nodelay(true).map_err(|source| unreachable(server, source))?;
                     return Ok(stream);
                 }
@@ -95,9 +94,9 @@ fn unreachable(server: &Endpoint, source: io::Error) -> Error {
 
 /// An exchange that failed.
 pub(super) struct Failure {
-    /// Why.
+    /// The cause.
     pub(super) error: Error,
-    /// The connection ended before a byte of the answer came.
+    /// The connection ended before the first byte of the answer.
     pub(super) was_dead: bool,
 }
 
@@ -107,11 +106,11 @@ impl From<Error> for Failure {
     }
 }
 
-/// An open connection on which every request has had its answer. Whoever drops it in the middle of an
-/// exchange closes it, so that no answer is ever taken for that of a later request.
+/// An open connection with no request in flight. Dropping it during an exchange closes it, so that no
+/// answer is ever taken for that of a later request.
 pub(super) struct Connection {
     stream: TlsStream<TcpStream>,
-    /// Not here only while the stream is polled.
+    /// `None` only while the stream is polled.
     plaintext: Option<Plaintext>,
     opened: Instant,
 }
@@ -136,18 +135,18 @@ impl Connection {
         Ok(Self { stream, plaintext: Some(Plaintext::new()?), opened: Instant::now() })
     }
 
-    /// Since when it is open.
+    /// When it was opened.
     pub(super) fn age(&self) -> Duration {
         self.opened.elapsed()
     }
 
-    /// Whether the server has neither closed it nor said anything unasked. It may yet be dead: only the
-    /// next exchange can tell.
+    /// Whether the server has neither closed it nor sent anything unasked. It may still be dead: only the
+    /// next exchange shows that.
     pub(super) fn is_quiet(&self) -> bool {
         let (socket, session) = self.stream.get_ref();
         let peeked =
             recv(socket.as_raw_fd(), &mut [0; 1], MsgFlags::MSG_PEEK | MsgFlags::MSG_DONTWAIT);
-        // rustls wants to read when it holds nothing that was not asked for.
+        // rustls wants to read as long as it holds no unread data.
         session.wants_read() && peeked == Err(Errno::EAGAIN)
     }
 
@@ -173,7 +172,7 @@ impl Connection {
         answer.map_err(|error| Failure { was_dead: received == 0 && was_lost(&error), error })
     }
 
-    /// Receives a message. `received` counts its bytes, also when there is an error.
+    /// Receives a message. `received` counts its bytes, even on an error.
     async fn receive(&mut self, peer: &Peer, received: &mut usize) -> Result<SecretBytes, Error> {
         let mut header = [0; HEADER_LEN];
         self.fill(peer, &mut header, received).await?;
@@ -187,7 +186,7 @@ impl Connection {
         Ok(message)
     }
 
-    /// Some bytes, or none at the end. rustls hands on zeroes for them: they are in `plaintext`.
+    /// Reads some bytes; zero at the end. rustls delivers zeroes: the real bytes are in `plaintext`.
     async fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         let Self { stream, plaintext, .. } = self;
         let mut zeroes = [0; READ_MAX];

@@ -1,4 +1,4 @@
-//! What goes wrong with a server, told apart so that an operator learns what to mend.
+//! Errors of a server, distinct enough that an operator learns what to fix.
 
 use std::fmt;
 use std::io;
@@ -15,7 +15,7 @@ use crate::operation::{AnswerError, KeyId, UnusableKey};
 use crate::ttlv::TooLong;
 use crate::{OperationCode, ProtocolVersion, ResultReason};
 
-/// Why a server did not do what it was asked.
+/// Why a request to a server failed.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The name has no address, or the resolver does not answer.
@@ -32,7 +32,7 @@ pub enum Error {
         /// Which server.
         server: Endpoint,
     },
-    /// No way there.
+    /// No route to the server.
     #[error("the KMS {server} cannot be reached: {source}")]
     Unreachable {
         /// Which server.
@@ -40,7 +40,7 @@ pub enum Error {
         /// What the kernel says.
         source: io::Error,
     },
-    /// No TLS.
+    /// The TLS handshake failed.
     #[error("no TLS with the KMS {server}: {problem}")]
     Tls {
         /// Which server.
@@ -48,14 +48,14 @@ pub enum Error {
         /// Why.
         problem: TlsProblem,
     },
-    /// It took too long.
+    /// A step timed out.
     #[error("the KMS {server}: {step} took longer than {after:?}")]
     TimedOut {
         /// Which server.
         server: Endpoint,
-        /// What took so long.
+        /// The step.
         step: Step,
-        /// The limit.
+        /// The timeout.
         after: Duration,
     },
     /// The connection ended before the answer was complete.
@@ -63,18 +63,18 @@ pub enum Error {
     ConnectionLost {
         /// Which server.
         server: Endpoint,
-        /// What the kernel or TLS says; nothing when the server just closed it.
+        /// The error of the kernel or of TLS; `None` if the server just closed the connection.
         source: Option<io::Error>,
     },
-    /// The answer is garbage.
-    #[error("the KMS {server} does not answer as KMIP has it: {source}")]
+    /// The answer is not valid KMIP.
+    #[error("the KMS {server} sends an answer that is not valid KMIP: {source}")]
     Violation {
         /// Which server.
         server: Endpoint,
         /// How.
         source: Violation,
     },
-    /// The server said no.
+    /// The server refused.
     #[error("the KMS {server} refuses {operation}: {refusal}")]
     Refused {
         /// Which server.
@@ -84,17 +84,17 @@ pub enum Error {
         /// Its reason.
         refusal: Refusal,
     },
-    /// No version in common.
+    /// No common version.
     #[error("the KMS {server} speaks none of the KMIP versions that are allowed ({}); it speaks {}", list(.allowed), list(.offered))]
     VersionNotSupported {
         /// Which server.
         server: Endpoint,
-        /// What this side speaks.
+        /// The versions that this side allows.
         allowed: Vec<ProtocolVersion>,
-        /// What the server speaks; empty if it does not say.
+        /// The versions that the server speaks; empty if it does not say.
         offered: Vec<ProtocolVersion>,
     },
-    /// There is such an object, and it is no key for vmseal.
+    /// The object exists, but vmseal cannot use it as a key.
     #[error("the KMS {server}: {problem}")]
     UnusableKey {
         /// Which server.
@@ -102,7 +102,7 @@ pub enum Error {
         /// Why.
         problem: UnusableKey,
     },
-    /// A request that changes something was sent, and no answer came: it may have been done. It was not
+    /// A request that changes something got no answer: the server may have executed it. It was not
     /// repeated.
     #[error("it is not known whether the KMS did {operation}: {source}")]
     OutcomeUnknown {
@@ -111,7 +111,7 @@ pub enum Error {
         /// Why there is no answer.
         source: Box<Error>,
     },
-    /// A key was made and could not be activated; it is there, unused.
+    /// A key was created but could not be activated; it exists, unused.
     #[error("the KMS made the key {id}, which could not be activated: {source}")]
     NotActivated {
         /// The key.
@@ -146,17 +146,17 @@ impl Error {
         }
     }
 
-    /// What an error of a read or write on an open connection is.
+    /// Classifies an error of a read or write on an open connection.
     pub(super) fn broken(server: &Endpoint, own: OwnCertificate, error: io::Error) -> Self {
         let server = server.clone();
         match error.get_ref().and_then(|inner| inner.downcast_ref::<rustls::Error>()) {
-            // In TLS 1.3 a refused client certificate shows after the handshake.
+            // In TLS 1.3 the refusal of a client certificate arrives after the handshake.
             Some(tls) => Self::Tls { server, problem: TlsProblem::of(tls, own) },
             None => Self::ConnectionLost { server, source: Some(error) },
         }
     }
 
-    /// Whether the server did not take the client that sent a request: nothing of it was read then.
+    /// Whether the server rejected the client that sent a request: then it read nothing of the request.
     pub(super) fn is_not_let_in(&self) -> bool {
         matches!(self, Self::Tls { problem: TlsProblem::ClientCertificateRefused { .. }, .. })
     }
@@ -169,20 +169,20 @@ fn list(versions: &[ProtocolVersion]) -> String {
     }
 }
 
-/// What can take too long.
+/// A step with a timeout.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Step {
-    /// To wait for a free connection of the pool.
+    /// Waiting for a free connection of the pool.
     Wait,
-    /// To resolve the name.
+    /// Resolving the name.
     Resolve,
-    /// To connect.
+    /// Connecting.
     Connect,
     /// The TLS handshake.
     Handshake,
-    /// To send the request.
+    /// Sending the request.
     Write,
-    /// To receive the answer.
+    /// Receiving the answer.
     Read,
 }
 
@@ -202,7 +202,7 @@ impl fmt::Display for Step {
 /// Whether this client's certificate is valid by this machine's clock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OwnCertificate {
-    /// It is valid: the server does not know it or does not want it.
+    /// It is valid: the server does not know it or rejects it.
     Valid,
     /// It has expired.
     Expired,
@@ -222,45 +222,45 @@ impl OwnCertificate {
     }
 }
 
-/// Why there is no TLS.
+/// Why the TLS handshake failed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum TlsProblem {
-    /// Signed by nobody who is trusted.
+    /// Not signed by a trusted authority.
     #[error("its certificate was issued by an authority that is not trusted")]
     UntrustedIssuer,
     /// Not the certificate that the operator trusted.
-    #[error("it shows another certificate than the one that was trusted")]
+    #[error("its certificate differs from the one that was trusted")]
     OtherCertificate,
     /// Expired.
     #[error("its certificate has expired")]
     Expired,
-    /// For the future.
+    /// Not valid yet.
     #[error("its certificate is not valid yet: compare the clocks")]
     NotYetValid,
     /// For another server.
     #[error("its certificate is not for this name or address")]
     WrongName,
-    /// Anything else that is wrong with it.
+    /// Another fault of the certificate.
     #[error("its certificate cannot be used: {0}")]
     BadCertificate(String),
     /// The server does not accept this client.
     #[error("it refuses the client certificate ({alert}){}", own_certificate(*.own))]
     ClientCertificateRefused {
-        /// The alert of TLS that it sent.
+        /// The TLS alert that it sent.
         alert: String,
         /// What this side can say of its certificate.
         own: OwnCertificate,
     },
-    /// The server ended the handshake without a reason; many do so with a client certificate that they refuse.
+    /// The server ended the handshake without a reason; many do so to refuse a client certificate.
     #[error("it ends the handshake without a reason; it may refuse the client certificate{}", own_certificate(*.own))]
     HandshakeEnded {
         /// What this side can say of its certificate.
         own: OwnCertificate,
     },
-    /// No version or cipher suite in common.
+    /// No common version or cipher suite.
     #[error("there is no common TLS version or cipher suite: {0}")]
     NothingInCommon(String),
-    /// No TLS there.
+    /// The server does not speak TLS.
     #[error("it does not speak TLS: {0}")]
     NotTls(String),
     /// Anything else.
@@ -277,7 +277,7 @@ fn own_certificate(own: OwnCertificate) -> &'static str {
 }
 
 impl TlsProblem {
-    /// What an error of the handshake is.
+    /// Classifies an error of the handshake.
     pub(super) fn of_handshake(error: &io::Error, own: OwnCertificate) -> Self {
         match error.get_ref().and_then(|inner| inner.downcast_ref::<rustls::Error>()) {
             Some(error) => Self::of(error, own),

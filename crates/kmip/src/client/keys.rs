@@ -1,4 +1,4 @@
-//! [`Client`]: what is done with keys at one server.
+//! [`Client`]: the operations on keys at one server.
 
 use std::fmt;
 use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
@@ -21,43 +21,43 @@ use crate::operation::{
 };
 use crate::{ProtocolVersion, ResultReason, RevocationReason, State};
 
-/// The versions in which a server is asked which ones it speaks: first the one that nearly all know, then
-/// the later ones.
+/// The versions of the DiscoverVersions requests: first the one that nearly all servers speak, then the
+/// later ones.
 const ASKED_IN: [ProtocolVersion; 4] =
     [ProtocolVersion::V1_1, ProtocolVersion::V1_4, ProtocolVersion::V1_3, ProtocolVersion::V1_2];
 
-/// What a server speaks.
+/// The versions of a server.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Versions {
-    /// The version that is spoken with it.
+    /// The version in use.
     pub spoken: ProtocolVersion,
-    /// All that it names; a server of KMIP 1.0 names none.
+    /// All versions that it names; a KMIP 1.0 server names none.
     pub offered: Vec<ProtocolVersion>,
 }
 
-/// A key to be made. The default is a key like vCenter's, without attributes.
+/// A key to create. The default is a key like vCenter's, without attributes.
 #[derive(Clone, Debug, Default)]
 pub struct NewKey {
     /// The key.
     pub create: Create,
-    /// Attributes by which an operator finds it at the server, sent as `x-NAME`; may be refused.
+    /// Attributes by which an operator finds it at the server, sent as `x-NAME`; the server may refuse them.
     pub attributes: Vec<(Text, Text)>,
 }
 
-/// A key that was made and activated.
+/// A key that was created and activated.
 #[derive(Debug)]
 pub struct CreatedKey {
     /// Its id.
     pub id: KeyId,
-    /// What became of the attributes. The key is as good without them.
+    /// The outcomes of adding the attributes. The key is usable without them.
     pub attributes: Result<Vec<Outcome<()>>, Error>,
 }
 
-/// A client of one server. Cheap to share by reference; every method may be called by many tasks at a
-/// time, and may be cancelled.
+/// A client of one server. Cheap to share by reference; many tasks may call every method at once, and
+/// every call may be cancelled.
 ///
-/// A request that changes something and gets no answer is [`Error::OutcomeUnknown`]: look at the key's
-/// state before it is sent again.
+/// A request that changes something and gets no answer is [`Error::OutcomeUnknown`]: check the key's
+/// state before sending it again.
 pub struct Client {
     pool: Arc<Pool>,
     allowed: Vec<ProtocolVersion>,
@@ -73,7 +73,7 @@ impl fmt::Debug for Client {
 }
 
 impl Client {
-    /// A client; does not connect yet.
+    /// Makes a client; does not connect yet.
     ///
     /// # Errors
     /// [`SetupError`].
@@ -100,24 +100,25 @@ impl Client {
         &self.pool.peer.endpoint
     }
 
-    /// How many connections are open with nothing to do.
+    /// The number of idle connections.
     #[must_use]
     pub fn idle_connections(&self) -> usize {
         self.pool.idle_count()
     }
 
-    /// Until when the certificate is valid that the server showed at its last connection, in seconds since
-    /// 1970; none before the first one.
+    /// When the certificate that the server sent on its last connection expires, in seconds since 1970;
+    /// `None` before the first connection.
     #[must_use]
     pub fn certificate_ends(&self) -> Option<i64> {
         Some(self.pool.peer.certificate_ends.load(Ordering::Relaxed)).filter(|ends| *ends != 0)
     }
 
-    /// Asks which versions the server speaks, and speaks the latest common one from now on. The first
-    /// operation does so too; a server may be upgraded later: ask now and then, as vCenter does every five minutes.
+    /// Asks which versions the server speaks, and uses the latest common one from then on. The first
+    /// operation does so too. A server may be upgraded later: call this now and then, as vCenter does every
+    /// five minutes.
     ///
     /// # Errors
-    /// [`Error`]; [`Error::VersionNotSupported`] if there is none in common.
+    /// [`Error`]; [`Error::VersionNotSupported`] if there is no common one.
     pub async fn discover(&self) -> Result<Versions, Error> {
         let versions = self.negotiate().await?;
         *self.spoken() = Some(versions.spoken);
@@ -132,8 +133,8 @@ impl Client {
         self.one(Query).await
     }
 
-    /// Makes a key, which is Pre-Active then. An operation of its own for those who record the id before
-    /// anything else happens.
+    /// Creates a key in state Pre-Active. Separate from [`Client::create_key`] for callers that record the
+    /// id before anything else happens.
     ///
     /// # Errors
     /// [`Error`].
@@ -141,10 +142,10 @@ impl Client {
         self.one(create).await
     }
 
-    /// Makes a key and activates it, then adds its attributes, which may fail: what vCenter does.
+    /// Creates a key and activates it, then adds its attributes, which may fail. vCenter does the same.
     ///
     /// # Errors
-    /// [`Error`]; [`Error::NotActivated`] names the key if there is one already.
+    /// [`Error`]; [`Error::NotActivated`] names the key if it was created.
     pub async fn create_key(&self, new: NewKey) -> Result<CreatedKey, Error> {
         let id = self.create(new.create).await?;
         if let Err(error) = self.activate(&id).await {
@@ -157,7 +158,7 @@ impl Client {
     /// Activates a Pre-Active key.
     ///
     /// # Errors
-    /// [`Error`]; servers refuse it for a key in another state, also if it is active already.
+    /// [`Error`]; servers refuse it for a key in another state, even one that is active already.
     pub async fn activate(&self, id: &KeyId) -> Result<(), Error> {
         self.one(Activate { id: id.clone() }).await
     }
@@ -165,7 +166,7 @@ impl Client {
     /// Reads the bytes of a key, whatever its state.
     ///
     /// # Errors
-    /// [`Error`]; [`Error::UnusableKey`] if the object is no AES-256 key that the server gives.
+    /// [`Error`]; [`Error::UnusableKey`] if the object is not an AES-256 key that the server releases.
     pub async fn get_key(&self, id: &KeyId) -> Result<SecretBytes, Error> {
         self.one(Get { id: id.clone() }).await
     }
@@ -173,7 +174,7 @@ impl Client {
     /// Reads the state of a key.
     ///
     /// # Errors
-    /// [`Error`]; a key that was destroyed is at many servers [`ResultReason::ItemNotFound`].
+    /// [`Error`]; many servers answer [`ResultReason::ItemNotFound`] for a destroyed key.
     pub async fn key_state(&self, id: &KeyId) -> Result<State, Error> {
         self.one(GetState { id: id.clone() }).await
     }
@@ -181,14 +182,14 @@ impl Client {
     /// Reads the states of many keys, in batches; one result for each, in their order.
     ///
     /// # Errors
-    /// [`Error`], if the server cannot be asked at all.
+    /// [`Error`], if the request as a whole fails.
     pub async fn key_states(&self, ids: &[KeyId]) -> Result<Vec<Result<State, Error>>, Error> {
         let mut states = Vec::with_capacity(ids.len());
         for ids in ids.chunks(BATCH_MAX) {
             let wanted: Vec<_> = ids.iter().map(|id| GetState { id: id.clone() }).collect();
             for (outcome, wanted) in self.batch(&wanted).await?.into_iter().zip(wanted) {
                 states.push(match outcome {
-                    // Some servers stop at the first item that they refuse, though asked to go on.
+                    // Some servers stop at the first item that they refuse, although asked to go on.
                     Outcome::NotAttempted => self.one(wanted).await,
                     outcome => self.done::<GetState>(outcome),
                 });
@@ -205,8 +206,8 @@ impl Client {
         self.one(what).await
     }
 
-    /// Adds text attributes, in one batch. Servers that do not have the operation refuse it, which is in
-    /// the outcomes, and no error.
+    /// Adds text attributes, in one batch. Servers without the operation refuse it; the outcomes say so,
+    /// and that is not an error.
     ///
     /// # Errors
     /// [`Error`].
@@ -223,7 +224,7 @@ impl Client {
         self.batch(&attributes).await
     }
 
-    /// Takes a key out of use. A compromised key is said to be so since now.
+    /// Takes a key out of use. A compromised key is reported as compromised from now on.
     ///
     /// # Errors
     /// [`Error`].
@@ -233,7 +234,7 @@ impl Client {
         self.one(Revoke { id: id.clone(), reason, compromised_at }).await
     }
 
-    /// Destroys a key, for good.
+    /// Destroys a key permanently.
     ///
     /// # Errors
     /// [`Error`]; servers refuse it for an Active key.
@@ -320,7 +321,7 @@ impl Client {
         self.spoken.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The version that is spoken; negotiated if it has not been. Nobody waits for another's negotiation,
+    /// The version in use; negotiated if it has not been. No request waits for the negotiation of another,
     /// which may hang: each of the first requests does its own.
     async fn version(&self) -> Result<ProtocolVersion, Error> {
         let known = *self.spoken();
@@ -330,7 +331,7 @@ impl Client {
         }
     }
 
-    /// Asks in each version that has the question, as a server may know any one of them alone; then tries
+    /// Asks in each version that has DiscoverVersions, as a server may know only one of them; then tries
     /// 1.0, which does not have it.
     async fn negotiate(&self) -> Result<Versions, Error> {
         let mut named = Vec::new();
@@ -342,7 +343,7 @@ impl Client {
             match offered {
                 Ok(offered) => return self.choose(offered),
                 Err(error) if is_not_understood(&error) => {}
-                // It answers in a version of its own that is none of ours.
+                // It answers in a version that this side does not speak.
                 Err(Error::Violation { source: Violation::Version(other), .. }) => {
                     if !named.contains(&other) {
                         named.push(other);

@@ -2,18 +2,18 @@
 //!
 //! | module | what |
 //! |---|---|
-//! | [`settings`](Settings) | a server, whom to trust, who we are, time-outs, limits |
-//! | `tls` | what is checked of a server's certificate, and our own |
-//! | [`certificate`](show_certificate) | the certificate that a server shows, to be trusted by an operator |
-//! | `connection` | one connection: opened, one exchange after the other |
-//! | `plaintext` | what TLS decrypts, in secret memory |
+//! | [`settings`](Settings) | a server, trusted certificates, our certificate, timeouts, limits |
+//! | `tls` | the checks of a server's certificate, and our own certificate |
+//! | [`certificate`](show_certificate) | fetches a server's certificate for an operator to trust |
+//! | `connection` | one connection: one exchange after the other |
+//! | `plaintext` | decrypted data of TLS, in secret memory |
 //! | `pool` | the connections to a server |
-//! | `keys` | [`Client`]: what is done with keys |
-//! | [`observer`](Observer) | who is told of requests, for metrics |
-//! | [`error`](Error) | what goes wrong, told apart |
+//! | `keys` | [`Client`]: the operations on keys |
+//! | [`observer`](Observer) | is called after each request, for metrics |
+//! | [`error`](Error) | the errors |
 //!
-//! The answer to a request is decrypted into secret memory, and a key is taken from there into a
-//! [`SecretBytes`](vmseal_secret::SecretBytes) of its own: no byte of it is ever in ordinary memory.
+//! The answer to a request is decrypted into secret memory, and a key is copied from there into its own
+//! [`SecretBytes`](vmseal_secret::SecretBytes): no byte of it is ever in ordinary memory.
 
 mod certificate;
 mod connection;

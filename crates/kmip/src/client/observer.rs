@@ -1,4 +1,4 @@
-//! Who is told of requests as they end: for metrics of a server.
+//! The observer of requests as they end, for metrics of a server.
 
 use std::fmt;
 use std::time::Duration;
@@ -8,17 +8,17 @@ use crate::OperationCode;
 /// How a request ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ended {
-    /// All that was asked was done.
+    /// All items were done.
     Done,
-    /// The server refused it, or a part of it.
+    /// The server refused the request or a part of it.
     Refused,
-    /// There was no answer, or none that is KMIP.
+    /// There was no answer, or it was not valid KMIP.
     Failed,
 }
 
-/// Told of each request; a batch is one.
+/// Called for each request; a batch is one request.
 pub trait Observer: Send + Sync + fmt::Debug {
-    /// A request ended, after so long: waiting for a connection and making it included. One that is
-    /// given up by its caller is not told of.
+    /// A request ended after `took`, which includes waiting for a connection and opening it. Not called
+    /// for a request that its caller cancels.
     fn ended(&self, operation: OperationCode, took: Duration, how: Ended);
 }

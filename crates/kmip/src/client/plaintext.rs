@@ -1,18 +1,18 @@
-//! What a server sends, decrypted into secret memory and nowhere else.
+//! Decrypts what a server sends into secret memory and nowhere else.
 //!
-//! rustls decrypts records into buffers of its own, which are ordinary memory and are not wiped: a key
-//! would stay in them, and in freed memory. So the cipher suites that rustls gets here are AWS-LC's with
-//! another last step: application data is decrypted into the [`Plaintext`] of its connection, and rustls
-//! gets as many zeroes to hand on.
+//! rustls decrypts records into its own buffers, which are ordinary memory and are not wiped: a key
+//! would stay in them, and in freed memory. So rustls gets AWS-LC's cipher suites with a different last
+//! step: application data is decrypted into the [`Plaintext`] of its connection, and rustls gets as many
+//! zeroes instead.
 //!
 //! ```text
 //!   socket --ciphertext--> rustls --record--> Decrypter --bytes--> Plaintext --+
 //!                            ^                    |                            +--> the answer
 //!                            +------- zeroes -----+--- their count ------------+
 //! ```
-//! A decrypter does not know its connection: whoever polls a connection lends its `Plaintext` to the
-//! thread for that time. Alerts and handshake messages go the usual way; application data outside of
-//! such a time, which a server sends unasked, is an error.
+//! A decrypter does not know its connection: the code that polls a connection lends its `Plaintext` to
+//! the thread during the poll. Alerts and handshake messages take the usual path; application data
+//! outside of such a poll, which a server sends unasked, is an error.
 
 use std::cell::RefCell;
 use std::io;
@@ -35,20 +35,20 @@ const RECORD_MAX: usize = (1 << 14) + (1 << 11);
 /// The most bytes that are read at once.
 pub(super) const READ_MAX: usize = 4096;
 
-/// The most bytes that are decrypted and not read: those of one read, and those of the last records that
-/// rustls took from the socket for it, which is one of full length or what came with a shorter one.
+/// How many decrypted bytes are unread at most: those of one read, and those of the last records that
+/// rustls took from the socket for it: either one of full length, or those that came with a shorter one.
 const WAITING_MAX: usize = READ_MAX + RECORD_MAX;
 
 thread_local! {
-    /// That of the connection that this thread is polling.
+    /// The plaintext of the connection that this thread is polling.
     static LENT: RefCell<Option<Plaintext>> = const { RefCell::new(None) };
 }
 
 /// Decrypted application data of one connection.
 pub(super) struct Plaintext {
-    /// [`RECORD_MAX`] bytes to decrypt a record in, then [`WAITING_MAX`] with what waits to be read.
+    /// [`RECORD_MAX`] bytes to decrypt a record in, then [`WAITING_MAX`] bytes for unread data.
     memory: SecretBytes,
-    /// What waits, as a part of the second.
+    /// The range of the unread data within the second part.
     waiting: std::ops::Range<usize>,
 }
 
@@ -65,10 +65,10 @@ impl Plaintext {
         polled
     }
 
-    /// The bytes that rustls has handed on zeroes for.
+    /// Takes the bytes for which rustls has delivered zeroes.
     pub(super) fn take(&mut self, into: &mut [u8]) -> io::Result<()> {
         if into.len() > self.waiting.len() {
-            return Err(io::Error::other("TLS hands on more bytes than were decrypted"));
+            return Err(io::Error::other("TLS delivers more bytes than were decrypted"));
         }
         let until = self.waiting.start + into.len();
         let waiting = &mut self.memory.expose_mut()[RECORD_MAX..];
@@ -79,7 +79,7 @@ impl Plaintext {
         Ok(())
     }
 
-    /// Decrypts a record here. The message that rustls gets has zeroes for application data.
+    /// Decrypts a record into this buffer. The message for rustls has zeroes as application data.
     fn decrypt<'a>(
         &mut self,
         decrypter: &mut dyn MessageDecrypter,
@@ -113,7 +113,7 @@ fn unasked() -> Error {
     Error::General("the server sends more than it was asked for".to_owned())
 }
 
-/// AWS-LC's decrypter, with [`Plaintext`] behind it.
+/// AWS-LC's decrypter, writing to [`Plaintext`].
 struct Decrypter(Box<dyn MessageDecrypter>);
 
 impl MessageDecrypter for Decrypter {
@@ -191,7 +191,7 @@ fn common(of: &CipherSuiteCommon) -> CipherSuiteCommon {
     }
 }
 
-/// AWS-LC's suite, with [`Decrypter`]. rustls wants suites that live as long as the process.
+/// AWS-LC's suite, with [`Decrypter`]. rustls needs suites that live as long as the process.
 fn guarded(suite: SupportedCipherSuite) -> SupportedCipherSuite {
     match suite {
         SupportedCipherSuite::Tls12(suite) => {
@@ -275,7 +275,7 @@ mod tests {
             let (mut client, mut server) = connected(version);
             let mut place = Some(Plaintext::new().unwrap());
             for round in 0..20u8 {
-                // Two records, read in two parts that are other than they.
+                // Two records, read in two parts whose boundary is not that of the records.
                 let sent: Vec<u8> = (0..200).map(|at| round ^ at).collect();
                 server.writer().write_all(&sent[..150]).unwrap();
                 server.writer().write_all(&sent[150..]).unwrap();
@@ -295,7 +295,7 @@ mod tests {
     }
 
     #[test]
-    fn what_nobody_reads_or_asked_for_is_an_error() {
+    fn unread_or_unrequested_data_is_an_error() {
         for version in [&version::TLS12, &version::TLS13] {
             let (mut client, mut server) = connected(version);
             server.writer().write_all(b"unasked").unwrap();

@@ -1,4 +1,4 @@
-//! The connections to one server: a bounded number, a few of them kept while there is nothing to do.
+//! The connections to one server: their number is bounded, and a few are kept while idle.
 //!
 //! ```text
 //!            permit, not quiet or none idle             exchange done, answer understood,
@@ -32,9 +32,9 @@ pub(super) struct Pool {
 
 /// A request without an answer.
 pub(super) struct Unanswered {
-    /// Why.
+    /// The cause.
     pub(super) error: Error,
-    /// Some of the request may have arrived: the server may do it.
+    /// Part of the request may have arrived, so the server may execute it.
     pub(super) sent: bool,
 }
 
@@ -54,7 +54,7 @@ impl From<Error> for Unanswered {
 struct Idle {
     /// The longest idle first.
     connections: Vec<(Connection, Instant)>,
-    /// A task will close those whose time is over.
+    /// A task will close those that were idle too long.
     swept: bool,
 }
 
@@ -68,22 +68,22 @@ impl Pool {
         self.idle.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// How many connections are open with nothing to do.
+    /// The number of idle connections.
     pub(super) fn idle_count(&self) -> usize {
         self.idle().connections.len()
     }
 
-    /// One exchange, on a connection that is open or a new one. `read` gets the answer; when it refuses
-    /// it, the connection is closed. If an idle connection turns out dead before a byte of the answer, a
-    /// `repeatable` request is sent once more, on a new one.
+    /// One exchange, on an idle connection or a new one. `read` parses the answer; if it fails, the
+    /// connection is closed. If an idle connection turns out to be dead before the first byte of the
+    /// answer, a `repeatable` request is sent once more, on a new one.
     pub(super) async fn exchange<T>(
         self: &Arc<Self>,
         request: &[u8],
         repeatable: bool,
         read: impl FnOnce(&SecretBytes) -> Result<T, Error>,
     ) -> Result<T, Unanswered> {
-        let (server, patience) = (&self.peer.endpoint, self.peer.timeouts.wait);
-        let permit = within(server, Step::Wait, patience, async {
+        let (server, timeout) = (&self.peer.endpoint, self.peer.timeouts.wait);
+        let permit = within(server, Step::Wait, timeout, async {
             // The semaphore is never closed.
             Ok(self.permits.acquire().await.ok())
         });
@@ -109,13 +109,13 @@ impl Pool {
         let mut connection = Connection::open(&self.peer).await?;
         match connection.exchange(&self.peer, request).await {
             Ok(answer) => Ok((connection, answer)),
-            // In TLS 1.3 that comes after the request, which was not read.
+            // In TLS 1.3 the refusal comes after the request, which was not read.
             Err(failure) if failure.error.is_not_let_in() => Err(failure.error.into()),
             Err(failure) => Err(Unanswered::sent(failure.error)),
         }
     }
 
-    /// The connection that was used last and is still good.
+    /// The connection that was used last and is still usable.
     fn take_idle(&self) -> Option<Connection> {
         let mut idle = self.idle();
         while let Some((connection, since)) = idle.connections.pop() {
@@ -138,7 +138,7 @@ impl Pool {
         }
     }
 
-    /// Closes what has been idle too long. Gives when the next one will be, or nothing when none is left.
+    /// Closes connections that were idle too long. Returns when the next one will be; `None` if none is left.
     fn close_old(&self) -> Option<Instant> {
         let mut idle = self.idle();
         let idle_for = self.limits.idle_for;
@@ -149,7 +149,7 @@ impl Pool {
     }
 }
 
-/// Closes idle connections in their time; ends when there are none, or no pool.
+/// Closes idle connections when they are due; ends when there are none, or no pool.
 async fn sweep(pool: Weak<Pool>) {
     loop {
         let Some(next) = pool.upgrade().and_then(|pool| pool.close_old()) else { return };

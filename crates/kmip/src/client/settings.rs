@@ -1,4 +1,4 @@
-//! Which server, and how patient and how busy to be with it.
+//! The settings of a client: the server, timeouts and limits.
 
 use std::fmt;
 use std::net::IpAddr;
@@ -19,7 +19,7 @@ pub const KMIP_PORT: u16 = 5696;
 #[error("{0:?} is neither a DNS name nor an IP address")]
 pub struct InvalidEndpoint(String);
 
-/// Where a server listens.
+/// The address of a server.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Endpoint {
     host: String,
@@ -28,7 +28,7 @@ pub struct Endpoint {
 }
 
 impl Endpoint {
-    /// A DNS name or IP address, and a port. The server's certificate has to be for this name or address.
+    /// A DNS name or IP address, and a port. The server's certificate must be for this name or address.
     ///
     /// # Errors
     /// [`InvalidEndpoint`].
@@ -66,18 +66,18 @@ impl fmt::Display for Endpoint {
     }
 }
 
-/// How long each step may take. A VM that starts waits for all of them in turn.
+/// The timeouts of the steps. A starting VM may wait for all of them in turn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Timeouts {
-    /// For a free connection of the pool.
+    /// Waiting for a free connection of the pool.
     pub wait: Duration,
-    /// To resolve the name and connect, all addresses together.
+    /// Resolving the name and connecting, for all addresses together.
     pub connect: Duration,
-    /// For TLS.
+    /// The TLS handshake.
     pub handshake: Duration,
-    /// To send a request.
+    /// Sending a request.
     pub write: Duration,
-    /// For the whole answer. A key may be made in hardware: some seconds.
+    /// Receiving the whole answer. Hardware may take some seconds to create a key.
     pub read: Duration,
 }
 
@@ -93,16 +93,16 @@ impl Default for Timeouts {
     }
 }
 
-/// How many connections to one server. KMSs limit and license them.
+/// The limits of connections to one server. KMSs limit and license them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PoolLimits {
-    /// At a time; further requests wait.
+    /// How many may be open at a time; further requests wait.
     pub connections: usize,
-    /// Kept open without a request.
+    /// How many are kept open while idle.
     pub idle: usize,
-    /// For how long, before they are closed. Servers close idle connections too, often after a minute.
+    /// How long they are kept idle. Servers close idle connections too, often after a minute.
     pub idle_for: Duration,
-    /// The age at which a connection is not used any more, so that certificates are checked again.
+    /// The age from which a connection is no longer used, so that certificates are checked again.
     pub lifetime: Duration,
 }
 
@@ -117,28 +117,28 @@ impl Default for PoolLimits {
     }
 }
 
-/// All that makes a client.
+/// The settings of a client.
 #[derive(Debug)]
 pub struct Settings {
     /// The server.
     pub endpoint: Endpoint,
     /// How its certificate is checked.
     pub trust: Trust,
-    /// The certificate that is shown to it.
+    /// The client certificate.
     pub identity: Identity,
-    /// How patient to be.
+    /// The timeouts.
     pub timeouts: Timeouts,
-    /// How many connections.
+    /// The limits of connections.
     pub limits: PoolLimits,
-    /// The versions that may be spoken: the latest that the server speaks too is chosen. For servers
-    /// that do a later one badly.
+    /// The versions allowed: the latest that the server speaks too is used. Restrict them for a server
+    /// that implements a later one badly.
     pub versions: Vec<ProtocolVersion>,
-    /// Who is told of each request.
+    /// Called after each request.
     pub observer: Option<Arc<dyn Observer>>,
 }
 
 impl Settings {
-    /// Settings with default time-outs and limits, and all versions.
+    /// Settings with default timeouts and limits, and all versions.
     #[must_use]
     pub fn new(endpoint: Endpoint, trust: Trust, identity: Identity) -> Self {
         Self {

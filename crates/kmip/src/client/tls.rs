@@ -1,4 +1,4 @@
-//! TLS: whose certificates are trusted, and which one is shown.
+//! TLS: which certificates are trusted, and which one the client sends.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -18,7 +18,7 @@ use x509_parser::prelude::FromDer;
 
 use super::plaintext;
 
-/// Why there can be no client with these settings.
+/// Why a client cannot be made with these settings.
 #[derive(Debug, thiserror::Error)]
 pub enum SetupError {
     /// The authorities' certificates, or the pinned one.
@@ -28,32 +28,32 @@ pub enum SetupError {
     #[error("the client certificate cannot be read: {0}")]
     Certificate(String),
     /// The client's key.
-    #[error("the client key is no PKCS #8 key that TLS can use, or not that of the certificate")]
+    #[error("the client key is not a PKCS #8 key that TLS can use, or not that of the certificate")]
     Key,
-    /// No version to speak.
+    /// No version is allowed.
     #[error("none of the KMIP versions 1.0 to 1.4 is allowed")]
     NoVersion,
-    /// No connection to speak over.
+    /// The pool allows no connection.
     #[error("the pool may have no connection")]
     NoConnection,
-    /// rustls refuses.
+    /// rustls rejects the settings.
     #[error("TLS cannot be set up: {0}")]
     Tls(#[from] rustls::Error),
 }
 
-/// Whose word for a server's certificate is taken.
+/// How a server's certificate is checked.
 #[derive(Clone, Debug)]
 pub enum Trust {
-    /// These authorities'; the certificate has to be valid now, for servers, and for the name or
-    /// address that is connected to.
+    /// One of these authorities must have signed it; it must be valid now, for servers, and for the name
+    /// or address that the client connects to.
     Authorities(Vec<CertificateDer<'static>>),
-    /// An operator's, for this very certificate, whoever signed it and whatever names it has; it has
-    /// to be valid now.
+    /// It must be exactly this certificate, which an operator trusts, whatever its issuer and names; it
+    /// must be valid now.
     Pinned(CertificateDer<'static>),
 }
 
 impl Trust {
-    /// Authorities, from their certificates in PEM.
+    /// Trusts authorities, from their certificates in PEM.
     ///
     /// # Errors
     /// [`SetupError::Trust`]: no certificate in it, or one that cannot be read.
@@ -61,7 +61,7 @@ impl Trust {
         certificates(pem).map(Self::Authorities).map_err(SetupError::Trust)
     }
 
-    /// One server certificate in PEM.
+    /// Trusts one server certificate in PEM.
     ///
     /// # Errors
     /// [`SetupError::Trust`]: not exactly one certificate, or one that cannot be read.
@@ -86,7 +86,7 @@ fn certificates(pem: &str) -> Result<Vec<CertificateDer<'static>>, String> {
     Ok(certificates)
 }
 
-/// The certificate and key that this client proves itself with.
+/// The certificate and key with which this client authenticates.
 #[derive(Clone)]
 pub struct Identity {
     resolver: Arc<SingleCertAndKey>,
@@ -95,7 +95,7 @@ pub struct Identity {
 }
 
 impl Identity {
-    /// From a certificate with its chain in PEM, and the private key in PKCS #8 DER.
+    /// Makes it from a certificate with its chain in PEM, and the private key in PKCS #8 DER.
     ///
     /// # Errors
     /// [`SetupError`].
@@ -104,7 +104,7 @@ impl Identity {
         let validity = chain.first().and_then(|der| validity(der));
         let (not_before, not_after) =
             validity.ok_or_else(|| SetupError::Certificate("it has no validity".to_owned()))?;
-        // Borrowed: no copy of the key in ordinary memory but AWS-LC's own.
+        // Borrowed: the only copy of the key in ordinary memory is AWS-LC's own.
         let der = PrivateKeyDer::Pkcs8(PrivatePkcs8KeyDer::from(private_key.expose()));
         let key = aws_lc_rs::sign::any_supported_type(&der).map_err(|_| SetupError::Key)?;
         let key = CertifiedKey::new(chain, key);
@@ -112,7 +112,7 @@ impl Identity {
         Ok(Self { resolver: Arc::new(SingleCertAndKey::from(key)), not_before, not_after })
     }
 
-    /// From when to when the certificate is valid, in seconds since 1970.
+    /// Start and end of the certificate's validity, in seconds since 1970.
     #[must_use]
     pub fn validity(&self) -> (i64, i64) {
         (self.not_before, self.not_after)
@@ -125,14 +125,14 @@ impl fmt::Debug for Identity {
     }
 }
 
-/// From when to when a certificate (DER) is valid, in seconds since 1970.
+/// Start and end of the validity of a certificate (DER), in seconds since 1970.
 pub(super) fn validity(certificate: &[u8]) -> Option<(i64, i64)> {
     let (_, certificate) = X509Certificate::from_der(certificate).ok()?;
     let validity = certificate.validity();
     Some((validity.not_before.timestamp(), validity.not_after.timestamp()))
 }
 
-/// The settings of TLS for a client.
+/// The TLS settings of a client.
 pub(super) fn config(trust: &Trust, identity: &Identity) -> Result<ClientConfig, SetupError> {
     let provider = plaintext::provider();
     let verifier: Arc<dyn ServerCertVerifier> = match trust {
@@ -155,8 +155,8 @@ pub(super) fn config(trust: &Trust, identity: &Identity) -> Result<ClientConfig,
         .dangerous()
         .with_custom_certificate_verifier(verifier)
         .with_client_cert_resolver(Arc::clone(&identity.resolver) as Arc<dyn ResolvesClientCert>);
-    // Both sides check certificates anew at every connection, so that one that has expired or was
-    // replaced is noticed.
+    // Both sides check certificates again at every connection, to notice one that has expired or was
+    // replaced.
     config.resumption = Resumption::disabled();
     Ok(config)
 }
@@ -200,7 +200,7 @@ impl ServerCertVerifier for Pinned {
         }
     }
 
-    // That the server has the certificate's key is checked as for any certificate.
+    // Whether the server has the certificate's key is checked as for any certificate.
     fn verify_tls12_signature(
         &self,
         message: &[u8],
@@ -226,7 +226,7 @@ impl ServerCertVerifier for Pinned {
     }
 }
 
-/// Accepts no certificate, and keeps what it saw.
+/// Accepts no certificate, and records the one it gets.
 #[derive(Debug)]
 pub(super) struct Recorder {
     seen: Mutex<Vec<CertificateDer<'static>>>,
@@ -234,7 +234,7 @@ pub(super) struct Recorder {
 }
 
 impl Recorder {
-    /// The server's certificate and the chain that it sent; empty if the handshake did not come so far.
+    /// The server's certificate and chain; empty if the handshake did not get that far.
     pub(super) fn seen(&self) -> Vec<CertificateDer<'static>> {
         self.seen.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }

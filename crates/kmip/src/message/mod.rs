@@ -12,8 +12,8 @@
 //!     Operation, Unique Batch Item ID
 //!     Request Payload
 //! ```
-//! Every item of a request has an id of its own, also when it is alone, and a result is taken for the
-//! item that it names: never for the one in its place.
+//! Every item of a request has a unique id, even a single one. A result is matched to the item that it
+//! names, never by its position.
 
 mod request;
 mod response;

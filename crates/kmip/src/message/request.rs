@@ -5,10 +5,10 @@ use crate::enumeration::BATCH_CONTINUE;
 use crate::operation::Operation;
 use crate::ttlv::{Encoder, MESSAGE_LEN_MAX, Tag, TooLong};
 
-/// The most items that one request carries: their answers have to fit one message too.
+/// How many items one request has at most: their answers must fit one message too.
 pub const BATCH_MAX: usize = 64;
 
-/// A request for one or more operations of a kind. Their batch item ids count from `first_id`.
+/// A request for one or more operations of one kind. Their batch item ids count from `first_id`.
 ///
 /// # Errors
 /// [`TooLong`], also for more than [`BATCH_MAX`] operations.

@@ -9,15 +9,15 @@ use crate::operation::{AnswerError, Operation};
 use crate::ttlv::{Tag, decode};
 use crate::{OperationCode, ProtocolVersion, ResultReason};
 
-/// How much is kept of the text of a refusal, in characters: it goes to logs and alarms.
+/// The maximum length of a refusal's text, in characters: it goes to logs and alarms.
 pub const REFUSAL_TEXT_MAX: usize = 300;
 
-/// A server's no.
+/// A refusal of a server.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Refusal {
-    /// Why.
+    /// The reason.
     pub reason: ResultReason,
-    /// Why, in the server's words; without control characters, and cut off at [`REFUSAL_TEXT_MAX`].
+    /// The server's text; without control characters, and truncated to [`REFUSAL_TEXT_MAX`].
     pub text: String,
 }
 
@@ -35,7 +35,7 @@ impl fmt::Display for Refusal {
     }
 }
 
-/// What became of one item of a request.
+/// The outcome of one item of a request.
 #[derive(Debug)]
 pub enum Outcome<A> {
     /// It was done.
@@ -48,10 +48,10 @@ pub enum Outcome<A> {
 
 /// The outcomes of `operations`, in their order, from the response to [`super::request()`] with the same
 /// operations and `first_id`. A server that does not understand a request refuses it as a whole: then
-/// every operation is refused so.
+/// every operation has that refusal.
 ///
 /// # Errors
-/// [`AnswerError`]: the response departs from the protocol, or a key in it cannot be used.
+/// [`AnswerError`]: the response violates the protocol, or a key in it cannot be used.
 pub fn responses<O: Operation>(
     operations: &[O],
     first_id: u64,
@@ -88,7 +88,7 @@ pub fn responses<O: Operation>(
         .collect()
 }
 
-/// Checks the header, and gives the batch items.
+/// Checks the header, and returns the batch items.
 fn batch_items<'m, 'a>(
     message: &'m crate::ttlv::Item<'a>,
     asked: usize,
@@ -99,8 +99,8 @@ fn batch_items<'m, 'a>(
     let fields = Fields::of(message).ok_or(Violation::WrongValue(message.tag))?;
     let header = fields.structure(Tag::RESPONSE_HEADER)?;
     let version = header.structure(Tag::PROTOCOL_VERSION)?.version()?;
-    // Another minor version is tolerated: servers refuse in 1.0 what they do not understand, and none
-    // of the answers read here differs between them.
+    // Another minor version is tolerated: servers refuse in 1.0 what they do not understand, and the
+    // answers read here are the same in all of them.
     if version.major != ProtocolVersion::V1_0.major {
         return Err(Violation::Version(version));
     }
@@ -123,10 +123,10 @@ fn whole_refusal(item: Fields<'_, '_>) -> Result<Option<Refusal>, Violation> {
     refusal(item).map(Some)
 }
 
-/// Which of the request's items a result is of.
+/// The item of the request that a result belongs to.
 fn place(item: Fields<'_, '_>, ids: &[[u8; 8]]) -> Result<usize, Violation> {
     match item.optional(Tag::UNIQUE_BATCH_ITEM_ID)? {
-        // Alone, an item needs no id (section 6.4).
+        // A single item needs no id (section 6.4).
         None if ids.len() == 1 => Ok(0),
         None => Err(Violation::WrongBatchItem),
         Some(_) => {
@@ -148,7 +148,7 @@ fn read<O: Operation>(
     }
     match item.enumeration(Tag::RESULT_STATUS)? {
         STATUS_SUCCESS => {
-            // Some answers say nothing, and then the payload may be left out.
+            // Some payloads are empty, and may then be left out.
             let payload = item.optional_structure(Tag::RESPONSE_PAYLOAD)?;
             let payload = payload.unwrap_or(Fields::empty(Tag::RESPONSE_PAYLOAD));
             operation.decode(payload).map(Outcome::Done)

@@ -38,13 +38,13 @@ impl Operation for GetState {
     }
 }
 
-/// Adds a text attribute of the client's own, by which an operator finds a key at the server. Its name
-/// begins with `x-` (section 3.35). Many servers refuse it.
+/// Adds a custom text attribute, by which an operator finds a key at the server. Its name begins with
+/// `x-` (section 3.35). Many servers refuse it.
 #[derive(Clone, Debug)]
 pub struct AddAttribute {
-    /// To which key.
+    /// The key.
     pub id: KeyId,
-    /// Its name; `x-` stands before it when it is sent.
+    /// Its name; sent with the prefix `x-`.
     pub name: Text,
     /// Its value.
     pub value: Text,
@@ -52,7 +52,7 @@ pub struct AddAttribute {
 
 impl Operation for AddAttribute {
     const CODE: OperationCode = OperationCode::AddAttribute;
-    /// Twice may make two.
+    /// Not repeatable: a second request may add a second attribute.
     const REPEATABLE: bool = false;
     type Answer = ();
 

@@ -8,15 +8,15 @@ use crate::enumeration::{
 use crate::fields::Fields;
 use crate::ttlv::{Encoder, Tag};
 
-/// The length of the keys that are made, in bits.
+/// The length of new keys, in bits.
 const KEY_BITS: i32 = 256;
 
-/// What an application calls a key (section 3.36): a server finds it again by this.
+/// An application's name for a key (section 3.36): Locate finds the key by it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ApplicationInformation {
-    /// Whose the data is.
+    /// The namespace of the application.
     pub namespace: Text,
-    /// What the application calls the key.
+    /// The application's name for the key.
     pub data: Text,
 }
 
@@ -32,13 +32,13 @@ impl ApplicationInformation {
     }
 }
 
-/// Makes a key for encryption and decryption, in state Pre-Active. The default is what vCenter makes:
-/// without a name.
+/// Creates a key for encryption and decryption, in state Pre-Active. The default is without a name,
+/// like vCenter's.
 #[derive(Clone, Debug, Default)]
 pub struct Create {
-    /// A name, which has to be unique at the server.
+    /// A name, which must be unique at the server.
     pub name: Option<Text>,
-    /// What vmseal calls the key. Not every server has this attribute.
+    /// vmseal's name for the key. Not every server has this attribute.
     pub application: Option<ApplicationInformation>,
 }
 
@@ -62,7 +62,7 @@ pub(super) fn name_attribute(payload: &mut Encoder, name: &Text) {
 
 impl Operation for Create {
     const CODE: OperationCode = OperationCode::Create;
-    /// Twice makes two keys.
+    /// Not repeatable: a second request creates a second key.
     const REPEATABLE: bool = false;
     type Answer = KeyId;
 

@@ -1,4 +1,4 @@
-//! Get (section 4.11): the bytes of a key, from the message into secret memory and nowhere else.
+//! Get (section 4.11): copies the bytes of a key from the message into secret memory and nowhere else.
 
 use vmseal_secret::{KEK_LEN, SecretBytes};
 
@@ -8,14 +8,14 @@ use crate::enumeration::{ALGORITHM_AES, FORMAT_RAW, OBJECT_SYMMETRIC_KEY};
 use crate::fields::{Fields, Violation};
 use crate::ttlv::{Encoder, Tag, Value};
 
-/// Why an object is no key that vmseal can use.
+/// Why vmseal cannot use an object as a key.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum UnusableKey {
     /// Another kind of object.
-    #[error("the object is no symmetric key but of type {0:#x}")]
+    #[error("the object is not a symmetric key but of type {0:#x}")]
     ObjectType(u32),
-    /// Wrapped, although it was not asked to be.
-    #[error("the server gives the key wrapped only")]
+    /// Wrapped, although the request did not ask for that.
+    #[error("the server releases the key only wrapped")]
     Wrapped,
     /// Not the raw bytes.
     #[error("the server gives the key in format {0:#x} instead of raw bytes")]
@@ -75,7 +75,7 @@ impl Operation for Get {
     }
 }
 
-/// What the key block (section 2.1.3) says of the key.
+/// The key's properties in the key block (section 2.1.3).
 fn check(block: Fields<'_, '_>) -> Result<(), AnswerError> {
     if block.optional(Tag::KEY_WRAPPING_DATA)?.is_some() {
         return Err(UnusableKey::Wrapped.into());

@@ -1,13 +1,13 @@
 //! Activate (section 4.19), Revoke (section 4.20) and Destroy (section 4.21).
 //!
-//! None is repeatable: the second time a server refuses, as the key's state is another by then.
+//! None is repeatable: a server refuses the second request, as the first has changed the key's state.
 
 use super::{AnswerError, KeyId, Operation};
 use crate::fields::Fields;
 use crate::ttlv::{Encoder, Tag};
 use crate::{OperationCode, RevocationReason};
 
-/// Puts a Pre-Active key to use.
+/// Makes a Pre-Active key usable.
 #[derive(Clone, Debug)]
 pub struct Activate {
     /// Which.
@@ -35,7 +35,7 @@ pub struct Revoke {
     pub id: KeyId,
     /// Why.
     pub reason: RevocationReason,
-    /// Since when others may have had it, in seconds since 1970: sent only with
+    /// When it was compromised, in seconds since 1970: sent only with
     /// [`RevocationReason::KeyCompromise`], which needs it.
     pub compromised_at: i64,
 }

@@ -6,16 +6,16 @@ use crate::OperationCode;
 use crate::fields::{Fields, Violation};
 use crate::ttlv::{Encoder, Tag, Value};
 
-/// The most ids that are asked for: they fit one message whatever their length. As many in an answer may mean
-/// that there are more.
+/// The maximum number of ids in an answer: they fit one message whatever their length. If an answer has
+/// as many, there may be more.
 pub const LOCATE_MAX: usize = 100;
 
-/// Finds keys; with nothing given, all that this client may see, up to [`LOCATE_MAX`].
+/// Finds keys; without a criterion, all that this client may see, up to [`LOCATE_MAX`].
 #[derive(Clone, Debug, Default)]
 pub struct Locate {
     /// By their name.
     pub name: Option<Text>,
-    /// By what vmseal calls them.
+    /// By vmseal's name for them.
     pub application: Option<ApplicationInformation>,
 }
 

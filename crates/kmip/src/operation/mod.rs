@@ -23,21 +23,21 @@ pub use lifecycle::{Activate, Destroy, Revoke};
 pub use locate::{LOCATE_MAX, Locate};
 pub use server::{DiscoverVersions, Query, ServerDescription};
 
-/// The longest text that is sent or accepted as id, name or attribute, in bytes: that of a key id which
-/// keys can be derived for. Servers' ids are numbers or UUIDs.
+/// The maximum length of an id, name or attribute, in bytes: that of a key id for which keys can be
+/// derived. Servers' ids are numbers or UUIDs.
 pub const TEXT_LEN_MAX: usize = vmseal_secret::derive::KEY_ID_MAX;
 
-/// One operation with what it is asked for.
+/// One operation with its parameters.
 pub trait Operation {
     /// Its number.
     const CODE: OperationCode;
-    /// Whether asking twice is as asking once, in what happens and in the answer. Only such an
-    /// operation is repeated when a connection turns out dead.
+    /// Whether a second request has no further effect and the same answer. Only such an operation is
+    /// repeated when a connection turns out to be dead.
     const REPEATABLE: bool;
-    /// What the server answers.
+    /// The server's answer.
     type Answer;
 
-    /// Writes what is in the request payload.
+    /// Writes the request payload.
     fn encode(&self, payload: &mut Encoder);
 
     /// Reads the response payload.
@@ -47,13 +47,13 @@ pub trait Operation {
     fn decode(&self, payload: Fields<'_, '_>) -> Result<Self::Answer, AnswerError>;
 }
 
-/// Why an answer is none.
+/// Why an answer is unusable.
 #[derive(Debug, thiserror::Error)]
 pub enum AnswerError {
-    /// It departs from the protocol.
+    /// It violates the protocol.
     #[error(transparent)]
     Violation(#[from] Violation),
-    /// The key is none that vmseal can use.
+    /// vmseal cannot use the key.
     #[error(transparent)]
     Key(#[from] UnusableKey),
     /// No memory for the key.
@@ -66,7 +66,7 @@ pub enum AnswerError {
 #[error("a KMIP id, name or attribute has 1 to {TEXT_LEN_MAX} bytes and no control characters")]
 pub struct InvalidText;
 
-/// A text for a server: an id, a name, an attribute. Not empty, not long, and fit to be shown.
+/// A text for a server: an id, a name, an attribute. Not empty, not long, and printable.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Text(String);
 
@@ -122,7 +122,7 @@ impl KeyId {
         Self::new(id).map_err(|InvalidText| Violation::WrongValue(Tag::UNIQUE_IDENTIFIER))
     }
 
-    /// Checks that an answer is about this key. An answer may leave the id out where it says nothing else.
+    /// Checks that an answer is about this key. An answer without other content may leave the id out.
     fn answered_by(&self, payload: Fields<'_, '_>) -> Result<(), Violation> {
         match payload.optional_text(Tag::UNIQUE_IDENTIFIER)? {
             Some(id) if id != self.as_str() => Err(Violation::OtherObject),

@@ -1,21 +1,21 @@
-//! DiscoverVersions (section 4.26) and Query (section 4.25): what a server is.
+//! DiscoverVersions (section 4.26) and Query (section 4.25): ask what a server is.
 
 use super::{AnswerError, Operation};
 use crate::fields::{Fields, Violation};
 use crate::ttlv::{Encoder, Tag, Value};
 use crate::{OperationCode, ProtocolVersion};
 
-/// Which versions the server speaks, of those that this crate does; from KMIP 1.1 on.
+/// Asks which versions the server speaks; from KMIP 1.1 on.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct DiscoverVersions;
 
 impl Operation for DiscoverVersions {
     const CODE: OperationCode = OperationCode::DiscoverVersions;
     const REPEATABLE: bool = true;
-    /// In the server's order; empty if there is none in common.
+    /// In the server's order; empty if there is no common one.
     type Answer = Vec<ProtocolVersion>;
 
-    /// Asks for all: so a server that speaks none of ours can be named with what it does speak.
+    /// Asks for all versions, so that the error for a server without a common one can name its versions.
     fn encode(&self, _: &mut Encoder) {}
 
     fn decode(&self, payload: Fields<'_, '_>) -> Result<Self::Answer, AnswerError> {
@@ -24,20 +24,20 @@ impl Operation for DiscoverVersions {
     }
 }
 
-/// `Query Function` (section 9.1.3.2.24): operations, and what the server is.
+/// `Query Function` (section 9.1.3.2.24): operations, and server information.
 const QUERY_OPERATIONS: u32 = 1;
 const QUERY_SERVER_INFORMATION: u32 = 3;
 
-/// Asks a server what it is and can do.
+/// Asks a server for its description and operations.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Query;
 
-/// What a server says of itself.
+/// A server's description of itself.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ServerDescription {
     /// The operations that it offers.
     pub operations: Vec<OperationCode>,
-    /// Its maker and product, in its own words.
+    /// Its vendor and product, as it names them.
     pub vendor: Option<String>,
 }
 

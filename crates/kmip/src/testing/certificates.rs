@@ -1,4 +1,4 @@
-//! Certificates as a KMS needs them: P-256, as PyKMIP and rustls have no cipher suite in common with RSA.
+//! Certificates for a KMS: P-256, as PyKMIP and rustls have no common cipher suite with RSA.
 
 use std::path::Path;
 
@@ -29,7 +29,7 @@ pub struct Issued {
 }
 
 impl Issued {
-    /// To show it to a server.
+    /// The identity of a client with this certificate.
     #[must_use]
     pub fn identity(&self) -> Identity {
         Identity::new(&self.certificate, &self.private_key())
@@ -42,7 +42,7 @@ impl Issued {
         SecretBytes::from_wiped(&mut self.key.serialize_der()).expect("memory for a key")
     }
 
-    /// Trust in this very certificate.
+    /// Trusts exactly this certificate.
     #[must_use]
     pub fn pin(&self) -> Trust {
         Trust::pinned(&self.certificate).expect("rcgen makes good certificates")
@@ -60,7 +60,7 @@ pub(super) fn put(directory: &Path, name: &str, text: &str) {
     std::fs::write(&path, text).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
 }
 
-/// An authority of a test's own.
+/// A certificate authority for tests.
 pub struct Authority {
     issuer: Issuer<'static, KeyPair>,
     certificate: String,
@@ -103,7 +103,7 @@ impl Authority {
         &self.certificate
     }
 
-    /// Trust in what it signs.
+    /// Trusts what it signs.
     #[must_use]
     pub fn trust(&self) -> Trust {
         Trust::authorities(&self.certificate).expect("rcgen makes good certificates")
@@ -126,14 +126,14 @@ impl Authority {
         self.issue(params("kms", names, validity), Some(ExtendedKeyUsagePurpose::ServerAuth))
     }
 
-    /// A client certificate; PyKMIP takes its common name for the client's identity.
+    /// A client certificate; PyKMIP uses its common name as the client's identity.
     #[must_use]
     pub fn client(&self, common_name: &str, validity: Validity) -> Issued {
         let usage = Some(ExtendedKeyUsagePurpose::ClientAuth);
         self.issue(params(common_name, &[], validity), usage)
     }
 
-    /// Signs a client's certificate request (PEM); gives the certificate, PEM.
+    /// Signs a client's certificate request (PEM); returns the certificate, PEM.
     #[must_use]
     pub fn sign(&self, request: &str) -> String {
         let mut request =
@@ -144,14 +144,14 @@ impl Authority {
         request.signed_by(&self.issuer).expect("a certificate").pem()
     }
 
-    /// A client certificate that does not say that it is for clients: PyKMIP refuses it in KMIP.
+    /// A client certificate without the extended key usage for clients: PyKMIP refuses it in KMIP.
     #[must_use]
     pub fn client_without_usage(&self, common_name: &str) -> Issued {
         self.issue(params(common_name, &[], Validity::Now), None)
     }
 }
 
-/// A server certificate that nobody else signed, as a KMS shows it after its installation.
+/// A self-signed server certificate, as a KMS has after its installation.
 #[must_use]
 pub fn self_signed(names: &[&str], validity: Validity) -> Issued {
     let mut params = params("kms", names, validity);

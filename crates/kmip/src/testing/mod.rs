@@ -1,5 +1,5 @@
-//! For the tests of this crate and of those that use it: certificates, a real PyKMIP server, and a server
-//! that does wrong on purpose. Panics with a clear message when something is missing.
+//! For the tests of this crate and of its users: certificates, a real PyKMIP server, and a server that
+//! misbehaves on purpose. Panics with a clear message when something is missing.
 //!
 //! ```no_run
 //! use vmseal_kmip::client::{Client, Settings};
@@ -12,7 +12,7 @@
 //! let client = Client::new(settings).unwrap();
 //! ```
 //!
-//! PyKMIP has to be installed first: `scripts/pykmip-environment`.
+//! PyKMIP must be installed first: `scripts/pykmip-environment`.
 
 mod certificates;
 mod pykmip;

@@ -1,4 +1,4 @@
-//! A real server: PyKMIP, as a child process on a loopback port of its own.
+//! A real server: PyKMIP, as a child process on a free loopback port.
 
 use std::net::TcpListener;
 use std::os::unix::process::CommandExt;
@@ -14,15 +14,15 @@ use super::certificates::{Authority, Issued, Validity, put};
 use crate::client::Endpoint;
 
 /// How long a server may take to listen: Python loads a lot, and the machine may be busy.
-const PATIENCE: Duration = Duration::from_secs(60);
+const START_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// How often another port is tried: somebody else may take a free one first.
+/// How often another port is tried: another process may take a free one first.
 const ATTEMPTS: usize = 5;
 
 /// What PyKMIP logs when it listens.
 const LISTENING: &str = "Starting connection service";
 
-/// A PyKMIP server, with keys in a database of its own; gone when it is dropped.
+/// A PyKMIP server with its own database of keys; removed when dropped.
 pub struct PyKmip {
     child: Child,
     port: u16,
@@ -30,7 +30,7 @@ pub struct PyKmip {
 }
 
 impl PyKmip {
-    /// A server for 127.0.0.1 and `localhost`, whose certificate and whose clients' are signed by `authority`.
+    /// A server for 127.0.0.1 and `localhost`; `authority` signs its certificate and those of its clients.
     #[must_use]
     pub fn start(authority: &Authority) -> Self {
         let certificate = authority.server(&["127.0.0.1", "localhost"], Validity::Now);
@@ -65,7 +65,7 @@ impl PyKmip {
         Endpoint::new("127.0.0.1", self.port).expect("an address")
     }
 
-    /// Kills it, at whatever it is doing. Its keys stay.
+    /// Kills it, whatever it is doing. Its keys stay.
     pub fn kill(&mut self) {
         end(&mut self.child);
     }
@@ -77,17 +77,17 @@ impl PyKmip {
             .unwrap_or_else(|| panic!("PyKMIP does not start again:\n{}", self.log()));
     }
 
-    /// Stops its process where it is: it neither answers nor closes anything until [`PyKmip::resume`].
+    /// Suspends its process: it neither answers nor closes anything until [`PyKmip::resume`].
     pub fn freeze(&self) {
         signal(&self.child, Signal::SIGSTOP);
     }
 
-    /// Lets it go on.
+    /// Resumes its process.
     pub fn resume(&self) {
         signal(&self.child, Signal::SIGCONT);
     }
 
-    /// What it has logged since it was started.
+    /// Its log since it was started.
     #[must_use]
     pub fn log(&self) -> String {
         log(self.directory.path())
@@ -105,7 +105,7 @@ fn signal(child: &Child, signal: Signal) {
     killpg(group, signal).expect("the group of a child that has not been waited for");
 }
 
-/// PyKMIP has a second process, in its group.
+/// Kills the group, as PyKMIP has a second process in it.
 fn end(child: &mut Child) {
     if matches!(child.try_wait(), Ok(None)) {
         signal(child, Signal::SIGKILL);
@@ -136,7 +136,7 @@ fn python() -> PathBuf {
     python
 }
 
-/// Starts a server and waits until it listens; nothing if it ends instead.
+/// Starts a server and waits until it listens; `None` if it exits instead.
 fn launch(directory: &Path, port: u16) -> Option<Child> {
     let path = |name: &str| directory.join(name).display().to_string();
     let configuration = format!(
@@ -162,16 +162,16 @@ fn launch(directory: &Path, port: u16) -> Option<Child> {
         .spawn()
         .expect("Python starts");
     let begun = Instant::now();
-    while begun.elapsed() < PATIENCE {
+    while begun.elapsed() < START_TIMEOUT {
         if !matches!(child.try_wait(), Ok(None)) {
             return None;
         }
-        // Its own word: whoever else took the port would accept a connection too.
+        // Read its log: another process that took the port would accept a connection too.
         if log(directory).contains(LISTENING) {
             return Some(child);
         }
         std::thread::sleep(Duration::from_millis(20));
     }
     end(&mut child);
-    panic!("PyKMIP did not listen within {PATIENCE:?}; its log:\n{}", log(directory));
+    panic!("PyKMIP did not listen within {START_TIMEOUT:?}; its log:\n{}", log(directory));
 }

@@ -1,4 +1,4 @@
-//! Bytes to a server and back, as they are: to record what real servers answer.
+//! Exchanges raw bytes with a server, to record the answers of real servers.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -12,7 +12,7 @@ use super::certificates::{Authority, Issued};
 use crate::client::Endpoint;
 use crate::ttlv::{HEADER_LEN, Tag, message_len};
 
-/// A connection that knows nothing of KMIP but how long a message is. Its answers are in ordinary memory.
+/// A connection that reads only the length of a KMIP message. Its answers are in ordinary memory.
 pub struct RawConnection(StreamOwned<ClientConnection, TcpStream>);
 
 impl RawConnection {
@@ -36,7 +36,7 @@ impl RawConnection {
         Self(StreamOwned::new(session, socket))
     }
 
-    /// Sends a request and gives its answer.
+    /// Sends a request and returns its answer.
     pub fn exchange(&mut self, request: &[u8]) -> Vec<u8> {
         self.0.write_all(request).expect("the server listens");
         let mut answer = vec![0; HEADER_LEN];

@@ -1,5 +1,5 @@
-//! A server that does what a test wants, also what no server should do. It speaks TLS and reads
-//! requests; what follows is the test's word.
+//! A server that does what a test tells it, even what no server should do. It speaks TLS and reads
+//! requests; the test decides what follows.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -23,12 +23,12 @@ use crate::fields::Fields;
 use crate::ttlv::{Encoder, HEADER_LEN, Tag, decode, message_len};
 use crate::{OperationCode, ProtocolVersion, ResultReason};
 
-/// A request that came.
+/// A received request.
 #[derive(Clone, Debug)]
 pub struct Asked {
-    /// The how-manieth connection it came on, from 0.
+    /// The number of its connection, from 0.
     pub connection: usize,
-    /// The how-manieth request it is, over all connections, from 0.
+    /// Its number over all connections, from 0.
     pub request: usize,
     /// Its version.
     pub version: ProtocolVersion,
@@ -40,7 +40,7 @@ pub struct Asked {
     pub objects: Vec<String>,
 }
 
-/// What the server does about it.
+/// The server's reaction to it.
 #[derive(Clone, Debug)]
 pub enum Reaction {
     /// Sends bytes, and waits for the next request.
@@ -150,7 +150,7 @@ struct Counters {
     requests: AtomicUsize,
 }
 
-/// The server; gone when it is dropped.
+/// The server; stopped when dropped.
 pub struct ScriptedServer {
     address: SocketAddr,
     counters: Arc<Counters>,
@@ -159,7 +159,7 @@ pub struct ScriptedServer {
 }
 
 impl Drop for ScriptedServer {
-    /// Its port is free afterwards.
+    /// Frees its port.
     fn drop(&mut self) {
         drop(self.stop.take());
         let ended = self.thread.take().map(JoinHandle::join);
@@ -182,8 +182,8 @@ impl ScriptedServer {
         })
     }
 
-    /// A server on a port of 127.0.0.1, 0 for any free one, that answers everything as `script` says: in
-    /// place of one that was there before, for instance.
+    /// A server on a port of 127.0.0.1, 0 for any free one, that answers everything as `script` says. With
+    /// a fixed port it can replace an earlier server.
     #[must_use]
     pub fn start_on(
         port: u16,
@@ -198,7 +198,7 @@ impl ScriptedServer {
         let counters = Arc::new(Counters::default());
         let shared = Arc::clone(&counters);
         let script: Arc<Script> = Arc::new(script);
-        // A runtime of its own: it goes on when the test's blocks.
+        // Its own runtime, which runs on while the test's runtime is blocked.
         let thread = std::thread::spawn(move || {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
             runtime.expect("a runtime").block_on(async {
@@ -241,7 +241,7 @@ impl ScriptedServer {
 
 type Script = dyn Fn(&Asked) -> Reaction + Send + Sync;
 
-/// TLS of a server in some of its versions.
+/// TLS settings of a server with certain TLS versions.
 pub(crate) fn server_config(
     certificate: &Issued,
     clients: Option<&Authority>,
@@ -291,7 +291,7 @@ async fn serve(
     counters: &Counters,
     script: &Script,
 ) {
-    // A client that refuses this server, or is refused, is the business of the test.
+    // The test checks whether a client refuses this server or is refused.
     let Ok(mut stream) = acceptor.accept(socket).await else { return };
     while let Some(message) = receive(&mut stream).await {
         let request = counters.requests.fetch_add(1, Ordering::SeqCst);
@@ -323,7 +323,7 @@ async fn send(stream: &mut TlsStream<TcpStream>, bytes: &[u8]) -> bool {
     stream.write_all(bytes).await.is_ok() && stream.flush().await.is_ok()
 }
 
-/// A request; nothing when the client has left.
+/// A request; `None` when the client has left.
 async fn receive(stream: &mut TlsStream<TcpStream>) -> Option<Vec<u8>> {
     let mut message = vec![0; HEADER_LEN];
     stream.read_exact(&mut message).await.ok()?;

@@ -1,30 +1,30 @@
-//! From bytes to items. Nothing is allocated but the list of items that are really there, each of
-//! which took at least 8 bytes of input; values are borrowed.
+//! From bytes to items. The only allocation is the list of items actually present, each of which took
+//! at least 8 bytes of input; values are borrowed.
 
 use super::{DEPTH_MAX, HEADER_LEN, ITEMS_MAX, Item, MESSAGE_LEN_MAX, Tag, Value};
 
 /// Why bytes are not TTLV. `at` counts bytes from the beginning of the message.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum DecodeError {
-    /// The message is longer than [`MESSAGE_LEN_MAX`], or says that it is.
-    #[error("it has {0} bytes, or says so; at most {MESSAGE_LEN_MAX} are accepted")]
+    /// The message is longer than [`MESSAGE_LEN_MAX`], or claims to be.
+    #[error("it has or claims {0} bytes; at most {MESSAGE_LEN_MAX} are accepted")]
     TooLong(u64),
-    /// A message begins otherwise than it has to.
-    #[error("it begins with {found:#010x}, not as the structure {expected}")]
+    /// A message has a wrong beginning.
+    #[error("it begins with {found:#010x}, not with the structure {expected}")]
     OtherBeginning {
         /// What was expected.
         expected: Tag,
         /// The first four bytes: tag and type.
         found: u32,
     },
-    /// An item says that it goes beyond the structure or message that it is in.
-    #[error("the item at byte {at} says that it has {claimed} bytes, where {left} are left")]
+    /// An item claims to be longer than the rest of its structure or message.
+    #[error("the item at byte {at} claims {claimed} bytes, where {left} are left")]
     Truncated {
         /// Where the item begins.
         at: usize,
         /// What it needs, in bytes with header and padding.
         claimed: u64,
-        /// What there is.
+        /// What is left.
         left: usize,
     },
     /// Bytes after the message's end.
@@ -38,7 +38,8 @@ pub enum DecodeError {
         /// Its type.
         found: u8,
     },
-    /// A type of fixed length with another, or a big integer or structure of no multiple of 8.
+    /// A wrong length for a type of fixed length, or one that is not a multiple of 8 for a big integer or
+    /// structure.
     #[error("the item at byte {at} has {found} bytes, which its type {kind:#04x} cannot have")]
     Length {
         /// Where the item begins.
@@ -68,8 +69,8 @@ pub enum DecodeError {
     TooManyItems,
 }
 
-/// Decodes a message: one item, and nothing after it. Padding has to be there; what it holds is not
-/// looked at, as the specification gives it no value.
+/// Decodes a message: one item, and nothing after it. Padding must be present; its content is not
+/// checked, as the specification gives it no value.
 ///
 /// # Errors
 /// [`DecodeError`].
@@ -85,11 +86,10 @@ pub fn decode(message: &[u8]) -> Result<Item<'_>, DecodeError> {
     }
 }
 
-/// From the first [`HEADER_LEN`] bytes of a message, how long it is with them. To be asked before more
-/// is read.
+/// The total length of a message, from its first [`HEADER_LEN`] bytes. Called before more is read.
 ///
 /// # Errors
-/// [`DecodeError`]: what begins so is not a structure with this tag, or is too long.
+/// [`DecodeError`]: the message is not a structure with this tag, or is too long.
 pub fn message_len(header: [u8; HEADER_LEN], tag: Tag) -> Result<usize, DecodeError> {
     let [a, b, c, kind, l0, l1, l2, l3] = header;
     if (u32::from_be_bytes([0, a, b, c]), kind) != (tag.0, STRUCTURE) {
@@ -124,7 +124,7 @@ struct Decoder<'a> {
     items: usize,
 }
 
-/// Where an item begins, its type and its length, checked to lie within what is around it.
+/// Where an item begins, its type and its length, checked to be within the enclosing structure.
 struct Header {
     at: usize,
     kind: u8,

@@ -11,8 +11,8 @@ use super::{Item, MESSAGE_LEN_MAX, Tag, Value};
 #[error("the message would be longer than {MESSAGE_LEN_MAX} bytes")]
 pub struct TooLong;
 
-/// Writes items one after the other. What goes beyond the limit is dropped, and told by
-/// [`Encoder::finish`].
+/// Writes items one after the other. Items beyond the limit are dropped, and [`Encoder::finish`]
+/// reports it.
 #[derive(Default)]
 pub struct Encoder {
     bytes: Vec<u8>,
@@ -47,7 +47,7 @@ impl Encoder {
         self.bytes.resize(self.bytes.len() + padded - value.len(), 0);
     }
 
-    /// A structure of what `content` writes.
+    /// A structure with the items that `content` writes.
     pub fn structure(&mut self, tag: Tag, content: impl FnOnce(&mut Self)) {
         self.put(tag, STRUCTURE, &[]);
         let start = self.bytes.len();

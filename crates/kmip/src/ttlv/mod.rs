@@ -4,7 +4,7 @@
 //! multiple of 8 bytes; a structure's value is items. All numbers are big-endian.
 //!
 //! A decoded [`Item`] borrows its bytes from the message, so that a key stays in the secret buffer it
-//! was received into. `Debug` shows of byte strings and big integers their length alone.
+//! was received into. `Debug` shows only the length of byte strings and big integers.
 
 mod decode;
 mod encode;
@@ -16,13 +16,13 @@ use std::fmt;
 pub use decode::{DecodeError, decode, message_len};
 pub use encode::{Encoder, TooLong};
 
-/// The longest message that is sent or accepted, in bytes with its header: what fits one secret
-/// buffer. Requests take some hundred bytes; the longest answer is that of Locate, which is asked for
-/// [`crate::operation::LOCATE_MAX`] ids at most.
+/// The maximum length of a message, in bytes with its header: what fits one secret buffer. Requests
+/// take some hundred bytes; the longest answer is that of Locate, with at most
+/// [`crate::operation::LOCATE_MAX`] ids.
 pub const MESSAGE_LEN_MAX: usize = vmseal_secret::SECRET_LEN_MAX;
 
-/// How deep structures may be nested. The deepest of KMIP 1.x that a server answers with has 9 levels:
-/// a key's wrapping data with its cryptographic parameters.
+/// How deep structures may be nested. The deepest one in an answer of KMIP 1.x has 9 levels: a key's
+/// wrapping data with its cryptographic parameters.
 pub const DEPTH_MAX: usize = 16;
 
 /// How many items a message may have. The longest answers have about 500.
@@ -31,7 +31,7 @@ pub const ITEMS_MAX: usize = 4096;
 /// The bytes of an item before its value: tag, type, length.
 pub const HEADER_LEN: usize = 8;
 
-/// What an item is: 3 bytes (section 9.1.3.1). Those of the specification begin with 0x42.
+/// The meaning of an item: 3 bytes (section 9.1.3.1). Those of the specification begin with 0x42.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Tag(pub(crate) u32);
 
@@ -63,7 +63,7 @@ pub enum Value<'a> {
 /// A tag and its value.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Item<'a> {
-    /// What it is.
+    /// The tag.
     pub tag: Tag,
     /// Its value.
     pub value: Value<'a>,
@@ -75,7 +75,7 @@ macro_rules! tags {
         impl Tag {
             $(pub const $name: Tag = Tag($number);)*
 
-            /// The specification's name, of those tags that vmseal knows.
+            /// The specification's name, for the tags that vmseal knows.
             #[must_use]
             pub fn name(self) -> Option<&'static str> {
                 match self.0 {

@@ -167,7 +167,7 @@ proptest! {
 }
 
 #[test]
-fn padding_may_hold_anything_but_has_to_be_there() {
+fn padding_may_have_any_content_but_must_be_present() {
     let mut bytes = hex("42 00 20 | 08 | 00 00 00 03 | 01 02 03 00 00 00 00 00");
     bytes[15] = 0xff;
     let item = decode(&bytes).unwrap();
@@ -264,7 +264,7 @@ fn the_length_of_a_message_is_known_from_its_header() {
 }
 
 #[test]
-fn what_is_too_long_is_not_written() {
+fn too_long_messages_are_not_written() {
     let mut encoder = Encoder::new();
     encoder.structure(Tag::REQUEST_MESSAGE, |message| {
         message.bytes(Tag::KEY_MATERIAL, &vec![0; MESSAGE_LEN_MAX - 16]);

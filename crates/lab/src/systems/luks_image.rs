@@ -5,17 +5,17 @@ use std::path::PathBuf;
 
 use super::{Place, Program, SystemError};
 
-/// QEMU times 32768 rounds of its key derivation by a clock that often does not move meanwhile, and gives
-/// up then ("Unable to get accurate CPU usage"): with SHA-256 once in six attempts on a busy machine,
-/// with the slower SHA-512 never seen. The derivation has no part in what is measured.
+/// QEMU times 32768 rounds of its key derivation with a clock that often does not advance meanwhile, and then
+/// gives up ("Unable to get accurate CPU usage"): with SHA-256 in one of six attempts on a busy machine, with
+/// the slower SHA-512 never observed. The derivation is not part of what is measured.
 const FORMAT_ATTEMPTS: u32 = 5;
 
-/// Where the passphrase of the test is kept: it protects nothing, but argv is no place for one.
+/// The file with the test's passphrase: it protects nothing, but a passphrase must not be in argv.
 pub(super) fn passphrase(place: &Place) -> PathBuf {
     place.directory.join("passphrase")
 }
 
-/// The passphrase as QEMU's programs take it.
+/// The passphrase in the form that QEMU's programs accept.
 pub(super) fn secret(place: &Place) -> String {
     format!("secret,id=s0,file={}", passphrase(place).display())
 }

@@ -1,4 +1,4 @@
-//! The systems under test: how each is given disks in files and serves them.
+//! The systems under test: how each gets disks in files and serves them.
 
 mod luks_image;
 mod nbdkit;
@@ -17,25 +17,25 @@ pub use self::storage_daemon::StorageDaemon;
 pub use self::vmseal::{SEVERAL, Vmseal};
 use crate::pattern::Pattern;
 
-/// Why a system could not be made ready or started.
+/// Why a system could not be prepared or started.
 #[derive(Debug, thiserror::Error)]
 pub enum SystemError {
     /// A program is missing or cannot be run.
     #[error("{} cannot be run; {advice}", program.display())]
     Program {
-        /// Which.
+        /// The program.
         program: PathBuf,
-        /// Where it comes from.
+        /// How to get it.
         advice: &'static str,
-        /// Why.
+        /// The cause.
         source: io::Error,
     },
     /// The server ended, or made no socket in time.
-    #[error("{system} does not serve: {what}; its last words: {log}")]
+    #[error("{system} does not serve: {what}; its log ends: {log}")]
     NotServing {
         /// Which system.
         system: &'static str,
-        /// What it did instead.
+        /// What happened instead.
         what: String,
         /// The end of its log.
         log: String,
@@ -45,31 +45,31 @@ pub enum SystemError {
     File {
         /// Which file.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         source: io::Error,
     },
-    /// Plaintext where ciphertext belongs, or the reverse.
+    /// Plaintext where ciphertext is expected, or the reverse.
     #[error(
         "{system} left {found} of {sectors} sectors in plaintext in its file, where {expected} are expected"
     )]
     AtRest {
         /// Which system.
         system: &'static str,
-        /// Sectors of the file that hold the test's pattern.
+        /// Sectors of the file that contain the test's pattern.
         found: u64,
         /// All sectors of the disk.
         sectors: u64,
-        /// How many should hold it.
+        /// The expected number.
         expected: u64,
     },
 }
 
-/// Where a disk, or a system with all its disks, keeps its files.
+/// The directory of a disk, or of a system with all its disks.
 #[derive(Clone, Debug)]
 pub struct Place {
-    /// A directory of its own.
+    /// The directory.
     pub directory: PathBuf,
-    /// The size of the disk, in bytes; of several, what they have together.
+    /// The size of the disk, in bytes; of several disks, their total size.
     pub size: u64,
 }
 
@@ -91,7 +91,7 @@ impl Place {
     }
 }
 
-/// Something that serves disks.
+/// A server of disks under test.
 pub trait System {
     /// Its name in goals and results.
     fn id(&self) -> &'static str;
@@ -99,7 +99,7 @@ pub trait System {
     /// Whether the file holds ciphertext.
     fn encrypts(&self) -> bool;
 
-    /// Where its disks are: at the place itself, unless there are several.
+    /// The places of its disks: the place itself, unless there are several.
     fn places(&self, place: &Place) -> Vec<Place> {
         vec![place.clone()]
     }
@@ -117,11 +117,11 @@ pub trait System {
     fn start(&self, place: &Place, core: Option<usize>) -> Result<Server, SystemError>;
 }
 
-/// The granularity at which [`check_at_rest`] looks for plaintext.
+/// The granularity of [`check_at_rest`].
 const SECTOR: u64 = 4096;
 
-/// Looks into the file of a disk that was filled with `pattern`: a system that encrypts must have left
-/// none of it, one that does not must have left all, so that neither is mistaken for the other.
+/// Checks the file of a disk that was filled with `pattern`: with encryption none of the pattern may be in
+/// it, without encryption all of it must be, so that neither is mistaken for the other.
 ///
 /// # Errors
 /// [`SystemError::AtRest`], or the file cannot be read.
@@ -141,7 +141,7 @@ pub fn check_at_rest(
     Err(SystemError::AtRest { system: system.id(), found, sectors, expected })
 }
 
-/// How many sectors of the file, wherever in it, begin as a sector of the filled disk begins.
+/// How many sectors anywhere in the file begin like a sector of the filled disk.
 fn plain_sectors(path: &Path, pattern: Pattern, sectors: u64) -> io::Result<u64> {
     let beginning = |sector: u64| {
         let mut bytes = [0; 16];

@@ -3,7 +3,7 @@
 use super::luks_image;
 use super::{Place, Program, Server, System, SystemError, Transport};
 
-/// Threads for the requests of a connection: nbdkit's own default, said so that it is known.
+/// Threads for the requests of a connection: nbdkit's default, made explicit.
 const THREADS: u32 = 16;
 
 /// nbdkit on a raw file or a LUKS image.

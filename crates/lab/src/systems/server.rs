@@ -1,4 +1,4 @@
-//! A server process: started on a core, watched until it serves, stopped for certain.
+//! A server process: started on a core, watched until it serves, and always stopped.
 
 use std::fs::File;
 use std::io;
@@ -14,16 +14,16 @@ use vmseal_initiator::{Initiator, InitiatorError, Nbd, VhostUser, Wait};
 
 use super::{Place, SystemError};
 
-/// How long a server may take until its socket is there. QEMU's key derivation takes about a second.
+/// How long a server may take to create its socket. QEMU's key derivation takes about a second.
 const START: Duration = Duration::from_secs(30);
 /// How long it may then take to listen on it.
 const LISTENING: Duration = Duration::from_secs(2);
-/// How long it may take to end by itself.
+/// How long it may take to exit by itself.
 const STOP: Duration = Duration::from_secs(5);
 /// How much of the log an error quotes, in bytes.
 const QUOTED: usize = 600;
 
-/// A program, and where to get it.
+/// A program, and how to get it.
 #[derive(Clone, Debug)]
 pub struct Program {
     /// A path, or a name to be looked up in PATH.
@@ -124,8 +124,8 @@ impl Server {
         server
     }
 
-    /// A client of one of its disks, for `depth` requests of up to `block` bytes. A socket is there a moment
-    /// before its server listens, so one that refuses is tried again for a while.
+    /// A client of one of its disks, for `depth` requests of up to `block` bytes. A socket exists a moment
+    /// before its server listens, so a refused connection is retried for a while.
     ///
     /// # Errors
     /// Any [`InitiatorError`] but those of requests.
@@ -171,7 +171,7 @@ impl Server {
         })
     }
 
-    /// Where it serves each disk.
+    /// The sockets of its disks.
     #[must_use]
     pub fn sockets(&self) -> &[PathBuf] {
         &self.sockets
@@ -204,7 +204,7 @@ impl Server {
 impl Drop for Server {
     fn drop(&mut self) {
         if self.stop().is_err() {
-            // The polite way failed; this one cannot, as the child is ours and not yet waited for.
+            // SIGTERM failed. SIGKILL cannot fail, as the child is ours and not reaped yet.
             let _ = self.child.kill();
             let _ = self.child.wait();
         }
@@ -221,7 +221,7 @@ fn remove(path: &Path) -> io::Result<()> {
     }
 }
 
-/// Runs `spawn` with this thread on `core`, which the child inherits with all threads it will have.
+/// Runs `spawn` with this thread on `core`; the child and its threads inherit that.
 fn on_core<T>(core: Option<usize>, spawn: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
     let Some(core) = core else { return spawn() };
     let this = Pid::from_raw(0);

@@ -44,8 +44,8 @@ impl System for StorageDaemon {
             "type=vhost-user-blk,id=e0,node-name={node},addr.type=unix,addr.path={},writable=on,num-queues=1,iothread=io0",
             place.socket().display()
         ));
-        // libvhost-user tells where it wants to be notified (`vu_queue_pop`), then looks at the ring
-        // without a barrier in between: seldom, both sides go to sleep over a request.
+        // libvhost-user writes the index of its next notification (`vu_queue_pop`) and then reads the ring
+        // without a barrier in between: rarely, both sides go to sleep with a request pending.
         Server::start(
             self.id(),
             &self.daemon,
@@ -58,5 +58,5 @@ impl System for StorageDaemon {
     }
 }
 
-/// How the daemon reaches the file: of its choices the quickest (docs/benchmarks.md).
+/// How the daemon accesses the file: its fastest option (docs/benchmarks.md).
 const IO: &str = "cache.direct=on,aio=io_uring";

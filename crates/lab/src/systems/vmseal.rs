@@ -1,4 +1,4 @@
-//! vmseal itself: a `vmseal-filter` process, started by hand as its agent would start it.
+//! vmseal itself: a `vmseal-filter` process, started like its agent starts it.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Write};
@@ -13,13 +13,13 @@ use vmseal_api::id::{DiskId, VmId};
 
 use super::{Place, Program, Server, System, SystemError, Transport};
 
-/// Where an encrypted disk's data begins: LUKS2's default, so that alignment is as in real disks.
+/// The offset of an encrypted disk's data: LUKS2's default, so that alignment is as in real disks.
 const DATA_OFFSET: u64 = 16 << 20;
-/// What the size of each of several disks is a multiple of, in bytes: whole requests of any load.
+/// The size of each of several disks is a multiple of this, in bytes: whole requests of any load.
 const ALIGNMENT: u64 = 1 << 20;
 /// An AES-256-XTS key.
 const KEY_LENGTH: usize = 64;
-/// How many disks a system may have that is not one of a single disk: its name says so.
+/// The number of disks of a system with several; its name contains it.
 pub const SEVERAL: usize = 8;
 
 /// A `vmseal-filter` on raw files.
@@ -27,13 +27,13 @@ pub const SEVERAL: usize = 8;
 pub struct Vmseal {
     /// vmseal-filter.
     pub filter: Program,
-    /// With encryption, under keys of the disks' own.
+    /// Whether the disks are encrypted, each under its own key.
     pub encrypted: bool,
     /// How its disks are served.
     pub transport: Transport,
     /// Whether the page cache is bypassed.
     pub direct: Direct,
-    /// On how many disks, with a queue each.
+    /// The number of disks, with a queue each.
     pub disks: usize,
 }
 
@@ -134,8 +134,7 @@ fn key_path(place: &Place) -> PathBuf {
     place.directory.join("key")
 }
 
-/// A key that protects nothing but a test's pattern and goes with the directory, so that a file may
-/// hold it.
+/// A key that protects only a test's pattern and is removed with the directory, so a file may contain it.
 fn make_key(path: &Path) -> io::Result<()> {
     let mut key = [0; KEY_LENGTH];
     File::open("/dev/urandom")?.read_exact(&mut key)?;

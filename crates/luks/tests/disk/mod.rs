@@ -1,4 +1,4 @@
-//! A disk in memory for tests, with keys that never change, and ways to forge its header.
+//! A disk in memory for tests, with constant keys, and ways to forge its header.
 
 #![allow(dead_code, reason = "every test file uses a part of it")]
 #![allow(clippy::unwrap_used, reason = "a test")]
@@ -13,7 +13,7 @@ use vmseal_secret::derive::KeyContext;
 
 pub const COPY: usize = 16 * 1024;
 pub const AREA: usize = 258_048;
-/// Copies and both key slots' areas: all that may be touched.
+/// Copies and both key slots' areas: all that may be written.
 pub const HEAD: usize = 2 * COPY + 2 * AREA;
 pub const SIZE: u64 = 1 << 20;
 
@@ -23,7 +23,7 @@ pub enum Event {
     Flush,
 }
 
-/// Only the head is kept; what is behind it reads as zeroes, and must not be written.
+/// Only the head is stored; what is behind it reads as zeroes, and must not be written.
 #[derive(Clone)]
 pub struct MemoryStore {
     pub head: Vec<u8>,
@@ -118,14 +118,14 @@ pub fn open(store: &MemoryStore) -> Result<Opened, HeaderError> {
     vmseal_luks::open(store, &facts(), &kek(), &CONTEXT)
 }
 
-/// SHA-256 over a copy, its checksum field taken as zero: written apart from the code under test.
+/// SHA-256 over a copy, its checksum field set to zero: written independently of the code under test.
 pub fn seal_copy(copy: &mut [u8]) {
     copy[0x1c0..0x200].fill(0);
     let sum = aws_lc_rs::digest::digest(&aws_lc_rs::digest::SHA256, copy);
     copy[0x1c0..0x1e0].copy_from_slice(sum.as_ref());
 }
 
-/// Both copies with a right checksum again.
+/// Makes the checksums of both copies valid again.
 pub fn reseal(store: &mut MemoryStore) {
     for copy in store.head[..2 * COPY].chunks_exact_mut(COPY) {
         seal_copy(copy);
@@ -138,7 +138,7 @@ pub fn json(store: &MemoryStore) -> Value {
     serde_json::from_slice(&area[..end]).unwrap()
 }
 
-/// Replaces the JSON of both copies, with right checksums.
+/// Replaces the JSON of both copies, with valid checksums.
 pub fn set_json(store: &mut MemoryStore, text: &[u8]) {
     for start in [4096, COPY + 4096] {
         let area = &mut store.head[start..start + COPY - 4096];
@@ -148,7 +148,7 @@ pub fn set_json(store: &mut MemoryStore, text: &[u8]) {
     reseal(store);
 }
 
-/// A good header whose JSON somebody has edited, with right checksums.
+/// A valid header with edited JSON and valid checksums.
 pub fn forged(edit: impl FnOnce(&mut Value)) -> MemoryStore {
     let mut store = created();
     let mut value = json(&store);

@@ -1,4 +1,4 @@
-//! Who is it? A bearer token (RFC 6750).
+//! Authentication by a bearer token (RFC 6750), and the check of the privilege of a route.
 
 use std::sync::Arc;
 
@@ -8,19 +8,19 @@ use axum::http::request::Parts;
 use axum::middleware::Next;
 use axum::response::Response;
 use vmseal_api::problem::{ErrorCode, Problem};
-use vmseal_control::services::{self, Caller, Services};
+use vmseal_control::services::{self, Caller, Privilege, Services};
 
 use crate::connections::Connection;
 use crate::problem::ProblemResponse;
 
-/// The longest token that is looked at, in bytes; ours have 43.
+/// The maximum length of a token that is checked, in bytes; ours have 43.
 const TOKEN_MAX: usize = 256;
 
-/// The user who asks.
+/// The user who sent the request.
 #[derive(Clone, Debug)]
 pub(crate) struct Authenticated(pub Caller);
 
-/// Lets a request pass that comes from a user.
+/// Lets only requests of users pass.
 pub(crate) async fn authenticate(
     State(control): State<Arc<Services>>,
     mut request: Request,
@@ -44,6 +44,18 @@ pub(crate) async fn authenticate(
         connection.set_authenticated()?;
     }
     request.extensions_mut().insert(Authenticated(caller));
+    Ok(next.run(request).await)
+}
+
+/// Lets a request pass whose user has a privilege, before its query or its body is understood: who may not do a thing
+/// is told so, whatever they sent.
+pub(crate) async fn require(
+    State(privilege): State<Privilege>,
+    Authenticated(caller): Authenticated,
+    request: Request,
+    next: Next,
+) -> Result<Response, ProblemResponse> {
+    caller.require(privilege)?;
     Ok(next.run(request).await)
 }
 

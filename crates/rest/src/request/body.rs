@@ -1,5 +1,5 @@
-//! What comes with a request: bodies, queries and names, each with its limits, each error a problem
-//! that names the field.
+//! The parts of a request: bodies, queries and names, each with its limits; each error is a problem that
+//! names the field.
 
 use std::time::Duration;
 
@@ -14,12 +14,12 @@ use vmseal_api::request::BODY_MAX;
 
 use crate::problem::ProblemResponse;
 
-/// The most of a body over its limit that is read and dropped, in bytes. Who is answered while still
-/// sending loses the connection, and often the answer with it; but nobody may send on for ever.
+/// How many bytes of a body over its limit are read and dropped. A client that gets its answer while still
+/// sending loses the connection, and often the answer with it; but a client may not send forever.
 const DRAIN_MAX: usize = 4 * BODY_MAX;
 
-/// How long a client may take to send its body: what changes something is not ended when its client is slow to
-/// read the answer, so this is.
+/// How long a client may take to send its body. The timeout of a request does not end a change that has begun, so
+/// the body needs its own.
 const BODY_TIMEOUT: Duration = Duration::from_secs(30);
 
 async fn read(body: Body) -> Result<Bytes, ProblemResponse> {
@@ -33,7 +33,7 @@ async fn read(body: Body) -> Result<Bytes, ProblemResponse> {
 async fn collect(mut body: Body) -> Result<Bytes, ProblemResponse> {
     let mut content = Vec::new();
     let mut length = 0;
-    // A client that says its length, and waits to be told to go on, is answered before it sends anything.
+    // A client that sends its length, and waits for 100 (Continue), is answered before it sends the body.
     let said = usize::try_from(body.size_hint().lower()).unwrap_or(usize::MAX);
     while length <= DRAIN_MAX && said <= DRAIN_MAX {
         let Some(frame) = body.frame().await else { break };
@@ -54,7 +54,7 @@ async fn collect(mut body: Body) -> Result<Bytes, ProblemResponse> {
     Ok(content.into())
 }
 
-/// Understands JSON; an error names the field by its path.
+/// Parses JSON; an error names the field by its path.
 fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, Problem> {
     let mut deserializer = serde_json::Deserializer::from_slice(bytes);
     let parsed = serde_path_to_error::deserialize(&mut deserializer).map_err(|error| {
@@ -65,12 +65,12 @@ fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, Problem> {
         } else {
             Problem::new(
                 ErrorCode::InvalidRequest,
-                format!("the body is not what it should be: {error}"),
+                format!("the body is not valid for this request: {error}"),
             )
         }
     })?;
     deserializer.end().map_err(|error| {
-        Problem::new(ErrorCode::InvalidRequest, format!("the body goes on after its end: {error}"))
+        Problem::new(ErrorCode::InvalidRequest, format!("the body has data after its end: {error}"))
     })?;
     Ok(parsed)
 }
@@ -97,7 +97,7 @@ fn check_type(request: &Request) -> Result<(), ProblemResponse> {
     Err(Problem::new(ErrorCode::InvalidRequest, detail).into())
 }
 
-/// A JSON body, or none for what is usual.
+/// A JSON body, or none for the defaults.
 pub(crate) struct OptionalJson<T>(pub T);
 
 impl<T: DeserializeOwned + Default, S: Sync> FromRequest<S> for OptionalJson<T> {
@@ -112,7 +112,7 @@ impl<T: DeserializeOwned + Default, S: Sync> FromRequest<S> for OptionalJson<T> 
     }
 }
 
-/// What a request without parameters may have as its body: nothing, `null` or `{}`.
+/// The body of a request without parameters: nothing, `null` or `{}`.
 #[derive(Default, serde::Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct EmptyBody {}

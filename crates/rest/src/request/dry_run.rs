@@ -1,8 +1,7 @@
-//! Dry runs: `?dry_run=true` has a request checked as if it were meant, and answered with what would be
-//! done. Nothing is done: what the inventory would be told is written and not committed.
+//! Dry runs: a request with `?dry_run=true` gets all checks, and its answer says what would be done. Nothing
+//! is done: the changes of the inventory are written but not committed.
 //!
-//! A request that cannot be tried is refused when somebody tries: to carry it out would be the worst
-//! answer of all.
+//! A dry run of a request that does not support it is refused: the request must not be carried out instead.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -19,7 +18,7 @@ use vmseal_api::problem::Problem;
 
 use crate::problem::ProblemResponse;
 
-/// Whether a request is meant, or tried.
+/// Whether a request is a dry run.
 #[derive(Clone, Copy, Debug, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
@@ -30,7 +29,7 @@ pub(crate) struct DryRunQuery {
     pub dry_run: bool,
 }
 
-/// The changing requests that take parameters, as the document has them.
+/// The changing requests with query parameters, according to the OpenAPI document.
 pub(crate) struct RoutesWithQuery(HashSet<(Method, String)>);
 
 impl RoutesWithQuery {
@@ -58,7 +57,7 @@ fn changing(item: &PathItem) -> [(Method, Option<&Operation>); 4] {
     ]
 }
 
-/// Refuses parameters where there are none: else a request that cannot be tried would be carried out.
+/// Refuses query parameters on routes that have none: otherwise a dry run that is not supported would be carried out.
 pub(crate) async fn refuse_others(
     State(parameterized): State<Arc<RoutesWithQuery>>,
     path: MatchedPath,
@@ -72,7 +71,7 @@ pub(crate) async fn refuse_others(
         if !parameterized.0.contains(&known) {
             let (method, path) = known;
             let detail = format!(
-                "{method} {path} takes no parameters, and cannot be tried (dry_run): nothing was done"
+                "{method} {path} takes no parameters and has no dry run (dry_run): nothing was done"
             );
             return Err(Problem::invalid("query", detail).into());
         }

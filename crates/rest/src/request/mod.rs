@@ -1,4 +1,4 @@
-//! What comes with a request, and what is checked before its handler.
+//! The parts of a request, and the checks before its handler.
 
 pub(crate) mod auth;
 pub(crate) mod body;

@@ -1,4 +1,4 @@
-//! Which part of a list is asked for.
+//! The requested part of a list.
 
 use serde::Deserialize;
 use utoipa::IntoParams;

@@ -9,7 +9,7 @@ use vmseal_control::services::{self, Services};
 
 use crate::problem::ProblemResponse;
 
-/// What the server is; needs no credentials.
+/// Shows the server's version; needs no credentials.
 #[utoipa::path(get, path = "/api/v1/about", tag = "server", security(()),
     responses((status = 200, body = About), ProblemResponse))]
 pub(super) async fn show(State(control): State<Arc<Services>>) -> Json<About> {

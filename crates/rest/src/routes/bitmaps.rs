@@ -1,5 +1,5 @@
-//! Dirty bitmaps of disks in use: what has changed since when, for backups. The filter that serves a disk
-//! keeps them; the inventory knows nothing of them.
+//! Dirty bitmaps of disks in use: the changes since a point in time, for backups. The filter that serves a disk
+//! keeps them; they are not in the inventory.
 
 use std::sync::Arc;
 
@@ -20,8 +20,8 @@ use crate::request::body::{
 };
 use crate::request::dry_run::DryRunQuery;
 
-/// Lists the dirty bitmaps of a disk whose VM runs. They live in the process that serves the disk: all are gone when
-/// the VM stops, and when another process takes its place.
+/// Lists the dirty bitmaps of a disk whose VM runs. They are in the memory of the process that serves the disk: all are
+/// lost when the VM stops, and when another process replaces it.
 #[utoipa::path(get, path = "/api/v1/vms/{vm}/disks/{disk}/bitmaps", tag = "vms",
     params(("vm" = String, Path, description = "The VM's name or id"),
            ("disk" = String, Path, description = "The disk's name within the VM, or its id")),
@@ -34,7 +34,7 @@ pub(super) async fn list(
     Ok(Json(services::bitmaps::list(&control, &caller, &vm, &disk).await?))
 }
 
-/// Starts a dirty bitmap of a disk whose VM runs: what changes from now on is dirty. One that is there is refused.
+/// Starts a dirty bitmap of a disk whose VM runs: changes from now on are dirty. Refused if the bitmap exists.
 #[utoipa::path(post, path = "/api/v1/vms/{vm}/disks/{disk}/bitmaps", tag = "vms",
     params(("vm" = String, Path, description = "The VM's name or id"),
            ("disk" = String, Path, description = "The disk's name within the VM, or its id"), DryRunQuery),
@@ -54,8 +54,7 @@ pub(super) async fn add(
     ))
 }
 
-/// Clears a dirty bitmap: what has changed until now is forgotten, and what changes from now on is dirty. Not while
-/// somebody reads it.
+/// Clears a dirty bitmap: only changes from now on are dirty. Refused while it is being read.
 #[utoipa::path(post, path = "/api/v1/vms/{vm}/disks/{disk}/bitmaps/{bitmap}/clear", tag = "vms",
     params(("vm" = String, Path, description = "The VM's name or id"),
            ("disk" = String, Path, description = "The disk's name within the VM, or its id"),
@@ -72,7 +71,7 @@ pub(super) async fn clear(
     Ok(Answer(services::bitmaps::clear(&control, &caller, of, query.dry_run).await?.map(Json)))
 }
 
-/// Removes a dirty bitmap. Not while somebody reads it.
+/// Removes a dirty bitmap. Refused while it is being read.
 #[utoipa::path(delete, path = "/api/v1/vms/{vm}/disks/{disk}/bitmaps/{bitmap}", tag = "vms",
     params(("vm" = String, Path, description = "The VM's name or id"),
            ("disk" = String, Path, description = "The disk's name within the VM, or its id"),

@@ -1,7 +1,7 @@
-//! Whether anything that can be shown has changed: what `--watch` and waiting for a task are built on.
+//! The change number: `--watch` and waiting for a task use it.
 //!
-//! A client reads the change number first, then what it wants to show, then waits here for another
-//! number: so it misses nothing, whatever happens in between, and asks only when there is something new.
+//! A client reads the change number first, then the resources that it shows, then waits here for another
+//! number: so it misses no change in between, and reads again only after a change.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -20,20 +20,20 @@ use crate::problem::ProblemResponse;
 use crate::request::auth::Authenticated;
 use crate::request::body::QueryOf;
 
-/// How new a state is known to the client.
+/// The state that the client has, and how long to wait for another.
 #[derive(Debug, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
 pub(super) struct ChangeQuery {
-    /// Wait until the change number is another one than this.
+    /// Wait until the change number differs from this.
     after: Option<u64>,
-    /// Only of these kinds, with commas between: host, datastore, provider, policy, vm, task, event, alarm.
+    /// Only changes of these kinds, separated by commas: host, datastore, provider, policy, vm, task, event, alarm.
     kinds: Option<String>,
     /// How long to wait at most, in seconds, at most 25.
     wait_seconds: Option<u32>,
 }
 
-/// Tells the change number; waits for another one where that is asked for.
+/// Returns the change number; with `after`, waits for another one first.
 #[utoipa::path(get, path = "/api/v1/changes", tag = "events", params(ChangeQuery),
     responses((status = 200, body = Changes), ProblemResponse))]
 pub(super) async fn show(

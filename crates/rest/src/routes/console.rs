@@ -4,15 +4,13 @@ use std::sync::Arc;
 
 use axum::Extension;
 use axum::extract::State;
+use axum::extract::ws::WebSocketUpgrade;
 use axum::extract::ws::rejection::WebSocketUpgradeRejection;
-use axum::extract::ws::{CloseFrame, Message, WebSocket, WebSocketUpgrade};
 use axum::response::Response;
 use serde::Deserialize;
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use utoipa::IntoParams;
-use vmseal_api::console::{
-    ConsoleClaim, ConsoleStream, TAKEN_OVER, TAKEN_OVER_CODE, is_taken_over,
-};
+use vmseal_api::carry::{MESSAGE_MAX, carry};
+use vmseal_api::console::ConsoleClaim;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_control::services::{self, Services};
 
@@ -20,12 +18,6 @@ use crate::connections::{self, Connection};
 use crate::problem::ProblemResponse;
 use crate::request::auth::Authenticated;
 use crate::request::body::{PathSegment, QueryOf};
-
-/// The longest message from a user, in bytes: what is pasted at once.
-const MESSAGE_MAX: usize = 64 * 1024;
-
-/// What is sent to a user at once, in bytes.
-const CHUNK: usize = 16 * 1024;
 
 /// Whether a console in use is to be taken over.
 #[derive(Debug, Deserialize, IntoParams)]
@@ -61,41 +53,7 @@ pub(super) async fn open(
     Ok(upgrade.max_message_size(MESSAGE_MAX).max_frame_size(MESSAGE_MAX).on_upgrade(
         async move |socket| {
             let _held = (held, connection);
-            join(socket, console).await;
+            carry(socket, console).await;
         },
     ))
-}
-
-/// Carries bytes until either side ends.
-async fn join(mut socket: WebSocket, console: ConsoleStream) {
-    let (mut from_guest, mut to_guest) = tokio::io::split(console);
-    let mut buffer = vec![0; CHUNK];
-    let mut why = None;
-    loop {
-        tokio::select! {
-            read = from_guest.read(&mut buffer) => match read {
-                Ok(count) if count > 0 => {
-                    let message = Message::Binary(buffer[..count].to_vec().into());
-                    if socket.send(message).await.is_err() {
-                        break;
-                    }
-                }
-                Err(error) if is_taken_over(&error) => {
-                    why = Some(CloseFrame { code: TAKEN_OVER_CODE, reason: TAKEN_OVER.into() });
-                    break;
-                }
-                _ => break,
-            },
-            message = socket.recv() => match message {
-                Some(Ok(Message::Binary(bytes))) => {
-                    if to_guest.write_all(&bytes).await.is_err() || to_guest.flush().await.is_err() {
-                        break;
-                    }
-                }
-                Some(Ok(Message::Ping(_) | Message::Pong(_))) => {}
-                _ => break,
-            },
-        }
-    }
-    let _ = socket.send(Message::Close(why)).await;
 }

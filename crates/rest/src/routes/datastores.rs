@@ -55,7 +55,7 @@ pub(super) async fn show(
     Ok(Json(services::datastores::show(&control, &caller, &name).await?))
 }
 
-/// Forgets a datastore without disks; what else is on it stays.
+/// Removes a datastore without disks from the inventory; other files on it stay.
 #[utoipa::path(delete, path = "/api/v1/datastores/{datastore}", tag = "datastores",
     params(("datastore" = String, Path, description = "Its name, HOST:NAME where hosts share one, or id"), DryRunQuery),
     responses((status = 204, description = "It is forgotten"), (status = 200, body = Plan), ProblemResponse))]
@@ -72,8 +72,7 @@ pub(super) async fn remove(
     ))
 }
 
-/// Looks at what is on a datastore, and says which images belong to no VM, and which are missing. Changes
-/// nothing.
+/// Scans a datastore, and lists images that belong to no VM, and missing images. Changes nothing.
 #[utoipa::path(get, path = "/api/v1/datastores/{datastore}/scan", tag = "datastores",
     params(("datastore" = String, Path, description = "Its name, HOST:NAME where hosts share one, or id")),
     responses((status = 200, body = DatastoreScan), ProblemResponse))]

@@ -3,13 +3,13 @@
 use std::sync::Arc;
 
 use axum::extract::State;
+use axum::extract::ws::WebSocketUpgrade;
 use axum::extract::ws::rejection::WebSocketUpgradeRejection;
-use axum::extract::ws::{Message, WebSocketUpgrade};
 use axum::response::Response;
 use axum::{Extension, Json};
 use serde::Deserialize;
 use utoipa::IntoParams;
-use vmseal_api::expose::{self, Carried, MESSAGE_MAX};
+use vmseal_api::carry::{MESSAGE_MAX, carry};
 use vmseal_api::filter::ReplicaStatus;
 use vmseal_api::host::Exposing;
 use vmseal_api::model::{Plan, Task};
@@ -44,29 +44,29 @@ pub(super) async fn export(
     ))
 }
 
-/// What is opened of a disk's exposure.
+/// How to open the exposure of a disk.
 #[derive(Debug, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
 pub(super) struct ExposeQuery {
-    /// Open a connection, which is NBD, to a disk that is being exposed; else expose it.
+    /// Open an NBD connection to a disk that is exposed already; without this, expose it.
     #[serde(default)]
     #[param(value_type = Option<bool>)]
     connect: bool,
-    /// Allow to change a disk that is to be exposed; its VM has to be off.
+    /// Allow writes to the disk; its VM must be off.
     #[serde(default)]
     #[param(value_type = Option<bool>)]
     writable: bool,
 }
 
-/// Exposes a disk over NBD, as WebSockets of binary messages. The first one holds it exposed: it sends `.` every
-/// 10 seconds and `q` to let go, is told in words what went wrong, if anything did, and ends when the disk is free.
-/// Each further one, with `connect`, is an NBD connection. The VM does not start while a disk of it is
-/// exposed; a disk of a VM that runs is exposed for reading alone.
+/// Exposes a disk over NBD, as WebSockets of binary messages. The first one keeps it exposed: its client sends `.`
+/// every 10 seconds and `q` to end, receives a text if an error occurs, and the WebSocket closes when the disk is free.
+/// Each further one, with `connect`, is an NBD connection. The VM does not start while a disk of it is exposed; a disk
+/// of a running VM is exposed read-only.
 #[utoipa::path(get, path = "/api/v1/vms/{vm}/disks/{disk}/expose", tag = "vms",
     params(("vm" = String, Path, description = "The VM's name or id"),
            ("disk" = String, Path, description = "The disk's name within the VM, or its id"), ExposeQuery),
-    responses((status = 101, description = "The WebSocket stands"), ProblemResponse))]
+    responses((status = 101, description = "The WebSocket is open"), ProblemResponse))]
 pub(super) async fn expose(
     State(control): State<Arc<Services>>,
     TwoPathSegments(vm, disk): TwoPathSegments,
@@ -82,24 +82,18 @@ pub(super) async fn expose(
     let held = connections::hold(connection.as_ref())?;
     let ExposeQuery { connect, writable } = query;
     let what = if connect { Exposing::Connect } else { Exposing::Hold { writable } };
-    // Before the upgrade, so that a refusal is an answer that can be read.
+    // Before the upgrade, so that the client can read a refusal.
     let stream = services::disks::expose(&control, &caller, &vm, &disk, what).await?;
-    let message = |bytes: Vec<u8>| Message::Binary(bytes.into());
-    let carried = |message| match message {
-        Message::Binary(bytes) => Carried::Bytes(bytes.into()),
-        Message::Ping(_) | Message::Pong(_) => Carried::Nothing,
-        Message::Text(_) | Message::Close(_) => Carried::End,
-    };
     Ok(upgrade.max_message_size(MESSAGE_MAX).max_frame_size(MESSAGE_MAX).on_upgrade(
         async move |socket| {
             let _held = (held, connection);
-            expose::carry(socket, stream, message, carried).await;
+            carry(socket, stream).await;
         },
     ))
 }
 
-/// Shows how far the replica of a disk is behind, now. Refused for a disk that its policy gave none, while its VM is
-/// off, and where the disk is served without it.
+/// Shows how far the replica of a disk is behind now. Refused if the disk's policy has no replica, if its VM is off,
+/// and if the disk is served without its replica.
 #[utoipa::path(get, path = "/api/v1/vms/{vm}/disks/{disk}/replica", tag = "vms",
     params(("vm" = String, Path, description = "The VM's name or id"),
            ("disk" = String, Path, description = "The disk's name within the VM, or its id")),

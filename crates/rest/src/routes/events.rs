@@ -17,31 +17,31 @@ use crate::problem::ProblemResponse;
 use crate::request::auth::Authenticated;
 use crate::request::body::QueryOf;
 
-/// Which events.
+/// The requested events.
 #[derive(Debug, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
 pub(super) struct EventQuery {
-    /// Those after this sequence number.
+    /// Only those after this sequence number.
     after: Option<i64>,
     /// How many at most.
     limit: Option<u32>,
-    /// How long to wait where there is none yet, in seconds, at most 25.
+    /// How long to wait if there is none yet, in seconds, at most 25.
     wait_seconds: Option<u32>,
-    /// Those of this kind (`vm.started`), or of all kinds that begin so (`vm`).
+    /// Only those of this kind (`vm.started`), or of all kinds with this prefix (`vm`).
     kind: Option<String>,
-    /// Those about the resource of this name.
+    /// Only those about the resource of this name.
     target: Option<String>,
-    /// Those since this time (RFC 3339), to the second.
+    /// Only those since this time (RFC 3339), to the second.
     #[param(value_type = Option<String>, format = DateTime)]
     since: Option<Timestamp>,
-    /// Those of the request with this id.
+    /// Only those of the request with this id.
     request: Option<String>,
-    /// The newest so many, in place of those after a sequence number.
+    /// Only this many of the newest; not together with a sequence number.
     last: Option<u32>,
 }
 
-/// Lists events, oldest first; waits for the next one where that is asked for.
+/// Lists events, oldest first; with `wait_seconds`, waits for the next one if there is none.
 #[utoipa::path(get, path = "/api/v1/events", tag = "events", params(EventQuery),
     responses((status = 200, body = Page<Event>), ProblemResponse))]
 pub(super) async fn list(
@@ -59,7 +59,7 @@ pub(super) async fn list(
     Ok(Json(services::events::list(&control, &caller, request).await?))
 }
 
-/// Lists the alarms that stand, oldest first.
+/// Lists the active alarms, oldest first.
 #[utoipa::path(get, path = "/api/v1/alarms", tag = "events",
     responses((status = 200, body = Page<Alarm>), ProblemResponse))]
 pub(super) async fn alarms(

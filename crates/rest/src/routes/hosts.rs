@@ -40,7 +40,7 @@ pub(super) async fn show(
     Ok(Json(services::hosts::show(&control, &caller, &name).await?))
 }
 
-/// Changes where a host's agent is called. What its certificate says stays: another machine is not taken for it.
+/// Changes the address of a host's agent. The host keeps its certificate, so another machine is not accepted as it.
 #[utoipa::path(patch, path = "/api/v1/hosts/{host}", tag = "hosts",
     params(("host" = String, Path, description = "Its name or id"), DryRunQuery), request_body = ChangeHost,
     responses((status = 200, body = HostOrPlan), ProblemResponse))]

@@ -1,4 +1,4 @@
-//! What KMIP providers have and others do not: servers to trust, a client certificate, a test.
+//! Routes of KMIP providers only: trust in servers, a client certificate, a test.
 
 use std::sync::Arc;
 
@@ -16,7 +16,7 @@ use crate::request::auth::Authenticated;
 use crate::request::body::{self, PathSegment, QueryOf, TwoPathSegments};
 use crate::request::dry_run::DryRunQuery;
 
-/// Shows the certificate that a server shows now; nothing is trusted by that.
+/// Shows the current certificate of a server, without trusting it.
 #[utoipa::path(get, path = "/api/v1/providers/{provider}/servers/{server}/certificate", tag = "providers",
     params(("provider" = String, Path, description = "Its name or id"),
            ("server" = String, Path, description = "The server's alias")),
@@ -29,7 +29,7 @@ pub(super) async fn certificate(
     Ok(Json(services::kmip::certificate(&control, &caller, &name, &alias).await?))
 }
 
-/// Trusts a server: the certificate with a fingerprint, or what authorities sign.
+/// Trusts a server: the certificate with a fingerprint, or certificates that given authorities sign.
 #[utoipa::path(post, path = "/api/v1/providers/{provider}/servers/{server}/trust", tag = "providers",
     params(("provider" = String, Path, description = "Its name or id"),
            ("server" = String, Path, description = "The server's alias"), DryRunQuery),
@@ -48,7 +48,7 @@ pub(super) async fn trust(
     ))
 }
 
-/// Makes a certificate request for the provider's client key, or for a new one, for somebody else to sign.
+/// Makes a certificate request for the provider's client key or for a new one, for an authority to sign.
 #[utoipa::path(post, path = "/api/v1/providers/{provider}/certificate-request", tag = "providers",
     params(("provider" = String, Path, description = "Its name or id"), DryRunQuery),
     request_body = ClientName, responses((status = 200, body = PemOrPlan), ProblemResponse))]
@@ -66,7 +66,7 @@ pub(super) async fn request_certificate(
     ))
 }
 
-/// Makes a client certificate that nobody else signs, and uses it from now on.
+/// Makes a self-signed client certificate, and uses it from now on.
 #[utoipa::path(post, path = "/api/v1/providers/{provider}/self-signed-certificate", tag = "providers",
     params(("provider" = String, Path, description = "Its name or id"), DryRunQuery),
     request_body = ClientName, responses((status = 200, body = PemOrPlan), ProblemResponse))]
@@ -84,8 +84,8 @@ pub(super) async fn self_sign(
     ))
 }
 
-/// Sets the client certificate: a signed one for the key that is there, or that was made for it; or one with
-/// another key.
+/// Sets the client certificate: a signed one for the provider's key or for the key of its certificate request; or one
+/// with another key.
 #[utoipa::path(put, path = "/api/v1/providers/{provider}/certificate", tag = "providers",
     params(("provider" = String, Path, description = "Its name or id"), DryRunQuery),
     request_body = SetClientCertificate,
@@ -104,7 +104,7 @@ pub(super) async fn set_certificate(
     ))
 }
 
-/// Tries every server of a provider; where that is wanted with a key, made at one and read at each.
+/// Tests every server of a provider; on request also creates a key at one and reads it at each.
 #[utoipa::path(post, path = "/api/v1/providers/{provider}/test", tag = "providers",
     params(("provider" = String, Path, description = "Its name or id")),
     request_body = TestProvider, responses((status = 200, body = ProviderTest), ProblemResponse))]

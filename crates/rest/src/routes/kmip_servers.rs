@@ -1,4 +1,4 @@
-//! The servers of a KMIP provider: added, removed, at another address, in another order.
+//! The servers of a KMIP provider: adds, removes, and moves them, and changes their addresses.
 
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ use crate::request::auth::Authenticated;
 use crate::request::body::{self, PathSegment, QueryOf, TwoPathSegments};
 use crate::request::dry_run::DryRunQuery;
 
-/// Adds a server to a KMIP provider, as the last in the order; its certificate has to be trusted then.
+/// Adds a server to a KMIP provider, as the last in the order; its certificate must be trusted afterwards.
 #[utoipa::path(post, path = "/api/v1/providers/{provider}/servers", tag = "providers",
     params(("provider" = String, Path, description = "Its name or id"), DryRunQuery),
     request_body = AddKmipServer, responses((status = 200, body = ProviderOrPlan), ProblemResponse))]
@@ -50,7 +50,7 @@ pub(super) async fn remove(
     ))
 }
 
-/// Changes the address of a server; whom to trust for it stays as it is.
+/// Changes the address of a server; its trusted certificates stay.
 #[utoipa::path(put, path = "/api/v1/providers/{provider}/servers/{server}", tag = "providers",
     params(("provider" = String, Path, description = "Its name or id"),
            ("server" = String, Path, description = "The server's alias"), DryRunQuery),
@@ -69,7 +69,7 @@ pub(super) async fn set(
     ))
 }
 
-/// Moves a server in the order in which servers are asked.
+/// Moves a server in the order in which vmseal asks them.
 #[utoipa::path(post, path = "/api/v1/providers/{provider}/servers/{server}/move", tag = "providers",
     params(("provider" = String, Path, description = "Its name or id"),
            ("server" = String, Path, description = "The server's alias"), DryRunQuery),

@@ -1,10 +1,10 @@
-//! What the server and its hosts log.
+//! The log levels of the server and its hosts.
 
 use std::sync::Arc;
 
 use axum::Json;
 use axum::extract::State;
-use vmseal_api::model::LogLevel;
+use vmseal_api::log_level::LogLevel;
 use vmseal_api::request::SetLogLevel;
 use vmseal_control::services::{self, Services};
 
@@ -12,7 +12,7 @@ use crate::problem::ProblemResponse;
 use crate::request::auth::Authenticated;
 use crate::request::body::{self, PathSegment};
 
-/// Shows what the server logs.
+/// Shows the log levels of the server.
 #[utoipa::path(get, path = "/api/v1/log-level", tag = "server",
     responses((status = 200, body = LogLevel), ProblemResponse))]
 pub(super) async fn show(
@@ -22,7 +22,7 @@ pub(super) async fn show(
     Ok(Json(services::log_levels::show(&control, &caller).await?))
 }
 
-/// Changes what the server logs, until its process ends.
+/// Changes the log levels of the server, until its process ends.
 #[utoipa::path(put, path = "/api/v1/log-level", tag = "server",
     request_body = SetLogLevel, responses((status = 200, body = LogLevel), ProblemResponse))]
 pub(super) async fn set(
@@ -33,7 +33,7 @@ pub(super) async fn set(
     Ok(Json(services::log_levels::set(&control, &caller, request).await?))
 }
 
-/// Shows what a host's agent logs.
+/// Shows the log levels of a host's agent.
 #[utoipa::path(get, path = "/api/v1/hosts/{host}/log-level", tag = "hosts",
     params(("host" = String, Path, description = "Its name or id")),
     responses((status = 200, body = LogLevel), ProblemResponse))]
@@ -45,7 +45,7 @@ pub(super) async fn show_host(
     Ok(Json(services::log_levels::show_host(&control, &caller, &name).await?))
 }
 
-/// Changes what a host's agent and the filters of its VMs log, until the agent's process ends.
+/// Changes the log levels of a host's agent and of the filters of its VMs, until the agent's process ends.
 #[utoipa::path(put, path = "/api/v1/hosts/{host}/log-level", tag = "hosts",
     params(("host" = String, Path, description = "Its name or id")),
     request_body = SetLogLevel, responses((status = 200, body = LogLevel), ProblemResponse))]

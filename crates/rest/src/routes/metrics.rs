@@ -1,4 +1,4 @@
-//! `GET /metrics`: what Prometheus scrapes, behind the same tokens as the API.
+//! `GET /metrics`, for Prometheus; needs the same tokens as the API.
 //!
 //! ```text
 //! GET /metrics              the server's own
@@ -23,7 +23,7 @@ use crate::problem::ProblemResponse;
 use crate::request::auth::Authenticated;
 use crate::request::body::PathSegment;
 
-/// The routes; they are no part of the API and its document.
+/// The routes; they are not part of the API and the OpenAPI document.
 pub(crate) fn routes() -> [(&'static str, MethodRouter<Arc<Services>>); 3] {
     [
         ("/metrics", get(server)),

@@ -54,7 +54,7 @@ pub(super) async fn show(
     Ok(Json(services::providers::show(&control, &caller, &name).await?))
 }
 
-/// Removes a key provider that nothing uses, with its key.
+/// Removes a key provider that is not in use, with its key.
 #[utoipa::path(delete, path = "/api/v1/providers/{provider}", tag = "providers",
     params(("provider" = String, Path, description = "Its name or id"), DryRunQuery),
     responses((status = 204, description = "It is removed"), (status = 200, body = Plan), ProblemResponse))]
@@ -69,7 +69,7 @@ pub(super) async fn remove(
     ))
 }
 
-/// Gives a provider's passphrase, after a start of the server.
+/// Unlocks a provider with its passphrase, after a start of the server.
 #[utoipa::path(post, path = "/api/v1/providers/{provider}/unlock", tag = "providers",
     params(("provider" = String, Path, description = "Its name or id"), DryRunQuery),
     request_body = GivePassphrase, responses((status = 200, body = ProviderOrPlan), ProblemResponse))]
@@ -105,7 +105,7 @@ pub(super) async fn change_passphrase(
     ))
 }
 
-/// Gives a backup of the provider's key, and of the settings of a KMIP provider, sealed under the passphrase of
+/// Returns a backup of the provider's key, and of the settings of a KMIP provider, sealed under the passphrase of
 /// the request.
 #[utoipa::path(post, path = "/api/v1/providers/{provider}/backup", tag = "providers",
     params(("provider" = String, Path, description = "Its name or id"), DryRunQuery),
@@ -124,7 +124,7 @@ pub(super) async fn backup(
     ))
 }
 
-/// Verifies a backup; the provider makes keys from the first success on.
+/// Verifies a backup; the provider creates keys from the first success on.
 #[utoipa::path(post, path = "/api/v1/providers/{provider}/verify", tag = "providers",
     params(("provider" = String, Path, description = "Its name or id"), DryRunQuery),
     request_body = VerifyBackup, responses((status = 200, body = ProviderOrPlan), ProblemResponse))]

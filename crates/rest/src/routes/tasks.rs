@@ -15,7 +15,7 @@ use crate::request::auth::Authenticated;
 use crate::request::body::{EmptyBody, OptionalJson, PathSegment, QueryOf};
 use crate::request::dry_run::DryRunQuery;
 
-/// Which tasks.
+/// The requested tasks.
 #[derive(Debug, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
@@ -24,7 +24,7 @@ pub(super) struct TaskQuery {
     after: Option<String>,
     /// How many tasks at most.
     limit: Option<u32>,
-    /// Those in this state.
+    /// Only those in this state.
     state: Option<TaskState>,
 }
 
@@ -66,8 +66,8 @@ pub(super) async fn cancel(
     Ok(Answer(services::tasks::cancel(&control, &caller, &id, query.dry_run).await?.map(Accepted)))
 }
 
-/// Notes that an operator has seen to what a task left, and clears its alarm. A task that this version cannot carry
-/// out ends as unknown, and its VM is free for others.
+/// Records that an operator has handled what a task left behind, and clears its alarm. A task that this version cannot
+/// run ends as unknown, and its VM is free for other tasks.
 #[utoipa::path(post, path = "/api/v1/tasks/{task}/resolve", tag = "tasks",
     params(("task" = String, Path, description = "Its id"), DryRunQuery),
     responses((status = 200, body = TaskOrPlan), ProblemResponse))]

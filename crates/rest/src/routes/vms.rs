@@ -38,7 +38,7 @@ pub(super) async fn show(
     Ok(Json(services::vms::show(&control, &caller, &name).await?))
 }
 
-/// Makes a VM.
+/// Creates a VM.
 #[utoipa::path(post, path = "/api/v1/vms", tag = "vms", params(DryRunQuery), request_body = CreateVm,
     responses((status = 202, body = model::Task), (status = 200, body = Plan), ProblemResponse))]
 pub(super) async fn create(
@@ -67,7 +67,7 @@ pub(super) async fn start(
 }
 
 /// Stops a VM; one that is off stays off. With `force`, a task that waits for the guest to shut down cuts its power
-/// instead, and is the task that is answered.
+/// instead, and the answer is that task.
 #[utoipa::path(post, path = "/api/v1/vms/{vm}/stop", tag = "vms",
     params(("vm" = String, Path, description = "Its name or id"), DryRunQuery),
     request_body = Option<StopVm>, responses((status = 202, body = model::Task), (status = 200, body = Plan), ProblemResponse))]
@@ -83,7 +83,7 @@ pub(super) async fn stop(
     ))
 }
 
-/// Deletes a VM that is off, with its disks and its key; also what is left of one.
+/// Deletes a VM that is off, with its disks and its key, or the remains of one.
 #[utoipa::path(delete, path = "/api/v1/vms/{vm}", tag = "vms",
     params(("vm" = String, Path, description = "Its name or id"), DryRunQuery),
     responses((status = 202, body = model::Task), (status = 200, body = Plan), ProblemResponse))]
@@ -96,8 +96,8 @@ pub(super) async fn delete(
     Ok(Answer(services::vms::delete(&control, &caller, &name, query.dry_run).await?.map(Accepted)))
 }
 
-/// Gives a VM that is off another key-encryption key, of its provider or another one, and destroys the one that it
-/// had. The data of its disks is not rewritten.
+/// Gives a VM that is off another key-encryption key, of its provider or another one, and destroys the old one. The
+/// data of its disks is not rewritten.
 #[utoipa::path(post, path = "/api/v1/vms/{vm}/recrypt", tag = "vms",
     params(("vm" = String, Path, description = "Its name or id"), DryRunQuery),
     request_body = Option<RecryptVm>, responses((status = 202, body = model::Task), (status = 200, body = Plan), ProblemResponse))]

@@ -50,7 +50,7 @@ async fn one_is_started_cleared_and_removed_and_each_is_an_event() {
 }
 
 #[tokio::test]
-async fn what_cannot_be_is_refused_by_name_and_is_no_event() {
+async fn impossible_requests_are_refused_and_have_no_event() {
     let api = with_vm().await;
     for bad in ["", "a b", "..", "-f", &"a".repeat(65)] {
         api.post(PLACE, json!({ "name": bad })).await.assert_field("name");
@@ -72,7 +72,7 @@ async fn what_cannot_be_is_refused_by_name_and_is_no_event() {
     api.fixture.agent.inject(Call::ChangeBitmap, 1, Fault::Refuse(ErrorCode::InUse));
     api.delete(&format!("{PLACE}/b0")).await.assert_problem(409, "in-use");
     assert_eq!(events(&api).await.len(), known);
-    // With the VM all of them are gone.
+    // All of them are gone once the VM stops.
     api.done(api.post("vms/web/stop", json!({ "force": true })).await).await;
     let off = api.get(PLACE).await;
     let said = off.assert_problem(409, "wrong-state").body["detail"].to_string();
@@ -102,7 +102,7 @@ async fn a_dry_run_says_what_would_be_done_or_refuses_as_it_would_be() {
     assert_eq!((events(&api).await, names(&api).await), (told, sunday));
 }
 
-/// What a policy says of its disks' memory is told to their host, and is not more than a VM may have.
+/// The cache size of a policy reaches the host of its disks, and is limited for each VM.
 #[tokio::test]
 async fn a_policy_gives_disks_a_cache_and_a_vm_no_more_than_it_may_have() {
     let api = Api::new().await;

@@ -1,8 +1,8 @@
-//! Requests that are only tried.
+//! Dry runs.
 
 use super::*;
 
-/// All that a request could have changed: the inventory, the events, and what providers have on disk.
+/// Everything that a request could have changed: the inventory, the events, and the files of providers.
 async fn everything(api: &Api) -> Vec<Value> {
     let mut all = Vec::new();
     for list in ["hosts", "datastores", "providers", "policies", "vms", "tasks", "events"] {
@@ -64,7 +64,7 @@ async fn a_dry_run_says_what_would_be_done_and_changes_nothing() {
     }
     assert_eq!(everything(&api).await, before);
     let told = &api.fixture.agent.calls()[calls..];
-    // These only look.
+    // These only read.
     let harmless = ["ExamineDatastore", "ExamineDisk", "ExamineJob", "MeasureDatastore"];
     assert!(told.iter().all(|call| harmless.contains(&&*format!("{call:?}"))), "{told:?}");
     assert_eq!(api.fixture.agent.exports(), (Vec::new(), 0));
@@ -102,7 +102,7 @@ async fn a_dry_run_is_refused_as_the_request_would_be() {
         let answer = api.raw(method, &format!("{path}?dry_run=true"), body.to_string()).await;
         assert_eq!(answer.status.as_u16(), status, "{path}: {}", answer.body);
     }
-    // The host looks at images and room, and no key is made for that.
+    // The host checks images and free space; no key is created for that.
     let from = |image: &str| {
         let disk = json!({ "name": "root", "datastore": "local", "size": 1 << 20, "image": image, "format": "qcow2" });
         let mut request = vm_with("/name", json!("two"));
@@ -115,7 +115,7 @@ async fn a_dry_run_is_refused_as_the_request_would_be() {
         let answer = api.post("vms?dry_run=true", request).await;
         answer.assert_field("disks[1].image");
     }
-    // What cannot be tried is not carried out instead, however the question is spelt.
+    // A request without dry runs is not carried out instead, however the query is spelt.
     for query in ["dry_run=true", "dry%5Frun=true", "x=1"] {
         let answer = api.post(&format!("providers/keys/test?{query}"), json!({})).await;
         answer.assert_field("query");

@@ -4,9 +4,9 @@ use std::time::Duration;
 
 use super::*;
 
-/// The handler stands in the middle of its work when its client goes: what it has begun is done all the same.
+/// The client disconnects while the handler is in the middle of its work: the handler finishes it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_client_that_hangs_up_leaves_no_task_that_nobody_carries_out() {
+async fn a_client_that_disconnects_leaves_no_task_that_does_not_run() {
     let api = Api::new().await;
     api.done(api.post("vms", vm()).await).await;
     // The inventory has one writer: the handler waits for it.

@@ -1,4 +1,4 @@
-//! Where hosts are called.
+//! Changes of the addresses of hosts.
 
 use axum::http::Method;
 use serde_json::json;
@@ -37,7 +37,7 @@ async fn a_hosts_address_can_be_changed_and_not_to_another_hosts() {
     let events = api.get("events?kind=host.address-changed").await.body;
     let told = events["items"][0]["detail"].as_str().unwrap();
     assert!(told.ends_with("to 192.0.2.7:8444"), "{told}");
-    // Its own address is no other host's, and the other one's is free when that has gone elsewhere.
+    // A host may keep its own address, and the other one's is free once that has changed.
     assert_eq!(set("hosts/here", "192.0.2.7:8444").await.status, 200);
     assert_eq!(set("hosts/other", "host.example:8444").await.status, 200);
     assert_eq!(set("hosts/here", "192.0.2.9:8444").await.status, 200);

@@ -1,4 +1,4 @@
-//! What server and hosts log, changed from outside.
+//! Changes of the log levels of server and hosts.
 
 use super::*;
 
@@ -56,5 +56,5 @@ async fn levels_are_shown_and_changed_and_every_change_is_an_event() {
     api.fixture.agent.set_reachable(false);
     let silent = api.put("hosts/here/log-level", json!({ "levels": "off" })).await;
     silent.assert_problem(502, "unreachable");
-    assert_eq!(api.events_of("host.log-level-set").await.len(), 2, "what was not done was told");
+    assert_eq!(api.events_of("host.log-level-set").await.len(), 2, "a refused change has an event");
 }

@@ -9,14 +9,14 @@ use super::*;
 use crate::request::auth::Authenticated;
 use crate::routes::{metrics, user_router};
 
-/// Routes that anybody may ask.
+/// Routes that need no credentials.
 const PUBLIC: [(&str, &str); 2] = [("GET", "/api/v1/about"), ("POST", "/api/v1/hosts/join")];
 
-/// A passphrase in the form that requests have.
+/// A passphrase in the form of requests.
 const SEALED: &str = r#"{"passphrase_box": "", "sealed": ""}"#;
 
-/// Each other route: method, path, privilege, and a body of the form that it takes. What is in them is refused, or
-/// about nothing that there is.
+/// Each other route: method, path, privilege, and a body of the right form. The content is refused, or names
+/// resources that do not exist.
 fn routes() -> Vec<(&'static str, &'static str, Privilege, String)> {
     use Privilege::*;
     let of = |text: &str| text.replace("SEALED", SEALED);
@@ -156,7 +156,7 @@ fn routes() -> Vec<(&'static str, &'static str, Privilege, String)> {
 /// Routes, by method and path.
 type Routes = BTreeSet<(String, String)>;
 
-/// What the router serves, and which of it has a dry run.
+/// The routes of the router, and which of them have a dry run.
 fn served() -> (Routes, Routes) {
     let document = serde_json::to_value(document()).unwrap();
     let (mut all, mut dry) = (Routes::new(), Routes::new());
@@ -170,7 +170,7 @@ fn served() -> (Routes, Routes) {
             all.insert(route);
         }
     }
-    // They are not in the document, and are read alone.
+    // They are not in the OpenAPI document, and are only read.
     all.extend(metrics::routes().map(|(path, _)| ("GET".to_owned(), path.to_owned())));
     (all, dry)
 }
@@ -179,7 +179,7 @@ fn caller(privileges: impl IntoIterator<Item = Privilege>) -> Caller {
     Caller::new("somebody", privileges.into_iter().collect())
 }
 
-/// A request about resources that there are not; one that asks for a WebSocket, where the answer is one.
+/// A request about resources that do not exist; it asks for a WebSocket if the route is one.
 fn request(method: &str, path: &str, body: &str) -> Request<Body> {
     let segments = path.split('/').map(|it| if it.starts_with('{') { "none" } else { it });
     let mut request = Request::builder()
@@ -198,7 +198,7 @@ fn request(method: &str, path: &str, body: &str) -> Request<Body> {
 }
 
 impl Api {
-    /// What somebody is answered who was authenticated.
+    /// The answer to an authenticated user.
     async fn send_as(&self, caller: Caller, request: Request<Body>) -> Answer {
         let router = user_router().layer(Extension(Authenticated(caller)));
         self.answer(router.with_state(Arc::clone(&self.control)), request).await
@@ -218,7 +218,7 @@ fn every_route_that_is_not_public_has_its_privilege_in_the_table() {
 }
 
 #[tokio::test]
-async fn nobody_gets_past_a_route_without_a_token() {
+async fn every_route_refuses_requests_without_a_token() {
     let api = Api::new().await;
     for (method, path, _, body) in routes() {
         let answer = api.send(request(method, path, &body)).await;
@@ -271,8 +271,31 @@ async fn every_route_is_forbidden_without_its_privilege_and_allowed_with_it_alon
     }
 }
 
+/// What a request is refused for is not found out by whoever may not send it.
 #[tokio::test]
-async fn what_is_encrypted_needs_the_cryptography_privileges_too() {
+async fn who_may_not_is_told_so_before_what_they_sent_is_understood() {
+    let api = Api::new().await;
+    for (method, path, privilege, _) in routes() {
+        let others = || caller(Privilege::ALL.into_iter().filter(|other| *other != privilege));
+        for body in ["{", "nonsense", &"x".repeat(BODY_MAX + 1)] {
+            for query in ["", "?nonsense=1"] {
+                let send = || request(method, &format!("{path}{query}"), body);
+                let what = format!("{method} {path}{query}");
+                let answer = api.send_as(others(), send()).await;
+                assert_eq!(answer.status, StatusCode::FORBIDDEN, "{what}: {}", answer.body);
+                let answer = api.send(send()).await;
+                assert_eq!(answer.status, StatusCode::UNAUTHORIZED, "{what}: {}", answer.body);
+            }
+        }
+        let mut plain = request(method, path, "{");
+        plain.headers_mut().clear();
+        let answer = api.send_as(others(), plain).await;
+        assert_eq!(answer.status, StatusCode::FORBIDDEN, "{method} {path}: {}", answer.body);
+    }
+}
+
+#[tokio::test]
+async fn encrypted_resources_need_the_cryptography_privileges_too() {
     let api = Api::new().await;
     api.fixture.made("secret", "encrypted").await;
     api.fixture.made("open", "plain").await;

@@ -1,4 +1,4 @@
-//! Recryption by the API.
+//! Recryption through the API.
 
 use super::*;
 
@@ -32,7 +32,7 @@ async fn a_vm_is_given_a_key_of_another_provider_and_shows_it() {
     let rotated = api.get("vms/web").await.body;
     assert_eq!(rotated["provider"], "other");
     assert_ne!(rotated["key"]["key_id"], after["key"]["key_id"]);
-    // The provider that it has left has no key in use.
+    // The old provider has no key in use.
     api.raw(Method::DELETE, "providers/other", String::new()).await.assert_problem(409, "in-use");
 }
 

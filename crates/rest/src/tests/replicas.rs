@@ -4,7 +4,7 @@ use serde_json::{Value, json};
 
 use super::{Api, vm_with};
 
-/// Where a datastore of the host is, called `second`.
+/// The directory of the host's datastore `second`.
 async fn add_second(api: &Api) -> std::path::PathBuf {
     let second = api.fixture.directory.path().join("second");
     std::fs::create_dir(&second).unwrap();
@@ -14,7 +14,7 @@ async fn add_second(api: &Api) -> std::path::PathBuf {
     second
 }
 
-/// A policy names a datastore that somebody has; each disk's host has to have it, and not as the disk's own.
+/// A policy names a datastore that some host has; each disk's host must have it, and it must not be the disk's own.
 #[tokio::test]
 async fn a_policy_has_disks_replicated_to_another_datastore_of_their_host() {
     let api = Api::new().await;
@@ -42,11 +42,11 @@ async fn a_policy_has_disks_replicated_to_another_datastore_of_their_host() {
     let shown = api.get("vms/web").await.body;
     let expected = json!({ "datastore": "second", "bytes_per_second": rate });
     assert_eq!(shown["disks"][1]["replica"], expected, "{shown}");
-    // It is not forgotten while a replica is on it.
+    // It cannot be removed while a replica is on it.
     api.delete("datastores/second").await.assert_problem(409, "in-use");
 }
 
-/// The host's filter says it, as long as there is one that writes the replica.
+/// The status comes from the host's filter, while one writes the replica.
 #[tokio::test]
 async fn how_far_a_replica_is_behind_is_shown_while_its_vm_runs() {
     let api = Api::new().await;

@@ -18,7 +18,7 @@ impl Api {
 }
 
 #[tokio::test]
-async fn a_requests_id_is_in_its_answer_its_task_its_events_and_what_its_host_is_told() {
+async fn a_requests_id_is_in_its_answer_its_task_its_events_and_the_calls_to_its_host() {
     let api = Api::new().await;
     api.done(api.post("vms", vm()).await).await;
     let begun = api.post_as(b"mine-1", "vms/web/start").await;
@@ -35,7 +35,7 @@ async fn a_requests_id_is_in_its_answer_its_task_its_events_and_what_its_host_is
     assert_eq!(of(&events, "task.begun").last(), Some(&json!("mine-1")));
     assert_eq!(of(&events, "task.done").last(), Some(&json!("mine-1")));
     assert_eq!(of(&events, "vm.started"), [json!("mine-1")]);
-    // Two requests are two, and what the server does of itself is none's.
+    // Two requests have two ids, and work of the server itself has none.
     assert_ne!(of(&events, "task.begun")[0], "mine-1");
     assert_eq!(of(&events, "provider.added"), [Value::Null]);
     let told = api.fixture.agent.requests(Call::PowerOn);
@@ -56,7 +56,7 @@ async fn an_id_that_could_forge_a_line_of_log_is_replaced() {
         assert!(told.len() == 32 && told.iter().all(u8::is_ascii_alphanumeric), "{told:?}");
         assert_eq!(refused.body["request_id"].as_str().unwrap().as_bytes(), told);
     }
-    // What no handler sees has an id too, and so has what is refused at the door.
+    // A request that no handler gets has an id too, and so has one that is refused before.
     let request = Request::get("/nothing").header(HEADER, "mine-2").body(Body::empty()).unwrap();
     let refused = api.send(request).await;
     assert_eq!(

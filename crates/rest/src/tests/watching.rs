@@ -1,4 +1,4 @@
-//! What `--watch` is built on, and filters.
+//! The requests behind `--watch`, and filters.
 
 use super::*;
 
@@ -7,7 +7,7 @@ async fn the_change_number_changes_with_what_is_shown_and_only_then() {
     let api = Api::new().await;
     api.done(api.post("vms", vm()).await).await;
     let number = async || api.get("changes").await.body["change"].as_u64().unwrap();
-    // What the task left to be seen is seen.
+    // The changes that the task made are visible.
     let mut last = number().await;
     loop {
         let waited = api.get(&format!("changes?after={last}&wait_seconds=1")).await;
@@ -29,7 +29,7 @@ async fn the_change_number_changes_with_what_is_shown_and_only_then() {
     let ((seen, after), begun) = tokio::join!(waiting, changing);
     assert!(seen != last && after < std::time::Duration::from_secs(10), "{after:?}");
     api.done(begun).await;
-    // A number of another run of the server, larger or smaller, is another number.
+    // A number of another run of the server, larger or smaller, counts as a different one.
     for other in [0, u64::MAX] {
         let path = format!("changes?after={other}&wait_seconds=20");
         let answer = tokio::time::timeout(std::time::Duration::from_secs(5), api.get(&path)).await;

@@ -1,4 +1,4 @@
-//! Certificates: whether they are valid, and how long still.
+//! Certificates: whether they are valid, and for how long.
 
 use std::path::Path;
 
@@ -11,15 +11,15 @@ use zeroize::Zeroizing;
 use super::Finding;
 use crate::host::identity::Identity;
 
-/// Who has less time than this is told, in days.
+/// A warning is given when less time than this is left, in days.
 const SOON: i64 = 30;
 
 const DAY: i64 = 24 * 3600;
 
 /// The certificates of a server on this machine, where there is one.
 pub fn of_server(data_dir: &Path) -> Vec<Finding> {
-    const RESTART: &str = "restart the server: it makes itself another one";
-    const AUTHORITY: &str = "hosts and clients trust nothing after that: plan a new control plane, and join the hosts to it";
+    const RESTART: &str = "restart the server: it makes a new one";
+    const AUTHORITY: &str = "hosts and clients trust no server after that: plan a new control plane, and join the hosts to it";
     let mut findings = Vec::new();
     for (check, file, remedy) in
         [("server-authority", "ca.pem", AUTHORITY), ("server-certificate", "server.pem", RESTART)]
@@ -51,7 +51,7 @@ fn judge(check: &str, pem: &[u8], remedy: &str) -> Finding {
     let der = match CertificateDer::from_pem_slice(pem) {
         Ok(der) => der,
         Err(error) => {
-            return Finding::failed(check, format!("there is no certificate: {error}"), remedy);
+            return Finding::failed(check, format!("the file has no certificate: {error}"), remedy);
         }
     };
     match X509Certificate::from_der(&der) {
@@ -60,18 +60,18 @@ fn judge(check: &str, pem: &[u8], remedy: &str) -> Finding {
             let (from, until) = (validity.not_before.timestamp(), validity.not_after.timestamp());
             judge_times(check, (from, until), Timestamp::now().as_second(), remedy)
         }
-        Err(error) => Finding::failed(check, format!("it is none: {error}"), remedy),
+        Err(error) => Finding::failed(check, format!("it is not a certificate: {error}"), remedy),
     }
 }
 
 fn judge_times(check: &str, (from, until): (i64, i64), now: i64, remedy: &str) -> Finding {
     let date = |at: i64| Timestamp::from_second(at).map(|at| at.to_string()).unwrap_or_default();
     if now < from {
-        let found = format!("it is valid from {} on, which is not yet", date(from));
+        let found = format!("it is not valid before {}", date(from));
         return Finding::failed(check, found, "set this machine's clock");
     }
     if now > until {
-        return Finding::failed(check, format!("it ended at {}", date(until)), remedy);
+        return Finding::failed(check, format!("it expired at {}", date(until)), remedy);
     }
     let days = (until - now) / DAY;
     let found = format!("it is valid until {} ({days} days)", date(until));

@@ -1,5 +1,5 @@
-//! What only the kernel can be asked: the clock, io_uring, and what confines filters. The one module here
-//! with `unsafe`.
+//! What depends on the kernel: the clock, io_uring, and the confinement of filters. The one module here with
+//! `unsafe`.
 
 use std::io;
 use std::os::fd::{FromRawFd, OwnedFd, RawFd};
@@ -9,7 +9,7 @@ use super::Finding;
 /// The size of `struct io_uring_params` (linux/io_uring.h), in bytes.
 const PARAMS: usize = 120;
 
-/// Whether a ring can be made.
+/// Whether an io_uring can be created.
 pub fn io_uring() -> Finding {
     const CHECK: &str = "io-uring";
     let mut params = [0_u8; PARAMS];
@@ -19,7 +19,7 @@ pub fn io_uring() -> Finding {
         Ok(fd) if fd >= 0 => {
             // SAFETY: the kernel has just returned this descriptor, and nobody else knows it.
             drop(unsafe { OwnedFd::from_raw_fd(fd) });
-            Finding::ok(CHECK, "rings can be made")
+            Finding::ok(CHECK, "rings can be created")
         }
         _ => {
             let error = io::Error::last_os_error();
@@ -28,7 +28,7 @@ pub fn io_uring() -> Finding {
             Finding::warning(
                 CHECK,
                 format!(
-                    "no ring can be made ({error}; kernel.io_uring_disabled is '{}'): each request blocks its queue",
+                    "no ring can be created ({error}; kernel.io_uring_disabled is '{}'): each request blocks its queue",
                     disabled.trim()
                 ),
                 "sysctl kernel.io_uring_disabled=0, and allow io_uring in the container's or unit's filter",
@@ -37,10 +37,10 @@ pub fn io_uring() -> Finding {
     }
 }
 
-/// The version of Landlock that knows all that a filter asks of it (Linux 6.12).
+/// The first Landlock version with everything that a filter asks for (Linux 6.12).
 const LANDLOCK_WHOLE: i64 = 6;
 
-/// What keeps a filter that was taken over from more than its disks.
+/// Whether a filter that was taken over can reach only its disks.
 pub fn confinement() -> Finding {
     let actions = std::fs::read_to_string("/proc/sys/kernel/seccomp/actions_avail");
     let version = 1_u32; // LANDLOCK_CREATE_RULESET_VERSION
@@ -72,7 +72,7 @@ fn judge_confinement(actions: &str, landlock: i64) -> Finding {
     Finding::ok(CHECK, format!("filters are confined by seccomp and Landlock {landlock}{whole}"))
 }
 
-/// Whether the clock is kept right: certificates, and the order of events, depend on it.
+/// Whether the clock is synchronised: certificates and the order of events depend on it.
 pub fn clock() -> Finding {
     // SAFETY: all bytes zero is a `timex` with which nothing is set.
     let mut timex: libc::timex = unsafe { std::mem::zeroed() };
@@ -87,7 +87,7 @@ fn judge_clock(state: libc::c_int, status: libc::c_int) -> Finding {
     if state < 0 {
         return Finding::warning(
             CHECK,
-            "the kernel does not say whether it is synchronised",
+            "the kernel does not report whether it is synchronised",
             REMEDY,
         );
     }
@@ -104,7 +104,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn filters_that_cannot_be_confined_are_told() {
+    fn unconfined_filters_are_reported() {
         let actions = "kill_process kill_thread trap errno user_notif trace log allow\n";
         let judged = |actions, landlock| judge_confinement(actions, landlock).result;
         assert_eq!(judged(actions, 7), Verdict::Ok);
@@ -116,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn a_clock_that_nobody_keeps_is_told() {
+    fn an_unsynchronised_clock_is_reported() {
         assert_eq!(judge_clock(libc::TIME_OK, libc::STA_PLL).result, Verdict::Ok);
         for (state, status) in [(libc::TIME_ERROR, 0), (libc::TIME_OK, libc::STA_UNSYNC), (-1, 0)] {
             assert_eq!(judge_clock(state, status).result, Verdict::Warning);

@@ -1,4 +1,4 @@
-//! Memory: whether keys stay in it.
+//! Memory: whether keys can leave it.
 
 use vmseal_secret::Backing;
 use vmseal_secret::process::{Hardening, MemoryLock};
@@ -10,7 +10,7 @@ use crate::process::machine;
 const RAISE: &str =
     "set LimitMEMLOCK=infinity in the unit (ulimit -l unlimited in a shell), or run it as root";
 
-/// All that is about memory.
+/// All checks of memory.
 pub fn all(hardening: Hardening) -> Vec<Finding> {
     vec![
         lock(hardening.memory),
@@ -28,7 +28,7 @@ fn lock(memory: MemoryLock) -> Finding {
         MemoryLock::LimitTooLow(bytes) => Finding::warning(
             CHECK,
             format!(
-                "only {bytes} bytes may be locked: keys are, ciphers and TLS buffers may be swapped"
+                "only {bytes} bytes may be locked: keys are locked, ciphers and TLS buffers may be swapped"
             ),
             RAISE,
         ),
@@ -41,7 +41,7 @@ fn lock(memory: MemoryLock) -> Finding {
 fn filters(memory: MemoryLock) -> Finding {
     const CHECK: &str = "filter-memory-lock";
     if !nix::unistd::geteuid().is_root() {
-        return Finding::ok(CHECK, "without root, filters are as this process is");
+        return Finding::ok(CHECK, "without root, filters have the limits of this process");
     }
     if memory == MemoryLock::Locked && process::child_can_lock() {
         return Finding::ok(CHECK, "filters may lock all their memory under users of their own");
@@ -56,10 +56,9 @@ fn filters(memory: MemoryLock) -> Finding {
 fn secrets(backing: Backing) -> Finding {
     const CHECK: &str = "secret-memory";
     match backing {
-        Backing::SecretMemory => Finding::ok(
-            CHECK,
-            "keys are in memfd_secret: not even the kernel's own mappings have them",
-        ),
+        Backing::SecretMemory => {
+            Finding::ok(CHECK, "keys are in memfd_secret, which not even the kernel maps")
+        }
         Backing::LockedMemory => Finding::warning(
             CHECK,
             "the kernel has no memfd_secret: keys are in locked memory that root and the kernel can read",
@@ -87,8 +86,8 @@ fn cores(hardening: Hardening) -> Finding {
         );
         return Finding::ok(CHECK, found);
     }
-    let found = format!("cores cannot be forbidden; core_pattern sends them to {pattern}");
-    Finding::failed(CHECK, found, "start it with LimitCORE=0, and see that prctl is not filtered")
+    let found = format!("core dumps cannot be disabled; core_pattern sends them to {pattern}");
+    Finding::failed(CHECK, found, "start it with LimitCORE=0, and check that prctl is not filtered")
 }
 
 #[cfg(test)]
@@ -97,7 +96,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_could_leave_memory_is_told() {
+    fn memory_that_could_be_swapped_or_dumped_is_reported() {
         assert_eq!(lock(MemoryLock::Locked).result, Verdict::Ok);
         let low = lock(MemoryLock::LimitTooLow(65536));
         assert!(low.result == Verdict::Warning && low.found.contains("65536"));

@@ -1,5 +1,5 @@
-//! What an operator has to mend on a host, found by looking and by trying, not by asking an agent: it
-//! works before a machine has joined, and when the agent does not start.
+//! The doctor: what an operator has to fix on a host. It looks and tries instead of asking an agent, so it
+//! works before a machine has joined and when the agent does not start.
 
 mod certificates;
 mod kernel;
@@ -16,7 +16,7 @@ use vmseal_secret::process::Hardening;
 
 use crate::host::identity::{Identity, IdentityError};
 
-/// What is looked at.
+/// What to check.
 #[derive(Clone, Debug)]
 pub struct Options {
     /// Where the agent keeps its certificate.
@@ -27,13 +27,13 @@ pub struct Options {
     pub qemu: PathBuf,
     /// The `vmseal-filter` program.
     pub filter: PathBuf,
-    /// Directories that are, or are to be, datastores.
+    /// Directories that are or will be datastores.
     pub datastores: Vec<PathBuf>,
     /// What [`vmseal_secret::process::harden`] achieved in this process.
     pub hardening: Hardening,
 }
 
-/// How one thing is.
+/// The result of a check.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Verdict {
@@ -41,20 +41,20 @@ pub enum Verdict {
     Ok,
     /// vmseal works, less well or less safely than it could.
     Warning,
-    /// VMs will not run, or not encrypted, before it is mended.
+    /// VMs will not run, or not encrypted, until it is fixed.
     Failed,
 }
 
-/// What was found about one thing.
+/// The finding of one check.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Finding {
-    /// The thing; the name does not change from version to version.
+    /// The name of the check; it stays the same from version to version.
     pub check: String,
-    /// How it is.
+    /// The result.
     pub result: Verdict,
     /// What was found, and what it means.
     pub found: String,
-    /// How to mend it; none where nothing is wrong.
+    /// How to fix it; none where nothing is wrong.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub remedy: Option<String>,
 }
@@ -74,7 +74,7 @@ impl Finding {
     }
 }
 
-/// Looks at everything; takes some seconds, as a guest is run to try KVM.
+/// Runs all checks. Takes some seconds, as a guest is run to try KVM.
 pub async fn examine(options: &Options) -> Vec<Finding> {
     let mut findings = vec![processor::instructions()];
     findings.extend(programs::qemu(&options.qemu));
@@ -96,10 +96,10 @@ pub async fn examine(options: &Options) -> Vec<Finding> {
         Err(IdentityError::None(_)) => findings.push(Finding::warning(
             "host-certificate",
             format!(
-                "this machine is no host yet: there is no identity in {}",
+                "this machine is not a host yet: there is no identity in {}",
                 options.state_dir.display()
             ),
-            "if it is to be one, join a server: vmseal agent join",
+            "to make it one, join a server: vmseal agent join",
         )),
         Err(error) => findings.push(Finding::failed(
             "host-certificate",

@@ -7,7 +7,7 @@ use super::Finding;
 use crate::host::identity::Identity;
 
 /// How long a connection may take.
-const PATIENCE: Duration = Duration::from_secs(3);
+const TIMEOUT: Duration = Duration::from_secs(3);
 
 /// The server that this host joined, and its own agent.
 pub fn of_host(identity: &Identity) -> Vec<Finding> {
@@ -17,7 +17,7 @@ pub fn of_host(identity: &Identity) -> Vec<Finding> {
         reached(
             "server",
             &server,
-            "see that the server runs and listens there, and that no packet filter is in between",
+            "check that the server runs and listens there, and that no packet filter is in between",
         ),
         reached(
             "agent",
@@ -30,12 +30,12 @@ pub fn of_host(identity: &Identity) -> Vec<Finding> {
 fn reached(check: &str, address: &str, remedy: &str) -> Finding {
     let connected = address.to_socket_addrs().and_then(|mut found| {
         let address = found.next().ok_or(std::io::ErrorKind::AddrNotAvailable)?;
-        TcpStream::connect_timeout(&address, PATIENCE)
+        TcpStream::connect_timeout(&address, TIMEOUT)
     });
     match connected {
-        Ok(_) => Finding::ok(check, format!("{address} takes connections")),
+        Ok(_) => Finding::ok(check, format!("{address} accepts connections")),
         Err(error) => {
-            Finding::warning(check, format!("{address} takes no connection: {error}"), remedy)
+            Finding::warning(check, format!("{address} refuses the connection: {error}"), remedy)
         }
     }
 }
@@ -46,7 +46,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_address_that_nobody_listens_at_is_told() {
+    fn an_address_without_a_listener_is_reported() {
         let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap().to_string();
         assert_eq!(reached("it", &address, "").result, Verdict::Ok);

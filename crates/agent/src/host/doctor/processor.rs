@@ -1,4 +1,4 @@
-//! The processor: what it can, and whether guests run on it.
+//! The processor: its instructions, and whether guests run on it.
 
 use std::fs::File;
 use std::path::Path;
@@ -10,7 +10,7 @@ use crate::hypervisor::accelerator;
 use crate::process;
 use crate::process::machine::Machine;
 
-/// AES, and the wide AES that makes the cost of encryption small.
+/// AES, and the wide AES that makes encryption cheap.
 pub fn instructions() -> Finding {
     const CHECK: &str = "processor";
     if !Machine::this().aes_hardware {
@@ -34,16 +34,16 @@ fn has_wide_aes() -> bool {
     false
 }
 
-/// What helps where no guest runs under KVM, which may be `openable` all the same.
+/// The remedy where no guest runs under KVM; /dev/kvm may be `openable` all the same.
 fn kvm_remedy(openable: bool) -> &'static str {
     if openable {
-        "if this is a virtual machine, have its host allow nested virtualization, with all that the processor has; else update kernel and firmware"
+        "if this is a virtual machine, have its host allow nested virtualization and pass all processor features through; else update kernel and firmware"
     } else {
         "turn virtualization on in the firmware (in a virtual machine: nested virtualization on its host), load kvm_intel or kvm_amd, and let the agent's user open /dev/kvm"
     }
 }
 
-/// Whether a guest runs under KVM, tried anew.
+/// Whether a guest runs under KVM, tried now.
 pub async fn accelerator(qemu: &Path) -> Finding {
     const CHECK: &str = "accelerator";
     let found = accelerator::examine(&process::find_program(qemu)).await;
@@ -51,7 +51,7 @@ pub async fn accelerator(qemu: &Path) -> Finding {
         AcceleratorKind::Kvm => {
             Finding::ok(CHECK, format!("guests run under KVM: {}", found.reason))
         }
-        AcceleratorKind::Tcg => Finding::warning(
+        AcceleratorKind::Tcg | AcceleratorKind::Unknown => Finding::warning(
             CHECK,
             format!("guests are emulated, which is slow: {}", found.reason),
             kvm_remedy(File::options().read(true).write(true).open("/dev/kvm").is_ok()),
@@ -64,7 +64,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_can_open_kvm_is_not_told_to_load_it() {
+    fn no_advice_to_load_kvm_where_it_can_be_opened() {
         assert!(!kvm_remedy(true).contains("load"), "{}", kvm_remedy(true));
         assert!(kvm_remedy(false).contains("/dev/kvm"), "{}", kvm_remedy(false));
     }

@@ -9,19 +9,19 @@ use std::time::{Duration, Instant};
 use super::Finding;
 use crate::hypervisor::qemu::Qemu;
 
-/// The device by which a guest sees an encrypted disk.
+/// QEMU's device for an encrypted disk.
 const DEVICE: &str = "\"vhost-user-blk-pci\"";
 
-/// How long a program may take to say what it is; a slow disk reads QEMU in a second or two.
-const PATIENCE: Duration = Duration::from_secs(10);
+/// How long a program may take to print its version; a slow disk reads QEMU in a second or two.
+const TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How long one that has said it may take to end.
+/// How long it may take to exit after that.
 const ENDING: Duration = Duration::from_secs(1);
 
-/// The most that is read of what one says, in bytes; QEMU's list of devices has some 20 000.
+/// The most that is read of a program's output, in bytes; QEMU's list of devices has some 20 000.
 const SAID_MAX: u64 = 1024 * 1024;
 
-/// QEMU, and what it can.
+/// QEMU: its version and devices.
 pub fn qemu(program: &Path) -> Vec<Finding> {
     const CHECK: &str = "qemu";
     const INSTALL: &str = "install Debian's qemu-system-x86, or give --qemu";
@@ -33,7 +33,7 @@ pub fn qemu(program: &Path) -> Vec<Finding> {
     let devices = said(qemu.path(), &["-device", "help"]);
     let device = match devices {
         Some(devices) if devices.contains(DEVICE) => {
-            Finding::ok("vhost-user-blk", "QEMU has the device of encrypted disks")
+            Finding::ok("vhost-user-blk", "QEMU has the device for encrypted disks")
         }
         _ => Finding::failed(
             "vhost-user-blk",
@@ -44,7 +44,7 @@ pub fn qemu(program: &Path) -> Vec<Finding> {
     vec![Finding::ok(CHECK, found), device]
 }
 
-/// The filter: it must be there, and of this version.
+/// The filter: whether it is there, and of this version.
 pub fn filter(program: &Path) -> Finding {
     const CHECK: &str = "filter";
     const INSTALL: &str = "install vmseal-filter beside vmseal, of the same version";
@@ -55,31 +55,34 @@ pub fn filter(program: &Path) -> Finding {
     };
     let answer = answer.trim();
     if answer.rsplit(' ').next() == Some(own) {
-        return Finding::ok(CHECK, format!("{} says version {own}, as this", program.display()));
+        return Finding::ok(
+            CHECK,
+            format!("{} has version {own}, as this program", program.display()),
+        );
     }
-    let found = format!("{} is '{answer}', and this is {own}", program.display());
+    let found = format!("{} is '{answer}', and this program is {own}", program.display());
     Finding::failed(CHECK, found, INSTALL)
 }
 
 fn said(program: &Path, arguments: &[&str]) -> Option<String> {
-    said_within(PATIENCE, program, arguments)
+    said_within(TIMEOUT, program, arguments)
 }
 
-/// What a program says that ends well; nothing of one that is still at it after `patience`.
-fn said_within(patience: Duration, program: &Path, arguments: &[&str]) -> Option<String> {
+/// The output of a program that exits with success within `limit`.
+fn said_within(limit: Duration, program: &Path, arguments: &[&str]) -> Option<String> {
     let mut command = Command::new(program);
     command.args(arguments).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
     let mut child = command.spawn().ok()?;
     let (sender, answer) = channel();
     let from = child.stdout.take()?;
-    // In a thread of its own: a program that prints nothing, or without end, must not hold up the others.
+    // In its own thread: a program that prints nothing, or without end, must not delay the other checks.
     std::thread::spawn(move || {
         let mut said = Vec::new();
         let read = from.take(SAID_MAX).read_to_end(&mut said);
-        // Nobody waits any more where time is over.
+        // The receiver is gone when the time is over.
         let _ = sender.send(read.map(|_| said));
     });
-    let said = answer.recv_timeout(patience);
+    let said = answer.recv_timeout(limit);
     let deadline = Instant::now() + ENDING;
     while said.is_ok() && Instant::now() < deadline && matches!(child.try_wait(), Ok(None)) {
         std::thread::sleep(Duration::from_millis(5));
@@ -105,7 +108,7 @@ mod tests {
     }
 
     #[test]
-    fn programs_that_are_missing_old_or_lack_a_device_are_told() {
+    fn programs_that_are_missing_old_or_lack_a_device_are_reported() {
         let directory = tempfile::tempdir().unwrap();
         let run = |body: &str| script(directory.path(), body);
         let same = format!("echo vmseal-filter {}", env!("CARGO_PKG_VERSION"));

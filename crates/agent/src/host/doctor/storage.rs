@@ -9,38 +9,38 @@ use nix::sys::statfs::{FsType, NFS_SUPER_MAGIC, OVERLAYFS_SUPER_MAGIC, TMPFS_MAG
 use super::Finding;
 use crate::storage::mark;
 
-/// Who has less room than this part is told.
+/// A warning is given when a smaller part of the room is free.
 const LITTLE: f64 = 0.05;
 
 /// The bit of a mode that lets everybody write.
 const WORLD_WRITABLE: u32 = 0o002;
 
-/// Whether disks can be kept in a directory. Nothing is left in it.
+/// Whether disks can be kept in a directory. No file stays in it.
 pub fn datastore(directory: &Path) -> Finding {
     let check = format!("datastore {}", directory.display());
     let failed = |found: String, remedy: &str| Finding::failed(&check, found, remedy);
     let metadata = match std::fs::metadata(directory) {
         Ok(metadata) if metadata.is_dir() => metadata,
-        Ok(_) => return failed("it is no directory".into(), "name a directory"),
-        Err(error) => return failed(error.to_string(), "make it, or mount what it is on"),
+        Ok(_) => return failed("it is not a directory".into(), "name a directory"),
+        Err(error) => return failed(error.to_string(), "create it, or mount its file system"),
     };
     if let Err(error) = unnamed_file(directory, 0) {
-        let found = format!("no file can be made in it: {error}");
+        let found = format!("no file can be created in it: {error}");
         return failed(found, "let the agent's user write to it");
     }
     let usage = match mark::usage(directory) {
         Ok(usage) => usage,
-        Err(problem) => return failed(problem.to_string(), "see to its file system"),
+        Err(problem) => return failed(problem.to_string(), "check its file system"),
     };
     let kind = statfs(directory).map(|it| it.filesystem_type());
     let gib = |bytes: u64| bytes >> 30;
     let found = format!("{} GiB of {} GiB are free", gib(usage.free), gib(usage.capacity));
     let mut wrong = Vec::new();
     if metadata.mode() & WORLD_WRITABLE != 0 {
-        wrong.push(("everybody may write to it", "keep it from others (chmod o-w)"));
+        wrong.push(("everybody may write to it", "deny writing to others (chmod o-w)"));
     }
     if (usage.free as f64) < usage.capacity as f64 * LITTLE {
-        wrong.push(("it is nearly full", "make room, or add another datastore"));
+        wrong.push(("it is nearly full", "free some room, or add another datastore"));
     }
     if let Some(weakness) = kind.ok().and_then(weakness_of) {
         wrong.push(weakness);
@@ -65,14 +65,15 @@ fn unnamed_file(directory: &Path, flags: libc::c_int) -> std::io::Result<()> {
 fn weakness_of(kind: FsType) -> Option<(&'static str, &'static str)> {
     match kind {
         TMPFS_MAGIC => {
-            Some(("it is in memory: disks are gone with the next boot", "use a real disk"))
+            Some(("it is in memory: disks are lost at the next boot", "use a real disk"))
         }
-        OVERLAYFS_SUPER_MAGIC => {
-            Some(("it is a container's own layer: disks go with the container", "mount a volume"))
-        }
+        OVERLAYFS_SUPER_MAGIC => Some((
+            "it is a container's own layer: disks are lost with the container",
+            "mount a volume",
+        )),
         NFS_SUPER_MAGIC => Some((
-            "it is NFS: two hosts that are given it would not know of each other",
-            "give it to this host alone",
+            "it is NFS: two hosts that use it would not notice each other",
+            "use it on this host only",
         )),
         _ => None,
     }
@@ -93,7 +94,10 @@ mod tests {
         let open = std::fs::Permissions::from_mode(0o777);
         std::fs::set_permissions(directory.path(), open).unwrap();
         let found = datastore(directory.path());
-        assert!(found.result == Verdict::Warning && found.found.contains("everybody"), "{found:?}");
+        assert!(
+            found.result == Verdict::Warning && found.found.contains("every user"),
+            "{found:?}"
+        );
         assert_eq!(datastore(Path::new("/nowhere")).result, Verdict::Failed);
         assert_eq!(datastore(Path::new("/dev/null")).result, Verdict::Failed);
         // Where nobody can write, not even root.

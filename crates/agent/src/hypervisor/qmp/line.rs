@@ -14,7 +14,7 @@ const CHUNK: usize = 16 * 1024;
 pub struct LineReader {
     stream: Arc<UnixStream>,
     buffer: Vec<u8>,
-    /// Up to here there is no line end in `buffer`.
+    /// There is no line end in `buffer` before this position.
     searched: usize,
     max: usize,
 }

@@ -40,7 +40,7 @@ pub const COMMAND_TIMEOUT: Duration = Duration::from_secs(20);
 /// How many events may wait for the receiver. When it is full, reading waits.
 const EVENTS_MAX: usize = 256;
 
-/// Why a command was not done, or is not known to be.
+/// Why a command failed, or may have failed.
 #[derive(Debug, thiserror::Error)]
 pub enum QmpError {
     /// The socket does not work.
@@ -89,10 +89,10 @@ impl std::fmt::Debug for Qmp {
 }
 
 impl Qmp {
-    /// Connects and negotiates. The second value gives QEMU's events.
+    /// Connects and negotiates. The second value receives QEMU's events.
     ///
     /// # Errors
-    /// [`QmpError`], no greeting within [`GREETING_TIMEOUT`] included.
+    /// [`QmpError`], also without a greeting within [`GREETING_TIMEOUT`].
     pub async fn connect(path: &Path) -> Result<(Self, mpsc::Receiver<Event>), QmpError> {
         let stream = Arc::new(UnixStream::connect(path).await?);
         let mut lines = LineReader::new(stream.clone(), LINE_MAX);
@@ -122,7 +122,7 @@ impl Qmp {
     /// Executes a command; `arguments` is an object, or null for none.
     ///
     /// # Errors
-    /// [`QmpError`]; after [`QmpError::TimedOut`] it may or may not have been done.
+    /// [`QmpError`]; after [`QmpError::TimedOut`] the command may or may not have been executed.
     pub async fn execute(&self, command: &str, arguments: Value) -> Result<Value, QmpError> {
         self.execute_with(command, arguments, None).await
     }
@@ -167,13 +167,13 @@ impl Qmp {
 }
 
 impl Drop for Qmp {
-    /// Ends the reading task with the connection.
+    /// Stops the reading task.
     fn drop(&mut self) {
         if let Err(error) = nix::sys::socket::shutdown(
             std::os::fd::AsRawFd::as_raw_fd(&self.stream.as_fd()),
             nix::sys::socket::Shutdown::Both,
         ) {
-            tracing::debug!(%error, "the monitor's connection was closed before");
+            tracing::debug!(%error, "the monitor's connection is closed already");
         }
     }
 }
@@ -204,12 +204,12 @@ async fn read(mut lines: LineReader, waiting: Waiting, events: mpsc::Sender<Even
                 }
             }
             Ok(Incoming::Event(event)) => {
-                // Nobody listens any more: the VM's owner is gone and calls are still answered.
+                // The VM's owner is gone: events are dropped, and calls are still answered.
                 let _ = events.send(event).await;
             }
             Ok(Incoming::Greeting) => {}
             Err(error) => {
-                tracing::warn!(%error, "the monitor's connection is given up");
+                tracing::warn!(%error, "the monitor's connection failed");
                 break;
             }
         }

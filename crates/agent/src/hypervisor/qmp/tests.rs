@@ -8,7 +8,7 @@ use tokio::net::UnixListener;
 
 use super::*;
 
-/// QEMU without a machine, ended with the test.
+/// QEMU without a machine, killed when dropped.
 struct Qemu(Child);
 
 impl Drop for Qemu {
@@ -72,7 +72,7 @@ async fn commands_errors_descriptors_and_events_of_a_real_qemu() {
     assert!(matches!(after, QmpError::Closed | QmpError::Io(_)), "{after}");
 }
 
-/// Something that pretends to be QEMU: greets, takes one line, and answers as told.
+/// A fake QEMU: greets, reads one line, and sends the given answers.
 async fn pretender(directory: &tempfile::TempDir, answers: Vec<Vec<u8>>) {
     let listener = UnixListener::bind(socket(directory)).unwrap();
     tokio::spawn(async move {
@@ -118,7 +118,7 @@ async fn a_monitor_that_is_silent_is_timed_out() {
 }
 
 #[test]
-fn the_reasons_of_an_end_are_told_apart() {
+fn the_reasons_of_an_end_are_distinguished() {
     let event = |reason: &str| {
         let line = format!("{{\"event\":\"SHUTDOWN\",\"data\":{{\"reason\":\"{reason}\"}}}}");
         match wire::parse(line.as_bytes()).unwrap() {

@@ -1,4 +1,4 @@
-//! What QMP's lines hold, and how they are sent.
+//! The content of QMP's lines, and how they are sent.
 
 use std::io::{self, IoSlice};
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -34,7 +34,7 @@ impl Request<'_> {
 pub enum ShutdownReason {
     /// The guest powered itself off.
     Guest,
-    /// The guest panicked and told so.
+    /// The guest panicked and reported it.
     Panic,
     /// A command or signal ended QEMU.
     Host,
@@ -42,14 +42,14 @@ pub enum ShutdownReason {
     Other(String),
 }
 
-/// What QEMU reports by itself.
+/// QEMU's events.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Event {
     /// QEMU is about to end.
     Shutdown(ShutdownReason),
     /// The guest has panicked.
     GuestPanicked,
-    /// Another one, by its name.
+    /// Another event, by its name.
     Other(String),
 }
 
@@ -67,7 +67,7 @@ struct RawError {
     desc: String,
 }
 
-/// Every member that is looked at; QEMU may add others.
+/// The members that are used; QEMU may add others.
 #[derive(Deserialize)]
 struct Raw {
     #[serde(rename = "QMP")]

@@ -1,7 +1,7 @@
-//! Which image and which replica a map speaks of: the same note beside both (docs/formats/replica-map.md).
+//! Which image and which replica a map is about: the same note beside both (docs/formats/replica-map.md).
 //!
-//! An image that was restored, a replica that is another one, a datastore that was away and comes back: each is a
-//! file that the map does not speak of, under the name of one that it does.
+//! A restored image, another replica, a datastore that was away and comes back: each brings a file under the
+//! same name that the map is not about.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -13,28 +13,28 @@ use uuid::Uuid;
 use vmseal_api::id::DiskId;
 use vmseal_api::problem::Problem;
 
-use crate::atomic_file;
 use crate::storage::home::Home;
 use crate::storage::mark::failed;
+use vmseal_api::atomic_file::{self, PRIVATE};
 
 /// The version of the note.
 const VERSION: u32 = 1;
 
-/// The longest note: several times as long as ours.
+/// The longest note: several times as long as vmseal's.
 const NOTE_MAX: u64 = 4096;
 
-/// Which file it is, whatever its name.
+/// Identifies a file, whatever its name.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Identity {
+pub struct FileIdentity {
     inode: u64,
-    /// When it was made, in nanoseconds since 1970, where the file system knows.
+    /// When it was created, in nanoseconds since 1970, where the file system has that.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     born: Option<u64>,
 }
 
-impl Identity {
-    /// That of an open file.
+impl FileIdentity {
+    /// The identity of an open file.
     pub fn of(file: &File) -> io::Result<Self> {
         let metadata = file.metadata()?;
         let born = metadata.created().ok().and_then(|at| at.duration_since(UNIX_EPOCH).ok());
@@ -49,45 +49,45 @@ impl Identity {
 pub struct Pair {
     version: u32,
     id: Uuid,
-    image: Identity,
-    replica: Identity,
+    image: FileIdentity,
+    replica: FileIdentity,
 }
 
 impl Pair {
-    /// A new pair: no other note is equal to this one.
-    pub fn new(image: Identity, replica: Identity) -> Self {
+    /// A new pair, different from every other note.
+    pub fn new(image: FileIdentity, replica: FileIdentity) -> Self {
         Self { version: VERSION, id: Uuid::new_v4(), image, replica }
     }
 
-    /// Whether it is about these two.
-    pub fn is_of(&self, image: &Identity, replica: &Identity) -> bool {
+    /// Whether the note is about these two.
+    pub fn is_of(&self, image: &FileIdentity, replica: &FileIdentity) -> bool {
         self.version == VERSION && self.image == *image && self.replica == *replica
     }
 }
 
-/// The note that is in a home; none where there is none that can be understood, as everything is copied then.
+/// The note in a home; none where it is missing or cannot be read, as everything is copied then.
 pub fn read(home: &Home, disk: DiskId) -> Option<Pair> {
     let mut text = Vec::new();
     File::open(home.pair(disk)).ok()?.take(NOTE_MAX).read_to_end(&mut text).ok()?;
     serde_json::from_slice(&text).ok()
 }
 
-/// Leaves the note in a home, durably.
+/// Writes the note to a home, durably.
 ///
 /// # Errors
-/// As the file system.
+/// Those of the file system.
 pub fn write(home: &Home, disk: DiskId, pair: &Pair) -> Result<(), Problem> {
     let path = home.pair(disk);
     serde_json::to_vec(pair)
         .map_err(io::Error::from)
-        .and_then(|json| atomic_file::write(&path, &json))
+        .and_then(|json| atomic_file::write(&path, &json, PRIVATE))
         .map_err(|error| failed(&path, "written", &error))
 }
 
 /// Removes the note from a home, durably.
 ///
 /// # Errors
-/// As the file system.
+/// Those of the file system.
 pub fn remove(home: &Home, disk: DiskId) -> Result<(), Problem> {
     home.remove_note(&home.pair(disk))
 }
@@ -97,8 +97,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_note_is_as_it_is_described() {
-        let identity = |inode, born| Identity { inode, born };
+    fn the_note_matches_its_description() {
+        let identity = |inode, born| FileIdentity { inode, born };
         let id = Uuid::from_u128(7);
         let pair = Pair { version: 1, id, image: identity(5, Some(6)), replica: identity(8, None) };
         let text = r#"{"version":1,"id":"00000000-0000-0000-0000-000000000007","image":{"inode":5,"born":6},"replica":{"inode":8}}"#;
@@ -110,7 +110,7 @@ mod tests {
     fn a_copy_is_another_file_and_a_file_with_another_name_is_not() {
         let directory = tempfile::tempdir().unwrap();
         let path = |name: &str| directory.path().join(name);
-        let identity = |name: &str| Identity::of(&File::open(path(name)).unwrap()).unwrap();
+        let identity = |name: &str| FileIdentity::of(&File::open(path(name)).unwrap()).unwrap();
         std::fs::write(path("a"), "1").unwrap();
         let first = identity("a");
         std::fs::rename(path("a"), path("b")).unwrap();

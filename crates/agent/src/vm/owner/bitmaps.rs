@@ -1,5 +1,5 @@
-//! The dirty bitmaps of a disk in use. Its filter keeps them and alone knows them: nothing is remembered
-//! here, so that none can be told of that has been lost with a filter.
+//! The dirty bitmaps of a disk in use. Its filter alone keeps them: nothing is stored here, so that no bitmap
+//! is reported that was lost with a filter.
 
 use vmseal_api::filter::{BitmapChange, BitmapStatus};
 use vmseal_api::id::DiskId;
@@ -14,7 +14,7 @@ use crate::vm::service::Service;
 use crate::vm::{Reply, internal};
 
 impl Owner {
-    /// Has the filter answer, which may take its time: the VM's other calls do not wait.
+    /// Has the filter answer. That may take a while: the VM's other calls do not wait for it.
     pub(super) fn bitmaps(
         &self,
         disk: DiskId,
@@ -25,17 +25,17 @@ impl Owner {
         let work = async move {
             let answer = match filter {
                 Ok((control, what)) => {
-                    answered(&control, disk, change).await.map_err(|error| told(&what, error))
+                    answered(&control, disk, change).await.map_err(|error| explained(&what, error))
                 }
                 Err(problem) => Err(problem),
             };
-            // Whoever asked may have gone; what was done stays done.
+            // The caller may have gone; the result stays.
             let _ = to.send(answer);
         };
         tokio::spawn(request_id::inherit(work));
     }
 
-    /// The way to the filter that serves the disk's guest, and what the disk is called.
+    /// The filter that serves the disk's guest, and the disk's name for messages.
     fn keeper_of_bitmaps(
         &self,
         disk: DiskId,
@@ -71,14 +71,14 @@ async fn answered(
     }
 }
 
-/// A filter's refusal, or silence, as the host tells it.
-pub(super) fn told(what: &str, error: FilterError) -> Problem {
+/// The host's problem for a filter's refusal or silence.
+pub(super) fn explained(what: &str, error: FilterError) -> Problem {
     let code = match &error {
         FilterError::Refused { code, message } => {
             return Problem::new(*code, format!("{what}: {message}"));
         }
         FilterError::TimedOut => ErrorCode::TimedOut,
-        // It has just ended; another one may be on its way.
+        // It has just ended; another one may be starting.
         FilterError::Io(_) | FilterError::Ended { .. } => ErrorCode::Unreachable,
         FilterError::Protocol(_) => ErrorCode::Internal,
     };

@@ -7,7 +7,7 @@ use vmseal_api::problem::Problem;
 use super::{Owner, State};
 use crate::rules::exclusion::Action;
 use crate::rules::{self, find_disk};
-use crate::vm::exposed::{Exposure, Order, Source};
+use crate::vm::exposed::{Exposure, OfflineDisk, Source};
 use crate::vm::serve::beside;
 use crate::vm::{Reply, internal};
 
@@ -37,7 +37,7 @@ impl Owner {
         let _ = to.send(Err(problem));
     }
 
-    /// What serves the disk, where nothing speaks against it.
+    /// The source to serve the disk from, if that is allowed.
     fn ready_to_expose(&self, disk: DiskId, writable: bool) -> Result<Source, Problem> {
         let disk = find_disk(&self.spec, disk)?;
         let action = if writable { Action::ExposeToWrite } else { Action::ExposeToRead };
@@ -57,6 +57,6 @@ impl Owner {
         let Some(facts) = facts else { return Err(internal("a disk without facts")) };
         let kek = if disk.encrypted { self.clone_kek()? } else { None };
         let (spec, disk) = (self.spec.clone(), disk.clone());
-        Ok(Source::Own(Box::new(Order { spec, disk, facts, kek, writable })))
+        Ok(Source::Own(Box::new(OfflineDisk { spec, disk, facts, kek, writable })))
     }
 }

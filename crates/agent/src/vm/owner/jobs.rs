@@ -10,20 +10,20 @@ use vmseal_api::problem::Problem;
 use super::Owner;
 use crate::rules::exclusion::Action;
 use crate::rules::{self, find_disk};
-use crate::storage::disk::Recipe;
-use crate::storage::export::{self, Export, Order};
-use crate::storage::patience;
+use crate::storage::disk::NewDisk;
+use crate::storage::export::{self, Export, ExportRequest};
+use crate::storage::timed;
 use crate::vm::internal;
 use crate::vm::report::Report;
 
-/// What is to be begun, where nothing speaks against it.
+/// The work to begin.
 enum Ready {
-    Create(Vec<Recipe>),
-    Export(Box<Order>),
+    Create(Vec<NewDisk>),
+    Export(Box<ExportRequest>),
 }
 
 impl Owner {
-    /// Sees whether a job could be begun.
+    /// Checks whether a job could begin.
     pub(super) async fn examine_job(&self, spec: JobSpec) -> Result<(), Problem> {
         self.ready(TaskId::new(), &spec).await.map(drop)
     }
@@ -36,12 +36,14 @@ impl Owner {
         let ready = self.ready(task, &spec).await?;
         self.jobs.begin(task, spec);
         match ready {
-            Ready::Create(recipes) => {
-                recipes.into_iter().for_each(|recipe| self.workers.begin(&self.shared, recipe));
+            Ready::Create(new_disks) => {
+                new_disks
+                    .into_iter()
+                    .for_each(|new_disk| self.workers.begin(&self.shared, new_disk));
             }
-            Ready::Export(order) => {
-                self.jobs.progress(order.disk.disk, 0, order.disk.size, Instant::now());
-                self.workers.begin_export(&self.shared, *order);
+            Ready::Export(request) => {
+                self.jobs.progress(request.disk.disk, 0, request.disk.size, Instant::now());
+                self.workers.begin_export(&self.shared, *request);
             }
         }
         Ok(())
@@ -51,13 +53,13 @@ impl Owner {
         match spec {
             JobSpec::Create(create) => self.ready_to_create(create, spec).map(Ready::Create),
             JobSpec::Export(export) => {
-                let order = self.ready_to_export(task, export, spec).await;
-                order.map(|order| Ready::Export(Box::new(order)))
+                let request = self.ready_to_export(task, export, spec).await;
+                request.map(|request| Ready::Export(Box::new(request)))
             }
         }
     }
 
-    /// Asks for each disk of a job.
+    /// Checks the action for each disk of a job.
     fn may_work(&self, action: Action, spec: &JobSpec) -> Result<(), Problem> {
         let situation = self.situation();
         for disk in spec.disks() {
@@ -66,14 +68,14 @@ impl Owner {
         rules::check_job(&self.spec, spec, self.key(), |disk| self.facts(disk).is_some())
     }
 
-    fn ready_to_create(&self, create: &CreateJob, job: &JobSpec) -> Result<Vec<Recipe>, Problem> {
+    fn ready_to_create(&self, create: &CreateJob, job: &JobSpec) -> Result<Vec<NewDisk>, Problem> {
         self.may_work(Action::CreateDisk, job)?;
-        let recipe = |(disk, source): (DiskId, _)| {
+        let new_disk = |(disk, source): (DiskId, _)| {
             let disk = find_disk(&self.spec, disk)?.clone();
             let kek = if disk.encrypted { self.clone_kek()? } else { None };
-            Ok(Recipe { spec: self.spec.clone(), disk, kek, source })
+            Ok(NewDisk { spec: self.spec.clone(), disk, kek, source })
         };
-        create.disks.iter().map(|wanted| recipe((wanted.disk, wanted.source.clone()))).collect()
+        create.disks.iter().map(|wanted| new_disk((wanted.disk, wanted.source.clone()))).collect()
     }
 
     async fn ready_to_export(
@@ -81,18 +83,18 @@ impl Owner {
         task: TaskId,
         job: &ExportJob,
         spec: &JobSpec,
-    ) -> Result<Order, Problem> {
+    ) -> Result<ExportRequest, Problem> {
         self.may_work(Action::ExportDisk, spec)?;
         let disk = find_disk(&self.spec, job.disk)?.clone();
         let export = Export { task, job: job.clone() };
         let (wanted, transfer) = (export.clone(), self.shared.transfer.clone());
-        patience::look(&job.to, move || export::check(&wanted, &transfer)).await?;
+        timed::call(&job.to, move || export::check(&wanted, &transfer)).await?;
         let open = |sealed| self.shared.key_box.open_passphrase(self.spec.vm, disk.disk, sealed);
         let passphrase = job.passphrase.as_ref().map(open).transpose()?;
         let Some(facts) = self.facts(&disk) else { return Err(internal("a disk without facts")) };
         let kek = if disk.encrypted { self.clone_kek()? } else { None };
         let record = self.shared.run_dir.exported(disk.disk);
-        Ok(Order { spec: self.spec.clone(), disk, facts, kek, export, passphrase, record })
+        Ok(ExportRequest { spec: self.spec.clone(), disk, facts, kek, export, passphrase, record })
     }
 
     pub(super) async fn commit_job(&mut self, task: TaskId, spec: JobSpec) -> Result<(), Problem> {
@@ -124,7 +126,7 @@ impl Owner {
             }
         }
         match spec {
-            // What was being made is removed by who made it.
+            // The worker removes what it was making.
             JobSpec::Create(_) => Ok(()),
             JobSpec::Export(_) if state == Some(JobState::Cancelled) => Ok(()),
             JobSpec::Export(job) => {
@@ -137,14 +139,14 @@ impl Owner {
         }
     }
 
-    /// Where an export of a disk of this VM is on record.
+    /// The path of the record of an export of this VM's disk.
     fn record_of(&self, job: &ExportJob) -> Result<std::path::PathBuf, Problem> {
         let disk = find_disk(&self.spec, job.disk)?;
         rules::check_export(job)?;
         Ok(self.shared.run_dir.exported(disk.disk))
     }
 
-    /// What a worker says of a disk.
+    /// Handles a worker's report on a disk.
     pub(super) async fn reported(&mut self, disk: DiskId, report: Report) {
         match report {
             Report::Progress(done, total) => {
@@ -176,7 +178,7 @@ impl Owner {
         }
     }
 
-    /// What is pinned of a disk, by the inventory or by the work that has just made it.
+    /// The facts of a disk that are pinned in the inventory or that the last job returned.
     pub(super) fn facts(&self, disk: &DiskSpec) -> Option<DiskFacts> {
         disk.facts.clone().or_else(|| self.made.get(&disk.disk).cloned())
     }

@@ -1,4 +1,4 @@
-//! How far the replica of a disk in use is behind. The filter that writes it alone knows.
+//! How far the replica of a disk in use is behind. Only the filter that writes it knows.
 
 use vmseal_api::filter::ReplicaStatus;
 use vmseal_api::host::{DiskSpec, VmSpec};
@@ -7,7 +7,7 @@ use vmseal_api::problem::Problem;
 use vmseal_api::replica::ReplicaPlace;
 use vmseal_api::request_id;
 
-use super::bitmaps::told;
+use super::bitmaps::explained;
 use super::{Owner, State};
 use crate::filter::Control;
 use crate::rules;
@@ -16,7 +16,7 @@ use crate::vm::service::Service;
 use crate::vm::{Reply, internal};
 
 impl Owner {
-    /// Has the filter answer, which may take its time: the VM's other calls do not wait.
+    /// Has the filter answer. That may take a while: the VM's other calls do not wait for it.
     pub(super) fn replica(&self, disk: DiskId, to: Reply<ReplicaStatus>) {
         let question = self.question(disk);
         let work = async move {
@@ -24,7 +24,7 @@ impl Owner {
                 Ok(question) => question.answer().await,
                 Err(problem) => Err(problem),
             };
-            // Whoever asked may have gone.
+            // The caller may have gone.
             let _ = to.send(answer);
         };
         tokio::spawn(request_id::inherit(work));
@@ -44,7 +44,7 @@ impl Owner {
     }
 }
 
-/// What is asked of the filter that serves the disk's guest.
+/// A question to the filter that serves the disk's guest.
 struct Question {
     control: Control,
     spec: VmSpec,
@@ -56,7 +56,7 @@ impl Question {
     async fn answer(self) -> Result<ReplicaStatus, Problem> {
         let Self { control, spec, disk, place } = self;
         let status = control.status().await;
-        let status = status.map_err(|error| told(&rules::disk_of(&spec, &disk), error))?;
+        let status = status.map_err(|error| explained(&rules::disk_of(&spec, &disk), error))?;
         let found = status.disks.into_iter().find(|found| found.disk == disk.disk);
         found.and_then(|found| found.replica).ok_or_else(|| {
             rules::wrong_state(&spec, &format!("runs, but {}", rules::unreplicated(&disk, &place)))

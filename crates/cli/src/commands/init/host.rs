@@ -4,7 +4,7 @@ use anyhow::Context;
 use serde_json::Value;
 use vmseal_agent::JoinOptions;
 use vmseal_agent::host::identity::{Identity, IdentityError};
-use vmseal_api::host::DatastoreLocation;
+use vmseal_api::datastore::DatastoreLocation;
 use vmseal_api::id::check_name;
 use vmseal_api::model::{Connection, Datastore, Host, JoinToken};
 use vmseal_api::request::AddDatastore;
@@ -137,7 +137,7 @@ impl Init {
         loop {
             if let Some(host) = self.own_host().await?.filter(connected) {
                 let kind = host.description.map(|it| it.accelerator.kind);
-                let kind = kind.map(|kind| crate::print::word(&kind)).unwrap_or_default();
+                let kind = kind.map(|kind| crate::rows::word(&kind)).unwrap_or_default();
                 return Ok(format!("host '{}' is connected; guests run under {kind}", host.name));
             }
             self.processes.check_agent()?;

@@ -4,21 +4,23 @@
 //! the server is given as a credential, so that a reboot needs nobody; never in the server's data directory or a
 //! datastore, whose copies must not open by themselves.
 
-use std::fs::{DirBuilder, File, OpenOptions};
-use std::io::{IsTerminal, Write};
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::fs::DirBuilder;
+use std::io::IsTerminal;
+use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 
 use anyhow::Context;
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use serde_json::Value;
+use vmseal_api::atomic_file::{self, PRIVATE};
 use vmseal_api::model::{Provider, ProviderKind, ProviderStatus};
 use vmseal_api::request::{AddProvider, Backup, GivePassphrase, VerifyBackup};
 use vmseal_secret::{SecretBytes, passphrase_rule};
 use zeroize::Zeroizing;
 
-use super::super::provider::{read_backup, sealed};
+use super::super::provider::read_backup;
+use super::super::provider_secret::sealed;
 use super::{Init, PROVIDER, Standing};
 use crate::exit::{Ended, Exit};
 use crate::passphrase::{self, Prompt};
@@ -223,7 +225,8 @@ impl Init {
             let backup: Backup = server.post(&path, &request).await?;
             let bytes =
                 STANDARD.decode(&backup.backup).context("the server's answer is not base64")?;
-            put(&file, &bytes).with_context(|| format!("cannot write {}", file.display()))?;
+            atomic_file::write(&file, &bytes, PRIVATE)
+                .with_context(|| format!("cannot write {}", file.display()))?;
         }
         let request = VerifyBackup {
             backup: read_backup(&file)?,
@@ -309,25 +312,7 @@ fn keep(file: &Path, passphrase: &SecretBytes) -> std::io::Result<()> {
     let mut text = Zeroizing::new(Vec::with_capacity(passphrase.len() + 1));
     text.extend_from_slice(passphrase.expose());
     text.push(b'\n');
-    put(file, &text)
-}
-
-/// Writes a file that its owner alone reads, whole or not at all.
-pub(super) fn put(file: &Path, content: &[u8]) -> std::io::Result<()> {
-    let mut beside = file.as_os_str().to_owned();
-    beside.push(".new");
-    match std::fs::remove_file(&beside) {
-        Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error),
-        _ => {}
-    }
-    let mut open = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&beside)?;
-    open.write_all(content)?;
-    open.sync_all()?;
-    std::fs::rename(&beside, file)?;
-    match file.parent().filter(|parent| !parent.as_os_str().is_empty()) {
-        Some(parent) => File::open(parent)?.sync_all(),
-        None => Ok(()),
-    }
+    atomic_file::write(file, &text, PRIVATE)
 }
 
 #[cfg(test)]

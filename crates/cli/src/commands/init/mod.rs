@@ -28,10 +28,9 @@ use vmseal_secret::SecretBytes;
 use vmseal_secret::process::Hardening;
 
 use self::processes::Processes;
-use super::plan;
 use crate::arguments::{self, Global, Output};
 use crate::exit::{Ended, Exit};
-use crate::print;
+use crate::print::{self, plan};
 
 /// The datastore that is made.
 const DATASTORE: &str = "local";

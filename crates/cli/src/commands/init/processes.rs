@@ -9,6 +9,7 @@ use anyhow::{Context, ensure};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use tokio::signal::unix::{SignalKind, signal};
+use vmseal_api::atomic_file::{self, PUBLIC};
 
 use super::super::processes::beside_this_program;
 use super::{PROVIDER, keys};
@@ -275,7 +276,7 @@ impl Units {
         let file = self.drop_in();
         let directory = file.parent().context("a drop-in is in a directory")?;
         std::fs::create_dir_all(directory)
-            .and_then(|()| keys::put(&file, self.settings().as_bytes()))
+            .and_then(|()| atomic_file::write(&file, self.settings().as_bytes(), PUBLIC))
             .with_context(|| format!("cannot write {}", file.display()))?;
         self.call(&["daemon-reload"])
     }

@@ -1,25 +1,25 @@
-//! Which server is asked, and what is learnt of it by that.
+//! Chooses the server to ask, and records how it answered.
 //!
 //! The servers of a provider replicate, so that any of them will do: those that answered last time come
-//! first, in the order that the operator gave them; then those that were late; then those that failed. What
-//! one does not have or refuses is asked of the next, as replication takes its time and may fail.
+//! first, in the operator's order; then those that were late; then those that failed. A key or operation that
+//! one does not have or refuses is requested from the next, as replication takes time and may fail.
 
 use std::collections::HashMap;
 use std::future::Future;
 use std::sync::Arc;
 
-use vmseal_api::kmip::KeyFault;
+use vmseal_api::key_fault::KeyFault;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_kmip::client::{Client, Error};
 
 use super::race::{DEADLINE, race};
 use super::{KmipProvider, ServerState, problem};
 
-/// Why there is no success.
+/// Why a request failed.
 pub(super) enum ServerFailure {
-    /// The server answered, and it is no.
+    /// The server refused.
     Refused(Problem),
-    /// The server did not answer in any way that counts.
+    /// The server gave no valid answer.
     NoAnswer(Problem),
 }
 
@@ -31,7 +31,7 @@ impl From<ServerFailure> for Problem {
     }
 }
 
-/// The servers that did not answer in one pass over many keys, by alias: time-outs add up.
+/// The servers that did not answer in one pass over many keys, by alias: their timeouts would add up.
 #[derive(Default)]
 pub(super) struct Silent(HashMap<String, Problem>);
 
@@ -39,7 +39,7 @@ impl KmipProvider {
     /// The servers, the most promising first.
     pub(super) fn by_health(&self) -> Vec<Arc<ServerState>> {
         let mut servers = self.servers();
-        // Stable: those of one rank stay in the operator's order.
+        // A stable sort: servers of equal rank stay in the operator's order.
         servers.sort_by_key(|server| match (&server.client, server.fault()) {
             (Err(_), _) => 3,
             (Ok(_), Some(_)) => 2,
@@ -49,7 +49,7 @@ impl KmipProvider {
         servers
     }
 
-    /// Asks the servers until one answers; else what came of each, in the order in which they were asked.
+    /// Asks the servers until one answers; otherwise returns the failure of each, in the order of the requests.
     /// A server that is late is asked after the others for a while.
     pub(super) async fn ask_any<T, E, F>(
         &self,
@@ -73,7 +73,7 @@ impl KmipProvider {
         let race = race(servers.len(), |place| ask(Arc::clone(&servers[place]))).await;
         for &place in &race.late {
             if !servers[place].is_late() {
-                // It finds out what is the matter with it.
+                // The watch finds out the cause.
                 self.wake.notify_one();
             }
             servers[place].set_late();
@@ -86,7 +86,7 @@ impl KmipProvider {
         Err(each.map(|(place, server)| (server, failed.remove(&place))).collect())
     }
 
-    /// Asks one server, and notes how it answered.
+    /// Asks one server, and records how it answered.
     pub(super) async fn ask_one<T, W, F>(
         &self,
         server: &ServerState,
@@ -118,7 +118,7 @@ impl KmipProvider {
         }
     }
 
-    /// As [`Self::ask_one`], but a server that did not answer before in the same pass.
+    /// As [`Self::ask_one`], but skips a server that did not answer before in the same pass.
     pub(super) async fn ask_unless<T, W, F>(
         &self,
         silent: &mut Silent,
@@ -139,7 +139,7 @@ impl KmipProvider {
         answer
     }
 
-    /// Notes how a server answered; when that is new, the watch is to look.
+    /// Records how a server answered; wakes the watch if that is a change.
     pub(super) fn note(&self, server: &ServerState, problem: Option<Problem>) {
         let was = server.seen().map(|seen| seen.problem.is_some());
         let is = problem.is_some();
@@ -149,7 +149,7 @@ impl KmipProvider {
         }
     }
 
-    /// A server had not answered when the time for the whole operation was over.
+    /// The failure of a server that had not answered at the timeout of the whole operation.
     pub(super) fn too_late(&self, what: &str) -> Problem {
         let what = format!("{what} did not answer within {} s", DEADLINE.as_secs());
         problem::new(&self.name, ErrorCode::TimedOut, KeyFault::KmsTimeout, &what)

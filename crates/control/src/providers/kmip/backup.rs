@@ -1,5 +1,5 @@
 //! A backup of a KMIP provider: its settings, and its client key sealed under a passphrase. The keys of VMs
-//! are not in it; they are at the KMS.
+//! are not in it; the KMS has them.
 
 use std::sync::Arc;
 
@@ -19,7 +19,7 @@ use crate::store::{kmip, providers};
 
 const ASSOCIATED: &[u8] = b"vmseal kmip provider backup v1";
 
-/// Seals a client key together with the digest of the settings before it.
+/// Seals a client key together with the digest of the settings that precede it.
 fn seal(
     settings: &Settings,
     key: &ClientKey,
@@ -87,7 +87,7 @@ impl Providers {
         self.kmip(provider.id)?.key().map(drop)
     }
 
-    /// A backup of a KMIP provider, sealed under a passphrase of its own.
+    /// A backup of a KMIP provider, sealed under a separate passphrase.
     ///
     /// # Errors
     /// `wrong-state` while the provider is sealed.
@@ -118,7 +118,7 @@ impl Providers {
         self.derive(move || seal(&settings, &key, &passphrase)).await
     }
 
-    /// Adds a KMIP provider from a backup, under the id that it had: the keys of VMs name it.
+    /// Adds a KMIP provider from a backup, under its former id: the references of keys contain it.
     ///
     /// # Errors
     /// `already-exists`; `key-mismatch` or `damaged` for a backup that does not open.
@@ -164,7 +164,7 @@ impl Providers {
         Ok(provider)
     }
 
-    /// Whether a backup opens and is of no provider that is here.
+    /// Whether a backup opens and its provider does not exist here.
     pub(in crate::providers) async fn check_restore_kmip(
         &self,
         restore: Restore,
@@ -221,7 +221,7 @@ mod tests {
     }
 
     /// Made from the written format by another implementation (pyca/cryptography): it has to
-    /// open for ever.
+    /// open forever.
     #[test]
     fn the_golden_file_opens() {
         let (settings, key) = open(&golden("correct horse")).unwrap();

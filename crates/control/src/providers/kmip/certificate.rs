@@ -1,4 +1,4 @@
-//! What a certificate says of itself.
+//! Reads the details of a certificate.
 
 use jiff::Timestamp;
 use rustls::pki_types::CertificateDer;
@@ -8,12 +8,12 @@ use vmseal_kmip::client::Fingerprint;
 use x509_parser::certificate::X509Certificate;
 use x509_parser::prelude::FromDer;
 
-/// What a certificate (the first of a PEM) says of itself.
+/// The details of a certificate (the first of a PEM).
 pub(super) fn summary(pem: &str) -> Option<Certificate> {
     of_der(&CertificateDer::from_pem_slice(pem.as_bytes()).ok()?)
 }
 
-/// What a certificate in DER says of itself.
+/// The details of a certificate in DER.
 pub(super) fn of_der(der: &CertificateDer<'_>) -> Option<Certificate> {
     let (_, parsed) = X509Certificate::from_der(der).ok()?;
     let shown = |name: String| name.chars().filter(|c| !c.is_control()).take(200).collect();

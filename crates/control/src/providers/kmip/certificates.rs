@@ -7,7 +7,7 @@
 //!     └─┘ another certificate of the key; or a key and its certificate at once
 //! ```
 //!
-//! The next key needs nothing of the one in use, whose passphrase or file may be lost. The one in use stays until
+//! The next key does not depend on the one in use, whose passphrase or file may be lost. The one in use stays until
 //! there is a certificate to replace it.
 
 use std::sync::Arc;
@@ -25,39 +25,39 @@ use crate::store::events::NewEvent;
 use crate::store::providers::Provider;
 use crate::store::{StoreError, kmip};
 
-/// A certificate that is to be set.
+/// A certificate to set.
 pub struct NewCertificate {
     /// The certificate with its chain, PEM.
     pub certificate: String,
-    /// Its private key; none for one that the provider has.
+    /// Its private key; `None` if the provider has it.
     pub key: Option<SecretBytes>,
-    /// What seals the key that is given, or opens the one that waits for this certificate.
+    /// The passphrase that seals the given key, or opens the one that waits for this certificate.
     pub passphrase: Option<SecretBytes>,
-    /// The passphrase is the provider's from now on: the one that it has is not asked for.
+    /// The passphrase becomes the provider's: its old one is not needed.
     pub replace: bool,
-    /// Also in place of a valid certificate, or of one with another name.
+    /// Replace even a valid certificate, or one with another name.
     pub force: bool,
 }
 
-/// Whose name a certificate, or a request for one, is to carry.
+/// The name for a certificate, or for a certificate request.
 pub struct NewName {
     /// The common name.
     pub common_name: String,
     /// For a new key.
     pub replace: bool,
-    /// What seals the new key.
+    /// The passphrase that seals the new key.
     pub passphrase: Option<SecretBytes>,
-    /// Also in place of a certificate with another name.
+    /// Replace even a certificate with another name.
     pub force: bool,
 }
 
-/// The key that a certificate is of.
+/// The key of a certificate.
 enum CertificateKey {
     /// The one in use.
     Present,
     /// The one that waited for it.
     Next(Arc<ClientKey>),
-    /// One that came with it, and what seals it.
+    /// One that came with it, and the passphrase that seals it.
     Given(ClientKey, SecretBytes),
 }
 
@@ -92,7 +92,7 @@ impl Providers {
         Ok(request)
     }
 
-    /// Whether [`Providers::certificate_request`] would make one with a new key; nothing is written.
+    /// Whether [`Providers::certificate_request`] would make one with a new key; writes nothing.
     ///
     /// # Errors
     /// Those of [`Providers::certificate_request`].
@@ -109,7 +109,7 @@ impl Providers {
         ClientKey::generate()?.request(&name.common_name).map(drop)
     }
 
-    /// Makes a certificate that nobody else signs, and uses it from now on.
+    /// Makes a self-signed certificate, and uses it from now on.
     ///
     /// # Errors
     /// As [`Providers::certificate_request`]; `conflict` for another name than that of the certificate in
@@ -128,7 +128,7 @@ impl Providers {
         Ok(certificate)
     }
 
-    /// Whether [`Providers::self_sign`] would; nothing is written.
+    /// Whether [`Providers::self_sign`] would succeed; writes nothing.
     ///
     /// # Errors
     /// Those of [`Providers::self_sign`].
@@ -178,7 +178,7 @@ impl Providers {
         self.set_alone(provider, before, certificate, chosen, actor).await
     }
 
-    /// Whether [`Providers::set_certificate`] would set it; nothing is written.
+    /// Whether [`Providers::set_certificate`] would succeed; writes nothing.
     ///
     /// # Errors
     /// Those of [`Providers::set_certificate`].
@@ -218,7 +218,7 @@ impl Providers {
         self.refreshed(provider, key).await
     }
 
-    /// Finds the key that a certificate is of, and sees that it may replace the one in use.
+    /// Finds the key of a certificate, and checks that the certificate may replace the one in use.
     async fn chosen(
         &self,
         provider: &Provider,
@@ -238,7 +238,7 @@ impl Providers {
                     kmip.key()?;
                     let passphrase = self.passphrase_for(&provider.name, passphrase)?;
                     let copy = passphrase.try_clone().map_err(|error| crate::internal(&error))?;
-                    // It opens what is there: one passphrase for a provider.
+                    // It must open the existing key: a provider has one passphrase.
                     self.read_client_key(provider, copy).await?;
                     passphrase
                 };
@@ -256,7 +256,7 @@ impl Providers {
         Ok((before, certificate, chosen))
     }
 
-    /// The key that the provider has and that a certificate is of: the one in use, or the next one.
+    /// The provider's key that belongs to a certificate: the one in use, or the next one.
     async fn chosen_of_ours(
         &self,
         provider: &Provider,
@@ -281,7 +281,7 @@ impl Providers {
         Ok(CertificateKey::Next(next))
     }
 
-    /// The passphrase that is to seal a new key.
+    /// The passphrase that seals a new key.
     fn new_passphrase(
         &self,
         provider: &Provider,
@@ -308,7 +308,7 @@ impl Providers {
         self.derive(move || Ok((key.write(&directory, id, &passphrase)?, Arc::new(key)))).await
     }
 
-    /// Has the inventory name other keys, tells of it, and removes the files that it names no more.
+    /// Records other keys in the inventory, with an event, and removes the files that it no longer names.
     async fn change_client_row(
         &self,
         provider: &Provider,
@@ -327,7 +327,7 @@ impl Providers {
         write.commit().await?;
         for file in [Some(&before.key_file), before.next_key_file.as_ref()].into_iter().flatten() {
             if *file != after.key_file && after.next_key_file.as_ref() != Some(file) {
-                // It is sealed, and nothing refers to it any more.
+                // It is sealed, and no longer referenced.
                 let _ = std::fs::remove_file(self.directory_of(provider.id).join(file));
             }
         }
@@ -448,7 +448,7 @@ fn check_successor(present: Option<&str>, new: &str, now: Timestamp) -> Result<(
     Ok(())
 }
 
-/// The common name in a certificate, or its whole subject where there is none.
+/// The common name in a certificate, or its whole subject if it has none.
 fn name_in(pem: &str) -> Option<String> {
     use rustls::pki_types::CertificateDer;
     use rustls::pki_types::pem::PemObject;

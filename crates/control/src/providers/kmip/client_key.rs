@@ -1,4 +1,4 @@
-//! The private key that a provider shows itself to its KMS with, and its certificate.
+//! The private key with which a provider authenticates to its KMS, and its certificate.
 //!
 //! The key rests in a file of the provider's directory, sealed under the provider's passphrase with
 //! the associated data "vmseal kmip client key v1" (docs/formats/kmip-client-key.md):
@@ -25,27 +25,27 @@ const ASSOCIATED: &[u8] = b"vmseal kmip client key v1";
 
 const ID_LEN: usize = 16;
 
-/// The longest private key, in bytes of PKCS #8 DER: RSA with 8192 bits has less than 5 KiB.
+/// The maximum length of a private key, in bytes of PKCS #8 DER: RSA with 8192 bits has less than 5 KiB.
 const KEY_MAX: usize = 8 * 1024;
 
 /// The longest common name, in characters (RFC 5280, ub-common-name).
 const COMMON_NAME_MAX: usize = 64;
 
-/// How long a certificate is valid that nobody else signs, in days: as vCenter's.
+/// The validity of a self-signed certificate, in days: as vCenter's.
 const SELF_SIGNED_DAYS: i32 = 3650;
 
 /// A client's private key.
 pub(in crate::providers) struct ClientKey(SecretBytes);
 
 impl ClientKey {
-    /// A new one, for P-256: every KMS and every TLS library has it.
+    /// A new one, for P-256: every KMS and every TLS library supports it.
     pub(super) fn generate() -> Result<Self, Problem> {
         let key = KeyPair::generate().map_err(|error| crate::internal(&error))?;
         let mut der = Zeroizing::new(key.serialize_der());
         SecretBytes::from_wiped(&mut der).map(Self).map_err(|error| crate::internal(&error))
     }
 
-    /// One that an operator gives, for the certificate that comes with it.
+    /// A key from an operator, for the certificate that comes with it.
     pub(super) fn given(key: SecretBytes) -> Result<Self, Problem> {
         if key.len() > KEY_MAX {
             let detail = format!("a private key has at most {KEY_MAX} bytes");
@@ -59,7 +59,7 @@ impl ClientKey {
         &self.0
     }
 
-    /// Seals it into a file of the provider's directory; gives the file's name, which is new.
+    /// Seals it into a file of the provider's directory; returns the file's name, which is new.
     pub(super) fn write(
         &self,
         directory: &Path,
@@ -116,7 +116,7 @@ impl ClientKey {
         Ok(Self(copy))
     }
 
-    /// What TLS shows with it.
+    /// The TLS identity with this key.
     pub(super) fn identity(&self, certificate: &str) -> Result<Identity, Problem> {
         Identity::new(certificate, &self.0)
             .map_err(|error| Problem::invalid("certificate", error.to_string()))
@@ -131,14 +131,14 @@ impl ClientKey {
 
     /// A request for a certificate (PKCS #10), PEM.
     pub(super) fn request(&self, common_name: &str) -> Result<String, Problem> {
-        // The serial number is its issuer's to choose.
+        // The issuer chooses the serial number.
         let mut params = params(common_name)?;
         params.serial_number = None;
         let request = params.serialize_request(&self.pair()?);
         request.and_then(|request| request.pem()).map_err(|error| crate::internal(&error))
     }
 
-    /// A certificate that nobody else signs, PEM.
+    /// A self-signed certificate, PEM.
     pub(super) fn self_signed(&self, common_name: &str) -> Result<String, Problem> {
         let signed = params(common_name)?.self_signed(&self.pair()?);
         Ok(signed.map_err(|error| crate::internal(&error))?.pem())
@@ -220,7 +220,7 @@ mod tests {
     }
 
     /// Made from the written format by another implementation (argon2-cffi and pyca/cryptography): it has to
-    /// open for ever.
+    /// open forever.
     #[test]
     fn the_golden_file_opens() {
         let golden = include_bytes!("../../../tests/golden/kmip-client-key-v1.bin");

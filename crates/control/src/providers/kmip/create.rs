@@ -1,4 +1,4 @@
-//! A key made once, whatever is lost on the way: KMIP's Create makes another key every time.
+//! Creates a key exactly once, even if answers are lost: KMIP's Create makes another key every time.
 //!
 //! ```text
 //!              note the request                 Create answered
@@ -9,11 +9,14 @@
 //!                                   │
 //!                                   ├─ the server has none ──► asked again
 //!                                   ├─ the server has none yet ──► abandoned, settled later; asked again
+//!                                   ├─ the server was moved, and has none ──► key.orphaned, asked again
 //!                                   └─ the server cannot tell ──► key.orphaned, asked again
 //! ```
 //!
 //! The mark, another one each time, is sent as ApplicationSpecificInformation (namespace `vmseal`), which not every
-//! server has. A server that has no such key may yet be about to make it: that counts only after some minutes. What Locate finds is believed only of a server that finds nothing for an id that never was.
+//! server has. A server without such a key may still create it: its answer counts only after some minutes. What
+//! Locate finds is trusted only if the server finds nothing for an id that never existed. If the server's address has
+//! changed since the request, the key is found by its mark alone: its id may be another key's at the new address.
 
 use std::sync::Arc;
 
@@ -21,7 +24,7 @@ use jiff::{SignedDuration, Timestamp};
 use uuid::Uuid;
 use vmseal_api::host::KeyReference;
 use vmseal_api::id::VmId;
-use vmseal_api::kmip::KeyFault;
+use vmseal_api::key_fault::KeyFault;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_kmip::client::{Client, Error};
 use vmseal_kmip::message::Outcome;
@@ -35,20 +38,24 @@ use crate::store::events::NewEvent;
 use crate::store::key_requests::{self, KeyRequest};
 use crate::store::keys;
 
-/// Whose data the requests' marks are.
+/// The namespace of the requests' marks.
 const NAMESPACE: &str = "vmseal";
 
-/// How long after a request was sent a server may yet do it: requests wait in its queue, or in that of a
-/// proxy or a module of hardware before it. Time-outs of those are minutes at most.
+/// How long after a request was sent a server may still execute it: requests wait in its queue, or in that of a
+/// proxy or a hardware module in front of it. Timeouts of those are minutes at most.
 const LATE: SignedDuration = SignedDuration::from_mins(5);
 
-/// What a server says of a key that may have been made.
+/// Why the key of a request is not found at the new address of its server.
+pub(super) const LEFT_BEHIND: &str =
+    "whose address was changed since, and which does not have it at the new one";
+
+/// A server's answer about a key that may have been created.
 pub(super) enum LocateResult {
-    /// It is there.
+    /// It exists.
     Found(KeyId),
-    /// There is none.
+    /// It does not exist.
     NotFound,
-    /// The server cannot tell it from others.
+    /// The server cannot distinguish it from others.
     Ambiguous,
 }
 
@@ -58,10 +65,12 @@ impl KmipProvider {
         vm: VmId,
         request: Uuid,
     ) -> Result<(KeyReference, SecretBytes), Problem> {
+        // In this order: of a server that is asked at its new address, the request says that it was moved.
+        let servers = self.servers();
         let noted = key_requests::get(&mut *self.store.read().await?, self.id, request).await?;
         let (server, id) = match noted {
             None => self.make(vm, request).await?,
-            Some(noted) => self.make_again(noted).await?,
+            Some(noted) => self.make_again(noted, servers).await?,
         };
         let kek = match self.put_to_use(&server, &id).await {
             Ok(kek) => kek,
@@ -90,7 +99,7 @@ impl KmipProvider {
         Ok(write.commit().await?)
     }
 
-    /// Goes on without an answer that may yet come: its key, if there will be one, is found by its mark.
+    /// Goes on without an answer that may still come: its key, if there will be one, is found by its mark.
     async fn leave(&self, noted: &KeyRequest) -> Result<(), Problem> {
         let mut write = self.store.write().await?;
         key_requests::delete(&mut write, self.id, noted.request).await?;
@@ -105,7 +114,7 @@ impl KmipProvider {
         Ok(write.commit().await?)
     }
 
-    /// Has the first server that answers make a key.
+    /// Creates a key at the first server that answers.
     async fn make(&self, vm: VmId, request: Uuid) -> Result<(Arc<ServerState>, KeyId), Problem> {
         self.make_at_one_of(self.by_health(), vm, request).await
     }
@@ -132,12 +141,13 @@ impl KmipProvider {
             marked: true,
             key_id: None,
             abandoned: false,
+            moved: false,
         };
         let id = self.create_at(&server, noted).await?;
         Ok((server, id))
     }
 
-    /// What the most promising server said; it is the first.
+    /// The failure at the most promising server, which is the first.
     fn nobody_answers(&self, said: Vec<(Arc<ServerState>, Option<ServerFailure>)>) -> Problem {
         match said.into_iter().next() {
             Some((_, Some(answer))) => answer.into(),
@@ -146,15 +156,15 @@ impl KmipProvider {
         }
     }
 
-    /// Whether another server than this one answered when it was asked last.
+    /// Whether another server than this one answered its last request.
     fn another_answers(&self, than: &ServerState) -> bool {
         let answers =
             |server: &Arc<ServerState>| server.seen().is_some() && server.fault().is_none();
         self.servers().iter().any(|server| server.row.alias != than.row.alias && answers(server))
     }
 
-    /// Destroys a key that was made for a request and cannot be used, so that the next try does not leave
-    /// one more. What cannot be done now is done when the request is abandoned.
+    /// Destroys a key that was created for a request and cannot be used, so that the next attempt does not leave
+    /// one more. If that fails now, it is done when the request is abandoned.
     async fn discard(&self, server: &ServerState, id: &KeyId, vm: VmId, request: Uuid) {
         let discarded = async {
             if !keys::is_known(&mut *self.store.read().await?, self.id, id.as_str()).await? {
@@ -168,7 +178,7 @@ impl KmipProvider {
         }
     }
 
-    /// Has a server make a key. The request is noted, and what is known of it.
+    /// Creates a key at a server. Records the request and its outcome.
     pub(super) async fn create_at(
         &self,
         server: &ServerState,
@@ -200,21 +210,25 @@ impl KmipProvider {
                 Err(problem)
             }
             Err(error) => {
-                // Certainly not made.
+                // Certainly not created.
                 self.forget_request(noted.request).await?;
                 Err(problem::of(&self.name, &error))
             }
         }
     }
 
-    /// Goes on with a request whose outcome is not known.
-    async fn make_again(&self, noted: KeyRequest) -> Result<(Arc<ServerState>, KeyId), Problem> {
-        let server = self.servers().into_iter().find(|server| server.row.alias == noted.server);
+    /// Resumes a request whose outcome is unknown.
+    async fn make_again(
+        &self,
+        noted: KeyRequest,
+        servers: Vec<Arc<ServerState>>,
+    ) -> Result<(Arc<ServerState>, KeyId), Problem> {
+        let server = servers.into_iter().find(|server| server.row.alias == noted.server);
         let Some(server) = server else {
             self.tell_orphan(&noted, "which the provider does not have any more").await?;
             return self.make(noted.vm, noted.request).await;
         };
-        if let Some(id) = &noted.key_id {
+        if let Some(id) = noted.key_id.as_ref().filter(|_| !noted.moved) {
             if server.fault().is_some() && self.another_answers(&server) {
                 return self.make_elsewhere(&noted).await;
             }
@@ -232,6 +246,10 @@ impl KmipProvider {
                 self.note_request(&KeyRequest { key_id, ..noted }).await?;
                 Ok((server, id))
             }
+            LocateResult::NotFound if is_left_behind(&noted) => {
+                self.tell_orphan(&noted, LEFT_BEHIND).await?;
+                self.make(noted.vm, noted.request).await
+            }
             LocateResult::NotFound => {
                 if may_be_late(&noted) {
                     self.leave(&noted).await?;
@@ -245,7 +263,7 @@ impl KmipProvider {
         }
     }
 
-    /// Does not wait for a server that does not answer: the watch destroys what it has made when it does.
+    /// Abandons a request to a server that does not answer: when it does, the watch destroys its key.
     async fn make_elsewhere(
         &self,
         noted: &KeyRequest,
@@ -276,14 +294,14 @@ impl KmipProvider {
                 LocateResult::Ambiguous
             });
         };
-        // A server that ignores what it does not know finds something for every id.
+        // A server that ignores unknown attributes finds something for every id.
         match self.find(server, Uuid::new_v4(), silent).await? {
             Some(others) if others.is_empty() => Ok(LocateResult::Found(id.clone())),
             _ => Ok(LocateResult::Ambiguous),
         }
     }
 
-    /// What a server finds by a mark; none when it does not have them.
+    /// The keys that a server finds by a mark; `None` if it does not support marks.
     async fn find(
         &self,
         server: &ServerState,
@@ -300,7 +318,7 @@ impl KmipProvider {
         self.ask_unless(silent, server, work).await
     }
 
-    /// Says that a server may have made a key which nobody will use.
+    /// Writes an event that a server may have created a key which nobody will use.
     pub(super) async fn tell_orphan(&self, noted: &KeyRequest, why: &str) -> Result<(), Problem> {
         let detail = orphan(noted, why);
         let mut write = self.store.write().await?;
@@ -310,7 +328,7 @@ impl KmipProvider {
         Ok(write.commit().await?)
     }
 
-    /// Activates a key if it has to be, and reads it.
+    /// Activates a key if necessary, and reads it.
     pub(super) async fn put_to_use(
         &self,
         server: &ServerState,
@@ -345,8 +363,8 @@ fn will_stay_so(problem: &Problem) -> bool {
     problem.reason.is_some_and(|reason| reason != KeyFault::KeyMissing)
 }
 
-/// Tells the server whose key it is, by the attributes that vCenter sends for its keys: an operator finds it
-/// by them there. Many servers do not have that, and the key is as good without.
+/// Adds the key's VM as attributes at the server, like vCenter does for its keys: an operator finds the key
+/// by them. Many servers do not support that, and the key is usable without.
 async fn say_whose(server: &ServerState, id: &KeyId, vm: VmId) {
     let Ok(client) = &server.client else { return };
     let said = [
@@ -363,14 +381,16 @@ async fn say_whose(server: &ServerState, id: &KeyId, vm: VmId) {
                 key = id.as_str(),
                 taken,
                 asked = answers.len(),
-                "told whose key it is"
+                "added the attributes of the key's VM"
             );
         }
-        Err(error) => tracing::debug!(key = id.as_str(), %error, "it is not known whose key it is"),
+        Err(error) => {
+            tracing::debug!(key = id.as_str(), %error, "the attributes of the key's VM could not be added")
+        }
     }
 }
 
-/// What an operator is told of a key that vmseal cannot destroy itself.
+/// The event text about a key that vmseal cannot destroy itself.
 pub(in crate::providers) fn orphan(noted: &KeyRequest, why: &str) -> String {
     let KeyRequest { vm, server, mark, sent, .. } = noted;
     match &noted.key_id {
@@ -385,7 +405,13 @@ pub(in crate::providers) fn orphan(noted: &KeyRequest, why: &str) -> String {
     }
 }
 
-/// Whether a server that has no key of a request may yet make it.
+/// Whether a request's key, which the server does not have, is at the server's former address: a key that was made, or
+/// may have been made, is there.
+pub(super) fn is_left_behind(noted: &KeyRequest) -> bool {
+    noted.moved && (noted.key_id.is_some() || !may_be_late(noted))
+}
+
+/// Whether a server that has no key of a request may still create it.
 pub(super) fn may_be_late(noted: &KeyRequest) -> bool {
     Timestamp::now().duration_since(noted.sent) < LATE
 }
@@ -396,7 +422,7 @@ fn mark(mark: Uuid) -> Option<ApplicationInformation> {
 }
 
 /// Whether a refusal is that of a server which does not have ApplicationSpecificInformation, or not this
-/// namespace. Nothing was done then.
+/// namespace. In that case nothing was done.
 fn does_not_know_marks(error: &Error) -> bool {
     matches!(
         error.refusal(),

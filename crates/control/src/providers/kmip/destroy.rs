@@ -1,13 +1,13 @@
-//! Keys that nobody wants any more. That is noted first; what the KMS cannot do now is done when it can.
+//! Destroys unwanted keys. They are marked first; what the KMS cannot do now is retried until it can.
 //!
-//! One key or request that cannot be dealt with keeps no other one waiting; a server that does not answer is
+//! A failure of one key or request does not delay the others; a server that does not answer is
 //! asked once in a pass.
 
 use std::sync::Arc;
 
 use vmseal_api::host::KeyReference;
 use vmseal_api::id::VmId;
-use vmseal_api::kmip::KeyFault;
+use vmseal_api::key_fault::KeyFault;
 use vmseal_api::problem::Problem;
 use vmseal_kmip::client::{Client, Error};
 use vmseal_kmip::operation::KeyId;
@@ -16,17 +16,17 @@ use vmseal_secret::SecretBytes;
 
 use super::KEY_STATE;
 use super::ask::{ServerFailure, Silent};
-use super::create::{LocateResult, may_be_late};
+use super::create::{LEFT_BEHIND, LocateResult, is_left_behind, may_be_late};
 use super::{KmipProvider, ServerState};
 use crate::store::alarms::{self, RaisedAlarm};
 use crate::store::events::NewEvent;
 use crate::store::key_requests::{self, KeyRequest};
 use crate::store::keys::{self, LivingKey};
 
-/// How many keys an alarm names: it is read by people.
+/// How many keys an alarm names, so that it stays readable.
 const NAMED_MAX: usize = 3;
 
-/// What is to be done, and could not be.
+/// A pending destruction, with the reason.
 pub(super) struct PendingDestruction {
     what: String,
     why: Problem,
@@ -44,7 +44,7 @@ impl PendingDestruction {
     }
 }
 
-/// The alarm about keys that are to be destroyed.
+/// The alarm about pending destructions.
 pub(super) fn alarm_of(provider: &str, pending: &[PendingDestruction]) -> Option<RaisedAlarm> {
     let first = pending.first()?;
     let named = pending.iter().take(NAMED_MAX);
@@ -54,7 +54,7 @@ pub(super) fn alarm_of(provider: &str, pending: &[PendingDestruction]) -> Option
         named.push(format!("and {} more", pending.len() - NAMED_MAX));
     }
     let detail = format!(
-        "keys that are to be destroyed and are there yet: {}. They are tried again. {}",
+        "keys that are to be destroyed and still exist: {}. This is retried. {}",
         pending.len(),
         named.join("; ")
     );
@@ -63,7 +63,7 @@ pub(super) fn alarm_of(provider: &str, pending: &[PendingDestruction]) -> Option
 }
 
 impl KmipProvider {
-    /// Destroys a key, now or as soon as the KMS can be asked to: its VM can go meanwhile.
+    /// Destroys a key, now or as soon as the KMS answers: its VM can be removed meanwhile.
     pub(super) async fn destroy(
         &self,
         vm: VmId,
@@ -80,7 +80,7 @@ impl KmipProvider {
         match self.within_deadline(self.destroy_now(vm, vm_name, key, silent)).await {
             Ok(()) => Ok(()),
             Err(problem) => {
-                // Its alarm.
+                // For its alarm.
                 self.wake.notify_one();
                 let detail = format!("key '{}' is destroyed later: {problem}", key.key_id);
                 let mut write = self.store.write().await?;
@@ -91,7 +91,7 @@ impl KmipProvider {
         }
     }
 
-    /// Destroys a key that one server has just given, and is noted as unwanted.
+    /// Destroys a key that one server has just given and that is marked as unwanted.
     pub(super) async fn destroy_at(
         &self,
         server: &ServerState,
@@ -107,7 +107,7 @@ impl KmipProvider {
         Ok(write.commit().await?)
     }
 
-    /// Destroys a key that a server made for a request of ours and that nobody can read, so that there is no
+    /// Destroys a key that a server made for one of our requests and that cannot be read, so that there is no
     /// check value to compare: the server named the id itself, and no VM has it.
     pub(super) async fn destroy_by_id(
         &self,
@@ -161,14 +161,14 @@ impl KmipProvider {
         let is_told_of = alarms::is_raised(&mut write, &self.id.to_string(), KEY_STATE).await?;
         write.commit().await?;
         if is_told_of {
-            // It may have been about this one.
+            // The alarm may have been about this key.
             self.wake.notify_one();
         }
         Ok(())
     }
 
-    /// A server that has a key, with the right bytes: what is destroyed under a wrong id cannot be had back.
-    /// None only when every server says that it has none: one alone may not have been replicated to.
+    /// A server that has the key with the right bytes: a key destroyed under a wrong id could not be recovered.
+    /// `None` only if every server says that it has none: replication to one server may have failed.
     async fn where_it_is(
         &self,
         vm: VmId,
@@ -198,7 +198,7 @@ impl KmipProvider {
         refused.or(unanswered).map_or(Ok(None), Err)
     }
 
-    /// Does what was put off; gives what still is.
+    /// Retries what is pending; returns what still is.
     ///
     /// # Errors
     /// The inventory's.
@@ -225,7 +225,7 @@ impl KmipProvider {
         Ok(pending)
     }
 
-    /// What is put off while no server answers.
+    /// What is pending while no server answers.
     ///
     /// # Errors
     /// The inventory's.
@@ -244,15 +244,19 @@ impl KmipProvider {
         Ok(living.into_iter().filter(|key| key.unwanted).collect())
     }
 
-    /// Finds out what became of a request whose key nobody wants any more.
+    /// Finds out the outcome of a request whose key is unwanted.
     async fn settle(&self, noted: &KeyRequest, silent: &mut Silent) -> Result<(), Problem> {
-        let server = self.servers().into_iter().find(|server| server.row.alias == noted.server);
+        // In this order: of a server that is asked at its new address, the request says that it was moved.
+        let servers = self.servers();
+        let noted = key_requests::get(&mut *self.store.read().await?, self.id, noted.request).await;
+        let Some(noted) = &noted? else { return Ok(()) };
+        let server = servers.into_iter().find(|server| server.row.alias == noted.server);
         let Some(server) = server else {
             return self.tell_orphan(noted, "which the provider does not have any more").await;
         };
         let located = match &noted.key_id {
-            Some(id) => LocateResult::Found(self.key_id(id)?),
-            None => self.locate(&server, noted, silent).await?,
+            Some(id) if !noted.moved => LocateResult::Found(self.key_id(id)?),
+            _ => self.locate(&server, noted, silent).await?,
         };
         let mut write = match located {
             LocateResult::Ambiguous => {
@@ -270,7 +274,7 @@ impl KmipProvider {
                 };
                 let check = match self.ask_unless(silent, &server, work).await {
                     Ok(Some(kek)) => self.check(noted.vm, &key_id, &kek)?,
-                    // Without a check value nothing is destroyed; there is nothing any more.
+                    // Without a check value nothing is destroyed; the key is gone already.
                     Ok(None) => String::new(),
                     Err(ServerFailure::Refused(why)) if cannot_be_read(&why) && !is_known => {
                         self.destroy_by_id(&server, noted.vm, &id).await?;
@@ -285,7 +289,10 @@ impl KmipProvider {
                 }
                 write
             }
-            // It is looked for again.
+            LocateResult::NotFound if is_left_behind(noted) => {
+                return self.tell_orphan(noted, LEFT_BEHIND).await;
+            }
+            // The watch looks for it again.
             LocateResult::NotFound if may_be_late(noted) => return Ok(()),
             LocateResult::NotFound => self.store.write().await?,
         };
@@ -294,7 +301,7 @@ impl KmipProvider {
     }
 }
 
-/// A key, whatever its state; none when it is destroyed, or not there.
+/// A key in any state; `None` if it is destroyed or missing.
 async fn read_if_there(client: &Arc<Client>, id: &KeyId) -> Result<Option<SecretBytes>, Error> {
     let read = async {
         match client.key_state(id).await? {
@@ -308,13 +315,13 @@ async fn read_if_there(client: &Arc<Client>, id: &KeyId) -> Result<Option<Secret
     }
 }
 
-/// Whether a key is there and the server does not give it, or not its state.
+/// Whether a key exists but the server does not release it, or not its state.
 fn cannot_be_read(why: &Problem) -> bool {
     let reasons = [KeyFault::KeyUnusable, KeyFault::KmsRefuses, KeyFault::KmsDenies];
     why.reason.is_some_and(|reason| reasons.contains(&reason))
 }
 
-/// Takes a key out of use and destroys it; false when there is none any more.
+/// Takes a key out of use and destroys it; false if it no longer exists.
 async fn revoke_and_destroy(client: &Arc<Client>, id: &KeyId) -> Result<bool, Error> {
     let revoke = || client.revoke(id, RevocationReason::CessationOfOperation);
     let gone = |error: &Error| error.refusal() == Some(ResultReason::ItemNotFound);
@@ -323,7 +330,7 @@ async fn revoke_and_destroy(client: &Arc<Client>, id: &KeyId) -> Result<bool, Er
         Ok(State::Active) => revoke().await?,
         Ok(_) => {}
         Err(error) if gone(&error) => return Ok(false),
-        // It does not tell states. Only an Active key can be revoked, and has to be before it is destroyed;
+        // It does not report states. Only an Active key can be revoked, and must be before it is destroyed;
         // of any other one the refusal says nothing.
         Err(error) if error.refusal().is_some() => match revoke().await {
             Err(error) if error.refusal().is_none() => return Err(error),

@@ -1,13 +1,13 @@
-//! A key read: from whichever server has it. The check value tells the right one from any other.
+//! Reads a key from any server that has it. The check value identifies the right one.
 //!
-//! A server that does not have a key says nothing of the others: replication may be late or broken. So all
+//! That one server does not have a key proves nothing about the others: replication may be late or broken. So all
 //! are asked before a key counts as missing, and it counts as destroyed only when a server says so.
 
 use std::sync::Arc;
 
 use vmseal_api::host::KeyReference;
 use vmseal_api::id::VmId;
-use vmseal_api::kmip::KeyFault;
+use vmseal_api::key_fault::KeyFault;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_kmip::State;
 use vmseal_kmip::client::Client;
@@ -19,22 +19,22 @@ use super::{KmipProvider, ServerState, problem};
 use crate::providers::{GivenKey, KeyProvider};
 use crate::store::keys;
 
-/// Why a server did not give a key; what weighs more is greater.
+/// Why a server did not give a key; the more important reason is greater.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum FailureWeight {
-    /// It has none of this id.
+    /// It has no key with this id.
     Missing,
     /// It says that the key is destroyed.
     Destroyed,
     /// It did not answer.
     Silent,
-    /// It answered no.
+    /// It refused.
     Refused,
     /// It has another key under this id.
     Mismatch,
 }
 
-/// What one server said instead of giving a key.
+/// The failure of one server to give a key.
 #[derive(Clone)]
 pub(super) struct GetFailure {
     weight: FailureWeight,
@@ -47,7 +47,7 @@ impl GetFailure {
             ServerFailure::Refused(why) if why.reason == Some(KeyFault::KeyMissing) => {
                 (FailureWeight::Missing, why)
             }
-            // Without a reason it is not about the server: this one was not asked in the end.
+            // Without a reason it is not about the server: this one was not asked.
             ServerFailure::Refused(why) if why.reason.is_none() => (FailureWeight::Silent, why),
             ServerFailure::Refused(why) => (FailureWeight::Refused, why),
             ServerFailure::NoAnswer(why) => (FailureWeight::Silent, why),
@@ -97,7 +97,7 @@ impl KmipProvider {
         Ok(GivenKey { kek, fault })
     }
 
-    /// Reads a key at one server: the right one, in a state in which it opens what there is.
+    /// Reads a key at one server: the right one, in a state in which it may open existing data.
     async fn read_at(
         &self,
         server: &ServerState,
@@ -128,7 +128,7 @@ impl KmipProvider {
         }
     }
 
-    /// Why no server gave a key, with what each of them said.
+    /// Why no server gave a key, with the failure of each.
     pub(super) fn no_key(
         &self,
         key_id: &str,
@@ -145,7 +145,7 @@ impl KmipProvider {
                 (server, without)
             })
             .collect();
-        // The first of those that weigh the same.
+        // The first of equally important ones.
         let heaviest = said.iter().rev().max_by_key(|(_, without)| without.weight);
         let Some((_, heaviest)) = heaviest else {
             return Problem::not_found("provider", &self.name);
@@ -156,7 +156,7 @@ impl KmipProvider {
             let what = format!("is at none of its servers: {}", names.join(", "));
             return self.wrong_key(ErrorCode::NotFound, KeyFault::KeyMissing, key_id, &what);
         }
-        // Nothing of this is about one server.
+        // None of these is about one server.
         let of_all = [KeyFault::ProviderSealed, KeyFault::NoClientCertificate];
         if said.len() == 1 || heaviest.why.reason.is_some_and(|reason| of_all.contains(&reason)) {
             return heaviest.why.clone();

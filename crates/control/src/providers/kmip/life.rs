@@ -1,4 +1,4 @@
-//! KMIP providers through their life: added, and their servers trusted.
+//! Adds KMIP providers, and sets the trust in their servers.
 
 use std::sync::{Arc, PoisonError};
 
@@ -65,8 +65,8 @@ pub(super) fn check_pem(field: &str, pem: &str) -> Result<(), Problem> {
 }
 
 impl Providers {
-    /// Adds a KMIP provider, with a new client key. The key's file is on disk before the inventory knows
-    /// of it.
+    /// Adds a KMIP provider, with a new client key. The key's file is on disk before the inventory names
+    /// it.
     ///
     /// # Errors
     /// `already-exists`; `invalid-request` for its servers, or without a passphrase.
@@ -84,7 +84,7 @@ impl Providers {
             name: name.to_owned(),
             kind: ProviderKind::Kmip,
             default: false,
-            // What it makes is kept by the KMS.
+            // The KMS keeps its keys, so there is nothing to back up.
             verified: true,
         };
         let (id, directory) = (provider.id, self.directory_of(provider.id));
@@ -117,7 +117,7 @@ impl Providers {
         Ok(provider)
     }
 
-    /// Whether [`Providers::add_kmip`] would add it; nothing is written, no server is asked.
+    /// Whether [`Providers::add_kmip`] would succeed; writes nothing, asks no server.
     ///
     /// # Errors
     /// As [`Providers::add_kmip`].
@@ -131,13 +131,13 @@ impl Providers {
         self.passphrase_of_new(name, passphrase).await.map(drop)
     }
 
-    /// What a KMIP provider is made of; none for one of another kind.
+    /// The details of a KMIP provider; `None` for one of another kind.
     #[must_use]
     pub fn kmip_details(&self, provider: &Provider) -> Option<KmipDetails> {
         self.kmip(provider.id).ok().map(|kmip| kmip.details())
     }
 
-    /// The certificate that a server shows now.
+    /// The certificate that a server sends now.
     ///
     /// # Errors
     /// `not-found`; the KMS's.
@@ -165,10 +165,10 @@ impl Providers {
         Ok(KmipShown { certificate: kmip.readable(&shown)?, names: shown.names, trusted })
     }
 
-    /// Trusts the certificate with this fingerprint, if the server shows it now.
+    /// Trusts the certificate with this fingerprint, if the server sends it now.
     ///
     /// # Errors
-    /// `not-found`; `key-mismatch` when it shows another one; the KMS's.
+    /// `not-found`; `key-mismatch` if it sends another one; the KMS's.
     pub async fn trust_certificate(
         &self,
         provider: &Provider,
@@ -182,7 +182,7 @@ impl Providers {
         self.trust(provider, alias, trust, &detail, actor).await
     }
 
-    /// What [`Providers::trust_certificate`] would trust, and how an event would say it.
+    /// What [`Providers::trust_certificate`] would trust, and the text of its event.
     ///
     /// # Errors
     /// Those of [`Providers::trust_certificate`].
@@ -208,7 +208,7 @@ impl Providers {
         Ok((kmip::Trust::Pinned { certificate }, detail))
     }
 
-    /// Trusts what these authorities sign.
+    /// Trusts certificates that these authorities sign.
     ///
     /// # Errors
     /// `not-found`; `invalid-request` when there is no certificate in `authorities`.
@@ -225,7 +225,7 @@ impl Providers {
         self.trust(provider, alias, trust, &detail, actor).await
     }
 
-    /// What [`Providers::trust_authorities`] would trust, and how an event would say it.
+    /// What [`Providers::trust_authorities`] would trust, and the text of its event.
     ///
     /// # Errors
     /// Those of [`Providers::trust_authorities`].
@@ -266,8 +266,8 @@ impl Providers {
         self.refreshed(provider, None).await
     }
 
-    /// Has a provider work with what the inventory has now, and looks at its servers, so that whoever
-    /// asks next sees how they answer.
+    /// Reloads a provider's setup from the inventory, and tries its servers, so that the next request for
+    /// their status sees how they answer.
     pub(super) async fn refreshed(
         &self,
         provider: &Provider,
@@ -277,7 +277,7 @@ impl Providers {
         kmip.load(key).await?;
         kmip.try_all().await;
         kmip.look_now();
-        // Whatever waited for this.
+        // Wakes what waited for this.
         self.unlocked.send_modify(|count| *count += 1);
         Ok(())
     }
@@ -336,7 +336,7 @@ impl KmipProvider {
         })
     }
 
-    /// The certificate that a server shows; nothing is trusted.
+    /// The certificate that a server sends; trusts nothing.
     async fn look(&self, server: &ServerState) -> Result<ShownCertificate, Problem> {
         let endpoint = Endpoint::new(server.row.host.clone(), server.row.port)
             .map_err(|error| Problem::invalid("host", error.to_string()))?;

@@ -1,23 +1,23 @@
-//! KMIP providers: KEKs that are made, kept and destroyed by a key management system.
+//! KMIP providers: a key management system creates, stores and destroys the KEKs.
 //!
 //! | module | what |
 //! |---|---|
 //! | this | the provider and its servers |
-//! | `ask`, `race` | which server is asked, and when the next one |
-//! | `get` | a key read and checked |
-//! | `create` | a key made, once, whatever is lost on the way |
-//! | `destroy` | keys that nobody wants any more |
-//! | `watch` | what stands: servers tried, states of keys, alarms |
-//! | `life` | added, and its servers trusted |
-//! | `servers` | servers added, removed, at another address, in another order |
-//! | `certificates` | its client key and certificate set and replaced |
-//! | `backup` | its settings and client key in a file, and back |
-//! | `trial` | servers tested, with a key of their own |
+//! | `ask`, `race` | chooses the server to ask, and when to ask the next one |
+//! | `get` | reads and checks a key |
+//! | `create` | creates a key exactly once |
+//! | `destroy` | destroys unwanted keys |
+//! | `watch` | tries servers, reads states of keys, raises alarms |
+//! | `life` | adds a provider, sets the trust in its servers |
+//! | `servers` | adds, removes, reorders servers, changes their addresses |
+//! | `certificates` | sets and replaces its client key and certificate |
+//! | `backup` | writes and restores its settings and client key |
+//! | `trial` | tests servers, with a test key |
 //! | `client_key` | the private key and its certificate |
-//! | [`problem`] | what goes wrong, with its remedy |
+//! | [`problem`] | problems with their remedies |
 //!
-//! The servers of a provider have to replicate; that they do is not taken on trust, as a key counts only with
-//! the check value that the inventory has of it.
+//! The servers of a provider must replicate; vmseal does not rely on that, as it accepts a key only with the
+//! check value in the inventory.
 
 mod ask;
 mod backup;
@@ -47,7 +47,8 @@ use tokio::time::Instant;
 use uuid::Uuid;
 use vmseal_api::host::KeyReference;
 use vmseal_api::id::{ProviderId, VmId};
-use vmseal_api::kmip::{KeyFault, KmipSeen};
+use vmseal_api::key_fault::KeyFault;
+use vmseal_api::kmip::KmipSeen;
 use vmseal_api::model::ProviderStatus;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_kmip::OperationCode;
@@ -71,8 +72,8 @@ pub use self::servers::ServerChange;
 pub use self::watch::MonitoredProvider;
 pub use vmseal_kmip::client::KMIP_PORT;
 
-/// How long each step may take: a VM that is started waits for all of them, and a request of the API has
-/// a minute in all. A key may be made in hardware: some seconds.
+/// The timeout of each step: a starting VM may wait for all of them, and a request of the API has
+/// a minute in all. Hardware may take some seconds to create a key.
 const TIMEOUTS: Timeouts = Timeouts {
     wait: Duration::from_secs(10),
     connect: Duration::from_secs(5),
@@ -81,8 +82,8 @@ const TIMEOUTS: Timeouts = Timeouts {
     read: Duration::from_secs(if cfg!(test) { 2 } else { 15 }),
 };
 
-/// For how long a server that was late is asked after the others. That it answers the watch's questions does
-/// not end it: some hang on keys alone.
+/// How long a server that was late is asked after the others. An answer to the watch does not shorten it:
+/// some servers hang only on requests for keys.
 const LATE_FOR: Duration = Duration::from_secs(10);
 
 /// A KMIP provider.
@@ -93,20 +94,20 @@ pub struct KmipProvider {
     setup: RwLock<Configuration>,
     /// Held from the check of a change of its setup until the change is in the inventory and in `setup`.
     changing: tokio::sync::Mutex<()>,
-    /// Of keys, by id, while they are destroyed: whoever came second would note that they were gone already, or
-    /// have its Revoke refused.
+    /// Locks of keys, by id, while they are destroyed: a second destruction would record that they were already gone, or
+    /// get its Revoke refused.
     destroying: Locks<String>,
-    /// What is wrong with keys in use, by id, as the watch saw them last.
+    /// The faults of keys in use, by id, as last seen by the watch.
     key_faults: Mutex<HashMap<String, Problem>>,
-    /// Requests of tests that are under way.
+    /// Requests of running tests.
     trials: Mutex<HashSet<Uuid>>,
-    /// Asks the watch to look now.
+    /// Wakes the watch.
     wake: Notify,
-    /// Told when a provider can be used again.
+    /// Notified when a provider can be used again.
     usable: changes::Sender<u64>,
 }
 
-/// All that an operator sets.
+/// The setup by the operator.
 #[derive(Default)]
 struct Configuration {
     /// None until its passphrase is given.
@@ -119,13 +120,13 @@ struct Configuration {
     servers: Vec<Arc<ServerState>>,
 }
 
-/// A server, and what is known of it.
+/// A server and its state.
 struct ServerState {
     row: kmip::Server,
-    /// None while something is missing, with what that is.
+    /// The client, or what is missing for it.
     client: Result<Arc<Client>, Problem>,
     seen: Mutex<Option<KmipSeen>>,
-    /// Since when another server had to answer in its place.
+    /// When another server last had to answer in its place.
     late: Mutex<Option<Instant>>,
 }
 
@@ -134,7 +135,7 @@ impl ServerState {
         self.seen.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Why it cannot be used, as far as is known.
+    /// Why it cannot be used, if known.
     fn fault(&self) -> Option<Problem> {
         match &self.client {
             Err(problem) => Some(problem.clone()),
@@ -142,7 +143,7 @@ impl ServerState {
         }
     }
 
-    /// Whether another server had to answer in its place not long ago.
+    /// Whether another server had to answer in its place recently.
     fn is_late(&self) -> bool {
         let late = self.late.lock().unwrap_or_else(PoisonError::into_inner);
         late.is_some_and(|since| since.elapsed() < LATE_FOR)
@@ -152,7 +153,7 @@ impl ServerState {
         *self.late.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
     }
 
-    /// Notes how it answered.
+    /// Records how it answered.
     fn saw(&self, problem: Option<Problem>) {
         let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
         let (version, vendor) =
@@ -211,7 +212,7 @@ impl KmipProvider {
         (setup.next, setup.next_key) = (Some(key), true);
     }
 
-    /// Has the watch look now.
+    /// Wakes the watch.
     pub(super) fn look_now(&self) {
         self.wake.notify_one();
     }
@@ -306,7 +307,7 @@ impl KmipProvider {
         Ok(check.to_string())
     }
 
-    /// Refuses a key that has other bytes than its reference says: an id alone says nothing, as servers
+    /// Refuses a key whose bytes do not match its reference: an id alone proves nothing, as servers
     /// that do not replicate have different keys under one.
     fn compare(
         &self,
@@ -384,7 +385,7 @@ impl KeyProvider for KmipProvider {
     }
 }
 
-/// Counts what a server is asked.
+/// Counts the requests to a server.
 #[derive(Debug)]
 struct Counted {
     provider: String,

@@ -1,6 +1,6 @@
-//! What goes wrong at a KMS, as problems of the API: what happened, and what to do about it.
+//! Failures of a KMS as problems of the API: the cause and the remedy.
 
-use vmseal_api::kmip::KeyFault;
+use vmseal_api::key_fault::KeyFault;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_kmip::client::{Error, OwnCertificate, Step, TlsProblem};
 use vmseal_kmip::{OperationCode, ResultReason, State};
@@ -9,7 +9,7 @@ use vmseal_kmip::{OperationCode, ResultReason, State};
 pub(super) fn of(name: &str, error: &Error) -> Problem {
     let (code, fault) = match error {
         Error::Request(_) | Error::Memory(_) => return crate::internal(error),
-        // Nothing is known of the KMS: it was not asked.
+        // The KMS was not asked, so its state is unknown.
         Error::TimedOut { step: Step::Wait, after, .. } => {
             let detail = format!(
                 "key provider '{name}': this server has more to ask its KMS than it answers, and waited {} s for its turn. It is tried again; see how long the KMS takes (vmseal provider test {name})",
@@ -34,7 +34,7 @@ pub(super) fn of(name: &str, error: &Error) -> Problem {
             );
             return Problem::new(ErrorCode::Unreachable, detail).because(KeyFault::KmsUnreachable);
         }
-        // Whatever it was: whether the server did it is open, and asking again will tell.
+        // Whatever it was: the outcome is unknown, and a retry will show it.
         Error::OutcomeUnknown { source, .. } => (ErrorCode::Unreachable, kind(source).1),
         error => kind(error),
     };
@@ -97,7 +97,7 @@ fn tls(problem: &TlsProblem) -> (ErrorCode, KeyFault) {
     (ErrorCode::WrongState, fault)
 }
 
-/// Whether another server of the provider may do better: this one said nothing that counts.
+/// Whether another server of the provider may do better: this one gave no valid answer.
 pub(super) fn is_silence(error: &Error) -> bool {
     match error {
         Error::TimedOut { step: Step::Wait, .. } => false,
@@ -109,9 +109,9 @@ pub(super) fn is_silence(error: &Error) -> bool {
         | Error::ConnectionLost { .. }
         | Error::Violation { .. }
         | Error::VersionNotSupported { .. } => true,
-        // Whether it was done is open; that the server did not answer is not.
+        // The outcome is unknown, but the server certainly did not answer.
         Error::OutcomeUnknown { source, .. } => is_silence(source),
-        // This client is not let in at all, which is TLS's business at other servers.
+        // This server rejects the client altogether; others do so in TLS.
         Error::Refused { refusal, .. } => {
             refusal.reason == ResultReason::AuthenticationNotSuccessful
         }
@@ -119,7 +119,7 @@ pub(super) fn is_silence(error: &Error) -> bool {
     }
 }
 
-/// What a key's state keeps it from; none when there is nothing.
+/// The fault that a key's state means; `None` for a usable state.
 pub(super) fn of_state(state: State) -> Option<KeyFault> {
     match state {
         State::Active => None,
@@ -130,7 +130,7 @@ pub(super) fn of_state(state: State) -> Option<KeyFault> {
     }
 }
 
-/// What an operator does about it.
+/// The remedy for the operator.
 fn remedy(fault: KeyFault, name: &str) -> String {
     match fault {
         KeyFault::ProviderSealed => format!("Unlock it (vmseal provider unlock {name})"),
@@ -166,7 +166,7 @@ fn remedy(fault: KeyFault, name: &str) -> String {
             "Renew it with the same name (vmseal provider certificate {name} --csr, or --self-signed), and have the KMS accept it"
         ),
         KeyFault::ClientCertificateNotYetValid => {
-            "Compare the clocks of this server and of whoever signed the certificate".to_owned()
+            "Compare the clocks of this server and of the issuer of the certificate".to_owned()
         }
         KeyFault::KmsDenies => {
             "The key belongs to another client, or the client's role may not read keys: was the client certificate renewed under another name? Use the old name, or have the KMS give this client the key".to_owned()
@@ -206,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn waiting_for_ones_own_turn_says_nothing_of_the_kms() {
+    fn waiting_for_a_free_connection_is_not_a_fault_of_the_kms() {
         let (step, after) = (Step::Wait, std::time::Duration::from_secs(10));
         let error = Error::TimedOut { server: endpoint(), step, after };
         let problem = of("kms", &error);

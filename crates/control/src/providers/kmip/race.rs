@@ -1,5 +1,5 @@
-//! One question to several servers, any of which may answer it: the next one is asked when one fails, or
-//! when it has not answered for a while. The first answer ends it.
+//! One request to several servers, any of which may answer it: the next one is asked when one fails, or
+//! has not answered for a while. The first answer wins.
 
 use std::future::Future;
 use std::time::Duration;
@@ -8,15 +8,15 @@ use futures_util::StreamExt;
 use futures_util::stream::FuturesUnordered;
 use tokio::time::{Instant, sleep_until};
 
-/// How long a server may take before the next one is asked too. A KMS that is well answers in some tens of
-/// milliseconds, over a new connection too; a shorter time would double the load of one that is only busy.
+/// How long a server may take before the next one is asked too. A healthy KMS answers in some tens of
+/// milliseconds, even over a new connection; a shorter time would double the load of a busy one.
 pub(super) const HEDGE: Duration = Duration::from_secs(1);
 
-/// How long one operation may take at all servers together: longer than the time-outs of one request to one
+/// How long one operation may take at all servers together: longer than the timeouts of one request to one
 /// server, and half of what a request of the API may take.
 pub(super) const DEADLINE: Duration = Duration::from_secs(30);
 
-/// What came of it. Servers are named by their place in the order in which they were asked.
+/// The outcome. Servers are identified by their index in the order of the requests.
 pub(super) struct Race<T, E> {
     /// Who answered, and what.
     pub(super) won: Option<(usize, T)>,
@@ -82,7 +82,7 @@ mod tests {
 
     use super::*;
 
-    /// What a server does: an answer or a failure after a time, or nothing.
+    /// The behaviour of a server: an answer or a failure after a time, or nothing.
     #[derive(Clone, Copy)]
     enum Scripted {
         Answers(u64),

@@ -1,4 +1,4 @@
-//! A KMIP provider against a real KMS (PyKMIP), and against one that does wrong on purpose.
+//! A KMIP provider against a real KMS (PyKMIP), and against one that misbehaves on purpose.
 
 mod client_keys;
 mod servers;
@@ -23,7 +23,7 @@ use crate::store::providers::Provider;
 use crate::store::{alarms, events, keys};
 
 /// How long anything may take in a test.
-const PATIENCE: Duration = Duration::from_secs(30);
+const TIMEOUT: Duration = Duration::from_secs(30);
 
 const PASSPHRASE: &str = "correct horse battery";
 
@@ -50,7 +50,7 @@ impl Here {
         Self { directory, store, providers }
     }
 
-    /// A provider of these servers that shows `client` and trusts `authority`.
+    /// A provider of these servers that sends `client` and trusts `authority`.
     async fn add(
         &self,
         servers: &[AddKmipServer],
@@ -100,13 +100,13 @@ impl Here {
         let begun = Instant::now();
         while !test(self).await {
             let alarms = self.alarms().await;
-            assert!(begun.elapsed() < PATIENCE, "not so after {PATIENCE:?}: {what}; {alarms:?}");
+            assert!(begun.elapsed() < TIMEOUT, "not so after {TIMEOUT:?}: {what}; {alarms:?}");
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
     }
 }
 
-/// A certificate to be set, of the key that is there, with the passphrase of the tests.
+/// A certificate to set, for the existing key, with the passphrase of the tests.
 fn new_certificate(pem: &str) -> NewCertificate {
     let (certificate, passphrase) = (pem.to_owned(), Some(secret(PASSPHRASE)));
     NewCertificate { certificate, key: None, passphrase, replace: false, force: false }
@@ -180,7 +180,7 @@ async fn a_key_is_made_once_given_checked_and_destroyed() {
         assert!(given.kek == kek, "it opens what there is");
         assert_eq!(given.fault.unwrap().reason, Some(fault));
     }
-    // Another key under a known id stays, whoever's it is.
+    // A different key under a known id is not destroyed.
     let stranger = KeyReference { check: "00".repeat(16), ..other.clone() };
     kms.destroy_key(vm, "web", &stranger).await.unwrap();
     let pending = here.events("key.destruction-pending").await;
@@ -205,13 +205,13 @@ async fn a_key_is_made_once_given_checked_and_destroyed() {
     assert_eq!(sealed.reason, Some(KeyFault::ProviderSealed));
     let wrong = again.unlock(&provider, secret("wrong"), "me").await.unwrap_err();
     assert_eq!(wrong.code, ErrorCode::KeyMismatch);
-    // A crash has left a file that nobody names; the next start removes it.
+    // A crash has left a file that is not in the inventory; the next start removes it.
     let files = here.directory.path().join("providers").join(provider.id.to_string());
     std::fs::write(files.join("client-left.key"), b"sealed").unwrap();
     let once_more = Providers::open(Arc::clone(&here.store), here.directory.path(), None).await;
-    assert!(!files.join("client-left.key").exists(), "it is left for ever");
+    assert!(!files.join("client-left.key").exists(), "it is left forever");
     drop(once_more);
-    // What nobody has asked is not said to answer.
+    // A server that was not asked is not reported as answering.
     again.open_up(&provider, secret(PASSPHRASE), "me").await.unwrap();
     let status = again.status(&provider);
     assert!(matches!(status, ProviderStatus::Untried | ProviderStatus::Normal), "{status:?}");
@@ -220,9 +220,9 @@ async fn a_key_is_made_once_given_checked_and_destroyed() {
     again.get(provider.id).unwrap().get_key(vm, &other).await.unwrap();
 }
 
-/// Every way in which a key cannot be had, with its name.
+/// Every reason why a key is unavailable, with its name.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn whatever_keeps_a_key_away_is_named() {
+async fn every_cause_of_an_unavailable_key_is_named() {
     use KeyFault as Fault;
     let (authority, stranger) = (Authority::new("kms"), Authority::new("stranger"));
     let names = &["127.0.0.1"];
@@ -326,7 +326,7 @@ fn state(payload: &mut Encoder, number: u32) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_kms_that_is_away_is_an_alarm_and_what_was_put_off_is_done_when_it_is_back() {
+async fn an_unreachable_kms_is_an_alarm_and_pending_work_is_done_when_it_is_back() {
     let authority = Authority::new("kms");
     let mut server = PyKmip::start(&authority);
     let identity = authority.client("vmseal", Validity::Now);
@@ -345,7 +345,7 @@ async fn a_kms_that_is_away_is_an_alarm_and_what_was_put_off_is_done_when_it_is_
     assert!(kms.get_key(vm, &key).await.is_err());
     let failing = ("provider-failing".to_owned(), Some(KeyFault::KmsUnreachable));
     here.eventually("an alarm", async |here| here.alarms().await.contains(&failing)).await;
-    // A VM can go while its KMS is away.
+    // A VM can be deleted while its KMS is unreachable.
     kms.destroy_key(vm, "web", &key).await.unwrap();
     kms.abandon(Uuid::from_u128(2)).await.unwrap();
     assert_eq!(here.events("key.destruction-pending").await.len(), 1);
@@ -353,7 +353,7 @@ async fn a_kms_that_is_away_is_an_alarm_and_what_was_put_off_is_done_when_it_is_
 
     server.restart();
     here.eventually("no alarm", async |here| here.alarms().await.is_empty()).await;
-    assert!(usable.has_changed().unwrap(), "nobody was told");
+    assert!(usable.has_changed().unwrap(), "no change was reported");
     here.eventually("both are destroyed", async |here| {
         here.events("key.destroyed").await.len() == 2
     })
@@ -366,7 +366,7 @@ async fn a_kms_that_is_away_is_an_alarm_and_what_was_put_off_is_done_when_it_is_
     here.providers.remove(&provider, "me").await.unwrap();
 }
 
-/// A question that was marked and sent to the server `one`, and not answered.
+/// A request with a mark that was sent to the server `one`, and not answered.
 fn asked_of_one(vm: VmId, request: Uuid) -> KeyRequest {
     KeyRequest {
         request,
@@ -377,6 +377,7 @@ fn asked_of_one(vm: VmId, request: Uuid) -> KeyRequest {
         marked: true,
         key_id: None,
         abandoned: false,
+        moved: false,
     }
 }
 
@@ -397,7 +398,7 @@ async fn the_key_of_a_request_without_an_answer_is_found_again() {
     let (vm, request) = (VmId::new(), Uuid::from_u128(3));
     let noted = asked_of_one(vm, request);
     let put = async |noted: KeyRequest| put(&here, provider.id, &noted).await;
-    // It ended between the question and the note of its answer: the key is there.
+    // The process ended between the request and the record of its answer: the key exists.
     let (first, _) = kms.create_key(vm, request).await.unwrap();
     let mut known =
         key_requests::get(&mut here.store.read().await.unwrap(), provider.id, request).await;
@@ -405,7 +406,7 @@ async fn the_key_of_a_request_without_an_answer_is_found_again() {
     put(known.unwrap().unwrap()).await;
     assert_eq!(kms.create_key(vm, request).await.unwrap().0, first);
     assert_eq!(own.locate(Locate::default()).await.unwrap().len(), 1, "a second key was made");
-    // It ended before it was activated.
+    // The process ended before the key was activated.
     let text = |text: &str| Text::new(text).unwrap();
     let data = text(&Uuid::from_u128(4).to_string());
     let application = Some(ApplicationInformation { namespace: text("vmseal"), data });
@@ -420,7 +421,7 @@ async fn the_key_of_a_request_without_an_answer_is_found_again() {
 
 /// A request that a slow server does after its client has given up.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_key_that_is_made_after_nobody_waits_for_it_is_found_and_destroyed() {
+async fn a_key_that_is_made_after_its_request_was_abandoned_is_found_and_destroyed() {
     let authority = Authority::new("kms");
     let server = PyKmip::start(&authority);
     let identity = authority.client("vmseal", Validity::Now);
@@ -440,7 +441,7 @@ async fn a_key_that_is_made_after_nobody_waits_for_it_is_found_and_destroyed() {
     here.note(vm, &other).await;
     let left = open().await.into_iter().find(|noted| noted.abandoned).expect("it is on record");
     assert_eq!((left.mark, left.sent.as_second()), (sent.mark, sent.sent.as_second()));
-    // The watch finds nothing either, and does not forget it.
+    // The watch finds nothing either, and keeps the request.
     let kmip = here.providers.kmip(provider.id).unwrap();
     kmip.catch_up().await.unwrap();
     assert!(open().await.contains(&left), "it was forgotten too soon");
@@ -454,10 +455,10 @@ async fn a_key_that_is_made_after_nobody_waits_for_it_is_found_and_destroyed() {
     assert_eq!(gone.refusal(), Some(ResultReason::ItemNotFound));
     own.key_state(&KeyId::new(other.key_id.clone()).unwrap()).await.unwrap();
     assert!(open().await.iter().all(|noted| !noted.abandoned));
-    // One that nobody has made for long never was.
+    // A key that does not exist after a long time was never created.
     put(&KeyRequest { sent: Timestamp::UNIX_EPOCH, mark: Uuid::from_u128(44), ..left }).await;
     kmip.catch_up().await.unwrap();
-    assert!(open().await.iter().all(|noted| !noted.abandoned), "it is kept for ever");
+    assert!(open().await.iter().all(|noted| !noted.abandoned), "it is kept forever");
     assert!(here.events("key.orphaned").await.is_empty());
 }
 
@@ -466,7 +467,7 @@ fn given(asked: &Asked, kek: &[u8]) -> Reaction {
     Reaction::Send(asked.done(|payload| material(payload, &asked.objects[0], kek)))
 }
 
-/// What the answer to Get says of a key.
+/// The properties of a key in the answer to Get.
 fn material(payload: &mut Encoder, id: &str, kek: &[u8]) {
     payload.enumeration(Tag::OBJECT_TYPE, 2);
     payload.text(Tag::UNIQUE_IDENTIFIER, id);
@@ -480,7 +481,7 @@ fn material(payload: &mut Encoder, id: &str, kek: &[u8]) {
     });
 }
 
-/// A KMS in memory whose ways a test chooses.
+/// A KMS in memory whose behaviour a test chooses.
 fn scripted(
     authority: &Authority,
     locate: impl Fn() -> Vec<&'static str> + Send + Sync + 'static,
@@ -517,13 +518,13 @@ fn scripted(
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_a_kms_that_cannot_tell_may_have_made_is_reported_and_never_guessed() {
+async fn a_key_that_a_kms_may_have_made_is_reported_and_never_guessed() {
     let authority = Authority::new("kms");
     let identity = authority.client("vmseal", Validity::Now);
     let count = |log: &Mutex<Vec<OperationCode>>, code| {
         log.lock().unwrap().iter().filter(|asked| **asked == code).count()
     };
-    // It finds something for every id, as one does that ignores what it does not know.
+    // It finds something for every id, like one that ignores unknown attributes.
     let (server, log) = scripted(&authority, || vec!["9"], true, true);
     let here = Here::new().await;
     let (_, kms) = here.add(&[at("one", &server.endpoint())], &authority, &identity).await;
@@ -543,7 +544,7 @@ async fn what_a_kms_that_cannot_tell_may_have_made_is_reported_and_never_guessed
     assert_eq!((count(&log, OperationCode::Create), count(&log, OperationCode::Locate)), (2, 0));
     assert_eq!(here.events("key.orphaned").await.len(), 1);
 
-    // It made nothing, and says so.
+    // It created nothing, and says so.
     let (server, log) = scripted(&authority, Vec::new, true, true);
     let (provider, kms) = here.add(&[at("one", &server.endpoint())], &authority, &identity).await;
     assert!(kms.create_key(vm, Uuid::from_u128(3)).await.is_err());
@@ -581,14 +582,14 @@ async fn the_first_server_that_answers_serves_and_one_that_does_not_replicate_is
     assert_eq!(here.providers.status(&provider), ProviderStatus::Degraded);
 }
 
-/// A key that one server does not have is not gone while another may have it.
+/// A key that one server does not have is not missing while another may have it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_key_counts_as_destroyed_only_when_every_server_says_so() {
     let authority = Authority::new("kms");
     let (one, mut two) = (PyKmip::start(&authority), PyKmip::start(&authority));
     let identity = authority.client("vmseal", Validity::Now);
     let here = Here::new().await;
-    // Made while the provider had the second server alone, as its first.
+    // Created while the second server was the provider's only one.
     let (vm, servers) = (VmId::new(), [at("two", &two.endpoint()), at("one", &one.endpoint())]);
     let (provider, kms) = here.add(&servers, &authority, &identity).await;
     let (key, _) = kms.create_key(vm, Uuid::from_u128(7)).await.unwrap();
@@ -613,7 +614,7 @@ async fn a_key_counts_as_destroyed_only_when_every_server_says_so() {
     })
     .await;
     let destroyed = here.events("key.destroyed").await;
-    // An answer that came too late leaves a key that is gone when it is asked for again.
+    // After an answer that came too late, the key is gone when it is requested again.
     let lost = here.events("key.destruction-pending").await.len() > 1;
     let told = destroyed[0].contains("'two'") || lost && destroyed[0].contains("already");
     assert!(destroyed.len() == 1 && told, "{destroyed:?}");

@@ -1,8 +1,8 @@
-//! Servers tested: each is connected to; and, where that is wanted, one makes a key, which all have to have
-//! then, and which is destroyed again.
+//! Tests servers: connects to each; on request, also creates a key at one, which all must then have,
+//! and destroys it again.
 //!
-//! It is a request like any other, which nobody wants from the outset: whatever is lost on the way, also this
-//! process, the watch finds the key and destroys it.
+//! The key's request is recorded as unwanted from the beginning: whatever fails, even this process,
+//! the watch finds the key and destroys it.
 
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
@@ -13,7 +13,8 @@ use tokio::time::{Instant, sleep};
 use uuid::Uuid;
 use vmseal_api::host::KeyReference;
 use vmseal_api::id::VmId;
-use vmseal_api::kmip::{KeyFault, KmipKeyTested, KmipSeen, KmipTested, ProviderTest};
+use vmseal_api::key_fault::KeyFault;
+use vmseal_api::kmip::{KmipKeyTested, KmipSeen, KmipTested, ProviderTest};
 use vmseal_api::problem::Problem;
 use vmseal_kmip::client::Client;
 use vmseal_kmip::operation::KeyId;
@@ -26,18 +27,18 @@ use crate::store::key_requests::{self, KeyRequest};
 use crate::store::keys;
 use crate::store::providers::Provider;
 
-/// How long a key may take from one server to the others, before they count as not replicating. Clusters
-/// do it before they answer, or within a second.
+/// How long a key may take from one server to the others before they count as not replicating. Clusters
+/// replicate before they answer, or within a second.
 const REPLICATION: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 10 });
 
 /// How often a server is asked meanwhile.
 const REPLICATION_POLL: Duration = Duration::from_millis(250);
 
-/// What came of the key of a test at one server.
+/// The result of the test key at one server.
 type KeyTested = Result<KmipKeyTested, Problem>;
 
 impl Providers {
-    /// Tries every server, with a key where that is wanted.
+    /// Tries every server, with a key on request.
     ///
     /// # Errors
     /// `unsupported` for a provider of another kind.
@@ -64,7 +65,7 @@ impl Providers {
         };
         if with_key {
             let (kmip, usable, actor) = (Arc::clone(&kmip), usable(&tested), actor.to_owned());
-            // Whoever asked may go away: what was begun is brought to its end all the same.
+            // The client may disconnect: the test is completed anyway.
             let tried = tokio::spawn(async move { kmip.try_key(&usable, &actor).await }).await;
             let tried = tried.unwrap_or_else(|error| Err(crate::internal(&error)))?;
             for (server, outcome) in tried {
@@ -83,7 +84,7 @@ impl Providers {
     }
 }
 
-/// What is known of a server that was probed just now.
+/// The status of a server that was just probed.
 fn seen_now(server: &ServerState) -> KmipSeen {
     match (server.seen(), &server.client) {
         (Some(seen), Ok(_)) => seen,
@@ -97,7 +98,7 @@ fn seen_now(server: &ServerState) -> KmipSeen {
 }
 
 impl KmipProvider {
-    /// Makes a key at the first of these servers that does, reads it at each, destroys it, and tells of it.
+    /// Creates a key at the first of these servers that can, reads it at each, destroys it, and writes an event.
     async fn try_key(
         &self,
         servers: &[Arc<ServerState>],
@@ -117,8 +118,9 @@ impl KmipProvider {
                 marked: true,
                 key_id: None,
                 abandoned: true,
+                moved: false,
             };
-            // The watch leaves it alone while it is used here.
+            // The watch does not touch it while it is used here.
             let trials = || self.trials.lock().unwrap_or_else(PoisonError::into_inner);
             trials().insert(noted.request);
             let tried = self.make_read_destroy(maker, others, &noted).await;
@@ -141,14 +143,14 @@ impl KmipProvider {
                     outcomes.extend(others.iter().cloned().zip(read));
                     break;
                 }
-                // The next one makes it.
+                // The next one creates it.
                 Err(problem) => outcomes.push((Arc::clone(maker), Err(problem))),
             }
         }
         Ok(outcomes)
     }
 
-    /// Whether a request is that of a test which is under way.
+    /// Whether a request belongs to a running test.
     pub(super) fn is_on_trial(&self, request: Uuid) -> bool {
         self.trials.lock().unwrap_or_else(PoisonError::into_inner).contains(&request)
     }
@@ -181,7 +183,7 @@ impl KmipProvider {
         Ok((id, read))
     }
 
-    /// Reads at a server the key that another one has made.
+    /// Reads at a server the key that another one has created.
     async fn read_replica(&self, server: &ServerState, id: &KeyId, kek: &SecretBytes) -> KeyTested {
         let begun = Instant::now();
         loop {
@@ -195,7 +197,7 @@ impl KmipProvider {
                     }
                     sleep(REPLICATION_POLL).await;
                 }
-                // One that belongs to somebody else is not the one that was made.
+                // A key of another owner is not the one that was created.
                 Err(problem) if problem.reason == Some(KeyFault::KmsDenies) => {
                     return Ok(KmipKeyTested::OtherKey);
                 }

@@ -1,14 +1,14 @@
-//! What stands at a KMS: its servers are tried, the states of its keys read, and what was put off is
-//! done. One task per provider; nothing else raises its alarms.
+//! The watch of a KMS: tries its servers, reads the states of its keys, and retries pending destructions.
+//! One task per provider; nothing else raises its alarms.
 //!
 //! ```text
 //!             every server fails                 woken, or after a pause that grows
 //!   Normal ───────────────────────► Failing ───────────────────────────────┐
 //!     ▲ │ every five minutes,         ▲                                    │
 //!     └─┘ or woken, or sooner         └────────── every server fails ──────┤
-//!         while something is put off                                       │
+//!         while something is pending                                       │
 //!     ▲                                                                    │
-//!     └───── one answers: whoever waits for keys is told ──────────────────┘
+//!     └───── one answers: those that wait for keys are notified ───────────┘
 //! ```
 
 use std::collections::HashMap;
@@ -18,7 +18,8 @@ use std::time::Duration;
 use futures_util::future::join_all;
 use jiff::Timestamp;
 use tokio::task::JoinHandle;
-use vmseal_api::kmip::{KeyFault, KmipSeen};
+use vmseal_api::key_fault::KeyFault;
+use vmseal_api::kmip::KmipSeen;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_kmip::client::{Client, Error};
 use vmseal_kmip::operation::KeyId;
@@ -35,16 +36,16 @@ use crate::setup::expiry;
 use crate::store::alarms::{self, RaisedAlarm};
 use crate::store::{keys, kmip, providers};
 
-/// How often a KMS that answers is looked at; as vCenter does.
+/// How often a KMS that answers is checked; as vCenter does.
 const EVERY: Duration = Duration::from_secs(300);
 
-/// How soon one that does not answer is tried again, at first and at most.
+/// The pause before one that does not answer is tried again, at first and at most.
 const RETRY: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(60));
 
-/// The least time between two looks, however often somebody wakes the watch.
+/// The minimum time between two checks, however often the watch is woken.
 const REST: Duration = Duration::from_millis(500);
 
-/// A provider with its watch, which ends with it.
+/// A provider with its watch, which ends when this is dropped.
 pub struct MonitoredProvider {
     /// The provider.
     pub provider: Arc<KmipProvider>,
@@ -71,9 +72,9 @@ struct ProviderMonitor {
     failures: u32,
     /// The alarms about keys, as last known.
     about_keys: Vec<RaisedAlarm>,
-    /// What is put off, as last known.
+    /// What is pending, as last known.
     pending: Vec<PendingDestruction>,
-    /// How many looks in a row have left something undone.
+    /// How many checks in a row have left something pending.
     left: u32,
 }
 
@@ -89,7 +90,7 @@ impl ProviderMonitor {
             self.left = if self.pending.is_empty() { 0 } else { self.left.saturating_add(1) };
             let pause = match (self.failures, self.left) {
                 (0, 0) => EVERY,
-                // One answer that was late is not to leave a key there for minutes.
+                // After one late answer a key must not be left for minutes.
                 (0, left) => backoff::pause(RETRY.0, EVERY, left),
                 (failures, _) => backoff::pause(RETRY.0, RETRY.1, failures),
             };
@@ -107,7 +108,7 @@ impl ProviderMonitor {
         join_all(servers.iter().map(|server| provider.probe(server))).await;
         let answers = servers.iter().any(|server| server.fault().is_none());
         if answers {
-            // Each whatever becomes of the other: what is known stays known.
+            // Independent of each other: if one fails, its last known alarms stay.
             match provider.look_at_keys().await {
                 Ok(raised) => self.about_keys = raised,
                 Err(problem) => {
@@ -147,7 +148,7 @@ impl ProviderMonitor {
         let default = providers::default(&mut read).await?.is_some_and(|it| it.id == provider.id);
         drop(read);
         if in_use == 0 {
-            // Somebody is setting it up.
+            // An operator is setting it up.
             raised.retain(|alarm| match alarm.reason {
                 Some(KeyFault::NotTrusted | KeyFault::NoClientCertificate) => false,
                 Some(KeyFault::ProviderSealed) => default,
@@ -174,7 +175,7 @@ impl KmipProvider {
             let spoken = client.discover().await?.spoken.to_string();
             let vendor = match client.query().await {
                 Ok(description) => description.vendor,
-                // A client may be allowed its keys alone.
+                // A client may be allowed only operations on its keys.
                 Err(error) if error.refusal() == Some(ResultReason::PermissionDenied) => None,
                 Err(error) => return Err(error),
             };
@@ -191,12 +192,12 @@ impl KmipProvider {
             Err(ServerFailure::Refused(problem)) if problem.reason.is_some() => {
                 server.saw(Some(problem))
             }
-            // Noted already.
+            // Already recorded.
             Err(_) => {}
         }
     }
 
-    /// The alarms about servers that cannot be used: all of them, or some.
+    /// The alarms if all or some servers cannot be used.
     fn about_servers(&self, servers: &[Arc<ServerState>]) -> Vec<RaisedAlarm> {
         let faults: Vec<_> =
             servers.iter().filter_map(|server| Some((server, server.fault()?))).collect();
@@ -217,7 +218,7 @@ impl KmipProvider {
         vec![alarm("provider-degraded", details.join("; "), first.reason)]
     }
 
-    /// The alarm about certificates that end soon: the client's, and those that the servers show or that
+    /// The alarm about certificates that expire soon: the client's, and those that the servers send or that
     /// were trusted.
     pub(super) fn about_certificates(
         &self,
@@ -273,7 +274,7 @@ impl KmipProvider {
         let (mut raised, mut faults) = (Vec::new(), HashMap::new());
         for (id, vm, problem) in self.faults_of(used).await? {
             faults.insert(id.as_str().to_owned(), problem.clone());
-            // One alarm for a VM that is being given another key and has two.
+            // One alarm for a VM that has two keys during a recryption.
             match raised.iter_mut().find(|known: &&mut RaisedAlarm| known.target == vm) {
                 Some(known) => known.detail = format!("{}; {}", known.detail, problem.detail),
                 None => {
@@ -286,7 +287,7 @@ impl KmipProvider {
         Ok(raised)
     }
 
-    /// What is wrong with keys. One that a server does not have, or calls destroyed, is asked of the next.
+    /// The faults of keys. A key that a server does not have, or reports as destroyed, is requested from the next.
     pub(super) async fn faults_of(
         &self,
         keys: Vec<(KeyId, String)>,
@@ -336,7 +337,7 @@ impl KmipProvider {
         Ok(faults)
     }
 
-    /// What the state of a key at a server keeps it from; an error where another server has to be asked.
+    /// The fault that a key's state at a server means; an error if another server must be asked.
     fn seen_at(
         &self,
         server: &ServerState,
@@ -360,7 +361,7 @@ impl KmipProvider {
         }
     }
 
-    /// Has the hosts' monitors look when keys can be used no more, or again.
+    /// Wakes the hosts' monitors when keys become unusable, or usable again.
     fn note_faults(&self, faults: HashMap<String, Problem>) {
         let mut known = self.key_faults.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         let still = |(id, was): (&String, &Problem)| {

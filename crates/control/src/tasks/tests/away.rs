@@ -1,4 +1,4 @@
-//! A host that is away for longer than a step is tried: what takes hours on it waits.
+//! A host that is unreachable for longer than a step is retried: work that takes hours waits.
 
 use std::time::Duration;
 
@@ -6,7 +6,7 @@ use vmseal_api::host::HostAgent;
 
 use super::*;
 
-/// Much longer than a step is tried here.
+/// Much longer than a step is retried here.
 const AWAY: Duration = Duration::from_millis(400);
 
 const SOON: Duration = Duration::from_millis(1);
@@ -15,7 +15,7 @@ async fn shown_step(fixture: &Fixture, task: vmseal_api::id::TaskId) -> String {
     fixture.engine.shown(&fixture.task(task).await).at()
 }
 
-/// Takes the host away while it works on a task, until the task has waited for it for long.
+/// Makes the host unreachable while it works on a task, until the task has waited for it for long.
 async fn leave(fixture: &Fixture, task: vmseal_api::id::TaskId) {
     let works = async || {
         let known = fixture.agent.state_now().await.ok()?;
@@ -25,7 +25,7 @@ async fn leave(fixture: &Fixture, task: vmseal_api::id::TaskId) {
     fixture.eventually("it works", works).await;
     fixture.agent.set_reachable(false);
     fixture
-        .eventually("it is said what is waited for", async || {
+        .eventually("the task shows what it waits for", async || {
             shown_step(fixture, task).await.ends_with("waiting for host 'here'").then_some(())
         })
         .await;
@@ -68,7 +68,7 @@ async fn a_task_that_waits_for_its_host_can_be_cancelled() {
     fixture.engine.cancel(&task.to_string(), "me").await.unwrap();
     let ended = fixture.ended(task).await;
     let problem = ended.problem.unwrap();
-    // What it has begun cannot be undone while the host is away, and that is said.
+    // Its work cannot be undone while the host is unreachable, and the problem says so.
     assert_eq!(ended.state, TaskState::Unknown, "{problem}");
     assert!(problem.detail.contains("was cancelled"), "{problem}");
     assert_eq!(fixture.vm(vm).await.unwrap().lifecycle, Lifecycle::Creating);

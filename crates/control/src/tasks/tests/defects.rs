@@ -1,8 +1,8 @@
-//! A host that fails in the middle of a deletion: what may be gone is not called whole.
+//! A host that fails in the middle of a deletion: a VM whose disk may be gone is not reported as complete.
 
 use super::*;
 
-/// The name is gone, the flush of the directory failed: nobody can say that the disk is there.
+/// The name is removed, but the flush of the directory failed: it is unknown whether the disk exists.
 #[tokio::test]
 async fn a_vm_whose_disk_may_be_gone_does_not_count_as_whole() {
     let fixture = Fixture::new().await;
@@ -18,5 +18,5 @@ async fn a_vm_whose_disk_may_be_gone_does_not_count_as_whole() {
     let task = fixture.begin(Operation::DeleteVm { vm, was: Lifecycle::Deleting }, "web").await;
     assert_eq!(fixture.ended(task).await.state, TaskState::Done);
     fixture.assert_nothing_left(vm, "deleted again").await;
-    assert!(fixture.alarms().await.is_empty(), "the alarm of a VM that is gone stands");
+    assert!(fixture.alarms().await.is_empty(), "the alarm of a deleted VM is still active");
 }

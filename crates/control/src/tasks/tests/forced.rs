@@ -1,4 +1,4 @@
-//! Power that is cut while a task waits for the guest, and refusals before anything was asked of a host.
+//! Power that is cut while a task waits for the guest, and failures before any request to a host.
 
 use super::*;
 
@@ -20,7 +20,7 @@ async fn a_forced_stop_cuts_the_power_of_a_vm_whose_guest_is_being_waited_for() 
     assert_eq!(fixture.events("task.forced").await.len(), 1);
 }
 
-/// The wish is in the inventory: a server that starts again cuts the power.
+/// The request is in the inventory: after a restart the server cuts the power.
 #[tokio::test]
 async fn a_forced_stop_is_not_forgotten_in_a_crash() {
     let mut fixture = Fixture::new().await;
@@ -38,9 +38,9 @@ async fn a_forced_stop_is_not_forgotten_in_a_crash() {
     fixture.assert_whole(vm, Power::Off, "forced").await;
 }
 
-/// Nobody has heard of it: that is known, and the VM is as it was.
+/// No host received the request: that is known, and the VM is unchanged.
 #[tokio::test]
-async fn a_stop_of_which_a_host_has_not_heard_has_failed_and_is_not_in_doubt() {
+async fn a_stop_that_never_reached_the_host_has_failed_and_is_not_unknown() {
     let fixture = Fixture::new().await;
     let vm = fixture.running("web").await;
     fixture.agent.set_reachable(false);

@@ -1,6 +1,6 @@
-//! The key that a host holds, where no provider gives it.
+//! The key that a host holds while no provider gives it.
 
-use vmseal_api::kmip::KeyFault;
+use vmseal_api::key_fault::KeyFault;
 use vmseal_kmip::RevocationReason;
 use vmseal_kmip::operation::KeyId;
 
@@ -33,10 +33,10 @@ async fn a_vm_whose_key_its_host_holds_starts_while_the_kms_is_away() {
     here.fixture.assert_runs(vm).await;
 }
 
-/// The host has the last copy of a key that was destroyed at the KMS (PyKMIP forgets such keys): it opens the disks for another key and for an
-/// export, an alarm says so, and nothing new is run with it.
+/// The host has the last copy of a key that was destroyed at the KMS (PyKMIP forgets such keys): it opens the disks for
+/// a recryption and for an export, an alarm says so, and no VM is started with it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_vm_whose_key_was_destroyed_at_the_kms_is_led_away_from_it() {
+async fn a_vm_whose_key_was_destroyed_at_the_kms_can_get_another() {
     let here = WithKms::new().await;
     let fixture = &here.fixture;
     let vm = fixture.running("web").await;
@@ -44,7 +44,7 @@ async fn a_vm_whose_key_was_destroyed_at_the_kms_is_led_away_from_it() {
     let id = KeyId::new(old.key_id.clone()).unwrap();
     here.client.revoke(&id, RevocationReason::CessationOfOperation).await.unwrap();
     here.client.destroy(&id).await.unwrap();
-    // It asks for the state, and wakes the watch.
+    // This reads the key's state, and wakes the watch.
     fixture.providers.get(old.provider).unwrap().get_key(vm, &old).await.unwrap_err();
     here.until("key-on-host-only", "web", Some(KeyFault::KeyMissing)).await;
     let stop = Operation::StopVm { vm, force: true, timeout_seconds: 5 };

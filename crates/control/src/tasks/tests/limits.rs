@@ -1,4 +1,4 @@
-//! How much happens at a time on one host.
+//! Concurrency limits of one host.
 
 use super::*;
 use crate::tasks::limits::HOST_WORK;
@@ -26,7 +26,7 @@ async fn long_work_on_a_host_queues_and_power_does_not_wait_for_it() {
     fixture.begin(Operation::StartVm { vm: other }, "other").await;
     let started = async || (fixture.calls(Call::PowerOn) > 0).then_some(());
     fixture.eventually("a start does not wait for imports", started).await;
-    // One that is queued can be cancelled, and one whose turn comes goes on.
+    // A queued task can be cancelled, and another runs when it gets its permit.
     let queued = tasks.pop().unwrap();
     fixture.engine.cancel(&queued.to_string(), "me").await.unwrap();
     assert_eq!(fixture.ended(queued).await.state, TaskState::Cancelled);

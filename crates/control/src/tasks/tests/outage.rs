@@ -1,9 +1,9 @@
-//! A real KMS that is away for half a second, at every step that may need it.
+//! A real KMS that is unreachable for half a second, at every step that may need it.
 
 use super::revoked::WithKms;
 use super::*;
 
-/// Takes the KMS away when a step begins; it is back half a second later.
+/// Stops the KMS when a step begins, for half a second.
 fn away_at(here: &WithKms, step: &'static str) -> (Faults, Arc<AtomicU32>) {
     let (kms, done) = (Arc::clone(&here.kms), Arc::new(AtomicU32::new(0)));
     let count = Arc::clone(&done);
@@ -27,7 +27,7 @@ fn away_at(here: &WithKms, step: &'static str) -> (Faults, Arc<AtomicU32>) {
 async fn a_recryption_goes_on_when_its_kms_was_away() {
     let mut here = WithKms::new().await;
     let vm = here.fixture.made("web", "encrypted").await;
-    // At the first step nothing is done yet, and it is told at once.
+    // At the first step nothing is done yet, and the failure is reported at once.
     for step in recrypt::steps().into_iter().skip(1) {
         let (faults, done) = away_at(&here, step);
         here.fixture.restart(|engine| engine.environment.faults = Some(faults)).await;
@@ -38,7 +38,7 @@ async fn a_recryption_goes_on_when_its_kms_was_away() {
         assert_eq!(done.load(Ordering::SeqCst).min(1), 1, "{step}: it was not away");
         let new = here.fixture.vm(vm).await.unwrap().key.unwrap();
         assert_ne!(new, old, "{step}");
-        // The old key is destroyed as soon as the KMS can be asked to.
+        // The old key is destroyed as soon as the KMS answers.
         here.fixture
             .eventually("one key is left", async || {
                 let mut read = here.fixture.store.read().await.unwrap();

@@ -1,4 +1,4 @@
-//! Recryption: whatever happens, the VM's key opens all its disks, and in the end it is the only one.
+//! Recryption: at every point the VM's key opens all its disks, and in the end it is the only one that does.
 
 use super::*;
 use crate::store::keys;
@@ -22,10 +22,10 @@ fn undone_steps() -> Vec<&'static str> {
     steps
 }
 
-/// From here on it goes only forward.
+/// The steps after the commit step.
 const COMMIT: &str = "switch-key";
 
-/// The VM is whole and has a key of the first or the other provider, the only one that there is of it.
+/// The VM is complete and has a key of the first or the other provider, and no other key of it exists.
 async fn assert_one_key(fixture: &Fixture, vm: VmId, recrypted: bool, what: &str) {
     fixture.assert_whole(vm, Power::Off, what).await;
     let key = fixture.vm(vm).await.unwrap().key.unwrap();
@@ -47,8 +47,8 @@ pub async fn assert_undone(fixture: &Fixture, vm: VmId, what: &str) {
     assert_one_key(fixture, vm, false, what).await;
 }
 
-/// Between any two steps, and whatever has failed: what the inventory names opens every disk, and its
-/// provider gives it.
+/// Between any two steps, and after any failure: the key in the inventory opens every disk, and its provider
+/// gives it.
 async fn assert_opens(fixture: &Fixture, vm: VmId, what: &str) {
     let key = fixture.vm(vm).await.unwrap().key.unwrap();
     for disk in fixture.agent.disks().values() {
@@ -57,7 +57,7 @@ async fn assert_opens(fixture: &Fixture, vm: VmId, what: &str) {
     fixture.providers.get(key.provider).unwrap().get_key(vm, &key).await.unwrap();
 }
 
-/// Gives a VM another key, under no faults; its disks open with that alone.
+/// Gives a VM another key, without faults; afterwards only that opens its disks.
 pub async fn recrypt_again(fixture: &mut Fixture, vm: VmId, what: &str) {
     fixture.restart(|engine| engine.environment.faults = None).await;
     let task = fixture.begin(fixture.recryption(vm).await, "web").await;
@@ -71,7 +71,7 @@ async fn recrypt_survives_every_fault_at_every_step() {
     matrix(Kind::Recrypt).await;
 }
 
-/// Where nothing goes on from a crash yet, the disks open.
+/// After a crash, before the task resumes, the disks open.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn after_a_crash_at_any_step_the_key_of_the_inventory_opens_every_disk() {
     for step in steps() {
@@ -89,7 +89,7 @@ async fn after_a_crash_at_any_step_the_key_of_the_inventory_opens_every_disk() {
     }
 }
 
-/// Fails the commit step, and interferes with the undoing of every step.
+/// Fails the commit step, and injects a fault into the undoing of every step.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn undoing_a_recryption_survives_every_fault_at_every_step() {
     for step in undone_steps() {
@@ -118,7 +118,8 @@ async fn undoing_a_recryption_survives_every_fault_at_every_step() {
     }
 }
 
-/// What can be neither finished nor undone is whole, says so, and is finished by recrypting again.
+/// If the task can be neither finished nor undone, the VM is complete, the problem says so, and another recryption
+/// finishes it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_recryption_that_is_stuck_leaves_a_whole_vm_and_another_one_leaves_one_key() {
     for step in undone_steps() {
@@ -143,7 +144,7 @@ async fn a_recryption_that_is_stuck_leaves_a_whole_vm_and_another_one_leaves_one
     }
 }
 
-/// The calls to the host lost, or their answers, or the agent restarting, also between two disks.
+/// Lost calls to the host, lost answers, and restarts of the agent, also between two disks.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_recryption_survives_what_happens_to_its_calls() {
     let calls = [
@@ -176,7 +177,7 @@ async fn a_recryption_survives_what_happens_to_its_calls() {
     }
 }
 
-/// The agent dies between two disks, and does not come back for this task: the VM opens all the same.
+/// The agent dies between two disks, and does not come back for this task: the VM's key still opens all disks.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_agent_that_dies_between_two_disks_for_good_leaves_a_whole_vm() {
     for call in [Call::AddKey] {
@@ -225,7 +226,7 @@ async fn a_recryption_can_be_cancelled_until_the_vm_has_its_new_key() {
     }
 }
 
-/// A recryption that has to be refused: nothing is made, nothing changed.
+/// A recryption that must be refused: no key is created, nothing is changed.
 async fn assert_refused(fixture: &Fixture, vm: VmId, code: ErrorCode) {
     let (before, row) = (fixture.agent.disks(), fixture.vm(vm).await.unwrap());
     let created = fixture.events("key.created").await.len();
@@ -249,7 +250,7 @@ async fn a_vm_that_runs_is_refused() {
 }
 
 #[tokio::test]
-async fn a_vm_whose_key_cannot_be_had_is_refused() {
+async fn a_vm_whose_key_is_unavailable_is_refused() {
     let fixture = Fixture::new().await;
     let vm = fixture.made("web", "encrypted").await;
     let key = fixture.vm(vm).await.unwrap().key.unwrap();
@@ -268,8 +269,8 @@ async fn a_disk_that_cannot_be_reached_refuses_the_recryption_of_the_vm() {
     assert_refused(&fixture, vm, ErrorCode::WrongState).await;
 }
 
-/// A datastore that goes away when the old key is about to be destroyed: it is not, as nobody knows any more
-/// what opens the disks.
+/// A datastore becomes unavailable when the old key is about to be destroyed: the key is kept, as it is unknown
+/// which key opens the disks.
 #[tokio::test]
 async fn the_old_key_is_not_destroyed_while_a_disk_cannot_be_opened() {
     let mut fixture = Fixture::new().await;

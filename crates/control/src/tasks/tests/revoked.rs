@@ -1,10 +1,11 @@
-//! Keys that their KMS has deactivated or calls compromised: what runs goes on, what is off is locked, and
-//! another key mends it.
+//! Keys that their KMS has deactivated or marked as compromised: a running VM runs on, one that is off is locked, and
+//! another key unlocks it.
 
 use std::time::Duration;
 
 use vmseal_api::id::ProviderId;
-use vmseal_api::kmip::{AddKmipServer, KeyFault};
+use vmseal_api::key_fault::KeyFault;
+use vmseal_api::kmip::AddKmipServer;
 use vmseal_kmip::RevocationReason;
 use vmseal_kmip::client::{Client, Settings};
 use vmseal_kmip::operation::KeyId;
@@ -51,11 +52,11 @@ impl WithKms {
         Self { fixture, client, provider: provider.id, kms: Arc::new(Mutex::new(kms)) }
     }
 
-    /// Takes a VM's key out of use, and has the server notice.
+    /// Takes a VM's key out of use, and waits until the server notices.
     async fn revoke(&self, vm: VmId, reason: RevocationReason) {
         let key = self.fixture.vm(vm).await.unwrap().key.unwrap();
         self.client.revoke(&KeyId::new(key.key_id.clone()).unwrap(), reason).await.unwrap();
-        // It asks for the state, and wakes the watch.
+        // This reads the key's state, and wakes the watch.
         self.fixture.providers.get(key.provider).unwrap().get_key(vm, &key).await.unwrap();
     }
 
@@ -97,7 +98,7 @@ async fn a_vm_with_a_revoked_key_goes_on_while_it_runs_and_is_locked_until_it_ha
                 (!fixture.agent.keys_held().contains(&stopped)).then_some(())
             })
             .await;
-        // Whatever restarts, the one that runs has its key.
+        // After any restart, the running VM has its key.
         fixture.agent.restart();
         fixture.assert_whole(running, Power::Running, &on).await;
         here.until("vm-locked", &off, Some(fault)).await;
@@ -109,7 +110,7 @@ async fn a_vm_with_a_revoked_key_goes_on_while_it_runs_and_is_locked_until_it_ha
         assert!(problem.detail.contains("vmseal vm recrypt"), "{problem}");
         assert!(!fixture.agent.running().contains(&stopped), "{off} was started");
 
-        // What leads away from it is done.
+        // Work that replaces the key is done.
         let disk = fixture.disks(stopped).await[0].id;
         let (to, format) = (format!("/exports/{name}.raw").into(), ExportFormat::Raw);
         let export = Operation::ExportDisk { vm: stopped, disk, to, format, passphrase: None };
@@ -119,11 +120,11 @@ async fn a_vm_with_a_revoked_key_goes_on_while_it_runs_and_is_locked_until_it_ha
         here.done(recrypt, &off).await;
         here.until("vm-locked", &off, None).await;
         here.done(Operation::StartVm { vm: stopped }, &off).await;
-        // One that stops has to wait for another key, too.
+        // One that stops needs another key, too.
         let stop = Operation::StopVm { vm: running, force: true, timeout_seconds: 5 };
         here.done(stop, &on).await;
         here.until("vm-locked", &on, Some(fault)).await;
-        // Longer than the watch rests: it is not to see by chance that they are gone.
+        // Longer than the watch's interval, so that it does not see by chance that they are gone.
         tokio::time::sleep(Duration::from_secs(1)).await;
         for vm in [running, stopped] {
             if vm == stopped {

@@ -1,10 +1,10 @@
-//! Tasks that another version of vmseal has begun.
+//! Tasks that another version of vmseal began.
 
 use sqlx::Connection;
 
 use super::*;
 
-/// The steps as the version before step names called them, and their names now.
+/// The titles of the steps, which versions before step names stored, and their names now.
 const OLD_STEPS: [(&str, &str); 23] = [
     ("reserve the names", "reserve"),
     ("make the key", "make-key"),
@@ -31,7 +31,7 @@ const OLD_STEPS: [(&str, &str); 23] = [
     ("remove from the inventory", "remove-rows"),
 ];
 
-/// The version of the schema that brought step names.
+/// The version of the schema that added step names.
 const STEP_NAMES: i64 = 80;
 
 #[tokio::test]
@@ -75,7 +75,7 @@ async fn tasks_of_the_version_before_step_names_go_on_at_their_steps() {
         assert_eq!(holding.unwrap().id, task.id, "{title}: it does not hold its VM");
         assert!(matches!(task.state, TaskState::Running | TaskState::RollingBack), "{title}");
     }
-    // Every step that there is now has a name that the old ones lead to.
+    // Every current step is reached from an old title.
     for kind in [Kind::Create, Kind::Start, Kind::Stop, Kind::Delete, Kind::Export, Kind::Recrypt] {
         for step in kind.steps() {
             assert!(OLD_STEPS.iter().any(|(_, name)| *name == step), "{step}");
@@ -83,9 +83,9 @@ async fn tasks_of_the_version_before_step_names_go_on_at_their_steps() {
     }
 }
 
-/// Rows that this version cannot read: the server starts, everything else goes on, and an alarm says what to do.
+/// Rows that this version cannot read: the server starts, everything else works, and an alarm says what to do.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_task_that_cannot_be_read_is_left_as_it_is_until_somebody_resolves_it() {
+async fn a_task_that_cannot_be_read_is_left_as_it_is_until_it_is_resolved() {
     for (column, value) in [
         ("operation", "{\"do\":\"defragment_vm\"}"),
         ("operation", "rubbish"),
@@ -117,7 +117,7 @@ async fn a_task_that_cannot_be_read_is_left_as_it_is_until_somebody_resolves_it(
                 fixture.alarms().await.contains(&"task-unreadable web".to_owned()).then_some(())
             })
             .await;
-        // Others go on; this VM is held.
+        // Other tasks run; this VM is held.
         fixture.made("other", "encrypted").await;
         let mut write = fixture.store.write().await.unwrap();
         let second = Engine::record(&mut write, Operation::StartVm { vm }, "web", "me").await;

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use jiff::{Timestamp, ToSpan};
-use vmseal_api::kmip::KeyFault;
+use vmseal_api::key_fault::KeyFault;
 use vmseal_api::model::WaitingOn;
 
 use super::*;
@@ -39,7 +39,7 @@ async fn after_a_restart_a_creation_waits_for_the_passphrase_of_its_provider() {
         let waiting = seen.waiting.unwrap();
         assert_eq!(waiting.name, "keys");
         assert!(waiting.to_string().contains("vmseal provider unlock keys"), "{waiting}");
-        // However long: more often than a step is tried.
+        // However long: for more attempts than a step has.
         tokio::time::sleep(Duration::from_millis(200)).await;
         assert!(fixture.task(task).await.ended.is_none(), "it was given up");
         fixture.unlock("keys").await;
@@ -68,7 +68,59 @@ async fn a_creation_that_waits_for_its_provider_can_be_cancelled_and_leaves_noth
     fixture.assert_nothing_left(vm, "cancelled").await;
 }
 
-/// A start tells at once what is wrong: somebody waits for it.
+/// A creation that waits for a passphrase after a restart of the server, at this step.
+async fn waiting_for_a_passphrase(step: &'static str) -> (Fixture, VmId, vmseal_api::id::TaskId) {
+    let mut fixture = Fixture::new().await;
+    let (faults, done) = at(step, TaskState::Running, FaultPoint::Before, Fault::Crash, 1);
+    fixture.restart(|engine| engine.environment.faults = Some(faults)).await;
+    let (vm, task) = fixture.create("web", "encrypted").await;
+    fixture
+        .eventually("it crashes", async || (done.load(Ordering::SeqCst) > 0).then_some(()))
+        .await;
+    // Its host has restarted, too, and has no key either.
+    fixture.agent.restart();
+    fixture.restart_sealed().await;
+    waits(&fixture, task, WaitingOn::Passphrase).await;
+    (fixture, vm, task)
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_creation_that_waits_for_a_passphrase_can_be_cancelled_and_leaves_nothing() {
+    for step in ["make-key", "deliver-key", "create-disks"] {
+        let (fixture, vm, task) = waiting_for_a_passphrase(step).await;
+        fixture.engine.cancel(&task.to_string(), "me").await.unwrap();
+        let ended = fixture.ended(task).await;
+        assert_eq!(ended.state, TaskState::Cancelled, "{step}: {:?}", ended.problem);
+        fixture.assert_nothing_left(vm, step).await;
+    }
+}
+
+/// After a restart of everything the host may not be up yet. No disk is begun: the host is told to forget the VM when
+/// it answers.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_creation_that_waits_for_a_passphrase_is_cancelled_without_its_host() {
+    for step in ["make-key", "deliver-key"] {
+        let (fixture, vm, task) = waiting_for_a_passphrase(step).await;
+        if step == "deliver-key" {
+            // It knows the VM from before.
+            crate::hosts::register(&fixture.store, &fixture.hosts, vm).await.unwrap();
+        }
+        fixture.agent.set_reachable(false);
+        fixture.engine.cancel(&task.to_string(), "me").await.unwrap();
+        let ended = fixture.ended(task).await;
+        assert_eq!(ended.state, TaskState::Cancelled, "{step}: {:?}", ended.problem);
+        assert_eq!(fixture.alarms().await.iter().find(|it| it.starts_with("task")), None);
+        fixture.agent.set_reachable(true);
+        fixture
+            .eventually("the host forgets it", async || {
+                fixture.agent.registered().is_empty().then_some(())
+            })
+            .await;
+        fixture.assert_nothing_left(vm, step).await;
+    }
+}
+
+/// A start reports at once what is wrong: a user waits for it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_start_does_not_wait_for_a_passphrase() {
     let mut fixture = Fixture::new().await;
@@ -82,7 +134,7 @@ async fn a_start_does_not_wait_for_a_passphrase() {
     assert_eq!((ended.state, problem.code), (TaskState::Failed, ErrorCode::Locked), "{problem}");
 }
 
-/// The provider is away at each step of a recryption for longer than a step is tried.
+/// The provider is unreachable at each step of a recryption for longer than a step is retried.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_recryption_waits_for_its_provider_at_every_step() {
     for step in recrypt::steps() {
@@ -95,7 +147,7 @@ async fn a_recryption_waits_for_its_provider_at_every_step() {
             fixture.restart(|engine| engine.environment.faults = Some(faults)).await;
             let task = fixture.begin(fixture.recryption(vm).await, "web").await;
             let ended = fixture.ended(task).await;
-            // Before anything is done it is told at once, and the commit step asks nothing of the provider.
+            // Before anything is done the failure is reported at once, and the commit step does not use the provider.
             let told = ["check-key", "switch-key"].contains(&step);
             let expected = if told { TaskState::Failed } else { TaskState::Done };
             assert_eq!(ended.state, expected, "{what}: {:?}", ended.problem);
@@ -103,7 +155,7 @@ async fn a_recryption_waits_for_its_provider_at_every_step() {
     }
 }
 
-/// The disk below the inventory is full for longer than a step is tried.
+/// The disk of the inventory is full for longer than a step is retried.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_step_is_not_given_up_because_the_inventory_fails() {
     for step in Kind::Create.steps() {

@@ -1,8 +1,8 @@
-//! What has been received and not yet looked at: requests come many at a time, and data with them.
+//! A buffer for received bytes that are not yet parsed: requests come many at a time, with data.
 
 use crate::stack::memory::{Cursor, Segment, Segments};
 
-/// A piece of memory of which a stretch is filled.
+/// A piece of memory, part of which is filled.
 #[derive(Debug)]
 pub struct Arrivals {
     memory: Segment,
@@ -11,25 +11,25 @@ pub struct Arrivals {
 }
 
 impl Arrivals {
-    /// Nothing, with that memory for what comes.
+    /// An empty buffer in this memory.
     #[must_use]
     pub fn new(memory: Segment) -> Self {
         Self { memory, start: 0, end: 0 }
     }
 
-    /// How many bytes are there.
+    /// How many bytes it holds.
     #[must_use]
     pub fn len(&self) -> usize {
         self.end - self.start
     }
 
-    /// Whether nothing is there.
+    /// Whether it is empty.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Takes the next `N` bytes; none while they have not all arrived.
+    /// Takes the next `N` bytes; none until they have all arrived.
     pub fn take<const N: usize>(&mut self) -> Option<[u8; N]> {
         if self.len() < N {
             return None;
@@ -40,7 +40,7 @@ impl Arrivals {
         Some(bytes)
     }
 
-    /// Moves what is there into `to`, from the cursor on; how much that was.
+    /// Moves its bytes into `to`, from the cursor on; returns how many.
     pub fn move_to(&mut self, to: &Segments, cursor: &mut Cursor) -> usize {
         let before = self.start;
         while self.start < self.end {
@@ -51,7 +51,7 @@ impl Arrivals {
         self.start - before
     }
 
-    /// Where to put what comes next; what is there is moved to the front.
+    /// The free space for the next bytes; those that it holds are moved to the front.
     pub fn room(&mut self) -> Segment {
         let rest = self.memory.part(self.start, self.len());
         self.memory.copy_from_segment(&rest);
@@ -59,7 +59,7 @@ impl Arrivals {
         self.memory.part(self.end, self.memory.len() - self.end)
     }
 
-    /// So many bytes were put there.
+    /// This many bytes were put there.
     pub fn arrived(&mut self, bytes: usize) {
         self.end += bytes;
         debug_assert!(self.end <= self.memory.len());

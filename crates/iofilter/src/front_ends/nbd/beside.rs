@@ -1,11 +1,11 @@
-//! NBD beside a disk's own front end: read-only, for backups of a disk that its guest goes on to use.
+//! NBD beside a disk's own front end: read-only, for backups of a disk that its guest is using.
 //!
 //! ```text
 //!   Listening --connection, peer allowed--> [thread: Negotiating --> Transmitting] --> ended
-//!       ^                                └──as many as there can be, for GRACE──> closed
+//!       ^                                └──all places taken, for GRACE──> closed
 //!       └───────────────────────────────────────┘
 //! ```
-//! A connection's chain and buffers are made when it comes and go with it, so that a guest's disk has
+//! A connection's chain and buffers exist only as long as the connection, so that a guest's disk has
 //! all its memory while nobody makes a backup.
 
 use std::io;
@@ -28,10 +28,10 @@ use crate::stack::stop::Stop;
 pub const POOL_BYTES: usize = 1024 * 1024;
 
 /// Serves up to [`NBD_CONNECTIONS`] connections at a time until told to stop. `served` is read-only, and
-/// counts what is read here, apart from what the guest does.
+/// counts the reads here separately from the guest's requests.
 ///
 /// # Errors
-/// What happened to the listener.
+/// An error of the listener.
 pub fn serve(
     listener: &UnixListener,
     peer_uid: u32,
@@ -42,11 +42,11 @@ pub fn serve(
     listener.set_nonblocking(true)?;
     let (give, places) = mpsc::channel();
     for place in 0..usize::from(NBD_CONNECTIONS) {
-        // The other end is here.
+        // The other end is in this function.
         let _ = give.send(place);
     }
     thread::scope(|scope| {
-        // Who stops ends the connections, too, which give their places back.
+        // A stop ends the connections, too, which free their places.
         while let Some(stream) = next(listener, peer_uid, stop)? {
             let Ok(place) = places.recv_timeout(GRACE) else {
                 tracing::warn!("as many clients are connected as can be; another one is closed");
@@ -55,7 +55,7 @@ pub fn serve(
             let (give_back, span) = (give.clone(), tracing::Span::current());
             let connection = move || {
                 span.in_scope(|| connection(&stream, place, served, disk, stop));
-                // Nobody listens any more when all is to stop.
+                // The receiver is gone once the server stops.
                 let _ = give_back.send(place);
             };
             let builder = thread::Builder::new().name(format!("beside{place}")).stack_size(STACK);

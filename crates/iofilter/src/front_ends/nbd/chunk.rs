@@ -4,20 +4,20 @@ use crate::front_ends::nbd::wire::{CHUNK_LENGTH, CHUNK_MAGIC, chunk, words};
 use crate::stack::memory::{Cursor, Segment, Segments};
 use crate::stack::request::IoError;
 
-/// The unit in which zeroes are looked for in what was read, in bytes: a hole's own chunk is shorter
-/// than that by far.
+/// The unit in which zeroes are looked for in the data of a read, in bytes: a hole's own chunk is much
+/// shorter.
 const UNIT: usize = 4096;
 
 /// The most bytes of a chunk before its data: header, offset and, of a hole, length.
 const BEGINNING_MAX: usize = CHUNK_LENGTH + 12;
 
-/// The most chunks of a piece of a read; what is behind them is one chunk of data.
+/// The most chunks of a piece of a read; the rest is one chunk of data.
 const RUNS_MAX: usize = 8;
 
-/// What the beginnings of a reply, or of a piece of one, may take, in bytes.
+/// The limit for the headers of a reply, or of a piece of one, in bytes.
 pub const BEGINNINGS: usize = RUNS_MAX * BEGINNING_MAX;
 
-/// The longest message of an error, in bytes; more is cut off.
+/// The longest error message, in bytes; the rest is cut off.
 const MESSAGE_MAX: usize = BEGINNINGS - CHUNK_LENGTH - 6 - 8;
 
 /// A chunk's header.
@@ -32,7 +32,7 @@ pub fn header(flags: u16, kind: u16, cookie: u64, length: u32) -> [u8; CHUNK_LEN
     bytes
 }
 
-/// The room for the beginnings of one reply, filled from its start, and the list of what is to be sent.
+/// The space for the headers of one reply, filled from its start, and the list of segments to send.
 pub struct Reply<'a> {
     room: Segment,
     used: usize,
@@ -47,7 +47,7 @@ impl<'a> Reply<'a> {
         Self { room, used: 0, list, cookie }
     }
 
-    /// Bytes that are sent as they are.
+    /// Adds bytes to send as they are.
     pub fn bytes(&mut self, bytes: &[u8]) {
         let target = self.room.part(self.used, bytes.len());
         target.copy_from(bytes);
@@ -60,12 +60,12 @@ impl<'a> Reply<'a> {
         self.list.push_from(memory, &mut Cursor::default(), length);
     }
 
-    /// A chunk without a payload: all is well.
+    /// A chunk without a payload: success.
     pub fn done(&mut self) {
         self.bytes(&header(chunk::DONE, chunk::NONE, self.cookie, 0));
     }
 
-    /// The beginning of a chunk of so much data, which is pushed to the list behind it.
+    /// The header of a chunk with this much data, which must be added to the list next.
     pub fn data(&mut self, offset: u64, length: u32, last: bool) {
         let flags = if last { chunk::DONE } else { 0 };
         self.bytes(&header(flags, chunk::OFFSET_DATA, self.cookie, 8 + length));
@@ -119,7 +119,7 @@ impl<'a> Reply<'a> {
         }
     }
 
-    /// The error that ends a reply; `at` is where it was, if that is known.
+    /// The error that ends a reply; `at` is its offset, if that is known.
     pub fn error(&mut self, number: u32, cause: Option<IoError>, at: Option<u64>) {
         let mut message = cause.map_or_else(|| words(number).to_owned(), |cause| cause.to_string());
         message.truncate(message.floor_char_boundary(MESSAGE_MAX));
@@ -155,7 +155,7 @@ mod tests {
     use super::*;
     use crate::front_ends::nbd::wire::{error, field};
 
-    /// What a client has of the chunks: kind, payload, whether it is the last.
+    /// A client's view of the chunks: kind, payload, whether it is the last.
     fn chunks(mut bytes: &[u8], cookie: u64) -> Vec<(u16, Vec<u8>, bool)> {
         let mut chunks = Vec::new();
         while let Some((header, rest)) = bytes.split_first_chunk::<CHUNK_LENGTH>() {

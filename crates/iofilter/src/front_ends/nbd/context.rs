@@ -1,4 +1,4 @@
-//! The metadata contexts of an export: their names, how clients ask for them, and what they say of the
+//! The metadata contexts of an export: their names, how clients ask for them, and their answers about the
 //! disk. Without any I/O on the connection.
 
 use std::io;
@@ -12,23 +12,23 @@ use crate::front_ends::nbd::wire::{CHUNK_LENGTH, chunk as kind, extent};
 use crate::stack::dirty::{Bitmaps, Reader};
 use crate::stack::pool::BLOCK;
 
-/// The context that tells of holes and zeroes.
+/// The context for holes and zeroes.
 pub const BASE_ALLOCATION: &str = "base:allocation";
 
-/// What the names of dirty bitmaps begin with, as QEMU has it.
+/// The prefix of the names of dirty bitmaps, as in QEMU.
 pub const DIRTY_BITMAP: &str = "qemu:dirty-bitmap:";
 
 /// The most contexts of a connection.
 pub const CONTEXTS_MAX: usize = 1 + BITMAPS_MAX;
 
-/// The most queries of an option; all contexts can be asked for with as many.
+/// The most queries of an option: enough to ask for every context.
 pub const QUERIES_MAX: usize = 64;
 
-/// The most bytes of the answer to one block status request, all contexts together. A client asks again
-/// for what is behind the last extent.
+/// The longest answer to one block status request, in bytes, all contexts together. A client asks again
+/// for the part after the last extent.
 pub const STATUS_MAX: usize = 16 * 1024;
 
-/// What precedes a context's extents: the chunk's header, and the context's number.
+/// The headers before a context's extents: the chunk's header, and the context's number.
 const BEGINNING: usize = CHUNK_LENGTH + 4;
 
 /// The length of an extent.
@@ -42,11 +42,11 @@ const _: () = assert!(CONTEXTS_MAX * (BEGINNING + EXTENT) <= BLOCK);
 pub enum Context {
     /// [`BASE_ALLOCATION`].
     Allocation,
-    /// A bitmap, which stays while this is held.
+    /// A bitmap, which cannot be removed while this is held.
     Dirty(Reader),
 }
 
-/// Why the contexts asked for are not told.
+/// Why a query of contexts is refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Refusal {
     /// The data is not a name and queries.
@@ -55,7 +55,7 @@ pub enum Refusal {
     TooMany,
 }
 
-/// The data of the options that ask for contexts: the export's name, and what is asked.
+/// Parses the data of the options that ask for contexts: the export's name, and the queries.
 ///
 /// # Errors
 /// [`Refusal`].
@@ -75,7 +75,7 @@ pub fn queries(data: &[u8]) -> Result<(&[u8], Vec<&[u8]>), Refusal> {
     }
 }
 
-/// A length and as many bytes, at the beginning of `data`, which begins behind them afterwards.
+/// Takes a length and as many bytes from the beginning of `data`.
 fn string<'a>(data: &mut &'a [u8]) -> Option<&'a [u8]> {
     let (length, rest) = data.split_first_chunk::<4>()?;
     let (string, rest) = rest.split_at_checked(u32::from_be_bytes(*length) as usize)?;
@@ -83,7 +83,7 @@ fn string<'a>(data: &mut &'a [u8]) -> Option<&'a [u8]> {
     Some(string)
 }
 
-/// The names of the contexts there are that a query means, to list them: a name, or the beginning of one
+/// The names of the contexts that a query matches, for a listing: a name, or the beginning of one
 /// up to a colon; no query means all.
 #[must_use]
 pub fn listed(bitmaps: Option<&Arc<Bitmaps>>, queries: &[&[u8]]) -> Vec<String> {
@@ -100,7 +100,7 @@ pub fn listed(bitmaps: Option<&Arc<Bitmaps>>, queries: &[&[u8]]) -> Vec<String> 
     all.filter(meant).collect()
 }
 
-/// The contexts that the queries name, with their names, each once; what there is not is left out.
+/// The contexts that the queries name, with their names, each once; unknown names are left out.
 #[must_use]
 pub fn chosen(bitmaps: Option<&Arc<Bitmaps>>, queries: &[&[u8]]) -> Vec<(String, Context)> {
     let mut chosen: Vec<(String, Context)> = Vec::new();
@@ -119,7 +119,7 @@ pub fn chosen(bitmaps: Option<&Arc<Bitmaps>>, queries: &[&[u8]]) -> Vec<(String,
 }
 
 impl Context {
-    /// What is at `at`, as flags, and where that ends, at `end` at the latest.
+    /// The flags at `at`, and where the extent with those flags ends, at `end` at the latest.
     fn extent(&self, allocation: &Allocation, at: u64, end: u64) -> io::Result<(u32, u64)> {
         match self {
             Self::Allocation => {
@@ -172,8 +172,8 @@ impl Context {
     }
 }
 
-/// Makes the answer to a block status request for the part from `at` to `end`: a chunk a context. It has
-/// `room` bytes at most, and one extent a context where only `one` is wanted.
+/// Makes the answer to a block status request for the part from `at` to `end`: one chunk per context. It has
+/// `room` bytes at most, and one extent per context where only `one` is wanted.
 ///
 /// # Errors
 /// As lseek.

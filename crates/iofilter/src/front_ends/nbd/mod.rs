@@ -9,11 +9,11 @@
 //!                  └── aborted | too slow ──┴──── ended ────────┘
 //! ```
 //! A disk has as many workers as chains; each serves one connection at a time. Connections beyond that are closed
-//! at once: a client that makes several and waits for all of them would wait for ever. [`wire`], [`option`] and [`request`] know the protocol and do no I/O;
-//! [`negotiation`] and [`transmission`] move the bytes.
+//! at once: a client that makes several and waits for all of them would wait for ever. [`wire`], [`option`] and
+//! [`request`] implement the protocol and do no I/O; [`negotiation`] and [`transmission`] move the bytes.
 //!
 //! Beside another front end, a disk has no workers: [`beside`] makes a chain, and a thread, for each
-//! connection. [`chunk`] makes structured replies, [`context`] tells of holes and of what changed.
+//! connection. [`chunk`] makes structured replies, [`context`] reports holes and changes.
 
 pub mod arrivals;
 pub mod beside;
@@ -42,17 +42,17 @@ use crate::front_ends::{self, ServedDisk};
 use crate::stack::chain::Chain;
 use crate::stack::stop::Stop;
 
-/// The stack of a worker: its frames are small, and the process's memory is locked.
+/// The stack size of a worker: its frames are small, and the process's memory is locked.
 const STACK: usize = 256 * 1024;
 
 /// How long to wait when the system has no descriptor for a connection.
 const RETRY: Duration = Duration::from_millis(100);
 
-/// How long a connection that finds every worker busy is kept: a client that has just gone is still being finished
-/// with.
+/// How long a connection waits when every worker is busy: the worker of a client that has just disconnected may
+/// still be finishing its requests.
 const GRACE: Duration = Duration::from_secs(1);
 
-/// What workers share.
+/// The state that workers share.
 struct Server<'a> {
     served: &'a ServedDisk,
     export: Export,
@@ -61,11 +61,11 @@ struct Server<'a> {
     connections: Mutex<usize>,
 }
 
-/// Serves as many connections at a time as there are chains, until told to stop; gives the chains back.
+/// Serves as many connections at a time as there are chains, until told to stop; returns the chains.
 /// `pool_bytes` bounds the buffers of each connection.
 ///
 /// # Errors
-/// What happened to the listener.
+/// An error of the listener.
 pub fn serve(
     listener: &UnixListener,
     peer_uid: u32,
@@ -134,7 +134,7 @@ fn accept_all(
     Ok(())
 }
 
-/// Where connections wait for workers, and workers for connections.
+/// The place where connections and workers wait for each other.
 #[derive(Default)]
 struct Workers {
     exchange: Mutex<Exchange>,
@@ -143,9 +143,9 @@ struct Workers {
 
 #[derive(Default)]
 struct Exchange {
-    /// Workers that wait.
+    /// The number of waiting workers.
     idle: usize,
-    /// No more than are idle.
+    /// Never more than there are idle workers.
     connections: Vec<UnixStream>,
     closed: bool,
 }

@@ -14,27 +14,27 @@ use crate::front_ends::nbd::option::{
 };
 use crate::stack::stop::Stop;
 
-/// How long a client may take, so that one that says nothing does not keep others out.
-pub const PATIENCE: Duration = Duration::from_secs(10);
+/// How long a client may take, so that a silent one does not keep others out.
+pub const TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Why a connection does not come to serve.
+/// Why a negotiation failed.
 #[derive(Debug, thiserror::Error)]
 pub enum NegotiationError {
-    /// The client sent what cannot be answered.
+    /// The client sent input that cannot be answered.
     #[error("{0}")]
     Hostile(#[from] Hostile),
     /// The client took too long.
-    #[error("the client did not finish its options within {} seconds", PATIENCE.as_secs())]
+    #[error("the client did not finish its options within {} seconds", TIMEOUT.as_secs())]
     Slow,
     /// The connection broke.
     #[error("the connection broke: {0}")]
     Io(#[from] io::Error),
-    /// We are to end.
+    /// The filter is stopping.
     #[error("the filter is ending")]
     Stopped,
 }
 
-/// Agrees with a client on the export; none if it is not to be served.
+/// Negotiates with a client about the export; none if it must not be served.
 ///
 /// # Errors
 /// [`NegotiationError`].
@@ -43,8 +43,8 @@ pub fn run(
     export: &Export,
     stop: &Stop,
 ) -> Result<Option<Agreed>, NegotiationError> {
-    stream.set_write_timeout(Some(PATIENCE))?;
-    let client = Client { stream, stop, until: Instant::now() + PATIENCE };
+    stream.set_write_timeout(Some(TIMEOUT))?;
+    let client = Client { stream, stop, until: Instant::now() + TIMEOUT };
     client.send(&greeting())?;
     let mut options = Options::new(export, client.read()?)?;
     let (mut data, mut answer) = (Vec::new(), Vec::new());

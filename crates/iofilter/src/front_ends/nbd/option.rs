@@ -1,11 +1,11 @@
-//! What is agreed before the first request: the server's side of fixed newstyle negotiation, without
+//! The handshake before the first request: the server's side of fixed newstyle negotiation, without
 //! any I/O.
 //!
 //! ```text
 //!   Greeting --client's flags--> Options --EXPORT_NAME | GO, of our disk--> Serve
 //!                                   |  ↺ INFO, LIST, structured replies, contexts, refusals
 //!                                   └──ABORT | EXPORT_NAME of another disk--> End
-//!   anything that is no option, is too long, or one too many: Hostile, and the connection ends
+//!   not an option, too long, or one option too many: Hostile, and the connection ends
 //! ```
 
 use std::sync::Arc;
@@ -17,23 +17,23 @@ use crate::front_ends::nbd::wire::{
 };
 use crate::stack::dirty::Bitmaps;
 
-/// The longest option, in bytes: some strings of 4096 bytes, which is what the protocol allows, also where
-/// the option is one that is not known here (nbdkit takes as much).
+/// The longest option, in bytes: several strings of 4096 bytes, which the protocol allows. It applies to unknown
+/// options, too (nbdkit takes as much).
 pub const OPTION_MAX: usize = 4 * 4096;
 
-/// The most options of one connection: more than any client has use for.
+/// The most options of one connection: more than any client needs.
 pub const OPTIONS_MAX: usize = 64;
 
-/// The length of what precedes an option's data.
+/// The length of the header before an option's data.
 pub const HEADER_LENGTH: usize = 16;
 
-/// Zeroes that older clients want behind the answer to `EXPORT_NAME`.
+/// The zeroes that older clients expect after the answer to `EXPORT_NAME`.
 const ZEROES: usize = 124;
 
-/// What a client is told that names another export.
+/// The answer to a client that names another export.
 const NO_EXPORT: &str = "there is no such export; the disk's id is the only name";
 
-/// What a client sent that cannot be answered.
+/// Input of a client that cannot be answered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Hostile {
     /// Flags that we did not offer.
@@ -53,27 +53,27 @@ pub enum Hostile {
 /// The disk as clients see it.
 #[derive(Clone, Debug)]
 pub struct Export {
-    /// Its proper name; it also answers to the empty one.
+    /// Its name; the empty name works, too.
     pub name: String,
     /// Its size in bytes.
     pub size: u64,
-    /// Whether nothing can be changed.
+    /// Whether it is read-only.
     pub read_only: bool,
     /// Its dirty bitmaps, where there can be any.
     pub bitmaps: Option<Arc<Bitmaps>>,
 }
 
-/// What client and server have agreed on.
+/// The result of the negotiation.
 #[derive(Debug, Default)]
 pub struct Agreed {
-    /// Whether reads are answered in chunks, and errors have words.
+    /// Whether reads are answered in chunks, and errors with messages.
     pub structured: bool,
-    /// What block status requests are told of; none means that there are to be no such requests.
+    /// The contexts of block status requests; empty if there must be no such requests.
     pub contexts: Vec<Context>,
 }
 
 impl Export {
-    /// What it can do, for a client that takes structured replies or does not.
+    /// The transmission flags, for a client with or without structured replies.
     #[must_use]
     pub fn flags(&self, structured: bool) -> u16 {
         let changes = if self.read_only {
@@ -94,7 +94,7 @@ impl Export {
     }
 }
 
-/// What comes after an option.
+/// The next input after an option.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Next {
     /// Another option.
@@ -105,17 +105,17 @@ pub enum Next {
     End,
 }
 
-/// The beginning of an option, checked.
+/// The header of an option, checked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
-    /// Which [`option`].
+    /// The [`option`].
     pub option: u32,
     /// The length of its data, at most [`OPTION_MAX`].
     pub length: usize,
 }
 
 impl Header {
-    /// Takes one apart.
+    /// Parses one.
     ///
     /// # Errors
     /// [`Hostile`].
@@ -140,7 +140,7 @@ pub struct Options<'a> {
     agreed: Agreed,
 }
 
-/// What a server begins with.
+/// The server's greeting.
 #[must_use]
 pub fn greeting() -> [u8; 18] {
     let mut bytes = [0; 18];
@@ -151,7 +151,7 @@ pub fn greeting() -> [u8; 18] {
 }
 
 impl<'a> Options<'a> {
-    /// The client's flags have come.
+    /// Handles the client's flags.
     ///
     /// # Errors
     /// [`Hostile`].
@@ -164,7 +164,7 @@ impl<'a> Options<'a> {
         Ok(Self { export, no_zeroes, seen: 0, agreed: Agreed::default() })
     }
 
-    /// What was agreed on, once requests are to come.
+    /// The result, once requests come next.
     #[must_use]
     pub fn agreed(self) -> Agreed {
         self.agreed
@@ -263,7 +263,7 @@ impl Options<'_> {
             self.agreed.contexts.clear();
         }
         if !self.agreed.structured {
-            let why = "contexts are told in structured replies; ask for these first";
+            let why = "contexts need structured replies; ask for these first";
             return refuse(answer, option, option_reply::ERROR_INVALID, why);
         }
         let (export, queries) = match context::queries(data) {
@@ -400,7 +400,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_unknown_malformed_or_too_much_is_refused() {
+    fn unknown_malformed_and_excessive_options_are_refused() {
         for unknown in [0, 5, 11, u32::MAX] {
             let (next, answer) = ask(unknown, b"data");
             assert_eq!(next, Next::Option);
@@ -444,7 +444,7 @@ mod tests {
     }
 
     #[test]
-    fn contexts_are_chosen_once_replies_can_tell_of_them() {
+    fn contexts_can_be_chosen_once_replies_are_structured() {
         let bitmaps = Arc::new(Bitmaps::new(1 << 20));
         bitmaps.change("b1", vmseal_api::filter::BitmapChange::Start).unwrap();
         let export = Export { bitmaps: Some(bitmaps), ..export() };

@@ -1,4 +1,4 @@
-//! What a request asks of the disk, and the place it has in its connection until it is answered.
+//! What a request asks of the disk, and its state until it is answered.
 //!
 //! ```text
 //!  read            Receiving (no data, only memory) --> Running --> Answering ─┬─> free
@@ -8,9 +8,9 @@
 //!  trim, zeroes    Running ↺ piece by piece --> [Flushing] --> Answering --> free
 //!  flush           Running --> Answering --> free
 //!  block status    Receiving (no data, only memory) --> Answering --> free
-//!  refused         [Receiving, what comes is dropped] --> Answering --> free
+//!  refused         [Receiving, data is dropped] --> Answering --> free
 //! ```
-//! A long request goes through its buffers piece by piece, so that no client has more of our memory than
+//! A long request goes through its buffers piece by piece, so that no client uses more of our memory than
 //! others.
 
 use std::time::Instant;
@@ -21,48 +21,48 @@ use crate::stack::memory::Segments;
 use crate::stack::pool::{Buffer, Pool};
 use crate::stack::request::{IoError, LOGICAL_BLOCK, Operation};
 
-/// The longest piece of a trim or of write-zeroes, in bytes: about what can be encrypted and written in
-/// the time that an end of the process may wait.
+/// The longest piece of a trim or of write-zeroes, in bytes: about as much as can be encrypted and written in
+/// the time that a shutdown may wait.
 const RANGE_MAX: u64 = 32 * 1024 * 1024;
 
-/// What a request comes to.
+/// The action that a request asks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ClientCommand {
-    /// The client is done.
+    /// Disconnect.
     Disconnect,
-    /// Something for the chain; `durable`: before it is answered.
+    /// An operation for the chain; `durable`: before it is answered.
     Io {
-        /// What.
+        /// The operation.
         operation: Operation,
-        /// Whether a flush has to follow.
+        /// Whether a flush must follow.
         durable: bool,
     },
-    /// What is where; `one`: one extent a context.
+    /// A block status; `one`: one extent per context.
     Status {
         /// Whether one extent is enough.
         one: bool,
     },
-    /// An [`error`]; a write's data is yet to be read.
+    /// Refused with an [`error`]; a write's data still follows.
     Refused(u32),
 }
 
-/// What the disk is, and what was agreed on, as far as requests depend on it.
+/// The properties of the disk and of the connection that requests depend on.
 #[derive(Clone, Copy, Debug)]
 pub struct Terms {
     /// The disk's size in bytes.
     pub size: u64,
-    /// Whether nothing can be changed.
+    /// Whether it is read-only.
     pub read_only: bool,
     /// Whether replies are structured.
     pub structured: bool,
-    /// Whether there are contexts to tell of.
+    /// Whether there are contexts.
     pub contexts: bool,
     /// Whether zeroes that may be holes need not be written.
     pub zeroes_fast: bool,
 }
 
 impl Terms {
-    /// The flags that a command may have.
+    /// The flags that are allowed with a command.
     fn known(&self, command: u16) -> u16 {
         command_flag::FUA
             | match command {
@@ -79,7 +79,7 @@ impl Terms {
     }
 }
 
-/// What a request asks.
+/// Checks a request and returns its action.
 #[must_use]
 pub fn understand(request: &Request, terms: &Terms) -> ClientCommand {
     if request.command != command::DISCONNECT && request.flags & !terms.known(request.command) != 0
@@ -128,45 +128,45 @@ pub fn understand(request: &Request, terms: &Terms) -> ClientCommand {
     ClientCommand::Io { operation, durable }
 }
 
-/// Where a request is; see the module.
+/// The state of a request; see the module.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stage {
-    /// Its memory or its data is awaited.
+    /// It waits for memory or data.
     Receiving,
     /// The chain has it.
     Running,
     /// The chain has the flush that follows it.
     Flushing,
-    /// There is something to send.
+    /// It has something to send.
     Answering,
 }
 
-/// A request under way. Its lists keep their allocations from one request to the next.
+/// A request in flight. Its lists keep their allocations from one request to the next.
 #[derive(Debug)]
 pub struct Slot {
-    /// What was sent.
+    /// As received.
     pub request: Request,
-    /// What it comes to.
+    /// Its action.
     pub operation: Operation,
-    /// Whether a flush has to follow.
+    /// Whether a flush must follow.
     pub durable: bool,
     /// Whether it asks for a block status, and for one extent only.
     pub status: Option<bool>,
-    /// Where it is.
+    /// Its state.
     pub stage: Stage,
-    /// How many bytes of it are dealt with.
+    /// How many bytes of it are done.
     pub done: u64,
-    /// Whether a reply has begun that data is to follow.
+    /// Whether a reply has begun whose data is still to come.
     pub begun: bool,
     /// When it was received.
     pub began: Instant,
-    /// What the client is told; 0 while all is well.
+    /// The error for the client; 0 on success.
     pub error: u32,
-    /// What the disk said, if it was the disk.
+    /// The disk's error, if it was the disk.
     pub cause: Option<IoError>,
-    /// The memory of the piece that is under way.
+    /// The memory of the piece in flight.
     pub memory: Segments,
-    /// What is to be sent: the reply, or a piece of it.
+    /// The segments to send: the reply, or a piece of it.
     pub reply: Segments,
     buffers: Vec<Buffer>,
 }
@@ -192,13 +192,13 @@ impl Default for Slot {
 }
 
 impl Slot {
-    /// Begins anew.
+    /// Resets it for a new request.
     pub fn begin(&mut self, request: Request, asked: ClientCommand) {
         debug_assert!(self.buffers.is_empty());
         self.began = Instant::now();
         let (operation, durable, error) = match asked {
             ClientCommand::Io { operation, durable } => (operation, durable, 0),
-            // What is refused with data behind it is read as a write.
+            // A refused request with data is handled like a read of that data.
             ClientCommand::Refused(error) if request.command == command::WRITE => {
                 (Operation::Write, false, error)
             }
@@ -218,7 +218,7 @@ impl Slot {
         self.reply.clear();
     }
 
-    /// How many bytes of it are not dealt with.
+    /// How many bytes of it are not done.
     #[must_use]
     pub fn left(&self) -> u64 {
         match self.operation {
@@ -227,26 +227,26 @@ impl Slot {
         }
     }
 
-    /// Whether it moves data through memory of ours.
+    /// Whether it moves data through our memory.
     #[must_use]
     pub fn needs_memory(&self) -> bool {
         let moves = matches!(self.operation, Operation::Read | Operation::Write);
         self.status.is_some() || (moves && self.left() > 0)
     }
 
-    /// How much memory its next piece has, of at most `most` bytes.
+    /// How much memory its next piece needs, at most `most` bytes.
     fn piece(&self, most: usize) -> usize {
         let all = if self.status.is_some() { STATUS_MAX as u64 } else { self.left() };
         usize::try_from(all).map_or(most, |all| all.min(most))
     }
 
-    /// Where the piece begins that is in memory, once it is dealt with.
+    /// The offset of the piece in memory, once it is done.
     #[must_use]
     pub fn piece_offset(&self) -> u64 {
         self.request.offset + self.done - self.memory.bytes() as u64
     }
 
-    /// Whether what is to be sent has data in it.
+    /// Whether the segments to send include data.
     #[must_use]
     pub fn brings_data(&self) -> bool {
         self.operation == Operation::Read && self.error == 0
@@ -258,7 +258,7 @@ impl Slot {
         self.left().min(RANGE_MAX)
     }
 
-    /// Takes memory for pieces of at most `most` bytes; all that is needed, or none.
+    /// Takes memory for pieces of at most `most` bytes; all it needs, or none.
     pub fn take_memory(&mut self, pool: &mut Pool, most: usize) -> bool {
         let wanted = self.piece(most);
         let mut has = 0;
@@ -328,7 +328,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_not_agreed_on_is_refused() {
+    fn commands_that_were_not_negotiated_are_refused() {
         let ask = |command, flags, terms: &Terms| {
             understand(&Request { flags, command, cookie: 0, offset: 0, length: 512 }, terms)
         };
@@ -346,7 +346,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_is_refused_with_the_right_number() {
+    fn impossible_requests_are_refused_with_the_right_number() {
         use error::{EINVAL, ENOSPC};
         for (command, flags, offset, length, number) in [
             (command::READ, 0, 0, BLOCK_MAX + 512, EINVAL),

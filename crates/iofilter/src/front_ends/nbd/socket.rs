@@ -1,4 +1,4 @@
-//! Moving scatter lists through a socket without waiting.
+//! Moves scatter lists through a socket without waiting.
 
 use std::io;
 use std::os::fd::AsRawFd;
@@ -6,14 +6,14 @@ use std::os::unix::net::UnixStream;
 
 use crate::stack::memory::{SEGMENTS_MAX, Segment};
 
-/// What a socket did.
+/// The result of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Moved {
-    /// So many bytes, not 0.
+    /// This many bytes, not 0.
     Bytes(usize),
-    /// Nothing; it would have to wait.
+    /// Nothing; the call would have to wait.
     Nothing,
-    /// The other side sends no more.
+    /// The peer sends no more.
     Closed,
 }
 

@@ -2,7 +2,7 @@
 //! the order in which they are done.
 //!
 //! ```text
-//!   pass: receive and take requests → chain → deal with what is done → send all that is ready
+//!   pass: receive and take requests → chain → handle completions → send all that is ready
 //!
 //!   Serving ──DISC | client sends no more | stop──> Ending ──all answered──> ended
 //!      └──hostile | broken connection──> Broken <──ENDING_MAX──┘
@@ -12,13 +12,13 @@
 //!                          └─write─> Data ──last piece there──> Request
 //!                                      └──piece there──> Piece (in the chain) ──done──> Data
 //! ```
-//! Who waits for memory reads no further requests, so a client cannot have more of it than its
-//! connection's pool. Those who have memory get on without what is yet to be received.
+//! A request that waits for memory stops further receiving, so a client cannot have more memory than its
+//! connection's pool. Requests that have memory progress without further input.
 //!
 //! A read longer than a piece is answered as its pieces come. In a structured reply each piece has chunks
-//! of its own, and other replies may come between them. Simple replies, and those that are to be one
-//! chunk, stream their pieces, and cannot tell of an error once data has begun, so then the connection
-//! ends, as the protocol has it.
+//! of its own, and other replies may come between them. Simple replies, and those that must be one
+//! chunk, stream their pieces, and cannot report an error once data has begun, so then the connection
+//! ends, as the protocol demands.
 
 use std::collections::VecDeque;
 use std::io;
@@ -44,18 +44,18 @@ use crate::stack::pool::{BLOCK, BLOCKS_MAX, Pool};
 use crate::stack::request::{IoError, Operation, RequestId};
 use crate::stack::stop::Stop;
 
-/// The most requests of a connection that are under way; more wait in the socket.
+/// The most requests of a connection in flight; more wait in the socket.
 pub const REQUESTS_MAX: usize = 128;
 
 const _: () = assert!(REQUESTS_MAX <= ROOTS_MAX, "each request has at most one of the chain's");
 
-/// The longest piece of a read or a write, in bytes: beyond it nothing becomes faster.
+/// The longest piece of a read or a write, in bytes: longer pieces are not faster.
 const PIECE_MAX: usize = 512 * 1024;
 
-/// Memory for what is received ahead: many requests, or the whole of a small write.
+/// Memory for input that is received ahead: many requests, or the whole of a small write.
 const ARRIVALS: usize = 2 * BLOCK;
 
-/// Memory for the beginnings of replies.
+/// Memory for the headers of replies.
 const REPLIES: usize = REQUESTS_MAX * BEGINNINGS;
 
 const _: () = assert!(REPLIES <= BLOCKS_MAX * BLOCK, "they are one buffer");
@@ -63,15 +63,15 @@ const _: () = assert!(REPLIES <= BLOCKS_MAX * BLOCK, "they are one buffer");
 /// The most steps of receiving in one pass, so that replies are not held back for long.
 const BATCH: usize = 64;
 
-/// The most segments that are sent at once, before the last reply's.
+/// The most segments to send at once, before those of the last reply.
 const SEND_BATCH: usize = 256;
 
-/// How long a client may take to take its last replies, once the disk has done its part.
+/// How long a client may take to receive its last replies, once the disk is done.
 pub const ENDING_MAX: Duration = Duration::from_secs(5);
 
-/// Why a connection cannot go on.
+/// Why a connection ends.
 #[derive(Debug, thiserror::Error)]
-enum Broken {
+enum ConnectionError {
     #[error("what the client sent is not a request")]
     Magic,
     #[error("a write has {0} bytes, at most {BLOCK_MAX} are possible")]
@@ -91,7 +91,7 @@ enum Phase {
     Broken,
 }
 
-/// What is received next; see the module.
+/// The next input; see the module.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Input {
     Request,
@@ -107,36 +107,36 @@ pub struct Transmission<'a> {
     served: &'a ServedDisk,
     agreed: Agreed,
     stop: &'a Stop,
-    /// Which of the disk's queues this is.
+    /// The number of its queue of the disk.
     queue: usize,
-    // Before the pool, so that it goes first: the kernel may use the memory until then.
+    // Before the pool, so that it is dropped first: the kernel may use the memory until then.
     chain: Chain,
     pool: Pool,
     phase: Phase,
     input: Input,
-    /// Whether the socket may have something; poll says so again.
+    /// Whether the socket may have input; `poll` sets it again.
     readable: bool,
     arrivals: Arrivals,
     slots: Vec<Slot>,
     free: Vec<usize>,
-    /// Requests with something to send; the first may be a long read that waits for its next piece.
+    /// Requests with data to send; the first may be a long read that waits for its next piece.
     replies: VecDeque<usize>,
-    /// The beginnings of replies, one for each slot.
+    /// The headers of replies, one for each slot.
     beginnings: Segment,
-    /// How much of the first reply's piece is sent.
+    /// How much of the first reply's piece has been sent.
     sent: usize,
     sending: Segments,
     receiving: Segments,
-    /// Where the answer to a block status request is made.
+    /// The buffer in which the answer to a block status request is made.
     told: Vec<u8>,
     piece_max: usize,
 }
 
 impl<'a> Transmission<'a> {
-    /// A connection on which all is agreed, on queue `queue` of the disk; `pool_bytes` bounds its buffers.
+    /// A connection after its negotiation, on queue `queue` of the disk; `pool_bytes` bounds its buffers.
     ///
     /// # Errors
-    /// The chain back, and why there is no memory.
+    /// Returns the chain, and why there is no memory.
     pub fn new(
         stream: &'a UnixStream,
         agreed: Agreed,
@@ -150,10 +150,10 @@ impl<'a> Transmission<'a> {
         let own = pool.and_then(|mut pool| {
             let mut own = |bytes| {
                 let buffer = pool.take(bytes).filter(|buffer| buffer.len() >= bytes);
-                // Never given back: it goes with the pool.
+                // Never given back: it is freed with the pool.
                 buffer.map(|buffer| pool.segment(&buffer)).ok_or(io::ErrorKind::OutOfMemory)
             };
-            // The longer one first: it has to lie at a multiple of its length.
+            // The longer one first: it must be aligned to its length.
             let (beginnings, arrivals) = (own(REPLIES)?, own(ARRIVALS)?);
             Ok((arrivals, beginnings, pool))
         });
@@ -185,7 +185,7 @@ impl<'a> Transmission<'a> {
         })
     }
 
-    /// Serves until the client or we are to end; the chain is given back, with nothing in it.
+    /// Serves until the client or the filter ends; returns the chain, with nothing in it.
     #[must_use]
     pub fn run(mut self) -> Chain {
         loop {
@@ -216,7 +216,7 @@ impl<'a> Transmission<'a> {
         }
     }
 
-    /// Takes nothing more; what is under way is still answered.
+    /// Stops receiving; requests in flight are still answered.
     fn end(&mut self) {
         if self.phase != Phase::Serving {
             return;
@@ -224,14 +224,14 @@ impl<'a> Transmission<'a> {
         self.phase = Phase::Ending { until: Instant::now() + ENDING_MAX };
         self.chain.hasten(true);
         match std::mem::replace(&mut self.input, Input::Ended) {
-            // A write whose data is not there is not answered, and has not happened.
+            // A write without its data is not answered, and did not happen.
             Input::Memory { slot } | Input::Data { slot, .. } => self.release(slot),
             Input::Request | Input::Piece { .. } | Input::Ended => {}
         }
     }
 
-    /// One round; whether anything moved.
-    fn pass(&mut self) -> Result<bool, Broken> {
+    /// One round; true if there was progress.
+    fn pass(&mut self) -> Result<bool, ConnectionError> {
         let mut moved = false;
         if self.phase == Phase::Serving {
             for _ in 0..BATCH {
@@ -261,8 +261,8 @@ impl<'a> Transmission<'a> {
         Ok(moved)
     }
 
-    /// One step of receiving; whether there was something to do.
-    fn take(&mut self) -> Result<bool, Broken> {
+    /// One step of receiving; true if there was something to do.
+    fn take(&mut self) -> Result<bool, ConnectionError> {
         match self.input {
             Input::Request => self.take_request(),
             Input::Memory { slot } => {
@@ -285,16 +285,16 @@ impl<'a> Transmission<'a> {
         }
     }
 
-    fn take_request(&mut self) -> Result<bool, Broken> {
+    fn take_request(&mut self) -> Result<bool, ConnectionError> {
         if self.free.is_empty() {
             return Ok(false);
         }
         let Some(bytes) = self.arrivals.take::<REQUEST_LENGTH>() else {
             return self.receive(None).map(|received| received.is_some());
         };
-        let request = Request::decode(&bytes).ok_or(Broken::Magic)?;
+        let request = Request::decode(&bytes).ok_or(ConnectionError::Magic)?;
         if request.command == command::WRITE && request.length > BLOCK_MAX {
-            return Err(Broken::Length(request.length));
+            return Err(ConnectionError::Length(request.length));
         }
         let asked = understand(&request, &self.terms());
         if asked == ClientCommand::Disconnect {
@@ -351,7 +351,7 @@ impl<'a> Transmission<'a> {
     }
 
     /// Receives the data of a write's piece.
-    fn take_data(&mut self, slot: usize, filled: usize) -> Result<bool, Broken> {
+    fn take_data(&mut self, slot: usize, filled: usize) -> Result<bool, ConnectionError> {
         let whole = self.slots[slot].memory.bytes();
         let mut cursor = Cursor::default();
         cursor.skip(&self.slots[slot].memory, filled);
@@ -381,7 +381,7 @@ impl<'a> Transmission<'a> {
             self.submit(slot);
             return;
         }
-        // It failed already: the rest of its data is received and dropped.
+        // The write has failed already: the rest of its data is received and dropped.
         state.done += piece;
         if last {
             self.input = Input::Request;
@@ -392,9 +392,9 @@ impl<'a> Transmission<'a> {
         }
     }
 
-    /// Receives data of the slot from the cursor on, and then what is behind it: how much data that was
-    /// (0 if only something behind it, or none was asked for); none if there is nothing now.
-    fn receive(&mut self, data: Option<(usize, Cursor)>) -> Result<Option<usize>, Broken> {
+    /// Receives data of the slot from the cursor on, and then the input after it; returns how much data that was
+    /// (0 if there was only later input, or none was asked for); none if there is nothing now.
+    fn receive(&mut self, data: Option<(usize, Cursor)>) -> Result<Option<usize>, ConnectionError> {
         if !self.readable {
             return Ok(None);
         }
@@ -449,8 +449,8 @@ impl<'a> Transmission<'a> {
         }
     }
 
-    /// The chain is done with a piece of the slot, or with its flush.
-    fn done(&mut self, slot: usize, length: u64) -> Result<(), Broken> {
+    /// The chain has finished a piece of the slot, or its flush.
+    fn done(&mut self, slot: usize, length: u64) -> Result<(), ConnectionError> {
         let stopped = self.stop.asked();
         let state = &mut self.slots[slot];
         if self.phase == Phase::Broken {
@@ -470,7 +470,7 @@ impl<'a> Transmission<'a> {
         match state.operation {
             Operation::Read if state.begun => {
                 if state.error != 0 {
-                    return Err(Broken::Cut);
+                    return Err(ConnectionError::Cut);
                 }
                 self.ready(slot);
             }
@@ -480,7 +480,7 @@ impl<'a> Transmission<'a> {
                     state.lay_out(&self.pool, self.piece_max);
                     self.input = Input::Data { slot, filled: 0 };
                 } else {
-                    // We are ending: its data will not come.
+                    // The connection is ending: its data will not arrive.
                     self.release(slot);
                 }
             }
@@ -503,7 +503,7 @@ impl<'a> Transmission<'a> {
         self.ready(slot);
     }
 
-    /// Whether its pieces follow each other with nothing between them.
+    /// Whether its pieces must follow each other with nothing between them.
     fn streams(&self, slot: usize) -> bool {
         !self.agreed.structured || self.slots[slot].request.flags & command_flag::DF != 0
     }
@@ -543,7 +543,7 @@ impl<'a> Transmission<'a> {
         }
     }
 
-    /// The reply, or its next piece, can be sent.
+    /// The reply, or its next piece, is ready to send.
     fn ready(&mut self, slot: usize) {
         self.compose(slot);
         let state = &mut self.slots[slot];
@@ -557,13 +557,13 @@ impl<'a> Transmission<'a> {
         }
     }
 
-    /// Sends what is ready, in one go; whether anything was sent.
-    fn send(&mut self) -> Result<bool, Broken> {
+    /// Sends everything ready, in one go; true if anything was sent.
+    fn send(&mut self) -> Result<bool, ConnectionError> {
         if let Phase::Ending { until } = self.phase
             && self.has_reply()
             && Instant::now() > until
         {
-            return Err(Broken::Slow);
+            return Err(ConnectionError::Slow);
         }
         let mut moved = false;
         while self.has_reply() {
@@ -581,7 +581,7 @@ impl<'a> Transmission<'a> {
         self.replies.front().is_some_and(|&slot| self.slots[slot].stage == Stage::Answering)
     }
 
-    /// Lists what can be sent now. Nothing may come between the pieces of what streams.
+    /// Lists the segments to send now. Nothing may come between the pieces of a streamed reply.
     fn gather(&mut self) {
         self.sending.clear();
         let mut skip = self.sent;
@@ -601,7 +601,7 @@ impl<'a> Transmission<'a> {
         }
     }
 
-    /// So many bytes of what was listed are sent.
+    /// This many bytes of the list were sent.
     fn went(&mut self, bytes: usize) {
         self.sent += bytes;
         while let Some(&slot) = self.replies.front() {
@@ -633,7 +633,7 @@ impl<'a> Transmission<'a> {
         self.free.push(slot);
     }
 
-    /// Sleeps until there may be something to do.
+    /// Sleeps until there may be work.
     fn sleep(&mut self) {
         let receives = match self.input {
             Input::Request => !self.free.is_empty(),
@@ -646,7 +646,7 @@ impl<'a> Transmission<'a> {
         wanted.set(PollFlags::POLLOUT, sends);
         let (nothing, stop) = (PollFlags::empty(), self.stop.event());
         let stopping = if self.phase == Phase::Serving { PollFlags::POLLIN } else { nothing };
-        // A socket from which nothing is wanted is left out: that its other side is gone would wake us.
+        // A socket without interest is left out: its hang-up would wake us.
         let stream = if wanted.is_empty() { stop } else { self.stream.as_fd() };
         let until = match self.phase {
             Phase::Ending { until } if sends => Some(until),

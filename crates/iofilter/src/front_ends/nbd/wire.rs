@@ -3,22 +3,22 @@
 
 use crate::stack::request::IoError;
 
-/// "NBDMAGIC": how a server begins.
+/// "NBDMAGIC": the start of a server's greeting.
 pub const NBD_MAGIC: u64 = 0x4e42_444d_4147_4943;
 
-/// "IHAVEOPT": fixed newstyle, and each option of a client.
+/// "IHAVEOPT": fixed newstyle, and the start of each option of a client.
 pub const OPTION_MAGIC: u64 = 0x4948_4156_454f_5054;
 
-/// How each answer to an option begins.
+/// The start of each answer to an option.
 pub const OPTION_REPLY_MAGIC: u64 = 0x0003_e889_0455_65a9;
 
-/// How each request begins.
+/// The start of each request.
 pub const REQUEST_MAGIC: u32 = 0x2560_9513;
 
-/// How each simple reply begins.
+/// The start of each simple reply.
 pub const REPLY_MAGIC: u32 = 0x6744_6698;
 
-/// How each chunk of a structured reply begins.
+/// The start of each chunk of a structured reply.
 pub const CHUNK_MAGIC: u32 = 0x668e_33ef;
 
 /// The length of a chunk's header, without its payload.
@@ -33,41 +33,41 @@ pub const REPLY_LENGTH: usize = 16;
 /// The smallest block that a request may have, in bytes.
 pub const BLOCK_MIN: u32 = 512;
 
-/// The block that is best for us, in bytes: an encrypted sector.
+/// The preferred block, in bytes: an encrypted sector.
 pub const BLOCK_PREFERRED: u32 = 4096;
 
-/// The most data of a request, in bytes: what clients may rely on where nothing was agreed.
+/// The most data of a request, in bytes: the size that clients may use where nothing was negotiated.
 pub const BLOCK_MAX: u32 = 32 * 1024 * 1024;
 
 /// Flags of both sides in the handshake.
 pub mod handshake {
     /// Both: fixed newstyle.
     pub const FIXED_NEWSTYLE: u16 = 1;
-    /// Both: no 124 zeroes behind the answer to [`super::option::EXPORT_NAME`].
+    /// Both: no 124 zeroes after the answer to [`super::option::EXPORT_NAME`].
     pub const NO_ZEROES: u16 = 2;
 }
 
-/// What a client asks before it reads or writes.
+/// The options of a client.
 pub mod option {
-    /// Go on with this export, or end; cannot be refused otherwise.
+    /// Use this export, or end; cannot be refused otherwise.
     pub const EXPORT_NAME: u32 = 1;
     /// End.
     pub const ABORT: u32 = 2;
-    /// Name the exports.
+    /// List the exports.
     pub const LIST: u32 = 3;
-    /// Tell of an export.
+    /// Describe an export.
     pub const INFO: u32 = 6;
-    /// Tell of an export, and go on with it.
+    /// Describe an export, and use it.
     pub const GO: u32 = 7;
-    /// Answer reads in chunks, and tell of errors in words.
+    /// Answer reads in chunks, and errors with messages.
     pub const STRUCTURED_REPLY: u32 = 8;
-    /// Name the contexts there are.
+    /// List the contexts.
     pub const LIST_META_CONTEXT: u32 = 9;
-    /// Choose the contexts that [`super::command::BLOCK_STATUS`] is to tell of.
+    /// Choose the contexts for [`super::command::BLOCK_STATUS`].
     pub const SET_META_CONTEXT: u32 = 10;
 }
 
-/// What a server answers to an option.
+/// The answers of a server to an option.
 pub mod option_reply {
     /// Done; nothing follows.
     pub const ACK: u32 = 1;
@@ -77,99 +77,99 @@ pub mod option_reply {
     pub const INFO: u32 = 3;
     /// A context.
     pub const META_CONTEXT: u32 = 4;
-    /// The option is not known here.
+    /// The option is unknown.
     pub const ERROR_UNSUPPORTED: u32 = (1 << 31) + 1;
     /// The option makes no sense.
     pub const ERROR_INVALID: u32 = (1 << 31) + 3;
     /// There is no such export.
     pub const ERROR_UNKNOWN: u32 = (1 << 31) + 6;
-    /// More is asked than can be.
+    /// The request is too large.
     pub const ERROR_TOO_BIG: u32 = (1 << 31) + 9;
 }
 
-/// What can be told of an export.
+/// The kinds of information about an export.
 pub mod info {
     /// Size and flags.
     pub const EXPORT: u16 = 0;
-    /// Its proper name.
+    /// Its name.
     pub const NAME: u16 = 1;
     /// Sizes of blocks.
     pub const BLOCK_SIZE: u16 = 3;
 }
 
-/// What an export can do.
+/// The capabilities of an export.
 pub mod transmission {
-    /// There are flags.
+    /// The flags are valid.
     pub const HAS_FLAGS: u16 = 1;
-    /// Nothing can be changed.
+    /// It is read-only.
     pub const READ_ONLY: u16 = 1 << 1;
-    /// Flushes are understood.
+    /// It supports flush.
     pub const SEND_FLUSH: u16 = 1 << 2;
-    /// Forced unit access is understood.
+    /// It supports forced unit access.
     pub const SEND_FUA: u16 = 1 << 3;
-    /// Trim is understood.
+    /// It supports trim.
     pub const SEND_TRIM: u16 = 1 << 5;
-    /// Write-zeroes is understood.
+    /// It supports write-zeroes.
     pub const SEND_WRITE_ZEROES: u16 = 1 << 6;
-    /// Reads can be asked for in one chunk.
+    /// A read can be asked for in one chunk.
     pub const SEND_DF: u16 = 1 << 7;
-    /// A flush on one connection is good for what was answered on all of them.
+    /// A flush on one connection covers what was answered on all of them.
     pub const CAN_MULTI_CONN: u16 = 1 << 8;
-    /// Zeroes that are not fast can be refused.
+    /// Write-zeroes can be refused if it is not fast.
     pub const SEND_FAST_ZERO: u16 = 1 << 11;
 }
 
-/// What a request can be.
+/// The commands of requests.
 pub mod command {
-    /// Data from the disk.
+    /// Read data from the disk.
     pub const READ: u16 = 0;
-    /// Data to the disk.
+    /// Write data to the disk.
     pub const WRITE: u16 = 1;
-    /// The end; it is not answered.
+    /// Disconnect; it is not answered.
     pub const DISCONNECT: u16 = 2;
     /// Make durable.
     pub const FLUSH: u16 = 3;
-    /// Data that is no longer needed.
+    /// Discard data.
     pub const TRIM: u16 = 4;
-    /// Data that reads as zeroes.
+    /// Write zeroes.
     pub const WRITE_ZEROES: u16 = 6;
-    /// What is where.
+    /// Describe allocation and changes.
     pub const BLOCK_STATUS: u16 = 7;
 }
 
-/// How a request is meant.
+/// The flags of commands.
 pub mod command_flag {
     /// Durable before it is answered.
     pub const FUA: u16 = 1;
-    /// Write-zeroes that keep their space.
+    /// Write-zeroes that must keep their space allocated.
     pub const NO_HOLE: u16 = 1 << 1;
     /// A read whose data comes in one chunk.
     pub const DF: u16 = 1 << 2;
     /// A block status of one extent a context.
     pub const REQ_ONE: u16 = 1 << 3;
-    /// Write-zeroes that are refused if they would have to be written.
+    /// Write-zeroes that must be refused if the zeroes would have to be written.
     pub const FAST_ZERO: u16 = 1 << 4;
 }
 
-/// Flags and types of chunks.
+/// The flags and types of chunks.
 pub mod chunk {
-    /// It is the last one of its reply.
+    /// The last chunk of its reply.
     pub const DONE: u16 = 1;
-    /// Nothing but that.
+    /// No payload.
     pub const NONE: u16 = 0;
     /// An offset, and data.
     pub const OFFSET_DATA: u16 = 1;
-    /// An offset, and how many zeroes there are.
+    /// An offset, and the length of the zeroes.
     pub const OFFSET_HOLE: u16 = 2;
     /// A context, and its extents.
     pub const BLOCK_STATUS: u16 = 5;
     /// An error, and a message.
     pub const ERROR: u16 = (1 << 15) + 1;
-    /// An error, a message, and where it was.
+    /// An error, a message, and its offset.
     pub const ERROR_OFFSET: u16 = (1 << 15) + 2;
 }
 
-/// Flags of extents.
+/// The flags of extents.
 pub mod extent {
     /// `base:allocation`: nothing is allocated.
     pub const HOLE: u32 = 1;
@@ -179,7 +179,7 @@ pub mod extent {
     pub const DIRTY: u32 = 1;
 }
 
-/// Error numbers of replies.
+/// The error numbers of replies.
 pub mod error {
     /// The disk is read-only.
     pub const EPERM: u32 = 1;
@@ -187,15 +187,15 @@ pub mod error {
     pub const EIO: u32 = 5;
     /// The request makes no sense.
     pub const EINVAL: u32 = 22;
-    /// No space, or behind the end of the disk.
+    /// No space, or beyond the end of the disk.
     pub const ENOSPC: u32 = 28;
     /// It would not be fast.
     pub const ENOTSUP: u32 = 95;
-    /// We are about to end.
+    /// The filter is stopping.
     pub const ESHUTDOWN: u32 = 108;
 }
 
-/// What an error number of [`error`] tells a client that takes words.
+/// The message for an error number of [`error`].
 #[must_use]
 pub fn words(number: u32) -> &'static str {
     match number {
@@ -210,7 +210,7 @@ pub fn words(number: u32) -> &'static str {
     }
 }
 
-/// The number that tells a client of an error.
+/// The error number for an error.
 #[must_use]
 pub fn number(error: IoError) -> u32 {
     match error {
@@ -236,16 +236,16 @@ pub struct Request {
     pub flags: u16,
     /// A [`command`].
     pub command: u16,
-    /// What the client knows it by.
+    /// The client's own number for it.
     pub cookie: u64,
-    /// Where, in bytes.
+    /// The offset, in bytes.
     pub offset: u64,
-    /// How much, in bytes.
+    /// The length, in bytes.
     pub length: u32,
 }
 
 impl Request {
-    /// Takes one apart; none if it does not begin as requests do.
+    /// Parses one; none if it does not start like a request.
     #[must_use]
     pub fn decode(bytes: &[u8; REQUEST_LENGTH]) -> Option<Self> {
         (u32::from_be_bytes(field(bytes, 0)) == REQUEST_MAGIC).then(|| Self {
@@ -257,7 +257,7 @@ impl Request {
         })
     }
 
-    /// As it is sent.
+    /// Its bytes.
     #[must_use]
     pub fn encode(&self) -> [u8; REQUEST_LENGTH] {
         let mut bytes = [0; REQUEST_LENGTH];
@@ -271,7 +271,7 @@ impl Request {
     }
 }
 
-/// A simple reply; `error` is 0 if all went well, and then a read's data follows.
+/// A simple reply; `error` is 0 on success, and then a read's data follows.
 #[must_use]
 pub fn reply(cookie: u64, error: u32) -> [u8; REPLY_LENGTH] {
     let mut bytes = [0; REPLY_LENGTH];

@@ -1,4 +1,4 @@
-//! What the guest's virtio-blk driver is told of the disk: features and configuration space
+//! What the guest's virtio-blk driver sees of the disk: features and configuration space
 //! (virtio 1.2, §5.2.3 and §5.2.4).
 
 use vhost::vhost_user::message::VhostUserVirtioFeatures;
@@ -21,13 +21,13 @@ pub const DISCARD_SECTORS_MAX: u32 = 2 * 1024 * 1024;
 /// The longest write-zeroes, in 512-byte sectors: 32 MiB, as it may have to be encrypted and written.
 pub const WRITE_ZEROES_SECTORS_MAX: u32 = 64 * 1024;
 
-/// 4096-byte sectors, in 512-byte units: what discards are best aligned to.
+/// 4096-byte sectors, in 512-byte units: the best alignment of discards.
 const SECTOR_UNITS: u32 = 8;
 
 /// log2 of [`SECTOR_UNITS`]: a physical block is 2^3 logical ones.
 const PHYSICAL_EXPONENT: u8 = 3;
 
-/// The length of `struct virtio_blk_config` that we fill; more reads as zeroes.
+/// The length of the part of `struct virtio_blk_config` that we fill; the rest reads as zeroes.
 const FILLED: usize = 60;
 
 /// The longest configuration space a front end may ask for, in bytes.
@@ -57,7 +57,7 @@ pub fn features(read_only: bool, queues: u16) -> u64 {
     offered | VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits()
 }
 
-/// Whether a driver that acknowledged these features knows that writes have to be flushed.
+/// Whether a driver that acknowledged these features sends flushes.
 #[must_use]
 pub fn flushes(acknowledged: u64) -> bool {
     acknowledged & (1 << VIRTIO_BLK_F_FLUSH) != 0

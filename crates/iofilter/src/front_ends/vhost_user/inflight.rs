@@ -1,21 +1,21 @@
-//! Which requests of a guest are under way, on record in memory that outlives this process: the VMM keeps
-//! it and gives it to the next filter, which does again what was begun and not answered (QEMU
+//! Records which requests of a guest are in flight, in memory that outlives this process: the VMM keeps
+//! it and gives it to the next filter, which repeats the requests that were begun and not answered (QEMU
 //! docs/interop/vhost-user, "Inflight I/O tracking", split rings).
 //!
 //! ```text
-//!  slot of a head:  free --begin--> under way --answering, in the used ring, answered--> free
+//!  slot of a head:  free --begin--> in flight --answering, in the used ring, answered--> free
 //!
 //!  killed before begin:          the guest's ring still has it: its position is counted from here
-//!  while under way:              it is done again; reads and writes of the same bytes may be
+//!  while in flight:              it is repeated; reads and writes of the same bytes may be
 //!  between "in the used ring"
 //!  and answered:                 the used ring is one ahead of the record: the last head is freed
 //! ```
-//! Heads are begun in the order of the ring, each before the next one is looked at, so the position in
-//! the available ring is what was answered plus what is under way. Everything in this memory is the
-//! VMM's to change; what makes no sense is refused.
+//! Heads are begun in the order of the ring, each before the next one is read, so the position in
+//! the available ring is the number of answered heads plus those in flight. The VMM can change everything in
+//! this memory; an inconsistent record is refused.
 //!
 //! A ring's record: features u64 | version u16 | slots u16 | last head answered u16 | used index u16, then
-//! for each slot: under way u8 | 5 unused | the head answered before u16 | counter u64. In the machine's
+//! each slot: in flight u8 | 5 unused | the head answered before u16 | counter u64. In the machine's
 //! byte order, each ring's at a multiple of 64 bytes.
 
 use std::fs::File;
@@ -45,28 +45,28 @@ const BEFORE_AT: usize = 6;
 const COUNTER_AT: usize = 8;
 const SLOT: usize = 16;
 
-/// What a ring's record starts at a multiple of, in bytes.
+/// The alignment of a ring's record, in bytes.
 const ALIGNMENT: usize = 64;
 
 /// Why a record is not used.
 #[derive(Debug, thiserror::Error)]
 pub enum InflightError {
-    /// No memory to be had.
-    #[error("there is no memory for the record of requests under way: {0}")]
+    /// No memory.
+    #[error("there is no memory for the record of requests in flight: {0}")]
     System(#[from] std::io::Error),
     /// Of another size, offset, or number of rings.
-    #[error("the record of requests under way does not fit the disk's rings")]
+    #[error("the record of requests in flight does not fit the disk's rings")]
     Shape,
-    /// Its file could be cut short while it is mapped.
+    /// Its file could be truncated while it is mapped.
     #[error(
-        "the file of the record of requests under way is not sealed: not one that a filter made"
+        "the file of the record of requests in flight is not sealed: not one that a filter made"
     )]
     Unsealed,
     /// It contradicts itself or the ring.
-    #[error("the record of requests under way contradicts the ring")]
+    #[error("the record of requests in flight contradicts the ring")]
     Contradiction,
     /// Cannot be mapped.
-    #[error("the record of requests under way cannot be mapped: {0}")]
+    #[error("the record of requests in flight cannot be mapped: {0}")]
     Mapping(#[from] MmapRegionError),
 }
 
@@ -76,7 +76,7 @@ impl From<Errno> for InflightError {
     }
 }
 
-/// How long a ring's record is, in bytes.
+/// The length of a ring's record, in bytes.
 fn length(slots: u16) -> usize {
     (HEADER + usize::from(slots) * SLOT).next_multiple_of(ALIGNMENT)
 }
@@ -90,10 +90,10 @@ pub struct Inflight {
 }
 
 impl Inflight {
-    /// Makes empty records, for `rings` rings of `slots` entries: what to tell the VMM, and their file.
+    /// Makes empty records, for `rings` rings of `slots` entries: the description for the VMM, and their file.
     ///
     /// # Errors
-    /// [`InflightError`]: a shape that no ring has; no memory.
+    /// [`InflightError`]: a shape that no ring has, or no memory.
     pub fn make(rings: u16, slots: u16) -> Result<(VhostUserInflight, File), InflightError> {
         if rings == 0 || slots == 0 || slots > RING_MAX {
             return Err(InflightError::Shape);
@@ -111,7 +111,7 @@ impl Inflight {
         Ok((about, file))
     }
 
-    /// Takes records that a VMM has kept.
+    /// Maps records that a VMM has kept.
     ///
     /// # Errors
     /// [`InflightError`]: not made by a filter for these rings.
@@ -144,7 +144,7 @@ impl Inflight {
         Ok(Self { memory: Arc::new(memory), rings, slots })
     }
 
-    /// A ring's record, for a ring of this many entries; none if there is none.
+    /// A ring's record, for a ring of this many entries; none if there is no such ring.
     #[must_use]
     pub fn record(&self, ring: usize, entries: u16) -> Option<Record> {
         let there = ring < usize::from(self.rings) && entries <= self.slots;
@@ -168,8 +168,8 @@ pub struct Record {
 }
 
 impl Record {
-    /// What was begun and not answered, in the order in which it was begun; none if nothing was ever on
-    /// record. `used` is the used ring's index. From then on the record is in use.
+    /// The heads that were begun and not answered, in the order in which they were begun; none if the record was never
+    /// used. `used` is the used ring's index. From then on the record is in use.
     ///
     /// # Errors
     /// [`InflightError::Contradiction`]; [`InflightError::Shape`]: of another version.
@@ -211,7 +211,7 @@ impl Record {
         Ok(())
     }
 
-    /// A head was taken from the ring.
+    /// Records that a head was taken from the ring.
     ///
     /// # Errors
     /// [`InflightError::Contradiction`]: there is no such head.
@@ -226,7 +226,7 @@ impl Record {
         Ok(())
     }
 
-    /// A head is about to be put into the used ring.
+    /// Records that a head is about to be put into the used ring.
     pub fn answering(&mut self, head: u16) {
         if head < self.slots {
             self.put(self.slot(head) - self.at + BEFORE_AT, self.get(LAST_AT));
@@ -235,7 +235,7 @@ impl Record {
         }
     }
 
-    /// A head is in the used ring, whose index is now `used`.
+    /// Records that a head is in the used ring, whose index is now `used`.
     pub fn answered(&mut self, head: u16, used: u16) {
         if head < self.slots {
             fence(Ordering::Release);
@@ -284,7 +284,7 @@ mod tests {
         kept.record(1, SLOTS).unwrap()
     }
 
-    /// What a filter does with its ring, one memory access or a few at a time.
+    /// The steps of a filter at its ring, one memory access or a few at a time.
     #[derive(Clone, Copy, Debug)]
     enum Step {
         Begin,
@@ -293,7 +293,7 @@ mod tests {
         Answered,
     }
 
-    /// A guest's ring, as it is in the guest's own memory: it outlives every filter.
+    /// A guest's ring, as in the guest's memory: it outlives every filter.
     #[derive(Default)]
     struct Ring {
         under_way: Vec<u16>,
@@ -307,7 +307,7 @@ mod tests {
         #[test]
         fn what_is_not_answered_is_found_once(
             picks in proptest::collection::vec((any::<bool>(), 0usize..8), 1..60),
-            deaths in proptest::collection::vec(0usize..240, 0..6),
+            kills in proptest::collection::vec(0usize..240, 0..6),
         ) {
             let kept = made();
             let mut ring = Ring::default();
@@ -341,12 +341,12 @@ mod tests {
                         Step::Answered => mine.answered(head, ring.used),
                     }
                     at += 1;
-                    if deaths.contains(&at) {
+                    if kills.contains(&at) {
                         mine = record(&kept);
                         let found = mine.resume(ring.used).unwrap().expect("it was on record");
                         prop_assert_eq!(&found, &ring.under_way);
                         prop_assert_eq!(ring.used.wrapping_add(found.len() as u16), ring.taken);
-                        // An answer that had not got into the used ring is given by the next filter.
+                        // A head whose answer is not yet in the used ring is answered by the next filter.
                         if matches!(step, Step::Answering) {
                             mine.answering(head);
                         }

@@ -1,8 +1,8 @@
 //! Waiting for a whole message of a VMM.
 //!
-//! Whoever reads a message reads its header and its body to their ends, however long that takes. A VMM that stops in
-//! the middle would have the disk's thread for ever, also when it is told to stop. So it is looked, without taking
-//! anything, whether all of a message is there, before it is read.
+//! The code that reads a message reads header and body to their ends, however long that takes. A VMM that stops in
+//! the middle would block the disk's thread for ever, even when that is told to stop. So before a message is read, this
+//! module checks that all of it has arrived, without taking anything.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};
@@ -18,31 +18,31 @@ use crate::stack::stop::Stop;
 /// The length of a header: request, flags, size of the body.
 const HEADER: usize = 12;
 
-/// The longest message that is waited for: what the protocol's largest has, and more. Of a longer one the header is
-/// refused by whoever reads it.
+/// The longest message to wait for: more than the protocol's largest. The header of a longer one is refused by the
+/// code that reads it.
 const MESSAGE_MAX: usize = HEADER + 4096;
 
-/// How long a VMM may take for the rest of a message. It sends each by one call.
+/// How long the rest of a message may take. A VMM sends each with one call.
 const REST_MAX: Duration = Duration::from_secs(5);
 
-/// How soon to look again for the rest: what has come already makes the socket readable.
+/// How soon to check again for the rest: the part that has arrived already makes the socket readable.
 const LOOK_AGAIN_MILLISECONDS: u8 = 5;
 
-/// What there is to do.
+/// The next step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Arrival {
-    /// A message can be read without waiting, or the connection's end or trouble.
+    /// A message, the connection's end or an error can be read without waiting.
     Message,
-    /// We are to stop.
+    /// Stop.
     Stop,
-    /// A part of a message, whose rest does not come.
+    /// A part of a message, whose rest does not arrive.
     Part,
 }
 
 /// Waits for a whole message.
 ///
 /// # Errors
-/// What `poll` says.
+/// The error of `poll`.
 pub(super) fn wait(stream: &UnixStream, stop: &Stop) -> io::Result<Arrival> {
     let mut since = None;
     while stop.wait_or_readable(stream.as_fd())? {
@@ -61,14 +61,14 @@ pub(super) fn wait(stream: &UnixStream, stop: &Stop) -> io::Result<Arrival> {
     Ok(Arrival::Stop)
 }
 
-/// Whether reading a message does not wait: it is there, or what is there is followed by the connection's end.
+/// Whether a message can be read without waiting: it is complete, or the connection ends after it.
 fn is_whole(stream: &UnixStream) -> bool {
     let mut bytes = [0; MESSAGE_MAX];
     let peek = MsgFlags::MSG_PEEK | MsgFlags::MSG_DONTWAIT;
     let there = match recv(stream.as_raw_fd(), &mut bytes, peek) {
         Ok(there) => there,
         Err(Errno::EAGAIN | Errno::EINTR) => return false,
-        // Whoever reads is told the same.
+        // The reader gets the same error.
         Err(_) => return true,
     };
     let header = bytes.first_chunk::<HEADER>().filter(|_| there >= HEADER);
@@ -95,7 +95,7 @@ mod tests {
 
     use super::*;
 
-    /// What comes of waiting while `then` is done.
+    /// The result of waiting while `then` is done.
     fn waiting(then: impl FnOnce(&mut UnixStream, &Stop)) -> Option<Arrival> {
         let (ours, mut theirs) = UnixStream::pair().unwrap();
         let stop = Arc::new(Stop::new().unwrap());
@@ -135,11 +135,11 @@ mod tests {
         });
         assert_eq!(slow, Some(Arrival::Message));
         let long = waiting(|vmm, _| vmm.write_all(&message(u32::MAX)[..HEADER]).unwrap());
-        assert_eq!(long, Some(Arrival::Message), "refused by whoever reads the header");
+        assert_eq!(long, Some(Arrival::Message), "refused when its header is read");
         let ended = waiting(|vmm, _| {
             vmm.write_all(&message(8)[..HEADER]).unwrap();
             vmm.shutdown(std::net::Shutdown::Both).unwrap();
         });
-        assert_eq!(ended, Some(Arrival::Message), "whoever reads learns of the end");
+        assert_eq!(ended, Some(Arrival::Message), "the reader sees the end");
     }
 }

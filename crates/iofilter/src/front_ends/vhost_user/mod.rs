@@ -1,12 +1,12 @@
 //! The vhost-user-blk front end: QEMU's fast path, on shared guest memory.
 //!
 //! ```text
-//!   Listening --connection, peer allowed, it speaks--> Connected --disconnected | protocol error--> Listening
-//!        └──────────────────── stop ───────────────────────┴──> ended, rings drained
+//!   Listening --connection, peer allowed--> Connected --disconnected | protocol error--> Listening
+//!        └─────────────────────── stop ───────────────┴──> ended, rings drained
 //! ```
-//! A socket that is connected from the beginning serves that one connection.
+//! A socket that is connected from the start serves that one connection.
 //!
-//! One thread per disk speaks the protocol ([`session`]); one per queue moves data ([`queue`]). The
+//! One thread per disk handles the protocol ([`session`]); one per queue moves data ([`queue`]). The
 //! crate `vhost-user-backend` is not used: it takes a lock per request and cannot track those in flight
 //! ([`inflight`]).
 
@@ -34,11 +34,11 @@ use crate::handle::Socket;
 use crate::stack::chain::Chain;
 use crate::stack::stop::Stop;
 
-/// Serves VMMs, one after the other, until told to stop; gives the chains back. An error means that the
+/// Serves VMMs, one after the other, until told to stop; returns the chains. An error means that the
 /// disk cannot be served any more.
 ///
 /// # Errors
-/// What happened.
+/// The reason.
 pub fn serve(
     socket: &Socket,
     peer_uid: u32,
@@ -48,7 +48,7 @@ pub fn serve(
 ) -> io::Result<Vec<Chain>> {
     match socket {
         Socket::Listening(listener) => serve_all(listener, peer_uid, served, chains, stop),
-        // Whoever connected it has chosen the peer.
+        // The process that connected it has chosen the peer.
         Socket::Connected(stream) => {
             let chains = session(stream.try_clone()?, served, chains, stop)?;
             stop.wait()?;
@@ -91,8 +91,8 @@ fn session(
     Ok(chains)
 }
 
-/// Does what the VMM asks until it is gone, or until told to stop; gives the chains back, without those of
-/// threads that died.
+/// Does the VMM's requests until it disconnects, or until told to stop; returns the chains, without those of
+/// threads that panicked.
 fn converse(
     stream: UnixStream,
     served: &Arc<ServedDisk>,
@@ -120,12 +120,12 @@ fn converse(
                 served.state.set(DiskActivity::Connected);
                 tracing::info!("a VMM is connected");
             }
-            // The VMM was told (or did not ask); what the guest makes of it is the VMM's business.
+            // The VMM got the error (or did not ask for it); what it tells the guest is the VMM's business.
             Err(
                 error @ (vhost::vhost_user::Error::InvalidParam
                 | vhost::vhost_user::Error::ReqHandlerError(_)
                 | vhost::vhost_user::Error::InvalidOperation(_)),
-            ) => tracing::warn!(%error, "a request of the VMM could not be met"),
+            ) => tracing::warn!(%error, "a request of the VMM failed"),
             Err(vhost::vhost_user::Error::Disconnected) => break,
             Err(error) => {
                 tracing::warn!(%error, "the connection is ended");
@@ -140,7 +140,7 @@ fn converse(
     Ok(session.end())
 }
 
-/// Whether the other side is gone and has left nothing to read.
+/// Whether the peer has closed the connection and left nothing to read.
 fn hung_up(fd: BorrowedFd<'_>) -> bool {
     let mut fds = [PollFd::new(fd, PollFlags::POLLIN)];
     let _ = poll(&mut fds, PollTimeout::ZERO);

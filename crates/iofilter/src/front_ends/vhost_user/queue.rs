@@ -6,12 +6,12 @@
 //!   Serving ──stop──> Draining ──nothing in flight──> ended: the chain and the ring's position go back
 //!      └──malformed──> Broken ──nothing in flight, then stop──> ended
 //!
-//!   something moved:          pass again
-//!   nothing moved:            look again for the polling window; then ask the guest to kick, look once
+//!   progress:                 pass again
+//!   no progress:              poll for the polling window; then enable the guest's kicks, check once
 //!                             more, and sleep on kick, stop and the backend's completions
 //! ```
-//! The polling window adapts: it grows when sleeps turn out short and falls to nothing when one was
-//! long, so an idle disk costs no CPU.
+//! The polling window adapts: it grows while sleeps are short and drops to nothing after a long
+//! one, so an idle disk costs no CPU.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -32,21 +32,21 @@ use crate::stack::memory::{Cursor, Segment};
 use crate::stack::request::{Operation, RequestId};
 use crate::stack::stop::Stop;
 
-/// The most that is taken from the ring in one pass.
+/// The most requests that are taken from the ring in one pass.
 #[derive(Clone, Copy, Debug)]
 struct PassLimit {
     requests: usize,
     bytes: usize,
 }
 
-/// Few, so that the guest is at work on the first answers and on new requests while the next are done, instead of each
+/// Few, so that the guest works on the first answers and on new requests while the next are done, instead of each
 /// waiting for the other (docs/decisions/044).
 impl PassLimit {
-    /// Where a device works on many at a time: it begins with the first of them, and is not to wait until the next large
+    /// Where a device works on many at a time: it begins with the first of them, and must not wait until the next large
     /// write is encrypted, too (docs/decisions/045).
     const DEVICE: Self = Self { requests: 6, bytes: 512 * 1024 };
 
-    /// Where each is done before the next is looked at.
+    /// Where each is done before the next is read.
     const AT_ONCE: Self = Self { requests: 4, bytes: usize::MAX };
 }
 
@@ -56,10 +56,10 @@ const WINDOW_MAX: Duration = Duration::from_micros(32);
 /// The first polling window after a short sleep.
 const WINDOW_MIN: Duration = Duration::from_micros(4);
 
-/// The stack of a worker: its frames are small, and the process's memory is locked.
+/// The stack size of a worker: its frames are small, and the process's memory is locked.
 const STACK: usize = 256 * 1024;
 
-/// What a queue's thread is given.
+/// The parts of a queue.
 pub struct Setup {
     /// The number of the queue.
     pub index: usize,
@@ -71,38 +71,38 @@ pub struct Setup {
     pub kick: Arc<OwnedFd>,
     /// Where to notify the guest.
     pub call: Option<Arc<OwnedFd>>,
-    /// Where to tell the VMM that the ring is broken.
+    /// Where to report to the VMM that the ring is broken.
     pub error: Option<Arc<OwnedFd>>,
-    /// Whether each write is to be flushed, as the guest's driver does not know of flushes.
+    /// Whether to flush each write, because the guest's driver does not send flushes.
     pub write_through: bool,
     /// The device id.
     pub serial: Arc<str>,
-    /// Where to count.
+    /// The counters.
     pub state: Arc<DiskState>,
-    /// Where requests under way are on record.
+    /// The record of requests in flight.
     pub record: Option<Record>,
-    /// Heads that another filter began and did not answer, in order: done first.
+    /// Heads that an earlier filter began and did not answer, in order: done first.
     pub begun: Vec<u16>,
 }
 
 /// A running queue.
-pub struct Running {
+pub struct RunningQueue {
     thread: JoinHandle<(Chain, u16)>,
     stop: Arc<Stop>,
 }
 
-impl Running {
+impl RunningQueue {
     /// Starts the thread.
     ///
     /// # Errors
-    /// The chain back, with the reason.
+    /// Returns the chain, with the reason.
     pub fn start(setup: Setup, chain: Chain) -> Result<Self, (Box<Chain>, std::io::Error)> {
-        // Made anew for each thread: a stale one would end the next at once.
+        // A new one for each thread: a stale one would end the next thread at once.
         let stop = match Stop::new() {
             Ok(stop) => Arc::new(stop),
             Err(error) => return Err((Box::new(chain), error)),
         };
-        // The chain travels by channel, so that it is not lost if there is no thread for it.
+        // The chain is sent by channel, so that it is not lost if the thread cannot start.
         let (send, receive) = std::sync::mpsc::sync_channel::<Chain>(1);
         let (span, stopping) = (tracing::Span::current(), Arc::clone(&stop));
         let spawned = std::thread::Builder::new()
@@ -124,8 +124,8 @@ impl Running {
         }
     }
 
-    /// Stops taking requests, waits for those under way, and returns the chain and the ring's next
-    /// available index; none if the thread died.
+    /// Stops taking requests, waits for those in flight, and returns the chain and the ring's next
+    /// available index; none if the thread panicked.
     #[must_use]
     pub fn stop(self) -> Option<(Chain, u16)> {
         self.stop.ask();
@@ -133,11 +133,11 @@ impl Running {
     }
 }
 
-/// Does on the caller's thread what a queue's thread does, until nothing moves or for that many passes;
-/// then ends as it does. For the fuzz targets.
+/// Does on the caller's thread what a queue's thread does, until there is no progress or for that many passes;
+/// then ends in the same way. For the fuzz targets.
 ///
 /// # Errors
-/// No eventfd is to be had.
+/// No eventfd is available.
 #[doc(hidden)]
 pub fn serve_now(setup: Setup, chain: Chain, passes: usize) -> std::io::Result<(Chain, u16)> {
     let stop = Arc::new(Stop::new()?);
@@ -152,7 +152,7 @@ pub fn serve_now(setup: Setup, chain: Chain, passes: usize) -> std::io::Result<(
     Ok(worker.run())
 }
 
-/// A request under way.
+/// A request in flight.
 #[derive(Clone, Copy, Debug)]
 struct Pending {
     head: u16,
@@ -160,7 +160,7 @@ struct Pending {
     written: u32,
     /// When it was taken from the ring, to the accuracy of a pass.
     began: Instant,
-    /// What the guest asked, when what is under way is the flush that follows it.
+    /// The guest's operation, while the flush that follows it is in flight.
     flushed: Option<(Operation, u64)>,
 }
 
@@ -183,16 +183,16 @@ struct QueueWorker {
     window: Duration,
 }
 
-/// Why a queue cannot go on.
+/// Why a queue stops.
 #[derive(Debug, thiserror::Error)]
-enum Broken {
+enum QueueError {
     #[error("{0}")]
     Malformed(#[from] Malformed),
     #[error("the ring is invalid: {0}")]
     Ring(#[from] virtio_queue::Error),
     #[error("{0}")]
     Inflight(#[from] InflightError),
-    #[error("what another filter began cannot be done again: {0}")]
+    #[error("the requests of an earlier filter cannot be repeated: {0}")]
     Replay(#[from] ReplayError),
 }
 
@@ -208,7 +208,7 @@ impl QueueWorker {
     fn check_ring(&mut self) {
         let Setup { queue, memory, begun, .. } = &self.setup;
         if !queue.is_valid(memory) {
-            self.broken(&Broken::Ring(virtio_queue::Error::QueueNotReady));
+            self.broken(&QueueError::Ring(virtio_queue::Error::QueueNotReady));
         } else if !begun.is_empty() {
             tracing::info!(
                 queue = self.setup.index,
@@ -240,8 +240,8 @@ impl QueueWorker {
         }
     }
 
-    /// The ring cannot be trusted any more: nothing is taken from it until the guest sets it up anew.
-    fn broken(&mut self, error: &Broken) {
+    /// The ring can no longer be trusted: nothing is taken from it until the guest sets it up again.
+    fn broken(&mut self, error: &QueueError) {
         if self.phase == Phase::Serving {
             self.setup.state.note_broken(self.setup.index, error);
             self.setup.state.counters(self.setup.index).failed();
@@ -252,7 +252,7 @@ impl QueueWorker {
         }
     }
 
-    /// One round; whether anything moved.
+    /// One round; true if there was progress.
     fn pass(&mut self) -> bool {
         let taken = if self.phase == Phase::Serving { self.take() } else { Ok(0) };
         self.chain.poll();
@@ -266,10 +266,10 @@ impl QueueWorker {
         }
     }
 
-    /// Takes what the guest has made available.
-    fn take(&mut self) -> Result<usize, Broken> {
+    /// Takes the requests that the guest has made available.
+    fn take(&mut self) -> Result<usize, QueueError> {
         let (mut taken, mut bytes) = (0, 0);
-        // Read once, and only by a pass that takes something.
+        // Read once, and only by a pass that takes requests.
         let mut began = None;
         while taken < self.batch.requests && bytes < self.batch.bytes {
             let Some(id) = self.chain.begin() else { break };
@@ -293,8 +293,8 @@ impl QueueWorker {
         Ok(taken)
     }
 
-    /// The next request, its data's memory in the slot: first what another filter began, then the ring's.
-    fn next(&mut self, id: RequestId) -> Result<Option<(u16, Parsed)>, Broken> {
+    /// The next request, with the memory of its data in the slot: first those of an earlier filter, then the ring's.
+    fn next(&mut self, id: RequestId) -> Result<Option<(u16, Parsed)>, QueueError> {
         let memory = &self.setup.memory;
         let again = self.replay.as_mut().map(Replay::take).transpose()?.flatten();
         let chain = match again {
@@ -303,7 +303,7 @@ impl QueueWorker {
         };
         let Some(chain) = chain else { return Ok(None) };
         let head = chain.head_index();
-        // Before it is looked at and before the next one is taken: the ring's position follows from it.
+        // Before it is parsed and before the next one is taken: the ring's position follows from it.
         if let Some(record) = &mut self.setup.record {
             record.begin(head)?;
         }
@@ -317,7 +317,7 @@ impl QueueWorker {
         head: u16,
         parsed: &Parsed,
         began: Instant,
-    ) -> Result<(), Broken> {
+    ) -> Result<(), QueueError> {
         let written = match parsed.asked {
             GuestCommand::Io { operation: Operation::Read, .. } => parsed.writable + 1,
             _ => 1,
@@ -344,11 +344,11 @@ impl QueueWorker {
             }
         }
         self.chain.cancel(id);
-        // Answered outside of `answer_all`, so it has to notify by itself.
+        // Answered outside of `answer_all`, so it must notify here.
         self.notify()
     }
 
-    fn answer_all(&mut self) -> Result<usize, Broken> {
+    fn answer_all(&mut self) -> Result<usize, QueueError> {
         let mut answered = 0;
         let mut now = None;
         while let Some(done) = self.chain.next_done() {
@@ -406,7 +406,7 @@ impl QueueWorker {
         }
     }
 
-    fn answer(&mut self, pending: Pending, status: u8) -> Result<(), Broken> {
+    fn answer(&mut self, pending: Pending, status: u8) -> Result<(), QueueError> {
         pending.status.copy_from(&[status]);
         let Setup { queue, memory, record, .. } = &mut self.setup;
         if let Some(record) = record {
@@ -419,7 +419,7 @@ impl QueueWorker {
         Ok(())
     }
 
-    fn notify(&mut self) -> Result<(), Broken> {
+    fn notify(&mut self) -> Result<(), QueueError> {
         let needed = self.setup.queue.needs_notification(&self.setup.memory)?;
         if let (true, Some(call)) = (needed, &self.setup.call) {
             signal(call.as_fd());
@@ -427,7 +427,7 @@ impl QueueWorker {
         Ok(())
     }
 
-    /// Looks for work for the polling window; whether there is some.
+    /// Polls for the polling window; true if there is work.
     fn poll_window(&mut self) -> bool {
         if self.window.is_zero() || self.phase != Phase::Serving {
             return false;
@@ -442,7 +442,7 @@ impl QueueWorker {
         false
     }
 
-    /// Sleeps until there may be something to do.
+    /// Sleeps until there may be work.
     fn sleep(&mut self) {
         if self.phase == Phase::Serving {
             match self.setup.queue.enable_notification(&self.setup.memory) {
@@ -469,7 +469,7 @@ impl QueueWorker {
     fn wait(&mut self) {
         let (none, readable) = (PollFlags::empty(), PollFlags::POLLIN);
         let stop = self.stop.event();
-        // Once stopping or broken, neither kicks nor the stop event (still set) are looked at.
+        // Once stopping or broken, the queue ignores kicks and the stop event (still set).
         let others = match self.phase {
             Phase::Serving => [(self.setup.kick.as_fd(), readable), (stop, readable)],
             Phase::Broken => [(stop, none), (stop, readable)],

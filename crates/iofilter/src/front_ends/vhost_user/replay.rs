@@ -1,8 +1,8 @@
-//! Requests that another filter began and did not answer, to be taken once more.
+//! Repeats the requests that an earlier filter began and did not answer.
 //!
-//! Their descriptors still lie in the guest's ring; which they are, the record of requests under way says
+//! Their descriptors are still in the guest's ring; the record of requests in flight says which they are
 //! ([`super::inflight`]). They are listed in an available ring of our own, on a page beside the guest's
-//! memory, so that they are read by the same code as any other, with the same distrust.
+//! memory, so that the same code reads them as any other, with the same checks.
 
 use std::sync::atomic::Ordering;
 
@@ -11,13 +11,13 @@ use vm_memory::{
     Address, Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestRegionMmap, MmapRegion,
 };
 
-/// Where the list begins must be a multiple of this; as the guest's pages are.
+/// The alignment of the list: that of the guest's pages.
 const PAGE: u64 = 4096;
 
 /// Flags, index, and the event index behind the list, in bytes.
 const AROUND: usize = 6;
 
-/// Why the requests cannot be taken again.
+/// Why the requests cannot be repeated.
 #[derive(Debug, thiserror::Error)]
 pub enum ReplayError {
     /// The guest's memory reaches to the end of the address space.
@@ -26,13 +26,13 @@ pub enum ReplayError {
     /// No memory.
     #[error("there is no memory for their list: {0}")]
     Mapping(#[from] vm_memory::mmap::MmapRegionError),
-    /// Cannot be beside the guest's memory.
+    /// The list cannot be mapped beside the guest's memory.
     #[error("their list cannot be put beside the guest's memory: {0}")]
     Region(#[from] vm_memory::GuestRegionCollectionError),
-    /// Cannot be written.
+    /// The list cannot be written.
     #[error("their list cannot be written: {0}")]
     Memory(#[from] vm_memory::GuestMemoryError),
-    /// Not a ring.
+    /// The list is not a valid ring.
     #[error("the ring is invalid: {0}")]
     Ring(#[from] virtio_queue::Error),
 }

@@ -4,8 +4,8 @@
 //!   device-readable:  header (type, ioprio, sector) | data out
 //!   device-writable:  data in | status (the last byte)
 //! ```
-//! The parts may be cut into descriptors in any way. Everything here is chosen by the guest: a chain
-//! that has no place for a status, or leads nowhere, is [`Malformed`]; any other nonsense is answered
+//! The parts may be split into descriptors in any way. The guest chooses everything here: a chain
+//! that has no place for a status, or points outside memory, is [`Malformed`]; any other invalid request is answered
 //! with a status.
 
 use virtio_bindings::virtio_blk::{
@@ -27,7 +27,7 @@ const HEADER: usize = 16;
 /// The length of `struct virtio_blk_discard_write_zeroes`, of which a request has one.
 const RANGE: usize = 16;
 
-/// The chain breaks the rules so badly that it cannot even be answered; the queue stops.
+/// Why a chain cannot even be answered; the queue stops.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Malformed {
     /// The chain loops, leaves its table, or has an invalid indirect table.
@@ -47,32 +47,32 @@ pub enum Malformed {
     NoStatus,
 }
 
-/// What a guest asks.
+/// A guest's request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GuestCommand {
-    /// Something for the chain, which has got the data segments. The length is for requests without data.
+    /// An operation for the chain, which has the data segments. The length is for operations without data.
     Io {
-        /// What.
+        /// The operation.
         operation: Operation,
-        /// Where, in bytes.
+        /// The offset, in bytes.
         offset: u64,
-        /// How much, in bytes.
+        /// The length, in bytes.
         length: u64,
     },
-    /// The device id, into the data segments.
+    /// Write the device id into the data segments.
     Id,
-    /// To be answered at once with this status.
+    /// Answer at once with this status.
     Refused(u8),
 }
 
-/// A request as it was understood.
+/// A parsed request.
 #[derive(Clone, Copy, Debug)]
 pub struct Parsed {
-    /// What is asked.
+    /// The request.
     pub asked: GuestCommand,
-    /// The byte that the status goes to.
+    /// The byte for the status.
     pub status: Segment,
-    /// How many bytes there are for data the device writes.
+    /// How many bytes the device may write as data.
     pub writable: u32,
 }
 
@@ -84,7 +84,7 @@ pub struct Parser {
 }
 
 impl Parser {
-    /// Understands a chain; the segments of its data go to `data`.
+    /// Parses a chain; the segments of its data go to `data`.
     ///
     /// # Errors
     /// [`Malformed`].
@@ -160,7 +160,7 @@ impl Parser {
         }
     }
 
-    /// A discard's or write-zeroes' one range.
+    /// The one range of a discard or write-zeroes.
     fn range(&self, kind: u32, mut cursor: Cursor) -> GuestCommand {
         let mut range = [0; RANGE];
         let whole = self.readable.bytes() == HEADER + RANGE;
@@ -190,7 +190,7 @@ fn field<const N: usize>(bytes: &[u8; 16], at: usize) -> [u8; N] {
     std::array::from_fn(|index| bytes[at + index])
 }
 
-/// Adds what a descriptor points to, which may lie in several regions of the guest's memory.
+/// Adds the memory of a descriptor, which may be in several regions of the guest's memory.
 fn translate(
     descriptor: &Descriptor,
     memory: &GuestMemoryMmap,

@@ -5,7 +5,7 @@
 //!         Running --disabled | GET_VRING_BASE | any change to it or to memory | disconnect-->
 //!                   drained --> Stopped       (thread died --> Lost, for good)
 //! ```
-//! Whatever a running ring depends on is changed only while it is stopped: it is drained, changed, and
+//! The parts that a running ring depends on change only while it is stopped: it is drained, changed, and
 //! started again if it still may run. All calls come from the disk's one protocol thread.
 
 use std::fs::File;
@@ -28,7 +28,7 @@ use vm_memory::{
 use crate::front_ends::ServedDisk;
 use crate::front_ends::vhost_user::config::{self, RING_MAX, SPACE};
 use crate::front_ends::vhost_user::inflight::{Inflight, InflightError, Record};
-use crate::front_ends::vhost_user::queue::{Running, Setup};
+use crate::front_ends::vhost_user::queue::{RunningQueue, Setup};
 use crate::stack::chain::Chain;
 
 /// The most memory regions of a guest: what QEMU uses without memory slots, times four.
@@ -36,7 +36,7 @@ pub const REGIONS_MAX: usize = 32;
 
 enum Serving {
     Stopped(Chain),
-    Running(Running),
+    Running(RunningQueue),
     Lost,
 }
 
@@ -67,7 +67,7 @@ pub struct Session {
     inflight: Option<Inflight>,
 }
 
-/// What the VMM did that cannot be.
+/// Refuses an invalid request of the VMM.
 fn invalid(what: &str) -> Error {
     tracing::warn!(what, "the VMM's request is refused");
     Error::InvalidParam
@@ -79,7 +79,7 @@ fn failed(error: impl std::error::Error + Send + Sync + 'static) -> Error {
 }
 
 impl Session {
-    /// A session over these chains, one a queue.
+    /// A session over these chains, one per queue.
     ///
     /// # Errors
     /// None in practice: the ring size is a constant that is allowed.
@@ -98,7 +98,7 @@ impl Session {
         Ok(Self { served, rings, regions, memory, acknowledged: 0, inflight: None })
     }
 
-    /// Stops all rings and gives the chains back; fewer than came in if threads died.
+    /// Stops all rings and returns the chains; fewer than it was given if threads panicked.
     pub fn end(&mut self) -> Vec<Chain> {
         self.stop_all();
         let rings = self.rings.drain(..);
@@ -155,7 +155,7 @@ impl Session {
             record,
             begun: begun.unwrap_or_default(),
         };
-        match Running::start(setup, chain) {
+        match RunningQueue::start(setup, chain) {
             Ok(running) => ring.serving = Serving::Running(running),
             Err((chain, error)) => {
                 ring.serving = Serving::Stopped(*chain);
@@ -196,7 +196,7 @@ impl Session {
         self.start(index as usize)
     }
 
-    /// Where in the guest's memory an address of the VMM is.
+    /// The guest address that an address of the VMM stands for.
     fn guest_address(&self, user: u64) -> Result<GuestAddress> {
         let inside = |region: &&Region| user >= region.user && user - region.user < region.size;
         let region = self.regions.iter().find(inside);
@@ -211,7 +211,7 @@ impl Session {
             .checked_add(region.memory_size)
             .and(region.user_addr.checked_add(region.memory_size))
             .ok_or_else(|| invalid("a region wraps around"))?;
-        // Behind the end of its file there would be a SIGBUS in place of memory.
+        // Beyond the end of its file an access would raise SIGBUS.
         let about = file.metadata().map_err(failed)?;
         let end = region.mmap_offset.checked_add(region.memory_size);
         if about.is_file() && end.is_none_or(|end| end > about.len()) {
@@ -292,7 +292,7 @@ impl VhostUserBackendReqHandlerMut for Session {
         _postcopy: Option<bool>,
     ) -> Result<Option<Vec<u64>>> {
         if regions.len() != files.len() || regions.len() > REGIONS_MAX {
-            return Err(invalid("not one descriptor a memory region, or too many"));
+            return Err(invalid("not one descriptor per memory region, or too many"));
         }
         let mapped = regions.iter().zip(files).map(|(region, file)| self.map(region, file));
         let mut mapped = mapped.collect::<Result<Vec<_>>>()?;
@@ -435,7 +435,7 @@ impl VhostUserBackendReqHandlerMut for Session {
 
     fn get_inflight_fd(&mut self, asked: &VhostUserInflight) -> Result<(VhostUserInflight, File)> {
         if usize::from(asked.num_queues) > self.rings.len() {
-            return Err(invalid("requests of more queues than there are cannot be on record"));
+            return Err(invalid("the record is for more queues than the disk has"));
         }
         Inflight::make(asked.num_queues, asked.queue_size).map_err(failed)
     }
@@ -469,7 +469,7 @@ impl VhostUserBackendReqHandlerMut for Session {
     }
 }
 
-/// A ring's record, and the requests that are to be done again; the ring goes on behind them.
+/// A ring's record, and the requests to repeat; the ring continues after them.
 fn resume(
     kept: &Inflight,
     index: usize,
@@ -484,7 +484,7 @@ fn resume(
     Ok((record, begun.unwrap_or_default()))
 }
 
-/// The VMM uses a protocol feature that it was not offered.
+/// The VMM uses a protocol feature that was not offered.
 fn not_offered() -> Error {
     Error::InvalidOperation("a protocol feature that was not offered")
 }

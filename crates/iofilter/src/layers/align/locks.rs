@@ -6,15 +6,15 @@
 //!   count n, claimed   --try_shared--> refused      count n, claimed   --claim--> refused
 //!   count 0, claimed   = held exclusively, until release_exclusive
 //! ```
-//! A claim stops new writers and waits for those under way, so it is never starved. Nobody who holds a
-//! lock waits for another one; whoever is refused holds nothing.
+//! A claim keeps new writers out and waits for those in flight, so it is never starved. A holder of a lock
+//! never waits for another lock; a refused caller holds nothing.
 //!
-//! Who has to wait says so ([`SectorLocks::wait`]) and tries once more. It is woken when a claim is given back, or when
-//! the last writer leaves a claimed stretch; each tells by the counter alone whether that is so.
+//! A caller that must wait says so ([`SectorLocks::wait`]) and tries once more. It is woken when a claim is released,
+//! or when the last writer leaves a claimed stretch; both can tell from the counter alone whether that is the case.
 //!
-//! Who reads whole sectors takes no lock. Claims are counted, and [`SectorLocks::claims`] before and after the read
-//! says whether somebody may have modified what was read meanwhile: one load in most cases, and no store, so
-//! queues that only read do not take the counter from each other.
+//! Readers of whole sectors take no lock. Claims are counted, and comparing [`SectorLocks::claims`] before and after
+//! the read shows whether the data may have been modified meanwhile: one load in most cases, and no store, so
+//! queues that only read do not contend for the counter.
 
 use crate::stack::waker::{Waiters, Waker};
 use crate::sync::atomic::{AtomicU64, Ordering};
@@ -22,16 +22,16 @@ use crate::sync::atomic::{AtomicU64, Ordering};
 /// How many counters there are; stretches this many apart share one.
 const COUNTERS: usize = 1024;
 
-/// The length of a stretch, in bytes: most requests lie in one, and a bulk write in few.
+/// The length of a stretch, in bytes: most requests are in one, and a bulk write in few.
 const STRETCH: u64 = 256 * 1024;
 
-/// Set while somebody wants, or has, the stretch for itself.
+/// Set while a writer waits for, or has, the stretch exclusively.
 const CLAIMED: u64 = 1 << 31;
 
-/// One more claim was made. The count begins anew after 2^32 of them, more than there are during a read.
+/// Adds one claim to the count. The count wraps after 2^32 claims, more than there are during a read.
 const CLAIM: u64 = 1 << 32;
 
-/// What is no count of claims: the claim, and those who share.
+/// The bits that are not the count of claims: the claim and the number of sharers.
 const HELD: u64 = CLAIM - 1;
 
 /// The counters of one disk, shared by its queues.
@@ -49,7 +49,7 @@ impl Default for SectorLocks {
 }
 
 impl SectorLocks {
-    /// Tries to share the range with other whole writes. Everything or nothing.
+    /// Tries to share the range with other whole writes: all of it or nothing.
     pub fn try_shared(&self, offset: u64, length: u64) -> bool {
         for (taken, index) in stretches(offset, length).enumerate() {
             if !self.enter(index) {
@@ -60,12 +60,12 @@ impl SectorLocks {
         true
     }
 
-    /// Gives back what [`Self::try_shared`] took.
+    /// Releases the locks that [`Self::try_shared`] took.
     pub fn release_shared(&self, offset: u64, length: u64) {
         stretches(offset, length).for_each(|index| self.leave(index));
     }
 
-    /// How often parts of the range were claimed up to now; none while one is.
+    /// How often parts of the range have been claimed; none while a claim is held.
     pub fn claims(&self, offset: u64, length: u64) -> Option<u64> {
         let mut claims = 0u64;
         for index in stretches(offset, length) {
@@ -78,25 +78,25 @@ impl SectorLocks {
         Some(claims)
     }
 
-    /// Announces that the stretch at `offset` is wanted exclusively; refused while another wants it.
+    /// Claims the stretch at `offset` exclusively; refused while another claim exists.
     pub fn claim(&self, offset: u64) -> bool {
         let claimed =
             |value: u64| (value & CLAIMED == 0).then_some((value | CLAIMED).wrapping_add(CLAIM));
         self.at(offset).fetch_update(Ordering::AcqRel, Ordering::Acquire, claimed).is_ok()
     }
 
-    /// Whether the stretch that was claimed is now free of others.
+    /// Whether the claimed stretch has no sharers left.
     pub fn is_exclusive(&self, offset: u64) -> bool {
         self.at(offset).load(Ordering::Acquire) & HELD == CLAIMED
     }
 
-    /// Gives back what [`Self::claim`] took.
+    /// Releases the lock that [`Self::claim`] took.
     pub fn release_exclusive(&self, offset: u64) {
         self.at(offset).fetch_and(!CLAIMED, Ordering::Release);
         self.waiters.wake();
     }
 
-    /// A chain that was refused, or whose claim is not yet exclusive, is to be woken when that may have changed.
+    /// Registers a chain that was refused, or whose claim is not yet exclusive, to be woken when that may have changed.
     pub fn wait(&self, waker: &Waker) {
         self.waiters.add(waker);
     }
@@ -151,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn who_reads_learns_of_claims_before_and_during_the_read_and_of_no_others() {
+    fn a_reader_notices_claims_before_and_during_the_read_and_no_others() {
         let locks = SectorLocks::default();
         let (at, length) = (STRETCH - 4096, 8192);
         let before = locks.claims(at, length);

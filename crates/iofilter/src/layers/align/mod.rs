@@ -1,9 +1,9 @@
-//! The filter that turns what guests ask for, 512-byte blocks in memory of any alignment, into what
-//! the layers below can do: whole blocks (4096 bytes under `crypt`), in aligned memory.
+//! The filter that turns guest requests, 512-byte blocks in memory of any alignment, into requests that
+//! the layers below accept: whole blocks (4096 bytes under `crypt`), in aligned memory.
 //!
-//! A request that fits already is passed as it is; a write takes the shared lock meanwhile, a read only where somebody
-//! modifies a block of the same stretch, or did while it was under way: then it is done again. Any other request
-//! is done piece by piece, one after the other, each piece in one of these ways:
+//! A request that already fits is passed unchanged. A write holds the shared lock meanwhile; a read does so only where
+//! a block of the same stretch is being modified, or was modified during the read: then the read is repeated. Any other
+//! request is done piece by piece, one after the other, each piece in one of these ways:
 //! ```text
 //!            buffer?   lock?       children
 //!  Direct      no     shared      write / discard / write-zeroes of whole blocks, parent's memory
@@ -13,10 +13,10 @@
 //!
 //!   Waiting (for a buffer, then for its lock) --> Running --> next piece | complete
 //! ```
-//! The buffer comes first: whoever waits for a lock has all else it needs, so those who have locks
-//! finish. Reads of part of a block take the shared lock, so that they never see a block half written
-//! by a change to its other part (a hole that is being filled would decrypt to noise). Reads of whole blocks see that
-//! afterwards, from the count of claims, and cost a load or two otherwise (docs/decisions/051).
+//! The buffer comes first: a request that waits for a lock has everything else, so the holders of locks
+//! can finish. Reads of part of a block take the shared lock, so that they never see a block half written
+//! by a change to its other part (a hole that is being filled would decrypt to noise). Reads of whole blocks
+//! check the count of claims afterwards instead, which costs a load or two (docs/decisions/051).
 //!
 //! A block is rewritten by one aligned write, so a crash leaves its neighbours alone.
 
@@ -51,21 +51,21 @@ impl Method {
     }
 }
 
-/// A stretch of whole blocks, and the part of it that the request is about.
+/// A stretch of whole blocks, and the part of it that belongs to the request.
 #[derive(Clone, Copy, Debug)]
 struct Piece {
     method: Method,
     start: u64,
     length: u64,
-    /// Up to where the request is served when this piece is done.
+    /// Up to where the request is done when this piece is done.
     until: u64,
 }
 
-/// A request that is being served.
+/// A request in progress.
 #[derive(Debug)]
 struct SplitRequest {
     operation: Operation,
-    /// How far it is served, in bytes on the disk.
+    /// Up to where it is done, in bytes on the disk.
     position: u64,
     end: u64,
     cursor: Cursor,
@@ -74,12 +74,12 @@ struct SplitRequest {
     held: LockState,
 }
 
-/// What a job has of its piece's lock.
+/// The state of a job's lock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum LockState {
     Nothing,
     Shared,
-    /// Announced; exclusive once the others have gone.
+    /// Claimed; exclusive once the sharers have left.
     Claimed,
 }
 
@@ -90,7 +90,7 @@ pub struct Align {
     locks: Arc<SectorLocks>,
     pool: Pool,
     jobs: Vec<Option<SplitRequest>>,
-    /// How often the stretches of a read that was passed had been claimed before it.
+    /// How often the stretches of a passed read had been claimed before it.
     claims: Vec<u64>,
     waiting: VecDeque<RequestId>,
 }
@@ -171,7 +171,7 @@ impl Align {
         })
     }
 
-    /// Whether somebody modified what a read that was passed has brought.
+    /// Whether the data of a passed read was modified meanwhile.
     fn may_be_torn(&self, id: RequestId, io: &Io<'_>) -> bool {
         let request = io.request(id);
         let claims = || self.locks.claims(request.offset, request.length);
@@ -218,7 +218,7 @@ impl Align {
         }
     }
 
-    /// Starts the job's piece if what it needs can be had.
+    /// Starts the job's piece if its buffer and lock are available.
     fn start(&mut self, id: RequestId, io: &mut Io<'_>) -> bool {
         let Some(job) = self.jobs[id.index()].as_mut() else { return true };
         let piece = job.piece;
@@ -258,7 +258,7 @@ impl Align {
                 let length = piece.length as usize;
                 if piece.method == Method::Gather {
                     let segment = self.pool.segment(buffer).part(0, length);
-                    copy(&mut job.cursor, id, segment, Direction::FromGuest, io);
+                    copy(&mut job.cursor, id, segment, CopyDirection::FromGuest, io);
                 }
                 io.lend(child, &self.pool, buffer, length);
             }
@@ -266,17 +266,17 @@ impl Align {
         io.pass(child);
     }
 
-    /// A child of a piece has come back well; whether the piece is done.
+    /// A child of a piece has come back without error; true if the piece is done.
     fn piece_done(&mut self, id: RequestId, was: Operation, io: &mut Io<'_>) -> bool {
         let Some(job) = self.jobs[id.index()].as_mut() else { return true };
         let (piece, Some(buffer)) = (job.piece, &job.buffer) else { return true };
         let start = (job.position - piece.start) as usize;
         let part = self.pool.segment(buffer).part(start, (piece.until - job.position) as usize);
         match piece.method {
-            Method::Scatter => copy(&mut job.cursor, id, part, Direction::ToGuest, io),
+            Method::Scatter => copy(&mut job.cursor, id, part, CopyDirection::ToGuest, io),
             Method::Modify if was == Operation::Read => {
                 if job.operation == Operation::Write {
-                    copy(&mut job.cursor, id, part, Direction::FromGuest, io);
+                    copy(&mut job.cursor, id, part, CopyDirection::FromGuest, io);
                 } else {
                     part.clear();
                 }
@@ -293,7 +293,7 @@ impl Align {
         true
     }
 
-    /// Gives back what the piece needed and lets others try.
+    /// Releases the piece's buffer and lock, and lets others try.
     fn release(&mut self, id: RequestId) {
         if let Some(job) = self.jobs[id.index()].as_mut() {
             job.unlock(&self.locks);
@@ -309,13 +309,13 @@ impl Align {
         io.complete(id, result);
     }
 
-    /// Whether somebody has its buffer and waits for others to release a lock.
+    /// Whether some job has its buffer and waits for a lock.
     fn waits_for_a_lock(&self) -> bool {
         let jobs = self.waiting.iter().filter_map(|id| self.jobs[id.index()].as_ref());
         jobs.into_iter().any(|job| job.buffer.is_some() || !job.piece.method.has_buffer())
     }
 
-    /// Lets those who wait try, oldest first.
+    /// Lets the waiting jobs try, oldest first.
     fn retry(&mut self, io: &mut Io<'_>) {
         for _ in 0..self.waiting.len() {
             let Some(id) = self.waiting.pop_front() else { return };
@@ -327,7 +327,7 @@ impl Align {
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Direction {
+enum CopyDirection {
     FromGuest,
     ToGuest,
 }
@@ -337,7 +337,7 @@ fn copy(
     cursor: &mut Cursor,
     id: RequestId,
     bounce: crate::stack::memory::Segment,
-    direction: Direction,
+    direction: CopyDirection,
     io: &Io<'_>,
 ) {
     let data = &io.request(id).data;
@@ -346,8 +346,8 @@ fn copy(
         let Some(guest) = cursor.next(data, bounce.len() - at) else { return };
         let part = bounce.part(at, guest.len());
         let (from, to) = match direction {
-            Direction::FromGuest => (guest, part),
-            Direction::ToGuest => (part, guest),
+            CopyDirection::FromGuest => (guest, part),
+            CopyDirection::ToGuest => (part, guest),
         };
         to.copy_from_segment(&from);
         at += guest.len();

@@ -1,42 +1,42 @@
-//! The blocks that a disk's queues have in memory together, and what keeps old ones out.
+//! The cached blocks of a disk, shared by its queues, and the rules that keep stale blocks out.
 //!
 //! ```text
-//!  stripe  quiet, generation g --begin_change--> 1 under way, generation g + 1, its blocks forgotten
-//!          n under way         --begin_change--> n + 1 under way, the next generation, forgotten
-//!          n under way         --end_change----> n - 1 under way; quiet at 0
+//!  stripe  quiet, generation g --begin_change--> 1 in flight, generation g + 1, its blocks forgotten
+//!          n in flight         --begin_change--> n + 1 in flight, the next generation, forgotten
+//!          n in flight         --end_change----> n - 1 in flight; quiet at 0
 //!
 //!  read    quiet, generation g --ticket--> storage is asked --install--> kept if it is still g
-//!          a change under way  --ticket--> void: nothing is kept of what storage answers
+//!          a change in flight  --ticket--> void: nothing is kept of what storage answers
 //! ```
-//! So what is kept was read from storage while nothing changed it. A change that ended badly, or by half,
-//! has forgotten its blocks as any other.
+//! So a cached block was read from storage while nothing changed it. A change that failed, or was done in
+//! part, has forgotten its blocks like any other.
 //!
-//! Blocks are found as a processor's cache finds lines: a number leads to a set of a few places, and
-//! among these the clock algorithm makes room (who was used since the hand came by stays another round).
-//! Nothing is allocated once it is made. What is shared lies behind one lock in [`SHARDS`], held for as
-//! long as it takes to copy a stretch at most.
+//! Blocks are found as in a processor's cache: a number leads to a set of a few places, and among these
+//! the clock algorithm makes room (a block that was used since the last round stays for another one).
+//! Nothing is allocated after construction. Shared data is behind one lock of [`SHARDS`], held at most for
+//! the time it takes to copy a stretch.
 
 use std::sync::PoisonError;
 
 use crate::sync::{Mutex, MutexGuard};
 
-/// The unit that is kept, in bytes.
+/// The unit of caching, in bytes.
 pub const BLOCK: u64 = 4096;
 
-/// What lies behind the same lock, and in the same stripe, in bytes.
+/// How many bytes share a lock and a stripe.
 pub const STRETCH: u64 = 64 * 1024;
 
-/// How many locks there are: as many as a disk has queues at most.
+/// How many locks there are: the most queues that a disk has.
 const SHARDS: u64 = 16;
 
-/// Stripes of a shard. Stretches so many shards apart share one, which only means that some blocks are not
-/// kept that could be.
+/// Stripes of a shard. Stretches this many shards apart share one; then some blocks are not cached
+/// that could be.
 const STRIPES: u64 = 64;
 
 /// The places that a block can be in.
 const WAYS: usize = 8;
 
-/// The number of no block: none is so far out.
+/// The number of no block: no disk is this large.
 const NOTHING: u64 = u64::MAX;
 
 /// What a cache has done, in requests and in blocks.
@@ -54,7 +54,7 @@ pub struct Counts {
     pub evicted: u64,
 }
 
-/// The permission to keep what a read brings; for [`STRETCH`] bytes at most, which touch two stretches.
+/// The permission to cache what a read returns; for [`STRETCH`] bytes at most, which touch two stretches.
 #[derive(Debug)]
 pub struct Ticket {
     offset: u64,
@@ -68,14 +68,14 @@ pub struct Blocks(Box<[Mutex<Shard>]>);
 struct Shard {
     stripes: [Stripe; STRIPES as usize],
     sets: Box<[Set]>,
-    /// The places' content, set by set.
+    /// The contents of the places, set by set.
     data: Box<[u8]>,
     counts: Counts,
 }
 
 #[derive(Clone, Copy, Default)]
 struct Stripe {
-    /// Changes under way.
+    /// Changes in flight.
     changing: u32,
     /// How many changes have begun.
     generation: u64,
@@ -84,13 +84,13 @@ struct Stripe {
 #[derive(Clone)]
 struct Set {
     blocks: [u64; WAYS],
-    /// A bit for each place that was used since the hand came by.
+    /// A bit for each place that was used since the last round of the clock.
     used: u8,
     hand: u8,
 }
 
 impl Blocks {
-    /// Room for `bytes`; a shard has one set at the least.
+    /// Room for `bytes`; a shard has at least one set.
     #[must_use]
     pub fn new(bytes: u64) -> Self {
         let sets = usize::try_from(bytes / SHARDS / BLOCK).unwrap_or(usize::MAX) / WAYS;
@@ -101,11 +101,11 @@ impl Blocks {
         lock(&self.0[(stretch % SHARDS) as usize])
     }
 
-    /// Gives the range's bytes to `take`, piece by piece in order, as far as they are here; whether all
-    /// of them were.
+    /// Gives the cached bytes of the range to `take`, piece by piece in order; true if the whole range
+    /// was cached.
     pub fn read(&self, offset: u64, length: u64, mut take: impl FnMut(&[u8])) -> bool {
         let mut given = 0;
-        for Piece { stretch, start, end } in pieces(offset, length) {
+        for StretchPart { stretch, start, end } in pieces(offset, length) {
             let mut shard = self.shard(stretch);
             if !shard.give(start, end, &mut take) {
                 shard.counts.misses += 1;
@@ -119,7 +119,7 @@ impl Blocks {
         true
     }
 
-    /// Before storage is asked for the range.
+    /// Called before storage is asked for the range.
     #[must_use]
     pub fn ticket(&self, offset: u64, length: u64) -> Ticket {
         debug_assert!(length <= STRETCH);
@@ -130,11 +130,11 @@ impl Blocks {
         Ticket { offset, length, generations }
     }
 
-    /// Keeps what storage has answered, in whole blocks, where nothing has changed since the ticket was
-    /// given. `fetch` copies from so far into the range.
+    /// Caches what storage has answered, in whole blocks, where nothing has changed since the ticket was
+    /// given. `fetch` copies from this offset in the range.
     pub fn install(&self, ticket: &Ticket, mut fetch: impl FnMut(usize, &mut [u8])) {
         let pieces = pieces(ticket.offset, ticket.length).zip(ticket.generations);
-        for (Piece { stretch, start, end }, generation) in pieces {
+        for (StretchPart { stretch, start, end }, generation) in pieces {
             let mut shard = self.shard(stretch);
             if generation != Some(shard.stripe(stretch).generation) {
                 continue;
@@ -146,8 +146,8 @@ impl Blocks {
         }
     }
 
-    /// Before the range is changed: what is here of it is forgotten, and nothing kept that was read
-    /// before the end of the change.
+    /// Called before the range is changed: its cached blocks are forgotten, and data that was read before
+    /// the end of the change is not cached.
     pub fn begin_change(&self, offset: u64, length: u64) {
         let blocks = offset / BLOCK..(offset + length).div_ceil(BLOCK);
         if covers_all(offset, length) {
@@ -158,14 +158,14 @@ impl Blocks {
             }
             return;
         }
-        for Piece { stretch, start, end } in pieces(offset, length) {
+        for StretchPart { stretch, start, end } in pieces(offset, length) {
             let mut shard = self.shard(stretch);
             shard.stripe(stretch).begin();
             (start / BLOCK..end.div_ceil(BLOCK)).for_each(|block| shard.forget(block));
         }
     }
 
-    /// After a change, however it ended; the same range as it began with.
+    /// Called after a change, however it ended, with the range that it began with.
     pub fn end_change(&self, offset: u64, length: u64) {
         if covers_all(offset, length) {
             for shard in &self.0 {
@@ -195,7 +195,7 @@ impl Blocks {
 }
 
 impl Stripe {
-    /// The generation, unless a change is under way.
+    /// The generation, unless a change is in flight.
     fn quiet(&self) -> Option<u64> {
         (self.changing == 0).then_some(self.generation)
     }
@@ -257,7 +257,7 @@ impl Shard {
 
     fn keep(&mut self, block: u64, fill: impl FnOnce(&mut [u8])) {
         if self.find(block).is_some() {
-            // Another read brought the same.
+            // Another read brought the same block.
             return;
         }
         let index = self.set(block);
@@ -286,7 +286,7 @@ impl Shard {
 }
 
 impl Set {
-    /// A place that is free, or whose block has not been used for a round of the hand.
+    /// A place that is free, or whose block has not been used for a round of the clock.
     fn make_room(&mut self) -> usize {
         if let Some(free) = self.blocks.iter().position(|kept| *kept == NOTHING) {
             self.used &= !(1 << free);
@@ -308,22 +308,22 @@ fn lock(shard: &Mutex<Shard>) -> MutexGuard<'_, Shard> {
 }
 
 /// The part of a range that is in one stretch; in bytes.
-struct Piece {
+struct StretchPart {
     stretch: u64,
     start: u64,
     end: u64,
 }
 
-fn pieces(offset: u64, length: u64) -> impl Iterator<Item = Piece> {
+fn pieces(offset: u64, length: u64) -> impl Iterator<Item = StretchPart> {
     let end = offset + length;
-    (offset / STRETCH..end.div_ceil(STRETCH)).map(move |stretch| Piece {
+    (offset / STRETCH..end.div_ceil(STRETCH)).map(move |stretch| StretchPart {
         stretch,
         start: offset.max(stretch * STRETCH),
         end: end.min((stretch + 1) * STRETCH),
     })
 }
 
-/// Whether a range touches each stripe, and some perhaps twice.
+/// Whether a range touches every stripe, some perhaps twice.
 fn covers_all(offset: u64, length: u64) -> bool {
     (offset + length).div_ceil(STRETCH) - offset / STRETCH >= SHARDS * STRIPES
 }

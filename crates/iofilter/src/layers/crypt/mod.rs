@@ -1,16 +1,16 @@
-//! The filter that encrypts: AES-256-XTS, in whole 4096-byte sectors (what is smaller is [`crate::layers::align`]'s).
+//! The filter that encrypts: AES-256-XTS, in whole 4096-byte sectors; [`crate::layers::align`] handles smaller parts.
 //!
 //! ```text
 //!  read         passed; decrypted in place, in the guest's memory, on its way up
 //!  write        sealed chunk by chunk into bounce buffers; each chunk is a child
 //!  write-zeroes passed as a hole if it may be one and holes read as zeroes, else sealed as a write
-//!  discard      passed if holes read as zeroes, else done with nothing done
+//!  discard      passed if holes read as zeroes, else completed without doing anything
 //!  flush        passed
 //!
 //!  Sealing:  Ready --chunk sealed--> Ready | Waiting (pool empty) | Draining (all sealed, or failed)
 //!            Waiting --a buffer came back--> Ready       Draining --last child up--> complete
 //! ```
-//! Guest memory is never changed by a write. Nobody who waits for a buffer holds one that does not
+//! Guest memory is never changed by a write. A request that waits for a buffer holds none that does not
 //! come back by itself.
 
 pub mod xts;
@@ -29,7 +29,7 @@ use crate::stack::memory::{Cursor, Segment, Segments};
 use crate::stack::pool::{BLOCK, BLOCKS_MAX, Buffer, Pool};
 use crate::stack::request::{IoError, Operation, RequestId};
 
-/// The most chunks of one request that are under way, so that a large one leaves buffers to others.
+/// The most chunks of one request in flight, so that a large one leaves buffers to others.
 const CHUNKS_MAX: u32 = 8;
 
 /// The most buffers of one chunk.
@@ -38,10 +38,10 @@ const BUFFERS_MAX: usize = 8;
 /// The most bytes of one chunk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Chunk {
-    /// One buffer: it is still in the second-level cache when storage that works at once takes it.
+    /// One buffer: it is still in the second-level cache when synchronous storage takes it.
     Small,
-    /// [`BUFFERS_MAX`] buffers: a device is as fast with encryption as in the clear only if it is asked for as
-    /// much at a time.
+    /// [`BUFFERS_MAX`] buffers: a device is as fast with encryption as without only if its requests are as
+    /// large.
     Large,
 }
 
@@ -58,7 +58,7 @@ impl Chunk {
 /// Why the filter cannot be made.
 #[derive(Debug, thiserror::Error)]
 pub enum CryptError {
-    /// The key is no good.
+    /// The key is not usable.
     #[error("the disk's key cannot be used: {0}")]
     Key(#[from] XtsError),
     /// No memory.
@@ -71,7 +71,7 @@ pub enum CryptError {
 struct Sealing {
     /// Bytes sealed and passed down.
     sealed: u64,
-    /// Children under way.
+    /// Children in flight.
     chunks: u32,
     cursor: Cursor,
     failed: Option<IoError>,
@@ -86,20 +86,20 @@ pub struct Crypt {
     decrypt: Xts,
     pool: Pool,
     sampler: Sampler,
-    /// Writes under way, by request.
+    /// Writes in flight, by request.
     sealing: Vec<Option<Sealing>>,
     /// The buffers of children, by child. A list is made when its place is first used, and kept.
     buffers: Vec<Vec<Buffer>>,
-    /// Those of the next child.
+    /// The buffers of the next child.
     taken: Vec<Buffer>,
     /// Writes that wait for a buffer, oldest first.
     waiting: VecDeque<RequestId>,
-    /// One sector, for those that lie scattered in the guest's memory.
+    /// One sector, for sectors that are scattered in guest memory.
     scratch: Box<[u8; SECTOR]>,
 }
 
 impl Crypt {
-    /// A filter for one queue with the disk's key; `pool_bytes` bounds its buffers, and `times` learns the
+    /// A filter for one queue with the disk's key; `pool_bytes` bounds its buffers, and `times` gets the
     /// cipher's CPU time.
     ///
     /// # Errors
@@ -126,7 +126,7 @@ impl Crypt {
         })
     }
 
-    /// Seals as much of a write as buffers allow.
+    /// Seals as much of a write as the buffers allow.
     fn pump(&mut self, id: RequestId, io: &mut Io<'_>) {
         let length = io.request(id).length;
         loop {
@@ -157,8 +157,8 @@ impl Crypt {
         }
     }
 
-    /// Takes buffers for the next chunk of a write of which `left` bytes are to be sealed; how many they are
-    /// for, 0 if there is no buffer.
+    /// Takes buffers for the next chunk of a write of which `left` bytes are not sealed yet. Returns the length that
+    /// they hold, 0 if there is no buffer.
     fn take_buffers(&mut self, left: u64) -> u64 {
         let wanted = left.min(self.chunk.bytes());
         let mut held = 0;
@@ -171,7 +171,7 @@ impl Crypt {
         held.min(wanted)
     }
 
-    /// Seals the next bytes of a write into the buffers that were taken, and passes them down.
+    /// Seals the next bytes of a write into the taken buffers, and passes them down.
     fn next_chunk(&mut self, id: RequestId, bytes: u64, io: &mut Io<'_>) -> Result<(), IoError> {
         let Some(state) = self.sealing[id.index()].as_mut() else { return Ok(()) };
         let at = io.request(id).offset + state.sealed;
@@ -209,7 +209,7 @@ impl Crypt {
         io.complete(id, result);
     }
 
-    /// A chunk is written: its buffer serves the next.
+    /// A chunk is written: its buffers serve the next one.
     fn chunk_up(&mut self, child: RequestId, parent: RequestId, io: &mut Io<'_>) {
         let result = io.request(child).result;
         self.buffers[child.index()].drain(..).for_each(|buffer| self.pool.give(buffer));
@@ -240,7 +240,7 @@ impl Crypt {
         }
     }
 
-    /// Decrypts what a read brought, where it lies.
+    /// Decrypts the data of a read in place.
     fn open(&mut self, id: RequestId, io: &Io<'_>) -> Result<(), IoError> {
         let request = io.request(id);
         let (data, mut cursor, mut at) = (&request.data, Cursor::default(), request.offset);
@@ -275,7 +275,7 @@ impl Crypt {
         Ok(())
     }
 
-    /// Decrypts a sector that lies in several segments, by way of the scratch sector.
+    /// Decrypts a sector that is in several segments, using the scratch sector.
     fn open_scattered(
         &mut self,
         offset: u64,
@@ -333,7 +333,7 @@ fn seal_zeroes(cipher: &mut Xts, at: u64, target: Segment) -> Result<(), XtsErro
 
 impl Filter for Crypt {
     fn limits(&self) -> Limits {
-        // A child has a buffer of one block at the least.
+        // A child has a buffer of at least one block.
         Limits { children: self.pool.blocks() }
     }
 

@@ -1,5 +1,5 @@
-//! The cipher against the standard's vector and against XTS built by hand from AES blocks; and how much of a write
-//! storage is asked for at a time.
+//! The cipher against the standard's vector and against XTS built by hand from AES blocks; and the size of the writes
+//! that storage gets.
 
 use std::os::fd::BorrowedFd;
 use std::sync::Mutex;
@@ -89,7 +89,7 @@ fn bad_keys_are_refused() {
     assert_eq!(Xts::new(&[1; 64], Direction::Encrypt).err(), Some(XtsError::Key));
 }
 
-/// Storage that only notes how long its requests are.
+/// Storage that only notes the lengths of its requests.
 struct Lengths(Arc<Mutex<Vec<u64>>>);
 
 impl Storage for Lengths {

@@ -12,10 +12,10 @@ use aws_lc_sys as aws;
 /// The length of a key: the data key, then the tweak key.
 pub const KEY_LENGTH: usize = 64;
 
-/// What is encrypted as one unit, in bytes.
+/// The unit of encryption, in bytes.
 pub const SECTOR: usize = vmseal_api::filter::CRYPT_SECTOR as usize;
 
-/// What the tweak counts, in bytes.
+/// The unit that the tweak counts, in bytes.
 const TWEAK_UNIT: u64 = 512;
 
 /// The cipher refused.
@@ -32,7 +32,7 @@ pub enum XtsError {
     Failed,
 }
 
-/// Which way a context goes.
+/// The direction of a context.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Direction {
     /// Plain to cipher.

@@ -1,5 +1,5 @@
 //! A disk used by a thread that may sleep, one request after the other: the source of a copy, the replica, the map.
-//! Each is a chain of its own.
+//! Each has a chain of its own.
 
 use std::io;
 
@@ -12,19 +12,19 @@ use crate::storage::file::FileDisk;
 /// See the module.
 pub struct BlockingDisk {
     chain: Chain,
-    /// The file below, where a flush that has failed may be tried again.
+    /// The file below, where a failed flush may be tried again.
     file: Option<FileDisk>,
 }
 
 impl BlockingDisk {
-    /// What this chain leads to.
+    /// The chain to the disk.
     #[must_use]
     pub fn new(chain: Chain) -> Self {
         Self { chain, file: None }
     }
 
-    /// A file of ours alone. After a flush that has failed all that was written since the last good one is to be
-    /// written again; then the next one may be good.
+    /// A file that only we write. After a failed flush the caller must write again everything since the last good one;
+    /// then the next flush may succeed.
     ///
     /// # Errors
     /// The system refuses what a chain needs.
@@ -33,7 +33,7 @@ impl BlockingDisk {
         Ok(Self { chain, file: Some(file) })
     }
 
-    /// Reads what fills the segment.
+    /// Fills the segment from the disk.
     ///
     /// # Errors
     /// [`IoError`].
@@ -41,7 +41,7 @@ impl BlockingDisk {
         self.run(Operation::Read, offset, into.len() as u64, Some(into))
     }
 
-    /// Writes what is in the segment.
+    /// Writes the segment.
     ///
     /// # Errors
     /// [`IoError`].
@@ -49,7 +49,7 @@ impl BlockingDisk {
         self.run(Operation::Write, offset, from.len() as u64, Some(from))
     }
 
-    /// Makes a part of it zeroes, if possible by giving its room back.
+    /// Makes a range of it zeroes, if possible by giving back its space.
     ///
     /// # Errors
     /// [`IoError`].
@@ -63,7 +63,7 @@ impl BlockingDisk {
         self.file.as_ref().is_some_and(FileDisk::punches)
     }
 
-    /// Makes durable what was written.
+    /// Makes earlier writes durable.
     ///
     /// # Errors
     /// [`IoError`]; see [`BlockingDisk::file`].

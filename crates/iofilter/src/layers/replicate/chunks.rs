@@ -1,39 +1,39 @@
-//! Which chunks of a disk may differ from its replica, for the queues that change them, the map that has them
-//! on record, and the copier.
+//! Which chunks of a disk may differ from its replica. Shared by the queues that change them, the map that records
+//! them, and the copier.
 //!
 //! ```text
-//!  clean ── mark: on record durably ──> marked ── unmark, if nothing changed since the ticket ──> clean
+//!  clean ── mark: recorded durably ──> marked ── unmark, if nothing changed since the ticket ──> clean
 //! ```
-//! A chunk has one word: whether it is marked, how many changes of it are under way, and a generation that each
-//! change raises. A change begins before it looks whether its chunks are marked, and goes down only when all of
-//! them are; a mark is taken away only from a word that is what it was when the copy began, with nothing under
-//! way. So what goes down is marked, and stays so until a copy that began after its end.
+//! A chunk has one word: whether it is marked, how many changes of it are in flight, and a generation that each
+//! change raises. A change begins before it checks whether its chunks are marked, and is passed down only when all of
+//! them are. A mark is removed only if the word is the same as when the copy began, with no change in flight.
+//! So every change that is passed down is marked, and stays marked until a copy that began after its end.
 //!
-//! What a process before this one had marked is marked in memory first, to be copied, and on record perhaps later.
-//! Until the map says that it is, nothing goes down.
+//! Chunks that an earlier process had marked are first marked in memory, to be copied, and recorded perhaps later.
+//! Until the map says that they are recorded, no change is passed down.
 //!
-//! Only whoever has the map ([`super::map`]) marks and unmarks.
+//! Only the owner of the map ([`super::map`]) marks and unmarks.
 
 use std::sync::atomic::AtomicBool;
 
 use crate::sync::atomic::{AtomicU64, Ordering::SeqCst};
 
-/// The chunk is on record as one that may differ.
+/// The chunk is recorded as one that may differ.
 const MARKED: u64 = 1;
 
-/// One change that is under way.
+/// One change in flight.
 const CHANGE: u64 = 1 << 1;
 
-/// Twenty bits of changes under way: more than all queues of a process can have.
+/// Twenty bits of changes in flight: more than all queues of a process can have.
 const UNDER_WAY: u64 = ((1 << 20) - 1) << 1;
 
-/// One more change has begun. What is left of the word lasts for months of one chunk's changes.
+/// One more change has begun. The remaining bits last for months of changes to one chunk.
 const GENERATION: u64 = 1 << 21;
 
-/// The replica was never complete, so there is no time up to which it has everything.
+/// The replica was never complete, so there is no time up to which it has every change.
 pub const NEVER: u64 = 0;
 
-/// Chunks that follow each other, both ends included.
+/// Consecutive chunks, both ends included.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Span {
     /// The first.
@@ -42,23 +42,23 @@ pub struct Span {
     pub last: usize,
 }
 
-/// What a chunk was when a copy of it began, with nothing under way.
+/// The word of a chunk when a copy of it began, with no change in flight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Ticket(u64);
+pub struct CopyTicket(u64);
 
 /// See the module.
 #[derive(Debug)]
 pub struct Chunks {
     words: Box<[AtomicU64]>,
-    /// Of marked chunks: the replica has all of them that was done before. Milliseconds since 1970, or [`NEVER`].
+    /// Of marked chunks: the replica has every change made before this time. Milliseconds since 1970, or [`NEVER`].
     up_to: Box<[AtomicU64]>,
     marked: AtomicU64,
-    /// All marks are on record, durably. It stays so, so the models of what threads do need not try its orders.
+    /// All marks are recorded durably. It never becomes false again, so the concurrency models need not try its orders.
     on_record: AtomicBool,
 }
 
 impl Chunks {
-    /// So many, all of them clean. Nothing goes down before [`Self::on_record`].
+    /// This many chunks, all clean. No change is passed down before [`Self::on_record`].
     #[must_use]
     pub fn new(count: usize) -> Self {
         let zeroes = || (0..count).map(|_| AtomicU64::new(0)).collect();
@@ -66,12 +66,12 @@ impl Chunks {
         Self { words: zeroes(), up_to: zeroes(), marked, on_record }
     }
 
-    /// What is marked is on record, durably; so is from now on whatever will be marked, before it is.
+    /// All marks are recorded durably, and from now on each is recorded before it is set.
     pub fn on_record(&self) {
         self.on_record.store(true, SeqCst);
     }
 
-    /// Whether changes of marked chunks may go down.
+    /// Whether changes of marked chunks may be passed down.
     #[must_use]
     pub fn is_on_record(&self) -> bool {
         self.on_record.load(SeqCst)
@@ -89,7 +89,7 @@ impl Chunks {
         self.marked.load(SeqCst)
     }
 
-    /// A change begins; whether it may go down at once. It ends with [`Self::end`] in any case.
+    /// A change begins; true if it may be passed down at once. It must end with [`Self::end`] either way.
     pub fn begin(&self, span: Span) -> bool {
         let words = &self.words[span.first..=span.last];
         words.iter().fold(self.is_on_record(), |all, word| {
@@ -105,8 +105,8 @@ impl Chunks {
         }
     }
 
-    /// The first chunk from `from` on, up to `last`, that is not marked, or not on record. What has begun and was
-    /// marked stays so.
+    /// The first chunk from `from` to `last` that is not marked, or not recorded. A change that has begun and was
+    /// marked stays marked.
     #[must_use]
     pub fn first_clean(&self, from: usize, last: usize) -> Option<usize> {
         if !self.is_on_record() {
@@ -122,10 +122,10 @@ impl Chunks {
         Some(from + rest.iter().position(|word| word.load(SeqCst) & MARKED != 0)?)
     }
 
-    /// Marks chunks that are on record; what was done before `up_to` the replica has of those that were clean.
+    /// Marks recorded chunks; of those that were clean the replica has every change made before `up_to`.
     pub fn mark(&self, span: Span, up_to: u64) {
         for chunk in span.first..=span.last {
-            // Nobody else marks or unmarks, so what is seen here stays.
+            // Nobody else marks or unmarks, so this value cannot change.
             let clean = self.words[chunk].load(SeqCst) & MARKED == 0;
             if clean {
                 self.up_to[chunk].store(up_to, SeqCst);
@@ -137,15 +137,15 @@ impl Chunks {
         }
     }
 
-    /// A copy of a marked chunk may begin; it is taken for complete only with a ticket.
+    /// A copy of a marked chunk begins; it counts as complete only with a ticket.
     #[must_use]
-    pub fn ticket(&self, chunk: usize) -> Option<Ticket> {
+    pub fn ticket(&self, chunk: usize) -> Option<CopyTicket> {
         let word = self.words[chunk].load(SeqCst);
-        (word & MARKED != 0 && word & UNDER_WAY == 0).then_some(Ticket(word))
+        (word & MARKED != 0 && word & UNDER_WAY == 0).then_some(CopyTicket(word))
     }
 
-    /// The replica has, durably, what the chunk was when its ticket was drawn: it is clean, unless it has changed.
-    pub fn unmark(&self, chunk: usize, ticket: Ticket) -> bool {
+    /// The replica durably has the chunk as of its ticket: it is clean, unless it has changed since.
+    pub fn unmark(&self, chunk: usize, ticket: CopyTicket) -> bool {
         let clean = ticket.0 & !MARKED;
         let same = self.words[chunk].compare_exchange(ticket.0, clean, SeqCst, SeqCst).is_ok();
         if same {
@@ -154,12 +154,12 @@ impl Chunks {
         same
     }
 
-    /// The replica has, durably, what was done before `up_to` of a chunk that stays marked.
+    /// The replica durably has every change made before `up_to` to a chunk that stays marked.
     pub fn copied(&self, chunk: usize, up_to: u64) {
         self.up_to[chunk].fetch_max(up_to, SeqCst);
     }
 
-    /// Up to when the replica has everything: `now` if no chunk is marked, [`NEVER`] if it was never complete.
+    /// Up to when the replica has every change: `now` if no chunk is marked, [`NEVER`] if it was never complete.
     #[must_use]
     pub fn all_up_to(&self, now: u64) -> u64 {
         if self.marked() == 0 {
@@ -206,7 +206,7 @@ mod tests {
         let chunks = Chunks::new(4);
         chunks.mark(ALL, 5);
         assert!(chunks.ticket(1).is_some());
-        assert!(!chunks.begin(ONE), "perhaps not on record");
+        assert!(!chunks.begin(ONE), "perhaps not recorded");
         assert_eq!(chunks.first_clean(1, 1), Some(1));
         chunks.on_record();
         assert_eq!(chunks.first_clean(1, 1), None);

@@ -1,11 +1,11 @@
-//! Copies what is marked from the disk to the replica.
+//! Copies the marked chunks from the disk to the replica.
 //!
 //! ```text
 //!  batch: [ticket, read, write] of marked chunks ──> disk flushed, replica flushed ──> unmarked
-//!           │ fails: said, tried again after the others
+//!           │ on error: logged, tried again after the others
 //! ```
 //! A chunk may change while it is copied; then it stays marked, and the torn copy does no harm. A chunk that
-//! changes all the time is copied all the same, once a pass, so that the replica has it as of then.
+//! changes all the time is still copied once a pass, so the replica has a version of it as old as that pass.
 
 use std::time::{Duration, Instant};
 
@@ -16,20 +16,20 @@ use crate::stack::memory::Segment;
 use crate::stack::request::IoError;
 use crate::storage::file::FileDisk;
 
-/// What is copied at a time, in bytes: the copier's buffer.
+/// How much is copied at a time, in bytes: the copier's buffer.
 pub const PIECE: usize = 1 << 20;
 
-/// Zeroes become a hole of the replica by so many, in bytes: about what file systems allocate together.
+/// The unit in which zeroes become a hole of the replica, in bytes: about what file systems allocate together.
 const RUN: usize = 64 * 1024;
 
-/// What is copied before both sides are flushed, in bytes: small against what a device writes in a second, large
-/// against what a flush costs.
+/// How much is copied before both sides are flushed, in bytes: small against what a device writes in a second, large
+/// against the cost of a flush.
 const BATCH_BYTES: u64 = 32 << 20;
 
-/// And in chunks: zeroes are quick.
+/// The same limit in chunks: zeroes are quick.
 const BATCH_CHUNKS: usize = 256;
 
-/// And in time: with a low rate the lag is not to be the batch's.
+/// The same limit in time: at a low rate a long batch would make the replica lag.
 const BATCH_TIME: Duration = Duration::from_secs(1);
 
 /// A page of the buffer, aligned for direct I/O.
@@ -48,7 +48,7 @@ pub enum CopyError {
     Replica(IoError),
     /// Somebody made its file shorter.
     #[error(
-        "the replica was truncated while it was in use: see who did that, then stop and start the VM, which has all of it copied again"
+        "the replica was truncated while it was in use: find out by whom, then stop and start the VM; the whole disk is then copied again"
     )]
     Cut,
     /// The process ends.
@@ -56,12 +56,12 @@ pub enum CopyError {
     Stopped,
 }
 
-/// How far a batch came.
+/// How far a batch got.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Batch {
-    /// There may be more.
+    /// There may be more to copy.
     More,
-    /// It came to the end of the disk: the next one begins a new pass.
+    /// It reached the end of the disk: the next one begins a new pass.
     Pass,
 }
 
@@ -69,7 +69,7 @@ pub enum Batch {
 pub struct Copier {
     replicate: Replicate,
     source: BlockingDisk,
-    /// The file of the disk, where its holes can be told without reading them.
+    /// The file of the disk, where its holes can be found without reading them.
     holes: Option<FileDisk>,
     replica: BlockingDisk,
     buffer: Vec<Page>,
@@ -78,12 +78,12 @@ pub struct Copier {
     bytes_per_second: u64,
     /// When the next piece may be copied.
     not_before: Instant,
-    /// The replica was cut, and that is not yet on record.
+    /// The replica was truncated, and the map does not say so yet.
     cut: bool,
 }
 
 impl Copier {
-    /// Copies from `source`, what lies below the filter, to `replica`, so many bytes a second at most.
+    /// Copies from `source`, the part of the chain below the filter, to `replica`, at most this many bytes a second.
     #[must_use]
     pub fn new(
         replicate: &Replicate,
@@ -105,10 +105,10 @@ impl Copier {
         }
     }
 
-    /// Copies some of what is marked, and makes it durable.
+    /// Copies some of the marked chunks and makes them durable.
     ///
     /// # Errors
-    /// [`CopyError`]; what was copied before it counts.
+    /// [`CopyError`]; chunks copied before it count.
     pub fn batch(&mut self) -> Result<Batch, CopyError> {
         let shared = self.replicate.0.clone();
         if self.cut && !shared.mark_all() {
@@ -139,7 +139,7 @@ impl Copier {
             _ if copied.is_empty() => return outcome,
             _ => {}
         }
-        // After a power cut the disk may be older than what was read from it, but for what was flushed.
+        // After a power cut the disk may be older than the data that was read from it, unless it was flushed.
         self.source.flush().map_err(CopyError::Source)?;
         match self.replica.flush() {
             Err(IoError::Truncated) => return Err(self.found_cut()),
@@ -149,7 +149,7 @@ impl Copier {
         outcome
     }
 
-    /// Nothing that the replica had is believed any more.
+    /// Marks everything: nothing in the replica can be relied on.
     fn found_cut(&mut self) -> CopyError {
         self.cut = !self.replicate.0.mark_all();
         CopyError::Cut
@@ -163,7 +163,7 @@ impl Copier {
             }
             let hole = self.hole(at, end);
             if hole > at {
-                // Where holes cannot be punched, zeroes are written as data is.
+                // Where holes cannot be punched, zeroes are written like data.
                 if !self.replica.punches() {
                     self.wait_for_the_rate(hole - at)?;
                 }
@@ -179,15 +179,15 @@ impl Copier {
         Ok(())
     }
 
-    /// Where the hole at `at` ends; `at` itself if there is none, or nobody knows.
+    /// Where the hole at `at` ends; `at` itself if there is none, or it is not known.
     fn hole(&self, at: u64, end: u64) -> u64 {
         let extent = self.holes.as_ref().and_then(|file| file.extent(at, end).ok());
         let hole = extent.filter(|extent| !extent.data);
-        // What direct I/O takes is whole.
+        // Direct I/O takes whole blocks only.
         hole.map_or(at, |hole| if hole.end == end { end } else { hole.end / 4096 * 4096 })
     }
 
-    /// Copies what the buffer can hold.
+    /// Copies one buffer's worth.
     fn piece(&mut self, at: u64, length: usize) -> Result<(), CopyError> {
         let base = self.buffer.as_mut_ptr().cast::<u8>();
         // SAFETY: the buffer is the copier's, `length` is at most its own, and no request outlives this call.
@@ -219,7 +219,7 @@ impl Copier {
         Ok(())
     }
 
-    /// Sleeps until so many bytes may be read.
+    /// Sleeps until this many bytes may be read.
     fn wait_for_the_rate(&mut self, bytes: u64) -> Result<(), CopyError> {
         let now = Instant::now();
         let wait = self.not_before.saturating_duration_since(now);

@@ -1,22 +1,22 @@
 //! The map on disk: which chunks may differ from the replica (docs/formats/replica-map.md).
 //!
 //! ```text
-//!  block 0   whose map: magic, version, chunk, disk, size      each 512 bytes, the last 8 of which
+//!  block 0   identity: magic, version, chunk, disk, size       each 512 bytes, the last 8 of which
 //!  block 1   up to when the replica has everything             are a checksum that is bound to the
 //!  block 2…  4032 chunks each, one bit a chunk                 map and to the block's place in it
 //! ```
-//! A block of bits whose checksum is wrong says that all of its chunks may differ: it was torn, zeroed or
-//! damaged. A first block that is not as it should be says so of all chunks.
+//! A block of bits with a wrong checksum means that all of its chunks may differ: it was torn, zeroed or
+//! damaged. A faulty first block means that all chunks of the disk may differ.
 
 use crc::{CRC_64_XZ, Crc, Table};
 use vmseal_api::id::DiskId;
 
 use crate::layers::replicate::chunks::{NEVER, Span};
 
-/// The unit that is written, in bytes: what storage writes whole. What is torn all the same is seen.
+/// The unit of writing, in bytes: storage writes it whole. If it is torn nevertheless, its checksum shows it.
 pub const BLOCK: usize = 512;
 
-/// What a block has besides its checksum, in bytes.
+/// The content of a block without its checksum, in bytes.
 const CONTENT: usize = BLOCK - 8;
 
 /// How many chunks a block has bits for.
@@ -37,7 +37,7 @@ const VERSION: u32 = 1;
 
 static CRC: Crc<u64, Table<16>> = Crc::<u64, Table<16>>::new(&CRC_64_XZ);
 
-/// How a disk is cut into chunks, and whose map it is.
+/// How a disk is divided into chunks, and which disk it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Geometry {
     disk: DiskId,
@@ -47,7 +47,7 @@ pub struct Geometry {
 }
 
 impl Geometry {
-    /// For a disk of `size` bytes, which is not 0.
+    /// For a disk of `size` bytes, which must not be 0.
     #[must_use]
     pub fn new(disk: DiskId, size: u64) -> Self {
         let mut shift = CHUNK_MIN.trailing_zeros();
@@ -81,7 +81,7 @@ impl Geometry {
         usize::try_from(self.size.div_ceil(1 << self.shift)).unwrap_or(usize::MAX)
     }
 
-    /// The chunks that a part of the disk lies in; `length` is not 0.
+    /// The chunks that a range of the disk touches; `length` must not be 0.
     #[must_use]
     pub fn span(&self, offset: u64, length: u64) -> Span {
         let chunk = |at: u64| (at >> self.shift) as usize;
@@ -132,26 +132,26 @@ fn checksum(identity: &[u8], index: usize, content: &[u8]) -> [u8; 8] {
     digest.finalize().to_le_bytes()
 }
 
-/// A map as it is in its file, or is to be.
+/// A map as stored in its file, or about to be.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Image {
     geometry: Geometry,
     bytes: Vec<u8>,
 }
 
-/// Why a map is not believed.
+/// Why a map is not usable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Foreign {
-    /// No map at all, or one that was made void.
+    /// No map at all, or one that was invalidated.
     #[error("it is new, void or damaged")]
     NoMap,
-    /// A sound map of something else.
+    /// A sound map of another disk or version.
     #[error("it is of another disk, of another size, or of another version of vmseal")]
     Other,
 }
 
 impl Image {
-    /// Of a replica about which nothing is known.
+    /// Of a replica whose content is unknown.
     #[must_use]
     pub fn new(geometry: Geometry) -> Self {
         let mut image = Self { geometry, bytes: vec![0; geometry.map_bytes()] };
@@ -161,7 +161,7 @@ impl Image {
         image
     }
 
-    /// Takes what a file holds; and how many of its blocks are damaged, whose chunks are all dirty.
+    /// Reads a map from a file's bytes; also says how many blocks are damaged. All chunks of those are dirty.
     ///
     /// # Errors
     /// [`Foreign`].
@@ -195,20 +195,20 @@ impl Image {
         self.bytes.len() / BLOCK
     }
 
-    /// The bytes of blocks, whose checksums are right.
+    /// The bytes of blocks with correct checksums.
     #[must_use]
     pub fn bytes(&self) -> &[u8] {
         &self.bytes
     }
 
-    /// Makes the checksum of a block right.
+    /// Updates the checksum of a block.
     pub fn seal(&mut self, index: usize) {
         let (content, checksum) =
             self.bytes[index * BLOCK..(index + 1) * BLOCK].split_at_mut(CONTENT);
         checksum.copy_from_slice(&self.geometry.checksum(index, content));
     }
 
-    /// Sets the chunks' bits; the blocks that have changed, if any have, are to be sealed.
+    /// Sets the chunks' bits; returns the blocks that have changed, if any, which must be sealed.
     pub fn set(&mut self, span: Span, dirty: bool) -> Option<(usize, usize)> {
         let mut changed: Option<(usize, usize)> = None;
         for chunk in span.first..=span.last {
@@ -230,14 +230,14 @@ impl Image {
         self.bytes[byte] & bit != 0
     }
 
-    /// Up to when the replica has everything, in milliseconds since 1970, or [`NEVER`].
+    /// Up to when the replica has every change, in milliseconds since 1970, or [`NEVER`].
     #[must_use]
     pub fn up_to(&self) -> u64 {
         let bytes = self.bytes[BLOCK..].first_chunk().copied();
         bytes.map_or(NEVER, u64::from_le_bytes)
     }
 
-    /// Changes that; the block is sealed.
+    /// Changes that time; the block is sealed.
     pub fn set_up_to(&mut self, up_to: u64) {
         self.bytes[BLOCK..BLOCK + 8].copy_from_slice(&up_to.to_le_bytes());
         self.seal(1);
@@ -263,7 +263,7 @@ mod tests {
         groups.join("-").parse().unwrap()
     }
 
-    /// What is on disks must stay readable: these bytes change only with the version.
+    /// Maps on disks must stay readable: these bytes change only with the version.
     #[test]
     fn a_map_is_these_bytes() {
         let geometry = Geometry::new(disk(7), 5 << 20);

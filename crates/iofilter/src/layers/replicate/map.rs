@@ -1,35 +1,35 @@
-//! The map of a replica: keeps on record, durably, which chunks may differ, and alone marks and unmarks them.
+//! The map of a replica: records durably which chunks may differ. Only it marks and unmarks them.
 //!
 //! ```text
-//!                                            taken up
+//!                                           loaded
 //!                                                v
-//!  Valid ── a write or flush of the map fails ──> Unknown ── written anew ──> Valid
-//!                                                    │ cannot be, but its first block can be wiped
+//!  Valid ── a write or flush of the map fails ──> Unknown ── rewritten ──> Valid
+//!                                                    │ rewriting fails, but its first block can be wiped
 //!                                                    v
-//!                                                  Void ── written anew ──> Valid
+//!                                                  Void ── rewritten ──> Valid
 //! ```
 //! - **Valid**: the file says of every marked chunk that it may differ.
-//! - **Void**: the file says, durably, that it is not to be believed; the next process copies everything. What
-//!   changes is marked in memory alone.
-//! - **Unknown**: the file may be believed and wrong. Nothing is marked any more, so changes of clean chunks wait.
+//! - **Void**: the file says, durably, that it is invalid; the next process copies everything. Changed chunks
+//!   are marked in memory only.
+//! - **Unknown**: the file may look valid and be wrong. Nothing is marked any more, so changes of clean chunks wait.
 //!
-//! A map that is taken up is Unknown, whatever is read. The process before may have been killed, or failed, between
-//! a write of the map and its flush: then a mark is read that is in the kernel's memory alone, and after a power cut
-//! the file says that the chunk is clean. So no change goes down, not even of a chunk that is marked, before the
-//! map has been written anew or wiped. A flush would not do: after one that has failed the kernel may take the pages
-//! for written.
+//! A map is Unknown when it is loaded, whatever it holds. The previous process may have been killed, or failed, between
+//! a write of the map and its flush: then a mark is read that is in the kernel's memory only, and after a power cut
+//! the file says that the chunk is clean. So no change is passed down, not even of a marked chunk, before the
+//! map has been rewritten or wiped. A flush is not enough: after a failed flush the kernel may treat the pages as
+//! written.
 //!
-//! A mark is durable before it is seen. The end of one need not be: a chunk that is copied once more does no
-//! harm. But it comes after what was copied is durable, on the replica and on the disk itself: after a power
-//! cut a disk may be older than what was read from it.
+//! A mark is durable before it is visible. Its removal need not be: a chunk that is copied once more does no
+//! harm. But it is removed only after the copied data is durable, on the replica and on the disk itself: after a
+//! power cut a disk may be older than the data that was read from it.
 
 use crate::layers::replicate::blocking_disk::BlockingDisk;
-use crate::layers::replicate::chunks::{Chunks, NEVER, Span, Ticket};
+use crate::layers::replicate::chunks::{Chunks, CopyTicket, NEVER, Span};
 use crate::layers::replicate::format::{BLOCK, Foreign, Geometry, Image};
 use crate::stack::memory::Segment;
 use crate::stack::request::IoError;
 
-/// What the file is worth.
+/// Whether the file can be relied on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum MapValidity {
     Valid,
@@ -37,28 +37,28 @@ enum MapValidity {
     Unknown,
 }
 
-/// A chunk that was copied: what was done before `began` the replica has now, durably.
+/// A copied chunk: the replica now durably has every change made before `began`.
 #[derive(Clone, Copy, Debug)]
 pub struct Copied {
-    /// Which.
+    /// Which chunk.
     pub chunk: usize,
-    /// None if something was under way when the copy began.
-    pub ticket: Option<Ticket>,
+    /// None if a change was in flight when the copy began.
+    pub ticket: Option<CopyTicket>,
     /// When the copy began, in milliseconds since 1970.
     pub began: u64,
 }
 
-/// What was found in the file.
+/// What the file held.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MapLoad {
-    /// A map; the copy goes on.
+    /// A map; the copy resumes.
     Map {
-        /// Blocks of it whose chunks are all copied again.
+        /// Damaged blocks, whose chunks are all copied again.
         damaged_blocks: usize,
     },
-    /// None that is to be believed: everything is copied.
+    /// No valid map: everything is copied.
     Nothing(Foreign),
-    /// It cannot be read: everything is copied.
+    /// The file cannot be read: everything is copied.
     Unreadable(IoError),
 }
 
@@ -66,20 +66,20 @@ pub enum MapLoad {
 pub struct Map {
     file: BlockingDisk,
     image: Image,
-    worth: MapValidity,
+    validity: MapValidity,
     /// The first error since the file was last valid.
     failure: Option<IoError>,
 }
 
 impl Map {
-    /// Reads the map, marks what it calls dirty, and writes a new one where there is none.
+    /// Reads the map, marks the chunks that it calls dirty, and writes a new map where there is none.
     pub fn open(file: BlockingDisk, geometry: Geometry, chunks: &Chunks) -> (Self, MapLoad) {
         let (mut map, found) = Self::read(file, geometry);
         let up_to = map.image.up_to();
         for chunk in (0..geometry.chunks()).filter(|chunk| map.image.is_dirty(*chunk)) {
             chunks.mark(Span { first: chunk, last: chunk }, up_to);
         }
-        map.mend(chunks);
+        map.repair(chunks);
         (map, found)
     }
 
@@ -92,22 +92,22 @@ impl Map {
             Ok(Err(foreign)) => (Image::new(geometry), MapLoad::Nothing(foreign)),
             Err(error) => (Image::new(geometry), MapLoad::Unreadable(error)),
         };
-        (Self { file, image, worth: MapValidity::Unknown, failure: None }, found)
+        (Self { file, image, validity: MapValidity::Unknown, failure: None }, found)
     }
 
     /// Whether changes of clean chunks can be marked.
     #[must_use]
     pub fn can_mark(&self) -> bool {
-        self.worth != MapValidity::Unknown
+        self.validity != MapValidity::Unknown
     }
 
-    /// Why the map is not kept; none if it is.
+    /// Why the map cannot be kept up to date; none if it is.
     #[must_use]
     pub fn failure(&self) -> Option<IoError> {
         self.failure
     }
 
-    /// Marks chunks that are about to change: on record first. The replica has of them what was done before `now`,
+    /// Marks chunks that are about to change: recorded first. The replica has every change of them made before `now`,
     /// or, if that is [`NEVER`], nothing. False if that cannot be recorded: ask again.
     pub fn mark(&mut self, chunks: &Chunks, spans: &[Span], now: u64) -> bool {
         let mut touched = Touched::default();
@@ -118,7 +118,7 @@ impl Map {
             self.image.set_up_to(now);
             touched.add(Some((1, 1)));
         }
-        if self.worth == MapValidity::Valid {
+        if self.validity == MapValidity::Valid {
             let written = self.write(touched).and_then(|written| match written {
                 true => self.file.flush(),
                 false => Ok(()),
@@ -127,7 +127,7 @@ impl Map {
                 self.fail(error);
             }
         }
-        self.mend(chunks);
+        self.repair(chunks);
         if !self.can_mark() {
             return false;
         }
@@ -135,7 +135,7 @@ impl Map {
         true
     }
 
-    /// Takes the marks of what was copied, where nothing has changed since the copy began.
+    /// Unmarks copied chunks that have not changed since the copy began.
     pub fn unmark(&mut self, chunks: &Chunks, copied: &[Copied], now: u64) {
         let mut touched = Touched::default();
         for Copied { chunk, ticket, began } in copied {
@@ -147,31 +147,31 @@ impl Map {
         }
         self.image.set_up_to(chunks.all_up_to(now));
         touched.add(Some((1, 1)));
-        if self.worth == MapValidity::Valid
+        if self.validity == MapValidity::Valid
             && let Err(error) = self.write(touched)
         {
             self.fail(error);
         }
-        self.mend(chunks);
+        self.repair(chunks);
     }
 
     fn fail(&mut self, error: IoError) {
-        self.worth = MapValidity::Unknown;
+        self.validity = MapValidity::Unknown;
         self.failure.get_or_insert(error);
     }
 
-    /// Writes the whole map anew where the file is not valid, or else makes it void. After either all that is marked
-    /// is on record: every process will copy it.
-    fn mend(&mut self, chunks: &Chunks) {
-        if self.worth == MapValidity::Valid {
+    /// Rewrites the whole map where the file is not valid, or else makes it void. After either, all marks are
+    /// recorded: every process will copy those chunks.
+    fn repair(&mut self, chunks: &Chunks) {
+        if self.validity == MapValidity::Valid {
             return;
         }
-        match self.write_anew() {
-            Ok(()) => (self.worth, self.failure) = (MapValidity::Valid, None),
+        match self.rewrite() {
+            Ok(()) => (self.validity, self.failure) = (MapValidity::Valid, None),
             Err(error) => {
                 self.failure.get_or_insert(error);
-                if self.worth == MapValidity::Unknown && self.wipe().is_ok() {
-                    self.worth = MapValidity::Void;
+                if self.validity == MapValidity::Unknown && self.wipe().is_ok() {
+                    self.validity = MapValidity::Void;
                 }
             }
         }
@@ -180,12 +180,12 @@ impl Map {
         }
     }
 
-    /// Bits first: with its first block the file is believed, also when that could not be written well.
-    fn write_anew(&mut self) -> Result<(), IoError> {
+    /// Bits first: the first block makes the file valid, even if its own write reports an error.
+    fn rewrite(&mut self) -> Result<(), IoError> {
         (0..self.image.blocks()).for_each(|index| self.image.seal(index));
         self.put(1, self.image.blocks() - 1)?;
         self.file.flush()?;
-        self.worth = MapValidity::Unknown;
+        self.validity = MapValidity::Unknown;
         self.put(0, 0)?;
         self.file.flush()
     }
@@ -197,7 +197,7 @@ impl Map {
         self.file.flush()
     }
 
-    /// Writes the blocks that have changed; whether there were any.
+    /// Writes the blocks that have changed; true if there were any.
     fn write(&mut self, touched: Touched) -> Result<bool, IoError> {
         let Some((first, last)) = touched.0 else { return Ok(false) };
         (first..=last).for_each(|index| self.image.seal(index));
@@ -213,7 +213,7 @@ impl Map {
     }
 }
 
-/// The blocks of a map that are to be written: one stretch, with what lies between.
+/// The blocks of a map that must be written: one range, gaps included.
 #[derive(Clone, Copy, Debug, Default)]
 struct Touched(Option<(usize, usize)>);
 

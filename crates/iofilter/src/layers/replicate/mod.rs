@@ -1,4 +1,4 @@
-//! The filter `replicate`: a second place gets what the disk has, later.
+//! The filter `replicate`: keeps a copy of the disk in a second place, with a delay.
 //!
 //! ```text
 //!  write, discard, write-zeroes    chunks marked ──> passed
@@ -7,13 +7,13 @@
 //!
 //!  copier   marked chunk: disk ──> replica ── both flushed ──> unmarked, if it has not changed meanwhile
 //! ```
-//! The guest is answered as storage answers; the replica is written by a thread of its own, from what lies below
-//! this filter. Only the first change of a chunk that is clean waits, for the map beside the disk. What the
-//! replica does not have is on record before it is on the disk, so a process that is killed at any instant is
-//! followed by one that goes on. That one first has on record, durably, what it finds.
+//! The guest is answered as storage answers; a separate thread writes the replica, from the data below
+//! this filter. Only the first change of a clean chunk waits, for the map beside the disk. A chunk is recorded as
+//! different before it changes on the disk, so a process that is killed at any instant is followed by one that can
+//! resume. The new process first records durably the marks that it finds.
 //!
-//! The replica equals the disk when no chunk is marked. Until then its chunks are of different times: it is no
-//! image of one instant. See docs/decisions/043.
+//! The replica equals the disk when no chunk is marked. Until then its chunks are of different times, so it is not
+//! an image of one instant. See docs/decisions/043.
 
 pub mod blocking_disk;
 pub mod chunks;
@@ -44,30 +44,30 @@ use crate::stack::waker::Waiters;
 /// The name of the filter.
 pub const KIND: &str = "replicate";
 
-/// The memory that a replica takes, in bytes: tables, the copier's buffer, and for each of two threads what each
-/// queue is reckoned with.
+/// The memory that a replica takes, in bytes: tables, the copier's buffer, and for each of two threads the same as for
+/// each queue.
 #[must_use]
 pub fn memory(disk: DiskId, size: u64) -> u64 {
-    /// A stack, tables of up to three chains, and what the allocator keeps for a thread.
+    /// A stack, tables of up to three chains, and the allocator's memory for a thread.
     const THREAD_BYTES: usize = 2 << 20;
     let geometry = Geometry::new(disk, size);
     let tables = geometry.chunks() * 16 + geometry.map_bytes();
     (tables + copier::PIECE + 2 * THREAD_BYTES) as u64
 }
 
-/// What the replica cannot do at present, for the disk's status.
+/// What is wrong with the replica at present, for the disk's status.
 #[derive(Debug, Default)]
 struct ReplicaErrors {
     copy: Option<String>,
     map: Option<String>,
 }
 
-/// What queues ask the marker, and who waits for what the threads do.
+/// The queues' requests to the marker, and the chains that wait for the threads.
 #[derive(Debug, Default)]
 struct MarkRequests {
-    /// To be marked.
+    /// Chunks to mark.
     spans: Vec<Span>,
-    /// Nobody has the disk any more, or the process ends.
+    /// The disk is no longer in use, or the process ends.
     closed: bool,
 }
 
@@ -77,17 +77,17 @@ struct ReplicaState {
     chunks: Chunks,
     map: Mutex<Map>,
     inbox: Mutex<MarkRequests>,
-    /// Something came into the inbox, was marked, or all is to end.
+    /// The inbox has something, a chunk was marked, or the threads must end.
     news: Condvar,
     /// The chains whose requests wait for marks.
     waiters: Waiters,
     clock: Clock,
     troubles: Mutex<ReplicaErrors>,
-    counters: Counters,
+    counters: ReplicaCounters,
 }
 
 #[derive(Debug, Default)]
-struct Counters {
+struct ReplicaCounters {
     /// Requests that waited for the map.
     held: Counter,
     /// Times that the map was made durable for requests that waited.
@@ -98,7 +98,7 @@ struct Counters {
     failed: Counter,
 }
 
-/// Milliseconds since 1970, which never go back while the process runs.
+/// Milliseconds since 1970, which never go backwards while the process runs.
 #[derive(Debug)]
 struct Clock {
     base: u64,
@@ -108,7 +108,7 @@ struct Clock {
 impl Clock {
     fn start() -> Self {
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-        // Not [`NEVER`], whatever the machine's clock says.
+        // Never [`NEVER`], whatever the machine's clock says.
         Self { base: milliseconds(now).max(NEVER + 1), since: Instant::now() }
     }
 
@@ -125,12 +125,12 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The layer: what a disk's queues have together.
+/// The layer: what a disk's queues share.
 #[derive(Clone)]
 pub struct Replicate(Arc<ReplicaState>);
 
 impl Replicate {
-    /// Takes up the map of a disk, or begins one; and what was found.
+    /// Loads the map of a disk, or begins one; also returns what was found.
     #[must_use]
     pub fn new(geometry: Geometry, map: BlockingDisk) -> (Self, MapLoad) {
         let chunks = Chunks::new(geometry.chunks());
@@ -144,13 +144,13 @@ impl Replicate {
             waiters: Waiters::default(),
             clock: Clock::start(),
             troubles: Mutex::default(),
-            counters: Counters::default(),
+            counters: ReplicaCounters::default(),
         };
         shared.tell_of_the_map(&lock(&shared.map));
         (Self(Arc::new(shared)), found)
     }
 
-    /// How the replica stands.
+    /// The status of the replica.
     #[must_use]
     pub fn status(&self) -> ReplicaStatus {
         let shared = &*self.0;
@@ -163,8 +163,8 @@ impl Replicate {
         }
     }
 
-    /// Marks what queues wait for, if the map can be kept; false if something still waits. What the marker's
-    /// thread does, for whoever has no thread.
+    /// Marks the chunks that queues wait for, if the map can be written; false if something still waits. The marker's
+    /// thread calls it, and tests without that thread.
     pub fn mark_waiting(&self) -> bool {
         let spans = std::mem::take(&mut lock(&self.0.inbox).spans);
         let marked = self.0.mark(&spans);
@@ -211,14 +211,14 @@ impl ReplicaState {
         bytes.min(self.geometry.size())
     }
 
-    /// How long ago all was done that the replica has; none if it was never complete.
+    /// The age of the state that the replica has completely; none if it was never complete.
     fn lag(&self) -> Option<u64> {
         let now = self.clock.now();
         let up_to = self.chunks.all_up_to(now);
         (up_to != NEVER).then(|| now.saturating_sub(up_to))
     }
 
-    /// Has chunks marked; false if that cannot be now.
+    /// Asks for chunks to be marked; false if that is not possible now.
     fn mark(&self, spans: &[Span]) -> bool {
         let mut map = lock(&self.map);
         let marked = map.mark(&self.chunks, spans, self.clock.now());
@@ -235,7 +235,7 @@ impl ReplicaState {
         self.tell_of_the_map(&map);
     }
 
-    /// The replica is not what it was: everything is to be copied again. False if that cannot be recorded now.
+    /// The replica has lost data: everything must be copied again. False if that cannot be recorded now.
     fn mark_all(&self) -> bool {
         let mut map = lock(&self.map);
         let marked = map.mark(&self.chunks, &[self.geometry.all()], NEVER);
@@ -259,21 +259,21 @@ impl ReplicaState {
         self.tell(|troubles| &mut troubles.map, told);
     }
 
-    /// Notes what is wrong, or that nothing is, and logs it where that is news.
+    /// Notes what is wrong, or that nothing is, and logs it when that has changed.
     fn tell(&self, which: fn(&mut ReplicaErrors) -> &mut Option<String>, what: Option<String>) {
         let mut troubles = lock(&self.troubles);
         let known = which(&mut troubles);
         if *known != what {
             match &what {
                 Some(what) => tracing::warn!("{what}"),
-                None => tracing::info!("the replica, or its map, is well again"),
+                None => tracing::info!("the replica, or its map, works again"),
             }
             *known = what;
         }
     }
 
-    /// Wakes the threads and the chains that wait. A thread that was just about to sleep has the lock, so it is not
-    /// missed.
+    /// Wakes the threads and the chains that wait. A thread that is about to sleep holds the lock, so it does not miss
+    /// this.
     fn wake(&self) {
         drop(lock(&self.inbox));
         self.news.notify_all();
@@ -284,7 +284,7 @@ impl ReplicaState {
         lock(&self.inbox).closed
     }
 
-    /// Sleeps, but not beyond the end; whether it is not yet there.
+    /// Sleeps, but not after the end was signalled; true if it was not.
     fn sleep(&self, time: Duration) -> bool {
         let until = Instant::now() + time;
         let mut inbox = lock(&self.inbox);
@@ -302,19 +302,19 @@ impl ReplicaState {
 /// A change that waits for its chunks to be marked.
 struct Waiting {
     id: RequestId,
-    /// What is before it is marked.
+    /// Chunks before this one are marked.
     clean: usize,
 }
 
 struct ReplicateFilter {
     shared: Arc<ReplicaState>,
-    /// What is under way, by request.
+    /// Changes in flight, by request.
     changes: Vec<Option<Span>>,
     waiting: VecDeque<Waiting>,
 }
 
 impl ReplicateFilter {
-    /// Passes what waits and is marked by now.
+    /// Passes the waiting changes whose chunks are marked by now.
     fn pass_marked(&mut self, io: &mut Io<'_>) {
         let Self { shared, changes, waiting } = self;
         waiting.retain_mut(|waiting| {
@@ -367,7 +367,7 @@ impl Filter for ReplicateFilter {
         self.pass_marked(io);
         if !self.waiting.is_empty() {
             self.shared.waiters.add(io.waker());
-            // For what was marked before that.
+            // For chunks that were marked before that.
             self.pass_marked(io);
         }
         None
@@ -375,7 +375,7 @@ impl Filter for ReplicateFilter {
 }
 
 impl Drop for ReplicateFilter {
-    /// What was under way when the chain went is over: its backend has gone before.
+    /// Changes in flight when the chain is dropped are over: its backend was dropped first.
     fn drop(&mut self) {
         self.changes.iter().flatten().for_each(|span| self.shared.chunks.end(*span));
     }

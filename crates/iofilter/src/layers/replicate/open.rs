@@ -8,7 +8,7 @@ use nix::sys::stat::{FileStat, fstat};
 use vmseal_api::filter::{Direct, ReplicateSpec};
 use vmseal_api::id::DiskId;
 
-use crate::handle::{HandleError, Handles};
+use crate::handle::{HandleError, Handles, lock_if_path};
 use crate::layers::replicate::Replicate;
 use crate::layers::replicate::blocking_disk::BlockingDisk;
 use crate::layers::replicate::copier::Copier;
@@ -20,7 +20,7 @@ use crate::storage::file::{self, FileDisk};
 /// Why a replica cannot be kept.
 #[derive(Debug, thiserror::Error)]
 pub enum ReplicaError {
-    /// What the configuration names.
+    /// A handle in the configuration.
     #[error("{what}: {error}")]
     Handle {
         /// Which file.
@@ -36,7 +36,7 @@ pub enum ReplicaError {
         /// Why.
         error: io::Error,
     },
-    /// Of another disk, or cut.
+    /// Of the wrong length: another disk's, or truncated.
     #[error(
         "its replica has {has} bytes where the disk has {needs}: if it is this disk's, give it that length and remove its map, so that all of it is copied again"
     )]
@@ -49,7 +49,7 @@ pub enum ReplicaError {
     /// Given twice.
     #[error("its image, its replica and the map of the replica must be three files")]
     Same,
-    /// Not to be opened as a disk.
+    /// It cannot be opened as a disk.
     #[error("{what}: {error}")]
     Open {
         /// Which file.
@@ -62,16 +62,16 @@ pub enum ReplicaError {
 const REPLICA: &str = "its replica";
 const MAP: &str = "the map of its replica";
 
-/// A replica that is open, whose copier is not yet made.
-pub struct Opened {
+/// An open replica whose copier does not exist yet.
+pub struct OpenedReplica {
     /// The layer.
     pub replicate: Replicate,
     replica: BlockingDisk,
     bytes_per_second: u64,
 }
 
-impl Opened {
-    /// Opens the replica of a disk. `image` is where the disk rests, if that is a file.
+impl OpenedReplica {
+    /// Opens the replica of a disk. `image` is the file that holds the disk, if there is one.
     ///
     /// # Errors
     /// [`ReplicaError`].
@@ -87,6 +87,10 @@ impl Opened {
             handles.file(handle, true).map_err(|error| ReplicaError::Handle { what, error })
         };
         let (replica, map) = (file(REPLICA, &spec.replica)?, file(MAP, &spec.map)?);
+        let opened = [
+            (REPLICA, &spec.replica, shared(REPLICA, &replica)?),
+            (MAP, &spec.map, shared(MAP, &map)?),
+        ];
         check_size(&replica, spec.offset.saturating_add(size))?;
         let replica = FileDisk::open(replica, spec.offset, size, Direct::Auto, false)
             .map_err(|error| ReplicaError::Open { what: REPLICA, error })?;
@@ -97,6 +101,10 @@ impl Opened {
         if image_is(&replica) || image_is(&map) || replica.is_same_file(&map) {
             return Err(ReplicaError::Same);
         }
+        for (what, handle, file) in opened {
+            lock_if_path(&file, handle, true)
+                .map_err(|error| ReplicaError::Handle { what, error })?;
+        }
         let place = |what, file, size| {
             BlockingDisk::file(file, size).map_err(|error| ReplicaError::Look { what, error })
         };
@@ -106,7 +114,7 @@ impl Opened {
         Ok(Self { replicate, replica, bytes_per_second: spec.bytes_per_second })
     }
 
-    /// The copier, from what lies below the filter.
+    /// Makes the copier, which reads what is below the filter.
     #[must_use]
     pub fn copier(self, source: Chain, holes: Option<FileDisk>) -> Copier {
         let Self { replicate, replica, bytes_per_second } = self;
@@ -114,14 +122,19 @@ impl Opened {
     }
 }
 
+/// Another descriptor of the same open file, which has its lock, too.
+fn shared(what: &'static str, file: &OwnedFd) -> Result<OwnedFd, ReplicaError> {
+    file.try_clone().map_err(|error| ReplicaError::Look { what, error })
+}
+
 fn tell(disk: DiskId, replicate: &Replicate, found: MapLoad) {
     let dirty_bytes = replicate.status().dirty_bytes;
     match found {
         MapLoad::Map { damaged_blocks: 0 } => {
-            tracing::info!(%disk, dirty_bytes, "the copy to the replica goes on");
+            tracing::info!(%disk, dirty_bytes, "the copy to the replica resumes");
         }
         MapLoad::Map { damaged_blocks } => {
-            tracing::warn!(%disk, damaged_blocks, dirty_bytes, "the map of the replica is damaged; what it is not sure of is copied again");
+            tracing::warn!(%disk, damaged_blocks, dirty_bytes, "the map of the replica is damaged; the parts it does not describe are copied again");
         }
         MapLoad::Nothing(why) => {
             tracing::info!(%disk, %why, "there is no map of the replica; all of the disk is copied");
@@ -140,7 +153,7 @@ fn is_regular(stat: &FileStat) -> bool {
     stat.st_mode & libc::S_IFMT == libc::S_IFREG
 }
 
-/// A file has to be as long as the disk's own; a device may be longer.
+/// A file must have exactly the required length; a device may be longer.
 fn check_size(replica: &OwnedFd, needs: u64) -> Result<(), ReplicaError> {
     let stat = stat(replica, REPLICA)?;
     let has = u64::try_from(stat.st_size).unwrap_or(0);
@@ -150,7 +163,7 @@ fn check_size(replica: &OwnedFd, needs: u64) -> Result<(), ReplicaError> {
     Ok(())
 }
 
-/// The map, made as long as it has to be: a new one is empty.
+/// Opens the map and extends it to its length: a new one is empty.
 fn lengthened(map: OwnedFd, bytes: u64) -> Result<OwnedFd, ReplicaError> {
     let stat = stat(&map, MAP)?;
     let map = File::from(map);
@@ -158,4 +171,53 @@ fn lengthened(map: OwnedFd, bytes: u64) -> Result<OwnedFd, ReplicaError> {
         map.set_len(bytes).map_err(|error| ReplicaError::Look { what: MAP, error })?;
     }
     Ok(map.into())
+}
+
+#[cfg(test)]
+mod tests {
+    use vmseal_api::filter::{Handle, REPLICATE_RATE_MIN};
+
+    use super::*;
+
+    const SIZE: u64 = 1 << 20;
+
+    fn open(
+        replica: &std::path::Path,
+        map: &std::path::Path,
+    ) -> Result<OpenedReplica, ReplicaError> {
+        let spec = ReplicateSpec {
+            replica: Handle::Path(replica.into()),
+            map: Handle::Path(map.into()),
+            offset: 0,
+            bytes_per_second: REPLICATE_RATE_MIN,
+        };
+        OpenedReplica::open(DiskId::new(), SIZE, &spec, None, &mut Handles::default())
+    }
+
+    #[test]
+    fn a_replica_and_a_map_at_paths_are_one_filters_at_a_time() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = |name| directory.path().join(name);
+        for name in ["replica", "other replica"] {
+            File::create_new(path(name)).unwrap().set_len(SIZE).unwrap();
+        }
+        for name in ["map", "other map"] {
+            File::create_new(path(name)).unwrap();
+        }
+        let first = open(&path("replica"), &path("map")).unwrap();
+        for (replica, map, locked) in
+            [("replica", "other map", REPLICA), ("other replica", "map", MAP)]
+        {
+            match open(&path(replica), &path(map)).map(drop) {
+                Err(ReplicaError::Handle { what, error: HandleError::Locked(_) }) => {
+                    assert_eq!(what, locked);
+                }
+                other => panic!("{replica} and {map}: {other:?}"),
+            }
+        }
+        drop(first);
+        open(&path("replica"), &path("map")).unwrap();
+        assert!(matches!(open(&path("map"), &path("map")), Err(ReplicaError::Size { .. })));
+        assert!(matches!(open(&path("replica"), &path("replica")), Err(ReplicaError::Same)));
+    }
 }

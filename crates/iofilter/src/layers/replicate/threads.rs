@@ -5,7 +5,7 @@
 //!  copier  sleeps ── something is marked ──> passes, a second apart ──> sleeps
 //!                                              │ an error: 1 s, 2 s, … 60 s, then the next chunk
 //! ```
-//! They end when they are told to. A copier that hangs with the replica's storage is not waited for.
+//! They end when told to. A copier that hangs because the replica's storage hangs is not waited for.
 
 use std::io;
 use std::sync::{Arc, PoisonError};
@@ -16,13 +16,13 @@ use crate::layers::replicate::chunks::Span;
 use crate::layers::replicate::copier::{Batch, Copier, CopyError};
 use crate::layers::replicate::{ReplicaState, Replicate, lock};
 
-/// The stack of each thread; it is locked memory.
+/// The stack size of each thread; it is locked memory.
 const STACK: usize = 128 * 1024;
 
-/// From one pass to the next: what a guest changes again and again is copied once in this time.
+/// The time between passes: a chunk that a guest changes again and again is copied once in this time.
 const PASS_EVERY: Duration = Duration::from_secs(1);
 
-/// How long is waited after an error; twice as long after each that follows.
+/// The pause after an error; it doubles with each error that follows.
 const RETRY_FIRST: Duration = Duration::from_secs(1);
 const RETRY_MAX: Duration = Duration::from_secs(60);
 
@@ -30,10 +30,10 @@ const RETRY_MAX: Duration = Duration::from_secs(60);
 const MARK_RETRY_FIRST: Duration = Duration::from_millis(10);
 const MARK_RETRY_MAX: Duration = Duration::from_secs(1);
 
-/// How long threads that were told to end are waited for.
+/// How long to wait for threads that were told to end.
 const END_WITHIN: Duration = Duration::from_secs(2);
 
-/// How often it is looked whether they have.
+/// How often to check whether they have ended.
 const END_LOOKED_EVERY: Duration = Duration::from_millis(5);
 
 /// The running threads; they end when this is dropped.
@@ -43,7 +43,7 @@ pub struct Replicating {
 }
 
 impl Replicating {
-    /// Starts them. Before that nothing is marked or copied.
+    /// Starts them. Nothing is marked or copied before that.
     ///
     /// # Errors
     /// The system has no thread.
@@ -72,14 +72,14 @@ impl Drop for Replicating {
         let until = Instant::now() + END_WITHIN;
         while self.threads.iter().any(|thread| !thread.is_finished()) {
             if Instant::now() > until {
-                return tracing::warn!("the replica's storage hangs; its copy is left as it is");
+                return tracing::warn!("the replica's storage hangs; its copy is abandoned");
             }
             std::thread::sleep(END_LOOKED_EVERY);
         }
     }
 }
 
-/// Sleeps until something is to be marked; none at the end.
+/// Sleeps until chunks are to be marked; none at the end.
 fn asked(shared: &ReplicaState) -> Option<Vec<Span>> {
     let mut inbox = lock(&shared.inbox);
     while inbox.spans.is_empty() {

@@ -1,16 +1,16 @@
-//! Capabilities: none but CAP_IPC_LOCK, which locked memory needs for as long as anything is mapped
-//! (docs/decisions/024). A filter that root starts by hand has all of them until then.
+//! Capabilities: none but CAP_IPC_LOCK, which locked memory needs whenever something is mapped
+//! (docs/decisions/024). A filter that root starts by hand has all of them before this.
 
 use std::io;
 
-/// `_LINUX_CAPABILITY_VERSION_3`, and the number of the one that stays (linux/capability.h).
+/// `_LINUX_CAPABILITY_VERSION_3`, and the number of the capability that stays (linux/capability.h).
 const VERSION: u32 = 0x2008_0522;
 const IPC_LOCK: u32 = 14;
 
 /// Effective, permitted, inheritable; for the capabilities 0 to 31 and 32 to 63.
 type Sets = [[u32; 3]; 2];
 
-/// Drops them, and with them what the ambient set held.
+/// Drops them, and so the ambient set.
 pub(super) fn drop_all_but_lock() -> io::Result<()> {
     let mut header = [VERSION, 0];
     let mut sets: Sets = [[0; 3]; 2];

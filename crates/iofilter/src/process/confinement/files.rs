@@ -6,11 +6,11 @@ use landlock::{
 };
 use vmseal_api::filter::FilesConfined;
 
-/// The version of Landlock whose restrictions are asked for: of Linux 6.12. Later kernels know these,
-/// earlier ones some of them.
+/// The Landlock version whose restrictions are asked for: that of Linux 6.12. Later kernels support all of
+/// them, earlier ones some.
 const VERSION: ABI = ABI::V6;
 
-/// Confines the calling thread, and the threads that it starts.
+/// Confines the calling thread and every thread that it starts.
 #[must_use]
 pub fn confine() -> FilesConfined {
     let status = Ruleset::default()

@@ -1,4 +1,4 @@
-//! Limits: of memory, which follows from what is to be served; of threads, where they are counted for
+//! Limits: of memory, which depends on the disks that are served; of threads, where they are counted for
 //! this process alone.
 
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
@@ -11,21 +11,21 @@ use crate::layers::cache;
 use crate::layers::replicate;
 use crate::process::config;
 
-/// The program's own: its data, the log, control connections, the caches of an import, and what the
-/// allocator keeps for each of a few threads.
+/// The program itself: its data, the log, control connections, the caches of an import, and the
+/// allocator's memory for a few threads.
 const BASE_BYTES: u64 = 64 << 20;
 
-/// Of each queue: its thread's stack, its tables, and what the allocator keeps for its thread.
+/// For each queue: its thread's stack, its tables, and the allocator's memory for its thread.
 const QUEUE_BYTES: u64 = 2 << 20;
 
-/// Of each who reads beside a front end: the same, its buffers, and those of its chain.
+/// For each reader beside a front end: the same, its buffers, and those of its chain.
 const READER_BYTES: u64 = QUEUE_BYTES + (READER_POOL_BYTES + BESIDE_POOL_BYTES) as u64;
 
 /// The most threads, the kernel's for io_uring included: two to four for each of the most queues.
 const THREADS_MAX: u64 = 512;
 
-/// The most private memory that can be written, in bytes, mapped or used: stacks, tables, buffers. Guest
-/// memory is shared and not in it. Less than half of it is ever used, but what is for caches, which they fill.
+/// The most private writable memory, in bytes, mapped or used: stacks, tables, buffers. Guest memory is
+/// shared and not included. Less than half of it is ever used, except for caches, which fill their part.
 pub(super) fn memory(config: &FilterConfig) -> u64 {
     let queues: usize = config.disks.iter().map(config::pools).sum();
     let readers =
@@ -41,7 +41,7 @@ pub(super) fn memory(config: &FilterConfig) -> u64 {
     BASE_BYTES + POOLS_BYTES as u64 + served + caches.sum::<u64>() + replicas
 }
 
-/// Sets them, never above what is in force.
+/// Sets them, never above the limits in force.
 pub(super) fn set(memory: u64, alone: bool) -> Result<(), ConfinementError> {
     lower("RLIMIT_DATA", Resource::RLIMIT_DATA, memory)?;
     if alone {

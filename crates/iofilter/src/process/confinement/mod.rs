@@ -1,16 +1,16 @@
-//! What the process can no longer do once everything it needs is open, whoever controls it then.
+//! Restricts the process once everything it needs is open, so that an attacker who controls it can do little.
 //!
 //! ```text
 //!  Opening: files, sockets, keys, rings
-//!     └── enter ──> Confined, for good: capabilities dropped, limits set, Landlock, system calls filtered
-//!                      └── a system call that is on no list ──> said on standard error, ended by SIGSYS
+//!      └── enter ──> Confined: capabilities dropped, limits set, Landlock, system calls filtered
+//!                       └── a system call that is not allowed ──> said on standard error, ended by SIGSYS
 //! ```
-//! Each step makes the next one's tools needless, so their order matters: the filter of system calls
-//! comes last. Landlock holds for the calling thread and those that it starts, so all of it happens
-//! before there are others. What a ring (io_uring) may do passes by that filter; it is restricted where
-//! it is made ([`crate::storage::uring`]), and no further one can be made.
+//! Each step needs system calls that a later one forbids, so the order matters: the filter of system calls
+//! comes last. Landlock covers the calling thread and the threads it starts, so all of this happens before
+//! there are others. The filter of system calls does not see the operations of a ring (io_uring); a ring is
+//! restricted where it is made ([`crate::storage::uring`]), and no further one can be made.
 //!
-//! The reasons, and what is left, are in docs/decisions/019.
+//! The reasons, and the remaining risks, are in docs/decisions/019.
 
 mod capabilities;
 mod files;
@@ -24,7 +24,7 @@ use vmseal_api::filter::{Confinement, FilterConfig};
 pub use files::confine as confine_files;
 pub use system_calls::confine as confine_system_calls;
 
-/// Why a process cannot be confined, and must not serve.
+/// Why a process cannot be confined, and so must not serve.
 #[derive(Debug, thiserror::Error)]
 pub enum ConfinementError {
     /// Capabilities.
@@ -33,7 +33,7 @@ pub enum ConfinementError {
     /// Limits.
     #[error("the limit {limit} cannot be set: {error}")]
     Limit {
-        /// Which.
+        /// Its name.
         limit: &'static str,
         /// Why.
         error: io::Error,
@@ -45,11 +45,11 @@ pub enum ConfinementError {
     SystemCalls(#[from] system_calls::SystemCallsError),
 }
 
-/// Confines the process. To be called when everything that the configuration names is open, and before
+/// Confines the process. Call it when everything in the configuration is open, and before
 /// there is a second thread.
 ///
 /// # Errors
-/// [`ConfinementError`]. A kernel without Landlock is none: the answer says so.
+/// [`ConfinementError`]. A kernel without Landlock is no error: the result says so.
 pub fn enter(config: &FilterConfig) -> Result<Confinement, ConfinementError> {
     capabilities::drop_all_but_lock().map_err(ConfinementError::Capabilities)?;
     let memory_bytes = limits::memory(config);
@@ -59,8 +59,8 @@ pub fn enter(config: &FilterConfig) -> Result<Confinement, ConfinementError> {
     Ok(Confinement { files, memory_bytes })
 }
 
-/// Whether the process runs as a user that no other process has, so that what is counted by user is its
-/// own.
+/// Whether no other process runs as this user, so that limits that are counted per user apply to this
+/// process alone.
 fn runs_alone(config: &FilterConfig) -> bool {
     let own = nix::unistd::geteuid();
     !own.is_root() && config.control_uid.is_some_and(|agent| agent != own.as_raw())

@@ -2,14 +2,14 @@
 //!
 //! ```text
 //!  allowed  ──> done
-//!  refused  ──> fails with ENOSYS: what the C library tries, and does without
+//!  refused  ──> fails with ENOSYS: calls that the C library tries and can do without
 //!  any other, or with other arguments ──> SIGSYS: the number is written to standard error, and the process ends
 //! ```
-//! The lists hold what the program was seen to do (strace, on every test), and what the C library may do
-//! in its place on another kernel or of another version: a filter that is ended for nothing stops its VM.
-//! Two filters are installed, as one has a single answer for all that it matches; of two answers the
-//! kernel takes the stricter. Calls without conditions, all of the data path, are in a bitmap of the
-//! kernel's (since 5.11) and do not run through the lists.
+//! The lists hold the calls that the program makes (strace, on every test), and those that the C library may
+//! make instead on another kernel or in another version: a filter that is killed without need stops its VM.
+//! Two filters are installed, because one has a single answer for all calls that it matches; of two answers
+//! the kernel takes the stricter. Calls without conditions, which are all of the data path, are in a bitmap
+//! in the kernel (since 5.11) and do not run through the lists.
 
 use std::collections::BTreeMap;
 use std::mem::MaybeUninit;
@@ -20,21 +20,21 @@ use seccompiler::{
     SeccompRule, TargetArch,
 };
 
-/// Why they cannot be filtered.
+/// Why system calls cannot be filtered.
 #[derive(Debug, thiserror::Error)]
 pub enum SystemCallsError {
-    /// The lists do not make a filter, or not for this processor.
+    /// The lists do not make a filter, or not on this processor.
     #[error("{0}")]
     Build(#[from] seccompiler::BackendError),
     /// The kernel refuses it.
     #[error("{0}")]
     Install(#[from] seccompiler::Error),
-    /// The end of a process could not be explained.
+    /// The SIGSYS handler cannot be installed.
     #[error("SIGSYS cannot be handled: {0}")]
     Handler(#[source] std::io::Error),
 }
 
-/// Allowed whatever the arguments.
+/// Allowed with any arguments.
 const ALLOWED: &[i64] = &[
     // Memory.
     libc::SYS_brk,
@@ -43,7 +43,7 @@ const ALLOWED: &[i64] = &[
     libc::SYS_munmap,
     libc::SYS_mlock,
     libc::SYS_munlock,
-    // What is open: the image, guest memory, events, the log.
+    // Open files: the image, guest memory, events, the log.
     libc::SYS_close,
     libc::SYS_eventfd2,
     libc::SYS_fallocate,
@@ -65,7 +65,7 @@ const ALLOWED: &[i64] = &[
     libc::SYS_readv,
     libc::SYS_write,
     libc::SYS_writev,
-    // Connections that somebody else asked for.
+    // Connections that a peer opened.
     libc::SYS_accept4,
     libc::SYS_getsockopt,
     libc::SYS_recvfrom,
@@ -94,7 +94,7 @@ const ALLOWED: &[i64] = &[
     libc::SYS_rt_sigreturn,
     libc::SYS_rt_sigtimedwait,
     libc::SYS_sigaltstack,
-    // Clocks, where the vDSO does not have them; what else a process may know of itself and the machine.
+    // Clocks, where the vDSO does not have them; other facts about the process and the machine.
     libc::SYS_clock_getres,
     libc::SYS_clock_gettime,
     libc::SYS_clock_nanosleep,
@@ -114,8 +114,8 @@ const ALLOWED: &[i64] = &[
     libc::SYS_time,
 ];
 
-/// Fail with ENOSYS: the C library tries them, for a processor's count, a time zone or a message, and
-/// has another way; threads are then made by `clone`, whose flags a filter can look at.
+/// Fail with ENOSYS: the C library tries them, for the number of processors, a time zone or a message, and
+/// has another way. Threads are then made by `clone`, whose flags a filter can check.
 const REFUSED: &[i64] = &[
     libc::SYS_clone3,
     libc::SYS_faccessat,
@@ -134,7 +134,7 @@ const REFUSED: &[i64] = &[
     libc::SYS_stat,
 ];
 
-/// `fcntl` on what is open: flags, duplicates, seals of a memfd. Not who gets signals of it.
+/// `fcntl` on open files: flags, duplicates, seals of a memfd. Not the owner of their signals.
 const FCNTL: &[c_int] = &[
     libc::F_GETFD,
     libc::F_SETFD,
@@ -145,7 +145,7 @@ const FCNTL: &[c_int] = &[
     libc::F_GET_SEALS,
 ];
 
-/// `clone` for a thread, never for a process, and with no namespace of its own.
+/// `clone` for a thread, never for a process, and without new namespaces.
 const THREAD: c_int = libc::CLONE_VM | libc::CLONE_SIGHAND | libc::CLONE_THREAD;
 const NAMESPACES: c_int = libc::CLONE_NEWCGROUP
     | libc::CLONE_NEWIPC
@@ -155,7 +155,7 @@ const NAMESPACES: c_int = libc::CLONE_NEWCGROUP
     | libc::CLONE_NEWUSER
     | libc::CLONE_NEWUTS;
 
-/// Filters the system calls of the whole process, from now on and for good.
+/// Filters the system calls of the whole process from now on. It cannot be undone.
 ///
 /// # Errors
 /// [`SystemCallsError`]
@@ -180,7 +180,7 @@ fn compile(
     SeccompFilter::new(rules, otherwise, matching, processor)?.try_into()
 }
 
-/// A call whose argument of this number compares so.
+/// Compares the argument of this number.
 fn only(
     argument: u8,
     how: SeccompCmpOp,
@@ -200,7 +200,7 @@ fn condition(
 fn allowed() -> Result<Rules, seccompiler::BackendError> {
     use SeccompCmpOp::{Eq, MaskedEq};
     let mut rules: Rules = ALLOWED.iter().chain(REFUSED).map(|call| (*call, Vec::new())).collect();
-    // Nothing becomes code.
+    // No memory becomes executable.
     let data = || only(2, MaskedEq(libc::PROT_EXEC as u64), 0);
     rules.insert(libc::SYS_mmap, vec![data()?]);
     rules.insert(libc::SYS_mprotect, vec![data()?]);
@@ -210,15 +210,15 @@ fn allowed() -> Result<Rules, seccompiler::BackendError> {
     rules.insert(libc::SYS_fcntl, fcntl.collect::<Result<_, _>>()?);
     let ioctl = [libc::FIONBIO, libc::TCGETS].map(|request| only(1, Eq, request));
     rules.insert(libc::SYS_ioctl, ioctl.into_iter().collect::<Result<_, _>>()?);
-    // Of a descriptor; the empty path is not looked at by the kernel's filter, so a name tells its owner.
+    // Of a descriptor. The kernel's filter cannot check that the path is empty, so file metadata can be read by name.
     let open =
         |flags| only(flags, MaskedEq(libc::AT_EMPTY_PATH as u64), libc::AT_EMPTY_PATH as u64);
     rules.insert(libc::SYS_newfstatat, vec![open(3)?]);
     rules.insert(libc::SYS_statx, vec![open(2)?]);
-    // Only to itself: what `abort` does.
+    // Signals only to the process itself: `abort` needs it.
     let own = std::process::id().into();
     rules.insert(libc::SYS_tgkill, vec![only(0, Eq, own)?]);
-    // Reads limits of its own.
+    // Reads the process's own limits.
     let own_limits = SeccompRule::new(vec![
         condition(0, Eq, 0)?,
         SeccompCondition::new(2, SeccompCmpArgLen::Qword, Eq, 0)?,
@@ -230,8 +230,8 @@ fn allowed() -> Result<Rules, seccompiler::BackendError> {
 
 fn refused() -> Result<Rules, seccompiler::BackendError> {
     let mut rules: Rules = REFUSED.iter().map(|call| (*call, Vec::new())).collect();
-    // Naming a thread is all, and what the installation of the second filter asks for once more; newer C
-    // libraries try to name memory as well.
+    // Allowed: naming a thread, and the no-new-privileges flag, which installing the second filter sets again. Newer C
+    // try to name memory as well.
     let kept = [libc::PR_SET_NAME, libc::PR_SET_NO_NEW_PRIVS];
     let other = kept.map(|option| condition(0, SeccompCmpOp::Ne, option as u64));
     let other = SeccompRule::new(other.into_iter().collect::<Result<_, _>>()?)?;
@@ -250,7 +250,7 @@ fn say_what_was_refused() -> std::io::Result<()> {
     let set = unsafe {
         let mut action: libc::sigaction = MaybeUninit::zeroed().assume_init();
         action.sa_sigaction = handler as usize;
-        // The second SIGSYS, the handler's own, ends the process.
+        // The second SIGSYS, raised by the handler, ends the process.
         action.sa_flags =
             libc::SA_SIGINFO | libc::SA_ONSTACK | libc::SA_RESETHAND | libc::SA_NODEFER;
         libc::sigaction(libc::SIGSYS, &action, std::ptr::null_mut())

@@ -1,4 +1,4 @@
-//! Filters with defects: nothing hangs, nothing is ended twice, and no memory is used that was given back.
+//! Filters with defects: nothing hangs, nothing is completed twice, and no memory is used after it was given back.
 
 use std::sync::{Arc, Mutex};
 
@@ -6,7 +6,7 @@ use super::*;
 
 type Step = Box<dyn FnMut(RequestId, &mut Io<'_>) + Send>;
 
-/// A filter that does what a test says.
+/// A filter whose behaviour the test sets.
 struct By {
     children: usize,
     down: Step,
@@ -29,7 +29,7 @@ impl Filter for By {
     }
 }
 
-/// What a filter without a defect does with what comes up.
+/// How a filter without a defect handles a request that comes up.
 fn finish(id: RequestId, io: &mut Io<'_>) {
     match io.parent(id) {
         None => io.complete(id, io.request(id).result),
@@ -125,7 +125,7 @@ fn a_request_that_a_filter_forgets_fails_and_is_counted() {
 }
 
 #[test]
-fn what_a_filter_says_that_it_keeps_is_not_forgotten() {
+fn a_held_request_is_not_forgotten() {
     let kept = Arc::new(Mutex::new(None));
     let keeps = Arc::clone(&kept);
     let keep = move |id, io: &mut Io<'_>| {
@@ -195,7 +195,7 @@ fn a_request_goes_up_when_its_last_part_is_released_and_not_before() {
 }
 
 #[test]
-fn a_request_is_ended_once_and_by_whoever_has_it() {
+fn a_request_is_completed_once_and_only_by_the_layer_that_has_it() {
     let twice = |id, io: &mut Io<'_>| {
         io.complete(id, Ok(()));
         io.complete(id, Err(IoError::Cipher));

@@ -17,16 +17,16 @@ const OTHERS_MAX: usize = 2;
 const OWN: usize = 2;
 
 impl Chain {
-    /// Gets ready to sleep: whoever has news for the chain writes its eventfd from now on, and what was there before
-    /// is done now. False if a request is finished and to be fetched: do not sleep. [`Chain::disarm`] follows.
+    /// Prepares to sleep: from now on a thread with news for the chain writes its eventfd, and earlier news is handled
+    /// here. False if a request is finished and must be fetched: do not sleep. [`Chain::disarm`] must follow.
     pub fn arm(&mut self) -> bool {
         self.waker.arm();
         self.poll();
         self.done.is_empty()
     }
 
-    /// What a thread that has armed the chain sleeps on, until [`Chain::deadline`]: the eventfd, which others write,
-    /// and what the kernel makes readable for the storage.
+    /// The descriptors on which a thread sleeps after arming the chain, until [`Chain::deadline`]: the eventfd, which
+    /// others write, and the one that the kernel makes readable for the storage.
     #[must_use]
     pub fn wait_set(&self) -> (BorrowedFd<'_>, Option<BorrowedFd<'_>>) {
         (self.waker.event(), self.storage.wait_handle())
@@ -37,12 +37,12 @@ impl Chain {
         self.waker.disarm(woken);
     }
 
-    /// Sleeps until the chain has something to do, one of `others` is ready for what is named with it, or the time
-    /// comes: the chain's own deadline or `until`. Gives what each of the others is ready for. A chain with nothing
-    /// in flight has nothing to do.
+    /// Sleeps until the chain has work, one of `others` is ready for its named events, or the time
+    /// comes: the chain's own deadline or `until`. Returns the ready events of each of the others. A chain with nothing
+    /// in flight has no work.
     ///
     /// # Errors
-    /// What `ppoll` says.
+    /// The error of `ppoll`.
     pub fn wait<const N: usize>(
         &mut self,
         others: [(BorrowedFd<'_>, PollFlags); N],
@@ -51,7 +51,7 @@ impl Chain {
         self.wait_by(others, until, ppoll)
     }
 
-    /// As [`Chain::wait`], with what sleeps.
+    /// As [`Chain::wait`], with `sleep` as the system call.
     pub(in crate::stack) fn wait_by<const N: usize>(
         &mut self,
         others: [(BorrowedFd<'_>, PollFlags); N],

@@ -1,16 +1,16 @@
-//! The bits of a disk's dirty bitmaps, for the queues that mark them and whoever starts and reads them.
+//! The bits of a disk's dirty bitmaps, for the queues that mark them and the callers that start and read them.
 //!
 //! ```text
 //!  slot:   unused ── start: all clean ──> used ⇄ clear: all clean
 //!             ^──────────stop──────────────┘
 //!  change: changed ──> submitted ... done ──> changed ──> answered
 //! ```
-//! A change that lands after a bitmap began, or was cleared, finds it in use when it has landed, and marks it
-//! then. One that lands before may miss it, and is in whatever is copied since. What marks it before it lands
-//! is for the bitmap that ends: who starts the next one and then reads this one must find it in one of them.
+//! A change that lands after a bitmap was started, or cleared, marks it when it has landed. One that lands before may
+//! miss it, but is in any copy that is made afterwards. The mark before it lands is for a bitmap that is replaced: a
+//! backup that starts the next bitmap and then reads this one must find the change in one of them.
 //!
 //! Nothing is locked: slots and their words stay where they are, and one word says which slots are in use.
-//! Whoever starts, clears and stops sees to it that nobody else does so at the same time.
+//! The caller that starts, clears or stops a bitmap makes sure that no other does so at the same time.
 
 use std::sync::OnceLock;
 
@@ -18,7 +18,7 @@ use vmseal_api::filter::BITMAPS_MAX;
 
 use crate::sync::atomic::{AtomicU64, Ordering::SeqCst};
 
-/// Bits of a word.
+/// Bits per word.
 const WORD: u64 = 64;
 
 /// See the module.
@@ -28,11 +28,11 @@ pub struct Marks {
     shift: u32,
     /// The slots that are in use, as bits.
     used: AtomicU64,
-    /// One bit a granule; made when a slot is first used, and kept.
+    /// One bit per granule; made when a slot is first used, and kept.
     words: [OnceLock<Box<[AtomicU64]>>; BITMAPS_MAX],
 }
 
-/// What the words of one slot take, in bytes, for a disk of `size` bytes in granules of 2 to the power `shift`.
+/// The size of one slot's words, in bytes, for a disk of `size` bytes in granules of 2 to the power `shift`.
 pub fn bytes(size: u64, shift: u32) -> usize {
     words(size, shift) * 8
 }
@@ -47,12 +47,12 @@ impl Marks {
         Self { size, shift, used: AtomicU64::new(0), words: Default::default() }
     }
 
-    /// What one bit stands for, in bytes.
+    /// The size of a granule, in bytes.
     pub fn granule(&self) -> u64 {
         1 << self.shift
     }
 
-    /// This part of the disk changes, or has changed. `length` is not 0 and the part is on the disk.
+    /// This range of the disk changes, or has changed. `length` is not 0 and the range is on the disk.
     #[inline]
     pub fn changed(&self, offset: u64, length: u64) {
         let used = self.used.load(SeqCst);
@@ -87,7 +87,7 @@ impl Marks {
         self.words[slot].get().is_some()
     }
 
-    /// Takes a slot into use, all clean. Its words are made if it has none.
+    /// Puts a slot into use, all clean. Its words are made if it has none.
     pub fn start(&self, slot: usize) {
         let clean = || (0..words(self.size, self.shift)).map(|_| AtomicU64::new(0)).collect();
         self.words[slot].get_or_init(clean);
@@ -95,7 +95,7 @@ impl Marks {
         self.used.fetch_or(1 << slot, SeqCst);
     }
 
-    /// All of it is clean.
+    /// Makes all of it clean.
     pub fn clear(&self, slot: usize) {
         let words = self.words[slot].get().into_iter().flatten();
         words.for_each(|word| word.store(0, SeqCst));
@@ -113,8 +113,8 @@ impl Marks {
         (granules << self.shift).min(self.size)
     }
 
-    /// Whether the disk's byte at `at` is in a dirty granule, and where a granule begins, at `end` at the
-    /// latest, that is not like it. Of a slot that never was in use all is dirty.
+    /// Whether the disk's byte at `at` is in a dirty granule, and where the next granule of the other kind begins, at
+    /// `end` at the latest. A slot that was never used is all dirty.
     pub fn extent(&self, slot: usize, at: u64, end: u64) -> (bool, u64) {
         let Some(words) = self.words[slot].get() else { return (true, end) };
         let word =

@@ -1,4 +1,4 @@
-//! A look at the tables of an image that is to be written.
+//! Checks the tables of an image that will be written.
 
 use std::io;
 
@@ -11,8 +11,8 @@ use super::storage::{ImageFile, damaged, io_error};
 const OFFSET_MASK: u64 = 0x00ff_ffff_ffff_fe00;
 
 impl ImageFile {
-    /// Looks at the tables of an image that is to be written: each is in the file, in a place of its own,
-    /// and is counted, so that nothing is ever put over it.
+    /// Checks the tables of an image that will be written: each is in the file, in a place of its own,
+    /// and is counted, so that nothing is ever written over it.
     pub(super) fn check(&self, layout: &Layout) -> io::Result<()> {
         let mut tables = self.tables();
         let table = tables.refcount_table;

@@ -1,18 +1,18 @@
-//! Bringing held back tables to the file, in an order in which the file can be cut off at any write, by the
-//! death of the process or of the machine, and is a sound image.
+//! Writes the held-back tables to the file, in such an order that the file is a sound image if the process or
+//! the machine dies at any write.
 //!
 //! ```text
 //!  imago ── writes tables ──> pending, blocks        data: straight to the file
 //!                                   │ commit
 //!  1  refcount blocks, only raised, and the length of the
 //!     file with them; a new refcount table                 ── sync, if there were any
-//!  2  what leads to new refcount blocks                     ── sync, if there was any
+//!  2  what points to new refcount blocks                    ── sync, if there was any
 //!  3  L2 tables                                             ── sync, if 4 has any
 //!  4  L1 table, header
 //!
-//!  release: refcount blocks as they are (nothing needs the ones that were only reserved any more)
+//!  release: refcount blocks as they are (reserved clusters are no longer needed)
 //! ```
-//! So a cluster that something leads to is always counted, whatever is lost: the worst are clusters that
+//! So a cluster that something points to is always counted, whatever is lost: the worst case is clusters that
 //! are counted and not used (leaks). Raising counts some clusters ahead, so that most commits are a write
 //! of an L2 table and no sync.
 
@@ -21,23 +21,23 @@ use std::sync::atomic::Ordering;
 
 use super::refcounts;
 #[cfg(test)]
-use super::storage::Event;
+use super::storage::FileEvent;
 use super::storage::{Block, ImageFile, Tables, within};
 use crate::stack::request::IoError;
 
-/// How much of the file is counted ahead, in bytes: what a filter that is killed leaves as leaks at most.
+/// How much of the file is counted ahead, in bytes: the most that a killed filter leaves as leaks.
 const RESERVE_BYTES: u64 = 16 << 20;
 
-/// And at least so many clusters.
+/// And at least this many clusters.
 const RESERVE_MIN: usize = 16;
 
-/// What exact refcount blocks may take, in bytes, before they are released: at 64 KiB a cluster, those of
+/// The limit for exact refcount blocks, in bytes, before they are released: at 64 KiB a cluster, those of
 /// 64 GiB.
 const BLOCKS_BYTES_MAX: usize = 2 << 20;
 
 impl ImageFile {
-    /// Brings what imago wrote to the file; see the module. With `durable`, the data that was written
-    /// before is durable before anything leads to it.
+    /// Writes imago's tables to the file; see the module. With `durable`, the data that was written
+    /// before is durable before anything points to it.
     pub(super) fn commit(&self, durable: bool) -> Result<(), IoError> {
         let tables = &mut *self.tables();
         let old = tables.refcount_table;
@@ -83,7 +83,7 @@ impl ImageFile {
         Ok(())
     }
 
-    /// The L2 tables, and then what leads to them.
+    /// The L2 tables, and then the tables that point to them.
     fn commit_maps(&self, tables: &mut Tables) -> Result<(), IoError> {
         let l1 = tables.l1;
         let (last, maps): (Vec<u64>, Vec<u64>) =
@@ -101,19 +101,19 @@ impl ImageFile {
         Ok(())
     }
 
-    /// Raises refcounts in the file to what they should be; whether any were too low.
+    /// Raises refcounts in the file to their exact values; true if any were too low.
     fn raise(&self, tables: &Tables, known: &BTreeMap<u64, u64>) -> Result<bool, IoError> {
         let per_block = refcounts::count(self.0.cluster as usize, self.0.order) as u64;
         let reserve = ((RESERVE_BYTES / self.0.cluster) as usize).max(RESERVE_MIN);
         let mut wrote = false;
         for (&number, block) in tables.blocks.iter().filter(|(_, block)| block.dirty) {
-            // Nothing leads to a new one: whatever is there counts nothing.
+            // Nothing points to a new one: its present content counts nothing.
             let new = !tables.reachable.contains_key(&number);
             let disk = if new { vec![0; block.exact.len()] } else { self.cluster(number)? };
             let raised = refcounts::raised(&disk, &block.exact, self.0.order, reserve);
             if let Some((content, end)) = raised.or_else(|| new.then_some((disk, 0))) {
                 self.put(number, &content)?;
-                // Nothing may lead behind the end of the file, whatever becomes of the data there.
+                // Nothing may point past the end of the file, whatever happens to the data there.
                 let before = known.get(&number).map_or(0, |index| index * per_block);
                 self.lengthen((before + end as u64) * self.0.cluster)?;
                 wrote = true;
@@ -127,7 +127,7 @@ impl ImageFile {
             return Ok(());
         }
         #[cfg(test)]
-        self.note(Event::Length(to));
+        self.note(FileEvent::Length(to));
         self.set_length(to)
     }
 
@@ -138,15 +138,15 @@ impl ImageFile {
         Ok(())
     }
 
-    /// Cuts off what was never written to, when nothing is reserved any more.
+    /// Truncates the part that was never written to, when nothing is reserved any more.
     pub(super) fn shorten(&self) -> Result<(), IoError> {
         let used = self.0.used.load(Ordering::Relaxed);
         #[cfg(test)]
-        self.note(Event::Length(used));
+        self.note(FileEvent::Length(used));
         self.set_length(used)
     }
 
-    /// Writes refcounts as they are. What nothing leads to any more is durably so.
+    /// Writes refcounts as they are. It is already durable that nothing points to clusters that are no longer counted.
     pub(super) fn release(&self) -> Result<(), IoError> {
         let mut tables = self.tables();
         self.release_blocks(&mut tables)
@@ -162,7 +162,7 @@ impl ImageFile {
         Ok(())
     }
 
-    /// The clusters of refcount blocks that a refcount table leads to, as imago sees it.
+    /// The clusters of refcount blocks that a refcount table points to, as imago sees it.
     fn blocks_of(&self, tables: &Tables, table: (u64, u64)) -> Result<BTreeMap<u64, u64>, IoError> {
         let (mut blocks, mut index) = (BTreeMap::new(), 0);
         for number in table.0..table.0.saturating_add(table.1) {
@@ -182,7 +182,7 @@ impl ImageFile {
     }
 }
 
-/// Where a header says that the refcount table is: its first cluster, and how many.
+/// The refcount table's place according to a header: its first cluster, and how many.
 fn refcount_table_of(header: &[u8], cluster: u64) -> (u64, u64) {
     let offset = header[48..].first_chunk().map_or(0, |&field| u64::from_be_bytes(field));
     let clusters = header[56..].first_chunk().map_or(0, |&field| u32::from_be_bytes(field));

@@ -1,4 +1,4 @@
-//! What a disk's queues ask of the thread that has its image, and how they get it back.
+//! How a disk's queues send jobs to the thread that owns the image, and get the answers.
 //!
 //! ```text
 //!  queue                                               thread
@@ -11,9 +11,10 @@
 //!                        v
 //!                    [closed]
 //! ```
-//! A queue's event is set after its list has the answers, and cleared before they are taken: whoever finds
-//! nothing and sleeps until the event is set misses none. The event of a chain is its waker. A queue that is dropped waits for what it has handed
-//! over, as the thread uses its requests' memory; so nothing is in the inbox any more when the last one is gone.
+//! A queue's event is set after its list has the answers, and cleared before they are taken: a queue that finds
+//! nothing and sleeps until the event is set misses none. The event of a chain is its waker. A queue that is dropped
+//! waits for the jobs that it has handed over, as the thread uses their memory; so the inbox is empty when the last
+//! queue is gone.
 
 use std::sync::{Arc, PoisonError};
 use std::vec::Drain;
@@ -21,48 +22,48 @@ use std::{io, mem};
 
 use crate::sync::{Condvar, JoinHandle, Mutex, MutexGuard};
 
-/// What is done with requests.
+/// The work that the thread does.
 pub(super) trait Work: Send + Sized + 'static {
-    /// A request; it is its answer as well, once it is done.
+    /// A job; once it is done it is also the answer.
     type Request: Send;
     type Event: Event;
 
-    /// The most requests of one batch: answers do not wait for more than these.
+    /// The most jobs of one batch: answers wait for no more than these.
     const BATCH: usize;
 
     /// Starts a thread.
     fn spawn(run: impl FnOnce() + Send + 'static) -> io::Result<JoinHandle<()>>;
 
-    /// Does requests, one after the other.
+    /// Does jobs, one after the other.
     fn perform(&mut self, batch: &mut [Job<Self>]);
 
-    /// There are no more.
+    /// There will be no more.
     fn close(self);
 }
 
-/// What a queue sleeps on.
+/// The event that a queue sleeps on.
 pub(super) trait Event: Send + Sync {
     fn set(&self);
     fn clear(&self);
 }
 
-/// A request on its way, and whose it is.
+/// A job on its way, and its queue.
 pub(super) struct Job<W: Work> {
     pub(super) request: W::Request,
     answers: Arc<Answers<W>>,
 }
 
-/// What a queue gets back.
+/// The answers for a queue.
 struct Answers<W: Work> {
     list: Mutex<Vec<W::Request>>,
     event: W::Event,
-    /// For whoever waits without looking at `event`.
+    /// For a caller that waits without `event`.
     arrived: Condvar,
 }
 
 struct Inbox<W: Work> {
     jobs: Vec<Job<W>>,
-    /// Nobody has the disk any more.
+    /// The disk is no longer in use.
     closed: bool,
 }
 
@@ -77,7 +78,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// What the ends share. The thread ends, and the work is closed, when the last of its holders is gone.
+/// The shared part. The thread ends, and the work is closed, when the last holder is gone.
 pub(super) struct Exchange<W: Work> {
     shared: Arc<Shared<W>>,
     thread: Mutex<Option<JoinHandle<()>>>,
@@ -100,7 +101,7 @@ impl<W: Work> Exchange<W> {
         Ok(())
     }
 
-    /// A queue's end, which is told by `event`.
+    /// A queue's end, which is notified through `event`.
     pub(super) fn end(self: &Arc<Self>, event: W::Event) -> End<W> {
         let (list, arrived) = (Mutex::new(Vec::new()), Condvar::new());
         End {
@@ -119,7 +120,7 @@ impl<W: Work> Drop for Exchange<W> {
         self.shared.arrived.notify_one();
         match lock(&self.thread).take() {
             Some(thread) => drop(thread.join()),
-            // Nobody has asked for anything.
+            // There was no job.
             None => work(&self.shared),
         }
     }
@@ -153,7 +154,7 @@ fn next<W: Work>(shared: &Shared<W>, batch: &mut Vec<Job<W>>) -> bool {
     }
 }
 
-/// Gives everybody what is theirs.
+/// Gives each queue its answers.
 fn answer<W: Work>(batch: &mut Vec<Job<W>>) {
     let mut told: Vec<Arc<Answers<W>>> = Vec::new();
     for Job { request, answers } in batch.drain(..) {
@@ -168,7 +169,7 @@ fn answer<W: Work>(batch: &mut Vec<Job<W>>) {
     }
 }
 
-/// What one queue has of the exchange.
+/// One queue's end of the exchange.
 pub(super) struct End<W: Work> {
     exchange: Arc<Exchange<W>>,
     answers: Arc<Answers<W>>,
@@ -178,21 +179,21 @@ pub(super) struct End<W: Work> {
 }
 
 impl<W: Work> End<W> {
-    /// Makes room for so many requests, so that none allocates.
+    /// Reserves room for this many jobs, so that none allocates.
     pub(super) fn reserve(&mut self, capacity: usize) {
         self.outgoing.reserve(capacity);
         self.incoming.reserve(capacity);
     }
 
-    /// Takes a request, for [`End::hand_over`].
+    /// Takes a job, for [`End::hand_over`].
     pub(super) fn push(&mut self, request: W::Request) {
         self.outgoing.push(Job { request, answers: Arc::clone(&self.answers) });
     }
 
-    /// Hands over what there is.
+    /// Hands over all jobs taken.
     ///
     /// # Errors
-    /// There is no thread: they are still here.
+    /// There is no thread: the jobs are still here.
     pub(super) fn hand_over(&mut self) -> io::Result<()> {
         if self.outgoing.is_empty() {
             return Ok(());
@@ -204,8 +205,8 @@ impl<W: Work> End<W> {
         Ok(())
     }
 
-    /// Answers what was not handed over, after `fail` has said so in it; for [`End::collect`], at once: the event
-    /// is not set.
+    /// Answers the jobs that were not handed over, after `fail` has put the failure in them; for [`End::collect`], at
+    /// once: the event is not set.
     pub(super) fn refuse(&mut self, mut fail: impl FnMut(&mut W::Request)) {
         self.under_way += self.outgoing.len();
         lock(&self.answers.list).extend(self.outgoing.drain(..).map(
@@ -216,7 +217,7 @@ impl<W: Work> End<W> {
         ));
     }
 
-    /// What has been answered.
+    /// The answers.
     pub(super) fn collect(&mut self) -> Drain<'_, W::Request> {
         if self.under_way > 0 {
             self.answers.event.clear();
@@ -233,7 +234,7 @@ impl<W: Work> End<W> {
 }
 
 impl<W: Work> Drop for End<W> {
-    /// The thread may still use requests' memory: wait for it.
+    /// The thread may still use the jobs' memory: wait for it.
     fn drop(&mut self) {
         let mut list = lock(&self.answers.list);
         while list.len() < self.under_way {

@@ -1,8 +1,8 @@
-//! A qcow2 image and what is below it, used by one thread: where the guest's bytes are is imago's to say,
-//! the bytes themselves go straight between memory and file.
+//! A qcow2 image and the files below it, used by one thread: imago tells where the guest's bytes are,
+//! and the bytes themselves go straight between memory and file.
 //!
-//! Clusters are never given up: a discard punches a hole in the file where a cluster lies, and the cluster
-//! stays the guest's. So nothing is put where something else may still be looked for after a crash. The
+//! Clusters are never given up: a discard punches a hole in the file where a cluster is, and the cluster
+//! stays the guest's. So a cluster that may still be needed after a crash is never reused. The
 //! exceptions (a compressed cluster that is written, a refcount table that moves) are made durable at once.
 
 use std::io;
@@ -22,32 +22,32 @@ const CACHES_MAX: u64 = 6 << 20;
 
 /// The disk that an image holds.
 #[derive(Debug)]
-pub(super) struct Image {
+pub(super) struct Qcow2Image {
     format: FormatAccess<ImageFile>,
     /// The image itself.
     file: ImageFile,
     /// All files, the image itself first.
     layers: Vec<ImageFile>,
-    /// Where the guest's first byte is.
+    /// The offset of the guest's first byte.
     offset: u64,
     cluster: u64,
     /// Whether clusters can be marked as zeroes (version 3).
     marks_zeroes: bool,
-    /// From here on the file has never held anything.
+    /// The end of the part of the file that ever held data.
     fresh_from: u64,
     /// Whether tables have changed since the last commit.
     changed: bool,
-    /// Whether data must be durable before anything leads to it.
+    /// Whether data must be durable before anything points to it.
     durable: bool,
-    /// Whether clusters were given up and may not be used again yet: the file had no room to say so.
-    owes: bool,
-    /// A cluster that is written in part.
+    /// Whether clusters were given up and may not be used again yet: the file had no room to record that.
+    release_due: bool,
+    /// A buffer for a cluster that is written in part.
     bounce: Vec<u8>,
 }
 
-/// What is where a write goes.
+/// What is at the target of a write.
 enum Old {
-    /// A cluster of the image's own, at this place.
+    /// A cluster of the image itself, at this offset.
     Own(u64),
     /// Zeroes, without anything allocated.
     Zeroes,
@@ -55,8 +55,8 @@ enum Old {
     Other { frees: bool },
 }
 
-impl Image {
-    /// What `format` holds from `offset` on; `layers` are its files.
+impl Qcow2Image {
+    /// The disk that `format` holds from `offset` on; `layers` are its files.
     pub(super) fn new(
         format: FormatAccess<ImageFile>,
         layers: Vec<ImageFile>,
@@ -76,12 +76,12 @@ impl Image {
             fresh_from,
             changed: false,
             durable: false,
-            owes: false,
+            release_due: false,
             bounce: Vec::new(),
         })
     }
 
-    /// Does a request. What it changes is only to be answered after [`Image::commit`].
+    /// Does a request. A change must be answered only after [`Qcow2Image::commit`].
     pub(super) fn perform(
         &mut self,
         operation: Operation,
@@ -110,7 +110,7 @@ impl Image {
         self.trim()
     }
 
-    /// What is at `offset` of the disk, `length` bytes at the most: zeroes that take no reading, or data.
+    /// The content at `offset` of the disk, `length` bytes at most: zeroes that need no reading, or data.
     pub(super) fn extent(&mut self, offset: u64, length: u64) -> Result<Extent, IoError> {
         let (mapping, run) = self.mapping(self.offset + offset, length)?;
         let data = !matches!(mapping, Mapping::Zero { .. } | Mapping::Eof { .. });
@@ -118,7 +118,7 @@ impl Image {
         Ok(Extent { data, end: offset + run })
     }
 
-    /// Brings changed tables to the file, so that what was written is there whatever becomes of this
+    /// Writes changed tables to the file, so that answered writes survive the end of this
     /// process.
     pub(super) fn commit(&mut self) -> Result<(), IoError> {
         if !self.changed {
@@ -136,7 +136,7 @@ impl Image {
         self.file.sync_file()
     }
 
-    /// Leaves the image as if nothing had been reserved.
+    /// Leaves the image as if no clusters had been reserved.
     pub(super) fn close(&mut self) -> Result<(), IoError> {
         self.flush()?;
         self.file.release()?;
@@ -238,7 +238,7 @@ impl Image {
         Ok(())
     }
 
-    /// Writes to new clusters at `at`; how many bytes, of at most `run`.
+    /// Writes to new clusters at `at`; returns how many bytes, at most `run`.
     fn allocate(
         &mut self,
         at: u64,
@@ -284,7 +284,7 @@ impl Image {
         placed.map(|placed| if placed < covered { placed } else { moved })
     }
 
-    /// Puts `content` for the whole clusters from `start` on into new ones; how many bytes of it.
+    /// Puts `content` for the whole clusters from `start` on into new ones; returns how many bytes of it.
     fn place(
         &mut self,
         start: u64,
@@ -302,7 +302,7 @@ impl Image {
         let fresh = place >= self.fresh_from;
         if let Err(error) = self.file.write_data(&written, place) {
             drop(mapping);
-            // The place is free again, and no longer as if nothing had been there.
+            // The place is free again, but may hold data now.
             self.fresh_from = self.file.length().next_multiple_of(self.cluster);
             self.changed = true;
             return Err(error);
@@ -313,27 +313,27 @@ impl Image {
         Ok(length)
     }
 
-    /// Where clusters were given up, they are not to be used again before that is durable.
+    /// Clusters that were given up must not be used again before that is durable.
     fn given_up(&mut self, freed: bool) -> Result<(), IoError> {
         if freed || self.file.moved() {
-            (self.changed, self.owes) = (true, true);
+            (self.changed, self.release_due) = (true, true);
         }
         self.settle()
     }
 
-    /// Makes durable that clusters were given up, if that is still to be done.
+    /// Makes durable that clusters were given up, if that is still pending.
     fn settle(&mut self) -> Result<(), IoError> {
-        if self.owes {
+        if self.release_due {
             self.flush()?;
-            // In the file they count as before, which would be too much for whoever gets them next.
+            // In the file they still count, which would be one too many for their next user.
             self.file.release()?;
             self.fresh_from = self.file.length().next_multiple_of(self.cluster);
-            self.owes = false;
+            self.release_due = false;
         }
         Ok(())
     }
 
-    /// Makes zeroes of a range, or, for a discard, of what of it costs nothing.
+    /// Makes a range read as zeroes; a discard does so only for the part where that is free.
     fn empty(&mut self, at: u64, length: u64, unmap: bool, discard: bool) -> Result<(), IoError> {
         let mut done = 0;
         while done < length {
@@ -351,7 +351,7 @@ impl Image {
         Ok(())
     }
 
-    /// Makes zeroes of a range that other layers have, or compressed clusters: whole clusters by a mark.
+    /// Makes zeroes of a range in other layers, or in compressed clusters: marks whole clusters.
     fn cover(&mut self, at: u64, run: u64, frees: bool, discard: bool) -> Result<(), IoError> {
         let end = at + run;
         let first = at.next_multiple_of(self.cluster).min(end);
@@ -371,7 +371,7 @@ impl Image {
     }
 }
 
-/// What an error of imago comes to. Its own words go to the log: they are about the image, not the request.
+/// The result of an imago error. Its own words go to the log: they are about the image, not the request.
 fn table_error(error: io::Error) -> IoError {
     let known = match error.raw_os_error() {
         Some(errno) => Some(IoError::from_errno(errno)),

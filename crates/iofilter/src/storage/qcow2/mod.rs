@@ -5,7 +5,7 @@
 //!                                        └── data ──────────────────────────────────────> file
 //! ```
 //! Nothing is opened by name: every file of the chain is given, with its format, and an image whose header
-//! says something else is refused. The page cache is used.
+//! differs from that is refused. The page cache is used.
 
 mod check;
 mod commit;
@@ -29,7 +29,7 @@ use imago::{DenyImplicitOpenGate, FormatAccess, FormatDriverBuilder};
 use vmseal_api::transfer::ImageFormat;
 use vmseal_qcow2::{Layout, Refusal};
 
-use self::image::Image;
+use self::image::Qcow2Image;
 use self::storage::ImageFile;
 pub use self::worker::Extents;
 use self::worker::ImageWorker;
@@ -49,7 +49,7 @@ pub enum Qcow2Error {
     #[error("{which} cannot be used: {refusal}")]
     Refused {
         /// Which file of the chain.
-        which: Layer,
+        which: ChainFile,
         /// Why.
         refusal: Refusal,
     },
@@ -57,22 +57,22 @@ pub enum Qcow2Error {
     #[error("{which} cannot be opened: {error}; if it is damaged, look at it with qemu-img check")]
     Open {
         /// Which file of the chain.
-        which: Layer,
+        which: ChainFile,
         /// Why.
         error: io::Error,
     },
     /// A device, a pipe.
     #[error("{0} is not a regular file")]
-    Kind(Layer),
+    Kind(ChainFile),
     /// Given twice.
     #[error("{0} is a file that is in the chain already")]
-    Twice(Layer),
-    /// Tables that would take too much memory.
+    Twice(ChainFile),
+    /// Its tables would take too much memory.
     #[error(
         "{which} has tables of {0} bytes, more than are held in memory: convert it to larger clusters (qemu-img convert -O qcow2 -o cluster_size=64k)",
         which = .1
     )]
-    Tables(u64, Layer),
+    Tables(u64, ChainFile),
     /// Shorter than the disk.
     #[error("the image's disk has {has} bytes where {needs} are needed")]
     Short {
@@ -96,14 +96,14 @@ pub enum Qcow2Error {
 
 /// Which file of a chain.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Layer {
+pub enum ChainFile {
     /// The image itself.
     Top,
     /// The one so many below it.
     Below(usize),
 }
 
-impl fmt::Display for Layer {
+impl fmt::Display for ChainFile {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
         match self {
             Self::Top => f.write_str("the image"),
@@ -124,7 +124,7 @@ impl Debug for Qcow2Disk {
 
 impl Qcow2Disk {
     /// Opens an image and the files below it, from the next one downwards. The disk is `size` bytes from
-    /// `offset` on of what the image holds.
+    /// `offset` on of the image's content.
     ///
     /// # Errors
     /// [`Qcow2Error`].
@@ -141,7 +141,7 @@ impl Qcow2Disk {
         Ok(Self(ImageWorker::new(image)))
     }
 
-    /// For those who ask where the disk's zeroes are.
+    /// For callers that ask where the disk's zeroes are.
     ///
     /// # Errors
     /// The system refuses a descriptor.
@@ -162,12 +162,12 @@ fn open(
     offset: u64,
     size: u64,
     read_only: bool,
-) -> Result<Image, Qcow2Error> {
+) -> Result<Qcow2Image, Qcow2Error> {
     check_apart(&file, &backing)?;
     let mut layers = Vec::new();
     let mut below: Option<FormatAccess<ImageFile>> = None;
     for (index, (fd, format)) in backing.into_iter().enumerate().rev() {
-        let which = Layer::Below(index + 1);
+        let which = ChainFile::Below(index + 1);
         let opened = match format {
             ImageFormat::Raw => open_raw(fd, which)?,
             ImageFormat::Qcow2 => {
@@ -178,22 +178,22 @@ fn open(
         layers.insert(0, opened.0);
         below = Some(opened.1);
     }
-    let (file, format, layout) = open_layer(file, below, !read_only, Layer::Top)?;
+    let (file, format, layout) = open_layer(file, below, !read_only, ChainFile::Top)?;
     layers.insert(0, file);
     let needs = offset.saturating_add(size);
     if format.size() < needs {
         return Err(Qcow2Error::Short { has: format.size(), needs });
     }
     let (cluster, marks) = (layout.header.cluster_size, layout.header.version >= 3);
-    let image = Image::new(format, layers, offset, cluster, marks);
+    let image = Qcow2Image::new(format, layers, offset, cluster, marks);
     image.ok_or_else(|| Qcow2Error::System(io::ErrorKind::NotFound.into()))
 }
 
-/// No file is in a chain twice: what is written to it would change what lies below.
+/// Checks that no file is in a chain twice: a write to it would change the data below.
 fn check_apart(file: &OwnedFd, backing: &[(OwnedFd, ImageFormat)]) -> Result<(), Qcow2Error> {
-    let below = backing.iter().zip(1..).map(|((fd, _), depth)| (fd, Layer::Below(depth)));
+    let below = backing.iter().zip(1..).map(|((fd, _), depth)| (fd, ChainFile::Below(depth)));
     let mut seen = HashSet::new();
-    for (fd, which) in std::iter::once((file, Layer::Top)).chain(below) {
+    for (fd, which) in std::iter::once((file, ChainFile::Top)).chain(below) {
         let failed = |error: nix::Error| Qcow2Error::Open { which, error: error.into() };
         let stat = nix::sys::stat::fstat(fd).map_err(failed)?;
         if !seen.insert((stat.st_dev, stat.st_ino)) {
@@ -203,7 +203,10 @@ fn check_apart(file: &OwnedFd, backing: &[(OwnedFd, ImageFormat)]) -> Result<(),
     Ok(())
 }
 
-fn open_raw(fd: OwnedFd, which: Layer) -> Result<(ImageFile, FormatAccess<ImageFile>), Qcow2Error> {
+fn open_raw(
+    fd: OwnedFd,
+    which: ChainFile,
+) -> Result<(ImageFile, FormatAccess<ImageFile>), Qcow2Error> {
     let failed = |error| Qcow2Error::Open { which, error };
     let file = ImageFile::raw(fd).map_err(failed)?;
     let raw = Raw::open_image(file.clone(), false).map_err(failed)?;
@@ -214,7 +217,7 @@ fn open_layer(
     fd: OwnedFd,
     below: Option<FormatAccess<ImageFile>>,
     writable: bool,
-    which: Layer,
+    which: ChainFile,
 ) -> Result<(ImageFile, FormatAccess<ImageFile>, Layout), Qcow2Error> {
     let failed = |error| Qcow2Error::Open { which, error };
     let file = File::from(fd);
@@ -225,7 +228,7 @@ fn open_layer(
         .map_err(|refusal| Qcow2Error::Refused { which, refusal })?;
     let l1 = u64::from(layout.l1_entries) * 8;
     let refcounts = u64::from(layout.refcount_clusters) * layout.header.cluster_size;
-    // One cluster of any size will do.
+    // One cluster of any size is enough.
     let most = REFCOUNT_TABLE_BYTES_MAX.max(layout.header.cluster_size);
     if l1 > L1_BYTES_MAX || refcounts > most {
         return Err(Qcow2Error::Tables(l1.max(refcounts), which));

@@ -29,9 +29,9 @@ fn set(block: &mut [u8], order: u32, index: usize, value: u64) {
     block[index * width..][..width].copy_from_slice(&value.to_be_bytes()[8 - width..]);
 }
 
-/// What has to be in the file instead of `disk` so that no refcount is less than in `exact`; none if that
-/// is so already; and behind which index there is nothing new. From the first one that is raised on, `reserve` free clusters are counted, too: they are
-/// the next to be used, and need no other write of the block then.
+/// The block that must be in the file instead of `disk` so that no refcount is less than in `exact`, and the index
+/// after which nothing changes; none if all are high enough. From the first raised one on, `reserve` free clusters are
+/// counted, too: they will be used next, and then need no other write of the block.
 pub(super) fn raised(
     disk: &[u8],
     exact: &[u8],

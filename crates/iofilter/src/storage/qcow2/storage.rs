@@ -1,4 +1,4 @@
-//! The file of an image, as imago sees it: what imago writes, the tables of the image, is held back until
+//! The image's file, as imago uses it: imago's writes, which are the image's tables, are held back until
 //! [`super::commit`]; data goes straight to the file.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -19,53 +19,53 @@ use crate::stack::request::IoError;
 use crate::storage::sync;
 use crate::storage::target::FileTarget;
 
-/// The file of a layer; clones are the same file.
+/// The file of a layer; clones share it.
 #[derive(Clone, Debug)]
 pub(super) struct ImageFile(pub(super) Arc<Inner>);
 
 #[derive(Debug)]
 pub(super) struct Inner {
     pub(super) target: FileTarget,
-    /// How long the file is, as far as we made it so.
+    /// The length of the file, as far as we made it.
     pub(super) length: AtomicU64,
-    /// How much of it anything was ever written to.
+    /// The end of the part of it that was ever written to.
     pub(super) used: AtomicU64,
     /// The unit of allocation, in bytes; 1 of a raw file.
     pub(super) cluster: u64,
     pub(super) order: u32,
     pub(super) tables: Mutex<Tables>,
     pub(super) helper: CommonStorageHelper,
-    /// What became of the file, in its order: for tests, which cut it off anywhere.
+    /// The changes of the file, in order: for tests, which interrupt it anywhere.
     #[cfg(test)]
-    pub(super) events: Mutex<Vec<Event>>,
-    /// After so many changes of the file there is no more room: for tests.
+    pub(super) events: Mutex<Vec<FileEvent>>,
+    /// The number of changes after which there is no more room: for tests.
     #[cfg(test)]
     pub(super) room: std::sync::atomic::AtomicI64,
 }
 
-/// Something that was done to the file.
+/// A change of the file.
 #[cfg(test)]
 #[derive(Clone, Debug)]
-pub(super) enum Event {
+pub(super) enum FileEvent {
     Write { at: u64, bytes: Vec<u8> },
     Zero { at: u64, length: u64 },
     Length(u64),
     Sync,
 }
 
-/// What imago wrote, by number of cluster.
+/// Imago's writes, by number of cluster.
 #[derive(Debug, Default)]
 pub(super) struct Tables {
     pub(super) pending: BTreeMap<u64, Vec<u8>>,
-    /// Refcount blocks as they should be; in the file they may count more.
+    /// Refcount blocks as they should be; those in the file may count more.
     pub(super) blocks: BTreeMap<u64, Block>,
-    /// The refcount blocks that the refcount table in the file leads to, and which of its entries does.
+    /// The refcount blocks that the refcount table in the file points to, and which of its entries does.
     pub(super) reachable: BTreeMap<u64, u64>,
     /// Where the refcount table is in the file: its first cluster, and how many.
     pub(super) refcount_table: (u64, u64),
     /// Where the L1 table is, likewise. It has the disk's full length and stays where it is.
     pub(super) l1: (u64, u64),
-    /// The clusters that tables were read from or written to since imago's caches were empty.
+    /// The clusters that tables were read from or written to since imago's caches were last emptied.
     pub(super) touched: BTreeSet<u64>,
 }
 
@@ -130,15 +130,15 @@ impl ImageFile {
         self.0.length.load(Ordering::Relaxed)
     }
 
-    /// Whether the file is still as long as we made it: what is cut off is not to be made anew.
+    /// Whether the file is still as long as we made it: do not recreate a truncated part.
     pub(super) fn intact(&self) -> Result<(), IoError> {
         let stat = fstat(&self.0.target.fd).map_err(|error| IoError::from_errno(error as i32))?;
         let short = u64::try_from(stat.st_size).unwrap_or(0) < self.length();
         if short { Err(IoError::Truncated) } else { Ok(()) }
     }
 
-    /// Reads data. What lies in clusters beyond the end of the file is missing, and not zeroes; only the
-    /// tail of the last one may be left out by whoever wrote it.
+    /// Reads data. Clusters beyond the end of the file are missing, and not zeroes; only the
+    /// tail of the last one may have been left out by the writer.
     pub(super) fn read_data(&self, data: &Segments, at: u64) -> Result<(), IoError> {
         let (length, bytes) = (self.length(), data.bytes() as u64);
         let end = at.checked_add(bytes).ok_or(IoError::Truncated)?;
@@ -170,50 +170,50 @@ impl ImageFile {
     /// Makes data zeroes.
     pub(super) fn zero_data(&self, at: u64, length: u64, unmap: bool) -> Result<(), IoError> {
         self.settle(at, length)?;
-        // Neither way makes the file longer, and what is behind its end is zero.
+        // Neither way extends the file, and everything beyond its end is zero.
         let there = self.length().saturating_sub(at).min(length);
         if there == 0 {
             return Ok(());
         }
         #[cfg(test)]
-        self.note(Event::Zero { at, length: there });
+        self.note(FileEvent::Zero { at, length: there });
         sync::zero(&self.0.target, at, there, unmap)
     }
 
-    /// Gives the room of data back, if the file system can.
+    /// Gives back the space of data, if the file system can.
     pub(super) fn discard_data(&self, at: u64, length: u64) -> Result<(), IoError> {
         self.settle(at, length)?;
         #[cfg(test)]
-        self.note(Event::Zero { at, length: length.min(self.length().saturating_sub(at)) });
+        self.note(FileEvent::Zero { at, length: length.min(self.length().saturating_sub(at)) });
         sync::discard(&self.0.target, at, length)
     }
 
-    /// Makes durable what is in the file.
+    /// Makes the file durable.
     pub(super) fn sync_file(&self) -> Result<(), IoError> {
         #[cfg(test)]
-        self.note(Event::Sync);
+        self.note(FileEvent::Sync);
         sync::flush(&self.0.target)
     }
 
     #[cfg(test)]
-    pub(super) fn note(&self, event: Event) {
+    pub(super) fn note(&self, event: FileEvent) {
         self.0.events.lock().unwrap().push(event);
     }
 
-    /// Takes room for a change of the file.
+    /// Counts a change of the file against its room.
     #[cfg(test)]
     fn take_room(&self) -> Result<(), IoError> {
         let left = self.0.room.fetch_sub(1, Ordering::Relaxed);
         if left > 0 { Ok(()) } else { Err(IoError::NoSpace) }
     }
 
-    /// What became of the file since this was asked last.
+    /// The changes of the file since the last call.
     #[cfg(test)]
-    pub(super) fn events(&self) -> Vec<Event> {
+    pub(super) fn events(&self) -> Vec<FileEvent> {
         std::mem::take(&mut self.0.events.lock().unwrap())
     }
 
-    /// Whether something written may be lost for good.
+    /// Whether written data may be lost for good.
     pub(super) fn is_lost(&self) -> bool {
         self.0.target.is_lost()
     }
@@ -223,17 +223,17 @@ impl ImageFile {
         self.tables().pending.len() * self.0.cluster as usize
     }
 
-    /// How much imago may have of tables in its caches, in bytes.
+    /// An upper bound of the tables in imago's caches, in bytes.
     pub(super) fn touched(&self) -> u64 {
         self.tables().touched.len() as u64 * self.0.cluster
     }
 
-    /// Its caches are empty.
+    /// Imago's caches are empty now.
     pub(super) fn forget_touched(&self) {
         self.tables().touched.clear();
     }
 
-    /// Whether the header is to be written: the refcount table has moved.
+    /// Whether the header must be written: the refcount table has moved.
     pub(super) fn moved(&self) -> bool {
         self.tables().pending.contains_key(&0)
     }
@@ -251,7 +251,7 @@ impl ImageFile {
             self.take_room()?;
             let mut bytes = vec![0; data.bytes()];
             Cursor::default().gather(data, &mut bytes);
-            self.note(Event::Write { at, bytes });
+            self.note(FileEvent::Write { at, bytes });
         }
         let mut rest = Segments::default();
         let mut done = sync::once(&self.0.target, write, at, data.as_slice())?;
@@ -270,8 +270,8 @@ impl ImageFile {
         self.0.length.fetch_max(end, Ordering::Relaxed);
     }
 
-    /// imago copies into a new cluster what a write does not cover. Nothing leads to that cluster yet, so
-    /// what is held back of it goes to the file before the data does.
+    /// imago fills the part of a new cluster that a write does not cover. Nothing points to that cluster yet, so
+    /// its held-back part goes to the file before the data does.
     fn settle(&self, at: u64, length: u64) -> Result<(), IoError> {
         let mut tables = self.tables();
         if tables.pending.is_empty() {
@@ -297,7 +297,7 @@ impl ImageFile {
         Ok(())
     }
 
-    /// What the file has; zeroes behind its end.
+    /// The content of the file; zeroes after its end.
     pub(super) fn fetch(&self, bytes: &mut [u8], at: u64) -> Result<(), IoError> {
         let there = self.length().saturating_sub(at).min(bytes.len() as u64) as usize;
         let (present, beyond) = bytes.split_at_mut(there);
@@ -351,7 +351,7 @@ impl ImageFile {
             let start = number * cluster;
             let (from, to) = (start.max(at), (start + cluster).min(end));
             let part = &bytes[(from - at) as usize..(to - at) as usize];
-            // After a failed commit there may be blocks that nothing leads to yet.
+            // After a failed commit there may be blocks that nothing points to yet.
             let block =
                 tables.reachable.contains_key(&number) || tables.blocks.contains_key(&number);
             if !block && !tables.pending.contains_key(&number) {
@@ -377,7 +377,7 @@ impl ImageFile {
     }
 }
 
-/// What imago is told of an error.
+/// The error that imago gets.
 pub(super) fn io_error(error: IoError) -> io::Error {
     match error {
         IoError::Device(errno) => io::Error::from_raw_os_error(errno),
@@ -404,7 +404,7 @@ impl Storage for ImageFile {
         self.write_tables(&bytes, offset)
     }
 
-    /// Only for the part of a new cluster that a write does not cover.
+    /// Used only for the part of a new cluster that a write does not cover.
     unsafe fn pure_write_zeroes(&self, offset: u64, length: u64) -> io::Result<()> {
         self.zero_data(offset, length, true).map_err(io_error)
     }

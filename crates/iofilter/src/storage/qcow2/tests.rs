@@ -1,11 +1,11 @@
-//! An image is cut off anywhere: by the death of the process, after which the file holds what was done so
-//! far, or by a power cut, after which any of what was not made durable may be missing, in parts and in any
-//! order. Each time it must be sound, hold what it has to, and go on from there.
+//! An image is interrupted anywhere: by a kill of the process, after which the file holds every write so
+//! far, or by a power cut, after which any write that was not made durable may be missing, in parts and in any
+//! order. Each time it must be sound, hold the data it has to, and be usable further.
 //!
-//! Now and then the datastore is full for a while.
+//! Sometimes the datastore is full for a while.
 //!
-//! Each block of 512 bytes is filled with the number of the operation that wrote it, so that it tells
-//! whose it is. `VMSEAL_SEED=N` does the same again.
+//! Each block of 512 bytes is filled with the number of the operation that wrote it, so that it shows
+//! which one did. `VMSEAL_SEED=N` repeats a run.
 
 use std::collections::BTreeSet;
 use std::fs::File;
@@ -18,8 +18,8 @@ use std::sync::atomic::Ordering;
 use fastrand::Rng;
 use vmseal_api::transfer::ImageFormat;
 
-use super::storage::Event;
-use super::{Image, open};
+use super::storage::FileEvent;
+use super::{Qcow2Image, open};
 use crate::stack::memory::{Segment, Segments};
 use crate::stack::request::{IoError, Operation};
 
@@ -27,16 +27,16 @@ const SIZE: u64 = 3 << 20;
 const BLOCK: u64 = 512;
 const BLOCKS: usize = (SIZE / BLOCK) as usize;
 
-/// Whose a block is that was in the image below from the start.
+/// The number of a block that was in the image below from the start.
 const BELOW: u32 = u32::MAX;
 
-/// Numbers that a block may hold.
+/// The numbers that a block may hold.
 type Allowed = BTreeSet<u32>;
 
-/// Something that happened: to the file, or an answer to the guest.
+/// An event: a change of the file, or an answer to the guest.
 enum Step {
-    File(Event),
-    /// From here on each of these blocks may hold one of these.
+    File(FileEvent),
+    /// From here on each of these blocks may hold one of these numbers.
     Begun(Vec<(usize, Allowed)>),
     /// The operations that have begun are answered.
     Answered,
@@ -47,9 +47,9 @@ enum Step {
 /// The numbers that blocks may hold at the moment, and those of earlier moments that may come back.
 #[derive(Clone)]
 struct Blocks {
-    /// As of the last flush and any time since.
+    /// After any event since the last flush.
     after_power_cut: Vec<Allowed>,
-    /// As of the last answer and any time since.
+    /// After any event since the last answer.
     after_kill: Vec<Allowed>,
     now: Vec<Allowed>,
 }
@@ -118,7 +118,7 @@ impl Place {
         File::options().read(true).write(true).open(self.directory.path().join(name)).unwrap()
     }
 
-    fn open(&self) -> Image {
+    fn open(&self) -> Qcow2Image {
         let below = |&format: &ImageFormat| (OwnedFd::from(self.file("below")), format);
         let below = self.below.iter().map(below).collect();
         open(self.file("image").into(), below, 0, SIZE, false).unwrap()
@@ -143,8 +143,8 @@ impl Place {
     }
 }
 
-/// Does what a guest may ask, in batches as the worker does; what happened.
-fn history(image: &mut Image, rng: &mut Rng, number: &mut u32, now: &[Allowed]) -> Vec<Step> {
+/// Does requests that a guest may make, in batches as the worker does; returns the events.
+fn history(image: &mut Qcow2Image, rng: &mut Rng, number: &mut u32, now: &[Allowed]) -> Vec<Step> {
     let (mut steps, mut now) = (Vec::new(), now.to_vec());
     for _ in 0..rng.usize(1..30) {
         let mut flush = false;
@@ -206,13 +206,13 @@ fn history(image: &mut Image, rng: &mut Rng, number: &mut u32, now: &[Allowed]) 
     steps
 }
 
-/// Does to a file what was done to the image; with `power_cut`, only some of what was not made durable.
+/// Applies the events to a file; with `power_cut`, only some of those that were not made durable.
 fn replay(file: &File, steps: &[Step], power_cut: Option<&mut Rng>) {
-    let events: Vec<&Event> = steps
+    let events: Vec<&FileEvent> = steps
         .iter()
         .filter_map(|step| if let Step::File(event) = step { Some(event) } else { None })
         .collect();
-    let durable = events.iter().rposition(|event| matches!(event, Event::Sync)).unwrap_or(0);
+    let durable = events.iter().rposition(|event| matches!(event, FileEvent::Sync)).unwrap_or(0);
     let (sure, unsure) = events.split_at(durable);
     sure.iter().for_each(|event| apply(file, event, &mut |_| true));
     let mut rng = power_cut;
@@ -228,7 +228,7 @@ fn replay(file: &File, steps: &[Step], power_cut: Option<&mut Rng>) {
     }
 }
 
-fn apply(file: &File, event: &Event, kept: &mut dyn FnMut(u64) -> bool) {
+fn apply(file: &File, event: &FileEvent, kept: &mut dyn FnMut(u64) -> bool) {
     let mut put = |at: u64, bytes: &[u8]| {
         for (index, sector) in bytes.chunks(512).enumerate() {
             let at = at + index as u64 * 512;
@@ -238,22 +238,22 @@ fn apply(file: &File, event: &Event, kept: &mut dyn FnMut(u64) -> bool) {
         }
     };
     match event {
-        Event::Write { at, bytes } => put(*at, bytes),
-        Event::Zero { at, length } => put(*at, &vec![0; *length as usize]),
+        FileEvent::Write { at, bytes } => put(*at, bytes),
+        FileEvent::Zero { at, length } => put(*at, &vec![0; *length as usize]),
         // A power cut may lose it as it may lose the writes that make the file longer.
-        Event::Length(length) if kept(0) => file.set_len(*length).unwrap(),
-        Event::Length(_) | Event::Sync => {}
+        FileEvent::Length(length) if kept(0) => file.set_len(*length).unwrap(),
+        FileEvent::Length(_) | FileEvent::Sync => {}
     }
 }
 
-/// Where the power fails: anywhere, or right behind a write of the L1 table, which what it leads to has to precede.
+/// Where the power fails: anywhere, or right after a write of the L1 table, before which its targets must be durable.
 fn place_of_cut(image: &[u8], steps: &[Step], rng: &mut Rng) -> usize {
     // qcow2: l1_size and l1_table_offset of the header.
     let entries = u32::from_be_bytes(image[36..40].try_into().unwrap());
     let start = u64::from_be_bytes(image[40..48].try_into().unwrap());
     let l1 = start..start + 8 * u64::from(entries);
     let leads =
-        |step: &Step| matches!(step, Step::File(Event::Write { at, .. }) if l1.contains(at));
+        |step: &Step| matches!(step, Step::File(FileEvent::Write { at, .. }) if l1.contains(at));
     let behind: Vec<usize> =
         (1..).zip(steps).filter(|(_, step)| leads(step)).map(|(cut, _)| cut).collect();
     match rng.choice(&behind) {
@@ -262,7 +262,7 @@ fn place_of_cut(image: &[u8], steps: &[Step], rng: &mut Rng) -> usize {
     }
 }
 
-/// Lives several lives of an image, each cut off somewhere, `power_cuts` times as by a power cut.
+/// Runs an image several times, each run interrupted somewhere, `power_cuts` of them by a power cut.
 fn live(place: &Place, of: u32, power_cuts: usize, rng: &mut Rng, context: &str) {
     let (mut blocks, mut number) = (Blocks::new(of), 0);
     for life in 0..4 {
@@ -280,7 +280,7 @@ fn live(place: &Place, of: u32, power_cuts: usize, rng: &mut Rng, context: &str)
         } else {
             drop(image);
         }
-        // A kill comes last: the next life goes on from there.
+        // A kill comes last: the next run continues from there.
         for power_cut in (0..=power_cuts).map(|time| time < power_cuts) {
             let cut = if power_cut {
                 place_of_cut(&before, &steps, rng)
@@ -329,12 +329,12 @@ fn seed() -> u64 {
 }
 
 #[test]
-fn an_image_that_is_cut_off_anywhere_is_sound_and_has_lost_nothing() {
+fn an_image_that_is_interrupted_anywhere_is_sound_and_has_lost_nothing() {
     let seed = seed();
     println!("VMSEAL_SEED={seed}");
     for turn in 0..2 {
         let mut rng = Rng::with_seed(seed.wrapping_add(turn));
-        // Small clusters have many tables: which of them leads to which matters more.
+        // Small clusters have many tables: the order between them matters more.
         let clusters = [
             ("cluster_size=64k", 1),
             ("cluster_size=4k,refcount_bits=1", 1),

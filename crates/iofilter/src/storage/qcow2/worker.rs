@@ -1,4 +1,4 @@
-//! The thread that has an image, and what queues have of it.
+//! The thread that owns an image, and the queues' end of it.
 //!
 //! ```text
 //!  queue ── poll: jobs ──> [Working] ── batch done, tables committed ──> answers, waker ──> queue
@@ -6,9 +6,9 @@
 //!                             v
 //!                          [Failed]: every job fails
 //! ```
-//! An image has one owner for all of a disk's queues: its tables are not the queues' to share. Requests are
-//! done one after the other, in the order of their arrival ([`super::exchange`]). The thread begins with the
-//! first of them: a queue's thread starts it, and it is confined as that one is ([`crate::process::confinement`]).
+//! An image has one owner for all of a disk's queues, as queues cannot share its tables. Requests are
+//! done one after the other, in the order of their arrival ([`super::exchange`]). The first request
+//! starts the thread: a queue's thread does so, and it gets that one's restrictions ([`crate::process::confinement`]).
 
 use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -19,7 +19,7 @@ use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use super::exchange::{End, Event, Exchange, Job, Work};
-use super::image::Image;
+use super::image::Qcow2Image;
 use crate::stack::chain::{Io, Storage};
 use crate::stack::contained;
 use crate::stack::memory::{Cursor, Segments};
@@ -27,30 +27,30 @@ use crate::stack::request::{IoError, Operation, RequestId, Requests};
 use crate::stack::waker::Waker;
 use crate::storage::extent::Extent;
 
-/// imago goes down a frame or two for each layer.
+/// imago recurses a frame or two for each layer.
 const STACK: usize = 512 * 1024;
 
-/// What is asked of the image.
+/// A question or request to the image.
 enum ImageQuery {
-    /// To do this.
+    /// Do this.
     Operation(Operation),
     /// What is there; and the answer.
     Extent(Option<Extent>),
 }
 
-/// A request to the image, and how it went.
+/// A request to the image, and its result.
 struct Request {
     id: RequestId,
     asked: ImageQuery,
     offset: u64,
     length: u64,
-    /// The list is for the next one.
+    /// The list is reused for the next one.
     data: Segments,
     result: Result<(), IoError>,
 }
 
 /// An image; none after a defect.
-struct ImageOwner(Option<Image>);
+struct ImageOwner(Option<Qcow2Image>);
 
 impl Work for ImageOwner {
     type Request = Request;
@@ -82,7 +82,7 @@ impl Work for ImageOwner {
     }
 }
 
-fn do_batch(image: &mut Image, batch: &mut [Job<ImageOwner>]) {
+fn do_batch(image: &mut Qcow2Image, batch: &mut [Job<ImageOwner>]) {
     for Job { request, .. } in batch.iter_mut() {
         let Request { asked, offset, length, data, .. } = request;
         request.result = match asked {
@@ -93,7 +93,7 @@ fn do_batch(image: &mut Image, batch: &mut [Job<ImageOwner>]) {
         };
     }
     if let Err(error) = image.commit() {
-        // Nothing leads to what was written.
+        // Nothing points to the data that was written.
         let requests = batch.iter_mut().map(|job| &mut job.request);
         let changes = |request: &&mut Request| match request.asked {
             ImageQuery::Operation(operation) => operation != Operation::Read,
@@ -103,9 +103,12 @@ fn do_batch(image: &mut Image, batch: &mut [Job<ImageOwner>]) {
     }
 }
 
-/// Runs a defective library's code on the image, which is not touched again if that panics: what it held
-/// back is then not written.
-fn contain<T>(mut image: Image, run: impl FnOnce(&mut Image) -> T) -> (Option<Image>, Option<T>) {
+/// Runs code of the library on the image, which is not used again if that panics: held-back tables are then
+/// not written.
+fn contain<T>(
+    mut image: Qcow2Image,
+    run: impl FnOnce(&mut Qcow2Image) -> T,
+) -> (Option<Qcow2Image>, Option<T>) {
     match contained::run(|| run(&mut image)) {
         Some(outcome) => (Some(image), Some(outcome)),
         None => {
@@ -121,16 +124,16 @@ impl Event for Waker {
         self.wake();
     }
 
-    /// Nothing is to be cleared: whoever slept has disarmed it.
+    /// Nothing to clear: the chain that slept has disarmed it.
     fn clear(&self) {}
 }
 
-/// The owner of an image, for all that have the disk. It ends, and the image is closed, when the last of them is gone.
+/// The owner of an image, shared by all users of the disk. It ends, and the image is closed, when the last is gone.
 #[derive(Clone)]
 pub(super) struct ImageWorker(Arc<Exchange<ImageOwner>>);
 
 impl ImageWorker {
-    pub(super) fn new(image: Image) -> Self {
+    pub(super) fn new(image: Qcow2Image) -> Self {
         Self(Arc::new(Exchange::new(ImageOwner(Some(image)))))
     }
 
@@ -140,17 +143,17 @@ impl ImageWorker {
         Box::new(ImageQueue { exchange, end: None, capacity, lists })
     }
 
-    /// For those who ask where the disk's zeroes are, and may sleep.
+    /// For callers that ask where the disk's zeroes are, and may sleep.
     pub(super) fn extents(&self) -> io::Result<Extents> {
         let id = Requests::new(1).take().ok_or(io::ErrorKind::Other)?;
         Ok(Extents { end: Mutex::new(self.0.end(Waker::new()?)), id })
     }
 }
 
-/// What is known of an image's zeroes: asked of its thread, one question at a time.
+/// Finds an image's zeroes: asks its thread, one question at a time.
 pub struct Extents {
     end: Mutex<End<ImageOwner>>,
-    /// The one request that there is.
+    /// The only request there is.
     id: RequestId,
 }
 
@@ -161,17 +164,17 @@ impl fmt::Debug for Extents {
 }
 
 impl Extents {
-    /// What is at `at`, which is below `end`, up to `end` at the most.
+    /// The content at `at`, which is below `end`, up to `end` at most.
     ///
     /// # Errors
-    /// [`IoError`] of the image's tables, in an error of the kind `Other`; as the system.
+    /// [`IoError`] of the image's tables, in an error of the kind `Other`; or a system error.
     pub fn extent(&self, at: u64, end: u64) -> io::Result<Extent> {
         let mut queue = self.end.lock().unwrap_or_else(PoisonError::into_inner);
         let (id, data) = (self.id, Segments::default());
         let (asked, length) = (ImageQuery::Extent(None), end - at);
         queue.push(Request { id, asked, offset: at, length, data, result: Ok(()) });
         if let Err(error) = queue.hand_over() {
-            // It is taken back.
+            // The request is taken back.
             queue.refuse(|_| ());
             drop(queue.collect());
             return Err(error);
@@ -205,10 +208,10 @@ fn answer(queue: &mut End<ImageOwner>) -> io::Result<Request> {
     }
 }
 
-/// What one queue has of the image.
+/// One queue's end of the image.
 struct ImageQueue {
     exchange: Arc<Exchange<ImageOwner>>,
-    /// From the first request on: whom to wake is known then.
+    /// From the first request on: only then is the waker known.
     end: Option<End<ImageOwner>>,
     capacity: usize,
     /// Lists of memory, by request, kept so that none is allocated.
@@ -264,7 +267,7 @@ mod tests {
 
     use super::*;
 
-    fn image(at: &std::path::Path) -> Image {
+    fn image(at: &std::path::Path) -> Qcow2Image {
         let create = ["create", "-q", "-f", "qcow2"];
         let made = std::process::Command::new("qemu-img").args(create).arg(at).arg("1M").status();
         assert!(made.unwrap().success());

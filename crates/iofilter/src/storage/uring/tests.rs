@@ -1,5 +1,5 @@
-//! The engine over a ring that ends requests as a test says, within what the kernel may do; and what a real ring
-//! may do.
+//! The engine over a ring that completes requests as a test says, within the kernel's contract; and which operations
+//! a real ring allows.
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -15,16 +15,16 @@ use crate::stack::chain::{Chain, Filter, Limits};
 use crate::stack::memory::Segment;
 use crate::stack::pool::Pool;
 
-/// How long a chain may take that is not stuck.
-const PATIENCE: Duration = Duration::from_secs(60);
+/// A chain that takes longer is stuck.
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 const SIZE: usize = 1 << 20;
 
-/// What becomes of the next request that the kernel takes, or of the next `io_uring_enter`.
+/// The outcome of the next request that the kernel takes, or of the next `io_uring_enter`.
 #[derive(Clone, Copy, Debug, PartialEq)]
-enum Next {
+enum Outcome {
     Whole,
-    /// At most so many bytes of a read or write.
+    /// At most this many bytes of a read or write.
     Short(usize),
     /// This error number.
     Fails(i32),
@@ -34,10 +34,10 @@ enum Next {
     EnterTakesOne,
 }
 
-/// The kernel's side. What the script does not say goes well.
+/// The kernel's side. Everything that is not in the script succeeds.
 struct Scripted {
     file: File,
-    script: VecDeque<Next>,
+    script: VecDeque<Outcome>,
     entries: usize,
     queued: VecDeque<[u8; 64]>,
     done: VecDeque<(u64, i32)>,
@@ -45,32 +45,32 @@ struct Scripted {
 }
 
 impl Scripted {
-    fn new(file: &File, script: impl IntoIterator<Item = Next>, entries: usize) -> Self {
+    fn new(file: &File, script: impl IntoIterator<Item = Outcome>, entries: usize) -> Self {
         let (file, script) = (file.try_clone().unwrap(), script.into_iter().collect());
         let event = EventFd::from_flags(EfdFlags::EFD_NONBLOCK).unwrap();
         let (queued, done) = (VecDeque::new(), VecDeque::new());
         Self { file, script, entries, queued, done, event }
     }
 
-    /// Does what an entry (linux/io_uring.h) asks for.
+    /// Does the operation of an entry (linux/io_uring.h).
     fn perform(&mut self, entry: &[u8; 64]) {
         let field = |at: usize| u64::from_le_bytes(entry[at..at + 8].try_into().unwrap());
         let (offset, address, user) = (field(8), field(16), field(32));
         let count = u32::from_le_bytes(entry[24..28].try_into().unwrap());
         let moves = [opcode::Readv::CODE, opcode::Writev::CODE].contains(&entry[0]);
         let next = match self.script.front() {
-            Some(Next::EnterFails(_) | Next::EnterTakesOne) | None => Next::Whole,
+            Some(Outcome::EnterFails(_) | Outcome::EnterTakesOne) | None => Outcome::Whole,
             Some(_) => self.script.pop_front().unwrap(),
         };
         let answer = match next {
-            Next::Fails(errno) => -errno,
+            Outcome::Fails(errno) => -errno,
             _ if !moves => 0,
             next => {
                 // SAFETY: the engine's promise to the kernel, whose place this takes.
                 let list = unsafe {
                     std::slice::from_raw_parts(address as *const libc::iovec, count as usize)
                 };
-                let most = if let Next::Short(most) = next { most } else { usize::MAX };
+                let most = if let Outcome::Short(most) = next { most } else { usize::MAX };
                 let write = entry[0] == opcode::Writev::CODE;
                 self.move_bytes(list, offset, most, write)
             }
@@ -114,11 +114,11 @@ impl Ring for Scripted {
     fn enter(&mut self, _completions: usize) -> io::Result<usize> {
         let mut most = usize::MAX;
         match self.script.front() {
-            Some(&Next::EnterFails(errno)) => {
+            Some(&Outcome::EnterFails(errno)) => {
                 self.script.pop_front();
                 return Err(io::Error::from_raw_os_error(errno));
             }
-            Some(Next::EnterTakesOne) => {
+            Some(Outcome::EnterTakesOne) => {
                 self.script.pop_front();
                 most = 1;
             }
@@ -154,7 +154,7 @@ fn content(seed: usize) -> Vec<u8> {
     (0..SIZE).map(|at| ((at / 512 + seed) % 251) as u8).collect()
 }
 
-/// Requests of so many bytes each, one behind the other, in memory of odd pieces.
+/// Requests of this many bytes each, one after the other, in memory of odd pieces.
 fn submit(chain: &mut Chain, operation: Operation, bytes: &mut [u8], length: usize) {
     for (index, part) in bytes.chunks_mut(length).enumerate() {
         let id = chain.begin().unwrap();
@@ -166,8 +166,8 @@ fn submit(chain: &mut Chain, operation: Operation, bytes: &mut [u8], length: usi
     }
 }
 
-/// Does the requests over a ring with this script, sleeping as production does; what the memory then has, and how
-/// they ended.
+/// Does the requests over a ring with this script, sleeping as in production; returns the memory's content and
+/// the results.
 fn run(
     file: &File,
     ring: Scripted,
@@ -183,21 +183,21 @@ fn run(
         drop(chain);
         let _ = send.send((bytes, result));
     });
-    receive.recv_timeout(PATIENCE).expect("the owner of the chain sleeps for ever")
+    receive.recv_timeout(TIMEOUT).expect("the owner of the chain sleeps for ever")
 }
 
 #[test]
 fn a_request_alone_that_comes_back_unfinished_is_handed_over_again_before_its_owner_sleeps() {
-    let ways: [&[Next]; 9] = [
-        &[Next::Short(1)],
-        &[Next::Short(4096), Next::Short(1), Next::Short(9000)],
-        &[Next::Fails(libc::EINTR)],
-        &[Next::Fails(libc::EAGAIN), Next::Short(3000), Next::Fails(libc::EAGAIN)],
-        &[Next::EnterFails(libc::EAGAIN)],
-        &[Next::EnterFails(libc::EBUSY); 20],
-        &[Next::EnterFails(libc::ENOMEM); 5],
-        &[Next::Fails(libc::EAGAIN); 50],
-        &[Next::Short(10); 100],
+    let ways: [&[Outcome]; 9] = [
+        &[Outcome::Short(1)],
+        &[Outcome::Short(4096), Outcome::Short(1), Outcome::Short(9000)],
+        &[Outcome::Fails(libc::EINTR)],
+        &[Outcome::Fails(libc::EAGAIN), Outcome::Short(3000), Outcome::Fails(libc::EAGAIN)],
+        &[Outcome::EnterFails(libc::EAGAIN)],
+        &[Outcome::EnterFails(libc::EBUSY); 20],
+        &[Outcome::EnterFails(libc::ENOMEM); 5],
+        &[Outcome::Fails(libc::EAGAIN); 50],
+        &[Outcome::Short(10); 100],
     ];
     for way in ways {
         let file = file();
@@ -220,7 +220,7 @@ fn flushes_and_zeroes_that_are_interrupted_are_handed_over_again() {
     for operation in [Operation::Flush, Operation::Discard, Operation::WriteZeroes { unmap: true }]
     {
         let file = file();
-        let script = [Next::Fails(libc::EINTR), Next::Fails(libc::EAGAIN)];
+        let script = [Outcome::Fails(libc::EINTR), Outcome::Fails(libc::EAGAIN)];
         let target = Arc::new(FileTarget::whole(file.try_clone().unwrap().into()));
         let ring = Scripted::new(&file, script, 8);
         let (send, receive) = mpsc::channel();
@@ -231,7 +231,7 @@ fn flushes_and_zeroes_that_are_interrupted_are_handed_over_again() {
             chain.submit(id, operation, 0, 4096, 0);
             let _ = send.send(blocking::drain(&mut chain));
         });
-        assert_eq!(receive.recv_timeout(PATIENCE), Ok(Ok(())), "{operation:?}");
+        assert_eq!(receive.recv_timeout(TIMEOUT), Ok(Ok(())), "{operation:?}");
     }
 }
 
@@ -241,14 +241,14 @@ fn whatever_the_kernel_may_do_many_requests_at_once_all_end_and_move_all_their_b
         let mut random = fastrand::Rng::with_seed(seed);
         let mut script = || {
             let next = |random: &mut fastrand::Rng| match random.u8(..10) {
-                0..=3 => Next::Short(random.usize(1..20_000)),
-                4 => Next::Fails(libc::EINTR),
-                5 => Next::Fails(libc::EAGAIN),
-                6 => Next::EnterFails(
+                0..=3 => Outcome::Short(random.usize(1..20_000)),
+                4 => Outcome::Fails(libc::EINTR),
+                5 => Outcome::Fails(libc::EAGAIN),
+                6 => Outcome::EnterFails(
                     *random.choice([libc::EAGAIN, libc::EBUSY, libc::EINTR].iter()).unwrap(),
                 ),
-                7 => Next::EnterTakesOne,
-                _ => Next::Whole,
+                7 => Outcome::EnterTakesOne,
+                _ => Outcome::Whole,
             };
             (0..200).map(|_| next(&mut random)).collect::<Vec<_>>()
         };
@@ -267,10 +267,10 @@ fn whatever_the_kernel_may_do_many_requests_at_once_all_end_and_move_all_their_b
 }
 
 #[test]
-fn a_request_that_never_gets_on_fails_and_does_not_keep_a_processor_busy() {
+fn a_request_without_progress_fails_and_does_not_keep_a_processor_busy() {
     let file = file();
     let target = Arc::new(FileTarget::whole(file.try_clone().unwrap().into()));
-    let ring = Scripted::new(&file, std::iter::repeat_n(Next::Fails(libc::EAGAIN), 100), 8);
+    let ring = Scripted::new(&file, std::iter::repeat_n(Outcome::Fails(libc::EAGAIN), 100), 8);
     let mut chain =
         Chain::new(SIZE as u64, false, Vec::new(), Box::new(UringFile::over(ring, target)))
             .unwrap();
@@ -339,7 +339,7 @@ fn memory_that_the_kernel_may_still_write_into_is_not_freed() {
     for works in [true, false] {
         let file = file();
         let fails = usize::from(!works) * 5000;
-        let script = std::iter::repeat_n(Next::EnterFails(libc::ENOMEM), fails);
+        let script = std::iter::repeat_n(Outcome::EnterFails(libc::ENOMEM), fails);
         let target = Arc::new(FileTarget::whole(file.try_clone().unwrap().into()));
         let backend = UringFile::over(Scripted::new(&file, script, 8), target);
         let bounces = Bounces(Pool::new(4096).unwrap());

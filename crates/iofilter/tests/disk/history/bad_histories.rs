@@ -1,4 +1,4 @@
-//! Histories made by hand, of disks that do what they must not, and of some that do what they may.
+//! Histories made by hand, of disks with errors, and of some that are correct.
 
 use crate::history::checker::{End, History, Read, Write, Wrong};
 use crate::history::stamp::{Found, Stamp};
@@ -11,7 +11,7 @@ fn done(sequence: u64, asked: u64, done: u64) -> Write {
     write(sequence, asked, End::Done(done))
 }
 
-/// Reads of the first unit: what was found, and when.
+/// Reads of the first unit: the content, and when.
 fn history(writes: &[Write], reads: &[(Found, u64, u64)]) -> History {
     let mut history = History::new(vec![Found::Zeroes; 4]);
     history.writes = writes.to_vec();
@@ -29,7 +29,7 @@ const TWO: Found = Found::Write(2);
 const ZERO: Found = Found::Zeroes;
 
 #[test]
-fn what_a_disk_may_do_is_not_found_fault_with() {
+fn correct_histories_have_no_findings() {
     let both = [done(1, 1, 2), done(2, 5, 8)];
     assert_eq!(wrong(&both, &[(ZERO, 1, 3), (ONE, 3, 4), (ONE, 6, 7), (TWO, 9, 10)]), []);
     assert_eq!(wrong(&both, &[(ONE, 4, 9), (TWO, 6, 7)]), [], "reads at once, in any order");
@@ -69,13 +69,13 @@ fn a_write_that_is_done_twice_is_found() {
     let at_once = [done(1, 1, 5), done(2, 2, 6)];
     let seen = [(ONE, 3, 4), (TWO, 7, 8), (ONE, 9, 10)];
     assert_eq!(wrong(&at_once, &seen), [Wrong::Doubled], "first one, then two, then one again");
-    // The second write was never answered: only having been seen orders it.
+    // The second write was never answered: only a read that found it orders it.
     let open = [done(1, 1, 2), write(2, 5, End::Open)];
     assert_eq!(wrong(&open, &[(TWO, 7, 8), (ONE, 9, 10)]), [Wrong::Doubled]);
 }
 
 #[test]
-fn what_is_torn_misplaced_or_invented_is_found() {
+fn torn_misplaced_and_invented_data_is_found() {
     let one = [done(1, 1, 2)];
     assert_eq!(wrong(&one, &[(Found::Torn, 3, 4)]), [Wrong::Torn]);
     let elsewhere = Found::Misplaced(Stamp { disk: 1, unit: 3, sequence: 1 });

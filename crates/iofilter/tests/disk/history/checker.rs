@@ -1,6 +1,6 @@
-//! What a guest saw of its disk, and whether a disk could have done that.
+//! Checks whether a disk could have behaved as a guest saw it.
 //!
-//! Each unit is a register. Of a read that found the write W, wrong is:
+//! Each unit is a register. A read that found the write W is wrong if it is:
 //! ```text
 //!  torn        neither zeroes nor one whole unit          misplaced   a whole unit of another place or disk
 //!  invented    W was never made, or only after the read
@@ -8,19 +8,19 @@
 //!  stale       the same, but W' is found later            doubled     the same, but W' was found before
 //!  doubled     also: reads found W, then another, then W again
 //! ```
-//! W' follows W when it was asked for after W was over. A write that failed may have been done in part,
-//! and one that was under way when all ended may be done or not; neither hides another. After a power cut
-//! only what a flush covers hides others: it was done before the flush was asked for, and the flush was
-//! done. What a unit is then, it has always been: the next history begins with it.
+//! W' follows W when it was submitted after W was over. A write that failed may have been done in part,
+//! and one that was in flight at the end may be done or not; neither hides another. After a power cut
+//! only a flushed write hides others: it was done before the flush was submitted, and the flush was
+//! answered. After the cut a unit counts as if it had always held its content: the next history begins with it.
 
 use std::ops::Range;
 
 use crate::history::stamp::Found;
 
-/// Counts what happens, one after the other.
+/// Counts events, one after the other.
 pub type Time = u64;
 
-/// How something ended that was asked for.
+/// How a request ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum End {
     Done(Time),
@@ -39,7 +39,7 @@ pub struct Write {
     pub end: End,
 }
 
-/// A read that was answered well.
+/// A read that succeeded.
 #[derive(Clone, Debug)]
 pub struct Read {
     pub first: u64,
@@ -48,18 +48,18 @@ pub struct Read {
     pub done: Time,
 }
 
-/// All that a guest did and saw, from the disk's content at its start.
+/// Everything that a guest did and saw, from the disk's content at its start.
 #[derive(Clone, Debug)]
 pub struct History {
     pub start: Vec<Found>,
     pub writes: Vec<Write>,
     pub reads: Vec<Read>,
-    /// When each flush was asked for that was answered well.
+    /// When each flush that succeeded was submitted.
     pub flushes: Vec<Time>,
     now: Time,
 }
 
-/// What a disk must not do.
+/// The faults of a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Wrong {
     Torn,
@@ -68,11 +68,11 @@ pub enum Wrong {
     Lost,
     Stale,
     Doubled,
-    /// After a power cut: a flush covered what hides it.
+    /// After a power cut: a flush covered the write that hides it.
     Unflushed,
 }
 
-/// Where it did it.
+/// Where the fault is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Finding {
     pub wrong: Wrong,
@@ -96,7 +96,7 @@ impl Version {
     }
 }
 
-/// What one read saw of one unit.
+/// The content of one unit in one read.
 #[derive(Clone, Copy, Debug)]
 struct Sight {
     value: Found,
@@ -142,7 +142,7 @@ impl History {
         sights
     }
 
-    /// Everything that no disk could have done.
+    /// All findings that no disk could have caused.
     pub fn check(&self) -> Vec<Finding> {
         let units = 0..self.start.len() as u64;
         units.flat_map(|unit| self.check_unit(unit)).collect()
@@ -159,7 +159,7 @@ impl History {
         judged.collect()
     }
 
-    /// Everything that a power cut cannot have left: `after` is what each unit is then.
+    /// All findings that a power cut cannot have caused: `after` is the content of each unit then.
     pub fn check_cut(&self, after: &[Found]) -> Vec<Finding> {
         let units = (0..).zip(after);
         let judged = units.filter_map(|(unit, &found)| {
@@ -194,7 +194,7 @@ fn garbled(found: Found) -> Option<Wrong> {
     }
 }
 
-/// Whether what was seen was there to be seen.
+/// Whether the content could have been found.
 fn judge(versions: &[Version], sights: &[Sight], sight: &Sight) -> Option<Wrong> {
     let made = |version: &&Version| version.value == sight.value && version.asked < sight.done;
     let made: Vec<_> = versions.iter().filter(made).collect();
@@ -221,7 +221,7 @@ fn judge(versions: &[Version], sights: &[Sight], sight: &Sight) -> Option<Wrong>
     })
 }
 
-/// Whether what is seen had been replaced by what was seen before. Zeroes may be written twice.
+/// Whether the content had been replaced by one that was found before. Zeroes may be written twice.
 fn back_again(versions: &[Version], earlier: &[Sight], sight: &Sight) -> Option<Wrong> {
     if versions.iter().filter(|version| version.value == sight.value).count() != 1 {
         return None;

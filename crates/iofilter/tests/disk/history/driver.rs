@@ -1,5 +1,5 @@
-//! The front ends over storage that forgets. A driver that does not know of flushes (SeaBIOS) has each write
-//! flushed before it is answered, and so has an NBD client that asks for it (FUA).
+//! The front ends over storage that forgets. For a driver that sends no flushes (SeaBIOS) each write is
+//! flushed before it is answered, and likewise for an NBD client that asks for it (FUA).
 
 use std::io::{Read, Write as _};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -26,17 +26,17 @@ use crate::seed::seed;
 
 const DISK: u64 = 0x6472_6976;
 
-/// What both protocols call a read and a write.
+/// The number of a read and a write in both protocols.
 const READ: u16 = 0;
 const WRITE: u16 = 1;
 
-/// virtio-blk: the driver knows of flushes.
+/// virtio-blk: the driver sends flushes.
 const FLUSH: u64 = 1 << 9;
 
-/// NBD: the write is to be durable before it is answered.
+/// NBD: the write must be durable before it is answered.
 const FUA: u16 = 1;
 
-/// How the disk is reached, and what a write asks for.
+/// How the disk is served, and what a write asks for.
 #[derive(Clone, Copy, Debug)]
 enum Way {
     Vhost { features: u64 },
@@ -95,7 +95,7 @@ enum Driver {
     Nbd(UnixStream, u16),
 }
 
-/// Enters transmission by the oldest way: fixed newstyle, no zeroes, the export without a name.
+/// Enters transmission in the oldest way: fixed newstyle, no zeroes, the export without a name.
 fn negotiate(mut stream: &UnixStream) {
     let mut greeting = [0; 18];
     stream.read_exact(&mut greeting).unwrap();
@@ -108,7 +108,7 @@ fn negotiate(mut stream: &UnixStream) {
 }
 
 impl Driver {
-    /// One request, well answered; what the data is then.
+    /// Does one request that must succeed; returns the data.
     fn request(&mut self, kind: u16, unit: u64, data: &[u8]) -> Vec<u8> {
         match self {
             Driver::Vhost(initiator) => {
@@ -147,7 +147,7 @@ impl Drop for Server {
     }
 }
 
-/// Writes, then the power fails. What is wrong, if each answer meant that the write is durable.
+/// Writes, then the power fails. Returns what is wrong if each answer meant that the write is durable.
 fn run(kind: &Kind, way: Way, random: &mut fastrand::Rng) -> Vec<Finding> {
     let platter = Platter::new(SIZE as usize, kind.granule, Fault::Nothing, random.fork());
     let units = SIZE / BLOCK as u64;
@@ -174,7 +174,7 @@ fn run(kind: &Kind, way: Way, random: &mut fastrand::Rng) -> Vec<Finding> {
 }
 
 #[test]
-fn what_is_answered_as_durable_survives_a_power_cut() {
+fn writes_answered_as_durable_survive_a_power_cut() {
     let mut random = fastrand::Rng::with_seed(seed());
     let ways = [
         (Way::Vhost { features: !FLUSH }, Way::Vhost { features: u64::MAX }),

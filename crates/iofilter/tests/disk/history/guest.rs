@@ -1,4 +1,4 @@
-//! A guest that asks several queues of a disk at random, all at once, and keeps the history. One thread
+//! A guest that sends random requests to several queues of a disk, all at once, and keeps the history. One thread
 //! runs all queues, in an order that the seed decides.
 
 use std::collections::HashMap;
@@ -16,13 +16,13 @@ use crate::waiting;
 /// How many queues.
 const QUEUES: usize = 3;
 
-/// The most requests of a queue that are under way.
+/// The most requests of a queue in flight.
 const DEPTH: usize = 12;
 
 /// The number of the disk in its stamps.
 const DISK: u64 = 0x7665_7269_6679;
 
-/// What is asked and not answered, with its memory.
+/// A request that is not answered yet, with its memory.
 enum Asked {
     Write(usize),
     Read { first: u64, asked: u64 },
@@ -45,7 +45,7 @@ pub struct Guest<'a> {
 }
 
 impl<'a> Guest<'a> {
-    /// A guest of what `disk` puts over `platter`, which reads as zeroes.
+    /// A guest of the disk that `disk` makes over `platter`, which reads as zeroes.
     pub fn new(
         disk: &'a dyn Fn() -> Disk,
         platter: &'a Platter,
@@ -67,7 +67,7 @@ impl<'a> Guest<'a> {
         self.queues = (0..QUEUES).map(chain).map(queue).collect();
     }
 
-    /// Asks and polls so many times.
+    /// Submits and polls this many times.
     pub fn run(&mut self, steps: usize) {
         for _ in 0..steps {
             let queue = self.random.usize(..QUEUES);
@@ -79,7 +79,7 @@ impl<'a> Guest<'a> {
         }
     }
 
-    /// Waits until all is answered, and reads everything.
+    /// Waits until all requests are answered, and reads everything.
     pub fn finish(&mut self) {
         self.drain();
         let units = self.history.start.len() as u64;
@@ -87,7 +87,7 @@ impl<'a> Guest<'a> {
         self.drain();
     }
 
-    /// The power fails at whatever is under way; what the disk holds then begins a new history. Returns
+    /// The power fails with requests in flight; the disk's content then begins a new history. Returns
     /// what is wrong with the old one.
     pub fn lose_power(&mut self) -> Vec<Finding> {
         self.platter.cut();
@@ -102,7 +102,7 @@ impl<'a> Guest<'a> {
         [before.check(), before.check_cut(&after)].concat()
     }
 
-    /// Makes every unit one that was written, durably: what was a hole is none any more.
+    /// Writes every unit, durably: no hole is left.
     pub fn fill(&mut self) {
         let units = self.history.start.len() as u64;
         for first in (0..units).step_by(64) {
@@ -176,7 +176,7 @@ impl<'a> Guest<'a> {
         mut data: Vec<u8>,
     ) {
         let Queue { chain, under_way } = &mut self.queues[queue];
-        let id = chain.begin().expect("few enough are under way");
+        let id = chain.begin().expect("fewer than the limit are in flight");
         // SAFETY: the memory is kept until the answer, or the chain's end; nothing below uses it after.
         chain.data_mut(id).push(unsafe { Segment::new(data.as_mut_ptr(), data.len()) });
         let (offset, length) = (units.start, units.end - units.start);

@@ -1,5 +1,5 @@
-//! No write is lost, torn, done twice or put elsewhere, no read is stale, and what a flush covered survives
-//! a power cut: through every chain, from the history of what a guest did and saw.
+//! No write is lost, torn, done twice or misplaced, no read is stale, and flushed data survives
+//! a power cut: through every chain, judged by the history of what a guest did and saw.
 
 mod bad_histories;
 mod checker;
@@ -31,7 +31,7 @@ const SIZE: u64 = 192 << 10;
 const SECTOR: usize = 4096;
 const BLOCK: usize = 512;
 
-/// How a disk is made, and what its storage writes whole or not at all.
+/// How a disk is made, and the unit that its storage writes whole or not at all.
 #[derive(Clone)]
 struct Kind {
     holes: Option<Holes>,
@@ -77,12 +77,12 @@ fn jitter() -> FilterSpec {
     })
 }
 
-/// The smallest that there is: blocks have to go for others.
+/// The smallest cache: blocks must be evicted.
 fn cache() -> FilterSpec {
     FilterSpec::Cache(CacheSpec { bytes: 0 })
 }
 
-/// Its files are not looked at: it stands for [`Replicated`].
+/// Its files are not opened: it stands for [`Replicated`].
 fn replicate() -> FilterSpec {
     let (replica, map) = (Handle::Fd(0), Handle::Fd(0));
     FilterSpec::Replicate(ReplicateSpec { replica, map, offset: 0, bytes_per_second: u64::MAX })
@@ -100,7 +100,7 @@ fn faults(kinds: &[FaultKind], operations: &[OperationKind], one_in: u64) -> Fil
     FilterSpec::Fault(FaultSpec { seed: 1, rules: kinds.iter().map(rule).collect() })
 }
 
-/// Runs a guest until the power has failed so many times; what is wrong.
+/// Runs a guest until the power has failed this often; returns what is wrong.
 fn run(kind: &Kind, unit: usize, fault: Fault, seed: u64, cuts: usize) -> Vec<Finding> {
     let mut random = fastrand::Rng::with_seed(seed);
     let platter = Platter::new(SIZE as usize, kind.granule, fault, random.fork());
@@ -166,7 +166,7 @@ fn through_every_chain_only_what_was_not_flushed_goes_with_the_power() {
     }
 }
 
-/// Asserts that a disk that misbehaves so is found to do this wrong.
+/// Asserts that the checker finds this error on a disk with this fault.
 fn is_found_out(kind: &Kind, fault: Fault, wrong: Wrong) {
     let findings = || (0..64).flat_map(|seed| run(kind, BLOCK, fault, seed, 6));
     if findings().all(|finding| finding.wrong != wrong) {
@@ -176,7 +176,7 @@ fn is_found_out(kind: &Kind, fault: Fault, wrong: Wrong) {
 }
 
 #[test]
-fn storage_that_misbehaves_is_found_out() {
+fn storage_that_misbehaves_is_detected() {
     let expected = [
         (Fault::IgnoresFlushes, Wrong::Unflushed),
         (Fault::FlushesAllButOne, Wrong::Unflushed),
@@ -192,7 +192,7 @@ fn storage_that_misbehaves_is_found_out() {
 }
 
 #[test]
-fn filters_that_lose_what_they_answer_are_found_out() {
+fn filters_that_lose_answered_writes_are_detected() {
     let loses = |operation| faults(&[FaultKind::Lost], &[operation], 4);
     let sealed = || Kind::new(Some(Holes::Zero), SECTOR);
     for (operation, wrong) in
@@ -213,8 +213,8 @@ fn a_cache_over_storage_that_loses_or_misplaces_hides_nothing() {
     is_found_out(&kind, Fault::Loses, Wrong::Lost);
 }
 
-/// Why storage is asked to write sectors whole: a hole is a sector of zeroes, not a block of zeroes. What is no
-/// hole is torn as a plain disk is (the chain "crypt without holes" above).
+/// Why storage must write sectors whole: a hole is a sector of zeroes, not a block of zeroes. Sectors that are no
+/// holes are torn as on a plain disk (the chain "crypt without holes" above).
 #[test]
 fn where_storage_tears_sectors_a_hole_becomes_noise() {
     is_found_out(&Kind::new(Some(Holes::Zero), BLOCK), Fault::Nothing, Wrong::Torn);

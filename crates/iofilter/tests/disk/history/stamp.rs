@@ -1,7 +1,7 @@
-//! What is written: each unit says which disk it is of, where it belongs and which write it is from, and
-//! the rest of it follows from that, so that no part of it can be of another.
+//! The written data: each unit records its disk, its place and its write, and the rest of it is computed from
+//! these, so that no part of it can come from another.
 
-/// A unit of which disk, where, and from which write.
+/// The disk, place and write of a unit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stamp {
     pub disk: u64,
@@ -9,11 +9,11 @@ pub struct Stamp {
     pub sequence: u64,
 }
 
-/// What a read found in a unit.
+/// The content that a read found in a unit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Found {
     Zeroes,
-    /// By its sequence number.
+    /// A write, by its sequence number.
     Write(u64),
     /// A whole unit that belongs elsewhere.
     Misplaced(Stamp),
@@ -42,7 +42,7 @@ impl Stamp {
     }
 }
 
-/// What a unit of `disk` is, that was read at `unit`.
+/// Identifies the content that was read at `unit` of `disk`.
 pub fn find(bytes: &[u8], disk: u64, unit: u64) -> Found {
     if bytes.iter().all(|&byte| byte == 0) {
         return Found::Zeroes;

@@ -1,4 +1,4 @@
-//! What a guest asks.
+//! The requests of a guest.
 
 use proptest::prelude::*;
 use vmseal_iofilter::stack::chain::{Chain, Done};
@@ -8,7 +8,7 @@ use vmseal_iofilter::stack::request::Operation;
 use crate::model::{BLOCK, SIZE};
 use crate::waiting;
 
-/// One request: where, how long (in 512-byte blocks), what, and how its memory is cut.
+/// One request: offset, length (in 512-byte blocks), operation, and how its memory is split.
 #[derive(Clone, Debug)]
 pub struct Ask {
     pub what: What,
@@ -72,7 +72,7 @@ impl Ask {
     }
 }
 
-/// How many of the first requests do not touch the same 512-byte blocks; one at the least.
+/// How many of the first requests do not touch the same 512-byte blocks; at least one.
 pub fn apart(asks: &[Ask]) -> usize {
     let touch = |one: &Ask, other: &Ask| {
         one.range().start < other.range().end && other.range().start < one.range().end
@@ -81,9 +81,9 @@ pub fn apart(asks: &[Ask]) -> usize {
     (1..asks.len()).find(touches).unwrap_or(asks.len())
 }
 
-/// Submits `buffer` as the request's memory, cut into segments of `cut` bytes.
+/// Submits `buffer` as the request's memory, split into segments of `cut` bytes.
 pub fn submit(chain: &mut Chain, ask: &Ask, buffer: &mut [u8], tag: u64) {
-    let id = chain.begin().expect("few enough are under way");
+    let id = chain.begin().expect("fewer than the limit are in flight");
     if matches!(ask.what, What::Read | What::Write) {
         for part in buffer.chunks_mut(ask.cut) {
             // SAFETY: the buffers live until the chain has completed everything.
@@ -97,7 +97,7 @@ pub fn drain(chain: &mut Chain) {
     finish(chain, |done| done.result.unwrap());
 }
 
-/// Runs the chain until all that was submitted is answered.
+/// Runs the chain until all submitted requests are answered.
 pub fn finish(chain: &mut Chain, mut answered: impl FnMut(Done)) {
     while chain.in_flight() > 0 {
         chain.poll();

@@ -1,6 +1,6 @@
-//! Where storage fails: over every backend and through every chain what was asked for and failed is done or not,
-//! sector by sector where a disk is encrypted, and what a read has found stays; every failure is told, and nothing
-//! else is told as one.
+//! Storage that fails: over every backend and through every chain a failed change is done or not,
+//! sector by sector where a disk is encrypted, and what a read has found stays; every failure is reported, and nothing
+//! else is reported as one.
 
 use std::cell::Cell;
 
@@ -20,7 +20,7 @@ use crate::seed;
 
 const SECTOR: usize = 4096;
 
-/// What the filter's configuration allows, but for lost requests: nobody is told of these.
+/// The faults that the filter's configuration allows, except lost requests: those are not reported.
 fn rules() -> impl Strategy<Value = Vec<FaultRule>> {
     use OperationKind::{Discard, Flush, Read, Write};
     let kind = prop_oneof![
@@ -31,7 +31,7 @@ fn rules() -> impl Strategy<Value = Vec<FaultRule>> {
     let operations = prop::sample::subsequence(vec![Read, Write, Flush, Discard], 0..=4);
     let range = (0..SIZE / BLOCK, 1..200u64)
         .prop_map(|(block, blocks)| FaultRange { offset: block * BLOCK, length: blocks * BLOCK });
-    // A bad spot, or now and then.
+    // A bad spot, or an occasional error.
     let spot = prop_oneof![
         1 => (range.prop_map(Some), 1..3u64),
         3 => (Just(None), 2..25u64),
@@ -52,7 +52,7 @@ fn faults() -> impl Strategy<Value = Vec<FaultSpec>> {
     prop::collection::vec(spec, 1..3)
 }
 
-/// What the layers `fault` of a disk have done.
+/// The counters of the layers `fault` of a disk.
 #[derive(Clone, Copy, Debug, Default)]
 struct Struck {
     errors: u64,
@@ -77,7 +77,7 @@ impl Struck {
     }
 }
 
-/// A guest of one disk, and what it knows of it.
+/// A guest of one disk, and what it knows about the content.
 struct Guest {
     place: Place,
     holes: Option<Holes>,
@@ -85,7 +85,7 @@ struct Guest {
 }
 
 impl Guest {
-    /// Asks, as [`crate::model::run`] does, and takes every answer as it is.
+    /// Does requests as [`crate::model::run`] does, and accepts every answer.
     fn run(&mut self, disk: &Disk, chain: &mut Chain, asks: &[Ask]) {
         let mut rest = asks;
         while !rest.is_empty() {
@@ -97,7 +97,7 @@ impl Guest {
             let failed = answers.iter().filter(|answer| answer.is_err()).count() as u64;
             // Several parts of a request may have met one.
             assert!(failed <= struck, "{failed} requests failed of {struck} faults: {batch:?}");
-            assert!(struck == 0 || failed > 0, "nobody is told of {struck} faults: {batch:?}");
+            assert!(struck == 0 || failed > 0, "{struck} faults are not reported: {batch:?}");
             for ((ask, buffer), answer) in batch.iter().zip(&buffers).zip(&answers) {
                 let write = ask.what == What::Write;
                 assert!(!write || *buffer == ask.content(), "a write changed the guest's memory");
@@ -134,7 +134,7 @@ impl Guest {
         }
     }
 
-    /// What a discard can make zeroes: where a disk is encrypted, whole sectors if these may be holes.
+    /// The part of a discard that can become zeroes: where a disk is encrypted, whole sectors if these may be holes.
     fn discarded(&self, ask: &Ask) -> std::ops::Range<usize> {
         let range = ask.range();
         match self.holes {
@@ -147,7 +147,7 @@ impl Guest {
         }
     }
 
-    /// How many bytes from its beginning a change can have changed that failed: a fault does nothing, or the first
+    /// How many bytes from its beginning a failed change may have changed: a fault does nothing, or the first
     /// half of a write in whole sectors.
     fn reach(&self, ask: &Ask) -> usize {
         let (start, end) = (ask.range().start, ask.range().end);
@@ -169,7 +169,7 @@ impl Guest {
     }
 }
 
-/// The answers to requests that are under way together: one to each.
+/// The answers to requests in flight together: one to each.
 fn ask_all(chain: &mut Chain, batch: &[Ask], buffers: &mut [Vec<u8>]) -> Vec<Result<(), IoError>> {
     for (tag, (ask, buffer)) in batch.iter().zip(buffers).enumerate() {
         submit(chain, ask, buffer, tag as u64);
@@ -228,7 +228,7 @@ fn check(
 }
 
 #[test]
-fn what_fails_is_told_and_done_or_not_and_nothing_else_changes() {
+fn failed_changes_are_reported_and_done_or_not_and_nothing_else_changes() {
     let seed = seed::seed();
     let flags = [false, true];
     for place in PLACES {

@@ -1,4 +1,4 @@
-//! Whatever guests ask, a disk behaves as an array of bytes: random requests of odd sizes, many at
+//! Whatever guests do, a disk behaves as an array of bytes: random requests of odd sizes, many at
 //! once, on several queues, over every backend, encrypted and not, reopened in between.
 
 mod ask;
@@ -58,7 +58,7 @@ fn run(chain: &mut Chain, asks: &[Ask], model: &mut [u8]) {
     }
 }
 
-/// After a discard each block is as before or zeroes; the model takes what it is.
+/// After a discard each block is as before or zeroes; the model takes what is found.
 fn follow_discard(chain: &mut Chain, ask: &Ask, model: &mut [u8]) {
     let mut now = vec![1; ask.range().len()];
     submit(chain, &Ask { what: What::Read, cut: 4096, ..ask.clone() }, &mut now, 0);
@@ -94,13 +94,13 @@ fn check(
     }
 }
 
-/// What a disk holds before it is asked for anything.
+/// The content of a disk before its first request.
 fn content(store: &Store, holes: Option<Holes>) -> Vec<u8> {
     let mut model = vec![0; SIZE as usize];
     if let Some(images) = &store.images {
         model.copy_from_slice(&images.content[OFFSET_QCOW2 as usize..]);
         if holes.is_some() {
-            // What lies there decrypts to something.
+            // The stored bytes decrypt to something.
             let all = Ask { what: What::Read, start: 0, blocks: SIZE / BLOCK, fill: 0, cut: 9000 };
             let mut chain = store.open().chain().unwrap();
             submit(&mut chain, &all, &mut model, 0);
@@ -117,7 +117,7 @@ fn content(store: &Store, holes: Option<Holes>) -> Vec<u8> {
     model
 }
 
-/// QEMU reads the same, and what is not the disk's is as it was.
+/// QEMU reads the same, and the bytes outside the disk are unchanged.
 fn assert_image(store: &Store, holes: Option<Holes>, model: &[u8]) {
     if let Some(images) = &store.images {
         let raw = images.checked();
@@ -126,7 +126,7 @@ fn assert_image(store: &Store, holes: Option<Holes>, model: &[u8]) {
     }
 }
 
-/// What has changed is in the replica, and what has not is still the zeroes that it began with.
+/// Changed parts are in the replica, and the others are still the zeroes that it began with.
 fn assert_replica(replica: &[u8], before: &[u8], now: &[u8]) {
     for (at, ((replica, before), now)) in
         replica.chunks(4096).zip(before.chunks(4096)).zip(now.chunks(4096)).enumerate()
@@ -199,7 +199,7 @@ fn write_own_blocks(disk: &Disk, writer: u64) {
 }
 
 #[test]
-fn what_is_not_on_the_disk_or_not_in_blocks_is_refused() {
+fn requests_beyond_the_disk_or_not_in_blocks_are_refused() {
     let disk = Disk::new(SIZE, true, None, DiskStorage::Mem(MemDisk::new(SIZE as usize)), 1);
     let mut chain = disk.chain().unwrap();
     let cases = [
@@ -259,7 +259,7 @@ fn an_image_cut_while_in_use_is_not_made_longer_by_what_the_guest_writes() {
         }
         let short = OFFSET + 8192;
         store.file.as_file().set_len(short).unwrap();
-        // The last look at its length is to be an old one.
+        // The last check of its length must be an old one.
         thread::sleep(Duration::from_millis(2));
         for what in changes {
             let cut = outcome(&mut chain, what, &mut buffer);
@@ -269,8 +269,8 @@ fn an_image_cut_while_in_use_is_not_made_longer_by_what_the_guest_writes() {
     }
 }
 
-/// However soon after the cut: what is written may be lost with it, but no flush says that it is not, and from then
-/// on nothing is read that might be zeroes in place of data.
+/// However soon after the truncation: writes may be lost with it, but no flush says that they are not, and from then
+/// on no read returns bytes that might be zeroes in place of data.
 #[test]
 fn no_flush_is_good_after_an_image_was_cut_and_its_end_does_not_come_back() {
     for place in [Place::Memory, Place::Storage] {

@@ -1,11 +1,11 @@
-//! What a disk may hold when changes of it have failed.
+//! The contents that a disk may have when changes of it have failed.
 //!
 //! ```text
-//!  one content ── a change fails ──> as before | as asked for ── another fails ──> twice as many
+//!  one content ── a change fails ──> old | new ── another fails ──> twice as many
 //!       ^                                     │
 //!       └── a read has found it, or a change of all of it is done
 //! ```
-//! An atom is what a change does whole or not at all. What is known of a part of it is known of the rest.
+//! An atom is the unit that a change does whole or not at all. If part of it is known, the rest is, too.
 
 use std::ops::Range;
 
@@ -21,7 +21,7 @@ impl Possible {
         Self { atom, atoms: content.chunks(atom).map(|chunk| vec![chunk.to_vec()]).collect() }
     }
 
-    /// These bytes were put there.
+    /// These bytes were written.
     pub fn put(&mut self, start: usize, bytes: &[u8]) {
         self.each(start, bytes, |contents, within, bytes| {
             contents.iter_mut().for_each(|content| content[within.clone()].copy_from_slice(bytes));
@@ -30,7 +30,7 @@ impl Possible {
         });
     }
 
-    /// These bytes may have been put there, in each atom or not.
+    /// These bytes may have been written, in each atom or not.
     pub fn may_be_put(&mut self, start: usize, bytes: &[u8]) {
         self.each(start, bytes, |contents, within, bytes| {
             for mut content in contents.clone() {
@@ -42,7 +42,7 @@ impl Possible {
         });
     }
 
-    /// A read has brought these bytes: nothing else is there from now on.
+    /// A read has returned these bytes: from now on there are no others.
     pub fn found(&mut self, start: usize, bytes: &[u8]) {
         self.each(start, bytes, |contents, within, bytes| {
             let count = contents.len();
@@ -60,7 +60,7 @@ impl Possible {
         self.atoms.iter().flat_map(|contents| &contents[0]).copied().collect()
     }
 
-    /// Every atom that the bytes lie in, where in it, and which of them.
+    /// Every atom that the bytes touch, where in it, and which of them.
     fn each(
         &mut self,
         start: usize,

@@ -24,7 +24,7 @@ use crate::model::ask::{self, Ask, What, submit};
 const ROOT: u64 = 1;
 const IMAGE: u64 = 2;
 
-/// Nothing is kept by the kernel.
+/// The kernel caches nothing.
 const KEPT: Duration = Duration::ZERO;
 
 struct Inside {
@@ -65,7 +65,7 @@ impl InParts {
 }
 
 impl Inside {
-    /// How much of a request of so many bytes is done: whole sectors, one at the least.
+    /// How much of a request of this many bytes is done: whole sectors, at least one.
     fn part(&mut self, asked: usize) -> usize {
         let sectors = (asked / 512).max(1);
         let part = self.random.usize(1..=sectors) * 512;
@@ -88,7 +88,7 @@ impl Filesystem for InParts {
     }
 
     fn open(&self, _: &Request, _: INodeNo, _: OpenFlags, reply: ReplyOpen) {
-        // By way of the page cache a part of a read would mean the end of the file.
+        // Through the page cache a part of a read would mean the end of the file.
         reply.opened(FileHandle(0), FopenFlags::FOPEN_DIRECT_IO);
     }
 
@@ -134,7 +134,7 @@ impl Filesystem for InParts {
     }
 }
 
-/// Mounted for the test, and unmounted with what is returned; an error where we may not mount.
+/// Mounts the file system for the test; dropping the result unmounts it. An error where mounting is forbidden.
 fn mount(at: &std::path::Path, seed: u64) -> io::Result<(fuser::BackgroundSession, InParts)> {
     let random = fastrand::Rng::with_seed(seed);
     let inside = Inside { bytes: vec![0; SIZE as usize], random, short: 0 };
@@ -174,7 +174,7 @@ fn a_file_that_is_served_in_parts_is_read_and_written_whole() {
         }
     }
     assert!(files.inside().short > 100, "nothing came in parts: the test proves nothing");
-    // The kernel may have the file open for a moment still.
+    // The kernel may keep the file open for a moment.
     umount2(directory.path(), MntFlags::MNT_DETACH).unwrap();
     drop(mounted);
 }

@@ -1,4 +1,4 @@
-//! Where a disk's data rests, each way that there is, and the chains over it.
+//! Every way to store a disk's data, and the chains over it.
 
 use std::fs::File;
 use std::os::fd::OwnedFd;
@@ -21,10 +21,10 @@ use vmseal_secret::SecretBytes;
 use crate::model::SIZE;
 use crate::replicated::Replicated;
 
-/// Where the disk begins in a raw file.
+/// The offset of the disk in a raw file.
 pub const OFFSET: u64 = 1 << 16;
 
-/// Where the disk begins in a qcow2 image: its last cluster is not whole.
+/// The offset of the disk in a qcow2 image: its last cluster is not whole.
 pub const OFFSET_QCOW2: u64 = 4096;
 
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -36,9 +36,9 @@ pub enum Place {
     Storage,
     /// A memfd.
     Gone,
-    /// qcow2 as it is usual.
+    /// The usual qcow2.
     Qcow2,
-    /// qcow2 whose tables are many and grow.
+    /// qcow2 with many tables that grow.
     SmallClusters,
     /// qcow2 that cannot mark zeroes.
     Version2,
@@ -78,7 +78,7 @@ fn qemu_img(at: &Path, arguments: &[&str]) -> String {
     said
 }
 
-/// An image and what it holds.
+/// An image and its content.
 pub struct Images {
     directory: tempfile::TempDir,
     pub content: Vec<u8>,
@@ -97,7 +97,7 @@ impl Images {
                     .iter_mut()
                     .enumerate()
                     .for_each(|(n, b)| *b = n as u8 | 1);
-                // Shorter than what lies on it.
+                // Shorter than the image above it.
                 std::fs::write(at.join("base"), &content[..800_000]).unwrap();
                 let below = ["-f", "qcow2", "-o", "cluster_size=4k", "-b", "base", "-F", "raw"];
                 qemu_img(at, &[&["create"], &below[..], &["middle", &size]].concat());
@@ -138,7 +138,7 @@ impl Images {
         Qcow2Disk::open(open("image", true), below, OFFSET_QCOW2, SIZE, false).unwrap()
     }
 
-    /// QEMU finds nothing to complain of, no leaks either; what it reads, all of it.
+    /// QEMU finds no errors and no leaks; returns all that it reads.
     pub fn checked(&self) -> Vec<u8> {
         qemu_img(self.directory.path(), &["check", "-f", "qcow2", "image"]);
         qemu_img(self.directory.path(), &["convert", "-f", "qcow2", "-O", "raw", "image", "raw"]);
@@ -162,7 +162,7 @@ pub struct Store {
     holes: Option<Holes>,
     /// Whether requests wait for a budget above encryption, and overtake each other below it.
     holds_back: bool,
-    /// Whether what is read is kept, right below encryption.
+    /// Whether there is a cache right below encryption.
     caches: bool,
     /// Whether it has a replica.
     pub replicates: bool,
@@ -195,7 +195,7 @@ impl Store {
         (self.open_with(replicated.as_ref(), &[]), replicated)
     }
 
-    /// The disk with this replica, over storage that fails so.
+    /// The disk with this replica, over storage that fails in this way.
     pub fn open_with(&self, replicated: Option<&Replicated>, faults: &[FaultSpec]) -> Disk {
         let mut key: Vec<u8> = (0..64).collect();
         let key = SecretBytes::from_wiped(&mut key).unwrap();
@@ -230,7 +230,7 @@ fn limit() -> Arc<dyn Layer> {
     layers::of(&FilterSpec::Limit(LimitSpec { requests, bytes: None })).unwrap()
 }
 
-/// Less than the disk: blocks have to go for others.
+/// Less than the disk: blocks must be evicted.
 fn cache() -> Arc<dyn Layer> {
     layers::of(&FilterSpec::Cache(CacheSpec { bytes: 0 })).unwrap()
 }

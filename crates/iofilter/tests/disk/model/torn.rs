@@ -1,4 +1,4 @@
-//! Storage that shows a write half done to whoever reads meanwhile, as page caches do: a sector that was a hole is
+//! Storage that shows a half-done write to concurrent readers, as page caches do: a sector that was a hole is
 //! then zeroes in one half and ciphertext in the other.
 
 use std::os::fd::BorrowedFd;
@@ -19,7 +19,7 @@ const SECTOR: usize = 4096;
 /// One queue's end of the storage.
 struct Tearing {
     bytes: Arc<Mutex<Vec<u8>>>,
-    /// What is not finished for now: reads are not begun, writes done by half.
+    /// Requests that are held for now: reads are not begun, writes are half done.
     held: Arc<Mutex<Option<Operation>>>,
     waiting: Vec<RequestId>,
 }
@@ -60,7 +60,7 @@ impl Storage for Tearing {
     }
 }
 
-/// One queue, and what is held below it.
+/// One queue, and the requests held below it.
 struct Queue {
     chain: Chain,
     held: Arc<Mutex<Option<Operation>>>,

@@ -1,4 +1,4 @@
-//! The program, killed under load and started again: it goes on with the copy, and in the end the replica equals
+//! The program, killed under load and started again: it resumes the copy, and in the end the replica equals
 //! the disk.
 
 use std::fs::File;
@@ -17,12 +17,12 @@ use crate::successor::Filter;
 
 const SIZE: u64 = 48 << 20;
 const KILLS: usize = 12;
-const PATIENCE: Duration = Duration::from_secs(60);
-/// Slow enough for kills to find it at work.
+const TIMEOUT: Duration = Duration::from_secs(60);
+/// Slow enough that kills interrupt it.
 const RATE: u64 = 64 << 20;
 
 fn status(directory: &Path) -> ReplicaStatus {
-    let until = Instant::now() + PATIENCE;
+    let until = Instant::now() + TIMEOUT;
     let mut stream = loop {
         match UnixStream::connect(directory.join("control")) {
             Ok(stream) => break stream,
@@ -81,7 +81,7 @@ fn a_filter_that_is_killed_goes_on_with_the_copy_until_the_replica_is_equal() {
         went_on += usize::from(0 < dirty && dirty < SIZE);
     }
     assert!(went_on > 0, "no filter was killed while it copied");
-    let until = Instant::now() + PATIENCE;
+    let until = Instant::now() + TIMEOUT;
     while status(path).dirty_bytes > 0 {
         assert!(Instant::now() < until, "{:?}", status(path));
         std::thread::sleep(Duration::from_millis(20));

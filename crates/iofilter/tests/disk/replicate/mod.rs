@@ -1,4 +1,4 @@
-//! A replica never counts as equal where it differs: whatever is under way, whenever the process is killed or the
+//! A replica never counts as equal where it differs: whatever is in flight, whenever the process is killed or the
 //! power fails, and whichever of disk, replica and map gives errors. And in the end it is equal.
 
 mod killed;
@@ -22,7 +22,7 @@ fn faults(kinds: &[FaultKind], operations: &[OperationKind], one_in: u64) -> Vec
     vec![FilterSpec::Fault(FaultSpec { seed: 1, rules: kinds.iter().map(rule).collect() })]
 }
 
-/// What happened in all lives of a rig.
+/// The events in all runs of a rig.
 #[derive(Debug, Default)]
 struct Happened {
     resumed: usize,
@@ -30,8 +30,8 @@ struct Happened {
     unmarked_while_asked: usize,
 }
 
-/// Several lives of a disk and its replica, each ended by a kill or a power cut; after the last one, or in between,
-/// what is said to be equal is.
+/// Several runs of a disk and its replica, each ended by a kill or a power cut; after the last one, or in between,
+/// the parts that count as equal are equal.
 fn live(faults: &Faults, seed: u64, happened: &mut Happened) {
     let mut random = fastrand::Rng::with_seed(seed);
     let mut rig = Rig::new(faults.clone(), random.fork());
@@ -55,7 +55,7 @@ fn live(faults: &Faults, seed: u64, happened: &mut Happened) {
             true => rig.cut(),
             false => rig.kill(),
         }
-        rig.what_is_not_marked_is_equal();
+        rig.unmarked_chunks_are_equal();
     }
     rig.heal();
     let mut guest = rig.start();
@@ -77,16 +77,16 @@ fn check(name: &str, faults: &Faults, rounds: u64) -> Happened {
 }
 
 #[test]
-fn what_is_not_marked_is_equal_after_any_kill_or_power_cut() {
+fn unmarked_chunks_are_equal_after_any_kill_or_power_cut() {
     let happened = check("no errors", &Faults::default(), 150);
-    // Else the test proves nothing.
+    // Otherwise the test proves nothing.
     assert!(happened.resumed > 50, "{happened:?}");
     assert!(happened.equal_before_the_end > 50, "{happened:?}");
     assert!(happened.unmarked_while_asked > 50, "{happened:?}");
 }
 
 #[test]
-fn errors_of_replica_and_map_never_reach_the_guest_and_are_made_good() {
+fn errors_of_replica_and_map_never_reach_the_guest_and_are_repaired() {
     use FaultKind::{Error, Torn};
     let changes = [OperationKind::Write, OperationKind::Discard, OperationKind::Flush];
     let writes = [OperationKind::Write];
@@ -108,7 +108,7 @@ fn errors_of_replica_and_map_never_reach_the_guest_and_are_made_good() {
         source: source.source.clone(),
         ..Faults { map: map.map.clone(), ..replica.clone() }
     };
-    // Most of what can go wrong is in the order in which a map is written anew.
+    // Most errors are possible in the order in which a map is rewritten.
     for (name, faults, rounds) in [
         ("the replica", replica, 50),
         ("the map", map, 150),

@@ -1,5 +1,5 @@
-//! A disk, its replica and the map, each on storage that forgets what was not flushed, and a guest that asks at
-//! random, also while a chunk is being copied. One thread does all of it, in an order that the seed decides.
+//! A disk, its replica and the map, each on storage that forgets unflushed data, and a guest that sends random
+//! requests, also while a chunk is being copied. One thread does all of it, in an order that the seed decides.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
@@ -27,7 +27,7 @@ const BLOCK: u64 = 512;
 const QUEUES: usize = 2;
 const DEPTH: usize = 6;
 
-/// What stands in the way of the disk (as the copier reads it), the replica and the map.
+/// The filters that make the disk (as the copier reads it), the replica and the map fail.
 #[derive(Clone, Debug, Default)]
 pub struct Faults {
     pub source: Vec<FilterSpec>,
@@ -82,7 +82,7 @@ impl Rig {
         Guest { replicate, copier, asking, random: self.random.fork() }
     }
 
-    /// The power fails. Nothing is left that was started.
+    /// The power fails. No process is left.
     pub fn cut(&self) {
         [&self.source, &self.replica, &self.map].into_iter().for_each(Platter::cut);
     }
@@ -92,7 +92,7 @@ impl Rig {
         [&self.source, &self.replica, &self.map].into_iter().for_each(Platter::kill);
     }
 
-    /// Nothing goes wrong any more.
+    /// There are no more errors.
     pub fn heal(&mut self) {
         self.faults = Faults::default();
     }
@@ -103,8 +103,8 @@ impl Rig {
         assert_eq!(differs, None, "{when}: the replica counts as equal and differs");
     }
 
-    /// What the next process would believe.
-    pub fn what_is_not_marked_is_equal(&self) {
+    /// Checks what the next process would rely on.
+    pub fn unmarked_chunks_are_equal(&self) {
         let Ok((image, _)) = Image::read(self.geometry, &self.map.bytes()) else { return };
         let (source, replica) = (self.source.bytes(), self.replica.bytes());
         for chunk in (0..self.geometry.chunks()).filter(|chunk| !image.is_dirty(*chunk)) {
@@ -131,14 +131,14 @@ struct Queue {
     under_way: HashMap<u64, Vec<u8>>,
 }
 
-/// What the guest has asked for.
+/// The guest's requests.
 struct Asking {
     queues: Vec<Queue>,
     random: fastrand::Rng,
 }
 
 impl Asking {
-    /// Asks for something, or looks for answers.
+    /// Submits a request, or looks for answers.
     fn step(&mut self) {
         let queue = self.random.usize(..QUEUES);
         if self.random.bool() && self.queues[queue].under_way.len() < DEPTH {
@@ -186,7 +186,7 @@ impl Asking {
     }
 }
 
-/// Lets the guest ask while the copier reads and writes.
+/// Lets the guest work while the copier reads and writes.
 struct Meddler(Arc<Mutex<Asking>>);
 
 impl Filter for Meddler {
@@ -213,7 +213,7 @@ impl Filter for Meddler {
 
 impl Meddler {
     fn meddle(&self) {
-        // Not while the guest itself is at work, or has been told to be quiet.
+        // Not while the guest itself runs, or has been told to be quiet.
         let Ok(mut asking) = self.0.try_lock() else { return };
         for _ in 0..asking.random.usize(..4) {
             asking.step();
@@ -221,7 +221,7 @@ impl Meddler {
     }
 }
 
-/// A process that serves the disk, and whoever uses it.
+/// A process that serves the disk, and its users.
 pub struct Guest {
     replicate: Replicate,
     copier: Copier,
@@ -238,7 +238,7 @@ impl Guest {
         self.status().dirty_bytes
     }
 
-    /// Asks, marks and copies so many times.
+    /// Submits, marks and copies this many times.
     pub fn run(&mut self, steps: usize) {
         for _ in 0..steps {
             match self.random.u8(..16) {
@@ -249,7 +249,7 @@ impl Guest {
         }
     }
 
-    /// Waits for what was asked, asks for no more, and copies what is marked, as far as it can be.
+    /// Waits for the requests in flight, submits no more, and copies the marked chunks, as far as possible.
     pub fn settle(&mut self) {
         let asking = Arc::clone(&self.asking);
         let mut quiet = asking.lock().unwrap();
@@ -259,7 +259,7 @@ impl Guest {
             }
             let marked = self.replicate.mark_waiting();
             (0..QUEUES).for_each(|queue| quiet.poll(queue));
-            // The marker would be at work.
+            // The marker would run here.
             if marked {
                 waiting::sleep(quiet.queues.iter_mut().map(|queue| &mut queue.chain));
             }

@@ -1,4 +1,4 @@
-//! What goes wrong with replicas and maps in files, and what is refused before anything is served.
+//! Errors of replicas and maps in files, and configurations that are refused before anything is served.
 
 use std::fs::File;
 use std::os::fd::OwnedFd;
@@ -16,7 +16,7 @@ use vmseal_iofilter::layers::replicate::blocking_disk::BlockingDisk;
 use vmseal_iofilter::layers::replicate::chunks::Span;
 use vmseal_iofilter::layers::replicate::copier::{Batch, Copier, CopyError};
 use vmseal_iofilter::layers::replicate::format::{BLOCK, Geometry, Image};
-use vmseal_iofilter::layers::replicate::open::{Opened, ReplicaError};
+use vmseal_iofilter::layers::replicate::open::{OpenedReplica, ReplicaError};
 use vmseal_iofilter::layers::replicate::threads::Replicating;
 use vmseal_iofilter::layers::replicate::{KIND, Replicate};
 use vmseal_iofilter::stack::chain::{Chain, Filter, Io, Limits};
@@ -31,7 +31,7 @@ use crate::waiting;
 
 const SIZE: u64 = (8 << 20) + 4096;
 const OFFSET: u64 = 8192;
-const PATIENCE: Duration = Duration::from_secs(30);
+const TIMEOUT: Duration = Duration::from_secs(30);
 
 fn disk_id() -> DiskId {
     "01890a5d-ac96-774b-bcce-b302099a8058".parse().unwrap()
@@ -66,14 +66,14 @@ impl Files {
         FileDisk::open(image, 0, SIZE, Direct::Off, false).unwrap()
     }
 
-    fn open_named(&self, replica: &str, map: &str) -> Result<Opened, ReplicaError> {
+    fn open_named(&self, replica: &str, map: &str) -> Result<OpenedReplica, ReplicaError> {
         let handle = |name| Handle::Path(self.path(name));
         let (replica, map) = (handle(replica), handle(map));
         let spec = ReplicateSpec { replica, map, offset: OFFSET, bytes_per_second: u64::MAX };
-        Opened::open(disk_id(), SIZE, &spec, Some(&self.image()), &mut Handles::default())
+        OpenedReplica::open(disk_id(), SIZE, &spec, Some(&self.image()), &mut Handles::default())
     }
 
-    /// The disk with its replica, and who copies.
+    /// The disk with its replica, and the copier.
     fn open(&self) -> (Disk, Replicate, Copier) {
         let opened = self.open_named("replica", "map").unwrap();
         let replicate = opened.replicate.clone();
@@ -97,11 +97,11 @@ fn submit(chain: &mut Chain, at: u64, bytes: &mut [u8]) {
     chain.submit(id, Operation::Write, at, 0, 0);
 }
 
-/// Writes, while somebody marks.
+/// Writes, while another thread marks.
 fn write(chain: &mut Chain, at: u64, fill: u8, length: usize, mut mark: impl FnMut()) {
     let mut bytes = vec![fill; length];
     submit(chain, at, &mut bytes);
-    let until = Instant::now() + PATIENCE;
+    let until = Instant::now() + TIMEOUT;
     loop {
         chain.poll();
         if let Some(done) = chain.next_done() {
@@ -115,7 +115,7 @@ fn write(chain: &mut Chain, at: u64, fill: u8, length: usize, mut mark: impl FnM
 
 /// Waits for the threads.
 fn becomes_equal(replicate: &Replicate) {
-    let until = Instant::now() + PATIENCE;
+    let until = Instant::now() + TIMEOUT;
     while replicate.status().dirty_bytes > 0 {
         assert!(Instant::now() < until, "{:?}", replicate.status());
         std::thread::sleep(Duration::from_millis(5));
@@ -190,7 +190,7 @@ fn several_queues_write_while_it_is_copied_and_all_of_it_arrives() {
                     let at = random.u64(..(SIZE - length as u64) / 4096) * 4096;
                     write(&mut chain, at, round | 1, length, || ());
                     if round % 50 == 0 {
-                        // Past a pass of the copier: chunks become clean, and then change again.
+                        // After a pass of the copier: chunks become clean, and then change again.
                         std::thread::sleep(Duration::from_millis(400));
                     }
                 }
@@ -226,7 +226,7 @@ fn a_replica_that_is_cut_is_not_made_longer_and_is_copied_whole_when_it_has_its_
     assert!(matches!(files.open_named("replica", "map"), Err(ReplicaError::Size { .. })));
     files.file("replica").set_len(OFFSET + SIZE).unwrap();
     copy_all(&replicate, &mut copier);
-    assert!(files.is_equal(), "what was cut off is not there again");
+    assert!(files.is_equal(), "the truncated part is not there again");
 }
 
 #[test]
@@ -241,7 +241,7 @@ fn an_image_that_is_cut_does_not_erase_its_replica() {
     files.file("image").set_len(3 << 20).unwrap();
     let mut bytes = vec![8; 4096];
     submit(&mut chain, 6 << 20, &mut bytes);
-    let until = Instant::now() + PATIENCE;
+    let until = Instant::now() + TIMEOUT;
     let done = loop {
         chain.poll();
         let _ = replicate.mark_waiting();
@@ -284,7 +284,7 @@ fn a_damaged_map_has_everything_copied_again_and_one_of_another_disk_too() {
     assert_eq!(dirty(), SIZE);
 }
 
-/// Fails changes from this offset on: what is below works.
+/// Fails changes from this offset on; lower ones succeed.
 struct Breaks(Arc<AtomicU64>);
 
 impl Filter for Breaks {
@@ -308,7 +308,7 @@ impl Filter for Breaks {
     }
 }
 
-/// A disk and a replica in memory, and a map that can break.
+/// A disk and a replica in memory, and a map that can fail.
 struct Memory {
     map: MemDisk,
     geometry: Geometry,
@@ -372,7 +372,7 @@ fn the_lag_is_that_of_the_oldest_change_and_a_restart_makes_it_no_younger() {
     assert!(next + 2 >= now, "{now} ms, then {next} ms");
     copy_all(&memory.replicate, &mut memory.copier);
     assert_eq!(lag(&memory), 0);
-    // Of a disk that was never copied nothing is said.
+    // There is no value for a disk that was never copied.
     let empty = Chain::new(memory.geometry.map_bytes() as u64, false, vec![], {
         MemDisk::new(memory.geometry.map_bytes()).queue()
     })
@@ -395,7 +395,7 @@ fn while_the_map_cannot_be_written_at_all_first_changes_wait_and_others_do_not()
     for _ in 0..5 {
         memory.chain.poll();
         assert!(!memory.replicate.mark_waiting());
-        assert!(memory.chain.next_done().is_none(), "on the disk, and not on record");
+        assert!(memory.chain.next_done().is_none(), "on the disk, and not recorded");
         assert_eq!(memory.chain.deadline(), None, "it is tried again by time");
     }
     let last_error = memory.replicate.status().last_error.unwrap();
@@ -432,7 +432,7 @@ fn a_map_that_is_partly_broken_is_wiped_so_that_the_guest_goes_on_and_nothing_is
     assert_eq!(memory.next_process_copies(), 1 << 20, "it is kept again");
 }
 
-/// What a process has written of a map when it is killed before its flush.
+/// What a process has written to a map when it is killed before its flush.
 #[derive(Clone, Copy, Debug)]
 enum Left {
     /// The mark of the third chunk.
@@ -441,7 +441,7 @@ enum Left {
     Wiped,
 }
 
-/// A map that durably calls every chunk clean, and says something else to who reads it.
+/// A map that durably calls every chunk clean, and shows something else to readers.
 fn unflushed(geometry: Geometry, left: Left, seed: u64) -> Platter {
     let random = fastrand::Rng::with_seed(seed);
     let map = Platter::new(geometry.map_bytes(), BLOCK, Fault::Nothing, random);
@@ -467,15 +467,15 @@ fn unflushed(geometry: Geometry, left: Left, seed: u64) -> Platter {
     map
 }
 
-/// The process before was killed between a write of the map and its flush, and then the power fails: what the guest
-/// has changed in between is on record all the same.
+/// The previous process was killed between a write of the map and its flush, and then the power fails: the guest's
+/// changes in between are recorded nevertheless.
 #[test]
 fn what_a_killed_process_left_in_the_map_is_durable_before_anything_changes() {
     let geometry = Geometry::new(disk_id(), SIZE);
     for left in [Left::Mark, Left::Wiped] {
-        // What survives of a write that was not flushed is up to the seed.
+        // The seed decides how much of an unflushed write survives.
         for seed in 0..20 {
-            // With a map that works at once, and one that does so later.
+            // With a map that completes writes at once, and one that does so later.
             changes_after_a_kill(geometry, left, seed, u64::MAX);
             changes_after_a_kill(geometry, left, seed, 0);
         }
@@ -499,7 +499,7 @@ fn changes_after_a_kill(geometry: Geometry, left: Left, seed: u64, works_below: 
         for _ in 0..5 {
             assert!(!replicate.mark_waiting());
             chain.poll();
-            assert!(chain.next_done().is_none(), "{left:?}: on the disk, and not on record");
+            assert!(chain.next_done().is_none(), "{left:?}: on the disk, and not recorded");
             assert_eq!(chain.deadline(), None, "it is tried again by time");
         }
         let last_error = replicate.status().last_error.unwrap();

@@ -1,4 +1,4 @@
-//! Stands for the module of this name in the crate.
+//! Replaces the module of this name in the crate.
 
 #[path = "../../../src/stack/waker.rs"]
 #[allow(dead_code)]

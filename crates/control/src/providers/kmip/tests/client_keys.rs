@@ -7,7 +7,7 @@ use crate::providers::Restore;
 
 const OTHER: &str = "another passphrase, longer";
 
-/// A KMS that takes any client, and has every key.
+/// A KMS that accepts any client, and has every key.
 fn any_client(authority: &Authority) -> ScriptedServer {
     let certificate = authority.server(&["127.0.0.1"], Validity::Now);
     ScriptedServer::start(&certificate, None, |asked: &Asked| match asked.operation {
@@ -31,7 +31,7 @@ async fn restarted(here: &Here) -> Providers {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_lost_passphrase_is_no_end() {
+async fn a_client_key_with_a_lost_passphrase_can_be_replaced() {
     let authority = Authority::new("kms");
     let server = any_client(&authority);
     let identity = authority.client("vmseal", Validity::Now);
@@ -73,7 +73,7 @@ async fn a_lost_passphrase_is_no_end() {
     assert_eq!(needed.field.as_deref(), Some("passphrase"), "{needed}");
     set(&kms, new_certificate(&certificate)).await.unwrap();
 
-    // Or with a key and a certificate that somebody else has made.
+    // Or with a key and a certificate that were made elsewhere.
     let kms = restarted(&here).await;
     let made = || NewCertificate {
         key: Some(identity.private_key()),
@@ -94,7 +94,7 @@ async fn a_lost_passphrase_is_no_end() {
     let kms = restarted(&here).await;
     kms.unlock(&provider, secret(OTHER), "me").await.unwrap();
     assert_eq!(kms.status(&provider), ProviderStatus::Normal);
-    // At once, with a certificate that nobody signs.
+    // At once, with a self-signed certificate.
     let kms = restarted(&here).await;
     kms.self_sign(&provider, replaced(PASSPHRASE), "me").await.unwrap();
     assert_eq!(kms.status(&provider), ProviderStatus::Normal);
@@ -157,7 +157,7 @@ async fn a_backup_brings_a_provider_back_with_its_keys() {
     let here_already = here.providers.add("copy", pass(), Some(restore(OTHER)), "me").await;
     assert_eq!(here_already.unwrap_err().code, ErrorCode::AlreadyExists);
 
-    // On a server that has nothing of it.
+    // On a server without this provider.
     let there = Here::new().await;
     there.providers.check_new("back", pass(), Some(restore(OTHER))).await.unwrap();
     let back = there.providers.add("back", pass(), Some(restore(OTHER)), "me").await.unwrap();

@@ -1,4 +1,4 @@
-//! Several servers: which of them is asked, and what it means that one does not have a key.
+//! Several servers: which of them is asked, and what a missing key on one of them means.
 
 use std::net::{TcpListener, TcpStream};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -96,7 +96,7 @@ async fn a_key_is_looked_for_at_every_server() {
     let faults: Vec<_> = faults.iter().map(|(id, _, why)| (id.as_str(), why.reason)).collect();
     let wanted = [("gone", Some(KeyFault::KeyDestroyed)), ("nowhere", Some(KeyFault::KeyMissing))];
     assert_eq!(faults, wanted);
-    // Who has not answered may have it.
+    // A server that has not answered may have it.
     drop(two);
     for key_id in ["second", "gone"] {
         let silent = why(key_id).await;
@@ -106,7 +106,7 @@ async fn a_key_is_looked_for_at_every_server() {
     assert!(why("second").await.detail.contains("'one' does not have it"));
 }
 
-/// Takes connections and never says anything on them, as a machine that hangs; gone when it is dropped.
+/// Accepts connections and never sends anything, like a hung machine; stopped when dropped.
 struct Hung {
     port: u16,
     accepted: Arc<AtomicUsize>,
@@ -137,16 +137,16 @@ impl Hung {
 impl Drop for Hung {
     fn drop(&mut self) {
         self.stopped.store(true, Ordering::SeqCst);
-        // It wakes the thread, which then leaves.
+        // This wakes the thread, which then ends.
         drop(TcpStream::connect(("127.0.0.1", self.port)));
         self.thread.take().unwrap().join().unwrap();
     }
 }
 
-/// Each key costs a time-out where the server that hangs is asked for it first. That is counted, not timed.
+/// Each key costs a timeout if the hung server is asked for it first. Counts requests instead of measuring time.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_server_that_hangs_is_not_asked_for_every_key() {
-    const KEYS: usize = 300;
+    const KEYS: usize = 1000;
     let authority = Authority::new("kms");
     let identity = authority.client("vmseal", Validity::Now);
     let certificate = authority.server(&["127.0.0.1"], Validity::Now);
@@ -163,7 +163,7 @@ async fn a_server_that_hangs_is_not_asked_for_every_key() {
     let port = one.endpoint().port();
     drop(one);
     let hung = Hung::on(port);
-    // As many at a time as are brought to a host.
+    // As many at a time as are delivered to a host.
     let given = stream::iter(0..KEYS).map(|number| {
         let key = seven(&here, &provider, vm, &format!("key {number}"));
         let kms = Arc::clone(&kms);
@@ -204,7 +204,7 @@ async fn a_server_that_hangs_is_not_asked_for_every_key() {
     .await;
 }
 
-/// A request whose server hangs after it was sent is not waited for while another server answers.
+/// A request whose server hangs after it was sent does not delay the answer of another server.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_key_is_made_elsewhere_when_the_server_that_was_asked_hangs() {
     let authority = Authority::new("kms");
@@ -224,13 +224,13 @@ async fn a_key_is_made_elsewhere_when_the_server_that_was_asked_hangs() {
     let (key, _) = kms.create_key(vm, request).await.unwrap();
     let own = client(&two, &authority, &identity);
     own.key_state(&KeyId::new(key.key_id.clone()).unwrap()).await.unwrap();
-    // What the first one may have made stays on record.
+    // The request to the first one, which may have created a key, stays recorded.
     let mut read = here.store.read().await.unwrap();
     let left = key_requests::abandoned(&mut read, provider.id).await.unwrap();
     assert_eq!(left.iter().map(|it| it.server.as_str()).collect::<Vec<_>>(), ["one"]);
 }
 
-/// A KMS that counts up the ids of the keys that it makes, and notes what it does with them.
+/// A KMS that counts up the ids of its keys, and records what it does with them.
 struct Making {
     server: ScriptedServer,
     made: Arc<AtomicUsize>,
@@ -238,7 +238,7 @@ struct Making {
 }
 
 impl Making {
-    /// `odd` answers what it does in another way than a good server.
+    /// `odd` answers the requests that this server handles differently from a good one.
     fn start(
         authority: &Authority,
         odd: impl Fn(&Asked) -> Option<Reaction> + Send + Sync + 'static,
@@ -286,7 +286,7 @@ impl Making {
     }
 }
 
-/// The answer to Get of a server that gives keys wrapped alone.
+/// The answer to Get of a server that releases keys only wrapped.
 fn wrapped(asked: &Asked) -> Reaction {
     Reaction::Send(asked.done(|payload| {
         payload.enumeration(Tag::OBJECT_TYPE, 2);
@@ -325,7 +325,7 @@ async fn a_key_that_cannot_be_used_is_not_left_at_the_server() {
         }
         assert_eq!(making.made.load(Ordering::SeqCst), 3);
         kms.abandon(Uuid::from_u128(1)).await.unwrap();
-        // A test makes one, too.
+        // A test creates one, too.
         let tested = here.providers.test(&provider, true, "me").await.unwrap();
         let tested = tested.servers;
         assert!(tested[0].seen.problem.is_some(), "{tested:?}");

@@ -1,4 +1,4 @@
-//! What the watch sees to: one thing that cannot be done keeps no other one from being done.
+//! The watch: one failure does not prevent its other work.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -11,18 +11,18 @@ async fn detail(here: &Here, code: &str) -> Option<String> {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_cannot_be_cleared_up_keeps_nothing_else_waiting_and_is_an_alarm() {
+async fn a_stuck_destruction_does_not_delay_others_and_is_an_alarm() {
     let authority = Authority::new("kms");
     let identity = authority.client("vmseal", Validity::Now);
     let certificate = authority.server(&["127.0.0.1"], Validity::Now);
-    let mended = Arc::new(AtomicBool::new(false));
+    let repaired = Arc::new(AtomicBool::new(false));
     let destroyed = Arc::new(Mutex::new(Vec::new()));
-    let (is_mended, gone) = (Arc::clone(&mended), Arc::clone(&destroyed));
+    let (is_repaired, gone) = (Arc::clone(&repaired), Arc::clone(&destroyed));
     // A role that may not Locate, and a key that was imported as something else.
     let server = ScriptedServer::start(&certificate, None, move |asked: &Asked| {
-        let mended = is_mended.load(Ordering::SeqCst);
+        let repaired = is_repaired.load(Ordering::SeqCst);
         match asked.operation {
-            OperationCode::Locate if mended => Reaction::Send(asked.done(|_| {})),
+            OperationCode::Locate if repaired => Reaction::Send(asked.done(|_| {})),
             OperationCode::Locate => asked.refused(ResultReason::PermissionDenied),
             OperationCode::GetAttributes => Reaction::Send(asked.done(|payload| {
                 payload.structure(Tag::ATTRIBUTE, |attribute| {
@@ -30,7 +30,9 @@ async fn what_cannot_be_cleared_up_keeps_nothing_else_waiting_and_is_an_alarm() 
                     attribute.enumeration(Tag::ATTRIBUTE_VALUE, 2);
                 });
             })),
-            OperationCode::Get if asked.objects == ["0 short"] && !mended => given(asked, &[7; 16]),
+            OperationCode::Get if asked.objects == ["0 short"] && !repaired => {
+                given(asked, &[7; 16])
+            }
             OperationCode::Get => given(asked, &[7; 32]),
             code => {
                 if code == OperationCode::Destroy {
@@ -60,6 +62,7 @@ async fn what_cannot_be_cleared_up_keeps_nothing_else_waiting_and_is_an_alarm() 
         marked: true,
         key_id: None,
         abandoned: true,
+        moved: false,
     };
     key_requests::put(&mut write, provider.id, &stuck).await.unwrap();
     write.commit().await.unwrap();
@@ -70,9 +73,9 @@ async fn what_cannot_be_cleared_up_keeps_nothing_else_waiting_and_is_an_alarm() 
     .await;
     assert_eq!(*destroyed.lock().unwrap(), ["1 whole"]);
     let code = "keys-await-destruction";
-    // A look may have begun before all of them were there.
+    // A check may have begun before all of them existed.
     here.eventually("an alarm", async |here| {
-        detail(here, code).await.is_some_and(|told| told.contains("there yet: 2"))
+        detail(here, code).await.is_some_and(|told| told.contains("still exist: 2"))
     })
     .await;
     let told = detail(&here, code).await.unwrap();
@@ -81,13 +84,13 @@ async fn what_cannot_be_cleared_up_keeps_nothing_else_waiting_and_is_an_alarm() 
     }
     let wanted = (code.to_owned(), Some(KeyFault::KmsDenies));
     assert_eq!(here.alarms().await, [wanted], "nothing else is wrong");
-    mended.store(true, Ordering::SeqCst);
+    repaired.store(true, Ordering::SeqCst);
     kmip.look_now();
     here.eventually("no alarm", async |here| here.alarms().await.is_empty()).await;
     assert_eq!(*destroyed.lock().unwrap(), ["1 whole", "0 short"]);
 }
 
-/// A server whose key is gone at once when it is asked to destroy it, and which says so late.
+/// A server that destroys a key at once, but answers late.
 struct Slow {
     server: ScriptedServer,
     gone: Arc<AtomicBool>,
@@ -132,7 +135,7 @@ impl Slow {
     }
 }
 
-/// The watch and a task, say; the one that comes second does not tell that the key was gone already.
+/// For example the watch and a task; the second one does not report that the key was already gone.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_key_that_two_destroy_at_once_is_destroyed_by_one() {
     let authority = Authority::new("kms");
@@ -157,7 +160,7 @@ async fn a_key_that_two_destroy_at_once_is_destroyed_by_one() {
     slow.was_not_asked_again();
 }
 
-/// The key of a test is unwanted from the outset: the watch may come upon it while the test destroys it.
+/// The key of a test is unwanted from the beginning: the watch may find it while the test destroys it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_key_of_a_test_is_left_to_the_test_while_that_destroys_it() {
     let authority = Authority::new("kms");
@@ -180,12 +183,12 @@ async fn the_key_of_a_test_is_left_to_the_test_while_that_destroys_it() {
     let told = here.events("provider.key-tested").await;
     assert!(told.len() == 1 && told[0].starts_with("key '1' was made, read and destroyed"));
     let destroyed = here.events("key.destroyed").await;
-    assert!(destroyed.is_empty(), "told as if it had been gone before: {destroyed:?}");
+    assert!(destroyed.is_empty(), "reported as if it had been gone before: {destroyed:?}");
     slow.was_not_asked_again();
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn whoever_removes_a_provider_is_told_of_every_key_that_may_be_left() {
+async fn removing_a_provider_reports_every_key_that_may_be_left() {
     use crate::operation::Operation;
     use crate::tasks::Engine;
     let authority = Authority::new("kms");
@@ -205,6 +208,7 @@ async fn whoever_removes_a_provider_is_told_of_every_key_that_may_be_left() {
             marked: true,
             key_id: key_id.map(str::to_owned),
             abandoned,
+            moved: false,
         };
         key_requests::put(&mut write, provider.id, &request).await.unwrap();
     }
@@ -231,19 +235,19 @@ async fn whoever_removes_a_provider_is_told_of_every_key_that_may_be_left() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_key_of_a_test_is_destroyed_whatever_goes_wrong_and_whoever_goes_away() {
+async fn the_key_of_a_test_is_destroyed_despite_failures_and_disconnects() {
     let authority = Authority::new("kms");
     let identity = authority.client("vmseal", Validity::Now);
     let certificate = authority.server(&["127.0.0.1"], Validity::Now);
-    let mended = Arc::new(AtomicBool::new(false));
+    let repaired = Arc::new(AtomicBool::new(false));
     let destroyed = Arc::new(Mutex::new(Vec::new()));
-    let (is_mended, gone) = (Arc::clone(&mended), Arc::clone(&destroyed));
+    let (is_repaired, gone) = (Arc::clone(&repaired), Arc::clone(&destroyed));
     let server = ScriptedServer::start(&certificate, None, move |asked: &Asked| {
         let id = |payload: &mut Encoder| payload.text(Tag::UNIQUE_IDENTIFIER, "1");
         match asked.operation {
             OperationCode::GetAttributes => Reaction::Send(asked.done(|payload| state(payload, 2))),
             OperationCode::Get => given(asked, &[7; 32]),
-            OperationCode::Revoke if !is_mended.load(Ordering::SeqCst) => {
+            OperationCode::Revoke if !is_repaired.load(Ordering::SeqCst) => {
                 asked.refused(ResultReason::PermissionDenied)
             }
             OperationCode::Create => Reaction::SendLate(Duration::from_millis(300), asked.done(id)),
@@ -265,7 +269,7 @@ async fn the_key_of_a_test_is_destroyed_whatever_goes_wrong_and_whoever_goes_awa
         detail(here, "keys-await-destruction").await.is_some()
     })
     .await;
-    mended.store(true, Ordering::SeqCst);
+    repaired.store(true, Ordering::SeqCst);
     here.providers.kmip(provider.id).unwrap().look_now();
     here.eventually("no alarm", async |here| here.alarms().await.is_empty()).await;
     assert_eq!(*destroyed.lock().unwrap(), ["1"]);

@@ -1,4 +1,4 @@
-//! How much a pass takes.
+//! How many requests a pass takes.
 
 use nix::sys::eventfd::EventFd;
 use virtio_bindings::virtio_blk::VIRTIO_BLK_T_OUT;
@@ -9,7 +9,7 @@ use vmseal_api::id::DiskId;
 use super::*;
 use crate::stack::chain::{Io, Storage};
 
-/// What the guest has asked for, more than a pass takes; each has three descriptors.
+/// The guest's requests, more than a pass takes; each has three descriptors.
 const REQUESTS: u16 = 16;
 
 const SIZE: u16 = 64;
@@ -19,7 +19,7 @@ const HEADER: u64 = 0x3000;
 const STATUS: u64 = 0x4000;
 const DATA: u64 = 0x1_0000;
 
-/// InstantStorage that does what it is asked for at once; with an event, it says that it works by itself.
+/// Storage that completes requests at once; with an event, it claims to work asynchronously.
 struct InstantStorage(Option<EventFd>);
 
 impl Storage for InstantStorage {
@@ -91,7 +91,7 @@ fn taken(by_itself: bool, length: u32) -> usize {
     let state = Arc::clone(&setup.state);
     let (chain, next) = serve_now(setup, chain, 1).unwrap();
     assert_eq!(chain.in_flight(), 0);
-    assert_eq!(state.totals().writes, u64::from(next), "not all that was taken was done");
+    assert_eq!(state.totals().writes, u64::from(next), "not all requests taken were done");
     usize::from(next)
 }
 
@@ -106,7 +106,7 @@ fn a_pass_takes_few_requests_and_of_large_ones_a_device_gets_one() {
     assert_eq!(taken(true, LARGE), 1);
 }
 
-/// Lines of log, counted.
+/// Counts lines of log.
 #[derive(Clone, Default)]
 struct Lines(Arc<std::sync::atomic::AtomicUsize>);
 
@@ -143,7 +143,7 @@ fn a_guest_that_loops_malformed_rings_and_resets_does_not_fill_the_log() {
     tracing::subscriber::with_default(lines.clone(), || {
         for _ in 0..ROUNDS {
             let setup = Setup { state: Arc::clone(&state), ..setup(4096) };
-            // The first descriptor leads to itself.
+            // The first descriptor points to itself.
             setup.memory.write_obj(0u16, GuestAddress(14)).unwrap();
             let served = serve_now(setup, std::mem::replace(&mut chain, spare()), 4).unwrap();
             chain = served.0;

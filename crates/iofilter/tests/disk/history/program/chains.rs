@@ -1,4 +1,4 @@
-//! Every chain whose filter is cut off: each filter alone and several together, on each encryption and on none.
+//! Every chain whose filter is killed: each filter alone and several together, on each encryption and on none.
 
 use std::fs::File;
 use std::os::unix::fs::PermissionsExt;
@@ -6,9 +6,9 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 
-use super::rests::SIZE;
+use super::backends::SIZE;
 
-/// The chains, the filters of each from the guest downwards; what is to be files is in [`in_place`].
+/// The chains, the filters of each from the guest downwards; placeholders for files are filled in by [`in_place`].
 pub fn all() -> Vec<Vec<Value>> {
     let encryptions = [None, Some("zero"), Some("ciphertext")];
     // Above the encryption, and below it.
@@ -50,19 +50,19 @@ pub fn name(chain: &[Value]) -> String {
     chain.iter().map(name).collect::<Vec<_>>().join(", ")
 }
 
-/// What a sector of zeroes below the encryption is above it, if there is one: "zero", or "ciphertext" and so noise.
+/// What a zero sector below the encryption reads as above it, if there is any: "zero", or "ciphertext" and so noise.
 pub fn holes(chain: &[Value]) -> Option<&str> {
     chain.iter().find_map(|link| link["holes"].as_str())
 }
 
-/// Whether a rule of the chain has one of these operations fail.
+/// Whether a rule of the chain makes one of these operations fail.
 pub fn fails(chain: &[Value], operations: &[&str]) -> bool {
     let rules = chain.iter().filter_map(|link| link["rules"].as_array());
     let mut named = rules.flatten().flat_map(|rule| rule["operations"].as_array().unwrap());
     named.any(|named| operations.contains(&named.as_str().unwrap()))
 }
 
-/// The chain, with the files that it names made in this directory.
+/// The chain, with its files made in this directory.
 pub fn in_place(chain: &[Value], path: &Path) -> Value {
     let key = path.join("key");
     std::fs::write(&key, (0..64u8).collect::<Vec<_>>()).unwrap();
@@ -76,7 +76,7 @@ pub fn in_place(chain: &[Value], path: &Path) -> Value {
     serde_json::from_str(&named).unwrap()
 }
 
-/// The chain with other seeds for what strikes at random.
+/// The chain with other random seeds.
 pub fn seeded(in_place: &Value, random: &mut fastrand::Rng) -> Value {
     let mut chain = in_place.clone();
     let links = chain.as_array_mut().into_iter().flatten();

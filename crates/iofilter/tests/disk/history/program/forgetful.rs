@@ -17,10 +17,10 @@ use fuser::{
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sched::{CloneFlags, unshare};
 
-/// How long the kernel may take to close what a dead process had open.
-const PATIENCE: Duration = Duration::from_secs(30);
+/// How long the kernel may take to close the files of a dead process.
+const TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Something that was done to a file, and is not durable.
+/// A change of a file that is not durable.
 enum Change {
     Bytes { at: u64, bytes: Vec<u8> },
     Length(u64),
@@ -81,7 +81,7 @@ impl Image {
     }
 }
 
-/// As a file takes a write: one behind its end makes it longer.
+/// Applies a write: one past the end extends the file.
 fn put(content: &mut Vec<u8>, at: u64, bytes: &[u8]) {
     let (at, end) = (at as usize, at as usize + bytes.len());
     content.resize(content.len().max(end), 0);
@@ -104,8 +104,8 @@ pub struct Forgetful {
 }
 
 impl Forgetful {
-    /// Takes the files of a directory in, all that is in them durable, with links in their place. `granule`
-    /// bytes are written whole or not at all. Only the calling thread and what it starts see the files.
+    /// Replaces the files of a directory by links to files here, with all their content durable. `granule`
+    /// bytes are written whole or not at all. Only the calling thread and its children see the files.
     ///
     /// # Errors
     /// The system does not let us mount it.
@@ -116,7 +116,7 @@ impl Forgetful {
         syncs: bool,
         random: fastrand::Rng,
     ) -> io::Result<Self> {
-        // A mount that nobody else sees is gone with those who do, however they end.
+        // A mount in a private namespace is removed with its processes, however they end.
         unshare(CloneFlags::CLONE_NEWNS)?;
         mount(
             None::<&str>,
@@ -140,22 +140,22 @@ impl Forgetful {
         }
         let inside = Arc::new(Mutex::new(Inside { images, granule, random, syncs }));
         let mut config = Config::default();
-        // The filter gives its privileges up.
+        // The filter drops its privileges.
         config.acl = SessionACL::All;
         let mounted = fuser::spawn_mount(Files(Arc::clone(&inside)), &place, &config)?;
         Ok(Self { place, inside, _mounted: mounted })
     }
 
-    /// The power fails, once whoever had the files open is dead.
+    /// The power fails, once every process that had the files open is dead.
     pub fn cut(&self) {
         assert!(self.is_closed(), "somebody has a file open");
         let Inside { images, granule, random, .. } = &mut *self.inside();
         images.iter_mut().for_each(|image| image.cut(*granule, random));
     }
 
-    /// Whether no file is open, or none is soon: the kernel closes those of the dead when it gets to it.
+    /// Whether no file is open, or none is soon: the kernel closes those of dead processes with a delay.
     fn is_closed(&self) -> bool {
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + TIMEOUT;
         while self.inside().images.iter().any(|image| image.handles > 0) {
             if Instant::now() > until {
                 return false;
@@ -172,7 +172,7 @@ impl Forgetful {
 
 impl Drop for Forgetful {
     fn drop(&mut self) {
-        // Of a test that has failed a filter may be there still.
+        // After a failed test a filter may still be running.
         if !std::thread::panicking() {
             self.is_closed();
         }
@@ -180,7 +180,7 @@ impl Drop for Forgetful {
     }
 }
 
-/// What the kernel asks.
+/// The requests of the kernel.
 struct Files(Arc<Mutex<Inside>>);
 
 impl Files {
@@ -195,7 +195,7 @@ impl Files {
 const ROOT: u64 = 1;
 /// The number of the first image.
 const FIRST: u64 = 2;
-/// Nothing is kept by the kernel.
+/// The kernel caches nothing.
 const KEPT: Duration = Duration::ZERO;
 
 fn attributes(ino: u64, size: u64) -> FileAttr {
@@ -275,7 +275,7 @@ impl Filesystem for Files {
 
     fn open(&self, _: &Request, ino: INodeNo, _: OpenFlags, reply: ReplyOpen) {
         match self.with(ino, |image| image.handles += 1) {
-            // Past the page cache: what it kept would survive the power cut.
+            // Past the page cache: its content would survive the power cut.
             Ok(()) => reply.opened(FileHandle(0), FopenFlags::FOPEN_DIRECT_IO),
             Err(error) => reply.error(error),
         }

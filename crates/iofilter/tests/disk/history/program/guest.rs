@@ -1,4 +1,4 @@
-//! A guest that has several requests of every kind under way, in parts of sectors, and keeps the history of them.
+//! A guest that has several requests of every kind in flight, in parts of sectors, and keeps the history of them.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -11,22 +11,22 @@ use crate::history::BLOCK;
 use crate::history::checker::{End, History, Read, Write};
 use crate::history::stamp::{self, Found, Stamp};
 
-/// The blocks that are used: enough that some are written for the first time all the while.
+/// The blocks that are used: enough that some are written for the first time throughout.
 const BLOCKS: u64 = 2048;
-/// Where half of the requests begin: in eight sectors, so that many meet in one.
+/// The range where half of the requests begin: eight sectors, so that many meet in one.
 const CROWDED: u64 = 64;
-/// Most requests have at most so many: else all of them would meet.
+/// The length that most requests do not exceed: otherwise all of them would meet.
 const SHORT: u64 = 12;
-/// Five sectors: a write of that many is torn behind some of them.
+/// Five sectors: a torn write of this length is torn after some of them.
 const LONGEST: u64 = 40;
-const PATIENCE: Duration = Duration::from_secs(30);
+const TIMEOUT: Duration = Duration::from_secs(30);
 /// Requests of three descriptors in a ring of 16.
 const SLOTS: u16 = 5;
 const DISK: u64 = 0x6b69_6c6c;
 
 const OK: u8 = 0;
 
-/// By its number in virtio 1.2, 5.2.6.
+/// The numbers of virtio 1.2, 5.2.6.
 #[derive(Clone, Copy, PartialEq)]
 enum Kind {
     Read = 0,
@@ -36,13 +36,13 @@ enum Kind {
     WriteZeroes = 13,
 }
 
-/// What a slot has asked for and not been answered.
+/// A request that is not answered yet.
 struct Asked {
     kind: Kind,
     units: Range<u64>,
     /// When.
     at: u64,
-    /// Which of the writes of the history it is, if it changes anything.
+    /// The index of its write in the history, if it changes anything.
     index: Option<usize>,
 }
 
@@ -62,7 +62,7 @@ pub struct Guest {
     pub failed: Failed,
     random: fastrand::Rng,
     under_way: HashMap<u16, Asked>,
-    /// The last write's, in this history and those before it.
+    /// The sequence number of the last write, in this history and those before it.
     sequence: u64,
 }
 
@@ -80,8 +80,8 @@ impl Guest {
         Self { driver, random, history, failed, under_way, sequence: 0 }
     }
 
-    /// Has it begin again with this driver and nothing under way. Returns the history that it had, and what its
-    /// disk holds, with which a new one begins.
+    /// Starts again with this driver and nothing in flight. Returns the history so far, and the
+    /// content of its disk, with which a new one begins.
     pub fn reboot(&mut self, driver: Driver) -> (History, Vec<Found>) {
         self.driver = driver;
         self.under_way.clear();
@@ -101,7 +101,7 @@ impl Guest {
         DATA + u64::from(head) * LONGEST * BLOCK as u64
     }
 
-    /// Fills every free slot. No two changes under way have a block in common, as guests do it: a filter
+    /// Fills every free slot. No two changes in flight have a block in common, as with real guests: a filter
     /// that replays them may do them in any order.
     fn fill(&mut self) {
         for head in (0..SLOTS).map(|slot| slot * 3) {
@@ -144,7 +144,7 @@ impl Guest {
             self.driver.memory.write_slice(bytes, GuestAddress(at)).unwrap();
         };
         put(&(kind as u32).to_le_bytes(), header);
-        // Of others the header says nothing (5.2.6).
+        // For other operations this field has no meaning (5.2.6).
         let sector = if matches!(kind, Kind::Read | Kind::Write) { units.start } else { 0 };
         put(&sector.to_le_bytes(), header + 8);
         put(&[0xff], status);
@@ -159,9 +159,9 @@ impl Guest {
         self.under_way.insert(head, Asked { kind, units, at, index });
     }
 
-    /// Takes one answer; false if there is none for that long.
-    pub fn answer(&mut self, patience: Duration) -> bool {
-        let Some((head, _)) = self.driver.answer(patience) else { return false };
+    /// Takes one answer; false if there is none within the timeout.
+    pub fn answer(&mut self, timeout: Duration) -> bool {
+        let Some((head, _)) = self.driver.answer(timeout) else { return false };
         let head = u16::try_from(head).unwrap();
         let asked = self.under_way.remove(&head).expect("an answer that nobody waits for");
         let status = GuestAddress(BASE + 0x4000 + u64::from(head));
@@ -194,22 +194,22 @@ impl Guest {
         self.history.reads.push(Read { first: units.start, found, asked: at, done });
     }
 
-    /// Has some answers, and asks for more.
+    /// Takes some answers, and submits more.
     pub fn go_on(&mut self) {
         for _ in 0..self.random.usize(..120) {
             self.fill();
-            assert!(self.answer(PATIENCE), "{} requests are lost", self.under_way());
+            assert!(self.answer(TIMEOUT), "{} requests are lost", self.under_way());
         }
         self.fill();
     }
 
     pub fn finish(&mut self) {
         while !self.under_way.is_empty() {
-            assert!(self.answer(PATIENCE), "{} requests are lost", self.under_way());
+            assert!(self.answer(TIMEOUT), "{} requests are lost", self.under_way());
         }
     }
 
-    /// All that is used, in parts of one request each.
+    /// The whole used range, in parts of one request each.
     fn parts() -> impl Iterator<Item = Range<u64>> {
         let part = |first: u64| first..(first + SHORT).min(BLOCKS);
         (0..BLOCKS).step_by(SHORT as usize).map(part)
@@ -220,12 +220,12 @@ impl Guest {
         Self::parts().for_each(|units| self.insist(Kind::Read, &units));
     }
 
-    /// Writes everything: what was a hole is none any more.
+    /// Writes everything: no hole is left.
     pub fn write_all(&mut self) {
         Self::parts().for_each(|units| self.insist(Kind::Write, &units));
     }
 
-    /// Asks for this alone, until it does not fail.
+    /// Repeats this request alone until it does not fail.
     fn insist(&mut self, kind: Kind, units: &Range<u64>) {
         let failed = |guest: &Self| guest.failed.reads + guest.failed.others;
         loop {
@@ -244,7 +244,7 @@ fn bytes(units: &Range<u64>) -> usize {
     (units.end - units.start) as usize * BLOCK
 }
 
-/// What a request's buffer holds when it is asked for.
+/// The buffer of a request when it is submitted.
 fn content(kind: Kind, units: &Range<u64>, sequence: u64) -> Vec<u8> {
     match kind {
         Kind::Flush => Vec::new(),
@@ -258,7 +258,7 @@ fn content(kind: Kind, units: &Range<u64>, sequence: u64) -> Vec<u8> {
             data
         }
         Kind::WriteZeroes | Kind::Discard => {
-            // A segment: first sector, sectors, flags, where a write of zeroes may unmap.
+            // A segment: first sector, sectors, flags, where write-zeroes may unmap.
             let unmap = u32::from(kind == Kind::WriteZeroes && sequence.is_multiple_of(2));
             let length = (units.end - units.start) as u32;
             let words = [&units.start.to_le_bytes()[..], &length.to_le_bytes()];

@@ -1,11 +1,11 @@
-//! The program itself under a guest: killed, and cut off from its power. What the guest sees is judged here;
-//! `tests/replicate` judges replicas.
+//! The program itself under a guest: killed, or hit by a power cut. What the guest sees is checked here;
+//! `tests/replicate` checks replicas.
 
+mod backends;
 mod chains;
 mod forgetful;
 mod guest;
 mod killed;
-mod rests;
 mod unplugged;
 
 use std::os::unix::net::UnixStream;
@@ -16,11 +16,11 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 use vmseal_initiator::driver::Driver;
 
+use self::backends::{BackendKind, SIZE};
 use self::guest::{Failed, Guest};
-use self::rests::{Rests, SIZE};
 use crate::successor::Filter;
 
-/// How long a filter may work on what it was asked for last before it ends.
+/// How long a filter may work on its last requests before it ends.
 const LONGEST_PAUSE: Duration = Duration::from_micros(300);
 
 /// Mostly short: a system call or two of a file in memory. A sleep would be longer than that.
@@ -31,27 +31,27 @@ fn pause(random: &mut fastrand::Rng) {
 
 /// A disk, and the filters that serve it one after the other.
 struct Program<'a> {
-    rests: Rests,
+    kind: BackendKind,
     directory: &'a Path,
     chain: &'a [Value],
     /// With the files that it names.
     in_place: Value,
-    /// How those ended that ended in order.
+    /// How the filters that were ended in order ended.
     ended: Vec<ExitStatus>,
 }
 
 impl<'a> Program<'a> {
     /// Makes the disk, empty.
-    fn new(rests: Rests, directory: &'a Path, chain: &'a [Value]) -> Self {
-        rests.make(directory);
+    fn new(kind: BackendKind, directory: &'a Path, chain: &'a [Value]) -> Self {
+        kind.make(directory);
         let (in_place, ended) = (chains::in_place(chain, directory), Vec::new());
-        Self { rests, directory, chain, in_place, ended }
+        Self { kind, directory, chain, in_place, ended }
     }
 
-    /// A filter, whose faults strike other requests than the last one's.
+    /// Starts a filter, whose faults strike other requests than the last one's.
     fn start(&self, random: &mut fastrand::Rng) -> (Filter, UnixStream) {
         let chain = chains::seeded(&self.in_place, random);
-        Filter::start(self.directory, &self.rests.backend(self.directory), SIZE, &chain)
+        Filter::start(self.directory, &self.kind.backend(self.directory), SIZE, &chain)
     }
 
     /// Ends a filter in order.
@@ -59,36 +59,36 @@ impl<'a> Program<'a> {
         self.ended.push(filter.end());
     }
 
-    /// A guest that has written all that it has to before anything is cut off; no filter is left.
+    /// A guest that has written its initial data before anything is killed; no filter is left.
     fn guest(&mut self, mut random: fastrand::Rng) -> Guest {
         let (mut filter, socket) = self.start(&mut random);
         let driver = Driver::connect_with_record(socket, u64::MAX);
         let mut guest = Guest::new(driver, random.fork());
-        if chains::holes(self.chain) == Some("ciphertext") || self.rests == Rests::Overlay {
+        if chains::holes(self.chain) == Some("ciphertext") || self.kind == BackendKind::Overlay {
             guest.write_all();
         }
-        if self.rests == Rests::Overlay {
+        if self.kind == BackendKind::Overlay {
             self.end(filter);
-            self.rests.lay_over(self.directory, "base");
+            self.kind.lay_over(self.directory, "base");
             let socket;
             (filter, socket) = self.start(&mut random);
             guest.driver.reconnect(socket);
             guest.go_on();
             guest.finish();
             self.end(filter);
-            self.rests.lay_over(self.directory, "middle");
+            self.kind.lay_over(self.directory, "middle");
         } else {
             self.end(filter);
         }
         guest
     }
 
-    /// That filters ended well, and only those requests failed that a rule of the chain lets fail.
+    /// Checks that filters ended well, and only requests failed that a rule of the chain may make fail.
     fn judge(&self, guest: &Guest) {
         let (log, ended) = (self.log(), &self.ended);
         assert!(!log.contains("not allowed"), "{log}");
         let fails = |operations: &[&str]| chains::fails(self.chain, operations);
-        // A filter flushes at its end, and says when that fails.
+        // A filter flushes at its end, and reports a failure.
         let well =
             |ended: &ExitStatus| ended.success() || fails(&["flush"]) && ended.code() == Some(1);
         assert!(ended.iter().all(well), "{ended:?}\n{log}");

@@ -1,6 +1,6 @@
-//! The program, whose power fails at any instant: every chain over a raw file, a qcow2 image and images over others,
-//! which forget ([`super::forgetful`]). What a flush covered is there, of the rest each block is one that was there or was asked
-//! for, and the image is sound.
+//! The program, hit by a power cut at any instant: every chain over a raw file, a qcow2 image and images over others,
+//! which forget ([`super::forgetful`]). Flushed data is there, every other block has old or requested content, and the
+//! image is sound.
 
 use std::io::{self, Write as _};
 use std::time::Duration;
@@ -8,8 +8,8 @@ use std::time::Duration;
 use serde_json::Value;
 use vmseal_initiator::driver::Driver;
 
+use super::backends::BackendKind;
 use super::forgetful::Forgetful;
-use super::rests::Rests;
 use super::{Program, chains, pause};
 use crate::history::checker::{Finding, Wrong};
 use crate::history::{BLOCK, SECTOR};
@@ -17,13 +17,13 @@ use crate::seed::seed;
 
 const CUTS: usize = 3;
 
-/// All that a disk may rest in, and the replica's.
+/// All files that a disk may be stored in, and the replica's.
 const FILES: [&str; 5] = ["disk", "middle", "base", "replica", "map"];
 
-/// Cuts the power again and again; what is wrong.
-fn run(rests: Rests, chain: &[Value], syncs: bool, mut random: fastrand::Rng) -> Vec<Finding> {
-    let place = tempfile::tempdir_in(rests.directory()).unwrap();
-    let mut program = Program::new(rests, place.path(), chain);
+/// Cuts the power again and again; returns what is wrong.
+fn run(kind: BackendKind, chain: &[Value], syncs: bool, mut random: fastrand::Rng) -> Vec<Finding> {
+    let place = tempfile::tempdir_in(kind.directory()).unwrap();
+    let mut program = Program::new(kind, place.path(), chain);
     let mut guest = program.guest(random.fork());
     // A hole is a sector of zeroes, not a block of zeroes.
     let granule = if chains::holes(chain) == Some("zero") { SECTOR } else { BLOCK };
@@ -38,7 +38,7 @@ fn run(rests: Rests, chain: &[Value], syncs: bool, mut random: fastrand::Rng) ->
         filter.kill();
         while guest.answer(Duration::ZERO) {}
         files.cut();
-        rests.repair(place.path());
+        kind.repair(place.path());
         let socket;
         (filter, socket) = program.start(&mut random);
         let driver = Driver::connect_with_record(socket, u64::MAX);
@@ -50,7 +50,7 @@ fn run(rests: Rests, chain: &[Value], syncs: bool, mut random: fastrand::Rng) ->
     guest.finish();
     guest.read_all();
     program.end(filter);
-    rests.is_sound(place.path());
+    kind.is_sound(place.path());
     findings.extend(guest.history.check());
     if findings.is_empty() {
         program.judge(&guest);
@@ -72,7 +72,7 @@ fn can_mount() -> bool {
             let kind = error.kind();
             let may_be = [io::ErrorKind::PermissionDenied, io::ErrorKind::NotFound].contains(&kind);
             assert!(may_be, "{error}");
-            // Not by a macro, whose words the harness keeps to itself when a test passes.
+            // Not by a macro, whose output the harness hides when a test passes.
             let message = format!("skipped: files that forget are mounted by FUSE: {error}\n");
             io::stderr().write_all(message.as_bytes()).unwrap();
             false
@@ -80,14 +80,14 @@ fn can_mount() -> bool {
     }
 }
 
-fn check_each(rests: Rests) {
+fn check_each(kind: BackendKind) {
     if !can_mount() {
         return;
     }
     let mut random = fastrand::Rng::with_seed(seed());
     for chain in chains::all() {
-        println!("{rests:?}, {}", chains::name(&chain));
-        let findings = run(rests, &chain, true, random.fork());
+        println!("{kind:?}, {}", chains::name(&chain));
+        let findings = run(kind, &chain, true, random.fork());
         let first: Vec<_> = findings.iter().take(5).collect();
         assert!(first.is_empty(), "{} wrong: {first:?}", findings.len());
     }
@@ -95,32 +95,32 @@ fn check_each(rests: Rests) {
 
 #[test]
 fn of_a_file_only_what_was_not_flushed_goes_with_the_power() {
-    check_each(Rests::Storage);
+    check_each(BackendKind::Storage);
 }
 
 #[test]
 fn of_a_file_that_keeps_its_room_only_what_was_not_flushed_goes_with_the_power() {
-    check_each(Rests::PageCache);
+    check_each(BackendKind::PageCache);
 }
 
 #[test]
 fn of_a_qcow2_image_only_what_was_not_flushed_goes_with_the_power() {
-    check_each(Rests::Qcow2);
+    check_each(BackendKind::Qcow2);
 }
 
 #[test]
 fn of_images_over_others_only_what_was_not_flushed_goes_with_the_power() {
-    check_each(Rests::Overlay);
+    check_each(BackendKind::Overlay);
 }
 
 #[test]
-fn files_that_lose_what_was_flushed_are_found_out() {
+fn files_that_lose_flushed_data_are_detected() {
     if !can_mount() {
         return;
     }
     let mut random = fastrand::Rng::with_seed(seed());
     let mut is_found = |chain: &[Value]| {
-        let findings = run(Rests::Storage, chain, false, random.fork());
+        let findings = run(BackendKind::Storage, chain, false, random.fork());
         findings.iter().any(|finding| finding.wrong == Wrong::Unflushed)
     };
     for chain in chains::all().iter().filter(|chain| !chains::fails(chain, &["read", "write"])) {

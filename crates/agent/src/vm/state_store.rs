@@ -1,4 +1,5 @@
-//! The state that the server reads: every VM's owner posts its VM here, and readers wait for news.
+//! The state that the server reads: the owner of each VM publishes its state here, and readers wait for
+//! changes.
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};
@@ -9,11 +10,12 @@ use tokio::time::timeout;
 use vmseal_api::host::{HostState, STATE_WAIT_MAX, StateChange, VmState};
 use vmseal_api::id::{Incarnation, VmId};
 
-/// The most VMs whose end is remembered: as many as a host has. A reader that is further behind reads all.
+/// The most ended VMs that are remembered: as many as a host can have. A reader that is further behind gets
+/// the full state.
 const GONE_MAX: usize = 1024;
 
-/// What is known of all VMs, with a generation that grows with every change.
-pub struct Board {
+/// The state of all VMs, with a generation that grows with every change.
+pub struct StateStore {
     incarnation: Incarnation,
     known: Mutex<Known>,
     generation: watch::Sender<u64>,
@@ -21,29 +23,29 @@ pub struct Board {
 
 #[derive(Default)]
 struct Known {
-    /// Each VM's state, and the generation that it came with.
+    /// Each VM's state, and the generation of its last change.
     vms: BTreeMap<VmId, (u64, VmState)>,
-    /// The generations that VMs went with.
+    /// The generations at which VMs were removed.
     gone: BTreeMap<u64, VmId>,
-    /// Who knows a generation before this one reads all: an end that came later is forgotten.
+    /// A reader with an earlier generation gets the full state: a later removal is forgotten.
     oldest: u64,
 }
 
-impl Board {
-    /// An empty board of this life of the agent.
+impl StateStore {
+    /// An empty store of this run of the agent.
     #[must_use]
     pub fn new(incarnation: Incarnation) -> Self {
         Self { incarnation, known: Mutex::default(), generation: watch::Sender::new(1) }
     }
 
-    /// Whose board it is.
+    /// The run of the agent that it belongs to.
     #[must_use]
     pub fn incarnation(&self) -> Incarnation {
         self.incarnation
     }
 
-    /// Replaces what is known of a VM; none forgets it.
-    pub fn post(&self, vm: VmId, state: Option<VmState>) {
+    /// Replaces a VM's state; none removes it.
+    pub fn publish(&self, vm: VmId, state: Option<VmState>) {
         let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
         let next = *self.generation.borrow() + 1;
         match state {
@@ -64,7 +66,7 @@ impl Board {
                 }
             }
         }
-        // Under the lock: no reader sees the new state under the old generation.
+        // Under the lock: no reader sees the new state with the old generation.
         self.generation.send_replace(next);
     }
 
@@ -85,19 +87,19 @@ impl Board {
         }
     }
 
-    /// What has changed since `after`, as soon as anything has, at the latest after `wait`.
+    /// The changes since `after`, as soon as there are any, at the latest after `wait`.
     pub async fn state(&self, after: Option<(Incarnation, u64)>, wait: Duration) -> StateChange {
         let after = after.filter(|(incarnation, _)| *incarnation == self.incarnation);
         if let Some((_, generation)) = after {
             let mut changes = self.generation.subscribe();
             let news = changes.wait_for(|now| *now > generation);
-            // Without news in time the answer is that nothing has changed.
+            // On a time-out the answer is that nothing has changed.
             let _ = timeout(wait.min(STATE_WAIT_MAX), news).await;
         }
         self.read(after.map(|(_, generation)| generation))
     }
 
-    /// How all VMs stand now.
+    /// The state of all VMs now.
     #[must_use]
     pub fn now(&self) -> HostState {
         let StateChange { incarnation, generation, vms, .. } = self.read(None);
@@ -127,61 +129,65 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn a_reader_waits_for_news_and_no_longer_than_it_may() {
-        let board = std::sync::Arc::new(Board::new(Incarnation::new()));
+        let store = std::sync::Arc::new(StateStore::new(Incarnation::new()));
         let vm = VmId::new();
-        let first = board.now();
+        let first = store.now();
         let seen = Some(first.known());
 
         let started = tokio::time::Instant::now();
-        let none = board.state(seen, Duration::from_secs(3600)).await;
+        let none = store.state(seen, Duration::from_secs(3600)).await;
         assert_eq!(HostState::changed(Some(&first), none), Some(first.clone()));
         assert_eq!(started.elapsed(), STATE_WAIT_MAX);
 
-        let poster = board.clone();
+        let publisher = store.clone();
         let late = async move {
             tokio::time::sleep(Duration::from_secs(2)).await;
-            poster.post(vm, Some(off(vm)));
+            publisher.publish(vm, Some(off(vm)));
         };
-        let (news, ()) = tokio::join!(board.state(seen, STATE_WAIT_MAX), late);
+        let (news, ()) = tokio::join!(store.state(seen, STATE_WAIT_MAX), late);
         assert_eq!((news.generation, news.vms.len()), (first.generation + 1, 1));
 
-        board.post(vm, Some(off(vm)));
-        assert_eq!(board.now().generation, news.generation, "the same is no news");
+        store.publish(vm, Some(off(vm)));
+        assert_eq!(
+            store.now().generation,
+            news.generation,
+            "an equal state was published as a change"
+        );
         let stranger = Some((Incarnation::new(), 99));
         let started = tokio::time::Instant::now();
-        let all = board.state(stranger, STATE_WAIT_MAX).await;
+        let all = store.state(stranger, STATE_WAIT_MAX).await;
         assert_eq!((all.since, &all.vms), (None, &news.vms));
         assert_eq!(started.elapsed(), Duration::ZERO);
     }
 
     #[tokio::test]
-    async fn a_reader_is_told_of_what_changed_since_and_of_all_when_it_is_too_far_behind() {
-        let board = Board::new(Incarnation::new());
+    async fn a_reader_gets_the_changes_and_the_full_state_when_it_is_too_far_behind() {
+        let store = StateStore::new(Incarnation::new());
         let [one, two, three] = [(); 3].map(|()| VmId::new());
         for vm in [one, two, three] {
-            board.post(vm, Some(off(vm)));
+            store.publish(vm, Some(off(vm)));
         }
-        let before = board.now();
-        board.post(one, Some(VmState { power: Power::Running, ..off(one) }));
-        board.post(two, None);
-        let change = board.state(Some(before.known()), Duration::ZERO).await;
+        let before = store.now();
+        store.publish(one, Some(VmState { power: Power::Running, ..off(one) }));
+        store.publish(two, None);
+        let change = store.state(Some(before.known()), Duration::ZERO).await;
         assert_eq!(change.since, Some(before.generation));
         assert_eq!(change.vms.iter().map(|state| state.vm).collect::<Vec<_>>(), [one]);
         assert_eq!(change.gone, [two]);
-        assert_eq!(HostState::changed(Some(&before), change), Some(board.now()));
-        // One that comes back is not gone.
-        board.post(two, Some(off(two)));
-        let change = board.state(Some(before.known()), Duration::ZERO).await;
+        assert_eq!(HostState::changed(Some(&before), change), Some(store.now()));
+        // A VM that comes back is not removed.
+        store.publish(two, Some(off(two)));
+        let change = store.state(Some(before.known()), Duration::ZERO).await;
         assert!(change.gone.is_empty() && change.vms.len() == 2, "{change:?}");
-        let later = Some((board.incarnation(), board.now().generation + 1));
-        let beyond = board.read(later.map(|(_, generation)| generation));
-        assert_eq!(beyond.since, None, "it was never told");
+        let later = Some((store.incarnation(), store.now().generation + 1));
+        let beyond = store.read(later.map(|(_, generation)| generation));
+        assert_eq!(beyond.since, None, "the generation is unknown");
         for _ in 0..=GONE_MAX {
             let vm = VmId::new();
-            board.post(vm, Some(off(vm)));
-            board.post(vm, None);
+            store.publish(vm, Some(off(vm)));
+            store.publish(vm, None);
         }
-        let all = board.state(Some(before.known()), Duration::ZERO).await;
+        let all = store.state(Some(before.known()), Duration::ZERO).await;
         assert_eq!((all.since, all.vms.len()), (None, 3));
     }
 }

@@ -1,7 +1,7 @@
-//! File systems that hang: asked by a thread of its own, and not waited for without end.
+//! File systems that may hang: each call runs in its own thread, and the wait for it is bounded.
 //!
-//! For what only looks, or may be done late. What else writes runs to its end, so that nothing happens behind the
-//! caller's back.
+//! For calls that only read, or whose work may be done late. Other writes run to their end, so that nothing
+//! is written after the caller has gone on.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -12,41 +12,41 @@ use tokio::task::spawn_blocking;
 use tokio::time::timeout;
 use vmseal_api::problem::{ErrorCode, Problem};
 
-/// How long a look may take: one that is there answers at once, a disk that spins up in ten seconds.
-const PATIENCE: Duration = Duration::from_secs(20);
+/// The timeout of a call: a working file system answers at once, a disk that spins up in ten seconds.
+const TIMEOUT: Duration = Duration::from_secs(20);
 
-/// How long a glance may take.
-const GLANCE: Duration = Duration::from_secs(2);
+/// The short timeout.
+const SHORT_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Places that have not answered yet: no second thread is sent there.
+/// Places that have not answered yet: no second thread is started for them.
 static SILENT: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
 
-/// Looks at something at `place`.
+/// Runs a call on the file system at `place`.
 ///
 /// # Errors
-/// As the look; `timed-out` when it takes too long.
-pub async fn look<T: Send + 'static>(
+/// Those of the call; `timed-out` when it takes too long.
+pub async fn call<T: Send + 'static>(
     place: &Path,
     work: impl FnOnce() -> Result<T, Problem> + Send + 'static,
 ) -> Result<T, Problem> {
-    look_for(place, work, PATIENCE).await
+    call_within(place, work, TIMEOUT).await
 }
 
-/// The same for what is looked at again and again, and holds up other work.
+/// The same for calls that are made again and again and delay other work.
 ///
 /// # Errors
-/// As [`look`].
-pub async fn glance<T: Send + 'static>(
+/// As [`call`].
+pub async fn quick_call<T: Send + 'static>(
     place: &Path,
     work: impl FnOnce() -> Result<T, Problem> + Send + 'static,
 ) -> Result<T, Problem> {
-    look_for(place, work, GLANCE).await
+    call_within(place, work, SHORT_TIMEOUT).await
 }
 
-async fn look_for<T: Send + 'static>(
+async fn call_within<T: Send + 'static>(
     place: &Path,
     work: impl FnOnce() -> Result<T, Problem> + Send + 'static,
-    patience: Duration,
+    limit: Duration,
 ) -> Result<T, Problem> {
     let silent = || {
         let what = format!(
@@ -59,15 +59,15 @@ async fn look_for<T: Send + 'static>(
     if places().contains(place) {
         return Err(silent());
     }
-    let mut looking = spawn_blocking(work);
-    match timeout(patience, &mut looking).await {
+    let mut calling = spawn_blocking(work);
+    match timeout(limit, &mut calling).await {
         Ok(Ok(answer)) => answer,
         Ok(Err(error)) => Err(Problem::new(ErrorCode::Internal, error.to_string())),
         Err(_) => {
             let place = place.to_owned();
             places().insert(place.clone());
             tokio::spawn(async move {
-                let _ = looking.await;
+                let _ = calling.await;
                 SILENT.lock().unwrap_or_else(PoisonError::into_inner).remove(&place);
             });
             Err(silent())
@@ -90,15 +90,15 @@ mod tests {
             Ok(())
         };
         let short = Duration::from_millis(50);
-        let first = look_for(place, hangs, short).await.unwrap_err();
+        let first = call_within(place, hangs, short).await.unwrap_err();
         assert_eq!(first.code, ErrorCode::TimedOut);
-        let second = look(place, || -> Result<(), _> { unreachable!("a second thread") }).await;
+        let second = call(place, || -> Result<(), _> { unreachable!("a second thread") }).await;
         assert_eq!(second.unwrap_err(), first);
-        look(Path::new("/another"), || Ok(())).await.unwrap();
+        call(Path::new("/another"), || Ok(())).await.unwrap();
         drop(answer);
-        let give_up = std::time::Instant::now() + PATIENCE;
-        while look(place, || Ok(())).await.is_err() {
-            assert!(std::time::Instant::now() < give_up, "it is never asked again");
+        let give_up = std::time::Instant::now() + TIMEOUT;
+        while call(place, || Ok(())).await.is_err() {
+            assert!(std::time::Instant::now() < give_up, "the place is never tried again");
             tokio::time::sleep(short).await;
         }
     }

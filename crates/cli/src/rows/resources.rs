@@ -6,9 +6,9 @@ use serde::Serialize;
 use vmseal_agent::host::doctor::Finding;
 use vmseal_api::filter::{BitmapStatus, ReplicaStatus};
 use vmseal_api::host::{DatastoreLocation, HostDescription};
+use vmseal_api::log_level::LogLevel;
 use vmseal_api::model::{
-    Alarm, Datastore, Disk, Event, Host, JoinToken, LogLevel, Plan, Policy, Provider, Task,
-    TaskState, Vm,
+    Alarm, Datastore, Disk, Event, Host, JoinToken, Plan, Policy, Provider, Task, TaskState, Vm,
 };
 
 use super::column::{Cell, Column, Row, more, usual};
@@ -19,6 +19,7 @@ fn described(host: &Host, cell: fn(&HostDescription) -> Cell) -> Cell {
 }
 
 impl Row for Host {
+    const PLURAL: &'static str = "hosts";
     const COLUMNS: &'static [Column<Self>] = &[
         usual("name", |it| (&it.name).into()),
         usual("connection", |it| word(&it.connection).into()),
@@ -42,6 +43,7 @@ impl Row for Host {
 }
 
 impl Row for Datastore {
+    const PLURAL: &'static str = "datastores";
     const COLUMNS: &'static [Column<Self>] = &[
         usual("name", |it| (&it.name).into()),
         usual("host", |it| (&it.host).into()),
@@ -62,6 +64,7 @@ impl Row for Datastore {
 }
 
 impl Row for Provider {
+    const PLURAL: &'static str = "key providers";
     const COLUMNS: &'static [Column<Self>] = &[
         usual("name", |it| (&it.name).into()),
         usual("kind", |it| word(&it.kind).into()),
@@ -78,6 +81,7 @@ impl Row for Provider {
 }
 
 impl Row for Policy {
+    const PLURAL: &'static str = "policies";
     const COLUMNS: &'static [Column<Self>] = &[
         usual("name", |it| (&it.name).into()),
         usual("encryption", |it| Cell::YesNo(it.encryption)),
@@ -102,6 +106,7 @@ impl Row for Policy {
 }
 
 impl Row for Vm {
+    const PLURAL: &'static str = "VMs";
     const COLUMNS: &'static [Column<Self>] = &[
         usual("name", |it| (&it.name).into()),
         usual("power", |it| it.power.as_ref().map(word).into()),
@@ -138,6 +143,7 @@ pub struct VmDisk {
 }
 
 impl Row for VmDisk {
+    const PLURAL: &'static str = "disks";
     const COLUMNS: &'static [Column<Self>] = &[
         usual("vm", |it| (&it.vm).into()),
         usual("name", |it| (&it.disk.name).into()),
@@ -161,6 +167,7 @@ impl Row for VmDisk {
 }
 
 impl Row for BitmapStatus {
+    const PLURAL: &'static str = "bitmaps";
     const COLUMNS: &'static [Column<Self>] = &[
         usual("name", |it| (&it.name).into()),
         usual("since", |it| Cell::Time(it.since)),
@@ -175,7 +182,7 @@ impl Row for BitmapStatus {
     }
 }
 
-/// How the replica of a disk stands, with whose it is and where.
+/// The status of a disk's replica, with its VM, disk and datastore.
 #[derive(Clone, PartialEq, Serialize)]
 pub struct DiskReplica {
     /// The VM's name.
@@ -184,12 +191,13 @@ pub struct DiskReplica {
     pub disk: String,
     /// The name of the replica's datastore.
     pub datastore: Option<String>,
-    /// What the filter says that writes it.
+    /// The status that the filter reports.
     #[serde(flatten)]
     pub status: ReplicaStatus,
 }
 
 impl Row for DiskReplica {
+    const PLURAL: &'static str = "replicas";
     const COLUMNS: &'static [Column<Self>] = &[
         usual("vm", |it| (&it.vm).into()),
         usual("disk", |it| (&it.disk).into()),
@@ -204,6 +212,7 @@ impl Row for DiskReplica {
 }
 
 impl Row for Task {
+    const PLURAL: &'static str = "tasks";
     const COLUMNS: &'static [Column<Self>] = &[
         usual("id", |it| it.id.to_string().into()),
         usual("kind", |it| (&it.kind).into()),
@@ -225,6 +234,7 @@ impl Row for Task {
 }
 
 impl Row for Event {
+    const PLURAL: &'static str = "events";
     const COLUMNS: &'static [Column<Self>] = &[
         usual("at", |it| Cell::Time(it.at)),
         usual("kind", |it| (&it.kind).into()),
@@ -240,6 +250,7 @@ impl Row for Event {
 }
 
 impl Row for Alarm {
+    const PLURAL: &'static str = "alarms";
     const COLUMNS: &'static [Column<Self>] = &[
         usual("alarm", |it| (&it.code).into()),
         usual("target", |it| (&it.target).into()),
@@ -252,6 +263,7 @@ impl Row for Alarm {
 }
 
 impl Row for Finding {
+    const PLURAL: &'static str = "findings";
     const COLUMNS: &'static [Column<Self>] = &[
         usual("check", |it| (&it.check).into()),
         usual("result", |it| word(&it.result).into()),
@@ -264,6 +276,7 @@ impl Row for Finding {
 }
 
 impl Row for Plan {
+    const PLURAL: &'static str = "plans";
     const COLUMNS: &'static [Column<Self>] = &[
         usual("kind", |it| (&it.kind).into()),
         usual("target", |it| (&it.target).into()),
@@ -275,6 +288,7 @@ impl Row for Plan {
 }
 
 impl Row for LogLevel {
+    const PLURAL: &'static str = "log levels";
     const COLUMNS: &'static [Column<Self>] = &[usual("levels", |it| (&it.levels).into())];
     fn identity(&self) -> String {
         self.levels.clone()
@@ -282,6 +296,7 @@ impl Row for LogLevel {
 }
 
 impl Row for JoinToken {
+    const PLURAL: &'static str = "tokens";
     const COLUMNS: &'static [Column<Self>] =
         &[usual("token", |it| (&it.token).into()), usual("expires", |it| Cell::Time(it.expires))];
     fn identity(&self) -> String {

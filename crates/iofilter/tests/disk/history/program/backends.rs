@@ -1,4 +1,4 @@
-//! Where a disk rests whose filter is cut off: every kind of backend but memory of the process, which goes with it.
+//! The storage of a disk whose filter is killed: every kind of backend except process memory, which is lost with it.
 
 use std::fs::File;
 use std::path::Path;
@@ -10,29 +10,29 @@ use serde_json::{Value, json};
 /// Four times what the guest uses.
 pub const SIZE: u64 = 4 << 20;
 
-/// Where the disk begins, as LUKS2's data does: in a multiple of all that storage works in.
+/// The offset of the disk, like that of LUKS2's data: a multiple of every storage unit.
 const OFFSET: u64 = 16 << 10;
 
 /// How long a child that another test has forked may hold a lock of ours, until it executes its program.
-const PATIENCE: Duration = Duration::from_secs(30);
+const TIMEOUT: Duration = Duration::from_secs(30);
 
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Rests {
-    /// In a file on storage, past the page cache: requests are under way in the kernel when the filter dies.
+pub enum BackendKind {
+    /// A file on storage, past the page cache: requests are in flight in the kernel when the filter dies.
     Storage,
-    /// In a file on storage that keeps its room, by way of the page cache.
+    /// A file on storage that keeps its room, through the page cache.
     PageCache,
-    /// In a file in memory: a system call is under way, if anything.
+    /// A file in memory: at most a system call is in flight.
     Memory,
-    /// In a qcow2 image on storage, of small clusters: many are new.
+    /// A qcow2 image on storage, with small clusters: many are new.
     Qcow2,
     /// The same in memory.
     Qcow2InMemory,
-    /// In a qcow2 image over another over a raw file that holds everything at first, on storage.
+    /// A qcow2 image over another over a raw file that holds everything at first, on storage.
     Overlay,
 }
 
-impl Rests {
+impl BackendKind {
     pub fn directory(self) -> &'static Path {
         match self {
             Self::Memory | Self::Qcow2InMemory => Path::new("/dev/shm"),
@@ -42,7 +42,7 @@ impl Rests {
         }
     }
 
-    /// Whether the image of this directory is qcow2.
+    /// Whether the image in this directory is qcow2.
     fn is_qcow2(self, directory: &Path) -> bool {
         match self {
             Self::Storage | Self::PageCache | Self::Memory => false,
@@ -76,7 +76,7 @@ impl Rests {
         }
     }
 
-    /// Puts an empty image over the one that is there and in nobody's use, which has this name then.
+    /// Puts an empty image over the present one, which is not in use and gets this name.
     pub fn lay_over(self, directory: &Path, name: &str) {
         let format = if self.is_qcow2(directory) { "qcow2" } else { "raw" };
         let (disk, below) = (directory.join("disk"), directory.join(name));
@@ -84,7 +84,7 @@ impl Rests {
         create(&disk, &["-b", below.to_str().unwrap(), "-F", format]);
     }
 
-    /// Of a filter that was cut off leaked clusters are left at worst.
+    /// A killed filter leaves leaked clusters at worst.
     pub fn is_usable(self, directory: &Path) {
         if self.is_qcow2(directory) {
             let (code, said) = qemu_img_check(&directory.join("disk"), &[]);
@@ -92,7 +92,7 @@ impl Rests {
         }
     }
 
-    /// Now none are.
+    /// Now there are none.
     pub fn repair(self, directory: &Path) {
         self.is_usable(directory);
         if self.is_qcow2(directory) {
@@ -101,7 +101,7 @@ impl Rests {
         }
     }
 
-    /// Nor does a filter leave any that ended in order.
+    /// Nor does a filter that ended in order leave any.
     pub fn is_sound(self, directory: &Path) {
         if self.is_qcow2(directory) {
             let (code, said) = qemu_img_check(&directory.join("disk"), &[]);
@@ -117,7 +117,7 @@ fn create(disk: &Path, below: &[&str]) {
     assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
 }
 
-/// Its exit code, and all that it has to say but which clusters are leaked.
+/// The exit code, and all output except which clusters are leaked.
 fn qemu_img_check(disk: &Path, options: &[&str]) -> (Option<i32>, String) {
     let check = ["check", "-f", "qcow2", disk.to_str().unwrap()];
     let checked = qemu_img(&[&check, options].concat());
@@ -127,9 +127,9 @@ fn qemu_img_check(disk: &Path, options: &[&str]) -> (Option<i32>, String) {
     (checked.status.code(), lines.collect::<Vec<_>>().join("\n"))
 }
 
-/// Runs it, when nobody has its images' locks.
+/// Runs it, once nobody has its images' locks.
 fn qemu_img(arguments: &[&str]) -> Output {
-    let until = Instant::now() + PATIENCE;
+    let until = Instant::now() + TIMEOUT;
     loop {
         let ran = Command::new("qemu-img").args(arguments).output().unwrap();
         let locked = String::from_utf8_lossy(&ran.stderr).contains("Failed to lock");

@@ -1,0 +1,110 @@
+//! Small files that are whole or not there: written beside their place, flushed, renamed into it, and the
+//! directory flushed. The server, the agent and the CLI keep their certificates, records and settings so.
+
+use std::fs::{DirBuilder, File, OpenOptions};
+use std::io::{self, ErrorKind, Write};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::path::Path;
+
+/// Readable by its owner alone.
+pub const PRIVATE: u32 = 0o600;
+
+/// Readable by everyone who can enter its directory.
+pub const PUBLIC: u32 = 0o644;
+
+/// Writes a file of this mode. A file that was there is replaced whole; after an error it is still there.
+///
+/// # Errors
+/// As writing, flushing and renaming.
+pub fn write(path: &Path, contents: &[u8], mode: u32) -> io::Result<()> {
+    let mut beside = path.as_os_str().to_owned();
+    beside.push(".new");
+    let beside = Path::new(&beside);
+    // A crash may have left one, with another mode.
+    remove_if_there(beside)?;
+    let written = (|| {
+        let mut file = OpenOptions::new().write(true).create_new(true).mode(mode).open(beside)?;
+        file.write_all(contents)?;
+        file.sync_all()?;
+        std::fs::rename(beside, path)?;
+        flush_directory_of(path)
+    })();
+    if written.is_err() {
+        // The first error is the one to report; the next attempt removes what is left.
+        let _ = remove_if_there(beside);
+    }
+    written
+}
+
+/// Makes a directory, and those above it, that only its owner can enter. One that is there stays as it is.
+///
+/// # Errors
+/// As making and flushing it.
+pub fn private_directory(path: &Path) -> io::Result<()> {
+    DirBuilder::new().recursive(true).mode(0o700).create(path)?;
+    flush_directory_of(path)
+}
+
+/// Makes the entries of the directory that holds `path` durable.
+///
+/// # Errors
+/// As opening and flushing the directory.
+pub fn flush_directory_of(path: &Path) -> io::Result<()> {
+    let parent = match path.parent() {
+        // A name alone is in the working directory.
+        Some(parent) if parent.as_os_str().is_empty() => Path::new("."),
+        Some(parent) => parent,
+        None => Path::new("/"),
+    };
+    File::open(parent)?.sync_all()
+}
+
+fn remove_if_there(path: &Path) -> io::Result<()> {
+    match std::fs::remove_file(path) {
+        Err(error) if error.kind() != ErrorKind::NotFound => Err(error),
+        _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::*;
+
+    #[test]
+    fn a_file_is_replaced_whole_also_over_what_a_crash_left() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("a.key");
+        let beside = directory.path().join("a.key.new");
+        std::fs::write(&beside, "half of a k").unwrap();
+        std::fs::set_permissions(&beside, PermissionsExt::from_mode(0o666)).unwrap();
+        for (content, mode) in [("one", PRIVATE), ("two", PRIVATE), ("three", 0o640)] {
+            write(&path, content.as_bytes(), mode).unwrap();
+            assert_eq!(std::fs::read_to_string(&path).unwrap(), content);
+            assert_eq!(path.metadata().unwrap().permissions().mode() & 0o777, mode);
+        }
+        assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn a_file_that_cannot_be_written_leaves_what_was_there() {
+        let directory = tempfile::tempdir().unwrap();
+        assert!(write(&directory.path().join("none/a"), b"", PRIVATE).is_err());
+        // A directory is not replaced by a file.
+        let taken = directory.path().join("taken");
+        std::fs::create_dir(&taken).unwrap();
+        assert!(write(&taken, b"text", PRIVATE).is_err());
+        assert!(taken.is_dir());
+        assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn a_private_directory_is_closed_to_others() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("one/two");
+        private_directory(&path).unwrap();
+        private_directory(&path).unwrap();
+        assert_eq!(path.metadata().unwrap().permissions().mode() & 0o777, 0o700);
+    }
+}
