@@ -40,6 +40,7 @@ clippy: prerequisites ## lint; warnings are errors
 images: prerequisites ## build the guests of demo and tests now
 	scripts/build-debian-image
 	scripts/build-test-initramfs
+	scripts/build-network-guest
 
 clean: ## remove all that was built, cached guests too
 	cargo clean

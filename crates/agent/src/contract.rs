@@ -6,6 +6,7 @@
 mod bitmaps;
 mod exclusion;
 mod jobs;
+mod nics;
 mod replicas;
 
 use std::path::{Path, PathBuf};
@@ -150,7 +151,11 @@ impl Session {
             vcpus: 1,
             memory: 64 << 20,
             key: Some(reference_of(&kek, vm, "contract-key")),
-            devices: vec![Device::Disk(disk("system", true)), Device::Disk(disk("data", false))],
+            devices: vec![
+                Device::Disk(disk("system", true)),
+                Device::Disk(disk("data", false)),
+                Device::Nic(nics::card()),
+            ],
         };
         Self { fixture, place, kek, spec, key_box }
     }
@@ -350,6 +355,7 @@ async fn registration(agent: &dyn HostAgent, session: &Session) {
         VmSpec { name: "a,b".to_owned(), ..spec.clone() },
         VmSpec { key: None, ..spec.clone() },
         VmSpec { devices: vec![spec.devices[0].clone(); 2], ..spec.clone() },
+        VmSpec { devices: vec![spec.devices[2].clone(); 2], ..spec.clone() },
     ] {
         refused(agent.register_vm(broken).await, ErrorCode::InvalidRequest, "a broken VM");
     }
@@ -468,10 +474,12 @@ async fn running(agent: &dyn HostAgent, session: &Session) {
     done(agent.power_off(vm, PowerOff::Force).await, "stopping one that is off");
     let press = PowerOff::Shutdown { seconds: 2 };
     done(agent.power_off(vm, press).await, "the same, gently");
+    nics::examined(agent, session).await;
     done(agent.power_on(vm).await, "starting");
     done(agent.power_on(vm).await, "starting again");
     session.power(agent, Power::Running).await;
     done(agent.power_on(vm).await, "starting one that runs");
+    nics::connected(agent, session).await;
     console(agent, session).await;
     console(agent, session).await;
     one_console_at_a_time(agent, session).await;

@@ -12,6 +12,7 @@ use vmseal_api::host::{
     VmSpec,
 };
 use vmseal_api::id::{DiskId, TaskId};
+use vmseal_api::nic::{NicToCheck, check_nics};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::replica::ReplicaPlace;
 use vmseal_api::request::{DISK_SIZE_MAX, MEMORY_MAX, MEMORY_MIN, VCPUS_MAX};
@@ -42,6 +43,10 @@ pub fn check_spec(spec: &VmSpec) -> Result<(), Problem> {
     if disks.len() > DISKS_MAX {
         return Err(Problem::invalid("devices", format!("at most {DISKS_MAX} disks are possible")));
     }
+    let nics = spec.nics();
+    let nics =
+        nics.map(|it| NicToCheck { name: &it.name, mac: Some(it.mac), backend: &it.backend });
+    check_nics(&nics.collect::<Vec<_>>()).map_err(|(field, what)| Problem::invalid(field, what))?;
     check_caches(disks.iter().map(|disk| disk.cache))
         .map_err(|(index, what)| Problem::invalid(format!("disks[{index}].cache"), what))?;
     disks.iter().enumerate().try_for_each(|(index, disk)| {
@@ -69,6 +74,18 @@ pub fn check_spec(spec: &VmSpec) -> Result<(), Problem> {
         }
         Ok(())
     })
+}
+
+/// Whether what is to be known of a VM differs from what is known in nothing but whether cards are plugged in.
+#[must_use]
+pub fn differs_in_links(known: &VmSpec, new: &VmSpec) -> bool {
+    let mut same = known.clone();
+    for nic in new.nics() {
+        if let Some(known) = same.nic_mut(nic.nic) {
+            known.link = nic.link;
+        }
+    }
+    same == *new && known != new
 }
 
 /// The VM's key state, given whether its KEK is here.

@@ -59,6 +59,8 @@ identity! {
     VmId,
     /// A virtual disk; never reused, not even for the copy of a disk.
     DiskId,
+    /// A network card of a VM.
+    NicId,
     /// A machine with an agent.
     HostId,
     /// A place where disks are kept.

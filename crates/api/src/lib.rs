@@ -28,6 +28,7 @@ pub mod key_fault;
 pub mod kmip;
 pub mod log_level;
 pub mod model;
+pub mod nic;
 pub mod passphrase;
 pub mod problem;
 pub mod provider_backup;

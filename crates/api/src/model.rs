@@ -1,5 +1,7 @@
 //! The resources of the REST API, as the server shows them.
 
+use std::net::IpAddr;
+
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
@@ -7,9 +9,10 @@ use crate::host::{
     Allocation, DatastoreLocation, DatastoreUsage, DiskFacts, DiskLimits, HostDescription,
     KeyReference, KeyState, Power, Stopped,
 };
-use crate::id::{DatastoreId, DiskId, HostId, PolicyId, ProviderId, TaskId, VmId};
+use crate::id::{DatastoreId, DiskId, HostId, NicId, PolicyId, ProviderId, TaskId, VmId};
 use crate::key_fault::KeyFault;
 use crate::kmip::KmipDetails;
+use crate::nic::{MacAddress, NicBackend, NicLink, NicModel, PortForward};
 use crate::problem::Problem;
 use crate::replica::REPLICA_RATE;
 use crate::transfer::Progress;
@@ -214,6 +217,9 @@ pub struct Vm {
     pub provider: Option<String>,
     /// Its disks, in boot order.
     pub disks: Vec<Disk>,
+    /// Its network cards, in the order in which the guest finds them.
+    #[serde(default)]
+    pub nics: Vec<Nic>,
     /// How far it is made.
     pub lifecycle: Lifecycle,
     /// Whether it runs; none while its host does not answer.
@@ -269,6 +275,35 @@ pub struct Disk {
     /// What the inventory pins of it; none until it is made.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub facts: Option<DiskFacts>,
+}
+
+/// A network card.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct Nic {
+    /// Its id.
+    pub id: NicId,
+    /// Its name within the VM.
+    pub name: String,
+    /// Its address.
+    pub mac: MacAddress,
+    /// What it is to the guest.
+    pub model: NicModel,
+    /// What it is connected to, as it was asked for.
+    pub backend: NicBackend,
+    /// Whether it is plugged in.
+    pub link: NicLink,
+    /// The ports of the host that lead into the guest now, with those that the host chose; empty while the VM does
+    /// not run.
+    #[serde(default)]
+    pub forwards: Vec<PortForward>,
+    /// The interface of the host that the guest's frames come out of now.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub interface: Option<String>,
+    /// The guest's addresses, as far as its host has seen them.
+    #[serde(default)]
+    #[cfg_attr(feature = "openapi", schema(value_type = Vec<String>))]
+    pub addresses: Vec<IpAddr>,
 }
 
 /// Durable work of the server.

@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::host::{Allocation, ContractRange, DatastoreLocation, DiskLimits, SealedKey};
 use crate::model::Replication;
+use crate::nic::{MacAddress, NicBackend, NicLink, NicModel};
 use crate::passphrase::SealedPassphrase;
 use crate::transfer::{ExportFormat, ImageFormat};
 
@@ -206,6 +207,39 @@ pub struct CreateVm {
     pub memory: u64,
     /// The disks, in boot order; all on datastores of one host.
     pub disks: Vec<CreateDisk>,
+    /// The network cards, in the order in which the guest finds them; none where nothing is said.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub nics: Vec<CreateNic>,
+}
+
+/// Changes a network card, of a VM that runs or not.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct SetNic {
+    /// Whether it is plugged in.
+    pub link: NicLink,
+}
+
+/// A network card of a VM that is made.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct CreateNic {
+    /// Its name within the VM; none for `nic0`, `nic1`, ... by its place.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub name: Option<String>,
+    /// Its address; none for one that no other card of this control plane has.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mac: Option<MacAddress>,
+    /// What it is to the guest.
+    #[serde(default)]
+    pub model: NicModel,
+    /// What it is connected to.
+    pub backend: NicBackend,
+    /// Whether it is plugged in.
+    #[serde(default)]
+    pub link: NicLink,
 }
 
 fn one() -> u32 {

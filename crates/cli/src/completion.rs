@@ -20,13 +20,14 @@ const VARIABLE: &str = "COMPLETE";
 const NAMES_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The nouns whose verbs take a name, and the lists that have the names.
-const NOUNS: [(&str, &str); 7] = [
+const NOUNS: [(&str, &str); 8] = [
     ("host", "hosts"),
     ("datastore", "datastores"),
     ("provider", "providers"),
     ("policy", "policies"),
     ("vm", "vms"),
     ("disk", "vms"),
+    ("nic", "vms"),
     ("task", "tasks"),
 ];
 
@@ -78,7 +79,8 @@ fn with_names(verb: Command, list: &'static str) -> Command {
         "provider" => named(arg, "providers"),
         "host" => named(arg, "hosts"),
         "vm" => named(arg, "vms"),
-        "disk" => arg.add(ArgValueCandidates::new(disks)),
+        "disk" => arg.add(ArgValueCandidates::new(|| of_vms("disks"))),
+        "nic" => arg.add(ArgValueCandidates::new(|| of_vms("nics"))),
         "disks" => arg.add(ArgValueCompleter::new(disk_option)),
         "datastore" | "replicate_to" => named(arg, "datastores"),
         _ => arg,
@@ -89,12 +91,12 @@ fn named(arg: Arg, list: &'static str) -> Arg {
     arg.add(ArgValueCandidates::new(move || names(list)))
 }
 
-/// The names of the disks of the VM that is already typed; of all VMs while none is.
-fn disks() -> Vec<CompletionCandidate> {
-    candidates(disk_names(&fetched("vms"), &typed_words()))
+/// The names that the disks, or network cards, of the VM that is already typed have; of all VMs while none is.
+fn of_vms(what: &str) -> Vec<CompletionCandidate> {
+    candidates(names_in(what, &fetched("vms"), &typed_words()))
 }
 
-fn disk_names(vms: &[Value], typed: &[String]) -> Vec<String> {
+fn names_in(what: &str, vms: &[Value], typed: &[String]) -> Vec<String> {
     let is_typed = |vm: &&Value| {
         ["name", "id"]
             .iter()
@@ -102,9 +104,9 @@ fn disk_names(vms: &[Value], typed: &[String]) -> Vec<String> {
     };
     let chosen: Vec<&Value> = vms.iter().filter(is_typed).collect();
     let of = if chosen.is_empty() { vms.iter().collect() } else { chosen };
-    let disks = of.into_iter().filter_map(|vm| vm.get("disks")?.as_array()).flatten();
+    let all = of.into_iter().filter_map(|vm| vm.get(what)?.as_array()).flatten();
     let mut names: Vec<String> =
-        disks.filter_map(|disk| Some(disk.get("name")?.as_str()?.to_owned())).collect();
+        all.filter_map(|it| Some(it.get("name")?.as_str()?.to_owned())).collect();
     names.sort_unstable();
     names.dedup();
     names
@@ -214,7 +216,7 @@ mod tests {
             serde_json::json!({"name": "db", "id": "2", "disks": [{"name": "root"}, {"name": "data"}]}),
         ];
         let typed = |line: &str| line.split(' ').map(str::to_owned).collect::<Vec<_>>();
-        let names = |line| disk_names(&vms, &typed(line));
+        let names = |line| names_in("disks", &vms, &typed(line));
         assert_eq!(names("vmseal disk show db "), ["data", "root"]);
         assert_eq!(names("vmseal disk show 1 l"), ["log", "root"]);
         assert_eq!(names("vmseal disk show new "), ["data", "log", "root"]);

@@ -44,6 +44,7 @@ pub const EXAMPLES: &[(&str, &str, &str)] = &[
         "Check a directory first:",
         "vmseal datastore add fast --host host1 --path /srv/nvme --dry-run",
     ),
+    ("vmseal-nic-set", "Pull the cable of a network card:", "vmseal nic set web nic0 --link down"),
     ("vmseal-datastore-scan", "List images and their size:", "vmseal datastore scan fast -o csv"),
     (
         "vmseal-provider-add",

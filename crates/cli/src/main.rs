@@ -13,6 +13,7 @@ mod field;
 mod help;
 mod libvirt;
 mod man;
+mod nic_option;
 mod passphrase;
 mod print;
 mod rows;

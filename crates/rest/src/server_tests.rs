@@ -174,6 +174,7 @@ async fn an_encrypted_vm_through_the_command_lines_client_and_a_restart_of_the_s
             image: None,
             format: None,
         }],
+        nics: Vec::new(),
     };
     here.done(client.post("vms", &request).await.unwrap()).await;
     here.done(client.post("vms/web/start", &Value::Null).await.unwrap()).await;

@@ -112,6 +112,7 @@ pub fn router(agent: Agent) -> Router {
         .route("/v1/vms/{vm}/key/check", post(check_key))
         .route("/v1/vms/{vm}/key/add", post(add_key))
         .route("/v1/vms/{vm}/key/drop-others", post(drop_other_keys))
+        .route("/v1/vms/{vm}/examine-nic", post(examine_nic))
         .route("/v1/vms/{vm}/examine-job", post(examine_job))
         .route("/v1/vms/{vm}/jobs/{task}", put(put_job).get(job))
         .route("/v1/vms/{vm}/jobs/{task}/commit", post(commit_job))
@@ -314,6 +315,15 @@ async fn job_spec(request: Body) -> Result<JobSpec, Problem> {
 
 fn task_of((vm, task): &(String, String)) -> Result<(VmId, TaskId), Problem> {
     Ok((id("vm", vm)?, id("task", task)?))
+}
+
+async fn examine_nic(
+    State(agent): State<Agent>,
+    Path(vm): Path<String>,
+    request: Body,
+) -> Answer<Response> {
+    agent.examine_nic(id("vm", &vm)?, body(request).await?).await?;
+    done()
 }
 
 async fn examine_job(

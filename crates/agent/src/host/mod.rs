@@ -21,8 +21,8 @@ use vmseal_api::filter::{BitmapChange, BitmapStatus, ReplicaStatus};
 use vmseal_api::host::version::{CONTRACT, FEATURES};
 use vmseal_api::host::{
     ConsoleClaim, ConsoleStream, DatastoreSpec, DatastoreUsage, Exposing, HostAgent,
-    HostDescription, JobSpec, JobStatus, KeyReference, NewDisk, OtherKey, PowerOff, SealedKey,
-    ShowsCertificate, StateChange, VmSpec,
+    HostDescription, JobSpec, JobStatus, KeyReference, NewDisk, NicSpec, OtherKey, PowerOff,
+    SealedKey, ShowsCertificate, StateChange, VmSpec,
 };
 use vmseal_api::id::{DiskId, Incarnation, TaskId, VmId};
 use vmseal_api::log_level::LogLevel;
@@ -32,6 +32,7 @@ use vmseal_secret::process::Hardening;
 use crate::filter::log_level;
 use crate::filter::metrics;
 use crate::hypervisor::accelerator::{self, Choice};
+use crate::hypervisor::network;
 use crate::hypervisor::qemu::Qemu;
 use crate::keys::KeyBox;
 use crate::process;
@@ -321,6 +322,13 @@ impl HostAgent for RealHost {
 
     async fn drop_other_keys(&self, vm: VmId, keep: KeyReference) -> Result<(), Problem> {
         self.change_keys(vm, keep, Change::DropOthers).await
+    }
+
+    async fn examine_nic(&self, vm: VmId, nic: NicSpec) -> Result<(), Problem> {
+        let own_user = nix::unistd::geteuid().is_root();
+        spawn_blocking(move || network::examine(vm, &nic, own_user))
+            .await
+            .map_err(|error| Problem::new(ErrorCode::Internal, error.to_string()))?
     }
 
     async fn examine_job(&self, vm: VmId, spec: JobSpec) -> Result<(), Problem> {

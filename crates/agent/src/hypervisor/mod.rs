@@ -2,5 +2,6 @@
 
 pub mod accelerator;
 pub(crate) mod console;
+pub(crate) mod network;
 pub(crate) mod qemu;
 pub mod qmp;

@@ -6,14 +6,17 @@
 use std::ffi::OsString;
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 
-use vmseal_api::host::{AcceleratorKind, VmSpec};
+use vmseal_api::host::{AcceleratorKind, NicSpec, VmSpec};
+use vmseal_api::id::NicId;
+use vmseal_api::nic::{NicModel, PortForward};
 
+use super::network::{Card, OpenTap};
 use crate::process::run_dir::ProcessDir;
 use crate::process::{self, Launch, Process, User};
 
@@ -31,6 +34,9 @@ const QUEUES_MAX: u16 = 4;
 
 /// The most queues of all disks of a VM: what one filter process serves.
 const ALL_QUEUES_MAX: usize = 64;
+
+/// The PCI slot of the ports that network cards are plugged into: the last one that disks do not reach.
+const CARDS_SLOT: &str = "1e";
 
 /// What QEMU's system-call filter refuses.
 const SANDBOX: &str = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny";
@@ -81,8 +87,8 @@ impl Qemu {
         &self.version
     }
 
-    /// Starts it for a VM, with the guest paused. `disks` are the listening sockets for the filters, in
-    /// order. QEMU listens and the filter connects, because only then does QEMU continue with another filter
+    /// Starts it for a VM, with the guest paused. `cards` are its network cards, opened; `disks` are the listening
+    /// sockets for the filters, in order. QEMU listens and the filter connects, because only then does QEMU continue with another filter
     /// after one has died.
     ///
     /// # Errors
@@ -93,6 +99,7 @@ impl Qemu {
         accelerator: AcceleratorKind,
         directory: &ProcessDir,
         disks: &[UnixListener],
+        cards: &[Card],
         user: Option<u32>,
     ) -> io::Result<Process> {
         let (monitor, console) = (directory.listen(MONITOR)?, directory.listen(CONSOLE)?);
@@ -102,13 +109,18 @@ impl Qemu {
             console: console.as_raw_fd(),
             console_log: console_log.as_raw_fd(),
             disks: disks.iter().map(AsRawFd::as_raw_fd).collect(),
+            cards: cards.iter().map(CardDescriptors::of).collect(),
         };
         let own = [monitor.as_fd(), console.as_fd(), console_log.as_fd()];
         process::launch(Launch {
             program: &self.program,
             name: "qemu-system-x86_64",
             arguments: arguments(spec, accelerator, &descriptors),
-            keep: own.into_iter().chain(disks.iter().map(AsFd::as_fd)).collect(),
+            keep: own
+                .into_iter()
+                .chain(disks.iter().map(AsFd::as_fd))
+                .chain(cards.iter().flat_map(|card| &card.tap).flat_map(descriptors_of))
+                .collect(),
             input: Stdio::null(),
             log: directory.log(NAME)?,
             user: user.map(|id| User { id, group: kvm_group(accelerator) }),
@@ -140,6 +152,84 @@ struct Descriptors {
     console: RawFd,
     console_log: RawFd,
     disks: Vec<RawFd>,
+    cards: Vec<CardDescriptors>,
+}
+
+/// What QEMU is told of a network card that the VM's specification does not say.
+struct CardDescriptors {
+    /// The ports of the host that lead into the guest.
+    forwards: Vec<PortForward>,
+    /// The tap's queues; none for QEMU's own network stack.
+    queues: Vec<RawFd>,
+    /// The kernel's virtio-net, for as many queues; none where QEMU does its work.
+    vhost: Vec<RawFd>,
+    /// The longest frame, where it is not Ethernet's.
+    mtu: Option<u32>,
+}
+
+impl CardDescriptors {
+    fn of(card: &Card) -> Self {
+        let numbers = |descriptors: &mut dyn Iterator<Item = BorrowedFd<'_>>| {
+            descriptors.map(|it| it.as_raw_fd()).collect()
+        };
+        Self {
+            forwards: card.state.forwards.clone(),
+            queues: card.tap.as_ref().map_or_else(Vec::new, |tap| numbers(&mut tap.queues())),
+            vhost: card.tap.as_ref().map_or_else(Vec::new, |tap| numbers(&mut tap.vhost())),
+            mtu: card.tap.as_ref().and_then(OpenTap::mtu),
+        }
+    }
+}
+
+fn descriptors_of(tap: &OpenTap) -> impl Iterator<Item = BorrowedFd<'_>> {
+    tap.queues().chain(tap.vhost())
+}
+
+/// How QEMU's monitor knows a network card.
+#[must_use]
+pub fn card_id(nic: NicId) -> String {
+    format!("nic-{nic}")
+}
+
+/// The arguments of a network card, the VM's `index`th: what it is connected to, the port that it is plugged into,
+/// and the card. A port of its own lets the guest name it as on a machine, and keeps its name when disks are added.
+/// The ports are functions of one slot that nothing else has.
+fn card(index: usize, nic: &NicSpec, card: &CardDescriptors) -> [String; 3] {
+    let (id, mac) = (card_id(nic.nic), nic.mac);
+    let list =
+        |numbers: &[RawFd]| numbers.iter().map(RawFd::to_string).collect::<Vec<_>>().join(":");
+    let mut network = match &card.queues[..] {
+        [] => format!("user,id=net-{}", nic.nic),
+        queues => format!("tap,id=net-{},fds={}", nic.nic, list(queues)),
+    };
+    for PortForward { protocol, host_address, host_port, guest_port } in &card.forwards {
+        let protocol = protocol.name();
+        network += &format!(",hostfwd={protocol}:{host_address}:{host_port}-:{guest_port}");
+    }
+    if !card.vhost.is_empty() {
+        network += &format!(",vhost=on,vhostfds={}", list(&card.vhost));
+    }
+    let port = format!(
+        "pcie-root-port,id=port{index},bus=pcie.0,addr={CARDS_SLOT}.{index},multifunction=on,chassis={}",
+        index + 1
+    );
+    let model = match nic.model {
+        NicModel::Virtio => "virtio-net-pci,disable-legacy=on",
+        NicModel::E1000e => "e1000e",
+    };
+    // Without a ROM: guests start from disks, and the ROM is in a package of its own.
+    let mut device =
+        format!("{model},id={id},netdev=net-{},bus=port{index},mac={mac},romfile=", nic.nic);
+    if nic.model == NicModel::Virtio {
+        if let several @ 2.. = card.queues.len() {
+            // One for each queue of each direction, one for control, one for configuration.
+            device += &format!(",mq=on,vectors={}", 2 * several + 2);
+        }
+        if let Some(mtu) = card.mtu {
+            device += &format!(",host_mtu={mtu}");
+        }
+    }
+    [network, port, device]
 }
 
 fn arguments(
@@ -203,6 +293,12 @@ fn arguments(
             ),
         );
     }
+    for (index, (nic, descriptors)) in spec.nics().zip(&descriptors.cards).enumerate() {
+        let [network, port, device] = card(index, nic, descriptors);
+        option("-netdev", network);
+        option("-device", port);
+        option("-device", device);
+    }
     arguments.into_iter().map(OsString::from).collect()
 }
 
@@ -210,6 +306,7 @@ fn arguments(
 mod tests {
     use vmseal_api::host::{DatastoreLocation, DatastoreSpec, Device, DiskSpec};
     use vmseal_api::id::{DatastoreId, DiskId, VmId};
+    use vmseal_api::nic::NicBackend;
 
     use super::*;
 
@@ -240,12 +337,53 @@ mod tests {
         }
     }
 
+    /// A card of each kind.
+    fn with_cards(mut spec: VmSpec) -> VmSpec {
+        let cards = [
+            (NicModel::Virtio, NicBackend::User { forwards: vec!["tcp:22".parse().unwrap()] }),
+            (NicModel::Virtio, NicBackend::Bridge { bridge: "br0".to_owned() }),
+            (NicModel::E1000e, NicBackend::Tap { tap: "tap0".to_owned() }),
+        ];
+        for (index, (model, backend)) in cards.into_iter().enumerate() {
+            spec.devices.push(Device::Nic(NicSpec {
+                nic: format!("0190b5a0-0000-7000-8000-00000000001{index}").parse().unwrap(),
+                name: format!("nic{index}"),
+                mac: format!("52:54:00:00:00:0{index}").parse().unwrap(),
+                model,
+                backend,
+                link: Default::default(),
+            }));
+        }
+        spec
+    }
+
+    fn cards() -> Vec<CardDescriptors> {
+        let none =
+            || CardDescriptors { forwards: vec![], queues: vec![], vhost: vec![], mtu: None };
+        let forwards = vec!["tcp:2222:22".parse().unwrap(), "udp:0.0.0.0:53:53".parse().unwrap()];
+        vec![
+            CardDescriptors { forwards, ..none() },
+            CardDescriptors {
+                queues: vec![15, 16],
+                vhost: vec![17, 18],
+                mtu: Some(9000),
+                ..none()
+            },
+            CardDescriptors { queues: vec![19], ..none() },
+        ]
+    }
+
     #[test]
     fn the_command_line_is_the_golden_one() {
-        let descriptors =
-            Descriptors { monitor: 10, console: 11, console_log: 12, disks: vec![13, 14] };
+        let descriptors = Descriptors {
+            monitor: 10,
+            console: 11,
+            console_log: 12,
+            disks: vec![13, 14],
+            cards: cards(),
+        };
         let line = |accelerator| {
-            let arguments = arguments(&spec(2, 2), accelerator, &descriptors);
+            let arguments = arguments(&with_cards(spec(2, 2)), accelerator, &descriptors);
             arguments
                 .iter()
                 .map(|argument| argument.to_str().unwrap())

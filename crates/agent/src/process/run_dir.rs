@@ -17,7 +17,7 @@ use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 
-use vmseal_api::host::VmSpec;
+use vmseal_api::host::{NicState, VmSpec};
 use vmseal_api::id::{DiskId, VmId};
 
 use crate::process::Process;
@@ -292,8 +292,15 @@ impl ProcessDir {
     ///
     /// # Errors
     /// Those of the file system.
-    pub fn write(&self, spec: &VmSpec, slot: u32, phase: Phase) -> io::Result<()> {
-        let record = Record { boot: machine::boot_id(), spec: spec.clone(), slot, phase };
+    pub fn write(
+        &self,
+        spec: &VmSpec,
+        slot: u32,
+        phase: Phase,
+        nics: &[NicState],
+    ) -> io::Result<()> {
+        let (spec, nics) = (spec.clone(), nics.to_vec());
+        let record = Record { boot: machine::boot_id(), spec, slot, phase, nics };
         atomic_file::write(&self.record(), &record.to_text()?, PRIVATE)
     }
 
@@ -366,7 +373,7 @@ pub(crate) mod tests {
         let spec = spec();
         let directory = run.vm(spec.vm);
         directory.renew().await.unwrap();
-        directory.write(&spec, 3, Phase::Starting).unwrap();
+        directory.write(&spec, 3, Phase::Starting, &[]).unwrap();
         let process = sleeper(&directory);
         assert_eq!(run.vms().unwrap().len(), 1);
         let record = directory.read().unwrap();
@@ -385,7 +392,7 @@ pub(crate) mod tests {
         let spec = spec();
         let directory = run.vm(spec.vm);
         directory.renew().await.unwrap();
-        directory.write(&spec, 0, Phase::Running).unwrap();
+        directory.write(&spec, 0, Phase::Running, &[]).unwrap();
         let process = sleeper(&directory);
         let path = directory.path.join("run.json");
         let text = std::fs::read_to_string(&path).unwrap();

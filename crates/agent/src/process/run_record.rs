@@ -5,18 +5,20 @@
 //! Older versions are read; the newest is written. [`Unreadable`] says why a record cannot be read; the
 //! caller then leaves the VM alone.
 
+use std::net::Ipv4Addr;
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 use vmseal_api::host::{
     Allocation, DatastoreLocation, DatastoreSpec, Device, DiskFacts, DiskLimits, DiskSpec,
-    KeyReference, VmSpec,
+    KeyReference, NicSpec, NicState, VmSpec,
 };
-use vmseal_api::id::{DatastoreId, DiskId, ProviderId, VmId};
+use vmseal_api::id::{DatastoreId, DiskId, NicId, ProviderId, VmId};
+use vmseal_api::nic::{MacAddress, NicBackend, NicLink, NicModel, PortForward, Protocol};
 use vmseal_api::replica::ReplicaPlace;
 
 /// The version that is written.
-pub const VERSION: u32 = 3;
+pub const VERSION: u32 = 4;
 
 /// The oldest version that is read.
 const OLDEST: u32 = 1;
@@ -38,6 +40,8 @@ pub struct Record {
     pub slot: u32,
     /// How far it got.
     pub phase: Phase,
+    /// Its network cards, once the guest runs: what they are connected to.
+    pub nics: Vec<NicState>,
 }
 
 /// How far a VM's start got.
@@ -118,15 +122,31 @@ struct Version2 {
 }
 
 /// Version 3: a VM has devices, of which disks are one kind.
-#[derive(Serialize, Deserialize)]
+#[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Version3 {
+    #[serde(rename = "version")]
+    _version: u32,
+    #[serde(rename = "written_by")]
+    _written_by: String,
+    boot: String,
+    slot: u32,
+    phase: Phase,
+    vm: Vm,
+}
+
+/// Version 4: devices are network cards, too, and what was chosen for them is on record.
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Version4 {
     version: u32,
     written_by: String,
     boot: String,
     slot: u32,
     phase: Phase,
     vm: Vm,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    nics: Vec<NicInUse>,
 }
 
 /// A VM, in records of VMs that run.
@@ -146,6 +166,7 @@ struct Vm {
 #[serde(tag = "device", rename_all = "snake_case")]
 enum StoredDevice {
     Disk(Disk),
+    Nic(Nic),
 }
 
 /// A VM with disks only, in records of VMs that died and in older records of running VMs.
@@ -231,6 +252,66 @@ enum Facts {
     Luks2 { version: u32, cipher: String, key_bits: u32, sector_size: u32, data_offset: u64 },
 }
 
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Nic {
+    nic: NicId,
+    name: String,
+    mac: MacAddress,
+    model: Model,
+    backend: Backend,
+    link: Link,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum Model {
+    Virtio,
+    E1000e,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum Link {
+    Up,
+    Down,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)]
+enum Backend {
+    User { forwards: Vec<Forward> },
+    Tap { tap: String },
+    Bridge { bridge: String },
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Forward {
+    protocol: Transport,
+    host_address: Ipv4Addr,
+    host_port: u16,
+    guest_port: u16,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum Transport {
+    Tcp,
+    Udp,
+}
+
+/// What a network card is connected to.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct NicInUse {
+    nic: NicId,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    forwards: Vec<Forward>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    interface: Option<String>,
+}
+
 impl Record {
     /// Reads a record of any known version.
     ///
@@ -243,17 +324,23 @@ impl Record {
             1 => {
                 let record: Version1 = serde_json::from_slice(text).map_err(damaged)?;
                 let (boot, slot, phase) = (record.boot, record.slot, record.phase);
-                Ok(Self { boot, spec: record.spec.into(), slot, phase })
+                Ok(Self { boot, spec: record.spec.into(), slot, phase, nics: Vec::new() })
             }
             2 => {
                 let record: Version2 = serde_json::from_slice(text).map_err(damaged)?;
                 let (boot, slot, phase) = (record.boot, record.slot, record.phase);
-                Ok(Self { boot, spec: record.vm.into(), slot, phase })
+                Ok(Self { boot, spec: record.vm.into(), slot, phase, nics: Vec::new() })
             }
             3 => {
                 let record: Version3 = serde_json::from_slice(text).map_err(damaged)?;
                 let (boot, slot, phase) = (record.boot, record.slot, record.phase);
-                Ok(Self { boot, spec: record.vm.into(), slot, phase })
+                Ok(Self { boot, spec: record.vm.into(), slot, phase, nics: Vec::new() })
+            }
+            4 => {
+                let record: Version4 = serde_json::from_slice(text).map_err(damaged)?;
+                let (boot, slot, phase) = (record.boot, record.slot, record.phase);
+                let nics = record.nics.into_iter().map(NicState::from).collect();
+                Ok(Self { boot, spec: record.vm.into(), slot, phase, nics })
             }
             version => {
                 let writer = head.written_by.as_ref().and_then(serde_json::Value::as_str);
@@ -267,13 +354,14 @@ impl Record {
     /// # Errors
     /// A path that is not UTF-8.
     pub fn to_text(&self) -> serde_json::Result<Vec<u8>> {
-        serde_json::to_vec_pretty(&Version3 {
+        serde_json::to_vec_pretty(&Version4 {
             version: VERSION,
             written_by: env!("CARGO_PKG_VERSION").to_owned(),
             boot: self.boot.clone(),
             slot: self.slot,
             phase: self.phase,
             vm: (&self.spec).into(),
+            nics: self.nics.iter().map(NicInUse::from).collect(),
         })
     }
 }
@@ -283,6 +371,7 @@ impl From<&VmSpec> for Vm {
         let VmSpec { vm, name, vcpus, memory, key, devices } = spec;
         let devices = devices.iter().map(|device| match device {
             Device::Disk(disk) => StoredDevice::Disk(disk.into()),
+            Device::Nic(nic) => StoredDevice::Nic(nic.into()),
         });
         Self {
             vm: *vm,
@@ -299,6 +388,7 @@ impl From<Vm> for VmSpec {
     fn from(Vm { vm, name, vcpus, memory, key, devices }: Vm) -> Self {
         let devices = devices.into_iter().map(|device| match device {
             StoredDevice::Disk(disk) => Device::Disk(disk.into()),
+            StoredDevice::Nic(nic) => Device::Nic(nic.into()),
         });
         Self { vm, name, vcpus, memory, key: key.map(Key::into), devices: devices.collect() }
     }
@@ -395,6 +485,92 @@ impl From<Disk> for DiskSpec {
     }
 }
 
+impl From<&NicSpec> for Nic {
+    fn from(NicSpec { nic, name, mac, model, backend, link }: &NicSpec) -> Self {
+        Self {
+            nic: *nic,
+            name: name.clone(),
+            mac: *mac,
+            model: match model {
+                NicModel::Virtio => Model::Virtio,
+                NicModel::E1000e => Model::E1000e,
+            },
+            backend: match backend {
+                NicBackend::User { forwards } => {
+                    Backend::User { forwards: forwards.iter().map(Forward::from).collect() }
+                }
+                NicBackend::Tap { tap } => Backend::Tap { tap: tap.clone() },
+                NicBackend::Bridge { bridge } => Backend::Bridge { bridge: bridge.clone() },
+            },
+            link: match link {
+                NicLink::Up => Link::Up,
+                NicLink::Down => Link::Down,
+            },
+        }
+    }
+}
+
+impl From<Nic> for NicSpec {
+    fn from(Nic { nic, name, mac, model, backend, link }: Nic) -> Self {
+        Self {
+            nic,
+            name,
+            mac,
+            model: match model {
+                Model::Virtio => NicModel::Virtio,
+                Model::E1000e => NicModel::E1000e,
+            },
+            backend: match backend {
+                Backend::User { forwards } => NicBackend::User {
+                    forwards: forwards.into_iter().map(PortForward::from).collect(),
+                },
+                Backend::Tap { tap } => NicBackend::Tap { tap },
+                Backend::Bridge { bridge } => NicBackend::Bridge { bridge },
+            },
+            link: match link {
+                Link::Up => NicLink::Up,
+                Link::Down => NicLink::Down,
+            },
+        }
+    }
+}
+
+impl From<&PortForward> for Forward {
+    fn from(forward: &PortForward) -> Self {
+        let PortForward { protocol, host_address, host_port, guest_port } = forward;
+        let protocol = match protocol {
+            Protocol::Tcp => Transport::Tcp,
+            Protocol::Udp => Transport::Udp,
+        };
+        let (host_address, host_port, guest_port) = (*host_address, *host_port, *guest_port);
+        Self { protocol, host_address, host_port, guest_port }
+    }
+}
+
+impl From<Forward> for PortForward {
+    fn from(Forward { protocol, host_address, host_port, guest_port }: Forward) -> Self {
+        let protocol = match protocol {
+            Transport::Tcp => Protocol::Tcp,
+            Transport::Udp => Protocol::Udp,
+        };
+        Self { protocol, host_address, host_port, guest_port }
+    }
+}
+
+impl From<&NicState> for NicInUse {
+    fn from(NicState { nic, forwards, interface, addresses: _ }: &NicState) -> Self {
+        let forwards = forwards.iter().map(Forward::from).collect();
+        Self { nic: *nic, forwards, interface: interface.clone() }
+    }
+}
+
+impl From<NicInUse> for NicState {
+    fn from(NicInUse { nic, forwards, interface }: NicInUse) -> Self {
+        let forwards = forwards.into_iter().map(PortForward::from).collect();
+        Self { nic, forwards, interface, addresses: Vec::new() }
+    }
+}
+
 impl From<&DatastoreSpec> for Datastore {
     fn from(DatastoreSpec { datastore, location }: &DatastoreSpec) -> Self {
         let location = match location {
@@ -442,6 +618,7 @@ mod tests {
     const GOLDEN_1: &str = include_str!("../../tests/golden/run-record-1.json");
     const GOLDEN_2: &str = include_str!("../../tests/golden/run-record-2.json");
     const GOLDEN_3: &str = include_str!("../../tests/golden/run-record-3.json");
+    const GOLDEN_4: &str = include_str!("../../tests/golden/run-record-4.json");
 
     #[test]
     fn golden_records_of_all_versions_are_read_and_the_newest_is_written() {
@@ -457,9 +634,16 @@ mod tests {
         );
         assert_eq!(disks[1].replica.as_ref().unwrap().bytes_per_second, 104_857_600);
         assert!(matches!(disks[0].facts, Some(DiskFacts::Luks2 { key_bits: 512, .. })));
-        let written = String::from_utf8(first.to_text().unwrap()).unwrap();
+        assert!(first.nics.is_empty());
+        let fourth = Record::parse(GOLDEN_4.as_bytes()).unwrap();
+        assert!(fourth.spec.disks().eq(first.spec.disks()));
+        let nics: Vec<_> = fourth.spec.nics().collect();
+        assert_eq!((nics.len(), nics[1].model, nics[1].link), (3, NicModel::E1000e, NicLink::Down));
+        assert_eq!(fourth.nics[0].forwards[0].host_port, 61_022);
+        assert_eq!(fourth.nics[1].interface.as_deref(), Some("vmseal0"));
+        let written = String::from_utf8(fourth.to_text().unwrap()).unwrap();
         let this = format!("\"written_by\": \"{}\"", env!("CARGO_PKG_VERSION"));
-        assert_eq!(written, GOLDEN_3.trim_end().replace("\"written_by\": \"0.1.0\"", &this));
+        assert_eq!(written, GOLDEN_4.trim_end().replace("\"written_by\": \"0.1.0\"", &this));
     }
 
     #[test]
@@ -476,20 +660,20 @@ mod tests {
     #[test]
     fn what_cannot_be_read_says_why() {
         let why = |text: &str| Record::parse(text.as_bytes()).unwrap_err().to_string();
-        let newer = GOLDEN_3.replacen("\"version\": 3", "\"version\": 4", 1);
+        let newer = GOLDEN_4.replacen("\"version\": 4", "\"version\": 5", 1);
         let newer = newer.replace("\"written_by\": \"0.1.0\"", "\"written_by\": \"9.0\"");
         let told = why(&newer);
-        assert!(told.starts_with("has version 4 (written by vmseal 9.0)"), "{told}");
-        assert!(told.contains("reads versions 1 to 3"), "{told}");
+        assert!(told.starts_with("has version 5 (written by vmseal 9.0)"), "{told}");
+        assert!(told.contains("reads versions 1 to 4"), "{told}");
         // The version is reported, whatever else a newer record holds.
         assert!(why(r#"{"version": 9, "written_by": 7, "vm": []}"#).starts_with("has version 9,"));
         assert!(why(r#"{"version": 0}"#).starts_with("has version 0,"));
-        for damaged in ["", "{", "[]", "null", r#"{"version": "3"}"#, r#"{"version": 3}"#] {
+        for damaged in ["", "{", "[]", "null", r#"{"version": "4"}"#, r#"{"version": 4}"#] {
             assert!(why(damaged).starts_with("is damaged: "), "{damaged}");
         }
-        let more = GOLDEN_3.replacen("\"slot\"", "\"more\": 1, \"slot\"", 1);
+        let more = GOLDEN_4.replacen("\"slot\"", "\"more\": 1, \"slot\"", 1);
         assert!(why(&more).contains("more"), "an unknown field is accepted");
-        let device = GOLDEN_3.replacen("\"device\": \"disk\"", "\"device\": \"tpm\"", 1);
+        let device = GOLDEN_4.replacen("\"device\": \"disk\"", "\"device\": \"tpm\"", 1);
         assert!(why(&device).contains("unknown variant `tpm`"), "{}", why(&device));
     }
 }

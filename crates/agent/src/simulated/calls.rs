@@ -10,11 +10,12 @@ use vmseal_api::filter::{BitmapChange, BitmapStatus, ReplicaStatus};
 use vmseal_api::host::{
     Allocation, ConsoleClaim, ConsoleStream, DatastoreLocation, DatastoreSpec, DatastoreUsage,
     DiskFacts, DiskSpec, Exposing, HostAgent, HostDescription, JobSpec, JobStatus, KeyReference,
-    NewDisk, OtherKey, Power, PowerOff, SealedKey, ShowsCertificate, StateChange, StopReason,
-    VmSpec,
+    NewDisk, NicSpec, OtherKey, Power, PowerOff, SealedKey, ShowsCertificate, StateChange,
+    StopReason, VmSpec,
 };
 use vmseal_api::id::{DiskId, Incarnation, TaskId, VmId};
 use vmseal_api::log_level::LogLevel;
+use vmseal_api::nic::NicBackend;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request_id;
 use vmseal_luks::Facts;
@@ -192,7 +193,7 @@ impl Inside {
         let vm = spec.vm;
         if let Some(known) = self.agent.vms.get(&vm) {
             // Repeating the same is always allowed.
-            if known.spec != spec {
+            if known.spec != spec && !rules::differs_in_links(&known.spec, &spec) {
                 self.situation(vm)?.may(Action::Register, None)?;
             }
             let known = self.known(vm)?;
@@ -489,6 +490,18 @@ impl HostAgent for SimulatedHost {
 
     async fn drop_other_keys(&self, vm: VmId, keep: KeyReference) -> Result<(), Problem> {
         self.call(Call::DropOtherKeys, |inside| inside.drop_other_keys(vm, &keep))
+    }
+
+    async fn examine_nic(&self, _: VmId, nic: NicSpec) -> Result<(), Problem> {
+        self.call(Call::ExamineNic, |_| match &nic.backend {
+            NicBackend::Bridge { bridge: name } | NicBackend::Tap { tap: name }
+                if name.starts_with("missing") =>
+            {
+                let what = format!("network card '{}': there is no '{name}'", nic.name);
+                Err(Problem::new(ErrorCode::WrongState, what))
+            }
+            _ => Ok(()),
+        })
     }
 
     async fn examine_job(&self, vm: VmId, spec: JobSpec) -> Result<(), Problem> {

@@ -42,6 +42,8 @@ pub enum Call {
     DropOtherKeys,
     /// `delete_disk`
     DeleteDisk,
+    /// `examine_nic`
+    ExamineNic,
     /// `examine_job`
     ExamineJob,
     /// `put_job`

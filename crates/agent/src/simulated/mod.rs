@@ -28,13 +28,15 @@ use vmseal_api::filter::BitmapStatus;
 use vmseal_api::host::version::{CONTRACT, FEATURES};
 use vmseal_api::host::{
     Accelerator, AcceleratorKind, ContractRange, DiskFacts, DiskSpec, DiskState, HostDescription,
-    Notice, Power, StopReason, Stopped, VmSpec, VmState,
+    NicSpec, NicState, Notice, Power, StopReason, Stopped, VmSpec, VmState,
 };
 use vmseal_api::id::{DatastoreId, DiskId, Incarnation, TaskId, VmId};
+use vmseal_api::nic::NicBackend;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request_id::RequestId;
 use vmseal_log::Levels;
 
+use crate::hypervisor::network;
 use crate::jobs::Jobs;
 use crate::keys::KeyBox;
 use crate::process::restarts::Restarts;
@@ -141,7 +143,27 @@ impl Known {
                 .chain(self.restarts.notice(&self.spec, false))
                 .collect(),
             jobs: self.jobs.statuses(),
+            nics: self.nics(),
             request_id: self.request.as_ref().map(ToString::to_string),
+        }
+    }
+
+    /// Its network cards, while it runs.
+    fn nics(&self) -> Vec<NicState> {
+        let spec = &self.spec;
+        let nic = |nic: &NicSpec| NicState {
+            nic: nic.nic,
+            forwards: network::preferred(spec.vm, nic),
+            interface: match &nic.backend {
+                NicBackend::User { .. } => None,
+                NicBackend::Tap { tap } => Some(tap.clone()),
+                NicBackend::Bridge { .. } => Some("vmseal0".to_owned()),
+            },
+            addresses: Vec::new(),
+        };
+        match self.power {
+            Power::Running | Power::Stopping => spec.nics().map(nic).collect(),
+            Power::Off | Power::Starting | Power::Unknown => Vec::new(),
         }
     }
 

@@ -113,6 +113,7 @@ impl LeftRunning {
             disks: Vec::new(),
             notices: vec![Notice { code: NoticeCode::NotAdopted, disk: None, detail }],
             jobs: Vec::new(),
+            nics: Vec::new(),
             request_id: None,
         };
         self.shared.states.publish(self.spec.vm, Some(state));

@@ -15,8 +15,8 @@ use tokio::sync::{mpsc, oneshot};
 use tokio::task::{JoinHandle, spawn_blocking};
 use tokio::time::{Instant, sleep_until};
 use vmseal_api::host::{
-    ConsoleClaim, ConsoleStream, DiskFacts, DiskState, KeyReference, KeyState, Notice, Power,
-    PowerOff, SealedKey, StopReason, Stopped, VmSpec, VmState,
+    ConsoleClaim, ConsoleStream, DiskFacts, DiskState, KeyReference, KeyState, NicState, Notice,
+    Power, PowerOff, SealedKey, StopReason, Stopped, VmSpec, VmState,
 };
 use vmseal_api::id::DiskId;
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -29,7 +29,7 @@ use super::report::Report;
 use super::running::{Ending, ProcessEvent, Running};
 use super::serve::Plan;
 use super::service::{Attempt, Service, ServiceEvent};
-use super::start::start;
+use super::start::{set_link, start};
 use super::workers::Workers;
 use super::{Call, Change, Initial, Request, Shared, images, internal};
 use crate::filter;
@@ -37,6 +37,7 @@ use crate::filter::metrics;
 use crate::hypervisor::console::ConsoleError;
 use crate::jobs::Jobs;
 use crate::process::restarts::Restarts;
+use crate::process::run_record::Phase;
 use crate::process::{Exit, Process};
 use crate::rules::exclusion::{Action, Activity, Permission, Situation};
 use crate::rules::{self, find_disk};
@@ -95,6 +96,8 @@ pub struct Owner {
     exchanged: Vec<Notice>,
     /// The filters that have died under the running guest.
     restarts: Restarts,
+    /// The network cards of the guest that runs, or ran last: ports that were chosen are chosen again.
+    nics_before: Vec<NicState>,
 }
 
 impl Owner {
@@ -106,6 +109,10 @@ impl Owner {
             Initial::Alive(running) => (State::Running(running), None),
         };
         let died = stopped.clone().filter(|stopped| stopped.reason.is_death());
+        let nics_before = match &state {
+            State::Running(running) => running.nics.clone(),
+            _ => Vec::new(),
+        };
         Self {
             shared,
             spec,
@@ -124,6 +131,7 @@ impl Owner {
             troubles: Vec::new(),
             exchanged: Vec::new(),
             restarts: Restarts::default(),
+            nics_before,
         }
     }
 
@@ -194,9 +202,18 @@ impl Owner {
             disks: self.made.iter().map(disk).collect(),
             notices: self.notices(),
             jobs: self.jobs.statuses(),
+            nics: self.nics().to_vec(),
             request_id: self.request.as_ref().map(ToString::to_string),
         };
         self.shared.states.publish(self.spec.vm, Some(state));
+    }
+
+    /// Its network cards, while it runs.
+    fn nics(&self) -> &[NicState] {
+        match &self.state {
+            State::Running(running) | State::Stopping { running, .. } => &running.nics,
+            State::Off | State::Starting { .. } => &[],
+        }
     }
 
     fn notices(&self) -> Vec<Notice> {
@@ -220,7 +237,7 @@ impl Owner {
             }};
         }
         match call {
-            Call::Register(spec, to) => reply!(to, self.register(spec)),
+            Call::Register(spec, to) => reply!(to, self.register(spec).await),
             Call::OfferKey(key, to) => reply!(to, self.offer_key(&key)),
             Call::ChangeKeys(key, change, to) => match self.change_keys(&key, *change) {
                 Ok(task) => self.changing_keys = Some(KeyChange { task, reply: to }),
@@ -417,14 +434,18 @@ impl Owner {
                 tracing::info!(vm = %self.spec.vm, qemu = running.qemu.pid(), "the VM runs");
                 self.died = None;
                 self.header_notices = notices;
+                self.nics_before.clone_from(&running.nics);
                 self.state = State::Running(Box::new(running));
             }
             Err(problem) => self.went_off((StopReason::FailedToStart, problem.detail)).await,
         }
     }
 
-    fn register(&mut self, spec: VmSpec) -> Result<(), Problem> {
+    async fn register(&mut self, spec: VmSpec) -> Result<(), Problem> {
         // Repeating the same is always allowed.
+        if rules::differs_in_links(&self.spec, &spec) {
+            return self.set_links(spec).await;
+        }
         if self.spec != spec {
             self.situation().may(Action::Register, None)?;
         }
@@ -446,6 +467,32 @@ impl Owner {
             changing_keys: self.changing_keys.is_some(),
             disks: self.jobs.activities().chain(exposed).collect(),
         }
+    }
+
+    /// Plugs network cards in or out, of a guest that runs as of one that does not.
+    async fn set_links(&mut self, spec: VmSpec) -> Result<(), Problem> {
+        let running = match &self.state {
+            State::Off => None,
+            State::Running(running) | State::Stopping { running, .. } => Some(running),
+            State::Starting { .. } => {
+                self.situation().may(Action::Register, None)?;
+                None
+            }
+        };
+        if let Some(running) = running {
+            let slot = running.slot.number();
+            // On record first: an agent that finds the guest so has been told the same.
+            running
+                .directory
+                .write(&spec, slot, Phase::Running, &running.nics)
+                .map_err(internal)?;
+            let known: Vec<_> = self.spec.nics().map(|nic| (nic.nic, nic.link)).collect();
+            for nic in spec.nics().filter(|nic| !known.contains(&(nic.nic, nic.link))) {
+                set_link(&running.qmp, nic.nic, nic.link).await?;
+            }
+        }
+        self.spec = spec;
+        Ok(())
     }
 
     async fn unregister(&mut self) -> Result<(), Problem> {
@@ -521,7 +568,8 @@ impl Owner {
     fn plan(&self) -> Result<Plan, Problem> {
         let disks = self.spec.disks();
         let disks = disks.filter_map(|disk| Some((disk.clone(), self.facts(disk)?))).collect();
-        Ok(Plan { spec: self.spec.clone(), disks, kek: self.clone_kek()? })
+        let nics_before = self.nics_before.clone();
+        Ok(Plan { spec: self.spec.clone(), disks, kek: self.clone_kek()?, nics_before })
     }
 
     fn power_on(&mut self) -> Result<(), Problem> {

@@ -7,11 +7,12 @@ use serde_json::Value;
 use tokio::sync::mpsc;
 use tokio::time::timeout;
 use vmseal_api::filter::{DiskActivity, FilterStatus};
-use vmseal_api::host::{DatastoreLocation, Notice, NoticeCode, StopReason, VmSpec};
+use vmseal_api::host::{DatastoreLocation, NicState, Notice, NoticeCode, StopReason, VmSpec};
 
 use super::service::{Service, ServiceEvent};
 use crate::filter::{self, Control, FilterError};
 use crate::hypervisor::console::Console;
+use crate::hypervisor::network::neighbours;
 use crate::hypervisor::qemu;
 use crate::hypervisor::qmp::{Event, Qmp, ShutdownReason};
 use crate::process::run_dir::ProcessDir;
@@ -40,6 +41,8 @@ pub struct Running {
     pub qemu_end: QemuEnd,
     /// Whether QEMU was disconnected from the filter at the last check.
     pub left: bool,
+    /// What its network cards are connected to.
+    pub nics: Vec<NicState>,
 }
 
 /// QEMU's events about its end.
@@ -192,6 +195,7 @@ impl Running {
     /// that another one can replace it.
     pub async fn look_after(&mut self, spec: &VmSpec) -> Vec<Notice> {
         self.directory.bound_logs();
+        neighbours::note(spec, &mut self.nics);
         let Service::Served(filter) = &self.service else { return Vec::new() };
         let Ok(status) = self.control.status().await else { return Vec::new() };
         if let Some(what) = unserved(&status, &mut self.left) {

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use tokio::task::spawn_blocking;
 use vmseal_api::filter::DiskActivity;
-use vmseal_api::host::{DiskFacts, DiskSpec, Notice, VmSpec};
+use vmseal_api::host::{DiskFacts, DiskSpec, NicState, Notice, VmSpec};
 use vmseal_api::id::DiskId;
 use vmseal_api::problem::Problem;
 use vmseal_secret::SecretBytes;
@@ -34,6 +34,8 @@ pub struct Plan {
     /// The disks in boot order, with their pinned facts.
     pub disks: Vec<(DiskSpec, DiskFacts)>,
     pub kek: Option<SecretBytes>,
+    /// Its network cards when it ran last, as far as this agent knows.
+    pub nics_before: Vec<NicState>,
 }
 
 /// Opens the disks and starts a filter that connects to the sockets of the VM's QEMU, whether QEMU runs

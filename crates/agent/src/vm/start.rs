@@ -5,8 +5,11 @@
 
 use std::sync::Arc;
 
-use serde_json::Value;
-use vmseal_api::host::Notice;
+use serde_json::{Value, json};
+use tokio::task::spawn_blocking;
+use vmseal_api::host::{NicState, Notice};
+use vmseal_api::id::NicId;
+use vmseal_api::nic::NicLink;
 use vmseal_api::problem::Problem;
 
 use super::running::{QemuEnd, Running};
@@ -17,6 +20,7 @@ use crate::filter::log_level;
 use crate::filter::metrics;
 use crate::filter::{self, Control};
 use crate::hypervisor::console::Console;
+use crate::hypervisor::network::{self, Card};
 use crate::hypervisor::qemu;
 use crate::hypervisor::qmp::{Event, Qmp};
 use crate::process::Process;
@@ -35,24 +39,30 @@ pub async fn start(
     slot: Arc<Slot>,
 ) -> Result<(Running, Vec<Notice>), Problem> {
     directory.renew().await.map_err(internal)?;
-    directory.write(&plan.spec, slot.number(), Phase::Starting).map_err(internal)?;
+    directory.write(&plan.spec, slot.number(), Phase::Starting, &[]).map_err(internal)?;
     let listeners = (0..plan.disks.len())
         .map(|index| directory.listen(&socket(index)))
         .collect::<Result<Vec<_>, _>>()
         .map_err(internal)?;
     let (plan, control) = (Arc::new(plan), Control::of(directory));
+    let cards = open_cards(&plan, &slot).await?;
     let (filter, notices) = filter(shared, directory, &plan, &slot).await?;
     let spec = &plan.spec;
     let accelerator = shared.accelerator.kind;
     let qemu = shared
         .qemu
-        .start(spec, accelerator, directory, &listeners, slot.qemu())
+        .start(spec, accelerator, directory, &listeners, &cards, slot.qemu())
         .map_err(|error| internal(format!("QEMU cannot be started: {error}")))?;
     drop(listeners);
+    // QEMU has their taps now, alone: they are gone when it is.
+    let nics: Vec<NicState> = cards.into_iter().map(|card| card.state).collect();
     metrics::QEMU_STARTED.add();
 
     let (console, qmp, events) = connect(directory, &qemu, Some(&filter)).await?;
     wait_connected(&control, spec).await?;
+    for nic in spec.nics().filter(|nic| nic.link == NicLink::Down) {
+        set_link(&qmp, nic.nic, NicLink::Down).await?;
+    }
     let running = Running {
         directory: directory.clone(),
         qemu,
@@ -64,12 +74,28 @@ pub async fn start(
         slot,
         qemu_end: QemuEnd::default(),
         left: false,
+        nics,
     };
     // In this order: a VM on record as running that is found dead then has no older death on record.
     shared.died.forget(spec.vm).map_err(internal)?;
-    directory.write(spec, running.slot.number(), Phase::Running).map_err(internal)?;
+    directory
+        .write(spec, running.slot.number(), Phase::Running, &running.nics)
+        .map_err(internal)?;
     running.qmp.execute("cont", Value::Null).await.map_err(internal)?;
     Ok((running, notices))
+}
+
+/// Opens the network cards. Nothing has been started that a refusal would have to end.
+async fn open_cards(plan: &Arc<Plan>, slot: &Slot) -> Result<Vec<Card>, Problem> {
+    let (plan, own_user) = (plan.clone(), slot.qemu().is_some());
+    let open = move || network::open(&plan.spec, &plan.nics_before, own_user);
+    spawn_blocking(open).await.map_err(internal)?
+}
+
+/// Plugs a network card in or out.
+pub async fn set_link(qmp: &Qmp, nic: NicId, link: NicLink) -> Result<(), Problem> {
+    let arguments = json!({"name": qemu::card_id(nic), "up": link == NicLink::Up});
+    qmp.execute("set_link", arguments).await.map(drop).map_err(internal)
 }
 
 /// Connects console and monitor; returns the output of QEMU or the filter when one of them ends instead.
@@ -135,6 +161,10 @@ pub async fn reconnect(
             tracing::info!(vm = %spec.vm, "a filter of an earlier vmseal keeps its log levels");
         }
     }
+    // An agent may have ended between putting it on record and doing it.
+    for nic in spec.nics() {
+        set_link(&qmp, nic.nic, nic.link).await?;
+    }
     let status = qmp.execute("query-status", Value::Null).await.map_err(internal)?;
     if status["running"] != Value::Bool(true) {
         // Without a filter this is an error: a guest that has not run yet is started again.
@@ -155,5 +185,6 @@ pub async fn reconnect(
         slot,
         qemu_end: QemuEnd::default(),
         left: false,
+        nics: record.nics.clone(),
     })
 }

@@ -123,6 +123,7 @@ mod tests {
             disks: vec![],
             notices: vec![],
             jobs: vec![],
+            nics: Vec::new(),
             request_id: None,
         }
     }

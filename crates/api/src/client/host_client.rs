@@ -24,8 +24,8 @@ use crate::filter::{BitmapChange, BitmapStatus, ReplicaStatus};
 use crate::host::version::{CONTRACT, CONTRACT_HEADER};
 use crate::host::{
     ConsoleClaim, ConsoleStream, ContractRange, DatastoreSpec, DatastoreUsage, Exposing, HostAgent,
-    HostDescription, JobSpec, JobStatus, KeyReference, NewDisk, OtherKey, PowerOff, STATE_WAIT_MAX,
-    SealedKey, ShowsCertificate, StateChange, VmSpec,
+    HostDescription, JobSpec, JobStatus, KeyReference, NewDisk, NicSpec, OtherKey, PowerOff,
+    STATE_WAIT_MAX, SealedKey, ShowsCertificate, StateChange, VmSpec,
 };
 use crate::id::{DiskId, HostId, Incarnation, TaskId, VmId};
 use crate::log_level::LogLevel;
@@ -234,6 +234,10 @@ impl HostAgent for HostClient {
 
     async fn drop_other_keys(&self, vm: VmId, keep: KeyReference) -> Result<(), Problem> {
         self.command_with(Method::POST, &format!("vms/{vm}/key/drop-others"), &keep).await
+    }
+
+    async fn examine_nic(&self, vm: VmId, nic: NicSpec) -> Result<(), Problem> {
+        self.command_with(Method::POST, &format!("vms/{vm}/examine-nic"), &nic).await
     }
 
     async fn examine_job(&self, vm: VmId, spec: JobSpec) -> Result<(), Problem> {

@@ -16,6 +16,7 @@ use crate::expose::Exposing;
 use crate::filter::{BitmapChange, BitmapStatus, ReplicaStatus};
 use crate::id::{DiskId, Incarnation, TaskId, VmId};
 use crate::log_level::LogLevel;
+use crate::nic::NicSpec;
 use crate::problem::{ErrorCode, Problem};
 
 /// A peer that may have presented a certificate: an agent behind TLS.
@@ -87,6 +88,13 @@ pub trait HostAgent: ShowsCertificate + Send + Sync {
     /// The condition of a datastore. Nothing is written to it; abandoned half-made disks are removed from it
     /// now and then.
     async fn measure_datastore(&self, spec: DatastoreSpec) -> Result<DatastoreCondition, Problem>;
+
+    /// Sees whether a network card of a VM that is off could be connected now. The VM need not be known, and nothing
+    /// is changed.
+    ///
+    /// # Errors
+    /// `wrong-state` with what the host lacks; `in-use` for a forwarded port that somebody has.
+    async fn examine_nic(&self, vm: VmId, nic: NicSpec) -> Result<(), Problem>;
 
     /// Scans a datastore. Nothing is changed on it.
     ///

@@ -26,6 +26,7 @@
 //! POST   /v1/vms/{vm}/key/check            check_key
 //! POST   /v1/vms/{vm}/key/add              add_key
 //! POST   /v1/vms/{vm}/key/drop-others      drop_other_keys
+//! POST   /v1/vms/{vm}/examine-nic          examine_nic
 //! POST   /v1/vms/{vm}/examine-job          examine_job
 //! PUT    /v1/vms/{vm}/jobs/{task}          put_job
 //! GET    /v1/vms/{vm}/jobs/{task}          job
@@ -77,6 +78,7 @@ pub use self::version::ContractRange;
 pub use self::vm::{Device, PowerOff, SHUTDOWN_SECONDS_MAX, VmSpec};
 pub use crate::accelerator::{Accelerator, AcceleratorKind};
 pub use crate::datastore::{DatastoreLocation, DatastoreSpec, DatastoreUsage, LIMIT_MAX};
+pub use crate::nic::{NicSpec, NicState};
 
 #[cfg(feature = "client")]
 pub use self::agent::{HostAgent, ShowsCertificate};

@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 use super::disk::DiskFacts;
 use super::job::JobStatus;
 use crate::id::{DiskId, Incarnation, VmId};
+use crate::nic::NicState;
 
 /// The state of a host. The server compares it with what it wants.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -82,6 +83,9 @@ pub struct VmState {
     /// The last job of each disk that this agent was asked for.
     #[serde(default)]
     pub jobs: Vec<JobStatus>,
+    /// Its network cards, while it runs.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub nics: Vec<NicState>,
     /// The id of the request that it was last started or stopped for; none when it stopped by itself.
     #[serde(default)]
     pub request_id: Option<String>,
@@ -231,6 +235,7 @@ mod tests {
             disks: vec![],
             notices: vec![],
             jobs: vec![],
+            nics: vec![],
             request_id: None,
         }
     }

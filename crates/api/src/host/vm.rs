@@ -4,7 +4,8 @@ use serde::{Deserialize, Serialize};
 
 use super::disk::DiskSpec;
 use super::key::KeyReference;
-use crate::id::{DiskId, VmId};
+use crate::id::{DiskId, NicId, VmId};
+use crate::nic::NicSpec;
 
 /// A VM as a host runs it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -30,20 +31,40 @@ pub struct VmSpec {
 pub enum Device {
     /// A disk.
     Disk(DiskSpec),
+    /// A network card.
+    Nic(NicSpec),
 }
 
 impl VmSpec {
     /// The disks, in boot order.
     pub fn disks(&self) -> impl Iterator<Item = &DiskSpec> + Clone {
-        self.devices.iter().map(|device| match device {
-            Device::Disk(disk) => disk,
+        self.devices.iter().filter_map(|device| match device {
+            Device::Disk(disk) => Some(disk),
+            Device::Nic(_) => None,
         })
     }
 
     /// The disks, in boot order.
     pub fn disks_mut(&mut self) -> impl Iterator<Item = &mut DiskSpec> {
-        self.devices.iter_mut().map(|device| match device {
-            Device::Disk(disk) => disk,
+        self.devices.iter_mut().filter_map(|device| match device {
+            Device::Disk(disk) => Some(disk),
+            Device::Nic(_) => None,
+        })
+    }
+
+    /// The network cards, in the order in which the guest finds them.
+    pub fn nics(&self) -> impl Iterator<Item = &NicSpec> + Clone {
+        self.devices.iter().filter_map(|device| match device {
+            Device::Nic(nic) => Some(nic),
+            Device::Disk(_) => None,
+        })
+    }
+
+    /// The network card of this id.
+    pub fn nic_mut(&mut self, nic: NicId) -> Option<&mut NicSpec> {
+        self.devices.iter_mut().find_map(|device| match device {
+            Device::Nic(known) if known.nic == nic => Some(known),
+            _ => None,
         })
     }
 

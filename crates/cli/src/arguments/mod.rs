@@ -12,6 +12,7 @@ mod host;
 mod init;
 mod kmip;
 mod lab;
+mod nic;
 mod passphrase;
 mod policy;
 mod provider;
@@ -36,6 +37,7 @@ pub use self::host::Host;
 pub use self::init::{Init, Places};
 pub use self::kmip::{Certificate, Kmip, ServerOf};
 pub use self::lab::Lab;
+pub use self::nic::{Link, Nic};
 pub use self::passphrase::Passphrase;
 pub use self::policy::Policy;
 pub use self::provider::Provider;
@@ -90,6 +92,9 @@ pub enum Command {
     /// Virtual disks
     #[command(subcommand, visible_alias = "disks")]
     Disk(Disk),
+    /// Network cards
+    #[command(subcommand, visible_alias = "nics")]
+    Nic(Nic),
     /// Tasks: what the server does and has done
     #[command(subcommand, visible_alias = "tasks")]
     Task(Task),

@@ -37,6 +37,14 @@ pub enum Vm {
         /// given. Write a comma within a value twice (`image=/a,,b.raw`)
         #[arg(long = "disk", value_name = "OPTIONS", required = true)]
         disks: Vec<String>,
+        /// A network card: `user[,forward=tcp:HOST-PORT:GUEST-PORT]`, `bridge=BRIDGE` or `tap=TAP`, each with
+        /// `[,mac=ADDRESS][,model=virtio|e1000e][,name=NAME][,link=up|down]`; may be repeated. Without one the VM
+        /// has no network. `user` needs nothing on the host: the guest reaches out through it, and is reached at
+        /// forwarded ports alone (`forward=tcp:22` takes any free port of the host's loopback,
+        /// `forward=tcp:0.0.0.0:8080:80` is one of all its addresses; may be repeated). Bridges and taps are
+        /// those of the VM's host
+        #[arg(long = "nic", value_name = "OPTIONS")]
+        nics: Vec<String>,
         #[command(flatten)]
         dry_run: DryRun,
         #[command(flatten)]
@@ -120,6 +128,9 @@ pub struct Import {
         conflicts_with = "libvirt"
     )]
     pub disks: Vec<String>,
+    /// A network card, as for `vm create`, beside those of the libvirt domain; may be repeated
+    #[arg(long = "nic", value_name = "OPTIONS")]
+    pub nics: Vec<String>,
     /// The file with a libvirt domain, as `virsh dumpxml --inactive` prints it. Its images are on this
     /// machine, which must be the host of the datastore. What is not imported is listed
     #[arg(long, value_name = "FILE", requires = "datastore")]

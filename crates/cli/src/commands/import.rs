@@ -9,7 +9,7 @@ use super::task;
 use crate::arguments::{Import, Output};
 use crate::disk_option::size_of_image;
 use crate::exit::{Ended, Exit};
-use crate::{disk_option, libvirt, print};
+use crate::{disk_option, libvirt, nic_option, print};
 
 /// The default memory of a VM, in bytes.
 const MEMORY: u64 = 512 << 20;
@@ -17,7 +17,8 @@ const MEMORY: u64 = 512 << 20;
 pub async fn run(server: &ServerClient, output: Output, options: Import) -> anyhow::Result<()> {
     let vcpus = options.vcpus;
     let memory = options.memory;
-    let request = match &options.libvirt {
+    let nics = nic_option::all(&options.nics)?;
+    let mut request = match &options.libvirt {
         Some(file) => {
             let datastore = options.datastore.unwrap_or_default();
             let mut request = from_domain(file, &datastore, options.policy)?;
@@ -32,8 +33,10 @@ pub async fn run(server: &ServerClient, output: Output, options: Import) -> anyh
             vcpus: vcpus.unwrap_or(1),
             memory: memory.unwrap_or(MEMORY),
             disks: images(&options.disks)?,
+            nics: Vec::new(),
         },
     };
+    request.nics.extend(nics);
     task::begin(server, output, "vms", &request, &options.dry_run, &options.wait).await
 }
 
@@ -75,6 +78,6 @@ fn from_domain(file: &Path, datastore: &str, policy: String) -> anyhow::Result<C
         })
     };
     let disks = domain.disks.iter().map(disk).collect::<anyhow::Result<_>>()?;
-    let (name, vcpus, memory) = (domain.name, domain.vcpus, domain.memory);
-    Ok(CreateVm { name, policy, vcpus, memory, disks })
+    let (name, vcpus, memory, nics) = (domain.name, domain.vcpus, domain.memory, domain.nics);
+    Ok(CreateVm { name, policy, vcpus, memory, disks, nics })
 }

@@ -15,6 +15,7 @@ mod kmip;
 mod lab;
 mod list;
 mod log_level;
+mod nic;
 mod policy;
 mod processes;
 mod progress;
@@ -67,6 +68,7 @@ async fn ask(global: Global, command: Command) -> anyhow::Result<()> {
         Command::Policy(verb) => policy::run(&server, output, verb).await,
         Command::Vm(verb) => vm::run(&server, output, verb).await,
         Command::Disk(verb) => disk::run(server, output, verb).await,
+        Command::Nic(verb) => nic::run(&server, output, verb).await,
         Command::Task(verb) => task::run(&server, output, verb).await,
         Command::Server(Server { command: Some(ServerCommand::LogLevel { levels }), .. }) => {
             log_level::run(&server, output, "log-level", levels).await

@@ -10,7 +10,7 @@ use super::{console, import, list, task};
 use crate::arguments::{self, Output};
 use crate::exit::{Ended, Exit};
 use crate::print::{self, plan};
-use crate::{disk_option, libvirt};
+use crate::{disk_option, libvirt, nic_option};
 
 pub async fn run(server: &ServerClient, output: Output, verb: arguments::Vm) -> anyhow::Result<()> {
     match verb {
@@ -21,9 +21,10 @@ pub async fn run(server: &ServerClient, output: Output, verb: arguments::Vm) -> 
         arguments::Vm::Show(how) => {
             list::one::<Vm>(server, output, &how.of, "vms", print::vm_details).await
         }
-        arguments::Vm::Create { name, policy, vcpus, memory, disks, dry_run, wait } => {
+        arguments::Vm::Create { name, policy, vcpus, memory, disks, nics, dry_run, wait } => {
             let disks = disk_option::parse_all(&disks)?;
-            let request = CreateVm { name, policy, vcpus, memory, disks };
+            let nics = nic_option::all(&nics)?;
+            let request = CreateVm { name, policy, vcpus, memory, disks, nics };
             task::begin(server, output, "vms", &request, &dry_run, &wait).await
         }
         arguments::Vm::Import(options) => import::run(server, output, options).await,

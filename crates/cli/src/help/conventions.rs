@@ -19,6 +19,7 @@ const READING: &[&str] = &[
     "events",
     "host list",
     "host show",
+    "nic list",
     "policy list",
     "policy show",
     "provider list",

@@ -1,6 +1,6 @@
 //! Reads from a libvirt domain (<https://libvirt.org/formatdomain.html>) what becomes a VM: name, processors,
-//! memory, and disks with their formats. The rest is reported as not imported; a domain that would lose data
-//! is refused.
+//! memory, disks with their formats, and network cards. The rest is reported as not imported; a domain that would
+//! lose data is refused.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -9,7 +9,10 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, bail, ensure};
 use roxmltree::{Document, Node, ParsingOptions};
+use vmseal_api::request::CreateNic;
 use vmseal_api::transfer::ImageFormat;
+
+use super::interfaces;
 
 /// The longest domain, in bytes; libvirt's own have some ten thousand.
 const XML_MAX: u64 = 1024 * 1024;
@@ -31,6 +34,8 @@ pub struct Domain {
     pub memory: u64,
     /// The disks, in boot order.
     pub disks: Vec<Disk>,
+    /// The network cards.
+    pub nics: Vec<CreateNic>,
     /// What is not imported.
     pub warnings: Vec<String>,
 }
@@ -74,8 +79,18 @@ const KNOWN: [&str; 22] = [
 ];
 
 /// Devices that a VM has its own of, or needs none of.
-const OWN_DEVICES: [&str; 9] =
-    ["disk", "emulator", "controller", "input", "memballoon", "rng", "serial", "console", "panic"];
+const OWN_DEVICES: [&str; 10] = [
+    "disk",
+    "interface",
+    "emulator",
+    "controller",
+    "input",
+    "memballoon",
+    "rng",
+    "serial",
+    "console",
+    "panic",
+];
 
 /// Elements of a disk that are read or refused, or that a VM has its own of.
 const KNOWN_OF_DISK: [&str; 9] = [
@@ -131,8 +146,9 @@ fn parse(text: &str) -> anyhow::Result<Domain> {
     let memory = memory(child(domain, "memory").context("it names no memory")?)?;
     let devices = child(domain, "devices").context("it has no devices")?;
     let disks = disks(devices, &mut warnings)?;
+    let nics = interfaces::nics(devices, &mut warnings);
     left_behind(domain, devices, &mut warnings);
-    Ok(Domain { name, vcpus, memory, disks, warnings })
+    Ok(Domain { name, vcpus, memory, disks, nics, warnings })
 }
 
 fn child<'a>(of: Node<'a, 'a>, name: &str) -> Option<Node<'a, 'a>> {
@@ -294,7 +310,6 @@ fn unknown(of: Node<'_, '_>, known: &[&str]) -> BTreeMap<String, u32> {
 fn left_behind(domain: Node<'_, '_>, devices: Node<'_, '_>, warnings: &mut Vec<String>) {
     for (device, count) in unknown(devices, &OWN_DEVICES) {
         warnings.push(match device.as_str() {
-            "interface" => format!("{count} network interfaces: a VM has no network card"),
             "hostdev" => format!("{count} devices of the host that were passed through"),
             "filesystem" => format!("{count} shared directories of the host"),
             "graphics" | "video" => format!("{device}: a VM has a serial console"),
@@ -339,9 +354,12 @@ mod tests {
         let system = disk("vdb", "/var/lib/libvirt/images/web.qcow2", ImageFormat::Qcow2, Some(1));
         let data = disk("vda", "/srv/data.img", ImageFormat::Raw, None);
         assert_eq!(domain.disks, [system, data], "not in boot order");
+        let nics: Vec<_> = domain.nics.iter().map(|nic| nic.backend.to_string()).collect();
+        assert_eq!(nics, ["bridge br0"]);
         let said = domain.warnings.join("\n");
         for left in [
-            "2 network",
+            "network 'default'",
+            "its model, none",
             "1 devices of the host",
             "cdrom 'sda'",
             "UEFI",

@@ -3,7 +3,8 @@
 use std::fmt::Write;
 
 use vmseal_api::host::{AcceleratorKind, HostDescription};
-use vmseal_api::model::Vm;
+use vmseal_api::model::{Nic, Vm};
+use vmseal_api::nic::{NicBackend, NicLink};
 
 /// The comment above the domain: what it can be used for.
 const NOTE: &str = "
@@ -50,11 +51,37 @@ pub fn domain(vm: &Vm, host: &HostDescription) -> String {
         line(format!("      <boot order='{}'/>", index + 1));
         line("    </disk>".to_owned());
     }
+    vm.nics.iter().flat_map(interface).for_each(&mut line);
     line("    <serial type='pty'/>".to_owned());
     line("    <rng model='virtio'><backend model='builtin'/></rng>".to_owned());
     line("  </devices>".to_owned());
     line("</domain>".to_owned());
     xml
+}
+
+/// A network card. The ports that are forwarded to one of kind `user` are not said: libvirt has them for passt alone.
+fn interface(nic: &Nic) -> Vec<String> {
+    let (kind, connected) = match &nic.backend {
+        NicBackend::User { .. } => ("user", None),
+        NicBackend::Bridge { bridge } => {
+            ("bridge", Some(format!("      <source bridge='{}'/>", escaped(bridge))))
+        }
+        NicBackend::Tap { tap } => {
+            let tap = escaped(tap);
+            ("ethernet", Some(format!("      <target dev='{tap}' managed='no'/>")))
+        }
+    };
+    let mut lines = vec![
+        format!("    <interface type='{kind}'>"),
+        format!("      <mac address='{}'/>", nic.mac),
+    ];
+    lines.extend(connected);
+    lines.push(format!("      <model type='{}'/>", nic.model.name()));
+    if nic.link == NicLink::Down {
+        lines.push("      <link state='down'/>".to_owned());
+    }
+    lines.push("    </interface>".to_owned());
+    lines
 }
 
 /// `vda` to `vdz`, then `vdaa`: a VM has at most 28 disks.
@@ -99,11 +126,23 @@ mod tests {
                 "encrypted": true,
             })
         };
+        let nic = |index: usize, backend, link: &str| {
+            json!({
+                "id": format!("00000000-0000-7000-8000-0000000001{index:02}"),
+                "name": format!("nic{index}"), "mac": format!("52:54:00:00:00:0{index}"),
+                "model": "virtio", "backend": backend, "link": link,
+            })
+        };
         from_value(json!({
             "id": "11111111-1111-7111-8111-111111111111",
             "name": "sealed", "host": "here", "policy": "encrypted", "vcpus": 2,
             "memory": 512 << 20, "disks": (0..disks).map(disk).collect::<Vec<_>>(),
             "lifecycle": "ready", "power": "running",
+            "nics": [
+                nic(1, json!({"kind": "bridge", "bridge": "br0"}), "up"),
+                nic(2, json!({"kind": "tap", "tap": "<&>"}), "down"),
+                nic(3, json!({"kind": "user"}), "up"),
+            ],
         }))
         .unwrap()
     }

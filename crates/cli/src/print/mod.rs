@@ -5,7 +5,8 @@ pub mod scan;
 mod table;
 
 use serde::Serialize;
-use vmseal_api::model::{Disk, Task, Vm};
+use vmseal_api::model::{Disk, Nic, Task, Vm};
+use vmseal_api::nic::{NicLink, PortForward};
 
 pub use self::table::Lines;
 use crate::arguments::{Columns, Output};
@@ -106,6 +107,32 @@ fn limits(disk: &Disk) -> String {
     [iops, bandwidth, cache, replica].into_iter().flatten().collect()
 }
 
+/// A network card, with where its guest is reached.
+fn nic_line(nic: &Nic) -> String {
+    let (name, mac, model, backend) = (&nic.name, nic.mac, nic.model.name(), &nic.backend);
+    let mut line = format!("{name} {mac} {model} on {backend}");
+    if nic.link == NicLink::Down {
+        line += ", link down";
+    }
+    if let Some(interface) = &nic.interface {
+        line += &format!(", interface {interface}");
+    }
+    let addresses: Vec<_> = nic.addresses.iter().map(ToString::to_string).collect();
+    if !addresses.is_empty() {
+        line += &format!(", address {}", addresses.join(" "));
+    }
+    // What was asked for, while nothing is in force.
+    let forwards = match &nic.forwards[..] {
+        [] => nic.backend.forwards(),
+        in_force => in_force,
+    };
+    for PortForward { protocol, host_address, host_port, guest_port } in forwards {
+        let port = if *host_port == 0 { "any".to_owned() } else { host_port.to_string() };
+        line += &format!(", {} {host_address}:{port} to {guest_port}", protocol.name());
+    }
+    line
+}
+
 /// What `vm show` adds to the columns.
 pub fn vm_details(vm: &Vm) -> Vec<(&'static str, String)> {
     let mut lines = Vec::new();
@@ -127,6 +154,7 @@ pub fn vm_details(vm: &Vm) -> Vec<(&'static str, String)> {
             ),
         ));
     }
+    lines.extend(vm.nics.iter().map(|nic| ("NIC", nic_line(nic))));
     if let Some(stopped) = &vm.stopped {
         lines.push((
             "LAST STOP",

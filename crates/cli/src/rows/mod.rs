@@ -10,7 +10,7 @@ use vmseal_api::model::Disk;
 
 pub use self::column::Row;
 pub use self::difference::{Change, differences};
-pub use self::resources::{DiskReplica, VmDisk};
+pub use self::resources::{DiskReplica, VmDisk, VmNic};
 
 /// The word that the API uses for an enum's value.
 pub fn word<T: Serialize>(value: &T) -> String {

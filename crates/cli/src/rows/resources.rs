@@ -8,7 +8,8 @@ use vmseal_api::filter::{BitmapStatus, ReplicaStatus};
 use vmseal_api::host::{DatastoreLocation, HostDescription};
 use vmseal_api::log_level::LogLevel;
 use vmseal_api::model::{
-    Alarm, Datastore, Disk, Event, Host, JoinToken, Plan, Policy, Provider, Task, TaskState, Vm,
+    Alarm, Datastore, Disk, Event, Host, JoinToken, Nic, Plan, Policy, Provider, Task, TaskState,
+    Vm,
 };
 
 use super::column::{Cell, Column, Row, more, usual};
@@ -122,6 +123,10 @@ impl Row for Vm {
         more("key-id", |it| it.key.as_ref().map(|key| key.key_id.to_string()).into()),
         more("disks", |it| Cell::Number(it.disks.len() as u64)),
         more("size", |it| Cell::Bytes(it.disks.iter().map(|disk| disk.size).sum())),
+        more("nics", |it| Cell::Number(it.nics.len() as u64)),
+        more("addresses", |it| {
+            all(it.nics.iter().flat_map(|nic| &nic.addresses).map(ToString::to_string))
+        }),
         more("stopped", |it| it.stopped.as_ref().map(|stopped| word(&stopped.reason)).into()),
     ];
     fn identity(&self) -> String {
@@ -160,6 +165,43 @@ impl Row for VmDisk {
     ];
     fn identity(&self) -> String {
         self.disk.id.to_string()
+    }
+    fn order(&self, other: &Self) -> Ordering {
+        self.vm.cmp(&other.vm)
+    }
+}
+
+/// A network card, with the VM that it belongs to.
+#[derive(Clone, PartialEq, Serialize)]
+pub struct VmNic {
+    /// The VM's name.
+    pub vm: String,
+    /// The card.
+    #[serde(flatten)]
+    pub nic: Nic,
+}
+
+/// What there is of a card, in one cell.
+fn all(items: impl Iterator<Item = String>) -> Cell {
+    items.reduce(|all, next| format!("{all} {next}")).into()
+}
+
+impl Row for VmNic {
+    const PLURAL: &'static str = "network cards";
+    const COLUMNS: &'static [Column<Self>] = &[
+        usual("vm", |it| (&it.vm).into()),
+        usual("name", |it| (&it.nic.name).into()),
+        usual("mac", |it| it.nic.mac.to_string().into()),
+        usual("backend", |it| it.nic.backend.to_string().into()),
+        usual("link", |it| it.nic.link.name().into()),
+        usual("addresses", |it| all(it.nic.addresses.iter().map(ToString::to_string))),
+        usual("forwards", |it| all(it.nic.forwards.iter().map(ToString::to_string))),
+        more("model", |it| it.nic.model.name().into()),
+        more("interface", |it| it.nic.interface.clone().into()),
+        more("id", |it| it.nic.id.to_string().into()),
+    ];
+    fn identity(&self) -> String {
+        self.nic.id.to_string()
     }
     fn order(&self, other: &Self) -> Ordering {
         self.vm.cmp(&other.vm)

@@ -172,6 +172,7 @@ mod tests {
             disks: Vec::new(),
             notices,
             jobs: Vec::new(),
+            nics: Vec::new(),
             request_id: None,
         };
         let raised = of_vm(&vm, &seen, &disks, None);

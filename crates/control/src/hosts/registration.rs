@@ -1,17 +1,18 @@
 //! The registration of a VM on its host.
 
-use vmseal_api::host::{Device, DiskSpec, VmSpec};
+use vmseal_api::host::{Device, DiskSpec, NicSpec, VmSpec};
 use vmseal_api::id::VmId;
 use vmseal_api::problem::Problem;
 
 use super::Hosts;
 use crate::store::disks::{self, Disk};
+use crate::store::nics;
 use crate::store::vms::{self, Vm};
 use crate::store::{Store, StoreError};
 
 /// The definition of a VM for its host.
 #[must_use]
-pub fn spec_of(vm: &Vm, disks: &[Disk]) -> VmSpec {
+pub fn spec_of(vm: &Vm, disks: &[Disk], nics: &[NicSpec]) -> VmSpec {
     let disks = disks.iter().map(|disk| DiskSpec {
         disk: disk.id,
         name: disk.name.clone(),
@@ -30,7 +31,7 @@ pub fn spec_of(vm: &Vm, disks: &[Disk]) -> VmSpec {
         vcpus: vm.vcpus,
         memory: vm.memory,
         key: vm.key.clone(),
-        devices: disks.map(Device::Disk).collect(),
+        devices: disks.map(Device::Disk).chain(nics.iter().cloned().map(Device::Nic)).collect(),
     }
 }
 
@@ -39,7 +40,8 @@ pub(super) async fn read(store: &Store, vm: VmId) -> Result<Option<(Vm, VmSpec)>
     let mut read = store.read().await?;
     let Some(vm) = vms::get(&mut read, vm).await? else { return Ok(None) };
     let disks = disks::of_vm(&mut read, vm.id).await?;
-    let spec = spec_of(&vm, &disks);
+    let nics = nics::of_vm(&mut read, vm.id).await?;
+    let spec = spec_of(&vm, &disks, &nics);
     Ok(Some((vm, spec)))
 }
 

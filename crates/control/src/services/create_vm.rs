@@ -3,7 +3,7 @@
 use std::collections::HashSet;
 
 use vmseal_api::filter::{CRYPT_SECTOR, SERIAL_MAX, check_caches};
-use vmseal_api::host::{DatastoreSpec, ImageSource, NewDisk};
+use vmseal_api::host::{DatastoreSpec, ImageSource, NewDisk, NicSpec};
 use vmseal_api::id::{DiskId, HostId, VmId, check_name};
 use vmseal_api::model::{Lifecycle, Task};
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -19,7 +19,7 @@ use super::vms::{begin, plan};
 use super::{Outcome, Services};
 use crate::operation::Operation;
 use crate::store::policies::Policy;
-use crate::store::{Write, datastores, disks, policies, providers, vms};
+use crate::store::{Write, datastores, disks, nics, policies, providers, vms};
 use crate::tasks::Engine;
 
 /// The unit of a VM's memory, in bytes.
@@ -45,6 +45,10 @@ pub async fn create(
     let provider = provider_of(services, &mut write, &policy).await?;
     let (host, made) = place(&mut write, &request.disks, &policy).await?;
     services.hosts.connected(host.id)?;
+    if !request.nics.is_empty() {
+        super::nics::known_to(services, host.id, &host.name)?;
+    }
+    let cards = super::nics::place(&mut write, &request.nics).await?;
     let vm = vms::Vm {
         id: VmId::new(),
         name: request.name,
@@ -64,21 +68,29 @@ pub async fn create(
     for (position, disk) in made.iter().enumerate() {
         disks::insert(&mut write, vm.id, position, disk).await?;
     }
+    for (position, nic) in cards.iter().enumerate() {
+        nics::insert(&mut write, vm.id, position, nic).await?;
+    }
     let operation = Operation::CreateVm { vm: vm.id };
     if dry_run {
         let task = Engine::record(&mut write, operation, &vm.name, caller.name()).await?;
         // No transaction is held during a call to a host.
         drop(write);
-        examine(services, &vm, &made).await?;
+        examine(services, &vm, &made, &cards).await?;
         return Ok(Outcome::Planned(plan(&task, &vm)));
     }
     begin(services, write, operation, &vm, caller, dry_run).await
 }
 
 /// Asks the host whether the disks could be created.
-async fn examine(services: &Services, vm: &vms::Vm, made: &[disks::Disk]) -> Result<(), Problem> {
+async fn examine(
+    services: &Services,
+    vm: &vms::Vm,
+    made: &[disks::Disk],
+    cards: &[NicSpec],
+) -> Result<(), Problem> {
     let agent = services.hosts.connected(vm.host)?;
-    let spec = crate::hosts::spec_of(vm, made);
+    let spec = crate::hosts::spec_of(vm, made, cards);
     for (index, (disk, made)) in spec.disks().zip(made).enumerate() {
         let (disk, source) = (disk.clone(), made.image.clone());
         agent.examine_disk(NewDisk { disk, source }).await.map_err(|problem| Problem {
@@ -86,7 +98,7 @@ async fn examine(services: &Services, vm: &vms::Vm, made: &[disks::Disk]) -> Res
             ..problem
         })?;
     }
-    Ok(())
+    super::nics::examine(&*agent, vm.id, cards).await
 }
 
 fn check(request: &CreateVm) -> Result<(), Problem> {
@@ -102,6 +114,7 @@ fn check(request: &CreateVm) -> Result<(), Problem> {
     if request.disks.is_empty() || request.disks.len() > DISKS_MAX {
         return Err(Problem::invalid("disks", format!("a VM has 1 to {DISKS_MAX} disks")));
     }
+    super::nics::check(&request.nics)?;
     let mut names = HashSet::new();
     for (index, disk) in request.disks.iter().enumerate() {
         check_disk(disk).map_err(|(field, detail)| {

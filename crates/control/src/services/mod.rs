@@ -25,6 +25,7 @@ pub mod hosts;
 pub mod kmip;
 pub mod log_levels;
 pub mod metrics;
+pub mod nics;
 pub mod passphrases;
 pub mod policies;
 pub mod providers;

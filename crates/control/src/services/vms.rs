@@ -4,7 +4,7 @@ use std::collections::{HashMap, HashSet};
 
 use sqlx::{Connection as _, SqliteConnection};
 use vmseal_api::console::ConsoleClaim;
-use vmseal_api::host::{ConsoleStream, KeyState, Power, VmState};
+use vmseal_api::host::{ConsoleStream, KeyState, NicSpec, Power, VmState};
 use vmseal_api::id::{HostId, VmId};
 use vmseal_api::model::{self, Disk, Lifecycle, Page, Plan, Replication, Vm};
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -15,7 +15,7 @@ use super::{Outcome, PageRequest, Services, page_of};
 use crate::operation::Operation;
 use crate::store::events::NewEvent;
 use crate::store::tasks::Task;
-use crate::store::{StoreError, Write, disks, providers, vms};
+use crate::store::{StoreError, Write, disks, nics, providers, vms};
 use crate::tasks::{Engine, steps};
 
 /// How long a guest may take to shut down by default, in seconds.
@@ -27,6 +27,7 @@ const SHUTDOWN_MAX: u32 = vmseal_api::host::SHUTDOWN_SECONDS_MAX;
 fn shown(
     vm: vms::Vm,
     disks: Vec<disks::Disk>,
+    nics: Vec<NicSpec>,
     provider: Option<String>,
     seen: Option<&VmState>,
 ) -> Vm {
@@ -55,6 +56,7 @@ fn shown(
         key: vm.key,
         provider,
         disks: disks.collect(),
+        nics: super::nics::shown(nics, seen),
         lifecycle: vm.lifecycle,
         power: seen.map(|seen| seen.power),
         key_state: seen.map(|seen| seen.key),
@@ -94,6 +96,7 @@ pub async fn list(
     let mut read = read.begin().await.map_err(StoreError::from)?;
     let listed = vms::list(&mut read, &part).await?;
     let mut disks = disks::of_part(&mut read, &part).await?;
+    let mut nics = nics::of_part(&mut read, &part).await?;
     let providers = providers::names(&mut read).await?;
     drop(read);
     let hosts: HashSet<HostId> = listed.iter().map(|vm| vm.host).collect();
@@ -104,9 +107,10 @@ pub async fn list(
         .collect();
     let items = listed.into_iter().map(|vm| {
         let disks = disks.remove(&vm.id).unwrap_or_default();
+        let nics = nics.remove(&vm.id).unwrap_or_default();
         let provider = vm.key.as_ref().and_then(|key| providers.get(&key.provider).cloned());
         let seen = seen.get(&(vm.host, vm.id)).copied();
-        shown(vm, disks, provider, seen)
+        shown(vm, disks, nics, provider, seen)
     });
     let items = items.collect();
     Ok(page_of(items, part.limit, |it: &Vm| it.id.to_string()))
@@ -116,10 +120,13 @@ pub async fn list(
 pub async fn show(services: &Services, caller: &Caller, name: &str) -> Result<Vm, Problem> {
     caller.require(Privilege::Read)?;
     let (vm, disks) = find(services, name).await?;
-    let provider = provider_name(&mut *services.store.read().await?, &vm).await?;
+    let mut read = services.store.read().await?;
+    let provider = provider_name(&mut read, &vm).await?;
+    let nics = nics::of_vm(&mut read, vm.id).await?;
+    drop(read);
     let view = services.hosts.view(vm.host);
     let seen = view.vm(vm.id);
-    Ok(shown(vm, disks, provider, seen))
+    Ok(shown(vm, disks, nics, provider, seen))
 }
 
 /// Commits a transaction with a new task, and begins the task; or only plans it.
@@ -185,6 +192,8 @@ pub async fn start(
     }
     if dry_run {
         check_key(services, &vm)?;
+        let nics = nics::of_vm(&mut *services.store.read().await?, vm.id).await?;
+        super::nics::examine(&*services.hosts.connected(vm.host)?, vm.id, &nics).await?;
     }
     let write = services.store.write().await?;
     let operation = Operation::StartVm { vm: vm.id };

@@ -13,6 +13,7 @@ pub mod hosts;
 pub mod key_requests;
 pub mod keys;
 pub mod kmip;
+pub mod nics;
 pub mod policies;
 pub mod providers;
 pub mod tasks;

@@ -14,6 +14,7 @@ mod kmip;
 mod kmip_servers;
 mod log_levels;
 pub(crate) mod metrics;
+mod nics;
 mod policies;
 mod providers;
 mod tasks;
@@ -108,6 +109,7 @@ fn user_routes() -> [(Privilege, OpenApiRouter<Arc<Services>>); 13] {
             new()
                 .routes(routes!(vms::create))
                 .routes(routes!(vms::delete))
+                .routes(routes!(nics::set))
                 .routes(routes!(bitmaps::add))
                 .routes(routes!(bitmaps::clear))
                 .routes(routes!(bitmaps::remove)),

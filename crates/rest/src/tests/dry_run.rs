@@ -65,7 +65,8 @@ async fn a_dry_run_says_what_would_be_done_and_changes_nothing() {
     assert_eq!(everything(&api).await, before);
     let told = &api.fixture.agent.calls()[calls..];
     // These only read.
-    let harmless = ["ExamineDatastore", "ExamineDisk", "ExamineJob", "MeasureDatastore"];
+    let harmless =
+        ["ExamineDatastore", "ExamineDisk", "ExamineNic", "ExamineJob", "MeasureDatastore"];
     assert!(told.iter().all(|call| harmless.contains(&&*format!("{call:?}"))), "{told:?}");
     assert_eq!(api.fixture.agent.exports(), (Vec::new(), 0));
 }

@@ -126,6 +126,7 @@ fn routes() -> Vec<(&'static str, &'static str, Privilege, String)> {
         ("POST", "/api/v1/vms/{vm}/stop", VmPower, ""),
         ("POST", "/api/v1/vms/{vm}/recrypt", Recrypt, ""),
         ("GET", "/api/v1/vms/{vm}/console", VmConsole, ""),
+        ("PATCH", "/api/v1/vms/{vm}/nics/{nic}", VmConfigure, r#"{"link": "up"}"#),
         (
             "POST",
             "/api/v1/vms/{vm}/disks/{disk}/export",

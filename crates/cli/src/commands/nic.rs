@@ -1,0 +1,59 @@
+//! Network cards.
+
+use vmseal_api::client::ServerClient;
+use vmseal_api::model::Vm;
+use vmseal_api::nic::NicLink;
+use vmseal_api::problem::ErrorCode;
+use vmseal_api::request::SetNic;
+
+use super::list;
+use crate::arguments::{self, Output};
+use crate::print::{self, plan};
+use crate::rows::VmNic;
+
+pub async fn run(
+    server: &ServerClient,
+    output: Output,
+    verb: arguments::Nic,
+) -> anyhow::Result<()> {
+    match verb {
+        arguments::Nic::List { vm, how } => {
+            let mut found = false;
+            list::read_with(server, output, &how, "vm", async || {
+                let vms = match &vm {
+                    None => server.all::<Vm>("vms").await?,
+                    Some(vm) => match server.get::<Vm>(&format!("vms/{vm}")).await {
+                        Ok(vm) => vec![vm],
+                        // Deleted meanwhile, with its cards.
+                        Err(problem) if found && problem.code == ErrorCode::NotFound => Vec::new(),
+                        Err(problem) => return Err(problem),
+                    },
+                };
+                found = true;
+                Ok(vms.into_iter().flat_map(nics_of).collect())
+            })
+            .await
+        }
+        arguments::Nic::Set { vm, nic, link, dry_run } => {
+            let link = match link {
+                arguments::Link::Up => NicLink::Up,
+                arguments::Link::Down => NicLink::Down,
+            };
+            let (path, request) = (format!("vms/{vm}/nics/{nic}"), SetNic { link });
+            if dry_run.dry_run {
+                return plan::show(output, &server.try_patch(&path, &request).await?);
+            }
+            let vm: Vm = server.patch(&path, &request).await?;
+            let named = |it: &VmNic| it.nic.name == nic || it.nic.id.to_string() == nic;
+            match nics_of(vm).find(named) {
+                Some(nic) => print::one(output, &nic, &[]),
+                None => Ok(()),
+            }
+        }
+    }
+}
+
+fn nics_of(vm: Vm) -> impl Iterator<Item = VmNic> {
+    let name = vm.name;
+    vm.nics.into_iter().map(move |nic| VmNic { vm: name.clone(), nic })
+}

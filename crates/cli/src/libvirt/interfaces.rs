@@ -1,0 +1,153 @@
+//! The network interfaces of a libvirt domain (<https://libvirt.org/formatdomain.html#network-interfaces>): which
+//! become network cards, and what of them stays behind.
+
+use roxmltree::Node;
+use vmseal_api::nic::{MacAddress, NicBackend, NicLink, NicModel};
+use vmseal_api::request::CreateNic;
+
+/// Elements of an interface that are read, or say nothing that a VM does not have of its own.
+const KNOWN: [&str; 8] = ["mac", "source", "model", "link", "target", "alias", "address", "boot"];
+
+/// Elements that are left behind, and what that means.
+const LEFT: [(&str, &str); 6] = [
+    ("filterref", "its filter: the guest may send frames with any address"),
+    ("bandwidth", "its limits"),
+    ("vlan", "its VLAN: give it a bridge of that VLAN"),
+    ("mtu", "its MTU: it is the bridge's"),
+    ("port", "its isolation from other ports"),
+    ("virtualport", "its virtual port"),
+];
+
+/// The cards, in the order of the domain.
+pub fn nics(devices: Node<'_, '_>, warnings: &mut Vec<String>) -> Vec<CreateNic> {
+    let interfaces = devices.children().filter(|child| child.has_tag_name("interface"));
+    interfaces.filter_map(|interface| nic(interface, warnings)).collect()
+}
+
+fn nic(interface: Node<'_, '_>, warnings: &mut Vec<String>) -> Option<CreateNic> {
+    let child = |name: &str| interface.children().find(|child| child.has_tag_name(name));
+    let of = |name: &str, attribute: &str| child(name)?.attribute(attribute);
+    let mac = of("mac", "address");
+    let called = mac.map_or_else(String::new, |mac| format!(" {mac}"));
+    let kind = interface.attribute("type").unwrap_or_default();
+    let Some(backend) = backend(kind, &of) else {
+        let on = match (kind, of("source", "network")) {
+            ("network", Some(network)) => format!("libvirt's network '{network}'"),
+            _ => format!("type '{kind}'"),
+        };
+        warnings.push(format!(
+            "the network card{called} ({on}): give it with --nic, such as bridge=NAME{}",
+            mac.map_or_else(String::new, |mac| format!(",mac={mac}"))
+        ));
+        return None;
+    };
+    let mut left = |what: String| warnings.push(format!("of the network card{called}: {what}"));
+    let model = match of("model", "type") {
+        Some("virtio") => NicModel::Virtio,
+        Some("e1000e") => NicModel::E1000e,
+        other => {
+            let other = other.unwrap_or("none");
+            left(format!("its model, {other}: it will be an e1000e, and has another name there"));
+            NicModel::E1000e
+        }
+    };
+    let address = mac.and_then(|mac| mac.parse::<MacAddress>().ok());
+    if mac.is_some() && address.is_none() {
+        left("its address, which is none".to_owned());
+    }
+    for element in interface.children().filter(Node::is_element) {
+        let name = element.tag_name().name();
+        if !KNOWN.contains(&name) {
+            let known = LEFT.iter().find(|(left, _)| *left == name);
+            left(known.map_or_else(|| format!("<{name}>"), |(_, what)| (*what).to_owned()));
+        }
+    }
+    let link = match of("link", "state") {
+        Some("down") => NicLink::Down,
+        _ => NicLink::Up,
+    };
+    Some(CreateNic { name: None, mac: address, model, backend, link })
+}
+
+/// What it is connected to; none where there is nothing like it.
+fn backend<'a>(kind: &str, of: &impl Fn(&str, &str) -> Option<&'a str>) -> Option<NicBackend> {
+    if of("virtualport", "type").is_some() {
+        // Of Open vSwitch and others: no bridge of Linux.
+        return None;
+    }
+    match kind {
+        "user" => Some(NicBackend::User { forwards: Vec::new() }),
+        // A domain that runs says which bridge its network is.
+        "bridge" | "network" => {
+            Some(NicBackend::Bridge { bridge: of("source", "bridge")?.to_owned() })
+        }
+        "ethernet" if of("target", "managed") == Some("no") => {
+            Some(NicBackend::Tap { tap: of("target", "dev")?.to_owned() })
+        }
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use roxmltree::Document;
+
+    use super::*;
+
+    fn read(interface: &str) -> (Vec<CreateNic>, String) {
+        let text = format!("<devices>{interface}</devices>");
+        let document = Document::parse(&text).unwrap();
+        let mut warnings = Vec::new();
+        let nics = nics(document.root_element(), &mut warnings);
+        (nics, warnings.join("\n"))
+    }
+
+    #[test]
+    fn interfaces_become_cards_where_there_is_something_like_them() {
+        let (nics, said) = read(
+            "<interface type='bridge'><mac address='52:54:00:12:34:56'/><source bridge='br0'/>
+             <model type='virtio'/><link state='down'/><alias name='net0'/></interface>
+             <interface type='user'><model type='e1000e'/></interface>
+             <interface type='ethernet'><target dev='tap0' managed='no'/><model type='virtio'/></interface>
+             <interface type='network'><source network='default' bridge='virbr0'/><model type='virtio'/></interface>",
+        );
+        assert_eq!(said, "");
+        let shown: Vec<_> = nics.iter().map(|nic| nic.backend.to_string()).collect();
+        assert_eq!(shown, ["bridge br0", "user", "tap tap0", "bridge virbr0"]);
+        assert_eq!(nics[0].mac.unwrap().to_string(), "52:54:00:12:34:56");
+        assert_eq!((nics[0].link, nics[1].link), (NicLink::Down, NicLink::Up));
+        assert_eq!((nics[0].model, nics[1].model), (NicModel::Virtio, NicModel::E1000e));
+    }
+
+    #[test]
+    fn what_stays_behind_is_said() {
+        for (interface, count, told) in [
+            (
+                "<interface type='network'><source network='default'/></interface>",
+                0,
+                "network 'default'",
+            ),
+            (
+                "<interface type='direct'><mac address='52:54:00:00:00:01'/></interface>",
+                0,
+                "mac=52:54:00:00:00:01",
+            ),
+            (
+                "<interface type='bridge'><source bridge='b'/><virtualport type='openvswitch'/></interface>",
+                0,
+                "type 'bridge'",
+            ),
+            ("<interface type='user'><model type='rtl8139'/></interface>", 1, "its model, rtl8139"),
+            (
+                "<interface type='user'><model type='virtio'/><filterref filter='f'/></interface>",
+                1,
+                "any address",
+            ),
+            ("<interface type='user'><model type='virtio'/><tune/></interface>", 1, "<tune>"),
+        ] {
+            let (nics, said) = read(interface);
+            assert_eq!(nics.len(), count, "{interface}");
+            assert!(said.contains(told), "{interface}: {said}");
+        }
+    }
+}

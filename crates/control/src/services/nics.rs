@@ -1,0 +1,175 @@
+//! Network cards of VMs: what is asked for, and what is shown.
+
+use vmseal_api::host::version::NICS;
+use vmseal_api::host::{HostAgent, NicSpec, VmState};
+use vmseal_api::id::{HostId, NicId, VmId};
+use vmseal_api::model::{Nic, Vm};
+use vmseal_api::nic::{NicLink, NicToCheck, check_nics};
+use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::request::{CreateNic, SetNic};
+
+use super::caller::{Caller, Privilege};
+use super::vms::require_ready;
+use super::{Outcome, Services};
+use crate::store::events::NewEvent;
+use crate::store::{Write, nics, vms};
+
+/// What a card is called that nobody has named.
+fn name(index: usize, nic: &CreateNic) -> String {
+    nic.name.clone().unwrap_or_else(|| format!("nic{index}"))
+}
+
+/// Checks the cards of a VM that is to be made.
+pub(super) fn check(wanted: &[CreateNic]) -> Result<(), Problem> {
+    let names: Vec<_> = wanted.iter().enumerate().map(|(index, nic)| name(index, nic)).collect();
+    let nics = wanted.iter().zip(&names);
+    let nics = nics.map(|(nic, name)| NicToCheck { name, mac: nic.mac, backend: &nic.backend });
+    check_nics(&nics.collect::<Vec<_>>()).map_err(|(field, what)| Problem::invalid(field, what))
+}
+
+/// The cards of a VM that is to be made, each with an address that no other card has.
+pub(super) async fn place(
+    write: &mut Write<'_>,
+    wanted: &[CreateNic],
+) -> Result<Vec<NicSpec>, Problem> {
+    for (index, mac) in wanted.iter().enumerate().filter_map(|(at, nic)| Some((at, nic.mac?))) {
+        if let Some(vm) = nics::owner(write, mac).await? {
+            let what = format!("a network card of VM '{vm}' has the address {mac}");
+            let field = Some(format!("nics[{index}].mac"));
+            return Err(Problem { field, ..Problem::new(ErrorCode::AlreadyExists, what) });
+        }
+    }
+    let mut made: Vec<NicSpec> = Vec::new();
+    for (index, nic) in wanted.iter().enumerate() {
+        let mac = match nic.mac {
+            Some(mac) => mac,
+            None => loop {
+                let mac = nics::new_mac(write, random).await?;
+                let asked_for = wanted.iter().any(|other| other.mac == Some(mac));
+                if !asked_for && !made.iter().any(|other| other.mac == mac) {
+                    break mac;
+                }
+            },
+        };
+        made.push(NicSpec {
+            nic: NicId::new(),
+            name: name(index, nic),
+            mac,
+            model: nic.model,
+            backend: nic.backend.clone(),
+            link: nic.link,
+        });
+    }
+    Ok(made)
+}
+
+fn random() -> [u8; 3] {
+    let mut bytes = [0; 3];
+    // Without random bytes it is an address that may be taken, and that is seen.
+    let _ = aws_lc_rs::rand::fill(&mut bytes);
+    bytes
+}
+
+/// Refuses network cards on a host whose agent knows none.
+pub(super) fn known_to(services: &Services, host: HostId, name: &str) -> Result<(), Problem> {
+    let description = services.hosts.view(host).description;
+    if description.is_some_and(|it| it.features.iter().any(|feature| feature == NICS)) {
+        return Ok(());
+    }
+    let what = format!("the agent of host '{name}' knows no network cards: upgrade vmseal there");
+    let field = Some("nics".to_owned());
+    Err(Problem { field, ..Problem::new(ErrorCode::Unsupported, what) })
+}
+
+/// Asks the host whether the cards of a VM that is off could be connected.
+pub(super) async fn examine(
+    agent: &dyn HostAgent,
+    vm: VmId,
+    nics: &[NicSpec],
+) -> Result<(), Problem> {
+    for (index, nic) in nics.iter().enumerate() {
+        agent.examine_nic(vm, nic.clone()).await.map_err(|problem| Problem {
+            field: Some(format!("nics[{index}].backend")),
+            ..problem
+        })?;
+    }
+    Ok(())
+}
+
+/// Plugs a network card in or out, while its VM runs, too. A host that is away does it when it is back.
+pub async fn set(
+    services: &Services,
+    caller: &Caller,
+    vm: &str,
+    nic: &str,
+    request: SetNic,
+    dry_run: bool,
+) -> Result<Outcome<Vm>, Problem> {
+    caller.require(Privilege::VmConfigure)?;
+    let link = request.link;
+    let mut read = services.store.read().await?;
+    let vm = vms::find(&mut read, vm).await?.ok_or_else(|| Problem::not_found("VM", vm))?;
+    let known = nics::of_vm(&mut read, vm.id).await?;
+    drop(read);
+    require_ready(&vm)?;
+    let found = known.iter().find(|it| it.name == nic || it.nic.to_string() == nic);
+    let nic = found.ok_or_else(|| {
+        let what = format!("VM '{}' has no network card '{nic}'", vm.name);
+        Problem::new(ErrorCode::NotFound, what)
+    })?;
+    if dry_run {
+        let step = format!("set the link of network card '{}' {}", nic.name, link.name());
+        return Ok(Outcome::planned("nic.set", &vm.name, step));
+    }
+    let detail = format!("the link of network card '{}' is set {}", nic.name, link.name());
+    let event =
+        NewEvent { kind: "vm.changed", actor: caller.name(), target: &vm.name, detail: &detail };
+    note(services, &vm, nic, link, Some(event)).await?;
+    if let Err(problem) = crate::hosts::register(&services.store, &services.hosts, vm.id).await
+        && !crate::hosts::is_silence(&problem)
+    {
+        note(services, &vm, nic, nic.link, None).await?;
+        return Err(problem);
+    }
+    super::vms::show(services, caller, &vm.id.to_string()).await.map(Outcome::Done)
+}
+
+/// Notes in the inventory what the host is to know next.
+async fn note(
+    services: &Services,
+    vm: &vms::Vm,
+    nic: &NicSpec,
+    link: NicLink,
+    event: Option<NewEvent<'_>>,
+) -> Result<(), Problem> {
+    let _unchanged = services.hosts.lock(vm.id).await;
+    let mut write = services.store.write().await?;
+    nics::set_link(&mut write, nic.nic, link).await?;
+    if let Some(event) = event {
+        write.event(event).await?;
+    }
+    Ok(write.commit().await?)
+}
+
+/// The cards as they are shown.
+pub(super) fn shown(nics: Vec<NicSpec>, seen: Option<&VmState>) -> Vec<Nic> {
+    let state = |nic: NicId| seen?.nics.iter().find(|state| state.nic == nic).cloned();
+    let shown = nics.into_iter().map(|nic| {
+        let state = state(nic.nic);
+        let (forwards, interface, addresses) = state.map_or_else(Default::default, |state| {
+            (state.forwards, state.interface, state.addresses)
+        });
+        Nic {
+            id: nic.nic,
+            name: nic.name,
+            mac: nic.mac,
+            model: nic.model,
+            backend: nic.backend,
+            link: nic.link,
+            forwards,
+            interface,
+            addresses,
+        }
+    });
+    shown.collect()
+}
