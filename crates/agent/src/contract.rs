@@ -139,6 +139,7 @@ impl Session {
             size: DISK_SIZE,
             encrypted,
             allocation: Allocation::Thin,
+            role: Default::default(),
             limits: Default::default(),
             cache: None,
             replica: None,

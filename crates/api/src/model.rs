@@ -4,7 +4,7 @@ use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
 use crate::host::{
-    Allocation, DatastoreLocation, DatastoreUsage, DiskFacts, DiskLimits, HostDescription,
+    Allocation, DatastoreLocation, DatastoreUsage, DiskFacts, DiskLimits, DiskRole, HostDescription,
     KeyReference, KeyState, Power, Stopped,
 };
 use crate::id::{DatastoreId, DiskId, HostId, PolicyId, ProviderId, TaskId, VmId};
@@ -254,6 +254,9 @@ pub struct Disk {
     pub size: u64,
     /// Whether it is encrypted.
     pub encrypted: bool,
+    /// What it is for.
+    #[serde(default)]
+    pub role: DiskRole,
     /// When it takes room.
     #[serde(default)]
     pub allocation: Allocation,

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
+pub use crate::cloud_init::CloudInit;
 use crate::host::{Allocation, ContractRange, DatastoreLocation, DiskLimits, SealedKey};
 use crate::model::Replication;
 use crate::passphrase::SealedPassphrase;
@@ -206,6 +207,10 @@ pub struct CreateVm {
     pub memory: u64,
     /// The disks, in boot order; all on datastores of one host.
     pub disks: Vec<CreateDisk>,
+    /// What cloud-init in the guest is told at its first boot. It becomes a disk of its own, named `cloud-init`,
+    /// on the datastore of the first disk.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cloud_init: Option<CloudInit>,
 }
 
 fn one() -> u32 {

@@ -12,13 +12,17 @@ use vmseal_api::request::CreateDisk;
 use vmseal_api::transfer::ImageFormat;
 
 use crate::exit::{Ended, Exit};
-use crate::print;
+use crate::{images, print};
 
 /// Parses the `index`th `--disk`; a disk that is not named is called after its place (`disk0`). An
 /// image's format that is not named is asked for, where there is a terminal to ask at.
 pub fn parse(option: &str, index: usize, terminal: bool) -> anyhow::Result<CreateDisk> {
     let parts = split(option).map_err(|why| Ended::new(Exit::Usage, format!("{why:#}")))?;
     let image = match (parts.image, parts.format) {
+        (Some(image), format) if images::is_name(&image) => {
+            let (path, known) = images::find(&images::directory()?, &image.to_string_lossy())?;
+            Some((path, format.unwrap_or(known)))
+        }
         (Some(image), Some(format)) => Some((image, format)),
         (Some(image), None) => {
             let format = ask_format(&image, terminal)?;
@@ -81,7 +85,7 @@ fn split(option: &str) -> anyhow::Result<Parts> {
 }
 
 /// What stands between single commas; a doubled one is a comma of the value.
-fn parts(option: &str) -> Vec<String> {
+pub fn parts(option: &str) -> Vec<String> {
     let (mut parts, mut rest) = (vec![String::new()], option);
     while let Some((before, behind)) = rest.split_once(',') {
         let doubled = behind.strip_prefix(',');

@@ -9,14 +9,14 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 use vmseal_api::host::{
-    Allocation, DatastoreLocation, DatastoreSpec, Device, DiskFacts, DiskLimits, DiskSpec,
+    Allocation, DatastoreLocation, DatastoreSpec, Device, DiskFacts, DiskLimits, DiskRole, DiskSpec,
     KeyReference, VmSpec,
 };
 use vmseal_api::id::{DatastoreId, DiskId, ProviderId, VmId};
 use vmseal_api::replica::ReplicaPlace;
 
 /// The version that is written.
-pub const VERSION: u32 = 3;
+pub const VERSION: u32 = 4;
 
 /// The oldest version that is read.
 const OLDEST: u32 = 1;
@@ -117,10 +117,10 @@ struct Version2 {
     vm: VmOfDisks,
 }
 
-/// Version 3: a VM has devices, of which disks are one kind.
+/// Version 4. Version 3 had disks of no role.
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Version3 {
+struct Version4 {
     version: u32,
     written_by: String,
     boot: String,
@@ -176,6 +176,8 @@ struct Disk {
     datastore: Datastore,
     size: u64,
     encrypted: bool,
+    #[serde(default, skip_serializing_if = "Role::is_data")]
+    role: Role,
     #[serde(default)]
     allocation: Room,
     #[serde(default)]
@@ -198,6 +200,21 @@ struct Datastore {
 #[serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)]
 enum Location {
     Dir { path: PathBuf },
+}
+
+/// Since version 4; what older ones have is data.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum Role {
+    #[default]
+    Data,
+    CloudInit,
+}
+
+impl Role {
+    fn is_data(&self) -> bool {
+        *self == Self::Data
+    }
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -250,8 +267,8 @@ impl Record {
                 let (boot, slot, phase) = (record.boot, record.slot, record.phase);
                 Ok(Self { boot, spec: record.vm.into(), slot, phase })
             }
-            3 => {
-                let record: Version3 = serde_json::from_slice(text).map_err(damaged)?;
+            3 | 4 => {
+                let record: Version4 = serde_json::from_slice(text).map_err(damaged)?;
                 let (boot, slot, phase) = (record.boot, record.slot, record.phase);
                 Ok(Self { boot, spec: record.vm.into(), slot, phase })
             }
@@ -267,7 +284,7 @@ impl Record {
     /// # Errors
     /// A path that is not UTF-8.
     pub fn to_text(&self) -> serde_json::Result<Vec<u8>> {
-        serde_json::to_vec_pretty(&Version3 {
+        serde_json::to_vec_pretty(&Version4 {
             version: VERSION,
             written_by: env!("CARGO_PKG_VERSION").to_owned(),
             boot: self.boot.clone(),
@@ -344,6 +361,7 @@ impl From<&DiskSpec> for Disk {
             datastore,
             size,
             encrypted,
+            role,
             allocation,
             limits: DiskLimits { iops, bandwidth },
             cache,
@@ -356,6 +374,10 @@ impl From<&DiskSpec> for Disk {
             datastore: datastore.into(),
             size: *size,
             encrypted: *encrypted,
+            role: match role {
+                DiskRole::Data => Role::Data,
+                DiskRole::CloudInit => Role::CloudInit,
+            },
             allocation: match allocation {
                 Allocation::Thin => Room::Thin,
                 Allocation::Preallocated => Room::Preallocated,
@@ -380,6 +402,10 @@ impl From<Disk> for DiskSpec {
             datastore: disk.datastore.into(),
             size: disk.size,
             encrypted: disk.encrypted,
+            role: match disk.role {
+                Role::Data => DiskRole::Data,
+                Role::CloudInit => DiskRole::CloudInit,
+            },
             allocation: match disk.allocation {
                 Room::Thin => Allocation::Thin,
                 Room::Preallocated => Allocation::Preallocated,
@@ -442,6 +468,7 @@ mod tests {
     const GOLDEN_1: &str = include_str!("../../tests/golden/run-record-1.json");
     const GOLDEN_2: &str = include_str!("../../tests/golden/run-record-2.json");
     const GOLDEN_3: &str = include_str!("../../tests/golden/run-record-3.json");
+    const GOLDEN_4: &str = include_str!("../../tests/golden/run-record-4.json");
 
     #[test]
     fn golden_records_of_all_versions_are_read_and_the_newest_is_written() {
@@ -457,9 +484,15 @@ mod tests {
         );
         assert_eq!(disks[1].replica.as_ref().unwrap().bytes_per_second, 104_857_600);
         assert!(matches!(disks[0].facts, Some(DiskFacts::Luks2 { key_bits: 512, .. })));
-        let written = String::from_utf8(first.to_text().unwrap()).unwrap();
+        let newest = Record::parse(GOLDEN_4.as_bytes()).unwrap();
+        let roles: Vec<_> = newest.spec.disks().map(|disk| disk.role).collect();
+        assert_eq!(roles, [DiskRole::Data, DiskRole::Data, DiskRole::CloudInit]);
+        let mut older = newest.clone();
+        older.spec.devices.pop();
+        assert_eq!(older, first);
+        let written = String::from_utf8(newest.to_text().unwrap()).unwrap();
         let this = format!("\"written_by\": \"{}\"", env!("CARGO_PKG_VERSION"));
-        assert_eq!(written, GOLDEN_3.trim_end().replace("\"written_by\": \"0.1.0\"", &this));
+        assert_eq!(written, GOLDEN_4.trim_end().replace("\"written_by\": \"0.1.0\"", &this));
     }
 
     #[test]
@@ -476,20 +509,20 @@ mod tests {
     #[test]
     fn what_cannot_be_read_says_why() {
         let why = |text: &str| Record::parse(text.as_bytes()).unwrap_err().to_string();
-        let newer = GOLDEN_3.replacen("\"version\": 3", "\"version\": 4", 1);
+        let newer = GOLDEN_4.replacen("\"version\": 4", "\"version\": 5", 1);
         let newer = newer.replace("\"written_by\": \"0.1.0\"", "\"written_by\": \"9.0\"");
         let told = why(&newer);
-        assert!(told.starts_with("has version 4 (written by vmseal 9.0)"), "{told}");
-        assert!(told.contains("reads versions 1 to 3"), "{told}");
+        assert!(told.starts_with("has version 5 (written by vmseal 9.0)"), "{told}");
+        assert!(told.contains("reads versions 1 to 4"), "{told}");
         // The version is reported, whatever else a newer record holds.
         assert!(why(r#"{"version": 9, "written_by": 7, "vm": []}"#).starts_with("has version 9,"));
         assert!(why(r#"{"version": 0}"#).starts_with("has version 0,"));
-        for damaged in ["", "{", "[]", "null", r#"{"version": "3"}"#, r#"{"version": 3}"#] {
+        for damaged in ["", "{", "[]", "null", r#"{"version": "4"}"#, r#"{"version": 4}"#] {
             assert!(why(damaged).starts_with("is damaged: "), "{damaged}");
         }
-        let more = GOLDEN_3.replacen("\"slot\"", "\"more\": 1, \"slot\"", 1);
+        let more = GOLDEN_4.replacen("\"slot\"", "\"more\": 1, \"slot\"", 1);
         assert!(why(&more).contains("more"), "an unknown field is accepted");
-        let device = GOLDEN_3.replacen("\"device\": \"disk\"", "\"device\": \"tpm\"", 1);
+        let device = GOLDEN_4.replacen("\"device\": \"disk\"", "\"device\": \"tpm\"", 1);
         assert!(why(&device).contains("unknown variant `tpm`"), "{}", why(&device));
     }
 }

@@ -24,7 +24,10 @@ use crate::problem::{ErrorCode, Problem};
 pub const CONTRACT: ContractRange = ContractRange { min: 2, max: 2 };
 
 /// The features of this agent beyond the first version of the contract that it speaks.
-pub const FEATURES: [&str; 2] = ["job-create", "job-export"];
+pub const FEATURES: [&str; 3] = ["job-create", "job-export", CLOUD_INIT];
+
+/// That an agent makes disks for cloud-init.
+pub const CLOUD_INIT: &str = "cloud-init";
 
 /// The header with a server's versions, as `MIN-MAX`.
 pub const CONTRACT_HEADER: &str = "vmseal-contract";

@@ -9,6 +9,7 @@ mod doctor;
 mod events;
 mod global;
 mod host;
+mod image;
 mod kmip;
 mod lab;
 mod policy;
@@ -31,6 +32,7 @@ pub use self::doctor::Doctor;
 pub use self::events::Events;
 pub use self::global::{Columns, Global, List, Name, Output, Show};
 pub use self::host::Host;
+pub use self::image::{BuildImage, Image, ListImages, System};
 pub use self::kmip::{Certificate, Kmip, ServerOf};
 pub use self::lab::Lab;
 pub use self::policy::Policy;
@@ -38,7 +40,7 @@ pub use self::provider::{Passphrase, Provider};
 pub use self::server::{LEVELS_HELP, Login, RunServer, Server, ServerCommand};
 pub use self::shell::{Completion, Man, Shell};
 pub use self::task::Task;
-pub use self::vm::{Import, Vm};
+pub use self::vm::{FirstBoot, Import, Vm};
 pub use self::wait::{DryRun, Wait};
 
 /// vmseal encrypts virtual machines on QEMU/KVM by policy.
@@ -80,6 +82,9 @@ pub enum Command {
     /// Virtual disks
     #[command(subcommand, visible_alias = "disks")]
     Disk(Disk),
+    /// Images of systems on this machine, to fill disks from
+    #[command(subcommand, visible_alias = "images")]
+    Image(Image),
     /// Tasks: what the server does and has done
     #[command(subcommand, visible_alias = "tasks")]
     Task(Task),

@@ -32,11 +32,13 @@ pub enum Vm {
         memory: ByteSize,
         /// A disk: `datastore=NAME,size=SIZE[,name=NAME][,image=FILE,format=raw|qcow2]`; may be repeated,
         /// in boot order. The datastore decides the host; write `HOST:NAME` if several hosts have one of that name.
-        /// `image` is a file on the host that the disk is filled from, in `format`; `size` (20GiB) may be left
-        /// out if the image is on this machine too. Disks are named `disk0`, `disk1`, ... unless `name` is
+        /// `image` is a file on the host that the disk is filled from, in `format`, or the name of one of `vmseal
+        /// image list`; `size` (20GiB) may be left out if the image is on this machine too. Disks are named `disk0`, `disk1`, ... unless `name` is
         /// given. Write a comma within a value twice (`image=/a,,b.raw`)
         #[arg(long = "disk", value_name = "OPTIONS", required = true)]
         disks: Vec<String>,
+        #[command(flatten)]
+        first_boot: FirstBoot,
         #[command(flatten)]
         dry_run: DryRun,
         #[command(flatten)]
@@ -95,6 +97,28 @@ pub enum Vm {
         #[command(flatten)]
         wait: Wait,
     },
+}
+
+/// What the guest is told at its first boot.
+#[derive(Args, Default)]
+pub struct FirstBoot {
+    /// What cloud-init in the guest reads at its first boot:
+    /// `user-data=FILE[,meta-data=FILE][,network-config=FILE]`. It is kept on a small disk of the VM's, encrypted as
+    /// its others, which the guest can only read
+    #[arg(long, value_name = "OPTIONS")]
+    pub cloud_init: Option<String>,
+    /// A file with public SSH keys that log in to the guest, by cloud-init; may be repeated
+    #[arg(long = "ssh-key", value_name = "FILE")]
+    pub ssh_keys: Vec<PathBuf>,
+    /// Ask for a password that logs in to the guest, by cloud-init; it is hashed before it is sent
+    #[arg(long)]
+    pub password: bool,
+    /// The file with that password
+    #[arg(long, value_name = "FILE", conflicts_with = "password")]
+    pub password_file: Option<PathBuf>,
+    /// Who logs in with them and may use sudo [default: the image's own user, such as debian or ubuntu]
+    #[arg(long, value_name = "NAME")]
+    pub user: Option<String>,
 }
 
 #[derive(Args)]

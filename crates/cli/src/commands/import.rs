@@ -33,6 +33,7 @@ pub async fn run(server: &ServerClient, output: Output, options: Import) -> anyh
             vcpus: vcpus.unwrap_or(1),
             memory: memory.unwrap_or(MEMORY),
             disks: images(&options.disks)?,
+            cloud_init: None,
         },
     };
     vm::begin(server, output, "vms", &request, &options.dry_run, &options.wait).await
@@ -77,5 +78,5 @@ fn from_domain(file: &Path, datastore: &str, policy: String) -> anyhow::Result<C
     };
     let disks = domain.disks.iter().map(disk).collect::<anyhow::Result<_>>()?;
     let (name, vcpus, memory) = (domain.name, domain.vcpus, domain.memory);
-    Ok(CreateVm { name, policy, vcpus, memory, disks })
+    Ok(CreateVm { name, policy, vcpus, memory, disks, cloud_init: None })
 }

@@ -9,6 +9,7 @@ mod events;
 mod expose;
 pub mod follow;
 mod host;
+mod image;
 mod import;
 mod kmip;
 mod lab;
@@ -43,6 +44,7 @@ pub async fn run(arguments: Arguments, hardening: Hardening) -> anyhow::Result<(
         Command::Doctor(options) => return doctor::run(global.output, options, hardening).await,
         Command::Completion(options) => return print::print(&completion::script(options.shell)?),
         Command::Man(options) => return man::write(&options.dir),
+        Command::Image(verb) => return image::run(global.output, verb),
         other => other,
     };
     let request = global.request_id.clone().unwrap_or_default();
@@ -75,6 +77,7 @@ async fn ask(global: Global, command: Command) -> anyhow::Result<()> {
         | Command::Doctor(_)
         | Command::Completion(_)
         | Command::Man(_)
+        | Command::Image(_)
         | Command::Lab(_) => {
             unreachable!("carried out above")
         }

@@ -11,7 +11,7 @@ use vmseal_api::request::{CreateDisk, CreateVm, RecryptVm, StopVm};
 use super::{console, import, list, plan, task};
 use crate::arguments::{self, DryRun, Output, Wait};
 use crate::exit::{Ended, Exit};
-use crate::{disk_option, libvirt, print};
+use crate::{disk_option, first_boot, libvirt, print};
 
 pub async fn run(server: &ServerClient, output: Output, verb: arguments::Vm) -> anyhow::Result<()> {
     match verb {
@@ -22,9 +22,13 @@ pub async fn run(server: &ServerClient, output: Output, verb: arguments::Vm) -> 
         arguments::Vm::Show(how) => {
             list::one::<Vm>(server, output, &how.of, "vms", print::vm_details).await
         }
-        arguments::Vm::Create { name, policy, vcpus, memory, disks, dry_run, wait } => {
+        arguments::Vm::Create { name, policy, vcpus, memory, disks, first_boot, dry_run, wait } => {
             let disks = disk_options(&disks)?;
-            let request = CreateVm { name, policy, vcpus, memory: memory.as_u64(), disks };
+            let (memory, cloud_init) = (memory.as_u64(), first_boot::asked(&first_boot)?);
+            if cloud_init.is_some() {
+                first_boot::warn_if_plain(server, &policy).await;
+            }
+            let request = CreateVm { name, policy, vcpus, memory, disks, cloud_init };
             begin(server, output, "vms", &request, &dry_run, &wait).await
         }
         arguments::Vm::Import(options) => import::run(server, output, options).await,

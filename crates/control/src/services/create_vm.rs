@@ -3,7 +3,8 @@
 use std::collections::HashSet;
 
 use vmseal_api::filter::{CRYPT_SECTOR, SERIAL_MAX, check_caches};
-use vmseal_api::host::{DatastoreSpec, ImageSource, NewDisk};
+use vmseal_api::cloud_init::CLOUD_INIT_DISK;
+use vmseal_api::host::{DatastoreSpec, DiskRole, ImageSource, NewDisk};
 use vmseal_api::id::{DiskId, HostId, VmId, check_name};
 use vmseal_api::model::{Lifecycle, Task};
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -16,7 +17,7 @@ use vmseal_api::request::{
 use super::caller::{Caller, Privilege};
 use super::providers::usable;
 use super::vms::{begin, plan};
-use super::{Outcome, Services};
+use super::{Outcome, Services, cloud_init};
 use crate::operation::Operation;
 use crate::store::policies::Policy;
 use crate::store::{Write, datastores, disks, policies, providers, vms};
@@ -43,11 +44,17 @@ pub async fn create(
         caller.require(Privilege::EncryptNew)?;
     }
     let provider = provider_of(services, &mut write, &policy).await?;
-    let (host, made) = place(&mut write, &request.disks, &policy).await?;
+    let (host, mut made) = place(&mut write, &request.disks, &policy).await?;
     services.hosts.connected(host.id)?;
+    let (id, name) = (VmId::new(), request.name);
+    let documents = request.cloud_init.as_ref().map(|asked| cloud_init::documents(asked, id, &name));
+    let documents = documents.transpose()?;
+    if documents.is_some() {
+        made.extend(cloud_init::disk(&made));
+    }
     let vm = vms::Vm {
-        id: VmId::new(),
-        name: request.name,
+        id,
+        name,
         host: host.id,
         host_name: host.name,
         policy: policy.id,
@@ -64,14 +71,24 @@ pub async fn create(
     for (position, disk) in made.iter().enumerate() {
         disks::insert(&mut write, vm.id, position, disk).await?;
     }
-    let operation = Operation::CreateVm { vm: vm.id };
     if dry_run {
+        let operation = Operation::CreateVm { vm: vm.id, cloud_init: None };
         let task = Engine::record(&mut write, operation, &vm.name, caller.name()).await?;
         // No transaction is held during a call to a host.
         drop(write);
         examine(services, &vm, &made).await?;
+        if documents.is_some() {
+            cloud_init::key_box(services, &vm).await?;
+        }
         return Ok(Outcome::Planned(plan(&task, &vm)));
     }
+    let sealed = match (documents, made.last()) {
+        (Some(documents), Some(disk)) => {
+            Some(cloud_init::seal(services, &vm, disk.id, &documents).await?)
+        }
+        _ => None,
+    };
+    let operation = Operation::CreateVm { vm: vm.id, cloud_init: sealed };
     begin(services, write, operation, &vm, caller, dry_run).await
 }
 
@@ -103,7 +120,15 @@ fn check(request: &CreateVm) -> Result<(), Problem> {
         return Err(Problem::invalid("disks", format!("a VM has 1 to {DISKS_MAX} disks")));
     }
     let mut names = HashSet::new();
+    if request.cloud_init.is_some() && request.disks.len() == DISKS_MAX {
+        let detail = format!("a VM has at most {DISKS_MAX} disks, that of cloud-init included");
+        return Err(Problem::invalid("disks", detail));
+    }
     for (index, disk) in request.disks.iter().enumerate() {
+        if request.cloud_init.is_some() && disk.name == CLOUD_INIT_DISK {
+            let detail = format!("'{CLOUD_INIT_DISK}' is the name of the disk with the cloud-init data");
+            return Err(Problem::invalid(format!("disks[{index}].name"), detail));
+        }
         check_disk(disk).map_err(|(field, detail)| {
             Problem::invalid(format!("disks[{index}].{field}"), detail)
         })?;
@@ -204,6 +229,7 @@ async fn place(
             datastore_name: found.name,
             size: disk.size,
             encrypted: policy.encryption,
+            role: DiskRole::Data,
             allocation: policy.allocation,
             limits: policy.limits,
             cache: policy.cache,
