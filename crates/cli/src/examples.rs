@@ -124,6 +124,17 @@ pub const EXAMPLES: &[(&str, &str, &str)] = &[
         "vmseal vm create web1 --policy encrypted --disk datastore=fast,size=20GiB --dry-run",
     ),
     (
+        "vmseal-vm-launch",
+        "A VM with Debian, reached by SSH:",
+        "vmseal vm launch web1 --image debian --ssh-key ~/.ssh/id_ed25519.pub",
+    ),
+    (
+        "vmseal-vm-launch",
+        "A larger one, on a bridge:",
+        "vmseal vm launch db1 --image debian --ssh-key key.pub --vcpus 4 --memory 8G \\\n        --disk-size 100G --nic bridge=br0",
+    ),
+    ("vmseal-vm-ssh", "Run one command:", "vmseal vm ssh web1 -- uname -a"),
+    (
         "vmseal-vm-import",
         "From a libvirt domain that is off:",
         "vmseal vm import --libvirt web.xml --policy encrypted --datastore fast",

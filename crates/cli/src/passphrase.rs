@@ -31,7 +31,7 @@ pub enum Prompt {
 pub fn obtain(options: &Passphrase, what: &str, prompt: Prompt) -> anyhow::Result<SecretBytes> {
     match &options.passphrase_file {
         Some(file) => from_file(file),
-        None => ask(what, prompt),
+        None => ask(what, prompt, "--passphrase-file"),
     }
 }
 
@@ -47,18 +47,17 @@ pub fn from_file(file: &Path) -> anyhow::Result<SecretBytes> {
     checked(&mut content).with_context(|| format!("the passphrase file {}", file.display()))
 }
 
-/// The passphrase that is typed at the terminal.
-pub fn ask(what: &str, prompt: Prompt) -> anyhow::Result<SecretBytes> {
+/// The passphrase that is typed at the terminal; `option` names a file in place of that.
+pub fn ask(what: &str, prompt: Prompt, option: &str) -> anyhow::Result<SecretBytes> {
     if !std::io::stdin().is_terminal() {
-        let message = format!(
-            "{what} is needed and there is no terminal to ask at: give --passphrase-file FILE"
-        );
+        let message =
+            format!("{what} is needed and there is no terminal to ask at: give {option} FILE");
         return Err(Ended::new(Exit::Usage, message).into());
     }
     let mut first = Zeroizing::new(rpassword::prompt_password(format!("{what}: "))?.into_bytes());
     if let Prompt::Twice = prompt {
         let again = Zeroizing::new(rpassword::prompt_password(format!("{what}, again: "))?);
-        ensure!(first.as_slice() == again.as_bytes(), "the two passphrases differ");
+        ensure!(first.as_slice() == again.as_bytes(), "the two differ");
     }
     checked(&mut first)
 }

@@ -41,7 +41,7 @@ pub struct RunAgent {
     #[arg(long, value_name = "FILE")]
     pub filter: Option<PathBuf>,
     /// A directory that images may be imported from and exported to; may be repeated [default: `transfer` in
-    /// the state directory]
+    /// the state directory, and /var/lib/vmseal/images]
     #[arg(long = "transfer-directory", value_name = "DIR")]
     pub transfer_directories: Vec<PathBuf>,
     /// The first user id for the processes of VMs (as root only)

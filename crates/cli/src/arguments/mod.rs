@@ -9,6 +9,7 @@ mod doctor;
 mod events;
 mod global;
 mod host;
+mod image;
 mod init;
 mod kmip;
 mod lab;
@@ -34,6 +35,7 @@ pub use self::doctor::Doctor;
 pub use self::events::Events;
 pub use self::global::{Columns, Global, List, Name, Output, Show};
 pub use self::host::Host;
+pub use self::image::{BuildImage, Image, System};
 pub use self::init::{Init, Places};
 pub use self::kmip::{Certificate, Kmip, ServerOf};
 pub use self::lab::Lab;
@@ -44,7 +46,7 @@ pub use self::provider::Provider;
 pub use self::server::{LEVELS_HELP, Login, RunServer, Server, ServerCommand};
 pub use self::shell::{Completion, Man, Shell};
 pub use self::task::Task;
-pub use self::vm::{Import, Vm};
+pub use self::vm::{FirstBoot, Import, Launch, Ssh, Vm};
 pub use self::wait::{DryRun, Wait};
 
 /// vmseal encrypts virtual machines on QEMU/KVM by policy.
@@ -95,6 +97,9 @@ pub enum Command {
     /// Network cards
     #[command(subcommand, visible_alias = "nics")]
     Nic(Nic),
+    /// Images of systems on this machine, to fill disks from
+    #[command(subcommand, visible_alias = "images")]
+    Image(Image),
     /// Tasks: what the server does and has done
     #[command(subcommand, visible_alias = "tasks")]
     Task(Task),

@@ -9,10 +9,12 @@ mod events;
 mod expose;
 mod follow;
 mod host;
+mod image;
 mod import;
 mod init;
 mod kmip;
 mod lab;
+mod launch;
 mod list;
 mod log_level;
 mod nic;
@@ -23,6 +25,7 @@ mod provider;
 mod provider_secret;
 mod reconnect;
 mod replica;
+mod ssh;
 mod task;
 mod vm;
 
@@ -46,6 +49,7 @@ pub async fn run(arguments: Arguments, hardening: Hardening) -> anyhow::Result<(
         Command::Init(options) => return init::run(global, options, hardening).await,
         Command::Completion(options) => return print::print(&completion::script(options.shell)?),
         Command::Man(options) => return man::write(&options.dir),
+        Command::Image(verb) => return image::run(global.output, verb),
         other => other,
     };
     let request = global.request_id.clone().unwrap_or_default();
@@ -80,6 +84,7 @@ async fn ask(global: Global, command: Command) -> anyhow::Result<()> {
         | Command::Init(_)
         | Command::Completion(_)
         | Command::Man(_)
+        | Command::Image(_)
         | Command::Lab(_) => {
             unreachable!("carried out above")
         }

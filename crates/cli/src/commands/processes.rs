@@ -13,7 +13,7 @@ use vmseal_secret::process::{Hardening, MemoryLock};
 use zeroize::Zeroizing;
 
 use crate::arguments::{Accelerator, Agent, AgentCommand, JoinAgent, RunAgent, RunServer};
-use crate::print;
+use crate::{images, print};
 
 /// The longest join token that is read, in bytes; a real one has 108.
 const TOKEN_MAX: u64 = 1024;
@@ -83,7 +83,7 @@ async fn run_agent(options: RunAgent, hardening: Hardening) -> anyhow::Result<()
     Ok(())
 }
 
-/// The given directories, else the default one.
+/// The given directories, else the default one and that of images with a name.
 fn transfer_directories(state_dir: &Path, given: Vec<PathBuf>) -> anyhow::Result<Vec<PathBuf>> {
     use std::os::unix::fs::DirBuilderExt;
     if !given.is_empty() {
@@ -92,7 +92,7 @@ fn transfer_directories(state_dir: &Path, given: Vec<PathBuf>) -> anyhow::Result
     let own = std::path::absolute(state_dir)?.join("transfer");
     let made = std::fs::DirBuilder::new().recursive(true).mode(0o700).create(&own);
     made.with_context(|| format!("the transfer directory {}", own.display()))?;
-    Ok(vec![own])
+    Ok(vec![own, PathBuf::from(images::SYSTEM)])
 }
 
 /// The path of a program that is installed beside this one.

@@ -41,6 +41,7 @@ const NO_DRY_RUN: &[&str] = &[
     "provider test",
     "server",
     "vm console",
+    "vm ssh",
     "disk expose",
     "server log-level",
     "host log-level",

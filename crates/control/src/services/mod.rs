@@ -17,6 +17,7 @@
 
 pub mod bitmaps;
 pub mod caller;
+mod cloud_init;
 pub mod create_vm;
 pub mod datastores;
 pub mod disks;
@@ -25,6 +26,7 @@ pub mod hosts;
 pub mod kmip;
 pub mod log_levels;
 pub mod metrics;
+pub mod nic_link;
 pub mod nics;
 pub mod passphrases;
 pub mod policies;

@@ -3,16 +3,13 @@
 use vmseal_api::host::version::NICS;
 use vmseal_api::host::{HostAgent, NicSpec, VmState};
 use vmseal_api::id::{HostId, NicId, VmId};
-use vmseal_api::model::{Nic, Vm};
-use vmseal_api::nic::{NicLink, NicToCheck, check_nics};
+use vmseal_api::model::Nic;
+use vmseal_api::nic::{NicToCheck, check_nics};
 use vmseal_api::problem::{ErrorCode, Problem};
-use vmseal_api::request::{CreateNic, SetNic};
+use vmseal_api::request::CreateNic;
 
-use super::caller::{Caller, Privilege};
-use super::vms::require_ready;
-use super::{Outcome, Services};
-use crate::store::events::NewEvent;
-use crate::store::{Write, nics, vms};
+use super::Services;
+use crate::store::{Write, nics};
 
 /// What a card is called that nobody has named.
 fn name(index: usize, nic: &CreateNic) -> String {
@@ -94,61 +91,6 @@ pub(super) async fn examine(
         })?;
     }
     Ok(())
-}
-
-/// Plugs a network card in or out, while its VM runs, too. A host that is away does it when it is back.
-pub async fn set(
-    services: &Services,
-    caller: &Caller,
-    vm: &str,
-    nic: &str,
-    request: SetNic,
-    dry_run: bool,
-) -> Result<Outcome<Vm>, Problem> {
-    caller.require(Privilege::VmConfigure)?;
-    let link = request.link;
-    let mut read = services.store.read().await?;
-    let vm = vms::find(&mut read, vm).await?.ok_or_else(|| Problem::not_found("VM", vm))?;
-    let known = nics::of_vm(&mut read, vm.id).await?;
-    drop(read);
-    require_ready(&vm)?;
-    let found = known.iter().find(|it| it.name == nic || it.nic.to_string() == nic);
-    let nic = found.ok_or_else(|| {
-        let what = format!("VM '{}' has no network card '{nic}'", vm.name);
-        Problem::new(ErrorCode::NotFound, what)
-    })?;
-    if dry_run {
-        let step = format!("set the link of network card '{}' {}", nic.name, link.name());
-        return Ok(Outcome::planned("nic.set", &vm.name, step));
-    }
-    let detail = format!("the link of network card '{}' is set {}", nic.name, link.name());
-    let event =
-        NewEvent { kind: "vm.changed", actor: caller.name(), target: &vm.name, detail: &detail };
-    note(services, &vm, nic, link, Some(event)).await?;
-    if let Err(problem) = crate::hosts::register(&services.store, &services.hosts, vm.id).await
-        && !crate::hosts::is_silence(&problem)
-    {
-        note(services, &vm, nic, nic.link, None).await?;
-        return Err(problem);
-    }
-    super::vms::show(services, caller, &vm.id.to_string()).await.map(Outcome::Done)
-}
-
-/// Notes in the inventory what the host is to know next.
-async fn note(
-    services: &Services,
-    vm: &vms::Vm,
-    nic: &NicSpec,
-    link: NicLink,
-    event: Option<NewEvent<'_>>,
-) -> Result<(), Problem> {
-    let _unchanged = services.hosts.lock(vm.id).await;
-    let mut write = services.store.write().await?;
-    nics::set_link(&mut write, nic.nic, link).await?;
-    if let Some(event) = event {
-        write.event(event).await?;
-    }
-    Ok(write.commit().await?)
 }
 
 /// The cards as they are shown.

@@ -28,6 +28,8 @@ pub(super) async fn set(
     body::Json(request): body::Json<SetNic>,
 ) -> Result<Answer<Json<Vm>>, ProblemResponse> {
     Ok(Answer(
-        services::nics::set(&control, &caller, &vm, &nic, request, query.dry_run).await?.map(Json),
+        services::nic_link::set(&control, &caller, &vm, &nic, request, query.dry_run)
+            .await?
+            .map(Json),
     ))
 }

@@ -150,7 +150,10 @@ impl Init {
         }
         match &self.options.passphrase_file {
             Some(file) => passphrase::from_file(file),
-            None => passphrase::ask(&format!("Passphrase of provider '{PROVIDER}'"), Prompt::Once),
+            None => {
+                let what = format!("Passphrase of provider '{PROVIDER}'");
+                passphrase::ask(&what, Prompt::Once, "--passphrase-file")
+            }
         }
     }
 

@@ -338,7 +338,7 @@ impl Init {
             ))?;
         }
         print::words(&format!(
-            "Next: vmseal vm create web1 --policy {POLICY} --disk datastore={DATASTORE},size=10GiB"
+            "Next: vmseal vm launch web1 --image debian --ssh-key ~/.ssh/id_ed25519.pub"
         ))
     }
 }
