@@ -242,6 +242,7 @@ fn doctor_reports_each_problem_with_its_fix() {
         "swap",
         "clock",
         "io-uring",
+        "network-cards",
         "confinement",
         "datastore",
     ] {

@@ -143,7 +143,7 @@ mod tests {
             "lifecycle": "ready", "power": "running",
             "nics": [
                 nic(1, json!({"kind": "bridge", "bridge": "br0"}), "up"),
-                nic(2, json!({"kind": "tap", "tap": "<&>"}), "down"),
+                nic(2, json!({"kind": "tap", "tap": "tap0"}), "down"),
                 nic(3, json!({"kind": "user"}), "up"),
             ],
         }))

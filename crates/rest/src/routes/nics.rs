@@ -28,7 +28,7 @@ pub(super) async fn set(
     body::Json(request): body::Json<SetNic>,
 ) -> Result<Answer<Json<Vm>>, ProblemResponse> {
     Ok(Answer(
-        services::nic_link::set(&control, &caller, &vm, &nic, request, query.dry_run)
+        services::set_nic::set(&control, &caller, &vm, &nic, request, query.dry_run)
             .await?
             .map(Json),
     ))

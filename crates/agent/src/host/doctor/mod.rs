@@ -84,6 +84,7 @@ pub async fn examine(options: &Options) -> Vec<Finding> {
     findings.push(kernel::io_uring());
     findings.push(kernel::confinement());
     findings.push(kernel::clock());
+    findings.push(network::cards());
     for directory in &options.datastores {
         findings.push(storage::datastore(directory));
     }

@@ -1,10 +1,11 @@
-//! Whether the processes can reach each other.
+//! Whether the processes can reach each other, and guests a network.
 
 use std::net::{TcpStream, ToSocketAddrs};
 use std::time::Duration;
 
 use super::Finding;
 use crate::host::identity::Identity;
+use crate::hypervisor::network;
 
 /// How long a connection may take.
 const TIMEOUT: Duration = Duration::from_secs(3);
@@ -25,6 +26,23 @@ pub fn of_host(identity: &Identity) -> Vec<Finding> {
             "start vmseal agent; the server has to reach it at this address",
         ),
     ]
+}
+
+/// Whether network cards can be on bridges and taps, and how their frames are moved.
+pub fn cards() -> Finding {
+    const CHECK: &str = "network-cards";
+    if let Err(why) = network::taps() {
+        return Finding::warning(
+            CHECK,
+            format!("guests have no network but QEMU's own (--nic user): {why}"),
+            "modprobe tun, and see that the container or unit lets the agent open /dev/net/tun",
+        );
+    }
+    let how = match network::has_vhost() {
+        true => "the kernel moves their frames (vhost-net)",
+        false => "QEMU moves their frames; modprobe vhost_net has the kernel do it",
+    };
+    Finding::ok(CHECK, format!("they can be on bridges and taps; {how}"))
 }
 
 fn reached(check: &str, address: &str, remedy: &str) -> Finding {

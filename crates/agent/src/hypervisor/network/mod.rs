@@ -99,6 +99,20 @@ pub fn examine(vm: VmId, nic: &NicSpec, own_user: bool) -> Result<(), Problem> {
     }
 }
 
+/// Sees whether taps can be opened here.
+///
+/// # Errors
+/// Why not, and what to do.
+pub fn taps() -> Result<(), TapError> {
+    tap::open_tun().map(drop)
+}
+
+/// Whether the kernel moves the frames of virtio cards.
+#[must_use]
+pub fn has_vhost() -> bool {
+    !vhost(1).is_empty()
+}
+
 /// The ports that a host chooses where none is taken.
 #[must_use]
 pub fn preferred(vm: VmId, nic: &NicSpec) -> Vec<PortForward> {

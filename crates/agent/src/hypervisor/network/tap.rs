@@ -239,7 +239,8 @@ fn told(kernel: impl FnOnce(io::Error) -> TapError) -> impl FnOnce(Attach) -> Ta
     }
 }
 
-fn open_tun() -> Result<File, TapError> {
+/// Opens the device that taps are made of.
+pub fn open_tun() -> Result<File, TapError> {
     let mut options = OpenOptions::new();
     options.read(true).write(true).custom_flags(libc::O_CLOEXEC | libc::O_NONBLOCK);
     options.open(TUN).map_err(TapError::NoTun)
@@ -358,17 +359,17 @@ mod tests {
     #[test]
     fn taps_of_others_are_opened_and_stay() {
         in_a_network(|| {
-            ip("tuntap add one mode tap");
+            ip("tuntap add single mode tap");
             ip("tuntap add several mode tap multi_queue");
-            for (name, queues) in [("one", 1), ("several", 4)] {
+            for (name, queues) in [("single", 1), ("several", 4)] {
                 let tap = open_tap(name, 4).unwrap();
                 assert_eq!((tap.queues.len(), tap.mtu), (queues, Some(ETHERNET_MTU)), "{name}");
             }
-            let held = open_tap("one", 1).unwrap();
-            assert!(matches!(open_tap("one", 1), Err(TapError::Busy(_))));
+            let held = open_tap("single", 1).unwrap();
+            assert!(matches!(open_tap("single", 1), Err(TapError::Busy(_))));
             drop(held);
-            open_tap("one", 1).unwrap();
-            assert!(links().contains("one") && links().contains("several"));
+            open_tap("single", 1).unwrap();
+            assert!(links().contains("single") && links().contains("several"));
         });
     }
 

@@ -1,4 +1,4 @@
-//! The link of a network card: changed in the inventory, then at the VM's host.
+//! How a network card of a VM is changed that is made.
 
 use vmseal_api::host::NicSpec;
 use vmseal_api::model::Vm;
