@@ -8,8 +8,8 @@ use std::time::Duration;
 use vmseal_api::bitmap;
 use vmseal_api::filter::{CRYPT_SECTOR, DISKS_MAX, check_caches};
 use vmseal_api::host::{
-    DatastoreLocation, DiskRole, DiskSpec, DiskToCreate, ExportJob, JobSpec, KeyReference, KeyState, SHUTDOWN_SECONDS_MAX,
-    VmSpec,
+    DatastoreLocation, DiskRole, DiskSpec, DiskToCreate, ExportJob, JobSpec, KeyReference,
+    KeyState, SHUTDOWN_SECONDS_MAX, VmSpec,
 };
 use vmseal_api::id::{DiskId, TaskId};
 use vmseal_api::problem::{ErrorCode, Problem};

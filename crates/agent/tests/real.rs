@@ -202,7 +202,8 @@ fn says_what_to_do(why: &str) {
 
 /// Begins to make a disk.
 async fn create(agent: &dyn HostAgent, vm: VmId, disk: DiskId, source: Option<ImageSource>) {
-    let job = JobSpec::Create(CreateJob { disks: vec![DiskToCreate { disk, source, cloud_init: None }] });
+    let job =
+        JobSpec::Create(CreateJob { disks: vec![DiskToCreate { disk, source, cloud_init: None }] });
     agent.put_job(vm, TaskId::new(), job).await.unwrap();
 }
 

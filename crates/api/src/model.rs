@@ -4,8 +4,8 @@ use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
 use crate::host::{
-    Allocation, DatastoreLocation, DatastoreUsage, DiskFacts, DiskLimits, DiskRole, HostDescription,
-    KeyReference, KeyState, Power, Stopped,
+    Allocation, DatastoreLocation, DatastoreUsage, DiskFacts, DiskLimits, DiskRole,
+    HostDescription, KeyReference, KeyState, Power, Stopped,
 };
 use crate::id::{DatastoreId, DiskId, HostId, PolicyId, ProviderId, TaskId, VmId};
 use crate::key_fault::KeyFault;

@@ -40,7 +40,9 @@ pub fn asked(options: &FirstBoot) -> anyhow::Result<Option<CloudInit>> {
         return Ok(None);
     }
     let mut asked = match cloud_init {
-        Some(option) => documents(option).map_err(|why| Ended::new(Exit::Usage, format!("{why:#}")))?,
+        Some(option) => {
+            documents(option).map_err(|why| Ended::new(Exit::Usage, format!("{why:#}")))?
+        }
         None => CloudInit::default(),
     };
     let logs_in = !ssh_keys.is_empty() || password.is_some() || user.is_some();
@@ -59,7 +61,9 @@ pub fn asked(options: &FirstBoot) -> anyhow::Result<Option<CloudInit>> {
 /// Says so where the policy leaves the documents in the clear.
 pub async fn warn_if_plain(server: &ServerClient, policy: &str) {
     // A policy that is not there is refused when the VM is made.
-    if let Ok(Policy { encryption: false, name, .. }) = server.get(&format!("policies/{policy}")).await {
+    if let Ok(Policy { encryption: false, name, .. }) =
+        server.get(&format!("policies/{policy}")).await
+    {
         print::say(format_args!(
             "warning: policy '{name}' does not encrypt: the cloud-init data, with all that is secret in it, is in the clear on the datastore"
         ));
@@ -107,15 +111,18 @@ fn read(file: &Path) -> anyhow::Result<SecretText> {
 /// The public keys in a file: lines, as `authorized_keys` has them.
 fn keys_of(file: &Path) -> anyhow::Result<Vec<String>> {
     let text = read(file)?;
-    let usage = |what: &str| Ended::new(Exit::Usage, format!("--ssh-key {}: {what}", file.display()));
+    let usage =
+        |what: &str| Ended::new(Exit::Usage, format!("--ssh-key {}: {what}", file.display()));
     if text.expose().contains("PRIVATE KEY") {
         let public = PathBuf::from(format!("{}.pub", file.display()));
         let what = format!("this is a private key: give the public one ({})", public.display());
         return Err(usage(&what).into());
     }
     let lines = text.expose().lines().map(str::trim);
-    let keys: Vec<_> =
-        lines.filter(|line| !line.is_empty() && !line.starts_with('#')).map(str::to_owned).collect();
+    let keys: Vec<_> = lines
+        .filter(|line| !line.is_empty() && !line.starts_with('#'))
+        .map(str::to_owned)
+        .collect();
     if keys.is_empty() {
         return Err(usage("there is no key in it").into());
     }
@@ -129,10 +136,12 @@ fn hash(password: &SecretBytes) -> anyhow::Result<SecretText> {
 }
 
 fn hash_with(password: &SecretBytes, salt: &[u8]) -> anyhow::Result<SecretText> {
-    let failed = |error: &dyn std::fmt::Display| anyhow::anyhow!("the password cannot be hashed: {error}");
+    let failed =
+        |error: &dyn std::fmt::Display| anyhow::anyhow!("the password cannot be hashed: {error}");
     let parameters = Params::new(ROUNDS).map_err(|error| failed(&error))?;
     let hasher = ShaCrypt::new(Algorithm::Sha512Crypt, parameters);
-    let hash = hasher.hash_password_with_salt(password.expose(), salt).map_err(|error| failed(&error))?;
+    let hash =
+        hasher.hash_password_with_salt(password.expose(), salt).map_err(|error| failed(&error))?;
     let hash = Zeroizing::new(hash.to_string());
     Ok(SecretText::from(hash.as_str().to_owned()))
 }
@@ -203,7 +212,8 @@ mod tests {
         let mut python = Command::new("python3");
         let program = "import crypt,sys; print(crypt.crypt('correct horse', sys.argv[1]), end='')";
         let setting = format!("$6$rounds={ROUNDS}${salt}");
-        let system = python.args(["-W", "ignore", "-c", program, &setting]).stderr(Stdio::inherit());
+        let system =
+            python.args(["-W", "ignore", "-c", program, &setting]).stderr(Stdio::inherit());
         let system = system.output().unwrap().stdout;
         assert_eq!(made.expose(), String::from_utf8_lossy(&system));
         assert_ne!(hash(&secret()).unwrap(), hash(&secret()).unwrap(), "the salt is the same");

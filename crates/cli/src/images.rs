@@ -73,7 +73,9 @@ pub fn list(directory: &Path) -> anyhow::Result<Vec<Image>> {
         let path = entry.with_context(failed)?.path();
         let Some((name, format)) = named(&path) else { continue };
         // Removed meanwhile, or no file.
-        let Some(metadata) = path.metadata().ok().filter(std::fs::Metadata::is_file) else { continue };
+        let Some(metadata) = path.metadata().ok().filter(std::fs::Metadata::is_file) else {
+            continue;
+        };
         images.push(Image {
             name,
             format,
@@ -106,7 +108,9 @@ pub fn find(directory: &Path, name: &str) -> anyhow::Result<(PathBuf, ImageForma
                 [] => "none is there".to_owned(),
                 names => format!("known are {}", names.join(", ")),
             };
-            format!("there is no image '{name}' in {directory} ({known}): give a path, or build it (vmseal image build debian)")
+            format!(
+                "there is no image '{name}' in {directory} ({known}): give a path, or build it (vmseal image build debian)"
+            )
         }
     };
     Err(Ended::new(Exit::Usage, message).into())
@@ -126,7 +130,8 @@ mod tests {
     fn images_are_listed_and_found_by_name() {
         let directory = tempfile::tempdir().unwrap();
         let at = |name: &str| directory.path().join(name);
-        for name in ["debian.raw", "other.qcow2", "two.raw", "two.qcow2", "notes.txt", ".half.raw"] {
+        for name in ["debian.raw", "other.qcow2", "two.raw", "two.qcow2", "notes.txt", ".half.raw"]
+        {
             std::fs::write(at(name), [0; 8192]).unwrap();
         }
         std::fs::create_dir(at("directory.raw")).unwrap();

@@ -49,9 +49,8 @@ pub fn from_file(file: &Path) -> anyhow::Result<SecretBytes> {
 /// Asks at the terminal; `option` names a file in place of that.
 pub fn ask(what: &str, prompt: Prompt, option: &str) -> anyhow::Result<SecretBytes> {
     if !std::io::stdin().is_terminal() {
-        let message = format!(
-            "{what} is needed and there is no terminal to ask at: give {option} FILE"
-        );
+        let message =
+            format!("{what} is needed and there is no terminal to ask at: give {option} FILE");
         return Err(Ended::new(Exit::Usage, message).into());
     }
     let mut first = Zeroizing::new(rpassword::prompt_password(format!("{what}: "))?.into_bytes());

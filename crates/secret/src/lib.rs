@@ -6,8 +6,8 @@
 mod bytes;
 pub mod derive;
 mod hpke;
-pub mod mac;
 mod locked_file;
+pub mod mac;
 mod memory;
 pub mod passphrase;
 pub mod passphrase_rule;

@@ -9,8 +9,8 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 use vmseal_api::host::{
-    Allocation, DatastoreLocation, DatastoreSpec, Device, DiskFacts, DiskLimits, DiskRole, DiskSpec,
-    KeyReference, VmSpec,
+    Allocation, DatastoreLocation, DatastoreSpec, Device, DiskFacts, DiskLimits, DiskRole,
+    DiskSpec, KeyReference, VmSpec,
 };
 use vmseal_api::id::{DatastoreId, DiskId, ProviderId, VmId};
 use vmseal_api::replica::ReplicaPlace;

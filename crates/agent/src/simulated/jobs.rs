@@ -202,10 +202,7 @@ impl Inside {
 }
 
 /// The disk that cannot be filled from its source, and why.
-fn wrong_source(
-    spec: &vmseal_api::host::VmSpec,
-    job: &JobSpec,
-) -> Option<(DiskId, Problem)> {
+fn wrong_source(spec: &vmseal_api::host::VmSpec, job: &JobSpec) -> Option<(DiskId, Problem)> {
     let JobSpec::Create(create) = job else { return None };
     create.disks.iter().find_map(|wanted| {
         let (source, disk) = (wanted.source.as_ref()?, spec.disk(wanted.disk)?);

@@ -24,7 +24,10 @@ pub fn image(packed: &SecretBytes, size: u64) -> Result<Image, Problem> {
     let documents = Documents::unpacked(packed.expose())
         .map_err(|error| Problem::invalid("cloud_init", error.to_string()))?;
     let failed = |error: String| {
-        Problem::new(ErrorCode::Internal, format!("the disk for cloud-init cannot be made: {error}"))
+        Problem::new(
+            ErrorCode::Internal,
+            format!("the disk for cloud-init cannot be made: {error}"),
+        )
     };
     let length = usize::try_from(size).map_err(|error| failed(error.to_string()))?;
     let mut memory = LockedFile::zeroed(length).map_err(|error| failed(error.to_string()))?;
@@ -33,8 +36,10 @@ pub fn image(packed: &SecretBytes, size: u64) -> Result<Image, Problem> {
 }
 
 fn write(disk: &mut [u8], documents: &Documents) -> io::Result<()> {
-    let options =
-        FormatVolumeOptions::new().volume_label(LABEL).volume_id(VOLUME_ID).fat_type(FatType::Fat12);
+    let options = FormatVolumeOptions::new()
+        .volume_label(LABEL)
+        .volume_id(VOLUME_ID)
+        .fat_type(FatType::Fat12);
     fatfs::format_volume(Cursor::new(&mut *disk), options)?;
     let volume = FileSystem::new(Cursor::new(disk), FsOptions::new())?;
     for (name, text) in documents.files() {
@@ -98,7 +103,8 @@ mod tests {
 
     #[test]
     fn other_programs_know_the_image_by_its_label() {
-        let image = image(&packed(&documents("#!/bin/sh\n".to_owned())), CLOUD_INIT_DISK_SIZE).unwrap();
+        let image =
+            image(&packed(&documents("#!/bin/sh\n".to_owned())), CLOUD_INIT_DISK_SIZE).unwrap();
         let file = tempfile::NamedTempFile::new().unwrap();
         std::fs::write(file.path(), bytes(&image)).unwrap();
         let mut blkid = Command::new("/usr/sbin/blkid");

@@ -32,7 +32,7 @@ pub use self::doctor::Doctor;
 pub use self::events::Events;
 pub use self::global::{Columns, Global, List, Name, Output, Show};
 pub use self::host::Host;
-pub use self::image::{BuildImage, Image, ListImages, System};
+pub use self::image::{BuildImage, Image, System};
 pub use self::kmip::{Certificate, Kmip, ServerOf};
 pub use self::lab::Lab;
 pub use self::policy::Policy;

@@ -64,8 +64,8 @@ fn build(options: &BuildImage) -> anyhow::Result<()> {
 fn builder() -> anyhow::Result<PathBuf> {
     let own = std::env::current_exe().context("where is this program?")?;
     let installed = own.parent().and_then(Path::parent).map(|prefix| prefix.join("share/vmseal"));
-    let sources = cfg!(debug_assertions)
-        .then(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("../../scripts"));
+    let sources =
+        cfg!(debug_assertions).then(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("../../scripts"));
     let places: Vec<_> = [installed, sources].into_iter().flatten().collect();
     let found = places.iter().map(|place| place.join(BUILDER)).find(|program| program.is_file());
     found.with_context(|| {

@@ -135,7 +135,8 @@ fn check(
         check_key(key).map_err(|what| (format!("ssh_keys[{index}]"), what.to_owned()))?;
     }
     if password_hash.is_some_and(|hash| !is_hash(hash.expose())) {
-        let what = "is no hash of crypt(3), such as $6$SALT$HASH; the password itself is never given";
+        let what =
+            "is no hash of crypt(3), such as $6$SALT$HASH; the password itself is never given";
         return Err(("password_hash".to_owned(), what.to_owned()));
     }
     Ok(())
@@ -214,7 +215,10 @@ pub(super) async fn key_box(services: &Services, vm: &Vm) -> Result<String, Prob
         "host '{}' runs vmseal {}, which makes no disks for cloud-init: upgrade it",
         vm.host_name, host.vmseal
     );
-    Err(Problem { field: Some("cloud_init".to_owned()), ..Problem::new(ErrorCode::Unsupported, detail) })
+    Err(Problem {
+        field: Some("cloud_init".to_owned()),
+        ..Problem::new(ErrorCode::Unsupported, detail)
+    })
 }
 
 /// Seals the documents to the agent of a VM's host.
@@ -225,8 +229,8 @@ pub(super) async fn seal(
     documents: &Documents,
 ) -> Result<SealedKey, Problem> {
     let key_box = key_box(services, vm).await?;
-    let packed =
-        SecretBytes::from_wiped(&mut documents.packed()).map_err(|error| crate::internal(&error))?;
+    let packed = SecretBytes::from_wiped(&mut documents.packed())
+        .map_err(|error| crate::internal(&error))?;
     let public = crate::hosts::keys::public_key(&key_box, &vm.host_name)?;
     let sealed = sealed_box::seal(&public, &cloud_init_info(vm.id, disk), &packed)
         .map_err(|error| crate::internal(&error))?;
@@ -237,7 +241,8 @@ pub(super) async fn seal(
 mod tests {
     use super::*;
 
-    const KEY: &str = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIHJhxkLn+YHX65YPCVcGZ8RSKxoP4rmWZeb/AIWRZfne me@here";
+    const KEY: &str =
+        "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIHJhxkLn+YHX65YPCVcGZ8RSKxoP4rmWZeb/AIWRZfne me@here";
     const HASH: &str = "$6$saltsalt$qFmFH.bQmmtXzyBY0s9v7Oicd2z4XSIecDzlB5KiA2/jctKu9YterLp8wwnSq.qc.eoxqOmSuNp2xS0ktL3nh/";
 
     fn vm() -> VmId {
@@ -267,7 +272,9 @@ mod tests {
 
     #[test]
     fn documents_that_are_given_are_left_as_they_are() {
-        for user_data in ["#cloud-config\na: 1\n", "#!/bin/sh\n", "Content-Type: multipart/mixed;", ""] {
+        for user_data in
+            ["#cloud-config\na: 1\n", "#!/bin/sh\n", "Content-Type: multipart/mixed;", ""]
+        {
             let asked = CloudInit {
                 user_data: text(user_data),
                 meta_data: text("instance-id: mine\n"),
@@ -306,7 +313,11 @@ mod tests {
             (password("$6$salt\"\nruncmd: [x]            "), "cloud_init.password_hash", "crypt"),
             (data("swordfish: 1\n"), "cloud_init.user_data", "#cloud-config"),
             (data(&long), "cloud_init", "at most"),
-            (CloudInit { ssh_keys: vec![KEY.to_owned()], ..data("#!") }, "cloud_init.ssh_keys", "together"),
+            (
+                CloudInit { ssh_keys: vec![KEY.to_owned()], ..data("#!") },
+                "cloud_init.ssh_keys",
+                "together",
+            ),
         ] {
             let problem = documents(&asked, vm(), "web1").unwrap_err();
             assert_eq!(problem.field.as_deref(), Some(field), "{problem}");

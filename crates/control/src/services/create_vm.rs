@@ -2,8 +2,8 @@
 
 use std::collections::HashSet;
 
-use vmseal_api::filter::{CRYPT_SECTOR, SERIAL_MAX, check_caches};
 use vmseal_api::cloud_init::CLOUD_INIT_DISK;
+use vmseal_api::filter::{CRYPT_SECTOR, SERIAL_MAX, check_caches};
 use vmseal_api::host::{DatastoreSpec, DiskRole, ImageSource, NewDisk};
 use vmseal_api::id::{DiskId, HostId, VmId, check_name};
 use vmseal_api::model::{Lifecycle, Task};
@@ -47,7 +47,8 @@ pub async fn create(
     let (host, mut made) = place(&mut write, &request.disks, &policy).await?;
     services.hosts.connected(host.id)?;
     let (id, name) = (VmId::new(), request.name);
-    let documents = request.cloud_init.as_ref().map(|asked| cloud_init::documents(asked, id, &name));
+    let documents =
+        request.cloud_init.as_ref().map(|asked| cloud_init::documents(asked, id, &name));
     let documents = documents.transpose()?;
     if documents.is_some() {
         made.extend(cloud_init::disk(&made));
@@ -126,7 +127,8 @@ fn check(request: &CreateVm) -> Result<(), Problem> {
     }
     for (index, disk) in request.disks.iter().enumerate() {
         if request.cloud_init.is_some() && disk.name == CLOUD_INIT_DISK {
-            let detail = format!("'{CLOUD_INIT_DISK}' is the name of the disk with the cloud-init data");
+            let detail =
+                format!("'{CLOUD_INIT_DISK}' is the name of the disk with the cloud-init data");
             return Err(Problem::invalid(format!("disks[{index}].name"), detail));
         }
         check_disk(disk).map_err(|(field, detail)| {

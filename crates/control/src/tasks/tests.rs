@@ -145,7 +145,9 @@ impl Kind {
     /// Checks the state after the operation has succeeded.
     async fn assert_done(self, fixture: &Fixture, vm: VmId, what: &str) {
         match self {
-            Self::Create | Self::FirstBoot | Self::Stop => fixture.assert_whole(vm, Power::Off, what).await,
+            Self::Create | Self::FirstBoot | Self::Stop => {
+                fixture.assert_whole(vm, Power::Off, what).await
+            }
             Self::Start => fixture.assert_whole(vm, Power::Running, what).await,
             Self::Delete => fixture.assert_nothing_left(vm, what).await,
             Self::Export => {

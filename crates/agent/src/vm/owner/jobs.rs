@@ -3,7 +3,9 @@
 use std::time::Instant;
 
 use tokio::task::spawn_blocking;
-use vmseal_api::host::{CreateJob, DiskFacts, DiskSpec, DiskToCreate, ExportJob, JobSpec, JobState};
+use vmseal_api::host::{
+    CreateJob, DiskFacts, DiskSpec, DiskToCreate, ExportJob, JobSpec, JobState,
+};
 use vmseal_api::id::{DiskId, TaskId};
 use vmseal_api::problem::Problem;
 
@@ -75,7 +77,8 @@ impl Owner {
             let key_box = &self.shared.key_box;
             let open = |sealed| key_box.open_cloud_init(self.spec.vm, disk.disk, sealed);
             let source = wanted.source.clone().map(Source::Image);
-            let source = source.or_else(|| Some(Source::CloudInit(open(wanted.cloud_init.as_ref()?))));
+            let source =
+                source.or_else(|| Some(Source::CloudInit(open(wanted.cloud_init.as_ref()?))));
             let kek = if disk.encrypted { self.clone_kek()? } else { None };
             Ok(NewDisk { spec: self.spec.clone(), disk, kek, source })
         };

@@ -80,9 +80,7 @@ async fn an_agent_that_restarts_before_the_disk_is_made_ends_the_task_and_nothin
     let fixture = Fixture::new().await;
     fixture.agent.set_work(LONG);
     let (vm, task) = create(&fixture, "web").await;
-    fixture
-        .eventually("it works", async || (fixture.calls(Call::PutJob) > 0).then_some(()))
-        .await;
+    fixture.eventually("it works", async || (fixture.calls(Call::PutJob) > 0).then_some(())).await;
     fixture.agent.set_work(std::time::Duration::from_millis(1));
     fixture.agent.restart();
     let ended = fixture.ended(task).await;

@@ -181,7 +181,10 @@ mod tests {
 
     const SIZE: u64 = 1 << 20;
 
-    fn open(replica: &std::path::Path, map: &std::path::Path) -> Result<OpenedReplica, ReplicaError> {
+    fn open(
+        replica: &std::path::Path,
+        map: &std::path::Path,
+    ) -> Result<OpenedReplica, ReplicaError> {
         let spec = ReplicateSpec {
             replica: Handle::Path(replica.into()),
             map: Handle::Path(map.into()),
